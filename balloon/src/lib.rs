@@ -1,0 +1,1 @@
+//! Pressure policies and the controller that turns reports into plans.

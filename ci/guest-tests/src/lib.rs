@@ -1,0 +1,1 @@
+//! Boots guests and holds Foreshore against them: tests, demo, benchmarks.

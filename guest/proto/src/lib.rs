@@ -1,0 +1,1 @@
+//! What the guest's agent and the VMM say to each other.

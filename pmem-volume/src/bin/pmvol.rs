@@ -1,0 +1,2 @@
+//! pmvol.
+fn main() {}

@@ -1,0 +1,1 @@
+//! Pools of persistent memory and the BTT volumes in them.

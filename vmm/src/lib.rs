@@ -1,0 +1,1 @@
+//! A virtual machine monitor whose guests share one pool of persistent memory.

@@ -1,0 +1,2 @@
+//! Foreshore.
+fn main() {}
