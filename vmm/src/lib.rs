@@ -1,1 +1,21 @@
-//! A virtual machine monitor whose guests share one pool of persistent memory.
+//! Foreshore: a virtual machine monitor whose guests take memory and storage from one pool of persistent
+//! memory.
+//!
+//! The tree shows the architecture. Pure parts (layout, configuration, ACPI tables, request parsing) know
+//! nothing of KVM; devices know neither each other nor the machine they are part of; only [`vm`] composes.
+
+pub mod acpi;
+pub mod api;
+pub mod boot;
+pub mod bus;
+pub mod config;
+pub mod cpu;
+pub mod event_loop;
+pub mod governor;
+pub mod interrupt;
+pub mod memory;
+pub mod metrics;
+pub mod pci;
+pub mod pool;
+pub mod virtio;
+pub mod vm;

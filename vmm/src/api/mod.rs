@@ -1,0 +1,1 @@
+//! The REST API: Cloud Hypervisor's calls and ours.

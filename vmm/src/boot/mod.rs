@@ -1,0 +1,1 @@
+//! Kernel loading and the PVH hand-over.

@@ -1,0 +1,1 @@
+//! vCPU threads and their exits.

@@ -1,0 +1,153 @@
+//! A thread that waits for file descriptors on behalf of devices.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{Builder, JoinHandle};
+
+use event_manager::{EventManager, MutEventSubscriber, RemoteEndpoint, SubscriberId};
+use thiserror::Error;
+use tracing::error;
+
+/// What a device registers: the owner of its queues and file descriptors.
+pub type Subscriber = Box<dyn MutEventSubscriber + Send>;
+
+/// Why an event loop cannot do what it was asked.
+#[derive(Debug, Error)]
+pub enum EventLoopError {
+    /// epoll or the eventfd behind the loop cannot be made.
+    #[error("Cannot create the event loop {name:?}")]
+    Create {
+        /// The loop's thread name.
+        name: String,
+        /// What event-manager says.
+        #[source]
+        source: event_manager::Error,
+    },
+    /// The thread cannot be started.
+    #[error("Cannot start the thread of event loop {name:?}")]
+    Spawn {
+        /// The loop's thread name.
+        name: String,
+        /// What the operating system says.
+        #[source]
+        source: io::Error,
+    },
+    /// The loop has ended.
+    #[error("The event loop has ended")]
+    Ended(#[source] event_manager::Error),
+}
+
+/// An event loop with its thread. Dropping it ends the thread and drops all subscribers.
+pub struct EventLoop {
+    handle: EventLoopHandle,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Adds and removes subscribers from any thread but the loop's own.
+#[derive(Clone)]
+pub struct EventLoopHandle {
+    endpoint: RemoteEndpoint<Subscriber>,
+}
+
+impl EventLoop {
+    /// Starts a thread called `name` (at most 15 bytes are shown by the kernel).
+    pub fn spawn(name: &str) -> Result<Self, EventLoopError> {
+        let create = |source| EventLoopError::Create { name: name.to_owned(), source };
+        let mut manager = EventManager::<Subscriber>::new().map_err(create)?;
+        let handle = EventLoopHandle { endpoint: manager.remote_endpoint() };
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let thread = Builder::new()
+            .name(name.to_owned())
+            .spawn(move || {
+                while !stopped.load(Ordering::Acquire) {
+                    if let Err(err) = manager.run() {
+                        // Subscribers handle their own errors: this is epoll itself failing.
+                        error!(%err, "Event loop cannot wait");
+                        break;
+                    }
+                }
+            })
+            .map_err(|source| EventLoopError::Spawn { name: name.to_owned(), source })?;
+        Ok(Self { handle, stop, thread: Some(thread) })
+    }
+
+    /// A handle for whoever registers subscribers.
+    pub fn handle(&self) -> EventLoopHandle {
+        self.handle.clone()
+    }
+}
+
+impl Drop for EventLoop {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        // A failed kick means that the thread has ended already.
+        let _ = self.handle.endpoint.kick();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            error!("An event loop's thread panicked");
+        }
+    }
+}
+
+impl EventLoopHandle {
+    /// Registers `subscriber`; its `init` has run when this returns. Must not be called on the loop's thread.
+    pub fn add(&self, subscriber: Subscriber) -> Result<SubscriberId, EventLoopError> {
+        self.endpoint
+            .call_blocking::<_, _, event_manager::Error>(
+                move |manager| Ok(manager.add_subscriber(subscriber)),
+            )
+            .map_err(EventLoopError::Ended)
+    }
+
+    /// Takes a subscriber back; after that the loop touches nothing of it. Must not be called on the loop's
+    /// thread.
+    pub fn remove(&self, id: SubscriberId) -> Result<Subscriber, EventLoopError> {
+        self.endpoint
+            .call_blocking::<_, _, event_manager::Error>(move |manager| manager.remove_subscriber(id))
+            .map_err(EventLoopError::Ended)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use event_manager::{EventOps, EventSet, Events, SubscriberOps as _};
+    use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+    use super::*;
+
+    struct Counter {
+        fd: EventFd,
+        seen: mpsc::Sender<u64>,
+    }
+
+    impl MutEventSubscriber for Counter {
+        fn init(&mut self, ops: &mut EventOps) {
+            ops.add(Events::new(&self.fd, EventSet::IN)).unwrap();
+        }
+        fn process(&mut self, _: Events, _: &mut EventOps) {
+            self.seen.send(self.fd.read().unwrap()).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_subscriber_is_served_until_it_is_removed() {
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let fd = EventFd::new(EFD_NONBLOCK).unwrap();
+        let (seen, counts) = mpsc::channel();
+        let subscriber = Counter { fd: fd.try_clone().unwrap(), seen };
+        let id = event_loop.handle().add(Box::new(subscriber)).unwrap();
+        fd.write(3).unwrap();
+        assert_eq!(counts.recv().unwrap(), 3);
+        drop(event_loop.handle().remove(id).unwrap());
+        fd.write(1).unwrap();
+        // The subscriber owned the only sender: gone means that nothing can serve the event any more.
+        assert!(counts.recv().is_err());
+        assert!(event_loop.handle().remove(id).is_err());
+    }
+}

@@ -1,0 +1,1 @@
+//! The loop that feeds reports to a policy and carries its plans out.

@@ -1,0 +1,1 @@
+//! The PCI root, ECAM configuration space and MSI-X.

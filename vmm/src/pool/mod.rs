@@ -1,0 +1,1 @@
+//! The PM pool behind a trait.

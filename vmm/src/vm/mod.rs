@@ -1,0 +1,3 @@
+//! A VM's life: what may be asked of it, who builds it, and the one task that owns its state.
+
+pub mod request;

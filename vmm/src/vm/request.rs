@@ -1,0 +1,191 @@
+//! What may be asked of the task that owns the VM, and what it answers.
+//!
+//! The API, signals and the governor all speak through a [`VmHandle`]; only the owner of the other end touches
+//! the VM.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+use tokio::sync::{mpsc, oneshot};
+
+use crate::config::VmConfig;
+
+/// Where a VM is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum VmState {
+    /// Configured, not running.
+    Created,
+    /// Its vCPUs run.
+    Running,
+    /// Its vCPUs are stopped, and will go on.
+    Paused,
+    /// It has ended; its configuration is kept.
+    Shutdown,
+}
+
+/// `vm.info`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct VmInfo {
+    /// The configuration, changed by resizes.
+    pub config: VmConfig,
+    /// Where it is in its life.
+    pub state: VmState,
+    /// Boot memory and what is plugged of DRAM and PM, in bytes.
+    pub memory_actual_size: u64,
+}
+
+/// `vm.resize`: what is `None` stays as it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResizeRequest {
+    /// vCPUs.
+    pub desired_vcpus: Option<u8>,
+    /// DRAM in bytes, boot part included.
+    pub desired_ram: Option<u64>,
+    /// Balloon in bytes.
+    pub desired_balloon: Option<u64>,
+}
+
+/// `vm.memory`: one zone's four sizes, in bytes, and how its last resize goes.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ZoneInfo {
+    /// `dram` or `pm`.
+    pub id: String,
+    /// Its tier's name.
+    pub tier: String,
+    /// Its node in the guest.
+    pub guest_numa_node: u32,
+    /// Its boot part.
+    pub boot_bytes: u64,
+    /// The most that can be plugged.
+    pub hotplug_bytes: u64,
+    /// What the guest is asked to have plugged.
+    pub requested_bytes: u64,
+    /// What it has plugged.
+    pub plugged_bytes: u64,
+    /// What the agent says is online; `None` without an agent.
+    pub online_bytes: Option<u64>,
+    /// What is in the host's memory.
+    pub resident_bytes: u64,
+    /// How the last resize goes: `reached`, `pending`, `no-driver`, `stuck`, with the reason.
+    pub status: ResizeStatus,
+}
+
+/// How a resize goes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
+pub enum ResizeStatus {
+    /// Plugged is what was requested.
+    Reached,
+    /// The guest is at it.
+    Pending,
+    /// The guest's driver has not come up.
+    NoDriver,
+    /// The guest makes no progress, and why as far as is known.
+    Stuck(String),
+}
+
+/// `vm.pressure`, as it is answered.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct PressureInfo {
+    /// The policy's name.
+    pub policy: String,
+    /// Decides, and does nothing.
+    pub dry_run: bool,
+    /// Zones pinned by a manual resize, until resumed.
+    pub pinned_zones: Vec<String>,
+    /// Whether an agent is connected.
+    pub agent_connected: bool,
+    /// Age of the last report in milliseconds; `None` before the first.
+    pub report_age_ms: Option<u64>,
+    /// The last decisions, newest first.
+    pub decisions: Vec<serde_json::Value>,
+    /// Anything else that a policy wants to tell.
+    pub details: BTreeMap<String, serde_json::Value>,
+}
+
+/// `vm.pressure`, as it may be set: what is `None` stays as it is.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PressureChange {
+    /// Another policy.
+    pub policy: Option<String>,
+    /// Decide only.
+    pub dry_run: Option<bool>,
+    /// Give pinned zones back to the governor.
+    pub resume: Option<bool>,
+}
+
+/// Why a request is refused. The API maps each to a status code in one place.
+#[derive(Debug, Error)]
+pub enum VmError {
+    /// Not in this state.
+    #[error("The VM is {state:?}, and {verb} needs it {needs}")]
+    WrongState {
+        /// What was asked.
+        verb: &'static str,
+        /// Where the VM is.
+        state: VmState,
+        /// Where it would have to be.
+        needs: &'static str,
+    },
+    /// There is no VM.
+    #[error("There is no VM")]
+    NotCreated,
+    /// The request names something out of its bounds.
+    #[error("{0}")]
+    BadRequest(String),
+    /// The VM could not be built or changed.
+    #[error("{0}")]
+    Failed(String),
+    /// The owner of the VM has gone.
+    #[error("The VMM is ending")]
+    Ending,
+}
+
+/// Where an answer goes.
+pub type Reply<T> = oneshot::Sender<Result<T, VmError>>;
+
+/// One thing asked of the VM's owner.
+#[derive(Debug)]
+pub enum VmRequest {
+    /// `vm.info`.
+    Info(Reply<VmInfo>),
+    /// `vm.resize`.
+    Resize(ResizeRequest, Reply<()>),
+    /// `vm.memory`.
+    Memory(Reply<Vec<ZoneInfo>>),
+    /// `vm.pressure`, read.
+    Pressure(Reply<PressureInfo>),
+    /// `vm.pressure`, changed.
+    ChangePressure(PressureChange, Reply<()>),
+    /// `vm.boot`.
+    Boot(Reply<()>),
+    /// `vm.shutdown`.
+    Shutdown(Reply<()>),
+    /// `vm.reboot`.
+    Reboot(Reply<()>),
+    /// `vmm.shutdown`.
+    ShutdownVmm(Reply<()>),
+}
+
+/// Speaks to the VM's owner. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct VmHandle {
+    requests: mpsc::Sender<VmRequest>,
+}
+
+impl VmHandle {
+    /// A handle and the end that the owner serves.
+    pub fn channel() -> (Self, mpsc::Receiver<VmRequest>) {
+        let (requests, served) = mpsc::channel(64);
+        (Self { requests }, served)
+    }
+
+    /// Asks and waits for the answer: `handle.ask(VmRequest::Info).await`.
+    pub async fn ask<T>(&self, request: impl FnOnce(Reply<T>) -> VmRequest) -> Result<T, VmError> {
+        let (reply, answer) = oneshot::channel();
+        self.requests.send(request(reply)).await.map_err(|_| VmError::Ending)?;
+        answer.await.map_err(|_| VmError::Ending)?
+    }
+}
