@@ -1,0 +1,422 @@
+//! Messages whose every value is inside its bound.
+//!
+//! The bounds are those of machines, not of plausibility: a value inside them may still be a lie, but no sum or
+//! product of a few of them overflows. What depends on earlier messages (order, clock) is checked by whoever keeps
+//! the state of the connection.
+
+use crate::wire::{Blocks, Cause, Counters, Memory, RawAgentMessage, RawHello, RawReport, Stall, Zone};
+use crate::{Bound, PROTOCOL_VERSION, Refusal};
+
+/// 64 TiB: what four levels of page tables map of physical memory on x86-64.
+const MAX_MEMORY_BYTES: u64 = 1 << 46;
+const MIN_MEMORY_BYTES: u64 = 1 << 20;
+const MAX_SWAP_BYTES: u64 = 1 << 50;
+const PAGE_BYTES_MIN: u64 = 4096;
+const PAGE_BYTES_MAX: u64 = 65_536;
+const MAX_ZONE_PAGES: u64 = MAX_MEMORY_BYTES / PAGE_BYTES_MIN;
+/// Linux allows 1024 nodes at most (CONFIG_NODES_SHIFT 10).
+const MAX_NODE: u64 = 1023;
+const MAX_ZONES: usize = 256;
+const MAX_BLOCK_NODES: usize = 64;
+const MAX_TEXT_BYTES: usize = 128;
+/// A hundred years.
+const MAX_MONOTONIC_MS: u64 = 100 * 366 * 86_400_000;
+/// A sender that reports 20 times a second takes longer than MAX_MONOTONIC_MS to get here.
+const MAX_SEQ: u64 = 1 << 53;
+const MAX_COUNT: u64 = 1 << 60;
+/// The kernel samples stall times and the clock at different moments, and folds stall times in every 2 s.
+const STALL_SLACK_US: u64 = 60_000_000;
+/// Per-CPU counts are folded into free pages late (mm/vmstat.c), so a zone may seem to have more free than it has.
+const FREE_SLACK_PAGES: u64 = 65_536;
+
+fn at_most(field: &'static str, value: u64, bound: u64) -> Result<(), Refusal> {
+    if value > bound {
+        return Err(Refusal::OutOfRange { field, value, bound: Bound::AtMost(bound) });
+    }
+    Ok(())
+}
+
+fn at_least(field: &'static str, value: u64, bound: u64) -> Result<(), Refusal> {
+    if value < bound {
+        return Err(Refusal::OutOfRange { field, value, bound: Bound::AtLeast(bound) });
+    }
+    Ok(())
+}
+
+fn at_most_field(field: &'static str, value: u64, other: &'static str, bound: u64) -> Result<(), Refusal> {
+    if value > bound {
+        return Err(Refusal::OutOfRange { field, value, bound: Bound::AtMostField(other, bound) });
+    }
+    Ok(())
+}
+
+fn power_of_two(field: &'static str, value: u64, low: u64, high: u64) -> Result<(), Refusal> {
+    if !value.is_power_of_two() || value < low || value > high {
+        return Err(Refusal::OutOfRange { field, value, bound: Bound::PowerOfTwo(low, high) });
+    }
+    Ok(())
+}
+
+fn version(theirs: u32) -> Result<(), Refusal> {
+    if theirs != PROTOCOL_VERSION {
+        return Err(Refusal::WrongVersion { theirs: theirs.into(), ours: PROTOCOL_VERSION });
+    }
+    Ok(())
+}
+
+/// A message of the agent with every value inside its bound.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AgentMessage {
+    /// The first message of a connection.
+    Hello(Hello),
+    /// The state of the guest's memory.
+    Report(Report),
+}
+
+impl TryFrom<RawAgentMessage> for AgentMessage {
+    type Error = Refusal;
+
+    fn try_from(raw: RawAgentMessage) -> Result<Self, Refusal> {
+        Ok(match raw {
+            RawAgentMessage::Hello(raw) => AgentMessage::Hello(raw.try_into()?),
+            RawAgentMessage::Report(raw) => AgentMessage::Report(raw.try_into()?),
+        })
+    }
+}
+
+/// Who reports. Its texts are short and printable, so they may go into logs and metric labels.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hello(RawHello);
+
+impl Hello {
+    /// The agent's own version.
+    pub fn agent_version(&self) -> &str {
+        &self.0.agent_version
+    }
+
+    /// The release of the guest's kernel.
+    pub fn kernel_release(&self) -> &str {
+        &self.0.kernel_release
+    }
+
+    /// The kernel's preemption model, see [`RawHello::preemption`].
+    pub fn preemption(&self) -> &str {
+        &self.0.preemption
+    }
+
+    /// The size of the guest's pages.
+    pub fn page_size_bytes(&self) -> u64 {
+        self.0.page_size_bytes
+    }
+}
+
+impl TryFrom<RawHello> for Hello {
+    type Error = Refusal;
+
+    fn try_from(raw: RawHello) -> Result<Self, Refusal> {
+        version(raw.version)?;
+        let texts = [
+            ("agent_version", &raw.agent_version),
+            ("kernel_release", &raw.kernel_release),
+            ("preemption", &raw.preemption),
+        ];
+        for (field, text) in texts {
+            at_most(field, text.len() as u64, MAX_TEXT_BYTES as u64)?;
+            if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+                return Err(Refusal::WrongShape { reason: format!("{field} has unprintable characters") });
+            }
+        }
+        power_of_two("page_size_bytes", raw.page_size_bytes, PAGE_BYTES_MIN, PAGE_BYTES_MAX)?;
+        Ok(Hello(raw))
+    }
+}
+
+/// The state of the guest's memory at one moment, every value inside its bound.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Report(RawReport);
+
+impl Report {
+    /// Counts up with every report of one connection.
+    pub fn seq(&self) -> u64 {
+        self.0.seq
+    }
+
+    /// The guest's CLOCK_MONOTONIC.
+    pub fn monotonic_ms(&self) -> u64 {
+        self.0.monotonic_ms
+    }
+
+    /// Why it was sent now.
+    pub fn cause(&self) -> Cause {
+        self.0.cause
+    }
+
+    /// From /proc/meminfo; free and available are at most total.
+    pub fn memory(&self) -> &Memory {
+        &self.0.memory
+    }
+
+    /// Stall times.
+    pub fn stall(&self) -> &Stall {
+        &self.0.stall
+    }
+
+    /// The zones; min <= low <= high in each.
+    pub fn zones(&self) -> &[Zone] {
+        &self.0.zones
+    }
+
+    /// Event counters.
+    pub fn counters(&self) -> &Counters {
+        &self.0.counters
+    }
+
+    /// Memory blocks; movable_online <= online in each node.
+    pub fn blocks(&self) -> &Blocks {
+        &self.0.blocks
+    }
+}
+
+impl TryFrom<RawReport> for Report {
+    type Error = Refusal;
+
+    fn try_from(raw: RawReport) -> Result<Self, Refusal> {
+        version(raw.version)?;
+        at_most("seq", raw.seq, MAX_SEQ)?;
+        at_most("monotonic_ms", raw.monotonic_ms, MAX_MONOTONIC_MS)?;
+        check_memory(&raw.memory)?;
+        check_stall(&raw.stall, raw.monotonic_ms)?;
+        at_least("zones", raw.zones.len() as u64, 1)?;
+        at_most("zones", raw.zones.len() as u64, MAX_ZONES as u64)?;
+        raw.zones.iter().try_for_each(check_zone)?;
+        check_counters(&raw.counters)?;
+        check_blocks(&raw.blocks)?;
+        Ok(Report(raw))
+    }
+}
+
+fn check_memory(memory: &Memory) -> Result<(), Refusal> {
+    let total = memory.total_bytes;
+    at_least("total_bytes", total, MIN_MEMORY_BYTES)?;
+    at_most("total_bytes", total, MAX_MEMORY_BYTES)?;
+    at_most_field("free_bytes", memory.free_bytes, "total_bytes", total)?;
+    at_most_field("available_bytes", memory.available_bytes, "total_bytes", total)?;
+    at_most_field("anon_bytes", memory.anon_bytes, "total_bytes", total)?;
+    at_most_field("cached_bytes", memory.cached_bytes, "total_bytes", total)?;
+    at_most("swap_total_bytes", memory.swap_total_bytes, MAX_SWAP_BYTES)?;
+    at_most_field("swap_free_bytes", memory.swap_free_bytes, "swap_total_bytes", memory.swap_total_bytes)
+}
+
+fn check_stall(stall: &Stall, monotonic_ms: u64) -> Result<(), Refusal> {
+    // Nobody has waited for longer than the guest has run.
+    let bound_us = monotonic_ms.saturating_mul(1000).saturating_add(STALL_SLACK_US);
+    at_most("some_us", stall.some_us, bound_us)?;
+    at_most("full_us", stall.full_us, bound_us)?;
+    at_most("some_avg10_basis_points", stall.some_avg10_basis_points.into(), 10_000)?;
+    at_most("full_avg10_basis_points", stall.full_avg10_basis_points.into(), 10_000)
+}
+
+fn check_zone(zone: &Zone) -> Result<(), Refusal> {
+    at_most("node", zone.node.into(), MAX_NODE)?;
+    at_most("managed_pages", zone.managed_pages, MAX_ZONE_PAGES)?;
+    let free_bound = zone.managed_pages.saturating_add(FREE_SLACK_PAGES);
+    at_most("free_pages", zone.free_pages, free_bound)?;
+    at_most("high_pages", zone.high_pages, MAX_ZONE_PAGES)?;
+    at_most_field("low_pages", zone.low_pages, "high_pages", zone.high_pages)?;
+    at_most_field("min_pages", zone.min_pages, "low_pages", zone.low_pages)
+}
+
+fn check_counters(counters: &Counters) -> Result<(), Refusal> {
+    let fields = [
+        ("pswpin", counters.pswpin),
+        ("pswpout", counters.pswpout),
+        ("pgmajfault", counters.pgmajfault),
+        ("workingset_refault_anon", counters.workingset_refault_anon),
+        ("workingset_refault_file", counters.workingset_refault_file),
+        ("pgscan_kswapd", counters.pgscan_kswapd),
+        ("pgscan_direct", counters.pgscan_direct),
+        ("pgsteal_kswapd", counters.pgsteal_kswapd),
+        ("pgsteal_direct", counters.pgsteal_direct),
+        ("allocstall", counters.allocstall),
+        ("oom_kill", counters.oom_kill),
+    ];
+    fields.into_iter().try_for_each(|(field, value)| at_most(field, value, MAX_COUNT))
+}
+
+fn check_blocks(blocks: &Blocks) -> Result<(), Refusal> {
+    at_most("blocks.nodes", blocks.nodes.len() as u64, MAX_BLOCK_NODES as u64)?;
+    if blocks.block_bytes != 0 {
+        power_of_two("block_bytes", blocks.block_bytes, 1 << 20, 1 << 36)?;
+    }
+    for node in &blocks.nodes {
+        at_most("node", node.node.into(), MAX_NODE)?;
+        at_most("online_bytes", node.online_bytes, MAX_MEMORY_BYTES)?;
+        at_most("offline_bytes", node.offline_bytes, MAX_MEMORY_BYTES)?;
+        at_most_field("movable_online_bytes", node.movable_online_bytes, "online_bytes", node.online_bytes)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::wire::NodeBlocks;
+
+    fn raw_report() -> RawReport {
+        RawReport {
+            version: PROTOCOL_VERSION,
+            seq: 1,
+            monotonic_ms: 1000,
+            memory: Memory {
+                total_bytes: 512 << 20,
+                free_bytes: 100 << 20,
+                available_bytes: 200 << 20,
+                swap_total_bytes: 1 << 30,
+                swap_free_bytes: 1 << 30,
+                ..Memory::default()
+            },
+            zones: vec![Zone {
+                free_pages: 25_600,
+                min_pages: 500,
+                low_pages: 625,
+                high_pages: 750,
+                managed_pages: 131_072,
+                ..Zone::default()
+            }],
+            blocks: Blocks {
+                block_bytes: 128 << 20,
+                nodes: vec![NodeBlocks { online_bytes: 512 << 20, ..NodeBlocks::default() }],
+                ..Blocks::default()
+            },
+            ..RawReport::default()
+        }
+    }
+
+    fn raw_hello() -> RawHello {
+        RawHello {
+            version: PROTOCOL_VERSION,
+            agent_version: "0.1.0".into(),
+            kernel_release: "6.12.117+deb12-cloud-amd64".into(),
+            preemption: "dynamic".into(),
+            page_size_bytes: 4096,
+        }
+    }
+
+    /// The field that is named when `spoil` has been at a good report.
+    fn refused_field(spoil: impl FnOnce(&mut RawReport)) -> &'static str {
+        let mut raw = raw_report();
+        spoil(&mut raw);
+        match Report::try_from(raw) {
+            Err(Refusal::OutOfRange { field, .. }) => field,
+            other => panic!("expected out of range, got {other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_sound_report_passes_unchanged() {
+        let report = Report::try_from(raw_report()).expect("sound");
+        assert_eq!(report.0, raw_report());
+    }
+
+    #[test]
+    fn every_impossible_value_is_named() {
+        assert_eq!(refused_field(|r| r.memory.total_bytes = 0), "total_bytes");
+        assert_eq!(refused_field(|r| r.memory.total_bytes = u64::MAX), "total_bytes");
+        assert_eq!(refused_field(|r| r.memory.free_bytes = (512 << 20) + 1), "free_bytes");
+        assert_eq!(refused_field(|r| r.memory.available_bytes = u64::MAX), "available_bytes");
+        assert_eq!(refused_field(|r| r.memory.swap_free_bytes = u64::MAX), "swap_free_bytes");
+        assert_eq!(refused_field(|r| r.memory.swap_total_bytes = u64::MAX), "swap_total_bytes");
+        assert_eq!(refused_field(|r| r.memory.cached_bytes = u64::MAX), "cached_bytes");
+        assert_eq!(refused_field(|r| r.memory.anon_bytes = u64::MAX), "anon_bytes");
+        assert_eq!(refused_field(|r| r.seq = u64::MAX), "seq");
+        assert_eq!(refused_field(|r| r.monotonic_ms = u64::MAX), "monotonic_ms");
+        assert_eq!(refused_field(|r| r.stall.some_us = 62_000_000), "some_us");
+        assert_eq!(refused_field(|r| r.stall.full_avg10_basis_points = 10_001), "full_avg10_basis_points");
+        assert_eq!(refused_field(|r| r.zones.clear()), "zones");
+        assert_eq!(refused_field(|r| r.zones = vec![r.zones[0]; 257]), "zones");
+        assert_eq!(refused_field(|r| r.zones[0].node = 1024), "node");
+        assert_eq!(refused_field(|r| r.zones[0].free_pages = u64::MAX), "free_pages");
+        assert_eq!(refused_field(|r| r.zones[0].high_pages = u64::MAX), "high_pages");
+        assert_eq!(refused_field(|r| r.zones[0].low_pages = 751), "low_pages");
+        assert_eq!(refused_field(|r| r.zones[0].min_pages = 626), "min_pages");
+        assert_eq!(refused_field(|r| r.zones[0].managed_pages = u64::MAX), "managed_pages");
+        assert_eq!(refused_field(|r| r.counters.pswpout = u64::MAX), "pswpout");
+        assert_eq!(refused_field(|r| r.blocks.block_bytes = 3), "block_bytes");
+        assert_eq!(refused_field(|r| r.blocks.nodes[0].offline_bytes = u64::MAX), "offline_bytes");
+        assert_eq!(
+            refused_field(|r| r.blocks.nodes[0].movable_online_bytes = 1 << 40),
+            "movable_online_bytes"
+        );
+        assert_eq!(refused_field(|r| r.blocks.nodes = vec![r.blocks.nodes[0]; 65]), "blocks.nodes");
+    }
+
+    #[test]
+    fn a_refusal_says_the_value_and_the_bound() {
+        let mut raw = raw_report();
+        raw.zones[0].low_pages = 751;
+        let refusal = Report::try_from(raw).expect_err("low above high");
+        assert_eq!(refusal.to_string(), "low_pages is 751, must be at most high_pages, which is 750");
+        assert_eq!(refusal.label(), "out_of_range");
+    }
+
+    #[test]
+    fn a_hello_is_short_and_printable() {
+        assert!(Hello::try_from(raw_hello()).is_ok());
+        let long = RawHello { kernel_release: "6".repeat(129), ..raw_hello() };
+        assert_eq!(Hello::try_from(long).expect_err("long").label(), "out_of_range");
+        let line_break = RawHello { agent_version: "0.1\nvm=\"x\"".into(), ..raw_hello() };
+        assert_eq!(Hello::try_from(line_break).expect_err("unprintable").label(), "wrong_shape");
+        let odd_page = RawHello { page_size_bytes: 4097, ..raw_hello() };
+        assert_eq!(Hello::try_from(odd_page).expect_err("odd").label(), "out_of_range");
+        let newer = RawHello { version: 2, ..raw_hello() };
+        assert_eq!(Hello::try_from(newer).expect_err("newer").label(), "wrong_version");
+    }
+
+    #[test]
+    fn every_label_is_listed() {
+        let some = [
+            Refusal::TooLong { bound_bytes: 1 },
+            Refusal::NotUtf8,
+            Refusal::NotJson { reason: String::new() },
+            Refusal::WrongShape { reason: String::new() },
+            Refusal::WrongVersion { theirs: 2, ours: 1 },
+            Refusal::UnknownType { kind: String::new() },
+            Refusal::OutOfRange { field: "x", value: 1, bound: Bound::AtMost(0) },
+            Refusal::OutOfOrder { field: "x", value: 1, last: 1 },
+            Refusal::FromTheFuture { value: 1, bound: 0 },
+            Refusal::BeforeHello,
+        ];
+        let labels: Vec<_> = some.iter().map(Refusal::label).collect();
+        assert_eq!(labels, Refusal::LABELS);
+    }
+
+    proptest! {
+        #[test]
+        fn no_line_panics(line in prop::collection::vec(any::<u8>(), 0..300)) {
+            let _ = crate::decode_agent_message(&line);
+            let _ = crate::decode_vmm_message(&line);
+        }
+
+        #[test]
+        fn a_report_of_any_numbers_is_refused_or_inside_its_bounds(
+            numbers in prop::array::uniform8(prop_oneof![any::<u64>(), 0u64..1 << 30]),
+        ) {
+            let mut raw = raw_report();
+            raw.memory.total_bytes = numbers[0];
+            raw.memory.free_bytes = numbers[1];
+            raw.memory.available_bytes = numbers[2];
+            raw.monotonic_ms = numbers[3];
+            raw.stall.some_us = numbers[4];
+            raw.zones[0].min_pages = numbers[5];
+            raw.zones[0].low_pages = numbers[6];
+            raw.zones[0].high_pages = numbers[7];
+            if let Ok(report) = Report::try_from(raw) {
+                let memory = report.memory();
+                prop_assert!(memory.free_bytes <= memory.total_bytes && memory.total_bytes <= MAX_MEMORY_BYTES);
+                prop_assert!(report.zones().iter().all(|z| z.min_pages <= z.low_pages && z.low_pages <= z.high_pages));
+            }
+        }
+    }
+}

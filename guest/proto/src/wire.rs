@@ -1,0 +1,403 @@
+//! The messages as they travel: plain data, nothing about it is known to be true.
+
+use std::borrow::Cow;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{PROTOCOL_VERSION, Refusal};
+
+/// What the agent sends, shape checked, values not. `AgentMessage` is the verified form.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum RawAgentMessage {
+    /// The first line of a connection.
+    Hello(RawHello),
+    /// The state of the guest's memory.
+    Report(RawReport),
+}
+
+/// Who reports, and from what kernel. Unverified.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RawHello {
+    /// [`PROTOCOL_VERSION`] of the sender.
+    pub version: u32,
+    /// The agent's own version.
+    pub agent_version: String,
+    /// The release of the running kernel, as `uname -r` prints it.
+    pub kernel_release: String,
+    /// The kernel's preemption model: `none`, `voluntary`, `full`, `lazy`, `rt`, or `dynamic` and `static` where
+    /// the kernel tells no more than that.
+    pub preemption: String,
+    /// The size of a page.
+    pub page_size_bytes: u64,
+}
+
+/// Why a report was sent now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Cause {
+    /// The interval at rest has passed.
+    #[default]
+    Rest,
+    /// Available memory is near or under the watermark.
+    Watermark,
+    /// The kernel's pressure trigger fired.
+    Stall,
+    /// A cause of a later version.
+    #[serde(other)]
+    Other,
+}
+
+/// The state of the guest's memory at one moment. Unverified.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RawReport {
+    /// [`PROTOCOL_VERSION`] of the sender.
+    pub version: u32,
+    /// Counts up by one with every report of one connection.
+    pub seq: u64,
+    /// The guest's CLOCK_MONOTONIC.
+    pub monotonic_ms: u64,
+    /// Why it was sent now.
+    #[serde(default)]
+    pub cause: Cause,
+    /// From /proc/meminfo.
+    pub memory: Memory,
+    /// From /proc/pressure/memory.
+    #[serde(default)]
+    pub stall: Stall,
+    /// From /proc/zoneinfo: every zone that has memory.
+    pub zones: Vec<Zone>,
+    /// From /proc/vmstat.
+    #[serde(default)]
+    pub counters: Counters,
+    /// From /sys/devices/system/memory. Read seldom, so it may be seconds older than the rest.
+    #[serde(default)]
+    pub blocks: Blocks,
+}
+
+/// Sizes from /proc/meminfo.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Memory {
+    /// MemTotal: what the page allocator manages.
+    pub total_bytes: u64,
+    /// MemFree.
+    pub free_bytes: u64,
+    /// MemAvailable: what can be allocated without swapping, as the kernel estimates it.
+    pub available_bytes: u64,
+    /// Cached and Buffers together.
+    #[serde(default)]
+    pub cached_bytes: u64,
+    /// AnonPages.
+    #[serde(default)]
+    pub anon_bytes: u64,
+    /// SwapTotal.
+    #[serde(default)]
+    pub swap_total_bytes: u64,
+    /// SwapFree.
+    #[serde(default)]
+    pub swap_free_bytes: u64,
+}
+
+/// Time lost waiting for memory, from /proc/pressure/memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stall {
+    /// Total time in which at least one task waited.
+    pub some_us: u64,
+    /// Total time in which all tasks waited.
+    pub full_us: u64,
+    /// `some` over the last 10 s, in hundredths of a percent.
+    pub some_avg10_basis_points: u32,
+    /// `full` over the last 10 s, in hundredths of a percent.
+    pub full_avg10_basis_points: u32,
+}
+
+/// A zone of the guest's page allocator.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ZoneKind {
+    /// ZONE_DMA: below 16 MiB.
+    Dma,
+    /// ZONE_DMA32: below 4 GiB.
+    Dma32,
+    /// ZONE_NORMAL.
+    Normal,
+    /// ZONE_MOVABLE: only for pages that can be moved, so its memory can be unplugged.
+    Movable,
+    /// ZONE_DEVICE.
+    Device,
+    /// A zone that this version does not know.
+    #[default]
+    #[serde(other)]
+    Other,
+}
+
+/// Free pages and watermarks of a zone, from /proc/zoneinfo.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Zone {
+    /// The NUMA node it belongs to.
+    pub node: u32,
+    /// Which zone of the node.
+    pub kind: ZoneKind,
+    /// Free pages.
+    pub free_pages: u64,
+    /// Below this only the kernel's reserves serve allocations.
+    pub min_pages: u64,
+    /// Below this kswapd is woken.
+    pub low_pages: u64,
+    /// kswapd works until this many are free.
+    pub high_pages: u64,
+    /// Pages that the allocator manages.
+    pub managed_pages: u64,
+}
+
+/// Event counters from /proc/vmstat, totals since boot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Counters {
+    /// Pages swapped in.
+    pub pswpin: u64,
+    /// Pages swapped out.
+    pub pswpout: u64,
+    /// Page faults that waited for I/O.
+    pub pgmajfault: u64,
+    /// Anonymous pages that came back soon after they had been evicted.
+    pub workingset_refault_anon: u64,
+    /// File pages that came back soon after they had been evicted.
+    pub workingset_refault_file: u64,
+    /// Pages that kswapd looked at.
+    pub pgscan_kswapd: u64,
+    /// Pages that allocating tasks looked at themselves.
+    pub pgscan_direct: u64,
+    /// Pages that kswapd reclaimed.
+    pub pgsteal_kswapd: u64,
+    /// Pages that allocating tasks reclaimed themselves.
+    pub pgsteal_direct: u64,
+    /// Allocations that entered direct reclaim, all zones together.
+    pub allocstall: u64,
+    /// Processes killed for want of memory.
+    pub oom_kill: u64,
+}
+
+/// The states of the guest's memory blocks, from /sys/devices/system/memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Blocks {
+    /// What the kernel does with memory that is plugged.
+    #[serde(default)]
+    pub online_policy: OnlinePolicy,
+    /// The size of a block; zero where the kernel has no hotplug.
+    #[serde(default)]
+    pub block_bytes: u64,
+    /// One entry per node that has blocks.
+    #[serde(default)]
+    pub nodes: Vec<NodeBlocks>,
+}
+
+/// The blocks of one node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeBlocks {
+    /// The NUMA node.
+    pub node: u32,
+    /// Blocks that are online, in any zone.
+    pub online_bytes: u64,
+    /// Blocks that are plugged and not online.
+    pub offline_bytes: u64,
+    /// Those of `online_bytes` that are in ZONE_MOVABLE.
+    pub movable_online_bytes: u64,
+}
+
+/// /sys/devices/system/memory/auto_online_blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnlinePolicy {
+    /// Plugged memory stays offline until somebody onlines it.
+    Offline,
+    /// The kernel chooses the zone; a node's first memory becomes ZONE_NORMAL.
+    Online,
+    /// ZONE_NORMAL: it cannot be relied on to leave again.
+    OnlineKernel,
+    /// ZONE_MOVABLE: it can leave again. The only one under which memory is lent without a limit.
+    OnlineMovable,
+    /// Not known.
+    #[default]
+    #[serde(other)]
+    Unknown,
+}
+
+/// What the VMM sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum VmmMessage {
+    /// How to report from now on.
+    Settings(Settings),
+    /// Online every block that is offline, movable, and have the kernel do so with blocks to come.
+    OnlineBlocks {
+        /// [`PROTOCOL_VERSION`] of the sender.
+        version: u32,
+    },
+}
+
+/// How the agent is to report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Settings {
+    /// [`PROTOCOL_VERSION`] of the sender.
+    pub version: u32,
+    /// Report at the fast rate while less than this is available.
+    pub watermark_bytes: u64,
+    /// The interval above the watermark.
+    pub rest_interval_ms: u32,
+    /// The interval below it.
+    pub watermark_interval_ms: u32,
+}
+
+impl Settings {
+    /// Shortest interval that an agent honours: the guest pays for every report.
+    pub const MIN_INTERVAL_MS: u32 = 20;
+    /// Longest interval that an agent honours.
+    pub const MAX_INTERVAL_MS: u32 = 60_000;
+
+    /// 1 Hz at rest, 20 Hz under `watermark_bytes`.
+    pub fn with_watermark(watermark_bytes: u64) -> Self {
+        Settings {
+            version: PROTOCOL_VERSION,
+            watermark_bytes,
+            rest_interval_ms: 1000,
+            watermark_interval_ms: 50,
+        }
+    }
+
+    /// The same with both intervals inside what an agent honours, so that neither a busy loop nor silence can be
+    /// asked for.
+    pub fn clamped(self) -> Self {
+        let clamp = |ms: u32| ms.clamp(Self::MIN_INTERVAL_MS, Self::MAX_INTERVAL_MS);
+        Settings {
+            rest_interval_ms: clamp(self.rest_interval_ms),
+            watermark_interval_ms: clamp(self.watermark_interval_ms),
+            ..self
+        }
+    }
+}
+
+/// What must be known of an object before the rest of it can be understood.
+#[derive(Deserialize)]
+struct Envelope<'a> {
+    #[serde(borrow, rename = "type")]
+    kind: Option<Cow<'a, str>>,
+    version: Option<u64>,
+}
+
+/// Checks that `line` is an object of our version and of one of `kinds`.
+fn open_envelope(line: &[u8], kinds: &[&str]) -> Result<(), Refusal> {
+    if line.len() > crate::MAX_LINE_BYTES {
+        return Err(Refusal::TooLong { bound_bytes: crate::MAX_LINE_BYTES });
+    }
+    let text = std::str::from_utf8(line).map_err(|_| Refusal::NotUtf8)?;
+    let envelope: Envelope = serde_json::from_str(text).map_err(Refusal::from_json)?;
+    let Some(version) = envelope.version else {
+        return Err(Refusal::WrongShape { reason: "no version".into() });
+    };
+    if version != u64::from(PROTOCOL_VERSION) {
+        return Err(Refusal::WrongVersion { theirs: version, ours: PROTOCOL_VERSION });
+    }
+    match envelope.kind {
+        Some(kind) if kinds.contains(&kind.as_ref()) => Ok(()),
+        Some(kind) => Err(Refusal::unknown_type(&kind)),
+        None => Err(Refusal::WrongShape { reason: "no type".into() }),
+    }
+}
+
+/// Reads one line of the agent. Shape and version are checked, values are not.
+pub fn decode_agent_message(line: &[u8]) -> Result<RawAgentMessage, Refusal> {
+    open_envelope(line, &["hello", "report"])?;
+    serde_json::from_slice(line).map_err(Refusal::from_json)
+}
+
+/// Reads one line of the VMM.
+pub fn decode_vmm_message(line: &[u8]) -> Result<VmmMessage, Refusal> {
+    open_envelope(line, &["settings", "online_blocks"])?;
+    serde_json::from_slice(line).map_err(Refusal::from_json)
+}
+
+/// Replaces what is in `out` by `message` and a newline. Reuses the buffer, and allocates only while it grows.
+pub fn encode_line(message: &impl Serialize, out: &mut Vec<u8>) {
+    out.clear();
+    serde_json::to_writer(&mut *out, message).expect("a message is plain data, and a Vec takes every write");
+    out.push(b'\n');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refusal_of(line: &str) -> Refusal {
+        decode_agent_message(line.as_bytes()).expect_err("must be refused")
+    }
+
+    #[test]
+    fn what_is_encoded_is_decoded() {
+        let report = RawReport {
+            version: PROTOCOL_VERSION,
+            seq: 7,
+            monotonic_ms: 1234,
+            cause: Cause::Stall,
+            zones: vec![Zone { node: 1, kind: ZoneKind::Movable, free_pages: 9, ..Zone::default() }],
+            ..RawReport::default()
+        };
+        let message = RawAgentMessage::Report(report);
+        let mut line = Vec::new();
+        encode_line(&message, &mut line);
+        assert_eq!(line.last(), Some(&b'\n'));
+        assert_eq!(decode_agent_message(&line[..line.len() - 1]), Ok(message));
+
+        let settings = VmmMessage::Settings(Settings::with_watermark(1 << 27));
+        encode_line(&settings, &mut line);
+        assert_eq!(decode_vmm_message(&line), Ok(settings), "a trailing newline is white space");
+        encode_line(&VmmMessage::OnlineBlocks { version: 1 }, &mut line);
+        assert_eq!(decode_vmm_message(&line), Ok(VmmMessage::OnlineBlocks { version: 1 }));
+    }
+
+    #[test]
+    fn fields_of_a_later_version_are_skipped() {
+        let line = r#"{"type":"report","version":1,"seq":1,"monotonic_ms":5,"cause":"full_moon","tide":{"high":[1,2]},
+            "memory":{"total_bytes":4096,"free_bytes":0,"available_bytes":0,"lent_bytes":1},
+            "zones":[{"node":0,"kind":"cxl","free_pages":1,"min_pages":0,"low_pages":0,"high_pages":0,"managed_pages":1}]}"#;
+        let Ok(RawAgentMessage::Report(report)) = decode_agent_message(line.as_bytes()) else {
+            panic!("refused: {:?}", decode_agent_message(line.as_bytes()));
+        };
+        assert_eq!(report.cause, Cause::Other);
+        assert_eq!(report.zones[0].kind, ZoneKind::Other);
+        assert_eq!(report.blocks.online_policy, OnlinePolicy::Unknown);
+    }
+
+    #[test]
+    fn what_is_no_message_is_refused_with_its_reason() {
+        assert_eq!(decode_agent_message(b"\xff\xfe{}").unwrap_err().label(), "not_utf8");
+        assert_eq!(refusal_of("").label(), "not_json");
+        assert_eq!(refusal_of("GET / HTTP/1.1").label(), "not_json");
+        assert_eq!(refusal_of(r#"{"type":"report","version":1"#).label(), "not_json");
+        assert_eq!(refusal_of(&"[".repeat(10_000)).label(), "wrong_shape");
+        assert_eq!(refusal_of("[]").label(), "wrong_shape");
+        assert_eq!(refusal_of(r#"{"type":"report"}"#).label(), "wrong_shape");
+        assert_eq!(refusal_of(r#"{"version":1}"#).label(), "wrong_shape");
+        assert_eq!(refusal_of(r#"{"type":"report","version":1}"#).label(), "wrong_shape");
+        assert_eq!(refusal_of(r#"{"type":"report","version":1,"seq":-1}"#).label(), "wrong_shape");
+        assert_eq!(refusal_of(r#"{"type":"poem","version":1}"#).label(), "unknown_type");
+        assert_eq!(refusal_of(&" ".repeat(crate::MAX_LINE_BYTES + 1)).label(), "too_long");
+    }
+
+    #[test]
+    fn another_version_is_named_before_anything_else_is_read() {
+        assert_eq!(
+            refusal_of(r#"{"type":"ode","version":2,"seq":"first"}"#),
+            Refusal::WrongVersion { theirs: 2, ours: PROTOCOL_VERSION }
+        );
+    }
+
+    #[test]
+    fn settings_cannot_ask_for_a_busy_loop_or_for_silence() {
+        let wild =
+            Settings { rest_interval_ms: u32::MAX, watermark_interval_ms: 0, ..Settings::with_watermark(1) };
+        let tame = wild.clamped();
+        assert_eq!(tame.rest_interval_ms, Settings::MAX_INTERVAL_MS);
+        assert_eq!(tame.watermark_interval_ms, Settings::MIN_INTERVAL_MS);
+    }
+}
