@@ -116,7 +116,7 @@ impl EventLoopHandle {
 mod tests {
     use std::sync::mpsc;
 
-    use event_manager::{EventOps, EventSet, Events, SubscriberOps as _};
+    use event_manager::{EventOps, EventSet, Events};
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
