@@ -1,1 +1,47 @@
-//! vCPU threads and their exits.
+//! vCPUs: what they look like to the guest, the state they start in, and the threads that run them.
+
+pub mod cpuid;
+pub mod run;
+pub mod state;
+
+use std::io;
+
+use thiserror::Error;
+
+/// Why a vCPU cannot be made or started.
+#[derive(Debug, Error)]
+pub enum CpuError {
+    /// A KVM call on one vCPU failed.
+    #[error("KVM refuses to {what} vCPU {index}")]
+    Kvm {
+        /// What was tried.
+        what: &'static str,
+        /// Which vCPU.
+        index: u8,
+        /// KVM's answer.
+        #[source]
+        source: kvm_ioctls::Error,
+    },
+    /// The thread of a vCPU cannot be started.
+    #[error("Cannot start the thread of vCPU {index}")]
+    Thread {
+        /// Which vCPU.
+        index: u8,
+        /// What the operating system says.
+        #[source]
+        source: io::Error,
+    },
+    /// The signal that interrupts KVM_RUN cannot be set up.
+    #[error("Cannot install the handler of the signal that interrupts vCPUs")]
+    Signal(#[source] vmm_sys_util::errno::Error),
+    /// KVM takes fewer MSRs than a boot needs.
+    #[error("KVM takes {taken} of {given} MSRs of vCPU {index}")]
+    Msrs {
+        /// Which vCPU.
+        index: u8,
+        /// How many it took.
+        taken: usize,
+        /// How many were given.
+        given: usize,
+    },
+}

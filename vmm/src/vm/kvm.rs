@@ -1,0 +1,128 @@
+//! The hypervisor: opening it, and refusing one that cannot run a stock guest.
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kvm_bindings::{CpuId, KVM_API_VERSION, KVM_MAX_CPUID_ENTRIES};
+use kvm_ioctls::{Cap, Kvm, VmFd};
+use thiserror::Error;
+
+use crate::memory::layout::{KVM_IDENTITY_MAP_START, KVM_TSS_START};
+
+const DEVICE: &str = "/dev/kvm";
+
+/// Why there is no hypervisor.
+#[derive(Debug, Error)]
+pub enum KvmError {
+    /// The device cannot be opened.
+    #[error("Cannot open {}: is KVM loaded, and may this user use it?", path.display())]
+    Open {
+        /// The device.
+        path: PathBuf,
+        /// KVM's answer.
+        #[source]
+        source: kvm_ioctls::Error,
+    },
+    /// The interface is another one.
+    #[error("{DEVICE} speaks API version {found}, needed is {KVM_API_VERSION}")]
+    Version {
+        /// What it speaks.
+        found: i32,
+    },
+    /// A para-virtual KVM answers the calls, but interprets the guest's kernel.
+    #[error(
+        "{DEVICE} cannot run a stock guest: the processor shows neither svm nor vmx in /proc/cpuinfo; use a \
+         machine with hardware or nested virtualisation"
+    )]
+    NoHardware,
+    /// Something that every supported kernel has is missing.
+    #[error("{DEVICE} lacks {capability}, which Linux has had since 5.10")]
+    Capability {
+        /// What is missing.
+        capability: &'static str,
+    },
+    /// A call failed.
+    #[error("KVM refuses to {what}")]
+    Call {
+        /// What was tried.
+        what: &'static str,
+        /// KVM's answer.
+        #[source]
+        source: kvm_ioctls::Error,
+    },
+}
+
+/// What a VM needs before anything else is built.
+pub struct Hypervisor {
+    /// The VM.
+    pub vm: Arc<VmFd>,
+    /// What its vCPUs can be.
+    pub cpuid: CpuId,
+    /// Whether the local APIC's timer has its deadline mode.
+    pub tsc_deadline: bool,
+}
+
+const NEEDED: [(Cap, &str); 8] = [
+    (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
+    (Cap::Ioeventfd, "KVM_CAP_IOEVENTFD"),
+    (Cap::Irqfd, "KVM_CAP_IRQFD"),
+    (Cap::SignalMsi, "KVM_CAP_SIGNAL_MSI"),
+    (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
+    (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
+    (Cap::SetTssAddr, "KVM_CAP_SET_TSS_ADDR"),
+    (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
+];
+
+/// Whether /proc/cpuinfo's text names hardware virtualisation.
+fn shows_hardware_virtualisation(cpuinfo: &str) -> bool {
+    cpuinfo
+        .lines()
+        .filter(|line| line.starts_with("flags"))
+        .any(|line| line.split_ascii_whitespace().any(|flag| flag == "svm" || flag == "vmx"))
+}
+
+impl Hypervisor {
+    /// Opens KVM and makes an empty VM with its in-kernel interrupt controllers.
+    pub fn open() -> Result<Self, KvmError> {
+        let call = |what| move |source| KvmError::Call { what, source };
+        let kvm = Kvm::new().map_err(|source| KvmError::Open { path: DEVICE.into(), source })?;
+        if kvm.get_api_version() != KVM_API_VERSION as i32 {
+            return Err(KvmError::Version { found: kvm.get_api_version() });
+        }
+        // An unreadable cpuinfo says nothing against the device.
+        if let Ok(cpuinfo) = fs::read_to_string("/proc/cpuinfo")
+            && !shows_hardware_virtualisation(&cpuinfo)
+        {
+            return Err(KvmError::NoHardware);
+        }
+        for (capability, name) in NEEDED {
+            if !kvm.check_extension(capability) {
+                return Err(KvmError::Capability { capability: name });
+            }
+        }
+        let cpuid =
+            kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(call("tell what CPUID it supports"))?;
+        let tsc_deadline = kvm.check_extension(Cap::TscDeadlineTimer);
+        let vm = kvm.create_vm().map_err(call("create a VM"))?;
+        // Order: the identity map and the TSS must be placed before the first vCPU (Intel only, harmless on AMD),
+        // and the interrupt controllers must exist before the first vCPU gets its local APIC.
+        vm.set_identity_map_address(KVM_IDENTITY_MAP_START).map_err(call("place the identity map"))?;
+        vm.set_tss_address(KVM_TSS_START as usize).map_err(call("place the TSS"))?;
+        vm.create_irq_chip().map_err(call("create the interrupt controllers"))?;
+        Ok(Self { vm: Arc::new(vm), cpuid, tsc_deadline })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hardware_virtualisation_is_a_whole_word_among_the_flags() {
+        assert!(shows_hardware_virtualisation("processor\t: 0\nflags\t\t: fpu vme svm npt\n"));
+        assert!(shows_hardware_virtualisation("flags : fpu vmx\n"));
+        assert!(!shows_hardware_virtualisation("model name : svm\nflags : fpu svm_lock xvmx\n"));
+        assert!(!shows_hardware_virtualisation(""));
+    }
+}

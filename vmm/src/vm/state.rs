@@ -1,0 +1,119 @@
+//! Which request is legal when, and what an end of the guest leads to: pure, one table each.
+
+use std::time::Duration;
+
+use super::request::{VmError, VmState};
+
+/// What is asked of a VM as a whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verb {
+    /// Start it.
+    Boot,
+    /// Stop its vCPUs, keep everything.
+    Pause,
+    /// Let them go on.
+    Resume,
+    /// End it, keep its configuration.
+    Shutdown,
+    /// End it and start it again.
+    Reboot,
+    /// Change its memory or its governor.
+    Change,
+}
+
+impl Verb {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Boot => "vm.boot",
+            Self::Pause => "vm.pause",
+            Self::Resume => "vm.resume",
+            Self::Shutdown => "vm.shutdown",
+            Self::Reboot => "vm.reboot",
+            Self::Change => "a change",
+        }
+    }
+
+    /// The states in which this may be asked, in words for the error.
+    const fn needs(self) -> &'static str {
+        match self {
+            Self::Boot => "created or shut down",
+            Self::Resume => "paused",
+            Self::Pause | Self::Change => "running",
+            Self::Shutdown | Self::Reboot => "running or paused",
+        }
+    }
+}
+
+/// The state that `verb` leads to from `state`, or why it may not be asked.
+pub fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
+    use VmState::{Created, Paused, Running, Shutdown};
+    match (verb, state) {
+        (Verb::Boot, Created | Shutdown) | (Verb::Resume, Paused) => Ok(Running),
+        (Verb::Pause, Running) => Ok(Paused),
+        (Verb::Change, Running) => Ok(Running),
+        (Verb::Shutdown, Running | Paused) => Ok(Shutdown),
+        (Verb::Reboot, Running | Paused) => Ok(Running),
+        _ => Err(VmError::WrongState { verb: verb.name(), state, needs: verb.needs() }),
+    }
+}
+
+/// Keeps a guest that cannot even start from restarting for ever: a triple fault resets a machine, but after
+/// so many in a row, each soon after its start, it is the payload that is broken.
+#[derive(Debug, Default)]
+pub struct RestartGuard {
+    early_faults: u32,
+}
+
+impl RestartGuard {
+    /// So many early faults in a row end the VM.
+    pub const LIMIT: u32 = 3;
+    /// A fault is early up to this time after the start.
+    pub const EARLY: Duration = Duration::from_secs(10);
+
+    /// Whether a guest that has faulted `uptime` after its start may be started again.
+    pub fn may_restart(&mut self, uptime: Duration) -> bool {
+        self.early_faults = if uptime <= Self::EARLY { self.early_faults + 1 } else { 0 };
+        self.early_faults < Self::LIMIT
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_of_transitions() {
+        use VmState::{Created, Paused, Running, Shutdown};
+        let table = [
+            (Verb::Boot, [Some(Running), None, None, Some(Running)]),
+            (Verb::Pause, [None, Some(Paused), None, None]),
+            (Verb::Resume, [None, None, Some(Running), None]),
+            (Verb::Shutdown, [None, Some(Shutdown), Some(Shutdown), None]),
+            (Verb::Reboot, [None, Some(Running), Some(Running), None]),
+            (Verb::Change, [None, Some(Running), None, None]),
+        ];
+        for (verb, expected) in table {
+            for (state, expected) in [Created, Running, Paused, Shutdown].into_iter().zip(expected) {
+                assert_eq!(next(state, verb).ok(), expected, "{verb:?} in {state:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_refusal_says_what_would_be_needed() {
+        let text = next(VmState::Created, Verb::Pause).unwrap_err().to_string();
+        assert_eq!(text, "The VM is Created, and vm.pause needs it running");
+    }
+
+    #[test]
+    fn only_early_faults_in_a_row_end_a_guest() {
+        let mut guard = RestartGuard::default();
+        let (early, late) = (Duration::from_secs(1), Duration::from_secs(60));
+        assert!(guard.may_restart(early));
+        assert!(guard.may_restart(early));
+        assert!(guard.may_restart(late));
+        assert!(guard.may_restart(early));
+        assert!(guard.may_restart(early));
+        assert!(!guard.may_restart(early));
+    }
+}
