@@ -1,0 +1,169 @@
+//! Runs in the guest: takes shell scripts over vsock and answers with what they write and how they end.
+//!
+//! A test's stand-in for a person at the guest's console. Everything is allowed to it; it is in test images only.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::shell_protocol::{Frame, GUEST_SHELL_PORT, MAX_FRAME_BYTES, Request};
+
+fn main() -> Result<()> {
+    let listener =
+        listen(GUEST_SHELL_PORT).context("Cannot listen on vsock (is the transport's module loaded?)")?;
+    loop {
+        let connection = accept(&listener).context("Cannot accept on vsock")?;
+        thread::spawn(move || {
+            if let Err(error) = serve(connection) {
+                eprintln!("guest-shell: {error:#}");
+            }
+        });
+    }
+}
+
+fn listen(port: u32) -> io::Result<OwnedFd> {
+    // SAFETY: no pointers; the result is checked.
+    let fd = unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: fd is a socket that nothing else owns.
+    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: a sockaddr_vm of zeros is valid.
+    let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
+    address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
+    address.svm_cid = libc::VMADDR_CID_ANY;
+    address.svm_port = port;
+    // SAFETY: the address lives through the call, and the length is its own.
+    let bound = unsafe {
+        libc::bind(
+            socket.as_raw_fd(),
+            (&raw const address).cast(),
+            size_of::<libc::sockaddr_vm>() as libc::socklen_t,
+        )
+    };
+    if bound < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: no pointers.
+    if unsafe { libc::listen(socket.as_raw_fd(), 16) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(socket)
+}
+
+fn accept(listener: &OwnedFd) -> io::Result<File> {
+    loop {
+        // SAFETY: null pointers are allowed: the peer's address is of no interest.
+        let fd = unsafe {
+            libc::accept4(
+                listener.as_raw_fd(),
+                std::ptr::null_mut(),
+                std::ptr::null_mut(),
+                libc::SOCK_CLOEXEC,
+            )
+        };
+        if fd >= 0 {
+            // SAFETY: fd is a socket that nothing else owns.
+            return Ok(unsafe { File::from_raw_fd(fd) });
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// One connection: one script.
+fn serve(mut connection: File) -> Result<()> {
+    let Request(script) = Request::read_from(&mut connection).context("Cannot read the request")?;
+    let mut child = Command::new("/bin/sh")
+        .arg("-c")
+        .arg(script)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        // Its own process group, so that all of it can be killed when the client goes away.
+        .process_group(0)
+        .spawn()
+        .context("Cannot start a shell")?;
+    let pumped = pump(&mut child, &mut connection);
+    if pumped.is_err() {
+        // SAFETY: no pointers; the group is the child's, which has not been waited for.
+        unsafe { libc::kill(-(child.id() as libc::pid_t), libc::SIGKILL) };
+    }
+    let status = child.wait().context("Cannot wait for the shell")?;
+    pumped?;
+    Frame::Exit(code_of(status)).write_to(&mut connection).context("Cannot send the exit code")
+}
+
+/// A shell's convention: 128 and the signal's number for one that was killed.
+fn code_of(status: ExitStatus) -> i32 {
+    status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
+}
+
+/// Forwards what the child writes until it has ended, like a terminal would: what a background process of the
+/// script still holds open does not keep the connection.
+fn pump(child: &mut Child, connection: &mut File) -> Result<()> {
+    let mut stdout = File::from(OwnedFd::from(child.stdout.take().expect("stdout is piped")));
+    let mut stderr = File::from(OwnedFd::from(child.stderr.take().expect("stderr is piped")));
+    let ended = pidfd_open(child.id()).context("Cannot open a pidfd")?;
+    let (mut stdout_open, mut stderr_open) = (true, true);
+    loop {
+        let mut fds = [
+            poll_entry(if stdout_open { stdout.as_raw_fd() } else { -1 }),
+            poll_entry(if stderr_open { stderr.as_raw_fd() } else { -1 }),
+            poll_entry(ended.as_raw_fd()),
+            poll_entry(connection.as_raw_fd()),
+        ];
+        // SAFETY: the array lives through the call, and its length is given.
+        if unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, -1) } < 0 {
+            let error = io::Error::last_os_error();
+            ensure!(error.kind() == io::ErrorKind::Interrupted, "Cannot poll: {error}");
+            continue;
+        }
+        let [out_ready, err_ready, child_ended, client_moved] = fds.map(|entry| entry.revents != 0);
+        if out_ready {
+            stdout_open = forward(&mut stdout, connection, Frame::Stdout)?;
+        }
+        if err_ready {
+            stderr_open = forward(&mut stderr, connection, Frame::Stderr)?;
+        }
+        // The client says nothing after its request: readable means that it has gone.
+        ensure!(!client_moved, "The client went away");
+        // Only once both pipes have run dry is the child's end the end of its output.
+        if child_ended && !out_ready && !err_ready {
+            return Ok(());
+        }
+    }
+}
+
+/// Reads once and sends it on; false at the end of the pipe.
+fn forward(pipe: &mut File, connection: &mut File, frame: fn(Vec<u8>) -> Frame) -> Result<bool> {
+    let mut buffer = vec![0u8; MAX_FRAME_BYTES as usize];
+    let len = pipe.read(&mut buffer).context("Cannot read from the shell")?;
+    buffer.truncate(len);
+    if len > 0 {
+        frame(buffer).write_to(connection).context("Cannot send output")?;
+    }
+    Ok(len > 0)
+}
+
+fn poll_entry(fd: RawFd) -> libc::pollfd {
+    // poll(2) ignores a negative descriptor.
+    libc::pollfd { fd, events: libc::POLLIN, revents: 0 }
+}
+
+fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
+    // SAFETY: no pointers; the result is checked.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
+}

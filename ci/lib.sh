@@ -1,0 +1,168 @@
+# What the scripts under ci/ share. Sourced, never run: the sourcing script has set -euo pipefail.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+CI_DIR=$ROOT/target/ci
+# Packages are the same for every checkout: a machine with several may share them.
+DEB_CACHE=${FORESHORE_DEB_CACHE:-$CI_DIR/debs}
+KERNELS_LOCK=$ROOT/ci/kernels.lock
+TARGET_TRIPLE=x86_64-unknown-linux-gnu
+BIN_DIR=$ROOT/target/$TARGET_TRIPLE/release
+
+say() { printf '%s: %s\n' "${SAY_AS:-$(basename "$0")}" "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+as_root() {
+    if [ "$(id -u)" -eq 0 ]; then "$@"
+    elif command -v sudo >/dev/null; then sudo "$@"
+    else die "needs root for: $* (neither root nor sudo here)"
+    fi
+}
+
+# have_command NAME: also where an ordinary user's PATH does not look.
+have_command() { PATH=$PATH:/usr/sbin:/sbin command -v "$1" >/dev/null; }
+
+# refresh_package_lists: at most once per run of a script.
+refresh_package_lists() {
+    [ -z "${PACKAGE_LISTS_FRESH:-}" ] || return 0
+    say "refreshing the package lists (apt-get update)"
+    as_root apt-get update -qq || die "apt-get update failed"
+    PACKAGE_LISTS_FRESH=1
+}
+
+# install_packages PACKAGE...
+install_packages() {
+    say "installing by apt: $*"
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null 2>&1 && return
+    refresh_package_lists
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null ||
+        die "apt could not install: $*"
+}
+
+# download_deb PACKAGE[=VERSION]: leaves the .deb in DEB_CACHE, prints nothing; fails when the mirror lacks it.
+download_deb() {
+    mkdir -p "$DEB_CACHE"
+    local attempt
+    for attempt in 1 2; do
+        # The sandbox user cannot write where we can; we verify what arrives ourselves.
+        (cd "$DEB_CACHE" && apt-get download -q -o APT::Sandbox::User=root "$1") >/dev/null 2>&1 && return 0
+        [ "$attempt" = 2 ] || refresh_package_lists
+    done
+    return 1
+}
+
+# deb_file PACKAGE VERSION: the name apt-get download gives (it percent-encodes the epoch's colon).
+deb_file() { printf '%s/%s_%s_amd64.deb' "$DEB_CACHE" "$1" "${2//:/%3a}"; }
+
+# package_tree PACKAGE: prints the directory a Debian package is unpacked in, fetching it if it is not there.
+package_tree() {
+    local package=$1 tree=$CI_DIR/packages/$1 deb
+    if [ ! -d "$tree" ]; then
+        deb=$(cached_deb "$package")
+        if [ -z "$deb" ]; then
+            say "fetching $package"
+            download_deb "$package" || die "the mirror has no package $package"
+            deb=$(cached_deb "$package")
+        fi
+        rm -rf "$tree.new"
+        mkdir -p "$tree.new"
+        dpkg -x "$deb" "$tree.new"
+        mv "$tree.new" "$tree"
+    fi
+    printf '%s' "$tree"
+}
+
+# cached_deb PACKAGE: the newest .deb of it in the cache, or nothing.
+cached_deb() { find "$DEB_CACHE" -maxdepth 1 -name "$1_*.deb" -printf '%T@ %p\n' 2>/dev/null | sort -n | tail -1 | cut -d' ' -f2-; }
+
+# kernel_names: the names in the lock, in its order.
+kernel_names() { awk '!/^#/ && NF { print $1 }' "$KERNELS_LOCK"; }
+
+# kernel_field NAME FIELD: package, version or sha256 of a kernel in the lock.
+kernel_field() {
+    local column
+    case $2 in package) column=2 ;; version) column=3 ;; sha256) column=4 ;; *) die "no field $2 in kernels.lock" ;; esac
+    awk -v name="$1" -v column="$column" '!/^#/ && $1 == name { print $column }' "$KERNELS_LOCK"
+}
+
+# kernel_tree NAME, kernel_release NAME, kernel_image NAME: of a kernel that ci/setup has unpacked.
+kernel_tree() { printf '%s/kernels/%s' "$CI_DIR" "$(kernel_field "$1" package)"; }
+kernel_release() { basename "$(echo "$(kernel_tree "$1")"/lib/modules/*)"; }
+kernel_image() { echo "$(kernel_tree "$1")"/boot/vmlinuz-*; }
+
+# inputs_key FILE...: changes when any of the files (or files below the directories) does.
+inputs_key() {
+    find "$@" -type f -printf '%p %s %T@\n' | LC_ALL=C sort | sha256sum | cut -d' ' -f1
+}
+
+# stage_busybox DIR: busybox and a link for each thing it can do.
+stage_busybox() {
+    local applet
+    mkdir -p "$1/bin" "$1/sbin"
+    cp "$(command -v busybox)" "$1/bin/busybox"
+    for applet in $("$1/bin/busybox" --list); do
+        [ "$applet" = busybox ] || ln -sf /bin/busybox "$1/bin/$applet"
+    done
+}
+
+# stage_modules KERNEL DIR MODULE...: the modules and all they need, unpacked, with their indexes. A module
+# that is built into this kernel, or that it does not have, is left out.
+stage_modules() {
+    local kernel=$1 dir=$2 release tree path target
+    shift 2
+    release=$(kernel_release "$kernel")
+    tree=$(kernel_tree "$kernel")
+    target=$dir/lib/modules/$release
+    mkdir -p "$target"
+    cp "$tree/lib/modules/$release"/modules.{builtin,builtin.modinfo,order} "$target/"
+    { PATH=$PATH:/usr/sbin:/sbin modprobe -S "$release" -d "$tree" -a --show-depends "$@" 2>/dev/null || true; } |
+        awk '$1 == "insmod" { print $2 }' | sort -u | while read -r path; do
+        path=${path#"$tree/lib/modules/$release/"}
+        mkdir -p "$target/$(dirname "$path")"
+        case $path in
+            *.xz) xz -dc "$tree/lib/modules/$release/$path" >"$target/${path%.xz}" ;;
+            *) cp "$tree/lib/modules/$release/$path" "$target/$path" ;;
+        esac
+    done
+    PATH=$PATH:/usr/sbin:/sbin depmod -b "$dir" "$release"
+}
+
+# merged_root NAME PACKAGE...: prints a directory with the packages unpacked over one another.
+merged_root() {
+    local root=$CI_DIR/roots/$1 package
+    shift
+    if [ "$(cat "$root/packages" 2>/dev/null)" != "$*" ]; then
+        rm -rf "$root"
+        mkdir -p "$root"
+        for package in "$@"; do cp -al "$(package_tree "$package")/." "$root/"; done
+        echo "$*" >"$root/packages"
+    fi
+    printf '%s' "$root"
+}
+
+# stage_programs ROOT DIR PROGRAM...: the programs and every shared object they need, from ROOT alone.
+stage_programs() {
+    local root=$1 dir=$2 loader=lib/x86_64-linux-gnu/ld-linux-x86-64.so.2 libraries object
+    shift 2
+    libraries=$root/lib/x86_64-linux-gnu:$root/usr/lib/x86_64-linux-gnu
+    mkdir -p "$dir/lib64"
+    ln -sf "/$loader" "$dir/lib64/ld-linux-x86-64.so.2"
+    {
+        printf '%s\n' "$loader" "$@"
+        for object in "$@"; do
+            "$root/$loader" --library-path "$libraries" --list "$root/$object" || die "$object lacks a shared object"
+        done | sed -n "s|.* => \($root/[^ ]*\) .*|\1|p" | sed "s|^$root/||"
+    } | sort -u | while read -r object; do
+        mkdir -p "$dir/$(dirname "$object")"
+        # A program of its own takes busybox's place in PATH; busybox's shell still prefers its own mke2fs (say mkfs.ext4).
+        rm -f "$dir/bin/$(basename "$object")"
+        cp -L "$root/$object" "$dir/$object"
+    done
+}
+
+EXT4_PACKAGES="libc6 e2fsprogs libext2fs2 libcom-err2 libblkid1 libuuid1 libss2"
+
+# stage_ext4_programs DIR: to make and check file systems.
+stage_ext4_programs() {
+    # shellcheck disable=SC2086 # a list
+    stage_programs "$(merged_root ext4 $EXT4_PACKAGES)" "$1" sbin/mke2fs sbin/mkfs.ext4 sbin/e2fsck sbin/fsck.ext4
+}
