@@ -184,3 +184,25 @@ pub struct PressureConfig {
     #[serde(default)]
     pub dry_run: bool,
 }
+
+/// A small VM for tests of what only passes a configuration on.
+#[cfg(test)]
+pub(crate) fn test_config() -> VmConfig {
+    VmConfig {
+        payload: PayloadConfig::default(),
+        cpus: CpusConfig { boot_vcpus: 1, max_vcpus: 1 },
+        memory: MemoryConfig {
+            size: 512 << 20,
+            hotplug_method: HotplugMethod::VirtioMem,
+            hotplug_size: None,
+            hotplugged_size: None,
+        },
+        serial: ConsoleConfig::default(),
+        console: ConsoleConfig::default(),
+        rng: RngConfig { src: "/dev/urandom".into() },
+        vsock: None,
+        pm_memory: None,
+        pm_volumes: Vec::new(),
+        pressure: PressureConfig { policy: "off".to_owned(), dry_run: false },
+    }
+}

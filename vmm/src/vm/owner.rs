@@ -1,0 +1,502 @@
+//! The one task that owns a VM: it takes requests and events from queues and applies them one at a time, so
+//! that nothing about a VM needs a lock.
+//!
+//! ```text
+//!  API, signals ──► VmRequest ──┐
+//!                               ├──► Owner ──► Machine (built, started, paused, dropped)
+//!  vCPUs, devices ► MachineEvent┘
+//! ```
+
+use std::time::Instant;
+
+use thiserror::Error;
+use tokio::sync::mpsc;
+use tracing::{error, info, warn};
+
+use super::request::{
+    PressureChange, PressureInfo, Reply, ResizeRequest, VmError, VmInfo, VmRequest, VmState, ZoneInfo,
+};
+use super::state::{self, RestartGuard, Verb};
+use crate::config::VmConfig;
+use crate::cpu::run::VcpuEvent;
+
+/// A VM that has been built. Dropping it ends it: vCPUs and devices stop, memory goes back.
+pub trait Machine {
+    /// Lets the vCPUs run, for the first time or again.
+    fn resume(&mut self);
+    /// Stops the vCPUs.
+    fn pause(&mut self);
+    /// The power button of the guest.
+    fn press_power_button(&mut self);
+    /// Every zone with its sizes.
+    fn zones(&self) -> Vec<ZoneInfo>;
+    /// Sets the DRAM in bytes, boot part included, and pins the zone until the governor is resumed.
+    fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError>;
+    /// What the governor does.
+    fn pressure(&self) -> PressureInfo;
+    /// Changes what the governor does.
+    fn change_pressure(&mut self, change: PressureChange) -> Result<(), VmError>;
+}
+
+/// Builds machines: once at boot, again at each reboot.
+pub trait MachineFactory {
+    /// Builds a machine, its vCPUs stopped.
+    fn build(&mut self, config: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError>;
+}
+
+/// What happens to a machine by itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MachineEvent {
+    /// The guest switched itself off (ACPI sleep state S5).
+    GuestShutdown,
+    /// The guest asked for a reset (ACPI reset register).
+    GuestReset,
+    /// A vCPU cannot go on.
+    Vcpu(VcpuEvent),
+    /// Something that the guest cannot be told has failed: it is paused, and the reason said.
+    MustPause {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Sends events of one machine; those of a machine that has been replaced are dropped.
+#[derive(Clone, Debug)]
+pub struct EventSender {
+    generation: u64,
+    events: mpsc::UnboundedSender<(u64, MachineEvent)>,
+}
+
+impl EventSender {
+    /// Sends `event` to the owner. From any thread; never blocks. The queue is bounded by what sends: each
+    /// vCPU and device reports an end once.
+    pub fn send(&self, event: MachineEvent) {
+        // Without an owner nobody is interested any more.
+        let _ = self.events.send((self.generation, event));
+    }
+}
+
+/// How a VMM's run ended, other than well.
+#[derive(Debug, Error)]
+pub enum RunError {
+    /// The VM could not be built.
+    #[error("Cannot boot the VM")]
+    Boot(#[source] VmError),
+    /// The VM could not go on.
+    #[error("The VM has ended: {0}")]
+    Vm(VcpuEvent),
+    /// It faulted again and again.
+    #[error("The VM has ended: {event}, {count} times in a row soon after its start")]
+    KeepsFaulting {
+        /// The last fault.
+        event: VcpuEvent,
+        /// How many there were.
+        count: u32,
+    },
+}
+
+/// What the loop does next.
+enum Flow {
+    Continue,
+    End(Result<(), RunError>),
+}
+
+/// The owner of a VM.
+pub struct Owner<F> {
+    factory: F,
+    config: VmConfig,
+    state: VmState,
+    machine: Option<Box<dyn Machine>>,
+    generation: u64,
+    events: mpsc::UnboundedReceiver<(u64, MachineEvent)>,
+    sender: mpsc::UnboundedSender<(u64, MachineEvent)>,
+    started: Instant,
+    restarts: RestartGuard,
+}
+
+impl<F: MachineFactory> Owner<F> {
+    /// An owner of a VM that is created, not booted.
+    pub fn new(factory: F, config: VmConfig) -> Self {
+        let (sender, events) = mpsc::unbounded_channel();
+        Self {
+            factory,
+            config,
+            state: VmState::Created,
+            machine: None,
+            generation: 0,
+            events,
+            sender,
+            started: Instant::now(),
+            restarts: RestartGuard::default(),
+        }
+    }
+
+    /// Boots the VM, then serves until the VMM shall end.
+    pub async fn run(mut self, mut requests: mpsc::Receiver<VmRequest>) -> Result<(), RunError> {
+        self.boot().map_err(RunError::Boot)?;
+        loop {
+            // What has happened comes before what is asked: an answer never shows a state that is over.
+            let flow = tokio::select! {
+                biased;
+                Some(event) = self.events.recv() => self.handle_event(event),
+                request = requests.recv() => match request {
+                    Some(request) => self.serve(request),
+                    None => Flow::End(Ok(())),
+                },
+            };
+            if let Flow::End(result) = flow {
+                return result;
+            }
+        }
+    }
+
+    fn boot(&mut self) -> Result<(), VmError> {
+        let next = state::next(self.state, Verb::Boot)?;
+        self.start()?;
+        self.state = next;
+        Ok(())
+    }
+
+    fn start(&mut self) -> Result<(), VmError> {
+        self.generation += 1;
+        let events = EventSender { generation: self.generation, events: self.sender.clone() };
+        let mut machine = self.factory.build(&self.config, events)?;
+        machine.resume();
+        self.machine = Some(machine);
+        self.started = Instant::now();
+        Ok(())
+    }
+
+    fn shut_down(&mut self) -> Result<(), VmError> {
+        let next = state::next(self.state, Verb::Shutdown)?;
+        self.machine = None;
+        self.state = next;
+        Ok(())
+    }
+
+    /// Ends the machine and builds it anew: what was plugged has gone back, the guest boots on DRAM.
+    fn reboot(&mut self) -> Result<(), VmError> {
+        let next = state::next(self.state, Verb::Reboot)?;
+        self.machine = None;
+        let result = self.start();
+        self.state = if result.is_ok() { next } else { VmState::Shutdown };
+        result
+    }
+
+    fn handle_event(&mut self, (generation, event): (u64, MachineEvent)) -> Flow {
+        if generation != self.generation || self.machine.is_none() {
+            return Flow::Continue;
+        }
+        match event {
+            MachineEvent::GuestShutdown => {
+                info!("The guest has switched itself off");
+                Flow::End(Ok(()))
+            }
+            MachineEvent::GuestReset => {
+                info!("The guest restarts");
+                self.restart()
+            }
+            MachineEvent::Vcpu(event @ VcpuEvent::TripleFault { .. }) => {
+                if !self.restarts.may_restart(self.started.elapsed()) {
+                    return Flow::End(Err(RunError::KeepsFaulting { event, count: RestartGuard::LIMIT }));
+                }
+                warn!(%event, "The guest restarts");
+                self.restart()
+            }
+            MachineEvent::Vcpu(event) => Flow::End(Err(RunError::Vm(event))),
+            MachineEvent::MustPause { reason } => {
+                error!(reason, "The VM is paused");
+                if let (Some(machine), Ok(next)) = (&mut self.machine, state::next(self.state, Verb::Pause)) {
+                    machine.pause();
+                    self.state = next;
+                }
+                Flow::Continue
+            }
+        }
+    }
+
+    fn restart(&mut self) -> Flow {
+        match self.reboot() {
+            Ok(()) => Flow::Continue,
+            Err(err) => Flow::End(Err(RunError::Boot(err))),
+        }
+    }
+
+    fn serve(&mut self, request: VmRequest) -> Flow {
+        match request {
+            VmRequest::Info(reply) => answer(reply, Ok(self.info())),
+            VmRequest::Resize(resize, reply) => answer(reply, self.resize(&resize)),
+            VmRequest::Memory(reply) => answer(reply, self.running().map(|machine| machine.zones())),
+            VmRequest::Pressure(reply) => answer(reply, self.running().map(|machine| machine.pressure())),
+            VmRequest::ChangePressure(change, reply) => {
+                answer(reply, self.running().and_then(|machine| machine.change_pressure(change)));
+            }
+            VmRequest::Boot(reply) => answer(reply, self.boot()),
+            VmRequest::Shutdown(reply) => answer(reply, self.shut_down()),
+            VmRequest::Reboot(reply) => answer(reply, self.reboot()),
+            VmRequest::ShutdownVmm(reply) => {
+                // The VM goes first: whoever gets the answer may use its pool at once.
+                self.machine = None;
+                answer(reply, Ok(()));
+                return Flow::End(Ok(()));
+            }
+        }
+        Flow::Continue
+    }
+
+    fn running(&mut self) -> Result<&mut Box<dyn Machine>, VmError> {
+        let state = self.state;
+        self.machine.as_mut().ok_or(VmError::WrongState {
+            verb: "this call",
+            state,
+            needs: "running or paused",
+        })
+    }
+
+    fn info(&self) -> VmInfo {
+        let memory_actual_size = match &self.machine {
+            Some(machine) => machine.zones().iter().map(|zone| zone.boot_bytes + zone.plugged_bytes).sum(),
+            None => self.config.memory.size,
+        };
+        VmInfo { config: self.config.clone(), state: self.state, memory_actual_size }
+    }
+
+    fn resize(&mut self, resize: &ResizeRequest) -> Result<(), VmError> {
+        state::next(self.state, Verb::Change)?;
+        if let Some(vcpus) = resize.desired_vcpus
+            && vcpus != self.config.cpus.boot_vcpus
+        {
+            return Err(VmError::BadRequest(format!(
+                "desired_vcpus {vcpus}: vCPU hotplug is not supported, the VM has {}",
+                self.config.cpus.boot_vcpus
+            )));
+        }
+        if resize.desired_balloon.is_some_and(|bytes| bytes != 0) {
+            return Err(VmError::BadRequest("desired_balloon: the VM has no balloon".to_owned()));
+        }
+        match resize.desired_ram {
+            Some(size_bytes) => self.running()?.resize_dram(size_bytes),
+            None => Ok(()),
+        }
+    }
+}
+
+fn answer<T>(reply: Reply<T>, result: Result<T, VmError>) {
+    // A client that has gone does not want its answer any more.
+    let _ = reply.send(result);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::sync::Arc;
+
+    use parking_lot::Mutex;
+
+    use super::*;
+    use crate::vm::request::VmHandle;
+
+    /// What happened to the machines that were built, in order.
+    type Log = Arc<Mutex<Vec<&'static str>>>;
+
+    struct FakeMachine(Log);
+
+    impl Machine for FakeMachine {
+        fn resume(&mut self) {
+            self.0.lock().push("resume");
+        }
+        fn pause(&mut self) {
+            self.0.lock().push("pause");
+        }
+        fn press_power_button(&mut self) {
+            self.0.lock().push("power button");
+        }
+        fn zones(&self) -> Vec<ZoneInfo> {
+            Vec::new()
+        }
+        fn resize_dram(&mut self, _: u64) -> Result<(), VmError> {
+            self.0.lock().push("resize");
+            Ok(())
+        }
+        fn pressure(&self) -> PressureInfo {
+            PressureInfo {
+                policy: "off".to_owned(),
+                dry_run: false,
+                pinned_zones: Vec::new(),
+                agent_connected: false,
+                report_age_ms: None,
+                decisions: Vec::new(),
+                details: BTreeMap::new(),
+            }
+        }
+        fn change_pressure(&mut self, _: PressureChange) -> Result<(), VmError> {
+            Ok(())
+        }
+    }
+
+    impl Drop for FakeMachine {
+        fn drop(&mut self) {
+            self.0.lock().push("drop");
+        }
+    }
+
+    #[derive(Default)]
+    struct FakeFactory {
+        log: Log,
+        senders: Arc<Mutex<Vec<EventSender>>>,
+        fail_from: Option<usize>,
+    }
+
+    impl MachineFactory for FakeFactory {
+        fn build(&mut self, _: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError> {
+            let mut senders = self.senders.lock();
+            if self.fail_from.is_some_and(|count| senders.len() >= count) {
+                return Err(VmError::Failed("no memory".to_owned()));
+            }
+            senders.push(events);
+            self.log.lock().push("build");
+            Ok(Box::new(FakeMachine(Arc::clone(&self.log))))
+        }
+    }
+
+    struct Fixture {
+        handle: VmHandle,
+        log: Log,
+        senders: Arc<Mutex<Vec<EventSender>>>,
+        end: tokio::task::JoinHandle<Result<(), RunError>>,
+    }
+
+    /// Starts an owner on the test's runtime; its first machine is built when this returns.
+    async fn start(fail_from: Option<usize>) -> Fixture {
+        let factory = FakeFactory { fail_from, ..Default::default() };
+        let (log, senders) = (Arc::clone(&factory.log), Arc::clone(&factory.senders));
+        let (handle, requests) = VmHandle::channel();
+        let owner = Owner::new(factory, crate::config::test_config());
+        let end = tokio::task::spawn_local(owner.run(requests));
+        let fixture = Fixture { handle, log, senders, end };
+        if fail_from != Some(0) {
+            assert_eq!(fixture.state().await, VmState::Running);
+        }
+        fixture
+    }
+
+    impl Fixture {
+        async fn state(&self) -> VmState {
+            self.handle.ask(VmRequest::Info).await.unwrap().state
+        }
+
+        fn send(&self, machine: usize, event: MachineEvent) {
+            self.senders.lock()[machine].send(event);
+        }
+
+        fn log(&self) -> Vec<&'static str> {
+            self.log.lock().clone()
+        }
+    }
+
+    fn run(test: impl Future<Output = ()>) {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        tokio::task::LocalSet::new().block_on(&runtime, test);
+    }
+
+    fn triple_fault() -> MachineEvent {
+        MachineEvent::Vcpu(VcpuEvent::TripleFault { index: 0, rip: 0x1000 })
+    }
+
+    #[test]
+    fn a_reboot_ends_the_old_machine_before_the_new_one_is_built() {
+        run(async {
+            let vm = start(None).await;
+            vm.send(0, MachineEvent::GuestReset);
+            assert_eq!(vm.state().await, VmState::Running);
+            assert_eq!(vm.log(), ["build", "resume", "drop", "build", "resume"]);
+        });
+    }
+
+    #[test]
+    fn events_of_a_machine_that_has_been_replaced_are_dropped() {
+        run(async {
+            let vm = start(None).await;
+            vm.handle.ask(VmRequest::Reboot).await.unwrap();
+            vm.send(0, MachineEvent::GuestShutdown);
+            vm.send(0, triple_fault());
+            assert_eq!(vm.state().await, VmState::Running);
+            assert_eq!(vm.senders.lock().len(), 2);
+        });
+    }
+
+    #[test]
+    fn a_guest_that_switches_itself_off_ends_the_run_well() {
+        run(async {
+            let vm = start(None).await;
+            vm.send(0, MachineEvent::GuestShutdown);
+            assert!(vm.end.await.unwrap().is_ok());
+            assert_eq!(vm.log.lock().last(), Some(&"drop"));
+        });
+    }
+
+    #[test]
+    fn an_access_to_unplugged_memory_ends_the_run_with_its_reason() {
+        run(async {
+            let vm = start(None).await;
+            vm.send(0, MachineEvent::Vcpu(VcpuEvent::UnpluggedAccess { index: 1, rip: 0xabc }));
+            let error = vm.end.await.unwrap().unwrap_err().to_string();
+            assert!(error.contains("unplugged-access") && error.contains("0xabc"), "{error}");
+        });
+    }
+
+    #[test]
+    fn triple_faults_restart_the_guest_until_it_keeps_faulting() {
+        run(async {
+            let vm = start(None).await;
+            vm.send(0, triple_fault());
+            assert_eq!(vm.state().await, VmState::Running);
+            vm.send(1, triple_fault());
+            assert_eq!(vm.state().await, VmState::Running);
+            vm.send(2, triple_fault());
+            assert!(matches!(vm.end.await.unwrap(), Err(RunError::KeepsFaulting { .. })));
+        });
+    }
+
+    #[test]
+    fn a_failed_flush_pauses_and_is_not_the_end() {
+        run(async {
+            let vm = start(None).await;
+            vm.send(0, MachineEvent::MustPause { reason: "flush failed".to_owned() });
+            assert_eq!(vm.state().await, VmState::Paused);
+            assert_eq!(vm.log(), ["build", "resume", "pause"]);
+        });
+    }
+
+    #[test]
+    fn a_vm_that_is_shut_down_can_be_booted_again_but_not_resized() {
+        run(async {
+            let vm = start(None).await;
+            vm.handle.ask(VmRequest::Shutdown).await.unwrap();
+            assert_eq!(vm.state().await, VmState::Shutdown);
+            let resize = ResizeRequest { desired_ram: Some(1 << 30), ..Default::default() };
+            let refused = vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await;
+            assert!(matches!(refused, Err(VmError::WrongState { .. })));
+            vm.handle.ask(VmRequest::Boot).await.unwrap();
+            assert_eq!(vm.state().await, VmState::Running);
+        });
+    }
+
+    #[test]
+    fn a_boot_that_fails_is_the_runs_error() {
+        run(async {
+            let vm = start(Some(0)).await;
+            assert!(matches!(vm.end.await.unwrap(), Err(RunError::Boot(VmError::Failed(_)))));
+        });
+    }
+
+    #[test]
+    fn the_vm_is_gone_before_the_vmm_says_that_it_ends() {
+        run(async {
+            let vm = start(None).await;
+            vm.handle.ask(VmRequest::ShutdownVmm).await.unwrap();
+            assert_eq!(vm.log.lock().last(), Some(&"drop"));
+            assert!(vm.end.await.unwrap().is_ok());
+        });
+    }
+}
