@@ -1,2 +1,36 @@
-//! Foreshore.
-fn main() {}
+//! Foreshore: the virtual machine monitor.
+
+use std::process::ExitCode;
+
+use foreshore::config::{Command, Launch, parse_command_line};
+
+fn main() -> ExitCode {
+    let launch = match parse_command_line(std::env::args_os()) {
+        Ok(Command::Launch(launch)) => *launch,
+        Ok(Command::Print(text)) => {
+            print!("{text}");
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => return fail(&error),
+    };
+    match run(launch) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => fail(&*error),
+    }
+}
+
+fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
+    foreshore::log::start(&launch.log)?;
+    for warning in &launch.warnings {
+        tracing::warn!("{warning}");
+    }
+    Ok(foreshore::vm::run(launch)?)
+}
+
+/// Says why, in one line, whatever the causes have to say.
+fn fail(error: &dyn std::error::Error) -> ExitCode {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    let message = causes.map(ToString::to_string).collect::<Vec<_>>().join(": ");
+    eprintln!("foreshore: {}", message.replace('\n', " "));
+    ExitCode::FAILURE
+}

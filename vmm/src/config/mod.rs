@@ -1,10 +1,44 @@
-//! What a VM shall be: one plain struct per flag and API section, each with a pure `validate()`.
+//! What a VM shall be: one file per flag and API section, each with a plain struct and a pure `validate()`.
 //!
-//! Field names are those of Cloud Hypervisor's API; sizes are in bytes.
+//! Field names are those of Cloud Hypervisor's API; sizes are in bytes. Three steps lead from text to a VM that
+//! may be built: a flag's text is parsed into its section, each section is validated alone, and
+//! [`VmConfig::validate`] checks them against each other. None of them touches the machine: whether a file
+//! exists, or a pool has room, is found out by who opens it.
 
-use std::path::PathBuf;
+mod cli;
+mod console;
+mod cpus;
+mod error;
+mod foreign;
+mod memory;
+mod option_parser;
+mod payload;
+mod pm_memory;
+mod pm_volume;
+mod pressure;
+mod rng;
+mod size;
+mod socket;
+mod vsock;
 
 use serde::{Deserialize, Serialize};
+
+pub use self::cli::{CliError, Command, Launch, LogConfig, parse_command_line};
+pub use self::console::{ConsoleConfig, ConsoleMode};
+pub use self::cpus::{CpusConfig, MAX_VCPUS};
+pub use self::error::ConfigError;
+pub use self::memory::{HotplugMethod, MemoryConfig};
+pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
+pub use self::pm_memory::{MAX_PM_NODE, MIN_PM_NODE, PmMemoryConfig};
+pub use self::pm_volume::{MAX_NAME_BYTES, PmVolumeConfig, VolumeInterface, VolumeSize};
+pub use self::pressure::{POLICIES, PressureConfig};
+pub use self::rng::RngConfig;
+pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, parse as parse_size};
+pub use self::socket::{ApiSocket, MAX_SOCKET_PATH_BYTES, MetricsAddress};
+pub use self::vsock::{MAX_CID, MIN_CID, VsockConfig};
+
+/// What Linux adds and removes memory by on x86: less than that cannot be onlined.
+const LINUX_MEMORY_BLOCK_BYTES: u64 = 128 << 20;
 
 /// Everything about one VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -12,177 +46,117 @@ pub struct VmConfig {
     /// What to boot.
     pub payload: PayloadConfig,
     /// vCPUs.
+    #[serde(default)]
     pub cpus: CpusConfig,
     /// DRAM.
+    #[serde(default)]
     pub memory: MemoryConfig,
     /// COM1.
+    #[serde(default = "ConsoleConfig::default_serial")]
     pub serial: ConsoleConfig,
     /// virtio-console, hvc0.
+    #[serde(default = "ConsoleConfig::default_console")]
     pub console: ConsoleConfig,
     /// Entropy source.
+    #[serde(default)]
     pub rng: RngConfig,
     /// Sockets between guest and host.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vsock: Option<VsockConfig>,
     /// The `pm` zone.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pm_memory: Option<PmMemoryConfig>,
     /// Volumes of PM pools.
     #[serde(default)]
     pub pm_volumes: Vec<PmVolumeConfig>,
     /// What the governor does.
+    #[serde(default)]
     pub pressure: PressureConfig,
 }
 
-/// `--kernel`, `--initramfs`, `--cmdline`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PayloadConfig {
-    /// An ELF kernel with a PVH note, or a bzImage.
-    pub kernel: Option<PathBuf>,
-    /// Initial RAM file system.
-    pub initramfs: Option<PathBuf>,
-    /// Kernel command line, as the user wrote it.
-    pub cmdline: Option<String>,
-}
+impl VmConfig {
+    /// Checks every section, and the sections against each other.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        self.payload.validate()?;
+        self.cpus.validate()?;
+        self.memory.validate()?;
+        self.serial.validate("--serial")?;
+        self.console.validate("--console")?;
+        self.vsock.as_ref().map_or(Ok(()), VsockConfig::validate)?;
+        self.pm_memory.as_ref().map_or(Ok(()), PmMemoryConfig::validate)?;
+        self.pm_volumes.iter().try_for_each(PmVolumeConfig::validate)?;
+        self.pressure.validate()?;
+        self.check_terminal()?;
+        self.check_volumes()
+    }
 
-/// `--cpus boot=,max=`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CpusConfig {
-    /// vCPUs at boot.
-    pub boot_vcpus: u8,
-    /// vCPUs that may ever be.
-    pub max_vcpus: u8,
-}
+    /// There is one terminal, and it cannot be two devices' input.
+    fn check_terminal(&self) -> Result<(), ConfigError> {
+        if self.serial.mode == ConsoleMode::Tty && self.console.mode == ConsoleMode::Tty {
+            let reason =
+                "--serial and --console cannot both be tty; the console is, unless --console says otherwise";
+            return Err(ConfigError::Conflict { flag: "--serial", reason: reason.to_owned() });
+        }
+        Ok(())
+    }
 
-/// How DRAM grows.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum HotplugMethod {
-    /// ACPI memory devices.
-    #[default]
-    Acpi,
-    /// A virtio-mem device.
-    VirtioMem,
-}
+    fn check_volumes(&self) -> Result<(), ConfigError> {
+        let flag = "--pm-volume";
+        for (nth, volume) in self.pm_volumes.iter().enumerate() {
+            let earlier = &self.pm_volumes[..nth];
+            if earlier.iter().any(|other| (&other.pool, &other.name) == (&volume.pool, &volume.name)) {
+                let reason = format!("volume {} of pool {:?} is given twice", volume.name, volume.pool);
+                return Err(ConfigError::Conflict { flag, reason });
+            }
+            // The guest's BTT driver flushes under a spinlock, and a virtio-pmem flush waits for its
+            // completion. With one vCPU that is completed within the exit; a second vCPU opens a window that
+            // no order of events in the VMM can close.
+            let unsafe_here = volume.interface == VolumeInterface::VirtioPmem && self.cpus.max_vcpus > 1;
+            if unsafe_here && !volume.force {
+                let reason = format!(
+                    "interface=virtio-pmem of volume {} is unsafe with more than one possible vCPU (max is {}): \
+                     Linux' BTT waits for its flush under a spinlock; use nvdimm, or force=on to try",
+                    volume.name, self.cpus.max_vcpus
+                );
+                return Err(ConfigError::Conflict { flag, reason });
+            }
+        }
+        Ok(())
+    }
 
-/// `--memory size=,hotplug_method=,hotplug_size=,hotplugged_size=`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MemoryConfig {
-    /// Boot memory.
-    pub size: u64,
-    /// How it grows.
-    #[serde(default)]
-    pub hotplug_method: HotplugMethod,
-    /// By how much it may grow.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hotplug_size: Option<u64>,
-    /// How much of that is requested at boot.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hotplugged_size: Option<u64>,
-}
-
-/// Where a console's bytes go.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ConsoleMode {
-    /// The device is not there.
-    #[default]
-    Off,
-    /// Output is thrown away.
-    Null,
-    /// Standard input and output.
-    Tty,
-    /// Output to a file.
-    File,
-}
-
-/// `--serial`, `--console`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ConsoleConfig {
-    /// Where it goes.
-    pub mode: ConsoleMode,
-    /// The file, with [`ConsoleMode::File`].
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub file: Option<PathBuf>,
-}
-
-/// `--rng src=`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RngConfig {
-    /// Where entropy comes from.
-    pub src: PathBuf,
-}
-
-/// `--vsock cid=,socket=`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct VsockConfig {
-    /// The guest's context id, 3 and up.
-    pub cid: u32,
-    /// The unix socket of the host's side.
-    pub socket: PathBuf,
-}
-
-/// `--pm-memory pool=,size=,guest_numa_node=`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PmMemoryConfig {
-    /// The pool.
-    pub pool: PathBuf,
-    /// The most that may be plugged.
-    pub size: u64,
-    /// Its node in the guest.
-    pub guest_numa_node: u32,
-}
-
-/// How a volume is shown to the guest.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum VolumeInterface {
-    /// The safest that the guest can use.
-    #[default]
-    Auto,
-    /// An NVDIMM, by ACPI NFIT.
-    Nvdimm,
-    /// A virtio-pmem device.
-    VirtioPmem,
-}
-
-/// How large a volume shall be.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum VolumeSize {
-    /// What it is.
-    Existing,
-    /// So many bytes.
-    Bytes(u64),
-    /// What is left of the pool.
-    Remaining,
-}
-
-/// `--pm-volume pool=,name=,size=,interface=,create=,readonly=,force=`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PmVolumeConfig {
-    /// The pool.
-    pub pool: PathBuf,
-    /// The volume's name in it.
-    pub name: String,
-    /// Its size: another one than the volume has is an error.
-    pub size: VolumeSize,
-    /// How it is shown.
-    pub interface: VolumeInterface,
-    /// Make it when it is missing.
-    pub create: bool,
-    /// The guest must not write.
-    pub readonly: bool,
-    /// Take an interface that is known to be unsafe.
-    pub force: bool,
-}
-
-/// `--pressure policy=,...`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PressureConfig {
-    /// The policy's name: `psi`, `fixed`, `off`.
-    pub policy: String,
-    /// Decide, say so, and do nothing.
-    #[serde(default)]
-    pub dry_run: bool,
+    /// What will work, but hardly as it was meant.
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        let hotplug = [
+            ("--memory: hotplug_size", self.memory.hotplug_size),
+            ("--pm-memory: size", self.pm_memory.as_ref().map(|pm| pm.size)),
+        ];
+        for (name, bytes) in hotplug {
+            let rest = bytes.unwrap_or(0) % LINUX_MEMORY_BLOCK_BYTES;
+            if rest != 0 {
+                warnings.push(format!(
+                    "{name} is not a multiple of {}: a Linux guest will not use the last {}",
+                    Size(LINUX_MEMORY_BLOCK_BYTES),
+                    Size(rest)
+                ));
+            }
+        }
+        let can_grow = hotplug.iter().any(|(_, bytes)| bytes.is_some());
+        if can_grow && self.vsock.is_none() && self.pressure.policy == "psi" {
+            warnings.push(
+                "--pressure: policy=psi hears from the guest's agent only over --vsock, which is not given: \
+                 memory will not resize itself"
+                    .to_owned(),
+            );
+        }
+        for volume in self.pm_volumes.iter().filter(|volume| volume.force) {
+            warnings.push(format!(
+                "--pm-volume: volume {} is attached with force=on: its content may be damaged",
+                volume.name
+            ));
+        }
+        warnings
+    }
 }
 
 /// A small VM for tests of what only passes a configuration on.
@@ -204,5 +178,108 @@ pub(crate) fn test_config() -> VmConfig {
         pm_memory: None,
         pm_volumes: Vec::new(),
         pressure: PressureConfig { policy: "off".to_owned(), dry_run: false },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A configuration as the API may send it: only what must be there.
+    fn least() -> VmConfig {
+        serde_json::from_str(r#"{"payload": {"kernel": "/vmlinuz"}}"#).unwrap()
+    }
+
+    fn volume(text: &str) -> PmVolumeConfig {
+        PmVolumeConfig::parse(text).unwrap()
+    }
+
+    #[test]
+    fn what_is_not_said_is_as_in_cloud_hypervisor() {
+        let config = least();
+        assert!(config.validate().is_ok());
+        assert_eq!(config.warnings(), Vec::<String>::new());
+        assert_eq!((config.cpus.boot_vcpus, config.memory.size), (1, 512 << 20));
+        assert_eq!(config.serial.mode, ConsoleMode::Null);
+        assert_eq!(config.console.mode, ConsoleMode::Tty);
+    }
+
+    #[test]
+    fn json_and_back_is_the_same() {
+        let mut config = least();
+        config.pm_memory = Some(PmMemoryConfig::parse("pool=/p,size=4G").unwrap());
+        config.pm_volumes = vec![volume("pool=/p,name=a,size=remaining"), volume("pool=/p,name=b,size=2M")];
+        config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
+        let json = serde_json::to_string(&config).unwrap();
+        assert_eq!(serde_json::from_str::<VmConfig>(&json).unwrap(), config);
+    }
+
+    #[test]
+    fn the_terminal_has_one_reader() {
+        let mut config = least();
+        config.serial = ConsoleConfig::parse_serial("tty").unwrap();
+        assert!(config.validate().unwrap_err().to_string().contains("cannot both be tty"));
+        config.console = ConsoleConfig::parse_console("off").unwrap();
+        assert!(config.validate().is_ok());
+    }
+
+    #[test]
+    fn virtio_pmem_is_for_one_possible_vcpu() {
+        let mut config = least();
+        config.pm_volumes = vec![volume("pool=/p,name=a,interface=virtio-pmem")];
+        assert!(config.validate().is_ok());
+        config.cpus = CpusConfig::parse("boot=1,max=2").unwrap();
+        let error = config.validate().unwrap_err().to_string();
+        assert!(error.starts_with("--pm-volume: interface=virtio-pmem of volume a is unsafe"), "{error}");
+        assert!(error.contains("(max is 2)"), "{error}");
+        config.pm_volumes[0].force = true;
+        assert!(config.validate().is_ok());
+        assert!(config.warnings()[0].contains("force=on"));
+        config.pm_volumes = vec![volume("pool=/p,name=a,interface=auto")];
+        assert!(config.validate().is_ok());
+    }
+
+    #[test]
+    fn a_volume_is_given_once() {
+        let mut config = least();
+        config.pm_volumes =
+            vec![volume("pool=/p,name=a"), volume("pool=/q,name=a"), volume("pool=/p,name=a")];
+        let error = config.validate().unwrap_err().to_string();
+        assert_eq!(error, r#"--pm-volume: volume a of pool "/p" is given twice"#);
+    }
+
+    #[test]
+    fn every_section_is_validated() {
+        let broken: [fn(&mut VmConfig); 8] = [
+            |c| c.payload.kernel = None,
+            |c| c.cpus.boot_vcpus = 0,
+            |c| c.memory.size = 1,
+            |c| c.serial.mode = ConsoleMode::File,
+            |c| c.vsock = Some(VsockConfig { cid: 0, socket: "/s".into() }),
+            |c| c.pm_memory = Some(PmMemoryConfig { pool: "/p".into(), size: 0, guest_numa_node: 1 }),
+            |c| c.pm_volumes = vec![PmVolumeConfig::parse("pool=/p,name=a/b").unwrap()],
+            |c| c.pressure.policy = "none".to_owned(),
+        ];
+        for (nth, break_it) in broken.iter().enumerate() {
+            let mut config = least();
+            break_it(&mut config);
+            assert!(config.validate().is_err(), "{nth}");
+        }
+    }
+
+    #[test]
+    fn what_linux_cannot_use_is_warned_of() {
+        let mut config = least();
+        config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
+        config.pm_memory = Some(PmMemoryConfig::parse("pool=/p,size=130M").unwrap());
+        let expected =
+            "--pm-memory: size is not a multiple of 128 MiB: a Linux guest will not use the last 2 MiB";
+        assert_eq!(config.warnings(), [expected]);
+        config.pm_memory = Some(PmMemoryConfig::parse("pool=/p,size=128M").unwrap());
+        assert_eq!(config.warnings(), Vec::<String>::new());
+        config.vsock = None;
+        assert!(config.warnings()[0].contains("--vsock"));
+        config.pressure.policy = "off".to_owned();
+        assert_eq!(config.warnings(), Vec::<String>::new());
     }
 }

@@ -3,4 +3,7 @@
 pub mod kvm;
 pub mod owner;
 pub mod request;
+mod run;
 pub mod state;
+
+pub use self::run::run;

@@ -1,0 +1,335 @@
+//! The command line: flags into a [`Launch`].
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{ArgAction, Parser};
+use thiserror::Error;
+
+use super::error::ConfigError;
+use super::{
+    ApiSocket, ConsoleConfig, CpusConfig, MemoryConfig, MetricsAddress, PayloadConfig, PmMemoryConfig,
+    PmVolumeConfig, PressureConfig, RngConfig, VmConfig, VsockConfig, foreign,
+};
+
+/// What the command line asks for.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Command {
+    /// Run a VM.
+    Launch(Box<Launch>),
+    /// Print this and end: help, or the version.
+    Print(String),
+}
+
+/// A VM to run, and how the VMM is reached meanwhile.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// The VM. It has been validated.
+    pub config: VmConfig,
+    /// Where the API is served.
+    pub api_socket: Option<ApiSocket>,
+    /// Where metrics are served.
+    pub metrics: Option<MetricsAddress>,
+    /// What is logged, and where to.
+    pub log: LogConfig,
+    /// What will hardly work as it was meant; to be logged.
+    pub warnings: Vec<String>,
+}
+
+/// `--log-file` and `-v`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LogConfig {
+    /// A file; standard error if there is none.
+    pub file: Option<PathBuf>,
+    /// How many times `-v` was given: warnings, then information, debugging, everything.
+    pub verbosity: u8,
+}
+
+/// Why a command line is refused: one line.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum CliError {
+    /// Not a command line of foreshore.
+    #[error("{0}")]
+    Usage(String),
+    /// A flag of Cloud Hypervisor that is not there.
+    #[error("{flag} is not supported by foreshore: {why}")]
+    Foreign {
+        /// The flag.
+        flag: String,
+        /// Why.
+        why: &'static str,
+    },
+    /// A flag's value.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+}
+
+const EXAMPLES: &str = "\
+Sizes are in bytes, or take one of K, M, G, T (powers of 1024). Flags follow Cloud Hypervisor's syntax.
+
+Examples:
+  A guest on DRAM alone, its console on this terminal:
+    foreshore --kernel vmlinuz --initramfs initrd.img --cmdline console=hvc0 --memory size=512M
+
+  One that grows by itself, DRAM first, then PM, and has a volume:
+    pmvol create /pm/pool --size 16G
+    foreshore --kernel vmlinuz --initramfs initrd.img --cpus boot=2 \\
+      --memory size=512M,hotplug_method=virtio-mem,hotplug_size=512M \\
+      --pm-memory pool=/pm/pool,size=4G \\
+      --pm-volume pool=/pm/pool,name=data,size=8G,create=on \\
+      --pressure policy=psi --vsock cid=3,socket=/run/vm.vsock \\
+      --api-socket /run/vm.sock --metrics 127.0.0.1:9745";
+
+/// A virtual machine monitor whose guests take memory and storage from one pool of persistent memory.
+#[derive(Debug, Parser)]
+#[command(name = "foreshore", after_help = EXAMPLES, disable_version_flag = true, args_override_self = false)]
+struct Flags {
+    /// Kernel to boot: an ELF file with a PVH note, or a bzImage
+    #[arg(long, value_name = "PATH", help_heading = "Guest")]
+    kernel: Option<PathBuf>,
+    /// Initial RAM file system
+    #[arg(long, value_name = "PATH", help_heading = "Guest")]
+    initramfs: Option<PathBuf>,
+    /// Kernel command line
+    #[arg(long, value_name = "TEXT", help_heading = "Guest")]
+    cmdline: Option<String>,
+    /// boot=N,max=N: vCPUs at boot, and at most [default: boot=1]
+    #[arg(long, value_name = "OPTIONS", help_heading = "Guest")]
+    cpus: Option<String>,
+
+    /// size=S,hotplug_method=acpi|virtio-mem,hotplug_size=S,hotplugged_size=S: DRAM [default: size=512M]
+    #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
+    memory: Option<String>,
+    /// pool=PATH,size=S,guest_numa_node=N: persistent memory that may be plugged as memory
+    #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
+    pm_memory: Option<String>,
+    /// pool=PATH,name=NAME,size=S|remaining,interface=auto|nvdimm|virtio-pmem,create=on|off,readonly=on|off,force=on|off: volumes of a pool
+    #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
+    pm_volume: Vec<String>,
+    /// policy=psi|fixed|off,dry_run=on|off: what resizes memory [default: policy=psi]
+    #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
+    pressure: Option<String>,
+
+    /// off|null|tty|file=PATH: COM1, ttyS0 [default: null]
+    #[arg(long, value_name = "MODE", help_heading = "Devices")]
+    serial: Option<String>,
+    /// off|null|tty|file=PATH: virtio-console, hvc0 [default: tty]
+    #[arg(long, value_name = "MODE", help_heading = "Devices")]
+    console: Option<String>,
+    /// src=PATH: entropy [default: src=/dev/urandom]
+    #[arg(long, value_name = "OPTIONS", help_heading = "Devices")]
+    rng: Option<String>,
+    /// cid=N,socket=PATH: sockets between guest and host, which the agent needs
+    #[arg(long, value_name = "OPTIONS", help_heading = "Devices")]
+    vsock: Option<String>,
+
+    /// PATH|path=PATH|fd=N: REST API
+    #[arg(long, value_name = "SOCKET", help_heading = "Control")]
+    api_socket: Option<String>,
+    /// ADDRESS:PORT|unix:PATH: OpenMetrics
+    #[arg(long, value_name = "ADDRESS", help_heading = "Control")]
+    metrics: Option<String>,
+    /// true|false|log: accepted for Cloud Hypervisor's sake; there is no filter yet
+    #[arg(long, value_name = "MODE", help_heading = "Control")]
+    seccomp: Option<String>,
+    /// Log to a file [default: standard error]
+    #[arg(long, value_name = "PATH", help_heading = "Control")]
+    log_file: Option<PathBuf>,
+    /// Log more: -v information, -vv debugging, -vvv everything
+    #[arg(short, action = ArgAction::Count, help_heading = "Control")]
+    v: u8,
+    /// Print the version
+    #[arg(short = 'V', long, help_heading = "Control")]
+    version: bool,
+}
+
+/// Reads and validates a command line, whose first word is the program's name.
+pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Command, CliError> {
+    let flags = match Flags::try_parse_from(args) {
+        Ok(flags) if flags.version => {
+            return Ok(Command::Print(format!("foreshore v{}\n", env!("CARGO_PKG_VERSION"))));
+        }
+        Ok(flags) => flags,
+        Err(error) if error.kind() == ErrorKind::DisplayHelp => {
+            return Ok(Command::Print(error.render().to_string()));
+        }
+        Err(error) => return Err(usage_error(&error)),
+    };
+    let mut warnings = Vec::new();
+    check_seccomp(flags.seccomp.as_deref(), &mut warnings)?;
+    let api_socket = flags.api_socket.as_deref().map(ApiSocket::parse).transpose()?;
+    let metrics = flags.metrics.as_deref().map(MetricsAddress::parse).transpose()?;
+    let log = LogConfig { file: flags.log_file.clone(), verbosity: flags.v };
+    let config = vm_config(flags)?;
+    config.validate()?;
+    warnings.extend(config.warnings());
+    Ok(Command::Launch(Box::new(Launch { config, api_socket, metrics, log, warnings })))
+}
+
+fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
+    let serial = flags.serial.as_deref().map(ConsoleConfig::parse_serial).transpose()?;
+    let console = flags.console.as_deref().map(ConsoleConfig::parse_console).transpose()?;
+    Ok(VmConfig {
+        payload: PayloadConfig { kernel: flags.kernel, initramfs: flags.initramfs, cmdline: flags.cmdline },
+        cpus: flags.cpus.as_deref().map_or(Ok(CpusConfig::default()), CpusConfig::parse)?,
+        memory: flags.memory.as_deref().map_or(Ok(MemoryConfig::default()), MemoryConfig::parse)?,
+        serial: serial.unwrap_or_else(ConsoleConfig::default_serial),
+        console: console.unwrap_or_else(ConsoleConfig::default_console),
+        rng: flags.rng.as_deref().map_or(Ok(RngConfig::default()), RngConfig::parse)?,
+        vsock: flags.vsock.as_deref().map(VsockConfig::parse).transpose()?,
+        pm_memory: flags.pm_memory.as_deref().map(PmMemoryConfig::parse).transpose()?,
+        pm_volumes: flags
+            .pm_volume
+            .iter()
+            .map(|text| PmVolumeConfig::parse(text))
+            .collect::<Result<_, _>>()?,
+        pressure: flags.pressure.as_deref().map_or(Ok(PressureConfig::default()), PressureConfig::parse)?,
+    })
+}
+
+/// Nothing is filtered yet: `false` gets what it asks for, and the others a word about it.
+fn check_seccomp(mode: Option<&str>, warnings: &mut Vec<String>) -> Result<(), ConfigError> {
+    match mode {
+        None | Some("false") => Ok(()),
+        Some(mode @ ("true" | "log")) => {
+            warnings.push(format!("--seccomp {mode}: there is no system call filter yet; none is installed"));
+            Ok(())
+        }
+        Some(mode) => Err(ConfigError::Conflict {
+            flag: "--seccomp",
+            reason: format!("{mode:?} is not one of true, false and log"),
+        }),
+    }
+}
+
+/// clap explains itself in several lines; ours is one.
+fn usage_error(error: &clap::Error) -> CliError {
+    if error.kind() == ErrorKind::UnknownArgument
+        && let Some(ContextValue::String(flag)) = error.get(ContextKind::InvalidArg)
+        && let Some(why) = foreign::reason(flag)
+    {
+        return CliError::Foreign { flag: flag.clone(), why };
+    }
+    let rendered = error.render().to_string();
+    let line = rendered.lines().next().unwrap_or_default();
+    CliError::Usage(format!("{}; see --help", line.strip_prefix("error: ").unwrap_or(line)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ConsoleMode, HotplugMethod, VolumeSize};
+    use super::*;
+
+    fn parse(args: &[&str]) -> Result<Command, CliError> {
+        parse_command_line(std::iter::once("foreshore").chain(args.iter().copied()).map(OsString::from))
+    }
+
+    fn launch(args: &[&str]) -> Launch {
+        match parse(&[&["--kernel", "/vmlinuz"], args].concat()).unwrap() {
+            Command::Launch(launch) => *launch,
+            Command::Print(text) => panic!("printed {text}"),
+        }
+    }
+
+    fn error(args: &[&str]) -> String {
+        let message = parse(&[&["--kernel", "/vmlinuz"], args].concat()).unwrap_err().to_string();
+        assert_eq!(message.lines().count(), 1, "{message}");
+        message
+    }
+
+    #[test]
+    fn the_example_of_the_manual_is_read() {
+        let launch = launch(&[
+            "--initramfs",
+            "img",
+            "--cpus",
+            "boot=2",
+            "--memory",
+            "size=512M,hotplug_method=virtio-mem,hotplug_size=512M",
+            "--pm-memory",
+            "pool=/pm/pool,size=4G",
+            "--pm-volume",
+            "pool=/pm/pool,name=data,size=8G,interface=auto",
+            "--pressure",
+            "policy=psi",
+            "--vsock",
+            "cid=3,socket=/run/vm.vsock",
+            "--api-socket",
+            "/run/vm.sock",
+            "--metrics",
+            "127.0.0.1:9745",
+            "-vv",
+            "--serial",
+            "file=/log",
+            "--cmdline",
+            "console=hvc0 quiet",
+        ]);
+        let config = launch.config;
+        assert_eq!(config.payload.initramfs, Some("img".into()));
+        assert_eq!(config.payload.cmdline.as_deref(), Some("console=hvc0 quiet"));
+        assert_eq!(config.cpus.max_vcpus, 2);
+        assert_eq!(config.memory.hotplug_method, HotplugMethod::VirtioMem);
+        assert_eq!(config.pm_memory.unwrap().size, 4 << 30);
+        assert_eq!(config.pm_volumes[0].size, VolumeSize::Bytes(8 << 30));
+        assert_eq!(config.serial.mode, ConsoleMode::File);
+        assert_eq!(config.vsock.unwrap().cid, 3);
+        assert_eq!(launch.api_socket, Some(ApiSocket::Path("/run/vm.sock".into())));
+        assert!(matches!(launch.metrics, Some(MetricsAddress::Tcp(_))));
+        assert_eq!(launch.log.verbosity, 2);
+        assert_eq!(launch.warnings, Vec::<String>::new());
+    }
+
+    #[test]
+    fn volumes_may_follow_one_flag_or_have_one_each() {
+        let names = |args: &[&str]| -> Vec<String> {
+            launch(args).config.pm_volumes.into_iter().map(|volume| volume.name).collect()
+        };
+        assert_eq!(names(&["--pm-volume", "pool=/p,name=a", "pool=/p,name=b", "-v"]), ["a", "b"]);
+        assert_eq!(names(&["--pm-volume", "pool=/p,name=a", "--pm-volume", "pool=/p,name=b"]), ["a", "b"]);
+    }
+
+    #[test]
+    fn help_and_version_are_printed() {
+        let print = |flag| match parse(&[flag]) {
+            Ok(Command::Print(text)) => text,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(print("--version"), format!("foreshore v{}\n", env!("CARGO_PKG_VERSION")));
+        let help = print("--help");
+        for text in ["Guest:", "Memory and storage:", "Devices:", "Control:", "Examples:", "--pm-volume"] {
+            assert!(help.contains(text), "{text}");
+        }
+    }
+
+    #[test]
+    fn every_error_is_one_line_that_names_the_flag() {
+        assert!(parse(&[]).unwrap_err().to_string().starts_with("--kernel is missing"));
+        assert!(error(&["--memory", "size=0"]).starts_with("--memory: size is 0"));
+        assert!(error(&["--memory"]).contains("--memory"));
+        assert!(error(&["--memory", "size=1G", "--memory", "size=1G"]).contains("--memory"));
+        assert!(error(&["--frobnicate"]).contains("--frobnicate"));
+        assert!(error(&["stray"]).contains("stray"));
+        assert!(error(&["--metrics", "here"]).starts_with("--metrics:"));
+        assert!(error(&["--api-socket", "fd=0"]).starts_with("--api-socket:"));
+        assert!(error(&["--seccomp", "maybe"]).starts_with("--seccomp:"));
+        assert!(error(&["--pressure", "policy=magic"]).starts_with("--pressure:"));
+        assert!(error(&["--serial", "tty"]).starts_with("--serial:"));
+    }
+
+    #[test]
+    fn flags_of_cloud_hypervisor_are_refused_with_the_reason() {
+        assert_eq!(
+            error(&["--net", "tap=tap0"]),
+            "--net is not supported by foreshore: virtio-net is not implemented; see --vsock"
+        );
+        assert!(error(&["--disk", "path=/a", "path=/b"]).starts_with("--disk is not supported"));
+        assert!(error(&["--watchdog"]).starts_with("--watchdog is not supported"));
+    }
+
+    #[test]
+    fn seccomp_is_taken_with_a_word() {
+        assert_eq!(launch(&["--seccomp", "false"]).warnings, Vec::<String>::new());
+        assert!(launch(&["--seccomp", "true"]).warnings[0].contains("no system call filter"));
+    }
+}

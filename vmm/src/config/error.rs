@@ -1,0 +1,150 @@
+//! What can be wrong with a configuration.
+
+use thiserror::Error;
+
+use super::size::Size;
+
+/// Why a flag is refused. Every message is one line, and names the flag, the value and the bound.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum ConfigError {
+    /// A key that nobody knows.
+    #[error("{flag}: unknown key {key:?}; the keys are {known}")]
+    UnknownKey {
+        /// The flag.
+        flag: &'static str,
+        /// What was written.
+        key: String,
+        /// What could have been.
+        known: String,
+    },
+    /// A key of Cloud Hypervisor that has no meaning here.
+    #[error("{flag}: {key}{value} is not supported by foreshore: {why}")]
+    Unsupported {
+        /// The flag.
+        flag: &'static str,
+        /// The key.
+        key: &'static str,
+        /// Its value, after a `=`, if there is one.
+        value: String,
+        /// Why not.
+        why: &'static str,
+    },
+    /// A key that is there twice.
+    #[error("{flag}: {key} is given twice")]
+    Duplicate {
+        /// The flag.
+        flag: &'static str,
+        /// The key.
+        key: String,
+    },
+    /// A key that must be there.
+    #[error("{flag}: {key}= is missing")]
+    Missing {
+        /// The flag.
+        flag: &'static str,
+        /// The key.
+        key: &'static str,
+    },
+    /// A flag that must be there.
+    #[error("{flag} is missing: {why}")]
+    MissingFlag {
+        /// The flag.
+        flag: &'static str,
+        /// What it is needed for.
+        why: &'static str,
+    },
+    /// A value that cannot be read.
+    #[error("{flag}: {key}={value:?} is not {expected}")]
+    BadValue {
+        /// The flag.
+        flag: &'static str,
+        /// The key.
+        key: String,
+        /// What was written.
+        value: String,
+        /// What could have been.
+        expected: String,
+    },
+    /// A quote or bracket without its partner.
+    #[error("{flag}: {text:?} has a {what} that is not closed")]
+    Unbalanced {
+        /// The flag.
+        flag: &'static str,
+        /// The flag's value.
+        text: String,
+        /// The quote or bracket.
+        what: &'static str,
+    },
+    /// A size under its bound.
+    #[error("{flag}: {key} is {value}, and must be at least {least}")]
+    TooSmall {
+        /// The flag.
+        flag: &'static str,
+        /// The key.
+        key: &'static str,
+        /// The size.
+        value: Size,
+        /// The bound.
+        least: Size,
+    },
+    /// A size over its bound.
+    #[error("{flag}: {key} is {value}, and must be at most {most}{because}")]
+    TooLarge {
+        /// The flag.
+        flag: &'static str,
+        /// The key.
+        key: &'static str,
+        /// The size.
+        value: Size,
+        /// The bound.
+        most: Size,
+        /// Where the bound comes from: empty, or text that begins with a comma.
+        because: &'static str,
+    },
+    /// A size off the grid.
+    #[error("{flag}: {key} is {value}, which is not a multiple of {unit}")]
+    NotMultiple {
+        /// The flag.
+        flag: &'static str,
+        /// The key.
+        key: &'static str,
+        /// The size.
+        value: Size,
+        /// The grid.
+        unit: Size,
+    },
+    /// A number out of its range.
+    #[error("{flag}: {key} is {value}, and must be {least} to {most}")]
+    OutOfRange {
+        /// The flag.
+        flag: &'static str,
+        /// The key.
+        key: &'static str,
+        /// The number.
+        value: u64,
+        /// The lower bound.
+        least: u64,
+        /// The upper bound.
+        most: u64,
+    },
+    /// A path that does not fit into a socket's address.
+    #[error("{flag}: {path:?} is {len} bytes long, and the path of a unix socket has at most {most}")]
+    SocketPath {
+        /// The flag.
+        flag: &'static str,
+        /// The path.
+        path: String,
+        /// Its length.
+        len: usize,
+        /// The bound.
+        most: usize,
+    },
+    /// Two parts of a configuration that exclude each other.
+    #[error("{flag}: {reason}")]
+    Conflict {
+        /// The flag that would have to change.
+        flag: &'static str,
+        /// What it collides with, and what to do.
+        reason: String,
+    },
+}

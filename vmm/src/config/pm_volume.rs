@@ -1,0 +1,170 @@
+//! `--pm-volume pool=,name=,size=,interface=,create=,readonly=,force=`.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::error::ConfigError;
+use super::option_parser::{Refused, Syntax};
+use super::size;
+
+const SYNTAX: Syntax = Syntax {
+    flag: "--pm-volume",
+    keys: &["pool", "name", "size", "interface", "create", "readonly", "force"],
+    words: &[],
+    refused: &[Refused { key: "format", neutral: &["btt"], why: "btt is the only format of volumes" }],
+};
+
+/// The longest name that fits into a pool's chunk table.
+pub const MAX_NAME_BYTES: usize = 63;
+
+/// How a volume is shown to the guest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VolumeInterface {
+    /// The safest that the guest can use.
+    #[default]
+    Auto,
+    /// An NVDIMM, by ACPI NFIT.
+    Nvdimm,
+    /// A virtio-pmem device.
+    VirtioPmem,
+}
+
+/// How large a volume shall be.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VolumeSize {
+    /// What it is.
+    #[default]
+    Existing,
+    /// So many bytes.
+    Bytes(u64),
+    /// What is left of the pool.
+    Remaining,
+}
+
+/// `--pm-volume pool=,name=,size=,interface=,create=,readonly=,force=`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PmVolumeConfig {
+    /// The pool.
+    pub pool: PathBuf,
+    /// The volume's name in it.
+    pub name: String,
+    /// Its size: another one than the volume has is an error.
+    #[serde(default)]
+    pub size: VolumeSize,
+    /// How it is shown.
+    #[serde(default)]
+    pub interface: VolumeInterface,
+    /// Make it when it is missing.
+    #[serde(default)]
+    pub create: bool,
+    /// The guest must not write.
+    #[serde(default)]
+    pub readonly: bool,
+    /// Take an interface that is known to be unsafe.
+    #[serde(default)]
+    pub force: bool,
+}
+
+impl PmVolumeConfig {
+    /// Reads one of the flag's values.
+    pub fn parse(text: &str) -> Result<Self, ConfigError> {
+        let options = SYNTAX.parse(text)?;
+        let size = match options.text("size") {
+            None => VolumeSize::Existing,
+            Some("remaining") => VolumeSize::Remaining,
+            Some(_) => VolumeSize::Bytes(options.required("size", options.size("size")?)?),
+        };
+        let interface = options.read("interface", "auto, nvdimm or virtio-pmem", |text| match text {
+            "auto" => Some(VolumeInterface::Auto),
+            "nvdimm" => Some(VolumeInterface::Nvdimm),
+            "virtio-pmem" => Some(VolumeInterface::VirtioPmem),
+            _ => None,
+        })?;
+        let name = options.read("name", "a name", |text| Some(text.to_owned()))?;
+        Ok(Self {
+            pool: options.required("pool", options.path("pool")?)?,
+            name: options.required("name", name)?,
+            size,
+            interface: interface.unwrap_or_default(),
+            create: options.switch("create")?.unwrap_or(false),
+            readonly: options.switch("readonly")?.unwrap_or(false),
+            force: options.switch("force")?.unwrap_or(false),
+        })
+    }
+
+    /// A name that a pool can hold, a size within its bounds, and no wish that contradicts another.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let flag = SYNTAX.flag;
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+        if self.name.is_empty() || self.name.len() > MAX_NAME_BYTES || !self.name.bytes().all(plain) {
+            let expected = format!("a name of 1 to {MAX_NAME_BYTES} letters, digits, '.', '_' and '-'");
+            let value = self.name.clone();
+            return Err(ConfigError::BadValue { flag, key: "name".to_owned(), value, expected });
+        }
+        if let VolumeSize::Bytes(bytes) = self.size {
+            size::check(flag, "size", bytes)?;
+        }
+        let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });
+        match (self.create, self.size, self.readonly) {
+            (true, VolumeSize::Existing, _) => {
+                conflict(format!("create=on of volume {} needs a size=", self.name))
+            }
+            (true, _, true) => conflict(format!("volume {} cannot be created readonly=on", self.name)),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(text: &str) -> String {
+        PmVolumeConfig::parse(text).and_then(|volume| volume.validate()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn the_flag_is_read() {
+        let volume = PmVolumeConfig::parse(
+            "pool=/pm/pool,name=data,size=8G,interface=virtio-pmem,create=on,readonly=off,force=on,format=btt",
+        )
+        .unwrap();
+        let expected = PmVolumeConfig {
+            pool: "/pm/pool".into(),
+            name: "data".to_owned(),
+            size: VolumeSize::Bytes(8 << 30),
+            interface: VolumeInterface::VirtioPmem,
+            create: true,
+            readonly: false,
+            force: true,
+        };
+        assert_eq!(volume, expected);
+        assert!(volume.validate().is_ok());
+        let volume = PmVolumeConfig::parse("pool=/p,name=a").unwrap();
+        assert_eq!((volume.size, volume.interface), (VolumeSize::Existing, VolumeInterface::Auto));
+        assert!(volume.validate().is_ok());
+        assert_eq!(
+            PmVolumeConfig::parse("pool=/p,name=a,size=remaining").unwrap().size,
+            VolumeSize::Remaining
+        );
+    }
+
+    #[test]
+    fn errors_name_flag_value_and_bound() {
+        assert_eq!(error("name=a"), "--pm-volume: pool= is missing");
+        assert_eq!(error("pool=/p"), "--pm-volume: name= is missing");
+        assert_eq!(error("pool=/p,name=a,size=0"), "--pm-volume: size is 0, and must be at least 2 MiB");
+        assert!(error("pool=/p,name=a,size=3M").contains("not a multiple of 2 MiB"));
+        assert!(error("pool=/p,name=a,size=rest").contains(r#"size="rest" is not a size"#));
+        assert!(error("pool=/p,name=a,interface=scsi").contains("auto, nvdimm or virtio-pmem"));
+        assert!(error("pool=/p,name=a/b").contains(r#"name="a/b" is not a name"#));
+        assert!(error("pool=/p,name=").contains(r#"name="" is not a name"#));
+        assert!(error(&format!("pool=/p,name={}", "a".repeat(64))).contains("1 to 63"));
+        assert!(error("pool=/p,name=a,format=raw").contains("btt is the only format"));
+        assert_eq!(error("pool=/p,name=a,create=on"), "--pm-volume: create=on of volume a needs a size=");
+        assert!(error("pool=/p,name=a,size=2M,create=on,readonly=on").contains("readonly=on"));
+    }
+}
