@@ -1,6 +1,30 @@
 //! How devices interrupt the guest.
 
+use std::collections::BTreeMap;
 use std::io;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::pci::msix::MsiMessage;
+
+mod kvm;
+pub mod router;
+#[cfg(test)]
+pub mod testing;
+
+pub use router::MsiRouter;
+
+/// What takes message-signalled interrupts to the vCPUs: KVM, or a test's record of them.
+pub trait MsiController: Send + Sync {
+    /// Replaces all MSI routes: GSI to message. The I/O APIC's routes stay.
+    fn set_msi_routes(&self, messages: &BTreeMap<u32, MsiMessage>) -> io::Result<()>;
+    /// From now on, a write to `irqfd` raises `gsi`.
+    fn register_irqfd(&self, irqfd: &EventFd, gsi: u32) -> io::Result<()>;
+    /// Undoes [`Self::register_irqfd`].
+    fn unregister_irqfd(&self, irqfd: &EventFd, gsi: u32) -> io::Result<()>;
+    /// Delivers `message` before this returns.
+    fn signal_msi(&self, message: MsiMessage) -> io::Result<()>;
+}
 
 /// What a virtio device signals (virtio 1.3, 2.3 and 2.9). The transport decides how: MSI-X by irqfd, or by a
 /// message sent at once.

@@ -1,0 +1,87 @@
+//! An interrupt controller that records what it is told.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use vmm_sys_util::eventfd::EventFd;
+
+use super::MsiController;
+use crate::pci::msix::MsiMessage;
+
+/// What was asked of the controller.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Call {
+    /// The whole table.
+    Routes(Vec<(u32, MsiMessage)>),
+    /// An irqfd for this GSI.
+    Register(u32),
+    /// No longer.
+    Unregister(u32),
+    /// A direct message.
+    Signal(MsiMessage),
+}
+
+#[derive(Default)]
+struct State {
+    calls: Vec<Call>,
+    irqfds: HashMap<u32, EventFd>,
+    refuse: bool,
+}
+
+/// The controller.
+#[derive(Default)]
+pub struct FakeController(Mutex<State>);
+
+impl FakeController {
+    /// One without irqfds.
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self::default())
+    }
+
+    /// What was asked since the last time.
+    pub fn take_calls(&self) -> Vec<Call> {
+        std::mem::take(&mut self.0.lock().calls)
+    }
+
+    /// How often the irqfd of `gsi` was raised since the last time.
+    pub fn count_of(&self, gsi: u32) -> u64 {
+        self.0.lock().irqfds.get(&gsi).map_or(0, |irqfd| irqfd.read().unwrap_or(0))
+    }
+
+    /// Whether everything shall fail.
+    pub fn refuse(&self, refuse: bool) {
+        self.0.lock().refuse = refuse;
+    }
+
+    fn record(&self, call: Call) -> io::Result<()> {
+        let mut state = self.0.lock();
+        if state.refuse {
+            return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+        }
+        state.calls.push(call);
+        Ok(())
+    }
+}
+
+impl MsiController for FakeController {
+    fn set_msi_routes(&self, messages: &BTreeMap<u32, MsiMessage>) -> io::Result<()> {
+        self.record(Call::Routes(messages.iter().map(|(&gsi, &message)| (gsi, message)).collect()))
+    }
+
+    fn register_irqfd(&self, irqfd: &EventFd, gsi: u32) -> io::Result<()> {
+        self.record(Call::Register(gsi))?;
+        self.0.lock().irqfds.insert(gsi, irqfd.try_clone()?);
+        Ok(())
+    }
+
+    fn unregister_irqfd(&self, _: &EventFd, gsi: u32) -> io::Result<()> {
+        self.0.lock().irqfds.remove(&gsi);
+        self.record(Call::Unregister(gsi))
+    }
+
+    fn signal_msi(&self, message: MsiMessage) -> io::Result<()> {
+        self.record(Call::Signal(message))
+    }
+}

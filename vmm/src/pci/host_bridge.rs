@@ -1,0 +1,48 @@
+//! The host bridge: a function in slot 0 that has nothing to decode, but by which Linux recognises a PCI bus.
+
+use super::{BarRange, ConfigSpace, FunctionIds, PciDevice};
+
+/// The generic PCI Express host bridge (pci.ids 1b36:0008): no driver has quirks for it.
+const IDS: FunctionIds = FunctionIds {
+    vendor: 0x1b36,
+    device: 0x0008,
+    revision: 0,
+    class: 0x06_00_00,
+    subsystem_vendor: 0,
+    subsystem: 0,
+};
+
+/// The function in slot 0.
+pub struct HostBridge(ConfigSpace);
+
+impl HostBridge {
+    /// A host bridge.
+    pub fn new() -> Self {
+        Self(ConfigSpace::new(&IDS))
+    }
+}
+
+impl Default for HostBridge {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl PciDevice for HostBridge {
+    fn read_config(&self, offset: u16, data: &mut [u8]) {
+        self.0.read(offset, data);
+    }
+
+    /// Nothing in it can be changed: it decodes and masters nothing.
+    fn write_config(&self, _offset: u16, _data: &[u8]) {}
+
+    fn decoded_bars(&self) -> Vec<BarRange> {
+        Vec::new()
+    }
+
+    fn read_bar(&self, _bar: u8, _offset: u64, data: &mut [u8]) {
+        data.fill(0xff);
+    }
+
+    fn write_bar(&self, _bar: u8, _offset: u64, _data: &[u8]) {}
+}
