@@ -1,1 +1,171 @@
 //! Kernel loading and the PVH hand-over.
+//!
+//! A kernel comes as an ELF file or as a bzImage. A bzImage is unpacked here, on the host, and its inner ELF is
+//! entered by PVH, so a distribution's kernel starts as fast as a bare vmlinux: the guest runs no
+//! decompressor and no real-mode code. Nothing here knows of KVM: [`load`] writes into guest memory and returns
+//! plain data, of which [`PvhEntry`] is what the boot vCPU starts with.
+//!
+//! | guest-physical | what |
+//! |---|---|
+//! | 0x6000 | `hvm_start_info`, then the module list |
+//! | 0x7000 | memory map |
+//! | 0x2_0000 | command line |
+//! | 1 MiB and up | the kernel, where its program headers say |
+//! | high in low memory | initial RAM file system |
+
+mod cmdline;
+mod decompress;
+mod elf;
+mod initramfs;
+mod kernel;
+mod pvh;
+mod scratch;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+use vm_memory::GuestMemoryBackend;
+
+pub use cmdline::CommandLineError;
+pub use decompress::{Compression, DecompressError};
+pub use elf::ElfError;
+pub use initramfs::Initramfs;
+pub use kernel::LoadedKernel;
+pub use pvh::{MemoryRange, PvhEntry, RangeKind, Segment, memory_map};
+
+/// What to boot, and the machine it is booted on.
+#[derive(Clone, Copy, Debug)]
+pub struct BootRequest<'a> {
+    /// An ELF kernel with a PVH note, or a bzImage.
+    pub kernel: &'a Path,
+    /// Initial RAM file system.
+    pub initramfs: Option<&'a Path>,
+    /// The command line as the user wrote it.
+    pub cmdline: &'a str,
+    /// Boot memory in bytes: below [`LOW_RAM_END`](crate::memory::layout::LOW_RAM_END) first, the rest from
+    /// [`HIGH_RAM_START`](crate::memory::layout::HIGH_RAM_START).
+    pub boot_memory_bytes: u64,
+    /// Whether memory can be plugged later: the guest is then told to online it so that it can leave again.
+    pub memory_is_pluggable: bool,
+}
+
+/// What was loaded, and how it starts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BootInfo {
+    /// The boot vCPU's first state.
+    pub entry: PvhEntry,
+    /// The kernel.
+    pub kernel: LoadedKernel,
+    /// The initial RAM file system, if there is one.
+    pub initramfs: Option<Initramfs>,
+    /// The command line that the guest gets.
+    pub cmdline: String,
+}
+
+/// Why a VM cannot boot what it was given.
+#[derive(Debug, Error)]
+pub enum BootError {
+    /// A file cannot be opened or read.
+    #[error("Cannot read {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Neither an ELF file nor a bzImage.
+    #[error("{} is not a kernel: expected an ELF file or a bzImage, found {found}", path.display())]
+    NotAKernel {
+        /// The file.
+        path: PathBuf,
+        /// What its first bytes are.
+        found: String,
+    },
+    /// A bzImage of a boot protocol without `payload_offset`.
+    #[error(
+        "{} is a bzImage of boot protocol {}.{:02}; 2.08 (Linux 2.6.26) is the first that says where its payload is",
+        path.display(), version >> 8, version & 0xff
+    )]
+    OldProtocol {
+        /// The file.
+        path: PathBuf,
+        /// Boot protocol version, major in the high byte.
+        version: u16,
+    },
+    /// The file ends before what its header announces.
+    #[error("{} is truncated: it has {actual_bytes} bytes, its header announces {expected_bytes}", path.display())]
+    Truncated {
+        /// The file.
+        path: PathBuf,
+        /// Bytes that should be there.
+        expected_bytes: u64,
+        /// Bytes that are.
+        actual_bytes: u64,
+    },
+    /// The payload of a bzImage cannot be unpacked.
+    #[error("Cannot unpack the kernel in {}", path.display())]
+    Decompress {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: DecompressError,
+    },
+    /// The ELF file, or the one inside the bzImage, cannot be loaded.
+    #[error("Cannot load the kernel from {}", path.display())]
+    Elf {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: ElfError,
+    },
+    /// The initial RAM file system does not fit between the kernel and the end of low memory.
+    #[error(
+        "{} has {size_bytes} bytes; between the kernel's end at {kernel_end:#x} and the end of low memory at \
+         {low_end:#x} it does not fit",
+        path.display()
+    )]
+    InitramfsDoesNotFit {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        size_bytes: u64,
+        /// The first address behind the kernel.
+        kernel_end: u64,
+        /// The first address behind low memory.
+        low_end: u64,
+    },
+    /// The command line is refused.
+    #[error("Cannot use the kernel command line")]
+    CommandLine(#[from] CommandLineError),
+    /// Guest memory ends below the area of boot data.
+    #[error("Boot memory of {boot_memory_bytes} bytes is too small for the boot data at {address:#x}")]
+    TooLittleMemory {
+        /// Boot memory in bytes.
+        boot_memory_bytes: u64,
+        /// Where the data should go.
+        address: u64,
+    },
+}
+
+/// Loads a kernel and everything it needs to start.
+///
+/// `memory` must hold the boot memory that `request` announces, reading as zeros: the kernel's uninitialised
+/// data is not written. ACPI tables are not placed here; the start info points at
+/// [`RSDP_START`](crate::memory::layout::RSDP_START).
+pub fn load<M: GuestMemoryBackend>(memory: &M, request: &BootRequest) -> Result<BootInfo, BootError> {
+    let cmdline = cmdline::compose(request.cmdline, request.memory_is_pluggable)?;
+    let kernel = kernel::load(memory, request.kernel, request.boot_memory_bytes)?;
+    let initramfs = request
+        .initramfs
+        .map(|path| initramfs::load(memory, path, kernel.end, request.boot_memory_bytes))
+        .transpose()?;
+    let handover = pvh::Handover {
+        cmdline: &cmdline,
+        initramfs: initramfs.as_ref(),
+        boot_memory_bytes: request.boot_memory_bytes,
+    };
+    handover.write(memory)?;
+    let entry = PvhEntry::new(kernel.entry);
+    Ok(BootInfo { entry, kernel, initramfs, cmdline })
+}

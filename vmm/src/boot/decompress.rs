@@ -1,0 +1,272 @@
+//! The payload of a bzImage.
+//!
+//! It is one compressed stream whose last four bytes are the size of what comes out: gzip's own trailer, or
+//! appended by the kernel's build (Documentation/arch/x86/boot.rst, payload_length; scripts/Makefile.lib,
+//! size_append). The size is known before the first byte comes out, so every decoder writes straight into one
+//! buffer that also is its window: no second copy, no window of 128 MiB beside it.
+
+use std::fmt;
+use std::io;
+
+use thiserror::Error;
+
+use super::scratch::Scratch;
+
+/// A kernel's payload is refused if it claims to be larger: distributions' kernels have some 60 MiB.
+const MAX_KERNEL_BYTES: u32 = 1 << 30;
+/// The size behind the stream.
+const TRAILER_BYTES: usize = 4;
+
+/// How a payload is compressed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Compression {
+    /// Not at all: the payload is the ELF file.
+    None,
+    /// zstd (RFC 8878).
+    Zstd,
+    /// LZ4 in its legacy frame, the only one that kernels use.
+    Lz4,
+    /// gzip.
+    Gzip,
+    /// xz.
+    Xz,
+    /// lzma.
+    Lzma,
+    /// bzip2.
+    Bzip2,
+    /// LZO.
+    Lzo,
+}
+
+impl fmt::Display for Compression {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::None => "no compression",
+            Self::Zstd => "zstd",
+            Self::Lz4 => "lz4",
+            Self::Gzip => "gzip",
+            Self::Xz => "xz",
+            Self::Lzma => "lzma",
+            Self::Bzip2 => "bzip2",
+            Self::Lzo => "lzo",
+        })
+    }
+}
+
+impl Compression {
+    /// Tells the compression by the magic that a payload starts with.
+    pub fn of(payload: &[u8]) -> Option<Self> {
+        const MAGICS: [(&[u8], Compression); 8] = [
+            (b"\x7fELF", Compression::None),
+            (&[0x28, 0xb5, 0x2f, 0xfd], Compression::Zstd),
+            (&lz4::MAGIC, Compression::Lz4),
+            (&[0x1f, 0x8b], Compression::Gzip),
+            (b"\xfd7zXZ\0", Compression::Xz),
+            (&[0x5d, 0x00, 0x00], Compression::Lzma),
+            (b"BZh", Compression::Bzip2),
+            (b"\x89LZO", Compression::Lzo),
+        ];
+        MAGICS.iter().find(|(magic, _)| payload.starts_with(magic)).map(|&(_, compression)| compression)
+    }
+}
+
+/// Why a payload cannot be unpacked.
+#[derive(Debug, Error)]
+pub enum DecompressError {
+    /// No known magic.
+    #[error("the payload is of no known compression: it starts with {0:02x?}")]
+    Unknown(Vec<u8>),
+    /// A compression that is known but not supported.
+    #[error(
+        "the kernel is compressed with {0}; zstd and lz4 are supported, or unpack it with extract-vmlinux"
+    )]
+    Unsupported(Compression),
+    /// The stream or its trailer ends early.
+    #[error("the {compression} stream of {stream_bytes} bytes ends early")]
+    Truncated {
+        /// The compression.
+        compression: Compression,
+        /// The stream's length.
+        stream_bytes: usize,
+    },
+    /// The trailer claims more than any kernel has.
+    #[error("the payload claims to unpack to {claimed_bytes} bytes, the limit is {MAX_KERNEL_BYTES}")]
+    TooLarge {
+        /// What the trailer says.
+        claimed_bytes: u32,
+    },
+    /// More or less came out than the trailer says.
+    #[error("{compression} gave {actual_bytes} bytes where the trailer says {claimed_bytes}")]
+    SizeMismatch {
+        /// The compression.
+        compression: Compression,
+        /// What came out.
+        actual_bytes: usize,
+        /// What the trailer says.
+        claimed_bytes: u32,
+    },
+    /// The stream is damaged.
+    #[error("the {compression} stream is damaged: {reason}")]
+    Damaged {
+        /// The compression.
+        compression: Compression,
+        /// What the decoder says.
+        reason: String,
+    },
+    /// There is no memory for the result.
+    #[error("no memory for {bytes} bytes of kernel")]
+    NoMemory {
+        /// The size.
+        bytes: u32,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// Unpacks `payload`, which is not [`Compression::None`].
+pub fn decompress(payload: &[u8], compression: Compression) -> Result<Scratch, DecompressError> {
+    let truncated = DecompressError::Truncated { compression, stream_bytes: payload.len() };
+    let Some((stream, trailer)) = payload.split_last_chunk::<TRAILER_BYTES>() else { return Err(truncated) };
+    let claimed_bytes = u32::from_le_bytes(*trailer);
+    if claimed_bytes > MAX_KERNEL_BYTES {
+        return Err(DecompressError::TooLarge { claimed_bytes });
+    }
+    let mut output = Scratch::new(claimed_bytes as usize)
+        .map_err(|source| DecompressError::NoMemory { bytes: claimed_bytes, source })?;
+    let damaged = |reason: String| DecompressError::Damaged { compression, reason };
+    let actual_bytes = match compression {
+        Compression::Zstd => unpack_zstd(stream, output.bytes_mut()).map_err(|e| damaged(e.to_string()))?,
+        Compression::Lz4 => lz4::unpack(stream, output.bytes_mut()).map_err(|error| match error {
+            lz4::Lz4Error::Truncated => truncated,
+            lz4::Lz4Error::Block(e) => damaged(e.to_string()),
+        })?,
+        other => return Err(DecompressError::Unsupported(other)),
+    };
+    if actual_bytes != claimed_bytes as usize {
+        return Err(DecompressError::SizeMismatch { compression, actual_bytes, claimed_bytes });
+    }
+    Ok(output)
+}
+
+fn unpack_zstd(stream: &[u8], output: &mut [u8]) -> io::Result<usize> {
+    zstd::bulk::Decompressor::new()?.decompress_to_buffer(stream, output)
+}
+
+/// LZ4's legacy frame: a magic, then blocks of at most 8 MiB, each behind its compressed size; the file's end
+/// ends the frame. lz4_flex has the block format only.
+mod lz4 {
+    use lz4_flex::block::{DecompressError, decompress_into};
+
+    pub const MAGIC: [u8; 4] = [0x02, 0x21, 0x4c, 0x18];
+
+    #[derive(Debug)]
+    pub enum Lz4Error {
+        Truncated,
+        Block(DecompressError),
+    }
+
+    /// Unpacks `stream` into `output`; returns how much came out.
+    pub fn unpack(stream: &[u8], output: &mut [u8]) -> Result<usize, Lz4Error> {
+        let mut input = stream.strip_prefix(&MAGIC).ok_or(Lz4Error::Truncated)?;
+        let mut written = 0;
+        while !input.is_empty() {
+            let (size, rest) = input.split_first_chunk::<4>().ok_or(Lz4Error::Truncated)?;
+            // A build with several images may have concatenated frames.
+            if *size == MAGIC {
+                input = rest;
+                continue;
+            }
+            let size = u32::from_le_bytes(*size) as usize;
+            let (block, rest) = rest.split_at_checked(size).ok_or(Lz4Error::Truncated)?;
+            written += decompress_into(block, &mut output[written..]).map_err(Lz4Error::Block)?;
+            input = rest;
+        }
+        Ok(written)
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+
+    fn sample(len: usize) -> Vec<u8> {
+        (0..len).map(|i| (i / 7 % 251) as u8).collect()
+    }
+
+    pub fn with_trailer(mut stream: Vec<u8>, len: usize) -> Vec<u8> {
+        stream.extend_from_slice(&u32::try_from(len).unwrap().to_le_bytes());
+        stream
+    }
+
+    pub fn zstd_payload(data: &[u8]) -> Vec<u8> {
+        with_trailer(zstd::bulk::compress(data, 3).unwrap(), data.len())
+    }
+
+    pub fn lz4_payload(data: &[u8], block_bytes: usize) -> Vec<u8> {
+        let mut stream = lz4::MAGIC.to_vec();
+        for block in data.chunks(block_bytes) {
+            let packed = lz4_flex::block::compress(block);
+            stream.extend_from_slice(&u32::try_from(packed.len()).unwrap().to_le_bytes());
+            stream.extend_from_slice(&packed);
+        }
+        with_trailer(stream, data.len())
+    }
+
+    fn unpack(payload: &[u8]) -> Result<Vec<u8>, DecompressError> {
+        decompress(payload, Compression::of(payload).unwrap()).map(|scratch| scratch.bytes().to_vec())
+    }
+
+    #[test]
+    fn zstd_and_lz4_give_back_what_went_in() {
+        let data = sample(300_000);
+        assert_eq!(unpack(&zstd_payload(&data)).unwrap(), data);
+        assert_eq!(unpack(&lz4_payload(&data, 64 << 10)).unwrap(), data);
+        assert_eq!(unpack(&lz4_payload(&data, 1 << 20)).unwrap(), data);
+    }
+
+    #[test]
+    fn every_truncation_is_an_error() {
+        let data = sample(10_000);
+        for payload in [zstd_payload(&data), lz4_payload(&data, 4000)] {
+            for len in 6..payload.len() - 1 {
+                // The trailer stays right: only the stream is short.
+                let cut = with_trailer(payload[..len - 4].to_vec(), data.len());
+                if let Some(compression) = Compression::of(&cut) {
+                    assert!(decompress(&cut, compression).is_err(), "{compression} cut to {len}");
+                }
+            }
+        }
+        assert!(matches!(decompress(&[0, 0], Compression::Lz4), Err(DecompressError::Truncated { .. })));
+    }
+
+    #[test]
+    fn a_wrong_trailer_is_an_error() {
+        let data = sample(10_000);
+        for payload in [zstd_payload(&data), lz4_payload(&data, 4000)] {
+            let stream = payload[..payload.len() - 4].to_vec();
+            for claim in [0, 9_999] {
+                assert!(matches!(
+                    unpack(&with_trailer(stream.clone(), claim)),
+                    Err(DecompressError::Damaged { .. })
+                ));
+            }
+            assert!(matches!(
+                unpack(&with_trailer(stream.clone(), 10_001)),
+                Err(DecompressError::SizeMismatch { actual_bytes: 10_000, .. })
+            ));
+            assert!(matches!(
+                unpack(&with_trailer(stream, u32::MAX as usize)),
+                Err(DecompressError::TooLarge { claimed_bytes: u32::MAX })
+            ));
+        }
+    }
+
+    #[test]
+    fn compressions_are_told_by_their_magic() {
+        assert_eq!(Compression::of(b"\x7fELF\x02"), Some(Compression::None));
+        assert_eq!(Compression::of(b"\x1f\x8b\x08\x00"), Some(Compression::Gzip));
+        assert_eq!(Compression::of(b"#!/bin/sh"), None);
+        let error = unpack(b"\xfd7zXZ\0\0\x04\0\0\0\0").err().unwrap();
+        assert!(error.to_string().contains("compressed with xz"), "{error}");
+    }
+}

@@ -1,0 +1,415 @@
+//! The ELF file that is entered by PVH.
+//!
+//! linux-loader copies the segments and finds the entry point. It cannot tell a short file from guest memory
+//! that is too small, nor Linux from another kernel, so the headers are verified here first.
+
+use std::io::{self, Read, Seek, SeekFrom};
+
+use linux_loader::loader::{Elf, KernelLoader, PvhBootCapability};
+use thiserror::Error;
+use vm_memory::{Address, GuestMemoryBackend, ReadVolatile};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
+
+use super::pvh::{self, RangeKind};
+use crate::memory::layout::HIMEM_START;
+
+const MAGIC: [u8; 4] = *b"\x7fELF";
+const CLASS_64: u8 = 2;
+const LITTLE_ENDIAN: u8 = 1;
+const MACHINE_X86_64: u16 = 62;
+const PT_LOAD: u32 = 1;
+const PT_NOTE: u32 = 4;
+/// Linux has five program headers; a file with thousands is not a kernel.
+const MAX_PROGRAM_HEADERS: u16 = 64;
+/// Linux has 512 bytes of notes.
+const MAX_NOTE_BYTES: u64 = 64 << 10;
+
+/// Why an ELF file cannot be loaded.
+#[derive(Debug, Error)]
+pub enum ElfError {
+    /// Not 64-bit little-endian x86.
+    #[error("the ELF file is for another machine: class {class}, byte order {byte_order}, machine {machine}")]
+    WrongMachine {
+        /// EI_CLASS; 2 is 64 bits.
+        class: u8,
+        /// EI_DATA; 1 is little-endian.
+        byte_order: u8,
+        /// e_machine; 62 is x86-64.
+        machine: u16,
+    },
+    /// It cannot be started: no entry point for PVH.
+    #[error("the kernel has no PVH note: build it with CONFIG_PVH=y")]
+    NoPvhNote,
+    /// The program headers make no sense.
+    #[error("the ELF file has {count} program headers of {size} bytes")]
+    BadProgramHeaders {
+        /// e_phnum.
+        count: u16,
+        /// e_phentsize.
+        size: u16,
+    },
+    /// The file ends within something that it announces.
+    #[error("the ELF file has {actual_bytes} bytes, its program headers announce {expected_bytes}")]
+    Truncated {
+        /// Where the farthest segment ends.
+        expected_bytes: u64,
+        /// The file's length.
+        actual_bytes: u64,
+    },
+    /// A segment lies where the guest has no memory.
+    #[error(
+        "a segment at {start:#x}+{len:#x} does not fit into the guest's memory, which ends at {memory_end:#x}"
+    )]
+    DoesNotFit {
+        /// Guest-physical start.
+        start: u64,
+        /// Length in memory, in bytes.
+        len: u64,
+        /// The first address behind low memory.
+        memory_end: u64,
+    },
+    /// The entry point is in no segment.
+    #[error("the PVH entry point {0:#x} is in no segment")]
+    EntryOutside(u64),
+    /// The file cannot be read.
+    #[error("the ELF file cannot be read")]
+    Read(#[from] io::Error),
+    /// linux-loader's complaint.
+    #[error("the ELF file cannot be loaded")]
+    Load(#[from] linux_loader::loader::Error),
+}
+
+/// ELF-64 file header (System V ABI, "ELF Header").
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct FileHeader {
+    ident: [u8; 16],
+    kind: u16,
+    machine: u16,
+    version: u32,
+    entry: u64,
+    program_headers_offset: u64,
+    section_headers_offset: u64,
+    flags: u32,
+    size: u16,
+    program_header_size: u16,
+    program_header_count: u16,
+    section_header_size: u16,
+    section_header_count: u16,
+    section_names_index: u16,
+}
+
+/// ELF-64 program header (System V ABI, "Program Header").
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct ProgramHeader {
+    kind: u32,
+    flags: u32,
+    offset: u64,
+    virtual_address: u64,
+    physical_address: u64,
+    file_size: u64,
+    memory_size: u64,
+    align: u64,
+}
+
+impl ProgramHeader {
+    fn is_segment(&self) -> bool {
+        self.kind == PT_LOAD && self.memory_size != 0
+    }
+}
+
+/// What was loaded.
+#[derive(Debug, PartialEq, Eq)]
+pub struct LoadedElf {
+    /// The PVH entry point.
+    pub entry: u64,
+    /// The first address behind the kernel.
+    pub end: u64,
+    /// Whether its notes say that it is Linux.
+    pub is_linux: bool,
+}
+
+/// Loads `image`, a file of `image_bytes`, into boot memory.
+pub fn load<M, F>(
+    memory: &M,
+    image: &mut F,
+    image_bytes: u64,
+    boot_memory_bytes: u64,
+) -> Result<LoadedElf, ElfError>
+where
+    M: GuestMemoryBackend,
+    F: Read + ReadVolatile + Seek,
+{
+    let headers = read_program_headers(image, image_bytes)?;
+    check_segments(&headers, image_bytes, boot_memory_bytes)?;
+    let is_linux = has_linux_note(image, &headers)?;
+    let loaded = Elf::load(memory, None, image, None)?;
+    let PvhBootCapability::PvhEntryPresent(entry) = loaded.pvh_boot_cap else {
+        return Err(ElfError::NoPvhNote);
+    };
+    let entry = entry.raw_value();
+    let inside = |header: &&ProgramHeader| {
+        header.is_segment()
+            && entry.checked_sub(header.physical_address).is_some_and(|at| at < header.memory_size)
+    };
+    headers.iter().find(inside).ok_or(ElfError::EntryOutside(entry))?;
+    let end = headers
+        .iter()
+        .filter(|header| header.is_segment())
+        .map(|header| header.physical_address + header.memory_size)
+        .max()
+        .expect("the entry point's segment");
+    Ok(LoadedElf { entry, end, is_linux })
+}
+
+fn read_program_headers<F: Read + Seek>(
+    image: &mut F,
+    image_bytes: u64,
+) -> Result<Vec<ProgramHeader>, ElfError> {
+    let truncated = |expected_bytes| ElfError::Truncated { expected_bytes, actual_bytes: image_bytes };
+    let header_bytes = size_of::<FileHeader>() as u64;
+    if image_bytes < header_bytes {
+        return Err(truncated(header_bytes));
+    }
+    let mut header = FileHeader::new_zeroed();
+    image.rewind()?;
+    image.read_exact(header.as_mut_bytes())?;
+    let [class, byte_order] = [header.ident[4], header.ident[5]];
+    let machine = header.machine;
+    if !header.ident.starts_with(&MAGIC)
+        || (class, byte_order, machine) != (CLASS_64, LITTLE_ENDIAN, MACHINE_X86_64)
+    {
+        return Err(ElfError::WrongMachine { class, byte_order, machine });
+    }
+    let (count, size) = (header.program_header_count, header.program_header_size);
+    if count > MAX_PROGRAM_HEADERS || usize::from(size) != size_of::<ProgramHeader>() {
+        return Err(ElfError::BadProgramHeaders { count, size });
+    }
+    let len = u64::from(count) * u64::from(size);
+    let end = header.program_headers_offset.saturating_add(len);
+    if end > image_bytes {
+        return Err(truncated(end));
+    }
+    let mut headers = vec![ProgramHeader::new_zeroed(); usize::from(count)];
+    image.seek(SeekFrom::Start(header.program_headers_offset))?;
+    image.read_exact(headers.as_mut_bytes())?;
+    Ok(headers)
+}
+
+/// Every segment lies in the file and, above the boot data, in one range of usable memory.
+fn check_segments(
+    headers: &[ProgramHeader],
+    image_bytes: u64,
+    boot_memory_bytes: u64,
+) -> Result<(), ElfError> {
+    let map = pvh::memory_map(boot_memory_bytes);
+    for header in headers.iter().filter(|header| header.is_segment() || header.kind == PT_NOTE) {
+        let expected_bytes = header.offset.saturating_add(header.file_size);
+        if expected_bytes > image_bytes {
+            return Err(ElfError::Truncated { expected_bytes, actual_bytes: image_bytes });
+        }
+    }
+    for header in headers.iter().filter(|header| header.is_segment()) {
+        let (start, len) = (header.physical_address, header.memory_size);
+        let fits = |end: u64| {
+            start >= HIMEM_START.raw_value()
+                && header.file_size <= len
+                && map.iter().any(|range| {
+                    range.kind == RangeKind::Usable && range.start <= start && end <= range.end()
+                })
+        };
+        if !start.checked_add(len).is_some_and(fits) {
+            let memory_end = pvh::low_memory_end(boot_memory_bytes);
+            return Err(ElfError::DoesNotFit { start, len, memory_end });
+        }
+    }
+    Ok(())
+}
+
+/// Linux signs its notes with its name (include/linux/build-salt.h and elfnote-lto.h), and tells Xen that it is
+/// "linux" (arch/x86/xen/xen-head.S). One of the two is in every kernel since 4.19.
+fn has_linux_note<F: Read + Seek>(image: &mut F, headers: &[ProgramHeader]) -> Result<bool, ElfError> {
+    for header in headers.iter().filter(|header| header.kind == PT_NOTE) {
+        let mut notes = vec![0; header.file_size.min(MAX_NOTE_BYTES) as usize];
+        image.seek(SeekFrom::Start(header.offset))?;
+        image.read_exact(&mut notes)?;
+        if Notes(&notes).any(|note| note.is_linux()) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+struct Note<'a> {
+    name: &'a [u8],
+    kind: u32,
+    description: &'a [u8],
+}
+
+impl Note<'_> {
+    fn is_linux(&self) -> bool {
+        const XEN_ELFNOTE_GUEST_OS: u32 = 6;
+        self.name == b"Linux\0"
+            || (self.name == b"Xen\0" && self.kind == XEN_ELFNOTE_GUEST_OS && self.description == b"linux\0")
+    }
+}
+
+/// The notes of a note segment, up to the first that is not whole.
+struct Notes<'a>(&'a [u8]);
+
+impl<'a> Iterator for Notes<'a> {
+    type Item = Note<'a>;
+
+    fn next(&mut self) -> Option<Note<'a>> {
+        let mut word = || {
+            let (word, rest) = self.0.split_first_chunk::<4>()?;
+            self.0 = rest;
+            Some(u32::from_le_bytes(*word))
+        };
+        let (name_len, description_len, kind) = (word()?, word()?, word()?);
+        let mut field = |len: u32| {
+            let len = len as usize;
+            let (field, rest) = self.0.split_at_checked(len.checked_next_multiple_of(4)?)?;
+            self.0 = rest;
+            Some(&field[..len])
+        };
+        Some(Note { name: field(name_len)?, kind, description: field(description_len)? })
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use std::io::Cursor;
+
+    use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+    use super::*;
+
+    pub const LOAD_ADDRESS: u64 = 0x20_0000;
+    pub const ENTRY: u64 = LOAD_ADDRESS + 0x10;
+    const MEMORY_BYTES: u64 = 4 << 20;
+
+    fn note(name: &[u8], kind: u32, description: &[u8]) -> Vec<u8> {
+        let mut note = Vec::new();
+        for word in [name.len() as u32, description.len() as u32, kind] {
+            note.extend_from_slice(&word.to_le_bytes());
+        }
+        for field in [name, description] {
+            note.extend_from_slice(field);
+            note.resize(note.len().next_multiple_of(4), 0);
+        }
+        note
+    }
+
+    pub fn pvh_note() -> Vec<u8> {
+        note(b"Xen\0", 18, &ENTRY.to_le_bytes())
+    }
+
+    pub fn linux_note() -> Vec<u8> {
+        note(b"Linux\0", 0x100, b"6.12.0\0")
+    }
+
+    /// A kernel of one segment, `code`, and one note segment.
+    pub fn build(code: &[u8], notes: &[u8]) -> Vec<u8> {
+        let mut header = FileHeader::new_zeroed();
+        header.ident[..6].copy_from_slice(b"\x7fELF\x02\x01");
+        header.machine = MACHINE_X86_64;
+        header.entry = LOAD_ADDRESS;
+        header.program_headers_offset = 64;
+        header.program_header_size = 56;
+        header.program_header_count = 2;
+        let code_offset = 64 + 2 * 56;
+        let segment = |kind, offset: u64, size: usize| ProgramHeader {
+            kind,
+            flags: 0,
+            offset,
+            virtual_address: 0,
+            physical_address: LOAD_ADDRESS,
+            file_size: size as u64,
+            memory_size: size as u64,
+            align: 0,
+        };
+        let mut load = segment(PT_LOAD, code_offset, code.len());
+        load.memory_size += 0x1000;
+        let notes_header = segment(PT_NOTE, code_offset + code.len() as u64, notes.len());
+        [header.as_bytes(), load.as_bytes(), notes_header.as_bytes(), code, notes].concat()
+    }
+
+    fn memory() -> GuestMemoryMmap {
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES as usize)]).unwrap()
+    }
+
+    fn load_bytes(image: &[u8]) -> Result<LoadedElf, ElfError> {
+        load(&memory(), &mut Cursor::new(image), image.len() as u64, MEMORY_BYTES)
+    }
+
+    fn patched(offset: usize, bytes: &[u8]) -> Vec<u8> {
+        let mut image = build(&[0x90; 0x100], &pvh_note());
+        image[offset..offset + bytes.len()].copy_from_slice(bytes);
+        image
+    }
+
+    #[test]
+    fn segments_go_where_their_headers_say() {
+        let memory = memory();
+        let image = build(&[0xf4; 0x100], &[linux_note(), pvh_note()].concat());
+        let loaded = load(&memory, &mut Cursor::new(&image), image.len() as u64, MEMORY_BYTES).unwrap();
+        assert_eq!(loaded, LoadedElf { entry: ENTRY, end: LOAD_ADDRESS + 0x100 + 0x1000, is_linux: true });
+        let mut code = [0; 0x101];
+        memory.read_slice(&mut code, GuestAddress(LOAD_ADDRESS)).unwrap();
+        assert!(code[..0x100].iter().all(|&byte| byte == 0xf4));
+        assert_eq!(code[0x100], 0);
+    }
+
+    #[test]
+    fn linux_is_told_by_its_notes() {
+        let linux =
+            |notes: &[u8]| load_bytes(&build(&[0; 64], &[notes, &pvh_note()].concat())).unwrap().is_linux;
+        assert!(linux(&linux_note()));
+        assert!(linux(&note(b"Xen\0", 6, b"linux\0")));
+        assert!(!linux(&note(b"Xen\0", 6, b"FreeBSD\0")));
+        assert!(!linux(&[]));
+    }
+
+    #[test]
+    fn a_kernel_without_an_entry_point_is_refused() {
+        assert!(matches!(load_bytes(&build(&[0; 64], &linux_note())), Err(ElfError::NoPvhNote)));
+        let outside = note(b"Xen\0", 18, &0x30_0000u32.to_le_bytes());
+        assert!(matches!(load_bytes(&build(&[0; 64], &outside)), Err(ElfError::EntryOutside(0x30_0000))));
+    }
+
+    #[test]
+    fn every_truncation_is_told_as_such() {
+        let image = build(&[0x90; 0x100], &pvh_note());
+        for len in 0..image.len() {
+            assert!(matches!(load_bytes(&image[..len]), Err(ElfError::Truncated { .. })), "{len}");
+        }
+    }
+
+    #[test]
+    fn segments_outside_memory_are_refused() {
+        // Program header 0: physical address at 64 + 24, size in memory at 64 + 40.
+        for start in [0u64, 0xf_ffff, MEMORY_BYTES, MEMORY_BYTES - 0x10, u64::MAX - 8, 1 << 32] {
+            let image = patched(64 + 24, &start.to_le_bytes());
+            assert!(matches!(load_bytes(&image), Err(ElfError::DoesNotFit { .. })), "{start:#x}");
+        }
+        for len in [0x20u64, MEMORY_BYTES, u64::MAX] {
+            let image = patched(64 + 40, &len.to_le_bytes());
+            assert!(matches!(load_bytes(&image), Err(ElfError::DoesNotFit { .. })), "{len:#x}");
+        }
+    }
+
+    #[test]
+    fn other_machines_and_odd_headers_are_refused() {
+        for (offset, value) in [(4, 1), (5, 2), (18, 183)] {
+            assert!(matches!(load_bytes(&patched(offset, &[value])), Err(ElfError::WrongMachine { .. })));
+        }
+        assert!(matches!(load_bytes(&patched(54, &[32])), Err(ElfError::BadProgramHeaders { size: 32, .. })));
+        assert!(matches!(load_bytes(&patched(57, &[1])), Err(ElfError::BadProgramHeaders { .. })));
+        // Note sizes that lead out of their segment end the list.
+        let mut notes = pvh_note();
+        notes[..4].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert!(load_bytes(&build(&[0; 64], &notes)).is_err());
+    }
+}

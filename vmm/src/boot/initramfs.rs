@@ -1,0 +1,87 @@
+//! The initial RAM file system.
+
+use std::fs::File;
+use std::path::Path;
+
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+
+use super::{BootError, pvh};
+
+const PAGE_BYTES: u64 = 4096;
+
+/// Where the initial RAM file system lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Initramfs {
+    /// Guest-physical start.
+    pub start: GuestAddress,
+    /// Size in bytes.
+    pub size_bytes: u64,
+}
+
+/// Reads `path` straight into guest memory, as high in low memory as it goes: Linux's PVH entry takes a 32-bit
+/// address (arch/x86/platform/pvh/enlighten.c), and what lies right behind the kernel may be its early heap.
+pub fn load<M: GuestMemoryBackend>(
+    memory: &M,
+    path: &Path,
+    kernel_end: u64,
+    boot_memory_bytes: u64,
+) -> Result<Initramfs, BootError> {
+    let read_error = |source| BootError::Read { path: path.to_path_buf(), source };
+    let mut file = File::open(path).map_err(read_error)?;
+    let size_bytes = file.metadata().map_err(read_error)?.len();
+    let low_end = pvh::low_memory_end(boot_memory_bytes);
+    let start = place(size_bytes, kernel_end, low_end).ok_or_else(|| BootError::InitramfsDoesNotFit {
+        path: path.to_path_buf(),
+        size_bytes,
+        kernel_end,
+        low_end,
+    })?;
+    let start = GuestAddress(start);
+    memory
+        .read_exact_volatile_from(start, &mut file, size_bytes as usize)
+        .map_err(|error| read_error(std::io::Error::other(error)))?;
+    Ok(Initramfs { start, size_bytes })
+}
+
+/// The highest page at which `size_bytes` fit below `low_end` without touching the kernel.
+fn place(size_bytes: u64, kernel_end: u64, low_end: u64) -> Option<u64> {
+    let start = low_end.checked_sub(size_bytes)? / PAGE_BYTES * PAGE_BYTES;
+    (start >= kernel_end).then_some(start)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use vm_memory::GuestMemoryMmap;
+
+    use super::*;
+
+    const MEMORY_BYTES: u64 = 4 << 20;
+
+    #[test]
+    fn it_ends_in_the_last_page_of_low_memory() {
+        assert_eq!(place(4096, 0x20_0000, 0x40_0000), Some(0x3f_f000));
+        assert_eq!(place(4097, 0x20_0000, 0x40_0000), Some(0x3f_e000));
+        assert_eq!(place(0x20_0000, 0x20_0000, 0x40_0000), Some(0x20_0000));
+        assert_eq!(place(0x20_0001, 0x20_0000, 0x40_0000), None);
+        assert_eq!(place(u64::MAX, 0x20_0000, 0x40_0000), None);
+    }
+
+    #[test]
+    fn the_file_is_read_to_its_place_or_refused() {
+        let memory: GuestMemoryMmap =
+            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES as usize)]).unwrap();
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(&[0xab; 5000]).unwrap();
+        let loaded = load(&memory, file.path(), 0x10_0000, MEMORY_BYTES).unwrap();
+        assert_eq!(loaded, Initramfs { start: GuestAddress(MEMORY_BYTES - 8192), size_bytes: 5000 });
+        let mut bytes = vec![0; 5001];
+        memory.read_slice(&mut bytes, loaded.start).unwrap();
+        assert_eq!(bytes, [vec![0xab; 5000], vec![0]].concat());
+        let refused = load(&memory, file.path(), MEMORY_BYTES - 8191, MEMORY_BYTES);
+        assert!(matches!(refused, Err(BootError::InitramfsDoesNotFit { size_bytes: 5000, .. })));
+        let missing = load(&memory, Path::new("/nonexistent/initramfs"), 0, MEMORY_BYTES);
+        assert!(matches!(missing, Err(BootError::Read { .. })));
+    }
+}

@@ -1,0 +1,261 @@
+//! Kernel files: which kind one is, and the way from it to an ELF image.
+
+use std::fs::File;
+use std::io::{self, Cursor, Read, Seek, SeekFrom};
+use std::path::Path;
+
+use vm_memory::GuestMemoryBackend;
+
+use super::decompress::{Compression, decompress};
+use super::scratch::Scratch;
+use super::{BootError, DecompressError, elf};
+
+/// Enough of a file to tell what it is: the setup header ends before (boot.rst, "The Real-Mode Kernel Header").
+const HEAD_BYTES: usize = 0x280;
+/// Boot protocol 2.08 brought payload_offset and payload_length.
+const FIRST_PROTOCOL: u16 = 0x0208;
+const SECTOR_BYTES: u64 = 512;
+
+/// A kernel in guest memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoadedKernel {
+    /// The PVH entry point.
+    pub entry: u64,
+    /// The first address behind it.
+    pub end: u64,
+    /// Whether it is known to be Linux: a bzImage, or an ELF file with Linux's notes.
+    pub is_linux: bool,
+    /// How the bzImage was compressed; `None` for an ELF file.
+    pub bzimage: Option<Compression>,
+}
+
+/// The fields of a bzImage's setup header that lead to its payload (boot.rst).
+#[derive(Debug, PartialEq, Eq)]
+struct SetupHeader {
+    protocol: u16,
+    payload_start: u64,
+    payload_bytes: u64,
+}
+
+impl SetupHeader {
+    /// Reads it from a file's first bytes; `None` if they are not a bzImage's.
+    fn parse(head: &[u8]) -> Option<Self> {
+        let u16_at = |offset| Some(u16::from_le_bytes(*head.get(offset..)?.first_chunk()?));
+        let u32_at = |offset| Some(u32::from_le_bytes(*head.get(offset..)?.first_chunk()?));
+        if u16_at(0x1fe)? != 0xaa55 || head.get(0x202..0x206)? != b"HdrS" {
+            return None;
+        }
+        // 0 stands for 4, "for backwards compatibility".
+        let setup_sectors = match head[0x1f1] {
+            0 => 4,
+            sectors => u64::from(sectors),
+        };
+        Some(Self {
+            protocol: u16_at(0x206)?,
+            payload_start: (setup_sectors + 1) * SECTOR_BYTES + u64::from(u32_at(0x248)?),
+            payload_bytes: u64::from(u32_at(0x24c)?),
+        })
+    }
+}
+
+/// Loads the kernel in `path`.
+pub fn load<M: GuestMemoryBackend>(
+    memory: &M,
+    path: &Path,
+    boot_memory_bytes: u64,
+) -> Result<LoadedKernel, BootError> {
+    let read_error = |source| BootError::Read { path: path.to_path_buf(), source };
+    let elf_error = |source| BootError::Elf { path: path.to_path_buf(), source };
+    let mut file = File::open(path).map_err(read_error)?;
+    let file_bytes = file.metadata().map_err(read_error)?.len();
+    let mut head = Vec::with_capacity(HEAD_BYTES);
+    (&mut file).take(HEAD_BYTES as u64).read_to_end(&mut head).map_err(read_error)?;
+
+    if head.starts_with(b"\x7fELF") {
+        let loaded = elf::load(memory, &mut file, file_bytes, boot_memory_bytes).map_err(elf_error)?;
+        let elf::LoadedElf { entry, end, is_linux } = loaded;
+        return Ok(LoadedKernel { entry, end, is_linux, bzimage: None });
+    }
+    let Some(header) = SetupHeader::parse(&head) else {
+        return Err(BootError::NotAKernel { path: path.to_path_buf(), found: describe(&head) });
+    };
+    let payload = read_payload(path, &mut file, file_bytes, &header)?;
+    let (image, compression) =
+        unpack(payload).map_err(|source| BootError::Decompress { path: path.to_path_buf(), source })?;
+    let mut cursor = Cursor::new(image.bytes());
+    let image_bytes = image.bytes().len() as u64;
+    let elf::LoadedElf { entry, end, .. } =
+        elf::load(memory, &mut cursor, image_bytes, boot_memory_bytes).map_err(elf_error)?;
+    Ok(LoadedKernel { entry, end, is_linux: true, bzimage: Some(compression) })
+}
+
+fn read_payload(
+    path: &Path,
+    file: &mut File,
+    file_bytes: u64,
+    header: &SetupHeader,
+) -> Result<Scratch, BootError> {
+    if header.protocol < FIRST_PROTOCOL {
+        return Err(BootError::OldProtocol { path: path.to_path_buf(), version: header.protocol });
+    }
+    let expected_bytes = header.payload_start + header.payload_bytes;
+    if expected_bytes > file_bytes {
+        return Err(BootError::Truncated {
+            path: path.to_path_buf(),
+            expected_bytes,
+            actual_bytes: file_bytes,
+        });
+    }
+    let mut read = || -> io::Result<Scratch> {
+        let mut payload = Scratch::new(header.payload_bytes as usize)?;
+        file.seek(SeekFrom::Start(header.payload_start))?;
+        file.read_exact(payload.bytes_mut())?;
+        Ok(payload)
+    };
+    read().map_err(|source| BootError::Read { path: path.to_path_buf(), source })
+}
+
+/// The ELF image in a payload. The payload itself is dropped before the image is loaded.
+fn unpack(payload: Scratch) -> Result<(Scratch, Compression), DecompressError> {
+    let bytes = payload.bytes();
+    match Compression::of(bytes) {
+        Some(Compression::None) => Ok((payload, Compression::None)),
+        Some(compression) => Ok((decompress(bytes, compression)?, compression)),
+        None => Err(DecompressError::Unknown(bytes.iter().copied().take(8).collect())),
+    }
+}
+
+/// What a file that is no kernel starts with, for the error message.
+fn describe(head: &[u8]) -> String {
+    const KNOWN: [(&[u8], &str); 8] = [
+        (&[0x1f, 0x8b], "a gzip file"),
+        (&[0x28, 0xb5, 0x2f, 0xfd], "a zstd file"),
+        (b"\xfd7zXZ\0", "an xz file"),
+        (b"070701", "a cpio archive (an initramfs?)"),
+        (b"#!", "a script"),
+        (b"QFI\xfb", "a qcow2 image"),
+        (b"!<arch>", "an ar archive (a Debian package?)"),
+        (b"MZ", "an EFI program without a Linux setup header"),
+    ];
+    if head.is_empty() {
+        return "an empty file".into();
+    }
+    match KNOWN.iter().find(|(magic, _)| head.starts_with(magic)) {
+        Some((_, name)) => (*name).into(),
+        None => format!("a file that starts with {:02x?}", &head[..head.len().min(8)]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::path::PathBuf;
+
+    use tempfile::NamedTempFile;
+    use vm_memory::{GuestAddress, GuestMemoryMmap};
+
+    use super::super::decompress::tests::{lz4_payload, zstd_payload};
+    use super::super::elf::tests::{ENTRY, build, linux_note, pvh_note};
+    use super::*;
+
+    const MEMORY_BYTES: u64 = 4 << 20;
+
+    fn bzimage(payload: &[u8]) -> Vec<u8> {
+        let mut image = vec![0; 3 * 512 + 0x100];
+        image[0x1f1] = 2;
+        image[0x1fe..0x200].copy_from_slice(&[0x55, 0xaa]);
+        image[0x202..0x206].copy_from_slice(b"HdrS");
+        image[0x206..0x208].copy_from_slice(&0x020fu16.to_le_bytes());
+        image[0x248..0x24c].copy_from_slice(&0x100u32.to_le_bytes());
+        image[0x24c..0x250].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+        image.extend_from_slice(payload);
+        // What follows the payload in a real one: more of the protected-mode code.
+        image.extend_from_slice(&[0xcc; 64]);
+        image
+    }
+
+    fn kernel() -> Vec<u8> {
+        build(&[0x90; 0x8000], &[linux_note(), pvh_note()].concat())
+    }
+
+    fn load_bytes(bytes: &[u8]) -> Result<LoadedKernel, BootError> {
+        let mut file = NamedTempFile::new().unwrap();
+        file.write_all(bytes).unwrap();
+        let memory: GuestMemoryMmap =
+            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES as usize)]).unwrap();
+        load(&memory, file.path(), MEMORY_BYTES)
+    }
+
+    #[test]
+    fn an_elf_file_and_bzimages_lead_to_the_same_kernel() {
+        let elf = load_bytes(&kernel()).unwrap();
+        assert_eq!((elf.entry, elf.is_linux, elf.bzimage), (ENTRY, true, None));
+        for (payload, compression) in [
+            (zstd_payload(&kernel()), Compression::Zstd),
+            (lz4_payload(&kernel(), 4096), Compression::Lz4),
+            (kernel(), Compression::None),
+        ] {
+            let loaded = load_bytes(&bzimage(&payload)).unwrap();
+            assert_eq!(loaded, LoadedKernel { bzimage: Some(compression), ..elf.clone() });
+        }
+    }
+
+    #[test]
+    fn a_truncated_bzimage_is_told_as_such() {
+        let image = bzimage(&zstd_payload(&kernel()));
+        let end = image.len() - 64;
+        for len in [HEAD_BYTES, 3 * 512, end - 1] {
+            let error = load_bytes(&image[..len]).unwrap_err();
+            assert!(matches!(error, BootError::Truncated { actual_bytes, .. } if actual_bytes == len as u64));
+        }
+        assert!(load_bytes(&image[..end]).is_ok());
+    }
+
+    #[test]
+    fn no_byte_of_the_header_can_make_it_panic() {
+        let image = bzimage(&lz4_payload(&kernel(), 4096));
+        for at in (0x1f1..0x250).chain(0x700..0x720) {
+            for value in [0, 1, 0x7f, 0xff] {
+                let mut damaged = image.clone();
+                damaged[at] = value;
+                let _ = load_bytes(&damaged);
+            }
+        }
+    }
+
+    #[test]
+    fn errors_name_what_was_found() {
+        let message = |bytes: &[u8]| load_bytes(bytes).unwrap_err().to_string();
+        assert!(message(b"").ends_with("found an empty file"));
+        assert!(message(b"\x1f\x8b\x08rest").ends_with("found a gzip file"));
+        assert!(message(b"\x00\x01\x02").ends_with("starts with [00, 01, 02]"));
+        let mut old = bzimage(&kernel());
+        old[0x206] = 7;
+        assert!(message(&old).contains("boot protocol 2.07"));
+        let missing = load(
+            &GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 4096)]).unwrap(),
+            Path::new("/nonexistent/vmlinuz"),
+            4096,
+        );
+        assert!(matches!(missing, Err(BootError::Read { .. })));
+    }
+
+    /// Kernels of distributions, where there are any: `FORESHORE_TEST_KERNELS` is a colon-separated list.
+    #[test]
+    fn kernels_of_distributions_load() {
+        let Some(kernels) = std::env::var_os("FORESHORE_TEST_KERNELS") else {
+            eprintln!("skipped: FORESHORE_TEST_KERNELS names no kernels");
+            return;
+        };
+        const BYTES: u64 = 256 << 20;
+        for path in std::env::split_paths(&kernels).collect::<Vec<PathBuf>>() {
+            let memory: GuestMemoryMmap =
+                GuestMemoryMmap::from_ranges(&[(GuestAddress(0), BYTES as usize)]).unwrap();
+            let started = std::time::Instant::now();
+            let loaded = load(&memory, &path, BYTES).unwrap();
+            eprintln!("{}: {loaded:x?} in {:?}", path.display(), started.elapsed());
+            assert!(loaded.is_linux);
+            assert!(loaded.entry >= 0x100_0000 && loaded.entry < loaded.end);
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! The PVH hand-over: start info, module list, memory map, and the state that a vCPU enters with.
+//!
+//! The ABI is Xen's docs/misc/pvh.pandoc ("x86/HVM direct boot ABI") and
+//! xen/include/public/arch-x86/hvm/start_info.h; the reader is Linux's arch/x86/platform/pvh/enlighten.c.
+
+use linux_loader::loader::elf::start_info::{hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info};
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend};
+
+use super::{BootError, Initramfs};
+use crate::memory::layout::{
+    EBDA_START, ECAM_LEN, ECAM_START, HIGH_RAM_START, HIMEM_START, LOW_RAM_END, RSDP_START,
+};
+
+const START_INFO: GuestAddress = GuestAddress(0x6000);
+const MODULE_LIST: GuestAddress = GuestAddress(0x6040);
+const MEMORY_MAP: GuestAddress = GuestAddress(0x7000);
+const COMMAND_LINE: GuestAddress = GuestAddress(0x2_0000);
+
+/// "xEn3" with bit 7 of the "E" set.
+const START_INFO_MAGIC: u32 = 0x336e_c578;
+/// Version 1 has the memory map; without it Linux asks Xen for one.
+const START_INFO_VERSION: u32 = 1;
+
+/// A range's type in the memory map (ACPI 6.5, 15, table 15.9).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum RangeKind {
+    /// Memory.
+    Usable = 1,
+    /// Not to be used.
+    Reserved = 2,
+}
+
+/// An entry of the memory map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryRange {
+    /// Guest-physical start.
+    pub start: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// What it is.
+    pub kind: RangeKind,
+}
+
+impl MemoryRange {
+    /// The first address behind it.
+    pub fn end(&self) -> u64 {
+        self.start + self.len
+    }
+}
+
+/// Where boot memory below 4 GiB ends.
+pub fn low_memory_end(boot_memory_bytes: u64) -> u64 {
+    boot_memory_bytes.min(LOW_RAM_END)
+}
+
+/// The guest's memory map at boot, ascending. Hotplug parts are in no memory map: they appear when plugged.
+pub fn memory_map(boot_memory_bytes: u64) -> Vec<MemoryRange> {
+    let range = |start: u64, end: u64, kind| MemoryRange { start, len: end.saturating_sub(start), kind };
+    let low_end = low_memory_end(boot_memory_bytes);
+    let high_end = HIGH_RAM_START + boot_memory_bytes.saturating_sub(LOW_RAM_END);
+    let mut map = vec![
+        range(0, EBDA_START.min(low_end), RangeKind::Usable),
+        range(EBDA_START, HIMEM_START.raw_value(), RangeKind::Reserved),
+        range(HIMEM_START.raw_value(), low_end, RangeKind::Usable),
+        // Linux uses configuration space only where somebody reserves it; PNP0C02 in the DSDT says so too.
+        range(ECAM_START, ECAM_START + ECAM_LEN, RangeKind::Reserved),
+        range(HIGH_RAM_START, high_end, RangeKind::Usable),
+    ];
+    map.retain(|range| range.len != 0);
+    map
+}
+
+/// A segment register with its hidden part (Intel SDM 3A, 3.4.5).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Visible selector.
+    pub selector: u16,
+    /// Base address.
+    pub base: u64,
+    /// Limit in bytes.
+    pub limit: u32,
+    /// The descriptor's type field.
+    pub kind: u8,
+    /// Code or data, not a system segment.
+    pub code_or_data: bool,
+    /// 32-bit operands.
+    pub default_32: bool,
+    /// The limit counts pages.
+    pub page_granular: bool,
+}
+
+/// The boot vCPU's state at the kernel's first instruction. Registers that are not here are 0, interrupts are
+/// off, and there is neither GDT nor IDT: a kernel brings its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PvhEntry {
+    /// The entry point.
+    pub rip: u64,
+    /// The start info's address.
+    pub rbx: u64,
+    /// Bit 1 only: it always reads as 1.
+    pub rflags: u64,
+    /// Protection on, paging off.
+    pub cr0: u64,
+    /// All off.
+    pub cr4: u64,
+    /// No long mode.
+    pub efer: u64,
+    /// CS: flat, 32 bits.
+    pub code: Segment,
+    /// DS, ES, FS, GS and SS: flat.
+    pub data: Segment,
+    /// TR: a 32-bit TSS, busy, as the processor demands.
+    pub task: Segment,
+}
+
+impl PvhEntry {
+    /// Starts at `entry`, with the start info where [`Handover::write`] puts it.
+    pub fn new(entry: u64) -> Self {
+        const CR0_PE: u64 = 1;
+        // Hard-wired to 1 in every processor of this century.
+        const CR0_ET: u64 = 1 << 4;
+        let flat = |selector, kind| Segment {
+            selector,
+            base: 0,
+            limit: u32::MAX,
+            kind,
+            code_or_data: true,
+            default_32: true,
+            page_granular: true,
+        };
+        Self {
+            rip: entry,
+            rbx: START_INFO.raw_value(),
+            rflags: 1 << 1,
+            cr0: CR0_PE | CR0_ET,
+            cr4: 0,
+            efer: 0,
+            // Types of SDM 3A, table 3-1: execute/read accessed, read/write accessed; table 3-2: busy TSS.
+            code: flat(0x08, 0xb),
+            data: flat(0x10, 0x3),
+            task: Segment {
+                selector: 0x18,
+                limit: 0x67,
+                kind: 0xb,
+                code_or_data: false,
+                default_32: false,
+                page_granular: false,
+                ..flat(0, 0)
+            },
+        }
+    }
+}
+
+/// What the start info leads to.
+pub struct Handover<'a> {
+    /// The composed command line.
+    pub cmdline: &'a str,
+    /// The initial RAM file system.
+    pub initramfs: Option<&'a Initramfs>,
+    /// Boot memory in bytes.
+    pub boot_memory_bytes: u64,
+}
+
+impl Handover<'_> {
+    /// Writes it all below 640 KiB.
+    pub fn write<M: GuestMemoryBackend>(&self, memory: &M) -> Result<(), BootError> {
+        let too_little = |address: GuestAddress| {
+            let boot_memory_bytes = self.boot_memory_bytes;
+            move |_| BootError::TooLittleMemory { boot_memory_bytes, address: address.raw_value() }
+        };
+        let map = memory_map(self.boot_memory_bytes);
+        for (range, at) in map.iter().zip((0..).map(|i| i * size_of::<hvm_memmap_table_entry>() as u64)) {
+            let MemoryRange { start: addr, len: size, kind } = *range;
+            let entry = hvm_memmap_table_entry { addr, size, type_: kind as u32, reserved: 0 };
+            let at = MEMORY_MAP.unchecked_add(at);
+            memory.write_obj(entry, at).map_err(too_little(at))?;
+        }
+        if let Some(initramfs) = self.initramfs {
+            // Linux takes the first module for its initial RAM file system.
+            let entry = hvm_modlist_entry {
+                paddr: initramfs.start.raw_value(),
+                size: initramfs.size_bytes,
+                ..Default::default()
+            };
+            memory.write_obj(entry, MODULE_LIST).map_err(too_little(MODULE_LIST))?;
+        }
+        let line = [self.cmdline.as_bytes(), &[0]].concat();
+        memory.write_slice(&line, COMMAND_LINE).map_err(too_little(COMMAND_LINE))?;
+        let start_info = hvm_start_info {
+            magic: START_INFO_MAGIC,
+            version: START_INFO_VERSION,
+            flags: 0,
+            nr_modules: u32::from(self.initramfs.is_some()),
+            modlist_paddr: self.initramfs.map_or(0, |_| MODULE_LIST.raw_value()),
+            cmdline_paddr: COMMAND_LINE.raw_value(),
+            rsdp_paddr: RSDP_START.raw_value(),
+            memmap_paddr: MEMORY_MAP.raw_value(),
+            memmap_entries: map.len() as u32,
+            reserved: 0,
+        };
+        memory.write_obj(start_info, START_INFO).map_err(too_little(START_INFO))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::GuestMemoryMmap;
+
+    use super::*;
+    use crate::memory::layout::{GIB, MIB};
+
+    #[test]
+    fn the_memory_map_ascends_and_sums_up_to_boot_memory() {
+        let hole = HIMEM_START.raw_value() - EBDA_START;
+        for bytes in [64 * MIB, 512 * MIB, LOW_RAM_END, LOW_RAM_END + MIB, 16 * GIB] {
+            let map = memory_map(bytes);
+            assert!(map.is_sorted_by(|a, b| a.end() <= b.start), "{map:x?}");
+            let usable = map.iter().filter(|range| range.kind == RangeKind::Usable);
+            assert_eq!(usable.map(|range| range.len).sum::<u64>(), bytes - hole);
+        }
+        assert_eq!(memory_map(LOW_RAM_END).last().unwrap().start, ECAM_START);
+        let high = memory_map(5 * GIB);
+        assert_eq!(high.last().unwrap().start, HIGH_RAM_START);
+        assert_eq!(high.last().unwrap().len, 2 * GIB);
+    }
+
+    #[test]
+    fn start_info_has_the_offsets_of_its_abi() {
+        let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let initramfs = Initramfs { start: GuestAddress(0x123_4000), size_bytes: 0x5678 };
+        let handover =
+            Handover { cmdline: "quiet", initramfs: Some(&initramfs), boot_memory_bytes: 512 * MIB };
+        handover.write(&memory).unwrap();
+        let u32_at = |offset| memory.read_obj::<u32>(START_INFO.unchecked_add(offset)).unwrap();
+        let u64_at = |offset| memory.read_obj::<u64>(START_INFO.unchecked_add(offset)).unwrap();
+        assert_eq!((u32_at(0), u32_at(4), u32_at(8), u32_at(12)), (0x336e_c578, 1, 0, 1));
+        assert_eq!(u64_at(32), 0xa_0000);
+        let module = u64_at(16);
+        assert_eq!(memory.read_obj::<u64>(GuestAddress(module)).unwrap(), 0x123_4000);
+        assert_eq!(memory.read_obj::<u64>(GuestAddress(module + 8)).unwrap(), 0x5678);
+        let mut line = [0; 6];
+        memory.read_slice(&mut line, GuestAddress(u64_at(24))).unwrap();
+        assert_eq!(&line, b"quiet\0");
+        // Entries of 24 bytes: address, size, type.
+        let map = u64_at(40);
+        assert_eq!(u32_at(48), memory_map(512 * MIB).len() as u32);
+        assert_eq!(memory.read_obj::<u64>(GuestAddress(map + 24)).unwrap(), EBDA_START);
+        assert_eq!(memory.read_obj::<u32>(GuestAddress(map + 24 + 16)).unwrap(), 2);
+    }
+
+    #[test]
+    fn without_modules_the_list_is_absent() {
+        let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let handover = Handover { cmdline: "", initramfs: None, boot_memory_bytes: MIB };
+        handover.write(&memory).unwrap();
+        assert_eq!(memory.read_obj::<u32>(START_INFO.unchecked_add(12)).unwrap(), 0);
+        assert_eq!(memory.read_obj::<u64>(START_INFO.unchecked_add(16)).unwrap(), 0);
+        let tiny: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x8000)]).unwrap();
+        assert!(matches!(handover.write(&tiny), Err(BootError::TooLittleMemory { .. })));
+    }
+
+    #[test]
+    fn the_vcpu_enters_flat_32_bit_protected_mode() {
+        let entry = PvhEntry::new(0x100_0ab0);
+        assert_eq!((entry.rip, entry.rbx, entry.rflags), (0x100_0ab0, 0x6000, 2));
+        assert_eq!((entry.cr0, entry.cr4, entry.efer), (0x11, 0, 0));
+        for segment in [entry.code, entry.data] {
+            assert!(segment.default_32 && segment.page_granular && segment.code_or_data);
+            assert_eq!((segment.base, segment.limit), (0, u32::MAX));
+        }
+        assert_eq!((entry.task.limit, entry.task.kind, entry.task.code_or_data), (0x67, 0xb, false));
+    }
+}
