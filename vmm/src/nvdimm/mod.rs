@@ -1,0 +1,129 @@
+//! NVDIMMs described by ACPI NFIT (ACPI 6.5, 5.2.26): PM that the guest's own drivers map and translate.
+//!
+//! The guest flushes by a store to a flush hint address (5.2.26.9). The page behind it has no memory, so the store
+//! is an exit of the vCPU: the backing is durable before the guest's next instruction. Where a fence is
+//! enough, because the backing is volatile or mapped with MAP_SYNC, no hint is declared and there is no exit at all.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use tracing::error;
+
+use crate::bus::BusDevice;
+use crate::volume::Persist;
+
+/// What a flush hint counts.
+#[derive(Debug, Default)]
+pub struct FlushHintMetrics {
+    /// Flushes that made the backing durable.
+    pub flushes: AtomicU64,
+    /// Flushes that did not: the VM was paused.
+    pub flush_failures: AtomicU64,
+    /// Time spent in flushes, in nanoseconds.
+    pub flush_ns: AtomicU64,
+}
+
+/// Called with the reason when a flush fails; must see to it that the guest does not run on.
+pub type OnFailure = Box<dyn Fn(String) + Send + Sync>;
+
+/// The flush hint page of one NVDIMM.
+pub struct FlushHint {
+    name: String,
+    backing: Arc<dyn Persist>,
+    on_failure: OnFailure,
+    /// One flush at a time: two would only slow each other down, and the second finds less to do.
+    flushing: Mutex<()>,
+    metrics: Arc<FlushHintMetrics>,
+}
+
+impl FlushHint {
+    /// The hint page of the NVDIMM called `name`.
+    ///
+    /// A store cannot report an error. So a flush that fails calls `on_failure` before the vCPU goes on; it is
+    /// never swallowed.
+    pub fn new(name: String, backing: Arc<dyn Persist>, on_failure: OnFailure) -> Self {
+        Self { name, backing, on_failure, flushing: Mutex::new(()), metrics: Arc::default() }
+    }
+
+    /// The page's counters.
+    pub fn metrics(&self) -> Arc<FlushHintMetrics> {
+        Arc::clone(&self.metrics)
+    }
+
+    fn count(&self, took: Duration) {
+        self.metrics
+            .flush_ns
+            .fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+}
+
+impl BusDevice for FlushHint {
+    /// Nobody reads a flush hint; it reads as zero.
+    fn read(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    /// Any store flushes, whatever its value and place in the page (5.2.26.9 asks for any).
+    fn write(&self, _offset: u64, _data: &[u8]) {
+        let _one = self.flushing.lock();
+        let begin = Instant::now();
+        let result = self.backing.persist();
+        self.count(begin.elapsed());
+        match result {
+            Ok(()) => {
+                self.metrics.flushes.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(err) => {
+                self.metrics.flush_failures.fetch_add(1, Ordering::Relaxed);
+                error!(device = self.name, %err, "Flush failed");
+                (self.on_failure)(format!("flush of {} failed: {err}", self.name));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+    use crate::volume::PersistError;
+
+    #[derive(Default)]
+    struct Backing(AtomicBool);
+
+    impl Persist for Backing {
+        fn persist(&self) -> Result<(), PersistError> {
+            if self.0.load(Ordering::Relaxed) { Err(PersistError::ReadOnly) } else { Ok(()) }
+        }
+    }
+
+    #[test]
+    fn a_store_flushes_and_a_failure_is_told_before_it_returns() {
+        let backing = Arc::new(Backing::default());
+        let told = Arc::new(Mutex::new(Vec::new()));
+        let on_failure = Box::new({
+            let told = Arc::clone(&told);
+            move |reason| told.lock().push(reason)
+        });
+        let hint = FlushHint::new("data".to_owned(), backing.clone(), on_failure);
+        hint.write(0, &1u64.to_le_bytes());
+        assert_eq!(hint.metrics().flushes.load(Ordering::Relaxed), 1);
+        assert!(told.lock().is_empty());
+        backing.0.store(true, Ordering::Relaxed);
+        hint.write(0, &1u64.to_le_bytes());
+        assert_eq!(told.lock().len(), 1);
+        assert!(told.lock()[0].contains("flush of data failed"));
+    }
+
+    #[test]
+    fn reading_the_page_does_not_flush() {
+        let hint = FlushHint::new("data".to_owned(), Arc::new(Backing::default()), Box::new(|_| ()));
+        let mut data = [1; 8];
+        hint.read(0, &mut data);
+        assert_eq!(data, [0; 8]);
+        assert_eq!(hint.metrics().flushes.load(Ordering::Relaxed), 0);
+    }
+}

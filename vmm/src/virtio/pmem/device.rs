@@ -1,0 +1,345 @@
+//! The device: its range, and flushes that are over before the vCPU enters the guest again.
+//!
+//! The guest's BTT flushes under a spinlock, so its driver must not have to sleep for the answer. The only way
+//! is to have the answer there when the notifying instruction retires:
+//! 1. the flush queue has no ioeventfd: the notification is an exit of the vCPU;
+//! 2. inside that exit the backing is made durable and the used ring is written;
+//! 3. the interrupt is sent as a message (KVM_SIGNAL_MSI), not by irqfd, which KVM may defer;
+//! 4. the vCPU enters the guest; as the driver releases its queue lock it takes the interrupt, and the waiter
+//!    finds its request done.
+//!
+//! With one vCPU that is enough. With more, the interrupt may belong to another vCPU, which cannot take the
+//! queue lock while the first one holds it; nothing in a VMM closes that window, so the interface is refused
+//! there (see `volume::interface`).
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use tracing::{error, warn};
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_queue::QueueT;
+use vm_memory::GuestAddressSpace;
+
+use super::metrics::PmemMetrics;
+use super::request::{Answer, Kind, Request};
+use crate::memory::view::MappedMemory;
+use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
+use crate::volume::Persist;
+
+/// Device type (virtio 1.3, 5).
+const TYPE_PMEM: u16 = 27;
+const FLUSH_QUEUE: u16 = 0;
+const QUEUE_SIZES: [u16; 1] = [64];
+
+/// A range of PM as a virtio-pmem device.
+pub struct Pmem {
+    name: String,
+    /// `struct virtio_pmem_config` (5.19.4): start and size, 64 bits each.
+    config: [u8; 16],
+    backing: Arc<dyn Persist>,
+    metrics: Arc<PmemMetrics>,
+    active: Option<Activation>,
+}
+
+impl Pmem {
+    /// A device that shows `len_bytes` from guest-physical `start`, made durable by `backing`.
+    pub fn new(name: String, start: u64, len_bytes: u64, backing: Arc<dyn Persist>) -> Self {
+        let mut config = [0; 16];
+        config[..8].copy_from_slice(&start.to_le_bytes());
+        config[8..].copy_from_slice(&len_bytes.to_le_bytes());
+        Self { name, config, backing, metrics: Arc::default(), active: None }
+    }
+
+    /// The device's counters.
+    pub fn metrics(&self) -> Arc<PmemMetrics> {
+        Arc::clone(&self.metrics)
+    }
+
+    /// One result for all flushes that were taken from the queue before the call.
+    fn persist(&self) -> Answer {
+        let begin = Instant::now();
+        let result = self.backing.persist();
+        self.metrics.persisted(begin.elapsed());
+        match result {
+            Ok(()) => Answer::Durable,
+            Err(err) => {
+                error!(device = self.name, error = %err, "Flush failed");
+                Answer::Failed
+            }
+        }
+    }
+
+    /// Answers everything in the queue; true if the guest wants to be told.
+    fn serve(&self, active: &mut Activation) -> bool {
+        let Some(Some(queue)) = active.queues.get_mut(usize::from(FLUSH_QUEUE)) else { return false };
+        let guard = active.view.memory();
+        let memory: &MappedMemory = &guard;
+        let mut used = false;
+        loop {
+            // 1. Take what is there. A flush that the guest queues from now on waits for the next round: its
+            //    stores may come after the persist has begun.
+            let mut requests = Vec::new();
+            while let Some(mut chain) = queue.queue.pop_descriptor_chain(memory) {
+                requests.push((chain.head_index(), Request::parse(memory, &mut chain)));
+            }
+            if requests.is_empty() {
+                break;
+            }
+            // 2. Make it durable, once for all of them.
+            let wanted =
+                requests.iter().any(|(_, request)| matches!(request, Ok(Request { kind: Kind::Flush, .. })));
+            let answer = if wanted { self.persist() } else { Answer::Failed };
+            // 3. Answer, then publish in the used ring.
+            for (head, request) in requests {
+                let written = self.answer(memory, request, answer);
+                if let Err(err) = queue.queue.add_used(memory, head, written) {
+                    warn!(device = self.name, %err, "The used ring cannot be written");
+                }
+                used = true;
+            }
+        }
+        used && queue.queue.needs_notification(memory).unwrap_or(true)
+    }
+
+    fn answer(
+        &self,
+        memory: &MappedMemory,
+        request: Result<Request, super::request::RequestError>,
+        flushed: Answer,
+    ) -> u32 {
+        let result = request.and_then(|request| {
+            let (answer, counter) = match (request.kind, flushed) {
+                (Kind::Flush, Answer::Durable) => (Answer::Durable, &self.metrics.flushes),
+                (Kind::Flush, Answer::Failed) => (Answer::Failed, &self.metrics.flush_failures),
+                (Kind::Unknown(_), _) => (Answer::Failed, &self.metrics.bad_requests),
+            };
+            counter.fetch_add(1, Ordering::Relaxed);
+            request.answer(memory, answer)
+        });
+        result.unwrap_or_else(|err| {
+            self.metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
+            warn!(device = self.name, %err, "Bad request");
+            0
+        })
+    }
+}
+
+impl VirtioDevice for Pmem {
+    fn device_type(&self) -> u16 {
+        TYPE_PMEM
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn features(&self) -> u64 {
+        1 << VIRTIO_F_VERSION_1
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &QUEUE_SIZES
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        read_config_bytes(&self.config, offset, data);
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        if !matches!(activation.queues.first(), Some(Some(_))) {
+            return Err(ActivateError::QueueMissing { index: FLUSH_QUEUE });
+        }
+        self.active = Some(activation);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.active = None;
+    }
+
+    fn synchronous_queues(&self) -> &[u16] {
+        &[FLUSH_QUEUE]
+    }
+
+    fn notify_synchronous(&mut self, _queue: u16) {
+        let Some(mut active) = self.active.take() else { return };
+        if self.serve(&mut active)
+            && let Err(err) = active.interrupt.signal_queue_now(FLUSH_QUEUE)
+        {
+            error!(device = self.name, %err, "The guest cannot be interrupted");
+        }
+        self.active = Some(active);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::atomic::{AtomicBool, AtomicU32};
+
+    use virtio_bindings::bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
+    use virtio_queue::Queue;
+    use virtio_queue::desc::RawDescriptor;
+    use virtio_queue::desc::split::Descriptor;
+    use virtio_queue::mock::MockSplitQueue;
+    use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+    use vmm_sys_util::eventfd::EventFd;
+
+    use super::*;
+    use crate::interrupt::VirtioInterrupt;
+    use crate::memory::view::GuestView;
+    use crate::virtio::ActiveQueue;
+    use crate::volume::PersistError;
+
+    const REQUEST: u64 = 0x8000;
+    const RESPONSE: u64 = 0x9000;
+
+    #[derive(Default)]
+    struct Backing {
+        persists: AtomicU32,
+        fails: AtomicBool,
+    }
+
+    impl Persist for Backing {
+        fn persist(&self) -> Result<(), PersistError> {
+            self.persists.fetch_add(1, Ordering::Relaxed);
+            match self.fails.load(Ordering::Relaxed) {
+                true => Err(PersistError::Backing(io::Error::from_raw_os_error(libc::EIO).into())),
+                false => Ok(()),
+            }
+        }
+    }
+
+    #[derive(Default)]
+    struct Line {
+        now: AtomicU32,
+    }
+
+    impl VirtioInterrupt for Line {
+        fn signal_queue(&self, _: u16) -> io::Result<()> {
+            panic!("an irqfd may be deferred");
+        }
+        fn signal_queue_now(&self, _: u16) -> io::Result<()> {
+            self.now.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        }
+        fn signal_config(&self) -> io::Result<()> {
+            panic!("the configuration never changes");
+        }
+    }
+
+    struct Fixture {
+        memory: GuestMemoryMmap,
+        device: Pmem,
+        backing: Arc<Backing>,
+        line: Arc<Line>,
+    }
+
+    fn flush(index: u64) -> [(u64, u32, u32); 2] {
+        let next = VRING_DESC_F_NEXT;
+        [(REQUEST + 8 * index, 4, next), (RESPONSE + 8 * index, 4, VRING_DESC_F_WRITE)]
+    }
+
+    /// A device whose queue holds `chains` of (address, length, flags).
+    fn fixture(chains: &[&[(u64, u32, u32)]]) -> Fixture {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x10000)]).unwrap();
+        memory.write_slice(&[0xaa; 64], GuestAddress(RESPONSE)).unwrap();
+        let ring = MockSplitQueue::new(&memory, 64);
+        let mut descriptors = Vec::new();
+        for chain in chains {
+            for (i, &(address, len, flags)) in chain.iter().enumerate() {
+                let flags =
+                    if i + 1 < chain.len() { flags | VRING_DESC_F_NEXT } else { flags & !VRING_DESC_F_NEXT };
+                let next = descriptors.len() as u16 + 1;
+                descriptors.push(RawDescriptor::from(Descriptor::new(address, len, flags as u16, next)));
+            }
+        }
+        if !descriptors.is_empty() {
+            ring.build_multiple_desc_chains(&descriptors).unwrap();
+        }
+        let queue: Queue = ring.create_queue().unwrap();
+        let (backing, line) = (Arc::new(Backing::default()), Arc::new(Line::default()));
+        let mut device = Pmem::new("test".to_owned(), 1 << 32, 1 << 30, backing.clone());
+        device
+            .activate(Activation {
+                view: GuestView::new(memory.clone()),
+                interrupt: line.clone(),
+                queues: vec![Some(ActiveQueue { queue, kick: EventFd::new(0).unwrap() })],
+                features: device.features(),
+            })
+            .unwrap();
+        Fixture { memory, device, backing, line }
+    }
+
+    fn response(fixture: &Fixture, index: u64) -> u32 {
+        fixture.memory.read_obj(GuestAddress(RESPONSE + 8 * index)).unwrap()
+    }
+
+    #[test]
+    fn flushes_that_wait_together_share_one_persist_and_one_interrupt() {
+        let mut f = fixture(&[&flush(0), &flush(1), &flush(2)]);
+        f.device.notify_synchronous(0);
+        assert_eq!([response(&f, 0), response(&f, 1), response(&f, 2)], [0; 3]);
+        assert_eq!(f.backing.persists.load(Ordering::Relaxed), 1);
+        assert_eq!(f.line.now.load(Ordering::Relaxed), 1);
+        assert_eq!(f.device.metrics().flushes.load(Ordering::Relaxed), 3);
+        // Nothing new: no work, no interrupt.
+        f.device.notify_synchronous(0);
+        assert_eq!(f.line.now.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn a_failed_persist_is_an_error_in_the_guest() {
+        let mut f = fixture(&[&flush(0)]);
+        f.backing.fails.store(true, Ordering::Relaxed);
+        f.device.notify_synchronous(0);
+        assert_eq!(response(&f, 0), u32::MAX);
+        assert_eq!(f.device.metrics().flush_failures.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn an_unknown_type_fails_without_a_persist() {
+        let mut f = fixture(&[&flush(0)]);
+        f.memory.write_obj(7u32, GuestAddress(REQUEST)).unwrap();
+        f.device.notify_synchronous(0);
+        assert_eq!(response(&f, 0), u32::MAX);
+        assert_eq!(f.backing.persists.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn chains_that_are_no_request_are_given_back_and_counted() {
+        let write = VRING_DESC_F_WRITE;
+        let mut f = fixture(&[
+            &[(REQUEST, 4, 0)],
+            &[(REQUEST, 4, write), (RESPONSE, 4, write)],
+            &[(REQUEST, 4, 0), (RESPONSE, 4, 0)],
+            &[(REQUEST, 3, 0), (RESPONSE, 4, write)],
+            &[(REQUEST, 4, 0), (RESPONSE, 3, write)],
+            &[(1 << 40, 4, 0), (RESPONSE, 4, write)],
+            &[(REQUEST, 4, 0), (1 << 40, 4, write)],
+            &flush(1),
+        ]);
+        f.device.notify_synchronous(0);
+        assert_eq!(f.device.metrics().bad_requests.load(Ordering::Relaxed), 7);
+        assert_eq!(response(&f, 1), 0);
+    }
+
+    #[test]
+    fn the_range_is_told_in_the_configuration() {
+        let f = fixture(&[]);
+        let mut data = [0; 20];
+        f.device.read_config(0, &mut data);
+        assert_eq!(data[..8], (1u64 << 32).to_le_bytes());
+        assert_eq!(data[8..16], (1u64 << 30).to_le_bytes());
+        assert_eq!(data[16..], [0; 4]);
+    }
+
+    #[test]
+    fn after_a_reset_a_notification_does_nothing() {
+        let mut f = fixture(&[&flush(0)]);
+        f.device.reset();
+        f.device.notify_synchronous(0);
+        assert_eq!(f.backing.persists.load(Ordering::Relaxed), 0);
+    }
+}

@@ -1,0 +1,115 @@
+//! Requests of the virtio-pmem driver (virtio 1.3, 5.19.6): parsed once, answered in one place.
+
+use thiserror::Error;
+use virtio_queue::DescriptorChain;
+use virtio_queue::desc::split::Descriptor;
+use vm_memory::{Bytes, GuestAddress, GuestMemory};
+
+/// VIRTIO_PMEM_REQ_TYPE_FLUSH.
+const TYPE_FLUSH: u32 = 0;
+/// Length of `struct virtio_pmem_req` and of `struct virtio_pmem_resp`: one 32-bit word each.
+const WORD_LEN: u32 = 4;
+
+/// What the driver asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Make everything written to the range so far durable.
+    Flush,
+    /// A type that the specification does not have.
+    Unknown(u32),
+}
+
+/// One request, ready to be answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Head of its descriptor chain.
+    pub head: u16,
+    /// What is asked.
+    pub kind: Kind,
+    /// Where the answer goes.
+    response: GuestAddress,
+}
+
+/// Why a chain is not a request: it cannot be answered either, only given back.
+#[derive(Debug, Error)]
+pub enum RequestError {
+    /// A descriptor is missing.
+    #[error("The chain ends before its {0} descriptor")]
+    Missing(&'static str),
+    /// A descriptor goes the wrong way.
+    #[error("The {0} descriptor goes the wrong way")]
+    Direction(&'static str),
+    /// A descriptor is too short.
+    #[error("The {which} descriptor has {len} bytes, needed are {WORD_LEN}")]
+    Short {
+        /// Which one.
+        which: &'static str,
+        /// Its length.
+        len: u32,
+    },
+    /// A descriptor points where there is no memory.
+    #[error("The {which} descriptor points outside of memory")]
+    Memory {
+        /// Which one.
+        which: &'static str,
+        /// What vm-memory says.
+        #[source]
+        source: vm_memory::guest_memory::Error,
+    },
+}
+
+/// Status of an answer: 0 for success; anything else becomes an I/O error in the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// Everything written before the request is durable.
+    Durable,
+    /// It is not, or the request was none.
+    Failed,
+}
+
+impl Answer {
+    fn code(self) -> u32 {
+        match self {
+            Self::Durable => 0,
+            Self::Failed => u32::MAX,
+        }
+    }
+}
+
+impl Request {
+    /// Reads a request from `chain`, which was popped from the queue in `memory`.
+    pub fn parse<M: GuestMemory>(memory: &M, chain: &mut DescriptorChain<&M>) -> Result<Self, RequestError> {
+        let head = chain.head_index();
+        let request = word(chain.next(), "request", false)?;
+        let response = word(chain.next(), "response", true)?;
+        let kind = match memory.read_obj::<u32>(request).map(u32::from_le) {
+            Ok(TYPE_FLUSH) => Kind::Flush,
+            Ok(other) => Kind::Unknown(other),
+            Err(source) => return Err(RequestError::Memory { which: "request", source }),
+        };
+        Ok(Self { head, kind, response })
+    }
+
+    /// Writes the answer; returns the number of bytes written, for the used ring.
+    pub fn answer<M: GuestMemory>(&self, memory: &M, answer: Answer) -> Result<u32, RequestError> {
+        memory
+            .write_obj(answer.code().to_le(), self.response)
+            .map_err(|source| RequestError::Memory { which: "response", source })?;
+        Ok(WORD_LEN)
+    }
+}
+
+fn word(
+    descriptor: Option<Descriptor>,
+    which: &'static str,
+    writable: bool,
+) -> Result<GuestAddress, RequestError> {
+    let descriptor = descriptor.ok_or(RequestError::Missing(which))?;
+    if descriptor.is_write_only() != writable {
+        return Err(RequestError::Direction(which));
+    }
+    if descriptor.len() < WORD_LEN {
+        return Err(RequestError::Short { which, len: descriptor.len() });
+    }
+    Ok(descriptor.addr())
+}
