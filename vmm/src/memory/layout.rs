@@ -10,7 +10,10 @@
 //! | 0xfec0_0000, 0xfee0_0000 | I/O APIC, local APIC |
 //! | 4 GiB and up | boot memory, high part; then hotplug parts, volumes, each aligned to 1 GiB |
 
+use thiserror::Error;
 use vm_memory::GuestAddress;
+
+use crate::memory::zone::ZoneSpec;
 
 /// Bytes in a MiB.
 pub const MIB: u64 = 1 << 20;
@@ -71,3 +74,297 @@ pub const FIRST_MSI_GSI: u32 = 24;
 
 /// Alignment of everything behind the boot memory: the largest page that host and guest may map it with.
 pub const HOTPLUG_ALIGN: u64 = GIB;
+
+/// The smallest boot memory: less than this holds no kernel.
+pub const MIN_BOOT_BYTES: u64 = 16 * MIB;
+
+/// Why zones cannot be laid out, or a further range cannot be had.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum LayoutError {
+    /// A size is off the page grid of 2 MiB.
+    #[error("Size {size_bytes} bytes of zone {zone:?} is not a multiple of 2 MiB")]
+    Unaligned {
+        /// The zone's name.
+        zone: String,
+        /// What was asked for.
+        size_bytes: u64,
+    },
+    /// There is too little memory to boot with.
+    #[error("Boot memory of {size_bytes} bytes is below the minimum of {MIN_BOOT_BYTES} bytes")]
+    BootTooSmall {
+        /// What was asked for.
+        size_bytes: u64,
+    },
+    /// A further range is empty, off the page grid, or its alignment is no power of two.
+    #[error("A range of {len:#x} bytes aligned to {align:#x} is not a whole number of 4 KiB pages")]
+    BadRange {
+        /// Length in bytes.
+        len: u64,
+        /// Alignment in bytes.
+        align: u64,
+    },
+    /// The address space ends first.
+    #[error(
+        "{what} of {size_bytes} bytes would end beyond the guest's {address_bits}-bit physical address space"
+    )]
+    AddressSpace {
+        /// What did not fit.
+        what: String,
+        /// Its size.
+        size_bytes: u64,
+        /// Width of guest-physical addresses.
+        address_bits: u8,
+    },
+}
+
+/// A range of guest-physical addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GuestRange {
+    /// First address.
+    pub start: u64,
+    /// Length in bytes, never 0.
+    pub len: u64,
+}
+
+impl GuestRange {
+    /// The address behind the last one.
+    pub fn end(&self) -> u64 {
+        self.start + self.len
+    }
+
+    /// Whether `start..start+len` lies in this range.
+    pub fn contains(&self, start: u64, len: u64) -> bool {
+        start >= self.start && start.checked_add(len).is_some_and(|end| end <= self.end())
+    }
+}
+
+/// What a range of the boot memory map is (PVH's types are those of the BIOS's E820).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MapKind {
+    /// Memory that the guest may use.
+    Ram,
+    /// The guest must keep off.
+    Reserved,
+}
+
+/// An entry of the boot memory map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MapEntry {
+    /// Where.
+    pub range: GuestRange,
+    /// What.
+    pub kind: MapKind,
+}
+
+/// Where the parts of one zone lie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ZonePlacement {
+    /// The boot part: none, one, or two ranges where it goes around the hole below 4 GiB.
+    pub boot: Vec<GuestRange>,
+    /// The hotplug part.
+    pub hotplug: Option<GuestRange>,
+}
+
+/// The guest-physical map of one VM: computed from its zones, then asked for further ranges.
+#[derive(Clone, Debug)]
+pub struct MemoryMap {
+    zones: Vec<ZonePlacement>,
+    next_free: u64,
+    address_bits: u8,
+}
+
+impl MemoryMap {
+    /// Lays `zones` out, boot parts first and in order, for guest-physical addresses of `address_bits` bits.
+    pub fn new(zones: &[ZoneSpec], address_bits: u8) -> Result<Self, LayoutError> {
+        for zone in zones {
+            for size_bytes in [zone.boot_bytes, zone.hotplug_bytes] {
+                if !size_bytes.is_multiple_of(2 * MIB) {
+                    return Err(LayoutError::Unaligned { zone: zone.id.clone(), size_bytes });
+                }
+            }
+        }
+        let boot_bytes = zones.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.boot_bytes));
+        if boot_bytes < MIN_BOOT_BYTES {
+            return Err(LayoutError::BootTooSmall { size_bytes: boot_bytes });
+        }
+        let mut map = Self { zones: Vec::new(), next_free: HIGH_RAM_START, address_bits };
+        // Boot memory fills the low part, skips the hole, and goes on above it.
+        let mut low_used = 0;
+        for zone in zones {
+            let low = zone.boot_bytes.min(LOW_RAM_END - low_used);
+            let mut boot = Vec::new();
+            if low > 0 {
+                boot.push(GuestRange { start: low_used, len: low });
+                low_used += low;
+            }
+            if zone.boot_bytes > low {
+                let len = zone.boot_bytes - low;
+                boot.push(map.take(len, 2 * MIB, || format!("Boot memory of zone {:?}", zone.id))?);
+            }
+            map.zones.push(ZonePlacement { boot, hotplug: None });
+        }
+        for (index, zone) in zones.iter().enumerate().filter(|(_, zone)| zone.hotplug_bytes > 0) {
+            let what = || format!("The hotplug part of zone {:?}", zone.id);
+            map.zones[index].hotplug = Some(map.take(zone.hotplug_bytes, HOTPLUG_ALIGN, what)?);
+        }
+        Ok(map)
+    }
+
+    /// Where the zones' parts lie, in the order of the specifications.
+    pub fn zones(&self) -> &[ZonePlacement] {
+        &self.zones
+    }
+
+    /// A further range behind everything else, for a volume or for 64-bit BARs. It is not given back: a VM's
+    /// volumes come at its start, and addresses do not run short.
+    pub fn allocate(&mut self, len: u64, align: u64) -> Result<GuestRange, LayoutError> {
+        if len == 0 || !len.is_multiple_of(4096) || !align.is_power_of_two() {
+            return Err(LayoutError::BadRange { len, align });
+        }
+        self.take(len, align.max(HOTPLUG_ALIGN), || "A further range".to_owned())
+    }
+
+    /// The first address behind the last boot memory: the end of what SRAT calls not hot-pluggable.
+    pub fn boot_end(&self) -> u64 {
+        self.boot_ranges().map(|range| range.end()).max().unwrap_or(0)
+    }
+
+    /// The ranges of boot memory, in the order of the zones.
+    pub fn boot_ranges(&self) -> impl Iterator<Item = GuestRange> {
+        self.zones.iter().flat_map(|zone| zone.boot.iter().copied())
+    }
+
+    /// The memory map that the guest is booted with, sorted: boot memory and what is reserved in it. Hotplug
+    /// parts are not in it: the guest learns of them from SRAT and from the virtio-mem devices.
+    pub fn boot_map(&self) -> Vec<MapEntry> {
+        let mut entries = vec![MapEntry {
+            range: GuestRange { start: EBDA_START, len: ACPI_END - EBDA_START },
+            kind: MapKind::Reserved,
+        }];
+        for range in self.boot_ranges() {
+            // The legacy hole cuts the range that it lies in.
+            for (start, end) in
+                [(range.start, range.end().min(EBDA_START)), (range.start.max(ACPI_END), range.end())]
+            {
+                if start < end {
+                    let range = GuestRange { start, len: end - start };
+                    entries.push(MapEntry { range, kind: MapKind::Ram });
+                }
+            }
+        }
+        // Linux uses ECAM only where the memory map or an ACPI device reserves it.
+        let ecam = GuestRange { start: ECAM_START, len: ECAM_LEN };
+        entries.push(MapEntry { range: ecam, kind: MapKind::Reserved });
+        entries.sort_by_key(|entry| entry.range.start);
+        entries
+    }
+
+    fn take(&mut self, len: u64, align: u64, what: impl Fn() -> String) -> Result<GuestRange, LayoutError> {
+        let too_far =
+            || LayoutError::AddressSpace { what: what(), size_bytes: len, address_bits: self.address_bits };
+        let limit = 1u64.checked_shl(u32::from(self.address_bits)).unwrap_or(u64::MAX);
+        let start = self.next_free.checked_next_multiple_of(align).ok_or_else(too_far)?;
+        let end = start.checked_add(len).filter(|end| *end <= limit).ok_or_else(too_far)?;
+        self.next_free = end;
+        Ok(GuestRange { start, len })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::memory::zone::Tier;
+
+    fn zone(id: &str, tier: Tier, boot_bytes: u64, hotplug_bytes: u64) -> ZoneSpec {
+        ZoneSpec { id: id.into(), tier, guest_node: 0, boot_bytes, hotplug_bytes }
+    }
+
+    #[test]
+    fn boot_memory_goes_around_the_hole_and_hotplug_parts_lie_behind() {
+        let zones = [zone("dram", Tier::Dram, 4 * GIB, 512 * MIB), zone("pm", Tier::Pm, 0, 3 * GIB)];
+        let mut map = MemoryMap::new(&zones, 40).unwrap();
+        let [dram, pm] = map.zones() else { panic!("two zones") };
+        let low = GuestRange { start: 0, len: 3 * GIB };
+        let high = GuestRange { start: 4 * GIB, len: GIB };
+        assert_eq!(dram.boot, [low, high]);
+        assert_eq!(dram.hotplug, Some(GuestRange { start: 5 * GIB, len: 512 * MIB }));
+        assert_eq!(pm.boot, []);
+        assert_eq!(pm.hotplug, Some(GuestRange { start: 6 * GIB, len: 3 * GIB }));
+        assert_eq!(map.boot_end(), 5 * GIB);
+        assert_eq!(map.allocate(2 * MIB, 4096).unwrap().start, 9 * GIB);
+        assert_eq!(map.allocate(GIB, 4096).unwrap().start, 10 * GIB);
+    }
+
+    #[test]
+    fn the_boot_map_reserves_the_legacy_hole_and_ecam() {
+        let map = MemoryMap::new(&[zone("dram", Tier::Dram, 512 * MIB, 0)], 36).unwrap();
+        let entry = |start, end, kind| MapEntry { range: GuestRange { start, len: end - start }, kind };
+        assert_eq!(
+            map.boot_map(),
+            [
+                entry(0, EBDA_START, MapKind::Ram),
+                entry(EBDA_START, MIB, MapKind::Reserved),
+                entry(MIB, 512 * MIB, MapKind::Ram),
+                entry(ECAM_START, ECAM_START + ECAM_LEN, MapKind::Reserved),
+            ]
+        );
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_by_name() {
+        let err = MemoryMap::new(&[zone("dram", Tier::Dram, GIB, 0), zone("pm", Tier::Pm, 0, 1 << 36)], 36);
+        let what = "The hotplug part of zone \"pm\"".to_owned();
+        assert_eq!(
+            err.unwrap_err(),
+            LayoutError::AddressSpace { what, size_bytes: 1 << 36, address_bits: 36 }
+        );
+        let err = MemoryMap::new(&[zone("dram", Tier::Dram, GIB, MIB)], 36).unwrap_err();
+        assert_eq!(err, LayoutError::Unaligned { zone: "dram".into(), size_bytes: MIB });
+        let err = MemoryMap::new(&[zone("dram", Tier::Dram, 0, GIB)], 36).unwrap_err();
+        assert_eq!(err, LayoutError::BootTooSmall { size_bytes: 0 });
+        let mut map = MemoryMap::new(&[zone("dram", Tier::Dram, GIB, 0)], 36).unwrap();
+        assert!(matches!(map.allocate(0, 1), Err(LayoutError::BadRange { .. })));
+        assert!(matches!(map.allocate(4096, 3), Err(LayoutError::BadRange { .. })));
+        assert!(matches!(map.allocate(u64::MAX - 4095, 1 << 63), Err(LayoutError::AddressSpace { .. })));
+    }
+
+    proptest! {
+        #[test]
+        fn ranges_are_disjoint_aligned_and_inside_the_bounds(
+            sizes in prop::collection::vec((0u64..6000, 0u64..200_000), 1..5),
+            volumes in prop::collection::vec((1u64..1_000_000, 12u32..40), 0..4),
+            address_bits in 33u8..53,
+        ) {
+            let zones: Vec<_> = sizes
+                .iter()
+                .map(|(boot, hotplug)| zone("z", Tier::Dram, boot * 2 * MIB, hotplug * 2 * MIB))
+                .collect();
+            let Ok(mut map) = MemoryMap::new(&zones, address_bits) else { return Ok(()) };
+            let mut behind: Vec<_> = map.zones().iter().filter_map(|zone| zone.hotplug).collect();
+            for (pages, align_bits) in volumes {
+                let align = 1 << align_bits;
+                if let Ok(range) = map.allocate(pages * 4096, align) {
+                    prop_assert!(range.start.is_multiple_of(align));
+                    prop_assert_eq!(range.len, pages * 4096);
+                    behind.push(range);
+                }
+            }
+            prop_assert!(behind.iter().all(|range| range.start.is_multiple_of(GIB)));
+            for (zone, spec) in map.zones().iter().zip(&zones) {
+                prop_assert_eq!(zone.boot.iter().map(|range| range.len).sum::<u64>(), spec.boot_bytes);
+                prop_assert_eq!(zone.hotplug.map_or(0, |range| range.len), spec.hotplug_bytes);
+            }
+            let mut all: Vec<_> = map.boot_ranges().chain(behind).collect();
+            all.push(GuestRange { start: LOW_RAM_END, len: HIGH_RAM_START - LOW_RAM_END });
+            all.sort_by_key(|range| range.start);
+            prop_assert!(all.windows(2).all(|pair| pair[0].end() <= pair[1].start));
+            prop_assert!(all.iter().all(|range| range.len > 0 && range.end() <= 1 << address_bits));
+            let entries = map.boot_map();
+            prop_assert!(entries.windows(2).all(|pair| pair[0].range.end() <= pair[1].range.start));
+            let ram: u64 = entries.iter().filter(|e| e.kind == MapKind::Ram).map(|e| e.range.len).sum();
+            prop_assert_eq!(ram, zones.iter().map(|z| z.boot_bytes).sum::<u64>() - (MIB - EBDA_START));
+        }
+    }
+}

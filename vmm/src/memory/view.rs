@@ -14,8 +14,11 @@ use vm_memory::guest_memory::{
     Error as AccessError, GuestMemoryBackendSliceIterator, GuestMemorySliceIterator,
 };
 use vm_memory::{
-    Address, GuestAddress, GuestAddressSpace, GuestMemory, GuestMemoryBackend, GuestMemoryMmap, Permissions,
+    Address, GuestAddress, GuestAddressSpace, GuestMemory, GuestMemoryBackend, GuestMemoryMmap,
+    GuestRegionCollectionError, GuestRegionMmap, Permissions,
 };
+
+use super::backing::Reservation;
 
 /// Why a pluggable range is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -84,13 +87,40 @@ impl PluggableRange {
 pub struct MappedMemory {
     regions: GuestMemoryMmap,
     pluggable: Vec<PluggableRange>,
+    /// First and end addresses of what is mapped read-only on the host: a store there is SIGSEGV, too.
+    read_only: Vec<(u64, u64)>,
+    /// What the regions point into.
+    reservations: Vec<Arc<Reservation>>,
 }
 
 impl MappedMemory {
-    fn allows(&self, addr: GuestAddress, count: usize) -> bool {
+    fn allows(&self, addr: GuestAddress, count: usize, access: Permissions) -> bool {
         let start = addr.raw_value();
         let Some(end) = start.checked_add(count as u64) else { return false };
-        self.pluggable.iter().all(|range| range.allows(start, end))
+        let writes = matches!(access, Permissions::Write | Permissions::ReadWrite);
+        let forbidden = writes && self.read_only.iter().any(|&(from, to)| from < end && start < to);
+        !forbidden && self.pluggable.iter().all(|range| range.allows(start, end))
+    }
+
+    /// Adds a region that points into `reservation`, all of it accessible until it is declared pluggable.
+    pub fn add_region(
+        &mut self,
+        region: Arc<GuestRegionMmap>,
+        reservation: Arc<Reservation>,
+    ) -> Result<(), GuestRegionCollectionError> {
+        self.regions = self.regions.insert_region(region)?;
+        self.keep(reservation);
+        Ok(())
+    }
+
+    /// Keeps what the regions given to [`GuestView::new`] point into as long as there is a view of them.
+    pub fn keep(&mut self, reservation: Arc<Reservation>) {
+        self.reservations.push(reservation);
+    }
+
+    /// Refuses writes to `start..start + len` from now on.
+    pub fn forbid_writes(&mut self, start: u64, len: u64) {
+        self.read_only.push((start, start.saturating_add(len)));
     }
 
     /// Adds a range of which nothing is plugged yet. It must lie in the regions given to [`GuestView::new`].
@@ -136,17 +166,17 @@ impl GuestMemory for MappedMemory {
     type PhysicalMemory = GuestMemoryMmap;
     type Bitmap = ();
 
-    fn check_range(&self, addr: GuestAddress, count: usize, _access: Permissions) -> bool {
-        self.allows(addr, count) && GuestMemoryBackend::check_range(&self.regions, addr, count)
+    fn check_range(&self, addr: GuestAddress, count: usize, access: Permissions) -> bool {
+        self.allows(addr, count, access) && GuestMemoryBackend::check_range(&self.regions, addr, count)
     }
 
     fn get_slices<'a>(
         &'a self,
         addr: GuestAddress,
         count: usize,
-        _access: Permissions,
+        access: Permissions,
     ) -> Result<impl GuestMemorySliceIterator<'a, ()>, AccessError> {
-        if !self.allows(addr, count) {
+        if !self.allows(addr, count, access) {
             return Err(AccessError::InvalidGuestAddress(addr));
         }
         let slices: GuestMemoryBackendSliceIterator<'a, GuestMemoryMmap> =
@@ -178,7 +208,9 @@ impl Deref for ViewGuard {
 impl GuestView {
     /// A view of `regions`, all of it accessible until ranges are declared pluggable.
     pub fn new(regions: GuestMemoryMmap) -> Self {
-        Self { memory: Arc::new(RwLock::new(MappedMemory { regions, pluggable: Vec::new() })) }
+        let memory =
+            MappedMemory { regions, pluggable: Vec::new(), read_only: Vec::new(), reservations: Vec::new() };
+        Self { memory: Arc::new(RwLock::new(memory)) }
     }
 
     /// For whoever plugs and unplugs: waits until no guard is held, and lets none be taken while it lives.

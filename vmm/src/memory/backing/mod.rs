@@ -1,0 +1,68 @@
+//! What guest memory is made of.
+
+mod dram;
+mod pm;
+mod reservation;
+pub mod resident;
+mod segments;
+
+use std::fmt::Debug;
+use std::io;
+
+use thiserror::Error;
+
+pub use dram::DramBacking;
+pub use pm::PmBacking;
+pub use reservation::{Access, Reservation};
+pub use segments::MappingBudget;
+
+use crate::pool::PoolError;
+
+/// Why a run of blocks has no memory behind it now. All of it is the host's affair: the guest is told BUSY.
+#[derive(Debug, Error)]
+pub enum BackingError {
+    /// The process has too many mappings.
+    #[error("The mapping budget of {limit} is used up: {used} in use")]
+    MappingBudget {
+        /// The bound.
+        limit: usize,
+        /// In use.
+        used: usize,
+    },
+    /// The kernel does not map memory.
+    #[error("{len:#x} bytes at offset {offset:#x} of the zone cannot be mapped")]
+    Map {
+        /// Offset in the hotplug part.
+        offset: u64,
+        /// Length in bytes.
+        len: u64,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
+    },
+    /// The pool has less than that.
+    #[error("The pool has {available_bytes} bytes left, {wanted_bytes} are wanted")]
+    PoolFull {
+        /// What was asked for.
+        wanted_bytes: u64,
+        /// What there is.
+        available_bytes: u64,
+    },
+    /// The pool does not work.
+    #[error("The pool fails")]
+    Pool(#[from] PoolError),
+}
+
+/// The memory behind one hotplug part. Offsets count from its start; the caller has validated them.
+pub trait Backing: Debug + Send {
+    /// Puts zeroed memory behind `offset..offset + len`, none of which has any: all of it or, on an error, none.
+    fn plug(&mut self, offset: u64, len: u64) -> Result<(), BackingError>;
+
+    /// Makes `offset..offset + len`, all of which is plugged, inaccessible, all or nothing. The memory behind
+    /// it is still set aside: [`Backing::free_detached`] gives it back.
+    fn detach(&mut self, offset: u64, len: u64) -> Result<(), BackingError>;
+
+    /// Scrubs what has been detached and gives it back. What cannot be scrubbed now stays set aside, and is
+    /// tried again at the next call.
+    fn free_detached(&mut self) -> Result<(), BackingError>;
+}

@@ -1,0 +1,154 @@
+//! Chunks of a PM pool.
+
+use std::sync::Arc;
+
+use tracing::error;
+
+use super::segments::{Ledger, Source};
+use super::{Access, Backing, BackingError, MappingBudget, Reservation};
+use crate::pool::{CHUNK_BYTES, Extent, PmPool, PoolError};
+
+/// The largest extent that is asked for: 2^10 chunks.
+const MAX_EXTENT_BYTES: u64 = CHUNK_BYTES << 10;
+
+/// Chunks of a pool behind a reservation.
+#[derive(Debug)]
+pub struct PmBacking {
+    pool: Arc<dyn PmPool>,
+    reservation: Arc<Reservation>,
+    ledger: Ledger,
+    /// Unmapped, and not the pool's again yet.
+    detached: Vec<Extent>,
+}
+
+impl PmBacking {
+    /// Backs `reservation`, of which nothing is mapped yet.
+    pub fn new(pool: Arc<dyn PmPool>, reservation: Arc<Reservation>, budget: Arc<MappingBudget>) -> Self {
+        let ledger = Ledger::new(reservation.len_bytes(), budget);
+        Self { pool, reservation, ledger, detached: Vec::new() }
+    }
+
+    /// Takes chunks for `offset..offset + len`, in extents as large as their place in the zone and the pool
+    /// allow, so that host and guest can map them with huge pages.
+    fn allocate(&mut self, offset: u64, len: u64) -> Result<Vec<Extent>, BackingError> {
+        let mut extents = Vec::new();
+        let mut at = offset;
+        while at < offset + len {
+            match self.pool.alloc_memory(largest_aligned(at, offset + len - at)) {
+                Ok(extent) => {
+                    at += extent.len;
+                    extents.push(extent);
+                }
+                Err(err) => {
+                    self.give_back(extents);
+                    return Err(match err {
+                        PoolError::Full => BackingError::PoolFull {
+                            wanted_bytes: len,
+                            available_bytes: self.pool.info().free_migrate_bytes,
+                        },
+                        err => err.into(),
+                    });
+                }
+            }
+        }
+        Ok(extents)
+    }
+
+    /// After a failed plug; what the pool does not take back now it gets with the next unplug.
+    fn give_back(&mut self, extents: Vec<Extent>) {
+        self.detached.extend(extents);
+        if let Err(err) = self.free_detached() {
+            error!(%err, "Chunks of a failed plug cannot be freed");
+        }
+    }
+}
+
+impl Backing for PmBacking {
+    fn plug(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
+        let extents = self.allocate(offset, len)?;
+        let (pool, reservation) = (&self.pool, &self.reservation);
+        let mapped = self.ledger.map(extents.len(), |segments| {
+            let mut at = offset;
+            for extent in &extents {
+                let result =
+                    reservation.map_file(at, extent.len, pool.file(), extent.offset, Access::ReadWrite);
+                if let Err(source) = result {
+                    let err = BackingError::Map { offset: at, len: extent.len, source };
+                    // Nothing may stay mapped that goes back to the pool.
+                    reservation.unmap(offset, len).map_err(|source| BackingError::Map {
+                        offset,
+                        len,
+                        source,
+                    })?;
+                    return Err(err);
+                }
+                at += extent.len;
+            }
+            at = offset;
+            for extent in &extents {
+                segments.set(at, extent.len, Source::File { offset: extent.offset });
+                at += extent.len;
+            }
+            Ok(())
+        });
+        if mapped.is_err() {
+            self.give_back(extents);
+        }
+        mapped
+    }
+
+    fn detach(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
+        let reservation = &self.reservation;
+        let before = self.ledger.segments().in_range(offset, len);
+        self.ledger.unmap(|segments| {
+            reservation.unmap(offset, len).map_err(|source| BackingError::Map { offset, len, source })?;
+            segments.set(offset, len, Source::Nothing);
+            Ok(())
+        })?;
+        self.detached.extend(before.into_iter().filter_map(|segment| match segment.source {
+            Source::File { offset } => Some(Extent { offset, len: segment.len }),
+            Source::Nothing | Source::Anonymous => None,
+        }));
+        Ok(())
+    }
+
+    fn free_detached(&mut self) -> Result<(), BackingError> {
+        while let Some(extent) = self.detached.last() {
+            self.pool.free_memory(*extent)?;
+            self.detached.pop();
+        }
+        Ok(())
+    }
+}
+
+impl Drop for PmBacking {
+    /// The chunks outlive the VM otherwise, lost until the pool is opened again.
+    fn drop(&mut self) {
+        let result = self.detach(0, self.reservation.len_bytes()).and_then(|()| self.free_detached());
+        if let Err(err) = result {
+            error!(%err, "Chunks cannot be given back to the pool");
+        }
+    }
+}
+
+/// The largest power of two of bytes that `at` is aligned to, up to `left` bytes and the largest extent.
+fn largest_aligned(at: u64, left: u64) -> u64 {
+    let aligned = if at == 0 { MAX_EXTENT_BYTES } else { 1 << at.trailing_zeros() };
+    let fits = 1 << left.ilog2();
+    aligned.min(fits).min(MAX_EXTENT_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extents_are_as_large_as_their_place_allows() {
+        const MIB: u64 = 1 << 20;
+        assert_eq!(largest_aligned(0, 128 * MIB), 128 * MIB);
+        assert_eq!(largest_aligned(0, 8192 * MIB), 2048 * MIB);
+        assert_eq!(largest_aligned(2 * MIB, 128 * MIB), 2 * MIB);
+        assert_eq!(largest_aligned(128 * MIB, 130 * MIB), 128 * MIB);
+        assert_eq!(largest_aligned(1024 * MIB, 3 * MIB), 2 * MIB);
+    }
+}

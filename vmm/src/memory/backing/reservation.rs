@@ -1,0 +1,183 @@
+//! Ranges of the VMM's address space that guest memory is mapped into.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// A range of addresses that belongs to one part of guest memory for as long as the VM lives.
+///
+/// Whatever is not mapped in it is PROT_NONE and never unmapped, so that no other mapping of the process can
+/// take the hole, which KVM would then show to the guest. Nobody makes Rust references into it: guest memory is
+/// reached by volatile accesses, through the view.
+#[derive(Debug)]
+pub struct Reservation {
+    addr: usize,
+    len: usize,
+}
+
+/// What the process may do with mapped pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Read only: a store is SIGSEGV here and EFAULT in the guest.
+    Read,
+    /// Read and write.
+    ReadWrite,
+}
+
+impl Reservation {
+    /// Reserves `len` bytes at a multiple of `align`, a power of two: guest-physical, host-virtual and file
+    /// addresses must be congruent modulo the page size for huge pages to be used.
+    pub fn new(len: u64, align: u64) -> io::Result<Self> {
+        assert!(align.is_power_of_two() && align >= 4096 && len > 0 && len.is_multiple_of(4096));
+        let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
+        let (len, align) = (usize::try_from(len).map_err(|_| invalid())?, align as usize);
+        // mmap gives addresses aligned to 4 KiB: take more than needed, and trim.
+        let padded =
+            len.checked_add(align).and_then(|sum| sum.checked_add(GUARD_BYTES)).ok_or_else(invalid)?;
+        let raw = map(0, padded, libc::PROT_NONE, ANON | libc::MAP_NORESERVE, None)?;
+        let addr = raw.next_multiple_of(align);
+        let (head, tail) = (addr - raw, raw + padded - (addr + len + GUARD_BYTES));
+        // SAFETY: both are parts of the mapping just made, which nobody else knows yet, outside of what is kept.
+        unsafe {
+            if head > 0 {
+                libc::munmap(raw as *mut _, head);
+            }
+            if tail > 0 {
+                libc::munmap((addr + len + GUARD_BYTES) as *mut _, tail);
+            }
+        }
+        Ok(Self { addr, len })
+    }
+
+    /// Its first address.
+    pub fn addr(&self) -> u64 {
+        self.addr as u64
+    }
+
+    /// Its length in bytes.
+    pub fn len_bytes(&self) -> u64 {
+        self.len as u64
+    }
+
+    /// Maps fresh zeroed memory at `offset`.
+    pub fn map_anonymous(&self, offset: u64, len: u64) -> io::Result<()> {
+        let flags = ANON | libc::MAP_NORESERVE | libc::MAP_FIXED;
+        let addr = self.checked(offset, len);
+        map(addr, len as usize, libc::PROT_READ | libc::PROT_WRITE, flags, None).map(drop)
+    }
+
+    /// Maps `len` bytes of `file` from `file_offset` on, shared, at `offset`.
+    pub fn map_file(
+        &self,
+        offset: u64,
+        len: u64,
+        file: BorrowedFd<'_>,
+        file_offset: u64,
+        access: Access,
+    ) -> io::Result<()> {
+        let flags = libc::MAP_SHARED | libc::MAP_NORESERVE | libc::MAP_FIXED;
+        let prot = match access {
+            Access::Read => libc::PROT_READ,
+            Access::ReadWrite => libc::PROT_READ | libc::PROT_WRITE,
+        };
+        map(self.checked(offset, len), len as usize, prot, flags, Some((file, file_offset))).map(drop)
+    }
+
+    /// Takes the pages at `offset` away: accesses fault, the memory is the host's again.
+    pub fn unmap(&self, offset: u64, len: u64) -> io::Result<()> {
+        let flags = ANON | libc::MAP_NORESERVE | libc::MAP_FIXED;
+        map(self.checked(offset, len), len as usize, libc::PROT_NONE, flags, None).map(drop)
+    }
+
+    /// Tells the kernel that huge pages are welcome in what is mapped at `offset`. Not every kernel has them;
+    /// memory works without.
+    pub fn advise_huge_pages(&self, offset: u64, len: u64) {
+        let addr = self.checked(offset, len);
+        // SAFETY: advice about our own range (checked above); it changes no content.
+        let result = unsafe { libc::madvise(addr as *mut _, len as usize, libc::MADV_HUGEPAGE) };
+        if result != 0 {
+            tracing::debug!(err = %io::Error::last_os_error(), "No transparent huge pages");
+        }
+    }
+
+    /// The address of `offset`.
+    ///
+    /// # Panics
+    /// If `offset..offset + len` is not in the reservation: an invariant of ours, never up to the guest.
+    fn checked(&self, offset: u64, len: u64) -> usize {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.len as u64);
+        assert!(inside && len > 0, "{offset:#x}+{len:#x} is outside of a reservation of {:#x}", self.len);
+        self.addr + offset as usize
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        // SAFETY: the range is ours alone; whoever uses its addresses (view, slots, backings) shares ownership of
+        // the reservation, so that none of them is left.
+        unsafe { libc::munmap(self.addr as *mut _, self.len + GUARD_BYTES) };
+    }
+}
+
+/// Behind each reservation a page stays PROT_NONE, so that mappings of two of them never become one, and
+/// /proc/self/smaps tells them apart.
+const GUARD_BYTES: usize = 4096;
+
+const ANON: libc::c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+
+fn map(
+    addr: usize,
+    len: usize,
+    prot: libc::c_int,
+    flags: libc::c_int,
+    file: Option<(BorrowedFd<'_>, u64)>,
+) -> io::Result<usize> {
+    let (fd, offset) = match file {
+        Some((fd, offset)) => {
+            let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+            (fd.as_raw_fd(), offset)
+        }
+        None => (-1, 0),
+    };
+    // SAFETY: without MAP_FIXED the kernel picks a free range. With it, the caller passes a range inside a
+    // reservation of its own (`Reservation::checked`), into which nobody holds references.
+    let result = unsafe { libc::mmap(addr as *mut _, len, prot, flags, fd, offset) };
+    if result == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn permissions_at(addr: u64) -> String {
+        let maps = fs::read_to_string("/proc/self/maps").unwrap();
+        let line = maps.lines().find(|line| {
+            let (start, end) = line.split_once(' ').unwrap().0.split_once('-').unwrap();
+            let parse = |hex| u64::from_str_radix(hex, 16).unwrap();
+            (parse(start)..parse(end)).contains(&addr)
+        });
+        line.unwrap().split(' ').nth(1).unwrap().to_owned()
+    }
+
+    #[test]
+    fn a_reservation_is_aligned_and_inaccessible_until_something_is_mapped() {
+        let reservation = Reservation::new(8 * MIB, 1 << 30).unwrap();
+        assert!(reservation.addr().is_multiple_of(1 << 30));
+        assert_eq!(permissions_at(reservation.addr() + 4 * MIB), "---p");
+        reservation.map_anonymous(4 * MIB, 2 * MIB).unwrap();
+        assert_eq!(permissions_at(reservation.addr() + 4 * MIB), "rw-p");
+        assert_eq!(permissions_at(reservation.addr() + 6 * MIB), "---p");
+        reservation.unmap(4 * MIB, 2 * MIB).unwrap();
+        assert_eq!(permissions_at(reservation.addr() + 4 * MIB), "---p");
+    }
+
+    #[test]
+    #[should_panic(expected = "outside of a reservation")]
+    fn nothing_is_mapped_outside_of_a_reservation() {
+        let reservation = Reservation::new(2 * MIB, 4096).unwrap();
+        let _ = reservation.map_anonymous(MIB, 2 * MIB);
+    }
+}

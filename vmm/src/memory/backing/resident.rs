@@ -1,0 +1,61 @@
+//! How much of guest memory the host holds in its RAM or has mapped for the guest.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+
+/// The resident bytes of host-virtual `ranges` (address, length), as /proc/self/smaps says: pages in this
+/// process's page tables, of DRAM and of mapped PM alike.
+///
+/// It walks page tables, so ask about once a second, not more. A mapping of which a part is in a range counts
+/// whole: no mapping with pages reaches beyond the reservation that it is in.
+pub fn resident_bytes(ranges: &[(u64, u64)]) -> io::Result<u64> {
+    resident_bytes_in(BufReader::with_capacity(1 << 16, File::open("/proc/self/smaps")?), ranges)
+}
+
+fn resident_bytes_in(smaps: impl BufRead, ranges: &[(u64, u64)]) -> io::Result<u64> {
+    let mut total = 0;
+    let mut inside = false;
+    for line in smaps.lines() {
+        let line = line?;
+        if let Some((start, end)) = mapping(&line) {
+            inside = ranges.iter().any(|&(addr, len)| addr < end && start < addr + len);
+        } else if inside && let Some(rest) = line.strip_prefix("Rss:") {
+            let kib = rest.trim().trim_end_matches(" kB").parse::<u64>();
+            total += kib.map_err(|err| io::Error::new(io::ErrorKind::InvalidData, err))? * 1024;
+        }
+    }
+    Ok(total)
+}
+
+/// The bounds of a mapping, if `line` begins one: `7f00-7f10 rw-p ...`.
+fn mapping(line: &str) -> Option<(u64, u64)> {
+    let (start, end) = line.split_once(' ')?.0.split_once('-')?;
+    Some((u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMAPS: &str = "\
+1000-3000 rw-p 00000000 00:00 0 
+Size:                  8 kB
+Rss:                   4 kB
+Pss:                   4 kB
+VmFlags: rd wr mr mw me ac sd 
+5000-9000 rw-s 00000000 00:13 7 /dev/shm/pool
+Rss:                  16 kB
+ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]
+Rss:                   0 kB
+";
+
+    #[test]
+    fn only_mappings_in_the_ranges_count() {
+        let resident = |ranges: &[(u64, u64)]| resident_bytes_in(SMAPS.as_bytes(), ranges).unwrap();
+        assert_eq!(resident(&[(0x1000, 0x2000)]), 4096);
+        assert_eq!(resident(&[(0x5000, 0x4000)]), 16384);
+        assert_eq!(resident(&[(0x1000, 0x2000), (0x5000, 0x4000)]), 20480);
+        assert_eq!(resident(&[(0x3000, 0x2000)]), 0);
+        assert_eq!(resident(&[]), 0);
+    }
+}

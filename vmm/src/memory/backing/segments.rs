@@ -1,0 +1,303 @@
+//! What is mapped where in a reservation, and how many of the process's mappings that takes.
+//!
+//! Linux gives a process 65,530 mappings (vm.max_map_count). A zone of PM whose blocks come and go can need one
+//! per 2 MiB, and when they are used up any mmap fails, an allocator's as well. So every backing counts its own
+//! and asks a budget before it makes more.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{fs, io};
+
+use super::BackingError;
+
+/// What lies behind a segment of a reservation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// Nothing: PROT_NONE.
+    Nothing,
+    /// Anonymous memory.
+    Anonymous,
+    /// A file, from this offset on.
+    File {
+        /// Offset in the file.
+        offset: u64,
+    },
+}
+
+impl Source {
+    /// What lies `bytes` behind the start of a segment of this source.
+    fn at(self, bytes: u64) -> Self {
+        match self {
+            Self::File { offset } => Self::File { offset: offset + bytes },
+            other => other,
+        }
+    }
+}
+
+/// A stretch of a reservation that the kernel keeps as one mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Offset in the reservation.
+    pub start: u64,
+    /// Length in bytes.
+    pub len: u64,
+    /// What lies behind it.
+    pub source: Source,
+}
+
+/// The segments of one reservation: they cover it whole, and neighbours that continue each other are one.
+#[derive(Debug)]
+pub struct Segments {
+    by_start: BTreeMap<u64, (u64, Source)>,
+    len: u64,
+}
+
+impl Segments {
+    /// A reservation of `len` bytes of which nothing is mapped.
+    pub fn new(len: u64) -> Self {
+        Self { by_start: BTreeMap::from([(0, (len, Source::Nothing))]), len }
+    }
+
+    /// The number of mappings that the kernel keeps.
+    pub fn count(&self) -> usize {
+        self.by_start.len()
+    }
+
+    /// What is in `start..start + len`, cut to it.
+    pub fn in_range(&self, start: u64, len: u64) -> Vec<Segment> {
+        let end = start + len;
+        let first = self.by_start.range(..=start).next_back().map_or(start, |(&at, _)| at);
+        self.by_start
+            .range(first..end)
+            .map(|(&at, &(segment_len, source))| {
+                let (from, to) = (at.max(start), (at + segment_len).min(end));
+                Segment { start: from, len: to - from, source: source.at(from - at) }
+            })
+            .collect()
+    }
+
+    /// Records that `start..start + len` is now `source`.
+    pub fn set(&mut self, start: u64, len: u64, source: Source) {
+        let end = start + len;
+        assert!(len > 0 && end <= self.len, "a segment outside of its reservation");
+        self.split_at(start);
+        self.split_at(end);
+        let inner: Vec<u64> = self.by_start.range(start..end).map(|(&at, _)| at).collect();
+        for at in inner {
+            self.by_start.remove(&at);
+        }
+        self.by_start.insert(start, (len, source));
+        self.join_at(end);
+        self.join_at(start);
+    }
+
+    fn split_at(&mut self, at: u64) {
+        let Some((&start, &(len, source))) = self.by_start.range(..at).next_back() else { return };
+        if start + len > at {
+            self.by_start.insert(start, (at - start, source));
+            self.by_start.insert(at, (start + len - at, source.at(at - start)));
+        }
+    }
+
+    fn join_at(&mut self, at: u64) {
+        let Some(&(len, source)) = self.by_start.get(&at) else { return };
+        let Some((&start, &(previous_len, previous))) = self.by_start.range(..at).next_back() else { return };
+        if previous.at(previous_len) == source {
+            self.by_start.remove(&at);
+            self.by_start.insert(start, (previous_len + len, previous));
+        }
+    }
+}
+
+/// The mappings that all zones of the process may have together.
+#[derive(Debug)]
+pub struct MappingBudget {
+    limit: usize,
+    used: AtomicUsize,
+}
+
+impl MappingBudget {
+    /// What Linux allows unless told otherwise.
+    pub const DEFAULT_MAX_MAPPINGS: usize = 65_530;
+
+    /// A budget of `limit` mappings.
+    pub fn new(limit: usize) -> Self {
+        Self { limit, used: AtomicUsize::new(0) }
+    }
+
+    /// What this host allows, less an eighth for everything else in the process: libraries, threads, volumes.
+    pub fn of_host() -> Self {
+        let max = read_max_map_count().unwrap_or_else(|err| {
+            tracing::warn!(%err, "vm.max_map_count cannot be read: taking its default");
+            Self::DEFAULT_MAX_MAPPINGS
+        });
+        Self::new(max - max / 8)
+    }
+
+    /// The bound.
+    pub fn limit(&self) -> usize {
+        self.limit
+    }
+
+    /// Mappings in use.
+    pub fn used(&self) -> usize {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    /// Sets `count` mappings aside; false if there are not that many left.
+    fn reserve(&self, count: usize) -> bool {
+        let add = |used: usize| used.checked_add(count).filter(|used| *used <= self.limit);
+        self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).is_ok()
+    }
+
+    /// Takes `count` mappings, however many are left.
+    fn take(&self, count: usize) {
+        self.used.fetch_add(count, Ordering::Relaxed);
+    }
+
+    /// Gives `count` mappings back.
+    fn release(&self, count: usize) {
+        let before = self.used.fetch_sub(count, Ordering::Relaxed);
+        assert!(before >= count, "more mappings given back than taken");
+    }
+}
+
+/// The segments of one reservation, counted against the budget of all.
+#[derive(Debug)]
+pub struct Ledger {
+    segments: Segments,
+    budget: Arc<MappingBudget>,
+}
+
+impl Ledger {
+    /// For a reservation of `len` bytes of which nothing is mapped.
+    pub fn new(len: u64, budget: Arc<MappingBudget>) -> Self {
+        budget.take(1);
+        Self { segments: Segments::new(len), budget }
+    }
+
+    /// What is mapped.
+    pub fn segments(&self) -> &Segments {
+        &self.segments
+    }
+
+    /// Lets `change` map up to `pieces` pieces, if the budget has room for them.
+    pub fn map<T>(
+        &mut self,
+        pieces: usize,
+        change: impl FnOnce(&mut Segments) -> Result<T, BackingError>,
+    ) -> Result<T, BackingError> {
+        // A piece in the middle of a segment makes three of it.
+        if !self.budget.reserve(2 * pieces) {
+            return Err(BackingError::MappingBudget { limit: self.budget.limit, used: self.budget.used() });
+        }
+        self.settle(2 * pieces, change)
+    }
+
+    /// Lets `change` unmap one piece. It may need two mappings more, and is never refused: what the budget
+    /// leaves to the rest of the process has room for that, and unmapping is what makes room again.
+    pub fn unmap<T>(
+        &mut self,
+        change: impl FnOnce(&mut Segments) -> Result<T, BackingError>,
+    ) -> Result<T, BackingError> {
+        self.budget.take(2);
+        self.settle(2, change)
+    }
+
+    fn settle<T>(
+        &mut self,
+        reserved: usize,
+        change: impl FnOnce(&mut Segments) -> Result<T, BackingError>,
+    ) -> Result<T, BackingError> {
+        let before = self.segments.count();
+        let result = change(&mut self.segments);
+        self.budget.release(before + reserved - self.segments.count());
+        result
+    }
+}
+
+impl Drop for Ledger {
+    fn drop(&mut self) {
+        self.budget.release(self.segments.count());
+    }
+}
+
+fn read_max_map_count() -> io::Result<usize> {
+    let text = fs::read_to_string("/proc/sys/vm/max_map_count")?;
+    text.trim().parse().map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_budget_gives_no_more_than_it_has() {
+        let budget = MappingBudget::new(5);
+        assert!(budget.reserve(3));
+        assert!(!budget.reserve(3));
+        assert!(budget.reserve(2));
+        budget.release(4);
+        assert_eq!(budget.used(), 1);
+        assert!(!budget.reserve(usize::MAX));
+    }
+
+    #[test]
+    fn a_ledger_counts_what_is_mapped_and_no_more() {
+        let budget = Arc::new(MappingBudget::new(4));
+        let mut ledger = Ledger::new(16, Arc::clone(&budget));
+        let set = |start, source| {
+            move |segments: &mut Segments| {
+                segments.set(start, 1, source);
+                Ok(())
+            }
+        };
+        ledger.map(1, set(4, Source::Anonymous)).unwrap();
+        assert_eq!(budget.used(), 3);
+        let err = ledger.map(1, set(8, Source::Anonymous)).unwrap_err();
+        assert!(matches!(err, BackingError::MappingBudget { limit: 4, used: 3 }));
+        ledger.unmap(set(4, Source::Nothing)).unwrap();
+        assert_eq!(budget.used(), 1);
+        drop(ledger);
+        assert_eq!(budget.used(), 0);
+    }
+
+    fn source() -> impl Strategy<Value = Source> {
+        prop_oneof![
+            Just(Source::Nothing),
+            Just(Source::Anonymous),
+            (0u64..12).prop_map(|offset| Source::File { offset }),
+        ]
+    }
+
+    proptest! {
+        /// The oracle holds the source of every byte on its own.
+        #[test]
+        fn segments_are_what_an_array_of_bytes_says(
+            ops in prop::collection::vec((0u64..16, 1u64..16, source()), 1..40),
+        ) {
+            const LEN: u64 = 16;
+            let mut segments = Segments::new(LEN);
+            let mut bytes = [Source::Nothing; LEN as usize];
+            for (start, len, source) in ops {
+                let len = len.min(LEN - start);
+                segments.set(start, len, source);
+                for at in start..start + len {
+                    bytes[at as usize] = source.at(at - start);
+                }
+                let breaks = bytes.windows(2).filter(|pair| pair[0].at(1) != pair[1]).count();
+                prop_assert_eq!(segments.count(), breaks + 1);
+                for segment in segments.in_range(start, len) {
+                    for at in 0..segment.len {
+                        prop_assert_eq!(segment.source.at(at), bytes[(segment.start + at) as usize]);
+                    }
+                }
+                let covered: u64 = segments.in_range(start, len).iter().map(|segment| segment.len).sum();
+                prop_assert_eq!(covered, len);
+            }
+        }
+    }
+}

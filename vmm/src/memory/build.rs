@@ -1,0 +1,363 @@
+//! Composes zones, reservations, slots and the view.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use thiserror::Error;
+use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionCollectionError, GuestRegionMmap, MmapRegion};
+
+use super::backing::resident::resident_bytes;
+use super::backing::{Access, Backing, DramBacking, MappingBudget, PmBacking, Reservation};
+use super::layout::{GuestRange, HOTPLUG_ALIGN, LayoutError, MemoryMap};
+use super::slots::{HOTPLUG_SLOT_BYTES, HotplugSlots, SlotError, SlotTable, Slots};
+use super::view::{GuestView, ViewError};
+use super::zone::{Tier, ZoneSpec};
+use crate::pool::{Extent, PmPool};
+
+/// The unit of plugging: the pool's chunk, and the host's and guest's huge page.
+pub const BLOCK_BYTES: u64 = 2 << 20;
+
+/// How guest memory is made.
+#[derive(Clone, Copy, Debug)]
+pub struct MemoryOptions {
+    /// Width of guest-physical addresses, as CPUID tells the guest.
+    pub address_bits: u8,
+    /// KVM_CAP_NR_MEMSLOTS.
+    pub slot_limit: u32,
+    /// DRAM in a memfd, which another process can map.
+    pub shared: bool,
+    /// Ask for transparent huge pages.
+    pub huge_pages: bool,
+}
+
+/// Why a VM gets no memory.
+#[derive(Debug, Error)]
+pub enum MemoryError {
+    /// The zones do not fit.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// A zone of PM without a pool.
+    #[error("Zone {zone:?} is of PM, but there is no pool")]
+    NoPool {
+        /// The zone's name.
+        zone: String,
+    },
+    /// Boot memory is DRAM.
+    #[error("Zone {zone:?} is of PM and cannot have {size_bytes} bytes of boot memory")]
+    PmBoot {
+        /// The zone's name.
+        zone: String,
+        /// What was asked for.
+        size_bytes: u64,
+    },
+    /// The host has no address space or memory for it.
+    #[error("{len} bytes of guest memory cannot be reserved or mapped")]
+    Map {
+        /// Length in bytes.
+        len: u64,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
+    },
+    /// vm-memory does not take a region.
+    #[error("Guest memory regions cannot be combined")]
+    Regions(#[from] GuestRegionCollectionError),
+    /// KVM does not take a slot.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+    /// The view does not take a hotplug part.
+    #[error(transparent)]
+    View(#[from] ViewError),
+}
+
+/// What a zone's virtio-mem device works on.
+pub struct HotplugPart {
+    /// The zone.
+    pub spec: ZoneSpec,
+    /// Where the part lies in the guest.
+    pub range: GuestRange,
+    /// What is behind it.
+    pub backing: Box<dyn Backing>,
+    /// How KVM learns of it.
+    pub slots: HotplugSlots,
+}
+
+/// The memory of one VM. Drop it after the vCPUs have ended.
+pub struct Memory {
+    map: MemoryMap,
+    zones: Vec<ZoneSpec>,
+    host_ranges: Vec<Vec<(u64, u64)>>,
+    boot: GuestMemoryMmap,
+    view: GuestView,
+    slots: Arc<Slots>,
+    budget: Arc<MappingBudget>,
+    hotplug: Vec<HotplugPart>,
+}
+
+/// Makes the memory that `zones` ask for: boot memory mapped and in KVM, hotplug parts reserved and empty.
+pub fn build(
+    zones: Vec<ZoneSpec>,
+    pool: Option<&Arc<dyn PmPool>>,
+    table: Arc<dyn SlotTable>,
+    options: MemoryOptions,
+) -> Result<Memory, MemoryError> {
+    for zone in zones.iter().filter(|zone| zone.tier == Tier::Pm) {
+        if zone.boot_bytes > 0 {
+            return Err(MemoryError::PmBoot { zone: zone.id.clone(), size_bytes: zone.boot_bytes });
+        }
+        if pool.is_none() {
+            return Err(MemoryError::NoPool { zone: zone.id.clone() });
+        }
+    }
+    let map = MemoryMap::new(&zones, options.address_bits)?;
+    let slots = Arc::new(Slots::new(table, options.slot_limit));
+    let budget = Arc::new(MappingBudget::of_host());
+    let mut host_ranges = vec![Vec::new(); zones.len()];
+    let mut boot = Vec::new();
+    let mut parts = Vec::new();
+
+    for (index, placement) in map.zones().iter().enumerate() {
+        for range in &placement.boot {
+            let reservation = reserve(*range)?;
+            let mut backing = dram(*range, &reservation, &budget, options)?;
+            backing
+                .plug(0, range.len)
+                .map_err(|err| MemoryError::Map { len: range.len, source: io::Error::other(err) })?;
+            slots.add(*range, &reservation, 0, Access::ReadWrite)?;
+            host_ranges[index].push((reservation.addr(), range.len));
+            boot.push((*range, reservation));
+        }
+    }
+    let regions: Result<Vec<_>, _> =
+        boot.iter().map(|(range, reservation)| region(*range, reservation)).collect();
+    let mut regions = regions?;
+    regions.sort_by_key(|region| vm_memory::GuestMemoryRegion::start_addr(region.as_ref()));
+    let boot_regions = GuestMemoryMmap::from_arc_regions(regions)?;
+    let view = GuestView::new(boot_regions.clone());
+    for (_, reservation) in &boot {
+        view.exclusive().keep(Arc::clone(reservation));
+    }
+
+    for (index, (placement, spec)) in map.zones().iter().zip(&zones).enumerate() {
+        let Some(range) = placement.hotplug else { continue };
+        let reservation = reserve(range)?;
+        host_ranges[index].push((reservation.addr(), range.len));
+        let backing: Box<dyn Backing> = match (spec.tier, pool) {
+            (Tier::Pm, Some(pool)) => {
+                Box::new(PmBacking::new(Arc::clone(pool), Arc::clone(&reservation), Arc::clone(&budget)))
+            }
+            _ => Box::new(dram(range, &reservation, &budget, options)?),
+        };
+        {
+            let mut memory = view.exclusive();
+            memory.add_region(region(range, &reservation)?, Arc::clone(&reservation))?;
+            memory.add_pluggable(GuestAddress(range.start), range.len, BLOCK_BYTES)?;
+        }
+        let slots = HotplugSlots::new(Arc::clone(&slots), range, reservation, HOTPLUG_SLOT_BYTES);
+        parts.push(HotplugPart { spec: spec.clone(), range, backing, slots });
+    }
+    Ok(Memory { map, zones, host_ranges, boot: boot_regions, view, slots, budget, hotplug: parts })
+}
+
+impl Memory {
+    /// Where everything lies.
+    pub fn map(&self) -> &MemoryMap {
+        &self.map
+    }
+
+    /// For 64-bit BARs and the like.
+    pub fn map_mut(&mut self) -> &mut MemoryMap {
+        &mut self.map
+    }
+
+    /// The zones, in the order of [`MemoryMap::zones`].
+    pub fn zones(&self) -> &[ZoneSpec] {
+        &self.zones
+    }
+
+    /// Boot memory alone, for loaders. It is never unplugged, so it needs no guard; it must not outlive this.
+    pub fn boot(&self) -> &GuestMemoryMmap {
+        &self.boot
+    }
+
+    /// All of memory, for devices.
+    pub fn view(&self) -> &GuestView {
+        &self.view
+    }
+
+    /// KVM's slots.
+    pub fn slots(&self) -> &Arc<Slots> {
+        &self.slots
+    }
+
+    /// How many mappings guest memory takes.
+    pub fn mapping_budget(&self) -> &Arc<MappingBudget> {
+        &self.budget
+    }
+
+    /// The hotplug parts, each for one virtio-mem device; empty when taken before.
+    pub fn take_hotplug(&mut self) -> Vec<HotplugPart> {
+        std::mem::take(&mut self.hotplug)
+    }
+
+    /// Where the parts of the zone `index` are in this process: what [`resident_bytes`] counts.
+    pub fn host_ranges(&self, index: usize) -> &[(u64, u64)] {
+        &self.host_ranges[index]
+    }
+
+    /// What the host holds of the zone `index`.
+    pub fn resident_bytes(&self, index: usize) -> io::Result<u64> {
+        resident_bytes(&self.host_ranges[index])
+    }
+
+    /// Maps extents of `file` side by side into a new range of guest memory, for a volume. The range is shown to
+    /// the guest, and devices reach it through the view: a guest may do I/O from and to mapped PM.
+    pub fn add_file_range(
+        &mut self,
+        file: BorrowedFd<'_>,
+        extents: &[Extent],
+        access: Access,
+    ) -> Result<MappedRange, MemoryError> {
+        let len = extents.iter().map(|extent| extent.len).sum();
+        let range = self.map.allocate(len, HOTPLUG_ALIGN)?;
+        let reservation = reserve(range)?;
+        let mut at = 0;
+        for extent in extents {
+            reservation
+                .map_file(at, extent.len, file, extent.offset, access)
+                .map_err(|source| MemoryError::Map { len: extent.len, source })?;
+            at += extent.len;
+        }
+        let mut memory = self.view.exclusive();
+        memory.add_region(region(range, &reservation)?, Arc::clone(&reservation))?;
+        if access == Access::Read {
+            memory.forbid_writes(range.start, range.len);
+        }
+        drop(memory);
+        self.slots.add(range, &reservation, 0, access)?;
+        Ok(MappedRange { guest: range, reservation })
+    }
+}
+
+/// A volume in guest memory.
+#[derive(Clone, Debug)]
+pub struct MappedRange {
+    /// Where the guest sees it.
+    pub guest: GuestRange,
+    /// Where this process does.
+    pub reservation: Arc<Reservation>,
+}
+
+fn reserve(range: GuestRange) -> Result<Arc<Reservation>, MemoryError> {
+    // As the guest's address modulo 1 GiB is 0, so shall the host's be. Boot memory above the hole starts there
+    // as well; a second zone's may not, and then loses pages of 1 GiB, not those of 2 MiB.
+    let reservation = Reservation::new(range.len, HOTPLUG_ALIGN);
+    reservation.map(Arc::new).map_err(|source| MemoryError::Map { len: range.len, source })
+}
+
+fn dram(
+    range: GuestRange,
+    reservation: &Arc<Reservation>,
+    budget: &Arc<MappingBudget>,
+    options: MemoryOptions,
+) -> Result<DramBacking, MemoryError> {
+    DramBacking::new(Arc::clone(reservation), Arc::clone(budget), options.shared, options.huge_pages)
+        .map_err(|source| MemoryError::Map { len: range.len, source })
+}
+
+fn region(range: GuestRange, reservation: &Reservation) -> Result<Arc<GuestRegionMmap>, MemoryError> {
+    assert!(range.len <= reservation.len_bytes());
+    let too_large = || MemoryError::Map { len: range.len, source: io::ErrorKind::InvalidInput.into() };
+    let len = usize::try_from(range.len).map_err(|_| too_large())?;
+    let flags = libc::MAP_NORESERVE;
+    // SAFETY: the range is reserved; whoever gets the region (the view; loaders through `Memory::boot`) keeps
+    // the reservation too. What is PROT_NONE in it is guarded by the view.
+    let mapping = unsafe {
+        MmapRegion::build_raw(reservation.addr() as *mut u8, len, libc::PROT_READ | libc::PROT_WRITE, flags)
+    };
+    let mapping =
+        mapping.map_err(|err| MemoryError::Map { len: range.len, source: io::Error::other(err) })?;
+    GuestRegionMmap::new(mapping, GuestAddress(range.start)).map(Arc::new).ok_or_else(too_large)
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::{Bytes, GuestAddressSpace, GuestMemoryBackend};
+
+    use super::super::layout::{GIB, MIB};
+    use super::super::slots::fake::FakeSlots;
+    use super::*;
+
+    const OPTIONS: MemoryOptions =
+        MemoryOptions { address_bits: 40, slot_limit: 64, shared: false, huge_pages: true };
+
+    fn dram_zone(boot_bytes: u64, hotplug_bytes: u64) -> ZoneSpec {
+        ZoneSpec { id: "dram".into(), tier: Tier::Dram, guest_node: 0, boot_bytes, hotplug_bytes }
+    }
+
+    #[test]
+    fn boot_memory_is_there_and_hotplug_memory_is_not() {
+        let table = Arc::new(FakeSlots::default());
+        let zones = vec![dram_zone(4 * GIB, GIB)];
+        let mut memory = build(zones, None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
+        assert_eq!(memory.boot().num_regions(), 2);
+        assert_eq!(memory.slots().used(), 2);
+        assert!(table.covers(3 * GIB - 1) && !table.covers(3 * GIB) && table.covers(5 * GIB - 1));
+        let view = memory.view().clone();
+        view.memory().write_obj(7u64, GuestAddress(4 * GIB)).unwrap();
+        assert_eq!(memory.boot().read_obj::<u64>(GuestAddress(4 * GIB)).unwrap(), 7);
+        assert!(view.memory().write_obj(7u64, GuestAddress(5 * GIB)).is_err());
+        let parts = memory.take_hotplug();
+        assert_eq!(parts.len(), 1);
+        assert_eq!(parts[0].range, GuestRange { start: 5 * GIB, len: GIB });
+        let resident = memory.resident_bytes(0).unwrap();
+        assert!(resident > 0 && resident <= 4 * MIB, "{resident}");
+        drop((parts, memory));
+        assert!(table.slots.lock().is_empty());
+        // The view keeps its memory for devices that end later.
+        assert_eq!(view.memory().read_obj::<u64>(GuestAddress(4 * GIB)).unwrap(), 7);
+    }
+
+    #[test]
+    fn a_pm_zone_needs_a_pool_and_has_no_boot_memory() {
+        let table = || Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
+        let pm = |boot_bytes| ZoneSpec {
+            id: "pm".into(),
+            tier: Tier::Pm,
+            guest_node: 1,
+            boot_bytes,
+            hotplug_bytes: GIB,
+        };
+        let err = build(vec![dram_zone(GIB, 0), pm(0)], None, table(), OPTIONS).err().unwrap();
+        assert!(matches!(err, MemoryError::NoPool { zone } if zone == "pm"));
+        let err = build(vec![dram_zone(GIB, 0), pm(GIB)], None, table(), OPTIONS).err().unwrap();
+        assert!(matches!(err, MemoryError::PmBoot { .. }));
+    }
+
+    #[test]
+    fn a_volume_is_mapped_side_by_side_and_read_only_means_so() {
+        use std::os::fd::AsFd;
+        use std::os::unix::fs::FileExt;
+        let table = Arc::new(FakeSlots::default());
+        let mut memory =
+            build(vec![dram_zone(GIB, 0)], None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(8 * MIB).unwrap();
+        file.write_all_at(b"first", 4 * MIB).unwrap();
+        file.write_all_at(b"second", 0).unwrap();
+        let extents = [Extent { offset: 4 * MIB, len: 2 * MIB }, Extent { offset: 0, len: 2 * MIB }];
+        let volume = memory.add_file_range(file.as_fd(), &extents, Access::Read).unwrap();
+        assert_eq!(volume.guest, GuestRange { start: 4 * GIB, len: 4 * MIB });
+        assert!(table.covers(4 * GIB));
+        let guard = memory.view().memory();
+        let read = |at, len| {
+            let mut bytes = vec![0; len];
+            guard.read_slice(&mut bytes, GuestAddress(at)).unwrap();
+            bytes
+        };
+        assert_eq!(read(4 * GIB, 5), b"first");
+        assert_eq!(read(4 * GIB + 2 * MIB, 6), b"second");
+        assert!(guard.write_obj(1u8, GuestAddress(4 * GIB)).is_err());
+    }
+}

@@ -1,0 +1,85 @@
+//! Memory zones: ranges of guest-physical memory with one tier and one guest NUMA node.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::{HotplugMethod, MemoryConfig, PmMemoryConfig};
+
+/// What a zone's memory is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Tier {
+    /// The host's DRAM.
+    Dram,
+    /// Chunks of a PM pool.
+    Pm,
+}
+
+impl Tier {
+    /// The value of the metric label `tier`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Dram => "dram",
+            Self::Pm => "pm",
+        }
+    }
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// What a zone shall be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ZoneSpec {
+    /// Its name, which metrics and API calls use.
+    pub id: String,
+    /// What it is made of.
+    pub tier: Tier,
+    /// Its node in the guest (an ACPI proximity domain).
+    pub guest_node: u32,
+    /// The part that is there from the start.
+    pub boot_bytes: u64,
+    /// The most that may be plugged beyond it; 0 for a zone without a virtio-mem device.
+    pub hotplug_bytes: u64,
+}
+
+/// Four sizes that are four different things. Boot memory is in none of them but `resident_bytes`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ZoneSizes {
+    /// What the guest is asked to have plugged.
+    pub requested_bytes: u64,
+    /// What it has plugged.
+    pub plugged_bytes: u64,
+    /// What its kernel uses of that, where an agent says so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub online_bytes: Option<u64>,
+    /// What the VMM's process holds of the zone in its page tables, boot part included.
+    pub resident_bytes: u64,
+}
+
+/// The zones that a configuration asks for: `dram`, and `pm` if there is one.
+pub fn zone_specs(memory: &MemoryConfig, pm: Option<&PmMemoryConfig>) -> Vec<ZoneSpec> {
+    let hotplug_bytes = match memory.hotplug_method {
+        HotplugMethod::VirtioMem => memory.hotplug_size.unwrap_or(0),
+        HotplugMethod::Acpi => 0,
+    };
+    let dram = ZoneSpec {
+        id: "dram".into(),
+        tier: Tier::Dram,
+        guest_node: 0,
+        boot_bytes: memory.size,
+        hotplug_bytes,
+    };
+    let pm = pm.map(|pm| ZoneSpec {
+        id: "pm".into(),
+        tier: Tier::Pm,
+        guest_node: pm.guest_numa_node,
+        boot_bytes: 0,
+        hotplug_bytes: pm.size,
+    });
+    std::iter::once(dram).chain(pm).collect()
+}
