@@ -1,3 +1,30 @@
 //! Boots guests and holds Foreshore against them: tests, demo, benchmarks.
+//!
+//! A test reads like this:
+//!
+//! ```no_run
+//! use guest_tests::{Guest, Kernel, wait_until};
+//! use std::time::Duration;
+//!
+//! # fn test() -> anyhow::Result<()> {
+//! let guest = Guest::builder().kernel(Kernel::V6_12).cpus(2).memory("size=512M").boot()?;
+//! assert_eq!(guest.run("nproc")?.trim(), "2");
+//! guest.no_kernel_complaints()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Nothing here sleeps for a fixed time and hopes: [`wait_until`] asks for a condition, and says which one did not
+//! come.
 
+pub mod guest;
+pub mod http;
+pub mod metrics;
+pub mod runner;
 pub mod shell_protocol;
+pub mod wait;
+
+pub use guest::{Guest, GuestBuilder, Image, Kernel, Output};
+pub use metrics::Metrics;
+pub use runner::skip;
+pub use wait::{wait_for, wait_until};

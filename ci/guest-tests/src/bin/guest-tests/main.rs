@@ -1,0 +1,18 @@
+//! The guest tests, in one program: they run on any KVM host, in the emulated one in a single boot.
+//!
+//! `guest-tests [--list] [--jobs N] [FILTER...]`
+
+mod boot;
+
+use guest_tests::runner::{self, Test};
+
+fn main() {
+    let tests: Vec<Test> = [boot::TESTS].concat();
+    match runner::main(&tests) {
+        Ok(code) => std::process::exit(code),
+        Err(error) => {
+            eprintln!("guest-tests: {error:#}");
+            std::process::exit(2);
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! Blocks of a device that are written, read back and verified.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::ops::{Deref, DerefMut};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::content::Bytes;
+
+const BLOCK_BYTES: usize = 4096;
+
+/// How the device is opened.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// O_DIRECT.
+    Direct,
+    /// Through the page cache, with fdatasync after each round.
+    Buffered,
+}
+
+impl Mode {
+    /// `direct` or `buffered`.
+    pub fn parse(text: &str) -> Result<Self> {
+        match text {
+            "direct" => Ok(Self::Direct),
+            "buffered" => Ok(Self::Buffered),
+            other => bail!("not a mode: {other:?}"),
+        }
+    }
+}
+
+/// Blocks FIRST to FIRST + COUNT of a device.
+pub struct Range {
+    device: File,
+    mode: Mode,
+    first: u64,
+    count: u64,
+}
+
+impl Range {
+    /// Opens the device.
+    pub fn open(device: &str, mode: Mode, first: u64, count: u64) -> Result<Self> {
+        ensure!(count > 0, "no blocks");
+        let flags = if mode == Mode::Direct { libc::O_DIRECT } else { 0 };
+        let device = OpenOptions::new().read(true).write(true).custom_flags(flags).open(device);
+        Ok(Self { device: device.context("Cannot open the device")?, mode, first, count })
+    }
+
+    fn offset(&self, index: u64) -> u64 {
+        (self.first + index) * BLOCK_BYTES as u64
+    }
+
+    /// The indexes in an order that is no order, each once: a step that shares no factor with the count.
+    fn shuffled(&self, seed: u64) -> impl Iterator<Item = u64> {
+        let step = (1 + seed % self.count.max(2)..).find(|step| gcd(*step, self.count) == 1);
+        let (count, step) = (self.count, step.expect("count + 1 shares no factor with count"));
+        (0..count).map(move |index| index * step % count)
+    }
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// A block's content names its place, its writer's seed and the round, and fills the rest from them: a torn or a
+/// misplaced block is not the content of any round.
+fn fill(block: &mut [u8], index: u64, seed: u64, round: u64) {
+    block[..8].copy_from_slice(&index.to_le_bytes());
+    block[8..16].copy_from_slice(&seed.to_le_bytes());
+    block[16..24].copy_from_slice(&round.to_le_bytes());
+    Bytes::new(index ^ seed.rotate_left(20) ^ round.rotate_left(40)).fill(&mut block[24..]);
+}
+
+/// Writes all blocks, ROUNDS times, and verifies each round. Says `round N` when a round is durable.
+pub fn write(range: &Range, seed: u64, rounds: u64) -> Result<()> {
+    let mut block = AlignedBlock::new();
+    for round in 1..=rounds {
+        for index in range.shuffled(seed + round) {
+            fill(&mut block, index, seed, round);
+            range
+                .device
+                .write_all_at(&block, range.offset(index))
+                .with_context(|| format!("Cannot write {index}"))?;
+        }
+        if range.mode == Mode::Buffered {
+            range.device.sync_data().context("Cannot sync")?;
+        }
+        verify(range, seed, &[round])?;
+        println!("round {round}");
+        io::stdout().flush()?;
+    }
+    Ok(())
+}
+
+/// Verifies that every block is that of ROUND or, for a writer that was killed, of the next one.
+pub fn check(range: &Range, seed: u64, round: u64) -> Result<()> {
+    verify(range, seed, &[round, round + 1])?;
+    println!("checked {}", range.count);
+    Ok(())
+}
+
+fn verify(range: &Range, seed: u64, rounds: &[u64]) -> Result<()> {
+    let (mut found, mut expected) = (AlignedBlock::new(), AlignedBlock::new());
+    for index in 0..range.count {
+        range
+            .device
+            .read_exact_at(&mut found, range.offset(index))
+            .with_context(|| format!("Cannot read {index}"))?;
+        let matches = rounds.iter().any(|round| {
+            fill(&mut expected, index, seed, *round);
+            *found == *expected
+        });
+        ensure!(
+            matches,
+            "Block {index} is of none of the rounds {rounds:?}: it begins {:02x?}",
+            &found[..24]
+        );
+    }
+    Ok(())
+}
+
+/// Times COUNT direct transfers, one at a time, at shuffled places of the device's first 16 MiB.
+pub fn time(device: &str, what: &str, count: u64) -> Result<()> {
+    let range = Range::open(device, Mode::Direct, 0, 4096)?;
+    let mut block = AlignedBlock::new();
+    fill(&mut block, 0, 0, 0);
+    let places: Vec<u64> = range.shuffled(1237).cycle_to(count);
+    let started = Instant::now();
+    for index in places {
+        match what {
+            "write" => range.device.write_all_at(&block, range.offset(index)),
+            "read" => range.device.read_exact_at(&mut block, range.offset(index)),
+            other => bail!("neither read nor write: {other:?}"),
+        }
+        .with_context(|| format!("Cannot {what} block {index}"))?;
+    }
+    println!("{}", started.elapsed().as_micros());
+    Ok(())
+}
+
+/// The first COUNT items of an iterator that is begun again as often as needed.
+trait CycleTo: Iterator {
+    fn cycle_to(self, count: u64) -> Vec<Self::Item>;
+}
+
+impl<I: Iterator<Item = u64>> CycleTo for I {
+    fn cycle_to(self, count: u64) -> Vec<u64> {
+        let all: Vec<u64> = self.collect();
+        all.iter().copied().cycle().take(usize::try_from(count).unwrap_or(usize::MAX)).collect()
+    }
+}
+
+/// A block in memory aligned as O_DIRECT wants it.
+struct AlignedBlock(*mut u8);
+
+const BLOCK_LAYOUT: Layout = match Layout::from_size_align(BLOCK_BYTES, BLOCK_BYTES) {
+    Ok(layout) => layout,
+    Err(_) => panic!("4096 is a power of two"),
+};
+
+impl AlignedBlock {
+    fn new() -> Self {
+        // SAFETY: the layout's size is not zero.
+        let block = unsafe { alloc_zeroed(BLOCK_LAYOUT) };
+        assert!(!block.is_null(), "out of memory");
+        Self(block)
+    }
+}
+
+impl Deref for AlignedBlock {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: new() allocated BLOCK_BYTES zeroed bytes, which live as long as self; no one else has the pointer.
+        unsafe { std::slice::from_raw_parts(self.0, BLOCK_BYTES) }
+    }
+}
+
+impl DerefMut for AlignedBlock {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in deref(), and self is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.0, BLOCK_BYTES) }
+    }
+}
+
+impl Drop for AlignedBlock {
+    fn drop(&mut self) {
+        // SAFETY: new() allocated it with this layout.
+        unsafe { dealloc(self.0, BLOCK_LAYOUT) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    fn scratch(name: &str, blocks: u64) -> (std::path::PathBuf, Range) {
+        let path = std::env::temp_dir().join(format!("guest-tool-{name}-{}", std::process::id()));
+        let device =
+            OpenOptions::new().create(true).truncate(true).read(true).write(true).open(&path).unwrap();
+        device.set_len(blocks * BLOCK_BYTES as u64).unwrap();
+        (path, Range { device, mode: Mode::Buffered, first: 1, count: blocks - 1 })
+    }
+
+    #[test]
+    fn shuffled_visits_every_block_once() {
+        let (path, range) = scratch("shuffled", 98);
+        for seed in 0..200 {
+            assert_eq!(range.shuffled(seed).collect::<BTreeSet<u64>>().len(), 97);
+        }
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_changed_byte_is_found() {
+        let (path, range) = scratch("changed", 9);
+        write(&range, 5, 2).unwrap();
+        check(&range, 5, 2).unwrap();
+        assert!(check(&range, 6, 2).is_err(), "another writer's blocks passed");
+        range.device.write_all_at(b"x", range.offset(3) + 4000).unwrap();
+        assert!(check(&range, 5, 2).is_err(), "a torn block passed");
+        std::fs::remove_file(path).unwrap();
+    }
+}

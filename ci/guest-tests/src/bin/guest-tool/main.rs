@@ -1,0 +1,45 @@
+//! Runs in the guest: what a test needs there that a shell cannot do.
+
+mod blocks;
+mod content;
+mod files;
+mod memory;
+
+use anyhow::{Context, Result, bail};
+
+const USAGE: &str = "\
+usage:
+  guest-tool hog MIB                             hold that much memory, which does not compress
+  guest-tool write-files DIR BYTES               write files with fsync until killed; a line per file: name hash
+  guest-tool check-files DIR LIST                compare files with such lines
+  guest-tool write-blocks DEVICE direct|buffered FIRST COUNT SEED ROUNDS
+                                                 write and verify 4 KiB blocks, in shuffled order
+  guest-tool check-blocks DEVICE FIRST COUNT SEED ROUND
+                                                 every block is that of the round, or of the one before
+  guest-tool time-blocks DEVICE read|write COUNT time direct 4 KiB transfers, one at a time: microseconds";
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match arguments.as_slice() {
+        ["hog", mib] => memory::hog(number(mib)?),
+        ["write-files", dir, bytes] => files::write(dir.as_ref(), number(bytes)?),
+        ["check-files", dir, list] => files::check(dir.as_ref(), list.as_ref()),
+        ["write-blocks", device, mode, first, count, seed, rounds] => blocks::write(
+            &blocks::Range::open(device, blocks::Mode::parse(mode)?, number(first)?, number(count)?)?,
+            number(seed)?,
+            number(rounds)?,
+        ),
+        ["check-blocks", device, first, count, seed, round] => blocks::check(
+            &blocks::Range::open(device, blocks::Mode::Direct, number(first)?, number(count)?)?,
+            number(seed)?,
+            number(round)?,
+        ),
+        ["time-blocks", device, what, count] => blocks::time(device, what, number(count)?),
+        _ => bail!("{USAGE}"),
+    }
+}
+
+fn number(text: &str) -> Result<u64> {
+    text.parse().with_context(|| format!("not a number: {text:?}\n{USAGE}"))
+}

@@ -1,0 +1,293 @@
+//! What a guest is started with.
+
+use std::fmt;
+use std::net::{Ipv4Addr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::{BOOT_LIMIT, Guest, Paths, VmmProcess, console, program};
+use crate::runner::this_tests_dir;
+
+/// Until a VMM that refuses its command line has said so.
+const REFUSAL_LIMIT: Duration = Duration::from_secs(20);
+
+/// A Debian kernel, as ci/kernels.lock names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kernel {
+    /// bookworm-security's 6.12.
+    V6_12,
+    /// bookworm's 6.1.
+    V6_1,
+}
+
+impl fmt::Display for Kernel {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::V6_12 => "6.12",
+            Self::V6_1 => "6.1",
+        })
+    }
+}
+
+/// An initramfs that guest/image/build has made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Image {
+    /// busybox, drivers, e2fsprogs, agent, guest-shell, guest-tool.
+    Basic,
+    /// The same and Debian's Redis; for the 6.12 kernel alone.
+    Redis,
+}
+
+/// Where kernels and images are: ci/nested/host sets GUESTS.
+fn guests_dir() -> PathBuf {
+    std::env::var_os("GUESTS").map_or_else(|| PathBuf::from("/guests"), PathBuf::from)
+}
+
+impl Kernel {
+    /// Its bzImage.
+    pub fn path(self) -> PathBuf {
+        guests_dir().join(format!("vmlinuz-{self}"))
+    }
+}
+
+impl Image {
+    /// Its file for a kernel.
+    pub fn path(self, kernel: Kernel) -> PathBuf {
+        let flavour = match self {
+            Self::Basic => "basic",
+            Self::Redis => "redis",
+        };
+        guests_dir().join(format!("{flavour}-{kernel}.img"))
+    }
+}
+
+/// A VMM that would not start.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// Its exit code.
+    pub code: Option<i32>,
+    /// All it said.
+    pub message: String,
+}
+
+/// What a guest is started with. Cloning it starts the same guest again.
+#[derive(Debug, Clone)]
+pub struct GuestBuilder {
+    name: Option<String>,
+    kernel: Kernel,
+    image: Image,
+    cpus: u32,
+    max_cpus: Option<u32>,
+    memory: String,
+    cmdline: String,
+    pressure: Option<String>,
+    arguments: Vec<String>,
+    without: Vec<&'static str>,
+    boot_limit: Duration,
+}
+
+impl GuestBuilder {
+    pub(super) fn new() -> Self {
+        Self {
+            name: None,
+            kernel: Kernel::V6_12,
+            image: Image::Basic,
+            cpus: 1,
+            max_cpus: None,
+            memory: "size=512M".to_owned(),
+            // Warnings are wanted on the console, the rest would only cost time: every byte is an exit.
+            cmdline: "console=ttyS0 loglevel=5".to_owned(),
+            pressure: None,
+            arguments: Vec::new(),
+            without: Vec::new(),
+            boot_limit: BOOT_LIMIT,
+        }
+    }
+
+    /// What its files are called; a number otherwise.
+    pub fn name(mut self, name: &str) -> Self {
+        self.name = Some(name.to_owned());
+        self
+    }
+
+    /// The guest's kernel.
+    pub fn kernel(mut self, kernel: Kernel) -> Self {
+        self.kernel = kernel;
+        self
+    }
+
+    /// The guest's initramfs.
+    pub fn image(mut self, image: Image) -> Self {
+        self.image = image;
+        self
+    }
+
+    /// vCPUs at boot.
+    pub fn cpus(mut self, cpus: u32) -> Self {
+        self.cpus = cpus;
+        self
+    }
+
+    /// vCPUs that are possible.
+    pub fn max_cpus(mut self, max_cpus: u32) -> Self {
+        self.max_cpus = Some(max_cpus);
+        self
+    }
+
+    /// `--memory`: `size=384M,hotplug_method=virtio-mem,hotplug_size=128M`.
+    pub fn memory(mut self, memory: &str) -> Self {
+        self.memory = memory.to_owned();
+        self
+    }
+
+    /// `--pm-memory`: `pool=PATH,size=1G`.
+    pub fn pm_memory(self, pm_memory: &str) -> Self {
+        self.argument("--pm-memory", pm_memory)
+    }
+
+    /// `--pm-volume`: `pool=PATH,name=data,interface=nvdimm`. May be repeated.
+    pub fn pm_volume(self, pm_volume: &str) -> Self {
+        self.argument("--pm-volume", pm_volume)
+    }
+
+    /// `--pressure policy=`: psi, fixed, off.
+    pub fn pressure(mut self, policy: &str) -> Self {
+        self.pressure = Some(policy.to_owned());
+        self
+    }
+
+    /// More for the kernel's command line.
+    pub fn cmdline(mut self, more: &str) -> Self {
+        self.cmdline += " ";
+        self.cmdline += more;
+        self
+    }
+
+    /// A flag that has no method of its own, or replaces what the builder would say.
+    pub fn argument(mut self, flag: &str, value: &str) -> Self {
+        self.arguments.extend([flag.to_owned(), value.to_owned()]);
+        self
+    }
+
+    /// Leaves a flag of the builder's out: `--vsock`, `--metrics`, `--kernel`.
+    pub fn without(mut self, flag: &'static str) -> Self {
+        self.without.push(flag);
+        self
+    }
+
+    /// How long the boot may take.
+    pub fn boot_limit(mut self, limit: Duration) -> Self {
+        self.boot_limit = limit;
+        self
+    }
+
+    /// Starts the VMM and waits until the guest serves commands.
+    pub fn boot(&self) -> Result<Guest> {
+        let guest = self.start()?;
+        guest.wait_for_shell(self.boot_limit)?;
+        Ok(guest)
+    }
+
+    /// Starts the VMM and waits for nothing.
+    pub fn start(&self) -> Result<Guest> {
+        static STARTED: AtomicU32 = AtomicU32::new(0);
+        let number = STARTED.fetch_add(1, Ordering::Relaxed);
+        let name = self.name.clone().unwrap_or_else(|| "vm".to_owned());
+        let paths = Paths { dir: this_tests_dir(), name: format!("{name}{number}") };
+        std::fs::create_dir_all(&paths.dir)
+            .with_context(|| format!("Cannot make {}", paths.dir.display()))?;
+        let metrics_address = free_address()?;
+        let mut command = Command::new(program("foreshore"));
+        command.args(self.vmm_arguments(&paths, &metrics_address));
+        let process = VmmProcess::start(&mut command, &paths.vmm_log())?;
+        Ok(Guest { process, paths, metrics_address })
+    }
+
+    /// Starts the VMM and expects it to refuse: returns what it said.
+    pub fn expect_refusal(&self) -> Result<Refusal> {
+        let guest = self.start()?;
+        let log = guest.paths.vmm_log();
+        let status = guest.wait_for_exit(REFUSAL_LIMIT).context("The VMM did not refuse its command line")?;
+        ensure!(!status.success(), "The VMM ended as if all were well");
+        Ok(Refusal { code: status.code(), message: console::read(&log)? })
+    }
+
+    fn vmm_arguments(&self, paths: &Paths, metrics_address: &str) -> Vec<String> {
+        let text = |path: &Path| path.display().to_string();
+        let max_cpus = self.max_cpus.unwrap_or(self.cpus);
+        let ours: [(&'static str, Option<String>); 11] = [
+            ("--kernel", Some(text(&self.kernel.path()))),
+            ("--initramfs", Some(text(&self.image.path(self.kernel)))),
+            ("--cmdline", Some(self.cmdline.clone())),
+            ("--cpus", Some(format!("boot={},max={max_cpus}", self.cpus))),
+            ("--memory", Some(self.memory.clone())),
+            ("--serial", Some(format!("file={}", text(&paths.console())))),
+            ("--console", Some("off".to_owned())),
+            ("--rng", Some("src=/dev/urandom".to_owned())),
+            ("--vsock", Some(format!("cid=3,socket={}", text(&paths.vsock())))),
+            ("--api-socket", Some(text(&paths.api()))),
+            ("--metrics", Some(metrics_address.to_owned())),
+        ];
+        let pressure = ("--pressure", self.pressure.as_ref().map(|policy| format!("policy={policy}")));
+        ours.into_iter()
+            .chain([pressure])
+            .filter(|(flag, _)| {
+                !self.without.contains(flag) && !self.arguments.iter().any(|other| other == flag)
+            })
+            .filter_map(|(flag, value)| Some([flag.to_owned(), value?]))
+            .flatten()
+            .chain(self.arguments.iter().cloned())
+            .collect()
+    }
+}
+
+/// An address on which nothing listened a moment ago.
+fn free_address() -> Result<String> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("Cannot find a free port")?;
+    Ok(listener.local_addr()?.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arguments(builder: &GuestBuilder) -> Vec<String> {
+        let paths = Paths { dir: PathBuf::from("/t"), name: "vm0".to_owned() };
+        builder.vmm_arguments(&paths, "127.0.0.1:9")
+    }
+
+    fn value<'a>(arguments: &'a [String], flag: &str) -> Option<&'a str> {
+        let at = arguments.iter().position(|argument| argument == flag)?;
+        Some(&arguments[at + 1])
+    }
+
+    #[test]
+    fn a_builder_says_what_it_was_told() {
+        let builder = Guest::builder().cpus(2).max_cpus(4).memory("size=1G").pressure("off").cmdline("a=b");
+        let arguments = arguments(&builder);
+        assert_eq!(value(&arguments, "--cpus"), Some("boot=2,max=4"));
+        assert_eq!(value(&arguments, "--memory"), Some("size=1G"));
+        assert_eq!(value(&arguments, "--pressure"), Some("policy=off"));
+        assert_eq!(value(&arguments, "--vsock"), Some("cid=3,socket=/t/vm0.vsock"));
+        assert!(value(&arguments, "--cmdline").unwrap().ends_with(" a=b"));
+    }
+
+    #[test]
+    fn an_argument_replaces_the_builders_own() {
+        let arguments = arguments(&Guest::builder().argument("--kernel", "/dev/null").without("--metrics"));
+        assert_eq!(value(&arguments, "--kernel"), Some("/dev/null"));
+        assert_eq!(arguments.iter().filter(|argument| *argument == "--kernel").count(), 1);
+        assert_eq!(value(&arguments, "--metrics"), None);
+    }
+
+    #[test]
+    fn a_flag_may_be_given_twice() {
+        let builder = Guest::builder().pm_volume("pool=p,name=a").pm_volume("pool=p,name=b");
+        let volumes = arguments(&builder).iter().filter(|argument| *argument == "--pm-volume").count();
+        assert_eq!(volumes, 2);
+    }
+}

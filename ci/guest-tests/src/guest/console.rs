@@ -1,0 +1,88 @@
+//! Reads logs.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+/// A log's text; one that does not exist yet is empty.
+pub(super) fn read(path: &Path) -> Result<String> {
+    match fs::read(path) {
+        Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).replace('\r', "")),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(String::new()),
+        Err(error) => Err(error).with_context(|| format!("Cannot read {}", path.display())),
+    }
+}
+
+/// Its last lines.
+pub(super) fn tail(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(30)..].join("\n")
+}
+
+/// What a kernel that is well does not say. Each is the start of a message of Linux, after its time stamp.
+const COMPLAINTS: &[&str] = &[
+    "BUG: ",
+    "WARNING: ",
+    "Oops: ",
+    "kernel BUG at ",
+    "general protection fault",
+    "Kernel panic",
+    "INFO: task ",
+    "INFO: rcu",
+    "rcu: INFO",
+    "watchdog: BUG",
+    "Unable to handle",
+    "invalid opcode",
+    "Internal error",
+    "EXT4-fs error",
+    "Buffer I/O error",
+    "I/O error, dev ",
+    "Bad page state",
+    "Out of memory: ",
+];
+
+/// The lines of a kernel log that are complaints.
+pub fn complaints(log: &str) -> Vec<&str> {
+    log.lines()
+        .filter(|line| COMPLAINTS.iter().any(|complaint| message(line).starts_with(complaint)))
+        .collect()
+}
+
+/// The line without `[   12.345678] `, and without `<3>` where the log level is printed.
+fn message(line: &str) -> &str {
+    let line = line.trim_start();
+    match line.strip_prefix('[').and_then(|rest| rest.split_once("] ")) {
+        Some((time, rest)) if time.trim().parse::<f64>().is_ok() => rest,
+        _ => line,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn complaints_are_found_with_and_without_time_stamps() {
+        let log = "\
+[    1.000000] Linux version 6.12
+[    2.500000] BUG: scheduling while atomic: dd/123/0x00000002
+WARNING: CPU: 0 PID: 1 at mm/page_alloc.c:1 foo+0x1
+[   17.123456] INFO: task jbd2/pmem0s-8:99 blocked for more than 120 seconds.
+[   18.000000] pcieport: some WARNING: inside a line is not one";
+        let found = complaints(log);
+        assert_eq!(found.len(), 3, "{found:?}");
+    }
+
+    #[test]
+    fn a_well_kernel_does_not_complain() {
+        assert!(complaints("[    0.000000] Command line: BUG_ON=1\nforeshore-guest: ready\n").is_empty());
+    }
+
+    #[test]
+    fn the_tail_of_a_short_text_is_all_of_it() {
+        assert_eq!(tail("a\nb"), "a\nb");
+        assert_eq!(tail(""), "");
+    }
+}

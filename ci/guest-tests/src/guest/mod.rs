@@ -1,0 +1,248 @@
+//! A guest under Foreshore: how to start it, talk to it, and end it.
+
+mod builder;
+mod console;
+mod process;
+mod shell;
+
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+pub use builder::{GuestBuilder, Image, Kernel, Refusal};
+pub use console::complaints;
+pub use process::{VmmProcess, program};
+pub use shell::{Output, Script};
+
+use crate::http::{self, Response};
+use crate::metrics::Metrics;
+use crate::wait::{wait_for, wait_until};
+
+/// Until init serves commands. A guest boots in 3 s in an emulated host that has nothing else to do.
+pub const BOOT_LIMIT: Duration = Duration::from_secs(60);
+
+/// For a command that has nothing to wait for.
+const RUN_LIMIT: Duration = Duration::from_secs(60);
+
+/// A running guest. Dropping it kills its VMM.
+#[derive(Debug)]
+pub struct Guest {
+    process: VmmProcess,
+    paths: Paths,
+    metrics_address: String,
+}
+
+/// The files of one VM, in the test's directory.
+#[derive(Debug, Clone)]
+struct Paths {
+    dir: PathBuf,
+    name: String,
+}
+
+impl Paths {
+    fn file(&self, what: &str) -> PathBuf {
+        self.dir.join(format!("{}.{what}", self.name))
+    }
+    fn api(&self) -> PathBuf {
+        self.file("api")
+    }
+    fn vsock(&self) -> PathBuf {
+        self.file("vsock")
+    }
+    fn console(&self) -> PathBuf {
+        self.file("console.log")
+    }
+    fn vmm_log(&self) -> PathBuf {
+        self.file("vmm.log")
+    }
+}
+
+impl Guest {
+    /// A guest with one vCPU, 512 MiB of DRAM and the basic image on Debian's 6.12 kernel.
+    pub fn builder() -> GuestBuilder {
+        GuestBuilder::new()
+    }
+
+    /// Runs a shell command in the guest and returns what it wrote; any exit code but zero is an error.
+    pub fn run(&self, command: &str) -> Result<String> {
+        self.run_within(RUN_LIMIT, command)
+    }
+
+    /// The same, with a limit of its own.
+    pub fn run_within(&self, limit: Duration, command: &str) -> Result<String> {
+        let output = self.try_run(limit, command)?;
+        ensure!(
+            output.code == 0,
+            "`{command}` ended with {} in the guest:\n{}{}",
+            output.code,
+            output.stdout,
+            output.stderr
+        );
+        Ok(output.stdout)
+    }
+
+    /// Runs a shell command in the guest, whatever its exit code.
+    pub fn try_run(&self, limit: Duration, command: &str) -> Result<Output> {
+        self.start_script(limit, command)?
+            .finish()
+            .with_context(|| format!("While the guest ran `{command}`"))
+    }
+
+    /// Starts a shell command in the guest, to read what it writes while it runs. Dropping the script kills it.
+    pub fn start_script(&self, silence_limit: Duration, command: &str) -> Result<Script> {
+        Script::start(&self.paths.vsock(), silence_limit, command)
+    }
+
+    /// Waits until a command in the guest ends with zero.
+    pub fn wait_until_run(&self, what: &str, limit: Duration, command: &str) -> Result<()> {
+        self.wait_until(what, limit, || Ok(self.try_run(limit, command)?.code == 0))
+    }
+
+    /// Waits until the condition holds, but not past the end of the VMM.
+    pub fn wait_until(
+        &self,
+        what: &str,
+        limit: Duration,
+        mut condition: impl FnMut() -> Result<bool>,
+    ) -> Result<()> {
+        wait_until(what, limit, || {
+            self.process.still_running()?;
+            condition()
+        })
+    }
+
+    /// Calls the API: `guest.api("PUT", "vm.resize", Some(json!({...})))`. An answer outside 2xx is an error.
+    pub fn api(&self, method: &str, call: &str, body: Option<Value>) -> Result<Value> {
+        let response = self.try_api(method, call, body)?;
+        ensure!(
+            (200..300).contains(&response.status),
+            "{method} {call}: status {}: {}",
+            response.status,
+            response.body
+        );
+        if response.body.is_empty() {
+            return Ok(Value::Null);
+        }
+        serde_json::from_str(&response.body).with_context(|| format!("{call} answers {:?}", response.body))
+    }
+
+    /// Calls the API, whatever the answer's status.
+    pub fn try_api(&self, method: &str, call: &str, body: Option<Value>) -> Result<Response> {
+        let body = body.map(|body| body.to_string());
+        http::request_unix(&self.paths.api(), method, &format!("/api/v1/{call}"), body.as_deref())
+    }
+
+    /// The API's socket.
+    pub fn api_socket(&self) -> PathBuf {
+        self.paths.api()
+    }
+
+    /// The host's end of vsock.
+    pub fn vsock_socket(&self) -> PathBuf {
+        self.paths.vsock()
+    }
+
+    /// Where the metrics are served.
+    pub fn metrics_address(&self) -> &str {
+        &self.metrics_address
+    }
+
+    /// Scrapes the metrics.
+    pub fn metrics(&self) -> Result<Metrics> {
+        let response = http::request_tcp(&self.metrics_address, "GET", "/metrics", None)?;
+        ensure!(response.status == 200, "/metrics: status {}: {}", response.status, response.body);
+        Metrics::parse(&response.body)
+    }
+
+    /// What the guest's kernel and init wrote to the serial console.
+    pub fn console_log(&self) -> Result<String> {
+        console::read(&self.paths.console())
+    }
+
+    /// What the VMM logged.
+    pub fn vmm_log(&self) -> Result<String> {
+        console::read(&self.paths.vmm_log())
+    }
+
+    /// Fails if the guest's kernel has complained: BUG, WARNING, Oops, hung tasks, stalls. Looks at the console and,
+    /// while the guest runs, at its kernel log.
+    pub fn no_kernel_complaints(&self) -> Result<()> {
+        let mut log = self.console_log()?;
+        if self.process.still_running().is_ok() {
+            log += &self.run("dmesg")?;
+        }
+        let found = complaints(&log);
+        ensure!(found.is_empty(), "The guest's kernel complains:\n{}", found.join("\n"));
+        Ok(())
+    }
+
+    /// The VMM's process id.
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// Memory of the VMM's process that is resident, guest memory included.
+    pub fn rss_bytes(&self) -> Result<u64> {
+        self.process.smaps_rollup_bytes("Rss")
+    }
+
+    /// Kills the VMM as a power cut would, and waits until the kernel has buried it.
+    pub fn kill9(mut self) -> Result<()> {
+        self.process.kill()
+    }
+
+    /// Waits until the VMM has ended by itself.
+    pub fn wait_for_exit(mut self, limit: Duration) -> Result<ExitStatus> {
+        self.process.wait_for_exit(limit)
+    }
+
+    /// Powers the guest off from inside and expects the VMM to end cleanly.
+    pub fn power_off(self) -> Result<()> {
+        // The connection may die before the exit code comes.
+        drop(self.start_script(RUN_LIMIT, "sync; poweroff -f"));
+        let log = self.paths.vmm_log();
+        let status = self.wait_for_exit(BOOT_LIMIT)?;
+        ensure!(
+            status.success(),
+            "The VMM ended with {} after a power-off:\n{}",
+            describe(status),
+            console::tail(&console::read(&log)?)
+        );
+        Ok(())
+    }
+
+    fn wait_for_shell(&self, limit: Duration) -> Result<()> {
+        let answer = wait_for("the guest serves commands", limit, || {
+            self.process.still_running()?;
+            // Before the guest listens the connection is refused, or the socket is not there yet.
+            Ok(Script::start(&self.paths.vsock(), RUN_LIMIT, "echo up").and_then(Script::finish).ok())
+        });
+        match answer {
+            Ok(output) if output.stdout == "up\n" => Ok(()),
+            Ok(output) => bail!("The guest's shell answers {output:?}"),
+            Err(error) => Err(error.context(self.evidence())),
+        }
+    }
+
+    /// What a person would look at first.
+    fn evidence(&self) -> String {
+        let section = |title: &str, path: &Path| {
+            let text = console::read(path).unwrap_or_else(|error| format!("{error:#}"));
+            format!("--- {title}\n{}\n", console::tail(&text))
+        };
+        section("the VMM's last lines", &self.paths.vmm_log())
+            + &section("the guest's last lines", &self.paths.console())
+    }
+}
+
+fn describe(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit code {code}"),
+        (None, Some(signal)) => format!("signal {signal}"),
+        (None, None) => status.to_string(),
+    }
+}

@@ -1,0 +1,126 @@
+//! The VMM's process.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+
+use super::{console, describe};
+use crate::wait::wait_for;
+
+/// A program of this repository by its name: the one that FORESHORE_TEST_<NAME> points at, else the one in PATH.
+/// So a test can be run against a debug build or another VMM.
+pub fn program(name: &str) -> PathBuf {
+    let variable = format!("FORESHORE_TEST_{}", name.to_uppercase().replace('-', "_"));
+    std::env::var_os(variable).map_or_else(|| PathBuf::from(name), PathBuf::from)
+}
+
+/// A VMM that was started. Killed when dropped.
+#[derive(Debug)]
+pub struct VmmProcess {
+    /// Behind a mutex because waiting changes it, and tests look whether it runs while they hold the guest.
+    child: Mutex<Child>,
+    pid: u32,
+    log: PathBuf,
+}
+
+impl VmmProcess {
+    /// Starts it, its output appended to `log`.
+    pub fn start(command: &mut Command, log: &Path) -> Result<Self> {
+        let output = File::options().create(true).append(true).open(log);
+        let output = output.with_context(|| format!("Cannot open {}", log.display()))?;
+        command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
+        // SAFETY: prctl is async-signal-safe and takes no pointers here. The VMM must not outlive a test that dies.
+        unsafe {
+            command.pre_exec(|| {
+                if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) < 0 {
+                    return Err(io::Error::last_os_error());
+                }
+                Ok(())
+            });
+        }
+        let child = command.spawn().with_context(|| format!("Cannot start {:?}", command.get_program()))?;
+        Ok(Self { pid: child.id(), child: Mutex::new(child), log: log.to_owned() })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// An error with its last words, if it has ended.
+    pub fn still_running(&self) -> Result<()> {
+        let status = self.child.lock().expect("no holder panics").try_wait()?;
+        match status {
+            None => Ok(()),
+            Some(status) => bail!(
+                "The VMM has ended with {}:\n{}",
+                describe(status),
+                console::tail(&console::read(&self.log)?)
+            ),
+        }
+    }
+
+    /// SIGKILL, and wait.
+    pub fn kill(&mut self) -> Result<()> {
+        let child = self.child.get_mut().expect("no holder panics");
+        child.kill()?;
+        child.wait()?;
+        Ok(())
+    }
+
+    /// Waits until it has ended by itself.
+    pub fn wait_for_exit(&mut self, limit: Duration) -> Result<ExitStatus> {
+        let child = self.child.get_mut().expect("no holder panics");
+        wait_for("the VMM ended", limit, || Ok(child.try_wait()?))
+    }
+
+    /// A line of /proc/PID/smaps_rollup in bytes: `Rss`, `Pss`, `Anonymous`.
+    pub fn smaps_rollup_bytes(&self, field: &str) -> Result<u64> {
+        let path = format!("/proc/{}/smaps_rollup", self.pid);
+        let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;
+        let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+        let kib = line.and_then(|rest| rest.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
+        Ok(kib.with_context(|| format!("{path} has no {field}"))? * 1024)
+    }
+}
+
+impl Drop for VmmProcess {
+    fn drop(&mut self) {
+        // It may have ended already; then there is nothing to kill.
+        let _ = self.kill();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_ended_is_reported_with_its_last_words() {
+        let dir = std::env::temp_dir().join(format!("guest-tests-process-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let log = dir.join("log");
+        let mut process =
+            VmmProcess::start(Command::new("sh").args(["-c", "echo no kvm here; exit 3"]), &log).unwrap();
+        process.wait_for_exit(Duration::from_secs(10)).unwrap();
+        let error = process.still_running().unwrap_err().to_string();
+        assert!(error.contains("exit code 3") && error.contains("no kvm here"), "{error}");
+        fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn memory_is_read_from_smaps() {
+        let dir = std::env::temp_dir().join(format!("guest-tests-smaps-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let process = VmmProcess::start(Command::new("sleep").arg("60"), &dir.join("log")).unwrap();
+        assert!(process.smaps_rollup_bytes("Rss").unwrap() > 0);
+        assert!(process.smaps_rollup_bytes("NoSuchField").is_err());
+        fs::remove_dir_all(&dir).unwrap();
+    }
+}

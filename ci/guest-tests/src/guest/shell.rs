@@ -1,0 +1,100 @@
+//! Runs scripts in the guest, over the VMM's vsock socket.
+
+use std::io::{BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::shell_protocol::{Frame, GUEST_SHELL_PORT, Request};
+
+/// What a script wrote and how it ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Output {
+    /// Its standard output.
+    pub stdout: String,
+    /// Its standard error.
+    pub stderr: String,
+    /// Its exit code, or 128 and the number of the signal that killed it.
+    pub code: i32,
+}
+
+/// A script that runs in the guest. Dropping it closes the connection, and that kills it.
+#[derive(Debug)]
+pub struct Script {
+    stream: BufReader<UnixStream>,
+    /// Output that is not a whole line yet.
+    pending: Vec<u8>,
+    stderr: Vec<u8>,
+    code: Option<i32>,
+}
+
+impl Script {
+    /// Connects and starts it. `silence_limit` is how long it may say nothing.
+    pub(super) fn start(vsock: &Path, silence_limit: Duration, script: &str) -> Result<Self> {
+        let mut stream = connect(vsock, GUEST_SHELL_PORT, silence_limit)?;
+        Request(script.to_owned()).write_to(&mut stream).context("Cannot send the script")?;
+        Ok(Self { stream: BufReader::new(stream), pending: Vec::new(), stderr: Vec::new(), code: None })
+    }
+
+    /// The next line of its standard output, without the newline; none when it has ended or the connection has:
+    /// [`Script::finish`] tells which.
+    pub fn next_line(&mut self) -> Option<String> {
+        loop {
+            if let Some(len) = self.pending.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.pending.drain(..=len).collect();
+                return Some(String::from_utf8_lossy(&line[..len]).into_owned());
+            }
+            if self.code.is_some() || self.read_frame().is_err() {
+                return None;
+            }
+        }
+    }
+
+    /// Reads to its end.
+    pub fn finish(mut self) -> Result<Output> {
+        let code = loop {
+            if let Some(code) = self.code {
+                break code;
+            }
+            self.read_frame().context("The connection to the guest's shell broke, or the script hangs")?;
+        };
+        Ok(Output {
+            stdout: String::from_utf8_lossy(&self.pending).into_owned(),
+            stderr: String::from_utf8_lossy(&self.stderr).into_owned(),
+            code,
+        })
+    }
+
+    fn read_frame(&mut self) -> Result<()> {
+        match Frame::read_from(&mut self.stream)? {
+            Frame::Stdout(bytes) => self.pending.extend(bytes),
+            Frame::Stderr(bytes) => self.stderr.extend(bytes),
+            Frame::Exit(code) => self.code = Some(code),
+        }
+        Ok(())
+    }
+}
+
+/// Connects to a port in the guest: `CONNECT port`, answered by `OK` and the host's port.
+pub(super) fn connect(vsock: &Path, port: u32, silence_limit: Duration) -> Result<UnixStream> {
+    let mut stream =
+        UnixStream::connect(vsock).with_context(|| format!("Cannot connect to {}", vsock.display()))?;
+    stream.set_read_timeout(Some(silence_limit))?;
+    stream.write_all(format!("CONNECT {port}\n").as_bytes())?;
+    let mut answer = Vec::new();
+    // Byte by byte: what follows the newline is the guest's.
+    while answer.last() != Some(&b'\n') {
+        let mut byte = [0u8];
+        stream.read_exact(&mut byte).with_context(|| format!("Port {port} of the guest does not answer"))?;
+        answer.push(byte[0]);
+        ensure!(
+            answer.len() < 64,
+            "The answer to CONNECT is no line: {:?}",
+            String::from_utf8_lossy(&answer)
+        );
+    }
+    ensure!(answer.starts_with(b"OK "), "The answer to CONNECT: {:?}", String::from_utf8_lossy(&answer));
+    Ok(stream)
+}

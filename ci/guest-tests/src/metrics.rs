@@ -1,0 +1,169 @@
+//! Reads OpenMetrics text, strictly enough that a malformed exposition fails a test.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, bail, ensure};
+
+/// One line of an exposition.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sample {
+    /// The metric's name, suffix included: `foreshore_plans_total`, `foreshore_plug_seconds_bucket`.
+    pub name: String,
+    /// Its labels.
+    pub labels: BTreeMap<String, String>,
+    /// Its value.
+    pub value: f64,
+}
+
+/// All samples of one scrape.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Metrics {
+    samples: Vec<Sample>,
+}
+
+impl Metrics {
+    /// Parses an exposition.
+    pub fn parse(text: &str) -> Result<Self> {
+        let mut samples = Vec::new();
+        let mut ended = false;
+        for (index, line) in text.lines().enumerate() {
+            ensure!(!ended, "Line {}: something follows # EOF: {line:?}", index + 1);
+            if line == "# EOF" {
+                ended = true;
+            } else if !line.starts_with('#') {
+                samples.push(parse_sample(line).with_context(|| format!("Line {}: {line:?}", index + 1))?);
+            }
+        }
+        ensure!(ended, "The exposition does not end with # EOF");
+        Ok(Self { samples })
+    }
+
+    /// The value of the one sample with that name and (at least) those labels.
+    pub fn value(&self, name: &str, labels: &[(&str, &str)]) -> Result<f64> {
+        let mut found = self.matching(name, labels);
+        let sample = found.next().with_context(|| format!("No metric {name} {labels:?}"))?;
+        if let Some(other) = found.next() {
+            bail!("More than one metric {name} {labels:?}: {:?} and {:?}", sample.labels, other.labels);
+        }
+        Ok(sample.value)
+    }
+
+    /// The sum over all samples with that name and those labels: zero if there is none.
+    pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        self.matching(name, labels).map(|sample| sample.value).sum()
+    }
+
+    /// All samples.
+    pub fn samples(&self) -> &[Sample] {
+        &self.samples
+    }
+
+    fn matching<'a>(
+        &'a self,
+        name: &'a str,
+        labels: &'a [(&'a str, &'a str)],
+    ) -> impl Iterator<Item = &'a Sample> {
+        self.samples.iter().filter(move |sample| {
+            sample.name == name
+                && labels.iter().all(|(key, value)| sample.labels.get(*key).is_some_and(|v| v == value))
+        })
+    }
+}
+
+/// `name{label="value",...} value [timestamp]`
+fn parse_sample(line: &str) -> Result<Sample> {
+    let name_len = line.find(['{', ' ']).context("No value")?;
+    let (name, rest) = line.split_at(name_len);
+    ensure!(
+        !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == ':'),
+        "Not a metric name: {name:?}"
+    );
+    let (labels, rest) = match rest.strip_prefix('{') {
+        Some(rest) => parse_labels(rest)?,
+        None => (BTreeMap::new(), rest),
+    };
+    // An exemplar may follow: it is none of ours.
+    let value = rest.split_whitespace().next().context("No value")?;
+    let value = match value {
+        "+Inf" => f64::INFINITY,
+        "-Inf" => f64::NEG_INFINITY,
+        "NaN" => f64::NAN,
+        number => number.parse().with_context(|| format!("Not a number: {number:?}"))?,
+    };
+    Ok(Sample { name: name.to_owned(), labels, value })
+}
+
+/// Labels up to and with the closing brace; returns what follows.
+fn parse_labels(mut rest: &str) -> Result<(BTreeMap<String, String>, &str)> {
+    let mut labels = BTreeMap::new();
+    loop {
+        rest = rest.trim_start_matches(',');
+        if let Some(rest) = rest.strip_prefix('}') {
+            return Ok((labels, rest));
+        }
+        let (key, after) = rest.split_once("=\"").context("A label without a value")?;
+        let mut value = String::new();
+        let mut chars = after.char_indices();
+        let end = loop {
+            match chars.next().context("A label's value does not end")? {
+                (end, '"') => break end,
+                (_, '\\') => match chars.next().context("A label's value does not end")?.1 {
+                    'n' => value.push('\n'),
+                    escaped => value.push(escaped),
+                },
+                (_, c) => value.push(c),
+            }
+        };
+        ensure!(labels.insert(key.to_owned(), value).is_none(), "Label {key} is there twice");
+        rest = &after[end + 1..];
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "\
+# HELP foreshore_zone_plugged_bytes Memory that the guest has.
+# TYPE foreshore_zone_plugged_bytes gauge
+# UNIT foreshore_zone_plugged_bytes bytes
+foreshore_zone_plugged_bytes{zone=\"dram\",tier=\"dram\"} 134217728
+foreshore_zone_plugged_bytes{zone=\"pm\",tier=\"pm\"} 0
+foreshore_plans_total{reason=\"a \\\"b\\\" \\\\ c\"} 3 # {trace=\"1\"} 1.0
+foreshore_up 1
+foreshore_plug_seconds_bucket{le=\"+Inf\"} 2
+# EOF
+";
+
+    #[test]
+    fn samples_are_found_by_name_and_labels() {
+        let metrics = Metrics::parse(TEXT).unwrap();
+        assert_eq!(
+            metrics.value("foreshore_zone_plugged_bytes", &[("zone", "dram")]).unwrap(),
+            134_217_728.0
+        );
+        assert_eq!(metrics.value("foreshore_up", &[]).unwrap(), 1.0);
+        assert_eq!(metrics.sum("foreshore_zone_plugged_bytes", &[]), 134_217_728.0);
+        assert!(metrics.value("foreshore_plans_total", &[("reason", "a \"b\" \\ c")]).is_ok());
+    }
+
+    #[test]
+    fn a_value_that_is_not_there_or_there_twice_is_an_error() {
+        let metrics = Metrics::parse(TEXT).unwrap();
+        assert!(metrics.value("foreshore_zone_plugged_bytes", &[]).is_err());
+        assert!(metrics.value("foreshore_nothing", &[]).is_err());
+    }
+
+    #[test]
+    fn malformed_expositions_are_errors() {
+        for text in [
+            "foreshore_up 1\n",
+            "foreshore_up\n# EOF\n",
+            "a{b=\"c} 1\n# EOF\n",
+            "a x\n# EOF\n",
+            "# EOF\na 1\n",
+        ] {
+            assert!(Metrics::parse(text).is_err(), "{text:?}");
+        }
+    }
+}

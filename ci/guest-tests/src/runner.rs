@@ -1,0 +1,327 @@
+//! Runs guest tests: each in a process of its own, so that a test that hangs or panics takes only itself and the
+//! VMMs it started.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Mutex;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::wait::wait_for;
+
+/// A test by its name: `topic::what_holds`.
+#[derive(Clone, Copy)]
+pub struct Test {
+    /// The topic and the sentence.
+    pub name: &'static str,
+    /// What to run.
+    pub run: fn() -> Result<()>,
+    /// How long it may take.
+    pub limit: Duration,
+}
+
+/// What a test may take unless it says otherwise. Emulated: ten times what it takes when all is well.
+pub const DEFAULT_LIMIT: Duration = Duration::from_secs(120);
+
+/// Lists the tests of a module: `tests![boots, reboots]`, with a limit in seconds where the default is too short:
+/// `tests![boots, survives_a_kill: 300]`.
+#[macro_export]
+macro_rules! tests {
+    ($($name:ident $(: $seconds:literal)?),+ $(,)?) => {
+        /// The tests of this topic.
+        pub const TESTS: &[$crate::runner::Test] = &[$(
+            $crate::runner::Test {
+                name: concat!(module_path!(), "::", stringify!($name)),
+                run: $name,
+                limit: {
+                    let limit = $crate::runner::DEFAULT_LIMIT;
+                    $(let limit = { let _ = limit; std::time::Duration::from_secs($seconds) };)?
+                    limit
+                },
+            },
+        )+];
+    };
+}
+
+/// Why a test did not run. Returned as an error by [`skip`].
+#[derive(Debug)]
+struct Skipped(String);
+
+impl fmt::Display for Skipped {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}", self.0)
+    }
+}
+
+impl std::error::Error for Skipped {}
+
+/// Ends a test without a verdict, with the reason: `return skip("the kernel is too old")`.
+pub fn skip<T>(reason: impl Into<String>) -> Result<T> {
+    Err(Skipped(reason.into()).into())
+}
+
+/// Exit code of a test's process that has been skipped; its reason is the last line of its output.
+const SKIPPED_CODE: i32 = 77;
+
+/// What to run and how.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Only tests whose name contains one of these; all if empty.
+    pub filters: Vec<String>,
+    /// How many at once.
+    pub jobs: usize,
+    /// Say what there is, run nothing.
+    pub list: bool,
+}
+
+impl Options {
+    /// Parses a command line without the program's name.
+    pub fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
+        let mut options = Self { filters: Vec::new(), jobs: 1, list: false };
+        while let Some(argument) = arguments.next() {
+            match argument.as_str() {
+                "--list" => options.list = true,
+                "--jobs" => {
+                    let jobs = arguments.next().context("--jobs needs a number")?;
+                    options.jobs = jobs
+                        .parse()
+                        .ok()
+                        .filter(|jobs| *jobs > 0)
+                        .context("--jobs needs a number above 0")?;
+                }
+                flag if flag.starts_with('-') => {
+                    bail!("unknown flag {flag}: there are --list, --jobs N, and filters")
+                }
+                filter => options.filters.push(filter.to_owned()),
+            }
+        }
+        Ok(options)
+    }
+
+    fn wants(&self, test: &Test) -> bool {
+        self.filters.is_empty()
+            || self.filters.iter().any(|filter| short_name(test).contains(filter.as_str()))
+    }
+}
+
+/// The name without the program's: `boot::boots`.
+fn short_name(test: &Test) -> &'static str {
+    test.name.split_once("::").map_or(test.name, |(_, name)| name)
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Verdict {
+    Passed,
+    Skipped(String),
+    Failed(String),
+}
+
+/// Runs the tests that the command line asks for and returns the process's exit code. In a test's own process (the
+/// runner starts itself with `--one NAME`) it runs that test.
+pub fn main(tests: &[Test]) -> Result<i32> {
+    let mut arguments = std::env::args().skip(1).peekable();
+    if arguments.peek().is_some_and(|argument| argument == "--one") {
+        let name = arguments.nth(1).context("--one needs a name")?;
+        let test = tests.iter().find(|test| short_name(test) == name);
+        return Ok(run_here(test.with_context(|| format!("no test {name}"))?));
+    }
+    let options = Options::parse(arguments)?;
+    let chosen: Vec<Test> = tests.iter().copied().filter(|test| options.wants(test)).collect();
+    if options.list {
+        chosen.iter().for_each(|test| println!("{}", short_name(test)));
+        return Ok(0);
+    }
+    if chosen.is_empty() {
+        bail!("no test matches {:?}", options.filters);
+    }
+    let verdicts = run_all(chosen, options.jobs);
+    let count = |wanted: fn(&Verdict) -> bool| verdicts.iter().filter(|verdict| wanted(verdict)).count();
+    let failed = count(|verdict| matches!(verdict, Verdict::Failed(_)));
+    println!(
+        "guest tests: {} passed, {failed} failed, {} skipped",
+        count(|verdict| *verdict == Verdict::Passed),
+        count(|verdict| matches!(verdict, Verdict::Skipped(_)))
+    );
+    Ok(i32::from(failed > 0))
+}
+
+fn run_here(test: &Test) -> i32 {
+    match (test.run)() {
+        Ok(()) => 0,
+        Err(error) => match error.downcast_ref::<Skipped>() {
+            Some(reason) => {
+                println!("{reason}");
+                SKIPPED_CODE
+            }
+            None => {
+                println!("{error:?}");
+                1
+            }
+        },
+    }
+}
+
+fn run_all(tests: Vec<Test>, jobs: usize) -> Vec<Verdict> {
+    let queue = Mutex::new(VecDeque::from(tests));
+    let verdicts = Mutex::new(Vec::new());
+    thread::scope(|scope| {
+        for _ in 0..jobs {
+            scope.spawn(|| {
+                loop {
+                    let Some(test) = queue.lock().expect("no holder panics").pop_front() else { break };
+                    let verdict = run_and_report(&test);
+                    verdicts.lock().expect("no holder panics").push(verdict);
+                }
+            });
+        }
+    });
+    verdicts.into_inner().expect("no holder panics")
+}
+
+fn run_and_report(test: &Test) -> Verdict {
+    let name = short_name(test);
+    let started = Instant::now();
+    let verdict = run_in_process(test)
+        .unwrap_or_else(|error| Verdict::Failed(format!("Cannot run the test: {error:#}")));
+    let seconds = started.elapsed().as_secs_f64();
+    match &verdict {
+        Verdict::Passed => println!("test {name} ... ok ({seconds:.1} s)"),
+        Verdict::Skipped(reason) => println!("test {name} ... skipped: {reason}"),
+        Verdict::Failed(output) => {
+            // One write, so that two failures do not mix.
+            let output: String = output.lines().map(|line| format!("  | {line}\n")).collect();
+            println!("test {name} ... FAILED ({seconds:.1} s)\n{output}");
+        }
+    }
+    verdict
+}
+
+fn run_in_process(test: &Test) -> Result<Verdict> {
+    let dir = test_dir(short_name(test));
+    // What an earlier run left is not evidence of this one.
+    match fs::remove_dir_all(&dir) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            return Err(error).with_context(|| format!("Cannot empty {}", dir.display()));
+        }
+        _ => {}
+    }
+    fs::create_dir_all(&dir).with_context(|| format!("Cannot make {}", dir.display()))?;
+    let output_path = dir.join("output");
+    let output = File::create(&output_path)?;
+    let mut child = Command::new(std::env::current_exe()?)
+        .args(["--one", short_name(test)])
+        .env(TEST_DIR_VARIABLE, &dir)
+        .stdin(Stdio::null())
+        .stdout(output.try_clone()?)
+        .stderr(output)
+        // The VMMs that the test starts stay in its group, and end with it.
+        .process_group(0)
+        .spawn()?;
+    let status = wait_for("the test ended", test.limit, || Ok(child.try_wait()?));
+    end_group(&mut child);
+    let output = String::from_utf8_lossy(&fs::read(&output_path)?).into_owned();
+    let verdict = verdict_of(status, output);
+    match &verdict {
+        Verdict::Failed(_) => keep_evidence(short_name(test), &dir),
+        // Pools and images are large; nobody looks at those of a test that passed.
+        _ => fs::remove_dir_all(&dir)?,
+    }
+    Ok(verdict)
+}
+
+fn verdict_of(status: Result<ExitStatus>, output: String) -> Verdict {
+    match status.map(|status| (status.code(), status)) {
+        Ok((Some(0), _)) => Verdict::Passed,
+        Ok((Some(SKIPPED_CODE), _)) => {
+            Verdict::Skipped(output.lines().last().unwrap_or("no reason given").to_owned())
+        }
+        Ok((Some(_), _)) => Verdict::Failed(output),
+        Ok((None, status)) => Verdict::Failed(format!("{output}\nThe test's process ended by {status}")),
+        Err(error) => Verdict::Failed(format!("{output}\n{error:#}")),
+    }
+}
+
+fn end_group(child: &mut Child) {
+    // SAFETY: no pointers. The group is the child's own, and outlives it as long as a member does; a group that is
+    // gone is no error that matters.
+    unsafe { libc::kill(-(child.id() as libc::pid_t), libc::SIGKILL) };
+    // The child is killed or has ended: this cannot block for long, and its result is known already.
+    let _ = child.wait();
+}
+
+/// Brings the logs of a failed test out of the emulated host, when $OUT says where to.
+fn keep_evidence(name: &str, dir: &Path) {
+    let Some(out) = std::env::var_os("OUT") else { return };
+    let target = Path::new(&out).join(name.replace("::", "-"));
+    let kept = fs::create_dir_all(&target).and_then(|()| {
+        for entry in fs::read_dir(dir)? {
+            let entry = entry?;
+            let small = entry.metadata()?.is_file() && entry.metadata()?.len() < 16 << 20;
+            if small {
+                fs::copy(entry.path(), target.join(entry.file_name()))?;
+            }
+        }
+        Ok(())
+    });
+    if let Err(error) = kept {
+        println!("Cannot keep the logs of {name}: {error}");
+    }
+}
+
+const TEST_DIR_VARIABLE: &str = "FORESHORE_TEST_DIR";
+
+/// A directory for the sockets, logs and pools of the test that runs in this process.
+pub fn this_tests_dir() -> PathBuf {
+    std::env::var_os(TEST_DIR_VARIABLE).map_or_else(|| test_dir("by-hand"), PathBuf::from)
+}
+
+/// On tmpfs in the emulated host: its disk cannot be written to. Short, for a unix socket's path is at most 107 bytes.
+fn test_dir(name: &str) -> PathBuf {
+    std::env::temp_dir().join("guest-tests").join(name.replace("::", "-"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::process::ExitStatusExt;
+
+    fn parse(arguments: &[&str]) -> Result<Options> {
+        Options::parse(arguments.iter().map(|argument| (*argument).to_owned()))
+    }
+
+    fn nothing() -> Result<()> {
+        Ok(())
+    }
+
+    #[test]
+    fn filters_choose_by_part_of_the_name() {
+        let test = Test { name: "guest_tests::boot::starts", run: nothing, limit: DEFAULT_LIMIT };
+        assert!(parse(&[]).unwrap().wants(&test));
+        assert!(parse(&["volume", "boot::"]).unwrap().wants(&test));
+        assert!(!parse(&["volume"]).unwrap().wants(&test));
+    }
+
+    #[test]
+    fn unknown_flags_and_numbers_are_refused() {
+        assert!(parse(&["--bogus"]).is_err());
+        assert!(parse(&["--jobs", "0"]).is_err());
+        assert_eq!(parse(&["--jobs", "3"]).unwrap().jobs, 3);
+    }
+
+    #[test]
+    fn a_skip_carries_its_reason_and_a_signal_fails() {
+        let exited = |code: i32| Ok(ExitStatus::from_raw(code << 8));
+        let output = || "booting\nno such driver".to_owned();
+        assert_eq!(verdict_of(exited(0), output()), Verdict::Passed);
+        assert_eq!(verdict_of(exited(77), output()), Verdict::Skipped("no such driver".to_owned()));
+        assert!(matches!(verdict_of(exited(101), output()), Verdict::Failed(_)));
+        assert!(matches!(verdict_of(Ok(ExitStatus::from_raw(9)), output()), Verdict::Failed(_)));
+    }
+}

@@ -1,0 +1,55 @@
+//! Waiting on conditions.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+/// How often a condition is looked at. Short against everything that is waited for, long enough not to slow it.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Waits until `condition` holds. An error of the condition ends the wait at once.
+pub fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> Result<bool>) -> Result<()> {
+    wait_for(what, limit, || Ok(condition()?.then_some(())))
+}
+
+/// Waits until `look` finds something, and returns it. An error of `look` ends the wait at once.
+pub fn wait_for<T>(what: &str, limit: Duration, mut look: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+    let started = Instant::now();
+    loop {
+        if let Some(found) = look()? {
+            return Ok(found);
+        }
+        if started.elapsed() >= limit {
+            bail!("Waited {:.1} s in vain until {what}", limit.as_secs_f64());
+        }
+        thread::sleep(POLL_INTERVAL);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_condition_that_comes_is_waited_for() {
+        let mut looks = 0;
+        let found = wait_for("the third look", Duration::from_secs(10), || {
+            looks += 1;
+            Ok((looks == 3).then_some("here"))
+        });
+        assert_eq!(found.unwrap(), "here");
+    }
+
+    #[test]
+    fn a_condition_that_does_not_come_is_named() {
+        let error = wait_until("pigs fly", Duration::from_millis(1), || Ok(false)).unwrap_err();
+        assert!(error.to_string().contains("pigs fly"), "{error}");
+    }
+
+    #[test]
+    fn an_error_ends_the_wait() {
+        let error = wait_until("never", Duration::from_secs(3600), || bail!("the VMM died")).unwrap_err();
+        assert_eq!(error.to_string(), "the VMM died");
+    }
+}
