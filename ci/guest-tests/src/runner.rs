@@ -218,6 +218,8 @@ fn run_in_process(test: &Test) -> Result<Verdict> {
     let mut child = Command::new(std::env::current_exe()?)
         .args(["--one", short_name(test)])
         .env(TEST_DIR_VARIABLE, &dir)
+        // A panic's backtrace says where; an error says what, and its backtrace would bury that.
+        .env("RUST_LIB_BACKTRACE", "0")
         .stdin(Stdio::null())
         .stdout(output.try_clone()?)
         .stderr(output)
