@@ -1,1 +1,27 @@
-//! Pressure policies and the controller that turns reports into plans.
+//! Pressure policies, and the controller that turns a guest's reports into plans.
+//!
+//! Everything here is pure: no clock, no I/O, nothing of KVM. The caller brings reports, the sizes of the VM's zones
+//! and the time; the same calls give the same plans.
+//!
+//! ```text
+//!   line -> Intake -> Report -+
+//!   HostView -----------------+-> Policy::decide -> Decision -> Controller -> Plan
+//!   TimeMs -------------------+     (what the guest needs)     (what is asked of it)
+//! ```
+//!
+//! A [`Policy`](policy::Policy) says how much hotplugged memory the guest should have. The
+//! [`Controller`](controller::Controller) stands above every policy: it splits that over the zones, and decides how
+//! fast, in which order, within which bounds, and what to do when the guest does not follow.
+
+mod host;
+mod report;
+mod units;
+
+pub mod controller;
+pub mod plan;
+pub mod policy;
+
+pub use foreshore_proto as proto;
+pub use host::{HostView, Tier, ZoneId, ZoneSizes};
+pub use report::Intake;
+pub use units::{BLOCK_BYTES, MIB, ParamError, TimeMs};

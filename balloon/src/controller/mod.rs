@@ -1,0 +1,409 @@
+//! The rules above every policy. docs/policy.md lists them; the numbers in comments here are theirs.
+
+mod progress;
+mod rules;
+mod spread;
+
+use foreshore_proto::{OnlinePolicy, Report, ZoneKind};
+pub use rules::Rules;
+use serde::Serialize;
+
+use self::progress::Progress;
+use self::spread::{Limits, Spread};
+use crate::plan::{Direction, Plan, Reason, ZoneTarget};
+use crate::policy::{Decision, Input, Policy, PolicyState, fixed};
+use crate::{HostView, MIB, ParamError, TimeMs, ZoneId};
+
+const PAGE_BYTES: u64 = 4096;
+
+/// Linux adds memory to its tables in sections of this size, whole even when only a block of it is plugged.
+const SECTION_BYTES: u64 = 128 * MIB;
+
+/// The page descriptors of a section: 64 bytes for each page of 4 KiB.
+const SECTION_DESCRIPTOR_BYTES: u64 = SECTION_BYTES / PAGE_BYTES * 64;
+
+/// Why the controller is called.
+#[derive(Clone, Copy, Debug)]
+pub enum Event<'a> {
+    /// The guest has reported.
+    Report(&'a Report),
+    /// Time has passed, or a plugged size has changed. To be called at least once a second.
+    Tick,
+}
+
+/// The state of the loop of one VM, apart from what its policy remembers.
+#[derive(Clone, Debug)]
+pub struct Controller {
+    rules: Rules,
+    policy: Policy,
+    state: PolicyState,
+    paused: bool,
+    zones: Vec<Followed>,
+    last: Option<LastReport>,
+    grown_at: Option<TimeMs>,
+    shrunk_at: Option<TimeMs>,
+    cool_down_ms: u64,
+    lost: Lost,
+}
+
+/// A zone and what the loop knows of it.
+#[derive(Clone, Copy, Debug)]
+struct Followed {
+    id: ZoneId,
+    progress: Progress,
+    pinned: bool,
+}
+
+/// What is kept of the last report.
+#[derive(Clone, Copy, Debug)]
+struct LastReport {
+    at: TimeMs,
+    decision: Decision,
+    carried_bytes: u64,
+    online_policy: OnlinePolicy,
+}
+
+/// Grows since reports were lost.
+#[derive(Clone, Copy, Debug, Default)]
+struct Lost {
+    steps: u32,
+    at: Option<TimeMs>,
+}
+
+/// What `vm.pressure` shows of the loop.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Status {
+    /// The policy's name.
+    pub policy: &'static str,
+    /// Decisions are made and not carried out.
+    pub dry_run: bool,
+    /// The operator has stopped the loop.
+    pub paused: bool,
+    /// Zones that were sized by hand.
+    pub pinned: Vec<ZoneId>,
+    /// When the last report came.
+    pub last_report: Option<TimeMs>,
+    /// What the policy made of it.
+    pub last_decision: Option<Decision>,
+    /// The present cool-down: longer than configured after a shrink that turned out to have been wrong.
+    pub cool_down_ms: u64,
+}
+
+impl Controller {
+    /// A loop for a guest that has just started.
+    pub fn new(policy: Policy, rules: Rules) -> Result<Self, ParamError> {
+        policy.validate()?;
+        rules.validate()?;
+        Ok(Controller {
+            state: policy.initial_state(),
+            cool_down_ms: rules.cool_down_ms,
+            rules,
+            policy,
+            paused: false,
+            zones: Vec::new(),
+            last: None,
+            grown_at: None,
+            shrunk_at: None,
+            lost: Lost::default(),
+        })
+    }
+
+    /// Decides what to do about `event`. `host` must be read after the last plan was carried out.
+    pub fn step(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
+        self.follow(host, now);
+        if let Event::Report(report) = event {
+            self.take_report(report, host, now);
+        }
+        let mut plan = self.plan(event, host, now);
+        plan.dry_run = self.rules.dry_run;
+        if !plan.dry_run {
+            self.note(&plan, now);
+        }
+        plan
+    }
+
+    /// The guest has rebooted, or was replaced: what was learned of it is void. Pins and parameters stay.
+    pub fn guest_restarted(&mut self) {
+        self.state = self.policy.initial_state();
+        self.zones.retain(|zone| zone.pinned);
+        self.last = None;
+        self.grown_at = None;
+        self.shrunk_at = None;
+        self.cool_down_ms = self.rules.cool_down_ms;
+        self.lost = Lost::default();
+    }
+
+    /// A zone has been sized by hand: the loop leaves it alone until it is resumed.
+    pub fn pin(&mut self, id: ZoneId, host: &HostView, now: TimeMs) {
+        self.follow(host, now);
+        for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {
+            zone.pinned = true;
+        }
+    }
+
+    /// Takes up a zone that was sized by hand, or every one of them, and a loop that was paused.
+    pub fn resume(&mut self, id: Option<ZoneId>) {
+        for zone in self.zones.iter_mut().filter(|zone| id.is_none_or(|id| zone.id == id)) {
+            zone.pinned = false;
+        }
+        self.paused = self.paused && id.is_some();
+    }
+
+    /// Stops deciding until [`Controller::resume`].
+    pub fn pause(&mut self) {
+        self.paused = true;
+    }
+
+    /// Decides without acting, or acts again.
+    pub fn set_dry_run(&mut self, dry_run: bool) {
+        self.rules.dry_run = dry_run;
+    }
+
+    /// Exchanges the policy. If its parameters are out of range the present one stays.
+    pub fn set_policy(&mut self, policy: Policy) -> Result<(), ParamError> {
+        policy.validate()?;
+        self.state = policy.initial_state();
+        self.policy = policy;
+        Ok(())
+    }
+
+    /// Exchanges the rules' parameters. If one is out of range the present ones stay.
+    pub fn set_rules(&mut self, rules: Rules) -> Result<(), ParamError> {
+        rules.validate()?;
+        self.cool_down_ms = rules.cool_down_ms;
+        self.rules = rules;
+        Ok(())
+    }
+
+    /// The policy.
+    pub fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
+    /// The rules' parameters.
+    pub fn rules(&self) -> &Rules {
+        &self.rules
+    }
+
+    /// The state of the loop.
+    pub fn status(&self) -> Status {
+        Status {
+            policy: self.policy.name(),
+            dry_run: self.rules.dry_run,
+            paused: self.paused,
+            pinned: self.zones.iter().filter(|zone| zone.pinned).map(|zone| zone.id).collect(),
+            last_report: self.last.map(|last| last.at),
+            last_decision: self.last.map(|last| last.decision),
+            cool_down_ms: self.cool_down_ms,
+        }
+    }
+
+    /// Brings what is known of the zones to the host's present ones, in the host's order.
+    fn follow(&mut self, host: &HostView, now: TimeMs) {
+        let known = std::mem::take(&mut self.zones);
+        self.zones = host
+            .zones
+            .iter()
+            .map(|zone| {
+                let mut followed = known
+                    .iter()
+                    .find(|known| known.id == zone.id)
+                    .copied()
+                    .unwrap_or(Followed { id: zone.id, progress: Progress::new(zone, now), pinned: false });
+                followed.progress.observe(zone, now);
+                followed
+            })
+            .collect();
+    }
+
+    fn take_report(&mut self, report: &Report, host: &HostView, now: TimeMs) {
+        let state = std::mem::replace(&mut self.state, PolicyState::Empty);
+        let (state, decision) = self.policy.decide(state, Input { report, host }, now);
+        self.state = state;
+        self.lost = Lost::default();
+        self.last = Some(LastReport {
+            at: now,
+            decision,
+            carried_bytes: carried_bytes(report),
+            online_policy: report.blocks().online_policy,
+        });
+    }
+
+    fn plan(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
+        if self.paused {
+            return self.hold(Reason::Paused, host);
+        }
+        if self.policy == Policy::Off {
+            return self.hold(Reason::Off, host);
+        }
+        if let Some(plan) = self.fall_back(host, now) {
+            return plan;
+        }
+        if let Policy::Fixed(params) = &self.policy {
+            let last = self.unreported(fixed::decide(params, host), host, now);
+            return self.plan_decision(last, host, now);
+        }
+        let Some(last) = self.last else {
+            return self.hold(Reason::NoReport, host);
+        };
+        if now.since(last.at) >= self.rules.lost_ms {
+            return self.plan_without_reports(last, host, now);
+        }
+        match event {
+            Event::Tick => self.hold(Reason::Quiet, host),
+            Event::Report(_) => self.plan_decision(last, host, now),
+        }
+    }
+
+    /// Rule 5: a guest that does not follow is asked for less.
+    fn fall_back(&mut self, host: &HostView, now: TimeMs) -> Option<Plan> {
+        let mut stuck = false;
+        let mut requests = Vec::with_capacity(host.zones.len());
+        for (zone, followed) in host.zones.iter().zip(&mut self.zones) {
+            let less =
+                if followed.pinned { None } else { followed.progress.fall_back(zone, &self.rules, now) };
+            stuck |= less.is_some();
+            requests.push(less.unwrap_or(zone.requested_bytes));
+        }
+        stuck.then(|| self.build(Direction::Hold, Reason::NoProgress, None, requests, host))
+    }
+
+    /// Rule 6: reports are lost. Hold; if the guest was short when they stopped, give it a little more.
+    fn plan_without_reports(&mut self, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
+        let due = now.since(self.lost.at.unwrap_or(last.at)) >= self.rules.lost_ms;
+        if !last.decision.pressure || self.lost.steps >= self.rules.lost_steps || !due {
+            return self.hold(Reason::ReportsLost, host);
+        }
+        let step = self.rules.lost_step_bytes.saturating_mul(1 << self.lost.steps.min(32));
+        self.lost = Lost { steps: self.lost.steps + 1, at: Some(now) };
+        self.grow(step, Reason::ReportsLost, last, host, now)
+    }
+
+    /// A decision that needed no report, so that `fixed` works without an agent. An idle guest is assumed.
+    fn unreported(&self, decision: Decision, host: &HostView, now: TimeMs) -> LastReport {
+        let carried_bytes =
+            (host.boot_bytes / 16 / SECTION_DESCRIPTOR_BYTES).max(1).saturating_mul(SECTION_BYTES);
+        LastReport {
+            at: now,
+            decision,
+            carried_bytes: self.last.map_or(carried_bytes, |last| last.carried_bytes),
+            online_policy: self.last.map_or(OnlinePolicy::Unknown, |last| last.online_policy),
+        }
+    }
+
+    fn plan_decision(&self, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
+        let requested = host.requested_bytes();
+        let reason = last.decision.reason;
+        match last.decision.want_bytes {
+            Some(want) if want > requested => self.grow(want - requested, reason, last, host, now),
+            Some(want) if want < requested => self.shrink(requested - want, reason, last, host, now),
+            _ => self.hold(reason, host),
+        }
+    }
+
+    /// Rules 1, 2 and 4: at once, DRAM first, as far as the guest can carry it.
+    fn grow(&self, bytes: u64, reason: Reason, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
+        let mut spread = self.spread(last, host, now);
+        let (added, limit) = spread.grow(bytes);
+        let wanted = host.requested_bytes().saturating_add(bytes);
+        let requests = spread.into_requests();
+        let plan = match limit {
+            Some(limit) if added == 0 => self.build(Direction::Hold, limit, None, requests, host),
+            limit => self.build(Direction::Grow, reason, limit, requests, host),
+        };
+        Plan { wanted_bytes: wanted, ..plan }
+    }
+
+    /// Rules 2 and 3: PM first, in steps, after a cool-down.
+    fn shrink(&self, bytes: u64, reason: Reason, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
+        let wanted = host.requested_bytes() - bytes;
+        let hold = |reason| Plan { wanted_bytes: wanted, ..self.hold(reason, host) };
+        if host.outstanding_shrink_bytes() > 0 || host.outstanding_grow_bytes() > 0 {
+            return hold(Reason::InProgress);
+        }
+        let cooling = self.grown_at.is_some_and(|at| now.since(at) < self.cool_down_ms)
+            || self.shrunk_at.is_some_and(|at| now.since(at) < self.rules.shrink_interval_ms);
+        if cooling {
+            return hold(Reason::CoolDown);
+        }
+        let step = self.rules.shrink_step_bytes.max(host.plugged_bytes() / 8);
+        let mut spread = self.spread(last, host, now);
+        let (taken, limit) = spread.shrink(bytes.min(step));
+        let requests = spread.into_requests();
+        let plan = match limit {
+            limit if taken == 0 => self.build(Direction::Hold, limit.unwrap_or(reason), None, requests, host),
+            limit => self.build(Direction::Shrink, reason, limit, requests, host),
+        };
+        Plan { wanted_bytes: wanted, ..plan }
+    }
+
+    fn spread(&self, last: LastReport, host: &HostView, now: TimeMs) -> Spread {
+        let movable = matches!(last.online_policy, OnlinePolicy::OnlineMovable | OnlinePolicy::Unknown);
+        let limits = Limits {
+            carried_bytes: last.carried_bytes,
+            unmovable_permille: (!movable).then_some(self.rules.unmovable_permille),
+        };
+        let zones = self.zones.iter().map(|zone| (&zone.progress, zone.pinned));
+        Spread::new(host, zones, limits, now)
+    }
+
+    fn hold(&self, reason: Reason, host: &HostView) -> Plan {
+        let requests = host.zones.iter().map(|zone| zone.requested_bytes).collect();
+        self.build(Direction::Hold, reason, None, requests, host)
+    }
+
+    fn build(
+        &self,
+        direction: Direction,
+        reason: Reason,
+        limited_by: Option<Reason>,
+        requests: Vec<u64>,
+        host: &HostView,
+    ) -> Plan {
+        let targets = host.zones.iter().zip(requests);
+        Plan {
+            direction,
+            reason,
+            limited_by,
+            wanted_bytes: host.requested_bytes(),
+            targets: targets
+                .map(|(zone, requested_bytes)| ZoneTarget { zone: zone.id, requested_bytes })
+                .collect(),
+            dry_run: false,
+            watermark_bytes: self.last.map_or(0, |last| last.decision.watermark_bytes),
+        }
+    }
+
+    /// Remembers what a plan that is carried out means for the ones to come.
+    fn note(&mut self, plan: &Plan, now: TimeMs) {
+        match plan.direction {
+            Direction::Hold => {}
+            Direction::Shrink => self.shrunk_at = Some(now),
+            Direction::Grow => {
+                let undone = self.shrunk_at.filter(|at| now.since(*at) < self.rules.max_cool_down_ms);
+                // A shrink that has to be undone came too early: wait longer before the next one.
+                self.cool_down_ms = match undone {
+                    None => self.rules.cool_down_ms,
+                    Some(_) if self.shrunk_at > self.grown_at => {
+                        self.cool_down_ms.saturating_mul(2).min(self.rules.max_cool_down_ms)
+                    }
+                    Some(_) => self.cool_down_ms,
+                };
+                self.grown_at = Some(now);
+            }
+        }
+    }
+}
+
+/// Rule 4: how much the guest can plug at a time. The descriptors of hotplugged pages come out of memory that is not
+/// movable, and while they are allocated the guest must not fall under kswapd's watermarks; half of what is free
+/// above them is left for the kernel's other needs. One section is always allowed: it costs 2 MiB and brings 128.
+fn carried_bytes(report: &Report) -> u64 {
+    let room_pages = report
+        .zones()
+        .iter()
+        .filter(|zone| matches!(zone.kind, ZoneKind::Dma32 | ZoneKind::Normal))
+        .fold(0u64, |sum, zone| sum.saturating_add(zone.free_pages.saturating_sub(zone.high_pages)));
+    let sections = room_pages.saturating_mul(PAGE_BYTES) / 2 / SECTION_DESCRIPTOR_BYTES;
+    sections.max(1).saturating_mul(SECTION_BYTES)
+}

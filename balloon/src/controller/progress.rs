@@ -1,0 +1,102 @@
+//! Whether a zone's guest driver follows what is asked of it.
+
+use super::Rules;
+use crate::units::round_down;
+use crate::{TimeMs, ZoneSizes};
+
+/// Follows one zone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Progress {
+    requested_bytes: u64,
+    plugged_bytes: u64,
+    /// The last time that either of them moved.
+    moved: TimeMs,
+    grow: Attempt,
+    shrink: Attempt,
+}
+
+/// How much may be asked at a time, after the guest has not followed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Attempt {
+    /// At most this may be outstanding; `None`: no limit.
+    cap_bytes: Option<u64>,
+    /// Nothing may be asked before this.
+    retry_at: Option<TimeMs>,
+    /// How long the zone is left alone after the next failure.
+    pause_ms: u64,
+}
+
+impl Progress {
+    /// Starts to follow a zone.
+    pub fn new(zone: &ZoneSizes, now: TimeMs) -> Self {
+        Progress {
+            requested_bytes: zone.requested_bytes,
+            plugged_bytes: zone.plugged_bytes,
+            moved: now,
+            grow: Attempt::default(),
+            shrink: Attempt::default(),
+        }
+    }
+
+    /// Takes the zone's present sizes.
+    pub fn observe(&mut self, zone: &ZoneSizes, now: TimeMs) {
+        if zone.plugged_bytes > self.plugged_bytes {
+            self.grow = Attempt::default();
+        }
+        if zone.plugged_bytes < self.plugged_bytes {
+            self.shrink = Attempt::default();
+        }
+        if (zone.requested_bytes, zone.plugged_bytes) != (self.requested_bytes, self.plugged_bytes) {
+            self.moved = now;
+        }
+        self.requested_bytes = zone.requested_bytes;
+        self.plugged_bytes = zone.plugged_bytes;
+    }
+
+    /// What to request instead, if the guest has not followed for too long: half of what is missing, so that the
+    /// change itself makes the driver try again; at the end, what it has. A shrink is withdrawn at once, because
+    /// memory that the guest uses is not worth fighting for, and the next one is smaller.
+    pub fn fall_back(&mut self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> Option<u64> {
+        if zone.requested_bytes == zone.plugged_bytes || now.since(self.moved) < rules.progress_ms {
+            return None;
+        }
+        let growing = zone.requested_bytes > zone.plugged_bytes;
+        let missing = zone.requested_bytes.abs_diff(zone.plugged_bytes);
+        let half = round_down(missing / 2, zone.block_bytes);
+        let attempt = if growing { &mut self.grow } else { &mut self.shrink };
+        attempt.failed(half, zone, rules, now, growing);
+        self.moved = now;
+        Some(zone.plugged_bytes + if growing { half } else { 0 })
+    }
+
+    /// The most that may be requested of the zone, for the guest's driver's sake.
+    pub fn ceiling_bytes(&self, zone: &ZoneSizes, now: TimeMs) -> u64 {
+        match self.grow.allowed(now) {
+            Some(cap) => zone.plugged_bytes.saturating_add(cap),
+            None => u64::MAX,
+        }
+    }
+
+    /// The most that may be taken back from the zone at a time, for the same reason.
+    pub fn shrink_cap_bytes(&self, now: TimeMs) -> u64 {
+        self.shrink.allowed(now).unwrap_or(u64::MAX)
+    }
+}
+
+impl Attempt {
+    fn failed(&mut self, half_bytes: u64, zone: &ZoneSizes, rules: &Rules, now: TimeMs, at_once: bool) {
+        self.cap_bytes = Some(half_bytes.max(zone.block_bytes));
+        if at_once && half_bytes > 0 {
+            return;
+        }
+        self.pause_ms = self.pause_ms.saturating_mul(2).clamp(rules.progress_ms, rules.max_retry_ms);
+        self.retry_at = Some(now + self.pause_ms);
+    }
+
+    fn allowed(&self, now: TimeMs) -> Option<u64> {
+        match self.retry_at {
+            Some(at) if now < at => Some(0),
+            _ => self.cap_bytes,
+        }
+    }
+}

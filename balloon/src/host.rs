@@ -1,0 +1,110 @@
+//! What the host knows of a VM's memory.
+
+use std::fmt;
+
+use serde::Serialize;
+
+/// Where a zone's memory comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Tier {
+    /// The host's DRAM: plugged first, unplugged last.
+    Dram,
+    /// The pool of persistent memory.
+    Pm,
+}
+
+impl Tier {
+    /// The name in metrics and on the API.
+    pub fn label(self) -> &'static str {
+        match self {
+            Tier::Dram => "dram",
+            Tier::Pm => "pm",
+        }
+    }
+}
+
+/// A zone of one VM; the caller chooses the numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+pub struct ZoneId(pub u32);
+
+impl fmt::Display for ZoneId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "zone{}", self.0)
+    }
+}
+
+/// The hotplug part of a zone, as its virtio-mem device has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct ZoneSizes {
+    /// Which zone.
+    pub id: ZoneId,
+    /// What its memory is.
+    pub tier: Tier,
+    /// The node on which the guest sees it.
+    pub guest_numa_node: u32,
+    /// The device's block: every size is a multiple of it.
+    pub block_bytes: u64,
+    /// Never less than this is requested.
+    pub floor_bytes: u64,
+    /// Never more than this is requested: the device's region.
+    pub max_bytes: u64,
+    /// What the guest has been asked to have plugged.
+    pub requested_bytes: u64,
+    /// What it has plugged.
+    pub plugged_bytes: u64,
+}
+
+impl ZoneSizes {
+    /// Asked for and not plugged yet.
+    pub fn outstanding_grow_bytes(&self) -> u64 {
+        self.requested_bytes.saturating_sub(self.plugged_bytes)
+    }
+
+    /// Asked back and still plugged.
+    pub fn outstanding_shrink_bytes(&self) -> u64 {
+        self.plugged_bytes.saturating_sub(self.requested_bytes)
+    }
+}
+
+/// A VM's memory at one moment, seen from the host.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct HostView {
+    /// The hotplug part of every zone that has one.
+    pub zones: Vec<ZoneSizes>,
+    /// Memory that the guest booted with; it is never unplugged.
+    pub boot_bytes: u64,
+    /// What the pool can still give to `pm` zones.
+    pub pool_free_bytes: u64,
+}
+
+impl HostView {
+    /// The sum over all zones of what is requested.
+    pub fn requested_bytes(&self) -> u64 {
+        self.sum(|zone| zone.requested_bytes)
+    }
+
+    /// The sum over all zones of what is plugged.
+    pub fn plugged_bytes(&self) -> u64 {
+        self.sum(|zone| zone.plugged_bytes)
+    }
+
+    /// The sum over all zones of what they could hold.
+    pub fn max_bytes(&self) -> u64 {
+        self.sum(|zone| zone.max_bytes)
+    }
+
+    /// Asked for and not plugged yet, over all zones.
+    pub fn outstanding_grow_bytes(&self) -> u64 {
+        self.sum(ZoneSizes::outstanding_grow_bytes)
+    }
+
+    /// Asked back and still plugged, over all zones.
+    pub fn outstanding_shrink_bytes(&self) -> u64 {
+        self.sum(ZoneSizes::outstanding_shrink_bytes)
+    }
+
+    fn sum(&self, size: impl Fn(&ZoneSizes) -> u64) -> u64 {
+        self.zones.iter().fold(0, |sum, zone| sum.saturating_add(size(zone)))
+    }
+}

@@ -1,0 +1,161 @@
+//! What the governor decides.
+
+use serde::Serialize;
+
+use crate::{HostView, ZoneId};
+
+/// Which way a plan, or one zone of it, goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Direction {
+    /// The guest gets memory.
+    Grow,
+    /// The guest gives memory back.
+    Shrink,
+    /// Nothing new is asked of the guest. A request that it has not followed may be reduced or withdrawn.
+    Hold,
+}
+
+impl Direction {
+    /// All of them, for a metric that shows every one from the start.
+    pub const ALL: [Direction; 3] = [Direction::Grow, Direction::Shrink, Direction::Hold];
+
+    /// The name in metrics and on the API.
+    pub fn label(self) -> &'static str {
+        match self {
+            Direction::Grow => "grow",
+            Direction::Shrink => "shrink",
+            Direction::Hold => "hold",
+        }
+    }
+}
+
+macro_rules! reasons {
+    ($($(#[$doc:meta])* $name:ident => $label:literal,)*) => {
+        /// Why a plan is what it is.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+        #[serde(rename_all = "snake_case")]
+        pub enum Reason {
+            $($(#[$doc])* $name,)*
+        }
+
+        impl Reason {
+            /// All of them, for a metric that shows every one from the start.
+            pub const ALL: &'static [Reason] = &[$(Reason::$name,)*];
+
+            /// The name in metrics and on the API. It does not change between releases.
+            pub fn label(self) -> &'static str {
+                match self {
+                    $(Reason::$name => $label,)*
+                }
+            }
+        }
+    };
+}
+
+reasons! {
+    /// Less is available than the guest should have at hand.
+    LowAvailable => "low_available",
+    /// There would be enough, but it is being used up fast.
+    Filling => "filling",
+    /// Pages are being swapped.
+    Swapping => "swapping",
+    /// Tasks wait for memory.
+    Stalled => "stalled",
+    /// Evicted pages come back soon after, and tasks wait for them.
+    Thrashing => "thrashing",
+    /// Reports stopped coming while the guest was short.
+    ReportsLost => "reports_lost",
+    /// The policy has a size of its own.
+    FixedSize => "fixed_size",
+    /// More has been idle for a while than the guest should have at hand.
+    Surplus => "surplus",
+    /// The guest has what it needs.
+    Enough => "enough",
+    /// The policy decides nothing.
+    Off => "off",
+    /// The operator has stopped the governor.
+    Paused => "paused",
+    /// Nothing has been reported yet.
+    NoReport => "no_report",
+    /// Nothing has happened since the last plan.
+    Quiet => "quiet",
+    /// Too soon after the last change to take memory back.
+    CoolDown => "cool_down",
+    /// An earlier request is still being followed.
+    InProgress => "in_progress",
+    /// The guest did not follow a request in time: it is reduced, or withdrawn for a while.
+    NoProgress => "no_progress",
+    /// Every zone has all it may have.
+    AtCeiling => "at_ceiling",
+    /// Every zone is down to what it keeps.
+    AtFloor => "at_floor",
+    /// The pool has nothing left.
+    PoolEmpty => "pool_empty",
+    /// The guest's free DRAM carries no more page descriptors at a time.
+    Descriptors => "descriptors",
+    /// The guest does not online memory movable, so lending more of it would be for good.
+    OnlinePolicy => "online_policy",
+    /// The zones that could change have been sized by hand.
+    Pinned => "pinned",
+}
+
+/// What one zone is to be asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct ZoneTarget {
+    /// Which zone.
+    pub zone: ZoneId,
+    /// The size to request: a multiple of the zone's block, within its floor and ceiling.
+    pub requested_bytes: u64,
+}
+
+/// What to do now, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Plan {
+    /// Which way the VM as a whole goes.
+    pub direction: Direction,
+    /// Why. For a hold this may be what stood in the way.
+    pub reason: Reason,
+    /// What kept a grow or shrink smaller than the policy wanted.
+    pub limited_by: Option<Reason>,
+    /// The hotplugged memory that the policy wanted in all.
+    pub wanted_bytes: u64,
+    /// One entry per zone, in the order of the host's view, also where nothing changes.
+    pub targets: Vec<ZoneTarget>,
+    /// Decided only: the targets are not to be requested.
+    pub dry_run: bool,
+    /// The available memory under which the agent should report at its fast rate.
+    pub watermark_bytes: u64,
+}
+
+impl Plan {
+    /// The targets that differ from what `host` has requested.
+    pub fn changes<'a>(&'a self, host: &'a HostView) -> impl Iterator<Item = &'a ZoneTarget> {
+        self.targets.iter().filter(|target| {
+            host.zones
+                .iter()
+                .any(|zone| zone.id == target.zone && zone.requested_bytes != target.requested_bytes)
+        })
+    }
+
+    /// The sum of the targets.
+    pub fn requested_bytes(&self) -> u64 {
+        self.targets.iter().fold(0, |sum, target| sum.saturating_add(target.requested_bytes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn labels_are_distinct_and_fit_a_metric() {
+        let labels: HashSet<_> = Reason::ALL.iter().map(|reason| reason.label()).collect();
+        assert_eq!(labels.len(), Reason::ALL.len());
+        assert!(labels.iter().all(|label| label.bytes().all(|b| b.is_ascii_lowercase() || b == b'_')));
+        let directions: HashSet<_> = Direction::ALL.iter().map(|direction| direction.label()).collect();
+        assert_eq!(directions.len(), 3);
+    }
+}

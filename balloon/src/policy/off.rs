@@ -1,0 +1,9 @@
+//! `off`: reports are taken and shown, nothing is decided.
+
+use super::Decision;
+use crate::plan::Reason;
+
+/// Leaves everything as it is.
+pub fn decide() -> Decision {
+    Decision { want_bytes: None, reason: Reason::Off, pressure: false, watermark_bytes: 0 }
+}

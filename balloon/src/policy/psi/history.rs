@@ -1,0 +1,130 @@
+//! The last reports, and the rates between them.
+
+use foreshore_proto::Report;
+
+use super::Params;
+
+/// Enough for more than the window at 20 reports a second.
+const LENGTH: usize = 40;
+
+/// Older reports say nothing about now.
+const WINDOW_MS: u64 = 1_600;
+
+/// At a rest rate of 1 Hz the report before the last one is this old at most; its rates are still used.
+const STRETCH_MS: u64 = 2_500;
+
+/// Closer together than this, two reports show noise.
+const MIN_GAP_MS: u64 = 90;
+
+/// Use that moves by less is noise: free pages are counted per CPU and folded late.
+const NOISE_BYTES: u64 = 4 << 20;
+
+const PAGE_BYTES: u64 = 4096;
+
+/// What is kept of a report.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Sample {
+    guest_ms: u64,
+    used_bytes: u64,
+    some_us: u64,
+    swapped_out_pages: u64,
+    swapped_in_pages: u64,
+    refault_pages: u64,
+}
+
+/// What happened over the window.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Rates {
+    /// How fast use grows: the fastest of all stretches that end now.
+    pub fill_bytes_per_s: u64,
+    /// Bytes swapped out.
+    pub swapped_out_bytes: u64,
+    /// Tasks waited for at least the configured share of the time.
+    pub stalled: bool,
+    /// Evicted pages came back at the configured rate.
+    pub refaulting: bool,
+    /// Pages were swapped in at the configured refault rate.
+    pub swapping_in: bool,
+}
+
+/// The last reports, newest last.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct History {
+    samples: std::collections::VecDeque<Sample>,
+}
+
+impl History {
+    /// Adds a report. One from a clock that started again makes the older ones useless.
+    pub fn push(&mut self, report: &Report) {
+        let sample = Sample::of(report);
+        if self.samples.back().is_some_and(|last| last.guest_ms > sample.guest_ms) {
+            self.samples.clear();
+        }
+        if self.samples.len() == LENGTH {
+            self.samples.pop_front();
+        }
+        self.samples.push_back(sample);
+    }
+
+    /// The rates up to the newest report. Waiting, swapping and refaults count from `signs_from_ms` of the guest's
+    /// clock on: what went before has been answered.
+    pub fn rates(&self, params: &Params, signs_from_ms: u64) -> Rates {
+        let Some((newest, older)) = self.newest_and_older() else {
+            return Rates::default();
+        };
+        let fill_bytes_per_s = older.clone().map(|sample| newest.fill_since(sample)).max().unwrap_or(0);
+        let Some(oldest) = { older }.find(|sample| sample.guest_ms >= signs_from_ms) else {
+            return Rates { fill_bytes_per_s, ..Rates::default() };
+        };
+        let ms = newest.guest_ms - oldest.guest_ms;
+        let stalled_us = newest.some_us.saturating_sub(oldest.some_us);
+        let per_s = |pages: u64| pages.saturating_mul(PAGE_BYTES).saturating_mul(1000) / ms.max(1);
+        let refaulted = newest.refault_pages.saturating_sub(oldest.refault_pages);
+        let swapped_in = newest.swapped_in_pages.saturating_sub(oldest.swapped_in_pages);
+        let swapped_out = newest.swapped_out_pages.saturating_sub(oldest.swapped_out_pages);
+        Rates {
+            fill_bytes_per_s,
+            swapped_out_bytes: swapped_out.saturating_mul(PAGE_BYTES),
+            stalled: stalled_us >= ms.saturating_mul(params.stall_permille),
+            refaulting: per_s(refaulted) >= params.refault_bytes_per_s,
+            swapping_in: per_s(swapped_in) >= params.refault_bytes_per_s,
+        }
+    }
+
+    /// The newest report, and those before it that it can be compared with, oldest first.
+    fn newest_and_older(&self) -> Option<(&Sample, impl Iterator<Item = &Sample> + Clone)> {
+        let newest = self.samples.back()?;
+        let age = |sample: &Sample| newest.guest_ms - sample.guest_ms;
+        // At rest nothing lies in the window: stretch it as far as the report before.
+        let inside = self.samples.iter().any(|s| (MIN_GAP_MS..=WINDOW_MS).contains(&age(s)));
+        let reach_ms = if inside { WINDOW_MS } else { STRETCH_MS };
+        let older = self.samples.iter().filter(move |s| (MIN_GAP_MS..=reach_ms).contains(&age(s)));
+        Some((newest, older))
+    }
+}
+
+impl Sample {
+    fn of(report: &Report) -> Self {
+        let (memory, counters) = (report.memory(), report.counters());
+        Sample {
+            guest_ms: report.monotonic_ms(),
+            // Use, not what is available: plugging memory changes the latter.
+            used_bytes: memory.total_bytes - memory.available_bytes,
+            some_us: report.stall().some_us,
+            swapped_out_pages: counters.pswpout,
+            swapped_in_pages: counters.pswpin,
+            refault_pages: counters.workingset_refault_anon.saturating_add(counters.workingset_refault_file),
+        }
+    }
+
+    fn fill_since(&self, older: &Sample) -> u64 {
+        // What went to swap meanwhile was filled as well.
+        let swapped =
+            self.swapped_out_pages.saturating_sub(older.swapped_out_pages).saturating_mul(PAGE_BYTES);
+        let rise = self.used_bytes.saturating_add(swapped).saturating_sub(older.used_bytes);
+        if rise < NOISE_BYTES {
+            return 0;
+        }
+        rise.saturating_mul(1000) / (self.guest_ms - older.guest_ms).max(1)
+    }
+}

@@ -1,0 +1,99 @@
+//! Time and sizes.
+
+use std::fmt;
+
+use serde::Serialize;
+use thiserror::Error;
+
+/// 2^20 bytes.
+pub const MIB: u64 = 1 << 20;
+
+/// The unit in which memory is plugged: virtio-mem's block here, a chunk of a pool there.
+pub const BLOCK_BYTES: u64 = 2 * MIB;
+
+/// A moment of the caller's monotonic clock, in milliseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct TimeMs(pub u64);
+
+impl TimeMs {
+    /// Milliseconds since `earlier`, zero if that is later.
+    pub fn since(self, earlier: TimeMs) -> u64 {
+        self.0.saturating_sub(earlier.0)
+    }
+}
+
+impl std::ops::Add<u64> for TimeMs {
+    type Output = TimeMs;
+
+    fn add(self, ms: u64) -> TimeMs {
+        TimeMs(self.0.saturating_add(ms))
+    }
+}
+
+impl fmt::Display for TimeMs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}ms", self.0)
+    }
+}
+
+/// A parameter outside its bound.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{name} is {value}, must be {low} to {high}")]
+pub struct ParamError {
+    /// The parameter.
+    pub name: &'static str,
+    /// Its value.
+    pub value: u64,
+    /// The least that is accepted.
+    pub low: u64,
+    /// The most that is accepted.
+    pub high: u64,
+}
+
+/// Checks one parameter.
+pub(crate) fn in_range(name: &'static str, value: u64, low: u64, high: u64) -> Result<(), ParamError> {
+    if (low..=high).contains(&value) { Ok(()) } else { Err(ParamError { name, value, low, high }) }
+}
+
+/// The largest multiple of `unit` that is at most `value`.
+pub(crate) fn round_down(value: u64, unit: u64) -> u64 {
+    value - value % unit.max(1)
+}
+
+/// The smallest multiple of `unit` that is at least `value`, or the largest one that fits.
+pub(crate) fn round_up(value: u64, unit: u64) -> u64 {
+    let down = round_down(value, unit);
+    if down == value { value } else { down.checked_add(unit).unwrap_or(down) }
+}
+
+/// `value * numerator / denominator` without overflow on the way, saturating.
+pub(crate) fn scale(value: u64, numerator: u64, denominator: u64) -> u64 {
+    let scaled = u128::from(value) * u128::from(numerator) / u128::from(denominator.max(1));
+    u64::try_from(scaled).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_stays_on_multiples_at_the_edges() {
+        assert_eq!(round_down(5, 2), 4);
+        assert_eq!(round_up(5, 2), 6);
+        assert_eq!(round_up(6, 2), 6);
+        assert_eq!(round_up(u64::MAX, BLOCK_BYTES) % BLOCK_BYTES, 0);
+        assert_eq!(round_up(0, BLOCK_BYTES), 0);
+    }
+
+    #[test]
+    fn scaling_saturates_and_does_not_wrap() {
+        assert_eq!(scale(1 << 40, 125, 1000), (1u64 << 40) / 8);
+        assert_eq!(scale(u64::MAX, 2, 1), u64::MAX);
+    }
+
+    #[test]
+    fn time_does_not_run_backwards() {
+        assert_eq!(TimeMs(5).since(TimeMs(9)), 0);
+        assert_eq!(TimeMs(9).since(TimeMs(5)), 4);
+    }
+}
