@@ -8,6 +8,7 @@ use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
 
 use super::CpuError;
+use crate::boot::{PvhEntry, Segment};
 
 /// MSR_IA32_MISC_ENABLE (Intel SDM 4, table 2-2); fast string operations, bit 0.
 const MSR_IA32_MISC_ENABLE: u32 = 0x1a0;
@@ -16,11 +17,6 @@ const MISC_ENABLE_FAST_STRING: u64 = 1;
 const MSR_MTRR_DEF_TYPE: u32 = 0x2ff;
 const MTRR_ENABLE_WRITE_BACK: u64 = 1 << 11 | 6;
 
-/// CR0.PE: protected mode. CR0.ET is fixed to one.
-const CR0_PE_ET: u64 = 0x11;
-/// RFLAGS with its one reserved bit; interrupts off.
-const RFLAGS_RESERVED: u64 = 2;
-
 /// Offsets of local APIC registers (Intel SDM 3, table 11-1).
 const APIC_LVT_LINT0: usize = 0x350;
 const APIC_LVT_LINT1: usize = 0x360;
@@ -28,27 +24,18 @@ const APIC_LVT_LINT1: usize = 0x360;
 const DELIVERY_EXTINT: u32 = 7 << 8;
 const DELIVERY_NMI: u32 = 4 << 8;
 
-/// Where the boot processor starts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry {
-    /// The kernel's PVH entry point.
-    pub rip: u64,
-    /// Guest-physical address of the start info.
-    pub start_info: u64,
-}
-
-fn flat_segment(selector: u16, kind: u8) -> kvm_segment {
+fn segment(segment: Segment) -> kvm_segment {
     kvm_segment {
-        base: 0,
-        limit: 0xffff_ffff,
-        selector,
-        type_: kind,
+        base: segment.base,
+        limit: segment.limit,
+        selector: segment.selector,
+        type_: segment.kind,
         present: 1,
         dpl: 0,
-        db: 1,
-        s: 1,
+        db: segment.default_32.into(),
+        s: segment.code_or_data.into(),
         l: 0,
-        g: 1,
+        g: segment.page_granular.into(),
         ..Default::default()
     }
 }
@@ -79,19 +66,15 @@ pub fn initialise(vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {
 }
 
 /// Puts the boot processor at the kernel's PVH entry.
-pub fn enter_pvh(vcpu: &VcpuFd, index: u8, entry: Entry) -> Result<(), CpuError> {
+pub fn enter_pvh(vcpu: &VcpuFd, index: u8, entry: &PvhEntry) -> Result<(), CpuError> {
     let error = |what| move |source| CpuError::Kvm { what, index, source };
     let mut sregs = vcpu.get_sregs().map_err(error("read the system registers of"))?;
-    // Types: 0xb code, read, accessed; 0x3 data, write, accessed; 0xb of a system segment a busy 32-bit TSS.
-    sregs.cs = flat_segment(0x8, 0xb);
-    let data = flat_segment(0x10, 0x3);
+    let data = segment(entry.data);
+    sregs.cs = segment(entry.code);
     (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
-    sregs.tr = kvm_segment { limit: 0x67, type_: 0xb, present: 1, selector: 0x18, ..Default::default() };
-    sregs.cr0 = CR0_PE_ET;
-    sregs.cr4 = 0;
-    sregs.efer = 0;
+    sregs.tr = segment(entry.task);
+    (sregs.cr0, sregs.cr4, sregs.efer) = (entry.cr0, entry.cr4, entry.efer);
     vcpu.set_sregs(&sregs).map_err(error("set the system registers of"))?;
-    let regs =
-        kvm_regs { rip: entry.rip, rbx: entry.start_info, rflags: RFLAGS_RESERVED, ..Default::default() };
+    let regs = kvm_regs { rip: entry.rip, rbx: entry.rbx, rflags: entry.rflags, ..Default::default() };
     vcpu.set_regs(&regs).map_err(error("set the registers of"))
 }
