@@ -1,1 +1,20 @@
-//! The REST API: Cloud Hypervisor's calls and ours.
+//! The REST API on a unix socket: Cloud Hypervisor's calls and ours.
+//!
+//! [`Socket`] binds before anything is built, so that a socket in use is found out before a VM is; [`router`]
+//! maps calls to requests to the VM's owner; [`Server`] runs any router on any socket. docs/api.md lists the
+//! calls.
+
+mod body;
+mod error;
+mod routes;
+mod server;
+mod socket;
+#[cfg(test)]
+mod tests;
+mod wire;
+
+pub use self::error::ApiError;
+pub use self::routes::router;
+pub use self::server::{Limits, Server};
+pub use self::socket::{Socket, SocketError};
+pub use self::wire::{MemoryAnswer, PingAnswer, ResizeBody};

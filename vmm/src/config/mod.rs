@@ -31,9 +31,9 @@ pub use self::memory::{HotplugMethod, MemoryConfig};
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
 pub use self::pm_memory::{MAX_PM_NODE, MIN_PM_NODE, PmMemoryConfig};
 pub use self::pm_volume::{MAX_NAME_BYTES, PmVolumeConfig, VolumeInterface, VolumeSize};
-pub use self::pressure::{POLICIES, PressureConfig};
+pub use self::pressure::{POLICIES, PressureConfig, check_policy};
 pub use self::rng::RngConfig;
-pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, parse as parse_size};
+pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, check as check_size, parse as parse_size};
 pub use self::socket::{ApiSocket, MAX_SOCKET_PATH_BYTES, MetricsAddress};
 pub use self::vsock::{MAX_CID, MIN_CID, VsockConfig};
 

@@ -16,7 +16,7 @@ const SYNTAX: Syntax = Syntax {
 };
 
 /// The longest name that fits into a pool's chunk table.
-pub const MAX_NAME_BYTES: usize = 63;
+pub const MAX_NAME_BYTES: usize = 64;
 
 /// How a volume is shown to the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -98,9 +98,12 @@ impl PmVolumeConfig {
     /// A name that a pool can hold, a size within its bounds, and no wish that contradicts another.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = SYNTAX.flag;
-        let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-        if self.name.is_empty() || self.name.len() > MAX_NAME_BYTES || !self.name.bytes().all(plain) {
-            let expected = format!("a name of 1 to {MAX_NAME_BYTES} letters, digits, '.', '_' and '-'");
+        let plain = |(at, c): (usize, char)| c.is_alphanumeric() || c == '_' || (at > 0 && ".-".contains(c));
+        let fits = (1..=MAX_NAME_BYTES).contains(&self.name.len());
+        if !fits || !self.name.char_indices().all(plain) {
+            let expected = format!(
+                "a name of 1 to {MAX_NAME_BYTES} bytes, of letters, digits and . _ - starting with none of . -"
+            );
             let value = self.name.clone();
             return Err(ConfigError::BadValue { flag, key: "name".to_owned(), value, expected });
         }
@@ -162,7 +165,8 @@ mod tests {
         assert!(error("pool=/p,name=a,interface=scsi").contains("auto, nvdimm or virtio-pmem"));
         assert!(error("pool=/p,name=a/b").contains(r#"name="a/b" is not a name"#));
         assert!(error("pool=/p,name=").contains(r#"name="" is not a name"#));
-        assert!(error(&format!("pool=/p,name={}", "a".repeat(64))).contains("1 to 63"));
+        assert!(error(&format!("pool=/p,name={}", "a".repeat(65))).contains("1 to 64"));
+        assert!(error("pool=/p,name=-a").contains("starting with none of . -"));
         assert!(error("pool=/p,name=a,format=raw").contains("btt is the only format"));
         assert_eq!(error("pool=/p,name=a,create=on"), "--pm-volume: create=on of volume a needs a size=");
         assert!(error("pool=/p,name=a,size=2M,create=on,readonly=on").contains("readonly=on"));

@@ -39,16 +39,21 @@ impl PressureConfig {
 
     /// A policy that exists.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        if POLICIES.contains(&self.policy.as_str()) {
-            return Ok(());
-        }
-        Err(ConfigError::BadValue {
-            flag: SYNTAX.flag,
-            key: "policy".to_owned(),
-            value: self.policy.clone(),
-            expected: format!("one of the policies {}", POLICIES.join(", ")),
-        })
+        check_policy(SYNTAX.flag, &self.policy)
     }
+}
+
+/// Checks that there is a policy of this name. `flag` is who asks.
+pub fn check_policy(flag: &'static str, policy: &str) -> Result<(), ConfigError> {
+    if POLICIES.contains(&policy) {
+        return Ok(());
+    }
+    Err(ConfigError::BadValue {
+        flag,
+        key: "policy".to_owned(),
+        value: policy.to_owned(),
+        expected: format!("one of the policies {}", POLICIES.join(", ")),
+    })
 }
 
 #[cfg(test)]

@@ -48,7 +48,7 @@ pub fn parse(text: &str) -> Option<u64> {
 }
 
 /// Checks a size of memory: not nothing, whole units, at most [`MAX_BYTES`].
-pub(super) fn check(flag: &'static str, key: &'static str, bytes: u64) -> Result<(), ConfigError> {
+pub fn check(flag: &'static str, key: &'static str, bytes: u64) -> Result<(), ConfigError> {
     let value = Size(bytes);
     if bytes == 0 {
         return Err(ConfigError::TooSmall { flag, key, value, least: Size(UNIT_BYTES) });

@@ -234,6 +234,7 @@ impl<F: MachineFactory> Owner<F> {
             VmRequest::Boot(reply) => answer(reply, self.boot()),
             VmRequest::Shutdown(reply) => answer(reply, self.shut_down()),
             VmRequest::Reboot(reply) => answer(reply, self.reboot()),
+            VmRequest::PowerButton(reply) => answer(reply, self.press_power_button()),
             VmRequest::ShutdownVmm(reply) => {
                 // The VM goes first: whoever gets the answer may use its pool at once.
                 self.machine = None;
@@ -251,6 +252,11 @@ impl<F: MachineFactory> Owner<F> {
             state,
             needs: "running or paused",
         })
+    }
+
+    fn press_power_button(&mut self) -> Result<(), VmError> {
+        state::next(self.state, Verb::Change)?;
+        self.running().map(|machine| machine.press_power_button())
     }
 
     fn info(&self) -> VmInfo {

@@ -165,6 +165,8 @@ pub enum VmRequest {
     Shutdown(Reply<()>),
     /// `vm.reboot`.
     Reboot(Reply<()>),
+    /// `vm.power-button`.
+    PowerButton(Reply<()>),
     /// `vmm.shutdown`.
     ShutdownVmm(Reply<()>),
 }

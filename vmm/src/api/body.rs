@@ -1,0 +1,77 @@
+//! JSON bodies of requests.
+
+use std::time::Duration;
+
+use axum::body::{Bytes, HttpBody};
+use axum::extract::{FromRequest, Request};
+use axum::http::StatusCode;
+use serde::de::DeserializeOwned;
+use tokio::time::timeout;
+
+use super::error::ApiError;
+
+/// The largest body that any call takes is a VM's configuration.
+pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
+
+/// How long a client may take from the head of a request to the end of its body.
+const BODY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A request's body, taken apart. Clients of Cloud Hypervisor do not all say that they send JSON: it is not
+/// asked for.
+pub(super) struct JsonBody<T>(pub T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for JsonBody<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
+        // A body that says it is too large is not waited for.
+        if request.body().size_hint().lower() > MAX_BODY_BYTES as u64 {
+            let reason = format!("it is longer than {MAX_BODY_BYTES} bytes");
+            return Err(ApiError::Body { status: StatusCode::PAYLOAD_TOO_LARGE, reason });
+        }
+        let read = timeout(BODY_TIMEOUT, Bytes::from_request(request, state)).await;
+        let bytes = read
+            .map_err(|_| ApiError::Body {
+                status: StatusCode::REQUEST_TIMEOUT,
+                reason: format!("it did not end within {} s", BODY_TIMEOUT.as_secs()),
+            })?
+            .map_err(|error| ApiError::Body { status: error.status(), reason: error.body_text() })?;
+        parse(&bytes).map(Self)
+    }
+}
+
+/// Takes an object apart. serde also reads a list as a struct, field by field, which no call means.
+fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    match bytes.trim_ascii_start().first() {
+        Some(b'{') => serde_json::from_slice(bytes).map_err(|error| ApiError::Json(error.to_string())),
+        Some(_) => Err(ApiError::Json("it is not a JSON object".to_owned())),
+        None => Err(ApiError::Json("it is empty".to_owned())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::api::wire::ResizeBody;
+
+    #[test]
+    fn only_objects_are_taken() {
+        assert!(parse::<ResizeBody>(b" {} ").is_ok());
+        assert!(parse::<ResizeBody>(br#"{"desired_ram": 2097152, "unknown": 1}"#).is_ok());
+        let text = |bytes| parse::<ResizeBody>(bytes).unwrap_err().to_string();
+        assert!(text(b"").ends_with("it is empty"));
+        assert!(text(b"[1, 2, 3]").ends_with("it is not a JSON object"));
+        assert!(text(br#"{"desired_ram": "2G"}"#).contains("invalid type"));
+        assert!(text(br#"{"desired_ram": -1}"#).contains("invalid value"));
+        assert!(text(br#"{"desired_ram": 1"#).contains("EOF"));
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = parse::<ResizeBody>(&bytes);
+        }
+    }
+}

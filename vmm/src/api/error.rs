@@ -1,0 +1,66 @@
+//! What a client is told when its request fails.
+
+use axum::Json;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use thiserror::Error;
+
+use crate::config::ConfigError;
+use crate::vm::request::VmError;
+
+/// Why a request fails.
+#[derive(Debug, Error)]
+pub enum ApiError {
+    /// There is no such call.
+    #[error("There is no call {0}")]
+    UnknownCall(String),
+    /// The call exists, with another method.
+    #[error("{path} does not take {method}")]
+    WrongMethod {
+        /// The method.
+        method: String,
+        /// The path.
+        path: String,
+    },
+    /// The body did not arrive whole.
+    #[error("The request's body cannot be read: {reason}")]
+    Body {
+        /// What the client gets.
+        status: StatusCode,
+        /// Why.
+        reason: String,
+    },
+    /// The body is not what the call takes.
+    #[error("The request's body is not what the call takes: {0}")]
+    Json(String),
+    /// A value in the body is out of its bounds.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The VM's owner refused.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+}
+
+impl ApiError {
+    /// The status code, as Cloud Hypervisor has it: 404 without a VM, 405 in the wrong state.
+    pub fn status(&self) -> StatusCode {
+        match self {
+            Self::UnknownCall(_) | Self::Vm(VmError::NotCreated) => StatusCode::NOT_FOUND,
+            Self::WrongMethod { .. } | Self::Vm(VmError::WrongState { .. }) => StatusCode::METHOD_NOT_ALLOWED,
+            Self::Body { status, .. } => *status,
+            Self::Json(_) | Self::Config(_) | Self::Vm(VmError::BadRequest(_)) => StatusCode::BAD_REQUEST,
+            Self::Vm(VmError::Failed(_)) => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::Vm(VmError::Ending) => StatusCode::SERVICE_UNAVAILABLE,
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    /// A JSON list: the error, then its causes.
+    fn into_response(self) -> Response {
+        let causes = std::iter::successors(Some(&self as &dyn std::error::Error), |error| error.source());
+        let chain: Vec<String> = causes.map(ToString::to_string).collect();
+        tracing::debug!(status = %self.status(), error = chain[0], "A request is refused");
+        (self.status(), Json(chain)).into_response()
+    }
+}

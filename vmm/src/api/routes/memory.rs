@@ -1,0 +1,24 @@
+//! Calls about the VM's memory.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+
+use crate::api::body::JsonBody;
+use crate::api::error::ApiError;
+use crate::api::wire::{MemoryAnswer, ResizeBody};
+use crate::vm::request::{VmHandle, VmRequest};
+
+/// Answers as soon as the guest has been asked; `vm.memory` tells how it goes.
+pub(super) async fn resize(
+    State(vm): State<VmHandle>,
+    JsonBody(body): JsonBody<ResizeBody>,
+) -> Result<StatusCode, ApiError> {
+    let resize = body.try_into()?;
+    vm.ask(|reply| VmRequest::Resize(resize, reply)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+pub(super) async fn zones(State(vm): State<VmHandle>) -> Result<Json<MemoryAnswer>, ApiError> {
+    Ok(Json(MemoryAnswer { zones: vm.ask(VmRequest::Memory).await? }))
+}

@@ -1,0 +1,124 @@
+//! HTTP/1.1 on a socket: a task per connection, on the runtime that starts it.
+
+use std::io;
+use std::time::Duration;
+
+use axum::Router;
+use axum::serve::Listener as AcceptIo;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::watch;
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::timeout;
+use tracing::{debug, warn};
+
+use super::socket::{Listener, Socket, SocketFile};
+
+/// The most that one connection buffers of what is not yet taken apart; a head must fit in.
+const BUFFER_BYTES: usize = 16 << 10;
+/// How long answers that are under way may take when the server stops.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// What clients may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Connections at once; more wait to be accepted.
+    pub connections: usize,
+    /// How long a connection may be without a whole request head; for ever when `None`. HTTP cannot tell a
+    /// client that is slow from one that keeps its connection for later.
+    pub idle: Option<Duration>,
+}
+
+impl Limits {
+    /// The API's: clients like Kata Containers keep one connection for a VM's whole life.
+    pub const API: Self = Self { connections: 256, idle: None };
+    /// Metrics', whose address may be reachable for strangers.
+    pub const METRICS: Self = Self { connections: 16, idle: Some(Duration::from_secs(60)) };
+}
+
+/// A server that runs until it is stopped or dropped.
+#[derive(Debug)]
+pub struct Server {
+    stop: watch::Sender<()>,
+    accepting: JoinHandle<()>,
+    _file: Option<SocketFile>,
+}
+
+impl Server {
+    /// Serves `router` on `socket`. Must be called on a tokio runtime with I/O and time.
+    pub fn start(socket: Socket, router: Router, limits: Limits) -> io::Result<Self> {
+        let (stop, stopped) = watch::channel(());
+        let accepting = match socket.listener {
+            Listener::Unix(listener) => {
+                let listener = UnixListener::from_std(listener)?;
+                tokio::spawn(accept_loop(listener, router, limits, stopped))
+            }
+            Listener::Tcp(listener) => {
+                let listener = TcpListener::from_std(listener)?;
+                tokio::spawn(accept_loop(listener, router, limits, stopped))
+            }
+        };
+        Ok(Self { stop, accepting, _file: socket.file })
+    }
+
+    /// Accepts nothing more, and waits a moment until answers that are under way are sent.
+    pub async fn stop(mut self) {
+        let _ = self.stop.send(());
+        if let Err(error) = (&mut self.accepting).await {
+            warn!(%error, "A server has not ended well");
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.accepting.abort();
+    }
+}
+
+async fn accept_loop<L: AcceptIo>(
+    mut listener: L,
+    router: Router,
+    limits: Limits,
+    mut stopped: watch::Receiver<()>,
+) {
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            biased;
+            _ = stopped.changed() => break,
+            Some(_) = connections.join_next() => {}
+            (stream, _) = listener.accept(), if connections.len() < limits.connections => {
+                connections.spawn(serve_connection(stream, router.clone(), limits, stopped.clone()));
+            }
+        }
+    }
+    drop(listener);
+    let drained = async { while connections.join_next().await.is_some() {} };
+    if timeout(DRAIN_TIMEOUT, drained).await.is_err() {
+        debug!("Connections with half a request are dropped");
+    }
+}
+
+async fn serve_connection<S>(stream: S, router: Router, limits: Limits, mut stopped: watch::Receiver<()>)
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let mut http = http1::Builder::new();
+    http.timer(TokioTimer::new()).header_read_timeout(limits.idle).max_buf_size(BUFFER_BYTES);
+    let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    tokio::pin!(connection);
+    let result = tokio::select! {
+        result = connection.as_mut() => result,
+        _ = stopped.changed() => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = result {
+        debug!(%error, "A connection has ended");
+    }
+}

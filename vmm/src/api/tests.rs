@@ -1,0 +1,390 @@
+//! The API over a real unix socket, in raw bytes, against an owner that answers as it is told.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::io::AsyncBufReadExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+
+use super::{Limits, Server, Socket, router};
+use crate::config::{ApiSocket, test_config};
+use crate::vm::request::{
+    PressureInfo, ResizeRequest, ResizeStatus, VmError, VmHandle, VmInfo, VmRequest, VmState, ZoneInfo,
+};
+
+/// Longer than any answer takes; reached only by a failing test.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+struct Fixture {
+    server: Server,
+    path: PathBuf,
+    /// What the owner was asked, in words.
+    asked: mpsc::UnboundedReceiver<String>,
+    _dir: TempDir,
+}
+
+/// An owner with a running VM; `vm.boot` is refused for its state, `vm.reboot` fails, `vm.shutdown` finds none.
+async fn own(mut requests: mpsc::Receiver<VmRequest>, asked: mpsc::UnboundedSender<String>) {
+    while let Some(request) = requests.recv().await {
+        asked.send(format!("{request:?}")).unwrap();
+        match request {
+            VmRequest::Info(reply) => {
+                let info =
+                    VmInfo { config: test_config(), state: VmState::Running, memory_actual_size: 512 << 20 };
+                reply.send(Ok(info)).unwrap();
+            }
+            VmRequest::Resize(resize, reply) => reply.send(answer_resize(&resize)).unwrap(),
+            VmRequest::Memory(reply) => reply.send(Ok(vec![zone()])).unwrap(),
+            VmRequest::Pressure(reply) => reply.send(Ok(pressure())).unwrap(),
+            VmRequest::ChangePressure(_, reply) | VmRequest::PowerButton(reply) => {
+                reply.send(Ok(())).unwrap();
+            }
+            VmRequest::Boot(reply) => {
+                let refused =
+                    VmError::WrongState { verb: "vm.boot", state: VmState::Running, needs: "created" };
+                reply.send(Err(refused)).unwrap();
+            }
+            VmRequest::Shutdown(reply) => reply.send(Err(VmError::NotCreated)).unwrap(),
+            VmRequest::Reboot(reply) => reply.send(Err(VmError::Failed("no memory".to_owned()))).unwrap(),
+            VmRequest::ShutdownVmm(reply) => {
+                reply.send(Ok(())).unwrap();
+                return;
+            }
+        }
+    }
+}
+
+fn answer_resize(resize: &ResizeRequest) -> Result<(), VmError> {
+    match resize.desired_vcpus {
+        Some(7) => Err(VmError::BadRequest("desired_vcpus 7: there are 2".to_owned())),
+        _ => Ok(()),
+    }
+}
+
+fn zone() -> ZoneInfo {
+    ZoneInfo {
+        id: "pm".to_owned(),
+        tier: "pm".to_owned(),
+        guest_numa_node: 1,
+        boot_bytes: 0,
+        hotplug_bytes: 4 << 30,
+        requested_bytes: 2 << 20,
+        plugged_bytes: 0,
+        online_bytes: None,
+        resident_bytes: 0,
+        status: ResizeStatus::Stuck("busy pages".to_owned()),
+    }
+}
+
+fn pressure() -> PressureInfo {
+    PressureInfo {
+        policy: "psi".to_owned(),
+        dry_run: false,
+        pinned_zones: Vec::new(),
+        agent_connected: true,
+        report_age_ms: Some(20),
+        decisions: Vec::new(),
+        details: BTreeMap::new(),
+    }
+}
+
+/// Runs a test on the runtime that the VMM has: one thread.
+fn run<F: Future<Output = ()>>(test: impl FnOnce(Fixture) -> F) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let (vm, requests) = VmHandle::channel();
+        let (sender, asked) = mpsc::unbounded_channel();
+        tokio::spawn(own(requests, sender));
+        let socket = Socket::for_api(&ApiSocket::Path(path.clone())).unwrap();
+        let server = Server::start(socket, router(vm), Limits::API).unwrap();
+        timeout(PATIENCE, test(Fixture { server, path, asked, _dir: dir })).await.expect("an answer");
+    });
+}
+
+struct Client(BufReader<UnixStream>);
+
+/// A status line's code, and the body.
+type Answer = (u16, String);
+
+impl Client {
+    async fn send(&mut self, bytes: impl AsRef<[u8]>) {
+        self.0.get_mut().write_all(bytes.as_ref()).await.unwrap();
+    }
+
+    /// Reads one answer; `None` when the server has closed.
+    async fn receive(&mut self) -> Option<Answer> {
+        let (mut head, mut len) = (Vec::new(), 0);
+        loop {
+            let mut line = String::new();
+            if self.0.read_line(&mut line).await.ok()? == 0 {
+                return None;
+            }
+            if let Some((name, value)) = line.split_once(':')
+                && name.eq_ignore_ascii_case("content-length")
+            {
+                len = value.trim().parse().unwrap();
+            }
+            if line == "\r\n" {
+                break;
+            }
+            head.push(line);
+        }
+        let status = head[0].split(' ').nth(1).unwrap().parse().unwrap();
+        let mut body = vec![0; len];
+        self.0.read_exact(&mut body).await.unwrap();
+        Some((status, String::from_utf8(body).unwrap()))
+    }
+
+    async fn call(&mut self, method: &str, call: &str, body: &str) -> Answer {
+        self.send(request(method, &format!("/api/v1/{call}"), body)).await;
+        self.receive().await.expect("an answer")
+    }
+}
+
+fn request(method: &str, path: &str, body: &str) -> String {
+    format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+}
+
+impl Fixture {
+    async fn connect(&self) -> Client {
+        Client(BufReader::new(UnixStream::connect(&self.path).await.unwrap()))
+    }
+
+    async fn call(&self, method: &str, call: &str, body: &str) -> Answer {
+        self.connect().await.call(method, call, body).await
+    }
+}
+
+fn messages(body: &str) -> Vec<String> {
+    serde_json::from_str(body).unwrap_or_else(|error| panic!("{body:?}: {error}"))
+}
+
+#[test]
+fn ping_tells_the_version_and_the_process() {
+    run(async |fixture| {
+        let (status, body) = fixture.call("GET", "vmm.ping", "").await;
+        let answer: Value = serde_json::from_str(&body).unwrap();
+        assert_eq!((status, &answer["version"]), (200, &json!(env!("CARGO_PKG_VERSION"))));
+        assert_eq!(answer["pid"], json!(std::process::id()));
+        assert!(answer["build_version"].is_string() && answer["features"].is_array());
+    });
+}
+
+#[test]
+fn info_has_cloud_hypervisors_fields() {
+    run(async |fixture| {
+        let (status, body) = fixture.call("GET", "vm.info", "").await;
+        let info: Value = serde_json::from_str(&body).unwrap();
+        assert_eq!((status, &info["state"]), (200, &json!("Running")));
+        assert_eq!(info["memory_actual_size"], json!(512 << 20));
+        assert_eq!(info["config"]["memory"]["size"], json!(512 << 20));
+        assert_eq!(info["config"]["memory"]["hotplug_method"], json!("VirtioMem"));
+        assert_eq!(info["config"]["cpus"], json!({"boot_vcpus": 1, "max_vcpus": 1}));
+    });
+}
+
+#[test]
+fn memory_tells_every_size_and_why_a_resize_is_stuck() {
+    run(async |fixture| {
+        let (status, body) = fixture.call("GET", "vm.memory", "").await;
+        let answer: Value = serde_json::from_str(&body).unwrap();
+        let zone = &answer["zones"][0];
+        assert_eq!((status, &zone["requested_bytes"]), (200, &json!(2 << 20)));
+        assert_eq!(zone["online_bytes"], Value::Null);
+        assert_eq!(zone["status"], json!({"state": "stuck", "reason": "busy pages"}));
+    });
+}
+
+#[test]
+fn a_resize_is_asked_of_the_owner_and_may_be_repeated() {
+    run(async |mut fixture| {
+        for _ in 0..2 {
+            let (status, body) = fixture.call("PUT", "vm.resize", r#"{"desired_ram": 1073741824}"#).await;
+            assert_eq!((status, body.as_str()), (204, ""));
+            assert!(fixture.asked.recv().await.unwrap().contains("desired_ram: Some(1073741824)"));
+        }
+    });
+}
+
+#[test]
+fn pressure_is_shown_and_changed() {
+    run(async |mut fixture| {
+        let (status, body) = fixture.call("GET", "vm.pressure", "").await;
+        assert_eq!(status, 200);
+        assert_eq!(serde_json::from_str::<Value>(&body).unwrap()["policy"], json!("psi"));
+        fixture.asked.recv().await.unwrap();
+        let change = r#"{"policy": "fixed", "dry_run": true, "resume": true}"#;
+        assert_eq!(fixture.call("PUT", "vm.pressure", change).await.0, 204);
+        let asked = fixture.asked.recv().await.unwrap();
+        assert!(
+            asked.contains(r#"policy: Some("fixed"), dry_run: Some(true), resume: Some(true)"#),
+            "{asked}"
+        );
+        let (status, body) = fixture.call("PUT", "vm.pressure", r#"{"policy": "magic"}"#).await;
+        assert_eq!(status, 400);
+        assert!(messages(&body)[0].contains("psi, fixed, off"));
+        assert_eq!(fixture.call("PUT", "vm.pressure", r#"{"polcy": "psi"}"#).await.0, 400);
+    });
+}
+
+#[test]
+fn the_owners_errors_have_cloud_hypervisors_codes() {
+    run(async |fixture| {
+        for (call, body, expected, text) in [
+            ("vm.boot", "", 405, "The VM is Running, and vm.boot needs it created"),
+            ("vm.shutdown", "", 404, "There is no VM"),
+            ("vm.reboot", "", 500, "no memory"),
+            ("vm.resize", r#"{"desired_vcpus": 7}"#, 400, "desired_vcpus 7: there are 2"),
+        ] {
+            let (status, answer) = fixture.call("PUT", call, body).await;
+            assert_eq!((status, messages(&answer)), (expected, vec![text.to_owned()]), "{call}");
+        }
+    });
+}
+
+#[test]
+fn sizes_out_of_bounds_never_reach_the_owner() {
+    run(async |mut fixture| {
+        for (body, text) in [
+            (r#"{"desired_ram": 0}"#, "vm.resize: desired_ram is 0, and must be at least 2 MiB"),
+            (
+                r#"{"desired_ram": 3145728}"#,
+                "vm.resize: desired_ram is 3 MiB, which is not a multiple of 2 MiB",
+            ),
+            (
+                r#"{"desired_ram": 2199023255552}"#,
+                "vm.resize: desired_ram is 2 TiB, and must be at most 1 TiB",
+            ),
+        ] {
+            let (status, answer) = fixture.call("PUT", "vm.resize", body).await;
+            assert_eq!((status, messages(&answer)), (400, vec![text.to_owned()]));
+        }
+        for body in ["", "null", "[1, 2, 3]", "{", r#"{"desired_vcpus": 256}"#, r#"{"desired_ram": "1G"}"#] {
+            assert_eq!(fixture.call("PUT", "vm.resize", body).await.0, 400, "{body}");
+        }
+        assert!(fixture.asked.try_recv().is_err());
+    });
+}
+
+#[test]
+fn unknown_calls_and_wrong_methods_are_told_apart() {
+    run(async |fixture| {
+        let (status, body) = fixture.call("PUT", "vm.fly", "").await;
+        assert_eq!((status, messages(&body)), (404, vec!["There is no call /api/v1/vm.fly".to_owned()]));
+        let (status, body) = fixture.call("GET", "vm.resize", "").await;
+        assert_eq!(status, 405);
+        assert_eq!(messages(&body), ["/api/v1/vm.resize does not take GET"]);
+        let mut client = fixture.connect().await;
+        client.send(request("GET", "/", "")).await;
+        assert_eq!(client.receive().await.unwrap().0, 404);
+    });
+}
+
+#[test]
+fn requests_on_one_connection_are_answered_in_order() {
+    run(async |fixture| {
+        let mut client = fixture.connect().await;
+        let three = [
+            request("GET", "/api/v1/vmm.ping", ""),
+            request("PUT", "/api/v1/vm.resize", r#"{"desired_ram": 2097152}"#),
+            request("GET", "/api/v1/vm.none", ""),
+        ];
+        client.send(three.concat()).await;
+        for expected in [200, 204, 404] {
+            assert_eq!(client.receive().await.unwrap().0, expected);
+        }
+        assert_eq!(client.call("GET", "vmm.ping", "").await.0, 200);
+    });
+}
+
+#[test]
+fn half_a_request_and_silence_holds_nobody_up() {
+    run(async |fixture| {
+        let (mut head, mut body) = (fixture.connect().await, fixture.connect().await);
+        head.send("GET /api/v1/vmm.pi").await;
+        body.send("PUT /api/v1/vm.resize HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{\"desi").await;
+        assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
+        // The head's other half is still welcome.
+        head.send("ng HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        assert_eq!(head.receive().await.unwrap().0, 200);
+    });
+}
+
+#[test]
+fn a_body_over_the_limit_is_refused() {
+    run(async |mut fixture| {
+        let huge = format!(r#"{{"desired_ram": 2097152, "x": "{}"}}"#, "x".repeat(64 << 10));
+        let (status, body) = fixture.call("PUT", "vm.resize", &huge).await;
+        assert_eq!((status, messages(&body).len()), (413, 1));
+        // Neither is one that only says so, or one that comes in chunks.
+        let mut client = fixture.connect().await;
+        client.send("PUT /api/v1/vm.resize HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n").await;
+        assert_eq!(client.receive().await.unwrap().0, 413);
+        let mut client = fixture.connect().await;
+        let chunk = format!("{:x}\r\n{huge}\r\n0\r\n\r\n", huge.len());
+        client
+            .send(format!(
+                "PUT /api/v1/vm.resize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n{chunk}"
+            ))
+            .await;
+        assert_eq!(client.receive().await.unwrap().0, 413);
+        assert!(fixture.asked.try_recv().is_err());
+    });
+}
+
+#[test]
+fn what_is_not_http_gets_400_and_is_closed() {
+    run(async |fixture| {
+        for bytes in [
+            "\0\0\0\0\r\n\r\n",
+            "GET\r\n\r\n",
+            "GET / HTTP/9.9\r\n\r\n",
+            "PUT / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+        ] {
+            let mut client = fixture.connect().await;
+            client.send(bytes).await;
+            assert_eq!(client.receive().await.expect("an answer").0, 400, "{bytes:?}");
+            assert_eq!(client.receive().await, None, "{bytes:?}");
+        }
+        // A head that does not end is cut off.
+        let mut client = fixture.connect().await;
+        let _ = client.0.get_mut().write_all(&vec![b'a'; 1 << 20]).await;
+        assert!(client.receive().await.is_none_or(|(status, _)| (400..500).contains(&status)));
+        assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
+    });
+}
+
+#[test]
+fn the_vmms_end_is_answered_before_the_server_stops() {
+    run(async |fixture| {
+        let (mut idle, mut half) = (fixture.connect().await, fixture.connect().await);
+        assert_eq!(idle.call("GET", "vmm.ping", "").await.0, 200);
+        half.send("GET /").await;
+        let mut client = fixture.connect().await;
+        client.send(request("PUT", "/api/v1/vmm.shutdown", "")).await;
+        let Fixture { server, path, mut asked, _dir } = fixture;
+        assert!(asked.recv().await.unwrap().contains("ShutdownVmm"));
+        server.stop().await;
+        assert_eq!(client.receive().await.unwrap().0, 204);
+        assert_eq!(client.receive().await, None);
+        assert_eq!(idle.receive().await, None);
+        assert!(!path.exists());
+    });
+}
+
+#[test]
+fn after_the_owners_end_requests_are_refused() {
+    run(async |fixture| {
+        assert_eq!(fixture.call("PUT", "vmm.shutdown", "").await.0, 204);
+        let (status, body) = fixture.call("GET", "vm.info", "").await;
+        assert_eq!((status, messages(&body)), (503, vec!["The VMM is ending".to_owned()]));
+    });
+}

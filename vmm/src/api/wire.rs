@@ -1,0 +1,61 @@
+//! What goes over the wire where it differs from what the VM's owner is asked and answers.
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::{ConfigError, check_size};
+use crate::vm::request::{ResizeRequest, ZoneInfo};
+
+/// The answer to `vmm.ping`.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct PingAnswer {
+    /// The version with a `v` in front.
+    pub build_version: String,
+    /// The version.
+    pub version: String,
+    /// The VMM's process.
+    pub pid: u32,
+    /// What was built in.
+    pub features: Vec<String>,
+}
+
+impl PingAnswer {
+    /// This process' answer.
+    pub fn of_this_process() -> Self {
+        let version = env!("CARGO_PKG_VERSION").to_owned();
+        let features = vec!["kvm".to_owned()];
+        Self { build_version: format!("v{version}"), version, pid: std::process::id(), features }
+    }
+}
+
+/// The body of `vm.resize`. Fields that this version does not know are passed over, as Cloud Hypervisor does.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct ResizeBody {
+    /// vCPUs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub desired_vcpus: Option<u8>,
+    /// DRAM in bytes, boot part included.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub desired_ram: Option<u64>,
+    /// Balloon in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub desired_balloon: Option<u64>,
+}
+
+impl TryFrom<ResizeBody> for ResizeRequest {
+    type Error = ConfigError;
+
+    fn try_from(body: ResizeBody) -> Result<Self, ConfigError> {
+        if let Some(bytes) = body.desired_ram {
+            check_size("vm.resize", "desired_ram", bytes)?;
+        }
+        let ResizeBody { desired_vcpus, desired_ram, desired_balloon } = body;
+        Ok(Self { desired_vcpus, desired_ram, desired_balloon })
+    }
+}
+
+/// The answer to `vm.memory`.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct MemoryAnswer {
+    /// Every zone.
+    pub zones: Vec<ZoneInfo>,
+}
