@@ -1,1 +1,262 @@
-//! The guest's ACPI tables, hardware-reduced (ACPI 6.5, 4.1).
+//! The guest's ACPI tables, hardware-reduced (ACPI 6.5, 4.1), and the two devices that they describe.
+//!
+//! [`build`] is a pure function of [`AcpiInput`]: it knows neither KVM nor guest memory. The tables lie in the
+//! range that the memory map reserves, the RSDP first:
+//!
+//! | table | what it says |
+//! |---|---|
+//! | FADT | no legacy hardware; the sleep and reset registers of [`pm::PmPort`] |
+//! | MADT | one local APIC for each possible vCPU, one I/O APIC |
+//! | MCFG | configuration space of bus 0 |
+//! | DSDT | PCI root, serial port, vCPUs, power button, NVDIMM root |
+//! | SRAT, SLIT, HMAT | which memory and vCPUs belong to which node, where there is more than one |
+//! | NFIT | NVDIMMs, where there are any |
+
+mod dsdt;
+mod fixed;
+pub mod ged;
+mod nfit;
+mod numa;
+pub mod pm;
+
+use acpi_tables::Aml;
+use acpi_tables::rsdp::Rsdp;
+use acpi_tables::sdt::Sdt;
+use acpi_tables::xsdt::XSDT;
+use thiserror::Error;
+use vm_memory::{Address, Bytes, GuestMemoryBackend};
+
+pub use nfit::Nvdimm;
+pub use numa::{NodeMemory, NumaNode, Performance};
+
+use crate::memory::layout::{ACPI_END, RSDP_START};
+
+const OEM_ID: [u8; 6] = *b"FRSHOR";
+const OEM_TABLE_ID: [u8; 8] = *b"FORESHOR";
+const OEM_REVISION: u32 = 1;
+/// Tables hold 64-bit fields; Linux reads them at their natural alignment where it can.
+const TABLE_ALIGN: usize = 16;
+
+/// What the tables describe.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct AcpiInput {
+    /// vCPUs that run from the start; their APIC ids are 0 and up.
+    pub boot_vcpus: u8,
+    /// vCPUs that may ever be.
+    pub max_vcpus: u8,
+    /// Whether COM1 is there.
+    pub serial: bool,
+    /// NUMA nodes; with fewer than two, there are no tables about them.
+    pub nodes: Vec<NumaNode>,
+    /// NVDIMMs; number n has handle n + 1 and flush hint page n.
+    pub nvdimms: Vec<Nvdimm>,
+}
+
+/// Why there are no tables.
+#[derive(Debug, Error)]
+pub enum AcpiError {
+    /// More vCPUs or devices than the tables have room for.
+    #[error("The ACPI tables have {actual_bytes} bytes, their room is {limit_bytes}")]
+    TooLarge {
+        /// What they need.
+        actual_bytes: usize,
+        /// What there is.
+        limit_bytes: usize,
+    },
+    /// Two nodes have one id.
+    #[error("NUMA node {0} is described twice")]
+    DuplicateNode(u32),
+    /// A volume's length is no whole number of pages, or it is empty.
+    #[error("The NVDIMM at {start:#x} has {size_bytes} bytes: not a whole number of pages")]
+    BadNvdimm {
+        /// Guest-physical start.
+        start: u64,
+        /// Its size.
+        size_bytes: u64,
+    },
+    /// Guest memory does not reach there.
+    #[error("Cannot write ACPI tables at {:#x}", RSDP_START.raw_value())]
+    Write(#[from] vm_memory::GuestMemoryError),
+}
+
+/// All tables, as they lie in guest memory from [`RSDP_START`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AcpiTables {
+    bytes: Vec<u8>,
+}
+
+impl AcpiTables {
+    /// The bytes from [`RSDP_START`].
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// Copies them into guest memory.
+    pub fn write<M: GuestMemoryBackend>(&self, memory: &M) -> Result<(), AcpiError> {
+        Ok(memory.write_slice(&self.bytes, RSDP_START)?)
+    }
+
+    /// Puts `table` behind the others and returns its address.
+    fn place(&mut self, table: &[u8]) -> u64 {
+        self.bytes.resize(self.bytes.len().next_multiple_of(TABLE_ALIGN), 0);
+        let address = RSDP_START.raw_value() + self.bytes.len() as u64;
+        self.bytes.extend_from_slice(table);
+        address
+    }
+}
+
+/// Builds all tables for `input`.
+pub fn build(input: &AcpiInput) -> Result<AcpiTables, AcpiError> {
+    let mut tables = AcpiTables { bytes: vec![0; Rsdp::len()] };
+    let mut xsdt = XSDT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION);
+    let dsdt = tables.place(&dsdt::dsdt(input));
+    // The FADT comes first, by custom of every firmware.
+    let mut others = vec![fixed::fadt(dsdt), fixed::madt(input.boot_vcpus, input.max_vcpus), fixed::mcfg()];
+    if input.nodes.len() > 1 {
+        others.extend(numa::tables(&input.nodes)?);
+    }
+    if !input.nvdimms.is_empty() {
+        others.push(nfit::nfit(&input.nvdimms)?);
+    }
+    for table in others {
+        xsdt.add_entry(tables.place(&table));
+    }
+    let xsdt = tables.place(&bytes_of(&xsdt));
+    tables.bytes[..Rsdp::len()].copy_from_slice(&bytes_of(&Rsdp::new(OEM_ID, xsdt)));
+    let limit_bytes = (ACPI_END - RSDP_START.raw_value()) as usize;
+    let actual_bytes = tables.bytes.len();
+    if actual_bytes > limit_bytes {
+        return Err(AcpiError::TooLarge { actual_bytes, limit_bytes });
+    }
+    Ok(tables)
+}
+
+fn bytes_of(aml: &dyn Aml) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    aml.to_aml_bytes(&mut bytes);
+    bytes
+}
+
+/// A table of `body` with the common header (ACPI 6.5, 5.2.6).
+fn table(signature: [u8; 4], revision: u8, body: &[u8]) -> Vec<u8> {
+    const HEADER_BYTES: u32 = 36;
+    let mut sdt = Sdt::new(signature, HEADER_BYTES, revision, OEM_ID, OEM_TABLE_ID, OEM_REVISION);
+    sdt.append_slice(body);
+    sdt.as_slice().to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::{GuestAddress, GuestMemoryMmap};
+
+    use super::*;
+
+    fn u32_at(bytes: &[u8], offset: usize) -> u32 {
+        u32::from_le_bytes(*bytes[offset..].first_chunk().unwrap())
+    }
+
+    fn u64_at(bytes: &[u8], offset: usize) -> u64 {
+        u64::from_le_bytes(*bytes[offset..].first_chunk().unwrap())
+    }
+
+    fn sum(bytes: &[u8]) -> u8 {
+        bytes.iter().fold(0, |sum, byte| sum.wrapping_add(*byte))
+    }
+
+    /// The table at guest-physical `address`, checked.
+    fn table_at(tables: &AcpiTables, address: u64) -> &[u8] {
+        let offset = (address - RSDP_START.raw_value()) as usize;
+        assert!(offset.is_multiple_of(TABLE_ALIGN));
+        let len = u32_at(tables.bytes(), offset + 4) as usize;
+        let table = &tables.bytes()[offset..offset + len];
+        assert_eq!(sum(table), 0, "checksum of {}", String::from_utf8_lossy(&table[..4]));
+        table
+    }
+
+    /// Signature and bytes of every table, found as a guest does: RSDP, XSDT, FADT, DSDT.
+    fn walk(tables: &AcpiTables) -> Vec<(String, &[u8])> {
+        let rsdp = &tables.bytes()[..36];
+        assert_eq!(&rsdp[..8], b"RSD PTR ");
+        // ACPI 6.5, 5.2.5.3: two checksums, revision 2, length 36.
+        assert_eq!((sum(&rsdp[..20]), sum(rsdp), rsdp[15], u32_at(rsdp, 20)), (0, 0, 2, 36));
+        let xsdt = table_at(tables, u64_at(rsdp, 24));
+        assert_eq!(&xsdt[..4], b"XSDT");
+        let mut found: Vec<&[u8]> =
+            (36..xsdt.len()).step_by(8).map(|offset| table_at(tables, u64_at(xsdt, offset))).collect();
+        assert_eq!(&found[0][..4], b"FACP");
+        // ACPI 6.5, table 5.9: X_DSDT at 140.
+        found.push(table_at(tables, u64_at(found[0], 140)));
+        found.into_iter().map(|table| (String::from_utf8(table[..4].to_vec()).unwrap(), table)).collect()
+    }
+
+    fn large() -> AcpiInput {
+        let memory = |start: u64, len: u64, hotpluggable| NodeMemory { start, len, hotpluggable };
+        AcpiInput {
+            boot_vcpus: 2,
+            max_vcpus: 4,
+            serial: true,
+            nodes: vec![
+                NumaNode {
+                    id: 0,
+                    vcpus: (0..4).collect(),
+                    memory: vec![memory(0, 1 << 29, false), memory(1 << 32, 1 << 30, true)],
+                    performance: Some(Performance { read_latency_ns: 90, bandwidth_mb_per_s: 50_000 }),
+                },
+                NumaNode {
+                    id: 1,
+                    vcpus: vec![],
+                    memory: vec![memory(8 << 30, 4 << 30, true)],
+                    performance: Some(Performance { read_latency_ns: 300, bandwidth_mb_per_s: 8_000 }),
+                },
+            ],
+            nvdimms: vec![
+                Nvdimm { start: 16 << 30, size_bytes: 1 << 30, node: 1, flush_hint: true },
+                Nvdimm { start: 17 << 30, size_bytes: 1 << 21, node: 0, flush_hint: false },
+            ],
+        }
+    }
+
+    #[test]
+    fn a_guest_finds_every_table() {
+        let small = AcpiInput { boot_vcpus: 1, max_vcpus: 1, ..AcpiInput::default() };
+        let tables = build(&small).unwrap();
+        let names: Vec<String> = walk(&tables).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["FACP", "APIC", "MCFG", "DSDT"]);
+        let tables = build(&large()).unwrap();
+        let names: Vec<String> = walk(&tables).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["FACP", "APIC", "MCFG", "SRAT", "SLIT", "HMAT", "NFIT", "DSDT"]);
+    }
+
+    #[test]
+    fn tables_fit_with_all_vcpus_or_are_refused() {
+        let mut input = AcpiInput { boot_vcpus: 255, max_vcpus: 255, ..large() };
+        assert!(build(&input).unwrap().bytes().len() < 0x6_0000);
+        input.nvdimms = vec![input.nvdimms[0]; 4000];
+        assert!(matches!(build(&input), Err(AcpiError::TooLarge { limit_bytes: 0x6_0000, .. })));
+    }
+
+    #[test]
+    fn tables_are_written_where_the_start_info_points() {
+        let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        let tables = build(&large()).unwrap();
+        tables.write(&memory).unwrap();
+        let mut bytes = vec![0; tables.bytes().len()];
+        memory.read_slice(&mut bytes, RSDP_START).unwrap();
+        assert_eq!(bytes, tables.bytes());
+        let tiny: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0xa_0000)]).unwrap();
+        assert!(matches!(tables.write(&tiny), Err(AcpiError::Write(_))));
+    }
+
+    /// For a look with `iasl -d`: `FORESHORE_ACPI_DUMP` names a directory for the tables.
+    #[test]
+    fn tables_can_be_dumped() {
+        let Some(directory) = std::env::var_os("FORESHORE_ACPI_DUMP") else {
+            eprintln!("skipped: FORESHORE_ACPI_DUMP names no directory");
+            return;
+        };
+        for (name, table) in walk(&build(&large()).unwrap()) {
+            let path = std::path::Path::new(&directory).join(format!("{}.aml", name.to_lowercase()));
+            std::fs::write(path, table).unwrap();
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! The DSDT: what a guest cannot find out by itself.
+
+use acpi_tables::aml::{
+    AddressSpace, AddressSpaceCacheable, And, Arg, CreateDWordField, Device, EISAName, Else, Equal, Field,
+    FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, IO, If, Interrupt, Local, Memory32Fixed,
+    Method, Name, Notify, ONE, OpRegion, OpRegionSpace, Or, Package, Path, ResourceTemplate, Return, Scope,
+    Store, Uuid, ZERO,
+};
+use acpi_tables::{Aml, AmlSink};
+
+use super::ged::Event;
+use super::pm::S5_SLEEP_TYPE;
+use super::{AcpiInput, nfit, table};
+use crate::memory::layout::{
+    ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START, MMIO32_LEN, MMIO32_START,
+    SERIAL_GSI, SERIAL_PORT,
+};
+
+/// Revision 2: integers of 64 bits (ACPI 6.5, 20.3.5).
+const REVISION: u8 = 2;
+/// A present, enabled, functioning device that is shown (ACPI 6.5, 6.3.7).
+const PRESENT: u8 = 0xf;
+/// "Status changed", which a power button means by being pressed (ACPI 6.5, table 5.162).
+const NOTIFY_STATUS_CHANGED: u8 = 0x80;
+/// The configuration ports (PCI 3.0, 3.2.2.3.2).
+const PCI_CONFIG_PORT: u16 = 0xcf8;
+const PCI_CONFIG_PORTS: u8 = 8;
+const SERIAL_PORTS: u8 = 8;
+
+/// Finished AML.
+pub struct Raw(pub Vec<u8>);
+
+impl Aml for Raw {
+    fn to_aml_bytes(&self, sink: &mut dyn AmlSink) {
+        sink.vec(&self.0);
+    }
+}
+
+/// Differentiated System Description Table (ACPI 6.5, 5.2.11.1).
+pub fn dsdt(input: &AcpiInput) -> Vec<u8> {
+    let mut system_bus = Vec::new();
+    pci_root(&mut system_bus);
+    motherboard(&mut system_bus);
+    if input.serial {
+        serial_port(&mut system_bus);
+    }
+    power_button(&mut system_bus);
+    event_device(&mut system_bus);
+    for index in 0..input.max_vcpus {
+        processor(&mut system_bus, index, index < input.boot_vcpus);
+    }
+    if !input.nvdimms.is_empty() {
+        nfit::root_device(&mut system_bus, &input.nvdimms);
+    }
+    let mut body = Scope::raw(path("\\_SB_"), system_bus);
+    // S5 alone: the first element is SLP_TYPx for the sleep control register (ACPI 6.5, 7.4.2.6).
+    Name::new(path("\\_S5_"), &Package::new(vec![&S5_SLEEP_TYPE, &ZERO, &ZERO, &ZERO]))
+        .to_aml_bytes(&mut body);
+    table(*b"DSDT", REVISION, &body)
+}
+
+pub fn path(name: &str) -> Path {
+    Path::new(name)
+}
+
+fn addresses(start: u64, len: u64) -> Memory32Fixed {
+    let below_4_gib = |value: u64| u32::try_from(value).expect("a device of the layout below 4 GiB");
+    Memory32Fixed::new(true, below_4_gib(start), below_4_gib(len))
+}
+
+/// The root bus: PCI Express by its id, plain PCI for those who do not know that.
+fn pci_root(sink: &mut Vec<u8>) {
+    let window_end = u32::try_from(MMIO32_START + MMIO32_LEN - 1).expect("a window below 4 GiB");
+    let window = AddressSpace::new_memory(
+        AddressSpaceCacheable::NotCacheable,
+        true,
+        MMIO32_START as u32,
+        window_end,
+        None,
+    );
+    Device::new(
+        path("PCI0"),
+        vec![
+            &Name::new(path("_HID"), &EISAName::new("PNP0A08")),
+            &Name::new(path("_CID"), &EISAName::new("PNP0A03")),
+            &Name::new(path("_UID"), &ZERO),
+            &Name::new(path("_SEG"), &ZERO),
+            &Name::new(path("_BBN"), &ZERO),
+            &Name::new(
+                path("_CRS"),
+                &ResourceTemplate::new(vec![
+                    &AddressSpace::new_bus_number(0u16, 0u16),
+                    &IO::new(PCI_CONFIG_PORT, PCI_CONFIG_PORT, 1, PCI_CONFIG_PORTS),
+                    &window,
+                ]),
+            ),
+            // No INTx: every function has MSI-X.
+            &Name::new(path("_PRT"), &Package::new(vec![])),
+            &operating_system_capabilities(),
+        ],
+    )
+    .to_aml_bytes(sink);
+}
+
+/// `_OSC` of the host bridge (PCI Firmware 3.3, 4.5.1). There is no firmware that could want to keep a feature, so
+/// the guest gets what it asks for.
+fn operating_system_capabilities() -> Raw {
+    const HOST_BRIDGE: &str = "33DB4D5B-1FF7-401C-9657-7441C03DD766";
+    const UNRECOGNIZED_UUID: u8 = 1 << 2;
+    let mut aml = Vec::new();
+    let status = path("CDW1");
+    Method::new(
+        path("_OSC"),
+        4,
+        // It makes a name, which two threads must not do at once.
+        true,
+        vec![
+            &If::new(&Equal::new(&Arg(0), &Uuid::new(HOST_BRIDGE)), vec![&Return::new(&Arg(3))]),
+            &Else::new(vec![
+                &CreateDWordField::new(&status, &Arg(3), &ZERO),
+                &Or::new(&status, &status, &UNRECOGNIZED_UUID),
+                &Return::new(&Arg(3)),
+            ]),
+        ],
+    )
+    .to_aml_bytes(&mut aml);
+    Raw(aml)
+}
+
+/// What belongs to no device but must not be given to any. Linux uses configuration space through ECAM only if
+/// it is reserved here or in the memory map. The flush hint pages are absent: the guest's NVDIMM driver
+/// wants to reserve them itself.
+fn motherboard(sink: &mut Vec<u8>) {
+    let pm_ports = u8::try_from(ACPI_PM_LEN).expect("a few ports");
+    Device::new(
+        path("MBRD"),
+        vec![
+            &Name::new(path("_HID"), &EISAName::new("PNP0C02")),
+            &Name::new(path("_UID"), &ZERO),
+            &Name::new(
+                path("_CRS"),
+                &ResourceTemplate::new(vec![
+                    &addresses(ECAM_START, ECAM_LEN),
+                    &addresses(GED_START, GED_LEN),
+                    &IO::new(ACPI_PM_PORT, ACPI_PM_PORT, 1, pm_ports),
+                ]),
+            ),
+        ],
+    )
+    .to_aml_bytes(sink);
+}
+
+fn serial_port(sink: &mut Vec<u8>) {
+    Device::new(
+        path("COM1"),
+        vec![
+            &Name::new(path("_HID"), &EISAName::new("PNP0501")),
+            &Name::new(path("_UID"), &ONE),
+            &Name::new(path("_DDN"), &"COM1"),
+            &Name::new(
+                path("_CRS"),
+                &ResourceTemplate::new(vec![
+                    &IO::new(SERIAL_PORT, SERIAL_PORT, 1, SERIAL_PORTS),
+                    &Interrupt::new(true, true, false, false, SERIAL_GSI),
+                ]),
+            ),
+        ],
+    )
+    .to_aml_bytes(sink);
+}
+
+fn power_button(sink: &mut Vec<u8>) {
+    Device::new(
+        path("PWRB"),
+        vec![&Name::new(path("_HID"), &EISAName::new("PNP0C0C")), &Name::new(path("_UID"), &ZERO)],
+    )
+    .to_aml_bytes(sink);
+}
+
+/// The generic event device: its method reads which events are pending, once, and passes them on.
+fn event_device(sink: &mut Vec<u8>) {
+    const REGISTER_BYTES: u32 = 4;
+    let events = path("ESEL");
+    let pressed = Event::PowerButton as u32;
+    Device::new(
+        path("GED_"),
+        vec![
+            &Name::new(path("_HID"), &"ACPI0013"),
+            &Name::new(path("_UID"), &ZERO),
+            &Name::new(
+                path("_CRS"),
+                &ResourceTemplate::new(vec![&Interrupt::new(true, true, false, false, GED_GSI)]),
+            ),
+            &OpRegion::new(path("EREG"), OpRegionSpace::SystemMemory, &GED_START, &REGISTER_BYTES),
+            &Field::new(
+                path("EREG"),
+                FieldAccessType::DWord,
+                FieldLockRule::NoLock,
+                FieldUpdateRule::WriteAsZeroes,
+                vec![FieldEntry::Named(*b"ESEL", 8 * REGISTER_BYTES as usize)],
+            ),
+            &Method::new(
+                path("_EVT"),
+                1,
+                true,
+                vec![
+                    &Store::new(&Local(0), &events),
+                    &And::new(&Local(1), &Local(0), &pressed),
+                    &If::new(
+                        &Equal::new(&Local(1), &pressed),
+                        vec![&Notify::new(&path("\\_SB_.PWRB"), &NOTIFY_STATUS_CHANGED)],
+                    ),
+                ],
+            ),
+        ],
+    )
+    .to_aml_bytes(sink);
+}
+
+fn processor(sink: &mut Vec<u8>, index: u8, present: bool) {
+    let status = if present { PRESENT } else { 0 };
+    Device::new(
+        path(&format!("C{index:03X}")),
+        vec![
+            &Name::new(path("_HID"), &"ACPI0007"),
+            &Name::new(path("_UID"), &index),
+            &Name::new(path("_STA"), &status),
+        ],
+    )
+    .to_aml_bytes(sink);
+}

@@ -1,0 +1,288 @@
+//! NVDIMMs: the NVDIMM Firmware Interface Table and their devices in the DSDT.
+//!
+//! Linux (drivers/acpi/nfit/core.c) takes a DIMM only if its range, its mapping, its control region and a child of
+//! the root device agree; a structure of an unexpected length fails the whole table. There is no `_DSM`: without
+//! it no labels are looked for, the namespace is the whole range, and BTT is found in it.
+
+use acpi_tables::Aml;
+use acpi_tables::aml::{Device, Name, Uuid};
+use zerocopy::{Immutable, IntoBytes};
+
+use super::dsdt::{Raw, path};
+use super::{AcpiError, bytes_of, table};
+use crate::memory::layout::{FLUSH_HINT_LEN, FLUSH_HINT_START};
+
+/// "Byte addressable persistent memory" (ACPI 6.5, 5.2.25.2).
+const PERSISTENT_MEMORY: &str = "66F0D379-B4F3-4074-AC43-0D3318B78CDB";
+const REVISION: u8 = 1;
+const PAGE_BYTES: u64 = 4096;
+
+/// An NVDIMM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Nvdimm {
+    /// Guest-physical start.
+    pub start: u64,
+    /// Its size.
+    pub size_bytes: u64,
+    /// Its proximity domain.
+    pub node: u32,
+    /// Whether a flush is a write to its flush hint page; without, a fence is enough.
+    pub flush_hint: bool,
+}
+
+impl Nvdimm {
+    /// The flush hint page of NVDIMM `index`: an 8-byte write anywhere in it is a flush.
+    pub fn flush_hint_address(index: usize) -> u64 {
+        FLUSH_HINT_START + index as u64 * FLUSH_HINT_LEN
+    }
+}
+
+/// System Physical Address Range Structure (ACPI 6.5, table 5.144) without the location cookie.
+#[derive(IntoBytes, Immutable)]
+#[repr(C, packed)]
+struct AddressRange {
+    kind: u16,
+    length: u16,
+    range_index: u16,
+    flags: u16,
+    reserved: u32,
+    proximity_domain: u32,
+    guid: [u8; 16],
+    start: u64,
+    size_bytes: u64,
+    memory_attributes: u64,
+}
+
+/// NVDIMM Region Mapping Structure (ACPI 6.5, table 5.145).
+#[derive(IntoBytes, Immutable)]
+#[repr(C, packed)]
+struct RegionMapping {
+    kind: u16,
+    length: u16,
+    device_handle: u32,
+    physical_id: u16,
+    region_id: u16,
+    range_index: u16,
+    control_region_index: u16,
+    region_size_bytes: u64,
+    region_offset: u64,
+    physical_address_base: u64,
+    interleave_index: u16,
+    interleave_ways: u16,
+    state_flags: u16,
+    reserved: u16,
+}
+
+/// NVDIMM Control Region Structure (ACPI 6.5, table 5.149), short form: no block control windows.
+#[derive(IntoBytes, Immutable)]
+#[repr(C, packed)]
+struct ControlRegion {
+    kind: u16,
+    length: u16,
+    index: u16,
+    vendor_id: u16,
+    device_id: u16,
+    revision_id: u16,
+    subsystem_vendor_id: u16,
+    subsystem_device_id: u16,
+    subsystem_revision_id: u16,
+    valid_fields: u8,
+    manufacturing_location: u8,
+    manufacturing_date: u16,
+    reserved: u16,
+    serial_number: u32,
+    interface_code: u16,
+    windows: u16,
+}
+
+/// Flush Hint Address Structure (ACPI 6.5, table 5.152) with one address.
+#[derive(IntoBytes, Immutable)]
+#[repr(C, packed)]
+struct FlushHint {
+    kind: u16,
+    length: u16,
+    device_handle: u32,
+    count: u16,
+    reserved: [u8; 6],
+    address: u64,
+}
+
+const _: () = assert!(size_of::<AddressRange>() == 56);
+const _: () = assert!(size_of::<RegionMapping>() == 48);
+const _: () = assert!(size_of::<ControlRegion>() == 32);
+const _: () = assert!(size_of::<FlushHint>() == 16 + 8);
+
+/// NVDIMM Firmware Interface Table (ACPI 6.5, 5.2.25).
+pub fn nfit(nvdimms: &[Nvdimm]) -> Result<Vec<u8>, AcpiError> {
+    // Four reserved bytes make the header 40 long.
+    let mut body = vec![0; 4];
+    for (index, nvdimm) in nvdimms.iter().enumerate() {
+        let Nvdimm { start, size_bytes, .. } = *nvdimm;
+        if size_bytes == 0 || !size_bytes.is_multiple_of(PAGE_BYTES) || !start.is_multiple_of(PAGE_BYTES) {
+            return Err(AcpiError::BadNvdimm { start, size_bytes });
+        }
+        append(&mut body, index, nvdimm);
+    }
+    Ok(table(*b"NFIT", REVISION, &body))
+}
+
+/// Handles, range and control region indices are the same number, from 1: 0 means "none" in all three.
+fn number(index: usize) -> u16 {
+    u16::try_from(index + 1).expect("fewer NVDIMMs than the tables have room for")
+}
+
+fn append(body: &mut Vec<u8>, index: usize, nvdimm: &Nvdimm) {
+    const PROXIMITY_DOMAIN_VALID: u16 = 1 << 1;
+    const EFI_MEMORY_WB: u64 = 1 << 3;
+    const EFI_MEMORY_NV: u64 = 1 << 15;
+    /// "Byte addressable, energy backed" (ACPI 6.5, table 5.150).
+    const INTERFACE_CODE: u16 = 0x301;
+    let number = number(index);
+    let range = AddressRange {
+        kind: 0,
+        length: size_of::<AddressRange>() as u16,
+        range_index: number,
+        flags: PROXIMITY_DOMAIN_VALID,
+        reserved: 0,
+        proximity_domain: nvdimm.node,
+        guid: guid(PERSISTENT_MEMORY),
+        start: nvdimm.start,
+        size_bytes: nvdimm.size_bytes,
+        memory_attributes: EFI_MEMORY_WB | EFI_MEMORY_NV,
+    };
+    let mapping = RegionMapping {
+        kind: 1,
+        length: size_of::<RegionMapping>() as u16,
+        device_handle: u32::from(number),
+        physical_id: number,
+        region_id: 0,
+        range_index: number,
+        control_region_index: number,
+        region_size_bytes: nvdimm.size_bytes,
+        region_offset: 0,
+        physical_address_base: 0,
+        interleave_index: 0,
+        interleave_ways: 1,
+        state_flags: 0,
+        reserved: 0,
+    };
+    let control = ControlRegion {
+        kind: 4,
+        length: size_of::<ControlRegion>() as u16,
+        index: number,
+        vendor_id: 0,
+        device_id: 0,
+        revision_id: 1,
+        subsystem_vendor_id: 0,
+        subsystem_device_id: 0,
+        subsystem_revision_id: 0,
+        valid_fields: 0,
+        manufacturing_location: 0,
+        manufacturing_date: 0,
+        reserved: 0,
+        serial_number: u32::from(number),
+        interface_code: INTERFACE_CODE,
+        windows: 0,
+    };
+    for structure in [range.as_bytes(), mapping.as_bytes(), control.as_bytes()] {
+        body.extend_from_slice(structure);
+    }
+    if nvdimm.flush_hint {
+        let hint = FlushHint {
+            kind: 6,
+            length: size_of::<FlushHint>() as u16,
+            device_handle: u32::from(number),
+            count: 1,
+            reserved: [0; 6],
+            address: Nvdimm::flush_hint_address(index),
+        };
+        body.extend_from_slice(hint.as_bytes());
+    }
+}
+
+/// A GUID as firmware stores it: the first three groups little-endian.
+fn guid(text: &str) -> [u8; 16] {
+    let aml = bytes_of(&Uuid::new(text));
+    *aml.last_chunk().expect("a buffer of 16 bytes")
+}
+
+/// NVDIMM root device with a child for each DIMM (ACPI 6.5, 9.19.2 and 9.19.3). A DIMM without a child is dropped
+/// by Linux.
+pub fn root_device(sink: &mut Vec<u8>, nvdimms: &[Nvdimm]) {
+    let mut children = Vec::new();
+    for index in 0..nvdimms.len() {
+        let handle = u32::from(number(index));
+        Device::new(path(&format!("N{handle:03X}")), vec![&Name::new(path("_ADR"), &handle)])
+            .to_aml_bytes(&mut children);
+    }
+    Device::new(path("NVDR"), vec![&Name::new(path("_HID"), &"ACPI0012"), &Raw(children)]).to_aml_bytes(sink);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn u64_at(bytes: &[u8], offset: usize) -> u64 {
+        u64::from_le_bytes(*bytes[offset..].first_chunk().unwrap())
+    }
+
+    fn u16_at(bytes: &[u8], offset: usize) -> u16 {
+        u16::from_le_bytes([bytes[offset], bytes[offset + 1]])
+    }
+
+    fn nvdimm(flush_hint: bool) -> Nvdimm {
+        Nvdimm { start: 1 << 34, size_bytes: 1 << 28, node: 1, flush_hint }
+    }
+
+    /// Type and bytes of each structure.
+    fn structures(nfit: &[u8]) -> Vec<(u16, &[u8])> {
+        let mut rest = &nfit[40..];
+        let mut found = Vec::new();
+        while !rest.is_empty() {
+            let (structure, behind) = rest.split_at(usize::from(u16_at(rest, 2)));
+            found.push((u16_at(structure, 0), structure));
+            rest = behind;
+        }
+        found
+    }
+
+    #[test]
+    fn structures_have_the_lengths_that_linux_insists_on() {
+        let nfit = nfit(&[nvdimm(true), nvdimm(false)]).unwrap();
+        let lengths: Vec<(u16, usize)> =
+            structures(&nfit).into_iter().map(|(kind, structure)| (kind, structure.len())).collect();
+        assert_eq!(lengths, [(0, 56), (1, 48), (4, 32), (6, 24), (0, 56), (1, 48), (4, 32)]);
+    }
+
+    #[test]
+    fn fields_are_where_the_specification_has_them() {
+        let nfit = nfit(&[nvdimm(false), nvdimm(true)]).unwrap();
+        let structures = structures(&nfit);
+        let (range, mapping, control, hint) =
+            (structures[3].1, structures[4].1, structures[5].1, structures[6].1);
+        // Table 5.144: index 4, flags 6, domain 12, GUID 16, base 32, length 40, attributes 48.
+        assert_eq!((u16_at(range, 4), u16_at(range, 6), range[12]), (2, 2, 1));
+        let guid = [0x79, 0xd3, 0xf0, 0x66, 0xf3, 0xb4, 0x74, 0x40, 0xac, 0x43, 0x0d, 0x33, 0x18, 0xb7, 0x8c];
+        assert_eq!(range[16..31], guid);
+        assert_eq!((u64_at(range, 32), u64_at(range, 40), u64_at(range, 48)), (1 << 34, 1 << 28, 0x8008));
+        // Table 5.145: handle 4, range index 12, control region index 14, size 16, ways 42, flags 44.
+        assert_eq!((mapping[4], u16_at(mapping, 12), u16_at(mapping, 14)), (2, 2, 2));
+        assert_eq!((u64_at(mapping, 16), u16_at(mapping, 40), u16_at(mapping, 42)), (1 << 28, 0, 1));
+        assert_eq!(u16_at(mapping, 44), 0);
+        // Table 5.149: index 4, serial number 24, interface 28, windows 30.
+        assert_eq!(
+            (u16_at(control, 4), control[24], u16_at(control, 28), u16_at(control, 30)),
+            (2, 2, 0x301, 0)
+        );
+        // Table 5.152: handle 4, count 8, addresses from 16.
+        assert_eq!((hint[4], u16_at(hint, 8), u64_at(hint, 16)), (2, 1, FLUSH_HINT_START + FLUSH_HINT_LEN));
+    }
+
+    #[test]
+    fn a_range_that_is_no_whole_number_of_pages_is_refused() {
+        for (start, size_bytes) in [(0x1000, 0), (0x1000, 0x1001), (0x800, 0x1000)] {
+            let bad = Nvdimm { start, size_bytes, ..nvdimm(true) };
+            assert!(matches!(nfit(&[bad]), Err(AcpiError::BadNvdimm { .. })));
+        }
+    }
+}
