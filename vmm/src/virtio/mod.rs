@@ -4,6 +4,7 @@
 //! worker owns queues and file descriptors, is made by [`VirtioDevice::activate`], and runs on an event loop.
 
 pub mod pmem;
+pub mod transport;
 
 use std::sync::Arc;
 
@@ -80,7 +81,7 @@ pub trait VirtioDevice: Send {
     /// Writes the device's configuration; most devices have nothing to write.
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 
-    /// Starts work. Called once between resets.
+    /// Starts work. Called once between resets. After an error the device is as if it had not been called.
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError>;
 
     /// Stops work: when this returns, nothing of the device touches queues or guest memory any more. The

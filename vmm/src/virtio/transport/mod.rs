@@ -1,0 +1,3 @@
+//! How the guest reaches virtio devices.
+
+pub mod pci;

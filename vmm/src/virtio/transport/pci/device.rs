@@ -1,0 +1,371 @@
+//! A virtio device as a PCI function.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use thiserror::Error;
+use tracing::{debug, error, warn};
+use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{GuestAddress, GuestAddressSpace};
+
+use super::interrupt::{PciInterrupt, VectorMap};
+use super::layout::{self, Capabilities};
+use super::notify::{IoEvents, Notifications};
+use super::registers::{self, CommonRegisters, QueueRegisters};
+use crate::interrupt::{MsiRouter, VirtioInterrupt};
+use crate::memory::view::GuestView;
+use crate::pci::{BarRange, ConfigSpace, PciDevice, msix};
+use crate::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice};
+
+/// Bytes of device configuration that are compared to find out whether it has changed; no device has more.
+const CONFIG_LEN_MAX: usize = 256;
+
+/// Why a device cannot be shown.
+#[derive(Debug, Error)]
+pub enum TransportError {
+    /// A device has queues that the transport has no room for.
+    #[error("Device {name} has {queues} queues; there is room for {}", layout::QUEUES_MAX)]
+    TooManyQueues {
+        /// The device's name.
+        name: String,
+        /// Its queues.
+        queues: usize,
+    },
+    /// A queue's size is none.
+    #[error("Queue {index} of device {name} has a size of {size}: it must be a power of two up to 32768")]
+    QueueSize {
+        /// The device's name.
+        name: String,
+        /// The queue.
+        index: usize,
+        /// Its size.
+        size: u16,
+    },
+    /// An eventfd cannot be made.
+    #[error("Cannot make the notifications of device {name}")]
+    Notifications {
+        /// The device's name.
+        name: String,
+        /// What the operating system says.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// The device and what it is connected to: everything behind the registers.
+struct Backend {
+    device: Box<dyn VirtioDevice>,
+    view: GuestView,
+    interrupt: Arc<PciInterrupt>,
+    notifications: Notifications,
+    active: bool,
+    /// The configuration as it was when the driver last looked at its generation.
+    config_seen: [u8; CONFIG_LEN_MAX],
+    config_generation: u8,
+}
+
+struct Inner {
+    config: ConfigSpace,
+    capabilities: Capabilities,
+    registers: CommonRegisters,
+    backend: Backend,
+}
+
+/// A virtio device in a PCI slot.
+///
+/// Accesses of vCPUs take its lock, under which the device starts and stops; its workers never take it. They
+/// reach the guest by [`PciInterrupt`], which has a lock of its own.
+pub struct VirtioPciDevice {
+    interrupt: Arc<PciInterrupt>,
+    inner: Mutex<Inner>,
+}
+
+impl VirtioPciDevice {
+    /// Shows `device`. Put the result on the root bus.
+    pub fn new(
+        device: Box<dyn VirtioDevice>,
+        view: GuestView,
+        router: &Arc<MsiRouter>,
+        io_events: Arc<dyn IoEvents>,
+    ) -> Result<Arc<Self>, TransportError> {
+        let name = || device.name().to_owned();
+        let sizes = device.queue_sizes();
+        let queues = match u16::try_from(sizes.len()) {
+            Ok(queues) if queues <= layout::QUEUES_MAX => queues,
+            _ => return Err(TransportError::TooManyQueues { name: name(), queues: sizes.len() }),
+        };
+        for (index, &size) in sizes.iter().enumerate() {
+            if !size.is_power_of_two() {
+                return Err(TransportError::QueueSize { name: name(), index, size });
+            }
+        }
+        let vectors = Arc::new(VectorMap::new(queues));
+        let interrupt = Arc::new(PciInterrupt::new(Arc::clone(&vectors), Arc::clone(router)));
+        let registers = CommonRegisters::new(device.features(), sizes, vectors);
+        let notifications = Notifications::new(io_events, queues, device.synchronous_queues())
+            .map_err(|source| TransportError::Notifications { name: name(), source })?;
+        let (config, capabilities) = layout::config_space(device.device_type(), queues);
+        let backend = Backend {
+            device,
+            view,
+            interrupt: Arc::clone(&interrupt),
+            notifications,
+            active: false,
+            config_seen: [0; CONFIG_LEN_MAX],
+            config_generation: 0,
+        };
+        let inner = Mutex::new(Inner { config, capabilities, registers, backend });
+        Ok(Arc::new(Self { interrupt, inner }))
+    }
+
+    /// Stops the device as a reset by its driver does, for when the VM ends.
+    pub fn stop(&self) {
+        let inner = &mut *self.inner.lock();
+        inner.registers.reset(&mut inner.backend);
+    }
+}
+
+impl Drop for VirtioPciDevice {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl PciDevice for VirtioPciDevice {
+    fn read_config(&self, offset: u16, data: &mut [u8]) {
+        let inner = &mut *self.inner.lock();
+        if let Some(access) = inner.windowed_access(offset, data.len()) {
+            let len = data.len().min(access.len);
+            let mut value = [0; 4];
+            self.read_structure(inner, access.offset, &mut value[..access.len]);
+            data.fill(0);
+            data[..len].copy_from_slice(&value[..len]);
+            return;
+        }
+        inner.config.read(offset, data);
+    }
+
+    fn write_config(&self, offset: u16, data: &[u8]) {
+        let inner = &mut *self.inner.lock();
+        inner.config.write(offset, data);
+        let control = inner.capabilities.msix + msix::CONTROL_OFFSET;
+        if offset < control + 2 && usize::from(offset) + data.len() > usize::from(control) {
+            self.interrupt.set_control(u16::from_le_bytes(inner.config.get(control.into())));
+        }
+        if let Some(access) = inner.windowed_access(offset, data.len()) {
+            let mut value = [0; 4];
+            value[..data.len()].copy_from_slice(data);
+            self.write_structure(inner, access.offset, &value[..access.len]);
+        }
+    }
+
+    fn decoded_bars(&self) -> Vec<BarRange> {
+        self.inner.lock().config.decoded_bars()
+    }
+
+    fn read_bar(&self, _bar: u8, offset: u64, data: &mut [u8]) {
+        self.read_structure(&mut self.inner.lock(), offset, data);
+    }
+
+    fn write_bar(&self, _bar: u8, offset: u64, data: &[u8]) {
+        self.write_structure(&mut self.inner.lock(), offset, data);
+    }
+
+    fn bar_moved(&self, _bar: u8, base: Option<u64>) {
+        self.inner.lock().backend.notifications.set_bar_base(base);
+    }
+}
+
+impl VirtioPciDevice {
+    fn read_structure(&self, inner: &mut Inner, offset: u64, data: &mut [u8]) {
+        let (structure, offset) = Structure::find(offset);
+        match structure {
+            Structure::Common => inner.registers.read(offset, data, &mut inner.backend),
+            Structure::Isr => {
+                data.fill(0);
+                if let (0, [first, ..]) = (offset, data) {
+                    *first = self.interrupt.take_isr();
+                }
+            }
+            Structure::Device => inner.backend.device.read_config(offset, data),
+            Structure::MsixTable => self.interrupt.read_table(offset, data),
+            Structure::MsixPending => self.interrupt.read_pending(offset, data),
+            Structure::Notify | Structure::Nothing => data.fill(0),
+        }
+    }
+
+    fn write_structure(&self, inner: &mut Inner, offset: u64, data: &[u8]) {
+        let (structure, offset) = Structure::find(offset);
+        match structure {
+            Structure::Common => inner.registers.write(offset, data, &mut inner.backend),
+            Structure::Device => inner.backend.device.write_config(offset, data),
+            Structure::Notify => {
+                let queue = offset / u64::from(layout::NOTIFY_MULTIPLIER);
+                inner.backend.notify(queue as u16);
+            }
+            Structure::MsixTable => self.interrupt.write_table(offset, data),
+            Structure::Isr | Structure::MsixPending | Structure::Nothing => (),
+        }
+    }
+}
+
+/// What lies at an offset in the BAR.
+#[derive(Clone, Copy)]
+enum Structure {
+    Common,
+    Isr,
+    Device,
+    Notify,
+    MsixTable,
+    MsixPending,
+    Nothing,
+}
+
+impl Structure {
+    /// The structure, and the offset in it.
+    fn find(offset: u64) -> (Self, u64) {
+        const fn range(start: u32, end: u32) -> Range<u64> {
+            start as u64..end as u64
+        }
+        use layout::*;
+        let map = [
+            (Self::Common, range(COMMON_OFFSET, ISR_OFFSET)),
+            (Self::Isr, range(ISR_OFFSET, DEVICE_OFFSET)),
+            (Self::Device, range(DEVICE_OFFSET, DEVICE_OFFSET + DEVICE_LEN)),
+            (Self::Notify, range(NOTIFY_OFFSET, MSIX_TABLE_OFFSET)),
+            (Self::MsixTable, range(MSIX_TABLE_OFFSET, MSIX_PBA_OFFSET)),
+            (Self::MsixPending, range(MSIX_PBA_OFFSET, BAR_LEN)),
+        ];
+        let found = map.into_iter().find(|(_, range)| range.contains(&offset));
+        found.map_or((Self::Nothing, 0), |(structure, range)| (structure, offset - range.start))
+    }
+}
+
+/// An access by way of configuration space (virtio 1.3, 4.1.4.9).
+struct WindowedAccess {
+    offset: u64,
+    len: usize,
+}
+
+impl Inner {
+    /// Whether an access to configuration space is one to the access capability's data, and what it means.
+    fn windowed_access(&self, offset: u16, len: usize) -> Option<WindowedAccess> {
+        let at = usize::from(self.capabilities.access);
+        if offset != self.capabilities.access + layout::access::DATA || len > 4 {
+            return None;
+        }
+        let [bar] = self.config.get(at + layout::access::BAR);
+        let offset = u32::from_le_bytes(self.config.get(at + layout::access::OFFSET));
+        let len = u32::from_le_bytes(self.config.get(at + layout::access::LEN));
+        // The driver keeps to 1, 2 or 4 bytes, aligned (4.1.4.9.2).
+        let proper = bar == layout::BAR && matches!(len, 1 | 2 | 4) && offset.is_multiple_of(len);
+        proper.then_some(WindowedAccess { offset: offset.into(), len: len as usize })
+    }
+}
+
+impl Backend {
+    fn notify(&mut self, queue: u16) {
+        if self.notifications.notify(queue) {
+            self.device.notify_synchronous(queue);
+        }
+    }
+
+    fn try_activate(&mut self, features: u64, queues: &[QueueRegisters]) -> Result<(), ActivateError> {
+        let mut active = Vec::with_capacity(queues.len());
+        for (index, registers) in (0..).zip(queues) {
+            active.push(match build_queue(registers, features) {
+                Some(queue) => Some(ActiveQueue { queue, kick: self.notifications.kick(index)? }),
+                None => None,
+            });
+        }
+        self.device.activate(Activation {
+            view: self.view.clone(),
+            interrupt: self.interrupt.clone(),
+            queues: active,
+            features,
+        })
+    }
+}
+
+/// The queue that the registers describe, if it is enabled and they describe one.
+fn build_queue(registers: &QueueRegisters, features: u64) -> Option<Queue> {
+    let mut queue = Queue::new(registers.size_max).ok()?;
+    queue.try_set_size(registers.size).ok()?;
+    queue.try_set_desc_table_address(GuestAddress(registers.descriptors)).ok()?;
+    queue.try_set_avail_ring_address(GuestAddress(registers.available)).ok()?;
+    queue.try_set_used_ring_address(GuestAddress(registers.used)).ok()?;
+    queue.set_event_idx(features & (1 << VIRTIO_RING_F_EVENT_IDX) != 0);
+    queue.set_ready(registers.enabled);
+    registers.enabled.then_some(queue)
+}
+
+impl registers::Device for Backend {
+    fn accepts_features(&mut self, features: u64) -> bool {
+        let accepted = self.device.accepts_features(features);
+        if !accepted {
+            warn!(device = self.device.name(), features, "The driver's features are not enough");
+        }
+        accepted
+    }
+
+    fn accepts_queue(&mut self, index: u16, queue: &QueueRegisters) -> bool {
+        let candidate = QueueRegisters { enabled: true, ..*queue };
+        let valid = build_queue(&candidate, 0).is_some_and(|queue| queue.is_valid(&*self.view.memory()));
+        if !valid {
+            warn!(device = self.device.name(), index, ?queue, "The driver's queue cannot be used");
+        }
+        valid
+    }
+
+    fn activate(&mut self, features: u64, queues: &[QueueRegisters]) -> bool {
+        match self.try_activate(features, queues) {
+            Ok(()) => {
+                self.active = true;
+                self.notifications.start();
+                debug!(device = self.device.name(), features, "Virtio device activated");
+                true
+            }
+            Err(err) => {
+                error!(
+                    device = self.device.name(),
+                    error = &err as &dyn std::error::Error,
+                    "Virtio device not activated"
+                );
+                false
+            }
+        }
+    }
+
+    fn needs_reset(&mut self) {
+        if let Err(err) = self.interrupt.signal_config() {
+            error!(%err, device = self.device.name(), "The driver cannot be told that the device needs a reset");
+        }
+    }
+
+    fn reset(&mut self) {
+        // 1. No new notification, 2. no worker, 3. nothing left of the old life for the next one.
+        self.notifications.stop();
+        if std::mem::take(&mut self.active) {
+            self.device.reset();
+            debug!(device = self.device.name(), "Virtio device reset");
+        }
+        self.notifications.stop();
+        self.interrupt.take_isr();
+    }
+
+    /// A driver reads the generation before and after a field of several words. A worker may change the field at
+    /// any time and signals only afterwards, so its signal comes too late for that: what has changed is found by
+    /// looking.
+    fn config_generation(&mut self) -> u8 {
+        let mut now = [0; CONFIG_LEN_MAX];
+        self.device.read_config(0, &mut now);
+        if now != self.config_seen {
+            self.config_seen = now;
+            self.config_generation = self.config_generation.wrapping_add(1);
+        }
+        self.config_generation.wrapping_add(self.interrupt.config_changes())
+    }
+}

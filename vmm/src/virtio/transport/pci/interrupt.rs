@@ -1,0 +1,289 @@
+//! From device to driver: MSI-X vectors (virtio 1.3, 4.1.5.1) and the ISR status (4.1.4.5).
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
+
+use parking_lot::Mutex;
+use tracing::warn;
+
+use crate::interrupt::router::MsiLine;
+use crate::interrupt::{MsiRouter, VirtioInterrupt};
+use crate::pci::msix::{MsiMessage, MsixTable};
+
+/// VIRTIO_MSI_NO_VECTOR.
+pub const NO_VECTOR: u16 = 0xffff;
+
+const ISR_QUEUE: u8 = 1;
+const ISR_CONFIG: u8 = 2;
+
+/// Which vector each event of the device raises. There is one vector for each queue, and one more.
+pub struct VectorMap {
+    config: AtomicU16,
+    queues: Vec<AtomicU16>,
+}
+
+impl VectorMap {
+    /// Nothing raises anything.
+    pub fn new(queues: u16) -> Self {
+        let none = || AtomicU16::new(NO_VECTOR);
+        Self { config: none(), queues: (0..queues).map(|_| none()).collect() }
+    }
+
+    /// How many vectors there are.
+    pub fn vectors(&self) -> u16 {
+        self.queues.len() as u16 + 1
+    }
+
+    /// The vector of configuration changes.
+    pub fn config(&self) -> u16 {
+        self.config.load(Ordering::Relaxed)
+    }
+
+    /// The vector of a queue.
+    pub fn queue(&self, queue: u16) -> u16 {
+        self.queues.get(usize::from(queue)).map_or(NO_VECTOR, |vector| vector.load(Ordering::Relaxed))
+    }
+
+    /// Maps configuration changes, to nothing if there is no such vector.
+    pub fn set_config(&self, vector: u16) {
+        self.config.store(self.existing(vector), Ordering::Relaxed);
+    }
+
+    /// Maps a queue, if it exists, to nothing if there is no such vector.
+    pub fn set_queue(&self, queue: u16, vector: u16) {
+        if let Some(slot) = self.queues.get(usize::from(queue)) {
+            slot.store(self.existing(vector), Ordering::Relaxed);
+        }
+    }
+
+    /// Back to nothing.
+    pub fn reset(&self) {
+        self.set_config(NO_VECTOR);
+        (0..self.queues.len() as u16).for_each(|queue| self.set_queue(queue, NO_VECTOR));
+    }
+
+    fn existing(&self, vector: u16) -> u16 {
+        if vector < self.vectors() { vector } else { NO_VECTOR }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Delivery {
+    Irqfd,
+    Now,
+}
+
+struct Msix {
+    table: MsixTable,
+    /// Irqfds of the vectors that were ever raised.
+    lines: Vec<Option<MsiLine>>,
+}
+
+/// The interrupts of one function. Workers hold it; it never touches the device's lock.
+pub struct PciInterrupt {
+    vectors: Arc<VectorMap>,
+    isr: AtomicU8,
+    config_changes: AtomicU8,
+    msix: Mutex<Msix>,
+    router: Arc<MsiRouter>,
+}
+
+impl PciInterrupt {
+    /// All vectors masked.
+    pub fn new(vectors: Arc<VectorMap>, router: Arc<MsiRouter>) -> Self {
+        let lines = (0..vectors.vectors()).map(|_| None).collect();
+        let msix = Mutex::new(Msix { table: MsixTable::new(vectors.vectors()), lines });
+        Self { vectors, isr: AtomicU8::new(0), config_changes: AtomicU8::new(0), msix, router }
+    }
+
+    /// Reading the ISR status clears it.
+    pub fn take_isr(&self) -> u8 {
+        self.isr.swap(0, Ordering::AcqRel)
+    }
+
+    /// How many configuration changes were signalled, modulo 256.
+    pub fn config_changes(&self) -> u8 {
+        self.config_changes.load(Ordering::Acquire)
+    }
+
+    /// Takes message control from the capability.
+    pub fn set_control(&self, control: u16) {
+        self.change(|table| table.set_control(control));
+    }
+
+    /// Reads the MSI-X table.
+    pub fn read_table(&self, offset: u64, data: &mut [u8]) {
+        self.msix.lock().table.read_table(offset, data);
+    }
+
+    /// Writes the MSI-X table.
+    pub fn write_table(&self, offset: u64, data: &[u8]) {
+        self.change(|table| table.write_table(offset, data));
+    }
+
+    /// Reads the pending bits.
+    pub fn read_pending(&self, offset: u64, data: &mut [u8]) {
+        self.msix.lock().table.read_pending(offset, data);
+    }
+
+    fn change(&self, change: impl FnOnce(&mut MsixTable)) {
+        let mut msix = self.msix.lock();
+        change(&mut msix.table);
+        for (vector, message) in msix.table.take_ready() {
+            if let Err(err) = self.deliver(&mut msix.lines, vector, message, Delivery::Irqfd) {
+                warn!(%err, vector, "Cannot deliver a pending interrupt");
+            }
+        }
+    }
+
+    fn signal(&self, vector: u16, isr: u8, delivery: Delivery) -> io::Result<()> {
+        let mut msix = self.msix.lock();
+        if !msix.table.is_enabled() {
+            // A driver without MSI-X has nothing but this: there is no INTx.
+            self.isr.fetch_or(isr, Ordering::AcqRel);
+            return Ok(());
+        }
+        // The lock is held while the message goes out: once the guest has masked the vector, nothing comes.
+        match msix.table.raise(vector) {
+            Some(message) => self.deliver(&mut msix.lines, vector, message, delivery),
+            None => Ok(()),
+        }
+    }
+
+    fn deliver(
+        &self,
+        lines: &mut [Option<MsiLine>],
+        vector: u16,
+        message: MsiMessage,
+        delivery: Delivery,
+    ) -> io::Result<()> {
+        if delivery == Delivery::Now {
+            return self.router.send(message);
+        }
+        let slot = &mut lines[usize::from(vector)];
+        let sent = match slot {
+            Some(line) => line.signal(message),
+            None => self.router.connect(message).and_then(|line| slot.insert(line).signal(message)),
+        };
+        sent.or_else(|err| {
+            warn!(%err, vector, "An interrupt goes without its irqfd");
+            self.router.send(message)
+        })
+    }
+}
+
+impl VirtioInterrupt for PciInterrupt {
+    fn signal_queue(&self, queue: u16) -> io::Result<()> {
+        self.signal(self.vectors.queue(queue), ISR_QUEUE, Delivery::Irqfd)
+    }
+
+    fn signal_queue_now(&self, queue: u16) -> io::Result<()> {
+        self.signal(self.vectors.queue(queue), ISR_QUEUE, Delivery::Now)
+    }
+
+    fn signal_config(&self) -> io::Result<()> {
+        self.config_changes.fetch_add(1, Ordering::AcqRel);
+        self.signal(self.vectors.config(), ISR_CONFIG, Delivery::Irqfd)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::interrupt::testing::{Call, FakeController};
+
+    const MESSAGE: MsiMessage = MsiMessage { address: 0xfee0_1000, data: 0x31 };
+    const ENABLE: u16 = 1 << 15;
+
+    struct Rig {
+        controller: Arc<FakeController>,
+        interrupt: PciInterrupt,
+    }
+
+    impl Rig {
+        /// Queue 0 raises vector 1, which has a message.
+        fn new() -> Self {
+            let controller = FakeController::new();
+            let vectors = Arc::new(VectorMap::new(2));
+            vectors.set_queue(0, 1);
+            let interrupt = PciInterrupt::new(vectors, MsiRouter::new(controller.clone()));
+            interrupt.write_table(16, &MESSAGE.address.to_le_bytes());
+            interrupt.write_table(24, &MESSAGE.data.to_le_bytes());
+            interrupt.write_table(28, &[0; 4]);
+            Self { controller, interrupt }
+        }
+    }
+
+    #[test]
+    fn used_buffers_arrive_by_irqfd_or_at_once() {
+        let rig = Rig::new();
+        rig.interrupt.set_control(ENABLE);
+        assert_eq!(rig.controller.take_calls(), [], "a vector costs nothing until it is used");
+        rig.interrupt.signal_queue(0).unwrap();
+        assert_eq!(rig.controller.take_calls(), [Call::Routes(vec![(24, MESSAGE)]), Call::Register(24)]);
+        assert_eq!(rig.controller.count_of(24), 1);
+        rig.interrupt.signal_queue_now(0).unwrap();
+        assert_eq!(rig.controller.take_calls(), [Call::Signal(MESSAGE)]);
+        assert_eq!(rig.interrupt.take_isr(), 0, "not with MSI-X (4.1.4.5.1)");
+    }
+
+    #[test]
+    fn a_masked_interrupt_arrives_when_it_is_unmasked() {
+        let rig = Rig::new();
+        rig.interrupt.set_control(ENABLE);
+        rig.interrupt.write_table(28, &[1, 0, 0, 0]);
+        rig.interrupt.signal_queue(0).unwrap();
+        rig.interrupt.signal_queue_now(0).unwrap();
+        assert_eq!(rig.controller.take_calls(), []);
+        let mut pending = [0];
+        rig.interrupt.read_pending(0, &mut pending);
+        assert_eq!(pending, [2]);
+        rig.interrupt.write_table(28, &[0; 4]);
+        assert_eq!(rig.controller.count_of(24), 1);
+    }
+
+    #[test]
+    fn without_msix_the_isr_tells() {
+        let rig = Rig::new();
+        rig.interrupt.signal_queue(0).unwrap();
+        rig.interrupt.signal_config().unwrap();
+        assert_eq!(rig.interrupt.take_isr(), 3);
+        assert_eq!(rig.interrupt.take_isr(), 0);
+    }
+
+    #[test]
+    fn events_without_a_vector_are_silent() {
+        let rig = Rig::new();
+        rig.interrupt.set_control(ENABLE);
+        rig.interrupt.signal_queue(1).unwrap();
+        rig.interrupt.signal_queue(9).unwrap();
+        rig.interrupt.signal_config().unwrap();
+        assert_eq!(rig.controller.take_calls(), []);
+        assert_eq!(rig.interrupt.config_changes(), 1);
+    }
+
+    #[test]
+    fn without_irqfds_messages_go_out_directly() {
+        struct NoIrqfds(Arc<FakeController>);
+        impl crate::interrupt::MsiController for NoIrqfds {
+            fn set_msi_routes(&self, _: &std::collections::BTreeMap<u32, MsiMessage>) -> io::Result<()> {
+                Err(io::Error::from_raw_os_error(libc::ENOSPC))
+            }
+            fn register_irqfd(&self, _: &vmm_sys_util::eventfd::EventFd, _: u32) -> io::Result<()> {
+                unreachable!("there is no route")
+            }
+            fn unregister_irqfd(&self, _: &vmm_sys_util::eventfd::EventFd, _: u32) -> io::Result<()> {
+                unreachable!("there is no route")
+            }
+            fn signal_msi(&self, message: MsiMessage) -> io::Result<()> {
+                self.0.signal_msi(message)
+            }
+        }
+        let mut rig = Rig::new();
+        rig.interrupt.router = MsiRouter::new(Arc::new(NoIrqfds(rig.controller.clone())));
+        rig.interrupt.set_control(ENABLE);
+        rig.interrupt.signal_queue(0).unwrap();
+        assert_eq!(rig.controller.take_calls(), [Call::Signal(MESSAGE)]);
+    }
+}
