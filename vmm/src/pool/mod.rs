@@ -1,5 +1,8 @@
 //! The PM pool behind a trait: in this process now; a host daemon that passes file descriptors can come.
 
+#[cfg(test)]
+pub(crate) mod fake;
+
 use std::fmt::Debug;
 use std::os::fd::BorrowedFd;
 

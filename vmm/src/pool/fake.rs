@@ -1,0 +1,93 @@
+//! A pool in a temporary file, for tests of those who use one: it checks that they keep to the contract.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+
+use super::{CHUNK_BYTES, Durability, Extent, PmPool, PoolError, PoolInfo};
+
+#[derive(Debug)]
+pub(crate) struct FakePool {
+    file: File,
+    /// By chunk: whether it is memory.
+    used: Mutex<Vec<bool>>,
+    /// Makes [`PmPool::free_memory`] fail.
+    pub(crate) fail_free: AtomicBool,
+}
+
+impl FakePool {
+    pub(crate) fn new(chunks: u64) -> Self {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(chunks * CHUNK_BYTES).unwrap();
+        let used = Mutex::new(vec![false; chunks as usize]);
+        Self { file, used, fail_free: AtomicBool::new(false) }
+    }
+
+    /// Bytes of free chunks that are not zero: what a guest would see of another one.
+    pub(crate) fn dirty_free_bytes(&self) -> usize {
+        let mut chunk = vec![0; CHUNK_BYTES as usize];
+        let used = self.used.lock();
+        let free = used.iter().enumerate().filter(|(_, used)| !**used);
+        free.map(|(index, _)| {
+            self.file.read_exact_at(&mut chunk, index as u64 * CHUNK_BYTES).unwrap();
+            chunk.iter().filter(|byte| **byte != 0).count()
+        })
+        .sum()
+    }
+}
+
+impl PmPool for FakePool {
+    fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    fn alloc_memory(&self, max_len: u64) -> Result<Extent, PoolError> {
+        let mut used = self.used.lock();
+        let mut count = 1usize << (max_len / CHUNK_BYTES).ilog2();
+        while count > 0 {
+            let mut starts = (0..used.len()).step_by(count).filter(|start| start + count <= used.len());
+            if let Some(start) = starts.find(|&start| used[start..start + count].iter().all(|used| !used)) {
+                used[start..start + count].fill(true);
+                return Ok(Extent { offset: start as u64 * CHUNK_BYTES, len: count as u64 * CHUNK_BYTES });
+            }
+            count /= 2;
+        }
+        Err(PoolError::Full)
+    }
+
+    fn free_memory(&self, extent: Extent) -> Result<(), PoolError> {
+        if self.fail_free.load(Ordering::Relaxed) {
+            return Err(PoolError::Failed(Box::new(io::Error::from_raw_os_error(libc::EIO))));
+        }
+        let (first, count) = ((extent.offset / CHUNK_BYTES) as usize, (extent.len / CHUNK_BYTES) as usize);
+        self.file.write_all_at(&vec![0; extent.len as usize], extent.offset).unwrap();
+        let mut used = self.used.lock();
+        assert!(used[first..first + count].iter().all(|used| *used), "{extent:?} freed twice");
+        used[first..first + count].fill(false);
+        Ok(())
+    }
+
+    fn volume_extents(&self, name: &str) -> Result<Vec<Extent>, PoolError> {
+        Err(PoolError::NoVolume { name: name.to_owned() })
+    }
+
+    fn persist(&self, _range: Extent) -> Result<(), PoolError> {
+        Ok(())
+    }
+
+    fn info(&self) -> PoolInfo {
+        let used = self.used.lock();
+        let memory_bytes = used.iter().filter(|used| **used).count() as u64 * CHUNK_BYTES;
+        let total_bytes = used.len() as u64 * CHUNK_BYTES;
+        let free_migrate_bytes = total_bytes - memory_bytes;
+        PoolInfo { total_bytes, free_migrate_bytes, memory_bytes, ..Default::default() }
+    }
+
+    fn durability(&self) -> Durability {
+        Durability::Process
+    }
+}

@@ -1,0 +1,140 @@
+//! The front of the device and its lifecycle.
+
+use std::sync::Arc;
+
+use event_manager::SubscriberId;
+use parking_lot::Mutex;
+use tracing::error;
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_ids::VIRTIO_ID_MEM;
+use vmm_sys_util::timerfd::TimerFd;
+
+use super::event::Worker;
+use super::handle::{MemEvent, MemHandle, MemObserver, Shared};
+use super::metrics::MemMetrics;
+use super::plug::Executor;
+use super::state::MemState;
+use crate::event_loop::EventLoopHandle;
+use crate::memory::view::GuestView;
+use crate::memory::{BLOCK_BYTES, HotplugPart};
+use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
+
+/// `node_id` is valid (virtio 1.3, 5.15.3).
+const F_ACPI_PXM: u64 = 1 << 0;
+/// The driver must not touch unplugged memory, not even to read it.
+const F_UNPLUGGED_INACCESSIBLE: u64 = 1 << 1;
+
+/// The driver has one request in flight; a queue of this size leaves room for others.
+const QUEUE_SIZES: [u16; 1] = [64];
+
+/// A virtio-mem device.
+pub struct MemDevice {
+    name: String,
+    shared: Arc<Shared>,
+    executor: Arc<Mutex<Executor>>,
+    event_loop: EventLoopHandle,
+    worker: Option<SubscriberId>,
+}
+
+impl MemDevice {
+    /// A device for `part`, whose worker runs on `event_loop`. The loop must serve virtio-mem devices alone: a
+    /// worker waits for guards that devices on other loops hold.
+    ///
+    /// # Panics
+    /// If the zone's node does not fit in 16 bits: configuration has refused it.
+    pub fn new(
+        part: HotplugPart,
+        view: GuestView,
+        event_loop: EventLoopHandle,
+        observer: MemObserver,
+    ) -> (Self, MemHandle) {
+        let HotplugPart { spec, range, backing, slots } = part;
+        let node_id = u16::try_from(spec.guest_node).expect("a node that configuration has validated");
+        let name = format!("mem-{}", spec.id);
+        let shared = Arc::new(Shared {
+            state: Mutex::new(MemState::new(range.start, range.len, BLOCK_BYTES, node_id)),
+            zone: spec,
+            interrupt: Mutex::default(),
+            metrics: MemMetrics::default(),
+            observer,
+        });
+        let executor = Arc::new(Mutex::new(Executor::new(backing, slots, view, Arc::clone(&shared))));
+        let handle = MemHandle { shared: Arc::clone(&shared), executor: Arc::downgrade(&executor) };
+        (Self { name, shared, executor, event_loop, worker: None }, handle)
+    }
+}
+
+impl VirtioDevice for MemDevice {
+    fn device_type(&self) -> u16 {
+        VIRTIO_ID_MEM as u16
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn features(&self) -> u64 {
+        1 << VIRTIO_F_VERSION_1 | F_ACPI_PXM | F_UNPLUGGED_INACCESSIBLE
+    }
+
+    fn accepts_features(&self, features: u64) -> bool {
+        // Unplugged memory is PROT_NONE: a driver that reads it, as one without the feature may, would end its
+        // VM.
+        let needed = 1 << VIRTIO_F_VERSION_1 | F_UNPLUGGED_INACCESSIBLE;
+        features & needed == needed
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &QUEUE_SIZES
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        read_config_bytes(&self.shared.state.lock().config(), offset, data);
+    }
+
+    fn config_generation(&self) -> u8 {
+        self.shared.state.lock().generation()
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let Activation { view, interrupt, queues, .. } = activation;
+        let active = queues.into_iter().next().flatten();
+        let active = active.ok_or(ActivateError::QueueMissing { index: 0 })?;
+        let worker = Worker {
+            queue: active.queue,
+            kick: active.kick,
+            sweep_timer: TimerFd::new().map_err(std::io::Error::from)?,
+            view,
+            interrupt: Arc::clone(&interrupt),
+            executor: Arc::clone(&self.executor),
+            shared: Arc::clone(&self.shared),
+        };
+        *self.shared.interrupt.lock() = Some(interrupt);
+        match self.event_loop.add(Box::new(worker)) {
+            Ok(id) => self.worker = Some(id),
+            Err(err) => {
+                *self.shared.interrupt.lock() = None;
+                return Err(err.into());
+            }
+        }
+        self.shared.report(MemEvent::DriverPresent);
+        Ok(())
+    }
+
+    /// Keeps what is plugged (virtio 1.3, 5.15.5.2): a kernel started by kexec, or one that writes a crash dump,
+    /// resets the device and goes on using the memory.
+    fn reset(&mut self) {
+        let Some(worker) = self.worker.take() else { return };
+        if let Err(err) = self.event_loop.remove(worker) {
+            error!(device = %self.name, %err, "The worker has ended on its own");
+        }
+        *self.shared.interrupt.lock() = None;
+        self.shared.report(MemEvent::DriverGone);
+    }
+}
+
+impl Drop for MemDevice {
+    fn drop(&mut self) {
+        self.reset();
+    }
+}

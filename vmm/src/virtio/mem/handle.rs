@@ -1,0 +1,195 @@
+//! What the rest of the VMM does with a virtio-mem device: ask for a size, and hear what became of it.
+
+use std::io;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+use thiserror::Error;
+use tracing::warn;
+
+use super::metrics::{FailureReason, MemMetrics};
+use super::plug::Executor;
+use super::state::MemState;
+use crate::interrupt::VirtioInterrupt;
+use crate::memory::zone::ZoneSpec;
+
+/// Something that happened to a zone's hotplug part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MemEvent {
+    /// The guest's driver works from now on.
+    DriverPresent,
+    /// The guest's driver has reset the device: nothing will be plugged or unplugged until it is back.
+    DriverGone,
+    /// Blocks were plugged or unplugged.
+    SizeChanged {
+        /// What is plugged now.
+        plugged_bytes: u64,
+        /// What is requested.
+        requested_bytes: u64,
+    },
+    /// What is requested is plugged, no more and no less.
+    TargetReached {
+        /// That size.
+        requested_bytes: u64,
+    },
+    /// The host could not do what the driver asked for.
+    HostFailure {
+        /// What kept it.
+        reason: FailureReason,
+        /// What is plugged.
+        plugged_bytes: u64,
+        /// What is requested now: after a failed plug, no more than can be had.
+        requested_bytes: u64,
+    },
+}
+
+/// Is told, with the zone's id, what happens. It is called on the device's threads: it must return soon, and
+/// must not take a guard of guest memory.
+pub type MemObserver = Arc<dyn Fn(&str, MemEvent) + Send + Sync>;
+
+/// Sizes of a hotplug part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PluggedSizes {
+    /// What the guest is asked to have plugged.
+    pub requested_bytes: u64,
+    /// What it has plugged.
+    pub plugged_bytes: u64,
+    /// The most that may be requested.
+    pub max_bytes: u64,
+}
+
+/// Why a size cannot be requested.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum RequestSizeError {
+    /// More than there can ever be.
+    #[error("{bytes} bytes of zone {zone:?} are above its maximum of {max_bytes} bytes")]
+    TooLarge {
+        /// The zone's id.
+        zone: String,
+        /// What was asked for.
+        bytes: u64,
+        /// The bound.
+        max_bytes: u64,
+    },
+    /// Not whole blocks.
+    #[error("{bytes} bytes of zone {zone:?} are not a multiple of its block size of {block_bytes} bytes")]
+    Unaligned {
+        /// The zone's id.
+        zone: String,
+        /// What was asked for.
+        bytes: u64,
+        /// The unit.
+        block_bytes: u64,
+    },
+}
+
+/// What the front, the worker and the handles of one device share.
+pub(super) struct Shared {
+    pub(super) zone: ZoneSpec,
+    pub(super) state: Mutex<MemState>,
+    /// Set while the driver is there.
+    pub(super) interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
+    pub(super) metrics: MemMetrics,
+    pub(super) observer: MemObserver,
+}
+
+impl Shared {
+    /// Calls the observer. No lock may be held.
+    pub(super) fn report(&self, event: MemEvent) {
+        (self.observer)(&self.zone.id, event);
+    }
+
+    /// Reports the sizes after a change.
+    pub(super) fn report_sizes(&self) {
+        let (plugged_bytes, requested_bytes) = {
+            let state = self.state.lock();
+            (state.plugged_bytes(), state.requested_bytes())
+        };
+        self.report(MemEvent::SizeChanged { plugged_bytes, requested_bytes });
+        if plugged_bytes == requested_bytes {
+            self.report(MemEvent::TargetReached { requested_bytes });
+        }
+    }
+
+    /// Tells the driver to look at the configuration; without a driver, that is what it begins with.
+    pub(super) fn signal_config(&self) {
+        let interrupt = self.interrupt.lock().clone();
+        if let Some(interrupt) = interrupt
+            && let Err(err) = interrupt.signal_config()
+        {
+            warn!(zone = %self.zone.id, %err, "The driver cannot be told of a new requested size");
+        }
+    }
+}
+
+/// A handle on a virtio-mem device, cheap to clone, for any thread.
+#[derive(Clone)]
+pub struct MemHandle {
+    pub(super) shared: Arc<Shared>,
+    /// Weak: a handle that somebody keeps must not keep memory of a VM that is gone.
+    pub(super) executor: Weak<Mutex<Executor>>,
+}
+
+impl MemHandle {
+    /// The zone that the device serves.
+    pub fn zone(&self) -> &ZoneSpec {
+        &self.shared.zone
+    }
+
+    /// Asks the driver to have `bytes` plugged. Returns at once; events tell how it goes. Asking again for the
+    /// same ends a stall, like [`MemHandle::kick`].
+    pub fn request_size(&self, bytes: u64) -> Result<(), RequestSizeError> {
+        let reached = {
+            let mut state = self.shared.state.lock();
+            let zone = || self.shared.zone.id.clone();
+            let (max_bytes, block_bytes) = (state.region_bytes(), state.block_bytes());
+            if bytes > max_bytes {
+                return Err(RequestSizeError::TooLarge { zone: zone(), bytes, max_bytes });
+            }
+            if !bytes.is_multiple_of(block_bytes) {
+                return Err(RequestSizeError::Unaligned { zone: zone(), bytes, block_bytes });
+            }
+            state.set_requested(bytes);
+            state.plugged_bytes() == bytes
+        };
+        if reached {
+            self.shared.report(MemEvent::TargetReached { requested_bytes: bytes });
+        }
+        self.shared.signal_config();
+        Ok(())
+    }
+
+    /// Makes the driver try at once what it would try again after 50 to 300 seconds.
+    pub fn kick(&self) {
+        self.shared.signal_config();
+    }
+
+    /// What is requested, plugged, and possible.
+    pub fn sizes(&self) -> PluggedSizes {
+        let state = self.shared.state.lock();
+        PluggedSizes {
+            requested_bytes: state.requested_bytes(),
+            plugged_bytes: state.plugged_bytes(),
+            max_bytes: state.region_bytes(),
+        }
+    }
+
+    /// Whether the guest's driver works: without it, no request will be answered.
+    pub fn driver_present(&self) -> bool {
+        self.shared.interrupt.lock().is_some()
+    }
+
+    /// What the device counts.
+    pub fn metrics(&self) -> &MemMetrics {
+        &self.shared.metrics
+    }
+
+    /// A reset of the VM: everything is unplugged, nothing requested (virtio 1.3, 5.15.6: a SHOULD). The vCPUs
+    /// must have stopped, and no guard may be held by the caller. Not to be mixed up with a reset of the
+    /// device, which keeps what is plugged.
+    pub fn reset_memory(&self) -> io::Result<()> {
+        let Some(executor) = self.executor.upgrade() else { return Ok(()) };
+        self.shared.state.lock().set_requested(0);
+        executor.lock().reset().map_err(io::Error::other)
+    }
+}

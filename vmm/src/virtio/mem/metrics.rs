@@ -1,0 +1,187 @@
+//! What a virtio-mem device counts: plain atomics, which the registry reads.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::memory::backing::BackingError;
+
+/// Upper bounds of the latency buckets; one more bucket takes what is above.
+pub const LATENCY_BOUNDS_NS: [u64; 10] = [
+    10_000,
+    50_000,
+    100_000,
+    500_000,
+    1_000_000,
+    5_000_000,
+    10_000_000,
+    50_000_000,
+    100_000_000,
+    1_000_000_000,
+];
+
+/// A histogram of durations.
+#[derive(Debug, Default)]
+pub struct LatencyHistogram {
+    buckets: [AtomicU64; LATENCY_BOUNDS_NS.len() + 1],
+    sum_ns: AtomicU64,
+}
+
+impl LatencyHistogram {
+    pub(super) fn observe(&self, duration: Duration) {
+        let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+        let bucket = LATENCY_BOUNDS_NS.partition_point(|bound| *bound < ns);
+        self.buckets[bucket].fetch_add(1, Ordering::Relaxed);
+        self.sum_ns.fetch_add(ns, Ordering::Relaxed);
+    }
+
+    /// How many observations each bucket has, not cumulated.
+    pub fn buckets(&self) -> [u64; LATENCY_BOUNDS_NS.len() + 1] {
+        std::array::from_fn(|index| self.buckets[index].load(Ordering::Relaxed))
+    }
+
+    /// The sum of all observations.
+    pub fn sum_ns(&self) -> u64 {
+        self.sum_ns.load(Ordering::Relaxed)
+    }
+
+    /// The number of observations.
+    pub fn count(&self) -> u64 {
+        self.buckets().iter().sum()
+    }
+}
+
+/// Requests that were carried out.
+#[derive(Debug, Default)]
+pub struct OperationMetrics {
+    bytes: AtomicU64,
+    latency: LatencyHistogram,
+}
+
+impl OperationMetrics {
+    pub(super) fn done(&self, bytes: u64, duration: Duration) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.latency.observe(duration);
+    }
+
+    /// Bytes plugged or unplugged so far.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// How long the requests took, without their way through the queue; its count is theirs.
+    pub fn latency(&self) -> &LatencyHistogram {
+        &self.latency
+    }
+}
+
+/// What on the host kept blocks from being plugged or unplugged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FailureReason {
+    /// The process has too many mappings.
+    MappingBudget,
+    /// The kernel does not map memory.
+    Map,
+    /// The pool has too little left.
+    PoolFull,
+    /// The pool fails.
+    Pool,
+    /// KVM does not take a slot.
+    Slot,
+}
+
+impl FailureReason {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::MappingBudget, Self::Map, Self::PoolFull, Self::Pool, Self::Slot];
+
+    /// The value of the metric label `reason`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::MappingBudget => "mapping-budget",
+            Self::Map => "map",
+            Self::PoolFull => "pool-full",
+            Self::Pool => "pool",
+            Self::Slot => "slot",
+        }
+    }
+}
+
+impl From<&BackingError> for FailureReason {
+    fn from(err: &BackingError) -> Self {
+        match err {
+            BackingError::MappingBudget { .. } => Self::MappingBudget,
+            BackingError::Map { .. } => Self::Map,
+            BackingError::PoolFull { .. } => Self::PoolFull,
+            BackingError::Pool(_) => Self::Pool,
+        }
+    }
+}
+
+/// Everything that a virtio-mem device counts.
+#[derive(Debug, Default)]
+pub struct MemMetrics {
+    /// PLUG requests that were acknowledged.
+    pub plug: OperationMetrics,
+    /// UNPLUG and UNPLUG ALL requests that were acknowledged.
+    pub unplug: OperationMetrics,
+    busy: [AtomicU64; FailureReason::ALL.len()],
+    pub(super) nacks: AtomicU64,
+    pub(super) errors: AtomicU64,
+    pub(super) malformed: AtomicU64,
+    pub(super) scrub_failures: AtomicU64,
+}
+
+impl MemMetrics {
+    pub(super) fn failed(&self, reason: FailureReason) {
+        self.busy[reason as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Requests answered by BUSY, by what kept them.
+    pub fn busy(&self, reason: FailureReason) -> u64 {
+        self.busy[reason as usize].load(Ordering::Relaxed)
+    }
+
+    /// Requests to plug more than what is requested.
+    pub fn nacks(&self) -> u64 {
+        self.nacks.load(Ordering::Relaxed)
+    }
+
+    /// Requests that could never be right: after one, Linux gives the device up.
+    pub fn errors(&self) -> u64 {
+        self.errors.load(Ordering::Relaxed)
+    }
+
+    /// Descriptor chains that held no request or had no reachable place for its answer.
+    pub fn malformed(&self) -> u64 {
+        self.malformed.load(Ordering::Relaxed)
+    }
+
+    /// Unplugs after which memory could not be scrubbed: it stays out of use until it can.
+    pub fn scrub_failures(&self) -> u64 {
+        self.scrub_failures.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_fall_into_their_buckets() {
+        let histogram = LatencyHistogram::default();
+        for ns in [0, 10_000, 10_001, 1_000_000_000, 5_000_000_000] {
+            histogram.observe(Duration::from_nanos(ns));
+        }
+        assert_eq!(histogram.buckets(), [2, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1]);
+        assert_eq!(histogram.sum_ns(), 6_000_020_001);
+        assert_eq!(histogram.count(), 5);
+    }
+
+    #[test]
+    fn each_reason_has_its_own_counter() {
+        let metrics = MemMetrics::default();
+        for (index, reason) in FailureReason::ALL.into_iter().enumerate() {
+            (0..=index).for_each(|_| metrics.failed(reason));
+        }
+        assert_eq!(FailureReason::ALL.map(|reason| metrics.busy(reason)), [1, 2, 3, 4, 5]);
+    }
+}

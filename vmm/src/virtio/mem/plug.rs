@@ -1,0 +1,236 @@
+//! Carries requests out.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use tracing::{error, warn};
+
+use super::handle::{MemEvent, Shared};
+use super::metrics::FailureReason;
+use super::request::{Request, Response};
+use super::state::Refusal;
+use crate::memory::backing::{Backing, BackingError};
+use crate::memory::slots::{HotplugSlots, SlotError};
+use crate::memory::view::GuestView;
+
+/// What the host could not do.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum HostError {
+    #[error(transparent)]
+    Backing(#[from] BackingError),
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+}
+
+impl HostError {
+    fn reason(&self) -> FailureReason {
+        match self {
+            Self::Backing(err) => err.into(),
+            Self::Slot(_) => FailureReason::Slot,
+        }
+    }
+}
+
+/// The one who plugs and unplugs. It lives as long as the device, beyond resets of it.
+pub(super) struct Executor {
+    backing: Box<dyn Backing>,
+    slots: HotplugSlots,
+    view: GuestView,
+    shared: Arc<Shared>,
+}
+
+impl Executor {
+    pub(super) fn new(
+        backing: Box<dyn Backing>,
+        slots: HotplugSlots,
+        view: GuestView,
+        shared: Arc<Shared>,
+    ) -> Self {
+        Self { backing, slots, view, shared }
+    }
+
+    /// Carries `request` out, whole or not at all. The caller must not hold a guard of the view: an unplug
+    /// waits for all of them.
+    pub(super) fn execute(&mut self, request: Request) -> Response {
+        let started = Instant::now();
+        match request {
+            Request::Plug(run) => {
+                let checked = self.shared.state.lock().check_plug(run);
+                match checked {
+                    Ok((offset, len)) => self.answer_plug(offset, len, started),
+                    Err(refusal) => self.refuse(refusal),
+                }
+            }
+            Request::Unplug(run) => {
+                let checked = self.shared.state.lock().check_unplug(run);
+                match checked {
+                    Ok((offset, len)) => {
+                        let result = self.unplug(offset, len);
+                        self.answer_unplug(result, len, started)
+                    }
+                    Err(refusal) => self.refuse(refusal),
+                }
+            }
+            Request::UnplugAll => {
+                let before = self.shared.state.lock().plugged_bytes();
+                let result = self.unplug_all();
+                self.answer_unplug(result, before, started)
+            }
+            Request::State(run) => {
+                let state = self.shared.state.lock().block_state(run);
+                match state {
+                    Ok(state) => Response::AckState(state),
+                    Err(refusal) => self.refuse(refusal),
+                }
+            }
+            Request::Unknown(code) => {
+                warn!(zone = %self.shared.zone.id, code, "The driver sends requests of an unknown type");
+                self.refuse(Refusal::Error)
+            }
+        }
+    }
+
+    /// A reset of the VM.
+    pub(super) fn reset(&mut self) -> Result<(), HostError> {
+        let result = self.unplug_all();
+        self.slots.remove_empty();
+        self.shared.report_sizes();
+        result
+    }
+
+    /// When [`Executor::sweep`] has something to do.
+    pub(super) fn sweep_due(&self) -> Option<Instant> {
+        self.slots.sweep_due()
+    }
+
+    /// Removes slots that have been empty for long enough.
+    pub(super) fn sweep(&mut self, now: Instant) {
+        self.slots.sweep(now);
+    }
+
+    fn refuse(&self, refusal: Refusal) -> Response {
+        let (counter, response) = match refusal {
+            Refusal::Error => (&self.shared.metrics.errors, Response::Error),
+            Refusal::Nack => (&self.shared.metrics.nacks, Response::Nack),
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
+        response
+    }
+
+    fn answer_plug(&mut self, offset: u64, len: u64, started: Instant) -> Response {
+        match self.plug(offset, len) {
+            Ok(()) => {
+                self.shared.metrics.plug.done(len, started.elapsed());
+                self.shared.report_sizes();
+                Response::Ack
+            }
+            Err(err) => {
+                let left = match &err {
+                    HostError::Backing(BackingError::PoolFull { available_bytes, .. }) => *available_bytes,
+                    _ => 0,
+                };
+                self.lower_requested(left.min(len - 1));
+                self.fail(&err)
+            }
+        }
+    }
+
+    fn answer_unplug(&mut self, result: Result<(), HostError>, len: u64, started: Instant) -> Response {
+        match result {
+            Ok(()) => {
+                self.shared.metrics.unplug.done(len, started.elapsed());
+                self.shared.report_sizes();
+                Response::Ack
+            }
+            Err(err) => self.fail(&err),
+        }
+    }
+
+    /// BUSY, not ERROR: the fault is the host's, and ERROR would end the device for good.
+    fn fail(&self, err: &HostError) -> Response {
+        let reason = err.reason();
+        let (plugged_bytes, requested_bytes) = {
+            let state = self.shared.state.lock();
+            (state.plugged_bytes(), state.requested_bytes())
+        };
+        warn!(
+            zone = %self.shared.zone.id,
+            err = err as &dyn std::error::Error,
+            "The host cannot do what the driver asks for"
+        );
+        self.shared.metrics.failed(reason);
+        self.shared.report(MemEvent::HostFailure { reason, plugged_bytes, requested_bytes });
+        Response::Busy
+    }
+
+    /// Requests no more than what is plugged and what is `left`, so that the driver does not try for ever what
+    /// cannot be.
+    fn lower_requested(&self, left: u64) {
+        let lowered = {
+            let mut state = self.shared.state.lock();
+            let reachable = state.plugged_bytes() + left;
+            state.lower_requested(reachable)
+        };
+        if lowered {
+            self.shared.signal_config();
+        }
+    }
+
+    /// Plugs what has been checked.
+    fn plug(&mut self, offset: u64, len: u64) -> Result<(), HostError> {
+        // 1. Memory: nobody can reach it yet.
+        self.backing.plug(offset, len)?;
+        // 2. KVM's slots: from here on a vCPU that goes where it must not reaches zeroed memory of its own.
+        if let Err(err) = self.slots.acquire(offset, len) {
+            self.undo_plug(offset, len);
+            return Err(err.into());
+        }
+        // 3. The view: devices may be given buffers there as soon as the driver knows, so before it knows.
+        let addr = self.shared.state.lock().address(offset);
+        self.view.exclusive().set_plugged(addr, len, true);
+        // 4. The state; the caller acknowledges.
+        self.shared.state.lock().commit(offset, len, true);
+        Ok(())
+    }
+
+    fn undo_plug(&mut self, offset: u64, len: u64) {
+        let result = self.backing.detach(offset, len).and_then(|()| self.backing.free_detached());
+        if let Err(err) = result {
+            self.shared.metrics.scrub_failures.fetch_add(1, Ordering::Relaxed);
+            error!(zone = %self.shared.zone.id, %err, "Memory of a failed plug cannot be given back");
+        }
+    }
+
+    /// Unplugs what has been checked.
+    fn unplug(&mut self, offset: u64, len: u64) -> Result<(), HostError> {
+        let addr = self.shared.state.lock().address(offset);
+        // 1. The view: waits until the last access in flight is over; there is no new one after it.
+        self.view.exclusive().set_plugged(addr, len, false);
+        // 2. The mapping: takes the pages from KVM's page tables as well.
+        if let Err(err) = self.backing.detach(offset, len) {
+            self.view.exclusive().set_plugged(addr, len, true);
+            return Err(err.into());
+        }
+        // 3. The slots: empty ones go after a quiet time, PROT_NONE protects until then.
+        self.slots.release(offset, len, Instant::now());
+        // 4. Scrub, then free, while devices go on. What cannot be scrubbed stays out of everybody's reach.
+        if let Err(err) = self.backing.free_detached() {
+            self.shared.metrics.scrub_failures.fetch_add(1, Ordering::Relaxed);
+            error!(zone = %self.shared.zone.id, %err, "Unplugged memory cannot be scrubbed, and is set aside");
+        }
+        // 5. The state; the caller acknowledges.
+        self.shared.state.lock().commit(offset, len, false);
+        Ok(())
+    }
+
+    /// Unplugs everything. When it fails half way, what is unplugged stays so: the driver asks again.
+    fn unplug_all(&mut self) -> Result<(), HostError> {
+        let runs = self.shared.state.lock().plugged_runs();
+        for (offset, len) in runs {
+            self.unplug(offset, len)?;
+        }
+        self.shared.state.lock().shrink_usable();
+        Ok(())
+    }
+}

@@ -1,0 +1,394 @@
+//! What a virtio-mem device knows: pure state, no I/O.
+
+use vm_memory::GuestAddress;
+
+use super::request::{BlockRun, BlockState};
+
+/// Length of the configuration (virtio 1.3, 5.15.4).
+pub(super) const CONFIG_BYTES: usize = 56;
+
+/// How far the usable region goes beyond the requested size: room for the driver to step around blocks that it
+/// cannot use, two memory blocks of Linux.
+const USABLE_SLACK_BYTES: u64 = 256 << 20;
+
+/// Why a request is answered otherwise than by doing it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// It could never be right: ERROR.
+    Error,
+    /// More than what is requested: NACK.
+    Nack,
+}
+
+/// A virtio-mem device's memory region.
+#[derive(Clone, Debug)]
+pub(super) struct MemState {
+    addr: u64,
+    region_bytes: u64,
+    block_bytes: u64,
+    node_id: u16,
+    usable_bytes: u64,
+    plugged_bytes: u64,
+    requested_bytes: u64,
+    /// One bit for each block.
+    plugged: Vec<u64>,
+    /// Changes with every change of the configuration, so that the driver notices that it read half of each
+    /// (virtio 1.3, 2.5.1).
+    generation: u8,
+}
+
+impl MemState {
+    /// A region of which nothing is plugged or requested.
+    pub(super) fn new(addr: u64, region_bytes: u64, block_bytes: u64, node_id: u16) -> Self {
+        assert!(block_bytes.is_power_of_two());
+        assert!(addr.is_multiple_of(block_bytes) && region_bytes.is_multiple_of(block_bytes));
+        let words = (region_bytes / block_bytes).div_ceil(64) as usize;
+        Self {
+            addr,
+            region_bytes,
+            block_bytes,
+            node_id,
+            usable_bytes: 0,
+            plugged_bytes: 0,
+            requested_bytes: 0,
+            plugged: vec![0; words],
+            generation: 0,
+        }
+    }
+
+    pub(super) fn region_bytes(&self) -> u64 {
+        self.region_bytes
+    }
+
+    pub(super) fn block_bytes(&self) -> u64 {
+        self.block_bytes
+    }
+
+    pub(super) fn plugged_bytes(&self) -> u64 {
+        self.plugged_bytes
+    }
+
+    pub(super) fn requested_bytes(&self) -> u64 {
+        self.requested_bytes
+    }
+
+    pub(super) fn generation(&self) -> u8 {
+        self.generation
+    }
+
+    /// The guest-physical address of an offset in the region.
+    pub(super) fn address(&self, offset: u64) -> GuestAddress {
+        GuestAddress(self.addr + offset)
+    }
+
+    /// The configuration as the driver reads it.
+    pub(super) fn config(&self) -> [u8; CONFIG_BYTES] {
+        let mut config = [0; CONFIG_BYTES];
+        config[0..8].copy_from_slice(&self.block_bytes.to_le_bytes());
+        config[8..10].copy_from_slice(&self.node_id.to_le_bytes());
+        let fields =
+            [self.addr, self.region_bytes, self.usable_bytes, self.plugged_bytes, self.requested_bytes];
+        for (field, value) in config[16..].chunks_exact_mut(8).zip(fields) {
+            field.copy_from_slice(&value.to_le_bytes());
+        }
+        config
+    }
+
+    /// Requests `bytes`; the caller has checked it against the region and the block size.
+    pub(super) fn set_requested(&mut self, bytes: u64) {
+        assert!(bytes <= self.region_bytes && bytes.is_multiple_of(self.block_bytes));
+        self.requested_bytes = bytes;
+        // It MUST NOT shrink here (virtio 1.3, 5.15.4.2): the driver may have blocks plugged up there.
+        self.usable_bytes = self.usable_bytes.max(self.usable_for(bytes));
+        self.changed();
+    }
+
+    /// Lowers the requested size to what can be had; never raises it.
+    pub(super) fn lower_requested(&mut self, bytes: u64) -> bool {
+        let lower = bytes < self.requested_bytes;
+        if lower {
+            self.requested_bytes = bytes - bytes % self.block_bytes;
+            self.changed();
+        }
+        lower
+    }
+
+    /// Checks a request to plug (virtio 1.3, 5.15.6.1.2) and gives its offset and length in the region.
+    pub(super) fn check_plug(&self, run: BlockRun) -> Result<(u64, u64), Refusal> {
+        let (offset, len) = self.resolve(run)?;
+        // All blocks are looked at before anything is done: a request may be wrong in its last one.
+        if self.count_plugged(offset, len) != 0 {
+            return Err(Refusal::Error);
+        }
+        if self.plugged_bytes + len > self.requested_bytes {
+            return Err(Refusal::Nack);
+        }
+        Ok((offset, len))
+    }
+
+    /// Checks a request to unplug (virtio 1.3, 5.15.6.2.2) and gives its offset and length in the region.
+    pub(super) fn check_unplug(&self, run: BlockRun) -> Result<(u64, u64), Refusal> {
+        let (offset, len) = self.resolve(run)?;
+        if self.count_plugged(offset, len) * self.block_bytes != len {
+            return Err(Refusal::Error);
+        }
+        Ok((offset, len))
+    }
+
+    /// Answers a request for the state of blocks (virtio 1.3, 5.15.6.4.2).
+    pub(super) fn block_state(&self, run: BlockRun) -> Result<BlockState, Refusal> {
+        let (offset, len) = self.resolve(run)?;
+        Ok(match self.count_plugged(offset, len) {
+            0 => BlockState::Unplugged,
+            count if count * self.block_bytes == len => BlockState::Plugged,
+            _ => BlockState::Mixed,
+        })
+    }
+
+    /// Records a plug or an unplug that has been carried out.
+    pub(super) fn commit(&mut self, offset: u64, len: u64, plugged: bool) {
+        let already = self.count_plugged(offset, len) * self.block_bytes;
+        assert_eq!(already, if plugged { 0 } else { len }, "a run of blocks that was checked before");
+        for block in self.blocks(offset, len) {
+            let (word, mask) = ((block / 64) as usize, 1 << (block % 64));
+            self.plugged[word] = if plugged { self.plugged[word] | mask } else { self.plugged[word] & !mask };
+        }
+        self.plugged_bytes = if plugged { self.plugged_bytes + len } else { self.plugged_bytes - len };
+        self.changed();
+    }
+
+    /// Shrinks the usable region to what is requested, when nothing is plugged: the end of UNPLUG ALL.
+    pub(super) fn shrink_usable(&mut self) {
+        assert_eq!(self.plugged_bytes, 0);
+        self.usable_bytes = self.usable_for(self.requested_bytes);
+        self.changed();
+    }
+
+    /// The runs of plugged blocks, as offsets and lengths.
+    pub(super) fn plugged_runs(&self) -> Vec<(u64, u64)> {
+        let mut runs: Vec<(u64, u64)> = Vec::new();
+        for block in self.blocks(0, self.region_bytes).filter(|&block| self.is_plugged(block)) {
+            let offset = block * self.block_bytes;
+            match runs.last_mut() {
+                Some((start, len)) if *start + *len == offset => *len += self.block_bytes,
+                _ => runs.push((offset, self.block_bytes)),
+            }
+        }
+        runs
+    }
+
+    fn resolve(&self, run: BlockRun) -> Result<(u64, u64), Refusal> {
+        let len = u64::from(run.count) * self.block_bytes;
+        let offset = run.addr.checked_sub(self.addr).ok_or(Refusal::Error)?;
+        let end = offset.checked_add(len).ok_or(Refusal::Error)?;
+        if len == 0 || !offset.is_multiple_of(self.block_bytes) || end > self.usable_bytes {
+            return Err(Refusal::Error);
+        }
+        Ok((offset, len))
+    }
+
+    fn usable_for(&self, requested_bytes: u64) -> u64 {
+        if requested_bytes == 0 {
+            return 0;
+        }
+        requested_bytes.saturating_add(USABLE_SLACK_BYTES).min(self.region_bytes)
+    }
+
+    fn blocks(&self, offset: u64, len: u64) -> std::ops::Range<u64> {
+        offset / self.block_bytes..(offset + len) / self.block_bytes
+    }
+
+    fn is_plugged(&self, block: u64) -> bool {
+        self.plugged[(block / 64) as usize] >> (block % 64) & 1 == 1
+    }
+
+    fn count_plugged(&self, offset: u64, len: u64) -> u64 {
+        self.blocks(offset, len).filter(|&block| self.is_plugged(block)).count() as u64
+    }
+
+    fn changed(&mut self) {
+        self.generation = self.generation.wrapping_add(1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const BLOCK: u64 = 2 << 20;
+    const ADDR: u64 = 4 << 30;
+    const BLOCKS: u64 = 300;
+
+    fn run(block: u64, count: u16) -> BlockRun {
+        BlockRun { addr: ADDR + block * BLOCK, count }
+    }
+
+    #[test]
+    fn the_configuration_is_laid_out_as_the_spec_says() {
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCK, 3);
+        state.set_requested(8 * BLOCK);
+        state.commit(0, BLOCK, true);
+        let config = state.config();
+        let field = |at: usize| u64::from_le_bytes(config[at..at + 8].try_into().unwrap());
+        assert_eq!(field(0), BLOCK);
+        assert_eq!(field(8), 3);
+        assert_eq!(field(16), ADDR);
+        assert_eq!(field(24), BLOCKS * BLOCK);
+        assert_eq!(field(32), (8 + 128) * BLOCK);
+        assert_eq!(field(40), BLOCK);
+        assert_eq!(field(48), 8 * BLOCK);
+    }
+
+    #[test]
+    fn requests_off_the_region_are_errors() {
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCK, 0);
+        assert_eq!(state.check_plug(run(0, 1)), Err(Refusal::Error));
+        state.set_requested(BLOCKS * BLOCK);
+        for wrong in [
+            run(0, 0),
+            run(BLOCKS, 1),
+            run(BLOCKS - 1, 2),
+            BlockRun { addr: ADDR + 1, count: 1 },
+            BlockRun { addr: ADDR - BLOCK, count: 2 },
+            BlockRun { addr: u64::MAX - BLOCK + 1, count: u16::MAX },
+        ] {
+            assert_eq!(state.check_plug(wrong), Err(Refusal::Error), "{wrong:?}");
+            assert_eq!(state.check_unplug(wrong), Err(Refusal::Error), "{wrong:?}");
+            assert_eq!(state.block_state(wrong), Err(Refusal::Error), "{wrong:?}");
+        }
+        assert_eq!(state.check_plug(run(BLOCKS - 1, 1)), Ok(((BLOCKS - 1) * BLOCK, BLOCK)));
+    }
+
+    #[test]
+    fn the_usable_region_shrinks_only_when_all_is_unplugged() {
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCK, 0);
+        state.set_requested(BLOCKS * BLOCK);
+        state.set_requested(0);
+        assert_eq!(state.usable_bytes, BLOCKS * BLOCK);
+        state.shrink_usable();
+        assert_eq!(state.usable_bytes, 0);
+    }
+
+    #[test]
+    fn a_lowered_request_is_whole_blocks_and_never_a_raise() {
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCK, 0);
+        state.set_requested(8 * BLOCK);
+        assert!(!state.lower_requested(8 * BLOCK));
+        assert!(state.lower_requested(5 * BLOCK + 1));
+        assert_eq!(state.requested_bytes(), 5 * BLOCK);
+    }
+
+    #[derive(Clone, Debug)]
+    enum Op {
+        Request(u64),
+        Plug(u64, u16),
+        Unplug(u64, u16),
+        UnplugAll,
+        Query(u64, u16),
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        let run = || (0..BLOCKS + 2, 0..140u16);
+        prop_oneof![
+            (0..=BLOCKS).prop_map(Op::Request),
+            run().prop_map(|(at, count)| Op::Plug(at, count)),
+            run().prop_map(|(at, count)| Op::Plug(at, count.min(8))),
+            run().prop_map(|(at, count)| Op::Unplug(at, count.min(4))),
+            run().prop_map(|(at, count)| Op::Query(at, count)),
+            Just(Op::UnplugAll),
+        ]
+    }
+
+    /// The oracle: a set of block numbers and the rules in the spec's words.
+    #[derive(Default)]
+    struct Oracle {
+        plugged: BTreeSet<u64>,
+        requested: u64,
+        usable: u64,
+    }
+
+    impl Oracle {
+        fn valid(&self, at: u64, count: u16) -> bool {
+            count > 0 && at + u64::from(count) <= self.usable
+        }
+
+        fn how_many(&self, at: u64, count: u16) -> u64 {
+            self.plugged.range(at..at + u64::from(count)).count() as u64
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_state_is_what_a_set_of_blocks_says(ops in prop::collection::vec(op(), 1..60)) {
+            let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCK, 0);
+            let mut oracle = Oracle::default();
+            for op in ops {
+                let generation = state.generation();
+                let config = state.config();
+                match op {
+                    Op::Request(blocks) => {
+                        state.set_requested(blocks * BLOCK);
+                        oracle.requested = blocks;
+                        let usable = if blocks == 0 { 0 } else { (blocks + 128).min(BLOCKS) };
+                        oracle.usable = oracle.usable.max(usable);
+                    }
+                    Op::Plug(at, count) => {
+                        let expected = if !oracle.valid(at, count) || oracle.how_many(at, count) > 0 {
+                            Err(Refusal::Error)
+                        } else if oracle.plugged.len() as u64 + u64::from(count) > oracle.requested {
+                            Err(Refusal::Nack)
+                        } else {
+                            oracle.plugged.extend(at..at + u64::from(count));
+                            Ok((at * BLOCK, u64::from(count) * BLOCK))
+                        };
+                        let result = state.check_plug(run(at, count));
+                        prop_assert_eq!(result, expected);
+                        if let Ok((offset, len)) = result {
+                            state.commit(offset, len, true);
+                        }
+                    }
+                    Op::Unplug(at, count) => {
+                        let all = oracle.how_many(at, count) == u64::from(count);
+                        let result = state.check_unplug(run(at, count));
+                        prop_assert_eq!(result.is_ok(), oracle.valid(at, count) && all);
+                        if let Ok((offset, len)) = result {
+                            oracle.plugged.retain(|block| !(at..at + u64::from(count)).contains(block));
+                            state.commit(offset, len, false);
+                        }
+                    }
+                    Op::UnplugAll => {
+                        for (offset, len) in state.plugged_runs() {
+                            state.commit(offset, len, false);
+                        }
+                        state.shrink_usable();
+                        oracle.plugged.clear();
+                        oracle.usable =
+                            if oracle.requested == 0 { 0 } else { (oracle.requested + 128).min(BLOCKS) };
+                    }
+                    Op::Query(at, count) => {
+                        let expected = match oracle.how_many(at, count) {
+                            _ if !oracle.valid(at, count) => Err(Refusal::Error),
+                            0 => Ok(BlockState::Unplugged),
+                            n if n == u64::from(count) => Ok(BlockState::Plugged),
+                            _ => Ok(BlockState::Mixed),
+                        };
+                        prop_assert_eq!(state.block_state(run(at, count)), expected);
+                    }
+                }
+                prop_assert_eq!(state.plugged_bytes(), oracle.plugged.len() as u64 * BLOCK);
+                prop_assert_eq!(state.usable_bytes, oracle.usable * BLOCK);
+                let runs = state.plugged_runs();
+                let blocks: BTreeSet<u64> = runs
+                    .iter()
+                    .flat_map(|(offset, len)| offset / BLOCK..(offset + len) / BLOCK)
+                    .collect();
+                prop_assert_eq!(&blocks, &oracle.plugged);
+                prop_assert!(state.config() == config || state.generation() != generation);
+            }
+        }
+    }
+}
