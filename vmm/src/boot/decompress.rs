@@ -2,12 +2,15 @@
 //!
 //! It is one compressed stream whose last four bytes are the size of what comes out: gzip's own trailer, or
 //! appended by the kernel's build (Documentation/arch/x86/boot.rst, payload_length; scripts/Makefile.lib,
-//! size_append). The size is known before the first byte comes out, so every decoder writes straight into one
-//! buffer that also is its window: no second copy, no window of 128 MiB beside it.
+//! size_append). The size is known before the first byte comes out, so every decoder writes into one buffer of
+//! that size. For zstd and lz4 it also is the window: no second copy, no window of 128 MiB beside it.
 
 use std::fmt;
-use std::io;
+use std::io::{self, ErrorKind, Read};
 
+use flate2::read::GzDecoder;
+use liblzma::read::XzDecoder;
+use liblzma::stream::Stream;
 use thiserror::Error;
 
 use super::scratch::Scratch;
@@ -16,6 +19,8 @@ use super::scratch::Scratch;
 const MAX_KERNEL_BYTES: u32 = 1 << 30;
 /// The size behind the stream.
 const TRAILER_BYTES: usize = 4;
+/// What xz may use: kernels are built with a dictionary of up to 128 MiB.
+const XZ_MEMORY_BYTES: u64 = 256 << 20;
 
 /// How a payload is compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,9 +31,9 @@ pub enum Compression {
     Zstd,
     /// LZ4 in its legacy frame, the only one that kernels use.
     Lz4,
-    /// gzip.
+    /// gzip (RFC 1952).
     Gzip,
-    /// xz.
+    /// xz, with a filter for x86 branches.
     Xz,
     /// lzma.
     Lzma,
@@ -136,6 +141,11 @@ pub fn decompress(payload: &[u8], compression: Compression) -> Result<Scratch, D
     let damaged = |reason: String| DecompressError::Damaged { compression, reason };
     let actual_bytes = match compression {
         Compression::Zstd => unpack_zstd(stream, output.bytes_mut()).map_err(|e| damaged(e.to_string()))?,
+        // gzip's trailer is part of its stream.
+        Compression::Gzip => {
+            fill(GzDecoder::new(payload), output.bytes_mut()).map_err(|e| damaged(e.to_string()))?
+        }
+        Compression::Xz => unpack_xz(stream, output.bytes_mut()).map_err(|e| damaged(e.to_string()))?,
         Compression::Lz4 => lz4::unpack(stream, output.bytes_mut()).map_err(|error| match error {
             lz4::Lz4Error::Truncated => truncated,
             lz4::Lz4Error::Block(e) => damaged(e.to_string()),
@@ -150,6 +160,26 @@ pub fn decompress(payload: &[u8], compression: Compression) -> Result<Scratch, D
 
 fn unpack_zstd(stream: &[u8], output: &mut [u8]) -> io::Result<usize> {
     zstd::bulk::Decompressor::new()?.decompress_to_buffer(stream, output)
+}
+
+fn unpack_xz(stream: &[u8], output: &mut [u8]) -> io::Result<usize> {
+    fill(XzDecoder::new_stream(stream, Stream::new_stream_decoder(XZ_MEMORY_BYTES, 0)?), output)
+}
+
+/// Fills `output` with all that `source` has; returns how much that was. More than fits is an error.
+fn fill(mut source: impl Read, output: &mut [u8]) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < output.len() {
+        match source.read(&mut output[filled..])? {
+            0 => return Ok(filled),
+            count => filled += count,
+        }
+    }
+    // The stream's own checksum is verified only when its end is read.
+    match source.read(&mut [0])? {
+        0 => Ok(filled),
+        _ => Err(io::Error::new(ErrorKind::InvalidData, "more comes out than the trailer says")),
+    }
 }
 
 /// LZ4's legacy frame: a magic, then blocks of at most 8 MiB, each behind its compressed size; the file's end
@@ -187,6 +217,11 @@ mod lz4 {
 
 #[cfg(test)]
 pub mod tests {
+    use std::io::Write;
+
+    use liblzma::stream::{Check, Filters, LzmaOptions};
+    use liblzma::write::XzEncoder;
+
     use super::*;
 
     fn sample(len: usize) -> Vec<u8> {
@@ -212,22 +247,44 @@ pub mod tests {
         with_trailer(stream, data.len())
     }
 
+    pub fn gzip_payload(data: &[u8]) -> Vec<u8> {
+        let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        encoder.write_all(data).unwrap();
+        encoder.finish().unwrap()
+    }
+
+    pub fn xz_payload(data: &[u8]) -> Vec<u8> {
+        let mut options = LzmaOptions::new_preset(1).unwrap();
+        options.dict_size(1 << 20);
+        let mut filters = Filters::new();
+        filters.x86().lzma2(&options);
+        let stream = Stream::new_stream_encoder(&filters, Check::Crc32).unwrap();
+        let mut encoder = XzEncoder::new_stream(Vec::new(), stream);
+        encoder.write_all(data).unwrap();
+        with_trailer(encoder.finish().unwrap(), data.len())
+    }
+
+    fn payloads(data: &[u8]) -> [Vec<u8>; 4] {
+        [zstd_payload(data), lz4_payload(data, 4000), gzip_payload(data), xz_payload(data)]
+    }
+
     fn unpack(payload: &[u8]) -> Result<Vec<u8>, DecompressError> {
         decompress(payload, Compression::of(payload).unwrap()).map(|scratch| scratch.bytes().to_vec())
     }
 
     #[test]
-    fn zstd_and_lz4_give_back_what_went_in() {
+    fn every_compression_gives_back_what_went_in() {
         let data = sample(300_000);
-        assert_eq!(unpack(&zstd_payload(&data)).unwrap(), data);
-        assert_eq!(unpack(&lz4_payload(&data, 64 << 10)).unwrap(), data);
+        for payload in payloads(&data) {
+            assert_eq!(unpack(&payload).unwrap(), data, "{:?}", Compression::of(&payload));
+        }
         assert_eq!(unpack(&lz4_payload(&data, 1 << 20)).unwrap(), data);
     }
 
     #[test]
     fn every_truncation_is_an_error() {
         let data = sample(10_000);
-        for payload in [zstd_payload(&data), lz4_payload(&data, 4000)] {
+        for payload in payloads(&data) {
             for len in 6..payload.len() - 1 {
                 // The trailer stays right: only the stream is short.
                 let cut = with_trailer(payload[..len - 4].to_vec(), data.len());
@@ -242,7 +299,7 @@ pub mod tests {
     #[test]
     fn a_wrong_trailer_is_an_error() {
         let data = sample(10_000);
-        for payload in [zstd_payload(&data), lz4_payload(&data, 4000)] {
+        for payload in payloads(&data) {
             let stream = payload[..payload.len() - 4].to_vec();
             for claim in [0, 9_999] {
                 assert!(matches!(
@@ -250,9 +307,11 @@ pub mod tests {
                     Err(DecompressError::Damaged { .. })
                 ));
             }
+            // gzip's trailer is its own: it finds by itself that it is wrong.
             assert!(matches!(
                 unpack(&with_trailer(stream.clone(), 10_001)),
-                Err(DecompressError::SizeMismatch { actual_bytes: 10_000, .. })
+                Err(DecompressError::SizeMismatch { actual_bytes: 10_000, .. }
+                    | DecompressError::Damaged { compression: Compression::Gzip, .. })
             ));
             assert!(matches!(
                 unpack(&with_trailer(stream, u32::MAX as usize)),
@@ -266,7 +325,7 @@ pub mod tests {
         assert_eq!(Compression::of(b"\x7fELF\x02"), Some(Compression::None));
         assert_eq!(Compression::of(b"\x1f\x8b\x08\x00"), Some(Compression::Gzip));
         assert_eq!(Compression::of(b"#!/bin/sh"), None);
-        let error = unpack(b"\xfd7zXZ\0\0\x04\0\0\0\0").err().unwrap();
-        assert!(error.to_string().contains("compressed with xz"), "{error}");
+        let error = unpack(b"BZh91AY&SY\0\0\0\0").err().unwrap();
+        assert!(error.to_string().contains("compressed with bzip2"), "{error}");
     }
 }

@@ -154,7 +154,7 @@ mod tests {
     use tempfile::NamedTempFile;
     use vm_memory::{GuestAddress, GuestMemoryMmap};
 
-    use super::super::decompress::tests::{lz4_payload, zstd_payload};
+    use super::super::decompress::tests::{gzip_payload, lz4_payload, xz_payload, zstd_payload};
     use super::super::elf::tests::{ENTRY, build, linux_note, pvh_note};
     use super::*;
 
@@ -193,6 +193,8 @@ mod tests {
         for (payload, compression) in [
             (zstd_payload(&kernel()), Compression::Zstd),
             (lz4_payload(&kernel(), 4096), Compression::Lz4),
+            (gzip_payload(&kernel()), Compression::Gzip),
+            (xz_payload(&kernel()), Compression::Xz),
             (kernel(), Compression::None),
         ] {
             let loaded = load_bytes(&bzimage(&payload)).unwrap();
