@@ -20,11 +20,13 @@
 pub mod guest;
 pub mod http;
 pub mod metrics;
+pub mod pool;
 pub mod runner;
 pub mod shell_protocol;
 pub mod wait;
 
 pub use guest::{Guest, GuestBuilder, Image, Kernel, Output};
 pub use metrics::Metrics;
+pub use pool::Pool;
 pub use runner::skip;
 pub use wait::{wait_for, wait_until};

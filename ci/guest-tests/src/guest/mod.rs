@@ -28,6 +28,9 @@ pub const BOOT_LIMIT: Duration = Duration::from_secs(60);
 /// For a command that has nothing to wait for.
 const RUN_LIMIT: Duration = Duration::from_secs(60);
 
+/// Until the connection to a guest that ends is closed.
+const END_LIMIT: Duration = Duration::from_secs(20);
+
 /// A running guest. Dropping it kills its VMM.
 #[derive(Debug)]
 pub struct Guest {
@@ -202,8 +205,7 @@ impl Guest {
 
     /// Powers the guest off from inside and expects the VMM to end cleanly.
     pub fn power_off(self) -> Result<()> {
-        // The connection may die before the exit code comes.
-        drop(self.start_script(RUN_LIMIT, "sync; poweroff -f"));
+        self.run_to_its_end("sync; poweroff -f")?;
         let log = self.paths.vmm_log();
         let status = self.wait_for_exit(BOOT_LIMIT)?;
         ensure!(
@@ -213,6 +215,26 @@ impl Guest {
             console::tail(&console::read(&log)?)
         );
         Ok(())
+    }
+
+    /// Reboots the guest from inside and waits until the next boot serves commands. Its VMM must live on.
+    pub fn reboot_from_inside(&self) -> Result<()> {
+        const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
+        let before = self.run(BOOT_ID)?;
+        self.run_to_its_end("sync; reboot -f")?;
+        self.wait_until("the next boot serves commands", BOOT_LIMIT, || {
+            // While it goes down and comes up again nobody answers, or the old boot still does.
+            let answer = Script::start(&self.paths.vsock(), RUN_LIMIT, BOOT_ID).and_then(Script::finish);
+            Ok(answer.is_ok_and(|output| output.code == 0 && output.stdout != before))
+        })
+    }
+
+    /// Runs a command that ends the guest: the connection dies with it, and no exit code comes.
+    fn run_to_its_end(&self, command: &str) -> Result<()> {
+        match self.start_script(END_LIMIT, command)?.finish() {
+            Ok(output) => bail!("`{command}` came back with {output:?}"),
+            Err(_broken) => Ok(()),
+        }
     }
 
     fn wait_for_shell(&self, limit: Duration) -> Result<()> {

@@ -1,7 +1,11 @@
 //! A stock kernel comes up, sees the machine it was promised, and goes down again.
 
+use std::time::Duration;
+
 use anyhow::{Result, ensure};
 use guest_tests::{Guest, Kernel};
+
+use crate::zones::mem_total_mib;
 
 guest_tests::tests![
     debian_6_12_boots_from_its_bzimage,
@@ -12,6 +16,8 @@ guest_tests::tests![
     nothing_in_the_guest_complains,
     the_rng_device_feeds_the_kernel,
     a_power_off_ends_the_vmm_with_0,
+    a_reboot_from_inside_boots_again_in_the_same_process,
+    a_shutdown_by_the_api_ends_the_vmm_with_0,
 ];
 
 fn boots(kernel: Kernel) -> Result<()> {
@@ -36,10 +42,6 @@ fn two_cpus_come_up() -> Result<()> {
         guest.no_kernel_complaints()?;
     }
     Ok(())
-}
-
-fn mem_total_mib(guest: &Guest) -> Result<u64> {
-    Ok(guest.run("awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo")?.trim().parse()?)
 }
 
 fn the_guest_has_the_memory_it_was_given() -> Result<()> {
@@ -78,4 +80,21 @@ fn the_rng_device_feeds_the_kernel() -> Result<()> {
 fn a_power_off_ends_the_vmm_with_0() -> Result<()> {
     let guest = Guest::builder().boot()?;
     guest.power_off()
+}
+
+fn a_reboot_from_inside_boots_again_in_the_same_process() -> Result<()> {
+    let guest = Guest::builder().cpus(2).boot()?;
+    let boot_id = || guest.run("cat /proc/sys/kernel/random/boot_id");
+    let first = boot_id()?;
+    guest.reboot_from_inside()?;
+    ensure!(boot_id()? != first, "The same boot answers");
+    guest.no_kernel_complaints()
+}
+
+fn a_shutdown_by_the_api_ends_the_vmm_with_0() -> Result<()> {
+    let guest = Guest::builder().boot()?;
+    guest.api("PUT", "vmm.shutdown", None)?;
+    let status = guest.wait_for_exit(Duration::from_secs(30))?;
+    ensure!(status.success(), "The VMM ended with {status}");
+    Ok(())
 }

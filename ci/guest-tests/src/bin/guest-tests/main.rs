@@ -2,12 +2,18 @@
 //!
 //! `guest-tests [--list] [--jobs N] [FILTER...]`
 
+mod badinput;
 mod boot;
+mod memory;
+mod pressure;
+mod volume;
+mod zones;
 
 use guest_tests::runner::{self, Test};
 
 fn main() {
-    let tests: Vec<Test> = [boot::TESTS].concat();
+    let tests: Vec<Test> =
+        [boot::TESTS, badinput::TESTS, memory::TESTS, pressure::TESTS, volume::TESTS].concat();
     match runner::main(&tests) {
         Ok(code) => std::process::exit(code),
         Err(error) => {

@@ -1,0 +1,184 @@
+//! What nobody should send is answered with one clear error, and changes nothing.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::guest::GuestBuilder;
+use guest_tests::http::send_raw_unix;
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Guest, Pool};
+use serde_json::json;
+
+guest_tests::tests![
+    memory_sizes_out_of_bounds_are_refused,
+    unknown_keys_and_policies_are_refused,
+    a_kernel_that_is_none_is_refused,
+    a_missing_pool_is_refused,
+    a_file_that_is_no_pool_is_refused,
+    a_size_beyond_the_pool_is_refused,
+    a_volume_that_does_not_exist_is_refused,
+    another_size_than_the_volumes_is_refused,
+    virtio_pmem_on_two_cpus_is_refused,
+    an_api_socket_in_use_is_refused,
+    a_second_vm_on_a_pool_is_refused_and_told_who_has_it,
+    malformed_requests_are_answered_with_400,
+];
+
+/// The VMM says one line with all of the words, ends with 1, and has made and changed no file.
+fn refuses(builder: &GuestBuilder, words: &[&str]) -> Result<()> {
+    let before = files(&this_tests_dir())?;
+    let refusal = builder.clone().name("refused").expect_refusal()?;
+    let message = refusal.message.trim();
+    ensure!(refusal.code == Some(1), "The exit code is {:?}: {message}", refusal.code);
+    ensure!(message.lines().count() == 1, "Not one line:\n{message}");
+    for word in words {
+        ensure!(message.contains(word), "Nothing of {word:?} in: {message}");
+    }
+    let after = files(&this_tests_dir())?;
+    ensure!(before == after, "Files before:\n{before:#?}\nand after:\n{after:#?}");
+    Ok(())
+}
+
+/// Names and contents' sums of the files of a directory, but for the logs that the harness itself writes.
+fn files(dir: &Path) -> Result<Vec<(String, u64)>> {
+    let mut found = Vec::new();
+    let entries = fs::read_dir(dir).with_context(|| format!("Cannot read {}", dir.display()))?;
+    for entry in entries {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.ends_with(".log") || name == "output" {
+            continue;
+        }
+        let sum = if entry.file_type()?.is_file() { sum(&fs::read(entry.path())?) } else { 0 };
+        found.push((name, sum));
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn sum(bytes: &[u8]) -> u64 {
+    let word = |chunk: &[u8]| chunk.iter().fold(0u64, |word, byte| word << 8 | u64::from(*byte));
+    bytes.chunks(8).fold(bytes.len() as u64, |sum, chunk| sum.rotate_left(5) ^ word(chunk))
+}
+
+fn memory_sizes_out_of_bounds_are_refused() -> Result<()> {
+    for (memory, words) in [
+        ("size=0", ["--memory", "size", "0"]),
+        ("size=3M", ["--memory", "3 MiB", "2 MiB"]),
+        ("size=4097", ["--memory", "4097", "2 MiB"]),
+        ("size=2T", ["--memory", "2 TiB", "1 TiB"]),
+        ("size=512M,hotplug_method=virtio-mem,hotplug_size=3M", ["--memory", "3 MiB", "2 MiB"]),
+        ("size=plenty", ["--memory", "size", "plenty"]),
+    ] {
+        refuses(&Guest::builder().memory(memory), &words).with_context(|| format!("--memory {memory}"))?;
+    }
+    Ok(())
+}
+
+fn unknown_keys_and_policies_are_refused() -> Result<()> {
+    refuses(&Guest::builder().memory("size=512M,colour=red"), &["--memory", "colour"])?;
+    refuses(&Guest::builder().argument("--pressure", "policy=greedy"), &["--pressure", "greedy", "psi"])?;
+    refuses(&Guest::builder().argument("--rng", "source=/dev/urandom"), &["--rng", "source"])
+}
+
+fn a_kernel_that_is_none_is_refused() -> Result<()> {
+    let nothing = this_tests_dir().join("not-there").display().to_string();
+    refuses(&Guest::builder().argument("--kernel", &nothing), &["--kernel", "not-there"])?;
+    let text = this_tests_dir().join("text");
+    fs::write(&text, "This is not a kernel.\n".repeat(1000))?;
+    let text = text.display().to_string();
+    refuses(&Guest::builder().argument("--kernel", &text), &["--kernel", &text])
+}
+
+fn a_missing_pool_is_refused() -> Result<()> {
+    let pool = this_tests_dir().join("no-pool").display().to_string();
+    refuses(&Guest::builder().pm_memory(&format!("pool={pool},size=64M")), &["--pm-memory", &pool])?;
+    refuses(&Guest::builder().pm_volume(&format!("pool={pool},name=data")), &["--pm-volume", &pool])
+}
+
+fn a_file_that_is_no_pool_is_refused() -> Result<()> {
+    let file = this_tests_dir().join("zeros");
+    fs::write(&file, vec![0u8; 32 << 20])?;
+    let file = file.display().to_string();
+    refuses(&Guest::builder().pm_memory(&format!("pool={file},size=8M")), &["--pm-memory", &file])?;
+    fs::write(&file, [])?;
+    refuses(&Guest::builder().pm_memory(&format!("pool={file},size=8M")), &["--pm-memory", &file])
+}
+
+fn a_size_beyond_the_pool_is_refused() -> Result<()> {
+    let pool = Pool::create("128M")?;
+    let memory = format!("pool={},size=1G", pool.name());
+    refuses(&Guest::builder().pm_memory(&memory), &["--pm-memory", "1 GiB", &pool.name()])?;
+    let volume = format!("pool={},name=data,size=1G,create=on", pool.name());
+    refuses(&Guest::builder().pm_volume(&volume), &["--pm-volume", "1 GiB", &pool.name()])?;
+    let odd = format!("pool={},name=data,size=3M,create=on", pool.name());
+    refuses(&Guest::builder().pm_volume(&odd), &["--pm-volume", "3 MiB", "2 MiB"])
+}
+
+fn a_volume_that_does_not_exist_is_refused() -> Result<()> {
+    let pool = Pool::create("128M")?;
+    pool.create_volume("data", "32M")?;
+    let volume = format!("pool={},name=date", pool.name());
+    refuses(&Guest::builder().pm_volume(&volume), &["--pm-volume", "date"])
+}
+
+fn another_size_than_the_volumes_is_refused() -> Result<()> {
+    let pool = Pool::create("128M")?;
+    pool.create_volume("data", "32M")?;
+    let volume = format!("pool={},name=data,size=64M", pool.name());
+    refuses(&Guest::builder().pm_volume(&volume), &["--pm-volume", "64 MiB", "32 MiB"])
+}
+
+fn virtio_pmem_on_two_cpus_is_refused() -> Result<()> {
+    let pool = Pool::create("128M")?;
+    pool.create_volume("data", "32M")?;
+    let volume = format!("pool={},name=data,interface=virtio-pmem", pool.name());
+    // What is possible counts, not what boots.
+    let guest = Guest::builder().cpus(1).max_cpus(2).pm_volume(&volume);
+    refuses(&guest, &["--pm-volume", "virtio-pmem", "2"])
+}
+
+fn an_api_socket_in_use_is_refused() -> Result<()> {
+    let first = Guest::builder().boot()?;
+    let socket = first.api_socket().display().to_string();
+    refuses(&Guest::builder().argument("--api-socket", &socket), &["--api-socket", &socket])?;
+    first.api("GET", "vmm.ping", None)?;
+    Ok(())
+}
+
+fn a_second_vm_on_a_pool_is_refused_and_told_who_has_it() -> Result<()> {
+    let pool = Pool::create("256M")?;
+    let memory = format!("pool={},size=64M", pool.name());
+    let first = Guest::builder().pm_memory(&memory).boot()?;
+    let holder = first.pid().to_string();
+    refuses(&Guest::builder().pm_memory(&memory), &["--pm-memory", &pool.name(), &holder])?;
+    first.api("GET", "vm.info", None)?;
+    Ok(())
+}
+
+fn malformed_requests_are_answered_with_400() -> Result<()> {
+    let guest = Guest::builder().boot()?;
+    let socket = guest.api_socket();
+    let status = |bytes: &[u8]| send_raw_unix(&socket, bytes).map(|response| response.status);
+    ensure!(status(b"how are you?\r\n\r\n")? == 400, "What is not HTTP is not a bad request");
+    ensure!(status(b"\x00\xff\x00\xff\r\n\r\n")? == 400, "Binary is not a bad request");
+    for body in
+        ["{", "[]", "\"\"", "{\"desired_ram\": -1}", "{\"desired_ram\": \"all\"}", "{\"desired_ram\": 1e99}"]
+    {
+        let head = format!(
+            "PUT /api/v1/vm.resize HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\
+             Content-Type: application/json\r\nContent-Length: {}\r\n\r\n",
+            body.len()
+        );
+        let found = status((head + body).as_bytes())?;
+        ensure!(found == 400, "vm.resize with {body}: status {found}");
+    }
+    ensure!(guest.try_api("GET", "vm.nonsense", None)?.status == 404, "A call that is none is found");
+    let found = guest.try_api("PUT", "vm.resize", Some(json!({ "desired_ram": 1 })))?;
+    ensure!(found.status == 400, "A resize to one byte: status {}", found.status);
+    // After all that it works as before.
+    guest.api("GET", "vmm.ping", None)?;
+    guest.run("true")?;
+    Ok(())
+}

@@ -1,0 +1,150 @@
+//! Memory comes and goes while the guest runs, and the host gets back what the guest gives up.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::{Guest, Kernel};
+use serde_json::json;
+
+use crate::zones::{MIB, mem_total_mib, zone};
+
+guest_tests::tests![
+    dram_is_plugged_and_unplugged_on_6_12: 180,
+    dram_is_plugged_and_unplugged_on_6_1: 180,
+    a_resize_to_the_present_size_is_no_error,
+    a_resize_beyond_the_bounds_is_refused,
+    unplugged_memory_goes_back_to_the_host: 180,
+    hotplugged_memory_is_movable,
+    a_resize_without_a_driver_ends_with_a_reason,
+    a_reboot_takes_plugged_memory_back: 180,
+    the_metrics_follow_the_plugged_memory,
+];
+
+const PLUG_LIMIT: Duration = Duration::from_secs(60);
+
+fn resizable() -> guest_tests::GuestBuilder {
+    Guest::builder().memory("size=384M,hotplug_method=virtio-mem,hotplug_size=512M").pressure("off")
+}
+
+fn resize_to(guest: &Guest, mib: u64) -> Result<()> {
+    guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB }))).map(drop)
+}
+
+fn wait_until_plugged(guest: &Guest, mib: u64) -> Result<()> {
+    guest.wait_until(&format!("{mib} MiB are plugged"), PLUG_LIMIT, || {
+        let zone = zone(guest, "dram")?;
+        Ok(zone.plugged_bytes == mib * MIB && zone.requested_bytes == mib * MIB && zone.state == "reached")
+    })
+}
+
+fn grows_and_shrinks(kernel: Kernel) -> Result<()> {
+    let guest = resizable().kernel(kernel).boot()?;
+    let before = mem_total_mib(&guest)?;
+    resize_to(&guest, 640)?;
+    wait_until_plugged(&guest, 256)?;
+    let at_the_top = mem_total_mib(&guest)?;
+    ensure!(at_the_top - before == 256, "MemTotal went from {before} to {at_the_top} MiB");
+    resize_to(&guest, 384)?;
+    wait_until_plugged(&guest, 0)?;
+    let after = mem_total_mib(&guest)?;
+    ensure!(after == before, "MemTotal was {before} MiB and is {after}");
+    guest.no_kernel_complaints()
+}
+
+fn dram_is_plugged_and_unplugged_on_6_12() -> Result<()> {
+    grows_and_shrinks(Kernel::V6_12)
+}
+
+fn dram_is_plugged_and_unplugged_on_6_1() -> Result<()> {
+    grows_and_shrinks(Kernel::V6_1)
+}
+
+fn a_resize_to_the_present_size_is_no_error() -> Result<()> {
+    let guest = resizable().boot()?;
+    for _ in 0..2 {
+        let response = guest.try_api("PUT", "vm.resize", Some(json!({ "desired_ram": 512 * MIB })))?;
+        ensure!(response.status == 204, "status {}: {}", response.status, response.body);
+        wait_until_plugged(&guest, 128)?;
+    }
+    Ok(())
+}
+
+fn a_resize_beyond_the_bounds_is_refused() -> Result<()> {
+    let guest = resizable().boot()?;
+    for mib in [382, 898, 383] {
+        let response = guest.try_api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB })))?;
+        ensure!(response.status == 400, "{mib} MiB: status {}: {}", response.status, response.body);
+    }
+    ensure!(zone(&guest, "dram")?.requested_bytes == 0, "A refused resize has changed the target");
+    Ok(())
+}
+
+fn unplugged_memory_goes_back_to_the_host() -> Result<()> {
+    let guest = resizable().boot()?;
+    let before = guest.rss_bytes()?;
+    resize_to(&guest, 896)?;
+    wait_until_plugged(&guest, 512)?;
+    // More than the boot part holds: what was plugged is touched.
+    let mut hog = guest.start_script(PLUG_LIMIT, "exec guest-tool hog 640")?;
+    while hog.next_line().context("The hog ended")? != "held 640" {}
+    let at_the_top = guest.rss_bytes()?;
+    ensure!(
+        at_the_top >= before + 400 * MIB,
+        "The RSS was {before} and is {at_the_top} bytes with 640 MiB in use"
+    );
+    drop(hog);
+    resize_to(&guest, 384)?;
+    wait_until_plugged(&guest, 0)?;
+    let after = guest.rss_bytes()?;
+    ensure!(
+        after + 350 * MIB <= at_the_top,
+        "The RSS was {before}, then {at_the_top}, and after the unplug {after} bytes"
+    );
+    guest.no_kernel_complaints()
+}
+
+fn hotplugged_memory_is_movable() -> Result<()> {
+    let guest = resizable().boot()?;
+    resize_to(&guest, 640)?;
+    wait_until_plugged(&guest, 256)?;
+    let pages = guest.run(
+        "awk '/^Node/ { zone = $4 } zone == \"Movable\" && $1 == \"present\" { print $2 }' /proc/zoneinfo",
+    )?;
+    let pages: u64 = pages.trim().parse().with_context(|| format!("Pages in Movable: {pages:?}"))?;
+    ensure!(pages * 4096 >= 256 * MIB, "{pages} pages are movable: not what was plugged");
+    Ok(())
+}
+
+fn a_resize_without_a_driver_ends_with_a_reason() -> Result<()> {
+    let guest = resizable().cmdline("foreshore.skip=virtio_mem").boot()?;
+    resize_to(&guest, 640)?;
+    guest.wait_until("the resize has ended with a reason", PLUG_LIMIT, || {
+        Ok(zone(&guest, "dram")?.state == "no-driver")
+    })?;
+    ensure!(zone(&guest, "dram")?.plugged_bytes == 0, "Plugged by nobody");
+    // The driver comes late: the target still stands.
+    guest.run("modprobe virtio_mem")?;
+    wait_until_plugged(&guest, 256)
+}
+
+fn a_reboot_takes_plugged_memory_back() -> Result<()> {
+    let guest = resizable().boot()?;
+    let (pid, before) = (guest.pid(), mem_total_mib(&guest)?);
+    resize_to(&guest, 640)?;
+    wait_until_plugged(&guest, 256)?;
+    guest.reboot_from_inside()?;
+    ensure!(guest.pid() == pid, "Another process");
+    ensure!(zone(&guest, "dram")?.plugged_bytes == 0, "Still plugged after the reboot");
+    let after = mem_total_mib(&guest)?;
+    ensure!(after == before, "MemTotal was {before} MiB, and is {after} after the reboot");
+    guest.no_kernel_complaints()
+}
+
+fn the_metrics_follow_the_plugged_memory() -> Result<()> {
+    let guest = resizable().boot()?;
+    let plugged = || guest.metrics()?.value("foreshore_zone_plugged_bytes", &[("zone", "dram")]);
+    ensure!(plugged()? == 0.0, "Plugged before anything was");
+    resize_to(&guest, 640)?;
+    wait_until_plugged(&guest, 256)?;
+    guest.wait_until("the metric shows 256 MiB", PLUG_LIMIT, || Ok(plugged()? == 256.0 * MIB as f64))
+}

@@ -1,0 +1,121 @@
+//! The guest runs short and gets more; the need is over and it goes back. Nobody asks by hand.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::guest::{GuestBuilder, Script};
+use guest_tests::{Guest, Pool};
+
+use crate::zones::{MIB, vmstat, zone};
+
+guest_tests::tests![
+    pressure_grows_dram_first_then_pm_and_nothing_is_swapped: 300,
+    without_the_governor_the_same_load_swaps_or_is_killed: 240,
+    pm_goes_back_first_when_the_need_is_over: 400,
+    a_silent_agent_is_noticed: 240,
+];
+
+/// For a plan to be made and carried out, under emulation.
+const GROW_LIMIT: Duration = Duration::from_secs(120);
+/// Shrinking is slow on purpose: steps after a cool-down.
+const SHRINK_LIMIT: Duration = Duration::from_secs(240);
+
+/// 512 MiB of DRAM, of which 384 at boot, 512 MiB of PM to grow into, and a swap to avoid.
+fn small_guest(pool: &Pool) -> GuestBuilder {
+    Guest::builder()
+        .cpus(2)
+        .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=128M")
+        .pm_memory(&format!("pool={},size=512M", pool.name()))
+        .cmdline("foreshore.zram=256M")
+}
+
+/// Fills guest memory with what does not compress; true if all of it was held.
+fn fill(guest: &Guest, mib: u64) -> Result<(Script, bool)> {
+    let mut hog = guest.start_script(GROW_LIMIT, &format!("exec guest-tool hog {mib}"))?;
+    let goal = format!("held {mib}");
+    loop {
+        match hog.next_line() {
+            Some(line) if line == goal => return Ok((hog, true)),
+            Some(_) => {}
+            None => return Ok((hog, false)),
+        }
+    }
+}
+
+fn pressure_grows_dram_first_then_pm_and_nothing_is_swapped() -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let guest = small_guest(&pool).pressure("psi").boot()?;
+    ensure!(zone(&guest, "pm")?.plugged_bytes == 0, "PM is plugged before anybody needs it");
+    let (_hog, held) = fill(&guest, 640)?;
+    ensure!(held, "The load was killed");
+    let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
+    ensure!(dram.plugged_bytes == 128 * MIB, "Of DRAM {} bytes are plugged", dram.plugged_bytes);
+    ensure!(pm.plugged_bytes >= 192 * MIB, "Of PM {} bytes are plugged", pm.plugged_bytes);
+    let swapped = vmstat(&guest, "pswpout")?;
+    ensure!(swapped == 0, "{swapped} pages were swapped out");
+    ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
+    guest.no_kernel_complaints()
+}
+
+/// The counterpart: if this load fits anyway, the test above shows nothing.
+fn without_the_governor_the_same_load_swaps_or_is_killed() -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let guest = small_guest(&pool).pressure("off").boot()?;
+    let (_hog, held) = fill(&guest, 640)?;
+    let swapped = vmstat(&guest, "pswpout")?;
+    ensure!(!held || swapped > 0, "The load was held without the governor, and nothing was swapped");
+    ensure!(zone(&guest, "pm")?.plugged_bytes == 0, "PM was plugged with the policy off");
+    Ok(())
+}
+
+fn pm_goes_back_first_when_the_need_is_over() -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let guest = small_guest(&pool).pressure("psi").boot()?;
+    let idle_bytes = pool.occupied_bytes()?;
+    let (hog, held) = fill(&guest, 640)?;
+    ensure!(held, "The load was killed");
+    let top_bytes = pool.occupied_bytes()?;
+    ensure!(
+        top_bytes > idle_bytes + 128 * MIB,
+        "The pool file grew from {idle_bytes} to {top_bytes} bytes only"
+    );
+    drop(hog);
+    guest.wait_until("all PM is back", SHRINK_LIMIT, || {
+        let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
+        ensure!(
+            pm.plugged_bytes == 0 || dram.plugged_bytes == 128 * MIB,
+            "DRAM went back to {} bytes while {} bytes of PM are plugged",
+            dram.plugged_bytes,
+            pm.plugged_bytes
+        );
+        Ok(pm.plugged_bytes == 0)
+    })?;
+    let after_bytes = pool.occupied_bytes()?;
+    ensure!(
+        after_bytes <= idle_bytes + 4 * MIB,
+        "The pool file occupied {idle_bytes}, then {top_bytes}, and now {after_bytes} bytes"
+    );
+    ensure!(zone(&guest, "pm")?.resident_bytes == 0, "PM is still resident in the VMM");
+    guest.no_kernel_complaints()
+}
+
+fn a_silent_agent_is_noticed() -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let guest = small_guest(&pool).pressure("psi").boot()?;
+    let report_age_ms =
+        || -> Result<Option<u64>> { Ok(guest.api("GET", "vm.pressure", None)?["report_age_ms"].as_u64()) };
+    guest.wait_until("a report has come", GROW_LIMIT, || Ok(report_age_ms()?.is_some()))?;
+    guest.run("killall -STOP foreshore-agent")?;
+    guest.wait_until("the last report is 5 s old", GROW_LIMIT, || {
+        Ok(report_age_ms()?.is_some_and(|age| age > 5000))
+    })?;
+    let plugged = zone(&guest, "pm")?.plugged_bytes;
+    guest.run("killall -CONT foreshore-agent")?;
+    guest.wait_until("reports come again", GROW_LIMIT, || {
+        Ok(report_age_ms()?.is_some_and(|age| age < 5000))
+    })?;
+    let now = zone(&guest, "pm")?.plugged_bytes;
+    ensure!(now == plugged, "PM went from {plugged} to {now} bytes in a guest at rest");
+    guest.run("pidof foreshore-agent").context("The agent has gone")?;
+    guest.no_kernel_complaints()
+}

@@ -1,0 +1,212 @@
+//! A volume is a disk of its own that survives everything, whichever way it is shown.
+
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use guest_tests::guest::{GuestBuilder, Script, complaints};
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Guest, Kernel, Pool};
+
+guest_tests::tests![
+    nvdimm_holds_with_one_cpu: 300,
+    nvdimm_holds_with_two_cpus: 300,
+    nvdimm_holds_with_four_cpus: 400,
+    nvdimm_holds_on_6_1: 300,
+    virtio_pmem_holds_with_one_cpu: 300,
+    virtio_pmem_forced_on_two_cpus_breaks_the_guest: 300,
+    acknowledged_files_survive_a_kill: 300,
+    a_volume_changes_its_interface_and_keeps_its_content: 300,
+    a_readonly_volume_takes_no_writes,
+];
+
+const IO_LIMIT: Duration = Duration::from_secs(180);
+
+/// A pool with the volume `data` of 96 MiB.
+fn pool_with_volume() -> Result<Pool> {
+    let pool = Pool::create("256M")?;
+    pool.create_volume("data", "96M")?;
+    Ok(pool)
+}
+
+fn guest_with(pool: &Pool, options: &str) -> GuestBuilder {
+    Guest::builder()
+        .memory("size=384M")
+        .pressure("off")
+        .pm_volume(&format!("pool={},name=data,{options}", pool.name()))
+}
+
+fn wait_for_disk(guest: &Guest) -> Result<()> {
+    guest.wait_until_run("/dev/pmem0s is there", IO_LIMIT, "test -b /dev/pmem0s")
+}
+
+/// Direct and buffered writers at once on their own thirds of the disk, beside a load that swaps; every block is
+/// verified by its writer, and again at the end.
+fn write_hard(guest: &Guest, rounds: u32) -> Result<()> {
+    wait_for_disk(guest)?;
+    let load = guest.start_script(IO_LIMIT, "exec guest-tool hog 320")?;
+    let writer = |mode: &str, first: u32, seed: u32| {
+        guest.start_script(
+            IO_LIMIT,
+            &format!("exec guest-tool write-blocks /dev/pmem0s {mode} {first} 600 {seed} {rounds}"),
+        )
+    };
+    let writers = [writer("direct", 0, 1)?, writer("buffered", 8192, 2)?, writer("direct", 16384, 3)?];
+    for writer in writers {
+        let output = writer.finish()?;
+        ensure!(output.code == 0, "A writer ended with {}:\n{}", output.code, output.stderr);
+    }
+    drop(load);
+    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
+    for (first, seed) in [(0, 1), (8192, 2), (16384, 3)] {
+        let rounds = rounds.to_string();
+        guest.run_within(
+            IO_LIMIT,
+            &format!("guest-tool check-blocks /dev/pmem0s {first} 600 {seed} {rounds}"),
+        )?;
+    }
+    Ok(())
+}
+
+fn holds(kernel: Kernel, cpus: u32, interface: &str) -> Result<()> {
+    let pool = pool_with_volume()?;
+    let guest = guest_with(&pool, &format!("interface={interface}"))
+        .kernel(kernel)
+        .cpus(cpus)
+        .cmdline("foreshore.zram=256M")
+        .boot()?;
+    write_hard(&guest, 2)?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
+
+fn nvdimm_holds_with_one_cpu() -> Result<()> {
+    holds(Kernel::V6_12, 1, "nvdimm")
+}
+
+fn nvdimm_holds_with_two_cpus() -> Result<()> {
+    holds(Kernel::V6_12, 2, "nvdimm")
+}
+
+fn nvdimm_holds_with_four_cpus() -> Result<()> {
+    holds(Kernel::V6_12, 4, "nvdimm")
+}
+
+fn nvdimm_holds_on_6_1() -> Result<()> {
+    holds(Kernel::V6_1, 2, "nvdimm")
+}
+
+fn virtio_pmem_holds_with_one_cpu() -> Result<()> {
+    holds(Kernel::V6_12, 1, "virtio-pmem")
+}
+
+/// The guest's own bug, which the refusal of this configuration is about. If it does not show here, the tests above
+/// would not see it either.
+fn virtio_pmem_forced_on_two_cpus_breaks_the_guest() -> Result<()> {
+    let pool = pool_with_volume()?;
+    let guest = guest_with(&pool, "interface=virtio-pmem,force=on").cpus(2).boot()?;
+    wait_for_disk(&guest)?;
+    let writers: Vec<Script> = [(0, 1), (8192, 2)]
+        .into_iter()
+        .map(|(first, seed)| {
+            let command = format!("exec guest-tool write-blocks /dev/pmem0s direct {first} 600 {seed} 1000");
+            guest.start_script(IO_LIMIT, &command)
+        })
+        .collect::<Result<_>>()?;
+    guest.wait_until("the guest's kernel has a BUG", IO_LIMIT, || {
+        Ok(complaints(&guest.console_log()?).iter().any(|line| line.contains("BUG: ")))
+    })?;
+    drop(writers);
+    Ok(())
+}
+
+const MOUNT: &str = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0s /mnt/data";
+
+fn acknowledged_files_survive_a_kill() -> Result<()> {
+    let pool = pool_with_volume()?;
+    let builder = guest_with(&pool, "interface=nvdimm").cpus(2);
+    let mut acknowledged = String::new();
+    for life in 1..=2 {
+        let guest = builder.boot()?;
+        wait_for_disk(&guest)?;
+        if life == 1 {
+            guest.run("mkfs.ext4 -q /dev/pmem0s")?;
+        }
+        guest.run(MOUNT)?;
+        check_acknowledged(&guest, &acknowledged)?;
+        let mut writer = guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
+        for _ in 0..40 {
+            let line = writer.next_line().context("The writer ended")?;
+            acknowledged += &(line + "\n");
+        }
+        // In the middle of it: the writer goes on until the VMM is dead.
+        guest.no_kernel_complaints()?;
+        guest.kill9()?;
+        while let Some(line) = writer.next_line() {
+            acknowledged += &(line + "\n");
+        }
+        pool.check()?;
+    }
+    let guest = builder.boot()?;
+    wait_for_disk(&guest)?;
+    guest.run(MOUNT)?;
+    check_acknowledged(&guest, &acknowledged)?;
+    guest.run("umount /mnt/data && e2fsck -fn /dev/pmem0s")?;
+    guest.no_kernel_complaints()
+}
+
+/// Every file whose line has come out of the VM is in it, whole.
+fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()> {
+    // The evidence is kept outside of the VM; here only for the check.
+    fs::write(this_tests_dir().join("acknowledged.log"), acknowledged)?;
+    guest.run("mkdir -p /mnt/data/files && : >/tmp/list")?;
+    for lines in acknowledged.lines().collect::<Vec<_>>().chunks(200) {
+        guest.run(&format!("cat >>/tmp/list <<'END'\n{}\nEND", lines.join("\n")))?;
+    }
+    let checked = guest.run_within(IO_LIMIT, "guest-tool check-files /mnt/data/files /tmp/list")?;
+    let expected = format!("checked {}\n", acknowledged.lines().count());
+    ensure!(checked == expected, "{checked:?} instead of {expected:?}");
+    Ok(())
+}
+
+fn a_volume_changes_its_interface_and_keeps_its_content() -> Result<()> {
+    let pool = pool_with_volume()?;
+    let first = guest_with(&pool, "interface=nvdimm").cpus(2).boot()?;
+    wait_for_disk(&first)?;
+    first.run(&format!("mkfs.ext4 -q /dev/pmem0s && {MOUNT}"))?;
+    let mut writer = first.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
+    let mut acknowledged = String::new();
+    for _ in 0..20 {
+        acknowledged += &(writer.next_line().context("The writer ended")? + "\n");
+    }
+    drop(writer);
+    first.wait_until_run("the writer has gone", IO_LIMIT, "! pidof guest-tool")?;
+    first.run("umount /mnt/data")?;
+    first.power_off()?;
+    let second = guest_with(&pool, "interface=virtio-pmem").cpus(1).boot()?;
+    wait_for_disk(&second)?;
+    second.run(MOUNT)?;
+    check_acknowledged(&second, &acknowledged)?;
+    second.no_kernel_complaints()
+}
+
+fn a_readonly_volume_takes_no_writes() -> Result<()> {
+    let pool = pool_with_volume()?;
+    let before = fs::read(pool.path())?;
+    let guest = guest_with(&pool, "interface=nvdimm,readonly=on").boot()?;
+    wait_for_disk(&guest)?;
+    let write = guest.try_run(IO_LIMIT, "dd if=/dev/urandom of=/dev/pmem0s bs=4096 count=16 oflag=direct")?;
+    guest.run("dd if=/dev/pmem0s of=/dev/null bs=4096 count=16")?;
+    guest.power_off()?;
+    if write.code == 0 {
+        bail!("A write to a read-only volume succeeded");
+    }
+    pool.check()?;
+    // What identifies a VM's use of the pool may change; what the guest could write to may not.
+    let after = fs::read(pool.path())?;
+    let changed =
+        before.chunks(1 << 21).zip(after.chunks(1 << 21)).skip(1).filter(|(old, new)| old != new).count();
+    ensure!(before.len() == after.len() && changed == 0, "{changed} chunks of the pool have changed");
+    Ok(())
+}

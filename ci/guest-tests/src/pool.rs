@@ -1,0 +1,75 @@
+//! A pool of persistent memory for a test, made and looked at with `pmvol`.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::guest::program;
+use crate::runner::this_tests_dir;
+
+/// A pool file in the test's directory: on tmpfs, where what is given back shows in the file's blocks.
+#[derive(Debug, Clone)]
+pub struct Pool {
+    path: PathBuf,
+}
+
+impl Pool {
+    /// Makes a pool: `Pool::create("1G")`.
+    pub fn create(size: &str) -> Result<Self> {
+        let dir = this_tests_dir();
+        fs::create_dir_all(&dir).with_context(|| format!("Cannot make {}", dir.display()))?;
+        let pool = Self { path: dir.join("pool") };
+        pmvol(&["create", &pool.name(), "--size", size])?;
+        Ok(pool)
+    }
+
+    /// Makes a volume: `pool.create_volume("data", "64M")`.
+    pub fn create_volume(&self, name: &str, size: &str) -> Result<()> {
+        pmvol(&["volume", "create", &self.name(), name, "--size", size]).map(drop)
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its path as a flag's value.
+    pub fn name(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    /// Fails unless `pmvol check` finds nothing wrong.
+    pub fn check(&self) -> Result<String> {
+        pmvol(&["check", &self.name()])
+    }
+
+    /// `pmvol info --json`.
+    pub fn info(&self) -> Result<Value> {
+        let text = pmvol(&["info", &self.name(), "--json"])?;
+        serde_json::from_str(&text).with_context(|| format!("pmvol info --json says {text:?}"))
+    }
+
+    /// What the file occupies, holes left out.
+    pub fn occupied_bytes(&self) -> Result<u64> {
+        // st_blocks counts in 512 bytes, whatever the file system's block is (stat(2)).
+        Ok(fs::metadata(&self.path)?.blocks() * 512)
+    }
+}
+
+/// Runs `pmvol` and returns what it printed; any exit code but zero is an error.
+pub fn pmvol(arguments: &[&str]) -> Result<String> {
+    let output = Command::new(program("pmvol")).args(arguments).output().context("Cannot start pmvol")?;
+    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(
+        output.status.success(),
+        "pmvol {} ended with {}:\n{stdout}{stderr}",
+        arguments.join(" "),
+        output.status
+    );
+    Ok(stdout)
+}
