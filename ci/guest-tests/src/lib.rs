@@ -21,6 +21,7 @@ pub mod guest;
 pub mod http;
 pub mod metrics;
 pub mod pool;
+pub mod qemu;
 pub mod runner;
 pub mod shell_protocol;
 pub mod wait;

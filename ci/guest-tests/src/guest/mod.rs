@@ -16,7 +16,7 @@ use serde_json::Value;
 pub use builder::{GuestBuilder, Image, Kernel, Refusal};
 pub use console::complaints;
 pub use process::{VmmProcess, program};
-pub use shell::{Output, Script};
+pub use shell::{Endpoint, Output, Script};
 
 use crate::http::{self, Response};
 use crate::metrics::Metrics;
@@ -97,7 +97,7 @@ impl Guest {
 
     /// Starts a shell command in the guest, to read what it writes while it runs. Dropping the script kills it.
     pub fn start_script(&self, silence_limit: Duration, command: &str) -> Result<Script> {
-        Script::start(&self.paths.vsock(), silence_limit, command)
+        Script::start(&self.shell(), silence_limit, command)
     }
 
     /// Waits until a command in the guest ends with zero.
@@ -224,7 +224,7 @@ impl Guest {
         self.run_to_its_end("sync; reboot -f")?;
         self.wait_until("the next boot serves commands", BOOT_LIMIT, || {
             // While it goes down and comes up again nobody answers, or the old boot still does.
-            let answer = Script::start(&self.paths.vsock(), RUN_LIMIT, BOOT_ID).and_then(Script::finish);
+            let answer = Script::start(&self.shell(), RUN_LIMIT, BOOT_ID).and_then(Script::finish);
             Ok(answer.is_ok_and(|output| output.code == 0 && output.stdout != before))
         })
     }
@@ -237,11 +237,15 @@ impl Guest {
         }
     }
 
+    fn shell(&self) -> Endpoint {
+        Endpoint::Socket(self.paths.vsock())
+    }
+
     fn wait_for_shell(&self, limit: Duration) -> Result<()> {
         let answer = wait_for("the guest serves commands", limit, || {
             self.process.still_running()?;
             // Before the guest listens the connection is refused, or the socket is not there yet.
-            Ok(Script::start(&self.paths.vsock(), RUN_LIMIT, "echo up").and_then(Script::finish).ok())
+            Ok(Script::start(&self.shell(), RUN_LIMIT, "echo up").and_then(Script::finish).ok())
         });
         match answer {
             Ok(output) if output.stdout == "up\n" => Ok(()),
@@ -254,10 +258,10 @@ impl Guest {
     fn evidence(&self) -> String {
         let section = |title: &str, path: &Path| {
             let text = console::read(path).unwrap_or_else(|error| format!("{error:#}"));
-            format!("--- {title}\n{}\n", console::tail(&text))
+            format!("--- {title}\n{}", console::tail(&text))
         };
-        section("the VMM's last lines", &self.paths.vmm_log())
-            + &section("the guest's last lines", &self.paths.console())
+        let vmm = section("the VMM's last lines", &self.paths.vmm_log());
+        vmm + "\n" + &section("the guest's last lines", &self.paths.console())
     }
 }
 

@@ -1,13 +1,26 @@
 //! Runs scripts in the guest, over the VMM's vsock socket.
 
-use std::io::{BufReader, Read, Write};
+use std::io::{self, BufReader, Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
 use crate::shell_protocol::{Frame, GUEST_SHELL_PORT, Request};
+
+/// How a guest's vsock is reached.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Endpoint {
+    /// Foreshore, Cloud Hypervisor, Firecracker: a unix socket of the VMM's.
+    Socket(PathBuf),
+    /// QEMU: the host's kernel.
+    Vhost {
+        /// The guest's address.
+        cid: u32,
+    },
+}
 
 /// What a script wrote and how it ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,8 +45,11 @@ pub struct Script {
 
 impl Script {
     /// Connects and starts it. `silence_limit` is how long it may say nothing.
-    pub(super) fn start(vsock: &Path, silence_limit: Duration, script: &str) -> Result<Self> {
-        let mut stream = connect(vsock, GUEST_SHELL_PORT, silence_limit)?;
+    pub fn start(guest: &Endpoint, silence_limit: Duration, script: &str) -> Result<Self> {
+        let mut stream = match guest {
+            Endpoint::Socket(path) => connect_socket(path, GUEST_SHELL_PORT, silence_limit)?,
+            Endpoint::Vhost { cid } => connect_vhost(*cid, GUEST_SHELL_PORT, silence_limit)?,
+        };
         Request(script.to_owned()).write_to(&mut stream).context("Cannot send the script")?;
         Ok(Self { stream: BufReader::new(stream), pending: Vec::new(), stderr: Vec::new(), code: None })
     }
@@ -77,8 +93,8 @@ impl Script {
     }
 }
 
-/// Connects to a port in the guest: `CONNECT port`, answered by `OK` and the host's port.
-pub(super) fn connect(vsock: &Path, port: u32, silence_limit: Duration) -> Result<UnixStream> {
+/// Connects through the VMM's socket: `CONNECT port`, answered by `OK` and the host's port.
+fn connect_socket(vsock: &Path, port: u32, silence_limit: Duration) -> Result<UnixStream> {
     let mut stream =
         UnixStream::connect(vsock).with_context(|| format!("Cannot connect to {}", vsock.display()))?;
     stream.set_read_timeout(Some(silence_limit))?;
@@ -96,5 +112,26 @@ pub(super) fn connect(vsock: &Path, port: u32, silence_limit: Duration) -> Resul
         );
     }
     ensure!(answer.starts_with(b"OK "), "The answer to CONNECT: {:?}", String::from_utf8_lossy(&answer));
+    Ok(stream)
+}
+
+/// Connects through the host's kernel (vhost).
+fn connect_vhost(cid: u32, port: u32, silence_limit: Duration) -> Result<UnixStream> {
+    // SAFETY: no pointers; the result is checked.
+    let fd = unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
+    ensure!(fd >= 0, "Cannot make a vsock socket: {}", io::Error::last_os_error());
+    // SAFETY: fd is a stream socket that nothing else owns. UnixStream only reads, writes, shuts down and sets
+    // timeouts here, and those calls do not depend on the address family.
+    let stream = UnixStream::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    stream.set_read_timeout(Some(silence_limit))?;
+    // SAFETY: a sockaddr_vm of zeros is valid.
+    let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
+    address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
+    address.svm_cid = cid;
+    address.svm_port = port;
+    let len = size_of::<libc::sockaddr_vm>() as libc::socklen_t;
+    // SAFETY: the address lives through the call, and the length is its own.
+    let connected = unsafe { libc::connect(stream.as_raw_fd(), (&raw const address).cast(), len) };
+    ensure!(connected == 0, "Cannot connect to port {port} of CID {cid}: {}", io::Error::last_os_error());
     Ok(stream)
 }

@@ -4,6 +4,7 @@
 
 mod badinput;
 mod boot;
+mod harness;
 mod memory;
 mod pressure;
 mod volume;
@@ -13,7 +14,8 @@ use guest_tests::runner::{self, Test};
 
 fn main() {
     let tests: Vec<Test> =
-        [boot::TESTS, badinput::TESTS, memory::TESTS, pressure::TESTS, volume::TESTS].concat();
+        [harness::TESTS, boot::TESTS, badinput::TESTS, memory::TESTS, pressure::TESTS, volume::TESTS]
+            .concat();
     match runner::main(&tests) {
         Ok(code) => std::process::exit(code),
         Err(error) => {

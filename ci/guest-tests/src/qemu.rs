@@ -1,0 +1,217 @@
+//! The same guests under Debian's QEMU: what benchmarks compare with, and what shows whether the harness itself works.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+
+use crate::guest::{BOOT_LIMIT, Endpoint, Image, Kernel, Output, Script, VmmProcess, program};
+use crate::runner::this_tests_dir;
+use crate::wait::wait_for;
+
+/// Address of the one QEMU guest that runs at a time. Ours have 3 by a socket of their own; this one is the host's.
+const CID: u32 = 100;
+
+const RUN_LIMIT: Duration = Duration::from_secs(60);
+
+/// What a guest under QEMU is started with.
+#[derive(Debug, Clone)]
+pub struct QemuBuilder {
+    kernel: Kernel,
+    image: Image,
+    cpus: u32,
+    memory_mib: u64,
+    hotplug_mib: u64,
+    nvdimm: Option<(PathBuf, u64)>,
+    cmdline: String,
+}
+
+/// A running guest. Dropping it kills QEMU.
+#[derive(Debug)]
+pub struct QemuGuest {
+    process: VmmProcess,
+    qmp: PathBuf,
+    console: PathBuf,
+}
+
+impl Default for QemuBuilder {
+    fn default() -> Self {
+        Self {
+            kernel: Kernel::V6_12,
+            image: Image::Basic,
+            cpus: 1,
+            memory_mib: 512,
+            hotplug_mib: 0,
+            nvdimm: None,
+            cmdline: "console=ttyS0 loglevel=5 memhp_default_state=online_movable".to_owned(),
+        }
+    }
+}
+
+impl QemuBuilder {
+    /// The guest's kernel.
+    pub fn kernel(mut self, kernel: Kernel) -> Self {
+        self.kernel = kernel;
+        self
+    }
+
+    /// vCPUs.
+    pub fn cpus(mut self, cpus: u32) -> Self {
+        self.cpus = cpus;
+        self
+    }
+
+    /// Memory at boot, and what a virtio-mem device can add.
+    pub fn memory_mib(mut self, boot_mib: u64, hotplug_mib: u64) -> Self {
+        (self.memory_mib, self.hotplug_mib) = (boot_mib, hotplug_mib);
+        self
+    }
+
+    /// An NVDIMM on a file.
+    pub fn nvdimm(mut self, file: &Path, size_bytes: u64) -> Self {
+        self.nvdimm = Some((file.to_owned(), size_bytes));
+        self
+    }
+
+    /// Starts QEMU and waits until the guest serves commands.
+    pub fn boot(&self) -> Result<QemuGuest> {
+        let guest = self.start()?;
+        let answer = wait_for("the guest under QEMU serves commands", BOOT_LIMIT, || {
+            guest.process.still_running()?;
+            Ok(Script::start(&ENDPOINT, RUN_LIMIT, "echo up").and_then(Script::finish).ok())
+        })?;
+        ensure!(answer.stdout == "up\n", "The guest's shell answers {answer:?}");
+        Ok(guest)
+    }
+
+    /// Starts QEMU and waits for nothing.
+    pub fn start(&self) -> Result<QemuGuest> {
+        let dir = this_tests_dir();
+        std::fs::create_dir_all(&dir).with_context(|| format!("Cannot make {}", dir.display()))?;
+        let (qmp, console) = (dir.join("qemu.qmp"), dir.join("qemu.console.log"));
+        let mut command = Command::new(program("qemu-system-x86_64"));
+        command.args(self.arguments(&qmp, &console));
+        let process = VmmProcess::start(&mut command, &dir.join("qemu.log"))?;
+        Ok(QemuGuest { process, qmp, console })
+    }
+
+    fn arguments(&self, qmp: &Path, console: &Path) -> Vec<String> {
+        let nvdimm_mib = self.nvdimm.as_ref().map_or(0, |(_, bytes)| bytes.div_ceil(1 << 20));
+        let max_mib = self.memory_mib + self.hotplug_mib + nvdimm_mib + 1024;
+        let machine = if self.nvdimm.is_some() { "q35,nvdimm=on" } else { "q35" };
+        let mut arguments: Vec<String> = [
+            "-nodefaults -display none -no-reboot -accel kvm -cpu host".to_owned(),
+            format!("-M {machine} -smp {} -m {},slots=2,maxmem={max_mib}M", self.cpus, self.memory_mib),
+            format!("-kernel {}", self.kernel.path().display()),
+            format!("-initrd {}", self.image.path(self.kernel).display()),
+            format!("-serial file:{} -qmp unix:{},server=on,wait=off", console.display(), qmp.display()),
+            format!("-device vhost-vsock-pci,guest-cid={CID}"),
+        ]
+        .iter()
+        .flat_map(|part| part.split(' '))
+        .map(str::to_owned)
+        .collect();
+        if self.hotplug_mib > 0 {
+            arguments.extend([
+                "-object".to_owned(),
+                format!("memory-backend-ram,id=hotplug,size={}M", self.hotplug_mib),
+                "-device".to_owned(),
+                "virtio-mem-pci,id=vm0,memdev=hotplug,requested-size=0".to_owned(),
+            ]);
+        }
+        if let Some((file, bytes)) = &self.nvdimm {
+            arguments.extend([
+                "-object".to_owned(),
+                format!("memory-backend-file,id=nv0,share=on,mem-path={},size={bytes}", file.display()),
+                "-device".to_owned(),
+                "nvdimm,memdev=nv0".to_owned(),
+            ]);
+        }
+        arguments.extend(["-append".to_owned(), self.cmdline.clone()]);
+        arguments
+    }
+}
+
+const ENDPOINT: Endpoint = Endpoint::Vhost { cid: CID };
+
+impl QemuGuest {
+    /// Runs a shell command in the guest and returns what it wrote; any exit code but zero is an error.
+    pub fn run(&self, command: &str) -> Result<String> {
+        let output = self.try_run(command)?;
+        ensure!(
+            output.code == 0,
+            "`{command}` ended with {}:\n{}{}",
+            output.code,
+            output.stdout,
+            output.stderr
+        );
+        Ok(output.stdout)
+    }
+
+    /// Runs a shell command in the guest, whatever its exit code.
+    pub fn try_run(&self, command: &str) -> Result<Output> {
+        self.start_script(RUN_LIMIT, command)?.finish().with_context(|| format!("While it ran `{command}`"))
+    }
+
+    /// Starts a shell command in the guest, to read what it writes while it runs. Dropping the script kills it.
+    pub fn start_script(&self, silence_limit: Duration, command: &str) -> Result<Script> {
+        Script::start(&ENDPOINT, silence_limit, command)
+    }
+
+    /// QEMU's process.
+    pub fn process(&self) -> &VmmProcess {
+        &self.process
+    }
+
+    /// What the guest wrote to the serial console.
+    pub fn console_log(&self) -> Result<String> {
+        std::fs::read_to_string(&self.console)
+            .with_context(|| format!("Cannot read {}", self.console.display()))
+    }
+
+    /// Asks the virtio-mem device for a size.
+    pub fn request_hotplug_bytes(&self, bytes: u64) -> Result<()> {
+        let arguments = json!({ "path": "vm0", "property": "requested-size", "value": bytes });
+        self.qmp("qom-set", arguments).map(drop)
+    }
+
+    /// What its driver has plugged.
+    pub fn plugged_bytes(&self) -> Result<u64> {
+        let size = self.qmp("qom-get", json!({ "path": "vm0", "property": "size" }))?;
+        size.as_u64().with_context(|| format!("The size of vm0 is {size}"))
+    }
+
+    /// One command over QMP. A connection per command: nothing is kept between them.
+    fn qmp(&self, command: &str, arguments: Value) -> Result<Value> {
+        let stream = UnixStream::connect(&self.qmp).context("Cannot connect to QMP")?;
+        stream.set_read_timeout(Some(RUN_LIMIT))?;
+        let mut lines = BufReader::new(stream.try_clone()?).lines();
+        let mut answer = || -> Result<Value> {
+            loop {
+                let line = lines.next().context("QMP ended the connection")??;
+                let value: Value = serde_json::from_str(&line)?;
+                if value.get("event").is_none() {
+                    return Ok(value);
+                }
+            }
+        };
+        answer()?;
+        for message in
+            [json!({ "execute": "qmp_capabilities" }), json!({ "execute": command, "arguments": arguments })]
+        {
+            (&stream).write_all(format!("{message}\n").as_bytes())?;
+            let value = answer()?;
+            if let Some(error) = value.get("error") {
+                bail!("QMP {message}: {error}");
+            }
+            if message["execute"] == command {
+                return Ok(value["return"].clone());
+            }
+        }
+        bail!("QMP did not answer {command}")
+    }
+}
