@@ -1,2 +1,0 @@
-//! pmvol.
-fn main() {}

@@ -1,0 +1,127 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::builder::TypedValueParser;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use pmem_volume::{VolumeFormat, VolumeSize, size};
+
+const EXAMPLES: &str = "\
+Examples:
+  pmvol create /pm/pool --size 16G --strg 4G      a pool of 16 GiB, 4 of them kept for volumes
+  pmvol volume create /pm/pool data --size 8G     a volume with atomic sectors (BTT)
+  pmvol volume create /pm/pool rest --size remaining
+  pmvol volume list /pm/pool
+  pmvol info /pm/pool                             also while a VM uses the pool
+  pmvol check /pm/pool                            exit code 1 if anything is damaged
+
+Sizes are whole numbers with an optional K, M, G or T (powers of 1024), in multiples of 2 MiB.";
+
+/// Pools of persistent memory and the volumes in them.
+#[derive(Parser)]
+#[command(name = "pmvol", version, after_help = EXAMPLES)]
+pub(crate) struct Arguments {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Subcommand)]
+pub(crate) enum Command {
+    /// Make a pool in a new file
+    ///
+    /// On a disk file system all of it is allocated; on tmpfs memory is taken when it is used.
+    Create {
+        /// The file to make
+        pool: PathBuf,
+        /// Size of the pool, a multiple of 2M
+        #[arg(long, value_name = "SIZE", value_parser = parse_size())]
+        size: u64,
+        /// How much of it is kept for volumes and never lent as memory
+        #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size())]
+        strg: u64,
+    },
+    /// Show what a pool is and how its bytes are used
+    ///
+    /// Works while a VM uses the pool.
+    Info {
+        /// The pool
+        pool: PathBuf,
+        #[command(flatten)]
+        output: Output,
+    },
+    /// Check a pool and every volume in it, without changing anything
+    ///
+    /// Exit code 0: all is well, 1: something is damaged or the pool could not be read.
+    Check {
+        /// The pool
+        pool: PathBuf,
+        #[command(flatten)]
+        output: Output,
+    },
+    /// Make, list and delete volumes
+    #[command(subcommand)]
+    Volume(VolumeCommand),
+}
+
+#[derive(Subcommand)]
+pub(crate) enum VolumeCommand {
+    /// Make a volume and format it
+    Create {
+        /// The pool
+        pool: PathBuf,
+        /// Name of the volume: up to 64 bytes of letters, digits and . _ -
+        name: String,
+        /// Size of the volume, a multiple of 2M, or `remaining` for all that is free
+        #[arg(long, value_name = "SIZE", value_parser = parse_volume_size)]
+        size: VolumeSize,
+        /// How its bytes are used
+        #[arg(long, value_enum, default_value_t = Format::Btt)]
+        format: Format,
+    },
+    /// List the volumes of a pool
+    List {
+        /// The pool
+        pool: PathBuf,
+        #[command(flatten)]
+        output: Output,
+    },
+    /// Delete a volume and erase its content
+    Delete {
+        /// The pool
+        pool: PathBuf,
+        /// Name of the volume
+        name: String,
+    },
+}
+
+#[derive(Args)]
+pub(crate) struct Output {
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+pub(crate) enum Format {
+    /// Block Translation Table: sectors that do not tear
+    Btt,
+    /// No format: for applications that map it (DAX)
+    Raw,
+}
+
+impl From<Format> for VolumeFormat {
+    fn from(format: Format) -> Self {
+        match format {
+            Format::Btt => VolumeFormat::Btt,
+            Format::Raw => VolumeFormat::Raw,
+        }
+    }
+}
+
+fn parse_size() -> impl TypedValueParser<Value = u64> {
+    clap::builder::StringValueParser::new().try_map(|text| size::parse(&text))
+}
+
+fn parse_volume_size(text: &str) -> Result<VolumeSize, size::SizeError> {
+    if text == "remaining" { Ok(VolumeSize::Remaining) } else { size::parse(text).map(VolumeSize::Bytes) }
+}

@@ -1,0 +1,92 @@
+//! What each command does.
+
+use std::path::Path;
+
+use pmem_volume::{OpenMode, Pool, PoolError};
+
+use super::args::{Arguments, Command, Output, VolumeCommand};
+use super::print;
+
+/// How a command ended that did not fail.
+pub(crate) enum Outcome {
+    /// Well.
+    Done,
+    /// A check found damage.
+    Unclean,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
+    match &arguments.command {
+        Command::Create { pool, size, strg } => create(pool, *size, *strg),
+        Command::Info { pool, output } => info(pool, output),
+        Command::Check { pool, output } => check(pool, output),
+        Command::Volume(VolumeCommand::Create { pool, name, size, format }) => {
+            let volume = open(pool, OpenMode::ReadWrite)?
+                .create_volume(name, *size, (*format).into())
+                .map_err(with_flag)?;
+            print::volume_made(&volume);
+            Ok(Outcome::Done)
+        }
+        Command::Volume(VolumeCommand::List { pool, output }) => {
+            let volumes = open(pool, OpenMode::Peek)?.volumes();
+            if output.json {
+                print::json(&volumes)?
+            } else {
+                print::volumes(&volumes)
+            }
+            Ok(Outcome::Done)
+        }
+        Command::Volume(VolumeCommand::Delete { pool, name }) => {
+            open(pool, OpenMode::ReadWrite)?.delete_volume(name)?;
+            println!("volume {name} deleted");
+            Ok(Outcome::Done)
+        }
+    }
+}
+
+fn open(path: &Path, mode: OpenMode) -> anyhow::Result<std::sync::Arc<Pool>> {
+    Ok(Pool::open(path, mode)?)
+}
+
+/// Puts the flag before an error about its value.
+fn with_flag(error: PoolError) -> anyhow::Error {
+    let flag = match &error {
+        PoolError::Size { what: "STRG size", .. } => Some("--strg"),
+        PoolError::Size { .. }
+        | PoolError::PoolFull { .. }
+        | PoolError::FileSystemFull { .. }
+        | PoolError::Btt(_) => Some("--size"),
+        _ => None,
+    };
+    match flag {
+        Some(flag) => anyhow::Error::new(error).context(flag),
+        None => error.into(),
+    }
+}
+
+fn create(path: &Path, size_bytes: u64, strg_bytes: u64) -> anyhow::Result<Outcome> {
+    let pool = Pool::create(path, size_bytes, strg_bytes).map_err(with_flag)?;
+    print::pool_made(path, &pool.info());
+    Ok(Outcome::Done)
+}
+
+fn info(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
+    let pool = open(path, OpenMode::Peek)?;
+    let report = print::InfoReport::new(path, pool.info(), pool.holder());
+    if output.json {
+        print::json(&report)?
+    } else {
+        print::info(&report)
+    }
+    Ok(Outcome::Done)
+}
+
+fn check(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
+    let report = open(path, OpenMode::ReadOnly)?.check()?;
+    if output.json {
+        print::json(&report)?
+    } else {
+        print::check(&report)
+    }
+    Ok(if report.is_clean() { Outcome::Done } else { Outcome::Unclean })
+}

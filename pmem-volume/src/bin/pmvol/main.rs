@@ -1,0 +1,29 @@
+//! `pmvol`: pools of persistent memory and the volumes in them, from the shell.
+
+mod args;
+mod commands;
+mod print;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    let arguments = match args::Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            // Help and version come this way too, and are no failure. If not even that can be printed, so be it.
+            let _ = error.print();
+            return if error.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+        }
+    };
+    match commands::run(&arguments) {
+        Ok(commands::Outcome::Done) => ExitCode::SUCCESS,
+        // The findings are printed already.
+        Ok(commands::Outcome::Unclean) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("pmvol: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! Finding and verifying an arena's info block.
+
+use thiserror::Error;
+use uuid::Uuid;
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::ReadAt;
+use super::layout::{
+    ARENA_MIN_BYTES, FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, MAP_BLOCK, MAP_ENTRY_BYTES,
+    PAGE_BYTES, SIGNATURE, VERSION, checksum,
+};
+use crate::media::MediaError;
+
+/// Sector sizes that Linux knows; those that are no power of two carry integrity data.
+const SECTOR_SIZES: [u32; 7] = [512, 520, 528, 4096, 4104, 4160, 4224];
+/// More lanes than any implementation has.
+const MAX_LANES: u32 = 1 << 16;
+
+/// An arena, as its info block says, verified: every region lies inside it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ArenaInfo {
+    /// Where the arena starts in the volume.
+    pub start_bytes: u64,
+    /// Where the next one starts, if there is one.
+    pub next_bytes: Option<u64>,
+    /// Bytes of a sector.
+    pub sector_bytes: u32,
+    /// Sectors that the guest sees.
+    pub sectors: u32,
+    /// Identity of the BTT.
+    pub uuid: Uuid,
+    /// The arena had an error and takes no writes.
+    pub has_error: bool,
+    pub(super) block_bytes: u32,
+    pub(super) blocks: u32,
+    pub(super) lanes: u32,
+    /// In the volume, like the two below.
+    pub(super) data_at: u64,
+    pub(super) map_at: u64,
+    pub(super) flog_at: u64,
+}
+
+/// Which of the two info blocks was used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InfoSource {
+    /// Both are whole and the same.
+    Both,
+    /// Both are whole, and differ; the first was used, as Linux does.
+    Differ,
+    /// Only the first is whole.
+    First,
+    /// Only the second is whole. Linux does not look at it and would see no BTT here.
+    Second,
+}
+
+/// Why an info block is not one.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum InfoError {
+    /// Another signature.
+    #[error("there is no signature")]
+    Signature,
+    /// The checksum is wrong.
+    #[error("the checksum is wrong")]
+    Checksum,
+    /// Version 2.0 or unknown.
+    #[error("version {0}.{1} is not 1.1")]
+    Version(u16, u16),
+    /// A field that cannot be.
+    #[error("{field} is {value:#x}, but {rule}")]
+    Field {
+        /// Its name in the format.
+        field: &'static str,
+        /// What it says.
+        value: u64,
+        /// What must hold.
+        rule: &'static str,
+    },
+}
+
+/// Reads an arena's info block, or its copy. `size_bytes` is how long the arena is by the volume's size; the copy
+/// lies at its end.
+pub(super) fn read_arena(
+    space: &impl ReadAt,
+    start_bytes: u64,
+    size_bytes: u64,
+) -> Result<Result<(ArenaInfo, InfoSource), InfoError>, MediaError> {
+    let read = |at| -> Result<InfoBytes, MediaError> {
+        let mut info = InfoBytes::new_zeroed();
+        space.read_at(at, info.as_mut_bytes())?;
+        Ok(info)
+    };
+    let end_bytes = space.len_bytes();
+    let parse = |info: &InfoBytes| ArenaInfo::parse(info, start_bytes, end_bytes);
+    let first = read(start_bytes)?;
+    // The first block knows where its copy is; without it, where Linux puts it.
+    let copy_at = match parse(&first) {
+        Ok(_) => start_bytes + first.info2off.get(),
+        Err(_) => start_bytes + size_bytes - INFO_BYTES,
+    };
+    let second = read(copy_at)?;
+    Ok(match (parse(&first), parse(&second)) {
+        (Ok(info), Ok(_)) if first.as_bytes() == second.as_bytes() => Ok((info, InfoSource::Both)),
+        (Ok(info), Ok(_)) => Ok((info, InfoSource::Differ)),
+        (Ok(info), Err(_)) => Ok((info, InfoSource::First)),
+        (Err(_), Ok(info)) => Ok((info, InfoSource::Second)),
+        (Err(error), Err(_)) => Err(error),
+    })
+}
+
+impl ArenaInfo {
+    /// Verifies an info block of an arena at `start` in a volume of `end` bytes.
+    pub(super) fn parse(info: &InfoBytes, start: u64, end: u64) -> Result<Self, InfoError> {
+        if info.signature != SIGNATURE {
+            return Err(InfoError::Signature);
+        }
+        if info.checksum.get() != checksum(info) {
+            return Err(InfoError::Checksum);
+        }
+        let version = (info.version_major.get(), info.version_minor.get());
+        if version != VERSION {
+            return Err(InfoError::Version(version.0, version.1));
+        }
+        let require = |field, value, holds: bool, rule| {
+            if holds { Ok(()) } else { Err(InfoError::Field { field, value, rule }) }
+        };
+        let sector = info.external_lbasize.get();
+        let block = info.internal_lbasize.get();
+        let (sectors, blocks, lanes) = (info.external_nlba.get(), info.internal_nlba.get(), info.nfree.get());
+        let number = u64::from;
+        let known = SECTOR_SIZES.contains(&sector);
+        require("external_lbasize", number(sector), known, "it is 512 or 4096, or one with integrity data")?;
+        let holds = (sector..=2 * PAGE_BYTES as u32).contains(&block);
+        require("internal_lbasize", number(block), holds, "a block holds a sector and little more")?;
+        require("nfree", number(lanes), lanes > 0 && lanes <= MAX_LANES, "there are 1 to 65536 lanes")?;
+        require("internal_nlba", number(blocks), blocks <= MAP_BLOCK, "a map entry has 30 bits for a block")?;
+        let spare = sectors > 0 && sectors.checked_add(lanes).is_some_and(|sum| sum <= blocks);
+        require("external_nlba", number(sectors), spare, "there is a block for each sector and each lane")?;
+        let next = info.nextoff.get();
+        let room = end - start;
+        let next_fits = next == 0 || (ARENA_MIN_BYTES <= next && next <= room - ARENA_MIN_BYTES.min(room));
+        require("nextoff", next, next_fits, "the next arena lies inside the volume")?;
+        let arena_end = if next == 0 { room } else { next };
+        let regions = [
+            ("dataoff", info.dataoff.get(), number(blocks) * number(block)),
+            ("mapoff", info.mapoff.get(), number(sectors) * MAP_ENTRY_BYTES),
+            ("logoff", info.logoff.get(), number(lanes) * FLOG_GROUP_BYTES),
+            ("info2off", info.info2off.get(), INFO_BYTES),
+        ];
+        let mut free_from = INFO_BYTES;
+        for (field, offset, length) in regions {
+            let region_end = offset.checked_add(length).filter(|region_end| *region_end <= arena_end);
+            let aligned = offset.is_multiple_of(512);
+            let rule = "regions follow each other inside the arena, aligned to 512";
+            require(field, offset, aligned && offset >= free_from && region_end.is_some(), rule)?;
+            free_from = offset + length;
+        }
+        Ok(Self {
+            start_bytes: start,
+            next_bytes: (next != 0).then_some(start + next),
+            sector_bytes: sector,
+            sectors,
+            uuid: Uuid::from_bytes(info.uuid),
+            has_error: info.flags.get() & FLAG_ERROR != 0,
+            block_bytes: block,
+            blocks,
+            lanes,
+            data_at: start + info.dataoff.get(),
+            map_at: start + info.mapoff.get(),
+            flog_at: start + info.logoff.get(),
+        })
+    }
+
+    /// Where a block lies in the volume.
+    pub(super) fn block_at(&self, block: u32) -> u64 {
+        assert!(block < self.blocks);
+        self.data_at + u64::from(block) * u64::from(self.block_bytes)
+    }
+}

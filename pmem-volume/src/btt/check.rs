@@ -1,0 +1,286 @@
+//! Proof from the media alone that a BTT is consistent: after the flog has been replayed in memory, map and free
+//! list together name every block exactly once.
+
+use serde::ser::{SerializeStruct, Serializer};
+use serde::{Serialize, ser};
+use thiserror::Error;
+
+use super::ReadAt;
+use super::arena::{ArenaInfo, InfoError, InfoSource, read_arena};
+use super::flog::{MapKind, Recovery, decode_map, recover};
+use super::layout::{ARENA_MAX_BYTES, ARENA_MIN_BYTES, MAP_ENTRY_BYTES, START_BYTES};
+use crate::media::MediaError;
+
+/// How many findings of an arena are kept. All are counted.
+const MAX_FINDINGS: usize = 100;
+/// The map is read in pieces of this many entries.
+const MAP_PIECE: u32 = 1 << 16;
+
+/// One thing wrong with a BTT. Numbers: `L` a sector the guest sees (pre-map LBA), `B` a block (post-map LBA).
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum Finding {
+    /// No info block is whole.
+    #[error("neither info block is whole ({0})")]
+    NoInfo(InfoError),
+    /// The first info block is damaged.
+    #[error("the first info block is damaged; its copy is whole. A Linux guest would see no BTT here")]
+    FirstInfo,
+    /// The second info block is damaged.
+    #[error("the second info block is damaged; the first one is whole")]
+    SecondInfo,
+    /// The info blocks differ.
+    #[error("the two info blocks are whole and differ")]
+    InfoDiffers,
+    /// The error flag is set.
+    #[error("the error flag is set: the arena takes no writes")]
+    ErrorFlag,
+    /// The flog's slots are used in no known way.
+    #[error("the flog uses its slots in no known way")]
+    FlogPadding,
+    /// Sequence numbers that cannot follow each other.
+    #[error("lane {lane} of the flog has the sequence numbers {} and {}", sequences[0], sequences[1])]
+    FlogSequence {
+        /// Which lane.
+        lane: u32,
+        /// What it reads.
+        sequences: [u32; 2],
+    },
+    /// A number out of range.
+    #[error("lane {lane} of the flog has {field} {value}, and the bound is {bound}")]
+    FlogRange {
+        /// Which lane.
+        lane: u32,
+        /// Which field.
+        field: &'static str,
+        /// What it reads.
+        value: u32,
+        /// First number out of range.
+        bound: u32,
+    },
+    /// A block out of range.
+    #[error("sector L{sector} is mapped to block B{block}, and the bound is B{bound}")]
+    MapRange {
+        /// Which sector.
+        sector: u32,
+        /// What it is mapped to.
+        block: u32,
+        /// First number out of range.
+        bound: u32,
+    },
+    /// A block with two owners.
+    #[error("block B{block} is named twice, the second time by {by}")]
+    BlockTwice {
+        /// Which block.
+        block: u32,
+        /// By what.
+        by: String,
+    },
+    /// Blocks without an owner.
+    #[error("{count} block(s) are named by neither map nor flog, the first is B{first}")]
+    BlocksLost {
+        /// How many.
+        count: u32,
+        /// The first.
+        first: u32,
+    },
+}
+
+impl Serialize for Finding {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        ser::Serializer::collect_str(serializer, self)
+    }
+}
+
+/// What a check found in one arena.
+#[derive(Debug)]
+pub struct ArenaReport {
+    /// Where it starts in the volume.
+    pub start_bytes: u64,
+    /// What it is; `None` if no info block is whole.
+    pub info: Option<ArenaInfo>,
+    /// Map entries that a crash kept from being written; whoever opens the volume next writes them.
+    pub redo: u32,
+    /// Sectors of which reads fail, because the media under them failed.
+    pub error_sectors: u32,
+    /// What is wrong: the first hundred.
+    pub findings: Vec<Finding>,
+    /// How many there are in all.
+    pub findings_total: u64,
+}
+
+impl Serialize for ArenaReport {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut fields = serializer.serialize_struct("ArenaReport", 7)?;
+        fields.serialize_field("start_bytes", &self.start_bytes)?;
+        fields.serialize_field("sectors", &self.info.as_ref().map(|info| info.sectors))?;
+        fields.serialize_field("sector_bytes", &self.info.as_ref().map(|info| info.sector_bytes))?;
+        fields.serialize_field("redo", &self.redo)?;
+        fields.serialize_field("error_sectors", &self.error_sectors)?;
+        fields.serialize_field("findings", &self.findings)?;
+        fields.serialize_field("findings_total", &self.findings_total)?;
+        fields.end()
+    }
+}
+
+/// What a check found in a volume.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// Arena by arena.
+    pub arenas: Vec<ArenaReport>,
+}
+
+impl Report {
+    /// Is nothing wrong?
+    pub fn is_clean(&self) -> bool {
+        !self.arenas.is_empty() && self.arenas.iter().all(|arena| arena.findings_total == 0)
+    }
+
+    /// Sectors that the guest sees.
+    pub fn sectors(&self) -> u64 {
+        self.arenas.iter().filter_map(|a| a.info.as_ref()).map(|info| u64::from(info.sectors)).sum()
+    }
+}
+
+/// Checks a volume. It changes nothing.
+pub fn check(space: &impl ReadAt) -> Result<Report, MediaError> {
+    let mut arenas = Vec::new();
+    let mut start = START_BYTES;
+    loop {
+        let room = space.len_bytes().saturating_sub(start);
+        if room < ARENA_MIN_BYTES {
+            // Only the first arena can be without room: a later one was checked to have it by the one before.
+            arenas.push(ArenaReport::without_info(start, InfoError::Signature));
+            break;
+        }
+        let next = match read_arena(space, start, room.min(ARENA_MAX_BYTES))? {
+            Err(error) => {
+                arenas.push(ArenaReport::without_info(start, error));
+                None
+            }
+            Ok((info, source)) => {
+                let next = info.next_bytes;
+                arenas.push(check_arena(space, info, source)?);
+                next
+            }
+        };
+        match next {
+            Some(next) => start = next,
+            None => break,
+        }
+    }
+    Ok(Report { arenas })
+}
+
+fn check_arena(space: &impl ReadAt, info: ArenaInfo, source: InfoSource) -> Result<ArenaReport, MediaError> {
+    let mut report = ArenaReport::new(info.start_bytes);
+    match source {
+        InfoSource::Both => {}
+        InfoSource::Differ => report.add(Finding::InfoDiffers),
+        InfoSource::First => report.add(Finding::SecondInfo),
+        InfoSource::Second => report.add(Finding::FirstInfo),
+    }
+    if info.has_error {
+        report.add(Finding::ErrorFlag);
+    }
+    let recovery = recover(space, &info)?;
+    recovery.findings.iter().for_each(|finding| report.add(finding.clone()));
+    let flog_is_whole = recovery.findings.is_empty();
+    report.redo = recovery.redo.len() as u32;
+    let mut named = BlockSet::new(info.blocks);
+    report.name_mapped(space, &info, &recovery, &mut named)?;
+    for (block, lane) in &recovery.free {
+        report.name(&mut named, *block, || format!("lane {lane} of the flog"));
+    }
+    // With a damaged flog the free list is not known, and what is in neither says nothing new.
+    if let (true, Some((count, first))) = (flog_is_whole, named.missing()) {
+        report.add(Finding::BlocksLost { count, first });
+    }
+    report.info = Some(info);
+    Ok(report)
+}
+
+impl ArenaReport {
+    fn new(start_bytes: u64) -> Self {
+        Self { start_bytes, info: None, redo: 0, error_sectors: 0, findings: vec![], findings_total: 0 }
+    }
+
+    fn without_info(start_bytes: u64, error: InfoError) -> Self {
+        let mut report = Self::new(start_bytes);
+        report.add(Finding::NoInfo(error));
+        report
+    }
+
+    fn add(&mut self, finding: Finding) {
+        self.findings_total += 1;
+        if self.findings.len() < MAX_FINDINGS {
+            self.findings.push(finding);
+        }
+    }
+
+    fn name(&mut self, named: &mut BlockSet, block: u32, by: impl Fn() -> String) {
+        if !named.insert(block) {
+            self.add(Finding::BlockTwice { block, by: by() });
+        }
+    }
+
+    /// Goes through the map, as recovery would leave it.
+    fn name_mapped(
+        &mut self,
+        space: &impl ReadAt,
+        info: &ArenaInfo,
+        recovery: &Recovery,
+        named: &mut BlockSet,
+    ) -> Result<(), MediaError> {
+        let mut bytes = vec![0u8; MAP_PIECE as usize * MAP_ENTRY_BYTES as usize];
+        let mut first = 0;
+        while first < info.sectors {
+            let count = MAP_PIECE.min(info.sectors - first);
+            let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
+            space.read_at(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)?;
+            let (entries, _) = piece.as_chunks::<4>();
+            for (sector, entry) in (first..).zip(entries) {
+                let entry = decode_map(sector, u32::from_le_bytes(*entry));
+                let redone = recovery.redo.get(&sector);
+                let block = redone.copied().unwrap_or(entry.block);
+                if redone.is_none() && entry.kind == MapKind::Error {
+                    self.error_sectors += 1;
+                }
+                if block >= info.blocks {
+                    self.add(Finding::MapRange { sector, block, bound: info.blocks });
+                } else {
+                    self.name(named, block, || format!("sector L{sector}"));
+                }
+            }
+            first += count;
+        }
+        Ok(())
+    }
+}
+
+/// A set of block numbers: one bit each.
+struct BlockSet {
+    words: Vec<u64>,
+    bound: u32,
+}
+
+impl BlockSet {
+    fn new(bound: u32) -> Self {
+        Self { words: vec![0; bound.div_ceil(64) as usize], bound }
+    }
+
+    /// False: it was there already.
+    fn insert(&mut self, block: u32) -> bool {
+        assert!(block < self.bound);
+        let (word, bit) = (&mut self.words[(block / 64) as usize], 1 << (block % 64));
+        let fresh = *word & bit == 0;
+        *word |= bit;
+        fresh
+    }
+
+    /// How many are not in the set, and the first of them.
+    fn missing(&self) -> Option<(u32, u32)> {
+        let count = self.bound - self.words.iter().map(|w| w.count_ones()).sum::<u32>();
+        let first = self.words.iter().position(|w| *w != u64::MAX)?;
+        (count > 0).then(|| (count, first as u32 * 64 + self.words[first].trailing_ones()))
+    }
+}

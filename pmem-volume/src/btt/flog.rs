@@ -1,0 +1,182 @@
+//! The flog: each lane's free block, and the last write it recorded.
+
+use std::collections::BTreeMap;
+
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::ReadAt;
+use super::arena::ArenaInfo;
+use super::check::Finding;
+use super::layout::{
+    FLOG_GROUP_BYTES, FlogEntryBytes, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO,
+};
+use crate::media::MediaError;
+
+/// A map entry, decoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct MapEntry {
+    pub(super) block: u32,
+    pub(super) kind: MapKind,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum MapKind {
+    Data,
+    Zeros,
+    Error,
+}
+
+/// Decodes a map entry. Without any flag it was never written, and stands for the block of the sector's own number.
+pub(super) fn decode_map(sector: u32, entry: u32) -> MapEntry {
+    let block = entry & MAP_BLOCK;
+    match entry & (MAP_ERROR | MAP_ZERO) {
+        0 => MapEntry { block: sector, kind: MapKind::Data },
+        MAP_ERROR => MapEntry { block, kind: MapKind::Error },
+        MAP_ZERO => MapEntry { block, kind: MapKind::Zeros },
+        _ => MapEntry { block, kind: MapKind::Data },
+    }
+}
+
+/// Reads one map entry.
+pub(super) fn read_map(space: &impl ReadAt, arena: &ArenaInfo, sector: u32) -> Result<MapEntry, MediaError> {
+    let mut entry = [0; 4];
+    space.read_at(arena.map_at + u64::from(sector) * MAP_ENTRY_BYTES, &mut entry)?;
+    Ok(decode_map(sector, u32::from_le_bytes(entry)))
+}
+
+/// What recovery would do, done in memory.
+#[derive(Debug, Default)]
+pub(super) struct Recovery {
+    /// The block that each lane has, with the lane.
+    pub(super) free: Vec<(u32, u32)>,
+    /// Sectors whose map entry a crash kept from being written, and the block it would name.
+    pub(super) redo: BTreeMap<u32, u32>,
+    /// What is wrong.
+    pub(super) findings: Vec<Finding>,
+}
+
+/// Reads the whole flog and finds out where each lane is.
+pub(super) fn recover(space: &impl ReadAt, arena: &ArenaInfo) -> Result<Recovery, MediaError> {
+    let mut bytes = vec![0; (u64::from(arena.lanes) * FLOG_GROUP_BYTES) as usize];
+    space.read_at(arena.flog_at, &mut bytes)?;
+    let groups = <[FlogGroupBytes]>::ref_from_bytes(&bytes).expect("whole groups, which need no alignment");
+    let mut recovery = Recovery::default();
+    let Some(second) = second_slot(groups) else {
+        recovery.findings.push(Finding::FlogPadding);
+        return Ok(recovery);
+    };
+    for (lane, group) in groups.iter().enumerate() {
+        let lane = lane as u32;
+        let pair = [&group.entries[0], &group.entries[second]];
+        let Some(newest) = newest(pair) else {
+            let [a, b] = pair.map(|entry| entry.sequence.get());
+            recovery.findings.push(Finding::FlogSequence { lane, sequences: [a, b] });
+            continue;
+        };
+        recovery.replay(space, arena, lane, newest)?;
+    }
+    Ok(recovery)
+}
+
+impl Recovery {
+    /// The lane's free block is the one that its last write replaced. If the map still names that block, the crash
+    /// came before the map entry was written.
+    fn replay(
+        &mut self,
+        space: &impl ReadAt,
+        arena: &ArenaInfo,
+        lane: u32,
+        entry: &FlogEntryBytes,
+    ) -> Result<(), MediaError> {
+        let (sector, old, new) =
+            (entry.lba.get(), entry.old_map.get() & MAP_BLOCK, entry.new_map.get() & MAP_BLOCK);
+        let bounds =
+            [("lba", sector, arena.sectors), ("old_map", old, arena.blocks), ("new_map", new, arena.blocks)];
+        for (field, value, bound) in bounds {
+            if value >= bound {
+                self.findings.push(Finding::FlogRange { lane, field, value, bound });
+                return Ok(());
+            }
+        }
+        self.free.push((old, lane));
+        if old != new && read_map(space, arena, sector)?.block == old {
+            self.redo.insert(sector, new);
+        }
+        Ok(())
+    }
+}
+
+/// Which of the four slots is the second one in use: 1, or 2 as Linux before 4.15 had it. Unused slots are zero. A
+/// flog in which no lane has written twice shows no second slot; then it is 1. `None`: neither way fits.
+fn second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
+    let is_used = |slot: usize| groups.iter().any(|g| g.entries[slot].as_bytes().iter().any(|b| *b != 0));
+    match [is_used(1), is_used(2), is_used(3)] {
+        [_, false, false] => Some(1),
+        [false, true, false] => Some(2),
+        _ => None,
+    }
+}
+
+/// Sequence numbers go 1, 2, 3, 1 and so on; 0 is a slot that was never written. `None`: impossible numbers.
+fn newest(pair: [&FlogEntryBytes; 2]) -> Option<&FlogEntryBytes> {
+    match pair.map(|entry| entry.sequence.get()) {
+        [1, 0] | [2, 1] | [3, 2] | [1, 3] => Some(pair[0]),
+        [1, 2] | [2, 3] | [3, 1] => Some(pair[1]),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use zerocopy::FromZeros;
+
+    use super::*;
+
+    fn entry(sequence: u32) -> FlogEntryBytes {
+        let mut entry = FlogEntryBytes::new_zeroed();
+        entry.lba.set(7);
+        entry.sequence.set(sequence);
+        entry
+    }
+
+    #[test]
+    fn the_newer_of_two_entries_follows_the_other_in_the_cycle() {
+        for a in 0..5 {
+            for b in 0..5 {
+                let (first, second) = (entry(a), entry(b));
+                let winner = newest([&first, &second]).map(|e| std::ptr::eq(e, &raw const second));
+                let follows = |x: u32, y: u32| (1..=3).contains(&x) && (1..=3).contains(&y) && y == x % 3 + 1;
+                let expected = if (a, b) == (1, 0) || follows(b, a) {
+                    Some(false)
+                } else if follows(a, b) {
+                    Some(true)
+                } else {
+                    None
+                };
+                assert_eq!(winner, expected, "sequences {a} and {b}");
+            }
+        }
+    }
+
+    #[test]
+    fn both_paddings_are_told_apart() {
+        let group = |used: &[usize]| {
+            let mut group = FlogGroupBytes::new_zeroed();
+            used.iter().for_each(|slot| group.entries[*slot] = entry(1));
+            group
+        };
+        assert_eq!(second_slot(&[group(&[0]), group(&[0])]), Some(1));
+        assert_eq!(second_slot(&[group(&[0]), group(&[0, 1])]), Some(1));
+        assert_eq!(second_slot(&[group(&[0, 2]), group(&[0])]), Some(2));
+        assert_eq!(second_slot(&[group(&[0, 2]), group(&[0, 1])]), None);
+        assert_eq!(second_slot(&[group(&[0, 3])]), None);
+    }
+
+    #[test]
+    fn map_entries_have_four_kinds() {
+        assert_eq!(decode_map(5, 0), MapEntry { block: 5, kind: MapKind::Data });
+        assert_eq!(decode_map(5, MAP_ERROR | MAP_ZERO | 9), MapEntry { block: 9, kind: MapKind::Data });
+        assert_eq!(decode_map(5, MAP_ZERO | 9), MapEntry { block: 9, kind: MapKind::Zeros });
+        assert_eq!(decode_map(5, MAP_ERROR | 9), MapEntry { block: 9, kind: MapKind::Error });
+    }
+}

@@ -1,0 +1,310 @@
+//! The media format of a BTT, and the arithmetic of laying one out. Offsets in an info block count from the start of
+//! its arena.
+
+use std::mem::{offset_of, size_of};
+
+use thiserror::Error;
+use uuid::Uuid;
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::WriteAt;
+use crate::CHUNK_BYTES;
+use crate::media::MediaError;
+use crate::size::display;
+
+/// First bytes of an info block.
+pub(super) const SIGNATURE: [u8; 16] = *b"BTT_ARENA_INFO\0\0";
+/// Version 1.1: what a namespace without labels carries.
+pub(super) const VERSION: (u16, u16) = (1, 1);
+/// Where the first arena starts in a volume, for version 1.1.
+pub const START_BYTES: u64 = 4096;
+/// Everything but sectors is aligned to this.
+pub(super) const PAGE_BYTES: u64 = 4096;
+/// Sector size of the volumes that the pool makes.
+pub const SECTOR_BYTES: u32 = 4096;
+/// Smallest arena.
+pub const ARENA_MIN_BYTES: u64 = 16 << 20;
+/// Largest arena.
+pub const ARENA_MAX_BYTES: u64 = 512 << 30;
+/// Smallest volume with a BTT: an arena, and what comes before it, in whole chunks.
+pub const MIN_VOLUME_BYTES: u64 = (START_BYTES + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
+/// Lanes, and with them free blocks: Linux insists on 256.
+pub(super) const LANES: u32 = 256;
+/// Blocks are sectors rounded up to this.
+const BLOCK_ALIGNMENT: u32 = 64;
+
+/// Bytes of a map entry.
+pub(super) const MAP_ENTRY_BYTES: u64 = 4;
+/// Map entry: the block.
+pub(super) const MAP_BLOCK: u32 = (1 << 30) - 1;
+/// Map entry: reads of the sector fail. With [`MAP_ZERO`]: an ordinary entry.
+pub(super) const MAP_ERROR: u32 = 1 << 30;
+/// Map entry: the sector reads as zeros. With [`MAP_ERROR`]: an ordinary entry.
+pub(super) const MAP_ZERO: u32 = 1 << 31;
+/// Info block flag: the arena has an error and is read-only.
+pub(super) const FLAG_ERROR: u32 = 1;
+
+/// An info block: at the start of an arena, and again at its end.
+#[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct InfoBytes {
+    pub(super) signature: [u8; 16],
+    pub(super) uuid: [u8; 16],
+    pub(super) parent_uuid: [u8; 16],
+    pub(super) flags: U32,
+    pub(super) version_major: U16,
+    pub(super) version_minor: U16,
+    pub(super) external_lbasize: U32,
+    pub(super) external_nlba: U32,
+    pub(super) internal_lbasize: U32,
+    pub(super) internal_nlba: U32,
+    pub(super) nfree: U32,
+    pub(super) infosize: U32,
+    pub(super) nextoff: U64,
+    pub(super) dataoff: U64,
+    pub(super) mapoff: U64,
+    pub(super) logoff: U64,
+    pub(super) info2off: U64,
+    pub(super) reserved: [u8; 3968],
+    pub(super) checksum: U64,
+}
+
+/// One entry of the flog.
+#[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(super) struct FlogEntryBytes {
+    pub(super) lba: U32,
+    pub(super) old_map: U32,
+    pub(super) new_map: U32,
+    pub(super) sequence: U32,
+}
+
+/// A lane's part of the flog: two of the four entries are used, which two depends on who wrote it.
+#[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub(super) struct FlogGroupBytes {
+    pub(super) entries: [FlogEntryBytes; 4],
+}
+
+pub(super) const INFO_BYTES: u64 = size_of::<InfoBytes>() as u64;
+pub(super) const FLOG_GROUP_BYTES: u64 = size_of::<FlogGroupBytes>() as u64;
+
+const _: () = {
+    assert!(size_of::<InfoBytes>() == 4096);
+    assert!(offset_of!(InfoBytes, flags) == 48);
+    assert!(offset_of!(InfoBytes, external_lbasize) == 56);
+    assert!(offset_of!(InfoBytes, nfree) == 72);
+    assert!(offset_of!(InfoBytes, nextoff) == 80);
+    assert!(offset_of!(InfoBytes, info2off) == 112);
+    assert!(offset_of!(InfoBytes, checksum) == 4088);
+    assert!(size_of::<FlogGroupBytes>() == 64);
+    assert!(MIN_VOLUME_BYTES == 18 << 20);
+};
+
+/// A volume that cannot have a BTT.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum GeometryError {
+    /// No room for an arena.
+    #[error("volume size {size_bytes} ({}) is too small for a BTT, which needs at least {}", display(*size_bytes), display(MIN_VOLUME_BYTES))]
+    TooSmall {
+        /// Size of the volume.
+        size_bytes: u64,
+    },
+    /// A sector size that neither this code nor Linux offers.
+    #[error("sector size {sector_bytes} is neither 512 nor 4096")]
+    SectorSize {
+        /// The size asked for.
+        sector_bytes: u32,
+    },
+}
+
+/// Fletcher's checksum with 64 bits over 32-bit words, with the checksum field taken as zero.
+pub(super) fn checksum(info: &InfoBytes) -> u64 {
+    let (mut low, mut high) = (0u32, 0u32);
+    let bytes = info.as_bytes();
+    let (words, _) = bytes[..offset_of!(InfoBytes, checksum)].as_chunks::<4>();
+    // Two more words, both zero, stand for the field itself.
+    for word in words.iter().map(|w| u32::from_le_bytes(*w)).chain([0, 0]) {
+        low = low.wrapping_add(word);
+        high = high.wrapping_add(low);
+    }
+    u64::from(high) << 32 | u64::from(low)
+}
+
+/// Where everything of a new BTT lies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    sector_bytes: u32,
+    uuid: Uuid,
+    pub(super) arenas: Vec<ArenaLayout>,
+}
+
+/// Where everything of one arena lies. All but `start` counts from the arena's start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ArenaLayout {
+    /// In the volume.
+    pub(super) start: u64,
+    pub(super) internal_lbasize: u32,
+    pub(super) internal_nlba: u32,
+    pub(super) external_nlba: u32,
+    pub(super) dataoff: u64,
+    pub(super) mapoff: u64,
+    pub(super) logoff: u64,
+    pub(super) info2off: u64,
+    pub(super) nextoff: u64,
+}
+
+/// Start and size of each arena of a volume. The same for all sector sizes.
+pub(super) fn arena_places(volume_bytes: u64) -> Vec<(u64, u64)> {
+    let mut places = Vec::new();
+    let mut start = START_BYTES;
+    while volume_bytes.saturating_sub(start) >= ARENA_MIN_BYTES {
+        let size = (volume_bytes - start).min(ARENA_MAX_BYTES) / PAGE_BYTES * PAGE_BYTES;
+        places.push((start, size));
+        start += size;
+    }
+    places
+}
+
+impl Layout {
+    /// Lays out a volume, as Linux would.
+    pub fn new(volume_bytes: u64, sector_bytes: u32, uuid: Uuid) -> Result<Self, GeometryError> {
+        if ![512, 4096].contains(&sector_bytes) {
+            return Err(GeometryError::SectorSize { sector_bytes });
+        }
+        let places = arena_places(volume_bytes);
+        if places.is_empty() {
+            return Err(GeometryError::TooSmall { size_bytes: volume_bytes });
+        }
+        let last = places.len() - 1;
+        let arenas = places
+            .into_iter()
+            .enumerate()
+            .map(|(at, (start, size))| ArenaLayout::new(start, size, sector_bytes, at == last))
+            .collect();
+        Ok(Self { sector_bytes, uuid, arenas })
+    }
+
+    /// How many sectors the guest will see.
+    pub fn sectors(&self) -> u64 {
+        self.arenas.iter().map(|arena| u64::from(arena.external_nlba)).sum()
+    }
+
+    /// Writes an empty table. The space must read as zeros, which is what an unwritten map is.
+    ///
+    /// For each arena, the last first, so that nothing of the volume is recognised before all of it is there:
+    /// 1. Flog and second info block, persist.
+    /// 2. First info block, persist.
+    pub fn format(&self, space: &impl WriteAt) -> Result<(), MediaError> {
+        for arena in self.arenas.iter().rev() {
+            let flog = arena.initial_flog();
+            let info = self.info(arena);
+            let (flog_at, backup_at) = (arena.start + arena.logoff, arena.start + arena.info2off);
+            space.write_at(flog_at, &flog)?;
+            space.write_at(backup_at, info.as_bytes())?;
+            space.persist(&[flog_at..flog_at + flog.len() as u64, backup_at..backup_at + INFO_BYTES])?;
+            space.write_at(arena.start, info.as_bytes())?;
+            space.persist(std::slice::from_ref(&(arena.start..arena.start + INFO_BYTES)))?;
+        }
+        Ok(())
+    }
+
+    fn info(&self, arena: &ArenaLayout) -> InfoBytes {
+        let mut info = InfoBytes::new_zeroed();
+        info.signature = SIGNATURE;
+        info.uuid = self.uuid.into_bytes();
+        // The parent is the namespace, which has no identity without labels; null fits any.
+        info.version_major.set(VERSION.0);
+        info.version_minor.set(VERSION.1);
+        info.external_lbasize.set(self.sector_bytes);
+        info.external_nlba.set(arena.external_nlba);
+        info.internal_lbasize.set(arena.internal_lbasize);
+        info.internal_nlba.set(arena.internal_nlba);
+        info.nfree.set(LANES);
+        info.infosize.set(INFO_BYTES as u32);
+        info.nextoff.set(arena.nextoff);
+        info.dataoff.set(arena.dataoff);
+        info.mapoff.set(arena.mapoff);
+        info.logoff.set(arena.logoff);
+        info.info2off.set(arena.info2off);
+        let sum = checksum(&info);
+        info.checksum.set(sum);
+        info
+    }
+}
+
+impl ArenaLayout {
+    fn new(start: u64, size: u64, sector_bytes: u32, is_last: bool) -> Self {
+        let internal_lbasize = sector_bytes.next_multiple_of(BLOCK_ALIGNMENT);
+        let log_bytes = (u64::from(LANES) * FLOG_GROUP_BYTES).next_multiple_of(PAGE_BYTES);
+        let available = size - 2 * PAGE_BYTES - log_bytes;
+        let blocks = (available - PAGE_BYTES) / (u64::from(internal_lbasize) + MAP_ENTRY_BYTES);
+        let internal_nlba = u32::try_from(blocks).expect("an arena's size bounds its blocks");
+        let external_nlba = internal_nlba - LANES;
+        let map_bytes = (u64::from(external_nlba) * MAP_ENTRY_BYTES).next_multiple_of(PAGE_BYTES);
+        let dataoff = PAGE_BYTES;
+        let mapoff = dataoff + available - map_bytes;
+        let logoff = mapoff + map_bytes;
+        let info2off = logoff + log_bytes;
+        let nextoff = if is_last { 0 } else { size };
+        Self {
+            start,
+            internal_lbasize,
+            internal_nlba,
+            external_nlba,
+            dataoff,
+            mapoff,
+            logoff,
+            info2off,
+            nextoff,
+        }
+    }
+
+    /// Each lane owns one of the blocks behind those that the sectors map to at first.
+    fn initial_flog(&self) -> Vec<u8> {
+        let mut flog = Vec::with_capacity((u64::from(LANES) * FLOG_GROUP_BYTES) as usize);
+        for lane in 0..LANES {
+            let block = U32::new(self.external_nlba + lane);
+            let mut group = FlogGroupBytes::new_zeroed();
+            group.entries[0] =
+                FlogEntryBytes { lba: U32::new(lane), old_map: block, new_map: block, sequence: U32::new(1) };
+            flog.extend_from_slice(group.as_bytes());
+        }
+        flog
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_256_mib_volume_is_laid_out_as_linux_does() {
+        let layout = Layout::new(256 << 20, 4096, Uuid::nil()).unwrap();
+        let [arena] = layout.arenas[..] else { panic!("one arena") };
+        let size = (256u64 << 20) - 4096;
+        assert_eq!(u64::from(arena.internal_nlba), (size - 2 * 4096 - 16384 - 4096) / 4100);
+        assert_eq!(arena.external_nlba, arena.internal_nlba - 256);
+        assert_eq!(arena.info2off, size - 4096);
+        assert_eq!(arena.logoff, size - 4096 - 16384);
+        assert!(arena.dataoff + u64::from(arena.internal_nlba) * 4096 <= arena.mapoff);
+        assert!(arena.mapoff + u64::from(arena.external_nlba) * 4 <= arena.logoff);
+    }
+
+    #[test]
+    fn large_volumes_have_several_arenas_and_the_rest_is_left_over() {
+        let layout = Layout::new((1 << 40) + (8 << 20), 512, Uuid::nil()).unwrap();
+        let shape: Vec<_> = layout.arenas.iter().map(|a| (a.start, a.nextoff)).collect();
+        assert_eq!(shape, [(4096, 512 << 30), (4096 + (512 << 30), 0)]);
+        assert_eq!(arena_places((1 << 40) + (18 << 20)).len(), 3);
+    }
+
+    #[test]
+    fn sizes_that_do_not_fit_are_refused() {
+        let refused = |size, sector| Layout::new(size, sector, Uuid::nil()).unwrap_err();
+        assert_eq!(refused(16 << 20, 4096), GeometryError::TooSmall { size_bytes: 16 << 20 });
+        assert_eq!(refused(18 << 20, 520), GeometryError::SectorSize { sector_bytes: 520 });
+        assert!(Layout::new(MIN_VOLUME_BYTES, 4096, Uuid::nil()).is_ok());
+    }
+}

@@ -1,0 +1,360 @@
+//! Media in a file that is mapped shared.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use super::flush::{self, LineFlush};
+use super::{Durability, Media, MediaError, assert_inside, coalesce, page_cache};
+
+/// Pages are what msync() and sync_file_range() count in.
+const PAGE_BYTES: u64 = 4096;
+
+/// A file mapped from end to end with MAP_SHARED.
+///
+/// The whole file is one mapping, so that a ranged msync() is one ranged fsync however the guest's own mappings of
+/// the same file are cut up. Mapping costs address space only; the pages that this process touches through it are
+/// those of the pool's metadata.
+pub struct FileMedia {
+    file: File,
+    map: NonNull<u8>,
+    len_bytes: u64,
+    durability: Durability,
+    line_flush: LineFlush,
+    writable: bool,
+}
+
+// SAFETY: the mapping is shared memory that lives as long as the value. Accesses go through raw pointers and atomics;
+// no reference into the mapping is ever made. Who may store where is the contract of `Media`.
+unsafe impl Send for FileMedia {}
+// SAFETY: as above.
+unsafe impl Sync for FileMedia {}
+
+impl FileMedia {
+    /// Maps the first `len_bytes` of `file` and finds out how durable it is. The file must be that long.
+    pub fn new(file: File, len_bytes: u64, writable: bool) -> Result<Self, MediaError> {
+        let failed = |operation, source| MediaError::Io {
+            operation,
+            offset_bytes: 0,
+            length_bytes: len_bytes,
+            source,
+        };
+        // MAP_SYNC succeeds only where a mapped store is durable once it has left the CPU's caches (Linux
+        // Documentation/filesystems/dax.rst); everywhere else it is EOPNOTSUPP, or EINVAL before MAP_SHARED_VALIDATE.
+        let (map, durability) = match map_shared(&file, len_bytes, writable, libc::MAP_SYNC) {
+            Ok(map) => (map, Durability::DaxSync),
+            Err(_) => {
+                let map = map_shared(&file, len_bytes, writable, 0).map_err(|e| failed("mmap", e))?;
+                let durability = match is_volatile(&file) {
+                    Ok(true) => Durability::Volatile,
+                    Ok(false) => Durability::PageCache,
+                    Err(source) => {
+                        unmap(map, len_bytes);
+                        return Err(failed("fstatfs", source));
+                    }
+                };
+                (map, durability)
+            }
+        };
+        Ok(Self { file, map, len_bytes, durability, line_flush: LineFlush::detect(), writable })
+    }
+
+    /// The file, for mappings of its own: guests' memory and volumes.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    fn pointer(&self, offset_bytes: u64, length_bytes: u64) -> *mut u8 {
+        assert_inside(offset_bytes, length_bytes, self.len_bytes);
+        // SAFETY: just checked to be inside the mapping, whose length fits usize because mmap() accepted it.
+        unsafe { self.map.as_ptr().add(offset_bytes as usize) }
+    }
+
+    fn word(&self, offset_bytes: u64) -> &AtomicU64 {
+        assert!(offset_bytes.is_multiple_of(8), "{offset_bytes:#x} is not aligned to a word");
+        let pointer = self.pointer(offset_bytes, 8).cast::<u64>();
+        // SAFETY: aligned, inside the mapping, which lives as long as self.
+        unsafe { AtomicU64::from_ptr(pointer) }
+    }
+
+    fn check_writable(&self) -> Result<(), MediaError> {
+        if self.writable { Ok(()) } else { Err(MediaError::ReadOnly) }
+    }
+
+    /// One msync(): the range's dirty pages, the inode's metadata, a barrier to the device.
+    fn msync(&self, range: &Range<u64>) -> Result<(), MediaError> {
+        let length_bytes = range.end - range.start;
+        let pointer = self.pointer(range.start, length_bytes);
+        // SAFETY: the range is inside the mapping and starts on a page.
+        let result = unsafe { libc::msync(pointer.cast(), length_bytes as usize, libc::MS_SYNC) };
+        if result == 0 { Ok(()) } else { Err(io_error("msync", range, io::Error::last_os_error())) }
+    }
+
+    fn persist_page_cache(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        let pages: Vec<_> = ranges
+            .iter()
+            .map(|r| {
+                r.start / PAGE_BYTES * PAGE_BYTES..r.end.next_multiple_of(PAGE_BYTES).min(self.len_bytes)
+            })
+            .collect();
+        let pages = coalesce(&pages);
+        let Some((last, others)) = pages.split_last() else { return Ok(()) };
+        // 1. Data of all ranges but the last: in flight together, then waited for.
+        // 2. The last range's data, the inode's metadata and the barrier, which cover step 1 as well.
+        if let Some(first) = others.first() {
+            page_cache::write_pages(&self.file, others)
+                .map_err(|source| io_error("sync_file_range", &(first.start..last.start), source))?;
+        }
+        self.msync(last)
+    }
+
+    fn persist_cache_lines(&self, ranges: &[Range<u64>]) {
+        for range in ranges {
+            let length_bytes = range.end - range.start;
+            // SAFETY: pointer() checked that the range is inside the mapping.
+            unsafe {
+                self.line_flush.write_back(self.pointer(range.start, length_bytes), length_bytes as usize)
+            };
+        }
+        flush::fence();
+    }
+
+    /// Zeroes in place: as unwritten extents where the file system has them, with zeros where not.
+    fn erase_on_disk(&self, range: &Range<u64>) -> Result<(), MediaError> {
+        let mode = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+        match page_cache::fallocate(&self.file, mode, range) {
+            Ok(()) => Ok(()),
+            Err(error) if is_unsupported(&error) => {
+                write_zeros(&self.file, range).map_err(|source| io_error("zeroing", range, source))
+            }
+            Err(source) => Err(io_error("zeroing", range, source)),
+        }
+    }
+}
+
+impl Drop for FileMedia {
+    fn drop(&mut self) {
+        unmap(self.map, self.len_bytes);
+    }
+}
+
+impl Media for FileMedia {
+    fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    fn durability(&self) -> Durability {
+        self.durability
+    }
+
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        assert_inside(offset_bytes, into.len() as u64, self.len_bytes);
+        // pread() and not the mapping: a read of a hole in tmpfs through a mapping would allocate its pages, and an
+        // I/O error comes back as an error. All classes are coherent with mappings.
+        let range = offset_bytes..offset_bytes + into.len() as u64;
+        self.file.read_exact_at(into, offset_bytes).map_err(|source| io_error("read", &range, source))
+    }
+
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        Ok(u64::from_le(self.word(offset_bytes).load(Ordering::Acquire)))
+    }
+
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.check_writable()?;
+        let pointer = self.pointer(offset_bytes, bytes.len() as u64);
+        // SAFETY: the destination is inside a writable mapping and nobody else stores there (contract of `Media`);
+        // the source is ordinary memory, so they do not overlap.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), pointer, bytes.len()) };
+        Ok(())
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        self.check_writable()?;
+        self.word(offset_bytes).store(word.to_le(), Ordering::Release);
+        Ok(())
+    }
+
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        match self.durability {
+            Durability::Volatile => fence(Ordering::SeqCst),
+            Durability::DaxSync => self.persist_cache_lines(ranges),
+            Durability::PageCache => self.persist_page_cache(ranges)?,
+        }
+        Ok(())
+    }
+
+    fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        self.check_writable()?;
+        let ranges = coalesce(ranges);
+        for range in &ranges {
+            let length_bytes = range.end - range.start;
+            let pointer = self.pointer(range.start, length_bytes);
+            match self.durability {
+                Durability::Volatile => {
+                    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+                    page_cache::fallocate(&self.file, mode, range)
+                        .map_err(|source| io_error("punching a hole", range, source))?;
+                }
+                Durability::PageCache => self.erase_on_disk(range)?,
+                // SAFETY: inside a writable mapping; chunks that are erased have no owner (contract of `Media`).
+                Durability::DaxSync => unsafe { flush::zero_non_temporal(pointer, length_bytes as usize) },
+            }
+        }
+        if self.durability == Durability::PageCache { self.persist_page_cache(&ranges) } else { Ok(()) }
+    }
+}
+
+fn io_error(operation: &'static str, range: &Range<u64>, source: io::Error) -> MediaError {
+    MediaError::Io { operation, offset_bytes: range.start, length_bytes: range.end - range.start, source }
+}
+
+fn is_unsupported(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL))
+}
+
+/// Writes zeros over a range.
+pub(crate) fn write_zeros(file: &File, range: &Range<u64>) -> io::Result<()> {
+    let zeros = vec![0u8; 1 << 20];
+    let mut at = range.start;
+    while at < range.end {
+        let take = (range.end - at).min(zeros.len() as u64) as usize;
+        file.write_all_at(&zeros[..take], at)?;
+        at += take as u64;
+    }
+    Ok(())
+}
+
+/// Gives a new file its length, and its blocks where it lies on a disk: a hole that a full file system cannot fill
+/// would kill a guest at a store. tmpfs stays sparse: memory is taken when it is used and given back after.
+pub(crate) fn allocate(file: &File, len_bytes: u64) -> io::Result<()> {
+    file.set_len(len_bytes)?;
+    if is_volatile(file)? {
+        return Ok(());
+    }
+    match page_cache::fallocate(file, 0, &(0..len_bytes)) {
+        Err(error) if is_unsupported(&error) => write_zeros(file, &(0..len_bytes)),
+        result => result,
+    }
+}
+
+/// Is the file on a file system that lives in memory?
+pub(crate) fn is_volatile(file: &File) -> io::Result<bool> {
+    const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;
+    // SAFETY: statfs is plain numbers, for which zero is valid.
+    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel fills the struct that outlives the call.
+    if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok([libc::TMPFS_MAGIC, libc::HUGETLBFS_MAGIC, RAMFS_MAGIC].contains(&stat.f_type))
+}
+
+fn map_shared(file: &File, len_bytes: u64, writable: bool, sync: libc::c_int) -> io::Result<NonNull<u8>> {
+    let length = usize::try_from(len_bytes).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
+    let protection = if writable { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
+    let kind = if sync == 0 { libc::MAP_SHARED } else { libc::MAP_SHARED_VALIDATE | sync };
+    // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+    let map = unsafe { libc::mmap(ptr::null_mut(), length, protection, kind, file.as_raw_fd(), 0) };
+    if map == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(NonNull::new(map.cast()).expect("mmap does not return null unless asked to"))
+}
+
+fn unmap(map: NonNull<u8>, len_bytes: u64) {
+    // SAFETY: called once, with the address and length of a mapping that nobody uses any more.
+    let result = unsafe { libc::munmap(map.as_ptr().cast(), len_bytes as usize) };
+    assert_eq!(result, 0, "munmap of a whole mapping cannot fail");
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+    use std::path::Path;
+
+    use super::*;
+    use crate::CHUNK_BYTES;
+
+    fn media_in(folder: &Path, len_bytes: u64) -> FileMedia {
+        let file = tempfile::tempfile_in(folder).unwrap();
+        allocate(&file, len_bytes).unwrap();
+        FileMedia::new(file, len_bytes, true).unwrap()
+    }
+
+    fn erase(media: &FileMedia, range: Range<u64>) -> Result<(), MediaError> {
+        media.erase(std::slice::from_ref(&range))
+    }
+
+    /// A folder on tmpfs, and one that is likely to be on a disk.
+    fn folders() -> Vec<std::path::PathBuf> {
+        vec!["/dev/shm".into(), std::env::current_dir().unwrap()]
+    }
+
+    #[test]
+    fn stores_are_seen_by_loads_and_reads_and_can_be_persisted() {
+        for folder in folders() {
+            let media = media_in(&folder, 2 * CHUNK_BYTES);
+            media.store(CHUNK_BYTES + 3, b"abc").unwrap();
+            media.store_word(64, 0x0102_0304_0506_0708).unwrap();
+            media.persist(&[0..72, CHUNK_BYTES..CHUNK_BYTES + 6]).unwrap();
+            let mut back = [0; 3];
+            media.read(CHUNK_BYTES + 3, &mut back).unwrap();
+            assert_eq!(&back, b"abc");
+            assert_eq!(media.load_word(64).unwrap(), 0x0102_0304_0506_0708);
+        }
+    }
+
+    #[test]
+    fn erased_chunks_read_as_zeros_and_their_neighbours_do_not() {
+        for folder in folders() {
+            let media = media_in(&folder, 3 * CHUNK_BYTES);
+            for chunk in 0..3 {
+                media.store(chunk * CHUNK_BYTES, &vec![0xaa; CHUNK_BYTES as usize]).unwrap();
+            }
+            erase(&media, CHUNK_BYTES..2 * CHUNK_BYTES).unwrap();
+            let mut back = vec![0; 3 * CHUNK_BYTES as usize];
+            media.read(0, &mut back).unwrap();
+            for (chunk, bytes) in back.chunks(CHUNK_BYTES as usize).enumerate() {
+                let expected = if chunk == 1 { 0 } else { 0xaa };
+                assert!(bytes.iter().all(|b| *b == expected), "chunk {chunk} in {}", folder.display());
+            }
+        }
+    }
+
+    #[test]
+    fn tmpfs_is_volatile_and_gives_blocks_back_when_erased() {
+        let media = media_in(Path::new("/dev/shm"), 2 * CHUNK_BYTES);
+        assert_eq!(media.durability(), Durability::Volatile);
+        media.store(0, &vec![1; 2 * CHUNK_BYTES as usize]).unwrap();
+        assert_eq!(media.file().metadata().unwrap().blocks() * 512, 2 * CHUNK_BYTES);
+        erase(&media, 0..CHUNK_BYTES).unwrap();
+        assert_eq!(media.file().metadata().unwrap().blocks() * 512, CHUNK_BYTES);
+    }
+
+    #[test]
+    fn a_file_on_disk_is_fully_allocated_and_stays_so_when_erased() {
+        let folder = std::env::current_dir().unwrap();
+        let media = media_in(&folder, 2 * CHUNK_BYTES);
+        if media.durability() != Durability::PageCache {
+            eprintln!("skipped: {} is {}", folder.display(), media.durability().name());
+            return;
+        }
+        erase(&media, 0..CHUNK_BYTES).unwrap();
+        assert!(media.file().metadata().unwrap().blocks() * 512 >= 2 * CHUNK_BYTES);
+    }
+
+    #[test]
+    fn media_open_for_reading_refuses_stores() {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        allocate(&file, CHUNK_BYTES).unwrap();
+        let media = FileMedia::new(file, CHUNK_BYTES, false).unwrap();
+        assert!(matches!(media.store(0, &[1]), Err(MediaError::ReadOnly)));
+        assert!(matches!(media.store_word(0, 1), Err(MediaError::ReadOnly)));
+        assert!(matches!(erase(&media, 0..CHUNK_BYTES), Err(MediaError::ReadOnly)));
+        assert_eq!(media.load_word(0).unwrap(), 0);
+    }
+}

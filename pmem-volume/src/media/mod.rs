@@ -1,0 +1,148 @@
+//! The only way to touch persistent memory.
+//!
+//! The contract is narrow so that a simulator can stand in for the real thing:
+//!
+//! - A store is visible to loads at once and durable at some time: by itself, in any order with other stores, or not
+//!   at all, until a [`Media::persist`] that covers it has returned. A crash may tear it at any 8-byte boundary.
+//! - [`Media::store_word`] to an aligned address is never torn.
+//! - What "durable" means is the media's [`Durability`]; the order in which things become durable is the same for
+//!   all of them, so that one commit protocol serves all.
+
+mod file;
+mod flush;
+mod memory;
+mod page_cache;
+
+use std::io;
+use std::ops::Range;
+
+use serde::Serialize;
+use thiserror::Error;
+
+pub use file::FileMedia;
+pub(crate) use file::{allocate, is_volatile};
+pub use memory::MemoryMedia;
+
+/// What a completed [`Media::persist`] survives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Durability {
+    /// Persistent memory mapped with MAP_SYNC: a cache-line write-back and a fence make a store durable.
+    DaxSync,
+    /// A file in the page cache: stores survive the death of the process at once, and a loss of power after a
+    /// ranged msync.
+    PageCache,
+    /// tmpfs: stores survive the death of the process, and nothing else.
+    Volatile,
+}
+
+impl Durability {
+    /// The name used in reports, JSON and metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Durability::DaxSync => "dax-sync",
+            Durability::PageCache => "page-cache",
+            Durability::Volatile => "volatile",
+        }
+    }
+
+    /// What it means, in one sentence.
+    pub fn meaning(self) -> &'static str {
+        match self {
+            Durability::DaxSync => "persistent memory, mapped synchronously: a fence makes stores durable",
+            Durability::PageCache => "page cache of a disk: flushes are durable, and survive a loss of power",
+            Durability::Volatile => "volatile memory: survives the death of a process, not that of the host",
+        }
+    }
+}
+
+/// A media operation failed. Nothing is known of the durability of anything stored before.
+#[derive(Debug, Error)]
+pub enum MediaError {
+    /// The kernel refused or failed.
+    #[error("{operation} of {length_bytes:#x} bytes at offset {offset_bytes:#x} failed")]
+    Io {
+        /// What was tried.
+        operation: &'static str,
+        /// Where.
+        offset_bytes: u64,
+        /// How much.
+        length_bytes: u64,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// A store to media that was opened for reading.
+    #[error("the media is open for reading only")]
+    ReadOnly,
+}
+
+/// Persistent memory, or what stands in for it. Offsets count from the start of the pool.
+///
+/// Ranges must lie inside the media: an offset outside it is a bug of the caller and panics. Implementations take
+/// concurrent calls; two stores to the same bytes at once are the caller's to avoid.
+pub trait Media: Send + Sync {
+    /// Length of the media.
+    fn len_bytes(&self) -> u64;
+
+    /// What a completed persist survives.
+    fn durability(&self) -> Durability;
+
+    /// Copies bytes out. Not atomic against concurrent stores.
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError>;
+
+    /// Loads a little-endian word; `offset_bytes` is a multiple of 8. Atomic.
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError>;
+
+    /// Stores bytes. At return they are visible, not durable.
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError>;
+
+    /// Stores a little-endian word; `offset_bytes` is a multiple of 8. Never torn. Visible, not durable.
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError>;
+
+    /// At return every store to `ranges` that was made before the call, by anybody and through any mapping of the
+    /// media, is durable. Stores outside the ranges may or may not be.
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError>;
+
+    /// [`Media::persist`] of a single range.
+    fn persist_range(&self, range: Range<u64>) -> Result<(), MediaError> {
+        self.persist(std::slice::from_ref(&range))
+    }
+
+    /// At return `ranges` read as zeros and do so after any crash. Their old content is gone; where the media is
+    /// sparse (tmpfs) their blocks are given back. Ranges are multiples of the chunk size.
+    fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError>;
+}
+
+/// Joins ranges that touch, so that each is flushed once. The input need not be sorted.
+pub(crate) fn coalesce(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
+    let mut sorted: Vec<_> = ranges.iter().filter(|r| r.start < r.end).cloned().collect();
+    sorted.sort_by_key(|r| r.start);
+    let mut joined: Vec<Range<u64>> = Vec::with_capacity(sorted.len());
+    for range in sorted {
+        match joined.last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            _ => joined.push(range),
+        }
+    }
+    joined
+}
+
+/// Panics unless `offset..offset + length` is inside the media.
+fn assert_inside(offset_bytes: u64, length_bytes: u64, media_bytes: u64) {
+    let end = offset_bytes.checked_add(length_bytes);
+    assert!(
+        end.is_some_and(|end| end <= media_bytes),
+        "{length_bytes:#x} bytes at {offset_bytes:#x} are outside media of {media_bytes:#x} bytes"
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_that_touch_are_joined() {
+        assert_eq!(coalesce(&[8..16, 0..8, 32..40, 12..20, 5..5]), vec![0..20, 32..40]);
+    }
+}

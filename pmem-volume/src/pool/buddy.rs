@@ -1,0 +1,283 @@
+//! The free chunks, by order: a buddy allocator in memory.
+//!
+//! It is rebuilt from the chunk table at open, so it holds nothing that could be lost. It decides, and touches no
+//! media.
+
+use std::collections::BTreeSet;
+
+use super::chunk::{ChunkId, Extent, MAX_ORDER, Run};
+
+/// From which end of the pool to take. Volumes stay for long and memory comes and goes: taken from opposite ends, they
+/// leave one large hole between them rather than many small ones among them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Placement {
+    /// The lowest numbers: volumes.
+    Low,
+    /// The highest numbers: memory.
+    High,
+}
+
+/// Free extents of orders 0 to 10. Two free buddies never stay apart: they are one extent of the next order.
+#[derive(Debug, Default)]
+pub(crate) struct Buddy {
+    free: [BTreeSet<u32>; MAX_ORDER as usize + 1],
+    free_chunks: u32,
+}
+
+impl Buddy {
+    /// How many chunks are free.
+    pub(crate) fn free_chunks(&self) -> u32 {
+        self.free_chunks
+    }
+
+    /// The largest order of which an extent is free.
+    pub(crate) fn largest_order(&self) -> Option<u8> {
+        (0..=MAX_ORDER).rev().find(|order| !self.free[usize::from(*order)].is_empty())
+    }
+
+    /// Chunks in the longest run of free chunks that the orders show: buddies of the largest order may lie side by
+    /// side, and then mapping them takes one piece.
+    pub(crate) fn longest_run(&self) -> u32 {
+        let mut all: Vec<(u32, u32)> = Vec::new();
+        for order in 0..=MAX_ORDER {
+            all.extend(self.free[usize::from(order)].iter().map(|start| (*start, 1 << order)));
+        }
+        all.sort_unstable();
+        let (mut longest, mut end, mut length) = (0, 0, 0);
+        for (start, chunks) in all {
+            length = if start == end { length + chunks } else { chunks };
+            end = start + chunks;
+            longest = longest.max(length);
+        }
+        longest
+    }
+
+    /// Takes `chunks` chunks, in as few extents as there are: the largest first, each from the smallest free extent
+    /// that holds it. `None`, and nothing taken, if there are not that many.
+    pub(crate) fn allocate(&mut self, chunks: u32, placement: Placement) -> Option<Vec<Extent>> {
+        if chunks > self.free_chunks {
+            return None;
+        }
+        let mut extents = Vec::new();
+        let mut rest = chunks;
+        while rest > 0 {
+            let wanted = rest.ilog2().min(u32::from(MAX_ORDER)) as u8;
+            let extent = self.take(wanted, placement);
+            rest -= extent.chunks();
+            extents.push(extent);
+        }
+        Some(extents)
+    }
+
+    /// Takes one extent of the order, or of the largest smaller one. Something must be free.
+    fn take(&mut self, wanted: u8, placement: Placement) -> Extent {
+        let source = (wanted..=MAX_ORDER)
+            .chain((0..wanted).rev())
+            .find(|order| !self.free[usize::from(*order)].is_empty())
+            .expect("the caller checked that enough is free");
+        let set = &mut self.free[usize::from(source)];
+        let taken = match placement {
+            Placement::Low => set.pop_first(),
+            Placement::High => set.pop_last(),
+        };
+        let mut start = taken.expect("just seen not to be empty");
+        let order = wanted.min(source);
+        for split in (order..source).rev() {
+            // Halve it and keep the half on the side from which is taken.
+            let half = 1 << split;
+            let left_over = match placement {
+                Placement::Low => start + half,
+                Placement::High => {
+                    start += half;
+                    start - half
+                }
+            };
+            let fresh = self.free[usize::from(split)].insert(left_over);
+            assert!(fresh, "a half of a free extent was free by itself");
+        }
+        let extent = Extent { start: ChunkId(start), order };
+        self.free_chunks -= extent.chunks();
+        extent
+    }
+
+    /// Gives an extent back and merges it with its buddies. It must not be free: the caller knows from the media.
+    pub(crate) fn free(&mut self, extent: Extent) {
+        assert!(
+            extent.order <= MAX_ORDER && extent.start.0.is_multiple_of(extent.chunks()),
+            "{extent} is not aligned"
+        );
+        let (mut start, mut order) = (extent.start.0, extent.order);
+        while order < MAX_ORDER && self.free[usize::from(order)].remove(&(start ^ (1 << order))) {
+            start &= !(1 << order);
+            order += 1;
+        }
+        let fresh = self.free[usize::from(order)].insert(start);
+        assert!(fresh, "{extent} was free already");
+        self.free_chunks += extent.chunks();
+    }
+
+    /// Gives a run back.
+    pub(crate) fn free_run(&mut self, run: Run) {
+        run.extents().for_each(|extent| self.free(extent));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const CHUNKS: u32 = 3000;
+
+    /// The obvious allocator: one flag per chunk.
+    struct Model {
+        free: Vec<bool>,
+    }
+
+    impl Model {
+        fn count(&self) -> u32 {
+            self.free.iter().filter(|f| **f).count() as u32
+        }
+
+        fn largest_order(&self) -> Option<u8> {
+            (0..=MAX_ORDER)
+                .rev()
+                .find(|order| self.free.chunks_exact(1 << order).any(|c| c.iter().all(|f| *f)))
+        }
+
+        fn longest_run(&self) -> u32 {
+            self.free.split(|f| !*f).map(|run| run.len() as u32).max().unwrap_or(0)
+        }
+
+        fn set(&mut self, extent: Extent, free: bool) {
+            for id in extent.run().ids() {
+                let flag = &mut self.free[id.0 as usize];
+                assert_ne!(*flag, free, "{id} changes to what it was");
+                *flag = free;
+            }
+        }
+    }
+
+    #[derive(Clone, Debug)]
+    enum Operation {
+        Allocate {
+            chunks: u32,
+            low: bool,
+        },
+        Free {
+            pick: prop::sample::Index,
+        },
+        /// Gives back one chunk out of an extent.
+        FreePart {
+            pick: prop::sample::Index,
+            chunk: prop::sample::Index,
+        },
+    }
+
+    fn operation() -> impl Strategy<Value = Operation> {
+        prop_oneof![
+            4 => (1..200u32, any::<bool>()).prop_map(|(chunks, low)| Operation::Allocate { chunks, low }),
+            1 => (200..2500u32, any::<bool>()).prop_map(|(chunks, low)| Operation::Allocate { chunks, low }),
+            3 => any::<prop::sample::Index>().prop_map(|pick| Operation::Free { pick }),
+            2 => any::<(prop::sample::Index, prop::sample::Index)>()
+                .prop_map(|(pick, chunk)| Operation::FreePart { pick, chunk }),
+        ]
+    }
+
+    fn apply(operation: Operation, buddy: &mut Buddy, model: &mut Model, held: &mut Vec<Extent>) {
+        match operation {
+            Operation::Allocate { chunks, low } => {
+                let placement = if low { Placement::Low } else { Placement::High };
+                let Some(extents) = buddy.allocate(chunks, placement) else {
+                    assert!(chunks > model.count(), "{chunks} refused with {} free", model.count());
+                    return;
+                };
+                assert_eq!(extents.iter().map(|e| e.chunks()).sum::<u32>(), chunks);
+                let first_wanted = chunks.ilog2().min(u32::from(MAX_ORDER)) as u8;
+                assert_eq!(
+                    extents[0].order,
+                    first_wanted.min(model.largest_order().unwrap()),
+                    "largest first"
+                );
+                extents.iter().for_each(|e| model.set(*e, false));
+                held.extend(extents);
+            }
+            Operation::Free { pick } if !held.is_empty() => {
+                let extent = held.swap_remove(pick.index(held.len()));
+                model.set(extent, true);
+                buddy.free(extent);
+            }
+            Operation::FreePart { pick, chunk } if !held.is_empty() => {
+                let extent = held.swap_remove(pick.index(held.len()));
+                let ids: Vec<_> = extent.run().ids().collect();
+                let gone = ids[chunk.index(ids.len())];
+                held.extend(ids.into_iter().filter(|id| *id != gone).map(Extent::chunk));
+                model.set(Extent::chunk(gone), true);
+                buddy.free(Extent::chunk(gone));
+            }
+            Operation::Free { .. } | Operation::FreePart { .. } => {}
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn the_buddy_agrees_with_one_flag_per_chunk(operations in prop::collection::vec(operation(), 1..120)) {
+            let mut buddy = Buddy::default();
+            let mut model = Model { free: vec![true; CHUNKS as usize] };
+            let mut held = Vec::new();
+            buddy.free_run(Run { start: ChunkId(0), chunks: CHUNKS });
+            for operation in operations {
+                apply(operation, &mut buddy, &mut model, &mut held);
+                prop_assert_eq!(buddy.free_chunks(), model.count());
+                prop_assert_eq!(buddy.largest_order(), model.largest_order());
+                prop_assert_eq!(buddy.longest_run(), model.longest_run());
+            }
+            for extent in held {
+                model.set(extent, true);
+                buddy.free(extent);
+            }
+            let mut whole = Buddy::default();
+            whole.free_run(Run { start: ChunkId(0), chunks: CHUNKS });
+            prop_assert_eq!(buddy.free, whole.free, "everything given back merges to what was there at first");
+        }
+    }
+
+    #[test]
+    fn volumes_grow_from_the_bottom_and_memory_from_the_top() {
+        let fresh = || {
+            let mut buddy = Buddy::default();
+            buddy.free_run(Run { start: ChunkId(0), chunks: 1024 });
+            buddy
+        };
+        let low = fresh().allocate(3, Placement::Low).unwrap();
+        assert_eq!(low, [Extent { start: ChunkId(0), order: 1 }, Extent { start: ChunkId(2), order: 0 }]);
+        let high = fresh().allocate(3, Placement::High).unwrap();
+        assert_eq!(
+            high,
+            [Extent { start: ChunkId(1022), order: 1 }, Extent { start: ChunkId(1021), order: 0 }]
+        );
+    }
+
+    #[test]
+    fn small_pieces_are_used_before_large_ones_are_cut() {
+        let mut buddy = Buddy::default();
+        buddy.free_run(Run { start: ChunkId(0), chunks: 1024 });
+        buddy.free(Extent::chunk(ChunkId(2048)));
+        buddy.free(Extent { start: ChunkId(4096), order: 2 });
+        for _ in 0..5 {
+            buddy.allocate(1, Placement::Low).unwrap();
+        }
+        assert_eq!(buddy.largest_order(), Some(10));
+    }
+
+    #[test]
+    #[should_panic(expected = "was free already")]
+    fn a_double_free_is_a_bug_and_says_so() {
+        let mut buddy = Buddy::default();
+        buddy.free(Extent::chunk(ChunkId(4)));
+        buddy.free(Extent::chunk(ChunkId(4)));
+    }
+}

@@ -1,0 +1,248 @@
+//! What can go wrong with a pool, in words that say what to do.
+
+use std::io;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use super::chunk::Extent;
+use super::findings::Finding;
+use super::lock::Holder;
+use super::superblock::SuperblockError;
+use super::volume_record::NameError;
+use crate::btt;
+use crate::media::MediaError;
+use crate::size::display;
+
+/// An operation on a pool failed.
+///
+/// Unless it is [`PoolError::Media`], nothing has changed.
+#[derive(Debug, Error)]
+pub enum PoolError {
+    /// No such file.
+    #[error("pool {path}: there is no such file; make a pool with `pmvol create`")]
+    Missing {
+        /// The pool.
+        path: PathBuf,
+    },
+    /// The file is there already.
+    #[error(
+        "pool {path}: the file exists already; a pool is only made where nothing is, so choose another name or remove it first"
+    )]
+    AlreadyExists {
+        /// The pool.
+        path: PathBuf,
+    },
+    /// A directory, a device, or the like.
+    #[error("pool {path}: it is {kind}, and a pool is a regular file")]
+    NotAFile {
+        /// The pool.
+        path: PathBuf,
+        /// What it is.
+        kind: &'static str,
+    },
+    /// The kernel refused something about the file.
+    #[error("pool {path}: cannot {action} it")]
+    File {
+        /// The pool.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// No superblock.
+    #[error("pool {path}: the file is not a pool; nothing was changed")]
+    NotAPool {
+        /// The pool.
+        path: PathBuf,
+    },
+    /// Superblocks, but none that is whole.
+    #[error("pool {path}: both superblocks are damaged; nothing was changed. Restore the pool from a copy")]
+    SuperblocksDamaged {
+        /// The pool.
+        path: PathBuf,
+    },
+    /// A whole superblock that cannot be.
+    #[error("pool {path}: the superblock is whole but makes no sense; nothing was changed")]
+    SuperblockInvalid {
+        /// The pool.
+        path: PathBuf,
+        /// The field.
+        #[source]
+        source: SuperblockError,
+    },
+    /// Another format.
+    #[error(
+        "pool {path}: it has format version {version}, and this program knows version {supported}; use the program that made it"
+    )]
+    Version {
+        /// The pool.
+        path: PathBuf,
+        /// What the superblock says.
+        version: u32,
+        /// What this code knows.
+        supported: u32,
+    },
+    /// Features of a later program.
+    #[error(
+        "pool {path}: it uses features {features:#x} that this program does not know{hint}; use a newer program"
+    )]
+    Features {
+        /// The pool.
+        path: PathBuf,
+        /// Bits nobody here knows.
+        features: u64,
+        /// Whether reading would be possible.
+        hint: &'static str,
+    },
+    /// The file is shorter than the pool.
+    #[error(
+        "pool {path}: the file has {file_bytes} bytes but the pool has {pool_bytes}: it was truncated; nothing was changed. Restore the pool from a copy"
+    )]
+    Truncated {
+        /// The pool.
+        path: PathBuf,
+        /// What is there.
+        file_bytes: u64,
+        /// What should be.
+        pool_bytes: u64,
+    },
+    /// The file is longer than the pool.
+    #[error(
+        "pool {path}: the file has {file_bytes} bytes but the pool has {pool_bytes}; cut it to that with `truncate -s {pool_bytes}`"
+    )]
+    Enlarged {
+        /// The pool.
+        path: PathBuf,
+        /// What is there.
+        file_bytes: u64,
+        /// What should be.
+        pool_bytes: u64,
+    },
+    /// Somebody has it.
+    #[error("pool {path}: it is in use by {holder}")]
+    InUse {
+        /// The pool.
+        path: PathBuf,
+        /// Who.
+        holder: Holder,
+    },
+    /// Its own data is damaged.
+    #[error(
+        "pool {path}: {first} ({count} finding(s) in all); nothing was changed. `pmvol check` lists them"
+    )]
+    Damaged {
+        /// The pool.
+        path: PathBuf,
+        /// The first thing found.
+        first: Box<Finding>,
+        /// How many there are.
+        count: usize,
+    },
+    /// A size off the grid or out of bounds.
+    #[error("{what} {value} ({}) {rule}", display(*value))]
+    Size {
+        /// Which size.
+        what: &'static str,
+        /// The value.
+        value: u64,
+        /// The bound.
+        rule: String,
+    },
+    /// The file system has no room for the pool.
+    #[error("pool {path}: {} are needed and the file system has {} free", display(*needed_bytes), display(*free_bytes))]
+    FileSystemFull {
+        /// The pool.
+        path: PathBuf,
+        /// Size of the pool.
+        needed_bytes: u64,
+        /// What is left.
+        free_bytes: u64,
+    },
+    /// No room.
+    #[error("the pool is full: {} asked for, {} free{}", display(*requested_bytes), display(*free_bytes), reserved_text(*reserved_bytes))]
+    PoolFull {
+        /// What was asked for.
+        requested_bytes: u64,
+        /// What is free.
+        free_bytes: u64,
+        /// How much of that is kept for volumes (STRG) and not lent as memory.
+        reserved_bytes: u64,
+    },
+    /// A bad name.
+    #[error(transparent)]
+    Name(#[from] NameError),
+    /// The name is taken.
+    #[error("volume {name:?} exists already")]
+    VolumeExists {
+        /// The name.
+        name: String,
+    },
+    /// No such volume.
+    #[error("there is no volume {name:?} in the pool{}", known_text(known))]
+    NoSuchVolume {
+        /// The name.
+        name: String,
+        /// What there is.
+        known: Vec<String>,
+    },
+    /// Somebody in this process has the volume open.
+    #[error("volume {name:?} is in use")]
+    VolumeInUse {
+        /// The name.
+        name: String,
+    },
+    /// The volume has holes that it should not have, or a kind this code does not serve.
+    #[error("volume {name:?} cannot be used: {reason}")]
+    VolumeUnusable {
+        /// The name.
+        name: String,
+        /// Why.
+        reason: String,
+    },
+    /// The volume table is full.
+    #[error("the pool has room for {limit} volumes and has that many")]
+    NoVolumeSlot {
+        /// How many fit.
+        limit: u32,
+    },
+    /// An extent was given back that is not lent.
+    #[error("extent {extent} is not lent as memory")]
+    NotLent {
+        /// The extent.
+        extent: Extent,
+    },
+    /// The pool was opened for reading.
+    #[error("pool {path}: it is open for reading only")]
+    ReadOnly {
+        /// The pool.
+        path: PathBuf,
+    },
+    /// A persist failed earlier, so what is durable is not known.
+    #[error("pool {path}: read-only since a write to it failed ({cause}); open it again to go on")]
+    Latched {
+        /// The pool.
+        path: PathBuf,
+        /// The first failure.
+        cause: String,
+    },
+    /// The media failed. The pool is read-only from here on.
+    #[error("the pool's media failed; the pool is read-only until it is opened again")]
+    Media(#[from] MediaError),
+    /// The BTT format does not fit the volume.
+    #[error(transparent)]
+    Btt(#[from] btt::GeometryError),
+}
+
+fn reserved_text(reserved_bytes: u64) -> String {
+    match reserved_bytes {
+        0 => String::new(),
+        bytes => format!(", of which {} are kept for volumes (STRG)", display(bytes)),
+    }
+}
+
+fn known_text(known: &[String]) -> String {
+    if known.is_empty() { ": it has none".to_owned() } else { format!(": it has {}", known.join(", ")) }
+}

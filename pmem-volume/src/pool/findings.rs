@@ -1,0 +1,186 @@
+//! What a look at the media brings up.
+
+use serde::Serialize;
+use thiserror::Error;
+
+use super::chunk::ChunkId;
+
+/// How bad a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// What a crash leaves behind by design; the next open puts it right.
+    Note,
+    /// Something is damaged, and the pool works without it or from a copy.
+    Degraded,
+    /// The pool cannot be trusted: it opens for reading only.
+    Fatal,
+}
+
+/// One thing that is not as it should be.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum Finding {
+    /// A superblock is damaged, the other is not.
+    #[error("superblock {copy} is damaged; the other one is used")]
+    SuperblockCopy {
+        /// 0 or 1.
+        copy: usize,
+    },
+    /// A superblock is older than the other.
+    #[error("superblock {copy} is older than the other one: a crash came between the two")]
+    SuperblockStale {
+        /// 0 or 1.
+        copy: usize,
+    },
+    /// A copy of a volume record is damaged, the other is not.
+    #[error("copy {copy} of volume record {slot} is damaged; the other one is used")]
+    VolumeRecordCopy {
+        /// Place in the volume table.
+        slot: u16,
+        /// 0 or 1.
+        copy: usize,
+    },
+    /// A copy of a volume record is older than the other.
+    #[error("copy {copy} of volume record {slot} is older than the other one: a crash came between the two")]
+    VolumeRecordStale {
+        /// Place in the volume table.
+        slot: u16,
+        /// 0 or 1.
+        copy: usize,
+    },
+    /// Both copies of a volume record are damaged.
+    #[error("both copies of volume record {slot} are damaged")]
+    VolumeRecordLost {
+        /// Place in the volume table.
+        slot: u16,
+    },
+    /// A whole volume record that cannot be.
+    #[error("volume record {slot} makes no sense: {reason}")]
+    VolumeRecordInvalid {
+        /// Place in the volume table.
+        slot: u16,
+        /// Why.
+        reason: String,
+    },
+    /// Two volumes of one name.
+    #[error("two volumes have the name {name:?}")]
+    VolumeNameTwice {
+        /// The name.
+        name: String,
+    },
+    /// A chunk's owner word is damaged.
+    #[error("the owner word of chunk {chunk} is damaged ({word:#018x})")]
+    OwnerWord {
+        /// The chunk.
+        chunk: ChunkId,
+        /// What it reads.
+        word: u64,
+    },
+    /// A chunk's wear word is damaged.
+    #[error("the wear count of chunk {chunk} is damaged ({word:#018x}); it starts anew")]
+    WearWord {
+        /// The chunk.
+        chunk: ChunkId,
+        /// What it reads.
+        word: u64,
+    },
+    /// A chunk with the pool's own data is marked as somebody else's.
+    #[error("chunk {chunk} holds the pool's own data but is marked as {marked}")]
+    MetadataTaken {
+        /// The chunk.
+        chunk: ChunkId,
+        /// As what.
+        marked: String,
+    },
+    /// Two chunks are the same part of a volume.
+    #[error("chunks {first} and {second} are both chunk {index} of volume {name:?}")]
+    IndexTwice {
+        /// The volume.
+        name: String,
+        /// Logical index.
+        index: u32,
+        /// One chunk.
+        first: ChunkId,
+        /// The other.
+        second: ChunkId,
+    },
+    /// A volume lacks chunks.
+    #[error("volume {name:?} lacks {missing} of its {chunks} chunks, the first at index {first_index}")]
+    IndexMissing {
+        /// The volume.
+        name: String,
+        /// How many are missing.
+        missing: u32,
+        /// How many there should be.
+        chunks: u32,
+        /// The first that is missing.
+        first_index: u32,
+    },
+    /// A committed transaction waits to be redone.
+    #[error("the log holds a committed transaction of {entries} word(s); the next open redoes it")]
+    LogPending {
+        /// How many words.
+        entries: usize,
+    },
+    /// The log is neither empty nor whole.
+    #[error("the log is damaged: {reason}")]
+    LogDamaged {
+        /// Why.
+        reason: &'static str,
+    },
+    /// Chunks are still marked as lent by a process that ended.
+    #[error("{chunks} chunk(s) are still marked as lent memory; the next open erases and frees them")]
+    StillLent {
+        /// How many.
+        chunks: u32,
+    },
+    /// Chunks wait to be erased.
+    #[error("{chunks} chunk(s) wait to be erased; the next open erases and frees them")]
+    Unscrubbed {
+        /// How many.
+        chunks: u32,
+    },
+    /// Chunks belong to a volume that was not finished or is gone.
+    #[error(
+        "{chunks} chunk(s) are left over from an operation that did not finish; the next open erases and frees them"
+    )]
+    Leftover {
+        /// How many.
+        chunks: u32,
+    },
+}
+
+impl Finding {
+    /// Does it say that there are none of something?
+    pub(super) fn is_about_nothing(&self) -> bool {
+        matches!(
+            self,
+            Finding::StillLent { chunks: 0 }
+                | Finding::Unscrubbed { chunks: 0 }
+                | Finding::Leftover { chunks: 0 }
+        )
+    }
+
+    /// How bad it is.
+    pub fn severity(&self) -> Severity {
+        match self {
+            Finding::SuperblockStale { .. }
+            | Finding::VolumeRecordStale { .. }
+            | Finding::LogPending { .. }
+            | Finding::StillLent { .. }
+            | Finding::Unscrubbed { .. }
+            | Finding::Leftover { .. } => Severity::Note,
+            Finding::SuperblockCopy { .. }
+            | Finding::VolumeRecordCopy { .. }
+            | Finding::WearWord { .. }
+            | Finding::IndexMissing { .. } => Severity::Degraded,
+            Finding::VolumeRecordLost { .. }
+            | Finding::VolumeRecordInvalid { .. }
+            | Finding::VolumeNameTwice { .. }
+            | Finding::OwnerWord { .. }
+            | Finding::MetadataTaken { .. }
+            | Finding::IndexTwice { .. }
+            | Finding::LogDamaged { .. } => Severity::Fatal,
+        }
+    }
+}

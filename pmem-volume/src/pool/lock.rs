@@ -1,0 +1,126 @@
+//! One owner at a time: an advisory lock on the pool's file that dies with its holder.
+//!
+//! flock() and not fcntl(): it belongs to the open file, so a second open in the same process is refused too, and
+//! closing an unrelated descriptor of the file does not drop it.
+
+use std::fmt;
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+
+/// Who has the lock, as far as this process can see.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// Its process, unless it lives in another PID namespace.
+    pub pid: Option<u32>,
+    /// The name of its program.
+    pub program: Option<String>,
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.pid, &self.program) {
+            (Some(pid), Some(program)) => write!(f, "process {pid} ({program})"),
+            (Some(pid), None) => write!(f, "process {pid}"),
+            (None, _) => f.write_str("a process that is not visible from here"),
+        }
+    }
+}
+
+/// How much of the pool the lock is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LockKind {
+    /// Readers together.
+    Shared,
+    /// One writer alone.
+    Exclusive,
+}
+
+/// Takes the lock, or says that somebody has it.
+pub(crate) fn try_lock(file: &File, kind: LockKind) -> io::Result<Result<(), Holder>> {
+    let operation = match kind {
+        LockKind::Shared => libc::LOCK_SH,
+        LockKind::Exclusive => libc::LOCK_EX,
+    };
+    loop {
+        // SAFETY: takes numbers only; the descriptor lives as long as `file`.
+        if unsafe { libc::flock(file.as_raw_fd(), operation | libc::LOCK_NB) } == 0 {
+            return Ok(Ok(()));
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EINTR) => {}
+            Some(libc::EWOULDBLOCK) => {
+                return Ok(Err(holder(file).unwrap_or(Holder { pid: None, program: None })));
+            }
+            _ => return Err(error),
+        }
+    }
+}
+
+/// Finds a holder of a lock on the file in /proc/locks.
+pub(crate) fn holder(file: &File) -> Option<Holder> {
+    let metadata = file.metadata().ok()?;
+    let locks = fs::read_to_string("/proc/locks").ok()?;
+    let pid = pid_in_locks(&locks, metadata.dev(), metadata.ino())?;
+    let program = fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim_end().to_owned());
+    Some(Holder { pid: Some(pid), program })
+}
+
+/// Picks the process out of lines such as `1: FLOCK  ADVISORY  WRITE 708 00:1a:2053 0 EOF`. Lines with `->` are of
+/// those who wait. Some file systems (btrfs, overlays) show another device than stat() does: then the inode decides.
+fn pid_in_locks(locks: &str, device: u64, inode: u64) -> Option<u32> {
+    let place = format!("{:02x}:{:02x}:{inode}", libc::major(device), libc::minor(device));
+    let mut by_inode = None;
+    for line in locks.lines() {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let [_, "FLOCK", _, _, pid, at, ..] = fields[..] else { continue };
+        let Some(pid) = pid.parse().ok().filter(|pid| *pid > 0) else { continue };
+        if at == place {
+            return Some(pid);
+        }
+        if at.rsplit(':').next().and_then(|i| i.parse().ok()) == Some(inode) {
+            by_inode = by_inode.or(Some(pid));
+        }
+    }
+    by_inode
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_open_in_the_same_process_is_refused_by_name() {
+        let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+        let again = File::open(file.path()).unwrap();
+        assert!(try_lock(file.as_file(), LockKind::Exclusive).unwrap().is_ok());
+        let holder = try_lock(&again, LockKind::Shared).unwrap().unwrap_err();
+        assert_eq!(holder.pid, Some(std::process::id()));
+        assert!(holder.program.is_some());
+        drop(file);
+        assert!(try_lock(&again, LockKind::Exclusive).unwrap().is_ok(), "the lock died with its holder");
+    }
+
+    #[test]
+    fn readers_share() {
+        let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+        let again = File::open(file.path()).unwrap();
+        assert!(try_lock(file.as_file(), LockKind::Shared).unwrap().is_ok());
+        assert!(try_lock(&again, LockKind::Shared).unwrap().is_ok());
+        assert!(try_lock(&again, LockKind::Exclusive).unwrap().is_err());
+    }
+
+    #[test]
+    fn the_right_line_of_the_locks_is_read() {
+        let locks = "1: POSIX  ADVISORY  WRITE 11 00:1a:77 0 EOF\n\
+                     2: FLOCK  ADVISORY  WRITE 22 00:1b:77 0 EOF\n\
+                     2: -> FLOCK  ADVISORY  WRITE 33 00:1a:77 0 EOF\n\
+                     3: FLOCK  ADVISORY  WRITE 44 00:1a:77 0 EOF\n";
+        let device = libc::makedev(0, 0x1a);
+        assert_eq!(pid_in_locks(locks, device, 77), Some(44));
+        assert_eq!(pid_in_locks(locks, libc::makedev(9, 9), 77), Some(22));
+        assert_eq!(pid_in_locks(locks, device, 78), None);
+    }
+}

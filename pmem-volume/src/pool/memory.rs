@@ -1,0 +1,124 @@
+//! Lending chunks as memory.
+
+use super::buddy::Placement;
+use super::chunk::{Extent, Run};
+use super::table::Owner;
+use super::{Pool, PoolError, State};
+use crate::CHUNK_BYTES;
+use crate::media::MediaError;
+
+impl Pool {
+    /// Takes `size_bytes`, a multiple of 2 MiB, to be used as memory: the largest extents there are first, together
+    /// exactly that size. All of it reads as zeros. STRG is never lent.
+    ///
+    /// At return the chunks are durably marked: whatever happens now, they are erased before anybody else gets them.
+    ///
+    /// 1. Owner words and wear counts, persist.
+    /// 2. Only then do the extents leave this function.
+    pub fn alloc_memory(&self, size_bytes: u64) -> Result<Vec<Extent>, PoolError> {
+        self.check_writable()?;
+        let chunks = chunk_count("memory size", size_bytes)?;
+        let mut state = self.lock_state();
+        let lendable = self.lendable_chunks(&state);
+        let reserved_chunks = self.reserved_chunks(&state);
+        let extents = match chunks {
+            Some(chunks) if chunks <= lendable => state.buddy.allocate(chunks, Placement::High),
+            _ => None,
+        };
+        let Some(extents) = extents else {
+            return Err(PoolError::PoolFull {
+                requested_bytes: size_bytes,
+                free_bytes: state.free_bytes(),
+                reserved_bytes: u64::from(reserved_chunks) * CHUNK_BYTES,
+            });
+        };
+        let runs: Vec<Run> = extents.iter().map(|extent| extent.run()).collect();
+        self.latch(self.mark(&runs, |_| Owner::Memory))?;
+        state.counts.memory += runs.iter().map(|run| run.chunks).sum::<u32>();
+        Ok(extents)
+    }
+
+    /// Takes lent chunks back: extents as they were lent, or any aligned part of them. They are erased, and free when
+    /// this returns; blocks of a pool on tmpfs are given back to the host. The caller has unmapped them.
+    ///
+    /// 1. Marked to be erased, so that nobody gives them back twice.
+    /// 2. Erased, durably, while others may use the pool.
+    /// 3. Free. This need not be durable: lost, it means that they are erased once more.
+    pub fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError> {
+        self.check_writable()?;
+        let runs: Vec<Run> = extents.iter().map(|extent| extent.run()).collect();
+        let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
+        {
+            let mut state = self.lock_state();
+            self.check_lent(extents)?;
+            for chunk in runs.iter().flat_map(|run| run.ids()) {
+                self.latch(self.table.set_owner(self.media(), chunk, Owner::Scrub))?;
+            }
+            state.counts.memory -= chunks;
+            state.counts.scrubbing += chunks;
+        }
+        self.scrub_and_free(&runs)
+    }
+
+    /// Steps 2 and 3 of giving chunks back. They are marked and counted as being scrubbed.
+    pub(super) fn scrub_and_free(&self, runs: &[Run]) -> Result<(), PoolError> {
+        let ranges: Vec<_> = runs.iter().map(|run| run.byte_range()).collect();
+        self.latch(self.media().erase(&ranges))?;
+        let mut state = self.lock_state();
+        for chunk in runs.iter().flat_map(|run| run.ids()) {
+            self.latch(self.table.set_owner(self.media(), chunk, Owner::Free))?;
+        }
+        for run in runs {
+            state.counts.scrubbing -= run.chunks;
+            state.buddy.free_run(*run);
+        }
+        Ok(())
+    }
+
+    /// Stores an owner for each chunk of the runs, counts one more use of it, and persists. The closure gets the
+    /// chunk's place in the runs.
+    pub(super) fn mark(&self, runs: &[Run], owner: impl Fn(u32) -> Owner) -> Result<(), MediaError> {
+        let media = self.media();
+        for (place, chunk) in runs.iter().flat_map(|run| run.ids()).enumerate() {
+            self.table.set_owner(media, chunk, owner(place as u32))?;
+            self.table.count_use(media, chunk)?;
+        }
+        self.persist_entries(runs)
+    }
+
+    /// Is every chunk of the extents lent, and none of them named twice?
+    fn check_lent(&self, extents: &[Extent]) -> Result<(), PoolError> {
+        let mut sorted = extents.to_vec();
+        sorted.sort_unstable();
+        for (at, extent) in sorted.iter().enumerate() {
+            let not_lent = || PoolError::NotLent { extent: *extent };
+            let end = extent.start.0.checked_add(extent.chunks()).filter(|end| *end <= self.table.entries());
+            let twice = at > 0 && sorted[at - 1].start.0 + sorted[at - 1].chunks() > extent.start.0;
+            if end.is_none() || twice || extent.order > super::MAX_ORDER {
+                return Err(not_lent());
+            }
+            for chunk in extent.run().ids() {
+                if self.latch(self.table.owner(self.media(), chunk))? != Ok(Owner::Memory) {
+                    return Err(not_lent());
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl State {
+    /// Bytes that are free.
+    pub(super) fn free_bytes(&self) -> u64 {
+        u64::from(self.buddy.free_chunks()) * CHUNK_BYTES
+    }
+}
+
+/// Checks that a size is a positive multiple of 2 MiB. `None`: more chunks than any pool has.
+pub(super) fn chunk_count(what: &'static str, size_bytes: u64) -> Result<Option<u32>, PoolError> {
+    if size_bytes == 0 || !size_bytes.is_multiple_of(CHUNK_BYTES) {
+        let rule = "is not a positive multiple of 2 MiB".to_owned();
+        return Err(PoolError::Size { what, value: size_bytes, rule });
+    }
+    Ok(u32::try_from(size_bytes / CHUNK_BYTES).ok())
+}

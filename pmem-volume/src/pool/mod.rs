@@ -1,0 +1,270 @@
+//! The pool: a file of persistent memory, cut into chunks that memory and volumes share.
+//!
+//! What the pool knows is on the media (`docs/format.md`); what is kept in memory is derived from it at open: the
+//! free chunks by order, and each volume's chunks by index. Every change follows one rule: what it leads to is
+//! durable before the one word or record that makes it count.
+//!
+//! - A free chunk reads as zeros. So chunks are erased before they become free, and whoever gets one next, guest or
+//!   volume, reads nothing of the last owner's.
+//! - A chunk is marked as lent before anybody gets it. So a crash leaves no chunk that holds memory and looks clean.
+//! - A chunk belongs to a volume when its owner word says so and the volume's record covers its index. So a volume is
+//!   made by marking chunks first and writing the record last, and deleted the other way round.
+
+mod buddy;
+mod check;
+mod chunk;
+mod create;
+mod error;
+mod findings;
+pub mod layout;
+mod lock;
+mod memory;
+mod mirrored;
+mod open;
+mod redo_log;
+mod scan;
+mod superblock;
+mod table;
+#[cfg(test)]
+mod tests;
+mod volume;
+mod volume_record;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, OnceLock};
+
+use serde::Serialize;
+use uuid::Uuid;
+
+pub use check::{CheckReport, VolumeCheck};
+pub use chunk::{ChunkId, Extent, MAX_ORDER, Run};
+pub use error::PoolError;
+pub use findings::{Finding, Severity};
+pub use lock::Holder;
+pub use open::OpenMode;
+pub use superblock::SuperblockError;
+pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeSize};
+pub use volume_record::{NameError, VolumeFormat, VolumeName};
+
+use crate::CHUNK_BYTES;
+use crate::media::{Durability, FileMedia, Media, MediaError};
+use buddy::Buddy;
+use scan::VolumeEntry;
+use superblock::Superblock;
+use table::{ChunkTable, Slot};
+
+/// Smallest pool: two chunks of metadata and two to use.
+pub const MIN_POOL_BYTES: u64 = 4 * CHUNK_BYTES;
+/// Largest pool, 512 TiB: what a chunk number on the media can count.
+pub const MAX_POOL_BYTES: u64 = layout::MAX_CHUNKS * CHUNK_BYTES;
+
+/// Where the pool's bytes are.
+enum Backing {
+    /// A file, as always outside tests.
+    File(FileMedia),
+    /// Something else that behaves like it.
+    #[cfg(test)]
+    Other(Box<dyn Media>),
+}
+
+impl Backing {
+    fn media(&self) -> &dyn Media {
+        match self {
+            Backing::File(media) => media,
+            #[cfg(test)]
+            Backing::Other(media) => media.as_ref(),
+        }
+    }
+}
+
+/// An open pool. All methods may be called from any thread.
+pub struct Pool {
+    path: PathBuf,
+    mode: OpenMode,
+    backing: Backing,
+    superblock: Superblock,
+    table: ChunkTable,
+    /// The first failure of the media; set once, and then the pool is read-only.
+    latched: OnceLock<String>,
+    state: Mutex<State>,
+}
+
+/// What is derived from the media at open, and kept in step with it.
+struct State {
+    buddy: Buddy,
+    volumes: BTreeMap<Slot, VolumeEntry>,
+    /// Volumes that somebody in this process has open.
+    open_volumes: Vec<Slot>,
+    counts: Counts,
+    /// What was found at open. For reports; a pool open for writing has put it right.
+    findings: Vec<Finding>,
+}
+
+/// Chunks by state, except the free ones, which the buddy counts.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    metadata: u32,
+    memory: u32,
+    volume: u32,
+    scrubbing: u32,
+    retired: u32,
+}
+
+/// Bytes of a pool by state, and what is known about it. The states add up to the total.
+#[derive(Clone, Debug, Serialize)]
+pub struct PoolInfo {
+    /// Identity of the pool.
+    pub uuid: Uuid,
+    /// Version of its format.
+    pub format_version: u32,
+    /// What a completed flush survives.
+    pub durability: Durability,
+    /// The whole pool.
+    pub total_bytes: u64,
+    /// Kept for volumes, never lent as memory.
+    pub strg_bytes: u64,
+    /// The pool's own data.
+    pub metadata_bytes: u64,
+    /// Owned by volumes.
+    pub volume_bytes: u64,
+    /// Lent as memory.
+    pub memory_bytes: u64,
+    /// Waiting to be erased, or unreadable.
+    pub scrubbing_bytes: u64,
+    /// Taken out of use: bad media.
+    pub retired_bytes: u64,
+    /// Free.
+    pub free_bytes: u64,
+    /// How much of what is free may be lent as memory: all but what STRG still has to keep for volumes.
+    pub lendable_bytes: u64,
+    /// The largest power-of-two extent that is free, up to 2 GiB.
+    pub largest_free_extent_bytes: u64,
+    /// The longest run of free chunks.
+    pub longest_free_run_bytes: u64,
+    /// Number of volumes.
+    pub volumes: u32,
+    /// Why the pool is read-only, if a write to it failed.
+    pub latched: Option<String>,
+}
+
+impl Pool {
+    /// The path that the pool was opened by.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The pool's file, to map extents of it (MAP_SHARED, at [`Extent::offset_bytes`]).
+    pub fn file(&self) -> &File {
+        match &self.backing {
+            Backing::File(media) => media.file(),
+            #[cfg(test)]
+            Backing::Other(_) => panic!("a simulated pool has no file"),
+        }
+    }
+
+    /// Who has the pool open for writing, this process included, or somebody who reads it.
+    pub fn holder(&self) -> Option<Holder> {
+        lock::holder(self.file())
+    }
+
+    /// Identity of the pool.
+    pub fn uuid(&self) -> Uuid {
+        self.superblock.uuid
+    }
+
+    /// What a completed flush survives.
+    pub fn durability(&self) -> Durability {
+        self.media().durability()
+    }
+
+    /// Is the pool open for writing, and has no write to it failed?
+    pub fn is_writable(&self) -> bool {
+        self.check_writable().is_ok()
+    }
+
+    /// Bytes by state.
+    pub fn info(&self) -> PoolInfo {
+        let state = self.lock_state();
+        let bytes = |chunks: u32| u64::from(chunks) * CHUNK_BYTES;
+        let counts = state.counts;
+        PoolInfo {
+            uuid: self.superblock.uuid,
+            format_version: layout::FORMAT_VERSION,
+            durability: self.durability(),
+            total_bytes: self.superblock.size_bytes(),
+            strg_bytes: self.superblock.strg_bytes,
+            metadata_bytes: bytes(counts.metadata),
+            volume_bytes: bytes(counts.volume),
+            memory_bytes: bytes(counts.memory),
+            scrubbing_bytes: bytes(counts.scrubbing),
+            retired_bytes: bytes(counts.retired),
+            free_bytes: bytes(state.buddy.free_chunks()),
+            lendable_bytes: bytes(self.lendable_chunks(&state)),
+            largest_free_extent_bytes: state.buddy.largest_order().map_or(0, |order| bytes(1 << order)),
+            longest_free_run_bytes: bytes(state.buddy.longest_run()),
+            volumes: state.volumes.len() as u32,
+            latched: self.latched.get().cloned(),
+        }
+    }
+
+    /// What was found on the media at open. A pool open for writing has put right what could be.
+    pub fn findings_at_open(&self) -> Vec<Finding> {
+        self.lock_state().findings.clone()
+    }
+
+    /// Free chunks beyond those that STRG still has to keep: its size less what volumes have already.
+    fn lendable_chunks(&self, state: &State) -> u32 {
+        state.buddy.free_chunks().saturating_sub(self.reserved_chunks(state))
+    }
+
+    fn reserved_chunks(&self, state: &State) -> u32 {
+        let strg_chunks = (self.superblock.strg_bytes / CHUNK_BYTES) as u32;
+        strg_chunks.saturating_sub(state.counts.volume).min(state.buddy.free_chunks())
+    }
+
+    fn media(&self) -> &dyn Media {
+        self.backing.media()
+    }
+
+    fn lock_state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no code panics while it holds the pool's state")
+    }
+
+    fn check_writable(&self) -> Result<(), PoolError> {
+        if self.mode != OpenMode::ReadWrite {
+            return Err(PoolError::ReadOnly { path: self.path.clone() });
+        }
+        match self.latched.get() {
+            Some(cause) => Err(PoolError::Latched { path: self.path.clone(), cause: cause.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Passes a result of the media on; the first failure latches the pool read-only, because from then on nobody
+    /// knows what is durable.
+    fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, PoolError> {
+        result.map_err(|error| {
+            let cause = match &error {
+                MediaError::Io { source, .. } => format!("{error}: {source}"),
+                MediaError::ReadOnly => error.to_string(),
+            };
+            // Only the first cause is kept.
+            let _ = self.latched.set(cause);
+            PoolError::Media(error)
+        })
+    }
+
+    /// Persists the table entries of runs.
+    fn persist_entries(&self, runs: &[Run]) -> Result<(), MediaError> {
+        let ranges: Vec<_> = runs.iter().map(|run| self.table.byte_range(*run)).collect();
+        self.media().persist(&ranges)
+    }
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pool").field("path", &self.path).field("mode", &self.mode).finish_non_exhaustive()
+    }
+}

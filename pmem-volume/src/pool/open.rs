@@ -1,0 +1,262 @@
+//! Opening a pool: find the superblock, redo what was committed, put away what was not.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, OnceLock};
+
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::buddy::Buddy;
+use super::chunk::Run;
+use super::findings::{Finding, Severity};
+use super::layout::{
+    FORMAT_VERSION, SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes,
+    VolumeRecordBytes,
+};
+use super::lock::{LockKind, try_lock};
+use super::mirrored::{self, Copies, Mirrored};
+use super::redo_log::{self, LogState};
+use super::scan::{Scan, scan};
+use super::superblock::Superblock;
+use super::table::{ChunkTable, Owner};
+use super::{Backing, Counts, Pool, PoolError, State};
+use crate::CHUNK_BYTES;
+use crate::media::{FileMedia, Media, MediaError};
+
+/// What a pool is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpenMode {
+    /// To change it. One at a time, and nobody reads meanwhile.
+    ReadWrite,
+    /// To look at it as it is: nothing is put right. Readers share.
+    ReadOnly,
+    /// To look at it while somebody else may change it: no lock is taken. Good for a rough picture, such as bytes by
+    /// state; not for volumes' content.
+    Peek,
+}
+
+/// How often a peek is taken again when what it saw was being changed.
+const PEEK_ATTEMPTS: u32 = 5;
+
+impl Pool {
+    /// Opens a pool. Opening it for writing also redoes a committed transaction of the log, writes damaged copies
+    /// again from the good ones, and erases and frees chunks that a crash left lent or half taken.
+    pub fn open(path: &Path, mode: OpenMode) -> Result<Arc<Pool>, PoolError> {
+        let mut attempts = if mode == OpenMode::Peek { PEEK_ATTEMPTS } else { 1 };
+        loop {
+            attempts -= 1;
+            match Self::open_once(path, mode) {
+                Err(PoolError::SuperblocksDamaged { .. }) if attempts > 0 => {}
+                Ok(pool)
+                    if attempts > 0
+                        && pool.findings_at_open().iter().any(|f| f.severity() > Severity::Note) => {}
+                result => return result,
+            }
+        }
+    }
+
+    fn open_once(path: &Path, mode: OpenMode) -> Result<Arc<Pool>, PoolError> {
+        let file = open_file(path, mode)?;
+        let kind = match mode {
+            OpenMode::ReadWrite => Some(LockKind::Exclusive),
+            OpenMode::ReadOnly => Some(LockKind::Shared),
+            OpenMode::Peek => None,
+        };
+        if let Some(kind) = kind {
+            try_lock(&file, kind)
+                .map_err(|source| PoolError::File { path: path.to_owned(), action: "lock", source })?
+                .map_err(|holder| PoolError::InUse { path: path.to_owned(), holder })?;
+        }
+        let (superblock, findings) = read_superblock(path, &file, mode)?;
+        let media = FileMedia::new(file, superblock.size_bytes(), mode == OpenMode::ReadWrite)?;
+        Self::from_media(path.to_owned(), mode, Backing::File(media), superblock, findings)
+    }
+
+    /// The rest of opening, once there is media and a superblock.
+    ///
+    /// 1. Redo a committed transaction.
+    /// 2. Look at everything, and stop if it cannot be trusted.
+    /// 3. Put right: copies, wear words, chunks to be erased. Each step may be repeated after a crash in it.
+    pub(super) fn from_media(
+        path: PathBuf,
+        mode: OpenMode,
+        backing: Backing,
+        superblock: Superblock,
+        mut findings: Vec<Finding>,
+    ) -> Result<Arc<Pool>, PoolError> {
+        let media = backing.media();
+        let writable = mode == OpenMode::ReadWrite;
+        let log = redo_log::read(media, &superblock)?;
+        match &log {
+            LogState::Empty => {}
+            LogState::Damaged(reason) => findings.push(Finding::LogDamaged { reason }),
+            LogState::Committed(entries) => findings.push(Finding::LogPending { entries: entries.len() }),
+        }
+        refuse_fatal(&path, writable, &findings)?;
+        if let (true, LogState::Committed(entries)) = (writable, &log) {
+            redo_log::replay(media, &superblock, entries)?;
+        }
+        let mut scan = scan(media, &superblock)?;
+        findings.append(&mut scan.findings);
+        refuse_fatal(&path, writable, &findings)?;
+        if writable {
+            put_right(media, &superblock, &findings, &mut scan)?;
+        }
+        let table = ChunkTable::new(&superblock);
+        let state = Mutex::new(State::new(&superblock, scan, findings));
+        Ok(Arc::new(Pool { path, mode, backing, superblock, table, latched: OnceLock::new(), state }))
+    }
+}
+
+impl State {
+    fn new(superblock: &Superblock, scan: Scan, findings: Vec<Finding>) -> Self {
+        let mut buddy = Buddy::default();
+        scan.free.iter().for_each(|run| buddy.free_run(*run));
+        let volume = scan.volumes.values().map(|v| v.allocated()).sum();
+        let mut counts = Counts {
+            metadata: scan.metadata_chunks,
+            memory: scan.memory_chunks,
+            volume,
+            scrubbing: 0,
+            retired: scan.retired_chunks,
+        };
+        // Whatever is left: waiting to be erased, or unreadable in a pool that is only looked at.
+        let known = counts.metadata + counts.memory + counts.volume + counts.retired + buddy.free_chunks();
+        counts.scrubbing = superblock.chunks - known;
+        State { buddy, volumes: scan.volumes, open_volumes: vec![], counts, findings }
+    }
+}
+
+fn refuse_fatal(path: &Path, writable: bool, findings: &[Finding]) -> Result<(), PoolError> {
+    match findings.iter().find(|f| f.severity() == Severity::Fatal) {
+        Some(first) if writable => Err(PoolError::Damaged {
+            path: path.to_owned(),
+            first: Box::new(first.clone()),
+            count: findings.iter().filter(|f| f.severity() > Severity::Note).count(),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Writes damaged and stale copies again, and erases what is to be erased.
+fn put_right(
+    media: &dyn Media,
+    superblock: &Superblock,
+    findings: &[Finding],
+    scan: &mut Scan,
+) -> Result<(), MediaError> {
+    // Copied as bytes: a good copy may have compatible features that this code does not know.
+    for finding in findings {
+        if let Finding::SuperblockCopy { copy } | Finding::SuperblockStale { copy } = finding {
+            heal::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS, *copy)?;
+        }
+    }
+    for (slot, copy) in &scan.to_heal {
+        heal::<VolumeRecordBytes>(media, superblock.volume_record_offsets(*slot), *copy)?;
+    }
+    let table = ChunkTable::new(superblock);
+    for chunk in &scan.bad_wear {
+        table.set_wear(media, *chunk, 0)?;
+    }
+    // 1. Erase, durably. 2. Only then free.
+    let to_scrub = std::mem::take(&mut scan.to_scrub);
+    let ranges: Vec<_> = to_scrub.iter().map(|run| run.byte_range()).collect();
+    media.erase(&ranges)?;
+    for chunk in to_scrub.iter().flat_map(|run| run.ids()) {
+        table.set_owner(media, chunk, Owner::Free)?;
+    }
+    let entries: Vec<_> = to_scrub.iter().map(|run| table.byte_range(*run)).collect();
+    media.persist(&entries)?;
+    scan.memory_chunks = 0;
+    scan.free.extend::<Vec<Run>>(to_scrub);
+    Ok(())
+}
+
+/// Writes one copy of a record again from the other.
+fn heal<T: Mirrored>(media: &dyn Media, offsets: [u64; 2], copy: usize) -> Result<(), MediaError> {
+    let mut good = T::new_zeroed();
+    media.read(offsets[1 - copy], good.as_mut_bytes())?;
+    mirrored::write_copy(media, offsets[copy], &good)
+}
+
+fn open_file(path: &Path, mode: OpenMode) -> Result<File, PoolError> {
+    let file_error = |source: io::Error| match source.kind() {
+        io::ErrorKind::NotFound => PoolError::Missing { path: path.to_owned() },
+        io::ErrorKind::IsADirectory => PoolError::NotAFile { path: path.to_owned(), kind: "a directory" },
+        _ => PoolError::File { path: path.to_owned(), action: "open", source },
+    };
+    // Not to hang on a named pipe that has no reader.
+    let mut options = OpenOptions::new();
+    options.read(true).write(mode == OpenMode::ReadWrite).custom_flags(libc::O_NONBLOCK);
+    let file = options.open(path).map_err(file_error)?;
+    let kind = file.metadata().map_err(file_error)?.file_type();
+    let not_a_file = |kind| Err(PoolError::NotAFile { path: path.to_owned(), kind });
+    if kind.is_file() {
+        Ok(file)
+    } else if kind.is_dir() {
+        not_a_file("a directory")
+    } else if kind.is_block_device() {
+        not_a_file("a block device, which this version does not serve")
+    } else if kind.is_char_device() {
+        not_a_file("a character device, which this version does not serve")
+    } else {
+        not_a_file("a pipe or socket")
+    }
+}
+
+/// Reads and verifies the superblocks with pread(), before anything is mapped: a file that is too short must be an
+/// error, not a SIGBUS.
+fn read_superblock(
+    path: &Path,
+    file: &File,
+    mode: OpenMode,
+) -> Result<(Superblock, Vec<Finding>), PoolError> {
+    let path = || path.to_owned();
+    let file_error = |source| PoolError::File { path: path(), action: "read", source };
+    let file_bytes = file.metadata().map_err(file_error)?.len();
+    let mut copies = [SuperblockBytes::new_zeroed(), SuperblockBytes::new_zeroed()];
+    for (copy, offset) in copies.iter_mut().zip(SUPERBLOCK_OFFSETS) {
+        // A copy behind the end of the file stays zero, which is not a superblock.
+        if offset + SUPERBLOCK_BYTES <= file_bytes {
+            file.read_exact_at(copy.as_mut_bytes(), offset).map_err(file_error)?;
+        }
+    }
+    let any_magic = copies.iter().any(|copy| copy.magic == SUPERBLOCK_MAGIC);
+    let mut findings = Vec::new();
+    let bytes = match mirrored::choose(copies) {
+        Copies::Agree(bytes) => bytes,
+        Copies::Stale { current, stale: copy } => {
+            findings.push(Finding::SuperblockStale { copy });
+            current
+        }
+        Copies::Damaged { current, damaged: copy } => {
+            findings.push(Finding::SuperblockCopy { copy });
+            current
+        }
+        Copies::Lost if any_magic => return Err(PoolError::SuperblocksDamaged { path: path() }),
+        Copies::Lost => return Err(PoolError::NotAPool { path: path() }),
+    };
+    let version = bytes.version.get();
+    if version != FORMAT_VERSION {
+        return Err(PoolError::Version { path: path(), version, supported: FORMAT_VERSION });
+    }
+    let features = bytes.features_incompatible.get();
+    if features != 0 {
+        return Err(PoolError::Features { path: path(), features, hint: "" });
+    }
+    let features = bytes.features_read_only.get();
+    if features != 0 && mode == OpenMode::ReadWrite {
+        return Err(PoolError::Features { path: path(), features, hint: " well enough to change it" });
+    }
+    let superblock =
+        Superblock::parse(&bytes).map_err(|source| PoolError::SuperblockInvalid { path: path(), source })?;
+    let pool_bytes = superblock.size_bytes();
+    debug_assert!(pool_bytes.is_multiple_of(CHUNK_BYTES));
+    match file_bytes.cmp(&pool_bytes) {
+        std::cmp::Ordering::Less => Err(PoolError::Truncated { path: path(), file_bytes, pool_bytes }),
+        std::cmp::Ordering::Greater => Err(PoolError::Enlarged { path: path(), file_bytes, pool_bytes }),
+        std::cmp::Ordering::Equal => Ok((superblock, findings)),
+    }
+}

@@ -1,0 +1,111 @@
+//! The redo log: a transaction of many words that counts as a whole or not at all.
+//!
+//! No operation of this version needs one (each commits by a single word or record), so the log of a pool it wrote is
+//! empty. Replay is here from the start, so that a pool on which a later version died opens here all the same.
+
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
+
+use super::layout::{LOG_COMMITTED, LOG_MAGIC, LogEntryBytes, LogHeaderBytes};
+use super::superblock::Superblock;
+use crate::media::{Media, MediaError};
+
+/// What the log holds.
+#[derive(Debug)]
+pub(crate) enum LogState {
+    /// No transaction.
+    Empty,
+    /// A committed transaction: these words are to be stored.
+    Committed(Vec<LogEntryBytes>),
+    /// A commit word without a transaction that fits it.
+    Damaged(&'static str),
+}
+
+/// The log's head for a new pool.
+pub(crate) fn empty_header() -> LogHeaderBytes {
+    let mut header = LogHeaderBytes::new_zeroed();
+    header.magic = LOG_MAGIC;
+    header
+}
+
+fn checksum(header: &LogHeaderBytes, entries: &[LogEntryBytes]) -> u32 {
+    let mut crc = crc32fast::Hasher::new();
+    crc.update(&header.magic);
+    crc.update(header.entries.as_bytes());
+    crc.update(entries.as_bytes());
+    crc.finalize()
+}
+
+/// Reads and verifies the log.
+pub(crate) fn read(media: &dyn Media, superblock: &Superblock) -> Result<LogState, MediaError> {
+    const HEADER_BYTES: u64 = size_of::<LogHeaderBytes>() as u64;
+    const ENTRY_BYTES: u64 = size_of::<LogEntryBytes>() as u64;
+    if superblock.log_bytes < HEADER_BYTES {
+        return Ok(LogState::Empty);
+    }
+    let mut header = LogHeaderBytes::new_zeroed();
+    media.read(superblock.log_offset, header.as_mut_bytes())?;
+    if header.magic != LOG_MAGIC {
+        return Ok(LogState::Damaged("its magic is wrong"));
+    }
+    if header.commit == 0 {
+        return Ok(LogState::Empty);
+    }
+    let count = header.entries.get();
+    if count > (superblock.log_bytes - HEADER_BYTES) / ENTRY_BYTES {
+        return Ok(LogState::Damaged("it has more entries than there is room for"));
+    }
+    let mut bytes = vec![0; (count * ENTRY_BYTES) as usize];
+    media.read(superblock.log_offset + HEADER_BYTES, &mut bytes)?;
+    let entries =
+        <[LogEntryBytes]>::ref_from_bytes(&bytes).expect("a multiple of an entry, which needs no alignment");
+    let crc = checksum(&header, entries);
+    if header.checksum != u64::from(crc) || header.commit != LOG_COMMITTED | u64::from(crc) {
+        return Ok(LogState::Damaged("its checksum is wrong"));
+    }
+    let tables = superblock.tables();
+    let is_allowed = |entry: &LogEntryBytes| {
+        let offset = entry.offset.get();
+        offset.is_multiple_of(8) && tables.iter().any(|t| t.start <= offset && offset < t.end)
+    };
+    if !entries.iter().all(is_allowed) {
+        return Ok(LogState::Damaged("it stores outside the tables"));
+    }
+    Ok(LogState::Committed(entries.to_vec()))
+}
+
+/// Stores the words of a committed transaction and empties the log. Doing it again changes nothing.
+///
+/// 1. The words, persist.
+/// 2. Commit word zero, persist: only now is the log free for another transaction.
+pub(crate) fn replay(
+    media: &dyn Media,
+    superblock: &Superblock,
+    entries: &[LogEntryBytes],
+) -> Result<(), MediaError> {
+    let mut ranges = Vec::with_capacity(entries.len());
+    for entry in entries {
+        let offset = entry.offset.get();
+        media.store_word(offset, entry.word.get())?;
+        ranges.push(offset..offset + 8);
+    }
+    media.persist(&ranges)?;
+    let commit = superblock.log_offset + std::mem::offset_of!(LogHeaderBytes, commit) as u64;
+    media.store_word(commit, 0)?;
+    media.persist_range(commit..commit + 8)
+}
+
+/// Writes a committed transaction, as a later version would leave it behind at a crash.
+#[cfg(test)]
+pub(crate) fn write_for_test(media: &dyn Media, superblock: &Superblock, words: &[(u64, u64)]) {
+    let entries: Vec<_> = words
+        .iter()
+        .map(|(offset, word)| LogEntryBytes { offset: (*offset).into(), word: (*word).into() })
+        .collect();
+    let mut header = empty_header();
+    header.entries.set(entries.len() as u64);
+    let crc = u64::from(checksum(&header, &entries));
+    header.checksum.set(crc);
+    header.commit.set(LOG_COMMITTED | crc);
+    media.store(superblock.log_offset + size_of::<LogHeaderBytes>() as u64, entries.as_bytes()).unwrap();
+    media.store(superblock.log_offset, header.as_bytes()).unwrap();
+}

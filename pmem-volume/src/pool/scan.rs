@@ -1,0 +1,195 @@
+//! One pass over a pool's tables: who owns what, and what is not as it should be. It changes nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::chunk::{ChunkId, Run, runs};
+use super::findings::Finding;
+use super::layout::VolumeRecordBytes;
+use super::mirrored::{self, Copies};
+use super::superblock::Superblock;
+use super::table::{ChunkTable, Owner, Slot};
+use super::volume_record::VolumeRecord;
+use crate::media::{Media, MediaError};
+
+/// No chunk at this index.
+pub(crate) const NO_CHUNK: ChunkId = ChunkId(u32::MAX);
+
+/// A live volume and its chunks by logical index.
+#[derive(Debug)]
+pub(crate) struct VolumeEntry {
+    pub(crate) record: VolumeRecord,
+    pub(crate) chunks: Vec<ChunkId>,
+}
+
+impl VolumeEntry {
+    /// Chunks that the volume has.
+    pub(crate) fn allocated(&self) -> u32 {
+        self.chunks.iter().filter(|c| **c != NO_CHUNK).count() as u32
+    }
+}
+
+/// What the tables say.
+#[derive(Debug, Default)]
+pub(crate) struct Scan {
+    pub(crate) findings: Vec<Finding>,
+    pub(crate) volumes: BTreeMap<Slot, VolumeEntry>,
+    pub(crate) free: Vec<Run>,
+    /// Lent, unscrubbed, or left over: to be erased, then free.
+    pub(crate) to_scrub: Vec<Run>,
+    pub(crate) metadata_chunks: u32,
+    pub(crate) memory_chunks: u32,
+    pub(crate) retired_chunks: u32,
+    /// Copies of volume records to be written again from the other one.
+    pub(crate) to_heal: Vec<(Slot, usize)>,
+    /// Wear words to be started anew.
+    pub(crate) bad_wear: Vec<ChunkId>,
+}
+
+/// Reads the volume tables and the chunk table. The log must be empty or replayed.
+pub(crate) fn scan(media: &dyn Media, superblock: &Superblock) -> Result<Scan, MediaError> {
+    let mut scan = Scan::default();
+    // Slots whose record cannot be believed: their chunks are nobody's to take.
+    let unknown = scan.read_volumes(media, superblock)?;
+    scan.read_chunks(media, superblock, &unknown)?;
+    scan.find_missing_indexes();
+    Ok(scan)
+}
+
+impl Scan {
+    fn read_volumes(
+        &mut self,
+        media: &dyn Media,
+        superblock: &Superblock,
+    ) -> Result<BTreeSet<Slot>, MediaError> {
+        let mut unknown = BTreeSet::new();
+        let mut names = BTreeSet::new();
+        for slot in superblock.slots() {
+            let copies = mirrored::read::<VolumeRecordBytes>(media, superblock.volume_record_offsets(slot))?;
+            let bytes = match copies {
+                Copies::Agree(bytes) => bytes,
+                Copies::Stale { current, stale: copy } => {
+                    self.findings.push(Finding::VolumeRecordStale { slot: slot.0, copy });
+                    self.to_heal.push((slot, copy));
+                    current
+                }
+                Copies::Damaged { current, damaged: copy } => {
+                    self.findings.push(Finding::VolumeRecordCopy { slot: slot.0, copy });
+                    self.to_heal.push((slot, copy));
+                    current
+                }
+                Copies::Lost => {
+                    self.findings.push(Finding::VolumeRecordLost { slot: slot.0 });
+                    unknown.insert(slot);
+                    continue;
+                }
+            };
+            let record = match VolumeRecord::parse(slot, &bytes) {
+                Ok(None) => continue,
+                Ok(Some(record)) if record.chunks <= superblock.chunks || record.thin => record,
+                Ok(Some(record)) => {
+                    let reason = format!("{} chunks in a pool of {}", record.chunks, superblock.chunks);
+                    self.findings.push(Finding::VolumeRecordInvalid { slot: slot.0, reason });
+                    unknown.insert(slot);
+                    continue;
+                }
+                Err(error) => {
+                    self.findings
+                        .push(Finding::VolumeRecordInvalid { slot: slot.0, reason: error.to_string() });
+                    unknown.insert(slot);
+                    continue;
+                }
+            };
+            if !names.insert(record.name.clone()) {
+                self.findings.push(Finding::VolumeNameTwice { name: record.name.to_string() });
+            }
+            let chunks = vec![NO_CHUNK; record.chunks as usize];
+            self.volumes.insert(slot, VolumeEntry { record, chunks });
+        }
+        Ok(unknown)
+    }
+
+    fn read_chunks(
+        &mut self,
+        media: &dyn Media,
+        superblock: &Superblock,
+        unknown: &BTreeSet<Slot>,
+    ) -> Result<(), MediaError> {
+        let table = ChunkTable::new(superblock);
+        let (mut free, mut lent, mut unscrubbed, mut leftover) = (vec![], vec![], vec![], vec![]);
+        for chunk in (0..table.entries()).map(ChunkId) {
+            if let Err(bad) = table.wear(media, chunk)? {
+                self.findings.push(Finding::WearWord { chunk, word: bad.0 });
+                self.bad_wear.push(chunk);
+            }
+            let owner = match table.owner(media, chunk)? {
+                Ok(owner) => owner,
+                Err(bad) => {
+                    self.findings.push(Finding::OwnerWord { chunk, word: bad.0 });
+                    continue;
+                }
+            };
+            if superblock.is_metadata(chunk) {
+                self.metadata_chunks += 1;
+                if owner != Owner::Metadata {
+                    self.findings.push(Finding::MetadataTaken { chunk, marked: format!("{owner:?}") });
+                }
+                continue;
+            }
+            match owner {
+                Owner::Free => free.push(chunk),
+                Owner::Memory => lent.push(chunk),
+                Owner::Scrub => unscrubbed.push(chunk),
+                Owner::Retired => self.retired_chunks += 1,
+                // A table was moved and a crash came before the superblock named the new one, or after.
+                Owner::Metadata => leftover.push(chunk),
+                Owner::Volume { slot, .. } if unknown.contains(&slot) => {}
+                Owner::Volume { slot, index } => {
+                    if !self.claim(slot, index, chunk) {
+                        leftover.push(chunk);
+                    }
+                }
+            }
+        }
+        self.memory_chunks = lent.len() as u32;
+        let count = |chunks: &Vec<ChunkId>| chunks.len() as u32;
+        let counted = [
+            Finding::StillLent { chunks: count(&lent) },
+            Finding::Unscrubbed { chunks: count(&unscrubbed) },
+            Finding::Leftover { chunks: count(&leftover) },
+        ];
+        self.findings.extend(counted.into_iter().filter(|finding| !finding.is_about_nothing()));
+        let mut to_scrub = [lent, unscrubbed, leftover].concat();
+        to_scrub.sort_unstable();
+        self.to_scrub = runs(to_scrub);
+        self.free = runs(free);
+        Ok(())
+    }
+
+    /// Puts a chunk into its volume. False: there is no such volume, or it ends before this index; the operation that
+    /// marked the chunk did not finish, or one that took it away did.
+    fn claim(&mut self, slot: Slot, index: u32, chunk: ChunkId) -> bool {
+        let Some(volume) = self.volumes.get_mut(&slot) else { return false };
+        let Some(place) = volume.chunks.get_mut(index as usize) else { return false };
+        if *place == NO_CHUNK {
+            *place = chunk;
+        } else {
+            let name = volume.record.name.to_string();
+            self.findings.push(Finding::IndexTwice { name, index, first: *place, second: chunk });
+        }
+        true
+    }
+
+    fn find_missing_indexes(&mut self) {
+        for volume in self.volumes.values().filter(|v| !v.record.thin) {
+            let missing = volume.record.chunks - volume.allocated();
+            if let Some(first) = volume.chunks.iter().position(|c| *c == NO_CHUNK) {
+                self.findings.push(Finding::IndexMissing {
+                    name: volume.record.name.to_string(),
+                    missing,
+                    chunks: volume.record.chunks,
+                    first_index: first as u32,
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! The superblock, verified.
+
+use std::ops::Range;
+
+use thiserror::Error;
+use uuid::Uuid;
+use zerocopy::FromZeros;
+
+use super::chunk::ChunkId;
+use super::layout::{
+    CHUNK_ENTRY_BYTES, CHUNK_TABLE_OFFSET, FORMAT_VERSION, LOG_BYTES, LOG_OFFSET, MAX_CHUNKS,
+    SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES,
+    VOLUME_SLOTS, VOLUME_TABLE_OFFSETS,
+};
+use super::mirrored;
+use super::table::Slot;
+use crate::CHUNK_BYTES;
+
+/// A field of a superblock that passes its checksum and still cannot be.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[error("superblock field {field} is {value:#x}, but {rule}")]
+pub struct SuperblockError {
+    /// Name in [`SuperblockBytes`].
+    pub field: &'static str,
+    /// What it says.
+    pub value: u64,
+    /// What must hold.
+    pub rule: &'static str,
+}
+
+/// What the superblock says, checked: every region lies inside the pool and every number fits its type.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Superblock {
+    pub(crate) sequence: u64,
+    pub(crate) uuid: Uuid,
+    pub(crate) chunks: u32,
+    pub(crate) strg_bytes: u64,
+    pub(crate) chunk_table_offset: u64,
+    pub(crate) volume_table_offsets: [u64; 2],
+    pub(crate) volume_slots: u32,
+    pub(crate) log_offset: u64,
+    pub(crate) log_bytes: u64,
+    pub(crate) created_unix_s: u64,
+}
+
+impl Superblock {
+    /// The superblock of a new pool. The caller has checked `chunks` and `strg_bytes`.
+    pub(crate) fn new(uuid: Uuid, created_unix_s: u64, chunks: u32, strg_bytes: u64) -> Self {
+        Self {
+            sequence: 1,
+            uuid,
+            chunks,
+            strg_bytes,
+            chunk_table_offset: CHUNK_TABLE_OFFSET,
+            volume_table_offsets: VOLUME_TABLE_OFFSETS,
+            volume_slots: VOLUME_SLOTS,
+            log_offset: LOG_OFFSET,
+            log_bytes: LOG_BYTES,
+            created_unix_s,
+        }
+    }
+
+    pub(crate) fn size_bytes(&self) -> u64 {
+        u64::from(self.chunks) * CHUNK_BYTES
+    }
+
+    /// Chunks that hold the pool's own data.
+    pub(crate) fn is_metadata(&self, chunk: ChunkId) -> bool {
+        let (start, end) = (chunk.offset_bytes(), chunk.offset_bytes() + CHUNK_BYTES);
+        self.regions().iter().any(|region| region.start < end && start < region.end)
+    }
+
+    /// Number of chunks for which [`Self::is_metadata`] holds.
+    pub(crate) fn metadata_chunks(&self) -> u32 {
+        let mut chunks: Vec<u64> =
+            self.regions().iter().flat_map(|r| r.start / CHUNK_BYTES..r.end.div_ceil(CHUNK_BYTES)).collect();
+        chunks.sort_unstable();
+        chunks.dedup();
+        chunks.len() as u32
+    }
+
+    /// Where the two copies of a volume's record lie.
+    pub(crate) fn volume_record_offsets(&self, slot: Slot) -> [u64; 2] {
+        assert!(u32::from(slot.0) < self.volume_slots);
+        self.volume_table_offsets.map(|table| table + u64::from(slot.0) * VOLUME_RECORD_BYTES)
+    }
+
+    pub(crate) fn slots(&self) -> impl Iterator<Item = Slot> + use<> {
+        (0..self.volume_slots).map(|slot| Slot(slot as u16))
+    }
+
+    /// The chunk table and the volume tables: where a transaction of the log may store.
+    pub(crate) fn tables(&self) -> [Range<u64>; 3] {
+        let table_bytes = u64::from(self.volume_slots) * VOLUME_RECORD_BYTES;
+        let [first, second] = self.volume_table_offsets;
+        let chunk_table_bytes = u64::from(self.chunks) * CHUNK_ENTRY_BYTES;
+        [
+            self.chunk_table_offset..self.chunk_table_offset + chunk_table_bytes,
+            first..first + table_bytes,
+            second..second + table_bytes,
+        ]
+    }
+
+    fn regions(&self) -> [Range<u64>; 6] {
+        let [chunk_table, volumes_a, volumes_b] = self.tables();
+        let [superblock_a, superblock_b] = SUPERBLOCK_OFFSETS.map(|at| at..at + SUPERBLOCK_BYTES);
+        let log = self.log_offset..self.log_offset + self.log_bytes;
+        [superblock_a, superblock_b, chunk_table, volumes_a, volumes_b, log]
+    }
+
+    /// The bytes, sealed.
+    pub(crate) fn to_bytes(&self) -> SuperblockBytes {
+        let mut bytes = SuperblockBytes::new_zeroed();
+        bytes.magic = SUPERBLOCK_MAGIC;
+        bytes.version.set(FORMAT_VERSION);
+        bytes.superblock_bytes.set(SUPERBLOCK_BYTES as u32);
+        bytes.sequence.set(self.sequence);
+        bytes.uuid = self.uuid.into_bytes();
+        bytes.size_bytes.set(self.size_bytes());
+        bytes.chunk_bytes.set(CHUNK_BYTES);
+        bytes.strg_bytes.set(self.strg_bytes);
+        bytes.chunk_table_offset.set(self.chunk_table_offset);
+        bytes.chunk_table_entries.set(u64::from(self.chunks));
+        bytes.volume_table_offsets[0].set(self.volume_table_offsets[0]);
+        bytes.volume_table_offsets[1].set(self.volume_table_offsets[1]);
+        bytes.volume_slots.set(self.volume_slots);
+        bytes.volume_record_bytes.set(VOLUME_RECORD_BYTES as u32);
+        bytes.log_offset.set(self.log_offset);
+        bytes.log_bytes.set(self.log_bytes);
+        bytes.created_unix_s.set(self.created_unix_s);
+        mirrored::seal(&mut bytes);
+        bytes
+    }
+
+    /// Verifies a whole superblock of version 1.
+    pub(crate) fn parse(bytes: &SuperblockBytes) -> Result<Self, SuperblockError> {
+        let field = |field, value, holds: bool, rule| {
+            if holds { Ok(value) } else { Err(SuperblockError { field, value, rule }) }
+        };
+        let size = bytes.size_bytes.get();
+        field(
+            "chunk_bytes",
+            bytes.chunk_bytes.get(),
+            bytes.chunk_bytes.get() == CHUNK_BYTES,
+            "chunks are 2 MiB",
+        )?;
+        let chunks = size / CHUNK_BYTES;
+        let fits = size.is_multiple_of(CHUNK_BYTES) && chunks > 0 && chunks <= MAX_CHUNKS;
+        field("size_bytes", size, fits, "a pool is a multiple of 2 MiB, up to 512 TiB")?;
+        let entries = bytes.chunk_table_entries.get();
+        field(
+            "chunk_table_entries",
+            entries,
+            entries == chunks,
+            "there is one entry for each chunk of the pool",
+        )?;
+        let record = bytes.volume_record_bytes.get();
+        let record_fits = u64::from(record) == VOLUME_RECORD_BYTES;
+        field("volume_record_bytes", u64::from(record), record_fits, "volume records are 256 bytes")?;
+        let slots = bytes.volume_slots.get();
+        field(
+            "volume_slots",
+            u64::from(slots),
+            slots <= 1 << 16,
+            "a chunk's owner word has 16 bits for a slot",
+        )?;
+        let superblock = Self {
+            sequence: bytes.sequence.get(),
+            uuid: Uuid::from_bytes(bytes.uuid),
+            chunks: chunks as u32,
+            strg_bytes: bytes.strg_bytes.get(),
+            chunk_table_offset: bytes.chunk_table_offset.get(),
+            volume_table_offsets: bytes.volume_table_offsets.map(|o| o.get()),
+            volume_slots: slots,
+            log_offset: bytes.log_offset.get(),
+            log_bytes: bytes.log_bytes.get(),
+            created_unix_s: bytes.created_unix_s.get(),
+        };
+        let inside = |offset: u64, length: u64| {
+            offset.is_multiple_of(8) && offset.checked_add(length).is_some_and(|end| end <= size)
+        };
+        let places = [
+            ("chunk_table_offset", superblock.chunk_table_offset, chunks * CHUNK_ENTRY_BYTES),
+            (
+                "volume_table_offsets",
+                superblock.volume_table_offsets[0],
+                u64::from(slots) * VOLUME_RECORD_BYTES,
+            ),
+            (
+                "volume_table_offsets",
+                superblock.volume_table_offsets[1],
+                u64::from(slots) * VOLUME_RECORD_BYTES,
+            ),
+            ("log_offset", superblock.log_offset, superblock.log_bytes),
+        ];
+        for (name, offset, length) in places {
+            field(name, offset, inside(offset, length), "each region is aligned to 8 and inside the pool")?;
+        }
+        let mut regions = superblock.regions();
+        regions.sort_by_key(|r| r.start);
+        for pair in regions.windows(2) {
+            field("offsets", pair[1].start, pair[0].end <= pair[1].start, "regions do not overlap")?;
+        }
+        let usable = u64::from(superblock.chunks - superblock.metadata_chunks()) * CHUNK_BYTES;
+        let strg = superblock.strg_bytes;
+        let strg_fits = strg.is_multiple_of(CHUNK_BYTES) && strg <= usable;
+        field(
+            "strg_bytes",
+            strg,
+            strg_fits,
+            "STRG is a multiple of 2 MiB and no more than the pool can hold",
+        )?;
+        Ok(superblock)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Superblock {
+        Superblock::new(Uuid::from_u128(7), 1_700_000_000, 512, 64 << 20)
+    }
+
+    #[test]
+    fn a_superblock_comes_back_as_it_went() {
+        assert_eq!(Superblock::parse(&sample().to_bytes()), Ok(sample()));
+    }
+
+    #[test]
+    fn the_first_chunks_are_metadata_as_far_as_the_table_goes() {
+        assert_eq!(sample().metadata_chunks(), 2);
+        let large = Superblock::new(Uuid::nil(), 0, 131_073, 0);
+        assert_eq!(large.metadata_chunks(), 3);
+        assert!(large.is_metadata(ChunkId(2)) && !large.is_metadata(ChunkId(3)));
+    }
+
+    #[test]
+    fn a_field_that_cannot_be_is_named() {
+        let broken = |change: fn(&mut SuperblockBytes)| {
+            let mut bytes = sample().to_bytes();
+            change(&mut bytes);
+            Superblock::parse(&bytes).unwrap_err().field
+        };
+        assert_eq!(broken(|b| b.chunk_bytes.set(4096)), "chunk_bytes");
+        assert_eq!(broken(|b| b.size_bytes.set(12345)), "size_bytes");
+        assert_eq!(broken(|b| b.size_bytes.set(0)), "size_bytes");
+        assert_eq!(broken(|b| b.size_bytes.set(u64::MAX - CHUNK_BYTES + 1)), "size_bytes");
+        assert_eq!(broken(|b| b.chunk_table_entries.set(511)), "chunk_table_entries");
+        assert_eq!(broken(|b| b.volume_slots.set(1 << 17)), "volume_slots");
+        assert_eq!(broken(|b| b.volume_record_bytes.set(512)), "volume_record_bytes");
+        assert_eq!(broken(|b| b.chunk_table_offset.set(u64::MAX - 7)), "chunk_table_offset");
+        assert_eq!(broken(|b| b.log_offset.set(4)), "log_offset");
+        assert_eq!(broken(|b| b.log_offset.set(0)), "offsets");
+        assert_eq!(broken(|b| b.volume_table_offsets[1].set(1 << 30)), "volume_table_offsets");
+        assert_eq!(broken(|b| b.strg_bytes.set(1)), "strg_bytes");
+        assert_eq!(broken(|b| b.strg_bytes.set(1 << 40)), "strg_bytes");
+    }
+}

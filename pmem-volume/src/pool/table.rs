@@ -1,0 +1,246 @@
+//! The chunk table: who owns each chunk, and how often it was written or lent.
+//!
+//! An entry is two words. Each is valid by itself, has its own checksum, and changes by one store that cannot tear:
+//! so a single entry needs no log, and a crash leaves it old or new.
+
+use std::ops::Range;
+
+use super::chunk::{ChunkId, Run};
+use super::layout::{CHUNK_ENTRY_BYTES, MAX_CHUNKS};
+use super::superblock::Superblock;
+use crate::media::{Media, MediaError};
+
+const INDEX_BITS: u32 = 28;
+const SLOT_SHIFT: u32 = 28;
+const STATE_SHIFT: u32 = 44;
+const CHECK_SHIFT: u32 = 48;
+const _: () = assert!(MAX_CHUNKS == 1 << INDEX_BITS);
+
+// Zero is no state: a table that was lost and reads as zeros is damage, not a pool full of free chunks.
+const STATE_FREE: u64 = 1;
+const STATE_METADATA: u64 = 2;
+const STATE_VOLUME: u64 = 3;
+const STATE_MEMORY: u64 = 4;
+const STATE_SCRUB: u64 = 5;
+const STATE_RETIRED: u64 = 6;
+
+/// A volume's place in the volume table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Slot(pub(crate) u16);
+
+/// Who owns a chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Owner {
+    /// Nobody; reads as zeros.
+    Free,
+    /// The pool itself.
+    Metadata,
+    /// A volume, of which it is the index-th chunk.
+    Volume {
+        /// Which volume.
+        slot: Slot,
+        /// Logical index in it.
+        index: u32,
+    },
+    /// Lent as memory. After a crash: to be scrubbed.
+    Memory,
+    /// Nobody, but its old content has not been erased yet.
+    Scrub,
+    /// Taken out of use for good: its media is bad.
+    Retired,
+}
+
+/// A word of the chunk table whose checksum or content is wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BadWord(pub(crate) u64);
+
+/// CRC-16 (CCITT polynomial 0x1021) over the low 48 bits of a word and the number of its chunk: a word that was
+/// damaged, or that belongs to another chunk, does not pass.
+fn check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
+    let mut crc: u16 = 0xffff;
+    let bytes = low.to_le_bytes();
+    let number = chunk.0.to_le_bytes();
+    for byte in bytes[..6].iter().chain(&number).chain(&[kind]) {
+        crc = (crc << 8) ^ CRC16_TABLE[usize::from((crc >> 8) as u8 ^ byte)];
+    }
+    u64::from(crc)
+}
+
+const CRC16_TABLE: [u16; 256] = {
+    let mut table = [0u16; 256];
+    let mut i = 0;
+    while i < 256 {
+        let mut crc = (i as u16) << 8;
+        let mut bit = 0;
+        while bit < 8 {
+            crc = if crc & 0x8000 != 0 { (crc << 1) ^ 0x1021 } else { crc << 1 };
+            bit += 1;
+        }
+        table[i] = crc;
+        i += 1;
+    }
+    table
+};
+
+/// Which of an entry's two words a checksum is for, so that they cannot be taken for each other.
+const KIND_OWNER: u8 = 0;
+const KIND_WEAR: u8 = 1;
+
+/// The owner word: index in bits 0 to 27, slot in 28 to 43, state in 44 to 47, check in 48 to 63.
+pub(crate) fn encode_owner(chunk: ChunkId, owner: Owner) -> u64 {
+    let low = match owner {
+        Owner::Free => STATE_FREE << STATE_SHIFT,
+        Owner::Metadata => STATE_METADATA << STATE_SHIFT,
+        Owner::Volume { slot, index } => {
+            assert!(u64::from(index) < MAX_CHUNKS);
+            STATE_VOLUME << STATE_SHIFT | u64::from(slot.0) << SLOT_SHIFT | u64::from(index)
+        }
+        Owner::Memory => STATE_MEMORY << STATE_SHIFT,
+        Owner::Scrub => STATE_SCRUB << STATE_SHIFT,
+        Owner::Retired => STATE_RETIRED << STATE_SHIFT,
+    };
+    check(chunk, KIND_OWNER, low) << CHECK_SHIFT | low
+}
+
+/// The opposite of [`encode_owner`].
+pub(crate) fn decode_owner(chunk: ChunkId, word: u64) -> Result<Owner, BadWord> {
+    let low = word & ((1 << CHECK_SHIFT) - 1);
+    if word >> CHECK_SHIFT != check(chunk, KIND_OWNER, low) {
+        return Err(BadWord(word));
+    }
+    let index = (low & ((1 << INDEX_BITS) - 1)) as u32;
+    let slot = Slot((low >> SLOT_SHIFT) as u16);
+    let owner = match low >> STATE_SHIFT {
+        STATE_VOLUME => return Ok(Owner::Volume { slot, index }),
+        STATE_FREE => Owner::Free,
+        STATE_METADATA => Owner::Metadata,
+        STATE_MEMORY => Owner::Memory,
+        STATE_SCRUB => Owner::Scrub,
+        STATE_RETIRED => Owner::Retired,
+        _ => return Err(BadWord(word)),
+    };
+    if index == 0 && slot.0 == 0 { Ok(owner) } else { Err(BadWord(word)) }
+}
+
+/// The wear word: count in bits 0 to 31, zero in 32 to 47, check in 48 to 63.
+pub(crate) fn encode_wear(chunk: ChunkId, count: u32) -> u64 {
+    let low = u64::from(count);
+    check(chunk, KIND_WEAR, low) << CHECK_SHIFT | low
+}
+
+/// The opposite of [`encode_wear`].
+pub(crate) fn decode_wear(chunk: ChunkId, word: u64) -> Result<u32, BadWord> {
+    let low = word & ((1 << CHECK_SHIFT) - 1);
+    if word >> CHECK_SHIFT != check(chunk, KIND_WEAR, low) {
+        return Err(BadWord(word));
+    }
+    u32::try_from(low).map_err(|_| BadWord(word))
+}
+
+/// Where the table lies, and the loads and stores on it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ChunkTable {
+    offset: u64,
+    entries: u32,
+}
+
+impl ChunkTable {
+    pub(crate) fn new(superblock: &Superblock) -> Self {
+        Self { offset: superblock.chunk_table_offset, entries: superblock.chunks }
+    }
+
+    /// Chunks in the pool.
+    pub(crate) fn entries(self) -> u32 {
+        self.entries
+    }
+
+    fn entry_offset(self, chunk: ChunkId) -> u64 {
+        assert!(chunk.0 < self.entries, "{chunk} is outside a table of {}", self.entries);
+        self.offset + u64::from(chunk.0) * CHUNK_ENTRY_BYTES
+    }
+
+    /// The bytes of a run's entries, to be persisted.
+    pub(crate) fn byte_range(self, run: Run) -> Range<u64> {
+        let start = self.entry_offset(run.start);
+        start..start + u64::from(run.chunks) * CHUNK_ENTRY_BYTES
+    }
+
+    pub(crate) fn owner(
+        self,
+        media: &dyn Media,
+        chunk: ChunkId,
+    ) -> Result<Result<Owner, BadWord>, MediaError> {
+        Ok(decode_owner(chunk, media.load_word(self.entry_offset(chunk))?))
+    }
+
+    pub(crate) fn wear(self, media: &dyn Media, chunk: ChunkId) -> Result<Result<u32, BadWord>, MediaError> {
+        Ok(decode_wear(chunk, media.load_word(self.entry_offset(chunk) + 8)?))
+    }
+
+    /// Stores the owner. Not durable yet.
+    pub(crate) fn set_owner(self, media: &dyn Media, chunk: ChunkId, owner: Owner) -> Result<(), MediaError> {
+        media.store_word(self.entry_offset(chunk), encode_owner(chunk, owner))
+    }
+
+    /// Stores the wear count. Not durable yet.
+    pub(crate) fn set_wear(self, media: &dyn Media, chunk: ChunkId, count: u32) -> Result<(), MediaError> {
+        media.store_word(self.entry_offset(chunk) + 8, encode_wear(chunk, count))
+    }
+
+    /// Counts one more use of a chunk. A count that cannot be read starts anew: it is a hint, not a fact to fail over.
+    pub(crate) fn count_use(self, media: &dyn Media, chunk: ChunkId) -> Result<(), MediaError> {
+        let count = self.wear(media, chunk)?.unwrap_or(0);
+        self.set_wear(media, chunk, count.saturating_add(1))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OWNERS: [Owner; 7] = [
+        Owner::Free,
+        Owner::Metadata,
+        Owner::Volume { slot: Slot(0), index: 0 },
+        Owner::Volume { slot: Slot(u16::MAX), index: (1 << INDEX_BITS) - 1 },
+        Owner::Memory,
+        Owner::Scrub,
+        Owner::Retired,
+    ];
+
+    #[test]
+    fn words_come_back_as_they_went() {
+        for chunk in [0, 1, 77, u32::MAX].map(ChunkId) {
+            for owner in OWNERS {
+                assert_eq!(decode_owner(chunk, encode_owner(chunk, owner)), Ok(owner));
+            }
+            for count in [0, 1, u32::MAX] {
+                assert_eq!(decode_wear(chunk, encode_wear(chunk, count)), Ok(count));
+            }
+        }
+    }
+
+    #[test]
+    fn a_flipped_bit_in_any_word_is_found() {
+        let chunk = ChunkId(77);
+        for owner in OWNERS {
+            let word = encode_owner(chunk, owner);
+            for bit in 0..64 {
+                assert!(decode_owner(chunk, word ^ 1 << bit).is_err(), "{owner:?} bit {bit}");
+            }
+        }
+        let word = encode_wear(chunk, 12345);
+        for bit in 0..64 {
+            assert!(decode_wear(chunk, word ^ 1 << bit).is_err(), "wear bit {bit}");
+        }
+    }
+
+    #[test]
+    fn a_word_is_good_in_its_own_place_only() {
+        let word = encode_owner(ChunkId(5), Owner::Free);
+        assert!(decode_owner(ChunkId(6), word).is_err());
+        assert!(decode_wear(ChunkId(5), word).is_err());
+        assert!(decode_owner(ChunkId(0), 0).is_err());
+        assert!(decode_wear(ChunkId(0), 0).is_err());
+    }
+}

@@ -1,0 +1,334 @@
+//! Damaged pools: what has a second copy works from it, what has none is refused, and nothing is made worse.
+
+use std::mem::offset_of;
+
+use super::*;
+use crate::pool::layout::{
+    CHUNK_TABLE_OFFSET, LOG_OFFSET, LogHeaderBytes, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES,
+    VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
+};
+use crate::pool::table::{Owner, Slot, encode_owner, encode_wear};
+
+/// A pool with a volume of three chunks in it, 5 to 7 times 2 MiB from its start.
+fn with_volume() -> Fixture {
+    let fixture = Fixture::new();
+    let pool = fixture.create(64 * MIB, 4 * MIB);
+    let place = pool.create_volume("data", VolumeSize::Bytes(6 * MIB), VolumeFormat::Raw).unwrap();
+    assert_eq!(place.allocated_bytes, 6 * MIB);
+    fixture
+}
+
+const SUPERBLOCK_FIELDS: [(&str, usize); 16] = [
+    ("magic", offset_of!(SuperblockBytes, magic)),
+    ("version", offset_of!(SuperblockBytes, version)),
+    ("superblock_bytes", offset_of!(SuperblockBytes, superblock_bytes)),
+    ("features_incompatible", offset_of!(SuperblockBytes, features_incompatible)),
+    ("sequence", offset_of!(SuperblockBytes, sequence)),
+    ("uuid", offset_of!(SuperblockBytes, uuid)),
+    ("size_bytes", offset_of!(SuperblockBytes, size_bytes)),
+    ("chunk_bytes", offset_of!(SuperblockBytes, chunk_bytes)),
+    ("strg_bytes", offset_of!(SuperblockBytes, strg_bytes)),
+    ("chunk_table_offset", offset_of!(SuperblockBytes, chunk_table_offset)),
+    ("chunk_table_entries", offset_of!(SuperblockBytes, chunk_table_entries)),
+    ("volume_table_offsets", offset_of!(SuperblockBytes, volume_table_offsets)),
+    ("volume_slots", offset_of!(SuperblockBytes, volume_slots)),
+    ("log_offset", offset_of!(SuperblockBytes, log_offset)),
+    ("reserved", offset_of!(SuperblockBytes, reserved)),
+    ("checksum", offset_of!(SuperblockBytes, checksum)),
+];
+
+#[test]
+fn a_flipped_bit_in_any_field_of_one_superblock_is_repaired_from_the_other() {
+    let fixture = with_volume();
+    let good = fixture.image();
+    for (name, offset) in SUPERBLOCK_FIELDS {
+        for (copy, start) in SUPERBLOCK_OFFSETS.into_iter().enumerate() {
+            fixture.flip(start + offset as u64, 3);
+            let report = fixture.check();
+            assert_eq!(report.pool, [Finding::SuperblockCopy { copy }], "{name}");
+            assert!(!report.is_clean());
+            assert_eq!(fixture.open().volumes().len(), 1, "{name}");
+            assert!(good == fixture.image(), "{name}: opening wrote the damaged copy again");
+        }
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_both_superblocks_is_refused() {
+    let fixture = with_volume();
+    for (name, offset) in SUPERBLOCK_FIELDS {
+        let both = SUPERBLOCK_OFFSETS.map(|start| start + offset as u64);
+        both.iter().for_each(|at| fixture.flip(*at, 0));
+        for mode in [OpenMode::ReadWrite, OpenMode::ReadOnly, OpenMode::Peek] {
+            let error = fixture.open_error(mode);
+            let expected = match name {
+                "magic" => matches!(error, PoolError::NotAPool { .. }),
+                _ => matches!(error, PoolError::SuperblocksDamaged { .. }),
+            };
+            assert!(expected, "{name}: {error}");
+        }
+        both.iter().for_each(|at| fixture.flip(*at, 0));
+    }
+    fixture.open();
+}
+
+/// Writes both superblocks with a change and a checksum that fits it.
+fn with_superblock(fixture: &Fixture, change: impl Fn(&mut SuperblockBytes)) {
+    use zerocopy::{FromBytes, IntoBytes};
+    let bytes = fs::read(fixture.path()).unwrap();
+    let mut superblock = SuperblockBytes::read_from_bytes(&bytes[..4096]).unwrap();
+    change(&mut superblock);
+    mirrored::seal(&mut superblock);
+    SUPERBLOCK_OFFSETS.iter().for_each(|at| fixture.overwrite(*at, superblock.as_bytes()));
+}
+
+#[test]
+fn other_versions_and_unknown_features_are_refused() {
+    let fixture = with_volume();
+    for version in [0, 2, u32::MAX] {
+        with_superblock(&fixture, |s| s.version.set(version));
+        let error = fixture.open_error(OpenMode::ReadOnly);
+        assert!(matches!(error, PoolError::Version { version: found, supported: 1, .. } if found == version));
+    }
+    with_superblock(&fixture, |s| {
+        s.version.set(1);
+        s.features_incompatible.set(4);
+    });
+    assert!(matches!(fixture.open_error(OpenMode::ReadOnly), PoolError::Features { features: 4, .. }));
+    with_superblock(&fixture, |s| {
+        s.features_incompatible.set(0);
+        s.features_read_only.set(8);
+    });
+    assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Features { features: 8, .. }));
+    assert!(fixture.check().is_clean(), "reading does not need them");
+    with_superblock(&fixture, |s| {
+        s.features_read_only.set(0);
+        s.features_compatible.set(16);
+    });
+    assert_eq!(fixture.open().volumes().len(), 1);
+    with_superblock(&fixture, |s| s.size_bytes.set(12345));
+    let error = fixture.open_error(OpenMode::ReadOnly);
+    assert!(
+        matches!(&error, PoolError::SuperblockInvalid { source, .. } if source.field == "size_bytes"),
+        "{error}"
+    );
+}
+
+#[test]
+fn compatible_features_survive_the_repair_of_a_copy() {
+    let fixture = with_volume();
+    with_superblock(&fixture, |s| s.features_compatible.set(16));
+    let good = fixture.image();
+    fixture.flip(SUPERBLOCK_OFFSETS[1] + 100, 0);
+    drop(fixture.open());
+    assert!(good == fixture.image());
+}
+
+#[test]
+fn a_volume_record_works_from_either_copy_and_not_from_none() {
+    let fixture = with_volume();
+    let good = fixture.image();
+    let offsets = [
+        offset_of!(VolumeRecordBytes, magic),
+        offset_of!(VolumeRecordBytes, sequence),
+        offset_of!(VolumeRecordBytes, slot),
+        offset_of!(VolumeRecordBytes, state),
+        offset_of!(VolumeRecordBytes, format),
+        offset_of!(VolumeRecordBytes, name_bytes),
+        offset_of!(VolumeRecordBytes, flags),
+        offset_of!(VolumeRecordBytes, uuid),
+        offset_of!(VolumeRecordBytes, size_bytes),
+        offset_of!(VolumeRecordBytes, name),
+        offset_of!(VolumeRecordBytes, reserved1),
+        offset_of!(VolumeRecordBytes, checksum),
+    ];
+    for offset in offsets.map(|o| o as u64) {
+        for (copy, table) in VOLUME_TABLE_OFFSETS.into_iter().enumerate() {
+            fixture.flip(table + offset, 1);
+            assert_eq!(fixture.check().pool, [Finding::VolumeRecordCopy { slot: 0, copy }]);
+            assert_eq!(fixture.open().volumes()[0].name, "data");
+            assert!(good == fixture.image());
+        }
+        VOLUME_TABLE_OFFSETS.iter().for_each(|table| fixture.flip(table + offset, 1));
+        let error = fixture.open_error(OpenMode::ReadWrite);
+        assert!(
+            matches!(&error, PoolError::Damaged { first, count: 1, .. } if **first == Finding::VolumeRecordLost { slot: 0 }),
+            "the volume's chunks are not taken for left-overs: {error}"
+        );
+        assert!(!fixture.check().is_clean());
+        VOLUME_TABLE_OFFSETS.iter().for_each(|table| fixture.flip(table + offset, 1));
+    }
+}
+
+#[test]
+fn a_crash_between_the_copies_of_a_record_leaves_the_newer_one() {
+    let fixture = with_volume();
+    // The second copy as it was before the volume was made.
+    let empty = volume_record::empty_record(Slot(0), 0);
+    fixture.overwrite(VOLUME_TABLE_OFFSETS[1], zerocopy::IntoBytes::as_bytes(&empty));
+    let report = fixture.check();
+    assert_eq!(report.pool, [Finding::VolumeRecordStale { slot: 0, copy: 1 }]);
+    assert!(report.is_clean());
+    assert_eq!(fixture.open().volumes().len(), 1);
+    assert_eq!(fixture.check().pool, []);
+}
+
+fn entry(chunk: u32) -> u64 {
+    CHUNK_TABLE_OFFSET + u64::from(chunk) * 16
+}
+
+#[test]
+fn a_flipped_bit_in_an_owner_word_stops_writing_and_not_looking() {
+    let fixture = with_volume();
+    for chunk in [0, 2, 20] {
+        for byte in 0..8 {
+            fixture.flip(entry(chunk) + byte, 5);
+            let error = fixture.open_error(OpenMode::ReadWrite);
+            assert!(matches!(&error, PoolError::Damaged { first, .. }
+                if matches!(**first, Finding::OwnerWord { chunk: found, .. } if found.0 == chunk)));
+            let pool = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
+            assert!(!pool.check().unwrap().is_clean());
+            assert_states_add_up(&pool.info());
+            drop(pool);
+            fixture.flip(entry(chunk) + byte, 5);
+        }
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_a_wear_word_starts_the_count_anew() {
+    let fixture = with_volume();
+    for byte in 8..16 {
+        fixture.flip(entry(7) + byte, 2);
+        assert!(matches!(fixture.check().pool[..], [Finding::WearWord { chunk: ChunkId(7), .. }]));
+        drop(fixture.open());
+        assert_eq!(fixture.check().pool, []);
+    }
+}
+
+#[test]
+fn a_table_that_was_zeroed_is_damage_and_not_an_empty_pool() {
+    let fixture = with_volume();
+    fixture.overwrite(CHUNK_TABLE_OFFSET, &[0; 4096]);
+    assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }));
+    let fixture = with_volume();
+    VOLUME_TABLE_OFFSETS.iter().for_each(|at| fixture.overwrite(*at, &[0; VOLUME_RECORD_BYTES as usize]));
+    assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }));
+}
+
+#[test]
+fn two_owners_of_one_index_and_a_lost_index_are_found() {
+    let fixture = with_volume();
+    let owner =
+        |chunk, owner| fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes());
+    let of_volume = |index| Owner::Volume { slot: Slot(0), index };
+    let pool = fixture.open();
+    let first = pool.open_volume("data").unwrap().extents()[0].run.start;
+    drop(pool);
+
+    owner(20, of_volume(1));
+    let report = fixture.check();
+    assert!(matches!(report.pool[..], [Finding::IndexTwice { index: 1, .. }]), "{:?}", report.pool);
+    assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }));
+    owner(20, Owner::Free);
+
+    owner(first.0 + 1, Owner::Free);
+    let report = fixture.check();
+    assert!(matches!(report.pool[..], [Finding::IndexMissing { missing: 1, first_index: 1, .. }]));
+    let pool = fixture.open();
+    assert!(matches!(pool.open_volume("data"), Err(PoolError::VolumeUnusable { .. })));
+    drop(pool);
+
+    owner(0, Owner::Free);
+    assert!(
+        fixture.check().pool.iter().any(|f| matches!(f, Finding::MetadataTaken { chunk: ChunkId(0), .. }))
+    );
+    assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }));
+}
+
+#[test]
+fn leftovers_of_unfinished_operations_are_erased_and_freed() {
+    let fixture = with_volume();
+    let owner =
+        |chunk, owner| fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes());
+    // Of a volume that was being made, of one that was being grown, of a table that was being moved, unscrubbed.
+    let leftovers = [
+        Owner::Volume { slot: Slot(5), index: 0 },
+        Owner::Volume { slot: Slot(0), index: 3 },
+        Owner::Metadata,
+        Owner::Scrub,
+    ];
+    for (chunk, left) in (20..).zip(leftovers) {
+        owner(chunk, left);
+        fixture.overwrite(ChunkId(chunk).offset_bytes() + 100, b"old content");
+    }
+    let report = fixture.check();
+    assert_eq!(report.pool, [Finding::Unscrubbed { chunks: 1 }, Finding::Leftover { chunks: 3 }]);
+    assert!(report.is_clean());
+    let pool = fixture.open();
+    assert_eq!(pool.info().free_bytes, 54 * MIB);
+    assert!((20..24).all(|chunk| is_zero(&pool, Extent::chunk(ChunkId(chunk)))));
+    drop(pool);
+    assert_eq!(fixture.check().pool, []);
+}
+
+#[test]
+fn a_committed_transaction_is_redone_and_a_damaged_one_is_refused() {
+    let fixture = with_volume();
+    let pool = fixture.open();
+    let last = pool.open_volume("data").unwrap().extents()[0].run.start.0 + 2;
+    let superblock = pool.superblock.clone();
+    drop(pool);
+    // The last chunk of the volume moves to chunk 25: two words that must change together.
+    let moved = encode_owner(ChunkId(25), Owner::Volume { slot: Slot(0), index: 2 });
+    let words = [(entry(last), encode_owner(ChunkId(last), Owner::Scrub)), (entry(25), moved)];
+    let media = crate::media::MemoryMedia::from_bytes(&fs::read(fixture.path()).unwrap());
+    redo_log::write_for_test(&media, &superblock, &words);
+    let with_log = media.to_bytes();
+    fs::write(fixture.path(), &with_log).unwrap();
+
+    assert!(fixture.check().pool.contains(&Finding::LogPending { entries: 2 }));
+    let pool = fixture.open();
+    let volume = pool.open_volume("data").unwrap();
+    assert_eq!(volume.extents()[1].run, Run { start: ChunkId(25), chunks: 1 });
+    assert_eq!(pool.info().free_bytes, 54 * MIB);
+    drop((volume, pool));
+    assert_eq!(fixture.check().pool, []);
+
+    fs::write(fixture.path(), &with_log).unwrap();
+    for offset in [
+        offset_of!(LogHeaderBytes, magic),
+        offset_of!(LogHeaderBytes, entries),
+        offset_of!(LogHeaderBytes, commit),
+        64,
+        72,
+    ] {
+        fixture.flip(LOG_OFFSET + offset as u64, 4);
+        assert!(matches!(&fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { first, .. }
+            if matches!(**first, Finding::LogDamaged { .. })));
+        fixture.flip(LOG_OFFSET + offset as u64, 4);
+    }
+    // A transaction that would store into the data.
+    redo_log::write_for_test(&media, &superblock, &[(32 * MIB, 1)]);
+    fs::write(fixture.path(), media.to_bytes()).unwrap();
+    assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }));
+}
+
+#[test]
+fn wear_counts_grow_with_every_use() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(64 * MIB, 0);
+    for _ in 0..3 {
+        let all = pool.alloc_memory(60 * MIB).unwrap();
+        pool.free_memory(&all).unwrap();
+    }
+    pool.create_volume("a", VolumeSize::Remaining, VolumeFormat::Raw).unwrap();
+    drop(pool);
+    let bytes = fs::read(fixture.path()).unwrap();
+    let wear = |chunk: u32| {
+        let at = entry(chunk) as usize + 8;
+        u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap())
+    };
+    assert_eq!(wear(1), encode_wear(ChunkId(1), 0));
+    assert!((2..32).all(|chunk| wear(chunk) == encode_wear(ChunkId(chunk), 4)));
+}

@@ -1,0 +1,107 @@
+//! The format, byte for byte: a pool that this version wrote must be readable for ever, and a change of the format
+//! must not happen by accident.
+//!
+//! The image is kept as text, one line for each run of 16 bytes that are not zero. To see what changed, run with
+//! `PMEM_VOLUME_WRITE_GOLDEN=1` and look at the difference; then the version has to change as well.
+
+use std::fmt::Write;
+
+use uuid::Uuid;
+
+use super::*;
+use crate::btt;
+use crate::media::MemoryMedia;
+use crate::pool::table::{Owner, Slot};
+use crate::pool::volume_record::VolumeRecord;
+
+const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1.golden");
+const POOL_BYTES: u64 = 32 * MIB;
+
+/// A pool with a bit of everything: lent memory, a chunk to be scrubbed, a retired one, a BTT volume and a raw one.
+fn build() -> MemoryMedia {
+    let media = MemoryMedia::new(POOL_BYTES);
+    let superblock = create::plan(POOL_BYTES, 4 * MIB, Uuid::from_u128(0x0123_4567), 1_800_000_000).unwrap();
+    create::write_empty_pool(&media, &superblock).unwrap();
+    let table = ChunkTable::new(&superblock);
+    let volume = |slot, name: &str, format, chunks| VolumeRecord {
+        sequence: 1,
+        slot: Slot(slot),
+        name: name.parse().unwrap(),
+        uuid: Uuid::from_u128(0x89ab_cdef + u128::from(slot)),
+        format,
+        thin: false,
+        chunks,
+        created_unix_s: 1_800_000_001,
+    };
+    let (first, second) = (volume(0, "data", VolumeFormat::Btt, 9), volume(1, "größe", VolumeFormat::Raw, 1));
+    let owners = (2..11)
+        .map(|chunk| (chunk, Owner::Volume { slot: Slot(0), index: chunk - 2 }))
+        .chain([(11, Owner::Volume { slot: Slot(1), index: 0 })])
+        .chain([(12, Owner::Memory), (13, Owner::Scrub), (14, Owner::Retired)]);
+    for (chunk, owner) in owners {
+        table.set_owner(&media, ChunkId(chunk), owner).unwrap();
+        table.set_wear(&media, ChunkId(chunk), chunk * 100).unwrap();
+    }
+    for record in [&first, &second] {
+        mirrored::write(&media, superblock.volume_record_offsets(record.slot), &record.to_bytes()).unwrap();
+    }
+    let part = MemoryMedia::new(first.size_bytes());
+    btt::Layout::new(first.size_bytes(), btt::SECTOR_BYTES, first.uuid).unwrap().format(&part).unwrap();
+    media.store(2 * CHUNK_BYTES, &part.to_bytes()).unwrap();
+    media
+}
+
+fn to_text(bytes: &[u8]) -> String {
+    let mut text = String::new();
+    for (at, line) in bytes.chunks(16).enumerate().filter(|(_, line)| line.iter().any(|b| *b != 0)) {
+        let _ = write!(text, "{:08x} ", at * 16);
+        line.iter().for_each(|b| {
+            let _ = write!(text, "{b:02x}");
+        });
+        text.push('\n');
+    }
+    text
+}
+
+fn from_text(text: &str) -> Vec<u8> {
+    let mut bytes = vec![0; POOL_BYTES as usize];
+    for line in text.lines() {
+        let (at, hex) = line.split_once(' ').unwrap();
+        let at = usize::from_str_radix(at, 16).unwrap();
+        for (i, digits) in hex.as_bytes().chunks(2).enumerate() {
+            bytes[at + i] = u8::from_str_radix(std::str::from_utf8(digits).unwrap(), 16).unwrap();
+        }
+    }
+    bytes
+}
+
+#[test]
+fn this_version_writes_the_golden_image() {
+    let text = to_text(&build().to_bytes());
+    if std::env::var_os("PMEM_VOLUME_WRITE_GOLDEN").is_some() {
+        fs::write(GOLDEN, &text).unwrap();
+    }
+    assert!(fs::read_to_string(GOLDEN).unwrap() == text, "the format has changed");
+}
+
+#[test]
+fn this_version_reads_the_golden_image() {
+    let bytes = from_text(&fs::read_to_string(GOLDEN).unwrap());
+    let superblock = create::plan(POOL_BYTES, 4 * MIB, Uuid::from_u128(0x0123_4567), 1_800_000_000).unwrap();
+    let open = |mode| {
+        let backing = Backing::Other(Box::new(MemoryMedia::from_bytes(&bytes)));
+        Pool::from_media("golden".into(), mode, backing, superblock.clone(), vec![]).unwrap()
+    };
+    let pool = open(OpenMode::ReadOnly);
+    let report = pool.check().unwrap();
+    assert_eq!(report.pool, [Finding::StillLent { chunks: 1 }, Finding::Unscrubbed { chunks: 1 }]);
+    assert!(report.is_clean());
+    let volumes: Vec<_> = pool.volumes().into_iter().map(|v| (v.name, v.size_bytes, v.format)).collect();
+    assert_eq!(
+        volumes,
+        [("data".into(), 18 * MIB, VolumeFormat::Btt), ("größe".into(), 2 * MIB, VolumeFormat::Raw)]
+    );
+    let info = open(OpenMode::ReadWrite).info();
+    assert_eq!((info.free_bytes, info.memory_bytes, info.retired_bytes), (6 * MIB, 0, 2 * MIB));
+    assert_eq!((info.metadata_bytes, info.volume_bytes, info.strg_bytes), (4 * MIB, 20 * MIB, 4 * MIB));
+}

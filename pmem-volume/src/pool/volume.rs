@@ -1,0 +1,384 @@
+//! Volumes: named, persistent, made of chunks.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use serde::Serialize;
+use uuid::Uuid;
+
+use super::buddy::Placement;
+use super::chunk::{ChunkId, Run, runs};
+use super::create::unix_now_s;
+use super::memory::chunk_count;
+use super::mirrored;
+use super::scan::{NO_CHUNK, VolumeEntry};
+use super::table::{Owner, Slot};
+use super::volume_record::{VolumeFormat, VolumeName, VolumeRecord, empty_record};
+use super::{OpenMode, Pool, PoolError, State};
+use crate::CHUNK_BYTES;
+use crate::btt::{self, ReadAt, WriteAt};
+use crate::media::{Durability, Media, MediaError};
+
+/// How large a new volume is to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VolumeSize {
+    /// A multiple of 2 MiB.
+    Bytes(u64),
+    /// Everything that is free.
+    Remaining,
+}
+
+/// What a volume is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct VolumeInfo {
+    /// Its name.
+    pub name: String,
+    /// Its identity.
+    pub uuid: Uuid,
+    /// Its format.
+    pub format: VolumeFormat,
+    /// Its size, the BTT's own data included.
+    pub size_bytes: u64,
+    /// How many bytes of the pool it has. Less than the size only in a thin or damaged volume.
+    pub allocated_bytes: u64,
+    /// How many pieces it lies in.
+    pub extents: u32,
+}
+
+/// A piece of a volume that lies in one piece in the pool's file, of any number of chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VolumeExtent {
+    /// First chunk of the volume in it.
+    pub index: u32,
+    /// Where it lies.
+    pub run: Run,
+}
+
+impl VolumeExtent {
+    /// Where in the volume it starts.
+    pub fn volume_offset_bytes(self) -> u64 {
+        u64::from(self.index) * CHUNK_BYTES
+    }
+
+    /// Where in the pool's file it starts.
+    pub fn offset_bytes(self) -> u64 {
+        self.run.offset_bytes()
+    }
+
+    /// How long it is.
+    pub fn len_bytes(self) -> u64 {
+        self.run.len_bytes()
+    }
+}
+
+/// A volume that is open: nobody else in this process opens or deletes it meanwhile.
+#[derive(Debug)]
+pub struct Volume {
+    pool: Arc<Pool>,
+    slot: Slot,
+    info: VolumeInfo,
+    extents: Vec<VolumeExtent>,
+}
+
+impl Pool {
+    /// The volumes, by name.
+    pub fn volumes(&self) -> Vec<VolumeInfo> {
+        let mut volumes: Vec<_> = self.lock_state().volumes.values().map(volume_info).collect();
+        volumes.sort_by(|a, b| a.name.cmp(&b.name));
+        volumes
+    }
+
+    /// Makes a volume and formats it.
+    ///
+    /// 1. Owner words of its chunks, persist. Until the record is there they are left-overs of nothing.
+    /// 2. The BTT's own data, persist.
+    /// 3. The volume record: from here on it exists.
+    pub fn create_volume(
+        &self,
+        name: &str,
+        size: VolumeSize,
+        format: VolumeFormat,
+    ) -> Result<VolumeInfo, PoolError> {
+        self.check_writable()?;
+        let name: VolumeName = name.parse()?;
+        let mut state = self.lock_state();
+        if state.find_volume(name.as_str()).is_some() {
+            return Err(PoolError::VolumeExists { name: name.to_string() });
+        }
+        let slot = self
+            .superblock
+            .slots()
+            .find(|slot| !state.volumes.contains_key(slot))
+            .ok_or(PoolError::NoVolumeSlot { limit: self.superblock.volume_slots })?;
+        let size_bytes = match size {
+            VolumeSize::Bytes(bytes) => bytes,
+            VolumeSize::Remaining => state.free_bytes(),
+        };
+        let full =
+            |free_bytes| PoolError::PoolFull { requested_bytes: size_bytes, free_bytes, reserved_bytes: 0 };
+        if size == VolumeSize::Remaining && size_bytes == 0 {
+            return Err(full(0));
+        }
+        let chunks = chunk_count("volume size", size_bytes)?.ok_or_else(|| full(state.free_bytes()))?;
+        let uuid = Uuid::new_v4();
+        let layout = match format {
+            VolumeFormat::Btt => Some(btt::Layout::new(size_bytes, btt::SECTOR_BYTES, uuid)?),
+            VolumeFormat::Raw => None,
+        };
+        let mut extents =
+            state.buddy.allocate(chunks, Placement::Low).ok_or_else(|| full(state.free_bytes()))?;
+        // In the order of the file, neighbours become one piece: one mapping, and one range to flush.
+        extents.sort_unstable();
+        let taken: Vec<Run> = runs(extents.iter().flat_map(|extent| extent.run().ids()));
+        self.latch(self.mark(&taken, |index| Owner::Volume { slot, index }))?;
+        if let Some(layout) = layout {
+            let space = Space { media: self.media(), extents: &volume_extents(&taken) };
+            self.latch(layout.format(&space))?;
+        }
+        let record = VolumeRecord {
+            sequence: self.next_sequence(slot)?,
+            slot,
+            name,
+            uuid,
+            format,
+            thin: false,
+            chunks,
+            created_unix_s: unix_now_s(),
+        };
+        let offsets = self.superblock.volume_record_offsets(slot);
+        self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
+        let entry = VolumeEntry { record, chunks: taken.iter().flat_map(|run| run.ids()).collect() };
+        let info = volume_info(&entry);
+        state.counts.volume += chunks;
+        state.volumes.insert(slot, entry);
+        Ok(info)
+    }
+
+    /// Deletes a volume that nobody in this process has open. Its content is erased.
+    ///
+    /// 1. The volume record, empty: from here on it is gone, and its chunks are left-overs.
+    /// 2. Erase. 3. Free.
+    pub fn delete_volume(&self, name: &str) -> Result<(), PoolError> {
+        self.check_writable()?;
+        let runs = {
+            let mut state = self.lock_state();
+            let slot = state.require_volume(name)?;
+            if state.open_volumes.contains(&slot) {
+                return Err(PoolError::VolumeInUse { name: name.to_owned() });
+            }
+            let empty = empty_record(slot, self.next_sequence(slot)?);
+            let offsets = self.superblock.volume_record_offsets(slot);
+            self.latch(mirrored::write(self.media(), offsets, &empty))?;
+            let entry = state.volumes.remove(&slot).expect("found above");
+            let runs = runs(entry.chunks.into_iter().filter(|chunk| *chunk != NO_CHUNK));
+            for chunk in runs.iter().flat_map(|run| run.ids()) {
+                // Not persisted: the missing record says the same. But the slot may be used again before all of
+                // them are free, and then they must not look like the new volume's.
+                self.latch(self.table.set_owner(self.media(), chunk, Owner::Scrub))?;
+            }
+            self.latch(self.persist_entries(&runs))?;
+            let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
+            state.counts.volume -= chunks;
+            state.counts.scrubbing += chunks;
+            runs
+        };
+        self.scrub_and_free(&runs)
+    }
+
+    /// Opens a volume, once at a time.
+    pub fn open_volume(self: &Arc<Self>, name: &str) -> Result<Volume, PoolError> {
+        let mut state = self.lock_state();
+        let slot = state.require_volume(name)?;
+        let entry = &state.volumes[&slot];
+        let unusable = |reason| Err(PoolError::VolumeUnusable { name: name.to_owned(), reason });
+        if entry.record.thin {
+            return unusable("it is thin, which this version does not serve".to_owned());
+        }
+        let missing = entry.record.chunks - entry.allocated();
+        if missing > 0 {
+            return unusable(format!(
+                "{missing} of its {} chunks are missing; see `pmvol check`",
+                entry.record.chunks
+            ));
+        }
+        let info = volume_info(entry);
+        let extents = volume_extents(&runs(entry.chunks.iter().copied()));
+        if self.mode == OpenMode::ReadWrite {
+            if state.open_volumes.contains(&slot) {
+                return Err(PoolError::VolumeInUse { name: name.to_owned() });
+            }
+            state.open_volumes.push(slot);
+        }
+        drop(state);
+        Ok(Volume { pool: Arc::clone(self), slot, info, extents })
+    }
+
+    /// The sequence number of the next record in a slot: the media knows the last one, of an empty slot too.
+    fn next_sequence(&self, slot: Slot) -> Result<u64, PoolError> {
+        let offset = self.superblock.volume_record_offsets(slot)[0];
+        let at = offset + std::mem::offset_of!(super::layout::VolumeRecordBytes, sequence) as u64;
+        Ok(self.latch(self.media().load_word(at))?.wrapping_add(1))
+    }
+}
+
+impl State {
+    fn find_volume(&self, name: &str) -> Option<Slot> {
+        self.volumes.iter().find(|(_, entry)| entry.record.name.as_str() == name).map(|(slot, _)| *slot)
+    }
+
+    fn require_volume(&self, name: &str) -> Result<Slot, PoolError> {
+        self.find_volume(name).ok_or_else(|| PoolError::NoSuchVolume {
+            name: name.to_owned(),
+            known: self.volumes.values().map(|entry| entry.record.name.to_string()).collect(),
+        })
+    }
+}
+
+impl Volume {
+    /// What it is.
+    pub fn info(&self) -> &VolumeInfo {
+        &self.info
+    }
+
+    /// Its size in bytes.
+    pub fn size_bytes(&self) -> u64 {
+        self.info.size_bytes
+    }
+
+    /// The pool it lies in.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// Where it lies, in the volume's order and without gaps. Neighbours in the file are joined.
+    pub fn extents(&self) -> &[VolumeExtent] {
+        &self.extents
+    }
+
+    /// Makes durable what a guest stored to a range of the volume through a mapping of the pool's file, and has
+    /// itself written back from its caches as a guest does before it asks for a flush (virtio 1.3, 5.19.6.2; ACPI
+    /// 6.5, 5.2.26.9). On MAP_SYNC media that leaves nothing to do but a fence; on volatile media, nothing at all.
+    ///
+    /// A failure must reach the guest as an I/O error, or stop it: nobody knows what is durable.
+    pub fn flush_guest_stores(&self, range: Range<u64>) -> Result<(), PoolError> {
+        match self.pool.durability() {
+            Durability::Volatile => Ok(()),
+            Durability::DaxSync => self.pool.latch(self.pool.media().persist(&[])),
+            Durability::PageCache => {
+                let ranges = self.space().file_ranges(range);
+                self.pool.latch(self.pool.media().persist(&ranges))
+            }
+        }
+    }
+
+    /// Checks the volume's BTT from its media alone. `None`: a raw volume has nothing to check.
+    pub fn check_btt(&self) -> Result<Option<btt::Report>, PoolError> {
+        match self.info.format {
+            VolumeFormat::Raw => Ok(None),
+            VolumeFormat::Btt => self.pool.latch(btt::check(self)).map(Some),
+        }
+    }
+
+    fn space(&self) -> Space<'_> {
+        Space { media: self.pool.media(), extents: &self.extents }
+    }
+}
+
+impl ReadAt for Volume {
+    fn len_bytes(&self) -> u64 {
+        self.info.size_bytes
+    }
+
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.space().read_at(offset_bytes, into)
+    }
+}
+
+impl Drop for Volume {
+    fn drop(&mut self) {
+        self.pool.lock_state().open_volumes.retain(|slot| *slot != self.slot);
+    }
+}
+
+/// A volume's bytes on the media, wherever its chunks lie.
+struct Space<'a> {
+    media: &'a dyn Media,
+    extents: &'a [VolumeExtent],
+}
+
+impl Space<'_> {
+    /// Cuts a range of the volume into ranges of the file, in order. Panics if it is not inside the volume.
+    fn file_ranges(&self, range: Range<u64>) -> Vec<Range<u64>> {
+        assert!(
+            range.start <= range.end && range.end <= self.len_bytes(),
+            "{range:?} is not inside the volume"
+        );
+        let mut ranges = Vec::new();
+        let first = self.extents.partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= range.start);
+        for extent in &self.extents[first..] {
+            let volume_start = extent.volume_offset_bytes();
+            if volume_start >= range.end {
+                break;
+            }
+            let start = range.start.max(volume_start) - volume_start;
+            let end = range.end.min(volume_start + extent.len_bytes()) - volume_start;
+            if start < end {
+                ranges.push(extent.offset_bytes() + start..extent.offset_bytes() + end);
+            }
+        }
+        ranges
+    }
+}
+
+impl ReadAt for Space<'_> {
+    fn len_bytes(&self) -> u64 {
+        self.extents.last().map_or(0, |last| last.volume_offset_bytes() + last.len_bytes())
+    }
+
+    fn read_at(&self, offset_bytes: u64, mut into: &mut [u8]) -> Result<(), MediaError> {
+        for range in self.file_ranges(offset_bytes..offset_bytes + into.len() as u64) {
+            let (now, later) = into.split_at_mut((range.end - range.start) as usize);
+            self.media.read(range.start, now)?;
+            into = later;
+        }
+        Ok(())
+    }
+}
+
+impl WriteAt for Space<'_> {
+    fn write_at(&self, offset_bytes: u64, mut bytes: &[u8]) -> Result<(), MediaError> {
+        for range in self.file_ranges(offset_bytes..offset_bytes + bytes.len() as u64) {
+            let (now, later) = bytes.split_at((range.end - range.start) as usize);
+            self.media.store(range.start, now)?;
+            bytes = later;
+        }
+        Ok(())
+    }
+
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        let ranges: Vec<_> = ranges.iter().flat_map(|range| self.file_ranges(range.clone())).collect();
+        self.media.persist(&ranges)
+    }
+}
+
+fn volume_info(entry: &VolumeEntry) -> VolumeInfo {
+    VolumeInfo {
+        name: entry.record.name.to_string(),
+        uuid: entry.record.uuid,
+        format: entry.record.format,
+        size_bytes: entry.record.size_bytes(),
+        allocated_bytes: u64::from(entry.allocated()) * CHUNK_BYTES,
+        extents: runs(entry.chunks.iter().copied().filter(|chunk: &ChunkId| *chunk != NO_CHUNK)).len() as u32,
+    }
+}
+
+fn volume_extents(runs: &[Run]) -> Vec<VolumeExtent> {
+    let mut index = 0;
+    runs.iter()
+        .map(|run| {
+            let extent = VolumeExtent { index, run: *run };
+            index += run.chunks;
+            extent
+        })
+        .collect()
+}

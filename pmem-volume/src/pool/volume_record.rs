@@ -1,0 +1,261 @@
+//! Volume records, verified, and the rules for names.
+
+use thiserror::Error;
+use uuid::Uuid;
+use zerocopy::FromZeros;
+
+use super::layout::{
+    MAX_CHUNKS, MAX_NAME_BYTES, VOLUME_EMPTY, VOLUME_FLAG_THIN, VOLUME_FORMAT_BTT, VOLUME_FORMAT_RAW,
+    VOLUME_LIVE, VOLUME_MAGIC, VolumeRecordBytes,
+};
+use super::mirrored;
+use super::table::Slot;
+use crate::CHUNK_BYTES;
+
+/// How a volume's bytes are used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum VolumeFormat {
+    /// A Block Translation Table: sectors that do not tear.
+    Btt,
+    /// Nothing: the guest sees the bytes.
+    Raw,
+}
+
+/// A volume's name: 1 to 64 bytes that need no quoting in a flag or a shell.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct VolumeName(String);
+
+/// Why a text is not a name.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum NameError {
+    /// No bytes at all.
+    #[error("a volume's name may not be empty")]
+    Empty,
+    /// Too many bytes.
+    #[error("the volume name {name:?} has {length_bytes} bytes; at most {MAX_NAME_BYTES} fit")]
+    TooLong {
+        /// The text.
+        name: String,
+        /// Its length.
+        length_bytes: usize,
+    },
+    /// A character that flags, shells or paths treat specially.
+    #[error(
+        "the volume name {name:?} has {character:?} in it; use letters, digits and . _ - and start with none of . -"
+    )]
+    Character {
+        /// The text.
+        name: String,
+        /// The first wrong character.
+        character: char,
+    },
+    /// Not a valid text on the media.
+    #[error("a volume's name on the media is not UTF-8, or has bytes behind its end")]
+    NotText,
+}
+
+impl VolumeName {
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::fmt::Display for VolumeName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::str::FromStr for VolumeName {
+    type Err = NameError;
+
+    fn from_str(name: &str) -> Result<Self, NameError> {
+        if name.is_empty() {
+            return Err(NameError::Empty);
+        }
+        if name.len() > MAX_NAME_BYTES {
+            return Err(NameError::TooLong { name: name.to_owned(), length_bytes: name.len() });
+        }
+        let is_wrong = |(at, c): &(usize, char)| {
+            !(c.is_alphanumeric() || *c == '_' || (*at > 0 && (*c == '.' || *c == '-')))
+        };
+        match name.char_indices().find(is_wrong) {
+            Some((_, character)) => Err(NameError::Character { name: name.to_owned(), character }),
+            None => Ok(Self(name.to_owned())),
+        }
+    }
+}
+
+/// A whole record that still cannot be.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum VolumeRecordError {
+    /// It belongs to another place in the table.
+    #[error("it is the record of slot {0}")]
+    Slot(u32),
+    /// Neither empty nor live.
+    #[error("state {0} is unknown")]
+    State(u8),
+    /// A format this code does not know.
+    #[error("format {0} is unknown")]
+    Format(u8),
+    /// Flags this code does not know.
+    #[error("flags {0:#x} are unknown")]
+    Flags(u64),
+    /// Zero, off the grid, or too large.
+    #[error("size {0:#x} is not a multiple of 2 MiB between 2 MiB and 512 TiB")]
+    Size(u64),
+    /// No name.
+    #[error(transparent)]
+    Name(#[from] NameError),
+}
+
+/// A live volume, as its record says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct VolumeRecord {
+    pub(crate) sequence: u64,
+    pub(crate) slot: Slot,
+    pub(crate) name: VolumeName,
+    pub(crate) uuid: Uuid,
+    pub(crate) format: VolumeFormat,
+    pub(crate) thin: bool,
+    pub(crate) chunks: u32,
+    pub(crate) created_unix_s: u64,
+}
+
+/// An empty slot's record, sealed.
+pub(crate) fn empty_record(slot: Slot, sequence: u64) -> VolumeRecordBytes {
+    let mut bytes = VolumeRecordBytes::new_zeroed();
+    bytes.magic = VOLUME_MAGIC;
+    bytes.sequence.set(sequence);
+    bytes.slot.set(u32::from(slot.0));
+    bytes.state = VOLUME_EMPTY;
+    mirrored::seal(&mut bytes);
+    bytes
+}
+
+impl VolumeRecord {
+    pub(crate) fn size_bytes(&self) -> u64 {
+        u64::from(self.chunks) * CHUNK_BYTES
+    }
+
+    /// The bytes, sealed.
+    pub(crate) fn to_bytes(&self) -> VolumeRecordBytes {
+        let mut bytes = empty_record(self.slot, self.sequence);
+        bytes.state = VOLUME_LIVE;
+        bytes.format = match self.format {
+            VolumeFormat::Btt => VOLUME_FORMAT_BTT,
+            VolumeFormat::Raw => VOLUME_FORMAT_RAW,
+        };
+        bytes.flags.set(if self.thin { VOLUME_FLAG_THIN } else { 0 });
+        bytes.uuid = self.uuid.into_bytes();
+        bytes.size_bytes.set(self.size_bytes());
+        bytes.created_unix_s.set(self.created_unix_s);
+        let name = self.name.as_str().as_bytes();
+        bytes.name_bytes = name.len() as u8;
+        bytes.name[..name.len()].copy_from_slice(name);
+        mirrored::seal(&mut bytes);
+        bytes
+    }
+
+    /// Verifies a whole record. `None`: the slot is empty.
+    pub(crate) fn parse(slot: Slot, bytes: &VolumeRecordBytes) -> Result<Option<Self>, VolumeRecordError> {
+        if bytes.slot != u32::from(slot.0) {
+            return Err(VolumeRecordError::Slot(bytes.slot.get()));
+        }
+        match bytes.state {
+            VOLUME_EMPTY => return Ok(None),
+            VOLUME_LIVE => {}
+            other => return Err(VolumeRecordError::State(other)),
+        }
+        let format = match bytes.format {
+            VOLUME_FORMAT_BTT => VolumeFormat::Btt,
+            VOLUME_FORMAT_RAW => VolumeFormat::Raw,
+            other => return Err(VolumeRecordError::Format(other)),
+        };
+        let flags = bytes.flags.get();
+        if flags & !VOLUME_FLAG_THIN != 0 {
+            return Err(VolumeRecordError::Flags(flags));
+        }
+        let size = bytes.size_bytes.get();
+        let chunks = size / CHUNK_BYTES;
+        if !size.is_multiple_of(CHUNK_BYTES) || chunks == 0 || chunks > MAX_CHUNKS {
+            return Err(VolumeRecordError::Size(size));
+        }
+        let length = usize::from(bytes.name_bytes);
+        let name = bytes.name.get(..length).ok_or(NameError::NotText)?;
+        if bytes.name[length..].iter().any(|b| *b != 0) {
+            return Err(NameError::NotText.into());
+        }
+        let name = std::str::from_utf8(name).map_err(|_| NameError::NotText)?.parse()?;
+        Ok(Some(Self {
+            sequence: bytes.sequence.get(),
+            slot,
+            name,
+            uuid: Uuid::from_bytes(bytes.uuid),
+            format,
+            thin: flags & VOLUME_FLAG_THIN != 0,
+            chunks: chunks as u32,
+            created_unix_s: bytes.created_unix_s.get(),
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> VolumeRecord {
+        VolumeRecord {
+            sequence: 3,
+            slot: Slot(9),
+            name: "daten-größe_1.x".parse().unwrap(),
+            uuid: Uuid::from_u128(11),
+            format: VolumeFormat::Raw,
+            thin: false,
+            chunks: 12,
+            created_unix_s: 1,
+        }
+    }
+
+    #[test]
+    fn a_record_comes_back_as_it_went() {
+        assert_eq!(VolumeRecord::parse(Slot(9), &sample().to_bytes()), Ok(Some(sample())));
+        assert_eq!(VolumeRecord::parse(Slot(4), &empty_record(Slot(4), 8)), Ok(None));
+    }
+
+    #[test]
+    fn names_that_would_need_quoting_are_refused() {
+        let refused = |name: &str| name.parse::<VolumeName>().unwrap_err();
+        assert_eq!(refused(""), NameError::Empty);
+        assert!(matches!(refused(&"x".repeat(65)), NameError::TooLong { length_bytes: 65, .. }));
+        for (name, wrong) in
+            [("a b", ' '), ("a,b", ','), ("a=b", '='), ("a/b", '/'), (".a", '.'), ("-a", '-'), ("a\n", '\n')]
+        {
+            assert!(
+                matches!(refused(name), NameError::Character { character, .. } if character == wrong),
+                "{name:?}"
+            );
+        }
+        assert!("x".repeat(64).parse::<VolumeName>().is_ok());
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_says_why() {
+        let broken = |change: fn(&mut VolumeRecordBytes)| {
+            let mut bytes = sample().to_bytes();
+            change(&mut bytes);
+            VolumeRecord::parse(Slot(9), &bytes).unwrap_err()
+        };
+        assert_eq!(broken(|b| b.slot.set(8)), VolumeRecordError::Slot(8));
+        assert_eq!(broken(|b| b.state = 2), VolumeRecordError::State(2));
+        assert_eq!(broken(|b| b.format = 0), VolumeRecordError::Format(0));
+        assert_eq!(broken(|b| b.flags.set(2)), VolumeRecordError::Flags(2));
+        assert_eq!(broken(|b| b.size_bytes.set(5)), VolumeRecordError::Size(5));
+        assert_eq!(broken(|b| b.size_bytes.set(0)), VolumeRecordError::Size(0));
+        assert_eq!(broken(|b| b.name_bytes = 65), VolumeRecordError::Name(NameError::NotText));
+        assert_eq!(broken(|b| b.name_bytes = 3), VolumeRecordError::Name(NameError::NotText));
+        assert_eq!(broken(|b| b.name[0] = 0xff), VolumeRecordError::Name(NameError::NotText));
+    }
+}
