@@ -1,0 +1,108 @@
+//! The host's side of a guest's console: a file, the terminal, or nothing.
+
+mod input;
+mod output;
+mod raw_mode;
+
+use std::io;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+pub use input::{ConsoleInput, Read};
+pub use output::ConsoleOutput;
+
+use crate::config::{ConsoleConfig, ConsoleMode};
+
+/// Why a console cannot be opened.
+#[derive(Debug, Error)]
+pub enum ConsoleError {
+    /// The file cannot be written.
+    #[error("Cannot open the console's file {path:?}")]
+    File {
+        /// Its path.
+        path: PathBuf,
+        /// What the operating system says.
+        #[source]
+        source: io::Error,
+    },
+    /// No path came with mode file.
+    #[error("The console goes to a file, but no file is named")]
+    NoFile,
+    /// Standard input or output cannot be used.
+    #[error("Cannot use the terminal as console")]
+    Terminal(#[source] io::Error),
+}
+
+/// What becomes of a file that is there already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileStart {
+    /// It is emptied: a new VM.
+    Empty,
+    /// It is continued: the same VM after a reboot.
+    Continue,
+}
+
+/// Where a console's bytes go to and come from.
+pub struct HostConsole {
+    /// What the guest says.
+    pub output: ConsoleOutput,
+    /// What is said to the guest.
+    pub input: Option<ConsoleInput>,
+}
+
+impl HostConsole {
+    /// Opens what `config` names; `None` if the guest shall have no such device.
+    pub fn open(config: &ConsoleConfig, start: FileStart) -> Result<Option<Self>, ConsoleError> {
+        let console = match config.mode {
+            ConsoleMode::Off => return Ok(None),
+            ConsoleMode::Null => Self { output: ConsoleOutput::null(), input: None },
+            ConsoleMode::Tty => Self {
+                output: ConsoleOutput::stdout().map_err(ConsoleError::Terminal)?,
+                input: ConsoleInput::stdin().map_err(ConsoleError::Terminal)?,
+            },
+            ConsoleMode::File => {
+                let path = config.file.as_ref().ok_or(ConsoleError::NoFile)?;
+                let output = ConsoleOutput::file(path, start)
+                    .map_err(|source| ConsoleError::File { path: path.clone(), source })?;
+                Self { output, input: None }
+            }
+        };
+        Ok(Some(console))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn a_file_is_emptied_for_a_new_vm_and_continued_after_a_reboot() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("console");
+        std::fs::write(&path, "of an earlier VM").unwrap();
+        let config = ConsoleConfig { mode: ConsoleMode::File, file: Some(path.clone()) };
+        let open = |start| HostConsole::open(&config, start).unwrap().unwrap().output;
+        open(FileStart::Empty).write_all(b"one ").unwrap();
+        open(FileStart::Continue).write_all(b"two").unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "one two");
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_opened_is_named() {
+        let path = Some("/nowhere/at/all".into());
+        let config = ConsoleConfig { mode: ConsoleMode::File, file: path };
+        let error = HostConsole::open(&config, FileStart::Empty).err().unwrap();
+        assert_eq!(error.to_string(), r#"Cannot open the console's file "/nowhere/at/all""#);
+    }
+
+    #[test]
+    fn off_is_no_device_and_null_is_a_silent_one() {
+        let open = |mode| HostConsole::open(&ConsoleConfig { mode, file: None }, FileStart::Empty).unwrap();
+        assert!(open(ConsoleMode::Off).is_none());
+        let null = open(ConsoleMode::Null).unwrap();
+        assert!(null.output.is_null() && null.input.is_none());
+    }
+}

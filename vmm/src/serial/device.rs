@@ -1,0 +1,135 @@
+//! The port range, and the life of what is behind it.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use event_manager::SubscriberId;
+use parking_lot::Mutex;
+use thiserror::Error;
+use vm_superio::serial::SerialEvents;
+use vm_superio::{Serial as Uart, Trigger};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::event::Worker;
+use super::line_writer::LineWriter;
+use super::metrics::SerialMetrics;
+use crate::bus::BusDevice;
+use crate::event_loop::{EventLoopError, EventLoopHandle};
+use crate::host_console::HostConsole;
+
+/// Why there is no serial port.
+#[derive(Debug, Error)]
+pub enum SerialError {
+    /// A timer or an eventfd cannot be made.
+    #[error("Cannot set up the serial port")]
+    Io(#[from] io::Error),
+    /// The event loop does not take its worker.
+    #[error("Cannot start the serial port's worker")]
+    Worker(#[from] EventLoopError),
+}
+
+/// Raises the UART's interrupt line: an irqfd.
+pub(super) struct Irq(EventFd);
+
+impl Trigger for Irq {
+    type E = io::Error;
+
+    fn trigger(&self) -> io::Result<()> {
+        self.0.write(1)
+    }
+}
+
+/// What the UART reports while it is locked.
+pub(super) struct Reports {
+    metrics: Arc<SerialMetrics>,
+    /// The worker waits until the guest has read all input.
+    pub(super) waiting: AtomicBool,
+    /// Tells it so.
+    pub(super) drained: EventFd,
+}
+
+impl SerialEvents for Reports {
+    fn buffer_read(&self) {
+        self.metrics.input_bytes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn out_byte(&self) {
+        self.metrics.output_bytes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn tx_lost_byte(&self) {
+        self.metrics.lost_bytes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn in_buffer_empty(&self) {
+        if self.waiting.swap(false, Ordering::AcqRel) {
+            // Fails only when the counter is full, that is when the worker has been told already.
+            let _ = self.drained.write(1);
+        }
+    }
+}
+
+/// The UART, shared by vCPUs and worker.
+pub(super) type SharedUart = Arc<Mutex<Uart<Irq, Reports, LineWriter>>>;
+
+/// COM1: put it on the port bus.
+pub struct Serial {
+    uart: SharedUart,
+    metrics: Arc<SerialMetrics>,
+    event_loop: EventLoopHandle,
+    worker: SubscriberId,
+}
+
+impl Serial {
+    /// A serial port that raises `irq`, which the caller has connected to its interrupt, and has `console` on its
+    /// other end.
+    pub fn new(
+        console: HostConsole,
+        irq: EventFd,
+        event_loop: &EventLoopHandle,
+    ) -> Result<Arc<Self>, SerialError> {
+        let metrics = Arc::new(SerialMetrics::default());
+        let reports = Reports {
+            metrics: Arc::clone(&metrics),
+            waiting: AtomicBool::new(false),
+            drained: EventFd::new(EFD_NONBLOCK)?,
+        };
+        let drained = reports.drained.try_clone()?;
+        let writer = LineWriter::new(console.output)?;
+        let timer = writer.timer();
+        let uart = Arc::new(Mutex::new(Uart::with_events(Irq(irq), reports, writer)));
+        let worker = Worker::new(Arc::clone(&uart), timer, drained, console.input);
+        let worker = event_loop.add(Box::new(worker))?;
+        Ok(Arc::new(Self { uart, metrics, event_loop: event_loop.clone(), worker }))
+    }
+
+    /// The port's counters.
+    pub fn metrics(&self) -> Arc<SerialMetrics> {
+        Arc::clone(&self.metrics)
+    }
+}
+
+impl BusDevice for Serial {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        // The registers are a byte wide; wider accesses find nothing, as on an ISA bus without a device.
+        match data {
+            [byte] => *byte = self.uart.lock().read(offset as u8),
+            _ => data.fill(0xff),
+        }
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        if let [byte] = data {
+            // Lost output is counted and logged by the writer; the guest cannot be told.
+            let _ = self.uart.lock().write(offset as u8, *byte);
+        }
+    }
+}
+
+impl Drop for Serial {
+    fn drop(&mut self) {
+        // Gives the terminal back. The loop may have ended, and dropped the worker, before.
+        let _ = self.event_loop.remove(self.worker);
+    }
+}

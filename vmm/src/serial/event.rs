@@ -1,0 +1,204 @@
+//! The worker on the event loop: unfinished lines, and input as fast as the guest reads it.
+
+use std::os::fd::RawFd;
+use std::sync::atomic::Ordering;
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use tracing::warn;
+use vmm_sys_util::eventfd::EventFd;
+
+use super::device::SharedUart;
+use crate::host_console::{ConsoleInput, Read};
+
+const TIMER: u32 = 0;
+const DRAINED: u32 = 1;
+const INPUT: u32 = 2;
+
+pub(super) struct Worker {
+    uart: SharedUart,
+    /// Belongs to the writer in the UART.
+    timer: RawFd,
+    drained: EventFd,
+    input: Option<ConsoleInput>,
+    /// Input is waited for. It is not while the guest's buffer is full: it would be ready for ever.
+    watching: bool,
+}
+
+impl Worker {
+    pub(super) fn new(uart: SharedUart, timer: RawFd, drained: EventFd, input: Option<ConsoleInput>) -> Self {
+        Self { uart, timer, drained, input, watching: false }
+    }
+
+    /// Gives the guest what it has room for.
+    fn pump(&mut self, ops: &mut EventOps) {
+        let Some(input) = &mut self.input else { return };
+        let mut uart = self.uart.lock();
+        let mut data = [0; 64];
+        loop {
+            let room = uart.fifo_capacity().min(data.len());
+            if room == 0 {
+                uart.events().waiting.store(true, Ordering::Release);
+                drop(uart);
+                return self.watch(false, ops);
+            }
+            match input.read(&mut data[..room]) {
+                Ok(Read::Bytes(len)) => {
+                    // There is room; while the driver tests the port in loopback, what is typed is lost, as on a
+                    // real one.
+                    if let Err(err) = uart.enqueue_raw_bytes(&data[..len]) {
+                        warn!(%err, "The guest cannot be told of input");
+                    }
+                }
+                Ok(Read::Nothing) => {
+                    drop(uart);
+                    return self.watch(true, ops);
+                }
+                end => {
+                    if let Err(err) = end {
+                        warn!(%err, "Input of the serial port has ended");
+                    }
+                    drop(uart);
+                    self.watch(false, ops);
+                    self.input = None;
+                    return;
+                }
+            }
+        }
+    }
+
+    fn watch(&mut self, watch: bool, ops: &mut EventOps) {
+        let Some(input) = self.input.as_ref().filter(|_| watch != self.watching) else { return };
+        let event = Events::with_data(input, INPUT, EventSet::IN);
+        let result = if watch { ops.add(event) } else { ops.remove(event) };
+        match result {
+            Ok(()) => self.watching = watch,
+            Err(err) => warn!(?err, "Cannot wait for input of the serial port"),
+        }
+    }
+}
+
+impl MutEventSubscriber for Worker {
+    fn init(&mut self, ops: &mut EventOps) {
+        let timer = Events::with_data_raw(self.timer, TIMER, EventSet::IN);
+        let drained = Events::with_data(&self.drained, DRAINED, EventSet::IN);
+        for event in [timer, drained] {
+            if let Err(err) = ops.add(event) {
+                warn!(?err, "Cannot wait for the serial port");
+            }
+        }
+        self.pump(ops);
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        match events.data() {
+            TIMER => {
+                // Lost output is logged by the writer.
+                let _ = self.uart.lock().writer_mut().timer_rang();
+            }
+            DRAINED => {
+                // Several tellings count as one.
+                let _ = self.drained.read();
+                self.pump(ops);
+            }
+            _ => self.pump(ops),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::{self, PipeReader, PipeWriter, Read as _, Write};
+    use std::os::fd::OwnedFd;
+    use std::sync::Arc;
+
+    use vmm_sys_util::eventfd::EventFd;
+
+    use super::super::Serial;
+    use crate::bus::BusDevice;
+    use crate::event_loop::EventLoop;
+    use crate::host_console::HostConsole;
+
+    const DATA: u64 = 0;
+    const IER: u64 = 1;
+    const LSR: u64 = 5;
+
+    struct Rig {
+        _event_loop: EventLoop,
+        serial: Arc<Serial>,
+        irq: EventFd,
+        keyboard: PipeWriter,
+        screen: PipeReader,
+    }
+
+    impl Rig {
+        fn new() -> Self {
+            let event_loop = EventLoop::spawn("test").unwrap();
+            let (input, keyboard) = io::pipe().unwrap();
+            let (screen, output) = io::pipe().unwrap();
+            let console = HostConsole {
+                output: File::from(OwnedFd::from(output)).into(),
+                input: Some(File::from(OwnedFd::from(input)).into()),
+            };
+            // Blocking, so that the test can wait for the interrupt.
+            let irq = EventFd::new(0).unwrap();
+            let serial = Serial::new(console, irq.try_clone().unwrap(), &event_loop.handle()).unwrap();
+            Self { _event_loop: event_loop, serial, irq, keyboard, screen }
+        }
+        fn read(&self, register: u64) -> u8 {
+            let mut data = [0];
+            self.serial.read(register, &mut data);
+            data[0]
+        }
+        fn write(&self, register: u64, value: u8) {
+            self.serial.write(register, &[value]);
+        }
+    }
+
+    #[test]
+    fn a_prompt_appears_without_a_newline() {
+        let mut rig = Rig::new();
+        b"login: ".iter().for_each(|byte| rig.write(DATA, *byte));
+        let mut prompt = [0; 7];
+        rig.screen.read_exact(&mut prompt).unwrap();
+        assert_eq!(&prompt, b"login: ");
+    }
+
+    #[test]
+    fn more_input_than_the_guest_has_room_for_arrives_whole() {
+        let mut rig = Rig::new();
+        rig.write(IER, 1);
+        let text: Vec<u8> = (0..1000u32).map(|n| n as u8).collect();
+        rig.keyboard.write_all(&text).unwrap();
+        let mut got = Vec::new();
+        while got.len() < text.len() {
+            rig.irq.read().unwrap();
+            while rig.read(LSR) & 1 == 1 {
+                got.push(rig.read(DATA));
+            }
+        }
+        assert_eq!(got, text);
+    }
+
+    #[test]
+    fn the_end_of_input_is_not_the_end_of_output() {
+        let mut rig = Rig::new();
+        let (unused, keyboard) = io::pipe().unwrap();
+        drop(std::mem::replace(&mut rig.keyboard, keyboard));
+        drop(unused);
+        b"still here\n".iter().for_each(|byte| rig.write(DATA, *byte));
+        let mut line = [0; 11];
+        rig.screen.read_exact(&mut line).unwrap();
+        assert_eq!(&line, b"still here\n");
+    }
+
+    #[test]
+    fn wide_accesses_find_nothing() {
+        let rig = Rig::new();
+        let mut data = [0; 2];
+        rig.serial.read(DATA, &mut data);
+        assert_eq!(data, [0xff; 2]);
+        rig.serial.write(DATA, &[1, 2]);
+        assert_eq!(rig.serial.metrics().output_bytes.load(std::sync::atomic::Ordering::Relaxed), 0);
+    }
+}
