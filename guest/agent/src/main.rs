@@ -1,2 +1,59 @@
-//! The guest agent.
-fn main() {}
+//! The guest's agent: reports memory pressure to the VMM over vsock. docs/agent.md says what it does and costs.
+
+mod agent;
+mod args;
+mod blocks;
+mod kernel;
+mod pace;
+mod parse;
+mod proc;
+mod sys;
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::Path;
+
+use anyhow::Context;
+use foreshore_proto::{Cause, encode_report};
+
+use crate::agent::Agent;
+use crate::args::Command;
+
+const PROC: &str = "/proc";
+const MEMORY: &str = "/sys/devices/system/memory";
+
+fn main() -> anyhow::Result<()> {
+    match args::parse(std::env::args().skip(1))? {
+        Command::Help => print(args::HELP.as_bytes()),
+        Command::Version => print(format!("foreshore-agent {}\n", env!("CARGO_PKG_VERSION")).as_bytes()),
+        Command::Once => once(),
+        Command::Run { cid, port } => run(cid, port),
+    }
+}
+
+fn print(bytes: &[u8]) -> anyhow::Result<()> {
+    io::stdout().lock().write_all(bytes).context("Cannot write to standard output")
+}
+
+fn once() -> anyhow::Result<()> {
+    let mut line = Vec::new();
+    encode_report(Agent::open(Path::new(PROC), Path::new(MEMORY))?.take_report(Cause::Rest)?, &mut line);
+    print(&line)
+}
+
+fn run(cid: u32, port: u32) -> anyhow::Result<()> {
+    let mut agent = Agent::open(Path::new(PROC), Path::new(MEMORY))?;
+    // None of these is worth dying for: without them the agent still reports, only less reliably.
+    try_to("protect itself from the OOM killer", fs::write("/proc/self/oom_score_adj", "-1000"));
+    try_to("raise its priority", sys::raise_priority());
+    try_to("set auto_online_blocks", agent.take_charge_of_blocks());
+    try_to("register a pressure trigger", agent.arm_trigger(Path::new(PROC)));
+    try_to("lock its memory", sys::lock_memory());
+    agent.run(cid, port)
+}
+
+fn try_to(what: &str, result: io::Result<()>) {
+    if let Err(error) = result {
+        eprintln!("foreshore-agent: Cannot {what}: {error}");
+    }
+}

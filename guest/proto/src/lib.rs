@@ -23,6 +23,7 @@ pub use verify::{AgentMessage, Hello, Report};
 pub use wire::{
     Blocks, Cause, Counters, Memory, NodeBlocks, OnlinePolicy, RawAgentMessage, RawHello, RawReport,
     Settings, Stall, VmmMessage, Zone, ZoneKind, decode_agent_message, decode_vmm_message, encode_line,
+    encode_report,
 };
 
 /// The vsock port on which the VMM listens for the agent.

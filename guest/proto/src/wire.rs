@@ -39,7 +39,7 @@ pub enum Cause {
     /// The interval at rest has passed.
     #[default]
     Rest,
-    /// Available memory is near or under the watermark.
+    /// Available memory is under the watermark, or falling fast.
     Watermark,
     /// The kernel's pressure trigger fired.
     Stall,
@@ -324,6 +324,17 @@ pub fn encode_line(message: &impl Serialize, out: &mut Vec<u8>) {
     out.push(b'\n');
 }
 
+/// [`encode_line`] of a report that the caller keeps and fills again.
+pub fn encode_report(report: &RawReport, out: &mut Vec<u8>) {
+    /// [`RawAgentMessage`], borrowed.
+    #[derive(Serialize)]
+    #[serde(tag = "type", rename_all = "snake_case")]
+    enum Borrowed<'a> {
+        Report(&'a RawReport),
+    }
+    encode_line(&Borrowed::Report(report), out);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -346,7 +357,11 @@ mod tests {
         let mut line = Vec::new();
         encode_line(&message, &mut line);
         assert_eq!(line.last(), Some(&b'\n'));
-        assert_eq!(decode_agent_message(&line[..line.len() - 1]), Ok(message));
+        assert_eq!(decode_agent_message(&line[..line.len() - 1]), Ok(message.clone()));
+        let RawAgentMessage::Report(report) = &message else { unreachable!("made above") };
+        let mut borrowed = Vec::new();
+        encode_report(report, &mut borrowed);
+        assert_eq!(borrowed, line);
 
         let settings = VmmMessage::Settings(Settings::with_watermark(1 << 27));
         encode_line(&settings, &mut line);

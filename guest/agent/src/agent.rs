@@ -1,0 +1,290 @@
+//! The loop: connect, report, reconnect.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use foreshore_proto::{
+    Cause, LineReader, NextLine, PROTOCOL_VERSION, RawAgentMessage, RawReport, Settings, VmmMessage,
+    decode_vmm_message, encode_line, encode_report,
+};
+use thiserror::Error;
+
+use crate::blocks::BlockReader;
+use crate::pace::Pace;
+use crate::proc::{Proc, ProcError, Trigger};
+use crate::{kernel, sys};
+
+/// First and longest wait before another attempt to connect.
+const FIRST_BACK_OFF_MS: u64 = 100;
+const MAX_BACK_OFF_MS: u64 = 5_000;
+
+/// A connection that lasted this long was a good one: the next attempt after it is soon.
+const GOOD_CONNECTION_MS: u64 = 10_000;
+
+/// Until the VMM says something else, report fast while less than this part is available.
+const DEFAULT_WATERMARK_PART: u64 = 5;
+
+/// Why a connection ended.
+#[derive(Debug, Error)]
+pub enum SessionError {
+    /// It could not be made.
+    #[error("Cannot connect to vsock port {port} of context {cid}")]
+    Connect {
+        /// The VMM's context.
+        cid: u32,
+        /// The VMM's port.
+        port: u32,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
+    },
+    /// The VMM closed it.
+    #[error("The VMM closed the connection")]
+    Closed,
+    /// It broke.
+    #[error("The connection to the VMM broke")]
+    Broken(#[from] io::Error),
+    /// There is nothing to report.
+    #[error("No report can be made")]
+    Proc(#[from] ProcError),
+}
+
+/// Everything that outlives a connection.
+#[derive(Debug)]
+pub struct Agent {
+    proc: Proc,
+    blocks: BlockReader,
+    trigger: Option<Trigger>,
+    report: RawReport,
+    /// Blocks that could not be onlined, and about which that has been said.
+    failed_blocks: u64,
+}
+
+impl Agent {
+    /// Opens what reports are made of. Of the two arguments one is /proc and the other
+    /// /sys/devices/system/memory.
+    pub fn open(proc_root: &Path, memory_root: &Path) -> Result<Self, ProcError> {
+        Ok(Agent {
+            proc: Proc::open(proc_root)?,
+            blocks: BlockReader::new(memory_root),
+            trigger: None,
+            report: RawReport { version: PROTOCOL_VERSION, ..RawReport::default() },
+            failed_blocks: 0,
+        })
+    }
+
+    /// Asks the kernel to wake us when tasks wait for memory.
+    pub fn arm_trigger(&mut self, proc_root: &Path) -> io::Result<()> {
+        self.trigger = Some(Trigger::register(proc_root)?);
+        Ok(())
+    }
+
+    /// Sees to it that plugged memory comes online movable.
+    pub fn take_charge_of_blocks(&mut self) -> io::Result<()> {
+        self.blocks.take_charge()
+    }
+
+    /// One report.
+    pub fn take_report(&mut self, cause: Cause) -> Result<&RawReport, ProcError> {
+        self.proc.fill(&mut self.report)?;
+        let now_ms = sys::monotonic_ms();
+        let total_bytes = self.report.memory.total_bytes;
+        if self.blocks.is_due(total_bytes, now_ms) {
+            self.read_blocks(total_bytes);
+        }
+        self.report.cause = cause;
+        self.report.monotonic_ms = now_ms;
+        self.report.seq = self.report.seq.saturating_add(1);
+        Ok(&self.report)
+    }
+
+    fn read_blocks(&mut self, total_bytes: u64) {
+        let onlined = self.blocks.read(total_bytes, sys::monotonic_ms);
+        if onlined.failed > self.failed_blocks {
+            eprintln!("foreshore-agent: {} memory blocks did not come online", onlined.failed);
+        }
+        self.failed_blocks = onlined.failed;
+        self.report.blocks.clone_from(self.blocks.seen());
+    }
+
+    /// Reports until the end of time.
+    pub fn run(&mut self, cid: u32, port: u32) -> ! {
+        let mut back_off_ms = FIRST_BACK_OFF_MS;
+        let mut said = String::new();
+        loop {
+            let start_ms = sys::monotonic_ms();
+            let Err(error) = self.connect_and_report(cid, port);
+            if sys::monotonic_ms().saturating_sub(start_ms) >= GOOD_CONNECTION_MS {
+                back_off_ms = FIRST_BACK_OFF_MS;
+            }
+            say_once(&error, &mut said);
+            thread::sleep(Duration::from_millis(back_off_ms));
+            back_off_ms = (back_off_ms * 2).min(MAX_BACK_OFF_MS);
+        }
+    }
+
+    fn connect_and_report(&mut self, cid: u32, port: u32) -> Result<std::convert::Infallible, SessionError> {
+        let connected = sys::connect_vsock(cid, port);
+        let socket = connected.map_err(|source| SessionError::Connect { cid, port, source })?;
+        let mut session = Session::new(self, socket)?;
+        loop {
+            session.turn()?;
+        }
+    }
+}
+
+/// Says an error unless it is the one that was said last: a VMM that is away for a day fills no log.
+fn say_once(error: &SessionError, said: &mut String) {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    if text != *said {
+        eprintln!("foreshore-agent: {text}");
+        *said = text;
+    }
+}
+
+/// One connection.
+struct Session<'a> {
+    agent: &'a mut Agent,
+    socket: OwnedFd,
+    pace: Pace,
+    lines: LineReader,
+    /// What is to be sent, and how much of it has been.
+    out: Vec<u8>,
+    sent: usize,
+}
+
+impl<'a> Session<'a> {
+    fn new(agent: &'a mut Agent, socket: OwnedFd) -> Result<Self, SessionError> {
+        let watermark_bytes = agent.proc.memory()?.total_bytes / DEFAULT_WATERMARK_PART;
+        let mut session = Session {
+            agent,
+            socket,
+            pace: Pace::new(Settings::with_watermark(watermark_bytes)),
+            lines: LineReader::new(),
+            out: Vec::new(),
+            sent: 0,
+        };
+        session.agent.report.seq = 0;
+        encode_line(&RawAgentMessage::Hello(kernel::hello()), &mut session.out);
+        session.flush()?;
+        Ok(session)
+    }
+
+    /// Waits for whatever comes first, and answers it.
+    fn turn(&mut self) -> Result<(), SessionError> {
+        let (readable, writable, stalled) = self.wait()?;
+        if readable {
+            self.receive()?;
+        }
+        if writable {
+            self.flush()?;
+        }
+        // A VMM that does not read gets the newest figures when it does, not those of a minute ago.
+        if self.sent < self.out.len() {
+            return Ok(());
+        }
+        let now_ms = sys::monotonic_ms();
+        if stalled {
+            self.pace.alert(now_ms);
+            return self.send_report(Cause::Stall);
+        }
+        if now_ms >= self.pace.report_due_ms() {
+            return self.send_report(Cause::Rest);
+        }
+        if now_ms >= self.pace.look_due_ms() {
+            self.look(now_ms)?;
+        }
+        Ok(())
+    }
+
+    /// Sleeps until the socket or the trigger is ready, or something is due.
+    fn wait(&mut self) -> Result<(bool, bool, bool), SessionError> {
+        let pending = self.sent < self.out.len();
+        let due_ms = self.pace.report_due_ms().min(self.pace.look_due_ms());
+        let timeout_ms = if pending { MAX_BACK_OFF_MS } else { due_ms.saturating_sub(sys::monotonic_ms()) };
+        let events = libc::POLLIN | if pending { libc::POLLOUT } else { 0 };
+        let trigger = self.agent.trigger.as_ref().map(AsFd::as_fd);
+        let mut fds = [sys::pollfd(Some(self.socket.as_fd()), events), sys::pollfd(trigger, libc::POLLPRI)];
+        sys::poll(&mut fds, timeout_ms)?;
+        let [socket, trigger] = fds.map(|fd| fd.revents);
+        if trigger & (libc::POLLERR | libc::POLLNVAL) != 0 {
+            // The kernel took it away; without it the loop goes on at its own pace.
+            self.agent.trigger = None;
+        }
+        let ended = libc::POLLIN | libc::POLLHUP | libc::POLLERR;
+        Ok((socket & ended != 0, socket & libc::POLLOUT != 0, trigger & libc::POLLPRI != 0))
+    }
+
+    /// A cheap look at free memory, and a dearer one at what is available if that has fallen.
+    fn look(&mut self, now_ms: u64) -> Result<(), SessionError> {
+        let free_bytes = sys::free_bytes().unwrap_or(0);
+        if self.pace.is_suspicious(free_bytes) && self.pace.is_news(self.agent.proc.available_bytes()?) {
+            self.pace.alert(now_ms);
+            return self.send_report(Cause::Rest);
+        }
+        self.pace.looked(free_bytes, now_ms);
+        Ok(())
+    }
+
+    fn send_report(&mut self, cause: Cause) -> Result<(), SessionError> {
+        self.agent.take_report(cause)?;
+        let report = &mut self.agent.report;
+        let memory = report.memory;
+        if cause == Cause::Rest && self.pace.is_fast(memory.available_bytes, report.monotonic_ms) {
+            report.cause = Cause::Watermark;
+        }
+        encode_report(report, &mut self.out);
+        self.sent = 0;
+        self.pace.reported(memory.free_bytes, memory.available_bytes, report.monotonic_ms);
+        self.flush()
+    }
+
+    fn flush(&mut self) -> Result<(), SessionError> {
+        while self.sent < self.out.len() {
+            match sys::send(self.socket.as_fd(), &self.out[self.sent..])? {
+                0 => break,
+                count => self.sent += count,
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes what the VMM has sent. What it sends wrongly is said and passed over.
+    fn receive(&mut self) -> Result<(), SessionError> {
+        let mut buffer = [0; 2048];
+        let count = sys::receive(self.socket.as_fd(), &mut buffer)?.ok_or(SessionError::Closed)?;
+        let mut input = &buffer[..count];
+        let mut online_blocks = false;
+        while let Some(next) = self.lines.next(&mut input) {
+            let message = match next {
+                NextLine::Line(line) => decode_vmm_message(line),
+                NextLine::Refused(refusal) => Err(refusal),
+            };
+            match message {
+                Ok(VmmMessage::Settings(settings)) => self.pace.set(settings),
+                Ok(VmmMessage::OnlineBlocks { .. }) => online_blocks = true,
+                Err(refusal) => eprintln!("foreshore-agent: The VMM sent what is refused: {refusal}"),
+            }
+        }
+        if online_blocks {
+            self.online_blocks();
+        }
+        Ok(())
+    }
+
+    fn online_blocks(&mut self) {
+        if let Err(error) = self.agent.take_charge_of_blocks() {
+            eprintln!("foreshore-agent: Cannot set auto_online_blocks: {error}");
+        }
+        let total_bytes = self.agent.report.memory.total_bytes;
+        self.agent.read_blocks(total_bytes);
+    }
+}

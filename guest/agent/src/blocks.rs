@@ -1,0 +1,256 @@
+//! /sys/devices/system/memory: the states of memory blocks, and the policy by which they come online.
+//!
+//! A block has a directory of its own, so a guest with a terabyte has eight thousand of them: they are read when
+//! the total has changed, and then at most so often that it costs a twentieth of the time.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use foreshore_proto::{Blocks, NodeBlocks, OnlinePolicy};
+
+/// What the kernel is to do with memory that is plugged: only movable memory can be relied on to leave again.
+const WANTED_POLICY: &str = "online_movable";
+
+/// Read at least this often, because a block that is plugged and not online does not show in the total.
+const MAX_AGE_MS: u64 = 30_000;
+
+/// The same where blocks do not come online by themselves.
+const MAX_AGE_OFFLINE_MS: u64 = 1_000;
+
+/// Reading takes at most one part in so many of the time.
+const COST_PART: u64 = 20;
+
+/// The blocks as last read.
+#[derive(Debug)]
+pub struct BlockReader {
+    root: PathBuf,
+    /// Whether blocks that are offline are onlined.
+    in_charge: bool,
+    seen: Blocks,
+    total_bytes: u64,
+    /// When they were read, and when to read them again at the earliest.
+    read_ms: Option<u64>,
+    not_before_ms: u64,
+}
+
+/// What was done at one reading.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Onlined {
+    /// Blocks that were offline and are online now.
+    pub count: u64,
+    /// Blocks that did not come online.
+    pub failed: u64,
+}
+
+impl BlockReader {
+    /// A reader of `root`, which is /sys/devices/system/memory outside of tests. It changes nothing.
+    pub fn new(root: &Path) -> Self {
+        BlockReader {
+            root: root.to_owned(),
+            in_charge: false,
+            seen: Blocks::default(),
+            total_bytes: 0,
+            read_ms: None,
+            not_before_ms: 0,
+        }
+    }
+
+    /// Sees to it that plugged memory comes online movable: has the kernel do so, if it does not already, and from
+    /// now on onlines blocks that it left offline.
+    pub fn take_charge(&mut self) -> io::Result<()> {
+        self.in_charge = true;
+        let path = self.root.join("auto_online_blocks");
+        if fs::read_to_string(&path)?.trim() == WANTED_POLICY {
+            Ok(())
+        } else {
+            fs::write(path, WANTED_POLICY)
+        }
+    }
+
+    /// The blocks as last read.
+    pub fn seen(&self) -> &Blocks {
+        &self.seen
+    }
+
+    /// Whether they should be read again.
+    pub fn is_due(&self, total_bytes: u64, now_ms: u64) -> bool {
+        let Some(read_ms) = self.read_ms else { return true };
+        let offline = self.seen.nodes.iter().any(|node| node.offline_bytes > 0);
+        let movable = self.seen.online_policy == OnlinePolicy::OnlineMovable;
+        let max_age_ms = if movable && !offline { MAX_AGE_MS } else { MAX_AGE_OFFLINE_MS };
+        let aged = now_ms.saturating_sub(read_ms) >= max_age_ms;
+        now_ms >= self.not_before_ms && (aged || total_bytes != self.total_bytes)
+    }
+
+    /// Reads them again, and onlines what is offline if in charge. `clock` gives the time before and after.
+    pub fn read(&mut self, total_bytes: u64, clock: impl Fn() -> u64) -> Onlined {
+        let start_ms = clock();
+        let mut onlined = Onlined::default();
+        self.seen = self.scan(&mut onlined);
+        self.total_bytes = total_bytes;
+        let end_ms = clock();
+        self.read_ms = Some(end_ms);
+        let cost_ms = end_ms.saturating_sub(start_ms).max(1);
+        self.not_before_ms = end_ms.saturating_add(cost_ms.saturating_mul(COST_PART));
+        onlined
+    }
+
+    fn scan(&self, onlined: &mut Onlined) -> Blocks {
+        let text = |name: &str| fs::read_to_string(self.root.join(name)).unwrap_or_default();
+        let online_policy = match text("auto_online_blocks").trim() {
+            "offline" => OnlinePolicy::Offline,
+            "online" => OnlinePolicy::Online,
+            "online_kernel" => OnlinePolicy::OnlineKernel,
+            "online_movable" => OnlinePolicy::OnlineMovable,
+            _ => OnlinePolicy::Unknown,
+        };
+        let block_bytes = u64::from_str_radix(text("block_size_bytes").trim(), 16).unwrap_or(0);
+        let mut nodes: Vec<NodeBlocks> = Vec::new();
+        let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
+        for entry in entries.filter(|entry| is_numbered(&entry.file_name(), "memory").is_some()) {
+            let Some(block) = Block::read(&entry.path(), self.in_charge, onlined) else { continue };
+            let node = match nodes.iter_mut().find(|node| node.node == block.node) {
+                Some(node) => node,
+                None => nodes.push_mut(NodeBlocks { node: block.node, ..NodeBlocks::default() }),
+            };
+            let sum = if block.online { &mut node.online_bytes } else { &mut node.offline_bytes };
+            *sum = sum.saturating_add(block_bytes);
+            if block.online && block.movable {
+                node.movable_online_bytes = node.movable_online_bytes.saturating_add(block_bytes);
+            }
+        }
+        nodes.sort_unstable_by_key(|node| node.node);
+        Blocks { online_policy, block_bytes, nodes }
+    }
+}
+
+/// One block.
+#[derive(Clone, Copy, Debug)]
+struct Block {
+    node: u32,
+    online: bool,
+    movable: bool,
+}
+
+impl Block {
+    /// Reads a block's directory; `None` if it goes away meanwhile.
+    fn read(path: &Path, in_charge: bool, onlined: &mut Onlined) -> Option<Self> {
+        let state_path = path.join("state");
+        let state = fs::read_to_string(&state_path).ok()?;
+        let mut online = state.trim() == "online";
+        if in_charge && state.trim() == "offline" {
+            online = fs::write(&state_path, WANTED_POLICY).is_ok();
+            *(if online { &mut onlined.count } else { &mut onlined.failed }) += 1;
+        }
+        // For a block that is online the first zone is the one that it is in.
+        let zones = fs::read_to_string(path.join("valid_zones")).unwrap_or_default();
+        let movable = zones.split_whitespace().next() == Some("Movable");
+        let mut entries = fs::read_dir(path).ok()?.flatten();
+        let node = entries.find_map(|entry| is_numbered(&entry.file_name(), "node")).unwrap_or(0);
+        Some(Block { node, online, movable })
+    }
+}
+
+/// The number in a name such as `memory12`.
+fn is_numbered(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> {
+    name.to_str()?.strip_prefix(prefix)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCK: u64 = 128 << 20;
+
+    /// A /sys/devices/system/memory as Linux 6.1 has it.
+    fn sysfs(policy: &str, blocks: &[(u32, u32, &str, &str)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().expect("tempdir");
+        fs::write(dir.path().join("auto_online_blocks"), format!("{policy}\n")).expect("write");
+        fs::write(dir.path().join("block_size_bytes"), "8000000\n").expect("write");
+        fs::create_dir(dir.path().join("power")).expect("mkdir");
+        for (number, node, state, zones) in blocks {
+            let block = dir.path().join(format!("memory{number}"));
+            fs::create_dir_all(block.join(format!("node{node}"))).expect("mkdir");
+            fs::write(block.join("state"), format!("{state}\n")).expect("write");
+            fs::write(block.join("valid_zones"), format!("{zones}\n")).expect("write");
+        }
+        dir
+    }
+
+    fn node(node: u32, online: u64, offline: u64, movable: u64) -> NodeBlocks {
+        NodeBlocks {
+            node,
+            online_bytes: online * BLOCK,
+            offline_bytes: offline * BLOCK,
+            movable_online_bytes: movable * BLOCK,
+        }
+    }
+
+    #[test]
+    fn blocks_are_added_up_per_node() {
+        let dir = sysfs(
+            "online_movable",
+            &[(0, 0, "online", "none"), (2, 0, "online", "DMA32"), (32, 1, "online", "Movable")],
+        );
+        let mut reader = BlockReader::new(dir.path());
+        assert_eq!(reader.read(1, || 0), Onlined::default());
+        assert_eq!(reader.seen().online_policy, OnlinePolicy::OnlineMovable);
+        assert_eq!(reader.seen().nodes, [node(0, 2, 0, 0), node(1, 1, 0, 1)]);
+    }
+
+    #[test]
+    fn offline_blocks_are_onlined_movable() {
+        let dir =
+            sysfs("offline", &[(32, 1, "offline", "Normal Movable"), (33, 1, "going-offline", "Movable")]);
+        let mut reader = BlockReader::new(dir.path());
+        assert_eq!(reader.read(1, || 0), Onlined::default(), "not in charge yet");
+        assert_eq!(reader.seen().nodes, [node(1, 0, 2, 0)]);
+        reader.take_charge().expect("writes");
+        assert_eq!(reader.read(1, || 0), Onlined { count: 1, failed: 0 });
+        let state = fs::read_to_string(dir.path().join("memory32/state")).expect("read");
+        assert_eq!(state, "online_movable");
+        let other = fs::read_to_string(dir.path().join("memory33/state")).expect("read");
+        assert_eq!(other, "going-offline\n", "on its way out, not touched");
+    }
+
+    #[test]
+    fn the_policy_is_written_only_where_it_is_wrong() {
+        let dir = sysfs("online", &[]);
+        BlockReader::new(dir.path()).take_charge().expect("writes");
+        let path = dir.path().join("auto_online_blocks");
+        assert_eq!(fs::read_to_string(&path).expect("read"), "online_movable");
+        fs::write(&path, "online_movable\n").expect("write");
+        BlockReader::new(dir.path()).take_charge().expect("nothing to do");
+        assert_eq!(fs::read_to_string(&path).expect("read"), "online_movable\n", "not written again");
+    }
+
+    #[test]
+    fn they_are_read_on_change_and_otherwise_seldom() {
+        let dir = sysfs("online_movable", &[(0, 0, "online", "Normal")]);
+        let mut reader = BlockReader::new(dir.path());
+        assert!(reader.is_due(1, 0));
+        reader.read(1, || 1_000);
+        assert!(!reader.is_due(1, 30_999));
+        assert!(reader.is_due(1, 31_000));
+        assert!(!reader.is_due(2, 1_019), "at most a twentieth of the time");
+        assert!(reader.is_due(2, 1_020));
+    }
+
+    #[test]
+    fn where_they_do_not_come_online_by_themselves_they_are_read_more_often() {
+        let dir = sysfs("offline", &[]);
+        let mut reader = BlockReader::new(dir.path());
+        reader.read(1, || 1_000);
+        assert!(reader.is_due(1, 2_000));
+    }
+
+    #[test]
+    fn a_kernel_without_hotplug_has_none() {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let mut reader = BlockReader::new(&dir.path().join("memory"));
+        reader.read(1, || 0);
+        assert_eq!(reader.seen(), &Blocks::default());
+        assert!(reader.take_charge().is_err());
+    }
+}

@@ -1,0 +1,79 @@
+//! /proc/meminfo.
+
+use foreshore_proto::Memory;
+
+use super::{ParseError, lines, number, words};
+
+const FILE: &str = "/proc/meminfo";
+
+/// Sizes. Fields that a kernel may lack are zero.
+pub fn meminfo(text: &[u8]) -> Result<Memory, ParseError> {
+    let mut memory = Memory::default();
+    let (mut total, mut free, mut available) = (None, None, None);
+    for line in lines(text) {
+        let mut words = words(line);
+        let Some(key) = words.next() else { continue };
+        // The bytes of the field, which is needed only where the key is one of ours.
+        let mut bytes = |field| kib(words.next(), field);
+        match key {
+            b"MemTotal:" => total = Some(bytes("MemTotal")?),
+            b"MemFree:" => free = Some(bytes("MemFree")?),
+            b"MemAvailable:" => available = Some(bytes("MemAvailable")?),
+            b"Buffers:" => memory.cached_bytes = memory.cached_bytes.saturating_add(bytes("Buffers")?),
+            b"Cached:" => memory.cached_bytes = memory.cached_bytes.saturating_add(bytes("Cached")?),
+            b"AnonPages:" => memory.anon_bytes = bytes("AnonPages")?,
+            b"SwapTotal:" => memory.swap_total_bytes = bytes("SwapTotal")?,
+            b"SwapFree:" => memory.swap_free_bytes = bytes("SwapFree")?,
+            _ => {}
+        }
+    }
+    let required = |value: Option<u64>, field| value.ok_or(ParseError::Missing { file: FILE, field });
+    memory.total_bytes = required(total, "MemTotal")?;
+    memory.free_bytes = required(free, "MemFree")?;
+    memory.available_bytes = required(available, "MemAvailable")?;
+    Ok(memory)
+}
+
+/// MemAvailable alone, which stands in the third line.
+pub fn available_bytes(text: &[u8]) -> Result<u64, ParseError> {
+    let line = lines(text).find(|line| line.starts_with(b"MemAvailable:"));
+    let line = line.ok_or(ParseError::Missing { file: FILE, field: "MemAvailable" })?;
+    kib(words(line).nth(1), "MemAvailable")
+}
+
+/// A size that the kernel gives in units of 1024 bytes and calls kB.
+fn kib(word: Option<&[u8]>, field: &'static str) -> Result<u64, ParseError> {
+    let kib = word.and_then(number).and_then(|kib| kib.checked_mul(1024));
+    kib.ok_or(ParseError::NotANumber { file: FILE, field })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_of_6_12_with_plugged_memory() {
+        let memory = meminfo(include_bytes!("../../tests/data/6.12-two-nodes/meminfo")).expect("parses");
+        assert_eq!(memory.total_bytes, 803_532 * 1024);
+        assert_eq!(memory.free_bytes, 768_980 * 1024);
+        assert_eq!(memory.available_bytes, 762_648 * 1024);
+        assert_eq!(memory.cached_bytes, 3276 * 1024);
+        assert_eq!(memory.anon_bytes, 60 * 1024);
+        assert_eq!((memory.swap_total_bytes, memory.swap_free_bytes), (0, 0));
+    }
+
+    #[test]
+    fn available_alone_is_the_same_number() {
+        let text = include_bytes!("../../tests/data/6.1-one-node/meminfo");
+        assert_eq!(available_bytes(text), meminfo(text).map(|memory| memory.available_bytes));
+    }
+
+    #[test]
+    fn what_is_missing_or_no_number_is_named() {
+        let missing = meminfo(b"MemTotal: 5 kB\nMemFree: 1 kB\n").expect_err("no MemAvailable");
+        assert_eq!(missing.to_string(), "/proc/meminfo has no MemAvailable");
+        let wrong = meminfo(b"MemTotal: many kB\n").expect_err("no number");
+        assert_eq!(wrong.to_string(), "/proc/meminfo has a MemTotal that is not a number");
+        assert!(meminfo(b"MemTotal: 18446744073709551615 kB\n").is_err(), "does not fit");
+    }
+}

@@ -1,0 +1,97 @@
+//! The kernel's texts. Every parser is a pure function of the bytes of one file.
+
+mod meminfo;
+mod pressure;
+mod vmstat;
+mod zoneinfo;
+
+pub use meminfo::{available_bytes, meminfo};
+pub use pressure::pressure;
+use thiserror::Error;
+pub use vmstat::vmstat;
+pub use zoneinfo::zoneinfo;
+
+/// A text of the kernel's that is not as expected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum ParseError {
+    /// A field that every supported kernel has is not there.
+    #[error("{file} has no {field}")]
+    Missing {
+        /// The file.
+        file: &'static str,
+        /// The field.
+        field: &'static str,
+    },
+    /// A field is there and is no number that fits.
+    #[error("{file} has a {field} that is not a number")]
+    NotANumber {
+        /// The file.
+        file: &'static str,
+        /// The field.
+        field: &'static str,
+    },
+}
+
+/// The lines of a text.
+fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    text.split(|&byte| byte == b'\n')
+}
+
+/// The words of a line.
+fn words(line: &[u8]) -> impl Iterator<Item = &[u8]> {
+    line.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty())
+}
+
+/// A whole word as a number.
+fn number(word: &[u8]) -> Option<u64> {
+    if word.is_empty() {
+        return None;
+    }
+    word.iter().try_fold(0u64, |sum, byte| {
+        let digit = byte.checked_sub(b'0').filter(|digit| *digit < 10)?;
+        sum.checked_mul(10)?.checked_add(u64::from(digit))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn numbers_are_whole_words_that_fit() {
+        assert_eq!(number(b"0"), Some(0));
+        assert_eq!(number(b"18446744073709551615"), Some(u64::MAX));
+        for wrong in [&b"18446744073709551616"[..], b"", b"-1", b"1k", b"0x1", b"\xff"] {
+            assert_eq!(number(wrong), None, "{wrong:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in prop::collection::vec(any::<u8>(), 0..400)) {
+            let mut zones = Vec::new();
+            let _ = meminfo(&text);
+            let _ = available_bytes(&text);
+            let _ = pressure(&text);
+            let _ = vmstat(&text);
+            let _ = zoneinfo(&text, &mut zones);
+        }
+
+        #[test]
+        fn no_cut_of_a_real_text_panics(cut in 0usize..20_000) {
+            let mut zones = Vec::new();
+            for text in [
+                &include_bytes!("../../tests/data/6.12-two-nodes/zoneinfo")[..],
+                include_bytes!("../../tests/data/6.12-two-nodes/meminfo"),
+                include_bytes!("../../tests/data/6.12-two-nodes/vmstat"),
+            ] {
+                let cut = &text[..cut.min(text.len())];
+                let _ = meminfo(cut);
+                let _ = vmstat(cut);
+                let _ = zoneinfo(cut, &mut zones);
+            }
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! /proc/vmstat.
+
+use foreshore_proto::Counters;
+
+use super::{ParseError, lines, number};
+
+/// Event counters. A counter that the kernel does not have is zero.
+pub fn vmstat(text: &[u8]) -> Result<Counters, ParseError> {
+    let mut counters = Counters::default();
+    for line in lines(text) {
+        // Some two hundred lines, of which a dozen are ours: look at the first letters before anything else.
+        if !matches!(line, [b'p', b's' | b'g', ..] | [b'w', ..] | [b'a', b'l', ..] | [b'o', b'o', ..]) {
+            continue;
+        }
+        let Some(space) = line.iter().position(|&byte| byte == b' ') else { continue };
+        let (name, value) = (&line[..space], &line[space + 1..]);
+        let Some((field, counter)) = counter(&mut counters, name) else { continue };
+        let value = number(value).ok_or(ParseError::NotANumber { file: "/proc/vmstat", field })?;
+        *counter = counter.saturating_add(value);
+    }
+    Ok(counters)
+}
+
+/// Where the counter called `name` goes. Several may go to one place.
+fn counter<'a>(counters: &'a mut Counters, name: &[u8]) -> Option<(&'static str, &'a mut u64)> {
+    Some(match name {
+        b"pswpin" => ("pswpin", &mut counters.pswpin),
+        b"pswpout" => ("pswpout", &mut counters.pswpout),
+        b"pgmajfault" => ("pgmajfault", &mut counters.pgmajfault),
+        b"workingset_refault_anon" => ("workingset_refault_anon", &mut counters.workingset_refault_anon),
+        b"workingset_refault_file" => ("workingset_refault_file", &mut counters.workingset_refault_file),
+        b"pgscan_kswapd" => ("pgscan_kswapd", &mut counters.pgscan_kswapd),
+        b"pgscan_direct" => ("pgscan_direct", &mut counters.pgscan_direct),
+        b"pgsteal_kswapd" => ("pgsteal_kswapd", &mut counters.pgsteal_kswapd),
+        b"pgsteal_direct" => ("pgsteal_direct", &mut counters.pgsteal_direct),
+        b"oom_kill" => ("oom_kill", &mut counters.oom_kill),
+        // One per zone.
+        name if name.starts_with(b"allocstall_") => ("allocstall", &mut counters.allocstall),
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_counter_is_found_and_stalls_of_all_zones_are_added() {
+        let text =
+            b"nr_free_pages 9\npswpin 1\npswpout 2\nallocstall_dma 3\nallocstall_normal 4\npgmajfault 5\n\
+            pgscan_kswapd 6\npgscan_direct 7\npgscan_direct_throttle 99\npgsteal_kswapd 8\npgsteal_direct 9\n\
+            workingset_refault_anon 10\nworkingset_refault_file 11\noom_kill 12\n";
+        let expected = Counters {
+            pswpin: 1,
+            pswpout: 2,
+            pgmajfault: 5,
+            workingset_refault_anon: 10,
+            workingset_refault_file: 11,
+            pgscan_kswapd: 6,
+            pgscan_direct: 7,
+            pgsteal_kswapd: 8,
+            pgsteal_direct: 9,
+            allocstall: 7,
+            oom_kill: 12,
+        };
+        assert_eq!(vmstat(text), Ok(expected));
+    }
+
+    #[test]
+    fn guests_that_swapped() {
+        let swapped = vmstat(include_bytes!("../../tests/data/6.12-swapped/vmstat")).expect("parses");
+        assert!(swapped.pswpout > 0 && swapped.pgscan_kswapd > 0 && swapped.pgsteal_kswapd > 0);
+        let swapped = vmstat(include_bytes!("../../tests/data/6.1-swapped/vmstat")).expect("parses");
+        assert!(swapped.pswpout > 0 && swapped.pgscan_kswapd > 0 && swapped.pgsteal_kswapd > 0);
+    }
+
+    #[test]
+    fn a_counter_that_is_no_number_is_named() {
+        let wrong = vmstat(b"pswpout -3\n").expect_err("negative");
+        assert_eq!(wrong.to_string(), "/proc/vmstat has a pswpout that is not a number");
+        assert_eq!(vmstat(b"pswpout\n\n"), Ok(Counters::default()));
+    }
+}

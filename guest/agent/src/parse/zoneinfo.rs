@@ -1,0 +1,111 @@
+//! /proc/zoneinfo.
+
+use foreshore_proto::{Zone, ZoneKind};
+
+use super::{ParseError, lines, number, words};
+
+const FILE: &str = "/proc/zoneinfo";
+
+/// Replaces what is in `zones` by every zone that has memory.
+pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
+    zones.clear();
+    let mut zone: Option<Zone> = None;
+    for line in lines(text) {
+        if line.starts_with(b"Node ") {
+            finish(zone.take(), zones);
+            zone = Some(header(line)?);
+            continue;
+        }
+        let Some(current) = zone.as_mut() else { continue };
+        // Sizes are indented by eight columns, or follow `pages`; all else is indented by six, or has a colon.
+        if !(line.starts_with(b"        ") || line.starts_with(b"  pages free")) {
+            continue;
+        }
+        let mut words = words(line);
+        let (place, field): (&mut u64, _) = match words.next() {
+            Some(b"pages") => {
+                words.next();
+                (&mut current.free_pages, "free")
+            }
+            Some(b"min") => (&mut current.min_pages, "min"),
+            Some(b"low") => (&mut current.low_pages, "low"),
+            Some(b"high") => (&mut current.high_pages, "high"),
+            Some(b"managed") => (&mut current.managed_pages, "managed"),
+            _ => continue,
+        };
+        *place = words.next().and_then(number).ok_or(ParseError::NotANumber { file: FILE, field })?;
+    }
+    finish(zone, zones);
+    if zones.is_empty() {
+        return Err(ParseError::Missing { file: FILE, field: "zone with memory" });
+    }
+    Ok(())
+}
+
+/// `Node 0, zone    DMA32`
+fn header(line: &[u8]) -> Result<Zone, ParseError> {
+    let mut words = words(line).skip(1);
+    let node = words.next().and_then(|word| word.strip_suffix(b",")).and_then(number);
+    let node = node.and_then(|node| u32::try_from(node).ok());
+    let node = node.ok_or(ParseError::NotANumber { file: FILE, field: "node" })?;
+    let kind = match words.nth(1) {
+        Some(b"DMA") => ZoneKind::Dma,
+        Some(b"DMA32") => ZoneKind::Dma32,
+        Some(b"Normal") => ZoneKind::Normal,
+        Some(b"Movable") => ZoneKind::Movable,
+        Some(b"Device") => ZoneKind::Device,
+        _ => ZoneKind::Other,
+    };
+    Ok(Zone { node, kind, ..Zone::default() })
+}
+
+fn finish(zone: Option<Zone>, zones: &mut Vec<Zone>) {
+    zones.extend(zone.filter(|zone| zone.managed_pages > 0));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &[u8]) -> Vec<Zone> {
+        let mut zones = vec![Zone::default(); 3];
+        zoneinfo(text, &mut zones).expect("parses");
+        zones
+    }
+
+    #[test]
+    fn a_guest_of_6_12_with_memory_plugged_into_a_node_of_its_own() {
+        let zones = parse(include_bytes!("../../tests/data/6.12-two-nodes/zoneinfo"));
+        let expected = [
+            (0, ZoneKind::Dma, [3808, 28, 35, 42, 3840]),
+            (0, ZoneKind::Dma32, [57_365, 496, 620, 744, 65_971]),
+        ];
+        for (zone, (node, kind, [free_pages, min_pages, low_pages, high_pages, managed_pages])) in
+            zones.iter().zip(expected)
+        {
+            let expected = Zone { node, kind, free_pages, min_pages, low_pages, high_pages, managed_pages };
+            assert_eq!(*zone, expected);
+        }
+        assert_eq!(zones.len(), 3, "zones without memory are left out");
+        assert_eq!((zones[2].node, zones[2].kind), (1, ZoneKind::Movable));
+        assert_eq!(zones[2].managed_pages, 131_072, "512 MiB");
+    }
+
+    #[test]
+    fn a_guest_of_6_1() {
+        let zones = parse(include_bytes!("../../tests/data/6.1-one-node/zoneinfo"));
+        assert_eq!(zones.iter().map(|zone| zone.kind).collect::<Vec<_>>(), [ZoneKind::Dma, ZoneKind::Dma32]);
+        assert!(
+            zones.iter().all(|zone| zone.min_pages <= zone.low_pages && zone.low_pages <= zone.high_pages)
+        );
+        assert!(zones.iter().all(|zone| zone.free_pages > 0 && zone.high_pages > 0));
+    }
+
+    #[test]
+    fn what_is_missing_or_no_number_is_named() {
+        let mut zones = Vec::new();
+        assert!(zoneinfo(b"", &mut zones).is_err());
+        assert!(zoneinfo(b"Node x, zone DMA\n", &mut zones).is_err());
+        assert!(zoneinfo(b"Node 0, zone DMA\n  pages free  none\n", &mut zones).is_err());
+    }
+}

@@ -1,0 +1,153 @@
+//! The system calls that std does not have.
+
+use std::ffi::CStr;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+/// Turns the -1 of a system call into its error.
+fn check(result: libc::c_int) -> io::Result<libc::c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// CLOCK_MONOTONIC.
+pub fn monotonic_ms() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` is a timespec that outlives the call, which writes nothing else.
+    let result = unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+    debug_assert_eq!(result, 0, "Linux always has this clock");
+    let (seconds, nanos) = (u64::try_from(now.tv_sec).unwrap_or(0), u64::try_from(now.tv_nsec).unwrap_or(0));
+    seconds.saturating_mul(1000).saturating_add(nanos / 1_000_000)
+}
+
+/// Free memory, by the one system call that costs no text.
+pub fn free_bytes() -> Option<u64> {
+    // SAFETY: every field of sysinfo is a number, for which zero is a value.
+    let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
+    // SAFETY: `info` is a sysinfo that outlives the call, which writes nothing else.
+    let result = unsafe { libc::sysinfo(&raw mut info) };
+    (result == 0).then(|| info.freeram.saturating_mul(u64::from(info.mem_unit)))
+}
+
+/// Release and version of the running kernel.
+pub fn kernel() -> io::Result<(String, String)> {
+    // SAFETY: every field of utsname is an array of characters, for which zero is a value.
+    let mut name: libc::utsname = unsafe { std::mem::zeroed() };
+    // SAFETY: `name` is a utsname that outlives the call, which writes nothing else.
+    check(unsafe { libc::uname(&raw mut name) })?;
+    let text = |field: &[libc::c_char]| {
+        let bytes: Vec<u8> = field.iter().map(|&c| c.to_ne_bytes()[0]).collect();
+        CStr::from_bytes_until_nul(&bytes).map(|text| text.to_string_lossy().into_owned()).unwrap_or_default()
+    };
+    Ok((text(&name.release), text(&name.version)))
+}
+
+/// The size of a page.
+pub fn page_size_bytes() -> u64 {
+    // SAFETY: sysconf reads and writes no memory of ours.
+    let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    u64::try_from(size).unwrap_or(4096)
+}
+
+/// Locks all memory that the process has and will have, so that it can report under the pressure it reports.
+pub fn lock_memory() -> io::Result<()> {
+    // SAFETY: mlockall reads and writes no memory of ours.
+    check(unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) }).map(drop)
+}
+
+/// Runs before ordinary processes: what it does is short, and late reports are of no use.
+pub fn raise_priority() -> io::Result<()> {
+    // SAFETY: setpriority reads and writes no memory of ours.
+    check(unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -10) }).map(drop)
+}
+
+/// Waits until one of `fds` is ready or `timeout_ms` have passed. An interruption counts as a time-out.
+pub fn poll(fds: &mut [libc::pollfd], timeout_ms: u64) -> io::Result<()> {
+    let timeout = libc::c_int::try_from(timeout_ms).unwrap_or(libc::c_int::MAX);
+    let count = libc::nfds_t::try_from(fds.len()).unwrap_or(0);
+    // SAFETY: `fds` is `count` entries long and outlives the call, which writes to nothing else.
+    match check(unsafe { libc::poll(fds.as_mut_ptr(), count, timeout) }) {
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => {
+            fds.iter_mut().for_each(|fd| fd.revents = 0);
+            Ok(())
+        }
+        result => result.map(drop),
+    }
+}
+
+/// An entry for [`poll`].
+pub fn pollfd(fd: Option<BorrowedFd<'_>>, events: libc::c_short) -> libc::pollfd {
+    // A negative descriptor is skipped (poll(2)).
+    libc::pollfd { fd: fd.map_or(-1, |fd| fd.as_raw_fd()), events, revents: 0 }
+}
+
+/// A stream to `port` of `cid`.
+pub fn connect_vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
+    // SAFETY: socket reads and writes no memory of ours.
+    let fd = check(unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) })?;
+    // SAFETY: the kernel has just made `fd`, and nobody else knows of it.
+    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: every field of sockaddr_vm is a number, for which zero is a value.
+    let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
+    address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
+    address.svm_cid = cid;
+    address.svm_port = port;
+    let length = size_of::<libc::sockaddr_vm>() as libc::socklen_t;
+    // SAFETY: `address` is `length` bytes long and outlives the call, which only reads it.
+    check(unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), length) })?;
+    Ok(socket)
+}
+
+/// Sends what the socket takes now. Nothing is sent if it takes nothing.
+pub fn send(socket: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<usize> {
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: `bytes` outlives the call, which only reads it.
+    let sent = unsafe { libc::send(socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), flags) };
+    transferred(sent)
+}
+
+/// Takes what has arrived; `None` at the end of the stream.
+pub fn receive(socket: BorrowedFd<'_>, buffer: &mut [u8]) -> io::Result<Option<usize>> {
+    // SAFETY: `buffer` outlives the call, which writes at most its length.
+    let received = unsafe {
+        libc::recv(socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), libc::MSG_DONTWAIT)
+    };
+    if received == 0 { Ok(None) } else { transferred(received).map(Some) }
+}
+
+/// The count of a transfer. That nothing can be transferred now is no error.
+fn transferred(count: isize) -> io::Result<usize> {
+    if let Ok(count) = usize::try_from(count) {
+        return Ok(count);
+    }
+    match io::Error::last_os_error() {
+        error if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(0),
+        error => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn the_kernel_says_who_it_is() {
+        let (release, version) = kernel().expect("uname");
+        assert!(release.contains('.') && !version.is_empty());
+        assert!(page_size_bytes().is_power_of_two());
+        assert!(free_bytes().is_some_and(|bytes| bytes > 0));
+    }
+
+    #[test]
+    fn a_full_socket_takes_nothing_and_an_ended_one_says_so() {
+        let (ours, theirs) = UnixStream::pair().expect("socketpair");
+        let mut buffer = [0; 16];
+        assert_eq!(receive(ours.as_fd(), &mut buffer).expect("empty"), Some(0));
+        while send(ours.as_fd(), &[7; 4096]).expect("send") > 0 {}
+        drop(theirs);
+        assert_eq!(receive(ours.as_fd(), &mut buffer).ok().flatten(), None, "end or reset");
+        assert!(send(ours.as_fd(), &[7]).is_err());
+    }
+}
