@@ -6,6 +6,7 @@
 pub mod mem;
 pub mod pmem;
 pub mod transport;
+pub mod vsock;
 
 use std::sync::Arc;
 

@@ -1,0 +1,358 @@
+//! The worker: moves packets between the queues and the muxer whenever epoll says that something has changed.
+
+use std::io::{self, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use thiserror::Error;
+use tracing::{debug, error, warn};
+use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT, Reader, Writer};
+use vm_memory::GuestAddressSpace;
+use vmm_sys_util::eventfd::EventFd;
+use vmm_sys_util::timerfd::TimerFd;
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::metrics::VsockMetrics;
+use super::muxer::{Muxer, Packet, Readiness, Token, Watch};
+use super::packet::{HEADER_LEN, RawHeader};
+use super::{RX_QUEUE, TX_QUEUE};
+use crate::interrupt::VirtioInterrupt;
+use crate::memory::view::{GuestView, MappedMemory};
+use crate::virtio::ActiveQueue;
+
+const RX_KICK: u32 = 0;
+const TX_KICK: u32 = 1;
+const EVENT_KICK: u32 = 2;
+const LISTENER: u32 = 3;
+const TIMER: u32 = 4;
+
+/// Chains taken from each queue in one pass. A guest that refills its queues without end holds up neither
+/// whoever waits for the memory guard nor the other devices of the loop.
+const PASS_BUDGET: usize = 256;
+
+/// Descriptors in a chain: a header and the largest packet in single pages need less; an indirect table could
+/// have 65535.
+const MAX_DESCRIPTORS: usize = 64;
+
+/// How long clients wait when the process has run out of files.
+const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
+
+/// A ring that makes no sense: nothing of it can be trusted until the next reset.
+#[derive(Debug, Error)]
+#[error("Queue {index} is unusable")]
+struct BrokenQueue {
+    index: u16,
+    #[source]
+    source: virtio_queue::Error,
+}
+
+type Chain<'a> = DescriptorChain<&'a MappedMemory>;
+
+/// Owns the queues and all connections from an activation to the next reset.
+pub struct Worker {
+    view: GuestView,
+    interrupt: Arc<dyn VirtioInterrupt>,
+    rx: ActiveQueue,
+    tx: ActiveQueue,
+    /// The guest's buffers for events stay unused: the only event tells of a migration (virtio 1.3,
+    /// 5.10.6.7), and a guest that was restarted starts its driver anew.
+    event_kick: Option<EventFd>,
+    muxer: Muxer,
+    metrics: Arc<VsockMetrics>,
+    timer: TimerFd,
+    armed: Option<Instant>,
+    accept_paused_until: Option<Instant>,
+    broken: bool,
+}
+
+impl Worker {
+    pub(super) fn new(
+        view: GuestView,
+        interrupt: Arc<dyn VirtioInterrupt>,
+        queues: (ActiveQueue, ActiveQueue),
+        event_kick: Option<EventFd>,
+        muxer: Muxer,
+        metrics: Arc<VsockMetrics>,
+    ) -> io::Result<Self> {
+        let (rx, tx) = queues;
+        let timer = TimerFd::new()?;
+        Ok(Self {
+            view,
+            interrupt,
+            rx,
+            tx,
+            event_kick,
+            muxer,
+            metrics,
+            timer,
+            armed: None,
+            accept_paused_until: None,
+            broken: false,
+        })
+    }
+
+    /// Moves all that can be moved, with one guard of guest memory.
+    pub(super) fn pass(&mut self, watch: &mut dyn Watch, now: Instant) {
+        if !self.broken {
+            let memory = self.view.memory();
+            // Packets of the guest first: they bring credit, and answers to them can go at once.
+            let moved = self.move_tx(&memory, watch, now).and_then(|more_tx| {
+                let more_rx = self.move_rx(&memory, watch, now)?;
+                Ok(more_tx || more_rx)
+            });
+            match moved {
+                // The rest in another pass: the event is the worker's own note to itself.
+                Ok(true) => self.tx.kick.write(1).unwrap_or_else(|err| error!(%err, "Cannot kick a queue")),
+                Ok(false) => {}
+                Err(err) => {
+                    error!(%err, source = %err.source, "vsock stops until the guest resets it");
+                    self.metrics.broken_queues_total.increment();
+                    self.broken = true;
+                }
+            }
+        }
+        self.arm_timer(now);
+    }
+
+    /// Takes packets of the guest; true if the budget did not suffice.
+    fn move_tx(
+        &mut self,
+        memory: &MappedMemory,
+        watch: &mut dyn Watch,
+        now: Instant,
+    ) -> Result<bool, BrokenQueue> {
+        let broken = |source| BrokenQueue { index: TX_QUEUE, source };
+        let mut budget = PASS_BUDGET;
+        let mut used = false;
+        'drain: loop {
+            self.tx.queue.disable_notification(memory).map_err(broken)?;
+            while let Some(chain) = self.tx.queue.iter(memory).map_err(broken)?.next() {
+                let head = chain.head_index();
+                match read_packet(memory, chain) {
+                    Some((header, mut payload)) => {
+                        let payload_bytes = payload.available_bytes();
+                        self.muxer.on_guest_packet(&header, &mut payload, payload_bytes, watch, now);
+                    }
+                    None => self.metrics.bad_buffers_total.increment(),
+                }
+                self.tx.queue.add_used(memory, head, 0).map_err(broken)?;
+                used = true;
+                budget -= 1;
+                if budget == 0 {
+                    break 'drain;
+                }
+            }
+            if !self.tx.queue.enable_notification(memory).map_err(broken)? {
+                break;
+            }
+        }
+        if used && self.tx.queue.needs_notification(memory).map_err(broken)? {
+            self.signal(TX_QUEUE);
+        }
+        Ok(budget == 0)
+    }
+
+    /// Gives packets to the guest; true if the budget did not suffice.
+    fn move_rx(
+        &mut self,
+        memory: &MappedMemory,
+        watch: &mut dyn Watch,
+        now: Instant,
+    ) -> Result<bool, BrokenQueue> {
+        let broken = |source| BrokenQueue { index: RX_QUEUE, source };
+        let mut budget = PASS_BUDGET;
+        let mut used = false;
+        // New buffers are of interest only while there is something to put into them.
+        self.rx.queue.disable_notification(memory).map_err(broken)?;
+        while self.muxer.has_packets() && budget > 0 {
+            let Some(chain) = self.rx.queue.iter(memory).map_err(broken)?.next() else {
+                if self.rx.queue.enable_notification(memory).map_err(broken)? {
+                    self.rx.queue.disable_notification(memory).map_err(broken)?;
+                    continue;
+                }
+                break;
+            };
+            let head = chain.head_index();
+            let len_bytes = match PacketBuffer::new(memory, chain) {
+                Some(buffer) => match self.muxer.next_packet(buffer.capacity(), watch, now) {
+                    Some(packet) => buffer.write(&packet),
+                    // Every socket that seemed readable was not: the buffer is for the next packet.
+                    None => {
+                        self.rx.queue.go_to_previous_position();
+                        break;
+                    }
+                },
+                None => {
+                    self.metrics.bad_buffers_total.increment();
+                    0
+                }
+            };
+            self.rx.queue.add_used(memory, head, len_bytes).map_err(broken)?;
+            used = true;
+            budget -= 1;
+        }
+        if used && self.rx.queue.needs_notification(memory).map_err(broken)? {
+            self.signal(RX_QUEUE);
+        }
+        Ok(budget == 0)
+    }
+
+    fn signal(&self, queue: u16) {
+        if let Err(err) = self.interrupt.signal_queue(queue) {
+            error!(queue, %err, "Cannot interrupt the guest for vsock");
+        }
+    }
+
+    /// Sets the timer to the earliest deadline. It is never set back: it may fire once for nothing.
+    fn arm_timer(&mut self, now: Instant) {
+        let next = self.muxer.next_deadline().into_iter().chain(self.accept_paused_until).min();
+        let Some(next) = next else { return };
+        if self.armed.is_some_and(|armed| armed <= next) {
+            return;
+        }
+        // A time of zero would disarm it.
+        let wait = next.saturating_duration_since(now).max(Duration::from_millis(1));
+        match self.timer.reset(wait, None) {
+            Ok(()) => self.armed = Some(next),
+            Err(err) => error!(%err, "Cannot set the timer of vsock"),
+        }
+    }
+
+    fn on_timer(&mut self, ops: &mut EventOps, now: Instant) {
+        if let Err(err) = self.timer.wait() {
+            error!(%err, "Cannot read the timer of vsock");
+        }
+        self.armed = None;
+        self.muxer.expire(&mut EpollWatch(ops), now);
+        if self.accept_paused_until.is_some_and(|until| until <= now) {
+            self.accept_paused_until = None;
+            add(ops, self.muxer.host().listener(), LISTENER, EventSet::IN);
+        }
+    }
+
+    fn on_client(&mut self, ops: &mut EventOps, now: Instant) {
+        if let Err(err) = self.muxer.accept(&mut EpollWatch(ops), now) {
+            // Most likely there are no files left; the listener would be reported again and again.
+            warn!(%err, "Cannot accept vsock clients for a moment");
+            let events = Events::with_data(self.muxer.host().listener(), LISTENER, EventSet::IN);
+            if let Err(err) = ops.remove(events) {
+                error!(?err, "Cannot stop watching the vsock socket");
+            }
+            self.accept_paused_until = Some(now + ACCEPT_PAUSE);
+        }
+    }
+}
+
+impl MutEventSubscriber for Worker {
+    fn init(&mut self, ops: &mut EventOps) {
+        add(ops, &self.rx.kick, RX_KICK, EventSet::IN);
+        add(ops, &self.tx.kick, TX_KICK, EventSet::IN);
+        if let Some(kick) = &self.event_kick {
+            add(ops, kick, EVENT_KICK, EventSet::IN);
+        }
+        add(ops, self.muxer.host().listener(), LISTENER, EventSet::IN);
+        add(ops, &self.timer, TIMER, EventSet::IN);
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        let now = Instant::now();
+        match events.data() {
+            RX_KICK => clear(&self.rx.kick),
+            TX_KICK => clear(&self.tx.kick),
+            EVENT_KICK => self.event_kick.iter().for_each(clear),
+            LISTENER => self.on_client(ops, now),
+            TIMER => self.on_timer(ops, now),
+            token => {
+                let set = events.event_set();
+                let failed = set.contains(EventSet::ERROR);
+                let ready = Readiness {
+                    readable: failed || set.intersects(EventSet::IN | EventSet::READ_HANG_UP),
+                    writable: failed || set.contains(EventSet::OUT),
+                    hung_up: set.contains(EventSet::HANG_UP),
+                };
+                self.muxer.on_socket(Token(token), ready, &mut EpollWatch(ops), now);
+            }
+        }
+        self.pass(&mut EpollWatch(ops), now);
+    }
+}
+
+fn clear(kick: &EventFd) {
+    if let Err(err) = kick.read() {
+        debug!(%err, "A kick without a count");
+    }
+}
+
+fn add(ops: &mut EventOps, source: &impl AsRawFd, data: u32, set: EventSet) {
+    if let Err(err) = ops.add(Events::with_data(source, data, set)) {
+        error!(?err, data, "vsock cannot watch one of its files");
+    }
+}
+
+/// The event loop as the muxer sees it.
+struct EpollWatch<'a, 'b>(&'a mut EventOps<'b>);
+
+impl Watch for EpollWatch<'_, '_> {
+    fn watch(&mut self, stream: &UnixStream, token: Token) -> io::Result<()> {
+        let set = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
+        self.0
+            .add(Events::with_data(stream, token.0, set))
+            .map_err(|err| io::Error::other(format!("epoll: {err:?}")))
+    }
+
+    fn unwatch(&mut self, stream: &UnixStream) {
+        if let Err(err) = self.0.remove(Events::empty(stream)) {
+            error!(?err, "Cannot stop watching a vsock connection");
+        }
+    }
+}
+
+fn is_short(chain: &Chain) -> bool {
+    chain.clone().take(MAX_DESCRIPTORS + 1).count() <= MAX_DESCRIPTORS
+}
+
+/// Header and payload of a packet of the guest, however they are spread over descriptors; `None` if there is no
+/// header, or a descriptor points to where no memory is.
+fn read_packet<'a>(memory: &'a MappedMemory, chain: Chain<'a>) -> Option<(RawHeader, Reader<'a>)> {
+    if !is_short(&chain) {
+        return None;
+    }
+    let mut reader = Reader::new(memory, chain).ok()?;
+    let mut header = [0; HEADER_LEN];
+    io::Read::read_exact(&mut reader, &mut header).ok()?;
+    Some((RawHeader::read_from_bytes(&header).expect("an array of the header's size"), reader))
+}
+
+/// A buffer of the guest for one packet, with room for a header and at least one byte.
+struct PacketBuffer<'a> {
+    header: Writer<'a>,
+    payload: Writer<'a>,
+}
+
+impl<'a> PacketBuffer<'a> {
+    fn new(memory: &'a MappedMemory, chain: Chain<'a>) -> Option<Self> {
+        if !is_short(&chain) {
+            return None;
+        }
+        let mut header: Writer = Writer::new(memory, chain).ok()?;
+        if header.available_bytes() <= HEADER_LEN {
+            return None;
+        }
+        let payload = header.split_at(HEADER_LEN).ok()?;
+        Some(Self { header, payload })
+    }
+
+    fn capacity(&self) -> usize {
+        self.payload.available_bytes()
+    }
+
+    /// Writes a packet that fits and returns its length.
+    fn write(mut self, packet: &Packet) -> u32 {
+        self.header.write_all(packet.header.as_bytes()).expect("room for a header was checked");
+        self.payload.write_all(packet.payload).expect("payload is at most the capacity");
+        u32::try_from(HEADER_LEN + packet.payload.len()).expect("payload is at most one chunk")
+    }
+}

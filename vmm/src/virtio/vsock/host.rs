@@ -1,0 +1,420 @@
+//! The host's side: the listening socket, ports that end in this process, connections to other sockets of the
+//! host, and the line by which a client says where it wants to go.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+use tokio::sync::mpsc;
+use tracing::{debug, warn};
+
+use super::packet::{GuestPort, HostPort};
+
+/// Connections to a port of this process that wait to be taken; more are refused.
+const IN_PROCESS_BACKLOG: usize = 16;
+
+/// A path in a socket address, without the NUL at its end (unix(7)).
+const MAX_PATH_BYTES: usize = 107;
+
+/// A greeting is at most this long: enough for any port and some white space.
+const MAX_GREETING_BYTES: usize = 32;
+
+/// Why a vsock device cannot be made.
+#[derive(Debug, Error)]
+pub enum VsockError {
+    /// Not a context id that a guest may have (virtio 1.3, 5.10.4).
+    #[error("Context id {cid} is reserved; a guest has one from 3 to 4294967294")]
+    InvalidCid {
+        /// The context id.
+        cid: u32,
+    },
+    /// Somebody listens on the socket already.
+    #[error("Socket {path:?} is in use by another process")]
+    SocketInUse {
+        /// The socket's path.
+        path: PathBuf,
+    },
+    /// What lies at the path is not ours to replace.
+    #[error("{path:?} exists and is not a socket")]
+    NotASocket {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The path does not fit into a socket address.
+    #[error("Socket path {path:?} has {len_bytes} bytes; a socket address holds {MAX_PATH_BYTES}")]
+    PathTooLong {
+        /// The path.
+        path: PathBuf,
+        /// Its length.
+        len_bytes: usize,
+    },
+    /// The socket cannot be made.
+    #[error("Cannot listen on socket {path:?}")]
+    Listen {
+        /// The socket's path.
+        path: PathBuf,
+        /// What the operating system says.
+        #[source]
+        source: io::Error,
+    },
+    /// The port is registered twice.
+    #[error("Port {port} has a listener in this process already")]
+    PortTaken {
+        /// The port.
+        port: u32,
+    },
+}
+
+/// The ports of the host that end in this process. Complete before the device is made.
+#[derive(Debug, Default)]
+pub struct VsockPorts {
+    senders: HashMap<HostPort, mpsc::Sender<UnixStream>>,
+}
+
+impl VsockPorts {
+    /// No ports.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Makes connections of the guest to `port` end in this process. The streams received are non-blocking, as
+    /// tokio wants them. When the receiver is gone, the guest finds the port closed.
+    pub fn listen_in_process(&mut self, port: u32) -> Result<mpsc::Receiver<UnixStream>, VsockError> {
+        if self.senders.contains_key(&HostPort(port)) {
+            return Err(VsockError::PortTaken { port });
+        }
+        let (sender, receiver) = mpsc::channel(IN_PROCESS_BACKLOG);
+        self.senders.insert(HostPort(port), sender);
+        Ok(receiver)
+    }
+}
+
+/// Why a connection of the guest goes nowhere.
+#[derive(Debug, Error)]
+pub enum ConnectError {
+    /// The listener in this process is gone, or does not take its connections.
+    #[error("{port} has no room or no listener in this process")]
+    InProcess {
+        /// The port.
+        port: HostPort,
+    },
+    /// Nobody listens on the socket, or there is none.
+    #[error("Cannot connect to socket {path:?}")]
+    Socket {
+        /// The socket's path.
+        path: PathBuf,
+        /// What the operating system says.
+        #[source]
+        source: io::Error,
+    },
+    /// There are no files for it.
+    #[error("Cannot make a pair of sockets")]
+    Pair(#[from] io::Error),
+}
+
+/// The listening socket and the ports. Outlives resets of the device, so that a client may connect before the
+/// guest's driver is up: it waits in the socket's backlog.
+#[derive(Debug)]
+pub struct HostSide {
+    path: PathBuf,
+    /// Device and inode of the socket: what is removed at the end must be what was made.
+    identity: Option<(u64, u64)>,
+    listener: UnixListener,
+    ports: VsockPorts,
+}
+
+impl HostSide {
+    /// Listens on `path`. A socket that nobody listens on any more is replaced.
+    pub fn bind(path: &Path, ports: VsockPorts) -> Result<Self, VsockError> {
+        let len_bytes = path.as_os_str().len();
+        if len_bytes > MAX_PATH_BYTES {
+            return Err(VsockError::PathTooLong { path: path.to_owned(), len_bytes });
+        }
+        let listen = |source| VsockError::Listen { path: path.to_owned(), source };
+        remove_stale(path)?;
+        let listener = UnixListener::bind(path).map_err(listen)?;
+        listener.set_nonblocking(true).map_err(listen)?;
+        let identity = identity_of(path);
+        Ok(Self { path: path.to_owned(), identity, listener, ports })
+    }
+
+    /// The listening socket, to be watched.
+    pub fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+
+    /// Takes a client that waits; `None` if there is none.
+    pub fn accept(&self) -> io::Result<Option<UnixStream>> {
+        match self.listener.accept() {
+            Ok((stream, _)) => {
+                stream.set_nonblocking(true)?;
+                Ok(Some(stream))
+            }
+            Err(err) if err.kind() == io::ErrorKind::WouldBlock => Ok(None),
+            Err(err) => Err(err),
+        }
+    }
+
+    /// Connects to whoever serves `port` of the host. Never blocks.
+    pub fn connect(&self, port: HostPort) -> Result<UnixStream, ConnectError> {
+        if let Some(sender) = self.ports.senders.get(&port) {
+            let (ours, theirs) = UnixStream::pair()?;
+            ours.set_nonblocking(true)?;
+            theirs.set_nonblocking(true)?;
+            sender.try_send(theirs).map_err(|_| ConnectError::InProcess { port })?;
+            return Ok(ours);
+        }
+        let mut path = self.path.clone().into_os_string();
+        path.push(format!("_{}", port.0));
+        let path = PathBuf::from(path);
+        connect_nonblocking(&path).map_err(|source| ConnectError::Socket { path, source })
+    }
+}
+
+impl Drop for HostSide {
+    fn drop(&mut self) {
+        if self.identity.is_some() && identity_of(&self.path) == self.identity {
+            if let Err(err) = fs::remove_file(&self.path) {
+                warn!(path = ?self.path, %err, "Cannot remove the vsock socket");
+            }
+        } else {
+            debug!(path = ?self.path, "The vsock socket is not the one we made: left alone");
+        }
+    }
+}
+
+fn identity_of(path: &Path) -> Option<(u64, u64)> {
+    fs::symlink_metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+fn remove_stale(path: &Path) -> Result<(), VsockError> {
+    let listen = |source| VsockError::Listen { path: path.to_owned(), source };
+    let metadata = match fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(err) if err.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(err) => return Err(listen(err)),
+    };
+    if !metadata.file_type().is_socket() {
+        return Err(VsockError::NotASocket { path: path.to_owned() });
+    }
+    match connect_nonblocking(path) {
+        // The kernel's word that nobody listens. Anything else, a full backlog included, is somebody.
+        Err(err) if err.kind() == io::ErrorKind::ConnectionRefused => fs::remove_file(path).map_err(listen),
+        _ => Err(VsockError::SocketInUse { path: path.to_owned() }),
+    }
+}
+
+/// Like `UnixStream::connect`, which waits while the listener's backlog is full: a guest could stop the device
+/// by connecting to a busy server.
+fn connect_nonblocking(path: &Path) -> io::Result<UnixStream> {
+    let bytes = path.as_os_str().as_bytes();
+    if bytes.len() > MAX_PATH_BYTES || bytes.contains(&0) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    // SAFETY: an address of zeros is a valid value of this plain C struct.
+    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
+    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+    for (to, from) in address.sun_path.iter_mut().zip(bytes) {
+        *to = *from as libc::c_char;
+    }
+    // SAFETY: no memory is passed; the result is checked.
+    let fd = unsafe {
+        libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC, 0)
+    };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: `fd` was just made and nobody else knows of it.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: `address` lives over the call and the length is its own; its path ends with a NUL, because it is
+    // shorter than the field, which began as zeros.
+    let result = unsafe {
+        libc::connect(
+            fd.as_raw_fd(),
+            (&raw const address).cast(),
+            size_of::<libc::sockaddr_un>() as libc::socklen_t,
+        )
+    };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(UnixStream::from(fd))
+}
+
+/// What a client's first line says so far.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Greeted {
+    /// It is not complete.
+    NotYet,
+    /// It asks for this port of the guest.
+    Connect(GuestPort),
+    /// It is no greeting, or the client has left.
+    Refused,
+}
+
+/// Reads a client's first line.
+#[derive(Debug, Default)]
+pub struct Greeting {
+    line: Vec<u8>,
+}
+
+impl Greeting {
+    /// Reads up to the line's end and not a byte more: what follows is the guest's.
+    pub fn read(&mut self, mut stream: impl Read) -> Greeted {
+        let mut byte = [0];
+        loop {
+            match stream.read(&mut byte) {
+                Ok(0) => return Greeted::Refused,
+                Ok(_) if byte == *b"\n" => return self.parse(),
+                Ok(_) if self.line.len() == MAX_GREETING_BYTES => return Greeted::Refused,
+                Ok(_) => self.line.push(byte[0]),
+                Err(err) if err.kind() == io::ErrorKind::WouldBlock => return Greeted::NotYet,
+                Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => return Greeted::Refused,
+            }
+        }
+    }
+
+    fn parse(&self) -> Greeted {
+        let Ok(line) = str::from_utf8(&self.line) else { return Greeted::Refused };
+        let mut words = line.split_ascii_whitespace();
+        match (words.next(), words.next(), words.next()) {
+            // u32's parser alone would take a plus sign.
+            (Some(verb), Some(port), None)
+                if verb.eq_ignore_ascii_case("connect") && port.bytes().all(|byte| byte.is_ascii_digit()) =>
+            {
+                port.parse().map_or(Greeted::Refused, |port| Greeted::Connect(GuestPort(port)))
+            }
+            _ => Greeted::Refused,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn a_greeting_names_a_port_and_nothing_else() {
+        let greeted = |line: &str| Greeting::default().read(line.as_bytes());
+        assert_eq!(greeted("CONNECT 52\n"), Greeted::Connect(GuestPort(52)));
+        assert_eq!(greeted("connect 4294967295\r\n"), Greeted::Connect(GuestPort(u32::MAX)));
+        let long = format!("CONNECT {}\n", "1".repeat(40));
+        for bad in [
+            "CONNECT\n",
+            "CONNECT 4294967296\n",
+            "CONNECT +5\n",
+            "CONNECT 5 6\n",
+            "GET 5\n",
+            "\n",
+            &long,
+            "C",
+        ] {
+            assert_eq!(greeted(bad), Greeted::Refused, "{bad:?}");
+        }
+        assert_eq!(Greeting::default().read(&b"\xff\xff 1\n"[..]), Greeted::Refused);
+    }
+
+    #[test]
+    fn a_greeting_may_come_in_pieces_and_leaves_what_follows_it() {
+        let (mut client, mut ours) = UnixStream::pair().unwrap();
+        ours.set_nonblocking(true).unwrap();
+        let mut greeting = Greeting::default();
+        client.write_all(b"CONN").unwrap();
+        assert_eq!(greeting.read(&ours), Greeted::NotYet);
+        client.write_all(b"ECT 7\nhello").unwrap();
+        assert_eq!(greeting.read(&ours), Greeted::Connect(GuestPort(7)));
+        let mut rest = [0; 5];
+        ours.read_exact(&mut rest).unwrap();
+        assert_eq!(&rest, b"hello");
+    }
+
+    #[test]
+    fn the_socket_is_removed_with_the_device_unless_it_is_anothers() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vsock");
+        let host = HostSide::bind(&path, VsockPorts::new()).unwrap();
+        assert!(path.exists());
+        drop(host);
+        assert!(!path.exists());
+
+        let host = HostSide::bind(&path, VsockPorts::new()).unwrap();
+        fs::remove_file(&path).unwrap();
+        let other = UnixListener::bind(&path).unwrap();
+        drop(host);
+        assert!(UnixStream::connect(&path).is_ok());
+        drop(other);
+    }
+
+    #[test]
+    fn a_path_that_is_taken_is_refused_and_a_stale_socket_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vsock");
+        let first = HostSide::bind(&path, VsockPorts::new()).unwrap();
+        let error = HostSide::bind(&path, VsockPorts::new()).unwrap_err();
+        assert!(matches!(&error, VsockError::SocketInUse { path: named } if *named == path), "{error}");
+        assert!(path.exists());
+        drop(first);
+
+        // A listener that is gone without removing its socket, as after SIGKILL.
+        drop(UnixListener::bind(&path).unwrap());
+        let second = HostSide::bind(&path, VsockPorts::new()).unwrap();
+        drop(second);
+
+        fs::write(&path, "precious").unwrap();
+        let error = HostSide::bind(&path, VsockPorts::new()).unwrap_err();
+        assert!(matches!(error, VsockError::NotASocket { .. }));
+        assert_eq!(fs::read(&path).unwrap(), b"precious");
+
+        let long = dir.path().join("x".repeat(120));
+        assert!(matches!(
+            HostSide::bind(&long, VsockPorts::new()),
+            Err(VsockError::PathTooLong { len_bytes, .. }) if len_bytes > MAX_PATH_BYTES
+        ));
+    }
+
+    #[test]
+    fn a_port_has_one_listener_and_a_bounded_backlog() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut ports = VsockPorts::new();
+        let mut receiver = ports.listen_in_process(7).unwrap();
+        assert!(matches!(ports.listen_in_process(7), Err(VsockError::PortTaken { port: 7 })));
+        let host = HostSide::bind(&dir.path().join("vsock"), ports).unwrap();
+        let mut kept: Vec<_> = (0..IN_PROCESS_BACKLOG).map(|_| host.connect(HostPort(7)).unwrap()).collect();
+        assert!(matches!(host.connect(HostPort(7)), Err(ConnectError::InProcess { .. })));
+        receiver.try_recv().unwrap();
+        kept.push(host.connect(HostPort(7)).unwrap());
+        drop(receiver);
+        assert!(matches!(host.connect(HostPort(7)), Err(ConnectError::InProcess { .. })));
+    }
+
+    #[test]
+    fn a_listener_with_a_full_backlog_refuses_instead_of_blocking() {
+        let dir = tempfile::tempdir().unwrap();
+        let host = HostSide::bind(&dir.path().join("vsock"), VsockPorts::new()).unwrap();
+        let path = dir.path().join("vsock_9");
+        let _listener = UnixListener::bind(&path).unwrap();
+        let mut kept = Vec::new();
+        let error = loop {
+            match host.connect(HostPort(9)) {
+                Ok(stream) => kept.push(stream),
+                Err(error) => break error,
+            }
+            assert!(kept.len() < 100_000, "the backlog is never full");
+        };
+        let ConnectError::Socket { source, .. } = error else { panic!("{error}") };
+        assert!(!kept.is_empty());
+        assert!(
+            source.kind() == io::ErrorKind::WouldBlock || source.raw_os_error() == Some(libc::EMFILE),
+            "{source}"
+        );
+    }
+}

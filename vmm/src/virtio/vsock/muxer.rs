@@ -1,0 +1,619 @@
+//! Between the queues and the sockets: which socket belongs to which connection, and who may send next.
+//!
+//! Sockets are watched edge-triggered. A socket is `readable` from the moment that epoll says so until a read
+//! finds nothing; what the host has for the guest stays in the socket until the guest has both a buffer in its
+//! queue and credit. What the guest has for the host is taken at once, up to its credit, and waits in `unsent`.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tracing::{debug, warn};
+
+use super::connection::{Connection, Event, Next};
+use super::host::{Greeted, Greeting, HostSide};
+use super::metrics::VsockMetrics;
+use super::packet::{Credit, GuestPacket, GuestPort, HostPort, Link, Op, RawHeader};
+
+/// Sockets at one time, whatever their state: a bound on files and, at [`BUFFER_BYTES`] each, on memory.
+///
+/// [`BUFFER_BYTES`]: super::connection::BUFFER_BYTES
+pub const MAX_SOCKETS: usize = 1023;
+
+/// Resets owed at one time. A guest that takes none while it asks for more does not get them.
+const MAX_RESETS: usize = 1024;
+
+/// How long a client may take to say where it wants to go. People type it, too.
+pub const GREETING_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The most payload that is moved at once: Linux's largest packet.
+const CHUNK_BYTES: usize = 64 * 1024;
+
+/// Ports of clients are taken from here, as in Firecracker: far from those that anybody listens on.
+const CLIENT_PORTS: std::ops::Range<u32> = 1 << 30..1 << 31;
+
+/// Names a socket to epoll. Below [`Token::FIRST`], tokens are the worker's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Token(pub u32);
+
+impl Token {
+    /// The first one of a socket.
+    pub const FIRST: u32 = 16;
+}
+
+/// Where sockets are watched for edges of being readable, writable and hung up.
+pub trait Watch {
+    /// Begins to watch.
+    fn watch(&mut self, stream: &UnixStream, token: Token) -> io::Result<()>;
+    /// Ends it, before the socket is closed.
+    fn unwatch(&mut self, stream: &UnixStream);
+}
+
+/// What epoll says of a socket.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Readiness {
+    /// There is something to read, or an end of it, or an error.
+    pub readable: bool,
+    /// There is room to write, or an error.
+    pub writable: bool,
+    /// The other side is gone: nothing can be written any more, but there may be something to read.
+    pub hung_up: bool,
+}
+
+/// A packet for the guest.
+#[derive(Debug)]
+pub struct Packet<'a> {
+    /// Its header.
+    pub header: RawHeader,
+    /// Its payload.
+    pub payload: &'a [u8],
+}
+
+struct Socket {
+    stream: UnixStream,
+    role: Role,
+    /// May have something to read.
+    readable: bool,
+    /// Is in `ready`.
+    queued: bool,
+}
+
+enum Role {
+    /// A client that has not yet said where it wants to go.
+    Greeting { greeting: Greeting, deadline: Instant },
+    /// One end of a connection.
+    Joined(Joined),
+    /// The connection is over for the guest; the host has yet to take what came before.
+    Draining { unsent: VecDeque<u8> },
+}
+
+struct Joined {
+    link: Link,
+    connection: Connection,
+    /// Received, and neither forwarded nor given up.
+    unsent: VecDeque<u8>,
+    /// The host takes nothing more.
+    write_failed: bool,
+    /// The host was told that the guest sends nothing more, or takes nothing more.
+    told_host: (bool, bool),
+}
+
+impl Joined {
+    fn new(link: Link, connection: Connection) -> Self {
+        let (unsent, told_host) = (VecDeque::new(), (false, false));
+        Self { link, connection, unsent, write_failed: false, told_host }
+    }
+
+    /// Gives up what the host will never take.
+    fn fail_writes(&mut self, now: Instant) {
+        if !self.write_failed {
+            self.write_failed = true;
+            self.unsent = VecDeque::new();
+            self.connection.forwarded(self.connection.unforwarded_bytes());
+            self.connection.host_ended_receiving(now);
+        }
+    }
+
+    /// Sends `data` on; what the socket has no room for is kept.
+    fn send(&mut self, mut stream: &UnixStream, mut data: &[u8], now: Instant) {
+        while !self.write_failed && self.unsent.is_empty() && !data.is_empty() {
+            match stream.write(data) {
+                Ok(written) => {
+                    self.connection.forwarded(u32_of(written));
+                    data = &data[written..];
+                }
+                Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
+                Err(err) if err.kind() == io::ErrorKind::WouldBlock => break,
+                Err(_) => self.fail_writes(now),
+            }
+        }
+        if self.write_failed {
+            // Given up when the write failed, or received after it.
+            self.connection.forwarded(self.connection.unforwarded_bytes());
+        } else {
+            self.unsent.extend(data);
+        }
+    }
+
+    fn flush(&mut self, stream: &UnixStream, now: Instant) {
+        match flush(stream, &mut self.unsent) {
+            Ok(written) => self.connection.forwarded(u32_of(written)),
+            Err(_) => self.fail_writes(now),
+        }
+    }
+}
+
+fn u32_of(bytes: usize) -> u32 {
+    u32::try_from(bytes).expect("no more than a buffer of a connection")
+}
+
+/// Writes until nothing is left or the socket has no room.
+fn flush(mut stream: &UnixStream, unsent: &mut VecDeque<u8>) -> io::Result<usize> {
+    let mut total = 0;
+    while !unsent.is_empty() {
+        match stream.write(unsent.as_slices().0) {
+            Ok(written) => {
+                unsent.drain(..written);
+                total += written;
+            }
+            Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
+            Err(err) if err.kind() == io::ErrorKind::WouldBlock => return Ok(total),
+            Err(err) => return Err(err),
+        }
+    }
+    // Its bound is the connection's buffer; idle connections need not keep it.
+    *unsent = VecDeque::new();
+    Ok(total)
+}
+
+/// The connections of one guest, from one activation of the device to the next reset.
+pub struct Muxer {
+    guest_cid: u64,
+    host: Arc<HostSide>,
+    metrics: Arc<VsockMetrics>,
+    sockets: HashMap<Token, Socket>,
+    links: HashMap<Link, Token>,
+    /// Sockets with something for the guest, each at most once, served in turn.
+    ready: VecDeque<Token>,
+    resets: VecDeque<Link>,
+    next_token: u32,
+    next_client_port: u32,
+    greeting_timeout: Duration,
+    chunk: Box<[u8]>,
+}
+
+impl Muxer {
+    /// No connections.
+    pub fn new(
+        guest_cid: u64,
+        host: Arc<HostSide>,
+        metrics: Arc<VsockMetrics>,
+        greeting_timeout: Duration,
+    ) -> Self {
+        metrics.connections.set(0);
+        Self {
+            guest_cid,
+            host,
+            metrics,
+            sockets: HashMap::new(),
+            links: HashMap::new(),
+            ready: VecDeque::new(),
+            resets: VecDeque::new(),
+            next_token: Token::FIRST,
+            next_client_port: CLIENT_PORTS.start,
+            greeting_timeout,
+            chunk: vec![0; CHUNK_BYTES].into_boxed_slice(),
+        }
+    }
+
+    /// The host's side.
+    pub fn host(&self) -> &HostSide {
+        &self.host
+    }
+
+    /// Takes the clients that wait. An error is the process's lack of files or memory.
+    pub fn accept(&mut self, watch: &mut dyn Watch, now: Instant) -> io::Result<()> {
+        while let Some(stream) = self.host.accept()? {
+            if self.sockets.len() >= MAX_SOCKETS {
+                debug!("Too many vsock connections: a client is turned away");
+                self.metrics.rejected_total.increment();
+                continue;
+            }
+            let deadline = now + self.greeting_timeout;
+            let role = Role::Greeting { greeting: Greeting::default(), deadline };
+            self.add(stream, role, watch)?;
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, stream: UnixStream, role: Role, watch: &mut dyn Watch) -> io::Result<Token> {
+        let token = loop {
+            let token = Token(self.next_token);
+            self.next_token = self.next_token.checked_add(1).unwrap_or(Token::FIRST);
+            if !self.sockets.contains_key(&token) {
+                break token;
+            }
+        };
+        watch.watch(&stream, token)?;
+        self.sockets.insert(token, Socket { stream, role, readable: false, queued: false });
+        self.metrics.connections.set(self.sockets.len() as u64);
+        Ok(token)
+    }
+
+    fn remove(&mut self, token: Token, watch: &mut dyn Watch) {
+        let Some(socket) = self.sockets.remove(&token) else { return };
+        watch.unwatch(&socket.stream);
+        if let Role::Joined(joined) = &socket.role {
+            self.links.remove(&joined.link);
+        }
+        if socket.queued {
+            self.ready.retain(|&ready| ready != token);
+        }
+        self.metrics.connections.set(self.sockets.len() as u64);
+    }
+
+    /// A socket has changed.
+    pub fn on_socket(&mut self, token: Token, ready: Readiness, watch: &mut dyn Watch, now: Instant) {
+        let Some(socket) = self.sockets.get_mut(&token) else { return };
+        socket.readable |= ready.readable || ready.hung_up;
+        match &mut socket.role {
+            Role::Greeting { greeting, .. } => match greeting.read(&socket.stream) {
+                Greeted::NotYet => {}
+                Greeted::Connect(port) => self.request(token, port, now),
+                Greeted::Refused => {
+                    self.metrics.rejected_total.increment();
+                    self.remove(token, watch);
+                }
+            },
+            Role::Joined(joined) => {
+                if ready.hung_up {
+                    joined.fail_writes(now);
+                } else if ready.writable {
+                    joined.flush(&socket.stream, now);
+                }
+            }
+            Role::Draining { unsent } => {
+                if ready.hung_up || flush(&socket.stream, unsent).is_err() {
+                    unsent.clear();
+                }
+            }
+        }
+        self.settle(token, watch);
+    }
+
+    /// A client has said where it wants to go.
+    fn request(&mut self, token: Token, guest: GuestPort, now: Instant) {
+        let link = loop {
+            let host = HostPort(self.next_client_port);
+            self.next_client_port += 1;
+            if self.next_client_port == CLIENT_PORTS.end {
+                self.next_client_port = CLIENT_PORTS.start;
+            }
+            let link = Link { host, guest };
+            if !self.links.contains_key(&link) {
+                break link;
+            }
+        };
+        let socket = self.sockets.get_mut(&token).expect("the socket that was greeted");
+        socket.role = Role::Joined(Joined::new(link, Connection::requested(now)));
+        // What follows the greeting may have come with it, and no further edge would tell.
+        socket.readable = true;
+        self.links.insert(link, token);
+    }
+
+    /// Takes a packet of the guest, with the `payload_bytes` that its buffers hold behind the header.
+    pub fn on_guest_packet(
+        &mut self,
+        header: &RawHeader,
+        payload: &mut dyn Read,
+        payload_bytes: usize,
+        watch: &mut dyn Watch,
+        now: Instant,
+    ) {
+        self.metrics.packets_from_guest_total.increment();
+        if !header.is_to_host_from(self.guest_cid) {
+            self.metrics.dropped_total.increment();
+            return;
+        }
+        let packet = match header.parse_guest_packet() {
+            Ok(packet) => packet,
+            Err(not_understood) => {
+                // virtio 1.3, 5.10.6.4: a reset MUST answer an unknown type. It ends a connection of that
+                // name for the guest, so it ends it here, too.
+                self.metrics.violations_total.increment();
+                if let Some(&token) = self.links.get(&not_understood.link) {
+                    self.remove(token, watch);
+                }
+                if !not_understood.is_reset {
+                    self.owe_reset(not_understood.link);
+                }
+                return;
+            }
+        };
+        match (self.links.get(&packet.link).copied(), packet.op) {
+            (Some(token), _) => self.on_linked_packet(token, packet, payload, payload_bytes, watch, now),
+            (None, Op::Request) => self.connect(packet, watch),
+            (None, Op::Reset) => {}
+            (None, _) => self.owe_reset(packet.link),
+        }
+    }
+
+    /// The guest wants to connect to a port of the host.
+    fn connect(&mut self, packet: GuestPacket, watch: &mut dyn Watch) {
+        let link = packet.link;
+        if self.sockets.len() >= MAX_SOCKETS {
+            debug!(%link, "Too many vsock connections: the guest is turned away");
+            self.metrics.rejected_total.increment();
+            self.owe_reset(link);
+            return;
+        }
+        let role = Role::Joined(Joined::new(link, Connection::accepted(packet.credit)));
+        let added = match self.host.connect(link.host) {
+            Ok(stream) => self.add(stream, role, watch),
+            Err(err) => {
+                debug!(%link, err = &err as &dyn std::error::Error, "The guest's connection is refused");
+                self.metrics.rejected_total.increment();
+                self.owe_reset(link);
+                return;
+            }
+        };
+        match added {
+            Ok(token) => {
+                self.links.insert(link, token);
+                self.settle(token, watch);
+            }
+            Err(err) => {
+                warn!(%link, %err, "Cannot watch a vsock connection");
+                self.metrics.rejected_total.increment();
+                self.owe_reset(link);
+            }
+        }
+    }
+
+    fn on_linked_packet(
+        &mut self,
+        token: Token,
+        packet: GuestPacket,
+        payload: &mut dyn Read,
+        payload_bytes: usize,
+        watch: &mut dyn Watch,
+        now: Instant,
+    ) {
+        let socket = self.sockets.get_mut(&token).expect("a link's socket");
+        let Role::Joined(joined) = &mut socket.role else { unreachable!("a link's socket is joined") };
+        match joined.connection.on_guest_packet(packet.op, packet.credit) {
+            Ok(Event::None | Event::Ended) => {}
+            Ok(Event::Connected) => {
+                self.metrics.connections_total.increment();
+                // So short a line fits into a socket that nothing was written to.
+                let line = format!("OK {}\n", packet.link.host.0);
+                if !matches!((&socket.stream).write(line.as_bytes()), Ok(n) if n == line.len()) {
+                    joined.fail_writes(now);
+                }
+            }
+            Ok(Event::Data { len_bytes }) => {
+                if !self.take_payload(token, len_bytes, payload, payload_bytes, now) {
+                    self.metrics.bad_buffers_total.increment();
+                    self.break_off(token, watch);
+                    return;
+                }
+            }
+            Ok(Event::Reset) => {
+                if joined.connection.is_requesting() {
+                    self.metrics.rejected_total.increment();
+                }
+                self.part(token, watch);
+                return;
+            }
+            Err(violation) => {
+                debug!(link = %packet.link, %violation, "The guest broke the vsock protocol");
+                self.metrics.violations_total.increment();
+                self.break_off(token, watch);
+                return;
+            }
+        }
+        self.settle(token, watch);
+    }
+
+    /// False if the buffers do not hold what the header promises.
+    fn take_payload(
+        &mut self,
+        token: Token,
+        len_bytes: u32,
+        payload: &mut dyn Read,
+        payload_bytes: usize,
+        now: Instant,
+    ) -> bool {
+        let socket = self.sockets.get_mut(&token).expect("a link's socket");
+        let Role::Joined(joined) = &mut socket.role else { unreachable!("a link's socket is joined") };
+        let mut left = len_bytes as usize;
+        if left > payload_bytes {
+            return false;
+        }
+        while left > 0 {
+            let chunk = &mut self.chunk[..left.min(CHUNK_BYTES)];
+            if payload.read_exact(chunk).is_err() {
+                return false;
+            }
+            joined.send(&socket.stream, chunk, now);
+            left -= chunk.len();
+        }
+        self.metrics.bytes_from_guest_total.add(len_bytes.into());
+        true
+    }
+
+    /// Whether [`Muxer::next_packet`] may have something.
+    pub fn has_packets(&self) -> bool {
+        !self.resets.is_empty() || !self.ready.is_empty()
+    }
+
+    /// The next packet for the guest, with at most `capacity` bytes of payload; not zero, or payload could never
+    /// be sent.
+    pub fn next_packet(
+        &mut self,
+        capacity: usize,
+        watch: &mut dyn Watch,
+        now: Instant,
+    ) -> Option<Packet<'_>> {
+        assert!(capacity > 0, "a packet without room for payload");
+        loop {
+            if let Some(link) = self.resets.pop_front() {
+                self.metrics.resets_total.increment();
+                return Some(self.packet(link, Op::Reset, Credit::default()));
+            }
+            let token = self.ready.pop_front()?;
+            let socket = self.sockets.get_mut(&token).expect("removed sockets are not ready");
+            socket.queued = false;
+            let Role::Joined(joined) = &mut socket.role else { continue };
+            let op = match joined.connection.next(socket.readable) {
+                Next::Nothing => continue,
+                Next::Control(op) => op,
+                Next::Data { max_bytes } => {
+                    let limit = (max_bytes as usize).min(capacity).min(CHUNK_BYTES);
+                    match (&socket.stream).read(&mut self.chunk[..limit]) {
+                        Ok(0) => {
+                            joined.connection.host_ended_sending(now);
+                            self.settle(token, watch);
+                            continue;
+                        }
+                        Ok(read) => Op::Data { len_bytes: u32_of(read) },
+                        Err(err) => {
+                            self.on_read_error(token, &err, watch);
+                            continue;
+                        }
+                    }
+                }
+            };
+            if op == Op::Response {
+                self.metrics.connections_total.increment();
+            }
+            let (link, credit) = (joined.link, joined.connection.send(op));
+            self.settle(token, watch);
+            return Some(self.packet(link, op, credit));
+        }
+    }
+
+    fn packet(&self, link: Link, op: Op, credit: Credit) -> Packet<'_> {
+        let header = RawHeader::to_guest(self.guest_cid, link, op, credit);
+        let payload = match op {
+            Op::Data { len_bytes } => &self.chunk[..len_bytes as usize],
+            _ => &[],
+        };
+        self.metrics.packets_to_guest_total.increment();
+        self.metrics.bytes_to_guest_total.add(payload.len() as u64);
+        Packet { header, payload }
+    }
+
+    fn on_read_error(&mut self, token: Token, err: &io::Error, watch: &mut dyn Watch) {
+        match err.kind() {
+            io::ErrorKind::WouldBlock => {
+                self.sockets.get_mut(&token).expect("the socket that was read").readable = false;
+                self.settle(token, watch);
+            }
+            io::ErrorKind::Interrupted => self.settle(token, watch),
+            // The host left without reading all; what it had sent before has been read.
+            _ => self.break_off(token, watch),
+        }
+    }
+
+    /// Draws the consequences of whatever has happened to a socket.
+    fn settle(&mut self, token: Token, watch: &mut dyn Watch) {
+        let Some(socket) = self.sockets.get_mut(&token) else { return };
+        match &mut socket.role {
+            Role::Greeting { .. } => {}
+            Role::Draining { unsent } => {
+                if unsent.is_empty() {
+                    self.remove(token, watch);
+                }
+            }
+            Role::Joined(joined) => {
+                let ended = joined.connection.guest_ended();
+                if ended.both() {
+                    // virtio 1.3, 5.10.6.5: a reset confirms the end, and frees the ports.
+                    let link = joined.link;
+                    self.part(token, watch);
+                    self.owe_reset(link);
+                    return;
+                }
+                let (told_sending, told_receiving) = &mut joined.told_host;
+                // An error means that the host has left, which epoll tells as well.
+                if ended.sending && joined.unsent.is_empty() && !*told_sending {
+                    *told_sending = true;
+                    let _ = socket.stream.shutdown(Shutdown::Write);
+                }
+                if ended.receiving && !*told_receiving {
+                    *told_receiving = true;
+                    let _ = socket.stream.shutdown(Shutdown::Read);
+                }
+                if !socket.queued && joined.connection.next(socket.readable) != Next::Nothing {
+                    socket.queued = true;
+                    self.ready.push_back(token);
+                }
+            }
+        }
+    }
+
+    /// The guest has left: the host still gets what was sent in order.
+    fn part(&mut self, token: Token, watch: &mut dyn Watch) {
+        let socket = self.sockets.get_mut(&token).expect("the socket that was parted from");
+        let Role::Joined(joined) = &mut socket.role else { unreachable!("only joined sockets part") };
+        if !joined.connection.guest_ended().sending || joined.unsent.is_empty() {
+            self.remove(token, watch);
+            return;
+        }
+        self.links.remove(&joined.link);
+        let unsent = std::mem::take(&mut joined.unsent);
+        socket.role = Role::Draining { unsent };
+    }
+
+    /// Ends a connection for both sides at once.
+    fn break_off(&mut self, token: Token, watch: &mut dyn Watch) {
+        if let Some(Socket { role: Role::Joined(joined), .. }) = self.sockets.get(&token) {
+            let link = joined.link;
+            self.owe_reset(link);
+        }
+        self.remove(token, watch);
+    }
+
+    fn owe_reset(&mut self, link: Link) {
+        if self.resets.len() < MAX_RESETS {
+            self.resets.push_back(link);
+        } else {
+            self.metrics.dropped_total.increment();
+        }
+    }
+
+    /// When [`Muxer::expire`] has something to do.
+    pub fn next_deadline(&self) -> Option<Instant> {
+        self.sockets.values().filter_map(Socket::deadline).min()
+    }
+
+    /// Ends what has waited too long.
+    pub fn expire(&mut self, watch: &mut dyn Watch, now: Instant) {
+        let late = |(token, socket): (&Token, &Socket)| {
+            socket.deadline().is_some_and(|deadline| deadline <= now).then_some(*token)
+        };
+        let late: Vec<Token> = self.sockets.iter().filter_map(late).collect();
+        for token in late {
+            self.metrics.expired_total.increment();
+            self.break_off(token, watch);
+        }
+    }
+}
+
+impl Socket {
+    fn deadline(&self) -> Option<Instant> {
+        match &self.role {
+            Role::Greeting { deadline, .. } => Some(*deadline),
+            Role::Joined(joined) => joined.connection.deadline(),
+            Role::Draining { .. } => None,
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "muxer_tests.rs"]
+mod tests;

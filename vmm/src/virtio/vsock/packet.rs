@@ -1,0 +1,301 @@
+//! Packets as they lie in the queues (virtio 1.3, 5.10.6), parsed once into what the muxer understands.
+//!
+//! The header is ours and not that of the virtio-vsock crate: that one takes a payload in one descriptor and one
+//! piece of memory, but a Linux guest from 6.7 on sends one descriptor for each page (MSG_ZEROCOPY).
+
+use std::fmt;
+
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// The host's context id (virtio 1.3, 5.10.4).
+pub const HOST_CID: u64 = 2;
+
+/// `struct virtio_vsock_hdr` (virtio 1.3, 5.10.6).
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+pub struct RawHeader {
+    /// Context id of the sender.
+    pub src_cid: U64,
+    /// Context id of the receiver.
+    pub dst_cid: U64,
+    /// Port of the sender.
+    pub src_port: U32,
+    /// Port of the receiver.
+    pub dst_port: U32,
+    /// Bytes of payload behind the header.
+    pub len: U32,
+    /// Stream or something else.
+    pub socket_type: U16,
+    /// What the packet is for.
+    pub op: U16,
+    /// By operation.
+    pub flags: U32,
+    /// Receive buffer of the sender, in bytes.
+    pub buf_alloc: U32,
+    /// What the sender has taken out of that buffer since the connection began, in bytes, modulo 2^32.
+    pub fwd_cnt: U32,
+}
+
+/// Bytes of a header.
+pub const HEADER_LEN: usize = size_of::<RawHeader>();
+const _: () = assert!(HEADER_LEN == 44);
+
+const TYPE_STREAM: u16 = 1;
+
+const OP_REQUEST: u16 = 1;
+const OP_RESPONSE: u16 = 2;
+const OP_RST: u16 = 3;
+const OP_SHUTDOWN: u16 = 4;
+const OP_RW: u16 = 5;
+const OP_CREDIT_UPDATE: u16 = 6;
+const OP_CREDIT_REQUEST: u16 = 7;
+
+/// A port on the host's side of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct HostPort(pub u32);
+
+/// A port on the guest's side of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct GuestPort(pub u32);
+
+impl fmt::Display for HostPort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "host:{}", self.0)
+    }
+}
+
+impl fmt::Display for GuestPort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "guest:{}", self.0)
+    }
+}
+
+/// What names a connection: the context ids are always the same two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Link {
+    /// The host's end.
+    pub host: HostPort,
+    /// The guest's end.
+    pub guest: GuestPort,
+}
+
+impl fmt::Display for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-{}", self.host, self.guest)
+    }
+}
+
+/// The state of one side's receive buffer, which every header carries (virtio 1.3, 5.10.6.3).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Credit {
+    /// Its size in bytes.
+    pub buf_alloc: u32,
+    /// Bytes taken out of it so far, modulo 2^32.
+    pub fwd_cnt: u32,
+}
+
+/// Directions that one side has ended (virtio 1.3, 5.10.6.5): once set, a bit stays set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Ended {
+    /// It will receive nothing more.
+    pub receiving: bool,
+    /// It will send nothing more.
+    pub sending: bool,
+}
+
+impl Ended {
+    const RECEIVING: u32 = 1;
+    const SENDING: u32 = 2;
+
+    /// Both directions have ended.
+    pub fn both(self) -> bool {
+        self.receiving && self.sending
+    }
+
+    /// What has ended in `self` or `other`.
+    pub fn union(self, other: Self) -> Self {
+        Self { receiving: self.receiving || other.receiving, sending: self.sending || other.sending }
+    }
+
+    fn from_flags(flags: u32) -> Self {
+        Self { receiving: flags & Self::RECEIVING != 0, sending: flags & Self::SENDING != 0 }
+    }
+
+    fn flags(self) -> u32 {
+        u32::from(self.receiving) * Self::RECEIVING + u32::from(self.sending) * Self::SENDING
+    }
+}
+
+/// What a packet is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// Asks for a connection.
+    Request,
+    /// Grants it.
+    Response,
+    /// Refuses or ends it.
+    Reset,
+    /// Ends directions of it.
+    Shutdown(Ended),
+    /// Carries payload.
+    Data {
+        /// Its length.
+        len_bytes: u32,
+    },
+    /// Tells the sender's credit.
+    CreditUpdate,
+    /// Asks for the receiver's.
+    CreditRequest,
+}
+
+/// A packet of the guest, understood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GuestPacket {
+    /// The connection.
+    pub link: Link,
+    /// What it is for.
+    pub op: Op,
+    /// The guest's receive buffer.
+    pub credit: Credit,
+}
+
+/// A packet of the guest to which nothing but a reset can be answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NotUnderstood {
+    /// Where the answer goes.
+    pub link: Link,
+    /// Resets are never answered.
+    pub is_reset: bool,
+}
+
+impl RawHeader {
+    /// Whether the packet is from the guest `guest_cid` to the host. Others have no business here.
+    pub fn is_to_host_from(&self, guest_cid: u64) -> bool {
+        self.src_cid.get() == guest_cid && self.dst_cid.get() == HOST_CID
+    }
+
+    /// Understands a packet of the guest.
+    pub fn parse_guest_packet(&self) -> Result<GuestPacket, NotUnderstood> {
+        let link = Link { host: HostPort(self.dst_port.get()), guest: GuestPort(self.src_port.get()) };
+        let not_understood = NotUnderstood { link, is_reset: self.op.get() == OP_RST };
+        if self.socket_type.get() != TYPE_STREAM {
+            return Err(not_understood);
+        }
+        let op = match self.op.get() {
+            OP_REQUEST => Op::Request,
+            OP_RESPONSE => Op::Response,
+            OP_RST => Op::Reset,
+            OP_SHUTDOWN => Op::Shutdown(Ended::from_flags(self.flags.get())),
+            OP_RW => Op::Data { len_bytes: self.len.get() },
+            OP_CREDIT_UPDATE => Op::CreditUpdate,
+            OP_CREDIT_REQUEST => Op::CreditRequest,
+            _ => return Err(not_understood),
+        };
+        let credit = Credit { buf_alloc: self.buf_alloc.get(), fwd_cnt: self.fwd_cnt.get() };
+        Ok(GuestPacket { link, op, credit })
+    }
+
+    /// A packet from the host to the guest `guest_cid`.
+    pub fn to_guest(guest_cid: u64, link: Link, op: Op, credit: Credit) -> Self {
+        let (op, flags, len) = match op {
+            Op::Request => (OP_REQUEST, 0, 0),
+            Op::Response => (OP_RESPONSE, 0, 0),
+            Op::Reset => (OP_RST, 0, 0),
+            Op::Shutdown(ended) => (OP_SHUTDOWN, ended.flags(), 0),
+            Op::Data { len_bytes } => (OP_RW, 0, len_bytes),
+            Op::CreditUpdate => (OP_CREDIT_UPDATE, 0, 0),
+            Op::CreditRequest => (OP_CREDIT_REQUEST, 0, 0),
+        };
+        Self {
+            src_cid: HOST_CID.into(),
+            dst_cid: guest_cid.into(),
+            src_port: link.host.0.into(),
+            dst_port: link.guest.0.into(),
+            len: len.into(),
+            socket_type: TYPE_STREAM.into(),
+            op: op.into(),
+            flags: flags.into(),
+            buf_alloc: credit.buf_alloc.into(),
+            fwd_cnt: credit.fwd_cnt.into(),
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const CID: u64 = 3;
+
+    /// The same packet as if the guest had sent it.
+    pub(crate) fn from_guest(guest_cid: u64, link: Link, op: Op, credit: Credit) -> RawHeader {
+        let header = RawHeader::to_guest(guest_cid, link, op, credit);
+        RawHeader {
+            src_cid: header.dst_cid,
+            dst_cid: header.src_cid,
+            src_port: header.dst_port,
+            dst_port: header.src_port,
+            ..header
+        }
+    }
+
+    /// What a guest makes of a packet for it.
+    pub(crate) fn parse_by_guest(header: &RawHeader) -> GuestPacket {
+        RawHeader { src_port: header.dst_port, dst_port: header.src_port, ..*header }
+            .parse_guest_packet()
+            .expect("we send only what can be understood")
+    }
+
+    #[test]
+    fn a_header_has_the_byte_order_of_the_specification() {
+        let link = Link { host: HostPort(0x0102_0304), guest: GuestPort(0x0506_0708) };
+        let credit = Credit { buf_alloc: 0x1112_1314, fwd_cnt: 0x2122_2324 };
+        let header = RawHeader::to_guest(3, link, Op::Data { len_bytes: 0x99 }, credit);
+        let expected = [
+            2, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 4, 3, 2, 1, 8, 7, 6, 5, 0x99, 0, 0, 0, 1, 0, 5,
+            0, 0, 0, 0, 0, 0x14, 0x13, 0x12, 0x11, 0x24, 0x23, 0x22, 0x21,
+        ];
+        assert_eq!(header.as_bytes(), expected);
+    }
+
+    #[test]
+    fn packets_of_other_types_and_operations_are_not_understood() {
+        let link = Link { host: HostPort(1), guest: GuestPort(2) };
+        let good = from_guest(CID, link, Op::Request, Credit::default());
+        assert!(good.parse_guest_packet().is_ok());
+        let seqpacket = RawHeader { socket_type: 2.into(), ..good };
+        assert_eq!(seqpacket.parse_guest_packet(), Err(NotUnderstood { link, is_reset: false }));
+        for op in [0, 8, u16::MAX] {
+            let odd = RawHeader { op: op.into(), ..good };
+            assert_eq!(odd.parse_guest_packet(), Err(NotUnderstood { link, is_reset: false }));
+        }
+        let reset = RawHeader { op: OP_RST.into(), socket_type: 9.into(), ..good };
+        assert_eq!(reset.parse_guest_packet(), Err(NotUnderstood { link, is_reset: true }));
+    }
+
+    #[test]
+    fn only_the_guest_itself_may_speak_and_only_to_the_host() {
+        let link = Link { host: HostPort(1), guest: GuestPort(2) };
+        let good = from_guest(CID, link, Op::Request, Credit::default());
+        assert!(good.is_to_host_from(CID));
+        assert!(!good.is_to_host_from(CID + 1));
+        assert!(!RawHeader { dst_cid: 5.into(), ..good }.is_to_host_from(CID));
+        assert!(!RawHeader { dst_cid: (HOST_CID | 1 << 32).into(), ..good }.is_to_host_from(CID));
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_understood_says_what_the_bytes_say(bytes: [u8; HEADER_LEN]) {
+            let raw = RawHeader::read_from_bytes(&bytes).unwrap();
+            if let Ok(packet) = raw.parse_guest_packet() {
+                let again = from_guest(raw.src_cid.get(), packet.link, packet.op, packet.credit);
+                prop_assert_eq!(again.parse_guest_packet(), Ok(packet));
+                prop_assert_eq!(again.op.get(), raw.op.get());
+                prop_assert_eq!(again.dst_port.get(), raw.dst_port.get());
+            }
+        }
+    }
+}

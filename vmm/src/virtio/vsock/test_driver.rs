@@ -1,0 +1,312 @@
+//! A guest's driver in a few lines: rings in guest memory, packets through them, waiting for interrupts. The
+//! mock queue of virtio-queue never wraps around its ring, so it cannot carry a long transfer.
+
+use std::io;
+use std::sync::atomic::{Ordering, fence};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryMmap};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::interrupt::VirtioInterrupt;
+use crate::memory::view::GuestView;
+use crate::virtio::vsock::packet::tests::{from_guest, parse_by_guest};
+use crate::virtio::vsock::packet::{Credit, GuestPacket, HEADER_LEN, Link, Op, RawHeader};
+use crate::virtio::{Activation, ActiveQueue};
+
+pub const CID: u64 = 3;
+pub const QUEUE_SIZE: u16 = 64;
+pub const MIB: u64 = 1 << 20;
+/// An unplugged block.
+pub const UNPLUGGED: u64 = 32 * MIB;
+
+const RX_BUFFERS: u64 = MIB;
+pub const RX_BUFFER_LEN: u64 = 4096;
+const TX_BUFFERS: u64 = 16 * MIB;
+/// A header and the largest packet.
+const TX_BUFFER_LEN: u64 = 0x2_0000;
+/// Descriptors of each transmit buffer: the header and a payload in up to three pieces.
+const TX_DESCRIPTORS: u16 = 4;
+
+/// Nothing here takes as long, unless it never happens.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+const WRITE: u16 = 2;
+const NEXT: u16 = 1;
+
+/// Interrupts, counted.
+#[derive(Default)]
+pub struct Interrupts {
+    count: Mutex<u64>,
+    changed: Condvar,
+}
+
+impl VirtioInterrupt for Interrupts {
+    fn signal_queue(&self, _: u16) -> io::Result<()> {
+        *self.count.lock().unwrap() += 1;
+        self.changed.notify_all();
+        Ok(())
+    }
+    fn signal_queue_now(&self, queue: u16) -> io::Result<()> {
+        self.signal_queue(queue)
+    }
+    fn signal_config(&self) -> io::Result<()> {
+        unreachable!("the configuration of vsock does not change")
+    }
+}
+
+pub struct Ring {
+    base: u64,
+    kick: EventFd,
+    next_avail: u16,
+    last_used: u16,
+}
+
+impl Ring {
+    fn new(base: u64) -> Self {
+        Self { base, kick: EventFd::new(EFD_NONBLOCK).unwrap(), next_avail: 0, last_used: 0 }
+    }
+    fn avail(&self) -> u64 {
+        self.base + 0x1000
+    }
+    fn used(&self) -> u64 {
+        self.base + 0x2000
+    }
+    fn queue(&self) -> Queue {
+        let mut queue = Queue::new(QUEUE_SIZE).unwrap();
+        queue.set_size(QUEUE_SIZE);
+        queue.set_desc_table_address(Some(self.base as u32), Some(0));
+        queue.set_avail_ring_address(Some(self.avail() as u32), Some(0));
+        queue.set_used_ring_address(Some(self.used() as u32), Some(0));
+        queue.set_ready(true);
+        queue
+    }
+}
+
+pub struct Driver {
+    pub view: GuestView,
+    pub interrupts: Arc<Interrupts>,
+    pub rx: Ring,
+    pub tx: Ring,
+    event: Ring,
+    tx_free: Vec<u16>,
+    /// What the guest puts into its packets.
+    pub credit: Credit,
+}
+
+pub fn new_view() -> GuestView {
+    let ranges = [(GuestAddress(0), 32 * MIB as usize), (GuestAddress(UNPLUGGED), 2 * MIB as usize)];
+    let view = GuestView::new(GuestMemoryMmap::from_ranges(&ranges).unwrap());
+    view.exclusive().add_pluggable(GuestAddress(UNPLUGGED), 2 * MIB, 2 * MIB).unwrap();
+    view
+}
+
+impl Driver {
+    /// A driver that has offered nothing yet.
+    pub fn new(view: GuestView) -> Self {
+        let memory = view.memory();
+        memory.write_slice(&[0; 0x2_0000], GuestAddress(0)).unwrap();
+        drop(memory);
+        Self {
+            view,
+            interrupts: Arc::default(),
+            rx: Ring::new(0x4000),
+            tx: Ring::new(0x8000),
+            event: Ring::new(0xc000),
+            tx_free: (0..QUEUE_SIZE / TX_DESCRIPTORS).map(|slot| slot * TX_DESCRIPTORS).collect(),
+            credit: Credit { buf_alloc: 256 * 1024, fwd_cnt: 0 },
+        }
+    }
+
+    pub fn activation(&self, features: u64) -> Activation {
+        let active =
+            |ring: &Ring| Some(ActiveQueue { queue: ring.queue(), kick: ring.kick.try_clone().unwrap() });
+        Activation {
+            view: self.view.clone(),
+            interrupt: self.interrupts.clone(),
+            queues: [&self.rx, &self.tx, &self.event].map(active).into(),
+            features,
+        }
+    }
+
+    pub fn write(&self, addr: u64, bytes: &[u8]) {
+        self.view.memory().write_slice(bytes, GuestAddress(addr)).unwrap();
+    }
+
+    fn read_u16(&self, addr: u64) -> u16 {
+        self.view.memory().load::<u16>(GuestAddress(addr), Ordering::Acquire).unwrap()
+    }
+
+    pub fn descriptor(&self, table: u64, index: u16, addr: u64, len: u64, flags: u16, next: u16) {
+        let mut bytes = addr.to_le_bytes().to_vec();
+        bytes.extend(u32::try_from(len).unwrap().to_le_bytes());
+        bytes.extend(flags.to_le_bytes());
+        bytes.extend(next.to_le_bytes());
+        self.write(table + u64::from(index) * 16, &bytes);
+    }
+
+    fn offer(view: &GuestView, ring: &mut Ring, head: u16) {
+        let memory = view.memory();
+        let slot = ring.avail() + 4 + u64::from(ring.next_avail % QUEUE_SIZE) * 2;
+        memory.write_obj(head, GuestAddress(slot)).unwrap();
+        ring.next_avail = ring.next_avail.wrapping_add(1);
+        memory.store(ring.next_avail, GuestAddress(ring.avail() + 2), Ordering::Release).unwrap();
+        drop(memory);
+        ring.kick.write(1).unwrap();
+    }
+
+    pub fn offer_rx(&mut self, head: u16, addr: u64, len: u64) {
+        self.descriptor(self.rx.base, head, addr, len, WRITE, 0);
+        Self::offer(&self.view, &mut self.rx, head);
+    }
+
+    pub fn offer_rx_buffer(&mut self, head: u16) {
+        self.offer_rx(head, RX_BUFFERS + u64::from(head) * RX_BUFFER_LEN, RX_BUFFER_LEN);
+    }
+
+    pub fn offer_all_rx_buffers(&mut self) {
+        (0..QUEUE_SIZE).for_each(|head| self.offer_rx_buffer(head));
+    }
+
+    /// Offers a chain whose descriptors the test has written.
+    pub fn offer_tx(&mut self, head: u16) {
+        Self::offer(&self.view, &mut self.tx, head);
+    }
+
+    pub fn tx_table(&self) -> u64 {
+        self.tx.base
+    }
+
+    /// Claims to have offered what no ring can hold.
+    pub fn offer_absurdly_many(&mut self) {
+        self.write(self.tx.avail() + 2, &(QUEUE_SIZE * 3).to_le_bytes());
+        self.tx.kick.write(1).unwrap();
+    }
+
+    fn take_used(&mut self, rx: bool) -> Option<(u16, u32)> {
+        let ring = if rx { &self.rx } else { &self.tx };
+        let (used, last) = (ring.used(), ring.last_used);
+        if self.read_u16(used + 2) == last {
+            return None;
+        }
+        let entry = GuestAddress(used + 4 + u64::from(last % QUEUE_SIZE) * 8);
+        let [head, len] = self.view.memory().read_obj::<[u32; 2]>(entry).unwrap();
+        let ring = if rx { &mut self.rx } else { &mut self.tx };
+        ring.last_used = last.wrapping_add(1);
+        // used_event (virtio 1.3, 2.7.10): interrupt at the next one.
+        let (event, last) = (ring.avail() + 4 + u64::from(QUEUE_SIZE) * 2, ring.last_used);
+        self.write(event, &last.to_le_bytes());
+        fence(Ordering::SeqCst);
+        Some((u16::try_from(head).unwrap(), len))
+    }
+
+    /// Until `what` gives something, waits for interrupts.
+    #[track_caller]
+    pub fn wait<T>(&mut self, mut what: impl FnMut(&mut Self) -> Option<T>) -> T {
+        let interrupts = Arc::clone(&self.interrupts);
+        loop {
+            let before = *interrupts.count.lock().unwrap();
+            if let Some(found) = what(self) {
+                return found;
+            }
+            let count = interrupts.count.lock().unwrap();
+            let (_count, timeout) =
+                interrupts.changed.wait_timeout_while(count, PATIENCE, |count| *count == before).unwrap();
+            assert!(!timeout.timed_out(), "the device does not interrupt");
+        }
+    }
+
+    /// Takes transmitted buffers back.
+    pub fn reap_tx(&mut self) {
+        while let Some((head, len)) = self.take_used(false) {
+            assert_eq!(len, 0);
+            self.tx_free.push(head);
+        }
+    }
+
+    /// Waits until the device has nothing, and keeps one head and its descriptors for the test's own chains.
+    #[track_caller]
+    pub fn keep_tx_head(&mut self) -> u16 {
+        let all = usize::from(QUEUE_SIZE / TX_DESCRIPTORS);
+        self.wait(|driver| {
+            driver.reap_tx();
+            (driver.tx_free.len() == all).then_some(())
+        });
+        self.tx_free.pop().expect("all heads")
+    }
+
+    /// Waits until a chain that the test has offered itself comes back.
+    #[track_caller]
+    pub fn wait_tx(&mut self, expected: u16) {
+        let (head, len) = self.wait(|driver| driver.take_used(false));
+        assert_eq!((head, len), (expected, 0));
+    }
+
+    pub fn can_send(&mut self) -> bool {
+        self.reap_tx();
+        !self.tx_free.is_empty()
+    }
+
+    /// Sends a packet, its payload in `pieces` descriptors.
+    pub fn send_in_pieces(&mut self, link: Link, op: Op, payload: &[u8], pieces: usize) {
+        let head = self.wait(|driver| {
+            driver.reap_tx();
+            driver.tx_free.pop()
+        });
+        let buffer = TX_BUFFERS + u64::from(head / TX_DESCRIPTORS) * TX_BUFFER_LEN;
+        let header = from_guest(CID, link, op, self.credit);
+        self.write(buffer, header.as_bytes());
+        self.write(buffer + HEADER_LEN as u64, payload);
+        let table = self.tx.base;
+        let len = payload.len().div_ceil(pieces).max(1);
+        let chunks: Vec<_> = payload.chunks(len).collect();
+        let flags = |last: bool| if last { 0 } else { NEXT };
+        self.descriptor(table, head, buffer, HEADER_LEN as u64, flags(chunks.is_empty()), head + 1);
+        let mut addr = buffer + HEADER_LEN as u64;
+        for (i, chunk) in chunks.iter().enumerate() {
+            let index = head + 1 + u16::try_from(i).unwrap();
+            let chunk_len = chunk.len() as u64;
+            self.descriptor(table, index, addr, chunk_len, flags(i + 1 == chunks.len()), index + 1);
+            addr += chunk_len;
+        }
+        Self::offer(&self.view, &mut self.tx, head);
+    }
+
+    pub fn send(&mut self, link: Link, op: Op, payload: &[u8]) {
+        self.send_in_pieces(link, op, payload, 1);
+    }
+
+    pub fn send_data(&mut self, link: Link, payload: &[u8]) {
+        self.send(link, Op::Data { len_bytes: payload.len().try_into().unwrap() }, payload);
+    }
+
+    /// A received buffer, not offered again: its descriptor and the length that the device wrote.
+    pub fn try_receive_raw(&mut self) -> Option<(u16, u32)> {
+        self.take_used(true)
+    }
+
+    pub fn try_receive(&mut self) -> Option<(GuestPacket, Vec<u8>)> {
+        let (head, len) = self.take_used(true)?;
+        let mut buffer = vec![0; len as usize];
+        let addr = RX_BUFFERS + u64::from(head) * RX_BUFFER_LEN;
+        self.view.memory().read_slice(&mut buffer, GuestAddress(addr)).unwrap();
+        self.offer_rx_buffer(head);
+        let (header, payload) = RawHeader::read_from_prefix(&buffer).unwrap();
+        assert_eq!(header.len.get() as usize, payload.len());
+        Some((parse_by_guest(&header), payload.to_vec()))
+    }
+
+    #[track_caller]
+    pub fn receive(&mut self) -> (GuestPacket, Vec<u8>) {
+        self.wait(Self::try_receive)
+    }
+
+    #[track_caller]
+    pub fn expect(&mut self, link: Link, op: Op) {
+        let (packet, _) = self.receive();
+        assert_eq!((packet.link, packet.op), (link, op));
+    }
+}
