@@ -31,6 +31,8 @@ pub struct Launch {
     pub api_socket: Option<ApiSocket>,
     /// Where metrics are served.
     pub metrics: Option<MetricsAddress>,
+    /// What metrics call the VM.
+    pub vm_name: String,
     /// What is logged, and where to.
     pub log: LogConfig,
     /// What will hardly work as it was meant; to be logged.
@@ -127,7 +129,7 @@ struct Flags {
     /// PATH|path=PATH|fd=N: REST API
     #[arg(long, value_name = "SOCKET", help_heading = "Control")]
     api_socket: Option<String>,
-    /// ADDRESS:PORT|unix:PATH: OpenMetrics
+    /// ADDRESS:PORT|unix:PATH[,vm=NAME]: OpenMetrics, and what they call the VM [default: the API socket's name]
     #[arg(long, value_name = "ADDRESS", help_heading = "Control")]
     metrics: Option<String>,
     /// true|false|log: accepted for Cloud Hypervisor's sake; there is no filter yet
@@ -159,12 +161,16 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     let mut warnings = Vec::new();
     check_seccomp(flags.seccomp.as_deref(), &mut warnings)?;
     let api_socket = flags.api_socket.as_deref().map(ApiSocket::parse).transpose()?;
-    let metrics = flags.metrics.as_deref().map(MetricsAddress::parse).transpose()?;
+    let (metrics, vm_name) = match flags.metrics.as_deref() {
+        Some(text) => MetricsAddress::parse_named(text).map(|(address, name)| (Some(address), name))?,
+        None => (None, None),
+    };
+    let vm_name = vm_name.unwrap_or_else(|| default_name(api_socket.as_ref()));
     let log = LogConfig { file: flags.log_file.clone(), verbosity: flags.v };
     let config = vm_config(flags)?;
     config.validate()?;
     warnings.extend(config.warnings());
-    Ok(Command::Launch(Box::new(Launch { config, api_socket, metrics, log, warnings })))
+    Ok(Command::Launch(Box::new(Launch { config, api_socket, metrics, vm_name, log, warnings })))
 }
 
 fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
@@ -186,6 +192,15 @@ fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
             .collect::<Result<_, _>>()?,
         pressure: flags.pressure.as_deref().map_or(Ok(PressureConfig::default()), PressureConfig::parse)?,
     })
+}
+
+/// What a VM is called that nobody has given a name: its API socket is what people know it by.
+fn default_name(api_socket: Option<&ApiSocket>) -> String {
+    let stem = match api_socket {
+        Some(ApiSocket::Path(path)) => path.file_stem(),
+        _ => None,
+    };
+    stem.map_or_else(|| "foreshore".to_owned(), |stem| stem.to_string_lossy().into_owned())
 }
 
 /// Nothing is filtered yet: `false` gets what it asks for, and the others a word about it.
@@ -287,6 +302,14 @@ mod tests {
         };
         assert_eq!(names(&["--pm-volume", "pool=/p,name=a", "pool=/p,name=b", "-v"]), ["a", "b"]);
         assert_eq!(names(&["--pm-volume", "pool=/p,name=a", "--pm-volume", "pool=/p,name=b"]), ["a", "b"]);
+    }
+
+    #[test]
+    fn a_vm_is_called_as_its_api_socket_unless_it_has_a_name() {
+        assert_eq!(launch(&[]).vm_name, "foreshore");
+        assert_eq!(launch(&["--api-socket", "/run/web.sock"]).vm_name, "web");
+        assert_eq!(launch(&["--api-socket", "fd=9", "--metrics", "unix:/m,vm=db"]).vm_name, "db");
+        assert!(error(&["--metrics", "unix:/m,vm="]).starts_with("--metrics: vm="));
     }
 
     #[test]

@@ -38,7 +38,7 @@ impl ApiSocket {
     }
 }
 
-/// `--metrics ADDR:PORT|unix:PATH`.
+/// `--metrics ADDRESS:PORT|unix:PATH`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MetricsAddress {
     /// A TCP address.
@@ -48,7 +48,21 @@ pub enum MetricsAddress {
 }
 
 impl MetricsAddress {
-    /// Reads the flag's value.
+    /// Reads the flag's value, with the name of the VM where it ends in `,vm=NAME`.
+    pub fn parse_named(text: &str) -> Result<(Self, Option<String>), ConfigError> {
+        let Some((address, name)) = text.rsplit_once(",vm=") else { return Ok((Self::parse(text)?, None)) };
+        if name.is_empty() || name.chars().any(char::is_control) {
+            return Err(ConfigError::BadValue {
+                flag: "--metrics",
+                key: "vm".to_owned(),
+                value: name.to_owned(),
+                expected: "a name".to_owned(),
+            });
+        }
+        Ok((Self::parse(address)?, Some(name.to_owned())))
+    }
+
+    /// Reads an address.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let flag = "--metrics";
         if let Some(path) = text.strip_prefix("unix:") {

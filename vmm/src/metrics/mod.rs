@@ -1,1 +1,100 @@
-//! The registry of metrics and its exposition.
+//! Metrics: where they come from, and their exposition in OpenMetrics text.
+//!
+//! Whoever does something counts it, in plain atomics or in its own state, and knows nothing of this module. A
+//! scrape asks each source once: nothing is counted twice, and what takes work, like the resident bytes of a
+//! zone, is worked out only when somebody wants to know. docs/metrics.md lists every metric; a test compares.
+
+mod expose;
+mod latency;
+mod memory;
+mod pool;
+mod pressure;
+mod process;
+mod serve;
+#[cfg(test)]
+mod tests;
+mod volume;
+
+use std::borrow::Cow;
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, text};
+use prometheus_client::registry::Registry;
+
+use self::expose::Exposer;
+pub use self::latency::{LATENCY_BOUNDS_NS, LatencyHistogram, LatencySample};
+pub use self::memory::PlugMetrics;
+pub use self::pool::PoolMetrics;
+pub use self::pressure::{PressureSample, PressureSource};
+pub use self::serve::router;
+pub use self::volume::{VolumeCounters, VolumeMetrics};
+use crate::vm::request::ZoneInfo;
+
+/// What one built VM has that counts. Counters are held; what holds a resource, like a pool and its lock, is
+/// not: it goes with the VM.
+#[derive(Debug, Default)]
+pub struct MachineSources {
+    /// The governor.
+    pub pressure: Option<Weak<dyn PressureSource>>,
+    /// Pools that are open.
+    pub pools: Vec<PoolMetrics>,
+    /// Volumes that are attached.
+    pub volumes: Vec<VolumeMetrics>,
+    /// The virtio-mem devices of the zones.
+    pub plugs: Vec<PlugMetrics>,
+}
+
+#[derive(Debug, Default)]
+struct Sources {
+    machine: Mutex<MachineSources>,
+    zones: Mutex<Vec<ZoneInfo>>,
+}
+
+impl Collector for Sources {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut out = Exposer::new(encoder);
+        let machine = self.machine.lock();
+        process::expose(&mut out)?;
+        memory::expose(&mut out, &self.zones.lock(), &machine.plugs)?;
+        pool::expose(&mut out, &machine.pools)?;
+        volume::expose(&mut out, &machine.volumes)?;
+        match machine.pressure.as_ref().and_then(Weak::upgrade) {
+            Some(pressure) => pressure::expose(&mut out, &pressure.sample()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Every metric of the VMM.
+#[derive(Debug)]
+pub struct Metrics {
+    sources: Arc<Sources>,
+    registry: Registry,
+}
+
+impl Metrics {
+    /// Metrics of a VM called `vm`, without sources as yet.
+    pub fn new(vm: &str) -> Self {
+        let sources = Arc::new(Sources::default());
+        let label = (Cow::Borrowed("vm"), Cow::Owned(vm.to_owned()));
+        let mut registry = Registry::with_prefix_and_labels("foreshore", std::iter::once(label));
+        registry.register_collector(Box::new(Arc::clone(&sources)));
+        Self { sources, registry }
+    }
+
+    /// Says what the VM that has just been built has; what an earlier one had is forgotten.
+    pub fn set_machine(&self, machine: MachineSources) {
+        *self.sources.machine.lock() = machine;
+    }
+
+    /// Everything in OpenMetrics text, with `zones` as they are now.
+    pub fn encode(&self, zones: Vec<ZoneInfo>) -> Result<String, fmt::Error> {
+        *self.sources.zones.lock() = zones;
+        let mut out = String::new();
+        text::encode(&mut out, &self.registry)?;
+        Ok(out)
+    }
+}

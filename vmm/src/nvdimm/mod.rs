@@ -6,12 +6,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use tracing::error;
 
 use crate::bus::BusDevice;
+use crate::metrics::LatencyHistogram;
 use crate::volume::Persist;
 
 /// What a flush hint counts.
@@ -21,8 +22,8 @@ pub struct FlushHintMetrics {
     pub flushes: AtomicU64,
     /// Flushes that did not: the VM was paused.
     pub flush_failures: AtomicU64,
-    /// Time spent in flushes, in nanoseconds.
-    pub flush_ns: AtomicU64,
+    /// How long they took, good or bad.
+    pub persists: LatencyHistogram,
 }
 
 /// Called with the reason when a flush fails; must see to it that the guest does not run on.
@@ -51,12 +52,6 @@ impl FlushHint {
     pub fn metrics(&self) -> Arc<FlushHintMetrics> {
         Arc::clone(&self.metrics)
     }
-
-    fn count(&self, took: Duration) {
-        self.metrics
-            .flush_ns
-            .fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
-    }
 }
 
 impl BusDevice for FlushHint {
@@ -70,7 +65,7 @@ impl BusDevice for FlushHint {
         let _one = self.flushing.lock();
         let begin = Instant::now();
         let result = self.backing.persist();
-        self.count(begin.elapsed());
+        self.metrics.persists.observe(begin.elapsed());
         match result {
             Ok(()) => {
                 self.metrics.flushes.fetch_add(1, Ordering::Relaxed);
@@ -111,6 +106,7 @@ mod tests {
         let hint = FlushHint::new("data".to_owned(), backing.clone(), on_failure);
         hint.write(0, &1u64.to_le_bytes());
         assert_eq!(hint.metrics().flushes.load(Ordering::Relaxed), 1);
+        assert_eq!(hint.metrics().persists.count(), 1);
         assert!(told.lock().is_empty());
         backing.0.store(true, Ordering::Relaxed);
         hint.write(0, &1u64.to_le_bytes());

@@ -4,51 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::memory::backing::BackingError;
-
-/// Upper bounds of the latency buckets; one more bucket takes what is above.
-pub const LATENCY_BOUNDS_NS: [u64; 10] = [
-    10_000,
-    50_000,
-    100_000,
-    500_000,
-    1_000_000,
-    5_000_000,
-    10_000_000,
-    50_000_000,
-    100_000_000,
-    1_000_000_000,
-];
-
-/// A histogram of durations.
-#[derive(Debug, Default)]
-pub struct LatencyHistogram {
-    buckets: [AtomicU64; LATENCY_BOUNDS_NS.len() + 1],
-    sum_ns: AtomicU64,
-}
-
-impl LatencyHistogram {
-    pub(super) fn observe(&self, duration: Duration) {
-        let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
-        let bucket = LATENCY_BOUNDS_NS.partition_point(|bound| *bound < ns);
-        self.buckets[bucket].fetch_add(1, Ordering::Relaxed);
-        self.sum_ns.fetch_add(ns, Ordering::Relaxed);
-    }
-
-    /// How many observations each bucket has, not cumulated.
-    pub fn buckets(&self) -> [u64; LATENCY_BOUNDS_NS.len() + 1] {
-        std::array::from_fn(|index| self.buckets[index].load(Ordering::Relaxed))
-    }
-
-    /// The sum of all observations.
-    pub fn sum_ns(&self) -> u64 {
-        self.sum_ns.load(Ordering::Relaxed)
-    }
-
-    /// The number of observations.
-    pub fn count(&self) -> u64 {
-        self.buckets().iter().sum()
-    }
-}
+use crate::metrics::LatencyHistogram;
 
 /// Requests that were carried out.
 #[derive(Debug, Default)]
@@ -58,7 +14,7 @@ pub struct OperationMetrics {
 }
 
 impl OperationMetrics {
-    pub(super) fn done(&self, bytes: u64, duration: Duration) {
+    pub(crate) fn done(&self, bytes: u64, duration: Duration) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
         self.latency.observe(duration);
     }
@@ -131,7 +87,7 @@ pub struct MemMetrics {
 }
 
 impl MemMetrics {
-    pub(super) fn failed(&self, reason: FailureReason) {
+    pub(crate) fn failed(&self, reason: FailureReason) {
         self.busy[reason as usize].fetch_add(1, Ordering::Relaxed);
     }
 
@@ -164,17 +120,6 @@ impl MemMetrics {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn durations_fall_into_their_buckets() {
-        let histogram = LatencyHistogram::default();
-        for ns in [0, 10_000, 10_001, 1_000_000_000, 5_000_000_000] {
-            histogram.observe(Duration::from_nanos(ns));
-        }
-        assert_eq!(histogram.buckets(), [2, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1]);
-        assert_eq!(histogram.sum_ns(), 6_000_020_001);
-        assert_eq!(histogram.count(), 5);
-    }
 
     #[test]
     fn each_reason_has_its_own_counter() {

@@ -17,4 +17,4 @@ mod tests;
 
 pub use device::MemDevice;
 pub use handle::{MemEvent, MemHandle, MemObserver, PluggedSizes, RequestSizeError};
-pub use metrics::{FailureReason, LATENCY_BOUNDS_NS, LatencyHistogram, MemMetrics, OperationMetrics};
+pub use metrics::{FailureReason, MemMetrics, OperationMetrics};

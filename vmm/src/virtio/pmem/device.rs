@@ -60,7 +60,7 @@ impl Pmem {
     fn persist(&self) -> Answer {
         let begin = Instant::now();
         let result = self.backing.persist();
-        self.metrics.persisted(begin.elapsed());
+        self.metrics.persists.observe(begin.elapsed());
         match result {
             Ok(()) => Answer::Durable,
             Err(err) => {

@@ -1,0 +1,116 @@
+//! Zones: four sizes that are never the same for long, and what plugging takes.
+
+use std::fmt;
+use std::sync::Arc;
+
+use prometheus_client::registry::Unit;
+
+use super::expose::{Exposer, Family, Labels};
+use crate::virtio::mem::{FailureReason, MemMetrics};
+use crate::vm::request::{ResizeStatus, ZoneInfo};
+
+/// What the virtio-mem device of a zone counts.
+#[derive(Clone, Debug)]
+pub struct PlugMetrics {
+    /// The zone's name.
+    pub zone: String,
+    /// Its tier's name.
+    pub tier: String,
+    /// The device's counters.
+    pub counters: Arc<MemMetrics>,
+}
+
+impl PlugMetrics {
+    /// Requests that were not carried out, by reason: the host's, or the driver's own fault.
+    fn refused(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let counters = &self.counters;
+        let host = FailureReason::ALL.map(|reason| (reason.as_str(), counters.busy(reason)));
+        let driver = [
+            ("more-than-requested", counters.nacks()),
+            ("invalid", counters.errors()),
+            ("malformed", counters.malformed()),
+        ];
+        host.into_iter().chain(driver)
+    }
+}
+
+pub(super) fn expose(out: &mut Exposer<'_>, zones: &[ZoneInfo], plugs: &[PlugMetrics]) -> fmt::Result {
+    expose_sizes(out, zones)?;
+    expose_statuses(out, zones)?;
+    let each = || plugs.iter().map(|plug| (labels(&plug.zone, &plug.tier), plug));
+    out.latencies(
+        "memory_plug_duration",
+        "Time that the VMM took to carry out a request to plug.",
+        each().map(|(labels, plug)| (labels, plug.counters.plug.latency().sample())),
+    )?;
+    out.latencies(
+        "memory_unplug_duration",
+        "Time that the VMM took to carry out a request to unplug.",
+        each().map(|(labels, plug)| (labels, plug.counters.unplug.latency().sample())),
+    )?;
+    out.counters(
+        Family("memory_plug", "Bytes plugged so far.", Some(Unit::Bytes)),
+        each().map(|(labels, plug)| (labels, plug.counters.plug.bytes())),
+    )?;
+    out.counters(
+        Family("memory_unplug", "Bytes unplugged so far.", Some(Unit::Bytes)),
+        each().map(|(labels, plug)| (labels, plug.counters.unplug.bytes())),
+    )?;
+    let refused = each().flat_map(|(labels, plug)| {
+        plug.refused().map(move |(reason, count)| {
+            let mut labels = labels.clone();
+            labels.push(("reason", reason.to_owned()));
+            (labels, count)
+        })
+    });
+    out.counters(
+        Family("memory_refused_requests", "Requests of the guest that were not carried out.", None),
+        refused,
+    )?;
+    out.counters(
+        Family("memory_scrub_failures", "Unplugs after which memory could not be scrubbed.", None),
+        each().map(|(labels, plug)| (labels, plug.counters.scrub_failures())),
+    )
+}
+
+fn expose_sizes(out: &mut Exposer<'_>, zones: &[ZoneInfo]) -> fmt::Result {
+    type SizeOf = fn(&ZoneInfo) -> Option<u64>;
+    let sizes: [(&str, &str, SizeOf); 6] = [
+        ("memory_boot", "Memory that is there from boot on.", |zone| Some(zone.boot_bytes)),
+        ("memory_hotplug", "The most that can be plugged.", |zone| Some(zone.hotplug_bytes)),
+        ("memory_requested", "What the guest is asked to have plugged.", |zone| Some(zone.requested_bytes)),
+        ("memory_plugged", "What the guest has plugged.", |zone| Some(zone.plugged_bytes)),
+        ("memory_online", "What is plugged and online, as the agent says.", |zone| zone.online_bytes),
+        ("memory_resident", "What is in the host's memory.", |zone| Some(zone.resident_bytes)),
+    ];
+    for (name, help, size) in sizes {
+        out.bytes(name, help, zones.iter().filter_map(|zone| Some((labels_of(zone), size(zone)?))))?;
+    }
+    Ok(())
+}
+
+fn expose_statuses(out: &mut Exposer<'_>, zones: &[ZoneInfo]) -> fmt::Result {
+    let family = Family("memory_resize_status", "1 for how the last resize goes, 0 for the rest.", None);
+    let statuses = zones.iter().flat_map(|zone| {
+        let current = match zone.status {
+            ResizeStatus::Reached => "reached",
+            ResizeStatus::Pending => "pending",
+            ResizeStatus::NoDriver => "no-driver",
+            ResizeStatus::Stuck(_) => "stuck",
+        };
+        ["reached", "pending", "no-driver", "stuck"].map(|status| {
+            let mut labels = labels_of(zone);
+            labels.push(("status", status.to_owned()));
+            (labels, if status == current { 1.0 } else { 0.0 })
+        })
+    });
+    out.gauges(family, statuses)
+}
+
+fn labels_of(zone: &ZoneInfo) -> Labels {
+    labels(&zone.id, &zone.tier)
+}
+
+fn labels(zone: &str, tier: &str) -> Labels {
+    vec![("zone", zone.to_owned()), ("tier", tier.to_owned())]
+}

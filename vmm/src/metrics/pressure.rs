@@ -1,0 +1,157 @@
+//! What the guest says of its memory, and what the governor makes of it.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use balloon::proto::{Refusal, Report, Zone};
+use prometheus_client::registry::Unit;
+
+use super::expose::{Exposer, Family, Labels};
+use super::latency::LatencySample;
+
+/// The page size of x86-64, in which the guest counts.
+const PAGE_BYTES: u64 = 4096;
+
+/// The governor at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct PressureSample {
+    /// Plans by policy, direction and reason.
+    pub plans_total: BTreeMap<(&'static str, &'static str, &'static str), u64>,
+    /// Reports that were taken.
+    pub reports_total: u64,
+    /// Lines of the agent that were refused, by [`Refusal::label`].
+    pub refused_total: BTreeMap<&'static str, u64>,
+    /// Connections of agents.
+    pub connections_total: u64,
+    /// Reminders sent to a guest that made no progress.
+    pub reminders_total: u64,
+    /// Whether an agent is connected.
+    pub agent_connected: bool,
+    /// Decided only, not carried out.
+    pub dry_run: bool,
+    /// Under so much available memory the agent reports faster; 0 before the first plan.
+    pub watermark_bytes: u64,
+    /// The last report, and its age.
+    pub report: Option<(Duration, Report)>,
+    /// From the first report under pressure to the memory being online.
+    pub report_to_online: LatencySample,
+}
+
+/// Something that governs.
+pub trait PressureSource: fmt::Debug + Send + Sync {
+    /// The state now.
+    fn sample(&self) -> PressureSample;
+}
+
+pub(super) fn expose(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
+    expose_governor(out, sample)?;
+    expose_agent(out, sample)?;
+    match &sample.report {
+        Some((age, report)) => {
+            let family = Family("pressure_report_age", "Age of the last report.", Some(Unit::Seconds));
+            out.gauges(family, [(vec![], age.as_secs_f64())])?;
+            expose_watermarks(out, report)?;
+            expose_guest(out, report)
+        }
+        None => Ok(()),
+    }
+}
+
+fn expose_governor(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
+    let plans = sample.plans_total.iter().map(|((policy, direction, reason), count)| {
+        let labels = [("policy", policy), ("direction", direction), ("reason", reason)];
+        (labels.map(|(name, value)| (name, (*value).to_owned())).to_vec(), *count)
+    });
+    out.counters(Family("pressure_plans", "Plans of the governor.", None), plans)?;
+    let dry_run = if sample.dry_run { 1.0 } else { 0.0 };
+    out.gauges(Family("pressure_dry_run", "1 when plans are not carried out.", None), [(vec![], dry_run)])?;
+    out.counters(
+        Family("pressure_reminders", "Reminders sent to a guest that made no progress.", None),
+        [(vec![], sample.reminders_total)],
+    )?;
+    out.latencies(
+        "pressure_report_to_online",
+        "From the first report under pressure to the memory being online.",
+        [(vec![], sample.report_to_online.clone())],
+    )
+}
+
+fn expose_agent(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
+    let connected = if sample.agent_connected { 1.0 } else { 0.0 };
+    out.gauges(
+        Family("pressure_agent_connected", "1 when an agent is connected.", None),
+        [(vec![], connected)],
+    )?;
+    out.counters(
+        Family("pressure_agent_connections", "Connections of agents.", None),
+        [(vec![], sample.connections_total)],
+    )?;
+    out.counters(
+        Family("pressure_reports", "Reports that were taken.", None),
+        [(vec![], sample.reports_total)],
+    )?;
+    // Every reason is there from the start: an alert on one must not need its first occurrence.
+    let refused = Refusal::LABELS.into_iter().map(|reason| {
+        let count = sample.refused_total.get(reason).copied().unwrap_or(0);
+        (vec![("reason", reason.to_owned())], count)
+    });
+    out.counters(Family("pressure_refused_reports", "Lines of the agent that were refused.", None), refused)?;
+    out.bytes(
+        "pressure_report_watermark",
+        "Available memory under which the agent reports faster.",
+        [(vec![], sample.watermark_bytes)],
+    )
+}
+
+fn expose_watermarks(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
+    type PagesOf = fn(&Zone) -> u64;
+    let marks: [(&str, PagesOf); 3] =
+        [("min", |zone| zone.min_pages), ("low", |zone| zone.low_pages), ("high", |zone| zone.high_pages)];
+    let samples = marks.map(|(mark, pages)| {
+        // Each is bounded by the protocol, and there are few: the sum cannot overflow, but it is a guest's.
+        let pages = report.zones().iter().fold(0u64, |sum, zone| sum.saturating_add(pages(zone)));
+        (one("watermark", mark), pages.saturating_mul(PAGE_BYTES))
+    });
+    out.bytes("pressure_watermark", "The guest's zone watermarks, all zones together.", samples)
+}
+
+fn expose_guest(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
+    let (memory, stall, counters) = (report.memory(), report.stall(), report.counters());
+    out.seconds_total(
+        "pressure_stall",
+        "Time in which some or all of the guest's tasks waited for memory.",
+        [
+            (one("kind", "some"), stall.some_us as f64 / 1e6),
+            (one("kind", "full"), stall.full_us as f64 / 1e6),
+        ],
+    )?;
+    out.bytes(
+        "guest_memory",
+        "The guest's memory as it sees it.",
+        [
+            (one("state", "total"), memory.total_bytes),
+            (one("state", "free"), memory.free_bytes),
+            (one("state", "available"), memory.available_bytes),
+            (one("state", "anonymous"), memory.anon_bytes),
+            (one("state", "cached"), memory.cached_bytes),
+        ],
+    )?;
+    out.bytes(
+        "guest_swap",
+        "The guest's swap.",
+        [(one("state", "total"), memory.swap_total_bytes), (one("state", "free"), memory.swap_free_bytes)],
+    )?;
+    out.counters(
+        Family("guest_swapped_pages", "Pages that the guest has swapped.", None),
+        [(one("direction", "in"), counters.pswpin), (one("direction", "out"), counters.pswpout)],
+    )?;
+    out.counters(
+        Family("guest_oom_kills", "Processes that the guest has killed for want of memory.", None),
+        [(vec![], counters.oom_kill)],
+    )
+}
+
+fn one(name: &'static str, value: &str) -> Labels {
+    vec![(name, value.to_owned())]
+}

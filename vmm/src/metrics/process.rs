@@ -1,0 +1,41 @@
+//! The VMM's own process.
+
+use std::fmt;
+
+use super::expose::{Exposer, Family};
+
+pub(super) fn expose(out: &mut Exposer<'_>) -> fmt::Result {
+    let version = vec![("version", env!("CARGO_PKG_VERSION").to_owned())];
+    out.gauges(Family("build_info", "The version that runs; always 1.", None), [(version, 1.0)])?;
+    // Without /proc there is nothing to tell, and the other metrics still count.
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let samples = resident(&status).into_iter().map(|(kind, bytes)| (vec![("kind", kind.to_owned())], bytes));
+    out.bytes("process_resident", "The VMM's resident memory, that of the guest included.", samples)
+}
+
+/// Resident memory by kind, from the text of proc_pid_status(5).
+fn resident(status: &str) -> Vec<(&'static str, u64)> {
+    let kib = |name: &str| -> Option<u64> {
+        let value = status.lines().find_map(|line| line.strip_prefix(name))?;
+        value.trim().strip_suffix(" kB")?.parse().ok()
+    };
+    [("anonymous", "RssAnon:"), ("file", "RssFile:"), ("shared", "RssShmem:")]
+        .into_iter()
+        .filter_map(|(kind, name)| Some((kind, kib(name)? << 10)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resident_memory_is_read_by_kind() {
+        let status = "Name:\tforeshore\nVmRSS:\t    100 kB\nRssAnon:\t      60 kB\nRssFile:\t      30 kB\n\
+                      RssShmem:\t      10 kB\n";
+        assert_eq!(resident(status), [("anonymous", 60 << 10), ("file", 30 << 10), ("shared", 10 << 10)]);
+        assert_eq!(resident(""), []);
+        let own = std::fs::read_to_string("/proc/self/status").unwrap();
+        assert!(resident(&own).iter().any(|(kind, bytes)| *kind == "anonymous" && *bytes > 0));
+    }
+}

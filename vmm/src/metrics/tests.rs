@@ -1,0 +1,240 @@
+//! The exposition as a scraper gets it, from sources that have everything.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use balloon::proto::{RawReport, Report};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+
+use super::*;
+use crate::api::{Limits, Server, Socket};
+use crate::config::MetricsAddress;
+use crate::nvdimm::FlushHintMetrics;
+use crate::pool::fake::FakePool;
+use crate::pool::{CHUNK_BYTES, PmPool};
+use crate::virtio::mem::{FailureReason, MemMetrics};
+use crate::virtio::pmem::metrics::PmemMetrics;
+use crate::vm::request::{ResizeStatus, VmHandle, VmRequest};
+
+const DOC: &str = include_str!("../../../docs/metrics.md");
+
+#[derive(Debug)]
+struct FakeGovernor;
+
+impl PressureSource for FakeGovernor {
+    fn sample(&self) -> PressureSample {
+        PressureSample {
+            plans_total: BTreeMap::from([(("psi", "grow", "low_available"), 3)]),
+            reports_total: 7,
+            refused_total: BTreeMap::from([("not_json", 2)]),
+            agent_connected: true,
+            report: Some((Duration::from_millis(1500), report())),
+            ..PressureSample::default()
+        }
+    }
+}
+
+fn report() -> Report {
+    let raw = serde_json::json!({
+        "version": 1, "seq": 1, "monotonic_ms": 60_000, "type": "report", "cause": "rest",
+        "memory": {"total_bytes": 512 << 20, "free_bytes": 100 << 20, "available_bytes": 200 << 20},
+        "stall": {"some_us": 2_500_000, "full_us": 1_000_000, "some_avg10_basis_points": 0,
+                  "full_avg10_basis_points": 0},
+        "zones": [
+            {"node": 0, "kind": "dma32", "free_pages": 9, "min_pages": 1, "low_pages": 2, "high_pages": 3,
+             "managed_pages": 100},
+            {"node": 0, "kind": "normal", "free_pages": 9, "min_pages": 10, "low_pages": 20, "high_pages": 30,
+             "managed_pages": 100}
+        ],
+        "counters": {"pswpin": 1, "pswpout": 4, "pgmajfault": 0, "workingset_refault_anon": 0,
+                     "workingset_refault_file": 0, "pgscan_kswapd": 0, "pgscan_direct": 0, "pgsteal_kswapd": 0,
+                     "pgsteal_direct": 0, "allocstall": 0, "oom_kill": 1},
+        "blocks": {}
+    });
+    let raw: RawReport = serde_json::from_value(raw).unwrap();
+    Report::try_from(raw).unwrap()
+}
+
+fn zone(id: &str, online_bytes: Option<u64>) -> ZoneInfo {
+    ZoneInfo {
+        id: id.to_owned(),
+        tier: id.to_owned(),
+        guest_numa_node: 0,
+        boot_bytes: 384 << 20,
+        hotplug_bytes: 128 << 20,
+        requested_bytes: 64 << 20,
+        plugged_bytes: 32 << 20,
+        online_bytes,
+        resident_bytes: 100 << 20,
+        status: ResizeStatus::Pending,
+    }
+}
+
+/// Metrics with a source of every kind, and what must be kept alive for them.
+fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
+    let metrics = Metrics::new("vm \"1\"");
+    let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(8));
+    pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
+    let plugs = MemMetrics::default();
+    plugs.plug.done(2 << 20, Duration::from_millis(3));
+    plugs.failed(FailureReason::PoolFull);
+    let governor: Arc<dyn PressureSource> = Arc::new(FakeGovernor);
+    let pmem = PmemMetrics::default();
+    pmem.flushes.store(5, Ordering::Relaxed);
+    pmem.persists.observe(Duration::from_micros(30));
+    let volume = |name: &str, counters| VolumeMetrics {
+        pool: "/pm/pool".to_owned(),
+        volume: name.to_owned(),
+        size_bytes: 8 << 30,
+        counters,
+    };
+    metrics.set_machine(MachineSources {
+        pressure: Some(Arc::downgrade(&governor)),
+        pools: vec![PoolMetrics::new("/pm/pool".to_owned(), &pool)],
+        volumes: vec![
+            volume("a", VolumeCounters::VirtioPmem(Arc::new(pmem))),
+            volume("b", VolumeCounters::Nvdimm(Arc::new(FlushHintMetrics::default()))),
+        ],
+        plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
+    });
+    (metrics, pool, governor)
+}
+
+fn text() -> String {
+    let (metrics, _pool, _governor) = everything();
+    metrics.encode(vec![zone("dram", Some(32 << 20)), zone("pm", None)]).unwrap()
+}
+
+/// Name to type and label names, as exposed.
+fn exposed(text: &str) -> BTreeMap<String, (String, BTreeSet<String>)> {
+    let mut families = BTreeMap::new();
+    let mut current = None;
+    for line in text.lines() {
+        if let Some(rest) = line.strip_prefix("# TYPE ") {
+            let (name, kind) = rest.split_once(' ').unwrap();
+            let name = if kind == "counter" { format!("{name}_total") } else { name.to_owned() };
+            families.insert(name.clone(), (kind.to_owned(), BTreeSet::new()));
+            current = Some(name);
+        } else if !line.starts_with('#') {
+            let (_, labels): &mut (String, BTreeSet<String>) =
+                families.get_mut(current.as_ref().unwrap()).unwrap();
+            labels.extend(label_names(line));
+        }
+    }
+    families
+}
+
+/// Names of the labels of a sample, without those that every sample has or that a histogram brings.
+fn label_names(sample: &str) -> Vec<String> {
+    let Some((_, rest)) = sample.split_once('{') else { return Vec::new() };
+    let (labels, _) = rest.rsplit_once('}').unwrap();
+    labels
+        .split("\",")
+        .map(|label| label.split_once("=\"").unwrap_or_else(|| panic!("{sample}")).0.to_owned())
+        .filter(|name| name != "vm" && name != "le")
+        .collect()
+}
+
+/// The same, from the rows of the document's tables: name, type, labels.
+fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {
+    DOC.lines()
+        .filter_map(|line| line.strip_prefix("| `foreshore_"))
+        .map(|row| {
+            let mut cells = row.split('|').map(str::trim);
+            let name = format!("foreshore_{}", cells.next().unwrap().trim_end_matches('`'));
+            let kind = cells.next().unwrap().to_owned();
+            let labels = cells.next().unwrap().split(", ").filter(|label| !label.is_empty());
+            (name, (kind, labels.map(str::to_owned).collect()))
+        })
+        .collect()
+}
+
+#[test]
+fn the_document_lists_every_metric_with_its_type_and_labels_and_no_other() {
+    assert_eq!(documented(), exposed(&text()));
+}
+
+#[test]
+fn a_scrape_shows_what_the_sources_say() {
+    let text = text();
+    let vm = r#"vm="vm \"1\"""#;
+    for line in [
+        format!(r#"foreshore_memory_requested_bytes{{{vm},zone="dram",tier="dram"}} 67108864"#),
+        format!(r#"foreshore_memory_plugged_bytes{{{vm},zone="pm",tier="pm"}} 33554432"#),
+        format!(r#"foreshore_memory_online_bytes{{{vm},zone="dram",tier="dram"}} 33554432"#),
+        format!(r#"foreshore_memory_resize_status{{{vm},zone="pm",tier="pm",status="pending"}} 1.0"#),
+        format!(
+            r#"foreshore_memory_refused_requests_total{{{vm},zone="pm",tier="pm",reason="pool-full"}} 1"#
+        ),
+        format!(r#"foreshore_memory_plug_duration_seconds_count{{{vm},zone="pm",tier="pm"}} 1"#),
+        format!(r#"foreshore_pool_bytes{{{vm},pool="/pm/pool",state="memory"}} 4194304"#),
+        format!(
+            r#"foreshore_volume_flushes_total{{{vm},pool="/pm/pool",volume="a",interface="virtio-pmem",result="ok"}} 5"#
+        ),
+        format!(r#"foreshore_pressure_stall_seconds_total{{{vm},kind="some"}} 2.5"#),
+        format!(r#"foreshore_pressure_watermark_bytes{{{vm},watermark="high"}} 135168"#),
+        format!(
+            r#"foreshore_pressure_plans_total{{{vm},policy="psi",direction="grow",reason="low_available"}} 3"#
+        ),
+        format!(r#"foreshore_pressure_report_age_seconds{{{vm}}} 1.5"#),
+        format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="not_json"}} 2"#),
+        format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="too_long"}} 0"#),
+        format!(r#"foreshore_guest_swapped_pages_total{{{vm},direction="out"}} 4"#),
+    ] {
+        assert!(text.lines().any(|shown| shown == line), "{line}\nis not in\n{text}");
+    }
+    assert!(!text.contains(r#"foreshore_memory_online_bytes{vm="vm \"1\"",zone="pm""#), "without an agent");
+    assert!(text.ends_with("# EOF\n"));
+}
+
+#[test]
+fn what_has_gone_with_the_vm_is_not_shown() {
+    let (metrics, pool, governor) = everything();
+    drop((pool, governor));
+    let text = metrics.encode(Vec::new()).unwrap();
+    assert!(!text.contains("foreshore_pool_bytes") && !text.contains("foreshore_pressure_"), "{text}");
+    assert!(text.contains("foreshore_build_info"));
+    metrics.set_machine(MachineSources { pressure: Some(Weak::<FakeGovernor>::new()), ..Default::default() });
+    assert!(!metrics.encode(Vec::new()).unwrap().contains("foreshore_volume"));
+}
+
+/// Asks for `path` over a unix socket; the answer's bytes.
+async fn get(socket: &std::path::Path, request: &str) -> String {
+    let mut stream = UnixStream::connect(socket).await.unwrap();
+    stream
+        .write_all(format!("{request} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").as_bytes())
+        .await
+        .unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    answer
+}
+
+#[test]
+fn metrics_are_served_over_http() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics");
+        let (vm, mut requests) = VmHandle::channel();
+        tokio::spawn(async move {
+            while let Some(VmRequest::Memory(reply)) = requests.recv().await {
+                reply.send(Ok(vec![zone("dram", None)])).unwrap();
+            }
+        });
+        let socket = Socket::for_metrics(&MetricsAddress::Unix(path.clone())).unwrap();
+        let (metrics, _pool, _governor) = everything();
+        let server = Server::start(socket, router(Arc::new(metrics), vm), Limits::METRICS).unwrap();
+        let answer = get(&path, "GET /metrics").await;
+        assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+        assert!(answer.contains("content-type: application/openmetrics-text; version=1.0.0"), "{answer}");
+        assert!(answer.contains("foreshore_memory_boot_bytes{") && answer.ends_with("# EOF\n"), "{answer}");
+        assert!(get(&path, "GET /").await.contains("href=\"/metrics\""));
+        assert!(get(&path, "GET /other").await.starts_with("HTTP/1.1 404 "));
+        assert!(get(&path, "PUT /metrics").await.starts_with("HTTP/1.1 405 "));
+        server.stop().await;
+    });
+}

@@ -1,0 +1,90 @@
+//! Volumes: what the guest does with a mapped volume is not seen by the VMM, except its flushes.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::expose::{Exposer, Family, Labels};
+use super::latency::LatencySample;
+use crate::nvdimm::FlushHintMetrics;
+use crate::virtio::pmem::metrics::PmemMetrics;
+
+/// The counters of a volume's interface.
+#[derive(Clone, Debug)]
+pub enum VolumeCounters {
+    /// A virtio-pmem device's.
+    VirtioPmem(Arc<PmemMetrics>),
+    /// An NVDIMM's flush hint page's.
+    Nvdimm(Arc<FlushHintMetrics>),
+}
+
+/// A volume and its counters.
+#[derive(Clone, Debug)]
+pub struct VolumeMetrics {
+    /// The pool's name: its path.
+    pub pool: String,
+    /// The volume's name.
+    pub volume: String,
+    /// Its size.
+    pub size_bytes: u64,
+    /// Its counters.
+    pub counters: VolumeCounters,
+}
+
+impl VolumeMetrics {
+    fn labels(&self) -> Labels {
+        let interface = match self.counters {
+            VolumeCounters::VirtioPmem(_) => "virtio-pmem",
+            VolumeCounters::Nvdimm(_) => "nvdimm",
+        };
+        vec![
+            ("pool", self.pool.clone()),
+            ("volume", self.volume.clone()),
+            ("interface", interface.to_owned()),
+        ]
+    }
+
+    fn flushes(&self) -> [(&'static str, u64); 2] {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let (done, failed) = match &self.counters {
+            VolumeCounters::VirtioPmem(counters) => (get(&counters.flushes), get(&counters.flush_failures)),
+            VolumeCounters::Nvdimm(counters) => (get(&counters.flushes), get(&counters.flush_failures)),
+        };
+        [("ok", done), ("error", failed)]
+    }
+
+    fn persists(&self) -> LatencySample {
+        match &self.counters {
+            VolumeCounters::VirtioPmem(counters) => counters.persists.sample(),
+            VolumeCounters::Nvdimm(counters) => counters.persists.sample(),
+        }
+    }
+
+    fn bad_requests(&self) -> Option<u64> {
+        match &self.counters {
+            VolumeCounters::VirtioPmem(counters) => Some(counters.bad_requests.load(Ordering::Relaxed)),
+            VolumeCounters::Nvdimm(_) => None,
+        }
+    }
+}
+
+pub(super) fn expose(out: &mut Exposer<'_>, volumes: &[VolumeMetrics]) -> fmt::Result {
+    let sizes = volumes.iter().map(|volume| (volume.labels(), volume.size_bytes));
+    out.bytes("volume_size", "The volume's size as the guest sees it.", sizes)?;
+    let flushes = volumes.iter().flat_map(|volume| {
+        volume.flushes().map(|(result, count)| {
+            let mut labels = volume.labels();
+            labels.push(("result", result.to_owned()));
+            (labels, count)
+        })
+    });
+    out.counters(Family("volume_flushes", "Flushes that the guest has asked for.", None), flushes)?;
+    let persists = volumes.iter().map(|volume| (volume.labels(), volume.persists()));
+    out.latencies(
+        "volume_flush_duration",
+        "Time to make the volume durable; waiting flushes share one.",
+        persists,
+    )?;
+    let bad = volumes.iter().filter_map(|volume| Some((volume.labels(), volume.bad_requests()?)));
+    out.counters(Family("volume_bad_requests", "Requests that are no flush.", None), bad)
+}
