@@ -5,6 +5,7 @@
 mod badinput;
 mod boot;
 mod harness;
+mod hostile;
 mod memory;
 mod pressure;
 mod volume;
@@ -13,9 +14,16 @@ mod zones;
 use guest_tests::runner::{self, Test};
 
 fn main() {
-    let tests: Vec<Test> =
-        [harness::TESTS, boot::TESTS, badinput::TESTS, memory::TESTS, pressure::TESTS, volume::TESTS]
-            .concat();
+    let tests: Vec<Test> = [
+        harness::TESTS,
+        boot::TESTS,
+        badinput::TESTS,
+        memory::TESTS,
+        pressure::TESTS,
+        volume::TESTS,
+        hostile::TESTS,
+    ]
+    .concat();
     match runner::main(&tests) {
         Ok(code) => std::process::exit(code),
         Err(error) => {

@@ -3,6 +3,7 @@
 mod blocks;
 mod content;
 mod files;
+mod hostile;
 mod memory;
 
 use anyhow::{Context, Result, bail};
@@ -16,7 +17,9 @@ usage:
                                                  write and verify 4 KiB blocks, in shuffled order
   guest-tool check-blocks DEVICE FIRST COUNT SEED ROUND
                                                  every block is that of the round, or of the one before
-  guest-tool time-blocks DEVICE read|write COUNT time direct 4 KiB transfers, one at a time: microseconds";
+  guest-tool time-blocks DEVICE read|write COUNT time direct 4 KiB transfers, one at a time: microseconds
+  guest-tool hostile-range ID FIRST END SECONDS  give the virtio device with that PCI id buffers in a range of memory
+  guest-tool hostile-garbage ID SECONDS          give it chains that are wrong in every way";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -36,10 +39,21 @@ fn main() -> Result<()> {
             number(round)?,
         ),
         ["time-blocks", device, what, count] => blocks::time(device, what, number(count)?),
+        ["hostile-range", id, first, end, seconds] => {
+            let malice = hostile::Malice::Range { first: number(first)?, end: number(end)? };
+            hostile::attack(number(id)?, malice, number(seconds)?)
+        }
+        ["hostile-garbage", id, seconds] => {
+            hostile::attack(number(id)?, hostile::Malice::Garbage, number(seconds)?)
+        }
         _ => bail!("{USAGE}"),
     }
 }
 
 fn number(text: &str) -> Result<u64> {
-    text.parse().with_context(|| format!("not a number: {text:?}\n{USAGE}"))
+    let number = match text.strip_prefix("0x") {
+        Some(digits) => u64::from_str_radix(digits, 16),
+        None => text.parse(),
+    };
+    number.with_context(|| format!("not a number: {text:?}\n{USAGE}"))
 }

@@ -1,0 +1,145 @@
+//! A guest that means harm gets an error, or a device that wants a reset. Never the VMM.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::guest::{GuestBuilder, Script};
+use guest_tests::{Guest, Pool, wait_until};
+use serde_json::json;
+
+use crate::zones::{MIB, zone};
+
+guest_tests::tests![
+    buffers_in_unplugged_memory_are_survived_while_it_comes_and_goes: 240,
+    garbage_from_the_rng_driver_is_survived,
+    garbage_from_the_vsock_driver_is_survived,
+    garbage_from_the_mem_driver_is_survived,
+    garbage_from_the_pmem_driver_is_survived,
+    a_touch_of_unplugged_memory_ends_the_vm_alone,
+];
+
+// PCI device ids: 0x1040 and the device's type (virtio 1.3, 4.1.2 and 5).
+const RNG: &str = "0x1044";
+const VSOCK: &str = "0x1053";
+const MEM: &str = "0x1058";
+const PMEM: &str = "0x105b";
+
+const ATTACK_SECONDS: u64 = 10;
+const ATTACK_LIMIT: Duration = Duration::from_secs(90);
+
+fn target() -> GuestBuilder {
+    Guest::builder()
+        .cpus(2)
+        .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=512M")
+        .pressure("off")
+        .cmdline("foreshore.agent=off")
+}
+
+/// First address and end of the range that the guest's first virtio-mem device manages.
+fn hotplug_range(guest: &Guest) -> Result<(u64, u64)> {
+    let iomem = guest.run("cat /proc/iomem")?;
+    let line = iomem.lines().find(|line| line.contains(" : virtio") && !line.starts_with(' '));
+    let line = line.with_context(|| format!("No range of a virtio-mem device in\n{iomem}"))?;
+    let (range, _) = line.split_once(" : ").context("No range")?;
+    let (first, last) = range.trim().split_once('-').context("No range")?;
+    Ok((u64::from_str_radix(first, 16)?, u64::from_str_radix(last, 16)? + 1))
+}
+
+fn buffers_in_unplugged_memory_are_survived_while_it_comes_and_goes() -> Result<()> {
+    let guest = target().boot()?;
+    let (first, end) = hotplug_range(&guest)?;
+    // What is plugged stays offline, so that the device's random bytes hit nothing the guest uses.
+    guest.run("echo offline >/sys/devices/system/memory/auto_online_blocks")?;
+    let attack = guest.start_script(
+        ATTACK_LIMIT,
+        &format!("exec guest-tool hostile-range {RNG} {first:#x} {end:#x} {}", 3 * ATTACK_SECONDS),
+    )?;
+    let mut resizes = 0;
+    for mib in [896, 384].into_iter().cycle().take(8) {
+        guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB })))?;
+        guest.wait_until("it is plugged or unplugged", ATTACK_LIMIT, || {
+            Ok(zone(&guest, "dram")?.plugged_bytes == (mib - 384) * MIB)
+        })?;
+        resizes += 1;
+    }
+    let sent = ended_well(attack)?;
+    ensure!(sent > 100, "Only {sent} buffers were sent during {resizes} resizes");
+    still_well(&guest)
+}
+
+/// The number of requests that an attack has sent.
+fn ended_well(attack: Script) -> Result<u64> {
+    let output = attack.finish()?;
+    ensure!(output.code == 0, "The attack ended with {}: {}", output.code, output.stderr);
+    sent(&output.stdout)
+}
+
+fn sent(report: &str) -> Result<u64> {
+    let number = report.split("hostile: sent ").nth(1).and_then(|rest| rest.split(',').next());
+    number
+        .and_then(|number| number.parse().ok())
+        .with_context(|| format!("No report of an attack: {report:?}"))
+}
+
+fn still_well(guest: &Guest) -> Result<()> {
+    guest.api("GET", "vmm.ping", None)?;
+    guest.api("GET", "vm.info", None)?;
+    ensure!(guest.run("echo alive")? == "alive\n", "The guest does not answer");
+    Ok(())
+}
+
+fn garbage_is_survived(guest: &Guest, device: &str) -> Result<()> {
+    let attack = guest
+        .start_script(ATTACK_LIMIT, &format!("exec guest-tool hostile-garbage {device} {ATTACK_SECONDS}"))?;
+    let sent = ended_well(attack)?;
+    ensure!(sent > 100, "Only {sent} chains were sent");
+    still_well(guest)
+}
+
+fn garbage_from_the_rng_driver_is_survived() -> Result<()> {
+    garbage_is_survived(&target().boot()?, RNG)
+}
+
+fn garbage_from_the_mem_driver_is_survived() -> Result<()> {
+    garbage_is_survived(&target().boot()?, MEM)
+}
+
+fn garbage_from_the_pmem_driver_is_survived() -> Result<()> {
+    let pool = Pool::create("128M")?;
+    pool.create_volume("data", "32M")?;
+    let volume = format!("pool={},name=data,interface=virtio-pmem", pool.name());
+    let guest = target().cpus(1).pm_volume(&volume).boot()?;
+    garbage_is_survived(&guest, PMEM)?;
+    drop(guest);
+    pool.check().map(drop)
+}
+
+/// The tests' own way into the guest is what is attacked here: the attack reports on the console.
+fn garbage_from_the_vsock_driver_is_survived() -> Result<()> {
+    let guest = target().boot()?;
+    let command = format!(
+        "setsid sh -c 'guest-tool hostile-garbage {VSOCK} {ATTACK_SECONDS} >/dev/console 2>&1' >/dev/null 2>&1 &"
+    );
+    guest.run(&command)?;
+    guest.wait_until("the attack is over", ATTACK_LIMIT, || {
+        Ok(guest.console_log()?.contains("hostile: sent "))
+    })?;
+    let sent = sent(&guest.console_log()?)?;
+    ensure!(sent > 100, "Only {sent} chains were sent");
+    guest.api("GET", "vmm.ping", None)?;
+    guest.api("GET", "vm.info", None).map(drop)
+}
+
+/// Reading what is not plugged is the guest's own fault; the VMM says so and lives to serve the next boot or to end.
+fn a_touch_of_unplugged_memory_ends_the_vm_alone() -> Result<()> {
+    let guest = target().cmdline("iomem=relaxed").boot()?;
+    let (first, _) = hotplug_range(&guest)?;
+    // Strict /dev/mem lets root map what is no system RAM; nothing of the range is RAM yet.
+    let mut touch = guest.start_script(ATTACK_LIMIT, &format!("devmem {first:#x} 64; echo read $?"))?;
+    let answer = touch.next_line();
+    let reported = wait_until("the VMM names the reason", ATTACK_LIMIT, || {
+        Ok(guest.vmm_log()?.contains("unplugged-access"))
+    });
+    ensure!(reported.is_ok(), "The guest read {answer:?} and the VMM said nothing:\n{}", guest.vmm_log()?);
+    Ok(())
+}

@@ -1,0 +1,109 @@
+//! A driver that means harm: takes a virtio device from the kernel and gives it descriptors that no driver would.
+
+mod pci;
+mod queue;
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail, ensure};
+
+use crate::content::Bytes;
+use pci::Device;
+use queue::{Descriptor, NEXT, QUEUE_SIZE, Queue, WRITE};
+
+/// How long the device may take over one request before the next comes anyway.
+const PATIENCE: Duration = Duration::from_millis(5);
+
+/// What is sent.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Malice {
+    /// Well-formed chains whose buffers lie anywhere in a range of guest memory.
+    Range {
+        /// The range's first byte.
+        first: u64,
+        /// The byte after its last.
+        end: u64,
+    },
+    /// Chains that are wrong in every way: loops, indexes beyond the queue, lengths and addresses that overflow.
+    Garbage,
+}
+
+/// Attacks every queue of the device with that PCI device id for some seconds.
+pub fn attack(device_id: u64, malice: Malice, seconds: u64) -> Result<()> {
+    if let Malice::Range { first, end } = malice {
+        ensure!(first < end, "the range {first:#x} to {end:#x} is empty");
+    }
+    let mut device = Device::take(u16::try_from(device_id)?)?;
+    let mut random = Bytes::new(device_id);
+    let mut queues = start(&mut device)?;
+    let (mut sent, mut resets) = (0u64, 0u64);
+    let deadline = Instant::now() + Duration::from_secs(seconds);
+    while Instant::now() < deadline {
+        for queue in &mut queues {
+            match malice {
+                Malice::Range { first, end } => queue.offer(&[in_range(&mut random, first, end)], 0, 1),
+                Malice::Garbage => {
+                    let chain: Vec<Descriptor> = (0..QUEUE_SIZE).map(|_| garbage(&mut random)).collect();
+                    let (head, step) = (random.next_u64() as u16 % (2 * QUEUE_SIZE), random.next_u64());
+                    // Most indexes go one further; some jump.
+                    queue.offer(&chain, head, if step.is_multiple_of(8) { step as u16 } else { 1 });
+                }
+            }
+            device.notify(queue.index);
+            queue.wait_until_used(PATIENCE);
+            sent += 1;
+        }
+        if device.needs_reset() {
+            resets += 1;
+            queues = start(&mut device)?;
+        }
+    }
+    device.reset();
+    println!("hostile: sent {sent}, reset {resets} times");
+    Ok(())
+}
+
+fn start(device: &mut Device) -> Result<Vec<Queue>> {
+    device.negotiate()?;
+    let mut queues = Vec::new();
+    for index in 0..device.queue_count() {
+        let queue = Queue::new(index)?;
+        if device.enable_queue(&queue) {
+            queues.push(queue);
+        }
+    }
+    if queues.is_empty() {
+        bail!("The device has no queues");
+    }
+    device.driver_ok();
+    Ok(queues)
+}
+
+fn in_range(random: &mut Bytes, first: u64, end: u64) -> Descriptor {
+    let address = first + random.next_u64() % (end - first);
+    let len = 1 + (random.next_u64() % (256 << 10)) as u32;
+    Descriptor { address, len, flags: WRITE, next: 0 }
+}
+
+fn garbage(random: &mut Bytes) -> Descriptor {
+    let address = match random.next_u64() % 6 {
+        0 => random.next_u64(),
+        1 => u64::MAX - random.next_u64() % 4096,
+        // Holes, devices, tables, the kernel's own memory: all below 5 GiB.
+        2 => random.next_u64() % (5 << 30),
+        3 => 0,
+        // The local APIC and what else lies below 4 GiB.
+        4 => 0xfee0_0000 + random.next_u64() % 4096,
+        _ => random.next_u64() % (1 << 46),
+    };
+    let len = match random.next_u64() % 4 {
+        0 => u32::MAX,
+        1 => 0,
+        2 => random.next_u64() as u32,
+        _ => (random.next_u64() % 8192) as u32,
+    };
+    // The device must not write where it could hurt the guest itself: that would show nothing about the VMM.
+    let readable_only = address < 5 << 30;
+    let flags = random.next_u64() as u16 & 7 & if readable_only { !WRITE } else { u16::MAX } | NEXT;
+    Descriptor { address, len, flags, next: (random.next_u64() % (2 * u64::from(QUEUE_SIZE))) as u16 }
+}

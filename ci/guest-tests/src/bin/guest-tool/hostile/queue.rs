@@ -1,0 +1,105 @@
+//! A split virtqueue (virtio 1.3, 2.7) in one locked page, whose physical address we know.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+/// What the smallest of devices offer (QEMU's rng), and all three rings fit into one page.
+pub const QUEUE_SIZE: u16 = 8;
+/// The chain goes on.
+pub const NEXT: u16 = 1;
+/// The device writes to the buffer.
+pub const WRITE: u16 = 2;
+
+const PAGE_BYTES: usize = 4096;
+const AVAILABLE_AT: usize = 1024;
+const USED_AT: usize = 2048;
+
+/// One descriptor, as it lies in memory.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Descriptor {
+    pub address: u64,
+    pub len: u32,
+    pub flags: u16,
+    pub next: u16,
+}
+
+/// A queue and its page. The page is never unmapped: a device that is late must not write into what comes after.
+pub struct Queue {
+    pub index: u16,
+    page: *mut u8,
+    physical: u64,
+    offered: u16,
+}
+
+impl Queue {
+    pub fn new(index: u16) -> Result<Self> {
+        // SAFETY: a new anonymous mapping; the result is checked.
+        let page = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                PAGE_BYTES,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_LOCKED | libc::MAP_POPULATE,
+                -1,
+                0,
+            )
+        };
+        ensure!(page != libc::MAP_FAILED, "Cannot map a page: {}", io::Error::last_os_error());
+        let mut queue = Self { index, page: page.cast(), physical: 0, offered: 0 };
+        queue.physical = physical_address(page as u64)?;
+        Ok(queue)
+    }
+
+    /// Guest-physical addresses of the descriptor table, the available ring and the used ring.
+    pub fn addresses(&self) -> [u64; 3] {
+        [self.physical, self.physical + AVAILABLE_AT as u64, self.physical + USED_AT as u64]
+    }
+
+    /// Writes descriptors from the table's start, makes HEAD available, and moves the ring's index by STEP.
+    pub fn offer(&mut self, descriptors: &[Descriptor], head: u16, step: u16) {
+        for (index, descriptor) in descriptors.iter().enumerate().take(usize::from(QUEUE_SIZE)) {
+            // SAFETY: the table's 8 entries of 16 bytes lie in the page, aligned; the device may read meanwhile,
+            // therefore volatile.
+            unsafe { self.page.cast::<Descriptor>().add(index).write_volatile(*descriptor) };
+        }
+        let slot = usize::from(self.offered % QUEUE_SIZE);
+        self.offered = self.offered.wrapping_add(step);
+        // SAFETY: flags, index and 8 entries of 2 bytes from AVAILABLE_AT lie in the page, aligned.
+        unsafe {
+            let available = self.page.add(AVAILABLE_AT).cast::<u16>();
+            available.add(2 + slot).write_volatile(head);
+            // The index is what publishes the entry (virtio 1.3, 2.7.13.3).
+            fence(Ordering::SeqCst);
+            available.add(1).write_volatile(self.offered);
+        }
+        fence(Ordering::SeqCst);
+    }
+
+    /// Waits until the device has used something more, for a while.
+    pub fn wait_until_used(&self, patience: Duration) {
+        let used = || {
+            // SAFETY: the used ring's index lies in the page, aligned; the device writes it, therefore volatile.
+            unsafe { self.page.add(USED_AT).cast::<u16>().add(1).read_volatile() }
+        };
+        let (before, started) = (used(), Instant::now());
+        while used() == before && started.elapsed() < patience {
+            std::hint::spin_loop();
+        }
+    }
+}
+
+fn physical_address(virtual_address: u64) -> Result<u64> {
+    let map = File::open("/proc/self/pagemap").context("Cannot open pagemap")?;
+    let mut entry = [0u8; 8];
+    map.read_exact_at(&mut entry, virtual_address / PAGE_BYTES as u64 * 8).context("Cannot read pagemap")?;
+    // Bits 0 to 54 are the page frame number, and 0 for who may not know (Documentation/admin-guide/mm/pagemap.rst).
+    let frame = u64::from_le_bytes(entry) & ((1 << 55) - 1);
+    ensure!(frame != 0, "pagemap does not tell the frame: not root?");
+    Ok(frame * PAGE_BYTES as u64)
+}
