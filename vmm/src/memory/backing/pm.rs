@@ -140,11 +140,69 @@ fn largest_aligned(at: u64, left: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::resident::resident_bytes;
     use super::*;
+    use crate::pool::fake::FakePool;
+
+    const MIB: u64 = 1 << 20;
+
+    fn backing(zone_chunks: u64, pool_chunks: u64) -> (PmBacking, Arc<FakePool>, Arc<Reservation>) {
+        let pool = Arc::new(FakePool::new(pool_chunks));
+        let reservation = Arc::new(Reservation::new(zone_chunks * CHUNK_BYTES, 1 << 30).unwrap());
+        let budget = Arc::new(MappingBudget::new(1000));
+        let dyn_pool: Arc<dyn PmPool> = pool.clone();
+        (PmBacking::new(dyn_pool, Arc::clone(&reservation), budget), pool, reservation)
+    }
+
+    fn fill(reservation: &Reservation, offset: u64, len: u64) {
+        assert!(offset + len <= reservation.len_bytes());
+        // SAFETY: the range is in the reservation, and the test has plugged it.
+        unsafe { std::ptr::write_bytes((reservation.addr() + offset) as *mut u8, 0x5a, len as usize) };
+    }
+
+    #[test]
+    fn a_run_is_one_mapping_where_the_pool_has_one_extent() {
+        let (mut backing, _pool, _reservation) = backing(64, 64);
+        backing.plug(0, 64 * CHUNK_BYTES).unwrap();
+        assert_eq!(backing.ledger.segments().count(), 1);
+    }
+
+    #[test]
+    fn unplugged_chunks_leave_the_process_and_the_file() {
+        let (mut backing, pool, reservation) = backing(16, 64);
+        let range = (reservation.addr(), reservation.len_bytes());
+        let blocks = || pool.blocks();
+        backing.plug(0, 16 * CHUNK_BYTES).unwrap();
+        fill(&reservation, 0, 16 * CHUNK_BYTES);
+        assert_eq!(resident_bytes(&[range]).unwrap(), 16 * CHUNK_BYTES);
+        assert_eq!(blocks(), 16 * CHUNK_BYTES);
+        // A part of what was one extent.
+        backing.detach(3 * CHUNK_BYTES, 4 * CHUNK_BYTES).unwrap();
+        assert_eq!(resident_bytes(&[range]).unwrap(), 12 * CHUNK_BYTES);
+        assert_eq!(pool.info().memory_bytes, 16 * CHUNK_BYTES);
+        backing.free_detached().unwrap();
+        assert_eq!(pool.info().memory_bytes, 12 * CHUNK_BYTES);
+        assert_eq!(blocks(), 12 * CHUNK_BYTES);
+        drop(backing);
+        assert_eq!((pool.info().memory_bytes, blocks()), (0, 0));
+        assert_eq!(resident_bytes(&[range]).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_plug_that_finds_too_little_takes_nothing_and_says_how_much_there_is() {
+        let (mut backing, pool, _reservation) = backing(16, 6);
+        let err = backing.plug(0, 8 * CHUNK_BYTES).unwrap_err();
+        assert!(matches!(
+            err,
+            BackingError::PoolFull { wanted_bytes, available_bytes }
+                if wanted_bytes == 8 * CHUNK_BYTES && available_bytes == 6 * CHUNK_BYTES
+        ));
+        assert_eq!(pool.info().memory_bytes, 0);
+        backing.plug(0, 6 * CHUNK_BYTES).unwrap();
+    }
 
     #[test]
     fn extents_are_as_large_as_their_place_allows() {
-        const MIB: u64 = 1 << 20;
         assert_eq!(largest_aligned(0, 128 * MIB), 128 * MIB);
         assert_eq!(largest_aligned(0, 8192 * MIB), 2048 * MIB);
         assert_eq!(largest_aligned(2 * MIB, 128 * MIB), 2 * MIB);

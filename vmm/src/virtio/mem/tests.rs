@@ -509,7 +509,7 @@ fn accesses_to_memory_that_comes_and_goes_are_survived() {
     // Rounds go on until the threads have met both kinds of memory often enough.
     let deadline = std::time::Instant::now() + PATIENCE;
     let mut rounds = 0;
-    while rounds < 200 || hits.load(Ordering::Relaxed) < 2000 || misses.load(Ordering::Relaxed) < 2000 {
+    while rounds < 100 || hits.load(Ordering::Relaxed) < 2000 || misses.load(Ordering::Relaxed) < 2000 {
         assert!(std::time::Instant::now() < deadline, "{hits:?} {misses:?} in {rounds} rounds");
         let (first, count) = (rounds * 7 % BLOCKS, 1 + (rounds * 5 % 8) as u16);
         let count = count.min((BLOCKS - first) as u16);
