@@ -4,8 +4,6 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::{HotplugMethod, MemoryConfig, PmMemoryConfig};
-
 /// What a zone's memory is made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -59,27 +57,4 @@ pub struct ZoneSizes {
     pub online_bytes: Option<u64>,
     /// What the VMM's process holds of the zone in its page tables, boot part included.
     pub resident_bytes: u64,
-}
-
-/// The zones that a configuration asks for: `dram`, and `pm` if there is one.
-pub fn zone_specs(memory: &MemoryConfig, pm: Option<&PmMemoryConfig>) -> Vec<ZoneSpec> {
-    let hotplug_bytes = match memory.hotplug_method {
-        HotplugMethod::VirtioMem => memory.hotplug_size.unwrap_or(0),
-        HotplugMethod::Acpi => 0,
-    };
-    let dram = ZoneSpec {
-        id: "dram".into(),
-        tier: Tier::Dram,
-        guest_node: 0,
-        boot_bytes: memory.size,
-        hotplug_bytes,
-    };
-    let pm = pm.map(|pm| ZoneSpec {
-        id: "pm".into(),
-        tier: Tier::Pm,
-        guest_node: pm.guest_numa_node,
-        boot_bytes: 0,
-        hotplug_bytes: pm.size,
-    });
-    std::iter::once(dram).chain(pm).collect()
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
-use super::{CHUNK_BYTES, Durability, Extent, PmPool, PoolError, PoolInfo};
+use super::{CHUNK_BYTES, Durability, Extent, PmPool, PoolError, PoolInfo, PoolVolume, VolumeRequest};
 
 #[derive(Debug)]
 pub(crate) struct FakePool {
@@ -50,41 +50,51 @@ impl PmPool for FakePool {
         self.file.as_fd()
     }
 
-    fn alloc_memory(&self, max_len: u64) -> Result<Extent, PoolError> {
+    fn alloc_memory(&self, len: u64) -> Result<Vec<Extent>, PoolError> {
+        assert!(len.is_power_of_two() && len >= CHUNK_BYTES, "a power of two of chunks, not {len:#x}");
         let mut used = self.used.lock();
-        let mut count = 1usize << (max_len / CHUNK_BYTES).ilog2();
-        while count > 0 {
-            let mut starts = (0..used.len()).step_by(count).filter(|start| start + count <= used.len());
-            if let Some(start) = starts.find(|&start| used[start..start + count].iter().all(|used| !used)) {
-                used[start..start + count].fill(true);
-                return Ok(Extent { offset: start as u64 * CHUNK_BYTES, len: count as u64 * CHUNK_BYTES });
-            }
-            count /= 2;
+        let free = used.iter().filter(|used| !**used).count() as u64 * CHUNK_BYTES;
+        if free < len {
+            return Err(PoolError::Full { wanted_bytes: len, available_bytes: free });
         }
-        Err(PoolError::Full)
+        let mut extents = Vec::new();
+        let (mut left, mut count) = ((len / CHUNK_BYTES) as usize, used.len().next_power_of_two());
+        while left > 0 {
+            let mut starts = (0..used.len()).step_by(count).filter(|start| start + count <= used.len());
+            let start = starts.find(|&start| used[start..start + count].iter().all(|used| !used));
+            match start {
+                Some(start) if count <= left => {
+                    used[start..start + count].fill(true);
+                    left -= count;
+                    let (offset, len) = (start as u64 * CHUNK_BYTES, count as u64 * CHUNK_BYTES);
+                    extents.push(Extent { offset, len });
+                }
+                _ => count /= 2,
+            }
+        }
+        Ok(extents)
     }
 
-    fn free_memory(&self, extent: Extent) -> Result<(), PoolError> {
+    fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError> {
         if self.fail_free.load(Ordering::Relaxed) {
             return Err(PoolError::Failed(Box::new(io::Error::from_raw_os_error(libc::EIO))));
         }
-        let (first, count) = ((extent.offset / CHUNK_BYTES) as usize, (extent.len / CHUNK_BYTES) as usize);
-        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        let (offset, len) = (extent.offset as libc::off_t, extent.len as libc::off_t);
-        // SAFETY: a call on a file of our own.
-        assert_eq!(unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset, len) }, 0);
-        let mut used = self.used.lock();
-        assert!(used[first..first + count].iter().all(|used| *used), "{extent:?} freed twice");
-        used[first..first + count].fill(false);
+        for extent in extents {
+            let (first, count) =
+                ((extent.offset / CHUNK_BYTES) as usize, (extent.len / CHUNK_BYTES) as usize);
+            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            let (offset, len) = (extent.offset as libc::off_t, extent.len as libc::off_t);
+            // SAFETY: a call on a file of our own.
+            assert_eq!(unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset, len) }, 0);
+            let mut used = self.used.lock();
+            assert!(used[first..first + count].iter().all(|used| *used), "{extent:?} freed twice");
+            used[first..first + count].fill(false);
+        }
         Ok(())
     }
 
-    fn volume_extents(&self, name: &str) -> Result<Vec<Extent>, PoolError> {
-        Err(PoolError::NoVolume { name: name.to_owned() })
-    }
-
-    fn persist(&self, _range: Extent) -> Result<(), PoolError> {
-        Ok(())
+    fn open_volume(&self, request: VolumeRequest<'_>) -> Result<Box<dyn PoolVolume>, PoolError> {
+        Err(PoolError::NoVolume { name: request.name.to_owned() })
     }
 
     fn info(&self) -> PoolInfo {
@@ -96,6 +106,6 @@ impl PmPool for FakePool {
     }
 
     fn durability(&self) -> Durability {
-        Durability::Process
+        Durability::Volatile
     }
 }

@@ -2,14 +2,20 @@
 
 #[cfg(test)]
 pub(crate) mod fake;
+mod local;
 
 use std::fmt::Debug;
 use std::os::fd::BorrowedFd;
 
+pub use local::LocalPool;
+pub use pmem_volume::Durability;
 use thiserror::Error;
 
+use crate::config::VolumeSize;
+use crate::volume::Persist;
+
 /// Bytes in a chunk, the pool's unit.
-pub const CHUNK_BYTES: u64 = 2 << 20;
+pub const CHUNK_BYTES: u64 = pmem_volume::CHUNK_BYTES;
 
 /// Consecutive chunks, as a range of the pool's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -23,44 +29,72 @@ pub struct Extent {
 /// Why a pool does not do what it is asked.
 #[derive(Debug, Error)]
 pub enum PoolError {
-    /// Nothing that may be memory is free.
-    #[error("No chunk of the pool is free to be memory")]
-    Full,
-    /// There is no such volume.
-    #[error("There is no volume {name:?} in the pool")]
+    /// There is less that may be memory than what was asked for.
+    #[error("The pool has {available_bytes} bytes left for memory, {wanted_bytes} are wanted")]
+    Full {
+        /// What was asked for.
+        wanted_bytes: u64,
+        /// What there is.
+        available_bytes: u64,
+    },
+    /// There is no such volume, and none shall be made.
+    #[error("There is no volume {name:?} in the pool; create=on with a size= makes it")]
     NoVolume {
         /// The name.
         name: String,
     },
+    /// The volume has another size.
+    #[error("Volume {name:?} has {size_bytes} bytes, not the {wanted_bytes} bytes that size= asks for")]
+    VolumeSize {
+        /// The name.
+        name: String,
+        /// What it has.
+        size_bytes: u64,
+        /// What was asked for.
+        wanted_bytes: u64,
+    },
     /// Anything else, in the words of the pool's implementation.
-    #[error("{0}")]
-    Failed(#[source] Box<dyn std::error::Error + Send + Sync>),
+    #[error(transparent)]
+    Failed(Box<dyn std::error::Error + Send + Sync>),
 }
 
-/// What a "durable" answer of the pool is worth.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Durability {
-    /// Survives the process, not the host: tmpfs, anonymous memory.
-    Process,
-    /// Survives the host's power loss once written back: msync on a disk file system.
-    PageCache,
-    /// Survives the host's power loss once flushed from the CPU's caches: DAX.
-    Flush,
-}
-
-/// The pool's bytes by state; they add up to its size less its metadata.
+/// The pool's bytes by state; they add up to its size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolInfo {
-    /// All chunks.
+    /// The whole pool.
     pub total_bytes: u64,
-    /// Free, and never lent as memory.
+    /// The pool's own data, and what is damaged.
+    pub metadata_bytes: u64,
+    /// Free, and kept for volumes: never lent as memory.
     pub free_storage_bytes: u64,
     /// Free to be storage or memory.
     pub free_migrate_bytes: u64,
-    /// Plugged into the guest.
+    /// Lent as memory.
     pub memory_bytes: u64,
+    /// Waiting to be erased.
+    pub scrubbing_bytes: u64,
     /// Owned by volumes.
     pub volume_bytes: u64,
+}
+
+/// Which volume, and what to do when it is not there.
+#[derive(Clone, Copy, Debug)]
+pub struct VolumeRequest<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// Its size: another one than it has is an error, and `Remaining` is whatever it was when it was made.
+    pub size: VolumeSize,
+    /// Make it when it is missing.
+    pub create: bool,
+}
+
+/// A volume that is open; nobody else has it until it is dropped.
+pub trait PoolVolume: Persist {
+    /// Its size.
+    fn size_bytes(&self) -> u64;
+
+    /// Where it lies in the pool's file, in its logical order and without gaps.
+    fn extents(&self) -> Vec<Extent>;
 }
 
 /// What the VMM needs of a pool.
@@ -71,24 +105,22 @@ pub trait PmPool: Debug + Send + Sync {
     /// What extents are ranges of.
     fn file(&self) -> BorrowedFd<'_>;
 
-    /// Takes the largest free run of chunks of up to `max_len` bytes (a power-of-two number of chunks, aligned
-    /// to its own length in the file), zeroed, with blocks of the file system behind it: a store to it cannot
-    /// fail for want of room.
-    fn alloc_memory(&self, max_len: u64) -> Result<Extent, PoolError>;
+    /// Takes `len` bytes, a power-of-two number of chunks, to be memory: in the fewest extents that the pool
+    /// has, largest first, each a power of two of chunks and aligned to its own length in the file. They read
+    /// as zeros, and have blocks of the file system behind them where that can run full: a store cannot fail
+    /// for want of room.
+    fn alloc_memory(&self, len: u64) -> Result<Vec<Extent>, PoolError>;
 
-    /// Scrubs memory and frees it. It may be a part of what one call of [`PmPool::alloc_memory`] gave. The
-    /// caller has unmapped it everywhere. On an error the chunks stay the caller's.
-    fn free_memory(&self, extent: Extent) -> Result<(), PoolError>;
+    /// Scrubs memory and frees it. Extents may be any whole chunks of what [`PmPool::alloc_memory`] gave. The
+    /// caller has unmapped them everywhere. On an error nothing is free, and the caller may try again.
+    fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError>;
 
-    /// The chunks of a volume, in their logical order.
-    fn volume_extents(&self, name: &str) -> Result<Vec<Extent>, PoolError>;
-
-    /// Makes stores to a range of the pool's file durable, to the degree of [`PmPool::durability`].
-    fn persist(&self, range: Extent) -> Result<(), PoolError>;
+    /// Opens a volume, or makes it.
+    fn open_volume(&self, request: VolumeRequest<'_>) -> Result<Box<dyn PoolVolume>, PoolError>;
 
     /// Bytes by state.
     fn info(&self) -> PoolInfo;
 
-    /// What durable means here.
+    /// What a completed flush survives.
     fn durability(&self) -> Durability;
 }

@@ -80,12 +80,6 @@ pub trait VirtioDevice: Send {
     /// Reads the device's configuration; bytes beyond its end read as zero.
     fn read_config(&self, offset: u64, data: &mut [u8]);
 
-    /// Differs whenever the configuration does: the driver reads fields of 64 bits in two halves, and reads again
-    /// when this has changed between them (virtio 1.3, 2.5.1). For a configuration that never changes, 0.
-    fn config_generation(&self) -> u8 {
-        0
-    }
-
     /// Writes the device's configuration; most devices have nothing to write.
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}
 

@@ -34,15 +34,14 @@ impl PmBacking {
         let mut extents = Vec::new();
         let mut at = offset;
         while at < offset + len {
-            match self.pool.alloc_memory(largest_aligned(at, offset + len - at)) {
-                Ok(extent) => {
-                    at += extent.len;
-                    extents.push(extent);
-                }
+            let piece = largest_aligned(at, offset + len - at);
+            match self.pool.alloc_memory(piece) {
+                // Largest first, powers of two: each lies as it is aligned in the file.
+                Ok(mut taken) => extents.append(&mut taken),
                 Err(err) => {
                     self.give_back(extents);
                     return Err(match err {
-                        PoolError::Full => BackingError::PoolFull {
+                        PoolError::Full { .. } => BackingError::PoolFull {
                             wanted_bytes: len,
                             available_bytes: self.pool.info().free_migrate_bytes,
                         },
@@ -50,6 +49,7 @@ impl PmBacking {
                     });
                 }
             }
+            at += piece;
         }
         Ok(extents)
     }
@@ -113,9 +113,9 @@ impl Backing for PmBacking {
     }
 
     fn free_detached(&mut self) -> Result<(), BackingError> {
-        while let Some(extent) = self.detached.last() {
-            self.pool.free_memory(*extent)?;
-            self.detached.pop();
+        if !self.detached.is_empty() {
+            self.pool.free_memory(&self.detached)?;
+            self.detached.clear();
         }
         Ok(())
     }

@@ -92,10 +92,6 @@ impl VirtioDevice for MemDevice {
         read_config_bytes(&self.shared.state.lock().config(), offset, data);
     }
 
-    fn config_generation(&self) -> u8 {
-        self.shared.state.lock().generation()
-    }
-
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { view, interrupt, queues, .. } = activation;
         let active = queues.into_iter().next().flatten();

@@ -32,9 +32,6 @@ pub(super) struct MemState {
     requested_bytes: u64,
     /// One bit for each block.
     plugged: Vec<u64>,
-    /// Changes with every change of the configuration, so that the driver notices that it read half of each
-    /// (virtio 1.3, 2.5.1).
-    generation: u8,
 }
 
 impl MemState {
@@ -52,7 +49,6 @@ impl MemState {
             plugged_bytes: 0,
             requested_bytes: 0,
             plugged: vec![0; words],
-            generation: 0,
         }
     }
 
@@ -70,10 +66,6 @@ impl MemState {
 
     pub(super) fn requested_bytes(&self) -> u64 {
         self.requested_bytes
-    }
-
-    pub(super) fn generation(&self) -> u8 {
-        self.generation
     }
 
     /// The guest-physical address of an offset in the region.
@@ -100,7 +92,6 @@ impl MemState {
         self.requested_bytes = bytes;
         // It MUST NOT shrink here (virtio 1.3, 5.15.4.2): the driver may have blocks plugged up there.
         self.usable_bytes = self.usable_bytes.max(self.usable_for(bytes));
-        self.changed();
     }
 
     /// Lowers the requested size to what can be had; never raises it.
@@ -108,7 +99,6 @@ impl MemState {
         let lower = bytes < self.requested_bytes;
         if lower {
             self.requested_bytes = bytes - bytes % self.block_bytes;
-            self.changed();
         }
         lower
     }
@@ -154,14 +144,12 @@ impl MemState {
             self.plugged[word] = if plugged { self.plugged[word] | mask } else { self.plugged[word] & !mask };
         }
         self.plugged_bytes = if plugged { self.plugged_bytes + len } else { self.plugged_bytes - len };
-        self.changed();
     }
 
     /// Shrinks the usable region to what is requested, when nothing is plugged: the end of UNPLUG ALL.
     pub(super) fn shrink_usable(&mut self) {
         assert_eq!(self.plugged_bytes, 0);
         self.usable_bytes = self.usable_for(self.requested_bytes);
-        self.changed();
     }
 
     /// The runs of plugged blocks, as offsets and lengths.
@@ -204,10 +192,6 @@ impl MemState {
 
     fn count_plugged(&self, offset: u64, len: u64) -> u64 {
         self.blocks(offset, len).filter(|&block| self.is_plugged(block)).count() as u64
-    }
-
-    fn changed(&mut self) {
-        self.generation = self.generation.wrapping_add(1);
     }
 }
 
@@ -327,8 +311,6 @@ mod tests {
             let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCK, 0);
             let mut oracle = Oracle::default();
             for op in ops {
-                let generation = state.generation();
-                let config = state.config();
                 match op {
                     Op::Request(blocks) => {
                         state.set_requested(blocks * BLOCK);
@@ -387,7 +369,6 @@ mod tests {
                     .flat_map(|(offset, len)| offset / BLOCK..(offset + len) / BLOCK)
                     .collect();
                 prop_assert_eq!(&blocks, &oracle.plugged);
-                prop_assert!(state.config() == config || state.generation() != generation);
             }
         }
     }

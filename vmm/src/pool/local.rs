@@ -1,0 +1,232 @@
+//! A pool that this process has opened itself.
+
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
+use std::sync::Arc;
+
+use pmem_volume::pool::{Run, VolumeExtent};
+use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume, VolumeFormat};
+
+use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, VolumeRequest};
+use crate::config::VolumeSize;
+use crate::volume::{Persist, PersistError};
+
+/// A pool of the crate `pmem-volume`.
+pub struct LocalPool(Arc<Pool>);
+
+impl LocalPool {
+    /// Opens the pool at `path` for writing: chunks that an earlier life of a VM left lent are erased.
+    pub fn open(path: &Path) -> Result<Arc<Self>, PoolError> {
+        Ok(Arc::new(Self(Pool::open(path, OpenMode::ReadWrite).map_err(failed)?)))
+    }
+
+    /// The pool itself.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.0
+    }
+}
+
+impl fmt::Debug for LocalPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("LocalPool").field(&self.0.path()).finish()
+    }
+}
+
+impl PmPool for LocalPool {
+    fn file(&self) -> BorrowedFd<'_> {
+        self.0.file().as_fd()
+    }
+
+    fn alloc_memory(&self, len: u64) -> Result<Vec<Extent>, PoolError> {
+        let extents = self.0.alloc_memory(len).map_err(|err| match err {
+            pmem_volume::PoolError::PoolFull { requested_bytes, .. } => PoolError::Full {
+                wanted_bytes: requested_bytes,
+                available_bytes: self.0.info().lendable_bytes,
+            },
+            err => failed(err),
+        })?;
+        let extent =
+            |extent: &pmem_volume::Extent| Extent { offset: extent.offset_bytes(), len: extent.len_bytes() };
+        Ok(extents.iter().map(extent).collect())
+    }
+
+    fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError> {
+        let aligned: Vec<_> = extents.iter().flat_map(|extent| run(*extent).extents()).collect();
+        self.0.free_memory(&aligned).map_err(failed)
+    }
+
+    fn open_volume(&self, request: VolumeRequest<'_>) -> Result<Box<dyn PoolVolume>, PoolError> {
+        let VolumeRequest { name, size, create } = request;
+        let wanted = match size {
+            VolumeSize::Existing => None,
+            VolumeSize::Bytes(bytes) => Some(pmem_volume::VolumeSize::Bytes(bytes)),
+            VolumeSize::Remaining => Some(pmem_volume::VolumeSize::Remaining),
+        };
+        let volume = match (self.0.open_volume(name), wanted) {
+            (Err(pmem_volume::PoolError::NoSuchVolume { .. }), Some(wanted)) if create => {
+                self.0.create_volume(name, wanted, VolumeFormat::Btt).map_err(failed)?;
+                self.0.open_volume(name).map_err(failed)?
+            }
+            (Err(pmem_volume::PoolError::NoSuchVolume { name, .. }), _) => {
+                return Err(PoolError::NoVolume { name });
+            }
+            (result, _) => result.map_err(failed)?,
+        };
+        match size {
+            VolumeSize::Bytes(wanted_bytes) if wanted_bytes != volume.size_bytes() => {
+                Err(PoolError::VolumeSize {
+                    name: name.to_owned(),
+                    size_bytes: volume.size_bytes(),
+                    wanted_bytes,
+                })
+            }
+            _ => Ok(Box::new(volume)),
+        }
+    }
+
+    fn info(&self) -> PoolInfo {
+        let info = self.0.info();
+        PoolInfo {
+            total_bytes: info.total_bytes,
+            metadata_bytes: info.metadata_bytes + info.retired_bytes,
+            free_storage_bytes: info.free_bytes - info.lendable_bytes,
+            free_migrate_bytes: info.lendable_bytes,
+            memory_bytes: info.memory_bytes,
+            scrubbing_bytes: info.scrubbing_bytes,
+            volume_bytes: info.volume_bytes,
+        }
+    }
+
+    fn durability(&self) -> Durability {
+        self.0.durability()
+    }
+}
+
+impl PoolVolume for Volume {
+    fn size_bytes(&self) -> u64 {
+        Volume::size_bytes(self)
+    }
+
+    fn extents(&self) -> Vec<Extent> {
+        let extent =
+            |extent: &VolumeExtent| Extent { offset: extent.offset_bytes(), len: extent.len_bytes() };
+        Volume::extents(self).iter().map(extent).collect()
+    }
+}
+
+impl Persist for Volume {
+    fn persist(&self) -> Result<(), PersistError> {
+        // After a failure the kernel may call the next write-back a success: nothing is durable any more.
+        if !self.pool().is_writable() {
+            return Err(PersistError::ReadOnly);
+        }
+        self.flush_guest_stores(0..Volume::size_bytes(self))
+            .map_err(|err| PersistError::Backing(Box::new(err)))
+    }
+}
+
+/// Chunks by their numbers.
+///
+/// # Panics
+/// If the extent is not of a pool: whoever has one got it from here.
+fn run(extent: Extent) -> Run {
+    assert!(
+        extent.offset.is_multiple_of(CHUNK_BYTES) && extent.len.is_multiple_of(CHUNK_BYTES),
+        "{extent:?}"
+    );
+    let chunks = |bytes: u64| u32::try_from(bytes / CHUNK_BYTES).expect("pools have less than 2^32 chunks");
+    Run { start: ChunkId(chunks(extent.offset)), chunks: chunks(extent.len) }
+}
+
+fn failed(err: pmem_volume::PoolError) -> PoolError {
+    PoolError::Failed(Box::new(err))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use tempfile::TempDir;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A pool of 64 MiB, 16 MiB of them for volumes, on tmpfs where there is one.
+    fn pool() -> (Arc<LocalPool>, PathBuf, TempDir) {
+        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        let path = folder.path().join("pool");
+        drop(Pool::create(&path, 64 * MIB, 16 * MIB).unwrap());
+        (LocalPool::open(&path).unwrap(), path, folder)
+    }
+
+    fn states(info: PoolInfo) -> u64 {
+        info.metadata_bytes
+            + info.free_storage_bytes
+            + info.free_migrate_bytes
+            + info.memory_bytes
+            + info.scrubbing_bytes
+            + info.volume_bytes
+    }
+
+    #[test]
+    fn memory_is_lent_largest_first_and_taken_back_in_any_parts() {
+        let (pool, _path, _folder) = pool();
+        let before = pool.info();
+        let extents = pool.alloc_memory(16 * MIB).unwrap();
+        assert_eq!(extents.iter().map(|extent| extent.len).sum::<u64>(), 16 * MIB);
+        assert!(extents.windows(2).all(|pair| pair[0].len >= pair[1].len));
+        assert!(extents.iter().all(|extent| extent.offset.is_multiple_of(extent.len)));
+        assert_eq!(pool.info().memory_bytes, 16 * MIB);
+        assert_eq!(states(pool.info()), before.total_bytes);
+        // Three chunks of one extent: no power of two.
+        let extent = extents[0];
+        assert!(extent.len >= 8 * MIB, "{extents:?}");
+        let part = Extent { offset: extent.offset + 2 * MIB, len: 6 * MIB };
+        pool.free_memory(&[part]).unwrap();
+        assert_eq!(pool.info().memory_bytes, 10 * MIB);
+        assert!(pool.free_memory(&[part]).is_err());
+    }
+
+    #[test]
+    fn what_is_kept_for_volumes_is_not_lent() {
+        let (pool, _path, _folder) = pool();
+        assert!(pool.info().free_storage_bytes > 0);
+        while pool.alloc_memory(2 * MIB).is_ok() {}
+        let err = pool.alloc_memory(2 * MIB).unwrap_err();
+        assert!(
+            matches!(err, PoolError::Full { wanted_bytes, available_bytes: 0 } if wanted_bytes == 2 * MIB)
+        );
+        assert!(pool.info().free_storage_bytes > 0);
+        assert_eq!(pool.info().free_migrate_bytes, 0);
+    }
+
+    #[test]
+    fn a_volume_is_made_on_request_and_found_again_by_its_size() {
+        let (pool, _path, _folder) = pool();
+        let request = |size, create| VolumeRequest { name: "data", size, create };
+        let open = |size, create| pool.open_volume(request(size, create));
+        let size = VolumeSize::Bytes(24 * MIB);
+        assert!(matches!(open(size, false).err(), Some(PoolError::NoVolume { name }) if name == "data"));
+        assert!(matches!(open(VolumeSize::Existing, true).err(), Some(PoolError::NoVolume { .. })));
+        let volume = open(size, true).unwrap();
+        assert_eq!(volume.size_bytes(), 24 * MIB);
+        assert_eq!(volume.extents().iter().map(|extent| extent.len).sum::<u64>(), 24 * MIB);
+        volume.persist().unwrap();
+        assert!(open(size, false).is_err(), "it is open");
+        drop(volume);
+        for size in [size, VolumeSize::Existing, VolumeSize::Remaining] {
+            assert_eq!(open(size, false).unwrap().size_bytes(), 24 * MIB);
+        }
+        let err = open(VolumeSize::Bytes(8 * MIB), true).err().unwrap().to_string();
+        assert!(err.contains("25165824") && err.contains("8388608"), "{err}");
+    }
+
+    #[test]
+    fn a_pool_is_opened_once() {
+        let (_pool, path, _folder) = pool();
+        let err = LocalPool::open(&path).err().unwrap().to_string();
+        assert!(err.contains("in use"), "{err}");
+    }
+}
