@@ -1,1 +1,281 @@
-//! Tests.
+//! A writer that follows Linux's order of steps, stopped after every one of them; and damage of every kind.
+
+use uuid::Uuid;
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::arena::read_arena;
+use super::check::Finding;
+use super::flog::{MapKind, read_map, recover};
+use super::layout::*;
+use super::*;
+
+const VOLUME_BYTES: u64 = 18 << 20;
+
+fn formatted(sector_bytes: u32) -> MemoryMedia {
+    let media = MemoryMedia::new(VOLUME_BYTES);
+    Layout::new(VOLUME_BYTES, sector_bytes, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
+    media
+}
+
+/// Writes sectors as the Linux driver does, one lane at a time.
+struct Writer<'a> {
+    media: &'a MemoryMedia,
+    arena: ArenaInfo,
+    /// Each lane's free block, next sequence number, and next slot of the two.
+    lanes: Vec<(u32, u32, usize)>,
+    /// Second slot in use: 1, or 2 for the old padding.
+    second: usize,
+}
+
+impl<'a> Writer<'a> {
+    fn new(media: &'a MemoryMedia, second: usize) -> Self {
+        let (arena, _) = read_arena(media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().unwrap();
+        let recovery = recover(media, &arena).unwrap();
+        assert!(recovery.redo.is_empty(), "this writer starts on a recovered volume");
+        let lanes = recovery.free.iter().map(|(block, _)| (*block, 2, 1)).collect();
+        Self { media, arena, lanes, second }
+    }
+
+    /// Does the first `steps` of the five steps of a write.
+    fn write(&mut self, lane: usize, sector: u32, bytes: &[u8], steps: u32) {
+        let (free, sequence, slot) = self.lanes[lane];
+        let old = read_map(self.media, &self.arena, sector).unwrap().block;
+        let slot_number = if slot == 0 { 0 } else { self.second };
+        let entry_at = self.arena.flog_at + lane as u64 * FLOG_GROUP_BYTES + slot_number as u64 * 16;
+        let halves = [[sector, old], [free, sequence]];
+        if steps >= 1 {
+            self.media.write_at(self.arena.block_at(free), bytes).unwrap();
+        }
+        for (at, half) in halves.iter().enumerate().take(steps.saturating_sub(1) as usize) {
+            self.media.write_at(entry_at + at as u64 * 8, half.map(u32::to_le).as_bytes()).unwrap();
+        }
+        if steps >= 4 {
+            let entry = (free | MAP_ERROR | MAP_ZERO).to_le_bytes();
+            self.media.write_at(self.arena.map_at + u64::from(sector) * 4, &entry).unwrap();
+        }
+        if steps >= 3 {
+            self.lanes[lane] = (old, sequence % 3 + 1, 1 - slot);
+        }
+    }
+}
+
+const ALL_STEPS: u32 = 4;
+
+fn content(sector: u32, version: u32, sector_bytes: u32) -> Vec<u8> {
+    let mut bytes = vec![version as u8; sector_bytes as usize];
+    bytes[..4].copy_from_slice(&sector.to_le_bytes());
+    bytes
+}
+
+fn read(media: &MemoryMedia, sector: u32) -> (Sector, Vec<u8>) {
+    let Ok(reader) = Reader::open(media).unwrap() else { panic!("not a whole volume") };
+    let mut bytes = vec![0xee; reader.sector_bytes() as usize];
+    let kind = reader.read(u64::from(sector), &mut bytes).unwrap();
+    (kind, bytes)
+}
+
+#[test]
+fn an_empty_volume_is_clean_and_reads_as_zeros() {
+    for sector_bytes in [512, 4096] {
+        let media = formatted(sector_bytes);
+        let report = check(&media).unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        let last = report.sectors() - 1;
+        let (kind, bytes) = read(&media, last as u32);
+        assert_eq!(kind, Sector::Data);
+        assert!(bytes.iter().all(|b| *b == 0));
+    }
+}
+
+#[test]
+fn a_write_that_stops_anywhere_leaves_the_old_sector_or_the_new_one() {
+    for second in [1, 2] {
+        let media = formatted(4096);
+        let mut writer = Writer::new(&media, second);
+        for version in 1..=7u32 {
+            for sector in [0, 3, 900] {
+                writer.write(version as usize % 2 * 200, sector, &content(sector, version, 4096), ALL_STEPS);
+            }
+        }
+        assert!(check(&media).unwrap().is_clean());
+        let before = media.to_bytes();
+        for steps in 0..=ALL_STEPS {
+            let media = MemoryMedia::from_bytes(&before);
+            let mut stopped =
+                Writer { media: &media, arena: writer.arena.clone(), lanes: writer.lanes.clone(), second };
+            stopped.write(200, 3, &content(3, 8, 4096), steps);
+            let report = check(&media).unwrap();
+            assert!(report.is_clean(), "stopped after {steps}: {report:?}");
+            assert_eq!(report.arenas[0].redo, u32::from(steps == 3));
+            // The second half of the flog entry is what makes the write count.
+            let version = if steps >= 3 { 8 } else { 7 };
+            assert_eq!(read(&media, 3), (Sector::Data, content(3, version, 4096)), "stopped after {steps}");
+            assert_eq!(read(&media, 900).1, content(900, 7, 4096));
+        }
+    }
+}
+
+#[test]
+fn a_map_entry_before_its_flog_entry_is_found_out() {
+    // The wrong order of steps: if the check passed this, it would prove nothing.
+    let media = formatted(4096);
+    let writer = Writer::new(&media, 1);
+    let (free, _, _) = writer.lanes[5];
+    media.write_at(writer.arena.map_at, &(free | MAP_ERROR | MAP_ZERO).to_le_bytes()).unwrap();
+    let report = check(&media).unwrap();
+    let findings = &report.arenas[0].findings;
+    assert!(
+        findings.iter().any(|f| matches!(f, Finding::BlockTwice { block, .. } if *block == free)),
+        "{findings:?}"
+    );
+    assert!(findings.contains(&Finding::BlocksLost { count: 1, first: 0 }), "{findings:?}");
+}
+
+#[test]
+fn trimmed_and_failed_sectors_keep_their_blocks() {
+    let media = formatted(4096);
+    let writer = Writer::new(&media, 1);
+    let set = |sector: u32, flags: u32| {
+        media.write_at(writer.arena.map_at + u64::from(sector) * 4, &(sector | flags).to_le_bytes()).unwrap();
+    };
+    set(7, MAP_ZERO);
+    set(8, MAP_ERROR);
+    assert_eq!(read_map(&media, &writer.arena, 7).unwrap().kind, MapKind::Zeros);
+    let report = check(&media).unwrap();
+    assert!(report.is_clean());
+    assert_eq!(report.arenas[0].error_sectors, 1);
+    assert_eq!(read(&media, 7), (Sector::Zeros, vec![0; 4096]));
+    assert_eq!(read(&media, 8).0, Sector::Error);
+}
+
+fn flip(media: &MemoryMedia, offset: u64, bit: u8) {
+    let mut byte = [0];
+    media.read_at(offset, &mut byte).unwrap();
+    media.write_at(offset, &[byte[0] ^ 1 << bit]).unwrap();
+}
+
+fn findings(media: &MemoryMedia) -> Vec<Finding> {
+    let report = check(media).unwrap();
+    assert!(!report.is_clean());
+    report.arenas.into_iter().flat_map(|a| a.findings).collect()
+}
+
+#[test]
+fn a_damaged_info_block_is_named_and_the_other_one_is_used() {
+    let media = formatted(4096);
+    let first = START_BYTES;
+    let second = VOLUME_BYTES - INFO_BYTES;
+    for offset in [0, 16, 48, 52, 56, 60, 64, 68, 72, 80, 88, 96, 104, 112, 2000, 4088] {
+        flip(&media, first + offset, 2);
+        assert_eq!(findings(&media), [Finding::FirstInfo], "offset {offset}");
+        assert_eq!(read(&media, 0).0, Sector::Data);
+        flip(&media, second + offset, 2);
+        assert!(matches!(findings(&media)[..], [Finding::NoInfo(_)]));
+        flip(&media, first + offset, 2);
+        assert_eq!(findings(&media), [Finding::SecondInfo]);
+        flip(&media, second + offset, 2);
+    }
+    assert!(check(&media).unwrap().is_clean());
+}
+
+/// Changes the first info block and gives it a checksum that fits.
+fn with_info(media: &MemoryMedia, change: impl Fn(&mut InfoBytes)) {
+    let mut bytes = [0; INFO_BYTES as usize];
+    for at in [START_BYTES, VOLUME_BYTES - INFO_BYTES] {
+        media.read_at(at, &mut bytes).unwrap();
+        let mut info = InfoBytes::read_from_bytes(&bytes).unwrap();
+        change(&mut info);
+        let sum = checksum(&info);
+        info.checksum.set(sum);
+        media.write_at(at, info.as_bytes()).unwrap();
+    }
+}
+
+#[test]
+fn info_blocks_that_cannot_be_are_refused_whatever_their_checksum() {
+    type Change = fn(&mut InfoBytes);
+    let changes: [(&str, Change); 13] = [
+        ("external_lbasize", |i| i.external_lbasize.set(0)),
+        ("external_lbasize", |i| i.external_lbasize.set(u32::MAX)),
+        ("internal_lbasize", |i| i.internal_lbasize.set(64)),
+        ("nfree", |i| i.nfree.set(0)),
+        ("nfree", |i| i.nfree.set(u32::MAX)),
+        ("internal_nlba", |i| i.internal_nlba.set(u32::MAX)),
+        ("external_nlba", |i| i.external_nlba.set(u32::MAX)),
+        ("external_nlba", |i| i.external_nlba.set(0)),
+        ("nextoff", |i| i.nextoff.set(u64::MAX)),
+        ("nextoff", |i| i.nextoff.set(4096)),
+        ("dataoff", |i| i.dataoff.set(u64::MAX)),
+        ("mapoff", |i| i.mapoff.set(0)),
+        ("logoff", |i| i.logoff.set(1 << 40)),
+    ];
+    for (name, change) in changes {
+        let media = formatted(4096);
+        with_info(&media, change);
+        match &findings(&media)[..] {
+            [Finding::NoInfo(InfoError::Field { field, .. })] => assert_eq!(*field, name),
+            other => panic!("{name}: {other:?}"),
+        }
+    }
+    let media = formatted(4096);
+    with_info(&media, |i| i.version_major.set(2));
+    assert!(matches!(findings(&media)[..], [Finding::NoInfo(InfoError::Version(2, 1))]));
+    let media = formatted(4096);
+    with_info(&media, |i| i.flags.set(FLAG_ERROR));
+    assert_eq!(findings(&media), [Finding::ErrorFlag]);
+    let media = formatted(4096);
+    with_info(&media, |i| i.parent_uuid = [7; 16]);
+    flip(&media, START_BYTES + 16, 0);
+    assert_eq!(findings(&media), [Finding::FirstInfo]);
+}
+
+#[test]
+fn damage_in_map_and_flog_is_named() {
+    let damaged = |change: fn(&MemoryMedia, &ArenaInfo)| {
+        let media = formatted(4096);
+        let arena = Writer::new(&media, 1).arena;
+        change(&media, &arena);
+        findings(&media)
+    };
+    let found = damaged(|m, a| m.write_at(a.map_at + 40, &u32::MAX.to_le_bytes()).unwrap());
+    assert!(matches!(
+        found[..],
+        [Finding::MapRange { sector: 10, .. }, Finding::BlocksLost { count: 1, first: 10 }]
+    ));
+    let found =
+        damaged(|m, a| m.write_at(a.map_at + 40, &(11 | MAP_ERROR | MAP_ZERO).to_le_bytes()).unwrap());
+    assert!(matches!(
+        found[..],
+        [Finding::BlockTwice { block: 11, .. }, Finding::BlocksLost { count: 1, first: 10 }]
+    ));
+    let found = damaged(|m, a| m.write_at(a.flog_at + 3 * 64 + 12, &9u32.to_le_bytes()).unwrap());
+    assert_eq!(found, [Finding::FlogSequence { lane: 3, sequences: [9, 0] }]);
+    for (field, offset) in [("lba", 0), ("old_map", 4), ("new_map", 8)] {
+        let media = formatted(4096);
+        let arena = Writer::new(&media, 1).arena;
+        media.write_at(arena.flog_at + 3 * 64 + offset, &(MAP_BLOCK - 1).to_le_bytes()).unwrap();
+        assert!(matches!(findings(&media)[..], [Finding::FlogRange { lane: 3, field: f, .. }] if f == field));
+    }
+    let found = damaged(|m, a| m.write_at(a.flog_at + 48, &[1; 16]).unwrap());
+    assert_eq!(found[0], Finding::FlogPadding);
+    let found = damaged(|m, a| m.write_at(a.flog_at, &[0; 64]).unwrap());
+    assert_eq!(found, [Finding::FlogSequence { lane: 0, sequences: [0, 0] }]);
+    assert!(Reader::open(&MemoryMedia::new(VOLUME_BYTES)).unwrap().is_err());
+}
+
+#[test]
+fn thousands_of_findings_are_counted_and_not_kept() {
+    let media = formatted(4096);
+    let arena = Writer::new(&media, 1).arena;
+    media.write_at(arena.map_at, &vec![0xff; 4 * 4000]).unwrap();
+    let report = check(&media).unwrap();
+    assert_eq!(report.arenas[0].findings.len(), 100);
+    assert_eq!(report.arenas[0].findings_total, 4001);
+}
+
+#[test]
+fn something_too_small_is_no_volume() {
+    for bytes in [8, 4096, 1 << 20] {
+        assert!(!check(&MemoryMedia::new(bytes)).unwrap().is_clean());
+    }
+}

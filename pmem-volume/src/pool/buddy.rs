@@ -35,21 +35,59 @@ impl Buddy {
         (0..=MAX_ORDER).rev().find(|order| !self.free[usize::from(*order)].is_empty())
     }
 
-    /// Chunks in the longest run of free chunks that the orders show: buddies of the largest order may lie side by
-    /// side, and then mapping them takes one piece.
+    /// The runs of free chunks, in order. Extents that lie side by side without being buddies are one run.
+    fn free_runs(&self) -> Vec<Run> {
+        let mut extents: Vec<Extent> = (0..=MAX_ORDER)
+            .flat_map(|order| self.free[usize::from(order)].iter().map(move |start| (*start, order)))
+            .map(|(start, order)| Extent { start: ChunkId(start), order })
+            .collect();
+        extents.sort_unstable();
+        let mut runs: Vec<Run> = Vec::new();
+        for extent in extents {
+            match runs.last_mut() {
+                Some(run) if run.start.0 + run.chunks == extent.start.0 => run.chunks += extent.chunks(),
+                _ => runs.push(extent.run()),
+            }
+        }
+        runs
+    }
+
+    /// Chunks in the longest run of free chunks.
     pub(crate) fn longest_run(&self) -> u32 {
-        let mut all: Vec<(u32, u32)> = Vec::new();
-        for order in 0..=MAX_ORDER {
-            all.extend(self.free[usize::from(order)].iter().map(|start| (*start, 1 << order)));
+        self.free_runs().iter().map(|run| run.chunks).max().unwrap_or(0)
+    }
+
+    /// Takes `chunks` chunks for a long time: in one piece from the start of the shortest run that holds them, or, if
+    /// none does, in as few extents as there are. In the order of the file.
+    pub(crate) fn allocate_lasting(&mut self, chunks: u32) -> Option<Vec<Run>> {
+        let runs = self.free_runs();
+        let fits = runs.iter().filter(|run| run.chunks >= chunks).min_by_key(|run| (run.chunks, run.start));
+        if let Some(run) = fits {
+            let run = Run { start: run.start, chunks };
+            self.take_run(run);
+            return Some(vec![run]);
         }
-        all.sort_unstable();
-        let (mut longest, mut end, mut length) = (0, 0, 0);
-        for (start, chunks) in all {
-            length = if start == end { length + chunks } else { chunks };
-            end = start + chunks;
-            longest = longest.max(length);
+        let mut extents = self.allocate(chunks, Placement::Low)?;
+        extents.sort_unstable();
+        Some(super::chunk::runs(extents.iter().flat_map(|extent| extent.run().ids())))
+    }
+
+    /// Takes chunks that are all free, wherever they lie in free extents.
+    fn take_run(&mut self, run: Run) {
+        let end = run.start.0 + run.chunks;
+        let mut at = run.start.0;
+        while at < end {
+            let around = (0..=MAX_ORDER)
+                .map(|order| Extent { start: ChunkId(at & !((1 << order) - 1)), order })
+                .find(|extent| self.free[usize::from(extent.order)].remove(&extent.start.0))
+                .expect("the caller saw that the run is free");
+            self.free_chunks -= around.chunks();
+            let around_end = around.start.0 + around.chunks();
+            self.free_run(Run { start: around.start, chunks: at - around.start.0 });
+            let after = end.min(around_end);
+            self.free_run(Run { start: ChunkId(after), chunks: around_end - after });
+            at = around_end;
         }
-        longest
     }
 
     /// Takes `chunks` chunks, in as few extents as there are: the largest first, each from the smallest free extent
@@ -161,6 +199,9 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Operation {
+        AllocateLasting {
+            chunks: u32,
+        },
         Allocate {
             chunks: u32,
             low: bool,
@@ -179,6 +220,7 @@ mod tests {
         prop_oneof![
             4 => (1..200u32, any::<bool>()).prop_map(|(chunks, low)| Operation::Allocate { chunks, low }),
             1 => (200..2500u32, any::<bool>()).prop_map(|(chunks, low)| Operation::Allocate { chunks, low }),
+            2 => (1..700u32).prop_map(|chunks| Operation::AllocateLasting { chunks }),
             3 => any::<prop::sample::Index>().prop_map(|pick| Operation::Free { pick }),
             2 => any::<(prop::sample::Index, prop::sample::Index)>()
                 .prop_map(|(pick, chunk)| Operation::FreePart { pick, chunk }),
@@ -200,6 +242,18 @@ mod tests {
                     first_wanted.min(model.largest_order().unwrap()),
                     "largest first"
                 );
+                extents.iter().for_each(|e| model.set(*e, false));
+                held.extend(extents);
+            }
+            Operation::AllocateLasting { chunks } => {
+                let Some(runs) = buddy.allocate_lasting(chunks) else {
+                    assert!(chunks > model.count(), "{chunks} refused with {} free", model.count());
+                    return;
+                };
+                assert_eq!(runs.iter().map(|r| r.chunks).sum::<u32>(), chunks);
+                assert!(runs.is_sorted());
+                assert_eq!(runs.len() == 1, chunks <= model.longest_run(), "one piece if there is one");
+                let extents: Vec<_> = runs.iter().flat_map(|run| run.extents()).collect();
                 extents.iter().for_each(|e| model.set(*e, false));
                 held.extend(extents);
             }

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use serde::Serialize;
 use uuid::Uuid;
 
-use super::buddy::Placement;
 use super::chunk::{ChunkId, Run, runs};
 use super::create::unix_now_s;
 use super::memory::chunk_count;
@@ -125,11 +124,7 @@ impl Pool {
             VolumeFormat::Btt => Some(btt::Layout::new(size_bytes, btt::SECTOR_BYTES, uuid)?),
             VolumeFormat::Raw => None,
         };
-        let mut extents =
-            state.buddy.allocate(chunks, Placement::Low).ok_or_else(|| full(state.free_bytes()))?;
-        // In the order of the file, neighbours become one piece: one mapping, and one range to flush.
-        extents.sort_unstable();
-        let taken: Vec<Run> = runs(extents.iter().flat_map(|extent| extent.run().ids()));
+        let taken = state.buddy.allocate_lasting(chunks).ok_or_else(|| full(state.free_bytes()))?;
         self.latch(self.mark(&taken, |index| Owner::Volume { slot, index }))?;
         if let Some(layout) = layout {
             let space = Space { media: self.media(), extents: &volume_extents(&taken) };
