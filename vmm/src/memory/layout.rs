@@ -72,6 +72,10 @@ pub const GED_GSI: u32 = 5;
 /// The first interrupt that may be given to PCI INTx or MSI routes: 0 to 23 are the I/O APIC's pins.
 pub const FIRST_MSI_GSI: u32 = 24;
 
+/// Linux adds memory in blocks of this size and leaves the rest of a region that is no multiple of it unused, so
+/// hotplug parts are rounded up to it.
+pub const LINUX_MEMORY_BLOCK_BYTES: u64 = 128 * MIB;
+
 /// Alignment of everything behind the boot memory: the largest page that host and guest may map it with.
 pub const HOTPLUG_ALIGN: u64 = GIB;
 
@@ -161,7 +165,7 @@ pub struct MapEntry {
 pub struct ZonePlacement {
     /// The boot part: none, one, or two ranges where it goes around the hole below 4 GiB.
     pub boot: Vec<GuestRange>,
-    /// The hotplug part.
+    /// The hotplug part: what may be plugged, rounded up to [`LINUX_MEMORY_BLOCK_BYTES`].
     pub hotplug: Option<GuestRange>,
 }
 
@@ -205,7 +209,9 @@ impl MemoryMap {
         }
         for (index, zone) in zones.iter().enumerate().filter(|(_, zone)| zone.hotplug_bytes > 0) {
             let what = || format!("The hotplug part of zone {:?}", zone.id);
-            map.zones[index].hotplug = Some(map.take(zone.hotplug_bytes, HOTPLUG_ALIGN, what)?);
+            let len =
+                zone.hotplug_bytes.checked_next_multiple_of(LINUX_MEMORY_BLOCK_BYTES).unwrap_or(u64::MAX);
+            map.zones[index].hotplug = Some(map.take(len, HOTPLUG_ALIGN, what)?);
         }
         Ok(map)
     }
@@ -354,7 +360,9 @@ mod tests {
             prop_assert!(behind.iter().all(|range| range.start.is_multiple_of(GIB)));
             for (zone, spec) in map.zones().iter().zip(&zones) {
                 prop_assert_eq!(zone.boot.iter().map(|range| range.len).sum::<u64>(), spec.boot_bytes);
-                prop_assert_eq!(zone.hotplug.map_or(0, |range| range.len), spec.hotplug_bytes);
+                let hotplug = zone.hotplug.map_or(0, |range| range.len);
+                prop_assert!(hotplug >= spec.hotplug_bytes && hotplug - spec.hotplug_bytes < 128 * MIB);
+                prop_assert!(hotplug.is_multiple_of(128 * MIB));
             }
             let mut all: Vec<_> = map.boot_ranges().chain(behind).collect();
             all.push(GuestRange { start: LOW_RAM_END, len: HIGH_RAM_START - LOW_RAM_END });

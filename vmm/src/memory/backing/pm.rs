@@ -140,8 +140,11 @@ fn largest_aligned(at: u64, left: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
+
     use super::super::resident::resident_bytes;
     use super::*;
+    use crate::pool::LocalPool;
     use crate::pool::fake::FakePool;
 
     const MIB: u64 = 1 << 20;
@@ -186,6 +189,42 @@ mod tests {
         drop(backing);
         assert_eq!((pool.info().memory_bytes, blocks()), (0, 0));
         assert_eq!(resident_bytes(&[range]).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_pool_on_tmpfs_gives_its_blocks_back_and_what_it_lends_next_is_zeroed() {
+        let Ok(folder) = tempfile::TempDir::new_in("/dev/shm") else { return };
+        let path = folder.path().join("pool");
+        drop(pmem_volume::Pool::create(&path, 64 * MIB, 0).unwrap());
+        let pool = LocalPool::open(&path).unwrap();
+        let blocks = || std::fs::metadata(&path).unwrap().blocks() * 512;
+        let at_rest = blocks();
+        let reservation = Arc::new(Reservation::new(32 * MIB, 1 << 30).unwrap());
+        let range = (reservation.addr(), reservation.len_bytes());
+        let dyn_pool: Arc<dyn PmPool> = pool.clone();
+        let budget = Arc::new(MappingBudget::new(1000));
+        let mut backing = PmBacking::new(dyn_pool, Arc::clone(&reservation), budget);
+        for _ in 0..2 {
+            backing.plug(0, 32 * MIB).unwrap();
+            for offset in (0..32 * MIB).step_by(4096) {
+                // SAFETY: the range is in the reservation, and it is plugged.
+                let byte = unsafe { std::ptr::read_volatile((reservation.addr() + offset) as *const u8) };
+                assert_eq!(byte, 0, "at {offset:#x}");
+            }
+            fill(&reservation, 0, 32 * MIB);
+            assert_eq!(resident_bytes(&[range]).unwrap(), 32 * MIB);
+            assert!(blocks() >= at_rest + 32 * MIB);
+            // Six chunks out of the middle, then the rest in one go.
+            backing.detach(6 * MIB, 12 * MIB).unwrap();
+            backing.free_detached().unwrap();
+            assert_eq!(pool.info().memory_bytes, 20 * MIB);
+            backing.detach(0, 6 * MIB).unwrap();
+            backing.detach(18 * MIB, 14 * MIB).unwrap();
+            backing.free_detached().unwrap();
+            assert_eq!(resident_bytes(&[range]).unwrap(), 0);
+            assert_eq!(pool.info().memory_bytes, 0);
+            assert_eq!(blocks(), at_rest);
+        }
     }
 
     #[test]

@@ -52,7 +52,13 @@ impl MemDevice {
         let node_id = u16::try_from(spec.guest_node).expect("a node that configuration has validated");
         let name = format!("mem-{}", spec.id);
         let shared = Arc::new(Shared {
-            state: Mutex::new(MemState::new(range.start, range.len, BLOCK_BYTES, node_id)),
+            state: Mutex::new(MemState::new(
+                range.start,
+                range.len,
+                spec.hotplug_bytes,
+                BLOCK_BYTES,
+                node_id,
+            )),
             zone: spec,
             interrupt: Mutex::default(),
             metrics: MemMetrics::default(),

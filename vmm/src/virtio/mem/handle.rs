@@ -142,7 +142,7 @@ impl MemHandle {
         let reached = {
             let mut state = self.shared.state.lock();
             let zone = || self.shared.zone.id.clone();
-            let (max_bytes, block_bytes) = (state.region_bytes(), state.block_bytes());
+            let (max_bytes, block_bytes) = (state.max_bytes(), state.block_bytes());
             if bytes > max_bytes {
                 return Err(RequestSizeError::TooLarge { zone: zone(), bytes, max_bytes });
             }
@@ -170,7 +170,7 @@ impl MemHandle {
         PluggedSizes {
             requested_bytes: state.requested_bytes(),
             plugged_bytes: state.plugged_bytes(),
-            max_bytes: state.region_bytes(),
+            max_bytes: state.max_bytes(),
         }
     }
 

@@ -25,6 +25,8 @@ pub(super) enum Refusal {
 pub(super) struct MemState {
     addr: u64,
     region_bytes: u64,
+    /// The most that may be requested; the region may be larger.
+    max_bytes: u64,
     block_bytes: u64,
     node_id: u16,
     usable_bytes: u64,
@@ -35,14 +37,15 @@ pub(super) struct MemState {
 }
 
 impl MemState {
-    /// A region of which nothing is plugged or requested.
-    pub(super) fn new(addr: u64, region_bytes: u64, block_bytes: u64, node_id: u16) -> Self {
-        assert!(block_bytes.is_power_of_two());
+    /// A region of which nothing is plugged or requested, and up to `max_bytes` may be.
+    pub(super) fn new(addr: u64, region_bytes: u64, max_bytes: u64, block_bytes: u64, node_id: u16) -> Self {
+        assert!(block_bytes.is_power_of_two() && max_bytes <= region_bytes);
         assert!(addr.is_multiple_of(block_bytes) && region_bytes.is_multiple_of(block_bytes));
         let words = (region_bytes / block_bytes).div_ceil(64) as usize;
         Self {
             addr,
             region_bytes,
+            max_bytes,
             block_bytes,
             node_id,
             usable_bytes: 0,
@@ -52,8 +55,8 @@ impl MemState {
         }
     }
 
-    pub(super) fn region_bytes(&self) -> u64 {
-        self.region_bytes
+    pub(super) fn max_bytes(&self) -> u64 {
+        self.max_bytes
     }
 
     pub(super) fn block_bytes(&self) -> u64 {
@@ -86,9 +89,9 @@ impl MemState {
         config
     }
 
-    /// Requests `bytes`; the caller has checked it against the region and the block size.
+    /// Requests `bytes`; the caller has checked it against the maximum and the block size.
     pub(super) fn set_requested(&mut self, bytes: u64) {
-        assert!(bytes <= self.region_bytes && bytes.is_multiple_of(self.block_bytes));
+        assert!(bytes <= self.max_bytes && bytes.is_multiple_of(self.block_bytes));
         self.requested_bytes = bytes;
         // It MUST NOT shrink here (virtio 1.3, 5.15.4.2): the driver may have blocks plugged up there.
         self.usable_bytes = self.usable_bytes.max(self.usable_for(bytes));
@@ -213,7 +216,7 @@ mod tests {
 
     #[test]
     fn the_configuration_is_laid_out_as_the_spec_says() {
-        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCK, 3);
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, 3);
         state.set_requested(8 * BLOCK);
         state.commit(0, BLOCK, true);
         let config = state.config();
@@ -229,7 +232,7 @@ mod tests {
 
     #[test]
     fn requests_off_the_region_are_errors() {
-        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCK, 0);
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, 0);
         assert_eq!(state.check_plug(run(0, 1)), Err(Refusal::Error));
         state.set_requested(BLOCKS * BLOCK);
         for wrong in [
@@ -249,7 +252,7 @@ mod tests {
 
     #[test]
     fn the_usable_region_shrinks_only_when_all_is_unplugged() {
-        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCK, 0);
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, 0);
         state.set_requested(BLOCKS * BLOCK);
         state.set_requested(0);
         assert_eq!(state.usable_bytes, BLOCKS * BLOCK);
@@ -259,7 +262,7 @@ mod tests {
 
     #[test]
     fn a_lowered_request_is_whole_blocks_and_never_a_raise() {
-        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCK, 0);
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, 0);
         state.set_requested(8 * BLOCK);
         assert!(!state.lower_requested(8 * BLOCK));
         assert!(state.lower_requested(5 * BLOCK + 1));
@@ -308,7 +311,7 @@ mod tests {
     proptest! {
         #[test]
         fn the_state_is_what_a_set_of_blocks_says(ops in prop::collection::vec(op(), 1..60)) {
-            let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCK, 0);
+            let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, 0);
             let mut oracle = Oracle::default();
             for op in ops {
                 match op {
