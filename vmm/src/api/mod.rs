@@ -5,6 +5,7 @@
 //! calls.
 
 mod body;
+mod client;
 mod error;
 mod routes;
 mod server;
@@ -13,6 +14,7 @@ mod socket;
 mod tests;
 mod wire;
 
+pub use self::client::{Client, ClientError};
 pub use self::error::ApiError;
 pub use self::routes::router;
 pub use self::server::{Limits, Server};

@@ -12,7 +12,7 @@ use tokio::net::UnixStream;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use super::{Limits, Server, Socket, router};
+use super::{ClientError, Limits, Server, Socket, router};
 use crate::config::{ApiSocket, test_config};
 use crate::vm::request::{
     PressureInfo, ResizeRequest, ResizeStatus, VmError, VmHandle, VmInfo, VmRequest, VmState, ZoneInfo,
@@ -386,5 +386,40 @@ fn after_the_owners_end_requests_are_refused() {
         assert_eq!(fixture.call("PUT", "vmm.shutdown", "").await.0, 204);
         let (status, body) = fixture.call("GET", "vm.info", "").await;
         assert_eq!((status, messages(&body)), (503, vec!["The VMM is ending".to_owned()]));
+    });
+}
+
+#[test]
+fn our_own_client_gets_answers_and_reasons() {
+    run(async |fixture| {
+        let client = super::Client::new(&fixture.path);
+        let ping: Value = serde_json::from_slice(&client.get("vmm.ping").await.unwrap()).unwrap();
+        assert_eq!(ping["pid"], json!(std::process::id()));
+        let body = r#"{"desired_ram": 2097152}"#.to_owned();
+        assert!(client.put("vm.resize", Some(body)).await.unwrap().is_empty());
+        let error = client.put("vm.reboot", None).await.unwrap_err();
+        assert!(matches!(&error, ClientError::Refused { status, .. } if status.as_u16() == 500), "{error}");
+        assert_eq!(error.to_string(), "500 Internal Server Error: no memory");
+    });
+}
+
+#[test]
+fn every_call_of_the_document_is_there() {
+    let calls: Vec<_> = include_str!("../../../docs/api.md")
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `")?.split_once("` | `vm"))
+        .map(|(method, rest)| (method, format!("vm{}", rest.split_once('`').unwrap().0)))
+        .collect();
+    assert!(calls.len() >= 11, "{calls:?}");
+    run(async |fixture| {
+        // The VMM's end is last.
+        let (end, others): (Vec<_>, _) = calls.into_iter().partition(|(_, call)| call == "vmm.shutdown");
+        for (method, call) in others.iter().chain(&end) {
+            let (status, body) = fixture.call(method, call, "").await;
+            assert!(
+                !body.contains("There is no call") && !body.contains("does not take"),
+                "{call}: {status} {body}"
+            );
+        }
     });
 }

@@ -1,2 +1,301 @@
-//! Foreshore.
-fn main() {}
+//! The client for the API of a VMM, with ch-remote's verbs and ours.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, bail};
+use clap::error::ErrorKind;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use foreshore::api::{Client, MemoryAnswer, ResizeBody};
+use foreshore::config::parse_size;
+use foreshore::vm::request::{PressureChange, ResizeStatus, ZoneInfo};
+use serde_json::Value;
+
+const EXAMPLES: &str = "\
+Examples:
+  foreshore-remote --api-socket /run/vm.sock info
+  foreshore-remote --api-socket /run/vm.sock resize --memory 768M
+  foreshore-remote --api-socket /run/vm.sock memory
+  foreshore-remote --api-socket /run/vm.sock pressure --resume";
+
+/// Talks to a running foreshore.
+#[derive(Debug, Parser)]
+#[command(name = "foreshore-remote", after_help = EXAMPLES, version, disable_help_subcommand = true)]
+struct Flags {
+    /// The VMM's API socket
+    #[arg(long, value_name = "PATH")]
+    api_socket: PathBuf,
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Boot a VM that has been shut down
+    Boot,
+    /// Show the VM's configuration and state, as JSON
+    Info,
+    /// Show every memory zone: requested, plugged, online, resident
+    Memory {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// See whether the VMM answers
+    Ping,
+    /// Press the guest's power button
+    PowerButton,
+    /// Show what the governor does, or change it
+    Pressure(Pressure),
+    /// Restart the VM
+    Reboot,
+    /// Change the VM's size; sizes take K, M, G or T
+    Resize(Resize),
+    /// End the VM, keep the VMM
+    Shutdown,
+    /// End VM and VMM
+    ShutdownVmm,
+}
+
+#[derive(Debug, Args)]
+struct Pressure {
+    /// Take another policy
+    #[arg(long)]
+    policy: Option<String>,
+    /// Decide only, and change nothing
+    #[arg(long, value_name = "SWITCH")]
+    dry_run: Option<Switch>,
+    /// Let the governor size zones again that were resized by hand
+    #[arg(long)]
+    resume: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Switch {
+    On,
+    Off,
+}
+
+#[derive(Debug, Args)]
+struct Resize {
+    /// vCPUs
+    #[arg(long)]
+    cpus: Option<u8>,
+    /// DRAM, boot memory included
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    memory: Option<u64>,
+    /// Balloon
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    balloon: Option<u64>,
+}
+
+fn size(text: &str) -> Result<u64, String> {
+    parse_size(text).ok_or_else(|| "not a size: bytes, or a number with K, M, G or T".to_owned())
+}
+
+fn main() -> ExitCode {
+    match run(std::env::args_os().collect()) {
+        Ok(text) => {
+            print!("{text}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("foreshore-remote: {}", format!("{error:#}").replace('\n', " "));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: Vec<OsString>) -> anyhow::Result<String> {
+    let flags = match Flags::try_parse_from(args) {
+        Ok(flags) => flags,
+        Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
+            return Ok(error.render().to_string());
+        }
+        Err(error) => bail!(first_line(&error.render().to_string())),
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
+    runtime.block_on(execute(&Client::new(&flags.api_socket), flags.verb))
+}
+
+/// clap explains itself in several lines; the flags that are missing are listed in the second and on.
+fn first_line(usage: &str) -> String {
+    let said = usage.lines().map(str::trim).take_while(|line| !line.is_empty());
+    let text = said.collect::<Vec<_>>().join(" ");
+    format!("{}; see --help", text.strip_prefix("error: ").unwrap_or(&text))
+}
+
+/// Does what is asked; returns what to print.
+async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
+    match verb {
+        Verb::Info => pretty(&vmm.get("vm.info").await?),
+        Verb::Ping => pretty(&vmm.get("vmm.ping").await?),
+        Verb::Memory { json } => {
+            let answer = vmm.get("vm.memory").await?;
+            if json {
+                return pretty(&answer);
+            }
+            let memory: MemoryAnswer =
+                serde_json::from_slice(&answer).context("The answer is not a list of zones")?;
+            Ok(table(&memory.zones))
+        }
+        Verb::Pressure(pressure) => match pressure.change() {
+            Some(change) => put(vmm, "vm.pressure", Some(serde_json::to_string(&change)?)).await,
+            None => pretty(&vmm.get("vm.pressure").await?),
+        },
+        Verb::Resize(Resize { cpus: None, memory: None, balloon: None }) => {
+            bail!("resize needs at least one of --cpus, --memory and --balloon")
+        }
+        Verb::Resize(Resize { cpus, memory, balloon }) => {
+            let body = ResizeBody { desired_vcpus: cpus, desired_ram: memory, desired_balloon: balloon };
+            put(vmm, "vm.resize", Some(serde_json::to_string(&body)?)).await
+        }
+        Verb::Boot => put(vmm, "vm.boot", None).await,
+        Verb::PowerButton => put(vmm, "vm.power-button", None).await,
+        Verb::Reboot => put(vmm, "vm.reboot", None).await,
+        Verb::Shutdown => put(vmm, "vm.shutdown", None).await,
+        Verb::ShutdownVmm => put(vmm, "vmm.shutdown", None).await,
+    }
+}
+
+async fn put(vmm: &Client, call: &str, body: Option<String>) -> anyhow::Result<String> {
+    vmm.put(call, body).await?;
+    Ok(String::new())
+}
+
+impl Pressure {
+    /// What to change; `None` when it shall only be shown.
+    fn change(self) -> Option<PressureChange> {
+        let dry_run = self.dry_run.map(|switch| switch == Switch::On);
+        let change = PressureChange { policy: self.policy, dry_run, resume: self.resume.then_some(true) };
+        let asks = change.policy.is_some() || change.dry_run.is_some() || change.resume.is_some();
+        asks.then_some(change)
+    }
+}
+
+fn pretty(answer: &[u8]) -> anyhow::Result<String> {
+    let value: Value = serde_json::from_slice(answer).context("The answer is not JSON")?;
+    Ok(format!("{value:#}\n"))
+}
+
+/// Zones in columns, sizes in MiB.
+fn table(zones: &[ZoneInfo]) -> String {
+    let header = ["ZONE", "NODE", "BOOT", "HOTPLUG", "REQUESTED", "PLUGGED", "ONLINE", "RESIDENT", "STATUS"];
+    let rows = zones.iter().map(|zone| {
+        [
+            zone.id.clone(),
+            zone.guest_numa_node.to_string(),
+            mib(zone.boot_bytes),
+            mib(zone.hotplug_bytes),
+            mib(zone.requested_bytes),
+            mib(zone.plugged_bytes),
+            zone.online_bytes.map_or_else(|| "-".to_owned(), mib),
+            mib(zone.resident_bytes),
+            status(&zone.status),
+        ]
+    });
+    let rows: Vec<_> = std::iter::once(header.map(str::to_owned)).chain(rows).collect();
+    let widths: Vec<_> =
+        (0..header.len()).map(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0)).collect();
+    let mut text = String::new();
+    for row in &rows {
+        for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
+            match column {
+                0 => text.push_str(&format!("{cell:<width$}")),
+                // The last one is words, and as long as it wants to be.
+                _ if column + 1 == header.len() => text.push_str(&format!("  {cell}")),
+                _ => text.push_str(&format!("  {cell:>width$}")),
+            }
+        }
+        text.push('\n');
+    }
+    text
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes >> 20)
+}
+
+fn status(status: &ResizeStatus) -> String {
+    match status {
+        ResizeStatus::Reached => "reached".to_owned(),
+        ResizeStatus::Pending => "pending".to_owned(),
+        ResizeStatus::NoDriver => "no-driver".to_owned(),
+        ResizeStatus::Stuck(reason) => format!("stuck: {reason}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn verb(args: &[&str]) -> Verb {
+        Flags::try_parse_from([&["foreshore-remote", "--api-socket", "/s"], args].concat()).unwrap().verb
+    }
+
+    fn zone() -> ZoneInfo {
+        ZoneInfo {
+            id: "dram".to_owned(),
+            tier: "dram".to_owned(),
+            guest_numa_node: 0,
+            boot_bytes: 384 << 20,
+            hotplug_bytes: 128 << 20,
+            requested_bytes: 128 << 20,
+            plugged_bytes: 64 << 20,
+            online_bytes: None,
+            resident_bytes: 5 << 20,
+            status: ResizeStatus::Stuck("busy pages".to_owned()),
+        }
+    }
+
+    #[test]
+    fn zones_are_shown_in_columns() {
+        let expected = "\
+ZONE  NODE     BOOT  HOTPLUG  REQUESTED  PLUGGED  ONLINE  RESIDENT  STATUS
+dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  stuck: busy pages
+";
+        assert_eq!(table(&[zone()]), expected);
+    }
+
+    #[test]
+    fn pressure_changes_only_what_is_asked() {
+        let change = |args: &[&str]| match verb(&[&["pressure"], args].concat()) {
+            Verb::Pressure(pressure) => {
+                pressure.change().map(|change| serde_json::to_string(&change).unwrap())
+            }
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(change(&[]), None);
+        assert_eq!(change(&["--resume"]).unwrap(), r#"{"policy":null,"dry_run":null,"resume":true}"#);
+        assert_eq!(
+            change(&["--policy", "off", "--dry-run", "off"]).unwrap(),
+            r#"{"policy":"off","dry_run":false,"resume":null}"#
+        );
+    }
+
+    #[test]
+    fn sizes_take_units() {
+        let Verb::Resize(resize) = verb(&["resize", "--memory", "1G", "--cpus", "2"]) else { panic!() };
+        assert_eq!((resize.memory, resize.cpus, resize.balloon), (Some(1 << 30), Some(2), None));
+    }
+
+    #[test]
+    fn every_error_is_one_line() {
+        let error = |args: &[&str]| {
+            let args = [&["foreshore-remote"], args].concat();
+            let error = run(args.into_iter().map(OsString::from).collect()).unwrap_err();
+            let text = format!("{error:#}");
+            assert_eq!(text.lines().count(), 1, "{text}");
+            text
+        };
+        assert!(error(&["ping"]).contains("--api-socket"));
+        assert!(error(&["--api-socket", "/s", "fly"]).contains("fly"));
+        assert!(error(&["--api-socket", "/s", "resize", "--memory", "1Q"]).contains("not a size"));
+        assert!(error(&["--api-socket", "/s", "resize"]).contains("at least one of"));
+        assert!(
+            error(&["--api-socket", "/nowhere/s", "ping"])
+                .starts_with("Cannot reach a VMM at \"/nowhere/s\"")
+        );
+    }
+}
