@@ -39,7 +39,7 @@ impl Aml for Raw {
 /// Differentiated System Description Table (ACPI 6.5, 5.2.11.1).
 pub fn dsdt(input: &AcpiInput) -> Vec<u8> {
     let mut system_bus = Vec::new();
-    pci_root(&mut system_bus);
+    pci_root(&mut system_bus, home_node(input));
     motherboard(&mut system_bus);
     if input.serial {
         serial_port(&mut system_bus);
@@ -59,6 +59,12 @@ pub fn dsdt(input: &AcpiInput) -> Vec<u8> {
     table(*b"DSDT", REVISION, &body)
 }
 
+/// The node that devices are near to, where there is more than one: the first with vCPUs.
+fn home_node(input: &AcpiInput) -> Option<u32> {
+    let home = input.nodes.iter().find(|node| !node.vcpus.is_empty())?;
+    (input.nodes.len() > 1).then_some(home.id)
+}
+
 pub fn path(name: &str) -> Path {
     Path::new(name)
 }
@@ -69,7 +75,11 @@ fn addresses(start: u64, len: u64) -> Memory32Fixed {
 }
 
 /// The root bus: PCI Express by its id, plain PCI for those who do not know that.
-fn pci_root(sink: &mut Vec<u8>) {
+fn pci_root(sink: &mut Vec<u8>, node: Option<u32>) {
+    let mut proximity = Vec::new();
+    if let Some(node) = node {
+        Name::new(path("_PXM"), &node).to_aml_bytes(&mut proximity);
+    }
     let window_end = u32::try_from(MMIO32_START + MMIO32_LEN - 1).expect("a window below 4 GiB");
     let window = AddressSpace::new_memory(
         AddressSpaceCacheable::NotCacheable,
@@ -86,6 +96,7 @@ fn pci_root(sink: &mut Vec<u8>) {
             &Name::new(path("_UID"), &ZERO),
             &Name::new(path("_SEG"), &ZERO),
             &Name::new(path("_BBN"), &ZERO),
+            &Raw(proximity),
             &Name::new(
                 path("_CRS"),
                 &ResourceTemplate::new(vec![
@@ -228,4 +239,61 @@ fn processor(sink: &mut Vec<u8>, index: u8, present: bool) {
         ],
     )
     .to_aml_bytes(sink);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::acpi::NumaNode;
+
+    fn contains(dsdt: &[u8], needle: &[u8]) -> bool {
+        dsdt.windows(needle.len()).any(|window| window == needle)
+    }
+
+    fn node(id: u32, vcpus: &[u8]) -> NumaNode {
+        NumaNode { id, vcpus: vcpus.to_vec(), memory: vec![], performance: None }
+    }
+
+    #[test]
+    fn devices_are_there_as_the_machine_has_them() {
+        let mut input = AcpiInput { boot_vcpus: 1, max_vcpus: 2, ..AcpiInput::default() };
+        let small = dsdt(&input);
+        for name in [b"PCI0", b"MBRD", b"PWRB", b"GED_", b"C000", b"C001", b"_S5_"] {
+            assert!(contains(&small, name));
+        }
+        for name in [b"COM1", b"NVDR", b"C002", b"_PXM"] {
+            assert!(!contains(&small, name));
+        }
+        input.serial = true;
+        assert!(contains(&dsdt(&input), b"COM1"));
+        // The second vCPU is possible, not present: _STA (Zero).
+        assert!(contains(&small, b"_UID\x01\x08_STA\x00"));
+    }
+
+    #[test]
+    fn the_pci_root_is_near_the_vcpus() {
+        let nodes = vec![node(1, &[]), node(3, &[0])];
+        let input = AcpiInput { boot_vcpus: 1, max_vcpus: 1, nodes, ..AcpiInput::default() };
+        assert!(contains(&dsdt(&input), b"_PXM\x0a\x03"));
+    }
+
+    #[test]
+    fn flush_hint_pages_are_in_no_resource() {
+        // The guest's NVDIMM driver wants them for itself. Memory32Fixed: 0x86, length 9, read-write, base.
+        let nvdimm = crate::acpi::Nvdimm { start: 1 << 33, size_bytes: 1 << 21, node: 0, flush_hint: true };
+        let dsdt = dsdt(&AcpiInput { max_vcpus: 1, nvdimms: vec![nvdimm], ..AcpiInput::default() });
+        let fixed = [0x86, 9, 0, 1];
+        let ranges: Vec<(u64, u64)> = dsdt
+            .windows(12)
+            .filter(|window| window.starts_with(&fixed))
+            .map(|window| {
+                let word = |at| u64::from(u32::from_le_bytes(*window[at..].first_chunk().unwrap()));
+                (word(4), word(4) + word(8))
+            })
+            .collect();
+        assert_eq!(ranges, [(ECAM_START, ECAM_START + ECAM_LEN), (GED_START, GED_START + GED_LEN)]);
+        let hint = crate::acpi::Nvdimm::flush_hint_address(0);
+        assert!(ranges.iter().all(|&(start, end)| hint + 0x1000 <= start || end <= hint));
+        assert!(contains(&dsdt, b"ACPI0012"));
+    }
 }
