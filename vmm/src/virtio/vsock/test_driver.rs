@@ -6,6 +6,7 @@ use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -75,6 +76,28 @@ impl Ring {
     fn used(&self) -> u64 {
         self.base + 0x2000
     }
+
+    /// Offers a chain, and notifies the device if it wants to be: a device that forgets to ask hangs.
+    fn offer(&mut self, view: &GuestView, head: u16, event_idx: bool) {
+        let memory = view.memory();
+        let slot = self.avail() + 4 + u64::from(self.next_avail % QUEUE_SIZE) * 2;
+        memory.write_obj(head, GuestAddress(slot)).unwrap();
+        let old = self.next_avail;
+        self.next_avail = old.wrapping_add(1);
+        memory.store(self.next_avail, GuestAddress(self.avail() + 2), Ordering::Release).unwrap();
+        fence(Ordering::SeqCst);
+        let load = |addr| memory.load::<u16>(GuestAddress(addr), Ordering::Acquire).unwrap();
+        let wanted = if event_idx {
+            // avail_event (virtio 1.3, 2.7.10): this very chain is the one that the device waits for.
+            load(self.used() + 4 + u64::from(QUEUE_SIZE) * 8) == old
+        } else {
+            load(self.used()) & 1 == 0
+        };
+        drop(memory);
+        if wanted {
+            self.kick.write(1).unwrap();
+        }
+    }
     fn queue(&self) -> Queue {
         let mut queue = Queue::new(QUEUE_SIZE).unwrap();
         queue.set_size(QUEUE_SIZE);
@@ -93,6 +116,7 @@ pub struct Driver {
     pub tx: Ring,
     event: Ring,
     tx_free: Vec<u16>,
+    event_idx: bool,
     /// What the guest puts into its packets.
     pub credit: Credit,
 }
@@ -117,11 +141,13 @@ impl Driver {
             tx: Ring::new(0x8000),
             event: Ring::new(0xc000),
             tx_free: (0..QUEUE_SIZE / TX_DESCRIPTORS).map(|slot| slot * TX_DESCRIPTORS).collect(),
+            event_idx: false,
             credit: Credit { buf_alloc: 256 * 1024, fwd_cnt: 0 },
         }
     }
 
-    pub fn activation(&self, features: u64) -> Activation {
+    pub fn activation(&mut self, features: u64) -> Activation {
+        self.event_idx = features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
         let active =
             |ring: &Ring| Some(ActiveQueue { queue: ring.queue(), kick: ring.kick.try_clone().unwrap() });
         Activation {
@@ -148,19 +174,9 @@ impl Driver {
         self.write(table + u64::from(index) * 16, &bytes);
     }
 
-    fn offer(view: &GuestView, ring: &mut Ring, head: u16) {
-        let memory = view.memory();
-        let slot = ring.avail() + 4 + u64::from(ring.next_avail % QUEUE_SIZE) * 2;
-        memory.write_obj(head, GuestAddress(slot)).unwrap();
-        ring.next_avail = ring.next_avail.wrapping_add(1);
-        memory.store(ring.next_avail, GuestAddress(ring.avail() + 2), Ordering::Release).unwrap();
-        drop(memory);
-        ring.kick.write(1).unwrap();
-    }
-
     pub fn offer_rx(&mut self, head: u16, addr: u64, len: u64) {
         self.descriptor(self.rx.base, head, addr, len, WRITE, 0);
-        Self::offer(&self.view, &mut self.rx, head);
+        self.rx.offer(&self.view, head, self.event_idx);
     }
 
     pub fn offer_rx_buffer(&mut self, head: u16) {
@@ -173,7 +189,7 @@ impl Driver {
 
     /// Offers a chain whose descriptors the test has written.
     pub fn offer_tx(&mut self, head: u16) {
-        Self::offer(&self.view, &mut self.tx, head);
+        self.tx.offer(&self.view, head, self.event_idx);
     }
 
     pub fn tx_table(&self) -> u64 {
@@ -272,7 +288,7 @@ impl Driver {
             self.descriptor(table, index, addr, chunk_len, flags(i + 1 == chunks.len()), index + 1);
             addr += chunk_len;
         }
-        Self::offer(&self.view, &mut self.tx, head);
+        self.tx.offer(&self.view, head, self.event_idx);
     }
 
     pub fn send(&mut self, link: Link, op: Op, payload: &[u8]) {
