@@ -36,9 +36,7 @@ pub use self::rng::RngConfig;
 pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, check as check_size, parse as parse_size};
 pub use self::socket::{ApiSocket, MAX_SOCKET_PATH_BYTES, MetricsAddress};
 pub use self::vsock::{MAX_CID, MIN_CID, VsockConfig};
-
-/// What Linux adds and removes memory by on x86: less than that cannot be onlined.
-const LINUX_MEMORY_BLOCK_BYTES: u64 = 128 << 20;
+use crate::memory::layout::LINUX_MEMORY_BLOCK_BYTES;
 
 /// Everything about one VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -132,14 +130,15 @@ impl VmConfig {
             ("--pm-memory: size", self.pm_memory.as_ref().map(|pm| pm.size)),
         ];
         for (name, bytes) in hotplug {
-            let rest = bytes.unwrap_or(0) % LINUX_MEMORY_BLOCK_BYTES;
-            if rest != 0 {
-                warnings.push(format!(
-                    "{name} is not a multiple of {}: a Linux guest will not use the last {}",
-                    Size(LINUX_MEMORY_BLOCK_BYTES),
-                    Size(rest)
-                ));
-            }
+            let Some(bytes) = bytes.filter(|bytes| !bytes.is_multiple_of(LINUX_MEMORY_BLOCK_BYTES)) else {
+                continue;
+            };
+            warnings.push(format!(
+                "{name} is {}, which is rounded up to {}: Linux adds memory in blocks of {}",
+                Size(bytes),
+                Size(bytes.next_multiple_of(LINUX_MEMORY_BLOCK_BYTES)),
+                Size(LINUX_MEMORY_BLOCK_BYTES)
+            ));
         }
         let can_grow = hotplug.iter().any(|(_, bytes)| bytes.is_some());
         if can_grow && self.vsock.is_none() && self.pressure.policy == "psi" {
@@ -268,12 +267,11 @@ mod tests {
     }
 
     #[test]
-    fn what_linux_cannot_use_is_warned_of() {
+    fn what_will_be_other_than_it_was_meant_is_warned_of() {
         let mut config = least();
         config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
         config.pm_memory = Some(PmMemoryConfig::parse("pool=/p,size=130M").unwrap());
-        let expected =
-            "--pm-memory: size is not a multiple of 128 MiB: a Linux guest will not use the last 2 MiB";
+        let expected = "--pm-memory: size is 130 MiB, which is rounded up to 256 MiB: Linux adds memory in blocks of 128 MiB";
         assert_eq!(config.warnings(), [expected]);
         config.pm_memory = Some(PmMemoryConfig::parse("pool=/p,size=128M").unwrap());
         assert_eq!(config.warnings(), Vec::<String>::new());

@@ -11,6 +11,11 @@ use super::latency::LatencySample;
 /// Label names with values.
 pub(super) type Labels = Vec<(&'static str, String)>;
 
+/// One label.
+pub(super) fn one(name: &'static str, value: &str) -> Labels {
+    vec![(name, value.to_owned())]
+}
+
 /// A name without prefix, unit and `_total`; what it means, as a sentence; its unit.
 pub(super) struct Family(pub &'static str, pub &'static str, pub Option<Unit>);
 

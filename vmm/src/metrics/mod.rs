@@ -14,6 +14,7 @@ mod serve;
 #[cfg(test)]
 mod tests;
 mod volume;
+mod vsock;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -31,6 +32,7 @@ pub use self::pool::PoolMetrics;
 pub use self::pressure::{PressureSample, PressureSource};
 pub use self::serve::router;
 pub use self::volume::{VolumeCounters, VolumeMetrics};
+use crate::virtio::vsock::VsockMetrics;
 use crate::vm::request::ZoneInfo;
 
 /// What one built VM has that counts. Counters are held; what holds a resource, like a pool and its lock, is
@@ -45,6 +47,8 @@ pub struct MachineSources {
     pub volumes: Vec<VolumeMetrics>,
     /// The virtio-mem devices of the zones.
     pub plugs: Vec<PlugMetrics>,
+    /// The vsock device.
+    pub vsock: Option<Arc<VsockMetrics>>,
 }
 
 #[derive(Debug, Default)]
@@ -61,6 +65,7 @@ impl Collector for Sources {
         memory::expose(&mut out, &self.zones.lock(), &machine.plugs)?;
         pool::expose(&mut out, &machine.pools)?;
         volume::expose(&mut out, &machine.volumes)?;
+        machine.vsock.as_ref().map_or(Ok(()), |counters| vsock::expose(&mut out, counters))?;
         match machine.pressure.as_ref().and_then(Weak::upgrade) {
             Some(pressure) => pressure::expose(&mut out, &pressure.sample()),
             None => Ok(()),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use balloon::proto::{Refusal, Report, Zone};
 use prometheus_client::registry::Unit;
 
-use super::expose::{Exposer, Family, Labels};
+use super::expose::{Exposer, Family, one};
 use super::latency::LatencySample;
 
 /// The page size of x86-64, in which the guest counts.
@@ -150,8 +150,4 @@ fn expose_guest(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
         Family("guest_oom_kills", "Processes that the guest has killed for want of memory.", None),
         [(vec![], counters.oom_kill)],
     )
-}
-
-fn one(name: &'static str, value: &str) -> Labels {
-    vec![(name, value.to_owned())]
 }

@@ -17,6 +17,7 @@ use crate::pool::fake::FakePool;
 use crate::pool::{CHUNK_BYTES, PmPool};
 use crate::virtio::mem::{FailureReason, MemMetrics};
 use crate::virtio::pmem::metrics::PmemMetrics;
+use crate::virtio::vsock::VsockMetrics;
 use crate::vm::request::{ResizeStatus, VmHandle, VmRequest};
 
 const DOC: &str = include_str!("../../../docs/metrics.md");
@@ -81,6 +82,8 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
     let plugs = MemMetrics::default();
     plugs.plug.done(2 << 20, Duration::from_millis(3));
     plugs.failed(FailureReason::PoolFull);
+    let vsock = VsockMetrics::default();
+    vsock.bytes_to_guest_total.add(9);
     let governor: Arc<dyn PressureSource> = Arc::new(FakeGovernor);
     let pmem = PmemMetrics::default();
     pmem.flushes.store(5, Ordering::Relaxed);
@@ -99,6 +102,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
             volume("b", VolumeCounters::Nvdimm(Arc::new(FlushHintMetrics::default()))),
         ],
         plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
+        vsock: Some(Arc::new(vsock)),
     });
     (metrics, pool, governor)
 }
@@ -182,6 +186,7 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_pressure_report_age_seconds{{{vm}}} 1.5"#),
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="not_json"}} 2"#),
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="too_long"}} 0"#),
+        format!(r#"foreshore_vsock_bytes_total{{{vm},direction="to-guest"}} 9"#),
         format!(r#"foreshore_guest_swapped_pages_total{{{vm},direction="out"}} 4"#),
     ] {
         assert!(text.lines().any(|shown| shown == line), "{line}\nis not in\n{text}");
