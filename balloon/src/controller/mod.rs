@@ -3,6 +3,8 @@
 mod progress;
 mod rules;
 mod spread;
+#[cfg(test)]
+mod tests;
 
 use foreshore_proto::{OnlinePolicy, Report, ZoneKind};
 pub use rules::Rules;
@@ -376,6 +378,9 @@ impl Controller {
 
     /// Remembers what a plan that is carried out means for the ones to come.
     fn note(&mut self, plan: &Plan, now: TimeMs) {
+        for (zone, target) in self.zones.iter_mut().zip(&plan.targets) {
+            zone.progress.asked(target.requested_bytes, now);
+        }
         match plan.direction {
             Direction::Hold => {}
             Direction::Shrink => self.shrunk_at = Some(now),

@@ -53,6 +53,14 @@ impl Progress {
         self.plugged_bytes = zone.plugged_bytes;
     }
 
+    /// A plan asks for this.
+    pub fn asked(&mut self, requested_bytes: u64, now: TimeMs) {
+        if requested_bytes != self.requested_bytes {
+            self.requested_bytes = requested_bytes;
+            self.moved = now;
+        }
+    }
+
     /// What to request instead, if the guest has not followed for too long: half of what is missing, so that the
     /// change itself makes the driver try again; at the end, what it has. A shrink is withdrawn at once, because
     /// memory that the guest uses is not worth fighting for, and the next one is smaller.

@@ -1,0 +1,444 @@
+//! The rules above every policy, one by one.
+
+use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, RawReport, Zone};
+
+use super::*;
+use crate::policy::{fixed, psi};
+use crate::{Tier, ZoneSizes};
+
+const DRAM: usize = 0;
+const PM: usize = 1;
+
+/// A VM of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to come, and its loop.
+struct Rig {
+    controller: Controller,
+    host: HostView,
+    raw: RawReport,
+    now: TimeMs,
+}
+
+impl Rig {
+    fn new(policy: Policy) -> Self {
+        let zone = |id, tier, max_mib| ZoneSizes {
+            id: ZoneId(id),
+            tier,
+            guest_numa_node: id,
+            block_bytes: 2 * MIB,
+            floor_bytes: 0,
+            max_bytes: max_mib * MIB,
+            requested_bytes: 0,
+            plugged_bytes: 0,
+        };
+        Rig {
+            controller: Controller::new(policy, Rules::default()).expect("defaults"),
+            host: HostView {
+                zones: vec![zone(0, Tier::Dram, 128), zone(1, Tier::Pm, 1024)],
+                boot_bytes: 384 * MIB,
+                pool_free_bytes: 4096 * MIB,
+            },
+            raw: RawReport {
+                version: PROTOCOL_VERSION,
+                monotonic_ms: 10_000,
+                memory: Memory { total_bytes: 352 * MIB, available_bytes: 280 * MIB, ..Memory::default() },
+                zones: vec![Zone {
+                    kind: ZoneKind::Dma32,
+                    free_pages: 70_000,
+                    high_pages: 750,
+                    managed_pages: 90_000,
+                    ..Zone::default()
+                }],
+                blocks: Blocks { online_policy: OnlinePolicy::OnlineMovable, ..Blocks::default() },
+                ..RawReport::default()
+            },
+            now: TimeMs(10_000),
+        }
+    }
+
+    fn fixed(mib: u64) -> Self {
+        Self::new(Policy::Fixed(fixed::Params { size_bytes: mib * MIB }))
+    }
+
+    fn want(&mut self, mib: u64) {
+        let policy = Policy::Fixed(fixed::Params { size_bytes: mib * MIB });
+        self.controller.set_policy(policy).expect("in range");
+    }
+
+    /// Time passes, and the controller is called without a report. The plan is carried out.
+    fn tick(&mut self, ms: u64) -> Plan {
+        self.now = self.now + ms;
+        let plan = self.controller.step(Event::Tick, &self.host, self.now);
+        self.carry_out(&plan);
+        plan
+    }
+
+    /// Time passes, and the guest reports. The plan is carried out.
+    fn report(&mut self, ms: u64, available_mib: u64) -> Plan {
+        self.now = self.now + ms;
+        self.raw.seq += 1;
+        self.raw.monotonic_ms = self.now.0;
+        self.raw.memory.available_bytes = available_mib * MIB;
+        let report = Report::try_from(self.raw.clone()).expect("sound");
+        let plan = self.controller.step(Event::Report(&report), &self.host, self.now);
+        self.carry_out(&plan);
+        plan
+    }
+
+    fn carry_out(&mut self, plan: &Plan) {
+        if !plan.dry_run {
+            for (zone, target) in self.host.zones.iter_mut().zip(&plan.targets) {
+                assert_eq!(zone.id, target.zone);
+                zone.requested_bytes = target.requested_bytes;
+            }
+        }
+    }
+
+    /// The guest's driver does what it was asked.
+    fn follow(&mut self) {
+        for zone in &mut self.host.zones {
+            zone.plugged_bytes = zone.requested_bytes;
+        }
+    }
+
+    fn requested_mib(&self) -> (u64, u64) {
+        (self.host.zones[DRAM].requested_bytes / MIB, self.host.zones[PM].requested_bytes / MIB)
+    }
+}
+
+#[test]
+fn rule_1_a_grow_goes_to_its_full_target_at_once_dram_first() {
+    let mut rig = Rig::fixed(600);
+    let plan = rig.tick(0);
+    assert_eq!((plan.direction, plan.reason, plan.limited_by), (Direction::Grow, Reason::FixedSize, None));
+    assert_eq!(rig.requested_mib(), (128, 472));
+    let mut rig = Rig::fixed(100);
+    rig.tick(0);
+    assert_eq!(rig.requested_mib(), (100, 0));
+}
+
+#[test]
+fn rule_1_sizes_are_rounded_up_to_blocks() {
+    let mut rig = Rig::new(Policy::default());
+    rig.report(1000, 43);
+    assert!(rig.host.zones.iter().all(|zone| zone.requested_bytes % zone.block_bytes == 0));
+    assert!(rig.host.requested_bytes() > 0);
+}
+
+#[test]
+fn rule_2_a_shrink_waits_goes_in_steps_and_takes_pm_first() {
+    let mut rig = Rig::fixed(400);
+    rig.tick(0);
+    rig.follow();
+    rig.want(0);
+    assert_eq!(rig.tick(4_900).reason, Reason::CoolDown);
+    let mut seen = Vec::new();
+    for _ in 0..4 {
+        let plan = rig.tick(1_000);
+        assert_eq!(plan.direction, Direction::Shrink);
+        rig.follow();
+        seen.push(rig.requested_mib());
+        let left = rig.host.requested_bytes() > 0;
+        let reason = if left { Reason::CoolDown } else { Reason::Enough };
+        assert_eq!(rig.tick(500).reason, reason, "half a second after a step");
+    }
+    assert_eq!(seen, [(128, 144), (128, 16), (16, 0), (0, 0)]);
+}
+
+#[test]
+fn rule_2_the_next_step_waits_for_the_last_one() {
+    let mut rig = Rig::fixed(512);
+    rig.tick(0);
+    rig.follow();
+    rig.want(0);
+    rig.tick(6_000);
+    let plan = rig.tick(2_000);
+    assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::InProgress));
+}
+
+#[test]
+fn rule_2_a_large_guest_shrinks_in_larger_steps() {
+    let mut rig = Rig::fixed(64 << 10);
+    rig.host.zones[PM].max_bytes = 128 << 30;
+    rig.host.pool_free_bytes = 128 << 30;
+    rig.host.boot_bytes = 64 << 30;
+    rig.tick(0);
+    rig.follow();
+    rig.want(0);
+    rig.tick(6_000);
+    assert_eq!(rig.requested_mib().1, (56 << 10) - 128);
+}
+
+#[test]
+fn rule_2_a_shrink_that_had_to_be_undone_doubles_the_cool_down() {
+    let mut rig = Rig::fixed(512);
+    rig.tick(0);
+    rig.follow();
+    rig.want(256);
+    rig.tick(6_000);
+    rig.follow();
+    rig.want(512);
+    rig.tick(1_000);
+    rig.follow();
+    assert_eq!(rig.controller.status().cool_down_ms, 10_000);
+    rig.want(256);
+    assert_eq!(rig.tick(9_000).reason, Reason::CoolDown);
+    assert_eq!(rig.tick(1_500).direction, Direction::Shrink);
+    rig.follow();
+    rig.want(512);
+    rig.tick(61_000);
+    assert_eq!(rig.controller.status().cool_down_ms, 5_000, "forgotten after a minute");
+}
+
+#[test]
+fn rule_3_floors_and_ceilings_hold() {
+    let mut rig = Rig::fixed(4096);
+    assert_eq!(rig.tick(0).limited_by, Some(Reason::AtCeiling));
+    assert_eq!(rig.requested_mib(), (128, 1024));
+    rig.follow();
+    assert_eq!(rig.tick(1_000).reason, Reason::AtCeiling);
+
+    rig.host.zones[PM].floor_bytes = 1000 * MIB;
+    rig.host.zones[DRAM].floor_bytes = 128 * MIB;
+    rig.want(0);
+    assert_eq!(rig.tick(6_000).limited_by, Some(Reason::AtFloor));
+    assert_eq!(rig.requested_mib(), (128, 1000));
+    rig.follow();
+    assert_eq!(rig.tick(6_000).reason, Reason::AtFloor);
+}
+
+#[test]
+fn rule_3_an_empty_pool_limits_pm_and_is_said() {
+    let mut rig = Rig::fixed(1152);
+    rig.host.pool_free_bytes = 101 * MIB;
+    assert_eq!(rig.tick(0).limited_by, Some(Reason::PoolEmpty));
+    assert_eq!(rig.requested_mib(), (128, 100));
+    // What is requested and not plugged will still be taken from the pool.
+    assert_eq!(rig.tick(1_000).reason, Reason::PoolEmpty);
+    assert_eq!(rig.requested_mib(), (128, 100));
+}
+
+#[test]
+fn rule_3_memory_that_would_not_come_back_is_lent_sparingly() {
+    let mut rig = Rig::new(Policy::default());
+    rig.raw.blocks.online_policy = OnlinePolicy::Online;
+    rig.raw.memory.total_bytes = 352 * MIB;
+    let plan = rig.report(1000, 0);
+    assert_eq!(rig.requested_mib(), (32, 56));
+    assert_eq!(plan.reason, Reason::LowAvailable);
+    rig.follow();
+    rig.raw.memory.total_bytes += 88 * MIB;
+    rig.raw.memory.available_bytes = 0;
+    for _ in 0..9 {
+        rig.report(1000, 0);
+        rig.follow();
+    }
+    assert_eq!(rig.requested_mib(), (32, 256), "a quarter of each");
+    assert_eq!(rig.report(1000, 0).reason, Reason::OnlinePolicy);
+}
+
+#[test]
+fn rule_4_a_grow_is_cut_to_what_free_dram_carries() {
+    let mut rig = Rig::new(Policy::default());
+    // 8 MiB over the high watermark, half of which is two sections' descriptors.
+    rig.raw.zones[0].free_pages = 750 + 2048;
+    rig.raw.memory.total_bytes = 800 * MIB;
+    let plan = rig.report(1000, 1);
+    assert_eq!((plan.direction, plan.limited_by), (Direction::Grow, None));
+    let mut rig = Rig::new(Policy::default());
+    rig.raw.zones[0].free_pages = 750 + 2048;
+    rig.host.zones[DRAM].max_bytes = 0;
+    rig.raw.memory.total_bytes = 4000 * MIB;
+    let plan = rig.report(1000, 1);
+    assert_eq!((plan.direction, plan.limited_by), (Direction::Grow, Some(Reason::Descriptors)));
+    assert_eq!(rig.requested_mib(), (0, 256));
+    assert_eq!(rig.report(50, 1).reason, Reason::Descriptors, "until they are online");
+    rig.follow();
+    assert_eq!(rig.report(50, 1).direction, Direction::Grow);
+}
+
+#[test]
+fn rule_4_one_section_is_always_allowed_and_movable_memory_carries_nothing() {
+    let mut rig = Rig::new(Policy::default());
+    rig.raw.zones[0].free_pages = 0;
+    let movable =
+        Zone { kind: ZoneKind::Movable, free_pages: 60_000, managed_pages: 60_000, ..Zone::default() };
+    rig.raw.zones.push(movable);
+    rig.raw.memory.total_bytes = 4000 * MIB;
+    rig.report(1000, 1);
+    assert_eq!(rig.requested_mib(), (128, 0));
+}
+
+#[test]
+fn rule_5_a_guest_without_a_driver_is_asked_for_less_and_less_and_then_left_alone() {
+    let mut rig = Rig::fixed(64);
+    rig.tick(0);
+    let mut seen = Vec::new();
+    for _ in 0..60 {
+        let plan = rig.tick(1_000);
+        if plan.reason == Reason::NoProgress {
+            seen.push(rig.requested_mib());
+        }
+    }
+    // DRAM is tried with less; what it does not take is asked of PM, with which it is the same.
+    assert!(seen.len() > 10, "{seen:?}");
+    assert!(seen.iter().any(|(dram, _)| *dram == 32) && seen.iter().any(|(dram, _)| *dram == 0), "{seen:?}");
+    assert!(seen.iter().any(|(_, pm)| *pm > 0), "{seen:?}");
+    assert!(rig.host.requested_bytes() <= 64 * MIB + 4 * MIB);
+}
+
+#[test]
+fn rule_5_progress_makes_whole_again() {
+    let mut rig = Rig::fixed(64);
+    rig.tick(0);
+    assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
+    assert_eq!(rig.requested_mib().0, 32);
+    rig.host.zones[DRAM].plugged_bytes = 32 * MIB;
+    rig.tick(100);
+    assert_eq!(rig.requested_mib(), (64, 0));
+}
+
+#[test]
+fn rule_5_slow_progress_is_progress() {
+    let mut rig = Rig::fixed(64);
+    rig.tick(0);
+    for step in 1..=32 {
+        rig.host.zones[DRAM].plugged_bytes = step * 2 * MIB;
+        assert_ne!(rig.tick(4_900).reason, Reason::NoProgress);
+    }
+}
+
+#[test]
+fn rule_5_a_shrink_that_the_guest_refuses_is_withdrawn_and_dram_is_not_taken_instead() {
+    let mut rig = Rig::fixed(400);
+    rig.tick(0);
+    rig.follow();
+    rig.want(0);
+    rig.tick(6_000);
+    assert_eq!(rig.requested_mib(), (128, 144));
+    assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
+    assert_eq!(rig.requested_mib(), (128, 272), "withdrawn");
+    assert_eq!(rig.tick(2_000).reason, Reason::NoProgress, "left alone for a while");
+    let plan = rig.tick(3_500);
+    assert_eq!(plan.direction, Direction::Shrink);
+    assert_eq!(rig.requested_mib(), (128, 208), "half as much");
+}
+
+#[test]
+fn rule_6_lost_reports_of_a_guest_that_was_well_hold() {
+    let mut rig = Rig::new(Policy::default());
+    rig.report(1000, 280);
+    assert_eq!(rig.tick(2_000).reason, Reason::Quiet);
+    for _ in 0..20 {
+        let plan = rig.tick(1_000);
+        assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::ReportsLost));
+    }
+}
+
+#[test]
+fn rule_6_lost_reports_of_a_guest_that_was_short_grow_a_few_times_and_then_hold() {
+    let mut rig = Rig::new(Policy::default());
+    rig.report(1000, 30);
+    rig.follow();
+    let mut grown = Vec::new();
+    for _ in 0..60 {
+        let before = rig.host.requested_bytes();
+        let plan = rig.tick(1_000);
+        rig.follow();
+        assert!(matches!(plan.reason, Reason::Quiet | Reason::ReportsLost));
+        if plan.direction == Direction::Grow {
+            grown.push((rig.host.requested_bytes() - before) / MIB);
+        }
+    }
+    assert_eq!(grown, [64, 128, 256, 512]);
+    assert_eq!(rig.report(100, 280).direction, Direction::Hold, "a report ends it");
+}
+
+#[test]
+fn rule_6_a_guest_that_never_reported_is_left_alone() {
+    let mut rig = Rig::new(Policy::default());
+    for _ in 0..20 {
+        assert_eq!(rig.tick(1_000).reason, Reason::NoReport);
+    }
+}
+
+#[test]
+fn rule_7_a_zone_sized_by_hand_is_left_alone_until_resumed() {
+    let mut rig = Rig::fixed(600);
+    rig.host.zones[PM].requested_bytes = 30 * MIB;
+    rig.controller.pin(ZoneId(1), &rig.host, rig.now);
+    assert_eq!(rig.tick(0).limited_by, Some(Reason::AtCeiling));
+    assert_eq!(rig.requested_mib(), (128, 30));
+    rig.controller.pin(ZoneId(0), &rig.host, rig.now);
+    assert_eq!(rig.tick(0).reason, Reason::Pinned);
+    assert_eq!(rig.controller.status().pinned, [ZoneId(0), ZoneId(1)]);
+    rig.controller.resume(Some(ZoneId(1)));
+    rig.tick(0);
+    assert_eq!(rig.requested_mib(), (128, 472));
+}
+
+#[test]
+fn rule_8_a_dry_run_decides_and_starts_no_cool_down() {
+    let mut rig = Rig::fixed(600);
+    rig.controller.set_dry_run(true);
+    for _ in 0..3 {
+        let plan = rig.tick(100);
+        assert!(plan.dry_run);
+        assert_eq!((plan.direction, plan.requested_bytes()), (Direction::Grow, 600 * MIB));
+    }
+    assert_eq!(rig.requested_mib(), (0, 0));
+    rig.controller.set_dry_run(false);
+    rig.tick(100);
+    assert_eq!(rig.requested_mib(), (128, 472));
+}
+
+#[test]
+fn a_paused_loop_holds_and_goes_on() {
+    let mut rig = Rig::fixed(600);
+    rig.controller.pause();
+    assert_eq!(rig.tick(0).reason, Reason::Paused);
+    rig.controller.resume(None);
+    assert_eq!(rig.tick(0).direction, Direction::Grow);
+}
+
+#[test]
+fn off_changes_nothing_whatever_is_reported() {
+    let mut rig = Rig::new(Policy::Off);
+    let plan = rig.report(1000, 0);
+    assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::Off));
+    assert_eq!(plan.changes(&rig.host).count(), 0);
+}
+
+#[test]
+fn pressure_takes_back_a_shrink_that_the_guest_has_not_followed() {
+    let mut rig = Rig::fixed(512);
+    rig.tick(0);
+    rig.follow();
+    rig.want(0);
+    rig.tick(6_000);
+    assert_eq!(rig.requested_mib(), (128, 256));
+    // What is still plugged is there at once, before more DRAM could be.
+    rig.host.zones[DRAM].max_bytes = 256 * MIB;
+    rig.want(500);
+    rig.tick(100);
+    assert_eq!(rig.requested_mib(), (128, 372));
+}
+
+#[test]
+fn a_guest_that_restarts_is_a_new_one() {
+    let mut rig = Rig::new(Policy::default());
+    rig.report(1000, 10);
+    rig.controller.guest_restarted();
+    rig.host.zones.iter_mut().for_each(|zone| (zone.requested_bytes, zone.plugged_bytes) = (0, 0));
+    assert_eq!(rig.tick(60_000).reason, Reason::NoReport);
+}
+
+#[test]
+fn parameters_out_of_range_leave_the_old_ones() {
+    let mut rig = Rig::new(Policy::default());
+    let wrong = Rules { cool_down_ms: 0, ..Rules::default() };
+    let error = rig.controller.set_rules(wrong).expect_err("too short");
+    assert_eq!(error.to_string(), "cool_down is 0, must be 100 to 86400000");
+    assert_eq!(rig.controller.rules(), &Rules::default());
+    let wrong = Policy::Psi(psi::Params { headroom_permille: 0, ..psi::Params::default() });
+    assert!(rig.controller.set_policy(wrong).is_err());
+    assert_eq!(rig.controller.policy(), &Policy::default());
+}
