@@ -12,9 +12,10 @@ use foreshore_proto::{
 };
 use thiserror::Error;
 
-use crate::blocks::BlockReader;
+use crate::blocks::{BlockReader, BlockWatch};
 use crate::pace::Pace;
 use crate::proc::{Proc, ProcError, Trigger};
+use crate::reserve::Reserve;
 use crate::{kernel, sys};
 
 /// First and longest wait before another attempt to connect.
@@ -56,23 +57,29 @@ pub enum SessionError {
 #[derive(Debug)]
 pub struct Agent {
     proc: Proc,
-    blocks: BlockReader,
+    blocks: Option<BlockWatch>,
+    /// Have the thread take charge of blocks with its next request.
+    take_charge: bool,
     trigger: Option<Trigger>,
+    reserve: Option<Reserve>,
     report: RawReport,
-    /// Blocks that could not be onlined, and about which that has been said.
-    failed_blocks: u64,
 }
 
 impl Agent {
     /// Opens what reports are made of. Of the two arguments one is /proc and the other
     /// /sys/devices/system/memory.
     pub fn open(proc_root: &Path, memory_root: &Path) -> Result<Self, ProcError> {
+        let mut blocks = BlockReader::new(memory_root);
+        blocks.read(0, sys::monotonic_ms);
+        let report =
+            RawReport { version: PROTOCOL_VERSION, blocks: blocks.seen().clone(), ..RawReport::default() };
         Ok(Agent {
             proc: Proc::open(proc_root)?,
-            blocks: BlockReader::new(memory_root),
+            blocks: None,
+            take_charge: false,
             trigger: None,
-            report: RawReport { version: PROTOCOL_VERSION, ..RawReport::default() },
-            failed_blocks: 0,
+            reserve: None,
+            report,
         })
     }
 
@@ -82,32 +89,39 @@ impl Agent {
         Ok(())
     }
 
-    /// Sees to it that plugged memory comes online movable.
-    pub fn take_charge_of_blocks(&mut self) -> io::Result<()> {
-        self.blocks.take_charge()
+    /// Watches memory blocks from now on, and sees to it that plugged memory comes online movable.
+    pub fn watch_blocks(&mut self, memory_root: &Path) -> io::Result<()> {
+        self.blocks = Some(BlockWatch::start(BlockReader::new(memory_root), sys::monotonic_ms)?);
+        self.take_charge = true;
+        Ok(())
+    }
+
+    /// Keeps some DRAM for the kernel's own needs from now on.
+    pub fn keep_reserve(&mut self, sysctl_root: &Path) -> io::Result<()> {
+        self.reserve = Some(Reserve::open(sysctl_root)?);
+        Ok(())
     }
 
     /// One report.
     pub fn take_report(&mut self, cause: Cause) -> Result<&RawReport, ProcError> {
         self.proc.fill(&mut self.report)?;
-        let now_ms = sys::monotonic_ms();
-        let total_bytes = self.report.memory.total_bytes;
-        if self.blocks.is_due(total_bytes, now_ms) {
-            self.read_blocks(total_bytes);
+        self.take_blocks();
+        if let Some(Err(error)) = self.reserve.as_mut().map(|reserve| reserve.adapt(&self.report.zones)) {
+            eprintln!("foreshore-agent: Cannot set vm.lowmem_reserve_ratio: {error}");
+            self.reserve = None;
         }
         self.report.cause = cause;
-        self.report.monotonic_ms = now_ms;
+        self.report.monotonic_ms = sys::monotonic_ms();
         self.report.seq = self.report.seq.saturating_add(1);
         Ok(&self.report)
     }
 
-    fn read_blocks(&mut self, total_bytes: u64) {
-        let onlined = self.blocks.read(total_bytes, sys::monotonic_ms);
-        if onlined.failed > self.failed_blocks {
-            eprintln!("foreshore-agent: {} memory blocks did not come online", onlined.failed);
+    fn take_blocks(&mut self) {
+        let Some(watch) = &mut self.blocks else { return };
+        let total_bytes = self.report.memory.total_bytes;
+        if let Some(blocks) = watch.poll(total_bytes, sys::monotonic_ms(), &mut self.take_charge) {
+            self.report.blocks = blocks;
         }
-        self.failed_blocks = onlined.failed;
-        self.report.blocks.clone_from(self.blocks.seen());
     }
 
     /// Reports until the end of time.
@@ -262,7 +276,6 @@ impl<'a> Session<'a> {
         let mut buffer = [0; 2048];
         let count = sys::receive(self.socket.as_fd(), &mut buffer)?.ok_or(SessionError::Closed)?;
         let mut input = &buffer[..count];
-        let mut online_blocks = false;
         while let Some(next) = self.lines.next(&mut input) {
             let message = match next {
                 NextLine::Line(line) => decode_vmm_message(line),
@@ -270,21 +283,10 @@ impl<'a> Session<'a> {
             };
             match message {
                 Ok(VmmMessage::Settings(settings)) => self.pace.set(settings),
-                Ok(VmmMessage::OnlineBlocks { .. }) => online_blocks = true,
+                Ok(VmmMessage::OnlineBlocks { .. }) => self.agent.take_charge = true,
                 Err(refusal) => eprintln!("foreshore-agent: The VMM sent what is refused: {refusal}"),
             }
         }
-        if online_blocks {
-            self.online_blocks();
-        }
         Ok(())
-    }
-
-    fn online_blocks(&mut self) {
-        if let Err(error) = self.agent.take_charge_of_blocks() {
-            eprintln!("foreshore-agent: Cannot set auto_online_blocks: {error}");
-        }
-        let total_bytes = self.agent.report.memory.total_bytes;
-        self.agent.read_blocks(total_bytes);
     }
 }

@@ -1,11 +1,14 @@
 //! /sys/devices/system/memory: the states of memory blocks, and the policy by which they come online.
 //!
 //! A block has a directory of its own, so a guest with a terabyte has eight thousand of them: they are read when
-//! the total has changed, and then at most so often that it costs a twentieth of the time.
+//! the total has changed, and then at most so often that it costs a twentieth of the time. And writing to one waits
+//! for as long as the kernel is plugging, which is just when reports matter most: so a thread of its own does both.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread;
 
 use foreshore_proto::{Blocks, NodeBlocks, OnlinePolicy};
 
@@ -28,6 +31,8 @@ pub struct BlockReader {
     /// Whether blocks that are offline are onlined.
     in_charge: bool,
     seen: Blocks,
+    /// Blocks that were offline at the last reading. The kernel may have been about to online them.
+    offline: Vec<u32>,
     total_bytes: u64,
     /// When they were read, and when to read them again at the earliest.
     read_ms: Option<u64>,
@@ -50,6 +55,7 @@ impl BlockReader {
             root: root.to_owned(),
             in_charge: false,
             seen: Blocks::default(),
+            offline: Vec::new(),
             total_bytes: 0,
             read_ms: None,
             not_before_ms: 0,
@@ -83,7 +89,7 @@ impl BlockReader {
         now_ms >= self.not_before_ms && (aged || total_bytes != self.total_bytes)
     }
 
-    /// Reads them again, and onlines what is offline if in charge. `clock` gives the time before and after.
+    /// Reads them again, and onlines, if in charge, what has been offline since the last time. `clock` gives the time before and after.
     pub fn read(&mut self, total_bytes: u64, clock: impl Fn() -> u64) -> Onlined {
         let start_ms = clock();
         let mut onlined = Onlined::default();
@@ -96,7 +102,7 @@ impl BlockReader {
         onlined
     }
 
-    fn scan(&self, onlined: &mut Onlined) -> Blocks {
+    fn scan(&mut self, onlined: &mut Onlined) -> Blocks {
         let text = |name: &str| fs::read_to_string(self.root.join(name)).unwrap_or_default();
         let online_policy = match text("auto_online_blocks").trim() {
             "offline" => OnlinePolicy::Offline,
@@ -107,9 +113,14 @@ impl BlockReader {
         };
         let block_bytes = u64::from_str_radix(text("block_size_bytes").trim(), 16).unwrap_or(0);
         let mut nodes: Vec<NodeBlocks> = Vec::new();
+        let was_offline = std::mem::take(&mut self.offline);
         let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
-        for entry in entries.filter(|entry| is_numbered(&entry.file_name(), "memory").is_some()) {
-            let Some(block) = Block::read(&entry.path(), self.in_charge, onlined) else { continue };
+        for (number, path) in entries.filter_map(|e| Some((numbered(&e.file_name(), "memory")?, e.path()))) {
+            let online_it = self.in_charge && was_offline.contains(&number);
+            let Some(block) = Block::read(&path, online_it, onlined) else { continue };
+            if !block.online {
+                self.offline.push(number);
+            }
             let node = match nodes.iter_mut().find(|node| node.node == block.node) {
                 Some(node) => node,
                 None => nodes.push_mut(NodeBlocks { node: block.node, ..NodeBlocks::default() }),
@@ -135,11 +146,11 @@ struct Block {
 
 impl Block {
     /// Reads a block's directory; `None` if it goes away meanwhile.
-    fn read(path: &Path, in_charge: bool, onlined: &mut Onlined) -> Option<Self> {
+    fn read(path: &Path, online_it: bool, onlined: &mut Onlined) -> Option<Self> {
         let state_path = path.join("state");
         let state = fs::read_to_string(&state_path).ok()?;
         let mut online = state.trim() == "online";
-        if in_charge && state.trim() == "offline" {
+        if online_it && state.trim() == "offline" {
             online = fs::write(&state_path, WANTED_POLICY).is_ok();
             *(if online { &mut onlined.count } else { &mut onlined.failed }) += 1;
         }
@@ -147,14 +158,93 @@ impl Block {
         let zones = fs::read_to_string(path.join("valid_zones")).unwrap_or_default();
         let movable = zones.split_whitespace().next() == Some("Movable");
         let mut entries = fs::read_dir(path).ok()?.flatten();
-        let node = entries.find_map(|entry| is_numbered(&entry.file_name(), "node")).unwrap_or(0);
+        let node = entries.find_map(|entry| numbered(&entry.file_name(), "node")).unwrap_or(0);
         Some(Block { node, online, movable })
     }
 }
 
 /// The number in a name such as `memory12`.
-fn is_numbered(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> {
+fn numbered(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> {
     name.to_str()?.strip_prefix(prefix)?.parse().ok()
+}
+
+/// While the total stays, the thread is asked at most so often whether a reading is due.
+const MIN_ASK_MS: u64 = 500;
+
+/// The thread's stack. All of it is locked, so it is no larger than it needs to be.
+const STACK_BYTES: usize = 64 * 1024;
+
+/// A [`BlockReader`] in a thread of its own.
+#[derive(Debug)]
+pub struct BlockWatch {
+    requests: SyncSender<Request>,
+    answers: Receiver<Answer>,
+    busy: bool,
+    asked_ms: u64,
+    asked_bytes: u64,
+}
+
+/// What the thread is to do: read, if that is due.
+#[derive(Clone, Copy, Debug)]
+struct Request {
+    total_bytes: u64,
+    /// Take charge first, and read in any case.
+    take_charge: bool,
+}
+
+/// What came of it, if anything.
+type Answer = Option<Blocks>;
+
+impl BlockWatch {
+    /// Starts the thread. `clock` gives the time.
+    pub fn start(mut reader: BlockReader, clock: fn() -> u64) -> io::Result<Self> {
+        let (requests, inbox) = sync_channel::<Request>(1);
+        let (outbox, answers) = sync_channel::<Answer>(1);
+        let mut failed = 0;
+        let work = move || {
+            while let Ok(request) = inbox.recv() {
+                let answer = reader.serve(request, clock, &mut failed);
+                if outbox.send(answer).is_err() {
+                    break;
+                }
+            }
+        };
+        thread::Builder::new().name("blocks".into()).stack_size(STACK_BYTES).spawn(work)?;
+        Ok(BlockWatch { requests, answers, busy: false, asked_ms: 0, asked_bytes: 0 })
+    }
+
+    /// Has them read again if that may be due, and returns what a reading has found since the last call. Never
+    /// waits. Clears `take_charge` when it has been passed on.
+    pub fn poll(&mut self, total_bytes: u64, now_ms: u64, take_charge: &mut bool) -> Option<Blocks> {
+        let answer = self.answers.try_recv().ok();
+        self.busy &= answer.is_none();
+        let rested = now_ms.saturating_sub(self.asked_ms) >= MIN_ASK_MS;
+        if !self.busy && (rested || *take_charge || total_bytes != self.asked_bytes) {
+            let request = Request { total_bytes, take_charge: *take_charge };
+            self.busy = self.requests.try_send(request).is_ok();
+            *take_charge &= !self.busy;
+            (self.asked_ms, self.asked_bytes) = (now_ms, total_bytes);
+        }
+        answer.flatten()
+    }
+}
+
+impl BlockReader {
+    fn serve(&mut self, request: Request, clock: fn() -> u64, failed: &mut u64) -> Answer {
+        if request.take_charge {
+            if let Err(error) = self.take_charge() {
+                eprintln!("foreshore-agent: Cannot set auto_online_blocks: {error}");
+            }
+        } else if !self.is_due(request.total_bytes, clock()) {
+            return None;
+        }
+        let onlined = self.read(request.total_bytes, clock);
+        if onlined.failed > *failed {
+            eprintln!("foreshore-agent: {} memory blocks do not come online", onlined.failed);
+        }
+        *failed = onlined.failed;
+        Some(self.seen().clone())
+    }
 }
 
 #[cfg(test)]
@@ -207,6 +297,8 @@ mod tests {
         assert_eq!(reader.read(1, || 0), Onlined::default(), "not in charge yet");
         assert_eq!(reader.seen().nodes, [node(1, 0, 2, 0)]);
         reader.take_charge().expect("writes");
+        reader.offline.clear();
+        assert_eq!(reader.read(1, || 0), Onlined::default(), "the kernel may be about to");
         assert_eq!(reader.read(1, || 0), Onlined { count: 1, failed: 0 });
         let state = fs::read_to_string(dir.path().join("memory32/state")).expect("read");
         assert_eq!(state, "online_movable");
@@ -243,6 +335,23 @@ mod tests {
         let mut reader = BlockReader::new(dir.path());
         reader.read(1, || 1_000);
         assert!(reader.is_due(1, 2_000));
+    }
+
+    #[test]
+    fn the_thread_reads_when_it_is_due_and_answers_once() {
+        let dir = sysfs("online_movable", &[(0, 0, "online", "Normal")]);
+        let mut watch = BlockWatch::start(BlockReader::new(dir.path()), || 1_000).expect("starts");
+        let mut take_charge = true;
+        let blocks =
+            (0..).find_map(|_| watch.poll(7, 0, &mut take_charge)).expect("polls until it has answered");
+        assert_eq!(blocks.nodes, [node(0, 1, 0, 0)]);
+        assert!(!take_charge, "passed on");
+        assert!(!watch.busy);
+        assert_eq!(watch.poll(7, 499, &mut take_charge), None);
+        assert!(!watch.busy, "nothing has moved");
+        watch.poll(7, 500, &mut take_charge);
+        assert!(watch.busy);
+        assert_eq!(watch.answers.recv(), Ok(None), "it was not due");
     }
 
     #[test]

@@ -7,6 +7,7 @@ mod kernel;
 mod pace;
 mod parse;
 mod proc;
+mod reserve;
 mod sys;
 
 use std::fs;
@@ -21,6 +22,7 @@ use crate::args::Command;
 
 const PROC: &str = "/proc";
 const MEMORY: &str = "/sys/devices/system/memory";
+const SYSCTL_VM: &str = "/proc/sys/vm";
 
 fn main() -> anyhow::Result<()> {
     match args::parse(std::env::args().skip(1))? {
@@ -46,7 +48,8 @@ fn run(cid: u32, port: u32) -> anyhow::Result<()> {
     // None of these is worth dying for: without them the agent still reports, only less reliably.
     try_to("protect itself from the OOM killer", fs::write("/proc/self/oom_score_adj", "-1000"));
     try_to("raise its priority", sys::raise_priority());
-    try_to("set auto_online_blocks", agent.take_charge_of_blocks());
+    try_to("watch memory blocks", agent.watch_blocks(Path::new(MEMORY)));
+    try_to("keep memory for the kernel", agent.keep_reserve(Path::new(SYSCTL_VM)));
     try_to("register a pressure trigger", agent.arm_trigger(Path::new(PROC)));
     try_to("lock its memory", sys::lock_memory());
     agent.run(cid, port)
