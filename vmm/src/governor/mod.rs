@@ -1,1 +1,67 @@
-//! The loop that feeds reports to a policy and carries its plans out.
+//! The governor: the loop that feeds reports to a policy and carries its plans out.
+//!
+//! ```text
+//!   agent ── lines ──► agent::serve ─┐
+//!   virtio-mem ── plugged changed ───┼──► Core ── requests ──► ZoneDevice
+//!   clock ── once a second ──────────┘     │
+//!                                          └── settings ──► agent
+//! ```
+//!
+//! What is decided is `balloon`'s; here is the I/O around it. [`core::Core`] has no clock and no socket: everything
+//! that happens to it is a call with a time, so that it is tested without either. [`task`] has both.
+
+mod agent;
+pub mod core;
+mod episode;
+mod progress;
+pub mod task;
+
+use std::sync::Arc;
+
+use balloon::Tier;
+
+/// The hotplug part of a zone as the governor acts on it.
+pub trait ZoneDevice: Send + Sync {
+    /// Its sizes now.
+    fn sizes(&self) -> DeviceSizes;
+
+    /// Asks the guest to have `size_bytes` plugged: a multiple of the block size, at most the region's. The
+    /// guest is told by a configuration change; it follows when it can.
+    fn request(&self, size_bytes: u64);
+
+    /// Tells the guest again what is requested: a driver that waits for its next try makes it at once.
+    fn remind(&self);
+}
+
+/// Sizes of a zone's virtio-mem device, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceSizes {
+    /// The unit in which memory is plugged.
+    pub block_bytes: u64,
+    /// The most that can be plugged.
+    pub region_bytes: u64,
+    /// What the guest is asked to have plugged.
+    pub requested_bytes: u64,
+    /// What it has plugged.
+    pub plugged_bytes: u64,
+    /// Whether the guest's driver is up.
+    pub driver_ready: bool,
+}
+
+/// A zone that the governor sizes.
+#[derive(Clone)]
+pub struct GovernedZone {
+    /// `dram` or `pm`.
+    pub id: String,
+    /// Where its memory comes from.
+    pub tier: Tier,
+    /// Its node in the guest.
+    pub guest_numa_node: u32,
+    /// Memory of that node that the guest booted with.
+    pub boot_bytes: u64,
+    /// Its device.
+    pub device: Arc<dyn ZoneDevice>,
+}
+
+/// Tells how much a pool can still lend.
+pub type PoolFree = Arc<dyn Fn() -> u64 + Send + Sync>;

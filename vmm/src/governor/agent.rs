@@ -1,0 +1,83 @@
+//! One connection of the agent: lines in, settings out.
+
+use std::io;
+
+use balloon::proto::{LineReader, NextLine, Settings, VmmMessage, encode_line};
+use parking_lot::Mutex;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::time::Instant;
+
+use super::core::Core;
+use super::task::Clock;
+
+/// Bytes taken from the socket at a time.
+const READ_BYTES: usize = 8192;
+/// Lines that one connection may send in a second; what is more waits in the guest, and costs the host nothing.
+const MAX_LINES_PER_SECOND: u32 = 200;
+
+/// Serves one connection until it ends.
+pub async fn serve(mut stream: UnixStream, core: &Mutex<Core>, clock: Clock) -> io::Result<()> {
+    let mut reader = LineReader::new();
+    let mut buffer = vec![0; READ_BYTES];
+    let mut sent = None;
+    let mut budget = LineBudget::new();
+    send_settings(&mut stream, core, &mut sent).await?;
+    loop {
+        let len = stream.read(&mut buffer).await?;
+        if len == 0 {
+            return Ok(());
+        }
+        let mut input = &buffer[..len];
+        while let Some(next) = reader.next(&mut input) {
+            budget.spend().await;
+            let line = match next {
+                NextLine::Line(line) => Ok(line),
+                NextLine::Refused(refusal) => Err(refusal),
+            };
+            core.lock().line(line, clock.now());
+        }
+        send_settings(&mut stream, core, &mut sent).await?;
+    }
+}
+
+/// Tells the agent how to report, if that has changed.
+async fn send_settings(
+    stream: &mut UnixStream,
+    core: &Mutex<Core>,
+    sent: &mut Option<Settings>,
+) -> io::Result<()> {
+    let settings = core.lock().settings();
+    if *sent == Some(settings) {
+        return Ok(());
+    }
+    let mut line = Vec::new();
+    encode_line(&VmmMessage::Settings(settings), &mut line);
+    stream.write_all(&line).await?;
+    *sent = Some(settings);
+    Ok(())
+}
+
+/// A bound on the work that an agent can cause.
+struct LineBudget {
+    second: Instant,
+    left: u32,
+}
+
+impl LineBudget {
+    fn new() -> Self {
+        Self { second: Instant::now(), left: MAX_LINES_PER_SECOND }
+    }
+
+    /// Waits until the next second when this one's lines are used up.
+    async fn spend(&mut self) {
+        let second = std::time::Duration::from_secs(1);
+        if self.second.elapsed() >= second {
+            *self = Self::new();
+        } else if self.left == 0 {
+            tokio::time::sleep_until(self.second + second).await;
+            *self = Self::new();
+        }
+        self.left -= 1;
+    }
+}

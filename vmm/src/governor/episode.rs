@@ -1,0 +1,81 @@
+//! How long a guest that was short waited for its memory: pure.
+//!
+//! An episode begins with the first report that leads to a grow, takes in every grow that follows before it ends,
+//! and ends with the first report in which the guest's own total has grown by what was asked.
+
+use balloon::TimeMs;
+
+/// A guest's total may stay so much below what was plugged: Linux counts blocks that it reserves for itself.
+const TOLERANCE_PERCENT: u64 = 2;
+
+/// A span of growth.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Episode {
+    running: Option<Running>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Running {
+    started: TimeMs,
+    /// The guest's total in bytes when it started.
+    from_bytes: u64,
+    grown_bytes: u64,
+}
+
+/// An episode that has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ended {
+    /// From the first report to the memory being online.
+    pub took_ms: u64,
+    /// By how much the guest was asked to grow.
+    pub grown_bytes: u64,
+}
+
+impl Episode {
+    /// The guest, whose total is `total_bytes`, was asked for `bytes` more.
+    pub fn grown(&mut self, bytes: u64, total_bytes: u64, now: TimeMs) {
+        let start = Running { started: now, from_bytes: total_bytes, grown_bytes: 0 };
+        self.running.get_or_insert(start).grown_bytes += bytes;
+    }
+
+    /// The guest was asked for less again: what it has not got it will not get.
+    pub fn abandoned(&mut self) {
+        self.running = None;
+    }
+
+    /// The guest reports a total of `total_bytes`.
+    pub fn reported(&mut self, total_bytes: u64, now: TimeMs) -> Option<Ended> {
+        let running = self.running?;
+        let need = running.grown_bytes - running.grown_bytes / 100 * TOLERANCE_PERCENT;
+        if total_bytes.saturating_sub(running.from_bytes) < need {
+            return None;
+        }
+        self.running = None;
+        Some(Ended { took_ms: now.since(running.started), grown_bytes: running.grown_bytes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_episode_lasts_from_its_first_grow_to_all_of_it_being_online() {
+        let mut episode = Episode::default();
+        assert_eq!(episode.reported(1000, TimeMs(5)), None);
+        episode.grown(500, 1000, TimeMs(10));
+        assert_eq!(episode.reported(1400, TimeMs(20)), None);
+        episode.grown(500, 1400, TimeMs(20));
+        assert_eq!(episode.reported(1900, TimeMs(30)), None);
+        assert_eq!(episode.reported(1990, TimeMs(40)), Some(Ended { took_ms: 30, grown_bytes: 1000 }));
+        assert_eq!(episode.reported(1990, TimeMs(50)), None);
+    }
+
+    #[test]
+    fn a_guest_that_is_asked_for_less_ends_nothing() {
+        let mut episode = Episode::default();
+        episode.grown(500, 1000, TimeMs(10));
+        episode.abandoned();
+        assert_eq!(episode.reported(9000, TimeMs(20)), None);
+    }
+}

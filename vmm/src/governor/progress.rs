@@ -1,0 +1,118 @@
+//! How a resize of one zone goes: pure.
+
+use balloon::TimeMs;
+
+use super::DeviceSizes;
+use crate::vm::request::ResizeStatus;
+
+/// Without progress for this long, a resize is stuck, and the guest is reminded.
+pub const PATIENCE_MS: u64 = 5_000;
+
+/// What has been seen of a zone.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    sizes: DeviceSizes,
+    /// When a size changed last, or the guest was asked for something new.
+    changed_at: TimeMs,
+    reminded_at: TimeMs,
+}
+
+impl Progress {
+    /// A zone as it is first seen.
+    pub fn new(sizes: DeviceSizes, now: TimeMs) -> Self {
+        Self { sizes, changed_at: now, reminded_at: now }
+    }
+
+    /// Takes the zone's present sizes. True when the resize has just ended: plugged is what was requested.
+    pub fn observe(&mut self, sizes: DeviceSizes, now: TimeMs) -> bool {
+        if sizes == self.sizes {
+            return false;
+        }
+        let was_pending = self.sizes.plugged_bytes != self.sizes.requested_bytes;
+        self.sizes = sizes;
+        self.changed_at = now;
+        was_pending && sizes.plugged_bytes == sizes.requested_bytes
+    }
+
+    /// Whether the guest is to be reminded now: once for each span of patience without progress.
+    pub fn remind(&mut self, now: TimeMs) -> bool {
+        let due = self.is_late(now) && now.since(self.reminded_at) >= PATIENCE_MS && self.sizes.driver_ready;
+        if due {
+            self.reminded_at = now;
+        }
+        due
+    }
+
+    fn is_late(&self, now: TimeMs) -> bool {
+        self.sizes.plugged_bytes != self.sizes.requested_bytes && now.since(self.changed_at) >= PATIENCE_MS
+    }
+
+    /// How the resize goes; `offline_bytes` is what the agent last said of the zone's node.
+    pub fn status(&self, offline_bytes: u64, now: TimeMs) -> ResizeStatus {
+        let DeviceSizes { requested_bytes, plugged_bytes, driver_ready, .. } = self.sizes;
+        if plugged_bytes == requested_bytes {
+            return ResizeStatus::Reached;
+        }
+        if !self.is_late(now) {
+            return ResizeStatus::Pending;
+        }
+        if !driver_ready {
+            return ResizeStatus::NoDriver;
+        }
+        ResizeStatus::Stuck(if plugged_bytes > requested_bytes {
+            "the guest holds pages in these blocks that it cannot move".to_owned()
+        } else if offline_bytes > 0 {
+            format!("the guest has {offline_bytes} bytes plugged that nobody has onlined")
+        } else {
+            "the guest does not plug more: it lacks memory for page descriptors, or the pool is full"
+                .to_owned()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(requested_bytes: u64, plugged_bytes: u64, driver_ready: bool) -> DeviceSizes {
+        DeviceSizes { block_bytes: 2, region_bytes: 100, requested_bytes, plugged_bytes, driver_ready }
+    }
+
+    #[test]
+    fn a_resize_is_pending_as_long_as_it_moves() {
+        let mut progress = Progress::new(sizes(0, 0, true), TimeMs(0));
+        assert_eq!(progress.status(0, TimeMs(0)), ResizeStatus::Reached);
+        assert!(!progress.observe(sizes(10, 0, true), TimeMs(100_000)));
+        assert_eq!(progress.status(0, TimeMs(104_999)), ResizeStatus::Pending);
+        assert!(!progress.observe(sizes(10, 2, true), TimeMs(104_999)));
+        assert_eq!(progress.status(0, TimeMs(109_998)), ResizeStatus::Pending);
+        assert!(progress.observe(sizes(10, 10, true), TimeMs(109_998)));
+        assert_eq!(progress.status(0, TimeMs(200_000)), ResizeStatus::Reached);
+    }
+
+    #[test]
+    fn without_progress_it_is_stuck_and_says_why() {
+        let stuck = |sizes, offline| Progress::new(sizes, TimeMs(0)).status(offline, TimeMs(PATIENCE_MS));
+        assert_eq!(stuck(sizes(10, 0, false), 0), ResizeStatus::NoDriver);
+        let reason = |status| match status {
+            ResizeStatus::Stuck(reason) => reason,
+            other => panic!("{other:?}"),
+        };
+        assert!(reason(stuck(sizes(0, 10, true), 0)).contains("cannot move"));
+        assert!(reason(stuck(sizes(10, 0, true), 5)).contains("5 bytes"));
+        assert!(reason(stuck(sizes(10, 0, true), 0)).contains("page descriptors"));
+    }
+
+    #[test]
+    fn a_guest_is_reminded_once_for_each_span_of_patience() {
+        let mut progress = Progress::new(sizes(10, 0, true), TimeMs(0));
+        let mut reminders = Vec::new();
+        for now in (0..=16_000).step_by(1000) {
+            if progress.remind(TimeMs(now)) {
+                reminders.push(now);
+            }
+        }
+        assert_eq!(reminders, [5_000, 10_000, 15_000]);
+        assert!(!Progress::new(sizes(10, 0, false), TimeMs(0)).remind(TimeMs(60_000)));
+    }
+}
