@@ -7,8 +7,10 @@ use std::sync::Arc;
 use kvm_bindings::{CpuId, KVM_API_VERSION, KVM_MAX_CPUID_ENTRIES};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use thiserror::Error;
+use tracing::debug;
 
 use crate::memory::layout::{KVM_IDENTITY_MAP_START, KVM_TSS_START};
+use crate::memory::slots::disable_zap_all;
 
 const DEVICE: &str = "/dev/kvm";
 
@@ -61,6 +63,8 @@ pub struct Hypervisor {
     pub cpuid: CpuId,
     /// Whether the local APIC's timer has its deadline mode.
     pub tsc_deadline: bool,
+    /// How many memory slots a VM can have.
+    pub slot_limit: u32,
 }
 
 const NEEDED: [(Cap, &str); 8] = [
@@ -104,13 +108,18 @@ impl Hypervisor {
         let cpuid =
             kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(call("tell what CPUID it supports"))?;
         let tsc_deadline = kvm.check_extension(Cap::TscDeadlineTimer);
+        let slot_limit = u32::try_from(kvm.get_nr_memslots()).unwrap_or(u32::MAX);
         let vm = kvm.create_vm().map_err(call("create a VM"))?;
+        // Best effort: without it removing a slot costs page tables, nothing else.
+        if let Err(err) = disable_zap_all(&vm) {
+            debug!(%err, "KVM keeps dropping all page tables with a slot");
+        }
         // Order: the identity map and the TSS must be placed before the first vCPU (Intel only, harmless on AMD),
         // and the interrupt controllers must exist before the first vCPU gets its local APIC.
         vm.set_identity_map_address(KVM_IDENTITY_MAP_START).map_err(call("place the identity map"))?;
         vm.set_tss_address(KVM_TSS_START as usize).map_err(call("place the TSS"))?;
         vm.create_irq_chip().map_err(call("create the interrupt controllers"))?;
-        Ok(Self { vm: Arc::new(vm), cpuid, tsc_deadline })
+        Ok(Self { vm: Arc::new(vm), cpuid, tsc_deadline, slot_limit })
     }
 }
 

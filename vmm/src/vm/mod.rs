@@ -1,9 +1,19 @@
 //! A VM's life: what may be asked of it, who builds it, and the one task that owns its state.
 
+mod builder;
+pub mod error;
 pub mod kvm;
+mod machine;
 pub mod owner;
 pub mod request;
 mod run;
 pub mod state;
+mod zones;
 
-pub use self::run::run;
+pub use self::run::{RunError, run};
+
+/// An error and all its causes in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}

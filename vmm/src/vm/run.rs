@@ -1,10 +1,64 @@
 //! A VMM's run: from a validated command line to its end.
 
-use super::owner::RunError;
-use super::request::VmError;
+use std::io;
+
+use thiserror::Error;
+use tokio::signal::unix::{SignalKind, signal};
+use tracing::info;
+
+use super::machine::KvmFactory;
+use super::owner::{self, Owner};
+use super::request::{VmHandle, VmRequest};
+use crate::api::{self, Limits, Server, Socket, SocketError};
 use crate::config::Launch;
 
+/// Why a run did not end well.
+#[derive(Debug, Error)]
+pub enum RunError {
+    /// A socket cannot be listened on.
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    /// The runtime, a signal handler or a server cannot be set up.
+    #[error("Cannot start the VMM's own tasks")]
+    Io(#[from] io::Error),
+    /// The VM could not be built, or could not go on.
+    #[error(transparent)]
+    Vm(#[from] owner::RunError),
+}
+
 /// Runs the VM until it ends.
-pub fn run(_launch: Launch) -> Result<(), RunError> {
-    Err(RunError::Boot(VmError::Failed("this build cannot boot a VM yet".to_owned())))
+///
+/// Sockets are bound first: a VM whose API nobody can reach is not started, and a socket in use is found out
+/// before anything is created.
+pub fn run(launch: Launch) -> Result<(), RunError> {
+    let api = launch.api_socket.as_ref().map(Socket::for_api).transpose()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let (handle, requests) = VmHandle::channel();
+        let server = match api {
+            Some(socket) => Some(Server::start(socket, api::router(handle.clone()), Limits::API)?),
+            None => None,
+        };
+        tokio::spawn(end_on_signals(handle)?);
+        let result = Owner::new(KvmFactory, launch.config).run(requests).await;
+        if let Some(server) = server {
+            server.stop().await;
+        }
+        Ok(result?)
+    })
+}
+
+/// Ends the VMM as `vmm.shutdown` does when it is told to terminate.
+fn end_on_signals(handle: VmHandle) -> io::Result<impl Future<Output = ()>> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    Ok(async move {
+        let name = tokio::select! {
+            _ = terminate.recv() => "SIGTERM",
+            _ = interrupt.recv() => "SIGINT",
+        };
+        info!(signal = name, "The VMM is told to end");
+        // If the owner has gone, the end has come already.
+        let _ = handle.ask(VmRequest::ShutdownVmm).await;
+    })
 }

@@ -1,0 +1,166 @@
+//! Builds a machine from a configuration. Composition happens here and nowhere else: devices know neither each
+//! other nor the machine.
+
+use std::sync::Arc;
+
+use kvm_ioctls::VmFd;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::error::BuildError;
+use super::kvm::Hypervisor;
+use super::machine::KvmMachine;
+use super::owner::{EventSender, MachineEvent};
+use super::zones;
+use crate::acpi::ged::GenericEventDevice;
+use crate::acpi::pm::{PmEvent, PmPort};
+use crate::acpi::{self, AcpiInput};
+use crate::boot::{self, BootInfo, BootRequest};
+use crate::bus::Bus;
+use crate::config::{ConsoleMode, VmConfig};
+use crate::cpu::cpuid::{self, Place};
+use crate::cpu::run::Vcpu;
+use crate::cpu::{CpuError, state};
+use crate::interrupt::MsiController;
+use crate::interrupt::router::MsiRouter;
+use crate::memory::layout::{ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START};
+use crate::memory::slots::SlotTable;
+use crate::memory::{self, Memory, MemoryOptions};
+use crate::pci::RootBus;
+use crate::virtio::VirtioDevice;
+use crate::virtio::transport::pci::{IoEvents, VirtioPciDevice};
+
+/// The legacy way into PCI configuration space: address and data, 4 ports each.
+const PCI_CONFIG_PORT: u64 = 0xcf8;
+const PCI_CONFIG_LEN: u64 = 8;
+
+/// What all devices of a VM are attached to.
+pub(super) struct Fabric {
+    pub(super) vm: Arc<VmFd>,
+    pub(super) ports: Arc<Bus>,
+    pub(super) mmio: Arc<Bus>,
+    pub(super) pci: Arc<RootBus>,
+    pub(super) router: Arc<MsiRouter>,
+    /// Everything on the PCI bus, to be stopped when the VM ends.
+    pub(super) virtio: Vec<Arc<VirtioPciDevice>>,
+}
+
+impl Fabric {
+    fn new(vm: Arc<VmFd>) -> Result<Self, BuildError> {
+        let (ports, mmio) = (Arc::new(Bus::default()), Arc::new(Bus::default()));
+        let pci = RootBus::new(&mmio);
+        mmio.insert(ECAM_START, ECAM_LEN, pci.ecam())?;
+        ports.insert(PCI_CONFIG_PORT, PCI_CONFIG_LEN, pci.ports())?;
+        let router = MsiRouter::new(Arc::clone(&vm) as Arc<dyn MsiController>);
+        Ok(Self { vm, ports, mmio, pci, router, virtio: Vec::new() })
+    }
+
+    /// Puts a virtio device on the PCI bus.
+    pub(super) fn attach(
+        &mut self,
+        device: Box<dyn VirtioDevice>,
+        memory: &Memory,
+    ) -> Result<(), BuildError> {
+        let view = memory.view().clone();
+        let events = Arc::clone(&self.vm) as Arc<dyn IoEvents>;
+        let device = VirtioPciDevice::new(device, view, &self.router, events)?;
+        self.pci.add(None, Arc::clone(&device) as _)?;
+        self.virtio.push(device);
+        Ok(())
+    }
+
+    /// An event that raises the interrupt `gsi` of the I/O APIC.
+    pub(super) fn line(&self, gsi: u32) -> Result<EventFd, BuildError> {
+        let line = EventFd::new(EFD_NONBLOCK).map_err(BuildError::device("an interrupt line"))?;
+        MsiController::register_irqfd(&*self.vm, &line, gsi)
+            .map_err(BuildError::device("an interrupt line"))?;
+        Ok(line)
+    }
+}
+
+/// Builds the machine that `config`, which has been validated, asks for. Its vCPUs are stopped.
+pub fn build(config: &VmConfig, events: &EventSender) -> Result<KvmMachine, BuildError> {
+    let hypervisor = Hypervisor::open()?;
+    // 1. Memory, because everything else lies in it or reaches it.
+    let memory = build_memory(config, &hypervisor)?;
+    // 2. The kernel: what it is decides which interface a volume gets.
+    let boot = load_kernel(config, &memory)?;
+    // 3. Devices.
+    let mut fabric = Fabric::new(Arc::clone(&hypervisor.vm))?;
+    let ged = add_platform(&fabric, events)?;
+    // 4. The tables, which describe all of that.
+    let input = AcpiInput {
+        boot_vcpus: config.cpus.boot_vcpus,
+        max_vcpus: config.cpus.max_vcpus,
+        serial: config.serial.mode != ConsoleMode::Off,
+        nodes: zones::numa_nodes(memory.zones(), memory.map(), config.cpus.max_vcpus),
+        nvdimms: Vec::new(),
+    };
+    acpi::build(&input)?.write(memory.boot())?;
+    // 5. vCPUs last: they may run as soon as they are there.
+    let vcpus = build_vcpus(config, &hypervisor, &fabric, &boot, events)?;
+    Ok(KvmMachine { vcpus, virtio: std::mem::take(&mut fabric.virtio), ged, memory })
+}
+
+fn build_memory(config: &VmConfig, hypervisor: &Hypervisor) -> Result<Memory, BuildError> {
+    let options = MemoryOptions {
+        address_bits: cpuid::physical_address_bits(&hypervisor.cpuid),
+        slot_limit: hypervisor.slot_limit,
+        shared: false,
+        huge_pages: true,
+    };
+    let table = Arc::clone(&hypervisor.vm) as Arc<dyn SlotTable>;
+    Ok(memory::build(zones::specs(config), None, table, options)?)
+}
+
+fn load_kernel(config: &VmConfig, memory: &Memory) -> Result<BootInfo, BuildError> {
+    let request = BootRequest {
+        kernel: config.payload.kernel.as_deref().ok_or(BuildError::NoKernel)?,
+        initramfs: config.payload.initramfs.as_deref(),
+        cmdline: config.payload.cmdline.as_deref().unwrap_or(""),
+        boot_memory_bytes: config.memory.size,
+        memory_is_pluggable: memory.map().zones().iter().any(|zone| zone.hotplug.is_some()),
+    };
+    Ok(boot::load(memory.boot(), &request)?)
+}
+
+/// Power management: how the guest ends itself, and how it is told to.
+fn add_platform(fabric: &Fabric, events: &EventSender) -> Result<Arc<GenericEventDevice>, BuildError> {
+    let events = events.clone();
+    let pm = PmPort::new(move |event| {
+        events.send(match event {
+            PmEvent::Shutdown => MachineEvent::GuestShutdown,
+            PmEvent::Reset => MachineEvent::GuestReset,
+        });
+    });
+    fabric.ports.insert(u64::from(ACPI_PM_PORT), u64::from(ACPI_PM_LEN), Arc::new(pm))?;
+    let line = fabric.line(GED_GSI)?;
+    let ged = Arc::new(GenericEventDevice::new(move || line.write(1)));
+    fabric.mmio.insert(GED_START, GED_LEN, Arc::clone(&ged) as _)?;
+    Ok(ged)
+}
+
+fn build_vcpus(
+    config: &VmConfig,
+    hypervisor: &Hypervisor,
+    fabric: &Fabric,
+    boot: &BootInfo,
+    events: &EventSender,
+) -> Result<Vec<Vcpu>, BuildError> {
+    let count = config.cpus.boot_vcpus;
+    (0..count)
+        .map(|index| {
+            let error = |what| move |source| CpuError::Kvm { what, index, source };
+            let fd = hypervisor.vm.create_vcpu(u64::from(index)).map_err(error("create"))?;
+            let mut leaves = hypervisor.cpuid.clone();
+            cpuid::place(&mut leaves, Place { index, count, tsc_deadline: hypervisor.tsc_deadline });
+            fd.set_cpuid2(&leaves).map_err(error("set the CPUID of"))?;
+            state::initialise(&fd, index)?;
+            if index == 0 {
+                state::enter_pvh(&fd, index, &boot.entry)?;
+            }
+            let sink = events.clone();
+            let events = Arc::new(move |event| sink.send(MachineEvent::Vcpu(event)));
+            Ok(Vcpu::spawn(fd, index, Arc::clone(&fabric.ports), Arc::clone(&fabric.mmio), events)?)
+        })
+        .collect()
+}

@@ -1,0 +1,75 @@
+//! Why a VM cannot be built.
+
+use thiserror::Error;
+
+use super::kvm::KvmError;
+use crate::acpi::AcpiError;
+use crate::api::SocketError;
+use crate::boot::BootError;
+use crate::bus::BusError;
+use crate::cpu::CpuError;
+use crate::event_loop::EventLoopError;
+use crate::memory::MemoryError;
+use crate::pci::PciError;
+use crate::virtio::transport::pci::TransportError;
+
+/// Why a VM cannot be built: one variant for each part, whose own error says the rest.
+#[derive(Debug, Error)]
+pub enum BuildError {
+    /// No hypervisor.
+    #[error(transparent)]
+    Kvm(#[from] KvmError),
+    /// No memory.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// No kernel.
+    #[error(transparent)]
+    Boot(#[from] BootError),
+    /// No firmware tables.
+    #[error(transparent)]
+    Acpi(#[from] AcpiError),
+    /// No vCPU.
+    #[error(transparent)]
+    Cpu(#[from] CpuError),
+    /// No thread for devices.
+    #[error(transparent)]
+    EventLoop(#[from] EventLoopError),
+    /// Two devices at one address.
+    #[error(transparent)]
+    Bus(#[from] BusError),
+    /// No slot or address on the PCI bus.
+    #[error(transparent)]
+    Pci(#[from] PciError),
+    /// A device that cannot be shown.
+    #[error(transparent)]
+    Transport(#[from] TransportError),
+    /// A socket that cannot be listened on.
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    /// No kernel to boot.
+    #[error("--kernel is needed: a VM has nothing to boot")]
+    NoKernel,
+    /// A device's files.
+    #[error("Cannot set up {device}")]
+    Device {
+        /// Which device.
+        device: String,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// What the governor is told to do is impossible.
+    #[error("--pressure: {0}")]
+    Pressure(#[source] super::request::VmError),
+}
+
+impl BuildError {
+    /// For a device whose errors are its own.
+    pub fn device<E>(device: impl Into<String>) -> impl FnOnce(E) -> Self
+    where
+        E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    {
+        let device = device.into();
+        move |source| Self::Device { device, source: source.into() }
+    }
+}
