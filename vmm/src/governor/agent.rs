@@ -35,7 +35,10 @@ pub async fn serve(mut stream: UnixStream, core: &Mutex<Core>, clock: Clock) -> 
                 NextLine::Line(line) => Ok(line),
                 NextLine::Refused(refusal) => Err(refusal),
             };
-            core.lock().line(line, clock.now());
+            let begin = std::time::Instant::now();
+            let mut core = core.lock();
+            core.line(line, clock.now());
+            core.line_took(begin.elapsed());
         }
         send_settings(&mut stream, core, &mut sent).await?;
     }

@@ -1,6 +1,8 @@
 //! The governor's state: what the guest said, what was decided, what was asked of the devices.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::time::Duration;
 
 use balloon::controller::{Controller, Event, Rules};
 use balloon::plan::{Direction, Plan, Reason};
@@ -14,6 +16,7 @@ use super::episode::{Ended, Episode};
 use super::progress::Progress;
 use super::{GovernedZone, PoolFree};
 use crate::config::PressureConfig;
+use crate::metrics::{LatencyHistogram, PressureSample};
 use crate::vm::request::{PressureChange, PressureInfo, ResizeStatus, VmError};
 
 /// So many decisions are kept for `vm.pressure`.
@@ -34,13 +37,6 @@ pub struct Counters {
     pub connections: u64,
     /// Reminders sent to guests that made no progress.
     pub reminders: u64,
-}
-
-/// Times, in the order in which they were measured, until somebody takes them for a histogram.
-#[derive(Clone, Debug, Default)]
-pub struct Latencies {
-    /// From the first report under pressure to the memory being online, in milliseconds.
-    pub report_to_online_ms: Vec<u64>,
 }
 
 /// One decision as the audit ring keeps it.
@@ -70,7 +66,9 @@ pub struct Core {
     audit: VecDeque<Audited>,
     episode: Episode,
     counters: Counters,
-    latencies: Latencies,
+    report_to_plan: LatencyHistogram,
+    report_to_online: LatencyHistogram,
+    last_online_ms: Option<u64>,
 }
 
 impl Core {
@@ -100,7 +98,9 @@ impl Core {
             audit: VecDeque::new(),
             episode: Episode::default(),
             counters: Counters::default(),
-            latencies: Latencies::default(),
+            report_to_plan: LatencyHistogram::default(),
+            report_to_online: LatencyHistogram::default(),
+            last_online_ms: None,
         })
     }
 
@@ -152,7 +152,8 @@ impl Core {
         if let Some(Ended { took_ms, grown_bytes }) = self.episode.reported(report.memory().total_bytes, now)
         {
             info!(took_ms, grown_bytes, "The memory that the guest was short of is online");
-            self.latencies.report_to_online_ms.push(took_ms);
+            self.report_to_online.observe(Duration::from_millis(took_ms));
+            self.last_online_ms = Some(took_ms);
         }
         let host = self.observe(now);
         let plan = self.controller.step(Event::Report(&report), &host, now);
@@ -313,7 +314,7 @@ impl Core {
             details.insert("stall".to_owned(), json!(report.stall()));
             details.insert("counters".to_owned(), json!(report.counters()));
         }
-        if let Some(took_ms) = self.latencies.report_to_online_ms.last() {
+        if let Some(took_ms) = self.last_online_ms {
             details.insert("report_to_online_ms".to_owned(), json!(took_ms));
         }
         PressureInfo {
@@ -352,19 +353,33 @@ impl Core {
         Some(found.map_or((0, 0), |blocks| (blocks.online_bytes, blocks.offline_bytes)))
     }
 
-    /// The last report, and when it came.
-    pub fn last_report(&self) -> Option<&(TimeMs, Report)> {
-        self.last_report.as_ref()
+    /// How long it took to take one line in, decide, and ask the devices.
+    pub fn line_took(&mut self, took: Duration) {
+        self.report_to_plan.observe(took);
     }
 
-    /// What was counted.
-    pub fn counters(&self) -> &Counters {
-        &self.counters
+    /// Everything for metrics.
+    pub fn sample(&self, now: TimeMs) -> PressureSample {
+        let age = |at: TimeMs| Duration::from_millis(now.since(at));
+        PressureSample {
+            plans_total: self.counters.plans.clone(),
+            reports_total: self.counters.reports,
+            refused_total: self.counters.refused.clone(),
+            connections_total: self.counters.connections,
+            reminders_total: self.counters.reminders,
+            agent_connected: self.agent_connected,
+            dry_run: self.controller.rules().dry_run,
+            watermark_bytes: self.watermark_bytes,
+            report: self.last_report.as_ref().map(|(at, report)| (age(*at), report.clone())),
+            report_to_plan: self.report_to_plan.sample(),
+            report_to_online: self.report_to_online.sample(),
+        }
     }
+}
 
-    /// Latencies measured since the last call.
-    pub fn take_latencies(&mut self) -> Latencies {
-        std::mem::take(&mut self.latencies)
+impl fmt::Debug for Core {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Core").field("controller", &self.controller).finish_non_exhaustive()
     }
 }
 

@@ -14,6 +14,7 @@ use tracing::{debug, warn};
 
 use super::agent;
 use super::core::Core;
+use crate::metrics::{PressureSample, PressureSource};
 
 /// The controller is to be called at least once a second.
 const TICK: Duration = Duration::from_millis(500);
@@ -34,13 +35,15 @@ impl Clock {
     }
 }
 
-/// Where agents' connections come from: one at a time is served, a new one replaces it.
-pub type Connections = mpsc::UnboundedReceiver<StdUnixStream>;
+/// Where agents' connections come from, non-blocking: one at a time is served, a new one replaces it.
+pub type Connections = mpsc::Receiver<StdUnixStream>;
 
 /// A running governor. Dropping it ends its tasks; what it has requested stays requested.
 pub struct Governor {
     core: Arc<Mutex<Core>>,
     clock: Clock,
+    /// Metrics hold it weakly.
+    source: Arc<Source>,
     ticker: JoinHandle<()>,
     listener: Option<JoinHandle<()>>,
 }
@@ -51,7 +54,8 @@ impl Governor {
         let core = Arc::new(Mutex::new(core));
         let ticker = tokio::spawn(tick(Arc::clone(&core), clock, plugged));
         let listener = agents.map(|agents| tokio::spawn(listen(Arc::clone(&core), clock, agents)));
-        Self { core, clock, ticker, listener }
+        let source = Arc::new(Source { core: Arc::clone(&core), clock });
+        Self { core, clock, source, ticker, listener }
     }
 
     /// The governor's state, for the API and for metrics.
@@ -62,6 +66,24 @@ impl Governor {
     /// The governor's clock.
     pub fn clock(&self) -> Clock {
         self.clock
+    }
+
+    /// What metrics are made of; gone with the governor.
+    pub fn pressure_source(&self) -> Arc<dyn PressureSource> {
+        Arc::clone(&self.source) as _
+    }
+}
+
+/// The governor as metrics see it.
+#[derive(Debug)]
+struct Source {
+    core: Arc<Mutex<Core>>,
+    clock: Clock,
+}
+
+impl PressureSource for Source {
+    fn sample(&self) -> PressureSample {
+        self.core.lock().sample(self.clock.now())
     }
 }
 
@@ -89,10 +111,7 @@ async fn tick(core: Arc<Mutex<Core>>, clock: Clock, plugged: Arc<Notify>) {
 async fn listen(core: Arc<Mutex<Core>>, clock: Clock, mut agents: Connections) {
     let mut next = agents.recv().await;
     while let Some(stream) = next {
-        let connection = async {
-            stream.set_nonblocking(true)?;
-            agent::serve(UnixStream::from_std(stream)?, &core, clock).await
-        };
+        let connection = async { agent::serve(UnixStream::from_std(stream)?, &core, clock).await };
         core.lock().agent_connected();
         next = tokio::select! {
             result = connection => {

@@ -34,6 +34,8 @@ pub struct PressureSample {
     pub watermark_bytes: u64,
     /// The last report, and its age.
     pub report: Option<(Duration, Report)>,
+    /// From a line of the agent to the devices being asked for what was decided.
+    pub report_to_plan: LatencySample,
     /// From the first report under pressure to the memory being online.
     pub report_to_online: LatencySample,
 }
@@ -69,6 +71,11 @@ fn expose_governor(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Resul
     out.counters(
         Family("pressure_reminders", "Reminders sent to a guest that made no progress.", None),
         [(vec![], sample.reminders_total)],
+    )?;
+    out.latencies(
+        "pressure_report_to_plan",
+        "From a line of the agent to the devices being asked for what was decided.",
+        [(vec![], sample.report_to_plan.clone())],
     )?;
     out.latencies(
         "pressure_report_to_online",

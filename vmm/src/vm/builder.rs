@@ -4,13 +4,15 @@
 use std::sync::Arc;
 
 use kvm_ioctls::VmFd;
+use tokio::sync::Notify;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::error::BuildError;
 use super::kvm::Hypervisor;
 use super::machine::KvmMachine;
 use super::owner::{EventSender, MachineEvent};
-use super::zones;
+use super::resources::Resources;
+use super::{devices, governing, volumes, zones};
 use crate::acpi::ged::GenericEventDevice;
 use crate::acpi::pm::{PmEvent, PmPort};
 use crate::acpi::{self, AcpiInput};
@@ -20,14 +22,18 @@ use crate::config::{ConsoleMode, VmConfig};
 use crate::cpu::cpuid::{self, Place};
 use crate::cpu::run::Vcpu;
 use crate::cpu::{CpuError, state};
+use crate::event_loop::EventLoop;
 use crate::interrupt::MsiController;
 use crate::interrupt::router::MsiRouter;
 use crate::memory::layout::{ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START};
 use crate::memory::slots::SlotTable;
 use crate::memory::{self, Memory, MemoryOptions};
+use crate::metrics::{MachineSources, PlugMetrics};
 use crate::pci::RootBus;
 use crate::virtio::VirtioDevice;
+use crate::virtio::mem::MemHandle;
 use crate::virtio::transport::pci::{IoEvents, VirtioPciDevice};
+use crate::volume::interface::Payload;
 
 /// The legacy way into PCI configuration space: address and data, 4 ports each.
 const PCI_CONFIG_PORT: u64 = 0xcf8;
@@ -78,38 +84,79 @@ impl Fabric {
 }
 
 /// Builds the machine that `config`, which has been validated, asks for. Its vCPUs are stopped.
-pub fn build(config: &VmConfig, events: &EventSender) -> Result<KvmMachine, BuildError> {
+pub fn build(
+    config: &VmConfig,
+    resources: &mut Resources,
+    events: &EventSender,
+) -> Result<KvmMachine, BuildError> {
+    // 1. What may be missing or in use elsewhere, before anything is made.
+    resources.open_pools(config)?;
     let hypervisor = Hypervisor::open()?;
-    // 1. Memory, because everything else lies in it or reaches it.
-    let memory = build_memory(config, &hypervisor)?;
-    // 2. The kernel: what it is decides which interface a volume gets.
+    // 2. Memory, because everything else lies in it or reaches it.
+    let mut memory = build_memory(config, resources, &hypervisor)?;
+    // 3. The kernel: what it is decides which interface a volume gets.
     let boot = load_kernel(config, &memory)?;
-    // 3. Devices.
+    // 4. Devices. Those of memory have a loop of their own: an unplug waits for guards that the others hold.
     let mut fabric = Fabric::new(Arc::clone(&hypervisor.vm))?;
+    let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
     let ged = add_platform(&fabric, events)?;
-    // 4. The tables, which describe all of that.
+    devices::attach_serial(config, resources, &fabric, &device_loop.handle())?;
+    let agents = devices::attach_vsock(config, &mut fabric, &memory, &device_loop.handle())?;
+    let plugged = Arc::new(Notify::new());
+    let zones = devices::attach_memory(&mut fabric, &mut memory, &memory_loop.handle(), &plugged)?;
+    let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
+    let volumes = volumes::attach(config, payload, resources, &mut memory, &mut fabric, events)?;
+    // 5. The tables, which describe all of that.
     let input = AcpiInput {
         boot_vcpus: config.cpus.boot_vcpus,
         max_vcpus: config.cpus.max_vcpus,
         serial: config.serial.mode != ConsoleMode::Off,
         nodes: zones::numa_nodes(memory.zones(), memory.map(), config.cpus.max_vcpus),
-        nvdimms: Vec::new(),
+        nvdimms: volumes.nvdimms,
     };
     acpi::build(&input)?.write(memory.boot())?;
-    // 5. vCPUs last: they may run as soon as they are there.
+    // 6. vCPUs: they may run as soon as they are there.
     let vcpus = build_vcpus(config, &hypervisor, &fabric, &boot, events)?;
-    Ok(KvmMachine { vcpus, virtio: std::mem::take(&mut fabric.virtio), ged, memory })
+    // 7. The governor last: it acts on what is there.
+    let governor = governing::start(config, resources, &zones, plugged, agents)?;
+    resources.metrics().set_machine(MachineSources {
+        pressure: Some(Arc::downgrade(&governor.pressure_source())),
+        pools: resources.pool_metrics(),
+        volumes: volumes.metrics,
+        plugs: zones.iter().map(plug_metrics).collect(),
+    });
+    resources.machine_built();
+    Ok(KvmMachine {
+        vcpus,
+        governor,
+        virtio: fabric.virtio,
+        _loops: [device_loop, memory_loop],
+        ged,
+        zones,
+        _volumes: volumes.volumes,
+        memory,
+    })
 }
 
-fn build_memory(config: &VmConfig, hypervisor: &Hypervisor) -> Result<Memory, BuildError> {
+fn plug_metrics(handle: &MemHandle) -> PlugMetrics {
+    let zone = handle.zone();
+    PlugMetrics { zone: zone.id.clone(), tier: zone.tier.as_str().to_owned(), counters: handle.metrics() }
+}
+
+fn build_memory(
+    config: &VmConfig,
+    resources: &Resources,
+    hypervisor: &Hypervisor,
+) -> Result<Memory, BuildError> {
     let options = MemoryOptions {
         address_bits: cpuid::physical_address_bits(&hypervisor.cpuid),
         slot_limit: hypervisor.slot_limit,
         shared: false,
         huge_pages: true,
     };
+    let pool = config.pm_memory.as_ref().map(|pm| resources.pool(&pm.pool));
     let table = Arc::clone(&hypervisor.vm) as Arc<dyn SlotTable>;
-    Ok(memory::build(zones::specs(config), None, table, options)?)
+    Ok(memory::build(zones::specs(config), pool, table, options)?)
 }
 
 fn load_kernel(config: &VmConfig, memory: &Memory) -> Result<BootInfo, BuildError> {

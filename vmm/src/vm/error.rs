@@ -12,6 +12,7 @@ use crate::event_loop::EventLoopError;
 use crate::memory::MemoryError;
 use crate::pci::PciError;
 use crate::virtio::transport::pci::TransportError;
+use crate::volume::interface::InterfaceError;
 
 /// Why a VM cannot be built: one variant for each part, whose own error says the rest.
 #[derive(Debug, Error)]
@@ -46,6 +47,9 @@ pub enum BuildError {
     /// A socket that cannot be listened on.
     #[error(transparent)]
     Socket(#[from] SocketError),
+    /// A volume that would not be safe.
+    #[error(transparent)]
+    Interface(#[from] InterfaceError),
     /// No kernel to boot.
     #[error("--kernel is needed: a VM has nothing to boot")]
     NoKernel,

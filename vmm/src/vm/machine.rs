@@ -6,18 +6,29 @@ use tracing::warn;
 
 use super::builder;
 use super::owner::{EventSender, Machine, MachineFactory};
-use super::request::{PressureChange, PressureInfo, VmError, ZoneInfo};
+use super::request::{PressureChange, PressureInfo, ResizeStatus, VmError, ZoneInfo};
+use super::resources::Resources;
+use super::zones::DRAM_ZONE;
 use crate::acpi::ged::{Event, GenericEventDevice};
 use crate::config::VmConfig;
 use crate::cpu::run::Vcpu;
+use crate::event_loop::EventLoop;
+use crate::governor::task::Governor;
 use crate::memory::Memory;
+use crate::memory::zone::ZoneSpec;
+use crate::pool::PoolVolume;
+use crate::virtio::mem::MemHandle;
 use crate::virtio::transport::pci::VirtioPciDevice;
 
 /// A VM on KVM. The order of the fields is the order in which they are dropped.
 pub struct KvmMachine {
     pub(super) vcpus: Vec<Vcpu>,
+    pub(super) governor: Governor,
     pub(super) virtio: Vec<Arc<VirtioPciDevice>>,
+    pub(super) _loops: [EventLoop; 2],
     pub(super) ged: Arc<GenericEventDevice>,
+    pub(super) zones: Vec<MemHandle>,
+    pub(super) _volumes: Vec<Arc<dyn PoolVolume>>,
     /// Last: nothing may touch it any more.
     pub(super) memory: Memory,
 }
@@ -51,30 +62,70 @@ impl Machine for KvmMachine {
     }
 
     fn zones(&self) -> Vec<ZoneInfo> {
-        let _ = &self.memory;
-        Vec::new()
+        self.memory.zones().iter().enumerate().map(|(index, spec)| self.zone(index, spec)).collect()
     }
 
-    fn resize_dram(&mut self, _size_bytes: u64) -> Result<(), VmError> {
-        Err(VmError::BadRequest("not yet".into()))
+    fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError> {
+        let spec = &self.memory.zones()[0];
+        let (boot_bytes, most_bytes) = (spec.boot_bytes, spec.boot_bytes + spec.hotplug_bytes);
+        let Some(hotplugged) = size_bytes.checked_sub(boot_bytes).filter(|_| size_bytes <= most_bytes) else {
+            return Err(VmError::BadRequest(format!(
+                "desired_ram {size_bytes}: the VM has {boot_bytes} bytes of boot memory and can have at most \
+                 {most_bytes}"
+            )));
+        };
+        if spec.hotplug_bytes == 0 {
+            return if hotplugged == 0 { Ok(()) } else { unreachable!("bounded by the boot memory") };
+        }
+        self.governor.core().lock().resize(DRAM_ZONE, hotplugged, self.governor.clock().now())
     }
 
     fn pressure(&self) -> PressureInfo {
-        unreachable!()
+        self.governor.core().lock().info(self.governor.clock().now())
     }
 
-    fn change_pressure(&mut self, _change: PressureChange) -> Result<(), VmError> {
-        Err(VmError::BadRequest("not yet".into()))
+    fn change_pressure(&mut self, change: PressureChange) -> Result<(), VmError> {
+        self.governor.core().lock().change(&change)
+    }
+}
+
+impl KvmMachine {
+    fn zone(&self, index: usize, spec: &ZoneSpec) -> ZoneInfo {
+        let sizes = self.zones.iter().find(|handle| handle.zone().id == spec.id).map(MemHandle::sizes);
+        let (core, now) = (self.governor.core().lock(), self.governor.clock().now());
+        ZoneInfo {
+            id: spec.id.clone(),
+            tier: spec.tier.as_str().to_owned(),
+            guest_numa_node: spec.guest_node,
+            boot_bytes: spec.boot_bytes,
+            hotplug_bytes: spec.hotplug_bytes,
+            requested_bytes: sizes.map_or(0, |sizes| sizes.requested_bytes),
+            plugged_bytes: sizes.map_or(0, |sizes| sizes.plugged_bytes),
+            online_bytes: core.online_bytes(&spec.id),
+            resident_bytes: self.memory.resident_bytes(index).unwrap_or_else(|err| {
+                warn!(%err, zone = spec.id, "What is resident cannot be found out");
+                0
+            }),
+            status: core.resize_status(&spec.id, now).unwrap_or(ResizeStatus::Reached),
+        }
     }
 }
 
 /// Builds VMs on KVM.
-#[derive(Default)]
-pub struct KvmFactory;
+pub struct KvmFactory {
+    resources: Resources,
+}
+
+impl KvmFactory {
+    /// A factory whose machines use `resources`.
+    pub fn new(resources: Resources) -> Self {
+        Self { resources }
+    }
+}
 
 impl MachineFactory for KvmFactory {
     fn build(&mut self, config: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError> {
-        match builder::build(config, &events) {
+        match builder::build(config, &mut self.resources, &events) {
             Ok(machine) => Ok(Box::new(machine)),
             Err(err) => Err(VmError::Failed(super::chain(&err))),
         }

@@ -1,13 +1,17 @@
 //! A VM's life: what may be asked of it, who builds it, and the one task that owns its state.
 
 mod builder;
+mod devices;
 pub mod error;
+mod governing;
 pub mod kvm;
 mod machine;
 pub mod owner;
 pub mod request;
+mod resources;
 mod run;
 pub mod state;
+mod volumes;
 mod zones;
 
 pub use self::run::{RunError, run};

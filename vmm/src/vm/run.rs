@@ -1,6 +1,7 @@
 //! A VMM's run: from a validated command line to its end.
 
 use std::io;
+use std::sync::Arc;
 
 use thiserror::Error;
 use tokio::signal::unix::{SignalKind, signal};
@@ -9,8 +10,13 @@ use tracing::info;
 use super::machine::KvmFactory;
 use super::owner::{self, Owner};
 use super::request::{VmHandle, VmRequest};
+use super::resources::Resources;
 use crate::api::{self, Limits, Server, Socket, SocketError};
 use crate::config::Launch;
+use crate::metrics::{self, Metrics};
+
+/// The label `vm` of all metrics: a process has one VM.
+const VM_NAME: &str = "vm0";
 
 /// Why a run did not end well.
 #[derive(Debug, Error)]
@@ -32,6 +38,7 @@ pub enum RunError {
 /// before anything is created.
 pub fn run(launch: Launch) -> Result<(), RunError> {
     let api = launch.api_socket.as_ref().map(Socket::for_api).transpose()?;
+    let metrics_socket = launch.metrics.as_ref().map(Socket::for_metrics).transpose()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let (handle, requests) = VmHandle::channel();
@@ -39,9 +46,18 @@ pub fn run(launch: Launch) -> Result<(), RunError> {
             Some(socket) => Some(Server::start(socket, api::router(handle.clone()), Limits::API)?),
             None => None,
         };
+        let metrics = Arc::new(Metrics::new(VM_NAME));
+        let exposition = match metrics_socket {
+            Some(socket) => {
+                let router = metrics::router(Arc::clone(&metrics), handle.clone());
+                Some(Server::start(socket, router, Limits::METRICS)?)
+            }
+            None => None,
+        };
         tokio::spawn(end_on_signals(handle)?);
-        let result = Owner::new(KvmFactory, launch.config).run(requests).await;
-        if let Some(server) = server {
+        let factory = KvmFactory::new(Resources::new(metrics));
+        let result = Owner::new(factory, launch.config).run(requests).await;
+        for server in [server, exposition].into_iter().flatten() {
             server.stop().await;
         }
         Ok(result?)

@@ -11,7 +11,6 @@ use vmm_sys_util::timerfd::TimerFd;
 
 use super::event::Worker;
 use super::handle::{MemEvent, MemHandle, MemObserver, Shared};
-use super::metrics::MemMetrics;
 use super::plug::Executor;
 use super::state::MemState;
 use crate::event_loop::EventLoopHandle;
@@ -61,7 +60,7 @@ impl MemDevice {
             )),
             zone: spec,
             interrupt: Mutex::default(),
-            metrics: MemMetrics::default(),
+            metrics: Arc::default(),
             observer,
         });
         let executor = Arc::new(Mutex::new(Executor::new(backing, slots, view, Arc::clone(&shared))));

@@ -89,7 +89,7 @@ pub(super) struct Shared {
     pub(super) state: Mutex<MemState>,
     /// Set while the driver is there.
     pub(super) interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
-    pub(super) metrics: MemMetrics,
+    pub(super) metrics: Arc<MemMetrics>,
     pub(super) observer: MemObserver,
 }
 
@@ -180,8 +180,8 @@ impl MemHandle {
     }
 
     /// What the device counts.
-    pub fn metrics(&self) -> &MemMetrics {
-        &self.shared.metrics
+    pub fn metrics(&self) -> Arc<MemMetrics> {
+        Arc::clone(&self.shared.metrics)
     }
 
     /// A reset of the VM: everything is unplugged, nothing requested (virtio 1.3, 5.15.6: a SHOULD). The vCPUs

@@ -1,0 +1,73 @@
+//! Attaches devices that need no more than a configuration and an event loop.
+
+use std::sync::Arc;
+
+use balloon::proto::VSOCK_PORT;
+use tokio::sync::Notify;
+
+use super::builder::Fabric;
+use super::error::BuildError;
+use super::resources::Resources;
+use crate::config::VmConfig;
+use crate::event_loop::EventLoopHandle;
+use crate::governor::task::Connections;
+use crate::host_console::HostConsole;
+use crate::memory::Memory;
+use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
+use crate::serial::Serial;
+use crate::virtio::mem::{MemDevice, MemHandle};
+use crate::virtio::vsock::{VsockDevice, VsockPorts};
+
+/// Registers of a 16550.
+const SERIAL_LEN: u64 = 8;
+
+/// COM1.
+pub(super) fn attach_serial(
+    config: &VmConfig,
+    resources: &Resources,
+    fabric: &Fabric,
+    event_loop: &EventLoopHandle,
+) -> Result<(), BuildError> {
+    let console =
+        HostConsole::open(&config.serial, resources.file_start()).map_err(BuildError::device("--serial"))?;
+    if let Some(console) = console {
+        let serial = Serial::new(console, fabric.line(SERIAL_GSI)?, event_loop)
+            .map_err(BuildError::device("--serial"))?;
+        fabric.ports.insert(u64::from(SERIAL_PORT), SERIAL_LEN, serial)?;
+    }
+    Ok(())
+}
+
+/// Sockets between guest and host; the agent's port ends in this process.
+pub(super) fn attach_vsock(
+    config: &VmConfig,
+    fabric: &mut Fabric,
+    memory: &Memory,
+    event_loop: &EventLoopHandle,
+) -> Result<Option<Connections>, BuildError> {
+    let Some(vsock) = &config.vsock else { return Ok(None) };
+    let mut ports = VsockPorts::new();
+    let agents = ports.listen_in_process(VSOCK_PORT).map_err(BuildError::device("--vsock"))?;
+    let device = VsockDevice::new(vsock.cid, &vsock.socket, ports, event_loop.clone())
+        .map_err(BuildError::device("--vsock"))?;
+    fabric.attach(Box::new(device), memory)?;
+    Ok(Some(agents))
+}
+
+/// A virtio-mem device for each hotplug part. `plugged` is notified when something changes.
+pub(super) fn attach_memory(
+    fabric: &mut Fabric,
+    memory: &mut Memory,
+    event_loop: &EventLoopHandle,
+    plugged: &Arc<Notify>,
+) -> Result<Vec<MemHandle>, BuildError> {
+    let mut handles = Vec::new();
+    for part in memory.take_hotplug() {
+        let plugged = Arc::clone(plugged);
+        let observer = Arc::new(move |_: &str, _| plugged.notify_one());
+        let (device, handle) = MemDevice::new(part, memory.view().clone(), event_loop.clone(), observer);
+        fabric.attach(Box::new(device), memory)?;
+        handles.push(handle);
+    }
+    Ok(handles)
+}

@@ -1,0 +1,78 @@
+//! Connects the governor to what it governs.
+
+use std::sync::Arc;
+
+use balloon::Tier as GovernedTier;
+use tokio::sync::Notify;
+use tracing::error;
+
+use super::error::BuildError;
+use super::resources::Resources;
+use crate::config::VmConfig;
+use crate::governor::core::Core;
+use crate::governor::task::{Clock, Connections, Governor};
+use crate::governor::{DeviceSizes, GovernedZone, PoolFree, ZoneDevice};
+use crate::memory::BLOCK_BYTES;
+use crate::memory::zone::Tier;
+use crate::virtio::mem::MemHandle;
+
+impl ZoneDevice for MemHandle {
+    fn sizes(&self) -> DeviceSizes {
+        let sizes = MemHandle::sizes(self);
+        DeviceSizes {
+            block_bytes: BLOCK_BYTES,
+            region_bytes: sizes.max_bytes,
+            requested_bytes: sizes.requested_bytes,
+            plugged_bytes: sizes.plugged_bytes,
+            driver_ready: self.driver_present(),
+        }
+    }
+
+    fn request(&self, size_bytes: u64) {
+        // The controller keeps to blocks and bounds; a size that breaks them is its bug, not the guest's.
+        if let Err(err) = self.request_size(size_bytes) {
+            error!(%err, "The governor asks for a size that cannot be");
+        }
+    }
+
+    fn remind(&self) {
+        self.kick();
+    }
+}
+
+/// Starts the governor of a machine that is about to run.
+pub(super) fn start(
+    config: &VmConfig,
+    resources: &Resources,
+    handles: &[MemHandle],
+    plugged: Arc<Notify>,
+    agents: Option<Connections>,
+) -> Result<Governor, BuildError> {
+    let zones = handles
+        .iter()
+        .map(|handle| {
+            let spec = handle.zone();
+            GovernedZone {
+                id: spec.id.clone(),
+                tier: match spec.tier {
+                    Tier::Dram => GovernedTier::Dram,
+                    Tier::Pm => GovernedTier::Pm,
+                },
+                guest_numa_node: spec.guest_node,
+                boot_bytes: spec.boot_bytes,
+                device: Arc::new(handle.clone()),
+            }
+        })
+        .collect();
+    let pool_free: PoolFree = match &config.pm_memory {
+        Some(pm) => {
+            let pool = Arc::clone(resources.pool(&pm.pool));
+            Arc::new(move || pool.info().free_migrate_bytes)
+        }
+        None => Arc::new(|| 0),
+    };
+    let clock = Clock::start();
+    let core = Core::new(&config.pressure, zones, config.memory.size, pool_free, clock.now())
+        .map_err(BuildError::Pressure)?;
+    Ok(Governor::spawn(core, clock, plugged, agents))
+}

@@ -1,0 +1,68 @@
+//! What outlives one machine: a reboot builds a new machine on the same pools, and its metrics go on.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::error::BuildError;
+use crate::config::VmConfig;
+use crate::host_console::FileStart;
+use crate::metrics::{Metrics, PoolMetrics};
+use crate::pool::{LocalPool, PmPool};
+
+/// What a VMM has beside its machine.
+pub struct Resources {
+    pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
+    metrics: Arc<Metrics>,
+    machines: u64,
+}
+
+impl Resources {
+    /// Nothing is open yet.
+    pub fn new(metrics: Arc<Metrics>) -> Self {
+        Self { pools: BTreeMap::new(), metrics, machines: 0 }
+    }
+
+    /// Opens every pool that `config` names and that is not open yet. They stay open, and locked, as long as the
+    /// VMM lives.
+    pub fn open_pools(&mut self, config: &VmConfig) -> Result<(), BuildError> {
+        let memory = config.pm_memory.iter().map(|pm| ("--pm-memory", &pm.pool));
+        let volumes = config.pm_volumes.iter().map(|volume| ("--pm-volume", &volume.pool));
+        for (flag, path) in memory.chain(volumes) {
+            if !self.pools.contains_key(path) {
+                let pool = LocalPool::open(path)
+                    .map_err(BuildError::device(format!("{flag} pool={}", path.display())))?;
+                self.pools.insert(path.clone(), pool);
+            }
+        }
+        Ok(())
+    }
+
+    /// A pool that [`Resources::open_pools`] has opened.
+    ///
+    /// # Panics
+    /// If it has not: the same configuration is used for both.
+    pub fn pool(&self, path: &Path) -> &Arc<dyn PmPool> {
+        self.pools.get(path).expect("a pool that was opened")
+    }
+
+    /// All pools, for metrics.
+    pub fn pool_metrics(&self) -> Vec<PoolMetrics> {
+        self.pools.iter().map(|(path, pool)| PoolMetrics::new(path.display().to_string(), pool)).collect()
+    }
+
+    /// Where metrics are served from.
+    pub fn metrics(&self) -> &Arc<Metrics> {
+        &self.metrics
+    }
+
+    /// Counts a machine that was built; the first one's console files start empty, later ones' go on.
+    pub fn file_start(&self) -> FileStart {
+        if self.machines == 0 { FileStart::Empty } else { FileStart::Continue }
+    }
+
+    /// A machine has been built.
+    pub fn machine_built(&mut self) {
+        self.machines += 1;
+    }
+}

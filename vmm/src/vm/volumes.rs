@@ -1,0 +1,128 @@
+//! Attaches volumes: opens them, maps them, and shows them by the interface that is safe.
+
+use std::sync::Arc;
+
+use pmem_volume::Durability;
+
+use super::builder::Fabric;
+use super::error::BuildError;
+use super::owner::{EventSender, MachineEvent};
+use super::resources::Resources;
+use super::zones;
+use crate::acpi::Nvdimm;
+use crate::config::{PmVolumeConfig, VmConfig};
+use crate::memory::backing::Access;
+use crate::memory::layout::FLUSH_HINT_LEN;
+use crate::memory::{MappedRange, Memory};
+use crate::metrics::{VolumeCounters, VolumeMetrics};
+use crate::nvdimm::FlushHint;
+use crate::pool::{PoolVolume, VolumeRequest};
+use crate::virtio::pmem::device::Pmem;
+use crate::volume::Persist;
+use crate::volume::interface::{Chosen, Payload, choose};
+
+/// What attaching volumes leaves behind.
+#[derive(Default)]
+pub(super) struct Attached {
+    /// For the firmware tables, in the order of their flush hint pages.
+    pub(super) nvdimms: Vec<Nvdimm>,
+    pub(super) metrics: Vec<VolumeMetrics>,
+    /// Open, and so nobody else's, as long as the machine lives.
+    pub(super) volumes: Vec<Arc<dyn PoolVolume>>,
+}
+
+/// A volume that is open and mapped.
+struct Mapped<'a> {
+    config: &'a PmVolumeConfig,
+    volume: Arc<dyn PoolVolume>,
+    range: MappedRange,
+    /// Whether a flush of the guest must come out to us: a fence is enough on a volatile pool, where nothing
+    /// survives the host, and on one mapped with MAP_SYNC.
+    flushes: bool,
+}
+
+/// Attaches every volume of `config`.
+pub(super) fn attach(
+    config: &VmConfig,
+    payload: Payload,
+    resources: &Resources,
+    memory: &mut Memory,
+    fabric: &mut Fabric,
+    events: &EventSender,
+) -> Result<Attached, BuildError> {
+    let mut attached = Attached::default();
+    for volume in &config.pm_volumes {
+        let chosen = choose(&volume.name, volume.interface, config.cpus.max_vcpus, payload, volume.force)?;
+        let mapped = open_and_map(volume, resources, memory)?;
+        let counters = match chosen {
+            Chosen::Nvdimm => {
+                attach_nvdimm(&mapped, zones::volume_node(config), fabric, events, &mut attached.nvdimms)?
+            }
+            Chosen::VirtioPmem => attach_virtio_pmem(&mapped, fabric, memory)?,
+        };
+        attached.metrics.push(VolumeMetrics {
+            pool: volume.pool.display().to_string(),
+            volume: volume.name.clone(),
+            size_bytes: mapped.volume.size_bytes(),
+            counters,
+        });
+        attached.volumes.push(mapped.volume);
+    }
+    Ok(attached)
+}
+
+fn open_and_map<'a>(
+    config: &'a PmVolumeConfig,
+    resources: &Resources,
+    memory: &mut Memory,
+) -> Result<Mapped<'a>, BuildError> {
+    let pool = resources.pool(&config.pool);
+    let request = VolumeRequest { name: &config.name, size: config.size, create: config.create };
+    let volume =
+        pool.open_volume(request).map_err(BuildError::device(format!("--pm-volume name={}", config.name)))?;
+    let access = if config.readonly { Access::Read } else { Access::ReadWrite };
+    let range = memory.add_file_range(pool.file(), &volume.extents(), access)?;
+    let flushes = pool.durability() == Durability::PageCache;
+    Ok(Mapped { config, volume: Arc::from(volume), range, flushes })
+}
+
+fn attach_nvdimm(
+    mapped: &Mapped<'_>,
+    node: u32,
+    fabric: &Fabric,
+    events: &EventSender,
+    nvdimms: &mut Vec<Nvdimm>,
+) -> Result<VolumeCounters, BuildError> {
+    let events = events.clone();
+    // A store to the hint cannot fail in the guest's eyes: the guest stops before its next instruction.
+    let on_failure = Box::new(move |reason| events.send(MachineEvent::MustPause { reason }));
+    let hint = Arc::new(FlushHint::new(
+        mapped.config.name.clone(),
+        Arc::clone(&mapped.volume) as Arc<dyn Persist>,
+        on_failure,
+    ));
+    let counters = VolumeCounters::Nvdimm(hint.metrics());
+    if mapped.flushes {
+        fabric.mmio.insert(Nvdimm::flush_hint_address(nvdimms.len()), FLUSH_HINT_LEN, hint)?;
+    }
+    nvdimms.push(Nvdimm {
+        start: mapped.range.guest.start,
+        size_bytes: mapped.range.guest.len,
+        node,
+        flush_hint: mapped.flushes,
+    });
+    Ok(counters)
+}
+
+fn attach_virtio_pmem(
+    mapped: &Mapped<'_>,
+    fabric: &mut Fabric,
+    memory: &Memory,
+) -> Result<VolumeCounters, BuildError> {
+    let guest = mapped.range.guest;
+    let backing = Arc::clone(&mapped.volume) as Arc<dyn Persist>;
+    let device = Pmem::new(format!("pmem-{}", mapped.config.name), guest.start, guest.len, backing);
+    let counters = VolumeCounters::VirtioPmem(device.metrics());
+    fabric.attach(Box::new(device), memory)?;
+    Ok(counters)
+}
