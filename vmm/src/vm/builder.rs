@@ -101,7 +101,8 @@ pub fn build(
     let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
     let ged = add_platform(&fabric, events)?;
     devices::attach_serial(config, resources, &fabric, &device_loop.handle())?;
-    let agents = devices::attach_vsock(config, &mut fabric, &memory, &device_loop.handle())?;
+    let vsock = devices::attach_vsock(config, &mut fabric, &memory, &device_loop.handle())?;
+    let (agents, vsock_metrics) = vsock.unzip();
     let plugged = Arc::new(Notify::new());
     let zones = devices::attach_memory(&mut fabric, &mut memory, &memory_loop.handle(), &plugged)?;
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
@@ -123,6 +124,7 @@ pub fn build(
         pressure: Some(Arc::downgrade(&governor.pressure_source())),
         pools: resources.pool_metrics(),
         volumes: volumes.metrics,
+        vsock: vsock_metrics,
         plugs: zones.iter().map(plug_metrics).collect(),
     });
     resources.machine_built();

@@ -16,7 +16,7 @@ use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
 use crate::serial::Serial;
 use crate::virtio::mem::{MemDevice, MemHandle};
-use crate::virtio::vsock::{VsockDevice, VsockPorts};
+use crate::virtio::vsock::{VsockDevice, VsockMetrics, VsockPorts};
 
 /// Registers of a 16550.
 const SERIAL_LEN: u64 = 8;
@@ -44,14 +44,15 @@ pub(super) fn attach_vsock(
     fabric: &mut Fabric,
     memory: &Memory,
     event_loop: &EventLoopHandle,
-) -> Result<Option<Connections>, BuildError> {
+) -> Result<Option<(Connections, Arc<VsockMetrics>)>, BuildError> {
     let Some(vsock) = &config.vsock else { return Ok(None) };
     let mut ports = VsockPorts::new();
     let agents = ports.listen_in_process(VSOCK_PORT).map_err(BuildError::device("--vsock"))?;
     let device = VsockDevice::new(vsock.cid, &vsock.socket, ports, event_loop.clone())
         .map_err(BuildError::device("--vsock"))?;
+    let metrics = device.metrics();
     fabric.attach(Box::new(device), memory)?;
-    Ok(Some(agents))
+    Ok(Some((agents, metrics)))
 }
 
 /// A virtio-mem device for each hotplug part. `plugged` is notified when something changes.
