@@ -142,7 +142,7 @@ fn a_reboot_takes_plugged_memory_back() -> Result<()> {
 
 fn the_metrics_follow_the_plugged_memory() -> Result<()> {
     let guest = resizable().boot()?;
-    let plugged = || guest.metrics()?.value("foreshore_zone_plugged_bytes", &[("zone", "dram")]);
+    let plugged = || guest.metrics()?.value("foreshore_memory_plugged_bytes", &[("zone", "dram")]);
     ensure!(plugged()? == 0.0, "Plugged before anything was");
     resize_to(&guest, 640)?;
     wait_until_plugged(&guest, 256)?;
