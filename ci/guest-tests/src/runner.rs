@@ -8,6 +8,7 @@ use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::str::FromStr;
 use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -79,25 +80,24 @@ pub struct Options {
     pub jobs: usize,
     /// Say what there is, run nothing.
     pub list: bool,
+    /// For all of them together. What has no time left fails.
+    pub within: Option<Duration>,
 }
 
 impl Options {
     /// Parses a command line without the program's name.
     pub fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
-        let mut options = Self { filters: Vec::new(), jobs: 1, list: false };
+        let mut options = Self { filters: Vec::new(), jobs: 1, list: false, within: None };
         while let Some(argument) = arguments.next() {
             match argument.as_str() {
                 "--list" => options.list = true,
-                "--jobs" => {
-                    let jobs = arguments.next().context("--jobs needs a number")?;
-                    options.jobs = jobs
-                        .parse()
-                        .ok()
-                        .filter(|jobs| *jobs > 0)
-                        .context("--jobs needs a number above 0")?;
+                "--jobs" => options.jobs = positive("--jobs", arguments.next())?,
+                "--within" => {
+                    let seconds: u32 = positive("--within", arguments.next())?;
+                    options.within = Some(Duration::from_secs(seconds.into()));
                 }
                 flag if flag.starts_with('-') => {
-                    bail!("unknown flag {flag}: there are --list, --jobs N, and filters")
+                    bail!("unknown flag {flag}: there are --list, --jobs N, --within SECONDS and filters")
                 }
                 filter => options.filters.push(filter.to_owned()),
             }
@@ -109,6 +109,13 @@ impl Options {
         self.filters.is_empty()
             || self.filters.iter().any(|filter| short_name(test).contains(filter.as_str()))
     }
+}
+
+/// A flag's number, above zero.
+fn positive<T: FromStr + PartialOrd + Default>(flag: &str, value: Option<String>) -> Result<T> {
+    let number =
+        value.as_deref().and_then(|value| value.parse().ok()).filter(|number| *number > T::default());
+    number.with_context(|| format!("{flag} needs a number above 0, not {value:?}"))
 }
 
 /// The name without the program's: `boot::boots`.
@@ -141,7 +148,7 @@ pub fn main(tests: &[Test]) -> Result<i32> {
     if chosen.is_empty() {
         bail!("no test matches {:?}", options.filters);
     }
-    let verdicts = run_all(chosen, options.jobs);
+    let verdicts = run_all(chosen, &options);
     let count = |wanted: fn(&Verdict) -> bool| verdicts.iter().filter(|verdict| wanted(verdict)).count();
     let failed = count(|verdict| matches!(verdict, Verdict::Failed(_)));
     println!(
@@ -168,15 +175,16 @@ fn run_here(test: &Test) -> i32 {
     }
 }
 
-fn run_all(tests: Vec<Test>, jobs: usize) -> Vec<Verdict> {
+fn run_all(tests: Vec<Test>, options: &Options) -> Vec<Verdict> {
+    let deadline = options.within.map(|within| Instant::now() + within);
     let queue = Mutex::new(VecDeque::from(tests));
     let verdicts = Mutex::new(Vec::new());
     thread::scope(|scope| {
-        for _ in 0..jobs {
+        for _ in 0..options.jobs {
             scope.spawn(|| {
                 loop {
                     let Some(test) = queue.lock().expect("no holder panics").pop_front() else { break };
-                    let verdict = run_and_report(&test);
+                    let verdict = run_and_report(&test, deadline);
                     verdicts.lock().expect("no holder panics").push(verdict);
                 }
             });
@@ -203,7 +211,7 @@ fn run_and_report(test: &Test) -> Verdict {
     verdict
 }
 
-fn run_in_process(test: &Test) -> Result<Verdict> {
+fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
     let dir = test_dir(short_name(test));
     // What an earlier run left is not evidence of this one.
     match fs::remove_dir_all(&dir) {
@@ -226,7 +234,7 @@ fn run_in_process(test: &Test) -> Result<Verdict> {
         // The VMMs that the test starts stay in its group, and end with it.
         .process_group(0)
         .spawn()?;
-    let status = wait_for("the test ended", test.limit, || Ok(child.try_wait()?));
+    let status = wait_for("the test ended", limit, || Ok(child.try_wait()?));
     end_group(&mut child);
     let output = String::from_utf8_lossy(&fs::read(&output_path)?).into_owned();
     let verdict = verdict_of(status, output);
@@ -314,7 +322,17 @@ mod tests {
     fn unknown_flags_and_numbers_are_refused() {
         assert!(parse(&["--bogus"]).is_err());
         assert!(parse(&["--jobs", "0"]).is_err());
-        assert_eq!(parse(&["--jobs", "3"]).unwrap().jobs, 3);
+        assert!(parse(&["--within", "soon"]).is_err());
+        assert!(parse(&["--within"]).is_err());
+        let options = parse(&["--jobs", "3", "--within", "60"]).unwrap();
+        assert_eq!((options.jobs, options.within), (3, Some(Duration::from_secs(60))));
+    }
+
+    #[test]
+    fn a_test_without_time_left_fails() {
+        let test = Test { name: "guest_tests::boot::starts", run: nothing, limit: DEFAULT_LIMIT };
+        let verdict = run_and_report(&test, Some(Instant::now()));
+        assert!(matches!(verdict, Verdict::Failed(why) if why.starts_with("Not run")));
     }
 
     #[test]
