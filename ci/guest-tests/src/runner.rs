@@ -193,11 +193,16 @@ fn run_all(tests: Vec<Test>, options: &Options) -> Vec<Verdict> {
     verdicts.into_inner().expect("no holder panics")
 }
 
-fn run_and_report(test: &Test) -> Verdict {
+fn run_and_report(test: &Test, deadline: Option<Instant>) -> Verdict {
     let name = short_name(test);
     let started = Instant::now();
-    let verdict = run_in_process(test)
-        .unwrap_or_else(|error| Verdict::Failed(format!("Cannot run the test: {error:#}")));
+    let left = deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(started));
+    let verdict = if left.is_zero() {
+        Ok(Verdict::Failed("Not run: the tests before it have taken all the time".to_owned()))
+    } else {
+        run_in_process(test, test.limit.min(left))
+    };
+    let verdict = verdict.unwrap_or_else(|error| Verdict::Failed(format!("Cannot run the test: {error:#}")));
     let seconds = started.elapsed().as_secs_f64();
     match &verdict {
         Verdict::Passed => println!("test {name} ... ok ({seconds:.1} s)"),
