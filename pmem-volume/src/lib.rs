@@ -10,6 +10,8 @@ pub mod btt;
 pub mod media;
 pub mod pool;
 pub mod size;
+#[cfg(test)]
+mod test_image;
 
 pub use media::Durability;
 pub use pool::{

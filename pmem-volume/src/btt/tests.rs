@@ -279,3 +279,19 @@ fn something_too_small_is_no_volume() {
         assert!(!check(&MemoryMedia::new(bytes)).unwrap().is_clean());
     }
 }
+
+#[test]
+fn what_linux_wrote_is_clean_and_reads_back() {
+    let text = include_str!("linux-6.12.golden");
+    let media = MemoryMedia::from_bytes(&crate::test_image::from_text(text, VOLUME_BYTES));
+    let report = check(&media).unwrap();
+    assert!(report.is_clean(), "{report:?}");
+    for sector in 0..=141 {
+        let text = format!("L{sector:05} v5");
+        let mut expected = vec![0; 4096];
+        if sector % 7 == 0 && sector <= 140 {
+            expected[..text.len()].copy_from_slice(text.as_bytes());
+        }
+        assert_eq!(read(&media, sector), (Sector::Data, expected), "sector {sector}");
+    }
+}

@@ -12,6 +12,8 @@ mod file;
 mod flush;
 mod memory;
 mod page_cache;
+#[cfg(test)]
+pub(crate) mod simulator;
 
 use std::io;
 use std::ops::Range;

@@ -1,10 +1,8 @@
 //! The format, byte for byte: a pool that this version wrote must be readable for ever, and a change of the format
 //! must not happen by accident.
 //!
-//! The image is kept as text, one line for each run of 16 bytes that are not zero. To see what changed, run with
+//! The image is kept as text. To see what changed, run with
 //! `PMEM_VOLUME_WRITE_GOLDEN=1` and look at the difference; then the version has to change as well.
-
-use std::fmt::Write;
 
 use uuid::Uuid;
 
@@ -13,6 +11,7 @@ use crate::btt;
 use crate::media::MemoryMedia;
 use crate::pool::table::{Owner, Slot};
 use crate::pool::volume_record::VolumeRecord;
+use crate::test_image::{from_text, to_text};
 
 const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/src/pool/tests/pool-v1.golden");
 const POOL_BYTES: u64 = 32 * MIB;
@@ -51,30 +50,6 @@ fn build() -> MemoryMedia {
     media
 }
 
-fn to_text(bytes: &[u8]) -> String {
-    let mut text = String::new();
-    for (at, line) in bytes.chunks(16).enumerate().filter(|(_, line)| line.iter().any(|b| *b != 0)) {
-        let _ = write!(text, "{:08x} ", at * 16);
-        line.iter().for_each(|b| {
-            let _ = write!(text, "{b:02x}");
-        });
-        text.push('\n');
-    }
-    text
-}
-
-fn from_text(text: &str) -> Vec<u8> {
-    let mut bytes = vec![0; POOL_BYTES as usize];
-    for line in text.lines() {
-        let (at, hex) = line.split_once(' ').unwrap();
-        let at = usize::from_str_radix(at, 16).unwrap();
-        for (i, digits) in hex.as_bytes().chunks(2).enumerate() {
-            bytes[at + i] = u8::from_str_radix(std::str::from_utf8(digits).unwrap(), 16).unwrap();
-        }
-    }
-    bytes
-}
-
 #[test]
 fn this_version_writes_the_golden_image() {
     let text = to_text(&build().to_bytes());
@@ -86,7 +61,7 @@ fn this_version_writes_the_golden_image() {
 
 #[test]
 fn this_version_reads_the_golden_image() {
-    let bytes = from_text(&fs::read_to_string(GOLDEN).unwrap());
+    let bytes = from_text(&fs::read_to_string(GOLDEN).unwrap(), POOL_BYTES);
     let superblock = create::plan(POOL_BYTES, 4 * MIB, Uuid::from_u128(0x0123_4567), 1_800_000_000).unwrap();
     let open = |mode| {
         let backing = Backing::Other(Box::new(MemoryMedia::from_bytes(&bytes)));

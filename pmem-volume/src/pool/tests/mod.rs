@@ -1,5 +1,6 @@
 //! Pools as their users see them.
 
+mod crash;
 mod damage;
 mod golden;
 

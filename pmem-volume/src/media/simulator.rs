@@ -1,0 +1,301 @@
+//! Media that remembers what is durable, and can say what a crash would leave.
+//!
+//! Fault model: a word that was stored and not persisted since may hold, after a crash, what it held when it was last
+//! durable, or anything that was stored to it since; each word by itself, in any combination. That is more than
+//! hardware does (stores to one cache line keep their order), so what holds here holds there.
+//!
+//! A crash point is taken at the start of every persist and erase: between two of these, more stores only add to what
+//! may be lost.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use super::{Durability, Media, MediaError, assert_inside};
+
+/// Sparse media: words that are not listed are zero.
+#[derive(Clone)]
+pub(crate) struct Simulator {
+    len_bytes: u64,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Clone, Default)]
+struct State {
+    durable: BTreeMap<u64, u64>,
+    /// Stores since the word was last durable, oldest first.
+    pending: BTreeMap<u64, Vec<u64>>,
+    points: Vec<CrashPoint>,
+    recording: bool,
+}
+
+/// Everything that decides what a crash at this moment would leave.
+#[derive(Clone)]
+pub(crate) struct CrashPoint {
+    len_bytes: u64,
+    durable: BTreeMap<u64, u64>,
+    pending: Vec<(u64, Vec<u64>)>,
+}
+
+/// A small generator, so that a seed is all it takes to see a failure again (xorshift64*, Vigna 2016).
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % bound
+    }
+}
+
+impl Simulator {
+    /// Zeroed media.
+    pub(crate) fn new(len_bytes: u64) -> Self {
+        Self { len_bytes, state: Arc::default() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    /// From now on, crash points are kept.
+    pub(crate) fn record(&self) {
+        self.state().recording = true;
+    }
+
+    /// The crash points since recording began, and one for now. Recording ends.
+    pub(crate) fn take_points(&self) -> Vec<CrashPoint> {
+        let mut state = self.state();
+        state.take_point(self.len_bytes);
+        state.recording = false;
+        std::mem::take(&mut state.points)
+    }
+
+    /// Words in a range that are not zero.
+    pub(crate) fn dirty_words(&self, range: Range<u64>) -> usize {
+        let state = self.state();
+        let mut offsets: Vec<u64> = state.durable.range(range.clone()).map(|(at, _)| *at).collect();
+        offsets.extend(state.pending.range(range).map(|(at, _)| *at));
+        offsets.sort_unstable();
+        offsets.dedup();
+        offsets.into_iter().filter(|at| state.load(*at) != 0).count()
+    }
+}
+
+impl State {
+    fn load(&self, at: u64) -> u64 {
+        match self.pending.get(&at).and_then(|values| values.last()) {
+            Some(value) => *value,
+            None => self.durable.get(&at).copied().unwrap_or(0),
+        }
+    }
+
+    fn store(&mut self, at: u64, word: u64) {
+        self.pending.entry(at).or_default().push(word);
+    }
+
+    fn take_point(&mut self, len_bytes: u64) {
+        if self.recording {
+            let pending = self.pending.iter().map(|(at, values)| (*at, values.clone())).collect();
+            self.points.push(CrashPoint { len_bytes, durable: self.durable.clone(), pending });
+        }
+    }
+
+    fn make_durable(&mut self, range: Range<u64>) {
+        let first = range.start / 8 * 8;
+        let covered: Vec<u64> = self.pending.range(first..range.end).map(|(at, _)| *at).collect();
+        for at in covered {
+            let last = self.pending.remove(&at).and_then(|values| values.last().copied()).unwrap_or(0);
+            if last == 0 {
+                self.durable.remove(&at);
+            } else {
+                self.durable.insert(at, last);
+            }
+        }
+    }
+}
+
+impl CrashPoint {
+    /// Images that a crash may leave: all of them if there are no more than `bound`, else the two extremes, those in
+    /// which one word alone is lost or kept, and samples, `bound` in all.
+    pub(crate) fn images(&self, bound: usize, random: &mut Random) -> Vec<Simulator> {
+        let choices: Vec<usize> = self.pending.iter().map(|(_, values)| values.len() + 1).collect();
+        let total =
+            choices.iter().try_fold(1usize, |product, n| product.checked_mul(*n)).unwrap_or(usize::MAX);
+        if total <= bound {
+            return (0..total).map(|number| self.image(&digits(number, &choices))).collect();
+        }
+        let none = vec![0; choices.len()];
+        let all: Vec<usize> = choices.iter().map(|n| n - 1).collect();
+        let mut picks = vec![none.clone(), all.clone()];
+        for _ in 0..bound.saturating_sub(2) {
+            let one = random.below(choices.len() as u64) as usize;
+            let mut pick = match random.below(4) {
+                0 => none.clone(),
+                1 => all.clone(),
+                _ => choices.iter().map(|n| random.below(*n as u64) as usize).collect(),
+            };
+            pick[one] = random.below(choices[one] as u64) as usize;
+            picks.push(pick);
+        }
+        picks.iter().map(|pick| self.image(pick)).collect()
+    }
+
+    /// The image in which word i has its pick-th value: 0 is the durable one, n the n-th store.
+    fn image(&self, pick: &[usize]) -> Simulator {
+        let mut durable = self.durable.clone();
+        for ((at, values), pick) in self.pending.iter().zip(pick) {
+            match pick.checked_sub(1).map(|stored| values[stored]) {
+                None => {}
+                Some(0) => {
+                    durable.remove(at);
+                }
+                Some(word) => {
+                    durable.insert(*at, word);
+                }
+            }
+        }
+        let state = State { durable, ..State::default() };
+        Simulator { len_bytes: self.len_bytes, state: Arc::new(Mutex::new(state)) }
+    }
+}
+
+/// A number in the mixed base of `choices`.
+fn digits(mut number: usize, choices: &[usize]) -> Vec<usize> {
+    choices
+        .iter()
+        .map(|base| {
+            let digit = number % base;
+            number /= base;
+            digit
+        })
+        .collect()
+}
+
+impl Media for Simulator {
+    fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    fn durability(&self) -> Durability {
+        Durability::DaxSync
+    }
+
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        assert_inside(offset_bytes, into.len() as u64, self.len_bytes);
+        let state = self.state();
+        into.fill(0);
+        let end = offset_bytes + into.len() as u64;
+        let mut copy = |at: u64, word: u64| {
+            for (byte_at, byte) in (at..).zip(word.to_le_bytes()) {
+                if (offset_bytes..end).contains(&byte_at) {
+                    into[(byte_at - offset_bytes) as usize] = byte;
+                }
+            }
+        };
+        let first = offset_bytes / 8 * 8;
+        state.durable.range(first..end).for_each(|(at, word)| copy(*at, *word));
+        for (at, values) in state.pending.range(first..end) {
+            copy(*at, *values.last().expect("never empty"));
+        }
+        Ok(())
+    }
+
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        assert!(offset_bytes.is_multiple_of(8));
+        assert_inside(offset_bytes, 8, self.len_bytes);
+        Ok(self.state().load(offset_bytes))
+    }
+
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        assert_inside(offset_bytes, bytes.len() as u64, self.len_bytes);
+        assert!(
+            offset_bytes.is_multiple_of(8) && bytes.len().is_multiple_of(8),
+            "the pool stores whole words"
+        );
+        let mut state = self.state();
+        for (at, word) in (offset_bytes..).step_by(8).zip(bytes.as_chunks::<8>().0) {
+            let word = u64::from_le_bytes(*word);
+            // Storing what is there already changes nothing that a crash could show.
+            if state.load(at) != word {
+                state.store(at, word);
+            }
+        }
+        Ok(())
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        self.store(offset_bytes, &word.to_le_bytes())
+    }
+
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        let mut state = self.state();
+        state.take_point(self.len_bytes);
+        ranges.iter().for_each(|range| state.make_durable(range.clone()));
+        Ok(())
+    }
+
+    fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        let mut state = self.state();
+        for range in ranges {
+            let mut offsets: Vec<u64> = state.durable.range(range.clone()).map(|(at, _)| *at).collect();
+            offsets.extend(state.pending.range(range.clone()).map(|(at, _)| *at));
+            offsets.into_iter().for_each(|at| state.store(at, 0));
+        }
+        // While it goes on, any of it may have been done.
+        state.take_point(self.len_bytes);
+        ranges.iter().for_each(|range| state.make_durable(range.clone()));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn images_after(stores: impl Fn(&Simulator)) -> Vec<(u64, u64)> {
+        let media = Simulator::new(64);
+        media.record();
+        stores(&media);
+        let point = media.take_points().pop().unwrap();
+        let load = |image: &Simulator| (image.load_word(0).unwrap(), image.load_word(8).unwrap());
+        let mut images: Vec<_> = point.images(100, &mut Random::new(1)).iter().map(load).collect();
+        images.sort_unstable();
+        images
+    }
+
+    #[test]
+    fn words_are_lost_and_kept_in_every_combination_until_they_are_persisted() {
+        let both = |media: &Simulator| {
+            media.store_word(0, 1).unwrap();
+            media.store_word(8, 2).unwrap();
+        };
+        assert_eq!(images_after(both), [(0, 0), (0, 2), (1, 0), (1, 2)]);
+        let persisted = |media: &Simulator| {
+            both(media);
+            media.persist_range(0..8).unwrap();
+        };
+        assert_eq!(images_after(persisted), [(1, 0), (1, 2)]);
+        let twice = |media: &Simulator| {
+            media.store_word(0, 1).unwrap();
+            media.store_word(0, 3).unwrap();
+        };
+        assert_eq!(images_after(twice), [(0, 0), (1, 0), (3, 0)]);
+    }
+
+    #[test]
+    fn more_images_than_the_bound_are_sampled_with_both_extremes() {
+        let media = Simulator::new(1024);
+        media.record();
+        (0..100).for_each(|word| media.store_word(word * 8, 1).unwrap());
+        let images = media.take_points()[0].images(20, &mut Random::new(5));
+        let kept: Vec<_> = images.iter().map(|image| image.dirty_words(0..1024)).collect();
+        assert_eq!(kept.len(), 20);
+        assert_eq!(kept[..2], [0, 100]);
+    }
+}

@@ -1,0 +1,308 @@
+//! Crashes of the pool, enumerated: at every persist of an operation, every image that a crash may leave is opened and
+//! compared with what must hold.
+//!
+//! 1. Volumes are exactly as before the operation or as after it.
+//! 2. Their content is there.
+//! 3. Everything else is free, and free chunks read as zeros.
+//! 4. A check of what is left finds nothing.
+
+use std::collections::BTreeMap;
+
+use uuid::Uuid;
+
+use super::*;
+use crate::media::simulator::{CrashPoint, Random, Simulator};
+use crate::pool::table::Owner;
+
+const CHUNKS: u32 = 14;
+const SLOTS: u32 = 3;
+
+/// Volumes by name, with their size in chunks.
+type Volumes = BTreeMap<String, u32>;
+
+/// A small pool: few slots, so that an image is quick to open.
+fn new_pool() -> (Simulator, Arc<Pool>) {
+    let media = Simulator::new(u64::from(CHUNKS) * CHUNK_BYTES);
+    let mut superblock = create::plan(media.len_bytes(), 0, Uuid::from_u128(1), 1).unwrap();
+    superblock.volume_slots = SLOTS;
+    create::write_empty_pool(&media, &superblock).unwrap();
+    let pool = open(&media).unwrap();
+    (media, pool)
+}
+
+fn open(media: &Simulator) -> Result<Arc<Pool>, PoolError> {
+    let copies = mirrored::read::<layout::SuperblockBytes>(media, layout::SUPERBLOCK_OFFSETS)?;
+    let mirrored::Copies::Agree(bytes) = copies else { panic!("no operation here changes the superblock") };
+    let superblock = Superblock::parse(&bytes).expect("the superblock is whole");
+    let backing = Backing::Other(Box::new(media.clone()));
+    Pool::from_media("simulated".into(), OpenMode::ReadWrite, backing, superblock, vec![])
+}
+
+/// What a volume holds at the start of each of its chunks.
+fn mark_of(name: &str, index: u32) -> u64 {
+    name.bytes().fold(u64::from(index) + 1, |sum, byte| sum * 257 + u64::from(byte))
+}
+
+/// Writes a volume as a guest would, and flushes.
+fn fill_volume(media: &Simulator, pool: &Arc<Pool>, name: &str) {
+    let volume = pool.open_volume(name).unwrap();
+    for extent in volume.extents() {
+        for (index, chunk) in (extent.index..).zip(extent.run.ids()) {
+            media.store_word(chunk.offset_bytes(), mark_of(name, index)).unwrap();
+            media.persist_range(chunk.offset_bytes()..chunk.offset_bytes() + 8).unwrap();
+        }
+    }
+}
+
+/// Writes lent memory as a guest would. Nobody persists it, but the host may.
+fn fill_memory(media: &Simulator, extents: &[Extent]) {
+    for chunk in extents.iter().flat_map(|extent| extent.run().ids()) {
+        media.store_word(chunk.offset_bytes() + 64, 0xdead_beef).unwrap();
+        media.store_word(chunk.offset_bytes() + CHUNK_BYTES - 8, 0xdead_beef).unwrap();
+    }
+}
+
+fn volumes_of(pool: &Pool) -> Volumes {
+    pool.volumes().into_iter().map(|v| (v.name, (v.size_bytes / CHUNK_BYTES) as u32)).collect()
+}
+
+/// Holds an image against the oracle; the volumes must be one of `allowed`.
+fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), String> {
+    let pool = open(image).map_err(|error| format!("does not open: {error}"))?;
+    let volumes = volumes_of(&pool);
+    if !allowed.contains(&&volumes) {
+        return Err(format!("has volumes {volumes:?}, and only {allowed:?} are right"));
+    }
+    for name in volumes.keys() {
+        let volume = pool.open_volume(name).map_err(|error| error.to_string())?;
+        for extent in volume.extents() {
+            for (index, chunk) in (extent.index..).zip(extent.run.ids()) {
+                let word = image.load_word(chunk.offset_bytes()).unwrap();
+                if word != mark_of(name, index) && volume.info().format == VolumeFormat::Raw {
+                    return Err(format!("volume {name} has lost chunk {index}: {word:#x}"));
+                }
+            }
+        }
+        match volume.check_btt() {
+            Ok(Some(report)) if !report.is_clean() => return Err(format!("BTT of {name}: {report:?}")),
+            Err(error) => return Err(error.to_string()),
+            Ok(_) => {}
+        }
+    }
+    let owned: u32 = volumes.values().sum();
+    let info = pool.info();
+    let free = u64::from(CHUNKS - 2 - owned) * CHUNK_BYTES;
+    if info.free_bytes != free {
+        return Err(format!("{} bytes are free and {free} should be", info.free_bytes));
+    }
+    let table = ChunkTable::new(&pool.superblock);
+    for chunk in (0..CHUNKS).map(ChunkId) {
+        let is_free = table.owner(image, chunk).unwrap() == Ok(Owner::Free);
+        if is_free && image.dirty_words(Extent::chunk(chunk).run().byte_range()) > 0 {
+            return Err(format!("free chunk {chunk} has old content"));
+        }
+    }
+    let findings = pool.check().map_err(|error| error.to_string())?.pool;
+    if findings.is_empty() { Ok(()) } else { Err(format!("check finds {findings:?}")) }
+}
+
+/// Opens every image of every point; images are counted.
+fn verify_points(
+    points: &[CrashPoint],
+    bound: usize,
+    allowed: &[&Volumes],
+    random: &mut Random,
+) -> Result<usize, String> {
+    let mut count = 0;
+    for point in points {
+        for (number, image) in point.images(bound, random).into_iter().enumerate() {
+            count += 1;
+            // Now and then, crash in the recovery as well.
+            let again = number % 16 == 0;
+            if again {
+                image.record();
+            }
+            verify(&image, allowed)?;
+            if again {
+                for point in image.take_points() {
+                    for image in point.images(8, random) {
+                        count += 1;
+                        verify(&image, allowed)
+                            .map_err(|error| format!("after a crash in recovery: {error}"))?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(count)
+}
+
+/// Does one random thing. What is lent is kept in `lent`.
+fn random_operation(media: &Simulator, pool: &Arc<Pool>, lent: &mut Vec<Extent>, random: &mut Random) {
+    match random.below(5) {
+        0 | 1 => {
+            if let Ok(extents) = pool.alloc_memory((random.below(5) + 1) * CHUNK_BYTES) {
+                fill_memory(media, &extents);
+                lent.extend(extents);
+            }
+        }
+        2 => {
+            let count = random.below(lent.len() as u64 + 1) as usize;
+            let back: Vec<_> = lent.drain(..count).collect();
+            pool.free_memory(&back).unwrap();
+        }
+        3 => {
+            let name = format!("v{}", random.below(4));
+            let size = VolumeSize::Bytes((random.below(4) + 1) * CHUNK_BYTES);
+            // Full, the name taken, or no slot left: all are ordinary.
+            let _ = pool.create_volume(&name, size, VolumeFormat::Raw);
+        }
+        _ => {
+            let names: Vec<_> = pool.volumes().into_iter().map(|v| v.name).collect();
+            if !names.is_empty() {
+                pool.delete_volume(&names[random.below(names.len() as u64) as usize]).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn random_operations_survive_a_crash_at_every_persist() {
+    let mut images = 0;
+    for seed in 1..=10 {
+        let mut random = Random::new(seed);
+        let (media, pool) = new_pool();
+        let mut lent = Vec::new();
+        for step in 0..20 {
+            let before = volumes_of(&pool);
+            media.record();
+            random_operation(&media, &pool, &mut lent, &mut random);
+            let points = media.take_points();
+            let after = volumes_of(&pool);
+            // Content is no matter of the operation that made the volume: it comes when that is over.
+            let made: Vec<_> = after.keys().filter(|name| !before.contains_key(*name)).cloned().collect();
+            made.iter().for_each(|name| fill_volume(&media, &pool, name));
+            let allowed = if made.is_empty() { vec![&before, &after] } else { vec![&before] };
+            let result = match made.is_empty() {
+                true => verify_points(&points, 16, &allowed, &mut random),
+                false => verify_made(&points, &before, &after, &mut random),
+            };
+            images += result.unwrap_or_else(|error| panic!("seed {seed}, step {step}: {error}"));
+        }
+    }
+    eprintln!("{images} crash images opened");
+    assert!(images > 3000, "only {images} images: the simulator sees too little");
+}
+
+/// A volume that was just made has no content yet, so its marks are not looked for.
+fn verify_made(
+    points: &[CrashPoint],
+    before: &Volumes,
+    after: &Volumes,
+    random: &mut Random,
+) -> Result<usize, String> {
+    let mut count = 0;
+    for point in points {
+        for image in point.images(16, random) {
+            count += 1;
+            let pool = open(&image).map_err(|error| error.to_string())?;
+            let volumes = volumes_of(&pool);
+            if volumes == *after {
+                for name in volumes.keys().filter(|name| !before.contains_key(*name)) {
+                    fill_volume(&image, &pool, name);
+                }
+            }
+            drop(pool);
+            verify(&image, &[before, after])?;
+        }
+    }
+    Ok(count)
+}
+
+#[test]
+fn a_btt_volume_is_made_whole_or_not_at_all() {
+    let (media, pool) = new_pool();
+    let before = volumes_of(&pool);
+    media.record();
+    pool.create_volume("btt", VolumeSize::Bytes(9 * CHUNK_BYTES), VolumeFormat::Btt).unwrap();
+    let points = media.take_points();
+    let after = volumes_of(&pool);
+    let images = verify_points(&points, 12, &[&before, &after], &mut Random::new(3)).unwrap();
+    eprintln!("{images} crash images opened");
+    assert!(images > 60);
+}
+
+/// Does what `wrong` does on a pool with a volume `v` of two chunks, and expects a crash in it to show.
+fn must_be_found_out(wrong: impl Fn(&Simulator, &Arc<Pool>)) -> String {
+    let (media, pool) = new_pool();
+    pool.create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+    fill_volume(&media, &pool, "v");
+    let volumes = volumes_of(&pool);
+    media.record();
+    wrong(&media, &pool);
+    let points = media.take_points();
+    verify_points(&points, 64, &[&volumes, &Volumes::new()], &mut Random::new(9))
+        .expect_err("the wrong order went unnoticed: the other tests prove nothing")
+}
+
+#[test]
+fn lending_before_the_mark_is_durable_is_found_out() {
+    let error = must_be_found_out(|media, pool| {
+        let chunk = ChunkId(10);
+        pool.table.set_owner(media, chunk, Owner::Memory).unwrap();
+        // Missing: persist.
+        fill_memory(media, &[Extent::chunk(chunk)]);
+    });
+    assert!(error.contains("old content"), "{error}");
+}
+
+#[test]
+fn freeing_before_erasing_is_found_out() {
+    let error = must_be_found_out(|media, pool| {
+        let extents = pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
+        fill_memory(media, &extents);
+        let runs: Vec<_> = extents.iter().map(|extent| extent.run()).collect();
+        for chunk in runs.iter().flat_map(|run| run.ids()) {
+            pool.table.set_owner(media, chunk, Owner::Free).unwrap();
+        }
+        pool.persist_entries(&runs).unwrap();
+        let ranges: Vec<_> = runs.iter().map(|run| run.byte_range()).collect();
+        media.erase(&ranges).unwrap();
+    });
+    assert!(error.contains("old content"), "{error}");
+}
+
+#[test]
+fn erasing_a_volume_before_its_record_is_gone_is_found_out() {
+    let error = must_be_found_out(|media, pool| {
+        let run = pool.open_volume("v").unwrap().extents()[0].run;
+        media.erase(&[run.byte_range()]).unwrap();
+        let empty = volume_record::empty_record(table::Slot(0), 9);
+        mirrored::write(media, pool.superblock.volume_record_offsets(table::Slot(0)), &empty).unwrap();
+    });
+    assert!(error.contains("has lost chunk"), "{error}");
+}
+
+#[test]
+fn a_record_before_its_chunks_is_found_out() {
+    let error = must_be_found_out(|media, pool| {
+        let slot = table::Slot(0);
+        let empty = volume_record::empty_record(slot, 9);
+        pool.delete_volume("v").unwrap();
+        let mut record = volume_record::VolumeRecord {
+            sequence: 10,
+            slot,
+            name: "v".parse().unwrap(),
+            uuid: Uuid::nil(),
+            format: VolumeFormat::Raw,
+            thin: false,
+            chunks: 2,
+            created_unix_s: 1,
+        };
+        record.sequence = empty.sequence.get() + 1;
+        mirrored::write(media, pool.superblock.volume_record_offsets(slot), &record.to_bytes()).unwrap();
+        let run = Run { start: ChunkId(6), chunks: 2 };
+        pool.mark(&[run], |index| Owner::Volume { slot, index }).unwrap();
+    });
+    assert!(error.contains("missing"), "{error}");
+}

@@ -1,0 +1,144 @@
+//! `pmvol` as people use it.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn new() -> Self {
+        Self(tempfile::TempDir::new_in("/dev/shm").unwrap())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_pmvol")).args(arguments).current_dir(self.0.path()).output().unwrap()
+    }
+
+    fn succeed(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Fails with exit code 1 and one line, which has all of `words` in it.
+    fn fail(&self, arguments: &[&str], words: &[&str]) {
+        let output = self.run(arguments);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {text}");
+        assert!(output.stdout.is_empty(), "{arguments:?}");
+        for word in words {
+            assert!(text.contains(word), "{arguments:?}: {text:?} does not say {word:?}");
+        }
+    }
+
+    fn json(&self, arguments: &[&str]) -> Value {
+        serde_json::from_str(&self.succeed(arguments)).unwrap()
+    }
+}
+
+#[test]
+fn a_pool_is_made_filled_listed_and_checked() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M", "--strg", "8M"]);
+    folder.succeed(&["volume", "create", "pool", "data", "--size", "20M"]);
+    folder.succeed(&["volume", "create", "pool", "dax", "--size", "4M", "--format", "raw"]);
+    folder.succeed(&["volume", "create", "pool", "rest", "--size", "remaining"]);
+    let list = folder.json(&["volume", "list", "pool", "--json"]);
+    let volumes: Vec<_> = list
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|v| (v["name"].as_str().unwrap(), v["size_bytes"].as_u64().unwrap() >> 20))
+        .collect();
+    assert_eq!(volumes, [("data", 20), ("dax", 4), ("rest", 36)]);
+    let info = folder.json(&["info", "pool", "--json"]);
+    assert_eq!(info["durability"], "volatile");
+    assert_eq!((info["free_bytes"].as_u64(), info["volume_bytes"].as_u64()), (Some(0), Some(60 << 20)));
+    assert_eq!(info["in_use_by"], Value::Null);
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+    folder.succeed(&["volume", "delete", "pool", "rest"]);
+    assert_eq!(folder.json(&["info", "pool", "--json"])["free_bytes"].as_u64(), Some(36 << 20));
+}
+
+#[test]
+fn wrong_arguments_are_named_and_nothing_is_made() {
+    let folder = Folder::new();
+    folder.fail(&["create", "pool", "--size", "1X"], &["--size", "1X", "K, M, G or T"]);
+    folder.fail(&["create", "pool", "--size", "0"], &["--size", "pool size 0", "8 MiB"]);
+    folder.fail(&["create", "pool", "--size", "1M"], &["--size", "1048576", "2 MiB"]);
+    folder.fail(&["create", "pool", "--size", "1000T"], &["--size", "512 TiB"]);
+    folder.fail(&["create", "pool", "--size", "100T"], &["--size", "100 TiB", "free"]);
+    folder.fail(&["create", "pool", "--size", "64M", "--strg", "1M"], &["--strg", "1048576", "2 MiB"]);
+    folder.fail(&["create", "pool", "--size", "64M", "--strg", "64M"], &["--strg", "60 MiB"]);
+    folder.fail(&["create", "nowhere/pool", "--size", "64M"], &["nowhere/pool", "No such file"]);
+    folder.fail(&["info", "pool"], &["pool", "no such file"]);
+    folder.fail(&["check", "/proc/self/exe"], &["not a pool"]);
+    folder.fail(&["frobnicate"], &["frobnicate"]);
+    assert_eq!(std::fs::read_dir(folder.0.path()).unwrap().count(), 0);
+
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    folder.fail(&["create", "pool", "--size", "64M"], &["exists already"]);
+    folder.fail(&["volume", "create", "pool", "v", "--size", "0"], &["--size", "volume size 0", "2 MiB"]);
+    folder.fail(&["volume", "create", "pool", "v", "--size", "16M"], &["--size", "18 MiB"]);
+    folder.fail(&["volume", "create", "pool", "v", "--size", "62M"], &["--size", "62 MiB", "60 MiB free"]);
+    folder.fail(&["volume", "create", "pool", "a,b", "--size", "20M"], &["a,b", "','"]);
+    folder.fail(&["volume", "delete", "pool", "v"], &["\"v\"", "none"]);
+    assert_eq!(folder.json(&["info", "pool", "--json"])["free_bytes"].as_u64(), Some(60 << 20));
+}
+
+#[test]
+fn a_pool_in_use_can_be_looked_at_and_not_changed() {
+    let folder = Folder::new();
+    let pool = pmem_volume::Pool::create(&folder.path("pool"), 64 << 20, 0).unwrap();
+    pool.alloc_memory(10 << 20).unwrap();
+    let me = format!("process {}", std::process::id());
+    folder.fail(&["check", "pool"], &["in use by", &me]);
+    folder.fail(&["volume", "create", "pool", "v", "--size", "20M"], &["in use by", &me]);
+    let info = folder.json(&["info", "pool", "--json"]);
+    assert_eq!(info["memory_bytes"].as_u64(), Some(10 << 20));
+    assert!(info["in_use_by"].as_str().unwrap().starts_with(&me));
+    assert!(folder.succeed(&["info", "pool"]).contains("in use by    process"));
+}
+
+fn overwrite(path: &Path, offset_bytes: u64, bytes: &[u8]) {
+    use std::os::unix::fs::FileExt;
+    std::fs::OpenOptions::new().write(true).open(path).unwrap().write_all_at(bytes, offset_bytes).unwrap();
+}
+
+#[test]
+fn check_finds_damage_says_where_and_changes_nothing() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
+    // The volume starts behind two chunks of metadata, its first info block 4 KiB further on.
+    overwrite(&folder.path("pool"), (4 << 20) + 4096 + 100, &[0xff]);
+    let before = std::fs::read(folder.path("pool")).unwrap();
+    let output = folder.run(&["check", "pool"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text.contains("volume v: arena 0: damaged: the first info block"), "{text}");
+    let json = folder.run(&["check", "pool", "--json"]);
+    assert_eq!(json.status.code(), Some(1));
+    let report: Value = serde_json::from_slice(&json.stdout).unwrap();
+    assert_eq!(report["volumes"][0]["btt"]["arenas"][0]["findings_total"], 1);
+    overwrite(&folder.path("pool"), 10, &[0xff]);
+    let text = String::from_utf8(folder.run(&["check", "pool"]).stdout).unwrap();
+    assert!(text.contains("pool: degraded: superblock 0 is damaged"), "{text}");
+    overwrite(&folder.path("pool"), 10, &before[10..11]);
+    assert!(before == std::fs::read(folder.path("pool")).unwrap());
+}
+
+#[test]
+fn help_has_examples() {
+    let folder = Folder::new();
+    let help = folder.succeed(&["--help"]);
+    for word in ["Examples:", "volume create", "remaining", "check"] {
+        assert!(help.contains(word), "{help}");
+    }
+}
