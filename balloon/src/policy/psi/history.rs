@@ -19,12 +19,16 @@ const MIN_GAP_MS: u64 = 90;
 /// Use that moves by less is noise: free pages are counted per CPU and folded late.
 const NOISE_BYTES: u64 = 4 << 20;
 
+/// At most this part of plugged memory is kept back in the guest.
+const KEPT_PART: u64 = 4;
+
 const PAGE_BYTES: u64 = 4096;
 
 /// What is kept of a report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Sample {
     guest_ms: u64,
+    total_bytes: u64,
     used_bytes: u64,
     some_us: u64,
     swapped_out_pages: u64,
@@ -108,6 +112,7 @@ impl Sample {
         let (memory, counters) = (report.memory(), report.counters());
         Sample {
             guest_ms: report.monotonic_ms(),
+            total_bytes: memory.total_bytes,
             // Use, not what is available: plugging memory changes the latter.
             used_bytes: memory.total_bytes - memory.available_bytes,
             some_us: report.stall().some_us,
@@ -121,7 +126,11 @@ impl Sample {
         // What went to swap meanwhile was filled as well.
         let swapped =
             self.swapped_out_pages.saturating_sub(older.swapped_out_pages).saturating_mul(PAGE_BYTES);
-        let rise = self.used_bytes.saturating_add(swapped).saturating_sub(older.used_bytes);
+        // Of memory that was plugged meanwhile not all became available: page descriptors, watermarks and what is
+        // kept for the kernel are no fill.
+        let kept = self.total_bytes.saturating_sub(older.total_bytes) / KEPT_PART;
+        let rise =
+            self.used_bytes.saturating_add(swapped).saturating_sub(older.used_bytes.saturating_add(kept));
         if rise < NOISE_BYTES {
             return 0;
         }

@@ -136,6 +136,15 @@ fn rule_2_the_bridge_is_bounded_by_the_guests_own_size() {
 }
 
 #[test]
+fn rule_2_what_the_guest_keeps_of_plugged_memory_is_no_fill() {
+    let mut rig = Rig::new();
+    rig.report(1000, 280);
+    rig.plug(128);
+    // 26 of 128 MiB went to page descriptors and reserves.
+    assert_eq!(rig.report(100, 382).reason, Reason::Enough);
+}
+
+#[test]
 fn rule_3_what_is_on_its_way_counts_as_available() {
     let mut rig = Rig::new();
     rig.report(1000, 60);
