@@ -290,3 +290,104 @@ impl<'a> Session<'a> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixStream;
+
+    use foreshore_proto::{AgentMessage, decode_agent_message};
+
+    use super::*;
+
+    const MEMORY: &str = "/sys/devices/system/memory";
+
+    fn agent() -> Agent {
+        Agent::open(Path::new("/proc"), Path::new(MEMORY)).expect("this machine has /proc")
+    }
+
+    fn message(vmm: &mut BufReader<UnixStream>) -> AgentMessage {
+        let mut line = String::new();
+        vmm.read_line(&mut line).expect("a line");
+        decode_agent_message(line.trim_end().as_bytes()).and_then(AgentMessage::try_from).expect("verifies")
+    }
+
+    fn settings(rest_interval_ms: u32) -> Vec<u8> {
+        let settings = Settings { rest_interval_ms, ..Settings::with_watermark(0) };
+        let mut line = Vec::new();
+        encode_line(&VmmMessage::Settings(settings), &mut line);
+        line
+    }
+
+    #[test]
+    fn it_says_hello_and_reports_at_the_rate_that_the_vmm_asks_for() {
+        let (ours, vmm) = UnixStream::pair().expect("socketpair");
+        let (mut agent, mut reader) = (agent(), BufReader::new(vmm.try_clone().expect("dup")));
+        let mut session = Session::new(&mut agent, ours.into()).expect("begins");
+        assert!(matches!(message(&mut reader), AgentMessage::Hello(_)));
+        (&vmm).write_all(b"{\"type\":\"ode\",\"version\":1}\nno json\n").expect("write");
+        (&vmm).write_all(&settings(20)).expect("write");
+        let mut last = None;
+        for seq in 1..=5 {
+            while session.agent.report.seq < seq {
+                session.turn().expect("goes on");
+            }
+            let AgentMessage::Report(report) = message(&mut reader) else { panic!("a second hello") };
+            assert_eq!(report.seq(), seq);
+            assert!(last <= Some(report.monotonic_ms()));
+            last = Some(report.monotonic_ms());
+        }
+    }
+
+    #[test]
+    fn a_vmm_that_does_not_read_stops_the_reports_and_gets_whole_lines_later() {
+        let (ours, vmm) = UnixStream::pair().expect("socketpair");
+        let mut agent = agent();
+        let mut session = Session::new(&mut agent, ours.into()).expect("begins");
+        session.pace.set(Settings { rest_interval_ms: 0, ..Settings::with_watermark(0) });
+        while session.sent == session.out.len() {
+            session.send_report(Cause::Rest).expect("goes on");
+        }
+        let stopped_at = session.agent.report.seq;
+        let vmm = thread::spawn(move || {
+            let mut reader = BufReader::new(vmm);
+            let mut newest = 0;
+            while newest <= stopped_at {
+                if let AgentMessage::Report(report) = message(&mut reader) {
+                    assert_eq!(report.seq(), newest + 1, "nothing is lost or cut");
+                    newest = report.seq();
+                }
+            }
+            reader
+        });
+        while !vmm.is_finished() {
+            session.turn().expect("goes on");
+        }
+        vmm.join().expect("every line was whole");
+    }
+
+    #[test]
+    fn the_end_of_the_vmm_ends_the_session() {
+        let (ours, vmm) = UnixStream::pair().expect("socketpair");
+        let mut agent = agent();
+        let mut session = Session::new(&mut agent, ours.into()).expect("begins");
+        drop(vmm);
+        let error = (0..10).find_map(|_| session.turn().err()).expect("ends");
+        assert!(matches!(error, SessionError::Closed | SessionError::Broken(_)), "{error:?}");
+    }
+
+    #[test]
+    fn nobody_there_is_an_error_that_says_where() {
+        let error = agent().connect_and_report(1, 1).expect_err("nobody listens on a reserved port");
+        assert!(error.to_string().starts_with("Cannot connect to vsock port 1 of context 1"), "{error}");
+    }
+
+    #[test]
+    fn a_report_of_this_machine_counts_up_and_verifies() {
+        let mut agent = agent();
+        let first = agent.take_report(Cause::Rest).expect("reports").seq;
+        let raw = agent.take_report(Cause::Stall).expect("reports").clone();
+        assert_eq!(raw.seq, first + 1);
+        foreshore_proto::Report::try_from(raw).expect("verifies");
+    }
+}
