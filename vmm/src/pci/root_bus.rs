@@ -4,7 +4,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use thiserror::Error;
-use tracing::warn;
+use tracing::info;
 use vm_allocator::{AddressAllocator, AllocPolicy};
 
 use super::config_space::BARS_END;
@@ -151,7 +151,7 @@ impl RootBus {
                     slot.mapped.push(range);
                     slot.device.bar_moved(range.bar, Some(range.base));
                 }
-                Err(err) => warn!(%err, bar = range.bar, "The guest has put a BAR where it cannot be"),
+                Err(err) => info!(%err, bar = range.bar, "The guest has put a BAR where it cannot be"),
             }
         }
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use thiserror::Error;
-use tracing::{debug, error, warn};
+use tracing::{debug, error, info};
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestAddressSpace};
@@ -306,7 +306,7 @@ impl registers::Device for Backend {
     fn accepts_features(&mut self, features: u64) -> bool {
         let accepted = self.device.accepts_features(features);
         if !accepted {
-            warn!(device = self.device.name(), features, "The driver's features are not enough");
+            info!(device = self.device.name(), features, "The driver's features are not enough");
         }
         accepted
     }
@@ -315,7 +315,7 @@ impl registers::Device for Backend {
         let candidate = QueueRegisters { enabled: true, ..*queue };
         let valid = build_queue(&candidate, 0).is_some_and(|queue| queue.is_valid(&*self.view.memory()));
         if !valid {
-            warn!(device = self.device.name(), index, ?queue, "The driver's queue cannot be used");
+            info!(device = self.device.name(), index, ?queue, "The driver's queue cannot be used");
         }
         valid
     }

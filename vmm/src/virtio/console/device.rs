@@ -1,0 +1,241 @@
+//! The device: two queues, and a configuration of which no feature makes use.
+
+use std::sync::Arc;
+
+use event_manager::SubscriberId;
+use parking_lot::Mutex;
+use tracing::debug;
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+
+use super::event::Worker;
+use super::metrics::ConsoleMetrics;
+use crate::event_loop::EventLoopHandle;
+use crate::host_console::HostConsole;
+use crate::virtio::{ActivateError, Activation, VirtioDevice};
+
+/// Device type (virtio 1.3, 5).
+const TYPE_CONSOLE: u16 = 3;
+/// receiveq, transmitq (5.3.2).
+const QUEUE_SIZES: [u16; 2] = [64, 64];
+
+/// A console device.
+pub struct Console {
+    /// The worker's while there is one; kept here, so that the next one continues with it.
+    host: Arc<Mutex<HostConsole>>,
+    event_loop: EventLoopHandle,
+    metrics: Arc<ConsoleMetrics>,
+    worker: Option<SubscriberId>,
+}
+
+impl Console {
+    /// A console that has `host` on its other end.
+    pub fn new(host: HostConsole, event_loop: EventLoopHandle) -> Self {
+        Self { host: Arc::new(Mutex::new(host)), event_loop, metrics: Arc::default(), worker: None }
+    }
+
+    /// The device's counters.
+    pub fn metrics(&self) -> Arc<ConsoleMetrics> {
+        Arc::clone(&self.metrics)
+    }
+}
+
+impl VirtioDevice for Console {
+    fn device_type(&self) -> u16 {
+        TYPE_CONSOLE
+    }
+
+    fn name(&self) -> &str {
+        "console"
+    }
+
+    fn features(&self) -> u64 {
+        1 << VIRTIO_F_VERSION_1
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &QUEUE_SIZES
+    }
+
+    fn read_config(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let mut queues = activation.queues.into_iter();
+        let mut queue = |index| queues.next().flatten().ok_or(ActivateError::QueueMissing { index });
+        let (receive, transmit) = (queue(0)?, queue(1)?);
+        let worker = Worker::new(
+            activation.view,
+            activation.interrupt,
+            [receive, transmit],
+            Arc::clone(&self.host),
+            Arc::clone(&self.metrics),
+        );
+        self.worker = Some(self.event_loop.add(Box::new(worker))?);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        if let Some(worker) = self.worker.take()
+            && let Err(err) = self.event_loop.remove(worker)
+        {
+            // The loop is gone, and the worker with it.
+            debug!(%err, "The console's worker has ended before");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::{self, PipeReader, PipeWriter, Read, Write};
+    use std::os::fd::OwnedFd;
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::event_loop::EventLoop;
+    use crate::host_console::ConsoleOutput;
+    use crate::virtio::testing::{BUFFERS, Buffer, MEMORY_LEN, TestDriver};
+
+    const RECEIVE: usize = 0;
+    const TRANSMIT: usize = 1;
+
+    struct Rig {
+        _event_loop: EventLoop,
+        console: Console,
+        driver: TestDriver,
+        keyboard: PipeWriter,
+        screen: PipeReader,
+    }
+
+    impl Rig {
+        fn new() -> Self {
+            let event_loop = EventLoop::spawn("test").unwrap();
+            let (input, keyboard) = io::pipe().unwrap();
+            let (screen, output) = io::pipe().unwrap();
+            let host = HostConsole {
+                output: File::from(OwnedFd::from(output)).into(),
+                input: Some(File::from(OwnedFd::from(input)).into()),
+            };
+            let mut console = Console::new(host, event_loop.handle());
+            let mut driver = TestDriver::new(2);
+            console.activate(driver.activation(console.features())).unwrap();
+            Self { _event_loop: event_loop, console, driver, keyboard, screen }
+        }
+
+        fn say(&mut self, text: &[u8]) {
+            self.driver.write(BUFFERS, text);
+            self.driver.add(TRANSMIT, &[Buffer::Out(BUFFERS, text.len() as u32)]);
+            self.driver.kick(TRANSMIT);
+        }
+
+        fn screen(&mut self, len: usize) -> Vec<u8> {
+            let mut text = vec![0; len];
+            self.screen.read_exact(&mut text).unwrap();
+            text
+        }
+    }
+
+    #[test]
+    fn what_the_guest_says_appears_in_order() {
+        let mut rig = Rig::new();
+        rig.driver.write(BUFFERS + 0x1000, b"world");
+        rig.driver.write(BUFFERS, b"hello ");
+        let chain = [Buffer::Out(BUFFERS, 6), Buffer::Out(BUFFERS + 0x1000, 5)];
+        let head = rig.driver.add(TRANSMIT, &chain);
+        rig.driver.add(TRANSMIT, &[Buffer::Out(BUFFERS + 0x1000, 2)]);
+        rig.driver.kick(TRANSMIT);
+        assert_eq!(rig.driver.wait_used(TRANSMIT), (head, 0));
+        assert_eq!(rig.screen(13), b"hello worldwo");
+        rig.driver.wait_used(TRANSMIT);
+        assert_eq!(rig.console.metrics().output_bytes.load(Ordering::Relaxed), 13);
+    }
+
+    #[test]
+    fn input_waits_for_buffers_and_fills_them_one_after_the_other() {
+        let mut rig = Rig::new();
+        rig.keyboard.write_all(b"early birds").unwrap();
+        let first = rig.driver.add(RECEIVE, &[Buffer::In(BUFFERS, 2), Buffer::In(BUFFERS + 2, 4)]);
+        rig.driver.kick(RECEIVE);
+        assert_eq!(rig.driver.wait_used(RECEIVE), (first, 6));
+        assert_eq!(rig.driver.read(BUFFERS, 6), b"early ");
+        let second = rig.driver.add(RECEIVE, &[Buffer::In(BUFFERS, 64)]);
+        let third = rig.driver.add(RECEIVE, &[Buffer::In(BUFFERS + 64, 64)]);
+        rig.driver.kick(RECEIVE);
+        assert_eq!(rig.driver.wait_used(RECEIVE), (second, 5));
+        assert_eq!(rig.driver.read(BUFFERS, 5), b"birds");
+        rig.keyboard.write_all(b"!").unwrap();
+        assert_eq!(rig.driver.wait_used(RECEIVE), (third, 1));
+        assert_eq!(rig.console.metrics().input_bytes.load(Ordering::Relaxed), 12);
+    }
+
+    #[test]
+    fn buffers_outside_memory_or_of_the_wrong_kind_are_given_back() {
+        let mut rig = Rig::new();
+        rig.driver.add(TRANSMIT, &[Buffer::Out(MEMORY_LEN - 4, 8)]);
+        rig.driver.add(TRANSMIT, &[Buffer::In(BUFFERS, 8)]);
+        rig.driver.kick(TRANSMIT);
+        rig.driver.wait_used(TRANSMIT);
+        rig.driver.wait_used(TRANSMIT);
+        rig.keyboard.write_all(b"x").unwrap();
+        rig.driver.add(RECEIVE, &[Buffer::Out(BUFFERS, 8)]);
+        rig.driver.add(RECEIVE, &[Buffer::In(u64::MAX, 8)]);
+        rig.driver.add(RECEIVE, &[Buffer::In(BUFFERS, 8)]);
+        rig.driver.kick(RECEIVE);
+        assert_eq!([0; 3].map(|_| rig.driver.wait_used(RECEIVE).1), [0, 0, 1]);
+        assert_eq!(rig.driver.read(BUFFERS, 1), b"x");
+        assert_eq!(rig.console.metrics().bad_requests.load(Ordering::Relaxed), 4);
+        rig.say(b"alive");
+        assert_eq!(rig.screen(5), b"alive");
+    }
+
+    #[test]
+    fn the_end_of_input_is_not_the_end_of_output() {
+        let mut rig = Rig::new();
+        rig.driver.add(RECEIVE, &[Buffer::In(BUFFERS + 0x1000, 8)]);
+        rig.driver.kick(RECEIVE);
+        let (_reader, other) = io::pipe().unwrap();
+        drop(std::mem::replace(&mut rig.keyboard, other));
+        rig.say(b"alive");
+        assert_eq!(rig.screen(5), b"alive");
+    }
+
+    #[test]
+    fn output_without_a_reader_is_lost_and_counted() {
+        let mut rig = Rig::new();
+        let (other, _writer) = io::pipe().unwrap();
+        drop(std::mem::replace(&mut rig.screen, other));
+        rig.say(b"gone");
+        rig.driver.wait_used(TRANSMIT);
+        assert_eq!(rig.console.metrics().lost_bytes.load(Ordering::Relaxed), 4);
+    }
+
+    #[test]
+    fn a_second_life_continues_with_the_same_host_side() {
+        let mut rig = Rig::new();
+        rig.console.reset();
+        rig.say(b"never");
+        assert_eq!(rig.driver.used(TRANSMIT), None);
+        let activation = rig.driver.activation(rig.console.features());
+        rig.console.activate(activation).unwrap();
+        rig.say(b"again");
+        assert_eq!(rig.screen(5), b"again");
+        rig.driver.add(RECEIVE, &[Buffer::In(BUFFERS, 8)]);
+        rig.driver.kick(RECEIVE);
+        rig.keyboard.write_all(b"key").unwrap();
+        assert_eq!(rig.driver.wait_used(RECEIVE).1, 3);
+    }
+
+    #[test]
+    fn without_its_queues_it_does_not_start() {
+        for missing in [0, 1] {
+            let event_loop = EventLoop::spawn("test").unwrap();
+            let host = HostConsole { output: ConsoleOutput::null(), input: None };
+            let mut console = Console::new(host, event_loop.handle());
+            let mut activation = TestDriver::new(2).activation(console.features());
+            activation.queues[usize::from(missing)] = None;
+            let error = console.activate(activation).unwrap_err();
+            assert!(matches!(error, ActivateError::QueueMissing { index } if index == missing));
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! The worker: the guest's output as it comes, and input as long as the guest has buffers for it.
+
+use std::io::{Read as _, Write as _};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use parking_lot::Mutex;
+use tracing::{debug, warn};
+use virtio_queue::{DescriptorChain, QueueT, Reader, Writer};
+use vm_memory::GuestAddressSpace;
+
+use super::metrics::ConsoleMetrics;
+use crate::host_console::{ConsoleInput, HostConsole, Read};
+use crate::interrupt::VirtioInterrupt;
+use crate::memory::view::{GuestView, MappedMemory};
+use crate::virtio::ActiveQueue;
+
+const RECEIVE: u16 = 0;
+const TRANSMIT: u16 = 1;
+
+const RECEIVE_KICK: u32 = 0;
+const TRANSMIT_KICK: u32 = 1;
+const INPUT: u32 = 2;
+
+/// The most that is taken from one chain, and gathered for one write. Drivers send a page at a time; descriptors
+/// may claim gigabytes.
+const OUTPUT_LEN_MAX: usize = 64 << 10;
+/// The most input for one chain.
+const INPUT_LEN_MAX: usize = 4096;
+/// Writes, or chains of input, before others on the event loop have their turn.
+const BATCH: usize = 16;
+
+pub(super) struct Worker {
+    view: GuestView,
+    interrupt: Arc<dyn VirtioInterrupt>,
+    receive: ActiveQueue,
+    transmit: ActiveQueue,
+    host: Arc<Mutex<HostConsole>>,
+    /// Input is waited for: there is some place to put it.
+    watching: bool,
+    metrics: Arc<ConsoleMetrics>,
+}
+
+impl Worker {
+    pub(super) fn new(
+        view: GuestView,
+        interrupt: Arc<dyn VirtioInterrupt>,
+        [receive, transmit]: [ActiveQueue; 2],
+        host: Arc<Mutex<HostConsole>>,
+        metrics: Arc<ConsoleMetrics>,
+    ) -> Self {
+        Self { view, interrupt, receive, transmit, host, watching: false, metrics }
+    }
+
+    fn serve_output(&mut self) {
+        for _ in 0..BATCH {
+            let (text, heads) = self.gather();
+            if heads.is_empty() {
+                return;
+            }
+            // No guard is held meanwhile: a terminal may be slow, and unplugging memory waits for guards.
+            let written = self.host.lock().output.write_all(&text);
+            let counter = match &written {
+                Ok(()) => &self.metrics.output_bytes,
+                Err(err) => {
+                    debug!(%err, "Output of the console is lost");
+                    &self.metrics.lost_bytes
+                }
+            };
+            add(counter, text.len());
+            self.give_back(&heads);
+        }
+        // There may be more: come back.
+        let _ = self.transmit.kick.write(1);
+    }
+
+    /// Takes chains, and what they say, until there is enough for one write.
+    fn gather(&mut self) -> (Vec<u8>, Vec<u16>) {
+        let (mut text, mut heads) = (Vec::new(), Vec::new());
+        let guard = self.view.memory();
+        let memory: &MappedMemory = &guard;
+        while text.len() < OUTPUT_LEN_MAX {
+            let Some(chain) = self.transmit.queue.pop_descriptor_chain(memory) else { break };
+            heads.push(chain.head_index());
+            if !append(memory, chain, &mut text, &self.metrics) {
+                add(&self.metrics.bad_requests, 1);
+            }
+        }
+        (text, heads)
+    }
+
+    fn give_back(&mut self, heads: &[u16]) {
+        let guard = self.view.memory();
+        let memory: &MappedMemory = &guard;
+        for head in heads {
+            if let Err(err) = self.transmit.queue.add_used(memory, *head, 0) {
+                debug!(%err, "The console's used ring cannot be written");
+            }
+        }
+        let tell = self.transmit.queue.needs_notification(memory).unwrap_or(true);
+        drop(guard);
+        if tell {
+            self.signal(TRANSMIT);
+        }
+    }
+
+    fn serve_input(&mut self, ops: &mut EventOps) {
+        let host = Arc::clone(&self.host);
+        let mut host = host.lock();
+        let Some(input) = &mut host.input else { return };
+        let outcome = self.fill_buffers(input);
+        match outcome {
+            Outcome::Idle => self.watch(input, true, ops),
+            Outcome::NoBuffer => self.watch(input, false, ops),
+            Outcome::End => {
+                self.watch(input, false, ops);
+                host.input = None;
+            }
+        }
+    }
+
+    /// Moves what there is of input into what there is of buffers.
+    fn fill_buffers(&mut self, input: &mut ConsoleInput) -> Outcome {
+        let guard = self.view.memory();
+        let memory: &MappedMemory = &guard;
+        let mut used = false;
+        let mut outcome = Outcome::Idle;
+        for _ in 0..BATCH {
+            let Some(chain) = self.receive.queue.pop_descriptor_chain(memory) else {
+                outcome = Outcome::NoBuffer;
+                break;
+            };
+            let head = chain.head_index();
+            let len = match fill(memory, chain, input) {
+                Filled::Bytes(len) => len,
+                Filled::BadChain => {
+                    add(&self.metrics.bad_requests, 1);
+                    0
+                }
+                Filled::Nothing => {
+                    virtio_queue::QueueOwnedT::go_to_previous_position(&mut self.receive.queue);
+                    break;
+                }
+                Filled::End => {
+                    virtio_queue::QueueOwnedT::go_to_previous_position(&mut self.receive.queue);
+                    outcome = Outcome::End;
+                    break;
+                }
+            };
+            add(&self.metrics.input_bytes, len);
+            if let Err(err) = self.receive.queue.add_used(memory, head, len as u32) {
+                debug!(%err, "The console's used ring cannot be written");
+            }
+            used = true;
+        }
+        let tell = used && self.receive.queue.needs_notification(memory).unwrap_or(true);
+        drop(guard);
+        if tell {
+            self.signal(RECEIVE);
+        }
+        outcome
+    }
+
+    fn signal(&self, queue: u16) {
+        if let Err(err) = self.interrupt.signal_queue(queue) {
+            warn!(%err, queue, "The console cannot interrupt");
+        }
+    }
+
+    fn watch(&mut self, input: &ConsoleInput, watch: bool, ops: &mut EventOps) {
+        if watch == self.watching {
+            return;
+        }
+        let event = Events::with_data(input, INPUT, EventSet::IN);
+        match if watch { ops.add(event) } else { ops.remove(event) } {
+            Ok(()) => self.watching = watch,
+            Err(err) => warn!(?err, "Cannot wait for input of the console"),
+        }
+    }
+}
+
+/// What stopped the flow of input.
+enum Outcome {
+    /// There is none for the moment, or others have their turn: readiness brings us back.
+    Idle,
+    /// The guest has no room for it; its notification brings us back.
+    NoBuffer,
+    /// There will be none.
+    End,
+}
+
+enum Filled {
+    Bytes(usize),
+    Nothing,
+    End,
+    BadChain,
+}
+
+/// Puts what can be read now into `chain`.
+fn fill(memory: &MappedMemory, chain: DescriptorChain<&MappedMemory>, input: &mut ConsoleInput) -> Filled {
+    let mut writer = match Writer::new(memory, chain) {
+        Ok(writer) if writer.available_bytes() > 0 => writer,
+        _ => return Filled::BadChain,
+    };
+    let mut data = [0; INPUT_LEN_MAX];
+    let room = writer.available_bytes().min(INPUT_LEN_MAX);
+    match input.read(&mut data[..room]) {
+        Ok(Read::Bytes(len)) => match writer.write_all(&data[..len]) {
+            Ok(()) => Filled::Bytes(len),
+            Err(_) => Filled::BadChain,
+        },
+        Ok(Read::Nothing) => Filled::Nothing,
+        Ok(Read::End) => Filled::End,
+        Err(err) => {
+            warn!(%err, "Input of the console has ended");
+            Filled::End
+        }
+    }
+}
+
+/// Appends what `chain` says to `text`; false if there is nothing that can be read.
+fn append(
+    memory: &MappedMemory,
+    chain: DescriptorChain<&MappedMemory>,
+    text: &mut Vec<u8>,
+    metrics: &ConsoleMetrics,
+) -> bool {
+    let Ok(mut reader) = Reader::new(memory, chain) else { return false };
+    let available = reader.available_bytes();
+    let taken = available.min(OUTPUT_LEN_MAX);
+    let start = text.len();
+    text.resize(start + taken, 0);
+    if reader.read_exact(&mut text[start..]).is_err() {
+        text.truncate(start);
+        return false;
+    }
+    add(&metrics.lost_bytes, available - taken);
+    available > 0
+}
+
+fn add(counter: &AtomicU64, count: usize) {
+    counter.fetch_add(count as u64, Ordering::Relaxed);
+}
+
+impl MutEventSubscriber for Worker {
+    fn init(&mut self, ops: &mut EventOps) {
+        for (queue, data) in [(&self.receive, RECEIVE_KICK), (&self.transmit, TRANSMIT_KICK)] {
+            if let Err(err) = ops.add(Events::with_data(&queue.kick, data, EventSet::IN)) {
+                warn!(?err, "Cannot wait for the console's driver");
+            }
+        }
+        self.serve_output();
+        self.serve_input(ops);
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        match events.data() {
+            TRANSMIT_KICK => {
+                let _ = self.transmit.kick.read();
+                self.serve_output();
+            }
+            RECEIVE_KICK => {
+                let _ = self.receive.kick.read();
+                self.serve_input(ops);
+            }
+            _ => self.serve_input(ops),
+        }
+    }
+}

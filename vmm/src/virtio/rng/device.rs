@@ -1,0 +1,193 @@
+//! The device: it has one queue and no configuration.
+
+use std::sync::Arc;
+
+use event_manager::SubscriberId;
+use tracing::debug;
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+
+use super::event::Worker;
+use super::metrics::RngMetrics;
+use super::source::EntropySource;
+use crate::event_loop::EventLoopHandle;
+use crate::virtio::{ActivateError, Activation, VirtioDevice};
+
+/// Device type (virtio 1.3, 5).
+const TYPE_ENTROPY: u16 = 4;
+const QUEUE_SIZES: [u16; 1] = [64];
+
+/// An entropy device.
+pub struct Rng {
+    source: EntropySource,
+    event_loop: EventLoopHandle,
+    metrics: Arc<RngMetrics>,
+    worker: Option<SubscriberId>,
+}
+
+impl Rng {
+    /// A device that gives out what `source` gives.
+    pub fn new(source: EntropySource, event_loop: EventLoopHandle) -> Self {
+        Self { source, event_loop, metrics: Arc::default(), worker: None }
+    }
+
+    /// The device's counters.
+    pub fn metrics(&self) -> Arc<RngMetrics> {
+        Arc::clone(&self.metrics)
+    }
+}
+
+impl VirtioDevice for Rng {
+    fn device_type(&self) -> u16 {
+        TYPE_ENTROPY
+    }
+
+    fn name(&self) -> &str {
+        "rng"
+    }
+
+    fn features(&self) -> u64 {
+        1 << VIRTIO_F_VERSION_1
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &QUEUE_SIZES
+    }
+
+    fn read_config(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn activate(&mut self, mut activation: Activation) -> Result<(), ActivateError> {
+        let queue = activation.queues.pop().flatten().ok_or(ActivateError::QueueMissing { index: 0 })?;
+        let source = self.source.try_clone()?;
+        let worker =
+            Worker::new(activation.view, activation.interrupt, queue, source, Arc::clone(&self.metrics));
+        self.worker = Some(self.event_loop.add(Box::new(worker))?);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        if let Some(worker) = self.worker.take()
+            && let Err(err) = self.event_loop.remove(worker)
+        {
+            // The loop is gone, and the worker with it.
+            debug!(%err, "The entropy device's worker has ended before");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::{self, Write};
+    use std::os::fd::OwnedFd;
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::event_loop::EventLoop;
+    use crate::virtio::testing::{BUFFERS, Buffer, MEMORY_LEN, TestDriver};
+
+    fn start(source: EntropySource) -> (EventLoop, Rng, TestDriver) {
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let mut rng = Rng::new(source, event_loop.handle());
+        let mut driver = TestDriver::new(1);
+        rng.activate(driver.activation(rng.features())).unwrap();
+        (event_loop, rng, driver)
+    }
+
+    #[test]
+    fn a_chain_of_buffers_is_filled() {
+        let (_loop, rng, mut driver) = start(EntropySource::Kernel);
+        let head = driver.add(0, &[Buffer::In(BUFFERS, 40), Buffer::In(BUFFERS + 0x1000, 24)]);
+        driver.kick(0);
+        assert_eq!(driver.wait_used(0), (head, 64));
+        assert_ne!(driver.read(BUFFERS, 40), [0; 40]);
+        assert_ne!(driver.read(BUFFERS + 0x1000, 24), [0; 24]);
+        assert_eq!(driver.read(BUFFERS + 40, 8), [0; 8]);
+        assert_eq!(rng.metrics().bytes.load(Ordering::Relaxed), 64);
+    }
+
+    #[test]
+    fn a_large_request_gets_a_part() {
+        let (_loop, _rng, mut driver) = start(EntropySource::Kernel);
+        driver.add(0, &[Buffer::In(BUFFERS, 0x1_0000)]);
+        driver.kick(0);
+        let (_, len) = driver.wait_used(0);
+        assert!(len > 0 && len <= 4096, "{len}");
+    }
+
+    #[test]
+    fn what_the_device_may_not_write_is_left_alone() {
+        let (_loop, rng, mut driver) = start(EntropySource::Kernel);
+        driver.add(0, &[Buffer::Out(BUFFERS, 64)]);
+        driver.add(0, &[Buffer::In(MEMORY_LEN - 8, 64)]);
+        driver.add(0, &[Buffer::In(u64::MAX - 8, 64)]);
+        driver.kick(0);
+        for _ in 0..3 {
+            assert_eq!(driver.wait_used(0).1, 0);
+        }
+        assert_eq!(driver.read(BUFFERS, 64), [0; 64]);
+        assert_eq!(rng.metrics().bad_requests.load(Ordering::Relaxed), 3);
+    }
+
+    #[test]
+    fn a_request_waits_for_a_source_that_has_nothing_yet() {
+        let (reader, mut writer) = io::pipe().unwrap();
+        let fd = OwnedFd::from(reader);
+        // SAFETY: the call touches no memory.
+        let set =
+            unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(&fd), libc::F_SETFL, libc::O_NONBLOCK) };
+        assert_eq!(set, 0);
+        let (_loop, _rng, mut driver) = start(EntropySource::File(File::from(fd)));
+        let first = driver.add(0, &[Buffer::In(BUFFERS, 8)]);
+        driver.kick(0);
+        let second = driver.add(0, &[Buffer::In(BUFFERS + 8, 8)]);
+        driver.kick(0);
+        assert_eq!(driver.used(0), None);
+        writer.write_all(b"entropy!").unwrap();
+        assert_eq!(driver.wait_used(0), (first, 8));
+        writer.write_all(b"more").unwrap();
+        assert_eq!(driver.wait_used(0), (second, 4));
+        assert_eq!(driver.read(BUFFERS, 12), b"entropy!more");
+    }
+
+    #[test]
+    fn a_source_that_ends_is_replaced_by_the_kernel() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(b"one").unwrap();
+        io::Seek::rewind(&mut file).unwrap();
+        let (_loop, rng, mut driver) = start(EntropySource::File(file));
+        driver.add(0, &[Buffer::In(BUFFERS, 64)]);
+        driver.add(0, &[Buffer::In(BUFFERS + 64, 64)]);
+        driver.kick(0);
+        assert_eq!(driver.wait_used(0).1, 3);
+        assert_eq!(driver.wait_used(0).1, 64);
+        assert_eq!(rng.metrics().source_failures.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn a_reset_device_touches_nothing_and_may_start_again() {
+        let (_loop, mut rng, mut driver) = start(EntropySource::Kernel);
+        rng.reset();
+        driver.add(0, &[Buffer::In(BUFFERS, 64)]);
+        driver.kick(0);
+        assert_eq!(driver.used(0), None);
+        rng.reset();
+        rng.activate(driver.activation(rng.features())).unwrap();
+        // What was made available before the start is found without a notification.
+        rng.reset();
+        let activation = driver.activation(rng.features());
+        driver.add(0, &[Buffer::In(BUFFERS, 64)]);
+        rng.activate(activation).unwrap();
+        assert_eq!(driver.wait_used(0).1, 64);
+    }
+
+    #[test]
+    fn without_its_queue_it_does_not_start() {
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let mut rng = Rng::new(EntropySource::Kernel, event_loop.handle());
+        let mut activation = TestDriver::new(1).activation(rng.features());
+        activation.queues[0] = None;
+        assert!(matches!(rng.activate(activation), Err(ActivateError::QueueMissing { index: 0 })));
+    }
+}

@@ -1,0 +1,94 @@
+//! Where entropy comes from.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+/// Devices behind which there is the kernel's generator: asking it directly needs no file and no seek.
+const KERNEL_DEVICES: [&str; 2] = ["/dev/urandom", "/dev/random"];
+
+/// Why a source cannot be used.
+#[derive(Debug, Error)]
+#[error("Cannot open the entropy source {path:?}")]
+pub struct SourceError {
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+/// The kernel's generator, or a file such as a hardware generator's.
+#[derive(Debug)]
+pub enum EntropySource {
+    /// getrandom(2).
+    Kernel,
+    /// A file, read without waiting.
+    File(File),
+}
+
+impl EntropySource {
+    /// What `--rng src=` names.
+    pub fn open(path: &Path) -> Result<Self, SourceError> {
+        if KERNEL_DEVICES.iter().any(|device| Path::new(device) == path) {
+            return Ok(Self::Kernel);
+        }
+        let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+        match file {
+            Ok(file) => Ok(Self::File(file)),
+            Err(source) => Err(SourceError { path: path.to_owned(), source }),
+        }
+    }
+
+    /// A second handle on the same source.
+    pub(super) fn try_clone(&self) -> io::Result<Self> {
+        Ok(match self {
+            Self::Kernel => Self::Kernel,
+            Self::File(file) => Self::File(file.try_clone()?),
+        })
+    }
+
+    /// Reads at least one byte, or fails: with `WouldBlock` if there are none yet.
+    pub(super) fn fill(&mut self, data: &mut [u8]) -> io::Result<usize> {
+        let len = match self {
+            Self::Kernel => get_random(data)?,
+            Self::File(file) => file.read(data)?,
+        };
+        if len == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(len) }
+    }
+}
+
+fn get_random(data: &mut [u8]) -> io::Result<usize> {
+    // SAFETY: the pointer and the length are those of a slice.
+    let len = unsafe { libc::getrandom(data.as_mut_ptr().cast(), data.len(), 0) };
+    usize::try_from(len).map_err(|_| io::Error::last_os_error())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernel_is_asked_without_its_device() {
+        for device in KERNEL_DEVICES {
+            let mut source = EntropySource::open(Path::new(device)).unwrap();
+            assert!(matches!(source, EntropySource::Kernel));
+            let mut data = [0; 64];
+            assert_eq!(source.fill(&mut data).unwrap(), 64);
+            assert_ne!(data, [0; 64]);
+        }
+    }
+
+    #[test]
+    fn a_missing_source_is_named() {
+        let error = EntropySource::open(Path::new("/nowhere/rng")).unwrap_err();
+        assert_eq!(error.to_string(), r#"Cannot open the entropy source "/nowhere/rng""#);
+    }
+
+    #[test]
+    fn the_end_of_a_file_is_an_error() {
+        let mut source = EntropySource::File(tempfile::tempfile().unwrap());
+        assert_eq!(source.fill(&mut [0; 8]).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+}

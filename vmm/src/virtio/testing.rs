@@ -1,0 +1,187 @@
+//! The driver's side of a device under test: rings in memory, and interrupts that can be waited for.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use virtio_bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
+use virtio_queue::Queue;
+use virtio_queue::desc::RawDescriptor;
+use virtio_queue::desc::split::{Descriptor, VirtqUsedElem};
+use virtio_queue::mock::MockSplitQueue;
+use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryMmap};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::{Activation, ActiveQueue};
+use crate::interrupt::VirtioInterrupt;
+use crate::memory::view::GuestView;
+
+/// Bytes of memory.
+pub const MEMORY_LEN: u64 = 1 << 20;
+/// Where tests may put their buffers.
+pub const BUFFERS: u64 = 0x8_0000;
+/// Descriptors of each queue.
+const QUEUE_SIZE: u16 = 32;
+/// A device that takes longer is broken, not slow.
+const WAIT_MS_MAX: i32 = 60_000;
+
+/// One buffer of a chain.
+#[derive(Clone, Copy)]
+pub enum Buffer {
+    /// For the device to read.
+    Out(u64, u32),
+    /// For the device to write.
+    In(u64, u32),
+}
+
+/// Interrupts of each queue, to be waited for.
+pub struct TestInterrupt {
+    queues: Vec<EventFd>,
+}
+
+impl VirtioInterrupt for TestInterrupt {
+    fn signal_queue(&self, queue: u16) -> io::Result<()> {
+        self.queues[usize::from(queue)].write(1)
+    }
+    fn signal_queue_now(&self, queue: u16) -> io::Result<()> {
+        self.signal_queue(queue)
+    }
+    fn signal_config(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Where a queue's parts are.
+#[derive(Clone, Copy)]
+struct Ring {
+    descriptors: u64,
+    available: u64,
+    used: u64,
+}
+
+/// A driver with so many queues of 32 descriptors.
+pub struct TestDriver {
+    /// All of the guest's memory.
+    pub memory: GuestMemoryMmap,
+    interrupt: Arc<TestInterrupt>,
+    kicks: Vec<EventFd>,
+    rings: Vec<Ring>,
+    /// The next free descriptor of each queue. None is used twice.
+    free: Vec<u16>,
+    seen: Vec<u16>,
+}
+
+impl TestDriver {
+    /// Empty rings.
+    pub fn new(queues: usize) -> Self {
+        let event = |flags| (0..queues).map(|_| EventFd::new(flags).unwrap()).collect();
+        Self {
+            memory: GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap(),
+            interrupt: Arc::new(TestInterrupt { queues: event(EFD_NONBLOCK) }),
+            kicks: event(EFD_NONBLOCK),
+            rings: Vec::new(),
+            free: vec![0; queues],
+            seen: vec![0; queues],
+        }
+    }
+
+    fn ring(&self, queue: usize) -> &Ring {
+        &self.rings[queue]
+    }
+
+    /// What the transport gives the device. The rings start anew.
+    pub fn activation(&mut self, features: u64) -> Activation {
+        let mut queues = Vec::new();
+        self.rings.clear();
+        for kick in &self.kicks {
+            let start = GuestAddress(0x1_0000 * (self.rings.len() as u64 + 1));
+            // Making it empties it, so it cannot be made anew for each access.
+            let mock = MockSplitQueue::create(&self.memory, start, QUEUE_SIZE);
+            let queue: Queue = mock.create_queue().unwrap();
+            self.rings.push(Ring {
+                descriptors: start.0,
+                available: mock.avail_addr().0,
+                used: mock.used_addr().0,
+            });
+            queues.push(Some(ActiveQueue { queue, kick: kick.try_clone().unwrap() }));
+        }
+        self.free.fill(0);
+        self.seen.fill(0);
+        let view = GuestView::new(self.memory.clone());
+        Activation { view, interrupt: self.interrupt.clone(), queues, features }
+    }
+
+    /// Makes a chain available, without notification. Returns its head.
+    pub fn add(&mut self, queue: usize, buffers: &[Buffer]) -> u16 {
+        let head = self.free[queue];
+        let ring = *self.ring(queue);
+        for (buffer, index) in buffers.iter().zip(head..) {
+            let (address, len, flags) = match *buffer {
+                Buffer::Out(address, len) => (address, len, 0),
+                Buffer::In(address, len) => (address, len, VRING_DESC_F_WRITE),
+            };
+            let last = usize::from(index - head) + 1 == buffers.len();
+            let flags = if last { flags } else { flags | VRING_DESC_F_NEXT };
+            let descriptor = Descriptor::new(address, len, flags as u16, index + 1);
+            self.store(ring.descriptors + 16 * u64::from(index), RawDescriptor::from(descriptor));
+        }
+        self.free[queue] += buffers.len() as u16;
+        let next: u16 = self.load(ring.available + 2);
+        self.store(ring.available + 4 + 2 * u64::from(next), head);
+        self.memory.store(next + 1, GuestAddress(ring.available + 2), Ordering::Release).unwrap();
+        head
+    }
+
+    /// Notifies the device.
+    pub fn kick(&self, queue: usize) {
+        self.kicks[queue].write(1).unwrap();
+    }
+
+    /// A used buffer that was not seen before, if there is one: head and length.
+    pub fn used(&mut self, queue: usize) -> Option<(u16, u32)> {
+        let ring = *self.ring(queue);
+        let next: u16 = self.memory.load(GuestAddress(ring.used + 2), Ordering::Acquire).unwrap();
+        if next == self.seen[queue] {
+            return None;
+        }
+        let element: VirtqUsedElem = self.load(ring.used + 4 + 8 * u64::from(self.seen[queue]));
+        self.seen[queue] += 1;
+        Some((element.id() as u16, element.len()))
+    }
+
+    /// Waits for interrupts until there is a used buffer.
+    pub fn wait_used(&mut self, queue: usize) -> (u16, u32) {
+        loop {
+            if let Some(used) = self.used(queue) {
+                return used;
+            }
+            let interrupt = &self.interrupt.queues[queue];
+            let mut poll = libc::pollfd { fd: interrupt.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: `poll` is one valid entry.
+            let ready = unsafe { libc::poll(&mut poll, 1, WAIT_MS_MAX) };
+            assert_eq!(ready, 1, "no interrupt of queue {queue} in {WAIT_MS_MAX} ms");
+            interrupt.read().unwrap();
+        }
+    }
+
+    fn load<T: ByteValued>(&self, address: u64) -> T {
+        self.memory.read_obj(GuestAddress(address)).unwrap()
+    }
+
+    fn store<T: ByteValued>(&self, address: u64, value: T) {
+        self.memory.write_obj(value, GuestAddress(address)).unwrap();
+    }
+
+    /// Bytes of a buffer.
+    pub fn read(&self, address: u64, len: u32) -> Vec<u8> {
+        let mut data = vec![0; len as usize];
+        self.memory.read_slice(&mut data, GuestAddress(address)).unwrap();
+        data
+    }
+
+    /// Fills a buffer.
+    pub fn write(&self, address: u64, data: &[u8]) {
+        self.memory.write_slice(data, GuestAddress(address)).unwrap();
+    }
+}
