@@ -33,8 +33,12 @@ impl Pool {
             });
         };
         let runs: Vec<Run> = extents.iter().map(|extent| extent.run()).collect();
+        let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
+        // Counted as to be erased, in case it fails: that is what they are then, for the next open.
+        state.counts.scrubbing += chunks;
         self.latch(self.mark(&runs, |_| Owner::Memory))?;
-        state.counts.memory += runs.iter().map(|run| run.chunks).sum::<u32>();
+        state.counts.scrubbing -= chunks;
+        state.counts.memory += chunks;
         Ok(extents)
     }
 

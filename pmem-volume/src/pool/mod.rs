@@ -236,6 +236,10 @@ impl Pool {
         if self.mode != OpenMode::ReadWrite {
             return Err(PoolError::ReadOnly { path: self.path.clone() });
         }
+        self.check_not_latched()
+    }
+
+    fn check_not_latched(&self) -> Result<(), PoolError> {
         match self.latched.get() {
             Some(cause) => Err(PoolError::Latched { path: self.path.clone(), cause: cause.clone() }),
             None => Ok(()),

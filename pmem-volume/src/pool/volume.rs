@@ -125,6 +125,8 @@ impl Pool {
             VolumeFormat::Raw => None,
         };
         let taken = state.buddy.allocate_lasting(chunks).ok_or_else(|| full(state.free_bytes()))?;
+        // Counted as to be erased until it is done: that is what they are if it fails.
+        state.counts.scrubbing += chunks;
         self.latch(self.mark(&taken, |index| Owner::Volume { slot, index }))?;
         if let Some(layout) = layout {
             let space = Space { media: self.media(), extents: &volume_extents(&taken) };
@@ -144,6 +146,7 @@ impl Pool {
         self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
         let entry = VolumeEntry { record, chunks: taken.iter().flat_map(|run| run.ids()).collect() };
         let info = volume_info(&entry);
+        state.counts.scrubbing -= chunks;
         state.counts.volume += chunks;
         state.volumes.insert(slot, entry);
         Ok(info)
@@ -166,15 +169,15 @@ impl Pool {
             self.latch(mirrored::write(self.media(), offsets, &empty))?;
             let entry = state.volumes.remove(&slot).expect("found above");
             let runs = runs(entry.chunks.into_iter().filter(|chunk| *chunk != NO_CHUNK));
-            for chunk in runs.iter().flat_map(|run| run.ids()) {
-                // Not persisted: the missing record says the same. But the slot may be used again before all of
-                // them are free, and then they must not look like the new volume's.
-                self.latch(self.table.set_owner(self.media(), chunk, Owner::Scrub))?;
-            }
-            self.latch(self.persist_entries(&runs))?;
             let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
             state.counts.volume -= chunks;
             state.counts.scrubbing += chunks;
+            for chunk in runs.iter().flat_map(|run| run.ids()) {
+                // The missing record says the same. But the slot may be used again before all of them are free, and
+                // then they must not look like the new volume's.
+                self.latch(self.table.set_owner(self.media(), chunk, Owner::Scrub))?;
+            }
+            self.latch(self.persist_entries(&runs))?;
             runs
         };
         self.scrub_and_free(&runs)
@@ -254,8 +257,10 @@ impl Volume {
     /// itself written back from its caches as a guest does before it asks for a flush (virtio 1.3, 5.19.6.2; ACPI
     /// 6.5, 5.2.26.9). On MAP_SYNC media that leaves nothing to do but a fence; on volatile media, nothing at all.
     ///
-    /// A failure must reach the guest as an I/O error, or stop it: nobody knows what is durable.
+    /// A failure must reach the guest as an I/O error, or stop it: nobody knows what is durable. Every flush after it
+    /// fails too, because the kernel reports a lost page once and calls the next write-back a success.
     pub fn flush_guest_stores(&self, range: Range<u64>) -> Result<(), PoolError> {
+        self.pool.check_not_latched()?;
         match self.pool.durability() {
             Durability::Volatile => Ok(()),
             Durability::DaxSync => self.pool.latch(self.pool.media().persist(&[])),

@@ -3,6 +3,7 @@
 mod crash;
 mod damage;
 mod golden;
+mod latch;
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
