@@ -1,5 +1,6 @@
 //! Foreshore: the virtual machine monitor.
 
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use foreshore::config::{Command, Launch, parse_command_line};
@@ -8,7 +9,8 @@ fn main() -> ExitCode {
     let launch = match parse_command_line(std::env::args_os()) {
         Ok(Command::Launch(launch)) => *launch,
         Ok(Command::Print(text)) => {
-            print!("{text}");
+            // Who reads it may have read enough, like `head`.
+            let _ = io::stdout().write_all(text.as_bytes());
             return ExitCode::SUCCESS;
         }
         Err(error) => return fail(&error),
@@ -31,6 +33,6 @@ fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
 fn fail(error: &dyn std::error::Error) -> ExitCode {
     let causes = std::iter::successors(Some(error), |error| error.source());
     let message = causes.map(ToString::to_string).collect::<Vec<_>>().join(": ");
-    eprintln!("foreshore: {}", message.replace('\n', " "));
+    let _ = writeln!(io::stderr(), "foreshore: {}", message.replace('\n', " "));
     ExitCode::FAILURE
 }

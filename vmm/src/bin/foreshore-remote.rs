@@ -1,6 +1,7 @@
 //! The client for the API of a VMM, with ch-remote's verbs and ours.
 
 use std::ffi::OsString;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -97,11 +98,13 @@ fn size(text: &str) -> Result<u64, String> {
 fn main() -> ExitCode {
     match run(std::env::args_os().collect()) {
         Ok(text) => {
-            print!("{text}");
+            // Who reads it may have read enough, like `head`.
+            let _ = io::stdout().write_all(text.as_bytes());
             ExitCode::SUCCESS
         }
         Err(error) => {
-            eprintln!("foreshore-remote: {}", format!("{error:#}").replace('\n', " "));
+            let message = format!("{error:#}").replace('\n', " ");
+            let _ = writeln!(io::stderr(), "foreshore-remote: {message}");
             ExitCode::FAILURE
         }
     }

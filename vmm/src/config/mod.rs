@@ -30,7 +30,7 @@ pub use self::error::ConfigError;
 pub use self::memory::{HotplugMethod, MemoryConfig};
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
 pub use self::pm_memory::{MAX_PM_NODE, MIN_PM_NODE, PmMemoryConfig};
-pub use self::pm_volume::{MAX_NAME_BYTES, PmVolumeConfig, VolumeInterface, VolumeSize};
+pub use self::pm_volume::{PmVolumeConfig, VolumeInterface, VolumeSize};
 pub use self::pressure::{POLICIES, PressureConfig, check_policy};
 pub use self::rng::RngConfig;
 pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, check as check_size, parse as parse_size};

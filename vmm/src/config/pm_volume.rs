@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use pmem_volume::pool::VolumeName;
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
@@ -14,9 +15,6 @@ const SYNTAX: Syntax = Syntax {
     words: &[],
     refused: &[Refused { key: "format", neutral: &["btt"], why: "btt is the only format of volumes" }],
 };
-
-/// The longest name that fits into a pool's chunk table.
-pub const MAX_NAME_BYTES: usize = 64;
 
 /// How a volume is shown to the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -98,15 +96,8 @@ impl PmVolumeConfig {
     /// A name that a pool can hold, a size within its bounds, and no wish that contradicts another.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = SYNTAX.flag;
-        let plain = |(at, c): (usize, char)| c.is_alphanumeric() || c == '_' || (at > 0 && ".-".contains(c));
-        let fits = (1..=MAX_NAME_BYTES).contains(&self.name.len());
-        if !fits || !self.name.char_indices().all(plain) {
-            let expected = format!(
-                "a name of 1 to {MAX_NAME_BYTES} bytes, of letters, digits and . _ - starting with none of . -"
-            );
-            let value = self.name.clone();
-            return Err(ConfigError::BadValue { flag, key: "name".to_owned(), value, expected });
-        }
+        let name = self.name.parse::<VolumeName>();
+        name.map_err(|error| ConfigError::Conflict { flag, reason: error.to_string() })?;
         if let VolumeSize::Bytes(bytes) = self.size {
             size::check(flag, "size", bytes)?;
         }
@@ -163,10 +154,9 @@ mod tests {
         assert!(error("pool=/p,name=a,size=3M").contains("not a multiple of 2 MiB"));
         assert!(error("pool=/p,name=a,size=rest").contains(r#"size="rest" is not a size"#));
         assert!(error("pool=/p,name=a,interface=scsi").contains("auto, nvdimm or virtio-pmem"));
-        assert!(error("pool=/p,name=a/b").contains(r#"name="a/b" is not a name"#));
-        assert!(error("pool=/p,name=").contains(r#"name="" is not a name"#));
-        assert!(error(&format!("pool=/p,name={}", "a".repeat(65))).contains("1 to 64"));
-        assert!(error("pool=/p,name=-a").contains("starting with none of . -"));
+        assert!(error("pool=/p,name=a/b").starts_with(r#"--pm-volume: the volume name "a/b" has '/' in it"#));
+        assert_eq!(error("pool=/p,name="), "--pm-volume: a volume's name may not be empty");
+        assert!(error(&format!("pool=/p,name={}", "a".repeat(65))).ends_with("65 bytes; at most 64 fit"));
         assert!(error("pool=/p,name=a,format=raw").contains("btt is the only format"));
         assert_eq!(error("pool=/p,name=a,create=on"), "--pm-volume: create=on of volume a needs a size=");
         assert!(error("pool=/p,name=a,size=2M,create=on,readonly=on").contains("readonly=on"));

@@ -1,5 +1,6 @@
 //! `--pressure policy=,dry_run=`.
 
+use balloon::policy::Policy;
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
@@ -8,7 +9,7 @@ use super::option_parser::Syntax;
 const SYNTAX: Syntax = Syntax { flag: "--pressure", keys: &["policy", "dry_run"], words: &[], refused: &[] };
 
 /// The policies by name.
-pub const POLICIES: &[&str] = &["psi", "fixed", "off"];
+pub const POLICIES: &[&str] = &Policy::NAMES;
 
 /// `--pressure policy=,...`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
