@@ -126,7 +126,9 @@ impl Guest {
     /// The report of this moment.
     pub fn report(&mut self) -> Report {
         self.seq += 1;
-        let free_bytes = self.free_bytes();
+        // Linux takes what it is about to give back out of the free pages first, and out of the total at the end.
+        let leaving_bytes = self.host.outstanding_shrink_bytes().min(128 * MIB);
+        let free_bytes = self.free_bytes().saturating_sub(leaving_bytes);
         self.reported = (free_bytes, self.now);
         let raw = RawReport {
             version: PROTOCOL_VERSION,

@@ -58,9 +58,10 @@ pub(super) struct History {
 }
 
 impl History {
-    /// Adds a report. One from a clock that started again makes the older ones useless.
-    pub fn push(&mut self, report: &Report) {
-        let sample = Sample::of(report);
+    /// Adds a report, of whose used memory `leaving_bytes` are about to be given back. One from a clock that started
+    /// again makes the older ones useless.
+    pub fn push(&mut self, report: &Report, leaving_bytes: u64) {
+        let sample = Sample::of(report, leaving_bytes);
         if self.samples.back().is_some_and(|last| last.guest_ms > sample.guest_ms) {
             self.samples.clear();
         }
@@ -108,13 +109,13 @@ impl History {
 }
 
 impl Sample {
-    fn of(report: &Report) -> Self {
+    fn of(report: &Report, leaving_bytes: u64) -> Self {
         let (memory, counters) = (report.memory(), report.counters());
         Sample {
             guest_ms: report.monotonic_ms(),
             total_bytes: memory.total_bytes,
             // Use, not what is available: plugging memory changes the latter.
-            used_bytes: memory.total_bytes - memory.available_bytes,
+            used_bytes: (memory.total_bytes - memory.available_bytes).saturating_sub(leaving_bytes),
             some_us: report.stall().some_us,
             swapped_out_pages: counters.pswpout,
             swapped_in_pages: counters.pswpin,

@@ -36,6 +36,8 @@ pub struct State {
     calm: Option<Calm>,
     /// The guest's clock when memory was last on its way to it.
     coming_ms: u64,
+    /// What was used when nothing was on its way back.
+    still_used_bytes: Option<u64>,
 }
 
 /// The last grow, and how many followed closely upon one another.
@@ -54,14 +56,20 @@ struct Calm {
 
 /// Decides on one report.
 pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
-    state.history.push(input.report);
     state.base.learn(input, now);
+    let online_bytes = state.base.online_bytes(input.report.memory().total_bytes, input.host);
+    let leaving_bytes = state.leaving(input, online_bytes);
+    state.history.push(input.report, leaving_bytes);
     if input.host.outstanding_grow_bytes() > 0 {
         state.coming_ms = input.report.monotonic_ms();
     }
     let rates = state.history.rates(params, state.coming_ms.min(input.report.monotonic_ms()));
     let marks = Marks::new(params, input.report, &rates);
-    let coming_bytes = coming_bytes(input, &state.base);
+    // What will be available once the guest has followed every request: what is now, with what is still to come,
+    // without what is still to go.
+    let available_bytes = input.report.memory().available_bytes.saturating_add(leaving_bytes);
+    let coming_bytes =
+        available_bytes.saturating_add(input.host.requested_bytes()).saturating_sub(online_bytes);
 
     let grow = shortage(&marks, &rates, coming_bytes, input);
     let decision = match grow {
@@ -129,14 +137,6 @@ impl Marks {
     }
 }
 
-/// What will be available once the guest has followed every request: what is now, with what is still to come, without
-/// what is still to go.
-fn coming_bytes(input: Input<'_>, base: &Base) -> u64 {
-    let memory = input.report.memory();
-    let online_bytes = base.online_bytes(memory.total_bytes, input.host);
-    memory.available_bytes.saturating_add(input.host.requested_bytes()).saturating_sub(online_bytes)
-}
-
 /// Rules 3 to 6: whether the guest is short, why, and by how much.
 fn shortage(marks: &Marks, rates: &Rates, coming_bytes: u64, input: Input<'_>) -> Option<(Reason, u64)> {
     let need_bytes = marks.aim_bytes.saturating_sub(coming_bytes);
@@ -162,6 +162,20 @@ fn shortage(marks: &Marks, rates: &Rates, coming_bytes: u64, input: Input<'_>) -
 }
 
 impl State {
+    /// Memory that the guest is about to give back: Linux takes it out of what is free first, and out of the total
+    /// only at the end. A rise in use while memory is to go is taken for that, as far as it goes: if it is use after
+    /// all, what was to go is still there to serve it.
+    fn leaving(&mut self, input: Input<'_>, online_bytes: u64) -> u64 {
+        let memory = input.report.memory();
+        let used_bytes = memory.total_bytes - memory.available_bytes;
+        let to_go_bytes = online_bytes.saturating_sub(input.host.requested_bytes());
+        if to_go_bytes == 0 {
+            self.still_used_bytes = Some(used_bytes);
+        }
+        let still_bytes = *self.still_used_bytes.get_or_insert(used_bytes);
+        used_bytes.saturating_sub(still_bytes).min(to_go_bytes)
+    }
+
     /// Rule 4: the least step, doubled for every grow that follows closely upon another.
     fn next_step(&mut self, params: &Params, now: TimeMs) -> u64 {
         let streak = match self.grown {
@@ -216,10 +230,11 @@ impl Base {
             _ => now,
         };
         self.still = Some((total, plugged, since));
-        let settled = plugged == 0 || now.since(since) >= SETTLE_MS;
+        let first = self.bytes.is_none();
+        let settled = now.since(since) >= SETTLE_MS || (first && plugged == 0);
         if settled && total > plugged {
             self.bytes = Some(total - plugged);
-        } else if self.bytes.is_none() {
+        } else if first {
             // Never seen at rest: the kernel keeps a little of what it booted with to itself.
             self.bytes = Some(total.min(scale(input.host.boot_bytes, 31, 32)));
         }

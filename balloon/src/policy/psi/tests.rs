@@ -174,6 +174,38 @@ fn rule_3_what_is_on_its_way_back_does_not() {
 }
 
 #[test]
+fn rule_3_memory_that_is_about_to_leave_is_neither_fill_nor_missing_twice() {
+    let mut rig = Rig::new();
+    rig.report(1000, 280);
+    rig.plug(512);
+    for _ in 0..3 {
+        rig.report(1000, 400);
+    }
+    // 128 MiB are asked back; Linux takes them out of the free pages, then out of the total.
+    rig.host.zones[1].requested_bytes = 384 * MIB;
+    for available in [400, 350, 272, 272] {
+        let decision = rig.report(50, available);
+        assert_eq!((decision.want_bytes, decision.reason), (None, Reason::Enough), "at {available}");
+    }
+    rig.plug(384);
+    assert_eq!(rig.report(50, 272).want_bytes, None);
+    assert_eq!(rig.report(1000, 272).want_bytes, None);
+}
+
+#[test]
+fn rule_3_use_that_exceeds_what_is_about_to_leave_is_seen() {
+    let mut rig = Rig::new();
+    rig.report(1000, 280);
+    rig.plug(512);
+    for _ in 0..3 {
+        rig.report(1000, 400);
+    }
+    rig.host.zones[1].requested_bytes = 384 * MIB;
+    rig.report(50, 400);
+    assert!(rig.report(200, 180).pressure);
+}
+
+#[test]
 fn rule_4_grows_that_follow_closely_double() {
     let mut rig = Rig::new();
     rig.params.horizon_ms = 0;
