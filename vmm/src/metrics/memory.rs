@@ -6,6 +6,7 @@ use std::sync::Arc;
 use prometheus_client::registry::Unit;
 
 use super::expose::{Exposer, Family, Labels};
+use crate::memory::backing::MappingBudget;
 use crate::virtio::mem::{FailureReason, MemMetrics};
 use crate::vm::request::{ResizeStatus, ZoneInfo};
 
@@ -32,6 +33,18 @@ impl PlugMetrics {
         ];
         host.into_iter().chain(driver)
     }
+}
+
+/// Mappings of the process: when they are used up, nothing can be plugged.
+pub(super) fn expose_mappings(out: &mut Exposer<'_>, budget: &MappingBudget) -> fmt::Result {
+    let gauges = [
+        (Family("memory_mappings", "Mappings of the process that guest memory takes.", None), budget.used()),
+        (Family("memory_mappings_limit", "The most that it may take.", None), budget.limit()),
+    ];
+    for (family, value) in gauges {
+        out.gauges(family, [(Labels::new(), value as f64)])?;
+    }
+    Ok(())
 }
 
 pub(super) fn expose(out: &mut Exposer<'_>, zones: &[ZoneInfo], plugs: &[PlugMetrics]) -> fmt::Result {

@@ -32,6 +32,7 @@ pub use self::pool::PoolMetrics;
 pub use self::pressure::{PressureSample, PressureSource};
 pub use self::serve::router;
 pub use self::volume::{VolumeCounters, VolumeMetrics};
+use crate::memory::backing::MappingBudget;
 use crate::virtio::vsock::VsockMetrics;
 use crate::vm::request::ZoneInfo;
 
@@ -47,6 +48,8 @@ pub struct MachineSources {
     pub volumes: Vec<VolumeMetrics>,
     /// The virtio-mem devices of the zones.
     pub plugs: Vec<PlugMetrics>,
+    /// The mappings that guest memory takes.
+    pub mappings: Option<Arc<MappingBudget>>,
     /// The vsock device.
     pub vsock: Option<Arc<VsockMetrics>>,
 }
@@ -63,6 +66,7 @@ impl Collector for Sources {
         let machine = self.machine.lock();
         process::expose(&mut out)?;
         memory::expose(&mut out, &self.zones.lock(), &machine.plugs)?;
+        machine.mappings.as_ref().map_or(Ok(()), |budget| memory::expose_mappings(&mut out, budget))?;
         pool::expose(&mut out, &machine.pools)?;
         volume::expose(&mut out, &machine.volumes)?;
         machine.vsock.as_ref().map_or(Ok(()), |counters| vsock::expose(&mut out, counters))?;

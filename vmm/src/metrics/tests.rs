@@ -12,6 +12,7 @@ use tokio::net::UnixStream;
 use super::*;
 use crate::api::{Limits, Server, Socket};
 use crate::config::MetricsAddress;
+use crate::memory::backing::MappingBudget;
 use crate::nvdimm::FlushHintMetrics;
 use crate::pool::fake::FakePool;
 use crate::pool::{CHUNK_BYTES, PmPool};
@@ -102,6 +103,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
             volume("b", VolumeCounters::Nvdimm(Arc::new(FlushHintMetrics::default()))),
         ],
         plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
+        mappings: Some(Arc::new(MappingBudget::new(57_339))),
         vsock: Some(Arc::new(vsock)),
     });
     (metrics, pool, governor)

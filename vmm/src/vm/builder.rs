@@ -126,6 +126,7 @@ pub fn build(
         volumes: volumes.metrics,
         vsock: vsock_metrics,
         plugs: zones.iter().map(plug_metrics).collect(),
+        mappings: Some(Arc::clone(memory.mapping_budget())),
     });
     resources.machine_built();
     Ok(KvmMachine {
