@@ -4,6 +4,7 @@
 //! scrape asks each source once: nothing is counted twice, and what takes work, like the resident bytes of a
 //! zone, is worked out only when somebody wants to know. docs/metrics.md lists every metric; a test compares.
 
+mod devices;
 mod expose;
 mod latency;
 mod memory;
@@ -33,6 +34,8 @@ pub use self::pressure::{PressureSample, PressureSource};
 pub use self::serve::router;
 pub use self::volume::{VolumeCounters, VolumeMetrics};
 use crate::memory::backing::MappingBudget;
+use crate::virtio::console::ConsoleMetrics;
+use crate::virtio::rng::RngMetrics;
 use crate::virtio::vsock::VsockMetrics;
 use crate::vm::request::ZoneInfo;
 
@@ -52,6 +55,10 @@ pub struct MachineSources {
     pub mappings: Option<Arc<MappingBudget>>,
     /// The vsock device.
     pub vsock: Option<Arc<VsockMetrics>>,
+    /// The entropy device.
+    pub rng: Option<Arc<RngMetrics>>,
+    /// The console device.
+    pub console: Option<Arc<ConsoleMetrics>>,
 }
 
 #[derive(Debug, Default)]
@@ -70,6 +77,8 @@ impl Collector for Sources {
         pool::expose(&mut out, &machine.pools)?;
         volume::expose(&mut out, &machine.volumes)?;
         machine.vsock.as_ref().map_or(Ok(()), |counters| vsock::expose(&mut out, counters))?;
+        machine.rng.as_ref().map_or(Ok(()), |counters| devices::expose_rng(&mut out, counters))?;
+        machine.console.as_ref().map_or(Ok(()), |counters| devices::expose_console(&mut out, counters))?;
         match machine.pressure.as_ref().and_then(Weak::upgrade) {
             Some(pressure) => pressure::expose(&mut out, &pressure.sample()),
             None => Ok(()),

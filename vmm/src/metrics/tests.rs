@@ -83,6 +83,8 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
     let plugs = MemMetrics::default();
     plugs.plug.done(2 << 20, Duration::from_millis(3));
     plugs.failed(FailureReason::PoolFull);
+    let console = ConsoleMetrics::default();
+    console.output_bytes.store(80, Ordering::Relaxed);
     let vsock = VsockMetrics::default();
     vsock.bytes_to_guest_total.add(9);
     let governor: Arc<dyn PressureSource> = Arc::new(FakeGovernor);
@@ -105,6 +107,8 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
         plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
         mappings: Some(Arc::new(MappingBudget::new(57_339))),
         vsock: Some(Arc::new(vsock)),
+        rng: Some(Arc::default()),
+        console: Some(Arc::new(console)),
     });
     (metrics, pool, governor)
 }
@@ -188,6 +192,7 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_pressure_report_age_seconds{{{vm}}} 1.5"#),
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="not_json"}} 2"#),
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="too_long"}} 0"#),
+        format!(r#"foreshore_console_bytes_total{{{vm},direction="from-guest"}} 80"#),
         format!(r#"foreshore_vsock_bytes_total{{{vm},direction="to-guest"}} 9"#),
         format!(r#"foreshore_guest_swapped_pages_total{{{vm},direction="out"}} 4"#),
     ] {

@@ -127,6 +127,7 @@ pub fn build(
         vsock: vsock_metrics,
         plugs: zones.iter().map(plug_metrics).collect(),
         mappings: Some(Arc::clone(memory.mapping_budget())),
+        ..MachineSources::default()
     });
     resources.machine_built();
     Ok(KvmMachine {

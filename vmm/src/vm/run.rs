@@ -15,9 +15,6 @@ use crate::api::{self, Limits, Server, Socket, SocketError};
 use crate::config::Launch;
 use crate::metrics::{self, Metrics};
 
-/// The label `vm` of all metrics: a process has one VM.
-const VM_NAME: &str = "vm0";
-
 /// Why a run did not end well.
 #[derive(Debug, Error)]
 pub enum RunError {
@@ -46,7 +43,7 @@ pub fn run(launch: Launch) -> Result<(), RunError> {
             Some(socket) => Some(Server::start(socket, api::router(handle.clone()), Limits::API)?),
             None => None,
         };
-        let metrics = Arc::new(Metrics::new(VM_NAME));
+        let metrics = Arc::new(Metrics::new(&launch.vm_name));
         let exposition = match metrics_socket {
             Some(socket) => {
                 let router = metrics::router(Arc::clone(&metrics), handle.clone());
