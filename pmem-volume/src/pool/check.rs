@@ -4,6 +4,7 @@ use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
 use super::findings::{Finding, Severity};
+use super::redo_log::{self, Redone};
 use super::scan::scan;
 use super::volume_record::VolumeFormat;
 use super::{Pool, PoolError};
@@ -53,7 +54,9 @@ impl Pool {
                 // Superblocks and log were looked at when the pool was opened, and nobody has changed them since.
                 pool.extend(state.findings.iter().filter(|f| is_of_open(f)).cloned());
             }
-            let mut found = self.latch(scan(self.media(), &self.superblock))?.findings;
+            let log = self.latch(redo_log::read(self.media(), &self.superblock))?;
+            let media = Redone::new(self.media(), &log);
+            let mut found = self.latch(scan(&media, &self.superblock))?.findings;
             if self.mode == super::OpenMode::ReadWrite {
                 // Memory that this process has lent is as it should be.
                 found.retain(|f| !matches!(f, Finding::StillLent { .. } | Finding::Unscrubbed { .. }));

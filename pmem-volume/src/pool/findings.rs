@@ -84,6 +84,14 @@ pub enum Finding {
         /// What it reads.
         word: u64,
     },
+    /// Damaged words beyond those that are listed.
+    #[error("{owner} more owner words and {wear} more wear counts are damaged")]
+    MoreBadWords {
+        /// Owner words.
+        owner: u32,
+        /// Wear words.
+        wear: u32,
+    },
     /// A chunk with the pool's own data is marked as somebody else's.
     #[error("chunk {chunk} holds the pool's own data but is marked as {marked}")]
     MetadataTaken {
@@ -158,6 +166,7 @@ impl Finding {
             Finding::StillLent { chunks: 0 }
                 | Finding::Unscrubbed { chunks: 0 }
                 | Finding::Leftover { chunks: 0 }
+                | Finding::MoreBadWords { owner: 0, wear: 0 }
         )
     }
 
@@ -173,11 +182,13 @@ impl Finding {
             Finding::SuperblockCopy { .. }
             | Finding::VolumeRecordCopy { .. }
             | Finding::WearWord { .. }
+            | Finding::MoreBadWords { owner: 0, .. }
             | Finding::IndexMissing { .. } => Severity::Degraded,
             Finding::VolumeRecordLost { .. }
             | Finding::VolumeRecordInvalid { .. }
             | Finding::VolumeNameTwice { .. }
             | Finding::OwnerWord { .. }
+            | Finding::MoreBadWords { .. }
             | Finding::MetadataTaken { .. }
             | Finding::IndexTwice { .. }
             | Finding::LogDamaged { .. } => Severity::Fatal,

@@ -1,7 +1,7 @@
 //! Lending chunks as memory.
 
 use super::buddy::Placement;
-use super::chunk::{Extent, Run};
+use super::chunk::{Extent, MAX_ORDER, Run};
 use super::table::Owner;
 use super::{Pool, PoolError, State};
 use crate::CHUNK_BYTES;
@@ -50,6 +50,9 @@ impl Pool {
     /// 3. Free. This need not be durable: lost, it means that they are erased once more.
     pub fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError> {
         self.check_writable()?;
+        if let Some(extent) = extents.iter().find(|extent| extent.order > MAX_ORDER) {
+            return Err(PoolError::NotLent { extent: *extent });
+        }
         let runs: Vec<Run> = extents.iter().map(|extent| extent.run()).collect();
         let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
         {
@@ -98,7 +101,7 @@ impl Pool {
             let not_lent = || PoolError::NotLent { extent: *extent };
             let end = extent.start.0.checked_add(extent.chunks()).filter(|end| *end <= self.table.entries());
             let twice = at > 0 && sorted[at - 1].start.0 + sorted[at - 1].chunks() > extent.start.0;
-            if end.is_none() || twice || extent.order > super::MAX_ORDER {
+            if end.is_none() || twice {
                 return Err(not_lent());
             }
             for chunk in extent.run().ids() {

@@ -17,7 +17,7 @@ use super::layout::{
 };
 use super::lock::{LockKind, try_lock};
 use super::mirrored::{self, Copies, Mirrored};
-use super::redo_log::{self, LogState};
+use super::redo_log::{self, LogState, Redone};
 use super::scan::{Scan, scan};
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
@@ -76,8 +76,9 @@ impl Pool {
 
     /// The rest of opening, once there is media and a superblock.
     ///
-    /// 1. Redo a committed transaction.
-    /// 2. Look at everything, and stop if it cannot be trusted.
+    /// 1. Look at everything, as it will be when a committed transaction has been redone, and stop if it cannot be
+    ///    trusted: until here nothing is stored.
+    /// 2. Redo the transaction.
     /// 3. Put right: copies, wear words, chunks to be erased. Each step may be repeated after a crash in it.
     pub(super) fn from_media(
         path: PathBuf,
@@ -94,13 +95,12 @@ impl Pool {
             LogState::Damaged(reason) => findings.push(Finding::LogDamaged { reason }),
             LogState::Committed(entries) => findings.push(Finding::LogPending { entries: entries.len() }),
         }
+        let mut scan = scan(&Redone::new(media, &log), &superblock)?;
+        findings.append(&mut scan.findings);
         refuse_fatal(&path, writable, &findings)?;
         if let (true, LogState::Committed(entries)) = (writable, &log) {
             redo_log::replay(media, &superblock, entries)?;
         }
-        let mut scan = scan(media, &superblock)?;
-        findings.append(&mut scan.findings);
-        refuse_fatal(&path, writable, &findings)?;
         if writable {
             put_right(media, &superblock, &findings, &mut scan)?;
         }

@@ -3,11 +3,14 @@
 //! No operation of this version needs one (each commits by a single word or record), so the log of a pool it wrote is
 //! empty. Replay is here from the start, so that a pool on which a later version died opens here all the same.
 
+use std::collections::BTreeMap;
+use std::ops::Range;
+
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::layout::{LOG_COMMITTED, LOG_MAGIC, LogEntryBytes, LogHeaderBytes};
 use super::superblock::Superblock;
-use crate::media::{Media, MediaError};
+use crate::media::{Durability, Media, MediaError};
 
 /// What the log holds.
 #[derive(Debug)]
@@ -71,6 +74,69 @@ pub(crate) fn read(media: &dyn Media, superblock: &Superblock) -> Result<LogStat
         return Ok(LogState::Damaged("it stores outside the tables"));
     }
     Ok(LogState::Committed(entries.to_vec()))
+}
+
+/// The media as it will be when a committed transaction has been redone. For looking only: whether the pool can be
+/// believed is decided before anything is stored.
+pub(crate) struct Redone<'a> {
+    media: &'a dyn Media,
+    words: BTreeMap<u64, u64>,
+}
+
+impl<'a> Redone<'a> {
+    pub(crate) fn new(media: &'a dyn Media, log: &LogState) -> Self {
+        let entries = match log {
+            LogState::Committed(entries) => entries.as_slice(),
+            LogState::Empty | LogState::Damaged(_) => &[],
+        };
+        Self { media, words: entries.iter().map(|entry| (entry.offset.get(), entry.word.get())).collect() }
+    }
+}
+
+impl Media for Redone<'_> {
+    fn len_bytes(&self) -> u64 {
+        self.media.len_bytes()
+    }
+
+    fn durability(&self) -> Durability {
+        self.media.durability()
+    }
+
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.media.read(offset_bytes, into)?;
+        let end = offset_bytes + into.len() as u64;
+        for (at, word) in self.words.range(offset_bytes.saturating_sub(7)..end) {
+            for (byte_at, byte) in (*at..).zip(word.to_le_bytes()) {
+                if (offset_bytes..end).contains(&byte_at) {
+                    into[(byte_at - offset_bytes) as usize] = byte;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        match self.words.get(&offset_bytes) {
+            Some(word) => Ok(*word),
+            None => self.media.load_word(offset_bytes),
+        }
+    }
+
+    fn store(&self, _: u64, _: &[u8]) -> Result<(), MediaError> {
+        Err(MediaError::ReadOnly)
+    }
+
+    fn store_word(&self, _: u64, _: u64) -> Result<(), MediaError> {
+        Err(MediaError::ReadOnly)
+    }
+
+    fn persist(&self, _: &[Range<u64>]) -> Result<(), MediaError> {
+        Err(MediaError::ReadOnly)
+    }
+
+    fn erase(&self, _: &[Range<u64>]) -> Result<(), MediaError> {
+        Err(MediaError::ReadOnly)
+    }
 }
 
 /// Stores the words of a committed transaction and empties the log. Doing it again changes nothing.

@@ -11,20 +11,27 @@ use super::table::{ChunkTable, Owner, Slot};
 use super::volume_record::VolumeRecord;
 use crate::media::{Media, MediaError};
 
-/// No chunk at this index.
-pub(crate) const NO_CHUNK: ChunkId = ChunkId(u32::MAX);
+/// Damaged words of one kind that are listed; the rest are counted.
+const MAX_BAD_WORDS: u32 = 100;
 
-/// A live volume and its chunks by logical index.
+/// A live volume and its chunks. What a record says is no reason to reserve memory: only chunks that are there are
+/// listed.
 #[derive(Debug)]
 pub(crate) struct VolumeEntry {
     pub(crate) record: VolumeRecord,
-    pub(crate) chunks: Vec<ChunkId>,
+    /// Logical index and chunk, by index.
+    pub(crate) chunks: Vec<(u32, ChunkId)>,
 }
 
 impl VolumeEntry {
     /// Chunks that the volume has.
     pub(crate) fn allocated(&self) -> u32 {
-        self.chunks.iter().filter(|c| **c != NO_CHUNK).count() as u32
+        self.chunks.len() as u32
+    }
+
+    /// Chunks that the volume has, in its order.
+    pub(crate) fn chunk_ids(&self) -> impl Iterator<Item = ChunkId> {
+        self.chunks.iter().map(|(_, chunk)| *chunk)
     }
 }
 
@@ -51,7 +58,7 @@ pub(crate) fn scan(media: &dyn Media, superblock: &Superblock) -> Result<Scan, M
     // Slots whose record cannot be believed: their chunks are nobody's to take.
     let unknown = scan.read_volumes(media, superblock)?;
     scan.read_chunks(media, superblock, &unknown)?;
-    scan.find_missing_indexes();
+    scan.sort_indexes();
     Ok(scan)
 }
 
@@ -102,8 +109,7 @@ impl Scan {
             if !names.insert(record.name.clone()) {
                 self.findings.push(Finding::VolumeNameTwice { name: record.name.to_string() });
             }
-            let chunks = vec![NO_CHUNK; record.chunks as usize];
-            self.volumes.insert(slot, VolumeEntry { record, chunks });
+            self.volumes.insert(slot, VolumeEntry { record, chunks: Vec::new() });
         }
         Ok(unknown)
     }
@@ -116,15 +122,21 @@ impl Scan {
     ) -> Result<(), MediaError> {
         let table = ChunkTable::new(superblock);
         let (mut free, mut lent, mut unscrubbed, mut leftover) = (vec![], vec![], vec![], vec![]);
+        let mut bad_owners = 0;
         for chunk in (0..table.entries()).map(ChunkId) {
             if let Err(bad) = table.wear(media, chunk)? {
-                self.findings.push(Finding::WearWord { chunk, word: bad.0 });
                 self.bad_wear.push(chunk);
+                if self.bad_wear.len() as u32 <= MAX_BAD_WORDS {
+                    self.findings.push(Finding::WearWord { chunk, word: bad.0 });
+                }
             }
             let owner = match table.owner(media, chunk)? {
                 Ok(owner) => owner,
                 Err(bad) => {
-                    self.findings.push(Finding::OwnerWord { chunk, word: bad.0 });
+                    bad_owners += 1;
+                    if bad_owners <= MAX_BAD_WORDS {
+                        self.findings.push(Finding::OwnerWord { chunk, word: bad.0 });
+                    }
                     continue;
                 }
             };
@@ -153,6 +165,10 @@ impl Scan {
         self.memory_chunks = lent.len() as u32;
         let count = |chunks: &Vec<ChunkId>| chunks.len() as u32;
         let counted = [
+            Finding::MoreBadWords {
+                owner: bad_owners.saturating_sub(MAX_BAD_WORDS),
+                wear: (self.bad_wear.len() as u32).saturating_sub(MAX_BAD_WORDS),
+            },
             Finding::StillLent { chunks: count(&lent) },
             Finding::Unscrubbed { chunks: count(&unscrubbed) },
             Finding::Leftover { chunks: count(&leftover) },
@@ -169,26 +185,39 @@ impl Scan {
     /// marked the chunk did not finish, or one that took it away did.
     fn claim(&mut self, slot: Slot, index: u32, chunk: ChunkId) -> bool {
         let Some(volume) = self.volumes.get_mut(&slot) else { return false };
-        let Some(place) = volume.chunks.get_mut(index as usize) else { return false };
-        if *place == NO_CHUNK {
-            *place = chunk;
-        } else {
-            let name = volume.record.name.to_string();
-            self.findings.push(Finding::IndexTwice { name, index, first: *place, second: chunk });
+        let exists = index < volume.record.chunks;
+        if exists {
+            volume.chunks.push((index, chunk));
         }
-        true
+        exists
     }
 
-    fn find_missing_indexes(&mut self) {
-        for volume in self.volumes.values().filter(|v| !v.record.thin) {
-            let missing = volume.record.chunks - volume.allocated();
-            if let Some(first) = volume.chunks.iter().position(|c| *c == NO_CHUNK) {
-                self.findings.push(Finding::IndexMissing {
-                    name: volume.record.name.to_string(),
-                    missing,
-                    chunks: volume.record.chunks,
-                    first_index: first as u32,
-                });
+    /// Puts each volume's chunks in order, and finds indexes that two chunks have, or none.
+    fn sort_indexes(&mut self) {
+        for volume in self.volumes.values_mut() {
+            let name = || volume.record.name.to_string();
+            volume.chunks.sort_unstable();
+            let findings = &mut self.findings;
+            volume.chunks.dedup_by(|second, first| {
+                let twice = first.0 == second.0;
+                if twice {
+                    let index = first.0;
+                    findings.push(Finding::IndexTwice {
+                        name: name(),
+                        index,
+                        first: first.1,
+                        second: second.1,
+                    });
+                }
+                twice
+            });
+            let missing = volume.record.chunks - volume.chunks.len() as u32;
+            if missing > 0 && !volume.record.thin {
+                // Sorted and each there once: the first that is not in its place has the gap before it.
+                let in_place = |(place, (index, _)): &(usize, &(u32, ChunkId))| *place == *index as usize;
+                let first_index = volume.chunks.iter().enumerate().take_while(in_place).count() as u32;
+                let chunks = volume.record.chunks;
+                findings.push(Finding::IndexMissing { name: name(), missing, chunks, first_index });
             }
         }
     }

@@ -72,11 +72,16 @@ impl Superblock {
 
     /// Number of chunks for which [`Self::is_metadata`] holds.
     pub(crate) fn metadata_chunks(&self) -> u32 {
-        let mut chunks: Vec<u64> =
-            self.regions().iter().flat_map(|r| r.start / CHUNK_BYTES..r.end.div_ceil(CHUNK_BYTES)).collect();
-        chunks.sort_unstable();
-        chunks.dedup();
-        chunks.len() as u32
+        let mut regions = self.regions();
+        regions.sort_by_key(|region| region.start);
+        // By ranges and not one by one: a crafted log may be as large as the pool.
+        let (mut count, mut counted_to) = (0, 0);
+        for region in regions.iter().filter(|region| region.start < region.end) {
+            let end = region.end.div_ceil(CHUNK_BYTES);
+            count += end.saturating_sub(counted_to.max(region.start / CHUNK_BYTES));
+            counted_to = counted_to.max(end);
+        }
+        count as u32
     }
 
     /// Where the two copies of a volume's record lie.

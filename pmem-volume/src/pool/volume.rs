@@ -6,11 +6,11 @@ use std::sync::Arc;
 use serde::Serialize;
 use uuid::Uuid;
 
-use super::chunk::{ChunkId, Run, runs};
+use super::chunk::{Run, runs};
 use super::create::unix_now_s;
 use super::memory::chunk_count;
 use super::mirrored;
-use super::scan::{NO_CHUNK, VolumeEntry};
+use super::scan::VolumeEntry;
 use super::table::{Owner, Slot};
 use super::volume_record::{VolumeFormat, VolumeName, VolumeRecord, empty_record};
 use super::{OpenMode, Pool, PoolError, State};
@@ -144,7 +144,8 @@ impl Pool {
         };
         let offsets = self.superblock.volume_record_offsets(slot);
         self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
-        let entry = VolumeEntry { record, chunks: taken.iter().flat_map(|run| run.ids()).collect() };
+        let entry =
+            VolumeEntry { record, chunks: (0..).zip(taken.iter().flat_map(|run| run.ids())).collect() };
         let info = volume_info(&entry);
         state.counts.scrubbing -= chunks;
         state.counts.volume += chunks;
@@ -168,7 +169,7 @@ impl Pool {
             let offsets = self.superblock.volume_record_offsets(slot);
             self.latch(mirrored::write(self.media(), offsets, &empty))?;
             let entry = state.volumes.remove(&slot).expect("found above");
-            let runs = runs(entry.chunks.into_iter().filter(|chunk| *chunk != NO_CHUNK));
+            let runs = runs(entry.chunk_ids());
             let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
             state.counts.volume -= chunks;
             state.counts.scrubbing += chunks;
@@ -200,7 +201,7 @@ impl Pool {
             ));
         }
         let info = volume_info(entry);
-        let extents = volume_extents(&runs(entry.chunks.iter().copied()));
+        let extents = volume_extents(&runs(entry.chunk_ids()));
         if self.mode == OpenMode::ReadWrite {
             if state.open_volumes.contains(&slot) {
                 return Err(PoolError::VolumeInUse { name: name.to_owned() });
@@ -368,7 +369,7 @@ fn volume_info(entry: &VolumeEntry) -> VolumeInfo {
         format: entry.record.format,
         size_bytes: entry.record.size_bytes(),
         allocated_bytes: u64::from(entry.allocated()) * CHUNK_BYTES,
-        extents: runs(entry.chunks.iter().copied().filter(|chunk: &ChunkId| *chunk != NO_CHUNK)).len() as u32,
+        extents: runs(entry.chunk_ids()).len() as u32,
     }
 }
 

@@ -287,7 +287,16 @@ fn a_committed_transaction_is_redone_and_a_damaged_one_is_refused() {
     let with_log = media.to_bytes();
     fs::write(fixture.path(), &with_log).unwrap();
 
-    assert!(fixture.check().pool.contains(&Finding::LogPending { entries: 2 }));
+    let report = fixture.check();
+    assert_eq!(report.pool, [Finding::LogPending { entries: 2 }, Finding::Unscrubbed { chunks: 1 }]);
+    assert!(report.is_clean());
+    let seen = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
+    assert_eq!(
+        seen.open_volume("data").unwrap().extents()[1].run.start,
+        ChunkId(25),
+        "readers see it redone"
+    );
+    drop(seen);
     let pool = fixture.open();
     let volume = pool.open_volume("data").unwrap();
     assert_eq!(volume.extents()[1].run, Run { start: ChunkId(25), chunks: 1 });

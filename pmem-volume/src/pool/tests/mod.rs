@@ -3,6 +3,7 @@
 mod crash;
 mod damage;
 mod golden;
+mod hostile;
 mod latch;
 
 use std::fs::{self, OpenOptions};
@@ -145,7 +146,15 @@ fn what_is_not_lent_cannot_be_given_back() {
     let metadata = Extent::chunk(ChunkId(0));
     let outside = Extent::chunk(ChunkId(32));
     let far_outside = Extent { start: ChunkId(u32::MAX), order: 10 };
-    for wrong in [vec![metadata], vec![outside], vec![far_outside], vec![lent, lent], vec![lent, metadata]] {
+    let too_large = Extent { start: ChunkId(2), order: 200 };
+    for wrong in [
+        vec![metadata],
+        vec![outside],
+        vec![far_outside],
+        vec![too_large],
+        vec![lent, lent],
+        vec![lent, metadata],
+    ] {
         assert!(matches!(pool.free_memory(&wrong), Err(PoolError::NotLent { .. })), "{wrong:?}");
     }
     pool.free_memory(&[lent]).unwrap();

@@ -1,0 +1,144 @@
+//! A pool file may say anything, with checksums that fit: opening and checking it must end in an answer.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::pool::layout::{
+    CHUNK_TABLE_OFFSET, LOG_OFFSET, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES,
+    VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
+};
+use crate::pool::table::{Owner, Slot, encode_owner};
+
+const POOL_BYTES: u64 = 32 * MIB;
+
+#[derive(Clone, Debug)]
+enum Change {
+    /// A word of both superblocks, sealed.
+    Superblock { word: usize, value: u64 },
+    /// A word of both copies of a volume record, sealed.
+    Record { slot: u64, word: usize, value: u64 },
+    /// A whole owner word.
+    Owner { chunk: u32, slot: u16, index: u32, kind: u8 },
+    /// A word anywhere in the metadata.
+    Anything { word: u64, value: u64 },
+    /// A word of the first volume's BTT: info block, map or flog.
+    Btt { word: u64, value: u64 },
+    /// A committed transaction.
+    Log { words: Vec<(u64, u64)> },
+}
+
+/// Numbers that are likely to hurt.
+fn value() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        Just(0),
+        Just(u64::MAX),
+        0..100u64,
+        any::<u64>(),
+        (0..64u32).prop_map(|shift| 1 << shift),
+        (0..50u64).prop_map(|chunks| chunks * CHUNK_BYTES),
+        (0..64u32, 0..3u64).prop_map(|(shift, less)| (1u64 << shift).wrapping_sub(less)),
+    ]
+}
+
+fn change() -> impl Strategy<Value = Change> {
+    prop_oneof![
+        (1..19usize, value()).prop_map(|(word, value)| Change::Superblock { word, value }),
+        (0..4u64, 1..31usize, value()).prop_map(|(slot, word, value)| Change::Record { slot, word, value }),
+        (0..16u32, 0..4u16, 0..12u32, 0..6u8).prop_map(|(chunk, slot, index, kind)| Change::Owner {
+            chunk,
+            slot,
+            index,
+            kind
+        }),
+        (0..(4 * MIB / 8), value()).prop_map(|(word, value)| Change::Anything { word, value }),
+        (0..(18 * MIB / 8), value()).prop_map(|(word, value)| Change::Btt { word, value }),
+        prop::collection::vec((value(), value()), 0..5).prop_map(|words| Change::Log { words }),
+    ]
+}
+
+fn seal_at<T: mirrored::Mirrored>(bytes: &mut [u8], at: u64, word: usize, value: u64) {
+    let range = at as usize..at as usize + size_of::<T>();
+    let mut record = T::read_from_bytes(&bytes[range.clone()]).unwrap();
+    record.as_mut_bytes()[word * 8..word * 8 + 8].copy_from_slice(&value.to_le_bytes());
+    mirrored::seal(&mut record);
+    bytes[range].copy_from_slice(record.as_bytes());
+}
+
+fn apply(change: &Change, bytes: &mut [u8], superblock: &Superblock) {
+    match change {
+        Change::Superblock { word, value } => {
+            SUPERBLOCK_OFFSETS.iter().for_each(|at| seal_at::<SuperblockBytes>(bytes, *at, *word, *value));
+        }
+        Change::Record { slot, word, value } => VOLUME_TABLE_OFFSETS.iter().for_each(|table| {
+            seal_at::<VolumeRecordBytes>(bytes, table + slot * VOLUME_RECORD_BYTES, *word, *value);
+        }),
+        Change::Owner { chunk, slot, index, kind } => {
+            let owner = [
+                Owner::Free,
+                Owner::Metadata,
+                Owner::Volume { slot: Slot(*slot), index: *index },
+                Owner::Memory,
+                Owner::Scrub,
+                Owner::Retired,
+            ][usize::from(*kind)];
+            let at = (CHUNK_TABLE_OFFSET + u64::from(*chunk) * 16) as usize;
+            bytes[at..at + 8].copy_from_slice(&encode_owner(ChunkId(*chunk), owner).to_le_bytes());
+        }
+        Change::Anything { word, value } => {
+            bytes[*word as usize * 8..][..8].copy_from_slice(&value.to_le_bytes());
+        }
+        Change::Btt { word, value } => {
+            bytes[2 * CHUNK_BYTES as usize + *word as usize * 8..][..8].copy_from_slice(&value.to_le_bytes());
+        }
+        Change::Log { words } => {
+            // Only the log's own bytes are taken over: copying all of the media would cost a test its speed.
+            let media = crate::media::simulator::Simulator::new(POOL_BYTES);
+            redo_log::write_for_test(&media, superblock, words);
+            let log = &mut bytes[LOG_OFFSET as usize..][..4096];
+            media.read(LOG_OFFSET, log).unwrap();
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn any_pool_is_opened_or_refused(changes in prop::collection::vec(change(), 1..6)) {
+        let fixture = Fixture::new();
+        let pool = fixture.create(POOL_BYTES, 4 * MIB);
+        pool.create_volume("btt", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt).unwrap();
+        pool.create_volume("raw", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
+        pool.alloc_memory(4 * MIB).unwrap();
+        let superblock = pool.superblock.clone();
+        drop(pool);
+        let mut bytes = fs::read(fixture.path()).unwrap();
+        changes.iter().for_each(|change| apply(change, &mut bytes, &superblock));
+        fs::write(fixture.path(), &bytes).unwrap();
+
+        for mode in [OpenMode::Peek, OpenMode::ReadOnly] {
+            if let Ok(pool) = Pool::open(&fixture.path(), mode) {
+                assert_states_add_up(&pool.info());
+                pool.check().unwrap();
+            }
+        }
+        prop_assert!(bytes == fs::read(fixture.path()).unwrap(), "looking changed the media");
+        match Pool::open(&fixture.path(), OpenMode::ReadWrite) {
+            Err(_) => prop_assert!(bytes == fs::read(fixture.path()).unwrap(), "a refused open changed the media"),
+            Ok(pool) => {
+                assert_states_add_up(&pool.info());
+                let lent = pool.alloc_memory(2 * MIB).ok();
+                pool.free_memory(&lent.unwrap_or_default()).unwrap();
+                for volume in pool.volumes() {
+                    if pool.open_volume(&volume.name).is_ok() {
+                        pool.delete_volume(&volume.name).unwrap();
+                    }
+                }
+                drop(pool);
+                // What was put right stays right.
+                let pool = Pool::open(&fixture.path(), OpenMode::ReadWrite).unwrap();
+                assert_states_add_up(&pool.info());
+            }
+        }
+    }
+}
