@@ -1,10 +1,9 @@
 //! Making a pool.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -16,6 +15,7 @@ use super::layout::SUPERBLOCK_OFFSETS;
 use super::lock::{LockKind, try_lock};
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
+use super::unnamed_file::Unnamed;
 use super::{MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError, mirrored, redo_log, volume_record};
 use crate::CHUNK_BYTES;
 use crate::media::{self, FileMedia, Media, MediaError};
@@ -113,91 +113,6 @@ pub(super) fn write_empty_pool(media: &dyn Media, superblock: &Superblock) -> Re
     let chunk_table = table.byte_range(Run { start: ChunkId(0), chunks: table.entries() });
     media.persist(&[chunk_table, volumes_a, volumes_b, log_range])?;
     mirrored::write(media, SUPERBLOCK_OFFSETS, &superblock.to_bytes())
-}
-
-/// A file that has no name yet and vanishes with its last descriptor.
-struct Unnamed {
-    file: File,
-    /// Set where the file system cannot make nameless files: a name to be renamed, or removed on failure.
-    temporary: Option<PathBuf>,
-}
-
-impl Unnamed {
-    fn in_folder_of(path: &Path) -> Result<Self, PoolError> {
-        let file_error = |source| PoolError::File { path: path.to_owned(), action: "create", source };
-        match path.symlink_metadata() {
-            Ok(_) => return Err(PoolError::AlreadyExists { path: path.to_owned() }),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(file_error(error)),
-        }
-        let folder = match path.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        };
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).mode(0o600);
-        match options.clone().custom_flags(libc::O_TMPFILE).open(folder) {
-            Ok(file) => Ok(Self { file, temporary: None }),
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) => {
-                let mut name = path.file_name().unwrap_or_default().to_owned();
-                name.push(format!(".new-{}", std::process::id()));
-                let temporary = folder.join(name);
-                let file = options.create_new(true).open(&temporary).map_err(file_error)?;
-                Ok(Self { file, temporary: Some(temporary) })
-            }
-            Err(error) => Err(file_error(error)),
-        }
-    }
-
-    /// Gives the file its name, which must not be taken, and makes the name durable.
-    fn name(mut self, path: &Path) -> Result<(), PoolError> {
-        let source_path = match &self.temporary {
-            Some(temporary) => temporary.clone(),
-            None => PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd())),
-        };
-        link(&source_path, path).map_err(|source| match source.kind() {
-            io::ErrorKind::AlreadyExists => PoolError::AlreadyExists { path: path.to_owned() },
-            _ => PoolError::File { path: path.to_owned(), action: "name", source },
-        })?;
-        if let Some(temporary) = self.temporary.take() {
-            // The pool is there under its name; a second name that stays would only be untidy.
-            let _ = std::fs::remove_file(temporary);
-        }
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let synced = File::open(folder).and_then(|folder| folder.sync_all());
-        synced.map_err(|source| PoolError::File {
-            path: path.to_owned(),
-            action: "persist the name of",
-            source,
-        })
-    }
-}
-
-impl Drop for Unnamed {
-    fn drop(&mut self) {
-        if let Some(temporary) = self.temporary.take() {
-            let _ = std::fs::remove_file(temporary);
-        }
-    }
-}
-
-/// linkat() that follows a symbolic link at the source, as /proc/self/fd/N is one.
-fn link(source: &Path, target: &Path) -> io::Result<()> {
-    use std::ffi::CString;
-    use std::os::unix::ffi::OsStrExt;
-    let source = CString::new(source.as_os_str().as_bytes())?;
-    let target = CString::new(target.as_os_str().as_bytes())?;
-    // SAFETY: both are C strings that outlive the call.
-    let result = unsafe {
-        libc::linkat(
-            libc::AT_FDCWD,
-            source.as_ptr(),
-            libc::AT_FDCWD,
-            target.as_ptr(),
-            libc::AT_SYMLINK_FOLLOW,
-        )
-    };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 struct FileSystem {

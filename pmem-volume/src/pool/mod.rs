@@ -27,6 +27,7 @@ mod superblock;
 mod table;
 #[cfg(test)]
 mod tests;
+mod unnamed_file;
 mod volume;
 mod volume_record;
 
