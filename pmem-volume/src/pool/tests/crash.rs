@@ -166,10 +166,15 @@ fn random_operation(media: &Simulator, pool: &Arc<Pool>, lent: &mut Vec<Extent>,
     }
 }
 
+/// How many seeds a run tries, from 1: more for a soak.
+fn seeds() -> u64 {
+    std::env::var("PMEM_VOLUME_CRASH_SEEDS").map_or(10, |seeds| seeds.parse().expect("a number of seeds"))
+}
+
 #[test]
 fn random_operations_survive_a_crash_at_every_persist() {
     let mut images = 0;
-    for seed in 1..=10 {
+    for seed in 1..=seeds() {
         let mut random = Random::new(seed);
         let (media, pool) = new_pool();
         let mut lent = Vec::new();
@@ -191,7 +196,7 @@ fn random_operations_survive_a_crash_at_every_persist() {
         }
     }
     eprintln!("{images} crash images opened");
-    assert!(images > 3000, "only {images} images: the simulator sees too little");
+    assert!(images > 300 * seeds() as usize, "only {images} images: the simulator sees too little");
 }
 
 /// A volume that was just made has no content yet, so its marks are not looked for.
