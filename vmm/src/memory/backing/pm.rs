@@ -91,8 +91,10 @@ impl Backing for PmBacking {
             }
             Ok(())
         });
-        if mapped.is_err() {
-            self.give_back(extents);
+        match &mapped {
+            // tmpfs takes huge pages only where it is mounted for them (huge=advise or within_size).
+            Ok(()) => self.reservation.advise_huge_pages(offset, len),
+            Err(_) => self.give_back(extents),
         }
         mapped
     }
