@@ -101,6 +101,8 @@ pub fn build(
     let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
     let ged = add_platform(&fabric, events)?;
     devices::attach_serial(config, resources, &fabric, &device_loop.handle())?;
+    devices::attach_console(config, resources, &mut fabric, &memory, &device_loop.handle())?;
+    devices::attach_rng(config, &mut fabric, &memory, &device_loop.handle())?;
     let vsock = devices::attach_vsock(config, &mut fabric, &memory, &device_loop.handle())?;
     let (agents, vsock_metrics) = vsock.unzip();
     let plugged = Arc::new(Notify::new());

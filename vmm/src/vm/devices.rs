@@ -15,7 +15,9 @@ use crate::host_console::HostConsole;
 use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
 use crate::serial::Serial;
+use crate::virtio::console::Console;
 use crate::virtio::mem::{MemDevice, MemHandle};
+use crate::virtio::rng::{EntropySource, Rng};
 use crate::virtio::vsock::{VsockDevice, VsockMetrics, VsockPorts};
 
 /// Registers of a 16550.
@@ -36,6 +38,33 @@ pub(super) fn attach_serial(
         fabric.ports.insert(u64::from(SERIAL_PORT), SERIAL_LEN, serial)?;
     }
     Ok(())
+}
+
+/// Entropy.
+pub(super) fn attach_rng(
+    config: &VmConfig,
+    fabric: &mut Fabric,
+    memory: &Memory,
+    event_loop: &EventLoopHandle,
+) -> Result<(), BuildError> {
+    let source = EntropySource::open(&config.rng.src).map_err(BuildError::device("--rng"))?;
+    fabric.attach(Box::new(Rng::new(source, event_loop.clone())), memory)
+}
+
+/// hvc0.
+pub(super) fn attach_console(
+    config: &VmConfig,
+    resources: &Resources,
+    fabric: &mut Fabric,
+    memory: &Memory,
+    event_loop: &EventLoopHandle,
+) -> Result<(), BuildError> {
+    let console = HostConsole::open(&config.console, resources.file_start())
+        .map_err(BuildError::device("--console"))?;
+    match console {
+        Some(console) => fabric.attach(Box::new(Console::new(console, event_loop.clone())), memory),
+        None => Ok(()),
+    }
 }
 
 /// Sockets between guest and host; the agent's port ends in this process.
