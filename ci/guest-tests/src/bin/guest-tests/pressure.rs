@@ -80,7 +80,7 @@ fn pm_goes_back_first_when_the_need_is_over() -> Result<()> {
         "The pool file grew from {idle_bytes} to {top_bytes} bytes only"
     );
     drop(hog);
-    guest.wait_until("all PM is back", SHRINK_LIMIT, || {
+    let back = guest.wait_until("all PM is back", SHRINK_LIMIT, || {
         let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
         ensure!(
             pm.plugged_bytes == 0 || dram.plugged_bytes == 128 * MIB,
@@ -89,7 +89,14 @@ fn pm_goes_back_first_when_the_need_is_over() -> Result<()> {
             pm.plugged_bytes
         );
         Ok(pm.plugged_bytes == 0)
-    })?;
+    });
+    if back.is_err() {
+        // What a person would ask next.
+        println!("{}", guest.api("GET", "vm.memory", None)?);
+        println!("{}", guest.api("GET", "vm.pressure", None)?);
+        println!("{}", guest.run("free -m; dmesg | tail -n 20; cat /run/agent.log")?);
+    }
+    back?;
     let after_bytes = pool.occupied_bytes()?;
     ensure!(
         after_bytes <= idle_bytes + 4 * MIB,

@@ -44,7 +44,7 @@ fn wait_for_disk(guest: &Guest) -> Result<()> {
 /// verified by its writer, and again at the end.
 fn write_hard(guest: &Guest, rounds: u32) -> Result<()> {
     wait_for_disk(guest)?;
-    let load = guest.start_script(IO_LIMIT, "exec guest-tool hog 320")?;
+    let load = guest.start_script(IO_LIMIT, "exec guest-tool hog 280")?;
     let writer = |mode: &str, first: u32, seed: u32| {
         guest.start_script(
             IO_LIMIT,

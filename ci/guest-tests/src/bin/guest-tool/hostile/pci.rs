@@ -16,6 +16,8 @@ const CAP_COMMON: u8 = 1;
 const CAP_NOTIFY: u8 = 2;
 
 // The common configuration structure (4.1.4.3).
+const DEVICE_FEATURE_SELECT: usize = 0;
+const DEVICE_FEATURE: usize = 4;
 const DRIVER_FEATURE_SELECT: usize = 8;
 const DRIVER_FEATURE: usize = 12;
 const NUM_QUEUES: usize = 18;
@@ -80,17 +82,20 @@ impl Device {
         })
     }
 
-    /// Resets the device and takes VERSION_1 and nothing else.
+    /// Resets the device and takes VERSION_1 and what is the device's own: bits 0 to 23 (virtio 1.3, 6). Of the rings'
+    /// features none, so that what they forbid is malice as well.
     pub fn negotiate(&mut self) -> Result<()> {
         self.reset();
         self.set_status(ACKNOWLEDGE | DRIVER);
-        for (select, features) in [(0u32, 0u32), (1, 1)] {
+        self.common.write(self.common_offset + DEVICE_FEATURE_SELECT, 0u32);
+        let own: u32 = self.common.read(self.common_offset + DEVICE_FEATURE);
+        for (select, features) in [(0u32, own & 0x00ff_ffff), (1, 1)] {
             self.common.write(self.common_offset + DRIVER_FEATURE_SELECT, select);
             self.common.write(self.common_offset + DRIVER_FEATURE, features);
         }
         self.set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK);
         if self.status() & FEATURES_OK == 0 {
-            bail!("The device does not take VERSION_1 alone");
+            bail!("The device does not take its own features");
         }
         self.notify_offsets.clear();
         Ok(())
