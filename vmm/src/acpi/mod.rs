@@ -230,9 +230,9 @@ mod tests {
     #[test]
     fn tables_fit_with_all_vcpus_or_are_refused() {
         let mut input = AcpiInput { boot_vcpus: 255, max_vcpus: 255, ..large() };
-        assert!(build(&input).unwrap().bytes().len() < 0x6_0000);
+        assert!(build(&input).unwrap().bytes().len() < 0x5_f000);
         input.nvdimms = vec![input.nvdimms[0]; 4000];
-        assert!(matches!(build(&input), Err(AcpiError::TooLarge { limit_bytes: 0x6_0000, .. })));
+        assert!(matches!(build(&input), Err(AcpiError::TooLarge { limit_bytes: 0x5_f000, .. })));
     }
 
     #[test]

@@ -10,6 +10,7 @@
 //! | 0x6000 | `hvm_start_info`, then the module list |
 //! | 0x7000 | memory map |
 //! | 0x2_0000 | command line |
+//! | 0xf_fff0 | where a BIOS is entered: code that resets the machine |
 //! | 1 MiB and up | the kernel, where its program headers say |
 //! | high in low memory | initial RAM file system |
 
@@ -19,6 +20,7 @@ mod elf;
 mod initramfs;
 mod kernel;
 mod pvh;
+mod reset_vector;
 mod scratch;
 
 use std::io;
@@ -166,6 +168,7 @@ pub fn load<M: GuestMemoryBackend>(memory: &M, request: &BootRequest) -> Result<
         boot_memory_bytes: request.boot_memory_bytes,
     };
     handover.write(memory)?;
+    reset_vector::write(memory, request.boot_memory_bytes)?;
     let entry = PvhEntry::new(kernel.entry);
     Ok(BootInfo { entry, kernel, initramfs, cmdline })
 }

@@ -15,7 +15,7 @@ use std::thread::{Builder, JoinHandle};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use parking_lot::{Condvar, Mutex};
 use thiserror::Error;
-use tracing::{debug, error};
+use tracing::{debug, error, trace};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
 use super::CpuError;
@@ -218,16 +218,24 @@ impl Runner {
     fn run_once(&mut self) -> Next {
         match self.fd.run() {
             Ok(VcpuExit::IoIn(port, data)) => {
-                self.ports.read(u64::from(port), data);
+                if !self.ports.read(u64::from(port), data) {
+                    trace!(port, len = data.len(), "Nobody answers this port read");
+                }
             }
             Ok(VcpuExit::IoOut(port, data)) => {
-                self.ports.write(u64::from(port), data);
+                if !self.ports.write(u64::from(port), data) {
+                    trace!(port, ?data, "Nobody answers this port write");
+                }
             }
             Ok(VcpuExit::MmioRead(address, data)) => {
-                self.mmio.read(address, data);
+                if !self.mmio.read(address, data) {
+                    trace!(address, len = data.len(), "Nobody answers this memory read");
+                }
             }
             Ok(VcpuExit::MmioWrite(address, data)) => {
-                self.mmio.write(address, data);
+                if !self.mmio.write(address, data) {
+                    trace!(address, ?data, "Nobody answers this memory write");
+                }
             }
             Ok(VcpuExit::Intr) => {}
             Ok(VcpuExit::Shutdown) => {

@@ -50,8 +50,10 @@ pub const KVM_IDENTITY_MAP_START: u64 = 0xfffb_c000;
 pub const EBDA_START: u64 = 0x9_fc00;
 /// Where the RSDP lies; the other ACPI tables follow it.
 pub const RSDP_START: GuestAddress = GuestAddress(0xa_0000);
-/// Room for ACPI tables: up to 1 MiB.
-pub const ACPI_END: u64 = MIB;
+/// Room for ACPI tables: up to the page of the reset vector.
+pub const ACPI_END: u64 = MIB - 0x1000;
+/// FFFF:0000 in real mode, where a BIOS is entered.
+pub const RESET_VECTOR: u64 = 0xf_fff0;
 /// The first address of memory above the legacy hole.
 pub const HIMEM_START: GuestAddress = GuestAddress(MIB);
 

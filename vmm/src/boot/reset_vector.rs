@@ -1,0 +1,40 @@
+//! Where a guest jumps that wants to be restarted by its firmware.
+//!
+//! Linux on hardware-reduced ACPI leaves the FADT's reset register aside: it prefers EFI's reset, and without EFI
+//! goes back to real mode and jumps to FFFF:0000, the entry of a BIOS (arch/x86/kernel/reboot.c, `BOOT_EFI` and
+//! then `BOOT_BIOS`). There is no BIOS; these few bytes do what that one would.
+
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend};
+
+use super::BootError;
+use crate::acpi::pm::{RESET_OFFSET, RESET_VALUE};
+use crate::memory::layout::{ACPI_PM_PORT, RESET_VECTOR};
+
+/// The I/O port of the reset register.
+const PORT: [u8; 2] = (ACPI_PM_PORT + RESET_OFFSET as u16).to_le_bytes();
+
+/// `mov dx, PORT; mov al, VALUE; out dx, al; hlt; jmp` back to the `hlt`: real mode, position-independent.
+const CODE: [u8; 9] = [0xba, PORT[0], PORT[1], 0xb0, RESET_VALUE, 0xee, 0xf4, 0xeb, 0xfd];
+
+/// Writes the code.
+pub fn write<M: GuestMemoryBackend>(memory: &M, boot_memory_bytes: u64) -> Result<(), BootError> {
+    memory
+        .write_slice(&CODE, GuestAddress(RESET_VECTOR))
+        .map_err(|_| BootError::TooLittleMemory { boot_memory_bytes, address: RESET_VECTOR })
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::GuestMemoryMmap;
+
+    use super::*;
+
+    #[test]
+    fn the_code_writes_the_reset_value_to_the_reset_register() {
+        let memory: GuestMemoryMmap = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
+        write(&memory, 1 << 20).unwrap();
+        let code: [u8; 9] = memory.read_obj(GuestAddress(0xf_fff0)).unwrap();
+        // ba iw: mov dx, 0x602; b0 ib: mov al, 1; ee: out dx, al; f4: hlt; eb fd: jmp -3.
+        assert_eq!(code, [0xba, 0x02, 0x06, 0xb0, 0x01, 0xee, 0xf4, 0xeb, 0xfd]);
+    }
+}
