@@ -220,7 +220,7 @@ mod tests {
             assert_eq!(open(size, false).unwrap().size_bytes(), 24 * MIB);
         }
         let err = open(VolumeSize::Bytes(8 * MIB), true).err().unwrap().to_string();
-        assert!(err.contains("25165824") && err.contains("8388608"), "{err}");
+        assert!(err.contains("24 MiB") && err.contains("8 MiB"), "{err}");
     }
 
     #[test]

@@ -11,7 +11,7 @@ pub use local::LocalPool;
 pub use pmem_volume::Durability;
 use thiserror::Error;
 
-use crate::config::VolumeSize;
+use crate::config::{Size, VolumeSize};
 use crate::volume::Persist;
 
 /// Bytes in a chunk, the pool's unit.
@@ -30,7 +30,7 @@ pub struct Extent {
 #[derive(Debug, Error)]
 pub enum PoolError {
     /// There is less that may be memory than what was asked for.
-    #[error("The pool has {available_bytes} bytes left for memory, {wanted_bytes} are wanted")]
+    #[error("The pool has {} left for memory, {} are wanted", Size(*available_bytes), Size(*wanted_bytes))]
     Full {
         /// What was asked for.
         wanted_bytes: u64,
@@ -44,7 +44,7 @@ pub enum PoolError {
         name: String,
     },
     /// The volume has another size.
-    #[error("Volume {name:?} has {size_bytes} bytes, not the {wanted_bytes} bytes that size= asks for")]
+    #[error("Volume {name:?} has {}, not the {} that size= asks for", Size(*size_bytes), Size(*wanted_bytes))]
     VolumeSize {
         /// The name.
         name: String,
