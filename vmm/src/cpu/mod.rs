@@ -1,5 +1,6 @@
 //! vCPUs: what they look like to the guest, the state they start in, and the threads that run them.
 
+pub mod brake;
 pub mod cpuid;
 pub mod run;
 pub mod state;

@@ -19,6 +19,7 @@ use tracing::{debug, error, trace};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
 use super::CpuError;
+use super::brake::Brake;
 use crate::bus::Bus;
 
 /// What a vCPU cannot handle by itself.
@@ -54,6 +55,18 @@ pub enum VcpuEvent {
 /// Where vCPU events go; called on vCPU threads.
 pub type EventSink = Arc<dyn Fn(VcpuEvent) + Send + Sync>;
 
+/// What a vCPU's exits reach.
+pub struct Surroundings {
+    /// Port I/O.
+    pub ports: Arc<Bus>,
+    /// Memory-mapped I/O.
+    pub mmio: Arc<Bus>,
+    /// Where it reports what it cannot handle.
+    pub events: EventSink,
+    /// The VM's brake.
+    pub brake: Arc<Brake>,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Wanted {
     Run,
@@ -61,9 +74,19 @@ enum Wanted {
     Stop,
 }
 
+/// Whether a vCPU stays out of the guest.
+fn wanted_waits(wanted: Wanted, braked: bool) -> bool {
+    match wanted {
+        Wanted::Run => braked,
+        Wanted::Pause => true,
+        Wanted::Stop => false,
+    }
+}
+
 struct Shared {
     wanted: Mutex<Wanted>,
     changed: Condvar,
+    brake: Arc<Brake>,
     /// The `immediate_exit` byte of the shared page; `None` once the thread is done with it.
     immediate_exit: Mutex<Option<ImmediateExit>>,
 }
@@ -75,6 +98,35 @@ struct ImmediateExit(NonNull<u8>);
 unsafe impl Send for ImmediateExit {}
 
 impl Shared {
+    /// Paused until something else is wanted.
+    fn new(brake: Arc<Brake>) -> Self {
+        Self {
+            wanted: Mutex::new(Wanted::Pause),
+            changed: Condvar::new(),
+            brake,
+            immediate_exit: Mutex::new(None),
+        }
+    }
+
+    /// Waits while the vCPU is paused or the brake is pulled; false when it shall end.
+    fn wait_until_wanted(&self) -> bool {
+        let mut wanted = self.wanted.lock();
+        // The brake is released once the vCPU is paused: `changed` comes with what follows.
+        while wanted_waits(*wanted, self.brake.is_pulled()) {
+            self.changed.wait(&mut wanted);
+        }
+        if *wanted == Wanted::Run {
+            // Under the lock: whoever wants something else next sets the byte after this.
+            self.set_immediate_exit(0);
+        }
+        *wanted == Wanted::Run
+    }
+
+    fn want(&self, wanted: Wanted) {
+        *self.wanted.lock() = wanted;
+        self.changed.notify_all();
+    }
+
     fn set_immediate_exit(&self, value: u8) {
         if let Some(byte) = self.immediate_exit.lock().as_ref() {
             // SAFETY: the page is mapped while the pointer is here (see `Send` above). The kernel only reads it.
@@ -102,19 +154,10 @@ fn install_handler() -> Result<(), CpuError> {
 
 impl Vcpu {
     /// Makes the thread of `fd`, paused: [`Vcpu::resume`] lets it run.
-    pub fn spawn(
-        fd: VcpuFd,
-        index: u8,
-        ports: Arc<Bus>,
-        mmio: Arc<Bus>,
-        events: EventSink,
-    ) -> Result<Self, CpuError> {
+    pub fn spawn(fd: VcpuFd, index: u8, surroundings: Surroundings) -> Result<Self, CpuError> {
         install_handler()?;
-        let shared = Arc::new(Shared {
-            wanted: Mutex::new(Wanted::Pause),
-            changed: Condvar::new(),
-            immediate_exit: Mutex::new(None),
-        });
+        let Surroundings { ports, mmio, events, brake } = surroundings;
+        let shared = Arc::new(Shared::new(brake));
         let runner = Runner { fd, index, ports, mmio, events, shared: Arc::clone(&shared) };
         // The name is what libvirt looks for when it pins vCPUs.
         let thread = Builder::new()
@@ -125,8 +168,7 @@ impl Vcpu {
     }
 
     fn set(&self, wanted: Wanted) {
-        *self.shared.wanted.lock() = wanted;
-        self.shared.changed.notify_all();
+        self.shared.want(wanted);
         if wanted != Wanted::Run {
             self.shared.set_immediate_exit(1);
             if let Some(thread) = &self.thread {
@@ -191,7 +233,7 @@ impl Runner {
     fn run(mut self) {
         let byte = NonNull::from(&mut self.fd.get_kvm_run().immediate_exit);
         *self.shared.immediate_exit.lock() = Some(ImmediateExit(byte));
-        while self.wait_until_wanted() {
+        while self.shared.wait_until_wanted() {
             if let Next::Park(event) = self.run_once() {
                 error!(%event, "vCPU stops");
                 *self.shared.wanted.lock() = Wanted::Pause;
@@ -200,19 +242,6 @@ impl Runner {
         }
         // From here on nobody writes to the page that `self.fd` unmaps.
         self.shared.immediate_exit.lock().take();
-    }
-
-    /// Waits while the vCPU is paused; false when it shall end.
-    fn wait_until_wanted(&self) -> bool {
-        let mut wanted = self.shared.wanted.lock();
-        while *wanted == Wanted::Pause {
-            self.shared.changed.wait(&mut wanted);
-        }
-        if *wanted == Wanted::Run {
-            // Under the lock: whoever wants something else next sets the byte after this.
-            self.shared.set_immediate_exit(0);
-        }
-        *wanted == Wanted::Run
     }
 
     fn run_once(&mut self) -> Next {
@@ -263,5 +292,78 @@ impl Runner {
 
     fn rip(&self) -> u64 {
         self.fd.get_regs().map_or(0, |regs| regs.rip)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    /// The loop of a vCPU without a vCPU: tells of each entry its number and whether the brake was pulled, and pulls
+    /// it in the exit after entry `pull_in`, as a device does.
+    fn vcpu(shared: &Arc<Shared>, pull_in: u32) -> (mpsc::Receiver<(u32, bool)>, thread::JoinHandle<()>) {
+        let (entered, entries) = mpsc::sync_channel(0);
+        let shared = Arc::clone(shared);
+        let thread = thread::spawn(move || {
+            for number in 1.. {
+                let runs = shared.wait_until_wanted();
+                if !runs || entered.send((number, shared.brake.is_pulled())).is_err() {
+                    return;
+                }
+                if number == pull_in {
+                    shared.brake.pull();
+                }
+            }
+        });
+        (entries, thread)
+    }
+
+    #[test]
+    fn a_vcpu_that_pulled_the_brake_stays_out_until_it_is_paused_and_resumed() {
+        let brake = Arc::new(Brake::default());
+        let shared = Arc::new(Shared::new(Arc::clone(&brake)));
+        let (entries, thread) = vcpu(&shared, 3);
+        shared.want(Wanted::Run);
+        let before: Vec<_> = (0..3).map(|_| entries.recv_timeout(LIMIT).unwrap()).collect();
+        assert_eq!(before, [(1, false), (2, false), (3, false)]);
+        while !brake.is_pulled() {
+            thread::yield_now();
+        }
+        // 1. Somebody who does not know yet wants it to run.
+        shared.want(Wanted::Run);
+        // 2. The owner handles the event; 3. and later resumes.
+        shared.want(Wanted::Pause);
+        brake.release();
+        shared.want(Wanted::Run);
+        assert_eq!(entries.recv_timeout(LIMIT), Ok((4, false)));
+        shared.want(Wanted::Stop);
+        drop(entries);
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn only_a_wish_to_run_is_held_back_by_the_brake() {
+        let waits = |wanted| [false, true].map(|braked| wanted_waits(wanted, braked));
+        assert_eq!(waits(Wanted::Run), [false, true]);
+        assert_eq!(waits(Wanted::Pause), [true, true]);
+        assert_eq!(waits(Wanted::Stop), [false, false]);
+    }
+
+    #[test]
+    fn a_pulled_brake_does_not_keep_a_vcpu_from_ending() {
+        let brake = Arc::new(Brake::default());
+        let shared = Arc::new(Shared::new(Arc::clone(&brake)));
+        brake.pull();
+        let (entries, thread) = vcpu(&shared, 0);
+        shared.want(Wanted::Run);
+        shared.want(Wanted::Stop);
+        thread.join().unwrap();
+        assert!(entries.recv().is_err());
     }
 }

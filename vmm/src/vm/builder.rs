@@ -19,8 +19,9 @@ use crate::acpi::{self, AcpiInput};
 use crate::boot::{self, BootInfo, BootRequest};
 use crate::bus::Bus;
 use crate::config::{ConsoleMode, VmConfig};
+use crate::cpu::brake::Brake;
 use crate::cpu::cpuid::{self, Place};
-use crate::cpu::run::Vcpu;
+use crate::cpu::run::{Surroundings, Vcpu};
 use crate::cpu::{CpuError, state};
 use crate::event_loop::EventLoop;
 use crate::interrupt::MsiController;
@@ -46,6 +47,8 @@ pub(super) struct Fabric {
     pub(super) mmio: Arc<Bus>,
     pub(super) pci: Arc<RootBus>,
     pub(super) router: Arc<MsiRouter>,
+    /// For devices whose failure the guest cannot be told.
+    pub(super) brake: Arc<Brake>,
     /// Everything on the PCI bus, to be stopped when the VM ends.
     pub(super) virtio: Vec<Arc<VirtioPciDevice>>,
 }
@@ -57,7 +60,7 @@ impl Fabric {
         mmio.insert(ECAM_START, ECAM_LEN, pci.ecam())?;
         ports.insert(PCI_CONFIG_PORT, PCI_CONFIG_LEN, pci.ports())?;
         let router = MsiRouter::new(Arc::clone(&vm) as Arc<dyn MsiController>);
-        Ok(Self { vm, ports, mmio, pci, router, virtio: Vec::new() })
+        Ok(Self { vm, ports, mmio, pci, router, brake: Arc::default(), virtio: Vec::new() })
     }
 
     /// Puts a virtio device on the PCI bus.
@@ -134,6 +137,7 @@ pub fn build(
     resources.machine_built();
     Ok(KvmMachine {
         vcpus,
+        brake: fabric.brake,
         governor,
         virtio: fabric.virtio,
         _loops: [device_loop, memory_loop],
@@ -213,7 +217,13 @@ fn build_vcpus(
             }
             let sink = events.clone();
             let events = Arc::new(move |event| sink.send(MachineEvent::Vcpu(event)));
-            Ok(Vcpu::spawn(fd, index, Arc::clone(&fabric.ports), Arc::clone(&fabric.mmio), events)?)
+            let surroundings = Surroundings {
+                ports: Arc::clone(&fabric.ports),
+                mmio: Arc::clone(&fabric.mmio),
+                events,
+                brake: Arc::clone(&fabric.brake),
+            };
+            Ok(Vcpu::spawn(fd, index, surroundings)?)
         })
         .collect()
 }

@@ -11,6 +11,7 @@ use super::resources::Resources;
 use super::zones::DRAM_ZONE;
 use crate::acpi::ged::{Event, GenericEventDevice};
 use crate::config::VmConfig;
+use crate::cpu::brake::Brake;
 use crate::cpu::run::Vcpu;
 use crate::event_loop::EventLoop;
 use crate::governor::task::Governor;
@@ -23,6 +24,7 @@ use crate::virtio::transport::pci::VirtioPciDevice;
 /// A VM on KVM. The order of the fields is the order in which they are dropped.
 pub struct KvmMachine {
     pub(super) vcpus: Vec<Vcpu>,
+    pub(super) brake: Arc<Brake>,
     pub(super) governor: Governor,
     pub(super) virtio: Vec<Arc<VirtioPciDevice>>,
     pub(super) _loops: [EventLoop; 2],
@@ -53,6 +55,8 @@ impl Machine for KvmMachine {
 
     fn pause(&mut self) {
         self.vcpus.iter().for_each(Vcpu::pause);
+        // Now it is this pause that holds them.
+        self.brake.release();
     }
 
     fn press_power_button(&mut self) {

@@ -93,9 +93,13 @@ fn attach_nvdimm(
     events: &EventSender,
     nvdimms: &mut Vec<Nvdimm>,
 ) -> Result<VolumeCounters, BuildError> {
-    let events = events.clone();
-    // A store to the hint cannot fail in the guest's eyes: the guest stops before its next instruction.
-    let on_failure = Box::new(move |reason| events.send(MachineEvent::MustPause { reason }));
+    let (events, brake) = (events.clone(), Arc::clone(&fabric.brake));
+    // A store to the hint cannot fail in the guest's eyes: the vCPU stops before its next instruction, the others
+    // when the owner has the event.
+    let on_failure = Box::new(move |reason| {
+        events.send(MachineEvent::MustPause { reason });
+        brake.pull();
+    });
     let hint = Arc::new(FlushHint::new(
         mapped.config.name.clone(),
         Arc::clone(&mapped.volume) as Arc<dyn Persist>,
