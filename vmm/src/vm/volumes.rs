@@ -36,8 +36,7 @@ struct Mapped<'a> {
     config: &'a PmVolumeConfig,
     volume: Arc<dyn PoolVolume>,
     range: MappedRange,
-    /// Whether a flush of the guest must come out to us: a fence is enough on a volatile pool, where nothing
-    /// survives the host, and on one mapped with MAP_SYNC.
+    /// Whether a flush of the guest must come out to us.
     flushes: bool,
 }
 
@@ -80,10 +79,20 @@ fn open_and_map<'a>(
     let request = VolumeRequest { name: &config.name, size: config.size, create: config.create };
     let volume =
         pool.open_volume(request).map_err(BuildError::device(format!("--pm-volume name={}", config.name)))?;
-    let access = if config.readonly { Access::Read } else { Access::ReadWrite };
+    let (access, flushes) = mapping(config.readonly, pool.durability());
     let range = memory.add_file_range(pool.file(), &volume.extents(), access)?;
-    let flushes = pool.durability() == Durability::PageCache;
     Ok(Mapped { config, volume: Arc::from(volume), range, flushes })
+}
+
+/// How a volume is mapped, and whether its flushes must come out to us: a fence is enough on a volatile pool, where
+/// nothing survives the host, and on PM that is mapped with MAP_SYNC.
+fn mapping(readonly: bool, durability: Durability) -> (Access, bool) {
+    match (readonly, durability) {
+        (true, _) => (Access::Read, false),
+        (false, Durability::DaxSync) => (Access::ReadWriteSync, false),
+        (false, Durability::PageCache) => (Access::ReadWrite, true),
+        (false, Durability::Volatile) => (Access::ReadWrite, false),
+    }
 }
 
 fn attach_nvdimm(
@@ -129,4 +138,20 @@ fn attach_virtio_pmem(
     let counters = VolumeCounters::VirtioPmem(device.metrics());
     fabric.attach(Box::new(device), memory)?;
     Ok(counters)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_page_cache_needs_flushes_and_only_dax_is_mapped_for_a_fence() {
+        use Durability::{DaxSync, PageCache, Volatile};
+        assert_eq!(mapping(false, Volatile), (Access::ReadWrite, false));
+        assert_eq!(mapping(false, PageCache), (Access::ReadWrite, true));
+        assert_eq!(mapping(false, DaxSync), (Access::ReadWriteSync, false));
+        for durability in [Volatile, PageCache, DaxSync] {
+            assert_eq!(mapping(true, durability), (Access::Read, false));
+        }
+    }
 }

@@ -21,6 +21,9 @@ pub enum Access {
     Read,
     /// Read and write.
     ReadWrite,
+    /// Read and write, and a page becomes writable only when the file system's own records of it are durable
+    /// (MAP_SYNC): then a store is durable once it has left the CPU's caches. Fails where there is no DAX.
+    ReadWriteSync,
 }
 
 impl Reservation {
@@ -74,11 +77,15 @@ impl Reservation {
         file_offset: u64,
         access: Access,
     ) -> io::Result<()> {
-        let flags = libc::MAP_SHARED | libc::MAP_NORESERVE | libc::MAP_FIXED;
-        let prot = match access {
-            Access::Read => libc::PROT_READ,
-            Access::ReadWrite => libc::PROT_READ | libc::PROT_WRITE,
+        let (prot, kind) = match access {
+            Access::Read => (libc::PROT_READ, libc::MAP_SHARED),
+            Access::ReadWrite => (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED),
+            // Without VALIDATE a kernel or file system that does not know MAP_SYNC would ignore it (mmap(2)).
+            Access::ReadWriteSync => {
+                (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC)
+            }
         };
+        let flags = kind | libc::MAP_NORESERVE | libc::MAP_FIXED;
         map(self.checked(offset, len), len as usize, prot, flags, Some((file, file_offset))).map(drop)
     }
 
@@ -172,6 +179,17 @@ mod tests {
         assert_eq!(permissions_at(reservation.addr() + 6 * MIB), "---p");
         reservation.unmap(4 * MIB, 2 * MIB).unwrap();
         assert_eq!(permissions_at(reservation.addr() + 4 * MIB), "---p");
+    }
+
+    #[test]
+    fn what_is_not_dax_is_not_mapped_as_if_it_were() {
+        use std::os::fd::AsFd;
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(2 * MIB).unwrap();
+        let reservation = Reservation::new(2 * MIB, 4096).unwrap();
+        let map = |access| reservation.map_file(0, 2 * MIB, file.as_fd(), 0, access);
+        assert!(map(Access::ReadWriteSync).is_err());
+        map(Access::ReadWrite).unwrap();
     }
 
     #[test]
