@@ -280,7 +280,13 @@ mod tests {
     #[test]
     fn flush_hint_pages_are_in_no_resource() {
         // The guest's NVDIMM driver wants them for itself. Memory32Fixed: 0x86, length 9, read-write, base.
-        let nvdimm = crate::acpi::Nvdimm { start: 1 << 33, size_bytes: 1 << 21, node: 0, flush_hint: true };
+        let nvdimm = crate::acpi::Nvdimm {
+            start: 1 << 33,
+            size_bytes: 1 << 21,
+            node: 0,
+            flush_hint: true,
+            read_only: false,
+        };
         let dsdt = dsdt(&AcpiInput { max_vcpus: 1, nvdimms: vec![nvdimm], ..AcpiInput::default() });
         let fixed = [0x86, 9, 0, 1];
         let ranges: Vec<(u64, u64)> = dsdt

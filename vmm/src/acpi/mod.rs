@@ -210,8 +210,8 @@ mod tests {
                 },
             ],
             nvdimms: vec![
-                Nvdimm { start: 16 << 30, size_bytes: 1 << 30, node: 1, flush_hint: true },
-                Nvdimm { start: 17 << 30, size_bytes: 1 << 21, node: 0, flush_hint: false },
+                Nvdimm { start: 16 << 30, size_bytes: 1 << 30, node: 1, flush_hint: true, read_only: false },
+                Nvdimm { start: 17 << 30, size_bytes: 1 << 21, node: 0, flush_hint: false, read_only: true },
             ],
         }
     }

@@ -28,6 +28,8 @@ pub struct Nvdimm {
     pub node: u32,
     /// Whether a flush is a write to its flush hint page; without, a fence is enough.
     pub flush_hint: bool,
+    /// Whether the guest may only read.
+    pub read_only: bool,
 }
 
 impl Nvdimm {
@@ -137,6 +139,8 @@ fn append(body: &mut Vec<u8>, index: usize, nvdimm: &Nvdimm) {
     const EFI_MEMORY_NV: u64 = 1 << 15;
     /// "Byte addressable, energy backed" (ACPI 6.5, table 5.150).
     const INTERFACE_CODE: u16 = 0x301;
+    /// "Not armed": what is written would not persist, so the guest takes the range for read-only (table 5.146).
+    const NOT_ARMED: u16 = 1 << 3;
     let number = number(index);
     let range = AddressRange {
         kind: 0,
@@ -163,7 +167,7 @@ fn append(body: &mut Vec<u8>, index: usize, nvdimm: &Nvdimm) {
         physical_address_base: 0,
         interleave_index: 0,
         interleave_ways: 1,
-        state_flags: 0,
+        state_flags: if nvdimm.read_only { NOT_ARMED } else { 0 },
         reserved: 0,
     };
     let control = ControlRegion {
@@ -231,7 +235,7 @@ mod tests {
     }
 
     fn nvdimm(flush_hint: bool) -> Nvdimm {
-        Nvdimm { start: 1 << 34, size_bytes: 1 << 28, node: 1, flush_hint }
+        Nvdimm { start: 1 << 34, size_bytes: 1 << 28, node: 1, flush_hint, read_only: false }
     }
 
     /// Type and bytes of each structure.
@@ -276,6 +280,12 @@ mod tests {
         );
         // Table 5.152: handle 4, count 8, addresses from 16.
         assert_eq!((hint[4], u16_at(hint, 8), u64_at(hint, 16)), (2, 1, FLUSH_HINT_START + FLUSH_HINT_LEN));
+    }
+
+    #[test]
+    fn a_read_only_nvdimm_is_not_armed() {
+        let nfit = nfit(&[Nvdimm { read_only: true, ..nvdimm(false) }]).unwrap();
+        assert_eq!(u16_at(structures(&nfit)[1].1, 44), 1 << 3);
     }
 
     #[test]

@@ -18,8 +18,8 @@ use crate::metrics::{VolumeCounters, VolumeMetrics};
 use crate::nvdimm::FlushHint;
 use crate::pool::{PoolVolume, VolumeRequest};
 use crate::virtio::pmem::device::Pmem;
-use crate::volume::Persist;
 use crate::volume::interface::{Chosen, Payload, choose};
+use crate::volume::{Persist, ReadOnly};
 
 /// What attaching volumes leaves behind.
 #[derive(Default)]
@@ -123,6 +123,7 @@ fn attach_nvdimm(
         size_bytes: mapped.range.guest.len,
         node,
         flush_hint: mapped.flushes,
+        read_only: mapped.config.readonly,
     });
     Ok(counters)
 }
@@ -133,7 +134,10 @@ fn attach_virtio_pmem(
     memory: &Memory,
 ) -> Result<VolumeCounters, BuildError> {
     let guest = mapped.range.guest;
-    let backing = Arc::clone(&mapped.volume) as Arc<dyn Persist>;
+    let backing = match mapped.config.readonly {
+        true => Arc::new(ReadOnly),
+        false => Arc::clone(&mapped.volume) as Arc<dyn Persist>,
+    };
     let device = Pmem::new(format!("pmem-{}", mapped.config.name), guest.start, guest.len, backing);
     let counters = VolumeCounters::VirtioPmem(device.metrics());
     fabric.attach(Box::new(device), memory)?;
