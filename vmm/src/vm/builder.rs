@@ -109,7 +109,7 @@ pub fn build(
     let vsock = devices::attach_vsock(config, &mut fabric, &memory, &device_loop.handle())?;
     let (agents, vsock_metrics) = vsock.unzip();
     let plugged = Arc::new(Notify::new());
-    let zones = devices::attach_memory(&mut fabric, &mut memory, &memory_loop.handle(), &plugged)?;
+    let zones = devices::attach_memory(config, &mut fabric, &mut memory, &memory_loop.handle(), &plugged)?;
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
     let volumes = volumes::attach(config, payload, resources, &mut memory, &mut fabric, events)?;
     // 5. The tables, which describe all of that.

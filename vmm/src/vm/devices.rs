@@ -4,10 +4,12 @@ use std::sync::Arc;
 
 use balloon::proto::VSOCK_PORT;
 use tokio::sync::Notify;
+use tracing::warn;
 
 use super::builder::Fabric;
 use super::error::BuildError;
 use super::resources::Resources;
+use super::zones::DRAM_ZONE;
 use crate::config::VmConfig;
 use crate::event_loop::EventLoopHandle;
 use crate::governor::task::Connections;
@@ -16,7 +18,7 @@ use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
 use crate::serial::Serial;
 use crate::virtio::console::Console;
-use crate::virtio::mem::{MemDevice, MemHandle};
+use crate::virtio::mem::{MemDevice, MemEvent, MemHandle};
 use crate::virtio::rng::{EntropySource, Rng};
 use crate::virtio::vsock::{VsockDevice, VsockMetrics, VsockPorts};
 
@@ -86,6 +88,7 @@ pub(super) fn attach_vsock(
 
 /// A virtio-mem device for each hotplug part. `plugged` is notified when something changes.
 pub(super) fn attach_memory(
+    config: &VmConfig,
     fabric: &mut Fabric,
     memory: &mut Memory,
     event_loop: &EventLoopHandle,
@@ -94,8 +97,22 @@ pub(super) fn attach_memory(
     let mut handles = Vec::new();
     for part in memory.take_hotplug() {
         let plugged = Arc::clone(plugged);
-        let observer = Arc::new(move |_: &str, _| plugged.notify_one());
+        let observer = Arc::new(move |zone: &str, event| {
+            if let MemEvent::HostFailure { reason, plugged_bytes, requested_bytes } = event {
+                let reason = reason.as_str();
+                warn!(
+                    zone,
+                    reason, plugged_bytes, requested_bytes, "The host cannot plug what it was asked for"
+                );
+            }
+            plugged.notify_one();
+        });
         let (device, handle) = MemDevice::new(part, memory.view().clone(), event_loop.clone(), observer);
+        if handle.zone().id == DRAM_ZONE {
+            // The driver finds it in the configuration when it comes up.
+            let bytes = config.memory.hotplugged_size.unwrap_or(0);
+            handle.request_size(bytes).map_err(BuildError::device("--memory hotplugged_size"))?;
+        }
         fabric.attach(Box::new(device), memory)?;
         handles.push(handle);
     }
