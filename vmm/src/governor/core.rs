@@ -408,3 +408,7 @@ fn policy(config: &PressureConfig) -> Result<Policy, VmError> {
 fn bad_request(err: balloon::ParamError) -> VmError {
     VmError::BadRequest(err.to_string())
 }
+
+#[cfg(test)]
+#[path = "core_tests.rs"]
+mod tests;
