@@ -64,6 +64,9 @@ struct Pressure {
     /// Take another policy
     #[arg(long)]
     policy: Option<String>,
+    /// With --policy fixed: the hotplugged memory to keep
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    size: Option<u64>,
     /// Decide only, and change nothing
     #[arg(long, value_name = "SWITCH")]
     dry_run: Option<Switch>,
@@ -171,8 +174,12 @@ impl Pressure {
     /// What to change; `None` when it shall only be shown.
     fn change(self) -> Option<PressureChange> {
         let dry_run = self.dry_run.map(|switch| switch == Switch::On);
-        let change = PressureChange { policy: self.policy, dry_run, resume: self.resume.then_some(true) };
-        let asks = change.policy.is_some() || change.dry_run.is_some() || change.resume.is_some();
+        let (policy, size, resume) = (self.policy, self.size, self.resume.then_some(true));
+        let change = PressureChange { policy, size, dry_run, resume };
+        let asks = change.policy.is_some()
+            || change.size.is_some()
+            || change.dry_run.is_some()
+            || change.resume.is_some();
         asks.then_some(change)
     }
 }

@@ -31,7 +31,7 @@ pub use self::memory::{HotplugMethod, MemoryConfig};
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
 pub use self::pm_memory::{MAX_PM_NODE, MIN_PM_NODE, PmMemoryConfig};
 pub use self::pm_volume::{PmVolumeConfig, VolumeInterface, VolumeSize};
-pub use self::pressure::{POLICIES, PressureConfig, check_policy};
+pub use self::pressure::{POLICIES, PressureConfig, check_fixed_size, check_policy};
 pub use self::rng::RngConfig;
 pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, check as check_size, parse as parse_size};
 pub use self::socket::{ApiSocket, MAX_SOCKET_PATH_BYTES, MetricsAddress};
@@ -176,7 +176,7 @@ pub(crate) fn test_config() -> VmConfig {
         vsock: None,
         pm_memory: None,
         pm_volumes: Vec::new(),
-        pressure: PressureConfig { policy: "off".to_owned(), dry_run: false },
+        pressure: PressureConfig { policy: "off".to_owned(), size: None, dry_run: false },
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use balloon::controller::{Controller, Event, Rules};
 use balloon::plan::{Direction, Plan, Reason};
-use balloon::policy::Policy;
+use balloon::policy::{Policy, fixed};
 use balloon::proto::{AgentMessage, Refusal, Report, Settings};
 use balloon::{HostView, Intake, TimeMs, ZoneId, ZoneSizes};
 use serde_json::json;
@@ -286,7 +286,8 @@ impl Core {
     /// Changes what the governor does.
     pub fn change(&mut self, change: &PressureChange) -> Result<(), VmError> {
         if let Some(name) = &change.policy {
-            let policy = policy(&PressureConfig { policy: name.clone(), ..PressureConfig::default() })?;
+            let config = PressureConfig { policy: name.clone(), size: change.size, dry_run: false };
+            let policy = policy(&config)?;
             self.controller.set_policy(policy).map_err(bad_request)?;
         }
         if let Some(dry_run) = change.dry_run {
@@ -399,9 +400,13 @@ impl Audited {
 }
 
 fn policy(config: &PressureConfig) -> Result<Policy, VmError> {
-    Policy::from_name(&config.policy).ok_or_else(|| {
+    let policy = Policy::from_name(&config.policy).ok_or_else(|| {
         let known = Policy::NAMES.join(", ");
         VmError::BadRequest(format!("There is no policy {:?}; there are {known}", config.policy))
+    })?;
+    Ok(match policy {
+        Policy::Fixed(_) => Policy::Fixed(fixed::Params { size_bytes: config.size.unwrap_or(0) }),
+        other => other,
     })
 }
 

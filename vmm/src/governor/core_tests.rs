@@ -61,7 +61,7 @@ fn fixture(policy: &str, dry_run: bool, follows: bool) -> Fixture {
         device: Arc::clone(device) as _,
     };
     let zones = vec![zone("dram", Tier::Dram, 0, &dram), zone("pm", Tier::Pm, 1, &pm)];
-    let config = PressureConfig { policy: policy.to_owned(), dry_run, ..PressureConfig::default() };
+    let config = PressureConfig { policy: policy.to_owned(), size: None, dry_run };
     let core = Core::new(&config, zones, 384 * MIB, Arc::new(|| 1024 * MIB), TimeMs(0)).unwrap();
     Fixture { core, dram, pm, seq: 0 }
 }
@@ -224,6 +224,19 @@ fn an_unknown_policy_is_refused_and_the_old_one_stays() {
     let error = f.core.change(&change).unwrap_err().to_string();
     assert!(error.contains("magic") && error.contains("psi"), "{error}");
     assert_eq!(f.core.info(TimeMs(0)).policy, "psi");
+}
+
+#[test]
+fn fixed_keeps_its_size_without_an_agent_and_takes_another_one() {
+    let mut f = fixture("fixed", false, true);
+    f.core.tick(TimeMs(500));
+    assert_eq!(f.dram.sizes().requested_bytes, 0);
+    let change = |size| PressureChange { policy: Some("fixed".to_owned()), size, ..Default::default() };
+    f.core.change(&change(Some(128 * MIB + 64 * MIB))).unwrap();
+    f.core.tick(TimeMs(1000));
+    assert_eq!(f.dram.sizes().requested_bytes, 128 * MIB);
+    assert_eq!(f.pm.sizes().requested_bytes, 64 * MIB);
+    assert!(matches!(f.core.change(&change(Some(1))), Err(VmError::BadRequest(_))));
 }
 
 #[test]

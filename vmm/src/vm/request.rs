@@ -110,6 +110,8 @@ pub struct PressureInfo {
 pub struct PressureChange {
     /// Another policy.
     pub policy: Option<String>,
+    /// With policy `fixed`: the hotplugged memory to keep in bytes.
+    pub size: Option<u64>,
     /// Decide only.
     pub dry_run: Option<bool>,
     /// Give pinned zones back to the governor.
