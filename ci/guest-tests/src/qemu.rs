@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
+use crate::guest::console;
 use crate::guest::{BOOT_LIMIT, Endpoint, Image, Kernel, Output, Script, VmmProcess, program};
 use crate::runner::this_tests_dir;
 use crate::wait::wait_for;
@@ -77,14 +78,16 @@ impl QemuBuilder {
         self
     }
 
+    /// The kernel's command line.
+    pub fn cmdline(mut self, cmdline: &str) -> Self {
+        self.cmdline = cmdline.to_owned();
+        self
+    }
+
     /// Starts QEMU and waits until the guest serves commands.
     pub fn boot(&self) -> Result<QemuGuest> {
         let guest = self.start()?;
-        let answer = wait_for("the guest under QEMU serves commands", BOOT_LIMIT, || {
-            guest.process.still_running()?;
-            Ok(Script::start(&ENDPOINT, RUN_LIMIT, "echo up").and_then(Script::finish).ok())
-        })?;
-        ensure!(answer.stdout == "up\n", "The guest's shell answers {answer:?}");
+        guest.wait_for_shell()?;
         Ok(guest)
     }
 
@@ -139,6 +142,16 @@ impl QemuBuilder {
 const ENDPOINT: Endpoint = Endpoint::Vhost { cid: CID };
 
 impl QemuGuest {
+    /// Waits until the guest serves commands.
+    pub fn wait_for_shell(&self) -> Result<()> {
+        let answer = wait_for("the guest under QEMU serves commands", BOOT_LIMIT, || {
+            self.process.still_running()?;
+            Ok(Script::start(&ENDPOINT, RUN_LIMIT, "echo up").and_then(Script::finish).ok())
+        })?;
+        ensure!(answer.stdout == "up\n", "The guest's shell answers {answer:?}");
+        Ok(())
+    }
+
     /// Runs a shell command in the guest and returns what it wrote; any exit code but zero is an error.
     pub fn run(&self, command: &str) -> Result<String> {
         let output = self.try_run(command)?;
@@ -169,8 +182,7 @@ impl QemuGuest {
 
     /// What the guest wrote to the serial console.
     pub fn console_log(&self) -> Result<String> {
-        std::fs::read_to_string(&self.console)
-            .with_context(|| format!("Cannot read {}", self.console.display()))
+        console::read(&self.console)
     }
 
     /// Asks the virtio-mem device for a size.

@@ -78,6 +78,7 @@ pub struct Refusal {
 #[derive(Debug, Clone)]
 pub struct GuestBuilder {
     name: Option<String>,
+    program: PathBuf,
     kernel: Kernel,
     image: Image,
     cpus: u32,
@@ -94,6 +95,7 @@ impl GuestBuilder {
     pub(super) fn new() -> Self {
         Self {
             name: None,
+            program: program("foreshore"),
             kernel: Kernel::V6_12,
             image: Image::Basic,
             cpus: 1,
@@ -111,6 +113,12 @@ impl GuestBuilder {
     /// What its files are called; a number otherwise.
     pub fn name(mut self, name: &str) -> Self {
         self.name = Some(name.to_owned());
+        self
+    }
+
+    /// Another VMM, which takes the same flags.
+    pub fn program(mut self, program: &Path) -> Self {
+        self.program = program.to_owned();
         self
     }
 
@@ -201,7 +209,7 @@ impl GuestBuilder {
         std::fs::create_dir_all(&paths.dir)
             .with_context(|| format!("Cannot make {}", paths.dir.display()))?;
         let metrics_address = free_address()?;
-        let mut command = Command::new(program("foreshore"));
+        let mut command = Command::new(&self.program);
         command.args(self.vmm_arguments(&paths, &metrics_address));
         let process = VmmProcess::start(&mut command, &paths.vmm_log())?;
         Ok(Guest { process, paths, metrics_address })

@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 /// A log's text; one that does not exist yet is empty.
-pub(super) fn read(path: &Path) -> Result<String> {
+pub(crate) fn read(path: &Path) -> Result<String> {
     match fs::read(path) {
         Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).replace('\r', "")),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(String::new()),

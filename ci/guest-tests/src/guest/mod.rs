@@ -1,7 +1,7 @@
 //! A guest under Foreshore: how to start it, talk to it, and end it.
 
 mod builder;
-mod console;
+pub(crate) mod console;
 mod process;
 mod shell;
 
@@ -241,7 +241,13 @@ impl Guest {
         Endpoint::Socket(self.paths.vsock())
     }
 
-    fn wait_for_shell(&self, limit: Duration) -> Result<()> {
+    /// An error with its last words, if the VMM has ended.
+    pub fn still_running(&self) -> Result<()> {
+        self.process.still_running()
+    }
+
+    /// Waits until the guest serves commands.
+    pub fn wait_for_shell(&self, limit: Duration) -> Result<()> {
         let answer = wait_for("the guest serves commands", limit, || {
             self.process.still_running()?;
             // Before the guest listens the connection is refused, or the socket is not there yet.

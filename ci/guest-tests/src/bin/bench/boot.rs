@@ -1,0 +1,41 @@
+//! From exec to the guest's init, and what the VMM takes for itself once the guest is at rest.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+
+use crate::samples::{Row, Samples};
+use crate::usage::{beside_guest, wait_for_rest};
+use crate::vmm::{BOOT_MIB, Extras, MIB, Vm, Vmm};
+
+/// What guest/image/init says before anything else.
+const INIT_LINE: &str = "foreshore-guest: init";
+/// How exact a time is.
+const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+const BOOT_LIMIT: Duration = Duration::from_secs(60);
+
+/// Boots a guest without anything that could be left out.
+pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
+    let started = Instant::now();
+    let vm = vmm.start(&Extras::default())?;
+    let booted = wait_for_init(&vm, started)?;
+    samples.add(Row::Boot, vmm.name(), booted.as_secs_f64());
+    vm.wait_for_shell()?;
+    wait_for_rest(vm.pid())?;
+    let memory = beside_guest(vm.pid(), BOOT_MIB * MIB)?;
+    samples.add(Row::VmmMemory, vmm.name(), memory.pss as f64 / MIB as f64);
+    eprintln!("bench:     of it anonymous: {} KiB", memory.anonymous / 1024);
+    Ok(())
+}
+
+fn wait_for_init(vm: &Vm, started: Instant) -> Result<Duration> {
+    loop {
+        if vm.console_log()?.contains(INIT_LINE) {
+            return Ok(started.elapsed());
+        }
+        vm.still_running()?;
+        ensure!(started.elapsed() < BOOT_LIMIT, "The guest has not come to its init");
+        thread::sleep(LOOK_INTERVAL);
+    }
+}

@@ -1,0 +1,118 @@
+//! Measures Foreshore beside other VMMs, in one boot of the host and taking turns: `ci/bench` runs it.
+//!
+//! It says what it found and never judges by exit code: a time is no test.
+
+mod boot;
+mod plug;
+mod pressure;
+mod report;
+mod samples;
+mod usage;
+mod vmm;
+mod volume;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, bail};
+
+use samples::Samples;
+use vmm::Vmm;
+
+const USAGE: &str = "\
+usage: bench [--rounds N] [--only boot,plug,volume,pressure] [--out DIR]
+  FORESHORE_TEST_BENCH_VMM=NAME   one more VMM, with Cloud Hypervisor's flags and API";
+
+/// A group of measurements that share a guest.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Group {
+    Boot,
+    Plug,
+    Volume,
+    Pressure,
+}
+
+const GROUPS: [(&str, Group); 4] =
+    [("boot", Group::Boot), ("plug", Group::Plug), ("volume", Group::Volume), ("pressure", Group::Pressure)];
+
+struct Options {
+    rounds: usize,
+    groups: Vec<Group>,
+    out: PathBuf,
+}
+
+impl Options {
+    fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
+        let out = std::env::var_os("OUT").map_or_else(|| PathBuf::from("."), PathBuf::from);
+        let mut options = Self { rounds: 5, groups: GROUPS.map(|(_, group)| group).to_vec(), out };
+        while let Some(flag) = arguments.next() {
+            let value = arguments.next().with_context(|| format!("{flag} needs a value\n{USAGE}"))?;
+            match flag.as_str() {
+                "--rounds" => options.rounds = value.parse().ok().filter(|n| *n > 0).context(USAGE)?,
+                "--only" => options.groups = value.split(',').map(group).collect::<Result<_>>()?,
+                "--out" => options.out = value.into(),
+                _ => bail!("unknown flag {flag}\n{USAGE}"),
+            }
+        }
+        Ok(options)
+    }
+}
+
+fn group(name: &str) -> Result<Group> {
+    let found = GROUPS.iter().find(|(known, _)| *known == name);
+    Ok(found.with_context(|| format!("no measurement {name:?}\n{USAGE}"))?.1)
+}
+
+fn main() -> ExitCode {
+    match Options::parse(std::env::args().skip(1)).and_then(|options| measure(&options)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn measure(options: &Options) -> Result<()> {
+    let vmms = Vmm::all();
+    let mut samples = Samples::default();
+    // What is read for the first time comes from a disk: no program shall pay for that in its first round.
+    for vmm in &vmms {
+        boot::measure(vmm, &mut Samples::default())
+            .with_context(|| format!("{} does not boot", vmm.name()))?;
+    }
+    for round in 0..options.rounds {
+        eprintln!("bench: round {} of {}", round + 1, options.rounds);
+        for group in &options.groups {
+            run(*group, &in_turn(&vmms, round), &mut samples)?;
+        }
+        // After each round: a run that is cut off has its figures.
+        report::write(&samples, round + 1, &options.out)?;
+    }
+    print!("{}", report::markdown(&samples, options.rounds));
+    Ok(())
+}
+
+/// Another one goes first in each round.
+fn in_turn(vmms: &[Vmm], round: usize) -> Vec<&Vmm> {
+    vmms.iter().cycle().skip(round % vmms.len()).take(vmms.len()).collect()
+}
+
+fn run(group: Group, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
+    match group {
+        Group::Boot => vmms.iter().try_for_each(|vmm| boot::measure(vmm, samples)),
+        Group::Plug => vmms.iter().try_for_each(|vmm| plug::measure(vmm, samples)),
+        Group::Volume => volume::measure(vmms, samples),
+        Group::Pressure => pressure::measure(samples),
+    }
+}
+
+/// A file of this run that must not be there before its VMM makes it.
+fn forget(file: &Path) -> Result<()> {
+    match std::fs::remove_file(file) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("Cannot remove {}", file.display()))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,45 @@
+//! Memory comes and goes by virtio-mem, in a guest that has nothing else to do.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use guest_tests::wait_until;
+
+use crate::samples::{Row, Samples};
+use crate::usage::wait_for_rest;
+use crate::vmm::{Disk, Extras, MIB, Vm, Vmm};
+
+const PLUG_MIB: u64 = 1024;
+/// How exact a time is. Each look costs the VMM a request.
+const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Plugs 1 GiB into a fresh guest, and takes it away unused.
+pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
+    let vm = vmm.start(&Extras { hotplug_mib: PLUG_MIB, disk: Disk::None })?;
+    vm.wait_for_shell()?;
+    let before = mem_total_mib(&vm)?;
+    wait_for_rest(vm.pid())?;
+    samples.add(Row::Plug, vmm.name(), resize(&vm, PLUG_MIB * MIB)?.as_secs_f64());
+    // The driver adds and onlines the last block after it was plugged.
+    wait_until("all of it is online", LIMIT, || Ok(mem_total_mib(&vm)? >= before + PLUG_MIB))?;
+    wait_for_rest(vm.pid())?;
+    samples.add(Row::Unplug, vmm.name(), resize(&vm, 0)?.as_secs_f64());
+    Ok(())
+}
+
+/// From the request until the guest's driver has done it.
+fn resize(vm: &Vm, bytes: u64) -> Result<Duration> {
+    let started = Instant::now();
+    vm.request_bytes(bytes)?;
+    while vm.plugged_bytes()? != bytes {
+        ensure!(started.elapsed() < LIMIT, "{bytes} bytes are not plugged, but {}", vm.plugged_bytes()?);
+        thread::sleep(LOOK_INTERVAL);
+    }
+    Ok(started.elapsed())
+}
+
+fn mem_total_mib(vm: &Vm) -> Result<u64> {
+    Ok(vm.run("awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo")?.trim().parse()?)
+}

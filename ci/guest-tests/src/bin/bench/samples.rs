@@ -1,0 +1,189 @@
+//! What was measured.
+
+use std::collections::BTreeMap;
+
+/// What is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Row {
+    Boot,
+    VmmMemory,
+    Plug,
+    Unplug,
+    NvdimmWrite,
+    NvdimmRead,
+    HintsWrite,
+    HintsRead,
+    VirtioPmemWrite,
+    VirtioPmemRead,
+    ReportToPlan,
+    ReportToOnline,
+}
+
+/// What a row should be.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Target {
+    /// So many times what QEMU takes.
+    TimesQemu(f64),
+    /// In the row's unit.
+    AtMost(f64),
+    /// None is set.
+    Open,
+}
+
+/// A row's unit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unit {
+    Seconds,
+    Microseconds,
+    Mebibytes,
+}
+
+impl Row {
+    pub const ALL: [Self; 12] = [
+        Self::Boot,
+        Self::VmmMemory,
+        Self::Plug,
+        Self::Unplug,
+        Self::NvdimmWrite,
+        Self::NvdimmRead,
+        Self::HintsWrite,
+        Self::HintsRead,
+        Self::VirtioPmemWrite,
+        Self::VirtioPmemRead,
+        Self::ReportToPlan,
+        Self::ReportToOnline,
+    ];
+
+    /// Its name for programs.
+    pub fn key(self) -> &'static str {
+        match self {
+            Self::Boot => "boot_seconds",
+            Self::VmmMemory => "vmm_memory_mebibytes",
+            Self::Plug => "plug_1_gib_seconds",
+            Self::Unplug => "unplug_1_gib_seconds",
+            Self::NvdimmWrite => "nvdimm_write_4_kib_microseconds",
+            Self::NvdimmRead => "nvdimm_read_4_kib_microseconds",
+            Self::HintsWrite => "nvdimm_flush_hints_write_4_kib_microseconds",
+            Self::HintsRead => "nvdimm_flush_hints_read_4_kib_microseconds",
+            Self::VirtioPmemWrite => "virtio_pmem_write_4_kib_microseconds",
+            Self::VirtioPmemRead => "virtio_pmem_read_4_kib_microseconds",
+            Self::ReportToPlan => "report_to_plan_seconds",
+            Self::ReportToOnline => "report_to_online_seconds",
+        }
+    }
+
+    /// Its name for people.
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::Boot => "exec to guest init",
+            Self::VmmMemory => "VMM memory beside the guest's",
+            Self::Plug => "plug 1 GiB",
+            Self::Unplug => "unplug 1 GiB",
+            Self::NvdimmWrite => "BTT, nvdimm on tmpfs: write 4 KiB",
+            Self::NvdimmRead => "BTT, nvdimm on tmpfs: read 4 KiB",
+            Self::HintsWrite => "BTT, nvdimm with flush hints on ext4: write 4 KiB",
+            Self::HintsRead => "BTT, nvdimm with flush hints on ext4: read 4 KiB",
+            Self::VirtioPmemWrite => "BTT, virtio-pmem on tmpfs: write 4 KiB",
+            Self::VirtioPmemRead => "BTT, virtio-pmem on tmpfs: read 4 KiB",
+            Self::ReportToPlan => "report to plan",
+            Self::ReportToOnline => "first report under pressure to online",
+        }
+    }
+
+    pub fn unit(self) -> Unit {
+        match self {
+            Self::VmmMemory => Unit::Mebibytes,
+            Self::Boot | Self::Plug | Self::Unplug | Self::ReportToPlan | Self::ReportToOnline => {
+                Unit::Seconds
+            }
+            _ => Unit::Microseconds,
+        }
+    }
+
+    pub fn target(self) -> Target {
+        match self {
+            Self::Boot => Target::TimesQemu(0.55),
+            Self::VmmMemory => Target::AtMost(7.0),
+            Self::Plug => Target::TimesQemu(1.0),
+            Self::Unplug => Target::TimesQemu(0.8),
+            Self::NvdimmWrite | Self::NvdimmRead => Target::TimesQemu(1.05),
+            _ => Target::Open,
+        }
+    }
+
+    /// The row whose figures of QEMU this one is compared with: its NVDIMM has no flush hints, and is what its
+    /// users have for a BTT.
+    pub fn peer_row(self) -> Self {
+        match self {
+            Self::HintsWrite | Self::VirtioPmemWrite => Self::NvdimmWrite,
+            Self::HintsRead | Self::VirtioPmemRead => Self::NvdimmRead,
+            own => own,
+        }
+    }
+}
+
+/// Values by row and VMM, in the order they were measured.
+#[derive(Debug, Default)]
+pub struct Samples(BTreeMap<(Row, String), Vec<f64>>);
+
+impl Samples {
+    /// Adds a value and says it.
+    pub fn add(&mut self, row: Row, vmm: &str, value: f64) {
+        eprintln!("bench:   {}: {vmm}: {}", row.title(), row.unit().show(value));
+        self.0.entry((row, vmm.to_owned())).or_default().push(value);
+    }
+
+    pub fn of(&self, row: Row, vmm: &str) -> &[f64] {
+        self.0.get(&(row, vmm.to_owned())).map_or(&[], Vec::as_slice)
+    }
+
+    /// The VMMs that were measured, Foreshore and QEMU first.
+    pub fn vmms(&self) -> Vec<String> {
+        let mut names: Vec<String> = self.0.keys().map(|(_, vmm)| vmm.clone()).collect();
+        names.sort_by_key(|name| (name != super::vmm::FORESHORE, name != super::vmm::QEMU, name.clone()));
+        names.dedup();
+        names
+    }
+}
+
+impl Unit {
+    pub fn show(self, value: f64) -> String {
+        match self {
+            Self::Seconds if value < 0.1 => format!("{:.1} ms", value * 1e3),
+            Self::Seconds => format!("{value:.2} s"),
+            Self::Microseconds => format!("{value:.0} µs"),
+            Self::Mebibytes => format!("{value:.1} MiB"),
+        }
+    }
+}
+
+/// The middle one; of an even number, the mean of the two in the middle.
+pub fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    match sorted.len() {
+        0 => None,
+        len if len.is_multiple_of(2) => Some((sorted[middle - 1] + sorted[middle]) / 2.0),
+        _ => Some(sorted[middle]),
+    }
+}
+
+/// Smallest and largest.
+pub fn bounds(values: &[f64]) -> Option<(f64, f64)> {
+    let min = values.iter().copied().min_by(f64::total_cmp)?;
+    Some((min, values.iter().copied().max_by(f64::total_cmp)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_median_is_in_the_middle() {
+        assert_eq!(median(&[]), None);
+        assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), Some(2.5));
+        assert_eq!(bounds(&[3.0, 1.0, 2.0]), Some((1.0, 3.0)));
+    }
+}

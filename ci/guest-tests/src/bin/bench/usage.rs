@@ -1,0 +1,117 @@
+//! What a process uses, as /proc tells.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::wait_until;
+
+/// How long a VMM is watched before it counts as at rest.
+const REST_WINDOW: Duration = Duration::from_secs(1);
+/// How much of a CPU it may use then. An emulated guest's clock and agents take a few percent.
+const REST_SHARE: f64 = 0.1;
+const REST_LIMIT: Duration = Duration::from_secs(120);
+
+/// Waits until the process, guest included, has next to nothing to do.
+pub fn wait_for_rest(pid: u32) -> Result<()> {
+    let mut since = (Instant::now(), cpu_time(pid)?);
+    wait_until("the guest is at rest", REST_LIMIT, || {
+        let watched = since.0.elapsed();
+        if watched < REST_WINDOW {
+            return Ok(false);
+        }
+        let now = cpu_time(pid)?;
+        let share = (now - since.1).as_secs_f64() / watched.as_secs_f64();
+        since = (Instant::now(), now);
+        Ok(share < REST_SHARE)
+    })
+}
+
+/// User and system time of all its threads; a vCPU's guest time is user time (proc(5)).
+fn cpu_time(pid: u32) -> Result<Duration> {
+    let path = format!("/proc/{pid}/stat");
+    let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;
+    // The name in parentheses may hold anything.
+    let (_, fields) = text.rsplit_once(") ").context("A stat line without a name")?;
+    let fields: Vec<&str> = fields.split(' ').collect();
+    // utime and stime are fields 14 and 15, the first one here is field 3.
+    let ticks = fields[11].parse::<u64>()? + fields[12].parse::<u64>()?;
+    // SAFETY: no pointers.
+    let per_second = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
+    Ok(Duration::from_secs_f64(ticks as f64 / per_second as f64))
+}
+
+/// Memory of a process outside of its guest's, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BesideGuest {
+    /// Shared pages in proportion.
+    pub pss: u64,
+    /// Anonymous memory: the heap, stacks, data that was written.
+    pub anonymous: u64,
+}
+
+/// Sums a process's mappings, that of the guest's boot memory left out: the one with exactly its size. No other
+/// guest memory may be plugged.
+pub fn beside_guest(pid: u32, guest_bytes: u64) -> Result<BesideGuest> {
+    let path = format!("/proc/{pid}/smaps");
+    let text = fs::read_to_string(&path).with_context(|| format!("Cannot read {path}"))?;
+    sum_beside_guest(&text, guest_bytes)
+}
+
+fn sum_beside_guest(smaps: &str, guest_bytes: u64) -> Result<BesideGuest> {
+    let mut sum = BesideGuest { pss: 0, anonymous: 0 };
+    let (mut is_guest, mut guests) = (false, 0);
+    for line in smaps.lines() {
+        let Some((field, value)) = line.split_once(':') else { continue };
+        let Some(kib) = value.trim().strip_suffix(" kB") else { continue };
+        let bytes = kib.trim().parse::<u64>().with_context(|| format!("A line of smaps: {line:?}"))? * 1024;
+        match field {
+            // The first field of each mapping.
+            "Size" => {
+                is_guest = bytes == guest_bytes;
+                guests += u32::from(is_guest);
+            }
+            "Pss" if !is_guest => sum.pss += bytes,
+            "Anonymous" if !is_guest => sum.anonymous += bytes,
+            _ => {}
+        }
+    }
+    ensure!(guests == 1, "{guests} mappings have the size of the guest's memory, {guest_bytes} bytes");
+    Ok(sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMAPS: &str = "\
+00400000-00500000 r-xp 00000000 08:01 1 /usr/bin/vmm
+Size:               1024 kB
+Rss:                 800 kB
+Pss:                 700 kB
+Anonymous:             0 kB
+7f0000000000-7f0020000000 rw-p 00000000 00:00 0
+Size:             524288 kB
+Rss:               99999 kB
+Pss:               99999 kB
+Anonymous:         99999 kB
+7f0020000000-7f0020100000 rw-p 00000000 00:00 0 [heap]
+Size:               1024 kB
+Pss:                 300 kB
+Anonymous:           300 kB
+VmFlags: rd wr mr mw me ac sd
+";
+
+    #[test]
+    fn the_guests_memory_is_left_out() {
+        let sum = sum_beside_guest(SMAPS, 512 << 20).unwrap();
+        assert_eq!(sum, BesideGuest { pss: 1000 << 10, anonymous: 300 << 10 });
+        assert!(sum_beside_guest(SMAPS, 256 << 20).is_err(), "the guest's memory was not found");
+    }
+
+    #[test]
+    fn a_process_uses_time() {
+        assert!(cpu_time(std::process::id()).is_ok());
+        assert!(cpu_time(u32::MAX).is_err());
+    }
+}

@@ -1,0 +1,183 @@
+//! The VMMs that are compared, with the same guest.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use guest_tests::guest::{GuestBuilder, program};
+use guest_tests::qemu::{QemuBuilder, QemuGuest};
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Guest, Output};
+use serde_json::json;
+
+use crate::forget;
+
+pub const FORESHORE: &str = "foreshore";
+pub const QEMU: &str = "qemu";
+
+pub const MIB: u64 = 1 << 20;
+/// Boot memory of every guest here.
+pub const BOOT_MIB: u64 = 512;
+
+/// The same for all: what Foreshore would add by itself stands here, for the others.
+const CMDLINE: &str = "memhp_default_state=online_movable foreshore.agent=off";
+
+/// A program under measurement.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Vmm {
+    Foreshore,
+    Qemu,
+    /// With Cloud Hypervisor's flags and API.
+    Other {
+        name: String,
+        program: PathBuf,
+    },
+}
+
+/// A disk for the guest.
+#[derive(Debug, Clone, Default)]
+pub enum Disk {
+    #[default]
+    None,
+    /// `--pm-volume`.
+    Volume(String),
+    /// A file that QEMU shows as an NVDIMM.
+    NvdimmFile(PathBuf, u64),
+}
+
+/// What a guest has beside its boot memory.
+#[derive(Debug, Clone, Default)]
+pub struct Extras {
+    pub hotplug_mib: u64,
+    pub disk: Disk,
+}
+
+/// A running guest under one of them.
+pub enum Vm {
+    /// Foreshore, or what takes the same flags.
+    Cli(Guest),
+    Qemu(QemuGuest),
+}
+
+impl Vmm {
+    /// Foreshore, QEMU, and what the environment names.
+    pub fn all() -> Vec<Self> {
+        let other = std::env::var_os("FORESHORE_TEST_BENCH_VMM").map(PathBuf::from).map(|program| {
+            let name = program.file_name().map_or_else(|| "other".into(), |name| name.to_string_lossy());
+            Self::Other { name: name.into_owned(), program }
+        });
+        [Self::Foreshore, Self::Qemu].into_iter().chain(other).collect()
+    }
+
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Foreshore => FORESHORE,
+            Self::Qemu => QEMU,
+            Self::Other { name, .. } => name,
+        }
+    }
+
+    /// Starts the guest and waits for nothing.
+    pub fn start(&self, extras: &Extras) -> Result<Vm> {
+        match self {
+            Self::Qemu => {
+                // QEMU empties it when it opens it: until then, it would show the last guest's output.
+                forget(&this_tests_dir().join("qemu.console.log"))?;
+                Ok(Vm::Qemu(qemu(extras).start()?))
+            }
+            Self::Foreshore => Ok(Vm::Cli(cli(extras, &program("foreshore")).pressure("off").start()?)),
+            Self::Other { program, .. } => Ok(Vm::Cli(cli(extras, program).without("--metrics").start()?)),
+        }
+    }
+}
+
+fn cli(extras: &Extras, program: &Path) -> GuestBuilder {
+    let mut memory = format!("size={BOOT_MIB}M");
+    if extras.hotplug_mib > 0 {
+        memory += &format!(",hotplug_method=virtio-mem,hotplug_size={}M", extras.hotplug_mib);
+    }
+    // Without an entropy device, as QEMU's guest.
+    let builder = Guest::builder().program(program).memory(&memory).cmdline(CMDLINE).without("--rng");
+    match &extras.disk {
+        Disk::Volume(options) => builder.pm_volume(options),
+        _ => builder,
+    }
+}
+
+fn qemu(extras: &Extras) -> QemuBuilder {
+    let builder = QemuBuilder::default()
+        .memory_mib(BOOT_MIB, extras.hotplug_mib)
+        .cmdline(&format!("console=ttyS0 loglevel=5 {CMDLINE}"));
+    match &extras.disk {
+        Disk::NvdimmFile(file, bytes) => builder.nvdimm(file, *bytes),
+        _ => builder,
+    }
+}
+
+impl Vm {
+    pub fn pid(&self) -> u32 {
+        match self {
+            Self::Cli(guest) => guest.pid(),
+            Self::Qemu(guest) => guest.process().pid(),
+        }
+    }
+
+    pub fn console_log(&self) -> Result<String> {
+        match self {
+            Self::Cli(guest) => guest.console_log(),
+            Self::Qemu(guest) => guest.console_log(),
+        }
+    }
+
+    pub fn still_running(&self) -> Result<()> {
+        match self {
+            Self::Cli(guest) => guest.still_running(),
+            Self::Qemu(guest) => guest.process().still_running(),
+        }
+    }
+
+    pub fn wait_for_shell(&self) -> Result<()> {
+        match self {
+            Self::Cli(guest) => guest.wait_for_shell(guest_tests::guest::BOOT_LIMIT),
+            Self::Qemu(guest) => guest.wait_for_shell(),
+        }
+    }
+
+    pub fn run(&self, command: &str) -> Result<String> {
+        match self {
+            Self::Cli(guest) => guest.run(command),
+            Self::Qemu(guest) => guest.run(command),
+        }
+    }
+
+    /// Runs a command, whatever its exit code.
+    pub fn try_run(&self, command: &str) -> Result<Output> {
+        match self {
+            Self::Cli(guest) => guest.try_run(std::time::Duration::from_secs(60), command),
+            Self::Qemu(guest) => guest.try_run(command),
+        }
+    }
+
+    /// Asks for so much plugged memory.
+    pub fn request_bytes(&self, bytes: u64) -> Result<()> {
+        match self {
+            Self::Cli(guest) => {
+                let size = BOOT_MIB * MIB + bytes;
+                guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": size }))).map(drop)
+            }
+            Self::Qemu(guest) => guest.request_hotplug_bytes(bytes),
+        }
+    }
+
+    /// What the guest's driver has plugged.
+    pub fn plugged_bytes(&self) -> Result<u64> {
+        match self {
+            Self::Cli(guest) => {
+                let info = guest.api("GET", "vm.info", None)?;
+                let size = info["memory_actual_size"].as_u64();
+                let size = size.with_context(|| format!("vm.info has no size: {info}"))?;
+                Ok(size.saturating_sub(BOOT_MIB * MIB))
+            }
+            Self::Qemu(guest) => guest.plugged_bytes(),
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! Direct 4 KiB transfers to a BTT volume, one at a time.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::pool::pmvol;
+use guest_tests::runner::this_tests_dir;
+use guest_tests::wait_until;
+use pmem_volume::btt::{Layout, SECTOR_BYTES};
+use pmem_volume::media::MemoryMedia;
+use uuid::Uuid;
+
+use crate::forget;
+use crate::samples::{Row, Samples, median};
+use crate::vmm::{Disk, Extras, MIB, Vm, Vmm};
+
+const VOLUME_BYTES: u64 = 128 * MIB;
+const TRANSFERS: u32 = 1000;
+/// A BTT write flushes four times (data, both halves of the log entry, map), and a disk takes its time for each.
+const FLUSHED_TRANSFERS: u32 = 100;
+/// Per guest, after one that touches everything for the first time.
+const REPEATS: usize = 3;
+const DISK_LIMIT: Duration = Duration::from_secs(60);
+
+/// Each way to a volume, and QEMU's NVDIMM.
+pub fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
+    for vmm in vmms {
+        match vmm {
+            Vmm::Foreshore => foreshore(samples)?,
+            Vmm::Qemu => {
+                let file = this_tests_dir().join("nvdimm");
+                write_btt_file(&file)?;
+                let disk = Disk::NvdimmFile(file, VOLUME_BYTES);
+                time(vmm, disk, TRANSFERS, [Row::NvdimmWrite, Row::NvdimmRead], samples)?;
+            }
+            // The interfaces of a volume are ours.
+            Vmm::Other { .. } => {}
+        }
+    }
+    Ok(())
+}
+
+fn foreshore(samples: &mut Samples) -> Result<()> {
+    let on_tmpfs = make_pool(&this_tests_dir())?;
+    let disk_dir = disk_dir()?;
+    let on_disk = make_pool(&disk_dir)?;
+    for (pool, interface, transfers, rows) in [
+        (&on_tmpfs, "nvdimm", TRANSFERS, [Row::NvdimmWrite, Row::NvdimmRead]),
+        (&on_disk, "nvdimm", FLUSHED_TRANSFERS, [Row::HintsWrite, Row::HintsRead]),
+        (&on_tmpfs, "virtio-pmem", TRANSFERS, [Row::VirtioPmemWrite, Row::VirtioPmemRead]),
+    ] {
+        let volume = format!("pool={},name=data,interface={interface}", pool.display());
+        time(&Vmm::Foreshore, Disk::Volume(volume), transfers, rows, samples)?;
+    }
+    forget(&on_disk)
+}
+
+/// One guest: the medians of its repeats are its samples.
+fn time(vmm: &Vmm, disk: Disk, transfers: u32, rows: [Row; 2], samples: &mut Samples) -> Result<()> {
+    let vm = vmm.start(&Extras { hotplug_mib: 0, disk })?;
+    vm.wait_for_shell()?;
+    wait_until("/dev/pmem0s is there", DISK_LIMIT, || Ok(vm.try_run("test -b /dev/pmem0s")?.code == 0))?;
+    let mut times_us = [Vec::new(), Vec::new()];
+    for repeat in 0..=REPEATS {
+        for (what, times) in ["write", "read"].iter().zip(&mut times_us) {
+            let time_us = time_once(&vm, what, transfers)?;
+            if repeat > 0 {
+                times.push(time_us);
+            }
+        }
+    }
+    for (row, times) in rows.into_iter().zip(&times_us) {
+        samples.add(row, vmm.name(), median(times).context("No repeats")?);
+    }
+    Ok(())
+}
+
+fn time_once(vm: &Vm, what: &str, transfers: u32) -> Result<f64> {
+    let total = vm.run(&format!("guest-tool time-blocks /dev/pmem0s {what} {transfers}"))?;
+    let total_us: f64 = total.trim().parse().with_context(|| format!("time-blocks says {total:?}"))?;
+    Ok(total_us / f64::from(transfers))
+}
+
+fn make_pool(dir: &Path) -> Result<PathBuf> {
+    fs::create_dir_all(dir)?;
+    let path = dir.join("bench-pool");
+    forget(&path)?;
+    let name = path.display().to_string();
+    pmvol(&["create", &name, "--size", &(2 * VOLUME_BYTES).to_string()])?;
+    pmvol(&["volume", "create", &name, "data", "--size", &VOLUME_BYTES.to_string()])?;
+    Ok(path)
+}
+
+/// The same table that a volume has, in a plain file.
+fn write_btt_file(path: &Path) -> Result<()> {
+    let media = MemoryMedia::new(VOLUME_BYTES);
+    Layout::new(VOLUME_BYTES, SECTOR_BYTES, Uuid::new_v4())?.format(&media)?;
+    fs::write(path, media.to_bytes()).with_context(|| format!("Cannot write {}", path.display()))
+}
+
+/// A directory on a disk file system, where what is written must be flushed. The emulated host has none that can be
+/// written to: there, a loop device over tmpfs is the disk.
+fn disk_dir() -> Result<PathBuf> {
+    if std::env::var("FORESHORE_HOST").is_ok_and(|host| host == "direct") {
+        return Ok(std::env::current_dir()?);
+    }
+    let dir = PathBuf::from("/mnt/bench");
+    if dir.is_dir() {
+        return Ok(dir);
+    }
+    fs::create_dir_all(&dir)?;
+    let image = this_tests_dir().join("disk");
+    File::create(&image)?.set_len(4 * VOLUME_BYTES)?;
+    let image = image.display().to_string();
+    shell(&format!("mkfs.ext4 -q -F {image} && mount -o loop {image} {}", dir.display()))?;
+    Ok(dir)
+}
+
+fn shell(command: &str) -> Result<()> {
+    let output = Command::new("sh").args(["-c", command]).output().context("Cannot start a shell")?;
+    ensure!(output.status.success(), "`{command}`: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(())
+}
