@@ -221,13 +221,17 @@ fn pressure_is_shown_and_changed() {
         assert_eq!(status, 200);
         assert_eq!(serde_json::from_str::<Value>(&body).unwrap()["policy"], json!("psi"));
         fixture.asked.recv().await.unwrap();
-        let change = r#"{"policy": "fixed", "dry_run": true, "resume": true}"#;
+        let change = r#"{"policy": "fixed", "size": 2097152, "dry_run": true, "resume": true}"#;
         assert_eq!(fixture.call("PUT", "vm.pressure", change).await.0, 204);
         let asked = fixture.asked.recv().await.unwrap();
         assert!(
-            asked.contains(r#"policy: Some("fixed"), dry_run: Some(true), resume: Some(true)"#),
+            asked.contains(
+                r#"policy: Some("fixed"), size: Some(2097152), dry_run: Some(true), resume: Some(true)"#
+            ),
             "{asked}"
         );
+        let (status, _) = fixture.call("PUT", "vm.pressure", r#"{"policy": "psi", "size": 2097152}"#).await;
+        assert_eq!(status, 400);
         let (status, body) = fixture.call("PUT", "vm.pressure", r#"{"policy": "magic"}"#).await;
         assert_eq!(status, 400);
         assert!(messages(&body)[0].contains("psi, fixed, off"));

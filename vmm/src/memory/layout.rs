@@ -144,24 +144,6 @@ impl GuestRange {
     }
 }
 
-/// What a range of the boot memory map is (PVH's types are those of the BIOS's E820).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MapKind {
-    /// Memory that the guest may use.
-    Ram,
-    /// The guest must keep off.
-    Reserved,
-}
-
-/// An entry of the boot memory map.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MapEntry {
-    /// Where.
-    pub range: GuestRange,
-    /// What.
-    pub kind: MapKind,
-}
-
 /// Where the parts of one zone lie.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ZonePlacement {
@@ -242,31 +224,6 @@ impl MemoryMap {
         self.zones.iter().flat_map(|zone| zone.boot.iter().copied())
     }
 
-    /// The memory map that the guest is booted with, sorted: boot memory and what is reserved in it. Hotplug
-    /// parts are not in it: the guest learns of them from SRAT and from the virtio-mem devices.
-    pub fn boot_map(&self) -> Vec<MapEntry> {
-        let mut entries = vec![MapEntry {
-            range: GuestRange { start: EBDA_START, len: ACPI_END - EBDA_START },
-            kind: MapKind::Reserved,
-        }];
-        for range in self.boot_ranges() {
-            // The legacy hole cuts the range that it lies in.
-            for (start, end) in
-                [(range.start, range.end().min(EBDA_START)), (range.start.max(ACPI_END), range.end())]
-            {
-                if start < end {
-                    let range = GuestRange { start, len: end - start };
-                    entries.push(MapEntry { range, kind: MapKind::Ram });
-                }
-            }
-        }
-        // Linux uses ECAM only where the memory map or an ACPI device reserves it.
-        let ecam = GuestRange { start: ECAM_START, len: ECAM_LEN };
-        entries.push(MapEntry { range: ecam, kind: MapKind::Reserved });
-        entries.sort_by_key(|entry| entry.range.start);
-        entries
-    }
-
     fn take(&mut self, len: u64, align: u64, what: impl Fn() -> String) -> Result<GuestRange, LayoutError> {
         let too_far =
             || LayoutError::AddressSpace { what: what(), size_bytes: len, address_bits: self.address_bits };
@@ -303,21 +260,6 @@ mod tests {
         assert_eq!(map.boot_end(), 5 * GIB);
         assert_eq!(map.allocate(2 * MIB, 4096).unwrap().start, 9 * GIB);
         assert_eq!(map.allocate(GIB, 4096).unwrap().start, 10 * GIB);
-    }
-
-    #[test]
-    fn the_boot_map_reserves_the_legacy_hole_and_ecam() {
-        let map = MemoryMap::new(&[zone("dram", Tier::Dram, 512 * MIB, 0)], 36).unwrap();
-        let entry = |start, end, kind| MapEntry { range: GuestRange { start, len: end - start }, kind };
-        assert_eq!(
-            map.boot_map(),
-            [
-                entry(0, EBDA_START, MapKind::Ram),
-                entry(EBDA_START, MIB, MapKind::Reserved),
-                entry(MIB, 512 * MIB, MapKind::Ram),
-                entry(ECAM_START, ECAM_START + ECAM_LEN, MapKind::Reserved),
-            ]
-        );
     }
 
     #[test]
@@ -371,10 +313,6 @@ mod tests {
             all.sort_by_key(|range| range.start);
             prop_assert!(all.windows(2).all(|pair| pair[0].end() <= pair[1].start));
             prop_assert!(all.iter().all(|range| range.len > 0 && range.end() <= 1 << address_bits));
-            let entries = map.boot_map();
-            prop_assert!(entries.windows(2).all(|pair| pair[0].range.end() <= pair[1].range.start));
-            let ram: u64 = entries.iter().filter(|e| e.kind == MapKind::Ram).map(|e| e.range.len).sum();
-            prop_assert_eq!(ram, zones.iter().map(|z| z.boot_bytes).sum::<u64>() - (MIB - EBDA_START));
         }
     }
 }
