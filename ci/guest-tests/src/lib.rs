@@ -17,6 +17,7 @@
 //! Nothing here sleeps for a fixed time and hopes: [`wait_until`] asks for a condition, and says which one did not
 //! come.
 
+pub mod disk;
 pub mod guest;
 pub mod http;
 pub mod metrics;
@@ -26,6 +27,7 @@ pub mod runner;
 pub mod shell_protocol;
 pub mod wait;
 
+pub use disk::Disk;
 pub use guest::{Guest, GuestBuilder, Image, Kernel, Output};
 pub use metrics::Metrics;
 pub use pool::Pool;

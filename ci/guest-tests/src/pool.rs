@@ -22,9 +22,19 @@ impl Pool {
     pub fn create(size: &str) -> Result<Self> {
         let dir = this_tests_dir();
         fs::create_dir_all(&dir).with_context(|| format!("Cannot make {}", dir.display()))?;
-        let pool = Self { path: dir.join("pool") };
+        Self::create_in(&dir, size)
+    }
+
+    /// Makes a pool in a directory of the test's choice.
+    pub fn create_in(dir: &Path, size: &str) -> Result<Self> {
+        let pool = Self::at(dir);
         pmvol(&["create", &pool.name(), "--size", size])?;
         Ok(pool)
+    }
+
+    /// The pool that is in a directory already.
+    pub fn at(dir: &Path) -> Self {
+        Self { path: dir.join("pool") }
     }
 
     /// Makes a volume: `pool.create_volume("data", "64M")`.
@@ -51,6 +61,13 @@ impl Pool {
     pub fn info(&self) -> Result<Value> {
         let text = pmvol(&["info", &self.name(), "--json"])?;
         serde_json::from_str(&text).with_context(|| format!("pmvol info --json says {text:?}"))
+    }
+
+    /// What a completed flush survives: `volatile`, `page-cache`, `dax-sync`.
+    pub fn durability(&self) -> Result<String> {
+        let info = self.info()?;
+        let durability = info["durability"].as_str();
+        Ok(durability.with_context(|| format!("pmvol info says nothing of durability: {info}"))?.to_owned())
     }
 
     /// What the file occupies, holes left out.

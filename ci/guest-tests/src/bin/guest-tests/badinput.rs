@@ -129,7 +129,7 @@ fn another_size_than_the_volumes_is_refused() -> Result<()> {
     let pool = Pool::create("128M")?;
     pool.create_volume("data", "32M")?;
     let volume = format!("pool={},name=data,size=64M", pool.name());
-    refuses(&Guest::builder().pm_volume(&volume), &["--pm-volume", "data", "67108864", "33554432"])
+    refuses(&Guest::builder().pm_volume(&volume), &["--pm-volume", "data", "64 MiB", "32 MiB"])
 }
 
 fn virtio_pmem_on_two_cpus_is_refused() -> Result<()> {

@@ -9,6 +9,7 @@ mod hostile;
 mod memory;
 mod pressure;
 mod volume;
+mod volume_flush;
 mod zones;
 
 use guest_tests::runner::{self, Test};
@@ -21,6 +22,7 @@ fn main() {
         memory::TESTS,
         pressure::TESTS,
         volume::TESTS,
+        volume_flush::TESTS,
         hostile::TESTS,
     ]
     .concat();

@@ -3,7 +3,7 @@
 use std::fs;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use guest_tests::guest::{GuestBuilder, Script, complaints};
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Kernel, Pool};
@@ -18,25 +18,33 @@ guest_tests::tests![
     acknowledged_files_survive_a_kill: 300,
     a_volume_changes_its_interface_and_keeps_its_content: 300,
     a_readonly_volume_takes_no_writes,
+    a_pool_in_use_is_refused_and_told_who_has_it,
 ];
 
-const IO_LIMIT: Duration = Duration::from_secs(180);
+/// For what a guest does with its volume, emulated.
+pub const IO_LIMIT: Duration = Duration::from_secs(180);
 
 /// A pool with the volume `data` of 96 MiB.
 fn pool_with_volume() -> Result<Pool> {
-    let pool = Pool::create("256M")?;
+    with_volume(Pool::create("256M")?)
+}
+
+/// The pool, now with the volume `data` of 96 MiB.
+pub fn with_volume(pool: Pool) -> Result<Pool> {
     pool.create_volume("data", "96M")?;
     Ok(pool)
 }
 
-fn guest_with(pool: &Pool, options: &str) -> GuestBuilder {
+/// A guest with the volume `data`.
+pub fn guest_with(pool: &Pool, options: &str) -> GuestBuilder {
     Guest::builder()
         .memory("size=384M")
         .pressure("off")
         .pm_volume(&format!("pool={},name=data,{options}", pool.name()))
 }
 
-fn wait_for_disk(guest: &Guest) -> Result<()> {
+/// The guest's stock driver has found the volume.
+pub fn wait_for_disk(guest: &Guest) -> Result<()> {
     guest.wait_until_run("/dev/pmem0s is there", IO_LIMIT, "test -b /dev/pmem0s")
 }
 
@@ -121,7 +129,26 @@ fn virtio_pmem_forced_on_two_cpus_breaks_the_guest() -> Result<()> {
     Ok(())
 }
 
-const MOUNT: &str = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0s /mnt/data";
+/// Mounts the volume in the guest.
+pub const MOUNT: &str = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0s /mnt/data";
+
+/// Writes files with fsync until at least `count` are acknowledged, and kills the VMM in the middle of the next one.
+/// Returns a line for each that was acknowledged: its name and its hash.
+pub fn write_files_and_kill(guest: Guest, count: u32) -> Result<String> {
+    let mut acknowledged = String::new();
+    let mut writer = guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
+    guest.no_kernel_complaints()?;
+    for _ in 0..count {
+        let line = writer.next_line().context("The writer ended")?;
+        acknowledged += &(line + "\n");
+    }
+    // The writer goes on until the VMM is dead.
+    guest.kill9()?;
+    while let Some(line) = writer.next_line() {
+        acknowledged += &(line + "\n");
+    }
+    Ok(acknowledged)
+}
 
 fn acknowledged_files_survive_a_kill() -> Result<()> {
     let pool = pool_with_volume()?;
@@ -135,17 +162,7 @@ fn acknowledged_files_survive_a_kill() -> Result<()> {
         }
         guest.run(MOUNT)?;
         check_acknowledged(&guest, &acknowledged)?;
-        let mut writer = guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
-        for _ in 0..40 {
-            let line = writer.next_line().context("The writer ended")?;
-            acknowledged += &(line + "\n");
-        }
-        // In the middle of it: the writer goes on until the VMM is dead.
-        guest.no_kernel_complaints()?;
-        guest.kill9()?;
-        while let Some(line) = writer.next_line() {
-            acknowledged += &(line + "\n");
-        }
+        acknowledged += &write_files_and_kill(guest, 40)?;
         pool.check()?;
     }
     let guest = builder.boot()?;
@@ -157,7 +174,7 @@ fn acknowledged_files_survive_a_kill() -> Result<()> {
 }
 
 /// Every file whose line has come out of the VM is in it, whole.
-fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()> {
+pub fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()> {
     // The evidence is kept outside of the VM; here only for the check.
     fs::write(this_tests_dir().join("acknowledged.log"), acknowledged)?;
     guest.run("mkdir -p /mnt/data/files && : >/tmp/list")?;
@@ -192,21 +209,47 @@ fn a_volume_changes_its_interface_and_keeps_its_content() -> Result<()> {
 }
 
 fn a_readonly_volume_takes_no_writes() -> Result<()> {
+    for (interface, marked) in [("nvdimm", "1"), ("virtio-pmem", "0")] {
+        readonly_by(interface, marked).with_context(|| format!("interface={interface}"))?;
+    }
+    Ok(())
+}
+
+/// `marked`: whether the interface can tell the guest, so that it need not try. Where not, its writes fail.
+fn readonly_by(interface: &str, marked: &str) -> Result<()> {
     let pool = pool_with_volume()?;
     let before = fs::read(pool.path())?;
-    let guest = guest_with(&pool, "interface=nvdimm,readonly=on").boot()?;
+    let guest = guest_with(&pool, &format!("interface={interface},readonly=on")).boot()?;
     wait_for_disk(&guest)?;
-    let write = guest.try_run(IO_LIMIT, "dd if=/dev/urandom of=/dev/pmem0s bs=4096 count=16 oflag=direct")?;
+    let found = guest.run("cat /sys/block/pmem0s/ro")?;
+    ensure!(found.trim() == marked, "/sys/block/pmem0s/ro is {}, not {marked}", found.trim());
+    for mode in ["oflag=direct", "conv=fsync"] {
+        let write = format!("dd if=/dev/urandom of=/dev/pmem0s bs=4096 count=4 {mode}");
+        let output = guest.try_run(IO_LIMIT, &write)?;
+        ensure!(output.code != 0, "A write to a read-only volume succeeded: {write}");
+    }
     guest.run("dd if=/dev/pmem0s of=/dev/null bs=4096 count=16")?;
     guest.power_off()?;
-    if write.code == 0 {
-        bail!("A write to a read-only volume succeeded");
-    }
     pool.check()?;
     // What identifies a VM's use of the pool may change; what the guest could write to may not.
     let after = fs::read(pool.path())?;
     let changed =
         before.chunks(1 << 21).zip(after.chunks(1 << 21)).skip(1).filter(|(old, new)| old != new).count();
     ensure!(before.len() == after.len() && changed == 0, "{changed} chunks of the pool have changed");
+    fs::remove_file(pool.path())?;
     Ok(())
+}
+
+fn a_pool_in_use_is_refused_and_told_who_has_it() -> Result<()> {
+    let pool = pool_with_volume()?;
+    let first = guest_with(&pool, "interface=nvdimm").boot()?;
+    let refusal = guest_with(&pool, "interface=nvdimm").name("second").expect_refusal()?;
+    for word in ["--pm-volume", &pool.name(), &first.pid().to_string()] {
+        ensure!(refusal.message.contains(word), "Nothing of {word:?} in: {}", refusal.message);
+    }
+    ensure!(refusal.code == Some(1), "The exit code is {:?}", refusal.code);
+    // Nor does pmvol write to it.
+    ensure!(pool.create_volume("other", "16M").is_err(), "pmvol has changed a pool that is in use");
+    wait_for_disk(&first)?;
+    first.power_off()
 }

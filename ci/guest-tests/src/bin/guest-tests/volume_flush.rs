@@ -1,0 +1,152 @@
+//! What a guest was told is flushed is durable to the degree that the pool's backing allows.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use guest_tests::disk::HeldWriteback;
+use guest_tests::{Disk, Guest, Pool, skip};
+
+use crate::volume::{
+    IO_LIMIT, MOUNT, check_acknowledged, guest_with, wait_for_disk, with_volume, write_files_and_kill,
+};
+
+guest_tests::tests![
+    flush_hints_come_out_where_a_page_cache_needs_them: 300,
+    acknowledged_files_survive_a_power_cut: 300,
+    a_failed_flush_pauses_a_guest_with_an_nvdimm: 300,
+    a_failed_flush_is_an_error_by_virtio_pmem: 300,
+    a_volatile_pool_has_no_flush_hints,
+    persistent_memory_has_no_flush_hints,
+];
+
+/// So many flushes the guest has asked for, with that result.
+fn flushes(guest: &Guest, result: &str) -> Result<f64> {
+    let labels = [("volume", "data"), ("result", result)];
+    guest.metrics()?.value("foreshore_volume_flushes_total", &labels)
+}
+
+/// Whether the guest's driver has flush hints; without, a flush of it is a fence.
+fn has_hints(guest: &Guest) -> Result<bool> {
+    match guest.run("cat /sys/bus/nd/devices/region0/deep_flush")?.trim() {
+        "1" => Ok(true),
+        "0" => Ok(false),
+        other => bail!("deep_flush is {other:?}"),
+    }
+}
+
+fn write_blocks(guest: &Guest, count: u32) -> Result<()> {
+    guest.run_within(IO_LIMIT, &format!("guest-tool write-blocks /dev/pmem0s direct 0 {count} 1 1")).map(drop)
+}
+
+/// A pool on a disk whose image has room for `room_mib`.
+fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
+    let disk = Disk::create(384, room_mib)?;
+    let pool = with_volume(Pool::create_in(disk.dir(), "256M")?)?;
+    let durability = pool.durability()?;
+    ensure!(durability == "page-cache", "A pool on a disk is {durability}");
+    Ok((disk, pool))
+}
+
+fn flush_hints_come_out_where_a_page_cache_needs_them() -> Result<()> {
+    let (_disk, pool) = pool_on_disk(1024)?;
+    let guest = guest_with(&pool, "interface=nvdimm").cpus(2).boot()?;
+    wait_for_disk(&guest)?;
+    ensure!(has_hints(&guest)?, "The guest has no flush hints");
+    let before = flushes(&guest, "ok")?;
+    write_blocks(&guest, 100)?;
+    let more = flushes(&guest, "ok")? - before;
+    // Linux flushes after data, each half of the flog entry, and the map.
+    ensure!(more >= 400.0, "{more} flushes for 100 blocks");
+    ensure!(flushes(&guest, "error")? == 0.0, "Flushes have failed");
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
+
+/// The power of the host, not only the VMM: what the disk has at that moment is all there is.
+fn acknowledged_files_survive_a_power_cut() -> Result<()> {
+    let _held = HeldWriteback::hold()?;
+    let (disk, pool) = pool_on_disk(1024)?;
+    let guest = guest_with(&pool, "interface=nvdimm").cpus(2).boot()?;
+    wait_for_disk(&guest)?;
+    guest.run("mkfs.ext4 -q /dev/pmem0s")?;
+    guest.run(MOUNT)?;
+    let acknowledged = write_files_and_kill(guest, 30)?;
+    let pool = Pool::at(&disk.after_power_loss()?);
+    pool.check()?;
+    let guest = guest_with(&pool, "interface=nvdimm").boot()?;
+    wait_for_disk(&guest)?;
+    guest.run(MOUNT)?;
+    check_acknowledged(&guest, &acknowledged)?;
+    guest.run("umount /mnt/data && e2fsck -fn /dev/pmem0s")?;
+    guest.no_kernel_complaints()
+}
+
+fn a_failed_flush_pauses_a_guest_with_an_nvdimm() -> Result<()> {
+    let (disk, pool) = pool_on_disk(128)?;
+    let guest = guest_with(&pool, "interface=nvdimm").boot()?;
+    wait_for_disk(&guest)?;
+    write_blocks(&guest, 10)?;
+    disk.fill_up()?;
+    let writer =
+        guest.start_script(IO_LIMIT, "exec guest-tool write-blocks /dev/pmem0s direct 1000 4000 2 1000")?;
+    guest.wait_until("the VM is paused", IO_LIMIT, || {
+        Ok(guest.api("GET", "vm.info", None)?["state"] == "Paused")
+    })?;
+    // Had the vCPU run on until the pause, it would have flushed again, and failed again.
+    let failed = flushes(&guest, "error")?;
+    ensure!(failed == 1.0, "{failed} flushes have failed before the VM was paused");
+    let log = guest.vmm_log()?;
+    for words in ["The VM is paused", "flush of data failed"] {
+        ensure!(log.contains(words), "Nothing of {words:?} in the log:\n{log}");
+    }
+    drop(writer);
+    Ok(())
+}
+
+fn a_failed_flush_is_an_error_by_virtio_pmem() -> Result<()> {
+    let (disk, pool) = pool_on_disk(128)?;
+    let guest = guest_with(&pool, "interface=virtio-pmem").boot()?;
+    wait_for_disk(&guest)?;
+    write_blocks(&guest, 10)?;
+    ensure!(flushes(&guest, "error")? == 0.0, "Flushes have failed on a disk that is well");
+    disk.fill_up()?;
+    let write = "guest-tool write-blocks /dev/pmem0s direct 1000 4000 2 1";
+    let output = guest.try_run(IO_LIMIT, write)?;
+    ensure!(output.code != 0, "A write that cannot be made durable succeeded");
+    ensure!(output.stderr.contains("Cannot write"), "It failed otherwise: {}", output.stderr);
+    ensure!(flushes(&guest, "error")? >= 1.0, "No flush has failed");
+    let state = guest.api("GET", "vm.info", None)?["state"].clone();
+    ensure!(state == "Running", "The VM is {state}");
+    guest.run("true").map(drop)
+}
+
+fn a_volatile_pool_has_no_flush_hints() -> Result<()> {
+    let pool = with_volume(Pool::create("256M")?)?;
+    ensure!(pool.durability()? == "volatile", "A pool on tmpfs is {}", pool.durability()?);
+    writes_without_flushes(&pool)
+}
+
+fn persistent_memory_has_no_flush_hints() -> Result<()> {
+    let dir = Path::new("/pm");
+    let mounts = std::fs::read_to_string("/proc/mounts").context("Cannot read /proc/mounts")?;
+    if !mounts.lines().any(|line| line.split(' ').nth(1) == Some("/pm") && line.contains("dax=always")) {
+        return skip("no file system with DAX on /pm (ci/nested/host --nvdimm 512 has one)");
+    }
+    let pool = with_volume(Pool::create_in(dir, "256M")?)?;
+    ensure!(pool.durability()? == "dax-sync", "A pool on DAX is {}", pool.durability()?);
+    let result = writes_without_flushes(&pool);
+    std::fs::remove_file(pool.path())?;
+    result
+}
+
+fn writes_without_flushes(pool: &Pool) -> Result<()> {
+    let guest = guest_with(pool, "interface=nvdimm").cpus(2).boot()?;
+    wait_for_disk(&guest)?;
+    ensure!(!has_hints(&guest)?, "The guest has flush hints");
+    write_blocks(&guest, 100)?;
+    ensure!(flushes(&guest, "ok")? == 0.0, "Flushes have come out");
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
