@@ -106,12 +106,20 @@ impl Spread {
     pub fn shrink(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
         let wanted = bytes;
         let mut limit = None;
-        // PM back first, and DRAM only when no PM is left that could go.
+        let mut taken_from = None;
+        // PM back first, and DRAM only when no PM is left that could go. A step takes from one tier: a guest
+        // serves its devices side by side, and would give DRAM back while it still has PM.
         for share in self.shares.iter_mut().rev().filter(|share| !share.pinned) {
             let over = share.requested_bytes.saturating_sub(share.floor_bytes);
+            if over >= share.block_bytes && taken_from.is_some_and(|tier| tier != share.tier) {
+                return (wanted - bytes, None);
+            }
             let allowed = round_down(over.min(share.shrink_cap_bytes).min(bytes), share.block_bytes);
             share.requested_bytes -= allowed;
             bytes -= allowed;
+            if allowed > 0 {
+                taken_from = Some(share.tier);
+            }
             if share.shrink_cap_bytes < over && bytes >= share.block_bytes {
                 // It has more, and does not let it go: what is behind it in the order stays.
                 limit = Some(Reason::NoProgress);

@@ -140,7 +140,7 @@ fn rule_2_a_shrink_waits_goes_in_steps_and_takes_pm_first() {
         let reason = if left { Reason::CoolDown } else { Reason::Enough };
         assert_eq!(rig.tick(500).reason, reason, "half a second after a step");
     }
-    assert_eq!(seen, [(128, 144), (128, 16), (16, 0), (0, 0)]);
+    assert_eq!(seen, [(128, 144), (128, 16), (128, 0), (0, 0)], "never both tiers in one step");
 }
 
 #[test]
