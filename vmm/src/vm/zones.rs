@@ -12,8 +12,9 @@ pub const PM_ZONE: &str = "pm";
 /// The node of DRAM and of all vCPUs.
 const DRAM_NODE: u32 = 0;
 
-/// What the tables say of each tier, so that Linux puts PM into a lower memory tier than DRAM: the order matters,
-/// not the figures, which are those of Optane DC beside DDR4 (papers/README, Yang et al. 2020 measured 305 ns).
+/// What the tables say of each tier, so that Linux puts PM into a lower memory tier than DRAM. The order is what
+/// matters; the figures of PM are those of one Optane DIMM (Yang et al., "An Empirical Guide to the Behavior and Use of
+/// Scalable Persistent Memory", FAST 2020), those of DRAM what is usual beside it.
 const DRAM_PERFORMANCE: Performance = Performance { read_latency_ns: 90, bandwidth_mb_per_s: 40_000 };
 const PM_PERFORMANCE: Performance = Performance { read_latency_ns: 305, bandwidth_mb_per_s: 6_600 };
 
