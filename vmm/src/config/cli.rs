@@ -109,7 +109,7 @@ struct Flags {
     /// pool=PATH,name=NAME,size=S|remaining,interface=auto|nvdimm|virtio-pmem,create=on|off,readonly=on|off,force=on|off: volumes of a pool
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pm_volume: Vec<String>,
-    /// policy=psi|fixed|off,dry_run=on|off: what resizes memory [default: policy=psi]
+    /// policy=psi|fixed|off,size=S,dry_run=on|off: what resizes memory [default: policy=psi]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     pressure: Option<String>,
 
