@@ -26,16 +26,21 @@ pub struct Test {
     pub run: fn() -> Result<()>,
     /// How long it may take.
     pub limit: Duration,
+    /// Left out unless it, or everything, is asked for.
+    pub extended: bool,
 }
 
 /// What a test may take unless it says otherwise. Emulated: ten times what it takes when all is well.
 pub const DEFAULT_LIMIT: Duration = Duration::from_secs(120);
 
 /// Lists the tests of a module: `tests![boots, reboots]`, with a limit in seconds where the default is too short:
-/// `tests![boots, survives_a_kill: 300]`.
+/// `tests![boots, survives_a_kill: 300]`. One that the daily run can do without, because others see the same, is
+/// marked: `tests![survives_everything: 900 (extended)]`.
 #[macro_export]
 macro_rules! tests {
-    ($($name:ident $(: $seconds:literal)?),+ $(,)?) => {
+    (@extended) => { false };
+    (@extended extended) => { true };
+    ($($name:ident $(: $seconds:literal)? $(($class:ident))?),+ $(,)?) => {
         /// The tests of this topic.
         pub const TESTS: &[$crate::runner::Test] = &[$(
             $crate::runner::Test {
@@ -46,6 +51,7 @@ macro_rules! tests {
                     $(let limit = { let _ = limit; std::time::Duration::from_secs($seconds) };)?
                     limit
                 },
+                extended: $crate::tests!(@extended $($class)?),
             },
         )+];
     };
@@ -74,8 +80,12 @@ const SKIPPED_CODE: i32 = 77;
 /// What to run and how.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Only tests whose name contains one of these; all if empty.
+    /// Only tests whose name contains one of these; all but the extended ones if empty.
     pub filters: Vec<String>,
+    /// Filters are whole names.
+    pub exact: bool,
+    /// The extended ones as well.
+    pub all: bool,
     /// How many at once.
     pub jobs: usize,
     /// Say what there is, run nothing.
@@ -87,17 +97,23 @@ pub struct Options {
 impl Options {
     /// Parses a command line without the program's name.
     pub fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
-        let mut options = Self { filters: Vec::new(), jobs: 1, list: false, within: None };
+        let mut options =
+            Self { filters: Vec::new(), exact: false, all: false, jobs: 1, list: false, within: None };
         while let Some(argument) = arguments.next() {
             match argument.as_str() {
                 "--list" => options.list = true,
+                "--exact" => options.exact = true,
+                "--all" => options.all = true,
                 "--jobs" => options.jobs = positive("--jobs", arguments.next())?,
                 "--within" => {
                     let seconds: u32 = positive("--within", arguments.next())?;
                     options.within = Some(Duration::from_secs(seconds.into()));
                 }
                 flag if flag.starts_with('-') => {
-                    bail!("unknown flag {flag}: there are --list, --jobs N, --within SECONDS and filters")
+                    bail!(
+                        "unknown flag {flag}: there are --list, --all, --exact, --jobs N, --within SECONDS and \
+                         filters"
+                    )
                 }
                 filter => options.filters.push(filter.to_owned()),
             }
@@ -106,8 +122,13 @@ impl Options {
     }
 
     fn wants(&self, test: &Test) -> bool {
-        self.filters.is_empty()
-            || self.filters.iter().any(|filter| short_name(test).contains(filter.as_str()))
+        if self.filters.is_empty() {
+            return self.all || !test.extended;
+        }
+        let name = short_name(test);
+        self.filters
+            .iter()
+            .any(|filter| if self.exact { name == filter } else { name.contains(filter.as_str()) })
     }
 }
 
@@ -317,10 +338,26 @@ mod tests {
 
     #[test]
     fn filters_choose_by_part_of_the_name() {
-        let test = Test { name: "guest_tests::boot::starts", run: nothing, limit: DEFAULT_LIMIT };
+        let test =
+            Test { name: "guest_tests::boot::starts", run: nothing, limit: DEFAULT_LIMIT, extended: false };
         assert!(parse(&[]).unwrap().wants(&test));
         assert!(parse(&["volume", "boot::"]).unwrap().wants(&test));
         assert!(!parse(&["volume"]).unwrap().wants(&test));
+        assert!(parse(&["--exact", "boot::starts"]).unwrap().wants(&test));
+        assert!(!parse(&["--exact", "boot::start"]).unwrap().wants(&test));
+    }
+
+    #[test]
+    fn extended_tests_run_when_they_are_asked_for() {
+        const TESTS: &[Test] = &[
+            Test { name: "guest_tests::boot::short", run: nothing, limit: DEFAULT_LIMIT, extended: false },
+            Test { name: "guest_tests::boot::long", run: nothing, limit: DEFAULT_LIMIT, extended: true },
+        ];
+        let count = |arguments: &[&str]| {
+            let options = parse(arguments).unwrap();
+            TESTS.iter().filter(|test| options.wants(test)).count()
+        };
+        assert_eq!((count(&[]), count(&["--all"]), count(&["boot::"]), count(&["long"])), (1, 2, 2, 1));
     }
 
     #[test]
@@ -335,7 +372,8 @@ mod tests {
 
     #[test]
     fn a_test_without_time_left_fails() {
-        let test = Test { name: "guest_tests::boot::starts", run: nothing, limit: DEFAULT_LIMIT };
+        let test =
+            Test { name: "guest_tests::boot::starts", run: nothing, limit: DEFAULT_LIMIT, extended: false };
         let verdict = run_and_report(&test, Some(Instant::now()));
         assert!(matches!(verdict, Verdict::Failed(why) if why.starts_with("Not run")));
     }
