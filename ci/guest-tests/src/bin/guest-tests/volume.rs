@@ -19,6 +19,7 @@ guest_tests::tests![
     a_volume_changes_its_interface_and_keeps_its_content: 300,
     a_readonly_volume_takes_no_writes,
     a_pool_in_use_is_refused_and_told_who_has_it,
+    volumes_stay_across_a_reboot: 300,
 ];
 
 /// For what a guest does with its volume, emulated.
@@ -252,4 +253,34 @@ fn a_pool_in_use_is_refused_and_told_who_has_it() -> Result<()> {
     ensure!(pool.create_volume("other", "16M").is_err(), "pmvol has changed a pool that is in use");
     wait_for_disk(&first)?;
     first.power_off()
+}
+
+/// Two at once, one of each interface. A reboot builds the machine anew, and the volumes' second life begins while
+/// nothing of their first one may be left.
+fn volumes_stay_across_a_reboot() -> Result<()> {
+    let pool = pool_with_volume()?;
+    pool.create_volume("more", "32M")?;
+    let guest = guest_with(&pool, "interface=virtio-pmem")
+        .pm_volume(&format!("pool={},name=more,interface=nvdimm", pool.name()))
+        .boot()?;
+    // Which one is found first is the guest's affair: they differ in size.
+    let disks = |guest: &Guest| -> Result<[String; 2]> {
+        let both = "test -b /dev/pmem0s && test -b /dev/pmem1s";
+        guest.wait_until_run("both disks are there", IO_LIMIT, both)?;
+        let size = |disk: &str| -> Result<u64> {
+            Ok(guest.run(&format!("cat /sys/block/{disk}/size"))?.trim().parse()?)
+        };
+        let (large, small) = if size("pmem0s")? > size("pmem1s")? { (0, 1) } else { (1, 0) };
+        Ok([format!("/dev/pmem{large}s"), format!("/dev/pmem{small}s")])
+    };
+    for (seed, disk) in (1..).zip(disks(&guest)?) {
+        guest.run(&format!("guest-tool write-blocks {disk} direct 0 200 {seed} 1"))?;
+    }
+    guest.reboot_from_inside()?;
+    for (seed, disk) in (1..).zip(disks(&guest)?) {
+        guest.run(&format!("guest-tool check-blocks {disk} 0 200 {seed} 1"))?;
+    }
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
 }

@@ -135,9 +135,31 @@ fn persistent_memory_has_no_flush_hints() -> Result<()> {
     }
     let pool = with_volume(Pool::create_in(dir, "256M")?)?;
     ensure!(pool.durability()? == "dax-sync", "A pool on DAX is {}", pool.durability()?);
-    let result = writes_without_flushes(&pool);
+    let result = writes_synchronously(&pool);
     std::fs::remove_file(pool.path())?;
     result
+}
+
+/// Without MAP_SYNC the file system's own records of a page could be lost behind a guest's fence.
+fn writes_synchronously(pool: &Pool) -> Result<()> {
+    let guest = guest_with(pool, "interface=nvdimm").boot()?;
+    let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", guest.pid()))?;
+    let mut flags = Vec::new();
+    let mut of_pool = false;
+    for line in smaps.lines() {
+        match line.split_once(' ') {
+            // The first line of a mapping: addresses, permissions, ..., file.
+            Some((range, _)) if range.contains('-') => of_pool = line.ends_with(&pool.name()),
+            Some(("VmFlags:", found)) if of_pool => flags.push(found.to_owned()),
+            _ => {}
+        }
+    }
+    // The pool's own mapping, and the guest's.
+    ensure!(flags.len() >= 2, "Mappings of the pool: {flags:?}");
+    let asynchronous = flags.iter().find(|flags| !flags.split(' ').any(|flag| flag == "sf"));
+    ensure!(asynchronous.is_none(), "A mapping of the pool is not synchronous: {asynchronous:?}");
+    drop(guest);
+    writes_without_flushes(pool)
 }
 
 fn writes_without_flushes(pool: &Pool) -> Result<()> {
