@@ -10,7 +10,7 @@ const SYNTAX: Syntax = Syntax {
     keys: &["boot", "max"],
     words: &[],
     refused: &[
-        Refused { key: "topology", neutral: &[], why: "every vCPU is a socket of its own" },
+        Refused { key: "topology", neutral: &[], why: "every vCPU is a core of one package" },
         Refused { key: "kvm_hyperv", neutral: OFF, why: "guests are Linux" },
         Refused {
             key: "max_phys_bits",

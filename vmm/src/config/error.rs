@@ -2,11 +2,16 @@
 
 use thiserror::Error;
 
+use crate::volume::interface::InterfaceError;
+
 use super::size::Size;
 
 /// Why a flag is refused. Every message is one line, and names the flag, the value and the bound.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ConfigError {
+    /// A volume that would not be safe.
+    #[error(transparent)]
+    Interface(#[from] InterfaceError),
     /// A key that nobody knows.
     #[error("{flag}: unknown key {key:?}; the keys are {known}")]
     UnknownKey {

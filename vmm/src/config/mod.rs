@@ -23,6 +23,8 @@ mod vsock;
 
 use serde::{Deserialize, Serialize};
 
+use crate::volume::interface::{Payload, choose};
+
 pub use self::cli::{CliError, Command, Launch, LogConfig, parse_command_line};
 pub use self::console::{ConsoleConfig, ConsoleMode};
 pub use self::cpus::{CpusConfig, MAX_VCPUS};
@@ -106,18 +108,8 @@ impl VmConfig {
                 let reason = format!("volume {} of pool {:?} is given twice", volume.name, volume.pool);
                 return Err(ConfigError::Conflict { flag, reason });
             }
-            // The guest's BTT driver flushes under a spinlock, and a virtio-pmem flush waits for its
-            // completion. With one vCPU that is completed within the exit; a second vCPU opens a window that
-            // no order of events in the VMM can close.
-            let unsafe_here = volume.interface == VolumeInterface::VirtioPmem && self.cpus.max_vcpus > 1;
-            if unsafe_here && !volume.force {
-                let reason = format!(
-                    "interface=virtio-pmem of volume {} is unsafe with more than one possible vCPU (max is {}): \
-                     Linux' BTT waits for its flush under a spinlock; use nvdimm, or force=on to try",
-                    volume.name, self.cpus.max_vcpus
-                );
-                return Err(ConfigError::Conflict { flag, reason });
-            }
+            // Of the payload nothing is known yet; whether `auto` finds something for it is seen when it is loaded.
+            choose(&volume.name, volume.interface, self.cpus.max_vcpus, Payload::Linux, volume.force)?;
         }
         Ok(())
     }
@@ -229,7 +221,7 @@ mod tests {
         assert!(config.validate().is_ok());
         config.cpus = CpusConfig::parse("boot=1,max=2").unwrap();
         let error = config.validate().unwrap_err().to_string();
-        assert!(error.starts_with("--pm-volume: interface=virtio-pmem of volume a is unsafe"), "{error}");
+        assert!(error.starts_with("--pm-volume name=a: interface=virtio-pmem is unsafe"), "{error}");
         assert!(error.contains("(max is 2)"), "{error}");
         config.pm_volumes[0].force = true;
         assert!(config.validate().is_ok());

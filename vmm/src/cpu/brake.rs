@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// The owner of the VM is told by an event and pauses every vCPU, but it does so later and on another thread. The vCPU
 /// that pulled the brake, inside its exit, would meanwhile run on as if all were well: a flush that failed would look
 /// like one that did not. So:
-/// 1. the event is sent, then the brake is pulled, then the exit ends;
+/// 1. the brake is pulled, then the event is sent, then the exit ends: the owner cannot release it before it is pulled;
 /// 2. a vCPU does not enter the guest while the brake is pulled, whatever else it has been told;
 /// 3. the owner pauses every vCPU, and only then releases the brake: from there on it is the owner that decides.
 #[derive(Debug, Default)]

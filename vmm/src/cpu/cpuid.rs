@@ -18,7 +18,7 @@ const HTT: u32 = 1 << 28;
 pub struct Place {
     /// Its index, which is its APIC id.
     pub index: u8,
-    /// How many vCPUs there may ever be.
+    /// How many vCPUs there are.
     pub count: u8,
     /// Whether KVM emulates the APIC timer's deadline mode (KVM_CAP_TSC_DEADLINE_TIMER): the supported leaves
     /// never say so.
@@ -30,11 +30,44 @@ fn core_bits(count: u8) -> u32 {
     u32::from(count).next_power_of_two().trailing_zeros()
 }
 
-/// Replaces what depends on the vCPU in the leaves that KVM supports.
-pub fn place(cpuid: &mut CpuId, place: Place) {
-    for entry in cpuid.as_mut_slice() {
+/// The leaves of the extended topology (Intel SDM 2A, CPUID): the same content in both.
+const EXTENDED_TOPOLOGY: [u32; 2] = [0xb, 0x1f];
+
+/// The leaves that KVM supports, with what depends on the vCPU filled in.
+///
+/// Of the extended topology, newer hosts return subleaf 0 alone, and that zeroed: its subleaves are written here. The
+/// second of the two leaves stays out where the host does not have it, as the highest leaf says.
+pub fn place(supported: &CpuId, place: Place) -> CpuId {
+    let is_topology = |entry: &kvm_cpuid_entry2| EXTENDED_TOPOLOGY.contains(&entry.function);
+    let mut entries: Vec<_> =
+        supported.as_slice().iter().copied().filter(|entry| !is_topology(entry)).collect();
+    for entry in &mut entries {
         place_entry(entry, place);
     }
+    for function in EXTENDED_TOPOLOGY {
+        if supported.as_slice().iter().any(|entry| entry.function == function) {
+            entries.extend(extended_topology(function, place));
+        }
+    }
+    CpuId::from_entries(&entries).expect("KVM takes more leaves than it supports")
+}
+
+/// Subleaf 0 threads, 1 cores, then the end.
+fn extended_topology(function: u32, place: Place) -> [kvm_cpuid_entry2; 3] {
+    let levels = [(0, 1, 1), (core_bits(place.count), u32::from(place.count), 2), (0, 0, 0)];
+    [0, 1, 2].map(|index| {
+        let (shift, logical, kind) = levels[index as usize];
+        kvm_cpuid_entry2 {
+            function,
+            index,
+            flags: KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
+            eax: shift,
+            ebx: logical,
+            ecx: index | kind << 8,
+            edx: place.index.into(),
+            ..Default::default()
+        }
+    })
 }
 
 fn place_entry(entry: &mut kvm_cpuid_entry2, place: Place) {
@@ -42,7 +75,9 @@ fn place_entry(entry: &mut kvm_cpuid_entry2, place: Place) {
     match entry.function {
         // Features and initial APIC id (bits 31 to 24), logical processors (23 to 16).
         0x1 => {
-            entry.ebx = (entry.ebx & 0xffff) | index << 24 | (1 << core_bits(place.count)) << 16;
+            // Eight bits hold the count: 256 does not fit, and would carry into the APIC id.
+            let logical = (1u32 << core_bits(place.count)).min(255);
+            entry.ebx = (entry.ebx & 0xffff) | index << 24 | logical << 16;
             entry.ecx |= HYPERVISOR | if place.tsc_deadline { TSC_DEADLINE } else { 0 };
             entry.edx = if count > 1 { entry.edx | HTT } else { entry.edx & !HTT };
         }
@@ -55,17 +90,6 @@ fn place_entry(entry: &mut kvm_cpuid_entry2, place: Place) {
         }
         // Performance counters are not offered: KVM's emulation of them differs from host to host.
         0xa => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
-        // Extended topology: subleaf 0 threads, 1 cores, then the end.
-        0xb | 0x1f => {
-            let (shift, logical, kind) = match entry.index {
-                0 => (0, 1, 1),
-                1 => (core_bits(place.count), count, 2),
-                _ => (0, 0, 0),
-            };
-            entry.flags = KVM_CPUID_FLAG_SIGNIFCANT_INDEX;
-            (entry.eax, entry.ebx, entry.edx) = (shift, logical, index);
-            entry.ecx = entry.index & 0xff | kind << 8;
-        }
         // AMD: cores less one (7 to 0), bits of the APIC id (15 to 12).
         0x8000_0008 => entry.ecx = (entry.ecx & !0xf0ff) | (count - 1) | core_bits(place.count) << 12,
         // AMD: extended APIC id, core, node.
@@ -93,15 +117,18 @@ mod tests {
     }
 
     fn placed(function: u32, subleaf: u32, index: u8, count: u8) -> kvm_cpuid_entry2 {
-        let mut cpuid = CpuId::from_entries(&[leaf(function, subleaf)]).unwrap();
-        place(&mut cpuid, Place { index, count, tsc_deadline: true });
-        cpuid.as_slice()[0]
+        // As a newer host returns it: of the extended topology subleaf 0 alone.
+        let supported =
+            CpuId::from_entries(&[leaf(function, if function == 0xb { 0 } else { subleaf })]).unwrap();
+        let placed = place(&supported, Place { index, count, tsc_deadline: true });
+        *placed.as_slice().iter().find(|entry| entry.index == subleaf).unwrap()
     }
 
     #[test]
     fn apic_ids_and_counts_are_the_vcpus_own() {
         assert_eq!(placed(0x1, 0, 3, 4).ebx, 0x0304_ffff);
         assert_eq!(placed(0x1, 0, 2, 3).ebx, 0x0204_ffff);
+        assert_eq!(placed(0x1, 0, 252, 254).ebx, 0xfcff_ffff, "256 siblings must not carry into the id");
         assert_eq!(placed(0xb, 1, 3, 4).edx, 3);
         assert_eq!(placed(0x8000_001e, 0, 3, 4).eax, 3);
         assert_eq!(placed(0x8000_0008, 0, 3, 4).ecx & 0xf0ff, 0x2003);
@@ -126,6 +153,14 @@ mod tests {
             (2, 4, 0x201)
         );
         assert_eq!((placed(0xb, 2, 1, 4).ebx, placed(0xb, 2, 1, 4).ecx), (0, 2));
+    }
+
+    #[test]
+    fn a_topology_leaf_that_the_host_lacks_is_not_made_up() {
+        let supported = CpuId::from_entries(&[leaf(0xb, 0)]).unwrap();
+        let placed = place(&supported, Place { index: 0, count: 2, tsc_deadline: false });
+        let functions: Vec<_> = placed.as_slice().iter().map(|entry| (entry.function, entry.index)).collect();
+        assert_eq!(functions, [(0xb, 0), (0xb, 1), (0xb, 2)]);
     }
 
     #[test]

@@ -127,6 +127,14 @@ impl Shared {
         self.changed.notify_all();
     }
 
+    /// The vCPU cannot go on: it waits, unless it has been told to end meanwhile. Whoever told it so waits for it.
+    fn park(&self) {
+        let mut wanted = self.wanted.lock();
+        if *wanted == Wanted::Run {
+            *wanted = Wanted::Pause;
+        }
+    }
+
     fn set_immediate_exit(&self, value: u8) {
         if let Some(byte) = self.immediate_exit.lock().as_ref() {
             // SAFETY: the page is mapped while the pointer is here (see `Send` above). The kernel only reads it.
@@ -222,6 +230,15 @@ struct Runner {
     shared: Arc<Shared>,
 }
 
+/// Takes the pointer to the shared page away.
+struct ClearOnDrop<'a>(&'a Shared);
+
+impl Drop for ClearOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.immediate_exit.lock().take();
+    }
+}
+
 /// What follows an exit.
 enum Next {
     Again,
@@ -233,15 +250,16 @@ impl Runner {
     fn run(mut self) {
         let byte = NonNull::from(&mut self.fd.get_kvm_run().immediate_exit);
         *self.shared.immediate_exit.lock() = Some(ImmediateExit(byte));
+        let shared = Arc::clone(&self.shared);
+        // Dropped before `self`, and so before the page is unmapped, also when this thread panics.
+        let _clear = ClearOnDrop(&shared);
         while self.shared.wait_until_wanted() {
             if let Next::Park(event) = self.run_once() {
                 error!(%event, "vCPU stops");
-                *self.shared.wanted.lock() = Wanted::Pause;
+                self.shared.park();
                 (self.events)(event);
             }
         }
-        // From here on nobody writes to the page that `self.fd` unmaps.
-        self.shared.immediate_exit.lock().take();
     }
 
     fn run_once(&mut self) -> Next {
@@ -345,6 +363,18 @@ mod tests {
         shared.want(Wanted::Stop);
         drop(entries);
         thread.join().unwrap();
+    }
+
+    #[test]
+    fn a_vcpu_that_cannot_go_on_still_ends_when_it_was_told_to() {
+        let shared = Shared::new(Arc::new(Brake::default()));
+        shared.want(Wanted::Run);
+        shared.park();
+        assert_eq!(*shared.wanted.lock(), Wanted::Pause);
+        // Told to end between its last exit and its parking.
+        shared.want(Wanted::Stop);
+        shared.park();
+        assert!(!shared.wait_until_wanted(), "whoever stops it waits for its thread");
     }
 
     #[test]

@@ -104,8 +104,8 @@ pub fn build(
     let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
     let ged = add_platform(&fabric, events)?;
     devices::attach_serial(config, resources, &fabric, &device_loop.handle())?;
-    devices::attach_console(config, resources, &mut fabric, &memory, &device_loop.handle())?;
-    devices::attach_rng(config, &mut fabric, &memory, &device_loop.handle())?;
+    let console = devices::attach_console(config, resources, &mut fabric, &memory, &device_loop.handle())?;
+    let rng = devices::attach_rng(config, &mut fabric, &memory, &device_loop.handle())?;
     let vsock = devices::attach_vsock(config, &mut fabric, &memory, &device_loop.handle())?;
     let (agents, vsock_metrics) = vsock.unzip();
     let plugged = Arc::new(Notify::new());
@@ -130,9 +130,10 @@ pub fn build(
         pools: resources.pool_metrics(),
         volumes: volumes.metrics,
         vsock: vsock_metrics,
+        rng: Some(rng),
+        console,
         plugs: zones.iter().map(plug_metrics).collect(),
         mappings: Some(Arc::clone(memory.mapping_budget())),
-        ..MachineSources::default()
     });
     resources.machine_built();
     Ok(KvmMachine {
@@ -208,8 +209,8 @@ fn build_vcpus(
         .map(|index| {
             let error = |what| move |source| CpuError::Kvm { what, index, source };
             let fd = hypervisor.vm.create_vcpu(u64::from(index)).map_err(error("create"))?;
-            let mut leaves = hypervisor.cpuid.clone();
-            cpuid::place(&mut leaves, Place { index, count, tsc_deadline: hypervisor.tsc_deadline });
+            let place = Place { index, count, tsc_deadline: hypervisor.tsc_deadline };
+            let leaves = cpuid::place(&hypervisor.cpuid, place);
             fd.set_cpuid2(&leaves).map_err(error("set the CPUID of"))?;
             state::initialise(&fd, index)?;
             if index == 0 {

@@ -17,9 +17,9 @@ use crate::host_console::HostConsole;
 use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
 use crate::serial::Serial;
-use crate::virtio::console::Console;
+use crate::virtio::console::{Console, ConsoleMetrics};
 use crate::virtio::mem::{MemDevice, MemEvent, MemHandle};
-use crate::virtio::rng::{EntropySource, Rng};
+use crate::virtio::rng::{EntropySource, Rng, RngMetrics};
 use crate::virtio::vsock::{VsockDevice, VsockMetrics, VsockPorts};
 
 /// Registers of a 16550.
@@ -48,9 +48,12 @@ pub(super) fn attach_rng(
     fabric: &mut Fabric,
     memory: &Memory,
     event_loop: &EventLoopHandle,
-) -> Result<(), BuildError> {
+) -> Result<Arc<RngMetrics>, BuildError> {
     let source = EntropySource::open(&config.rng.src).map_err(BuildError::device("--rng"))?;
-    fabric.attach(Box::new(Rng::new(source, event_loop.clone())), memory)
+    let rng = Rng::new(source, event_loop.clone());
+    let metrics = rng.metrics();
+    fabric.attach(Box::new(rng), memory)?;
+    Ok(metrics)
 }
 
 /// hvc0.
@@ -60,13 +63,14 @@ pub(super) fn attach_console(
     fabric: &mut Fabric,
     memory: &Memory,
     event_loop: &EventLoopHandle,
-) -> Result<(), BuildError> {
+) -> Result<Option<Arc<ConsoleMetrics>>, BuildError> {
     let console = HostConsole::open(&config.console, resources.file_start())
         .map_err(BuildError::device("--console"))?;
-    match console {
-        Some(console) => fabric.attach(Box::new(Console::new(console, event_loop.clone())), memory),
-        None => Ok(()),
-    }
+    let Some(console) = console else { return Ok(None) };
+    let console = Console::new(console, event_loop.clone());
+    let metrics = console.metrics();
+    fabric.attach(Box::new(console), memory)?;
+    Ok(Some(metrics))
 }
 
 /// Sockets between guest and host; the agent's port ends in this process.

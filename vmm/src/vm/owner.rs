@@ -206,9 +206,10 @@ impl<F: MachineFactory> Owner<F> {
             MachineEvent::Vcpu(event) => Flow::End(Err(RunError::Vm(event))),
             MachineEvent::MustPause { reason } => {
                 error!(reason, "The VM is paused");
-                if let (Some(machine), Ok(next)) = (&mut self.machine, state::next(self.state, Verb::Pause)) {
+                // Also when it is paused already: the vCPU that sent this has pulled the brake again.
+                if let Some(machine) = &mut self.machine {
                     machine.pause();
-                    self.state = next;
+                    self.state = VmState::Paused;
                 }
                 Flow::Continue
             }
@@ -471,6 +472,9 @@ mod tests {
             vm.send(0, MachineEvent::MustPause { reason: "flush failed".to_owned() });
             assert_eq!(vm.state().await, VmState::Paused);
             assert_eq!(vm.log(), ["build", "resume", "pause"]);
+            vm.send(0, MachineEvent::MustPause { reason: "flush failed again".to_owned() });
+            assert_eq!(vm.state().await, VmState::Paused);
+            assert_eq!(vm.log(), ["build", "resume", "pause", "pause"]);
         });
     }
 

@@ -49,10 +49,13 @@ pub(super) fn attach(
     fabric: &mut Fabric,
     events: &EventSender,
 ) -> Result<Attached, BuildError> {
+    let choose = |volume: &PmVolumeConfig| {
+        choose(&volume.name, volume.interface, config.cpus.max_vcpus, payload, volume.force)
+    };
+    let chosen: Vec<_> = config.pm_volumes.iter().map(choose).collect::<Result<_, _>>()?;
     let mut attached = Attached::default();
-    for volume in &config.pm_volumes {
-        let chosen = choose(&volume.name, volume.interface, config.cpus.max_vcpus, payload, volume.force)?;
-        let mapped = open_and_map(volume, resources, memory)?;
+    for ((volume, opened), chosen) in config.pm_volumes.iter().zip(open(config, resources)?).zip(chosen) {
+        let mapped = map(volume, opened, resources, memory)?;
         let counters = match chosen {
             Chosen::Nvdimm => {
                 attach_nvdimm(&mapped, zones::volume_node(config), fabric, events, &mut attached.nvdimms)?
@@ -70,18 +73,34 @@ pub(super) fn attach(
     Ok(attached)
 }
 
-fn open_and_map<'a>(
+/// Opens every volume of `config`, in its order.
+///
+/// Those that must be there come first: a VM that cannot start because one is missing has made no other.
+fn open(config: &VmConfig, resources: &Resources) -> Result<Vec<Arc<dyn PoolVolume>>, BuildError> {
+    let mut opened: Vec<Option<Arc<dyn PoolVolume>>> = config.pm_volumes.iter().map(|_| None).collect();
+    for create in [false, true] {
+        for (slot, volume) in
+            opened.iter_mut().zip(&config.pm_volumes).filter(|(_, volume)| volume.create == create)
+        {
+            let request = VolumeRequest { name: &volume.name, size: volume.size, create };
+            let result = resources.pool(&volume.pool).open_volume(request);
+            let name = format!("--pm-volume name={}", volume.name);
+            *slot = Some(Arc::from(result.map_err(BuildError::device(name))?));
+        }
+    }
+    Ok(opened.into_iter().map(|volume| volume.expect("one of the two rounds opened it")).collect())
+}
+
+fn map<'a>(
     config: &'a PmVolumeConfig,
+    volume: Arc<dyn PoolVolume>,
     resources: &Resources,
     memory: &mut Memory,
 ) -> Result<Mapped<'a>, BuildError> {
     let pool = resources.pool(&config.pool);
-    let request = VolumeRequest { name: &config.name, size: config.size, create: config.create };
-    let volume =
-        pool.open_volume(request).map_err(BuildError::device(format!("--pm-volume name={}", config.name)))?;
     let (access, flushes) = mapping(config.readonly, pool.durability());
     let range = memory.add_file_range(pool.file(), &volume.extents(), access)?;
-    Ok(Mapped { config, volume: Arc::from(volume), range, flushes })
+    Ok(Mapped { config, volume, range, flushes })
 }
 
 /// How a volume is mapped, and whether its flushes must come out to us: a fence is enough on a volatile pool, where
@@ -106,8 +125,8 @@ fn attach_nvdimm(
     // A store to the hint cannot fail in the guest's eyes: the vCPU stops before its next instruction, the others
     // when the owner has the event.
     let on_failure = Box::new(move |reason| {
-        events.send(MachineEvent::MustPause { reason });
         brake.pull();
+        events.send(MachineEvent::MustPause { reason });
     });
     let hint = Arc::new(FlushHint::new(
         mapped.config.name.clone(),

@@ -17,7 +17,7 @@ pub struct Reservation {
 /// What the process may do with mapped pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Read only: a store is SIGSEGV here and EFAULT in the guest.
+    /// Read only: a store is SIGSEGV here; in the guest, whose slot is read-only too, it is an exit that nobody answers.
     Read,
     /// Read and write.
     ReadWrite,

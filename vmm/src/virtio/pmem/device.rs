@@ -16,15 +16,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use tracing::{error, warn};
+use tracing::{debug, error};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
-use virtio_queue::QueueT;
+use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestAddressSpace;
 
 use super::metrics::PmemMetrics;
-use super::request::{Answer, Kind, Request};
+use super::request::{Answer, Kind, Request, RequestError};
 use crate::memory::view::MappedMemory;
-use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
+use crate::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice, read_config_bytes};
 use crate::volume::Persist;
 
 /// Device type (virtio 1.3, 5).
@@ -73,44 +73,48 @@ impl Pmem {
         }
     }
 
-    /// Answers everything in the queue; true if the guest wants to be told.
+    /// Answers what is in the queue; true if the guest wants to be told.
+    ///
+    /// One round is enough: whatever the driver queues later, it notifies us of, since it is never told not to.
+    /// No guard is held while the backing is made durable: that may take long, and whoever plugs memory waits for
+    /// guards, with everybody else behind it.
     fn serve(&self, active: &mut Activation) -> bool {
-        let Some(Some(queue)) = active.queues.get_mut(usize::from(FLUSH_QUEUE)) else { return false };
+        let Some(Some(ActiveQueue { queue, .. })) = active.queues.get_mut(usize::from(FLUSH_QUEUE)) else {
+            return false;
+        };
+        // 1. Take what is there, at most a ring's worth. A flush that is queued from now on waits for its own
+        //    notification: its stores may come after the persist has begun.
+        let requests = self.take(queue, &active.view.memory());
+        if requests.is_empty() {
+            return false;
+        }
+        // 2. Make it durable, once for all of them.
+        let wanted =
+            requests.iter().any(|(_, request)| matches!(request, Ok(Request { kind: Kind::Flush, .. })));
+        let answer = if wanted { self.persist() } else { Answer::Failed };
+        // 3. Answer, then publish in the used ring.
         let guard = active.view.memory();
         let memory: &MappedMemory = &guard;
-        let mut used = false;
-        loop {
-            // 1. Take what is there. A flush that the guest queues from now on waits for the next round: its
-            //    stores may come after the persist has begun.
-            let mut requests = Vec::new();
-            while let Some(mut chain) = queue.queue.pop_descriptor_chain(memory) {
-                requests.push((chain.head_index(), Request::parse(memory, &mut chain)));
-            }
-            if requests.is_empty() {
-                break;
-            }
-            // 2. Make it durable, once for all of them.
-            let wanted =
-                requests.iter().any(|(_, request)| matches!(request, Ok(Request { kind: Kind::Flush, .. })));
-            let answer = if wanted { self.persist() } else { Answer::Failed };
-            // 3. Answer, then publish in the used ring.
-            for (head, request) in requests {
-                let written = self.answer(memory, request, answer);
-                if let Err(err) = queue.queue.add_used(memory, head, written) {
-                    warn!(device = self.name, %err, "The used ring cannot be written");
-                }
-                used = true;
+        for (head, request) in requests {
+            let written = self.answer(memory, request, answer);
+            if let Err(err) = queue.add_used(memory, head, written) {
+                debug!(device = self.name, %err, "The used ring cannot be written");
             }
         }
-        used && queue.queue.needs_notification(memory).unwrap_or(true)
+        queue.needs_notification(memory).unwrap_or(true)
     }
 
-    fn answer(
-        &self,
-        memory: &MappedMemory,
-        request: Result<Request, super::request::RequestError>,
-        flushed: Answer,
-    ) -> u32 {
+    fn take(&self, queue: &mut Queue, memory: &MappedMemory) -> Vec<(u16, Result<Request, RequestError>)> {
+        let mut requests = Vec::new();
+        while requests.len() < usize::from(queue.size())
+            && let Some(mut chain) = queue.pop_descriptor_chain(memory)
+        {
+            requests.push((chain.head_index(), Request::parse(memory, &mut chain)));
+        }
+        requests
+    }
+
+    fn answer(&self, memory: &MappedMemory, request: Result<Request, RequestError>, flushed: Answer) -> u32 {
         let result = request.and_then(|request| {
             let (answer, counter) = match (request.kind, flushed) {
                 (Kind::Flush, Answer::Durable) => (Answer::Durable, &self.metrics.flushes),
@@ -122,7 +126,7 @@ impl Pmem {
         });
         result.unwrap_or_else(|err| {
             self.metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
-            warn!(device = self.name, %err, "Bad request");
+            debug!(device = self.name, %err, "Bad request");
             0
         })
     }
@@ -181,8 +185,9 @@ mod tests {
     use std::io;
     use std::sync::atomic::{AtomicBool, AtomicU32};
 
+    use parking_lot::Mutex;
+
     use virtio_bindings::bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
-    use virtio_queue::Queue;
     use virtio_queue::desc::RawDescriptor;
     use virtio_queue::desc::split::Descriptor;
     use virtio_queue::mock::MockSplitQueue;
@@ -192,7 +197,6 @@ mod tests {
     use super::*;
     use crate::interrupt::VirtioInterrupt;
     use crate::memory::view::GuestView;
-    use crate::virtio::ActiveQueue;
     use crate::volume::PersistError;
 
     const REQUEST: u64 = 0x8000;
@@ -202,11 +206,16 @@ mod tests {
     struct Backing {
         persists: AtomicU32,
         fails: AtomicBool,
+        /// Taken exclusively during a persist, as a plug would.
+        view: Mutex<Option<GuestView>>,
     }
 
     impl Persist for Backing {
         fn persist(&self) -> Result<(), PersistError> {
             self.persists.fetch_add(1, Ordering::Relaxed);
+            if let Some(view) = &*self.view.lock() {
+                drop(view.exclusive());
+            }
             match self.fails.load(Ordering::Relaxed) {
                 true => Err(PersistError::Backing(io::Error::from_raw_os_error(libc::EIO).into())),
                 false => Ok(()),
@@ -290,6 +299,15 @@ mod tests {
         // Nothing new: no work, no interrupt.
         f.device.notify_synchronous(0);
         assert_eq!(f.line.now.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn memory_can_be_plugged_while_a_flush_takes_its_time() {
+        let mut f = fixture(&[&flush(0)]);
+        *f.backing.view.lock() = f.device.active.as_ref().map(|active| active.view.clone());
+        // With a guard held across the persist, this would wait for itself for ever.
+        f.device.notify_synchronous(0);
+        assert_eq!(response(&f, 0), 0);
     }
 
     #[test]
