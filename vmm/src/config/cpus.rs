@@ -86,6 +86,6 @@ mod tests {
         assert_eq!(error("boot=255"), "--cpus: boot is 255, and must be 1 to 254");
         assert_eq!(error("boot=4,max=2"), "--cpus: max is 2, and must be 4 to 254");
         assert!(error("boot=300").contains(r#"boot="300""#));
-        assert!(error("boot=2,topology=1:2:1:1").contains("every vCPU is a socket"));
+        assert!(error("boot=2,topology=1:2:1:1").contains("every vCPU is a core"));
     }
 }

@@ -222,7 +222,7 @@ mod tests {
         config.cpus = CpusConfig::parse("boot=1,max=2").unwrap();
         let error = config.validate().unwrap_err().to_string();
         assert!(error.starts_with("--pm-volume name=a: interface=virtio-pmem is unsafe"), "{error}");
-        assert!(error.contains("(max is 2)"), "{error}");
+        assert!(error.contains("(max=2)"), "{error}");
         config.pm_volumes[0].force = true;
         assert!(config.validate().is_ok());
         assert!(config.warnings()[0].contains("force=on"));
