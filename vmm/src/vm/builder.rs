@@ -2,9 +2,11 @@
 //! other nor the machine.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use kvm_ioctls::VmFd;
 use tokio::sync::Notify;
+use tracing::debug;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::error::BuildError;
@@ -178,7 +180,12 @@ fn load_kernel(config: &VmConfig, memory: &Memory) -> Result<BootInfo, BuildErro
         boot_memory_bytes: config.memory.size,
         memory_is_pluggable: memory.map().zones().iter().any(|zone| zone.hotplug.is_some()),
     };
-    Ok(boot::load(memory.boot(), &request)?)
+    let started = Instant::now();
+    let boot = boot::load(memory.boot(), &request)?;
+    // Unpacking the kernel is most of what a VMM does before the guest runs.
+    let loading_ms = started.elapsed().as_millis();
+    debug!(loading_ms, unpacked_from = ?boot.kernel.bzimage, "Kernel and initial RAM file system are in memory");
+    Ok(boot)
 }
 
 /// Power management: how the guest ends itself, and how it is told to.

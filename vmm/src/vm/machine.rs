@@ -69,6 +69,12 @@ impl Machine for KvmMachine {
         self.memory.zones().iter().enumerate().map(|(index, spec)| self.zone(index, spec)).collect()
     }
 
+    fn memory_bytes(&self) -> u64 {
+        let boot_bytes: u64 = self.memory.zones().iter().map(|spec| spec.boot_bytes).sum();
+        let plugged_bytes: u64 = self.zones.iter().map(|handle| handle.sizes().plugged_bytes).sum();
+        boot_bytes + plugged_bytes
+    }
+
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError> {
         let spec = &self.memory.zones()[0];
         let (boot_bytes, most_bytes) = (spec.boot_bytes, spec.boot_bytes + spec.hotplug_bytes);
