@@ -12,7 +12,7 @@ use crate::vmm::{Disk, Extras, MIB, Vm, Vmm};
 
 const PLUG_MIB: u64 = 1024;
 /// How exact a time is. Each look costs the VMM a request.
-const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// Plugs 1 GiB into a fresh guest, and takes it away unused.
