@@ -26,7 +26,7 @@ pub fn load<M: GuestMemoryBackend>(
     kernel_end: u64,
     boot_memory_bytes: u64,
 ) -> Result<Initramfs, BootError> {
-    let read_error = |source| BootError::Read { path: path.to_path_buf(), source };
+    let read_error = |source| BootError::Read { flag: "--initramfs", path: path.to_path_buf(), source };
     let mut file = File::open(path).map_err(read_error)?;
     let size_bytes = file.metadata().map_err(read_error)?.len();
     let low_end = pvh::low_memory_end(boot_memory_bytes);

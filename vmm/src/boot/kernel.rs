@@ -64,7 +64,7 @@ pub fn load<M: GuestMemoryBackend>(
     path: &Path,
     boot_memory_bytes: u64,
 ) -> Result<LoadedKernel, BootError> {
-    let read_error = |source| BootError::Read { path: path.to_path_buf(), source };
+    let read_error = |source| BootError::Read { flag: "--kernel", path: path.to_path_buf(), source };
     let elf_error = |source| BootError::Elf { path: path.to_path_buf(), source };
     let mut file = File::open(path).map_err(read_error)?;
     let file_bytes = file.metadata().map_err(read_error)?.len();
@@ -112,7 +112,7 @@ fn read_payload(
         file.read_exact(payload.bytes_mut())?;
         Ok(payload)
     };
-    read().map_err(|source| BootError::Read { path: path.to_path_buf(), source })
+    read().map_err(|source| BootError::Read { flag: "--kernel", path: path.to_path_buf(), source })
 }
 
 /// The ELF image in a payload. The payload itself is dropped before the image is loaded.

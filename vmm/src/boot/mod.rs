@@ -69,15 +69,17 @@ pub struct BootInfo {
 #[derive(Debug, Error)]
 pub enum BootError {
     /// A file cannot be opened or read.
-    #[error("Cannot read {}", path.display())]
+    #[error("{flag} {}: cannot be read", path.display())]
     Read {
+        /// What named the file.
+        flag: &'static str,
         /// The file.
         path: PathBuf,
         /// Why.
         source: io::Error,
     },
     /// Neither an ELF file nor a bzImage.
-    #[error("{} is not a kernel: expected an ELF file or a bzImage, found {found}", path.display())]
+    #[error("--kernel {} is not a kernel: expected an ELF file or a bzImage, found {found}", path.display())]
     NotAKernel {
         /// The file.
         path: PathBuf,
@@ -86,7 +88,7 @@ pub enum BootError {
     },
     /// A bzImage of a boot protocol without `payload_offset`.
     #[error(
-        "{} is a bzImage of boot protocol {}.{:02}; 2.08 (Linux 2.6.26) is the first that says where its payload is",
+        "--kernel {} is a bzImage of boot protocol {}.{:02}; 2.08 (Linux 2.6.26) is the first that says where its payload is",
         path.display(), version >> 8, version & 0xff
     )]
     OldProtocol {
@@ -96,7 +98,10 @@ pub enum BootError {
         version: u16,
     },
     /// The file ends before what its header announces.
-    #[error("{} is truncated: it has {actual_bytes} bytes, its header announces {expected_bytes}", path.display())]
+    #[error(
+        "--kernel {} is truncated: it has {actual_bytes} bytes, its header announces {expected_bytes}",
+        path.display()
+    )]
     Truncated {
         /// The file.
         path: PathBuf,
@@ -106,7 +111,7 @@ pub enum BootError {
         actual_bytes: u64,
     },
     /// The payload of a bzImage cannot be unpacked.
-    #[error("Cannot unpack the kernel in {}", path.display())]
+    #[error("--kernel {}: cannot be unpacked", path.display())]
     Decompress {
         /// The file.
         path: PathBuf,
@@ -114,7 +119,7 @@ pub enum BootError {
         source: DecompressError,
     },
     /// The ELF file, or the one inside the bzImage, cannot be loaded.
-    #[error("Cannot load the kernel from {}", path.display())]
+    #[error("--kernel {}: cannot be loaded", path.display())]
     Elf {
         /// The file.
         path: PathBuf,
@@ -123,7 +128,7 @@ pub enum BootError {
     },
     /// The initial RAM file system does not fit between the kernel and the end of low memory.
     #[error(
-        "{} has {size_bytes} bytes; between the kernel's end at {kernel_end:#x} and the end of low memory at \
+        "--initramfs {} has {size_bytes} bytes; between the kernel's end at {kernel_end:#x} and the end of low memory at \
          {low_end:#x} it does not fit",
         path.display()
     )]
@@ -138,10 +143,12 @@ pub enum BootError {
         low_end: u64,
     },
     /// The command line is refused.
-    #[error("Cannot use the kernel command line")]
+    #[error("--cmdline")]
     CommandLine(#[from] CommandLineError),
     /// Guest memory ends below the area of boot data.
-    #[error("Boot memory of {boot_memory_bytes} bytes is too small for the boot data at {address:#x}")]
+    #[error(
+        "--memory: boot memory of {boot_memory_bytes} bytes is too small for the boot data at {address:#x}"
+    )]
     TooLittleMemory {
         /// Boot memory in bytes.
         boot_memory_bytes: u64,

@@ -89,6 +89,7 @@ impl PmPool for LocalPool {
         let info = self.0.info();
         PoolInfo {
             total_bytes: info.total_bytes,
+            strg_bytes: info.strg_bytes,
             metadata_bytes: info.metadata_bytes + info.retired_bytes,
             free_storage_bytes: info.free_bytes - info.lendable_bytes,
             free_migrate_bytes: info.lendable_bytes,

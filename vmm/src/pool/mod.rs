@@ -37,6 +37,19 @@ pub enum PoolError {
         /// What there is.
         available_bytes: u64,
     },
+    /// More than the pool could ever lend.
+    #[error(
+        "size is {}, and must be at most {}: the pool has {}, of which {} are its own data and {} are kept for \
+         volumes",
+        Size(*wanted_bytes), Size(info.most_memory_bytes()), Size(info.total_bytes), Size(info.metadata_bytes),
+        Size(info.strg_bytes)
+    )]
+    TooSmall {
+        /// What was asked for.
+        wanted_bytes: u64,
+        /// What it has.
+        info: PoolInfo,
+    },
     /// There is no such volume, and none shall be made.
     #[error("There is no volume {name:?} in the pool; create=on with a size= makes it")]
     NoVolume {
@@ -63,6 +76,8 @@ pub enum PoolError {
 pub struct PoolInfo {
     /// The whole pool.
     pub total_bytes: u64,
+    /// Kept for volumes: never lent as memory, whether volumes have it already or not.
+    pub strg_bytes: u64,
     /// The pool's own data, and what is damaged.
     pub metadata_bytes: u64,
     /// Free, and kept for volumes: never lent as memory.
@@ -75,6 +90,13 @@ pub struct PoolInfo {
     pub scrubbing_bytes: u64,
     /// Owned by volumes.
     pub volume_bytes: u64,
+}
+
+impl PoolInfo {
+    /// The most that could ever be lent as memory: all of it, if no volume had more than is kept for volumes.
+    pub fn most_memory_bytes(&self) -> u64 {
+        self.total_bytes.saturating_sub(self.metadata_bytes).saturating_sub(self.strg_bytes)
+    }
 }
 
 /// Which volume, and what to do when it is not there.

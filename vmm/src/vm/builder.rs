@@ -94,9 +94,10 @@ pub fn build(
     resources: &mut Resources,
     events: &EventSender,
 ) -> Result<KvmMachine, BuildError> {
-    // 1. What may be missing or in use elsewhere, before anything is made.
-    resources.open_pools(config)?;
+    // 1. What may be missing or in use elsewhere, before anything is made. Pools last: opening one erases what an
+    //    earlier life left lent.
     let hypervisor = Hypervisor::open()?;
+    resources.open_pools(config)?;
     // 2. Memory, because everything else lies in it or reaches it.
     let mut memory = build_memory(config, resources, &hypervisor)?;
     // 3. The kernel: what it is decides which interface a volume gets.
@@ -169,7 +170,8 @@ fn build_memory(
     };
     let pool = config.pm_memory.as_ref().map(|pm| resources.pool(&pm.pool));
     let table = Arc::clone(&hypervisor.vm) as Arc<dyn SlotTable>;
-    Ok(memory::build(zones::specs(config), pool, table, options)?)
+    let flags = if config.pm_memory.is_some() { "--memory, --pm-memory" } else { "--memory" };
+    memory::build(zones::specs(config), pool, table, options).map_err(BuildError::device(flags))
 }
 
 fn load_kernel(config: &VmConfig, memory: &Memory) -> Result<BootInfo, BuildError> {

@@ -9,7 +9,6 @@ use crate::boot::BootError;
 use crate::bus::BusError;
 use crate::cpu::CpuError;
 use crate::event_loop::EventLoopError;
-use crate::memory::MemoryError;
 use crate::pci::PciError;
 use crate::virtio::transport::pci::TransportError;
 use crate::volume::interface::InterfaceError;
@@ -20,9 +19,6 @@ pub enum BuildError {
     /// No hypervisor.
     #[error(transparent)]
     Kvm(#[from] KvmError),
-    /// No memory.
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
     /// No kernel.
     #[error(transparent)]
     Boot(#[from] BootError),

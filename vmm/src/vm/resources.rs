@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::error::BuildError;
-use crate::config::VmConfig;
+use crate::config::{PmMemoryConfig, VmConfig};
 use crate::host_console::FileStart;
 use crate::metrics::{Metrics, PoolMetrics};
-use crate::pool::{LocalPool, PmPool};
+use crate::pool::{LocalPool, PmPool, PoolError};
 
 /// What a VMM has beside its machine.
 pub struct Resources {
@@ -24,7 +24,7 @@ impl Resources {
     }
 
     /// Opens every pool that `config` names and that is not open yet. They stay open, and locked, as long as the
-    /// VMM lives.
+    /// VMM lives. A pool that could never lend what `--pm-memory` asks for is refused.
     pub fn open_pools(&mut self, config: &VmConfig) -> Result<(), BuildError> {
         let memory = config.pm_memory.iter().map(|pm| ("--pm-memory", &pm.pool));
         let volumes = config.pm_volumes.iter().map(|volume| ("--pm-volume", &volume.pool));
@@ -35,7 +35,16 @@ impl Resources {
                 self.pools.insert(path.clone(), pool);
             }
         }
-        Ok(())
+        config.pm_memory.as_ref().map_or(Ok(()), |pm| self.check_size(pm))
+    }
+
+    fn check_size(&self, pm: &PmMemoryConfig) -> Result<(), BuildError> {
+        let info = self.pool(&pm.pool).info();
+        if pm.size <= info.most_memory_bytes() {
+            return Ok(());
+        }
+        let error = PoolError::TooSmall { wanted_bytes: pm.size, info };
+        Err(BuildError::device(format!("--pm-memory pool={}", pm.pool.display()))(error))
     }
 
     /// A pool that [`Resources::open_pools`] has opened.
@@ -64,5 +73,35 @@ impl Resources {
     /// A machine has been built.
     pub fn machine_built(&mut self) {
         self.machines += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::config::test_config;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn a_zone_is_no_larger_than_what_its_pool_can_lend() {
+        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        let pool = folder.path().join("pool");
+        drop(pmem_volume::Pool::create(&pool, 64 * MIB, 16 * MIB).unwrap());
+        let open = |size| {
+            let mut config = test_config();
+            config.pm_memory = Some(PmMemoryConfig { pool: pool.clone(), size, guest_numa_node: 1 });
+            Resources::new(Arc::new(Metrics::new("vm"))).open_pools(&config)
+        };
+        let info = LocalPool::open(&pool).unwrap().info();
+        let most = info.most_memory_bytes();
+        assert_eq!(most, info.free_migrate_bytes, "nothing is used yet");
+        open(most).unwrap();
+        let message = crate::vm::chain(&open(most + 2 * MIB).unwrap_err());
+        for part in ["--pm-memory", &pool.display().to_string(), "64 MiB", "16 MiB"] {
+            assert!(message.contains(part), "nothing of {part} in: {message}");
+        }
     }
 }

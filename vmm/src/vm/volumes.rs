@@ -99,7 +99,9 @@ fn map<'a>(
 ) -> Result<Mapped<'a>, BuildError> {
     let pool = resources.pool(&config.pool);
     let (access, flushes) = mapping(config.readonly, pool.durability());
-    let range = memory.add_file_range(pool.file(), &volume.extents(), access)?;
+    let range = memory
+        .add_file_range(pool.file(), &volume.extents(), access)
+        .map_err(BuildError::device(format!("--pm-volume name={}", config.name)))?;
     Ok(Mapped { config, volume, range, flushes })
 }
 
