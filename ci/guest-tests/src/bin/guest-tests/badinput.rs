@@ -2,20 +2,26 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::guest::GuestBuilder;
+use guest_tests::guest::{GuestBuilder, program};
 use guest_tests::http::send_raw_unix;
-use guest_tests::runner::this_tests_dir;
-use guest_tests::{Guest, Pool};
+use guest_tests::runner::{skip, this_tests_dir};
+use guest_tests::{Guest, Kernel, Pool};
 use serde_json::json;
 
 guest_tests::tests![
     memory_sizes_out_of_bounds_are_refused,
+    pm_sizes_out_of_bounds_are_refused,
+    memory_beyond_the_address_space_is_refused,
     unknown_keys_and_policies_are_refused,
     a_kernel_that_is_none_is_refused,
     a_missing_pool_is_refused,
     a_file_that_is_no_pool_is_refused,
+    a_pool_of_a_newer_version_is_refused,
+    no_kvm_and_one_without_hardware_are_refused,
     a_size_beyond_the_pool_is_refused,
     a_volume_that_does_not_exist_is_refused,
     another_size_than_the_volumes_is_refused,
@@ -23,6 +29,7 @@ guest_tests::tests![
     an_api_socket_in_use_is_refused,
     a_second_vm_on_a_pool_is_refused_and_told_who_has_it,
     malformed_requests_are_answered_with_400,
+    reports_that_cannot_be_are_refused_and_counted,
 ];
 
 /// The VMM says one line with all of the words, ends with 1, and has made and changed no file.
@@ -78,6 +85,28 @@ fn memory_sizes_out_of_bounds_are_refused() -> Result<()> {
     Ok(())
 }
 
+fn pm_sizes_out_of_bounds_are_refused() -> Result<()> {
+    let pool = Pool::create("128M")?;
+    for (size, words) in [("0", ["size", "0"]), ("3M", ["3 MiB", "2 MiB"]), ("2T", ["2 TiB", "1 TiB"])] {
+        let memory = format!("pool={},size={size}", pool.name());
+        refuses(&Guest::builder().pm_memory(&memory), &[&["--pm-memory"], &words[..]].concat())?;
+        let volume = format!("pool={},name=data,create=on,size={size}", pool.name());
+        refuses(&Guest::builder().pm_volume(&volume), &[&["--pm-volume"], &words[..]].concat())?;
+    }
+    Ok(())
+}
+
+fn memory_beyond_the_address_space_is_refused() -> Result<()> {
+    let cpuinfo = fs::read_to_string("/proc/cpuinfo")?;
+    let sizes = cpuinfo.lines().find_map(|line| line.strip_prefix("address sizes")).unwrap_or_default();
+    let bits = sizes.trim_start_matches(['\t', ' ', ':']).split(' ').next().unwrap_or_default();
+    if bits != "40" {
+        return skip(format!("the processor has {bits} address bits: more than a flag can ask for"));
+    }
+    let memory = "size=512M,hotplug_method=virtio-mem,hotplug_size=1T";
+    refuses(&Guest::builder().memory(memory), &["--memory", "1099511627776", "40-bit"])
+}
+
 fn unknown_keys_and_policies_are_refused() -> Result<()> {
     refuses(&Guest::builder().memory("size=512M,colour=red"), &["--memory", "colour"])?;
     refuses(&Guest::builder().argument("--pressure", "policy=greedy"), &["--pressure", "greedy", "psi"])?;
@@ -106,6 +135,72 @@ fn a_file_that_is_no_pool_is_refused() -> Result<()> {
     refuses(&Guest::builder().pm_memory(&format!("pool={file},size=8M")), &["--pm-memory", &file])?;
     fs::write(&file, [])?;
     refuses(&Guest::builder().pm_memory(&format!("pool={file},size=8M")), &["--pm-memory", &file])
+}
+
+/// CRC-32 as gzip's: what seals a superblock (docs/format.md).
+fn crc32(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0u32, |crc, byte| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0xedb8_8320 & (crc & 1).wrapping_neg()))
+    })
+}
+
+fn a_pool_of_a_newer_version_is_refused() -> Result<()> {
+    const SUPERBLOCK_BYTES: usize = 4096;
+    let pool = Pool::create("128M")?;
+    let mut bytes = fs::read(pool.path())?;
+    for start in [0, (2 << 20) - SUPERBLOCK_BYTES] {
+        let superblock = &mut bytes[start..start + SUPERBLOCK_BYTES];
+        ensure!(superblock[8..12] == 1u32.to_le_bytes(), "Not where the version is");
+        superblock[8..12].copy_from_slice(&7u32.to_le_bytes());
+        let sum = u64::from(crc32(&superblock[..SUPERBLOCK_BYTES - 8]));
+        superblock[SUPERBLOCK_BYTES - 8..].copy_from_slice(&sum.to_le_bytes());
+    }
+    fs::write(pool.path(), bytes)?;
+    let (name, words) = (pool.name(), ["format version 7", "version 1"]);
+    let memory = format!("pool={name},size=8M");
+    refuses(&Guest::builder().pm_memory(&memory), &[&["--pm-memory", &name], &words[..]].concat())?;
+    let volume = format!("pool={name},name=data");
+    refuses(&Guest::builder().pm_volume(&volume), &[&["--pm-volume", &name], &words[..]].concat())
+}
+
+/// The VMM in a mount namespace that `prepare` has changed: its one line.
+fn refusal_where(prepare: &str) -> Result<String> {
+    let pool = Pool::create("64M")?;
+    let before = files(&this_tests_dir())?;
+    let script = format!("{prepare} && exec \"$0\" \"$@\"");
+    let output = Command::new("unshare")
+        .args(["-m", "sh", "-c", &script])
+        .arg(program("foreshore"))
+        .args(["--memory", "size=256M", "--serial", "null", "--console", "off"])
+        .arg("--kernel")
+        .arg(Kernel::V6_12.path())
+        .args(["--pm-volume", &format!("pool={},name=data,size=8M,create=on", pool.name())])
+        .stdin(Stdio::null())
+        .output()
+        .context("Cannot start unshare")?;
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(output.status.code() == Some(1), "{}: {message}", output.status);
+    ensure!(message.lines().count() == 1, "Not one line:\n{message}");
+    ensure!(before == files(&this_tests_dir())?, "A refusal has changed a file");
+    Ok(message)
+}
+
+fn no_kvm_and_one_without_hardware_are_refused() -> Result<()> {
+    // SAFETY: no arguments, no memory.
+    if unsafe { libc::geteuid() } != 0 {
+        return skip("mounting over /dev needs root");
+    }
+    let none = refusal_where("mount -t tmpfs none /dev")?;
+    ensure!(none.contains("Cannot open /dev/kvm"), "Without /dev/kvm: {none}");
+    let plain = this_tests_dir().join("cpuinfo.log");
+    let cpuinfo = fs::read_to_string("/proc/cpuinfo")?.replace(" svm", "").replace(" vmx", "");
+    fs::write(&plain, cpuinfo)?;
+    let soft = refusal_where(&format!("mount --bind {} /proc/cpuinfo", plain.display()))?;
+    ensure!(
+        soft.contains("/dev/kvm cannot run a stock guest") && soft.contains("neither svm nor vmx"),
+        "Without hardware: {soft}"
+    );
+    Ok(())
 }
 
 fn a_size_beyond_the_pool_is_refused() -> Result<()> {
@@ -182,5 +277,56 @@ fn malformed_requests_are_answered_with_400() -> Result<()> {
     // After all that it works as before.
     guest.api("GET", "vmm.ping", None)?;
     guest.run("true")?;
+    Ok(())
+}
+
+/// The agent is not started: these lines come from whoever reaches its port in the guest.
+fn reports_that_cannot_be_are_refused_and_counted() -> Result<()> {
+    let hello = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
+    let report = |seq: u64, available_bytes: u64| {
+        let memory = json!({ "total_bytes": 1 << 29, "free_bytes": 0, "available_bytes": available_bytes });
+        json!({ "type": "report", "version": 1, "seq": seq, "monotonic_ms": 1000, "memory": memory, "zones": [] })
+            .to_string()
+    };
+    let lines = [
+        report(1, 0),
+        "this is no report".to_owned(),
+        hello.replace("\"version\":1", "\"version\":9"),
+        hello.to_owned(),
+        report(1, u64::MAX),
+        r#"{"type":"report","version":1,"seq":-1}"#.to_owned(),
+    ];
+    let expected = [
+        ("before_hello", 1.0),
+        ("not_json", 1.0),
+        ("wrong_version", 1.0),
+        ("out_of_range", 1.0),
+        ("wrong_shape", 1.0),
+    ];
+
+    let guest = Guest::builder()
+        .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=128M")
+        .pressure("psi")
+        .cmdline("foreshore.agent=off")
+        .boot()?;
+    guest.run(&format!("printf '%s\\n' '{}' | guest-tool vsock-send 9746", lines.join("' '")))?;
+    let refused = |reason: &str| {
+        let labels = [("reason", reason)];
+        Ok::<_, anyhow::Error>(guest.metrics()?.sum("foreshore_pressure_refused_reports_total", &labels))
+    };
+    guest.wait_until("the last line is counted", Duration::from_secs(30), || {
+        Ok(refused("wrong_shape")? > 0.0)
+    })?;
+    for (reason, count) in expected {
+        let found = refused(reason)?;
+        ensure!(found == count, "{reason}: {found} refused, not {count}");
+    }
+    let zone = crate::zones::zone(&guest, "dram")?;
+    ensure!(
+        zone.requested_bytes == 0,
+        "What was refused has made the governor plug {}",
+        zone.requested_bytes
+    );
+    guest.api("GET", "vmm.ping", None)?;
     Ok(())
 }

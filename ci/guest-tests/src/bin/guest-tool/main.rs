@@ -5,6 +5,7 @@ mod content;
 mod files;
 mod hostile;
 mod memory;
+mod vsock;
 
 use anyhow::{Context, Result, bail};
 
@@ -18,6 +19,7 @@ usage:
   guest-tool check-blocks DEVICE FIRST COUNT SEED ROUND
                                                  every block is that of the round, or of the one before
   guest-tool time-blocks DEVICE read|write COUNT time direct 4 KiB transfers, one at a time: microseconds
+  guest-tool vsock-send PORT                     send the standard input to the host's port
   guest-tool hostile-range ID FIRST END SECONDS  give the virtio device with that PCI id buffers in a range of memory
   guest-tool hostile-garbage ID SECONDS          give it chains that are wrong in every way";
 
@@ -39,6 +41,7 @@ fn main() -> Result<()> {
             number(round)?,
         ),
         ["time-blocks", device, what, count] => blocks::time(device, what, number(count)?),
+        ["vsock-send", port] => vsock::send(u32::try_from(number(port)?)?),
         ["hostile-range", id, first, end, seconds] => {
             let malice = hostile::Malice::Range { first: number(first)?, end: number(end)? };
             hostile::attack(number(id)?, malice, number(seconds)?)
