@@ -7,7 +7,8 @@ use guest_tests::disk::HeldWriteback;
 use guest_tests::{Disk, Guest, Pool, skip};
 
 use crate::volume::{
-    IO_LIMIT, MOUNT, check_acknowledged, guest_with, wait_for_disk, with_volume, write_files_and_kill,
+    IO_LIMIT, MOUNT, check_acknowledged, guest_with, make_file_system, wait_for_disk, with_volume,
+    write_files_and_kill,
 };
 
 guest_tests::tests![
@@ -69,16 +70,16 @@ fn acknowledged_files_survive_a_power_cut() -> Result<()> {
     let (disk, pool) = pool_on_disk(1024)?;
     let guest = guest_with(&pool, "interface=nvdimm").cpus(2).boot()?;
     wait_for_disk(&guest)?;
-    guest.run("mkfs.ext4 -q /dev/pmem0s")?;
+    make_file_system(&guest)?;
     guest.run(MOUNT)?;
-    let acknowledged = write_files_and_kill(guest, 30)?;
+    let acknowledged = write_files_and_kill(guest, 15)?;
     let pool = Pool::at(&disk.after_power_loss()?);
     pool.check()?;
     let guest = guest_with(&pool, "interface=nvdimm").boot()?;
     wait_for_disk(&guest)?;
     guest.run(MOUNT)?;
     check_acknowledged(&guest, &acknowledged)?;
-    guest.run("umount /mnt/data && e2fsck -fn /dev/pmem0s")?;
+    guest.run_within(IO_LIMIT, "umount /mnt/data && e2fsck -fn /dev/pmem0s")?;
     guest.no_kernel_complaints()
 }
 
