@@ -86,6 +86,7 @@ pub struct GuestBuilder {
     memory: String,
     cmdline: String,
     pressure: Option<String>,
+    metrics: Option<String>,
     arguments: Vec<String>,
     without: Vec<&'static str>,
     boot_limit: Duration,
@@ -104,6 +105,7 @@ impl GuestBuilder {
             // Warnings are wanted on the console, the rest would only cost time: every byte is an exit.
             cmdline: "console=ttyS0 loglevel=5".to_owned(),
             pressure: None,
+            metrics: None,
             arguments: Vec::new(),
             without: Vec::new(),
             boot_limit: BOOT_LIMIT,
@@ -168,6 +170,12 @@ impl GuestBuilder {
         self
     }
 
+    /// `--metrics`, where others than the test want to scrape: `0.0.0.0:9745,vm=demo`. A free local port otherwise.
+    pub fn metrics(mut self, metrics: &str) -> Self {
+        self.metrics = Some(metrics.to_owned());
+        self
+    }
+
     /// More for the kernel's command line.
     pub fn cmdline(mut self, more: &str) -> Self {
         self.cmdline += " ";
@@ -208,10 +216,11 @@ impl GuestBuilder {
         let paths = Paths { dir: this_tests_dir(), name: format!("{name}{number}") };
         std::fs::create_dir_all(&paths.dir)
             .with_context(|| format!("Cannot make {}", paths.dir.display()))?;
-        let metrics_address = free_address()?;
+        let metrics = self.metrics.clone().map_or_else(free_address, Ok)?;
         let mut command = Command::new(&self.program);
-        command.args(self.vmm_arguments(&paths, &metrics_address));
+        command.args(self.vmm_arguments(&paths, &metrics));
         let process = VmmProcess::start(&mut command, &paths.vmm_log())?;
+        let metrics_address = metrics.split(',').next().unwrap_or_default().to_owned();
         Ok(Guest { process, paths, metrics_address })
     }
 
@@ -224,7 +233,7 @@ impl GuestBuilder {
         Ok(Refusal { code: status.code(), message: console::read(&log)? })
     }
 
-    fn vmm_arguments(&self, paths: &Paths, metrics_address: &str) -> Vec<String> {
+    fn vmm_arguments(&self, paths: &Paths, metrics: &str) -> Vec<String> {
         let text = |path: &Path| path.display().to_string();
         let max_cpus = self.max_cpus.unwrap_or(self.cpus);
         let ours: [(&'static str, Option<String>); 11] = [
@@ -238,7 +247,7 @@ impl GuestBuilder {
             ("--rng", Some("src=/dev/urandom".to_owned())),
             ("--vsock", Some(format!("cid=3,socket={}", text(&paths.vsock())))),
             ("--api-socket", Some(text(&paths.api()))),
-            ("--metrics", Some(metrics_address.to_owned())),
+            ("--metrics", Some(metrics.to_owned())),
         ];
         let pressure = ("--pressure", self.pressure.as_ref().map(|policy| format!("policy={policy}")));
         ours.into_iter()

@@ -1,0 +1,77 @@
+# Draws timeline.csv: gnuplot -e "format='svg'" timeline.gnuplot, or format='png'. Columns go by name.
+set datafile separator comma
+set datafile columnheaders
+if (format eq 'svg') {
+    set terminal svg size 1200, 1400 dynamic font 'DejaVu Sans,12' background rgb 'white'
+    set output 'timeline.svg'
+} else {
+    set terminal pngcairo size 1200, 1400 font 'DejaVu Sans,10' background rgb 'white'
+    set output 'timeline.png'
+}
+
+mib(bytes) = bytes / 1048576.0
+of(vm, value) = (strcol('vm') eq vm) ? value : NaN
+vm = '@VM@'
+other = '@OTHER_VM@'
+data = 'timeline.csv'
+
+set multiplot
+set xrange [0:@END@]
+set lmargin at screen 0.075
+set rmargin at screen 0.835
+set key outside right center width -4 samplen 2 spacing 1.3 font ',10'
+set grid ytics lc rgb '#dddddd'
+set border 3 lc rgb '#555555'
+set tics nomirror
+set xtics format ''
+set yrange [0:*]
+
+top(panel) = 0.875 - 0.17 * panel
+height = 0.145
+
+@MARKS@
+set label 1000 "Foreshore: a guest's memory grows into PM and back" at screen 0.075, 0.977 font ',16'
+set label 1001 "512 MiB of DRAM, Redis filled with 780 MiB and flushed; then a volume of the same pool" at screen 0.075, 0.955 tc rgb '#555555'
+
+set tmargin at screen top(0)
+set bmargin at screen top(0) - height
+set ylabel 'PM zone, MiB'
+plot data using 'elapsed_s':(of(vm, mib(column('pm_resident_bytes')))) with filledcurves x1 fc rgb '#cfe3f5' title 'resident', \
+     '' using 'elapsed_s':(of(vm, mib(column('pm_requested_bytes')))) with steps lw 1.5 dt 2 lc rgb '#d1495b' title 'requested', \
+     '' using 'elapsed_s':(of(vm, mib(column('pm_plugged_bytes')))) with lines lw 2 lc rgb '#1f5fa6' title 'plugged'
+
+do for [n = 1:60] { unset label n }
+unset label 1000
+unset label 1001
+
+set tmargin at screen top(1)
+set bmargin at screen top(1) - height
+set ylabel 'DRAM zone, MiB'
+plot data using 'elapsed_s':(of(vm, mib(column('dram_resident_bytes')))) with filledcurves x1 fc rgb '#dcebd5' title 'resident', \
+     '' using 'elapsed_s':(of(vm, mib(column('dram_boot_bytes') + column('dram_requested_bytes')))) with steps lw 1.5 dt 2 lc rgb '#d1495b' title 'boot + requested', \
+     '' using 'elapsed_s':(of(vm, mib(column('dram_boot_bytes') + column('dram_plugged_bytes')))) with lines lw 2 lc rgb '#3c7d22' title 'boot + plugged'
+
+set tmargin at screen top(2)
+set bmargin at screen top(2) - height
+set ylabel 'pool, MiB'
+plot data using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes') + column('pool_memory_bytes') + column('pool_free_bytes')))) with filledcurves x1 fc rgb '#eeeeee' title 'free', \
+     '' using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes') + column('pool_memory_bytes')))) with filledcurves x1 fc rgb '#8fb8de' title 'lent as memory', \
+     '' using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes')))) with filledcurves x1 fc rgb '#e0a458' title 'volume'
+
+set tmargin at screen top(3)
+set bmargin at screen top(3) - height
+set ylabel 'memory stall (PSI), s'
+plot data using 'elapsed_s':(of(vm, column('stall_some_seconds'))) with lines lw 2 lc rgb '#1f5fa6' title 'psi, some', \
+     '' using 'elapsed_s':(of(vm, column('stall_full_seconds'))) with lines lw 1.5 dt 3 lc rgb '#1f5fa6' title 'psi, full', \
+     '' using 'elapsed_s':(of(other, column('stall_some_seconds'))) with lines lw 2 lc rgb '#d1495b' title 'off, some', \
+     '' using 'elapsed_s':(of(other, column('stall_full_seconds'))) with lines lw 1.5 dt 3 lc rgb '#d1495b' title 'off, full'
+
+set tmargin at screen top(4)
+set bmargin at screen top(4) - height
+set ylabel 'swapped out, MiB'
+set xlabel 'seconds since the start'
+set xtics format '%g'
+set yrange [0:*]
+plot data using 'elapsed_s':(of(vm, column('swapped_out_pages') / 256)) with lines lw 2 lc rgb '#1f5fa6' title 'policy=psi', \
+     '' using 'elapsed_s':(of(other, column('swapped_out_pages') / 256)) with lines lw 2 lc rgb '#d1495b' title 'policy=off'
+unset multiplot

@@ -1,0 +1,125 @@
+//! Phase 2: Redis outgrows the DRAM, with the governor and without it.
+
+use anyhow::Result;
+use guest_tests::Guest;
+
+use crate::redis::{self, FILL_BYTES, Fill};
+use crate::sizes::{MIB, Sizes, vmstat};
+use crate::{claim, event, phase};
+
+const DRAM_BYTES: u64 = 512 * MIB;
+const LEAST_PM_BYTES: u64 = 400 * MIB;
+
+/// A fill and what the guest's kernel counted meanwhile.
+struct Run {
+    fill: Fill,
+    swapped_out_pages: u64,
+    killed: u64,
+}
+
+/// Fills both guests with the same; the first one stays full.
+pub fn show(guest: &Guest, boot_without_governor: &impl Fn() -> Result<Guest>) -> Result<()> {
+    phase(2, "Redis is filled to 1.5 times the DRAM");
+    redis::start(guest)?;
+    event("fill begins");
+    let governed = run(guest, Some(Watch::new(guest)))?;
+    event("Redis is full");
+    let dataset_bytes = redis::dataset_bytes(guest)?;
+    check_governed(guest, &governed, dataset_bytes)?;
+    print_latency(guest)?;
+
+    println!("  the same fill with --pressure policy=off:");
+    let other = boot_without_governor()?;
+    redis::start(&other)?;
+    event("fill without governor");
+    let ungoverned = run(&other, None)?;
+    event("without governor: over");
+    let sizes = Sizes::of(&other)?;
+    print_side_by_side(&governed, &ungoverned);
+    claim(sizes.pm.plugged_bytes == 0, "without the governor no PM was plugged")?;
+    claim(
+        ungoverned.swapped_out_pages > 0 || ungoverned.killed > 0,
+        "without the governor the same fill swaps or is killed",
+    )
+}
+
+fn check_governed(guest: &Guest, run: &Run, dataset_bytes: u64) -> Result<()> {
+    claim(
+        run.fill.completed && run.fill.alive && dataset_bytes >= DRAM_BYTES * 3 / 2,
+        &format!("Redis holds {} MiB in {} keys", dataset_bytes / MIB, run.fill.keys),
+    )?;
+    let sizes = Sizes::of(guest)?;
+    claim(sizes.pm.plugged_bytes >= LEAST_PM_BYTES, &format!("the guest has grown to {sizes}"))?;
+    claim(sizes.dram.plugged_bytes == 128 * MIB, "all of DRAM's hotplug part is in use")?;
+    claim(run.swapped_out_pages == 0, "not one page was swapped out")?;
+    claim(run.killed == 0, "nothing was killed")?;
+    guest.no_kernel_complaints()?;
+    claim(true, "the guest's kernel has no complaint")
+}
+
+fn run(guest: &Guest, watch: Option<Watch<'_>>) -> Result<Run> {
+    let mut watch = watch;
+    let fill = redis::fill(guest, |keys| match &mut watch {
+        Some(watch) => watch.look(keys),
+        None => Ok(()),
+    })?;
+    Ok(Run { fill, swapped_out_pages: vmstat(guest, "pswpout")?, killed: vmstat(guest, "oom_kill")? })
+}
+
+/// Looks at the zones while they grow: DRAM has to be first.
+struct Watch<'a> {
+    guest: &'a Guest,
+    pm_seen: bool,
+}
+
+impl<'a> Watch<'a> {
+    fn new(guest: &'a Guest) -> Self {
+        Self { guest, pm_seen: false }
+    }
+
+    fn look(&mut self, keys: u64) -> Result<()> {
+        let sizes = Sizes::of(self.guest)?;
+        println!("  {keys:6} keys, the guest has {sizes}");
+        if sizes.pm.requested_bytes > 0 && !self.pm_seen {
+            self.pm_seen = true;
+            claim(sizes.dram.requested_bytes == 128 * MIB, "PM is asked for once DRAM has no more")?;
+        }
+        Ok(())
+    }
+}
+
+/// How long the guest waited for memory.
+fn print_latency(guest: &Guest) -> Result<()> {
+    let metrics = guest.metrics()?;
+    let total =
+        |suffix: &str| metrics.value(&format!("foreshore_pressure_report_to_online_seconds_{suffix}"), &[]);
+    let (count, seconds) = (total("count")?, total("sum")?);
+    claim(
+        count > 0.0,
+        &format!(
+            "from the first report under the watermark to the memory being online: {:.0} ms (mean of {count})",
+            seconds / count * 1000.0
+        ),
+    )?;
+    let last = &guest.api("GET", "vm.pressure", None)?["details"]["report_to_online_ms"];
+    println!("  the last one took {last} ms");
+    Ok(())
+}
+
+fn print_side_by_side(governed: &Run, ungoverned: &Run) {
+    let row = |what: &str, value: &dyn Fn(&Run) -> String| {
+        println!("    {what:26} {:>14} {:>14}", value(governed), value(ungoverned));
+    };
+    println!(
+        "    {:26} {:>14} {:>14}",
+        format!("{} MiB into Redis", FILL_BYTES / MIB),
+        "policy=psi",
+        "policy=off"
+    );
+    row("pages swapped out", &|run| run.swapped_out_pages.to_string());
+    row("processes killed (OOM)", &|run| run.killed.to_string());
+    row("fill", &|run| if run.fill.completed { "complete".to_owned() } else { "broken off".to_owned() });
+    row("seconds until then", &|run| format!("{:.1}", run.fill.took.as_secs_f64()));
+    row("keys seen in Redis", &|run| run.fill.keys.to_string());
+    row("Redis afterwards", &|run| if run.fill.alive { "answers".to_owned() } else { "dead".to_owned() });
+}

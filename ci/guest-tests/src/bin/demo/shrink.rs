@@ -1,0 +1,102 @@
+//! Phase 3: the need is over, and the host gets its memory back.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use guest_tests::{Guest, Pool};
+
+use crate::sizes::{MIB, Sizes};
+use crate::{claim, event, phase, redis};
+
+/// Shrinking is slow on purpose: steps after a cool-down.
+const SHRINK_LIMIT: Duration = Duration::from_secs(240);
+
+/// What the pool's own data and the volume's may differ by.
+const TOLERANCE_BYTES: u64 = 4 * MIB;
+
+/// What the host has spent on a guest.
+#[derive(Debug, Clone, Copy)]
+pub struct Spent {
+    rss_bytes: u64,
+    pool_file_bytes: u64,
+    sizes: Sizes,
+}
+
+impl Spent {
+    /// At this moment.
+    pub fn on(guest: &Guest, pool: &Pool) -> Result<Self> {
+        Ok(Self {
+            rss_bytes: guest.rss_bytes()?,
+            pool_file_bytes: pool.occupied_bytes()?,
+            sizes: Sizes::of(guest)?,
+        })
+    }
+}
+
+/// Flushes Redis and follows the guest down.
+pub fn show(guest: &Guest, pool: &Pool, before: &Spent) -> Result<()> {
+    phase(3, "Redis is flushed, the guest shrinks");
+    let top = Spent::on(guest, pool)?;
+    event("flush");
+    redis::flush(guest)?;
+    let steps = follow_down(guest)?;
+    event("all PM is back");
+    let after = Spent::on(guest, pool)?;
+    print_table(&[before, &top, &after]);
+    claim(steps.len() >= 2, &format!("PM went back in steps, to {} MiB", in_mib(&steps)))?;
+    claim(true, "DRAM's hotplug part stayed as long as there was PM")?;
+    claim(
+        after.sizes.pool_free_bytes == before.sizes.pool_free_bytes,
+        "the pool has as many bytes free as before",
+    )?;
+    claim(
+        after.pool_file_bytes <= before.pool_file_bytes + TOLERANCE_BYTES,
+        "the pool's file occupies no more than before",
+    )?;
+    let returned = top.rss_bytes.saturating_sub(after.rss_bytes);
+    claim(
+        after.sizes.pm.resident_bytes == 0 && returned + TOLERANCE_BYTES >= top.sizes.pm.resident_bytes,
+        &format!("the VMM's resident memory fell by {} MiB, with no PM in it any more", returned / MIB),
+    )?;
+    guest.no_kernel_complaints()
+}
+
+/// Until no PM is plugged; returns the sizes that were requested on the way.
+fn follow_down(guest: &Guest) -> Result<Vec<u64>> {
+    let mut last = Sizes::of(guest)?;
+    let mut steps = Vec::new();
+    guest.wait_until("all PM is back", SHRINK_LIMIT, || {
+        let sizes = Sizes::of(guest)?;
+        if sizes.pm.requested_bytes < last.pm.requested_bytes {
+            steps.push(sizes.pm.requested_bytes);
+        }
+        if sizes.pm.plugged_bytes / (64 * MIB) < last.pm.plugged_bytes / (64 * MIB) {
+            println!("  the guest has {sizes}");
+        }
+        ensure!(
+            sizes.pm.plugged_bytes == 0 || sizes.dram.plugged_bytes == 128 * MIB,
+            "DRAM shrank before PM had gone: {sizes}"
+        );
+        last = sizes;
+        Ok(sizes.pm.plugged_bytes == 0)
+    })?;
+    Ok(steps)
+}
+
+fn in_mib(sizes_bytes: &[u64]) -> String {
+    sizes_bytes.iter().map(|bytes| (bytes / MIB).to_string()).collect::<Vec<_>>().join(", ")
+}
+
+fn print_table(moments: &[&Spent; 3]) {
+    let row = |what: &str, bytes: fn(&Spent) -> u64| {
+        let [before, top, after] = moments.map(|spent| bytes(spent) / MIB);
+        println!("    {what:26} {before:>8} {top:>8} {after:>8}");
+    };
+    println!("    {:26} {:>8} {:>8} {:>8}", "MiB", "before", "top", "after");
+    row("VMM's resident memory", |spent| spent.rss_bytes);
+    row("  of it DRAM", |spent| spent.sizes.dram.resident_bytes);
+    row("  of it PM", |spent| spent.sizes.pm.resident_bytes);
+    row("pool file's blocks", |spent| spent.pool_file_bytes);
+    row("pool: free", |spent| spent.sizes.pool_free_bytes);
+    row("pool: lent as memory", |spent| spent.sizes.pool_memory_bytes);
+}

@@ -1,0 +1,136 @@
+//! Phase 4: the rest of the pool is a disk, which survives the VMM and changes its interface.
+
+use std::fs;
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::guest::{GuestBuilder, Script};
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Guest, Pool};
+
+use crate::{claim, event, phase, with_volume};
+
+const IO_LIMIT: Duration = Duration::from_secs(180);
+const MOUNT: &str = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0s /mnt/data";
+const FILES: &str = "/mnt/data/files";
+/// How many files are acknowledged before the kill comes.
+const FILES_BEFORE_KILL: usize = 60;
+
+/// The files that a guest has said are durable: name and hash, a line each, in a file outside the VM.
+struct Acknowledged {
+    path: PathBuf,
+    lines: Vec<String>,
+}
+
+impl Acknowledged {
+    fn new() -> Result<Self> {
+        let path = this_tests_dir().join("acknowledged.log");
+        fs::write(&path, "")?;
+        Ok(Self { path, lines: Vec::new() })
+    }
+
+    fn add(&mut self, line: String) -> Result<()> {
+        let mut log = fs::File::options().append(true).open(&self.path)?;
+        writeln!(log, "{line}").context("Cannot log an acknowledged file")?;
+        self.lines.push(line);
+        Ok(())
+    }
+
+    /// Takes `count` more from a writer.
+    fn take(&mut self, writer: &mut Script, count: usize) -> Result<()> {
+        for _ in 0..count {
+            self.add(writer.next_line().context("The writer ended")?)?;
+        }
+        Ok(())
+    }
+
+    /// Every one of them is in the guest, whole.
+    fn check(&self, guest: &Guest) -> Result<()> {
+        guest.run(": >/tmp/list")?;
+        for lines in self.lines.chunks(200) {
+            guest.run(&format!("cat >>/tmp/list <<'END'\n{}\nEND", lines.join("\n")))?;
+        }
+        let checked = guest.run_within(IO_LIMIT, &format!("guest-tool check-files {FILES} /tmp/list"))?;
+        let expected = format!("checked {}", self.lines.len());
+        ensure!(checked.trim() == expected, "{checked:?} instead of {expected:?}");
+        claim(true, &format!("all {} acknowledged files are there, whole", self.lines.len()))
+    }
+}
+
+/// Takes the running guest, kills it while it writes, and looks for the files twice.
+pub fn show(guest: Guest, vm: &GuestBuilder, pool: &Pool) -> Result<()> {
+    phase(4, "a volume of the same pool survives SIGKILL and changes its interface");
+    let mut acknowledged = Acknowledged::new()?;
+    write_and_kill(guest, &mut acknowledged)?;
+    pool.check()?;
+    claim(true, "pmvol check finds nothing wrong after the kill")?;
+
+    let restarted = with_volume(vm, pool, "nvdimm").name("restarted").boot()?;
+    event("restarted, nvdimm");
+    mount(&restarted)?;
+    claim(true, "the file system mounts, on nvdimm with two vCPUs")?;
+    acknowledged.check(&restarted)?;
+    write_more(&restarted, &mut acknowledged)?;
+    unmount(&restarted)?;
+    restarted.power_off()?;
+    pool.check()?;
+
+    let other = with_volume(vm, pool, "virtio-pmem").name("virtio-pmem").cpus(1).boot()?;
+    event("restarted, virtio-pmem");
+    mount(&other)?;
+    claim(true, "the file system mounts, on virtio-pmem with one vCPU")?;
+    acknowledged.check(&other)?;
+    write_more(&other, &mut acknowledged)?;
+    acknowledged.check(&other)?;
+    unmount(&other)?;
+    other.power_off()?;
+    pool.check()?;
+    claim(true, "pmvol check finds nothing wrong at the end")
+}
+
+fn write_and_kill(guest: Guest, acknowledged: &mut Acknowledged) -> Result<()> {
+    wait_for_disk(&guest)?;
+    guest.run_within(IO_LIMIT, &format!("mkfs.ext4 -q /dev/pmem0s && {MOUNT}"))?;
+    event("files with fsync");
+    let mut writer = start_writer(&guest)?;
+    acknowledged.take(&mut writer, FILES_BEFORE_KILL)?;
+    guest.no_kernel_complaints()?;
+    guest.kill9()?;
+    event("SIGKILL");
+    // What had come out of the VM when it died was acknowledged as well.
+    while let Some(line) = writer.next_line() {
+        acknowledged.add(line)?;
+    }
+    println!(
+        "  the VMM is killed while the guest writes; {} files were acknowledged",
+        acknowledged.lines.len()
+    );
+    Ok(())
+}
+
+fn start_writer(guest: &Guest) -> Result<Script> {
+    guest.start_script(IO_LIMIT, &format!("exec guest-tool write-files {FILES} 20000"))
+}
+
+fn write_more(guest: &Guest, acknowledged: &mut Acknowledged) -> Result<()> {
+    let mut writer = start_writer(guest)?;
+    acknowledged.take(&mut writer, 20)?;
+    drop(writer);
+    guest.wait_until_run("the writer has gone", IO_LIMIT, "! pidof guest-tool")
+}
+
+fn wait_for_disk(guest: &Guest) -> Result<()> {
+    guest.wait_until_run("/dev/pmem0s is there", IO_LIMIT, "test -b /dev/pmem0s")
+}
+
+fn mount(guest: &Guest) -> Result<()> {
+    wait_for_disk(guest)?;
+    guest.run_within(IO_LIMIT, MOUNT).map(drop)
+}
+
+fn unmount(guest: &Guest) -> Result<()> {
+    guest.run_within(IO_LIMIT, "umount /mnt/data && e2fsck -fn /dev/pmem0s")?;
+    guest.no_kernel_complaints()
+}
