@@ -31,7 +31,7 @@ height = 0.145
 
 @MARKS@
 set label 1000 "Foreshore: a guest's memory grows into PM and back" at screen 0.075, 0.977 font ',16'
-set label 1001 "512 MiB of DRAM, Redis filled with 780 MiB and flushed; then a volume of the same pool" at screen 0.075, 0.955 tc rgb '#555555'
+set label 1001 "512 MiB of DRAM, Redis filled with 779 MiB and flushed; then a volume of the same pool" at screen 0.075, 0.955 tc rgb '#555555'
 
 set tmargin at screen top(0)
 set bmargin at screen top(0) - height

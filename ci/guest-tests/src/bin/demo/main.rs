@@ -30,7 +30,7 @@ fn main() -> ExitCode {
     match shown.and(kept) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            println!("  NOT SEEN: {error:?}");
+            println!("  NOT SEEN: {error:#}");
             ExitCode::FAILURE
         }
     }

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use guest_tests::Guest;
+use guest_tests::{Guest, Output};
 
 /// For Redis to say nothing: a guest that swaps is slow.
 const SILENCE_LIMIT: Duration = Duration::from_secs(180);
@@ -11,14 +11,18 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(180);
 const SOCKET: &str = "/run/redis.sock";
 
 /// With the string's header just under 16 KiB, a size class of jemalloc, which would waste a quarter above it.
-/// redis-benchmark's values are random characters: no compressed swap makes room by them.
+/// Random characters: no compressed swap makes room by them. Every round has key names of its own, because
+/// redis-benchmark's random numbers may repeat from run to run.
 const VALUE_BYTES: u64 = 16_360;
 
 /// The fill is cut into rounds, each a run of redis-benchmark, to see how far it has come.
 const ROUNDS: u64 = 20;
-const VALUES_PER_ROUND: u64 = 2500;
+/// A multiple of the pipeline's length, to which redis-benchmark rounds up.
+const VALUES_PER_ROUND: u64 = 2496;
+/// Commands on the way at once: one at a time, an emulated host measures little but its own task switches.
+const PIPELINE: u64 = 32;
 
-/// What a fill puts into Redis: 780 MiB, 1.5 times the guest's DRAM.
+/// What a fill puts into Redis: 779 MiB, 1.5 times the guest's DRAM.
 pub const FILL_BYTES: u64 = VALUE_BYTES * ROUNDS * VALUES_PER_ROUND;
 
 /// How a fill ended.
@@ -26,6 +30,8 @@ pub const FILL_BYTES: u64 = VALUE_BYTES * ROUNDS * VALUES_PER_ROUND;
 pub struct Fill {
     /// All of it is in Redis.
     pub completed: bool,
+    /// What the guest said if it is not.
+    pub last_words: String,
     /// The most that Redis said it held.
     pub keys: u64,
     pub took: Duration,
@@ -53,11 +59,13 @@ pub fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Result<Fi
     let mut script = guest.start_script(
         SILENCE_LIMIT,
         &format!(
-            "for round in $(seq {ROUNDS}); do
-                redis-benchmark -s {SOCKET} -q -c 1 -P 32 -t set -d {VALUE_BYTES} -r 1000000000 -n {VALUES_PER_ROUND} \
-                    >/run/benchmark.log 2>&1 || exit 1
+            "head -c {} /dev/urandom | base64 -w 0 >/run/value
+            for round in $(seq {ROUNDS}); do
+                redis-benchmark -s {SOCKET} -q -c 1 -P {PIPELINE} -r 1000000000 -n {VALUES_PER_ROUND} \
+                    -x set round$round:__rand_int__ </run/value 2>/run/benchmark.log >/dev/null || exit 1
                 redis-cli -s {SOCKET} dbsize || exit 1
-            done"
+            done",
+            VALUE_BYTES / 4 * 3
         ),
     )?;
     let mut keys = 0;
@@ -65,10 +73,21 @@ pub fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Result<Fi
         keys = line.trim().parse().with_context(|| format!("redis-cli dbsize says {line:?}"))?;
         seen(keys)?;
     }
-    let completed = script.finish().is_ok_and(|output| output.code == 0);
+    let ended = script.finish();
     let took = started.elapsed();
+    let completed = ended.as_ref().is_ok_and(|output| output.code == 0);
+    let last_words = if completed { String::new() } else { last_words(guest, &ended)? };
     let ping = guest.try_run(SILENCE_LIMIT, &format!("redis-cli -s {SOCKET} ping"))?;
-    Ok(Fill { completed, keys, took, alive: ping.stdout.contains("PONG") })
+    Ok(Fill { completed, last_words, keys, took, alive: ping.stdout.contains("PONG") })
+}
+
+/// Why a fill broke off, as the guest tells it.
+fn last_words(guest: &Guest, ended: &Result<Output>) -> Result<String> {
+    let said = guest.try_run(
+        SILENCE_LIMIT,
+        "tr '\\r' '\\n' </run/benchmark.log | tail -n 3; tail -n 3 /run/redis.log; dmesg | tail -n 5",
+    )?;
+    Ok(format!("{ended:?}\n{}", said.stdout))
 }
 
 /// Bytes of values and keys that Redis holds.
