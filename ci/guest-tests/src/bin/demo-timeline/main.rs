@@ -1,6 +1,6 @@
-//! Asks Prometheus what it saw and writes it down for a plot: `demo-timeline ADDRESS:PORT START END EVENTS DIR`.
+//! Asks Prometheus what it saw and writes it down for a plot: `demo-timeline ADDRESS:PORT END EVENTS DIR`.
 //!
-//! START and END are seconds since 1970, EVENTS a file of lines `seconds,what`. In DIR it leaves `timeline.csv`, and
+//! END is in seconds since 1970, EVENTS a file of lines `seconds,what`. In DIR it leaves `timeline.csv`, and
 //! `timeline.gnuplot`, which draws it. Fails if Prometheus did not see the whole of what the demo has shown.
 
 mod plot;
@@ -16,14 +16,23 @@ use crate::plot::Event;
 use crate::prometheus::{Prometheus, Range};
 use crate::table::Table;
 
-const USAGE: &str = "usage: demo-timeline ADDRESS:PORT START END EVENTS DIR";
+/// Of the time before the first event.
+const LEAD_IN_S: f64 = 2.0;
+
+const USAGE: &str = "usage: demo-timeline ADDRESS:PORT END EVENTS DIR";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [address, start, end, events, dir] = arguments.as_slice() else { bail!("{USAGE}") };
+    let [address, end, events, dir] = arguments.as_slice() else { bail!("{USAGE}") };
     let seconds = |text: &str| text.parse::<f64>().with_context(|| format!("Not a time: {text:?}\n{USAGE}"));
-    let range = Range::new(seconds(start)?, seconds(end)?)?;
-    let events = read_events(Path::new(events), &range)?;
+    let events = read_events(Path::new(events))?;
+    let (first, _) = events.first().context("No events")?;
+    // What came before is set-up: the timeline begins a moment before the first event.
+    let range = Range::new(first - LEAD_IN_S, seconds(end)?)?;
+    let events: Vec<Event> = events
+        .into_iter()
+        .map(|(time_s, what)| Event { elapsed_s: time_s - range.start_s(), what })
+        .collect();
 
     let table = Table::ask(&Prometheus::new(address), &range)?;
     table.check()?;
@@ -34,12 +43,12 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-fn read_events(path: &Path, range: &Range) -> Result<Vec<Event>> {
+/// Times and names.
+fn read_events(path: &Path) -> Result<Vec<(f64, String)>> {
     let text = fs::read_to_string(path).with_context(|| format!("Cannot read {}", path.display()))?;
     let event = |line: &str| {
         let (time, what) = line.split_once(',').with_context(|| format!("Not an event: {line:?}"))?;
-        let time_s: f64 = time.parse().with_context(|| format!("Not a time: {line:?}"))?;
-        Ok(Event { elapsed_s: time_s - range.start_s(), what: what.to_owned() })
+        Ok((time.parse().with_context(|| format!("Not a time: {line:?}"))?, what.to_owned()))
     };
     text.lines().map(event).collect()
 }

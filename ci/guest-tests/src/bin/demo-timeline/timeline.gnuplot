@@ -40,7 +40,7 @@ plot data using 'elapsed_s':(of(vm, mib(column('pm_resident_bytes')))) with fill
      '' using 'elapsed_s':(of(vm, mib(column('pm_requested_bytes')))) with steps lw 1.5 dt 2 lc rgb '#d1495b' title 'requested', \
      '' using 'elapsed_s':(of(vm, mib(column('pm_plugged_bytes')))) with lines lw 2 lc rgb '#1f5fa6' title 'plugged'
 
-do for [n = 1:60] { unset label n }
+do for [n = 1:99] { unset label n; unset arrow 100 + n }
 unset label 1000
 unset label 1001
 

@@ -56,18 +56,7 @@ pub fn start(guest: &Guest) -> Result<()> {
 /// Fills it; `seen` is told of every round.
 pub fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Result<Fill> {
     let started = Instant::now();
-    let mut script = guest.start_script(
-        SILENCE_LIMIT,
-        &format!(
-            "head -c {} /dev/urandom | base64 -w 0 >/run/value
-            for round in $(seq {ROUNDS}); do
-                redis-benchmark -s {SOCKET} -q -c 1 -P {PIPELINE} -r 1000000000 -n {VALUES_PER_ROUND} \
-                    -x set round$round:__rand_int__ </run/value 2>/run/benchmark.log >/dev/null || exit 1
-                redis-cli -s {SOCKET} dbsize || exit 1
-            done",
-            VALUE_BYTES / 4 * 3
-        ),
-    )?;
+    let mut script = guest.start_script(SILENCE_LIMIT, &fill_script())?;
     let mut keys = 0;
     while let Some(line) = script.next_line() {
         keys = line.trim().parse().with_context(|| format!("redis-cli dbsize says {line:?}"))?;
@@ -79,6 +68,27 @@ pub fn fill(guest: &Guest, mut seen: impl FnMut(u64) -> Result<()>) -> Result<Fi
     let last_words = if completed { String::new() } else { last_words(guest, &ended)? };
     let ping = guest.try_run(SILENCE_LIMIT, &format!("redis-cli -s {SOCKET} ping"))?;
     Ok(Fill { completed, last_words, keys, took, alive: ping.stdout.contains("PONG") })
+}
+
+/// Writes a line with the number of keys after every round. redis-benchmark waits forever for a Redis that is killed,
+/// so the script looks whether its program is still there (that of a zombie is not).
+fn fill_script() -> String {
+    let random_bytes = VALUE_BYTES / 4 * 3;
+    format!(
+        "head -c {random_bytes} /dev/urandom | base64 -w 0 >/run/value
+        redis=/proc/$(pidof redis-server)/exe
+        for round in $(seq {ROUNDS}); do
+            redis-benchmark -s {SOCKET} -q -c 1 -P {PIPELINE} -r 1000000000 -n {VALUES_PER_ROUND} \
+                -x set round$round:__rand_int__ </run/value 2>/run/benchmark.log >/dev/null &
+            load=$!
+            while [ -e /proc/$load/exe ]; do
+                [ -e $redis ] || {{ kill -9 $load; exit 1; }}
+                sleep 0.1
+            done
+            wait $load || exit 1
+            redis-cli -s {SOCKET} dbsize || exit 1
+        done"
+    )
 }
 
 /// Why a fill broke off, as the guest tells it.
