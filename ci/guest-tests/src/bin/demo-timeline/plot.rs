@@ -11,7 +11,7 @@ pub struct Event {
 }
 
 /// Names are written this far apart at least, as a part of the time axis, or they cover one another.
-const NAME_SPACING: f64 = 0.02;
+const NAME_SPACING: f64 = 0.026;
 
 /// The script: gnuplot runs it in the directory of timeline.csv.
 pub fn script(range: &Range, events: &[Event]) -> String {
@@ -55,7 +55,7 @@ mod tests {
         let event = |elapsed_s, what: &str| Event { elapsed_s, what: what.to_owned() };
         let script = script(&range, &[event(5.0, "one"), event(5.5, "a \"two\"")]);
         assert!(script.contains("set label 1 \"one\" at 5.00,"), "{script}");
-        assert!(script.contains("set label 2 \"a two\" at 7.00,"), "{script}");
+        assert!(script.contains("set label 2 \"a two\" at 7.60,"), "{script}");
         assert!(!script.contains('@'), "{script}");
     }
 }

@@ -37,8 +37,8 @@ set tmargin at screen top(0)
 set bmargin at screen top(0) - height
 set ylabel 'PM zone, MiB'
 plot data using 'elapsed_s':(of(vm, mib(column('pm_resident_bytes')))) with filledcurves x1 fc rgb '#cfe3f5' title 'resident', \
-     '' using 'elapsed_s':(of(vm, mib(column('pm_requested_bytes')))) with steps lw 1.5 dt 2 lc rgb '#d1495b' title 'requested', \
-     '' using 'elapsed_s':(of(vm, mib(column('pm_plugged_bytes')))) with lines lw 2 lc rgb '#1f5fa6' title 'plugged'
+     '' using 'elapsed_s':(of(vm, mib(column('pm_plugged_bytes')))) with lines lw 2 lc rgb '#1f5fa6' title 'plugged', \
+     '' using 'elapsed_s':(of(vm, mib(column('pm_requested_bytes')))) with steps lw 1.5 dt 2 lc rgb '#d1495b' title 'requested'
 
 do for [n = 1:99] { unset label n; unset arrow 100 + n }
 unset label 1000
@@ -48,8 +48,8 @@ set tmargin at screen top(1)
 set bmargin at screen top(1) - height
 set ylabel 'DRAM zone, MiB'
 plot data using 'elapsed_s':(of(vm, mib(column('dram_resident_bytes')))) with filledcurves x1 fc rgb '#dcebd5' title 'resident', \
-     '' using 'elapsed_s':(of(vm, mib(column('dram_boot_bytes') + column('dram_requested_bytes')))) with steps lw 1.5 dt 2 lc rgb '#d1495b' title 'boot + requested', \
-     '' using 'elapsed_s':(of(vm, mib(column('dram_boot_bytes') + column('dram_plugged_bytes')))) with lines lw 2 lc rgb '#3c7d22' title 'boot + plugged'
+     '' using 'elapsed_s':(of(vm, mib(column('dram_boot_bytes') + column('dram_plugged_bytes')))) with lines lw 2 lc rgb '#3c7d22' title 'boot + plugged', \
+     '' using 'elapsed_s':(of(vm, mib(column('dram_boot_bytes') + column('dram_requested_bytes')))) with steps lw 1.5 dt 2 lc rgb '#d1495b' title 'boot + requested'
 
 set tmargin at screen top(2)
 set bmargin at screen top(2) - height
