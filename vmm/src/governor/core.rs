@@ -274,7 +274,8 @@ impl Core {
         }
         self.controller.pin(ZoneId(index as u32), &host, now);
         self.episode.abandoned();
-        if size_bytes != sizes.requested_bytes {
+        // What the device had to lower may be asked for again, or be enough now.
+        if size_bytes != sizes.requested_bytes || sizes.shortfall.is_some() {
             device.request(size_bytes);
             info!(zone = id, size_bytes, "Resized by hand; the zone is pinned");
         }

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::governor::{DeviceSizes, ZoneDevice};
+use crate::governor::{DeviceSizes, Shortfall, ZoneDevice};
 
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = 2 * MIB;
@@ -16,6 +16,8 @@ const BLOCK: u64 = 2 * MIB;
 struct FakeDevice {
     sizes: Mutex<DeviceSizes>,
     follows: bool,
+    /// What its host has for it.
+    can_provide: Mutex<u64>,
     reminders: Mutex<u32>,
 }
 
@@ -23,7 +25,12 @@ impl FakeDevice {
     fn new(region_bytes: u64, follows: bool) -> Arc<Self> {
         let sizes =
             DeviceSizes { block_bytes: BLOCK, region_bytes, driver_ready: true, ..Default::default() };
-        Arc::new(Self { sizes: Mutex::new(sizes), follows, reminders: Mutex::new(0) })
+        Arc::new(Self {
+            sizes: Mutex::new(sizes),
+            follows,
+            can_provide: Mutex::new(u64::MAX),
+            reminders: Mutex::new(0),
+        })
     }
 }
 
@@ -34,9 +41,12 @@ impl ZoneDevice for FakeDevice {
     fn request(&self, size_bytes: u64) {
         let mut sizes = self.sizes.lock();
         assert!(size_bytes <= sizes.region_bytes && size_bytes.is_multiple_of(BLOCK));
-        sizes.requested_bytes = size_bytes;
+        let can_provide = *self.can_provide.lock();
+        sizes.requested_bytes = size_bytes.min(can_provide);
+        let shortfall = Shortfall { reason: "pool-full", wanted_bytes: size_bytes };
+        sizes.shortfall = (size_bytes > can_provide).then_some(shortfall);
         if self.follows {
-            sizes.plugged_bytes = size_bytes;
+            sizes.plugged_bytes = sizes.requested_bytes;
         }
     }
     fn remind(&self) {
@@ -189,6 +199,27 @@ fn a_guest_that_does_not_follow_is_reminded_and_the_status_says_why() {
     f.core.tick(TimeMs(12_000));
     assert_eq!(f.core.resize_status("dram", TimeMs(20_000)), Some(ResizeStatus::NoDriver));
     assert_eq!(f.core.resize_status("nvram", TimeMs(0)), None);
+}
+
+#[test]
+fn a_resize_that_the_host_cannot_provide_is_stuck_until_it_is_asked_for_again() {
+    let mut f = fixture("off", false, true);
+    *f.pm.can_provide.lock() = 24 * MIB;
+    f.core.resize("pm", 64 * MIB, TimeMs(0)).unwrap();
+    f.core.tick(TimeMs(500));
+    let status = |f: &Fixture| f.core.resize_status("pm", TimeMs(500)).unwrap();
+    let ResizeStatus::Stuck(reason) = status(&f) else { panic!("{:?}", status(&f)) };
+    assert!(reason.starts_with("pool-full: ") && reason.contains(&(64 * MIB).to_string()), "{reason}");
+    assert_eq!(f.pm.sizes().plugged_bytes, 24 * MIB);
+    // What there is, asked for by hand, is a resize that is reached.
+    f.core.resize("pm", 24 * MIB, TimeMs(500)).unwrap();
+    assert_eq!(status(&f), ResizeStatus::Reached);
+    f.core.resize("pm", 64 * MIB, TimeMs(500)).unwrap();
+    assert!(matches!(status(&f), ResizeStatus::Stuck(_)));
+    *f.pm.can_provide.lock() = u64::MAX;
+    f.core.resize("pm", 64 * MIB, TimeMs(500)).unwrap();
+    assert_eq!(status(&f), ResizeStatus::Reached);
+    assert_eq!(f.pm.sizes().plugged_bytes, 64 * MIB);
 }
 
 #[test]

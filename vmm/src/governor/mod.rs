@@ -46,6 +46,18 @@ pub struct DeviceSizes {
     pub plugged_bytes: u64,
     /// Whether the guest's driver is up.
     pub driver_ready: bool,
+    /// Why less is requested than was asked for; until the next request.
+    pub shortfall: Option<Shortfall>,
+}
+
+/// What the host could not provide of the size that was requested last: the device has lowered the request to what
+/// can be had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shortfall {
+    /// What kept it, as in the metrics: `pool-full`.
+    pub reason: &'static str,
+    /// The size that was requested.
+    pub wanted_bytes: u64,
 }
 
 /// A zone that the governor sizes.

@@ -2,7 +2,7 @@
 
 use balloon::TimeMs;
 
-use super::DeviceSizes;
+use super::{DeviceSizes, Shortfall};
 use crate::vm::request::ResizeStatus;
 
 /// Without progress for this long, a resize is stuck, and the guest is reminded.
@@ -23,15 +23,18 @@ impl Progress {
         Self { sizes, changed_at: now, reminded_at: now }
     }
 
-    /// Takes the zone's present sizes. True when the resize has just ended: plugged is what was requested.
+    /// Takes the zone's present sizes. True when the resize has just ended: plugged is what was requested, and not
+    /// what the host had to lower that to.
     pub fn observe(&mut self, sizes: DeviceSizes, now: TimeMs) -> bool {
         if sizes == self.sizes {
             return false;
         }
-        let was_pending = self.sizes.plugged_bytes != self.sizes.requested_bytes;
+        let reached =
+            |sizes: &DeviceSizes| sizes.plugged_bytes == sizes.requested_bytes && sizes.shortfall.is_none();
+        let was_pending = !reached(&self.sizes);
         self.sizes = sizes;
         self.changed_at = now;
-        was_pending && sizes.plugged_bytes == sizes.requested_bytes
+        was_pending && reached(&sizes)
     }
 
     /// Whether the guest is to be reminded now: once for each span of patience without progress.
@@ -49,9 +52,15 @@ impl Progress {
 
     /// How the resize goes; `offline_bytes` is what the agent last said of the zone's node.
     pub fn status(&self, offline_bytes: u64, now: TimeMs) -> ResizeStatus {
-        let DeviceSizes { requested_bytes, plugged_bytes, driver_ready, .. } = self.sizes;
+        let DeviceSizes { requested_bytes, plugged_bytes, driver_ready, shortfall, .. } = self.sizes;
+        let lacks = |Shortfall { reason, wanted_bytes }| {
+            let text = format!(
+                "{reason}: the host cannot provide the {wanted_bytes} bytes that are wanted, only {requested_bytes}"
+            );
+            ResizeStatus::Stuck(text)
+        };
         if plugged_bytes == requested_bytes {
-            return ResizeStatus::Reached;
+            return shortfall.map_or(ResizeStatus::Reached, lacks);
         }
         if !self.is_late(now) {
             return ResizeStatus::Pending;
@@ -59,13 +68,15 @@ impl Progress {
         if !driver_ready {
             return ResizeStatus::NoDriver;
         }
+        if let Some(shortfall) = shortfall {
+            return lacks(shortfall);
+        }
         ResizeStatus::Stuck(if plugged_bytes > requested_bytes {
             "the guest holds pages in these blocks that it cannot move".to_owned()
         } else if offline_bytes > 0 {
             format!("the guest has {offline_bytes} bytes plugged that nobody has onlined")
         } else {
-            "the guest does not plug more: it lacks memory for page descriptors, or the pool is full"
-                .to_owned()
+            "the guest does not plug more: it may lack memory for page descriptors".to_owned()
         })
     }
 }
@@ -75,7 +86,32 @@ mod tests {
     use super::*;
 
     fn sizes(requested_bytes: u64, plugged_bytes: u64, driver_ready: bool) -> DeviceSizes {
-        DeviceSizes { block_bytes: 2, region_bytes: 100, requested_bytes, plugged_bytes, driver_ready }
+        DeviceSizes {
+            block_bytes: 2,
+            region_bytes: 100,
+            requested_bytes,
+            plugged_bytes,
+            driver_ready,
+            shortfall: None,
+        }
+    }
+
+    #[test]
+    fn a_size_that_the_host_had_to_lower_is_stuck_and_never_reached() {
+        let shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes: 10 });
+        let lowered = |plugged| DeviceSizes { shortfall, ..sizes(6, plugged, true) };
+        let mut progress = Progress::new(sizes(10, 4, true), TimeMs(0));
+        assert!(!progress.observe(lowered(4), TimeMs(100)));
+        assert_eq!(progress.status(0, TimeMs(100)), ResizeStatus::Pending);
+        assert!(!progress.observe(lowered(6), TimeMs(200)));
+        let ResizeStatus::Stuck(reason) = progress.status(0, TimeMs(200)) else { panic!("{progress:?}") };
+        assert!(reason.starts_with("pool-full: ") && reason.contains("10 bytes"), "{reason}");
+        // The driver needs no reminder: there is nothing left for it to do.
+        assert!(!progress.remind(TimeMs(60_000)));
+        // Asked for again, with the host's trouble over.
+        assert!(!progress.observe(sizes(10, 6, true), TimeMs(60_000)));
+        assert!(progress.observe(sizes(10, 10, true), TimeMs(60_100)));
+        assert_eq!(progress.status(0, TimeMs(60_100)), ResizeStatus::Reached);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use super::resources::Resources;
 use crate::config::VmConfig;
 use crate::governor::core::Core;
 use crate::governor::task::{Clock, Connections, Governor};
-use crate::governor::{DeviceSizes, GovernedZone, PoolFree, ZoneDevice};
+use crate::governor::{DeviceSizes, GovernedZone, PoolFree, Shortfall, ZoneDevice};
 use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::Tier;
 use crate::virtio::mem::MemHandle;
@@ -25,6 +25,10 @@ impl ZoneDevice for MemHandle {
             requested_bytes: sizes.requested_bytes,
             plugged_bytes: sizes.plugged_bytes,
             driver_ready: self.driver_present(),
+            shortfall: sizes.shortfall.map(|shortfall| Shortfall {
+                reason: shortfall.reason.as_str(),
+                wanted_bytes: shortfall.wanted_bytes,
+            }),
         }
     }
 

@@ -9,7 +9,7 @@ use tracing::warn;
 
 use super::metrics::{FailureReason, MemMetrics};
 use super::plug::Executor;
-use super::state::MemState;
+use super::state::{MemState, Shortfall};
 use crate::interrupt::VirtioInterrupt;
 use crate::memory::zone::ZoneSpec;
 
@@ -27,7 +27,7 @@ pub enum MemEvent {
         /// What is requested.
         requested_bytes: u64,
     },
-    /// What is requested is plugged, no more and no less.
+    /// What was requested is plugged, no more and no less; never a size that the host had to lower.
     TargetReached {
         /// That size.
         requested_bytes: u64,
@@ -56,6 +56,8 @@ pub struct PluggedSizes {
     pub plugged_bytes: u64,
     /// The most that may be requested.
     pub max_bytes: u64,
+    /// Why less is requested than was asked for; until the next request.
+    pub shortfall: Option<Shortfall>,
 }
 
 /// Why a size cannot be requested.
@@ -101,12 +103,12 @@ impl Shared {
 
     /// Reports the sizes after a change.
     pub(super) fn report_sizes(&self) {
-        let (plugged_bytes, requested_bytes) = {
+        let (plugged_bytes, requested_bytes, reached) = {
             let state = self.state.lock();
-            (state.plugged_bytes(), state.requested_bytes())
+            (state.plugged_bytes(), state.requested_bytes(), state.is_reached())
         };
         self.report(MemEvent::SizeChanged { plugged_bytes, requested_bytes });
-        if plugged_bytes == requested_bytes {
+        if reached {
             self.report(MemEvent::TargetReached { requested_bytes });
         }
     }
@@ -150,7 +152,7 @@ impl MemHandle {
                 return Err(RequestSizeError::Unaligned { zone: zone(), bytes, block_bytes });
             }
             state.set_requested(bytes);
-            state.plugged_bytes() == bytes
+            state.is_reached()
         };
         if reached {
             self.shared.report(MemEvent::TargetReached { requested_bytes: bytes });
@@ -171,6 +173,7 @@ impl MemHandle {
             requested_bytes: state.requested_bytes(),
             plugged_bytes: state.plugged_bytes(),
             max_bytes: state.max_bytes(),
+            shortfall: state.shortfall(),
         }
     }
 

@@ -18,3 +18,4 @@ mod tests;
 pub use device::MemDevice;
 pub use handle::{MemEvent, MemHandle, MemObserver, PluggedSizes, RequestSizeError};
 pub use metrics::{FailureReason, MemMetrics, OperationMetrics};
+pub use state::Shortfall;

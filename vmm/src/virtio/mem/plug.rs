@@ -130,7 +130,7 @@ impl Executor {
                     HostError::Backing(BackingError::PoolFull { available_bytes, .. }) => *available_bytes,
                     _ => 0,
                 };
-                self.lower_requested(left.min(len - 1));
+                self.lower_requested(left.min(len - 1), err.reason());
                 self.fail(&err)
             }
         }
@@ -166,11 +166,11 @@ impl Executor {
 
     /// Requests no more than what is plugged and what is `left`, so that the driver does not try for ever what
     /// cannot be.
-    fn lower_requested(&self, left: u64) {
+    fn lower_requested(&self, left: u64, reason: FailureReason) {
         let lowered = {
             let mut state = self.shared.state.lock();
             let reachable = state.plugged_bytes() + left;
-            state.lower_requested(reachable)
+            state.lower_requested(reachable, reason)
         };
         if lowered {
             self.shared.signal_config();

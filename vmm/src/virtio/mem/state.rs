@@ -2,6 +2,7 @@
 
 use vm_memory::GuestAddress;
 
+use super::metrics::FailureReason;
 use super::request::{BlockRun, BlockState};
 
 /// Length of the configuration (virtio 1.3, 5.15.4).
@@ -20,6 +21,15 @@ pub(super) enum Refusal {
     Nack,
 }
 
+/// What the host could not provide of the size that was requested last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shortfall {
+    /// What kept it.
+    pub reason: FailureReason,
+    /// The size that was requested, before it was lowered to what can be had.
+    pub wanted_bytes: u64,
+}
+
 /// A virtio-mem device's memory region.
 #[derive(Clone, Debug)]
 pub(super) struct MemState {
@@ -32,6 +42,8 @@ pub(super) struct MemState {
     usable_bytes: u64,
     plugged_bytes: u64,
     requested_bytes: u64,
+    /// Why less is requested than was asked for.
+    shortfall: Option<Shortfall>,
     /// One bit for each block.
     plugged: Vec<u64>,
 }
@@ -51,6 +63,7 @@ impl MemState {
             usable_bytes: 0,
             plugged_bytes: 0,
             requested_bytes: 0,
+            shortfall: None,
             plugged: vec![0; words],
         }
     }
@@ -69,6 +82,15 @@ impl MemState {
 
     pub(super) fn requested_bytes(&self) -> u64 {
         self.requested_bytes
+    }
+
+    pub(super) fn shortfall(&self) -> Option<Shortfall> {
+        self.shortfall
+    }
+
+    /// Whether as much is plugged as somebody asked for: a size that was only lowered is not reached.
+    pub(super) fn is_reached(&self) -> bool {
+        self.plugged_bytes == self.requested_bytes && self.shortfall.is_none()
     }
 
     /// The guest-physical address of an offset in the region.
@@ -93,14 +115,18 @@ impl MemState {
     pub(super) fn set_requested(&mut self, bytes: u64) {
         assert!(bytes <= self.max_bytes && bytes.is_multiple_of(self.block_bytes));
         self.requested_bytes = bytes;
+        self.shortfall = None;
         // It MUST NOT shrink here (virtio 1.3, 5.15.4.2): the driver may have blocks plugged up there.
         self.usable_bytes = self.usable_bytes.max(self.usable_for(bytes));
     }
 
-    /// Lowers the requested size to what can be had; never raises it.
-    pub(super) fn lower_requested(&mut self, bytes: u64) -> bool {
+    /// Lowers the requested size to what can be had, because of `reason`; never raises it.
+    pub(super) fn lower_requested(&mut self, bytes: u64, reason: FailureReason) -> bool {
         let lower = bytes < self.requested_bytes;
         if lower {
+            // Lowered again and again, what was wanted is still what somebody asked for.
+            let wanted_bytes = self.shortfall.map_or(self.requested_bytes, |before| before.wanted_bytes);
+            self.shortfall = Some(Shortfall { reason, wanted_bytes });
             self.requested_bytes = bytes - bytes % self.block_bytes;
         }
         lower
@@ -264,9 +290,25 @@ mod tests {
     fn a_lowered_request_is_whole_blocks_and_never_a_raise() {
         let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, 0);
         state.set_requested(8 * BLOCK);
-        assert!(!state.lower_requested(8 * BLOCK));
-        assert!(state.lower_requested(5 * BLOCK + 1));
+        assert!(!state.lower_requested(8 * BLOCK, FailureReason::Map));
+        assert_eq!(state.shortfall(), None);
+        assert!(state.lower_requested(5 * BLOCK + 1, FailureReason::Map));
         assert_eq!(state.requested_bytes(), 5 * BLOCK);
+    }
+
+    #[test]
+    fn a_lowered_request_is_not_reached_and_what_was_wanted_is_kept_until_the_next() {
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, 0);
+        state.set_requested(8 * BLOCK);
+        state.lower_requested(5 * BLOCK, FailureReason::PoolFull);
+        state.lower_requested(2 * BLOCK, FailureReason::Slot);
+        let shortfall = Shortfall { reason: FailureReason::Slot, wanted_bytes: 8 * BLOCK };
+        assert_eq!(state.shortfall(), Some(shortfall));
+        state.commit(0, 2 * BLOCK, true);
+        assert!(!state.is_reached());
+        state.set_requested(2 * BLOCK);
+        assert_eq!(state.shortfall(), None);
+        assert!(state.is_reached());
     }
 
     #[derive(Clone, Debug)]

@@ -305,12 +305,21 @@ fn a_full_pool_is_busy_and_the_request_is_lowered_to_what_it_has() {
     assert!(!guest.reachable(8));
     assert_eq!(guest.pool_info().memory_bytes, 8 * BLOCK_BYTES);
     let (plugged_bytes, requested_bytes) = (8 * BLOCK_BYTES, 12 * BLOCK_BYTES);
-    let failure = MemEvent::HostFailure { reason: FailureReason::PoolFull, plugged_bytes, requested_bytes };
+    let reason = FailureReason::PoolFull;
+    let failure = MemEvent::HostFailure { reason, plugged_bytes, requested_bytes };
     assert_eq!(guest.drain_events(), [failure]);
+    let shortfall = Some(Shortfall { reason, wanted_bytes: 64 * BLOCK_BYTES });
+    assert_eq!(guest.handle.sizes().shortfall, shortfall);
     assert_eq!(guest.config_field(48), 12 * BLOCK_BYTES);
     // What Linux asks for next.
     assert_eq!(guest.plug(8, 4), ACK);
-    assert_eq!(guest.drain_events().last(), Some(&MemEvent::TargetReached { requested_bytes }));
+    let plugged_bytes = requested_bytes;
+    assert_eq!(guest.drain_events(), [MemEvent::SizeChanged { plugged_bytes, requested_bytes }]);
+    assert_eq!(guest.handle.sizes().shortfall, shortfall);
+    // Whoever asks for no more than that has it.
+    guest.handle.request_size(requested_bytes).unwrap();
+    assert_eq!(guest.handle.sizes().shortfall, None);
+    assert_eq!(guest.drain_events(), [MemEvent::TargetReached { requested_bytes }]);
     assert_eq!(guest.handle.metrics().busy(FailureReason::PoolFull), 1);
     assert_eq!(guest.handle.metrics().errors(), 0);
 }
@@ -381,7 +390,8 @@ fn a_device_reset_keeps_what_is_plugged_and_a_vm_reset_does_not() {
     guest.device.reset();
 
     guest.handle.reset_memory().unwrap();
-    let sizes = PluggedSizes { requested_bytes: 0, plugged_bytes: 0, max_bytes: 64 * BLOCK_BYTES };
+    let sizes =
+        PluggedSizes { requested_bytes: 0, plugged_bytes: 0, max_bytes: 64 * BLOCK_BYTES, shortfall: None };
     assert_eq!(guest.handle.sizes(), sizes);
     assert!(!guest.reachable(2));
     assert_eq!(guest.pool_info().memory_bytes, 0);
