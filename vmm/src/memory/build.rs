@@ -87,6 +87,7 @@ pub struct HotplugPart {
 pub struct Memory {
     map: MemoryMap,
     zones: Vec<ZoneSpec>,
+    /// Where the parts of each zone are in this process.
     host_ranges: Vec<Vec<(u64, u64)>>,
     boot: GuestMemoryMmap,
     view: GuestView,
@@ -201,14 +202,9 @@ impl Memory {
         std::mem::take(&mut self.hotplug)
     }
 
-    /// Where the parts of the zone `index` are in this process: what [`resident_bytes`] counts.
-    pub fn host_ranges(&self, index: usize) -> &[(u64, u64)] {
-        &self.host_ranges[index]
-    }
-
-    /// What the host holds of the zone `index`.
-    pub fn resident_bytes(&self, index: usize) -> io::Result<u64> {
-        resident_bytes(&self.host_ranges[index])
+    /// What the host holds of each zone, in their order. See [`resident_bytes`] for what it costs.
+    pub fn resident_bytes(&self) -> io::Result<Vec<u64>> {
+        resident_bytes(&self.host_ranges)
     }
 
     /// Maps extents of `file` side by side into a new range of guest memory, for a volume. The range is shown to
@@ -311,7 +307,7 @@ mod tests {
         let parts = memory.take_hotplug();
         assert_eq!(parts.len(), 1);
         assert_eq!(parts[0].range, GuestRange { start: 5 * GIB, len: GIB });
-        let resident = memory.resident_bytes(0).unwrap();
+        let resident = memory.resident_bytes().unwrap()[0];
         assert!(resident > 0 && resident <= 4 * MIB, "{resident}");
         drop((parts, memory));
         assert!(table.slots.lock().is_empty());

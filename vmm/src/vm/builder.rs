@@ -9,9 +9,10 @@ use tokio::sync::Notify;
 use tracing::debug;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use super::cached::Cached;
 use super::error::BuildError;
 use super::kvm::Hypervisor;
-use super::machine::KvmMachine;
+use super::machine::{KvmMachine, RESIDENT_MAX_AGE};
 use super::owner::{EventSender, MachineEvent};
 use super::resources::Resources;
 use super::{devices, governing, volumes, zones};
@@ -147,6 +148,7 @@ pub fn build(
         _loops: [device_loop, memory_loop],
         ged,
         zones,
+        resident_bytes: Cached::new(RESIDENT_MAX_AGE),
         _volumes: volumes.volumes,
         memory,
     })

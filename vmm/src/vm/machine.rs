@@ -1,10 +1,12 @@
 //! A VM on KVM: what was built, and how it ends.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use tracing::warn;
 
 use super::builder;
+use super::cached::Cached;
 use super::owner::{EventSender, Machine, MachineFactory};
 use super::request::{PressureChange, PressureInfo, ResizeStatus, VmError, ZoneInfo};
 use super::resources::Resources;
@@ -21,6 +23,10 @@ use crate::pool::PoolVolume;
 use crate::virtio::mem::MemHandle;
 use crate::virtio::transport::pci::VirtioPciDevice;
 
+/// What is resident is found out no more often than that, whoever asks: the kernel walks the page tables of all
+/// mappings for it, milliseconds in which the VMM's only runtime thread does nothing else.
+pub(super) const RESIDENT_MAX_AGE: Duration = Duration::from_secs(1);
+
 /// A VM on KVM. The order of the fields is the order in which they are dropped.
 pub struct KvmMachine {
     pub(super) vcpus: Vec<Vcpu>,
@@ -30,6 +36,8 @@ pub struct KvmMachine {
     pub(super) _loops: [EventLoop; 2],
     pub(super) ged: Arc<GenericEventDevice>,
     pub(super) zones: Vec<MemHandle>,
+    /// By zone, in their order.
+    pub(super) resident_bytes: Cached<Vec<u64>>,
     pub(super) _volumes: Vec<Arc<dyn PoolVolume>>,
     /// Last: nothing may touch it any more.
     pub(super) memory: Memory,
@@ -65,8 +73,17 @@ impl Machine for KvmMachine {
         }
     }
 
-    fn zones(&self) -> Vec<ZoneInfo> {
-        self.memory.zones().iter().enumerate().map(|(index, spec)| self.zone(index, spec)).collect()
+    fn zones(&mut self) -> Vec<ZoneInfo> {
+        // Before the governor's lock is taken, which the agent's reports wait for.
+        let memory = &self.memory;
+        let resident = self.resident_bytes.get(Instant::now(), || {
+            memory.resident_bytes().unwrap_or_else(|err| {
+                warn!(%err, "What is resident cannot be found out");
+                vec![0; memory.zones().len()]
+            })
+        });
+        let resident = resident.clone();
+        memory.zones().iter().zip(resident).map(|(spec, resident)| self.zone(spec, resident)).collect()
     }
 
     fn memory_bytes(&self) -> u64 {
@@ -101,13 +118,8 @@ impl Machine for KvmMachine {
 }
 
 impl KvmMachine {
-    fn zone(&self, index: usize, spec: &ZoneSpec) -> ZoneInfo {
+    fn zone(&self, spec: &ZoneSpec, resident_bytes: u64) -> ZoneInfo {
         let sizes = self.zones.iter().find(|handle| handle.zone().id == spec.id).map(MemHandle::sizes);
-        // Before the governor's lock: walking this process's mappings takes milliseconds.
-        let resident_bytes = self.memory.resident_bytes(index).unwrap_or_else(|err| {
-            warn!(%err, zone = spec.id, "What is resident cannot be found out");
-            0
-        });
         let (core, now) = (self.governor.core().lock(), self.governor.clock().now());
         ZoneInfo {
             id: spec.id.clone(),

@@ -1,6 +1,7 @@
 //! A VM's life: what may be asked of it, who builds it, and the one task that owns its state.
 
 mod builder;
+mod cached;
 mod devices;
 pub mod error;
 mod governing;

@@ -28,11 +28,10 @@ pub trait Machine {
     fn pause(&mut self);
     /// The power button of the guest.
     fn press_power_button(&mut self);
-    /// Every zone with its sizes. What is resident is looked up in the process's page tables, under a lock that
-    /// plugging and unplugging need: not for a client that asks again and again how far a resize is.
-    fn zones(&self) -> Vec<ZoneInfo>;
     /// Boot memory and what is plugged, all zones together.
     fn memory_bytes(&self) -> u64;
+    /// Every zone with its sizes; what is resident may be a second old.
+    fn zones(&mut self) -> Vec<ZoneInfo>;
     /// Sets the DRAM in bytes, boot part included, and pins the zone until the governor is resumed.
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError>;
     /// What the governor does.
@@ -321,7 +320,7 @@ mod tests {
         fn press_power_button(&mut self) {
             self.0.lock().push("power button");
         }
-        fn zones(&self) -> Vec<ZoneInfo> {
+        fn zones(&mut self) -> Vec<ZoneInfo> {
             self.0.lock().push("zones");
             Vec::new()
         }

@@ -151,10 +151,10 @@ mod tests {
             let range = (reservation.addr(), reservation.len_bytes());
             backing.plug(0, LEN).unwrap();
             fill(&reservation, 0, LEN, 0xa5);
-            assert_eq!(resident_bytes(&[range]).unwrap(), LEN);
+            assert_eq!(resident_bytes(&[[range]]).unwrap(), [LEN]);
             backing.detach(2 * MIB, 40 * MIB).unwrap();
             backing.free_detached().unwrap();
-            assert_eq!(resident_bytes(&[range]).unwrap(), LEN - 40 * MIB);
+            assert_eq!(resident_bytes(&[[range]]).unwrap(), [LEN - 40 * MIB]);
             if let Some(file) = backing.file() {
                 assert_eq!(file.metadata().unwrap().blocks() * 512, LEN - 40 * MIB);
             }

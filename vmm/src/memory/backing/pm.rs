@@ -179,18 +179,18 @@ mod tests {
         let blocks = || pool.blocks();
         backing.plug(0, 16 * CHUNK_BYTES).unwrap();
         fill(&reservation, 0, 16 * CHUNK_BYTES);
-        assert_eq!(resident_bytes(&[range]).unwrap(), 16 * CHUNK_BYTES);
+        assert_eq!(resident_bytes(&[[range]]).unwrap(), [16 * CHUNK_BYTES]);
         assert_eq!(blocks(), 16 * CHUNK_BYTES);
         // A part of what was one extent.
         backing.detach(3 * CHUNK_BYTES, 4 * CHUNK_BYTES).unwrap();
-        assert_eq!(resident_bytes(&[range]).unwrap(), 12 * CHUNK_BYTES);
+        assert_eq!(resident_bytes(&[[range]]).unwrap(), [12 * CHUNK_BYTES]);
         assert_eq!(pool.info().memory_bytes, 16 * CHUNK_BYTES);
         backing.free_detached().unwrap();
         assert_eq!(pool.info().memory_bytes, 12 * CHUNK_BYTES);
         assert_eq!(blocks(), 12 * CHUNK_BYTES);
         drop(backing);
         assert_eq!((pool.info().memory_bytes, blocks()), (0, 0));
-        assert_eq!(resident_bytes(&[range]).unwrap(), 0);
+        assert_eq!(resident_bytes(&[[range]]).unwrap(), [0]);
     }
 
     #[test]
@@ -214,7 +214,7 @@ mod tests {
                 assert_eq!(byte, 0, "at {offset:#x}");
             }
             fill(&reservation, 0, 32 * MIB);
-            assert_eq!(resident_bytes(&[range]).unwrap(), 32 * MIB);
+            assert_eq!(resident_bytes(&[[range]]).unwrap(), [32 * MIB]);
             assert!(blocks() >= at_rest + 32 * MIB);
             // Six chunks out of the middle, then the rest in one go.
             backing.detach(6 * MIB, 12 * MIB).unwrap();
@@ -223,7 +223,7 @@ mod tests {
             backing.detach(0, 6 * MIB).unwrap();
             backing.detach(18 * MIB, 14 * MIB).unwrap();
             backing.free_detached().unwrap();
-            assert_eq!(resident_bytes(&[range]).unwrap(), 0);
+            assert_eq!(resident_bytes(&[[range]]).unwrap(), [0]);
             assert_eq!(pool.info().memory_bytes, 0);
             assert_eq!(blocks(), at_rest);
         }

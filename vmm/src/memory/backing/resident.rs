@@ -3,28 +3,33 @@
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 
-/// The resident bytes of host-virtual `ranges` (address, length), as /proc/self/smaps says: pages in this
-/// process's page tables, of DRAM and of mapped PM alike.
+/// The resident bytes of each zone, given as its host-virtual ranges (address, length), as /proc/self/smaps says:
+/// pages in this process's page tables, of DRAM and of mapped PM alike.
 ///
-/// It walks page tables, so ask about once a second, not more. A mapping of which a part is in a range counts
-/// whole: no mapping with pages reaches beyond the reservation that it is in.
-pub fn resident_bytes(ranges: &[(u64, u64)]) -> io::Result<u64> {
-    resident_bytes_in(BufReader::with_capacity(1 << 16, File::open("/proc/self/smaps")?), ranges)
+/// The kernel walks page tables for it, so it is one pass for all zones, to be made about once a second, not more
+/// often. A mapping of which a part is in a range counts whole: no mapping with pages reaches beyond the
+/// reservation that it is in.
+pub fn resident_bytes<R: AsRef<[(u64, u64)]>>(zones: &[R]) -> io::Result<Vec<u64>> {
+    resident_bytes_in(BufReader::with_capacity(1 << 16, File::open("/proc/self/smaps")?), zones)
 }
 
-fn resident_bytes_in(smaps: impl BufRead, ranges: &[(u64, u64)]) -> io::Result<u64> {
-    let mut total = 0;
-    let mut inside = false;
+fn resident_bytes_in<R: AsRef<[(u64, u64)]>>(smaps: impl BufRead, zones: &[R]) -> io::Result<Vec<u64>> {
+    let mut totals = vec![0; zones.len()];
+    // The zone that the mapping at hand is in.
+    let mut inside = None;
     for line in smaps.lines() {
         let line = line?;
         if let Some((start, end)) = mapping(&line) {
-            inside = ranges.iter().any(|&(addr, len)| addr < end && start < addr + len);
-        } else if inside && let Some(rest) = line.strip_prefix("Rss:") {
+            let meets = |&(addr, len): &(u64, u64)| addr < end && start < addr + len;
+            inside = zones.iter().position(|zone| zone.as_ref().iter().any(meets));
+        } else if let Some(zone) = inside
+            && let Some(rest) = line.strip_prefix("Rss:")
+        {
             let kib = rest.trim().trim_end_matches(" kB").parse::<u64>();
-            total += kib.map_err(|err| io::Error::new(io::ErrorKind::InvalidData, err))? * 1024;
+            totals[zone] += kib.map_err(|err| io::Error::new(io::ErrorKind::InvalidData, err))? * 1024;
         }
     }
-    Ok(total)
+    Ok(totals)
 }
 
 /// The bounds of a mapping, if `line` begins one: `7f00-7f10 rw-p ...`.
@@ -51,11 +56,17 @@ Rss:                   0 kB
 
     #[test]
     fn only_mappings_in_the_ranges_count() {
-        let resident = |ranges: &[(u64, u64)]| resident_bytes_in(SMAPS.as_bytes(), ranges).unwrap();
-        assert_eq!(resident(&[(0x1000, 0x2000)]), 4096);
-        assert_eq!(resident(&[(0x5000, 0x4000)]), 16384);
-        assert_eq!(resident(&[(0x1000, 0x2000), (0x5000, 0x4000)]), 20480);
-        assert_eq!(resident(&[(0x3000, 0x2000)]), 0);
-        assert_eq!(resident(&[]), 0);
+        let resident = |ranges: &[(u64, u64)]| resident_bytes_in(SMAPS.as_bytes(), &[ranges]).unwrap();
+        assert_eq!(resident(&[(0x1000, 0x2000)]), [4096]);
+        assert_eq!(resident(&[(0x5000, 0x4000)]), [16384]);
+        assert_eq!(resident(&[(0x1000, 0x2000), (0x5000, 0x4000)]), [20480]);
+        assert_eq!(resident(&[(0x3000, 0x2000)]), [0]);
+        assert_eq!(resident(&[]), [0]);
+    }
+
+    #[test]
+    fn one_pass_tells_zones_apart() {
+        let zones = [vec![(0x5000, 0x4000)], vec![], vec![(0x1000, 0x2000), (0x3000, 0x2000)]];
+        assert_eq!(resident_bytes_in(SMAPS.as_bytes(), &zones).unwrap(), [16384, 0, 4096]);
     }
 }
