@@ -112,8 +112,8 @@ impl Machine for KvmMachine {
         self.governor.core().lock().info(self.governor.clock().now())
     }
 
-    fn change_pressure(&mut self, change: PressureChange) -> Result<(), VmError> {
-        self.governor.core().lock().change(&change)
+    fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
+        self.governor.core().lock().change(change)
     }
 }
 

@@ -37,7 +37,7 @@ pub trait Machine {
     /// What the governor does.
     fn pressure(&self) -> PressureInfo;
     /// Changes what the governor does.
-    fn change_pressure(&mut self, change: PressureChange) -> Result<(), VmError>;
+    fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError>;
 }
 
 /// Builds machines: once at boot, again at each reboot.
@@ -232,7 +232,7 @@ impl<F: MachineFactory> Owner<F> {
             VmRequest::Memory(reply) => answer(reply, self.running().map(|machine| machine.zones())),
             VmRequest::Pressure(reply) => answer(reply, self.running().map(|machine| machine.pressure())),
             VmRequest::ChangePressure(change, reply) => {
-                answer(reply, self.running().and_then(|machine| machine.change_pressure(change)));
+                answer(reply, self.change_pressure(change));
             }
             VmRequest::Boot(reply) => answer(reply, self.boot()),
             VmRequest::Shutdown(reply) => answer(reply, self.shut_down()),
@@ -255,6 +255,13 @@ impl<F: MachineFactory> Owner<F> {
             state,
             needs: "running or paused",
         })
+    }
+
+    /// The configuration follows: the machine that a reboot builds goes on with what was set.
+    fn change_pressure(&mut self, change: PressureChange) -> Result<(), VmError> {
+        self.running()?.change_pressure(&change)?;
+        change.apply(&mut self.config.pressure);
+        Ok(())
     }
 
     fn press_power_button(&mut self) -> Result<(), VmError> {
@@ -303,6 +310,7 @@ mod tests {
     use parking_lot::Mutex;
 
     use super::*;
+    use crate::config::PressureConfig;
     use crate::vm::request::VmHandle;
 
     /// What happened to the machines that were built, in order.
@@ -342,8 +350,11 @@ mod tests {
                 details: BTreeMap::new(),
             }
         }
-        fn change_pressure(&mut self, _: PressureChange) -> Result<(), VmError> {
-            Ok(())
+        fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
+            match change.policy.as_deref() {
+                Some("magic") => Err(VmError::BadRequest("magic".to_owned())),
+                _ => Ok(()),
+            }
         }
     }
 
@@ -357,11 +368,14 @@ mod tests {
     struct FakeFactory {
         log: Log,
         senders: Arc<Mutex<Vec<EventSender>>>,
+        /// What each machine was built with.
+        pressure: Arc<Mutex<Vec<PressureConfig>>>,
         fail_from: Option<usize>,
     }
 
     impl MachineFactory for FakeFactory {
-        fn build(&mut self, _: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError> {
+        fn build(&mut self, config: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError> {
+            self.pressure.lock().push(config.pressure.clone());
             let mut senders = self.senders.lock();
             if self.fail_from.is_some_and(|count| senders.len() >= count) {
                 return Err(VmError::Failed("no memory".to_owned()));
@@ -376,6 +390,7 @@ mod tests {
         handle: VmHandle,
         log: Log,
         senders: Arc<Mutex<Vec<EventSender>>>,
+        pressure: Arc<Mutex<Vec<PressureConfig>>>,
         end: tokio::task::JoinHandle<Result<(), RunError>>,
     }
 
@@ -383,10 +398,11 @@ mod tests {
     async fn start(fail_from: Option<usize>) -> Fixture {
         let factory = FakeFactory { fail_from, ..Default::default() };
         let (log, senders) = (Arc::clone(&factory.log), Arc::clone(&factory.senders));
+        let pressure = Arc::clone(&factory.pressure);
         let (handle, requests) = VmHandle::channel();
         let owner = Owner::new(factory, crate::config::test_config());
         let end = tokio::task::spawn_local(owner.run(requests));
-        let fixture = Fixture { handle, log, senders, end };
+        let fixture = Fixture { handle, log, senders, pressure, end };
         if fail_from != Some(0) {
             assert_eq!(fixture.state().await, VmState::Running);
         }
@@ -445,6 +461,36 @@ mod tests {
             vm.send(0, triple_fault());
             assert_eq!(vm.state().await, VmState::Running);
             assert_eq!(vm.senders.lock().len(), 2);
+        });
+    }
+
+    #[test]
+    fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
+        run(async {
+            let vm = start(None).await;
+            let change = async |change| vm.handle.ask(|reply| VmRequest::ChangePressure(change, reply)).await;
+            let fixed = PressureChange {
+                policy: Some("fixed".to_owned()),
+                size: Some(256 << 20),
+                ..PressureChange::default()
+            };
+            change(fixed).await.unwrap();
+            change(PressureChange { dry_run: Some(true), ..PressureChange::default() }).await.unwrap();
+            let set = PressureConfig { policy: "fixed".to_owned(), size: Some(256 << 20), dry_run: true };
+            assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure, set);
+            vm.send(0, MachineEvent::GuestReset);
+            assert_eq!(vm.state().await, VmState::Running);
+            // Another policy takes the size with it; one that is refused changes nothing.
+            let off = PressureChange { policy: Some("off".to_owned()), ..PressureChange::default() };
+            change(off).await.unwrap();
+            let magic = PressureChange { policy: Some("magic".to_owned()), ..PressureChange::default() };
+            assert!(change(magic).await.is_err());
+            vm.handle.ask(VmRequest::Shutdown).await.unwrap();
+            vm.handle.ask(VmRequest::Boot).await.unwrap();
+            let off = PressureConfig { policy: "off".to_owned(), size: None, dry_run: true };
+            let configured = crate::config::test_config().pressure;
+            assert_ne!(configured, set);
+            assert_eq!(*vm.pressure.lock(), [configured, set, off]);
         });
     }
 

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::config::VmConfig;
+use crate::config::{PressureConfig, VmConfig};
 
 /// Where a VM is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,7 +27,7 @@ pub enum VmState {
 /// `vm.info`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct VmInfo {
-    /// The configuration, changed by resizes.
+    /// The configuration, with what `vm.pressure` has changed since; resizes do not change it.
     pub config: VmConfig,
     /// Where it is in its life.
     pub state: VmState,
@@ -116,6 +116,19 @@ pub struct PressureChange {
     pub dry_run: Option<bool>,
     /// Give pinned zones back to the governor.
     pub resume: Option<bool>,
+}
+
+impl PressureChange {
+    /// Makes the change in `config`. Pins are not part of it: a machine that is built anew has none.
+    pub fn apply(&self, config: &mut PressureConfig) {
+        if let Some(policy) = &self.policy {
+            config.policy.clone_from(policy);
+            config.size = self.size;
+        }
+        if let Some(dry_run) = self.dry_run {
+            config.dry_run = dry_run;
+        }
+    }
 }
 
 /// Why a request is refused. The API maps each to a status code in one place.
