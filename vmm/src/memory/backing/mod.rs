@@ -55,7 +55,8 @@ pub enum BackingError {
 
 /// The memory behind one hotplug part. Offsets count from its start; the caller has validated them.
 pub trait Backing: Debug + Send {
-    /// Puts zeroed memory behind `offset..offset + len`, none of which has any: all of it or, on an error, none.
+    /// Puts zeroed memory behind `offset..offset + len`, none of which is plugged: all of it or, on an error, none
+    /// that somebody else could get while it may still be mapped here.
     fn plug(&mut self, offset: u64, len: u64) -> Result<(), BackingError>;
 
     /// Makes `offset..offset + len`, all of which is plugged, inaccessible, all or nothing. The memory behind

@@ -12,6 +12,10 @@ use crate::pool::{CHUNK_BYTES, Extent, PmPool, PoolError};
 const MAX_EXTENT_BYTES: u64 = CHUNK_BYTES << 10;
 
 /// Chunks of a pool behind a reservation.
+///
+/// A chunk goes back to the pool when nothing maps it any more, and not before: another VM would share it with
+/// this guest. What cannot be unmapped stays in the ledger, and so ours, until a later plug of the same range or
+/// the end of the VM has unmapped it.
 #[derive(Debug)]
 pub struct PmBacking {
     pool: Arc<dyn PmPool>,
@@ -54,6 +58,49 @@ impl PmBacking {
         Ok(extents)
     }
 
+    /// Maps `extents` side by side at `offset`. On an error, what may still be mapped is in the ledger, and what is
+    /// mapped nowhere is left in `extents`.
+    fn map(&mut self, offset: u64, len: u64, extents: &mut Vec<Extent>) -> Result<(), BackingError> {
+        let (pool, reservation) = (&self.pool, &self.reservation);
+        self.ledger.map(extents.len(), |segments| {
+            let (mut at, mut mapped) = (offset, 0);
+            let mut result = Ok(());
+            for extent in extents.iter() {
+                result = reservation
+                    .map_file(at, extent.len, pool.file(), extent.offset, Access::ReadWrite)
+                    .map_err(|source| BackingError::Map { offset: at, len: extent.len, source });
+                if result.is_err() {
+                    break;
+                }
+                at += extent.len;
+                mapped += 1;
+            }
+            if result.is_err() {
+                match reservation.unmap(offset, len) {
+                    Ok(()) => mapped = 0,
+                    Err(err) => error!(%err, "Chunks of a failed plug cannot be unmapped, and are set aside"),
+                }
+            }
+            at = offset;
+            for extent in extents.drain(..mapped) {
+                segments.set(at, extent.len, Source::File { offset: extent.offset });
+                at += extent.len;
+            }
+            result
+        })
+    }
+
+    /// Takes away what a plug or its undoing could not unmap in `offset..offset + len`.
+    fn clear(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
+        let before = self.ledger.segments().in_range(offset, len);
+        if before.iter().all(|segment| segment.source == Source::Nothing) {
+            return Ok(());
+        }
+        self.detach(offset, len)?;
+        self.give_back(Vec::new());
+        Ok(())
+    }
+
     /// After a failed plug; what the pool does not take back now it gets with the next unplug.
     fn give_back(&mut self, extents: Vec<Extent>) {
         self.detached.extend(extents);
@@ -65,32 +112,9 @@ impl PmBacking {
 
 impl Backing for PmBacking {
     fn plug(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
-        let extents = self.allocate(offset, len)?;
-        let (pool, reservation) = (&self.pool, &self.reservation);
-        let mapped = self.ledger.map(extents.len(), |segments| {
-            let mut at = offset;
-            for extent in &extents {
-                let result =
-                    reservation.map_file(at, extent.len, pool.file(), extent.offset, Access::ReadWrite);
-                if let Err(source) = result {
-                    let err = BackingError::Map { offset: at, len: extent.len, source };
-                    // Nothing may stay mapped that goes back to the pool.
-                    reservation.unmap(offset, len).map_err(|source| BackingError::Map {
-                        offset,
-                        len,
-                        source,
-                    })?;
-                    return Err(err);
-                }
-                at += extent.len;
-            }
-            at = offset;
-            for extent in &extents {
-                segments.set(at, extent.len, Source::File { offset: extent.offset });
-                at += extent.len;
-            }
-            Ok(())
-        });
+        self.clear(offset, len)?;
+        let mut extents = self.allocate(offset, len)?;
+        let mapped = self.map(offset, len, &mut extents);
         match &mapped {
             // tmpfs takes huge pages only where it is mounted for them (huge=advise or within_size).
             Ok(()) => self.reservation.advise_huge_pages(offset, len),
@@ -240,6 +264,44 @@ mod tests {
         ));
         assert_eq!(pool.info().memory_bytes, 0);
         backing.plug(0, 6 * CHUNK_BYTES).unwrap();
+    }
+
+    #[test]
+    fn a_plug_that_fails_half_way_gives_everything_back() {
+        let (mut backing, pool, reservation) = backing(16, 64);
+        // Two extents: the first is mapped, the second is not, and all is unmapped.
+        reservation.script([true, false, true]);
+        let err = backing.plug(2 * MIB, 6 * MIB).unwrap_err();
+        assert!(matches!(err, BackingError::Map { offset, .. } if offset == 4 * MIB), "{err}");
+        assert_eq!(pool.info().memory_bytes, 0);
+        assert_eq!(backing.ledger.segments().count(), 1);
+        backing.plug(2 * MIB, 6 * MIB).unwrap();
+    }
+
+    #[test]
+    fn chunks_that_may_still_be_mapped_go_to_nobody_else() {
+        let (mut backing, pool, reservation) = backing(16, 64);
+        reservation.script([true, false, false]);
+        backing.plug(2 * MIB, 6 * MIB).unwrap_err();
+        // The extent that was never mapped is the pool's again, the other one is not.
+        assert_eq!(pool.info().memory_bytes, 2 * MIB);
+        fill(&reservation, 2 * MIB, 2 * MIB);
+        backing.free_detached().unwrap();
+        assert_eq!(pool.info().memory_bytes, 2 * MIB);
+        // As long as it cannot be unmapped, nothing takes its place.
+        reservation.script([false]);
+        backing.plug(2 * MIB, 6 * MIB).unwrap_err();
+        assert_eq!(pool.info().memory_bytes, 2 * MIB);
+        backing.plug(2 * MIB, 6 * MIB).unwrap();
+        assert_eq!(pool.info().memory_bytes, 6 * MIB);
+        // SAFETY: the range is in the reservation, and it is plugged.
+        let byte = unsafe { std::ptr::read_volatile((reservation.addr() + 2 * MIB) as *const u8) };
+        assert_eq!(byte, 0);
+        reservation.script([true, false, false]);
+        backing.plug(10 * MIB, 6 * MIB).unwrap_err();
+        assert_eq!(pool.info().memory_bytes, 8 * MIB);
+        drop(backing);
+        assert_eq!((pool.info().memory_bytes, pool.dirty_free_bytes()), (0, 0));
     }
 
     #[test]

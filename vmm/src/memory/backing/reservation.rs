@@ -12,6 +12,9 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 pub struct Reservation {
     addr: usize,
     len: usize,
+    /// Whether the next calls that map or unmap work; those after them do.
+    #[cfg(test)]
+    script: parking_lot::Mutex<std::collections::VecDeque<bool>>,
 }
 
 /// What the process may do with mapped pages.
@@ -48,7 +51,12 @@ impl Reservation {
                 libc::munmap((addr + len + GUARD_BYTES) as *mut _, tail);
             }
         }
-        Ok(Self { addr, len })
+        Ok(Self {
+            addr,
+            len,
+            #[cfg(test)]
+            script: parking_lot::Mutex::default(),
+        })
     }
 
     /// Its first address.
@@ -63,9 +71,7 @@ impl Reservation {
 
     /// Maps fresh zeroed memory at `offset`.
     pub fn map_anonymous(&self, offset: u64, len: u64) -> io::Result<()> {
-        let flags = ANON | libc::MAP_NORESERVE | libc::MAP_FIXED;
-        let addr = self.checked(offset, len);
-        map(addr, len as usize, libc::PROT_READ | libc::PROT_WRITE, flags, None).map(drop)
+        self.remap(offset, len, libc::PROT_READ | libc::PROT_WRITE, ANON, None)
     }
 
     /// Maps `len` bytes of `file` from `file_offset` on, shared, at `offset`.
@@ -85,14 +91,35 @@ impl Reservation {
                 (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC)
             }
         };
-        let flags = kind | libc::MAP_NORESERVE | libc::MAP_FIXED;
-        map(self.checked(offset, len), len as usize, prot, flags, Some((file, file_offset))).map(drop)
+        self.remap(offset, len, prot, kind, Some((file, file_offset)))
     }
 
     /// Takes the pages at `offset` away: accesses fault, the memory is the host's again.
     pub fn unmap(&self, offset: u64, len: u64) -> io::Result<()> {
-        let flags = ANON | libc::MAP_NORESERVE | libc::MAP_FIXED;
-        map(self.checked(offset, len), len as usize, libc::PROT_NONE, flags, None).map(drop)
+        self.remap(offset, len, libc::PROT_NONE, ANON, None)
+    }
+
+    /// Replaces what is at `offset`.
+    fn remap(
+        &self,
+        offset: u64,
+        len: u64,
+        prot: libc::c_int,
+        kind: libc::c_int,
+        file: Option<(BorrowedFd<'_>, u64)>,
+    ) -> io::Result<()> {
+        let addr = self.checked(offset, len);
+        #[cfg(test)]
+        if self.script.lock().pop_front() == Some(false) {
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
+        map(addr, len as usize, prot, kind | libc::MAP_NORESERVE | libc::MAP_FIXED, file).map(drop)
+    }
+
+    /// Says which of the next calls that map or unmap work. A test that breaks the kernel cannot do it otherwise.
+    #[cfg(test)]
+    pub(crate) fn script<const N: usize>(&self, works: [bool; N]) {
+        *self.script.lock() = works.into();
     }
 
     /// Tells the kernel that huge pages are welcome in what is mapped at `offset`. Not every kernel has them;

@@ -194,11 +194,12 @@ impl Executor {
         Ok(())
     }
 
+    /// What cannot be detached stays the backing's, mapped or not: nobody else gets it.
     fn undo_plug(&mut self, offset: u64, len: u64) {
         let result = self.backing.detach(offset, len).and_then(|()| self.backing.free_detached());
         if let Err(err) = result {
             self.shared.metrics.scrub_failures.fetch_add(1, Ordering::Relaxed);
-            error!(zone = %self.shared.zone.id, %err, "Memory of a failed plug cannot be given back");
+            error!(zone = %self.shared.zone.id, %err, "Memory of a failed plug cannot be given back, and is set aside");
         }
     }
 

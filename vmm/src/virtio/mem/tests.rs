@@ -18,6 +18,7 @@ use super::metrics::FailureReason;
 use super::*;
 use crate::event_loop::EventLoop;
 use crate::interrupt::VirtioInterrupt;
+use crate::memory::backing::{Backing, BackingError};
 use crate::memory::layout::{GIB, MIB};
 use crate::memory::slots::SlotTable;
 use crate::memory::slots::fake::FakeSlots;
@@ -68,11 +69,35 @@ impl VirtioInterrupt for Signals {
     }
 }
 
+/// A backing that can be made to keep what it shall detach.
+#[derive(Debug)]
+struct StickyBacking {
+    backing: Box<dyn Backing>,
+    sticks: Arc<AtomicBool>,
+}
+
+impl Backing for StickyBacking {
+    fn plug(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
+        self.backing.plug(offset, len)
+    }
+    fn detach(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
+        if self.sticks.load(Ordering::Relaxed) {
+            let source = io::Error::from_raw_os_error(libc::ENOMEM);
+            return Err(BackingError::Map { offset, len, source });
+        }
+        self.backing.detach(offset, len)
+    }
+    fn free_detached(&mut self) -> Result<(), BackingError> {
+        self.backing.free_detached()
+    }
+}
+
 /// A VM with one virtio-mem device, and the driver's side of it.
 struct Guest {
     memory: Memory,
     table: Arc<FakeSlots>,
     pool: Arc<FakePool>,
+    sticks: Arc<AtomicBool>,
     handle: MemHandle,
     device: MemDevice,
     events: Receiver<MemEvent>,
@@ -111,7 +136,9 @@ impl Guest {
             // The device may outlive the test's interest.
             let _ = report.lock().send(event);
         });
-        let part = memory.take_hotplug().pop().unwrap();
+        let mut part = memory.take_hotplug().pop().unwrap();
+        let sticks = Arc::new(AtomicBool::new(false));
+        part.backing = Box::new(StickyBacking { backing: part.backing, sticks: Arc::clone(&sticks) });
         assert_eq!(part.range.start, START);
         let view = memory.view().clone();
         let (device, handle) = MemDevice::new(part, view, event_loop.handle(), observer);
@@ -121,6 +148,7 @@ impl Guest {
             memory,
             table,
             pool,
+            sticks,
             handle,
             device,
             events,
@@ -337,6 +365,44 @@ fn a_slot_that_kvm_refuses_is_busy_and_leaves_nothing_behind() {
     guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 8), ACK);
     assert!(guest.table.covers(START));
+}
+
+#[test]
+fn memory_of_a_failed_plug_that_cannot_be_unmapped_is_lent_to_nobody_else() {
+    let mut guest = Guest::new(64, Some(64));
+    guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
+    *guest.table.calls_left.lock() = Some(0);
+    guest.sticks.store(true, Ordering::Relaxed);
+    assert_eq!(guest.plug(0, 8), BUSY);
+    assert!(!guest.reachable(0));
+    assert_eq!(guest.pool_info().memory_bytes, 8 * BLOCK_BYTES);
+    assert_eq!(guest.handle.metrics().scrub_failures(), 1);
+    *guest.table.calls_left.lock() = None;
+    guest.sticks.store(false, Ordering::Relaxed);
+    // A part of the range: what is behind the rest of it stays set aside.
+    guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
+    assert_eq!(guest.plug(2, 4), ACK);
+    assert_eq!(guest.pool_info().memory_bytes, 8 * BLOCK_BYTES);
+    assert_eq!(guest.unplug(2, 4), ACK);
+    assert_eq!(guest.pool_info().memory_bytes, 4 * BLOCK_BYTES);
+    let Guest { device, pool, .. } = guest;
+    drop(device);
+    assert_eq!((pool.info().memory_bytes, pool.dirty_free_bytes()), (0, 0));
+}
+
+#[test]
+fn an_unplug_that_fails_leaves_its_blocks_plugged() {
+    let mut guest = Guest::new(64, Some(64));
+    guest.handle.request_size(8 * BLOCK_BYTES).unwrap();
+    assert_eq!(guest.plug(0, 8), ACK);
+    guest.write(3, 0x33);
+    guest.sticks.store(true, Ordering::Relaxed);
+    assert_eq!(guest.unplug(3, 1), BUSY);
+    assert_eq!(guest.read(3), 0x33);
+    assert_eq!(guest.handle.sizes().plugged_bytes, 8 * BLOCK_BYTES);
+    guest.sticks.store(false, Ordering::Relaxed);
+    assert_eq!(guest.unplug(3, 1), ACK);
+    assert!(!guest.reachable(3));
 }
 
 #[test]
