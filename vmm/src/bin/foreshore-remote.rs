@@ -277,10 +277,13 @@ dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  stuck: busy 
             other => panic!("{other:?}"),
         };
         assert_eq!(change(&[]), None);
-        assert_eq!(change(&["--resume"]).unwrap(), r#"{"policy":null,"dry_run":null,"resume":true}"#);
+        assert_eq!(
+            change(&["--resume"]).unwrap(),
+            r#"{"policy":null,"size":null,"dry_run":null,"resume":true}"#
+        );
         assert_eq!(
             change(&["--policy", "off", "--dry-run", "off"]).unwrap(),
-            r#"{"policy":"off","dry_run":false,"resume":null}"#
+            r#"{"policy":"off","size":null,"dry_run":false,"resume":null}"#
         );
     }
 
