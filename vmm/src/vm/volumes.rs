@@ -84,11 +84,15 @@ fn open(config: &VmConfig, resources: &Resources) -> Result<Vec<Arc<dyn PoolVolu
         {
             let request = VolumeRequest { name: &volume.name, size: volume.size, create };
             let result = resources.pool(&volume.pool).open_volume(request);
-            let name = format!("--pm-volume name={}", volume.name);
-            *slot = Some(Arc::from(result.map_err(BuildError::device(name))?));
+            *slot = Some(Arc::from(result.map_err(BuildError::device(flag(volume)))?));
         }
     }
     Ok(opened.into_iter().map(|volume| volume.expect("one of the two rounds opened it")).collect())
+}
+
+/// How errors name a volume.
+fn flag(config: &PmVolumeConfig) -> String {
+    format!("--pm-volume pool={},name={}", config.pool.display(), config.name)
 }
 
 fn map<'a>(
@@ -101,7 +105,7 @@ fn map<'a>(
     let (access, flushes) = mapping(config.readonly, pool.durability());
     let range = memory
         .add_file_range(pool.file(), &volume.extents(), access)
-        .map_err(BuildError::device(format!("--pm-volume name={}", config.name)))?;
+        .map_err(BuildError::device(flag(config)))?;
     Ok(Mapped { config, volume, range, flushes })
 }
 

@@ -164,8 +164,7 @@ fn a_pool_of_a_newer_version_is_refused() -> Result<()> {
 }
 
 /// The VMM in a mount namespace that `prepare` has changed: its one line.
-fn refusal_where(prepare: &str) -> Result<String> {
-    let pool = Pool::create("64M")?;
+fn refusal_where(prepare: &str, pool: &Pool) -> Result<String> {
     let before = files(&this_tests_dir())?;
     let script = format!("{prepare} && exec \"$0\" \"$@\"");
     let output = Command::new("unshare")
@@ -190,12 +189,13 @@ fn no_kvm_and_one_without_hardware_are_refused() -> Result<()> {
     if unsafe { libc::geteuid() } != 0 {
         return skip("mounting over /dev needs root");
     }
-    let none = refusal_where("mount -t tmpfs none /dev")?;
+    let pool = Pool::create("64M")?;
+    let none = refusal_where("mount -t tmpfs none /dev", &pool)?;
     ensure!(none.contains("Cannot open /dev/kvm"), "Without /dev/kvm: {none}");
     let plain = this_tests_dir().join("cpuinfo.log");
     let cpuinfo = fs::read_to_string("/proc/cpuinfo")?.replace(" svm", "").replace(" vmx", "");
     fs::write(&plain, cpuinfo)?;
-    let soft = refusal_where(&format!("mount --bind {} /proc/cpuinfo", plain.display()))?;
+    let soft = refusal_where(&format!("mount --bind {} /proc/cpuinfo", plain.display()), &pool)?;
     ensure!(
         soft.contains("/dev/kvm cannot run a stock guest") && soft.contains("neither svm nor vmx"),
         "Without hardware: {soft}"
@@ -285,7 +285,9 @@ fn reports_that_cannot_be_are_refused_and_counted() -> Result<()> {
     let hello = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
     let report = |seq: u64, available_bytes: u64| {
         let memory = json!({ "total_bytes": 1 << 29, "free_bytes": 0, "available_bytes": available_bytes });
-        json!({ "type": "report", "version": 1, "seq": seq, "monotonic_ms": 1000, "memory": memory, "zones": [] })
+        let zone = json!({ "node": 0, "kind": "dma32", "free_pages": 0, "min_pages": 0, "low_pages": 0,
+            "high_pages": 0, "managed_pages": 0 });
+        json!({ "type": "report", "version": 1, "seq": seq, "monotonic_ms": 1000, "memory": memory, "zones": [zone] })
             .to_string()
     };
     let lines = [
