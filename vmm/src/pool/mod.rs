@@ -134,7 +134,8 @@ pub trait PmPool: Debug + Send + Sync {
     fn alloc_memory(&self, len: u64) -> Result<Vec<Extent>, PoolError>;
 
     /// Scrubs memory and frees it. Extents may be any whole chunks of what [`PmPool::alloc_memory`] gave. The
-    /// caller has unmapped them everywhere. On an error nothing is free, and the caller may try again.
+    /// caller has unmapped them everywhere. On an error nothing is free. The caller may try again, in vain where
+    /// one failed write ends all (as in a [`LocalPool`]): what is not freed is erased when the pool is opened again.
     fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError>;
 
     /// Opens a volume, or makes it.

@@ -64,6 +64,6 @@ pub trait Backing: Debug + Send {
     fn detach(&mut self, offset: u64, len: u64) -> Result<(), BackingError>;
 
     /// Scrubs what has been detached and gives it back. What cannot be scrubbed now stays set aside, and is
-    /// tried again at the next call.
+    /// offered again at the next call, for pools that get over a failure.
     fn free_detached(&mut self) -> Result<(), BackingError>;
 }

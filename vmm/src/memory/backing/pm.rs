@@ -101,7 +101,7 @@ impl PmBacking {
         Ok(())
     }
 
-    /// After a failed plug; what the pool does not take back now it gets with the next unplug.
+    /// After a failed plug; what the pool does not take back now stays set aside.
     fn give_back(&mut self, extents: Vec<Extent>) {
         self.detached.extend(extents);
         if let Err(err) = self.free_detached() {
