@@ -25,8 +25,6 @@ pub struct MemoryOptions {
     pub address_bits: u8,
     /// KVM_CAP_NR_MEMSLOTS.
     pub slot_limit: u32,
-    /// DRAM in a memfd, which another process can map.
-    pub shared: bool,
     /// Ask for transparent huge pages.
     pub huge_pages: bool,
 }
@@ -121,7 +119,8 @@ pub fn build(
     for (index, placement) in map.zones().iter().enumerate() {
         for range in &placement.boot {
             let reservation = reserve(*range)?;
-            let mut backing = dram(*range, &reservation, &budget, options)?;
+            let mut backing =
+                DramBacking::new(Arc::clone(&reservation), Arc::clone(&budget), options.huge_pages);
             backing
                 .plug(0, range.len)
                 .map_err(|err| MemoryError::Map { len: range.len, source: io::Error::other(err) })?;
@@ -148,7 +147,9 @@ pub fn build(
             (Tier::Pm, Some(pool)) => {
                 Box::new(PmBacking::new(Arc::clone(pool), Arc::clone(&reservation), Arc::clone(&budget)))
             }
-            _ => Box::new(dram(range, &reservation, &budget, options)?),
+            _ => {
+                Box::new(DramBacking::new(Arc::clone(&reservation), Arc::clone(&budget), options.huge_pages))
+            }
         };
         {
             let mut memory = view.exclusive();
@@ -165,11 +166,6 @@ impl Memory {
     /// Where everything lies.
     pub fn map(&self) -> &MemoryMap {
         &self.map
-    }
-
-    /// For 64-bit BARs and the like.
-    pub fn map_mut(&mut self) -> &mut MemoryMap {
-        &mut self.map
     }
 
     /// The zones, in the order of [`MemoryMap::zones`].
@@ -252,16 +248,6 @@ fn reserve(range: GuestRange) -> Result<Arc<Reservation>, MemoryError> {
     reservation.map(Arc::new).map_err(|source| MemoryError::Map { len: range.len, source })
 }
 
-fn dram(
-    range: GuestRange,
-    reservation: &Arc<Reservation>,
-    budget: &Arc<MappingBudget>,
-    options: MemoryOptions,
-) -> Result<DramBacking, MemoryError> {
-    DramBacking::new(Arc::clone(reservation), Arc::clone(budget), options.shared, options.huge_pages)
-        .map_err(|source| MemoryError::Map { len: range.len, source })
-}
-
 fn region(range: GuestRange, reservation: &Reservation) -> Result<Arc<GuestRegionMmap>, MemoryError> {
     assert!(range.len <= reservation.len_bytes());
     let too_large = || MemoryError::Map { len: range.len, source: io::ErrorKind::InvalidInput.into() };
@@ -285,8 +271,7 @@ mod tests {
     use super::super::slots::fake::FakeSlots;
     use super::*;
 
-    const OPTIONS: MemoryOptions =
-        MemoryOptions { address_bits: 40, slot_limit: 64, shared: false, huge_pages: true };
+    const OPTIONS: MemoryOptions = MemoryOptions { address_bits: 40, slot_limit: 64, huge_pages: true };
 
     fn dram_zone(boot_bytes: u64, hotplug_bytes: u64) -> ZoneSpec {
         ZoneSpec { id: "dram".into(), tier: Tier::Dram, guest_node: 0, boot_bytes, hotplug_bytes }

@@ -271,7 +271,7 @@ impl HotplugSlots {
     }
 
     /// Removes empty slots now. Returns how many.
-    pub fn remove_empty(&mut self) -> usize {
+    fn remove_empty(&mut self) -> usize {
         self.emptied = None;
         let empty: Vec<_> = (0..self.parts.len())
             .filter(|&index| self.parts[index].plugged_bytes == 0 && self.parts[index].slot.is_some())

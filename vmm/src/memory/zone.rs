@@ -44,17 +44,3 @@ pub struct ZoneSpec {
     /// The most that may be plugged beyond it; 0 for a zone without a virtio-mem device.
     pub hotplug_bytes: u64,
 }
-
-/// Four sizes that are four different things. Boot memory is in none of them but `resident_bytes`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ZoneSizes {
-    /// What the guest is asked to have plugged.
-    pub requested_bytes: u64,
-    /// What it has plugged.
-    pub plugged_bytes: u64,
-    /// What its kernel uses of that, where an agent says so.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub online_bytes: Option<u64>,
-    /// What the VMM's process holds of the zone in its page tables, boot part included.
-    pub resident_bytes: u64,
-}

@@ -167,7 +167,6 @@ fn build_memory(
     let options = MemoryOptions {
         address_bits: cpuid::physical_address_bits(&hypervisor.cpuid),
         slot_limit: hypervisor.slot_limit,
-        shared: false,
         huge_pages: true,
     };
     let pool = config.pm_memory.as_ref().map(|pm| resources.pool(&pm.pool));

@@ -64,7 +64,7 @@ impl MemDevice {
             observer,
         });
         let executor = Arc::new(Mutex::new(Executor::new(backing, slots, view, Arc::clone(&shared))));
-        let handle = MemHandle { shared: Arc::clone(&shared), executor: Arc::downgrade(&executor) };
+        let handle = MemHandle { shared: Arc::clone(&shared) };
         (Self { name, shared, executor, event_loop, worker: None }, handle)
     }
 }

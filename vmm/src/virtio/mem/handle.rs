@@ -1,14 +1,12 @@
 //! What the rest of the VMM does with a virtio-mem device: ask for a size, and hear what became of it.
 
-use std::io;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 use thiserror::Error;
 use tracing::warn;
 
 use super::metrics::{FailureReason, MemMetrics};
-use super::plug::Executor;
 use super::state::{MemState, Shortfall};
 use crate::interrupt::VirtioInterrupt;
 use crate::memory::zone::ZoneSpec;
@@ -124,12 +122,10 @@ impl Shared {
     }
 }
 
-/// A handle on a virtio-mem device, cheap to clone, for any thread.
+/// A handle on a virtio-mem device, cheap to clone, for any thread. It keeps none of the VM's memory.
 #[derive(Clone)]
 pub struct MemHandle {
     pub(super) shared: Arc<Shared>,
-    /// Weak: a handle that somebody keeps must not keep memory of a VM that is gone.
-    pub(super) executor: Weak<Mutex<Executor>>,
 }
 
 impl MemHandle {
@@ -185,14 +181,5 @@ impl MemHandle {
     /// What the device counts.
     pub fn metrics(&self) -> Arc<MemMetrics> {
         Arc::clone(&self.shared.metrics)
-    }
-
-    /// A reset of the VM: everything is unplugged, nothing requested (virtio 1.3, 5.15.6: a SHOULD). The vCPUs
-    /// must have stopped, and no guard may be held by the caller. Not to be mixed up with a reset of the
-    /// device, which keeps what is plugged.
-    pub fn reset_memory(&self) -> io::Result<()> {
-        let Some(executor) = self.executor.upgrade() else { return Ok(()) };
-        self.shared.state.lock().set_requested(0);
-        executor.lock().reset().map_err(io::Error::other)
     }
 }

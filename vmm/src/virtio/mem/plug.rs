@@ -91,14 +91,6 @@ impl Executor {
         }
     }
 
-    /// A reset of the VM.
-    pub(super) fn reset(&mut self) -> Result<(), HostError> {
-        let result = self.unplug_all();
-        self.slots.remove_empty();
-        self.shared.report_sizes();
-        result
-    }
-
     /// When [`Executor::sweep`] has something to do.
     pub(super) fn sweep_due(&self) -> Option<Instant> {
         self.slots.sweep_due()
