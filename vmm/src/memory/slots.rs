@@ -224,14 +224,8 @@ impl HotplugSlots {
             if self.parts[index].slot.is_some() {
                 continue;
             }
-            let start = index as u64 * self.slot_bytes;
-            let len = self.slot_bytes.min(self.range.len - start);
-            let guest = GuestRange { start: self.range.start + start, len };
-            match self.slots.add(guest, &self.reservation, start, Access::ReadWrite) {
-                Ok(slot) => {
-                    self.parts[index].slot = Some(slot);
-                    added.push(index);
-                }
+            match self.add_part(index) {
+                Ok(()) => added.push(index),
                 Err(err) => {
                     for index in added {
                         self.remove_part(index);
@@ -245,6 +239,23 @@ impl HotplugSlots {
             assert!(self.parts[index].plugged_bytes <= self.slot_bytes, "blocks plugged twice");
         }
         Ok(())
+    }
+
+    /// Adds the next slot ahead of the request that will need it, if what is there has no room for `wanted_bytes`
+    /// more. Returns whether it added one.
+    ///
+    /// Adding a slot waits until no vCPU uses the old set any more, which takes longer than all the rest of a plug;
+    /// the driver need not wait for that. A slot alone lets the guest reach nothing: what is not plugged is PROT_NONE.
+    /// Unless blocks are plugged into it, it goes with a sweep like any empty slot.
+    pub fn prepare(&mut self, wanted_bytes: u64, now: Instant) -> Result<bool, SlotError> {
+        let room = |part: &Part| part.slot.map_or(0, |_| self.slot_bytes.saturating_sub(part.plugged_bytes));
+        if self.parts.iter().map(room).sum::<u64>() >= wanted_bytes {
+            return Ok(false);
+        }
+        let Some(index) = self.parts.iter().position(|part| part.slot.is_none()) else { return Ok(false) };
+        self.add_part(index)?;
+        self.emptied = Some(now);
+        Ok(true)
     }
 
     /// Notes that `offset..offset + len` is unplugged. Slots that became empty go with the next
@@ -282,6 +293,14 @@ impl HotplugSlots {
     /// The number of slots that KVM has of this part.
     pub fn used(&self) -> usize {
         self.parts.iter().filter(|part| part.slot.is_some()).count()
+    }
+
+    fn add_part(&mut self, index: usize) -> Result<(), SlotError> {
+        let start = index as u64 * self.slot_bytes;
+        let len = self.slot_bytes.min(self.range.len - start);
+        let guest = GuestRange { start: self.range.start + start, len };
+        self.parts[index].slot = Some(self.slots.add(guest, &self.reservation, start, Access::ReadWrite)?);
+        Ok(())
     }
 
     fn remove_part(&mut self, index: usize) -> bool {
@@ -393,6 +412,22 @@ mod tests {
         let len = 5 * SLOT / 2;
         let reservation = Arc::new(Reservation::new(len, 2 * MIB).unwrap());
         (HotplugSlots::new(slots, GuestRange { start: START, len }, reservation, SLOT), table)
+    }
+
+    #[test]
+    fn a_slot_is_prepared_while_there_is_no_room_and_goes_again_when_it_stays_empty() {
+        let (mut slots, table) = hotplug(8);
+        let now = Instant::now();
+        slots.acquire(0, SLOT).unwrap();
+        assert!(!slots.prepare(0, now).unwrap());
+        assert!(slots.prepare(SLOT, now).unwrap());
+        assert!(table.covers(START + SLOT) && !table.covers(START + 2 * SLOT));
+        assert!(!slots.prepare(SLOT, now).unwrap(), "there is room for what is wanted");
+        // What is plugged into it keeps it; what stays empty goes.
+        slots.acquire(SLOT, 2 * MIB).unwrap();
+        assert!(slots.prepare(SLOT, now).unwrap());
+        assert_eq!(slots.sweep(now + QUIET_TIME), 1);
+        assert!(table.covers(START + SLOT) && !table.covers(START + 2 * SLOT));
     }
 
     #[test]

@@ -64,6 +64,10 @@ impl Worker {
         {
             error!(zone = %self.shared.zone.id, %err, "The driver cannot be told of an answer");
         }
+        if served > 0 {
+            // The driver has its answer, and works on it meanwhile.
+            self.executor.lock().prepare(Instant::now());
+        }
     }
 
     fn answer(&mut self, popped: Popped) -> bool {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use tracing::{error, warn};
+use tracing::{debug, error, warn};
 
 use super::handle::{MemEvent, Shared};
 use super::metrics::FailureReason;
@@ -88,6 +88,20 @@ impl Executor {
                 warn!(zone = %self.shared.zone.id, code, "The driver sends requests of an unknown type");
                 self.refuse(Refusal::Error)
             }
+        }
+    }
+
+    /// Gets ready for the request that the driver is expected to make next.
+    pub(super) fn prepare(&mut self, now: Instant) {
+        let missing = {
+            let state = self.shared.state.lock();
+            state.requested_bytes().saturating_sub(state.plugged_bytes())
+        };
+        // If it cannot be had, the request that needs it says so.
+        if missing > 0
+            && let Err(err) = self.slots.prepare(missing, now)
+        {
+            debug!(zone = %self.shared.zone.id, %err, "No slot ahead of the next request");
         }
     }
 
