@@ -4,8 +4,10 @@ use std::fs::File;
 use std::io::{self, Read as _};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::fs::FileTypeExt;
+use std::time::Duration;
 
 use super::raw_mode::RawMode;
+use super::readiness::ready;
 
 /// What there was to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,9 +21,6 @@ pub enum Read {
 }
 
 /// Something that can be waited for by epoll and read without blocking.
-///
-/// The file stays in blocking mode: that mode belongs to the open terminal, which standard output and the shell
-/// share. Readiness is asked for before each read instead.
 #[derive(Debug)]
 pub struct ConsoleInput {
     /// Gives the terminal back as it was; before the file is closed, so it comes first.
@@ -51,23 +50,16 @@ impl ConsoleInput {
 
     /// Reads what is there.
     pub fn read(&mut self, data: &mut [u8]) -> io::Result<Read> {
-        let mut poll = libc::pollfd { fd: self.file.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: `poll` is one valid entry; nothing is waited for.
-        match unsafe { libc::poll(&mut poll, 1, 0) } {
-            0 => return Ok(Read::Nothing),
-            n if n < 0 => return interrupted_is_nothing(io::Error::last_os_error()),
-            _ => (),
+        if !ready(self.file.as_fd(), libc::POLLIN, Duration::ZERO)? {
+            return Ok(Read::Nothing);
         }
         match self.file.read(data) {
             Ok(0) if !data.is_empty() => Ok(Read::End),
             Ok(len) => Ok(Read::Bytes(len)),
-            Err(err) => interrupted_is_nothing(err),
+            Err(err) if err.kind() == io::ErrorKind::Interrupted => Ok(Read::Nothing),
+            Err(err) => Err(err),
         }
     }
-}
-
-fn interrupted_is_nothing(err: io::Error) -> io::Result<Read> {
-    if err.kind() == io::ErrorKind::Interrupted { Ok(Read::Nothing) } else { Err(err) }
 }
 
 impl AsRawFd for ConsoleInput {

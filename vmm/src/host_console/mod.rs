@@ -3,6 +3,7 @@
 mod input;
 mod output;
 mod raw_mode;
+mod readiness;
 
 use std::io;
 use std::path::PathBuf;
@@ -10,7 +11,7 @@ use std::path::PathBuf;
 use thiserror::Error;
 
 pub use input::{ConsoleInput, Read};
-pub use output::ConsoleOutput;
+pub use output::{ConsoleOutput, Lost};
 
 use crate::config::{ConsoleConfig, ConsoleMode};
 
@@ -74,8 +75,6 @@ impl HostConsole {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
-
     use super::*;
 
     #[test]
@@ -85,8 +84,8 @@ mod tests {
         std::fs::write(&path, "of an earlier VM").unwrap();
         let config = ConsoleConfig { mode: ConsoleMode::File, file: Some(path.clone()) };
         let open = |start| HostConsole::open(&config, start).unwrap().unwrap().output;
-        open(FileStart::Empty).write_all(b"one ").unwrap();
-        open(FileStart::Continue).write_all(b"two").unwrap();
+        assert_eq!(open(FileStart::Empty).send(b"one ").len, 0);
+        assert_eq!(open(FileStart::Continue).send(b"two").len, 0);
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "one two");
     }
 

@@ -1,25 +1,116 @@
 //! Where a guest's output goes.
 
+use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
-use std::os::fd::AsFd;
+use std::io::{self, IsTerminal, Write};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use super::FileStart;
+use super::readiness::ready;
 
-/// A file, standard output, or nothing.
+/// What waits for a reader who is late. More is lost: a guest's thread, or the thread of all devices, does not
+/// wait for whoever reads a console.
+const BACKLOG_LEN_MAX: usize = 256 << 10;
+/// How long the end of a VM waits for a reader who is late.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// A pipe with room has room for one page (pipe_poll in Linux), a socket for more.
+const PIPE_STEP_LEN: usize = 4096;
+/// A pseudo terminal with room has room for 256 bytes, the unit in which Linux extends its buffer.
+const TERMINAL_STEP_LEN: usize = 128;
+
+/// A file, standard output, or nothing. Nothing that is sent to it waits, except for a disk.
 #[derive(Debug)]
-pub struct ConsoleOutput(Option<File>);
+pub struct ConsoleOutput {
+    target: Option<Target>,
+    /// Sent, and not yet written.
+    backlog: VecDeque<u8>,
+}
+
+/// Output that nobody will ever see.
+#[derive(Debug, Default)]
+pub struct Lost {
+    /// How much of it.
+    pub len: usize,
+    /// Why, if it was not for a reader who is too late.
+    pub error: Option<io::Error>,
+}
+
+#[derive(Debug)]
+struct Target {
+    file: File,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    /// Always ready.
+    Regular,
+    Terminal,
+    /// Or a socket, or whatever else.
+    Pipe,
+}
+
+impl Kind {
+    /// How much of `data`, which is not empty, a file that is ready takes without waiting.
+    fn step_len(self, data: &[u8]) -> usize {
+        match self {
+            Self::Regular => data.len(),
+            Self::Pipe => data.len().min(PIPE_STEP_LEN),
+            Self::Terminal => {
+                // Linux writes these one by one, and looks for new room before each (n_tty_write): the first may
+                // use up what the second waits for.
+                let special = data.iter().position(|byte| matches!(byte, b'\n' | b'\r' | b'\t' | 8));
+                special.unwrap_or(data.len()).clamp(1, TERMINAL_STEP_LEN)
+            }
+        }
+    }
+}
+
+impl Target {
+    fn new(file: File) -> Self {
+        let is_regular = file.metadata().is_ok_and(|metadata| metadata.is_file());
+        let kind = match is_regular {
+            true => Kind::Regular,
+            false if file.is_terminal() => Kind::Terminal,
+            false => Kind::Pipe,
+        };
+        Self { file, kind }
+    }
+
+    fn is_ready(&self, patience: Duration) -> io::Result<bool> {
+        Ok(self.kind == Kind::Regular || ready(self.file.as_fd(), libc::POLLOUT, patience)?)
+    }
+
+    /// Writes as much of `backlog` as goes without waiting.
+    fn take(&mut self, backlog: &mut VecDeque<u8>) -> io::Result<()> {
+        while !backlog.is_empty() && self.is_ready(Duration::ZERO)? {
+            let (data, _) = backlog.as_slices();
+            match self.file.write(&data[..self.kind.step_len(data)]) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => drop(backlog.drain(..written)),
+                // Whoever shares a non-blocking file may have been faster; signals go first, too.
+                Err(err) if matches!(err.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+                    break;
+                }
+                Err(err) => return Err(err),
+            }
+        }
+        Ok(())
+    }
+}
 
 impl ConsoleOutput {
     /// Throws everything away.
     pub fn null() -> Self {
-        Self(None)
+        Self { target: None, backlog: VecDeque::new() }
     }
 
     /// Standard output, without the buffer of the standard library.
     pub fn stdout() -> io::Result<Self> {
-        Ok(Self(Some(io::stdout().as_fd().try_clone_to_owned()?.into())))
+        Ok(File::from(io::stdout().as_fd().try_clone_to_owned()?).into())
     }
 
     /// A file, by appending: serial and virtio console may share one, and logs may be truncated while they grow.
@@ -29,30 +120,176 @@ impl ConsoleOutput {
         if start == FileStart::Empty && file.metadata()?.is_file() {
             file.set_len(0)?;
         }
-        Ok(Self(Some(file)))
+        Ok(file.into())
     }
 
     /// Whether nobody listens.
     pub fn is_null(&self) -> bool {
-        self.0.is_none()
+        self.target.is_none()
+    }
+
+    /// Writes what waits and `data`, as far as that goes without waiting, and keeps the rest if it is not too much.
+    /// Says what was lost.
+    pub fn send(&mut self, data: &[u8]) -> Lost {
+        if self.is_null() {
+            return Lost::default();
+        }
+        let before = self.flush();
+        let was_behind = self.is_behind();
+        let kept = data.len().min(BACKLOG_LEN_MAX - self.backlog.len());
+        self.backlog.extend(&data[..kept]);
+        let after = if was_behind { Lost::default() } else { self.flush() };
+        Lost { len: before.len + (data.len() - kept) + after.len, error: before.error.or(after.error) }
+    }
+
+    /// Writes what waits, as far as that goes without waiting. Says what was lost.
+    pub fn flush(&mut self) -> Lost {
+        let Some(target) = &mut self.target else { return Lost::default() };
+        let result = target.take(&mut self.backlog);
+        match result {
+            Ok(()) => Lost::default(),
+            Err(err) => {
+                let len = self.backlog.len();
+                self.backlog.clear();
+                Lost { len, error: Some(err) }
+            }
+        }
+    }
+
+    /// Whether something waits: call [`Self::flush`] when the file can be written, or after a while.
+    pub fn is_behind(&self) -> bool {
+        !self.backlog.is_empty()
+    }
+
+    /// To be waited for while something waits to be written.
+    pub fn fd(&self) -> Option<RawFd> {
+        self.target.as_ref().map(|target| target.file.as_raw_fd())
     }
 }
 
 impl From<File> for ConsoleOutput {
     fn from(file: File) -> Self {
-        Self(Some(file))
+        Self { target: Some(Target::new(file)), backlog: VecDeque::new() }
     }
 }
 
-impl Write for ConsoleOutput {
-    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-        match &mut self.0 {
-            Some(file) => file.write(data),
-            None => Ok(data.len()),
+impl Drop for ConsoleOutput {
+    /// The last words of a guest are worth a moment, but a stopped terminal must not keep its VM alive.
+    fn drop(&mut self) {
+        let deadline = Instant::now() + LINGER;
+        while self.is_behind() {
+            let patience = deadline.saturating_duration_since(Instant::now());
+            let ready = self.target.as_ref().is_some_and(|target| target.is_ready(patience).unwrap_or(false));
+            if !ready && patience.is_zero() {
+                return;
+            }
+            self.flush();
         }
     }
+}
 
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+#[cfg(test)]
+mod tests {
+    use std::io::{PipeReader, Read};
+    use std::os::fd::OwnedFd;
+    use std::sync::mpsc;
+
+    use super::*;
+
+    /// Linux's default, and more than that.
+    const PIPE_LEN: usize = 64 << 10;
+
+    fn pipe() -> (PipeReader, ConsoleOutput) {
+        let (reader, writer) = io::pipe().unwrap();
+        (reader, File::from(OwnedFd::from(writer)).into())
+    }
+
+    fn text(len: usize) -> Vec<u8> {
+        (0..len).map(|n| (n % 251) as u8).collect()
+    }
+
+    #[test]
+    fn a_full_pipe_stops_nobody_and_what_is_too_much_is_counted() {
+        let (mut reader, mut output) = pipe();
+        let text = text(2 * PIPE_LEN + BACKLOG_LEN_MAX);
+        let mut lost = 0;
+        for part in text.chunks(1000) {
+            lost += output.send(part).len;
+        }
+        // Small writes do not fill a pipe's pages to the last byte.
+        assert!((PIPE_LEN..2 * PIPE_LEN).contains(&lost), "{lost}");
+        assert_eq!(output.backlog.len(), BACKLOG_LEN_MAX);
+        let mut got = vec![0; text.len() - lost];
+        for part in got.chunks_mut(1000) {
+            assert_eq!(output.flush().len, 0);
+            reader.read_exact(part).unwrap();
+        }
+        assert!(got == text[..got.len()], "what was kept comes in order");
+        assert!(!output.is_behind());
+        assert_eq!(output.send(b"again").len, 0);
+        reader.read_exact(&mut got[..5]).unwrap();
+        assert_eq!(&got[..5], b"again");
+    }
+
+    #[test]
+    fn a_stopped_terminal_stops_nobody() {
+        let (mut master, mut slave) = (0, 0);
+        let null = std::ptr::null_mut();
+        // SAFETY: the two numbers are written, the other arguments may be null.
+        assert_eq!(unsafe { libc::openpty(&mut master, &mut slave, null, null.cast(), null.cast()) }, 0);
+        // SAFETY: both were just made, and nobody else knows of them.
+        let [master, slave] = [master, slave].map(|fd| unsafe {
+            use std::os::fd::FromRawFd;
+            OwnedFd::from_raw_fd(fd)
+        });
+        let mut output = ConsoleOutput::from(File::from(slave));
+        // Newlines become two bytes, which is what may be too much for a terminal with little room.
+        let mut lost = 0;
+        while lost == 0 {
+            lost += output.send(b"a line\tof a table\n\n").len;
+        }
+        // SAFETY: no memory is passed.
+        assert_eq!(unsafe { libc::tcflow(output.fd().unwrap(), libc::TCOOFF) }, 0);
+        assert_eq!(output.send(b"stopped").len, 7);
+        drop(master);
+    }
+
+    #[test]
+    fn without_a_reader_everything_is_lost_at_once() {
+        let (reader, mut output) = pipe();
+        while !output.is_behind() {
+            assert_eq!(output.send(&[b'x'; 1000]).len, 0);
+        }
+        let waiting = output.backlog.len();
+        drop(reader);
+        let lost = output.send(b"more");
+        assert_eq!(lost.len, waiting + 4);
+        assert_eq!(lost.error.unwrap().kind(), io::ErrorKind::BrokenPipe);
+        assert!(!output.is_behind());
+    }
+
+    #[test]
+    fn the_end_waits_for_a_reader_who_reads() {
+        let (mut reader, mut output) = pipe();
+        let text = text(PIPE_LEN + 100_000);
+        assert_eq!(output.send(&text).len, 0);
+        let ending = std::thread::spawn(move || drop(output));
+        let mut got = Vec::new();
+        reader.read_to_end(&mut got).unwrap();
+        ending.join().unwrap();
+        assert!(got == text);
+    }
+
+    #[test]
+    fn the_end_does_not_wait_for_ever_for_one_who_does_not() {
+        let (_reader, mut output) = pipe();
+        output.send(&text(PIPE_LEN + 1000));
+        assert!(output.is_behind());
+        let (ended, end) = mpsc::channel();
+        std::thread::spawn(move || {
+            drop(output);
+            ended.send(()).unwrap();
+        });
+        end.recv_timeout(Duration::from_secs(60)).expect("the end of the output");
     }
 }

@@ -96,7 +96,7 @@ impl Serial {
             drained: EventFd::new(EFD_NONBLOCK)?,
         };
         let drained = reports.drained.try_clone()?;
-        let writer = LineWriter::new(console.output)?;
+        let writer = LineWriter::new(console.output, Arc::clone(&metrics))?;
         let timer = writer.timer();
         let uart = Arc::new(Mutex::new(Uart::with_events(Irq(irq), reports, writer)));
         let worker = Worker::new(Arc::clone(&uart), timer, drained, console.input);
@@ -121,7 +121,7 @@ impl BusDevice for Serial {
 
     fn write(&self, offset: u64, data: &[u8]) {
         if let [byte] = data {
-            // Lost output is counted and logged by the writer; the guest cannot be told.
+            // The writer never fails, and the guest cannot be told of an interrupt that does.
             let _ = self.uart.lock().write(offset as u8, *byte);
         }
     }

@@ -2,32 +2,39 @@
 
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tracing::warn;
 use vmm_sys_util::timerfd::TimerFd;
 
+use super::metrics::SerialMetrics;
 use crate::host_console::ConsoleOutput;
 
 /// A line that is longer goes out in parts.
 const LINE_LEN_MAX: usize = 512;
-/// How long the beginning of a line may wait for the rest: prompts end without a newline.
+/// How long the beginning of a line may wait for the rest: prompts end without a newline. A reader who is late is
+/// looked after as often.
 const PART_DELAY: Duration = Duration::from_millis(10);
 
-/// Holds back an unfinished line, but not for long: when nothing completes it, a timer does.
+/// Holds back an unfinished line, but not for long: when nothing completes it, a timer does. Never waits, and never
+/// fails: what cannot be written is counted and logged here, because the guest cannot be told.
 pub(super) struct LineWriter {
     output: ConsoleOutput,
     line: Vec<u8>,
     timer: TimerFd,
     /// The timer runs. It is not stopped when the line ends: it rings once for all lines of these milliseconds.
     armed: bool,
-    failing: bool,
+    losing: bool,
+    metrics: Arc<SerialMetrics>,
 }
 
 impl LineWriter {
-    pub(super) fn new(output: ConsoleOutput) -> io::Result<Self> {
+    pub(super) fn new(output: ConsoleOutput, metrics: Arc<SerialMetrics>) -> io::Result<Self> {
         let timer = TimerFd::new()?;
-        Ok(Self { output, line: Vec::with_capacity(LINE_LEN_MAX), timer, armed: false, failing: false })
+        let line = Vec::with_capacity(LINE_LEN_MAX);
+        Ok(Self { output, line, timer, armed: false, losing: false, metrics })
     }
 
     /// To be waited for; when it is readable, call [`Self::timer_rang`].
@@ -39,17 +46,30 @@ impl LineWriter {
     pub(super) fn timer_rang(&mut self) -> io::Result<()> {
         self.timer.wait()?;
         self.armed = false;
-        self.drain()
+        self.drain();
+        Ok(())
     }
 
-    fn drain(&mut self) -> io::Result<()> {
-        let result = self.output.write_all(&self.line);
+    fn drain(&mut self) {
+        let lost = self.output.send(&self.line);
         self.line.clear();
-        if let (Err(err), false) = (&result, self.failing) {
-            warn!(%err, "Output of the serial port is lost");
+        self.metrics.lost_bytes.fetch_add(lost.len as u64, Ordering::Relaxed);
+        if lost.len > 0 && !self.losing {
+            warn!(err = ?lost.error, "Output of the serial port is lost");
         }
-        self.failing = result.is_err();
-        result
+        // It ends when the reader has caught up, not with each line that finds a place.
+        self.losing = lost.len > 0 || self.losing && self.output.is_behind();
+        if self.output.is_behind() {
+            // Without a timer, the next line tries.
+            self.arm();
+        }
+    }
+
+    fn arm(&mut self) -> bool {
+        if !self.armed {
+            self.armed = self.timer.reset(PART_DELAY, None).is_ok();
+        }
+        self.armed
     }
 }
 
@@ -60,13 +80,10 @@ impl Write for LineWriter {
         }
         self.line.extend_from_slice(data);
         if data.contains(&b'\n') || self.line.len() >= LINE_LEN_MAX {
-            self.drain()?;
-        } else if !self.armed {
-            match self.timer.reset(PART_DELAY, None) {
-                Ok(()) => self.armed = true,
-                // Without a timer, nothing may wait.
-                Err(_) => self.drain()?,
-            }
+            self.drain();
+        } else if !self.arm() {
+            // Without a timer, nothing may wait.
+            self.drain();
         }
         Ok(data.len())
     }
@@ -79,8 +96,8 @@ impl Write for LineWriter {
 
 impl Drop for LineWriter {
     fn drop(&mut self) {
-        // The last words of a guest that has crashed rarely end with a newline. An error has been logged.
-        let _ = self.drain();
+        // The last words of a guest that has crashed rarely end with a newline.
+        self.drain();
     }
 }
 
@@ -94,7 +111,8 @@ mod tests {
 
     fn pipe() -> (PipeReader, LineWriter) {
         let (reader, writer) = io::pipe().unwrap();
-        (reader, LineWriter::new(File::from(OwnedFd::from(writer)).into()).unwrap())
+        let output = File::from(OwnedFd::from(writer)).into();
+        (reader, LineWriter::new(output, Arc::default()).unwrap())
     }
 
     /// What one write has put into the pipe.
@@ -149,7 +167,26 @@ mod tests {
     fn nothing_piles_up_when_nobody_reads() {
         let (reader, mut writer) = pipe();
         drop(reader);
-        assert!(writer.write_all(b"lost\n").is_err());
-        assert!(writer.line.is_empty());
+        send(&mut writer, "lost\n");
+        assert!(writer.line.is_empty() && !writer.output.is_behind());
+        assert_eq!(writer.metrics.lost_bytes.load(Ordering::Relaxed), 5);
+    }
+
+    #[test]
+    fn a_reader_who_is_late_gets_what_was_kept_by_the_timer() {
+        let (mut reader, mut writer) = pipe();
+        let line = format!("{}\n", "x".repeat(99));
+        let mut sent = 0;
+        while !writer.output.is_behind() {
+            send(&mut writer, &line);
+            sent += line.len();
+        }
+        assert!(writer.armed);
+        let mut got = vec![0; sent];
+        reader.read_exact(&mut got[..sent - line.len()]).unwrap();
+        writer.timer_rang().unwrap();
+        reader.read_exact(&mut got[sent - line.len()..]).unwrap();
+        assert!(!writer.output.is_behind() && !writer.armed);
+        assert_eq!(writer.metrics.lost_bytes.load(Ordering::Relaxed), 0);
     }
 }

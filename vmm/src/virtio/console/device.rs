@@ -211,6 +211,30 @@ mod tests {
     }
 
     #[test]
+    fn a_screen_that_nobody_reads_stops_nothing_and_gets_what_was_kept_later() {
+        let mut rig = Rig::new();
+        let text = vec![b'x'; 64 << 10];
+        let metrics = rig.console.metrics();
+        let lost = || metrics.lost_bytes.load(Ordering::Relaxed);
+        while lost() == 0 {
+            rig.say(&text);
+            rig.driver.wait_used(TRANSMIT);
+        }
+        // The loop goes on, and so does another life of the device.
+        rig.driver.add(RECEIVE, &[Buffer::In(BUFFERS, 8)]);
+        rig.driver.kick(RECEIVE);
+        rig.keyboard.write_all(b"key").unwrap();
+        assert_eq!(rig.driver.wait_used(RECEIVE).1, 3);
+        rig.console.reset();
+        let activation = rig.driver.activation(rig.console.features());
+        rig.console.activate(activation).unwrap();
+        let kept = metrics.output_bytes.load(Ordering::Relaxed) - lost();
+        assert!(rig.screen(kept as usize).iter().all(|byte| *byte == b'x'));
+        rig.say(b"again");
+        assert_eq!(rig.screen(5), b"again");
+    }
+
+    #[test]
     fn a_second_life_continues_with_the_same_host_side() {
         let mut rig = Rig::new();
         rig.console.reset();

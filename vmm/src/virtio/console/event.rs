@@ -11,7 +11,7 @@ use virtio_queue::{DescriptorChain, QueueT, Reader, Writer};
 use vm_memory::GuestAddressSpace;
 
 use super::metrics::ConsoleMetrics;
-use crate::host_console::{ConsoleInput, HostConsole, Read};
+use crate::host_console::{ConsoleInput, HostConsole, Lost, Read};
 use crate::interrupt::VirtioInterrupt;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
@@ -22,6 +22,7 @@ const TRANSMIT: u16 = 1;
 const RECEIVE_KICK: u32 = 0;
 const TRANSMIT_KICK: u32 = 1;
 const INPUT: u32 = 2;
+const OUTPUT: u32 = 3;
 
 /// The most that is taken from one chain, and gathered for one write. Drivers send a page at a time; descriptors
 /// may claim gigabytes.
@@ -39,6 +40,8 @@ pub(super) struct Worker {
     host: Arc<Mutex<HostConsole>>,
     /// Input is waited for: there is some place to put it.
     watching: bool,
+    /// Room for output is waited for.
+    behind: bool,
     metrics: Arc<ConsoleMetrics>,
 }
 
@@ -50,29 +53,52 @@ impl Worker {
         host: Arc<Mutex<HostConsole>>,
         metrics: Arc<ConsoleMetrics>,
     ) -> Self {
-        Self { view, interrupt, receive, transmit, host, watching: false, metrics }
+        Self { view, interrupt, receive, transmit, host, watching: false, behind: false, metrics }
     }
 
-    fn serve_output(&mut self) {
+    fn serve_output(&mut self, ops: &mut EventOps) {
         for _ in 0..BATCH {
             let (text, heads) = self.gather();
             if heads.is_empty() {
-                return;
+                return self.watch_output(ops);
             }
-            // No guard is held meanwhile: a terminal may be slow, and unplugging memory waits for guards.
-            let written = self.host.lock().output.write_all(&text);
-            let counter = match &written {
-                Ok(()) => &self.metrics.output_bytes,
-                Err(err) => {
-                    debug!(%err, "Output of the console is lost");
-                    &self.metrics.lost_bytes
-                }
-            };
-            add(counter, text.len());
+            add(&self.metrics.output_bytes, text.len());
+            // No guard is held meanwhile: a disk may be slow, and unplugging memory waits for guards.
+            let lost = self.host.lock().output.send(&text);
+            self.lose(&lost);
+            // Whatever became of it: a driver that waits for its buffer keeps a CPU busy, and others waiting.
             self.give_back(&heads);
         }
         // There may be more: come back.
         let _ = self.transmit.kick.write(1);
+        self.watch_output(ops);
+    }
+
+    fn lose(&self, lost: &Lost) {
+        if lost.len > 0 {
+            debug!(err = ?lost.error, bytes = lost.len, "Output of the console is lost");
+            add(&self.metrics.lost_bytes, lost.len);
+        }
+    }
+
+    /// The reader of the output has made room.
+    fn catch_up(&mut self, ops: &mut EventOps) {
+        let lost = self.host.lock().output.flush();
+        self.lose(&lost);
+        self.watch_output(ops);
+    }
+
+    /// Waits for room while there is output without it.
+    fn watch_output(&mut self, ops: &mut EventOps) {
+        let host = self.host.lock();
+        let behind = host.output.is_behind();
+        let Some(fd) = host.output.fd().filter(|_| behind != self.behind) else { return };
+        let event = Events::with_data_raw(fd, OUTPUT, EventSet::OUT);
+        match if behind { ops.add(event) } else { ops.remove(event) } {
+            Ok(()) => self.behind = behind,
+            // The next output tries again.
+            Err(err) => debug!(?err, "Cannot wait for room for output of the console"),
+        }
     }
 
     /// Takes chains, and what they say, until there is enough for one write.
@@ -250,7 +276,7 @@ impl MutEventSubscriber for Worker {
                 warn!(?err, "Cannot wait for the console's driver");
             }
         }
-        self.serve_output();
+        self.serve_output(ops);
         self.serve_input(ops);
     }
 
@@ -258,12 +284,13 @@ impl MutEventSubscriber for Worker {
         match events.data() {
             TRANSMIT_KICK => {
                 let _ = self.transmit.kick.read();
-                self.serve_output();
+                self.serve_output(ops);
             }
             RECEIVE_KICK => {
                 let _ = self.receive.kick.read();
                 self.serve_input(ops);
             }
+            OUTPUT => self.catch_up(ops),
             _ => self.serve_input(ops),
         }
     }
