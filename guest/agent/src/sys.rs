@@ -80,20 +80,63 @@ pub fn pollfd(fd: Option<BorrowedFd<'_>>, events: libc::c_short) -> libc::pollfd
     libc::pollfd { fd: fd.map_or(-1, |fd| fd.as_raw_fd()), events, revents: 0 }
 }
 
-/// A stream to `port` of `cid`.
-pub fn connect_vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
-    // SAFETY: socket reads and writes no memory of ours.
-    let fd = check(unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) })?;
-    // SAFETY: the kernel has just made `fd`, and nobody else knows of it.
-    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+/// The highest port that Linux gives to privileged processes only (LAST_RESERVED_PORT in its af_vsock.c): the VMM
+/// takes reports from these alone.
+const LAST_PRIVILEGED_PORT: u32 = 1023;
+/// How many of them to try: those of earlier connections may still be in use on one side.
+const PORTS_TO_TRY: u32 = 64;
+
+/// The privileged ports to try, beginning with another one each millisecond.
+fn privileged_ports(now_ms: u64) -> impl Iterator<Item = u32> {
+    let first = (now_ms % u64::from(PORTS_TO_TRY)) as u32;
+    (0..PORTS_TO_TRY).map(move |n| LAST_PRIVILEGED_PORT - (first + n) % PORTS_TO_TRY)
+}
+
+/// Takes the first of `ports` that `bind` gets. A port in use is not the end of it; anything else is.
+fn bind_first(
+    ports: impl Iterator<Item = u32>,
+    mut bind: impl FnMut(u32) -> io::Result<()>,
+) -> io::Result<u32> {
+    let mut in_use = io::Error::from(io::ErrorKind::AddrInUse);
+    for port in ports {
+        match bind(port) {
+            Ok(()) => return Ok(port),
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => in_use = error,
+            Err(error) => return Err(error),
+        }
+    }
+    Err(in_use)
+}
+
+fn vsock_address(cid: u32, port: u32) -> libc::sockaddr_vm {
     // SAFETY: every field of sockaddr_vm is a number, for which zero is a value.
     let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
     address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
     address.svm_cid = cid;
     address.svm_port = port;
-    let length = size_of::<libc::sockaddr_vm>() as libc::socklen_t;
-    // SAFETY: `address` is `length` bytes long and outlives the call, which only reads it.
-    check(unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), length) })?;
+    address
+}
+
+const VSOCK_ADDRESS_LEN: libc::socklen_t = size_of::<libc::sockaddr_vm>() as libc::socklen_t;
+
+fn bind_vsock(socket: &OwnedFd, port: u32) -> io::Result<()> {
+    let address = vsock_address(libc::VMADDR_CID_ANY, port);
+    // SAFETY: `address` has the length that is passed and outlives the call, which only reads it.
+    let result = unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), VSOCK_ADDRESS_LEN) };
+    check(result).map(drop)
+}
+
+/// A stream to `port` of `cid`, from a privileged port.
+pub fn connect_vsock(cid: u32, port: u32) -> io::Result<OwnedFd> {
+    // SAFETY: socket reads and writes no memory of ours.
+    let fd = check(unsafe { libc::socket(libc::AF_VSOCK, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) })?;
+    // SAFETY: the kernel has just made `fd`, and nobody else knows of it.
+    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    bind_first(privileged_ports(monotonic_ms()), |port| bind_vsock(&socket, port))?;
+    let address = vsock_address(cid, port);
+    // SAFETY: `address` has the length that is passed and outlives the call, which only reads it.
+    let result = unsafe { libc::connect(socket.as_raw_fd(), (&raw const address).cast(), VSOCK_ADDRESS_LEN) };
+    check(result)?;
     Ok(socket)
 }
 
@@ -138,6 +181,29 @@ mod tests {
         assert!(release.contains('.') && !version.is_empty());
         assert!(page_size_bytes().is_power_of_two());
         assert!(free_bytes().is_some_and(|bytes| bytes > 0));
+    }
+
+    #[test]
+    fn only_privileged_ports_are_tried_and_each_of_them() {
+        for now_ms in [0, 1, 63, 64, u64::MAX] {
+            let mut ports: Vec<u32> = privileged_ports(now_ms).collect();
+            assert_eq!(u64::from(LAST_PRIVILEGED_PORT - ports[0]), now_ms % 64);
+            ports.sort_unstable();
+            assert!(ports.iter().copied().eq(960..=1023));
+        }
+    }
+
+    #[test]
+    fn a_port_in_use_is_passed_over_and_a_missing_privilege_is_not() {
+        let bind = |port| match port {
+            1023 => Err(io::ErrorKind::AddrInUse.into()),
+            1021 => Err(io::ErrorKind::PermissionDenied.into()),
+            _ => Ok(()),
+        };
+        let kind = |ports: [u32; 2]| bind_first(ports.into_iter(), bind).map_err(|error| error.kind());
+        assert_eq!(kind([1023, 1022]), Ok(1022));
+        assert_eq!(kind([1023, 1023]), Err(io::ErrorKind::AddrInUse));
+        assert_eq!(kind([1021, 1022]), Err(io::ErrorKind::PermissionDenied));
     }
 
     #[test]

@@ -109,6 +109,7 @@ async fn tick(core: Arc<Mutex<Core>>, clock: Clock, plugged: Arc<Notify>) {
 }
 
 async fn listen(core: Arc<Mutex<Core>>, clock: Clock, mut agents: Connections) {
+    let mut replaced = 0u64;
     let mut next = agents.recv().await;
     while let Some(stream) = next {
         let connection = async { agent::serve(UnixStream::from_std(stream)?, &core, clock).await };
@@ -123,7 +124,11 @@ async fn listen(core: Arc<Mutex<Core>>, clock: Clock, mut agents: Connections) {
             }
             // An agent that was restarted may be back before the old connection's end is seen.
             newer = agents.recv() => {
-                warn!("Another agent connects; the older connection is dropped");
+                replaced += 1;
+                // Whoever connects in a loop makes a number, not a flood of lines.
+                if replaced.is_power_of_two() {
+                    warn!(times = replaced, "Another agent connects; the older connection is dropped");
+                }
                 newer
             }
         };

@@ -20,7 +20,7 @@ use crate::serial::Serial;
 use crate::virtio::console::{Console, ConsoleMetrics};
 use crate::virtio::mem::{MemDevice, MemEvent, MemHandle};
 use crate::virtio::rng::{EntropySource, Rng, RngMetrics};
-use crate::virtio::vsock::{VsockDevice, VsockMetrics, VsockPorts};
+use crate::virtio::vsock::{GuestPorts, VsockDevice, VsockMetrics, VsockPorts};
 
 /// Registers of a 16550.
 const SERIAL_LEN: u64 = 8;
@@ -82,7 +82,9 @@ pub(super) fn attach_vsock(
 ) -> Result<Option<(Connections, Arc<VsockMetrics>)>, BuildError> {
     let Some(vsock) = &config.vsock else { return Ok(None) };
     let mut ports = VsockPorts::new();
-    let agents = ports.listen_in_process(VSOCK_PORT).map_err(BuildError::device("--vsock"))?;
+    // Reports move memory: they are believed of the agent, not of every process in the guest.
+    let agents =
+        ports.listen_in_process(VSOCK_PORT, GuestPorts::Privileged).map_err(BuildError::device("--vsock"))?;
     let device = VsockDevice::new(vsock.cid, &vsock.socket, ports, event_loop.clone())
         .map_err(BuildError::device("--vsock"))?;
     let metrics = device.metrics();

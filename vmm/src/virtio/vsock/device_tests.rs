@@ -11,6 +11,7 @@ use super::super::packet::{Credit, Ended, GuestPort, HostPort, Link, Op};
 use super::super::test_driver::{CID, Driver, MIB, QUEUE_SIZE, UNPLUGGED, new_view};
 use super::*;
 use crate::event_loop::EventLoop;
+use crate::virtio::vsock::GuestPorts;
 
 const FEATURES: u64 = 1 << VIRTIO_F_VERSION_1;
 const EVENT_IDX: u64 = FEATURES | 1 << VIRTIO_RING_F_EVENT_IDX;
@@ -208,7 +209,7 @@ fn the_guest_reaches_a_server_with_a_payload_in_pieces() {
 #[test]
 fn the_guest_reaches_a_port_in_this_process() {
     let mut ports = VsockPorts::new();
-    let mut agents = ports.listen_in_process(1024).unwrap();
+    let mut agents = ports.listen_in_process(1024, GuestPorts::All).unwrap();
     let mut fixture = Fixture::idle(ports);
     fixture.driver.offer_all_rx_buffers();
     fixture.activate(EVENT_IDX);

@@ -14,10 +14,15 @@ use thiserror::Error;
 use tokio::sync::mpsc;
 use tracing::{debug, warn};
 
-use super::packet::{GuestPort, HostPort};
+use super::packet::{GuestPort, HostPort, Link};
 
 /// Connections to a port of this process that wait to be taken; more are refused.
 const IN_PROCESS_BACKLOG: usize = 16;
+
+/// The highest port that takes a privilege of the guest: Linux gives those up to this one only to who has
+/// CAP_NET_BIND_SERVICE, in the guest's first user namespace, and takes others for who names none (LAST_RESERVED_PORT
+/// in its af_vsock.c).
+const LAST_PRIVILEGED_PORT: GuestPort = GuestPort(1023);
 
 /// A path in a socket address, without the NUL at its end (unix(7)).
 const MAX_PATH_BYTES: usize = 107;
@@ -74,7 +79,22 @@ pub enum VsockError {
 /// The ports of the host that end in this process. Complete before the device is made.
 #[derive(Debug, Default)]
 pub struct VsockPorts {
-    senders: HashMap<HostPort, mpsc::Sender<UnixStream>>,
+    listeners: HashMap<HostPort, Listener>,
+}
+
+#[derive(Debug)]
+struct Listener {
+    sender: mpsc::Sender<UnixStream>,
+    guests: GuestPorts,
+}
+
+/// Which ports of the guest may connect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GuestPorts {
+    /// Any: every process in the guest.
+    All,
+    /// Those up to 1023: processes that the guest's kernel trusts.
+    Privileged,
 }
 
 impl VsockPorts {
@@ -83,14 +103,18 @@ impl VsockPorts {
         Self::default()
     }
 
-    /// Makes connections of the guest to `port` end in this process. The streams received are non-blocking, as
+    /// Makes connections of the guest to `port` end in this process, if they come from one of `guests`. The streams received are non-blocking, as
     /// tokio wants them. When the receiver is gone, the guest finds the port closed.
-    pub fn listen_in_process(&mut self, port: u32) -> Result<mpsc::Receiver<UnixStream>, VsockError> {
-        if self.senders.contains_key(&HostPort(port)) {
+    pub fn listen_in_process(
+        &mut self,
+        port: u32,
+        guests: GuestPorts,
+    ) -> Result<mpsc::Receiver<UnixStream>, VsockError> {
+        if self.listeners.contains_key(&HostPort(port)) {
             return Err(VsockError::PortTaken { port });
         }
         let (sender, receiver) = mpsc::channel(IN_PROCESS_BACKLOG);
-        self.senders.insert(HostPort(port), sender);
+        self.listeners.insert(HostPort(port), Listener { sender, guests });
         Ok(receiver)
     }
 }
@@ -103,6 +127,12 @@ pub enum ConnectError {
     InProcess {
         /// The port.
         port: HostPort,
+    },
+    /// The listener wants to hear of privileged processes only.
+    #[error("{link} is not from a privileged port, which is at most {LAST_PRIVILEGED_PORT}")]
+    Unprivileged {
+        /// The connection.
+        link: Link,
     },
     /// Nobody listens on the socket, or there is none.
     #[error("Cannot connect to socket {path:?}")]
@@ -161,9 +191,13 @@ impl HostSide {
         }
     }
 
-    /// Connects to whoever serves `port` of the host. Never blocks.
-    pub fn connect(&self, port: HostPort) -> Result<UnixStream, ConnectError> {
-        if let Some(sender) = self.ports.senders.get(&port) {
+    /// Connects to whoever serves the host's port of `link`, for the guest's. Never blocks.
+    pub fn connect(&self, link: Link) -> Result<UnixStream, ConnectError> {
+        let port = link.host;
+        if let Some(Listener { sender, guests }) = self.ports.listeners.get(&port) {
+            if *guests == GuestPorts::Privileged && link.guest > LAST_PRIVILEGED_PORT {
+                return Err(ConnectError::Unprivileged { link });
+            }
             let (ours, theirs) = UnixStream::pair()?;
             ours.set_nonblocking(true)?;
             theirs.set_nonblocking(true)?;
@@ -302,6 +336,10 @@ mod tests {
 
     use super::*;
 
+    fn from(guest: u32, host: u32) -> Link {
+        Link { host: HostPort(host), guest: GuestPort(guest) }
+    }
+
     #[test]
     fn a_greeting_names_a_port_and_nothing_else() {
         let greeted = |line: &str| Greeting::default().read(line.as_bytes());
@@ -385,15 +423,38 @@ mod tests {
     fn a_port_has_one_listener_and_a_bounded_backlog() {
         let dir = tempfile::tempdir().unwrap();
         let mut ports = VsockPorts::new();
-        let mut receiver = ports.listen_in_process(7).unwrap();
-        assert!(matches!(ports.listen_in_process(7), Err(VsockError::PortTaken { port: 7 })));
+        let mut receiver = ports.listen_in_process(7, GuestPorts::All).unwrap();
+        assert!(matches!(
+            ports.listen_in_process(7, GuestPorts::All),
+            Err(VsockError::PortTaken { port: 7 })
+        ));
         let host = HostSide::bind(&dir.path().join("vsock"), ports).unwrap();
-        let mut kept: Vec<_> = (0..IN_PROCESS_BACKLOG).map(|_| host.connect(HostPort(7)).unwrap()).collect();
-        assert!(matches!(host.connect(HostPort(7)), Err(ConnectError::InProcess { .. })));
+        let mut kept: Vec<_> =
+            (0..IN_PROCESS_BACKLOG).map(|_| host.connect(from(2000, 7)).unwrap()).collect();
+        assert!(matches!(host.connect(from(2000, 7)), Err(ConnectError::InProcess { .. })));
         receiver.try_recv().unwrap();
-        kept.push(host.connect(HostPort(7)).unwrap());
+        kept.push(host.connect(from(2000, 7)).unwrap());
         drop(receiver);
-        assert!(matches!(host.connect(HostPort(7)), Err(ConnectError::InProcess { .. })));
+        assert!(matches!(host.connect(from(2000, 7)), Err(ConnectError::InProcess { .. })));
+    }
+
+    #[test]
+    fn a_privileged_port_hears_of_privileged_ports_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut ports = VsockPorts::new();
+        let mut receiver = ports.listen_in_process(7, GuestPorts::Privileged).unwrap();
+        let host = HostSide::bind(&dir.path().join("vsock"), ports).unwrap();
+        // Not even by a socket of the host that has the port's name.
+        let _listener = UnixListener::bind(dir.path().join("vsock_7")).unwrap();
+        for guest in [1024, 4000, u32::MAX] {
+            let refused = host.connect(from(guest, 7)).unwrap_err();
+            assert!(matches!(refused, ConnectError::Unprivileged { link } if link == from(guest, 7)));
+        }
+        assert!(receiver.try_recv().is_err());
+        for guest in [0, 1, 1023] {
+            host.connect(from(guest, 7)).unwrap();
+            receiver.try_recv().unwrap();
+        }
     }
 
     #[test]
@@ -404,7 +465,7 @@ mod tests {
         let _listener = UnixListener::bind(&path).unwrap();
         let mut kept = Vec::new();
         let error = loop {
-            match host.connect(HostPort(9)) {
+            match host.connect(from(2000, 9)) {
                 Ok(stream) => kept.push(stream),
                 Err(error) => break error,
             }

@@ -351,7 +351,7 @@ impl Muxer {
             return;
         }
         let role = Role::Joined(Joined::new(link, Connection::accepted(packet.credit)));
-        let added = match self.host.connect(link.host) {
+        let added = match self.host.connect(link) {
             Ok(stream) => self.add(stream, role, watch),
             Err(err) => {
                 debug!(%link, err = &err as &dyn std::error::Error, "The guest's connection is refused");

@@ -8,12 +8,13 @@ use zerocopy::FromBytes;
 
 use super::*;
 use crate::virtio::vsock::connection::{BUFFER_BYTES, CLOSE_TIMEOUT, REQUEST_TIMEOUT};
-use crate::virtio::vsock::host::VsockPorts;
+use crate::virtio::vsock::host::{GuestPorts, VsockPorts};
 use crate::virtio::vsock::packet::tests::{from_guest, parse_by_guest};
 use crate::virtio::vsock::packet::{Ended, HEADER_LEN};
 
 const CID: u64 = 3;
 const AGENT: u32 = 1024;
+const TRUSTED: u32 = 1025;
 const BOTH: Ended = Ended { receiving: true, sending: true };
 const SENDING: Ended = Ended { receiving: false, sending: true };
 const RECEIVING: Ended = Ended { receiving: true, sending: false };
@@ -51,6 +52,7 @@ struct Fixture {
     muxer: Muxer,
     metrics: Arc<VsockMetrics>,
     agent: mpsc::Receiver<UnixStream>,
+    trusted: mpsc::Receiver<UnixStream>,
     watch: Watched,
     now: Instant,
     /// The credit that the guest puts into its packets.
@@ -61,7 +63,8 @@ impl Fixture {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut ports = VsockPorts::new();
-        let agent = ports.listen_in_process(AGENT).unwrap();
+        let agent = ports.listen_in_process(AGENT, GuestPorts::All).unwrap();
+        let trusted = ports.listen_in_process(TRUSTED, GuestPorts::Privileged).unwrap();
         let host = Arc::new(HostSide::bind(&dir.path().join("vsock"), ports).unwrap());
         let metrics = Arc::<VsockMetrics>::default();
         Self {
@@ -69,6 +72,7 @@ impl Fixture {
             muxer: Muxer::new(CID, host, Arc::clone(&metrics), GREETING_TIMEOUT),
             metrics,
             agent,
+            trusted,
             watch: Watched::default(),
             now: Instant::now(),
             credit: Credit { buf_alloc: 1 << 20, fwd_cnt: 0 },
@@ -546,6 +550,21 @@ fn resets_owed_to_a_guest_that_takes_none_are_bounded() {
     }
     assert_eq!(fixture.muxer.resets.len(), MAX_RESETS);
     assert_eq!(fixture.metrics.dropped_total.get(), 2 * MAX_RESETS as u64);
+}
+
+#[test]
+fn an_unprivileged_process_of_the_guest_does_not_reach_a_port_for_privileged_ones() {
+    let mut fixture = Fixture::new();
+    let link = Link { host: HostPort(TRUSTED), guest: GuestPort(1024) };
+    fixture.guest_sends(link, Op::Request, &[]);
+    fixture.guest_expects(link, Op::Reset);
+    assert_eq!(fixture.metrics.rejected_total.get(), 1);
+    assert!(fixture.trusted.try_recv().is_err());
+    let link = Link { guest: GuestPort(1023), ..link };
+    fixture.guest_sends(link, Op::Request, &[]);
+    fixture.guest_expects(link, Op::Response);
+    fixture.trusted.try_recv().unwrap();
+    assert_eq!(fixture.metrics.rejected_total.get(), 1);
 }
 
 #[test]
