@@ -5,6 +5,7 @@ use std::io::{self, IsTerminal, stderr};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use thiserror::Error;
 use tracing::level_filters::LevelFilter;
@@ -50,5 +51,80 @@ fn level(verbosity: u8) -> LevelFilter {
         1 => LevelFilter::INFO,
         2 => LevelFilter::DEBUG,
         _ => LevelFilter::TRACE,
+    }
+}
+
+/// Counts how often a line could have been logged.
+pub(crate) struct Occasions(AtomicU64);
+
+impl Occasions {
+    /// None so far.
+    pub(crate) const fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+
+    /// Another one: how many that makes, if it is the first, second, fourth, eighth, and so on.
+    pub(crate) fn another(&self) -> Option<u64> {
+        let times = self.0.fetch_add(1, Ordering::Relaxed) + 1;
+        times.is_power_of_two().then_some(times)
+    }
+}
+
+/// Logs what a guest can cause as often as it likes: `sparsely!(warn, fields, "message")`. The line comes out the
+/// first, second, fourth, eighth time and so on, with the count, so that a guest can neither fill the host's disk nor
+/// be slowed down by the host's log. Each place in the source counts for itself, all devices together; exact numbers
+/// are the metrics' business.
+macro_rules! sparsely {
+    ($level:ident, $($line:tt)+) => {{
+        static OCCASIONS: $crate::log::Occasions = $crate::log::Occasions::new();
+        if let Some(times) = OCCASIONS.another() {
+            ::tracing::$level!(times, $($line)+);
+        }
+    }};
+}
+pub(crate) use sparsely;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_of_occasions_is_a_few_lines() {
+        let occasions = Occasions::new();
+        let logged: Vec<u64> = (0..1000).filter_map(|_| occasions.another()).collect();
+        assert_eq!(logged, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]);
+    }
+
+    #[test]
+    fn each_place_counts_for_itself_and_says_how_often() {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let subscriber =
+            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+        tracing::subscriber::with_default(subscriber, || {
+            for round in 0..5 {
+                sparsely!(warn, round, "one place");
+                sparsely!(error, round, "another");
+            }
+        });
+        let text = String::from_utf8(lines.0.lock().clone()).unwrap();
+        let of =
+            |place| text.lines().filter(|line| line.contains(place)).map(str::to_owned).collect::<Vec<_>>();
+        assert_eq!((of("one place").len(), of("another").len()), (3, 3), "{text}");
+        assert!(of("another")[2].contains("times=4 round=3"), "{text}");
+    }
+
+    #[derive(Clone, Default)]
+    struct Lines(Arc<parking_lot::Mutex<Vec<u8>>>);
+
+    impl io::Write for Lines {
+        fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+            self.0.lock().extend_from_slice(data);
+            Ok(data.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
     }
 }

@@ -10,10 +10,11 @@ use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::MissedTickBehavior;
-use tracing::{debug, warn};
+use tracing::debug;
 
 use super::agent;
 use super::core::Core;
+use crate::log::sparsely;
 use crate::metrics::{PressureSample, PressureSource};
 
 /// The controller is to be called at least once a second.
@@ -109,7 +110,6 @@ async fn tick(core: Arc<Mutex<Core>>, clock: Clock, plugged: Arc<Notify>) {
 }
 
 async fn listen(core: Arc<Mutex<Core>>, clock: Clock, mut agents: Connections) {
-    let mut replaced = 0u64;
     let mut next = agents.recv().await;
     while let Some(stream) = next {
         let connection = async { agent::serve(UnixStream::from_std(stream)?, &core, clock).await };
@@ -124,11 +124,7 @@ async fn listen(core: Arc<Mutex<Core>>, clock: Clock, mut agents: Connections) {
             }
             // An agent that was restarted may be back before the old connection's end is seen.
             newer = agents.recv() => {
-                replaced += 1;
-                // Whoever connects in a loop makes a number, not a flood of lines.
-                if replaced.is_power_of_two() {
-                    warn!(times = replaced, "Another agent connects; the older connection is dropped");
-                }
+                sparsely!(warn, "Another agent connects; the older connection is dropped");
                 newer
             }
         };

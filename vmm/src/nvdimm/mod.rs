@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use parking_lot::Mutex;
-use tracing::error;
 
 use crate::bus::BusDevice;
+use crate::log::sparsely;
 use crate::metrics::LatencyHistogram;
 use crate::volume::Persist;
 
@@ -72,7 +72,7 @@ impl BusDevice for FlushHint {
             }
             Err(err) => {
                 self.metrics.flush_failures.fetch_add(1, Ordering::Relaxed);
-                error!(device = self.name, %err, "Flush failed");
+                sparsely!(error, device = self.name, %err, "Flush failed");
                 (self.on_failure)(format!("flush of {} failed: {err}", self.name));
             }
         }

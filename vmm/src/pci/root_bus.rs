@@ -4,13 +4,13 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use thiserror::Error;
-use tracing::info;
 use vm_allocator::{AddressAllocator, AllocPolicy};
 
 use super::config_space::BARS_END;
 use super::host_bridge::HostBridge;
 use super::{BarRange, PciDevice};
 use crate::bus::{Bus, BusDevice};
+use crate::log::sparsely;
 use crate::memory::layout::{MMIO32_LEN, MMIO32_START};
 
 /// Devices on a bus.
@@ -151,7 +151,9 @@ impl RootBus {
                     slot.mapped.push(range);
                     slot.device.bar_moved(range.bar, Some(range.base));
                 }
-                Err(err) => info!(%err, bar = range.bar, "The guest has put a BAR where it cannot be"),
+                Err(err) => {
+                    sparsely!(info, %err, bar = range.bar, "The guest has put a BAR where it cannot be")
+                }
             }
         }
     }

@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use balloon::proto::VSOCK_PORT;
 use tokio::sync::Notify;
-use tracing::warn;
 
 use super::builder::Fabric;
 use super::error::BuildError;
@@ -14,6 +13,7 @@ use crate::config::VmConfig;
 use crate::event_loop::EventLoopHandle;
 use crate::governor::task::Connections;
 use crate::host_console::HostConsole;
+use crate::log::sparsely;
 use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
 use crate::serial::Serial;
@@ -106,9 +106,13 @@ pub(super) fn attach_memory(
         let observer = Arc::new(move |zone: &str, event| {
             if let MemEvent::HostFailure { reason, plugged_bytes, requested_bytes } = event {
                 let reason = reason.as_str();
-                warn!(
+                sparsely!(
+                    warn,
                     zone,
-                    reason, plugged_bytes, requested_bytes, "The host cannot plug what it was asked for"
+                    reason,
+                    plugged_bytes,
+                    requested_bytes,
+                    "The host cannot plug what it was asked for"
                 );
             }
             plugged.notify_one();

@@ -6,13 +6,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use parking_lot::Mutex;
-use tracing::{debug, warn};
+use tracing::debug;
 use virtio_queue::{DescriptorChain, QueueT, Reader, Writer};
 use vm_memory::GuestAddressSpace;
 
 use super::metrics::ConsoleMetrics;
 use crate::host_console::{ConsoleInput, HostConsole, Lost, Read};
 use crate::interrupt::VirtioInterrupt;
+use crate::log::sparsely;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
@@ -190,7 +191,7 @@ impl Worker {
 
     fn signal(&self, queue: u16) {
         if let Err(err) = self.interrupt.signal_queue(queue) {
-            warn!(%err, queue, "The console cannot interrupt");
+            sparsely!(warn, %err, queue, "The console cannot interrupt");
         }
     }
 
@@ -201,7 +202,7 @@ impl Worker {
         let event = Events::with_data(input, INPUT, EventSet::IN);
         match if watch { ops.add(event) } else { ops.remove(event) } {
             Ok(()) => self.watching = watch,
-            Err(err) => warn!(?err, "Cannot wait for input of the console"),
+            Err(err) => sparsely!(warn, ?err, "Cannot wait for input of the console"),
         }
     }
 }
@@ -239,7 +240,7 @@ fn fill(memory: &MappedMemory, chain: DescriptorChain<&MappedMemory>, input: &mu
         Ok(Read::Nothing) => Filled::Nothing,
         Ok(Read::End) => Filled::End,
         Err(err) => {
-            warn!(%err, "Input of the console has ended");
+            sparsely!(warn, %err, "Input of the console has ended");
             Filled::End
         }
     }
@@ -273,7 +274,7 @@ impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
         for (queue, data) in [(&self.receive, RECEIVE_KICK), (&self.transmit, TRANSMIT_KICK)] {
             if let Err(err) = ops.add(Events::with_data(&queue.kick, data, EventSet::IN)) {
-                warn!(?err, "Cannot wait for the console's driver");
+                sparsely!(warn, ?err, "Cannot wait for the console's driver");
             }
         }
         self.serve_output(ops);

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use parking_lot::Mutex;
-use tracing::{error, warn};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestAddressSpace;
 use vmm_sys_util::eventfd::EventFd;
@@ -16,6 +15,7 @@ use super::handle::Shared;
 use super::plug::Executor;
 use super::request::{ReplySlot, Request, read_request};
 use crate::interrupt::VirtioInterrupt;
+use crate::log::sparsely;
 use crate::memory::view::GuestView;
 
 const KICK: u32 = 0;
@@ -62,7 +62,7 @@ impl Worker {
         if served > 0
             && let Err(err) = self.interrupt.signal_queue(0)
         {
-            error!(zone = %self.shared.zone.id, %err, "The driver cannot be told of an answer");
+            sparsely!(error, zone = %self.shared.zone.id, %err, "The driver cannot be told of an answer");
         }
         if served > 0 {
             // The driver has its answer, and works on it meanwhile.
@@ -83,7 +83,7 @@ impl Worker {
         let len = match answer.map(|(reply, response)| reply.write(&guard, response)) {
             Some(Ok(len)) => len,
             Some(Err(err)) => {
-                warn!(zone = %self.shared.zone.id, %err, "An answer has no place in plugged memory");
+                sparsely!(warn, zone = %self.shared.zone.id, %err, "An answer has no place in plugged memory");
                 self.shared.metrics.malformed.fetch_add(1, Ordering::Relaxed);
                 0
             }
@@ -91,14 +91,14 @@ impl Worker {
         };
         let added = self.queue.add_used(&*guard, head, len);
         if let Err(err) = &added {
-            warn!(zone = %self.shared.zone.id, %err, "The used ring cannot be written");
+            sparsely!(warn, zone = %self.shared.zone.id, %err, "The used ring cannot be written");
         }
         added.is_ok()
     }
 
     fn kick_myself(&self) {
         if let Err(err) = self.kick.write(1) {
-            error!(zone = %self.shared.zone.id, %err, "The worker cannot wake itself");
+            sparsely!(error, zone = %self.shared.zone.id, %err, "The worker cannot wake itself");
         }
     }
 
@@ -109,7 +109,7 @@ impl Worker {
         Some(match read_request(&guard, chain) {
             Ok((request, reply)) => Popped::Request { head, request, reply },
             Err(err) => {
-                warn!(zone = %self.shared.zone.id, %err, "The driver sends what is no request");
+                sparsely!(warn, zone = %self.shared.zone.id, %err, "The driver sends what is no request");
                 self.shared.metrics.malformed.fetch_add(1, Ordering::Relaxed);
                 Popped::Malformed { head }
             }
@@ -123,7 +123,7 @@ impl Worker {
         let wait = due.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         if let Err(err) = self.sweep_timer.reset(wait, None) {
             // They go with a later one, or with the VM.
-            warn!(zone = %self.shared.zone.id, %err, "Empty memory slots stay for now");
+            sparsely!(warn, zone = %self.shared.zone.id, %err, "Empty memory slots stay for now");
         }
     }
 }
@@ -136,7 +136,7 @@ impl MutEventSubscriber for Worker {
         ];
         for (what, events) in fds {
             if let Err(err) = ops.add(events) {
-                error!(zone = %self.shared.zone.id, %err, "The worker cannot wait for its {what}");
+                sparsely!(error, zone = %self.shared.zone.id, %err, "The worker cannot wait for its {what}");
             }
         }
         // A notification may have come before the worker did, and slots may have become empty under an earlier

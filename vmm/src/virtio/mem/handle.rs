@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use thiserror::Error;
-use tracing::warn;
 
 use super::metrics::{FailureReason, MemMetrics};
 use super::state::{MemState, Shortfall};
 use crate::interrupt::VirtioInterrupt;
+use crate::log::sparsely;
 use crate::memory::zone::ZoneSpec;
 
 /// Something that happened to a zone's hotplug part.
@@ -117,7 +117,7 @@ impl Shared {
         if let Some(interrupt) = interrupt
             && let Err(err) = interrupt.signal_config()
         {
-            warn!(zone = %self.zone.id, %err, "The driver cannot be told of a new requested size");
+            sparsely!(warn, zone = %self.zone.id, %err, "The driver cannot be told of a new requested size");
         }
     }
 }

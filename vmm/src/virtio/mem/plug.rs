@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use tracing::{debug, error, warn};
+use tracing::debug;
 
 use super::handle::{MemEvent, Shared};
 use super::metrics::FailureReason;
 use super::request::{Request, Response};
 use super::state::Refusal;
+use crate::log::sparsely;
 use crate::memory::backing::{Backing, BackingError};
 use crate::memory::slots::{HotplugSlots, SlotError};
 use crate::memory::view::GuestView;
@@ -85,7 +86,11 @@ impl Executor {
                 }
             }
             Request::Unknown(code) => {
-                warn!(zone = %self.shared.zone.id, code, "The driver sends requests of an unknown type");
+                sparsely!(
+                    warn,
+                    zone = %self.shared.zone.id, code,
+                    "The driver sends requests of an unknown type"
+                );
                 self.refuse(Refusal::Error)
             }
         }
@@ -160,7 +165,8 @@ impl Executor {
             let state = self.shared.state.lock();
             (state.plugged_bytes(), state.requested_bytes())
         };
-        warn!(
+        sparsely!(
+            warn,
             zone = %self.shared.zone.id,
             err = err as &dyn std::error::Error,
             "The host cannot do what the driver asks for"
@@ -205,7 +211,11 @@ impl Executor {
         let result = self.backing.detach(offset, len).and_then(|()| self.backing.free_detached());
         if let Err(err) = result {
             self.shared.metrics.scrub_failures.fetch_add(1, Ordering::Relaxed);
-            error!(zone = %self.shared.zone.id, %err, "Memory of a failed plug cannot be given back, and is set aside");
+            sparsely!(
+                error,
+                zone = %self.shared.zone.id, %err,
+                "Memory of a failed plug cannot be given back, and is set aside"
+            );
         }
     }
 
@@ -224,7 +234,11 @@ impl Executor {
         // 4. Scrub, then free, while devices go on. What cannot be scrubbed stays out of everybody's reach.
         if let Err(err) = self.backing.free_detached() {
             self.shared.metrics.scrub_failures.fetch_add(1, Ordering::Relaxed);
-            error!(zone = %self.shared.zone.id, %err, "Unplugged memory cannot be scrubbed, and is set aside");
+            sparsely!(
+                error,
+                zone = %self.shared.zone.id, %err,
+                "Unplugged memory cannot be scrubbed, and is set aside"
+            );
         }
         // 5. The state; the caller acknowledges.
         self.shared.state.lock().commit(offset, len, false);

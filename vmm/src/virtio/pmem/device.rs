@@ -16,13 +16,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use tracing::{debug, error};
+use tracing::debug;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestAddressSpace;
 
 use super::metrics::PmemMetrics;
 use super::request::{Answer, Kind, Request, RequestError};
+use crate::log::sparsely;
 use crate::memory::view::MappedMemory;
 use crate::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice, read_config_bytes};
 use crate::volume::Persist;
@@ -64,10 +65,7 @@ impl Pmem {
         match result {
             Ok(()) => Answer::Durable,
             Err(err) => {
-                // Once: it is up to the guest how often it asks again. All of them are counted.
-                if self.metrics.flush_failures.load(Ordering::Relaxed) == 0 {
-                    error!(device = self.name, error = %err, "Flush failed");
-                }
+                sparsely!(error, device = self.name, error = %err, "Flush failed");
                 Answer::Failed
             }
         }
@@ -174,7 +172,7 @@ impl VirtioDevice for Pmem {
         if self.serve(&mut active)
             && let Err(err) = active.interrupt.signal_queue_now(FLUSH_QUEUE)
         {
-            error!(device = self.name, %err, "The guest cannot be interrupted");
+            sparsely!(error, device = self.name, %err, "The guest cannot be interrupted");
         }
         self.active = Some(active);
     }

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
-use tracing::{debug, warn};
+use tracing::debug;
 use virtio_queue::{QueueOwnedT, QueueT, Writer};
 use vm_memory::GuestAddressSpace;
 
 use super::metrics::RngMetrics;
 use super::source::EntropySource;
 use crate::interrupt::VirtioInterrupt;
+use crate::log::sparsely;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
@@ -84,7 +85,7 @@ impl Worker {
         let tell = used && self.queue.queue.needs_notification(memory).unwrap_or(true);
         drop(guard);
         if tell && let Err(err) = self.interrupt.signal_queue(QUEUE) {
-            warn!(%err, "The entropy device cannot interrupt");
+            sparsely!(warn, %err, "The entropy device cannot interrupt");
         }
     }
 }
@@ -99,7 +100,7 @@ fn fill(source: &mut EntropySource, writer: &mut Writer, metrics: &RngMetrics) -
     }
     let len = match source.fill(data) {
         Err(err) if !matches!(err.kind(), io::ErrorKind::WouldBlock) => {
-            warn!(%err, ?source, "The entropy source has failed: the kernel's generator takes its place");
+            sparsely!(warn, %err, ?source, "The entropy source has failed: the kernel's generator takes its place");
             metrics.source_failures.fetch_add(1, Ordering::Relaxed);
             *source = EntropySource::Kernel;
             source.fill(data)
@@ -118,7 +119,7 @@ fn watch(source: &EntropySource, watch: bool, ops: &mut EventOps) -> bool {
     let event = Events::with_data(file, SOURCE, EventSet::IN);
     let result = if watch { ops.add(event) } else { ops.remove(event) };
     if let Err(err) = &result {
-        warn!(?err, "Cannot wait for the entropy source");
+        sparsely!(warn, ?err, "Cannot wait for the entropy source");
     }
     watch && result.is_ok()
 }
@@ -126,7 +127,7 @@ fn watch(source: &EntropySource, watch: bool, ops: &mut EventOps) -> bool {
 impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
         if let Err(err) = ops.add(Events::with_data(&self.queue.kick, KICK, EventSet::IN)) {
-            warn!(?err, "Cannot wait for the entropy device's driver");
+            sparsely!(warn, ?err, "Cannot wait for the entropy device's driver");
         }
         self.serve(ops);
     }

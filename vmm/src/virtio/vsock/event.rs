@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use thiserror::Error;
-use tracing::{debug, error, warn};
+use tracing::debug;
 use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT, Reader, Writer};
 use vm_memory::GuestAddressSpace;
 use vmm_sys_util::eventfd::EventFd;
@@ -20,6 +20,7 @@ use super::muxer::{Muxer, Packet, Readiness, Token, Watch};
 use super::packet::{HEADER_LEN, RawHeader};
 use super::{RX_QUEUE, TX_QUEUE};
 use crate::interrupt::VirtioInterrupt;
+use crate::log::sparsely;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
@@ -105,10 +106,12 @@ impl Worker {
             });
             match moved {
                 // The rest in another pass: the event is the worker's own note to itself.
-                Ok(true) => self.tx.kick.write(1).unwrap_or_else(|err| error!(%err, "Cannot kick a queue")),
+                Ok(true) => {
+                    self.tx.kick.write(1).unwrap_or_else(|err| sparsely!(error, %err, "Cannot kick a queue"))
+                }
                 Ok(false) => {}
                 Err(err) => {
-                    error!(%err, source = %err.source, "vsock stops until the guest resets it");
+                    sparsely!(error, %err, source = %err.source, "vsock stops until the guest resets it");
                     self.metrics.broken_queues_total.increment();
                     self.broken = true;
                 }
@@ -202,7 +205,7 @@ impl Worker {
 
     fn signal(&self, queue: u16) {
         if let Err(err) = self.interrupt.signal_queue(queue) {
-            error!(queue, %err, "Cannot interrupt the guest for vsock");
+            sparsely!(error, queue, %err, "Cannot interrupt the guest for vsock");
         }
     }
 
@@ -217,13 +220,13 @@ impl Worker {
         let wait = next.saturating_duration_since(now).max(Duration::from_millis(1));
         match self.timer.reset(wait, None) {
             Ok(()) => self.armed = Some(next),
-            Err(err) => error!(%err, "Cannot set the timer of vsock"),
+            Err(err) => sparsely!(error, %err, "Cannot set the timer of vsock"),
         }
     }
 
     fn on_timer(&mut self, ops: &mut EventOps, now: Instant) {
         if let Err(err) = self.timer.wait() {
-            error!(%err, "Cannot read the timer of vsock");
+            sparsely!(error, %err, "Cannot read the timer of vsock");
         }
         self.armed = None;
         self.muxer.expire(&mut EpollWatch(ops), now);
@@ -236,10 +239,10 @@ impl Worker {
     fn on_client(&mut self, ops: &mut EventOps, now: Instant) {
         if let Err(err) = self.muxer.accept(&mut EpollWatch(ops), now) {
             // Most likely there are no files left; the listener would be reported again and again.
-            warn!(%err, "Cannot accept vsock clients for a moment");
+            sparsely!(warn, %err, "Cannot accept vsock clients for a moment");
             let events = Events::with_data(self.muxer.host().listener(), LISTENER, EventSet::IN);
             if let Err(err) = ops.remove(events) {
-                error!(?err, "Cannot stop watching the vsock socket");
+                sparsely!(error, ?err, "Cannot stop watching the vsock socket");
             }
             self.accept_paused_until = Some(now + ACCEPT_PAUSE);
         }
@@ -288,7 +291,7 @@ fn clear(kick: &EventFd) {
 
 fn add(ops: &mut EventOps, source: &impl AsRawFd, data: u32, set: EventSet) {
     if let Err(err) = ops.add(Events::with_data(source, data, set)) {
-        error!(?err, data, "vsock cannot watch one of its files");
+        sparsely!(error, ?err, data, "vsock cannot watch one of its files");
     }
 }
 
@@ -305,7 +308,7 @@ impl Watch for EpollWatch<'_, '_> {
 
     fn unwatch(&mut self, stream: &UnixStream) {
         if let Err(err) = self.0.remove(Events::empty(stream)) {
-            error!(?err, "Cannot stop watching a vsock connection");
+            sparsely!(error, ?err, "Cannot stop watching a vsock connection");
         }
     }
 }

@@ -11,7 +11,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tracing::{debug, warn};
+use tracing::debug;
+
+use crate::log::sparsely;
 
 use super::connection::{Connection, Event, Next};
 use super::host::{Greeted, Greeting, HostSide};
@@ -366,7 +368,7 @@ impl Muxer {
                 self.settle(token, watch);
             }
             Err(err) => {
-                warn!(%link, %err, "Cannot watch a vsock connection");
+                sparsely!(warn, %link, %err, "Cannot watch a vsock connection");
                 self.metrics.rejected_total.increment();
                 self.owe_reset(link);
             }

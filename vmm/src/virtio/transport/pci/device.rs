@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use thiserror::Error;
-use tracing::{debug, error, info};
+use tracing::debug;
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestAddressSpace};
@@ -16,6 +16,7 @@ use super::layout::{self, Capabilities};
 use super::notify::{IoEvents, Notifications};
 use super::registers::{self, CommonRegisters, QueueRegisters};
 use crate::interrupt::{MsiRouter, VirtioInterrupt};
+use crate::log::sparsely;
 use crate::memory::view::GuestView;
 use crate::pci::{BarRange, ConfigSpace, PciDevice, msix};
 use crate::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice};
@@ -306,7 +307,7 @@ impl registers::Device for Backend {
     fn accepts_features(&mut self, features: u64) -> bool {
         let accepted = self.device.accepts_features(features);
         if !accepted {
-            info!(device = self.device.name(), features, "The driver's features are not enough");
+            sparsely!(info, device = self.device.name(), features, "The driver's features are not enough");
         }
         accepted
     }
@@ -315,7 +316,7 @@ impl registers::Device for Backend {
         let candidate = QueueRegisters { enabled: true, ..*queue };
         let valid = build_queue(&candidate, 0).is_some_and(|queue| queue.is_valid(&*self.view.memory()));
         if !valid {
-            info!(device = self.device.name(), index, ?queue, "The driver's queue cannot be used");
+            sparsely!(info, device = self.device.name(), index, ?queue, "The driver's queue cannot be used");
         }
         valid
     }
@@ -329,7 +330,8 @@ impl registers::Device for Backend {
                 true
             }
             Err(err) => {
-                error!(
+                sparsely!(
+                    error,
                     device = self.device.name(),
                     error = &err as &dyn std::error::Error,
                     "Virtio device not activated"
@@ -341,7 +343,11 @@ impl registers::Device for Backend {
 
     fn needs_reset(&mut self) {
         if let Err(err) = self.interrupt.signal_config() {
-            error!(%err, device = self.device.name(), "The driver cannot be told that the device needs a reset");
+            sparsely!(
+                error,
+                %err, device = self.device.name(),
+                "The driver cannot be told that the device needs a reset"
+            );
         }
     }
 

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 
 use parking_lot::Mutex;
-use tracing::warn;
 
 use crate::interrupt::router::MsiLine;
 use crate::interrupt::{MsiRouter, VirtioInterrupt};
+use crate::log::sparsely;
 use crate::pci::msix::{MsiMessage, MsixTable};
 
 /// VIRTIO_MSI_NO_VECTOR.
@@ -132,7 +132,7 @@ impl PciInterrupt {
         change(&mut msix.table);
         for (vector, message) in msix.table.take_ready() {
             if let Err(err) = self.deliver(&mut msix.lines, vector, message, Delivery::Irqfd) {
-                warn!(%err, vector, "Cannot deliver a pending interrupt");
+                sparsely!(warn, %err, vector, "Cannot deliver a pending interrupt");
             }
         }
     }
@@ -167,7 +167,7 @@ impl PciInterrupt {
             None => self.router.connect(message).and_then(|line| slot.insert(line).signal(message)),
         };
         sent.or_else(|err| {
-            warn!(%err, vector, "An interrupt goes without its irqfd");
+            sparsely!(warn, %err, vector, "An interrupt goes without its irqfd");
             self.router.send(message)
         })
     }

@@ -4,8 +4,9 @@ use std::io;
 use std::sync::Arc;
 
 use kvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
-use tracing::warn;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::log::sparsely;
 
 use super::layout::{NOTIFY_MULTIPLIER, NOTIFY_OFFSET};
 
@@ -106,13 +107,13 @@ impl Notifications {
             if let Some(address) = queue.registered_at.take()
                 && let Err(err) = self.io_events.unregister(&queue.kick, address)
             {
-                warn!(%err, address, "Cannot take an ioeventfd away");
+                sparsely!(warn, %err, address, "Cannot take an ioeventfd away");
             }
             if let Some(address) = wanted {
                 match self.io_events.register(&queue.kick, address) {
                     Ok(()) => queue.registered_at = wanted,
                     // Then it comes as an exit, and works as well.
-                    Err(err) => warn!(%err, address, "A queue goes without ioeventfd"),
+                    Err(err) => sparsely!(warn, %err, address, "A queue goes without ioeventfd"),
                 }
             }
         }
