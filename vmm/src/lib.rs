@@ -18,6 +18,7 @@ pub mod log;
 pub mod memory;
 pub mod metrics;
 pub mod nvdimm;
+pub mod open_files;
 pub mod pci;
 pub mod pool;
 pub mod serial;

@@ -26,6 +26,9 @@ fn run(launch: Launch) -> Result<(), Box<dyn std::error::Error>> {
     for warning in &launch.warnings {
         tracing::warn!("{warning}");
     }
+    if let Err(error) = foreshore::open_files::raise_limit() {
+        tracing::warn!(%error, "The limit of open files stays as it is");
+    }
     Ok(foreshore::vm::run(launch)?)
 }
 

@@ -14,9 +14,10 @@ use virtio_queue::QueueT;
 use super::event::Worker;
 use super::host::{HostSide, VsockError, VsockPorts};
 use super::metrics::VsockMetrics;
-use super::muxer::{GREETING_TIMEOUT, Muxer};
+use super::muxer::{GREETING_TIMEOUT, Muxer, max_sockets};
 use super::{EVENT_QUEUE, RX_QUEUE, TX_QUEUE};
 use crate::event_loop::EventLoopHandle;
+use crate::open_files;
 use crate::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice, read_config_bytes};
 
 /// Stream sockets (virtio 1.3, 5.10.3).
@@ -101,8 +102,13 @@ impl VirtioDevice for VsockDevice {
         tx.queue.set_event_idx(event_idx);
         let event_kick = take(&mut queues, EVENT_QUEUE).ok().map(|queue| queue.kick);
         let metrics = Arc::clone(&self.metrics);
-        let muxer =
-            Muxer::new(self.cid.into(), Arc::clone(&self.host), Arc::clone(&metrics), self.greeting_timeout);
+        let muxer = Muxer::new(
+            self.cid.into(),
+            Arc::clone(&self.host),
+            Arc::clone(&metrics),
+            self.greeting_timeout,
+            max_sockets(open_files::limit()),
+        );
         let worker = Worker::new(view, interrupt, (rx, tx), event_kick, muxer, metrics)?;
         self.worker = Some(self.event_loop.add(Box::new(worker))?);
         Ok(())

@@ -25,6 +25,12 @@ use super::packet::{Credit, GuestPacket, GuestPort, HostPort, Link, Op, RawHeade
 /// [`BUFFER_BYTES`]: super::connection::BUFFER_BYTES
 pub const MAX_SOCKETS: usize = 1023;
 
+/// Sockets at one time in a process that may have `open_files`: half of them, because the rest of the VM needs files,
+/// too, and a guest must not be able to take the last one.
+pub fn max_sockets(open_files: u64) -> usize {
+    usize::try_from(open_files / 2).map_or(MAX_SOCKETS, |half| half.min(MAX_SOCKETS))
+}
+
 /// Resets owed at one time. A guest that takes none while it asks for more does not get them.
 const MAX_RESETS: usize = 1024;
 
@@ -184,16 +190,18 @@ pub struct Muxer {
     next_token: u32,
     next_client_port: u32,
     greeting_timeout: Duration,
+    max_sockets: usize,
     chunk: Box<[u8]>,
 }
 
 impl Muxer {
-    /// No connections.
+    /// No connections, and never more than `max_sockets`.
     pub fn new(
         guest_cid: u64,
         host: Arc<HostSide>,
         metrics: Arc<VsockMetrics>,
         greeting_timeout: Duration,
+        max_sockets: usize,
     ) -> Self {
         metrics.connections.set(0);
         Self {
@@ -207,6 +215,7 @@ impl Muxer {
             next_token: Token::FIRST,
             next_client_port: CLIENT_PORTS.start,
             greeting_timeout,
+            max_sockets,
             chunk: vec![0; CHUNK_BYTES].into_boxed_slice(),
         }
     }
@@ -219,7 +228,7 @@ impl Muxer {
     /// Takes the clients that wait. An error is the process's lack of files or memory.
     pub fn accept(&mut self, watch: &mut dyn Watch, now: Instant) -> io::Result<()> {
         while let Some(stream) = self.host.accept()? {
-            if self.sockets.len() >= MAX_SOCKETS {
+            if self.sockets.len() >= self.max_sockets {
                 debug!("Too many vsock connections: a client is turned away");
                 self.metrics.rejected_total.increment();
                 continue;
@@ -346,7 +355,7 @@ impl Muxer {
     /// The guest wants to connect to a port of the host.
     fn connect(&mut self, packet: GuestPacket, watch: &mut dyn Watch) {
         let link = packet.link;
-        if self.sockets.len() >= MAX_SOCKETS {
+        if self.sockets.len() >= self.max_sockets {
             debug!(%link, "Too many vsock connections: the guest is turned away");
             self.metrics.rejected_total.increment();
             self.owe_reset(link);
