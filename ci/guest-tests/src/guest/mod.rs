@@ -250,6 +250,10 @@ impl Guest {
     pub fn wait_for_shell(&self, limit: Duration) -> Result<()> {
         let answer = wait_for("the guest serves commands", limit, || {
             self.process.still_running()?;
+            ensure!(
+                !self.console_log()?.contains("---[ end Kernel panic"),
+                "The guest's kernel has panicked"
+            );
             // Before the guest listens the connection is refused, or the socket is not there yet.
             Ok(Script::start(&self.shell(), RUN_LIMIT, "echo up").and_then(Script::finish).ok())
         });
