@@ -2,23 +2,25 @@
 
 use std::time::{Duration, Instant};
 
-/// A value that is read again only when it has become too old.
+/// A value that is read again only when it has become too old, or what it depends on has changed.
 #[derive(Debug)]
-pub struct Cached<T> {
+pub struct Cached<K, T> {
     max_age: Duration,
-    last: Option<(Instant, T)>,
+    last: Option<(K, Instant, T)>,
 }
 
-impl<T> Cached<T> {
+impl<K: PartialEq, T> Cached<K, T> {
     /// Nothing has been read yet; what will be is good for `max_age`.
     pub fn new(max_age: Duration) -> Self {
         Self { max_age, last: None }
     }
 
-    /// The value, which `read` reads if there is none that is young enough.
-    pub fn get(&mut self, now: Instant, read: impl FnOnce() -> T) -> &T {
-        let last = self.last.take().filter(|(at, _)| now.saturating_duration_since(*at) < self.max_age);
-        &self.last.insert(last.unwrap_or_else(|| (now, read()))).1
+    /// The value for `key`, which `read` reads if there is none that is young enough.
+    pub fn get(&mut self, key: K, now: Instant, read: impl FnOnce() -> T) -> &T {
+        let is_good =
+            |(of, at, _): &(K, Instant, T)| *of == key && now.saturating_duration_since(*at) < self.max_age;
+        let last = self.last.take().filter(is_good);
+        &self.last.insert(last.unwrap_or_else(|| (key, now, read()))).2
     }
 }
 
@@ -33,7 +35,7 @@ mod tests {
         let mut reads = 0;
         let mut seen = Vec::new();
         for at_ms in [0, 1, 500, 999, 1000, 1001, 1999, 5000, 5001] {
-            let value = *cached.get(start + Duration::from_millis(at_ms), || {
+            let value = *cached.get((), start + Duration::from_millis(at_ms), || {
                 reads += 1;
                 at_ms
             });
@@ -41,5 +43,14 @@ mod tests {
         }
         assert_eq!(seen, [0, 0, 0, 0, 1000, 1000, 1000, 5000, 5000]);
         assert_eq!(reads, 3);
+    }
+
+    #[test]
+    fn a_value_is_read_again_when_what_it_depends_on_has_changed() {
+        let now = Instant::now();
+        let mut cached = Cached::new(Duration::from_secs(1));
+        assert_eq!(*cached.get(7, now, || "with seven plugged"), "with seven plugged");
+        assert_eq!(*cached.get(0, now, || "with nothing plugged"), "with nothing plugged");
+        assert_eq!(*cached.get(0, now, || "never read"), "with nothing plugged");
     }
 }

@@ -23,7 +23,7 @@ use crate::pool::PoolVolume;
 use crate::virtio::mem::MemHandle;
 use crate::virtio::transport::pci::VirtioPciDevice;
 
-/// What is resident is found out no more often than that, whoever asks: the kernel walks the page tables of all
+/// What is resident is found out no more often than that while nothing is plugged or unplugged, whoever asks: the kernel walks the page tables of all
 /// mappings for it, milliseconds in which the VMM's only runtime thread does nothing else.
 pub(super) const RESIDENT_MAX_AGE: Duration = Duration::from_secs(1);
 
@@ -37,7 +37,7 @@ pub struct KvmMachine {
     pub(super) ged: Arc<GenericEventDevice>,
     pub(super) zones: Vec<MemHandle>,
     /// By zone, in their order.
-    pub(super) resident_bytes: Cached<Vec<u64>>,
+    pub(super) resident_bytes: Cached<Vec<u64>, Vec<u64>>,
     pub(super) _volumes: Vec<Arc<dyn PoolVolume>>,
     /// Last: nothing may touch it any more.
     pub(super) memory: Memory,
@@ -76,7 +76,8 @@ impl Machine for KvmMachine {
     fn zones(&mut self) -> Vec<ZoneInfo> {
         // Before the governor's lock is taken, which the agent's reports wait for.
         let memory = &self.memory;
-        let resident = self.resident_bytes.get(Instant::now(), || {
+        let plugged = self.zones.iter().map(|handle| handle.sizes().plugged_bytes).collect();
+        let resident = self.resident_bytes.get(plugged, Instant::now(), || {
             memory.resident_bytes().unwrap_or_else(|err| {
                 warn!(%err, "What is resident cannot be found out");
                 vec![0; memory.zones().len()]
