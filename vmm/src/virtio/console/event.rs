@@ -107,7 +107,10 @@ impl Worker {
         let (mut text, mut heads) = (Vec::new(), Vec::new());
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
-        while text.len() < OUTPUT_LEN_MAX {
+        // At most a ring's worth: chains without a byte to read never fill `text`, and another vCPU may give the same
+        // ones again as fast as they are taken, while the guard keeps memory from being unplugged.
+        let most = usize::from(self.transmit.queue.size());
+        while text.len() < OUTPUT_LEN_MAX && heads.len() < most {
             let Some(chain) = self.transmit.queue.pop_descriptor_chain(memory) else { break };
             heads.push(chain.head_index());
             if !append(memory, chain, &mut text, &self.metrics) {
