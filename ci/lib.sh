@@ -11,6 +11,11 @@ BIN_DIR=$ROOT/target/$TARGET_TRIPLE/release
 say() { printf '%s: %s\n' "${SAY_AS:-$(basename "$0")}" "$*" >&2; }
 die() { say "$*"; exit 1; }
 
+# usage: the comment at the head of the script that runs.
+usage() { sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//p}' "$0"; }
+# refuse WHAT...: for a command line that nothing can be made of; before any work is done.
+refuse() { say "$* (--help says what there is)"; exit 2; }
+
 as_root() {
     if [ "$(id -u)" -eq 0 ]; then "$@"
     elif command -v sudo >/dev/null; then sudo "$@"
