@@ -33,6 +33,7 @@ pub fn attack(device_id: u64, malice: Malice, seconds: u64) -> Result<()> {
     if let Malice::Range { first, end } = malice {
         ensure!(first < end, "the range {first:#x} to {end:#x} is empty");
     }
+    queue::keep_locked_pages_in_place()?;
     let mut device = Device::take(u16::try_from(device_id)?)?;
     let mut random = Bytes::new(device_id);
     let mut queues = start(&mut device)?;

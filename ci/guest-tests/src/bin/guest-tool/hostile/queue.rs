@@ -29,6 +29,13 @@ pub struct Descriptor {
     pub next: u16,
 }
 
+/// Keeps locked pages where they are. Compaction moves them otherwise, and nobody tells the device: it would go on
+/// with what has become somebody else's memory (Documentation/admin-guide/sysctl/vm.rst).
+pub fn keep_locked_pages_in_place() -> Result<()> {
+    let path = "/proc/sys/vm/compact_unevictable_allowed";
+    std::fs::write(path, "0").with_context(|| format!("Cannot write {path}"))
+}
+
 /// A queue and its page. The page is never unmapped: a device that is late must not write into what comes after.
 pub struct Queue {
     pub index: u16,
