@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 
+use crate::host_memory;
 use crate::samples::{Row, Samples};
 use crate::usage::{beside_guest, wait_for_rest};
 use crate::vmm::{BOOT_MIB, Extras, MIB, Vm, Vmm};
@@ -17,6 +18,7 @@ const BOOT_LIMIT: Duration = Duration::from_secs(60);
 
 /// Boots a guest without anything that could be left out.
 pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
+    host_memory::even_out()?;
     let started = Instant::now();
     let vm = vmm.start(&Extras::default())?;
     let booted = wait_for_init(&vm, started)?;

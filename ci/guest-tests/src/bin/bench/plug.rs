@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use guest_tests::wait_until;
 
+use crate::host_memory;
 use crate::samples::{Row, Samples};
 use crate::usage::wait_for_rest;
 use crate::vmm::{Disk, Extras, MIB, Vm, Vmm};
@@ -17,6 +18,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 /// Plugs 1 GiB into a fresh guest, and takes it away unused.
 pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
+    host_memory::even_out()?;
     let vm = vmm.start(&Extras { hotplug_mib: PLUG_MIB, disk: Disk::None })?;
     vm.wait_for_shell()?;
     let before = mem_total_mib(&vm)?;

@@ -13,9 +13,9 @@ use pmem_volume::btt::{Layout, SECTOR_BYTES};
 use pmem_volume::media::MemoryMedia;
 use uuid::Uuid;
 
-use crate::forget;
 use crate::samples::{Row, Samples, median};
 use crate::vmm::{Disk, Extras, MIB, Vm, Vmm};
+use crate::{forget, host_memory};
 
 const VOLUME_BYTES: u64 = 128 * MIB;
 const TRANSFERS: u32 = 1000;
@@ -60,6 +60,7 @@ fn foreshore(samples: &mut Samples) -> Result<()> {
 
 /// One guest: the medians of its repeats are its samples.
 fn time(vmm: &Vmm, disk: Disk, transfers: u32, rows: [Row; 2], samples: &mut Samples) -> Result<()> {
+    host_memory::even_out()?;
     let vm = vmm.start(&Extras { hotplug_mib: 0, disk })?;
     vm.wait_for_shell()?;
     wait_until("/dev/pmem0s is there", DISK_LIMIT, || Ok(vm.try_run("test -b /dev/pmem0s")?.code == 0))?;
