@@ -1,5 +1,6 @@
 //! DRAM of the host: private and anonymous.
 
+use std::io;
 use std::sync::Arc;
 
 use super::segments::{Ledger, Source};
@@ -52,6 +53,14 @@ impl Backing for DramBacking {
     fn free_detached(&mut self) -> Result<(), BackingError> {
         Ok(())
     }
+
+    fn is_populated(&self, offset: u64) -> bool {
+        self.reservation.has_page(offset).unwrap_or(false)
+    }
+
+    fn populate(&mut self, offset: u64, len: u64) -> io::Result<()> {
+        self.reservation.populate(offset, len)
+    }
 }
 
 #[cfg(test)]
@@ -93,6 +102,22 @@ mod tests {
         assert_eq!(byte_at(&reservation, 2 * MIB), 0);
         assert_eq!(byte_at(&reservation, 42 * MIB - 1), 0);
         assert_eq!(byte_at(&reservation, 42 * MIB), 0xa5);
+    }
+
+    #[test]
+    fn pages_are_found_ahead_and_keep_what_is_in_them() {
+        let (mut backing, reservation) = backing();
+        backing.plug(0, 8 * MIB).unwrap();
+        assert!(!backing.is_populated(2 * MIB));
+        fill(&reservation, 2 * MIB, 1, 0xa5);
+        assert!(backing.is_populated(2 * MIB) && !backing.is_populated(4 * MIB));
+        backing.populate(2 * MIB, 4 * MIB).unwrap();
+        let populated = [0, 2 * MIB, 4 * MIB, 6 * MIB - 4096, 6 * MIB].map(|at| backing.is_populated(at));
+        assert_eq!(populated, [false, true, true, true, false]);
+        assert_eq!((byte_at(&reservation, 2 * MIB), byte_at(&reservation, 2 * MIB + 1)), (0xa5, 0));
+        // What is not plugged gets no pages.
+        assert!(backing.populate(6 * MIB, 4 * MIB).is_err());
+        assert!(!backing.is_populated(8 * MIB));
     }
 
     #[test]

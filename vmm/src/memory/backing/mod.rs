@@ -66,4 +66,16 @@ pub trait Backing: Debug + Send {
     /// Scrubs what has been detached and gives it back. What cannot be scrubbed now stays set aside, and is
     /// offered again at the next call, for pools that get over a failure.
     fn free_detached(&mut self) -> Result<(), BackingError>;
+
+    /// Whether the page at `offset`, which is plugged, was touched already. Backings whose memory costs nothing to find at the
+    /// first touch need not know.
+    fn is_populated(&self, _offset: u64) -> bool {
+        false
+    }
+
+    /// Finds the memory of `offset..offset + len`, all of which is plugged, now instead of at the first touch. What the guest has
+    /// written stays.
+    fn populate(&mut self, _offset: u64, _len: u64) -> io::Result<()> {
+        Ok(())
+    }
 }

@@ -133,6 +133,27 @@ impl Reservation {
         }
     }
 
+    /// Finds pages for what is mapped at `offset` now, as a store would: contents stay. Linux 5.14 and later.
+    pub fn populate(&self, offset: u64, len: u64) -> io::Result<()> {
+        let addr = self.checked(offset, len);
+        // SAFETY: our own range (checked above); faults are taken, contents are not changed.
+        match unsafe { libc::madvise(addr as *mut _, len as usize, libc::MADV_POPULATE_WRITE) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// Whether there is a page at `offset`.
+    pub fn has_page(&self, offset: u64) -> io::Result<bool> {
+        let addr = self.checked(offset, 1) / PAGE_BYTES * PAGE_BYTES;
+        let mut page = 0u8;
+        // SAFETY: one page of our own range (checked above), and one byte for it.
+        match unsafe { libc::mincore(addr as *mut _, PAGE_BYTES, &raw mut page) } {
+            0 => Ok(page & 1 == 1),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
     /// The address of `offset`.
     ///
     /// # Panics
@@ -154,7 +175,9 @@ impl Drop for Reservation {
 
 /// Behind each reservation a page stays PROT_NONE, so that mappings of two of them never become one, and
 /// /proc/self/smaps tells them apart.
-const GUARD_BYTES: usize = 4096;
+const GUARD_BYTES: usize = PAGE_BYTES;
+
+const PAGE_BYTES: usize = 4096;
 
 const ANON: libc::c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 

@@ -134,6 +134,14 @@ impl VirtioDevice for MemDevice {
     }
 }
 
+#[cfg(test)]
+impl MemDevice {
+    /// Whether it has not done yet what it does ahead of the next request.
+    pub(super) fn is_preparing(&self) -> bool {
+        self.executor.lock().is_preparing()
+    }
+}
+
 impl Drop for MemDevice {
     fn drop(&mut self) {
         self.reset();

@@ -64,9 +64,9 @@ impl Worker {
         {
             sparsely!(error, zone = %self.shared.zone.id, %err, "The driver cannot be told of an answer");
         }
-        if served > 0 {
-            // The driver has its answer, and works on it meanwhile.
-            self.executor.lock().prepare(Instant::now());
+        // The driver has its answer, and works on it meanwhile. Its next request comes before the next step.
+        if self.executor.lock().prepare(Instant::now()) {
+            self.kick_myself();
         }
     }
 

@@ -5,6 +5,7 @@
 //! device up for good, NACK makes it try again at once, BUSY after 50 seconds or with the next configuration
 //! change. So whatever fails on the host is BUSY, together with a lower requested size that can be reached.
 
+mod ahead;
 mod device;
 mod event;
 mod handle;

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use tracing::debug;
 
+use super::ahead::ZeroAhead;
 use super::handle::{MemEvent, Shared};
 use super::metrics::FailureReason;
 use super::request::{Request, Response};
@@ -38,6 +39,7 @@ pub(super) struct Executor {
     backing: Box<dyn Backing>,
     slots: HotplugSlots,
     view: GuestView,
+    ahead: ZeroAhead,
     shared: Arc<Shared>,
 }
 
@@ -48,13 +50,15 @@ impl Executor {
         view: GuestView,
         shared: Arc<Shared>,
     ) -> Self {
-        Self { backing, slots, view, shared }
+        let ahead = ZeroAhead::new(shared.state.lock().block_bytes());
+        Self { backing, slots, view, ahead, shared }
     }
 
     /// Carries `request` out, whole or not at all. The caller must not hold a guard of the view: an unplug
     /// waits for all of them.
     pub(super) fn execute(&mut self, request: Request) -> Response {
         let started = Instant::now();
+        self.ahead.cancel();
         match request {
             Request::Plug(run) => {
                 let checked = self.shared.state.lock().check_plug(run);
@@ -67,7 +71,11 @@ impl Executor {
                 let checked = self.shared.state.lock().check_unplug(run);
                 match checked {
                     Ok((offset, len)) => {
+                        let first_had_page = self.backing.is_populated(offset);
                         let result = self.unplug(offset, len);
+                        if result.is_ok() {
+                            self.expect_the_run_below(offset, len, first_had_page);
+                        }
                         self.answer_unplug(result, len, started)
                     }
                     Err(refusal) => self.refuse(refusal),
@@ -96,8 +104,16 @@ impl Executor {
         }
     }
 
-    /// Gets ready for the request that the driver is expected to make next.
-    pub(super) fn prepare(&mut self, now: Instant) {
+    /// Gets ready, in short steps, for the request that the driver is expected to make next. Returns whether there is
+    /// another step.
+    pub(super) fn prepare(&mut self, now: Instant) -> bool {
+        if let Some(step) = self.ahead.next()
+            && let Err(err) = self.backing.populate(step.start, step.end - step.start)
+        {
+            // The guest's own faults will find out whether there is memory.
+            debug!(zone = %self.shared.zone.id, %err, "No pages ahead of the next unplug");
+            self.ahead.cancel();
+        }
         let missing = {
             let state = self.shared.state.lock();
             state.requested_bytes().saturating_sub(state.plugged_bytes())
@@ -108,6 +124,12 @@ impl Executor {
         {
             debug!(zone = %self.shared.zone.id, %err, "No slot ahead of the next request");
         }
+        self.ahead.is_busy()
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_preparing(&self) -> bool {
+        self.ahead.is_busy()
     }
 
     /// When [`Executor::sweep`] has something to do.
@@ -243,6 +265,15 @@ impl Executor {
         // 5. The state; the caller acknowledges.
         self.shared.state.lock().commit(offset, len, false);
         Ok(())
+    }
+
+    /// Linux goes on with what lies below, as long as more is plugged than requested.
+    fn expect_the_run_below(&mut self, offset: u64, len: u64, first_had_page: bool) {
+        let state = self.shared.state.lock();
+        let below = offset.saturating_sub(len);
+        let surplus_bytes = state.plugged_bytes().saturating_sub(state.requested_bytes());
+        let all_plugged = state.is_all_plugged(below, offset - below);
+        self.ahead.unplugged(offset, len, first_had_page && all_plugged, surplus_bytes);
     }
 
     /// Unplugs everything. When it fails half way, what is unplugged stays so: the driver asks again.

@@ -148,10 +148,15 @@ impl MemState {
     /// Checks a request to unplug (virtio 1.3, 5.15.6.2.2) and gives its offset and length in the region.
     pub(super) fn check_unplug(&self, run: BlockRun) -> Result<(u64, u64), Refusal> {
         let (offset, len) = self.resolve(run)?;
-        if self.count_plugged(offset, len) * self.block_bytes != len {
+        if !self.is_all_plugged(offset, len) {
             return Err(Refusal::Error);
         }
         Ok((offset, len))
+    }
+
+    /// Whether every block of `offset..offset + len`, which lie in the region, is plugged.
+    pub(super) fn is_all_plugged(&self, offset: u64, len: u64) -> bool {
+        self.count_plugged(offset, len) * self.block_bytes == len
     }
 
     /// Answers a request for the state of blocks (virtio 1.3, 5.15.6.4.2).

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{panic, thread};
 
 use parking_lot::Mutex;
@@ -89,6 +89,12 @@ impl Backing for StickyBacking {
     }
     fn free_detached(&mut self) -> Result<(), BackingError> {
         self.backing.free_detached()
+    }
+    fn is_populated(&self, offset: u64) -> bool {
+        self.backing.is_populated(offset)
+    }
+    fn populate(&mut self, offset: u64, len: u64) -> io::Result<()> {
+        self.backing.populate(offset, len)
     }
 }
 
@@ -258,6 +264,16 @@ impl Guest {
         u64::from_le_bytes(bytes)
     }
 
+    /// Waits until the device has done what it does ahead of the next request. Returns how many bytes the host holds.
+    fn prepared_bytes(&self) -> u64 {
+        let begun = Instant::now();
+        while self.device.is_preparing() {
+            assert!(begun.elapsed() < PATIENCE, "The device goes on and on");
+            thread::yield_now();
+        }
+        self.memory.resident_bytes().unwrap()[0]
+    }
+
     fn drain_events(&self) -> Vec<MemEvent> {
         self.events.try_iter().collect()
     }
@@ -421,6 +437,32 @@ fn memory_that_cannot_be_scrubbed_is_set_aside_until_it_can() {
     assert_eq!(guest.unplug(0, 1), ACK);
     assert_eq!(guest.pool_info().free_migrate_bytes, 2 * BLOCK_BYTES);
     assert_eq!(guest.pool.dirty_free_bytes(), 0);
+}
+
+#[test]
+fn pages_are_ready_for_a_driver_that_zeroes_what_it_unplugs() {
+    let mut guest = Guest::new(64, None);
+    guest.handle.request_size(24 * BLOCK_BYTES).unwrap();
+    assert_eq!(guest.plug(0, 24), ACK);
+    guest.handle.request_size(4 * BLOCK_BYTES).unwrap();
+    // Not touched before it went: nothing is made ready below.
+    assert_eq!(guest.unplug(20, 4), ACK);
+    let before = guest.prepared_bytes();
+    let ready_blocks = |guest: &Guest| (guest.prepared_bytes() - before) / BLOCK_BYTES;
+    // Zeroed before it went: all but the first block of what comes next.
+    guest.write(16, 0);
+    assert_eq!(guest.unplug(16, 4), ACK);
+    assert_eq!(ready_blocks(&guest), 3);
+    // Not touched: that was for nothing, and it goes at once.
+    assert_eq!(guest.unplug(12, 4), ACK);
+    assert_eq!(ready_blocks(&guest), 0);
+    guest.write(8, 0);
+    assert_eq!(guest.unplug(8, 4), ACK);
+    assert_eq!(ready_blocks(&guest), 3);
+    // What is to stay is left alone.
+    guest.write(4, 0);
+    assert_eq!(guest.unplug(4, 4), ACK);
+    assert_eq!(ready_blocks(&guest), 0);
 }
 
 #[test]
