@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::guest::console;
 use crate::wait::wait_for;
 
 /// A test by its name: `topic::what_holds`.
@@ -298,7 +299,10 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
     let status = wait_for("the test ended", limit, || Ok(child.try_wait()?));
     end_group(&mut child);
     let output = String::from_utf8_lossy(&fs::read(&output_path)?).into_owned();
-    let verdict = verdict_of(status, output);
+    let mut verdict = verdict_of(status, output);
+    if let Verdict::Failed(why) = &mut verdict {
+        why.push_str(&last_words(&dir));
+    }
     match &verdict {
         Verdict::Failed(_) => keep_evidence(short_name(test), &dir),
         // Pools and images are large; nobody looks at those of a test that passed.
@@ -317,6 +321,22 @@ fn verdict_of(status: Result<ExitStatus>, output: String) -> Verdict {
         Ok((None, status)) => Verdict::Failed(format!("{output}\nThe test's process ended by {status}")),
         Err(error) => Verdict::Failed(format!("{output}\n{error:#}")),
     }
+}
+
+/// The ends of the logs in a test's directory: where nobody can look into it, they are what a failure leaves.
+fn last_words(dir: &Path) -> String {
+    let mut logs: Vec<PathBuf> = match fs::read_dir(dir) {
+        Ok(entries) => entries.flatten().map(|entry| entry.path()).collect(),
+        Err(_) => return String::new(),
+    };
+    logs.retain(|path| path.extension().is_some_and(|extension| extension == "log"));
+    logs.sort();
+    let words = |path: &PathBuf| {
+        let text = console::read(path).unwrap_or_else(|error| format!("{error:#}"));
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        format!("\n--- the end of {name}:\n{}", console::tail(&text))
+    };
+    logs.iter().map(words).collect()
 }
 
 fn end_group(child: &mut Child) {
@@ -423,6 +443,26 @@ mod tests {
         fs::write(dir.join("vm1.console.log"), b"\xff[ 2.3] Oops: int3: 0000 [#2] PREEMPT SMP").unwrap();
         assert_eq!(broken_console(&dir).as_deref(), Some("vm1.console.log"));
         fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn a_failure_shows_the_ends_of_the_logs() {
+        let dir = std::env::temp_dir().join(format!("guest-tests-words-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join("pool"), "not a log").unwrap();
+        let lines: String = (1..=20).map(|line| format!("line {line}\n")).collect();
+        fs::write(dir.join("vm0.console.log"), lines).unwrap();
+        fs::write(dir.join("vm0.vmm.log"), "WARN no driver").unwrap();
+        let words = last_words(&dir);
+        let expected: String = (6..=20).map(|line| format!("\nline {line}")).collect();
+        assert_eq!(
+            words,
+            format!(
+                "\n--- the end of vm0.console.log:{expected}\n--- the end of vm0.vmm.log:\nWARN no driver"
+            )
+        );
+        fs::remove_dir_all(&dir).unwrap();
+        assert_eq!(last_words(&dir), "");
     }
 
     #[test]

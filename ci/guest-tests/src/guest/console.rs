@@ -16,10 +16,12 @@ pub(crate) fn read(path: &Path) -> Result<String> {
 }
 
 /// Its last lines.
-pub(super) fn tail(text: &str) -> String {
+pub(crate) fn tail(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
-    lines[lines.len().saturating_sub(30)..].join("\n")
+    lines[lines.len().saturating_sub(TAIL_LINES)..].join("\n")
 }
+
+const TAIL_LINES: usize = 15;
 
 /// What a kernel that is well does not say. Each is the start of a message of Linux, after its time stamp.
 const COMPLAINTS: &[&str] = &[
