@@ -62,7 +62,8 @@ fn a_pool_is_made_filled_listed_and_checked() {
     assert_eq!((info["free_bytes"].as_u64(), info["volume_bytes"].as_u64()), (Some(0), Some(60 << 20)));
     assert_eq!(info["in_use_by"], Value::Null);
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
-    folder.succeed(&["volume", "delete", "pool", "rest"]);
+    folder.succeed(&["volume", "rename", "pool", "rest", "tail"]);
+    folder.succeed(&["volume", "delete", "pool", "tail"]);
     assert_eq!(folder.json(&["info", "pool", "--json"])["free_bytes"].as_u64(), Some(36 << 20));
 }
 
@@ -89,6 +90,9 @@ fn wrong_arguments_are_named_and_nothing_is_made() {
     folder.fail(&["volume", "create", "pool", "v", "--size", "62M"], &["--size", "62 MiB", "60 MiB free"]);
     folder.fail(&["volume", "create", "pool", "a,b", "--size", "20M"], &["a,b", "','"]);
     folder.fail(&["volume", "delete", "pool", "v"], &["\"v\"", "none"]);
+    folder.fail(&["volume", "rename", "pool", "v", "w"], &["\"v\"", "none"]);
+    folder.fail(&["volume", "rename", "pool", "v", "a b"], &["a b", "' '"]);
+    folder.fail(&["volume", "rename", "pool", "v"], &["NEW"]);
     assert_eq!(folder.json(&["info", "pool", "--json"])["free_bytes"].as_u64(), Some(60 << 20));
 }
 
@@ -100,6 +104,8 @@ fn a_pool_in_use_can_be_looked_at_and_not_changed() {
     let me = format!("process {}", std::process::id());
     folder.fail(&["check", "pool"], &["in use by", &me]);
     folder.fail(&["volume", "create", "pool", "v", "--size", "20M"], &["in use by", &me]);
+    folder.fail(&["volume", "rename", "pool", "v", "w"], &["in use by", &me]);
+    folder.fail(&["volume", "delete", "pool", "v"], &["in use by", &me]);
     let info = folder.json(&["info", "pool", "--json"]);
     assert_eq!(info["memory_bytes"].as_u64(), Some(10 << 20));
     assert!(info["in_use_by"].as_str().unwrap().starts_with(&me));

@@ -161,10 +161,7 @@ impl Pool {
         self.check_writable()?;
         let runs = {
             let mut state = self.lock_state();
-            let slot = state.require_volume(name)?;
-            if state.open_volumes.contains(&slot) {
-                return Err(PoolError::VolumeInUse { name: name.to_owned() });
-            }
+            let slot = state.require_closed_volume(name)?;
             let empty = empty_record(slot, self.next_sequence(slot)?);
             let offsets = self.superblock.volume_record_offsets(slot);
             self.latch(mirrored::write(self.media(), offsets, &empty))?;
@@ -182,6 +179,27 @@ impl Pool {
             runs
         };
         self.scrub_and_free(&runs)
+    }
+
+    /// Gives a volume that nobody in this process has open another name, which no volume has. A name that it has
+    /// already is refused too: whoever asks for that has mistaken something.
+    ///
+    /// One record changes, and with it everything: the volume's chunks are named by its slot.
+    pub fn rename_volume(&self, name: &str, new_name: &str) -> Result<VolumeInfo, PoolError> {
+        self.check_writable()?;
+        let new_name: VolumeName = new_name.parse()?;
+        let mut state = self.lock_state();
+        let slot = state.require_closed_volume(name)?;
+        if state.find_volume(new_name.as_str()).is_some() {
+            return Err(PoolError::VolumeExists { name: new_name.to_string() });
+        }
+        let sequence = self.next_sequence(slot)?;
+        let record = VolumeRecord { sequence, name: new_name, ..state.volumes[&slot].record.clone() };
+        let offsets = self.superblock.volume_record_offsets(slot);
+        self.latch(mirrored::write(self.media(), offsets, &record.to_bytes()))?;
+        let entry = state.volumes.get_mut(&slot).expect("found above");
+        entry.record = record;
+        Ok(volume_info(entry))
     }
 
     /// Opens a volume, once at a time.
@@ -223,6 +241,15 @@ impl Pool {
 impl State {
     fn find_volume(&self, name: &str) -> Option<Slot> {
         self.volumes.iter().find(|(_, entry)| entry.record.name.as_str() == name).map(|(slot, _)| *slot)
+    }
+
+    /// The volume, if nobody in this process has it open. Other processes are kept away by the pool's lock.
+    fn require_closed_volume(&self, name: &str) -> Result<Slot, PoolError> {
+        let slot = self.require_volume(name)?;
+        if self.open_volumes.contains(&slot) {
+            return Err(PoolError::VolumeInUse { name: name.to_owned() });
+        }
+        Ok(slot)
     }
 
     fn require_volume(&self, name: &str) -> Result<Slot, PoolError> {

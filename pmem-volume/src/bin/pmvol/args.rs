@@ -12,6 +12,8 @@ Examples:
   pmvol volume create /pm/pool data --size 8G     a volume with atomic sectors (BTT)
   pmvol volume create /pm/pool rest --size remaining
   pmvol volume list /pm/pool
+  pmvol volume rename /pm/pool data data-2026
+  pmvol volume delete /pm/pool data-2026          erases it, for good
   pmvol info /pm/pool                             also while a VM uses the pool
   pmvol check /pm/pool                            exit code 1 if anything is damaged
 
@@ -58,7 +60,7 @@ pub(crate) enum Command {
         #[command(flatten)]
         output: Output,
     },
-    /// Make, list and delete volumes
+    /// Make, list, rename and delete volumes
     #[command(subcommand)]
     Volume(VolumeCommand),
 }
@@ -85,7 +87,25 @@ pub(crate) enum VolumeCommand {
         #[command(flatten)]
         output: Output,
     },
+    /// Give a volume another name
+    ///
+    /// VMs find volumes by name, so change their --pm-volume too. Refused while the pool is in use.
+    #[command(after_help = "Example:\n  pmvol volume rename /pm/pool data data-2026")]
+    Rename {
+        /// The pool
+        pool: PathBuf,
+        /// Name of the volume
+        #[arg(value_name = "OLD")]
+        name: String,
+        /// Name that it gets, which no other volume has
+        #[arg(value_name = "NEW")]
+        new_name: String,
+    },
     /// Delete a volume and erase its content
+    ///
+    /// Done when it returns, and for good. Nothing is asked and no flag forces it: a volume that is in use cannot be
+    /// deleted, because its pool is locked.
+    #[command(after_help = "Example:\n  pmvol volume delete /pm/pool data")]
     Delete {
         /// The pool
         pool: PathBuf,

@@ -36,6 +36,11 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             }
             Ok(Outcome::Done)
         }
+        Command::Volume(VolumeCommand::Rename { pool, name, new_name }) => {
+            let volume = open(pool, OpenMode::ReadWrite)?.rename_volume(name, new_name)?;
+            println!("volume {name} renamed to {}", volume.name);
+            Ok(Outcome::Done)
+        }
         Command::Volume(VolumeCommand::Delete { pool, name }) => {
             open(pool, OpenMode::ReadWrite)?.delete_volume(name)?;
             println!("volume {name} deleted");

@@ -7,6 +7,7 @@
 //! 4. A check of what is left finds nothing.
 
 use std::collections::BTreeMap;
+use std::io::Write;
 
 use uuid::Uuid;
 
@@ -38,9 +39,15 @@ fn open(media: &Simulator) -> Result<Arc<Pool>, PoolError> {
     Pool::from_media("simulated".into(), OpenMode::ReadWrite, backing, superblock, vec![])
 }
 
+/// Past the test harness, which keeps what a passing test prints to itself.
+fn say_images(count: usize) {
+    let test = std::thread::current().name().unwrap_or_default().to_owned();
+    let _ = writeln!(std::io::stderr(), "{count} crash images opened by {test}");
+}
+
 /// What a volume holds at the start of each of its chunks.
-fn mark_of(name: &str, index: u32) -> u64 {
-    name.bytes().fold(u64::from(index) + 1, |sum, byte| sum * 257 + u64::from(byte))
+fn mark_of(volume: &VolumeInfo, index: u32) -> u64 {
+    (volume.uuid.as_u64_pair().0 | 1).wrapping_mul(u64::from(index) + 1)
 }
 
 /// Writes a volume as a guest would, and flushes.
@@ -48,7 +55,7 @@ fn fill_volume(media: &Simulator, pool: &Arc<Pool>, name: &str) {
     let volume = pool.open_volume(name).unwrap();
     for extent in volume.extents() {
         for (index, chunk) in (extent.index..).zip(extent.run.ids()) {
-            media.store_word(chunk.offset_bytes(), mark_of(name, index)).unwrap();
+            media.store_word(chunk.offset_bytes(), mark_of(volume.info(), index)).unwrap();
             media.persist_range(chunk.offset_bytes()..chunk.offset_bytes() + 8).unwrap();
         }
     }
@@ -78,7 +85,7 @@ fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), String> {
         for extent in volume.extents() {
             for (index, chunk) in (extent.index..).zip(extent.run.ids()) {
                 let word = image.load_word(chunk.offset_bytes()).unwrap();
-                if word != mark_of(name, index) && volume.info().format == VolumeFormat::Raw {
+                if word != mark_of(volume.info(), index) && volume.info().format == VolumeFormat::Raw {
                     return Err(format!("volume {name} has lost chunk {index}: {word:#x}"));
                 }
             }
@@ -139,7 +146,15 @@ fn verify_points(
 
 /// Does one random thing. What is lent is kept in `lent`.
 fn random_operation(media: &Simulator, pool: &Arc<Pool>, lent: &mut Vec<Extent>, random: &mut Random) {
-    match random.below(5) {
+    match random.below(6) {
+        5 => {
+            let names: Vec<_> = pool.volumes().into_iter().map(|v| v.name).collect();
+            if !names.is_empty() {
+                let name = &names[random.below(names.len() as u64) as usize];
+                // Taken, its own among them: ordinary.
+                let _ = pool.rename_volume(name, &format!("v{}", random.below(4)));
+            }
+        }
         0 | 1 => {
             if let Ok(extents) = pool.alloc_memory((random.below(5) + 1) * CHUNK_BYTES) {
                 fill_memory(media, &extents);
@@ -180,13 +195,14 @@ fn random_operations_survive_a_crash_at_every_persist() {
         let mut lent = Vec::new();
         for step in 0..20 {
             let before = volumes_of(&pool);
+            let known: Vec<_> = pool.volumes().into_iter().map(|v| v.uuid).collect();
             media.record();
             random_operation(&media, &pool, &mut lent, &mut random);
             let points = media.take_points();
             let after = volumes_of(&pool);
             // Content is no matter of the operation that made the volume: it comes when that is over.
-            let made: Vec<_> = after.keys().filter(|name| !before.contains_key(*name)).cloned().collect();
-            made.iter().for_each(|name| fill_volume(&media, &pool, name));
+            let made: Vec<_> = pool.volumes().into_iter().filter(|v| !known.contains(&v.uuid)).collect();
+            made.iter().for_each(|v| fill_volume(&media, &pool, &v.name));
             let allowed = if made.is_empty() { vec![&before, &after] } else { vec![&before] };
             let result = match made.is_empty() {
                 true => verify_points(&points, 16, &allowed, &mut random),
@@ -195,7 +211,7 @@ fn random_operations_survive_a_crash_at_every_persist() {
             images += result.unwrap_or_else(|error| panic!("seed {seed}, step {step}: {error}"));
         }
     }
-    eprintln!("{images} crash images opened");
+    say_images(images);
     assert!(images > 300 * seeds() as usize, "only {images} images: the simulator sees too little");
 }
 
@@ -233,8 +249,48 @@ fn a_btt_volume_is_made_whole_or_not_at_all() {
     let points = media.take_points();
     let after = volumes_of(&pool);
     let images = verify_points(&points, 12, &[&before, &after], &mut Random::new(3)).unwrap();
-    eprintln!("{images} crash images opened");
+    say_images(images);
     assert!(images > 60);
+}
+
+#[test]
+fn a_renamed_volume_has_one_of_its_names_and_all_of_its_content() {
+    let (media, pool) = new_pool();
+    pool.create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+    fill_volume(&media, &pool, "v");
+    let before = volumes_of(&pool);
+    media.record();
+    pool.rename_volume("v", "a-longer-name-of-many-words").unwrap();
+    let points = media.take_points();
+    let after = volumes_of(&pool);
+    assert_ne!(before, after);
+    let images = verify_points(&points, 256, &[&before, &after], &mut Random::new(21)).unwrap();
+    say_images(images);
+    assert!(images > 250);
+}
+
+#[test]
+fn a_rename_that_writes_both_copies_at_once_is_found_out() {
+    let (media, pool) = new_pool();
+    pool.create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+    fill_volume(&media, &pool, "v");
+    let before = volumes_of(&pool);
+    media.record();
+    let slot = table::Slot(0);
+    let old = pool.lock_state().volumes[&slot].record.clone();
+    let name: VolumeName = "w".parse().unwrap();
+    let record = volume_record::VolumeRecord { sequence: old.sequence + 1, name, ..old }.to_bytes();
+    let offsets = pool.superblock.volume_record_offsets(slot);
+    for offset in offsets {
+        media.store(offset, zerocopy::IntoBytes::as_bytes(&record)).unwrap();
+        // Missing: persist, before the other copy is touched.
+    }
+    media.persist(&offsets.map(|at| at..at + 256)).unwrap();
+    let points = media.take_points();
+    let after = Volumes::from([("w".to_owned(), 2)]);
+    let error = verify_points(&points, 256, &[&before, &after], &mut Random::new(21))
+        .expect_err("the wrong order went unnoticed");
+    assert!(error.contains("damaged"), "{error}");
 }
 
 /// Does what `wrong` does on a pool with a volume `v` of two chunks, and expects a crash in it to show.

@@ -254,6 +254,36 @@ fn a_deleted_volume_leaves_nothing_to_read_and_its_name_is_free() {
 }
 
 #[test]
+fn a_renamed_volume_is_the_same_volume_under_its_new_name_alone() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(64 * MIB, 0);
+    let made = pool.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
+    pool.create_volume("b", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();
+    let place = pool.open_volume("a").unwrap().extents().to_vec();
+    let renamed = pool.rename_volume("a", "größe").unwrap();
+    assert_eq!(renamed, VolumeInfo { name: "größe".into(), ..made });
+    assert!(matches!(pool.open_volume("a"), Err(PoolError::NoSuchVolume { .. })));
+    drop(pool);
+    assert_eq!(fixture.check().pool, []);
+    let pool = fixture.open();
+    assert_eq!(pool.volumes()[1], renamed);
+    assert_eq!(pool.open_volume("größe").unwrap().extents(), place);
+
+    let before = fixture.image();
+    assert!(matches!(pool.rename_volume("größe", "b"), Err(PoolError::VolumeExists { .. })));
+    assert!(matches!(pool.rename_volume("b", "b"), Err(PoolError::VolumeExists { .. })));
+    assert!(matches!(pool.rename_volume("c", "d"), Err(PoolError::NoSuchVolume { .. })));
+    assert!(matches!(pool.rename_volume("b", ""), Err(PoolError::Name(_))));
+    assert!(matches!(pool.rename_volume("b", &"x".repeat(65)), Err(PoolError::Name(_))));
+    let volume = pool.open_volume("b").unwrap();
+    assert!(matches!(pool.rename_volume("b", "d"), Err(PoolError::VolumeInUse { .. })));
+    assert!(before == fixture.image());
+    drop(volume);
+    let reader = Pool::open(&fixture.path(), OpenMode::Peek).unwrap();
+    assert!(matches!(reader.rename_volume("b", "d"), Err(PoolError::ReadOnly { .. })));
+}
+
+#[test]
 fn remaining_takes_all_that_is_free() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 8 * MIB);
