@@ -16,6 +16,49 @@ usage() { sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//p}' "$0"; }
 # refuse WHAT...: for a command line that nothing can be made of; before any work is done.
 refuse() { say "$* (--help says what there is)"; exit 2; }
 
+# How often a long build says that it goes on, where nobody sees cargo's own progress.
+BUILD_NEWS_S=30
+
+# run_cargo ARGUMENT...: on a terminal cargo shows how far it is. Elsewhere that would be a line for each of many
+# crates: a line now and then stands for them; warnings and errors come through.
+run_cargo() {
+    if [ -t 2 ]; then cargo "$@"; else CARGO_TERM_COLOR=never cargo "$@" 2>&1 | cargo_news; fi
+}
+
+cargo_news() {
+    local line='' part status=0 crates=0 crate='' began=$SECONDS said=$SECONDS
+    until [ "$status" = 1 ]; do
+        status=0
+        # Above 128: nothing came, or no whole line. 1: the end.
+        IFS= read -r -t 1 part || status=$?
+        line+=$part
+        if [ "$status" -le 1 ]; then
+            case $line in
+                '   Compiling '* | '    Checking '*)
+                    crates=$((crates + 1))
+                    read -r _ crate _ <<<"$line" ;;
+                # The other things cargo says of itself.
+                '' | '    Finished '* | '    Updating '* | '  Downloaded '* | ' Downloading '* | '  Executable '*) ;;
+                *) printf '%s\n' "$line" >&2 ;;
+            esac
+            line=''
+        fi
+        if [ $((SECONDS - said)) -ge "$BUILD_NEWS_S" ]; then
+            said=$SECONDS
+            say "cargo is at work: $crates crates begun in $((SECONDS - began)) s${crate:+, the last of them $crate}"
+        fi
+    done
+    [ "$said" = "$began" ] || say "cargo is done: $crates crates in $((SECONDS - began)) s"
+}
+
+# build_programs: and the guests' images, which have some of them inside.
+build_programs() {
+    say "building the programs (cargo build --release)"
+    [ -e "$BIN_DIR/foreshore" ] || say "the first build takes 4 to 7 minutes on two cores, later ones seconds"
+    (cd "$ROOT" && run_cargo build --release --bins) || die "the build failed"
+    "$ROOT/guest/image/build"
+}
+
 as_root() {
     if [ "$(id -u)" -eq 0 ]; then "$@"
     elif command -v sudo >/dev/null; then sudo "$@"
