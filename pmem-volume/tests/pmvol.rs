@@ -61,6 +61,7 @@ fn a_pool_is_made_filled_listed_and_checked() {
     assert_eq!(info["durability"], "volatile");
     assert_eq!((info["free_bytes"].as_u64(), info["volume_bytes"].as_u64()), (Some(0), Some(60 << 20)));
     assert_eq!(info["in_use_by"], Value::Null);
+    assert!(folder.succeed(&["info", "pool"]).contains("STRG         8 MiB (reserved for volumes, "));
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
     folder.succeed(&["volume", "rename", "pool", "rest", "tail"]);
     folder.succeed(&["volume", "delete", "pool", "tail"]);

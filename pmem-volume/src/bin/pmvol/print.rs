@@ -44,7 +44,7 @@ pub(crate) fn info(report: &InfoReport) {
     println!("  scrubbing  {}", display(info.scrubbing_bytes));
     println!("  retired    {}", display(info.retired_bytes));
     println!("  metadata   {}", display(info.metadata_bytes));
-    println!("STRG         {}, never lent as memory", display(info.strg_bytes));
+    println!("STRG         {} (reserved for volumes, never lent as memory)", display(info.strg_bytes));
     println!("lendable     {}", display(info.lendable_bytes));
 }
 
