@@ -8,6 +8,9 @@ KERNELS_LOCK=$ROOT/ci/kernels.lock
 TARGET_TRIPLE=x86_64-unknown-linux-gnu
 BIN_DIR=$ROOT/target/$TARGET_TRIPLE/release
 
+# What programs print is parsed, and times are written: in one language, whatever the user's.
+export LC_ALL=C.UTF-8
+
 say() { printf '%s: %s\n' "${SAY_AS:-$(basename "$0")}" "$*" >&2; }
 die() { say "$*"; exit 1; }
 

@@ -1,7 +1,9 @@
-//! Asks Prometheus what it saw and writes it down for a plot: `demo-timeline ADDRESS:PORT END EVENTS DIR`.
+//! Phase 5 of the demo: asks Prometheus what it saw and writes it down for a plot:
+//! `demo-timeline ADDRESS:PORT ZERO END EVENTS DIR`.
 //!
-//! END is in seconds since 1970, EVENTS a file of lines `seconds,what`. In DIR it leaves `timeline.csv`, and
-//! `timeline.gnuplot`, which draws it. Fails if Prometheus did not see the whole of what the demo has shown.
+//! ZERO and END are in seconds since 1970; all other times count from ZERO, a whole second. EVENTS is a table with a
+//! head, `time_s,elapsed_s,event`. In DIR it leaves `timeline.csv`, and `timeline.gnuplot`, which draws it. Fails if
+//! Prometheus did not see the whole of what the demo has shown.
 
 mod plot;
 mod prometheus;
@@ -9,6 +11,7 @@ mod table;
 
 use std::fs;
 use std::path::Path;
+use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
 
@@ -16,43 +19,69 @@ use crate::plot::Event;
 use crate::prometheus::{Prometheus, Range};
 use crate::table::Table;
 
-/// Of the time before the first event.
-const LEAD_IN_S: f64 = 2.0;
+const USAGE: &str = "usage: demo-timeline ADDRESS:PORT ZERO END EVENTS DIR";
 
-const USAGE: &str = "usage: demo-timeline ADDRESS:PORT END EVENTS DIR";
+fn main() -> ExitCode {
+    match timeline() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            println!("  NOT SEEN: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
 
-fn main() -> Result<()> {
+fn timeline() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [address, end, events, dir] = arguments.as_slice() else { bail!("{USAGE}") };
+    let [address, zero, end, events, dir] = arguments.as_slice() else { bail!("{USAGE}") };
     let seconds = |text: &str| text.parse::<f64>().with_context(|| format!("Not a time: {text:?}\n{USAGE}"));
-    let events = read_events(Path::new(events))?;
-    let (first, _) = events.first().context("No events")?;
-    // What came before is set-up: the timeline begins a moment before the first event.
-    let range = Range::new(first - LEAD_IN_S, seconds(end)?)?;
-    let events: Vec<Event> = events
-        .into_iter()
-        .map(|(time_s, what)| Event { elapsed_s: time_s - range.start_s(), what })
-        .collect();
+    let events = fs::read_to_string(events).with_context(|| format!("Cannot read {events}"))?;
+    let events = parse_events(&events)?;
+    let range = Range::new(seconds(zero)?, seconds(end)?)?;
 
+    println!("== 5/5 what Prometheus has seen");
     let table = Table::ask(&Prometheus::new(address), &range)?;
-    table.check()?;
+    println!("  {}", table.summary());
     let dir = Path::new(dir);
     write(&dir.join("timeline.csv"), &table.to_csv())?;
     write(&dir.join("timeline.gnuplot"), &plot::script(&range, &events))?;
-    println!("{}", table.summary());
+    for claim in table.claims() {
+        if !claim.holds {
+            bail!("{}", claim.what);
+        }
+        println!("  ok: {}", claim.what);
+    }
     Ok(())
 }
 
-/// Times and names.
-fn read_events(path: &Path) -> Result<Vec<(f64, String)>> {
-    let text = fs::read_to_string(path).with_context(|| format!("Cannot read {}", path.display()))?;
+/// Below the table's head; names may have commas.
+fn parse_events(text: &str) -> Result<Vec<Event>> {
     let event = |line: &str| {
-        let (time, what) = line.split_once(',').with_context(|| format!("Not an event: {line:?}"))?;
-        Ok((time.parse().with_context(|| format!("Not a time: {line:?}"))?, what.to_owned()))
+        let mut cells = line.splitn(3, ',').skip(1);
+        let elapsed_s: Option<f64> = cells.next().and_then(|cell| cell.parse().ok());
+        let what = cells.next().map(str::to_owned);
+        let (elapsed_s, what) = elapsed_s.zip(what).with_context(|| format!("Not an event: {line:?}"))?;
+        Ok(Event { elapsed_s, what })
     };
-    text.lines().map(event).collect()
+    text.lines().skip(1).map(event).collect()
 }
 
 fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).with_context(|| format!("Cannot write {}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_are_read_below_the_head() {
+        let events =
+            parse_events("time_s,elapsed_s,event\n1000.5,0.5,one\n1012.0,12.0,two, three\n").unwrap();
+        let events: Vec<_> = events.iter().map(|event| (event.elapsed_s, event.what.as_str())).collect();
+        assert_eq!(events, [(0.5, "one"), (12.0, "two, three")]);
+        for line in ["1000.5,0.5", "1000.5,soon,one", "one"] {
+            assert!(parse_events(&format!("head\n{line}")).is_err(), "{line}");
+        }
+    }
 }

@@ -11,17 +11,14 @@ pub struct Event {
 }
 
 /// Names are written this far apart at least, as a part of the time axis, or they cover one another.
-const NAME_SPACING: f64 = 0.026;
+const NAME_SPACING: f64 = 0.034;
 
 /// The script: gnuplot runs it in the directory of timeline.csv.
 pub fn script(range: &Range, events: &[Event]) -> String {
-    let spacing_s = range.len_s() as f64 * NAME_SPACING;
-    let mut marks = String::new();
-    let mut name_at = f64::NEG_INFINITY;
-    for (index, event) in events.iter().enumerate() {
-        name_at = event.elapsed_s.max(name_at + spacing_s);
-        marks += &mark(index + 1, event, name_at);
-    }
+    let times: Vec<f64> = events.iter().map(|event| event.elapsed_s).collect();
+    let names_at = spread(&times, range.len_s() as f64);
+    let marks = events.iter().zip(names_at).enumerate();
+    let marks: String = marks.map(|(index, (event, name_at))| mark(index + 1, event, name_at)).collect();
     include_str!("timeline.gnuplot")
         .replace("@END@", &range.len_s().to_string())
         .replace("@MARKS@", &marks)
@@ -29,33 +26,67 @@ pub fn script(range: &Range, events: &[Event]) -> String {
         .replace("@OTHER_VM@", OTHER_VM)
 }
 
-/// A line through every panel, which leads to its name above the top one.
+/// Where the names of events go that happened at these times, in their order: apart from one another, on the time
+/// axis as far as there is room, and otherwise near their time.
+fn spread(times_s: &[f64], axis_s: f64) -> Vec<f64> {
+    let spacing_s = axis_s * NAME_SPACING;
+    // 1. To the right, away from the one before.
+    let mut places_s = times_s.to_vec();
+    for next in 1..places_s.len() {
+        places_s[next] = places_s[next].max(places_s[next - 1] + spacing_s);
+    }
+    // 2. Back from the axis' end, where several happened close to it.
+    let mut most_s = axis_s;
+    for place_s in places_s.iter_mut().rev() {
+        *place_s = place_s.min(most_s);
+        most_s = *place_s - spacing_s;
+    }
+    places_s
+}
+
+/// A line through every panel, which leads to its name above the top one, past that one's title.
 fn mark(number: usize, event: &Event, name_at: f64) -> String {
     let at = event.elapsed_s;
-    let lead = number + LEADS_FROM;
+    let [past, lead] = [number + PAST_TITLE_FROM, number + LEADS_FROM];
     // gnuplot reads quotes and backslashes in a string; events are our own, and plain.
     let what: String = event.what.chars().filter(|c| !matches!(c, '"' | '\\')).collect();
+    let style = "nohead back lw 1 lc rgb '#999999' dt 3";
     format!(
-        "set arrow {number} from {at:.2}, graph 0 to {at:.2}, graph 1 nohead back lw 1 lc rgb '#999999' dt 3\n\
-         set arrow {lead} from {at:.2}, graph 1 to {name_at:.2}, graph 1.06 nohead lw 1 lc rgb '#999999' dt 3\n\
-         set label {number} \"{what}\" at {name_at:.2}, graph 1.09 rotate by 40 left noenhanced font ',9' tc rgb '#555555'\n"
+        "set arrow {number} from {at:.2}, graph 0 to {at:.2}, graph 1 {style}\n\
+         set arrow {past} from {at:.2}, graph 1 to {at:.2}, screen top(0) + 0.026 {style}\n\
+         set arrow {lead} from {at:.2}, screen top(0) + 0.026 to {name_at:.2}, screen top(0) + 0.036 {style}\n\
+         set label {number} \"{what}\" at {name_at:.2}, screen top(0) + 0.041 rotate by 40 left noenhanced \
+         font ',9' tc rgb '#333333'\n"
     )
 }
 
 /// Arrows with higher numbers are in the top panel alone: timeline.gnuplot takes them away after it.
-const LEADS_FROM: usize = 100;
+const PAST_TITLE_FROM: usize = 100;
+const LEADS_FROM: usize = 200;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn names_of_events_at_once_are_apart_and_nothing_is_left_to_fill_in() {
+    fn names_are_apart_and_on_the_axis() {
+        assert!(spread(&[], 100.0).is_empty());
+        assert_eq!(spread(&[5.0, 50.0], 100.0), [5.0, 50.0]);
+        assert_eq!(spread(&[5.0, 5.5, 30.0], 100.0), [5.0, 8.4, 30.0]);
+        // At the end they make room to the left, and one that is far enough from them stays where it was.
+        let places = spread(&[40.0, 98.0, 99.0, 100.0], 100.0);
+        for (place, expected) in places.iter().zip([40.0, 93.2, 96.6, 100.0]) {
+            assert!((place - expected).abs() < 1e-9, "{places:?}");
+        }
+    }
+
+    #[test]
+    fn an_event_is_marked_and_nothing_is_left_to_fill_in() {
         let range = Range::new(1000.0, 1100.0).unwrap();
         let event = |elapsed_s, what: &str| Event { elapsed_s, what: what.to_owned() };
         let script = script(&range, &[event(5.0, "one"), event(5.5, "a \"two\"")]);
         assert!(script.contains("set label 1 \"one\" at 5.00,"), "{script}");
-        assert!(script.contains("set label 2 \"a two\" at 7.60,"), "{script}");
+        assert!(script.contains("set label 2 \"a two\" at 8.40,"), "{script}");
         assert!(!script.contains('@'), "{script}");
     }
 }

@@ -26,10 +26,6 @@ impl Range {
         Ok(Self { start_s: start_s.floor() as u64, end_s: end_s.ceil() as u64 })
     }
 
-    pub fn start_s(&self) -> f64 {
-        self.start_s as f64
-    }
-
     pub fn len_s(&self) -> u64 {
         self.end_s - self.start_s
     }

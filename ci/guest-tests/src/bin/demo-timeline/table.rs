@@ -24,14 +24,21 @@ const COLUMNS: [(&str, &str); 14] = [
     ("oom_kills", "foreshore_guest_oom_kills_total"),
 ];
 
-/// The VM that the demo is about, and the one beside it: ci/demo's names.
-pub const VM: &str = "demo";
-pub const OTHER_VM: &str = "without-governor";
+/// The VM that the demo is about, and the one beside it: names by the program `demo`.
+pub const VM: &str = "governed";
+pub const OTHER_VM: &str = "policy-off";
 
+const MIB: f64 = (1u64 << 20) as f64;
 const LEAST_PM_BYTES: f64 = (400u64 << 20) as f64;
 
 /// Of the seconds between a VM's first and last sample, how many may lack one: it is restarted on the way.
 const LEAST_COVERED_PERCENT: usize = 60;
+
+/// Something that Prometheus must have seen.
+pub struct Claim {
+    pub holds: bool,
+    pub what: String,
+}
 
 /// What Prometheus saw.
 pub struct Table {
@@ -66,30 +73,53 @@ impl Table {
         series.len() * 100 / ((last - first) as usize + 1)
     }
 
-    /// Whether Prometheus saw what the demo has shown.
-    pub fn check(&self) -> Result<()> {
-        for vm in [VM, OTHER_VM] {
+    /// What the demo has shown, as Prometheus saw it.
+    pub fn claims(&self) -> Vec<Claim> {
+        let covered = |vm| {
             let percent = self.covered_percent(vm);
-            ensure!(
-                percent >= LEAST_COVERED_PERCENT,
-                "Prometheus saw VM {vm} for {percent} % of its time only"
-            );
+            let what = format!("VM {vm} was scraped in {percent} % of the seconds from its start to its end");
+            Claim { holds: percent >= LEAST_COVERED_PERCENT, what }
+        };
+        vec![
+            covered(VM),
+            covered(OTHER_VM),
+            self.pm_was_lent(),
+            self.pm_is_back(),
+            self.governed_did_not_swap(),
+            self.other_swapped_or_killed(),
+        ]
+    }
+
+    fn pm_was_lent(&self) -> Claim {
+        let tops = ["pm_requested_bytes", "pm_plugged_bytes", "pm_resident_bytes", "pool_memory_bytes"]
+            .map(|column| self.top(column, VM));
+        let [requested, plugged, resident, lent] = tops.map(|bytes| bytes / MIB);
+        Claim {
+            holds: tops.iter().all(|bytes| *bytes >= LEAST_PM_BYTES),
+            what: format!(
+                "PM of VM {VM} at the top: {requested:.0} MiB requested, {plugged:.0} plugged, {resident:.0} \
+                 resident, {lent:.0} lent by the pool"
+            ),
         }
-        for column in ["pm_requested_bytes", "pm_plugged_bytes", "pm_resident_bytes", "pool_memory_bytes"] {
-            let top = self.top(column, VM);
-            ensure!(top >= LEAST_PM_BYTES, "Prometheus saw {column} at {top} at most");
-        }
+    }
+
+    fn pm_is_back(&self) -> Claim {
         let last = self.series("pm_plugged_bytes", VM).and_then(|series| series.last_key_value());
-        ensure!(
-            last.is_some_and(|(_, bytes)| *bytes == 0.0),
-            "Prometheus saw {last:?} as the last PM plugged"
-        );
-        ensure!(self.top("swapped_out_pages", VM) == 0.0, "Prometheus saw VM {VM} swap");
-        ensure!(
-            self.top("swapped_out_pages", OTHER_VM) + self.top("oom_kills", OTHER_VM) > 0.0,
-            "Prometheus saw VM {OTHER_VM} neither swap nor kill"
-        );
-        Ok(())
+        let mib = last.map_or(f64::NAN, |(_, bytes)| bytes / MIB);
+        Claim { holds: mib == 0.0, what: format!("PM of VM {VM} at the end: {mib:.0} MiB plugged") }
+    }
+
+    fn governed_did_not_swap(&self) -> Claim {
+        let pages = self.top("swapped_out_pages", VM);
+        Claim { holds: pages == 0.0, what: format!("VM {VM} swapped out {pages} pages") }
+    }
+
+    fn other_swapped_or_killed(&self) -> Claim {
+        let [pages, kills] = ["swapped_out_pages", "oom_kills"].map(|column| self.top(column, OTHER_VM));
+        Claim {
+            holds: pages + kills > 0.0,
+            what: format!("VM {OTHER_VM} swapped out {pages} pages and killed {kills} processes"),
+        }
     }
 
     /// Rows by VM, then by time; a cell is empty when there was no sample.
@@ -110,17 +140,84 @@ impl Table {
         csv
     }
 
-    /// One line for people.
+    /// How much there is.
     pub fn summary(&self) -> String {
         let samples: usize = self.columns.iter().flat_map(|(_, by_vm)| by_vm.values()).map(Series::len).sum();
-        let mib = |column| self.top(column, VM) / f64::from(1 << 20);
-        format!(
-            "Prometheus has {samples} samples over {} s; of PM it saw at most {:.0} MiB requested, {:.0} plugged, \
-             {:.0} resident",
-            self.range.len_s(),
-            mib("pm_requested_bytes"),
-            mib("pm_plugged_bytes"),
-            mib("pm_resident_bytes")
-        )
+        format!("it has {samples} samples of {} figures over {} s", self.columns.len(), self.range.len_s())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Three samples, and all has gone well.
+    fn table() -> Table {
+        let series = |values: [f64; 3]| Series::from([(1, values[0]), (2, values[1]), (3, values[2])]);
+        let column = |(name, _): (&'static str, &str)| {
+            let [governed, other] = match name {
+                "swapped_out_pages" | "oom_kills" => [[0.0; 3], [0.0, 3.0, 7.0]],
+                _ => [[0.0, LEAST_PM_BYTES, 0.0], [0.0; 3]],
+            };
+            let by_vm = [(VM, governed), (OTHER_VM, other)];
+            (name, by_vm.map(|(vm, values)| (vm.to_owned(), series(values))).into())
+        };
+        Table { range: Range::new(1.0, 11.0).unwrap(), columns: COLUMNS.map(column).into() }
+    }
+
+    /// What does not hold once a value of VM `vm` is another.
+    fn broken_by(column: &str, vm: &str, time_s: u64, value: Option<f64>) -> Vec<String> {
+        let mut table = table();
+        let (_, by_vm) = table.columns.iter_mut().find(|(name, _)| *name == column).unwrap();
+        let series = by_vm.get_mut(vm).unwrap();
+        match value {
+            Some(value) => series.insert(time_s, value),
+            None => series.remove(&time_s),
+        };
+        table.claims().into_iter().filter(|claim| !claim.holds).map(|claim| claim.what).collect()
+    }
+
+    #[test]
+    fn what_has_been_shown_holds() {
+        assert!(table().claims().iter().all(|claim| claim.holds));
+        assert_eq!(table().claims().len(), 6);
+    }
+
+    #[test]
+    fn each_claim_can_fail() {
+        let broken = |column, vm, time_s, value, part: &str| {
+            let claims = broken_by(column, vm, time_s, value);
+            assert!(claims.len() == 1 && claims[0].contains(part), "{column}: {claims:?}");
+        };
+        broken("pm_plugged_bytes", VM, 30, Some(0.0), "VM governed was scraped in 13 %");
+        broken("pm_plugged_bytes", OTHER_VM, 30, Some(0.0), "VM policy-off was scraped in 13 %");
+        broken("pm_resident_bytes", VM, 2, Some(1.0), "400 plugged, 0 resident, 400 lent");
+        broken("pool_memory_bytes", VM, 2, None, "400 resident, 0 lent");
+        broken("pm_plugged_bytes", VM, 3, Some(MIB), "at the end: 1 MiB");
+        broken("swapped_out_pages", VM, 2, Some(5.0), "VM governed swapped out 5 pages");
+    }
+
+    #[test]
+    fn the_other_vm_swaps_or_kills() {
+        let holds_without = |columns: &[&str]| {
+            let mut table = table();
+            for (name, by_vm) in &mut table.columns {
+                if columns.contains(name) {
+                    by_vm.get_mut(OTHER_VM).unwrap().values_mut().for_each(|value| *value = 0.0);
+                }
+            }
+            table.claims().iter().all(|claim| claim.holds)
+        };
+        assert!(holds_without(&["oom_kills"]));
+        assert!(holds_without(&["swapped_out_pages"]));
+        assert!(!holds_without(&["oom_kills", "swapped_out_pages"]));
+    }
+
+    #[test]
+    fn a_second_without_samples_has_empty_cells() {
+        let csv = table().to_csv();
+        assert!(csv.starts_with("time_s,elapsed_s,vm,dram_boot_bytes,"), "{csv}");
+        assert!(csv.contains("\n3,2,policy-off,0,"), "{csv}");
+        assert!(csv.contains("\n4,3,policy-off,,,"), "{csv}");
     }
 }

@@ -2,10 +2,10 @@
 set datafile separator comma
 set datafile columnheaders
 if (format eq 'svg') {
-    set terminal svg size 1200, 1400 dynamic font 'DejaVu Sans,12' background rgb 'white'
+    set terminal svg size 1200, 1360 fixed font 'DejaVu Sans,12' background rgb 'white'
     set output 'timeline.svg'
 } else {
-    set terminal pngcairo size 1200, 1400 font 'DejaVu Sans,10' background rgb 'white'
+    set terminal pngcairo size 1200, 1360 font 'DejaVu Sans,10' background rgb 'white'
     set output 'timeline.png'
 }
 
@@ -19,59 +19,70 @@ set multiplot
 set xrange [0:@END@]
 set lmargin at screen 0.075
 set rmargin at screen 0.835
-set key outside right center width -4 samplen 2 spacing 1.3 font ',10'
 set grid ytics lc rgb '#dddddd'
 set border 3 lc rgb '#555555'
 set tics nomirror
 set xtics format ''
 set yrange [0:*]
+set ytics 200
+# A panel's title hides the lines of the events that pass behind it.
+set style textbox opaque noborder fillcolor rgb 'white' margins 0.6, 0.4
 
-top(panel) = 0.875 - 0.17 * panel
-height = 0.145
+top(panel) = 0.825 - 0.158 * panel
+height = 0.122
 
 @MARKS@
-set label 1000 "Foreshore: a guest's memory grows into PM and back" at screen 0.075, 0.977 font ',16'
-set label 1001 "512 MiB of DRAM, Redis filled with 779 MiB and flushed; then a volume of the same pool" at screen 0.075, 0.955 tc rgb '#555555'
+set label 1000 "Foreshore: a guest's memory grows into PM and back" at screen 0.075, 0.982 font ',16'
+set label 1001 "512 MiB of DRAM, Redis filled with 779 MiB and flushed; then a volume of the same pool. Dotted: what happened when, as in demo.log" \
+    at screen 0.075, 0.962 tc rgb '#555555'
 
 set tmargin at screen top(0)
 set bmargin at screen top(0) - height
-set ylabel 'PM zone, MiB'
+set key at screen 0.85, top(0) left top Left reverse vertical samplen 2 spacing 1.3 font ',10'
+set label 1002 "PM zone of the VM '@VM@' (policy=psi)" at graph 0.002, screen top(0) + 0.013 front boxed font ',11'
+set ylabel 'MiB'
 plot data using 'elapsed_s':(of(vm, mib(column('pm_resident_bytes')))) with filledcurves x1 fc rgb '#cfe3f5' title 'resident', \
-     '' using 'elapsed_s':(of(vm, mib(column('pm_plugged_bytes')))) with lines lw 2 lc rgb '#1f5fa6' title 'plugged', \
-     '' using 'elapsed_s':(of(vm, mib(column('pm_requested_bytes')))) with steps lw 1.5 dt 2 lc rgb '#d1495b' title 'requested'
+     '' using 'elapsed_s':(of(vm, mib(column('pm_requested_bytes')))) with steps lw 1.5 dt 2 lc rgb '#d1495b' title 'requested', \
+     '' using 'elapsed_s':(of(vm, mib(column('pm_plugged_bytes')))) with lines lw 2 lc rgb '#1f5fa6' title 'plugged'
 
-do for [n = 1:99] { unset label n; unset arrow 100 + n }
+do for [n = 1:99] { unset label n; unset arrow 100 + n; unset arrow 200 + n }
 unset label 1000
 unset label 1001
 
 set tmargin at screen top(1)
 set bmargin at screen top(1) - height
-set ylabel 'DRAM zone, MiB'
+set key at screen 0.85, top(1)
+set label 1002 "DRAM zone of the VM '@VM@'" at graph 0.002, screen top(1) + 0.013
 plot data using 'elapsed_s':(of(vm, mib(column('dram_resident_bytes')))) with filledcurves x1 fc rgb '#dcebd5' title 'resident', \
-     '' using 'elapsed_s':(of(vm, mib(column('dram_boot_bytes') + column('dram_plugged_bytes')))) with lines lw 2 lc rgb '#3c7d22' title 'boot + plugged', \
-     '' using 'elapsed_s':(of(vm, mib(column('dram_boot_bytes') + column('dram_requested_bytes')))) with steps lw 1.5 dt 2 lc rgb '#d1495b' title 'boot + requested'
+     '' using 'elapsed_s':(of(vm, mib(column('dram_boot_bytes') + column('dram_requested_bytes')))) with steps lw 1.5 dt 2 lc rgb '#d1495b' title 'boot + requested', \
+     '' using 'elapsed_s':(of(vm, mib(column('dram_boot_bytes') + column('dram_plugged_bytes')))) with lines lw 2 lc rgb '#3c7d22' title 'boot + plugged'
 
 set tmargin at screen top(2)
 set bmargin at screen top(2) - height
-set ylabel 'pool, MiB'
+set key at screen 0.85, top(2)
+set label 1002 "the pool of the VM '@VM@'" at graph 0.002, screen top(2) + 0.013
 plot data using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes') + column('pool_memory_bytes') + column('pool_free_bytes')))) with filledcurves x1 fc rgb '#eeeeee' title 'free', \
      '' using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes') + column('pool_memory_bytes')))) with filledcurves x1 fc rgb '#8fb8de' title 'lent as memory', \
      '' using 'elapsed_s':(of(vm, mib(column('pool_volume_bytes')))) with filledcurves x1 fc rgb '#e0a458' title 'volume'
 
 set tmargin at screen top(3)
 set bmargin at screen top(3) - height
-set ylabel 'memory stall (PSI), s'
-plot data using 'elapsed_s':(of(vm, column('stall_some_seconds'))) with lines lw 2 lc rgb '#1f5fa6' title 'psi, some', \
-     '' using 'elapsed_s':(of(vm, column('stall_full_seconds'))) with lines lw 1.5 dt 3 lc rgb '#1f5fa6' title 'psi, full', \
-     '' using 'elapsed_s':(of(other, column('stall_some_seconds'))) with lines lw 2 lc rgb '#d1495b' title 'off, some', \
-     '' using 'elapsed_s':(of(other, column('stall_full_seconds'))) with lines lw 1.5 dt 3 lc rgb '#d1495b' title 'off, full'
+set key at screen 0.85, top(3)
+set label 1002 "memory stall (PSI) of both VMs: '@VM@', and '@OTHER_VM@' with the same fill" at graph 0.002, screen top(3) + 0.013
+set ylabel 's'
+set ytics autofreq
+plot data using 'elapsed_s':(of(vm, column('stall_some_seconds'))) with lines lw 2 lc rgb '#1f5fa6' title "@VM@, some", \
+     '' using 'elapsed_s':(of(vm, column('stall_full_seconds'))) with lines lw 1.5 dt 3 lc rgb '#1f5fa6' title "@VM@, full", \
+     '' using 'elapsed_s':(of(other, column('stall_some_seconds'))) with lines lw 2 lc rgb '#d1495b' title "@OTHER_VM@, some", \
+     '' using 'elapsed_s':(of(other, column('stall_full_seconds'))) with lines lw 1.5 dt 3 lc rgb '#d1495b' title "@OTHER_VM@, full"
 
 set tmargin at screen top(4)
 set bmargin at screen top(4) - height
-set ylabel 'swapped out, MiB'
-set xlabel 'seconds since the start'
+set key at screen 0.85, top(4)
+set label 1002 "swapped out by both VMs" at graph 0.002, screen top(4) + 0.013
+set ylabel 'MiB'
+set xlabel 'seconds, as in demo.log'
 set xtics format '%g'
-set yrange [0:*]
-plot data using 'elapsed_s':(of(vm, column('swapped_out_pages') / 256)) with lines lw 2 lc rgb '#1f5fa6' title 'policy=psi', \
-     '' using 'elapsed_s':(of(other, column('swapped_out_pages') / 256)) with lines lw 2 lc rgb '#d1495b' title 'policy=off'
+plot data using 'elapsed_s':(of(vm, column('swapped_out_pages') / 256)) with lines lw 2 lc rgb '#1f5fa6' title '@VM@', \
+     '' using 'elapsed_s':(of(other, column('swapped_out_pages') / 256)) with lines lw 2 lc rgb '#d1495b' title '@OTHER_VM@'
 unset multiplot

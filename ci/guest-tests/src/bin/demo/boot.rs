@@ -10,9 +10,9 @@ use crate::{claim, event, phase};
 /// Boots it and looks at its memory from inside.
 pub fn show(builder: &GuestBuilder) -> Result<Guest> {
     phase(1, "a stock Debian guest boots on DRAM alone");
-    event("boot");
+    event("VM governed boots");
     let guest = builder.boot()?;
-    event("up");
+    event("its guest is up");
     print!("{}", indented(&guest.run("uname -sr; free -m; cat /proc/swaps")?));
 
     let total_mib: u64 = number(&guest, "awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo")?;

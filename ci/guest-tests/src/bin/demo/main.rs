@@ -1,7 +1,9 @@
-//! What Foreshore is for, shown once from beginning to end on a real KVM host: `demo METRICS METRICS_WITHOUT`.
+//! What Foreshore is for, shown once from beginning to end on a real KVM host: `demo METRICS METRICS_OFF`.
 //!
 //! Runs where the VMs run; ci/demo has Prometheus scrape the two addresses meanwhile. Every claim is looked at and
 //! fails the demo if it does not hold. A line that begins with `* ` is an event, which ci/demo marks on the timeline.
+//!
+//! Two VMs: `governed` (policy=psi), which is killed and restarted in phase 4, and `policy-off`, for phase 2 alone.
 
 mod boot;
 mod pressure;
@@ -22,7 +24,11 @@ use guest_tests::{Guest, Image, Pool};
 use crate::shrink::Spent;
 
 const USAGE: &str =
-    "usage: demo ADDRESS:PORT ADDRESS:PORT (metrics of the VM, and of the one without a governor)";
+    "usage: demo ADDRESS:PORT ADDRESS:PORT (metrics of the VM governed, and of the VM policy-off)";
+
+/// What Prometheus and the logs call them.
+const GOVERNED: &str = "governed";
+const POLICY_OFF: &str = "policy-off";
 
 fn main() -> ExitCode {
     let shown = demo();
@@ -38,13 +44,13 @@ fn main() -> ExitCode {
 
 fn demo() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [metrics, metrics_without] = arguments.as_slice() else { bail!("{USAGE}") };
+    let [metrics, metrics_off] = arguments.as_slice() else { bail!("{USAGE}") };
     let pool = Pool::create("1280M")?;
-    let vm = hybrid_guest(&pool, "demo", metrics).pressure("psi");
+    let vm = hybrid_guest(&pool, GOVERNED, metrics).pressure("psi");
 
-    let guest = boot::show(&with_volume(&vm, &pool, "nvdimm").name("governed"))?;
+    let guest = boot::show(&with_volume(&vm, &pool, "nvdimm").name(GOVERNED))?;
     let before = Spent::on(&guest, &pool)?;
-    pressure::show(&guest, &without_governor(metrics_without))?;
+    pressure::show(&guest, &policy_off(metrics_off))?;
     shrink::show(&guest, &pool, &before)?;
     volume::show(guest, &vm, &pool)
 }
@@ -67,13 +73,13 @@ fn with_volume(vm: &GuestBuilder, pool: &Pool, interface: &str) -> GuestBuilder 
 }
 
 /// The same guest in every way that bears on memory; its pool is its own, for a pool has one owner.
-fn without_governor(metrics: &str) -> impl Fn() -> Result<Guest> {
+fn policy_off(metrics: &str) -> impl Fn() -> Result<Guest> {
     let metrics = metrics.to_owned();
     move || {
-        let dir = this_tests_dir().join("without-governor");
+        let dir = this_tests_dir().join(POLICY_OFF);
         fs::create_dir_all(&dir)?;
         let pool = Pool::create_in(&dir, "1280M")?;
-        hybrid_guest(&pool, "without-governor", &metrics).name("without-governor").pressure("off").boot()
+        hybrid_guest(&pool, POLICY_OFF, &metrics).name(POLICY_OFF).pressure("off").boot()
     }
 }
 
@@ -101,9 +107,29 @@ fn keep_logs() -> Result<()> {
     for entry in fs::read_dir(this_tests_dir())? {
         let path = entry?.path();
         if path.extension().is_some_and(|extension| extension == "log") {
-            let name = path.file_name().context("A file without a name")?;
-            fs::copy(&path, out.join(name)).with_context(|| format!("Cannot keep {}", path.display()))?;
+            let name = path.file_name().and_then(|name| name.to_str()).context("A file without a name")?;
+            fs::copy(&path, out.join(plain_name(name)))
+                .with_context(|| format!("Cannot keep {}", path.display()))?;
         }
     }
     Ok(())
+}
+
+/// `governed.console.log` for `governed0.console.log`: a VM's files have the number of its start in their name, and
+/// the names of this demo's VMs are unique without.
+fn plain_name(file: &str) -> String {
+    let (vm, rest) = file.split_once('.').unwrap_or((file, ""));
+    format!("{}.{rest}", vm.trim_end_matches(|c: char| c.is_ascii_digit()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn logs_are_called_after_their_vm() {
+        assert_eq!(plain_name("governed0.console.log"), "governed.console.log");
+        assert_eq!(plain_name("restarted-nvdimm12.vmm.log"), "restarted-nvdimm.vmm.log");
+        assert_eq!(plain_name("acknowledged.log"), "acknowledged.log");
+    }
 }

@@ -18,22 +18,22 @@ struct Run {
 }
 
 /// Fills both guests with the same; the first one stays full.
-pub fn show(guest: &Guest, boot_without_governor: &impl Fn() -> Result<Guest>) -> Result<()> {
+pub fn show(guest: &Guest, boot_policy_off: &impl Fn() -> Result<Guest>) -> Result<()> {
     phase(2, "Redis is filled to 1.5 times the DRAM");
     redis::start(guest)?;
-    event("fill begins");
+    event("Redis fill begins");
     let governed = run(guest, Some(Watch::new(guest)))?;
     event("Redis is full");
     let dataset_bytes = redis::dataset_bytes(guest)?;
     check_governed(guest, &governed, dataset_bytes)?;
     print_latency(guest)?;
 
-    println!("  the same fill with --pressure policy=off:");
-    let other = boot_without_governor()?;
+    println!("  the same fill in another VM, policy-off: the same guest with --pressure policy=off");
+    let other = boot_policy_off()?;
     redis::start(&other)?;
-    event("fill without governor");
+    event("VM policy-off: same fill begins");
     let ungoverned = run(&other, None)?;
-    event("without governor: over");
+    event("VM policy-off: fill over");
     let sizes = Sizes::of(&other)?;
     print_side_by_side(&governed, &ungoverned);
     claim(sizes.pm.plugged_bytes == 0, "without the governor no PM was plugged")?;

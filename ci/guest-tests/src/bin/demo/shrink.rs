@@ -37,7 +37,7 @@ impl Spent {
 pub fn show(guest: &Guest, pool: &Pool, before: &Spent) -> Result<()> {
     phase(3, "Redis is flushed, the guest shrinks");
     let top = Spent::on(guest, pool)?;
-    event("flush");
+    event("Redis flushed");
     redis::flush(guest)?;
     let steps = follow_down(guest)?;
     event("all PM is back");

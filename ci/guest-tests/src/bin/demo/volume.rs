@@ -67,8 +67,8 @@ pub fn show(guest: Guest, vm: &GuestBuilder, pool: &Pool) -> Result<()> {
     pool.check()?;
     claim(true, "pmvol check finds nothing wrong after the kill")?;
 
-    let restarted = with_volume(vm, pool, "nvdimm").name("restarted").boot()?;
-    event("restarted, nvdimm");
+    let restarted = with_volume(vm, pool, "nvdimm").name("restarted-nvdimm").boot()?;
+    event("restarted with nvdimm");
     mount(&restarted)?;
     claim(true, "the file system mounts, on nvdimm with two vCPUs")?;
     acknowledged.check(&restarted)?;
@@ -77,8 +77,8 @@ pub fn show(guest: Guest, vm: &GuestBuilder, pool: &Pool) -> Result<()> {
     restarted.power_off()?;
     pool.check()?;
 
-    let other = with_volume(vm, pool, "virtio-pmem").name("virtio-pmem").cpus(1).boot()?;
-    event("restarted, virtio-pmem");
+    let other = with_volume(vm, pool, "virtio-pmem").name("restarted-virtio-pmem").cpus(1).boot()?;
+    event("restarted with virtio-pmem");
     mount(&other)?;
     claim(true, "the file system mounts, on virtio-pmem with one vCPU")?;
     acknowledged.check(&other)?;
@@ -98,7 +98,7 @@ fn write_and_kill(guest: Guest, acknowledged: &mut Acknowledged) -> Result<()> {
     acknowledged.take(&mut writer, FILES_BEFORE_KILL)?;
     guest.no_kernel_complaints()?;
     guest.kill9()?;
-    event("SIGKILL");
+    event("VMM killed (SIGKILL)");
     // What had come out of the VM when it died was acknowledged as well.
     while let Some(line) = writer.next_line() {
         acknowledged.add(line)?;
