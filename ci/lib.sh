@@ -217,3 +217,52 @@ stage_ext4_programs() {
     # shellcheck disable=SC2086 # a list
     stage_programs "$(merged_root ext4 $EXT4_PACKAGES)" "$1" sbin/mke2fs sbin/mkfs.ext4 sbin/e2fsck sbin/fsck.ext4
 }
+
+# Boots of the emulated host that one thing may take, where the emulation breaks kernels (docs/testing.md).
+HOST_BOOTS=3
+
+# host_kernel_died STATUS DIR: whether the emulated host's kernel, not what ran on it, ended the boot that has left its
+# log in DIR. A host without memory was killed by what ran in it: that is a result.
+host_kernel_died() {
+    local console=$2/host-console.log
+    [ "$1" -eq 125 ] && [ -e "$console" ] && grep -q 'Kernel panic - not syncing' "$console" &&
+        ! grep -qE 'Kernel panic - not syncing: (Out of memory|System is deadlocked)' "$console"
+}
+
+# broken_guest DIR: prints which of the guests' consoles in DIR has the emulation's mark, a breakpoint that nobody set.
+# Fails if none has, or if there was no emulated host.
+broken_guest() {
+    local consoles
+    [ -e "$1/host-console.log" ] && consoles=$(grep -ls 'Oops: int3' "$1"/*.console.log) && basename "${consoles%%$'\n'*}"
+}
+
+# unbroken DIR COMMAND...: runs a command that boots the host and leaves its logs in DIR. Where the emulation broke a
+# kernel, the command's failure says nothing: DIR's files go to DIR/broken-N, and the command runs anew.
+unbroken() {
+    local dir=$1 status broken
+    shift
+    broken_boots=0
+    while :; do
+        status=0
+        "$@" || status=$?
+        [ "$status" -ne 0 ] || return 0
+        if host_kernel_died "$status" "$dir"; then broken="the host's kernel"
+        elif broken=$(broken_guest "$dir"); then broken="a guest's kernel ($broken)"
+        else return "$status"; fi
+        broken_boots=$((broken_boots + 1))
+        say "THE EMULATION BROKE $broken: this run says nothing (docs/testing.md)"
+        if [ "$broken_boots" -ge "$HOST_BOOTS" ]; then
+            say "that was run $broken_boots of at most $HOST_BOOTS"
+            return "$status"
+        fi
+        mkdir -p "$dir/broken-$broken_boots"
+        find "$dir" -maxdepth 1 -type f -exec mv -t "$dir/broken-$broken_boots" {} +
+        say "its logs are in ${dir#"$ROOT/"}/broken-$broken_boots; run $((broken_boots + 1)) of at most $HOST_BOOTS begins"
+    done
+}
+
+# say_if_broken: at the end, where it is not overlooked.
+say_if_broken() {
+    [ "$broken_boots" -eq 0 ] ||
+        say "runs that said nothing, because the emulation broke a kernel (docs/testing.md): $broken_boots"
+}
