@@ -127,10 +127,16 @@ impl TestDriver {
             self.store(ring.descriptors + 16 * u64::from(index), RawDescriptor::from(descriptor));
         }
         self.free[queue] += buffers.len() as u16;
-        let next: u16 = self.load(ring.available + 2);
-        self.store(ring.available + 4 + 2 * u64::from(next), head);
-        self.memory.store(next + 1, GuestAddress(ring.available + 2), Ordering::Release).unwrap();
+        self.add_again(queue, head);
         head
+    }
+
+    /// Makes the chain at `head` available once more, without notification.
+    pub fn add_again(&self, queue: usize, head: u16) {
+        let available = self.ring(queue).available;
+        let next: u16 = self.load(available + 2);
+        self.store(available + 4 + 2 * u64::from(next % QUEUE_SIZE), head);
+        self.memory.store(next.wrapping_add(1), GuestAddress(available + 2), Ordering::Release).unwrap();
     }
 
     /// Notifies the device.

@@ -102,22 +102,14 @@ impl Worker {
         }
     }
 
-    /// Takes chains, and what they say, until there is enough for one write.
+    /// Takes what the driver has made available, with one guard.
     fn gather(&mut self) -> (Vec<u8>, Vec<u16>) {
-        let (mut text, mut heads) = (Vec::new(), Vec::new());
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
-        // At most a ring's worth: chains without a byte to read never fill `text`, and another vCPU may give the same
-        // ones again as fast as they are taken, while the guard keeps memory from being unplugged.
-        let most = usize::from(self.transmit.queue.size());
-        while text.len() < OUTPUT_LEN_MAX && heads.len() < most {
-            let Some(chain) = self.transmit.queue.pop_descriptor_chain(memory) else { break };
-            heads.push(chain.head_index());
-            if !append(memory, chain, &mut text, &self.metrics) {
-                add(&self.metrics.bad_requests, 1);
-            }
-        }
-        (text, heads)
+        let queue = &mut self.transmit.queue;
+        let chains_max = usize::from(queue.size());
+        let chains = std::iter::from_fn(|| queue.pop_descriptor_chain(memory));
+        gather(memory, chains, chains_max, &self.metrics)
     }
 
     fn give_back(&mut self, heads: &[u16]) {
@@ -249,6 +241,29 @@ fn fill(memory: &MappedMemory, chain: DescriptorChain<&MappedMemory>, input: &mu
     }
 }
 
+/// Takes chains, and what they say, until there is enough for one write.
+///
+/// At most `chains_max`, a ring's worth: chains without a byte to read never fill the text, and another vCPU may give
+/// the same ones again as fast as they are taken, while the caller's guard keeps memory from being unplugged.
+fn gather<'a>(
+    memory: &'a MappedMemory,
+    chains: impl Iterator<Item = DescriptorChain<&'a MappedMemory>>,
+    chains_max: usize,
+    metrics: &ConsoleMetrics,
+) -> (Vec<u8>, Vec<u16>) {
+    let (mut text, mut heads) = (Vec::new(), Vec::new());
+    let mut chains = chains.take(chains_max);
+    while text.len() < OUTPUT_LEN_MAX
+        && let Some(chain) = chains.next()
+    {
+        heads.push(chain.head_index());
+        if !append(memory, chain, &mut text, metrics) {
+            add(&metrics.bad_requests, 1);
+        }
+    }
+    (text, heads)
+}
+
 /// Appends what `chain` says to `text`; false if there is nothing that can be read.
 fn append(
     memory: &MappedMemory,
@@ -296,6 +311,43 @@ impl MutEventSubscriber for Worker {
             }
             OUTPUT => self.catch_up(ops),
             _ => self.serve_input(ops),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
+
+    #[test]
+    fn a_driver_that_refills_the_ring_while_it_is_drained_does_not_keep_the_loop() {
+        // More often than any device should play along, so that one that does fails rather than hangs.
+        const REFILLS: usize = 10_000;
+        let mut driver = TestDriver::new(1);
+        let mut activation = driver.activation(0);
+        let mut queue = activation.queues.pop().flatten().unwrap().queue;
+        let guard = activation.view.memory();
+        let memory: &MappedMemory = &guard;
+        driver.write(BUFFERS, b"0123456789");
+        // Nothing to read, a few bytes, and as many as are enough for a write by themselves.
+        for (len, chains) in [(0, 32), (10, 32), (OUTPUT_LEN_MAX as u32, 1)] {
+            let head = driver.add(0, &[Buffer::Out(BUFFERS, len)]);
+            let mut refills = 0;
+            let chains_max = usize::from(queue.size());
+            let refilled = std::iter::from_fn(|| {
+                let chain = queue.pop_descriptor_chain(memory)?;
+                refills += 1;
+                if refills < REFILLS {
+                    driver.add_again(0, head);
+                }
+                Some(chain)
+            });
+            let (text, heads) = gather(memory, refilled, chains_max, &ConsoleMetrics::default());
+            assert_eq!(heads.len(), chains, "chains of {len} bytes");
+            assert_eq!(text.len(), chains * len as usize);
+            // What the last refill has left is for the next pass.
+            assert!(queue.pop_descriptor_chain(memory).is_some());
         }
     }
 }
