@@ -19,8 +19,8 @@ impl Pool {
         self.check_writable()?;
         let chunks = chunk_count("memory size", size_bytes)?;
         let mut state = self.lock_state();
-        let lendable = self.lendable_chunks(&state);
-        let reserved_chunks = self.reserved_chunks(&state);
+        let reserved_chunks = self.reserved_chunks(state.levels());
+        let lendable = state.buddy.free_chunks() - reserved_chunks;
         let extents = match chunks {
             Some(chunks) if chunks <= lendable => state.buddy.allocate(chunks, Placement::High),
             _ => None,

@@ -33,6 +33,7 @@ mod volume_record;
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 
@@ -90,6 +91,8 @@ pub struct Pool {
     /// The first failure of the media; set once, and then the pool is read-only.
     latched: OnceLock<String>,
     state: Mutex<State>,
+    /// As they were when the state was last unlocked: who asks does not wait for a change that waits for the media.
+    levels: Mutex<Levels>,
 }
 
 /// What is derived from the media at open, and kept in step with it.
@@ -101,6 +104,41 @@ struct State {
     counts: Counts,
     /// What was found at open. For reports; a pool open for writing has put it right.
     findings: Vec<Finding>,
+}
+
+/// The state, locked. Unlocking it publishes the levels.
+struct StateGuard<'a> {
+    state: MutexGuard<'a, State>,
+    levels: &'a Mutex<Levels>,
+}
+
+impl Deref for StateGuard<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        &self.state
+    }
+}
+
+impl DerefMut for StateGuard<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
+}
+
+impl Drop for StateGuard<'_> {
+    /// Before the state is unlocked, so that the last change is the one that counts.
+    fn drop(&mut self) {
+        *locked(self.levels) = self.state.levels();
+    }
+}
+
+/// What is found out without looking at single chunks.
+#[derive(Clone, Copy, Debug)]
+struct Levels {
+    counts: Counts,
+    free: u32,
+    volumes: u32,
 }
 
 /// Chunks by state, except the free ones, which the buddy counts.
@@ -140,14 +178,19 @@ pub struct PoolInfo {
     pub free_bytes: u64,
     /// How much of what is free may be lent as memory: all but what STRG still has to keep for volumes.
     pub lendable_bytes: u64,
-    /// The largest power-of-two extent that is free, up to 2 GiB.
-    pub largest_free_extent_bytes: u64,
-    /// The longest run of free chunks.
-    pub longest_free_run_bytes: u64,
     /// Number of volumes.
     pub volumes: u32,
     /// Why the pool is read-only, if a write to it failed.
     pub latched: Option<String>,
+}
+
+/// In which pieces a pool's free bytes lie.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct FreeSpace {
+    /// The largest power-of-two extent that is free, up to 2 GiB.
+    pub largest_free_extent_bytes: u64,
+    /// The longest run of free chunks.
+    pub longest_free_run_bytes: u64,
 }
 
 impl Pool {
@@ -185,11 +228,10 @@ impl Pool {
         self.check_writable().is_ok()
     }
 
-    /// Bytes by state.
+    /// Bytes by state. Never waits for the media: a change that is under way is not seen before it is over.
     pub fn info(&self) -> PoolInfo {
-        let state = self.lock_state();
-        let bytes = |chunks: u32| u64::from(chunks) * CHUNK_BYTES;
-        let counts = state.counts;
+        let levels = *locked(&self.levels);
+        let Levels { counts, free, volumes } = levels;
         PoolInfo {
             uuid: self.superblock.uuid,
             format_version: layout::FORMAT_VERSION,
@@ -201,12 +243,19 @@ impl Pool {
             memory_bytes: bytes(counts.memory),
             scrubbing_bytes: bytes(counts.scrubbing),
             retired_bytes: bytes(counts.retired),
-            free_bytes: bytes(state.buddy.free_chunks()),
-            lendable_bytes: bytes(self.lendable_chunks(&state)),
+            free_bytes: bytes(free),
+            lendable_bytes: bytes(free - self.reserved_chunks(levels)),
+            volumes,
+            latched: self.latched.get().cloned(),
+        }
+    }
+
+    /// In which pieces the free bytes lie. Waits for changes that are under way.
+    pub fn free_space(&self) -> FreeSpace {
+        let state = self.lock_state();
+        FreeSpace {
             largest_free_extent_bytes: state.buddy.largest_order().map_or(0, |order| bytes(1 << order)),
             longest_free_run_bytes: bytes(state.buddy.longest_run()),
-            volumes: state.volumes.len() as u32,
-            latched: self.latched.get().cloned(),
         }
     }
 
@@ -215,22 +264,18 @@ impl Pool {
         self.lock_state().findings.clone()
     }
 
-    /// Free chunks beyond those that STRG still has to keep: its size less what volumes have already.
-    fn lendable_chunks(&self, state: &State) -> u32 {
-        state.buddy.free_chunks().saturating_sub(self.reserved_chunks(state))
-    }
-
-    fn reserved_chunks(&self, state: &State) -> u32 {
+    /// Free chunks that STRG still has to keep: its size less what volumes have already. The others may be lent.
+    fn reserved_chunks(&self, levels: Levels) -> u32 {
         let strg_chunks = (self.superblock.strg_bytes / CHUNK_BYTES) as u32;
-        strg_chunks.saturating_sub(state.counts.volume).min(state.buddy.free_chunks())
+        strg_chunks.saturating_sub(levels.counts.volume).min(levels.free)
     }
 
     fn media(&self) -> &dyn Media {
         self.backing.media()
     }
 
-    fn lock_state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no code panics while it holds the pool's state")
+    fn lock_state(&self) -> StateGuard<'_> {
+        StateGuard { state: locked(&self.state), levels: &self.levels }
     }
 
     fn check_writable(&self) -> Result<(), PoolError> {
@@ -266,6 +311,20 @@ impl Pool {
         let ranges: Vec<_> = runs.iter().map(|run| self.table.byte_range(*run)).collect();
         self.media().persist(&ranges)
     }
+}
+
+impl State {
+    fn levels(&self) -> Levels {
+        Levels { counts: self.counts, free: self.buddy.free_chunks(), volumes: self.volumes.len() as u32 }
+    }
+}
+
+fn bytes(chunks: u32) -> u64 {
+    u64::from(chunks) * CHUNK_BYTES
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect("no code panics while it holds the pool's state")
 }
 
 impl std::fmt::Debug for Pool {

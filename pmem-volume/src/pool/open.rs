@@ -105,8 +105,10 @@ impl Pool {
             put_right(media, &superblock, &findings, &mut scan)?;
         }
         let table = ChunkTable::new(&superblock);
-        let state = Mutex::new(State::new(&superblock, scan, findings));
-        Ok(Arc::new(Pool { path, mode, backing, superblock, table, latched: OnceLock::new(), state }))
+        let state = State::new(&superblock, scan, findings);
+        let levels = Mutex::new(state.levels());
+        let (latched, state) = (OnceLock::new(), Mutex::new(state));
+        Ok(Arc::new(Pool { path, mode, backing, superblock, table, latched, state, levels }))
     }
 }
 

@@ -77,7 +77,7 @@ fn create(path: &Path, size_bytes: u64, strg_bytes: u64) -> anyhow::Result<Outco
 
 fn info(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
     let pool = open(path, OpenMode::Peek)?;
-    let report = print::InfoReport::new(path, pool.info(), pool.holder());
+    let report = print::InfoReport::new(path, &pool);
     if output.json {
         print::json(&report)?
     } else {

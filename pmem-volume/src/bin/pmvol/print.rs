@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use pmem_volume::pool::{CheckReport, Holder, Severity, VolumeCheck};
+use pmem_volume::pool::{CheckReport, FreeSpace, Severity, VolumeCheck};
 use pmem_volume::size::display;
-use pmem_volume::{PoolInfo, VolumeFormat, VolumeInfo};
+use pmem_volume::{Pool, PoolInfo, VolumeFormat, VolumeInfo};
 use serde::Serialize;
 
 pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
@@ -17,12 +17,15 @@ pub(crate) struct InfoReport<'a> {
     path: &'a Path,
     #[serde(flatten)]
     info: PoolInfo,
+    #[serde(flatten)]
+    free_space: FreeSpace,
     in_use_by: Option<String>,
 }
 
 impl<'a> InfoReport<'a> {
-    pub(crate) fn new(path: &'a Path, info: PoolInfo, holder: Option<Holder>) -> Self {
-        Self { path, info, in_use_by: holder.map(|holder| holder.to_string()) }
+    pub(crate) fn new(path: &'a Path, pool: &Pool) -> Self {
+        let in_use_by = pool.holder().map(|holder| holder.to_string());
+        Self { path, info: pool.info(), free_space: pool.free_space(), in_use_by }
     }
 }
 
@@ -37,7 +40,7 @@ pub(crate) fn info(report: &InfoReport) {
     println!(
         "  free       {}, the largest piece {}",
         display(info.free_bytes),
-        display(info.longest_free_run_bytes)
+        display(report.free_space.longest_free_run_bytes)
     );
     println!("  memory     {}", display(info.memory_bytes));
     println!("  volumes    {} in {}", display(info.volume_bytes), info.volumes);

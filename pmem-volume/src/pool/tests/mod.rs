@@ -3,8 +3,10 @@
 mod crash;
 mod damage;
 mod golden;
+mod hooked;
 mod hostile;
 mod latch;
+mod slow;
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -97,12 +99,14 @@ fn assert_states_add_up(info: &PoolInfo) {
 #[test]
 fn a_new_pool_is_free_but_for_its_metadata() {
     let fixture = Fixture::new();
-    let info = fixture.create(64 * MIB, 16 * MIB).info();
+    let pool = fixture.create(64 * MIB, 16 * MIB);
+    let info = pool.info();
     assert_states_add_up(&info);
     assert_eq!((info.total_bytes, info.metadata_bytes, info.free_bytes), (64 * MIB, 4 * MIB, 60 * MIB));
     assert_eq!((info.strg_bytes, info.lendable_bytes), (16 * MIB, 44 * MIB));
     assert_eq!(info.durability, Durability::Volatile);
-    assert_eq!(info.largest_free_extent_bytes, 32 * MIB);
+    assert_eq!(pool.free_space().largest_free_extent_bytes, 32 * MIB);
+    drop(pool);
     assert!(fixture.check().is_clean());
     assert_eq!(fs::metadata(fixture.path()).unwrap().mode() & 0o777, 0o600);
 }
@@ -119,7 +123,7 @@ fn memory_is_lent_in_large_extents_and_comes_back_whole() {
     assert_states_add_up(&pool.info());
     pool.free_memory(&extents).unwrap();
     assert_eq!(pool.info().free_bytes, 60 * MIB);
-    assert_eq!(pool.info().longest_free_run_bytes, 60 * MIB);
+    assert_eq!(pool.free_space().longest_free_run_bytes, 60 * MIB);
 }
 
 #[test]

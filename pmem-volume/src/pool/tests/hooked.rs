@@ -1,0 +1,67 @@
+//! A pool on media that does something before each persist and erase.
+
+use std::ops::Range;
+
+use uuid::Uuid;
+
+use super::*;
+use crate::media::MediaError;
+use crate::media::simulator::Simulator;
+
+type Hook = dyn Fn() -> Result<(), MediaError> + Send + Sync;
+
+/// Simulated media of which every persist and erase asks first. Clones are the same media.
+#[derive(Clone)]
+pub(super) struct Hooked {
+    media: Simulator,
+    before: Arc<Hook>,
+}
+
+impl Hooked {
+    pub(super) fn new(
+        len_bytes: u64,
+        before: impl Fn() -> Result<(), MediaError> + Send + Sync + 'static,
+    ) -> Self {
+        Self { media: Simulator::new(len_bytes), before: Arc::new(before) }
+    }
+}
+
+impl Media for Hooked {
+    fn len_bytes(&self) -> u64 {
+        self.media.len_bytes()
+    }
+    fn durability(&self) -> Durability {
+        Durability::PageCache
+    }
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.media.read(offset_bytes, into)
+    }
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        self.media.load_word(offset_bytes)
+    }
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.media.store(offset_bytes, bytes)
+    }
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        self.media.store_word(offset_bytes, word)
+    }
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        (self.before)()?;
+        self.media.persist(ranges)
+    }
+    fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        (self.before)()?;
+        self.media.erase(ranges)
+    }
+}
+
+/// Opens the pool on `media`, which is made if there is none.
+pub(super) fn open(media: Hooked) -> Arc<Pool> {
+    let mut superblock = create::plan(media.len_bytes(), 0, Uuid::from_u128(1), 1).unwrap();
+    superblock.volume_slots = 4;
+    if media.load_word(0).unwrap() == 0 {
+        create::write_empty_pool(&media, &superblock).unwrap();
+    }
+    let backing = Backing::Other(Box::new(media));
+    Pool::from_media("hooked".into(), OpenMode::ReadWrite, backing, superblock, vec![]).unwrap()
+}

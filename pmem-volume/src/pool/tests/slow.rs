@@ -1,0 +1,98 @@
+//! Media that takes its time: who asks what a pool has does not wait for it.
+
+use std::sync::{Condvar, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use super::hooked::{Hooked, open};
+use super::*;
+
+/// What takes longer hangs.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Gate {
+    Open,
+    /// Shuts behind the next one.
+    Armed,
+    /// Somebody waits for it to open.
+    Shut,
+}
+
+/// Where one persist or erase waits until the test lets it go on.
+struct Barrier {
+    gate: Mutex<Gate>,
+    changed: Condvar,
+}
+
+impl Barrier {
+    fn pass(&self) {
+        let mut gate = self.gate.lock().unwrap();
+        if *gate == Gate::Armed {
+            *gate = Gate::Shut;
+            self.changed.notify_all();
+            drop(self.changed.wait_while(gate, |gate| *gate == Gate::Shut).unwrap());
+        }
+    }
+
+    fn set(&self, to: Gate) {
+        *self.gate.lock().unwrap() = to;
+        self.changed.notify_all();
+    }
+
+    /// What the pool says of itself while `change` waits for the media, and what comes of the change.
+    fn info_during<T: Send>(&self, pool: &Pool, change: impl FnOnce() -> T + Send) -> (PoolInfo, T) {
+        self.set(Gate::Armed);
+        thread::scope(|scope| {
+            let change = scope.spawn(change);
+            let gate = self.gate.lock().unwrap();
+            let waiting = self.changed.wait_timeout_while(gate, PATIENCE, |gate| *gate != Gate::Shut);
+            assert!(!waiting.unwrap().1.timed_out(), "the change asks nothing of the media");
+            let (answer, answered) = mpsc::channel();
+            scope.spawn(move || answer.send(pool.info()).unwrap());
+            let info = answered.recv_timeout(PATIENCE);
+            // Whatever came of it: a test that fails must end, too.
+            self.set(Gate::Open);
+            let outcome = change.join().unwrap();
+            (info.expect("info() waits for the media"), outcome)
+        })
+    }
+}
+
+/// Memory, volumes, free and waiting to be erased, in MiB.
+fn levels(info: &PoolInfo) -> [u64; 4] {
+    assert_states_add_up(info);
+    [info.memory_bytes, info.volume_bytes, info.free_bytes, info.scrubbing_bytes].map(|bytes| bytes / MIB)
+}
+
+#[test]
+fn bytes_by_state_are_told_while_a_change_waits_for_the_media() {
+    let slow = Arc::new(Barrier { gate: Mutex::new(Gate::Open), changed: Condvar::new() });
+    let media = Hooked::new(40 * MIB, {
+        let slow = Arc::clone(&slow);
+        move || {
+            slow.pass();
+            Ok(())
+        }
+    });
+    let pool = open(media);
+    assert_eq!(levels(&pool.info()), [0, 0, 36, 0]);
+
+    let (during, memory) = slow.info_during(&pool, || pool.alloc_memory(6 * MIB).unwrap());
+    assert_eq!(levels(&during), [0, 0, 36, 0]);
+    assert_eq!(levels(&pool.info()), [6, 0, 30, 0]);
+
+    let size = VolumeSize::Bytes(4 * MIB);
+    let make = || pool.create_volume("a", size, VolumeFormat::Raw).unwrap();
+    let (during, _) = slow.info_during(&pool, make);
+    assert_eq!(levels(&during), [6, 0, 30, 0]);
+    assert_eq!(levels(&pool.info()), [6, 4, 26, 0]);
+
+    let (during, _) = slow.info_during(&pool, || pool.free_memory(&memory).unwrap());
+    assert_eq!(levels(&during), [0, 4, 26, 6]);
+    assert_eq!(levels(&pool.info()), [0, 4, 32, 0]);
+
+    let (during, _) = slow.info_during(&pool, || pool.delete_volume("a").unwrap());
+    assert_eq!(levels(&during), [0, 4, 32, 0]);
+    assert_eq!(levels(&pool.info()), [0, 0, 36, 0]);
+}
