@@ -51,12 +51,19 @@ pub enum PciError {
 
 struct Slot {
     device: Arc<dyn PciDevice>,
-    /// The BARs that are on the memory bus.
-    mapped: Vec<BarRange>,
+    /// The BARs that are on the memory bus. The lock is held while they move: the device may have to finish a flush
+    /// before it answers, and KVM takes its time over each ioeventfd, which concerns no other slot.
+    mapped: Mutex<Vec<BarRange>>,
+}
+
+impl Slot {
+    fn new(device: Arc<dyn PciDevice>) -> Arc<Self> {
+        Arc::new(Self { device, mapped: Mutex::default() })
+    }
 }
 
 struct Slots {
-    slots: [Option<Slot>; SLOTS],
+    slots: [Option<Arc<Slot>>; SLOTS],
     addresses: AddressAllocator,
 }
 
@@ -64,6 +71,7 @@ struct Slots {
 pub struct RootBus {
     /// Where BARs go. Weak: that bus holds this one, by its ECAM.
     memory: Weak<Bus>,
+    /// Locked to find a slot, and not while its device does something.
     slots: Mutex<Slots>,
 }
 
@@ -72,7 +80,7 @@ impl RootBus {
     pub fn new(memory: &Arc<Bus>) -> Arc<Self> {
         let addresses = AddressAllocator::new(MMIO32_START, MMIO32_LEN).expect("a window that is not empty");
         let mut slots = [const { None }; SLOTS];
-        slots[0] = Some(Slot { device: Arc::new(HostBridge::new()), mapped: Vec::new() });
+        slots[0] = Some(Slot::new(Arc::new(HostBridge::new())));
         Arc::new(Self { memory: Arc::downgrade(memory), slots: Mutex::new(Slots { slots, addresses }) })
     }
 
@@ -91,7 +99,7 @@ impl RootBus {
             None => slots.slots.iter().position(Option::is_none).ok_or(PciError::Full)? as u8,
         };
         place_bars(&*device, &mut slots.addresses)?;
-        slots.slots[usize::from(slot)] = Some(Slot { device, mapped: Vec::new() });
+        slots.slots[usize::from(slot)] = Some(Slot::new(device));
         Ok(slot)
     }
 
@@ -105,50 +113,47 @@ impl RootBus {
         Arc::new(Ports { bus: Arc::clone(self), address: Mutex::new(0) })
     }
 
-    fn device(&self, function: FunctionAddress) -> Option<Arc<dyn PciDevice>> {
+    fn slot(&self, function: FunctionAddress) -> Option<Arc<Slot>> {
         // Functions other than 0 are not looked for where function 0 says that it is the only one.
         let slots = self.slots.lock();
-        let slot = (function.function == 0).then(|| slots.slots[usize::from(function.slot)].as_ref());
-        slot.flatten().map(|slot| Arc::clone(&slot.device))
+        (function.function == 0).then(|| slots.slots[usize::from(function.slot)].clone()).flatten()
     }
 
     fn read_config(&self, at: FunctionAddress, data: &mut [u8]) {
-        match self.device(at) {
-            Some(device) if at.holds(data.len()) => device.read_config(at.register, data),
+        match self.slot(at) {
+            Some(slot) if at.holds(data.len()) => slot.device.read_config(at.register, data),
             _ => data.fill(0xff),
         }
     }
 
     fn write_config(&self, at: FunctionAddress, data: &[u8]) {
-        let Some(device) = self.device(at).filter(|_| at.holds(data.len())) else { return };
-        device.write_config(at.register, data);
+        let Some(slot) = self.slot(at).filter(|_| at.holds(data.len())) else { return };
+        slot.device.write_config(at.register, data);
         if at.register < BARS_END {
-            self.remap(at.slot);
+            self.remap(&slot);
         }
     }
 
-    /// Makes the memory bus agree with the BARs of `slot`. The lock is held throughout, so that the last of two
-    /// concurrent writes is the one that counts.
-    fn remap(&self, slot: u8) {
-        let mut slots = self.slots.lock();
-        let (Some(slot), Some(memory)) = (slots.slots[usize::from(slot)].as_mut(), self.memory.upgrade())
-        else {
-            return;
-        };
+    /// Makes the memory bus agree with the BARs of `slot`. The slot is locked throughout, so that the last of two
+    /// concurrent writes is the one that counts. Two slots that move at once onto one address meet on the memory
+    /// bus, which takes the first.
+    fn remap(&self, slot: &Slot) {
+        let Some(memory) = self.memory.upgrade() else { return };
+        let mut mapped = slot.mapped.lock();
         let wanted: Vec<BarRange> = slot.device.decoded_bars().into_iter().filter(in_window).collect();
         // What goes, goes first: a BAR may move onto its own old place.
-        for gone in slot.mapped.extract_if(.., |range| !wanted.contains(range)) {
+        for gone in mapped.extract_if(.., |range| !wanted.contains(range)) {
             memory.remove(gone.base);
             slot.device.bar_moved(gone.bar, None);
         }
         for range in wanted {
-            if slot.mapped.contains(&range) {
+            if mapped.contains(&range) {
                 continue;
             }
             let window = Arc::new(BarWindow { device: Arc::clone(&slot.device), bar: range.bar });
             match memory.insert(range.base, range.len, window) {
                 Ok(()) => {
-                    slot.mapped.push(range);
+                    mapped.push(range);
                     slot.device.bar_moved(range.bar, Some(range.base));
                 }
                 Err(err) => {
@@ -282,6 +287,9 @@ impl BusDevice for BarWindow {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
     use proptest::prelude::*;
 
     use super::super::{ConfigSpace, FunctionIds};
@@ -448,6 +456,58 @@ mod tests {
         machine.write(1, 0x10, base);
         machine.write(1, 4, 2);
         assert!(machine.answers(base.into()));
+    }
+
+    /// A function whose BAR moves only when the test lets it.
+    struct Slow {
+        function: Arc<Function>,
+        moving: mpsc::SyncSender<()>,
+        go_on: Mutex<mpsc::Receiver<()>>,
+    }
+
+    impl PciDevice for Slow {
+        fn read_config(&self, offset: u16, data: &mut [u8]) {
+            self.function.read_config(offset, data);
+        }
+        fn write_config(&self, offset: u16, data: &[u8]) {
+            self.function.write_config(offset, data);
+        }
+        fn decoded_bars(&self) -> Vec<BarRange> {
+            self.function.decoded_bars()
+        }
+        fn read_bar(&self, bar: u8, offset: u64, data: &mut [u8]) {
+            self.function.read_bar(bar, offset, data);
+        }
+        fn write_bar(&self, _: u8, _: u64, _: &[u8]) {}
+        fn bar_moved(&self, _: u8, _: Option<u64>) {
+            self.moving.send(()).unwrap();
+            // An error is a test that has ended.
+            let _ = self.go_on.lock().recv();
+        }
+    }
+
+    #[test]
+    fn a_bar_that_moves_slowly_holds_up_no_other_slot() {
+        let machine = Machine::new();
+        let (moving, moves) = mpsc::sync_channel(1);
+        let (go_on, wait) = mpsc::channel();
+        let slow = Slow { function: Function::new(1), moving, go_on: Mutex::new(wait) };
+        machine.root.add(None, Arc::new(slow)).unwrap();
+        machine.root.add(None, Function::new(2)).unwrap();
+        let (answer, answered) = mpsc::channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| machine.write(1, 4, 2));
+            moves.recv().unwrap();
+            scope.spawn(|| {
+                machine.write(2, 4, 2);
+                answer.send(machine.answers(machine.read(2, 0x10).into())).unwrap();
+            });
+            let other = answered.recv_timeout(Duration::from_secs(30));
+            // Whatever came of it: a test that fails must end, too.
+            drop(go_on);
+            assert_eq!(other, Ok(true));
+        });
+        assert!(machine.answers(machine.read(1, 0x10).into()));
     }
 
     proptest! {
