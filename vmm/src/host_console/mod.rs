@@ -1,5 +1,6 @@
 //! The host's side of a guest's console: a file, the terminal, or nothing.
 
+mod files;
 mod input;
 mod output;
 mod raw_mode;
@@ -10,6 +11,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+pub use files::{ConsoleFiles, FileStart};
 pub use input::{ConsoleInput, Read};
 pub use output::{ConsoleOutput, Lost};
 
@@ -27,21 +29,21 @@ pub enum ConsoleError {
         #[source]
         source: io::Error,
     },
+    /// The file cannot be emptied for a new VM.
+    #[error("Cannot empty the console's file {path:?}")]
+    Empty {
+        /// Its path.
+        path: PathBuf,
+        /// What the operating system says.
+        #[source]
+        source: io::Error,
+    },
     /// No path came with mode file.
     #[error("The console goes to a file, but no file is named")]
     NoFile,
     /// Standard input or output cannot be used.
     #[error("Cannot use the terminal as console")]
     Terminal(#[source] io::Error),
-}
-
-/// What becomes of a file that is there already.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FileStart {
-    /// It is emptied: a new VM.
-    Empty,
-    /// It is continued: the same VM after a reboot.
-    Continue,
 }
 
 /// Where a console's bytes go to and come from.
@@ -53,8 +55,8 @@ pub struct HostConsole {
 }
 
 impl HostConsole {
-    /// Opens what `config` names; `None` if the guest shall have no such device.
-    pub fn open(config: &ConsoleConfig, start: FileStart) -> Result<Option<Self>, ConsoleError> {
+    /// Opens what `config` names, files as some of `files`; `None` if the guest shall have no such device.
+    pub fn open(config: &ConsoleConfig, files: &mut ConsoleFiles) -> Result<Option<Self>, ConsoleError> {
         let console = match config.mode {
             ConsoleMode::Off => return Ok(None),
             ConsoleMode::Null => Self { output: ConsoleOutput::null(), input: None },
@@ -64,9 +66,9 @@ impl HostConsole {
             },
             ConsoleMode::File => {
                 let path = config.file.as_ref().ok_or(ConsoleError::NoFile)?;
-                let output = ConsoleOutput::file(path, start)
-                    .map_err(|source| ConsoleError::File { path: path.clone(), source })?;
-                Self { output, input: None }
+                let file =
+                    files.open(path).map_err(|source| ConsoleError::File { path: path.clone(), source })?;
+                Self { output: file.into(), input: None }
             }
         };
         Ok(Some(console))
@@ -77,29 +79,21 @@ impl HostConsole {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_file_is_emptied_for_a_new_vm_and_continued_after_a_reboot() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("console");
-        std::fs::write(&path, "of an earlier VM").unwrap();
-        let config = ConsoleConfig { mode: ConsoleMode::File, file: Some(path.clone()) };
-        let open = |start| HostConsole::open(&config, start).unwrap().unwrap().output;
-        assert_eq!(open(FileStart::Empty).send(b"one ").len, 0);
-        assert_eq!(open(FileStart::Continue).send(b"two").len, 0);
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "one two");
+    fn files() -> ConsoleFiles {
+        ConsoleFiles::new(FileStart::Empty)
     }
 
     #[test]
     fn a_file_that_cannot_be_opened_is_named() {
         let path = Some("/nowhere/at/all".into());
         let config = ConsoleConfig { mode: ConsoleMode::File, file: path };
-        let error = HostConsole::open(&config, FileStart::Empty).err().unwrap();
+        let error = HostConsole::open(&config, &mut files()).err().unwrap();
         assert_eq!(error.to_string(), r#"Cannot open the console's file "/nowhere/at/all""#);
     }
 
     #[test]
     fn off_is_no_device_and_null_is_a_silent_one() {
-        let open = |mode| HostConsole::open(&ConsoleConfig { mode, file: None }, FileStart::Empty).unwrap();
+        let open = |mode| HostConsole::open(&ConsoleConfig { mode, file: None }, &mut files()).unwrap();
         assert!(open(ConsoleMode::Off).is_none());
         let null = open(ConsoleMode::Null).unwrap();
         assert!(null.output.is_null() && null.input.is_none());

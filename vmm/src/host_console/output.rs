@@ -1,13 +1,11 @@
 //! Where a guest's output goes.
 
 use std::collections::VecDeque;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::FileStart;
 use super::readiness::ready;
 
 /// What waits for a reader who is late. More is lost: a guest's thread, or the thread of all devices, does not
@@ -111,16 +109,6 @@ impl ConsoleOutput {
     /// Standard output, without the buffer of the standard library.
     pub fn stdout() -> io::Result<Self> {
         Ok(File::from(io::stdout().as_fd().try_clone_to_owned()?).into())
-    }
-
-    /// A file, by appending: serial and virtio console may share one, and logs may be truncated while they grow.
-    pub fn file(path: &Path, start: FileStart) -> io::Result<Self> {
-        let file = OpenOptions::new().create(true).append(true).open(path)?;
-        // A pipe or a terminal cannot be emptied and need not be.
-        if start == FileStart::Empty && file.metadata()?.is_file() {
-            file.set_len(0)?;
-        }
-        Ok(file.into())
     }
 
     /// Whether nobody listens.

@@ -27,6 +27,7 @@ use crate::cpu::cpuid::{self, Place};
 use crate::cpu::run::{Surroundings, Vcpu};
 use crate::cpu::{CpuError, state};
 use crate::event_loop::EventLoop;
+use crate::host_console::ConsoleFiles;
 use crate::interrupt::MsiController;
 use crate::interrupt::router::MsiRouter;
 use crate::memory::layout::{ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START};
@@ -107,8 +108,9 @@ pub fn build(
     let mut fabric = Fabric::new(Arc::clone(&hypervisor.vm))?;
     let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
     let ged = add_platform(&fabric, events)?;
-    devices::attach_serial(config, resources, &fabric, &device_loop.handle())?;
-    let console = devices::attach_console(config, resources, &mut fabric, &memory, &device_loop.handle())?;
+    let mut files = ConsoleFiles::new(resources.file_start());
+    devices::attach_serial(config, &mut files, &fabric, &device_loop.handle())?;
+    let console = devices::attach_console(config, &mut files, &mut fabric, &memory, &device_loop.handle())?;
     let rng = devices::attach_rng(config, &mut fabric, &memory, &device_loop.handle())?;
     let vsock = devices::attach_vsock(config, &mut fabric, &memory, &device_loop.handle())?;
     let (agents, vsock_metrics) = vsock.unzip();
@@ -129,6 +131,8 @@ pub fn build(
     let vcpus = build_vcpus(config, &hypervisor, &fabric, &boot, events)?;
     // 7. The governor last: it acts on what is there.
     let governor = governing::start(config, resources, &zones, plugged, agents)?;
+    // 8. Nothing can be missing any more: what an earlier VM has said may go.
+    files.begin().map_err(BuildError::device("--serial, --console"))?;
     resources.metrics().set_machine(MachineSources {
         pressure: Some(Arc::downgrade(&governor.pressure_source())),
         pools: resources.pool_metrics(),

@@ -7,12 +7,11 @@ use tokio::sync::Notify;
 
 use super::builder::Fabric;
 use super::error::BuildError;
-use super::resources::Resources;
 use super::zones::DRAM_ZONE;
 use crate::config::VmConfig;
 use crate::event_loop::EventLoopHandle;
 use crate::governor::task::Connections;
-use crate::host_console::HostConsole;
+use crate::host_console::{ConsoleFiles, HostConsole};
 use crate::log::sparsely;
 use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
@@ -28,12 +27,11 @@ const SERIAL_LEN: u64 = 8;
 /// COM1.
 pub(super) fn attach_serial(
     config: &VmConfig,
-    resources: &Resources,
+    files: &mut ConsoleFiles,
     fabric: &Fabric,
     event_loop: &EventLoopHandle,
 ) -> Result<(), BuildError> {
-    let console =
-        HostConsole::open(&config.serial, resources.file_start()).map_err(BuildError::device("--serial"))?;
+    let console = HostConsole::open(&config.serial, files).map_err(BuildError::device("--serial"))?;
     if let Some(console) = console {
         let serial = Serial::new(console, fabric.line(SERIAL_GSI)?, event_loop)
             .map_err(BuildError::device("--serial"))?;
@@ -59,13 +57,12 @@ pub(super) fn attach_rng(
 /// hvc0.
 pub(super) fn attach_console(
     config: &VmConfig,
-    resources: &Resources,
+    files: &mut ConsoleFiles,
     fabric: &mut Fabric,
     memory: &Memory,
     event_loop: &EventLoopHandle,
 ) -> Result<Option<Arc<ConsoleMetrics>>, BuildError> {
-    let console = HostConsole::open(&config.console, resources.file_start())
-        .map_err(BuildError::device("--console"))?;
+    let console = HostConsole::open(&config.console, files).map_err(BuildError::device("--console"))?;
     let Some(console) = console else { return Ok(None) };
     let console = Console::new(console, event_loop.clone());
     let metrics = console.metrics();

@@ -25,6 +25,7 @@ guest_tests::tests![
     a_size_beyond_the_pool_is_refused,
     a_volume_that_does_not_exist_is_refused,
     another_size_than_the_volumes_is_refused,
+    what_earlier_guests_said_outlives_a_refusal,
     virtio_pmem_on_two_cpus_is_refused,
     an_api_socket_in_use_is_refused,
     a_second_vm_on_a_pool_is_refused_and_told_who_has_it,
@@ -225,6 +226,21 @@ fn another_size_than_the_volumes_is_refused() -> Result<()> {
     pool.create_volume("data", "32M")?;
     let volume = format!("pool={},name=data,size=64M", pool.name());
     refuses(&Guest::builder().pm_volume(&volume), &["--pm-volume", "data", "64 MiB", "32 MiB"])
+}
+
+fn what_earlier_guests_said_outlives_a_refusal() -> Result<()> {
+    let pool = Pool::create("128M")?;
+    let [said, unsaid] = ["said", "unsaid"].map(|name| this_tests_dir().join(name));
+    fs::write(&said, "by an earlier guest")?;
+    let volume = format!("pool={},name=data", pool.name());
+    let guest = Guest::builder()
+        .argument("--serial", &format!("file={}", said.display()))
+        .argument("--console", &format!("file={}", unsaid.display()))
+        .pm_volume(&volume);
+    refuses(&guest, &["--pm-volume", "data"])?;
+    ensure!(fs::read_to_string(&said)? == "by an earlier guest", "What an earlier guest said has gone");
+    ensure!(!unsaid.exists(), "A guest that never ran has a console's file");
+    Ok(())
 }
 
 fn virtio_pmem_on_two_cpus_is_refused() -> Result<()> {

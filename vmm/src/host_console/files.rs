@@ -1,0 +1,162 @@
+//! The files that consoles write. A VM that cannot be built leaves them as they were.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use tracing::warn;
+
+use super::ConsoleError;
+
+/// What becomes of a file that is there already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileStart {
+    /// It is emptied: a new VM.
+    Empty,
+    /// It is continued: the same VM after a reboot.
+    Continue,
+}
+
+/// The console files of a VM that is being built. Dropped before [`Self::begin`], they are what they were: none is
+/// emptied, and those that were not there are gone again.
+#[derive(Debug)]
+pub struct ConsoleFiles {
+    start: FileStart,
+    opened: Vec<Opened>,
+}
+
+#[derive(Debug)]
+struct Opened {
+    path: PathBuf,
+    file: File,
+    /// Where it is, links resolved, if it was made for this VM.
+    made: Option<PathBuf>,
+}
+
+impl ConsoleFiles {
+    /// No file as yet.
+    pub fn new(start: FileStart) -> Self {
+        Self { start, opened: Vec::new() }
+    }
+
+    /// Opens a file to append to it: serial and virtio console may share one, and logs may be truncated while they
+    /// grow.
+    pub(super) fn open(&mut self, path: &Path) -> io::Result<File> {
+        let mut options = OpenOptions::new();
+        let (file, made) = match options.append(true).open(path) {
+            Err(err) if err.kind() == io::ErrorKind::NotFound => {
+                let file = options.create(true).open(path)?;
+                (file, Some(fs::canonicalize(path)?))
+            }
+            result => (result?, None),
+        };
+        self.opened.push(Opened { path: path.to_owned(), file: file.try_clone()?, made });
+        Ok(file)
+    }
+
+    /// The VM has been built, and may write from now on.
+    pub fn begin(mut self) -> Result<(), ConsoleError> {
+        let opened = std::mem::take(&mut self.opened);
+        match self.start {
+            FileStart::Empty => opened.into_iter().try_for_each(Opened::empty),
+            FileStart::Continue => Ok(()),
+        }
+    }
+}
+
+impl Drop for ConsoleFiles {
+    fn drop(&mut self) {
+        for opened in &self.opened {
+            if let Some(made) = &opened.made
+                && let Err(err) = opened.remove(made)
+            {
+                warn!(%err, path = %opened.path.display(), "The file of a console stays, though there is no VM");
+            }
+        }
+    }
+}
+
+impl Opened {
+    fn empty(self) -> Result<(), ConsoleError> {
+        let empty = || {
+            // A pipe or a terminal cannot be emptied and need not be.
+            if self.file.metadata()?.is_file() { self.file.set_len(0) } else { Ok(()) }
+        };
+        empty().map_err(|source| ConsoleError::Empty { path: self.path.clone(), source })
+    }
+
+    /// Removes the file, if it is still what is at `path`.
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        let (ours, named) = (self.file.metadata()?, fs::symlink_metadata(path)?);
+        if (ours.dev(), ours.ino()) == (named.dev(), named.ino()) {
+            fs::remove_file(path)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn folder_with(name: &str, text: &str) -> (tempfile::TempDir, PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(name);
+        fs::write(&path, text).unwrap();
+        (folder, path)
+    }
+
+    #[test]
+    fn a_file_is_emptied_when_its_vm_begins_and_not_before() {
+        let (_folder, path) = folder_with("console", "of an earlier VM");
+        let mut files = ConsoleFiles::new(FileStart::Empty);
+        let mut file = files.open(&path).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "of an earlier VM");
+        files.begin().unwrap();
+        file.write_all(b"hello").unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "hello");
+    }
+
+    #[test]
+    fn a_file_goes_on_after_a_reboot() {
+        let (_folder, path) = folder_with("console", "one ");
+        let mut files = ConsoleFiles::new(FileStart::Continue);
+        let mut file = files.open(&path).unwrap();
+        files.begin().unwrap();
+        file.write_all(b"two").unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "one two");
+    }
+
+    #[test]
+    fn a_vm_that_never_is_leaves_everything_as_it_was() {
+        let (folder, old) = folder_with("old", "of an earlier VM");
+        let [new, link, target, replaced] =
+            ["new", "link", "target", "replaced"].map(|name| folder.path().join(name));
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        let mut files = ConsoleFiles::new(FileStart::Empty);
+        for path in [&old, &new, &new, &link, &replaced] {
+            files.open(path).unwrap();
+        }
+        fs::remove_file(&replaced).unwrap();
+        fs::write(&replaced, "somebody else's").unwrap();
+        drop(files);
+        assert_eq!(fs::read_to_string(&old).unwrap(), "of an earlier VM");
+        assert!(!new.exists());
+        assert!(link.is_symlink() && !target.exists());
+        assert_eq!(fs::read_to_string(&replaced).unwrap(), "somebody else's");
+    }
+
+    #[test]
+    fn two_consoles_share_a_file() {
+        let (_folder, path) = folder_with("console", "of an earlier VM");
+        let mut files = ConsoleFiles::new(FileStart::Empty);
+        let [mut one, mut two] = [(); 2].map(|()| files.open(&path).unwrap());
+        files.begin().unwrap();
+        one.write_all(b"one ").unwrap();
+        two.write_all(b"two").unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "one two");
+    }
+}
