@@ -203,6 +203,11 @@ impl Memory {
         resident_bytes(&self.host_ranges)
     }
 
+    /// Where each zone is in this process (address, length), in their order: for [`resident_bytes`] on another thread.
+    pub fn host_ranges(&self) -> &[Vec<(u64, u64)>] {
+        &self.host_ranges
+    }
+
     /// Maps extents of `file` side by side into a new range of guest memory, for a volume. The range is shown to
     /// the guest, and devices reach it through the view: a guest may do I/O from and to mapped PM.
     pub fn add_file_range(

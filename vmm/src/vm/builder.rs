@@ -9,11 +9,11 @@ use tokio::sync::Notify;
 use tracing::debug;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::cached::Cached;
 use super::error::BuildError;
 use super::kvm::Hypervisor;
-use super::machine::{KvmMachine, RESIDENT_MAX_AGE};
+use super::machine::KvmMachine;
 use super::owner::{EventSender, MachineEvent};
+use super::resident::Resident;
 use super::resources::Resources;
 use super::{devices, governing, volumes, zones};
 use crate::acpi::ged::GenericEventDevice;
@@ -30,6 +30,7 @@ use crate::event_loop::EventLoop;
 use crate::host_console::ConsoleFiles;
 use crate::interrupt::MsiController;
 use crate::interrupt::router::MsiRouter;
+use crate::memory::backing::resident::resident_bytes;
 use crate::memory::layout::{ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START};
 use crate::memory::slots::SlotTable;
 use crate::memory::{self, Memory, MemoryOptions};
@@ -144,6 +145,7 @@ pub fn build(
         mappings: Some(Arc::clone(memory.mapping_budget())),
     });
     resources.machine_built();
+    let host_ranges = memory.host_ranges().to_vec();
     Ok(KvmMachine {
         vcpus,
         brake: fabric.brake,
@@ -152,7 +154,7 @@ pub fn build(
         _loops: [device_loop, memory_loop],
         ged,
         zones,
-        resident_bytes: Cached::new(RESIDENT_MAX_AGE),
+        resident: Resident::new(move || resident_bytes(&host_ranges)),
         _volumes: volumes.volumes,
         memory,
     })

@@ -1,14 +1,13 @@
 //! A VM on KVM: what was built, and how it ends.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use tracing::warn;
 
 use super::builder;
-use super::cached::Cached;
 use super::owner::{EventSender, Machine, MachineFactory};
-use super::request::{PressureChange, PressureInfo, ResizeStatus, VmError, ZoneInfo};
+use super::request::{PressureChange, PressureInfo, Reply, ResizeStatus, VmError, ZoneInfo};
+use super::resident::Resident;
 use super::resources::Resources;
 use super::zones::DRAM_ZONE;
 use crate::acpi::ged::{Event, GenericEventDevice};
@@ -23,10 +22,6 @@ use crate::pool::PoolVolume;
 use crate::virtio::mem::MemHandle;
 use crate::virtio::transport::pci::VirtioPciDevice;
 
-/// What is resident is found out no more often than that while nothing is plugged or unplugged, whoever asks: the kernel walks the page tables of all
-/// mappings for it, milliseconds in which the VMM's only runtime thread does nothing else.
-pub(super) const RESIDENT_MAX_AGE: Duration = Duration::from_secs(1);
-
 /// A VM on KVM. The order of the fields is the order in which they are dropped.
 pub struct KvmMachine {
     pub(super) vcpus: Vec<Vcpu>,
@@ -36,8 +31,7 @@ pub struct KvmMachine {
     pub(super) _loops: [EventLoop; 2],
     pub(super) ged: Arc<GenericEventDevice>,
     pub(super) zones: Vec<MemHandle>,
-    /// By zone, in their order.
-    pub(super) resident_bytes: Cached<Vec<u64>, Vec<u64>>,
+    pub(super) resident: Arc<Resident>,
     pub(super) _volumes: Vec<Arc<dyn PoolVolume>>,
     /// Last: nothing may touch it any more.
     pub(super) memory: Memory,
@@ -73,18 +67,9 @@ impl Machine for KvmMachine {
         }
     }
 
-    fn zones(&mut self) -> Vec<ZoneInfo> {
-        // Before the governor's lock is taken, which the agent's reports wait for.
-        let memory = &self.memory;
-        let plugged = self.zones.iter().map(|handle| handle.sizes().plugged_bytes).collect();
-        let resident = self.resident_bytes.get(plugged, Instant::now(), || {
-            memory.resident_bytes().unwrap_or_else(|err| {
-                warn!(%err, "What is resident cannot be found out");
-                vec![0; memory.zones().len()]
-            })
-        });
-        let resident = resident.clone();
-        memory.zones().iter().zip(resident).map(|(spec, resident)| self.zone(spec, resident)).collect()
+    fn zones(&self, reply: Reply<Vec<ZoneInfo>>) {
+        let zones = self.memory.zones().iter().map(|spec| self.zone(spec)).collect();
+        Arc::clone(&self.resident).answer(zones, reply);
     }
 
     fn memory_bytes(&self) -> u64 {
@@ -119,7 +104,8 @@ impl Machine for KvmMachine {
 }
 
 impl KvmMachine {
-    fn zone(&self, spec: &ZoneSpec, resident_bytes: u64) -> ZoneInfo {
+    /// All but what is resident.
+    fn zone(&self, spec: &ZoneSpec) -> ZoneInfo {
         let sizes = self.zones.iter().find(|handle| handle.zone().id == spec.id).map(MemHandle::sizes);
         let (core, now) = (self.governor.core().lock(), self.governor.clock().now());
         ZoneInfo {
@@ -131,7 +117,7 @@ impl KvmMachine {
             requested_bytes: sizes.map_or(0, |sizes| sizes.requested_bytes),
             plugged_bytes: sizes.map_or(0, |sizes| sizes.plugged_bytes),
             online_bytes: core.online_bytes(&spec.id),
-            resident_bytes,
+            resident_bytes: 0,
             status: core.resize_status(&spec.id, now).unwrap_or(ResizeStatus::Reached),
         }
     }

@@ -9,6 +9,7 @@ pub mod kvm;
 mod machine;
 pub mod owner;
 pub mod request;
+mod resident;
 mod resources;
 mod run;
 pub mod state;

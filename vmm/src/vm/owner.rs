@@ -30,8 +30,8 @@ pub trait Machine {
     fn press_power_button(&mut self);
     /// Boot memory and what is plugged, all zones together.
     fn memory_bytes(&self) -> u64;
-    /// Every zone with its sizes; what is resident may be a second old.
-    fn zones(&mut self) -> Vec<ZoneInfo>;
+    /// Answers, maybe later, with every zone and its sizes; what is resident may be a second old.
+    fn zones(&self, reply: Reply<Vec<ZoneInfo>>);
     /// Sets the DRAM in bytes, boot part included, and pins the zone until the governor is resumed.
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError>;
     /// What the governor does.
@@ -229,7 +229,10 @@ impl<F: MachineFactory> Owner<F> {
         match request {
             VmRequest::Info(reply) => answer(reply, Ok(self.info())),
             VmRequest::Resize(resize, reply) => answer(reply, self.resize(&resize)),
-            VmRequest::Memory(reply) => answer(reply, self.running().map(|machine| machine.zones())),
+            VmRequest::Memory(reply) => match self.running() {
+                Ok(machine) => machine.zones(reply),
+                Err(err) => answer(reply, Err(err)),
+            },
             VmRequest::Pressure(reply) => answer(reply, self.running().map(|machine| machine.pressure())),
             VmRequest::ChangePressure(change, reply) => {
                 answer(reply, self.change_pressure(change));
@@ -328,9 +331,9 @@ mod tests {
         fn press_power_button(&mut self) {
             self.0.lock().push("power button");
         }
-        fn zones(&mut self) -> Vec<ZoneInfo> {
+        fn zones(&self, reply: Reply<Vec<ZoneInfo>>) {
             self.0.lock().push("zones");
-            Vec::new()
+            answer(reply, Ok(Vec::new()));
         }
         fn memory_bytes(&self) -> u64 {
             3 << 30
