@@ -1,13 +1,18 @@
 //! A thread that waits for file descriptors on behalf of devices.
 
 use std::io;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Builder, JoinHandle};
 
-use event_manager::{EventManager, MutEventSubscriber, RemoteEndpoint, SubscriberId};
+use event_manager::{
+    EventManager, EventOps, EventSet, Events, MutEventSubscriber, RemoteEndpoint, SubscriberId,
+};
 use thiserror::Error;
 use tracing::error;
+
+use crate::log::sparsely;
 
 /// What a device registers: the owner of its queues and file descriptors.
 pub type Subscriber = Box<dyn MutEventSubscriber + Send>;
@@ -112,11 +117,45 @@ impl EventLoopHandle {
     }
 }
 
+/// A file that a subscriber waits for at times only: while it does not, a file that is ready would keep the loop busy.
+pub struct Interest {
+    /// For log lines.
+    what: &'static str,
+    data: u32,
+    set: EventSet,
+    /// It is waited for.
+    on: bool,
+}
+
+impl Interest {
+    /// Will wait for `set`, which comes as `data`. Log lines call the file `what`.
+    pub fn new(what: &'static str, data: u32, set: EventSet) -> Self {
+        Self { what, data, set, on: false }
+    }
+
+    /// Whether the file is waited for.
+    pub fn is_on(&self) -> bool {
+        self.on
+    }
+
+    /// Begins or ends waiting for `file`, which is the same one until waiting has ended. Where that fails, it is as
+    /// before, and the next call tries again.
+    pub fn set(&mut self, on: bool, file: &impl AsRawFd, ops: &mut EventOps) {
+        if on == self.on {
+            return;
+        }
+        let event = Events::with_data_raw(file.as_raw_fd(), self.data, self.set);
+        match if on { ops.add(event) } else { ops.remove(event) } {
+            Ok(()) => self.on = on,
+            Err(err) => sparsely!(warn, ?err, file = self.what, "Cannot begin or end waiting"),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
 
-    use event_manager::{EventOps, EventSet, Events};
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;

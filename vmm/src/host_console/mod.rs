@@ -73,6 +73,16 @@ impl HostConsole {
         };
         Ok(Some(console))
     }
+
+    /// A console with a test on its other end: its keyboard and its screen.
+    #[cfg(test)]
+    pub fn pipes() -> (Self, io::PipeWriter, io::PipeReader) {
+        let (input, keyboard) = io::pipe().unwrap();
+        let (screen, output) = io::pipe().unwrap();
+        let file = |fd| std::fs::File::from(fd);
+        let input = Some(file(std::os::fd::OwnedFd::from(input)).into());
+        (Self { output: file(output.into()).into(), input }, keyboard, screen)
+    }
 }
 
 #[cfg(test)]

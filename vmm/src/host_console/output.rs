@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use super::readiness::ready;
@@ -150,8 +150,8 @@ impl ConsoleOutput {
     }
 
     /// To be waited for while something waits to be written.
-    pub fn fd(&self) -> Option<RawFd> {
-        self.target.as_ref().map(|target| target.file.as_raw_fd())
+    pub fn file(&self) -> Option<&File> {
+        self.target.as_ref().map(|target| &target.file)
     }
 }
 
@@ -179,7 +179,7 @@ impl Drop for ConsoleOutput {
 #[cfg(test)]
 mod tests {
     use std::io::{PipeReader, Read};
-    use std::os::fd::OwnedFd;
+    use std::os::fd::{AsRawFd, OwnedFd};
     use std::sync::mpsc;
 
     use super::*;
@@ -237,7 +237,7 @@ mod tests {
             lost += output.send(b"a line\tof a table\n\n").len;
         }
         // SAFETY: no memory is passed.
-        assert_eq!(unsafe { libc::tcflow(output.fd().unwrap(), libc::TCOOFF) }, 0);
+        assert_eq!(unsafe { libc::tcflow(output.file().unwrap().as_raw_fd(), libc::TCOOFF) }, 0);
         assert_eq!(output.send(b"stopped").len, 7);
         drop(master);
     }

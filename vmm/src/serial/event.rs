@@ -8,6 +8,7 @@ use tracing::warn;
 use vmm_sys_util::eventfd::EventFd;
 
 use super::device::SharedUart;
+use crate::event_loop::Interest;
 use crate::host_console::{ConsoleInput, Read};
 
 const TIMER: u32 = 0;
@@ -20,13 +21,14 @@ pub(super) struct Worker {
     timer: RawFd,
     drained: EventFd,
     input: Option<ConsoleInput>,
-    /// Input is waited for. It is not while the guest's buffer is full: it would be ready for ever.
-    watching: bool,
+    /// Input is not waited for while the guest's buffer is full.
+    waiting: Interest,
 }
 
 impl Worker {
     pub(super) fn new(uart: SharedUart, timer: RawFd, drained: EventFd, input: Option<ConsoleInput>) -> Self {
-        Self { uart, timer, drained, input, watching: false }
+        let waiting = Interest::new("input of the serial port", INPUT, EventSet::IN);
+        Self { uart, timer, drained, input, waiting }
     }
 
     /// Gives the guest what it has room for.
@@ -39,7 +41,7 @@ impl Worker {
             if room == 0 {
                 uart.events().waiting.store(true, Ordering::Release);
                 drop(uart);
-                return self.watch(false, ops);
+                return self.waiting.set(false, &*input, ops);
             }
             match input.read(&mut data[..room]) {
                 Ok(Read::Bytes(len)) => {
@@ -51,28 +53,18 @@ impl Worker {
                 }
                 Ok(Read::Nothing) => {
                     drop(uart);
-                    return self.watch(true, ops);
+                    return self.waiting.set(true, &*input, ops);
                 }
                 end => {
                     if let Err(err) = end {
                         warn!(%err, "Input of the serial port has ended");
                     }
                     drop(uart);
-                    self.watch(false, ops);
+                    self.waiting.set(false, &*input, ops);
                     self.input = None;
                     return;
                 }
             }
-        }
-    }
-
-    fn watch(&mut self, watch: bool, ops: &mut EventOps) {
-        let Some(input) = self.input.as_ref().filter(|_| watch != self.watching) else { return };
-        let event = Events::with_data(input, INPUT, EventSet::IN);
-        let result = if watch { ops.add(event) } else { ops.remove(event) };
-        match result {
-            Ok(()) => self.watching = watch,
-            Err(err) => warn!(?err, "Cannot wait for input of the serial port"),
         }
     }
 }
@@ -107,9 +99,7 @@ impl MutEventSubscriber for Worker {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::File;
     use std::io::{self, PipeReader, PipeWriter, Read as _, Write};
-    use std::os::fd::OwnedFd;
     use std::sync::Arc;
     use std::sync::atomic::Ordering;
 
@@ -135,12 +125,7 @@ mod tests {
     impl Rig {
         fn new() -> Self {
             let event_loop = EventLoop::spawn("test").unwrap();
-            let (input, keyboard) = io::pipe().unwrap();
-            let (screen, output) = io::pipe().unwrap();
-            let console = HostConsole {
-                output: File::from(OwnedFd::from(output)).into(),
-                input: Some(File::from(OwnedFd::from(input)).into()),
-            };
+            let (console, keyboard, screen) = HostConsole::pipes();
             // Blocking, so that the test can wait for the interrupt.
             let irq = EventFd::new(0).unwrap();
             let serial = Serial::new(console, irq.try_clone().unwrap(), &event_loop.handle()).unwrap();

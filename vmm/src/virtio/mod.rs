@@ -11,10 +11,12 @@ pub mod rng;
 pub mod testing;
 pub mod transport;
 pub mod vsock;
+mod worker;
 
 use std::sync::Arc;
 
 use thiserror::Error;
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_queue::Queue;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -69,20 +71,24 @@ pub trait VirtioDevice: Send {
     /// A short name for logs, threads and metrics, such as `rng`.
     fn name(&self) -> &str;
 
-    /// Features offered, VIRTIO_F_VERSION_1 included.
-    fn features(&self) -> u64;
+    /// Features offered, VIRTIO_F_VERSION_1 included; many devices have no other.
+    fn features(&self) -> u64 {
+        1 << VIRTIO_F_VERSION_1
+    }
 
     /// False makes the transport refuse FEATURES_OK (virtio 1.3, 2.2): for features that the device cannot
     /// work without. `features` is a subset of what was offered.
     fn accepts_features(&self, features: u64) -> bool {
-        features & (1 << virtio_bindings::virtio_config::VIRTIO_F_VERSION_1) != 0
+        features & (1 << VIRTIO_F_VERSION_1) != 0
     }
 
     /// The largest size of each queue; a power of two.
     fn queue_sizes(&self) -> &[u16];
 
-    /// Reads the device's configuration; bytes beyond its end read as zero.
-    fn read_config(&self, offset: u64, data: &mut [u8]);
+    /// Reads the device's configuration; bytes beyond its end read as zero, which is all that some devices have.
+    fn read_config(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
 
     /// Writes the device's configuration; most devices have nothing to write.
     fn write_config(&mut self, _offset: u64, _data: &[u8]) {}

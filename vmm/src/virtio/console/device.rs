@@ -2,15 +2,13 @@
 
 use std::sync::Arc;
 
-use event_manager::SubscriberId;
 use parking_lot::Mutex;
-use tracing::debug;
-use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 
-use super::event::Worker;
+use super::event::{RECEIVE, TRANSMIT, Worker};
 use super::metrics::ConsoleMetrics;
 use crate::event_loop::EventLoopHandle;
 use crate::host_console::HostConsole;
+use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice};
 
 /// Device type (virtio 1.3, 5).
@@ -22,15 +20,15 @@ const QUEUE_SIZES: [u16; 2] = [64, 64];
 pub struct Console {
     /// The worker's while there is one; kept here, so that the next one continues with it.
     host: Arc<Mutex<HostConsole>>,
-    event_loop: EventLoopHandle,
     metrics: Arc<ConsoleMetrics>,
-    worker: Option<SubscriberId>,
+    worker: WorkerSlot,
 }
 
 impl Console {
     /// A console that has `host` on its other end.
     pub fn new(host: HostConsole, event_loop: EventLoopHandle) -> Self {
-        Self { host: Arc::new(Mutex::new(host)), event_loop, metrics: Arc::default(), worker: None }
+        let worker = WorkerSlot::new(event_loop);
+        Self { host: Arc::new(Mutex::new(host)), metrics: Arc::default(), worker }
     }
 
     /// The device's counters.
@@ -48,48 +46,30 @@ impl VirtioDevice for Console {
         "console"
     }
 
-    fn features(&self) -> u64 {
-        1 << VIRTIO_F_VERSION_1
-    }
-
     fn queue_sizes(&self) -> &[u16] {
         &QUEUE_SIZES
     }
 
-    fn read_config(&self, _offset: u64, data: &mut [u8]) {
-        data.fill(0);
-    }
-
-    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let mut queues = activation.queues.into_iter();
-        let mut queue = |index| queues.next().flatten().ok_or(ActivateError::QueueMissing { index });
-        let (receive, transmit) = (queue(0)?, queue(1)?);
+    fn activate(&mut self, mut activation: Activation) -> Result<(), ActivateError> {
+        let queues = [activation.take_queue(RECEIVE)?, activation.take_queue(TRANSMIT)?];
         let worker = Worker::new(
             activation.view,
             activation.interrupt,
-            [receive, transmit],
+            queues,
             Arc::clone(&self.host),
             Arc::clone(&self.metrics),
         );
-        self.worker = Some(self.event_loop.add(Box::new(worker))?);
-        Ok(())
+        self.worker.start(Box::new(worker))
     }
 
     fn reset(&mut self) {
-        if let Some(worker) = self.worker.take()
-            && let Err(err) = self.event_loop.remove(worker)
-        {
-            // The loop is gone, and the worker with it.
-            debug!(%err, "The console's worker has ended before");
-        }
+        self.worker.stop();
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs::File;
     use std::io::{self, PipeReader, PipeWriter, Read, Write};
-    use std::os::fd::OwnedFd;
     use std::sync::atomic::Ordering;
 
     use super::*;
@@ -97,8 +77,8 @@ mod tests {
     use crate::host_console::ConsoleOutput;
     use crate::virtio::testing::{BUFFERS, Buffer, MEMORY_LEN, TestDriver};
 
-    const RECEIVE: usize = 0;
-    const TRANSMIT: usize = 1;
+    const RECEIVE: usize = super::RECEIVE as usize;
+    const TRANSMIT: usize = super::TRANSMIT as usize;
 
     struct Rig {
         _event_loop: EventLoop,
@@ -111,12 +91,7 @@ mod tests {
     impl Rig {
         fn new() -> Self {
             let event_loop = EventLoop::spawn("test").unwrap();
-            let (input, keyboard) = io::pipe().unwrap();
-            let (screen, output) = io::pipe().unwrap();
-            let host = HostConsole {
-                output: File::from(OwnedFd::from(output)).into(),
-                input: Some(File::from(OwnedFd::from(input)).into()),
-            };
+            let (host, keyboard, screen) = HostConsole::pipes();
             let mut console = Console::new(host, event_loop.handle());
             let mut driver = TestDriver::new(2);
             console.activate(driver.activation(console.features())).unwrap();

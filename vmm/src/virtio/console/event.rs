@@ -11,14 +11,15 @@ use virtio_queue::{DescriptorChain, QueueT, Reader, Writer};
 use vm_memory::GuestAddressSpace;
 
 use super::metrics::ConsoleMetrics;
+use crate::event_loop::Interest;
 use crate::host_console::{ConsoleInput, HostConsole, Lost, Read};
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
-const RECEIVE: u16 = 0;
-const TRANSMIT: u16 = 1;
+pub(super) const RECEIVE: u16 = 0;
+pub(super) const TRANSMIT: u16 = 1;
 
 const RECEIVE_KICK: u32 = 0;
 const TRANSMIT_KICK: u32 = 1;
@@ -39,10 +40,10 @@ pub(super) struct Worker {
     receive: ActiveQueue,
     transmit: ActiveQueue,
     host: Arc<Mutex<HostConsole>>,
-    /// Input is waited for: there is some place to put it.
-    watching: bool,
-    /// Room for output is waited for.
-    behind: bool,
+    /// Input is waited for while there is some place to put it.
+    input: Interest,
+    /// Room for output is waited for while there is output without it.
+    room: Interest,
     metrics: Arc<ConsoleMetrics>,
 }
 
@@ -54,7 +55,9 @@ impl Worker {
         host: Arc<Mutex<HostConsole>>,
         metrics: Arc<ConsoleMetrics>,
     ) -> Self {
-        Self { view, interrupt, receive, transmit, host, watching: false, behind: false, metrics }
+        let input = Interest::new("input of the console", INPUT, EventSet::IN);
+        let room = Interest::new("output of the console", OUTPUT, EventSet::OUT);
+        Self { view, interrupt, receive, transmit, host, input, room, metrics }
     }
 
     fn serve_output(&mut self, ops: &mut EventOps) {
@@ -70,8 +73,7 @@ impl Worker {
             // Whatever became of it: a driver that waits for its buffer keeps a CPU busy, and others waiting.
             self.give_back(&heads);
         }
-        // There may be more: come back.
-        let _ = self.transmit.kick.write(1);
+        self.transmit.come_back();
         self.watch_output(ops);
     }
 
@@ -89,16 +91,10 @@ impl Worker {
         self.watch_output(ops);
     }
 
-    /// Waits for room while there is output without it.
     fn watch_output(&mut self, ops: &mut EventOps) {
         let host = self.host.lock();
-        let behind = host.output.is_behind();
-        let Some(fd) = host.output.fd().filter(|_| behind != self.behind) else { return };
-        let event = Events::with_data_raw(fd, OUTPUT, EventSet::OUT);
-        match if behind { ops.add(event) } else { ops.remove(event) } {
-            Ok(()) => self.behind = behind,
-            // The next output tries again.
-            Err(err) => debug!(?err, "Cannot wait for room for output of the console"),
+        if let Some(file) = host.output.file() {
+            self.room.set(host.output.is_behind(), file, ops);
         }
     }
 
@@ -116,9 +112,7 @@ impl Worker {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
         for head in heads {
-            if let Err(err) = self.transmit.queue.add_used(memory, *head, 0) {
-                debug!(%err, "The console's used ring cannot be written");
-            }
+            self.transmit.give_back(memory, *head, 0);
         }
         let tell = self.transmit.queue.needs_notification(memory).unwrap_or(true);
         drop(guard);
@@ -133,10 +127,10 @@ impl Worker {
         let Some(input) = &mut host.input else { return };
         let outcome = self.fill_buffers(input);
         match outcome {
-            Outcome::Idle => self.watch(input, true, ops),
-            Outcome::NoBuffer => self.watch(input, false, ops),
+            Outcome::Idle => self.input.set(true, &*input, ops),
+            Outcome::NoBuffer => self.input.set(false, &*input, ops),
             Outcome::End => {
-                self.watch(input, false, ops);
+                self.input.set(false, &*input, ops);
                 host.input = None;
             }
         }
@@ -171,9 +165,7 @@ impl Worker {
                 }
             };
             add(&self.metrics.input_bytes, len);
-            if let Err(err) = self.receive.queue.add_used(memory, head, len as u32) {
-                debug!(%err, "The console's used ring cannot be written");
-            }
+            self.receive.give_back(memory, head, len as u32);
             used = true;
         }
         let tell = used && self.receive.queue.needs_notification(memory).unwrap_or(true);
@@ -187,17 +179,6 @@ impl Worker {
     fn signal(&self, queue: u16) {
         if let Err(err) = self.interrupt.signal_queue(queue) {
             sparsely!(warn, %err, queue, "The console cannot interrupt");
-        }
-    }
-
-    fn watch(&mut self, input: &ConsoleInput, watch: bool, ops: &mut EventOps) {
-        if watch == self.watching {
-            return;
-        }
-        let event = Events::with_data(input, INPUT, EventSet::IN);
-        match if watch { ops.add(event) } else { ops.remove(event) } {
-            Ok(()) => self.watching = watch,
-            Err(err) => sparsely!(warn, ?err, "Cannot wait for input of the console"),
         }
     }
 }
@@ -290,11 +271,8 @@ fn add(counter: &AtomicU64, count: usize) {
 
 impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
-        for (queue, data) in [(&self.receive, RECEIVE_KICK), (&self.transmit, TRANSMIT_KICK)] {
-            if let Err(err) = ops.add(Events::with_data(&queue.kick, data, EventSet::IN)) {
-                sparsely!(warn, ?err, "Cannot wait for the console's driver");
-            }
-        }
+        self.receive.watch(RECEIVE_KICK, ops);
+        self.transmit.watch(TRANSMIT_KICK, ops);
         self.serve_output(ops);
         self.serve_input(ops);
     }
@@ -302,11 +280,11 @@ impl MutEventSubscriber for Worker {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         match events.data() {
             TRANSMIT_KICK => {
-                let _ = self.transmit.kick.read();
+                self.transmit.clear_kick();
                 self.serve_output(ops);
             }
             RECEIVE_KICK => {
-                let _ = self.receive.kick.read();
+                self.receive.clear_kick();
                 self.serve_input(ops);
             }
             OUTPUT => self.catch_up(ops),

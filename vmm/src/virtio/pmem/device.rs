@@ -17,7 +17,6 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use tracing::debug;
-use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestAddressSpace;
 
@@ -137,10 +136,6 @@ impl VirtioDevice for Pmem {
 
     fn name(&self) -> &str {
         &self.name
-    }
-
-    fn features(&self) -> u64 {
-        1 << VIRTIO_F_VERSION_1
     }
 
     fn queue_sizes(&self) -> &[u16] {

@@ -2,14 +2,11 @@
 
 use std::sync::Arc;
 
-use event_manager::SubscriberId;
-use tracing::debug;
-use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
-
-use super::event::Worker;
+use super::event::{QUEUE, Worker};
 use super::metrics::RngMetrics;
 use super::source::EntropySource;
 use crate::event_loop::EventLoopHandle;
+use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice};
 
 /// Device type (virtio 1.3, 5).
@@ -19,15 +16,14 @@ const QUEUE_SIZES: [u16; 1] = [64];
 /// An entropy device.
 pub struct Rng {
     source: EntropySource,
-    event_loop: EventLoopHandle,
     metrics: Arc<RngMetrics>,
-    worker: Option<SubscriberId>,
+    worker: WorkerSlot,
 }
 
 impl Rng {
     /// A device that gives out what `source` gives.
     pub fn new(source: EntropySource, event_loop: EventLoopHandle) -> Self {
-        Self { source, event_loop, metrics: Arc::default(), worker: None }
+        Self { source, metrics: Arc::default(), worker: WorkerSlot::new(event_loop) }
     }
 
     /// The device's counters.
@@ -45,34 +41,20 @@ impl VirtioDevice for Rng {
         "rng"
     }
 
-    fn features(&self) -> u64 {
-        1 << VIRTIO_F_VERSION_1
-    }
-
     fn queue_sizes(&self) -> &[u16] {
         &QUEUE_SIZES
     }
 
-    fn read_config(&self, _offset: u64, data: &mut [u8]) {
-        data.fill(0);
-    }
-
     fn activate(&mut self, mut activation: Activation) -> Result<(), ActivateError> {
-        let queue = activation.queues.pop().flatten().ok_or(ActivateError::QueueMissing { index: 0 })?;
+        let queue = activation.take_queue(QUEUE)?;
         let source = self.source.try_clone()?;
         let worker =
             Worker::new(activation.view, activation.interrupt, queue, source, Arc::clone(&self.metrics));
-        self.worker = Some(self.event_loop.add(Box::new(worker))?);
-        Ok(())
+        self.worker.start(Box::new(worker))
     }
 
     fn reset(&mut self) {
-        if let Some(worker) = self.worker.take()
-            && let Err(err) = self.event_loop.remove(worker)
-        {
-            // The loop is gone, and the worker with it.
-            debug!(%err, "The entropy device's worker has ended before");
-        }
+        self.worker.stop();
     }
 }
 

@@ -11,6 +11,7 @@ use vm_memory::GuestAddressSpace;
 
 use super::metrics::RngMetrics;
 use super::source::EntropySource;
+use crate::event_loop::Interest;
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::view::{GuestView, MappedMemory};
@@ -21,7 +22,7 @@ const REQUEST_LEN_MAX: usize = 4096;
 /// Requests answered before others on the event loop have their turn.
 const BATCH: usize = 64;
 
-const QUEUE: u16 = 0;
+pub(super) const QUEUE: u16 = 0;
 
 const KICK: u32 = 0;
 const SOURCE: u32 = 1;
@@ -31,8 +32,8 @@ pub(super) struct Worker {
     interrupt: Arc<dyn VirtioInterrupt>,
     queue: ActiveQueue,
     source: EntropySource,
-    /// The source is waited for; the request that needs it is still in the queue.
-    waiting: bool,
+    /// The source is waited for while the request that needs it is still in the queue.
+    waiting: Interest,
     metrics: Arc<RngMetrics>,
 }
 
@@ -44,7 +45,8 @@ impl Worker {
         source: EntropySource,
         metrics: Arc<RngMetrics>,
     ) -> Self {
-        Self { view, interrupt, queue, source, waiting: false, metrics }
+        let waiting = Interest::new("the entropy source", SOURCE, EventSet::IN);
+        Self { view, interrupt, queue, source, waiting, metrics }
     }
 
     fn serve(&mut self, ops: &mut EventOps) {
@@ -53,8 +55,7 @@ impl Worker {
         let mut used = false;
         for count in 0.. {
             if count == BATCH {
-                // There may be more: come back.
-                let _ = self.queue.kick.write(1);
+                self.queue.come_back();
                 break;
             }
             let Some(chain) = self.queue.queue.pop_descriptor_chain(memory) else { break };
@@ -67,7 +68,9 @@ impl Worker {
                 Ok(len) => len,
                 Err(err) if err.kind() == io::ErrorKind::WouldBlock => {
                     self.queue.queue.go_to_previous_position();
-                    self.waiting = watch(&self.source, true, ops);
+                    if let EntropySource::File(file) = &self.source {
+                        self.waiting.set(true, file, ops);
+                    }
                     break;
                 }
                 Err(err) => {
@@ -76,10 +79,7 @@ impl Worker {
                     0
                 }
             };
-            if let Err(err) = self.queue.queue.add_used(memory, head, len) {
-                debug!(%err, "The entropy device's used ring cannot be written");
-                break;
-            }
+            self.queue.give_back(memory, head, len);
             used = true;
         }
         let tell = used && self.queue.queue.needs_notification(memory).unwrap_or(true);
@@ -113,35 +113,26 @@ fn fill(source: &mut EntropySource, writer: &mut Writer, metrics: &RngMetrics) -
     Ok(len as u32)
 }
 
-/// Begins or ends waiting for the source. Returns whether it is waited for.
-fn watch(source: &EntropySource, watch: bool, ops: &mut EventOps) -> bool {
-    let EntropySource::File(file) = source else { return false };
-    let event = Events::with_data(file, SOURCE, EventSet::IN);
-    let result = if watch { ops.add(event) } else { ops.remove(event) };
-    if let Err(err) = &result {
-        sparsely!(warn, ?err, "Cannot wait for the entropy source");
-    }
-    watch && result.is_ok()
-}
-
 impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
-        if let Err(err) = ops.add(Events::with_data(&self.queue.kick, KICK, EventSet::IN)) {
-            sparsely!(warn, ?err, "Cannot wait for the entropy device's driver");
-        }
+        self.queue.watch(KICK, ops);
         self.serve(ops);
     }
 
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         match events.data() {
             KICK => {
-                let _ = self.queue.kick.read();
-                if self.waiting {
+                self.queue.clear_kick();
+                if self.waiting.is_on() {
                     // New requests queue up behind the one that waits.
                     return;
                 }
             }
-            _ => self.waiting = watch(&self.source, false, ops),
+            _ => {
+                if let EntropySource::File(file) = &self.source {
+                    self.waiting.set(false, file, ops);
+                }
+            }
         }
         self.serve(ops);
     }

@@ -4,8 +4,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use event_manager::SubscriberId;
-use tracing::warn;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
@@ -18,7 +16,8 @@ use super::muxer::{GREETING_TIMEOUT, Muxer, max_sockets};
 use super::{EVENT_QUEUE, RX_QUEUE, TX_QUEUE};
 use crate::event_loop::EventLoopHandle;
 use crate::open_files;
-use crate::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice, read_config_bytes};
+use crate::virtio::worker::WorkerSlot;
+use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 
 /// Stream sockets (virtio 1.3, 5.10.3).
 const VIRTIO_VSOCK_F_STREAM: u32 = 0;
@@ -31,9 +30,8 @@ const QUEUE_SIZES: [u16; 3] = [128, 128, 8];
 pub struct VsockDevice {
     cid: u32,
     host: Arc<HostSide>,
-    event_loop: EventLoopHandle,
     metrics: Arc<VsockMetrics>,
-    worker: Option<SubscriberId>,
+    worker: WorkerSlot,
     greeting_timeout: Duration,
 }
 
@@ -54,9 +52,8 @@ impl VsockDevice {
         Ok(Self {
             cid,
             host,
-            event_loop,
             metrics: Arc::default(),
-            worker: None,
+            worker: WorkerSlot::new(event_loop),
             greeting_timeout: GREETING_TIMEOUT,
         })
     }
@@ -65,10 +62,6 @@ impl VsockDevice {
     pub fn metrics(&self) -> Arc<VsockMetrics> {
         Arc::clone(&self.metrics)
     }
-}
-
-fn take(queues: &mut [Option<ActiveQueue>], index: u16) -> Result<ActiveQueue, ActivateError> {
-    queues.get_mut(usize::from(index)).and_then(Option::take).ok_or(ActivateError::QueueMissing { index })
 }
 
 impl VirtioDevice for VsockDevice {
@@ -92,15 +85,13 @@ impl VirtioDevice for VsockDevice {
         read_config_bytes(&u64::from(self.cid).to_le_bytes(), offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        assert!(self.worker.is_none(), "activated twice without a reset");
-        let Activation { view, interrupt, mut queues, features } = activation;
-        let event_idx = features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
-        let mut rx = take(&mut queues, RX_QUEUE)?;
-        let mut tx = take(&mut queues, TX_QUEUE)?;
+    fn activate(&mut self, mut activation: Activation) -> Result<(), ActivateError> {
+        let event_idx = activation.features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
+        let mut rx = activation.take_queue(RX_QUEUE)?;
+        let mut tx = activation.take_queue(TX_QUEUE)?;
         rx.queue.set_event_idx(event_idx);
         tx.queue.set_event_idx(event_idx);
-        let event_kick = take(&mut queues, EVENT_QUEUE).ok().map(|queue| queue.kick);
+        let event = activation.take_queue(EVENT_QUEUE).ok();
         let metrics = Arc::clone(&self.metrics);
         let muxer = Muxer::new(
             self.cid.into(),
@@ -109,24 +100,15 @@ impl VirtioDevice for VsockDevice {
             self.greeting_timeout,
             max_sockets(open_files::limit()),
         );
-        let worker = Worker::new(view, interrupt, (rx, tx), event_kick, muxer, metrics)?;
-        self.worker = Some(self.event_loop.add(Box::new(worker))?);
-        Ok(())
+        let Activation { view, interrupt, .. } = activation;
+        let worker = Worker::new(view, interrupt, (rx, tx), event, muxer, metrics)?;
+        self.worker.start(Box::new(worker))
     }
 
     fn reset(&mut self) {
-        let Some(worker) = self.worker.take() else { return };
         // Dropping the worker closes its sockets; the clients of the host see the end.
-        if let Err(err) = self.event_loop.remove(worker) {
-            warn!(%err, "The event loop of vsock has ended before the device");
-        }
+        self.worker.stop();
         self.metrics.connections.set(0);
-    }
-}
-
-impl Drop for VsockDevice {
-    fn drop(&mut self) {
-        self.reset();
     }
 }
 

@@ -8,10 +8,8 @@ use std::time::{Duration, Instant};
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use thiserror::Error;
-use tracing::debug;
 use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT, Reader, Writer};
 use vm_memory::GuestAddressSpace;
-use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::timerfd::TimerFd;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -60,7 +58,7 @@ pub struct Worker {
     tx: ActiveQueue,
     /// The guest's buffers for events stay unused: the only event tells of a migration (virtio 1.3,
     /// 5.10.6.7), and a guest that was restarted starts its driver anew.
-    event_kick: Option<EventFd>,
+    event: Option<ActiveQueue>,
     muxer: Muxer,
     metrics: Arc<VsockMetrics>,
     timer: TimerFd,
@@ -74,7 +72,7 @@ impl Worker {
         view: GuestView,
         interrupt: Arc<dyn VirtioInterrupt>,
         queues: (ActiveQueue, ActiveQueue),
-        event_kick: Option<EventFd>,
+        event: Option<ActiveQueue>,
         muxer: Muxer,
         metrics: Arc<VsockMetrics>,
     ) -> io::Result<Self> {
@@ -85,7 +83,7 @@ impl Worker {
             interrupt,
             rx,
             tx,
-            event_kick,
+            event,
             muxer,
             metrics,
             timer,
@@ -106,9 +104,7 @@ impl Worker {
             });
             match moved {
                 // The rest in another pass: the event is the worker's own note to itself.
-                Ok(true) => {
-                    self.tx.kick.write(1).unwrap_or_else(|err| sparsely!(error, %err, "Cannot kick a queue"))
-                }
+                Ok(true) => self.tx.come_back(),
                 Ok(false) => {}
                 Err(err) => {
                     sparsely!(error, %err, source = %err.source, "vsock stops until the guest resets it");
@@ -251,10 +247,10 @@ impl Worker {
 
 impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
-        add(ops, &self.rx.kick, RX_KICK, EventSet::IN);
-        add(ops, &self.tx.kick, TX_KICK, EventSet::IN);
-        if let Some(kick) = &self.event_kick {
-            add(ops, kick, EVENT_KICK, EventSet::IN);
+        self.rx.watch(RX_KICK, ops);
+        self.tx.watch(TX_KICK, ops);
+        if let Some(event) = &self.event {
+            event.watch(EVENT_KICK, ops);
         }
         add(ops, self.muxer.host().listener(), LISTENER, EventSet::IN);
         add(ops, &self.timer, TIMER, EventSet::IN);
@@ -263,9 +259,9 @@ impl MutEventSubscriber for Worker {
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         let now = Instant::now();
         match events.data() {
-            RX_KICK => clear(&self.rx.kick),
-            TX_KICK => clear(&self.tx.kick),
-            EVENT_KICK => self.event_kick.iter().for_each(clear),
+            RX_KICK => self.rx.clear_kick(),
+            TX_KICK => self.tx.clear_kick(),
+            EVENT_KICK => self.event.iter().for_each(ActiveQueue::clear_kick),
             LISTENER => self.on_client(ops, now),
             TIMER => self.on_timer(ops, now),
             token => {
@@ -280,12 +276,6 @@ impl MutEventSubscriber for Worker {
             }
         }
         self.pass(&mut EpollWatch(ops), now);
-    }
-}
-
-fn clear(kick: &EventFd) {
-    if let Err(err) = kick.read() {
-        debug!(%err, "A kick without a count");
     }
 }
 
