@@ -63,9 +63,11 @@ fn a_pool_is_made_filled_listed_and_checked() {
     assert_eq!(info["in_use_by"], Value::Null);
     assert!(folder.succeed(&["info", "pool"]).contains("STRG         8 MiB (reserved for volumes, "));
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+    folder.succeed(&["grow", "pool", "--size", "96M"]);
+    assert_eq!(folder.json(&["info", "pool", "--json"])["total_bytes"].as_u64(), Some(96 << 20));
     folder.succeed(&["volume", "rename", "pool", "rest", "tail"]);
     folder.succeed(&["volume", "delete", "pool", "tail"]);
-    assert_eq!(folder.json(&["info", "pool", "--json"])["free_bytes"].as_u64(), Some(36 << 20));
+    assert_eq!(folder.json(&["info", "pool", "--json"])["free_bytes"].as_u64(), Some(68 << 20));
 }
 
 #[test]
@@ -86,6 +88,12 @@ fn wrong_arguments_are_named_and_nothing_is_made() {
 
     folder.succeed(&["create", "pool", "--size", "64M"]);
     folder.fail(&["create", "pool", "--size", "64M"], &["exists already"]);
+    folder
+        .fail(&["grow", "pool", "--size", "64M"], &["--size", "pool size 67108864", "64 MiB", "only grows"]);
+    folder.fail(&["grow", "pool", "--size", "65M"], &["--size", "68157440", "2 MiB"]);
+    folder.fail(&["grow", "pool", "--size", "1000T"], &["--size", "512 TiB"]);
+    folder.fail(&["grow", "pool", "--size", "100T"], &["--size", "100 TiB", "free"]);
+    folder.fail(&["grow", "nothing", "--size", "100M"], &["nothing", "no such file"]);
     folder.fail(&["volume", "create", "pool", "v", "--size", "0"], &["--size", "volume size 0", "2 MiB"]);
     folder.fail(&["volume", "create", "pool", "v", "--size", "16M"], &["--size", "18 MiB"]);
     folder.fail(&["volume", "create", "pool", "v", "--size", "62M"], &["--size", "62 MiB", "60 MiB free"]);
@@ -106,6 +114,7 @@ fn a_pool_in_use_can_be_looked_at_and_not_changed() {
     folder.fail(&["check", "pool"], &["in use by", &me]);
     folder.fail(&["volume", "create", "pool", "v", "--size", "20M"], &["in use by", &me]);
     folder.fail(&["volume", "rename", "pool", "v", "w"], &["in use by", &me]);
+    folder.fail(&["grow", "pool", "--size", "96M"], &["in use by", &me]);
     folder.fail(&["volume", "delete", "pool", "v"], &["in use by", &me]);
     let info = folder.json(&["info", "pool", "--json"]);
     assert_eq!(info["memory_bytes"].as_u64(), Some(10 << 20));

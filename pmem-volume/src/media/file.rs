@@ -68,6 +68,15 @@ impl FileMedia {
         &self.file
     }
 
+    /// Makes the file longer, durably, and maps it anew. What is new reads as zeros. This media stays as it is.
+    pub(crate) fn grown(&self, len_bytes: u64) -> io::Result<Self> {
+        assert!(len_bytes > self.len_bytes);
+        allocate(&self.file, self.len_bytes..len_bytes)?;
+        self.file.sync_all()?;
+        // The same open file, and so the same lock.
+        Self::new(self.file.try_clone()?, len_bytes, self.writable).map_err(io::Error::other)
+    }
+
     fn pointer(&self, offset_bytes: u64, length_bytes: u64) -> *mut u8 {
         assert_inside(offset_bytes, length_bytes, self.len_bytes);
         // SAFETY: just checked to be inside the mapping, whose length fits usize because mmap() accepted it.
@@ -187,6 +196,18 @@ impl Media for FileMedia {
         Ok(())
     }
 
+    fn cut_tail(&self) -> Result<(), MediaError> {
+        self.check_writable()?;
+        let cut = || {
+            if self.file.metadata()?.len() > self.len_bytes {
+                self.file.set_len(self.len_bytes)?;
+                self.file.sync_all()?;
+            }
+            Ok(())
+        };
+        cut().map_err(|source| io_error("cutting the file", &(0..self.len_bytes), source))
+    }
+
     fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         self.check_writable()?;
         let ranges = coalesce(ranges);
@@ -228,15 +249,16 @@ pub(crate) fn write_zeros(file: &File, range: &Range<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// Gives a new file its length, and its blocks where it lies on a disk: a hole that a full file system cannot fill
-/// would kill a guest at a store. tmpfs stays sparse: memory is taken when it is used and given back after.
-pub(crate) fn allocate(file: &File, len_bytes: u64) -> io::Result<()> {
-    file.set_len(len_bytes)?;
+/// Makes a file as long as the range's end, and gives the range its blocks where it lies on a disk: a hole that a full
+/// file system cannot fill would kill a guest at a store. tmpfs stays sparse: memory is taken when it is used and given
+/// back after. The range is behind what the file has.
+pub(crate) fn allocate(file: &File, range: Range<u64>) -> io::Result<()> {
+    file.set_len(range.end)?;
     if is_volatile(file)? {
         return Ok(());
     }
-    match page_cache::fallocate(file, 0, &(0..len_bytes)) {
-        Err(error) if is_unsupported(&error) => write_zeros(file, &(0..len_bytes)),
+    match page_cache::fallocate(file, 0, &range) {
+        Err(error) if is_unsupported(&error) => write_zeros(file, &range),
         result => result,
     }
 }
@@ -281,7 +303,7 @@ mod tests {
 
     fn media_in(folder: &Path, len_bytes: u64) -> FileMedia {
         let file = tempfile::tempfile_in(folder).unwrap();
-        allocate(&file, len_bytes).unwrap();
+        allocate(&file, 0..len_bytes).unwrap();
         FileMedia::new(file, len_bytes, true).unwrap()
     }
 
@@ -348,9 +370,25 @@ mod tests {
     }
 
     #[test]
+    fn media_grows_and_what_is_behind_it_can_be_cut() {
+        for folder in folders() {
+            let media = media_in(&folder, CHUNK_BYTES);
+            media.store_word(8, 7).unwrap();
+            let grown = media.grown(3 * CHUNK_BYTES).unwrap();
+            assert_eq!(grown.load_word(8).unwrap(), 7);
+            assert_eq!(grown.load_word(2 * CHUNK_BYTES).unwrap(), 0);
+            grown.store_word(2 * CHUNK_BYTES, 5).unwrap();
+            drop(grown);
+            media.cut_tail().unwrap();
+            assert_eq!(media.file().metadata().unwrap().len(), CHUNK_BYTES);
+            assert_eq!(media.grown(3 * CHUNK_BYTES).unwrap().load_word(2 * CHUNK_BYTES).unwrap(), 0);
+        }
+    }
+
+    #[test]
     fn media_open_for_reading_refuses_stores() {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
-        allocate(&file, CHUNK_BYTES).unwrap();
+        allocate(&file, 0..CHUNK_BYTES).unwrap();
         let media = FileMedia::new(file, CHUNK_BYTES, false).unwrap();
         assert!(matches!(media.store(0, &[1]), Err(MediaError::ReadOnly)));
         assert!(matches!(media.store_word(0, 1), Err(MediaError::ReadOnly)));

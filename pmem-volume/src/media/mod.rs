@@ -114,6 +114,11 @@ pub trait Media: Send + Sync {
     /// At return `ranges` read as zeros and do so after any crash. Their old content is gone; where the media is
     /// sparse (tmpfs) their blocks are given back. Ranges are multiples of the chunk size.
     fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError>;
+
+    /// At return, and after any crash, nothing lies behind the media: a file that is longer is cut.
+    fn cut_tail(&self) -> Result<(), MediaError> {
+        Ok(())
+    }
 }
 
 /// Joins ranges that touch, so that each is flushed once. The input need not be sorted.

@@ -22,6 +22,7 @@ pub(crate) struct Simulator {
 
 #[derive(Clone, Default)]
 struct State {
+    file_bytes: u64,
     durable: BTreeMap<u64, u64>,
     /// Stores since the word was last durable, oldest first.
     pending: BTreeMap<u64, Vec<u64>>,
@@ -32,7 +33,7 @@ struct State {
 /// Everything that decides what a crash at this moment would leave.
 #[derive(Clone)]
 pub(crate) struct CrashPoint {
-    len_bytes: u64,
+    file_bytes: u64,
     durable: BTreeMap<u64, u64>,
     pending: Vec<(u64, Vec<u64>)>,
 }
@@ -56,7 +57,29 @@ impl Random {
 impl Simulator {
     /// Zeroed media.
     pub(crate) fn new(len_bytes: u64) -> Self {
-        Self { len_bytes, state: Arc::default() }
+        Self { len_bytes, state: Arc::new(Mutex::new(State { file_bytes: len_bytes, ..State::default() })) }
+    }
+
+    /// The file's length, which the media may be a part of.
+    pub(crate) fn file_bytes(&self) -> u64 {
+        self.state().file_bytes
+    }
+
+    /// The first part of the same file.
+    pub(crate) fn part(&self, len_bytes: u64) -> Self {
+        let media = Self { len_bytes, state: Arc::clone(&self.state) };
+        assert!(len_bytes <= media.file_bytes());
+        media
+    }
+
+    /// The same file, made longer, durably. A crash before the return leaves either length.
+    pub(crate) fn grown(&self, len_bytes: u64) -> Self {
+        let mut state = self.state();
+        state.take_point();
+        state.file_bytes = len_bytes;
+        state.take_point();
+        drop(state);
+        self.part(len_bytes)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -71,7 +94,7 @@ impl Simulator {
     /// The crash points since recording began, and one for now. Recording ends.
     pub(crate) fn take_points(&self) -> Vec<CrashPoint> {
         let mut state = self.state();
-        state.take_point(self.len_bytes);
+        state.take_point();
         state.recording = false;
         std::mem::take(&mut state.points)
     }
@@ -99,10 +122,14 @@ impl State {
         self.pending.entry(at).or_default().push(word);
     }
 
-    fn take_point(&mut self, len_bytes: u64) {
+    fn take_point(&mut self) {
         if self.recording {
             let pending = self.pending.iter().map(|(at, values)| (*at, values.clone())).collect();
-            self.points.push(CrashPoint { len_bytes, durable: self.durable.clone(), pending });
+            self.points.push(CrashPoint {
+                file_bytes: self.file_bytes,
+                durable: self.durable.clone(),
+                pending,
+            });
         }
     }
 
@@ -160,8 +187,8 @@ impl CrashPoint {
                 }
             }
         }
-        let state = State { durable, ..State::default() };
-        Simulator { len_bytes: self.len_bytes, state: Arc::new(Mutex::new(state)) }
+        let state = State { file_bytes: self.file_bytes, durable, ..State::default() };
+        Simulator { len_bytes: self.file_bytes, state: Arc::new(Mutex::new(state)) }
     }
 }
 
@@ -235,8 +262,18 @@ impl Media for Simulator {
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         let mut state = self.state();
-        state.take_point(self.len_bytes);
+        state.take_point();
         ranges.iter().for_each(|range| state.make_durable(range.clone()));
+        Ok(())
+    }
+
+    fn cut_tail(&self) -> Result<(), MediaError> {
+        let mut state = self.state();
+        state.take_point();
+        state.file_bytes = self.len_bytes;
+        state.durable.split_off(&self.len_bytes);
+        state.pending.split_off(&self.len_bytes);
+        state.take_point();
         Ok(())
     }
 
@@ -248,7 +285,7 @@ impl Media for Simulator {
             offsets.into_iter().for_each(|at| state.store(at, 0));
         }
         // While it goes on, any of it may have been done.
-        state.take_point(self.len_bytes);
+        state.take_point();
         ranges.iter().for_each(|range| state.make_durable(range.clone()));
         Ok(())
     }

@@ -87,6 +87,7 @@ fn is_of_open(finding: &Finding) -> bool {
         finding,
         Finding::SuperblockCopy { .. }
             | Finding::SuperblockStale { .. }
+            | Finding::GrowthUnfinished { .. }
             | Finding::LogPending { .. }
             | Finding::LogDamaged { .. }
     )

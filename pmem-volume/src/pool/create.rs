@@ -30,12 +30,12 @@ impl Pool {
             |action| move |source: io::Error| PoolError::File { path: path.to_owned(), action, source };
         // The file gets its name only when it is a pool: a crash before leaves nothing behind.
         let unnamed = Unnamed::in_folder_of(path)?;
-        check_room(path, &unnamed.file, size_bytes)?;
-        media::allocate(&unnamed.file, size_bytes).map_err(|error| match error.raw_os_error() {
+        check_room(path, &unnamed.file, size_bytes, 0)?;
+        media::allocate(&unnamed.file, 0..size_bytes).map_err(|error| match error.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT) => PoolError::FileSystemFull {
                 path: path.to_owned(),
                 needed_bytes: size_bytes,
-                free_bytes: file_system(&unnamed.file).map_or(0, |fs| fs.free_bytes),
+                free_bytes: FileSystem::of(&unnamed.file).map_or(0, |fs| fs.free_bytes),
             },
             Some(libc::EFBIG) => PoolError::Size {
                 what: "pool size",
@@ -115,35 +115,42 @@ pub(super) fn write_empty_pool(media: &dyn Media, superblock: &Superblock) -> Re
     mirrored::write(media, SUPERBLOCK_OFFSETS, &superblock.to_bytes())
 }
 
-struct FileSystem {
+/// How much a file system holds.
+pub(super) struct FileSystem {
     total_bytes: u64,
-    free_bytes: u64,
+    pub(super) free_bytes: u64,
 }
 
-fn file_system(file: &File) -> io::Result<FileSystem> {
-    // SAFETY: statvfs is plain numbers, for which zero is valid.
-    let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the kernel fills the struct that outlives the call.
-    if unsafe { libc::fstatvfs(file.as_raw_fd(), &raw mut stat) } != 0 {
-        return Err(io::Error::last_os_error());
+impl FileSystem {
+    /// The one that a file lies on.
+    pub(super) fn of(file: &File) -> io::Result<Self> {
+        // SAFETY: statvfs is plain numbers, for which zero is valid.
+        let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
+        // SAFETY: the kernel fills the struct that outlives the call.
+        if unsafe { libc::fstatvfs(file.as_raw_fd(), &raw mut stat) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
+        Ok(Self { total_bytes: bytes(stat.f_blocks), free_bytes: bytes(stat.f_bavail) })
     }
-    let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
-    Ok(FileSystem { total_bytes: bytes(stat.f_blocks), free_bytes: bytes(stat.f_bavail) })
 }
 
-/// A disk must have room for all of it now. tmpfs stays sparse, but what it can never hold is refused; one without a
-/// limit shows no size.
-fn check_room(path: &Path, file: &File, size_bytes: u64) -> Result<(), PoolError> {
+/// A disk must have room now for all that the file does not have yet. tmpfs stays sparse, but what it can never hold
+/// is refused; one without a limit shows no size.
+pub(super) fn check_room(path: &Path, file: &File, size_bytes: u64, has_bytes: u64) -> Result<(), PoolError> {
     let failed =
         |source| PoolError::File { path: path.to_owned(), action: "look at the file system of", source };
-    let file_system = file_system(file).map_err(failed)?;
+    let file_system = FileSystem::of(file).map_err(failed)?;
     let is_volatile = media::is_volatile(file).map_err(failed)?;
-    let room_bytes = if is_volatile { file_system.total_bytes } else { file_system.free_bytes };
+    let (needed_bytes, room_bytes) = match is_volatile {
+        true => (size_bytes, file_system.total_bytes),
+        false => (size_bytes - has_bytes, file_system.free_bytes),
+    };
     let unlimited = is_volatile && file_system.total_bytes == 0;
-    if !unlimited && size_bytes > room_bytes {
+    if !unlimited && needed_bytes > room_bytes {
         return Err(PoolError::FileSystemFull {
             path: path.to_owned(),
-            needed_bytes: size_bytes,
+            needed_bytes,
             free_bytes: file_system.free_bytes,
         });
     }

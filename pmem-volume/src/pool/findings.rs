@@ -4,6 +4,7 @@ use serde::Serialize;
 use thiserror::Error;
 
 use super::chunk::ChunkId;
+use crate::size::display;
 
 /// How bad a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -31,6 +32,12 @@ pub enum Finding {
     SuperblockStale {
         /// 0 or 1.
         copy: usize,
+    },
+    /// A crash came while the pool was made larger.
+    #[error("growing the pool to {} did not finish; the next open cuts the file to the pool's size", display(*to_bytes))]
+    GrowthUnfinished {
+        /// How large it was to be.
+        to_bytes: u64,
     },
     /// A copy of a volume record is damaged, the other is not.
     #[error("copy {copy} of volume record {slot} is damaged; the other one is used")]
@@ -174,6 +181,7 @@ impl Finding {
     pub fn severity(&self) -> Severity {
         match self {
             Finding::SuperblockStale { .. }
+            | Finding::GrowthUnfinished { .. }
             | Finding::VolumeRecordStale { .. }
             | Finding::LogPending { .. }
             | Finding::StillLent { .. }

@@ -87,8 +87,10 @@ pub struct SuperblockBytes {
     pub log_bytes: U64,
     /// When the pool was made, in seconds since 1970.
     pub created_unix_s: U64,
+    /// Zero, or bytes that the file may have while the pool is being grown.
+    pub growing_to_bytes: U64,
     /// Zero.
-    pub reserved: [u8; 3936],
+    pub reserved: [u8; 3928],
     /// CRC-32 (IEEE 802.3) of all bytes before it.
     pub checksum: U64,
 }
@@ -177,7 +179,8 @@ const _: () = {
     assert!(offset_of!(SuperblockBytes, volume_table_offsets) == 104);
     assert!(offset_of!(SuperblockBytes, volume_slots) == 120);
     assert!(offset_of!(SuperblockBytes, log_offset) == 128);
-    assert!(offset_of!(SuperblockBytes, reserved) == 152);
+    assert!(offset_of!(SuperblockBytes, growing_to_bytes) == 152);
+    assert!(offset_of!(SuperblockBytes, reserved) == 160);
     assert!(offset_of!(SuperblockBytes, checksum) == 4088);
     assert!(size_of::<VolumeRecordBytes>() as u64 == VOLUME_RECORD_BYTES);
     assert!(offset_of!(VolumeRecordBytes, slot) == 16);

@@ -16,6 +16,7 @@ mod chunk;
 mod create;
 mod error;
 mod findings;
+mod grow;
 pub mod layout;
 mod lock;
 mod memory;
@@ -77,6 +78,14 @@ impl Backing {
             Backing::File(media) => media,
             #[cfg(test)]
             Backing::Other(media) => media.as_ref(),
+        }
+    }
+
+    fn file_media(&self) -> &FileMedia {
+        match self {
+            Backing::File(media) => media,
+            #[cfg(test)]
+            Backing::Other(_) => panic!("a simulated pool has no file"),
         }
     }
 }
@@ -201,11 +210,7 @@ impl Pool {
 
     /// The pool's file, to map extents of it (MAP_SHARED, at [`Extent::offset_bytes`]).
     pub fn file(&self) -> &File {
-        match &self.backing {
-            Backing::File(media) => media.file(),
-            #[cfg(test)]
-            Backing::Other(_) => panic!("a simulated pool has no file"),
-        }
+        self.backing.file_media().file()
     }
 
     /// Who has the pool open for writing, this process included, or somebody who reads it.

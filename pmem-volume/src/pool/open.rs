@@ -21,7 +21,7 @@ use super::redo_log::{self, LogState, Redone};
 use super::scan::{Scan, scan};
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
-use super::{Backing, Counts, Pool, PoolError, State};
+use super::{Backing, Counts, Pool, PoolError, State, grow};
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
 
@@ -79,7 +79,7 @@ impl Pool {
     /// 1. Look at everything, as it will be when a committed transaction has been redone, and stop if it cannot be
     ///    trusted: until here nothing is stored.
     /// 2. Redo the transaction.
-    /// 3. Put right: copies, wear words, chunks to be erased. Each step may be repeated after a crash in it.
+    /// 3. Put right: copies, wear words, chunks to be erased, a file that was being grown. Each step may be repeated after a crash in it.
     pub(super) fn from_media(
         path: PathBuf,
         mode: OpenMode,
@@ -101,8 +101,12 @@ impl Pool {
         if let (true, LogState::Committed(entries)) = (writable, &log) {
             redo_log::replay(media, &superblock, entries)?;
         }
+        let mut superblock = superblock;
         if writable {
             put_right(media, &superblock, &findings, &mut scan)?;
+            if superblock.growing_to_bytes > 0 {
+                superblock = grow::withdraw(media, &superblock)?;
+            }
         }
         let table = ChunkTable::new(&superblock);
         let state = State::new(&superblock, scan, findings);
@@ -215,8 +219,7 @@ fn read_superblock(
     file: &File,
     mode: OpenMode,
 ) -> Result<(Superblock, Vec<Finding>), PoolError> {
-    let path = || path.to_owned();
-    let file_error = |source| PoolError::File { path: path(), action: "read", source };
+    let file_error = |source| PoolError::File { path: path.to_owned(), action: "read", source };
     let file_bytes = file.metadata().map_err(file_error)?.len();
     let mut copies = [SuperblockBytes::new_zeroed(), SuperblockBytes::new_zeroed()];
     for (copy, offset) in copies.iter_mut().zip(SUPERBLOCK_OFFSETS) {
@@ -225,6 +228,17 @@ fn read_superblock(
             file.read_exact_at(copy.as_mut_bytes(), offset).map_err(file_error)?;
         }
     }
+    judge_superblocks(path, copies, file_bytes, mode)
+}
+
+/// Decides from both superblocks and the file's length what the pool is.
+pub(super) fn judge_superblocks(
+    path: &Path,
+    copies: [SuperblockBytes; 2],
+    file_bytes: u64,
+    mode: OpenMode,
+) -> Result<(Superblock, Vec<Finding>), PoolError> {
+    let path = || path.to_owned();
     let any_magic = copies.iter().any(|copy| copy.magic == SUPERBLOCK_MAGIC);
     let mut findings = Vec::new();
     let bytes = match mirrored::choose(copies) {
@@ -256,7 +270,13 @@ fn read_superblock(
         Superblock::parse(&bytes).map_err(|source| PoolError::SuperblockInvalid { path: path(), source })?;
     let pool_bytes = superblock.size_bytes();
     debug_assert!(pool_bytes.is_multiple_of(CHUNK_BYTES));
+    let to_bytes = superblock.growing_to_bytes;
+    if to_bytes > 0 {
+        findings.push(Finding::GrowthUnfinished { to_bytes });
+    }
     match file_bytes.cmp(&pool_bytes) {
+        // A crash came while the pool was made larger. What is behind the old end is nobody's yet.
+        std::cmp::Ordering::Greater if file_bytes <= to_bytes => Ok((superblock, findings)),
         std::cmp::Ordering::Less => Err(PoolError::Truncated { path: path(), file_bytes, pool_bytes }),
         std::cmp::Ordering::Greater => Err(PoolError::Enlarged { path: path(), file_bytes, pool_bytes }),
         std::cmp::Ordering::Equal => Ok((superblock, findings)),

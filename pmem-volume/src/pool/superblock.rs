@@ -41,6 +41,8 @@ pub(crate) struct Superblock {
     pub(crate) log_offset: u64,
     pub(crate) log_bytes: u64,
     pub(crate) created_unix_s: u64,
+    /// Zero, or how long the file may be: the pool was being grown.
+    pub(crate) growing_to_bytes: u64,
 }
 
 impl Superblock {
@@ -57,6 +59,7 @@ impl Superblock {
             log_offset: LOG_OFFSET,
             log_bytes: LOG_BYTES,
             created_unix_s,
+            growing_to_bytes: 0,
         }
     }
 
@@ -82,6 +85,11 @@ impl Superblock {
             counted_to = counted_to.max(end);
         }
         count as u32
+    }
+
+    /// The chunk behind the chunk table's last one.
+    pub(crate) fn chunk_table_end_chunk(&self) -> u64 {
+        self.tables()[0].end.div_ceil(CHUNK_BYTES)
     }
 
     /// Where the two copies of a volume's record lie.
@@ -115,7 +123,11 @@ impl Superblock {
 
     /// The bytes, sealed.
     pub(crate) fn to_bytes(&self) -> SuperblockBytes {
-        let mut bytes = SuperblockBytes::new_zeroed();
+        self.to_bytes_over(SuperblockBytes::new_zeroed())
+    }
+
+    /// The bytes, sealed; what this code does not know stays as it is in `bytes`.
+    pub(crate) fn to_bytes_over(&self, mut bytes: SuperblockBytes) -> SuperblockBytes {
         bytes.magic = SUPERBLOCK_MAGIC;
         bytes.version.set(FORMAT_VERSION);
         bytes.superblock_bytes.set(SUPERBLOCK_BYTES as u32);
@@ -133,6 +145,7 @@ impl Superblock {
         bytes.log_offset.set(self.log_offset);
         bytes.log_bytes.set(self.log_bytes);
         bytes.created_unix_s.set(self.created_unix_s);
+        bytes.growing_to_bytes.set(self.growing_to_bytes);
         mirrored::seal(&mut bytes);
         bytes
     }
@@ -180,7 +193,12 @@ impl Superblock {
             log_offset: bytes.log_offset.get(),
             log_bytes: bytes.log_bytes.get(),
             created_unix_s: bytes.created_unix_s.get(),
+            growing_to_bytes: bytes.growing_to_bytes.get(),
         };
+        let to = superblock.growing_to_bytes;
+        let larger =
+            to == 0 || (to > size && to.is_multiple_of(CHUNK_BYTES) && to <= MAX_CHUNKS * CHUNK_BYTES);
+        field("growing_to_bytes", to, larger, "a pool grows to a multiple of 2 MiB, up to 512 TiB")?;
         let inside = |offset: u64, length: u64| {
             offset.is_multiple_of(8) && offset.checked_add(length).is_some_and(|end| end <= size)
         };
@@ -258,6 +276,9 @@ mod tests {
         assert_eq!(broken(|b| b.log_offset.set(4)), "log_offset");
         assert_eq!(broken(|b| b.log_offset.set(0)), "offsets");
         assert_eq!(broken(|b| b.volume_table_offsets[1].set(1 << 30)), "volume_table_offsets");
+        assert_eq!(broken(|b| b.growing_to_bytes.set(512 * CHUNK_BYTES)), "growing_to_bytes");
+        assert_eq!(broken(|b| b.growing_to_bytes.set(u64::MAX - CHUNK_BYTES + 1)), "growing_to_bytes");
+        assert_eq!(broken(|b| b.growing_to_bytes.set(513 * CHUNK_BYTES + 8)), "growing_to_bytes");
         assert_eq!(broken(|b| b.strg_bytes.set(1)), "strg_bytes");
         assert_eq!(broken(|b| b.strg_bytes.set(1 << 40)), "strg_bytes");
     }

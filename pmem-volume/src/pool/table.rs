@@ -177,6 +177,17 @@ impl ChunkTable {
         Ok(decode_wear(chunk, media.load_word(self.entry_offset(chunk) + 8)?))
     }
 
+    /// Copies a chunk's words to another table as they are. Not durable yet.
+    pub(crate) fn copy_entry(self, media: &dyn Media, chunk: ChunkId, to: Self) -> Result<(), MediaError> {
+        for word in [0, 8] {
+            media.store_word(
+                to.entry_offset(chunk) + word,
+                media.load_word(self.entry_offset(chunk) + word)?,
+            )?;
+        }
+        Ok(())
+    }
+
     /// Stores the owner. Not durable yet.
     pub(crate) fn set_owner(self, media: &dyn Media, chunk: ChunkId, owner: Owner) -> Result<(), MediaError> {
         media.store_word(self.entry_offset(chunk), encode_owner(chunk, owner))

@@ -14,6 +14,7 @@ Examples:
   pmvol volume list /pm/pool
   pmvol volume rename /pm/pool data data-2026
   pmvol volume delete /pm/pool data-2026          erases it, for good
+  pmvol grow /pm/pool --size 32G                  to 32 GiB, nothing moves
   pmvol info /pm/pool                             also while a VM uses the pool
   pmvol check /pm/pool                            exit code 1 if anything is damaged
 
@@ -41,6 +42,17 @@ pub(crate) enum Command {
         /// How much of it is kept for volumes and never lent as memory
         #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size())]
         strg: u64,
+    },
+    /// Make a pool larger
+    ///
+    /// Volumes and their content stay. The pool must not be in use; a crash leaves it at its old size or the new one.
+    #[command(after_help = "Example:\n  pmvol grow /pm/pool --size 32G")]
+    Grow {
+        /// The pool
+        pool: PathBuf,
+        /// Size that it gets, a multiple of 2M
+        #[arg(long, value_name = "SIZE", value_parser = parse_size())]
+        size: u64,
     },
     /// Show what a pool is and how its bytes are used
     ///

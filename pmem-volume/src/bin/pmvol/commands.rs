@@ -18,6 +18,10 @@ pub(crate) enum Outcome {
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
     match &arguments.command {
         Command::Create { pool, size, strg } => create(pool, *size, *strg),
+        Command::Grow { pool, size } => {
+            print::pool_grown(pool, &Pool::grow(pool, *size).map_err(with_flag)?.info());
+            Ok(Outcome::Done)
+        }
         Command::Info { pool, output } => info(pool, output),
         Command::Check { pool, output } => check(pool, output),
         Command::Volume(VolumeCommand::Create { pool, name, size, format }) => {

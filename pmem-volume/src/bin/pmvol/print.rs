@@ -61,6 +61,15 @@ pub(crate) fn pool_made(path: &Path, info: &PoolInfo) {
     );
 }
 
+pub(crate) fn pool_grown(path: &Path, info: &PoolInfo) {
+    println!(
+        "pool {} grown: {}, {} free",
+        path.display(),
+        display(info.total_bytes),
+        display(info.free_bytes)
+    );
+}
+
 pub(crate) fn volume_made(volume: &VolumeInfo) {
     println!("volume {} made: {}, {}", volume.name, display(volume.size_bytes), format_name(volume.format));
 }

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::io::Write;
 
 use uuid::Uuid;
+use zerocopy::{FromZeros, IntoBytes};
 
 use super::*;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
@@ -19,28 +20,39 @@ const CHUNKS: u32 = 14;
 const SLOTS: u32 = 3;
 
 /// Volumes by name, with their size in chunks.
-type Volumes = BTreeMap<String, u32>;
+pub(super) type Volumes = BTreeMap<String, u32>;
 
 /// A small pool: few slots, so that an image is quick to open.
 fn new_pool() -> (Simulator, Arc<Pool>) {
+    new_pool_with(|_| {})
+}
+
+/// The same, with a change of its superblock before anything is written.
+pub(super) fn new_pool_with(change: impl Fn(&mut Superblock)) -> (Simulator, Arc<Pool>) {
     let media = Simulator::new(u64::from(CHUNKS) * CHUNK_BYTES);
     let mut superblock = create::plan(media.len_bytes(), 0, Uuid::from_u128(1), 1).unwrap();
     superblock.volume_slots = SLOTS;
+    change(&mut superblock);
     create::write_empty_pool(&media, &superblock).unwrap();
     let pool = open(&media).unwrap();
     (media, pool)
 }
 
-fn open(media: &Simulator) -> Result<Arc<Pool>, PoolError> {
-    let copies = mirrored::read::<layout::SuperblockBytes>(media, layout::SUPERBLOCK_OFFSETS)?;
-    let mirrored::Copies::Agree(bytes) = copies else { panic!("no operation here changes the superblock") };
-    let superblock = Superblock::parse(&bytes).expect("the superblock is whole");
-    let backing = Backing::Other(Box::new(media.clone()));
-    Pool::from_media("simulated".into(), OpenMode::ReadWrite, backing, superblock, vec![])
+/// Opens what a crash left: superblocks and the file's length say how much of it is the pool.
+pub(super) fn open(image: &Simulator) -> Result<Arc<Pool>, PoolError> {
+    let mut copies = [layout::SuperblockBytes::new_zeroed(), layout::SuperblockBytes::new_zeroed()];
+    for (copy, offset) in copies.iter_mut().zip(layout::SUPERBLOCK_OFFSETS) {
+        image.read(offset, copy.as_mut_bytes())?;
+    }
+    let path = Path::new("simulated");
+    let file_bytes = image.file_bytes();
+    let (superblock, findings) = open::judge_superblocks(path, copies, file_bytes, OpenMode::ReadWrite)?;
+    let backing = Backing::Other(Box::new(image.part(superblock.size_bytes())));
+    Pool::from_media(path.to_owned(), OpenMode::ReadWrite, backing, superblock, findings)
 }
 
 /// Past the test harness, which keeps what a passing test prints to itself.
-fn say_images(count: usize) {
+pub(super) fn say_images(count: usize) {
     let test = std::thread::current().name().unwrap_or_default().to_owned();
     let _ = writeln!(std::io::stderr(), "{count} crash images opened by {test}");
 }
@@ -51,7 +63,7 @@ fn mark_of(volume: &VolumeInfo, index: u32) -> u64 {
 }
 
 /// Writes a volume as a guest would, and flushes.
-fn fill_volume(media: &Simulator, pool: &Arc<Pool>, name: &str) {
+pub(super) fn fill_volume(media: &Simulator, pool: &Arc<Pool>, name: &str) {
     let volume = pool.open_volume(name).unwrap();
     for extent in volume.extents() {
         for (index, chunk) in (extent.index..).zip(extent.run.ids()) {
@@ -69,7 +81,7 @@ fn fill_memory(media: &Simulator, extents: &[Extent]) {
     }
 }
 
-fn volumes_of(pool: &Pool) -> Volumes {
+pub(super) fn volumes_of(pool: &Pool) -> Volumes {
     pool.volumes().into_iter().map(|v| (v.name, (v.size_bytes / CHUNK_BYTES) as u32)).collect()
 }
 
@@ -98,12 +110,16 @@ fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), String> {
     }
     let owned: u32 = volumes.values().sum();
     let info = pool.info();
-    let free = u64::from(CHUNKS - 2 - owned) * CHUNK_BYTES;
+    let metadata_bytes = u64::from(pool.superblock.metadata_chunks()) * CHUNK_BYTES;
+    let free = info.total_bytes - metadata_bytes - u64::from(owned) * CHUNK_BYTES;
+    if image.file_bytes() != info.total_bytes {
+        return Err(format!("the file has {} bytes and the pool {}", image.file_bytes(), info.total_bytes));
+    }
     if info.free_bytes != free {
         return Err(format!("{} bytes are free and {free} should be", info.free_bytes));
     }
     let table = ChunkTable::new(&pool.superblock);
-    for chunk in (0..CHUNKS).map(ChunkId) {
+    for chunk in (0..table.entries()).map(ChunkId) {
         let is_free = table.owner(image, chunk).unwrap() == Ok(Owner::Free);
         if is_free && image.dirty_words(Extent::chunk(chunk).run().byte_range()) > 0 {
             return Err(format!("free chunk {chunk} has old content"));
@@ -114,7 +130,7 @@ fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), String> {
 }
 
 /// Opens every image of every point; images are counted.
-fn verify_points(
+pub(super) fn verify_points(
     points: &[CrashPoint],
     bound: usize,
     allowed: &[&Volumes],
@@ -282,7 +298,7 @@ fn a_rename_that_writes_both_copies_at_once_is_found_out() {
     let record = volume_record::VolumeRecord { sequence: old.sequence + 1, name, ..old }.to_bytes();
     let offsets = pool.superblock.volume_record_offsets(slot);
     for offset in offsets {
-        media.store(offset, zerocopy::IntoBytes::as_bytes(&record)).unwrap();
+        media.store(offset, record.as_bytes()).unwrap();
         // Missing: persist, before the other copy is touched.
     }
     media.persist(&offsets.map(|at| at..at + 256)).unwrap();

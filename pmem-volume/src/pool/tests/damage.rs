@@ -18,7 +18,7 @@ fn with_volume() -> Fixture {
     fixture
 }
 
-const SUPERBLOCK_FIELDS: [(&str, usize); 16] = [
+const SUPERBLOCK_FIELDS: [(&str, usize); 17] = [
     ("magic", offset_of!(SuperblockBytes, magic)),
     ("version", offset_of!(SuperblockBytes, version)),
     ("superblock_bytes", offset_of!(SuperblockBytes, superblock_bytes)),
@@ -33,6 +33,7 @@ const SUPERBLOCK_FIELDS: [(&str, usize); 16] = [
     ("volume_table_offsets", offset_of!(SuperblockBytes, volume_table_offsets)),
     ("volume_slots", offset_of!(SuperblockBytes, volume_slots)),
     ("log_offset", offset_of!(SuperblockBytes, log_offset)),
+    ("growing_to_bytes", offset_of!(SuperblockBytes, growing_to_bytes)),
     ("reserved", offset_of!(SuperblockBytes, reserved)),
     ("checksum", offset_of!(SuperblockBytes, checksum)),
 ];
@@ -73,7 +74,7 @@ fn a_flipped_bit_in_both_superblocks_is_refused() {
 }
 
 /// Writes both superblocks with a change and a checksum that fits it.
-fn with_superblock(fixture: &Fixture, change: impl Fn(&mut SuperblockBytes)) {
+pub(super) fn with_superblock(fixture: &Fixture, change: impl Fn(&mut SuperblockBytes)) {
     use zerocopy::{FromBytes, IntoBytes};
     let bytes = fs::read(fixture.path()).unwrap();
     let mut superblock = SuperblockBytes::read_from_bytes(&bytes[..4096]).unwrap();

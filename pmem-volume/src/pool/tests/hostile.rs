@@ -42,7 +42,7 @@ fn value() -> impl Strategy<Value = u64> {
 
 fn change() -> impl Strategy<Value = Change> {
     prop_oneof![
-        (1..19usize, value()).prop_map(|(word, value)| Change::Superblock { word, value }),
+        (1..20usize, value()).prop_map(|(word, value)| Change::Superblock { word, value }),
         (0..4u64, 1..31usize, value()).prop_map(|(slot, word, value)| Change::Record { slot, word, value }),
         (0..16u32, 0..4u16, 0..12u32, 0..6u8).prop_map(|(chunk, slot, index, kind)| Change::Owner {
             chunk,

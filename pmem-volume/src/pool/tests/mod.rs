@@ -1,6 +1,7 @@
 //! Pools as their users see them.
 
 mod crash;
+mod crash_grow;
 mod damage;
 mod golden;
 mod hooked;
@@ -10,7 +11,7 @@ mod slow;
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tempfile::TempDir;

@@ -1,0 +1,176 @@
+//! Growing a pool: its file becomes longer, and its chunk table with it.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::chunk::{ChunkId, Run};
+use super::create::{FileSystem, check_room};
+use super::layout::{CHUNK_ENTRY_BYTES, SUPERBLOCK_OFFSETS, SuperblockBytes};
+use super::mirrored;
+use super::superblock::Superblock;
+use super::table::{ChunkTable, Owner};
+use super::{Backing, MAX_POOL_BYTES, OpenMode, Pool, PoolError};
+use crate::CHUNK_BYTES;
+use crate::media::{Media, MediaError};
+use crate::size::display;
+
+impl Pool {
+    /// Makes a pool that nobody uses larger, and opens it. On a disk all of it is allocated. If there is no room,
+    /// nothing has changed.
+    pub fn grow(path: &Path, size_bytes: u64) -> Result<Arc<Pool>, PoolError> {
+        let pool = Pool::open(path, OpenMode::ReadWrite)?;
+        let new = plan(&pool.superblock, size_bytes)?;
+        let media = pool.backing.file_media();
+        let old_bytes = pool.superblock.size_bytes();
+        check_room(path, media.file(), size_bytes, old_bytes)?;
+        // The lock stays: both media have the same open file.
+        let grown =
+            carry_out(media, &pool.superblock, &new, |media| media.grown(size_bytes)).map_err(|failure| {
+                match failure {
+                    Failure::NoRoom(source) => no_room(path, media.file(), size_bytes - old_bytes, source),
+                    Failure::Media(error) => error.into(),
+                }
+            })?;
+        Self::from_media(path.to_owned(), OpenMode::ReadWrite, Backing::File(grown), new, vec![])
+    }
+}
+
+/// Why a pool did not grow.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// The file could not be made longer. It is as it was.
+    NoRoom(io::Error),
+    /// The media failed. The next open finds the old size or the new one.
+    Media(MediaError),
+}
+
+impl From<MediaError> for Failure {
+    fn from(error: MediaError) -> Self {
+        Failure::Media(error)
+    }
+}
+
+/// Grows a pool, and returns its media with the new length.
+///
+/// 1. The superblock says how long the file will be: from here on, a longer file is no riddle.
+/// 2. The file gets its length, durably.
+/// 3. Table entries of the new chunks, behind the old ones or in a new table; persist.
+/// 4. The superblock, with the new size and table: from here on the pool is larger.
+///
+/// An old table's chunks are marked to be erased in the new one. Opening the pool does that.
+pub(super) fn carry_out<M: Media>(
+    media: &M,
+    old: &Superblock,
+    new: &Superblock,
+    lengthen: impl FnOnce(&M) -> io::Result<M>,
+) -> Result<M, Failure> {
+    announce(media, old, new)?;
+    let grown = match lengthen(media) {
+        Ok(grown) => grown,
+        Err(error) => {
+            // Should this fail too, the next open does it.
+            withdraw(media, old)?;
+            return Err(Failure::NoRoom(error));
+        }
+    };
+    write_table(&grown, old, new)?;
+    rewrite(&grown, new)?;
+    Ok(grown)
+}
+
+/// The superblock of a pool that has grown: its table stays where it is if its chunks have room for the new entries,
+/// and else goes to the first new chunks.
+pub(super) fn plan(old: &Superblock, size_bytes: u64) -> Result<Superblock, PoolError> {
+    let refuse = |rule: String| Err(PoolError::Size { what: "pool size", value: size_bytes, rule });
+    let old_bytes = old.size_bytes();
+    if !size_bytes.is_multiple_of(CHUNK_BYTES) {
+        return refuse("is not a multiple of 2 MiB".to_owned());
+    }
+    if size_bytes <= old_bytes {
+        return refuse(format!(
+            "is not more than the {} that the pool has, and a pool only grows",
+            display(old_bytes)
+        ));
+    }
+    if size_bytes > MAX_POOL_BYTES {
+        return refuse(format!("is more than {}, the largest pool", display(MAX_POOL_BYTES)));
+    }
+    let chunks = (size_bytes / CHUNK_BYTES) as u32;
+    // Two updates: what is announced, and what is published.
+    let grown =
+        Superblock { sequence: old.sequence.wrapping_add(2), chunks, growing_to_bytes: 0, ..old.clone() };
+    let is_whole = |superblock: &Superblock| Superblock::parse(&superblock.to_bytes()).is_ok();
+    if grown.chunk_table_end_chunk() == old.chunk_table_end_chunk() && is_whole(&grown) {
+        return Ok(grown);
+    }
+    let table_bytes = (u64::from(chunks) * CHUNK_ENTRY_BYTES).next_multiple_of(CHUNK_BYTES);
+    if old_bytes + table_bytes > size_bytes {
+        return refuse(format!(
+            "leaves no room for the larger chunk table, which takes {} of what is new",
+            display(table_bytes)
+        ));
+    }
+    let moved = Superblock { chunk_table_offset: old_bytes, ..grown };
+    assert!(is_whole(&moved), "a table behind all that there was overlaps nothing");
+    Ok(moved)
+}
+
+/// Step 1.
+pub(super) fn announce(media: &dyn Media, old: &Superblock, new: &Superblock) -> Result<(), MediaError> {
+    let sequence = old.sequence.wrapping_add(1);
+    rewrite(media, &Superblock { sequence, growing_to_bytes: new.size_bytes(), ..old.clone() })
+}
+
+/// Takes step 1 back: cuts what the file has behind the pool, then says that it has nothing. `current` has the
+/// sequence number of before the announcement, or that of the announcement.
+pub(super) fn withdraw(media: &dyn Media, current: &Superblock) -> Result<Superblock, MediaError> {
+    media.cut_tail()?;
+    let sequence = current.sequence.wrapping_add(2);
+    let withdrawn = Superblock { sequence, growing_to_bytes: 0, ..current.clone() };
+    rewrite(media, &withdrawn)?;
+    Ok(withdrawn)
+}
+
+/// Step 3. Nothing of it counts before the superblock names it: entries lie behind the table's old end, or in chunks
+/// that the pool did not have.
+pub(super) fn write_table(media: &dyn Media, old: &Superblock, new: &Superblock) -> Result<(), MediaError> {
+    let (from, to) = (ChunkTable::new(old), ChunkTable::new(new));
+    if old.chunk_table_offset != new.chunk_table_offset {
+        for chunk in (0..from.entries()).map(ChunkId) {
+            from.copy_entry(media, chunk, to)?;
+            if old.is_metadata(chunk) && !new.is_metadata(chunk) {
+                to.set_owner(media, chunk, Owner::Scrub)?;
+            }
+        }
+    }
+    for chunk in (from.entries()..to.entries()).map(ChunkId) {
+        let owner = if new.is_metadata(chunk) { Owner::Metadata } else { Owner::Free };
+        to.set_owner(media, chunk, owner)?;
+        to.set_wear(media, chunk, 0)?;
+    }
+    media.persist_range(to.byte_range(Run { start: ChunkId(0), chunks: to.entries() }))
+}
+
+/// Changes the superblock. What this code does not know of it, such as compatible features, stays.
+pub(super) fn rewrite(media: &dyn Media, superblock: &Superblock) -> Result<(), MediaError> {
+    let current = match mirrored::read::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS)? {
+        mirrored::Copies::Agree(bytes)
+        | mirrored::Copies::Stale { current: bytes, .. }
+        | mirrored::Copies::Damaged { current: bytes, .. } => bytes,
+        // Damaged since the pool was opened; what was read then is all there is.
+        mirrored::Copies::Lost => superblock.to_bytes(),
+    };
+    mirrored::write(media, SUPERBLOCK_OFFSETS, &superblock.to_bytes_over(current))
+}
+
+fn no_room(path: &Path, file: &std::fs::File, needed_bytes: u64, source: io::Error) -> PoolError {
+    match source.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => PoolError::FileSystemFull {
+            path: path.to_owned(),
+            needed_bytes,
+            free_bytes: FileSystem::of(file).map_or(0, |fs| fs.free_bytes),
+        },
+        _ => PoolError::File { path: path.to_owned(), action: "enlarge", source },
+    }
+}

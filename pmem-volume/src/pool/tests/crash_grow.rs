@@ -1,0 +1,182 @@
+//! Crashes while a pool grows: it has its old size or the new one, and all of its content.
+
+use super::crash::{Volumes, fill_volume, new_pool_with, open, say_images, verify_points, volumes_of};
+use super::*;
+use crate::media::simulator::{Random, Simulator};
+
+const CHUNKS: u32 = 14;
+const GROWN: u32 = 17;
+
+/// A pool with a volume, and with the end of its chunk table where `table` says.
+fn with_volume(table_offset: u64) -> (Simulator, Arc<Pool>, Volumes) {
+    let (media, pool) = new_pool_with(|superblock| superblock.chunk_table_offset = table_offset);
+    pool.create_volume("v", VolumeSize::Bytes(4 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+    fill_volume(&media, &pool, "v");
+    let volumes = volumes_of(&pool);
+    (media, pool, volumes)
+}
+
+/// The table ends where its chunk does, so that it cannot grow where it is.
+const TABLE_AT_THE_END: u64 = 2 * CHUNK_BYTES - CHUNKS as u64 * 16;
+
+fn new_bytes() -> u64 {
+    u64::from(GROWN) * CHUNK_BYTES
+}
+
+/// Opens the images, and says which sizes pools had in them.
+fn sizes_seen(media: &Simulator, volumes: &Volumes, bound: usize) -> Result<Vec<u64>, String> {
+    let points = media.take_points();
+    let mut random = Random::new(17);
+    let images = verify_points(&points, bound, &[volumes], &mut random)?;
+    say_images(images);
+    let mut sizes: Vec<u64> = points
+        .iter()
+        .flat_map(|point| point.images(16, &mut random))
+        .map(|image| open(&image).unwrap().info().total_bytes)
+        .collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    Ok(sizes)
+}
+
+#[test]
+fn a_pool_has_its_old_size_or_the_new_one_and_all_of_its_volumes() {
+    for (table_offset, moves) in [(CHUNK_BYTES, false), (TABLE_AT_THE_END, true)] {
+        let (media, pool, volumes) = with_volume(table_offset);
+        pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
+        let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
+        assert_eq!(new.chunk_table_offset == u64::from(CHUNKS) * CHUNK_BYTES, moves);
+        media.record();
+        let grown = grow::carry_out(&media, &pool.superblock, &new, |m| Ok(m.grown(new_bytes()))).unwrap();
+        // What Pool::grow() does last.
+        drop(open(&grown).unwrap());
+        let sizes = sizes_seen(&media, &volumes, 160).unwrap();
+        assert_eq!(sizes, [u64::from(CHUNKS) * CHUNK_BYTES, new_bytes()]);
+        let pool = open(&grown).unwrap();
+        assert_eq!(pool.superblock, new);
+        assert_eq!(pool.info().metadata_bytes, 2 * CHUNK_BYTES, "the old table's chunk is free");
+        assert_eq!(pool.check().unwrap().pool, []);
+    }
+}
+
+#[test]
+fn a_file_that_cannot_grow_is_as_it_was() {
+    let (media, pool, volumes) = with_volume(CHUNK_BYTES);
+    let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
+    media.record();
+    let full = |media: &Simulator| {
+        // Some of it was there already when the disk was full.
+        media.grown(new_bytes() - CHUNK_BYTES);
+        Err(std::io::Error::from_raw_os_error(libc::ENOSPC))
+    };
+    let failure = grow::carry_out(&media, &pool.superblock, &new, full);
+    assert!(matches!(failure, Err(grow::Failure::NoRoom(_))));
+    assert_eq!(sizes_seen(&media, &volumes, 64).unwrap(), [u64::from(CHUNKS) * CHUNK_BYTES]);
+    let again = open(&media).unwrap();
+    assert_eq!(again.findings_at_open(), []);
+    assert_eq!(again.superblock.growing_to_bytes, 0);
+}
+
+#[test]
+fn a_longer_file_before_it_is_announced_is_found_out() {
+    let (media, pool, volumes) = with_volume(CHUNK_BYTES);
+    let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
+    media.record();
+    let grown = media.grown(new_bytes());
+    grow::announce(&grown, &pool.superblock, &new).unwrap();
+    grow::write_table(&grown, &pool.superblock, &new).unwrap();
+    grow::rewrite(&grown, &new).unwrap();
+    let error = sizes_seen(&media, &volumes, 64).expect_err("the wrong order went unnoticed");
+    assert!(error.contains("does not open") && error.contains("cut it"), "{error}");
+}
+
+#[test]
+fn a_superblock_before_its_table_is_found_out() {
+    for table_offset in [CHUNK_BYTES, TABLE_AT_THE_END] {
+        let (media, pool, volumes) = with_volume(table_offset);
+        let new = grow::plan(&pool.superblock, new_bytes()).unwrap();
+        media.record();
+        grow::announce(&media, &pool.superblock, &new).unwrap();
+        let grown = media.grown(new_bytes());
+        grow::rewrite(&grown, &new).unwrap();
+        grow::write_table(&grown, &pool.superblock, &new).unwrap();
+        let error = sizes_seen(&media, &volumes, 64).expect_err("the wrong order went unnoticed");
+        assert!(error.contains("does not open") && error.contains("owner word"), "{error}");
+    }
+}
+
+#[test]
+fn a_pool_on_a_file_grows_and_keeps_what_it_has() {
+    for folder in ["/dev/shm".into(), std::env::current_dir().unwrap()] {
+        let fixture = Fixture { folder: TempDir::new_in(folder).unwrap() };
+        let pool = fixture.create(64 * MIB, 8 * MIB);
+        let made = pool.create_volume("a", VolumeSize::Remaining, VolumeFormat::Btt).unwrap();
+        let uuid = pool.uuid();
+        assert!(matches!(Pool::grow(&fixture.path(), 96 * MIB), Err(PoolError::InUse { .. })));
+        drop(pool);
+        let before = fixture.image();
+        let refused = |bytes| Pool::grow(&fixture.path(), bytes).unwrap_err();
+        for bytes in [0, 62 * MIB, 64 * MIB, 65 * MIB, MAX_POOL_BYTES + CHUNK_BYTES] {
+            assert!(matches!(refused(bytes), PoolError::Size { value, .. } if value == bytes), "{bytes}");
+        }
+        assert!(matches!(refused(1 << 47), PoolError::FileSystemFull { .. }));
+        assert!(before == fixture.image());
+
+        let pool = Pool::grow(&fixture.path(), 96 * MIB).unwrap();
+        assert!(matches!(Pool::open(&fixture.path(), OpenMode::ReadOnly), Err(PoolError::InUse { .. })));
+        assert_eq!((pool.uuid(), pool.volumes()), (uuid, vec![made]));
+        assert_eq!((pool.info().total_bytes, pool.info().free_bytes), (96 * MIB, 32 * MIB));
+        assert_states_add_up(&pool.info());
+        pool.alloc_memory(32 * MIB).unwrap();
+        drop(pool);
+        assert!(fixture.check().is_clean());
+        assert_eq!(fixture.image().1, 96 * MIB);
+        // Again, with a feature that nobody here knows.
+        super::damage::with_superblock(&fixture, |s| s.features_compatible.set(16));
+        let pool = Pool::grow(&fixture.path(), 128 * MIB).unwrap();
+        assert_eq!(pool.info().free_bytes, 64 * MIB);
+        drop(pool);
+        super::damage::with_superblock(&fixture, |s| assert_eq!(s.features_compatible.get(), 16));
+    }
+}
+
+#[test]
+fn a_table_that_does_not_fit_moves_to_what_is_new_or_the_growth_is_refused() {
+    let full = Superblock::new(uuid::Uuid::nil(), 0, 131_072, 0);
+    let plan = |chunks: u64| grow::plan(&full, chunks * CHUNK_BYTES);
+    let error = plan(131_073).unwrap_err();
+    assert!(error.to_string().contains("takes 4 MiB of what is new"), "{error}");
+    let moved = plan(131_074).unwrap();
+    assert_eq!(moved.chunk_table_offset, 131_072 * CHUNK_BYTES);
+    assert_eq!(moved.metadata_chunks(), 3);
+    let roomy = Superblock::new(uuid::Uuid::nil(), 0, 131_071, 0);
+    let stays = grow::plan(&roomy, 131_072 * CHUNK_BYTES).unwrap();
+    assert_eq!(stays.chunk_table_offset, roomy.chunk_table_offset);
+    // Another table right behind it, in the same chunk.
+    let mut crowded = Superblock::new(uuid::Uuid::nil(), 0, 100, 0);
+    crowded.volume_table_offsets[1] = CHUNK_BYTES + 1600;
+    assert_eq!(grow::plan(&crowded, 101 * CHUNK_BYTES).unwrap().chunk_table_offset, 100 * CHUNK_BYTES);
+}
+
+#[test]
+fn a_growth_that_a_crash_stopped_is_seen_and_put_right() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(64 * MIB, 0);
+    let new = grow::plan(&pool.superblock, 96 * MIB).unwrap();
+    grow::announce(pool.media(), &pool.superblock, &new).unwrap();
+    drop(pool);
+    let resize = |bytes| OpenOptions::new().write(true).open(fixture.path()).unwrap().set_len(bytes).unwrap();
+    for file_bytes in [64 * MIB, 80 * MIB, 96 * MIB] {
+        resize(file_bytes);
+        let report = fixture.check();
+        assert_eq!(report.pool, [Finding::GrowthUnfinished { to_bytes: 96 * MIB }]);
+        assert!(report.is_clean());
+        assert_eq!(fixture.image().1, file_bytes, "a look changes nothing");
+    }
+    resize(98 * MIB);
+    assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Enlarged { .. }));
+    resize(96 * MIB);
+    assert_eq!(fixture.open().info().total_bytes, 64 * MIB);
+    assert_eq!(fixture.image().1, 64 * MIB);
+    assert_eq!(fixture.check().pool, []);
+}
