@@ -3,7 +3,8 @@
 //! It is one compressed stream whose last four bytes are the size of what comes out: gzip's own trailer, or
 //! appended by the kernel's build (Documentation/arch/x86/boot.rst, payload_length; scripts/Makefile.lib,
 //! size_append). The size is known before the first byte comes out, so every decoder writes into one buffer of
-//! that size. For zstd and lz4 it also is the window: no second copy, no window of 128 MiB beside it.
+//! that size, be it guest memory. For zstd and lz4 it also is the window: no second copy, no window of 128 MiB
+//! beside it.
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read};
@@ -128,34 +129,69 @@ pub enum DecompressError {
     },
 }
 
-/// Unpacks `payload`, which is not [`Compression::None`].
-pub fn decompress(payload: &[u8], compression: Compression) -> Result<Scratch, DecompressError> {
-    let truncated = DecompressError::Truncated { compression, stream_bytes: payload.len() };
-    let Some((stream, trailer)) = payload.split_last_chunk::<TRAILER_BYTES>() else { return Err(truncated) };
-    let claimed_bytes = u32::from_le_bytes(*trailer);
-    if claimed_bytes > MAX_KERNEL_BYTES {
-        return Err(DecompressError::TooLarge { claimed_bytes });
-    }
-    let mut output = Scratch::new(claimed_bytes as usize)
-        .map_err(|source| DecompressError::NoMemory { bytes: claimed_bytes, source })?;
-    let damaged = |reason: String| DecompressError::Damaged { compression, reason };
-    let actual_bytes = match compression {
-        Compression::Zstd => unpack_zstd(stream, output.bytes_mut()).map_err(|e| damaged(e.to_string()))?,
-        // gzip's trailer is part of its stream.
-        Compression::Gzip => {
-            fill(GzDecoder::new(payload), output.bytes_mut()).map_err(|e| damaged(e.to_string()))?
+/// A payload that is compressed, and whose trailer is there and believable.
+#[derive(Clone, Copy, Debug)]
+pub struct Packed<'a> {
+    payload: &'a [u8],
+    stream: &'a [u8],
+    compression: Compression,
+    claimed_bytes: u32,
+}
+
+impl<'a> Packed<'a> {
+    /// Reads the trailer of `payload`, which is not [`Compression::None`].
+    pub fn new(payload: &'a [u8], compression: Compression) -> Result<Self, DecompressError> {
+        let Some((stream, trailer)) = payload.split_last_chunk::<TRAILER_BYTES>() else {
+            return Err(DecompressError::Truncated { compression, stream_bytes: payload.len() });
+        };
+        let claimed_bytes = u32::from_le_bytes(*trailer);
+        if claimed_bytes > MAX_KERNEL_BYTES {
+            return Err(DecompressError::TooLarge { claimed_bytes });
         }
-        Compression::Xz => unpack_xz(stream, output.bytes_mut()).map_err(|e| damaged(e.to_string()))?,
-        Compression::Lz4 => lz4::unpack(stream, output.bytes_mut()).map_err(|error| match error {
-            lz4::Lz4Error::Truncated => truncated,
-            lz4::Lz4Error::Block(e) => damaged(e.to_string()),
-        })?,
-        other => return Err(DecompressError::Unsupported(other)),
-    };
-    if actual_bytes != claimed_bytes as usize {
-        return Err(DecompressError::SizeMismatch { compression, actual_bytes, claimed_bytes });
+        Ok(Self { payload, stream, compression, claimed_bytes })
     }
-    Ok(output)
+
+    /// How much comes out.
+    pub fn unpacked_bytes(&self) -> usize {
+        self.claimed_bytes as usize
+    }
+
+    /// Unpacks into a buffer of its own.
+    pub fn unpack(&self) -> Result<Scratch, DecompressError> {
+        let mut output = Scratch::new(self.unpacked_bytes()).map_err(|source| self.no_memory(source))?;
+        self.unpack_into(output.bytes_mut())?;
+        Ok(output)
+    }
+
+    /// Unpacks into `output`, which has [`unpacked_bytes`](Self::unpacked_bytes). After an error anything may be
+    /// in it.
+    pub fn unpack_into(&self, output: &mut [u8]) -> Result<(), DecompressError> {
+        let Self { payload, stream, compression, claimed_bytes } = *self;
+        assert_eq!(output.len(), self.unpacked_bytes(), "the buffer has the size that the trailer says");
+        let damaged = |reason: String| DecompressError::Damaged { compression, reason };
+        let actual_bytes = match compression {
+            Compression::Zstd => unpack_zstd(stream, output).map_err(|e| damaged(e.to_string()))?,
+            // gzip's trailer is part of its stream.
+            Compression::Gzip => fill(GzDecoder::new(payload), output).map_err(|e| damaged(e.to_string()))?,
+            Compression::Xz => unpack_xz(stream, output).map_err(|e| damaged(e.to_string()))?,
+            Compression::Lz4 => lz4::unpack(stream, output).map_err(|error| match error {
+                lz4::Lz4Error::Truncated => {
+                    DecompressError::Truncated { compression, stream_bytes: payload.len() }
+                }
+                lz4::Lz4Error::Block(e) => damaged(e.to_string()),
+            })?,
+            other => return Err(DecompressError::Unsupported(other)),
+        };
+        if actual_bytes != output.len() {
+            return Err(DecompressError::SizeMismatch { compression, actual_bytes, claimed_bytes });
+        }
+        Ok(())
+    }
+
+    /// There is no buffer for what comes out.
+    pub fn no_memory(&self, source: io::Error) -> DecompressError {
+        DecompressError::NoMemory { bytes: self.claimed_bytes, source }
+    }
 }
 
 fn unpack_zstd(stream: &[u8], output: &mut [u8]) -> io::Result<usize> {
@@ -269,7 +305,8 @@ pub mod tests {
     }
 
     fn unpack(payload: &[u8]) -> Result<Vec<u8>, DecompressError> {
-        decompress(payload, Compression::of(payload).unwrap()).map(|scratch| scratch.bytes().to_vec())
+        let packed = Packed::new(payload, Compression::of(payload).unwrap())?;
+        packed.unpack().map(|scratch| scratch.bytes().to_vec())
     }
 
     #[test]
@@ -289,11 +326,11 @@ pub mod tests {
                 // The trailer stays right: only the stream is short.
                 let cut = with_trailer(payload[..len - 4].to_vec(), data.len());
                 if let Some(compression) = Compression::of(&cut) {
-                    assert!(decompress(&cut, compression).is_err(), "{compression} cut to {len}");
+                    assert!(unpack(&cut).is_err(), "{compression} cut to {len}");
                 }
             }
         }
-        assert!(matches!(decompress(&[0, 0], Compression::Lz4), Err(DecompressError::Truncated { .. })));
+        assert!(matches!(Packed::new(&[0, 0], Compression::Lz4), Err(DecompressError::Truncated { .. })));
     }
 
     #[test]

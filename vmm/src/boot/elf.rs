@@ -1,11 +1,12 @@
 //! The ELF file that is entered by PVH.
 //!
-//! linux-loader copies the segments and finds the entry point. It cannot tell a short file from guest memory
-//! that is too small, nor Linux from another kernel, so the headers are verified here first.
+//! linux-loader copies the segments. It cannot tell a short file from guest memory that is too small, nor Linux
+//! from another kernel, so the headers are verified here first. An image that lies in guest memory already is
+//! verified here as well; its segments are then moved by [`inplace`](super::inplace).
 
 use std::io::{self, Read, Seek, SeekFrom};
 
-use linux_loader::loader::{Elf, KernelLoader, PvhBootCapability};
+use linux_loader::loader::{Elf, KernelLoader};
 use thiserror::Error;
 use vm_memory::{Address, GuestMemoryBackend, ReadVolatile};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
@@ -23,6 +24,9 @@ const PT_NOTE: u32 = 4;
 const MAX_PROGRAM_HEADERS: u16 = 64;
 /// Linux has 512 bytes of notes.
 const MAX_NOTE_BYTES: u64 = 64 << 10;
+
+/// PVH enters in 32-bit mode.
+const LAST_ENTRY: u64 = u32::MAX as u64;
 
 /// Why an ELF file cannot be loaded.
 #[derive(Debug, Error)]
@@ -48,6 +52,9 @@ pub enum ElfError {
         /// e_phentsize.
         size: u16,
     },
+    /// The program headers lie where the file header is.
+    #[error("the program headers, at {0:#x}, overlap the file header")]
+    HeadersOverlap(u64),
     /// The file ends within something that it announces.
     #[error("the ELF file has {actual_bytes} bytes, its program headers announce {expected_bytes}")]
     Truncated {
@@ -115,11 +122,29 @@ struct ProgramHeader {
 
 impl ProgramHeader {
     fn is_segment(&self) -> bool {
-        self.kind == PT_LOAD && self.memory_size != 0
+        self.kind == PT_LOAD && (self.memory_size != 0 || self.file_size != 0)
+    }
+
+    fn segment(&self) -> Segment {
+        let Self { offset, physical_address: address, file_size: file_bytes, memory_size, .. } = *self;
+        Segment { offset, address, file_bytes, memory_bytes: memory_size }
     }
 }
 
-/// What was loaded.
+/// A loadable part of a verified image: it lies in the file, and in usable memory above the boot data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Where it starts in the file.
+    pub offset: u64,
+    /// Where it starts in guest-physical memory.
+    pub address: u64,
+    /// How much of it is in the file.
+    pub file_bytes: u64,
+    /// How much memory it has, at least `file_bytes`: the rest are zeros.
+    pub memory_bytes: u64,
+}
+
+/// What is, or is to be, in guest memory.
 #[derive(Debug, PartialEq, Eq)]
 pub struct LoadedElf {
     /// The PVH entry point.
@@ -141,26 +166,29 @@ where
     M: GuestMemoryBackend,
     F: Read + ReadVolatile + Seek,
 {
+    let (_, loaded) = verify(image, image_bytes, boot_memory_bytes)?;
+    Elf::load(memory, None, image, None)?;
+    Ok(loaded)
+}
+
+/// Verifies all that loading relies on; says which segments go where, and what is there when they are.
+pub fn verify<F: Read + Seek>(
+    image: &mut F,
+    image_bytes: u64,
+    boot_memory_bytes: u64,
+) -> Result<(Vec<Segment>, LoadedElf), ElfError> {
     let headers = read_program_headers(image, image_bytes)?;
     check_segments(&headers, image_bytes, boot_memory_bytes)?;
-    let is_linux = has_linux_note(image, &headers)?;
-    let loaded = Elf::load(memory, None, image, None)?;
-    let PvhBootCapability::PvhEntryPresent(entry) = loaded.pvh_boot_cap else {
-        return Err(ElfError::NoPvhNote);
-    };
-    let entry = entry.raw_value();
-    let inside = |header: &&ProgramHeader| {
-        header.is_segment()
-            && entry.checked_sub(header.physical_address).is_some_and(|at| at < header.memory_size)
-    };
-    headers.iter().find(inside).ok_or(ElfError::EntryOutside(entry))?;
-    let end = headers
-        .iter()
-        .filter(|header| header.is_segment())
-        .map(|header| header.physical_address + header.memory_size)
-        .max()
-        .expect("the entry point's segment");
-    Ok(LoadedElf { entry, end, is_linux })
+    let Facts { entry, is_linux } = read_notes(image, &headers)?;
+    let entry = entry.ok_or(ElfError::NoPvhNote)?;
+    let segments: Vec<_> =
+        headers.iter().filter(|header| header.is_segment()).map(ProgramHeader::segment).collect();
+    let inside =
+        |segment: &&Segment| entry.checked_sub(segment.address).is_some_and(|at| at < segment.memory_bytes);
+    segments.iter().find(inside).filter(|_| entry <= LAST_ENTRY).ok_or(ElfError::EntryOutside(entry))?;
+    let ends = segments.iter().map(|segment| segment.address + segment.memory_bytes);
+    let end = ends.max().expect("the entry point's segment");
+    Ok((segments, LoadedElf { entry, end, is_linux }))
 }
 
 fn read_program_headers<F: Read + Seek>(
@@ -185,6 +213,9 @@ fn read_program_headers<F: Read + Seek>(
     let (count, size) = (header.program_header_count, header.program_header_size);
     if count > MAX_PROGRAM_HEADERS || usize::from(size) != size_of::<ProgramHeader>() {
         return Err(ElfError::BadProgramHeaders { count, size });
+    }
+    if header.program_headers_offset < header_bytes {
+        return Err(ElfError::HeadersOverlap(header.program_headers_offset));
     }
     let len = u64::from(count) * u64::from(size);
     let end = header.program_headers_offset.saturating_add(len);
@@ -227,18 +258,25 @@ fn check_segments(
     Ok(())
 }
 
-/// Linux signs its notes with its name (include/linux/build-salt.h and elfnote-lto.h), and tells Xen that it is
-/// "linux" (arch/x86/xen/xen-head.S). One of the two is in every kernel since 4.19.
-fn has_linux_note<F: Read + Seek>(image: &mut F, headers: &[ProgramHeader]) -> Result<bool, ElfError> {
+/// What the notes say.
+#[derive(Default)]
+struct Facts {
+    entry: Option<u64>,
+    is_linux: bool,
+}
+
+fn read_notes<F: Read + Seek>(image: &mut F, headers: &[ProgramHeader]) -> Result<Facts, ElfError> {
+    let mut facts = Facts::default();
     for header in headers.iter().filter(|header| header.kind == PT_NOTE) {
         let mut notes = vec![0; header.file_size.min(MAX_NOTE_BYTES) as usize];
         image.seek(SeekFrom::Start(header.offset))?;
         image.read_exact(&mut notes)?;
-        if Notes(&notes).any(|note| note.is_linux()) {
-            return Ok(true);
+        for note in Notes(&notes) {
+            facts.is_linux |= note.is_linux();
+            facts.entry = facts.entry.or(note.pvh_entry());
         }
     }
-    Ok(false)
+    Ok(facts)
 }
 
 struct Note<'a> {
@@ -248,6 +286,21 @@ struct Note<'a> {
 }
 
 impl Note<'_> {
+    /// The entry point, of 4 or 8 bytes (Xen's elfnote.h: XEN_ELFNOTE_PHYS32_ENTRY).
+    fn pvh_entry(&self) -> Option<u64> {
+        const XEN_ELFNOTE_PHYS32_ENTRY: u32 = 18;
+        if self.name != b"Xen\0" || self.kind != XEN_ELFNOTE_PHYS32_ENTRY {
+            return None;
+        }
+        match self.description.len() {
+            4 => Some(u64::from(u32::from_le_bytes(*self.description.first_chunk()?))),
+            8 => Some(u64::from_le_bytes(*self.description.first_chunk()?)),
+            _ => None,
+        }
+    }
+
+    /// Linux signs its notes with its name (include/linux/build-salt.h and elfnote-lto.h), and tells Xen that it
+    /// is "linux" (arch/x86/xen/xen-head.S). One of the two is in every kernel since 4.19.
     fn is_linux(&self) -> bool {
         const XEN_ELFNOTE_GUEST_OS: u32 = 6;
         self.name == b"Linux\0"
@@ -303,37 +356,71 @@ pub mod tests {
     }
 
     pub fn pvh_note() -> Vec<u8> {
-        note(b"Xen\0", 18, &ENTRY.to_le_bytes())
+        pvh_note_to(ENTRY)
+    }
+
+    pub fn pvh_note_to(entry: u64) -> Vec<u8> {
+        note(b"Xen\0", 18, &entry.to_le_bytes())
     }
 
     pub fn linux_note() -> Vec<u8> {
         note(b"Linux\0", 0x100, b"6.12.0\0")
     }
 
-    /// A kernel of one segment, `code`, and one note segment.
-    pub fn build(code: &[u8], notes: &[u8]) -> Vec<u8> {
+    /// A segment whose file bytes are all `fill`.
+    #[derive(Clone, Debug)]
+    pub struct Part {
+        pub offset: usize,
+        pub address: u64,
+        pub len: usize,
+        pub fill: u8,
+        pub bss: u64,
+    }
+
+    /// A kernel of several segments, then its notes, then `tail` bytes that belong to nothing. What lies between
+    /// the segments is not zero.
+    pub fn build_parts(parts: &[Part], notes: &[u8], tail: usize) -> Vec<u8> {
+        const JUNK: u8 = 0xdd;
         let mut header = FileHeader::new_zeroed();
         header.ident[..6].copy_from_slice(b"\x7fELF\x02\x01");
         header.machine = MACHINE_X86_64;
         header.entry = LOAD_ADDRESS;
         header.program_headers_offset = 64;
         header.program_header_size = 56;
-        header.program_header_count = 2;
-        let code_offset = 64 + 2 * 56;
-        let segment = |kind, offset: u64, size: usize| ProgramHeader {
+        header.program_header_count = parts.len() as u16 + 1;
+        let segment = |kind, offset: usize, address, size: usize, bss: u64| ProgramHeader {
             kind,
             flags: 0,
-            offset,
+            offset: offset as u64,
             virtual_address: 0,
-            physical_address: LOAD_ADDRESS,
+            physical_address: address,
             file_size: size as u64,
-            memory_size: size as u64,
+            memory_size: size as u64 + bss,
             align: 0,
         };
-        let mut load = segment(PT_LOAD, code_offset, code.len());
-        load.memory_size += 0x1000;
-        let notes_header = segment(PT_NOTE, code_offset + code.len() as u64, notes.len());
-        [header.as_bytes(), load.as_bytes(), notes_header.as_bytes(), code, notes].concat()
+        let end = parts.iter().map(|part| part.offset + part.len).max().unwrap_or(64 + 56);
+        let mut image = vec![JUNK; end + notes.len() + tail];
+        for part in parts {
+            image[part.offset..part.offset + part.len].fill(part.fill);
+        }
+        image[end..end + notes.len()].copy_from_slice(notes);
+        let mut headers = header.as_bytes().to_vec();
+        for part in parts {
+            let header = segment(PT_LOAD, part.offset, part.address, part.len, part.bss);
+            headers.extend_from_slice(header.as_bytes());
+        }
+        headers.extend_from_slice(segment(PT_NOTE, end, 0, notes.len(), 0).as_bytes());
+        image[..headers.len()].copy_from_slice(&headers);
+        image
+    }
+
+    /// A kernel of one segment and one note segment.
+    pub fn build(code: &[u8], notes: &[u8]) -> Vec<u8> {
+        let offset = 64 + 2 * 56;
+        let part = Part { offset, address: LOAD_ADDRESS, len: code.len(), fill: 0, bss: 0x1000 };
+        let mut image = build_parts(&[part], notes, 0);
+        image[offset..offset + code.len()].copy_from_slice(code);
+        image
     }
 
     fn memory() -> GuestMemoryMmap {
@@ -377,6 +464,23 @@ pub mod tests {
         assert!(matches!(load_bytes(&build(&[0; 64], &linux_note())), Err(ElfError::NoPvhNote)));
         let outside = note(b"Xen\0", 18, &0x30_0000u32.to_le_bytes());
         assert!(matches!(load_bytes(&build(&[0; 64], &outside)), Err(ElfError::EntryOutside(0x30_0000))));
+        // Its low half alone would be inside.
+        let too_high = pvh_note_to(ENTRY | 1 << 32);
+        assert!(matches!(load_bytes(&build(&[0; 64], &too_high)), Err(ElfError::EntryOutside(_))));
+        let odd = note(b"Xen\0", 18, &[0; 6]);
+        assert!(matches!(load_bytes(&build(&[0; 64], &odd)), Err(ElfError::NoPvhNote)));
+    }
+
+    #[test]
+    fn the_entry_point_is_the_one_that_linux_loader_finds() {
+        use linux_loader::loader::PvhBootCapability;
+        let short = note(b"Xen\0", 18, &(ENTRY as u32).to_le_bytes());
+        for notes in [pvh_note(), short, [linux_note(), pvh_note(), pvh_note_to(0)].concat()] {
+            let image = build(&[0; 64], &notes);
+            let theirs = Elf::load(&memory(), None, &mut Cursor::new(&image), None).unwrap().pvh_boot_cap;
+            assert_eq!(theirs, PvhBootCapability::PvhEntryPresent(GuestAddress(ENTRY)));
+            assert_eq!(load_bytes(&image).unwrap().entry, ENTRY);
+        }
     }
 
     #[test]
@@ -394,7 +498,7 @@ pub mod tests {
             let image = patched(64 + 24, &start.to_le_bytes());
             assert!(matches!(load_bytes(&image), Err(ElfError::DoesNotFit { .. })), "{start:#x}");
         }
-        for len in [0x20u64, MEMORY_BYTES, u64::MAX] {
+        for len in [0, 0x20u64, MEMORY_BYTES, u64::MAX] {
             let image = patched(64 + 40, &len.to_le_bytes());
             assert!(matches!(load_bytes(&image), Err(ElfError::DoesNotFit { .. })), "{len:#x}");
         }
@@ -407,6 +511,7 @@ pub mod tests {
         }
         assert!(matches!(load_bytes(&patched(54, &[32])), Err(ElfError::BadProgramHeaders { size: 32, .. })));
         assert!(matches!(load_bytes(&patched(57, &[1])), Err(ElfError::BadProgramHeaders { .. })));
+        assert!(matches!(load_bytes(&patched(32, &[63])), Err(ElfError::HeadersOverlap(63))));
         // Note sizes that lead out of their segment end the list.
         let mut notes = pvh_note();
         notes[..4].copy_from_slice(&u32::MAX.to_le_bytes());

@@ -6,7 +6,8 @@ use std::path::Path;
 
 use vm_memory::GuestMemoryBackend;
 
-use super::decompress::{Compression, decompress};
+use super::decompress::{Compression, Packed};
+use super::inplace::{self, Outcome};
 use super::scratch::Scratch;
 use super::{BootError, DecompressError, elf};
 
@@ -80,12 +81,13 @@ pub fn load<M: GuestMemoryBackend>(
         return Err(BootError::NotAKernel { path: path.to_path_buf(), found: describe(&head) });
     };
     let payload = read_payload(path, &mut file, file_bytes, &header)?;
-    let (image, compression) =
-        unpack(payload).map_err(|source| BootError::Decompress { path: path.to_path_buf(), source })?;
-    let mut cursor = Cursor::new(image.bytes());
-    let image_bytes = image.bytes().len() as u64;
-    let elf::LoadedElf { entry, end, .. } =
-        elf::load(memory, &mut cursor, image_bytes, boot_memory_bytes).map_err(elf_error)?;
+    let decompress_error = |source| BootError::Decompress { path: path.to_path_buf(), source };
+    let compression = tell_compression(payload.bytes()).map_err(decompress_error)?;
+    let loaded = match unpack(memory, payload, compression, boot_memory_bytes).map_err(decompress_error)? {
+        Unpacked::InPlace(loaded) => loaded,
+        Unpacked::Image(image) => load_image(memory, &image, boot_memory_bytes).map_err(elf_error)?,
+    };
+    let elf::LoadedElf { entry, end, .. } = loaded;
     Ok(LoadedKernel { entry, end, is_linux: true, bzimage: Some(compression) })
 }
 
@@ -115,14 +117,44 @@ fn read_payload(
     read().map_err(|source| BootError::Read { flag: "--kernel", path: path.to_path_buf(), source })
 }
 
-/// The ELF image in a payload. The payload itself is dropped before the image is loaded.
-fn unpack(payload: Scratch) -> Result<(Scratch, Compression), DecompressError> {
-    let bytes = payload.bytes();
-    match Compression::of(bytes) {
-        Some(Compression::None) => Ok((payload, Compression::None)),
-        Some(compression) => Ok((decompress(bytes, compression)?, compression)),
-        None => Err(DecompressError::Unknown(bytes.iter().copied().take(8).collect())),
+fn tell_compression(payload: &[u8]) -> Result<Compression, DecompressError> {
+    Compression::of(payload)
+        .ok_or_else(|| DecompressError::Unknown(payload.iter().copied().take(8).collect()))
+}
+
+/// What has become of a payload.
+enum Unpacked {
+    /// The kernel is in guest memory.
+    InPlace(elf::LoadedElf),
+    /// The ELF image, to be loaded.
+    Image(Scratch),
+}
+
+/// Unpacks a payload: into guest memory where that goes, or else beside it. The payload itself is dropped.
+fn unpack<M: GuestMemoryBackend>(
+    memory: &M,
+    payload: Scratch,
+    compression: Compression,
+    boot_memory_bytes: u64,
+) -> Result<Unpacked, DecompressError> {
+    if compression == Compression::None {
+        return Ok(Unpacked::Image(payload));
     }
+    let packed = Packed::new(payload.bytes(), compression)?;
+    Ok(match inplace::load(memory, &packed, boot_memory_bytes)? {
+        Outcome::Loaded(loaded) => Unpacked::InPlace(loaded),
+        Outcome::Unpacked(image) => Unpacked::Image(image),
+        Outcome::NoRoom => Unpacked::Image(packed.unpack()?),
+    })
+}
+
+fn load_image<M: GuestMemoryBackend>(
+    memory: &M,
+    image: &Scratch,
+    boot_memory_bytes: u64,
+) -> Result<elf::LoadedElf, elf::ElfError> {
+    let image = image.bytes();
+    elf::load(memory, &mut Cursor::new(image), image.len() as u64, boot_memory_bytes)
 }
 
 /// What a file that is no kernel starts with, for the error message.
@@ -156,9 +188,13 @@ mod tests {
 
     use super::super::decompress::tests::{gzip_payload, lz4_payload, xz_payload, zstd_payload};
     use super::super::elf::tests::{ENTRY, build, linux_note, pvh_note};
+    use super::super::inplace::tests::contents;
     use super::*;
 
+    /// No room to unpack in place.
     const MEMORY_BYTES: u64 = 4 << 20;
+    /// Room.
+    const MORE_MEMORY_BYTES: u64 = 20 << 20;
 
     fn bzimage(payload: &[u8]) -> Vec<u8> {
         let mut image = vec![0; 3 * 512 + 0x100];
@@ -178,12 +214,18 @@ mod tests {
         build(&[0x90; 0x8000], &[linux_note(), pvh_note()].concat())
     }
 
-    fn load_bytes(bytes: &[u8]) -> Result<LoadedKernel, BootError> {
+    fn load_into(memory_bytes: u64, bytes: &[u8]) -> Result<LoadedKernel, BootError> {
         let mut file = NamedTempFile::new().unwrap();
         file.write_all(bytes).unwrap();
-        let memory: GuestMemoryMmap =
-            GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_BYTES as usize)]).unwrap();
-        load(&memory, file.path(), MEMORY_BYTES)
+        load(&memory(memory_bytes), file.path(), memory_bytes)
+    }
+
+    fn memory(bytes: u64) -> GuestMemoryMmap {
+        GuestMemoryMmap::from_ranges(&[(GuestAddress(0), bytes as usize)]).unwrap()
+    }
+
+    fn load_bytes(bytes: &[u8]) -> Result<LoadedKernel, BootError> {
+        load_into(MEMORY_BYTES, bytes)
     }
 
     #[test]
@@ -197,8 +239,10 @@ mod tests {
             (xz_payload(&kernel()), Compression::Xz),
             (kernel(), Compression::None),
         ] {
-            let loaded = load_bytes(&bzimage(&payload)).unwrap();
-            assert_eq!(loaded, LoadedKernel { bzimage: Some(compression), ..elf.clone() });
+            for memory_bytes in [MEMORY_BYTES, MORE_MEMORY_BYTES] {
+                let loaded = load_into(memory_bytes, &bzimage(&payload)).unwrap();
+                assert_eq!(loaded, LoadedKernel { bzimage: Some(compression), ..elf.clone() });
+            }
         }
     }
 
@@ -221,6 +265,7 @@ mod tests {
                 let mut damaged = image.clone();
                 damaged[at] = value;
                 let _ = load_bytes(&damaged);
+                let _ = load_into(MORE_MEMORY_BYTES, &damaged);
             }
         }
     }
@@ -234,11 +279,7 @@ mod tests {
         let mut old = bzimage(&kernel());
         old[0x206] = 7;
         assert!(message(&old).contains("boot protocol 2.07"));
-        let missing = load(
-            &GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 4096)]).unwrap(),
-            Path::new("/nonexistent/vmlinuz"),
-            4096,
-        );
+        let missing = load(&memory(4096), Path::new("/nonexistent/vmlinuz"), 4096);
         assert!(matches!(missing, Err(BootError::Read { .. })));
     }
 
@@ -251,13 +292,37 @@ mod tests {
         };
         const BYTES: u64 = 256 << 20;
         for path in std::env::split_paths(&kernels).collect::<Vec<PathBuf>>() {
-            let memory: GuestMemoryMmap =
-                GuestMemoryMmap::from_ranges(&[(GuestAddress(0), BYTES as usize)]).unwrap();
+            let memory = memory(BYTES);
             let started = std::time::Instant::now();
             let loaded = load(&memory, &path, BYTES).unwrap();
             eprintln!("{}: {loaded:x?} in {:?}", path.display(), started.elapsed());
             assert!(loaded.is_linux);
             assert!(loaded.entry >= 0x100_0000 && loaded.entry < loaded.end);
+            if loaded.bzimage.is_some_and(|compression| compression != Compression::None) {
+                is_as_if_unpacked_beside(&memory, &loaded, &path, BYTES);
+            }
         }
+    }
+
+    /// A kernel of a distribution is unpacked in place, and that cannot be seen.
+    fn is_as_if_unpacked_beside(
+        memory: &GuestMemoryMmap,
+        loaded: &LoadedKernel,
+        path: &Path,
+        memory_bytes: u64,
+    ) {
+        let mut file = File::open(path).unwrap();
+        let mut head = vec![0; HEAD_BYTES];
+        file.read_exact(&mut head).unwrap();
+        let header = SetupHeader::parse(&head).unwrap();
+        let file_bytes = file.metadata().unwrap().len();
+        let payload = read_payload(path, &mut file, file_bytes, &header).unwrap();
+        let packed = Packed::new(payload.bytes(), loaded.bzimage.unwrap()).unwrap();
+        let beside = self::memory(memory_bytes);
+        let expected = load_image(&beside, &packed.unpack().unwrap(), memory_bytes).unwrap();
+        assert_eq!((loaded.entry, loaded.end), (expected.entry, expected.end));
+        assert!(contents(memory) == contents(&beside), "memory differs");
+        let again = inplace::load(&self::memory(memory_bytes), &packed, memory_bytes).unwrap();
+        assert!(matches!(again, Outcome::Loaded(_)), "{again:?}");
     }
 }

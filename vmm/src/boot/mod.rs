@@ -18,6 +18,7 @@ mod cmdline;
 mod decompress;
 mod elf;
 mod initramfs;
+mod inplace;
 mod kernel;
 mod pvh;
 mod reset_vector;
@@ -160,7 +161,8 @@ pub enum BootError {
 /// Loads a kernel and everything it needs to start.
 ///
 /// `memory` must hold the boot memory that `request` announces, reading as zeros: the kernel's uninitialised
-/// data is not written. ACPI tables are not placed here; the start info points at
+/// data is not written. Nobody else may use that memory meanwhile: no vCPU runs and no device is there. After an
+/// error it holds anything. ACPI tables are not placed here; the start info points at
 /// [`RSDP_START`](crate::memory::layout::RSDP_START).
 pub fn load<M: GuestMemoryBackend>(memory: &M, request: &BootRequest) -> Result<BootInfo, BootError> {
     let cmdline = cmdline::compose(request.cmdline, request.memory_is_pluggable)?;

@@ -6,6 +6,7 @@ use vm_memory::MmapRegion;
 
 /// Zeroed bytes that belong to no allocator: dropping them gives the memory back to the host at once, and does
 /// not raise the allocator's threshold for mappings, after which later buffers would stay in the heap.
+#[derive(Debug)]
 pub struct Scratch {
     /// `None` if there are no bytes: a mapping cannot be empty.
     region: Option<MmapRegion<()>>,

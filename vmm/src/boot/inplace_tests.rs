@@ -1,0 +1,314 @@
+//! Tests of unpacking in place. The measure is the other way: unpack beside guest memory, then load.
+
+use proptest::prelude::*;
+use vm_memory::{Bytes, GuestMemoryMmap};
+
+use super::super::Compression;
+use super::super::decompress::tests::{gzip_payload, lz4_payload, xz_payload, zstd_payload};
+use super::super::elf::ElfError;
+use super::super::elf::tests::{Part, build_parts, linux_note, pvh_note_to};
+use super::*;
+use crate::memory::layout::GIB;
+
+const MEMORY_BYTES: u64 = 20 * MIB;
+const KIB: usize = 1 << 10;
+
+fn memory(bytes: u64) -> GuestMemoryMmap {
+    GuestMemoryMmap::from_ranges(&[(GuestAddress(0), bytes as usize)]).unwrap()
+}
+
+/// All bytes of a memory of one region.
+pub fn contents(memory: &GuestMemoryMmap) -> Vec<u8> {
+    let mut bytes = vec![0; memory.last_addr().raw_value() as usize + 1];
+    memory.read_slice(&mut bytes, GuestAddress(0)).unwrap();
+    bytes
+}
+
+fn part(offset: usize, address: u64, len: usize, fill: u8) -> Part {
+    Part { offset, address, len, fill, bss: 0 }
+}
+
+/// A kernel that is entered where its first segment starts.
+fn kernel(parts: &[Part], tail: usize) -> Vec<u8> {
+    build_parts(parts, &[linux_note(), pvh_note_to(parts[0].address)].concat(), tail)
+}
+
+fn unpack_beside(
+    memory: &GuestMemoryMmap,
+    payload: &[u8],
+    compression: Compression,
+    memory_bytes: u64,
+) -> Result<LoadedElf, ElfError> {
+    let image = Packed::new(payload, compression).unwrap().unpack().unwrap();
+    elf::load(memory, &mut Cursor::new(image.bytes()), image.bytes().len() as u64, memory_bytes)
+}
+
+/// Loads in place, and asserts that it cannot be told from loading the other way.
+fn loads_in_place(payload: &[u8], compression: Compression) {
+    let (here, there) = (memory(MEMORY_BYTES), memory(MEMORY_BYTES));
+    let packed = Packed::new(payload, compression).unwrap();
+    let Outcome::Loaded(loaded) = load(&here, &packed, MEMORY_BYTES).unwrap() else { panic!("not in place") };
+    assert_eq!(loaded, unpack_beside(&there, payload, compression, MEMORY_BYTES).unwrap());
+    assert!(contents(&here) == contents(&there), "memory differs");
+}
+
+fn loads_in_place_from_zstd(parts: &[Part], tail: usize) {
+    loads_in_place(&zstd_payload(&kernel(parts, tail)), Compression::Zstd);
+}
+
+/// As Linux is: the first segment comes out in place, the others lie closer together than in the file.
+fn linux_parts() -> [Part; 4] {
+    [
+        part(2048 * KIB, 0x100_0000, 300 * KIB, 1),
+        part(2560 * KIB, 0x108_0000, 100 * KIB, 2),
+        part(2816 * KIB, 0x109_9000, 9 * KIB, 3),
+        Part { bss: 200 << 10, ..part(3072 * KIB, 0x109_c000, 150 * KIB, 4) },
+    ]
+}
+
+#[test]
+fn every_compression_leads_to_what_the_other_way_leads_to() {
+    let image = kernel(&linux_parts(), 70_000);
+    loads_in_place(&zstd_payload(&image), Compression::Zstd);
+    loads_in_place(&lz4_payload(&image, 1 << 20), Compression::Lz4);
+    loads_in_place(&gzip_payload(&image), Compression::Gzip);
+    loads_in_place(&xz_payload(&image), Compression::Xz);
+}
+
+#[test]
+fn segments_go_down_and_up_and_both() {
+    let start = IMAGE_START;
+    // Each overlaps its own place and its neighbours' places.
+    let down = [part(0x1000, start - 0x800, 0x2000, 1), part(0x3000, start + 0x1800, 0x2000, 2)];
+    loads_in_place_from_zstd(&down, 0);
+    let up = [part(0x1000, start + 0x1800, 0x2000, 1), part(0x3000, start + 0x3800, 0x2000, 2)];
+    loads_in_place_from_zstd(&up, 0);
+    let apart = [
+        part(0x1000, start + 0x800, 0x2000, 1),
+        part(0x3000, start + 0x3000, 0x1000, 2),
+        part(0x4000, start + 0x4800, 0x2000, 3),
+        part(0x6000, start + 0x6800, 0x2000, 4),
+    ];
+    loads_in_place_from_zstd(&apart, 0x3000);
+    // All of it elsewhere, as with another CONFIG_PHYSICAL_START.
+    let elsewhere = [part(0x1000, 2 * MIB, 0x2000, 1), part(0x3000, 3 * MIB, 0x2000, 2)];
+    loads_in_place_from_zstd(&elsewhere, 0x1000);
+}
+
+#[test]
+fn uninitialised_data_reads_as_zeros_where_the_image_was() {
+    let start = IMAGE_START;
+    let parts = [
+        Part { bss: 0x10_0000, ..part(0x1000, start + 0x1000, 0x1800, 1) },
+        // No file bytes at all: where it seems to lie in the file does not matter.
+        Part { bss: 0x4000, ..part(0x1000, start + 0x3000, 0, 2) },
+    ];
+    // Larger than huge pages, which are given back.
+    loads_in_place_from_zstd(&parts, 5 << 20);
+}
+
+/// The image comes back as it was, and memory is as new.
+fn is_left_to_the_loader(image: &[u8], memory_bytes: u64, memory: &GuestMemoryMmap) {
+    let payload = zstd_payload(image);
+    let packed = Packed::new(&payload, Compression::Zstd).unwrap();
+    let Outcome::Unpacked(unpacked) = load(memory, &packed, memory_bytes).unwrap() else {
+        panic!("not left to the loader")
+    };
+    assert!(unpacked.bytes() == image, "the image differs");
+    let mut low = vec![0; MEMORY_BYTES as usize];
+    memory.read_slice(&mut low, GuestAddress(0)).unwrap();
+    assert!(low.iter().all(|&byte| byte == 0), "memory is not as new");
+}
+
+#[test]
+fn what_cannot_be_moved_or_is_refused_is_left_to_the_loader() {
+    let start = IMAGE_START;
+    let (a, b) = (part(0x1000, start + 0x4000, 0x1000, 1), part(0x3000, start, 0x1000, 2));
+    let left = |image: &[u8]| is_left_to_the_loader(image, MEMORY_BYTES, &memory(MEMORY_BYTES));
+    left(&kernel(&[a.clone(), b], 0));
+    left(&kernel(&[a.clone(), part(0x1800, start + 0x8000, 0x1000, 2)], 0));
+    left(&kernel(&[a.clone(), part(0x2000, start + 0x4800, 0x1000, 2)], 0));
+    // Refused: no entry point, a segment outside of memory, no ELF file, nothing.
+    left(&build_parts(std::slice::from_ref(&a), &linux_note(), 0));
+    left(&kernel(&[part(0x1000, MEMORY_BYTES, 0x1000, 1)], 0));
+    left(&[0xab; 100]);
+    left(&[]);
+    // Above the hole for devices.
+    let ranges = [(GuestAddress(0), 3 * GIB as usize), (GuestAddress(4 * GIB), MIB as usize)];
+    let large = GuestMemoryMmap::from_ranges(&ranges).unwrap();
+    is_left_to_the_loader(&kernel(&[a, part(0x3000, 4 * GIB, 0x1000, 2)], 0), 3 * GIB + MIB, &large);
+}
+
+#[test]
+fn without_room_nothing_is_done() {
+    let image = kernel(&[part(0x1000, 2 * MIB, 0x1000, 1)], 0);
+    let payload = zstd_payload(&image);
+    let packed = Packed::new(&payload, Compression::Zstd).unwrap();
+    let needed = IMAGE_START + image.len() as u64;
+    for bytes in [4096, MIB, IMAGE_START, needed - 1] {
+        let memory = memory(bytes);
+        assert!(matches!(load(&memory, &packed, bytes).unwrap(), Outcome::NoRoom), "{bytes:#x}");
+        assert!(contents(&memory).iter().all(|&byte| byte == 0));
+    }
+    assert!(matches!(load(&memory(needed), &packed, needed).unwrap(), Outcome::Loaded(_)));
+    // Room, but in two regions.
+    let ranges = [(GuestAddress(0), 15 << 20), (GuestAddress(15 * MIB), 5 << 20)];
+    let split = GuestMemoryMmap::<()>::from_ranges(&ranges).unwrap();
+    assert!(matches!(load(&split, &packed, MEMORY_BYTES).unwrap(), Outcome::NoRoom));
+}
+
+#[test]
+fn a_damaged_stream_is_the_same_error_as_beside() {
+    let image = kernel(&[part(0x1000, IMAGE_START, 0x1000, 1)], 0);
+    for (payload, compression) in [
+        (zstd_payload(&image), Compression::Zstd),
+        (lz4_payload(&image, 4096), Compression::Lz4),
+        (gzip_payload(&image), Compression::Gzip),
+        (xz_payload(&image), Compression::Xz),
+    ] {
+        let mut short = payload.clone();
+        short.drain(payload.len() / 2..payload.len() - 4);
+        let packed = Packed::new(&short, compression).unwrap();
+        let here = load(&memory(MEMORY_BYTES), &packed, MEMORY_BYTES).unwrap_err();
+        assert_eq!(here.to_string(), packed.unpack().err().unwrap().to_string());
+    }
+}
+
+fn moves(moves: &[(usize, usize, usize)]) -> Vec<Move> {
+    moves.iter().map(|&(from, to, len)| Move { from, to, len }).collect()
+}
+
+#[test]
+fn most_of_a_distributions_kernel_is_not_moved() {
+    // Debian's 6.12, from the addresses that its program headers have, in a window that starts at 1 MiB.
+    let at = |address: usize| address - (1 << 20);
+    let image = at(0xe0_0000)..at(0xe0_0000) + 57_575_404;
+    let segments = [
+        (0x20_0000, 0x100_0000, 0x1aa_7960),
+        (0x1e0_0000, 0x2c0_0000, 0x6d_d000),
+        (0x260_0000, 0x32d_d000, 0x3_9000),
+        (0x271_6000, 0x331_6000, 0xee_a000),
+    ];
+    let parts = segments.map(|(offset, address, len)| (image.start + offset, at(address), len));
+    let plan = Plan::new(&image, 512 << 20, moves(&parts)).unwrap();
+    assert_eq!(plan.moves, moves(&parts[2..]));
+    let rests = [at(0xe0_0000)..at(0x100_0000), at(0x2aa_7960)..at(0x2c0_0000), at(0x420_0000)..image.end];
+    assert_eq!(plan.rests, rests);
+}
+
+#[test]
+fn moves_down_ascend_and_then_moves_up_descend() {
+    let parts = [(10, 0, 10), (20, 10, 10), (30, 30, 10), (40, 45, 10), (50, 60, 10)];
+    let plan = Plan::new(&(5..60), 100, moves(&parts)).unwrap();
+    assert_eq!(plan.moves, moves(&[parts[0], parts[1], parts[4], parts[3]]));
+    assert_eq!(plan.rests, [20..30, 40..45, 55..60]);
+}
+
+#[test]
+fn parts_outside_or_out_of_order_have_no_plan() {
+    let none = |parts: &[(usize, usize, usize)]| assert_eq!(Plan::new(&(10..50), 100, moves(parts)), None);
+    none(&[(9, 20, 10)]);
+    none(&[(45, 20, 10)]);
+    none(&[(10, 91, 10)]);
+    none(&[(10, usize::MAX, 10)]);
+    none(&[(10, 20, usize::MAX)]);
+    none(&[(10, 20, 10), (19, 40, 10)]);
+    none(&[(10, 20, 10), (20, 29, 10)]);
+    none(&[(10, 40, 10), (20, 20, 10)]);
+    assert!(Plan::new(&(10..50), 100, moves(&[(40, 90, 10), (10, 80, 10)])).is_some());
+}
+
+/// Takes all parts out, clears the image, puts them in.
+fn naively(window: &mut [u8], image: &Range<usize>, parts: &[Move]) {
+    let taken: Vec<_> = parts.iter().map(|part| window[part.source().unwrap()].to_vec()).collect();
+    window[image.clone()].fill(0);
+    for (part, bytes) in parts.iter().zip(taken) {
+        window[part.destination().unwrap()].copy_from_slice(&bytes);
+    }
+}
+
+const WINDOW: usize = 600;
+
+/// Parts that ascend and do not overlap, in the image and in their places, and the image around them.
+fn orderly() -> impl Strategy<Value = (Range<usize>, Vec<Move>)> {
+    let parts = prop::collection::vec((0..20usize, 0..40usize, 1..30usize), 0..6);
+    (0..60usize, 0..60usize, parts, 0..40usize).prop_map(|(start, mut to, sizes, tail)| {
+        let mut from = start;
+        let mut parts = Vec::new();
+        for (gap, gap_there, len) in sizes {
+            from += gap;
+            to += gap_there;
+            parts.push(Move { from, to, len });
+            from += len;
+            to += len;
+        }
+        (start..from + tail, parts)
+    })
+}
+
+fn disorderly() -> impl Strategy<Value = (Range<usize>, Vec<Move>)> {
+    let part = (0..120usize, 0..650usize, 1..40usize).prop_map(|(from, to, len)| Move { from, to, len });
+    (0..60usize, 0..200usize, prop::collection::vec(part, 0..4))
+        .prop_map(|(start, len, parts)| (start..start + len, parts))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #[test]
+    fn a_plan_does_what_a_copy_of_everything_does((image, parts) in prop_oneof![4 => orderly(), 1 => disorderly()]) {
+        let disjoint = |a: Range<usize>, b: Range<usize>| a.end <= b.start || b.end <= a.start;
+        let possible = parts.iter().enumerate().all(|(index, a)| {
+            let (from, to) = (a.source().unwrap(), a.destination().unwrap());
+            image.start <= from.start && from.end <= image.end && to.end <= WINDOW
+                && parts[..index].iter().all(|b| {
+                    disjoint(from.clone(), b.source().unwrap())
+                        && disjoint(to.clone(), b.destination().unwrap())
+                        && (a.from < b.from) == (a.to < b.to)
+                })
+        });
+        let plan = Plan::new(&image, WINDOW, parts.clone());
+        prop_assert_eq!(plan.is_some(), possible);
+        if let Some(plan) = plan {
+            let mut window = vec![0; WINDOW];
+            for at in image.clone() {
+                window[at] = (at % 251) as u8 + 1;
+            }
+            let mut expected = window.clone();
+            plan.carry_out(&mut window);
+            naively(&mut expected, &image, &parts);
+            prop_assert_eq!(window, expected);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    /// Whatever its headers say, a kernel loads or fails in place as it does beside.
+    #[test]
+    fn damaged_headers_end_as_they_do_beside(damages in prop::collection::vec((0..64 + 3 * 56usize, any::<u8>()), 1..3)) {
+        let parts = [
+            part(0x1000, IMAGE_START + 0x1000, 0x1000, 1),
+            Part { bss: 0x1000, ..part(0x3000, IMAGE_START + 0x2800, 0x1000, 2) },
+        ];
+        let mut image = kernel(&parts, 0);
+        for (at, value) in damages {
+            image[at] = value;
+        }
+        let payload = zstd_payload(&image);
+        let (here, there) = (memory(MEMORY_BYTES), memory(MEMORY_BYTES));
+        let beside = unpack_beside(&there, &payload, Compression::Zstd, MEMORY_BYTES);
+        let packed = Packed::new(&payload, Compression::Zstd).unwrap();
+        match load(&here, &packed, MEMORY_BYTES).unwrap() {
+            Outcome::Loaded(loaded) => match beside {
+                Ok(beside) => {
+                    prop_assert_eq!(loaded, beside);
+                    prop_assert!(contents(&here) == contents(&there), "memory differs");
+                }
+                // linux-loader reads on where a second note segment, here of a damaged type, leads out of the file.
+                Err(error) => prop_assert!(matches!(error, ElfError::Load(_)), "{error}"),
+            },
+            Outcome::Unpacked(unpacked) => prop_assert!(unpacked.bytes() == image),
+            Outcome::NoRoom => prop_assert!(false, "there is room"),
+        }
+    }
+}
