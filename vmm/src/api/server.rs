@@ -109,6 +109,8 @@ where
 {
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(limits.idle).max_buf_size(BUFFER_BYTES);
+    // A client may end its side once it has asked, as `nc -N` does, and is answered all the same.
+    http.half_close(true);
     let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
     tokio::pin!(connection);
     let result = tokio::select! {

@@ -310,6 +310,18 @@ fn requests_on_one_connection_are_answered_in_order() {
 }
 
 #[test]
+fn a_client_that_has_nothing_more_to_say_is_answered() {
+    run(async |fixture| {
+        let mut client = fixture.connect().await;
+        // The owner has to be asked: the end of the stream is there before the answer.
+        client.send(request("GET", "/api/v1/vm.info", "")).await;
+        client.0.get_mut().shutdown().await.unwrap();
+        assert_eq!(client.receive().await.map(|(status, _)| status), Some(200));
+        assert_eq!(client.receive().await, None);
+    });
+}
+
+#[test]
 fn half_a_request_and_silence_holds_nobody_up() {
     run(async |fixture| {
         let (mut head, mut body) = (fixture.connect().await, fixture.connect().await);
