@@ -100,7 +100,9 @@ fn plan_for(segments: &[Segment], image: &Range<usize>, window: &Range<u64>) -> 
             len: usize::try_from(segment.file_bytes).ok()?,
         })
     });
-    Plan::new(image, (window.end - window.start) as usize, moves.collect::<Option<_>>()?)
+    let mut plan = Plan::new(image, (window.end - window.start) as usize, moves.collect::<Option<_>>()?)?;
+    plan.round_up(image, window);
+    Some(plan)
 }
 
 /// Bytes that are to be moved, as offsets into the window.
@@ -158,6 +160,17 @@ impl Plan {
         let up = parts.iter().rev().filter(|part| part.to > part.from);
         let moves = down.chain(up).copied().collect();
         Some(Self { moves, rests: gaps(image, &destinations) })
+    }
+
+    /// Has the image's end cleared up to the end of the host's huge page, so that it can be given back. Nothing
+    /// but zeros is there, unless a part goes there: then the page is in use anyway.
+    fn round_up(&mut self, image: &Range<usize>, window: &Range<u64>) {
+        let end = (window.start + image.end as u64).next_multiple_of(HUGE_PAGE_BYTES as u64).min(window.end);
+        let end = (end - window.start) as usize;
+        let is_free = self.moves.iter().all(|part| part.to + part.len <= image.end || part.to >= end);
+        if let Some(last) = self.rests.last_mut().filter(|last| is_free && last.end == image.end) {
+            last.end = end;
+        }
     }
 
     fn carry_out(&self, window: &mut [u8]) {

@@ -190,10 +190,59 @@ fn most_of_a_distributions_kernel_is_not_moved() {
         (0x271_6000, 0x331_6000, 0xee_a000),
     ];
     let parts = segments.map(|(offset, address, len)| (image.start + offset, at(address), len));
-    let plan = Plan::new(&image, 512 << 20, moves(&parts)).unwrap();
+    let mut plan = Plan::new(&image, 512 << 20, moves(&parts)).unwrap();
     assert_eq!(plan.moves, moves(&parts[2..]));
     let rests = [at(0xe0_0000)..at(0x100_0000), at(0x2aa_7960)..at(0x2c0_0000), at(0x420_0000)..image.end];
     assert_eq!(plan.rests, rests);
+    plan.round_up(&image, &(MIB..512 * MIB));
+    assert_eq!(plan.rests[2], at(0x420_0000)..at(0x460_0000));
+}
+
+#[test]
+fn the_last_page_is_cleared_as_a_whole_only_if_nothing_goes_there() {
+    const HUGE: usize = HUGE_PAGE_BYTES;
+    let last = |parts: &[(usize, usize, usize)], window: Range<u64>| {
+        let image = 0..HUGE + 100;
+        let mut plan = Plan::new(&image, 4 * HUGE, moves(parts)).unwrap();
+        plan.round_up(&image, &window);
+        plan.rests.last().cloned()
+    };
+    let window = 0..4 * HUGE as u64;
+    assert_eq!(last(&[], window.clone()), Some(0..2 * HUGE));
+    assert_eq!(last(&[], HUGE as u64 / 2..4 * HUGE as u64), Some(0..HUGE + HUGE / 2));
+    assert_eq!(last(&[], 0..HUGE as u64 + 200), Some(0..HUGE + 200));
+    assert_eq!(last(&[(0, 2 * HUGE, 100)], window.clone()), Some(0..2 * HUGE));
+    assert_eq!(last(&[(0, 2 * HUGE - 1, 100)], window.clone()), Some(0..HUGE + 100));
+    assert_eq!(last(&[(0, HUGE + 100, 1)], window.clone()), Some(0..HUGE + 100));
+    assert_eq!(last(&[(0, HUGE + 50, 100)], window), Some(0..HUGE + 50));
+}
+
+#[test]
+fn whole_huge_pages_are_given_back() {
+    const PAGE_BYTES: usize = 4096;
+    let mut scratch = Scratch::new(3 * HUGE_PAGE_BYTES).unwrap();
+    scratch.bytes_mut().fill(1);
+    // Two huge pages at least are whole, wherever the mapping starts.
+    let start = scratch.bytes().as_ptr().align_offset(HUGE_PAGE_BYTES);
+    let whole = start..start + 2 * HUGE_PAGE_BYTES;
+    let resident_pages = |scratch: &mut Scratch| {
+        let mut pages = vec![0u8; whole.len() / PAGE_BYTES];
+        let bytes = &mut scratch.bytes_mut()[whole.clone()];
+        // SAFETY: `pages` has a byte for each page of the range, which is mapped.
+        let result = unsafe { libc::mincore(bytes.as_mut_ptr().cast(), bytes.len(), pages.as_mut_ptr()) };
+        assert_eq!(result, 0);
+        pages.iter().filter(|&&page| page & 1 != 0).count()
+    };
+    assert_eq!(resident_pages(&mut scratch), whole.len() / PAGE_BYTES);
+    clear(&mut scratch.bytes_mut()[whole.start..whole.end]);
+    assert_eq!(resident_pages(&mut scratch), 0);
+    // Less than a huge page stays, and is zero.
+    scratch.bytes_mut().fill(1);
+    clear(&mut scratch.bytes_mut()[whole.start + 1..whole.end - 1]);
+    assert_eq!(resident_pages(&mut scratch), whole.len() / PAGE_BYTES);
+    let bytes = &scratch.bytes()[whole];
+    assert_eq!(bytes.iter().map(|&byte| u64::from(byte)).sum::<u64>(), 2);
+    assert_eq!((bytes.first(), bytes.last()), (Some(&1), Some(&1)));
 }
 
 #[test]
