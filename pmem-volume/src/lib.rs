@@ -15,7 +15,8 @@ mod test_image;
 
 pub use media::Durability;
 pub use pool::{
-    ChunkId, Extent, OpenMode, Pool, PoolError, PoolInfo, Volume, VolumeFormat, VolumeInfo, VolumeSize,
+    ChunkId, Extent, OpenMode, Pool, PoolError, PoolInfo, Shrink, Volume, VolumeFormat, VolumeInfo,
+    VolumeSize,
 };
 
 /// Bytes in a chunk: the unit in which a pool is lent and owned.

@@ -65,9 +65,19 @@ fn a_pool_is_made_filled_listed_and_checked() {
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
     folder.succeed(&["grow", "pool", "--size", "96M"]);
     assert_eq!(folder.json(&["info", "pool", "--json"])["total_bytes"].as_u64(), Some(96 << 20));
+    folder.succeed(&["volume", "resize", "pool", "data", "--size", "48M"]);
+    folder.succeed(&["volume", "resize", "pool", "dax", "--size", "8M"]);
+    folder.fail(&["volume", "resize", "pool", "dax", "--size", "4M"], &["--size", "4194304", "--shrink"]);
+    folder.fail(
+        &["volume", "resize", "pool", "data", "--size", "20M", "--shrink"],
+        &["--size", "20971520", "cannot shrink"],
+    );
+    folder.fail(&["volume", "resize", "pool", "data", "--size", "50M"], &["--size", "52428800", "67108864"]);
+    folder.succeed(&["volume", "resize", "pool", "dax", "--size", "4M", "--shrink"]);
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
     folder.succeed(&["volume", "rename", "pool", "rest", "tail"]);
     folder.succeed(&["volume", "delete", "pool", "tail"]);
-    assert_eq!(folder.json(&["info", "pool", "--json"])["free_bytes"].as_u64(), Some(68 << 20));
+    assert_eq!(folder.json(&["info", "pool", "--json"])["free_bytes"].as_u64(), Some(40 << 20));
 }
 
 #[test]

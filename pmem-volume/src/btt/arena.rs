@@ -9,6 +9,7 @@ use super::layout::{
     ARENA_MIN_BYTES, FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, MAP_BLOCK, MAP_ENTRY_BYTES,
     PAGE_BYTES, SIGNATURE, VERSION, checksum,
 };
+use crate::CHUNK_BYTES;
 use crate::media::MediaError;
 
 /// Sector sizes that Linux knows; those that are no power of two carry integrity data.
@@ -23,6 +24,8 @@ pub struct ArenaInfo {
     pub start_bytes: u64,
     /// Where the next one starts, if there is one.
     pub next_bytes: Option<u64>,
+    /// Where it ends in the volume, as Linux counts it: behind its second info block, if it is the last.
+    pub end_bytes: u64,
     /// Bytes of a sector.
     pub sector_bytes: u32,
     /// Sectors that the guest sees.
@@ -92,12 +95,31 @@ pub(super) fn read_arena(
     let end_bytes = space.len_bytes();
     let parse = |info: &InfoBytes| ArenaInfo::parse(info, start_bytes, end_bytes);
     let first = read(start_bytes)?;
-    // The first block knows where its copy is; without it, where Linux puts it.
-    let copy_at = match parse(&first) {
-        Ok(_) => start_bytes + first.info2off.get(),
-        Err(_) => start_bytes + size_bytes - INFO_BYTES,
+    // The first block knows where its copy is. Without it: where Linux puts it, or where the volume ended once, before
+    // it grew.
+    let second = match parse(&first) {
+        Ok(_) => read(start_bytes + first.info2off.get())?,
+        Err(_) => {
+            let last = start_bytes + size_bytes - INFO_BYTES;
+            let ends = (start_bytes + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
+            let former = (ends..=start_bytes + size_bytes).step_by(CHUNK_BYTES as usize);
+            let mut found = read(last)?;
+            for at in std::iter::once(last).chain(former.map(|end| end - INFO_BYTES)) {
+                let mut signature = SIGNATURE;
+                space.read_at(at, &mut signature)?;
+                if signature != SIGNATURE {
+                    continue;
+                }
+                let block = read(at)?;
+                // A later arena's copy has another distance.
+                if parse(&block).is_ok() && start_bytes + block.info2off.get() == at {
+                    found = block;
+                    break;
+                }
+            }
+            found
+        }
     };
-    let second = read(copy_at)?;
     Ok(match (parse(&first), parse(&second)) {
         (Ok(info), Ok(_)) if first.as_bytes() == second.as_bytes() => Ok((info, InfoSource::Both)),
         (Ok(info), Ok(_)) => Ok((info, InfoSource::Differ)),
@@ -157,6 +179,7 @@ impl ArenaInfo {
         Ok(Self {
             start_bytes: start,
             next_bytes: (next != 0).then_some(start + next),
+            end_bytes: start + if next == 0 { info.info2off.get() + INFO_BYTES } else { next },
             sector_bytes: sector,
             sectors,
             uuid: Uuid::from_bytes(info.uuid),

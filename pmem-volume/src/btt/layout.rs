@@ -46,7 +46,7 @@ pub(super) const MAP_ZERO: u32 = 1 << 31;
 pub(super) const FLAG_ERROR: u32 = 1;
 
 /// An info block: at the start of an arena, and again at its end.
-#[derive(Clone, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct InfoBytes {
     pub(super) signature: [u8; 16],
@@ -157,8 +157,13 @@ pub(super) struct ArenaLayout {
 
 /// Start and size of each arena of a volume. The same for all sector sizes.
 pub(super) fn arena_places(volume_bytes: u64) -> Vec<(u64, u64)> {
+    arena_places_from(START_BYTES, volume_bytes)
+}
+
+/// The same, of those that lie behind `start`.
+pub(super) fn arena_places_from(start: u64, volume_bytes: u64) -> Vec<(u64, u64)> {
     let mut places = Vec::new();
-    let mut start = START_BYTES;
+    let mut start = start;
     while volume_bytes.saturating_sub(start) >= ARENA_MIN_BYTES {
         let size = (volume_bytes - start).min(ARENA_MAX_BYTES) / PAGE_BYTES * PAGE_BYTES;
         places.push((start, size));
@@ -177,13 +182,7 @@ impl Layout {
         if places.is_empty() {
             return Err(GeometryError::TooSmall { size_bytes: volume_bytes });
         }
-        let last = places.len() - 1;
-        let arenas = places
-            .into_iter()
-            .enumerate()
-            .map(|(at, (start, size))| ArenaLayout::new(start, size, sector_bytes, at == last))
-            .collect();
-        Ok(Self { sector_bytes, uuid, arenas })
+        Ok(Self { sector_bytes, uuid, arenas: ArenaLayout::all(&places, sector_bytes) })
     }
 
     /// How many sectors the guest will see.
@@ -192,49 +191,67 @@ impl Layout {
     }
 
     /// Writes an empty table. The space must read as zeros, which is what an unwritten map is.
-    ///
-    /// For each arena, the last first, so that nothing of the volume is recognised before all of it is there:
-    /// 1. Flog and second info block, persist.
-    /// 2. First info block, persist.
     pub fn format(&self, space: &impl WriteAt) -> Result<(), MediaError> {
-        for arena in self.arenas.iter().rev() {
-            let flog = arena.initial_flog();
-            let info = self.info(arena);
-            let (flog_at, backup_at) = (arena.start + arena.logoff, arena.start + arena.info2off);
-            space.write_at(flog_at, &flog)?;
-            space.write_at(backup_at, info.as_bytes())?;
-            space.persist(&[flog_at..flog_at + flog.len() as u64, backup_at..backup_at + INFO_BYTES])?;
-            space.write_at(arena.start, info.as_bytes())?;
-            space.persist(std::slice::from_ref(&(arena.start..arena.start + INFO_BYTES)))?;
-        }
-        Ok(())
+        let mut common = InfoBytes::new_zeroed();
+        common.signature = SIGNATURE;
+        common.uuid = self.uuid.into_bytes();
+        // The parent is the namespace, which has no identity without labels; null fits any.
+        common.version_major.set(VERSION.0);
+        common.version_minor.set(VERSION.1);
+        common.external_lbasize.set(self.sector_bytes);
+        write_arenas(space, &self.arenas, &common)
+    }
+}
+
+/// Writes empty arenas. What they have in common is in `common`: identities, version, sector size.
+///
+/// For each arena, the last first, so that nothing is recognised before all of it is there:
+/// 1. Flog and second info block, persist.
+/// 2. First info block, persist.
+pub(super) fn write_arenas(
+    space: &impl WriteAt,
+    arenas: &[ArenaLayout],
+    common: &InfoBytes,
+) -> Result<(), MediaError> {
+    for arena in arenas.iter().rev() {
+        let flog = arena.initial_flog();
+        let info = arena.info(common);
+        let (flog_at, backup_at) = (arena.start + arena.logoff, arena.start + arena.info2off);
+        space.write_at(flog_at, &flog)?;
+        space.write_at(backup_at, info.as_bytes())?;
+        space.persist(&[flog_at..flog_at + flog.len() as u64, backup_at..backup_at + INFO_BYTES])?;
+        space.write_at(arena.start, info.as_bytes())?;
+        space.persist(std::slice::from_ref(&(arena.start..arena.start + INFO_BYTES)))?;
+    }
+    Ok(())
+}
+
+impl ArenaLayout {
+    /// Arenas at the given places, of which the last is the BTT's last.
+    pub(super) fn all(places: &[(u64, u64)], sector_bytes: u32) -> Vec<Self> {
+        let last = places.len() - 1;
+        let numbered = places.iter().enumerate();
+        numbered.map(|(at, (start, size))| Self::new(*start, *size, sector_bytes, at == last)).collect()
     }
 
-    fn info(&self, arena: &ArenaLayout) -> InfoBytes {
-        let mut info = InfoBytes::new_zeroed();
-        info.signature = SIGNATURE;
-        info.uuid = self.uuid.into_bytes();
-        // The parent is the namespace, which has no identity without labels; null fits any.
-        info.version_major.set(VERSION.0);
-        info.version_minor.set(VERSION.1);
-        info.external_lbasize.set(self.sector_bytes);
-        info.external_nlba.set(arena.external_nlba);
-        info.internal_lbasize.set(arena.internal_lbasize);
-        info.internal_nlba.set(arena.internal_nlba);
+    fn info(&self, common: &InfoBytes) -> InfoBytes {
+        let mut info = common.clone();
+        info.flags.set(0);
+        info.external_nlba.set(self.external_nlba);
+        info.internal_lbasize.set(self.internal_lbasize);
+        info.internal_nlba.set(self.internal_nlba);
         info.nfree.set(LANES);
         info.infosize.set(INFO_BYTES as u32);
-        info.nextoff.set(arena.nextoff);
-        info.dataoff.set(arena.dataoff);
-        info.mapoff.set(arena.mapoff);
-        info.logoff.set(arena.logoff);
-        info.info2off.set(arena.info2off);
+        info.nextoff.set(self.nextoff);
+        info.dataoff.set(self.dataoff);
+        info.mapoff.set(self.mapoff);
+        info.logoff.set(self.logoff);
+        info.info2off.set(self.info2off);
         let sum = checksum(&info);
         info.checksum.set(sum);
         info
     }
-}
 
-impl ArenaLayout {
     fn new(start: u64, size: u64, sector_bytes: u32, is_last: bool) -> Self {
         let internal_lbasize = sector_bytes.next_multiple_of(BLOCK_ALIGNMENT);
         let log_bytes = (u64::from(LANES) * FLOG_GROUP_BYTES).next_multiple_of(PAGE_BYTES);

@@ -10,6 +10,7 @@
 
 mod arena;
 mod check;
+mod extend;
 mod flog;
 mod layout;
 mod reader;
@@ -20,6 +21,7 @@ use std::ops::Range;
 
 pub use arena::{ArenaInfo, InfoError, InfoSource};
 pub use check::{ArenaReport, Finding, Report, check};
+pub use extend::{ExtendError, Extension, extend};
 pub use layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, GeometryError, InfoBytes, Layout, MIN_VOLUME_BYTES, SECTOR_BYTES,
     START_BYTES,

@@ -274,6 +274,36 @@ fn thousands_of_findings_are_counted_and_not_kept() {
 }
 
 #[test]
+fn what_no_arena_had_is_zeroed_before_one_gets_it() {
+    // 6 MiB behind the only arena, with something in them.
+    let media = MemoryMedia::new(VOLUME_BYTES + (6 << 20));
+    Layout::new(VOLUME_BYTES, 512, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
+    media.write_at(VOLUME_BYTES, &vec![0xab; 6 << 20]).unwrap();
+    let refused = extend(&media, VOLUME_BYTES + (14 << 20)).unwrap().unwrap_err();
+    assert_eq!(refused, ExtendError::TooLittle { size_bytes: 32 << 20, least_bytes: 34 << 20 });
+    let mut bytes = media.to_bytes();
+    bytes.resize(40 << 20, 0);
+    let grown = MemoryMedia::from_bytes(&bytes);
+    let extension = extend(&media, 40 << 20).unwrap().unwrap();
+    extension.format(&grown).unwrap();
+    let sectors = check(&grown).unwrap().sectors();
+    assert_eq!(sectors, check(&media).unwrap().sectors(), "not linked yet");
+    for (at, word) in extension.link() {
+        grown.write_at(at, &word.to_le_bytes()).unwrap();
+    }
+    let report = check(&grown).unwrap();
+    assert!(report.is_clean(), "{report:?}");
+    assert_eq!((report.arenas.len(), report.arenas[1].start_bytes), (2, VOLUME_BYTES));
+    let reader = Reader::open(&grown).unwrap().unwrap();
+    assert_eq!(reader.sector_bytes(), 512);
+    let mut sector = [0xee; 512];
+    for number in sectors..report.sectors() {
+        reader.read(number, &mut sector).unwrap();
+        assert_eq!(sector, [0; 512], "sector {number}");
+    }
+}
+
+#[test]
 fn something_too_small_is_no_volume() {
     for bytes in [8, 4096, 1 << 20] {
         assert!(!check(&MemoryMedia::new(bytes)).unwrap().is_clean());

@@ -72,6 +72,16 @@ impl Buddy {
         Some(super::chunk::runs(extents.iter().flat_map(|extent| extent.run().ids())))
     }
 
+    /// The same, right behind what the taker has already if they are free there: then it lies in as few pieces as before.
+    pub(crate) fn allocate_lasting_at(&mut self, start: ChunkId, chunks: u32) -> Option<Vec<Run>> {
+        let wanted = Run { start, chunks };
+        if self.free_runs().iter().any(|free| free.start <= start && wanted.end() <= free.end()) {
+            self.take_run(wanted);
+            return Some(vec![wanted]);
+        }
+        self.allocate_lasting(chunks)
+    }
+
     /// Takes chunks that are all free, wherever they lie in free extents.
     fn take_run(&mut self, run: Run) {
         let end = run.start.0 + run.chunks;
@@ -313,6 +323,23 @@ mod tests {
             high,
             [Extent { start: ChunkId(1022), order: 1 }, Extent { start: ChunkId(1021), order: 0 }]
         );
+    }
+
+    #[test]
+    fn what_grows_stays_in_one_piece_if_it_can() {
+        let mut buddy = Buddy::default();
+        buddy.free_run(Run { start: ChunkId(8), chunks: 3 });
+        buddy.free_run(Run { start: ChunkId(20), chunks: 9 });
+        assert_eq!(
+            buddy.allocate_lasting_at(ChunkId(21), 3),
+            Some(vec![Run { start: ChunkId(21), chunks: 3 }])
+        );
+        assert_eq!(
+            buddy.allocate_lasting_at(ChunkId(9), 3),
+            Some(vec![Run { start: ChunkId(8), chunks: 3 }])
+        );
+        assert_eq!(buddy.allocate_lasting_at(ChunkId(9), 7), None);
+        assert_eq!(buddy.free_chunks(), 6);
     }
 
     #[test]

@@ -92,6 +92,11 @@ impl Run {
         u64::from(self.chunks) * CHUNK_BYTES
     }
 
+    /// The chunk behind it.
+    pub(crate) fn end(self) -> ChunkId {
+        self.start.plus(self.chunks)
+    }
+
     /// Its bytes in the pool's file.
     pub fn byte_range(self) -> Range<u64> {
         self.offset_bytes()..self.offset_bytes() + self.len_bytes()

@@ -231,6 +231,17 @@ pub enum PoolError {
     /// The media failed. The pool is read-only from here on.
     #[error("the pool's media failed; the pool is read-only until it is opened again")]
     Media(#[from] MediaError),
+    /// The log has no room for the operation's words.
+    #[error("pool's log has {log_bytes} bytes, and the operation needs {needed_bytes}")]
+    LogTooSmall {
+        /// What the superblock says.
+        log_bytes: u64,
+        /// What is needed.
+        needed_bytes: u64,
+    },
+    /// A volume's BTT cannot reach as far as asked.
+    #[error(transparent)]
+    BttGrowth(btt::ExtendError),
     /// The BTT format does not fit the volume.
     #[error(transparent)]
     Btt(#[from] btt::GeometryError),

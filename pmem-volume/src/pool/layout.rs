@@ -163,7 +163,7 @@ pub const LOG_COMMITTED: u64 = 0x434f_4d4d << 32;
 #[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct LogEntryBytes {
-    /// Where: a multiple of 8 inside the chunk table or a volume table.
+    /// Where: a multiple of 8 inside the chunk table, a volume table, or a chunk that a volume has.
     pub offset: U64,
     /// What.
     pub word: U64,

@@ -112,6 +112,24 @@ pub(crate) fn write_copy<T: Mirrored>(media: &dyn Media, offset: u64, record: &T
     media.persist_range(offset..offset + size_of::<T>() as u64)
 }
 
+/// The words in which one copy on the media differs from the record, with their offsets and what they will be.
+pub(crate) fn changed_words<T: Mirrored>(
+    media: &dyn Media,
+    offset: u64,
+    record: &T,
+) -> Result<Vec<(u64, u64)>, MediaError> {
+    assert!(is_whole(record), "only sealed records are written");
+    let mut current = T::new_zeroed();
+    media.read(offset, current.as_mut_bytes())?;
+    let (old, _) = current.as_bytes().as_chunks::<8>();
+    let (new, _) = record.as_bytes().as_chunks::<8>();
+    let pairs = (offset..).step_by(8).zip(old.iter().zip(new));
+    Ok(pairs
+        .filter(|(_, (old, new))| old != new)
+        .map(|(at, (_, new))| (at, u64::from_le_bytes(*new)))
+        .collect())
+}
+
 #[cfg(test)]
 mod tests {
     use zerocopy::FromZeros;

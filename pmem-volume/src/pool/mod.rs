@@ -23,6 +23,7 @@ mod memory;
 mod mirrored;
 mod open;
 mod redo_log;
+mod resize;
 mod scan;
 mod superblock;
 mod table;
@@ -47,6 +48,7 @@ pub use error::PoolError;
 pub use findings::{Finding, Severity};
 pub use lock::Holder;
 pub use open::OpenMode;
+pub use resize::Shrink;
 pub use superblock::SuperblockError;
 pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeSize};
 pub use volume_record::{NameError, VolumeFormat, VolumeName};
@@ -54,6 +56,7 @@ pub use volume_record::{NameError, VolumeFormat, VolumeName};
 use crate::CHUNK_BYTES;
 use crate::media::{Durability, FileMedia, Media, MediaError};
 use buddy::Buddy;
+use redo_log::Redone;
 use scan::VolumeEntry;
 use superblock::Superblock;
 use table::{ChunkTable, Slot};
@@ -97,6 +100,8 @@ pub struct Pool {
     backing: Backing,
     superblock: Superblock,
     table: ChunkTable,
+    /// What a committed transaction stores, in a pool that is only looked at; a writer has redone it.
+    redo: BTreeMap<u64, u64>,
     /// The first failure of the media; set once, and then the pool is read-only.
     latched: OnceLock<String>,
     state: Mutex<State>,
@@ -277,6 +282,11 @@ impl Pool {
 
     fn media(&self) -> &dyn Media {
         self.backing.media()
+    }
+
+    /// The media as it will be once a committed transaction has been redone.
+    fn view(&self) -> Redone<'_> {
+        Redone::with(self.media(), &self.redo)
     }
 
     fn lock_state(&self) -> StateGuard<'_> {

@@ -1,5 +1,6 @@
 //! Opening a pool: find the superblock, redo what was committed, put away what was not.
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
@@ -111,8 +112,9 @@ impl Pool {
         let table = ChunkTable::new(&superblock);
         let state = State::new(&superblock, scan, findings);
         let levels = Mutex::new(state.levels());
+        let redo = if writable { BTreeMap::new() } else { log.words() };
         let (latched, state) = (OnceLock::new(), Mutex::new(state));
-        Ok(Arc::new(Pool { path, mode, backing, superblock, table, latched, state, levels }))
+        Ok(Arc::new(Pool { path, mode, backing, superblock, table, redo, latched, state, levels }))
     }
 }
 

@@ -1,15 +1,20 @@
 //! The redo log: a transaction of many words that counts as a whole or not at all.
 //!
-//! No operation of this version needs one (each commits by a single word or record), so the log of a pool it wrote is
-//! empty. Replay is here from the start, so that a pool on which a later version died opens here all the same.
+//! Most operations need none: they commit by a single word or record. Growing a BTT volume does, because the volume's
+//! record and the BTT's info blocks change together.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
+use super::PoolError;
+use super::chunk::ChunkId;
 use super::layout::{LOG_COMMITTED, LOG_MAGIC, LogEntryBytes, LogHeaderBytes};
 use super::superblock::Superblock;
+use super::table::{ChunkTable, Owner};
+use crate::CHUNK_BYTES;
 use crate::media::{Durability, Media, MediaError};
 
 /// What the log holds.
@@ -65,31 +70,55 @@ pub(crate) fn read(media: &dyn Media, superblock: &Superblock) -> Result<LogStat
     if header.checksum != u64::from(crc) || header.commit != LOG_COMMITTED | u64::from(crc) {
         return Ok(LogState::Damaged("its checksum is wrong"));
     }
-    let tables = superblock.tables();
-    let is_allowed = |entry: &LogEntryBytes| {
-        let offset = entry.offset.get();
-        offset.is_multiple_of(8) && tables.iter().any(|t| t.start <= offset && offset < t.end)
-    };
-    if !entries.iter().all(is_allowed) {
-        return Ok(LogState::Damaged("it stores outside the tables"));
+    for entry in entries {
+        if !is_allowed(media, superblock, entry.offset.get())? {
+            return Ok(LogState::Damaged("it stores outside the tables and the volumes"));
+        }
     }
     Ok(LogState::Committed(entries.to_vec()))
+}
+
+/// A transaction stores into tables, and into chunks that volumes have. Not into free chunks, which read as zeros, nor
+/// into what the pool is found by.
+fn is_allowed(media: &dyn Media, superblock: &Superblock, offset: u64) -> Result<bool, MediaError> {
+    if !offset.is_multiple_of(8) || offset >= superblock.size_bytes() {
+        return Ok(false);
+    }
+    if superblock.tables().iter().any(|t| t.contains(&offset)) {
+        return Ok(true);
+    }
+    let chunk = ChunkId((offset / CHUNK_BYTES) as u32);
+    let owner = ChunkTable::new(superblock).owner(media, chunk)?;
+    Ok(matches!(owner, Ok(Owner::Volume { .. })) && !superblock.is_metadata(chunk))
 }
 
 /// The media as it will be when a committed transaction has been redone. For looking only: whether the pool can be
 /// believed is decided before anything is stored.
 pub(crate) struct Redone<'a> {
     media: &'a dyn Media,
-    words: BTreeMap<u64, u64>,
+    words: Cow<'a, BTreeMap<u64, u64>>,
 }
 
 impl<'a> Redone<'a> {
     pub(crate) fn new(media: &'a dyn Media, log: &LogState) -> Self {
-        let entries = match log {
-            LogState::Committed(entries) => entries.as_slice(),
-            LogState::Empty | LogState::Damaged(_) => &[],
-        };
-        Self { media, words: entries.iter().map(|entry| (entry.offset.get(), entry.word.get())).collect() }
+        Self { media, words: Cow::Owned(log.words()) }
+    }
+
+    /// The same, of a log that was read earlier.
+    pub(crate) fn with(media: &'a dyn Media, words: &'a BTreeMap<u64, u64>) -> Self {
+        Self { media, words: Cow::Borrowed(words) }
+    }
+}
+
+impl LogState {
+    /// What a committed transaction stores, by offset.
+    pub(crate) fn words(&self) -> BTreeMap<u64, u64> {
+        match self {
+            LogState::Committed(entries) => {
+                entries.iter().map(|entry| (entry.offset.get(), entry.word.get())).collect()
+            }
+            LogState::Empty | LogState::Damaged(_) => BTreeMap::new(),
+        }
     }
 }
 
@@ -160,18 +189,54 @@ pub(crate) fn replay(
     media.persist_range(commit..commit + 8)
 }
 
-/// Writes a committed transaction, as a later version would leave it behind at a crash.
-#[cfg(test)]
-pub(crate) fn write_for_test(media: &dyn Media, superblock: &Superblock, words: &[(u64, u64)]) {
-    let entries: Vec<_> = words
-        .iter()
-        .map(|(offset, word)| LogEntryBytes { offset: (*offset).into(), word: (*word).into() })
-        .collect();
+/// Is there room for a transaction of so many words?
+pub(crate) fn check_room(superblock: &Superblock, words: u64) -> Result<(), PoolError> {
+    let needed_bytes = size_of::<LogHeaderBytes>() as u64 + words * size_of::<LogEntryBytes>() as u64;
+    let log_bytes = superblock.log_bytes;
+    if needed_bytes <= log_bytes { Ok(()) } else { Err(PoolError::LogTooSmall { log_bytes, needed_bytes }) }
+}
+
+/// Stores words, all of them or none, durably. The log must be empty and have room for them.
+///
+/// 1. Entries, number and checksum, persist.
+/// 2. Commit word, persist: from here on the transaction counts.
+/// 3. As at open.
+pub(crate) fn commit(
+    media: &dyn Media,
+    superblock: &Superblock,
+    words: &[(u64, u64)],
+) -> Result<(), MediaError> {
+    let (header, entries) = transaction(words);
+    let log = superblock.log_offset;
+    let entries_at = log + size_of::<LogHeaderBytes>() as u64;
+    let end = entries_at + entries.as_bytes().len() as u64;
+    assert!(end <= log + superblock.log_bytes, "the caller checked that there is room");
+    media.store(entries_at, entries.as_bytes())?;
+    media.store(log, LogHeaderBytes { commit: 0.into(), ..header.clone() }.as_bytes())?;
+    media.persist_range(log..end)?;
+    let commit = log + std::mem::offset_of!(LogHeaderBytes, commit) as u64;
+    media.store_word(commit, header.commit.get())?;
+    media.persist_range(commit..commit + 8)?;
+    replay(media, superblock, &entries)
+}
+
+/// A committed transaction.
+fn transaction(words: &[(u64, u64)]) -> (LogHeaderBytes, Vec<LogEntryBytes>) {
+    let entry =
+        |(offset, word): &(u64, u64)| LogEntryBytes { offset: (*offset).into(), word: (*word).into() };
+    let entries: Vec<_> = words.iter().map(entry).collect();
     let mut header = empty_header();
     header.entries.set(entries.len() as u64);
     let crc = u64::from(checksum(&header, &entries));
     header.checksum.set(crc);
     header.commit.set(LOG_COMMITTED | crc);
+    (header, entries)
+}
+
+/// Writes a committed transaction, as a crash would leave it behind.
+#[cfg(test)]
+pub(crate) fn write_for_test(media: &dyn Media, superblock: &Superblock, words: &[(u64, u64)]) {
+    let (header, entries) = transaction(words);
     media.store(superblock.log_offset + size_of::<LogHeaderBytes>() as u64, entries.as_bytes()).unwrap();
     media.store(superblock.log_offset, header.as_bytes()).unwrap();
 }

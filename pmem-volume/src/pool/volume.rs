@@ -113,18 +113,16 @@ impl Pool {
             VolumeSize::Bytes(bytes) => bytes,
             VolumeSize::Remaining => state.free_bytes(),
         };
-        let full =
-            |free_bytes| PoolError::PoolFull { requested_bytes: size_bytes, free_bytes, reserved_bytes: 0 };
         if size == VolumeSize::Remaining && size_bytes == 0 {
-            return Err(full(0));
+            return Err(state.full(0));
         }
-        let chunks = chunk_count("volume size", size_bytes)?.ok_or_else(|| full(state.free_bytes()))?;
+        let chunks = chunk_count("volume size", size_bytes)?.ok_or_else(|| state.full(size_bytes))?;
         let uuid = Uuid::new_v4();
         let layout = match format {
             VolumeFormat::Btt => Some(btt::Layout::new(size_bytes, btt::SECTOR_BYTES, uuid)?),
             VolumeFormat::Raw => None,
         };
-        let taken = state.buddy.allocate_lasting(chunks).ok_or_else(|| full(state.free_bytes()))?;
+        let taken = state.buddy.allocate_lasting(chunks).ok_or_else(|| state.full(size_bytes))?;
         // Counted as to be erased until it is done: that is what they are if it fails.
         state.counts.scrubbing += chunks;
         self.latch(self.mark(&taken, |index| Owner::Volume { slot, index }))?;
@@ -167,18 +165,22 @@ impl Pool {
             self.latch(mirrored::write(self.media(), offsets, &empty))?;
             let entry = state.volumes.remove(&slot).expect("found above");
             let runs = runs(entry.chunk_ids());
-            let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
-            state.counts.volume -= chunks;
-            state.counts.scrubbing += chunks;
-            for chunk in runs.iter().flat_map(|run| run.ids()) {
-                // The missing record says the same. But the slot may be used again before all of them are free, and
-                // then they must not look like the new volume's.
-                self.latch(self.table.set_owner(self.media(), chunk, Owner::Scrub))?;
-            }
-            self.latch(self.persist_entries(&runs))?;
+            self.disown(&mut state, &runs)?;
             runs
         };
         self.scrub_and_free(&runs)
+    }
+
+    /// Marks chunks, which no record covers any more, to be erased. The records say the same. But the slot and the
+    /// indexes may be used again before all of them are free, and then they must not look like the new ones.
+    pub(super) fn disown(&self, state: &mut State, runs: &[Run]) -> Result<(), PoolError> {
+        let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
+        state.counts.volume -= chunks;
+        state.counts.scrubbing += chunks;
+        for chunk in runs.iter().flat_map(|run| run.ids()) {
+            self.latch(self.table.set_owner(self.media(), chunk, Owner::Scrub))?;
+        }
+        self.latch(self.persist_entries(runs))
     }
 
     /// Gives a volume that nobody in this process has open another name, which no volume has. A name that it has
@@ -207,17 +209,7 @@ impl Pool {
         let mut state = self.lock_state();
         let slot = state.require_volume(name)?;
         let entry = &state.volumes[&slot];
-        let unusable = |reason| Err(PoolError::VolumeUnusable { name: name.to_owned(), reason });
-        if entry.record.thin {
-            return unusable("it is thin, which this version does not serve".to_owned());
-        }
-        let missing = entry.record.chunks - entry.allocated();
-        if missing > 0 {
-            return unusable(format!(
-                "{missing} of its {} chunks are missing; see `pmvol check`",
-                entry.record.chunks
-            ));
-        }
+        entry.check_usable()?;
         let info = volume_info(entry);
         let extents = volume_extents(&runs(entry.chunk_ids()));
         if self.mode == OpenMode::ReadWrite {
@@ -231,20 +223,42 @@ impl Pool {
     }
 
     /// The sequence number of the next record in a slot: the media knows the last one, of an empty slot too.
-    fn next_sequence(&self, slot: Slot) -> Result<u64, PoolError> {
+    pub(super) fn next_sequence(&self, slot: Slot) -> Result<u64, PoolError> {
         let offset = self.superblock.volume_record_offsets(slot)[0];
         let at = offset + std::mem::offset_of!(super::layout::VolumeRecordBytes, sequence) as u64;
         Ok(self.latch(self.media().load_word(at))?.wrapping_add(1))
     }
 }
 
+impl VolumeEntry {
+    /// Has the volume all of its chunks?
+    pub(super) fn check_usable(&self) -> Result<(), PoolError> {
+        let unusable = |reason| Err(PoolError::VolumeUnusable { name: self.record.name.to_string(), reason });
+        if self.record.thin {
+            return unusable("it is thin, which this version does not serve".to_owned());
+        }
+        match self.record.chunks - self.allocated() {
+            0 => Ok(()),
+            missing => unusable(format!(
+                "{missing} of its {} chunks are missing; see `pmvol check`",
+                self.record.chunks
+            )),
+        }
+    }
+}
+
 impl State {
+    /// There is not enough free for something.
+    pub(super) fn full(&self, requested_bytes: u64) -> PoolError {
+        PoolError::PoolFull { requested_bytes, free_bytes: self.free_bytes(), reserved_bytes: 0 }
+    }
+
     fn find_volume(&self, name: &str) -> Option<Slot> {
         self.volumes.iter().find(|(_, entry)| entry.record.name.as_str() == name).map(|(slot, _)| *slot)
     }
 
     /// The volume, if nobody in this process has it open. Other processes are kept away by the pool's lock.
-    fn require_closed_volume(&self, name: &str) -> Result<Slot, PoolError> {
+    pub(super) fn require_closed_volume(&self, name: &str) -> Result<Slot, PoolError> {
         let slot = self.require_volume(name)?;
         if self.open_volumes.contains(&slot) {
             return Err(PoolError::VolumeInUse { name: name.to_owned() });
@@ -293,7 +307,8 @@ impl Volume {
             Durability::Volatile => Ok(()),
             Durability::DaxSync => self.pool.latch(self.pool.media().persist(&[])),
             Durability::PageCache => {
-                let ranges = self.space().file_ranges(range);
+                let space = Space { media: self.pool.media(), extents: &self.extents };
+                let ranges = space.file_ranges(range);
                 self.pool.latch(self.pool.media().persist(&ranges))
             }
         }
@@ -306,10 +321,6 @@ impl Volume {
             VolumeFormat::Btt => self.pool.latch(btt::check(self)).map(Some),
         }
     }
-
-    fn space(&self) -> Space<'_> {
-        Space { media: self.pool.media(), extents: &self.extents }
-    }
 }
 
 impl ReadAt for Volume {
@@ -318,7 +329,7 @@ impl ReadAt for Volume {
     }
 
     fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        self.space().read_at(offset_bytes, into)
+        Space { media: &self.pool.view(), extents: &self.extents }.read_at(offset_bytes, into)
     }
 }
 
@@ -329,12 +340,17 @@ impl Drop for Volume {
 }
 
 /// A volume's bytes on the media, wherever its chunks lie.
-struct Space<'a> {
-    media: &'a dyn Media,
-    extents: &'a [VolumeExtent],
+pub(super) struct Space<'a> {
+    pub(super) media: &'a dyn Media,
+    pub(super) extents: &'a [VolumeExtent],
 }
 
 impl Space<'_> {
+    /// Where a byte of the volume lies in the file.
+    pub(super) fn file_offset(&self, offset_bytes: u64) -> u64 {
+        self.file_ranges(offset_bytes..offset_bytes + 1)[0].start
+    }
+
     /// Cuts a range of the volume into ranges of the file, in order. Panics if it is not inside the volume.
     fn file_ranges(&self, range: Range<u64>) -> Vec<Range<u64>> {
         assert!(
@@ -389,7 +405,7 @@ impl WriteAt for Space<'_> {
     }
 }
 
-fn volume_info(entry: &VolumeEntry) -> VolumeInfo {
+pub(super) fn volume_info(entry: &VolumeEntry) -> VolumeInfo {
     VolumeInfo {
         name: entry.record.name.to_string(),
         uuid: entry.record.uuid,
@@ -400,7 +416,7 @@ fn volume_info(entry: &VolumeEntry) -> VolumeInfo {
     }
 }
 
-fn volume_extents(runs: &[Run]) -> Vec<VolumeExtent> {
+pub(super) fn volume_extents(runs: &[Run]) -> Vec<VolumeExtent> {
     let mut index = 0;
     runs.iter()
         .map(|run| {

@@ -12,6 +12,7 @@ Examples:
   pmvol volume create /pm/pool data --size 8G     a volume with atomic sectors (BTT)
   pmvol volume create /pm/pool rest --size remaining
   pmvol volume list /pm/pool
+  pmvol volume resize /pm/pool data --size 16G
   pmvol volume rename /pm/pool data data-2026
   pmvol volume delete /pm/pool data-2026          erases it, for good
   pmvol grow /pm/pool --size 32G                  to 32 GiB, nothing moves
@@ -72,7 +73,7 @@ pub(crate) enum Command {
         #[command(flatten)]
         output: Output,
     },
-    /// Make, list, rename and delete volumes
+    /// Make, list, resize, rename and delete volumes
     #[command(subcommand)]
     Volume(VolumeCommand),
 }
@@ -112,6 +113,27 @@ pub(crate) enum VolumeCommand {
         /// Name that it gets, which no other volume has
         #[arg(value_name = "NEW")]
         new_name: String,
+    },
+    /// Make a volume larger, or, if it is raw, smaller
+    ///
+    /// What is in the volume stays. A BTT volume grows by further arenas, each of at least 16 MiB and with 256 blocks in
+    /// reserve, so grow it in few large steps; it cannot shrink. The guest enlarges its file system itself.
+    #[command(after_help = "\
+Examples:
+  pmvol volume resize /pm/pool data --size 16G
+  pmvol volume resize /pm/pool data --size remaining
+  pmvol volume resize /pm/pool dax --size 2G --shrink      a raw volume; what lies behind 2G is erased")]
+    Resize {
+        /// The pool
+        pool: PathBuf,
+        /// Name of the volume
+        name: String,
+        /// Size that it gets, a multiple of 2M, or `remaining` for all that is free besides
+        #[arg(long, value_name = "SIZE", value_parser = parse_volume_size)]
+        size: VolumeSize,
+        /// Let a raw volume become smaller: what lies behind its new end is erased
+        #[arg(long)]
+        shrink: bool,
     },
     /// Delete a volume and erase its content
     ///

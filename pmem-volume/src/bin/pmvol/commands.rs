@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use pmem_volume::{OpenMode, Pool, PoolError};
+use pmem_volume::{OpenMode, Pool, PoolError, Shrink};
 
 use super::args::{Arguments, Command, Output, VolumeCommand};
 use super::print;
@@ -40,6 +40,13 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             }
             Ok(Outcome::Done)
         }
+        Command::Volume(VolumeCommand::Resize { pool, name, size, shrink }) => {
+            let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
+            let volume =
+                open(pool, OpenMode::ReadWrite)?.resize_volume(name, *size, shrink).map_err(with_flag)?;
+            print::volume_resized(&volume);
+            Ok(Outcome::Done)
+        }
         Command::Volume(VolumeCommand::Rename { pool, name, new_name }) => {
             let volume = open(pool, OpenMode::ReadWrite)?.rename_volume(name, new_name)?;
             println!("volume {name} renamed to {}", volume.name);
@@ -64,6 +71,7 @@ fn with_flag(error: PoolError) -> anyhow::Error {
         PoolError::Size { .. }
         | PoolError::PoolFull { .. }
         | PoolError::FileSystemFull { .. }
+        | PoolError::BttGrowth(_)
         | PoolError::Btt(_) => Some("--size"),
         _ => None,
     };

@@ -74,6 +74,16 @@ pub(crate) fn volume_made(volume: &VolumeInfo) {
     println!("volume {} made: {}, {}", volume.name, display(volume.size_bytes), format_name(volume.format));
 }
 
+pub(crate) fn volume_resized(volume: &VolumeInfo) {
+    println!(
+        "volume {} resized: {}, {}, in {} piece(s)",
+        volume.name,
+        display(volume.size_bytes),
+        format_name(volume.format),
+        volume.extents
+    );
+}
+
 pub(crate) fn volumes(volumes: &[VolumeInfo]) {
     let width = volumes.iter().map(|v| v.name.chars().count()).chain([4]).max().unwrap_or(4);
     println!("{:width$}  {:>10}  {:6}  {:>7}  UUID", "NAME", "SIZE", "FORMAT", "EXTENTS");

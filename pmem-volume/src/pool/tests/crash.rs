@@ -29,7 +29,11 @@ fn new_pool() -> (Simulator, Arc<Pool>) {
 
 /// The same, with a change of its superblock before anything is written.
 pub(super) fn new_pool_with(change: impl Fn(&mut Superblock)) -> (Simulator, Arc<Pool>) {
-    let media = Simulator::new(u64::from(CHUNKS) * CHUNK_BYTES);
+    new_pool_of(CHUNKS, change)
+}
+
+pub(super) fn new_pool_of(chunks: u32, change: impl Fn(&mut Superblock)) -> (Simulator, Arc<Pool>) {
+    let media = Simulator::new(u64::from(chunks) * CHUNK_BYTES);
     let mut superblock = create::plan(media.len_bytes(), 0, Uuid::from_u128(1), 1).unwrap();
     superblock.volume_slots = SLOTS;
     change(&mut superblock);
@@ -40,15 +44,19 @@ pub(super) fn new_pool_with(change: impl Fn(&mut Superblock)) -> (Simulator, Arc
 
 /// Opens what a crash left: superblocks and the file's length say how much of it is the pool.
 pub(super) fn open(image: &Simulator) -> Result<Arc<Pool>, PoolError> {
+    open_for(image, OpenMode::ReadWrite)
+}
+
+pub(super) fn open_for(image: &Simulator, mode: OpenMode) -> Result<Arc<Pool>, PoolError> {
     let mut copies = [layout::SuperblockBytes::new_zeroed(), layout::SuperblockBytes::new_zeroed()];
     for (copy, offset) in copies.iter_mut().zip(layout::SUPERBLOCK_OFFSETS) {
         image.read(offset, copy.as_mut_bytes())?;
     }
     let path = Path::new("simulated");
     let file_bytes = image.file_bytes();
-    let (superblock, findings) = open::judge_superblocks(path, copies, file_bytes, OpenMode::ReadWrite)?;
+    let (superblock, findings) = open::judge_superblocks(path, copies, file_bytes, mode)?;
     let backing = Backing::Other(Box::new(image.part(superblock.size_bytes())));
-    Pool::from_media(path.to_owned(), OpenMode::ReadWrite, backing, superblock, findings)
+    Pool::from_media(path.to_owned(), mode, backing, superblock, findings)
 }
 
 /// Past the test harness, which keeps what a passing test prints to itself.
@@ -64,9 +72,13 @@ fn mark_of(volume: &VolumeInfo, index: u32) -> u64 {
 
 /// Writes a volume as a guest would, and flushes.
 pub(super) fn fill_volume(media: &Simulator, pool: &Arc<Pool>, name: &str) {
+    fill_volume_from(media, pool, name, 0);
+}
+
+fn fill_volume_from(media: &Simulator, pool: &Arc<Pool>, name: &str, from: u32) {
     let volume = pool.open_volume(name).unwrap();
     for extent in volume.extents() {
-        for (index, chunk) in (extent.index..).zip(extent.run.ids()) {
+        for (index, chunk) in (extent.index..).zip(extent.run.ids()).filter(|(index, _)| *index >= from) {
             media.store_word(chunk.offset_bytes(), mark_of(volume.info(), index)).unwrap();
             media.persist_range(chunk.offset_bytes()..chunk.offset_bytes() + 8).unwrap();
         }
@@ -86,7 +98,7 @@ pub(super) fn volumes_of(pool: &Pool) -> Volumes {
 }
 
 /// Holds an image against the oracle; the volumes must be one of `allowed`.
-fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), String> {
+pub(super) fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), String> {
     let pool = open(image).map_err(|error| format!("does not open: {error}"))?;
     let volumes = volumes_of(&pool);
     if !allowed.contains(&&volumes) {
@@ -108,7 +120,12 @@ fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), String> {
             Ok(_) => {}
         }
     }
-    let owned: u32 = volumes.values().sum();
+    verify_space(image, &pool)
+}
+
+/// Is everything else free, and zero?
+pub(super) fn verify_space(image: &Simulator, pool: &Arc<Pool>) -> Result<(), String> {
+    let owned: u32 = volumes_of(pool).values().sum();
     let info = pool.info();
     let metadata_bytes = u64::from(pool.superblock.metadata_chunks()) * CHUNK_BYTES;
     let free = info.total_bytes - metadata_bytes - u64::from(owned) * CHUNK_BYTES;
@@ -136,6 +153,16 @@ pub(super) fn verify_points(
     allowed: &[&Volumes],
     random: &mut Random,
 ) -> Result<usize, String> {
+    verify_each(points, bound, random, &|image| verify(image, allowed))
+}
+
+/// The same, with any judgement.
+pub(super) fn verify_each(
+    points: &[CrashPoint],
+    bound: usize,
+    random: &mut Random,
+    verify: &dyn Fn(&Simulator) -> Result<(), String>,
+) -> Result<usize, String> {
     let mut count = 0;
     for point in points {
         for (number, image) in point.images(bound, random).into_iter().enumerate() {
@@ -145,13 +172,12 @@ pub(super) fn verify_points(
             if again {
                 image.record();
             }
-            verify(&image, allowed)?;
+            verify(&image)?;
             if again {
                 for point in image.take_points() {
                     for image in point.images(8, random) {
                         count += 1;
-                        verify(&image, allowed)
-                            .map_err(|error| format!("after a crash in recovery: {error}"))?;
+                        verify(&image).map_err(|error| format!("after a crash in recovery: {error}"))?;
                     }
                 }
             }
@@ -162,7 +188,16 @@ pub(super) fn verify_points(
 
 /// Does one random thing. What is lent is kept in `lent`.
 fn random_operation(media: &Simulator, pool: &Arc<Pool>, lent: &mut Vec<Extent>, random: &mut Random) {
-    match random.below(6) {
+    match random.below(7) {
+        6 => {
+            let names: Vec<_> = pool.volumes().into_iter().map(|v| v.name).collect();
+            if !names.is_empty() {
+                let name = &names[random.below(names.len() as u64) as usize];
+                let size = VolumeSize::Bytes((random.below(6) + 1) * CHUNK_BYTES);
+                // Full, or its size already: ordinary.
+                let _ = pool.resize_volume(name, size, Shrink::Allow);
+            }
+        }
         5 => {
             let names: Vec<_> = pool.volumes().into_iter().map(|v| v.name).collect();
             if !names.is_empty() {
@@ -211,18 +246,24 @@ fn random_operations_survive_a_crash_at_every_persist() {
         let mut lent = Vec::new();
         for step in 0..20 {
             let before = volumes_of(&pool);
-            let known: Vec<_> = pool.volumes().into_iter().map(|v| v.uuid).collect();
+            let known: BTreeMap<_, _> = pool.volumes().into_iter().map(|v| (v.uuid, v.size_bytes)).collect();
             media.record();
             random_operation(&media, &pool, &mut lent, &mut random);
             let points = media.take_points();
             let after = volumes_of(&pool);
             // Content is no matter of the operation that made the volume: it comes when that is over.
-            let made: Vec<_> = pool.volumes().into_iter().filter(|v| !known.contains(&v.uuid)).collect();
-            made.iter().for_each(|v| fill_volume(&media, &pool, &v.name));
+            let had = |v: &VolumeInfo| known.get(&v.uuid).copied().unwrap_or(0);
+            let made: Vec<_> = pool
+                .volumes()
+                .into_iter()
+                .filter(|v| had(v) < v.size_bytes)
+                .map(|v| ((had(&v) / CHUNK_BYTES) as u32, v.name))
+                .collect();
+            made.iter().for_each(|(from, name)| fill_volume_from(&media, &pool, name, *from));
             let allowed = if made.is_empty() { vec![&before, &after] } else { vec![&before] };
             let result = match made.is_empty() {
                 true => verify_points(&points, 16, &allowed, &mut random),
-                false => verify_made(&points, &before, &after, &mut random),
+                false => verify_made(&points, &before, &after, &made, &mut random),
             };
             images += result.unwrap_or_else(|error| panic!("seed {seed}, step {step}: {error}"));
         }
@@ -231,11 +272,12 @@ fn random_operations_survive_a_crash_at_every_persist() {
     assert!(images > 300 * seeds() as usize, "only {images} images: the simulator sees too little");
 }
 
-/// A volume that was just made has no content yet, so its marks are not looked for.
+/// What a volume was just given has no content yet, so the marks behind `made` are not looked for.
 fn verify_made(
     points: &[CrashPoint],
     before: &Volumes,
     after: &Volumes,
+    made: &[(u32, String)],
     random: &mut Random,
 ) -> Result<usize, String> {
     let mut count = 0;
@@ -245,9 +287,7 @@ fn verify_made(
             let pool = open(&image).map_err(|error| error.to_string())?;
             let volumes = volumes_of(&pool);
             if volumes == *after {
-                for name in volumes.keys().filter(|name| !before.contains_key(*name)) {
-                    fill_volume(&image, &pool, name);
-                }
+                made.iter().for_each(|(from, name)| fill_volume_from(&image, &pool, name, *from));
             }
             drop(pool);
             verify(&image, &[before, after])?;

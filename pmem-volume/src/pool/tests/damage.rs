@@ -318,10 +318,12 @@ fn a_committed_transaction_is_redone_and_a_damaged_one_is_refused() {
             if matches!(**first, Finding::LogDamaged { .. })));
         fixture.flip(LOG_OFFSET + offset as u64, 4);
     }
-    // A transaction that would store into the data.
-    redo_log::write_for_test(&media, &superblock, &[(32 * MIB, 1)]);
-    fs::write(fixture.path(), media.to_bytes()).unwrap();
-    assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }));
+    // Transactions that would store into a free chunk, a superblock, the log itself, and behind the end.
+    for at in [32 * MIB, 40, LOG_OFFSET, 64 * MIB, u64::MAX - 7] {
+        redo_log::write_for_test(&media, &superblock, &[(at, 1)]);
+        fs::write(fixture.path(), media.to_bytes()).unwrap();
+        assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }), "{at:#x}");
+    }
 }
 
 #[test]

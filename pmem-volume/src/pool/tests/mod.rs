@@ -2,6 +2,7 @@
 
 mod crash;
 mod crash_grow;
+mod crash_resize;
 mod damage;
 mod golden;
 mod hooked;

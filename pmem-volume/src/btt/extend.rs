@@ -1,0 +1,128 @@
+//! Letting a BTT reach into more space: further arenas behind the last one.
+//!
+//! The arenas that are there stay as they are, byte for byte, but for the last one's `nextoff` and the checksum with
+//! it, in both of its info blocks. Linux follows `nextoff` (drivers/nvdimm/btt.c, discover_arenas) and adds up the
+//! arenas' sectors, so the sectors that a guest knows keep their numbers.
+
+use thiserror::Error;
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::arena::{InfoError, InfoSource, read_arena};
+use super::layout::{
+    ARENA_MAX_BYTES, ARENA_MIN_BYTES, ArenaLayout, INFO_BYTES, InfoBytes, START_BYTES, arena_places_from,
+    checksum, write_arenas,
+};
+use super::{ReadAt, WriteAt};
+use crate::CHUNK_BYTES;
+use crate::media::MediaError;
+use crate::size::display;
+
+/// Zeros are written in pieces of this many bytes.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// Why a BTT cannot reach further.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum ExtendError {
+    /// An arena is not whole.
+    #[error("arena {arena} of its BTT is damaged ({reason}); see `pmvol check`")]
+    Damaged {
+        /// Which one, from 0.
+        arena: usize,
+        /// In what way.
+        reason: String,
+    },
+    /// No room for an arena.
+    #[error(
+        "volume size {size_bytes} ({}) leaves too little for a further arena of the BTT, which needs 16 MiB; the least that does is {} ({})",
+        display(*size_bytes), least_bytes, display(*least_bytes)
+    )]
+    TooLittle {
+        /// The size asked for.
+        size_bytes: u64,
+        /// The least that would do.
+        least_bytes: u64,
+    },
+}
+
+/// What it takes to let a BTT reach into more space.
+#[derive(Debug)]
+pub struct Extension {
+    /// The last arena's info block as it is, which new ones are made after.
+    last: InfoBytes,
+    last_start: u64,
+    arenas: Vec<ArenaLayout>,
+    /// How far the volume reaches today.
+    old_bytes: u64,
+}
+
+/// Plans further arenas for the volume `space`, which is to have `size_bytes`.
+pub fn extend(space: &impl ReadAt, size_bytes: u64) -> Result<Result<Extension, ExtendError>, MediaError> {
+    let (mut start, mut number) = (START_BYTES, 0);
+    loop {
+        let damaged = |reason| Ok(Err(ExtendError::Damaged { arena: number, reason }));
+        let room = space.len_bytes().saturating_sub(start);
+        if room < ARENA_MIN_BYTES {
+            return damaged(InfoError::Signature.to_string());
+        }
+        let info = match read_arena(space, start, room.min(ARENA_MAX_BYTES))? {
+            Err(error) => return damaged(error.to_string()),
+            Ok((_, source)) if source != InfoSource::Both => {
+                return damaged("one of its info blocks".to_owned());
+            }
+            Ok((info, _)) if info.has_error => return damaged("its error flag is set".to_owned()),
+            Ok((info, _)) => info,
+        };
+        if let Some(next) = info.next_bytes {
+            (start, number) = (next, number + 1);
+            continue;
+        }
+        let arenas = arena_places_from(info.end_bytes, size_bytes);
+        if arenas.is_empty() {
+            let least_bytes = (info.end_bytes + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
+            return Ok(Err(ExtendError::TooLittle { size_bytes, least_bytes }));
+        }
+        let mut last = InfoBytes::new_zeroed();
+        space.read_at(start, last.as_mut_bytes())?;
+        return Ok(Ok(Extension {
+            arenas: ArenaLayout::all(&arenas, info.sector_bytes),
+            last,
+            last_start: start,
+            old_bytes: space.len_bytes(),
+        }));
+    }
+}
+
+impl Extension {
+    /// Writes the new arenas, durably. They are not part of the BTT yet. `space` has the new size; what the volume did
+    /// not have before reads as zeros.
+    pub fn format(&self, space: &impl WriteAt) -> Result<(), MediaError> {
+        // What was too small for an arena until now is nobody's, and may hold anything.
+        let unused = self.arenas[0].start..self.old_bytes;
+        let zeros = vec![0; PIECE_BYTES.min(unused.end.saturating_sub(unused.start)) as usize];
+        for at in unused.clone().step_by(PIECE_BYTES as usize) {
+            space.write_at(at, &zeros[..(unused.end - at).min(PIECE_BYTES) as usize])?;
+        }
+        if !unused.is_empty() {
+            space.persist(std::slice::from_ref(&unused))?;
+        }
+        write_arenas(space, &self.arenas, &self.last)
+    }
+
+    /// The words of the volume, with their offsets, that make the new arenas part of the BTT. They must become durable
+    /// together: an info block with one of them alone is damaged.
+    pub fn link(&self) -> Vec<(u64, u64)> {
+        let mut linked = self.last.clone();
+        linked.nextoff.set(self.arenas[0].start - self.last_start);
+        let sum = checksum(&linked);
+        linked.checksum.set(sum);
+        let (old, _) = self.last.as_bytes().as_chunks::<8>();
+        let (new, _) = linked.as_bytes().as_chunks::<8>();
+        let changed =
+            (0..INFO_BYTES).step_by(8).zip(old.iter().zip(new)).filter(|(_, (old, new))| old != new);
+        let words: Vec<_> = changed.map(|(at, (_, new))| (at, u64::from_le_bytes(*new))).collect();
+        [self.last_start, self.last_start + self.last.info2off.get()]
+            .into_iter()
+            .flat_map(|block| words.iter().map(move |(at, word)| (block + at, *word)))
+            .collect()
+    }
+}

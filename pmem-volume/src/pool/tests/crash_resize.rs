@@ -1,0 +1,324 @@
+//! Crashes while a volume gets another size: it has the old one or the new one, its BTT knows which, and what it held
+//! is there.
+
+use super::crash::{
+    Volumes, fill_volume, new_pool_of, open, open_for, say_images, verify, verify_each, verify_points,
+    verify_space, volumes_of,
+};
+use super::*;
+use crate::btt::{self, ReadAt};
+use crate::media::simulator::{CrashPoint, Random, Simulator};
+use crate::pool::volume::{Space, volume_extents};
+use crate::pool::volume_record::VolumeRecord;
+
+const CHUNKS: u32 = 26;
+const OLD: u32 = 9;
+const NEW: u32 = 18;
+
+fn bytes(chunks: u32) -> VolumeSize {
+    VolumeSize::Bytes(u64::from(chunks) * CHUNK_BYTES)
+}
+
+fn only(chunks: u32) -> Volumes {
+    Volumes::from([("v".to_owned(), chunks)])
+}
+
+fn with_volume(format: VolumeFormat, chunks: u32) -> (Simulator, Arc<Pool>) {
+    let (media, pool) = new_pool_of(CHUNKS, |_| {});
+    pool.create_volume("v", bytes(chunks), format).unwrap();
+    fill_volume(&media, &pool, "v");
+    (media, pool)
+}
+
+/// Words at the start of the volume's old chunks, its content in these tests.
+fn content(pool: &Arc<Pool>, chunks: u32) -> Vec<u64> {
+    let volume = pool.open_volume("v").unwrap();
+    let word = |index: u32| {
+        let mut word = [0; 8];
+        volume.read_at(u64::from(index) * CHUNK_BYTES, &mut word).unwrap();
+        u64::from_le_bytes(word)
+    };
+    (0..chunks).map(word).collect()
+}
+
+fn sectors(pool: &Arc<Pool>) -> u64 {
+    pool.open_volume("v").unwrap().check_btt().unwrap().unwrap().sectors()
+}
+
+/// Images of a BTT volume that grew: record and BTT change together.
+fn verify_growth(points: &[CrashPoint], sectors_of: [u64; 2], held: &[u64]) -> Result<usize, String> {
+    let judge = |image: &Simulator| {
+        // Who only looks sees what the next open will make of it.
+        let look = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
+        let report = look.check().map_err(|error| error.to_string())?;
+        if !report.is_clean() {
+            return Err(format!("a look finds {report:?}"));
+        }
+        let (seen, seen_sectors) = (volumes_of(&look), sectors(&look));
+        drop(look);
+        verify(image, &[&only(OLD), &only(NEW)])?;
+        let pool = open(image).unwrap();
+        let (now, now_sectors) = (volumes_of(&pool), sectors(&pool));
+        let expected = sectors_of[usize::from(now == only(NEW))];
+        if (now_sectors, content(&pool, OLD)) != (expected, held.to_vec()) {
+            return Err(format!("{now:?} has {now_sectors} sectors, or has lost content"));
+        }
+        if (seen, seen_sectors) != (now, now_sectors) {
+            return Err("a look saw something else than the open that followed".to_owned());
+        }
+        Ok(())
+    };
+    verify_each(points, 96, &mut Random::new(5), &judge)
+}
+
+#[test]
+fn a_btt_volume_grows_as_a_whole_or_not_at_all() {
+    let (media, pool) = with_volume(VolumeFormat::Btt, OLD);
+    let held = content(&pool, OLD);
+    let old_sectors = sectors(&pool);
+    media.record();
+    let info = pool.resize_volume("v", bytes(NEW), Shrink::Refuse).unwrap();
+    let points = media.take_points();
+    assert_eq!((info.size_bytes, info.extents), (u64::from(NEW) * CHUNK_BYTES, 1));
+    let new_sectors = sectors(&pool);
+    // Two arenas of about the same size.
+    assert!(new_sectors > 2 * old_sectors, "{new_sectors} after {old_sectors}");
+    let images = verify_growth(&points, [old_sectors, new_sectors], &held).unwrap();
+    say_images(images);
+    assert!(images > 400);
+}
+
+/// Does the steps of a growth up to the last by the book, then `finish`.
+fn grow_wrongly(finish: impl Fn(&Simulator, &Pool, &Space<'_>, &btt::Extension, &VolumeRecord)) -> String {
+    let (media, pool) = with_volume(VolumeFormat::Btt, OLD);
+    let held = content(&pool, OLD);
+    let old_sectors = sectors(&pool);
+    let old = pool.open_volume("v").unwrap().extents()[0].run;
+    let all = [Run { start: old.start, chunks: NEW }];
+    let added = Run { start: old.end(), chunks: NEW - OLD };
+    let slot = table::Slot(0);
+    let record = pool.lock_state().volumes[&slot].record.clone();
+    let record = VolumeRecord { sequence: record.sequence + 1, chunks: NEW, ..record };
+    let extents = volume_extents(&all);
+    let space = Space { media: &media, extents: &extents };
+    let before = volume_extents(&[old]);
+    let extension =
+        btt::extend(&Space { media: &media, extents: &before }, record.size_bytes()).unwrap().unwrap();
+    media.record();
+    pool.mark(&[added], |place| table::Owner::Volume { slot, index: OLD + place }).unwrap();
+    extension.format(&space).unwrap();
+    finish(&media, &pool, &space, &extension, &record);
+    let new_sectors = 2 * old_sectors + 1;
+    verify_growth(&media.take_points(), [old_sectors, new_sectors], &held)
+        .expect_err("the wrong order went unnoticed: the other test proves nothing")
+}
+
+fn store_words(media: &Simulator, words: &[(u64, u64)]) {
+    words.iter().for_each(|(at, word)| media.store_word(*at, *word).unwrap());
+    media.persist(&words.iter().map(|(at, _)| *at..at + 8).collect::<Vec<_>>()).unwrap();
+}
+
+#[test]
+fn linking_arenas_without_the_log_is_found_out() {
+    let error = grow_wrongly(|media, pool, space, extension, record| {
+        let words = pool.growth_words(space, extension, record).unwrap();
+        store_words(media, &words);
+    });
+    assert!(error.contains("a look finds"), "{error}");
+}
+
+#[test]
+fn a_record_before_the_arenas_are_linked_is_found_out() {
+    let error = grow_wrongly(|media, pool, space, extension, record| {
+        mirrored::write(media, pool.superblock.volume_record_offsets(record.slot), &record.to_bytes())
+            .unwrap();
+        let words = pool.growth_words(space, extension, record).unwrap();
+        redo_log::commit(media, &pool.superblock, &words).unwrap();
+    });
+    assert!(error.contains("sectors"), "{error}");
+}
+
+#[test]
+fn a_commit_word_before_its_entries_is_found_out() {
+    let error = grow_wrongly(|media, pool, space, extension, record| {
+        let words = pool.growth_words(space, extension, record).unwrap();
+        redo_log::write_for_test(media, &pool.superblock, &words);
+        let log = pool.superblock.log_offset;
+        media.persist_range(log..log + 4096).unwrap();
+        store_words(media, &words);
+    });
+    assert!(error.contains("LogDamaged"), "{error}");
+}
+
+#[test]
+fn a_raw_volume_shrinks_or_not_and_what_it_loses_is_erased() {
+    let (media, pool) = with_volume(VolumeFormat::Raw, 6);
+    media.record();
+    pool.resize_volume("v", bytes(2), Shrink::Allow).unwrap();
+    // What it gets back is not what it had.
+    let again = pool.resize_volume("v", bytes(4), Shrink::Refuse).unwrap();
+    assert_eq!(again.extents, 1);
+    let points = media.take_points();
+    assert_eq!(content(&pool, 4)[2..], [0, 0]);
+    let judge = |image: &Simulator| {
+        let pool = open(image).map_err(|error| error.to_string())?;
+        let volumes = volumes_of(&pool);
+        if volumes != only(4) {
+            drop(pool);
+            return verify(image, &[&only(6), &only(2)]);
+        }
+        // What it has again has no marks yet.
+        match content(&pool, 4)[2..] {
+            [0, 0] => verify_space(image, &pool),
+            _ => Err("what it had lost is back".to_owned()),
+        }
+    };
+    let images = verify_each(&points, 200, &mut Random::new(6), &judge).unwrap();
+    say_images(images);
+    assert!(images > 300);
+}
+
+#[test]
+fn erasing_before_a_volume_has_shrunk_is_found_out() {
+    let (media, pool) = with_volume(VolumeFormat::Raw, 6);
+    media.record();
+    let run = pool.open_volume("v").unwrap().extents()[0].run;
+    let gone = Run { start: run.start.plus(2), chunks: 4 };
+    media.erase(&[gone.byte_range()]).unwrap();
+    pool.resize_volume("v", bytes(2), Shrink::Allow).unwrap();
+    let error = verify_points(&media.take_points(), 64, &[&only(6), &only(2)], &mut Random::new(7))
+        .expect_err("the wrong order went unnoticed");
+    assert!(error.contains("has lost chunk"), "{error}");
+}
+
+/// Writes a sector as a guest does that writes each for the first time: the map says that it has its own block.
+fn sector_place(volume: &Volume, sector: u64) -> u64 {
+    // The first arena starts at 4 KiB, its blocks one page later.
+    let offset = 8192 + sector * 4096;
+    let extents = volume.extents();
+    let space = Space { media: volume.pool().media(), extents };
+    space.file_offset(offset)
+}
+
+#[test]
+fn a_btt_volume_on_a_file_grows_twice_and_keeps_its_sectors() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(256 * MIB, 0);
+    pool.create_volume("v", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt).unwrap();
+    // In the way, so that the volume lies in pieces.
+    pool.create_volume("w", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();
+    let volume = pool.open_volume("v").unwrap();
+    for sector in [0, 77, 2000] {
+        pool.file().write_all_at(&[sector as u8 + 1; 4096], sector_place(&volume, sector)).unwrap();
+    }
+    drop(volume);
+    let mut sectors_before = sectors(&pool);
+    for (size, arenas) in [(60 * MIB, 2), (76 * MIB, 3)] {
+        let info = pool.resize_volume("v", VolumeSize::Bytes(size), Shrink::Refuse).unwrap();
+        assert_eq!((info.size_bytes, info.allocated_bytes, info.extents), (size, size, 2));
+        let volume = pool.open_volume("v").unwrap();
+        let report = volume.check_btt().unwrap().unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        assert_eq!(report.arenas.len(), arenas);
+        assert!(report.sectors() > sectors_before);
+        let reader = btt::Reader::open(&volume).unwrap().unwrap();
+        let mut sector = [0xee; 4096];
+        for number in [0, 77, 2000] {
+            assert_eq!(reader.read(number, &mut sector).unwrap(), btt::Sector::Data);
+            assert_eq!(sector, [number as u8 + 1; 4096]);
+        }
+        for number in sectors_before..report.sectors() {
+            reader.read(number, &mut sector).unwrap();
+            assert_eq!(sector, [0; 4096], "sector {number} is new");
+        }
+        sectors_before = report.sectors();
+    }
+    drop(pool);
+    assert!(fixture.check().is_clean());
+    let pool = fixture.open();
+    assert_eq!(pool.findings_at_open(), []);
+    let info = pool.resize_volume("v", VolumeSize::Remaining, Shrink::Refuse).unwrap();
+    assert_eq!((info.size_bytes, pool.info().free_bytes), (250 * MIB, 0));
+    assert_states_add_up(&pool.info());
+}
+
+#[test]
+fn copies_of_info_blocks_are_found_where_the_volume_ended_once() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(256 * MIB, 0);
+    pool.create_volume("v", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt).unwrap();
+    for size in [40 * MIB, 60 * MIB] {
+        pool.resize_volume("v", VolumeSize::Bytes(size), Shrink::Refuse).unwrap();
+    }
+    let volume = pool.open_volume("v").unwrap();
+    for (arena, start) in [(0, 4096), (1, 20 * MIB), (2, 40 * MIB)] {
+        let at = Space { media: pool.media(), extents: volume.extents() }.file_offset(start + 100);
+        fixture.flip(at, 3);
+        let report = volume.check_btt().unwrap().unwrap();
+        assert_eq!(report.arenas.len(), 3);
+        let findings: Vec<_> = report.arenas.iter().map(|arena| arena.findings.clone()).collect();
+        let mut expected = vec![vec![]; 3];
+        expected[arena] = vec![btt::Finding::FirstInfo];
+        assert_eq!(findings, expected);
+        fixture.flip(at, 3);
+    }
+    assert!(volume.check_btt().unwrap().unwrap().is_clean());
+}
+
+#[test]
+fn sizes_that_cannot_be_are_refused_and_change_nothing() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(64 * MIB, 0);
+    pool.create_volume("btt", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt).unwrap();
+    pool.create_volume("raw", VolumeSize::Bytes(6 * MIB), VolumeFormat::Raw).unwrap();
+    let before = fixture.image();
+    let refused =
+        |name: &str, bytes| pool.resize_volume(name, VolumeSize::Bytes(bytes), Shrink::Refuse).unwrap_err();
+    let says = |error: PoolError, words: &[&str]| {
+        let text = error.to_string();
+        assert!(words.iter().all(|word| text.contains(word)), "{text:?} does not say all of {words:?}");
+    };
+    says(refused("btt", 0), &["volume size 0", "multiple of 2 MiB"]);
+    says(refused("btt", 21 * MIB), &["22020096", "multiple of 2 MiB"]);
+    says(refused("btt", 20 * MIB), &["20971520", "already"]);
+    says(refused("btt", 18 * MIB), &["18874368", "20 MiB", "BTT cannot shrink"]);
+    says(refused("btt", 34 * MIB), &["35651584", "16 MiB", "37748736"]);
+    says(refused("raw", 4 * MIB), &["4194304", "6 MiB", "erased"]);
+    assert!(
+        matches!(refused("btt", 60 * MIB), PoolError::PoolFull { free_bytes, .. } if free_bytes == 34 * MIB)
+    );
+    assert!(matches!(refused("raw", u64::MAX - CHUNK_BYTES + 1), PoolError::PoolFull { .. }));
+    assert!(matches!(refused("nothing", 4 * MIB), PoolError::NoSuchVolume { .. }));
+    let shrunk = pool.resize_volume("btt", VolumeSize::Bytes(18 * MIB), Shrink::Allow).unwrap_err();
+    says(shrunk, &["BTT cannot shrink"]);
+    let volume = pool.open_volume("raw").unwrap();
+    assert!(matches!(refused("raw", 8 * MIB), PoolError::VolumeInUse { .. }));
+    drop(volume);
+    assert!(before == fixture.image());
+
+    // A BTT that is not whole is not made worse.
+    let place = pool.open_volume("btt").unwrap().extents()[0].offset_bytes();
+    fixture.flip(place + 4096 + 60, 1);
+    let before = fixture.image();
+    says(refused("btt", 36 * MIB), &["btt", "arena 0", "damaged"]);
+    assert!(before == fixture.image());
+}
+
+#[test]
+fn a_raw_volume_on_a_file_shrinks_when_asked_and_grows_in_place() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(64 * MIB, 0);
+    pool.create_volume("raw", VolumeSize::Bytes(8 * MIB), VolumeFormat::Raw).unwrap();
+    let place = pool.open_volume("raw").unwrap().extents()[0];
+    place.run.extents().for_each(|extent| fill(&pool, extent, 0x3c));
+    let info = pool.resize_volume("raw", VolumeSize::Bytes(2 * MIB), Shrink::Allow).unwrap();
+    assert_eq!((info.size_bytes, pool.info().free_bytes), (2 * MIB, 58 * MIB));
+    assert!(!is_zero(&pool, Extent::chunk(place.run.start)));
+    assert!((1..4).all(|n| is_zero(&pool, Extent::chunk(place.run.start.plus(n)))));
+    let info = pool.resize_volume("raw", VolumeSize::Bytes(10 * MIB), Shrink::Refuse).unwrap();
+    assert_eq!((info.size_bytes, info.extents), (10 * MIB, 1));
+    assert_states_add_up(&pool.info());
+    drop(pool);
+    assert_eq!(fixture.check().pool, []);
+    assert_eq!(fixture.open().volumes(), [info]);
+}
