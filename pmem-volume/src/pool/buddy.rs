@@ -17,14 +17,60 @@ pub(crate) enum Placement {
     High,
 }
 
+/// Uses of a chunk, on average over an extent, that make no difference. Within a step placement decides and the
+/// smallest extent that fits is taken, which keeps free space in one piece; a chunk that is used more by a step rests
+/// until the others have caught up. Persistent memory endures millions of writes, so a step is nothing to it.
+const WEAR_STEP: u64 = 16;
+
 /// Free extents of orders 0 to 10. Two free buddies never stay apart: they are one extent of the next order.
 #[derive(Debug, Default)]
 pub(crate) struct Buddy {
     free: [BTreeSet<u32>; MAX_ORDER as usize + 1],
+    /// The same extents, by how much they were used, in steps.
+    by_wear: [BTreeSet<(u64, u32)>; MAX_ORDER as usize + 1],
+    /// How often each chunk was used, as the chunk table has it. A chunk that is not listed was never used.
+    wear: Vec<u32>,
     free_chunks: u32,
 }
 
 impl Buddy {
+    /// Nothing is free yet; `wear` says how often each chunk was used.
+    pub(crate) fn with_wear(wear: Vec<u32>) -> Self {
+        Self { wear, ..Self::default() }
+    }
+
+    /// How much an extent was used, in steps. It changes only while the extent is not free.
+    fn wear_level(&self, start: u32, chunks: u32) -> u64 {
+        let listed = (start as usize).min(self.wear.len())..((start + chunks) as usize).min(self.wear.len());
+        let uses: u64 = self.wear[listed].iter().map(|uses| u64::from(*uses)).sum();
+        uses / u64::from(chunks) / WEAR_STEP
+    }
+
+    fn insert(&mut self, extent: Extent) {
+        let (order, start) = (usize::from(extent.order), extent.start.0);
+        let level = self.wear_level(start, extent.chunks());
+        let fresh = self.free[order].insert(start) && self.by_wear[order].insert((level, start));
+        assert!(fresh, "{extent} was free already");
+    }
+
+    /// False: it is not free, or part of a larger free extent.
+    fn remove(&mut self, extent: Extent) -> bool {
+        let (order, start) = (usize::from(extent.order), extent.start.0);
+        let level = self.wear_level(start, extent.chunks());
+        self.free[order].remove(&start) && self.by_wear[order].remove(&(level, start))
+    }
+
+    /// Counts one use of each chunk, as the chunk table does.
+    fn count_use(&mut self, run: Run) {
+        let end = run.end().0 as usize;
+        if self.wear.len() < end {
+            self.wear.resize(end, 0);
+        }
+        for uses in &mut self.wear[run.start.0 as usize..end] {
+            *uses = uses.saturating_add(1);
+        }
+    }
+
     /// How many chunks are free.
     pub(crate) fn free_chunks(&self) -> u32 {
         self.free_chunks
@@ -58,10 +104,13 @@ impl Buddy {
     }
 
     /// Takes `chunks` chunks for a long time: in one piece from the start of the shortest run that holds them, or, if
-    /// none does, in as few extents as there are. In the order of the file.
+    /// none does, in as few extents as there are. In the order of the file. Among runs of one length, the least worn.
     pub(crate) fn allocate_lasting(&mut self, chunks: u32) -> Option<Vec<Run>> {
         let runs = self.free_runs();
-        let fits = runs.iter().filter(|run| run.chunks >= chunks).min_by_key(|run| (run.chunks, run.start));
+        let fits = runs
+            .iter()
+            .filter(|run| run.chunks >= chunks)
+            .min_by_key(|run| (run.chunks, self.wear_level(run.start.0, run.chunks), run.start));
         if let Some(run) = fits {
             let run = Run { start: run.start, chunks };
             self.take_run(run);
@@ -84,12 +133,17 @@ impl Buddy {
 
     /// Takes chunks that are all free, wherever they lie in free extents.
     fn take_run(&mut self, run: Run) {
+        self.cut_out(run);
+        self.count_use(run);
+    }
+
+    fn cut_out(&mut self, run: Run) {
         let end = run.start.0 + run.chunks;
         let mut at = run.start.0;
         while at < end {
             let around = (0..=MAX_ORDER)
                 .map(|order| Extent { start: ChunkId(at & !((1 << order) - 1)), order })
-                .find(|extent| self.free[usize::from(extent.order)].remove(&extent.start.0))
+                .find(|extent| self.remove(*extent))
                 .expect("the caller saw that the run is free");
             self.free_chunks -= around.chunks();
             let around_end = around.start.0 + around.chunks();
@@ -117,34 +171,43 @@ impl Buddy {
         Some(extents)
     }
 
-    /// Takes one extent of the order, or of the largest smaller one. Something must be free.
+    /// The order to take an extent of `wanted` from: the one with the least worn extent, the smallest among these. If
+    /// none is large enough, the largest there is. Something must be free.
+    fn source(&self, wanted: u8) -> u8 {
+        let least = |order: u8| self.by_wear[usize::from(order)].first().map(|(level, _)| *level);
+        let fitting = (wanted..=MAX_ORDER).filter_map(|order| Some((least(order)?, order))).min();
+        let smaller = || (0..wanted).rev().find(|order| least(*order).is_some());
+        fitting.map(|(_, order)| order).or_else(smaller).expect("the caller checked that enough is free")
+    }
+
+    /// Takes one extent of the order, or of the largest smaller one: the least worn, and among these the one on the
+    /// side from which is taken. Something must be free.
     fn take(&mut self, wanted: u8, placement: Placement) -> Extent {
-        let source = (wanted..=MAX_ORDER)
-            .chain((0..wanted).rev())
-            .find(|order| !self.free[usize::from(*order)].is_empty())
-            .expect("the caller checked that enough is free");
-        let set = &mut self.free[usize::from(source)];
-        let taken = match placement {
-            Placement::Low => set.pop_first(),
-            Placement::High => set.pop_last(),
+        let source = self.source(wanted);
+        let set = &self.by_wear[usize::from(source)];
+        let (level, lowest) = *set.first().expect("the source has one");
+        let mut start = match placement {
+            Placement::Low => lowest,
+            Placement::High => set.range(..=(level, u32::MAX)).next_back().expect("one at least").1,
         };
-        let mut start = taken.expect("just seen not to be empty");
+        let removed = self.remove(Extent { start: ChunkId(start), order: source });
+        assert!(removed, "both sets have the same extents");
         let order = wanted.min(source);
         for split in (order..source).rev() {
-            // Halve it and keep the half on the side from which is taken.
+            // Halve it and keep the less worn half, or that on the side from which is taken.
             let half = 1 << split;
-            let left_over = match placement {
-                Placement::Low => start + half,
-                Placement::High => {
-                    start += half;
-                    start - half
-                }
+            let levels = [self.wear_level(start, half), self.wear_level(start + half, half)];
+            let keep_high = match placement {
+                Placement::Low => levels[1] < levels[0],
+                Placement::High => levels[1] <= levels[0],
             };
-            let fresh = self.free[usize::from(split)].insert(left_over);
-            assert!(fresh, "a half of a free extent was free by itself");
+            let left_over = if keep_high { start } else { start + half };
+            start = if keep_high { start + half } else { start };
+            self.insert(Extent { start: ChunkId(left_over), order: split });
         }
         let extent = Extent { start: ChunkId(start), order };
         self.free_chunks -= extent.chunks();
+        self.count_use(extent.run());
         extent
     }
 
@@ -154,13 +217,12 @@ impl Buddy {
             extent.order <= MAX_ORDER && extent.start.0.is_multiple_of(extent.chunks()),
             "{extent} is not aligned"
         );
-        let (mut start, mut order) = (extent.start.0, extent.order);
-        while order < MAX_ORDER && self.free[usize::from(order)].remove(&(start ^ (1 << order))) {
-            start &= !(1 << order);
-            order += 1;
+        let mut whole = extent;
+        let buddy_of = |extent: Extent| Extent { start: ChunkId(extent.start.0 ^ extent.chunks()), ..extent };
+        while whole.order < MAX_ORDER && self.remove(buddy_of(whole)) {
+            whole = Extent { start: ChunkId(whole.start.0 & !whole.chunks()), order: whole.order + 1 };
         }
-        let fresh = self.free[usize::from(order)].insert(start);
-        assert!(fresh, "{extent} was free already");
+        self.insert(whole);
         self.free_chunks += extent.chunks();
     }
 
@@ -323,6 +385,39 @@ mod tests {
             high,
             [Extent { start: ChunkId(1022), order: 1 }, Extent { start: ChunkId(1021), order: 0 }]
         );
+    }
+
+    #[test]
+    fn wear_spreads_over_all_that_is_free_and_stays_within_a_few_steps() {
+        const CYCLES: u32 = 10_000;
+        for (chunks, placement) in [(1, Placement::High), (2, Placement::High), (3, Placement::Low)] {
+            let mut buddy = Buddy::default();
+            // As in a pool: the first chunks are its own, so the free extents are of all sizes.
+            let all = Run { start: ChunkId(2), chunks: 126 };
+            buddy.free_run(all);
+            for _ in 0..CYCLES {
+                let taken = buddy.allocate(chunks, placement).unwrap();
+                taken.into_iter().for_each(|extent| buddy.free(extent));
+            }
+            let wear = &buddy.wear[2..128];
+            assert_eq!(wear.iter().sum::<u32>(), CYCLES * chunks);
+            let (least, most) = (wear.iter().min().unwrap(), wear.iter().max().unwrap());
+            assert!(most - least <= 3 * WEAR_STEP as u32, "{chunks} at a time: {least} to {most}");
+            assert_eq!(buddy.longest_run(), 126);
+        }
+    }
+
+    #[test]
+    fn wear_that_makes_no_difference_leaves_placement_alone() {
+        let mut wear = vec![0; 1024];
+        wear[512..].fill(WEAR_STEP as u32 - 1);
+        let mut buddy = Buddy::with_wear(wear);
+        buddy.free_run(Run { start: ChunkId(0), chunks: 1024 });
+        let extent = buddy.allocate(1, Placement::High).unwrap()[0];
+        assert_eq!(extent, Extent::chunk(ChunkId(1023)));
+        buddy.free(extent);
+        // One more use makes a step for the chunk alone.
+        assert_eq!(buddy.allocate(1, Placement::High).unwrap()[0], Extent::chunk(ChunkId(1022)));
     }
 
     #[test]

@@ -119,8 +119,8 @@ impl Pool {
 }
 
 impl State {
-    fn new(superblock: &Superblock, scan: Scan, findings: Vec<Finding>) -> Self {
-        let mut buddy = Buddy::default();
+    fn new(superblock: &Superblock, mut scan: Scan, findings: Vec<Finding>) -> Self {
+        let mut buddy = Buddy::with_wear(std::mem::take(&mut scan.wear));
         scan.free.iter().for_each(|run| buddy.free_run(*run));
         let volume = scan.volumes.values().map(|v| v.allocated()).sum();
         let mut counts = Counts {

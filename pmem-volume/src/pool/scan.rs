@@ -48,6 +48,8 @@ pub(crate) struct Scan {
     pub(crate) retired_chunks: u32,
     /// Copies of volume records to be written again from the other one.
     pub(crate) to_heal: Vec<(Slot, usize)>,
+    /// How often each chunk was used.
+    pub(crate) wear: Vec<u32>,
     /// Wear words to be started anew.
     pub(crate) bad_wear: Vec<ChunkId>,
 }
@@ -124,7 +126,9 @@ impl Scan {
         let (mut free, mut lent, mut unscrubbed, mut leftover) = (vec![], vec![], vec![], vec![]);
         let mut bad_owners = 0;
         for chunk in (0..table.entries()).map(ChunkId) {
-            if let Err(bad) = table.wear(media, chunk)? {
+            let wear = table.wear(media, chunk)?;
+            self.wear.push(wear.unwrap_or(0));
+            if let Err(bad) = wear {
                 self.bad_wear.push(chunk);
                 if self.bad_wear.len() as u32 <= MAX_BAD_WORDS {
                     self.findings.push(Finding::WearWord { chunk, word: bad.0 });

@@ -327,6 +327,28 @@ fn a_committed_transaction_is_redone_and_a_damaged_one_is_refused() {
 }
 
 #[test]
+fn wear_is_spread_over_the_pool_and_survives_an_open() {
+    let fixture = Fixture::new();
+    let mut pool = fixture.create(64 * MIB, 0);
+    for cycle in 1..=10_000 {
+        let lent = pool.alloc_memory(2 * MIB).unwrap();
+        pool.free_memory(&lent).unwrap();
+        if cycle % 2500 == 0 {
+            drop(pool);
+            pool = fixture.open();
+        }
+    }
+    let table = ChunkTable::new(&pool.superblock);
+    let wear: Vec<_> =
+        (2..32).map(|chunk| table.wear(pool.media(), ChunkId(chunk)).unwrap().unwrap()).collect();
+    assert_eq!(wear.iter().sum::<u32>(), 10_000);
+    let (least, most) = (wear.iter().min().unwrap(), wear.iter().max().unwrap());
+    // 333 on average; without spreading, one chunk has them all.
+    assert!(*least >= 290 && *most <= 380, "{wear:?}");
+    assert_eq!(pool.info().free_bytes, 60 * MIB);
+}
+
+#[test]
 fn wear_counts_grow_with_every_use() {
     let fixture = Fixture::new();
     let pool = fixture.create(64 * MIB, 0);
