@@ -18,11 +18,21 @@ use crate::vmm::{Disk, Extras, MIB, Vm, Vmm};
 use crate::{forget, host_memory};
 
 const VOLUME_BYTES: u64 = 128 * MIB;
-const TRANSFERS: u32 = 1000;
+
+/// How a row is measured: the median of so many runs of so many transfers, after a run that touches everything for the
+/// first time.
+#[derive(Clone, Copy)]
+struct Effort {
+    transfers: u32,
+    repeats: usize,
+}
+
+/// A run takes some 10 ms, in which a single interrupt of the host's is a lot.
+const UNFLUSHED: Effort = Effort { transfers: 1000, repeats: 25 };
 /// A BTT write flushes four times (data, both halves of the log entry, map), and a disk takes its time for each.
-const FLUSHED_TRANSFERS: u32 = 100;
-/// Per guest, after one that touches everything for the first time.
-const REPEATS: usize = 3;
+const FLUSHED: Effort = Effort { transfers: 100, repeats: 3 };
+/// Each flush is an exit.
+const EXITING: Effort = Effort { transfers: 1000, repeats: 3 };
 const DISK_LIMIT: Duration = Duration::from_secs(60);
 
 /// Each way to a volume, and QEMU's NVDIMM.
@@ -34,7 +44,7 @@ pub fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
                 let file = this_tests_dir().join("nvdimm");
                 write_btt_file(&file)?;
                 let disk = Disk::NvdimmFile(file, VOLUME_BYTES);
-                time(vmm, disk, TRANSFERS, [Row::NvdimmWrite, Row::NvdimmRead], samples)?;
+                time(vmm, disk, UNFLUSHED, [Row::NvdimmWrite, Row::NvdimmRead], samples)?;
             }
             // The interfaces of a volume are ours.
             Vmm::Other { .. } => {}
@@ -47,27 +57,27 @@ fn foreshore(samples: &mut Samples) -> Result<()> {
     let on_tmpfs = make_pool(&this_tests_dir())?;
     let disk_dir = disk_dir()?;
     let on_disk = make_pool(&disk_dir)?;
-    for (pool, interface, transfers, rows) in [
-        (&on_tmpfs, "nvdimm", TRANSFERS, [Row::NvdimmWrite, Row::NvdimmRead]),
-        (&on_disk, "nvdimm", FLUSHED_TRANSFERS, [Row::HintsWrite, Row::HintsRead]),
-        (&on_tmpfs, "virtio-pmem", TRANSFERS, [Row::VirtioPmemWrite, Row::VirtioPmemRead]),
+    for (pool, interface, effort, rows) in [
+        (&on_tmpfs, "nvdimm", UNFLUSHED, [Row::NvdimmWrite, Row::NvdimmRead]),
+        (&on_disk, "nvdimm", FLUSHED, [Row::HintsWrite, Row::HintsRead]),
+        (&on_tmpfs, "virtio-pmem", EXITING, [Row::VirtioPmemWrite, Row::VirtioPmemRead]),
     ] {
         let volume = format!("pool={},name=data,interface={interface}", pool.display());
-        time(&Vmm::Foreshore, Disk::Volume(volume), transfers, rows, samples)?;
+        time(&Vmm::Foreshore, Disk::Volume(volume), effort, rows, samples)?;
     }
     forget(&on_disk)
 }
 
 /// One guest: the medians of its repeats are its samples.
-fn time(vmm: &Vmm, disk: Disk, transfers: u32, rows: [Row; 2], samples: &mut Samples) -> Result<()> {
+fn time(vmm: &Vmm, disk: Disk, effort: Effort, rows: [Row; 2], samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let vm = vmm.start(&Extras { hotplug_mib: 0, disk })?;
     vm.wait_for_shell()?;
     wait_until("/dev/pmem0s is there", DISK_LIMIT, || Ok(vm.try_run("test -b /dev/pmem0s")?.code == 0))?;
     let mut times_us = [Vec::new(), Vec::new()];
-    for repeat in 0..=REPEATS {
+    for repeat in 0..=effort.repeats {
         for (what, times) in ["write", "read"].iter().zip(&mut times_us) {
-            let time_us = time_once(&vm, what, transfers)?;
+            let time_us = time_once(&vm, what, effort.transfers)?;
             if repeat > 0 {
                 times.push(time_us);
             }
