@@ -20,8 +20,9 @@ usage:
                                                  every block is that of the round, or of the one before
   guest-tool time-blocks DEVICE read|write COUNT time direct 4 KiB transfers, one at a time: microseconds
   guest-tool vsock-send PORT                     send the standard input to the host's port
-  guest-tool hostile-range ID FIRST END SECONDS  give the virtio device with that PCI id buffers in a range of memory
-  guest-tool hostile-garbage ID SECONDS          give it chains that are wrong in every way";
+  guest-tool hostile-range ID FIRST END FILE     give the virtio device with that PCI id buffers in a range of memory,
+                                                 until the file is there
+  guest-tool hostile-garbage ID COUNT            give it so many chains that are wrong in every way";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -42,12 +43,12 @@ fn main() -> Result<()> {
         ),
         ["time-blocks", device, what, count] => blocks::time(device, what, number(count)?),
         ["vsock-send", port] => vsock::send(u32::try_from(number(port)?)?),
-        ["hostile-range", id, first, end, seconds] => {
+        ["hostile-range", id, first, end, file] => {
             let malice = hostile::Malice::Range { first: number(first)?, end: number(end)? };
-            hostile::attack(number(id)?, malice, number(seconds)?)
+            hostile::attack(number(id)?, malice, &hostile::Until::Exists(file.into()))
         }
-        ["hostile-garbage", id, seconds] => {
-            hostile::attack(number(id)?, hostile::Malice::Garbage, number(seconds)?)
+        ["hostile-garbage", id, count] => {
+            hostile::attack(number(id)?, hostile::Malice::Garbage, &hostile::Until::Sent(number(count)?))
         }
         _ => bail!("{USAGE}"),
     }

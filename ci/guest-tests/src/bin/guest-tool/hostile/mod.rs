@@ -3,7 +3,7 @@
 mod pci;
 mod queue;
 
-use std::time::{Duration, Instant};
+use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
 
@@ -11,8 +11,14 @@ use crate::content::Bytes;
 use pci::Device;
 use queue::{Descriptor, NEXT, QUEUE_SIZE, Queue, WRITE};
 
-/// How long the device may take over one request before the next comes anyway.
-const PATIENCE: Duration = Duration::from_millis(5);
+// How often the device is looked at. Counted, like everything here: what the device is made to do must not stop the attack
+// by way of the guest's clock.
+/// Garbage need not be answered: after some milliseconds the next comes anyway.
+const GARBAGE_LOOKS: u32 = 20_000;
+/// What is well-formed must be, wherever its buffers lie; this is longer than any answer takes.
+const ANSWER_LOOKS: u32 = 100_000_000;
+/// Looking for a file takes longer than a request.
+const REQUESTS_PER_LOOK: u64 = 16;
 
 /// What is sent.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -28,8 +34,25 @@ pub enum Malice {
     Garbage,
 }
 
-/// Attacks every queue of the device with that PCI device id for some seconds.
-pub fn attack(device_id: u64, malice: Malice, seconds: u64) -> Result<()> {
+/// When it is enough.
+pub enum Until {
+    /// So many requests have been sent.
+    Sent(u64),
+    /// There is a file.
+    Exists(PathBuf),
+}
+
+impl Until {
+    fn is_over(&self, sent: u64) -> bool {
+        match self {
+            Self::Sent(count) => sent >= *count,
+            Self::Exists(path) => sent.is_multiple_of(REQUESTS_PER_LOOK) && path.exists(),
+        }
+    }
+}
+
+/// Attacks every queue of the device with that PCI device id.
+pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
     if let Malice::Range { first, end } = malice {
         ensure!(first < end, "the range {first:#x} to {end:#x} is empty");
     }
@@ -37,30 +60,42 @@ pub fn attack(device_id: u64, malice: Malice, seconds: u64) -> Result<()> {
     let mut device = Device::take(u16::try_from(device_id)?)?;
     let mut random = Bytes::new(device_id);
     let mut queues = start(&mut device)?;
-    let (mut sent, mut resets) = (0u64, 0u64);
-    let deadline = Instant::now() + Duration::from_secs(seconds);
-    while Instant::now() < deadline {
+    let (mut sent, mut answered, mut resets) = (0u64, 0u64, 0u64);
+    'attack: loop {
         for queue in &mut queues {
-            match malice {
-                Malice::Range { first, end } => queue.offer(&[in_range(&mut random, first, end)], 0, 1),
+            if until.is_over(sent) {
+                break 'attack;
+            }
+            let looks = match malice {
+                Malice::Range { first, end } => {
+                    queue.offer(&[in_range(&mut random, first, end)], 0, 1);
+                    ANSWER_LOOKS
+                }
                 Malice::Garbage => {
                     let chain: Vec<Descriptor> = (0..QUEUE_SIZE).map(|_| garbage(&mut random)).collect();
                     let (head, step) = (random.next_u64() as u16 % (2 * QUEUE_SIZE), random.next_u64());
                     // Most indexes go one further; some jump.
                     queue.offer(&chain, head, if step.is_multiple_of(8) { step as u16 } else { 1 });
+                    GARBAGE_LOOKS
                 }
-            }
+            };
             device.notify(queue.index);
-            queue.wait_until_used(PATIENCE);
             sent += 1;
+            let answer = queue.wait_until_used(looks);
+            answered += u64::from(answer);
+            ensure!(
+                answer || malice == Malice::Garbage,
+                "Request {sent} has no answer; the device's status is {:#x}",
+                device.status()
+            );
         }
         if device.needs_reset() {
             resets += 1;
             queues = start(&mut device)?;
         }
     }
-    device.reset();
-    println!("hostile: sent {sent}, reset {resets} times");
+    device.reset()?;
+    println!("hostile: sent {sent}, answered {answered}, reset {resets} times");
     Ok(())
 }
 

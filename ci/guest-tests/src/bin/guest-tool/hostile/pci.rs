@@ -28,6 +28,9 @@ const QUEUE_ENABLE: usize = 28;
 const QUEUE_NOTIFY_OFF: usize = 30;
 const QUEUE_DESC: usize = 32;
 
+/// More than any reset takes: each look is an exit.
+const RESET_LOOKS: u32 = 100_000;
+
 const ACKNOWLEDGE: u8 = 1;
 const DRIVER: u8 = 2;
 const DRIVER_OK: u8 = 4;
@@ -85,7 +88,7 @@ impl Device {
     /// Resets the device and takes VERSION_1 and what is the device's own: bits 0 to 23 (virtio 1.3, 6). Of the rings'
     /// features none, so that what they forbid is malice as well.
     pub fn negotiate(&mut self) -> Result<()> {
-        self.reset();
+        self.reset()?;
         self.set_status(ACKNOWLEDGE | DRIVER);
         self.common.write(self.common_offset + DEVICE_FEATURE_SELECT, 0u32);
         let own: u32 = self.common.read(self.common_offset + DEVICE_FEATURE);
@@ -101,12 +104,15 @@ impl Device {
         Ok(())
     }
 
-    pub fn reset(&mut self) {
+    /// A driver waits for a status of 0 (4.1.4.3.2). A device that never says so is an error, with what it says.
+    pub fn reset(&mut self) -> Result<()> {
         self.set_status(0);
-        // A driver waits for 0 (4.1.4.3.2); a device that never says so is what the test is there to find.
-        while self.status() != 0 {
-            std::hint::spin_loop();
-        }
+        ensure!(
+            (0..RESET_LOOKS).any(|_| self.status() == 0),
+            "A reset leaves the status at {:#x}",
+            self.status()
+        );
+        Ok(())
     }
 
     pub fn queue_count(&self) -> u16 {
@@ -146,7 +152,7 @@ impl Device {
         self.status() & NEEDS_RESET != 0
     }
 
-    fn status(&self) -> u8 {
+    pub fn status(&self) -> u8 {
         self.common.read(self.common_offset + DEVICE_STATUS)
     }
 

@@ -4,7 +4,6 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{Ordering, fence};
-use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
@@ -42,6 +41,8 @@ pub struct Queue {
     page: *mut u8,
     physical: u64,
     offered: u16,
+    /// The used ring's index before the last offer.
+    used_before: u16,
 }
 
 impl Queue {
@@ -58,7 +59,7 @@ impl Queue {
             )
         };
         ensure!(page != libc::MAP_FAILED, "Cannot map a page: {}", io::Error::last_os_error());
-        let mut queue = Self { index, page: page.cast(), physical: 0, offered: 0 };
+        let mut queue = Self { index, page: page.cast(), physical: 0, offered: 0, used_before: 0 };
         queue.physical = physical_address(page as u64)?;
         Ok(queue)
     }
@@ -70,6 +71,7 @@ impl Queue {
 
     /// Writes descriptors from the table's start, makes HEAD available, and moves the ring's index by STEP.
     pub fn offer(&mut self, descriptors: &[Descriptor], head: u16, step: u16) {
+        self.used_before = self.used();
         for (index, descriptor) in descriptors.iter().enumerate().take(usize::from(QUEUE_SIZE)) {
             // SAFETY: the table's 8 entries of 16 bytes lie in the page, aligned; the device may read meanwhile,
             // therefore volatile.
@@ -88,16 +90,18 @@ impl Queue {
         fence(Ordering::SeqCst);
     }
 
-    /// Waits until the device has used something more, for a while.
-    pub fn wait_until_used(&self, patience: Duration) {
-        let used = || {
-            // SAFETY: the used ring's index lies in the page, aligned; the device writes it, therefore volatile.
-            unsafe { self.page.add(USED_AT).cast::<u16>().add(1).read_volatile() }
-        };
-        let (before, started) = (used(), Instant::now());
-        while used() == before && started.elapsed() < patience {
+    /// Waits until the device has used something since the last offer, but looks no more often than that. Returns whether
+    /// it has.
+    pub fn wait_until_used(&self, looks: u32) -> bool {
+        (0..looks).any(|_| {
             std::hint::spin_loop();
-        }
+            self.used() != self.used_before
+        })
+    }
+
+    fn used(&self) -> u16 {
+        // SAFETY: the used ring's index lies in the page, aligned; the device writes it, therefore volatile.
+        unsafe { self.page.add(USED_AT).cast::<u16>().add(1).read_volatile() }
     }
 }
 
