@@ -156,8 +156,39 @@ fn check_finds_damage_says_where_and_changes_nothing() {
     overwrite(&folder.path("pool"), 10, &[0xff]);
     let text = String::from_utf8(folder.run(&["check", "pool"]).stdout).unwrap();
     assert!(text.contains("pool: degraded: superblock 0 is damaged"), "{text}");
+    let dry = folder.succeed(&["repair", "pool", "--dry-run"]);
+    assert!(
+        dry.contains("would mend: superblock 0") && dry.contains("would mend: volume v: arena 0"),
+        "{dry}"
+    );
     overwrite(&folder.path("pool"), 10, &before[10..11]);
     assert!(before == std::fs::read(folder.path("pool")).unwrap());
+}
+
+#[test]
+fn repair_mends_what_the_pool_explains_and_says_what_is_left() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
+    assert_eq!(folder.succeed(&["repair", "pool"]), "nothing to mend\n");
+    let good = std::fs::read(folder.path("pool")).unwrap();
+    // The chunk table starts at 2 MiB: the owner word of chunk 3, the volume's second.
+    overwrite(&folder.path("pool"), (2 << 20) + 3 * 16, &[0; 8]);
+    folder.fail(&["volume", "list", "pool", "--frobnicate"], &["--frobnicate"]);
+    folder.fail(&["volume", "delete", "pool", "v"], &["owner word of chunk C3", "pmvol repair"]);
+    let text = folder.succeed(&["repair", "pool"]);
+    assert!(
+        text.contains("mended: the owner word of chunk C3") && text.ends_with("nothing left\n"),
+        "{text}"
+    );
+    assert!(good == std::fs::read(folder.path("pool")).unwrap());
+    overwrite(&folder.path("pool"), (2 << 20) + 3 * 16, &[0; 24]);
+    overwrite(&folder.path("pool"), (2 << 20) + 4 * 16, &[0; 8]);
+    let output = folder.run(&["repair", "pool", "--json"]);
+    assert_eq!(output.status.code(), Some(1));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["left"].as_array().unwrap().len(), 3);
+    folder.fail(&["repair", "nothing"], &["nothing", "no such file"]);
 }
 
 #[test]

@@ -34,6 +34,8 @@ pub struct ArenaInfo {
     pub uuid: Uuid,
     /// The arena had an error and takes no writes.
     pub has_error: bool,
+    /// Where the second info block lies.
+    pub(super) copy_at: u64,
     pub(super) block_bytes: u32,
     pub(super) blocks: u32,
     pub(super) lanes: u32,
@@ -184,6 +186,7 @@ impl ArenaInfo {
             sectors,
             uuid: Uuid::from_bytes(info.uuid),
             has_error: info.flags.get() & FLAG_ERROR != 0,
+            copy_at: start + info.info2off.get(),
             block_bytes: block,
             blocks,
             lanes,

@@ -13,6 +13,7 @@ mod check;
 mod extend;
 mod flog;
 mod layout;
+mod mend;
 mod reader;
 #[cfg(test)]
 mod tests;
@@ -26,6 +27,7 @@ pub use layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, GeometryError, InfoBytes, Layout, MIN_VOLUME_BYTES, SECTOR_BYTES,
     START_BYTES,
 };
+pub use mend::{DamagedInfo, damaged_info, is_mendable};
 pub use reader::{Reader, Sector};
 
 use crate::media::{MediaError, MemoryMedia};

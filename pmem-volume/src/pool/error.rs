@@ -131,7 +131,7 @@ pub enum PoolError {
     },
     /// Its own data is damaged.
     #[error(
-        "pool {path}: {first} ({count} finding(s) in all); nothing was changed. `pmvol check` lists them"
+        "pool {path}: {first} ({count} finding(s) in all); nothing was changed. `pmvol check` lists them, `pmvol repair` mends what it can"
     )]
     Damaged {
         /// The pool.

@@ -85,13 +85,42 @@ pub(crate) fn choose<T: Mirrored>(copies: [T; 2]) -> Copies<T> {
     }
 }
 
-/// Reads both copies.
+/// Reads both copies and decides.
 pub(crate) fn read<T: Mirrored>(media: &dyn Media, offsets: [u64; 2]) -> Result<Copies<T>, MediaError> {
+    read_copies(media, offsets).map(choose)
+}
+
+/// Reads both copies.
+pub(crate) fn read_copies<T: Mirrored>(media: &dyn Media, offsets: [u64; 2]) -> Result<[T; 2], MediaError> {
     let mut copies = [T::new_zeroed(), T::new_zeroed()];
     for (copy, offset) in copies.iter_mut().zip(offsets) {
         media.read(offset, copy.as_mut_bytes())?;
     }
-    Ok(choose(copies))
+    Ok(copies)
+}
+
+/// Words in which two damaged copies may differ: each combination is tried.
+const MAX_DIFFERING_WORDS: usize = 12;
+
+/// Makes a whole record of two damaged copies, by taking each word in which they differ from one or the other. `None`:
+/// no combination is whole, or more than one is.
+pub(crate) fn merge<T: Mirrored>(copies: &[T; 2]) -> Option<T> {
+    let (first, _) = copies[0].as_bytes().as_chunks::<8>();
+    let (second, _) = copies[1].as_bytes().as_chunks::<8>();
+    let differing: Vec<usize> = (0..first.len()).filter(|at| first[*at] != second[*at]).collect();
+    if differing.len() > MAX_DIFFERING_WORDS {
+        return None;
+    }
+    let candidate = |choice: usize| {
+        let mut merged = copies[0].clone();
+        for (_, at) in differing.iter().enumerate().filter(|(bit, _)| choice >> bit & 1 == 1) {
+            merged.as_mut_bytes()[at * 8..at * 8 + 8].copy_from_slice(&second[*at]);
+        }
+        is_whole(&merged).then_some(merged)
+    };
+    let mut whole = (0..1usize << differing.len()).filter_map(candidate);
+    let merged = whole.next()?;
+    whole.next().is_none().then_some(merged)
 }
 
 /// Writes both copies, one after the other; durable at return. The record must be sealed.
@@ -149,6 +178,19 @@ mod tests {
         let mut torn = record(9, 9);
         torn.size_bytes.set(10);
         torn
+    }
+
+    #[test]
+    fn two_copies_that_are_damaged_in_different_words_make_one() {
+        let good = record(3, 7);
+        let mut copies = [good.clone(), good.clone()];
+        copies[0].as_mut_bytes()[48] ^= 1;
+        copies[0].as_mut_bytes()[100] ^= 1;
+        copies[1].as_mut_bytes()[248] ^= 1;
+        assert_eq!(merge(&copies).unwrap().as_bytes(), good.as_bytes());
+        copies[1].as_mut_bytes()[101] ^= 1;
+        assert!(merge(&copies).is_none(), "the same word in both");
+        assert!(merge(&[record(1, 5), record(1, 6)]).is_none(), "two whole ones");
     }
 
     #[test]

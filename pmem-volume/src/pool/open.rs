@@ -59,18 +59,9 @@ impl Pool {
     }
 
     fn open_once(path: &Path, mode: OpenMode) -> Result<Arc<Pool>, PoolError> {
-        let file = open_file(path, mode)?;
-        let kind = match mode {
-            OpenMode::ReadWrite => Some(LockKind::Exclusive),
-            OpenMode::ReadOnly => Some(LockKind::Shared),
-            OpenMode::Peek => None,
-        };
-        if let Some(kind) = kind {
-            try_lock(&file, kind)
-                .map_err(|source| PoolError::File { path: path.to_owned(), action: "lock", source })?
-                .map_err(|holder| PoolError::InUse { path: path.to_owned(), holder })?;
-        }
-        let (superblock, findings) = read_superblock(path, &file, mode)?;
+        let file = open_locked(path, mode)?;
+        let (copies, file_bytes) = read_copies(path, &file)?;
+        let (superblock, findings) = judge_superblocks(path, copies, file_bytes, mode)?;
         let media = FileMedia::new(file, superblock.size_bytes(), mode == OpenMode::ReadWrite)?;
         Self::from_media(path.to_owned(), mode, Backing::File(media), superblock, findings)
     }
@@ -86,17 +77,31 @@ impl Pool {
         mode: OpenMode,
         backing: Backing,
         superblock: Superblock,
+        findings: Vec<Finding>,
+    ) -> Result<Arc<Pool>, PoolError> {
+        Self::from_media_with(path, mode, backing, superblock, findings, &BTreeMap::new())
+    }
+
+    /// The same, and who only looks sees `planned` words as if they were stored.
+    pub(super) fn from_media_with(
+        path: PathBuf,
+        mode: OpenMode,
+        backing: Backing,
+        superblock: Superblock,
         mut findings: Vec<Finding>,
+        planned: &BTreeMap<u64, u64>,
     ) -> Result<Arc<Pool>, PoolError> {
         let media = backing.media();
         let writable = mode == OpenMode::ReadWrite;
-        let log = redo_log::read(media, &superblock)?;
+        let log = redo_log::read(&Redone::with(media, planned), &superblock)?;
+        let mut words = log.words();
+        words.extend(planned);
         match &log {
             LogState::Empty => {}
             LogState::Damaged(reason) => findings.push(Finding::LogDamaged { reason }),
             LogState::Committed(entries) => findings.push(Finding::LogPending { entries: entries.len() }),
         }
-        let mut scan = scan(&Redone::new(media, &log), &superblock)?;
+        let mut scan = scan(&Redone::with(media, &words), &superblock)?;
         findings.append(&mut scan.findings);
         refuse_fatal(&path, writable, &findings)?;
         if let (true, LogState::Committed(entries)) = (writable, &log) {
@@ -112,7 +117,7 @@ impl Pool {
         let table = ChunkTable::new(&superblock);
         let state = State::new(&superblock, scan, findings);
         let levels = Mutex::new(state.levels());
-        let redo = if writable { BTreeMap::new() } else { log.words() };
+        let redo = if writable { BTreeMap::new() } else { words };
         let (latched, state) = (OnceLock::new(), Mutex::new(state));
         Ok(Arc::new(Pool { path, mode, backing, superblock, table, redo, latched, state, levels }))
     }
@@ -189,6 +194,20 @@ fn heal<T: Mirrored>(media: &dyn Media, offsets: [u64; 2], copy: usize) -> Resul
     mirrored::write_copy(media, offsets[copy], &good)
 }
 
+/// Opens the file and takes the lock that goes with the mode.
+pub(super) fn open_locked(path: &Path, mode: OpenMode) -> Result<File, PoolError> {
+    let file = open_file(path, mode)?;
+    let kind = match mode {
+        OpenMode::ReadWrite => LockKind::Exclusive,
+        OpenMode::ReadOnly => LockKind::Shared,
+        OpenMode::Peek => return Ok(file),
+    };
+    try_lock(&file, kind)
+        .map_err(|source| PoolError::File { path: path.to_owned(), action: "lock", source })?
+        .map_err(|holder| PoolError::InUse { path: path.to_owned(), holder })?;
+    Ok(file)
+}
+
 fn open_file(path: &Path, mode: OpenMode) -> Result<File, PoolError> {
     let file_error = |source: io::Error| match source.kind() {
         io::ErrorKind::NotFound => PoolError::Missing { path: path.to_owned() },
@@ -214,13 +233,9 @@ fn open_file(path: &Path, mode: OpenMode) -> Result<File, PoolError> {
     }
 }
 
-/// Reads and verifies the superblocks with pread(), before anything is mapped: a file that is too short must be an
-/// error, not a SIGBUS.
-fn read_superblock(
-    path: &Path,
-    file: &File,
-    mode: OpenMode,
-) -> Result<(Superblock, Vec<Finding>), PoolError> {
+/// Reads the superblocks with pread(), before anything is mapped: a file that is too short must be an error, not a
+/// SIGBUS. Says how long the file is, too.
+pub(super) fn read_copies(path: &Path, file: &File) -> Result<([SuperblockBytes; 2], u64), PoolError> {
     let file_error = |source| PoolError::File { path: path.to_owned(), action: "read", source };
     let file_bytes = file.metadata().map_err(file_error)?.len();
     let mut copies = [SuperblockBytes::new_zeroed(), SuperblockBytes::new_zeroed()];
@@ -230,7 +245,7 @@ fn read_superblock(
             file.read_exact_at(copy.as_mut_bytes(), offset).map_err(file_error)?;
         }
     }
-    judge_superblocks(path, copies, file_bytes, mode)
+    Ok((copies, file_bytes))
 }
 
 /// Decides from both superblocks and the file's length what the pool is.

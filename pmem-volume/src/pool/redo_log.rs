@@ -43,6 +43,12 @@ fn checksum(header: &LogHeaderBytes, entries: &[LogEntryBytes]) -> u32 {
     crc.finalize()
 }
 
+/// Where the log's magic and its commit word lie.
+pub(crate) fn magic_and_commit(superblock: &Superblock) -> (u64, u64) {
+    let commit = std::mem::offset_of!(LogHeaderBytes, commit) as u64;
+    (superblock.log_offset, superblock.log_offset + commit)
+}
+
 /// Reads and verifies the log.
 pub(crate) fn read(media: &dyn Media, superblock: &Superblock) -> Result<LogState, MediaError> {
     const HEADER_BYTES: u64 = size_of::<LogHeaderBytes>() as u64;

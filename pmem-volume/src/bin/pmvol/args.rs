@@ -18,6 +18,7 @@ Examples:
   pmvol grow /pm/pool --size 32G                  to 32 GiB, nothing moves
   pmvol info /pm/pool                             also while a VM uses the pool
   pmvol check /pm/pool                            exit code 1 if anything is damaged
+  pmvol repair /pm/pool --dry-run
 
 Sizes are whole numbers with an optional K, M, G or T (powers of 1024), in multiples of 2 MiB.";
 
@@ -70,6 +71,25 @@ pub(crate) enum Command {
     Check {
         /// The pool
         pool: PathBuf,
+        #[command(flatten)]
+        output: Output,
+    },
+    /// Mend what is damaged in a pool, as far as the pool itself says what was there
+    ///
+    /// From the other copy of a record, by turning back a single bit that a checksum finds, or because everything else
+    /// is accounted for. What none of these explains is listed and not touched. Run it on a copy if you have room for one.
+    ///
+    /// Exit code 0: all is well now (with --dry-run: would be), 1: something is left.
+    #[command(after_help = "\
+Examples:
+  pmvol repair /pm/pool --dry-run      what it would do
+  pmvol repair /pm/pool")]
+    Repair {
+        /// The pool
+        pool: PathBuf,
+        /// Change nothing, and say what would be done
+        #[arg(long)]
+        dry_run: bool,
         #[command(flatten)]
         output: Output,
     },

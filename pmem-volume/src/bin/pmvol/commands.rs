@@ -24,6 +24,15 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         }
         Command::Info { pool, output } => info(pool, output),
         Command::Check { pool, output } => check(pool, output),
+        Command::Repair { pool, dry_run, output } => {
+            let report = Pool::repair(pool, *dry_run)?;
+            if output.json {
+                print::json(&report)?
+            } else {
+                print::repair(&report, *dry_run)
+            }
+            Ok(if report.left.is_empty() { Outcome::Done } else { Outcome::Unclean })
+        }
         Command::Volume(VolumeCommand::Create { pool, name, size, format }) => {
             let volume = open(pool, OpenMode::ReadWrite)?
                 .create_volume(name, *size, (*format).into())

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use pmem_volume::pool::{CheckReport, FreeSpace, Severity, VolumeCheck};
+use pmem_volume::pool::{CheckReport, FreeSpace, RepairReport, Severity, VolumeCheck};
 use pmem_volume::size::display;
 use pmem_volume::{Pool, PoolInfo, VolumeFormat, VolumeInfo};
 use serde::Serialize;
@@ -117,6 +117,17 @@ pub(crate) fn check(report: &CheckReport) {
     }
     report.volumes.iter().for_each(volume_check);
     println!("{}", if report.is_clean() { "clean" } else { "not clean" });
+}
+
+pub(crate) fn repair(report: &RepairReport, dry_run: bool) {
+    let mended = if dry_run { "would mend" } else { "mended" };
+    report.mended.iter().for_each(|what| println!("{mended}: {what}"));
+    report.left.iter().for_each(|what| println!("left: {what}"));
+    match (report.mended.is_empty(), report.left.is_empty()) {
+        (true, true) => println!("nothing to mend"),
+        (_, true) => println!("nothing left"),
+        (_, false) => println!("not clean"),
+    }
 }
 
 fn volume_check(volume: &VolumeCheck) {

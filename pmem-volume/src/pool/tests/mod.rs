@@ -8,6 +8,7 @@ mod golden;
 mod hooked;
 mod hostile;
 mod latch;
+mod repair;
 mod slow;
 
 use std::fs::{self, OpenOptions};

@@ -1,0 +1,276 @@
+//! Mending a pool that does not open, or opens with damage, as far as the media itself says what was there.
+//!
+//! Three sources count: the other copy of a record; a word that passes its checksum once a single bit is turned back,
+//! which the checksum makes unique; and what is left over when everything else is accounted for. What none of them
+//! explains stays as it is.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use super::chunk::ChunkId;
+use super::findings::{Finding, Severity};
+use super::layout::VolumeRecordBytes;
+use super::mirrored::{self, Copies};
+use super::open::{open_locked, read_copies};
+use super::redo_log::{self, LogState, Redone};
+use super::scan::{Scan, scan};
+use super::superblock::Superblock;
+use super::table::{ChunkTable, Owner, Slot, decode_owner, encode_owner};
+use super::volume::Space;
+use super::volume_record::VolumeRecord;
+use super::{Backing, OpenMode, Pool, PoolError};
+use crate::btt;
+use crate::media::{FileMedia, Media, MediaError};
+
+/// What a repair did, or would do.
+#[derive(Debug, Default, Serialize)]
+pub struct RepairReport {
+    /// What was damaged or left behind and is in order now, or would be.
+    pub mended: Vec<String>,
+    /// What stays as it is, because the media does not say what was there.
+    pub left: Vec<String>,
+}
+
+/// One thing that can be mended by storing words.
+#[derive(Debug)]
+pub(super) struct Mending {
+    pub(super) what: String,
+    pub(super) words: Vec<(u64, u64)>,
+}
+
+impl Pool {
+    /// Mends a pool that nobody uses: what opening it puts right, what this module's sources explain, and info blocks
+    /// of BTTs from their copies. `dry_run`: only says so, and changes nothing.
+    pub fn repair(path: &Path, dry_run: bool) -> Result<RepairReport, PoolError> {
+        let mode = if dry_run { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
+        let file = open_locked(path, mode)?;
+        let (copies, file_bytes) = read_copies(path, &file)?;
+        let mut report = RepairReport::default();
+        let judge = |copies| super::open::judge_superblocks(path, copies, file_bytes, mode);
+        let (superblock, findings, merged) = match judge(copies.clone()) {
+            Err(PoolError::SuperblocksDamaged { path }) => {
+                let merged = mirrored::merge(&copies).ok_or(PoolError::SuperblocksDamaged { path })?;
+                let (superblock, findings) = judge([merged.clone(), merged.clone()])?;
+                report.mended.push("both superblocks are damaged; their whole parts make one".to_owned());
+                (superblock, findings, Some(merged))
+            }
+            result => result.map(|(superblock, findings)| (superblock, findings, None))?,
+        };
+        let media = FileMedia::new(file, superblock.size_bytes(), !dry_run)?;
+        if let (Some(merged), false) = (&merged, dry_run) {
+            mirrored::write(&media, super::layout::SUPERBLOCK_OFFSETS, merged)?;
+        }
+        let mendings = mend(&media, &superblock, dry_run)?;
+        report.mended.extend(mendings.iter().map(|mending| mending.what.clone()));
+        let planned = match dry_run {
+            true => mendings.into_iter().flat_map(|mending| mending.words).collect(),
+            false => BTreeMap::new(),
+        };
+        let backing = Backing::File(media);
+        let opened = Self::from_media_with(path.to_owned(), mode, backing, superblock, findings, &planned);
+        match opened {
+            Ok(pool) => pool.finish_repair(dry_run, &mut report)?,
+            Err(PoolError::Damaged { .. }) => {
+                let left = Self::open(path, OpenMode::ReadOnly)?.check()?;
+                report.left.extend(left.pool.iter().filter(|f| !opening_mends(f)).map(Finding::to_string));
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(report)
+    }
+
+    /// What remains once the tables are in order: what opening put right, and the volumes.
+    fn finish_repair(self: &Arc<Self>, dry_run: bool, report: &mut RepairReport) -> Result<(), PoolError> {
+        for finding in self.findings_at_open() {
+            let list = if opening_mends(&finding) { &mut report.mended } else { &mut report.left };
+            list.push(finding.to_string());
+        }
+        for info in self.volumes() {
+            let volume = match self.open_volume(&info.name) {
+                Ok(volume) => volume,
+                Err(error) => {
+                    report.left.push(error.to_string());
+                    continue;
+                }
+            };
+            if info.format != super::VolumeFormat::Btt {
+                continue;
+            }
+            let say = |arena: usize, text: &dyn std::fmt::Display| {
+                format!("volume {}: arena {arena}: {text}", info.name)
+            };
+            for block in self.latch(btt::damaged_info(&volume))? {
+                report.mended.push(say(block.arena, &block.finding));
+                if !dry_run {
+                    let space = Space { media: self.media(), extents: volume.extents() };
+                    self.latch(block.write(&space))?;
+                }
+            }
+            let arenas = volume.check_btt()?.expect("it is a BTT volume").arenas;
+            for (number, arena) in arenas.iter().enumerate() {
+                let left = arena.findings.iter().filter(|finding| !btt::is_mendable(finding));
+                report.left.extend(left.map(|finding| say(number, finding)));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Does opening the pool for writing put it right?
+fn opening_mends(finding: &Finding) -> bool {
+    finding.severity() != Severity::Fatal && !matches!(finding, Finding::IndexMissing { .. })
+}
+
+/// Finds out what can be mended, and, unless it is a dry run, stores it durably. Every word becomes what it should have
+/// been, so a crash in between leaves less to do.
+pub(super) fn mend(
+    media: &dyn Media,
+    superblock: &Superblock,
+    dry_run: bool,
+) -> Result<Vec<Mending>, MediaError> {
+    let mut mendings = mend_log(media, superblock)?;
+    let log = match mendings.is_empty() {
+        true => redo_log::read(media, superblock)?,
+        false => LogState::Empty,
+    };
+    let mut words = log.words();
+    mendings.extend(mend_records(&Redone::with(media, &words), superblock)?);
+    words.extend(mendings.iter().flat_map(|mending| mending.words.clone()));
+    // With the records mended, as far as they can be, chunks are seen as theirs.
+    let view = Redone::with(media, &words);
+    let seen = scan(&view, superblock)?;
+    mendings.extend(mend_owners(&view, superblock, &seen)?);
+    if !dry_run {
+        for mending in &mendings {
+            for (at, word) in &mending.words {
+                media.store_word(*at, *word)?;
+            }
+            let ranges: Vec<_> = mending.words.iter().map(|(at, _)| *at..*at + 8).collect();
+            media.persist(&ranges)?;
+        }
+    }
+    Ok(mendings)
+}
+
+/// A log without a transaction whose magic or commit word has one wrong bit. A transaction that may have been committed
+/// is not touched: it may be an old one, and redoing that would undo what came after it.
+fn mend_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, MediaError> {
+    let (magic_at, commit_at) = redo_log::magic_and_commit(superblock);
+    if !matches!(redo_log::read(media, superblock)?, LogState::Damaged(_)) {
+        return Ok(vec![]);
+    }
+    let magic = u64::from_le_bytes(super::layout::LOG_MAGIC);
+    let wrong =
+        [(magic_at, media.load_word(magic_at)? ^ magic, magic), (commit_at, media.load_word(commit_at)?, 0)];
+    if wrong.iter().map(|(_, bits, _)| bits.count_ones()).sum::<u32>() > 1 {
+        return Ok(vec![]);
+    }
+    let words = wrong.iter().filter(|(_, bits, _)| *bits != 0).map(|(at, _, word)| (*at, *word)).collect();
+    Ok(vec![Mending { what: "one bit of the empty log's head is wrong".to_owned(), words }])
+}
+
+/// Volume records of which both copies are damaged, each in other words.
+fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, MediaError> {
+    let mut mendings = Vec::new();
+    for slot in superblock.slots() {
+        let offsets = superblock.volume_record_offsets(slot);
+        if !matches!(mirrored::read::<VolumeRecordBytes>(media, offsets)?, Copies::Lost) {
+            continue;
+        }
+        let copies = mirrored::read_copies::<VolumeRecordBytes>(media, offsets)?;
+        let Some(merged) = mirrored::merge(&copies) else { continue };
+        if VolumeRecord::parse(slot, &merged).is_err() {
+            continue;
+        }
+        let what = format!("both copies of volume record {} are damaged; their whole parts make one", slot.0);
+        let words = [
+            mirrored::changed_words(media, offsets[0], &merged)?,
+            mirrored::changed_words(media, offsets[1], &merged)?,
+        ];
+        mendings.push(Mending { what, words: words.concat() });
+    }
+    Ok(mendings)
+}
+
+/// Owner words.
+pub(super) fn mend_owners(
+    media: &dyn Media,
+    superblock: &Superblock,
+    seen: &Scan,
+) -> Result<Vec<Mending>, MediaError> {
+    let table = ChunkTable::new(superblock);
+    let mut mendings = Vec::new();
+    let mut mended = |chunk: ChunkId, owner: Owner, why: &str| {
+        let what = format!("the owner word of chunk {chunk} is wrong, and {why}: {owner:?}");
+        let words = vec![(
+            table.byte_range(super::Run { start: chunk, chunks: 1 }).start,
+            encode_owner(chunk, owner),
+        )];
+        mendings.push(Mending { what, words });
+    };
+    let mut missing = missing_indexes(seen);
+    let mut unexplained = Vec::new();
+    for chunk in (0..table.entries()).map(ChunkId) {
+        let owner = table.owner(media, chunk)?;
+        if superblock.is_metadata(chunk) {
+            if owner != Ok(Owner::Metadata) {
+                mended(chunk, Owner::Metadata, "the superblock says whose it is");
+            }
+            continue;
+        }
+        let Err(bad) = owner else { continue };
+        match turned_back(chunk, bad.0) {
+            Some(Owner::Volume { slot, index }) if missing.remove(&(slot, index)) => {
+                mended(chunk, Owner::Volume { slot, index }, "one bit turned back makes it whole");
+            }
+            // A volume that has the index already, or does not reach so far: not the truth, or nobody's.
+            Some(Owner::Volume { .. }) | None => unexplained.push(chunk),
+            // Erased once more: nothing says that it was erased.
+            Some(Owner::Free) => mended(chunk, Owner::Scrub, "one bit turned back makes it free"),
+            Some(owner) => mended(chunk, owner, "one bit turned back makes it whole"),
+        }
+    }
+    // What is left over when everything else is accounted for. A record that is lost, or a thin volume, may have any chunk.
+    let accounted = seen.volumes.values().all(|volume| !volume.record.thin)
+        && !seen.findings.iter().any(|f| {
+            matches!(
+                f,
+                Finding::VolumeRecordLost { .. }
+                    | Finding::VolumeRecordInvalid { .. }
+                    | Finding::IndexTwice { .. }
+            )
+        });
+    match (accounted, unexplained.as_slice(), missing.first()) {
+        (true, chunks, None) => {
+            for chunk in chunks {
+                mended(*chunk, Owner::Scrub, "no volume lacks a chunk, so it is nobody's");
+            }
+        }
+        (true, [chunk], Some((slot, index))) if missing.len() == 1 => {
+            let owner = Owner::Volume { slot: *slot, index: *index };
+            mended(*chunk, owner, "it is the only chunk that the only gap can be");
+        }
+        _ => {}
+    }
+    Ok(mendings)
+}
+
+/// Indexes that volumes lack.
+fn missing_indexes(seen: &Scan) -> BTreeSet<(Slot, u32)> {
+    let of_volume = |(slot, volume): (&Slot, &super::scan::VolumeEntry)| {
+        let has: BTreeSet<u32> = volume.chunks.iter().map(|(index, _)| *index).collect();
+        let slot = *slot;
+        (0..volume.record.chunks).filter(move |index| !has.contains(index)).map(move |index| (slot, index))
+    };
+    seen.volumes.iter().filter(|(_, volume)| !volume.record.thin).flat_map(of_volume).collect()
+}
+
+/// What a word says when one bit of it is turned back. The checksum tells any two such words apart.
+fn turned_back(chunk: ChunkId, word: u64) -> Option<Owner> {
+    let mut whole = (0..64).filter_map(|bit| decode_owner(chunk, word ^ 1 << bit).ok());
+    let owner = whole.next()?;
+    whole.next().is_none().then_some(owner)
+}

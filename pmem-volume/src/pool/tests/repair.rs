@@ -1,0 +1,233 @@
+//! Repairs: what the media explains is as it was, byte for byte; what it does not is not touched.
+
+use super::crash::{fill_volume, new_pool_with, open, say_images, verify_each, volumes_of};
+use super::*;
+use crate::media::simulator::{Random, Simulator};
+use crate::pool::layout::{CHUNK_TABLE_OFFSET, LOG_OFFSET, SUPERBLOCK_OFFSETS, VOLUME_TABLE_OFFSETS};
+use crate::pool::repair::{mend, mend_owners};
+use crate::pool::table::{Owner, Slot};
+
+fn entry(chunk: u32) -> u64 {
+    CHUNK_TABLE_OFFSET + u64::from(chunk) * 16
+}
+
+/// A BTT volume in chunks 2 to 10, a raw one in 11 to 13.
+fn with_volumes() -> Fixture {
+    let fixture = Fixture::new();
+    let pool = fixture.create(44 * MIB, 0);
+    pool.create_volume("btt", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt).unwrap();
+    pool.create_volume("raw", VolumeSize::Bytes(6 * MIB), VolumeFormat::Raw).unwrap();
+    let place = pool.open_volume("raw").unwrap().extents()[0].run;
+    assert_eq!(place, Run { start: ChunkId(11), chunks: 3 });
+    place.extents().for_each(|extent| fill(&pool, extent, 0x42));
+    fixture
+}
+
+fn repair(fixture: &Fixture, dry_run: bool) -> RepairReport {
+    Pool::repair(&fixture.path(), dry_run).unwrap()
+}
+
+/// Damages, repairs, and expects everything to be as before the damage. `words` are in what was mended.
+fn mends(what: &str, damage: impl Fn(&Fixture), words: &str) {
+    let fixture = with_volumes();
+    let good = fs::read(fixture.path()).unwrap();
+    damage(&fixture);
+    let damaged = fs::read(fixture.path()).unwrap();
+    assert!(damaged != good, "{what}");
+    let dry = repair(&fixture, true);
+    assert!(damaged == fs::read(fixture.path()).unwrap(), "{what}: a dry run changed something");
+    let report = repair(&fixture, false);
+    assert_eq!((&report.mended, &report.left), (&dry.mended, &dry.left), "{what}: a dry run says the same");
+    assert_eq!(report.left, [""; 0], "{what}");
+    assert!(report.mended.iter().any(|text| text.contains(words)), "{what}: {:?}", report.mended);
+    assert!(good == fs::read(fixture.path()).unwrap(), "{what}: not as it was");
+    assert!(fixture.check().is_clean());
+    assert_eq!(repair(&fixture, false).mended, [""; 0], "{what}: nothing is left to do");
+}
+
+/// Damages, and expects a repair to leave it at that.
+fn leaves(what: &str, damage: impl Fn(&Fixture), words: &str) {
+    let fixture = with_volumes();
+    damage(&fixture);
+    let damaged = fs::read(fixture.path()).unwrap();
+    for dry_run in [true, false] {
+        let report = repair(&fixture, dry_run);
+        assert!(report.left.iter().any(|text| text.contains(words)), "{what}: {report:?}");
+        assert!(damaged == fs::read(fixture.path()).unwrap(), "{what}: it was touched: {report:?}");
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_any_owner_word_is_turned_back() {
+    for chunk in [1, 2, 12, 20] {
+        for bit in [0, 29, 46, 63] {
+            let flip = |fixture: &Fixture| fixture.flip(entry(chunk) + bit / 8, (bit % 8) as u8);
+            mends(&format!("chunk {chunk} bit {bit}"), flip, "owner word");
+        }
+    }
+}
+
+#[test]
+fn a_lost_owner_word_is_what_is_left_over_or_stays() {
+    let zero = |fixture: &Fixture, chunk| fixture.overwrite(entry(chunk), &[0; 8]);
+    mends("of a volume", |f| zero(f, 12), "the only gap");
+    mends("of a free chunk", |f| zero(f, 20), "it is nobody's");
+    mends("of two free chunks", |f| [20, 21].iter().for_each(|c| zero(f, *c)), "it is nobody's");
+    mends("of the pool's own", |f| zero(f, 1), "the superblock says");
+    // Free to those who do not know that the pool's own data is there.
+    let freed = table::encode_owner(ChunkId(1), Owner::Free).to_le_bytes();
+    mends("of the pool's own, free", |f| f.overwrite(entry(1), &freed), "the superblock says");
+    // Which of them is which, nothing says; nor whether a third is free.
+    leaves("two of one volume", |f| [11, 12].iter().for_each(|c| zero(f, *c)), "owner word of chunk C11");
+    leaves("one and a free one", |f| [12, 20].iter().for_each(|c| zero(f, *c)), "owner word of chunk C20");
+    // A word that says, one bit off, that it is a chunk which the volume has already.
+    let twice = table::encode_owner(ChunkId(20), Owner::Volume { slot: Slot(1), index: 0 }) ^ 1 << 5;
+    mends("a second claim", |f| f.overwrite(entry(20), &twice.to_le_bytes()), "it is nobody's");
+}
+
+#[test]
+fn two_halves_of_a_record_make_one_and_one_lost_word_is_left() {
+    let [first, second] = VOLUME_TABLE_OFFSETS.map(|table| table + 256);
+    let both = |f: &Fixture| {
+        f.flip(first + 50, 1);
+        f.flip(first + 70, 1);
+        f.flip(second + 10, 6);
+    };
+    mends("the record", both, "volume record 1");
+    // The record is needed to know whose chunk it is.
+    let more = |f: &Fixture| {
+        both(f);
+        f.overwrite(entry(12), &[0; 8]);
+    };
+    mends("the record and a chunk", more, "the only gap");
+    leaves(
+        "one word in both",
+        |f| [first, second].iter().for_each(|at| f.flip(at + 50, 1)),
+        "volume record 1",
+    );
+    let [first, second] = SUPERBLOCK_OFFSETS;
+    let superblocks = |f: &Fixture| {
+        f.flip(first + 66, 1);
+        f.flip(second + 90, 4);
+    };
+    mends("superblocks", superblocks, "both superblocks");
+    let fixture = with_volumes();
+    SUPERBLOCK_OFFSETS.iter().for_each(|at| fixture.flip(at + 66, 1));
+    let before = fixture.image();
+    assert!(matches!(Pool::repair(&fixture.path(), false), Err(PoolError::SuperblocksDamaged { .. })));
+    assert!(before == fixture.image());
+}
+
+#[test]
+fn a_chunk_is_not_left_over_while_a_record_is_lost() {
+    let [first, second] = VOLUME_TABLE_OFFSETS.map(|table| table + 256 + 50);
+    let damage = |f: &Fixture| {
+        [first, second].iter().for_each(|at| f.flip(*at, 1));
+        f.overwrite(entry(12), &[0; 8]);
+    };
+    leaves("a chunk of the lost volume", damage, "owner word of chunk C12");
+    // It is the lost record that stops it: without that finding the volume's chunk would be erased.
+    let fixture = with_volumes();
+    damage(&fixture);
+    let pool = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
+    let mut seen = scan::scan(pool.media(), &pool.superblock).unwrap();
+    seen.findings.clear();
+    let wrong = mend_owners(pool.media(), &pool.superblock, &seen).unwrap();
+    assert!(wrong[0].what.contains("Scrub"), "{wrong:?}");
+}
+
+#[test]
+fn one_bit_in_the_head_of_an_empty_log_is_turned_back_and_a_transaction_is_left() {
+    for bit in [7u64, 40] {
+        mends("magic", |f| f.flip(LOG_OFFSET + bit / 8, (bit % 8) as u8), "log");
+        mends("commit", |f| f.flip(LOG_OFFSET + 24 + bit / 8, (bit % 8) as u8), "log");
+    }
+    let two = |f: &Fixture| [0, 1].iter().for_each(|bit| f.flip(LOG_OFFSET + 24, *bit));
+    leaves("two bits", two, "log is damaged");
+    let transaction = |f: &Fixture| {
+        let media = crate::media::MemoryMedia::from_bytes(&fs::read(f.path()).unwrap());
+        let superblock = Pool::open(&f.path(), OpenMode::Peek).unwrap().superblock.clone();
+        redo_log::write_for_test(
+            &media,
+            &superblock,
+            &[(entry(20), table::encode_owner(ChunkId(20), Owner::Scrub))],
+        );
+        media.store_word(LOG_OFFSET + 72, 7).unwrap();
+        fs::write(f.path(), media.to_bytes()).unwrap();
+    };
+    leaves("a damaged transaction", transaction, "log is damaged");
+}
+
+#[test]
+fn info_blocks_of_a_btt_come_back_from_their_copies() {
+    let start = 2 * CHUNK_BYTES;
+    let (first, second) = (start + 4096, start + 18 * MIB - 4096);
+    mends("first", |f| f.flip(first + 100, 2), "volume btt: arena 0: the first info block");
+    mends("second", |f| f.flip(second + 60, 2), "volume btt: arena 0: the second info block");
+    leaves("both", |f| [first, second].iter().for_each(|at| f.flip(at + 60, 2)), "neither info block");
+    leaves("map", |f| f.overwrite(second - 16384 - 4096, &[0xff; 4]), "volume btt: arena 0: sector");
+}
+
+#[test]
+fn what_opening_mends_is_said_and_done() {
+    let fixture = with_volumes();
+    let pool = fixture.open();
+    pool.alloc_memory(4 * MIB).unwrap();
+    drop(pool);
+    fixture.flip(SUPERBLOCK_OFFSETS[1] + 70, 1);
+    fixture.flip(VOLUME_TABLE_OFFSETS[0] + 70, 1);
+    fixture.flip(entry(20) + 9, 1);
+    let dry = repair(&fixture, true);
+    assert_eq!(dry.mended.len(), 4, "{dry:?}");
+    assert_eq!(dry.left, [""; 0]);
+    assert_eq!(repair(&fixture, false).mended, dry.mended);
+    assert_eq!(fixture.check().pool, []);
+}
+
+#[test]
+fn what_is_no_pool_or_in_use_is_not_repaired() {
+    let fixture = with_volumes();
+    let pool = fixture.open();
+    for dry_run in [true, false] {
+        assert!(matches!(Pool::repair(&fixture.path(), dry_run), Err(PoolError::InUse { .. })));
+    }
+    drop(pool);
+    let before = fixture.image();
+    assert_eq!(repair(&fixture, false).mended, [""; 0]);
+    assert!(before == fixture.image());
+    fs::write(fixture.path(), [0x17; 8192]).unwrap();
+    for dry_run in [true, false] {
+        assert!(matches!(Pool::repair(&fixture.path(), dry_run), Err(PoolError::NotAPool { .. })));
+    }
+    assert_eq!(fs::read(fixture.path()).unwrap(), [0x17; 8192]);
+}
+
+#[test]
+fn a_crash_in_a_repair_leaves_what_a_repair_can_mend() {
+    let (media, pool) = new_pool_with(|_| {});
+    pool.create_volume("v", VolumeSize::Bytes(3 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+    fill_volume(&media, &pool, "v");
+    let volumes = volumes_of(&pool);
+    let superblock = pool.superblock.clone();
+    let records = superblock.volume_record_offsets(Slot(0));
+    let flip = |at: u64, bit: u32| media.store_word(at, media.load_word(at).unwrap() ^ 1 << bit).unwrap();
+    // A record in halves, a chunk's word that only the record explains, two one bit off, one of the pool's own.
+    flip(records[0] + 48, 3);
+    flip(records[1] + 64, 9);
+    media.store_word(entry(3), 0).unwrap();
+    [(1, 0), (4, 17), (9, 60)].iter().for_each(|(chunk, bit)| flip(entry(*chunk), *bit));
+    media.persist_range(0..media.len_bytes()).unwrap();
+    drop(pool);
+    media.record();
+    let mended = mend(&media, &superblock, false).unwrap();
+    assert_eq!(mended.len(), 5, "{mended:?}");
+    let points = media.take_points();
+    let judge = |image: &Simulator| {
+        mend(image, &superblock, false).map_err(|error| error.to_string())?;
+        super::crash::verify(image, &[&volumes])
+    };
+    let images = verify_each(&points, 512, &mut Random::new(8), &judge).unwrap();
+    say_images(images);
+    assert!(images > 30);
+    assert_eq!(volumes_of(&open(&media).unwrap()), volumes);
+}
