@@ -30,14 +30,14 @@ impl WorkerSlot {
         Ok(())
     }
 
-    /// Ends the worker, if there is one: after that nothing touches its queues any more.
-    pub(super) fn stop(&mut self) {
-        if let Some(worker) = self.worker.take()
-            && let Err(err) = self.event_loop.remove(worker)
-        {
+    /// Ends the worker, if there is one: after that nothing touches its queues any more. Returns whether there was one.
+    pub(super) fn stop(&mut self) -> bool {
+        let Some(worker) = self.worker.take() else { return false };
+        if let Err(err) = self.event_loop.remove(worker) {
             // The loop is gone, and the worker with it.
             debug!(%err, "A device's worker has ended before");
         }
+        true
     }
 }
 

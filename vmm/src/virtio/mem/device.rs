@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use event_manager::SubscriberId;
 use parking_lot::Mutex;
-use tracing::error;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ids::VIRTIO_ID_MEM;
 use vmm_sys_util::timerfd::TimerFd;
@@ -16,6 +14,7 @@ use super::state::MemState;
 use crate::event_loop::EventLoopHandle;
 use crate::memory::view::GuestView;
 use crate::memory::{BLOCK_BYTES, HotplugPart};
+use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 
 /// `node_id` is valid (virtio 1.3, 5.15.3).
@@ -31,8 +30,7 @@ pub struct MemDevice {
     name: String,
     shared: Arc<Shared>,
     executor: Arc<Mutex<Executor>>,
-    event_loop: EventLoopHandle,
-    worker: Option<SubscriberId>,
+    worker: WorkerSlot,
 }
 
 impl MemDevice {
@@ -65,7 +63,7 @@ impl MemDevice {
         });
         let executor = Arc::new(Mutex::new(Executor::new(backing, slots, view, Arc::clone(&shared))));
         let handle = MemHandle { shared: Arc::clone(&shared) };
-        (Self { name, shared, executor, event_loop, worker: None }, handle)
+        (Self { name, shared, executor, worker: WorkerSlot::new(event_loop) }, handle)
     }
 }
 
@@ -97,13 +95,11 @@ impl VirtioDevice for MemDevice {
         read_config_bytes(&self.shared.state.lock().config(), offset, data);
     }
 
-    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
-        let Activation { view, interrupt, queues, .. } = activation;
-        let active = queues.into_iter().next().flatten();
-        let active = active.ok_or(ActivateError::QueueMissing { index: 0 })?;
+    fn activate(&mut self, mut activation: Activation) -> Result<(), ActivateError> {
+        let queue = activation.take_queue(0)?;
+        let Activation { view, interrupt, .. } = activation;
         let worker = Worker {
-            queue: active.queue,
-            kick: active.kick,
+            queue,
             sweep_timer: TimerFd::new().map_err(std::io::Error::from)?,
             view,
             interrupt: Arc::clone(&interrupt),
@@ -111,12 +107,9 @@ impl VirtioDevice for MemDevice {
             shared: Arc::clone(&self.shared),
         };
         *self.shared.interrupt.lock() = Some(interrupt);
-        match self.event_loop.add(Box::new(worker)) {
-            Ok(id) => self.worker = Some(id),
-            Err(err) => {
-                *self.shared.interrupt.lock() = None;
-                return Err(err.into());
-            }
+        if let Err(err) = self.worker.start(Box::new(worker)) {
+            *self.shared.interrupt.lock() = None;
+            return Err(err);
         }
         self.shared.report(MemEvent::DriverPresent);
         Ok(())
@@ -125,9 +118,8 @@ impl VirtioDevice for MemDevice {
     /// Keeps what is plugged (virtio 1.3, 5.15.5.2): a kernel started by kexec, or one that writes a crash dump,
     /// resets the device and goes on using the memory.
     fn reset(&mut self) {
-        let Some(worker) = self.worker.take() else { return };
-        if let Err(err) = self.event_loop.remove(worker) {
-            error!(device = %self.name, %err, "The worker has ended on its own");
+        if !self.worker.stop() {
+            return;
         }
         *self.shared.interrupt.lock() = None;
         self.shared.report(MemEvent::DriverGone);

@@ -6,9 +6,8 @@ use std::time::{Duration, Instant};
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use parking_lot::Mutex;
-use virtio_queue::{Queue, QueueT};
+use virtio_queue::QueueT;
 use vm_memory::GuestAddressSpace;
-use vmm_sys_util::eventfd::EventFd;
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::handle::Shared;
@@ -17,6 +16,7 @@ use super::request::{ReplySlot, Request, read_request};
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::view::GuestView;
+use crate::virtio::ActiveQueue;
 
 const KICK: u32 = 0;
 const SWEEP: u32 = 1;
@@ -35,8 +35,7 @@ enum Popped {
 }
 
 pub(super) struct Worker {
-    pub(super) queue: Queue,
-    pub(super) kick: EventFd,
+    pub(super) queue: ActiveQueue,
     pub(super) sweep_timer: TimerFd,
     pub(super) view: GuestView,
     pub(super) interrupt: Arc<dyn VirtioInterrupt>,
@@ -54,8 +53,8 @@ impl Worker {
                 return;
             }
             served += 1;
-            if served == self.queue.size() {
-                self.kick_myself();
+            if served == self.queue.queue.size() {
+                self.queue.come_back();
                 break;
             }
         }
@@ -66,7 +65,7 @@ impl Worker {
         }
         // The driver has its answer, and works on it meanwhile. Its next request comes before the next step.
         if self.executor.lock().prepare(Instant::now()) {
-            self.kick_myself();
+            self.queue.come_back();
         }
     }
 
@@ -89,22 +88,16 @@ impl Worker {
             }
             None => 0,
         };
-        let added = self.queue.add_used(&*guard, head, len);
+        let added = self.queue.queue.add_used(&*guard, head, len);
         if let Err(err) = &added {
             sparsely!(warn, zone = %self.shared.zone.id, %err, "The used ring cannot be written");
         }
         added.is_ok()
     }
 
-    fn kick_myself(&self) {
-        if let Err(err) = self.kick.write(1) {
-            sparsely!(error, zone = %self.shared.zone.id, %err, "The worker cannot wake itself");
-        }
-    }
-
     fn pop(&mut self) -> Option<Popped> {
         let guard = self.view.memory();
-        let chain = self.queue.pop_descriptor_chain(&*guard)?;
+        let chain = self.queue.queue.pop_descriptor_chain(&*guard)?;
         let head = chain.head_index();
         Some(match read_request(&guard, chain) {
             Ok((request, reply)) => Popped::Request { head, request, reply },
@@ -130,25 +123,19 @@ impl Worker {
 
 impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
-        let fds = [
-            ("queue", Events::with_data(&self.kick, KICK, EventSet::IN)),
-            ("timer", Events::with_data(&self.sweep_timer, SWEEP, EventSet::IN)),
-        ];
-        for (what, events) in fds {
-            if let Err(err) = ops.add(events) {
-                sparsely!(error, zone = %self.shared.zone.id, %err, "The worker cannot wait for its {what}");
-            }
+        self.queue.watch(KICK, ops);
+        if let Err(err) = ops.add(Events::with_data(&self.sweep_timer, SWEEP, EventSet::IN)) {
+            sparsely!(error, zone = %self.shared.zone.id, %err, "The worker cannot wait for its timer");
         }
         // A notification may have come before the worker did, and slots may have become empty under an earlier
         // one. Not here, though: whoever adds the worker waits for this.
-        self.kick_myself();
+        self.queue.come_back();
     }
 
     fn process(&mut self, events: Events, _: &mut EventOps) {
         match events.data() {
             KICK => {
-                // The counter says nothing that the queue does not; a failure means that it is 0 already.
-                let _ = self.kick.read();
+                self.queue.clear_kick();
                 self.serve();
             }
             _ => {
