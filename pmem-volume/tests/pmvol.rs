@@ -192,6 +192,66 @@ fn repair_mends_what_the_pool_explains_and_says_what_is_left() {
 }
 
 #[test]
+fn a_shell_completes_our_commands_and_flags() {
+    let folder = Folder::new();
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        assert!(folder.succeed(&["completion", shell]).contains("pmvol"), "{shell}");
+    }
+    folder.fail(&["completion", "tcsh"], &["tcsh", "bash"]);
+    std::fs::write(folder.path("script"), folder.succeed(&["completion", "bash"])).unwrap();
+    // As bash does it when Tab is pressed behind these words.
+    let completions = |words: &str, last: &str, before: &str| {
+        let line = format!(
+            "source ./script; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); \
+             _pmvol pmvol '{last}' '{before}'; echo ${{COMPREPLY[@]}}"
+        );
+        let output = Command::new("bash").args(["-c", &line]).current_dir(folder.0.path()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    };
+    assert_eq!(completions("pmvol vol", "vol", "pmvol"), "volume");
+    assert_eq!(completions("pmvol volume re", "re", "volume"), "rename resize");
+    assert_eq!(completions("pmvol volume resize --sh", "--sh", "resize"), "--shrink");
+}
+
+#[test]
+fn manual_pages_say_what_help_says() {
+    let folder = Folder::new();
+    let page = folder.succeed(&["man"]);
+    assert!(page.contains(".TH pmvol 1") && page.contains("Examples:"), "{page}");
+    folder.succeed(&["man", "pages"]);
+    let read = |name: &str| std::fs::read_to_string(folder.path("pages").join(name)).unwrap();
+    for command in ["create", "info", "check", "grow", "repair", "volume", "completion", "man"] {
+        assert!(read(&format!("pmvol-{command}.1")).contains(".TH"), "{command}");
+    }
+    for command in ["create", "list", "resize", "rename", "delete"] {
+        assert!(read(&format!("pmvol-volume-{command}.1")).contains("pool"), "{command}");
+    }
+    assert!(read("pmvol-volume-resize.1").contains("shrink"));
+    std::fs::write(folder.path("file"), "").unwrap();
+    folder.fail(&["man", "file"], &["manual pages", "file"]);
+}
+
+#[test]
+fn every_command_that_takes_a_size_or_changes_something_shows_an_example() {
+    let folder = Folder::new();
+    for command in [
+        &["create"][..],
+        &["grow"],
+        &["repair"],
+        &["completion"],
+        &["man"],
+        &["volume", "create"],
+        &["volume", "resize"],
+        &["volume", "rename"],
+        &["volume", "delete"],
+    ] {
+        let help = folder.succeed(&[command, &["--help"]].concat());
+        assert!(help.contains("Example") && help.contains(&format!("pmvol {}", command.join(" "))), "{help}");
+    }
+}
+
+#[test]
 fn help_has_examples() {
     let folder = Folder::new();
     let help = folder.succeed(&["--help"]);

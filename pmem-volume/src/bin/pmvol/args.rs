@@ -35,6 +35,7 @@ pub(crate) enum Command {
     /// Make a pool in a new file
     ///
     /// On a disk file system all of it is allocated; on tmpfs memory is taken when it is used.
+    #[command(after_help = "Example:\n  pmvol create /pm/pool --size 16G --strg 4G")]
     Create {
         /// The file to make
         pool: PathBuf,
@@ -96,11 +97,36 @@ Examples:
     /// Make, list, resize, rename and delete volumes
     #[command(subcommand)]
     Volume(VolumeCommand),
+    /// Print a script that lets a shell complete our commands and flags
+    #[command(after_help = "\
+Examples:
+  pmvol completion bash > /usr/share/bash-completion/completions/pmvol
+  pmvol completion zsh > /usr/share/zsh/site-functions/_pmvol
+  source <(pmvol completion bash)      for this shell alone")]
+    Completion {
+        /// The shell
+        #[arg(value_enum)]
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page, or write the pages of all commands
+    #[command(after_help = "\
+Examples:
+  pmvol man | man -l -
+  pmvol man /usr/share/man/man1")]
+    Man {
+        /// Folder for a page of each command; it is made if it is not there
+        folder: Option<PathBuf>,
+    },
 }
 
 #[derive(Subcommand)]
 pub(crate) enum VolumeCommand {
     /// Make a volume and format it
+    #[command(after_help = "\
+Examples:
+  pmvol volume create /pm/pool data --size 8G
+  pmvol volume create /pm/pool dax --size 2G --format raw
+  pmvol volume create /pm/pool rest --size remaining")]
     Create {
         /// The pool
         pool: PathBuf,

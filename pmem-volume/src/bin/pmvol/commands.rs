@@ -5,7 +5,7 @@ use std::path::Path;
 use pmem_volume::{OpenMode, Pool, PoolError, Shrink};
 
 use super::args::{Arguments, Command, Output, VolumeCommand};
-use super::print;
+use super::{manual, print};
 
 /// How a command ended that did not fail.
 pub(crate) enum Outcome {
@@ -33,6 +33,8 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             }
             Ok(if report.left.is_empty() { Outcome::Done } else { Outcome::Unclean })
         }
+        Command::Completion { shell } => manual::completion(*shell).map(|()| Outcome::Done),
+        Command::Man { folder } => manual::pages(folder.as_deref()).map(|()| Outcome::Done),
         Command::Volume(VolumeCommand::Create { pool, name, size, format }) => {
             let volume = open(pool, OpenMode::ReadWrite)?
                 .create_volume(name, *size, (*format).into())

@@ -2,6 +2,7 @@
 
 mod args;
 mod commands;
+mod manual;
 mod print;
 
 use std::process::ExitCode;
