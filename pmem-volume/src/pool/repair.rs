@@ -49,7 +49,9 @@ impl Pool {
         let file = open_locked(path, mode)?;
         let (copies, file_bytes) = read_copies(path, &file)?;
         let mut report = RepairReport::default();
-        let judge = |copies| super::open::judge_superblocks(path, copies, file_bytes, mode);
+        // A dry run refuses what a repair refuses.
+        let writing = OpenMode::ReadWrite;
+        let judge = |copies| super::open::judge_superblocks(path, copies, file_bytes, writing);
         let (superblock, findings, merged) = match judge(copies.clone()) {
             Err(PoolError::SuperblocksDamaged { path }) => {
                 let merged = mirrored::merge(&copies).ok_or(PoolError::SuperblocksDamaged { path })?;
