@@ -68,6 +68,15 @@ fn a_flipped_bit_in_any_owner_word_is_turned_back() {
 }
 
 #[test]
+fn a_chunk_whose_word_says_free_again_is_erased() {
+    let fixture = with_volumes();
+    fixture.overwrite(ChunkId(20).offset_bytes() + 64, b"who knows whose");
+    fixture.flip(entry(20) + 6, 3);
+    assert_eq!(repair(&fixture, false).left, [""; 0]);
+    assert!(is_zero(&fixture.open(), Extent::chunk(ChunkId(20))));
+}
+
+#[test]
 fn a_lost_owner_word_is_what_is_left_over_or_stays() {
     let zero = |fixture: &Fixture, chunk| fixture.overwrite(entry(chunk), &[0; 8]);
     mends("of a volume", |f| zero(f, 12), "the only gap");
