@@ -146,6 +146,10 @@ pub(super) fn mend(
     let seen = scan(&view, superblock)?;
     mendings.extend(mend_owners(&view, superblock, &seen)?);
     if !dry_run {
+        // A committed transaction first: open would redo it over what is mended.
+        if let (LogState::Committed(entries), false) = (&log, mendings.is_empty()) {
+            redo_log::replay(media, superblock, entries)?;
+        }
         for mending in &mendings {
             for (at, word) in &mending.words {
                 media.store_word(*at, *word)?;

@@ -153,6 +153,15 @@ fn one_bit_in_the_head_of_an_empty_log_is_turned_back_and_a_transaction_is_left(
     }
     let two = |f: &Fixture| [0, 1].iter().for_each(|bit| f.flip(LOG_OFFSET + 24, *bit));
     leaves("two bits", two, "log is damaged");
+    // A transaction that counts is redone before what it damages is mended.
+    let fixture = with_volumes();
+    let good = fs::read(fixture.path()).unwrap();
+    let media = crate::media::MemoryMedia::from_bytes(&good);
+    let superblock = Pool::open(&fixture.path(), OpenMode::Peek).unwrap().superblock.clone();
+    redo_log::write_for_test(&media, &superblock, &[(entry(0), 0)]);
+    fs::write(fixture.path(), media.to_bytes()).unwrap();
+    assert_eq!(repair(&fixture, false).left, [""; 0]);
+    assert_eq!(fixture.check().pool, []);
     let transaction = |f: &Fixture| {
         let media = crate::media::MemoryMedia::from_bytes(&fs::read(f.path()).unwrap());
         let superblock = Pool::open(&f.path(), OpenMode::Peek).unwrap().superblock.clone();
