@@ -12,8 +12,8 @@ use serde::Serialize;
 
 use super::chunk::ChunkId;
 use super::findings::{Finding, Severity};
-use super::layout::VolumeRecordBytes;
-use super::mirrored::{self, Copies};
+use super::layout::{SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes};
+use super::mirrored::{self, Copies, Mirrored};
 use super::open::{open_locked, read_copies};
 use super::redo_log::{self, LogState, Redone};
 use super::scan::{Scan, scan};
@@ -41,6 +41,17 @@ pub(super) struct Mending {
     pub(super) words: Vec<(u64, u64)>,
 }
 
+impl Mending {
+    /// Durable at return.
+    pub(super) fn store(&self, media: &dyn Media) -> Result<(), MediaError> {
+        for (at, word) in &self.words {
+            media.store_word(*at, *word)?;
+        }
+        let ranges: Vec<_> = self.words.iter().map(|(at, _)| *at..*at + 8).collect();
+        media.persist(&ranges)
+    }
+}
+
 impl Pool {
     /// Mends a pool that nobody uses: what opening it puts right, what this module's sources explain, and info blocks
     /// of BTTs from their copies. `dry_run`: only says so, and changes nothing.
@@ -49,21 +60,23 @@ impl Pool {
         let file = open_locked(path, mode)?;
         let (copies, file_bytes) = read_copies(path, &file)?;
         let mut report = RepairReport::default();
-        // A dry run refuses what a repair refuses.
-        let writing = OpenMode::ReadWrite;
-        let judge = |copies| super::open::judge_superblocks(path, copies, file_bytes, writing);
+        let judge = |copies| super::open::judge_superblocks(path, copies, file_bytes, mode);
         let (superblock, findings, merged) = match judge(copies.clone()) {
             Err(PoolError::SuperblocksDamaged { path }) => {
                 let merged = mirrored::merge(&copies).ok_or(PoolError::SuperblocksDamaged { path })?;
                 let (superblock, findings) = judge([merged.clone(), merged.clone()])?;
-                report.mended.push("both superblocks are damaged; their whole parts make one".to_owned());
                 (superblock, findings, Some(merged))
             }
             result => result.map(|(superblock, findings)| (superblock, findings, None))?,
         };
         let media = FileMedia::new(file, superblock.size_bytes(), !dry_run)?;
-        if let (Some(merged), false) = (&merged, dry_run) {
-            mirrored::write(&media, super::layout::SUPERBLOCK_OFFSETS, merged)?;
+        // Even with a damaged log: no transaction stores into superblocks.
+        if let Some(merged) = &merged {
+            let mending = mend_superblocks(&media, merged)?;
+            if !dry_run {
+                mending.store(&media)?;
+            }
+            report.mended.push(mending.what);
         }
         let mendings = mend(&media, &superblock, dry_run)?;
         report.mended.extend(mendings.iter().map(|mending| mending.what.clone()));
@@ -138,6 +151,10 @@ pub(super) fn mend(
         true => redo_log::read(media, superblock)?,
         false => LogState::Empty,
     };
+    // It may have been committed. Then a record that it stores may reach chunks that look like nobody's without it.
+    if matches!(log, LogState::Damaged(_)) {
+        return Ok(vec![]);
+    }
     let mut words = log.words();
     mendings.extend(mend_records(&Redone::with(media, &words), superblock)?);
     words.extend(mendings.iter().flat_map(|mending| mending.words.clone()));
@@ -146,16 +163,8 @@ pub(super) fn mend(
     let seen = scan(&view, superblock)?;
     mendings.extend(mend_owners(&view, superblock, &seen)?);
     if !dry_run {
-        // A committed transaction first: open would redo it over what is mended.
-        if let (LogState::Committed(entries), false) = (&log, mendings.is_empty()) {
-            redo_log::replay(media, superblock, entries)?;
-        }
         for mending in &mendings {
-            for (at, word) in &mending.words {
-                media.store_word(*at, *word)?;
-            }
-            let ranges: Vec<_> = mending.words.iter().map(|(at, _)| *at..*at + 8).collect();
-            media.persist(&ranges)?;
+            mending.store(media)?;
         }
     }
     Ok(mendings)
@@ -178,6 +187,25 @@ fn mend_log(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, 
     Ok(vec![Mending { what: "one bit of the empty log's head is wrong".to_owned(), words }])
 }
 
+/// Superblocks of which both copies are damaged, each in other words.
+pub(super) fn mend_superblocks(media: &dyn Media, merged: &SuperblockBytes) -> Result<Mending, MediaError> {
+    let what = "both superblocks are damaged; their whole parts make one".to_owned();
+    mend_copies(media, SUPERBLOCK_OFFSETS, merged, what)
+}
+
+/// Both copies of a record become what they make together. Only wrong words are stored, each by one store that cannot
+/// tear: whichever of them a crash keeps, the two differ in fewer words, or in no more, and still make the same record.
+fn mend_copies<T: Mirrored>(
+    media: &dyn Media,
+    offsets: [u64; 2],
+    merged: &T,
+    what: String,
+) -> Result<Mending, MediaError> {
+    let mut words = mirrored::changed_words(media, offsets[0], merged)?;
+    words.extend(mirrored::changed_words(media, offsets[1], merged)?);
+    Ok(Mending { what, words })
+}
+
 /// Volume records of which both copies are damaged, each in other words.
 fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mending>, MediaError> {
     let mut mendings = Vec::new();
@@ -192,16 +220,14 @@ fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mendin
             continue;
         }
         let what = format!("both copies of volume record {} are damaged; their whole parts make one", slot.0);
-        let words = [
-            mirrored::changed_words(media, offsets[0], &merged)?,
-            mirrored::changed_words(media, offsets[1], &merged)?,
-        ];
-        mendings.push(Mending { what, words: words.concat() });
+        mendings.push(mend_copies(media, offsets, &merged, what)?);
     }
     Ok(mendings)
 }
 
-/// Owner words.
+/// Owner words. What belongs to a volume is never taken for nobody's: as long as a gap is left, or there may be one
+/// that is not seen, only words that fill gaps are believed. The others stay damaged, and open refuses the pool and
+/// erases nothing.
 pub(super) fn mend_owners(
     media: &dyn Media,
     superblock: &Superblock,
@@ -217,51 +243,83 @@ pub(super) fn mend_owners(
         )];
         mendings.push(Mending { what, words });
     };
-    let mut missing = missing_indexes(seen);
-    let mut unexplained = Vec::new();
+    let mut bad = BTreeMap::new();
     for chunk in (0..table.entries()).map(ChunkId) {
         let owner = table.owner(media, chunk)?;
         if superblock.is_metadata(chunk) {
             if owner != Ok(Owner::Metadata) {
                 mended(chunk, Owner::Metadata, "the superblock says whose it is");
             }
-            continue;
-        }
-        let Err(bad) = owner else { continue };
-        match turned_back(chunk, bad.0) {
-            Some(Owner::Volume { slot, index }) if missing.remove(&(slot, index)) => {
-                mended(chunk, Owner::Volume { slot, index }, "one bit turned back makes it whole");
-            }
-            // A volume that has the index already, or does not reach so far: not the truth, or nobody's.
-            Some(Owner::Volume { .. }) | None => unexplained.push(chunk),
-            // Erased once more: nothing says that it was erased.
-            Some(Owner::Free) => mended(chunk, Owner::Scrub, "one bit turned back makes it free"),
-            Some(owner) => mended(chunk, owner, "one bit turned back makes it whole"),
+        } else if let Err(word) = owner {
+            bad.insert(chunk, turned_back(chunk, word.0));
         }
     }
-    // What is left over when everything else is accounted for. A record that is lost, or a thin volume, may have any chunk.
-    let accounted = seen.volumes.values().all(|volume| !volume.record.thin)
-        && !seen.findings.iter().any(|f| {
-            matches!(
-                f,
-                Finding::VolumeRecordLost { .. }
-                    | Finding::VolumeRecordInvalid { .. }
-                    | Finding::IndexTwice { .. }
-            )
-        });
-    match (accounted, unexplained.as_slice(), missing.first()) {
-        (true, chunks, None) => {
-            for chunk in chunks {
-                mended(*chunk, Owner::Scrub, "no volume lacks a chunk, so it is nobody's");
+    // 1. Gaps that one chunk alone claims. A crash after some of them leaves the others as they were.
+    let mut missing = missing_indexes(seen);
+    for ((slot, index), chunk) in sole_claims(&bad, &missing) {
+        mended(chunk, Owner::Volume { slot, index }, "one bit turned back makes it whole");
+        missing.remove(&(slot, index));
+        bad.remove(&chunk);
+    }
+    // 2. What is left over when everything else is accounted for.
+    let mut rest = bad.into_iter();
+    match (is_accounted(seen), missing.first()) {
+        (true, None) => {
+            for (chunk, says) in rest {
+                let (owner, why) = without_gaps(says);
+                mended(chunk, owner, why);
             }
         }
-        (true, [chunk], Some((slot, index))) if missing.len() == 1 => {
-            let owner = Owner::Volume { slot: *slot, index: *index };
-            mended(*chunk, owner, "it is the only chunk that the only gap can be");
+        (true, Some((slot, index))) if missing.len() == 1 => {
+            if let (Some((chunk, None)), None) = (rest.next(), rest.next()) {
+                let owner = Owner::Volume { slot: *slot, index: *index };
+                mended(chunk, owner, "it is the only chunk that the only gap can be");
+            }
         }
         _ => {}
     }
     Ok(mendings)
+}
+
+/// Are all chunks known that volumes should have? A record that is lost, or a thin volume, may have any chunk.
+fn is_accounted(seen: &Scan) -> bool {
+    let hides_chunks = |finding: &Finding| {
+        matches!(
+            finding,
+            Finding::VolumeRecordLost { .. }
+                | Finding::VolumeRecordInvalid { .. }
+                | Finding::IndexTwice { .. }
+        )
+    };
+    seen.volumes.values().all(|volume| !volume.record.thin) && !seen.findings.iter().any(hides_chunks)
+}
+
+/// Whose a chunk is that no volume can lack, by what its word says with one bit turned back.
+fn without_gaps(says: Option<Owner>) -> (Owner, &'static str) {
+    match says {
+        // A volume that has the index already, or does not reach so far.
+        Some(Owner::Volume { .. }) | None => (Owner::Scrub, "no volume lacks a chunk, so it is nobody's"),
+        // Erased once more: nothing says that it was erased.
+        Some(Owner::Free) => (Owner::Scrub, "one bit turned back makes it free"),
+        Some(owner) => (owner, "one bit turned back makes it whole"),
+    }
+}
+
+/// Missing indexes that exactly one of the chunks claims.
+fn sole_claims(
+    bad: &BTreeMap<ChunkId, Option<Owner>>,
+    missing: &BTreeSet<(Slot, u32)>,
+) -> BTreeMap<(Slot, u32), ChunkId> {
+    let mut claims = BTreeMap::<_, Vec<ChunkId>>::new();
+    for (chunk, says) in bad {
+        if let Some(Owner::Volume { slot, index }) = says
+            && missing.contains(&(*slot, *index))
+        {
+            claims.entry((*slot, *index)).or_default().push(*chunk);
+        }
+    }
+    claims.retain(|_, chunks| chunks.len() == 1);
+    claims.into_iter().map(|(gap, chunks)| (gap, chunks[0])).collect()
 }
 
 /// Indexes that volumes lack.
@@ -274,8 +332,12 @@ fn missing_indexes(seen: &Scan) -> BTreeSet<(Slot, u32)> {
     seen.volumes.iter().filter(|(_, volume)| !volume.record.thin).flat_map(of_volume).collect()
 }
 
-/// What a word says when one bit of it is turned back. The checksum tells any two such words apart.
-fn turned_back(chunk: ChunkId, word: u64) -> Option<Owner> {
+/// What a word says when one bit of it is turned back. The checksum tells any two such words apart. Zeros and ones are
+/// what lost words read as, and nothing that one bit made of them: for some chunks a whole word is that close.
+pub(super) fn turned_back(chunk: ChunkId, word: u64) -> Option<Owner> {
+    if word == 0 || word == !0 {
+        return None;
+    }
     let mut whole = (0..64).filter_map(|bit| decode_owner(chunk, word ^ 1 << bit).ok());
     let owner = whole.next()?;
     whole.next().is_none().then_some(owner)

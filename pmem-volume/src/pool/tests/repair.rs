@@ -1,10 +1,13 @@
 //! Repairs: what the media explains is as it was, byte for byte; what it does not is not touched.
 
-use super::crash::{fill_volume, new_pool_with, open, say_images, verify_each, volumes_of};
+use uuid::Uuid;
+
+use super::crash::{fill_volume, new_pool_with, open, say_images, verify, verify_each, volumes_of};
 use super::*;
 use crate::media::simulator::{Random, Simulator};
 use crate::pool::layout::{CHUNK_TABLE_OFFSET, LOG_OFFSET, SUPERBLOCK_OFFSETS, VOLUME_TABLE_OFFSETS};
-use crate::pool::repair::{mend, mend_owners};
+use crate::pool::mirrored::Copies;
+use crate::pool::repair::{Mending, mend, mend_owners, mend_superblocks, turned_back};
 use crate::pool::table::{Owner, Slot};
 
 fn entry(chunk: u32) -> u64 {
@@ -68,15 +71,6 @@ fn a_flipped_bit_in_any_owner_word_is_turned_back() {
 }
 
 #[test]
-fn a_chunk_whose_word_says_free_again_is_erased() {
-    let fixture = with_volumes();
-    fixture.overwrite(ChunkId(20).offset_bytes() + 64, b"who knows whose");
-    fixture.flip(entry(20) + 6, 3);
-    assert_eq!(repair(&fixture, false).left, [""; 0]);
-    assert!(is_zero(&fixture.open(), Extent::chunk(ChunkId(20))));
-}
-
-#[test]
 fn a_lost_owner_word_is_what_is_left_over_or_stays() {
     let zero = |fixture: &Fixture, chunk| fixture.overwrite(entry(chunk), &[0; 8]);
     mends("of a volume", |f| zero(f, 12), "the only gap");
@@ -92,6 +86,97 @@ fn a_lost_owner_word_is_what_is_left_over_or_stays() {
     // A word that says, one bit off, that it is a chunk which the volume has already.
     let twice = table::encode_owner(ChunkId(20), Owner::Volume { slot: Slot(1), index: 0 }) ^ 1 << 5;
     mends("a second claim", |f| f.overwrite(entry(20), &twice.to_le_bytes()), "it is nobody's");
+}
+
+/// A chunk of a volume on sparse media, far behind the others.
+fn with_chunk_at(far: ChunkId) -> Fixture {
+    let fixture = Fixture::new();
+    let size_bytes = u64::from(far.0 + 1) * CHUNK_BYTES;
+    let superblock = create::plan(size_bytes, 0, Uuid::from_u128(1), 1).unwrap();
+    let mut options = OpenOptions::new();
+    let file = options.read(true).write(true).create_new(true).open(fixture.path()).unwrap();
+    file.set_len(size_bytes).unwrap();
+    create::write_empty_pool(&FileMedia::new(file, size_bytes, true).unwrap(), &superblock).unwrap();
+    fixture.open().create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+    let put = |chunk: ChunkId, owner| {
+        fixture.overwrite(entry(chunk.0), &table::encode_owner(chunk, owner).to_le_bytes());
+    };
+    put(ChunkId(3), Owner::Free);
+    put(far, Owner::Volume { slot: Slot(0), index: 1 });
+    let pool = fixture.open();
+    let places: Vec<_> = pool.open_volume("v").unwrap().extents().iter().map(|e| e.run.start).collect();
+    assert_eq!(places, [ChunkId(2), far]);
+    fill(&pool, Extent::chunk(far), 0x42);
+    drop(pool);
+    fixture
+}
+
+#[test]
+fn a_zeroed_word_is_not_taken_for_a_whole_one_that_is_one_bit_away() {
+    let near = [
+        (Owner::Free, [8476, 79167, 133_466, 204_153]),
+        (Owner::Memory, [54342, 114_789, 195_584, 256_035]),
+        (Owner::Metadata, [29226, 91657, 154_220, 216_655]),
+    ];
+    for (owner, chunks) in near {
+        for chunk in chunks.map(ChunkId) {
+            assert_eq!(table::encode_owner(chunk, owner).count_ones(), 1, "{chunk}");
+            assert_eq!(turned_back(chunk, 0), None, "{chunk}");
+        }
+    }
+    let far = ChunkId(8476);
+    let fixture = with_chunk_at(far);
+    let content_is_there = || {
+        let mut bytes = vec![0; CHUNK_BYTES as usize];
+        let file = fs::File::open(fixture.path()).unwrap();
+        file.read_exact_at(&mut bytes, far.offset_bytes()).unwrap();
+        bytes.iter().all(|byte| *byte == 0x42)
+    };
+    let good = fixture.image();
+    fixture.overwrite(entry(far.0), &[0; 8]);
+    let report = repair(&fixture, false);
+    assert!(report.mended.iter().any(|text| text.contains("the only gap")), "{report:?}");
+    assert!(good == fixture.image() && content_is_there(), "{report:?}");
+    [2, far.0].iter().for_each(|chunk| fixture.overwrite(entry(*chunk), &[0; 8]));
+    let damaged = fixture.image();
+    for dry_run in [true, false] {
+        let report = repair(&fixture, dry_run);
+        assert!(report.left.iter().any(|text| text.contains("owner word of chunk C8476")), "{report:?}");
+        assert_eq!(report.mended, [""; 0]);
+        assert!(damaged == fixture.image() && content_is_there(), "{report:?}");
+    }
+    assert!(matches!(fixture.open_error(OpenMode::ReadWrite), PoolError::Damaged { .. }));
+}
+
+#[test]
+fn while_a_volume_lacks_a_chunk_only_words_that_fill_gaps_are_believed() {
+    let one_bit_off = |f: &Fixture, chunk: u32, owner| {
+        let word = table::encode_owner(ChunkId(chunk), owner) ^ 1 << 5;
+        f.overwrite(entry(chunk), &word.to_le_bytes());
+    };
+    let zero = |f: &Fixture, chunk| f.overwrite(entry(chunk), &[0; 8]);
+    for owner in [Owner::Free, Owner::Scrub, Owner::Memory, Owner::Metadata, Owner::Retired] {
+        let words = "owner word of chunk C12";
+        leaves(&format!("a volume's as {owner:?}"), |f| one_bit_off(f, 12, owner), words);
+        let beside = |f: &Fixture| {
+            zero(f, 12);
+            one_bit_off(f, 20, owner);
+        };
+        leaves(&format!("{owner:?} beside a gap"), beside, "owner word of chunk C20");
+    }
+    let second = Owner::Volume { slot: Slot(1), index: 1 };
+    let claims = |f: &Fixture| [12, 20].iter().for_each(|chunk| one_bit_off(f, *chunk, second));
+    leaves("two claims to one gap", claims, "owner word of chunk C20");
+    let lost_record = |f: &Fixture| {
+        VOLUME_TABLE_OFFSETS.iter().for_each(|table| f.flip(table + 256 + 50, 1));
+        one_bit_off(f, 20, Owner::Free);
+    };
+    leaves("nobody knows the volume", lost_record, "owner word of chunk C20");
+    let filled = |f: &Fixture| {
+        [12, 20].iter().for_each(|chunk| f.flip(entry(*chunk), 3));
+        zero(f, 21);
+    };
+    mends("a gap that is filled", filled, "it is nobody's");
 }
 
 #[test]
@@ -153,15 +238,6 @@ fn one_bit_in_the_head_of_an_empty_log_is_turned_back_and_a_transaction_is_left(
     }
     let two = |f: &Fixture| [0, 1].iter().for_each(|bit| f.flip(LOG_OFFSET + 24, *bit));
     leaves("two bits", two, "log is damaged");
-    // A transaction that counts is redone before what it damages is mended.
-    let fixture = with_volumes();
-    let good = fs::read(fixture.path()).unwrap();
-    let media = crate::media::MemoryMedia::from_bytes(&good);
-    let superblock = Pool::open(&fixture.path(), OpenMode::Peek).unwrap().superblock.clone();
-    redo_log::write_for_test(&media, &superblock, &[(entry(0), 0)]);
-    fs::write(fixture.path(), media.to_bytes()).unwrap();
-    assert_eq!(repair(&fixture, false).left, [""; 0]);
-    assert_eq!(fixture.check().pool, []);
     let transaction = |f: &Fixture| {
         let media = crate::media::MemoryMedia::from_bytes(&fs::read(f.path()).unwrap());
         let superblock = Pool::open(&f.path(), OpenMode::Peek).unwrap().superblock.clone();
@@ -174,6 +250,14 @@ fn one_bit_in_the_head_of_an_empty_log_is_turned_back_and_a_transaction_is_left(
         fs::write(f.path(), media.to_bytes()).unwrap();
     };
     leaves("a damaged transaction", transaction, "log is damaged");
+    // What it would store may explain them otherwise.
+    let more = |f: &Fixture| {
+        transaction(f);
+        f.flip(entry(12), 0);
+        f.overwrite(entry(1), &[0; 8]);
+        f.overwrite(entry(20), &[0; 8]);
+    };
+    leaves("a damaged transaction and owner words", more, "log is damaged");
 }
 
 #[test]
@@ -220,32 +304,85 @@ fn what_is_no_pool_or_in_use_is_not_repaired() {
     assert_eq!(fs::read(fixture.path()).unwrap(), [0x17; 8192]);
 }
 
-#[test]
-fn a_crash_in_a_repair_leaves_what_a_repair_can_mend() {
+/// Damages a pool with a volume in chunks 2 to 4, mends it, and opens each image that a crash leaves once `again` has
+/// mended that.
+fn survives_crashes(
+    damage: impl Fn(&dyn Fn(u64, u64)),
+    mended: impl Fn(&Simulator, &Superblock) -> Vec<Mending>,
+    again: impl Fn(&Simulator, &Superblock),
+) -> usize {
     let (media, pool) = new_pool_with(|_| {});
     pool.create_volume("v", VolumeSize::Bytes(3 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
     fill_volume(&media, &pool, "v");
     let volumes = volumes_of(&pool);
     let superblock = pool.superblock.clone();
-    let records = superblock.volume_record_offsets(Slot(0));
-    let flip = |at: u64, bit: u32| media.store_word(at, media.load_word(at).unwrap() ^ 1 << bit).unwrap();
-    // A record in halves, a chunk's word that only the record explains, two one bit off, one of the pool's own.
-    flip(records[0] + 48, 3);
-    flip(records[1] + 64, 9);
-    media.store_word(entry(3), 0).unwrap();
-    [(1, 0), (4, 17), (9, 60)].iter().for_each(|(chunk, bit)| flip(entry(*chunk), *bit));
+    damage(&|at, wrong_bits| media.store_word(at, media.load_word(at).unwrap() ^ wrong_bits).unwrap());
     media.persist_range(0..media.len_bytes()).unwrap();
     drop(pool);
     media.record();
-    let mended = mend(&media, &superblock, false).unwrap();
-    assert_eq!(mended.len(), 5, "{mended:?}");
+    let mendings = mended(&media, &superblock);
     let points = media.take_points();
     let judge = |image: &Simulator| {
-        mend(image, &superblock, false).map_err(|error| error.to_string())?;
-        super::crash::verify(image, &[&volumes])
+        again(image, &superblock);
+        verify(image, &[&volumes])
     };
     let images = verify_each(&points, 512, &mut Random::new(8), &judge).unwrap();
     say_images(images);
-    assert!(images > 30);
+    assert!(images > 10);
     assert_eq!(volumes_of(&open(&media).unwrap()), volumes);
+    mendings.len()
+}
+
+#[test]
+fn a_crash_in_a_repair_leaves_what_a_repair_can_mend() {
+    let records = VOLUME_TABLE_OFFSETS;
+    let mend_it = |media: &Simulator, superblock: &Superblock| mend(media, superblock, false).unwrap();
+    // A record in halves, and a word of the pool's own.
+    let both = |flip: &dyn Fn(u64, u64)| {
+        flip(records[0] + 48, 1 << 3);
+        flip(records[1] + 64, 1 << 9);
+        flip(entry(1), 1);
+    };
+    // A word one bit off, and one that only the record explains.
+    let gap = |flip: &dyn Fn(u64, u64)| {
+        both(flip);
+        flip(entry(3), table::encode_owner(ChunkId(3), Owner::Volume { slot: Slot(0), index: 1 }));
+        flip(entry(4), 1 << 17);
+    };
+    assert_eq!(survives_crashes(gap, mend_it, |image, superblock| drop(mend_it(image, superblock))), 4);
+    // Words that are nobody's only once the gap has been filled.
+    let nobodys = |flip: &dyn Fn(u64, u64)| {
+        both(flip);
+        flip(entry(4), 1 << 17);
+        flip(entry(9), 1 << 60);
+        flip(entry(10), table::encode_owner(ChunkId(10), Owner::Free));
+    };
+    assert_eq!(survives_crashes(nobodys, mend_it, |image, superblock| drop(mend_it(image, superblock))), 5);
+}
+
+#[test]
+fn a_crash_while_superblocks_are_mended_leaves_them_or_their_parts() {
+    let [first, second] = SUPERBLOCK_OFFSETS;
+    let copies = |media: &Simulator| mirrored::read_copies(media, SUPERBLOCK_OFFSETS).unwrap();
+    let mend_it = |media: &Simulator| {
+        let merged = mirrored::merge(&copies(media)).expect("the parts are there");
+        let mending = mend_superblocks(media, &merged).unwrap();
+        mending.store(media).unwrap();
+        mending
+    };
+    let damage = |flip: &dyn Fn(u64, u64)| {
+        [first + 64, first + 88, first + 4088].iter().for_each(|at| flip(*at, !0));
+        [second + 72, second + 120].iter().for_each(|at| flip(*at, 0xff00));
+    };
+    let mended = |media: &Simulator, _: &Superblock| {
+        let mending = mend_it(media);
+        assert_eq!(mending.words.len(), 5, "words that are right are not stored: {mending:?}");
+        vec![mending]
+    };
+    let again = |image: &Simulator, _: &Superblock| {
+        if matches!(mirrored::choose(copies(image)), Copies::Lost) {
+            mend_it(image);
+        }
+    };
+    assert_eq!(survives_crashes(damage, mended, again), 1);
 }
