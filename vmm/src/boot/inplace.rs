@@ -35,8 +35,11 @@ pub enum Outcome {
     NoRoom,
 }
 
-/// Unpacks a kernel into boot memory, which reads as zeros and which nobody else uses.
-pub fn load<M: GuestMemoryBackend>(
+/// Unpacks a kernel into boot memory, which reads as zeros.
+///
+/// # Safety
+/// As that of [`boot::load`](super::load).
+pub unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     packed: &Packed,
     boot_memory_bytes: u64,
@@ -54,8 +57,8 @@ pub fn load<M: GuestMemoryBackend>(
     }
     let guard = slice.ptr_guard_mut();
     // SAFETY: vm-memory upholds that the slice's bytes are mapped, readable and writable as long as `slice`
-    // borrows `memory`. Nobody else reads or writes them meanwhile: `boot::load` demands it of its callers, who
-    // load kernels before there is a vCPU or a device, and nothing in this function goes through `memory` again.
+    // borrows `memory`. Nobody else reads or writes them meanwhile: the caller promises it, and nothing in this
+    // function goes through `memory` again.
     let bytes = unsafe { std::slice::from_raw_parts_mut(guard.as_ptr(), window_bytes) };
     // 2. The image.
     let start = (IMAGE_START - window.start) as usize;
@@ -204,8 +207,8 @@ fn clear(bytes: &mut [u8]) {
     let len = aligned.len() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     if len != 0 {
         // SAFETY: the range is part of `bytes`, which nobody else uses. The advice may be refused, and it changes
-        // no contents: boot memory, which is zero when it is new, and a shared mapping, which keeps what was
-        // written, both read as zeros afterwards.
+        // no contents: anonymous memory, which is zero when it is new, and a shared mapping, which keeps what was
+        // written, both read as zeros afterwards. The caller of `load` promises that it is one of the two.
         unsafe { libc::madvise(aligned.as_mut_ptr().cast(), len, libc::MADV_DONTNEED) };
     }
 }

@@ -10,6 +10,16 @@ use super::super::elf::tests::{Part, build_parts, linux_note, pvh_note_to};
 use super::*;
 use crate::memory::layout::GIB;
 
+/// Into memory that a test has made for itself.
+fn load(
+    memory: &GuestMemoryMmap,
+    packed: &Packed,
+    boot_memory_bytes: u64,
+) -> Result<Outcome, DecompressError> {
+    // SAFETY: the memory is anonymous, and the test's own.
+    unsafe { super::load(memory, packed, boot_memory_bytes) }
+}
+
 const MEMORY_BYTES: u64 = 20 * MIB;
 const KIB: usize = 1 << 10;
 

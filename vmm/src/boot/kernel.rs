@@ -60,7 +60,10 @@ impl SetupHeader {
 }
 
 /// Loads the kernel in `path`.
-pub fn load<M: GuestMemoryBackend>(
+///
+/// # Safety
+/// As that of [`boot::load`](super::load).
+pub unsafe fn load<M: GuestMemoryBackend>(
     memory: &M,
     path: &Path,
     boot_memory_bytes: u64,
@@ -83,7 +86,9 @@ pub fn load<M: GuestMemoryBackend>(
     let payload = read_payload(path, &mut file, file_bytes, &header)?;
     let decompress_error = |source| BootError::Decompress { path: path.to_path_buf(), source };
     let compression = tell_compression(payload.bytes()).map_err(decompress_error)?;
-    let loaded = match unpack(memory, payload, compression, boot_memory_bytes).map_err(decompress_error)? {
+    // SAFETY: the same contract.
+    let unpacked = unsafe { unpack(memory, payload, compression, boot_memory_bytes) };
+    let loaded = match unpacked.map_err(decompress_error)? {
         Unpacked::InPlace(loaded) => loaded,
         Unpacked::Image(image) => load_image(memory, &image, boot_memory_bytes).map_err(elf_error)?,
     };
@@ -131,7 +136,10 @@ enum Unpacked {
 }
 
 /// Unpacks a payload: into guest memory where that goes, or else beside it. The payload itself is dropped.
-fn unpack<M: GuestMemoryBackend>(
+///
+/// # Safety
+/// As that of [`boot::load`](super::load).
+unsafe fn unpack<M: GuestMemoryBackend>(
     memory: &M,
     payload: Scratch,
     compression: Compression,
@@ -141,7 +149,8 @@ fn unpack<M: GuestMemoryBackend>(
         return Ok(Unpacked::Image(payload));
     }
     let packed = Packed::new(payload.bytes(), compression)?;
-    Ok(match inplace::load(memory, &packed, boot_memory_bytes)? {
+    // SAFETY: the same contract.
+    Ok(match unsafe { inplace::load(memory, &packed, boot_memory_bytes) }? {
         Outcome::Loaded(loaded) => Unpacked::InPlace(loaded),
         Outcome::Unpacked(image) => Unpacked::Image(image),
         Outcome::NoRoom => Unpacked::Image(packed.unpack()?),
@@ -212,6 +221,12 @@ mod tests {
 
     fn kernel() -> Vec<u8> {
         build(&[0x90; 0x8000], &[linux_note(), pvh_note()].concat())
+    }
+
+    /// Into memory that a test has made for itself.
+    fn load(memory: &GuestMemoryMmap, path: &Path, bytes: u64) -> Result<LoadedKernel, BootError> {
+        // SAFETY: the memory is anonymous, and the test's own.
+        unsafe { super::load(memory, path, bytes) }
     }
 
     fn load_into(memory_bytes: u64, bytes: &[u8]) -> Result<LoadedKernel, BootError> {
@@ -322,7 +337,8 @@ mod tests {
         let expected = load_image(&beside, &packed.unpack().unwrap(), memory_bytes).unwrap();
         assert_eq!((loaded.entry, loaded.end), (expected.entry, expected.end));
         assert!(contents(memory) == contents(&beside), "memory differs");
-        let again = inplace::load(&self::memory(memory_bytes), &packed, memory_bytes).unwrap();
+        // SAFETY: the memory is anonymous, and the test's own.
+        let again = unsafe { inplace::load(&self::memory(memory_bytes), &packed, memory_bytes) }.unwrap();
         assert!(matches!(again, Outcome::Loaded(_)), "{again:?}");
     }
 }

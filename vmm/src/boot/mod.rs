@@ -161,12 +161,16 @@ pub enum BootError {
 /// Loads a kernel and everything it needs to start.
 ///
 /// `memory` must hold the boot memory that `request` announces, reading as zeros: the kernel's uninitialised
-/// data is not written. Nobody else may use that memory meanwhile: no vCPU runs and no device is there. After an
-/// error it holds anything. ACPI tables are not placed here; the start info points at
+/// data is not written. After an error it holds anything. ACPI tables are not placed here; the start info points at
 /// [`RSDP_START`](crate::memory::layout::RSDP_START).
-pub fn load<M: GuestMemoryBackend>(memory: &M, request: &BootRequest) -> Result<BootInfo, BootError> {
+///
+/// # Safety
+/// Nobody else reads or writes that memory meanwhile: no vCPU runs, and no device is there. It is anonymous, or mapped
+/// shared: pages of a private mapping of a file would have the file's contents again when they are given back.
+pub unsafe fn load<M: GuestMemoryBackend>(memory: &M, request: &BootRequest) -> Result<BootInfo, BootError> {
     let cmdline = cmdline::compose(request.cmdline, request.memory_is_pluggable)?;
-    let kernel = kernel::load(memory, request.kernel, request.boot_memory_bytes)?;
+    // SAFETY: the same contract.
+    let kernel = unsafe { kernel::load(memory, request.kernel, request.boot_memory_bytes) }?;
     let initramfs = request
         .initramfs
         .map(|path| initramfs::load(memory, path, kernel.end, request.boot_memory_bytes))

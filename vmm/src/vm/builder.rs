@@ -190,7 +190,9 @@ fn load_kernel(config: &VmConfig, memory: &Memory) -> Result<BootInfo, BuildErro
         memory_is_pluggable: memory.map().zones().iter().any(|zone| zone.hotplug.is_some()),
     };
     let started = Instant::now();
-    let boot = boot::load(memory.boot(), &request)?;
+    // SAFETY: there are no vCPUs and no devices yet (`build`, steps 3, 4 and 6), and boot memory is anonymous
+    // (`DramBacking`).
+    let boot = unsafe { boot::load(memory.boot(), &request) }?;
     // Unpacking the kernel is most of what a VMM does before the guest runs.
     let loading_ms = started.elapsed().as_millis();
     debug!(loading_ms, unpacked_from = ?boot.kernel.bzimage, "Kernel and initial RAM file system are in memory");
