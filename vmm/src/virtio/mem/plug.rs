@@ -1,5 +1,6 @@
 //! Carries requests out.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -58,7 +59,7 @@ impl Executor {
     /// waits for all of them.
     pub(super) fn execute(&mut self, request: Request) -> Response {
         let started = Instant::now();
-        self.ahead.cancel();
+        self.ahead.pause();
         match request {
             Request::Plug(run) => {
                 let checked = self.shared.state.lock().check_plug(run);
@@ -71,10 +72,13 @@ impl Executor {
                 let checked = self.shared.state.lock().check_unplug(run);
                 match checked {
                     Ok((offset, len)) => {
-                        let first_had_page = self.backing.is_populated(offset);
+                        let run = offset..offset + len;
+                        let zeroed = self.ahead.was_zeroed(&run, |block| self.backing.is_populated(block));
                         let result = self.unplug(offset, len);
-                        if result.is_ok() {
-                            self.expect_the_run_below(offset, len, first_had_page);
+                        if result.is_ok() && zeroed {
+                            self.expect_the_run_below(&run);
+                        } else {
+                            self.ahead.forget();
                         }
                         self.answer_unplug(result, len, started)
                     }
@@ -112,7 +116,7 @@ impl Executor {
         {
             // The guest's own faults will find out whether there is memory.
             debug!(zone = %self.shared.zone.id, %err, "No pages ahead of the next unplug");
-            self.ahead.cancel();
+            self.ahead.pause();
         }
         let missing = {
             let state = self.shared.state.lock();
@@ -268,12 +272,15 @@ impl Executor {
     }
 
     /// Linux goes on with what lies below, as long as more is plugged than requested.
-    fn expect_the_run_below(&mut self, offset: u64, len: u64, first_had_page: bool) {
+    fn expect_the_run_below(&mut self, run: &Range<u64>) {
         let state = self.shared.state.lock();
-        let below = offset.saturating_sub(len);
+        let below = run.start.saturating_sub(run.end - run.start);
         let surplus_bytes = state.plugged_bytes().saturating_sub(state.requested_bytes());
-        let all_plugged = state.is_all_plugged(below, offset - below);
-        self.ahead.unplugged(offset, len, first_had_page && all_plugged, surplus_bytes);
+        if state.is_all_plugged(below, run.start - below) {
+            self.ahead.expect_below(run, surplus_bytes, |block| self.backing.is_populated(block));
+        } else {
+            self.ahead.forget();
+        }
     }
 
     /// Unplugs everything. When it fails half way, what is unplugged stays so: the driver asks again.

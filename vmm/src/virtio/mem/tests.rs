@@ -445,18 +445,20 @@ fn pages_are_ready_for_a_driver_that_zeroes_what_it_unplugs() {
     guest.handle.request_size(24 * BLOCK_BYTES).unwrap();
     assert_eq!(guest.plug(0, 24), ACK);
     guest.handle.request_size(4 * BLOCK_BYTES).unwrap();
-    // Not touched before it went: nothing is made ready below.
+    let touch = |guest: &Guest, blocks: std::ops::Range<u64>| blocks.for_each(|block| guest.write(block, 0));
+    // Not zeroed before it went: nothing is made ready below.
+    touch(&guest, 20..23);
     assert_eq!(guest.unplug(20, 4), ACK);
     let before = guest.prepared_bytes();
     let ready_blocks = |guest: &Guest| (guest.prepared_bytes() - before) / BLOCK_BYTES;
-    // Zeroed before it went: all but the first block of what comes next.
-    guest.write(16, 0);
+    // Zeroed before it went: all but one block of what comes next.
+    touch(&guest, 16..20);
     assert_eq!(guest.unplug(16, 4), ACK);
     assert_eq!(ready_blocks(&guest), 3);
-    // Not touched: that was for nothing, and it goes at once.
+    // That block was not touched: the others were made ready for nothing, and they go at once.
     assert_eq!(guest.unplug(12, 4), ACK);
     assert_eq!(ready_blocks(&guest), 0);
-    guest.write(8, 0);
+    touch(&guest, 8..12);
     assert_eq!(guest.unplug(8, 4), ACK);
     assert_eq!(ready_blocks(&guest), 3);
     // What is to stay is left alone.
