@@ -12,11 +12,13 @@ use crate::usage::wait_for_rest;
 use crate::vmm::{Disk, Extras, MIB, Vm, Vmm};
 
 const PLUG_MIB: u64 = 1024;
+/// Files, which go into movable memory first: into what was plugged.
+const USED_MIB: u64 = 700;
 /// How exact a time is. Each look costs the VMM a request.
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Plugs 1 GiB into a fresh guest, and takes it away unused.
+/// Plugs 1 GiB into a fresh guest, and takes it away unused; then once more, after most of it was used.
 pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let vm = vmm.start(&Extras { hotplug_mib: PLUG_MIB, disk: Disk::None })?;
@@ -28,6 +30,13 @@ pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     wait_until("all of it is online", LIMIT, || Ok(mem_total_mib(&vm)? >= before + PLUG_MIB))?;
     wait_for_rest(vm.pid())?;
     samples.add(Row::Unplug, vmm.name(), resize(&vm, 0)?.as_secs_f64());
+    resize(&vm, PLUG_MIB * MIB)?;
+    wait_until("all of it is online", LIMIT, || Ok(mem_total_mib(&vm)? >= before + PLUG_MIB))?;
+    vm.run(&format!(
+        "mount -o remount,size=100% /dev/shm; dd if=/dev/zero of=/dev/shm/used bs=1M count={USED_MIB}; rm /dev/shm/used"
+    ))?;
+    wait_for_rest(vm.pid())?;
+    samples.add(Row::UnplugUsed, vmm.name(), resize(&vm, 0)?.as_secs_f64());
     Ok(())
 }
 

@@ -9,6 +9,7 @@ pub enum Row {
     VmmMemory,
     Plug,
     Unplug,
+    UnplugUsed,
     NvdimmWrite,
     NvdimmRead,
     HintsWrite,
@@ -39,11 +40,12 @@ pub enum Unit {
 }
 
 impl Row {
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Boot,
         Self::VmmMemory,
         Self::Plug,
         Self::Unplug,
+        Self::UnplugUsed,
         Self::NvdimmWrite,
         Self::NvdimmRead,
         Self::HintsWrite,
@@ -61,6 +63,7 @@ impl Row {
             Self::VmmMemory => "vmm_memory_mebibytes",
             Self::Plug => "plug_1_gib_seconds",
             Self::Unplug => "unplug_1_gib_seconds",
+            Self::UnplugUsed => "unplug_1_gib_used_seconds",
             Self::NvdimmWrite => "nvdimm_write_4_kib_microseconds",
             Self::NvdimmRead => "nvdimm_read_4_kib_microseconds",
             Self::HintsWrite => "nvdimm_flush_hints_write_4_kib_microseconds",
@@ -78,7 +81,8 @@ impl Row {
             Self::Boot => "exec to guest init",
             Self::VmmMemory => "VMM memory beside the guest's",
             Self::Plug => "plug 1 GiB",
-            Self::Unplug => "unplug 1 GiB",
+            Self::Unplug => "unplug 1 GiB, never used",
+            Self::UnplugUsed => "unplug 1 GiB, 700 MiB of it used before",
             Self::NvdimmWrite => "BTT, nvdimm on tmpfs: write 4 KiB",
             Self::NvdimmRead => "BTT, nvdimm on tmpfs: read 4 KiB",
             Self::HintsWrite => "BTT, nvdimm with flush hints on ext4: write 4 KiB",
@@ -93,9 +97,12 @@ impl Row {
     pub fn unit(self) -> Unit {
         match self {
             Self::VmmMemory => Unit::Mebibytes,
-            Self::Boot | Self::Plug | Self::Unplug | Self::ReportToPlan | Self::ReportToOnline => {
-                Unit::Seconds
-            }
+            Self::Boot
+            | Self::Plug
+            | Self::Unplug
+            | Self::UnplugUsed
+            | Self::ReportToPlan
+            | Self::ReportToOnline => Unit::Seconds,
             _ => Unit::Microseconds,
         }
     }
