@@ -66,23 +66,47 @@ fn buffers_in_unplugged_memory_are_survived_while_it_comes_and_goes() -> Result<
         resizes += 1;
     }
     guest.run(&format!("touch {STOP}"))?;
-    let sent = ended_well(attack)?;
-    ensure!(sent > 100, "Only {sent} buffers were sent during {resizes} resizes");
+    let Report { sent, answered, .. } = ended_well(attack)?;
+    ensure!(sent > 100 && answered == sent, "{answered} of {sent} buffers in {resizes} resizes");
     still_well(&guest)
 }
 
-/// The number of requests that an attack has sent.
-fn ended_well(attack: Script) -> Result<u64> {
-    let output = attack.finish()?;
-    ensure!(output.code == 0, "The attack ended with {}: {}", output.code, output.stderr);
-    sent(&output.stdout)
+/// What an attack reports.
+struct Report {
+    sent: u64,
+    answered: u64,
+    restarted: u64,
 }
 
-fn sent(report: &str) -> Result<u64> {
-    let number = report.split("hostile: sent ").nth(1).and_then(|rest| rest.split(',').next());
-    number
-        .and_then(|number| number.parse().ok())
-        .with_context(|| format!("No report of an attack: {report:?}"))
+fn ended_well(attack: Script) -> Result<Report> {
+    let output = attack.finish()?;
+    ensure!(output.code == 0, "The attack ended with {}: {}", output.code, output.stderr);
+    report(&output.stdout)
+}
+
+/// `hostile: sent 1000, answered 812, restarted 117 times`
+fn report(text: &str) -> Result<Report> {
+    let number = |word: &str| {
+        // On a console the line may not be whole yet.
+        let (line, _) = text.split_once("hostile: ")?.1.split_once(" times")?;
+        let (_, rest) = line.split_once(word)?;
+        rest.trim_start().split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+    };
+    let report = || {
+        Some(Report { sent: number("sent")?, answered: number("answered")?, restarted: number("restarted")? })
+    };
+    report().with_context(|| format!("No report of an attack: {text:?}"))
+}
+
+/// A device that has given its queues up, or takes nothing out of them, was not attacked. Few of vsock's chains are
+/// answered: its receive and event queues wait for something to tell.
+fn garbage_was_taken(report: &Report) -> Result<()> {
+    let Report { sent, answered, restarted } = report;
+    ensure!(
+        *sent == GARBAGE_CHAINS && *answered >= sent / 40 && *restarted >= sent / 50,
+        "Of {sent} chains {answered} were answered, with {restarted} restarts"
+    );
+    Ok(())
 }
 
 fn still_well(guest: &Guest) -> Result<()> {
@@ -95,8 +119,7 @@ fn still_well(guest: &Guest) -> Result<()> {
 fn garbage_is_survived(guest: &Guest, device: &str) -> Result<()> {
     let attack = guest
         .start_script(ATTACK_LIMIT, &format!("exec guest-tool hostile-garbage {device} {GARBAGE_CHAINS}"))?;
-    let sent = ended_well(attack)?;
-    ensure!(sent == GARBAGE_CHAINS, "{sent} chains were sent");
+    garbage_was_taken(&ended_well(attack)?)?;
     still_well(guest)
 }
 
@@ -125,11 +148,8 @@ fn garbage_from_the_vsock_driver_is_survived() -> Result<()> {
         "setsid sh -c 'guest-tool hostile-garbage {VSOCK} {GARBAGE_CHAINS} >/dev/console 2>&1' >/dev/null 2>&1 &"
     );
     guest.run(&command)?;
-    guest.wait_until("the attack is over", ATTACK_LIMIT, || {
-        Ok(guest.console_log()?.contains("hostile: sent "))
-    })?;
-    let sent = sent(&guest.console_log()?)?;
-    ensure!(sent == GARBAGE_CHAINS, "{sent} chains were sent");
+    guest.wait_until("the attack is over", ATTACK_LIMIT, || Ok(report(&guest.console_log()?).is_ok()))?;
+    garbage_was_taken(&report(&guest.console_log()?)?)?;
     guest.api("GET", "vmm.ping", None)?;
     guest.api("GET", "vm.info", None).map(drop)
 }

@@ -60,8 +60,9 @@ pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
     let mut device = Device::take(u16::try_from(device_id)?)?;
     let mut random = Bytes::new(device_id);
     let mut queues = start(&mut device)?;
-    let (mut sent, mut answered, mut resets) = (0u64, 0u64, 0u64);
+    let (mut sent, mut answered, mut restarts) = (0u64, 0u64, 0u64);
     'attack: loop {
+        let mut is_broken = false;
         for queue in &mut queues {
             if until.is_over(sent) {
                 break 'attack;
@@ -74,8 +75,10 @@ pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
                 Malice::Garbage => {
                     let chain: Vec<Descriptor> = (0..QUEUE_SIZE).map(|_| garbage(&mut random)).collect();
                     let (head, step) = (random.next_u64() as u16 % (2 * QUEUE_SIZE), random.next_u64());
-                    // Most indexes go one further; some jump.
-                    queue.offer(&chain, head, if step.is_multiple_of(8) { step as u16 } else { 1 });
+                    // Most indexes go one further; some jump, after which the device may give the queue up.
+                    let jumps = step.is_multiple_of(8);
+                    is_broken |= jumps;
+                    queue.offer(&chain, head, if jumps { step as u16 } else { 1 });
                     GARBAGE_LOOKS
                 }
             };
@@ -89,13 +92,13 @@ pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
                 device.status()
             );
         }
-        if device.needs_reset() {
-            resets += 1;
+        if is_broken || device.needs_reset() {
+            restarts += 1;
             queues = start(&mut device)?;
         }
     }
     device.reset()?;
-    println!("hostile: sent {sent}, answered {answered}, reset {resets} times");
+    println!("hostile: sent {sent}, answered {answered}, restarted {restarts} times");
     Ok(())
 }
 
