@@ -9,12 +9,14 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use pmem_volume::{CHUNK_BYTES, Extent, OpenMode, Pool, VolumeFormat, VolumeSize};
+use pmem_volume::{CHUNK_BYTES, Extent, OpenMode, Pool, Shrink, VolumeFormat, VolumeSize};
 
 const POOL_VARIABLE: &str = "PMEM_VOLUME_KILL_TEST_POOL";
 const SEED_VARIABLE: &str = "PMEM_VOLUME_KILL_TEST_SEED";
 const POOL_BYTES: u64 = 96 << 20;
-const ROUNDS: u64 = 25;
+/// It grows a chunk at a time, up to this.
+const MAX_POOL_BYTES: u64 = 256 << 20;
+const ROUNDS: u64 = 60;
 
 /// xorshift64*.
 struct Random(u64);
@@ -39,10 +41,39 @@ fn say(text: &str) {
 fn the_process_that_is_killed() {
     let Some(path) = std::env::var_os(POOL_VARIABLE).map(PathBuf::from) else { return };
     let mut random = Random(std::env::var(SEED_VARIABLE).unwrap().parse().unwrap());
-    let pool = Pool::open(&path, OpenMode::ReadWrite).unwrap();
+    let mut pool = Pool::open(&path, OpenMode::ReadWrite).unwrap();
     let mut lent: Vec<Extent> = Vec::new();
     loop {
-        match random.below(6) {
+        match random.below(9) {
+            6 => {
+                // What is lent is given up, as by a process that ends.
+                let bytes = pool.info().total_bytes + CHUNK_BYTES;
+                drop(pool);
+                lent.clear();
+                pool = match bytes <= MAX_POOL_BYTES {
+                    true => Pool::grow(&path, bytes).unwrap(),
+                    false => Pool::open(&path, OpenMode::ReadWrite).unwrap(),
+                };
+                say("grown");
+            }
+            7 => {
+                if let Some(name) = pick(&pool, &mut random) {
+                    let size = VolumeSize::Bytes((random.below(4) + 1) * CHUNK_BYTES);
+                    // Full, or its size already: ordinary.
+                    let _ = pool.resize_volume(&name, size, Shrink::Allow);
+                    say("resized");
+                }
+            }
+            8 => {
+                let new_name = format!("v{}", random.below(6));
+                if let Some(name) = pick(&pool, &mut random)
+                    && pool.volumes().iter().all(|v| v.name != new_name)
+                {
+                    say(&format!("rename {name},{new_name}"));
+                    pool.rename_volume(&name, &new_name).unwrap();
+                    say(&format!("renamed {name},{new_name}"));
+                }
+            }
             0..=2 => {
                 if let Ok(extents) = pool.alloc_memory((random.below(8) + 1) * CHUNK_BYTES) {
                     for extent in &extents {
@@ -70,16 +101,19 @@ fn the_process_that_is_killed() {
                 }
             }
             _ => {
-                let names: Vec<_> = pool.volumes().into_iter().map(|v| v.name).collect();
-                if !names.is_empty() {
-                    let name = &names[random.below(names.len() as u64) as usize];
+                if let Some(name) = pick(&pool, &mut random) {
                     say(&format!("delete {name}"));
-                    pool.delete_volume(name).unwrap();
+                    pool.delete_volume(&name).unwrap();
                     say(&format!("deleted {name}"));
                 }
             }
         }
     }
+}
+
+fn pick(pool: &Pool, random: &mut Random) -> Option<String> {
+    let names: Vec<_> = pool.volumes().into_iter().map(|v| v.name).collect();
+    (!names.is_empty()).then(|| names[random.below(names.len() as u64) as usize].clone())
 }
 
 fn start(path: &Path, seed: u64) -> Child {
@@ -96,26 +130,34 @@ fn start(path: &Path, seed: u64) -> Child {
 #[derive(Default)]
 struct Said {
     volumes: BTreeSet<String>,
-    /// The volume that it was making or deleting.
-    in_flight: Option<String>,
-    memory_operations: u32,
+    /// The volume that it was making or deleting, or both names of one that it was renaming.
+    in_flight: Vec<String>,
+    other_operations: u32,
 }
 
 impl Said {
     fn hear(&mut self, line: &str) {
         let Some((_, line)) = line.split_once('@') else { return };
         match line.split_once(' ') {
-            Some(("make" | "delete", name)) => self.in_flight = Some(name.to_owned()),
+            Some(("make" | "delete", name)) => self.in_flight = vec![name.to_owned()],
+            Some(("rename", names)) => self.in_flight = names.split(',').map(str::to_owned).collect(),
+            Some(("renamed", names)) => {
+                let (old, new) = names.split_once(',').expect("two names");
+                self.volumes.remove(old);
+                self.volumes.insert(new.to_owned());
+                self.in_flight.clear();
+            }
             Some(("made", name)) => {
                 self.volumes.insert(name.to_owned());
-                self.in_flight = None;
+                self.in_flight.clear();
             }
             Some(("deleted", name)) => {
                 self.volumes.remove(name);
-                self.in_flight = None;
+                self.in_flight.clear();
             }
-            Some(("full", _)) => self.in_flight = None,
-            _ => self.memory_operations += 1,
+            Some(("full", _)) => self.in_flight.clear(),
+            // What changes no names: loans, returns, sizes.
+            _ => self.other_operations += 1,
         }
     }
 }
@@ -162,7 +204,7 @@ fn a_killed_process_leaves_no_memory_behind_and_no_volume_between() {
         let pool = Pool::open(&path, OpenMode::ReadWrite).unwrap();
         let found: BTreeSet<_> = pool.volumes().into_iter().map(|v| v.name).collect();
         let differing: Vec<_> = found.symmetric_difference(&said.volumes).collect();
-        let allowed: Vec<_> = said.in_flight.iter().collect();
+        let allowed: Vec<_> = said.in_flight.iter().collect::<BTreeSet<_>>().into_iter().collect();
         assert!(
             differing.is_empty() || differing == allowed,
             "round {round}: {differing:?}, in flight {allowed:?}"
@@ -174,16 +216,20 @@ fn a_killed_process_leaves_no_memory_behind_and_no_volume_between() {
             .collect();
         let info = pool.info();
         assert_eq!(info.memory_bytes + info.scrubbing_bytes, 0, "round {round}");
-        assert_eq!(info.free_bytes, POOL_BYTES - (2 + owned.len() as u64) * CHUNK_BYTES, "round {round}");
+        assert_eq!(
+            info.free_bytes,
+            info.total_bytes - (2 + owned.len() as u64) * CHUNK_BYTES,
+            "round {round}"
+        );
         let stray: Vec<_> =
             chunks_with_data(pool.file()).into_iter().filter(|c| *c >= 2 && !owned.contains(c)).collect();
         assert!(stray.is_empty(), "round {round}: free chunks {stray:?} still have content");
         said.volumes = found;
-        said.in_flight = None;
+        said.in_flight.clear();
     }
     assert!(
-        said.memory_operations > 100,
-        "memory was lent and taken back only {} times",
-        said.memory_operations
+        said.other_operations > 100,
+        "memory was lent, and sizes changed, only {} times",
+        said.other_operations
     );
 }

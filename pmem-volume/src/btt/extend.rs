@@ -9,8 +9,8 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::arena::{InfoError, InfoSource, read_arena};
 use super::layout::{
-    ARENA_MAX_BYTES, ARENA_MIN_BYTES, ArenaLayout, INFO_BYTES, InfoBytes, START_BYTES, arena_places_from,
-    checksum, write_arenas,
+    ARENA_MAX_BYTES, ARENA_MIN_BYTES, ArenaLayout, INFO_BYTES, InfoBytes, PAGE_BYTES, START_BYTES,
+    arena_places_from, checksum, write_arenas,
 };
 use super::{ReadAt, WriteAt};
 use crate::CHUNK_BYTES;
@@ -76,9 +76,11 @@ pub fn extend(space: &impl ReadAt, size_bytes: u64) -> Result<Result<Extension, 
             (start, number) = (next, number + 1);
             continue;
         }
-        let arenas = arena_places_from(info.end_bytes, size_bytes);
+        // Whoever made the last arena may have made it small; the distance to the next has its bound all the same.
+        let from = info.end_bytes.max(start + ARENA_MIN_BYTES).next_multiple_of(PAGE_BYTES);
+        let arenas = arena_places_from(from, size_bytes);
         if arenas.is_empty() {
-            let least_bytes = (info.end_bytes + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
+            let least_bytes = (from + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
             return Ok(Err(ExtendError::TooLittle { size_bytes, least_bytes }));
         }
         let mut last = InfoBytes::new_zeroed();

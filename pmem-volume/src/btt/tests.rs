@@ -304,6 +304,42 @@ fn what_no_arena_had_is_zeroed_before_one_gets_it() {
 }
 
 #[test]
+fn behind_an_arena_that_is_small_the_next_one_keeps_its_distance() {
+    let media = MemoryMedia::new(40 << 20);
+    Layout::new(VOLUME_BYTES, 4096, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
+    // Half of its blocks, and all that follows them where the map was.
+    let mut bytes = [0; INFO_BYTES as usize];
+    media.read_at(START_BYTES, &mut bytes).unwrap();
+    let mut info = InfoBytes::read_from_bytes(&bytes).unwrap();
+    let (sectors, flog) = (1000, info.logoff.get());
+    let mut groups = vec![0; 256 * FLOG_GROUP_BYTES as usize];
+    media.read_at(START_BYTES + flog, &mut groups).unwrap();
+    for (lane, group) in groups.chunks_mut(FLOG_GROUP_BYTES as usize).enumerate() {
+        let block = (sectors + lane as u32).to_le_bytes();
+        group[4..8].copy_from_slice(&block);
+        group[8..12].copy_from_slice(&block);
+    }
+    info.external_nlba.set(sectors);
+    info.internal_nlba.set(sectors + 256);
+    info.mapoff.set(8 << 20);
+    info.logoff.set((8 << 20) + 4096);
+    info.info2off.set((8 << 20) + 4096 + 16384);
+    let sum = checksum(&info);
+    info.checksum.set(sum);
+    media.write_at(START_BYTES + info.logoff.get(), &groups).unwrap();
+    for at in [START_BYTES, START_BYTES + info.info2off.get()] {
+        media.write_at(at, info.as_bytes()).unwrap();
+    }
+    assert!(check(&media).unwrap().is_clean());
+    let extension = extend(&media, 40 << 20).unwrap().unwrap();
+    extension.format(&media).unwrap();
+    extension.link().iter().for_each(|(at, word)| media.write_at(*at, &word.to_le_bytes()).unwrap());
+    let report = check(&media).unwrap();
+    assert!(report.is_clean(), "{report:?}");
+    assert_eq!(report.arenas[1].start_bytes, START_BYTES + ARENA_MIN_BYTES);
+}
+
+#[test]
 fn something_too_small_is_no_volume() {
     for bytes in [8, 4096, 1 << 20] {
         assert!(!check(&MemoryMedia::new(bytes)).unwrap().is_clean());

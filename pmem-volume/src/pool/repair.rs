@@ -60,7 +60,9 @@ impl Pool {
         let file = open_locked(path, mode)?;
         let (copies, file_bytes) = read_copies(path, &file)?;
         let mut report = RepairReport::default();
-        let judge = |copies| super::open::judge_superblocks(path, copies, file_bytes, mode);
+        // A dry run refuses what a repair refuses.
+        let writing = OpenMode::ReadWrite;
+        let judge = |copies| super::open::judge_superblocks(path, copies, file_bytes, writing);
         let (superblock, findings, merged) = match judge(copies.clone()) {
             Err(PoolError::SuperblocksDamaged { path }) => {
                 let merged = mirrored::merge(&copies).ok_or(PoolError::SuperblocksDamaged { path })?;
@@ -163,6 +165,10 @@ pub(super) fn mend(
     let seen = scan(&view, superblock)?;
     mendings.extend(mend_owners(&view, superblock, &seen)?);
     if !dry_run {
+        // A committed transaction first: open would redo it over what is mended.
+        if let (LogState::Committed(entries), false) = (&log, mendings.is_empty()) {
+            redo_log::replay(media, superblock, entries)?;
+        }
         for mending in &mendings {
             mending.store(media)?;
         }

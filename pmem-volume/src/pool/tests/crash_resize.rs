@@ -179,6 +179,30 @@ fn a_raw_volume_shrinks_or_not_and_what_it_loses_is_erased() {
 }
 
 #[test]
+fn an_index_that_was_given_up_is_not_that_of_two_chunks_later() {
+    let (media, pool) = new_pool_of(CHUNKS, |_| {});
+    for (name, chunks) in [("x", 1), ("v", 2), ("y", 1)] {
+        pool.create_volume(name, bytes(chunks), VolumeFormat::Raw).unwrap();
+    }
+    // Behind y, and what it gets once more lies before it, where x was.
+    pool.resize_volume("v", bytes(6), Shrink::Refuse).unwrap();
+    pool.delete_volume("x").unwrap();
+    ["v", "y"].iter().for_each(|name| fill_volume(&media, &pool, name));
+    media.record();
+    pool.resize_volume("v", bytes(2), Shrink::Allow).unwrap();
+    pool.resize_volume("v", bytes(3), Shrink::Refuse).unwrap();
+    let points = media.take_points();
+    let place = pool.open_volume("v").unwrap().extents()[1].run;
+    assert_eq!(place, Run { start: ChunkId(2), chunks: 1 });
+    let judge = |image: &Simulator| {
+        let pool = open(image).map_err(|error| error.to_string())?;
+        verify_space(image, &pool)
+    };
+    let images = verify_each(&points, 64, &mut Random::new(11), &judge).unwrap();
+    say_images(images);
+}
+
+#[test]
 fn erasing_before_a_volume_has_shrunk_is_found_out() {
     let (media, pool) = with_volume(VolumeFormat::Raw, 6);
     media.record();

@@ -100,6 +100,27 @@ fn apply(change: &Change, bytes: &mut [u8], superblock: &Superblock) {
     }
 }
 
+/// A repair does what the dry run said, and what it calls nothing left is a pool that opens and is clean.
+fn repair_a_copy(bytes: &[u8], dry: Result<RepairReport, PoolError>) -> Result<(), TestCaseError> {
+    let copy = Fixture::new();
+    fs::write(copy.path(), bytes).unwrap();
+    match (dry, Pool::repair(&copy.path(), false)) {
+        (Ok(dry), Ok(done)) => {
+            prop_assert_eq!(dry.left.is_empty(), done.left.is_empty(), "{:?} and {:?}", dry, done);
+            if done.left.is_empty() {
+                drop(copy.open());
+                let report = copy.check();
+                prop_assert!(report.is_clean(), "{:?} after {:?}", report, done);
+            }
+        }
+        (Err(_), Err(_)) => {
+            prop_assert!(bytes == fs::read(copy.path()).unwrap(), "a refused repair changed the media");
+        }
+        (dry, done) => prop_assert!(false, "{:?} and {:?}", dry, done),
+    }
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
@@ -122,7 +143,9 @@ proptest! {
                 pool.check().unwrap();
             }
         }
+        let dry = Pool::repair(&fixture.path(), true);
         prop_assert!(bytes == fs::read(fixture.path()).unwrap(), "looking changed the media");
+        repair_a_copy(&bytes, dry)?;
         match Pool::open(&fixture.path(), OpenMode::ReadWrite) {
             Err(_) => prop_assert!(bytes == fs::read(fixture.path()).unwrap(), "a refused open changed the media"),
             Ok(pool) => {
@@ -130,6 +153,12 @@ proptest! {
                 let lent = pool.alloc_memory(2 * MIB).ok();
                 pool.free_memory(&lent.unwrap_or_default()).unwrap();
                 for volume in pool.volumes() {
+                    let _ = pool.rename_volume(&volume.name, "renamed");
+                    let _ = pool.rename_volume("renamed", &volume.name);
+                    for size in [VolumeSize::Bytes(2 * MIB), VolumeSize::Remaining] {
+                        let _ = pool.resize_volume(&volume.name, size, Shrink::Allow);
+                        assert_states_add_up(&pool.info());
+                    }
                     if pool.open_volume(&volume.name).is_ok() {
                         pool.delete_volume(&volume.name).unwrap();
                     }
@@ -138,6 +167,10 @@ proptest! {
                 // What was put right stays right.
                 let pool = Pool::open(&fixture.path(), OpenMode::ReadWrite).unwrap();
                 assert_states_add_up(&pool.info());
+                drop(pool);
+                if let Ok(pool) = Pool::grow(&fixture.path(), POOL_BYTES + 20 * MIB) {
+                    assert_states_add_up(&pool.info());
+                }
             }
         }
     }

@@ -71,6 +71,15 @@ fn a_flipped_bit_in_any_owner_word_is_turned_back() {
 }
 
 #[test]
+fn a_chunk_whose_word_says_free_again_is_erased() {
+    let fixture = with_volumes();
+    fixture.overwrite(ChunkId(20).offset_bytes() + 64, b"who knows whose");
+    fixture.flip(entry(20) + 6, 3);
+    assert_eq!(repair(&fixture, false).left, [""; 0]);
+    assert!(is_zero(&fixture.open(), Extent::chunk(ChunkId(20))));
+}
+
+#[test]
 fn a_lost_owner_word_is_what_is_left_over_or_stays() {
     let zero = |fixture: &Fixture, chunk| fixture.overwrite(entry(chunk), &[0; 8]);
     mends("of a volume", |f| zero(f, 12), "the only gap");
@@ -238,6 +247,15 @@ fn one_bit_in_the_head_of_an_empty_log_is_turned_back_and_a_transaction_is_left(
     }
     let two = |f: &Fixture| [0, 1].iter().for_each(|bit| f.flip(LOG_OFFSET + 24, *bit));
     leaves("two bits", two, "log is damaged");
+    // A transaction that counts is redone before what it damages is mended.
+    let fixture = with_volumes();
+    let good = fs::read(fixture.path()).unwrap();
+    let media = crate::media::MemoryMedia::from_bytes(&good);
+    let superblock = Pool::open(&fixture.path(), OpenMode::Peek).unwrap().superblock.clone();
+    redo_log::write_for_test(&media, &superblock, &[(entry(0), 0)]);
+    fs::write(fixture.path(), media.to_bytes()).unwrap();
+    assert_eq!(repair(&fixture, false).left, [""; 0]);
+    assert_eq!(fixture.check().pool, []);
     let transaction = |f: &Fixture| {
         let media = crate::media::MemoryMedia::from_bytes(&fs::read(f.path()).unwrap());
         let superblock = Pool::open(&f.path(), OpenMode::Peek).unwrap().superblock.clone();
