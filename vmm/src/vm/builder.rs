@@ -128,7 +128,7 @@ pub fn build(
         nvdimms: volumes.nvdimms,
     };
     acpi::build(&input)?.write(memory.boot())?;
-    // 6. vCPUs: they may run as soon as they are there.
+    // 6. vCPUs, paused: none runs before the owner resumes them all.
     let vcpus = build_vcpus(config, &hypervisor, &fabric, &boot, events)?;
     // 7. The governor last: it acts on what is there.
     let governor = governing::start(config, resources, &zones, plugged, agents)?;
