@@ -17,39 +17,81 @@ const MAX_AGE: Duration = Duration::from_secs(1);
 /// The resident bytes of all zones.
 pub struct Resident {
     read: Box<dyn Fn() -> io::Result<Vec<u64>> + Send + Sync>,
-    /// By what is plugged. Whoever comes while it is read anew waits, and finds it.
+    asked: Mutex<Asked>,
+    /// By what is plugged. Only who answers takes it.
     last: Mutex<Cached<Vec<u64>, Vec<u64>>>,
+}
+
+/// What is asked for, and by whom.
+type Request = (Vec<ZoneInfo>, Reply<Vec<ZoneInfo>>);
+
+/// Who has asked and has no answer yet.
+#[derive(Default)]
+struct Asked {
+    waiting: Vec<Request>,
+    /// A thread is answering, and will come to all who are waiting.
+    is_answering: bool,
 }
 
 impl Resident {
     /// What `read` finds, of each zone, in their order.
     pub fn new(read: impl Fn() -> io::Result<Vec<u64>> + Send + Sync + 'static) -> Arc<Self> {
-        Arc::new(Self { read: Box::new(read), last: Mutex::new(Cached::new(MAX_AGE)) })
+        let last = Mutex::new(Cached::new(MAX_AGE));
+        Arc::new(Self { read: Box::new(read), asked: Mutex::default(), last })
     }
 
     /// Answers with `zones`, with what is resident of them, from a thread where blocking is allowed. The caller goes
     /// on at once. To be called in a runtime.
-    pub fn answer(self: Arc<Self>, mut zones: Vec<ZoneInfo>, reply: Reply<Vec<ZoneInfo>>) {
-        tokio::task::spawn_blocking(move || {
-            let plugged = zones.iter().map(|zone| zone.plugged_bytes).collect();
-            let mut last = self.last.lock();
-            let resident = last.get(plugged, Instant::now(), || {
-                (self.read)().unwrap_or_else(|err| {
-                    warn!(%err, "What is resident cannot be found out");
-                    vec![0; zones.len()]
-                })
-            });
-            for (zone, bytes) in zones.iter_mut().zip(resident) {
-                zone.resident_bytes = *bytes;
+    ///
+    /// One thread answers all who have asked: with one for each, a crowd of clients would park as many threads.
+    pub fn answer(self: Arc<Self>, zones: Vec<ZoneInfo>, reply: Reply<Vec<ZoneInfo>>) {
+        let was_answering = {
+            let mut asked = self.asked.lock();
+            asked.waiting.push((zones, reply));
+            std::mem::replace(&mut asked.is_answering, true)
+        };
+        if !was_answering {
+            tokio::task::spawn_blocking(move || self.answer_all());
+        }
+    }
+
+    /// Answers until nobody waits any more.
+    fn answer_all(&self) {
+        while let Some(waiting) = self.take_waiting() {
+            for (mut zones, reply) in waiting {
+                self.fill_in(&mut zones);
+                // A client that has gone does not want its answer any more.
+                let _ = reply.send(Ok(zones));
             }
-            // A client that has gone does not want its answer any more.
-            let _ = reply.send(Ok(zones));
+        }
+    }
+
+    /// Those who wait. If there are none, whoever comes next needs a thread anew.
+    fn take_waiting(&self) -> Option<Vec<Request>> {
+        let mut asked = self.asked.lock();
+        let waiting = std::mem::take(&mut asked.waiting);
+        asked.is_answering = !waiting.is_empty();
+        asked.is_answering.then_some(waiting)
+    }
+
+    fn fill_in(&self, zones: &mut [ZoneInfo]) {
+        let plugged = zones.iter().map(|zone| zone.plugged_bytes).collect();
+        let mut last = self.last.lock();
+        let resident = last.get(plugged, Instant::now(), || {
+            (self.read)().unwrap_or_else(|err| {
+                warn!(%err, "What is resident cannot be found out");
+                vec![0; zones.len()]
+            })
         });
+        for (zone, bytes) in zones.iter_mut().zip(resident) {
+            zone.resident_bytes = *bytes;
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::mpsc;
 
     use tokio::sync::oneshot;
@@ -91,5 +133,42 @@ mod tests {
                 assert_eq!(answer.await.unwrap().unwrap()[0].resident_bytes, 4096);
             }
         });
+    }
+
+    #[test]
+    fn a_crowd_that_asks_takes_one_thread() {
+        let (gate, wait) = mpsc::channel::<()>();
+        let wait = Mutex::new(wait);
+        // Waits until the gate is dropped, and not at all after that.
+        let resident = Resident::new(move || match wait.lock().recv_timeout(Duration::from_secs(30)) {
+            Err(mpsc::RecvTimeoutError::Disconnected) => Ok(vec![4096]),
+            _ => Err(io::Error::other("the gate stays closed")),
+        });
+        let mut gate = Some(gate);
+        let threads = Arc::new(AtomicUsize::new(0));
+        let started = Arc::clone(&threads);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .on_thread_start(move || {
+                started.fetch_add(1, Ordering::Relaxed);
+            })
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            // Twice, so that the end of the first flight is not the end of all.
+            for plugged_bytes in [0, 2 << 20] {
+                let answers = [(); 100].map(|()| {
+                    let (reply, answer) = oneshot::channel();
+                    Arc::clone(&resident).answer(vec![ZoneInfo { plugged_bytes, ..zone() }], reply);
+                    answer
+                });
+                drop(gate.take());
+                for answer in answers {
+                    assert_eq!(answer.await.unwrap().unwrap()[0].resident_bytes, 4096);
+                }
+            }
+        });
+        // The second flight may begin before the first one's thread is idle.
+        let threads = threads.load(Ordering::Relaxed);
+        assert!((1..=2).contains(&threads), "{threads} threads");
     }
 }
