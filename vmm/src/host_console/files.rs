@@ -18,8 +18,8 @@ pub enum FileStart {
     Continue,
 }
 
-/// The console files of a VM that is being built. Dropped before [`Self::begin`], they are what they were: none is
-/// emptied, and those that were not there are gone again.
+/// The console files of a VM that is being built. Dropped before [`Self::begin`] has succeeded, those that were not
+/// there are gone again; dropped before it is called, none is emptied.
 #[derive(Debug)]
 pub struct ConsoleFiles {
     start: FileStart,
@@ -30,7 +30,7 @@ pub struct ConsoleFiles {
 struct Opened {
     path: PathBuf,
     file: File,
-    /// Where it is, links resolved, if it was made for this VM.
+    /// Where it is, links resolved if they can be, if it was made for this VM.
     made: Option<PathBuf>,
 }
 
@@ -44,24 +44,28 @@ impl ConsoleFiles {
     /// grow.
     pub(super) fn open(&mut self, path: &Path) -> io::Result<File> {
         let mut options = OpenOptions::new();
-        let (file, made) = match options.append(true).open(path) {
-            Err(err) if err.kind() == io::ErrorKind::NotFound => {
-                let file = options.create(true).open(path)?;
-                (file, Some(fs::canonicalize(path)?))
-            }
-            result => (result?, None),
+        let (file, is_made) = match options.append(true).open(path) {
+            Err(err) if err.kind() == io::ErrorKind::NotFound => (options.create(true).open(path)?, true),
+            result => (result?, false),
         };
-        self.opened.push(Opened { path: path.to_owned(), file: file.try_clone()?, made });
-        Ok(file)
+        // Remembered before anything else can fail: what was made goes again, whatever comes.
+        let made = is_made.then(|| path.to_owned());
+        let opened = self.opened.push_mut(Opened { path: path.to_owned(), file, made });
+        if is_made {
+            opened.made = Some(fs::canonicalize(path)?);
+        }
+        opened.file.try_clone()
     }
 
     /// The VM has been built, and may write from now on.
     pub fn begin(mut self) -> Result<(), ConsoleError> {
-        let opened = std::mem::take(&mut self.opened);
-        match self.start {
-            FileStart::Empty => opened.into_iter().try_for_each(Opened::empty),
-            FileStart::Continue => Ok(()),
+        if self.start == FileStart::Empty {
+            // One that has been emptied stays so if another one cannot be.
+            self.opened.iter().try_for_each(Opened::empty)?;
         }
+        // From here on they are the VM's, and stay.
+        self.opened.clear();
+        Ok(())
     }
 }
 
@@ -78,7 +82,7 @@ impl Drop for ConsoleFiles {
 }
 
 impl Opened {
-    fn empty(self) -> Result<(), ConsoleError> {
+    fn empty(&self) -> Result<(), ConsoleError> {
         let empty = || {
             // A pipe or a terminal cannot be emptied and need not be.
             if self.file.metadata()?.is_file() { self.file.set_len(0) } else { Ok(()) }
@@ -99,6 +103,7 @@ impl Opened {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
     use super::*;
 
@@ -147,6 +152,52 @@ mod tests {
         assert!(!new.exists());
         assert!(link.is_symlink() && !target.exists());
         assert_eq!(fs::read_to_string(&replaced).unwrap(), "somebody else's");
+    }
+
+    fn path_of(file: &impl AsRawFd) -> PathBuf {
+        format!("/proc/self/fd/{}", file.as_raw_fd()).into()
+    }
+
+    #[test]
+    fn a_vm_that_cannot_empty_a_file_leaves_none_behind() {
+        let flags = libc::MFD_ALLOW_SEALING | libc::MFD_CLOEXEC;
+        // SAFETY: the name is a string that ends with a zero byte; what is returned is owned by nobody else.
+        let mut sealed = File::from(unsafe {
+            let fd = libc::memfd_create(c"console".as_ptr(), flags);
+            assert!(fd >= 0);
+            OwnedFd::from_raw_fd(fd)
+        });
+        sealed.write_all(b"of an earlier VM").unwrap();
+        // SAFETY: the call touches no memory.
+        let result = unsafe { libc::fcntl(sealed.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) };
+        assert_eq!(result, 0);
+        let folder = tempfile::tempdir().unwrap();
+        let new = folder.path().join("new");
+        let mut files = ConsoleFiles::new(FileStart::Empty);
+        files.open(&new).unwrap();
+        files.open(&path_of(&sealed)).unwrap();
+        let error = files.begin().unwrap_err();
+        assert!(matches!(error, ConsoleError::Empty { path, .. } if path == path_of(&sealed)));
+        assert!(!new.exists());
+        assert_eq!(fs::read_to_string(path_of(&sealed)).unwrap(), "of an earlier VM");
+    }
+
+    #[test]
+    fn a_file_whose_place_cannot_be_told_is_not_left_behind() {
+        // A folder whose path is longer than any that the kernel tells.
+        let folder = tempfile::tempdir().unwrap();
+        let mut deep = File::open(folder.path()).unwrap();
+        for _ in 0..=libc::PATH_MAX / 200 {
+            let below = path_of(&deep).join("x".repeat(200));
+            fs::create_dir(&below).unwrap();
+            deep = File::open(below).unwrap();
+        }
+        let new = path_of(&deep).join("new");
+        let mut files = ConsoleFiles::new(FileStart::Empty);
+        files.open(&new).unwrap_err();
+        assert!(new.exists(), "it has been made");
+        drop(files);
+        assert!(!new.exists());
     }
 
     #[test]
