@@ -138,16 +138,24 @@ impl Interest {
         self.on
     }
 
-    /// Begins or ends waiting for `file`, which is the same one until waiting has ended. Where that fails, it is as
-    /// before, and the next call tries again.
+    /// Begins or ends waiting for `file`, which is the same one until waiting has ended. Where it cannot begin, the
+    /// next call tries again. Where it cannot end, the file is not waited for at all: epoll does not know it, and
+    /// whoever went on as if it were would wait for ever.
     pub fn set(&mut self, on: bool, file: &impl AsRawFd, ops: &mut EventOps) {
         if on == self.on {
             return;
         }
         let event = Events::with_data_raw(file.as_raw_fd(), self.data, self.set);
-        match if on { ops.add(event) } else { ops.remove(event) } {
-            Ok(()) => self.on = on,
-            Err(err) => sparsely!(warn, ?err, file = self.what, "Cannot begin or end waiting"),
+        if on {
+            match ops.add(event) {
+                Ok(()) => self.on = true,
+                Err(err) => sparsely!(warn, ?err, file = self.what, "Cannot begin to wait"),
+            }
+        } else {
+            self.on = false;
+            if let Err(err) = ops.remove(event) {
+                sparsely!(error, ?err, file = self.what, "Cannot end waiting");
+            }
         }
     }
 }
@@ -156,6 +164,7 @@ impl Interest {
 mod tests {
     use std::sync::mpsc;
 
+    use event_manager::SubscriberOps;
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
@@ -172,6 +181,37 @@ mod tests {
         fn process(&mut self, _: Events, _: &mut EventOps) {
             self.seen.send(self.fd.read().unwrap()).unwrap();
         }
+    }
+
+    /// Does something with its file descriptors, once.
+    struct Once<F>(F);
+
+    impl<F: FnMut(&mut EventOps)> MutEventSubscriber for Once<F> {
+        fn init(&mut self, ops: &mut EventOps) {
+            (self.0)(ops);
+        }
+        fn process(&mut self, _: Events, _: &mut EventOps) {}
+    }
+
+    #[test]
+    fn an_interest_that_cannot_begin_or_end_is_off() {
+        let fd = EventFd::new(EFD_NONBLOCK).unwrap();
+        let never_added = EventFd::new(EFD_NONBLOCK).unwrap();
+        let regular = tempfile::tempfile().unwrap();
+        let mut interest = Interest::new("a test's file", 1, EventSet::IN);
+        let mut seen = Vec::new();
+        let mut manager = EventManager::new().unwrap();
+        manager.add_subscriber(Once(|ops: &mut EventOps| {
+            // epoll takes no regular file.
+            interest.set(true, &regular, ops);
+            seen.push(interest.is_on());
+            interest.set(true, &fd, ops);
+            seen.push(interest.is_on());
+            interest.set(false, &never_added, ops);
+            seen.push(interest.is_on());
+        }));
+        drop(manager);
+        assert_eq!(seen, [false, true, false]);
     }
 
     #[test]

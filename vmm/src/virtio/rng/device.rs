@@ -62,11 +62,13 @@ impl VirtioDevice for Rng {
 mod tests {
     use std::fs::File;
     use std::io::{self, Write};
-    use std::os::fd::OwnedFd;
+    use std::os::fd::{AsRawFd, OwnedFd, RawFd};
     use std::sync::atomic::Ordering;
 
+    use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+
     use super::*;
-    use crate::event_loop::EventLoop;
+    use crate::event_loop::{EventLoop, Subscriber};
     use crate::virtio::testing::{BUFFERS, Buffer, MEMORY_LEN, TestDriver};
 
     fn start(source: EntropySource) -> (EventLoop, Rng, TestDriver) {
@@ -112,15 +114,49 @@ mod tests {
         assert_eq!(rng.metrics().bad_requests.load(Ordering::Relaxed), 3);
     }
 
-    #[test]
-    fn a_request_waits_for_a_source_that_has_nothing_yet() {
-        let (reader, mut writer) = io::pipe().unwrap();
+    /// What has nothing yet, and what makes it have something.
+    fn pipe() -> (File, io::PipeWriter) {
+        let (reader, writer) = io::pipe().unwrap();
         let fd = OwnedFd::from(reader);
         // SAFETY: the call touches no memory.
-        let set =
-            unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(&fd), libc::F_SETFL, libc::O_NONBLOCK) };
+        let set = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
         assert_eq!(set, 0);
-        let (_loop, _rng, mut driver) = start(EntropySource::File(File::from(fd)));
+        (File::from(fd), writer)
+    }
+
+    /// Has a file descriptor on the event loop, so that nobody else can.
+    struct Occupant(RawFd);
+
+    impl MutEventSubscriber for Occupant {
+        fn init(&mut self, ops: &mut EventOps) {
+            ops.add(Events::with_data_raw(self.0, 0, EventSet::empty())).unwrap();
+        }
+        fn process(&mut self, _: Events, _: &mut EventOps) {}
+    }
+
+    #[test]
+    fn a_source_that_cannot_be_waited_for_is_replaced_by_the_kernel() {
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let (file, _writer) = pipe();
+        let occupant: Subscriber = Box::new(Occupant(file.as_raw_fd()));
+        event_loop.handle().add(occupant).unwrap();
+        let mut driver = TestDriver::new(1);
+        let mut activation = driver.activation(0);
+        let queue = activation.take_queue(QUEUE).unwrap();
+        let metrics = Arc::new(RngMetrics::default());
+        let source = EntropySource::File(file);
+        let worker = Worker::new(activation.view, activation.interrupt, queue, source, Arc::clone(&metrics));
+        event_loop.handle().add(Box::new(worker)).unwrap();
+        let head = driver.add(0, &[Buffer::In(BUFFERS, 64)]);
+        driver.kick(0);
+        assert_eq!(driver.wait_used(0), (head, 64));
+        assert_eq!(metrics.source_failures.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn a_request_waits_for_a_source_that_has_nothing_yet() {
+        let (file, mut writer) = pipe();
+        let (_loop, _rng, mut driver) = start(EntropySource::File(file));
         let first = driver.add(0, &[Buffer::In(BUFFERS, 8)]);
         driver.kick(0);
         let second = driver.add(0, &[Buffer::In(BUFFERS + 8, 8)]);

@@ -31,6 +31,11 @@ pub(super) struct Worker {
     view: GuestView,
     interrupt: Arc<dyn VirtioInterrupt>,
     queue: ActiveQueue,
+    supply: Supply,
+}
+
+/// The source, with the kernel's generator behind it: a guest without entropy may not even boot.
+struct Supply {
     source: EntropySource,
     /// The source is waited for while the request that needs it is still in the queue.
     waiting: Interest,
@@ -46,7 +51,7 @@ impl Worker {
         metrics: Arc<RngMetrics>,
     ) -> Self {
         let waiting = Interest::new("the entropy source", SOURCE, EventSet::IN);
-        Self { view, interrupt, queue, source, waiting, metrics }
+        Self { view, interrupt, queue, supply: Supply { source, waiting, metrics } }
     }
 
     fn serve(&mut self, ops: &mut EventOps) {
@@ -61,20 +66,17 @@ impl Worker {
             let Some(chain) = self.queue.queue.pop_descriptor_chain(memory) else { break };
             let head = chain.head_index();
             let filled = match Writer::new(memory, chain) {
-                Ok(mut writer) => fill(&mut self.source, &mut writer, &self.metrics),
+                Ok(mut writer) => self.supply.fill(&mut writer, ops),
                 Err(err) => Err(io::Error::new(io::ErrorKind::InvalidInput, err)),
             };
             let len = match filled {
                 Ok(len) => len,
                 Err(err) if err.kind() == io::ErrorKind::WouldBlock => {
                     self.queue.queue.go_to_previous_position();
-                    if let EntropySource::File(file) = &self.source {
-                        self.waiting.set(true, file, ops);
-                    }
                     break;
                 }
                 Err(err) => {
-                    self.metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
+                    self.supply.metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
                     debug!(%err, "A request for entropy has no buffer");
                     0
                 }
@@ -90,27 +92,54 @@ impl Worker {
     }
 }
 
-/// Fills as much of a request as it gets. A source that fails is replaced by the kernel: a guest without entropy
-/// may not even boot.
-fn fill(source: &mut EntropySource, writer: &mut Writer, metrics: &RngMetrics) -> io::Result<u32> {
-    let mut data = [0; REQUEST_LEN_MAX];
-    let data = &mut data[..writer.available_bytes().min(REQUEST_LEN_MAX)];
-    if data.is_empty() {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    let len = match source.fill(data) {
-        Err(err) if !matches!(err.kind(), io::ErrorKind::WouldBlock) => {
-            sparsely!(warn, %err, ?source, "The entropy source has failed: the kernel's generator takes its place");
-            metrics.source_failures.fetch_add(1, Ordering::Relaxed);
-            *source = EntropySource::Kernel;
-            source.fill(data)
+impl Supply {
+    /// Fills as much of a request as it gets. `WouldBlock`: the source has nothing yet, and is waited for.
+    fn fill(&mut self, writer: &mut Writer, ops: &mut EventOps) -> io::Result<u32> {
+        let mut data = [0; REQUEST_LEN_MAX];
+        let data = &mut data[..writer.available_bytes().min(REQUEST_LEN_MAX)];
+        if data.is_empty() {
+            return Err(io::ErrorKind::InvalidInput.into());
         }
-        result => result,
-    }?;
-    writer.write_all(&data[..len])?;
-    metrics.requests.fetch_add(1, Ordering::Relaxed);
-    metrics.bytes.fetch_add(len as u64, Ordering::Relaxed);
-    Ok(len as u32)
+        let len = self.read(data, ops)?;
+        writer.write_all(&data[..len])?;
+        self.metrics.requests.fetch_add(1, Ordering::Relaxed);
+        self.metrics.bytes.fetch_add(len as u64, Ordering::Relaxed);
+        Ok(len as u32)
+    }
+
+    fn read(&mut self, data: &mut [u8], ops: &mut EventOps) -> io::Result<usize> {
+        match self.source.fill(data) {
+            Err(err) => {
+                if err.kind() == io::ErrorKind::WouldBlock {
+                    self.wait(true, ops);
+                    if self.waiting.is_on() {
+                        return Err(err);
+                    }
+                    // A driver with one request at a time, as Linux's is, never kicks again: nothing would bring us
+                    // back to this one.
+                }
+                self.fall_back(&err, ops);
+                self.source.fill(data)
+            }
+            result => result,
+        }
+    }
+
+    /// Begins or ends waiting for the source.
+    fn wait(&mut self, on: bool, ops: &mut EventOps) {
+        if let EntropySource::File(file) = &self.source {
+            self.waiting.set(on, file, ops);
+        }
+    }
+
+    fn fall_back(&mut self, err: &io::Error, ops: &mut EventOps) {
+        let source = &self.source;
+        sparsely!(warn, %err, ?source, "The entropy source has failed: the kernel's generator takes its place");
+        self.metrics.source_failures.fetch_add(1, Ordering::Relaxed);
+        // While its file is open: epoll would go on with a closed one, as the device has another handle on it.
+        self.wait(false, ops);
+        self.source = EntropySource::Kernel;
+    }
 }
 
 impl MutEventSubscriber for Worker {
@@ -123,16 +152,12 @@ impl MutEventSubscriber for Worker {
         match events.data() {
             KICK => {
                 self.queue.clear_kick();
-                if self.waiting.is_on() {
+                if self.supply.waiting.is_on() {
                     // New requests queue up behind the one that waits.
                     return;
                 }
             }
-            _ => {
-                if let EntropySource::File(file) = &self.source {
-                    self.waiting.set(false, file, ops);
-                }
-            }
+            _ => self.supply.wait(false, ops),
         }
         self.serve(ops);
     }
