@@ -156,6 +156,11 @@ impl TestDriver {
         Some((element.id() as u16, element.len()))
     }
 
+    /// Whether there was an interrupt of a queue that was not waited for.
+    pub fn interrupted(&self, queue: usize) -> bool {
+        self.interrupt.queues[queue].read().is_ok()
+    }
+
     /// Waits for interrupts until there is a used buffer.
     pub fn wait_used(&mut self, queue: usize) -> (u16, u32) {
         loop {

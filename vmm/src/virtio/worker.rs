@@ -75,10 +75,14 @@ impl ActiveQueue {
         let _ = self.kick.write(1);
     }
 
-    /// Gives a chain back to the driver.
-    pub(super) fn give_back(&mut self, memory: &MappedMemory, head: u16, len: u32) {
-        if let Err(err) = self.queue.add_used(memory, head, len) {
+    /// Gives a chain back to the driver. False if its ring cannot be written: the pass over the queue ends, since what
+    /// else is taken would be lost as well. The driver's next notification begins another one.
+    #[must_use]
+    pub(super) fn give_back(&mut self, memory: &MappedMemory, head: u16, len: u32) -> bool {
+        let result = self.queue.add_used(memory, head, len);
+        if let Err(err) = &result {
             debug!(%err, "A device's used ring cannot be written");
         }
+        result.is_ok()
     }
 }

@@ -72,6 +72,8 @@ mod tests {
     use std::io::{self, PipeReader, PipeWriter, Read, Write};
     use std::sync::atomic::Ordering;
 
+    use vm_memory::GuestAddress;
+
     use super::*;
     use crate::event_loop::EventLoop;
     use crate::host_console::ConsoleOutput;
@@ -223,6 +225,27 @@ mod tests {
         rig.driver.kick(RECEIVE);
         rig.keyboard.write_all(b"key").unwrap();
         assert_eq!(rig.driver.wait_used(RECEIVE).1, 3);
+    }
+
+    #[test]
+    fn used_rings_that_cannot_be_written_cost_one_pass() {
+        let mut rig = Rig::new();
+        rig.console.reset();
+        let mut activation = rig.driver.activation(rig.console.features());
+        for queue in activation.queues.iter_mut().flatten() {
+            queue.queue.try_set_used_ring_address(GuestAddress(MEMORY_LEN)).unwrap();
+        }
+        rig.keyboard.write_all(b"early birds").unwrap();
+        for _ in 0..2 {
+            rig.driver.add(RECEIVE, &[Buffer::In(BUFFERS, 4)]);
+            // As much as is taken at a time.
+            rig.driver.add(TRANSMIT, &[Buffer::Out(BUFFERS, 64 << 10)]);
+        }
+        rig.console.activate(activation).unwrap();
+        let metrics = rig.console.metrics();
+        assert_eq!(metrics.input_bytes.load(Ordering::Relaxed), 4);
+        assert_eq!(metrics.output_bytes.load(Ordering::Relaxed), 64 << 10);
+        assert!(!rig.driver.interrupted(RECEIVE) && !rig.driver.interrupted(TRANSMIT));
     }
 
     #[test]

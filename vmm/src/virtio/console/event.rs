@@ -71,7 +71,9 @@ impl Worker {
             let lost = self.host.lock().output.send(&text);
             self.lose(&lost);
             // Whatever became of it: a driver that waits for its buffer keeps a CPU busy, and others waiting.
-            self.give_back(&heads);
+            if !self.give_back(&heads) {
+                return self.watch_output(ops);
+            }
         }
         self.transmit.come_back();
         self.watch_output(ops);
@@ -108,17 +110,17 @@ impl Worker {
         gather(memory, chains, chains_max, &self.metrics)
     }
 
-    fn give_back(&mut self, heads: &[u16]) {
+    /// False if the ring cannot be written.
+    fn give_back(&mut self, heads: &[u16]) -> bool {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
-        for head in heads {
-            self.transmit.give_back(memory, *head, 0);
-        }
-        let tell = self.transmit.queue.needs_notification(memory).unwrap_or(true);
+        let given = heads.iter().take_while(|head| self.transmit.give_back(memory, **head, 0)).count();
+        let tell = given > 0 && self.transmit.queue.needs_notification(memory).unwrap_or(true);
         drop(guard);
         if tell {
             self.signal(TRANSMIT);
         }
+        given == heads.len()
     }
 
     fn serve_input(&mut self, ops: &mut EventOps) {
@@ -165,7 +167,11 @@ impl Worker {
                 }
             };
             add(&self.metrics.input_bytes, len);
-            self.receive.give_back(memory, head, len as u32);
+            if !self.receive.give_back(memory, head, len as u32) {
+                // Input that is ready would bring us back at once; the driver's notification shall.
+                outcome = Outcome::NoBuffer;
+                break;
+            }
             used = true;
         }
         let tell = used && self.receive.queue.needs_notification(memory).unwrap_or(true);

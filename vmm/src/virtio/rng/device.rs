@@ -66,6 +66,7 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+    use vm_memory::GuestAddress;
 
     use super::*;
     use crate::event_loop::{EventLoop, Subscriber};
@@ -198,6 +199,22 @@ mod tests {
         driver.add(0, &[Buffer::In(BUFFERS, 64)]);
         rng.activate(activation).unwrap();
         assert_eq!(driver.wait_used(0).1, 64);
+    }
+
+    #[test]
+    fn a_used_ring_that_cannot_be_written_costs_one_request() {
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let mut rng = Rng::new(EntropySource::Kernel, event_loop.handle());
+        let mut driver = TestDriver::new(1);
+        let mut activation = driver.activation(rng.features());
+        let queue = &mut activation.queues[0].as_mut().unwrap().queue;
+        queue.try_set_used_ring_address(GuestAddress(MEMORY_LEN)).unwrap();
+        for _ in 0..3 {
+            driver.add(0, &[Buffer::In(BUFFERS, 64)]);
+        }
+        rng.activate(activation).unwrap();
+        assert_eq!(rng.metrics().bytes.load(Ordering::Relaxed), 64);
+        assert!(!driver.interrupted(0));
     }
 
     #[test]

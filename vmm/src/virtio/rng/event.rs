@@ -81,7 +81,9 @@ impl Worker {
                     0
                 }
             };
-            self.queue.give_back(memory, head, len);
+            if !self.queue.give_back(memory, head, len) {
+                break;
+            }
             used = true;
         }
         let tell = used && self.queue.queue.needs_notification(memory).unwrap_or(true);
