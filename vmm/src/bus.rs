@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::RwLock;
 use thiserror::Error;
@@ -45,11 +46,21 @@ struct Entry {
     device: Arc<dyn BusDevice>,
 }
 
+/// Accesses that no device answers; they only grow.
+#[derive(Debug, Default)]
+pub struct BusMetrics {
+    /// Reads, which find all ones.
+    pub unanswered_reads: AtomicU64,
+    /// Writes, which go nowhere.
+    pub unanswered_writes: AtomicU64,
+}
+
 /// A set of disjoint ranges. Lookups share a read lock; ranges change only at build time, when the guest moves
 /// a BAR, and at hotplug.
 #[derive(Default)]
 pub struct Bus {
     ranges: RwLock<BTreeMap<u64, Entry>>,
+    metrics: Arc<BusMetrics>,
 }
 
 impl Bus {
@@ -74,6 +85,11 @@ impl Bus {
         self.ranges.write().remove(&base).is_some()
     }
 
+    /// The bus's counters.
+    pub fn metrics(&self) -> Arc<BusMetrics> {
+        Arc::clone(&self.metrics)
+    }
+
     fn find(&self, address: u64, len: usize) -> Option<(u64, Arc<dyn BusDevice>)> {
         let ranges = self.ranges.read();
         let (&base, entry) = ranges.range(..=address).next_back()?;
@@ -92,6 +108,7 @@ impl Bus {
             }
             None => {
                 data.fill(0xff);
+                self.metrics.unanswered_reads.fetch_add(1, Ordering::Relaxed);
                 false
             }
         }
@@ -104,7 +121,10 @@ impl Bus {
                 device.write(offset, data);
                 true
             }
-            None => false,
+            None => {
+                self.metrics.unanswered_writes.fetch_add(1, Ordering::Relaxed);
+                false
+            }
         }
     }
 }
@@ -127,6 +147,12 @@ mod tests {
         }
     }
 
+    fn unanswered(bus: &Bus) -> (u64, u64) {
+        let metrics = bus.metrics();
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (get(&metrics.unanswered_reads), get(&metrics.unanswered_writes))
+    }
+
     #[test]
     fn accesses_reach_the_device_with_the_offset_in_its_range() {
         let bus = Bus::default();
@@ -136,6 +162,7 @@ mod tests {
         assert!(bus.read(0x1008, &mut data));
         assert_eq!(data, [8, 8]);
         assert!(bus.write(0x100e, &[1, 2]));
+        assert_eq!(unanswered(&bus), (0, 0));
         assert_eq!(device.0.lock().as_slice(), &[(0xe, vec![1, 2])]);
     }
 
@@ -148,6 +175,7 @@ mod tests {
         assert_eq!(data, [0xff; 4]);
         assert!(!bus.write(0xfff, &[0]));
         assert!(!bus.write(u64::MAX, &[0, 0]));
+        assert_eq!(unanswered(&bus), (1, 2));
     }
 
     #[test]

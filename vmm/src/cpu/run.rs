@@ -15,12 +15,13 @@ use std::thread::{Builder, JoinHandle};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use parking_lot::{Condvar, Mutex};
 use thiserror::Error;
-use tracing::{debug, error, trace};
+use tracing::{debug, error};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
 use super::CpuError;
 use super::brake::Brake;
 use crate::bus::Bus;
+use crate::log::sparsely;
 
 /// What a vCPU cannot handle by itself.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
@@ -266,22 +267,29 @@ impl Runner {
         match self.fd.run() {
             Ok(VcpuExit::IoIn(port, data)) => {
                 if !self.ports.read(u64::from(port), data) {
-                    trace!(port, len = data.len(), "Nobody answers this port read");
+                    sparsely!(
+                        debug,
+                        port = format_args!("{port:#x}"),
+                        len = data.len(),
+                        "Nobody answers a port read"
+                    );
                 }
             }
             Ok(VcpuExit::IoOut(port, data)) => {
                 if !self.ports.write(u64::from(port), data) {
-                    trace!(port, ?data, "Nobody answers this port write");
+                    sparsely!(debug, port = format_args!("{port:#x}"), ?data, "Nobody answers a port write");
                 }
             }
             Ok(VcpuExit::MmioRead(address, data)) => {
                 if !self.mmio.read(address, data) {
-                    trace!(address, len = data.len(), "Nobody answers this memory read");
+                    let address = format_args!("{address:#x}");
+                    sparsely!(debug, address, len = data.len(), "Nobody answers a memory read");
                 }
             }
             Ok(VcpuExit::MmioWrite(address, data)) => {
                 if !self.mmio.write(address, data) {
-                    trace!(address, ?data, "Nobody answers this memory write");
+                    let address = format_args!("{address:#x}");
+                    sparsely!(debug, address, ?data, "Nobody answers a memory write");
                 }
             }
             Ok(VcpuExit::Intr) => {}

@@ -14,6 +14,7 @@ mod process;
 mod serve;
 #[cfg(test)]
 mod tests;
+mod vcpu;
 mod volume;
 mod vsock;
 
@@ -33,6 +34,7 @@ pub use self::pool::PoolMetrics;
 pub use self::pressure::{PressureSample, PressureSource};
 pub use self::serve::router;
 pub use self::volume::{VolumeCounters, VolumeMetrics};
+use crate::bus::BusMetrics;
 use crate::memory::backing::MappingBudget;
 use crate::virtio::console::ConsoleMetrics;
 use crate::virtio::rng::RngMetrics;
@@ -53,6 +55,8 @@ pub struct MachineSources {
     pub plugs: Vec<PlugMetrics>,
     /// The mappings that guest memory takes.
     pub mappings: Option<Arc<MappingBudget>>,
+    /// What vCPUs reach, by the name of the address space.
+    pub buses: Vec<(&'static str, Arc<BusMetrics>)>,
     /// The vsock device.
     pub vsock: Option<Arc<VsockMetrics>>,
     /// The entropy device.
@@ -79,6 +83,7 @@ impl Collector for Sources {
         machine.vsock.as_ref().map_or(Ok(()), |counters| vsock::expose(&mut out, counters))?;
         machine.rng.as_ref().map_or(Ok(()), |counters| devices::expose_rng(&mut out, counters))?;
         machine.console.as_ref().map_or(Ok(()), |counters| devices::expose_console(&mut out, counters))?;
+        vcpu::expose(&mut out, &machine.buses)?;
         match machine.pressure.as_ref().and_then(Weak::upgrade) {
             Some(pressure) => pressure::expose(&mut out, &pressure.sample()),
             None => Ok(()),

@@ -85,6 +85,8 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
     plugs.failed(FailureReason::PoolFull);
     let console = ConsoleMetrics::default();
     console.output_bytes.store(80, Ordering::Relaxed);
+    let ports = BusMetrics::default();
+    ports.unanswered_reads.store(6, Ordering::Relaxed);
     let vsock = VsockMetrics::default();
     vsock.bytes_to_guest_total.add(9);
     let governor: Arc<dyn PressureSource> = Arc::new(FakeGovernor);
@@ -106,6 +108,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
         ],
         plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
         mappings: Some(Arc::new(MappingBudget::new(57_339))),
+        buses: vec![("port", Arc::new(ports)), ("mmio", Arc::default())],
         vsock: Some(Arc::new(vsock)),
         rng: Some(Arc::default()),
         console: Some(Arc::new(console)),
@@ -193,6 +196,8 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="not_json"}} 2"#),
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="too_long"}} 0"#),
         format!(r#"foreshore_console_bytes_total{{{vm},direction="from-guest"}} 80"#),
+        format!(r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="port",direction="read"}} 6"#),
+        format!(r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="mmio",direction="write"}} 0"#),
         format!(r#"foreshore_vsock_bytes_total{{{vm},direction="to-guest"}} 9"#),
         format!(r#"foreshore_guest_swapped_pages_total{{{vm},direction="out"}} 4"#),
     ] {

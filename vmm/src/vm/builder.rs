@@ -138,6 +138,7 @@ pub fn build(
         pressure: Some(Arc::downgrade(&governor.pressure_source())),
         pools: resources.pool_metrics(),
         volumes: volumes.metrics,
+        buses: vec![("port", fabric.ports.metrics()), ("mmio", fabric.mmio.metrics())],
         vsock: vsock_metrics,
         rng: Some(rng),
         console,
