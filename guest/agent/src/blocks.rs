@@ -154,9 +154,13 @@ impl Block {
             online = fs::write(&state_path, WANTED_POLICY).is_ok();
             *(if online { &mut onlined.count } else { &mut onlined.failed }) += 1;
         }
-        // For a block that is online the first zone is the one that it is in.
-        let zones = fs::read_to_string(path.join("valid_zones")).unwrap_or_default();
-        let movable = zones.split_whitespace().next() == Some("Movable");
+        // The first zone is the one that the block is in. Only for a block that is online: of one that is just being added Linux
+        // looks for the zones of node -1, and crashes (drivers/base/memory.c, valid_zones_show: `mem->nid` is set after the
+        // block can be seen).
+        let movable = online && {
+            let zones = fs::read_to_string(path.join("valid_zones")).unwrap_or_default();
+            zones.split_whitespace().next() == Some("Movable")
+        };
         let mut entries = fs::read_dir(path).ok()?.flatten();
         let node = entries.find_map(|entry| numbered(&entry.file_name(), "node")).unwrap_or(0);
         Some(Block { node, online, movable })
@@ -287,6 +291,15 @@ mod tests {
         assert_eq!(reader.read(1, || 0), Onlined::default());
         assert_eq!(reader.seen().online_policy, OnlinePolicy::OnlineMovable);
         assert_eq!(reader.seen().nodes, [node(0, 2, 0, 0), node(1, 1, 0, 1)]);
+    }
+
+    #[test]
+    fn the_zones_of_a_block_that_is_offline_are_not_asked_for() {
+        let dir = sysfs("offline", &[(32, 1, "offline", "Movable"), (33, 1, "online", "Movable")]);
+        let read = |name: &str| Block::read(&dir.path().join(name), false, &mut Onlined::default()).unwrap();
+        let (offline, online) = (read("memory32"), read("memory33"));
+        assert_eq!((offline.online, offline.movable), (false, false));
+        assert_eq!((online.online, online.movable), (true, true));
     }
 
     #[test]
