@@ -56,7 +56,11 @@ async fn send_settings(
     }
     let mut line = Vec::new();
     encode_line(&VmmMessage::Settings(settings), &mut line);
-    stream.write_all(&line).await?;
+    match stream.write_all(&line).await {
+        // It has closed its end already. The lines that it sent before that count, and the end comes after them.
+        Err(err) if err.kind() == io::ErrorKind::BrokenPipe => {}
+        result => result?,
+    }
     *sent = Some(settings);
     Ok(())
 }

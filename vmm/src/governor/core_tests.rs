@@ -283,3 +283,20 @@ fn the_audit_is_bounded_and_newest_first() {
     let ages: Vec<_> = decisions.iter().map(|decision| decision["age_ms"].as_u64().unwrap()).collect();
     assert!(ages.is_sorted());
 }
+
+#[test]
+fn lines_of_an_agent_that_has_closed_its_end_count() {
+    use std::io::Write;
+    let Fixture { core, .. } = fixture("psi", false, true);
+    let core = Mutex::new(core);
+    let (mut agent, vmm) = std::os::unix::net::UnixStream::pair().unwrap();
+    agent.write_all(b"this is no report\nnor is this\n").unwrap();
+    drop(agent);
+    vmm.set_nonblocking(true).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let stream = tokio::net::UnixStream::from_std(vmm).unwrap();
+        crate::governor::agent::serve(stream, &core, crate::governor::task::Clock::start()).await.unwrap();
+    });
+    assert_eq!(core.lock().counters.refused.values().sum::<u64>(), 2);
+}
