@@ -253,10 +253,21 @@ fn run_until_the_emulation_holds(test: &Test, deadline: Option<Instant>) -> Resu
         let failed = matches!(verdict, Verdict::Failed(_)) && emulated();
         match broken_console(&test_dir(name)).filter(|_| failed && !left().is_zero()) {
             Some(console) => println!("rerun {name}: the emulation broke a guest's kernel ({console})"),
-            None => return Ok(verdict),
+            None => return Ok(with_the_reason(verdict, left())),
         }
     }
-    run_in_process(test, test.limit.min(left()))
+    let verdict = run_in_process(test, test.limit.min(left()))?;
+    Ok(with_the_reason(verdict, left()))
+}
+
+/// A test that was cut off because the tests before it took too long says so.
+fn with_the_reason(verdict: Verdict, left: Duration) -> Verdict {
+    match verdict {
+        Verdict::Failed(output) if left.is_zero() => {
+            Verdict::Failed(format!("Cut off: all tests together have used their time up\n{output}"))
+        }
+        verdict => verdict,
+    }
 }
 
 /// Whether this is the emulated host: ci/nested/host says so.
@@ -431,6 +442,15 @@ mod tests {
             Test { name: "guest_tests::boot::starts", run: nothing, limit: DEFAULT_LIMIT, extended: false };
         let verdict = run_and_report(&test, Some(Instant::now()));
         assert!(matches!(verdict, Verdict::Failed(why) if why.starts_with("Not run")));
+    }
+
+    #[test]
+    fn a_test_that_is_cut_off_says_why() {
+        let failed = || Verdict::Failed("waited".to_owned());
+        assert_eq!(with_the_reason(failed(), Duration::from_secs(1)), failed());
+        let cut = with_the_reason(failed(), Duration::ZERO);
+        assert!(matches!(cut, Verdict::Failed(why) if why.starts_with("Cut off") && why.ends_with("waited")));
+        assert_eq!(with_the_reason(Verdict::Passed, Duration::ZERO), Verdict::Passed);
     }
 
     #[test]
