@@ -273,10 +273,14 @@ impl Executor {
 
     /// Linux goes on with what lies below, as long as more is plugged than requested.
     fn expect_the_run_below(&mut self, run: &Range<u64>) {
-        let state = self.shared.state.lock();
         let below = run.start.saturating_sub(run.end - run.start);
-        let surplus_bytes = state.plugged_bytes().saturating_sub(state.requested_bytes());
-        if state.is_all_plugged(below, run.start - below) {
+        // The lock ends here: a vCPU that reads the configuration waits for it, and looking for pages takes system calls.
+        let (is_plugged, surplus_bytes) = {
+            let state = self.shared.state.lock();
+            let surplus_bytes = state.plugged_bytes().saturating_sub(state.requested_bytes());
+            (state.is_all_plugged(below, run.start - below), surplus_bytes)
+        };
+        if is_plugged {
             self.ahead.expect_below(run, surplus_bytes, |block| self.backing.is_populated(block));
         } else {
             self.ahead.forget();
