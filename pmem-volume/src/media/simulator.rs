@@ -7,10 +7,13 @@
 //! A crash point is taken at the start of every persist and erase: between two of these, more stores only add to what
 //! may be lost.
 
+mod pages;
+
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use self::pages::Pages;
 use super::{Durability, Media, MediaError, assert_inside};
 
 /// Sparse media: words that are not listed are zero.
@@ -23,7 +26,9 @@ pub(crate) struct Simulator {
 #[derive(Clone, Default)]
 struct State {
     file_bytes: u64,
-    durable: BTreeMap<u64, u64>,
+    durable: Pages,
+    /// What loads see: the durable words, and the last store to each since.
+    visible: Pages,
     /// Stores since the word was last durable, oldest first.
     pending: BTreeMap<u64, Vec<u64>>,
     points: Vec<CrashPoint>,
@@ -34,7 +39,7 @@ struct State {
 #[derive(Clone)]
 pub(crate) struct CrashPoint {
     file_bytes: u64,
-    durable: BTreeMap<u64, u64>,
+    durable: Pages,
     pending: Vec<(u64, Vec<u64>)>,
 }
 
@@ -101,24 +106,13 @@ impl Simulator {
 
     /// Words in a range that are not zero.
     pub(crate) fn dirty_words(&self, range: Range<u64>) -> usize {
-        let state = self.state();
-        let mut offsets: Vec<u64> = state.durable.range(range.clone()).map(|(at, _)| *at).collect();
-        offsets.extend(state.pending.range(range).map(|(at, _)| *at));
-        offsets.sort_unstable();
-        offsets.dedup();
-        offsets.into_iter().filter(|at| state.load(*at) != 0).count()
+        self.state().visible.words(range).count()
     }
 }
 
 impl State {
-    fn load(&self, at: u64) -> u64 {
-        match self.pending.get(&at).and_then(|values| values.last()) {
-            Some(value) => *value,
-            None => self.durable.get(&at).copied().unwrap_or(0),
-        }
-    }
-
     fn store(&mut self, at: u64, word: u64) {
+        self.visible.store(at, word);
         self.pending.entry(at).or_default().push(word);
     }
 
@@ -137,12 +131,8 @@ impl State {
         let first = range.start / 8 * 8;
         let covered: Vec<u64> = self.pending.range(first..range.end).map(|(at, _)| *at).collect();
         for at in covered {
-            let last = self.pending.remove(&at).and_then(|values| values.last().copied()).unwrap_or(0);
-            if last == 0 {
-                self.durable.remove(&at);
-            } else {
-                self.durable.insert(at, last);
-            }
+            self.pending.remove(&at);
+            self.durable.store(at, self.visible.load(at));
         }
     }
 }
@@ -177,17 +167,12 @@ impl CrashPoint {
     fn image(&self, pick: &[usize]) -> Simulator {
         let mut durable = self.durable.clone();
         for ((at, values), pick) in self.pending.iter().zip(pick) {
-            match pick.checked_sub(1).map(|stored| values[stored]) {
-                None => {}
-                Some(0) => {
-                    durable.remove(at);
-                }
-                Some(word) => {
-                    durable.insert(*at, word);
-                }
+            if let Some(stored) = pick.checked_sub(1) {
+                durable.store(*at, values[stored]);
             }
         }
-        let state = State { file_bytes: self.file_bytes, durable, ..State::default() };
+        let visible = durable.clone();
+        let state = State { file_bytes: self.file_bytes, durable, visible, ..State::default() };
         Simulator { len_bytes: self.file_bytes, state: Arc::new(Mutex::new(state)) }
     }
 }
@@ -215,28 +200,14 @@ impl Media for Simulator {
 
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         assert_inside(offset_bytes, into.len() as u64, self.len_bytes);
-        let state = self.state();
-        into.fill(0);
-        let end = offset_bytes + into.len() as u64;
-        let mut copy = |at: u64, word: u64| {
-            for (byte_at, byte) in (at..).zip(word.to_le_bytes()) {
-                if (offset_bytes..end).contains(&byte_at) {
-                    into[(byte_at - offset_bytes) as usize] = byte;
-                }
-            }
-        };
-        let first = offset_bytes / 8 * 8;
-        state.durable.range(first..end).for_each(|(at, word)| copy(*at, *word));
-        for (at, values) in state.pending.range(first..end) {
-            copy(*at, *values.last().expect("never empty"));
-        }
+        self.state().visible.read(offset_bytes, into);
         Ok(())
     }
 
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         assert!(offset_bytes.is_multiple_of(8));
         assert_inside(offset_bytes, 8, self.len_bytes);
-        Ok(self.state().load(offset_bytes))
+        Ok(self.state().visible.load(offset_bytes))
     }
 
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
@@ -249,7 +220,7 @@ impl Media for Simulator {
         for (at, word) in (offset_bytes..).step_by(8).zip(bytes.as_chunks::<8>().0) {
             let word = u64::from_le_bytes(*word);
             // Storing what is there already changes nothing that a crash could show.
-            if state.load(at) != word {
+            if state.visible.load(at) != word {
                 state.store(at, word);
             }
         }
@@ -271,7 +242,8 @@ impl Media for Simulator {
         let mut state = self.state();
         state.take_point();
         state.file_bytes = self.len_bytes;
-        state.durable.split_off(&self.len_bytes);
+        state.durable.cut(self.len_bytes);
+        state.visible.cut(self.len_bytes);
         state.pending.split_off(&self.len_bytes);
         state.take_point();
         Ok(())
@@ -280,9 +252,9 @@ impl Media for Simulator {
     fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         let mut state = self.state();
         for range in ranges {
-            let mut offsets: Vec<u64> = state.durable.range(range.clone()).map(|(at, _)| *at).collect();
-            offsets.extend(state.pending.range(range.clone()).map(|(at, _)| *at));
-            offsets.into_iter().for_each(|at| state.store(at, 0));
+            // A word that is zero and was not may still come back, until it is durable.
+            let dirty: Vec<u64> = state.visible.words(range.clone()).map(|(at, _)| at).collect();
+            dirty.into_iter().for_each(|at| state.store(at, 0));
         }
         // While it goes on, any of it may have been done.
         state.take_point();

@@ -1,0 +1,113 @@
+//! Sparse words, in pages that copies share: a crash image is a copy that differs in a few words.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+const PAGE_WORDS: usize = 512;
+const PAGE_BYTES: u64 = PAGE_WORDS as u64 * 8;
+
+/// Pages that are not listed are zero. A clone shares its pages until one of the two stores to them.
+#[derive(Clone, Default)]
+pub(super) struct Pages {
+    pages: BTreeMap<u64, Arc<[u64; PAGE_WORDS]>>,
+}
+
+impl Pages {
+    pub(super) fn load(&self, at: u64) -> u64 {
+        self.pages.get(&(at / PAGE_BYTES)).map_or(0, |page| page[word_in_page(at)])
+    }
+
+    pub(super) fn store(&mut self, at: u64, word: u64) {
+        let number = at / PAGE_BYTES;
+        if word == 0 && !self.pages.contains_key(&number) {
+            return;
+        }
+        let page = self.pages.entry(number).or_insert_with(|| Arc::new([0; PAGE_WORDS]));
+        Arc::make_mut(page)[word_in_page(at)] = word;
+    }
+
+    pub(super) fn read(&self, offset_bytes: u64, into: &mut [u8]) {
+        let (mut at, mut rest) = (offset_bytes, into);
+        while !rest.is_empty() {
+            let within = (at % PAGE_BYTES) as usize;
+            let take = rest.len().min(PAGE_BYTES as usize - within);
+            let (now, later) = rest.split_at_mut(take);
+            match self.pages.get(&(at / PAGE_BYTES)) {
+                Some(page) => copy_out(page.as_ref(), within, now),
+                None => now.fill(0),
+            }
+            at += take as u64;
+            rest = later;
+        }
+    }
+
+    /// Words of a range that are not zero, by offset. The range starts and ends at words.
+    pub(super) fn words(&self, range: Range<u64>) -> impl Iterator<Item = (u64, u64)> {
+        let numbers = range.start / PAGE_BYTES..range.end.div_ceil(PAGE_BYTES);
+        let in_page = |(number, page): (&u64, &Arc<[u64; PAGE_WORDS]>)| {
+            let (start, page) = (number * PAGE_BYTES, Arc::clone(page));
+            (0..PAGE_WORDS).map(move |word| (start + word as u64 * 8, page[word]))
+        };
+        self.pages.range(numbers).flat_map(in_page).filter(move |(at, word)| *word != 0 && range.contains(at))
+    }
+
+    /// Nothing is left from `offset_bytes` on.
+    pub(super) fn cut(&mut self, offset_bytes: u64) {
+        let behind: Vec<u64> = self.words(offset_bytes..u64::MAX).map(|(at, _)| at).collect();
+        behind.into_iter().for_each(|at| self.store(at, 0));
+        self.pages.split_off(&offset_bytes.div_ceil(PAGE_BYTES));
+    }
+}
+
+fn word_in_page(at: u64) -> usize {
+    (at % PAGE_BYTES / 8) as usize
+}
+
+/// Copies bytes of a page, from any of its bytes on.
+fn copy_out(page: &[u64; PAGE_WORDS], within: usize, into: &mut [u8]) {
+    if within.is_multiple_of(8) && into.len().is_multiple_of(8) {
+        for (bytes, word) in into.as_chunks_mut::<8>().0.iter_mut().zip(&page[within / 8..]) {
+            *bytes = word.to_le_bytes();
+        }
+    } else {
+        for (at, byte) in (within..).zip(into) {
+            *byte = page[at / 8].to_le_bytes()[at % 8];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_at_any_byte_see_what_was_stored() {
+        let mut pages = Pages::default();
+        let at = |word: u64| PAGE_BYTES - 16 + word * 8;
+        (0..4).for_each(|word| pages.store(at(word), 0x0101_0101_0101_0101 * (word + 1)));
+        let mut bytes = [0xee; 32];
+        pages.read(at(0), &mut bytes);
+        assert_eq!(bytes, [[1; 8], [2; 8], [3; 8], [4; 8]].concat()[..]);
+        for start in 0..32 {
+            for end in start..=32 {
+                let mut part = vec![0xee; end - start];
+                pages.read(at(0) + start as u64, &mut part);
+                assert_eq!(part, bytes[start..end]);
+            }
+        }
+        assert_eq!(pages.words(at(1)..at(3)).count(), 2);
+    }
+
+    #[test]
+    fn a_copy_is_not_changed_with_its_original_and_a_cut_leaves_nothing() {
+        let mut pages = Pages::default();
+        [8, 16, 3 * PAGE_BYTES].iter().for_each(|at| pages.store(*at, 7));
+        let copy = pages.clone();
+        pages.store(8, 9);
+        assert_eq!((pages.load(8), copy.load(8)), (9, 7));
+        pages.cut(16);
+        assert_eq!(pages.words(0..u64::MAX).collect::<Vec<_>>(), [(8, 9)]);
+        assert_eq!(copy.words(0..u64::MAX).count(), 3);
+    }
+}
