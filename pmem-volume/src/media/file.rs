@@ -6,9 +6,12 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{Ordering, fence};
+
+use thiserror::Error;
 
 use super::flush::{self, LineFlush};
+use super::guarded::{Guard, PageLost};
 use super::{Durability, Media, MediaError, assert_inside, coalesce, page_cache};
 
 /// Pages are what msync() and sync_file_range() count in.
@@ -26,10 +29,21 @@ pub struct FileMedia {
     durability: Durability,
     line_flush: LineFlush,
     writable: bool,
+    guard: Guard,
 }
 
-// SAFETY: the mapping is shared memory that lives as long as the value. Accesses go through raw pointers and atomics;
-// no reference into the mapping is ever made. Who may store where is the contract of `Media`.
+/// Why an access to the mapping, or a range of it, failed without a word from the kernel.
+#[derive(Debug, Error)]
+enum Lost {
+    #[error("the file was cut to {file_bytes:#x} bytes, and has {media_bytes:#x} in a pool")]
+    Truncated { file_bytes: u64, media_bytes: u64 },
+    #[error("SIGBUS: the memory is bad, or the file system has no room for it")]
+    Page,
+}
+
+// SAFETY: the mapping is shared memory that lives as long as the value. Accesses go through raw pointers, by routines
+// that the compiler does not look into; no reference into the mapping is ever made. Who may store where is the contract
+// of `Media`.
 unsafe impl Send for FileMedia {}
 // SAFETY: as above.
 unsafe impl Sync for FileMedia {}
@@ -60,7 +74,8 @@ impl FileMedia {
                 (map, durability)
             }
         };
-        Ok(Self { file, map, len_bytes, durability, line_flush: LineFlush::detect(), writable })
+        let (line_flush, guard) = (LineFlush::detect(), Guard::new());
+        Ok(Self { file, map, len_bytes, durability, line_flush, writable, guard })
     }
 
     /// The file, for mappings of its own: guests' memory and volumes.
@@ -83,11 +98,27 @@ impl FileMedia {
         unsafe { self.map.as_ptr().add(offset_bytes as usize) }
     }
 
-    fn word(&self, offset_bytes: u64) -> &AtomicU64 {
+    fn word(&self, offset_bytes: u64) -> *mut u64 {
         assert!(offset_bytes.is_multiple_of(8), "{offset_bytes:#x} is not aligned to a word");
-        let pointer = self.pointer(offset_bytes, 8).cast::<u64>();
-        // SAFETY: aligned, inside the mapping, which lives as long as self.
-        unsafe { AtomicU64::from_ptr(pointer) }
+        self.pointer(offset_bytes, 8).cast()
+    }
+
+    /// The error of an access whose page is gone.
+    fn lost(&self, operation: &'static str, offset_bytes: u64, length_bytes: u64) -> MediaError {
+        let range = offset_bytes..offset_bytes + length_bytes;
+        let source = self.check_length().err().unwrap_or_else(|| io::Error::other(Lost::Page));
+        io_error(operation, &range, source)
+    }
+
+    /// Has the file everything that is mapped? What the kernel does to ranges behind a file's end it calls a success,
+    /// or makes the file longer for.
+    fn check_length(&self) -> io::Result<()> {
+        let metadata = self.file.metadata()?;
+        let (file_bytes, media_bytes) = (metadata.len(), self.len_bytes);
+        if metadata.is_file() && file_bytes < media_bytes {
+            return Err(io::Error::other(Lost::Truncated { file_bytes, media_bytes }));
+        }
+        Ok(())
     }
 
     fn check_writable(&self) -> Result<(), MediaError> {
@@ -100,7 +131,10 @@ impl FileMedia {
         let pointer = self.pointer(range.start, length_bytes);
         // SAFETY: the range is inside the mapping and starts on a page.
         let result = unsafe { libc::msync(pointer.cast(), length_bytes as usize, libc::MS_SYNC) };
-        if result == 0 { Ok(()) } else { Err(io_error("msync", range, io::Error::last_os_error())) }
+        if result != 0 {
+            return Err(io_error("msync", range, io::Error::last_os_error()));
+        }
+        self.check_length().map_err(|source| io_error("msync", range, source))
     }
 
     fn persist_page_cache(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
@@ -121,15 +155,16 @@ impl FileMedia {
         self.msync(last)
     }
 
-    fn persist_cache_lines(&self, ranges: &[Range<u64>]) {
+    fn persist_cache_lines(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         for range in ranges {
             let length_bytes = range.end - range.start;
-            // SAFETY: pointer() checked that the range is inside the mapping.
-            unsafe {
-                self.line_flush.write_back(self.pointer(range.start, length_bytes), length_bytes as usize)
-            };
+            let pointer = self.pointer(range.start, length_bytes);
+            // SAFETY: pointer() checked that the range is inside the mapping; detect() found the instruction.
+            unsafe { self.guard.write_back(self.line_flush, pointer, length_bytes as usize) }
+                .map_err(|PageLost| self.lost("write-back", range.start, length_bytes))?;
         }
         flush::fence();
+        Ok(())
     }
 
     /// Zeroes in place: as unwritten extents where the file system has them, with zeros where not.
@@ -169,7 +204,9 @@ impl Media for FileMedia {
     }
 
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
-        Ok(u64::from_le(self.word(offset_bytes).load(Ordering::Acquire)))
+        // SAFETY: word() checked that it is aligned and inside the mapping.
+        let word = unsafe { self.guard.load(self.word(offset_bytes)) };
+        word.map(u64::from_le).map_err(|PageLost| self.lost("load", offset_bytes, 8))
     }
 
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
@@ -177,20 +214,21 @@ impl Media for FileMedia {
         let pointer = self.pointer(offset_bytes, bytes.len() as u64);
         // SAFETY: the destination is inside a writable mapping and nobody else stores there (contract of `Media`);
         // the source is ordinary memory, so they do not overlap.
-        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), pointer, bytes.len()) };
-        Ok(())
+        unsafe { self.guard.copy(pointer, bytes.as_ptr(), bytes.len()) }
+            .map_err(|PageLost| self.lost("store", offset_bytes, bytes.len() as u64))
     }
 
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         self.check_writable()?;
-        self.word(offset_bytes).store(word.to_le(), Ordering::Release);
-        Ok(())
+        // SAFETY: word() checked that it is aligned and inside the mapping, which is writable.
+        unsafe { self.guard.store(self.word(offset_bytes), word.to_le()) }
+            .map_err(|PageLost| self.lost("store", offset_bytes, 8))
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         match self.durability {
             Durability::Volatile => fence(Ordering::SeqCst),
-            Durability::DaxSync => self.persist_cache_lines(ranges),
+            Durability::DaxSync => self.persist_cache_lines(ranges)?,
             Durability::PageCache => self.persist_page_cache(ranges)?,
         }
         Ok(())
@@ -211,6 +249,9 @@ impl Media for FileMedia {
     fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         self.check_writable()?;
         let ranges = coalesce(ranges);
+        if let Some(first) = ranges.first() {
+            self.check_length().map_err(|source| io_error("erasing", first, source))?;
+        }
         for range in &ranges {
             let length_bytes = range.end - range.start;
             let pointer = self.pointer(range.start, length_bytes);
@@ -222,7 +263,8 @@ impl Media for FileMedia {
                 }
                 Durability::PageCache => self.erase_on_disk(range)?,
                 // SAFETY: inside a writable mapping; chunks that are erased have no owner (contract of `Media`).
-                Durability::DaxSync => unsafe { flush::zero_non_temporal(pointer, length_bytes as usize) },
+                Durability::DaxSync => unsafe { self.guard.zero(pointer, length_bytes as usize) }
+                    .map_err(|PageLost| self.lost("zeroing", range.start, length_bytes))?,
             }
         }
         if self.durability == Durability::PageCache { self.persist_page_cache(&ranges) } else { Ok(()) }

@@ -10,6 +10,7 @@
 
 mod file;
 mod flush;
+mod guarded;
 mod memory;
 mod page_cache;
 #[cfg(test)]
@@ -23,6 +24,7 @@ use thiserror::Error;
 
 pub use file::FileMedia;
 pub(crate) use file::{allocate, is_volatile};
+pub use guarded::handle_sigbus;
 pub use memory::MemoryMedia;
 
 /// What a completed [`Media::persist`] survives.

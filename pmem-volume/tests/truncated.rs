@@ -1,0 +1,116 @@
+//! A pool's file is cut under the open pool: every call says so, the process lives, and the file stays as it is.
+
+use std::fs::{File, OpenOptions};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use pmem_volume::{CHUNK_BYTES, OpenMode, Pool, PoolError, Shrink, VolumeFormat, VolumeSize};
+
+const MIB: u64 = 1 << 20;
+
+/// A folder on tmpfs, and one that is likely to be on a disk.
+fn folders() -> Vec<PathBuf> {
+    vec!["/dev/shm".into(), std::env::current_dir().unwrap()]
+}
+
+/// A pool with two volumes and something lent.
+fn new_pool(folder: &Path) -> (Arc<Pool>, tempfile::TempDir) {
+    let folder = tempfile::tempdir_in(folder).unwrap();
+    let pool = Pool::create(&folder.path().join("pool"), 64 * MIB, 0).unwrap();
+    pool.create_volume("btt", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt).unwrap();
+    pool.create_volume("raw", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
+    (pool, folder)
+}
+
+type Call = fn(&Arc<Pool>) -> Result<(), PoolError>;
+
+/// Calls that touch the pool's tables. Each is the first on a pool of its own.
+const CALLS: [(&str, Call); 7] = [
+    ("lending", |pool| pool.alloc_memory(2 * MIB).map(drop)),
+    ("making a raw volume", |pool| {
+        pool.create_volume("c", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).map(drop)
+    }),
+    ("making a BTT volume", |pool| {
+        pool.create_volume("c", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt).map(drop)
+    }),
+    ("deleting", |pool| pool.delete_volume("raw")),
+    ("renaming", |pool| pool.rename_volume("raw", "new").map(drop)),
+    ("resizing", |pool| pool.resize_volume("raw", VolumeSize::Bytes(6 * MIB), Shrink::Refuse).map(drop)),
+    ("checking", |pool| pool.check().map(drop)),
+];
+
+/// Cuts the file, calls, and looks at what has become of the pool.
+fn assert_fails(
+    pool: &Arc<Pool>,
+    name: &str,
+    cut_to_bytes: u64,
+    call: impl FnOnce(&Arc<Pool>) -> Result<(), PoolError>,
+) {
+    let file: File = OpenOptions::new().write(true).open(pool.path()).unwrap();
+    file.set_len(cut_to_bytes).unwrap();
+    let error = call(pool).unwrap_err();
+    let what = format!("{name}, {}, cut to {cut_to_bytes:#x}: {error}", pool.durability().name());
+    assert!(matches!(error, PoolError::Media(_)), "{what}");
+    assert!(!pool.is_writable(), "{what}");
+    let cause = pool.info().latched.expect(&what);
+    assert!(cause.contains("the file was cut") || cause.contains("failed to fill"), "{what}: {cause}");
+    assert!(matches!(pool.alloc_memory(2 * MIB), Err(PoolError::Latched { .. })), "{what}");
+    assert_eq!(file.metadata().unwrap().len(), cut_to_bytes, "{what}");
+}
+
+#[test]
+fn a_call_on_a_pool_without_its_tables_fails_and_the_process_lives() {
+    for folder in folders() {
+        // Nothing is left; the chunk table and half of the volume table are gone; the chunk table is gone.
+        for cut_to_bytes in [0, 1 << 20, CHUNK_BYTES] {
+            for (name, call) in CALLS {
+                let renames = matches!(name, "renaming");
+                if cut_to_bytes == CHUNK_BYTES && renames {
+                    continue;
+                }
+                let (pool, _folder) = new_pool(&folder);
+                assert_fails(&pool, name, cut_to_bytes, call);
+            }
+            let (pool, _folder) = new_pool(&folder);
+            let lent = pool.alloc_memory(8 * MIB).unwrap();
+            assert_fails(&pool, "taking back", cut_to_bytes, |pool| pool.free_memory(&lent));
+        }
+    }
+}
+
+#[test]
+fn chunks_that_are_gone_are_not_made_free_and_the_file_is_not_made_longer() {
+    for folder in folders() {
+        let (pool, _folder) = new_pool(&folder);
+        let lent = pool.alloc_memory(8 * MIB).unwrap();
+        let first = lent.iter().map(|extent| extent.offset_bytes()).min().unwrap();
+        let free_bytes = pool.info().free_bytes;
+        assert_fails(&pool, "erasing", first, |pool| pool.free_memory(&lent));
+        assert_eq!(pool.info().free_bytes, free_bytes);
+    }
+}
+
+#[test]
+fn a_flush_of_a_volume_that_is_gone_fails() {
+    let (pool, _folder) = new_pool(&std::env::current_dir().unwrap());
+    if pool.durability() != pmem_volume::Durability::PageCache {
+        eprintln!("skipped: here files are {}, and a flush does nothing", pool.durability().name());
+        return;
+    }
+    let volume = pool.open_volume("raw").unwrap();
+    let cut_to_bytes = volume.extents()[0].offset_bytes();
+    assert_fails(&pool, "flushing", cut_to_bytes, |_| volume.flush_guest_stores(0..4096));
+}
+
+#[test]
+fn a_pool_that_is_only_read_says_what_is_gone() {
+    for folder in folders() {
+        let (pool, _folder) = new_pool(&folder);
+        let path = pool.path().to_owned();
+        drop(pool);
+        let pool = Pool::open(&path, OpenMode::ReadOnly).unwrap();
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(CHUNK_BYTES).unwrap();
+        assert!(matches!(pool.check(), Err(PoolError::Media(_))));
+        assert!(matches!(Pool::open(&path, OpenMode::Peek), Err(PoolError::Truncated { .. })));
+    }
+}
