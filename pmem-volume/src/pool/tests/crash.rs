@@ -7,11 +7,11 @@
 //! 4. A check of what is left finds nothing.
 
 use std::collections::BTreeMap;
-use std::io::Write;
 
 use uuid::Uuid;
 use zerocopy::{FromZeros, IntoBytes};
 
+pub(super) use super::campaign::{say_images, verify_each};
 use super::*;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::pool::table::Owner;
@@ -59,12 +59,6 @@ pub(super) fn open_for(image: &Simulator, mode: OpenMode) -> Result<Arc<Pool>, P
     Pool::from_media(path.to_owned(), mode, backing, superblock, findings)
 }
 
-/// Past the test harness, which keeps what a passing test prints to itself.
-pub(super) fn say_images(count: usize) {
-    let test = std::thread::current().name().unwrap_or_default().to_owned();
-    let _ = writeln!(std::io::stderr(), "{count} crash images opened by {test}");
-}
-
 /// What a volume holds at the start of each of its chunks.
 fn mark_of(volume: &VolumeInfo, index: u32) -> u64 {
     (volume.uuid.as_u64_pair().0 | 1).wrapping_mul(u64::from(index) + 1)
@@ -75,7 +69,7 @@ pub(super) fn fill_volume(media: &Simulator, pool: &Arc<Pool>, name: &str) {
     fill_volume_from(media, pool, name, 0);
 }
 
-fn fill_volume_from(media: &Simulator, pool: &Arc<Pool>, name: &str, from: u32) {
+pub(super) fn fill_volume_from(media: &Simulator, pool: &Arc<Pool>, name: &str, from: u32) {
     let volume = pool.open_volume(name).unwrap();
     for extent in volume.extents() {
         for (index, chunk) in (extent.index..).zip(extent.run.ids()).filter(|(index, _)| *index >= from) {
@@ -86,7 +80,7 @@ fn fill_volume_from(media: &Simulator, pool: &Arc<Pool>, name: &str, from: u32) 
 }
 
 /// Writes lent memory as a guest would. Nobody persists it, but the host may.
-fn fill_memory(media: &Simulator, extents: &[Extent]) {
+pub(super) fn fill_memory(media: &Simulator, extents: &[Extent]) {
     for chunk in extents.iter().flat_map(|extent| extent.run().ids()) {
         media.store_word(chunk.offset_bytes() + 64, 0xdead_beef).unwrap();
         media.store_word(chunk.offset_bytes() + CHUNK_BYTES - 8, 0xdead_beef).unwrap();
@@ -97,8 +91,25 @@ pub(super) fn volumes_of(pool: &Pool) -> Volumes {
     pool.volumes().into_iter().map(|v| (v.name, (v.size_bytes / CHUNK_BYTES) as u32)).collect()
 }
 
-/// Holds an image against the oracle; the volumes must be one of `allowed`.
+/// Holds an image against the oracle; the volumes must be one of `allowed`, and raw ones have all of their content.
 pub(super) fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), String> {
+    verify_content(image, allowed, &|_| u32::MAX)
+}
+
+/// The same, where only so many chunks of a volume have content, from its first; the others read as zeros.
+pub(super) fn verify_marked(
+    image: &Simulator,
+    allowed: &[&Volumes],
+    marked: &BTreeMap<Uuid, u32>,
+) -> Result<(), String> {
+    verify_content(image, allowed, &|uuid| marked.get(&uuid).map_or(0, |chunks| *chunks))
+}
+
+fn verify_content(
+    image: &Simulator,
+    allowed: &[&Volumes],
+    marked: &dyn Fn(Uuid) -> u32,
+) -> Result<(), String> {
     let pool = open(image).map_err(|error| format!("does not open: {error}"))?;
     let volumes = volumes_of(&pool);
     if !allowed.contains(&&volumes) {
@@ -106,11 +117,16 @@ pub(super) fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), Stri
     }
     for name in volumes.keys() {
         let volume = pool.open_volume(name).map_err(|error| error.to_string())?;
-        for extent in volume.extents() {
-            for (index, chunk) in (extent.index..).zip(extent.run.ids()) {
+        if volume.info().format == VolumeFormat::Raw {
+            let places = volume.extents().iter().flat_map(|extent| (extent.index..).zip(extent.run.ids()));
+            let marked = marked(volume.info().uuid);
+            for (index, chunk) in places {
                 let word = image.load_word(chunk.offset_bytes()).unwrap();
-                if word != mark_of(volume.info(), index) && volume.info().format == VolumeFormat::Raw {
+                if index < marked && word != mark_of(volume.info(), index) {
                     return Err(format!("volume {name} has lost chunk {index}: {word:#x}"));
+                }
+                if index >= marked && image.dirty_words(Extent::chunk(chunk).run().byte_range()) > 0 {
+                    return Err(format!("volume {name} can read what chunk {chunk} held before"));
                 }
             }
         }
@@ -154,146 +170,6 @@ pub(super) fn verify_points(
     random: &mut Random,
 ) -> Result<usize, String> {
     verify_each(points, bound, random, &|image| verify(image, allowed))
-}
-
-/// The same, with any judgement.
-pub(super) fn verify_each(
-    points: &[CrashPoint],
-    bound: usize,
-    random: &mut Random,
-    verify: &dyn Fn(&Simulator) -> Result<(), String>,
-) -> Result<usize, String> {
-    let mut count = 0;
-    for point in points {
-        for (number, image) in point.images(bound, random).into_iter().enumerate() {
-            count += 1;
-            // Now and then, crash in the recovery as well.
-            let again = number % 16 == 0;
-            if again {
-                image.record();
-            }
-            verify(&image)?;
-            if again {
-                for point in image.take_points() {
-                    for image in point.images(8, random) {
-                        count += 1;
-                        verify(&image).map_err(|error| format!("after a crash in recovery: {error}"))?;
-                    }
-                }
-            }
-        }
-    }
-    Ok(count)
-}
-
-/// Does one random thing. What is lent is kept in `lent`.
-fn random_operation(media: &Simulator, pool: &Arc<Pool>, lent: &mut Vec<Extent>, random: &mut Random) {
-    match random.below(7) {
-        6 => {
-            let names: Vec<_> = pool.volumes().into_iter().map(|v| v.name).collect();
-            if !names.is_empty() {
-                let name = &names[random.below(names.len() as u64) as usize];
-                let size = VolumeSize::Bytes((random.below(6) + 1) * CHUNK_BYTES);
-                // Full, or its size already: ordinary.
-                let _ = pool.resize_volume(name, size, Shrink::Allow);
-            }
-        }
-        5 => {
-            let names: Vec<_> = pool.volumes().into_iter().map(|v| v.name).collect();
-            if !names.is_empty() {
-                let name = &names[random.below(names.len() as u64) as usize];
-                // Taken, its own among them: ordinary.
-                let _ = pool.rename_volume(name, &format!("v{}", random.below(4)));
-            }
-        }
-        0 | 1 => {
-            if let Ok(extents) = pool.alloc_memory((random.below(5) + 1) * CHUNK_BYTES) {
-                fill_memory(media, &extents);
-                lent.extend(extents);
-            }
-        }
-        2 => {
-            let count = random.below(lent.len() as u64 + 1) as usize;
-            let back: Vec<_> = lent.drain(..count).collect();
-            pool.free_memory(&back).unwrap();
-        }
-        3 => {
-            let name = format!("v{}", random.below(4));
-            let size = VolumeSize::Bytes((random.below(4) + 1) * CHUNK_BYTES);
-            // Full, the name taken, or no slot left: all are ordinary.
-            let _ = pool.create_volume(&name, size, VolumeFormat::Raw);
-        }
-        _ => {
-            let names: Vec<_> = pool.volumes().into_iter().map(|v| v.name).collect();
-            if !names.is_empty() {
-                pool.delete_volume(&names[random.below(names.len() as u64) as usize]).unwrap();
-            }
-        }
-    }
-}
-
-/// How many seeds a run tries, from 1: more for a soak.
-fn seeds() -> u64 {
-    std::env::var("PMEM_VOLUME_CRASH_SEEDS").map_or(10, |seeds| seeds.parse().expect("a number of seeds"))
-}
-
-#[test]
-fn random_operations_survive_a_crash_at_every_persist() {
-    let mut images = 0;
-    for seed in 1..=seeds() {
-        let mut random = Random::new(seed);
-        let (media, pool) = new_pool();
-        let mut lent = Vec::new();
-        for step in 0..20 {
-            let before = volumes_of(&pool);
-            let known: BTreeMap<_, _> = pool.volumes().into_iter().map(|v| (v.uuid, v.size_bytes)).collect();
-            media.record();
-            random_operation(&media, &pool, &mut lent, &mut random);
-            let points = media.take_points();
-            let after = volumes_of(&pool);
-            // Content is no matter of the operation that made the volume: it comes when that is over.
-            let had = |v: &VolumeInfo| known.get(&v.uuid).copied().unwrap_or(0);
-            let made: Vec<_> = pool
-                .volumes()
-                .into_iter()
-                .filter(|v| had(v) < v.size_bytes)
-                .map(|v| ((had(&v) / CHUNK_BYTES) as u32, v.name))
-                .collect();
-            made.iter().for_each(|(from, name)| fill_volume_from(&media, &pool, name, *from));
-            let allowed = if made.is_empty() { vec![&before, &after] } else { vec![&before] };
-            let result = match made.is_empty() {
-                true => verify_points(&points, 16, &allowed, &mut random),
-                false => verify_made(&points, &before, &after, &made, &mut random),
-            };
-            images += result.unwrap_or_else(|error| panic!("seed {seed}, step {step}: {error}"));
-        }
-    }
-    say_images(images);
-    assert!(images > 300 * seeds() as usize, "only {images} images: the simulator sees too little");
-}
-
-/// What a volume was just given has no content yet, so the marks behind `made` are not looked for.
-fn verify_made(
-    points: &[CrashPoint],
-    before: &Volumes,
-    after: &Volumes,
-    made: &[(u32, String)],
-    random: &mut Random,
-) -> Result<usize, String> {
-    let mut count = 0;
-    for point in points {
-        for image in point.images(16, random) {
-            count += 1;
-            let pool = open(&image).map_err(|error| error.to_string())?;
-            let volumes = volumes_of(&pool);
-            if volumes == *after {
-                made.iter().for_each(|(from, name)| fill_volume_from(&image, &pool, name, *from));
-            }
-            drop(pool);
-            verify(&image, &[before, after])?;
-        }
-    }
-    Ok(count)
 }
 
 #[test]
@@ -350,7 +226,7 @@ fn a_rename_that_writes_both_copies_at_once_is_found_out() {
 }
 
 /// Does what `wrong` does on a pool with a volume `v` of two chunks, and expects a crash in it to show.
-fn must_be_found_out(wrong: impl Fn(&Simulator, &Arc<Pool>)) -> String {
+pub(super) fn must_be_found_out(wrong: impl Fn(&Simulator, &Arc<Pool>)) -> String {
     let (media, pool) = new_pool();
     pool.create_volume("v", VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
     fill_volume(&media, &pool, "v");

@@ -151,6 +151,45 @@ fn a_commit_word_before_its_entries_is_found_out() {
 }
 
 #[test]
+fn a_log_that_is_emptied_before_its_words_are_durable_is_found_out() {
+    let error = grow_wrongly(|media, pool, space, extension, record| {
+        let words = pool.growth_words(space, extension, record).unwrap();
+        let log = pool.superblock.log_offset;
+        redo_log::write_for_test(media, &pool.superblock, &words);
+        let (_, commit) = redo_log::magic_and_commit(&pool.superblock);
+        let committed = media.load_word(commit).unwrap();
+        media.store_word(commit, 0).unwrap();
+        media.persist_range(log..log + 4096).unwrap();
+        store_words(media, &[(commit, committed)]);
+        // By the book up to here. Now the other way round: empty, and then the words.
+        store_words(media, &[(commit, 0)]);
+        store_words(media, &words);
+    });
+    assert!(error.contains("a look finds"), "{error}");
+}
+
+#[test]
+fn an_index_that_is_given_again_before_it_was_disowned_is_found_out() {
+    let (media, pool) = with_volume(VolumeFormat::Raw, 4);
+    media.record();
+    let slot = table::Slot(0);
+    let shrunk = pool.lock_state().volumes[&slot].record.clone();
+    let shrunk = VolumeRecord { sequence: shrunk.sequence + 1, chunks: 3, ..shrunk };
+    let grown = VolumeRecord { sequence: shrunk.sequence + 1, chunks: 4, ..shrunk.clone() };
+    let write = |record: &VolumeRecord| {
+        mirrored::write(&media, pool.superblock.volume_record_offsets(slot), &record.to_bytes()).unwrap();
+    };
+    write(&shrunk);
+    // Missing: the owner word of the chunk that it lost becomes scrub, persist.
+    let again = Run { start: ChunkId(20), chunks: 1 };
+    pool.mark(&[again], |_| table::Owner::Volume { slot, index: 3 }).unwrap();
+    write(&grown);
+    let error = verify_points(&media.take_points(), 64, &[&only(3), &only(4)], &mut Random::new(7))
+        .expect_err("the wrong order went unnoticed");
+    assert!(error.contains("are both chunk 3"), "{error}");
+}
+
+#[test]
 fn a_raw_volume_shrinks_or_not_and_what_it_loses_is_erased() {
     let (media, pool) = with_volume(VolumeFormat::Raw, 6);
     media.record();

@@ -1,8 +1,13 @@
 //! Pools as their users see them.
 
+mod campaign;
 mod crash;
+mod crash_each;
 mod crash_grow;
+mod crash_random;
+mod crash_repair;
 mod crash_resize;
+mod crash_wrong;
 mod damage;
 mod golden;
 mod hooked;

@@ -2,15 +2,12 @@
 
 use uuid::Uuid;
 
-use super::crash::{fill_volume, new_pool_with, open, say_images, verify, verify_each, volumes_of};
 use super::*;
-use crate::media::simulator::{Random, Simulator};
 use crate::pool::layout::{CHUNK_TABLE_OFFSET, LOG_OFFSET, SUPERBLOCK_OFFSETS, VOLUME_TABLE_OFFSETS};
-use crate::pool::mirrored::Copies;
-use crate::pool::repair::{Mending, mend, mend_owners, mend_superblocks, turned_back};
+use crate::pool::repair::{mend_owners, turned_back};
 use crate::pool::table::{Owner, Slot};
 
-fn entry(chunk: u32) -> u64 {
+pub(super) fn entry(chunk: u32) -> u64 {
     CHUNK_TABLE_OFFSET + u64::from(chunk) * 16
 }
 
@@ -320,87 +317,4 @@ fn what_is_no_pool_or_in_use_is_not_repaired() {
         assert!(matches!(Pool::repair(&fixture.path(), dry_run), Err(PoolError::NotAPool { .. })));
     }
     assert_eq!(fs::read(fixture.path()).unwrap(), [0x17; 8192]);
-}
-
-/// Damages a pool with a volume in chunks 2 to 4, mends it, and opens each image that a crash leaves once `again` has
-/// mended that.
-fn survives_crashes(
-    damage: impl Fn(&dyn Fn(u64, u64)),
-    mended: impl Fn(&Simulator, &Superblock) -> Vec<Mending>,
-    again: impl Fn(&Simulator, &Superblock),
-) -> usize {
-    let (media, pool) = new_pool_with(|_| {});
-    pool.create_volume("v", VolumeSize::Bytes(3 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
-    fill_volume(&media, &pool, "v");
-    let volumes = volumes_of(&pool);
-    let superblock = pool.superblock.clone();
-    damage(&|at, wrong_bits| media.store_word(at, media.load_word(at).unwrap() ^ wrong_bits).unwrap());
-    media.persist_range(0..media.len_bytes()).unwrap();
-    drop(pool);
-    media.record();
-    let mendings = mended(&media, &superblock);
-    let points = media.take_points();
-    let judge = |image: &Simulator| {
-        again(image, &superblock);
-        verify(image, &[&volumes])
-    };
-    let images = verify_each(&points, 512, &mut Random::new(8), &judge).unwrap();
-    say_images(images);
-    assert!(images > 10);
-    assert_eq!(volumes_of(&open(&media).unwrap()), volumes);
-    mendings.len()
-}
-
-#[test]
-fn a_crash_in_a_repair_leaves_what_a_repair_can_mend() {
-    let records = VOLUME_TABLE_OFFSETS;
-    let mend_it = |media: &Simulator, superblock: &Superblock| mend(media, superblock, false).unwrap();
-    // A record in halves, and a word of the pool's own.
-    let both = |flip: &dyn Fn(u64, u64)| {
-        flip(records[0] + 48, 1 << 3);
-        flip(records[1] + 64, 1 << 9);
-        flip(entry(1), 1);
-    };
-    // A word one bit off, and one that only the record explains.
-    let gap = |flip: &dyn Fn(u64, u64)| {
-        both(flip);
-        flip(entry(3), table::encode_owner(ChunkId(3), Owner::Volume { slot: Slot(0), index: 1 }));
-        flip(entry(4), 1 << 17);
-    };
-    assert_eq!(survives_crashes(gap, mend_it, |image, superblock| drop(mend_it(image, superblock))), 4);
-    // Words that are nobody's only once the gap has been filled.
-    let nobodys = |flip: &dyn Fn(u64, u64)| {
-        both(flip);
-        flip(entry(4), 1 << 17);
-        flip(entry(9), 1 << 60);
-        flip(entry(10), table::encode_owner(ChunkId(10), Owner::Free));
-    };
-    assert_eq!(survives_crashes(nobodys, mend_it, |image, superblock| drop(mend_it(image, superblock))), 5);
-}
-
-#[test]
-fn a_crash_while_superblocks_are_mended_leaves_them_or_their_parts() {
-    let [first, second] = SUPERBLOCK_OFFSETS;
-    let copies = |media: &Simulator| mirrored::read_copies(media, SUPERBLOCK_OFFSETS).unwrap();
-    let mend_it = |media: &Simulator| {
-        let merged = mirrored::merge(&copies(media)).expect("the parts are there");
-        let mending = mend_superblocks(media, &merged).unwrap();
-        mending.store(media).unwrap();
-        mending
-    };
-    let damage = |flip: &dyn Fn(u64, u64)| {
-        [first + 64, first + 88, first + 4088].iter().for_each(|at| flip(*at, !0));
-        [second + 72, second + 120].iter().for_each(|at| flip(*at, 0xff00));
-    };
-    let mended = |media: &Simulator, _: &Superblock| {
-        let mending = mend_it(media);
-        assert_eq!(mending.words.len(), 5, "words that are right are not stored: {mending:?}");
-        vec![mending]
-    };
-    let again = |image: &Simulator, _: &Superblock| {
-        if matches!(mirrored::choose(copies(image)), Copies::Lost) {
-            mend_it(image);
-        }
-    };
-    assert_eq!(survives_crashes(damage, mended, again), 1);
 }

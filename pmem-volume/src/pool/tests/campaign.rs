@@ -1,0 +1,147 @@
+//! Crash images by the hundred thousand: they are opened, counted, and found again by their numbers.
+
+use std::io::Write;
+use std::sync::Once;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::media::simulator::{CrashPoint, Random, Simulator};
+
+/// Which image to open again: `PMEM_VOLUME_CRASH_SEED=SEED[,STEP[,POINT[,IMAGE]]]`, as a failure prints it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Replay {
+    pub(super) seed: Option<u64>,
+    pub(super) step: Option<usize>,
+    point: Option<usize>,
+    image: Option<usize>,
+}
+
+impl Replay {
+    pub(super) fn from_environment() -> Self {
+        std::env::var("PMEM_VOLUME_CRASH_SEED").map_or_else(|_| Self::default(), |text| Self::parse(&text))
+    }
+
+    fn parse(text: &str) -> Self {
+        let mut numbers = text.split(',').map(|number| number.trim().parse().expect("numbers with commas"));
+        let mut next = || numbers.next();
+        let place = |number: Option<u64>| number.map(|number| number as usize);
+        Self { seed: next(), step: place(next()), point: place(next()), image: place(next()) }
+    }
+}
+
+/// How many seeds a run tries, from 1: more for a soak. A replay tries its own.
+pub(super) fn seeds(usual: u64) -> std::ops::RangeInclusive<u64> {
+    if let Some(seed) = Replay::from_environment().seed {
+        return seed..=seed;
+    }
+    let from_environment = std::env::var("PMEM_VOLUME_CRASH_SEEDS");
+    1..=from_environment.map_or(usual, |seeds| seeds.parse().expect("a number of seeds"))
+}
+
+static IMAGES: AtomicUsize = AtomicUsize::new(0);
+
+/// Adds to the total, which the test program prints as it ends, past the test harness that keeps what passing tests
+/// print to itself.
+pub(super) fn say_images(count: usize) {
+    static AT_EXIT: Once = Once::new();
+    AT_EXIT.call_once(|| {
+        // SAFETY: the function is a plain one that does not unwind: its only call that may fail is ignored.
+        unsafe { libc::atexit(print_total) };
+    });
+    IMAGES.fetch_add(count, Ordering::Relaxed);
+}
+
+extern "C" fn print_total() {
+    let _ = writeln!(std::io::stderr(), "\ncrash images opened: {}", IMAGES.load(Ordering::Relaxed));
+}
+
+/// Every so many images, a crash comes in their recovery as well.
+const RECOVERIES: usize = 16;
+/// Images of each point of such a recovery.
+const RECOVERY_BOUND: usize = 8;
+
+/// Opens every image of every point, up to `bound` of each, and returns how many. An error names point and image; the
+/// same `random` gives the same images, whatever is done with them.
+pub(super) fn verify_each(
+    points: &[CrashPoint],
+    bound: usize,
+    random: &mut Random,
+    verify: &dyn Fn(&Simulator) -> Result<(), String>,
+) -> Result<usize, String> {
+    let replay = Replay::from_environment();
+    let mut count = 0;
+    for (place, point) in points.iter().enumerate() {
+        let mut of_point = Random::new(random.below(u64::from(u32::MAX)));
+        if replay.point.is_some_and(|only| only != place) {
+            continue;
+        }
+        for (number, image) in point.images(bound, &mut of_point).into_iter().enumerate() {
+            if replay.image.is_some_and(|only| only != number) {
+                continue;
+            }
+            let failed = |error| format!("point {place}, image {number}: {error}");
+            count += 1;
+            let again = number % RECOVERIES == 0;
+            if again {
+                image.record();
+            }
+            verify(&image).map_err(failed)?;
+            if again {
+                count += verify_recovery(&image, number, verify).map_err(failed)?;
+            }
+        }
+    }
+    Ok(count)
+}
+
+fn verify_recovery(
+    recovered: &Simulator,
+    seed: usize,
+    verify: &dyn Fn(&Simulator) -> Result<(), String>,
+) -> Result<usize, String> {
+    let mut count = 0;
+    for (place, point) in recovered.take_points().iter().enumerate() {
+        let images = point.images(RECOVERY_BOUND, &mut Random::new((seed + place) as u64));
+        for (number, image) in images.iter().enumerate() {
+            count += 1;
+            verify(image).map_err(|error| {
+                format!("after a crash in recovery (point {place}, image {number}): {error}")
+            })?;
+        }
+    }
+    Ok(count)
+}
+
+#[test]
+fn a_replay_is_read_as_far_as_it_goes() {
+    let replay = |seed, step, point, image| Replay { seed, step, point, image };
+    assert_eq!(Replay::parse("7"), replay(Some(7), None, None, None));
+    assert_eq!(Replay::parse("7,3"), replay(Some(7), Some(3), None, None));
+    assert_eq!(Replay::parse("7, 3, 0, 12"), replay(Some(7), Some(3), Some(0), Some(12)));
+}
+
+/// Images of a number of stores, and the one that `replay` finds again.
+#[test]
+fn an_image_is_found_again_by_its_numbers() {
+    use crate::media::Media;
+    let points = || {
+        let media = Simulator::new(4096);
+        media.record();
+        (0..40).for_each(|word| media.store_word(word * 8, word + 1).unwrap());
+        media.take_points()
+    };
+    let words =
+        |image: &Simulator| (0..40).map(|word| image.load_word(word * 8).unwrap()).collect::<Vec<_>>();
+    let seen = || {
+        let seen = std::sync::Mutex::new(Vec::new());
+        let keep = |image: &Simulator| {
+            seen.lock().unwrap().push(words(image));
+            Ok(())
+        };
+        verify_each(&points(), 50, &mut Random::new(5), &keep).unwrap();
+        seen.into_inner().unwrap()
+    };
+    assert_eq!(seen(), seen());
+    let wrong = |image: &Simulator| if words(image)[7] == 8 { Err("seven".to_owned()) } else { Ok(()) };
+    let error = verify_each(&points(), 50, &mut Random::new(5), &wrong).unwrap_err();
+    assert!(error.starts_with("point 0, image ") && error.ends_with(": seven"), "{error}");
+}

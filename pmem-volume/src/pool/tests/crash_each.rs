@@ -1,0 +1,124 @@
+//! Crashes in each operation by itself, with as many images of each as are worth their time: all that there are, or
+//! the bound's number of samples.
+
+use std::collections::BTreeMap;
+
+use super::campaign::{say_images, verify_each};
+use super::crash::{fill_memory, fill_volume, new_pool_of, open, verify_marked, volumes_of};
+use super::*;
+use crate::media::simulator::{Random, Simulator};
+use crate::pool::table::{Owner, Slot, encode_owner};
+
+const CHUNKS: u32 = 30;
+const BOUND: usize = 600;
+
+/// A pool with something of everything: raw volumes `v` and `w`, a BTT volume `b`, and lent memory.
+struct Start {
+    media: Simulator,
+    pool: Arc<Pool>,
+    lent: Vec<Extent>,
+}
+
+impl Start {
+    fn new() -> Self {
+        let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 4);
+        for (name, chunks, format) in
+            [("v", 3, VolumeFormat::Raw), ("b", 9, VolumeFormat::Btt), ("w", 1, VolumeFormat::Raw)]
+        {
+            pool.create_volume(name, bytes(chunks), format).unwrap();
+        }
+        ["v", "w"].iter().for_each(|name| fill_volume(&media, &pool, name));
+        let lent = pool.alloc_memory(3 * CHUNK_BYTES).unwrap();
+        fill_memory(&media, &lent);
+        Self { media, pool, lent }
+    }
+}
+
+fn bytes(chunks: u64) -> VolumeSize {
+    VolumeSize::Bytes(chunks * CHUNK_BYTES)
+}
+
+type Operation = fn(&Start);
+
+/// What is done, with the images that it must at least have: fewer say that the simulator saw less than there is.
+const OPERATIONS: [(&str, Operation, usize); 15] = [
+    ("lend", |s| fill_memory(&s.media, &s.pool.alloc_memory(5 * CHUNK_BYTES).unwrap()), 1200),
+    ("take back", |s| s.pool.free_memory(&s.lent).unwrap(), 600),
+    ("take a part back", |s| s.pool.free_memory(&[Extent::chunk(s.lent[0].start)]).unwrap(), 400),
+    ("make a raw volume", |s| make(s, "x", 2, VolumeFormat::Raw), 2500),
+    ("make a BTT volume", |s| make(s, "x", 9, VolumeFormat::Btt), 4000),
+    ("delete a volume", |s| s.pool.delete_volume("v").unwrap(), 3000),
+    ("delete a BTT volume", |s| s.pool.delete_volume("b").unwrap(), 4000),
+    ("delete and make", delete_and_make, 5000),
+    ("rename", |s| drop(s.pool.rename_volume("v", "a-longer-name").unwrap()), 1800),
+    ("grow a raw volume", |s| drop(s.pool.resize_volume("v", bytes(7), Shrink::Refuse).unwrap()), 2000),
+    ("shrink a raw volume", |s| drop(s.pool.resize_volume("v", bytes(1), Shrink::Allow).unwrap()), 2000),
+    ("grow a BTT volume", |s| drop(s.pool.resize_volume("b", bytes(18), Shrink::Refuse).unwrap()), 4500),
+    ("open after a crash", |s| drop(open(&s.media).unwrap()), 700),
+    ("open after much", open_after_much, 800),
+    ("grow the pool", grow_the_pool, 1000),
+];
+
+fn make(start: &Start, name: &str, chunks: u64, format: VolumeFormat) {
+    start.pool.create_volume(name, bytes(chunks), format).unwrap();
+}
+
+/// The new volume gets the slot of the old one, and its chunks.
+fn delete_and_make(start: &Start) {
+    start.pool.delete_volume("v").unwrap();
+    make(start, "x", 3, VolumeFormat::Raw);
+}
+
+/// Everything at once that opening puts right: copies that differ, a wear word, memory, left-overs.
+fn open_after_much(start: &Start) {
+    let (media, superblock) = (&start.media, &start.pool.superblock);
+    let flip = |at: u64| media.store_word(at, media.load_word(at).unwrap() ^ 1 << 40).unwrap();
+    flip(layout::SUPERBLOCK_OFFSETS[1] + 72);
+    flip(superblock.volume_record_offsets(Slot(0))[0] + 64);
+    let entry = |chunk: u32| layout::CHUNK_TABLE_OFFSET + u64::from(chunk) * layout::CHUNK_ENTRY_BYTES;
+    flip(entry(4) + 8);
+    let left = [Owner::Volume { slot: Slot(0), index: 3 }, Owner::Volume { slot: Slot(3), index: 0 }];
+    for (chunk, owner) in (20..).map(ChunkId).zip(left) {
+        media.store_word(entry(chunk.0), encode_owner(chunk, owner)).unwrap();
+        media.store_word(chunk.offset_bytes() + 8, 7).unwrap();
+    }
+    media.persist_range(0..media.len_bytes()).unwrap();
+    // What was damaged before is no matter of the crash.
+    media.take_points();
+    media.record();
+    drop(open(media).unwrap());
+}
+
+fn grow_the_pool(start: &Start) {
+    let pool = open(&start.media).unwrap();
+    let size_bytes = u64::from(CHUNKS + 3) * CHUNK_BYTES;
+    let new = grow::plan(&pool.superblock, size_bytes).unwrap();
+    let grown =
+        grow::carry_out(&start.media, &pool.superblock, &new, |media| Ok(media.grown(size_bytes))).unwrap();
+    drop(open(&grown).unwrap());
+}
+
+#[test]
+fn every_operation_survives_a_crash_at_every_persist() {
+    for (seed, (what, operation, least)) in OPERATIONS.into_iter().enumerate() {
+        let start = Start::new();
+        let before = volumes_of(&start.pool);
+        let marked: BTreeMap<_, _> =
+            start.pool.volumes().iter().map(|v| (v.uuid, (v.size_bytes / CHUNK_BYTES) as u32)).collect();
+        start.media.record();
+        operation(&start);
+        let points = start.media.take_points();
+        let after = volumes_of(&open(&start.media).unwrap());
+        let mut allowed = vec![&before, &after];
+        // Between a deletion and what follows it.
+        let without: BTreeMap<_, _> = before.clone().into_iter().filter(|(name, _)| name != "v").collect();
+        if what == "delete and make" {
+            allowed.push(&without);
+        }
+        let judge = |image: &Simulator| verify_marked(image, &allowed, &marked);
+        let images = verify_each(&points, BOUND, &mut Random::new(seed as u64), &judge)
+            .unwrap_or_else(|error| panic!("{what}: {error}"));
+        say_images(images);
+        assert!(images >= least, "{what}: only {images} images");
+    }
+}

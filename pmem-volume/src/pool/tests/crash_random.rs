@@ -1,0 +1,194 @@
+//! Crashes in random sequences of operations.
+
+use std::collections::BTreeMap;
+
+use uuid::Uuid;
+
+use super::campaign::{Replay, say_images, seeds, verify_each};
+use super::crash::{fill_memory, fill_volume_from, new_pool_of, open, verify_marked, volumes_of};
+use super::*;
+use crate::media::simulator::{Random, Simulator};
+
+const STEPS: usize = 50;
+const SEEDS: u64 = 24;
+const BOUND: usize = 32;
+/// Of a pool that has raw volumes alone.
+const CHUNKS: u32 = 14;
+/// The smallest BTT volume, and that with a second arena.
+const BTT_CHUNKS: [u64; 2] = [9, 18];
+/// Every so many seeds, the pool is large enough for BTT volumes.
+const BTT_SEEDS: u64 = 6;
+const BTT_POOL_CHUNKS: u32 = 28;
+/// How much a pool grows in a sequence.
+const MORE_CHUNKS: u64 = 6;
+
+/// A pool, and what is known of it.
+struct World {
+    media: Simulator,
+    pool: Arc<Pool>,
+    lent: Vec<Extent>,
+    /// Chunks of each volume that have content.
+    marked: BTreeMap<Uuid, u32>,
+    first_chunks: u32,
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let chunks = if seed.is_multiple_of(BTT_SEEDS) { BTT_POOL_CHUNKS } else { CHUNKS };
+        let (media, pool) = new_pool_of(chunks, |_| {});
+        Self { media, pool, lent: vec![], marked: BTreeMap::new(), first_chunks: chunks }
+    }
+
+    fn pick_volume(&self, random: &mut Random) -> Option<VolumeInfo> {
+        let mut volumes = self.pool.volumes();
+        (!volumes.is_empty()).then(|| volumes.swap_remove(random.below(volumes.len() as u64) as usize))
+    }
+
+    /// Does one random thing, and says what. What is refused, because the pool is full, a name is taken or the like,
+    /// is ordinary.
+    fn step(&mut self, random: &mut Random) -> &'static str {
+        match random.below(12) {
+            0..=2 => self.lend(random),
+            3 => self.take_back(random),
+            4 => self.take_a_chunk_back(random),
+            5 | 6 => self.create(random),
+            7 => self.delete(random),
+            8 => self.rename(random),
+            9 => self.resize(random),
+            10 => self.reopen(),
+            _ => self.grow(),
+        }
+    }
+
+    fn lend(&mut self, random: &mut Random) -> &'static str {
+        if let Ok(extents) = self.pool.alloc_memory((random.below(5) + 1) * CHUNK_BYTES) {
+            fill_memory(&self.media, &extents);
+            self.lent.extend(extents);
+        }
+        "lend"
+    }
+
+    fn take_back(&mut self, random: &mut Random) -> &'static str {
+        let count = random.below(self.lent.len() as u64 + 1) as usize;
+        let back: Vec<_> = self.lent.drain(..count).collect();
+        self.pool.free_memory(&back).unwrap();
+        "take back"
+    }
+
+    fn take_a_chunk_back(&mut self, random: &mut Random) -> &'static str {
+        if !self.lent.is_empty() {
+            let extent = self.lent.swap_remove(random.below(self.lent.len() as u64) as usize);
+            let mut chunks: Vec<_> = extent.run().ids().map(Extent::chunk).collect();
+            let back = chunks.swap_remove(random.below(chunks.len() as u64) as usize);
+            self.pool.free_memory(&[back]).unwrap();
+            self.lent.extend(chunks);
+        }
+        "take a chunk back"
+    }
+
+    fn create(&mut self, random: &mut Random) -> &'static str {
+        let name = format!("v{}", random.below(4));
+        let with_btt = self.first_chunks == BTT_POOL_CHUNKS && random.below(2) == 0;
+        let (chunks, format) = match with_btt {
+            true => (BTT_CHUNKS[0], VolumeFormat::Btt),
+            false => (random.below(4) + 1, VolumeFormat::Raw),
+        };
+        let _ = self.pool.create_volume(&name, VolumeSize::Bytes(chunks * CHUNK_BYTES), format);
+        "create"
+    }
+
+    fn delete(&mut self, random: &mut Random) -> &'static str {
+        if let Some(volume) = self.pick_volume(random) {
+            self.pool.delete_volume(&volume.name).unwrap();
+        }
+        "delete"
+    }
+
+    fn rename(&mut self, random: &mut Random) -> &'static str {
+        if let Some(volume) = self.pick_volume(random) {
+            let _ = self.pool.rename_volume(&volume.name, &format!("v{}", random.below(4)));
+        }
+        "rename"
+    }
+
+    fn resize(&mut self, random: &mut Random) -> &'static str {
+        if let Some(volume) = self.pick_volume(random) {
+            let chunks = match volume.format {
+                VolumeFormat::Raw => random.below(6) + 1,
+                VolumeFormat::Btt => BTT_CHUNKS[1],
+            };
+            let size = VolumeSize::Bytes(chunks * CHUNK_BYTES);
+            let _ = self.pool.resize_volume(&volume.name, size, Shrink::Allow);
+        }
+        "resize"
+    }
+
+    /// As after the death of the process: what was lent is given up.
+    fn reopen(&mut self) -> &'static str {
+        self.lent.clear();
+        self.pool = open(&self.media).unwrap();
+        "open"
+    }
+
+    /// As [`Pool::grow`] does it.
+    fn grow(&mut self) -> &'static str {
+        self.reopen();
+        let size_bytes = self.pool.superblock.size_bytes() + CHUNK_BYTES;
+        if size_bytes > (u64::from(self.first_chunks) + MORE_CHUNKS) * CHUNK_BYTES {
+            return "open";
+        }
+        let new = grow::plan(&self.pool.superblock, size_bytes).unwrap();
+        let lengthen = |media: &Simulator| Ok(media.grown(size_bytes));
+        self.media = grow::carry_out(&self.media, &self.pool.superblock, &new, lengthen).unwrap();
+        self.pool = open(&self.media).unwrap();
+        "grow"
+    }
+
+    /// Content for what volumes were just given: it is no matter of the operation that gave it.
+    fn fill_new(&mut self) {
+        let mut marked = BTreeMap::new();
+        for volume in self.pool.volumes().iter().filter(|volume| volume.format == VolumeFormat::Raw) {
+            let chunks = (volume.size_bytes / CHUNK_BYTES) as u32;
+            let had = self.marked.get(&volume.uuid).map_or(0, |had| *had);
+            if had < chunks {
+                fill_volume_from(&self.media, &self.pool, &volume.name, had);
+            }
+            marked.insert(volume.uuid, chunks);
+        }
+        self.marked = marked;
+    }
+}
+
+#[test]
+fn random_operations_survive_a_crash_at_every_persist() {
+    let replay = Replay::from_environment();
+    let mut images = 0;
+    for seed in seeds(SEEDS) {
+        let mut random = Random::new(seed);
+        let mut world = World::new(seed);
+        for step in 0..STEPS {
+            let before = volumes_of(&world.pool);
+            world.media.record();
+            let what = world.step(&mut random);
+            let points = world.media.take_points();
+            let after = volumes_of(&world.pool);
+            if replay.step.is_none_or(|only| only == step) {
+                let judge = |image: &Simulator| verify_marked(image, &[&before, &after], &world.marked);
+                // Of its own, so that this step alone opens the same images.
+                let mut of_step = Random::new(seed << 16 | step as u64);
+                images += verify_each(&points, BOUND, &mut of_step, &judge).unwrap_or_else(|error| {
+                    panic!(
+                        "seed {seed}, step {step} ({what}), {error}\n\
+                         PMEM_VOLUME_CRASH_SEED=SEED,STEP,POINT,IMAGE opens it again"
+                    )
+                });
+            }
+            world.fill_new();
+        }
+    }
+    say_images(images);
+    if replay == Replay::default() {
+        let expected = 2000 * seeds(SEEDS).count();
+        assert!(images > expected, "only {images} images: the simulator sees too little");
+    }
+}

@@ -1,0 +1,164 @@
+//! Crashes in a repair: what it leaves is mended by another, to what the first would have made of it.
+
+use super::campaign::{say_images, verify_each};
+use super::crash::{Volumes, fill_volume, new_pool_of, new_pool_with, open, verify, volumes_of};
+use super::repair::entry;
+use super::*;
+use crate::media::simulator::{Random, Simulator};
+use crate::pool::layout::{LOG_OFFSET, SUPERBLOCK_OFFSETS, VOLUME_TABLE_OFFSETS};
+use crate::pool::mirrored::Copies;
+use crate::pool::repair::{Mending, mend, mend_superblocks};
+use crate::pool::table::{Owner, Slot};
+
+/// Damages a pool with a volume in chunks 2 to 4, mends it, and opens each image that a crash leaves once `again` has
+/// mended that.
+fn survives_crashes(
+    damage: impl Fn(&dyn Fn(u64, u64)),
+    mended: impl Fn(&Simulator, &Superblock) -> Vec<Mending>,
+    again: impl Fn(&Simulator, &Superblock),
+) -> usize {
+    let (media, pool) = new_pool_with(|_| {});
+    pool.create_volume("v", VolumeSize::Bytes(3 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+    fill_volume(&media, &pool, "v");
+    let volumes = volumes_of(&pool);
+    let superblock = pool.superblock.clone();
+    damage(&|at, wrong_bits| media.store_word(at, media.load_word(at).unwrap() ^ wrong_bits).unwrap());
+    media.persist_range(0..media.len_bytes()).unwrap();
+    drop(pool);
+    media.record();
+    let mendings = mended(&media, &superblock);
+    let points = media.take_points();
+    let judge = |image: &Simulator| {
+        again(image, &superblock);
+        verify(image, &[&volumes])
+    };
+    let images = verify_each(&points, 512, &mut Random::new(8), &judge).unwrap();
+    say_images(images);
+    assert!(images > 10);
+    assert_eq!(volumes_of(&open(&media).unwrap()), volumes);
+    mendings.len()
+}
+
+#[test]
+fn a_crash_in_a_repair_leaves_what_a_repair_can_mend() {
+    let records = VOLUME_TABLE_OFFSETS;
+    let mend_it = |media: &Simulator, superblock: &Superblock| mend(media, superblock, false).unwrap();
+    // A record in halves, and a word of the pool's own.
+    let both = |flip: &dyn Fn(u64, u64)| {
+        flip(records[0] + 48, 1 << 3);
+        flip(records[1] + 64, 1 << 9);
+        flip(entry(1), 1);
+    };
+    // A word one bit off, and one that only the record explains.
+    let gap = |flip: &dyn Fn(u64, u64)| {
+        both(flip);
+        flip(entry(3), table::encode_owner(ChunkId(3), Owner::Volume { slot: Slot(0), index: 1 }));
+        flip(entry(4), 1 << 17);
+    };
+    assert_eq!(survives_crashes(gap, mend_it, |image, superblock| drop(mend_it(image, superblock))), 4);
+    // Words that are nobody's only once the gap has been filled.
+    let nobodys = |flip: &dyn Fn(u64, u64)| {
+        both(flip);
+        flip(entry(4), 1 << 17);
+        flip(entry(9), 1 << 60);
+        flip(entry(10), table::encode_owner(ChunkId(10), Owner::Free));
+    };
+    assert_eq!(survives_crashes(nobodys, mend_it, |image, superblock| drop(mend_it(image, superblock))), 5);
+}
+
+#[test]
+fn a_crash_while_superblocks_are_mended_leaves_them_or_their_parts() {
+    let [first, second] = SUPERBLOCK_OFFSETS;
+    let copies = |media: &Simulator| mirrored::read_copies(media, SUPERBLOCK_OFFSETS).unwrap();
+    let mend_it = |media: &Simulator| {
+        let merged = mirrored::merge(&copies(media)).expect("the parts are there");
+        let mending = mend_superblocks(media, &merged).unwrap();
+        mending.store(media).unwrap();
+        mending
+    };
+    let damage = |flip: &dyn Fn(u64, u64)| {
+        [first + 64, first + 88, first + 4088].iter().for_each(|at| flip(*at, !0));
+        [second + 72, second + 120].iter().for_each(|at| flip(*at, 0xff00));
+    };
+    let mended = |media: &Simulator, _: &Superblock| {
+        let mending = mend_it(media);
+        assert_eq!(mending.words.len(), 5, "words that are right are not stored: {mending:?}");
+        vec![mending]
+    };
+    let again = |image: &Simulator, _: &Superblock| {
+        if matches!(mirrored::choose(copies(image)), Copies::Lost) {
+            mend_it(image);
+        }
+    };
+    assert_eq!(survives_crashes(damage, mended, again), 1);
+}
+
+const CHUNKS: u32 = 16;
+const DAMAGES: u64 = 250;
+
+/// Damages a few words, in ways that a repair knows and in others.
+fn damage_something(media: &Simulator, random: &mut Random) {
+    let flip = |at: u64, bits: u64| media.store_word(at, media.load_word(at).unwrap() ^ bits).unwrap();
+    for _ in 0..random.below(5) + 1 {
+        let bit = 1 << random.below(64);
+        let chunk = random.below(u64::from(CHUNKS)) as u32;
+        let record = VOLUME_TABLE_OFFSETS[random.below(2) as usize] + random.below(3) * 256;
+        match random.below(8) {
+            0..=2 => flip(entry(chunk), bit),
+            3 => media.store_word(entry(chunk), 0).unwrap(),
+            4 => flip(entry(chunk) + 8, bit),
+            5 | 6 => flip(record + random.below(32) * 8, bit),
+            _ => flip(LOG_OFFSET + random.below(2) * 24, bit),
+        }
+    }
+    media.persist_range(0..media.len_bytes()).unwrap();
+}
+
+/// The media as it is, as another.
+fn copy_of(media: &Simulator) -> Simulator {
+    media.record();
+    let now = media.take_points().pop().expect("one for now");
+    now.images(1, &mut Random::new(0)).pop().expect("an image")
+}
+
+/// Repairs, opens, and says what there is then, if it opens.
+fn repaired(media: &Simulator, superblock: &Superblock) -> Result<Volumes, String> {
+    mend(media, superblock, false).map_err(|error| error.to_string())?;
+    open(media).map(|pool| volumes_of(&pool)).map_err(|error| error.to_string())
+}
+
+#[test]
+fn a_crash_in_the_repair_of_random_damage_changes_nothing_of_its_outcome() {
+    let (mut images, mut mended, mut left) = (0, 0, 0);
+    for seed in 1..=DAMAGES {
+        let mut random = Random::new(seed);
+        let (media, pool) = new_pool_of(CHUNKS, |_| {});
+        for (name, chunks) in [("v", 3), ("w", 2)] {
+            let size = VolumeSize::Bytes(chunks * CHUNK_BYTES);
+            pool.create_volume(name, size, VolumeFormat::Raw).unwrap();
+            fill_volume(&media, &pool, name);
+        }
+        let superblock = pool.superblock.clone();
+        drop(pool);
+        damage_something(&media, &mut random);
+        let outcome = repaired(&copy_of(&media), &superblock);
+        *if outcome.is_ok() { &mut mended } else { &mut left } += 1;
+        media.record();
+        let _ = repaired(&media, &superblock);
+        let points = media.take_points();
+        let judge = |image: &Simulator| match (repaired(image, &superblock), &outcome) {
+            (Ok(volumes), Ok(expected)) if volumes == *expected && volumes.len() == 2 => {
+                verify(image, &[expected])
+            }
+            // A volume that lacks a chunk, or that is damaged, cannot be looked at: the rest is as it should be.
+            (Ok(volumes), Ok(expected)) if volumes == *expected => Ok(()),
+            (Err(_), Err(_)) => Ok(()),
+            (now, expected) => Err(format!("{now:?} and without a crash {expected:?}")),
+        };
+        images += verify_each(&points, 64, &mut random, &judge)
+            .unwrap_or_else(|error| panic!("damage {seed}, {error}"));
+    }
+    say_images(images);
+    assert!(images > 2000, "only {images} images");
+    assert!(mended > 50 && left > 20, "{mended} mended and {left} left: one of them is hardly tried");
+}

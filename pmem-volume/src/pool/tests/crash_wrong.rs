@@ -1,0 +1,94 @@
+//! Wrong orders, of each commit protocol that has none of its own elsewhere: as long as these are found out, the tests
+//! of the right ones prove something.
+
+use uuid::Uuid;
+
+use super::crash::{Volumes, fill_memory, must_be_found_out, new_pool_of, open, verify_each, verify_points};
+use super::*;
+use crate::btt;
+use crate::media::simulator::{Random, Simulator};
+use crate::pool::table::{Owner, Slot};
+use crate::pool::volume::{Space, volume_extents};
+use crate::pool::volume_record::{VolumeRecord, empty_record};
+
+fn record_of(slot: Slot, name: &str, format: VolumeFormat, chunks: u32) -> VolumeRecord {
+    VolumeRecord {
+        sequence: 10,
+        slot,
+        name: name.parse().unwrap(),
+        uuid: Uuid::from_u128(5),
+        format,
+        thin: false,
+        chunks,
+        created_unix_s: 1,
+    }
+}
+
+fn write_record(media: &Simulator, pool: &Pool, record: &VolumeRecord) {
+    mirrored::write(media, pool.superblock.volume_record_offsets(record.slot), &record.to_bytes()).unwrap();
+}
+
+#[test]
+fn a_slot_that_is_used_again_before_its_chunks_are_disowned_is_found_out() {
+    let error = must_be_found_out(|media, pool| {
+        let slot = Slot(0);
+        mirrored::write(media, pool.superblock.volume_record_offsets(slot), &empty_record(slot, 9)).unwrap();
+        // Missing: its owner words become scrub, persist.
+        let run = Run { start: ChunkId(8), chunks: 2 };
+        pool.mark(&[run], |index| Owner::Volume { slot, index }).unwrap();
+        write_record(media, pool, &record_of(slot, "v", VolumeFormat::Raw, 2));
+    });
+    assert!(error.contains("are both chunk"), "{error}");
+}
+
+#[test]
+fn a_btt_volume_whose_record_comes_before_its_format_is_found_out() {
+    const PLACE: u32 = 9;
+    let (media, pool) = new_pool_of(14, |_| {});
+    media.record();
+    let (slot, run) = (Slot(0), Run { start: ChunkId(3), chunks: PLACE });
+    pool.mark(&[run], |index| Owner::Volume { slot, index }).unwrap();
+    let record = record_of(slot, "b", VolumeFormat::Btt, PLACE);
+    write_record(&media, &pool, &record);
+    let layout = btt::Layout::new(record.size_bytes(), btt::SECTOR_BYTES, record.uuid).unwrap();
+    layout.format(&Space { media: &media, extents: &volume_extents(&[run]) }).unwrap();
+    let allowed = [&Volumes::new(), &Volumes::from([("b".to_owned(), PLACE)])];
+    let error = verify_points(&media.take_points(), 64, &allowed, &mut Random::new(4))
+        .expect_err("the wrong order went unnoticed");
+    assert!(error.contains("BTT of b"), "{error}");
+}
+
+/// What opening does with chunks that a crash left lent, in the wrong order.
+#[test]
+fn an_open_that_frees_before_it_has_erased_is_found_out() {
+    let (media, pool) = new_pool_of(14, |_| {});
+    let lent = pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
+    fill_memory(&media, &lent);
+    media.persist_range(0..media.len_bytes()).unwrap();
+    let runs: Vec<Run> = lent.iter().map(|extent| extent.run()).collect();
+    media.record();
+    for chunk in runs.iter().flat_map(|run| run.ids()) {
+        pool.table.set_owner(&media, chunk, Owner::Free).unwrap();
+    }
+    pool.persist_entries(&runs).unwrap();
+    media.erase(&runs.iter().map(|run| run.byte_range()).collect::<Vec<_>>()).unwrap();
+    let error = verify_points(&media.take_points(), 64, &[&Volumes::new()], &mut Random::new(4))
+        .expect_err("the wrong order went unnoticed");
+    assert!(error.contains("old content"), "{error}");
+}
+
+/// What opening does with superblocks of which one is damaged, had it no order: both are written at once.
+#[test]
+fn an_open_that_writes_the_good_superblock_as_well_is_found_out() {
+    let (media, pool) = new_pool_of(14, |_| {});
+    media.record();
+    let newer = Superblock { sequence: pool.superblock.sequence + 1, ..pool.superblock.clone() };
+    for at in layout::SUPERBLOCK_OFFSETS {
+        media.store(at, zerocopy::IntoBytes::as_bytes(&newer.to_bytes())).unwrap();
+        // Missing: persist, before the other copy is touched.
+    }
+    let opens = |image: &Simulator| open(image).map(drop).map_err(|error| error.to_string());
+    let error = verify_each(&media.take_points(), 64, &mut Random::new(4), &opens)
+        .expect_err("the wrong order went unnoticed");
+    assert!(error.contains("both superblocks are damaged"), "{error}");
+}
