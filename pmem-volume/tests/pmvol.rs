@@ -116,6 +116,27 @@ fn wrong_arguments_are_named_and_nothing_is_made() {
 }
 
 #[test]
+fn a_pool_says_whether_it_is_thin_and_what_a_device_is_needed_for() {
+    let folder = Folder::new();
+    folder.fail(&["create", "pool"], &["--size", "pool", "a file needs a size"]);
+    folder.fail(&["create", "/dev/null"], &["/dev/null", "`mem`", "devdax"]);
+    folder.fail(&["info", "/dev/null"], &["/dev/null", "`mem`", "devdax"]);
+    folder.succeed(&["create", "pool", "--size", "64M", "--thin"]);
+    assert_eq!(folder.json(&["info", "pool", "--json"])["thin"], true);
+    assert!(folder.succeed(&["info", "pool"]).contains("thin         yes"));
+    folder.fail(&["grow", "pool"], &["--size", "a file needs a size"]);
+    let disk = tempfile::TempDir::new_in(std::env::current_dir().unwrap()).unwrap();
+    for (name, thin) in [("thick", false), ("thin", true)] {
+        let path = disk.path().join(name);
+        let path = path.to_str().unwrap();
+        let flag: &[&str] = if thin { &["--thin"] } else { &[] };
+        folder.succeed(&[&["create", path, "--size", "16M"], flag].concat());
+        let info = folder.json(&["info", path, "--json"]);
+        assert_eq!(info["thin"], thin || info["durability"] == "volatile");
+    }
+}
+
+#[test]
 fn a_pool_in_use_can_be_looked_at_and_not_changed() {
     let folder = Folder::new();
     let pool = pmem_volume::Pool::create(&folder.path("pool"), 64 << 20, 0).unwrap();

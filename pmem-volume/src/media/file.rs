@@ -1,4 +1,4 @@
-//! Media in a file that is mapped shared.
+//! Media in a file or device that is mapped shared.
 
 use std::fs::File;
 use std::io;
@@ -12,12 +12,20 @@ use thiserror::Error;
 
 use super::flush::{self, LineFlush};
 use super::guarded::{Guard, PageLost};
+use super::place::Place;
 use super::{Durability, Media, MediaError, assert_inside, coalesce, page_cache};
+use crate::CHUNK_BYTES;
+
+/// Hears how many bytes of how many are done.
+pub(crate) type Progress<'a> = &'a mut dyn FnMut(u64, u64);
+
+/// Between two reports of progress a slow disk needs less than a second.
+const ERASE_STEP_BYTES: u64 = 32 * CHUNK_BYTES;
 
 /// Pages are what msync() and sync_file_range() count in.
 const PAGE_BYTES: u64 = 4096;
 
-/// A file mapped from end to end with MAP_SHARED.
+/// A file or device mapped from end to end with MAP_SHARED.
 ///
 /// The whole file is one mapping, so that a ranged msync() is one ranged fsync however the guest's own mappings of
 /// the same file are cut up. Mapping costs address space only; the pages that this process touches through it are
@@ -26,7 +34,10 @@ pub struct FileMedia {
     file: File,
     map: NonNull<u8>,
     len_bytes: u64,
+    place: Place,
     durability: Durability,
+    /// Keeps holes where nothing is: erasing gives blocks back to the file system.
+    is_thin: bool,
     line_flush: LineFlush,
     writable: bool,
     guard: Guard,
@@ -57,25 +68,33 @@ impl FileMedia {
             length_bytes: len_bytes,
             source,
         };
+        let place = Place::of(&file).map_err(|e| failed("a look", io::Error::other(e)))?;
         // MAP_SYNC succeeds only where a mapped store is durable once it has left the CPU's caches (Linux
         // Documentation/filesystems/dax.rst); everywhere else it is EOPNOTSUPP, or EINVAL before MAP_SHARED_VALIDATE.
-        let (map, durability) = match map_shared(&file, len_bytes, writable, libc::MAP_SYNC) {
-            Ok(map) => (map, Durability::DaxSync),
-            Err(_) => {
-                let map = map_shared(&file, len_bytes, writable, 0).map_err(|e| failed("mmap", e))?;
-                let durability = match is_volatile(&file) {
-                    Ok(true) => Durability::Volatile,
-                    Ok(false) => Durability::PageCache,
-                    Err(source) => {
-                        unmap(map, len_bytes);
-                        return Err(failed("fstatfs", source));
-                    }
-                };
-                (map, durability)
-            }
+        // devdax takes it for volatile memory, too.
+        let (map, is_synchronous) = match map_shared(&file, len_bytes, writable, libc::MAP_SYNC) {
+            Ok(map) => (map, true),
+            Err(_) => (map_shared(&file, len_bytes, writable, 0).map_err(|e| failed("mmap", e))?, false),
+        };
+        let durability = match is_synchronous {
+            _ if place.is_volatile() => Durability::Volatile,
+            true => Durability::DaxSync,
+            false => Durability::PageCache,
         };
         let (line_flush, guard) = (LineFlush::detect(), Guard::new());
-        Ok(Self { file, map, len_bytes, durability, line_flush, writable, guard })
+        let is_thin = false;
+        Ok(Self { file, map, len_bytes, place, durability, is_thin, line_flush, writable, guard })
+    }
+
+    /// From now on, erasing a file on a disk makes holes. Other places are thin by nature, or never.
+    pub(crate) fn thin(mut self, is_thin: bool) -> Self {
+        self.is_thin = is_thin;
+        self
+    }
+
+    /// Where it lies.
+    pub(crate) fn place(&self) -> Place {
+        self.place
     }
 
     /// The file, for mappings of its own: guests' memory and volumes.
@@ -83,13 +102,42 @@ impl FileMedia {
         &self.file
     }
 
-    /// Makes the file longer, durably, and maps it anew. What is new reads as zeros. This media stays as it is.
-    pub(crate) fn grown(&self, len_bytes: u64) -> io::Result<Self> {
+    /// The same file or device with more of it, durably. What is new reads as zeros. This media stays as it is.
+    ///
+    /// A file becomes longer; of a device, which has its length already, the new part is erased.
+    pub(crate) fn grown(&self, len_bytes: u64, progress: Progress<'_>) -> io::Result<Self> {
         assert!(len_bytes > self.len_bytes);
-        allocate(&self.file, self.len_bytes..len_bytes)?;
-        self.file.sync_all()?;
+        if !self.place.is_device() {
+            allocate(&self.file, self.len_bytes..len_bytes, self.is_thin)?;
+            self.file.sync_all()?;
+        }
         // The same open file, and so the same lock.
-        Self::new(self.file.try_clone()?, len_bytes, self.writable).map_err(io::Error::other)
+        let grown = Self::new(self.file.try_clone()?, len_bytes, self.writable).map_err(io::Error::other)?;
+        let grown = grown.thin(self.is_thin);
+        if self.place.is_device() {
+            grown.erase_in_steps(self.len_bytes..len_bytes, progress).map_err(io::Error::other)?;
+        }
+        Ok(grown)
+    }
+
+    /// Erases a large range, durably and in its order, and says after each step how much of it is done. Whoever does
+    /// not come back from `progress` leaves the rest as it was.
+    pub(crate) fn erase_in_steps(&self, range: Range<u64>, progress: Progress<'_>) -> Result<(), MediaError> {
+        let total_bytes = range.end - range.start;
+        let mut at = range.start;
+        while at < range.end {
+            let end = range.end.min(at + ERASE_STEP_BYTES);
+            self.erase(std::slice::from_ref(&(at..end)))?;
+            at = end;
+            progress(at - range.start, total_bytes);
+        }
+        Ok(())
+    }
+
+    /// Gives a range of a thin file its blocks: what this process itself stores to must not find the disk full. The
+    /// range has none yet.
+    pub(crate) fn reserve(&self, range: &Range<u64>) -> io::Result<()> {
+        if self.is_thin && self.place == Place::Disk { take_blocks(&self.file, range) } else { Ok(()) }
     }
 
     fn pointer(&self, offset_bytes: u64, length_bytes: u64) -> *mut u8 {
@@ -167,10 +215,12 @@ impl FileMedia {
         Ok(())
     }
 
-    /// Zeroes in place: as unwritten extents where the file system has them, with zeros where not.
-    fn erase_on_disk(&self, range: &Range<u64>) -> Result<(), MediaError> {
-        let mode = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
-        match page_cache::fallocate(&self.file, mode, range) {
+    /// Gives the blocks back, or zeroes in place: as unwritten extents where the file system has them, by the device
+    /// where it can, with zeros where not. The page cache, and every mapping of it, follows: a device's kernel drops
+    /// the pages first (Linux block/fops.c, blkdev_fallocate).
+    fn erase_by_kernel(&self, range: &Range<u64>) -> Result<(), MediaError> {
+        let what = if self.is_thin { libc::FALLOC_FL_PUNCH_HOLE } else { libc::FALLOC_FL_ZERO_RANGE };
+        match page_cache::fallocate(&self.file, what | libc::FALLOC_FL_KEEP_SIZE, range) {
             Ok(()) => Ok(()),
             Err(error) if is_unsupported(&error) => {
                 write_zeros(&self.file, range).map_err(|source| io_error("zeroing", range, source))
@@ -197,9 +247,17 @@ impl Media for FileMedia {
 
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         assert_inside(offset_bytes, into.len() as u64, self.len_bytes);
+        let length_bytes = into.len() as u64;
+        if matches!(self.place, Place::DevDax { .. }) {
+            let pointer = self.pointer(offset_bytes, length_bytes);
+            // SAFETY: the source is inside the mapping; the destination is ordinary memory, so they do not overlap.
+            // Torn reads of what others store meanwhile are allowed (contract of `Media`).
+            return unsafe { self.guard.copy(into.as_mut_ptr(), pointer, into.len()) }
+                .map_err(|PageLost| self.lost("read", offset_bytes, length_bytes));
+        }
         // pread() and not the mapping: a read of a hole in tmpfs through a mapping would allocate its pages, and an
-        // I/O error comes back as an error. All classes are coherent with mappings.
-        let range = offset_bytes..offset_bytes + into.len() as u64;
+        // I/O error comes back as an error. All places that have it are coherent with mappings.
+        let range = offset_bytes..offset_bytes + length_bytes;
         self.file.read_exact_at(into, offset_bytes).map_err(|source| io_error("read", &range, source))
     }
 
@@ -237,7 +295,8 @@ impl Media for FileMedia {
     fn cut_tail(&self) -> Result<(), MediaError> {
         self.check_writable()?;
         let cut = || {
-            if self.file.metadata()?.len() > self.len_bytes {
+            // What lies behind the pool on a device is nobody's, and stays.
+            if !self.place.is_device() && self.file.metadata()?.len() > self.len_bytes {
                 self.file.set_len(self.len_bytes)?;
                 self.file.sync_all()?;
             }
@@ -255,19 +314,32 @@ impl Media for FileMedia {
         for range in &ranges {
             let length_bytes = range.end - range.start;
             let pointer = self.pointer(range.start, length_bytes);
-            match self.durability {
-                Durability::Volatile => {
+            match self.place {
+                Place::Memory => {
                     let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
                     page_cache::fallocate(&self.file, mode, range)
                         .map_err(|source| io_error("punching a hole", range, source))?;
                 }
-                Durability::PageCache => self.erase_on_disk(range)?,
-                // SAFETY: inside a writable mapping; chunks that are erased have no owner (contract of `Media`).
-                Durability::DaxSync => unsafe { self.guard.zero(pointer, length_bytes as usize) }
-                    .map_err(|PageLost| self.lost("zeroing", range.start, length_bytes))?,
+                Place::Disk if self.is_thin || self.durability == Durability::PageCache => {
+                    self.erase_by_kernel(range)?;
+                }
+                Place::BlockDevice { .. } => self.erase_by_kernel(range)?,
+                Place::Disk | Place::DevDax { .. } => {
+                    // SAFETY: inside a writable mapping; chunks that are erased have no owner (contract of `Media`).
+                    unsafe { self.guard.zero(pointer, length_bytes as usize) }
+                        .map_err(|PageLost| self.lost("zeroing", range.start, length_bytes))?;
+                }
             }
         }
-        if self.durability == Durability::PageCache { self.persist_page_cache(&ranges) } else { Ok(()) }
+        match self.place {
+            // What the file system knows of the holes must be durable as well.
+            Place::Disk if self.is_thin || self.durability == Durability::PageCache => {
+                self.persist_page_cache(&ranges)
+            }
+            Place::BlockDevice { .. } => self.persist_page_cache(&ranges),
+            // A non-temporal store is durable behind its fence.
+            Place::Memory | Place::Disk | Place::DevDax { .. } => Ok(()),
+        }
     }
 }
 
@@ -293,28 +365,20 @@ pub(crate) fn write_zeros(file: &File, range: &Range<u64>) -> io::Result<()> {
 
 /// Makes a file as long as the range's end, and gives the range its blocks where it lies on a disk: a hole that a full
 /// file system cannot fill would kill a guest at a store. tmpfs stays sparse: memory is taken when it is used and given
-/// back after. The range is behind what the file has.
-pub(crate) fn allocate(file: &File, range: Range<u64>) -> io::Result<()> {
+/// back after; and so does a file that is to be thin. The range is behind what the file has.
+pub(crate) fn allocate(file: &File, range: Range<u64>, is_thin: bool) -> io::Result<()> {
     file.set_len(range.end)?;
-    if is_volatile(file)? {
+    if is_thin || Place::of(file).map_err(io::Error::other)? == Place::Memory {
         return Ok(());
     }
-    match page_cache::fallocate(file, 0, &range) {
-        Err(error) if is_unsupported(&error) => write_zeros(file, &range),
-        result => result,
-    }
+    take_blocks(file, &range)
 }
 
-/// Is the file on a file system that lives in memory?
-pub(crate) fn is_volatile(file: &File) -> io::Result<bool> {
-    const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;
-    // SAFETY: statfs is plain numbers, for which zero is valid.
-    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the kernel fills the struct that outlives the call.
-    if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) } != 0 {
-        return Err(io::Error::last_os_error());
+fn take_blocks(file: &File, range: &Range<u64>) -> io::Result<()> {
+    match page_cache::fallocate(file, 0, range) {
+        Err(error) if is_unsupported(&error) => write_zeros(file, range),
+        result => result,
     }
-    Ok([libc::TMPFS_MAGIC, libc::HUGETLBFS_MAGIC, RAMFS_MAGIC].contains(&stat.f_type))
 }
 
 fn map_shared(file: &File, len_bytes: u64, writable: bool, sync: libc::c_int) -> io::Result<NonNull<u8>> {
@@ -341,11 +405,10 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::CHUNK_BYTES;
 
     fn media_in(folder: &Path, len_bytes: u64) -> FileMedia {
         let file = tempfile::tempfile_in(folder).unwrap();
-        allocate(&file, 0..len_bytes).unwrap();
+        allocate(&file, 0..len_bytes, false).unwrap();
         FileMedia::new(file, len_bytes, true).unwrap()
     }
 
@@ -416,21 +479,24 @@ mod tests {
         for folder in folders() {
             let media = media_in(&folder, CHUNK_BYTES);
             media.store_word(8, 7).unwrap();
-            let grown = media.grown(3 * CHUNK_BYTES).unwrap();
+            let grown = media.grown(3 * CHUNK_BYTES, &mut |_, _| {}).unwrap();
             assert_eq!(grown.load_word(8).unwrap(), 7);
             assert_eq!(grown.load_word(2 * CHUNK_BYTES).unwrap(), 0);
             grown.store_word(2 * CHUNK_BYTES, 5).unwrap();
             drop(grown);
             media.cut_tail().unwrap();
             assert_eq!(media.file().metadata().unwrap().len(), CHUNK_BYTES);
-            assert_eq!(media.grown(3 * CHUNK_BYTES).unwrap().load_word(2 * CHUNK_BYTES).unwrap(), 0);
+            assert_eq!(
+                media.grown(3 * CHUNK_BYTES, &mut |_, _| {}).unwrap().load_word(2 * CHUNK_BYTES).unwrap(),
+                0
+            );
         }
     }
 
     #[test]
     fn media_open_for_reading_refuses_stores() {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
-        allocate(&file, 0..CHUNK_BYTES).unwrap();
+        allocate(&file, 0..CHUNK_BYTES, false).unwrap();
         let media = FileMedia::new(file, CHUNK_BYTES, false).unwrap();
         assert!(matches!(media.store(0, &[1]), Err(MediaError::ReadOnly)));
         assert!(matches!(media.store_word(0, 1), Err(MediaError::ReadOnly)));

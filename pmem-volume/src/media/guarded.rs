@@ -134,11 +134,11 @@ impl Guard {
         Self(())
     }
 
-    /// Copies bytes to mapped media, in words as far as they go.
+    /// Copies bytes to mapped media, or from it, in words as far as they go.
     ///
     /// # Safety
-    /// `length` bytes at `to` lie in a writable mapping, where nobody else stores; `length` bytes at `from` are readable,
-    /// and elsewhere.
+    /// `length` bytes at `to` are writable, and nobody else stores there; `length` bytes at `from` are readable, and
+    /// elsewhere. One of them lies in a mapping.
     pub(super) unsafe fn copy(self, to: *mut u8, from: *const u8, length: usize) -> Result<(), PageLost> {
         // SAFETY: vouched for by the caller; the routine touches nothing else.
         done(unsafe { foreshore_guarded_copy(to, from, length) })

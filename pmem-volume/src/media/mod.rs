@@ -13,6 +13,7 @@ mod flush;
 mod guarded;
 mod memory;
 mod page_cache;
+mod place;
 #[cfg(test)]
 pub(crate) mod simulator;
 
@@ -23,9 +24,10 @@ use serde::Serialize;
 use thiserror::Error;
 
 pub use file::FileMedia;
-pub(crate) use file::{allocate, is_volatile};
+pub(crate) use file::allocate;
 pub use guarded::handle_sigbus;
 pub use memory::MemoryMedia;
+pub(crate) use place::{Place, PlaceError, sysfs_of};
 
 /// What a completed [`Media::persist`] survives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -33,10 +35,10 @@ pub use memory::MemoryMedia;
 pub enum Durability {
     /// Persistent memory mapped with MAP_SYNC: a cache-line write-back and a fence make a store durable.
     DaxSync,
-    /// A file in the page cache: stores survive the death of the process at once, and a loss of power after a
-    /// ranged msync.
+    /// A file or block device in the page cache: stores survive the death of the process at once, and a loss of power
+    /// after a ranged msync.
     PageCache,
-    /// tmpfs: stores survive the death of the process, and nothing else.
+    /// tmpfs, RAM disks, devdax of volatile memory: stores survive the death of the process, and nothing else.
     Volatile,
 }
 
@@ -114,10 +116,11 @@ pub trait Media: Send + Sync {
     }
 
     /// At return `ranges` read as zeros and do so after any crash. Their old content is gone; where the media is
-    /// sparse (tmpfs) their blocks are given back. Ranges are multiples of the chunk size.
+    /// sparse (tmpfs, thin files) their blocks are given back. Ranges are multiples of the chunk size.
     fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError>;
 
-    /// At return, and after any crash, nothing lies behind the media: a file that is longer is cut.
+    /// At return, and after any crash, nothing lies behind the media: a file that is longer is cut. A device keeps its
+    /// length, and what lies behind the media there never counts.
     fn cut_tail(&self) -> Result<(), MediaError> {
         Ok(())
     }

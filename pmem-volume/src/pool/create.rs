@@ -1,8 +1,9 @@
 //! Making a pool.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -13,28 +14,65 @@ use zerocopy::IntoBytes;
 use super::chunk::{ChunkId, Run};
 use super::layout::SUPERBLOCK_OFFSETS;
 use super::lock::{LockKind, try_lock};
+use super::open::judge_superblocks;
+use super::opening::{Opened, place_error};
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
 use super::unnamed_file::Unnamed;
-use super::{MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError, mirrored, redo_log, volume_record};
+use super::{
+    Backing, MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError, mirrored, redo_log, volume_record,
+};
 use crate::CHUNK_BYTES;
-use crate::media::{self, FileMedia, Media, MediaError};
+use crate::media::{self, FileMedia, Media, MediaError, Place};
 use crate::size::display;
+
+/// What a new pool is to be.
+#[derive(Default)]
+pub struct CreateOptions<'a> {
+    /// Its size. `None`: all of a device; a file needs one.
+    pub size_bytes: Option<u64>,
+    /// How much of it is kept for volumes.
+    pub strg_bytes: u64,
+    /// A file whose free chunks are holes.
+    pub thin: bool,
+    /// Even if there is something on the device; not, if that is a pool with volumes.
+    pub force: bool,
+    /// Hears how many bytes of how many have been erased, while that goes on: of a device, all are.
+    pub progress: Option<&'a mut dyn FnMut(u64, u64)>,
+}
 
 impl Pool {
     /// Makes a pool of `size_bytes` in a new file, of which `strg_bytes` are kept for volumes, and opens it. On a
     /// disk all of it is allocated. If anything fails there is no file.
     pub fn create(path: &Path, size_bytes: u64, strg_bytes: u64) -> Result<Arc<Pool>, PoolError> {
-        let superblock = plan(size_bytes, strg_bytes, Uuid::new_v4(), unix_now_s())?;
+        let size_bytes = Some(size_bytes);
+        Self::create_with(path, CreateOptions { size_bytes, strg_bytes, ..CreateOptions::default() })
+    }
+
+    /// Makes a pool in a new file, or on a device that is there, and opens it.
+    pub fn create_with(path: &Path, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
+        let kind = fs::metadata(path).map(|metadata| metadata.file_type());
+        match kind {
+            Ok(kind) if kind.is_block_device() || kind.is_char_device() => Self::create_on(path, options),
+            _ => Self::create_file(path, &options),
+        }
+    }
+
+    fn create_file(path: &Path, options: &CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
+        let is_thin = options.thin;
+        let size_bytes = options.size_bytes.ok_or_else(|| PoolError::SizeNeeded { path: path.to_owned() })?;
+        let superblock =
+            Superblock { is_thin, ..plan(size_bytes, options.strg_bytes, Uuid::new_v4(), unix_now_s())? };
         let file_error =
             |action| move |source: io::Error| PoolError::File { path: path.to_owned(), action, source };
         // The file gets its name only when it is a pool: a crash before leaves nothing behind.
         let unnamed = Unnamed::in_folder_of(path)?;
-        check_room(path, &unnamed.file, size_bytes, 0)?;
-        media::allocate(&unnamed.file, 0..size_bytes).map_err(|error| match error.raw_os_error() {
+        let needed_bytes = if is_thin { superblock.metadata_bytes() } else { size_bytes };
+        check_room(path, &unnamed.file, size_bytes, needed_bytes)?;
+        let no_room = |error: io::Error| match error.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT) => PoolError::FileSystemFull {
                 path: path.to_owned(),
-                needed_bytes: size_bytes,
+                needed_bytes,
                 free_bytes: FileSystem::of(&unnamed.file).map_or(0, |fs| fs.free_bytes),
             },
             Some(libc::EFBIG) => PoolError::Size {
@@ -43,21 +81,78 @@ impl Pool {
                 rule: "is larger than a file may be on this file system".to_owned(),
             },
             _ => file_error("allocate")(error),
-        })?;
+        };
+        media::allocate(&unnamed.file, 0..size_bytes, is_thin).map_err(no_room)?;
         try_lock(&unnamed.file, LockKind::Exclusive)
             .map_err(file_error("lock"))?
             .map_err(|holder| PoolError::InUse { path: path.to_owned(), holder })?;
         let file = unnamed.file.try_clone().map_err(file_error("duplicate"))?;
-        let media = FileMedia::new(file, size_bytes, true)?;
+        let media = FileMedia::new(file, size_bytes, true)?.thin(is_thin);
+        media.reserve(&(0..superblock.metadata_bytes())).map_err(no_room)?;
         write_empty_pool(&media, &superblock)?;
         unnamed.name(path)?;
-        Pool::from_media(
-            path.to_owned(),
-            OpenMode::ReadWrite,
-            super::Backing::File(media),
-            superblock,
-            vec![],
-        )
+        Pool::from_media(path.to_owned(), OpenMode::ReadWrite, Backing::File(media), superblock, vec![])
+    }
+
+    /// Makes a pool on a device.
+    ///
+    /// 1. Nobody else has it, and there is nothing on it, or it may go.
+    /// 2. Erase all that the pool gets, from its start: whatever was there, a pool for instance, is none from the first
+    ///    step on. Whoever ends it here leaves no pool.
+    /// 3. Tables, then superblocks.
+    fn create_on(path: &Path, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
+        let opened = Opened::new(path, OpenMode::ReadWrite)?;
+        if options.thin {
+            return Err(PoolError::ThinDevice { path: path.to_owned() });
+        }
+        let device_bytes = opened.length.bytes();
+        let size_bytes = options.size_bytes.unwrap_or(device_bytes / CHUNK_BYTES * CHUNK_BYTES);
+        let superblock = plan(size_bytes, options.strg_bytes, Uuid::new_v4(), unix_now_s())?;
+        check_device(path, size_bytes, device_bytes)?;
+        check_empty(path, &opened, options.force)?;
+        let media = FileMedia::new(opened.file, size_bytes, true)?;
+        let mut ignore = |_, _| {};
+        media.erase_in_steps(0..size_bytes, options.progress.unwrap_or(&mut ignore)).map_err(|error| {
+            PoolError::File { path: path.to_owned(), action: "erase", source: io::Error::other(error) }
+        })?;
+        write_empty_pool(&media, &superblock)?;
+        Pool::from_media(path.to_owned(), OpenMode::ReadWrite, Backing::File(media), superblock, vec![])
+    }
+}
+
+/// A pool is no larger than its device.
+pub(super) fn check_device(path: &Path, needed_bytes: u64, device_bytes: u64) -> Result<(), PoolError> {
+    if needed_bytes <= device_bytes {
+        return Ok(());
+    }
+    Err(PoolError::DeviceTooSmall { path: path.to_owned(), needed_bytes, device_bytes })
+}
+
+/// Is there nothing on a device that must be kept?
+fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolError> {
+    let file_error = |source| PoolError::File { path: path.to_owned(), action: "duplicate", source };
+    let file = || opened.file.try_clone().map_err(file_error);
+    let copies = opened.read_copies(path)?;
+    let found = match judge_superblocks(path, copies, opened.length, OpenMode::ReadOnly) {
+        Err(PoolError::NotAPool { .. }) => {
+            let device = FileMedia::new(file()?, opened.length.bytes(), false)?;
+            super::foreign::found_on(&device)?
+        }
+        Ok((superblock, findings)) => {
+            let media = FileMedia::new(file()?, superblock.size_bytes(), false)?;
+            let (mode, backing) = (OpenMode::ReadOnly, Backing::File(media));
+            let pool = Pool::from_media(path.to_owned(), mode, backing, superblock, findings)?;
+            let volumes: Vec<_> = pool.volumes().into_iter().map(|volume| volume.name).collect();
+            if !volumes.is_empty() {
+                return Err(PoolError::DeviceHasVolumes { path: path.to_owned(), volumes });
+            }
+            Some("there is a pool on it already, without volumes".to_owned())
+        }
+        Err(damaged) => Some(format!("there is a pool on it that cannot be opened ({damaged})")),
+    };
+    match found {
+        Some(found) if !force => Err(PoolError::DeviceNotEmpty { path: path.to_owned(), found }),
+        _ => Ok(()),
     }
 }
 
@@ -135,18 +230,25 @@ impl FileSystem {
     }
 }
 
-/// A disk must have room now for all that the file does not have yet. tmpfs stays sparse, but what it can never hold
-/// is refused; one without a limit shows no size.
-pub(super) fn check_room(path: &Path, file: &File, size_bytes: u64, has_bytes: u64) -> Result<(), PoolError> {
-    let failed =
-        |source| PoolError::File { path: path.to_owned(), action: "look at the file system of", source };
-    let file_system = FileSystem::of(file).map_err(failed)?;
-    let is_volatile = media::is_volatile(file).map_err(failed)?;
-    let (needed_bytes, room_bytes) = match is_volatile {
+/// A disk must have room now for all that a file of `size_bytes` needs and does not have yet. tmpfs stays sparse, but
+/// what it can never hold is refused; one without a limit shows no size.
+pub(super) fn check_room(
+    path: &Path,
+    file: &File,
+    size_bytes: u64,
+    needed_bytes: u64,
+) -> Result<(), PoolError> {
+    let file_system = FileSystem::of(file).map_err(|source| PoolError::File {
+        path: path.to_owned(),
+        action: "look at the file system of",
+        source,
+    })?;
+    let is_in_memory = Place::of(file).map_err(|e| place_error(path, e))? == Place::Memory;
+    let (needed_bytes, room_bytes) = match is_in_memory {
         true => (size_bytes, file_system.total_bytes),
-        false => (size_bytes - has_bytes, file_system.free_bytes),
+        false => (needed_bytes, file_system.free_bytes),
     };
-    let unlimited = is_volatile && file_system.total_bytes == 0;
+    let unlimited = is_in_memory && file_system.total_bytes == 0;
     if !unlimited && needed_bytes > room_bytes {
         return Err(PoolError::FileSystemFull {
             path: path.to_owned(),

@@ -20,7 +20,7 @@ use crate::size::display;
 #[derive(Debug, Error)]
 pub enum PoolError {
     /// No such file.
-    #[error("pool {path}: there is no such file; make a pool with `pmvol create`")]
+    #[error("pool {path}: there is no such file or device; make a pool with `pmvol create`")]
     Missing {
         /// The pool.
         path: PathBuf,
@@ -33,13 +33,87 @@ pub enum PoolError {
         /// The pool.
         path: PathBuf,
     },
-    /// A directory, a device, or the like.
-    #[error("pool {path}: it is {kind}, and a pool is a regular file")]
+    /// A directory, a pipe, or the like.
+    #[error(
+        "pool {path}: it is {kind}, and a pool lies in a regular file, on a block device or on a devdax device"
+    )]
     NotAFile {
         /// The pool.
         path: PathBuf,
         /// What it is.
         kind: &'static str,
+    },
+    /// A character device that cannot hold a pool.
+    #[error(
+        "pool {path}: it is a character device of the kind `{subsystem}`; of character devices, only devdax (/dev/dax0.0) can hold a pool"
+    )]
+    NotDax {
+        /// The pool.
+        path: PathBuf,
+        /// What the kernel calls its kind.
+        subsystem: String,
+    },
+    /// A devdax device that maps in larger pieces than chunks.
+    #[error(
+        "pool {path}: it is a devdax device that maps in pages of {} only, and a pool lends pieces of 2 MiB; make its namespace anew with `ndctl create-namespace --mode devdax --align 2M`",
+        display(*align_bytes)
+    )]
+    DaxAlign {
+        /// The pool.
+        path: PathBuf,
+        /// Its alignment.
+        align_bytes: u64,
+    },
+    /// The kernel does not give the device away.
+    #[error("pool {path}: the device is in use: {by}")]
+    DeviceInUse {
+        /// The pool.
+        path: PathBuf,
+        /// By what.
+        by: String,
+    },
+    /// There is something on the device.
+    #[error("pool {path}: the device is not empty: {found}; --force makes a pool there, and erases it all")]
+    DeviceNotEmpty {
+        /// The pool.
+        path: PathBuf,
+        /// What it looks like.
+        found: String,
+    },
+    /// There is a pool on the device, and it is in use by its volumes.
+    #[error(
+        "pool {path}: there is a pool on the device already, with the volumes {}; delete them first if nobody needs them",
+        volumes.join(", ")
+    )]
+    DeviceHasVolumes {
+        /// The pool.
+        path: PathBuf,
+        /// Their names.
+        volumes: Vec<String>,
+    },
+    /// The pool would be larger than the device.
+    #[error("pool {path}: {} are needed and the device has {}", display(*needed_bytes), display(*device_bytes))]
+    DeviceTooSmall {
+        /// The pool.
+        path: PathBuf,
+        /// Size of the pool.
+        needed_bytes: u64,
+        /// Size of the device.
+        device_bytes: u64,
+    },
+    /// A file has no size of its own.
+    #[error("pool {path}: it is to be a file, and a file needs a size; only a device has one already")]
+    SizeNeeded {
+        /// The pool.
+        path: PathBuf,
+    },
+    /// Thin is for files.
+    #[error(
+        "pool {path}: it is a device, and only a file can be thin: a device has all of its blocks already"
+    )]
+    ThinDevice {
+        /// The pool.
+        path: PathBuf,
     },
     /// The kernel refused something about the file.
     #[error("pool {path}: cannot {action} it")]
@@ -53,7 +127,7 @@ pub enum PoolError {
         source: io::Error,
     },
     /// No superblock.
-    #[error("pool {path}: the file is not a pool; nothing was changed")]
+    #[error("pool {path}: it is not a pool; nothing was changed")]
     NotAPool {
         /// The pool.
         path: PathBuf,
@@ -99,7 +173,7 @@ pub enum PoolError {
     },
     /// The file is shorter than the pool.
     #[error(
-        "pool {path}: the file has {file_bytes} bytes but the pool has {pool_bytes}: it was truncated; nothing was changed. Restore the pool from a copy"
+        "pool {path}: it has {file_bytes} bytes and the pool {pool_bytes}: it was truncated; nothing was changed. Restore the pool from a copy"
     )]
     Truncated {
         /// The pool.

@@ -1,45 +1,96 @@
-//! Growing a pool: its file becomes longer, and its chunk table with it.
+//! Growing a pool: its file becomes longer, or it takes more of its device, and its chunk table with it.
 
 use std::io;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use super::chunk::{ChunkId, Run};
-use super::create::{FileSystem, check_room};
+use super::create::{self, FileSystem, check_room};
 use super::layout::{CHUNK_ENTRY_BYTES, SUPERBLOCK_OFFSETS, SuperblockBytes};
 use super::mirrored;
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
 use super::{Backing, MAX_POOL_BYTES, OpenMode, Pool, PoolError};
 use crate::CHUNK_BYTES;
-use crate::media::{Media, MediaError};
+use crate::media::{FileMedia, Media, MediaError};
 use crate::size::display;
 
 impl Pool {
-    /// Makes a pool that nobody uses larger, and opens it. On a disk all of it is allocated. If there is no room,
-    /// nothing has changed.
+    /// Makes a pool that nobody uses larger, and opens it. On a disk all of it is allocated, unless it is thin. If there
+    /// is no room, nothing has changed.
     pub fn grow(path: &Path, size_bytes: u64) -> Result<Arc<Pool>, PoolError> {
+        Self::grow_with(path, Some(size_bytes), &mut |_, _| {})
+    }
+
+    /// The same; without a size, to all of its device. What is new of a device is erased first: `progress` hears how
+    /// many bytes of how many are.
+    pub fn grow_with(
+        path: &Path,
+        size_bytes: Option<u64>,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Arc<Pool>, PoolError> {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
-        let new = plan(&pool.superblock, size_bytes)?;
         let media = pool.backing.file_media();
+        let size_bytes = pool.wanted_bytes(size_bytes)?;
+        let new = plan(&pool.superblock, size_bytes)?;
         let old_bytes = pool.superblock.size_bytes();
-        check_room(path, media.file(), size_bytes, old_bytes)?;
+        let needed_bytes = match new.is_thin {
+            true => new_table(&pool.superblock, &new).map_or(0, |range| range.end - range.start),
+            false => size_bytes - old_bytes,
+        };
+        if media.place().is_device() {
+            create::check_device(path, size_bytes, pool.device_bytes()?)?;
+        } else {
+            check_room(path, media.file(), size_bytes, needed_bytes)?;
+        }
+        let lengthen = |media: &FileMedia| {
+            let grown = media.grown(size_bytes, progress)?;
+            new_table(&pool.superblock, &new).map_or(Ok(()), |range| grown.reserve(&range))?;
+            Ok(grown)
+        };
         // The lock stays: both media have the same open file.
-        let grown =
-            carry_out(media, &pool.superblock, &new, |media| media.grown(size_bytes)).map_err(|failure| {
-                match failure {
-                    Failure::NoRoom(source) => no_room(path, media.file(), size_bytes - old_bytes, source),
-                    Failure::Media(error) => error.into(),
-                }
-            })?;
+        let grown = carry_out(media, &pool.superblock, &new, lengthen).map_err(|failure| match failure {
+            Failure::NoRoom(source) if media.place().is_device() => {
+                PoolError::File { path: path.to_owned(), action: "erase more of", source }
+            }
+            Failure::NoRoom(source) => no_room(path, media.file(), needed_bytes, source),
+            Failure::Media(error) => error.into(),
+        })?;
         Self::from_media(path.to_owned(), OpenMode::ReadWrite, Backing::File(grown), new, vec![])
     }
+
+    /// The size that was asked for, or that of the device.
+    fn wanted_bytes(&self, size_bytes: Option<u64>) -> Result<u64, PoolError> {
+        match size_bytes {
+            Some(bytes) => Ok(bytes),
+            None if self.backing.file_media().place().is_device() => {
+                Ok(self.device_bytes()? / CHUNK_BYTES * CHUNK_BYTES)
+            }
+            None => Err(PoolError::SizeNeeded { path: self.path.clone() }),
+        }
+    }
+
+    fn device_bytes(&self) -> Result<u64, PoolError> {
+        let media = self.backing.file_media();
+        media.place().len_bytes(media.file()).map_err(|source| PoolError::File {
+            path: self.path.clone(),
+            action: "find the length of",
+            source,
+        })
+    }
+}
+
+/// The chunks of the table that a pool gets in new ones, if it gets one.
+fn new_table(old: &Superblock, new: &Superblock) -> Option<Range<u64>> {
+    let start = new.chunk_table_offset;
+    (start != old.chunk_table_offset).then(|| start..new.chunk_table_end_chunk() * CHUNK_BYTES)
 }
 
 /// Why a pool did not grow.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// The file could not be made longer. It is as it was.
+    /// The file could not be made longer, or the rest of the device not erased. The pool is as it was.
     NoRoom(io::Error),
     /// The media failed. The next open finds the old size or the new one.
     Media(MediaError),
@@ -54,7 +105,7 @@ impl From<MediaError> for Failure {
 /// Grows a pool, and returns its media with the new length.
 ///
 /// 1. The superblock says how long the file will be: from here on, a longer file is no riddle.
-/// 2. The file gets its length, durably.
+/// 2. The file gets its length, or the device zeros where the new chunks will be, durably.
 /// 3. Table entries of the new chunks, behind the old ones or in a new table; persist.
 /// 4. The superblock, with the new size and table: from here on the pool is larger.
 ///

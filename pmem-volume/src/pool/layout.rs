@@ -20,6 +20,10 @@ pub const LOG_MAGIC: [u8; 8] = *b"FSHRRLOG";
 /// The version that this code writes and the only one that it reads.
 pub const FORMAT_VERSION: u32 = 1;
 
+/// Compatible feature: the pool is a file on a disk whose free chunks are holes. Who does not know it zeroes them, which
+/// costs blocks and nothing else.
+pub const FEATURE_THIN: u64 = 1;
+
 /// Where the two superblocks lie. Fixed for all versions: everything else is found through them.
 pub const SUPERBLOCK_OFFSETS: [u64; 2] = [0, CHUNK_BYTES - SUPERBLOCK_BYTES];
 /// Bytes of a superblock.
@@ -55,7 +59,7 @@ pub struct SuperblockBytes {
     pub version: U32,
     /// 4096. The checksum is in the last eight of these, in every version.
     pub superblock_bytes: U32,
-    /// Features that a reader may ignore.
+    /// Features that a reader may ignore: [`FEATURE_THIN`].
     pub features_compatible: U64,
     /// Features that a writer must know.
     pub features_read_only: U64,
@@ -65,7 +69,7 @@ pub struct SuperblockBytes {
     pub sequence: U64,
     /// Identity of the pool.
     pub uuid: [u8; 16],
-    /// Bytes of the pool, and of the file.
+    /// Bytes of the pool, and of the file; a device may be longer.
     pub size_bytes: U64,
     /// Bytes of a chunk: 2 MiB.
     pub chunk_bytes: U64,

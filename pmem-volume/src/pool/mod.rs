@@ -1,4 +1,4 @@
-//! The pool: a file of persistent memory, cut into chunks that memory and volumes share.
+//! The pool: a file or device of persistent memory, cut into chunks that memory and volumes share.
 //!
 //! What the pool knows is on the media (`docs/format.md`); what is kept in memory is derived from it at open: the
 //! free chunks by order, and each volume's chunks by index. Every change follows one rule: what it leads to is
@@ -16,12 +16,14 @@ mod chunk;
 mod create;
 mod error;
 mod findings;
+mod foreign;
 mod grow;
 pub mod layout;
 mod lock;
 mod memory;
 mod mirrored;
 mod open;
+mod opening;
 mod redo_log;
 mod repair;
 mod resize;
@@ -45,6 +47,7 @@ use uuid::Uuid;
 
 pub use check::{CheckReport, VolumeCheck};
 pub use chunk::{ChunkId, Extent, MAX_ORDER, Run};
+pub use create::CreateOptions;
 pub use error::PoolError;
 pub use findings::{Finding, Severity};
 pub use lock::Holder;
@@ -56,7 +59,7 @@ pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeSize};
 pub use volume_record::{NameError, VolumeFormat, VolumeName};
 
 use crate::CHUNK_BYTES;
-use crate::media::{Durability, FileMedia, Media, MediaError};
+use crate::media::{Durability, FileMedia, Media, MediaError, Place};
 use buddy::Buddy;
 use redo_log::Redone;
 use scan::VolumeEntry;
@@ -176,6 +179,8 @@ pub struct PoolInfo {
     pub format_version: u32,
     /// What a completed flush survives.
     pub durability: Durability,
+    /// Are free chunks holes, whose blocks or pages go to whoever needs them first?
+    pub thin: bool,
     /// The whole pool.
     pub total_bytes: u64,
     /// Kept for volumes, never lent as memory.
@@ -235,6 +240,16 @@ impl Pool {
         self.media().durability()
     }
 
+    /// Are free chunks holes? On tmpfs they always are.
+    fn is_thin(&self) -> bool {
+        let is_in_memory = match &self.backing {
+            Backing::File(media) => media.place() == Place::Memory,
+            #[cfg(test)]
+            Backing::Other(_) => false,
+        };
+        self.superblock.is_thin || is_in_memory
+    }
+
     /// Is the pool open for writing, and has no write to it failed?
     pub fn is_writable(&self) -> bool {
         self.check_writable().is_ok()
@@ -248,6 +263,7 @@ impl Pool {
             uuid: self.superblock.uuid,
             format_version: layout::FORMAT_VERSION,
             durability: self.durability(),
+            thin: self.is_thin(),
             total_bytes: self.superblock.size_bytes(),
             strg_bytes: self.superblock.strg_bytes,
             metadata_bytes: bytes(counts.metadata),

@@ -1,23 +1,17 @@
 //! Opening a pool: find the superblock, redo what was committed, put away what was not.
 
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
-use std::io;
-use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
-
-use zerocopy::{FromZeros, IntoBytes};
 
 use super::buddy::Buddy;
 use super::chunk::Run;
 use super::findings::{Finding, Severity};
 use super::layout::{
-    FORMAT_VERSION, SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes,
-    VolumeRecordBytes,
+    FORMAT_VERSION, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes,
 };
-use super::lock::{LockKind, try_lock};
 use super::mirrored::{self, Copies, Mirrored};
+use super::opening::{Length, Opened};
 use super::redo_log::{self, LogState, Redone};
 use super::scan::{Scan, scan};
 use super::superblock::Superblock;
@@ -59,10 +53,11 @@ impl Pool {
     }
 
     fn open_once(path: &Path, mode: OpenMode) -> Result<Arc<Pool>, PoolError> {
-        let file = open_locked(path, mode)?;
-        let (copies, file_bytes) = read_copies(path, &file)?;
-        let (superblock, findings) = judge_superblocks(path, copies, file_bytes, mode)?;
-        let media = FileMedia::new(file, superblock.size_bytes(), mode == OpenMode::ReadWrite)?;
+        let opened = Opened::new(path, mode)?;
+        let copies = opened.read_copies(path)?;
+        let (superblock, findings) = judge_superblocks(path, copies, opened.length, mode)?;
+        let writable = mode == OpenMode::ReadWrite;
+        let media = FileMedia::new(opened.file, superblock.size_bytes(), writable)?.thin(superblock.is_thin);
         Self::from_media(path.to_owned(), mode, Backing::File(media), superblock, findings)
     }
 
@@ -194,65 +189,11 @@ fn heal<T: Mirrored>(media: &dyn Media, offsets: [u64; 2], copy: usize) -> Resul
     mirrored::write_copy(media, offsets[copy], &good)
 }
 
-/// Opens the file and takes the lock that goes with the mode.
-pub(super) fn open_locked(path: &Path, mode: OpenMode) -> Result<File, PoolError> {
-    let file = open_file(path, mode)?;
-    let kind = match mode {
-        OpenMode::ReadWrite => LockKind::Exclusive,
-        OpenMode::ReadOnly => LockKind::Shared,
-        OpenMode::Peek => return Ok(file),
-    };
-    try_lock(&file, kind)
-        .map_err(|source| PoolError::File { path: path.to_owned(), action: "lock", source })?
-        .map_err(|holder| PoolError::InUse { path: path.to_owned(), holder })?;
-    Ok(file)
-}
-
-fn open_file(path: &Path, mode: OpenMode) -> Result<File, PoolError> {
-    let file_error = |source: io::Error| match source.kind() {
-        io::ErrorKind::NotFound => PoolError::Missing { path: path.to_owned() },
-        io::ErrorKind::IsADirectory => PoolError::NotAFile { path: path.to_owned(), kind: "a directory" },
-        _ => PoolError::File { path: path.to_owned(), action: "open", source },
-    };
-    // Not to hang on a named pipe that has no reader.
-    let mut options = OpenOptions::new();
-    options.read(true).write(mode == OpenMode::ReadWrite).custom_flags(libc::O_NONBLOCK);
-    let file = options.open(path).map_err(file_error)?;
-    let kind = file.metadata().map_err(file_error)?.file_type();
-    let not_a_file = |kind| Err(PoolError::NotAFile { path: path.to_owned(), kind });
-    if kind.is_file() {
-        Ok(file)
-    } else if kind.is_dir() {
-        not_a_file("a directory")
-    } else if kind.is_block_device() {
-        not_a_file("a block device, which this version does not serve")
-    } else if kind.is_char_device() {
-        not_a_file("a character device, which this version does not serve")
-    } else {
-        not_a_file("a pipe or socket")
-    }
-}
-
-/// Reads the superblocks with pread(), before anything is mapped: a file that is too short must be an error, not a
-/// SIGBUS. Says how long the file is, too.
-pub(super) fn read_copies(path: &Path, file: &File) -> Result<([SuperblockBytes; 2], u64), PoolError> {
-    let file_error = |source| PoolError::File { path: path.to_owned(), action: "read", source };
-    let file_bytes = file.metadata().map_err(file_error)?.len();
-    let mut copies = [SuperblockBytes::new_zeroed(), SuperblockBytes::new_zeroed()];
-    for (copy, offset) in copies.iter_mut().zip(SUPERBLOCK_OFFSETS) {
-        // A copy behind the end of the file stays zero, which is not a superblock.
-        if offset + SUPERBLOCK_BYTES <= file_bytes {
-            file.read_exact_at(copy.as_mut_bytes(), offset).map_err(file_error)?;
-        }
-    }
-    Ok((copies, file_bytes))
-}
-
-/// Decides from both superblocks and the file's length what the pool is.
+/// Decides from both superblocks and the length of what they lie in what the pool is.
 pub(super) fn judge_superblocks(
     path: &Path,
     copies: [SuperblockBytes; 2],
-    file_bytes: u64,
+    length: Length,
     mode: OpenMode,
 ) -> Result<(Superblock, Vec<Finding>), PoolError> {
     let path = || path.to_owned();
@@ -291,7 +232,10 @@ pub(super) fn judge_superblocks(
     if to_bytes > 0 {
         findings.push(Finding::GrowthUnfinished { to_bytes });
     }
+    let file_bytes = length.bytes();
     match file_bytes.cmp(&pool_bytes) {
+        // What lies behind the pool on a device is not its business; the pool may grow into it.
+        std::cmp::Ordering::Greater if matches!(length, Length::Device(_)) => Ok((superblock, findings)),
         // A crash came while the pool was made larger. What is behind the old end is nobody's yet.
         std::cmp::Ordering::Greater if file_bytes <= to_bytes => Ok((superblock, findings)),
         std::cmp::Ordering::Less => Err(PoolError::Truncated { path: path(), file_bytes, pool_bytes }),

@@ -14,7 +14,7 @@ use super::chunk::ChunkId;
 use super::findings::{Finding, Severity};
 use super::layout::{SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes};
 use super::mirrored::{self, Copies, Mirrored};
-use super::open::{open_locked, read_copies};
+use super::opening::Opened;
 use super::redo_log::{self, LogState, Redone};
 use super::scan::{Scan, scan};
 use super::superblock::Superblock;
@@ -57,12 +57,12 @@ impl Pool {
     /// of BTTs from their copies. `dry_run`: only says so, and changes nothing.
     pub fn repair(path: &Path, dry_run: bool) -> Result<RepairReport, PoolError> {
         let mode = if dry_run { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
-        let file = open_locked(path, mode)?;
-        let (copies, file_bytes) = read_copies(path, &file)?;
+        let opened = Opened::new(path, mode)?;
+        let copies = opened.read_copies(path)?;
         let mut report = RepairReport::default();
         // A dry run refuses what a repair refuses.
         let writing = OpenMode::ReadWrite;
-        let judge = |copies| super::open::judge_superblocks(path, copies, file_bytes, writing);
+        let judge = |copies| super::open::judge_superblocks(path, copies, opened.length, writing);
         let (superblock, findings, merged) = match judge(copies.clone()) {
             Err(PoolError::SuperblocksDamaged { path }) => {
                 let merged = mirrored::merge(&copies).ok_or(PoolError::SuperblocksDamaged { path })?;
@@ -71,7 +71,8 @@ impl Pool {
             }
             result => result.map(|(superblock, findings)| (superblock, findings, None))?,
         };
-        let media = FileMedia::new(file, superblock.size_bytes(), !dry_run)?;
+        let media = FileMedia::new(opened.file, superblock.size_bytes(), !dry_run)?;
+        let media = media.thin(superblock.is_thin);
         // Even with a damaged log: no transaction stores into superblocks.
         if let Some(merged) = &merged {
             let mending = mend_superblocks(&media, merged)?;

@@ -8,7 +8,7 @@ use zerocopy::FromZeros;
 
 use super::chunk::ChunkId;
 use super::layout::{
-    CHUNK_ENTRY_BYTES, CHUNK_TABLE_OFFSET, FORMAT_VERSION, LOG_BYTES, LOG_OFFSET, MAX_CHUNKS,
+    CHUNK_ENTRY_BYTES, CHUNK_TABLE_OFFSET, FEATURE_THIN, FORMAT_VERSION, LOG_BYTES, LOG_OFFSET, MAX_CHUNKS,
     SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES,
     VOLUME_SLOTS, VOLUME_TABLE_OFFSETS,
 };
@@ -32,6 +32,8 @@ pub struct SuperblockError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Superblock {
     pub(crate) sequence: u64,
+    /// A file on a disk whose free chunks are holes.
+    pub(crate) is_thin: bool,
     pub(crate) uuid: Uuid,
     pub(crate) chunks: u32,
     pub(crate) strg_bytes: u64,
@@ -50,6 +52,7 @@ impl Superblock {
     pub(crate) fn new(uuid: Uuid, created_unix_s: u64, chunks: u32, strg_bytes: u64) -> Self {
         Self {
             sequence: 1,
+            is_thin: false,
             uuid,
             chunks,
             strg_bytes,
@@ -65,6 +68,11 @@ impl Superblock {
 
     pub(crate) fn size_bytes(&self) -> u64 {
         u64::from(self.chunks) * CHUNK_BYTES
+    }
+
+    /// The end of the pool's own data in a new pool, where it lies before all else.
+    pub(crate) fn metadata_bytes(&self) -> u64 {
+        u64::from(self.metadata_chunks()) * CHUNK_BYTES
     }
 
     /// Chunks that hold the pool's own data.
@@ -131,6 +139,8 @@ impl Superblock {
         bytes.magic = SUPERBLOCK_MAGIC;
         bytes.version.set(FORMAT_VERSION);
         bytes.superblock_bytes.set(SUPERBLOCK_BYTES as u32);
+        let other_features = bytes.features_compatible.get() & !FEATURE_THIN;
+        bytes.features_compatible.set(other_features | if self.is_thin { FEATURE_THIN } else { 0 });
         bytes.sequence.set(self.sequence);
         bytes.uuid = self.uuid.into_bytes();
         bytes.size_bytes.set(self.size_bytes());
@@ -184,6 +194,7 @@ impl Superblock {
         )?;
         let superblock = Self {
             sequence: bytes.sequence.get(),
+            is_thin: bytes.features_compatible.get() & FEATURE_THIN != 0,
             uuid: Uuid::from_bytes(bytes.uuid),
             chunks: chunks as u32,
             strg_bytes: bytes.strg_bytes.get(),
@@ -247,7 +258,19 @@ mod tests {
 
     #[test]
     fn a_superblock_comes_back_as_it_went() {
-        assert_eq!(Superblock::parse(&sample().to_bytes()), Ok(sample()));
+        for is_thin in [false, true] {
+            let superblock = Superblock { is_thin, ..sample() };
+            assert_eq!(Superblock::parse(&superblock.to_bytes()), Ok(superblock));
+        }
+    }
+
+    #[test]
+    fn features_that_nobody_knows_yet_stay() {
+        let mut bytes = sample().to_bytes();
+        bytes.features_compatible.set(0b1010);
+        let rewritten = |is_thin| Superblock { is_thin, ..sample() }.to_bytes_over(bytes.clone());
+        assert_eq!(rewritten(true).features_compatible.get(), 0b1011);
+        assert_eq!(rewritten(false).features_compatible.get(), 0b1010);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use pmem_volume::{VolumeFormat, VolumeSize, size};
 const EXAMPLES: &str = "\
 Examples:
   pmvol create /pm/pool --size 16G --strg 4G      a pool of 16 GiB, 4 of them kept for volumes
+  pmvol create /dev/dax0.0                        a pool on all of a device
   pmvol volume create /pm/pool data --size 8G     a volume with atomic sectors (BTT)
   pmvol volume create /pm/pool rest --size remaining
   pmvol volume list /pm/pool
@@ -32,30 +33,52 @@ pub(crate) struct Arguments {
 
 #[derive(Subcommand)]
 pub(crate) enum Command {
-    /// Make a pool in a new file
+    /// Make a pool in a new file, on a block device or on a devdax device
     ///
-    /// On a disk file system all of it is allocated; on tmpfs memory is taken when it is used.
-    #[command(after_help = "Example:\n  pmvol create /pm/pool --size 16G --strg 4G")]
+    /// On a disk file system all of the file is allocated; on tmpfs memory is taken when it is used. Of a device, all that
+    /// the pool gets is erased first, which takes its time; if that is interrupted there is no pool. A device that is
+    /// mounted, or otherwise in use, is refused.
+    #[command(after_help = "\
+Examples:
+  pmvol create /pm/pool --size 16G --strg 4G
+  pmvol create /srv/pool --size 1T --thin      a file that takes blocks when they are used
+  pmvol create /dev/nvme1n1                    all of a block device
+  pmvol create /dev/dax0.0 --strg 64G          all of a devdax device")]
     Create {
-        /// The file to make
+        /// The file to make, or the device
         pool: PathBuf,
-        /// Size of the pool, a multiple of 2M
+        /// Size of the pool, a multiple of 2M; of a device, all of it if nothing is said
         #[arg(long, value_name = "SIZE", value_parser = parse_size())]
-        size: u64,
+        size: Option<u64>,
         /// How much of it is kept for volumes and never lent as memory
         #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size())]
         strg: u64,
+        /// Let a file on a disk take blocks only for what is used
+        ///
+        /// Then the file system must not become full: a guest that needs a block for its memory or its volume, and gets none, is
+        /// killed.
+        #[arg(long)]
+        thin: bool,
+        /// Make the pool on a device even if there is something on it, which is erased
+        ///
+        /// Not if that is a pool with volumes, and not if the device is in use.
+        #[arg(long)]
+        force: bool,
     },
     /// Make a pool larger
     ///
-    /// Volumes and their content stay. The pool must not be in use; a crash leaves it at its old size or the new one.
-    #[command(after_help = "Example:\n  pmvol grow /pm/pool --size 32G")]
+    /// Volumes and their content stay. The pool must not be in use; a crash leaves it at its old size or the new one. What
+    /// it gets of a device is erased first.
+    #[command(after_help = "\
+Examples:
+  pmvol grow /pm/pool --size 32G
+  pmvol grow /dev/vg0/pool                  to all of the device, after that has grown")]
     Grow {
         /// The pool
         pool: PathBuf,
-        /// Size that it gets, a multiple of 2M
+        /// Size that it gets, a multiple of 2M; of a device, all of it if nothing is said
         #[arg(long, value_name = "SIZE", value_parser = parse_size())]
-        size: u64,
+        size: Option<u64>,
     },
     /// Show what a pool is and how its bytes are used
     ///

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use pmem_volume::{OpenMode, Pool, PoolError, Shrink};
+use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink};
 
 use super::args::{Arguments, Command, Output, VolumeCommand};
 use super::{manual, print};
@@ -17,9 +17,13 @@ pub(crate) enum Outcome {
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
     match &arguments.command {
-        Command::Create { pool, size, strg } => create(pool, *size, *strg),
+        Command::Create { pool, size, strg, thin, force } => {
+            let (size_bytes, strg_bytes) = (*size, *strg);
+            create(pool, CreateOptions { size_bytes, strg_bytes, thin: *thin, force: *force, progress: None })
+        }
         Command::Grow { pool, size } => {
-            print::pool_grown(pool, &Pool::grow(pool, *size).map_err(with_flag)?.info());
+            let grown = Pool::grow_with(pool, *size, &mut |_, _| {}).map_err(with_flag)?;
+            print::pool_grown(pool, &grown.info());
             Ok(Outcome::Done)
         }
         Command::Info { pool, output } => info(pool, output),
@@ -82,8 +86,11 @@ fn with_flag(error: PoolError) -> anyhow::Error {
         PoolError::Size { .. }
         | PoolError::PoolFull { .. }
         | PoolError::FileSystemFull { .. }
+        | PoolError::DeviceTooSmall { .. }
+        | PoolError::SizeNeeded { .. }
         | PoolError::BttGrowth(_)
         | PoolError::Btt(_) => Some("--size"),
+        PoolError::ThinDevice { .. } => Some("--thin"),
         _ => None,
     };
     match flag {
@@ -92,8 +99,8 @@ fn with_flag(error: PoolError) -> anyhow::Error {
     }
 }
 
-fn create(path: &Path, size_bytes: u64, strg_bytes: u64) -> anyhow::Result<Outcome> {
-    let pool = Pool::create(path, size_bytes, strg_bytes).map_err(with_flag)?;
+fn create(path: &Path, options: CreateOptions<'_>) -> anyhow::Result<Outcome> {
+    let pool = Pool::create_with(path, options).map_err(with_flag)?;
     print::pool_made(path, &pool.info());
     Ok(Outcome::Done)
 }

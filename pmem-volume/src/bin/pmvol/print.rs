@@ -35,6 +35,7 @@ pub(crate) fn info(report: &InfoReport) {
     println!("uuid         {}", info.uuid);
     println!("format       version {}", info.format_version);
     println!("durability   {} ({})", info.durability.name(), info.durability.meaning());
+    println!("thin         {}", if info.thin { "yes: free chunks take no room" } else { "no" });
     println!("in use by    {}", report.in_use_by.as_deref().unwrap_or("nobody"));
     println!("total        {}", display(info.total_bytes));
     println!(

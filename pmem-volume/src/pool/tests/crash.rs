@@ -53,8 +53,8 @@ pub(super) fn open_for(image: &Simulator, mode: OpenMode) -> Result<Arc<Pool>, P
         image.read(offset, copy.as_mut_bytes())?;
     }
     let path = Path::new("simulated");
-    let file_bytes = image.file_bytes();
-    let (superblock, findings) = open::judge_superblocks(path, copies, file_bytes, mode)?;
+    let length = opening::Length::File(image.file_bytes());
+    let (superblock, findings) = open::judge_superblocks(path, copies, length, mode)?;
     let backing = Backing::Other(Box::new(image.part(superblock.size_bytes())));
     Pool::from_media(path.to_owned(), mode, backing, superblock, findings)
 }

@@ -13,6 +13,7 @@ mod golden;
 mod hooked;
 mod hostile;
 mod latch;
+mod places;
 mod repair;
 mod slow;
 

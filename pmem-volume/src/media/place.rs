@@ -1,0 +1,234 @@
+//! What the media's bytes lie in. It decides how they are read, erased and made more, and what a flush is worth.
+
+use std::fmt::Display;
+use std::fs::{self, File};
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use thiserror::Error;
+
+use crate::CHUNK_BYTES;
+
+/// Where media lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// A file on tmpfs, ramfs or hugetlbfs: sparse, and gone with the host.
+    Memory,
+    /// A file on any other file system, with DAX or without.
+    Disk,
+    /// A block device, by its page cache.
+    BlockDevice {
+        /// A RAM disk.
+        is_volatile: bool,
+    },
+    /// A devdax character device: it maps, and knows neither read() nor fallocate() nor msync().
+    DevDax {
+        /// Memory that firmware set apart or a CXL region of RAM, and not an NVDIMM.
+        is_volatile: bool,
+    },
+}
+
+/// Nothing that media can lie in.
+#[derive(Debug, Error)]
+pub(crate) enum PlaceError {
+    /// A device of another kind.
+    #[error("it is a character device of the kind `{subsystem}`, not of devdax")]
+    NotDax {
+        /// What the kernel calls its kind.
+        subsystem: String,
+    },
+    /// A devdax device whose mappings must be aligned to more than a chunk.
+    #[error(
+        "it is a devdax device with an alignment of {align_bytes} bytes, more than the {CHUNK_BYTES} of a chunk"
+    )]
+    Align {
+        /// Its alignment.
+        align_bytes: u64,
+    },
+    /// A directory, a pipe, a socket.
+    #[error("it is neither a file nor a device")]
+    Other,
+    /// The kernel does not say.
+    #[error("cannot look at {what}")]
+    Io {
+        /// What was asked for.
+        what: String,
+        /// What it said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl Place {
+    /// Where an open file lies. The kind of the file comes first: a device's node lies in a tmpfs itself, which says
+    /// nothing of the device.
+    pub(crate) fn of(file: &File) -> Result<Self, PlaceError> {
+        let metadata = file.metadata().map_err(|e| unseen("it", e))?;
+        let kind = metadata.file_type();
+        if kind.is_file() {
+            let in_memory = is_in_memory(file).map_err(|e| unseen("its file system", e))?;
+            Ok(if in_memory { Place::Memory } else { Place::Disk })
+        } else if kind.is_block_device() {
+            let is_volatile = is_ram_disk(&sysfs_of("block", metadata.rdev()));
+            Ok(Place::BlockDevice { is_volatile })
+        } else if kind.is_char_device() {
+            Self::of_character_device(&sysfs_of("char", metadata.rdev()))
+        } else {
+            Err(PlaceError::Other)
+        }
+    }
+
+    /// `entry` is the device's folder in sysfs.
+    pub(crate) fn of_character_device(entry: &Path) -> Result<Self, PlaceError> {
+        let link = entry.join("subsystem");
+        let subsystem = fs::read_link(&link).map_err(|e| unseen(link.display(), e))?;
+        let name = subsystem.file_name().unwrap_or_default().to_string_lossy();
+        if name != "dax" {
+            return Err(PlaceError::NotDax { subsystem: name.into_owned() });
+        }
+        let align_bytes = attribute(entry, "align")?;
+        if align_bytes > CHUNK_BYTES {
+            return Err(PlaceError::Align { align_bytes });
+        }
+        let device = fs::canonicalize(entry).map_err(|e| unseen(entry.display(), e))?;
+        Ok(Place::DevDax { is_volatile: !is_on_nvdimm(&device) })
+    }
+
+    /// A device, whose length nobody can change by writing.
+    pub(crate) fn is_device(self) -> bool {
+        matches!(self, Place::BlockDevice { .. } | Place::DevDax { .. })
+    }
+
+    /// Is what lies there gone with the host?
+    pub(crate) fn is_volatile(self) -> bool {
+        match self {
+            Place::Memory => true,
+            Place::Disk => false,
+            Place::BlockDevice { is_volatile } | Place::DevDax { is_volatile } => is_volatile,
+        }
+    }
+
+    /// How long the file or device is.
+    pub(crate) fn len_bytes(self, file: &File) -> io::Result<u64> {
+        match self {
+            Place::Memory | Place::Disk => Ok(file.metadata()?.len()),
+            // stat() says 0 of a device. Nobody reads or writes by the file's position.
+            Place::BlockDevice { .. } => {
+                let mut device = file;
+                device.seek(SeekFrom::End(0))
+            }
+            Place::DevDax { .. } => {
+                let entry = sysfs_of("char", file.metadata()?.rdev());
+                attribute(&entry, "size").map_err(io::Error::other)
+            }
+        }
+    }
+}
+
+fn unseen(what: impl Display, source: io::Error) -> PlaceError {
+    PlaceError::Io { what: what.to_string(), source }
+}
+
+/// A device's folder in sysfs. `kind` is `block` or `char`.
+pub(crate) fn sysfs_of(kind: &str, device: u64) -> PathBuf {
+    format!("/sys/dev/{kind}/{}:{}", libc::major(device), libc::minor(device)).into()
+}
+
+fn attribute(entry: &Path, name: &str) -> Result<u64, PlaceError> {
+    let path = entry.join(name);
+    let text = fs::read_to_string(&path).map_err(|e| unseen(path.display(), e))?;
+    u64::from_str(text.trim()).map_err(|e| unseen(path.display(), io::Error::other(e)))
+}
+
+/// Is the device one of Linux' RAM disks (brd, zram)? Its name says so; without sysfs it is taken for a disk.
+fn is_ram_disk(entry: &Path) -> bool {
+    let Ok(device) = fs::canonicalize(entry) else { return false };
+    let name = device.file_name().unwrap_or_default().to_string_lossy();
+    ["ram", "zram"].iter().any(|kind| {
+        name.strip_prefix(kind).is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+    })
+}
+
+/// Does a devdax device come from an NVDIMM (Linux Documentation/driver-api/nvdimm/nvdimm.rst)? Other drivers, such as
+/// dax_hmem and dax_cxl, make devdax devices of volatile memory.
+fn is_on_nvdimm(device: &Path) -> bool {
+    device.components().any(|part| part.as_os_str().as_encoded_bytes().starts_with(b"ndbus"))
+}
+
+/// Is the file on a file system that lives in memory? Only asked for regular files.
+fn is_in_memory(file: &File) -> io::Result<bool> {
+    const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;
+    // SAFETY: statfs is plain numbers, for which zero is valid.
+    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel fills the struct that outlives the call.
+    if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok([libc::TMPFS_MAGIC, libc::HUGETLBFS_MAGIC, RAMFS_MAGIC].contains(&stat.f_type))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    /// What sysfs has of a character device, with `attributes`.
+    fn sysfs(device: &str, subsystem: &str, attributes: &[(&str, &str)]) -> (tempfile::TempDir, PathBuf) {
+        let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
+        let entry = folder.path().join(device);
+        fs::create_dir_all(&entry).unwrap();
+        symlink(folder.path().join("bus").join(subsystem), entry.join("subsystem")).unwrap();
+        for (name, value) in attributes {
+            fs::write(entry.join(name), format!("{value}\n")).unwrap();
+        }
+        (folder, entry)
+    }
+
+    #[test]
+    fn devdax_of_an_nvdimm_is_persistent_and_other_devdax_is_not() {
+        let align = [("align", "2097152")];
+        let (_folder, entry) = sysfs("platform/e820_pmem/ndbus0/region0/dax0.1/dax0.0", "dax", &align);
+        assert_eq!(Place::of_character_device(&entry).unwrap(), Place::DevDax { is_volatile: false });
+        let (_folder, entry) = sysfs("platform/hmem.0/dax0.0", "dax", &align);
+        assert_eq!(Place::of_character_device(&entry).unwrap(), Place::DevDax { is_volatile: true });
+    }
+
+    #[test]
+    fn devdax_with_larger_pages_than_chunks_is_refused() {
+        let (_folder, entry) = sysfs("ndbus0/dax0.0", "dax", &[("align", "1073741824")]);
+        let error = Place::of_character_device(&entry).unwrap_err();
+        assert!(matches!(error, PlaceError::Align { align_bytes: 0x4000_0000 }), "{error}");
+        let (_folder, entry) = sysfs("ndbus0/dax0.0", "dax", &[("align", "4096")]);
+        assert!(Place::of_character_device(&entry).is_ok());
+    }
+
+    #[test]
+    fn other_character_devices_are_named() {
+        let error = Place::of(&File::open("/dev/null").unwrap()).unwrap_err();
+        assert!(matches!(&error, PlaceError::NotDax { subsystem } if subsystem == "mem"), "{error}");
+    }
+
+    #[test]
+    fn the_kind_of_a_file_decides_before_its_file_system() {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(12345).unwrap();
+        let place = Place::of(&file).unwrap();
+        assert_eq!((place, place.len_bytes(&file).unwrap()), (Place::Memory, 12345));
+        assert!(matches!(Place::of(&File::open("/dev/shm").unwrap()), Err(PlaceError::Other)));
+    }
+
+    #[test]
+    fn ram_disks_are_known_by_their_names() {
+        let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
+        for (name, expected) in [("ram0", true), ("zram12", true), ("sda", false), ("ramp", false)] {
+            let entry = folder.path().join(name);
+            fs::create_dir(&entry).unwrap();
+            assert_eq!(is_ram_disk(&entry), expected, "{name}");
+        }
+        assert!(!is_ram_disk(&folder.path().join("nothing")));
+    }
+}

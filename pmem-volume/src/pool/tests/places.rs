@@ -1,0 +1,326 @@
+//! Pools on block devices, and thin ones. Block devices need a loop device, and so root; `ci/guest-tests` has the rest.
+
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use super::*;
+use crate::pool::lock::{LockKind, try_lock};
+
+/// A loop device over a sparse file.
+struct Loop {
+    folder: TempDir,
+    device: PathBuf,
+}
+
+impl Loop {
+    /// `None` where there are none to be had.
+    fn new(len_bytes: u64) -> Option<Self> {
+        let folder = TempDir::new_in("/dev/shm").unwrap();
+        let image = folder.path().join("image");
+        File::create(&image).unwrap().set_len(len_bytes).unwrap();
+        let output = Command::new("losetup").args(["--show", "-f"]).arg(&image).output();
+        let output = output.ok().filter(|output| output.status.success());
+        if output.is_none() {
+            eprintln!("skipped: no loop devices here (they need root)");
+        }
+        let device = String::from_utf8(output?.stdout).unwrap().trim().into();
+        Some(Self { folder, device })
+    }
+
+    fn image(&self) -> PathBuf {
+        self.folder.path().join("image")
+    }
+
+    /// A disk that was made larger.
+    fn lengthen(&self, len_bytes: u64) {
+        OpenOptions::new().write(true).open(self.image()).unwrap().set_len(len_bytes).unwrap();
+        assert!(Command::new("losetup").arg("-c").arg(&self.device).status().unwrap().success());
+    }
+
+    fn create(&self) -> Result<Arc<Pool>, PoolError> {
+        self.create_with(CreateOptions::default())
+    }
+
+    fn create_with(&self, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
+        Pool::create_with(&self.device, options)
+    }
+
+    fn open(&self) -> Result<Arc<Pool>, PoolError> {
+        Pool::open(&self.device, OpenMode::ReadWrite)
+    }
+
+    /// What is on the disk itself.
+    fn content(&self) -> Vec<u8> {
+        File::open(&self.device).unwrap().sync_all().unwrap();
+        fs::read(self.image()).unwrap()
+    }
+
+    fn write(&self, offset_bytes: u64, bytes: &[u8]) {
+        let device = OpenOptions::new().write(true).open(&self.device).unwrap();
+        device.write_all_at(bytes, offset_bytes).unwrap();
+        device.sync_all().unwrap();
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        Command::new("losetup").arg("-d").arg(&self.device).status().unwrap();
+    }
+}
+
+#[test]
+fn a_pool_takes_all_of_a_block_device_down_to_the_chunk() {
+    let Some(disk) = Loop::new(33 * MIB + 4096) else { return };
+    let pool = disk.create().unwrap();
+    let info = pool.info();
+    assert_eq!((info.total_bytes, info.durability, info.thin), (32 * MIB, Durability::PageCache, false));
+    let extents = pool.alloc_memory(8 * MIB).unwrap();
+    extents.iter().for_each(|extent| fill(&pool, *extent, 0x5a));
+    // As after a crash: what was lent is free again, and reads as zeros, on the disk too.
+    drop(pool);
+    let pool = disk.open().unwrap();
+    assert_eq!(pool.info().free_bytes, 28 * MIB);
+    assert!(extents.iter().all(|extent| is_zero(&pool, *extent)));
+    drop(pool);
+    assert!(disk.content()[4 * MIB as usize..].iter().all(|byte| *byte == 0));
+    assert!(Pool::open(&disk.device, OpenMode::ReadOnly).unwrap().check().unwrap().is_clean());
+}
+
+#[test]
+fn erasing_a_block_device_is_seen_through_mappings_that_were_there_before() {
+    let Some(disk) = Loop::new(16 * MIB) else { return };
+    let pool = disk.create().unwrap();
+    let extents = pool.alloc_memory(4 * MIB).unwrap();
+    let media = pool.media();
+    for extent in &extents {
+        media.store(extent.offset_bytes(), &[0x5a; 4096]).unwrap();
+        assert_eq!(media.load_word(extent.offset_bytes()).unwrap(), 0x5a5a_5a5a_5a5a_5a5a);
+    }
+    pool.free_memory(&extents).unwrap();
+    assert!(extents.iter().all(|extent| media.load_word(extent.offset_bytes()).unwrap() == 0));
+}
+
+#[test]
+fn a_block_device_that_grew_has_room_for_its_pool() {
+    let Some(disk) = Loop::new(16 * MIB) else { return };
+    drop(disk.create().unwrap());
+    let volume =
+        |name| disk.open().unwrap().create_volume(name, VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw);
+    volume("before").unwrap();
+    let error = Pool::grow(&disk.device, 32 * MIB).unwrap_err();
+    let too_small = matches!(
+        error,
+        PoolError::DeviceTooSmall { needed_bytes, device_bytes, .. } if needed_bytes == 32 * MIB && device_bytes == 16 * MIB
+    );
+    assert!(too_small, "{error}");
+    disk.lengthen(48 * MIB);
+    // What was there behind the pool is no business of anybody who gets it.
+    disk.write(20 * MIB, &[0x77; 8192]);
+    assert_eq!(disk.open().unwrap().info().total_bytes, 16 * MIB);
+    let pool = Pool::grow(&disk.device, 32 * MIB).unwrap();
+    assert_eq!(pool.info().total_bytes, 32 * MIB);
+    let extents = pool.alloc_memory(pool.info().free_bytes).unwrap();
+    assert!(extents.iter().all(|extent| is_zero(&pool, *extent)));
+    drop(pool);
+    let mut heard = Vec::new();
+    let pool = Pool::grow_with(&disk.device, None, &mut |done, total| heard.push((done, total))).unwrap();
+    assert_eq!(heard, [(16 * MIB, 16 * MIB)]);
+    assert_eq!((pool.info().total_bytes, pool.volumes().len()), (48 * MIB, 1));
+    drop(pool);
+    assert_eq!(disk.content().len() as u64, 48 * MIB);
+    assert!(Pool::open(&disk.device, OpenMode::ReadOnly).unwrap().check().unwrap().is_clean());
+}
+
+#[test]
+fn a_growth_that_did_not_finish_leaves_a_block_device_as_long_as_it_is() {
+    let Some(disk) = Loop::new(32 * MIB) else { return };
+    let size_bytes = Some(16 * MIB);
+    let pool = disk.create_with(CreateOptions { size_bytes, ..CreateOptions::default() }).unwrap();
+    let new = grow::plan(&pool.superblock, 32 * MIB).unwrap();
+    grow::announce(pool.media(), &pool.superblock, &new).unwrap();
+    drop(pool);
+    assert_eq!(disk.open().unwrap().info().total_bytes, 16 * MIB);
+    let report = Pool::open(&disk.device, OpenMode::ReadOnly).unwrap().check().unwrap();
+    assert!(report.pool.is_empty(), "{:?}", report.pool);
+    assert_eq!(Pool::grow(&disk.device, 32 * MIB).unwrap().info().total_bytes, 32 * MIB);
+}
+
+#[test]
+fn a_block_device_that_shrank_is_refused_as_truncated() {
+    let Some(disk) = Loop::new(32 * MIB) else { return };
+    drop(disk.create().unwrap());
+    disk.lengthen(16 * MIB);
+    let error = disk.open().unwrap_err();
+    let truncated = matches!(
+        error,
+        PoolError::Truncated { file_bytes, pool_bytes, .. } if (file_bytes, pool_bytes) == (16 * MIB, 32 * MIB)
+    );
+    assert!(truncated, "{error}");
+}
+
+#[test]
+fn what_is_on_a_device_is_erased_only_by_force_and_volumes_not_even_then() {
+    let Some(disk) = Loop::new(16 * MIB) else { return };
+    let force = || CreateOptions { force: true, ..CreateOptions::default() };
+    disk.write(0x438, b"\x53\xef");
+    disk.write(9 * MIB, b"precious");
+    let before = disk.content();
+    let error = disk.create().unwrap_err();
+    assert!(matches!(&error, PoolError::DeviceNotEmpty { found, .. } if found.contains("ext4")), "{error}");
+    for (size_bytes, strg_bytes, thin) in [(64, 0, false), (16, 64, false), (3, 0, false), (16, 0, true)] {
+        let size_bytes = Some(size_bytes * MIB);
+        let options = CreateOptions { size_bytes, strg_bytes: strg_bytes * MIB, thin, ..force() };
+        disk.create_with(options).unwrap_err();
+    }
+    assert!(before == disk.content(), "a refused pool has changed the device");
+
+    let pool = disk.create_with(force()).unwrap();
+    let found = |error| matches!(&error, PoolError::DeviceNotEmpty { found, .. } if found.contains("pool"));
+    let info = pool.create_volume("v", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
+    drop(pool);
+    let error = disk.create_with(force()).unwrap_err();
+    assert!(matches!(&error, PoolError::DeviceHasVolumes { volumes, .. } if *volumes == ["v"]), "{error}");
+    let pool = disk.open().unwrap();
+    assert_eq!(pool.volumes(), [info]);
+    pool.delete_volume("v").unwrap();
+    let uuid = pool.uuid();
+    drop(pool);
+    assert!(found(disk.create().unwrap_err()));
+    let pool = disk.create_with(force()).unwrap();
+    assert_ne!(pool.uuid(), uuid);
+    assert!(is_zero(&pool, Extent { start: ChunkId(4), order: 0 }));
+    drop(pool);
+    // Both superblocks: nobody knows what else is damaged.
+    disk.write(100, &[0xff]);
+    disk.write(2 * MIB - 4096 + 100, &[0xff]);
+    assert!(found(disk.create().unwrap_err()));
+    disk.create_with(force()).unwrap();
+}
+
+#[test]
+fn a_pool_that_was_not_made_to_the_end_is_none() {
+    let Some(disk) = Loop::new(160 * MIB) else { return };
+    drop(disk.create().unwrap());
+    let mut heard = Vec::new();
+    let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let mut progress = |done, total| {
+            heard.push((done, total));
+            panic!("interrupted");
+        };
+        disk.create_with(CreateOptions {
+            force: true,
+            progress: Some(&mut progress),
+            ..CreateOptions::default()
+        })
+    }));
+    assert!(unwound.is_err());
+    assert_eq!(heard, [(64 * MIB, 160 * MIB)]);
+    assert!(matches!(disk.open().unwrap_err(), PoolError::NotAPool { .. }));
+    drop(disk.create().unwrap());
+}
+
+#[test]
+fn a_block_device_in_use_is_refused_by_who_has_it() {
+    let Some(disk) = Loop::new(16 * MIB) else { return };
+    let pool = disk.create().unwrap();
+    let holder = |error| match error {
+        PoolError::InUse { holder, .. } => holder.pid,
+        error => panic!("{error}"),
+    };
+    let me = Some(std::process::id());
+    assert_eq!(holder(disk.open().unwrap_err()), me);
+    assert_eq!(holder(disk.create().unwrap_err()), me);
+    assert_eq!(holder(Pool::open(&disk.device, OpenMode::ReadOnly).unwrap_err()), me);
+    let peeked = Pool::open(&disk.device, OpenMode::Peek).unwrap();
+    assert_eq!(peeked.holder().unwrap().pid, me);
+    drop((peeked, pool));
+    // Taken by somebody who takes no locks of ours.
+    let mut options = OpenOptions::new();
+    let taken = std::os::unix::fs::OpenOptionsExt::custom_flags(options.read(true), libc::O_EXCL);
+    let taken = taken.open(&disk.device).unwrap();
+    let error = disk.open().unwrap_err();
+    assert!(matches!(error, PoolError::DeviceInUse { .. }), "{error}");
+    drop(taken);
+    // udev looks at a disk with a shared lock when it was written to.
+    let udev = File::open(&disk.device).unwrap();
+    assert!(try_lock(&udev, LockKind::Shared).unwrap().is_ok());
+    let looks = thread::spawn(move || {
+        thread::sleep(Duration::from_millis(100));
+        drop(udev);
+    });
+    disk.open().unwrap();
+    looks.join().unwrap();
+}
+
+#[test]
+fn other_character_devices_are_refused_by_kind_and_without_a_touch() {
+    for force in [false, true] {
+        let options = CreateOptions { force, ..CreateOptions::default() };
+        let error = Pool::create_with(Path::new("/dev/null"), options).unwrap_err();
+        assert!(matches!(&error, PoolError::NotDax { subsystem, .. } if subsystem == "mem"), "{error}");
+    }
+    let error = Pool::open(Path::new("/dev/tty"), OpenMode::ReadWrite).unwrap_err();
+    assert!(matches!(&error, PoolError::NotDax { .. }), "{error}");
+    // A pipe without a writer does not hold anybody up.
+    let folder = TempDir::new_in("/dev/shm").unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    assert!(matches!(Pool::open(&pipe, OpenMode::ReadWrite), Err(PoolError::NotAFile { .. })));
+}
+
+/// A pool in a file on what is likely a disk; `None` if it is not.
+fn on_disk(thin: bool) -> Option<(TempDir, Arc<Pool>)> {
+    let folder = TempDir::new_in(std::env::current_dir().unwrap()).unwrap();
+    let options = CreateOptions { size_bytes: Some(64 * MIB), thin, ..CreateOptions::default() };
+    let pool = Pool::create_with(&folder.path().join("pool"), options).unwrap();
+    if pool.durability() != Durability::PageCache {
+        eprintln!("skipped: {} is {}", folder.path().display(), pool.durability().name());
+        return None;
+    }
+    Some((folder, pool))
+}
+
+fn blocks_bytes(pool: &Pool) -> u64 {
+    pool.file().sync_all().unwrap();
+    pool.file().metadata().unwrap().blocks() * 512
+}
+
+#[test]
+fn a_thin_pool_has_blocks_only_for_its_own_data_and_for_what_is_used() {
+    let Some((folder, pool)) = on_disk(true) else { return };
+    // The file system may need some for itself.
+    let own = 4 * MIB..5 * MIB;
+    assert!(pool.info().thin);
+    assert!(own.contains(&blocks_bytes(&pool)), "{}", blocks_bytes(&pool));
+    let extents = pool.alloc_memory(16 * MIB).unwrap();
+    extents.iter().for_each(|extent| fill(&pool, *extent, 0x5a));
+    assert!(blocks_bytes(&pool) >= 20 * MIB);
+    pool.free_memory(&extents).unwrap();
+    assert!(own.contains(&blocks_bytes(&pool)), "{}", blocks_bytes(&pool));
+    assert!(extents.iter().all(|extent| is_zero(&pool, *extent)));
+    let path = folder.path().join("pool");
+    drop(pool);
+    // It stays thin, and becomes larger that way.
+    let pool = Pool::grow(&path, 1 << 30).unwrap();
+    assert!(pool.info().thin && own.contains(&blocks_bytes(&pool)), "{}", blocks_bytes(&pool));
+    drop(pool);
+    let report = Pool::open(&path, OpenMode::ReadOnly).unwrap().check().unwrap();
+    assert!(report.is_clean(), "{report:?}");
+}
+
+#[test]
+fn a_pool_on_a_disk_is_not_thin_unless_it_was_asked_for() {
+    let Some((_folder, pool)) = on_disk(false) else { return };
+    assert!(!pool.info().thin && blocks_bytes(&pool) >= 64 * MIB);
+    let fixture = Fixture::new();
+    assert!(fixture.create(64 * MIB, 0).info().thin, "tmpfs is always thin");
+    assert!(!fixture.open().superblock.is_thin, "and the pool does not say so");
+    let error =
+        Pool::create_with(&fixture.folder.path().join("other"), CreateOptions::default()).unwrap_err();
+    assert!(matches!(error, PoolError::SizeNeeded { .. }), "{error}");
+    let error = Pool::grow_with(&fixture.path(), None, &mut |_, _| {}).unwrap_err();
+    assert!(matches!(error, PoolError::SizeNeeded { .. }), "{error}");
+}
