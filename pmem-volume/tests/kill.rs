@@ -16,7 +16,7 @@ const SEED_VARIABLE: &str = "PMEM_VOLUME_KILL_TEST_SEED";
 const POOL_BYTES: u64 = 96 << 20;
 /// It grows a chunk at a time, up to this.
 const MAX_POOL_BYTES: u64 = 256 << 20;
-const ROUNDS: u64 = 60;
+const ROUNDS: u64 = 200;
 
 /// xorshift64*.
 struct Random(u64);

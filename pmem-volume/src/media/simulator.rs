@@ -104,6 +104,12 @@ impl Simulator {
         std::mem::take(&mut state.points)
     }
 
+    /// All words that are not zero, by offset, and how long the file is.
+    pub(crate) fn content(&self) -> (Vec<(u64, u64)>, u64) {
+        let state = self.state();
+        (state.visible.words(0..u64::MAX).collect(), state.file_bytes)
+    }
+
     /// Words in a range that are not zero.
     pub(crate) fn dirty_words(&self, range: Range<u64>) -> usize {
         self.state().visible.words(range).count()

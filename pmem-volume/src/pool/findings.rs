@@ -99,6 +99,16 @@ pub enum Finding {
         /// Wear words.
         wear: u32,
     },
+    /// A chunk belongs to a volume for which the volume table has no place.
+    #[error("chunk {chunk} belongs to a volume in slot {slot}, and the pool has {slots} slots")]
+    SlotOutside {
+        /// The chunk.
+        chunk: ChunkId,
+        /// Place in the volume table that there is not.
+        slot: u16,
+        /// How many there are.
+        slots: u32,
+    },
     /// A chunk with the pool's own data is marked as somebody else's.
     #[error("chunk {chunk} holds the pool's own data but is marked as {marked}")]
     MetadataTaken {
@@ -197,6 +207,7 @@ impl Finding {
             | Finding::VolumeNameTwice { .. }
             | Finding::OwnerWord { .. }
             | Finding::MoreBadWords { .. }
+            | Finding::SlotOutside { .. }
             | Finding::MetadataTaken { .. }
             | Finding::IndexTwice { .. }
             | Finding::LogDamaged { .. } => Severity::Fatal,

@@ -159,6 +159,11 @@ impl Scan {
                 // A table was moved and a crash came before the superblock named the new one, or after.
                 Owner::Metadata => leftover.push(chunk),
                 Owner::Volume { slot, .. } if unknown.contains(&slot) => {}
+                // Nothing that this code does leaves such a word: it is no left-over, and may be somebody's.
+                Owner::Volume { slot, .. } if u32::from(slot.0) >= superblock.volume_slots => {
+                    let slots = superblock.volume_slots;
+                    self.findings.push(Finding::SlotOutside { chunk, slot: slot.0, slots });
+                }
                 Owner::Volume { slot, index } => {
                     if !self.claim(slot, index, chunk) {
                         leftover.push(chunk);

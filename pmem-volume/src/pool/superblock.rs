@@ -166,6 +166,8 @@ impl Superblock {
             if holds { Ok(value) } else { Err(SuperblockError { field, value, rule }) }
         };
         let size = bytes.size_bytes.get();
+        let own = u64::from(bytes.superblock_bytes.get());
+        field("superblock_bytes", own, own == SUPERBLOCK_BYTES, "a superblock has 4096 bytes")?;
         field(
             "chunk_bytes",
             bytes.chunk_bytes.get(),
@@ -288,6 +290,7 @@ mod tests {
             change(&mut bytes);
             Superblock::parse(&bytes).unwrap_err().field
         };
+        assert_eq!(broken(|b| b.superblock_bytes.set(512)), "superblock_bytes");
         assert_eq!(broken(|b| b.chunk_bytes.set(4096)), "chunk_bytes");
         assert_eq!(broken(|b| b.size_bytes.set(12345)), "size_bytes");
         assert_eq!(broken(|b| b.size_bytes.set(0)), "size_bytes");

@@ -137,6 +137,13 @@ pub(crate) fn decode_wear(chunk: ChunkId, word: u64) -> Result<u32, BadWord> {
     u32::try_from(low).map_err(|_| BadWord(word))
 }
 
+/// The low bits of an owner or wear word with the check that fits them.
+#[cfg(test)]
+pub(crate) fn seal_for_test(chunk: ChunkId, is_wear: bool, low: u64) -> u64 {
+    let low = low & ((1 << CHECK_SHIFT) - 1);
+    check(chunk, if is_wear { KIND_WEAR } else { KIND_OWNER }, low) << CHECK_SHIFT | low
+}
+
 /// Where the table lies, and the loads and stores on it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ChunkTable {

@@ -94,6 +94,9 @@ pub enum VolumeRecordError {
     /// It belongs to another place in the table.
     #[error("it is the record of slot {0}")]
     Slot(u32),
+    /// Empty, but with what only a volume has.
+    #[error("its slot is empty, and it still describes a volume")]
+    NotEmpty,
     /// Neither empty nor live.
     #[error("state {0} is unknown")]
     State(u8),
@@ -165,6 +168,8 @@ impl VolumeRecord {
             return Err(VolumeRecordError::Slot(bytes.slot.get()));
         }
         match bytes.state {
+            // A volume whose record says so by mistake would be erased.
+            VOLUME_EMPTY if describes_a_volume(bytes) => return Err(VolumeRecordError::NotEmpty),
             VOLUME_EMPTY => return Ok(None),
             VOLUME_LIVE => {}
             other => return Err(VolumeRecordError::State(other)),
@@ -200,6 +205,13 @@ impl VolumeRecord {
             created_unix_s: bytes.created_unix_s.get(),
         }))
     }
+}
+
+/// Has a record anything that an empty slot's does not have?
+fn describes_a_volume(bytes: &VolumeRecordBytes) -> bool {
+    let numbers = [bytes.flags, bytes.size_bytes, bytes.created_unix_s];
+    let texts = [&bytes.uuid[..], &bytes.name, &[bytes.format, bytes.name_bytes]];
+    numbers.iter().any(|number| number.get() != 0) || texts.concat().iter().any(|byte| *byte != 0)
 }
 
 #[cfg(test)]
@@ -250,6 +262,7 @@ mod tests {
         };
         assert_eq!(broken(|b| b.slot.set(8)), VolumeRecordError::Slot(8));
         assert_eq!(broken(|b| b.state = 2), VolumeRecordError::State(2));
+        assert_eq!(broken(|b| b.state = 0), VolumeRecordError::NotEmpty);
         assert_eq!(broken(|b| b.format = 0), VolumeRecordError::Format(0));
         assert_eq!(broken(|b| b.flags.set(2)), VolumeRecordError::Flags(2));
         assert_eq!(broken(|b| b.size_bytes.set(5)), VolumeRecordError::Size(5));

@@ -187,6 +187,7 @@ fn random_operations_survive_a_crash_at_every_persist() {
         }
     }
     say_images(images);
+    assert!(images > 0, "{replay:?} names no image");
     if replay == Replay::default() {
         let expected = 2000 * seeds(SEEDS).count();
         assert!(images > expected, "only {images} images: the simulator sees too little");

@@ -9,6 +9,7 @@ mod crash_repair;
 mod crash_resize;
 mod crash_wrong;
 mod damage;
+mod fields;
 mod golden;
 mod hooked;
 mod hostile;

@@ -1,0 +1,458 @@
+//! Every bit of every field of every structure, turned: once with the checksum as it was, and once with one that fits.
+//! What comes of it is listed for each field. What is refused is not changed, and what is opened adds up.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::mem::offset_of;
+use std::ops::Range;
+
+use zerocopy::FromZeros;
+
+use super::crash::{fill_volume, new_pool_of, open, open_for};
+use super::*;
+use crate::media::simulator::{Random, Simulator};
+use crate::pool::layout::{
+    CHUNK_TABLE_OFFSET, LOG_OFFSET, LogEntryBytes, LogHeaderBytes, SUPERBLOCK_OFFSETS, SuperblockBytes,
+    VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
+};
+use crate::pool::mirrored::Mirrored;
+use crate::pool::table::{Owner, Slot, encode_owner, seal_for_test};
+
+/// A field: its name, and its bits.
+type Field = (&'static str, Range<usize>);
+
+/// All fields of a structure, by its definition. One that is missing, or not in its order, does not pass.
+macro_rules! fields {
+    ($type:ty: $($field:ident),*) => {{
+        let zeroed = <$type>::new_zeroed();
+        let bits = |start: usize, bytes: usize| start * 8..(start + bytes) * 8;
+        let fields: Vec<Field> = vec![
+            $((stringify!($field), bits(offset_of!($type, $field), size_of_val(&zeroed.$field)))),*
+        ];
+        let ends = [0].into_iter().chain(fields.iter().map(|(_, bits)| bits.end));
+        assert!(ends.eq(fields.iter().map(|(_, bits)| bits.start).chain([size_of::<$type>() * 8])));
+        fields
+    }};
+}
+
+fn superblock_fields() -> Vec<Field> {
+    fields!(SuperblockBytes: magic, version, superblock_bytes, features_compatible, features_read_only,
+        features_incompatible, sequence, uuid, size_bytes, chunk_bytes, strg_bytes, chunk_table_offset,
+        chunk_table_entries, volume_table_offsets, volume_slots, volume_record_bytes, log_offset, log_bytes,
+        created_unix_s, growing_to_bytes, reserved, checksum)
+}
+
+fn record_fields() -> Vec<Field> {
+    fields!(VolumeRecordBytes: magic, sequence, slot, state, format, name_bytes, reserved0, flags, uuid,
+        size_bytes, created_unix_s, name, reserved1, checksum)
+}
+
+fn log_fields() -> Vec<Field> {
+    fields!(LogHeaderBytes: magic, entries, checksum, commit, reserved)
+}
+
+fn log_entry_fields() -> Vec<Field> {
+    fields!(LogEntryBytes: offset, word)
+}
+
+/// An owner word, as docs/format.md has it.
+fn owner_fields() -> Vec<Field> {
+    vec![("index", 0..28), ("slot", 28..44), ("state", 44..48), ("check", 48..64)]
+}
+
+/// A wear word.
+fn wear_fields() -> Vec<Field> {
+    vec![("count", 0..32), ("zero", 32..48), ("check", 48..64)]
+}
+
+/// Without the checksum, which would be made to fit again.
+fn but_the_checksum(mut fields: Vec<Field>) -> Vec<Field> {
+    fields.retain(|(name, _)| !["checksum", "check"].contains(name));
+    fields
+}
+
+/// A pool with a volume of three chunks from chunk 2 on and one of a chunk behind it.
+fn sample() -> Simulator {
+    let (media, pool) = new_pool_of(12, |superblock| {
+        superblock.strg_bytes = 4 * CHUNK_BYTES;
+        superblock.volume_slots = 4;
+        superblock.log_bytes = 4096;
+    });
+    for (name, chunks) in [("v", 3), ("w", 1)] {
+        pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+        fill_volume(&media, &pool, name);
+    }
+    drop(pool);
+    media.persist_range(0..media.len_bytes()).unwrap();
+    media
+}
+
+fn copy_of(media: &Simulator) -> Simulator {
+    media.record();
+    let now = media.take_points().pop().expect("one for now");
+    now.images(1, &mut Random::new(0)).pop().expect("an image")
+}
+
+/// The variant's name, and for a superblock's field that one's.
+fn name_of(error: &PoolError) -> String {
+    match error {
+        PoolError::SuperblockInvalid { source, .. } => format!("SuperblockInvalid {}", source.field),
+        PoolError::Damaged { first, .. } => {
+            format!("Damaged {}", format!("{first:?}").split([' ', '{']).next().unwrap_or_default())
+        }
+        other => format!("{other:?}").split([' ', '{', '(']).next().unwrap_or_default().to_owned(),
+    }
+}
+
+/// Looks at an image and opens it for writing, and says in one word what came of that.
+fn outcome(image: &Simulator) -> String {
+    let before = image.content();
+    for mode in [OpenMode::ReadOnly, OpenMode::Peek] {
+        if let Ok(pool) = open_for(image, mode) {
+            assert_states_add_up(&pool.info());
+            pool.check().unwrap();
+        }
+    }
+    assert!(before == image.content(), "looking changed the media");
+    match open(image) {
+        Err(error) => {
+            assert!(before == image.content(), "a refused open changed the media: {error}");
+            let text = error.to_string();
+            assert!(text.contains("nothing was changed") || text.contains("use "), "no advice in {text:?}");
+            name_of(&error)
+        }
+        Ok(pool) => {
+            assert_states_add_up(&pool.info());
+            let findings = pool.findings_at_open();
+            assert!(findings.iter().all(|f| f.severity() < Severity::Fatal), "{findings:?}");
+            assert!(pool.check().unwrap().pool.iter().all(|f| matches!(f, Finding::IndexMissing { .. })));
+            let names: BTreeSet<_> = findings
+                .iter()
+                .map(|f| format!("{f:?}").split([' ', '{']).next().unwrap_or_default().to_owned())
+                .collect();
+            match pool.volumes().len() {
+                2 => format!("opens {}", names.into_iter().collect::<Vec<_>>().join(" ")).trim().to_owned(),
+                volumes => format!("opens with {volumes} volumes"),
+            }
+        }
+    }
+}
+
+/// What came of each field's bits.
+type Outcomes = BTreeMap<&'static str, BTreeSet<String>>;
+
+fn outcomes(media: &Simulator, fields: &[Field], turn: &dyn Fn(&Simulator, usize)) -> Outcomes {
+    let mut seen = Outcomes::new();
+    for (name, bits) in fields {
+        // A sample of what is reserved: it has no meaning that could differ from bit to bit.
+        let step = if bits.len() > 512 { 61 } else { 1 };
+        for bit in bits.clone().step_by(step) {
+            let image = copy_of(media);
+            turn(&image, bit);
+            seen.entry(*name).or_default().insert(outcome(&image));
+        }
+    }
+    seen
+}
+
+fn turn_bit(media: &Simulator, start: u64, bit: usize) {
+    let at = start + bit as u64 / 64 * 8;
+    media.store_word(at, media.load_word(at).unwrap() ^ 1 << (bit % 64)).unwrap();
+}
+
+/// Turns a bit of both copies of a record, and makes their checksums fit.
+fn turn_sealed<T: Mirrored>(media: &Simulator, copies: [u64; 2], bit: usize) {
+    for start in copies {
+        turn_bit(media, start, bit);
+        let mut bytes = vec![0; size_of::<T>()];
+        media.read(start, &mut bytes).unwrap();
+        let mut record = T::read_from_bytes(&bytes).unwrap();
+        mirrored::seal(&mut record);
+        media.store(start, record.as_bytes()).unwrap();
+    }
+}
+
+type Expected = &'static [(&'static str, &'static [&'static str])];
+
+/// Prints the difference field by field; all fields must be listed.
+fn assert_outcomes(what: &str, seen: &Outcomes, expected: Expected) {
+    let expected: Outcomes = expected
+        .iter()
+        .map(|(field, outcomes)| (*field, outcomes.iter().map(|outcome| (*outcome).to_owned()).collect()))
+        .collect();
+    for (field, outcomes) in seen {
+        assert_eq!(Some(outcomes), expected.get(field), "{what}: {field}");
+    }
+    assert_eq!(seen.len(), expected.len(), "{what}: a field is gone");
+}
+
+/// All fields lead to the same.
+fn assert_all(what: &str, seen: &Outcomes, expected: &str) {
+    for (field, outcomes) in seen {
+        assert_eq!(outcomes.iter().collect::<Vec<_>>(), [expected], "{what}: {field}");
+    }
+}
+
+fn turn_superblocks(media: &Simulator, bit: usize) {
+    turn_sealed::<SuperblockBytes>(media, SUPERBLOCK_OFFSETS, bit);
+}
+
+fn turn_records(media: &Simulator, bit: usize) {
+    turn_sealed::<VolumeRecordBytes>(media, VOLUME_TABLE_OFFSETS, bit);
+}
+
+fn entry_of(chunk: ChunkId) -> u64 {
+    CHUNK_TABLE_OFFSET + u64::from(chunk.0) * layout::CHUNK_ENTRY_BYTES
+}
+
+fn turn_word_sealed(media: &Simulator, chunk: ChunkId, is_wear: bool, bit: usize) {
+    let at = entry_of(chunk) + u64::from(is_wear) * 8;
+    let low = media.load_word(at).unwrap() ^ 1 << bit;
+    media.store_word(at, seal_for_test(chunk, is_wear, low)).unwrap();
+}
+
+/// A transaction that was committed and not redone: the volume's last chunk moves to another place.
+fn transaction() -> [(u64, u64); 2] {
+    let moved = Owner::Volume { slot: Slot(0), index: 2 };
+    [(LAST, Owner::Scrub), (OTHER, moved)].map(|(chunk, owner)| (entry_of(chunk), encode_owner(chunk, owner)))
+}
+
+/// The volume's last chunk, and a free one.
+const LAST: ChunkId = ChunkId(4);
+const OTHER: ChunkId = ChunkId(9);
+
+fn write_transaction(media: &Simulator, words: &[(u64, u64)]) {
+    let superblock = open_for(media, OpenMode::Peek).unwrap().superblock.clone();
+    redo_log::write_for_test(media, &superblock, words);
+}
+
+fn with_transaction() -> Simulator {
+    let media = sample();
+    write_transaction(&media, &transaction());
+    media
+}
+
+/// A bit of the transaction's second entry, with a checksum that fits it.
+fn turn_entry_sealed(media: &Simulator, bit: usize) {
+    let [first, (mut offset, mut word)] = transaction();
+    match bit {
+        0..64 => offset ^= 1 << bit,
+        _ => word ^= 1 << (bit - 64),
+    }
+    let whole = sample();
+    write_transaction(&whole, &[first, (offset, word)]);
+    for at in (LOG_OFFSET..LOG_OFFSET + 4096).step_by(8) {
+        media.store_word(at, whole.load_word(at).unwrap()).unwrap();
+    }
+}
+
+const SUPERBLOCK_SEALED: Expected = &[
+    ("magic", &["NotAPool"]),
+    ("version", &["Version"]),
+    ("superblock_bytes", &["SuperblockInvalid superblock_bytes"]),
+    ("features_compatible", &["opens"]),
+    ("features_read_only", &["Features"]),
+    ("features_incompatible", &["Features"]),
+    ("sequence", &["opens"]),
+    ("uuid", &["opens"]),
+    ("size_bytes", &["SuperblockInvalid chunk_table_entries", "SuperblockInvalid size_bytes"]),
+    ("chunk_bytes", &["SuperblockInvalid chunk_bytes"]),
+    ("strg_bytes", &["SuperblockInvalid strg_bytes", "opens"]),
+    (
+        "chunk_table_offset",
+        &["Damaged OwnerWord", "SuperblockInvalid chunk_table_offset", "SuperblockInvalid offsets"],
+    ),
+    ("chunk_table_entries", &["SuperblockInvalid chunk_table_entries"]),
+    (
+        "volume_table_offsets",
+        &[
+            "Damaged MetadataTaken",
+            "Damaged VolumeRecordLost",
+            "SuperblockInvalid offsets",
+            "SuperblockInvalid volume_table_offsets",
+            "opens VolumeRecordCopy",
+            "opens VolumeRecordCopy VolumeRecordStale",
+        ],
+    ),
+    (
+        "volume_slots",
+        &[
+            "Damaged SlotOutside",
+            "Damaged VolumeRecordLost",
+            "SuperblockInvalid offsets",
+            "SuperblockInvalid volume_slots",
+        ],
+    ),
+    ("volume_record_bytes", &["SuperblockInvalid volume_record_bytes"]),
+    ("log_offset", &["Damaged LogDamaged", "SuperblockInvalid log_offset", "SuperblockInvalid offsets"]),
+    ("log_bytes", &["SuperblockInvalid log_offset", "SuperblockInvalid offsets", "opens"]),
+    ("created_unix_s", &["opens"]),
+    ("growing_to_bytes", &["SuperblockInvalid growing_to_bytes", "opens GrowthUnfinished"]),
+    ("reserved", &["opens"]),
+];
+
+#[test]
+fn a_superblock() {
+    let (media, fields) = (sample(), superblock_fields());
+    for at in SUPERBLOCK_OFFSETS {
+        let one = outcomes(&media, &fields, &|m, bit| turn_bit(m, at, bit));
+        assert_all("one copy", &one, "opens SuperblockCopy");
+    }
+    let turn_both = |m: &Simulator, bit| SUPERBLOCK_OFFSETS.iter().for_each(|at| turn_bit(m, *at, bit));
+    let mut both = outcomes(&media, &fields, &turn_both);
+    let magic = both.remove("magic").unwrap();
+    assert_eq!(magic, BTreeSet::from(["NotAPool".to_owned()]));
+    assert_all("both copies", &both, "SuperblocksDamaged");
+    let sealed = outcomes(&media, &but_the_checksum(fields), &turn_superblocks);
+    assert_outcomes("with a checksum that fits", &sealed, SUPERBLOCK_SEALED);
+}
+
+const RECORD_SEALED: Expected = &[
+    ("magic", &["Damaged VolumeRecordLost"]),
+    ("sequence", &["opens"]),
+    ("slot", &["Damaged VolumeRecordInvalid"]),
+    ("state", &["Damaged VolumeRecordInvalid"]),
+    ("format", &["Damaged VolumeRecordInvalid"]),
+    ("name_bytes", &["Damaged VolumeRecordInvalid"]),
+    ("reserved0", &["opens"]),
+    // The flag that is known says that chunks may be missing.
+    ("flags", &["Damaged VolumeRecordInvalid", "opens"]),
+    ("uuid", &["opens"]),
+    // As before a volume has grown, or after it has shrunk.
+    ("size_bytes", &["Damaged VolumeRecordInvalid", "opens IndexMissing", "opens Leftover"]),
+    ("created_unix_s", &["opens"]),
+    ("name", &["Damaged VolumeNameTwice", "Damaged VolumeRecordInvalid", "opens"]),
+    ("reserved1", &["opens"]),
+];
+
+#[test]
+fn a_volume_record() {
+    let (media, fields) = (sample(), record_fields());
+    for at in VOLUME_TABLE_OFFSETS {
+        let one = outcomes(&media, &fields, &|m, bit| turn_bit(m, at, bit));
+        assert_all("one copy", &one, "opens VolumeRecordCopy");
+    }
+    let turn_both = |m: &Simulator, bit| VOLUME_TABLE_OFFSETS.iter().for_each(|at| turn_bit(m, *at, bit));
+    assert_all("both copies", &outcomes(&media, &fields, &turn_both), "Damaged VolumeRecordLost");
+    let sealed = outcomes(&media, &but_the_checksum(fields), &turn_records);
+    assert_outcomes("with a checksum that fits", &sealed, RECORD_SEALED);
+}
+
+const METADATA_OWNER_SEALED: Expected = &[
+    ("index", &["Damaged OwnerWord"]),
+    ("slot", &["Damaged OwnerWord"]),
+    ("state", &["Damaged MetadataTaken", "Damaged OwnerWord"]),
+];
+
+const VOLUME_OWNER_SEALED: Expected = &[
+    ("index", &["Damaged IndexTwice", "opens IndexMissing Leftover"]),
+    ("slot", &["Damaged IndexTwice", "Damaged SlotOutside", "opens IndexMissing Leftover"]),
+    ("state", &["Damaged OwnerWord", "opens IndexMissing", "opens IndexMissing Leftover"]),
+];
+
+const FREE_OWNER_SEALED: Expected = &[
+    ("index", &["Damaged OwnerWord"]),
+    ("slot", &["Damaged OwnerWord"]),
+    ("state", &["Damaged IndexTwice", "Damaged OwnerWord", "opens Unscrubbed"]),
+];
+
+#[test]
+fn words_of_the_chunk_table() {
+    let media = sample();
+    let chunks =
+        [(ChunkId(0), METADATA_OWNER_SEALED), (ChunkId(2), VOLUME_OWNER_SEALED), (OTHER, FREE_OWNER_SEALED)];
+    for (chunk, sealed_owner) in chunks {
+        let at = entry_of(chunk);
+        let what = |word: &str| format!("{word} of {chunk}");
+        let owner = outcomes(&media, &owner_fields(), &|m, bit| turn_bit(m, at, bit));
+        assert_all(&what("owner"), &owner, "Damaged OwnerWord");
+        let turn = |m: &Simulator, bit| turn_word_sealed(m, chunk, false, bit);
+        let sealed = outcomes(&media, &but_the_checksum(owner_fields()), &turn);
+        assert_outcomes(&what("owner with a check that fits"), &sealed, sealed_owner);
+        let wear = outcomes(&media, &wear_fields(), &|m, bit| turn_bit(m, at + 8, bit));
+        assert_all(&what("wear"), &wear, "opens WearWord");
+        let turn = |m: &Simulator, bit| turn_word_sealed(m, chunk, true, bit);
+        let sealed = outcomes(&media, &but_the_checksum(wear_fields()), &turn);
+        let expected: Expected = &[("count", &["opens"]), ("zero", &["opens WearWord"])];
+        assert_outcomes(&what("wear with a check that fits"), &sealed, expected);
+    }
+}
+
+const EMPTY_LOG: Expected = &[
+    ("magic", &["Damaged LogDamaged"]),
+    // What an empty log says of its last transaction is of no interest.
+    ("entries", &["opens"]),
+    ("checksum", &["opens"]),
+    ("commit", &["Damaged LogDamaged"]),
+    ("reserved", &["opens"]),
+];
+
+const COMMITTED_LOG: Expected = &[
+    ("magic", &["Damaged LogDamaged"]),
+    ("entries", &["Damaged LogDamaged"]),
+    ("checksum", &["Damaged LogDamaged"]),
+    ("commit", &["Damaged LogDamaged"]),
+    ("reserved", &["opens LogPending Unscrubbed"]),
+];
+
+const LOG_ENTRY_SEALED: Expected = &[
+    (
+        "offset",
+        &[
+            "Damaged LogDamaged",
+            "Damaged OwnerWord",
+            // Into a volume, or a wear word: the transaction leaves one chunk less than it should.
+            "opens IndexMissing LogPending Unscrubbed",
+            "opens IndexMissing LogPending Unscrubbed WearWord",
+        ],
+    ),
+    ("word", &["Damaged OwnerWord"]),
+];
+
+#[test]
+fn the_log() {
+    let turn = |m: &Simulator, bit| turn_bit(m, LOG_OFFSET, bit);
+    assert_outcomes("empty", &outcomes(&sample(), &log_fields(), &turn), EMPTY_LOG);
+    let pending = with_transaction();
+    assert_outcomes("committed", &outcomes(&pending, &log_fields(), &turn), COMMITTED_LOG);
+    let turn = |m: &Simulator, bit| turn_bit(m, LOG_OFFSET + 64 + 16, bit);
+    assert_all("an entry", &outcomes(&pending, &log_entry_fields(), &turn), "Damaged LogDamaged");
+    let sealed = outcomes(&pending, &log_entry_fields(), &turn_entry_sealed);
+    assert_outcomes("an entry with a checksum that fits", &sealed, LOG_ENTRY_SEALED);
+}
+
+/// One bit of each field again, in a real file: what is refused has its bytes, its length and its blocks as before.
+#[test]
+fn a_refused_file_is_not_touched() {
+    let fixture = Fixture::new();
+    let whole = |image: &Simulator| {
+        let mut bytes = vec![0; image.len_bytes() as usize];
+        image.read(0, &mut bytes).unwrap();
+        bytes
+    };
+    let mut refused = BTreeSet::new();
+    let mut refuse = |media: &Simulator, fields: &[Field], turn: &dyn Fn(&Simulator, usize)| {
+        for bit in fields.iter().flat_map(|(_, bits)| [bits.start, bits.end - 1]) {
+            let image = copy_of(media);
+            turn(&image, bit);
+            fs::write(fixture.path(), whole(&image)).unwrap();
+            let before = (fs::read(fixture.path()).unwrap(), fixture.image());
+            for mode in [OpenMode::Peek, OpenMode::ReadOnly] {
+                let _ = Pool::open(&fixture.path(), mode).map(|pool| pool.check().unwrap());
+            }
+            let _ = Pool::repair(&fixture.path(), true);
+            let same = || before == (fs::read(fixture.path()).unwrap(), fixture.image());
+            assert!(same(), "looking changed the file: bit {bit}");
+            if let Err(error) = Pool::open(&fixture.path(), OpenMode::ReadWrite) {
+                assert!(same(), "{error}: the file has changed");
+                refused.insert(name_of(&error));
+            }
+        }
+    };
+    let media = sample();
+    refuse(&media, &superblock_fields(), &turn_superblocks);
+    refuse(&media, &record_fields(), &turn_records);
+    refuse(&media, &owner_fields(), &|m, bit| turn_bit(m, entry_of(ChunkId(2)), bit));
+    refuse(&with_transaction(), &log_fields(), &|m, bit| turn_bit(m, LOG_OFFSET, bit));
+    refuse(&with_transaction(), &log_entry_fields(), &turn_entry_sealed);
+    assert!(refused.len() >= 12, "only these were refused: {refused:?}");
+}
