@@ -137,6 +137,37 @@ fn a_pool_says_whether_it_is_thin_and_what_a_device_is_needed_for() {
 }
 
 #[test]
+fn names_that_cannot_be_are_refused_with_a_rule() {
+    use std::os::unix::ffi::OsStrExt;
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    folder.succeed(&["volume", "create", "pool", "größe", "--size", "20M"]);
+    let before = std::fs::read(folder.path("pool")).unwrap();
+    let long = "x".repeat(65);
+    let create = |name| ["volume", "create", "pool", name, "--size", "20M"];
+    folder.fail(&create(""), &["may not be empty"]);
+    folder.fail(&create(&long), &[&long, "65 bytes", "at most 64"]);
+    folder.fail(&create(".hidden"), &["\".hidden\"", "letters, digits"]);
+    folder.fail(&create("größe"), &["\"größe\"", "exists already", "another name"]);
+    folder.fail(&["volume", "rename", "pool", "größe", "größe"], &["exists already"]);
+    for arguments in [&["create"][..], &["delete"], &["rename", "größe"], &["resize"]] {
+        let output = Command::new(env!("CARGO_BIN_EXE_pmvol"))
+            .arg("volume")
+            .arg(arguments[0])
+            .arg("pool")
+            .args(&arguments[1..])
+            .arg(std::ffi::OsStr::from_bytes(b"gr\xf6\xdfe"))
+            .current_dir(folder.0.path())
+            .output()
+            .unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.contains(r#""gr\xF6\xDFe" is not UTF-8; use letters"#), "{text}");
+    }
+    assert!(before == std::fs::read(folder.path("pool")).unwrap());
+}
+
+#[test]
 fn a_pool_in_use_can_be_looked_at_and_not_changed() {
     let folder = Folder::new();
     let pool = pmem_volume::Pool::create(&folder.path("pool"), 64 << 20, 0).unwrap();

@@ -127,19 +127,27 @@ pub enum PoolError {
         source: io::Error,
     },
     /// No superblock.
-    #[error("pool {path}: it is not a pool; nothing was changed")]
+    #[error(
+        "pool {path}: it is not a pool: {found}; nothing was changed. Pools are made with `pmvol create`"
+    )]
     NotAPool {
         /// The pool.
         path: PathBuf,
+        /// What it is instead.
+        found: String,
     },
     /// Superblocks, but none that is whole.
-    #[error("pool {path}: both superblocks are damaged; nothing was changed. Restore the pool from a copy")]
+    #[error(
+        "pool {path}: both superblocks are damaged; nothing was changed. `pmvol repair` puts them together if they are damaged in different places; if not, restore the pool from a copy"
+    )]
     SuperblocksDamaged {
         /// The pool.
         path: PathBuf,
     },
     /// A whole superblock that cannot be.
-    #[error("pool {path}: the superblock is whole but makes no sense; nothing was changed")]
+    #[error(
+        "pool {path}: the superblock passes its checksum and makes no sense; nothing was changed. Restore the pool from a copy, or use the program that wrote it"
+    )]
     SuperblockInvalid {
         /// The pool.
         path: PathBuf,
@@ -149,7 +157,8 @@ pub enum PoolError {
     },
     /// Another format.
     #[error(
-        "pool {path}: it has format version {version}, and this program knows version {supported}; use the program that made it"
+        "pool {path}: it has format version {version}, and this program knows version {supported}; nothing was changed. {}",
+        version_advice(*version, *supported)
     )]
     Version {
         /// The pool.
@@ -161,7 +170,7 @@ pub enum PoolError {
     },
     /// Features of a later program.
     #[error(
-        "pool {path}: it uses features {features:#x} that this program does not know{hint}; use a newer program"
+        "pool {path}: it uses features {features:#x} that this program does not know{hint}; nothing was changed. Use a newer program"
     )]
     Features {
         /// The pool.
@@ -185,7 +194,7 @@ pub enum PoolError {
     },
     /// The file is longer than the pool.
     #[error(
-        "pool {path}: the file has {file_bytes} bytes but the pool has {pool_bytes}; cut it to that with `truncate -s {pool_bytes}`"
+        "pool {path}: the file has {file_bytes} bytes but the pool has {pool_bytes}; nothing was changed. Cut it to that with `truncate -s {pool_bytes}`"
     )]
     Enlarged {
         /// The pool.
@@ -196,7 +205,7 @@ pub enum PoolError {
         pool_bytes: u64,
     },
     /// Somebody has it.
-    #[error("pool {path}: it is in use by {holder}")]
+    #[error("pool {path}: it is in use by {holder}; end that first, or only look with `pmvol info`")]
     InUse {
         /// The pool.
         path: PathBuf,
@@ -249,7 +258,7 @@ pub enum PoolError {
     #[error(transparent)]
     Name(#[from] NameError),
     /// The name is taken.
-    #[error("volume {name:?} exists already")]
+    #[error("volume {name:?} exists already; choose another name, or delete it first")]
     VolumeExists {
         /// The name.
         name: String,
@@ -263,7 +272,7 @@ pub enum PoolError {
         known: Vec<String>,
     },
     /// Somebody in this process has the volume open.
-    #[error("volume {name:?} is in use")]
+    #[error("volume {name:?} is in use; end what uses it first")]
     VolumeInUse {
         /// The name.
         name: String,
@@ -277,7 +286,7 @@ pub enum PoolError {
         reason: String,
     },
     /// The volume table is full.
-    #[error("the pool has room for {limit} volumes and has that many")]
+    #[error("the pool has room for {limit} volumes and has that many; delete one first")]
     NoVolumeSlot {
         /// How many fit.
         limit: u32,
@@ -306,7 +315,9 @@ pub enum PoolError {
     #[error("the pool's media failed; the pool is read-only until it is opened again")]
     Media(#[from] MediaError),
     /// The log has no room for the operation's words.
-    #[error("pool's log has {log_bytes} bytes, and the operation needs {needed_bytes}")]
+    #[error(
+        "the pool's log has {log_bytes} bytes, and the operation needs {needed_bytes}; make a new volume instead"
+    )]
     LogTooSmall {
         /// What the superblock says.
         log_bytes: u64,
@@ -319,6 +330,13 @@ pub enum PoolError {
     /// The BTT format does not fit the volume.
     #[error(transparent)]
     Btt(#[from] btt::GeometryError),
+}
+
+fn version_advice(version: u32, supported: u32) -> &'static str {
+    match version > supported {
+        true => "Use a newer program: at least the one that made it",
+        false => "Use the older program that made it, and copy its volumes to a new pool",
+    }
 }
 
 fn reserved_text(reserved_bytes: u64) -> String {

@@ -1,4 +1,4 @@
-//! What is on a device before a pool is made there.
+//! What is in a file or on a device that is no pool, and on a device before a pool is made there.
 //!
 //! Not every format is known: any byte at the start or the end of the device that is not zero counts as somebody's, and
 //! the well-known formats are named.
@@ -49,6 +49,18 @@ pub(super) fn found_on(device: &dyn Media) -> Result<Option<String>, MediaError>
         }
     }
     Ok(None)
+}
+
+/// What a file or device seems to be, by its first bytes, which are no superblock.
+pub(super) fn seems_to_be(first: &[u8], len_bytes: u64) -> String {
+    if len_bytes < first.len() as u64 {
+        return format!("it has {len_bytes} bytes");
+    }
+    match SIGNATURES.iter().find(|signature| signature.is_in(first)) {
+        Some(signature) => format!("it looks like {}", signature.name),
+        None if first.iter().all(|byte| *byte == 0) => "it starts with zeros".to_owned(),
+        None => "it does not start like one".to_owned(),
+    }
 }
 
 impl Signature {

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
 
+use zerocopy::IntoBytes;
+
 use super::buddy::Buddy;
 use super::chunk::Run;
 use super::findings::{Finding, Severity};
@@ -16,7 +18,7 @@ use super::redo_log::{self, LogState, Redone};
 use super::scan::{Scan, scan};
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
-use super::{Backing, Counts, Pool, PoolError, State, grow};
+use super::{Backing, Counts, Pool, PoolError, State, foreign, grow};
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
 
@@ -198,6 +200,7 @@ pub(super) fn judge_superblocks(
 ) -> Result<(Superblock, Vec<Finding>), PoolError> {
     let path = || path.to_owned();
     let any_magic = copies.iter().any(|copy| copy.magic == SUPERBLOCK_MAGIC);
+    let found = foreign::seems_to_be(copies[0].as_bytes(), length.bytes());
     let mut findings = Vec::new();
     let bytes = match mirrored::choose(copies) {
         Copies::Agree(bytes) => bytes,
@@ -210,7 +213,7 @@ pub(super) fn judge_superblocks(
             current
         }
         Copies::Lost if any_magic => return Err(PoolError::SuperblocksDamaged { path: path() }),
-        Copies::Lost => return Err(PoolError::NotAPool { path: path() }),
+        Copies::Lost => return Err(PoolError::NotAPool { path: path(), found }),
     };
     let version = bytes.version.get();
     if version != FORMAT_VERSION {

@@ -154,6 +154,7 @@ Examples:
         /// The pool
         pool: PathBuf,
         /// Name of the volume: up to 64 bytes of letters, digits and . _ -
+        #[arg(value_parser = volume_name())]
         name: String,
         /// Size of the volume, a multiple of 2M, or `remaining` for all that is free
         #[arg(long, value_name = "SIZE", value_parser = parse_volume_size)]
@@ -177,10 +178,10 @@ Examples:
         /// The pool
         pool: PathBuf,
         /// Name of the volume
-        #[arg(value_name = "OLD")]
+        #[arg(value_name = "OLD", value_parser = volume_name())]
         name: String,
         /// Name that it gets, which no other volume has
-        #[arg(value_name = "NEW")]
+        #[arg(value_name = "NEW", value_parser = volume_name())]
         new_name: String,
     },
     /// Make a volume larger, or, if it is raw, smaller
@@ -196,6 +197,7 @@ Examples:
         /// The pool
         pool: PathBuf,
         /// Name of the volume
+        #[arg(value_parser = volume_name())]
         name: String,
         /// Size that it gets, a multiple of 2M, or `remaining` for all that is free besides
         #[arg(long, value_name = "SIZE", value_parser = parse_volume_size)]
@@ -213,6 +215,7 @@ Examples:
         /// The pool
         pool: PathBuf,
         /// Name of the volume
+        #[arg(value_parser = volume_name())]
         name: String,
     },
 }
@@ -239,6 +242,15 @@ impl From<Format> for VolumeFormat {
             Format::Raw => VolumeFormat::Raw,
         }
     }
+}
+
+/// Any text, and bytes that are none are named: clap alone says only that some argument has them.
+fn volume_name() -> impl TypedValueParser<Value = String> {
+    let text = |name: std::ffi::OsString| {
+        name.into_string()
+            .map_err(|name| format!("the volume name {name:?} is not UTF-8; use letters, digits and . _ -"))
+    };
+    clap::builder::OsStringValueParser::new().try_map(text)
 }
 
 fn parse_size() -> impl TypedValueParser<Value = u64> {

@@ -87,7 +87,7 @@ fn a_longer_file_before_it_is_announced_is_found_out() {
     grow::write_table(&grown, &pool.superblock, &new).unwrap();
     grow::rewrite(&grown, &new).unwrap();
     let error = sizes_seen(&media, &volumes, 64).expect_err("the wrong order went unnoticed");
-    assert!(error.contains("does not open") && error.contains("cut it"), "{error}");
+    assert!(error.contains("does not open") && error.contains("Cut it"), "{error}");
 }
 
 #[test]

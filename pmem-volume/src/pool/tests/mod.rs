@@ -1,5 +1,6 @@
 //! Pools as their users see them.
 
+mod bad_input;
 mod campaign;
 mod crash;
 mod crash_each;
