@@ -56,30 +56,57 @@ pub(crate) struct BadWord(pub(crate) u64);
 
 /// CRC-16 (CCITT polynomial 0x1021) over the low 48 bits of a word and the number of its chunk: a word that was
 /// damaged, or that belongs to another chunk, does not pass.
+///
+/// A CRC is linear: that of eleven bytes is the sum of what each of them makes by itself in its place, and of what is
+/// made by the initial value (all ones). So the bytes are looked up side by side and not one after the other.
 fn check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
-    let mut crc: u16 = 0xffff;
-    let bytes = low.to_le_bytes();
-    let number = chunk.0.to_le_bytes();
-    for byte in bytes[..6].iter().chain(&number).chain(&[kind]) {
-        crc = (crc << 8) ^ CRC16_TABLE[usize::from((crc >> 8) as u8 ^ byte)];
-    }
-    u64::from(crc)
+    let words = u128::from(low) | u128::from(chunk.0) << CHECK_SHIFT | u128::from(kind) << (CHECK_SHIFT + 32);
+    let bytes = words.to_le_bytes();
+    let of_bytes =
+        CRC16_TABLES.iter().zip(bytes).fold(0, |crc, (table, byte)| crc ^ table[usize::from(byte)]);
+    u64::from(CRC16_OF_INITIAL ^ of_bytes)
 }
 
-const CRC16_TABLE: [u16; 256] = {
-    let mut table = [0u16; 256];
-    let mut i = 0;
-    while i < 256 {
-        let mut crc = (i as u16) << 8;
-        let mut bit = 0;
-        while bit < 8 {
-            crc = if crc & 0x8000 != 0 { (crc << 1) ^ 0x1021 } else { crc << 1 };
-            bit += 1;
-        }
-        table[i] = crc;
-        i += 1;
+/// Bytes that a check is over.
+const CHECKED_BYTES: usize = 11;
+
+/// The CRC after one more byte, which is zero or has been added to `crc` before.
+const fn crc16_step(crc: u16) -> u16 {
+    let mut crc = crc;
+    let mut bit = 0;
+    while bit < 8 {
+        crc = if crc & 0x8000 != 0 { (crc << 1) ^ 0x1021 } else { crc << 1 };
+        bit += 1;
     }
-    table
+    crc
+}
+
+/// By place of a byte and its value: what it makes of a CRC over [`CHECKED_BYTES`] that starts at 0.
+static CRC16_TABLES: [[u16; 256]; CHECKED_BYTES] = {
+    let mut tables = [[0u16; 256]; CHECKED_BYTES];
+    let mut place = CHECKED_BYTES;
+    while place > 0 {
+        place -= 1;
+        let mut byte = 0;
+        while byte < 256 {
+            let of_last = crc16_step((byte as u16) << 8);
+            let is_last = place == CHECKED_BYTES - 1;
+            tables[place][byte] = if is_last { of_last } else { crc16_step(tables[place + 1][byte]) };
+            byte += 1;
+        }
+    }
+    tables
+};
+
+/// What the initial value makes of [`CHECKED_BYTES`] zeros.
+const CRC16_OF_INITIAL: u16 = {
+    let mut crc = 0xffff;
+    let mut place = 0;
+    while place < CHECKED_BYTES {
+        crc = crc16_step(crc);
+        place += 1;
+    }
+    crc
 };
 
 /// Which of an entry's two words a checksum is for, so that they cannot be taken for each other.
@@ -225,6 +252,25 @@ mod tests {
         Owner::Scrub,
         Owner::Retired,
     ];
+
+    /// As it is defined: bit by bit, one byte after the other.
+    fn plain_check(chunk: ChunkId, kind: u8, low: u64) -> u64 {
+        let mut crc: u16 = 0xffff;
+        for byte in low.to_le_bytes()[..6].iter().chain(&chunk.0.to_le_bytes()).chain(&[kind]) {
+            crc ^= u16::from(*byte) << 8;
+            for _ in 0..8 {
+                crc = if crc & 0x8000 != 0 { (crc << 1) ^ 0x1021 } else { crc << 1 };
+            }
+        }
+        u64::from(crc)
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn checks_are_crc16(chunk: u32, kind: u8, low in 0u64..1 << 48) {
+            proptest::prop_assert_eq!(check(ChunkId(chunk), kind, low), plain_check(ChunkId(chunk), kind, low));
+        }
+    }
 
     #[test]
     fn words_come_back_as_they_went() {
