@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 
 use super::chunk::{ChunkId, Extent, MAX_ORDER, Run};
+use super::wear::Wear;
 
 /// From which end of the pool to take. Volumes stay for long and memory comes and goes: taken from opposite ends, they
 /// leave one large hole between them rather than many small ones among them.
@@ -17,58 +18,72 @@ pub(crate) enum Placement {
     High,
 }
 
-/// Uses of a chunk, on average over an extent, that make no difference. Within a step placement decides and the
-/// smallest extent that fits is taken, which keeps free space in one piece; a chunk that is used more by a step rests
-/// until the others have caught up. Persistent memory endures millions of writes, so a step is nothing to it.
-const WEAR_STEP: u64 = 16;
+/// Orders that there are.
+const ORDERS: usize = MAX_ORDER as usize + 1;
 
 /// Free extents of orders 0 to 10. Two free buddies never stay apart: they are one extent of the next order.
 #[derive(Debug, Default)]
 pub(crate) struct Buddy {
-    free: [BTreeSet<u32>; MAX_ORDER as usize + 1],
-    /// The same extents, by how much they were used, in steps.
-    by_wear: [BTreeSet<(u64, u32)>; MAX_ORDER as usize + 1],
-    /// How often each chunk was used, as the chunk table has it. A chunk that is not listed was never used.
-    wear: Vec<u32>,
+    /// By chunk: if a free extent starts there, its order plus one, else 0. Chunks behind the end are not free.
+    heads: Vec<u8>,
+    /// The free extents of each order, by how much they were used, in steps, and by place: see [`key`].
+    by_wear: [BTreeSet<u64>; ORDERS],
+    wear: Wear,
     free_chunks: u32,
 }
 
+/// A level of wear and a start, in that order, as one number. A level is at most 2^32 uses / `WEAR_STEP`.
+fn key(level: u64, start: u32) -> u64 {
+    level << 32 | u64::from(start)
+}
+
+/// The opposite of [`key`].
+fn level_and_start(key: u64) -> (u64, u32) {
+    (key >> 32, key as u32)
+}
+
 impl Buddy {
-    /// Nothing is free yet; `wear` says how often each chunk was used.
-    pub(crate) fn with_wear(wear: Vec<u32>) -> Self {
-        Self { wear, ..Self::default() }
+    /// Nothing is free yet; `uses` says how often each chunk was used.
+    pub(crate) fn with_wear(uses: Vec<u32>) -> Self {
+        Self { heads: vec![0; uses.len()], wear: Wear::new(uses), ..Self::default() }
     }
 
-    /// How much an extent was used, in steps. It changes only while the extent is not free.
-    fn wear_level(&self, start: u32, chunks: u32) -> u64 {
-        let listed = (start as usize).min(self.wear.len())..((start + chunks) as usize).min(self.wear.len());
-        let uses: u64 = self.wear[listed].iter().map(|uses| u64::from(*uses)).sum();
-        uses / u64::from(chunks) / WEAR_STEP
+    fn key(&self, extent: Extent) -> u64 {
+        key(self.wear.level(extent), extent.start.0)
     }
 
     fn insert(&mut self, extent: Extent) {
-        let (order, start) = (usize::from(extent.order), extent.start.0);
-        let level = self.wear_level(start, extent.chunks());
-        let fresh = self.free[order].insert(start) && self.by_wear[order].insert((level, start));
+        let start = extent.start.0 as usize;
+        if self.heads.len() <= start {
+            self.heads.resize(start + 1, 0);
+        }
+        let key = self.key(extent);
+        let fresh = self.heads[start] == 0 && self.by_wear[usize::from(extent.order)].insert(key);
         assert!(fresh, "{extent} was free already");
+        self.heads[start] = extent.order + 1;
+    }
+
+    /// Is it a free extent, and not only part of one?
+    fn contains(&self, extent: Extent) -> bool {
+        self.heads.get(extent.start.0 as usize).is_some_and(|head| *head == extent.order + 1)
     }
 
     /// False: it is not free, or part of a larger free extent.
     fn remove(&mut self, extent: Extent) -> bool {
-        let (order, start) = (usize::from(extent.order), extent.start.0);
-        let level = self.wear_level(start, extent.chunks());
-        self.free[order].remove(&start) && self.by_wear[order].remove(&(level, start))
+        if !self.contains(extent) {
+            return false;
+        }
+        self.heads[extent.start.0 as usize] = 0;
+        let key = self.key(extent);
+        let removed = self.by_wear[usize::from(extent.order)].remove(&key);
+        assert!(removed, "wear changes only while an extent is not free");
+        true
     }
 
-    /// Counts one use of each chunk, as the chunk table does.
-    fn count_use(&mut self, run: Run) {
-        let end = run.end().0 as usize;
-        if self.wear.len() < end {
-            self.wear.resize(end, 0);
-        }
-        for uses in &mut self.wear[run.start.0 as usize..end] {
-            *uses = uses.saturating_add(1);
-        }
+    /// The free extent in which a chunk lies.
+    fn around(&self, chunk: u32) -> Option<Extent> {
+        let extent = |order: u8| Extent { start: ChunkId(chunk & !((1 << order) - 1)), order };
+        (0..=MAX_ORDER).map(extent).find(|extent| self.contains(*extent))
     }
 
     /// How many chunks are free.
@@ -78,39 +93,45 @@ impl Buddy {
 
     /// The largest order of which an extent is free.
     pub(crate) fn largest_order(&self) -> Option<u8> {
-        (0..=MAX_ORDER).rev().find(|order| !self.free[usize::from(*order)].is_empty())
+        (0..=MAX_ORDER).rev().find(|order| !self.by_wear[usize::from(*order)].is_empty())
+    }
+
+    /// The free extents, in the order of the file.
+    fn free_extents(&self) -> impl Iterator<Item = Extent> {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            at += self.heads.get(at..)?.iter().position(|head| *head != 0)?;
+            let extent = Extent { start: ChunkId(at as u32), order: self.heads[at] - 1 };
+            at += extent.chunks() as usize;
+            Some(extent)
+        })
     }
 
     /// The runs of free chunks, in order. Extents that lie side by side without being buddies are one run.
-    fn free_runs(&self) -> Vec<Run> {
-        let mut extents: Vec<Extent> = (0..=MAX_ORDER)
-            .flat_map(|order| self.free[usize::from(order)].iter().map(move |start| (*start, order)))
-            .map(|(start, order)| Extent { start: ChunkId(start), order })
-            .collect();
-        extents.sort_unstable();
-        let mut runs: Vec<Run> = Vec::new();
-        for extent in extents {
-            match runs.last_mut() {
-                Some(run) if run.start.0 + run.chunks == extent.start.0 => run.chunks += extent.chunks(),
-                _ => runs.push(extent.run()),
+    fn free_runs(&self) -> impl Iterator<Item = Run> {
+        let mut extents = self.free_extents().peekable();
+        std::iter::from_fn(move || {
+            let mut run = extents.next()?.run();
+            while let Some(next) = extents.next_if(|next| next.start == run.end()) {
+                run.chunks += next.chunks();
             }
-        }
-        runs
+            Some(run)
+        })
     }
 
     /// Chunks in the longest run of free chunks.
     pub(crate) fn longest_run(&self) -> u32 {
-        self.free_runs().iter().map(|run| run.chunks).max().unwrap_or(0)
+        self.free_runs().map(|run| run.chunks).max().unwrap_or(0)
     }
 
     /// Takes `chunks` chunks for a long time: in one piece from the start of the shortest run that holds them, or, if
     /// none does, in as few extents as there are. In the order of the file. Among runs of one length, the least worn.
     pub(crate) fn allocate_lasting(&mut self, chunks: u32) -> Option<Vec<Run>> {
-        let runs = self.free_runs();
-        let fits = runs
-            .iter()
-            .filter(|run| run.chunks >= chunks)
-            .min_by_key(|run| (run.chunks, self.wear_level(run.start.0, run.chunks), run.start));
+        let shortest = self.free_runs().map(|run| run.chunks).filter(|length| *length >= chunks).min();
+        let fits = shortest.and_then(|length| {
+            let shortest = self.free_runs().filter(|run| run.chunks == length);
+            shortest.min_by_key(|run| (self.wear.level_of_run(*run), run.start))
+        });
         if let Some(run) = fits {
             let run = Run { start: run.start, chunks };
             self.take_run(run);
@@ -124,27 +145,35 @@ impl Buddy {
     /// The same, right behind what the taker has already if they are free there: then it lies in as few pieces as before.
     pub(crate) fn allocate_lasting_at(&mut self, start: ChunkId, chunks: u32) -> Option<Vec<Run>> {
         let wanted = Run { start, chunks };
-        if self.free_runs().iter().any(|free| free.start <= start && wanted.end() <= free.end()) {
+        if self.is_free(wanted) {
             self.take_run(wanted);
             return Some(vec![wanted]);
         }
         self.allocate_lasting(chunks)
     }
 
+    /// Are all of a run's chunks free?
+    fn is_free(&self, run: Run) -> bool {
+        let mut at = run.start;
+        while at < run.end() {
+            let Some(around) = self.around(at.0) else { return false };
+            at = around.run().end();
+        }
+        true
+    }
+
     /// Takes chunks that are all free, wherever they lie in free extents.
     fn take_run(&mut self, run: Run) {
         self.cut_out(run);
-        self.count_use(run);
+        self.wear.count_use(run);
     }
 
     fn cut_out(&mut self, run: Run) {
         let end = run.start.0 + run.chunks;
         let mut at = run.start.0;
         while at < end {
-            let around = (0..=MAX_ORDER)
-                .map(|order| Extent { start: ChunkId(at & !((1 << order) - 1)), order })
-                .find(|extent| self.remove(*extent))
-                .expect("the caller saw that the run is free");
+            let around = self.around(at).expect("the caller saw that the run is free");
+            self.remove(around);
             self.free_chunks -= around.chunks();
             let around_end = around.start.0 + around.chunks();
             self.free_run(Run { start: around.start, chunks: at - around.start.0 });
@@ -174,7 +203,7 @@ impl Buddy {
     /// The order to take an extent of `wanted` from: the one with the least worn extent, the smallest among these. If
     /// none is large enough, the largest there is. Something must be free.
     fn source(&self, wanted: u8) -> u8 {
-        let least = |order: u8| self.by_wear[usize::from(order)].first().map(|(level, _)| *level);
+        let least = |order: u8| self.by_wear[usize::from(order)].first().map(|key| level_and_start(*key).0);
         let fitting = (wanted..=MAX_ORDER).filter_map(|order| Some((least(order)?, order))).min();
         let smaller = || (0..wanted).rev().find(|order| least(*order).is_some());
         fitting.map(|(_, order)| order).or_else(smaller).expect("the caller checked that enough is free")
@@ -185,29 +214,31 @@ impl Buddy {
     fn take(&mut self, wanted: u8, placement: Placement) -> Extent {
         let source = self.source(wanted);
         let set = &self.by_wear[usize::from(source)];
-        let (level, lowest) = *set.first().expect("the source has one");
-        let mut start = match placement {
+        let (level, lowest) = level_and_start(*set.first().expect("the source has one"));
+        let start = match placement {
             Placement::Low => lowest,
-            Placement::High => set.range(..=(level, u32::MAX)).next_back().expect("one at least").1,
+            Placement::High => {
+                level_and_start(*set.range(..=key(level, u32::MAX)).next_back().expect("one at least")).1
+            }
         };
-        let removed = self.remove(Extent { start: ChunkId(start), order: source });
-        assert!(removed, "both sets have the same extents");
-        let order = wanted.min(source);
-        for split in (order..source).rev() {
+        let mut extent = Extent { start: ChunkId(start), order: source };
+        let removed = self.remove(extent);
+        assert!(removed, "what is listed by wear is free");
+        while extent.order > wanted {
             // Halve it and keep the less worn half, or that on the side from which is taken.
-            let half = 1 << split;
-            let levels = [self.wear_level(start, half), self.wear_level(start + half, half)];
+            let low = Extent { order: extent.order - 1, ..extent };
+            let high = Extent { start: low.run().end(), ..low };
+            let (of_low, of_high) = (self.wear.level(low), self.wear.level(high));
             let keep_high = match placement {
-                Placement::Low => levels[1] < levels[0],
-                Placement::High => levels[1] <= levels[0],
+                Placement::Low => of_high < of_low,
+                Placement::High => of_high <= of_low,
             };
-            let left_over = if keep_high { start } else { start + half };
-            start = if keep_high { start + half } else { start };
-            self.insert(Extent { start: ChunkId(left_over), order: split });
+            let (kept, left_over) = if keep_high { (high, low) } else { (low, high) };
+            self.insert(left_over);
+            extent = kept;
         }
-        let extent = Extent { start: ChunkId(start), order };
         self.free_chunks -= extent.chunks();
-        self.count_use(extent.run());
+        self.wear.count_use(extent.run());
         extent
     }
 
@@ -237,6 +268,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::pool::wear::WEAR_STEP;
 
     const CHUNKS: u32 = 3000;
 
@@ -367,7 +399,7 @@ mod tests {
             }
             let mut whole = Buddy::default();
             whole.free_run(Run { start: ChunkId(0), chunks: CHUNKS });
-            prop_assert_eq!(buddy.free, whole.free, "everything given back merges to what was there at first");
+            prop_assert!(buddy.free_extents().eq(whole.free_extents()), "everything given back merges to what was there at first");
         }
     }
 
@@ -399,7 +431,7 @@ mod tests {
                 let taken = buddy.allocate(chunks, placement).unwrap();
                 taken.into_iter().for_each(|extent| buddy.free(extent));
             }
-            let wear = &buddy.wear[2..128];
+            let wear = &buddy.wear.uses()[2..128];
             assert_eq!(wear.iter().sum::<u32>(), CYCLES * chunks);
             let (least, most) = (wear.iter().min().unwrap(), wear.iter().max().unwrap());
             assert!(most - least <= 3 * WEAR_STEP as u32, "{chunks} at a time: {least} to {most}");

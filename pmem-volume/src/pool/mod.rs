@@ -35,6 +35,7 @@ mod tests;
 mod unnamed_file;
 mod volume;
 mod volume_record;
+mod wear;
 
 use std::collections::BTreeMap;
 use std::fs::File;
