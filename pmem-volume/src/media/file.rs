@@ -97,6 +97,14 @@ impl FileMedia {
         self.place
     }
 
+    /// The same, persisted and erased as a file on persistent memory is (`dax-sync`): with cache-line write-backs and
+    /// non-temporal stores. For benchmarks on a file in DRAM; it promises nothing that the file does not.
+    #[doc(hidden)]
+    pub fn at_the_cost_of_dax(mut self) -> Self {
+        (self.durability, self.place, self.is_thin) = (Durability::DaxSync, Place::Disk, false);
+        self
+    }
+
     /// The file, for mappings of its own: guests' memory and volumes.
     pub fn file(&self) -> &File {
         &self.file

@@ -76,8 +76,7 @@ pub const MAX_POOL_BYTES: u64 = layout::MAX_CHUNKS * CHUNK_BYTES;
 enum Backing {
     /// A file, as always outside tests.
     File(FileMedia),
-    /// Something else that behaves like it.
-    #[cfg(test)]
+    /// Something else that behaves like it, in tests and benchmarks.
     Other(Box<dyn Media>),
 }
 
@@ -85,7 +84,6 @@ impl Backing {
     fn media(&self) -> &dyn Media {
         match self {
             Backing::File(media) => media,
-            #[cfg(test)]
             Backing::Other(media) => media.as_ref(),
         }
     }
@@ -93,8 +91,7 @@ impl Backing {
     fn file_media(&self) -> &FileMedia {
         match self {
             Backing::File(media) => media,
-            #[cfg(test)]
-            Backing::Other(_) => panic!("a simulated pool has no file"),
+            Backing::Other(_) => panic!("tests and benchmarks on other media ask for no file"),
         }
     }
 }
@@ -245,7 +242,6 @@ impl Pool {
     fn is_thin(&self) -> bool {
         let is_in_memory = match &self.backing {
             Backing::File(media) => media.place() == Place::Memory,
-            #[cfg(test)]
             Backing::Other(_) => false,
         };
         self.superblock.is_thin || is_in_memory

@@ -63,6 +63,20 @@ impl Pool {
         Self::from_media(path.to_owned(), mode, Backing::File(media), superblock, findings)
     }
 
+    /// Opens a pool for writing on media that is made of its file. For benchmarks.
+    #[doc(hidden)]
+    pub fn open_on(
+        path: &Path,
+        media: impl FnOnce(FileMedia) -> Box<dyn Media>,
+    ) -> Result<Arc<Pool>, PoolError> {
+        let mode = OpenMode::ReadWrite;
+        let opened = Opened::new(path, mode)?;
+        let copies = opened.read_copies(path)?;
+        let (superblock, findings) = judge_superblocks(path, copies, opened.length, mode)?;
+        let media = media(FileMedia::new(opened.file, superblock.size_bytes(), true)?);
+        Self::from_media(path.to_owned(), mode, Backing::Other(media), superblock, findings)
+    }
+
     /// The rest of opening, once there is media and a superblock.
     ///
     /// 1. Look at everything, as it will be when a committed transaction has been redone, and stop if it cannot be

@@ -1,0 +1,195 @@
+//! What it costs to lend a chunk and to take it back, beside a plain persist of 64 bytes: `docs/benchmarks.md`.
+
+use std::hint::black_box;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use criterion::Criterion;
+use pmem_volume::media::{FileMedia, Media, MediaError};
+use pmem_volume::{CHUNK_BYTES, ChunkId, Durability, Extent, Pool};
+
+const POOL_BYTES: u64 = 8 << 30;
+/// Extents that are taken in a row. They come from one large extent, so that taking one splits two others on average.
+const BATCH: u64 = 128;
+
+/// A file in memory on which an erase does nothing: what remains of taking chunks back is the pool's own work.
+struct WithoutErase(FileMedia);
+
+impl Media for WithoutErase {
+    fn len_bytes(&self) -> u64 {
+        self.0.len_bytes()
+    }
+    fn durability(&self) -> Durability {
+        self.0.durability()
+    }
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.0.read(offset_bytes, into)
+    }
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        self.0.load_word(offset_bytes)
+    }
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.0.store(offset_bytes, bytes)
+    }
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        self.0.store_word(offset_bytes, word)
+    }
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        self.0.persist(ranges)
+    }
+    fn erase(&self, _: &[Range<u64>]) -> Result<(), MediaError> {
+        Ok(())
+    }
+}
+
+/// Media on tmpfs, which is volatile, or the same persisted as persistent memory is.
+fn at_the_cost_of(durability: Durability, media: FileMedia) -> FileMedia {
+    if durability == Durability::DaxSync { media.at_the_cost_of_dax() } else { media }
+}
+
+/// A pool on tmpfs that is persisted as media of the class is.
+fn new_pool(durability: Durability) -> (Arc<Pool>, tempfile::TempDir) {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let path: PathBuf = folder.path().join("pool");
+    drop(Pool::create(&path, POOL_BYTES, 0).unwrap());
+    let media =
+        |media: FileMedia| -> Box<dyn Media> { Box::new(WithoutErase(at_the_cost_of(durability, media))) };
+    (Pool::open_on(&path, media).unwrap(), folder)
+}
+
+/// Lends all of the pool but single chunks, so that nothing is left to split or to merge. Returns what keeps it so.
+fn fragment(pool: &Pool) -> Vec<Extent> {
+    let free_bytes = pool.info().free_bytes;
+    let chunks = |extent: &Extent| -> Vec<Extent> {
+        let start = extent.start.0;
+        (start..start + extent.chunks()).map(|chunk| Extent::chunk(ChunkId(chunk))).collect()
+    };
+    let lent: Vec<Extent> = pool.alloc_memory(free_bytes).unwrap().iter().flat_map(chunks).collect();
+    let (kept, given): (Vec<_>, Vec<_>) =
+        lent.into_iter().partition(|extent| extent.start.0.is_multiple_of(2));
+    pool.free_memory(&given).unwrap();
+    kept
+}
+
+/// Times per call, in ns, of one benchmark: one per batch. A batch is shorter than a time slice, so that most of them
+/// were left alone on a machine that has other things to do.
+struct Samples {
+    name: String,
+    batches_ns: Vec<f64>,
+}
+
+/// Runs batches until there were `rounds` calls. A batch makes so many calls, and returns the time of what is measured.
+fn in_batches(rounds: u64, samples: &mut Samples, mut batch: impl FnMut(u64) -> Duration) -> Duration {
+    let mut total = Duration::ZERO;
+    for first in (0..rounds).step_by(BATCH as usize) {
+        let calls = (rounds - first).min(BATCH);
+        let taken = batch(calls);
+        if calls == BATCH {
+            samples.batches_ns.push(taken.as_nanos() as f64 / calls as f64);
+        }
+        total += taken;
+    }
+    total
+}
+
+/// What is timed.
+#[derive(Clone, Copy, PartialEq)]
+enum Timed {
+    Allocate,
+    Free,
+}
+
+/// Lends a number of times in a row and then takes it all back.
+fn lend_and_return(pool: &Pool, calls: u64, size_bytes: u64, timed: Timed) -> Duration {
+    let mut extents = Vec::with_capacity(BATCH as usize);
+    let start = Instant::now();
+    for _ in 0..calls {
+        extents.push(black_box(pool.alloc_memory(size_bytes).unwrap()));
+    }
+    let allocated = Instant::now();
+    for extent in &extents {
+        pool.free_memory(extent).unwrap();
+    }
+    if timed == Timed::Free { allocated.elapsed() } else { allocated - start }
+}
+
+/// Lends and takes back, one at a time.
+fn alternate(pool: &Pool, calls: u64, size_bytes: u64) -> Duration {
+    let start = Instant::now();
+    for _ in 0..calls {
+        pool.free_memory(&black_box(pool.alloc_memory(size_bytes).unwrap())).unwrap();
+    }
+    start.elapsed()
+}
+
+/// Stores and persists one line, over and over.
+fn persist_line(media: &FileMedia, calls: u64) -> Duration {
+    let mut line = [0u8; 64];
+    let start = Instant::now();
+    for _ in 0..calls {
+        line[0] = line[0].wrapping_add(1);
+        media.store(0, &line).unwrap();
+        media.persist_range(0..64).unwrap();
+    }
+    start.elapsed()
+}
+
+type Batch<'a> = Box<dyn FnMut(u64) -> Duration + 'a>;
+
+fn run(criterion: &mut Criterion, class: &str, durability: Durability) -> Vec<Samples> {
+    let mut group = criterion.benchmark_group(class);
+    let mut all = Vec::new();
+    let mut bench = |name: &str, mut batch: Batch<'_>| {
+        let mut samples = Samples { name: name.to_owned(), batches_ns: Vec::new() };
+        group.bench_function(name, |b| b.iter_custom(|rounds| in_batches(rounds, &mut samples, &mut batch)));
+        all.push(samples);
+    };
+
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.set_len(CHUNK_BYTES).unwrap();
+    let media = at_the_cost_of(durability, FileMedia::new(file, CHUNK_BYTES, true).unwrap());
+    bench("persist 64 bytes", Box::new(|calls| persist_line(&media, calls)));
+
+    let (pool, _folder) = new_pool(durability);
+    let pool = &pool;
+    for (size, size_bytes) in [("2 MiB", CHUNK_BYTES), ("4 MiB", 2 * CHUNK_BYTES)] {
+        for (name, timed) in [("allocate", Timed::Allocate), ("free", Timed::Free)] {
+            let batch = Box::new(move |calls| lend_and_return(pool, calls, size_bytes, timed));
+            bench(&format!("{name} {size}"), batch);
+        }
+        let batch = Box::new(move |calls| alternate(pool, calls, size_bytes));
+        bench(&format!("allocate and free {size}, through all orders"), batch);
+    }
+    let _kept = fragment(pool);
+    for (name, timed) in [("allocate", Timed::Allocate), ("free", Timed::Free)] {
+        let batch = Box::new(move |calls| lend_and_return(pool, calls, CHUNK_BYTES, timed));
+        bench(&format!("{name} 2 MiB, fragmented"), batch);
+    }
+    group.finish();
+    all
+}
+
+/// The table of a class: medians and least of the batches, and how many plain persists that is.
+fn print_table(class: &str, all: &mut [Samples]) {
+    println!("\n| {class} | median | least | persists of 64 bytes |\n|---|---|---|---|");
+    let mut persist_ns = None;
+    for Samples { name, batches_ns } in all {
+        batches_ns.sort_by(f64::total_cmp);
+        let (Some(least), Some(median)) = (batches_ns.first(), batches_ns.get(batches_ns.len() / 2)) else {
+            continue;
+        };
+        let persist_ns = *persist_ns.get_or_insert(*median);
+        println!("| {name} | {median:.0} ns | {least:.0} ns | {:.2} |", median / persist_ns);
+    }
+}
+
+fn main() {
+    let mut criterion = Criterion::default().configure_from_args();
+    for (class, durability) in [("write-back", Durability::DaxSync), ("volatile", Durability::Volatile)] {
+        let mut all = run(&mut criterion, class, durability);
+        print_table(class, &mut all);
+    }
+    criterion.final_summary();
+}
