@@ -218,6 +218,14 @@ stage_ext4_programs() {
     stage_programs "$(merged_root ext4 $EXT4_PACKAGES)" "$1" sbin/mke2fs sbin/mkfs.ext4 sbin/e2fsck sbin/fsck.ext4
 }
 
+XFS_PACKAGES="libc6 xfsprogs libblkid1 libuuid1 libinih1 liburcu8"
+
+# stage_xfs_programs DIR: to make file systems.
+stage_xfs_programs() {
+    # shellcheck disable=SC2086 # a list
+    stage_programs "$(merged_root xfs $XFS_PACKAGES)" "$1" sbin/mkfs.xfs
+}
+
 # Boots of the emulated host that one thing may take, where the emulation breaks kernels (docs/testing.md).
 HOST_BOOTS=3
 

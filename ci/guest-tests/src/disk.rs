@@ -1,4 +1,4 @@
-//! A disk for a test: an ext4 file system whose content reaches its image only when it is flushed.
+//! Disks for a test: file systems whose content reaches their image only when it is flushed, and block devices.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
@@ -12,7 +12,42 @@ use crate::runner::{skip, this_tests_dir};
 
 const WRITEBACK: &str = "/proc/sys/vm/dirty_writeback_centisecs";
 
-/// An ext4 file system in a sparse file on a tmpfs of its own.
+/// What to make on a disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FileSystem {
+    /// With extents and a journal, as everybody has it.
+    Ext4,
+    /// Without extents: it cannot allocate ahead of writing, and needs blocks to keep track of blocks.
+    Ext4ByBlocks,
+    /// At least 300 MiB.
+    Xfs,
+}
+
+impl FileSystem {
+    fn name(self) -> &'static str {
+        match self {
+            FileSystem::Ext4 | FileSystem::Ext4ByBlocks => "ext4",
+            FileSystem::Xfs => "xfs",
+        }
+    }
+
+    /// Makes one on a file or device, whatever is there.
+    pub fn make(self, at: &Path) -> Result<()> {
+        // Journal and inode tables are zeros in a sparse file already.
+        let lazy = ["-q", "-F", "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard"];
+        match self {
+            FileSystem::Ext4 => run("mkfs.ext4", &[&lazy[..], &[text(at)?]].concat()),
+            FileSystem::Ext4ByBlocks => {
+                let blocks = ["-O", "^extent,^64bit,^has_journal", "-b", "4096", "-m", "0", text(at)?];
+                run("mkfs.ext4", &[&lazy[..], &blocks].concat())
+            }
+            // Blocks that files share and DAX did not always go together.
+            FileSystem::Xfs => run("mkfs.xfs", &["-q", "-f", "-m", "reflink=0", text(at)?]),
+        }
+    }
+}
+
+/// A file system in a sparse file on a tmpfs of its own.
 ///
 /// What is in the image is what a loss of power would leave; what is in the page cache of the file system is not. The
 /// tmpfs can be filled up: then whatever needs a new block of the image fails with an I/O error, as on a disk that dies.
@@ -25,13 +60,17 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Makes one of `disk_mib` with room for `room_mib` of content. Skips the test where that needs more than it may.
+    /// Makes one with ext4 of `disk_mib` with room for `room_mib` of content. Skips the test where that needs more than
+    /// it may.
     ///
     /// It is mounted where this process and its children alone see it, and goes when they end.
     pub fn create(disk_mib: u64, room_mib: u64) -> Result<Self> {
-        if let Err(error) = private_mounts() {
-            return skip(format!("file systems cannot be mounted here: {error}"));
-        }
+        Self::create_with(FileSystem::Ext4, disk_mib, room_mib)
+    }
+
+    /// The same, with that file system.
+    pub fn create_with(file_system: FileSystem, disk_mib: u64, room_mib: u64) -> Result<Self> {
+        need_private_mounts()?;
         let dir = this_tests_dir();
         let (room, mounted) = (dir.join("room"), dir.join("disk"));
         fs::create_dir_all(&room).with_context(|| format!("Cannot make {}", room.display()))?;
@@ -39,10 +78,8 @@ impl Disk {
         run("mount", &["-t", "tmpfs", "-o", &size, "tmpfs", text(&room)?])?;
         let disk = Self { room, mounted };
         File::create(disk.image())?.set_len(disk_mib << 20)?;
-        // Journal and inode tables are zeros in a sparse file already.
-        let lazy = "lazy_itable_init=1,lazy_journal_init=1,nodiscard";
-        run("mkfs.ext4", &["-q", "-F", "-E", lazy, text(&disk.image())?])?;
-        mount_image(&disk.image(), &disk.mounted)?;
+        file_system.make(&disk.image())?;
+        mount(&disk.image(), &disk.mounted, file_system, "loop")?;
         Ok(disk)
     }
 
@@ -79,7 +116,7 @@ impl Disk {
         fs::write(self.mounted.join("unflushed"), marker)?;
         let (image, mounted) = (self.room.join("image-after"), self.room.with_file_name("disk-after"));
         fs::copy(self.image(), &image).context("Cannot copy the disk")?;
-        mount_image(&image, &mounted)?;
+        mount(&image, &mounted, FileSystem::Ext4, "loop")?;
         let found = fs::read_to_string(mounted.join("unflushed")).unwrap_or_default();
         ensure!(found != marker, "What was not flushed is on the disk: the copy proves nothing");
         Ok(mounted)
@@ -110,9 +147,70 @@ impl Drop for HeldWriteback {
     }
 }
 
-fn mount_image(image: &Path, at: &Path) -> Result<()> {
+/// A block device: a loop device over a sparse file in the test's directory. Gone when dropped.
+#[derive(Debug)]
+pub struct LoopDevice {
+    image: PathBuf,
+    device: PathBuf,
+}
+
+impl LoopDevice {
+    /// Makes one.
+    pub fn create(size_mib: u64) -> Result<Self> {
+        let image = this_tests_dir().join("loop-image");
+        let free = Command::new("losetup").arg("-f").output().context("Cannot start losetup")?;
+        let device = PathBuf::from(String::from_utf8(free.stdout)?.trim());
+        if !free.status.success() || !device.exists() {
+            return skip("no loop devices here");
+        }
+        fs::create_dir_all(this_tests_dir())?;
+        File::create(&image)?.set_len(size_mib << 20)?;
+        run("losetup", &[text(&device)?, text(&image)?])?;
+        Ok(Self { image, device })
+    }
+
+    /// Its node.
+    pub fn path(&self) -> &Path {
+        &self.device
+    }
+
+    /// Makes it larger.
+    pub fn lengthen(&self, size_mib: u64) -> Result<()> {
+        File::options().write(true).open(&self.image)?.set_len(size_mib << 20)?;
+        run("losetup", &["-c", text(&self.device)?])
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let detached = text(&self.device).and_then(|device| run("losetup", &["-d", device]));
+        if let Err(error) = detached {
+            println!("{error:#}");
+        }
+    }
+}
+
+/// Mounts a file system, for this process and its children alone ([`need_private_mounts`]).
+pub fn mount(what: &Path, at: &Path, file_system: FileSystem, options: &str) -> Result<()> {
+    if file_system == FileSystem::Xfs {
+        run("modprobe", &["xfs"])?;
+    }
     fs::create_dir_all(at).with_context(|| format!("Cannot make {}", at.display()))?;
-    run("mount", &["-t", "ext4", "-o", "loop", text(image)?, text(at)?])
+    run("mount", &["-t", file_system.name(), "-o", options, text(what)?, text(at)?])
+}
+
+/// Takes it away again.
+pub fn unmount(at: &Path) -> Result<()> {
+    run("umount", &[text(at)?])
+}
+
+/// From here on what is mounted is seen by this process and its children alone, and goes when they end. Skips the test
+/// where that is not allowed.
+pub fn need_private_mounts() -> Result<()> {
+    match private_mounts() {
+        Ok(()) => Ok(()),
+        Err(error) => skip(format!("file systems cannot be mounted here: {error}")),
+    }
 }
 
 /// Mounts from here on are seen by this process and its children only.

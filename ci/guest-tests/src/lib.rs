@@ -20,6 +20,7 @@
 pub mod disk;
 pub mod guest;
 pub mod http;
+pub mod lent;
 pub mod metrics;
 pub mod pool;
 pub mod qemu;
@@ -27,7 +28,7 @@ pub mod runner;
 pub mod shell_protocol;
 pub mod wait;
 
-pub use disk::Disk;
+pub use disk::{Disk, FileSystem, LoopDevice};
 pub use guest::{Guest, GuestBuilder, Image, Kernel, Output};
 pub use metrics::Metrics;
 pub use pool::Pool;

@@ -34,7 +34,12 @@ impl Pool {
 
     /// The pool that is in a directory already.
     pub fn at(dir: &Path) -> Self {
-        Self { path: dir.join("pool") }
+        Self::by_path(&dir.join("pool"))
+    }
+
+    /// The pool that has, or will have, that path: a file's or a device's.
+    pub fn by_path(path: &Path) -> Self {
+        Self { path: path.to_owned() }
     }
 
     /// Makes a volume: `pool.create_volume("data", "64M")`.

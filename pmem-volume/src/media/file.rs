@@ -384,7 +384,8 @@ pub(crate) fn allocate(file: &File, range: Range<u64>, is_thin: bool) -> io::Res
 
 fn take_blocks(file: &File, range: &Range<u64>) -> io::Result<()> {
     match page_cache::fallocate(file, 0, range) {
-        Err(error) if is_unsupported(&error) => write_zeros(file, range),
+        // Whether there are blocks for the zeros, some file systems find out only now.
+        Err(error) if is_unsupported(&error) => write_zeros(file, range).and_then(|()| file.sync_all()),
         result => result,
     }
 }

@@ -7,6 +7,7 @@ mod boot;
 mod harness;
 mod hostile;
 mod memory;
+mod pool_places;
 mod pressure;
 mod volume;
 mod volume_flush;
@@ -23,6 +24,7 @@ fn main() {
         pressure::TESTS,
         volume::TESTS,
         volume_flush::TESTS,
+        pool_places::TESTS,
         hostile::TESTS,
     ]
     .concat();

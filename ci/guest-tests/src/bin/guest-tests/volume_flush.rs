@@ -21,13 +21,13 @@ guest_tests::tests![
 ];
 
 /// So many flushes the guest has asked for, with that result.
-fn flushes(guest: &Guest, result: &str) -> Result<f64> {
+pub fn flushes(guest: &Guest, result: &str) -> Result<f64> {
     let labels = [("volume", "data"), ("result", result)];
     guest.metrics()?.value("foreshore_volume_flushes_total", &labels)
 }
 
 /// Whether the guest's driver has flush hints; without, a flush of it is a fence.
-fn has_hints(guest: &Guest) -> Result<bool> {
+pub fn has_hints(guest: &Guest) -> Result<bool> {
     match guest.run("cat /sys/bus/nd/devices/region0/deep_flush")?.trim() {
         "1" => Ok(true),
         "0" => Ok(false),
@@ -35,7 +35,7 @@ fn has_hints(guest: &Guest) -> Result<bool> {
     }
 }
 
-fn write_blocks(guest: &Guest, count: u32) -> Result<()> {
+pub fn write_blocks(guest: &Guest, count: u32) -> Result<()> {
     guest.run_within(IO_LIMIT, &format!("guest-tool write-blocks /dev/pmem0s direct 0 {count} 1 1")).map(drop)
 }
 

@@ -1,0 +1,409 @@
+//! A pool holds what it promises wherever it lies: on tmpfs, on file systems with DAX and without, on block devices, on
+//! devdax.
+
+use std::ffi::CString;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::disk::{mount, need_private_mounts, unmount};
+use guest_tests::guest::program;
+use guest_tests::lent::Lent;
+use guest_tests::pool::pmvol;
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Disk, FileSystem, Guest, LoopDevice, Pool, skip};
+use pmem_volume::{OpenMode, Shrink, VolumeFormat, VolumeSize};
+
+use crate::volume::{IO_LIMIT, wait_for_disk};
+use crate::volume_flush::{flushes, has_hints, write_blocks};
+use crate::zones::{MIB, zone};
+
+guest_tests::tests![
+    on_tmpfs_it_is_volatile,
+    on_ext4_it_is_page_cache,
+    on_ext4_it_is_thin_if_asked,
+    on_xfs_it_is_page_cache,
+    on_ext4_with_dax_it_is_dax_sync,
+    on_xfs_with_dax_it_is_dax_sync,
+    on_a_block_device_it_is_page_cache_and_grows_with_it,
+    on_persistent_memory_as_a_block_device_it_is_page_cache,
+    on_devdax_it_is_dax_sync,
+    a_full_file_system_fails_creation_and_growth_and_changes_nothing,
+    a_guest_has_memory_and_a_volume_on_a_block_device: 300,
+    a_guest_has_memory_and_a_volume_on_devdax: 300,
+];
+
+/// Persistent memory without anything on it, as a block device.
+const PMEM: &str = "/dev/pmem1";
+/// The same, as devdax.
+const DEVDAX: &str = "/dev/dax2.0";
+
+/// What a pool is expected to be.
+struct Expected {
+    durability: &'static str,
+    thin: bool,
+}
+
+fn page_cache() -> Expected {
+    Expected { durability: "page-cache", thin: false }
+}
+
+fn dax_sync() -> Expected {
+    Expected { durability: "dax-sync", thin: false }
+}
+
+/// A persistent memory device of the emulated host, without content.
+fn blank(device: &str) -> Result<PathBuf> {
+    let path = PathBuf::from(device);
+    if !path.exists() {
+        return skip(format!("no {device} here (ci/nested/host --nvdimm 512 --pmem-devices 320 has one)"));
+    }
+    if device == DEVDAX {
+        // It knows no write(). A pool of an earlier test goes by the library's own means.
+        let pool = pmem_volume::Pool::open(&path, OpenMode::ReadWrite);
+        for volume in pool.iter().flat_map(|pool| pool.volumes()) {
+            pool.as_ref().expect("it has volumes").delete_volume(&volume.name)?;
+        }
+        return Ok(path);
+    }
+    let node = File::options().write(true).open(&path)?;
+    for offset in [0, 1 << 20] {
+        node.write_all_at(&vec![0; 1 << 20], offset)?;
+    }
+    let end = fs::read_to_string("/sys/class/block/pmem1/size")?.trim().parse::<u64>()? * 512;
+    node.write_all_at(&vec![0; 1 << 20], end - (1 << 20))?;
+    node.sync_all()?;
+    Ok(path)
+}
+
+/// Fails, and says all of the words.
+fn refused(arguments: &[&str], words: &[&str]) -> Result<()> {
+    match pmvol(arguments) {
+        Ok(output) => anyhow::bail!("pmvol {} did not fail: {output}", arguments.join(" ")),
+        Err(error) => {
+            let text = format!("{error:#}");
+            let missing = words.iter().find(|word| !text.contains(**word));
+            ensure!(missing.is_none(), "Nothing of {missing:?} in {text}");
+            Ok(())
+        }
+    }
+}
+
+/// `pool-hold`, until it is killed.
+struct Holder(Child);
+
+impl Holder {
+    fn start(pool: &Pool, bytes: u64) -> Result<Self> {
+        let mut command = Command::new(program("pool-hold"));
+        command.args([pool.name(), bytes.to_string()]).stdout(Stdio::piped());
+        let mut holder = Self(command.spawn().context("Cannot start pool-hold")?);
+        let mut line = String::new();
+        BufReader::new(holder.0.stdout.as_mut().context("No output")?).read_line(&mut line)?;
+        ensure!(line == "held\n", "pool-hold says {line:?}");
+        Ok(holder)
+    }
+
+    fn pid(&self) -> String {
+        format!("process {} (pool-hold)", self.0.id())
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        // It never ends by itself; if it has, there is nothing to kill.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn open(pool: &Pool) -> Result<Arc<pmem_volume::Pool>> {
+    Ok(pmem_volume::Pool::open(pool.path(), OpenMode::ReadWrite)?)
+}
+
+/// Whatever was in the pool's free chunks, they read as zeros: all of them are taken and looked at.
+fn free_chunks_are_zero(pool: &Pool) -> Result<()> {
+    let open = open(pool)?;
+    let info = open.info();
+    ensure!(info.memory_bytes + info.scrubbing_bytes == 0, "Not all came back: {info:?}");
+    let lent = Lent::take(&open, info.lendable_bytes)?;
+    let found = lent.find_content();
+    ensure!(found.is_none(), "A free chunk has content (offset and byte): {found:?}");
+    lent.give_back(&open)
+}
+
+/// What every pool does, in its place: volumes come, change and go; memory that its holder left behind is erased; it
+/// grows. Ends with a pool that has no volumes.
+fn serves(pool: &Pool, expected: &Expected, grow: impl FnOnce(&str) -> Result<()>) -> Result<()> {
+    let name = &pool.name();
+    let info = pool.info()?;
+    ensure!(info["durability"] == expected.durability && info["thin"] == expected.thin, "It is {info}");
+    // 1. Volumes.
+    let open = open(pool)?;
+    open.create_volume("data", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt)?;
+    open.create_volume("raw", VolumeSize::Bytes(8 * MIB), VolumeFormat::Raw)?;
+    open.resize_volume("data", VolumeSize::Bytes(36 * MIB), Shrink::Refuse)?;
+    open.resize_volume("raw", VolumeSize::Bytes(4 * MIB), Shrink::Allow)?;
+    drop(open);
+    // 2. Memory, whose holder dies. Meanwhile the pool is his.
+    let holder = Holder::start(pool, 12 * MIB)?;
+    let info = pool.info()?;
+    let in_use_by = info["in_use_by"].as_str().unwrap_or_default();
+    ensure!(
+        in_use_by == holder.pid() && info["memory_bytes"] == 12 * MIB,
+        "Held by {}: {info}",
+        holder.pid()
+    );
+    refused(&["volume", "delete", name, "raw"], &[&holder.pid()])?;
+    drop(holder);
+    // 3. Nothing of it is left, and of the volumes nothing is lost.
+    free_chunks_are_zero(pool)?;
+    ensure!(pool.check()?.ends_with("clean\n"), "Not clean after a holder's death");
+    // 4. More of everything.
+    grow(name)?;
+    let grown = self::open(pool)?;
+    ensure!(grown.info().total_bytes > info["total_bytes"].as_u64().unwrap_or(u64::MAX), "It did not grow");
+    grown.delete_volume("raw")?;
+    grown.delete_volume("data")?;
+    drop(grown);
+    free_chunks_are_zero(pool)?;
+    let info = pool.info()?;
+    ensure!(info["durability"] == expected.durability && info["thin"] == expected.thin, "It became {info}");
+    ensure!(pool.check()?.ends_with("clean\n"), "Not clean at the end");
+    Ok(())
+}
+
+/// The same for a file, which grows by itself.
+fn serves_in_file(dir: &Path, flags: &[&str], expected: &Expected) -> Result<Pool> {
+    let pool = Pool::at(dir);
+    pmvol(&[&["create", &pool.name(), "--size", "64M"], flags].concat())?;
+    serves(&pool, expected, |name| pmvol(&["grow", name, "--size", "80M"]).map(drop))?;
+    Ok(pool)
+}
+
+fn on_tmpfs_it_is_volatile() -> Result<()> {
+    fs::create_dir_all(this_tests_dir())?;
+    let volatile = Expected { durability: "volatile", thin: true };
+    let pool = serves_in_file(&this_tests_dir(), &[], &volatile)?;
+    ensure!(pool.occupied_bytes()? <= 4 * MIB, "What is free has {} bytes", pool.occupied_bytes()?);
+    Ok(())
+}
+
+fn on_ext4_it_is_page_cache() -> Result<()> {
+    let disk = Disk::create(128, 256)?;
+    let pool = serves_in_file(disk.dir(), &[], &page_cache())?;
+    ensure!(pool.occupied_bytes()? >= 80 * MIB, "Only {} bytes are allocated", pool.occupied_bytes()?);
+    Ok(())
+}
+
+fn on_ext4_it_is_thin_if_asked() -> Result<()> {
+    let disk = Disk::create(128, 256)?;
+    let thin = Expected { thin: true, ..page_cache() };
+    let pool = serves_in_file(disk.dir(), &["--thin"], &thin)?;
+    ensure!(pool.occupied_bytes()? < 5 * MIB, "What is free has {} bytes", pool.occupied_bytes()?);
+    // More than the disk has; until somebody uses it.
+    pmvol(&["grow", &pool.name(), "--size", "1G"])?;
+    ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
+    Ok(())
+}
+
+fn on_xfs_it_is_page_cache() -> Result<()> {
+    let disk = Disk::create_with(FileSystem::Xfs, 320, 400)?;
+    serves_in_file(disk.dir(), &[], &page_cache()).map(drop)
+}
+
+fn on_ext4_with_dax_it_is_dax_sync() -> Result<()> {
+    let mounts = fs::read_to_string("/proc/mounts").context("Cannot read /proc/mounts")?;
+    if !mounts.lines().any(|line| line.split(' ').nth(1) == Some("/pm") && line.contains("dax=always")) {
+        return skip("no file system with DAX on /pm (ci/nested/host --nvdimm 512 has one)");
+    }
+    let dir = Path::new("/pm/places");
+    fs::create_dir_all(dir)?;
+    let result = serves_in_file(dir, &[], &dax_sync());
+    fs::remove_dir_all(dir)?;
+    result.map(drop)
+}
+
+fn on_xfs_with_dax_it_is_dax_sync() -> Result<()> {
+    let device = blank(PMEM)?;
+    need_private_mounts()?;
+    FileSystem::Xfs.make(&device)?;
+    let at = this_tests_dir().join("xfs");
+    mount(&device, &at, FileSystem::Xfs, "dax=always")?;
+    let thick = serves_in_file(&at, &[], &dax_sync()).and_then(|pool| Ok(fs::remove_file(pool.path())?));
+    let thin = serves_in_file(&at, &["--thin"], &Expected { thin: true, ..dax_sync() });
+    let device = device.display().to_string();
+    let mounted = refused(&["create", &device, "--force"], &[&device, "mounted on", "/xfs"]);
+    unmount(&at)?;
+    thick.and(thin.map(drop)).and(mounted)?;
+    refused(&["create", &device], &["XFS", "--force"])
+}
+
+fn on_a_block_device_it_is_page_cache_and_grows_with_it() -> Result<()> {
+    let disk = LoopDevice::create(65)?;
+    let pool = Pool::by_path(disk.path());
+    pmvol(&["create", &pool.name()])?;
+    ensure!(pool.info()?["total_bytes"] == 64 * MIB, "Not all of the device: {}", pool.info()?);
+    serves(&pool, &page_cache(), |name| {
+        refused(&["grow", name, "--size", "96M"], &["--size", "96 MiB", "65 MiB"])?;
+        disk.lengthen(97)?;
+        pmvol(&["grow", name]).map(drop)
+    })?;
+    ensure!(pool.info()?["total_bytes"] == 96 * MIB, "Not all of the device: {}", pool.info()?);
+    // Whose the device is by now, is seen, and without a word nobody loses it.
+    refused(&["create", &pool.name()], &["there is a pool", "--force"])?;
+    disk.lengthen(32)?;
+    refused(&["info", &pool.name()], &["truncated", "33554432", "100663296"])
+}
+
+fn on_persistent_memory_as_a_block_device_it_is_page_cache() -> Result<()> {
+    let pool = Pool::by_path(&blank(PMEM)?);
+    pmvol(&["create", &pool.name(), "--size", "64M"])?;
+    serves(&pool, &page_cache(), |name| pmvol(&["grow", name]).map(drop))
+}
+
+fn on_devdax_it_is_dax_sync() -> Result<()> {
+    let device = blank(DEVDAX)?;
+    let pool = Pool::by_path(&device);
+    refused(&["create", &pool.name(), "--thin", "--force"], &["--thin", "device"])?;
+    refused(&["create", &pool.name(), "--size", "1G", "--force"], &["--size", "1 GiB"])?;
+    pmvol(&["create", &pool.name(), "--size", "64M", "--force"])?;
+    pmvol(&["volume", "create", &pool.name(), "kept", "--size", "2M", "--format", "raw"])?;
+    refused(&["create", &pool.name(), "--force"], &["volumes kept", "delete"])?;
+    pmvol(&["volume", "delete", &pool.name(), "kept"])?;
+    refused(&["create", &pool.name()], &["there is a pool", "--force"])?;
+    serves(&pool, &dax_sync(), |name| pmvol(&["grow", name]).map(drop))?;
+    pmvol(&["repair", &pool.name()]).map(drop)
+}
+
+/// What an unprivileged user may still use.
+fn free_bytes(dir: &Path) -> Result<u64> {
+    let path = CString::new(dir.as_os_str().as_bytes())?;
+    // SAFETY: statvfs is plain numbers, for which zero is valid.
+    let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: a C string, and a struct that the kernel fills; both outlive the call.
+    let result = unsafe { libc::statvfs(path.as_ptr(), &raw mut stat) };
+    ensure!(result == 0, "statvfs: {}", std::io::Error::last_os_error());
+    Ok(stat.f_bavail * stat.f_frsize)
+}
+
+/// Fills a file system until just about that much is free, and no less.
+fn leave_free(dir: &Path, bytes: u64) -> Result<()> {
+    let mut filler = File::options().create(true).append(true).open(dir.join("filler"))?;
+    let block = vec![0xff; 4096];
+    // What keeps track of blocks takes some itself: small steps at the end.
+    while free_bytes(dir)? > bytes + 16384 {
+        for _ in 0..(free_bytes(dir)? - bytes).saturating_sub(256 << 10).div_ceil(4096).max(1) {
+            filler.write_all(&block)?;
+        }
+        filler.sync_all()?;
+    }
+    ensure!(free_bytes(dir)? >= bytes, "Too much was filled");
+    Ok(())
+}
+
+fn content(path: &Path) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn names(dir: &Path) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        names.push(entry?.file_name().to_string_lossy().into_owned());
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Twice each: where a look at the file system is enough to see it, and where only the last blocks are missing.
+fn a_full_file_system_fails_creation_and_growth_and_changes_nothing() -> Result<()> {
+    let disk = Disk::create_with(FileSystem::Ext4ByBlocks, 48, 64)?;
+    let pool = Pool::at(disk.dir());
+    let name = &pool.name();
+    pmvol(&["create", name, "--size", "8M"])?;
+    pmvol(&["volume", "create", name, "v", "--size", "2M", "--format", "raw"])?;
+    let before = content(pool.path())?;
+    leave_free(disk.dir(), 24 * MIB)?;
+    let (free, files) = (free_bytes(disk.dir())?, names(disk.dir())?);
+    let other = disk.dir().join("other").display().to_string();
+    for size in ["64M", "24M"] {
+        refused(&["create", &other, "--size", size], &["--size", &other, "MiB are needed", "free"])?;
+        ensure!(names(disk.dir())? == files, "Files are left: {:?}", names(disk.dir())?);
+        ensure!(
+            free_bytes(disk.dir())? == free,
+            "{free} bytes were free, and now {}",
+            free_bytes(disk.dir())?
+        );
+    }
+    for size in ["72M", "32M"] {
+        refused(&["grow", name, "--size", size], &["--size", name, "MiB are needed", "free"])?;
+        ensure!(
+            free_bytes(disk.dir())? == free,
+            "{free} bytes were free, and now {}",
+            free_bytes(disk.dir())?
+        );
+        ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
+        // Sequence numbers and checksums of the superblocks may differ; what is behind them may not.
+        let after = content(pool.path())?;
+        let differ =
+            before.len() != after.len() || before[4096..(2 << 20) - 4096] != after[4096..(2 << 20) - 4096];
+        ensure!(
+            !differ && before[2 << 20..] == after[2 << 20..],
+            "A growth that failed has changed the pool"
+        );
+    }
+    pmvol(&["grow", name, "--size", "24M"])?;
+    ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
+    Ok(())
+}
+
+/// A guest uses both and is killed: the volume is in order, of the memory nothing is left.
+fn guest_lives_on(pool: &Pool, hints: bool) -> Result<()> {
+    pool.create_volume("data", "24M")?;
+    let memory = format!("pool={},size=128M", pool.name());
+    let guest = Guest::builder()
+        .memory("size=384M")
+        .pm_memory(&memory)
+        .pm_volume(&format!("pool={},name=data,interface=nvdimm", pool.name()))
+        .pressure("fixed,size=128M")
+        // The kernel's own memory cannot be PM: it must be able to make room.
+        .cmdline("foreshore.zram=256M")
+        .boot()?;
+    guest.wait_until("the memory is plugged", IO_LIMIT, || {
+        Ok(zone(&guest, "pm")?.plugged_bytes == 128 * MIB)
+    })?;
+    wait_for_disk(&guest)?;
+    ensure!(has_hints(&guest)? == hints, "Flush hints: {}", !hints);
+    write_blocks(&guest, 50)?;
+    let asked = flushes(&guest, "ok")?;
+    ensure!((asked > 0.0) == hints && flushes(&guest, "error")? == 0.0, "{asked} flushes");
+    // More than the boot memory holds.
+    let mut hog = guest.start_script(IO_LIMIT, "exec guest-tool hog 380")?;
+    while hog.next_line().context("The hog ended")? != "held 380" {}
+    ensure!(pool.info()?["memory_bytes"] == 128 * MIB, "Lent: {}", pool.info()?);
+    guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0s 0 50 1 1")?;
+    guest.no_kernel_complaints()?;
+    guest.kill9()?;
+    free_chunks_are_zero(pool)?;
+    pool.check()?;
+    pmvol(&["volume", "delete", &pool.name(), "data"]).map(drop)
+}
+
+fn a_guest_has_memory_and_a_volume_on_a_block_device() -> Result<()> {
+    let disk = LoopDevice::create(160)?;
+    let pool = Pool::by_path(disk.path());
+    pmvol(&["create", &pool.name()])?;
+    guest_lives_on(&pool, true)
+}
+
+fn a_guest_has_memory_and_a_volume_on_devdax() -> Result<()> {
+    let pool = Pool::by_path(&blank(DEVDAX)?);
+    pmvol(&["create", &pool.name(), "--size", "160M", "--force"])?;
+    guest_lives_on(&pool, false)
+}

@@ -1,0 +1,89 @@
+//! Memory that a test takes from a pool itself, as a VMM does: chunks, mapped from the pool's file or device.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::ptr::{self, NonNull};
+
+use anyhow::{Context, Result};
+use pmem_volume::{Extent, Pool};
+
+/// What every byte is that [`Lent::fill`] leaves.
+const CONTENT: u8 = 0x5a;
+
+/// Memory of a pool, mapped. It stays lent when this goes: whoever opens the pool next has to erase it.
+#[derive(Debug)]
+pub struct Lent {
+    mappings: Vec<Mapping>,
+    extents: Vec<Extent>,
+}
+
+#[derive(Debug)]
+struct Mapping {
+    start: NonNull<u8>,
+    length: usize,
+}
+
+impl Lent {
+    /// Takes so much.
+    pub fn take(pool: &Pool, size_bytes: u64) -> Result<Self> {
+        let extents = pool.alloc_memory(size_bytes)?;
+        let mappings = extents.iter().map(|extent| Mapping::new(pool, *extent)).collect::<Result<_>>()?;
+        Ok(Self { mappings, extents })
+    }
+
+    /// Writes to all of it, and sees to it that a disk has it.
+    pub fn fill(&mut self) -> Result<()> {
+        for mapping in &mut self.mappings {
+            // SAFETY: a mapping of ours that can be written to; no reference to it is made.
+            unsafe { ptr::write_bytes(mapping.start.as_ptr(), CONTENT, mapping.length) };
+            // SAFETY: as above; the content does not change.
+            let result = unsafe { libc::msync(mapping.start.as_ptr().cast(), mapping.length, libc::MS_SYNC) };
+            let error = io::Error::last_os_error();
+            // devdax knows no msync, and needs none.
+            if result != 0 && error.raw_os_error() != Some(libc::EINVAL) {
+                return Err(error).context("Cannot write the memory to the disk");
+            }
+        }
+        Ok(())
+    }
+
+    /// Where a byte is that is not zero, if there is one: its offset in the pool, and the byte.
+    pub fn find_content(&self) -> Option<(u64, u8)> {
+        self.mappings.iter().zip(&self.extents).find_map(|(mapping, extent)| {
+            // SAFETY: a mapping of ours, which nobody else has by now and which lives longer than the slice.
+            let bytes = unsafe { std::slice::from_raw_parts(mapping.start.as_ptr(), mapping.length) };
+            // Word by word: emulated, bytes take their time.
+            let zero = bytes.chunks_exact(16).position(|words| words != [0; 16])?;
+            Some((extent.offset_bytes() + zero as u64 * 16, bytes[zero * 16]))
+        })
+    }
+
+    /// Gives it back.
+    pub fn give_back(self, pool: &Pool) -> Result<()> {
+        let Self { mappings, extents } = self;
+        drop(mappings);
+        Ok(pool.free_memory(&extents)?)
+    }
+}
+
+impl Mapping {
+    fn new(pool: &Pool, extent: Extent) -> Result<Self> {
+        let length = usize::try_from(extent.len_bytes())?;
+        let offset = libc::off_t::try_from(extent.offset_bytes())?;
+        let (protection, descriptor) = (libc::PROT_READ | libc::PROT_WRITE, pool.file().as_raw_fd());
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+        let start =
+            unsafe { libc::mmap(ptr::null_mut(), length, protection, libc::MAP_SHARED, descriptor, offset) };
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error()).with_context(|| format!("Cannot map {extent}"));
+        }
+        Ok(Self { start: NonNull::new(start.cast()).context("mmap gave address 0")?, length })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the address and length of a mapping that nobody uses any more.
+        unsafe { libc::munmap(self.start.as_ptr().cast(), self.length) };
+    }
+}
