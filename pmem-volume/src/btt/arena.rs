@@ -105,7 +105,7 @@ pub(super) fn read_arena(
             let last = start_bytes + size_bytes - INFO_BYTES;
             let ends = (start_bytes + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
             let former = (ends..=start_bytes + size_bytes).step_by(CHUNK_BYTES as usize);
-            let mut found = read(last)?;
+            let mut found = InfoBytes::new_zeroed();
             for at in std::iter::once(last).chain(former.map(|end| end - INFO_BYTES)) {
                 let mut signature = SIGNATURE;
                 space.read_at(at, &mut signature)?;
@@ -113,7 +113,8 @@ pub(super) fn read_arena(
                     continue;
                 }
                 let block = read(at)?;
-                // A later arena's copy has another distance.
+                // A later arena's copy has another distance, and one that says that it lies elsewhere is none: what is
+                // there would be taken for it.
                 if parse(&block).is_ok() && start_bytes + block.info2off.get() == at {
                     found = block;
                     break;

@@ -192,6 +192,22 @@ fn with_info(media: &MemoryMedia, change: impl Fn(&mut InfoBytes)) {
 }
 
 #[test]
+fn a_copy_that_says_it_lies_elsewhere_is_not_written_over_the_first_info_block() {
+    let media = formatted(4096);
+    with_info(&media, |info| {
+        let arena_bytes = VOLUME_BYTES - START_BYTES;
+        info.external_nlba.set(100);
+        info.internal_nlba.set(400);
+        info.mapoff.set(info.dataoff.get() + 400 * 4096);
+        info.logoff.set(info.mapoff.get() + 4096);
+        info.info2off.set(arena_bytes - 5 * INFO_BYTES);
+    });
+    flip(&media, START_BYTES, 0);
+    assert!(matches!(findings(&media)[..], [Finding::NoInfo(_)]));
+    assert!(damaged_info(&media).unwrap().is_empty(), "what lies at its place would be taken for it");
+}
+
+#[test]
 fn info_blocks_that_cannot_be_are_refused_whatever_their_checksum() {
     type Change = fn(&mut InfoBytes);
     let changes: [(&str, Change); 13] = [

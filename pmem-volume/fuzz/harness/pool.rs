@@ -1,0 +1,286 @@
+//! Pools that say anything, in a file on tmpfs.
+
+use std::fs::{File, OpenOptions};
+use std::mem::{offset_of, size_of};
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use pmem_volume::pool::layout::{
+    CHUNK_TABLE_OFFSET, LOG_COMMITTED, LOG_MAGIC, LOG_OFFSET, LogHeaderBytes, SUPERBLOCK_BYTES,
+    SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES, VOLUME_TABLE_OFFSETS,
+};
+use pmem_volume::pool::{PoolInfo, RepairReport};
+use pmem_volume::{OpenMode, Pool, PoolError, Shrink, VolumeFormat, VolumeSize};
+
+use super::cursor::Cursor;
+use super::image::{CHUNK_BYTES, Image};
+
+const CHUNKS: u64 = 20;
+const METADATA_BYTES: u64 = 2 * CHUNK_BYTES;
+/// Few, so that a pool is quick to open.
+const SLOTS: u32 = 8;
+const MAX_EDITS: usize = 48;
+
+/// The file that all of a process's runs use, and what it holds before the fuzzer's edits.
+struct Ground {
+    folder: tempfile::TempDir,
+    file: File,
+    base: Image,
+    /// Where the BTT volume lies.
+    btt_offset: u64,
+    btt_bytes: u64,
+}
+
+impl Ground {
+    /// One for each thread: tests run on several.
+    fn with<T>(run: impl FnOnce(&Ground) -> T) -> T {
+        thread_local! { static GROUND: OnceLock<Ground> = const { OnceLock::new() } }
+        GROUND.with(|ground| run(ground.get_or_init(Ground::new)))
+    }
+
+    /// A pool with something of everything.
+    fn new() -> Self {
+        let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
+        let path = folder.path().join("pool");
+        let pool = Pool::create(&path, CHUNKS * CHUNK_BYTES, 2 * CHUNK_BYTES).unwrap();
+        for (name, chunks, format) in [("btt", 9, VolumeFormat::Btt), ("raw", 3, VolumeFormat::Raw)] {
+            pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), format).unwrap();
+        }
+        pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
+        let place = pool.open_volume("btt").unwrap().extents()[0];
+        drop(pool);
+        let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        let mut base = Image::of_file(&file).unwrap();
+        for table in VOLUME_TABLE_OFFSETS {
+            let behind = table + u64::from(SLOTS) * VOLUME_RECORD_BYTES;
+            base.write(behind, &vec![0; (table + (256 << 10) - behind) as usize]);
+        }
+        let at = offset_of!(SuperblockBytes, volume_slots) as u64;
+        for copy in SUPERBLOCK_OFFSETS {
+            base.write(copy + at, &SLOTS.to_le_bytes());
+            seal(&mut base, copy, SUPERBLOCK_BYTES);
+        }
+        base.to_file(&file).unwrap();
+        let base = Image::of_file(&file).unwrap();
+        assert!(Pool::open(&path, OpenMode::ReadOnly).unwrap().check().unwrap().is_clean());
+        Self { folder, file, base, btt_offset: place.offset_bytes(), btt_bytes: place.len_bytes() }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("pool")
+    }
+
+    fn assert_is(&self, image: &Image, what: &str) {
+        assert!(*image == Image::of_file(&self.file).unwrap(), "{what} changed the media");
+    }
+
+    /// The pool with the fuzzer's edits, or the fuzzer's bytes as they are.
+    fn image(&self, data: &[u8]) -> Image {
+        let mut from = Cursor::new(data);
+        let mut image = self.base.clone();
+        if from.number(1) == 0xff {
+            let bytes = from.take(1 << 20);
+            image.set_len(0);
+            image.set_len(bytes.len() as u64);
+            image.write(0, bytes);
+            return image;
+        }
+        for _ in 0..MAX_EDITS {
+            if from.is_empty() {
+                break;
+            }
+            self.edit(&mut image, &mut from);
+        }
+        image
+    }
+
+    fn edit(&self, image: &mut Image, from: &mut Cursor<'_>) {
+        match from.number(1) % 12 {
+            0 => image.write_word(from.below(METADATA_BYTES / 8) * 8, from.value()),
+            1 => self.edit_copies(image, from, SUPERBLOCK_OFFSETS, SUPERBLOCK_BYTES),
+            2 => {
+                let slot = from.below(u64::from(SLOTS)) * VOLUME_RECORD_BYTES;
+                let copies = VOLUME_TABLE_OFFSETS.map(|table| table + slot);
+                self.edit_copies(image, from, copies, VOLUME_RECORD_BYTES);
+            }
+            3 | 4 => {
+                let chunk = from.below(CHUNKS) as u32;
+                let (index, slot, state) = (from.number(2), from.below(u64::from(SLOTS) + 1), from.below(16));
+                let low = index & 0xfff | slot << 28 | state << 44;
+                image.write_word(CHUNK_TABLE_OFFSET + u64::from(chunk) * 16, seal_word(chunk, 0, low));
+            }
+            5 => {
+                let chunk = from.below(CHUNKS) as u32;
+                let low = from.value() & 0xffff_ffff_ffff;
+                image.write_word(CHUNK_TABLE_OFFSET + u64::from(chunk) * 16 + 8, seal_word(chunk, 1, low));
+            }
+            6 => image.write_word(CHUNK_TABLE_OFFSET + from.below(CHUNKS * 2) * 8, from.value()),
+            7 => image.write_word(self.btt_offset + from.below(self.btt_bytes / 8) * 8, from.value()),
+            8 => {
+                let info = self.btt_offset + [4096, self.btt_bytes - 4096][from.below(2) as usize];
+                let at = info + from.below(16) * 8;
+                image.write_word(at, from.value());
+                super::btt::seal_info(image, info);
+            }
+            9 => write_transaction(image, from),
+            10 => image.set_len(match from.number(1) % 4 {
+                0 => from.below(64) * CHUNK_BYTES,
+                1 => CHUNKS * CHUNK_BYTES - from.below(1 << 22),
+                _ => CHUNKS * CHUNK_BYTES + from.below(1 << 24),
+            }),
+            _ => {
+                let (at, count) = (from.below(METADATA_BYTES), from.number(1) as usize);
+                let bytes = from.take(count);
+                image.write(at, bytes);
+            }
+        }
+    }
+
+    /// A word of both copies of a record or of one, with its checksum or without.
+    fn edit_copies(&self, image: &mut Image, from: &mut Cursor<'_>, copies: [u64; 2], bytes: u64) {
+        let how = from.number(1);
+        // Where there are fields, mostly.
+        let words = if how & 8 == 0 { bytes.min(160) / 8 } else { bytes / 8 };
+        let (word, half, value) = (from.below(words) * 8, how & 16 != 0, from.value());
+        for (_, start) in copies.iter().enumerate().filter(|(copy, _)| how >> copy & 1 == 0) {
+            match half {
+                true => image.write(start + word + (value >> 32 & 7), &value.to_le_bytes()[..1]),
+                false => image.write_word(start + word, value),
+            }
+            if how & 4 == 0 {
+                seal(image, *start, bytes);
+            }
+        }
+    }
+}
+
+/// CRC-32 in the last eight bytes.
+fn seal(image: &mut Image, start: u64, bytes: u64) {
+    let mut record = vec![0; bytes as usize - 8];
+    image.read(start, &mut record);
+    image.write_word(start + bytes - 8, u64::from(crc32fast::hash(&record)));
+}
+
+/// CRC-16 in the upper bits of an owner word (kind 0) or a wear word (1), as docs/format.md has it.
+fn seal_word(chunk: u32, kind: u8, low: u64) -> u64 {
+    let mut crc: u16 = 0xffff;
+    for byte in low.to_le_bytes()[..6].iter().chain(&chunk.to_le_bytes()).chain(&[kind]) {
+        crc ^= u16::from(*byte) << 8;
+        for _ in 0..8 {
+            crc = if crc & 0x8000 != 0 { crc << 1 ^ 0x1021 } else { crc << 1 };
+        }
+    }
+    u64::from(crc) << 48 | low
+}
+
+fn write_transaction(image: &mut Image, from: &mut Cursor<'_>) {
+    let entries = from.below(9);
+    let mut bytes = Vec::new();
+    for _ in 0..entries {
+        let at = match from.number(1) % 3 {
+            0 => CHUNK_TABLE_OFFSET + from.below(CHUNKS * 2) * 8,
+            1 => VOLUME_TABLE_OFFSETS[0] + from.below(u64::from(SLOTS) * 32) * 8,
+            _ => from.value(),
+        };
+        bytes.extend_from_slice(&at.to_le_bytes());
+        bytes.extend_from_slice(&from.value().to_le_bytes());
+    }
+    let crc = crc32fast::hash(&[&LOG_MAGIC[..], &entries.to_le_bytes(), &bytes].concat());
+    image.write(LOG_OFFSET, &LOG_MAGIC);
+    image.write_word(LOG_OFFSET + offset_of!(LogHeaderBytes, entries) as u64, entries);
+    image.write_word(LOG_OFFSET + offset_of!(LogHeaderBytes, checksum) as u64, u64::from(crc));
+    image.write_word(LOG_OFFSET + offset_of!(LogHeaderBytes, commit) as u64, LOG_COMMITTED | u64::from(crc));
+    image.write(LOG_OFFSET + size_of::<LogHeaderBytes>() as u64, &bytes);
+}
+
+fn assert_adds_up(info: &PoolInfo) {
+    let parts = [
+        info.metadata_bytes,
+        info.volume_bytes,
+        info.memory_bytes,
+        info.scrubbing_bytes,
+        info.retired_bytes,
+        info.free_bytes,
+    ];
+    assert_eq!(parts.iter().sum::<u64>(), info.total_bytes, "{info:?}");
+    assert!(info.lendable_bytes <= info.free_bytes, "{info:?}");
+}
+
+/// Any bytes as a pool: looking at it changes nothing, nor does an open that is refused; one that is opened works, and
+/// opens again.
+pub fn pool_open(data: &[u8]) {
+    Ground::with(|ground| {
+        let (image, path) = (ground.image(data), ground.path());
+        image.to_file(&ground.file).unwrap();
+        for mode in [OpenMode::Peek, OpenMode::ReadOnly] {
+            if let Ok(pool) = Pool::open(&path, mode) {
+                assert_adds_up(&pool.info());
+                pool.check().unwrap();
+            }
+        }
+        ground.assert_is(&image, "looking");
+        match Pool::open(&path, OpenMode::ReadWrite) {
+            Ok(pool) => use_pool(ground, &pool),
+            Err(PoolError::Media(error)) => panic!("the media is tmpfs: {error}"),
+            Err(_) => return ground.assert_is(&image, "a refused open"),
+        }
+        // What was put right stays right.
+        let again = Pool::open(&path, OpenMode::ReadWrite).unwrap();
+        assert_adds_up(&again.info());
+        assert_eq!(again.info().memory_bytes, 0);
+        let size_bytes = again.info().total_bytes + 3 * CHUNK_BYTES;
+        drop(again);
+        if let Ok(pool) = Pool::grow(&path, size_bytes) {
+            assert_adds_up(&pool.info());
+        }
+    });
+}
+
+/// Does everything to a pool that it lets be done.
+fn use_pool(ground: &Ground, pool: &std::sync::Arc<Pool>) {
+    assert_adds_up(&pool.info());
+    pool.check().unwrap();
+    let lent = pool.alloc_memory(CHUNK_BYTES).ok();
+    let _ = pool.create_volume("new", VolumeSize::Bytes(CHUNK_BYTES), VolumeFormat::Raw);
+    for extent in lent.iter().flatten() {
+        let image = Image::of_file(&ground.file).unwrap();
+        assert!(image.is_zero(extent.offset_bytes(), extent.len_bytes()), "lent memory has old content");
+    }
+    pool.free_memory(&lent.unwrap_or_default()).unwrap();
+    for volume in pool.volumes() {
+        let _ = pool.rename_volume(&volume.name, "renamed");
+        let _ = pool.rename_volume("renamed", &volume.name);
+        for size in [VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeSize::Remaining] {
+            let _ = pool.resize_volume(&volume.name, size, Shrink::Allow);
+            assert_adds_up(&pool.info());
+        }
+        if pool.open_volume(&volume.name).is_ok() {
+            pool.delete_volume(&volume.name).unwrap();
+        }
+    }
+    assert_adds_up(&pool.info());
+    assert!(pool.is_writable(), "{:?}", pool.info().latched);
+}
+
+/// Any bytes as a pool to be repaired: a dry run changes nothing and says what the repair does; what that calls all
+/// right is all right.
+pub fn repair(data: &[u8]) {
+    Ground::with(|ground| {
+        let (image, path) = (ground.image(data), ground.path());
+        image.to_file(&ground.file).unwrap();
+        let dry: Result<RepairReport, _> = Pool::repair(&path, true);
+        ground.assert_is(&image, "a dry run");
+        match (dry, Pool::repair(&path, false)) {
+            (Ok(dry), Ok(done)) => {
+                assert_eq!(dry.left.is_empty(), done.left.is_empty(), "{dry:?} and {done:?}");
+                if done.left.is_empty() {
+                    drop(Pool::open(&path, OpenMode::ReadWrite).unwrap());
+                    let report = Pool::open(&path, OpenMode::ReadOnly).unwrap().check().unwrap();
+                    assert!(report.is_clean(), "{report:?} after {done:?}");
+                }
+            }
+            (Err(_), Err(_)) => ground.assert_is(&image, "a refused repair"),
+            (dry, done) => panic!("{dry:?} and {done:?}"),
+        }
+    });
+}
