@@ -127,13 +127,16 @@ impl Run {
 /// Joins chunks into runs, as far as they follow each other in the given order.
 pub(crate) fn runs(chunks: impl IntoIterator<Item = ChunkId>) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
-    for chunk in chunks {
-        match runs.last_mut() {
-            Some(run) if run.start.0 + run.chunks == chunk.0 => run.chunks += 1,
-            _ => runs.push(Run { start: chunk, chunks: 1 }),
-        }
-    }
+    chunks.into_iter().for_each(|chunk| push(&mut runs, chunk));
     runs
+}
+
+/// Adds a chunk to the last run, if it follows it, or as a run of its own.
+pub(crate) fn push(runs: &mut Vec<Run>, chunk: ChunkId) {
+    match runs.last_mut() {
+        Some(run) if run.start.0 + run.chunks == chunk.0 => run.chunks += 1,
+        _ => runs.push(Run { start: chunk, chunks: 1 }),
+    }
 }
 
 #[cfg(test)]

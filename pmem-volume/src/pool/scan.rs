@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::chunk::{ChunkId, Run, runs};
+use super::chunk::{ChunkId, Run, push, runs};
 use super::findings::Finding;
 use super::layout::VolumeRecordBytes;
 use super::mirrored::{self, Copies};
 use super::superblock::Superblock;
-use super::table::{ChunkTable, Owner, Slot};
+use super::table::{BadWord, ChunkTable, Owner, Slot};
 use super::volume_record::VolumeRecord;
 use crate::media::{Media, MediaError};
 
@@ -52,6 +52,16 @@ pub(crate) struct Scan {
     pub(crate) wear: Vec<u32>,
     /// Wear words to be started anew.
     pub(crate) bad_wear: Vec<ChunkId>,
+}
+
+/// Chunks by what their owner words say, in the order of the table.
+#[derive(Default)]
+struct Found {
+    free: Vec<Run>,
+    lent: Vec<ChunkId>,
+    unscrubbed: Vec<ChunkId>,
+    leftover: Vec<ChunkId>,
+    bad_owners: u32,
 }
 
 /// Reads the volume tables and the chunk table. The log must be empty or replayed.
@@ -123,54 +133,15 @@ impl Scan {
         unknown: &BTreeSet<Slot>,
     ) -> Result<(), MediaError> {
         let table = ChunkTable::new(superblock);
-        let (mut free, mut lent, mut unscrubbed, mut leftover) = (vec![], vec![], vec![], vec![]);
-        let mut bad_owners = 0;
-        for chunk in (0..table.entries()).map(ChunkId) {
-            let wear = table.wear(media, chunk)?;
-            self.wear.push(wear.unwrap_or(0));
-            if let Err(bad) = wear {
-                self.bad_wear.push(chunk);
-                if self.bad_wear.len() as u32 <= MAX_BAD_WORDS {
-                    self.findings.push(Finding::WearWord { chunk, word: bad.0 });
-                }
-            }
-            let owner = match table.owner(media, chunk)? {
-                Ok(owner) => owner,
-                Err(bad) => {
-                    bad_owners += 1;
-                    if bad_owners <= MAX_BAD_WORDS {
-                        self.findings.push(Finding::OwnerWord { chunk, word: bad.0 });
-                    }
-                    continue;
-                }
-            };
-            if superblock.is_metadata(chunk) {
-                self.metadata_chunks += 1;
-                if owner != Owner::Metadata {
-                    self.findings.push(Finding::MetadataTaken { chunk, marked: format!("{owner:?}") });
-                }
-                continue;
-            }
-            match owner {
-                Owner::Free => free.push(chunk),
-                Owner::Memory => lent.push(chunk),
-                Owner::Scrub => unscrubbed.push(chunk),
-                Owner::Retired => self.retired_chunks += 1,
-                // A table was moved and a crash came before the superblock named the new one, or after.
-                Owner::Metadata => leftover.push(chunk),
-                Owner::Volume { slot, .. } if unknown.contains(&slot) => {}
-                // Nothing that this code does leaves such a word: it is no left-over, and may be somebody's.
-                Owner::Volume { slot, .. } if u32::from(slot.0) >= superblock.volume_slots => {
-                    let slots = superblock.volume_slots;
-                    self.findings.push(Finding::SlotOutside { chunk, slot: slot.0, slots });
-                }
-                Owner::Volume { slot, index } => {
-                    if !self.claim(slot, index, chunk) {
-                        leftover.push(chunk);
-                    }
-                }
+        let mut found = Found::default();
+        self.wear.reserve_exact(table.entries() as usize);
+        for piece in table.pieces() {
+            for (chunk, entry) in piece.ids().zip(table.read_entries(media, piece)?) {
+                self.sort_wear(chunk, entry.wear);
+                self.sort_owner(chunk, entry.owner, superblock, unknown, &mut found);
             }
         }
+        let Found { free, lent, unscrubbed, leftover, bad_owners } = found;
         self.memory_chunks = lent.len() as u32;
         let count = |chunks: &Vec<ChunkId>| chunks.len() as u32;
         let counted = [
@@ -186,8 +157,64 @@ impl Scan {
         let mut to_scrub = [lent, unscrubbed, leftover].concat();
         to_scrub.sort_unstable();
         self.to_scrub = runs(to_scrub);
-        self.free = runs(free);
+        self.free = free;
         Ok(())
+    }
+
+    fn sort_wear(&mut self, chunk: ChunkId, wear: Result<u32, BadWord>) {
+        self.wear.push(wear.unwrap_or(0));
+        if let Err(bad) = wear {
+            self.bad_wear.push(chunk);
+            if self.bad_wear.len() as u32 <= MAX_BAD_WORDS {
+                self.findings.push(Finding::WearWord { chunk, word: bad.0 });
+            }
+        }
+    }
+
+    fn sort_owner(
+        &mut self,
+        chunk: ChunkId,
+        owner: Result<Owner, BadWord>,
+        superblock: &Superblock,
+        unknown: &BTreeSet<Slot>,
+        found: &mut Found,
+    ) {
+        let owner = match owner {
+            Ok(owner) => owner,
+            Err(bad) => {
+                found.bad_owners += 1;
+                if found.bad_owners <= MAX_BAD_WORDS {
+                    self.findings.push(Finding::OwnerWord { chunk, word: bad.0 });
+                }
+                return;
+            }
+        };
+        if superblock.is_metadata(chunk) {
+            self.metadata_chunks += 1;
+            if owner != Owner::Metadata {
+                self.findings.push(Finding::MetadataTaken { chunk, marked: format!("{owner:?}") });
+            }
+            return;
+        }
+        match owner {
+            Owner::Free => push(&mut found.free, chunk),
+            Owner::Memory => found.lent.push(chunk),
+            Owner::Scrub => found.unscrubbed.push(chunk),
+            Owner::Retired => self.retired_chunks += 1,
+            // A table was moved and a crash came before the superblock named the new one, or after.
+            Owner::Metadata => found.leftover.push(chunk),
+            Owner::Volume { slot, .. } if unknown.contains(&slot) => {}
+            // Nothing that this code does leaves such a word: it is no left-over, and may be somebody's.
+            Owner::Volume { slot, .. } if u32::from(slot.0) >= superblock.volume_slots => {
+                let slots = superblock.volume_slots;
+                self.findings.push(Finding::SlotOutside { chunk, slot: slot.0, slots });
+            }
+            Owner::Volume { slot, index } => {
+                if !self.claim(slot, index, chunk) {
+                    found.leftover.push(chunk);
+                }
+            }
+        }
     }
 
     /// Puts a chunk into its volume. False: there is no such volume, or it ends before this index; the operation that

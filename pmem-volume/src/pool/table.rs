@@ -171,6 +171,16 @@ pub(crate) fn seal_for_test(chunk: ChunkId, is_wear: bool, low: u64) -> u64 {
     check(chunk, if is_wear { KIND_WEAR } else { KIND_OWNER }, low) << CHECK_SHIFT | low
 }
 
+/// An entry, decoded.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entry {
+    pub(crate) owner: Result<Owner, BadWord>,
+    pub(crate) wear: Result<u32, BadWord>,
+}
+
+/// Entries that are read together: 64 KiB, which stay in a cache until they are decoded.
+const PIECE_ENTRIES: u32 = 4096;
+
 /// Where the table lies, and the loads and stores on it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ChunkTable {
@@ -209,6 +219,34 @@ impl ChunkTable {
 
     pub(crate) fn wear(self, media: &dyn Media, chunk: ChunkId) -> Result<Result<u32, BadWord>, MediaError> {
         Ok(decode_wear(chunk, media.load_word(self.entry_offset(chunk) + 8)?))
+    }
+
+    /// The table in pieces, to be read one after the other.
+    pub(crate) fn pieces(self) -> impl Iterator<Item = Run> {
+        (0..self.entries)
+            .step_by(PIECE_ENTRIES as usize)
+            .map(move |start| Run { start: ChunkId(start), chunks: PIECE_ENTRIES.min(self.entries - start) })
+    }
+
+    /// Reads the entries of a run. They are copied, which touches no page through the mapping of the media, and need not be
+    /// whole where somebody stores meanwhile: so a word that looks bad is loaded once more by itself.
+    pub(crate) fn read_entries(self, media: &dyn Media, run: Run) -> Result<Vec<Entry>, MediaError> {
+        let range = self.byte_range(run);
+        let mut bytes = vec![0; (range.end - range.start) as usize];
+        media.read(range.start, &mut bytes)?;
+        let (words, _) = bytes.as_chunks::<8>();
+        let (pairs, _) = words.as_chunks::<2>();
+        let entry = |(chunk, [owner, wear]): (ChunkId, &[[u8; 8]; 2])| {
+            let entry = Entry {
+                owner: decode_owner(chunk, u64::from_le_bytes(*owner)),
+                wear: decode_wear(chunk, u64::from_le_bytes(*wear)),
+            };
+            match entry {
+                Entry { owner: Ok(_), wear: Ok(_) } => Ok(entry),
+                _ => Ok(Entry { owner: self.owner(media, chunk)?, wear: self.wear(media, chunk)? }),
+            }
+        };
+        run.ids().zip(pairs).map(entry).collect()
     }
 
     /// Copies a chunk's words to another table as they are. Not durable yet.
