@@ -4,6 +4,7 @@ use std::hint::black_box;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use criterion::Criterion;
@@ -136,6 +137,13 @@ fn persist_line(media: &FileMedia, calls: u64) -> Duration {
     start.elapsed()
 }
 
+/// Stores a word through the guard against lost pages, or plainly, over and over.
+fn store_words(calls: u64, mut store: impl FnMut(u64)) -> Duration {
+    let start = Instant::now();
+    (0..calls).for_each(&mut store);
+    start.elapsed()
+}
+
 type Batch<'a> = Box<dyn FnMut(u64) -> Duration + 'a>;
 
 fn run(criterion: &mut Criterion, class: &str, durability: Durability) -> Vec<Samples> {
@@ -151,6 +159,12 @@ fn run(criterion: &mut Criterion, class: &str, durability: Durability) -> Vec<Sa
     file.set_len(CHUNK_BYTES).unwrap();
     let media = at_the_cost_of(durability, FileMedia::new(file, CHUNK_BYTES, true).unwrap());
     bench("persist 64 bytes", Box::new(|calls| persist_line(&media, calls)));
+
+    let store = |word| media.store_word(64, word).unwrap();
+    bench("store a word of the media", Box::new(|calls| store_words(calls, store)));
+    let plain = AtomicU64::new(0);
+    let store = |word| black_box(&plain).store(word, Ordering::Release);
+    bench("store a word of the process", Box::new(|calls| store_words(calls, store)));
 
     let (pool, _folder) = new_pool(durability);
     let pool = &pool;
@@ -181,7 +195,7 @@ fn print_table(class: &str, all: &mut [Samples]) {
             continue;
         };
         let persist_ns = *persist_ns.get_or_insert(*median);
-        println!("| {name} | {median:.0} ns | {least:.0} ns | {:.2} |", median / persist_ns);
+        println!("| {name} | {median:.1} ns | {least:.1} ns | {:.2} |", median / persist_ns);
     }
 }
 
