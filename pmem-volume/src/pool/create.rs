@@ -97,9 +97,9 @@ impl Pool {
     /// Makes a pool on a device.
     ///
     /// 1. Nobody else has it, and there is nothing on it, or it may go.
-    /// 2. Erase all that the pool gets, from its start: whatever was there, a pool for instance, is none from the first
-    ///    step on. Whoever ends it here leaves no pool.
-    /// 3. Tables, then superblocks.
+    /// 2. Erase the chunk that has both superblocks: whatever was there, a pool for instance, is none from here on.
+    /// 3. Erase all that the pool gets. Whoever ends it here leaves no pool.
+    /// 4. Tables, then superblocks.
     fn create_on(path: &Path, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
         let opened = Opened::new(path, OpenMode::ReadWrite)?;
         if options.thin {
@@ -112,8 +112,14 @@ impl Pool {
         check_empty(path, &opened, options.force)?;
         let media = FileMedia::new(opened.file, size_bytes, true)?;
         let mut ignore = |_, _| {};
-        media.erase_in_steps(0..size_bytes, options.progress.unwrap_or(&mut ignore)).map_err(|error| {
-            PoolError::File { path: path.to_owned(), action: "erase", source: io::Error::other(error) }
+        let erase = |progress| {
+            media.erase(std::slice::from_ref(&(0..CHUNK_BYTES)))?;
+            media.erase_in_steps(0..size_bytes, progress)
+        };
+        erase(options.progress.unwrap_or(&mut ignore)).map_err(|error| PoolError::File {
+            path: path.to_owned(),
+            action: "erase",
+            source: io::Error::other(error),
         })?;
         write_empty_pool(&media, &superblock)?;
         Pool::from_media(path.to_owned(), OpenMode::ReadWrite, Backing::File(media), superblock, vec![])

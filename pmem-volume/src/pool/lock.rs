@@ -63,14 +63,17 @@ pub(crate) fn try_lock(file: &File, kind: LockKind) -> io::Result<Result<(), Hol
 pub(crate) fn holder(file: &File) -> Option<Holder> {
     let metadata = file.metadata().ok()?;
     let locks = fs::read_to_string("/proc/locks").ok()?;
-    let pid = pid_in_locks(&locks, metadata.dev(), metadata.ino())?;
+    // Devices' nodes are in devtmpfs, which shows what stat() does, and where inodes have small numbers.
+    let is_exact = !metadata.is_file();
+    let pid = pid_in_locks(&locks, metadata.dev(), metadata.ino(), is_exact)?;
     let program = fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim_end().to_owned());
     Some(Holder { pid: Some(pid), program })
 }
 
 /// Picks the process out of lines such as `1: FLOCK  ADVISORY  WRITE 708 00:1a:2053 0 EOF`. Lines with `->` are of
-/// those who wait. Some file systems (btrfs, overlays) show another device than stat() does: then the inode decides.
-fn pid_in_locks(locks: &str, device: u64, inode: u64) -> Option<u32> {
+/// those who wait. Some file systems (btrfs, overlays) show another device than stat() does: then the inode decides, unless
+/// the place must be `is_exact`.
+fn pid_in_locks(locks: &str, device: u64, inode: u64, is_exact: bool) -> Option<u32> {
     let place = format!("{:02x}:{:02x}:{inode}", libc::major(device), libc::minor(device));
     let mut by_inode = None;
     for line in locks.lines() {
@@ -80,7 +83,7 @@ fn pid_in_locks(locks: &str, device: u64, inode: u64) -> Option<u32> {
         if at == place {
             return Some(pid);
         }
-        if at.rsplit(':').next().and_then(|i| i.parse().ok()) == Some(inode) {
+        if !is_exact && at.rsplit(':').next().and_then(|i| i.parse().ok()) == Some(inode) {
             by_inode = by_inode.or(Some(pid));
         }
     }
@@ -119,8 +122,10 @@ mod tests {
                      2: -> FLOCK  ADVISORY  WRITE 33 00:1a:77 0 EOF\n\
                      3: FLOCK  ADVISORY  WRITE 44 00:1a:77 0 EOF\n";
         let device = libc::makedev(0, 0x1a);
-        assert_eq!(pid_in_locks(locks, device, 77), Some(44));
-        assert_eq!(pid_in_locks(locks, libc::makedev(9, 9), 77), Some(22));
-        assert_eq!(pid_in_locks(locks, device, 78), None);
+        assert_eq!(pid_in_locks(locks, device, 77, false), Some(44));
+        assert_eq!(pid_in_locks(locks, device, 77, true), Some(44));
+        assert_eq!(pid_in_locks(locks, libc::makedev(9, 9), 77, false), Some(22));
+        assert_eq!(pid_in_locks(locks, libc::makedev(9, 9), 77, true), None);
+        assert_eq!(pid_in_locks(locks, device, 78, false), None);
     }
 }

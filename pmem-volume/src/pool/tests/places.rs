@@ -6,7 +6,13 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
+use std::ops::Range;
+
+use uuid::Uuid;
+use zerocopy::{FromZeros, IntoBytes};
+
 use super::*;
+use crate::media::simulator::{Random, Simulator};
 use crate::pool::lock::{LockKind, try_lock};
 
 /// A loop device over a sparse file.
@@ -269,6 +275,131 @@ fn other_character_devices_are_refused_by_kind_and_without_a_touch() {
     let pipe = folder.path().join("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     assert!(matches!(Pool::open(&pipe, OpenMode::ReadWrite), Err(PoolError::NotAFile { .. })));
+}
+
+/// Simulated media on a device, which nobody can cut.
+struct OnDevice(Simulator);
+
+impl Media for OnDevice {
+    fn len_bytes(&self) -> u64 {
+        self.0.len_bytes()
+    }
+
+    fn durability(&self) -> Durability {
+        self.0.durability()
+    }
+
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.0.read(offset_bytes, into)
+    }
+
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        self.0.load_word(offset_bytes)
+    }
+
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.0.store(offset_bytes, bytes)
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        self.0.store_word(offset_bytes, word)
+    }
+
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        self.0.persist(ranges)
+    }
+
+    fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        self.0.erase(ranges)
+    }
+}
+
+const OLD: u64 = 14 * CHUNK_BYTES;
+const NEW: u64 = 17 * CHUNK_BYTES;
+
+/// Opens what a crash left on a device.
+fn open_device(device: &Simulator) -> Result<Arc<Pool>, PoolError> {
+    let mut copies = [layout::SuperblockBytes::new_zeroed(), layout::SuperblockBytes::new_zeroed()];
+    for (copy, offset) in copies.iter_mut().zip(layout::SUPERBLOCK_OFFSETS) {
+        device.read(offset, copy.as_mut_bytes())?;
+    }
+    let (path, mode) = (Path::new("simulated"), OpenMode::ReadWrite);
+    let length = opening::Length::Device(device.len_bytes());
+    let (superblock, findings) = open::judge_superblocks(path, copies, length, mode)?;
+    let backing = Backing::Other(Box::new(OnDevice(device.part(superblock.size_bytes()))));
+    Pool::from_media(path.to_owned(), mode, backing, superblock, findings)
+}
+
+/// What must hold after a crash while a pool grows on a device. Returns its size.
+fn verify_device(device: &Simulator) -> Result<u64, String> {
+    let pool = open_device(device).map_err(|error| format!("it does not open: {error}"))?;
+    let volumes: Vec<_> = pool.volumes().into_iter().map(|volume| (volume.name, volume.size_bytes)).collect();
+    if volumes != [("v".to_owned(), 4 * CHUNK_BYTES)] {
+        return Err(format!("it has the volumes {volumes:?}"));
+    }
+    let report = pool.check().map_err(|error| error.to_string())?;
+    if !report.is_clean() {
+        return Err(format!("{report:?}"));
+    }
+    for extent in pool.alloc_memory(pool.info().lendable_bytes).map_err(|error| error.to_string())? {
+        let range = extent.offset_bytes()..extent.offset_bytes() + extent.len_bytes();
+        let dirty = device.dirty_words(range);
+        if dirty > 0 {
+            return Err(format!("{dirty} words of {extent} are not zero"));
+        }
+    }
+    Ok(pool.info().total_bytes)
+}
+
+/// Grows a simulated pool on a device that has something behind the pool, and returns the sizes that pools have in what
+/// crashes leave of it.
+fn grow_on_device(
+    table_offset: u64,
+    lengthen: impl Fn(&Simulator) -> std::io::Result<Simulator>,
+) -> Result<Vec<u64>, String> {
+    let device = Simulator::new(NEW);
+    let mut superblock = create::plan(OLD, 0, Uuid::from_u128(1), 1).unwrap();
+    (superblock.volume_slots, superblock.chunk_table_offset) = (3, table_offset);
+    create::write_empty_pool(&device.part(OLD), &superblock).unwrap();
+    for chunk in (OLD..NEW).step_by(CHUNK_BYTES as usize) {
+        device.store(chunk + 4096, &[0x77; 64]).unwrap();
+    }
+    device.persist(std::slice::from_ref(&(0..NEW))).unwrap();
+    let pool = open_device(&device).unwrap();
+    pool.create_volume("v", VolumeSize::Bytes(4 * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+    let new = grow::plan(&pool.superblock, NEW).unwrap();
+    device.record();
+    grow::carry_out(&device.part(OLD), &pool.superblock, &new, lengthen).unwrap();
+    let (points, mut random, mut sizes) = (device.take_points(), Random::new(23), vec![]);
+    for image in points.iter().flat_map(|point| point.images(64, &mut random)) {
+        sizes.push(verify_device(&image)?);
+    }
+    sizes.sort_unstable();
+    sizes.dedup();
+    Ok(sizes)
+}
+
+/// Where the table's chunk has room for more, and where not.
+const TABLES: [u64; 2] = [CHUNK_BYTES, 2 * CHUNK_BYTES - 14 * 16];
+
+#[test]
+fn a_crash_while_a_pool_grows_on_a_device_leaves_its_old_size_or_the_new_one() {
+    for table_offset in TABLES {
+        let erased = |media: &Simulator| {
+            let grown = media.part(NEW);
+            grown.erase(std::slice::from_ref(&(OLD..NEW))).map_err(std::io::Error::other)?;
+            Ok(grown)
+        };
+        assert_eq!(grow_on_device(table_offset, erased).unwrap(), [OLD, NEW]);
+    }
+}
+
+#[test]
+fn a_device_that_is_not_erased_where_a_pool_grows_is_found_out() {
+    for table_offset in TABLES {
+        let error = grow_on_device(table_offset, |media| Ok(media.part(NEW))).unwrap_err();
+        assert!(error.contains("are not zero"), "{error}");
+    }
 }
 
 /// A pool in a file on what is likely a disk; `None` if it is not.
