@@ -1,0 +1,96 @@
+//! What a million random operations leave of a pool's contiguity. The figures are in docs/benchmarks.md.
+
+use std::io::Write;
+
+use super::*;
+use crate::media::simulator::Random;
+use crate::pool::buddy::{Buddy, Placement};
+
+/// 256 GiB.
+const CHUNKS: u32 = 1 << 17;
+const OPERATIONS: u32 = 1_000_000;
+/// Extents of this order are 1 GiB: what one page of the second-largest kind maps.
+const LARGE_ORDER: u8 = 9;
+/// Requests are of 2 MiB to 4 GiB.
+const MAX_REQUEST_BITS: u64 = 12;
+
+/// Sizes of which small ones are as frequent as large ones, by their logarithm.
+fn request(random: &mut Random) -> u32 {
+    let order = random.below(MAX_REQUEST_BITS);
+    (1 << order) + random.below(1 << order) as u32
+}
+
+/// Percent of the chunks that lie in large extents.
+fn large_percent(extents: impl Iterator<Item = Extent>) -> f64 {
+    let (mut large, mut all) = (0u64, 0u64);
+    for extent in extents {
+        all += u64::from(extent.chunks());
+        large += if extent.order >= LARGE_ORDER { u64::from(extent.chunks()) } else { 0 };
+    }
+    100.0 * large as f64 / all.max(1) as f64
+}
+
+/// Memory is lent and given back, a request or a part of it at a time, so that `percent` of the pool stays lent.
+fn churn(percent: u32, random: &mut Random) -> (Buddy, Vec<Vec<Extent>>) {
+    let mut buddy = Buddy::default();
+    buddy.free_run(Run { start: ChunkId(0), chunks: CHUNKS });
+    let mut held: Vec<Vec<Extent>> = Vec::new();
+    let keep_free = CHUNKS - CHUNKS / 100 * percent;
+    let mut operations = 0;
+    while operations < OPERATIONS {
+        let chunks = request(random);
+        // Room for it is made, however large it is: else only small ones would be left after a while.
+        while buddy.free_chunks() < keep_free + chunks {
+            let place = random.below(held.len() as u64) as usize;
+            let keep = if random.below(4) == 0 { held[place].len() / 2 } else { 0 };
+            held[place].split_off(keep).into_iter().for_each(|extent| buddy.free(extent));
+            if keep == 0 {
+                held.swap_remove(place);
+            }
+            operations += 1;
+        }
+        held.extend(buddy.allocate(chunks, Placement::High));
+        operations += 1;
+    }
+    (buddy, held)
+}
+
+/// The free extents, largest first: what is left to take.
+fn free_extents(buddy: &mut Buddy) -> Vec<Extent> {
+    let all = buddy.free_chunks();
+    let mut extents = Vec::new();
+    // One by one: a request is cut by its own size, and this is about what there is.
+    while let Some(order) = buddy.largest_order() {
+        extents.extend(buddy.allocate(1 << order, Placement::Low).expect("it is free"));
+    }
+    assert_eq!(extents.iter().map(|extent| extent.chunks()).sum::<u32>(), all);
+    extents
+}
+
+#[test]
+fn a_million_random_operations_leave_large_extents_and_all_of_it_merges_again() {
+    for percent in [50, 80, 95] {
+        let (mut buddy, held) = churn(percent, &mut Random::new(u64::from(percent)));
+        let largest = buddy.largest_order();
+        let free = free_extents(&mut buddy);
+        let lent = || held.iter().flatten().copied();
+        let (free_large, lent_large) = (large_percent(free.iter().copied()), large_percent(lent()));
+        let lent_chunks: u32 = lent().map(|extent| extent.chunks()).sum();
+        let free_chunks: u32 = free.iter().map(|extent| extent.chunks()).sum();
+        assert_eq!(lent_chunks + free_chunks, CHUNKS, "nothing is lost and nothing is there twice");
+        // Past the test harness, which keeps what a passing test prints to itself.
+        let _ = writeln!(
+            std::io::stderr(),
+            "{percent} % lent, {OPERATIONS} operations: largest free order {}, in extents of 1 GiB and more: \
+             {free_large:.0} % of what is free, {lent_large:.0} % of what is lent",
+            largest.map_or("none".to_owned(), |order| order.to_string()),
+        );
+        assert!(largest >= Some(LARGE_ORDER - 1), "not even 512 MiB are free in one piece: {largest:?}");
+        assert!(free_large > 20.0 && lent_large > 50.0, "{free_large} % and {lent_large} %");
+        free.into_iter().chain(lent()).for_each(|extent| buddy.free(extent));
+        assert_eq!(buddy.free_chunks(), CHUNKS);
+        assert_eq!(buddy.longest_run(), CHUNKS);
+        let whole = free_extents(&mut buddy);
+        assert!(whole.iter().all(|extent| extent.order == MAX_ORDER), "all of it merges");
+    }
+}

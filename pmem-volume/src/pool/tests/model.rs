@@ -1,0 +1,306 @@
+//! A whole pool against an obvious one: a list of volumes, a set of lent chunks, and numbers.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+
+use super::crash::{new_pool_of, open};
+use super::*;
+use crate::media::simulator::Simulator;
+
+const CHUNKS: u32 = 40;
+const METADATA: u32 = 2;
+const STRG: u32 = 12;
+const SLOTS: u32 = 3;
+const MAX_GROWTH: u32 = 6;
+/// Of a BTT volume, and of an arena that it grows by.
+const BTT_CHUNKS: u32 = 9;
+
+#[derive(Clone, Debug)]
+enum Operation {
+    Lend { chunks: u32 },
+    TakeBack { picks: Vec<prop::sample::Index> },
+    TakeChunkBack { pick: prop::sample::Index, chunk: prop::sample::Index },
+    Create { name: u8, chunks: u32, format: VolumeFormat },
+    CreateRemaining { name: u8 },
+    Delete { name: u8 },
+    Rename { name: u8, new_name: u8 },
+    Resize { name: u8, chunks: u32, shrink: bool },
+    Reopen,
+    Grow,
+}
+
+fn operation() -> impl Strategy<Value = Operation> {
+    let name = 0..5u8;
+    let index = any::<prop::sample::Index>;
+    let format = prop_oneof![2 => Just(VolumeFormat::Raw), 1 => Just(VolumeFormat::Btt)];
+    prop_oneof![
+        6 => (1..30u32).prop_map(|chunks| Operation::Lend { chunks }),
+        3 => prop::collection::vec(index(), 0..4).prop_map(|picks| Operation::TakeBack { picks }),
+        3 => (index(), index()).prop_map(|(pick, chunk)| Operation::TakeChunkBack { pick, chunk }),
+        5 => (name.clone(), 1..14u32, format)
+            .prop_map(|(name, chunks, format)| Operation::Create { name, chunks, format }),
+        1 => name.clone().prop_map(|name| Operation::CreateRemaining { name }),
+        3 => name.clone().prop_map(|name| Operation::Delete { name }),
+        2 => (name.clone(), name.clone()).prop_map(|(name, new_name)| Operation::Rename { name, new_name }),
+        4 => (name, 1..24u32, any::<bool>())
+            .prop_map(|(name, chunks, shrink)| Operation::Resize { name, chunks, shrink }),
+        1 => Just(Operation::Reopen),
+        1 => Just(Operation::Grow),
+    ]
+}
+
+/// How an operation ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    Done,
+    Full,
+    Exists,
+    NoSuch,
+    NoSlot,
+    /// A size that cannot be.
+    Refused,
+}
+
+fn end_of<T>(result: &Result<T, PoolError>) -> End {
+    match result {
+        Ok(_) => End::Done,
+        Err(PoolError::PoolFull { .. }) => End::Full,
+        Err(PoolError::VolumeExists { .. }) => End::Exists,
+        Err(PoolError::NoSuchVolume { .. }) => End::NoSuch,
+        Err(PoolError::NoVolumeSlot { .. }) => End::NoSlot,
+        Err(PoolError::Size { .. } | PoolError::Btt(_) | PoolError::BttGrowth(_)) => End::Refused,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// The obvious pool.
+#[derive(Default)]
+struct Model {
+    chunks: u32,
+    volumes: BTreeMap<String, (u32, VolumeFormat)>,
+    lent: Vec<Extent>,
+}
+
+impl Model {
+    fn in_volumes(&self) -> u32 {
+        self.volumes.values().map(|(chunks, _)| chunks).sum()
+    }
+
+    fn in_memory(&self) -> u32 {
+        self.lent.iter().map(|extent| extent.chunks()).sum()
+    }
+
+    fn free(&self) -> u32 {
+        self.chunks - METADATA - self.in_volumes() - self.in_memory()
+    }
+
+    /// Memory leaves to STRG what volumes do not have of it yet.
+    fn lendable(&self) -> u32 {
+        self.free() - STRG.saturating_sub(self.in_volumes()).min(self.free())
+    }
+
+    fn create(&self, name: &str, chunks: u32, format: VolumeFormat) -> End {
+        match () {
+            () if self.volumes.contains_key(name) => End::Exists,
+            () if self.volumes.len() as u32 == SLOTS => End::NoSlot,
+            () if format == VolumeFormat::Btt && chunks < BTT_CHUNKS => End::Refused,
+            () if chunks > self.free() => End::Full,
+            () => End::Done,
+        }
+    }
+
+    fn resize(&self, name: &str, chunks: u32, shrink: bool) -> End {
+        let Some((has, format)) = self.volumes.get(name) else { return End::NoSuch };
+        let may_shrink = shrink && *format == VolumeFormat::Raw;
+        match () {
+            () if chunks == *has || (chunks < *has && !may_shrink) => End::Refused,
+            () if chunks < *has => End::Done,
+            // Another arena has 16 MiB at least, behind what the last one left over.
+            () if *format == VolumeFormat::Btt && chunks < has + BTT_CHUNKS - 1 => End::Refused,
+            () if chunks - has > self.free() => End::Full,
+            () => End::Done,
+        }
+    }
+}
+
+struct World {
+    media: Simulator,
+    pool: Arc<Pool>,
+    model: Model,
+}
+
+fn size_of_chunks(chunks: u32) -> VolumeSize {
+    VolumeSize::Bytes(bytes(chunks))
+}
+
+impl World {
+    fn new() -> Self {
+        let (media, pool) = new_pool_of(CHUNKS, |superblock| {
+            superblock.strg_bytes = bytes(STRG);
+            superblock.volume_slots = SLOTS;
+        });
+        Self { media, pool, model: Model { chunks: CHUNKS, ..Model::default() } }
+    }
+
+    /// Does it to both, and says how both ended.
+    fn apply(&mut self, operation: Operation) -> (End, End) {
+        let name = |number: u8| format!("v{number}");
+        let model = &mut self.model;
+        match operation {
+            Operation::Lend { chunks } => {
+                let expected = if chunks <= model.lendable() { End::Done } else { End::Full };
+                let result = self.pool.alloc_memory(bytes(chunks));
+                let end = end_of(&result);
+                let extents = result.unwrap_or_default();
+                assert!(end != End::Done || extents.iter().map(|e| e.chunks()).sum::<u32>() == chunks);
+                model.lent.extend(extents);
+                (end, expected)
+            }
+            Operation::TakeBack { picks } => {
+                let mut back = Vec::new();
+                for pick in picks {
+                    if !model.lent.is_empty() {
+                        back.push(model.lent.swap_remove(pick.index(model.lent.len())));
+                    }
+                }
+                (end_of(&self.pool.free_memory(&back)), End::Done)
+            }
+            Operation::TakeChunkBack { pick, chunk } => {
+                if model.lent.is_empty() {
+                    return (End::Done, End::Done);
+                }
+                let extent = model.lent.swap_remove(pick.index(model.lent.len()));
+                let mut chunks: Vec<_> = extent.run().ids().map(Extent::chunk).collect();
+                let back = chunks.swap_remove(chunk.index(chunks.len()));
+                model.lent.extend(chunks);
+                (end_of(&self.pool.free_memory(&[back])), End::Done)
+            }
+            Operation::Create { name: number, chunks, format } => {
+                let expected = model.create(&name(number), chunks, format);
+                let end = end_of(&self.pool.create_volume(&name(number), size_of_chunks(chunks), format));
+                if expected == End::Done {
+                    model.volumes.insert(name(number), (chunks, format));
+                }
+                (end, expected)
+            }
+            Operation::CreateRemaining { name: number } => {
+                let chunks = model.free();
+                let expected = match model.create(&name(number), chunks.max(1), VolumeFormat::Raw) {
+                    End::Done if chunks == 0 => End::Full,
+                    end => end,
+                };
+                let create = self.pool.create_volume(&name(number), VolumeSize::Remaining, VolumeFormat::Raw);
+                if expected == End::Done {
+                    model.volumes.insert(name(number), (chunks, VolumeFormat::Raw));
+                }
+                (end_of(&create), expected)
+            }
+            Operation::Delete { name: number } => {
+                let expected =
+                    if model.volumes.remove(&name(number)).is_some() { End::Done } else { End::NoSuch };
+                (end_of(&self.pool.delete_volume(&name(number))), expected)
+            }
+            Operation::Rename { name: number, new_name } => {
+                let expected = match () {
+                    () if !model.volumes.contains_key(&name(number)) => End::NoSuch,
+                    () if model.volumes.contains_key(&name(new_name)) => End::Exists,
+                    () => End::Done,
+                };
+                if expected == End::Done {
+                    let volume = model.volumes.remove(&name(number)).expect("just seen");
+                    model.volumes.insert(name(new_name), volume);
+                }
+                (end_of(&self.pool.rename_volume(&name(number), &name(new_name))), expected)
+            }
+            Operation::Resize { name: number, chunks, shrink } => {
+                let expected = model.resize(&name(number), chunks, shrink);
+                let shrink = if shrink { Shrink::Allow } else { Shrink::Refuse };
+                let end = end_of(&self.pool.resize_volume(&name(number), size_of_chunks(chunks), shrink));
+                if let (End::Done, Some(volume)) = (expected, model.volumes.get_mut(&name(number))) {
+                    volume.0 = chunks;
+                }
+                (end, expected)
+            }
+            Operation::Reopen => {
+                self.reopen();
+                (End::Done, End::Done)
+            }
+            Operation::Grow => {
+                self.reopen();
+                if self.model.chunks < CHUNKS + MAX_GROWTH {
+                    let size_bytes = bytes(self.model.chunks + 1);
+                    let new = grow::plan(&self.pool.superblock, size_bytes).unwrap();
+                    let lengthen = |media: &Simulator| Ok(media.grown(size_bytes));
+                    self.media = grow::carry_out(&self.media, &self.pool.superblock, &new, lengthen).unwrap();
+                    self.model.chunks += 1;
+                    self.reopen();
+                }
+                (End::Done, End::Done)
+            }
+        }
+    }
+
+    /// What was lent is given up, as by a process that ends.
+    fn reopen(&mut self) {
+        self.model.lent.clear();
+        self.pool = open(&self.media).unwrap();
+    }
+
+    fn verify(&self) -> Result<(), TestCaseError> {
+        let (model, info) = (&self.model, self.pool.info());
+        assert_states_add_up(&info);
+        prop_assert_eq!(info.total_bytes, bytes(model.chunks));
+        prop_assert_eq!(info.volume_bytes, bytes(model.in_volumes()));
+        prop_assert_eq!(info.memory_bytes, bytes(model.in_memory()));
+        // What waits to be erased is as good as free to whoever needs it.
+        prop_assert_eq!(info.free_bytes + info.scrubbing_bytes, bytes(model.free()));
+        prop_assert!(info.lendable_bytes <= bytes(model.lendable()));
+        prop_assert_eq!(info.strg_bytes, bytes(STRG));
+        prop_assert!(
+            bytes(model.free() + model.in_volumes()) >= info.strg_bytes.min(bytes(model.chunks - METADATA)),
+            "memory has taken what STRG keeps"
+        );
+        let volumes: BTreeMap<_, _> = self
+            .pool
+            .volumes()
+            .into_iter()
+            .map(|v| (v.name, ((v.size_bytes / CHUNK_BYTES) as u32, v.format)))
+            .collect();
+        prop_assert_eq!(&volumes, &model.volumes);
+        // Every chunk once.
+        let mut taken = BTreeSet::from_iter((0..METADATA).map(ChunkId));
+        for name in volumes.keys() {
+            for extent in self.pool.open_volume(name).unwrap().extents() {
+                prop_assert!(extent.run.ids().all(|chunk| taken.insert(chunk)), "{} lies over another", name);
+            }
+        }
+        for extent in &model.lent {
+            prop_assert!(extent.start.0.is_multiple_of(extent.chunks()) && extent.order <= MAX_ORDER);
+            prop_assert!(extent.run().ids().all(|chunk| taken.insert(chunk)), "{} is somebody's", extent);
+        }
+        prop_assert!(taken.iter().all(|chunk| chunk.0 < model.chunks));
+        prop_assert_eq!(taken.len() as u32, model.chunks - model.free());
+        Ok(())
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn a_pool_agrees_with_a_list_of_volumes_and_a_set_of_chunks(
+        operations in prop::collection::vec(operation(), 1..60)
+    ) {
+        let mut world = World::new();
+        for operation in operations {
+            let what = format!("{operation:?}");
+            let (end, expected) = world.apply(operation);
+            prop_assert_eq!(end, expected, "{}", what);
+            world.verify()?;
+        }
+        prop_assert_eq!(world.pool.check().unwrap().pool, []);
+        world.reopen();
+        world.verify()?;
+    }
+}
