@@ -44,7 +44,7 @@ fn the_process_that_is_killed() {
     let mut pool = Pool::open(&path, OpenMode::ReadWrite).unwrap();
     let mut lent: Vec<Extent> = Vec::new();
     loop {
-        match random.below(9) {
+        match random.below(11) {
             6 => {
                 // What is lent is given up, as by a process that ends.
                 let bytes = pool.info().total_bytes + CHUNK_BYTES;
@@ -99,6 +99,10 @@ fn the_process_that_is_killed() {
                         pool.create_volume(&name, VolumeSize::Bytes(2 * CHUNK_BYTES), VolumeFormat::Raw);
                     say(&format!("{} {name}", if made.is_ok() { "made" } else { "full" }));
                 }
+            }
+            9 | 10 => {
+                pool.scrub_some((random.below(8) + 1) * CHUNK_BYTES).unwrap();
+                say("scrubbed");
             }
             _ => {
                 if let Some(name) = pick(&pool, &mut random) {
@@ -214,6 +218,7 @@ fn a_killed_process_leaves_no_memory_behind_and_no_volume_between() {
             .flat_map(|name| pool.open_volume(name).unwrap().extents().to_vec())
             .flat_map(|extent| extent.run.ids().map(|chunk| u64::from(chunk.0)))
             .collect();
+        pool.scrub_all().unwrap();
         let info = pool.info();
         assert_eq!(info.memory_bytes + info.scrubbing_bytes, 0, "round {round}");
         assert_eq!(

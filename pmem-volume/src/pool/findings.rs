@@ -154,20 +154,20 @@ pub enum Finding {
         reason: &'static str,
     },
     /// Chunks are still marked as lent by a process that ended.
-    #[error("{chunks} chunk(s) are still marked as lent memory; the next open erases and frees them")]
+    #[error("{chunks} chunk(s) are still marked as lent memory; they are erased before they are used again")]
     StillLent {
         /// How many.
         chunks: u32,
     },
     /// Chunks wait to be erased.
-    #[error("{chunks} chunk(s) wait to be erased; the next open erases and frees them")]
+    #[error("{chunks} chunk(s) wait to be erased; they are before they are used again")]
     Unscrubbed {
         /// How many.
         chunks: u32,
     },
     /// Chunks belong to a volume that was not finished or is gone.
     #[error(
-        "{chunks} chunk(s) are left over from an operation that did not finish; the next open erases and frees them"
+        "{chunks} chunk(s) are left over from an operation that did not finish; they are erased before they are used again"
     )]
     Leftover {
         /// How many.

@@ -3,7 +3,7 @@
 use super::buddy::Placement;
 use super::chunk::{Extent, MAX_ORDER, Run};
 use super::table::Owner;
-use super::{Pool, PoolError, State};
+use super::{Pool, PoolError};
 use crate::CHUNK_BYTES;
 use crate::media::MediaError;
 
@@ -19,18 +19,24 @@ impl Pool {
         self.check_writable()?;
         let chunks = chunk_count("memory size", size_bytes)?;
         let mut state = self.lock_state();
-        let reserved_chunks = self.reserved_chunks(state.levels());
-        let lendable = state.buddy.free_chunks() - reserved_chunks;
-        let extents = match chunks {
-            Some(chunks) if chunks <= lendable => state.buddy.allocate(chunks, Placement::High),
-            _ => None,
-        };
-        let Some(extents) = extents else {
-            return Err(PoolError::PoolFull {
-                requested_bytes: size_bytes,
-                free_bytes: state.free_bytes(),
-                reserved_bytes: u64::from(reserved_chunks) * CHUNK_BYTES,
-            });
+        let extents = loop {
+            let reserved = self.reserved_chunks(state.levels());
+            let lendable = state.available_chunks() - reserved;
+            let Some(chunks) = chunks.filter(|chunks| *chunks <= lendable) else {
+                return Err(PoolError::PoolFull {
+                    requested_bytes: size_bytes,
+                    free_bytes: state.available_bytes(),
+                    reserved_bytes: u64::from(reserved) * CHUNK_BYTES,
+                });
+            };
+            // Clean chunks first, in however many pieces: what waits is never erased for the sake of larger ones.
+            match state.buddy.allocate(chunks, Placement::High) {
+                Some(extents) => break extents,
+                None => {
+                    let missing = state.missing_clean(chunks);
+                    state = self.clean_some(state, missing)?;
+                }
+            }
         };
         let runs: Vec<Run> = extents.iter().map(|extent| extent.run()).collect();
         let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
@@ -42,12 +48,11 @@ impl Pool {
         Ok(extents)
     }
 
-    /// Takes lent chunks back: extents as they were lent, or any aligned part of them. They are erased, and free when
-    /// this returns; blocks of a pool on tmpfs are given back to the host. The caller has unmapped them.
+    /// Takes lent chunks back: extents as they were lent, or any aligned part of them. When this returns they wait to
+    /// be erased, and are free after that. The caller has unmapped them.
     ///
-    /// 1. Marked to be erased, so that nobody gives them back twice.
-    /// 2. Erased, durably, while others may use the pool.
-    /// 3. Free. This need not be durable: lost, it means that they are erased once more.
+    /// They are marked to be erased, so that nobody gives them back twice. That need not be durable: *memory* means the
+    /// same at the next open.
     pub fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError> {
         self.check_writable()?;
         if let Some(extent) = extents.iter().find(|extent| extent.order > MAX_ORDER) {
@@ -55,30 +60,14 @@ impl Pool {
         }
         let runs: Vec<Run> = extents.iter().map(|extent| extent.run()).collect();
         let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
-        {
-            let mut state = self.lock_state();
-            self.check_lent(extents)?;
-            for chunk in runs.iter().flat_map(|run| run.ids()) {
-                self.latch(self.table.set_owner(self.media(), chunk, Owner::Scrub))?;
-            }
-            state.counts.memory -= chunks;
-            state.counts.scrubbing += chunks;
-        }
-        self.scrub_and_free(&runs)
-    }
-
-    /// Steps 2 and 3 of giving chunks back. They are marked and counted as being scrubbed.
-    pub(super) fn scrub_and_free(&self, runs: &[Run]) -> Result<(), PoolError> {
-        let ranges: Vec<_> = runs.iter().map(|run| run.byte_range()).collect();
-        self.latch(self.media().erase(&ranges))?;
         let mut state = self.lock_state();
+        self.check_lent(extents)?;
         for chunk in runs.iter().flat_map(|run| run.ids()) {
-            self.latch(self.table.set_owner(self.media(), chunk, Owner::Free))?;
+            self.latch(self.table.set_owner(self.media(), chunk, Owner::Scrub))?;
         }
-        for run in runs {
-            state.counts.scrubbing -= run.chunks;
-            state.buddy.free_run(*run);
-        }
+        state.counts.memory -= chunks;
+        state.counts.scrubbing += chunks;
+        self.queue_scrub(&mut state, &runs);
         Ok(())
     }
 
@@ -111,13 +100,6 @@ impl Pool {
             }
         }
         Ok(())
-    }
-}
-
-impl State {
-    /// Bytes that are free.
-    pub(super) fn free_bytes(&self) -> u64 {
-        u64::from(self.buddy.free_chunks()) * CHUNK_BYTES
     }
 }
 

@@ -5,7 +5,7 @@
 //! durable before the one word or record that makes it count.
 //!
 //! - A free chunk reads as zeros. So chunks are erased before they become free, and whoever gets one next, guest or
-//!   volume, reads nothing of the last owner's.
+//!   volume, reads nothing of the last owner's. That is done in the background ([`Scrubber`]), or by who needs them.
 //! - A chunk is marked as lent before anybody gets it. So a crash leaves no chunk that holds memory and looks clean.
 //! - A chunk belongs to a volume when its owner word says so and the volume's record covers its index. So a volume is
 //!   made by marking chunks first and writing the record last, and deleted the other way round.
@@ -24,10 +24,14 @@ mod memory;
 mod mirrored;
 mod open;
 mod opening;
+mod pacer;
 mod redo_log;
 mod repair;
 mod resize;
 mod scan;
+mod scrub;
+mod scrub_queue;
+mod scrubber;
 mod superblock;
 mod table;
 #[cfg(test)]
@@ -41,7 +45,8 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 
 use serde::Serialize;
 use uuid::Uuid;
@@ -55,6 +60,7 @@ pub use lock::Holder;
 pub use open::OpenMode;
 pub use repair::RepairReport;
 pub use resize::Shrink;
+pub use scrubber::{DEFAULT_SCRUB_BYTES_PER_S, Scrubber};
 pub use superblock::SuperblockError;
 pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeSize};
 pub use volume_record::{NameError, VolumeFormat, VolumeName};
@@ -64,6 +70,8 @@ use crate::media::{Durability, FileMedia, Media, MediaError, Place};
 use buddy::Buddy;
 use redo_log::Redone;
 use scan::VolumeEntry;
+use scrub_queue::ScrubQueue;
+use scrubber::ScrubWake;
 use superblock::Superblock;
 use table::{ChunkTable, Slot};
 
@@ -110,6 +118,12 @@ pub struct Pool {
     state: Mutex<State>,
     /// As they were when the state was last unlocked: who asks does not wait for a change that waits for the media.
     levels: Mutex<Levels>,
+    /// Chunks became clean, or it is known that they will not.
+    scrubbed: Condvar,
+    /// How many were erased since the pool was opened.
+    scrubbed_chunks: AtomicU64,
+    /// Wakes the scrubber, if there is one.
+    scrub_wake: Arc<ScrubWake>,
 }
 
 /// What is derived from the media at open, and kept in step with it.
@@ -119,34 +133,53 @@ struct State {
     /// Volumes that somebody in this process has open.
     open_volumes: Vec<Slot>,
     counts: Counts,
+    /// What waits to be erased. In a pool that is only looked at it waits for somebody else.
+    scrub: ScrubQueue,
     /// What was found at open. For reports; a pool open for writing has put it right.
     findings: Vec<Finding>,
 }
 
 /// The state, locked. Unlocking it publishes the levels.
 struct StateGuard<'a> {
-    state: MutexGuard<'a, State>,
+    /// None only while it waits.
+    state: Option<MutexGuard<'a, State>>,
     levels: &'a Mutex<Levels>,
+}
+
+impl StateGuard<'_> {
+    fn publish(&self) {
+        if let Some(state) = &self.state {
+            *locked(self.levels) = state.levels();
+        }
+    }
+
+    /// Unlocks the state until something has changed.
+    fn wait(mut self, changed: &Condvar) -> Self {
+        self.publish();
+        let state = self.state.take().expect(HELD);
+        self.state = Some(changed.wait(state).expect(NO_PANIC));
+        self
+    }
 }
 
 impl Deref for StateGuard<'_> {
     type Target = State;
 
     fn deref(&self) -> &State {
-        &self.state
+        self.state.as_ref().expect(HELD)
     }
 }
 
 impl DerefMut for StateGuard<'_> {
     fn deref_mut(&mut self) -> &mut State {
-        &mut self.state
+        self.state.as_mut().expect(HELD)
     }
 }
 
 impl Drop for StateGuard<'_> {
     /// Before the state is unlocked, so that the last change is the one that counts.
     fn drop(&mut self) {
-        *locked(self.levels) = self.state.levels();
+        self.publish();
     }
 }
 
@@ -155,6 +188,8 @@ impl Drop for StateGuard<'_> {
 struct Levels {
     counts: Counts,
     free: u32,
+    /// Free as soon as they are erased: they wait for it, or it is under way.
+    pending: u32,
     volumes: u32,
 }
 
@@ -195,7 +230,8 @@ pub struct PoolInfo {
     pub retired_bytes: u64,
     /// Free.
     pub free_bytes: u64,
-    /// How much of what is free may be lent as memory: all but what STRG still has to keep for volumes.
+    /// How much may be lent as memory: what is free or waits to be erased, but for what STRG still has to keep for
+    /// volumes.
     pub lendable_bytes: u64,
     /// Number of volumes.
     pub volumes: u32,
@@ -255,7 +291,7 @@ impl Pool {
     /// Bytes by state. Never waits for the media: a change that is under way is not seen before it is over.
     pub fn info(&self) -> PoolInfo {
         let levels = *locked(&self.levels);
-        let Levels { counts, free, volumes } = levels;
+        let Levels { counts, free, pending, volumes } = levels;
         PoolInfo {
             uuid: self.superblock.uuid,
             format_version: layout::FORMAT_VERSION,
@@ -269,7 +305,7 @@ impl Pool {
             scrubbing_bytes: bytes(counts.scrubbing),
             retired_bytes: bytes(counts.retired),
             free_bytes: bytes(free),
-            lendable_bytes: bytes(free - self.reserved_chunks(levels)),
+            lendable_bytes: bytes(free + pending - self.reserved_chunks(levels)),
             volumes,
             latched: self.latched.get().cloned(),
         }
@@ -289,10 +325,11 @@ impl Pool {
         self.lock_state().findings.clone()
     }
 
-    /// Free chunks that STRG still has to keep: its size less what volumes have already. The others may be lent.
+    /// Of the chunks that are free, or will be when they are erased, those that STRG still has to keep: its size less
+    /// what volumes have already. The others may be lent.
     fn reserved_chunks(&self, levels: Levels) -> u32 {
         let strg_chunks = (self.superblock.strg_bytes / CHUNK_BYTES) as u32;
-        strg_chunks.saturating_sub(levels.counts.volume).min(levels.free)
+        strg_chunks.saturating_sub(levels.counts.volume).min(levels.free + levels.pending)
     }
 
     fn media(&self) -> &dyn Media {
@@ -305,7 +342,7 @@ impl Pool {
     }
 
     fn lock_state(&self) -> StateGuard<'_> {
-        StateGuard { state: locked(&self.state), levels: &self.levels }
+        StateGuard { state: Some(locked(&self.state)), levels: &self.levels }
     }
 
     fn check_writable(&self) -> Result<(), PoolError> {
@@ -345,7 +382,12 @@ impl Pool {
 
 impl State {
     fn levels(&self) -> Levels {
-        Levels { counts: self.counts, free: self.buddy.free_chunks(), volumes: self.volumes.len() as u32 }
+        Levels {
+            counts: self.counts,
+            free: self.buddy.free_chunks(),
+            pending: self.scrub.pending(),
+            volumes: self.volumes.len() as u32,
+        }
     }
 }
 
@@ -354,7 +396,16 @@ fn bytes(chunks: u32) -> u64 {
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().expect("no code panics while it holds the pool's state")
+    mutex.lock().expect(NO_PANIC)
+}
+
+const NO_PANIC: &str = "no code panics while it holds the pool's state";
+const HELD: &str = "a guard that does not wait holds the state";
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.scrub_wake.end();
+    }
 }
 
 impl std::fmt::Debug for Pool {

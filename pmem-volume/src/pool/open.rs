@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 use zerocopy::IntoBytes;
 
 use super::buddy::Buddy;
-use super::chunk::Run;
+use super::chunk::runs;
 use super::findings::{Finding, Severity};
 use super::layout::{
     FORMAT_VERSION, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes,
@@ -16,6 +17,7 @@ use super::mirrored::{self, Copies, Mirrored};
 use super::opening::{Length, Opened};
 use super::redo_log::{self, LogState, Redone};
 use super::scan::{Scan, scan};
+use super::scrub_queue::ScrubQueue;
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
 use super::{Backing, Counts, Pool, PoolError, State, foreign, grow};
@@ -39,7 +41,7 @@ const PEEK_ATTEMPTS: u32 = 5;
 
 impl Pool {
     /// Opens a pool. Opening it for writing also redoes a committed transaction of the log, writes damaged copies
-    /// again from the good ones, and erases and frees chunks that a crash left lent or half taken.
+    /// again from the good ones, and marks chunks that a crash left lent or half taken to be erased.
     pub fn open(path: &Path, mode: OpenMode) -> Result<Arc<Pool>, PoolError> {
         let mut attempts = if mode == OpenMode::Peek { PEEK_ATTEMPTS } else { 1 };
         loop {
@@ -82,7 +84,7 @@ impl Pool {
     /// 1. Look at everything, as it will be when a committed transaction has been redone, and stop if it cannot be
     ///    trusted: until here nothing is stored.
     /// 2. Redo the transaction.
-    /// 3. Put right: copies, wear words, chunks to be erased, a file that was being grown. Each step may be repeated after a crash in it.
+    /// 3. Put right: copies, wear words, marks of chunks to be erased, a file that was being grown. Each step may be repeated after a crash in it.
     pub(super) fn from_media(
         path: PathBuf,
         mode: OpenMode,
@@ -128,9 +130,20 @@ impl Pool {
         let table = ChunkTable::new(&superblock);
         let state = State::new(&superblock, scan, findings);
         let levels = Mutex::new(state.levels());
-        let redo = if writable { BTreeMap::new() } else { words };
-        let (latched, state) = (OnceLock::new(), Mutex::new(state));
-        Ok(Arc::new(Pool { path, mode, backing, superblock, table, redo, latched, state, levels }))
+        Ok(Arc::new(Pool {
+            path,
+            mode,
+            backing,
+            superblock,
+            table,
+            redo: if writable { BTreeMap::new() } else { words },
+            latched: OnceLock::new(),
+            state: Mutex::new(state),
+            levels,
+            scrubbed: Condvar::new(),
+            scrubbed_chunks: AtomicU64::new(0),
+            scrub_wake: Arc::default(),
+        }))
     }
 }
 
@@ -138,10 +151,12 @@ impl State {
     fn new(superblock: &Superblock, mut scan: Scan, findings: Vec<Finding>) -> Self {
         let mut buddy = Buddy::with_wear(std::mem::take(&mut scan.wear));
         scan.free.iter().for_each(|run| buddy.free_run(*run));
+        let mut scrub = ScrubQueue::default();
+        scan.to_scrub.iter().for_each(|run| scrub.add(*run));
         let volume = scan.volumes.values().map(|v| v.allocated()).sum();
         let mut counts = Counts {
             metadata: scan.metadata_chunks,
-            memory: scan.memory_chunks,
+            memory: scan.lent.iter().map(|run| run.chunks).sum(),
             volume,
             scrubbing: 0,
             retired: scan.retired_chunks,
@@ -149,7 +164,7 @@ impl State {
         // Whatever is left: waiting to be erased, or unreadable in a pool that is only looked at.
         let known = counts.metadata + counts.memory + counts.volume + counts.retired + buddy.free_chunks();
         counts.scrubbing = superblock.chunks - known;
-        State { buddy, volumes: scan.volumes, open_volumes: vec![], counts, findings }
+        State { buddy, volumes: scan.volumes, open_volumes: vec![], counts, scrub, findings }
     }
 }
 
@@ -164,7 +179,7 @@ fn refuse_fatal(path: &Path, writable: bool, findings: &[Finding]) -> Result<(),
     }
 }
 
-/// Writes damaged and stale copies again, and erases what is to be erased.
+/// Writes damaged and stale copies again, and marks what is to be erased.
 fn put_right(
     media: &dyn Media,
     superblock: &Superblock,
@@ -184,18 +199,22 @@ fn put_right(
     for chunk in &scan.bad_wear {
         table.set_wear(media, *chunk, 0)?;
     }
-    // 1. Erase, durably. 2. Only then free.
-    let to_scrub = std::mem::take(&mut scan.to_scrub);
-    let ranges: Vec<_> = to_scrub.iter().map(|run| run.byte_range()).collect();
-    media.erase(&ranges)?;
-    for chunk in to_scrub.iter().flat_map(|run| run.ids()) {
-        table.set_owner(media, chunk, Owner::Free)?;
+    mark_to_scrub(media, table, scan)
+}
+
+/// What a crash left is marked to be erased, durably, before anything else can happen: words that are left over name
+/// slots and indexes which may be used again. Erasing it can wait.
+fn mark_to_scrub(media: &dyn Media, table: ChunkTable, scan: &mut Scan) -> Result<(), MediaError> {
+    scan.to_scrub.append(&mut scan.lent);
+    let mut changed = Vec::new();
+    for chunk in scan.to_scrub.iter().flat_map(|run| run.ids()) {
+        if table.owner(media, chunk)? != Ok(Owner::Scrub) {
+            table.set_owner(media, chunk, Owner::Scrub)?;
+            changed.push(chunk);
+        }
     }
-    let entries: Vec<_> = to_scrub.iter().map(|run| table.byte_range(*run)).collect();
-    media.persist(&entries)?;
-    scan.memory_chunks = 0;
-    scan.free.extend::<Vec<Run>>(to_scrub);
-    Ok(())
+    let entries: Vec<_> = runs(changed).iter().map(|run| table.byte_range(*run)).collect();
+    media.persist(&entries)
 }
 
 /// Writes one copy of a record again from the other.

@@ -102,6 +102,9 @@ impl Pool {
 
     /// What remains once the tables are in order: what opening put right, and the volumes.
     fn finish_repair(self: &Arc<Self>, dry_run: bool, report: &mut RepairReport) -> Result<(), PoolError> {
+        if !dry_run {
+            self.scrub_all()?;
+        }
         for finding in self.findings_at_open() {
             let list = if opening_mends(&finding) { &mut report.mended } else { &mut report.left };
             list.push(finding.to_string());

@@ -1,6 +1,6 @@
 //! Making a volume larger, or, where that can be, smaller.
 
-use super::chunk::{Run, runs};
+use super::chunk::runs;
 use super::memory::chunk_count;
 use super::redo_log;
 use super::table::{Owner, Slot};
@@ -20,11 +20,24 @@ pub enum Shrink {
     Allow,
 }
 
+/// What giving a volume another size comes down to.
+enum Resize {
+    Shrink { chunks: u32 },
+    Grow(Box<Growth>),
+}
+
+/// A volume that will be larger.
+struct Growth {
+    more: u32,
+    record: VolumeRecord,
+    extension: Option<btt::Extension>,
+}
+
 impl Pool {
     /// Gives a volume that nobody in this process has open another size. A BTT volume grows by further arenas, of at
     /// least 16 MiB, and never shrinks; a raw one may.
     ///
-    /// [`VolumeSize::Remaining`]: it gets all that is free.
+    /// [`VolumeSize::Remaining`]: it gets all that is free, or will be when it is erased.
     pub fn resize_volume(
         &self,
         name: &str,
@@ -33,15 +46,35 @@ impl Pool {
     ) -> Result<VolumeInfo, PoolError> {
         self.check_writable()?;
         let mut state = self.lock_state();
-        let slot = state.require_closed_volume(name)?;
+        // Whatever was true before the state was unlocked need not be after.
+        loop {
+            let slot = state.require_closed_volume(name)?;
+            match self.plan_resize(&state, slot, size, shrink)? {
+                Resize::Shrink { chunks } => return self.shrink(&mut state, slot, chunks),
+                Resize::Grow(growth) => match state.missing_clean(growth.more) {
+                    0 => return self.grow_volume(&mut state, slot, *growth),
+                    missing => state = self.clean_some(state, missing)?,
+                },
+            }
+        }
+    }
+
+    /// Decides what a resize is, and refuses what cannot be.
+    fn plan_resize(
+        &self,
+        state: &State,
+        slot: Slot,
+        size: VolumeSize,
+        shrink: Shrink,
+    ) -> Result<Resize, PoolError> {
         let entry = &state.volumes[&slot];
         entry.check_usable()?;
         let (has_chunks, format) = (entry.record.chunks, entry.record.format);
         let has_bytes = entry.record.size_bytes();
         let size_bytes = match size {
             VolumeSize::Bytes(bytes) => bytes,
-            VolumeSize::Remaining if state.buddy.free_chunks() == 0 => return Err(state.full(CHUNK_BYTES)),
-            VolumeSize::Remaining => has_bytes + state.free_bytes(),
+            VolumeSize::Remaining if state.available_chunks() == 0 => return Err(state.full(CHUNK_BYTES)),
+            VolumeSize::Remaining => has_bytes + state.available_bytes(),
         };
         let chunks =
             chunk_count("volume size", size_bytes)?.ok_or_else(|| state.full(size_bytes - has_bytes))?;
@@ -57,38 +90,42 @@ impl Pool {
                 "is less than the {} that the volume has: what lies behind it would be erased, so it has to be asked for (--shrink)",
                 display(has_bytes)
             )),
-            (std::cmp::Ordering::Less, VolumeFormat::Raw) => {
-                let gone = self.shrink(&mut state, slot, chunks)?;
-                drop(state);
-                self.scrub_and_free(&gone)?;
-                Ok(volume_info(&self.lock_state().volumes[&slot]))
+            (std::cmp::Ordering::Less, VolumeFormat::Raw) => Ok(Resize::Shrink { chunks }),
+            (std::cmp::Ordering::Greater, _) => {
+                Ok(Resize::Grow(Box::new(self.plan_growth(state, slot, chunks)?)))
             }
-            (std::cmp::Ordering::Greater, _) => self.grow_volume(&mut state, slot, chunks),
         }
     }
 
-    /// 1. Owner words of the new chunks, persist. Until the record is there they are left-overs.
-    /// 2. Further arenas of a BTT, durable. Nothing of the volume leads to them.
-    /// 3. The record, and with it, as one transaction, the words that link the arenas.
-    fn grow_volume(&self, state: &mut State, slot: Slot, chunks: u32) -> Result<VolumeInfo, PoolError> {
+    /// Everything that may refuse to grow a volume, once enough chunks are clean.
+    fn plan_growth(&self, state: &State, slot: Slot, chunks: u32) -> Result<Growth, PoolError> {
         let entry = &state.volumes[&slot];
-        let has_chunks = entry.record.chunks;
-        let more = chunks - has_chunks;
-        let old = runs(entry.chunk_ids());
+        let more = chunks - entry.record.chunks;
         let record = VolumeRecord { sequence: self.next_sequence(slot)?, chunks, ..entry.record.clone() };
-        // Everything that may refuse comes first.
         let extension = match record.format {
             VolumeFormat::Raw => None,
             VolumeFormat::Btt => {
                 redo_log::check_room(&self.superblock, MAX_GROWTH_WORDS)?;
+                let old = runs(entry.chunk_ids());
                 let space = Space { media: self.media(), extents: &volume_extents(&old) };
                 let planned = self.latch(btt::extend(&space, record.size_bytes()))?;
                 Some(planned.map_err(|source| refused(record.name.as_str(), source))?)
             }
         };
-        if more > state.buddy.free_chunks() {
+        if more > state.available_chunks() {
             return Err(state.full(u64::from(more) * CHUNK_BYTES));
         }
+        Ok(Growth { more, record, extension })
+    }
+
+    /// 1. Owner words of the new chunks, persist. Until the record is there they are left-overs.
+    /// 2. Further arenas of a BTT, durable. Nothing of the volume leads to them.
+    /// 3. The record, and with it, as one transaction, the words that link the arenas.
+    fn grow_volume(&self, state: &mut State, slot: Slot, growth: Growth) -> Result<VolumeInfo, PoolError> {
+        let Growth { more, record, extension } = growth;
+        let entry = &state.volumes[&slot];
+        let has_chunks = entry.record.chunks;
+        let old = runs(entry.chunk_ids());
         let after = old.last().expect("a volume has a chunk").end();
         let taken = state.buddy.allocate_lasting_at(after, more).expect("just seen to be free");
         // Counted as to be erased until it is done: that is what they are if it fails.
@@ -132,8 +169,8 @@ impl Pool {
     /// 1. The record: from here on what lies behind its end is left over.
     /// 2. Owner words of that become *scrub*, persist, so that no chunk which the volume may get later has their index.
     ///
-    /// Returns what is to be erased and freed.
-    fn shrink(&self, state: &mut State, slot: Slot, chunks: u32) -> Result<Vec<Run>, PoolError> {
+    /// When this returns, it waits to be erased.
+    fn shrink(&self, state: &mut State, slot: Slot, chunks: u32) -> Result<VolumeInfo, PoolError> {
         let record = VolumeRecord {
             sequence: self.next_sequence(slot)?,
             chunks,
@@ -146,7 +183,7 @@ impl Pool {
         let gone = entry.chunks.split_off(chunks as usize);
         let gone = runs(gone.into_iter().map(|(_, chunk)| chunk));
         self.disown(state, &gone)?;
-        Ok(gone)
+        Ok(volume_info(&state.volumes[&slot]))
     }
 }
 

@@ -41,10 +41,11 @@ pub(crate) struct Scan {
     pub(crate) findings: Vec<Finding>,
     pub(crate) volumes: BTreeMap<Slot, VolumeEntry>,
     pub(crate) free: Vec<Run>,
-    /// Lent, unscrubbed, or left over: to be erased, then free.
+    /// Lent. If nobody has the pool open: to be erased, then free.
+    pub(crate) lent: Vec<Run>,
+    /// Unscrubbed or left over: to be erased, then free.
     pub(crate) to_scrub: Vec<Run>,
     pub(crate) metadata_chunks: u32,
-    pub(crate) memory_chunks: u32,
     pub(crate) retired_chunks: u32,
     /// Copies of volume records to be written again from the other one.
     pub(crate) to_heal: Vec<(Slot, usize)>,
@@ -142,7 +143,6 @@ impl Scan {
             }
         }
         let Found { free, lent, unscrubbed, leftover, bad_owners } = found;
-        self.memory_chunks = lent.len() as u32;
         let count = |chunks: &Vec<ChunkId>| chunks.len() as u32;
         let counted = [
             Finding::MoreBadWords {
@@ -154,7 +154,8 @@ impl Scan {
             Finding::Leftover { chunks: count(&leftover) },
         ];
         self.findings.extend(counted.into_iter().filter(|finding| !finding.is_about_nothing()));
-        let mut to_scrub = [lent, unscrubbed, leftover].concat();
+        self.lent = runs(lent);
+        let mut to_scrub = [unscrubbed, leftover].concat();
         to_scrub.sort_unstable();
         self.to_scrub = runs(to_scrub);
         self.free = free;

@@ -23,7 +23,7 @@ use crate::media::{Durability, Media, MediaError};
 pub enum VolumeSize {
     /// A multiple of 2 MiB.
     Bytes(u64),
-    /// Everything that is free.
+    /// Everything that is free, or will be when it is erased.
     Remaining,
 }
 
@@ -70,6 +70,13 @@ impl VolumeExtent {
     }
 }
 
+/// What a volume will be that can be made.
+struct NewVolume {
+    slot: Slot,
+    chunks: u32,
+    layout: Option<btt::Layout>,
+}
+
 /// A volume that is open: nobody else in this process opens or deletes it meanwhile.
 #[derive(Debug)]
 pub struct Volume {
@@ -100,29 +107,17 @@ impl Pool {
     ) -> Result<VolumeInfo, PoolError> {
         self.check_writable()?;
         let name: VolumeName = name.parse()?;
-        let mut state = self.lock_state();
-        if state.find_volume(name.as_str()).is_some() {
-            return Err(PoolError::VolumeExists { name: name.to_string() });
-        }
-        let slot = self
-            .superblock
-            .slots()
-            .find(|slot| !state.volumes.contains_key(slot))
-            .ok_or(PoolError::NoVolumeSlot { limit: self.superblock.volume_slots })?;
-        let size_bytes = match size {
-            VolumeSize::Bytes(bytes) => bytes,
-            VolumeSize::Remaining => state.free_bytes(),
-        };
-        if size == VolumeSize::Remaining && size_bytes == 0 {
-            return Err(state.full(0));
-        }
-        let chunks = chunk_count("volume size", size_bytes)?.ok_or_else(|| state.full(size_bytes))?;
         let uuid = Uuid::new_v4();
-        let layout = match format {
-            VolumeFormat::Btt => Some(btt::Layout::new(size_bytes, btt::SECTOR_BYTES, uuid)?),
-            VolumeFormat::Raw => None,
+        let mut state = self.lock_state();
+        // Whatever was true before the state was unlocked need not be after.
+        let NewVolume { slot, chunks, layout } = loop {
+            let new = self.plan_volume(&state, &name, size, format, uuid)?;
+            match state.missing_clean(new.chunks) {
+                0 => break new,
+                missing => state = self.clean_some(state, missing)?,
+            }
         };
-        let taken = state.buddy.allocate_lasting(chunks).ok_or_else(|| state.full(size_bytes))?;
+        let taken = state.buddy.allocate_lasting(chunks).expect("just seen to be free");
         // Counted as to be erased until it is done: that is what they are if it fails.
         state.counts.scrubbing += chunks;
         self.latch(self.mark(&taken, |index| Owner::Volume { slot, index }))?;
@@ -151,28 +146,61 @@ impl Pool {
         Ok(info)
     }
 
-    /// Deletes a volume that nobody in this process has open. Its content is erased.
-    ///
-    /// 1. The volume record, empty: from here on it is gone, and its chunks are left-overs.
-    /// 2. Erase. 3. Free.
-    pub fn delete_volume(&self, name: &str) -> Result<(), PoolError> {
-        self.check_writable()?;
-        let runs = {
-            let mut state = self.lock_state();
-            let slot = state.require_closed_volume(name)?;
-            let empty = empty_record(slot, self.next_sequence(slot)?);
-            let offsets = self.superblock.volume_record_offsets(slot);
-            self.latch(mirrored::write(self.media(), offsets, &empty))?;
-            let entry = state.volumes.remove(&slot).expect("found above");
-            let runs = runs(entry.chunk_ids());
-            self.disown(&mut state, &runs)?;
-            runs
+    /// Checks that a volume can be made, once enough chunks are clean.
+    fn plan_volume(
+        &self,
+        state: &State,
+        name: &VolumeName,
+        size: VolumeSize,
+        format: VolumeFormat,
+        uuid: Uuid,
+    ) -> Result<NewVolume, PoolError> {
+        if state.find_volume(name.as_str()).is_some() {
+            return Err(PoolError::VolumeExists { name: name.to_string() });
+        }
+        let slot = self
+            .superblock
+            .slots()
+            .find(|slot| !state.volumes.contains_key(slot))
+            .ok_or(PoolError::NoVolumeSlot { limit: self.superblock.volume_slots })?;
+        let size_bytes = match size {
+            VolumeSize::Bytes(bytes) => bytes,
+            VolumeSize::Remaining => state.available_bytes(),
         };
-        self.scrub_and_free(&runs)
+        if size == VolumeSize::Remaining && size_bytes == 0 {
+            return Err(state.full(0));
+        }
+        let chunks = chunk_count("volume size", size_bytes)?.ok_or_else(|| state.full(size_bytes))?;
+        let layout = match format {
+            VolumeFormat::Btt => Some(btt::Layout::new(size_bytes, btt::SECTOR_BYTES, uuid)?),
+            VolumeFormat::Raw => None,
+        };
+        if chunks > state.available_chunks() {
+            return Err(state.full(size_bytes));
+        }
+        Ok(NewVolume { slot, chunks, layout })
     }
 
-    /// Marks chunks, which no record covers any more, to be erased. The records say the same. But the slot and the
-    /// indexes may be used again before all of them are free, and then they must not look like the new ones.
+    /// Deletes a volume that nobody in this process has open. When this returns it is gone, and its content waits to be
+    /// erased.
+    ///
+    /// 1. The volume record, empty: from here on it is gone, and its chunks are left-overs.
+    /// 2. Their owner words become *scrub*, persist: the slot may be used again.
+    pub fn delete_volume(&self, name: &str) -> Result<(), PoolError> {
+        self.check_writable()?;
+        let mut state = self.lock_state();
+        let slot = state.require_closed_volume(name)?;
+        let empty = empty_record(slot, self.next_sequence(slot)?);
+        let offsets = self.superblock.volume_record_offsets(slot);
+        self.latch(mirrored::write(self.media(), offsets, &empty))?;
+        let entry = state.volumes.remove(&slot).expect("found above");
+        let runs = runs(entry.chunk_ids());
+        self.disown(&mut state, &runs)
+    }
+
+    /// Marks chunks, which no record covers any more, to be erased, and lets them wait for it. The records say the same.
+    /// But the slot and the indexes may be used again before all of them are free, and then they must not look like the
+    /// new ones.
     pub(super) fn disown(&self, state: &mut State, runs: &[Run]) -> Result<(), PoolError> {
         let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
         state.counts.volume -= chunks;
@@ -180,7 +208,9 @@ impl Pool {
         for chunk in runs.iter().flat_map(|run| run.ids()) {
             self.latch(self.table.set_owner(self.media(), chunk, Owner::Scrub))?;
         }
-        self.latch(self.persist_entries(runs))
+        self.latch(self.persist_entries(runs))?;
+        self.queue_scrub(state, runs);
+        Ok(())
     }
 
     /// Gives a volume that nobody in this process has open another name, which no volume has. A name that it has
@@ -250,7 +280,7 @@ impl VolumeEntry {
 impl State {
     /// There is not enough free for something.
     pub(super) fn full(&self, requested_bytes: u64) -> PoolError {
-        PoolError::PoolFull { requested_bytes, free_bytes: self.free_bytes(), reserved_bytes: 0 }
+        PoolError::PoolFull { requested_bytes, free_bytes: self.available_bytes(), reserved_bytes: 0 }
     }
 
     fn find_volume(&self, name: &str) -> Option<Slot> {

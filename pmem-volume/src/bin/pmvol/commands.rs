@@ -57,8 +57,11 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         }
         Command::Volume(VolumeCommand::Resize { pool, name, size, shrink }) => {
             let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
-            let volume =
-                open(pool, OpenMode::ReadWrite)?.resize_volume(name, *size, shrink).map_err(with_flag)?;
+            let pool = open(pool, OpenMode::ReadWrite)?;
+            let volume = pool.resize_volume(name, *size, shrink).map_err(with_flag)?;
+            if shrink == Shrink::Allow {
+                pool.scrub_all()?;
+            }
             print::volume_resized(&volume);
             Ok(Outcome::Done)
         }
@@ -68,7 +71,10 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             Ok(Outcome::Done)
         }
         Command::Volume(VolumeCommand::Delete { pool, name }) => {
-            open(pool, OpenMode::ReadWrite)?.delete_volume(name)?;
+            let pool = open(pool, OpenMode::ReadWrite)?;
+            pool.delete_volume(name)?;
+            // Nobody else would do it before the pool is opened by a VMM, and who deletes a volume may want to be sure.
+            pool.scrub_all()?;
             println!("volume {name} deleted");
             Ok(Outcome::Done)
         }

@@ -63,8 +63,12 @@ pub(crate) fn pool_made(path: &Path, info: &PoolInfo) {
 }
 
 pub(crate) fn pool_grown(path: &Path, info: &PoolInfo) {
+    let waiting = match info.scrubbing_bytes {
+        0 => String::new(),
+        bytes => format!(", {} waiting to be erased", display(bytes)),
+    };
     println!(
-        "pool {} grown: {}, {} free",
+        "pool {} grown: {}, {} free{waiting}",
         path.display(),
         display(info.total_bytes),
         display(info.free_bytes)

@@ -3,7 +3,7 @@
 //!
 //! 1. Volumes are exactly as before the operation or as after it.
 //! 2. Their content is there.
-//! 3. Everything else is free, and free chunks read as zeros.
+//! 3. Free chunks read as zeros. Everything else is free, or is once it has been erased.
 //! 4. A check of what is left finds nothing.
 
 use std::collections::BTreeMap;
@@ -111,6 +111,8 @@ fn verify_content(
     marked: &dyn Fn(Uuid) -> u32,
 ) -> Result<(), String> {
     let pool = open(image).map_err(|error| format!("does not open: {error}"))?;
+    // First, so that what it erases of a volume is missed below.
+    scrub(image, &pool)?;
     let volumes = volumes_of(&pool);
     if !allowed.contains(&&volumes) {
         return Err(format!("has volumes {volumes:?}, and only {allowed:?} are right"));
@@ -139,8 +141,31 @@ fn verify_content(
     verify_space(image, &pool)
 }
 
-/// Is everything else free, and zero?
+/// Are free chunks zero?
+fn verify_free(image: &Simulator, pool: &Pool) -> Result<(), String> {
+    let table = ChunkTable::new(&pool.superblock);
+    for chunk in (0..table.entries()).map(ChunkId) {
+        let is_free = table.owner(image, chunk).unwrap() == Ok(Owner::Free);
+        if is_free && image.dirty_words(Extent::chunk(chunk).run().byte_range()) > 0 {
+            return Err(format!("free chunk {chunk} has old content"));
+        }
+    }
+    Ok(())
+}
+
+/// Erases what waits. Before and after it, free chunks are zero.
+fn scrub(image: &Simulator, pool: &Pool) -> Result<(), String> {
+    verify_free(image, pool)?;
+    if pool.info().scrubbing_bytes > 0 {
+        pool.scrub_all().map_err(|error| error.to_string())?;
+        verify_free(image, pool)?;
+    }
+    Ok(())
+}
+
+/// Is everything else free, and zero, once it has been erased?
 pub(super) fn verify_space(image: &Simulator, pool: &Arc<Pool>) -> Result<(), String> {
+    scrub(image, pool)?;
     let owned: u32 = volumes_of(pool).values().sum();
     let info = pool.info();
     let metadata_bytes = u64::from(pool.superblock.metadata_chunks()) * CHUNK_BYTES;
@@ -150,13 +175,6 @@ pub(super) fn verify_space(image: &Simulator, pool: &Arc<Pool>) -> Result<(), St
     }
     if info.free_bytes != free {
         return Err(format!("{} bytes are free and {free} should be", info.free_bytes));
-    }
-    let table = ChunkTable::new(&pool.superblock);
-    for chunk in (0..table.entries()).map(ChunkId) {
-        let is_free = table.owner(image, chunk).unwrap() == Ok(Owner::Free);
-        if is_free && image.dirty_words(Extent::chunk(chunk).run().byte_range()) > 0 {
-            return Err(format!("free chunk {chunk} has old content"));
-        }
     }
     let findings = pool.check().map_err(|error| error.to_string())?.pool;
     if findings.is_empty() { Ok(()) } else { Err(format!("check finds {findings:?}")) }

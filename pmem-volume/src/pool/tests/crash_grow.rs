@@ -54,6 +54,7 @@ fn a_pool_has_its_old_size_or_the_new_one_and_all_of_its_volumes() {
         assert_eq!(sizes, [u64::from(CHUNKS) * CHUNK_BYTES, new_bytes()]);
         let pool = open(&grown).unwrap();
         assert_eq!(pool.superblock, new);
+        pool.scrub_all().unwrap();
         assert_eq!(pool.info().metadata_bytes, 2 * CHUNK_BYTES, "the old table's chunk is free");
         assert_eq!(pool.check().unwrap().pool, []);
     }
@@ -134,6 +135,7 @@ fn a_pool_on_a_file_grows_and_keeps_what_it_has() {
         // Again, with a feature that nobody here knows.
         super::damage::with_superblock(&fixture, |s| s.features_compatible.set(16));
         let pool = Pool::grow(&fixture.path(), 128 * MIB).unwrap();
+        pool.scrub_all().unwrap();
         assert_eq!(pool.info().free_bytes, 64 * MIB);
         drop(pool);
         super::damage::with_superblock(&fixture, |s| assert_eq!(s.features_compatible.get(), 16));

@@ -47,7 +47,7 @@ impl World {
     /// Does one random thing, and says what. What is refused, because the pool is full, a name is taken or the like,
     /// is ordinary.
     fn step(&mut self, random: &mut Random) -> &'static str {
-        match random.below(12) {
+        match random.below(14) {
             0..=2 => self.lend(random),
             3 => self.take_back(random),
             4 => self.take_a_chunk_back(random),
@@ -56,6 +56,7 @@ impl World {
             8 => self.rename(random),
             9 => self.resize(random),
             10 => self.reopen(),
+            11 | 12 => self.scrub(random),
             _ => self.grow(),
         }
     }
@@ -84,6 +85,11 @@ impl World {
             self.lent.extend(chunks);
         }
         "take a chunk back"
+    }
+
+    fn scrub(&mut self, random: &mut Random) -> &'static str {
+        self.pool.scrub_some((random.below(4) + 1) * CHUNK_BYTES).unwrap();
+        "scrub"
     }
 
     fn create(&mut self, random: &mut Random) -> &'static str {

@@ -194,6 +194,7 @@ fn a_raw_volume_shrinks_or_not_and_what_it_loses_is_erased() {
     let (media, pool) = with_volume(VolumeFormat::Raw, 6);
     media.record();
     pool.resize_volume("v", bytes(2), Shrink::Allow).unwrap();
+    pool.scrub_all().unwrap();
     // What it gets back is not what it had.
     let again = pool.resize_volume("v", bytes(4), Shrink::Refuse).unwrap();
     assert_eq!(again.extents, 1);
@@ -226,6 +227,7 @@ fn an_index_that_was_given_up_is_not_that_of_two_chunks_later() {
     // Behind y, and what it gets once more lies before it, where x was.
     pool.resize_volume("v", bytes(6), Shrink::Refuse).unwrap();
     pool.delete_volume("x").unwrap();
+    pool.scrub_all().unwrap();
     ["v", "y"].iter().for_each(|name| fill_volume(&media, &pool, name));
     media.record();
     pool.resize_volume("v", bytes(2), Shrink::Allow).unwrap();
@@ -375,6 +377,8 @@ fn a_raw_volume_on_a_file_shrinks_when_asked_and_grows_in_place() {
     let place = pool.open_volume("raw").unwrap().extents()[0];
     place.run.extents().for_each(|extent| fill(&pool, extent, 0x3c));
     let info = pool.resize_volume("raw", VolumeSize::Bytes(2 * MIB), Shrink::Allow).unwrap();
+    assert_eq!((pool.info().scrubbing_bytes, pool.info().lendable_bytes), (6 * MIB, 58 * MIB));
+    pool.scrub_all().unwrap();
     assert_eq!((info.size_bytes, pool.info().free_bytes), (2 * MIB, 58 * MIB));
     assert!(!is_zero(&pool, Extent::chunk(place.run.start)));
     assert!((1..4).all(|n| is_zero(&pool, Extent::chunk(place.run.start.plus(n)))));

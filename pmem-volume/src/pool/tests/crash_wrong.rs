@@ -1,9 +1,14 @@
 //! Wrong orders, of each commit protocol that has none of its own elsewhere: as long as these are found out, the tests
 //! of the right ones prove something.
 
+use std::collections::BTreeMap;
+
 use uuid::Uuid;
 
-use super::crash::{Volumes, fill_memory, must_be_found_out, new_pool_of, open, verify_each, verify_points};
+use super::crash::{
+    Volumes, fill_memory, must_be_found_out, new_pool_of, open, verify_each, verify_marked, verify_points,
+    volumes_of,
+};
 use super::*;
 use crate::btt;
 use crate::media::simulator::{Random, Simulator};
@@ -58,9 +63,9 @@ fn a_btt_volume_whose_record_comes_before_its_format_is_found_out() {
     assert!(error.contains("BTT of b"), "{error}");
 }
 
-/// What opening does with chunks that a crash left lent, in the wrong order.
+/// What is done with chunks that a crash left lent, in the wrong order.
 #[test]
-fn an_open_that_frees_before_it_has_erased_is_found_out() {
+fn a_scrub_that_frees_before_it_has_erased_is_found_out() {
     let (media, pool) = new_pool_of(14, |_| {});
     let lent = pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
     fill_memory(&media, &lent);
@@ -75,6 +80,45 @@ fn an_open_that_frees_before_it_has_erased_is_found_out() {
     let error = verify_points(&media.take_points(), 64, &[&Volumes::new()], &mut Random::new(4))
         .expect_err("the wrong order went unnoticed");
     assert!(error.contains("old content"), "{error}");
+}
+
+/// A crash left a chunk of a volume that was being made. Opening lets it wait, as it is; the slot is used meanwhile.
+#[test]
+fn an_open_that_does_not_mark_what_is_left_over_is_found_out() {
+    let error = must_be_found_out(|media, pool| {
+        let slot = Slot(1);
+        let make =
+            |at| pool.mark(&[Run { start: ChunkId(at), chunks: 1 }], |index| Owner::Volume { slot, index });
+        make(8).unwrap();
+        // Missing: its owner word becomes scrub, persist, before anything else.
+        make(10).unwrap();
+        write_record(media, pool, &record_of(slot, "w", VolumeFormat::Raw, 1));
+    });
+    assert!(error.contains("are both chunk"), "{error}");
+}
+
+/// An owner word that says *free* while the chunk is still being erased: it is lent again, and what its new owner
+/// stores is erased with the rest, or not.
+#[test]
+fn a_chunk_that_is_free_while_it_is_erased_is_found_out() {
+    let (media, pool) = new_pool_of(14, |_| {});
+    let lent = pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
+    fill_memory(&media, &lent);
+    pool.free_memory(&lent).unwrap();
+    let batch = pool.lock_state().scrub.take(1);
+    for chunk in batch.iter().flat_map(|run| run.ids()) {
+        pool.table.set_owner(&media, chunk, Owner::Free).unwrap();
+    }
+    batch.iter().for_each(|run| pool.lock_state().buddy.free_run(*run));
+    // It goes to a volume, which reads what memory held before.
+    let all = VolumeSize::Bytes(pool.info().free_bytes);
+    media.record();
+    pool.create_volume("v", all, VolumeFormat::Raw).unwrap();
+    let after = volumes_of(&pool);
+    let judge = |image: &Simulator| verify_marked(image, &[&Volumes::new(), &after], &BTreeMap::new());
+    let error = verify_each(&media.take_points(), 64, &mut Random::new(4), &judge)
+        .expect_err("the wrong order went unnoticed");
+    assert!(error.contains("held before") || error.contains("old content"), "{error}");
 }
 
 /// What opening does with superblocks of which one is damaged, had it no order: both are written at once.

@@ -267,6 +267,8 @@ fn leftovers_of_unfinished_operations_are_erased_and_freed() {
     assert_eq!(report.pool, [Finding::Unscrubbed { chunks: 1 }, Finding::Leftover { chunks: 3 }]);
     assert!(report.is_clean());
     let pool = fixture.open();
+    assert_eq!((pool.info().free_bytes, pool.info().scrubbing_bytes), (46 * MIB, 8 * MIB));
+    pool.scrub_all().unwrap();
     assert_eq!(pool.info().free_bytes, 54 * MIB);
     assert!((20..24).all(|chunk| is_zero(&pool, Extent::chunk(ChunkId(chunk)))));
     drop(pool);
@@ -301,6 +303,7 @@ fn a_committed_transaction_is_redone_and_a_damaged_one_is_refused() {
     let pool = fixture.open();
     let volume = pool.open_volume("data").unwrap();
     assert_eq!(volume.extents()[1].run, Run { start: ChunkId(25), chunks: 1 });
+    pool.scrub_all().unwrap();
     assert_eq!(pool.info().free_bytes, 54 * MIB);
     drop((volume, pool));
     assert_eq!(fixture.check().pool, []);
@@ -333,6 +336,7 @@ fn wear_is_spread_over_the_pool_and_survives_an_open() {
     for cycle in 1..=10_000 {
         let lent = pool.alloc_memory(2 * MIB).unwrap();
         pool.free_memory(&lent).unwrap();
+        pool.scrub_all().unwrap();
         if cycle % 2500 == 0 {
             drop(pool);
             pool = fixture.open();

@@ -76,7 +76,9 @@ fn this_version_reads_the_golden_image() {
         volumes,
         [("data".into(), 18 * MIB, VolumeFormat::Btt), ("größe".into(), 2 * MIB, VolumeFormat::Raw)]
     );
-    let info = open(OpenMode::ReadWrite).info();
+    let pool = open(OpenMode::ReadWrite);
+    pool.scrub_all().unwrap();
+    let info = pool.info();
     assert_eq!((info.free_bytes, info.memory_bytes, info.retired_bytes), (6 * MIB, 0, 2 * MIB));
     assert_eq!((info.metadata_bytes, info.volume_bytes, info.strg_bytes), (4 * MIB, 20 * MIB, 4 * MIB));
 }

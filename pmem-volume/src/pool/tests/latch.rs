@@ -35,7 +35,8 @@ fn work(pool: &Arc<Pool>) -> Result<(), PoolError> {
     }
     flushed?;
     drop(volume);
-    pool.delete_volume("a")
+    pool.delete_volume("a")?;
+    pool.scrub_all()
 }
 
 #[test]

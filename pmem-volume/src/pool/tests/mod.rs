@@ -19,6 +19,7 @@ mod latch;
 mod model;
 mod places;
 mod repair;
+mod scrub;
 mod slow;
 
 use std::fs::{self, OpenOptions};
@@ -135,6 +136,9 @@ fn memory_is_lent_in_large_extents_and_comes_back_whole() {
     assert_eq!(pool.info().memory_bytes, 22 * MIB);
     assert_states_add_up(&pool.info());
     pool.free_memory(&extents).unwrap();
+    assert_states_add_up(&pool.info());
+    assert_eq!((pool.info().scrubbing_bytes, pool.info().lendable_bytes), (22 * MIB, 60 * MIB));
+    pool.scrub_all().unwrap();
     assert_eq!(pool.info().free_bytes, 60 * MIB);
     assert_eq!(pool.free_space().longest_free_run_bytes, 60 * MIB);
 }
@@ -187,6 +191,9 @@ fn lent_memory_comes_back_erased_and_its_blocks_go_to_the_host() {
     extents.iter().for_each(|e| fill(&pool, *e, 0xc5));
     assert!(pool.file().metadata().unwrap().blocks() >= blocks_before + 8 * MIB / 512);
     pool.free_memory(&extents).unwrap();
+    assert!(extents.iter().all(|e| !is_zero(&pool, *e)), "it was erased before it was asked for");
+    pool.scrub_all().unwrap();
+    assert_eq!(pool.scrubbed_bytes(), 8 * MIB);
     assert_eq!(pool.file().metadata().unwrap().blocks(), blocks_before);
     assert!(extents.iter().all(|e| is_zero(&pool, *e)));
 }
@@ -221,6 +228,12 @@ fn memory_that_was_lent_at_a_crash_is_erased_and_free_at_the_next_open() {
     assert_eq!(report.pool, [Finding::StillLent { chunks: 5 }]);
     assert!(report.is_clean(), "a crash is no damage");
     let pool = fixture.open();
+    assert_eq!((pool.info().memory_bytes, pool.info().scrubbing_bytes), (0, 10 * MIB));
+    assert!(extents.iter().all(|e| !is_zero(&pool, *e)), "the open waited for it");
+    drop(pool);
+    assert_eq!(fixture.check().pool, [Finding::Unscrubbed { chunks: 5 }], "marked again, as another thing");
+    let pool = fixture.open();
+    pool.scrub_all().unwrap();
     assert_eq!(pool.info().free_bytes, 60 * MIB);
     assert!(extents.iter().all(|e| is_zero(&pool, *e)), "what was memory cannot be read any more");
     drop(pool);
@@ -262,6 +275,7 @@ fn a_deleted_volume_leaves_nothing_to_read_and_its_name_is_free() {
     drop(volume);
     pool.delete_volume("a").unwrap();
     assert!(matches!(pool.delete_volume("a"), Err(PoolError::NoSuchVolume { .. })));
+    pool.scrub_all().unwrap();
     assert!(place.run.extents().all(|e| is_zero(&pool, e)));
     assert_eq!(pool.info().free_bytes, 60 * MIB);
     pool.create_volume("a", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();

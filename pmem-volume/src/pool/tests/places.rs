@@ -88,6 +88,7 @@ fn a_pool_takes_all_of_a_block_device_down_to_the_chunk() {
     // As after a crash: what was lent is free again, and reads as zeros, on the disk too.
     drop(pool);
     let pool = disk.open().unwrap();
+    pool.scrub_all().unwrap();
     assert_eq!(pool.info().free_bytes, 28 * MIB);
     assert!(extents.iter().all(|extent| is_zero(&pool, *extent)));
     drop(pool);
@@ -106,6 +107,7 @@ fn erasing_a_block_device_is_seen_through_mappings_that_were_there_before() {
         assert_eq!(media.load_word(extent.offset_bytes()).unwrap(), 0x5a5a_5a5a_5a5a_5a5a);
     }
     pool.free_memory(&extents).unwrap();
+    pool.scrub_all().unwrap();
     assert!(extents.iter().all(|extent| media.load_word(extent.offset_bytes()).unwrap() == 0));
 }
 
@@ -430,6 +432,7 @@ fn a_thin_pool_has_blocks_only_for_its_own_data_and_for_what_is_used() {
     extents.iter().for_each(|extent| fill(&pool, *extent, 0x5a));
     assert!(blocks_bytes(&pool) >= 20 * MIB);
     pool.free_memory(&extents).unwrap();
+    pool.scrub_all().unwrap();
     assert!(own.contains(&blocks_bytes(&pool)), "{}", blocks_bytes(&pool));
     assert!(extents.iter().all(|extent| is_zero(&pool, *extent)));
     let path = folder.path().join("pool");

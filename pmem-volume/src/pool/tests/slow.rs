@@ -8,10 +8,10 @@ use super::hooked::{Hooked, open};
 use super::*;
 
 /// What takes longer hangs.
-const PATIENCE: Duration = Duration::from_secs(30);
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Gate {
+pub(super) enum Gate {
     Open,
     /// Shuts behind the next one.
     Armed,
@@ -20,13 +20,17 @@ enum Gate {
 }
 
 /// Where one persist or erase waits until the test lets it go on.
-struct Barrier {
+pub(super) struct Barrier {
     gate: Mutex<Gate>,
     changed: Condvar,
 }
 
 impl Barrier {
-    fn pass(&self) {
+    pub(super) fn new() -> Arc<Self> {
+        Arc::new(Self { gate: Mutex::new(Gate::Open), changed: Condvar::new() })
+    }
+
+    pub(super) fn pass(&self) {
         let mut gate = self.gate.lock().unwrap();
         if *gate == Gate::Armed {
             *gate = Gate::Shut;
@@ -35,9 +39,16 @@ impl Barrier {
         }
     }
 
-    fn set(&self, to: Gate) {
+    pub(super) fn set(&self, to: Gate) {
         *self.gate.lock().unwrap() = to;
         self.changed.notify_all();
+    }
+
+    /// Somebody is at the gate, that was armed.
+    pub(super) fn wait_until_shut(&self) {
+        let gate = self.gate.lock().unwrap();
+        let waiting = self.changed.wait_timeout_while(gate, PATIENCE, |gate| *gate != Gate::Shut);
+        assert!(!waiting.unwrap().1.timed_out(), "nobody asks anything of the media");
     }
 
     /// What the pool says of itself while `change` waits for the media, and what comes of the change.
@@ -45,9 +56,7 @@ impl Barrier {
         self.set(Gate::Armed);
         thread::scope(|scope| {
             let change = scope.spawn(change);
-            let gate = self.gate.lock().unwrap();
-            let waiting = self.changed.wait_timeout_while(gate, PATIENCE, |gate| *gate != Gate::Shut);
-            assert!(!waiting.unwrap().1.timed_out(), "the change asks nothing of the media");
+            self.wait_until_shut();
             let (answer, answered) = mpsc::channel();
             scope.spawn(move || answer.send(pool.info()).unwrap());
             let info = answered.recv_timeout(PATIENCE);
@@ -60,14 +69,14 @@ impl Barrier {
 }
 
 /// Memory, volumes, free and waiting to be erased, in MiB.
-fn levels(info: &PoolInfo) -> [u64; 4] {
+pub(super) fn levels(info: &PoolInfo) -> [u64; 4] {
     assert_states_add_up(info);
     [info.memory_bytes, info.volume_bytes, info.free_bytes, info.scrubbing_bytes].map(|bytes| bytes / MIB)
 }
 
 #[test]
 fn bytes_by_state_are_told_while_a_change_waits_for_the_media() {
-    let slow = Arc::new(Barrier { gate: Mutex::new(Gate::Open), changed: Condvar::new() });
+    let slow = Barrier::new();
     let media = Hooked::new(40 * MIB, {
         let slow = Arc::clone(&slow);
         move || {
@@ -88,11 +97,13 @@ fn bytes_by_state_are_told_while_a_change_waits_for_the_media() {
     assert_eq!(levels(&during), [6, 0, 30, 0]);
     assert_eq!(levels(&pool.info()), [6, 4, 26, 0]);
 
-    let (during, _) = slow.info_during(&pool, || pool.free_memory(&memory).unwrap());
+    pool.free_memory(&memory).unwrap();
+    assert_eq!(levels(&pool.info()), [0, 4, 26, 6]);
+    let (during, _) = slow.info_during(&pool, || pool.scrub_all().unwrap());
     assert_eq!(levels(&during), [0, 4, 26, 6]);
     assert_eq!(levels(&pool.info()), [0, 4, 32, 0]);
 
     let (during, _) = slow.info_during(&pool, || pool.delete_volume("a").unwrap());
     assert_eq!(levels(&during), [0, 4, 32, 0]);
-    assert_eq!(levels(&pool.info()), [0, 0, 36, 0]);
+    assert_eq!(levels(&pool.info()), [0, 0, 32, 4]);
 }

@@ -1,0 +1,147 @@
+//! Chunks that wait to be erased. It decides what is erased next, and touches no media.
+
+use std::collections::BTreeMap;
+
+use super::chunk::{ChunkId, Run};
+
+/// Runs of chunks that wait, and how many are being erased.
+#[derive(Debug, Default)]
+pub(crate) struct ScrubQueue {
+    /// First chunk and length of each run. No two touch: they are one.
+    runs: BTreeMap<u32, u32>,
+    waiting: u32,
+    in_flight: u32,
+    /// Where the next batch begins. Batches sweep over the pool, again and again: in the order of the file, which gives
+    /// long runs, and nothing waits for ever behind what comes later.
+    sweep: u32,
+}
+
+impl ScrubQueue {
+    /// How many chunks wait.
+    #[cfg(test)]
+    pub(crate) fn waiting(&self) -> u32 {
+        self.waiting
+    }
+
+    /// How many chunks were taken and are being erased.
+    pub(crate) fn in_flight(&self) -> u32 {
+        self.in_flight
+    }
+
+    /// How many will be free once everything is erased.
+    pub(crate) fn pending(&self) -> u32 {
+        self.waiting + self.in_flight
+    }
+
+    /// Lets a run wait. None of it may wait already: the caller knows from the media.
+    pub(crate) fn add(&mut self, run: Run) {
+        if run.chunks == 0 {
+            return;
+        }
+        let (mut start, mut end) = (run.start.0, run.end().0);
+        self.waiting += run.chunks;
+        if let Some((&before, &chunks)) = self.runs.range(..end).next_back() {
+            assert!(before + chunks <= start, "chunks of {run:?} wait already");
+            if before + chunks == start {
+                start = before;
+            }
+        }
+        if let Some(chunks) = self.runs.remove(&end) {
+            end += chunks;
+        }
+        self.runs.insert(start, end - start);
+    }
+
+    /// Takes up to `chunks` chunks, to be erased now. They are in flight until [`ScrubQueue::finish`].
+    pub(crate) fn take(&mut self, chunks: u32) -> Vec<Run> {
+        let mut batch = Vec::new();
+        let mut left = chunks.min(self.waiting);
+        self.waiting -= left;
+        self.in_flight += left;
+        while left > 0 {
+            let next = self.runs.range(self.sweep..).next().or_else(|| self.runs.first_key_value());
+            let (&start, &has) = next.expect("as many wait as are counted");
+            let run = Run { start: ChunkId(start), chunks: has.min(left) };
+            self.runs.remove(&start);
+            if run.chunks < has {
+                self.runs.insert(run.end().0, has - run.chunks);
+            }
+            self.sweep = run.end().0;
+            left -= run.chunks;
+            batch.push(run);
+        }
+        batch
+    }
+
+    /// Chunks that were taken are free now, or, if erasing them failed, out of use.
+    pub(crate) fn finish(&mut self, batch: &[Run]) {
+        let chunks: u32 = batch.iter().map(|run| run.chunks).sum();
+        self.in_flight = self.in_flight.checked_sub(chunks).expect("only what was taken is finished");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn run(start: u32, chunks: u32) -> Run {
+        Run { start: ChunkId(start), chunks }
+    }
+
+    #[test]
+    fn neighbours_are_taken_as_one_run_and_batches_sweep_over_the_pool() {
+        let mut queue = ScrubQueue::default();
+        for part in [run(8, 2), run(4, 2), run(6, 2), run(20, 4), run(3, 0)] {
+            queue.add(part);
+        }
+        assert_eq!((queue.waiting(), queue.in_flight()), (10, 0));
+        let first = queue.take(4);
+        assert_eq!(first, [run(4, 4)]);
+        // What comes behind the sweep waits for the next one.
+        queue.add(run(2, 2));
+        let second = queue.take(4);
+        assert_eq!(second, [run(8, 2), run(20, 2)]);
+        assert_eq!((queue.waiting(), queue.in_flight(), queue.pending()), (4, 8, 12));
+        assert_eq!(queue.take(9), [run(22, 2), run(2, 2)]);
+        queue.finish(&first);
+        assert_eq!((queue.waiting(), queue.in_flight()), (0, 8));
+        assert_eq!(queue.take(9), []);
+    }
+
+    #[test]
+    #[should_panic(expected = "wait already")]
+    fn a_chunk_waits_once() {
+        let mut queue = ScrubQueue::default();
+        queue.add(run(4, 4));
+        queue.add(run(2, 3));
+    }
+
+    proptest! {
+        #[test]
+        fn what_comes_in_goes_out_once(operations in prop::collection::vec((0..256u32, 1..20u32, any::<bool>()), 1..200)) {
+            let mut queue = ScrubQueue::default();
+            let mut waiting = BTreeSet::new();
+            for (start, chunks, add) in operations {
+                if add {
+                    let ids: Vec<_> = run(start, chunks).ids().filter(|id| waiting.insert(*id)).collect();
+                    super::super::chunk::runs(ids).into_iter().for_each(|run| queue.add(run));
+                } else {
+                    let batch = queue.take(chunks);
+                    let taken: Vec<_> = batch.iter().flat_map(|run| run.ids()).collect();
+                    prop_assert_eq!(taken.len(), waiting.len().min(chunks as usize));
+                    for id in taken {
+                        prop_assert!(waiting.remove(&id), "{} was not waiting", id);
+                    }
+                    queue.finish(&batch);
+                }
+                prop_assert_eq!((queue.waiting() as usize, queue.in_flight()), (waiting.len(), 0));
+                let ends: Vec<_> = queue.runs.iter().map(|(start, chunks)| (*start, start + chunks)).collect();
+                prop_assert!(ends.windows(2).all(|pair| pair[0].1 < pair[1].0), "runs touch: {:?}", ends);
+            }
+        }
+    }
+}

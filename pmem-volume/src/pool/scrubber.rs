@@ -1,0 +1,164 @@
+//! The thread that erases what waits, in a process that lives long.
+
+use std::io;
+use std::num::NonZeroU64;
+use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::pacer::Pacer;
+use super::{Pool, locked};
+
+/// Bytes per second that scrubbing takes at most, unless told otherwise: less than half of what a single module of
+/// persistent memory writes (some 2 GiB/s), so that guests' own stores keep the larger part, and still 100 GiB in under
+/// two minutes.
+pub const DEFAULT_SCRUB_BYTES_PER_S: NonZeroU64 = NonZeroU64::new(1 << 30).expect("not zero");
+
+/// What is erased in one go: small enough that nobody who waits for it waits long, and that the bound is kept evenly;
+/// large enough that the barrier at its end does not count on a disk.
+const BATCH_BYTES: u64 = 16 << 20;
+
+/// Erases what waits in a pool, in the background. Dropping it ends its thread, after the batch that it is at. What
+/// waits then is erased by who opens the pool next; only where erasing gives the host its memory back, and costs next
+/// to nothing, it is done first.
+#[derive(Debug)]
+pub struct Scrubber {
+    pool: Weak<Pool>,
+    wake: Arc<ScrubWake>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Scrubber {
+    /// Starts the one scrubber of a pool that is open for writing. `bytes_per_s` bounds what costs bandwidth; `None`:
+    /// no bound.
+    ///
+    /// # Panics
+    /// If the pool has one already.
+    pub fn start(pool: &Arc<Pool>, bytes_per_s: Option<NonZeroU64>) -> io::Result<Self> {
+        let wake = Arc::clone(&pool.scrub_wake);
+        let had_one = wake.change(|signals| std::mem::replace(&mut signals.has_scrubber, true));
+        assert!(!had_one, "a pool has one scrubber");
+        // Something may wait since the pool was opened.
+        wake.change(|signals| {
+            *signals = Signals { has_scrubber: true, work: true, ended: false, bytes_per_s };
+        });
+        let (weak, thread_wake) = (Arc::downgrade(pool), Arc::clone(&wake));
+        let started = std::thread::Builder::new()
+            .name("pool-scrubber".to_owned())
+            .spawn(move || Worker { pool: weak, wake: thread_wake, epoch: Instant::now() }.run());
+        // Whatever came of it, dropping it frees the place for another one.
+        let mut scrubber = Self { pool: Arc::downgrade(pool), wake, thread: None };
+        scrubber.thread = Some(started?);
+        Ok(scrubber)
+    }
+
+    /// Sets another bound, from the next batch on.
+    pub fn set_bytes_per_s(&self, bytes_per_s: Option<NonZeroU64>) {
+        self.wake.change(|signals| signals.bytes_per_s = bytes_per_s);
+    }
+}
+
+impl Drop for Scrubber {
+    fn drop(&mut self) {
+        self.wake.change(|signals| signals.ended = true);
+        let joined = self.thread.take().map(JoinHandle::join);
+        if let Some(Err(panic)) = joined
+            && !std::thread::panicking()
+        {
+            std::panic::resume_unwind(panic);
+        }
+        if let Some(pool) = self.pool.upgrade()
+            && !pool.scrubbing_costs_bandwidth()
+        {
+            // A failure is latched, and shown by the pool.
+            let _ = pool.scrub_all();
+        }
+        self.wake.change(|signals| signals.has_scrubber = false);
+    }
+}
+
+/// What a pool and its scrubber tell each other. It lives apart from the pool, which the thread does not keep open
+/// while it waits.
+#[derive(Debug, Default)]
+pub(super) struct ScrubWake {
+    signals: Mutex<Signals>,
+    changed: Condvar,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Signals {
+    has_scrubber: bool,
+    /// Something was queued since the thread looked last.
+    work: bool,
+    /// The thread is to end.
+    ended: bool,
+    bytes_per_s: Option<NonZeroU64>,
+}
+
+impl ScrubWake {
+    /// Something was queued.
+    pub(super) fn work(&self) {
+        self.change(|signals| signals.work = true);
+    }
+
+    /// The pool is gone.
+    pub(super) fn end(&self) {
+        self.change(|signals| signals.ended = true);
+    }
+
+    fn change<T>(&self, change: impl FnOnce(&mut Signals) -> T) -> T {
+        let result = change(&mut locked(&self.signals));
+        self.changed.notify_all();
+        result
+    }
+
+    /// Waits until something was queued. `None`: it is over.
+    fn wait_for_work(&self) -> Option<Signals> {
+        let signals = locked(&self.signals);
+        let idle = |signals: &mut Signals| !signals.work && !signals.ended;
+        let mut signals = self.changed.wait_while(signals, idle).expect("no code panics while it holds it");
+        signals.work = false;
+        (!signals.ended).then_some(*signals)
+    }
+
+    /// Waits that long, unless it is over or the bound changes.
+    fn pause(&self, pause: Duration, bytes_per_s: Option<NonZeroU64>) -> Option<Signals> {
+        let signals = locked(&self.signals);
+        let idle = |signals: &mut Signals| !signals.ended && signals.bytes_per_s == bytes_per_s;
+        let waited = self.changed.wait_timeout_while(signals, pause, idle);
+        let (signals, _) = waited.expect("no code panics while it holds it");
+        (!signals.ended).then_some(*signals)
+    }
+}
+
+/// The thread.
+struct Worker {
+    pool: Weak<Pool>,
+    wake: Arc<ScrubWake>,
+    epoch: Instant,
+}
+
+impl Worker {
+    fn run(self) {
+        let mut pacer = Pacer::new(None);
+        while let Some(mut signals) = self.wake.wait_for_work() {
+            loop {
+                let Some(pool) = self.pool.upgrade() else { return };
+                let bound = signals.bytes_per_s.filter(|_| pool.scrubbing_costs_bandwidth());
+                pacer.set(bound);
+                let began = self.epoch.elapsed();
+                match pool.scrub_some(pacer.batch_bytes(BATCH_BYTES)) {
+                    Ok(0) => break,
+                    Ok(bytes) => pacer.spend(bytes, began),
+                    // The pool is read-only now and says why; what waits is for who opens it next.
+                    Err(_) => return,
+                }
+                drop(pool);
+                match self.wake.pause(pacer.wait(self.epoch.elapsed()), signals.bytes_per_s) {
+                    Some(now) => signals = now,
+                    None => return,
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! Erasing in the background: who waits for it, and who does not.
+
+use std::num::NonZeroU64;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc;
+use std::thread;
+
+use super::hooked::{Hooked, open};
+use super::slow::{Barrier, Gate, PATIENCE, levels};
+use super::*;
+use crate::media::MediaError;
+
+/// A pool of 36 MiB to use, and the barrier before each persist and erase.
+fn slow_pool() -> (Arc<Pool>, Arc<Barrier>) {
+    let barrier = Barrier::new();
+    let media = Hooked::new(40 * MIB, {
+        let barrier = Arc::clone(&barrier);
+        move || {
+            barrier.pass();
+            Ok(())
+        }
+    });
+    (open(media), barrier)
+}
+
+/// Lends and takes back, so that it waits to be erased.
+fn let_wait(pool: &Pool, size_bytes: u64) {
+    let memory = pool.alloc_memory(size_bytes).unwrap();
+    pool.free_memory(&memory).unwrap();
+}
+
+/// Waits until nothing waits to be erased. Nobody helps: it is the scrubber's work.
+fn wait_until_clean(pool: &Arc<Pool>) {
+    let (done, clean) = mpsc::channel();
+    let waiter = Arc::clone(pool);
+    thread::spawn(move || {
+        let mut state = waiter.lock_state();
+        while state.scrub.pending() > 0 {
+            state = state.wait(&waiter.scrubbed);
+        }
+        drop(state);
+        drop(waiter);
+        let _ = done.send(());
+    });
+    clean.recv_timeout(PATIENCE).expect("nobody erases");
+}
+
+#[test]
+fn clean_chunks_are_lent_while_a_scrub_hangs() {
+    let (pool, barrier) = slow_pool();
+    let_wait(&pool, 6 * MIB);
+    barrier.set(Gate::Armed);
+    thread::scope(|scope| {
+        let scrub = scope.spawn(|| pool.scrub_some(4 * MIB).unwrap());
+        barrier.wait_until_shut();
+        let (answer, answered) = mpsc::channel();
+        let change = &pool;
+        scope.spawn(move || {
+            let memory = change.alloc_memory(26 * MIB);
+            let volume = change.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw);
+            answer.send((memory.map(drop), volume.map(drop))).unwrap();
+        });
+        let done = answered.recv_timeout(PATIENCE);
+        let during = levels(&pool.info());
+        barrier.set(Gate::Open);
+        assert_eq!(scrub.join().unwrap(), 4 * MIB);
+        assert!(matches!(done, Ok((Ok(()), Ok(())))), "they wait for the scrub: {done:?}");
+        assert_eq!(during, [26, 4, 0, 6]);
+    });
+    assert_eq!(levels(&pool.info()), [26, 4, 4, 2]);
+}
+
+#[test]
+fn who_needs_chunks_in_flight_waits_for_them_and_no_more() {
+    let (pool, barrier) = slow_pool();
+    let_wait(&pool, 10 * MIB);
+    barrier.set(Gate::Armed);
+    thread::scope(|scope| {
+        let scrub = scope.spawn(|| pool.scrub_some(8 * MIB).unwrap());
+        barrier.wait_until_shut();
+        let (answer, answered) = mpsc::channel();
+        let change = &pool;
+        scope.spawn(move || answer.send(change.alloc_memory(32 * MIB).map(drop)).unwrap());
+        // Not a proof, but no proof that it does not wait either: it cannot have succeeded.
+        let early = answered.try_recv();
+        barrier.set(Gate::Open);
+        scrub.join().unwrap();
+        assert!(early.is_err(), "lent before it was erased: {early:?}");
+        answered.recv_timeout(PATIENCE).expect("it hangs").unwrap();
+    });
+    // What was in flight was enough: the last chunk still waits.
+    assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([32, 0, 2, 2], 8 * MIB));
+}
+
+#[test]
+fn what_is_missing_is_erased_on_the_way_and_no_more() {
+    let (pool, _barrier) = slow_pool();
+    let_wait(&pool, 20 * MIB);
+    assert_eq!(pool.info().lendable_bytes, 36 * MIB);
+    let memory = pool.alloc_memory(22 * MIB).unwrap();
+    assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([22, 0, 0, 14], 6 * MIB));
+    pool.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
+    assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([22, 4, 0, 10], 10 * MIB));
+    pool.resize_volume("a", VolumeSize::Bytes(8 * MIB), Shrink::Refuse).unwrap();
+    assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([22, 8, 0, 6], 14 * MIB));
+    pool.free_memory(&memory).unwrap();
+    // Too much for all of it: nothing is erased for nothing.
+    let error = pool.alloc_memory(30 * MIB).unwrap_err();
+    assert!(matches!(error, PoolError::PoolFull { free_bytes, .. } if free_bytes == 28 * MIB), "{error}");
+    let create = |size| pool.create_volume("b", size, VolumeFormat::Raw);
+    let error = create(VolumeSize::Bytes(30 * MIB)).unwrap_err();
+    assert!(matches!(error, PoolError::PoolFull { free_bytes, .. } if free_bytes == 28 * MIB), "{error}");
+    assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([0, 8, 0, 28], 14 * MIB));
+    // All that is left is all that is left.
+    assert_eq!(create(VolumeSize::Remaining).unwrap().size_bytes, 28 * MIB);
+    assert_eq!(levels(&pool.info()), [0, 36, 0, 0]);
+    assert_eq!(pool.check().unwrap().pool, []);
+}
+
+#[test]
+fn small_clean_pieces_are_lent_before_anything_is_erased_for_larger_ones() {
+    let (pool, _barrier) = slow_pool();
+    let memory = pool.alloc_memory(36 * MIB).unwrap();
+    let chunks: Vec<_> = memory.iter().flat_map(|e| e.run().ids()).map(Extent::chunk).collect();
+    let (odd, even): (Vec<_>, Vec<_>) = chunks.into_iter().partition(|extent| extent.start.0 % 2 == 1);
+    pool.free_memory(&odd).unwrap();
+    pool.scrub_all().unwrap();
+    pool.free_memory(&even).unwrap();
+    let pieces = pool.alloc_memory(8 * MIB).unwrap();
+    assert!(pieces.iter().all(|piece| piece.order == 0), "{pieces:?}");
+    assert_eq!((levels(&pool.info()), pool.scrubbed_bytes()), ([8, 0, 10, 18], 18 * MIB));
+}
+
+#[test]
+fn what_waits_counts_towards_what_is_kept_for_volumes() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(64 * MIB, 20 * MIB);
+    let_wait(&pool, 40 * MIB);
+    assert_eq!((pool.info().free_bytes, pool.info().lendable_bytes), (20 * MIB, 40 * MIB));
+    // Clean chunks are lent; what is kept is kept in those that wait.
+    let memory = pool.alloc_memory(20 * MIB).unwrap();
+    assert_eq!((pool.scrubbed_bytes(), pool.info().lendable_bytes), (0, 20 * MIB));
+    assert!(matches!(pool.alloc_memory(22 * MIB), Err(PoolError::PoolFull { .. })));
+    pool.alloc_memory(20 * MIB).unwrap();
+    assert_eq!((pool.scrubbed_bytes(), pool.info().lendable_bytes), (20 * MIB, 0));
+    let error = pool.alloc_memory(2 * MIB).unwrap_err();
+    let PoolError::PoolFull { free_bytes, reserved_bytes, .. } = error else { panic!("{error}") };
+    assert_eq!((free_bytes, reserved_bytes), (20 * MIB, 20 * MIB));
+    pool.create_volume("a", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt).unwrap();
+    assert!(memory.iter().all(|extent| is_zero(&pool, *extent)));
+    assert_states_add_up(&pool.info());
+}
+
+#[test]
+fn opening_a_pool_erases_nothing() {
+    let calls = Arc::new(AtomicU32::new(0));
+    let media = Hooked::new(40 * MIB, {
+        let calls = Arc::clone(&calls);
+        move || {
+            calls.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        }
+    });
+    let pool = open(media.clone());
+    let memory = pool.alloc_memory(30 * MIB).unwrap();
+    media.store_word(memory[0].offset_bytes(), 7).unwrap();
+    drop(pool);
+    calls.store(0, Ordering::SeqCst);
+    let pool = open(media.clone());
+    assert_eq!(calls.load(Ordering::SeqCst), 1, "one persist, of what is to be erased");
+    assert_eq!(levels(&pool.info()), [0, 0, 6, 30]);
+    assert_eq!(media.load_word(memory[0].offset_bytes()).unwrap(), 7);
+    drop(pool);
+    assert_eq!(levels(&open(media.clone()).info()), [0, 0, 6, 30]);
+    assert_eq!(calls.load(Ordering::SeqCst), 2, "nothing is marked twice");
+}
+
+#[test]
+fn readers_see_what_waits_and_cannot_erase_it() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(64 * MIB, 0);
+    let memory = pool.alloc_memory(10 * MIB).unwrap();
+    pool.free_memory(&memory[..1]).unwrap();
+    let peek = Pool::open(&fixture.path(), OpenMode::Peek).unwrap();
+    assert_eq!((peek.info().memory_bytes, peek.info().scrubbing_bytes), (2 * MIB, 8 * MIB));
+    assert_eq!(peek.info().lendable_bytes, pool.info().lendable_bytes);
+    assert!(matches!(peek.scrub_some(u64::MAX), Err(PoolError::ReadOnly { .. })));
+    assert!(matches!(peek.scrub_all(), Err(PoolError::ReadOnly { .. })));
+    assert_eq!(peek.info().scrubbing_bytes, 8 * MIB);
+}
+
+/// As slow as can be: after its first batch, of one chunk, it pauses for weeks.
+const CRAWL: Option<NonZeroU64> = NonZeroU64::new(1);
+
+#[test]
+fn the_scrubber_keeps_to_its_bound_and_takes_another_while_it_pauses() {
+    let (pool, _barrier) = slow_pool();
+    let_wait(&pool, 20 * MIB);
+    let scrubber = Scrubber::start(&pool, CRAWL).unwrap();
+    // It has the first chunk. Who needs more than what is clean does not wait for the others.
+    let memory = pool.alloc_memory(30 * MIB).unwrap();
+    let scrubbed = pool.scrubbed_bytes();
+    assert!((14 * MIB..=16 * MIB).contains(&scrubbed), "{scrubbed}");
+    drop(scrubber);
+    // At most one chunk besides.
+    assert!(pool.scrubbed_bytes() <= 16 * MIB);
+    assert!(pool.info().scrubbing_bytes >= 4 * MIB);
+    let scrubber = Scrubber::start(&pool, CRAWL).unwrap();
+    pool.free_memory(&memory).unwrap();
+    scrubber.set_bytes_per_s(None);
+    wait_until_clean(&pool);
+    assert_eq!(levels(&pool.info()), [0, 0, 36, 0]);
+    // Woken by what comes later.
+    let_wait(&pool, 4 * MIB);
+    wait_until_clean(&pool);
+}
+
+#[test]
+fn on_tmpfs_nothing_is_bounded_and_the_end_comes_after_the_last_hole() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(64 * MIB, 0);
+    let at_rest = pool.file().metadata().unwrap().blocks();
+    let used = |pool: &Arc<Pool>| {
+        let memory = pool.alloc_memory(40 * MIB).unwrap();
+        memory.iter().for_each(|extent| fill(pool, *extent, 0x5a));
+        pool.free_memory(&memory).unwrap();
+    };
+    let scrubber = Scrubber::start(&pool, CRAWL).unwrap();
+    used(&pool);
+    wait_until_clean(&pool);
+    assert_eq!(pool.file().metadata().unwrap().blocks(), at_rest);
+    used(&pool);
+    drop(scrubber);
+    assert_eq!(pool.info().scrubbing_bytes, 0);
+    assert_eq!(pool.file().metadata().unwrap().blocks(), at_rest);
+    assert_eq!(Arc::strong_count(&pool), 1, "the thread has ended");
+    drop(pool);
+    assert_eq!(fixture.check().pool, []);
+}
+
+#[test]
+fn holes_cost_no_bandwidth_and_zeroing_does() {
+    let here = std::env::current_dir().unwrap();
+    for (folder, thin, costs) in
+        [(Path::new("/dev/shm"), false, false), (&here, true, false), (&here, false, true)]
+    {
+        let fixture = Fixture { folder: TempDir::new_in(folder).unwrap() };
+        let options = CreateOptions { size_bytes: Some(64 * MIB), thin, ..CreateOptions::default() };
+        let pool = Pool::create_with(&fixture.path(), options).unwrap();
+        if folder == here && pool.durability() == Durability::Volatile {
+            eprintln!("skipped: {} is in memory", folder.display());
+            continue;
+        }
+        assert_eq!(pool.scrubbing_costs_bandwidth(), costs, "{}, thin: {thin}", folder.display());
+    }
+}
+
+#[test]
+fn the_scrubber_ends_with_its_pool_or_before_it() {
+    let (pool, barrier) = slow_pool();
+    let_wait(&pool, 20 * MIB);
+    barrier.set(Gate::Armed);
+    let scrubber = Scrubber::start(&pool, None).unwrap();
+    barrier.wait_until_shut();
+    let ended = Arc::new(AtomicBool::new(false));
+    thread::scope(|scope| {
+        let (end, weak) = (Arc::clone(&ended), Arc::downgrade(&pool));
+        scope.spawn(move || {
+            drop(scrubber);
+            end.store(true, Ordering::SeqCst);
+            // The thread has let go of it.
+            assert!(weak.strong_count() <= 1);
+        });
+        assert!(!ended.load(Ordering::SeqCst), "it did not wait for the batch that its thread is at");
+        barrier.set(Gate::Open);
+    });
+    assert!(pool.scrubbed_bytes() >= 16 * MIB, "the batch was finished");
+    // The other way round: the pool does not live on for its scrubber.
+    let scrubber = Scrubber::start(&pool, None).unwrap();
+    wait_until_clean(&pool);
+    let weak = Arc::downgrade(&pool);
+    drop(pool);
+    drop(scrubber);
+    assert!(weak.upgrade().is_none());
+}
+
+#[test]
+#[should_panic(expected = "a pool has one scrubber")]
+fn a_pool_has_one_scrubber() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(64 * MIB, 0);
+    let _first = Scrubber::start(&pool, None).unwrap();
+    let _second = Scrubber::start(&pool, None);
+}
+
+#[test]
+fn a_failure_of_the_scrubber_makes_the_pool_read_only_and_ends_all_waiting() {
+    let (barrier, broken) = (Barrier::new(), Arc::new(AtomicBool::new(false)));
+    let media = Hooked::new(40 * MIB, {
+        let (barrier, broken) = (Arc::clone(&barrier), Arc::clone(&broken));
+        move || {
+            barrier.pass();
+            match broken.load(Ordering::SeqCst) {
+                true => Err(MediaError::Io {
+                    operation: "zeroing",
+                    offset_bytes: 0,
+                    length_bytes: 8,
+                    source: std::io::Error::from_raw_os_error(libc::EIO),
+                }),
+                false => Ok(()),
+            }
+        }
+    });
+    let pool = open(media.clone());
+    let_wait(&pool, 36 * MIB);
+    barrier.set(Gate::Armed);
+    let scrubber = Scrubber::start(&pool, None).unwrap();
+    barrier.wait_until_shut();
+    let error = thread::scope(|scope| {
+        let waiter = scope.spawn(|| pool.alloc_memory(2 * MIB));
+        broken.store(true, Ordering::SeqCst);
+        barrier.set(Gate::Open);
+        waiter.join().unwrap().unwrap_err()
+    });
+    assert!(matches!(error, PoolError::Latched { .. } | PoolError::Media(_)), "{error}");
+    drop(scrubber);
+    assert!(pool.info().latched.is_some_and(|cause| cause.contains("zeroing")));
+    assert_states_add_up(&pool.info());
+    assert!(matches!(pool.scrub_all(), Err(PoolError::Latched { .. })));
+    drop(pool);
+    broken.store(false, Ordering::SeqCst);
+    let pool = open(media);
+    assert_eq!(levels(&pool.info()), [0, 0, 0, 36]);
+    pool.scrub_all().unwrap();
+    assert_eq!(levels(&pool.info()), [0, 0, 36, 0]);
+}
