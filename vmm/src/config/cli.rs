@@ -103,7 +103,7 @@ struct Flags {
     /// size=S,hotplug_method=acpi|virtio-mem,hotplug_size=S,hotplugged_size=S: DRAM [default: size=512M]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     memory: Option<String>,
-    /// pool=PATH,size=S,guest_numa_node=N: persistent memory that may be plugged as memory
+    /// pool=PATH,size=S,guest_numa_node=N,scrub_bandwidth=S: persistent memory that may be plugged as memory; erasing what comes back takes at most so many bytes per second, or 0 for no bound [default: scrub_bandwidth=1G]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     pm_memory: Option<String>,
     /// pool=PATH,name=NAME,size=S|remaining,interface=auto|nvdimm|virtio-pmem,create=on|off,readonly=on|off,force=on|off: volumes of a pool

@@ -247,7 +247,10 @@ mod tests {
             |c| c.memory.size = 1,
             |c| c.serial.mode = ConsoleMode::File,
             |c| c.vsock = Some(VsockConfig { cid: 0, socket: "/s".into() }),
-            |c| c.pm_memory = Some(PmMemoryConfig { pool: "/p".into(), size: 0, guest_numa_node: 1 }),
+            |c| {
+                c.pm_memory =
+                    Some(PmMemoryConfig { size: 0, ..PmMemoryConfig::parse("pool=/p,size=2M").unwrap() })
+            },
             |c| c.pm_volumes = vec![PmVolumeConfig::parse("pool=/p,name=a/b").unwrap()],
             |c| c.pressure.policy = "none".to_owned(),
         ];

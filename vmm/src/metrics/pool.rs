@@ -3,7 +3,9 @@
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use super::expose::{Exposer, Labels};
+use prometheus_client::registry::Unit;
+
+use super::expose::{Exposer, Family, Labels};
 use crate::pool::{PmPool, PoolInfo};
 
 /// A pool that is open. It is not held open by being counted.
@@ -21,11 +23,15 @@ impl PoolMetrics {
         Self { pool, source: Arc::downgrade(source) }
     }
 
-    fn samples(&self) -> Vec<(Labels, u64)> {
-        let Some(info) = self.source.upgrade().map(|pool| pool.info()) else { return Vec::new() };
-        states(&info)
-            .map(|(state, bytes)| (vec![("pool", self.pool.clone()), ("state", state.to_owned())], bytes))
-            .to_vec()
+    fn labels(&self) -> Labels {
+        vec![("pool", self.pool.clone())]
+    }
+
+    fn states(&self, info: &PoolInfo) -> impl Iterator<Item = (Labels, u64)> {
+        let labels = self.labels();
+        states(info).into_iter().map(move |(state, bytes)| {
+            (labels.iter().cloned().chain([("state", state.to_owned())]).collect(), bytes)
+        })
     }
 }
 
@@ -41,8 +47,27 @@ fn states(info: &PoolInfo) -> [(&'static str, u64); 5] {
 }
 
 pub(super) fn expose(out: &mut Exposer<'_>, pools: &[PoolMetrics]) -> fmt::Result {
-    let samples = pools.iter().flat_map(PoolMetrics::samples);
-    out.bytes("pool", "Bytes of a pool, by what they are used for.", samples)
+    let open: Vec<_> = pools
+        .iter()
+        .filter_map(|pool| Some((pool, pool.source.upgrade()?)))
+        .map(|(pool, source)| (pool, source.info(), source.durability()))
+        .collect();
+    let durabilities = open.iter().map(|(pool, _, durability)| {
+        let durability = ("durability", durability.name().to_owned());
+        (pool.labels().into_iter().chain([durability]).collect::<Labels>(), 1.0)
+    });
+    out.gauges(
+        Family("pool_info", "What a completed flush of a pool survives; always 1.", None),
+        durabilities,
+    )?;
+    let failed = open.iter().map(|(pool, info, _)| (pool.labels(), f64::from(u8::from(info.failed))));
+    out.gauges(Family("pool_failed", "1 when a write to a pool has failed.", None), failed)?;
+    let states = open.iter().flat_map(|(pool, info, _)| pool.states(info));
+    out.bytes("pool", "Bytes of a pool, by what they are used for.", states)?;
+    let lendable = open.iter().map(|(pool, info, _)| (pool.labels(), info.lendable_bytes));
+    out.bytes("pool_lendable", "What a pool lends if it is asked for, erased or not.", lendable)?;
+    let scrubbed = open.iter().map(|(pool, info, _)| (pool.labels(), info.scrubbed_bytes));
+    out.counters(Family("pool_scrubbed", "Bytes of a pool erased so far.", Some(Unit::Bytes)), scrubbed)
 }
 
 #[cfg(test)]

@@ -80,6 +80,8 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
     let metrics = Metrics::new("vm \"1\"");
     let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(8));
     pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
+    let again = pool.alloc_memory(CHUNK_BYTES).unwrap();
+    pool.free_memory(&again).unwrap();
     let plugs = MemMetrics::default();
     plugs.plug.done(2 << 20, Duration::from_millis(3));
     plugs.failed(FailureReason::PoolFull);
@@ -184,6 +186,10 @@ fn a_scrape_shows_what_the_sources_say() {
         ),
         format!(r#"foreshore_memory_plug_duration_seconds_count{{{vm},zone="pm",tier="pm"}} 1"#),
         format!(r#"foreshore_pool_bytes{{{vm},pool="/pm/pool",state="memory"}} 4194304"#),
+        format!(r#"foreshore_pool_info{{{vm},pool="/pm/pool",durability="volatile"}} 1.0"#),
+        format!(r#"foreshore_pool_lendable_bytes{{{vm},pool="/pm/pool"}} 12582912"#),
+        format!(r#"foreshore_pool_scrubbed_bytes_total{{{vm},pool="/pm/pool"}} 2097152"#),
+        format!(r#"foreshore_pool_failed{{{vm},pool="/pm/pool"}} 0.0"#),
         format!(
             r#"foreshore_volume_flushes_total{{{vm},pool="/pm/pool",volume="a",interface="virtio-pmem",result="ok"}} 5"#
         ),

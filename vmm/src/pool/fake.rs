@@ -2,9 +2,10 @@
 
 use std::fs::File;
 use std::io;
+use std::num::NonZeroU64;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
@@ -15,6 +16,7 @@ pub(crate) struct FakePool {
     file: File,
     /// By chunk: whether it is memory.
     used: Mutex<Vec<bool>>,
+    erased_bytes: AtomicU64,
     /// Makes [`PmPool::free_memory`] fail.
     pub(crate) fail_free: AtomicBool,
 }
@@ -24,7 +26,7 @@ impl FakePool {
         let file = tempfile::tempfile().unwrap();
         file.set_len(chunks * CHUNK_BYTES).unwrap();
         let used = Mutex::new(vec![false; chunks as usize]);
-        Self { file, used, fail_free: AtomicBool::new(false) }
+        Self { file, used, erased_bytes: AtomicU64::new(0), fail_free: AtomicBool::new(false) }
     }
 
     /// What the file takes of its file system.
@@ -86,6 +88,7 @@ impl PmPool for FakePool {
             let (offset, len) = (extent.offset as libc::off_t, extent.len as libc::off_t);
             // SAFETY: a call on a file of our own.
             assert_eq!(unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset, len) }, 0);
+            self.erased_bytes.fetch_add(extent.len, Ordering::Relaxed);
             let mut used = self.used.lock();
             assert!(used[first..first + count].iter().all(|used| *used), "{extent:?} freed twice");
             used[first..first + count].fill(false);
@@ -102,8 +105,17 @@ impl PmPool for FakePool {
         let memory_bytes = used.iter().filter(|used| **used).count() as u64 * CHUNK_BYTES;
         let total_bytes = used.len() as u64 * CHUNK_BYTES;
         let free_migrate_bytes = total_bytes - memory_bytes;
-        PoolInfo { total_bytes, free_migrate_bytes, memory_bytes, ..Default::default() }
+        PoolInfo {
+            total_bytes,
+            free_migrate_bytes,
+            memory_bytes,
+            lendable_bytes: free_migrate_bytes,
+            scrubbed_bytes: self.erased_bytes.load(Ordering::Relaxed),
+            ..Default::default()
+        }
     }
+
+    fn set_scrub_bandwidth(&self, _: Option<NonZeroU64>) {}
 
     fn durability(&self) -> Durability {
         Durability::Volatile

@@ -1,48 +1,56 @@
 //! A pool that this process has opened itself.
 
 use std::fmt;
+use std::num::NonZeroU64;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 
-use pmem_volume::pool::{Run, VolumeExtent};
+use pmem_volume::pool::{Run, Scrubber, VolumeExtent};
 use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume, VolumeFormat};
 
 use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, VolumeRequest};
 use crate::config::VolumeSize;
 use crate::volume::{Persist, PersistError};
 
-/// A pool of the crate `pmem-volume`.
-pub struct LocalPool(Arc<Pool>);
+/// A pool of the crate `pmem-volume`, and the thread that erases what is given back to it.
+pub struct LocalPool {
+    // Ends, and on tmpfs gives the host its memory back, before the pool is closed.
+    scrubber: Scrubber,
+    pool: Arc<Pool>,
+}
 
 impl LocalPool {
-    /// Opens the pool at `path` for writing: chunks that an earlier life of a VM left lent are erased.
-    pub fn open(path: &Path) -> Result<Arc<Self>, PoolError> {
-        Ok(Arc::new(Self(Pool::open(path, OpenMode::ReadWrite).map_err(failed)?)))
+    /// Opens the pool at `path` for writing: chunks that an earlier life of a VM left lent wait to be erased, which
+    /// takes at most `scrub_bytes_per_s` of the media's bandwidth, where it takes any. `None`: as fast as it goes.
+    pub fn open(path: &Path, scrub_bytes_per_s: Option<NonZeroU64>) -> Result<Arc<Self>, PoolError> {
+        let pool = Pool::open(path, OpenMode::ReadWrite).map_err(failed)?;
+        let scrubber = Scrubber::start(&pool, scrub_bytes_per_s).map_err(PoolError::Scrubber)?;
+        Ok(Arc::new(Self { scrubber, pool }))
     }
 
     /// The pool itself.
     pub fn pool(&self) -> &Arc<Pool> {
-        &self.0
+        &self.pool
     }
 }
 
 impl fmt::Debug for LocalPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("LocalPool").field(&self.0.path()).finish()
+        f.debug_tuple("LocalPool").field(&self.pool.path()).finish()
     }
 }
 
 impl PmPool for LocalPool {
     fn file(&self) -> BorrowedFd<'_> {
-        self.0.file().as_fd()
+        self.pool.file().as_fd()
     }
 
     fn alloc_memory(&self, len: u64) -> Result<Vec<Extent>, PoolError> {
-        let extents = self.0.alloc_memory(len).map_err(|err| match err {
+        let extents = self.pool.alloc_memory(len).map_err(|err| match err {
             pmem_volume::PoolError::PoolFull { requested_bytes, .. } => PoolError::Full {
                 wanted_bytes: requested_bytes,
-                available_bytes: self.0.info().lendable_bytes,
+                available_bytes: self.pool.info().lendable_bytes,
             },
             err => failed(err),
         })?;
@@ -53,7 +61,7 @@ impl PmPool for LocalPool {
 
     fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError> {
         let aligned: Vec<_> = extents.iter().flat_map(|extent| run(*extent).extents()).collect();
-        self.0.free_memory(&aligned).map_err(failed)
+        self.pool.free_memory(&aligned).map_err(failed)
     }
 
     fn open_volume(&self, request: VolumeRequest<'_>) -> Result<Box<dyn PoolVolume>, PoolError> {
@@ -63,10 +71,10 @@ impl PmPool for LocalPool {
             VolumeSize::Bytes(bytes) => Some(pmem_volume::VolumeSize::Bytes(bytes)),
             VolumeSize::Remaining => Some(pmem_volume::VolumeSize::Remaining),
         };
-        let volume = match (self.0.open_volume(name), wanted) {
+        let volume = match (self.pool.open_volume(name), wanted) {
             (Err(pmem_volume::PoolError::NoSuchVolume { .. }), Some(wanted)) if create => {
-                self.0.create_volume(name, wanted, VolumeFormat::Btt).map_err(failed)?;
-                self.0.open_volume(name).map_err(failed)?
+                self.pool.create_volume(name, wanted, VolumeFormat::Btt).map_err(failed)?;
+                self.pool.open_volume(name).map_err(failed)?
             }
             (Err(pmem_volume::PoolError::NoSuchVolume { name, .. }), _) => {
                 return Err(PoolError::NoVolume { name });
@@ -86,21 +94,30 @@ impl PmPool for LocalPool {
     }
 
     fn info(&self) -> PoolInfo {
-        let info = self.0.info();
+        let info = self.pool.info();
+        // What is kept for volumes and they do not have yet.
+        let kept_bytes = info.strg_bytes.saturating_sub(info.volume_bytes).min(info.free_bytes);
         PoolInfo {
             total_bytes: info.total_bytes,
             strg_bytes: info.strg_bytes,
             metadata_bytes: info.metadata_bytes + info.retired_bytes,
-            free_storage_bytes: info.free_bytes - info.lendable_bytes,
-            free_migrate_bytes: info.lendable_bytes,
+            free_storage_bytes: kept_bytes,
+            free_migrate_bytes: info.free_bytes - kept_bytes,
             memory_bytes: info.memory_bytes,
             scrubbing_bytes: info.scrubbing_bytes,
             volume_bytes: info.volume_bytes,
+            lendable_bytes: info.lendable_bytes,
+            scrubbed_bytes: self.pool.scrubbed_bytes(),
+            failed: info.latched.is_some(),
         }
     }
 
+    fn set_scrub_bandwidth(&self, bytes_per_s: Option<NonZeroU64>) {
+        self.scrubber.set_bytes_per_s(bytes_per_s);
+    }
+
     fn durability(&self) -> Durability {
-        self.0.durability()
+        self.pool.durability()
     }
 }
 
@@ -159,7 +176,7 @@ mod tests {
         let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
         let path = folder.path().join("pool");
         drop(Pool::create(&path, 64 * MIB, 16 * MIB).unwrap());
-        (LocalPool::open(&path).unwrap(), path, folder)
+        (LocalPool::open(&path, None).unwrap(), path, folder)
     }
 
     fn states(info: PoolInfo) -> u64 {
@@ -188,6 +205,26 @@ mod tests {
         pool.free_memory(&[part]).unwrap();
         assert_eq!(pool.info().memory_bytes, 10 * MIB);
         assert!(pool.free_memory(&[part]).is_err());
+    }
+
+    #[test]
+    fn what_comes_back_is_available_at_once_and_erased_later() {
+        let (pool, path, _folder) = pool();
+        let before = pool.info();
+        let extents = pool.alloc_memory(32 * MIB).unwrap();
+        pool.free_memory(&extents).unwrap();
+        let info = pool.info();
+        assert_eq!((info.lendable_bytes, states(info)), (before.lendable_bytes, before.total_bytes));
+        // More than what is clean, as long as anything waits.
+        let again = pool.alloc_memory(32 * MIB).unwrap();
+        pool.free_memory(&again).unwrap();
+        pool.pool().scrub_all().unwrap();
+        let info = pool.info();
+        assert_eq!((info.free_migrate_bytes, info.scrubbing_bytes), (before.free_migrate_bytes, 0));
+        assert!(info.scrubbed_bytes >= 32 * MIB && !info.failed, "{info:?}");
+        // Closed when it is dropped: no thread has it.
+        drop(pool);
+        LocalPool::open(&path, None).unwrap();
     }
 
     #[test]
@@ -227,7 +264,7 @@ mod tests {
     #[test]
     fn a_pool_is_opened_once() {
         let (_pool, path, _folder) = pool();
-        let err = LocalPool::open(&path).err().unwrap().to_string();
+        let err = LocalPool::open(&path, None).err().unwrap().to_string();
         assert!(err.contains("in use"), "{err}");
     }
 }

@@ -5,6 +5,8 @@ pub(crate) mod fake;
 mod local;
 
 use std::fmt::Debug;
+use std::io;
+use std::num::NonZeroU64;
 use std::os::fd::BorrowedFd;
 
 pub use local::LocalPool;
@@ -66,12 +68,15 @@ pub enum PoolError {
         /// What was asked for.
         wanted_bytes: u64,
     },
+    /// The host has no thread left.
+    #[error("The thread that erases what is given back cannot be started")]
+    Scrubber(#[source] io::Error),
     /// Anything else, in the words of the pool's implementation.
     #[error(transparent)]
     Failed(Box<dyn std::error::Error + Send + Sync>),
 }
 
-/// The pool's bytes by state; they add up to its size.
+/// The pool's bytes by state, which add up to its size, and what follows from them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolInfo {
     /// The whole pool.
@@ -82,14 +87,20 @@ pub struct PoolInfo {
     pub metadata_bytes: u64,
     /// Free, and kept for volumes: never lent as memory.
     pub free_storage_bytes: u64,
-    /// Free to be storage or memory.
+    /// Free to be storage or memory, and clean.
     pub free_migrate_bytes: u64,
     /// Lent as memory.
     pub memory_bytes: u64,
-    /// Waiting to be erased.
+    /// Waiting to be erased. It is available: whoever needs it gets it erased.
     pub scrubbing_bytes: u64,
     /// Owned by volumes.
     pub volume_bytes: u64,
+    /// Beside the states: what would be lent if it were asked for, at once or after what waits has been erased.
+    pub lendable_bytes: u64,
+    /// Erased since the pool was opened.
+    pub scrubbed_bytes: u64,
+    /// A write has failed: nothing of the pool changes before it is opened again.
+    pub failed: bool,
 }
 
 impl PoolInfo {
@@ -133,13 +144,18 @@ pub trait PmPool: Debug + Send + Sync {
     /// for want of room.
     fn alloc_memory(&self, len: u64) -> Result<Vec<Extent>, PoolError>;
 
-    /// Scrubs memory and frees it. Extents may be any whole chunks of what [`PmPool::alloc_memory`] gave. The
-    /// caller has unmapped them everywhere. On an error nothing is free. The caller may try again, in vain where
-    /// one failed write ends all (as in a [`LocalPool`]): what is not freed is erased when the pool is opened again.
+    /// Takes memory back, which waits to be erased from then on, and is free after that; who needs it earlier does not
+    /// see the difference. Extents may be any whole chunks of what [`PmPool::alloc_memory`] gave. The caller has
+    /// unmapped them everywhere. On an error nothing is taken back. The caller may try again, in vain where one failed
+    /// write ends all (as in a [`LocalPool`]): what is not taken back is erased when the pool is opened again.
     fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError>;
 
     /// Opens a volume, or makes it.
     fn open_volume(&self, request: VolumeRequest<'_>) -> Result<Box<dyn PoolVolume>, PoolError>;
+
+    /// Bounds, in bytes per second, what erasing in the background takes of the media's bandwidth. `None`: no bound.
+    /// Holes, on tmpfs and in thin pools, are never bounded.
+    fn set_scrub_bandwidth(&self, bytes_per_s: Option<NonZeroU64>);
 
     /// Bytes by state.
     fn info(&self) -> PoolInfo;

@@ -71,7 +71,7 @@ pub(super) fn start(
     let pool_free: PoolFree = match &config.pm_memory {
         Some(pm) => {
             let pool = Arc::clone(resources.pool(&pm.pool));
-            Arc::new(move || pool.info().free_migrate_bytes)
+            Arc::new(move || pool.info().lendable_bytes)
         }
         None => Arc::new(|| 0),
     };

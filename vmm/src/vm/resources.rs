@@ -1,8 +1,11 @@
 //! What outlives one machine: a reboot builds a new machine on the same pools, and its metrics go on.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 
 use super::error::BuildError;
 use crate::config::{PmMemoryConfig, VmConfig};
@@ -29,8 +32,12 @@ impl Resources {
         let memory = config.pm_memory.iter().map(|pm| ("--pm-memory", &pm.pool));
         let volumes = config.pm_volumes.iter().map(|volume| ("--pm-volume", &volume.pool));
         for (flag, path) in memory.chain(volumes) {
-            if !self.pools.contains_key(path) {
-                let pool = LocalPool::open(path)
+            // Another machine on the same pool may have another bound.
+            let bound = scrub_bound(config, path);
+            if let Some(pool) = self.pools.get(path) {
+                pool.set_scrub_bandwidth(bound);
+            } else {
+                let pool = LocalPool::open(path, bound)
                     .map_err(BuildError::device(format!("{flag} pool={}", path.display())))?;
                 self.pools.insert(path.clone(), pool);
             }
@@ -76,6 +83,14 @@ impl Resources {
     }
 }
 
+/// What erasing in a pool may take: `--pm-memory` says it, of its own pool.
+fn scrub_bound(config: &VmConfig, pool: &Path) -> Option<NonZeroU64> {
+    match &config.pm_memory {
+        Some(pm) if pm.pool == pool => pm.scrub_bytes_per_s(),
+        _ => Some(DEFAULT_SCRUB_BYTES_PER_S),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use tempfile::TempDir;
@@ -92,10 +107,11 @@ mod tests {
         drop(pmem_volume::Pool::create(&pool, 64 * MIB, 16 * MIB).unwrap());
         let open = |size| {
             let mut config = test_config();
-            config.pm_memory = Some(PmMemoryConfig { pool: pool.clone(), size, guest_numa_node: 1 });
+            config.pm_memory =
+                Some(PmMemoryConfig { pool: pool.clone(), size, guest_numa_node: 1, scrub_bandwidth: 0 });
             Resources::new(Arc::new(Metrics::new("vm"))).open_pools(&config)
         };
-        let info = LocalPool::open(&pool).unwrap().info();
+        let info = LocalPool::open(&pool, None).unwrap().info();
         let most = info.most_memory_bytes();
         assert_eq!(most, info.free_migrate_bytes, "nothing is used yet");
         open(most).unwrap();

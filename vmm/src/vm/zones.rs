@@ -74,8 +74,12 @@ mod tests {
     fn hybrid() -> VmConfig {
         let mut config = test_config();
         config.memory.hotplug_size = Some(GIB);
-        config.pm_memory =
-            Some(PmMemoryConfig { pool: "/pm/pool".into(), size: 4 * GIB, guest_numa_node: 1 });
+        config.pm_memory = Some(PmMemoryConfig {
+            pool: "/pm/pool".into(),
+            size: 4 * GIB,
+            guest_numa_node: 1,
+            scrub_bandwidth: 0,
+        });
         config
     }
 

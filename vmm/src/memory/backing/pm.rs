@@ -47,7 +47,7 @@ impl PmBacking {
                     return Err(match err {
                         PoolError::Full { .. } => BackingError::PoolFull {
                             wanted_bytes: len,
-                            available_bytes: self.pool.info().free_migrate_bytes,
+                            available_bytes: self.pool.info().lendable_bytes,
                         },
                         err => err.into(),
                     });
@@ -222,7 +222,7 @@ mod tests {
         let Ok(folder) = tempfile::TempDir::new_in("/dev/shm") else { return };
         let path = folder.path().join("pool");
         drop(pmem_volume::Pool::create(&path, 64 * MIB, 0).unwrap());
-        let pool = LocalPool::open(&path).unwrap();
+        let pool = LocalPool::open(&path, None).unwrap();
         let blocks = || std::fs::metadata(&path).unwrap().blocks() * 512;
         let at_rest = blocks();
         let reservation = Arc::new(Reservation::new(32 * MIB, 1 << 30).unwrap());
@@ -243,12 +243,13 @@ mod tests {
             // Six chunks out of the middle, then the rest in one go.
             backing.detach(6 * MIB, 12 * MIB).unwrap();
             backing.free_detached().unwrap();
-            assert_eq!(pool.info().memory_bytes, 20 * MIB);
+            assert_eq!((pool.info().memory_bytes, pool.info().lendable_bytes), (20 * MIB, 40 * MIB));
             backing.detach(0, 6 * MIB).unwrap();
             backing.detach(18 * MIB, 14 * MIB).unwrap();
             backing.free_detached().unwrap();
             assert_eq!(resident_bytes(&[[range]]).unwrap(), [0]);
             assert_eq!(pool.info().memory_bytes, 0);
+            pool.pool().scrub_all().unwrap();
             assert_eq!(blocks(), at_rest);
         }
     }
