@@ -82,12 +82,14 @@ fn make_pool(path: &Path, size_bytes: u64) {
     let first: Vec<_> = first.into_iter().map(Extent::chunk).collect();
     let rest: Vec<_> = rest.into_iter().map(Extent::chunk).collect();
     pool.free_memory(&first).unwrap();
+    pool.scrub_all().unwrap();
     let volume_bytes = first.len() as u64 / VOLUMES * CHUNK_BYTES;
     for volume in 0..VOLUMES {
         let name = format!("volume-{volume}");
         pool.create_volume(&name, VolumeSize::Bytes(volume_bytes), VolumeFormat::Raw).unwrap();
     }
     pool.free_memory(&rest).unwrap();
+    pool.scrub_all().unwrap();
     let extents: u32 = pool.volumes().iter().map(|volume| volume.extents).sum();
     let info = pool.info();
     println!(

@@ -4,12 +4,17 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use crate::guest::program;
 use crate::runner::this_tests_dir;
+use crate::wait::wait_until;
+
+/// Holes in a few GiB, emulated.
+const SCRUB_LIMIT: Duration = Duration::from_secs(60);
 
 /// A pool file in the test's directory: on tmpfs, where what is given back shows in the file's blocks.
 #[derive(Debug, Clone)]
@@ -73,6 +78,11 @@ impl Pool {
         let info = self.info()?;
         let durability = info["durability"].as_str();
         Ok(durability.with_context(|| format!("pmvol info says nothing of durability: {info}"))?.to_owned())
+    }
+
+    /// Waits until what was given back has been erased, which the VMM does in the background.
+    pub fn wait_until_clean(&self) -> Result<()> {
+        wait_until("the pool is clean", SCRUB_LIMIT, || Ok(self.info()?["scrubbing_bytes"] == 0))
     }
 
     /// What the file occupies, holes left out.

@@ -40,6 +40,7 @@ pub fn show(guest: &Guest, pool: &Pool, before: &Spent) -> Result<()> {
     event("Redis flushed");
     redis::flush(guest)?;
     let steps = follow_down(guest)?;
+    pool.wait_until_clean()?;
     event("all PM is back");
     let after = Spent::on(guest, pool)?;
     print_table(&[before, &top, &after]);

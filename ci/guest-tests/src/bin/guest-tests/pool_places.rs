@@ -128,12 +128,14 @@ fn open(pool: &Pool) -> Result<Arc<pmem_volume::Pool>> {
 /// Whatever was in the pool's free chunks, they read as zeros: all of them are taken and looked at.
 fn free_chunks_are_zero(pool: &Pool) -> Result<()> {
     let open = open(pool)?;
+    open.scrub_all()?;
     let info = open.info();
     ensure!(info.memory_bytes + info.scrubbing_bytes == 0, "Not all came back: {info:?}");
     let lent = Lent::take(&open, info.lendable_bytes)?;
     let found = lent.find_content();
     ensure!(found.is_none(), "A free chunk has content (offset and byte): {found:?}");
-    lent.give_back(&open)
+    lent.give_back(&open)?;
+    Ok(open.scrub_all()?)
 }
 
 /// What every pool does, in its place: volumes come, change and go; memory that its holder left behind is erased; it

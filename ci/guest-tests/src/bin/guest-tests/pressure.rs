@@ -97,6 +97,7 @@ fn pm_goes_back_first_when_the_need_is_over() -> Result<()> {
         println!("{}", guest.run("free -m; dmesg | tail -n 20; cat /run/agent.log")?);
     }
     back?;
+    pool.wait_until_clean()?;
     let after_bytes = pool.occupied_bytes()?;
     ensure!(
         after_bytes <= idle_bytes + 4 * MIB,
