@@ -3,7 +3,7 @@
 
 use std::ffi::CString;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -60,6 +60,9 @@ fn dax_sync() -> Expected {
 /// A persistent memory device of the emulated host, without content.
 fn blank(device: &str) -> Result<PathBuf> {
     let path = PathBuf::from(device);
+    if std::env::var_os("FORESHORE_HOST").is_none_or(|host| host != "nested") {
+        return skip(format!("what is on {device} may be somebody's on a machine that is not ours"));
+    }
     if !path.exists() {
         return skip(format!("no {device} here (ci/nested/host --nvdimm 512 --pmem-devices 320 has one)"));
     }
@@ -207,6 +210,15 @@ fn on_ext4_it_is_thin_if_asked() -> Result<()> {
     let thin = Expected { thin: true, ..page_cache() };
     let pool = serves_in_file(disk.dir(), &["--thin"], &thin)?;
     ensure!(pool.occupied_bytes()? < 5 * MIB, "What is free has {} bytes", pool.occupied_bytes()?);
+    // A full disk is an error of who stores something new, and of nobody else.
+    let filler = disk.dir().join("filler");
+    fill(&filler)?;
+    let create = ["volume", "create", &pool.name(), "v", "--size", "36M"];
+    refused(&create, &["store", "no room"])?;
+    fs::remove_file(&filler)?;
+    free_chunks_are_zero(&pool)?;
+    pmvol(&create)?;
+    ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
     // More than the disk has; until somebody uses it.
     pmvol(&["grow", &pool.name(), "--size", "1G"])?;
     ensure!(pool.check()?.ends_with("clean\n"), "Not clean");
@@ -280,6 +292,22 @@ fn on_devdax_it_is_dax_sync() -> Result<()> {
     refused(&["create", &pool.name()], &["there is a pool", "--force"])?;
     serves(&pool, &dax_sync(), |name| pmvol(&["grow", name]).map(drop))?;
     pmvol(&["repair", &pool.name()]).map(drop)
+}
+
+/// Makes a file of all that is left.
+fn fill(path: &Path) -> Result<()> {
+    let mut filler = File::create(path)?;
+    // Large steps first, then whatever is left.
+    for step in [1 << 20, 4096] {
+        loop {
+            match filler.write_all(&vec![0xff; step]) {
+                Ok(()) => {}
+                Err(error) if error.kind() == ErrorKind::StorageFull => break,
+                Err(error) => return Err(error).context("Cannot fill the disk up"),
+            }
+        }
+    }
+    Ok(filler.sync_all()?)
 }
 
 /// What an unprivileged user may still use.
