@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use super::chunk::{ChunkId, Extent, MAX_ORDER, Run};
+use super::chunk::{ChunkId, Extent, MAX_ORDER, Run, joined};
 use super::wear::Wear;
 
 /// From which end of the pool to take. Volumes stay for long and memory comes and goes: taken from opposite ends, they
@@ -44,8 +44,25 @@ fn level_and_start(key: u64) -> (u64, u32) {
 
 impl Buddy {
     /// Nothing is free yet; `uses` says how often each chunk was used.
-    pub(crate) fn with_wear(uses: Vec<u32>) -> Self {
+    fn with_wear(uses: Vec<u32>) -> Self {
         Self { heads: vec![0; uses.len()], wear: Wear::new(uses), ..Self::default() }
+    }
+
+    /// The runs are free, in any order. Once they are as long as they can be, the fewest aligned extents that make them up
+    /// have no buddies among them.
+    pub(crate) fn new(uses: Vec<u32>, free: Vec<Run>) -> Self {
+        let free = joined(free);
+        let mut buddy = Self::with_wear(uses);
+        let mut keys: [Vec<u64>; ORDERS] = Default::default();
+        buddy.heads.resize(free.last().map_or(0, |run| run.end().0 as usize).max(buddy.heads.len()), 0);
+        for extent in free.iter().flat_map(|run| run.extents()) {
+            buddy.heads[extent.start.0 as usize] = extent.order + 1;
+            keys[usize::from(extent.order)].push(buddy.key(extent));
+            buddy.free_chunks += extent.chunks();
+        }
+        // Made of all their keys at once, which is several times faster than one after the other.
+        buddy.by_wear = keys.map(BTreeSet::from_iter);
+        buddy
     }
 
     fn key(&self, extent: Extent) -> u64 {
@@ -401,6 +418,20 @@ mod tests {
             whole.free_run(Run { start: ChunkId(0), chunks: CHUNKS });
             prop_assert!(buddy.free_extents().eq(whole.free_extents()), "everything given back merges to what was there at first");
         }
+    }
+
+    #[test]
+    fn what_is_free_at_open_is_as_if_it_had_been_freed_bit_by_bit() {
+        let uses: Vec<u32> = (0..6000).map(|chunk| chunk % 7 * 20).collect();
+        let run = |start, chunks| Run { start: ChunkId(start), chunks };
+        let free = [run(3, 4), run(64, 2048), run(2113, 3000), run(5999, 1), run(7, 2), run(1, 1)];
+        let buddy = Buddy::new(uses.clone(), free.to_vec());
+        let mut freed = Buddy::with_wear(uses);
+        free.iter().flat_map(|run| run.ids()).for_each(|chunk| freed.free(Extent::chunk(chunk)));
+        assert_eq!(buddy.free_chunks(), 5056);
+        assert_eq!(buddy.free_chunks(), freed.free_chunks());
+        assert!(buddy.free_extents().eq(freed.free_extents()));
+        assert_eq!(buddy.by_wear, freed.by_wear);
     }
 
     #[test]

@@ -131,6 +131,20 @@ pub(crate) fn runs(chunks: impl IntoIterator<Item = ChunkId>) -> Vec<Run> {
     runs
 }
 
+/// Sorts runs and joins those that touch. They must not overlap.
+pub(crate) fn joined(mut runs: Vec<Run>) -> Vec<Run> {
+    runs.sort_unstable();
+    runs.dedup_by(|next, run| {
+        assert!(run.end() <= next.start, "a chunk is in two runs");
+        let touch = run.end() == next.start;
+        if touch {
+            run.chunks += next.chunks;
+        }
+        touch
+    });
+    runs
+}
+
 /// Adds a chunk to the last run, if it follows it, or as a run of its own.
 pub(crate) fn push(runs: &mut Vec<Run>, chunk: ChunkId) {
     match runs.last_mut() {
@@ -152,6 +166,12 @@ mod tests {
         assert_eq!(orders(3, 6), [(3, 0), (4, 2), (8, 0)]);
         assert_eq!(orders(0, 4096), [(0, 10), (1024, 10), (2048, 10), (3072, 10)]);
         assert_eq!(orders(5, 0), []);
+    }
+
+    #[test]
+    fn runs_that_touch_are_joined() {
+        let run = |start, chunks| Run { start: ChunkId(start), chunks };
+        assert_eq!(joined(vec![run(8, 2), run(0, 3), run(3, 1), run(10, 1)]), [run(0, 4), run(8, 3)]);
     }
 
     #[test]

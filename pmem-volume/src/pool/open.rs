@@ -149,8 +149,7 @@ impl Pool {
 
 impl State {
     fn new(superblock: &Superblock, mut scan: Scan, findings: Vec<Finding>) -> Self {
-        let mut buddy = Buddy::with_wear(std::mem::take(&mut scan.wear));
-        scan.free.iter().for_each(|run| buddy.free_run(*run));
+        let buddy = Buddy::new(std::mem::take(&mut scan.wear), std::mem::take(&mut scan.free));
         let mut scrub = ScrubQueue::default();
         scan.to_scrub.iter().for_each(|run| scrub.add(*run));
         let volume = scan.volumes.values().map(|v| v.allocated()).sum();

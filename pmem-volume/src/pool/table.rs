@@ -178,8 +178,8 @@ pub(crate) struct Entry {
     pub(crate) wear: Result<u32, BadWord>,
 }
 
-/// Entries that are read together: 64 KiB, which stay in a cache until they are decoded.
-const PIECE_ENTRIES: u32 = 4096;
+/// Entries that are read together: 16 KiB, which stay in the first cache until they are decoded.
+const PIECE_ENTRIES: u32 = 1024;
 
 /// Where the table lies, and the loads and stores on it.
 #[derive(Clone, Copy, Debug)]
