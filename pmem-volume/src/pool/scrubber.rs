@@ -96,9 +96,12 @@ struct Signals {
 }
 
 impl ScrubWake {
-    /// Something was queued.
+    /// Something was queued. A system call only if the thread has not been told yet: it looks before it waits.
     pub(super) fn work(&self) {
-        self.change(|signals| signals.work = true);
+        let told = std::mem::replace(&mut locked(&self.signals).work, true);
+        if !told {
+            self.changed.notify_all();
+        }
     }
 
     /// The pool is gone.
