@@ -73,10 +73,13 @@ fn a_pool_is_made_filled_listed_and_checked() {
         &["--size", "20971520", "cannot shrink"],
     );
     folder.fail(&["volume", "resize", "pool", "data", "--size", "50M"], &["--size", "52428800", "67108864"]);
+    let waits = || folder.json(&["info", "pool", "--json"])["scrubbing_bytes"].as_u64();
     folder.succeed(&["volume", "resize", "pool", "dax", "--size", "4M", "--shrink"]);
+    assert_eq!(waits(), Some(0), "what it lost is erased when the command ends");
     assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
     folder.succeed(&["volume", "rename", "pool", "rest", "tail"]);
     folder.succeed(&["volume", "delete", "pool", "tail"]);
+    assert_eq!(waits(), Some(0), "it is erased when the command ends");
     assert_eq!(folder.json(&["info", "pool", "--json"])["free_bytes"].as_u64(), Some(40 << 20));
 }
 

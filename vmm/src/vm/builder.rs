@@ -97,8 +97,8 @@ pub fn build(
     resources: &mut Resources,
     events: &EventSender,
 ) -> Result<KvmMachine, BuildError> {
-    // 1. What may be missing or in use elsewhere, before anything is made. Pools last: opening one erases what an
-    //    earlier life left lent.
+    // 1. What may be missing or in use elsewhere, before anything is made. Pools last: opening one marks what
+    //    an earlier life left lent, and starts to erase it.
     let hypervisor = Hypervisor::open()?;
     resources.open_pools(config)?;
     // 2. Memory, because everything else lies in it or reaches it.

@@ -26,6 +26,7 @@ enum Operation {
     Delete { name: u8 },
     Rename { name: u8, new_name: u8 },
     Resize { name: u8, chunks: u32, shrink: bool },
+    Scrub { chunks: u32 },
     Reopen,
     Grow,
 }
@@ -45,6 +46,7 @@ fn operation() -> impl Strategy<Value = Operation> {
         2 => (name.clone(), name.clone()).prop_map(|(name, new_name)| Operation::Rename { name, new_name }),
         4 => (name, 1..24u32, any::<bool>())
             .prop_map(|(name, chunks, shrink)| Operation::Resize { name, chunks, shrink }),
+        3 => (1..12u32).prop_map(|chunks| Operation::Scrub { chunks }),
         1 => Just(Operation::Reopen),
         1 => Just(Operation::Grow),
     ]
@@ -166,6 +168,12 @@ impl World {
                 }
                 (end_of(&self.pool.free_memory(&back)), End::Done)
             }
+            Operation::Scrub { chunks } => {
+                let waiting = self.pool.info().scrubbing_bytes;
+                let erased = self.pool.scrub_some(bytes(chunks)).unwrap();
+                assert_eq!(erased, waiting.min(bytes(chunks)));
+                (End::Done, End::Done)
+            }
             Operation::TakeChunkBack { pick, chunk } => {
                 if model.lent.is_empty() {
                     return (End::Done, End::Done);
@@ -255,7 +263,7 @@ impl World {
         prop_assert_eq!(info.memory_bytes, bytes(model.in_memory()));
         // What waits to be erased is as good as free to whoever needs it.
         prop_assert_eq!(info.free_bytes + info.scrubbing_bytes, bytes(model.free()));
-        prop_assert!(info.lendable_bytes <= bytes(model.lendable()));
+        prop_assert_eq!(info.lendable_bytes, bytes(model.lendable()));
         prop_assert_eq!(info.strg_bytes, bytes(STRG));
         prop_assert!(
             bytes(model.free() + model.in_volumes()) >= info.strg_bytes.min(bytes(model.chunks - METADATA)),

@@ -63,8 +63,8 @@ pub trait Backing: Debug + Send {
     /// it is still set aside: [`Backing::free_detached`] gives it back.
     fn detach(&mut self, offset: u64, len: u64) -> Result<(), BackingError>;
 
-    /// Scrubs what has been detached and gives it back. What cannot be scrubbed now stays set aside, and is
-    /// offered again at the next call, for pools that get over a failure.
+    /// Gives back what has been detached: nobody gets it before it is scrubbed. What is not taken now stays set aside,
+    /// and is offered again at the next call, for pools that get over a failure.
     fn free_detached(&mut self) -> Result<(), BackingError>;
 
     /// Whether the page at `offset`, which is plugged, was touched already. Backings whose memory costs nothing to find at the

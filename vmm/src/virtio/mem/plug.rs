@@ -257,13 +257,14 @@ impl Executor {
         }
         // 3. The slots: empty ones go after a quiet time, PROT_NONE protects until then.
         self.slots.release(offset, len, Instant::now());
-        // 4. Scrub, then free, while devices go on. What cannot be scrubbed stays out of everybody's reach.
+        // 4. Back it goes, while devices go on, to be scrubbed before anybody gets it. What is not taken stays out of
+        //    everybody's reach.
         if let Err(err) = self.backing.free_detached() {
             self.shared.metrics.scrub_failures.fetch_add(1, Ordering::Relaxed);
             sparsely!(
                 error,
                 zone = %self.shared.zone.id, %err,
-                "Unplugged memory cannot be scrubbed, and is set aside"
+                "Unplugged memory cannot be given back, and is set aside"
             );
         }
         // 5. The state; the caller acknowledges.
