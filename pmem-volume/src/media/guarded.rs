@@ -306,7 +306,7 @@ mod tests {
     use std::env;
     use std::fs::File;
     use std::os::fd::AsRawFd;
-    use std::os::unix::process::{CommandExt, ExitStatusExt};
+    use std::os::unix::process::ExitStatusExt;
     use std::process::{Command, ExitStatus};
 
     use super::*;
@@ -414,19 +414,15 @@ mod tests {
     /// this very program, made to run that test alone.
     fn end_of_child(name: &str, child: fn()) -> ExitStatus {
         if env::var_os(CHILD).is_some() {
+            // It is to leave no core behind.
+            let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+            // SAFETY: a system call that takes the numbers.
+            unsafe { libc::setrlimit(libc::RLIMIT_CORE, &raw const none) };
             child();
             panic!("the child was to end before");
         }
         let mut command = Command::new(env::current_exe().unwrap());
         command.args(["--exact", &format!("media::guarded::tests::{name}")]).env(CHILD, "1");
-        let no_core = || {
-            let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-            // SAFETY: a system call that takes the numbers.
-            unsafe { libc::setrlimit(libc::RLIMIT_CORE, &raw const none) };
-            Ok(())
-        };
-        // SAFETY: the closure makes a system call only.
-        unsafe { command.pre_exec(no_core) };
         command.output().unwrap().status
     }
 
