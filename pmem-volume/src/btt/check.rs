@@ -143,6 +143,11 @@ impl Report {
 
 /// Checks a volume. It changes nothing.
 pub fn check(space: &impl ReadAt) -> Result<Report, MediaError> {
+    check_with(space, &mut |_| {})
+}
+
+/// The same. `reached` hears up to where the volume is checked, in bytes; the last is its length.
+pub(crate) fn check_with(space: &impl ReadAt, reached: &mut dyn FnMut(u64)) -> Result<Report, MediaError> {
     let mut arenas = Vec::new();
     let mut start = START_BYTES;
     loop {
@@ -159,7 +164,7 @@ pub fn check(space: &impl ReadAt) -> Result<Report, MediaError> {
             }
             Ok((info, source)) => {
                 let next = info.next_bytes;
-                arenas.push(check_arena(space, info, source)?);
+                arenas.push(check_arena(space, info, source, reached)?);
                 next
             }
         };
@@ -168,10 +173,16 @@ pub fn check(space: &impl ReadAt) -> Result<Report, MediaError> {
             None => break,
         }
     }
+    reached(space.len_bytes());
     Ok(Report { arenas })
 }
 
-fn check_arena(space: &impl ReadAt, info: ArenaInfo, source: InfoSource) -> Result<ArenaReport, MediaError> {
+fn check_arena(
+    space: &impl ReadAt,
+    info: ArenaInfo,
+    source: InfoSource,
+    reached: &mut dyn FnMut(u64),
+) -> Result<ArenaReport, MediaError> {
     let mut report = ArenaReport::new(info.start_bytes);
     match source {
         InfoSource::Both => {}
@@ -187,7 +198,7 @@ fn check_arena(space: &impl ReadAt, info: ArenaInfo, source: InfoSource) -> Resu
     let flog_is_whole = recovery.findings.is_empty();
     report.redo = recovery.redo.len() as u32;
     let mut named = BlockSet::new(info.blocks);
-    report.name_mapped(space, &info, &recovery, &mut named)?;
+    report.name_mapped(space, &info, &recovery, &mut named, reached)?;
     for (block, lane) in &recovery.free {
         report.name(&mut named, *block, || format!("lane {lane} of the flog"));
     }
@@ -230,6 +241,7 @@ impl ArenaReport {
         info: &ArenaInfo,
         recovery: &Recovery,
         named: &mut BlockSet,
+        reached: &mut dyn FnMut(u64),
     ) -> Result<(), MediaError> {
         let mut bytes = vec![0u8; MAP_PIECE as usize * MAP_ENTRY_BYTES as usize];
         let mut first = 0;
@@ -252,6 +264,8 @@ impl ArenaReport {
                 }
             }
             first += count;
+            // What takes its time is the map, and a sector of it stands for its block.
+            reached(info.start_bytes + u64::from(first) * u64::from(info.sector_bytes));
         }
         Ok(())
     }

@@ -21,6 +21,7 @@ mod tests;
 use std::ops::Range;
 
 pub use arena::{ArenaInfo, InfoError, InfoSource};
+pub(crate) use check::check_with;
 pub use check::{ArenaReport, Finding, Report, check};
 pub use extend::{ExtendError, Extension, extend};
 pub use layout::{

@@ -15,12 +15,13 @@ use super::guarded::{Guard, PageLost};
 use super::place::Place;
 use super::{Durability, Media, MediaError, assert_inside, coalesce, page_cache};
 use crate::CHUNK_BYTES;
-
-/// Hears how many bytes of how many are done.
-pub(crate) type Progress<'a> = &'a mut dyn FnMut(u64, u64);
+use crate::progress::{OnProgress, Task, in_steps, unheard};
 
 /// Between two reports of progress a slow disk needs less than a second.
 const ERASE_STEP_BYTES: u64 = 32 * CHUNK_BYTES;
+
+/// A file system allocates as much in no time, and would gain nothing by larger pieces.
+const ALLOCATE_STEP_BYTES: u64 = 1 << 30;
 
 /// Pages are what msync() and sync_file_range() count in.
 const PAGE_BYTES: u64 = 4096;
@@ -113,10 +114,10 @@ impl FileMedia {
     /// The same file or device with more of it, durably. What is new reads as zeros. This media stays as it is.
     ///
     /// A file becomes longer; of a device, which has its length already, the new part is erased.
-    pub(crate) fn grown(&self, len_bytes: u64, progress: Progress<'_>) -> io::Result<Self> {
+    pub(crate) fn grown(&self, len_bytes: u64, progress: OnProgress<'_>) -> io::Result<Self> {
         assert!(len_bytes > self.len_bytes);
         if !self.place.is_device() {
-            allocate(&self.file, self.len_bytes..len_bytes, self.is_thin)?;
+            allocate(&self.file, self.len_bytes..len_bytes, self.is_thin, progress)?;
             self.file.sync_all()?;
         }
         // The same open file, and so the same lock.
@@ -130,22 +131,23 @@ impl FileMedia {
 
     /// Erases a large range, durably and in its order, and says after each step how much of it is done. Whoever does
     /// not come back from `progress` leaves the rest as it was.
-    pub(crate) fn erase_in_steps(&self, range: Range<u64>, progress: Progress<'_>) -> Result<(), MediaError> {
-        let total_bytes = range.end - range.start;
-        let mut at = range.start;
-        while at < range.end {
-            let end = range.end.min(at + ERASE_STEP_BYTES);
-            self.erase(std::slice::from_ref(&(at..end)))?;
-            at = end;
-            progress(at - range.start, total_bytes);
-        }
-        Ok(())
+    pub(crate) fn erase_in_steps(
+        &self,
+        range: Range<u64>,
+        progress: OnProgress<'_>,
+    ) -> Result<(), MediaError> {
+        let erase = |step| self.erase(std::slice::from_ref(&step));
+        in_steps(Task::Erase, range, ERASE_STEP_BYTES, progress, erase)
     }
 
     /// Gives a range of a thin file its blocks: what this process itself stores to must not find the disk full. The
     /// range has none yet.
     pub(crate) fn reserve(&self, range: &Range<u64>) -> io::Result<()> {
-        if self.is_thin && self.place == Place::Disk { take_blocks(&self.file, range) } else { Ok(()) }
+        if self.is_thin && self.place == Place::Disk {
+            take_blocks(&self.file, range.clone(), &mut unheard)
+        } else {
+            Ok(())
+        }
     }
 
     fn pointer(&self, offset_bytes: u64, length_bytes: u64) -> *mut u8 {
@@ -374,20 +376,31 @@ pub(crate) fn write_zeros(file: &File, range: &Range<u64>) -> io::Result<()> {
 /// Makes a file as long as the range's end, and gives the range its blocks where it lies on a disk: a hole that a full
 /// file system cannot fill would kill a guest at a store. tmpfs stays sparse: memory is taken when it is used and given
 /// back after; and so does a file that is to be thin. The range is behind what the file has.
-pub(crate) fn allocate(file: &File, range: Range<u64>, is_thin: bool) -> io::Result<()> {
+pub(crate) fn allocate(
+    file: &File,
+    range: Range<u64>,
+    is_thin: bool,
+    progress: OnProgress<'_>,
+) -> io::Result<()> {
     file.set_len(range.end)?;
     if is_thin || Place::of(file).map_err(io::Error::other)? == Place::Memory {
         return Ok(());
     }
-    take_blocks(file, &range)
+    take_blocks(file, range, progress)
 }
 
-fn take_blocks(file: &File, range: &Range<u64>) -> io::Result<()> {
-    match page_cache::fallocate(file, 0, range) {
-        // Whether there are blocks for the zeros, some file systems find out only now.
-        Err(error) if is_unsupported(&error) => write_zeros(file, range).and_then(|()| file.sync_all()),
-        result => result,
+fn take_blocks(file: &File, range: Range<u64>, progress: OnProgress<'_>) -> io::Result<()> {
+    let fallocate = |step| page_cache::fallocate(file, 0, &step);
+    match in_steps(Task::Allocate, range.clone(), ALLOCATE_STEP_BYTES, progress, fallocate) {
+        Err(error) if is_unsupported(&error) => {}
+        result => return result,
     }
+    // Zeros are slower. Synced after each step: some file systems find out only then whether there are blocks for them,
+    // and what is told to be done is.
+    in_steps(Task::Allocate, range, ERASE_STEP_BYTES, progress, |step| {
+        write_zeros(file, &step)?;
+        file.sync_data()
+    })
 }
 
 fn map_shared(file: &File, len_bytes: u64, writable: bool, sync: libc::c_int) -> io::Result<NonNull<u8>> {
@@ -417,7 +430,7 @@ mod tests {
 
     fn media_in(folder: &Path, len_bytes: u64) -> FileMedia {
         let file = tempfile::tempfile_in(folder).unwrap();
-        allocate(&file, 0..len_bytes, false).unwrap();
+        allocate(&file, 0..len_bytes, false, &mut unheard).unwrap();
         FileMedia::new(file, len_bytes, true).unwrap()
     }
 
@@ -488,7 +501,7 @@ mod tests {
         for folder in folders() {
             let media = media_in(&folder, CHUNK_BYTES);
             media.store_word(8, 7).unwrap();
-            let grown = media.grown(3 * CHUNK_BYTES, &mut |_, _| {}).unwrap();
+            let grown = media.grown(3 * CHUNK_BYTES, &mut unheard).unwrap();
             assert_eq!(grown.load_word(8).unwrap(), 7);
             assert_eq!(grown.load_word(2 * CHUNK_BYTES).unwrap(), 0);
             grown.store_word(2 * CHUNK_BYTES, 5).unwrap();
@@ -496,7 +509,7 @@ mod tests {
             media.cut_tail().unwrap();
             assert_eq!(media.file().metadata().unwrap().len(), CHUNK_BYTES);
             assert_eq!(
-                media.grown(3 * CHUNK_BYTES, &mut |_, _| {}).unwrap().load_word(2 * CHUNK_BYTES).unwrap(),
+                media.grown(3 * CHUNK_BYTES, &mut unheard).unwrap().load_word(2 * CHUNK_BYTES).unwrap(),
                 0
             );
         }
@@ -505,7 +518,7 @@ mod tests {
     #[test]
     fn media_open_for_reading_refuses_stores() {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
-        allocate(&file, 0..CHUNK_BYTES, false).unwrap();
+        allocate(&file, 0..CHUNK_BYTES, false, &mut unheard).unwrap();
         let media = FileMedia::new(file, CHUNK_BYTES, false).unwrap();
         assert!(matches!(media.store(0, &[1]), Err(MediaError::ReadOnly)));
         assert!(matches!(media.store_word(0, 1), Err(MediaError::ReadOnly)));

@@ -1,15 +1,18 @@
 //! A full look at a pool and every volume in it, from the media alone. Nothing is changed.
 
+use std::sync::Arc;
+
 use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
 use super::findings::{Finding, Severity};
 use super::redo_log::{self, Redone};
 use super::scan::scan;
+use super::volume::VolumeInfo;
 use super::volume_record::VolumeFormat;
-use super::{Pool, PoolError};
+use super::{Pool, PoolError, bytes};
 use crate::btt;
-use std::sync::Arc;
+use crate::progress::{OnProgress, Progress, Task, unheard};
 
 /// What a check found.
 #[derive(Debug, Serialize)]
@@ -40,12 +43,55 @@ impl CheckReport {
                 .iter()
                 .all(|v| v.unusable.is_none() && v.btt.as_ref().is_none_or(btt::Report::is_clean))
     }
+
+    /// How much waits to be erased, if nobody has the pool: what somebody has lent does not wait.
+    pub fn waiting_bytes(&self) -> u64 {
+        let waiting = |finding: &Finding| match finding {
+            Finding::StillLent { chunks } | Finding::Unscrubbed { chunks } | Finding::Leftover { chunks } => {
+                *chunks
+            }
+            _ => 0,
+        };
+        bytes(self.pool.iter().map(waiting).sum())
+    }
+}
+
+/// Volumes that are checked one after the other, as one task.
+pub(super) struct Checking<'a> {
+    done_bytes: u64,
+    total_bytes: u64,
+    progress: OnProgress<'a>,
+}
+
+impl<'a> Checking<'a> {
+    pub(super) fn new(volumes: &[VolumeInfo], progress: OnProgress<'a>) -> Self {
+        Self { done_bytes: 0, total_bytes: volumes.iter().map(|volume| volume.size_bytes).sum(), progress }
+    }
+
+    /// Lets the next volume be checked, by somebody who says up to where it is.
+    pub(super) fn volume<T>(&mut self, info: &VolumeInfo, check: impl FnOnce(&mut dyn FnMut(u64)) -> T) -> T {
+        self.say(0);
+        let checked = check(&mut |reached| self.say(reached.min(info.size_bytes)));
+        self.done_bytes += info.size_bytes;
+        self.say(0);
+        checked
+    }
+
+    fn say(&mut self, more_bytes: u64) {
+        let done_bytes = self.done_bytes + more_bytes;
+        (self.progress)(Progress { task: Task::Check, done_bytes, total_bytes: self.total_bytes });
+    }
 }
 
 impl Pool {
     /// Checks tables and volumes. What was found and put right at open is not reported again; open the pool for
     /// reading to see the media as it was left.
     pub fn check(self: &Arc<Self>) -> Result<CheckReport, PoolError> {
+        self.check_with(&mut unheard)
+    }
+
+    /// The same; `progress` hears how far the volumes are checked.
+    pub fn check_with(self: &Arc<Self>, progress: OnProgress<'_>) -> Result<CheckReport, PoolError> {
         let mut pool = Vec::new();
         {
             // Nothing changes while the state is locked.
@@ -63,22 +109,26 @@ impl Pool {
             }
             pool.append(&mut found);
         }
-        let volumes =
-            self.volumes().into_iter().map(|info| self.check_volume(&info.name, info.format)).collect();
+        let volumes = self.volumes();
+        let mut checking = Checking::new(&volumes, progress);
+        let check = |info| checking.volume(info, |reached| self.check_volume(info, reached));
+        let volumes = volumes.iter().map(check).collect();
         Ok(CheckReport { pool, volumes })
     }
 
-    fn check_volume(self: &Arc<Self>, name: &str, format: VolumeFormat) -> VolumeCheck {
-        let result = match format {
+    fn check_volume(self: &Arc<Self>, info: &VolumeInfo, reached: &mut dyn FnMut(u64)) -> VolumeCheck {
+        let result = match info.format {
             VolumeFormat::Raw => Ok(None),
-            VolumeFormat::Btt => self.open_volume(name).and_then(|volume| volume.check_btt()),
+            VolumeFormat::Btt => {
+                self.open_volume(&info.name).and_then(|volume| volume.check_btt_with(reached))
+            }
         };
         let (btt, unusable) = match result {
             Ok(btt) => (btt, None),
             Err(PoolError::Media(error)) => (None, Some(error.to_string())),
             Err(error) => (None, Some(error.to_string())),
         };
-        VolumeCheck { name: name.to_owned(), btt, unusable }
+        VolumeCheck { name: info.name.clone(), btt, unusable }
     }
 }
 

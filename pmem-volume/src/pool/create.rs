@@ -24,6 +24,7 @@ use super::{
 };
 use crate::CHUNK_BYTES;
 use crate::media::{self, FileMedia, Media, MediaError, Place};
+use crate::progress::{OnProgress, unheard};
 use crate::size::display;
 
 /// What a new pool is to be.
@@ -37,8 +38,8 @@ pub struct CreateOptions<'a> {
     pub thin: bool,
     /// Even if there is something on the device; not, if that is a pool with volumes.
     pub force: bool,
-    /// Hears how many bytes of how many have been erased, while that goes on: of a device, all are.
-    pub progress: Option<&'a mut dyn FnMut(u64, u64)>,
+    /// Hears how a file gets its blocks, or how all that the pool gets of a device is erased.
+    pub progress: Option<OnProgress<'a>>,
 }
 
 impl Pool {
@@ -54,11 +55,11 @@ impl Pool {
         let kind = fs::metadata(path).map(|metadata| metadata.file_type());
         match kind {
             Ok(kind) if kind.is_block_device() || kind.is_char_device() => Self::create_on(path, options),
-            _ => Self::create_file(path, &options),
+            _ => Self::create_file(path, options),
         }
     }
 
-    fn create_file(path: &Path, options: &CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
+    fn create_file(path: &Path, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
         let is_thin = options.thin;
         let size_bytes = options.size_bytes.ok_or_else(|| PoolError::SizeNeeded { path: path.to_owned() })?;
         let superblock =
@@ -82,7 +83,9 @@ impl Pool {
             },
             _ => file_error("allocate")(error),
         };
-        media::allocate(&unnamed.file, 0..size_bytes, is_thin).map_err(no_room)?;
+        let mut unheard = unheard;
+        let progress = options.progress.unwrap_or(&mut unheard);
+        media::allocate(&unnamed.file, 0..size_bytes, is_thin, progress).map_err(no_room)?;
         try_lock(&unnamed.file, LockKind::Exclusive)
             .map_err(file_error("lock"))?
             .map_err(|holder| PoolError::InUse { path: path.to_owned(), holder })?;
@@ -111,12 +114,12 @@ impl Pool {
         check_device(path, size_bytes, device_bytes)?;
         check_empty(path, &opened, options.force)?;
         let media = FileMedia::new(opened.file, size_bytes, true)?;
-        let mut ignore = |_, _| {};
+        let mut unheard = unheard;
         let erase = |progress| {
             media.erase(std::slice::from_ref(&(0..CHUNK_BYTES)))?;
             media.erase_in_steps(0..size_bytes, progress)
         };
-        erase(options.progress.unwrap_or(&mut ignore)).map_err(|error| PoolError::File {
+        erase(options.progress.unwrap_or(&mut unheard)).map_err(|error| PoolError::File {
             path: path.to_owned(),
             action: "erase",
             source: io::Error::other(error),

@@ -14,21 +14,22 @@ use super::table::{ChunkTable, Owner};
 use super::{Backing, MAX_POOL_BYTES, OpenMode, Pool, PoolError};
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
+use crate::progress::{OnProgress, unheard};
 use crate::size::display;
 
 impl Pool {
     /// Makes a pool that nobody uses larger, and opens it. On a disk all of it is allocated, unless it is thin. If there
     /// is no room, nothing has changed.
     pub fn grow(path: &Path, size_bytes: u64) -> Result<Arc<Pool>, PoolError> {
-        Self::grow_with(path, Some(size_bytes), &mut |_, _| {})
+        Self::grow_with(path, Some(size_bytes), &mut unheard)
     }
 
-    /// The same; without a size, to all of its device. What is new of a device is erased first: `progress` hears how
-    /// many bytes of how many are.
+    /// The same; without a size, to all of its device. `progress` hears how the file gets its blocks, or how what is new
+    /// of a device is erased.
     pub fn grow_with(
         path: &Path,
         size_bytes: Option<u64>,
-        progress: &mut dyn FnMut(u64, u64),
+        progress: OnProgress<'_>,
     ) -> Result<Arc<Pool>, PoolError> {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
         let media = pool.backing.file_media();

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
+use super::check::Checking;
 use super::chunk::ChunkId;
 use super::findings::{Finding, Severity};
 use super::layout::{SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes};
@@ -19,11 +20,12 @@ use super::redo_log::{self, LogState, Redone};
 use super::scan::{Scan, scan};
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner, Slot, decode_owner, encode_owner};
-use super::volume::Space;
+use super::volume::{Space, Volume};
 use super::volume_record::VolumeRecord;
 use super::{Backing, OpenMode, Pool, PoolError};
 use crate::btt;
 use crate::media::{FileMedia, Media, MediaError};
+use crate::progress::{OnProgress, unheard};
 
 /// What a repair did, or would do.
 #[derive(Debug, Default, Serialize)]
@@ -56,6 +58,15 @@ impl Pool {
     /// Mends a pool that nobody uses: what opening it puts right, what this module's sources explain, and info blocks
     /// of BTTs from their copies. `dry_run`: only says so, and changes nothing.
     pub fn repair(path: &Path, dry_run: bool) -> Result<RepairReport, PoolError> {
+        Self::repair_with(path, dry_run, &mut unheard)
+    }
+
+    /// The same; `progress` hears how what waited is erased, and how far the volumes are checked.
+    pub fn repair_with(
+        path: &Path,
+        dry_run: bool,
+        progress: OnProgress<'_>,
+    ) -> Result<RepairReport, PoolError> {
         let mode = if dry_run { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
         let opened = Opened::new(path, mode)?;
         let copies = opened.read_copies(path)?;
@@ -90,7 +101,7 @@ impl Pool {
         let backing = Backing::File(media);
         let opened = Self::from_media_with(path.to_owned(), mode, backing, superblock, findings, &planned);
         match opened {
-            Ok(pool) => pool.finish_repair(dry_run, &mut report)?,
+            Ok(pool) => pool.finish_repair(dry_run, progress, &mut report)?,
             Err(PoolError::Damaged { .. }) => {
                 let left = Self::open(path, OpenMode::ReadOnly)?.check()?;
                 report.left.extend(left.pool.iter().filter(|f| !opening_mends(f)).map(Finding::to_string));
@@ -101,40 +112,58 @@ impl Pool {
     }
 
     /// What remains once the tables are in order: what opening put right, and the volumes.
-    fn finish_repair(self: &Arc<Self>, dry_run: bool, report: &mut RepairReport) -> Result<(), PoolError> {
+    fn finish_repair(
+        self: &Arc<Self>,
+        dry_run: bool,
+        progress: OnProgress<'_>,
+        report: &mut RepairReport,
+    ) -> Result<(), PoolError> {
         if !dry_run {
-            self.scrub_all()?;
+            self.scrub_all_with(progress)?;
         }
         for finding in self.findings_at_open() {
             let list = if opening_mends(&finding) { &mut report.mended } else { &mut report.left };
             list.push(finding.to_string());
         }
-        for info in self.volumes() {
-            let volume = match self.open_volume(&info.name) {
-                Ok(volume) => volume,
+        let volumes = self.volumes();
+        let mut checking = Checking::new(&volumes, progress);
+        for info in &volumes {
+            checking.volume(info, |reached| match self.open_volume(&info.name) {
+                Ok(volume) => self.mend_btt(&volume, dry_run, reached, report),
                 Err(error) => {
                     report.left.push(error.to_string());
-                    continue;
+                    Ok(())
                 }
-            };
-            if info.format != super::VolumeFormat::Btt {
-                continue;
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Info blocks of a BTT, from their copies.
+    fn mend_btt(
+        &self,
+        volume: &Volume,
+        dry_run: bool,
+        reached: &mut dyn FnMut(u64),
+        report: &mut RepairReport,
+    ) -> Result<(), PoolError> {
+        if volume.info().format != super::VolumeFormat::Btt {
+            return Ok(());
+        }
+        let say = |arena: usize, text: &dyn std::fmt::Display| {
+            format!("volume {}: arena {arena}: {text}", volume.info().name)
+        };
+        for block in self.latch(btt::damaged_info(volume))? {
+            report.mended.push(say(block.arena, &block.finding));
+            if !dry_run {
+                let space = Space { media: self.media(), extents: volume.extents() };
+                self.latch(block.write(&space))?;
             }
-            let say = |arena: usize, text: &dyn std::fmt::Display| {
-                format!("volume {}: arena {arena}: {text}", info.name)
-            };
-            for block in self.latch(btt::damaged_info(&volume))? {
-                report.mended.push(say(block.arena, &block.finding));
-                if !dry_run {
-                    let space = Space { media: self.media(), extents: volume.extents() };
-                    self.latch(block.write(&space))?;
-                }
-            }
-            let arenas = volume.check_btt()?.expect("it is a BTT volume").arenas;
-            for (number, arena) in arenas.iter().enumerate() {
-                let left = arena.findings.iter().filter(|finding| !btt::is_mendable(finding));
-                report.left.extend(left.map(|finding| say(number, finding)));
-            }
+        }
+        let arenas = volume.check_btt_with(reached)?.expect("it is a BTT volume").arenas;
+        for (number, arena) in arenas.iter().enumerate() {
+            let left = arena.findings.iter().filter(|finding| !btt::is_mendable(finding));
+            report.left.extend(left.map(|finding| say(number, finding)));
         }
         Ok(())
     }

@@ -8,9 +8,10 @@ use std::sync::atomic::Ordering;
 
 use super::chunk::Run;
 use super::table::Owner;
-use super::{Pool, PoolError, State, StateGuard};
+use super::{Pool, PoolError, State, StateGuard, bytes};
 use crate::CHUNK_BYTES;
 use crate::media::MediaError;
+use crate::progress::{OnProgress, Progress, Task, unheard};
 
 /// Chunks in one batch where somebody waits for all of it, 256 MiB: on a disk each batch costs a barrier.
 const AWAITED_BATCH_CHUNKS: u32 = 128;
@@ -28,11 +29,29 @@ impl Pool {
 
     /// Erases and frees everything that waits. At return nothing waits any more, and nothing is being erased by others.
     pub fn scrub_all(&self) -> Result<(), PoolError> {
+        self.scrub_all_with(&mut unheard)
+    }
+
+    /// The same; `progress` hears of what waited at the start.
+    pub fn scrub_all_with(&self, progress: OnProgress<'_>) -> Result<(), PoolError> {
         self.check_writable()?;
-        let mut state = self.lock_state();
-        while state.scrub.pending() > 0 {
+        let total = self.lock_state().scrub.pending();
+        let mut left = total;
+        let mut say = |left| {
+            let (done_bytes, total_bytes) = (bytes(total - left), bytes(total));
+            progress(Progress { task: Task::Erase, done_bytes, total_bytes });
+        };
+        say(left);
+        while left > 0 {
+            let mut state = self.lock_state();
             let pending = state.scrub.pending();
-            state = self.clean_some(state, pending)?;
+            if pending > 0 {
+                state = self.clean_some(state, pending)?;
+            }
+            // Others may let more wait meanwhile, which is erased too.
+            left = left.min(state.scrub.pending());
+            drop(state);
+            say(left);
         }
         self.check_not_latched()
     }

@@ -346,9 +346,17 @@ impl Volume {
 
     /// Checks the volume's BTT from its media alone. `None`: a raw volume has nothing to check.
     pub fn check_btt(&self) -> Result<Option<btt::Report>, PoolError> {
+        self.check_btt_with(&mut |_| {})
+    }
+
+    /// The same; `reached` hears up to where, in bytes.
+    pub(super) fn check_btt_with(
+        &self,
+        reached: &mut dyn FnMut(u64),
+    ) -> Result<Option<btt::Report>, PoolError> {
         match self.info.format {
             VolumeFormat::Raw => Ok(None),
-            VolumeFormat::Btt => self.pool.latch(btt::check(self)).map(Some),
+            VolumeFormat::Btt => self.pool.latch(btt::check_with(self, reached)).map(Some),
         }
     }
 }

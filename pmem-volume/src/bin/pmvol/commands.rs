@@ -22,7 +22,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             create(pool, CreateOptions { size_bytes, strg_bytes, thin: *thin, force: *force, progress: None })
         }
         Command::Grow { pool, size } => {
-            let grown = Pool::grow_with(pool, *size, &mut |_, _| {}).map_err(with_flag)?;
+            let grown = Pool::grow_with(pool, *size, &mut |_| {}).map_err(with_flag)?;
             print::pool_grown(pool, &grown.info());
             Ok(Outcome::Done)
         }

@@ -18,6 +18,7 @@ mod hostile;
 mod latch;
 mod model;
 mod places;
+mod progress;
 mod repair;
 mod scrub;
 mod slow;

@@ -14,6 +14,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::*;
 use crate::media::simulator::{Random, Simulator};
 use crate::pool::lock::{LockKind, try_lock};
+use crate::progress::{Progress, Task, unheard};
 
 /// A loop device over a sparse file.
 struct Loop {
@@ -134,8 +135,9 @@ fn a_block_device_that_grew_has_room_for_its_pool() {
     assert!(extents.iter().all(|extent| is_zero(&pool, *extent)));
     drop(pool);
     let mut heard = Vec::new();
-    let pool = Pool::grow_with(&disk.device, None, &mut |done, total| heard.push((done, total))).unwrap();
-    assert_eq!(heard, [(16 * MIB, 16 * MIB)]);
+    let pool = Pool::grow_with(&disk.device, None, &mut |progress| heard.push(progress)).unwrap();
+    let erasing = |done_bytes| Progress { task: Task::Erase, done_bytes, total_bytes: 16 * MIB };
+    assert_eq!(heard, [erasing(0), erasing(16 * MIB)]);
     assert_eq!((pool.info().total_bytes, pool.volumes().len()), (48 * MIB, 1));
     drop(pool);
     assert_eq!(disk.content().len() as u64, 48 * MIB);
@@ -214,9 +216,9 @@ fn a_pool_that_was_not_made_to_the_end_is_none() {
     drop(disk.create().unwrap());
     let mut heard = Vec::new();
     let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        let mut progress = |done, total| {
-            heard.push((done, total));
-            panic!("interrupted");
+        let mut progress = |now: Progress| {
+            heard.push((now.done_bytes, now.total_bytes));
+            assert_eq!(now.done_bytes, 0, "interrupted after the first step");
         };
         disk.create_with(CreateOptions {
             force: true,
@@ -225,7 +227,7 @@ fn a_pool_that_was_not_made_to_the_end_is_none() {
         })
     }));
     assert!(unwound.is_err());
-    assert_eq!(heard, [(64 * MIB, 160 * MIB)]);
+    assert_eq!(heard, [(0, 160 * MIB), (64 * MIB, 160 * MIB)]);
     assert!(matches!(disk.open().unwrap_err(), PoolError::NotAPool { .. }));
     drop(disk.create().unwrap());
 }
@@ -455,6 +457,6 @@ fn a_pool_on_a_disk_is_not_thin_unless_it_was_asked_for() {
     let error =
         Pool::create_with(&fixture.folder.path().join("other"), CreateOptions::default()).unwrap_err();
     assert!(matches!(error, PoolError::SizeNeeded { .. }), "{error}");
-    let error = Pool::grow_with(&fixture.path(), None, &mut |_, _| {}).unwrap_err();
+    let error = Pool::grow_with(&fixture.path(), None, &mut unheard).unwrap_err();
     assert!(matches!(error, PoolError::SizeNeeded { .. }), "{error}");
 }

@@ -1,0 +1,65 @@
+//! What is heard while something takes its time.
+
+use super::*;
+use crate::pool::CreateOptions;
+use crate::progress::{Progress, Task};
+
+/// One task that starts at nothing, never goes back, and ends with all of it.
+fn assert_whole(heard: &[Progress], task: Task, total_bytes: u64) {
+    let (first, last) = (heard.first().unwrap(), heard.last().unwrap());
+    assert_eq!((first.done_bytes, last.done_bytes), (0, total_bytes), "{heard:?}");
+    assert!(heard.iter().all(|now| now.task == task && now.total_bytes == total_bytes), "{heard:?}");
+    assert!(heard.is_sorted_by_key(|now| now.done_bytes), "{heard:?}");
+}
+
+#[test]
+fn erasing_what_waits_is_heard() {
+    let fixture = Fixture::new();
+    fixture.create(600 * MIB, 0).alloc_memory(580 * MIB).unwrap();
+    let pool = fixture.open();
+    let mut heard = vec![];
+    pool.scrub_all_with(&mut |now| heard.push(now)).unwrap();
+    assert_whole(&heard, Task::Erase, 580 * MIB);
+    assert!(heard.len() > 2, "in steps: {heard:?}");
+    heard.clear();
+    pool.scrub_all_with(&mut |now| heard.push(now)).unwrap();
+    assert_whole(&heard, Task::Erase, 0);
+}
+
+#[test]
+fn checks_are_heard_as_one_task_of_all_volumes() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(128 * MIB, 0);
+    for (name, format) in [("a", VolumeFormat::Btt), ("b", VolumeFormat::Raw), ("c", VolumeFormat::Btt)] {
+        pool.create_volume(name, VolumeSize::Bytes(32 * MIB), format).unwrap();
+    }
+    let mut heard = vec![];
+    assert!(pool.check_with(&mut |now| heard.push(now)).unwrap().is_clean());
+    assert_whole(&heard, Task::Check, 96 * MIB);
+    drop(pool);
+    let mut tasks = vec![];
+    Pool::repair_with(&fixture.path(), false, &mut |now| tasks.push(now)).unwrap();
+    let (erased, checked) = tasks.split_at(1);
+    assert_whole(erased, Task::Erase, 0);
+    assert_whole(checked, Task::Check, 96 * MIB);
+}
+
+#[test]
+fn a_file_on_a_disk_is_heard_to_get_its_blocks() {
+    let folder = TempDir::new_in(std::env::current_dir().unwrap()).unwrap();
+    let path = folder.path().join("pool");
+    let mut heard = vec![];
+    let mut progress = |now| heard.push(now);
+    let options =
+        CreateOptions { size_bytes: Some(16 * MIB), progress: Some(&mut progress), ..Default::default() };
+    let pool = Pool::create_with(&path, options).unwrap();
+    if pool.durability() == Durability::Volatile {
+        eprintln!("skipped: {} is no disk", folder.path().display());
+        return;
+    }
+    drop(pool);
+    assert_whole(&heard, Task::Allocate, 16 * MIB);
+    heard.clear();
+    Pool::grow_with(&path, Some(24 * MIB), &mut |now| heard.push(now)).unwrap();
+    assert_whole(&heard, Task::Allocate, 8 * MIB);
+}
