@@ -1,10 +1,13 @@
 //! What each command does.
 
 use std::path::Path;
+use std::sync::Arc;
 
+use pmem_volume::progress::OnProgress;
 use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink};
 
 use super::args::{Arguments, Command, Output, VolumeCommand};
+use super::meter::watched;
 use super::{manual, print};
 
 /// How a command ended that did not fail.
@@ -18,71 +21,77 @@ pub(crate) enum Outcome {
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
     match &arguments.command {
         Command::Create { pool, size, strg, thin, force } => {
-            let (size_bytes, strg_bytes) = (*size, *strg);
-            create(pool, CreateOptions { size_bytes, strg_bytes, thin: *thin, force: *force, progress: None })
+            let (size_bytes, strg_bytes, thin, force) = (*size, *strg, *thin, *force);
+            let create = |progress: OnProgress<'_>| {
+                let progress = Some(progress);
+                Pool::create_with(pool, CreateOptions { size_bytes, strg_bytes, thin, force, progress })
+            };
+            let made = watched(create).map_err(with_flag)?;
+            print::pool_made(pool, &made.info());
+            Ok(Outcome::Done)
         }
         Command::Grow { pool, size } => {
-            let grown = Pool::grow_with(pool, *size, &mut |_| {}).map_err(with_flag)?;
+            let grown = watched(|progress| Pool::grow_with(pool, *size, progress)).map_err(with_flag)?;
             print::pool_grown(pool, &grown.info());
             Ok(Outcome::Done)
         }
         Command::Info { pool, output } => info(pool, output),
         Command::Check { pool, output } => check(pool, output),
-        Command::Repair { pool, dry_run, output } => {
-            let report = Pool::repair(pool, *dry_run)?;
-            if output.json {
-                print::json(&report)?
-            } else {
-                print::repair(&report, *dry_run)
-            }
-            Ok(if report.left.is_empty() { Outcome::Done } else { Outcome::Unclean })
-        }
+        Command::Repair { pool, dry_run, output } => repair(pool, *dry_run, output),
+        Command::Volume(command) => volume(command),
         Command::Completion { shell } => manual::completion(*shell).map(|()| Outcome::Done),
         Command::Man { folder } => manual::pages(folder.as_deref()).map(|()| Outcome::Done),
-        Command::Volume(VolumeCommand::Create { pool, name, size, format }) => {
-            let volume = open(pool, OpenMode::ReadWrite)?
-                .create_volume(name, *size, (*format).into())
-                .map_err(with_flag)?;
-            print::volume_made(&volume);
-            Ok(Outcome::Done)
-        }
-        Command::Volume(VolumeCommand::List { pool, output }) => {
-            let volumes = open(pool, OpenMode::Peek)?.volumes();
-            if output.json {
-                print::json(&volumes)?
-            } else {
-                print::volumes(&volumes)
-            }
-            Ok(Outcome::Done)
-        }
-        Command::Volume(VolumeCommand::Resize { pool, name, size, shrink }) => {
-            let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
-            let pool = open(pool, OpenMode::ReadWrite)?;
-            let volume = pool.resize_volume(name, *size, shrink).map_err(with_flag)?;
-            if shrink == Shrink::Allow {
-                pool.scrub_all()?;
-            }
-            print::volume_resized(&volume);
-            Ok(Outcome::Done)
-        }
-        Command::Volume(VolumeCommand::Rename { pool, name, new_name }) => {
-            let volume = open(pool, OpenMode::ReadWrite)?.rename_volume(name, new_name)?;
-            println!("volume {name} renamed to {}", volume.name);
-            Ok(Outcome::Done)
-        }
-        Command::Volume(VolumeCommand::Delete { pool, name }) => {
-            let pool = open(pool, OpenMode::ReadWrite)?;
-            pool.delete_volume(name)?;
-            // Nobody else would do it before the pool is opened by a VMM, and who deletes a volume may want to be sure.
-            pool.scrub_all()?;
-            println!("volume {name} deleted");
-            Ok(Outcome::Done)
-        }
     }
 }
 
-fn open(path: &Path, mode: OpenMode) -> anyhow::Result<std::sync::Arc<Pool>> {
-    Ok(Pool::open(path, mode)?)
+fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
+    match command {
+        VolumeCommand::List { pool, output } => {
+            let volumes = Pool::open(pool, OpenMode::Peek)?.volumes();
+            if output.json { print::json(&volumes)? } else { print::volumes(&volumes) }
+        }
+        VolumeCommand::Create { pool, name, size, format } => {
+            let (_, volume) = changed(pool, |pool, _| pool.create_volume(name, *size, (*format).into()))?;
+            print::volume_made(&volume);
+        }
+        VolumeCommand::Resize { pool, name, size, shrink } => {
+            let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
+            let (_, volume) = changed(pool, |pool, progress| {
+                let volume = pool.resize_volume(name, *size, shrink)?;
+                if shrink == Shrink::Allow {
+                    pool.scrub_all_with(progress)?;
+                }
+                Ok(volume)
+            })?;
+            print::volume_resized(&volume);
+        }
+        VolumeCommand::Rename { pool, name, new_name } => {
+            let (_, volume) = changed(pool, |pool, _| pool.rename_volume(name, new_name))?;
+            println!("volume {name} renamed to {}", volume.name);
+        }
+        VolumeCommand::Delete { pool, name } => {
+            changed(pool, |pool, progress| {
+                pool.delete_volume(name)?;
+                // Nobody else would do it before the pool is opened by a VMM, and who deletes a volume may want to be
+                // sure.
+                pool.scrub_all_with(progress)
+            })?;
+            println!("volume {name} deleted");
+        }
+    }
+    Ok(Outcome::Done)
+}
+
+/// Opens a pool for writing and changes something in it.
+fn changed<T>(
+    path: &Path,
+    change: impl FnOnce(&Pool, OnProgress<'_>) -> Result<T, PoolError>,
+) -> anyhow::Result<(Arc<Pool>, T)> {
+    watched(|progress| {
+        let pool = Pool::open(path, OpenMode::ReadWrite)?;
+        let result = change(&pool, progress).map_err(with_flag)?;
+        Ok((pool, result))
+    })
 }
 
 /// Puts the flag before an error about its value.
@@ -105,14 +114,8 @@ fn with_flag(error: PoolError) -> anyhow::Error {
     }
 }
 
-fn create(path: &Path, options: CreateOptions<'_>) -> anyhow::Result<Outcome> {
-    let pool = Pool::create_with(path, options).map_err(with_flag)?;
-    print::pool_made(path, &pool.info());
-    Ok(Outcome::Done)
-}
-
 fn info(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
-    let pool = open(path, OpenMode::Peek)?;
+    let pool = Pool::open(path, OpenMode::Peek)?;
     let report = print::InfoReport::new(path, &pool);
     if output.json {
         print::json(&report)?
@@ -123,11 +126,25 @@ fn info(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
 }
 
 fn check(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
-    let report = open(path, OpenMode::ReadOnly)?.check()?;
+    let report = watched(|progress| Pool::open(path, OpenMode::ReadOnly)?.check_with(progress))?;
     if output.json {
         print::json(&report)?
     } else {
         print::check(&report)
     }
-    Ok(if report.is_clean() { Outcome::Done } else { Outcome::Unclean })
+    Ok(outcome(report.is_clean()))
+}
+
+fn repair(path: &Path, dry_run: bool, output: &Output) -> anyhow::Result<Outcome> {
+    let report = watched(|progress| Pool::repair_with(path, dry_run, progress))?;
+    if output.json {
+        print::json(&report)?
+    } else {
+        print::repair(&report, dry_run)
+    }
+    Ok(outcome(report.left.is_empty()))
+}
+
+fn outcome(is_clean: bool) -> Outcome {
+    if is_clean { Outcome::Done } else { Outcome::Unclean }
 }

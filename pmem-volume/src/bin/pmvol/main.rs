@@ -3,6 +3,7 @@
 mod args;
 mod commands;
 mod manual;
+mod meter;
 mod print;
 
 use std::process::ExitCode;
