@@ -180,11 +180,49 @@ fn a_pool_in_use_can_be_looked_at_and_not_changed() {
     folder.fail(&["volume", "create", "pool", "v", "--size", "20M"], &["in use by", &me]);
     folder.fail(&["volume", "rename", "pool", "v", "w"], &["in use by", &me]);
     folder.fail(&["grow", "pool", "--size", "96M"], &["in use by", &me]);
+    folder.fail(&["scrub", "pool"], &["in use by", &me]);
     folder.fail(&["volume", "delete", "pool", "v"], &["in use by", &me]);
     let info = folder.json(&["info", "pool", "--json"]);
     assert_eq!(info["memory_bytes"].as_u64(), Some(10 << 20));
     assert!(info["in_use_by"].as_str().unwrap().starts_with(&me));
     assert!(folder.succeed(&["info", "pool"]).contains("in use by    process"));
+}
+
+#[test]
+fn what_a_killed_vm_has_left_is_told_and_erased_on_demand() {
+    use std::os::unix::fs::FileExt;
+    let folder = Folder::new();
+    let pool = pmem_volume::Pool::create(&folder.path("pool"), 64 << 20, 0).unwrap();
+    let extents = pool.alloc_memory(10 << 20).unwrap();
+    let secret = extents[0].offset_bytes();
+    pool.file().write_all_at(b"secret", secret).unwrap();
+    assert!(folder.succeed(&["info", "pool"]).contains("memory     10 MiB"));
+    // A process that ends gives nothing back.
+    drop(pool);
+    let first_bytes = || std::fs::read(folder.path("pool")).unwrap()[secret as usize..][..6].to_vec();
+    assert_eq!(first_bytes(), b"secret");
+    let waits = "10 MiB (when it is needed, or now by `pmvol scrub pool`)";
+    assert!(folder.succeed(&["info", "pool"]).contains(&format!("to be erased {waits}")));
+    assert_eq!(folder.json(&["info", "pool", "--json"])["waiting_bytes"], 10 << 20);
+    let check = folder.succeed(&["check", "pool"]);
+    assert!(check.contains("10 MiB wait to be erased") && check.contains("`pmvol scrub pool`"), "{check}");
+    assert!(check.ends_with("clean\n"), "{check}");
+    let check = folder.json(&["check", "pool", "--json"]);
+    assert_eq!((&check["waiting_bytes"], &check["clean"]), (&(10 << 20).into(), &true.into()));
+
+    let made = folder.run(&["volume", "create", "pool", "v", "--size", "20M"]);
+    let note = String::from_utf8(made.stderr).unwrap();
+    assert!(made.status.success());
+    assert!(note.starts_with("pmvol: 10 MiB wait to be erased") && note.lines().count() == 1, "{note}");
+    assert_eq!(first_bytes(), b"secret");
+    assert_eq!(folder.succeed(&["scrub", "pool"]), "pool pool: 10 MiB erased\n");
+    assert_eq!(first_bytes(), [0; 6]);
+    assert_eq!(folder.succeed(&["scrub", "pool"]), "pool pool: nothing to erase\n");
+    assert!(!folder.succeed(&["info", "pool"]).contains("to be erased"));
+    assert!(!folder.succeed(&["check", "pool"]).contains("erased"));
+    let made = folder.run(&["volume", "rename", "pool", "v", "w"]);
+    assert!(made.status.success() && made.stderr.is_empty(), "nothing waits, nothing is said");
+    folder.fail(&["scrub", "nothing"], &["nothing", "no such file"]);
 }
 
 fn overwrite(path: &Path, offset_bytes: u64, bytes: &[u8]) {
@@ -208,6 +246,7 @@ fn check_finds_damage_says_where_and_changes_nothing() {
     assert_eq!(json.status.code(), Some(1));
     let report: Value = serde_json::from_slice(&json.stdout).unwrap();
     assert_eq!(report["volumes"][0]["btt"]["arenas"][0]["findings_total"], 1);
+    assert_eq!(report["clean"], false);
     overwrite(&folder.path("pool"), 10, &[0xff]);
     let text = String::from_utf8(folder.run(&["check", "pool"]).stdout).unwrap();
     assert!(text.contains("pool: degraded: superblock 0 is damaged"), "{text}");
@@ -243,6 +282,7 @@ fn repair_mends_what_the_pool_explains_and_says_what_is_left() {
     assert_eq!(output.status.code(), Some(1));
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["left"].as_array().unwrap().len(), 3);
+    assert_eq!((&report["clean"], &report["dry_run"]), (&false.into(), &false.into()));
     folder.fail(&["repair", "nothing"], &["nothing", "no such file"]);
 }
 
@@ -276,7 +316,7 @@ fn manual_pages_say_what_help_says() {
     assert!(page.contains(".TH pmvol 1") && page.contains("Examples:"), "{page}");
     folder.succeed(&["man", "pages"]);
     let read = |name: &str| std::fs::read_to_string(folder.path("pages").join(name)).unwrap();
-    for command in ["create", "info", "check", "grow", "repair", "volume", "completion", "man"] {
+    for command in ["create", "info", "check", "grow", "repair", "scrub", "volume", "completion", "man"] {
         assert!(read(&format!("pmvol-{command}.1")).contains(".TH"), "{command}");
     }
     for command in ["create", "list", "resize", "rename", "delete"] {
@@ -288,15 +328,19 @@ fn manual_pages_say_what_help_says() {
 }
 
 #[test]
-fn every_command_that_takes_a_size_or_changes_something_shows_an_example() {
+fn every_command_shows_an_example() {
     let folder = Folder::new();
     for command in [
         &["create"][..],
         &["grow"],
+        &["info"],
+        &["check"],
         &["repair"],
+        &["scrub"],
         &["completion"],
         &["man"],
         &["volume", "create"],
+        &["volume", "list"],
         &["volume", "resize"],
         &["volume", "rename"],
         &["volume", "delete"],
@@ -307,10 +351,41 @@ fn every_command_that_takes_a_size_or_changes_something_shows_an_example() {
 }
 
 #[test]
-fn help_has_examples() {
+fn the_examples_of_the_help_work_in_their_order() {
     let folder = Folder::new();
     let help = folder.succeed(&["--help"]);
-    for word in ["Examples:", "volume create", "remaining", "check"] {
-        assert!(help.contains(word), "{help}");
+    let examples = help.split_once("Examples:\n").unwrap().1;
+    let mut run = 0;
+    for line in examples.lines().map_while(|line| line.strip_prefix("  pmvol ")) {
+        // A comment is further away.
+        let command = line.split("  ").next().unwrap();
+        if command.contains("/dev/") {
+            continue;
+        }
+        // A hundredth, roughly: this is about commands.
+        let small = command.replace("/pm/pool", "pool").replace("G", "0M");
+        folder.succeed(&small.split(' ').collect::<Vec<_>>());
+        run += 1;
     }
+    assert!(run >= 10, "{help}");
+    assert_eq!(folder.json(&["volume", "list", "pool", "--json"])[0]["name"], "rest");
+}
+
+#[test]
+fn json_says_what_the_text_says() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M", "--strg", "8M"]);
+    let (text, json) = (folder.succeed(&["info", "pool"]), folder.json(&["info", "pool", "--json"]));
+    for name in ["path", "uuid", "durability", "durability_meaning"] {
+        assert!(text.contains(json[name].as_str().unwrap()), "{name}: {text}");
+    }
+    let sizes = ["total", "free", "longest_free_run", "memory", "volume", "scrubbing", "retired", "metadata"];
+    for name in sizes.iter().chain(&["strg", "lendable"]) {
+        let bytes = json[format!("{name}_bytes")].as_u64().unwrap();
+        assert!(text.contains(&pmem_volume::size::display(bytes)), "{name}: {text}");
+    }
+    assert_eq!(
+        (&json["volumes"], &json["format_version"], &json["in_use_by"]),
+        (&0.into(), &1.into(), &Value::Null)
+    );
 }

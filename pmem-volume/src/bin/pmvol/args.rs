@@ -11,15 +11,16 @@ Examples:
   pmvol create /pm/pool --size 16G --strg 4G      a pool of 16 GiB, 4 of them kept for volumes
   pmvol create /dev/dax0.0                        a pool on all of a device
   pmvol volume create /pm/pool data --size 8G     a volume with atomic sectors (BTT)
+  pmvol grow /pm/pool --size 32G                  to 32 GiB, nothing moves
+  pmvol volume resize /pm/pool data --size 16G
   pmvol volume create /pm/pool rest --size remaining
   pmvol volume list /pm/pool
-  pmvol volume resize /pm/pool data --size 16G
   pmvol volume rename /pm/pool data data-2026
   pmvol volume delete /pm/pool data-2026          erases it, for good
-  pmvol grow /pm/pool --size 32G                  to 32 GiB, nothing moves
   pmvol info /pm/pool                             also while a VM uses the pool
   pmvol check /pm/pool                            exit code 1 if anything is damaged
   pmvol repair /pm/pool --dry-run
+  pmvol scrub /pm/pool                            erases what a VM that was killed has left
 
 Sizes are whole numbers with an optional K, M, G or T (powers of 1024), in multiples of 2 MiB.";
 
@@ -83,6 +84,10 @@ Examples:
     /// Show what a pool is and how its bytes are used
     ///
     /// Works while a VM uses the pool.
+    #[command(after_help = "\
+Examples:
+  pmvol info /pm/pool
+  pmvol info /pm/pool --json | jq .free_bytes")]
     Info {
         /// The pool
         pool: PathBuf,
@@ -91,7 +96,13 @@ Examples:
     },
     /// Check a pool and every volume in it, without changing anything
     ///
+    /// The pool must not be in use. What a crash leaves behind by design is noted, and is no damage.
+    ///
     /// Exit code 0: all is well, 1: something is damaged or the pool could not be read.
+    #[command(after_help = "\
+Examples:
+  pmvol check /pm/pool
+  pmvol check /pm/pool --json | jq .clean")]
     Check {
         /// The pool
         pool: PathBuf,
@@ -116,6 +127,16 @@ Examples:
         dry_run: bool,
         #[command(flatten)]
         output: Output,
+    },
+    /// Erase now what waits to be erased
+    ///
+    /// A VM that was killed leaves the memory that it had, with its content. Nobody gets any of it before it is erased, and
+    /// the next VM does that while it runs, so this is never needed: it is for who wants the content gone, the host's
+    /// memory back (on tmpfs and in thin files), or the next VM to find everything clean.
+    #[command(after_help = "Example:\n  pmvol scrub /pm/pool")]
+    Scrub {
+        /// The pool
+        pool: PathBuf,
     },
     /// Make, list, resize, rename and delete volumes
     #[command(subcommand)]
@@ -164,6 +185,12 @@ Examples:
         format: Format,
     },
     /// List the volumes of a pool
+    ///
+    /// Works while a VM uses the pool.
+    #[command(after_help = "\
+Examples:
+  pmvol volume list /pm/pool
+  pmvol volume list /pm/pool --json | jq -r .[].name")]
     List {
         /// The pool
         pool: PathBuf,
@@ -187,7 +214,8 @@ Examples:
     /// Make a volume larger, or, if it is raw, smaller
     ///
     /// What is in the volume stays. A BTT volume grows by further arenas, each of at least 16 MiB and with 256 blocks in
-    /// reserve, so grow it in few large steps; it cannot shrink. The guest enlarges its file system itself.
+    /// reserve, so grow it in few large steps; it cannot shrink. The file system in it stays as it is: enlarge that in the
+    /// guest afterwards (resize2fs, xfs_growfs).
     #[command(after_help = "\
 Examples:
   pmvol volume resize /pm/pool data --size 16G

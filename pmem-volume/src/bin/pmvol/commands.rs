@@ -33,11 +33,13 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         Command::Grow { pool, size } => {
             let grown = watched(|progress| Pool::grow_with(pool, *size, progress)).map_err(with_flag)?;
             print::pool_grown(pool, &grown.info());
+            print::note_waiting(&grown);
             Ok(Outcome::Done)
         }
         Command::Info { pool, output } => info(pool, output),
         Command::Check { pool, output } => check(pool, output),
         Command::Repair { pool, dry_run, output } => repair(pool, *dry_run, output),
+        Command::Scrub { pool } => scrub(pool),
         Command::Volume(command) => volume(command),
         Command::Completion { shell } => manual::completion(*shell).map(|()| Outcome::Done),
         Command::Man { folder } => manual::pages(folder.as_deref()).map(|()| Outcome::Done),
@@ -51,12 +53,13 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             if output.json { print::json(&volumes)? } else { print::volumes(&volumes) }
         }
         VolumeCommand::Create { pool, name, size, format } => {
-            let (_, volume) = changed(pool, |pool, _| pool.create_volume(name, *size, (*format).into()))?;
+            let (pool, volume) = changed(pool, |pool, _| pool.create_volume(name, *size, (*format).into()))?;
             print::volume_made(&volume);
+            print::note_waiting(&pool);
         }
         VolumeCommand::Resize { pool, name, size, shrink } => {
             let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
-            let (_, volume) = changed(pool, |pool, progress| {
+            let (pool, volume) = changed(pool, |pool, progress| {
                 let volume = pool.resize_volume(name, *size, shrink)?;
                 if shrink == Shrink::Allow {
                     pool.scrub_all_with(progress)?;
@@ -64,10 +67,12 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
                 Ok(volume)
             })?;
             print::volume_resized(&volume);
+            print::note_waiting(&pool);
         }
         VolumeCommand::Rename { pool, name, new_name } => {
-            let (_, volume) = changed(pool, |pool, _| pool.rename_volume(name, new_name))?;
+            let (pool, volume) = changed(pool, |pool, _| pool.rename_volume(name, new_name))?;
             println!("volume {name} renamed to {}", volume.name);
+            print::note_waiting(&pool);
         }
         VolumeCommand::Delete { pool, name } => {
             changed(pool, |pool, progress| {
@@ -128,9 +133,9 @@ fn info(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
 fn check(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
     let report = watched(|progress| Pool::open(path, OpenMode::ReadOnly)?.check_with(progress))?;
     if output.json {
-        print::json(&report)?
+        print::json(&print::CheckOutput::new(&report))?
     } else {
-        print::check(&report)
+        print::check(path, &report)
     }
     Ok(outcome(report.is_clean()))
 }
@@ -138,7 +143,7 @@ fn check(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
 fn repair(path: &Path, dry_run: bool, output: &Output) -> anyhow::Result<Outcome> {
     let report = watched(|progress| Pool::repair_with(path, dry_run, progress))?;
     if output.json {
-        print::json(&report)?
+        print::json(&print::RepairOutput::new(&report, dry_run))?
     } else {
         print::repair(&report, dry_run)
     }
@@ -147,4 +152,14 @@ fn repair(path: &Path, dry_run: bool, output: &Output) -> anyhow::Result<Outcome
 
 fn outcome(is_clean: bool) -> Outcome {
     if is_clean { Outcome::Done } else { Outcome::Unclean }
+}
+
+fn scrub(path: &Path) -> anyhow::Result<Outcome> {
+    let erased_bytes = watched(|progress| {
+        let pool = Pool::open(path, OpenMode::ReadWrite)?;
+        pool.scrub_all_with(progress)?;
+        Ok::<_, PoolError>(pool.scrubbed_bytes())
+    })?;
+    print::scrubbed(path, erased_bytes);
+    Ok(Outcome::Done)
 }

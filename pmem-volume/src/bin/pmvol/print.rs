@@ -19,13 +19,20 @@ pub(crate) struct InfoReport<'a> {
     info: PoolInfo,
     #[serde(flatten)]
     free_space: FreeSpace,
+    durability_meaning: &'static str,
     in_use_by: Option<String>,
+    /// To be erased before it is used again. If nobody has the pool, that includes what somebody had borrowed who ended.
+    waiting_bytes: u64,
 }
 
 impl<'a> InfoReport<'a> {
     pub(crate) fn new(path: &'a Path, pool: &Pool) -> Self {
         let in_use_by = pool.holder().map(|holder| holder.to_string());
-        Self { path, info: pool.info(), free_space: pool.free_space(), in_use_by }
+        let info = pool.info();
+        let left_bytes = if in_use_by.is_none() { info.memory_bytes } else { 0 };
+        let waiting_bytes = info.scrubbing_bytes + left_bytes;
+        let (free_space, durability_meaning) = (pool.free_space(), info.durability.meaning());
+        Self { path, info, free_space, durability_meaning, in_use_by, waiting_bytes }
     }
 }
 
@@ -34,7 +41,7 @@ pub(crate) fn info(report: &InfoReport) {
     println!("pool         {}", report.path.display());
     println!("uuid         {}", info.uuid);
     println!("format       version {}", info.format_version);
-    println!("durability   {} ({})", info.durability.name(), info.durability.meaning());
+    println!("durability   {} ({})", info.durability.name(), report.durability_meaning);
     println!("thin         {}", if info.thin { "yes: free chunks take no room" } else { "no" });
     println!("in use by    {}", report.in_use_by.as_deref().unwrap_or("nobody"));
     println!("total        {}", display(info.total_bytes));
@@ -50,6 +57,39 @@ pub(crate) fn info(report: &InfoReport) {
     println!("  metadata   {}", display(info.metadata_bytes));
     println!("STRG         {} (reserved for volumes, never lent as memory)", display(info.strg_bytes));
     println!("lendable     {}", display(info.lendable_bytes));
+    if report.waiting_bytes > 0 {
+        println!("to be erased {}{}", display(report.waiting_bytes), who_erases(report));
+    }
+}
+
+fn who_erases(report: &InfoReport) -> String {
+    match &report.in_use_by {
+        Some(_) => " (by the VM that has the pool, if it has it to use)".to_owned(),
+        None => format!(" (when it is needed, or now by `pmvol scrub {}`)", report.path.display()),
+    }
+}
+
+/// Says on stderr what a command that is done leaves to be erased.
+pub(crate) fn note_waiting(pool: &Pool) {
+    let waiting_bytes = pool.info().scrubbing_bytes;
+    if waiting_bytes > 0 {
+        eprintln!("pmvol: {}", waiting(pool.path(), waiting_bytes));
+    }
+}
+
+fn waiting(path: &Path, waiting_bytes: u64) -> String {
+    format!(
+        "{} wait to be erased before they are used again; `pmvol scrub {}` does it now",
+        display(waiting_bytes),
+        path.display()
+    )
+}
+
+pub(crate) fn scrubbed(path: &Path, erased_bytes: u64) {
+    match erased_bytes {
+        0 => println!("pool {}: nothing to erase", path.display()),
+        bytes => println!("pool {}: {} erased", path.display(), display(bytes)),
+    }
 }
 
 pub(crate) fn pool_made(path: &Path, info: &PoolInfo) {
@@ -63,12 +103,8 @@ pub(crate) fn pool_made(path: &Path, info: &PoolInfo) {
 }
 
 pub(crate) fn pool_grown(path: &Path, info: &PoolInfo) {
-    let waiting = match info.scrubbing_bytes {
-        0 => String::new(),
-        bytes => format!(", {} waiting to be erased", display(bytes)),
-    };
     println!(
-        "pool {} grown: {}, {} free{waiting}",
+        "pool {} grown: {}, {} free",
         path.display(),
         display(info.total_bytes),
         display(info.free_bytes)
@@ -111,7 +147,37 @@ fn format_name(format: VolumeFormat) -> &'static str {
     }
 }
 
-pub(crate) fn check(report: &CheckReport) {
+/// The report, and what can be said of all of it.
+#[derive(Serialize)]
+pub(crate) struct CheckOutput<'a> {
+    clean: bool,
+    waiting_bytes: u64,
+    #[serde(flatten)]
+    report: &'a CheckReport,
+}
+
+impl<'a> CheckOutput<'a> {
+    pub(crate) fn new(report: &'a CheckReport) -> Self {
+        Self { clean: report.is_clean(), waiting_bytes: report.waiting_bytes(), report }
+    }
+}
+
+/// The report, and what can be said of all of it.
+#[derive(Serialize)]
+pub(crate) struct RepairOutput<'a> {
+    dry_run: bool,
+    clean: bool,
+    #[serde(flatten)]
+    report: &'a RepairReport,
+}
+
+impl<'a> RepairOutput<'a> {
+    pub(crate) fn new(report: &'a RepairReport, dry_run: bool) -> Self {
+        Self { dry_run, clean: report.left.is_empty(), report }
+    }
+}
+
+pub(crate) fn check(path: &Path, report: &CheckReport) {
     for finding in &report.pool {
         let severity = match finding.severity() {
             Severity::Note => "note",
@@ -121,6 +187,10 @@ pub(crate) fn check(report: &CheckReport) {
         println!("pool: {severity}: {finding}");
     }
     report.volumes.iter().for_each(volume_check);
+    let waiting_bytes = report.waiting_bytes();
+    if waiting_bytes > 0 {
+        println!("{}", waiting(path, waiting_bytes));
+    }
     println!("{}", if report.is_clean() { "clean" } else { "not clean" });
 }
 
