@@ -1,13 +1,15 @@
-//! `pmvol` in front of a terminal: what takes its time shows how far it is.
+//! `pmvol` in front of a terminal: what takes its time shows how far it is, and the terminal's Ctrl-C is always safe.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::{ptr, thread};
 
-use pmem_volume::{Pool, PoolError, VolumeFormat, VolumeSize};
+use pmem_volume::{OpenMode, Pool, PoolError, VolumeFormat, VolumeSize};
 use tempfile::TempDir;
 
 const GIB: u64 = 1 << 30;
@@ -101,4 +103,92 @@ fn what_is_over_soon_draws_nothing_and_an_error_has_its_line_for_itself() {
     let (output, screen) = run_on_terminal(&["grow", "pool", "--size", "64M"], folder.path());
     assert_eq!(output.status.code(), Some(1));
     assert!(screen.starts_with("pmvol: --size: "), "{screen:?}");
+}
+
+/// Runs a command on a pool and interrupts it once it is at work, or so many looks later. True: that ended it.
+fn interrupted(arguments: &[&str], pool: &Path, looks: u32) -> bool {
+    let mut command = pmvol(arguments, pool.parent().unwrap());
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    // Takes no lock that the command would find taken.
+    let peek = Pool::open(pool, OpenMode::Peek).unwrap();
+    while child.try_wait().unwrap().is_none() {
+        if peek.holder().is_some() {
+            (0..looks).for_each(|_| drop(peek.holder()));
+            let pid = i32::try_from(child.id()).unwrap();
+            // SAFETY: sends a signal to a child that is not waited for yet, so the number is still its own.
+            assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
+            break;
+        }
+    }
+    child.wait().unwrap().signal() == Some(libc::SIGINT)
+}
+
+/// Ctrl-C is a SIGINT to the terminal's foreground: no handler of ours, the process ends where it is.
+#[test]
+fn interrupted_commands_leave_a_pool_that_opens_and_is_clean() {
+    const INTERRUPTIONS: u32 = 20;
+    const VOLUME_BYTES: u64 = 192 << 20;
+    let folder = TempDir::new_in("/dev/shm").unwrap();
+    let path = folder.path().join("pool");
+    drop(Pool::create(&path, 256 << 20, 0).unwrap());
+    let pages = vec![0x5a; 1 << 20];
+    let (mut ended, mut undone, mut waited) = (0, 0, 0);
+    for round in 0.. {
+        assert!(round < 10 * INTERRUPTIONS, "after {ended} interruptions: it is over before it can be");
+        {
+            // A volume with something in it, so that erasing it takes a moment.
+            let pool = Pool::open(&path, OpenMode::ReadWrite).unwrap();
+            if pool.volumes().is_empty() {
+                pool.create_volume("v", VolumeSize::Bytes(VOLUME_BYTES), VolumeFormat::Raw).unwrap();
+            }
+            let volume = pool.open_volume("v").unwrap();
+            for extent in volume.extents() {
+                for at in (0..extent.len_bytes()).step_by(pages.len()) {
+                    pool.file().write_all_at(&pages, extent.offset_bytes() + at).unwrap();
+                }
+            }
+        }
+        if !interrupted(&["volume", "delete", "pool", "v"], &path, round % 8 * 16) {
+            continue;
+        }
+        ended += 1;
+        let pool = Pool::open(&path, OpenMode::ReadOnly).unwrap();
+        let report = pool.check().unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        match pool.volumes().as_slice() {
+            [] => waited += u32::from(report.waiting_bytes() > 0),
+            [volume] if volume.size_bytes == VOLUME_BYTES && report.waiting_bytes() == 0 => undone += 1,
+            volumes => panic!("neither deleted nor as it was: {volumes:?}, {report:?}"),
+        }
+        drop(pool);
+        let again = pmvol(&["scrub", "pool"], folder.path()).output().unwrap();
+        assert!(again.status.success(), "{}", String::from_utf8_lossy(&again.stderr));
+        assert_eq!(Pool::open(&path, OpenMode::ReadOnly).unwrap().check().unwrap().waiting_bytes(), 0);
+        if ended == INTERRUPTIONS {
+            break;
+        }
+    }
+    println!("{ended} interrupted: {undone} before it was deleted, {waited} while it was erased");
+    assert!(waited > 0, "none came as far as to erase anything");
+}
+
+#[test]
+fn an_interrupted_creation_leaves_no_file() {
+    let folder = TempDir::new_in(std::env::current_dir().unwrap()).unwrap();
+    let mut command = pmvol(&["create", "pool", "--size", "64M"], folder.path());
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let pid = i32::try_from(child.id()).unwrap();
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGINT) }, 0);
+    let status = child.wait().unwrap();
+    let made = match std::fs::metadata(folder.path().join("pool")) {
+        Ok(_) => true,
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::NotFound);
+            false
+        }
+    };
+    assert!(!made || Pool::open(&folder.path().join("pool"), OpenMode::ReadOnly).is_ok());
+    assert!(made || status.signal() == Some(libc::SIGINT));
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), usize::from(made));
 }
