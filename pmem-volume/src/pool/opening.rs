@@ -19,6 +19,10 @@ use crate::media::{FileMedia, Media, Place, PlaceError, sysfs_of};
 /// (systemd.io/BLOCK_DEVICE_LOCKING). That is over in a moment.
 const UDEV_PATIENCE: Duration = Duration::from_secs(3);
 
+/// Until a child that was just forked has become another program, it has a copy of every descriptor of its parent, and
+/// so of a lock that the parent has given up, and of a device that it had for itself.
+const FORK_PATIENCE: Duration = Duration::from_millis(200);
+
 /// How long something is that a pool lies in.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Length {
@@ -51,7 +55,7 @@ impl Opened {
         if let Some(kind) = kind {
             let patience = match (place, kind) {
                 (Place::BlockDevice { .. }, LockKind::Exclusive) => UDEV_PATIENCE,
-                _ => Duration::ZERO,
+                _ => FORK_PATIENCE,
             };
             lock_within(&file, kind, patience)
                 .map_err(file_error("lock"))?
@@ -119,13 +123,15 @@ fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
         return not_a_file("a pipe or socket");
     }
     let mut options = OpenOptions::new();
-    let file =
-        options.read(true).write(writable).custom_flags(flags).open(path).map_err(|error| {
-            match error.raw_os_error() {
-                Some(libc::EBUSY) if kind.is_block_device() => device_in_use(path, metadata.rdev()),
-                _ => file_error(error),
-            }
-        })?;
+    options.read(true).write(writable).custom_flags(flags);
+    let opened = while_in_use(FORK_PATIENCE, || match options.open(path) {
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(Err(error)),
+        result => result.map(Ok),
+    });
+    let file = opened.map_err(file_error)?.map_err(|error| match kind.is_block_device() {
+        true => device_in_use(path, metadata.rdev()),
+        false => file_error(error),
+    })?;
     let place = Place::of(&file).map_err(|e| place_error(path, e))?;
     Ok((file, place))
 }
@@ -142,9 +148,17 @@ pub(super) fn place_error(path: &Path, error: PlaceError) -> PoolError {
 
 /// Takes the lock; who has it now may give it back within `patience`.
 fn lock_within(file: &File, kind: LockKind, patience: Duration) -> io::Result<Result<(), Holder>> {
+    while_in_use(patience, || try_lock(file, kind))
+}
+
+/// Tries again for a while as long as the inner result is an error: somebody has what is wanted.
+fn while_in_use<T, E>(
+    patience: Duration,
+    mut attempt: impl FnMut() -> io::Result<Result<T, E>>,
+) -> io::Result<Result<T, E>> {
     let end = Instant::now() + patience;
     loop {
-        match try_lock(file, kind)? {
+        match attempt()? {
             Err(_) if Instant::now() < end => thread::sleep(Duration::from_millis(20)),
             result => return Ok(result),
         }

@@ -250,7 +250,13 @@ fn a_block_device_in_use_is_refused_by_who_has_it() {
     // Taken by somebody who takes no locks of ours.
     let mut options = OpenOptions::new();
     let taken = std::os::unix::fs::OpenOptionsExt::custom_flags(options.read(true), libc::O_EXCL);
-    let taken = taken.open(&disk.device).unwrap();
+    // A child of another test may still be on its way to its program, with a copy of the pool's descriptor.
+    let taken = loop {
+        match taken.open(&disk.device) {
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => thread::yield_now(),
+            result => break result.unwrap(),
+        }
+    };
     let error = disk.open().unwrap_err();
     assert!(matches!(error, PoolError::DeviceInUse { .. }), "{error}");
     drop(taken);
