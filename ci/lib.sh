@@ -212,10 +212,11 @@ stage_programs() {
 
 EXT4_PACKAGES="libc6 e2fsprogs libext2fs2 libcom-err2 libblkid1 libuuid1 libss2"
 
-# stage_ext4_programs DIR: to make and check file systems.
+# stage_ext4_programs DIR: to make, check and enlarge file systems.
 stage_ext4_programs() {
     # shellcheck disable=SC2086 # a list
-    stage_programs "$(merged_root ext4 $EXT4_PACKAGES)" "$1" sbin/mke2fs sbin/mkfs.ext4 sbin/e2fsck sbin/fsck.ext4
+    stage_programs "$(merged_root ext4 $EXT4_PACKAGES)" "$1" sbin/mke2fs sbin/mkfs.ext4 sbin/e2fsck sbin/fsck.ext4 \
+        sbin/resize2fs
 }
 
 XFS_PACKAGES="libc6 xfsprogs libblkid1 libuuid1 libinih1 liburcu8"

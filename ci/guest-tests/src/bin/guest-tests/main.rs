@@ -11,6 +11,7 @@ mod pool_places;
 mod pressure;
 mod volume;
 mod volume_flush;
+mod volume_grow;
 mod zones;
 
 use guest_tests::runner::{self, Test};
@@ -24,6 +25,7 @@ fn main() {
         pressure::TESTS,
         volume::TESTS,
         volume_flush::TESTS,
+        volume_grow::TESTS,
         pool_places::TESTS,
         hostile::TESTS,
     ]

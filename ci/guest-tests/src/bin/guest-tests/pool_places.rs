@@ -84,8 +84,8 @@ fn blank(device: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Fails, and says all of the words.
-fn refused(arguments: &[&str], words: &[&str]) -> Result<()> {
+/// pmvol fails, and says all of the words.
+pub fn refused(arguments: &[&str], words: &[&str]) -> Result<()> {
     match pmvol(arguments) {
         Ok(output) => anyhow::bail!("pmvol {} did not fail: {output}", arguments.join(" ")),
         Err(error) => {

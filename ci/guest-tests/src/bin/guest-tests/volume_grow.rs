@@ -1,0 +1,150 @@
+//! A volume that has grown is a larger disk with the old content, for the guest's stock driver too.
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::pool::pmvol;
+use guest_tests::{Guest, Kernel, Pool};
+
+use crate::pool_places::refused;
+use crate::volume::{IO_LIMIT, MOUNT, check_acknowledged, guest_with, make_file_system, wait_for_disk};
+use crate::zones::MIB;
+
+guest_tests::tests![
+    a_grown_volume_is_a_larger_disk_by_nvdimm: 300,
+    a_grown_volume_is_a_larger_disk_by_nvdimm_on_6_1: 300,
+    a_grown_volume_is_a_larger_disk_by_virtio_pmem: 300,
+];
+
+/// Files that are acknowledged before the volume grows.
+const FILES: u32 = 20;
+/// A file in the grown file system: more than the volume held before.
+const LARGE_FILE_BLOCKS: u64 = 34 * MIB / 4096;
+
+fn a_grown_volume_is_a_larger_disk_by_nvdimm() -> Result<()> {
+    grows(Kernel::V6_12, "nvdimm")
+}
+
+fn a_grown_volume_is_a_larger_disk_by_nvdimm_on_6_1() -> Result<()> {
+    grows(Kernel::V6_1, "nvdimm")
+}
+
+/// A write is four flushes there, and a file system takes many: the disk is written without one.
+fn a_grown_volume_is_a_larger_disk_by_virtio_pmem() -> Result<()> {
+    let pool = small_pool()?;
+    let builder = guest_with(&pool, "interface=virtio-pmem");
+    let before = builder.boot()?;
+    wait_for_disk(&before)?;
+    before.run("guest-tool write-blocks /dev/pmem0s direct 0 100 1 1")?;
+    let size_bytes = disk_bytes(&before)?;
+    before.power_off()?;
+    grow(&pool)?;
+
+    let guest = builder.boot()?;
+    wait_for_disk(&guest)?;
+    let grown_bytes = disk_bytes(&guest)?;
+    check_growth(size_bytes, grown_bytes)?;
+    // Across the seam of the old and the new arena, and at the new end.
+    let places = [size_bytes / 4096 - 50, grown_bytes / 4096 - 100];
+    for (seed, first) in (2..).zip(places) {
+        guest.run(&format!("guest-tool write-blocks /dev/pmem0s direct {first} 100 {seed} 1"))?;
+    }
+    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
+    for (seed, first) in (1..).zip([0, places[0], places[1]]) {
+        guest.run(&format!("guest-tool check-blocks /dev/pmem0s {first} 100 {seed} 1"))?;
+    }
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
+
+/// The guest enlarges its file system while it is mounted, and fills what is new.
+fn grows(kernel: Kernel, interface: &str) -> Result<()> {
+    let pool = small_pool()?;
+    let builder = guest_with(&pool, &format!("interface={interface}")).kernel(kernel);
+    let before = builder.boot()?;
+    wait_for_disk(&before)?;
+    make_file_system(&before)?;
+    before.run(MOUNT)?;
+    let acknowledged = acknowledge_files(&before)?;
+    who_has_it_is_named(&pool, &before)?;
+    let size_bytes = disk_bytes(&before)?;
+    before.run("umount /mnt/data")?;
+    before.power_off()?;
+    grow(&pool)?;
+
+    let guest = builder.boot()?;
+    wait_for_disk(&guest)?;
+    check_growth(size_bytes, disk_bytes(&guest)?)?;
+    guest.run(MOUNT)?;
+    check_acknowledged(&guest, &acknowledged)?;
+    guest.run_within(IO_LIMIT, "resize2fs /dev/pmem0s")?;
+    let large = format!("/mnt/data/large buffered 0 {LARGE_FILE_BLOCKS} 1 1");
+    guest.run_within(IO_LIMIT, &format!(": >/mnt/data/large && guest-tool write-blocks {large}"))?;
+    guest.run("umount /mnt/data && e2fsck -fn /dev/pmem0s && echo 3 >/proc/sys/vm/drop_caches")?;
+    guest.run(MOUNT)?;
+    check_acknowledged(&guest, &acknowledged)?;
+    let check = format!("guest-tool check-blocks /mnt/data/large 0 {LARGE_FILE_BLOCKS} 1 1");
+    guest.run_within(IO_LIMIT, &check)?;
+    guest.run("umount /mnt/data")?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
+
+/// A pool that is full: `data`, and what keeps it from growing in one piece.
+fn small_pool() -> Result<Pool> {
+    let pool = Pool::create("64M")?;
+    pool.create_volume("data", "32M")?;
+    pool.create_volume("beside", "24M")?;
+    Ok(pool)
+}
+
+/// Writes files until as many as wanted are acknowledged, and returns their lines.
+fn acknowledge_files(guest: &Guest) -> Result<String> {
+    let mut writer = guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
+    let mut acknowledged = String::new();
+    for _ in 0..FILES {
+        acknowledged += &(writer.next_line().context("The writer ended")? + "\n");
+    }
+    drop(writer);
+    guest.wait_until_run("the writer has gone", IO_LIMIT, "! pidof guest-tool")?;
+    Ok(acknowledged)
+}
+
+/// Neither pool nor volume grows under a VM.
+fn who_has_it_is_named(pool: &Pool, guest: &Guest) -> Result<()> {
+    let holder = format!("process {} (foreshore)", guest.pid());
+    let size = pool.path().metadata()?.len();
+    refused(&["volume", "resize", &pool.name(), "data", "--size", "48M"], &[&pool.name(), &holder])?;
+    refused(&["grow", &pool.name(), "--size", "128M"], &[&pool.name(), &holder])?;
+    ensure!(pool.path().metadata()?.len() == size, "A pool in use has another size");
+    Ok(())
+}
+
+/// The pool is too small, grows, and then the volume does. Who still expects the old size is told.
+fn grow(pool: &Pool) -> Result<()> {
+    let resize = ["volume", "resize", &pool.name(), "data", "--size", "96M"];
+    refused(&resize, &["full", "64 MiB"])?;
+    pmvol(&["grow", &pool.name(), "--size", "144M"])?;
+    pmvol(&resize)?;
+    pool.check()?;
+    let refusal = guest_with(pool, "size=32M").expect_refusal()?;
+    for word in ["--pm-volume", "data", "32 MiB", "96 MiB"] {
+        ensure!(refusal.message.contains(word), "Nothing of {word:?} in: {}", refusal.message);
+    }
+    Ok(())
+}
+
+/// The size of the disk, as the guest sees it.
+fn disk_bytes(guest: &Guest) -> Result<u64> {
+    Ok(guest.run("cat /sys/block/pmem0s/size")?.trim().parse::<u64>()? * 512)
+}
+
+/// A further arena of 64 MiB, of which the map, the log and 256 spare blocks are no sectors.
+fn check_growth(before_bytes: u64, after_bytes: u64) -> Result<()> {
+    let more = after_bytes.saturating_sub(before_bytes);
+    ensure!(
+        (60 * MIB..=64 * MIB).contains(&more),
+        "The disk grew from {before_bytes} to {after_bytes} bytes"
+    );
+    Ok(())
+}
