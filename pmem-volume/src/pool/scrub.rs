@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use super::chunk::Run;
 use super::table::Owner;
-use super::{Pool, PoolError, State, StateGuard, bytes};
+use super::{Pool, PoolError, State, StateGuard, VolumeSize, bytes};
 use crate::CHUNK_BYTES;
 use crate::media::MediaError;
 use crate::progress::{OnProgress, Progress, Task, unheard};
@@ -34,8 +34,29 @@ impl Pool {
 
     /// The same; `progress` hears of what waited at the start.
     pub fn scrub_all_with(&self, progress: OnProgress<'_>) -> Result<(), PoolError> {
+        self.scrub_until(|state| state.scrub.pending(), progress)
+    }
+
+    /// Erases and frees as much of what waits as it takes to have this much clean, for a volume that will be made or
+    /// grown. Nothing, if even all of it were not enough.
+    pub fn scrub_for(&self, size: VolumeSize, progress: OnProgress<'_>) -> Result<(), PoolError> {
+        let VolumeSize::Bytes(bytes) = size else { return self.scrub_all_with(progress) };
+        let chunks = u32::try_from(bytes.div_ceil(CHUNK_BYTES)).unwrap_or(u32::MAX);
+        let lacking = |state: &State| match state.missing_clean(chunks) {
+            missing if missing <= state.scrub.pending() => missing,
+            _ => 0,
+        };
+        self.scrub_until(lacking, progress)
+    }
+
+    /// Erases what waits until nothing is left to do. Never more is left than waits.
+    fn scrub_until(
+        &self,
+        left_to_do: impl Fn(&State) -> u32,
+        progress: OnProgress<'_>,
+    ) -> Result<(), PoolError> {
         self.check_writable()?;
-        let total = self.lock_state().scrub.pending();
+        let total = left_to_do(&self.lock_state());
         let mut left = total;
         let mut say = |left| {
             let (done_bytes, total_bytes) = (bytes(total - left), bytes(total));
@@ -44,12 +65,12 @@ impl Pool {
         say(left);
         while left > 0 {
             let mut state = self.lock_state();
-            let pending = state.scrub.pending();
-            if pending > 0 {
-                state = self.clean_some(state, pending)?;
+            let missing = left_to_do(&state);
+            if missing > 0 {
+                state = self.clean_some(state, missing)?;
             }
             // Others may let more wait meanwhile, which is erased too.
-            left = left.min(state.scrub.pending());
+            left = left.min(left_to_do(&state));
             drop(state);
             say(left);
         }

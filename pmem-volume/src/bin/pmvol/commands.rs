@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use pmem_volume::progress::OnProgress;
-use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink};
+use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeSize};
 
 use super::args::{Arguments, Command, Output, VolumeCommand};
 use super::meter::watched;
@@ -53,13 +53,17 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             if output.json { print::json(&volumes)? } else { print::volumes(&volumes) }
         }
         VolumeCommand::Create { pool, name, size, format } => {
-            let (pool, volume) = changed(pool, |pool, _| pool.create_volume(name, *size, (*format).into()))?;
+            let (pool, volume) = changed(pool, |pool, progress| {
+                pool.scrub_for(*size, progress)?;
+                pool.create_volume(name, *size, (*format).into())
+            })?;
             print::volume_made(&volume);
             print::note_waiting(&pool);
         }
         VolumeCommand::Resize { pool, name, size, shrink } => {
             let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
             let (pool, volume) = changed(pool, |pool, progress| {
+                pool.scrub_for(growth(pool, name, *size), &mut *progress)?;
                 let volume = pool.resize_volume(name, *size, shrink)?;
                 if shrink == Shrink::Allow {
                     pool.scrub_all_with(progress)?;
@@ -85,6 +89,16 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         }
     }
     Ok(Outcome::Done)
+}
+
+/// How much more a volume will have, if there is one.
+fn growth(pool: &Pool, name: &str, size: VolumeSize) -> VolumeSize {
+    let has = pool.volumes().into_iter().find(|volume| volume.name == name).map(|volume| volume.size_bytes);
+    match (size, has) {
+        (VolumeSize::Bytes(wanted), Some(has)) => VolumeSize::Bytes(wanted.saturating_sub(has)),
+        (_, None) => VolumeSize::Bytes(0),
+        (VolumeSize::Remaining, Some(_)) => VolumeSize::Remaining,
+    }
 }
 
 /// Opens a pool for writing and changes something in it.

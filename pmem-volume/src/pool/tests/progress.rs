@@ -27,6 +27,30 @@ fn erasing_what_waits_is_heard() {
 }
 
 #[test]
+fn only_what_a_volume_lacks_is_erased_for_it() {
+    let fixture = Fixture::new();
+    fixture.create(64 * MIB, 0).alloc_memory(40 * MIB).unwrap();
+    let pool = fixture.open();
+    let scrub_for = |size| {
+        let mut heard = vec![];
+        pool.scrub_for(size, &mut |now| heard.push(now)).unwrap();
+        (heard, pool.info().scrubbing_bytes / MIB)
+    };
+    let (heard, waits) = scrub_for(VolumeSize::Bytes(20 * MIB));
+    assert_whole(&heard, Task::Erase, 0);
+    assert_eq!(waits, 40, "that much is clean");
+    let (heard, waits) = scrub_for(VolumeSize::Bytes(61 * MIB));
+    assert_whole(&heard, Task::Erase, 0);
+    assert_eq!(waits, 40, "that much there never is");
+    let (heard, waits) = scrub_for(VolumeSize::Bytes(29 * MIB));
+    assert_whole(&heard, Task::Erase, 10 * MIB);
+    assert_eq!(waits, 30);
+    let (heard, waits) = scrub_for(VolumeSize::Remaining);
+    assert_whole(&heard, Task::Erase, 30 * MIB);
+    assert_eq!(waits, 0);
+}
+
+#[test]
 fn checks_are_heard_as_one_task_of_all_volumes() {
     let fixture = Fixture::new();
     let pool = fixture.create(128 * MIB, 0);
