@@ -92,7 +92,11 @@ pub enum PoolError {
         volumes: Vec<String>,
     },
     /// The pool would be larger than the device.
-    #[error("pool {path}: {} are needed and the device has {}", display(*needed_bytes), display(*device_bytes))]
+    #[error(
+        "pool {path}: {} are needed and the device has {}; choose a smaller size, or none for all of the device",
+        display(*needed_bytes),
+        display(*device_bytes)
+    )]
     DeviceTooSmall {
         /// The pool.
         path: PathBuf,
@@ -102,7 +106,9 @@ pub enum PoolError {
         device_bytes: u64,
     },
     /// A file has no size of its own.
-    #[error("pool {path}: it is to be a file, and a file needs a size; only a device has one already")]
+    #[error(
+        "pool {path}: it is a file, or there is nothing yet, and a file needs a size; only a device has one already"
+    )]
     SizeNeeded {
         /// The pool.
         path: PathBuf,
@@ -235,7 +241,11 @@ pub enum PoolError {
         rule: String,
     },
     /// The file system has no room for the pool.
-    #[error("pool {path}: {} are needed and the file system has {} free", display(*needed_bytes), display(*free_bytes))]
+    #[error(
+        "pool {path}: {} are needed and the file system has {} free; choose a smaller size or another file system",
+        display(*needed_bytes),
+        display(*free_bytes)
+    )]
     FileSystemFull {
         /// The pool.
         path: PathBuf,
@@ -245,7 +255,12 @@ pub enum PoolError {
         free_bytes: u64,
     },
     /// No room.
-    #[error("the pool is full: {} asked for, {} free{}", display(*requested_bytes), display(*free_bytes), reserved_text(*reserved_bytes))]
+    #[error(
+        "the pool is full: {} asked for, {} free{}; `pmvol grow` makes it larger",
+        display(*requested_bytes),
+        display(*free_bytes),
+        reserved_text(*reserved_bytes)
+    )]
     PoolFull {
         /// What was asked for.
         requested_bytes: u64,
@@ -264,7 +279,7 @@ pub enum PoolError {
         name: String,
     },
     /// No such volume.
-    #[error("there is no volume {name:?} in the pool{}", known_text(known))]
+    #[error("there is no volume {name:?} in the pool{}; `pmvol volume create` makes one", known_text(known))]
     NoSuchVolume {
         /// The name.
         name: String,
@@ -298,7 +313,7 @@ pub enum PoolError {
         extent: Extent,
     },
     /// The pool was opened for reading.
-    #[error("pool {path}: it is open for reading only")]
+    #[error("pool {path}: it is open for reading only, and this would change it")]
     ReadOnly {
         /// The pool.
         path: PathBuf,
