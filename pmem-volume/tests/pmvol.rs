@@ -93,7 +93,9 @@ fn wrong_arguments_are_named_and_nothing_is_made() {
     folder.fail(&["create", "pool", "--size", "100T"], &["--size", "100 TiB", "free"]);
     folder.fail(&["create", "pool", "--size", "64M", "--strg", "1M"], &["--strg", "1048576", "2 MiB"]);
     folder.fail(&["create", "pool", "--size", "64M", "--strg", "64M"], &["--strg", "60 MiB"]);
-    folder.fail(&["create", "nowhere/pool", "--size", "64M"], &["nowhere/pool", "No such file"]);
+    folder.fail(&["create", "nowhere/pool", "--size", "64M"], &["nowhere/pool", "no folder nowhere;"]);
+    folder.fail(&["create", "/dev/mistyped"], &["/dev/mistyped", "no such device", "lsblk"]);
+    folder.fail(&["create", "/dev/mistyped", "--size", "64M"], &["/dev/mistyped", "no such device", "lsblk"]);
     folder.fail(&["info", "pool"], &["pool", "no such file"]);
     folder.fail(&["check", "/proc/self/exe"], &["not a pool"]);
     folder.fail(&["frobnicate"], &["frobnicate"]);

@@ -61,13 +61,13 @@ impl Pool {
 
     fn create_file(path: &Path, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
         let is_thin = options.thin;
+        // The file gets its name only when it is a pool: a crash before leaves nothing behind.
+        let unnamed = Unnamed::in_folder_of(path)?;
         let size_bytes = options.size_bytes.ok_or_else(|| PoolError::SizeNeeded { path: path.to_owned() })?;
         let superblock =
             Superblock { is_thin, ..plan(size_bytes, options.strg_bytes, Uuid::new_v4(), unix_now_s())? };
         let file_error =
             |action| move |source: io::Error| PoolError::File { path: path.to_owned(), action, source };
-        // The file gets its name only when it is a pool: a crash before leaves nothing behind.
-        let unnamed = Unnamed::in_folder_of(path)?;
         let needed_bytes = if is_thin { superblock.metadata_bytes() } else { size_bytes };
         check_room(path, &unnamed.file, size_bytes, needed_bytes)?;
         let no_room = |error: io::Error| match error.raw_os_error() {

@@ -33,6 +33,22 @@ pub enum PoolError {
         /// The pool.
         path: PathBuf,
     },
+    /// There is no folder for the file.
+    #[error("pool {path}: there is no folder {folder}; make it first, or look for its name")]
+    NoFolder {
+        /// The pool.
+        path: PathBuf,
+        /// Where it was to be.
+        folder: PathBuf,
+    },
+    /// A file among the devices.
+    #[error(
+        "pool {path}: there is no such device, and no pool is made as a file in /dev; look for the name with `lsblk` or `ndctl list`"
+    )]
+    NoDevice {
+        /// The pool.
+        path: PathBuf,
+    },
     /// A directory, a pipe, or the like.
     #[error(
         "pool {path}: it is {kind}, and a pool lies in a regular file, on a block device or on a devdax device"

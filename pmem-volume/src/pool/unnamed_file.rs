@@ -26,7 +26,15 @@ impl Unnamed {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(file_error(error)),
         }
-        match options().custom_flags(libc::O_TMPFILE).open(folder_of(path)) {
+        let folder = folder_of(path);
+        if folder.metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            return Err(PoolError::NoFolder { path: path.to_owned(), folder: folder.to_owned() });
+        }
+        // A device whose name is wrong would become a file in the host's memory.
+        if folder.canonicalize().is_ok_and(|folder| folder == Path::new("/dev")) {
+            return Err(PoolError::NoDevice { path: path.to_owned() });
+        }
+        match options().custom_flags(libc::O_TMPFILE).open(folder) {
             Ok(file) => Ok(Self { file, temporary: None }),
             // What open(2) says of kernels and file systems that do not know O_TMPFILE.
             Err(error)
