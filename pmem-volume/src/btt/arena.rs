@@ -145,52 +145,24 @@ impl ArenaInfo {
         if version != VERSION {
             return Err(InfoError::Version(version.0, version.1));
         }
-        let require = |field, value, holds: bool, rule| {
-            if holds { Ok(()) } else { Err(InfoError::Field { field, value, rule }) }
-        };
-        let sector = info.external_lbasize.get();
-        let block = info.internal_lbasize.get();
-        let (sectors, blocks, lanes) = (info.external_nlba.get(), info.internal_nlba.get(), info.nfree.get());
-        let number = u64::from;
-        let known = SECTOR_SIZES.contains(&sector);
-        require("external_lbasize", number(sector), known, "it is 512 or 4096, or one with integrity data")?;
-        let holds = (sector..=2 * PAGE_BYTES as u32).contains(&block);
-        require("internal_lbasize", number(block), holds, "a block holds a sector and little more")?;
-        require("nfree", number(lanes), lanes > 0 && lanes <= MAX_LANES, "there are 1 to 65536 lanes")?;
-        require("internal_nlba", number(blocks), blocks <= MAP_BLOCK, "a map entry has 30 bits for a block")?;
-        let spare = sectors > 0 && sectors.checked_add(lanes).is_some_and(|sum| sum <= blocks);
-        require("external_nlba", number(sectors), spare, "there is a block for each sector and each lane")?;
         let next = info.nextoff.get();
         let room = end - start;
         let next_fits = next == 0 || (ARENA_MIN_BYTES <= next && next <= room - ARENA_MIN_BYTES.min(room));
+        check_geometry(info)?;
         require("nextoff", next, next_fits, "the next arena lies inside the volume")?;
-        let arena_end = if next == 0 { room } else { next };
-        let regions = [
-            ("dataoff", info.dataoff.get(), number(blocks) * number(block)),
-            ("mapoff", info.mapoff.get(), number(sectors) * MAP_ENTRY_BYTES),
-            ("logoff", info.logoff.get(), number(lanes) * FLOG_GROUP_BYTES),
-            ("info2off", info.info2off.get(), INFO_BYTES),
-        ];
-        let mut free_from = INFO_BYTES;
-        for (field, offset, length) in regions {
-            let region_end = offset.checked_add(length).filter(|region_end| *region_end <= arena_end);
-            let aligned = offset.is_multiple_of(512);
-            let rule = "regions follow each other inside the arena, aligned to 512";
-            require(field, offset, aligned && offset >= free_from && region_end.is_some(), rule)?;
-            free_from = offset + length;
-        }
+        check_regions(info, if next == 0 { room } else { next })?;
         Ok(Self {
             start_bytes: start,
             next_bytes: (next != 0).then_some(start + next),
             end_bytes: start + if next == 0 { info.info2off.get() + INFO_BYTES } else { next },
-            sector_bytes: sector,
-            sectors,
+            sector_bytes: info.external_lbasize.get(),
+            sectors: info.external_nlba.get(),
             uuid: Uuid::from_bytes(info.uuid),
             has_error: info.flags.get() & FLAG_ERROR != 0,
             copy_at: start + info.info2off.get(),
-            block_bytes: block,
-            blocks,
-            lanes,
+            block_bytes: info.internal_lbasize.get(),
+            blocks: info.internal_nlba.get(),
+            lanes: info.nfree.get(),
             data_at: start + info.dataoff.get(),
             map_at: start + info.mapoff.get(),
             flog_at: start + info.logoff.get(),
@@ -202,4 +174,45 @@ impl ArenaInfo {
         assert!(block < self.blocks);
         self.data_at + u64::from(block) * u64::from(self.block_bytes)
     }
+}
+
+/// What the numbers of an info block say of sectors, blocks and lanes.
+fn check_geometry(info: &InfoBytes) -> Result<(), InfoError> {
+    let number = u64::from;
+    let sector = info.external_lbasize.get();
+    let known = SECTOR_SIZES.contains(&sector);
+    require("external_lbasize", number(sector), known, "it is 512 or 4096, or one with integrity data")?;
+    let block = info.internal_lbasize.get();
+    let holds = (sector..=2 * PAGE_BYTES as u32).contains(&block);
+    require("internal_lbasize", number(block), holds, "a block holds a sector and little more")?;
+    let (sectors, blocks, lanes) = (info.external_nlba.get(), info.internal_nlba.get(), info.nfree.get());
+    require("nfree", number(lanes), lanes > 0 && lanes <= MAX_LANES, "there are 1 to 65536 lanes")?;
+    require("internal_nlba", number(blocks), blocks <= MAP_BLOCK, "a map entry has 30 bits for a block")?;
+    let spare = sectors > 0 && sectors.checked_add(lanes).is_some_and(|sum| sum <= blocks);
+    require("external_nlba", number(sectors), spare, "there is a block for each sector and each lane")
+}
+
+/// Where they lie. The geometry is checked.
+fn check_regions(info: &InfoBytes, arena_bytes: u64) -> Result<(), InfoError> {
+    let number = u64::from;
+    let data_bytes = number(info.internal_nlba.get()) * number(info.internal_lbasize.get());
+    let regions = [
+        ("dataoff", info.dataoff.get(), data_bytes),
+        ("mapoff", info.mapoff.get(), number(info.external_nlba.get()) * MAP_ENTRY_BYTES),
+        ("logoff", info.logoff.get(), number(info.nfree.get()) * FLOG_GROUP_BYTES),
+        ("info2off", info.info2off.get(), INFO_BYTES),
+    ];
+    let mut free_from = INFO_BYTES;
+    for (field, offset, length) in regions {
+        let region_end = offset.checked_add(length).filter(|region_end| *region_end <= arena_bytes);
+        let aligned = offset.is_multiple_of(512);
+        let rule = "regions follow each other inside the arena, aligned to 512";
+        require(field, offset, aligned && offset >= free_from && region_end.is_some(), rule)?;
+        free_from = offset + length;
+    }
+    Ok(())
+}
+
+fn require(field: &'static str, value: u64, holds: bool, rule: &'static str) -> Result<(), InfoError> {
+    if holds { Ok(()) } else { Err(InfoError::Field { field, value, rule }) }
 }

@@ -84,7 +84,8 @@ impl Pool {
     /// 1. Look at everything, as it will be when a committed transaction has been redone, and stop if it cannot be
     ///    trusted: until here nothing is stored.
     /// 2. Redo the transaction.
-    /// 3. Put right: copies, wear words, marks of chunks to be erased, a file that was being grown. Each step may be repeated after a crash in it.
+    /// 3. Put right: copies, wear words, marks of chunks to be erased, a file that was being grown. Each step may be
+    ///    repeated after a crash in it.
     pub(super) fn from_media(
         path: PathBuf,
         mode: OpenMode,

@@ -162,92 +162,89 @@ impl Superblock {
 
     /// Verifies a whole superblock of version 1.
     pub(crate) fn parse(bytes: &SuperblockBytes) -> Result<Self, SuperblockError> {
-        let field = |field, value, holds: bool, rule| {
-            if holds { Ok(value) } else { Err(SuperblockError { field, value, rule }) }
-        };
-        let size = bytes.size_bytes.get();
-        let own = u64::from(bytes.superblock_bytes.get());
-        field("superblock_bytes", own, own == SUPERBLOCK_BYTES, "a superblock has 4096 bytes")?;
-        field(
-            "chunk_bytes",
-            bytes.chunk_bytes.get(),
-            bytes.chunk_bytes.get() == CHUNK_BYTES,
-            "chunks are 2 MiB",
-        )?;
-        let chunks = size / CHUNK_BYTES;
-        let fits = size.is_multiple_of(CHUNK_BYTES) && chunks > 0 && chunks <= MAX_CHUNKS;
-        field("size_bytes", size, fits, "a pool is a multiple of 2 MiB, up to 512 TiB")?;
-        let entries = bytes.chunk_table_entries.get();
-        field(
-            "chunk_table_entries",
-            entries,
-            entries == chunks,
-            "there is one entry for each chunk of the pool",
-        )?;
-        let record = bytes.volume_record_bytes.get();
-        let record_fits = u64::from(record) == VOLUME_RECORD_BYTES;
-        field("volume_record_bytes", u64::from(record), record_fits, "volume records are 256 bytes")?;
-        let slots = bytes.volume_slots.get();
-        field(
-            "volume_slots",
-            u64::from(slots),
-            slots <= 1 << 16,
-            "a chunk's owner word has 16 bits for a slot",
-        )?;
+        check_sizes(bytes)?;
         let superblock = Self {
             sequence: bytes.sequence.get(),
             is_thin: bytes.features_compatible.get() & FEATURE_THIN != 0,
             uuid: Uuid::from_bytes(bytes.uuid),
-            chunks: chunks as u32,
+            chunks: u32::try_from(bytes.chunk_table_entries.get()).expect("checked against the largest pool"),
             strg_bytes: bytes.strg_bytes.get(),
             chunk_table_offset: bytes.chunk_table_offset.get(),
             volume_table_offsets: bytes.volume_table_offsets.map(|o| o.get()),
-            volume_slots: slots,
+            volume_slots: bytes.volume_slots.get(),
             log_offset: bytes.log_offset.get(),
             log_bytes: bytes.log_bytes.get(),
             created_unix_s: bytes.created_unix_s.get(),
             growing_to_bytes: bytes.growing_to_bytes.get(),
         };
-        let to = superblock.growing_to_bytes;
-        let larger =
-            to == 0 || (to > size && to.is_multiple_of(CHUNK_BYTES) && to <= MAX_CHUNKS * CHUNK_BYTES);
-        field("growing_to_bytes", to, larger, "a pool grows to a multiple of 2 MiB, up to 512 TiB")?;
-        let inside = |offset: u64, length: u64| {
-            offset.is_multiple_of(8) && offset.checked_add(length).is_some_and(|end| end <= size)
-        };
-        let places = [
-            ("chunk_table_offset", superblock.chunk_table_offset, chunks * CHUNK_ENTRY_BYTES),
-            (
-                "volume_table_offsets",
-                superblock.volume_table_offsets[0],
-                u64::from(slots) * VOLUME_RECORD_BYTES,
-            ),
-            (
-                "volume_table_offsets",
-                superblock.volume_table_offsets[1],
-                u64::from(slots) * VOLUME_RECORD_BYTES,
-            ),
-            ("log_offset", superblock.log_offset, superblock.log_bytes),
-        ];
-        for (name, offset, length) in places {
-            field(name, offset, inside(offset, length), "each region is aligned to 8 and inside the pool")?;
-        }
-        let mut regions = superblock.regions();
-        regions.sort_by_key(|r| r.start);
-        for pair in regions.windows(2) {
-            field("offsets", pair[1].start, pair[0].end <= pair[1].start, "regions do not overlap")?;
-        }
-        let usable = u64::from(superblock.chunks - superblock.metadata_chunks()) * CHUNK_BYTES;
-        let strg = superblock.strg_bytes;
-        let strg_fits = strg.is_multiple_of(CHUNK_BYTES) && strg <= usable;
-        field(
-            "strg_bytes",
-            strg,
-            strg_fits,
-            "STRG is a multiple of 2 MiB and no more than the pool can hold",
-        )?;
+        superblock.check_growth()?;
+        superblock.check_regions()?;
+        superblock.check_strg()?;
         Ok(superblock)
     }
+
+    fn check_growth(&self) -> Result<(), SuperblockError> {
+        let to = self.growing_to_bytes;
+        let larger =
+            to > self.size_bytes() && to.is_multiple_of(CHUNK_BYTES) && to <= MAX_CHUNKS * CHUNK_BYTES;
+        let rule = "a pool grows to a multiple of 2 MiB, up to 512 TiB";
+        require("growing_to_bytes", to, to == 0 || larger, rule)
+    }
+
+    fn check_regions(&self) -> Result<(), SuperblockError> {
+        let inside = |offset: u64, length: u64| {
+            offset.is_multiple_of(8) && offset.checked_add(length).is_some_and(|end| end <= self.size_bytes())
+        };
+        let volume_table_bytes = u64::from(self.volume_slots) * VOLUME_RECORD_BYTES;
+        let [volumes_a, volumes_b] = self.volume_table_offsets;
+        let places = [
+            ("chunk_table_offset", self.chunk_table_offset, u64::from(self.chunks) * CHUNK_ENTRY_BYTES),
+            ("volume_table_offsets", volumes_a, volume_table_bytes),
+            ("volume_table_offsets", volumes_b, volume_table_bytes),
+            ("log_offset", self.log_offset, self.log_bytes),
+        ];
+        for (name, offset, length) in places {
+            let rule = "each region is aligned to 8 and inside the pool";
+            require(name, offset, inside(offset, length), rule)?;
+        }
+        let mut regions = self.regions();
+        regions.sort_by_key(|r| r.start);
+        for pair in regions.windows(2) {
+            require("offsets", pair[1].start, pair[0].end <= pair[1].start, "regions do not overlap")?;
+        }
+        Ok(())
+    }
+
+    /// The regions are checked: how many chunks they take is known.
+    fn check_strg(&self) -> Result<(), SuperblockError> {
+        let usable_bytes = u64::from(self.chunks - self.metadata_chunks()) * CHUNK_BYTES;
+        let fits = self.strg_bytes.is_multiple_of(CHUNK_BYTES) && self.strg_bytes <= usable_bytes;
+        let rule = "STRG is a multiple of 2 MiB and no more than the pool can hold";
+        require("strg_bytes", self.strg_bytes, fits, rule)
+    }
+}
+
+/// What says how large the pool and its records are.
+fn check_sizes(bytes: &SuperblockBytes) -> Result<(), SuperblockError> {
+    let own = u64::from(bytes.superblock_bytes.get());
+    require("superblock_bytes", own, own == SUPERBLOCK_BYTES, "a superblock has 4096 bytes")?;
+    let chunk = bytes.chunk_bytes.get();
+    require("chunk_bytes", chunk, chunk == CHUNK_BYTES, "chunks are 2 MiB")?;
+    let size = bytes.size_bytes.get();
+    let chunks = size / CHUNK_BYTES;
+    let fits = size.is_multiple_of(CHUNK_BYTES) && chunks > 0 && chunks <= MAX_CHUNKS;
+    require("size_bytes", size, fits, "a pool is a multiple of 2 MiB, up to 512 TiB")?;
+    let entries = bytes.chunk_table_entries.get();
+    let rule = "there is one entry for each chunk of the pool";
+    require("chunk_table_entries", entries, entries == chunks, rule)?;
+    let record = u64::from(bytes.volume_record_bytes.get());
+    require("volume_record_bytes", record, record == VOLUME_RECORD_BYTES, "volume records are 256 bytes")?;
+    let slots = u64::from(bytes.volume_slots.get());
+    require("volume_slots", slots, slots <= 1 << 16, "a chunk's owner word has 16 bits for a slot")
+}
+
+fn require(field: &'static str, value: u64, holds: bool, rule: &'static str) -> Result<(), SuperblockError> {
+    if holds { Ok(()) } else { Err(SuperblockError { field, value, rule }) }
 }
 
 #[cfg(test)]
