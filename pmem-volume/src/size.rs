@@ -35,23 +35,32 @@ pub fn parse(text: &str) -> Result<u64, SizeError> {
     number.checked_mul(1 << shift).ok_or_else(|| SizeError::TooLarge(text.to_owned()))
 }
 
-/// Writes a size in the largest unit that divides it, or with one decimal where none does.
+/// The largest first.
+const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+
+/// Writes a size in the largest unit that divides it, or with one decimal where none does that leaves it short. Rounded
+/// down: of what is free, there is as much as it says.
 pub fn display(bytes: u64) -> String {
-    const UNITS: [(&str, u64); 4] = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+    // An exact number of a smaller unit says more than a rounded one.
     for (unit, scale) in UNITS {
-        if bytes < scale {
-            continue;
-        }
-        if bytes.is_multiple_of(scale) {
+        if bytes >= scale && bytes.is_multiple_of(scale) && is_short(bytes, scale) {
             return format!("{} {unit}", bytes / scale);
         }
-        // An exact number of a smaller unit says more than a rounded one, as long as it is short.
-        if bytes < 64 * scale && scale > 1 << 20 && bytes.is_multiple_of(1 << 20) {
-            return format!("{} MiB", bytes >> 20);
-        }
-        return format!("{:.1} {unit}", bytes as f64 / scale as f64);
     }
-    format!("{bytes} bytes")
+    // Small tebibytes in gibibytes: 2047.9 GiB of 2 TiB are free, and not 1.9 TiB.
+    let readable = |scale| bytes >= scale && (scale < 1 << 40 || !is_short(bytes, 1 << 30));
+    match UNITS.into_iter().find(|(_, scale)| readable(*scale)) {
+        Some((unit, scale)) => {
+            let tenths = (u128::from(bytes % scale) * 10) / u128::from(scale);
+            format!("{}.{tenths} {unit}", bytes / scale)
+        }
+        None => format!("{bytes} bytes"),
+    }
+}
+
+/// Has the number of such units at most five digits? Bytes and kibibytes are never read at such length.
+fn is_short(bytes: u64, scale: u64) -> bool {
+    bytes / scale < if scale >= 1 << 20 { 64 << 10 } else { 1 << 10 }
 }
 
 #[cfg(test)]
@@ -83,5 +92,18 @@ mod tests {
         assert_eq!(display((4 << 30) - (4 << 20)), "4092 MiB");
         assert_eq!(display(6 << 20), "6 MiB");
         assert_eq!(display(12), "12 bytes");
+        assert_eq!(display(1536 << 30), "1536 GiB");
+        assert_eq!(display(3 << 10), "3 KiB");
+        assert_eq!(display(512 << 40), "512 TiB");
+    }
+
+    #[test]
+    fn display_is_short_and_says_no_more_than_there_is() {
+        assert_eq!(display((1 << 40) - (10 << 20)), "1023.9 GiB");
+        assert_eq!(display((2 << 40) - (18 << 20)), "2047.9 GiB");
+        assert_eq!(display((100 << 40) - 1), "99.9 TiB");
+        assert_eq!(display((5 << 20) + (5 << 10)), "5.0 MiB");
+        assert_eq!(display(1025), "1.0 KiB");
+        assert_eq!(display(u64::MAX), "16777215.9 TiB");
     }
 }

@@ -76,11 +76,7 @@ impl Pool {
                 needed_bytes,
                 free_bytes: FileSystem::of(&unnamed.file).map_or(0, |fs| fs.free_bytes),
             },
-            Some(libc::EFBIG) => PoolError::Size {
-                what: "pool size",
-                value: size_bytes,
-                rule: "is larger than a file may be on this file system".to_owned(),
-            },
+            Some(libc::EFBIG) => file_too_large(size_bytes),
             _ => file_error("allocate")(error),
         };
         let mut unheard = unheard;
@@ -127,6 +123,11 @@ impl Pool {
         write_empty_pool(&media, &superblock)?;
         Pool::from_media(path.to_owned(), OpenMode::ReadWrite, Backing::File(media), superblock, vec![])
     }
+}
+
+pub(super) fn file_too_large(size_bytes: u64) -> PoolError {
+    let rule = "is larger than a file may be on this file system (ext4: 16 TiB)".to_owned();
+    PoolError::Size { what: "pool size", value: size_bytes, rule }
 }
 
 /// A pool is no larger than its device.

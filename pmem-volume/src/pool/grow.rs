@@ -55,6 +55,9 @@ impl Pool {
             Failure::NoRoom(source) if media.place().is_device() => {
                 PoolError::File { path: path.to_owned(), action: "erase more of", source }
             }
+            Failure::NoRoom(source) if source.raw_os_error() == Some(libc::EFBIG) => {
+                create::file_too_large(size_bytes)
+            }
             Failure::NoRoom(source) => no_room(path, media.file(), needed_bytes, source),
             Failure::Media(error) => error.into(),
         })?;
@@ -218,7 +221,7 @@ pub(super) fn rewrite(media: &dyn Media, superblock: &Superblock) -> Result<(), 
 
 fn no_room(path: &Path, file: &std::fs::File, needed_bytes: u64, source: io::Error) -> PoolError {
     match source.raw_os_error() {
-        Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => PoolError::FileSystemFull {
+        Some(libc::ENOSPC | libc::EDQUOT) => PoolError::FileSystemFull {
             path: path.to_owned(),
             needed_bytes,
             free_bytes: FileSystem::of(file).map_or(0, |fs| fs.free_bytes),
