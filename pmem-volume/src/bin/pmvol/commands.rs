@@ -31,7 +31,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             Ok(Outcome::Done)
         }
         Command::Grow { pool, size } => {
-            let grown = watched(|progress| Pool::grow_with(pool, *size, progress)).map_err(with_flag)?;
+            let grown = watched(|progress| grow(pool, *size, progress)).map_err(with_flag)?;
             print::pool_grown(pool, &grown.info());
             print::note_waiting(&grown);
             Ok(Outcome::Done)
@@ -131,6 +131,16 @@ fn with_flag(error: PoolError) -> anyhow::Error {
         Some(flag) => anyhow::Error::new(error).context(flag),
         None => error.into(),
     }
+}
+
+fn grow(path: &Path, size_bytes: Option<u64>, progress: OnProgress<'_>) -> Result<Arc<Pool>, PoolError> {
+    let before = Pool::open(path, OpenMode::Peek)?.info();
+    let pool = Pool::grow_with(path, size_bytes, &mut *progress)?;
+    // If nothing waited, what waits now is where the chunk table was, which is too little to speak of.
+    if before.scrubbing_bytes + before.memory_bytes == 0 {
+        pool.scrub_all_with(progress)?;
+    }
+    Ok(pool)
 }
 
 fn info(path: &Path, output: &Output) -> anyhow::Result<Outcome> {

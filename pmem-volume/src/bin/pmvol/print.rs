@@ -64,7 +64,8 @@ pub(crate) fn info(report: &InfoReport) {
 
 fn who_erases(report: &InfoReport) -> String {
     match &report.in_use_by {
-        Some(_) => " (by the VM that has the pool, if it has it to use)".to_owned(),
+        // By a VM, that is; who only reads has it for a moment.
+        Some(_) => " (in the background)".to_owned(),
         None => format!(" (when it is needed, or now by `pmvol scrub {}`)", report.path.display()),
     }
 }
