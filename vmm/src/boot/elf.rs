@@ -271,12 +271,29 @@ fn read_notes<F: Read + Seek>(image: &mut F, headers: &[ProgramHeader]) -> Resul
         let mut notes = vec![0; header.file_size.min(MAX_NOTE_BYTES) as usize];
         image.seek(SeekFrom::Start(header.offset))?;
         image.read_exact(&mut notes)?;
-        for note in Notes(&notes) {
-            facts.is_linux |= note.is_linux();
-            facts.entry = facts.entry.or(note.pvh_entry());
-        }
+        facts.read(&notes, header.align);
     }
     Ok(facts)
+}
+
+impl Facts {
+    /// Notes in a segment that is aligned to 8 are so themselves (binutils and glibc read them that way). Linux aligns
+    /// its own to 4 whatever the segment says: one note of a property, which compilers add, makes that 8. So there the
+    /// entry point is looked for in both ways.
+    fn read(&mut self, notes: &[u8], segment_align: u64) {
+        let ways: &[usize] = if segment_align == 8 { &[8, 4] } else { &[4] };
+        for &align in ways {
+            let mut entry = None;
+            for note in (Notes { bytes: notes, at: 0, align }) {
+                self.is_linux |= note.is_linux();
+                entry = entry.or(note.pvh_entry());
+            }
+            self.entry = self.entry.or(entry);
+            if entry.is_some() {
+                break;
+            }
+        }
+    }
 }
 
 struct Note<'a> {
@@ -309,25 +326,36 @@ impl Note<'_> {
 }
 
 /// The notes of a note segment, up to the first that is not whole.
-struct Notes<'a>(&'a [u8]);
+struct Notes<'a> {
+    bytes: &'a [u8],
+    at: usize,
+    /// Of descriptions and of notes, counted from the segment's start; names follow their lengths at once.
+    align: usize,
+}
+
+impl<'a> Notes<'a> {
+    fn take(&mut self, len: u32) -> Option<&'a [u8]> {
+        let end = self.at.checked_add(len as usize)?;
+        let field = self.bytes.get(self.at..end)?;
+        self.at = end;
+        Some(field)
+    }
+
+    fn word(&mut self) -> Option<u32> {
+        Some(u32::from_le_bytes(*self.take(4)?.first_chunk()?))
+    }
+}
 
 impl<'a> Iterator for Notes<'a> {
     type Item = Note<'a>;
 
     fn next(&mut self) -> Option<Note<'a>> {
-        let mut word = || {
-            let (word, rest) = self.0.split_first_chunk::<4>()?;
-            self.0 = rest;
-            Some(u32::from_le_bytes(*word))
-        };
-        let (name_len, description_len, kind) = (word()?, word()?, word()?);
-        let mut field = |len: u32| {
-            let len = len as usize;
-            let (field, rest) = self.0.split_at_checked(len.checked_next_multiple_of(4)?)?;
-            self.0 = rest;
-            Some(&field[..len])
-        };
-        Some(Note { name: field(name_len)?, kind, description: field(description_len)? })
+        let (name_len, description_len, kind) = (self.word()?, self.word()?, self.word()?);
+        let name = self.take(name_len)?;
+        self.at = self.at.next_multiple_of(self.align);
+        let description = self.take(description_len)?;
+        self.at = self.at.next_multiple_of(self.align);
+        Some(Note { name, kind, description })
     }
 }
 
@@ -344,13 +372,17 @@ pub mod tests {
     const MEMORY_BYTES: u64 = 4 << 20;
 
     fn note(name: &[u8], kind: u32, description: &[u8]) -> Vec<u8> {
+        note_aligned(4, name, kind, description)
+    }
+
+    fn note_aligned(align: usize, name: &[u8], kind: u32, description: &[u8]) -> Vec<u8> {
         let mut note = Vec::new();
         for word in [name.len() as u32, description.len() as u32, kind] {
             note.extend_from_slice(&word.to_le_bytes());
         }
         for field in [name, description] {
             note.extend_from_slice(field);
-            note.resize(note.len().next_multiple_of(4), 0);
+            note.resize(note.len().next_multiple_of(align), 0);
         }
         note
     }
@@ -481,6 +513,41 @@ pub mod tests {
             assert_eq!(theirs, PvhBootCapability::PvhEntryPresent(GuestAddress(ENTRY)));
             assert_eq!(load_bytes(&image).unwrap().entry, ENTRY);
         }
+    }
+
+    /// A kernel whose note segment is aligned to `align`.
+    fn build_aligned(align: u64, notes: &[u8]) -> Vec<u8> {
+        let mut image = build(&[0; 64], notes);
+        let field = 64 + 56 + 48;
+        image[field..field + 8].copy_from_slice(&align.to_le_bytes());
+        image
+    }
+
+    #[test]
+    fn notes_that_are_aligned_to_8_are_read_as_such_and_as_linux_writes_them() {
+        // Lengths that differ in how they are aligned; the first is .note.gnu.property, which makes the segment's 8.
+        let notes = |align| {
+            let property = note_aligned(8, b"GNU\0", 5, &[7; 16]);
+            let version = note_aligned(align, b"Linux\0", 0x100, b"6.12.0\0");
+            let short = note_aligned(align, b"Xen\0", 6, b"linux\0");
+            let entry = note_aligned(align, b"Xen\0", 18, &(ENTRY as u32).to_le_bytes());
+            [property, version, short, entry].concat()
+        };
+        assert_ne!(notes(4), notes(8));
+        for (segment, inside) in [(8, 8), (8, 4), (4, 4), (0, 4), (1, 4), (u64::MAX, 4)] {
+            let loaded = load_bytes(&build_aligned(segment, &notes(inside)));
+            let loaded = loaded.unwrap_or_else(|err| panic!("{segment}, {inside}: {err}"));
+            assert!(loaded.entry == ENTRY && loaded.is_linux, "{segment}, {inside}");
+        }
+        assert!(matches!(load_bytes(&build_aligned(4, &notes(8))), Err(ElfError::NoPvhNote)));
+        // The last note of a segment need not be filled up.
+        let mut ends_early = [
+            note_aligned(8, b"Xen\0", 18, &ENTRY.to_le_bytes()),
+            note_aligned(8, b"Linux\0", 0x100, b"6.12.0\0"),
+        ]
+        .concat();
+        assert_eq!(ends_early.pop(), Some(0));
+        assert!(load_bytes(&build_aligned(8, &ends_early)).unwrap().is_linux);
     }
 
     #[test]
