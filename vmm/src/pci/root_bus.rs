@@ -1,5 +1,6 @@
 //! The root bus: slots, ways into configuration space, and BARs that follow what the guest writes.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
@@ -54,11 +55,14 @@ struct Slot {
     /// The BARs that are on the memory bus. The lock is held while they move: the device may have to finish a flush
     /// before it answers, and KVM takes its time over each ioeventfd, which concerns no other slot.
     mapped: Mutex<Vec<BarRange>>,
+    /// Whether a BAR of it is where another is, or may be. Set before the memory bus is asked, so that who frees a place
+    /// there sees it, or the place was free in time.
+    waits: AtomicBool,
 }
 
 impl Slot {
     fn new(device: Arc<dyn PciDevice>) -> Arc<Self> {
-        Arc::new(Self { device, mapped: Mutex::default() })
+        Arc::new(Self { device, mapped: Mutex::default(), waits: AtomicBool::new(false) })
     }
 }
 
@@ -130,28 +134,54 @@ impl RootBus {
         let Some(slot) = self.slot(at).filter(|_| at.holds(data.len())) else { return };
         slot.device.write_config(at.register, data);
         if at.register < BARS_END {
-            self.remap(&slot);
+            self.follow(&slot);
         }
+    }
+
+    /// Makes the memory bus agree with the BARs of `slot`, and then with those of others that had to wait for a place:
+    /// who moves several BARs, one by one, may have put one where another still was.
+    fn follow(&self, slot: &Slot) {
+        let mut freed = self.remap(slot);
+        while freed {
+            freed = false;
+            for waiting in self.waiting() {
+                freed |= self.remap(&waiting);
+            }
+        }
+    }
+
+    fn waiting(&self) -> Vec<Arc<Slot>> {
+        let slots = self.slots.lock();
+        slots.slots.iter().flatten().filter(|slot| slot.waits.load(Ordering::SeqCst)).cloned().collect()
     }
 
     /// Makes the memory bus agree with the BARs of `slot`. The slot is locked throughout, so that the last of two
     /// concurrent writes is the one that counts. Two slots that move at once onto one address meet on the memory
-    /// bus, which takes the first.
-    fn remap(&self, slot: &Slot) {
-        let Some(memory) = self.memory.upgrade() else { return };
+    /// bus, which takes the first. Returns whether a place on the memory bus has become free.
+    fn remap(&self, slot: &Slot) -> bool {
+        let Some(memory) = self.memory.upgrade() else { return false };
         let mut mapped = slot.mapped.lock();
+        let mut freed = false;
         let wanted: Vec<BarRange> = slot.device.decoded_bars().into_iter().filter(in_window).collect();
         // What goes, goes first: a BAR may move onto its own old place.
         for gone in mapped.extract_if(.., |range| !wanted.contains(range)) {
-            memory.remove(gone.base);
+            // Nobody has the place before the device has let it go.
             slot.device.bar_moved(gone.bar, None);
+            memory.remove(gone.base);
+            freed = true;
         }
+        let mut waits = false;
+        slot.waits.store(waits, Ordering::SeqCst);
         for range in wanted {
             if mapped.contains(&range) {
                 continue;
             }
             let window = Arc::new(BarWindow { device: Arc::clone(&slot.device), bar: range.bar });
-            match memory.insert(range.base, range.len, window) {
+            slot.waits.store(true, Ordering::SeqCst);
+            let inserted = memory.insert(range.base, range.len, window);
+            waits |= inserted.is_err();
+            slot.waits.store(waits, Ordering::SeqCst);
+            match inserted {
                 Ok(()) => {
                     mapped.push(range);
                     slot.device.bar_moved(range.bar, Some(range.base));
@@ -161,6 +191,7 @@ impl RootBus {
                 }
             }
         }
+        freed
     }
 }
 
@@ -444,6 +475,72 @@ mod tests {
         }
         machine.write(1, 0x10, 0xd000_0000);
         assert!(machine.answers(0xd000_0000) && machine.answers(other.into()));
+    }
+
+    /// As who moves the BARs of several functions does, one after the other, with decoding on (Linux, pci_std_update_resource).
+    #[test]
+    fn a_bar_that_is_put_where_another_is_gets_the_place_when_that_one_moves() {
+        let machine = Machine::new();
+        let functions = [1, 2, 3].map(Function::new);
+        for (slot, function) in (1..).zip(&functions) {
+            machine.root.add(None, function.clone()).unwrap();
+            machine.write(slot, 4, 2);
+        }
+        let is_at = |function: usize, base: u32| *functions[function].base.lock() == Some(base.into());
+        let [first, second, third] = [1, 2, 3].map(|slot| machine.read(slot, 0x10));
+        // Each onto the next one's place, and the last one elsewhere.
+        machine.write(1, 0x10, second);
+        machine.write(2, 0x10, third);
+        assert!(is_at(0, second) && functions[1].base.lock().is_none() && is_at(2, third));
+        machine.write(3, 0x10, first);
+        assert!(is_at(0, second) && is_at(1, third) && is_at(2, first));
+        for base in [first, second, third] {
+            assert!(machine.answers(base.into()), "{base:#x}");
+        }
+        // Two that swap; one that has stopped waiting for a place does not get it.
+        machine.write(1, 0x10, third);
+        machine.write(2, 0x10, second);
+        assert!(is_at(0, third) && is_at(1, second));
+        machine.write(1, 0x10, second);
+        machine.write(1, 4, 0);
+        machine.write(2, 4, 0);
+        assert!(!machine.answers(second.into()) && !machine.answers(third.into()));
+        // A place is free as well where decoding is switched off.
+        machine.write(1, 4, 2);
+        machine.write(2, 4, 2);
+        assert!(is_at(0, second) && functions[1].base.lock().is_none());
+        machine.write(1, 4, 0);
+        assert!(is_at(1, second));
+    }
+
+    /// Whoever's write frees a place sees who waits for it, or who waits finds it free.
+    #[test]
+    fn two_cpus_that_swap_bars_leave_both_in_their_places() {
+        const PLACES: [u32; 2] = [0xd000_0000, 0xd000_2000];
+        let machine = Machine::new();
+        let functions = [1, 2].map(Function::new);
+        for (slot, function) in (1..).zip(&functions) {
+            machine.root.add(None, function.clone()).unwrap();
+            machine.write(slot, 4, 2);
+        }
+        let start = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            // It asserts nothing: the other thread would wait for this one for ever.
+            let moves = |slot: usize| {
+                let mut wrong = 0;
+                for _ in 0..2_000 {
+                    start.wait();
+                    machine.write(slot as u64, 0x10, PLACES[slot % 2]);
+                    machine.write(slot as u64, 0x10, PLACES[(slot + 1) % 2]);
+                    start.wait();
+                    wrong +=
+                        u32::from(*functions[slot - 1].base.lock() != Some(PLACES[(slot + 1) % 2].into()));
+                }
+                wrong
+            };
+            let other = scope.spawn(move || moves(1));
+            assert_eq!((moves(2), other.join().unwrap()), (0, 0));
+        });
     }
 
     #[test]
