@@ -13,6 +13,7 @@ mod socket;
 #[cfg(test)]
 mod tests;
 mod wire;
+mod write_timeout;
 
 pub use self::client::{Client, ClientError};
 pub use self::error::ApiError;

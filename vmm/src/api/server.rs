@@ -16,11 +16,14 @@ use tokio::time::timeout;
 use tracing::{debug, warn};
 
 use super::socket::{Listener, Socket, SocketFile};
+use super::write_timeout::WriteTimeout;
 
 /// The most that one connection buffers of what is not yet taken apart; a head must fit in.
 const BUFFER_BYTES: usize = 16 << 10;
 /// How long answers that are under way may take when the server stops.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
+/// A client reads what it has asked for; one that is stopped for longer asks again.
+const UNREAD_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What clients may take.
 #[derive(Clone, Copy, Debug)]
@@ -30,13 +33,16 @@ pub struct Limits {
     /// How long a connection may be without a whole request head; for ever when `None`. HTTP cannot tell a
     /// client that is slow from one that keeps its connection for later.
     pub idle: Option<Duration>,
+    /// How long a client may read nothing of an answer that is too long for the socket's buffers.
+    pub unread: Duration,
 }
 
 impl Limits {
     /// The API's: clients like Kata Containers keep one connection for a VM's whole life.
-    pub const API: Self = Self { connections: 256, idle: None };
+    pub const API: Self = Self { connections: 256, idle: None, unread: UNREAD_TIMEOUT };
     /// Metrics', whose address may be reachable for strangers.
-    pub const METRICS: Self = Self { connections: 16, idle: Some(Duration::from_secs(60)) };
+    pub const METRICS: Self =
+        Self { connections: 16, idle: Some(Duration::from_secs(60)), unread: UNREAD_TIMEOUT };
 }
 
 /// A server that runs until it is stopped or dropped.
@@ -111,6 +117,7 @@ where
     http.timer(TokioTimer::new()).header_read_timeout(limits.idle).max_buf_size(BUFFER_BYTES);
     // A client may end its side once it has asked, as `nc -N` does, and is answered all the same.
     http.half_close(true);
+    let stream = WriteTimeout::new(stream, limits.unread);
     let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
     tokio::pin!(connection);
     let result = tokio::select! {

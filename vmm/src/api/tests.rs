@@ -96,6 +96,10 @@ fn pressure() -> PressureInfo {
 
 /// Runs a test on the runtime that the VMM has: one thread.
 fn run<F: Future<Output = ()>>(test: impl FnOnce(Fixture) -> F) {
+    run_within(Limits::API, test);
+}
+
+fn run_within<F: Future<Output = ()>>(limits: Limits, test: impl FnOnce(Fixture) -> F) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let dir = tempfile::tempdir().unwrap();
@@ -104,7 +108,7 @@ fn run<F: Future<Output = ()>>(test: impl FnOnce(Fixture) -> F) {
         let (sender, asked) = mpsc::unbounded_channel();
         tokio::spawn(own(requests, sender));
         let socket = Socket::for_api(&ApiSocket::Path(path.clone())).unwrap();
-        let server = Server::start(socket, router(vm), Limits::API).unwrap();
+        let server = Server::start(socket, router(vm), limits).unwrap();
         timeout(PATIENCE, test(Fixture { server, path, asked, _dir: dir })).await.expect("an answer");
     });
 }
@@ -319,6 +323,29 @@ fn a_client_that_has_nothing_more_to_say_is_answered() {
         assert_eq!(client.receive().await.map(|(status, _)| status), Some(200));
         assert_eq!(client.receive().await, None);
     });
+}
+
+/// With room for one connection, the next one is answered only when the first has ended.
+#[test]
+fn who_asks_and_never_reads_is_not_kept() {
+    const REQUESTS: usize = 2_000;
+    let limits = Limits { connections: 1, unread: Duration::from_millis(50), ..Limits::API };
+    for half_closed in [false, true] {
+        run_within(limits, async |fixture| {
+            let mut silent = fixture.connect().await;
+            // The answers are more than the socket's buffers hold.
+            silent.send(request("GET", "/api/v1/vm.info", "").repeat(REQUESTS)).await;
+            if half_closed {
+                silent.0.get_mut().shutdown().await.unwrap();
+            }
+            assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200, "half closed: {half_closed}");
+            let mut answers = Vec::new();
+            // An end or, where requests are left that were not read, a reset.
+            let _ = silent.0.read_to_end(&mut answers).await;
+            let whole = answers.windows(12).filter(|bytes| bytes == b"HTTP/1.1 200").count();
+            assert!((1..REQUESTS).contains(&whole), "{whole} of the answers were there");
+        });
+    }
 }
 
 #[test]
