@@ -234,8 +234,9 @@ fn pressure_is_shown_and_changed() {
             ),
             "{asked}"
         );
-        let (status, _) = fixture.call("PUT", "vm.pressure", r#"{"policy": "psi", "size": 2097152}"#).await;
-        assert_eq!(status, 400);
+        for wrong in [r#"{"policy": "psi", "size": 2097152}"#, r#"{"policy": "fixed"}"#] {
+            assert_eq!(fixture.call("PUT", "vm.pressure", wrong).await.0, 400, "{wrong}");
+        }
         let (status, body) = fixture.call("PUT", "vm.pressure", r#"{"policy": "magic"}"#).await;
         assert_eq!(status, 400);
         assert!(messages(&body)[0].contains("psi, fixed, off"));

@@ -64,9 +64,12 @@ pub fn check_policy(flag: &'static str, policy: &str) -> Result<(), ConfigError>
     })
 }
 
-/// Checks that a size is given with the policy that takes one, and is whole blocks. `flag` is who asks.
+/// Checks that a size is given with the policy that takes one, with no other, and is whole blocks. `flag` is who asks.
 pub fn check_fixed_size(flag: &'static str, policy: &str, size: Option<u64>) -> Result<(), ConfigError> {
-    let Some(bytes) = size else { return Ok(()) };
+    let Some(bytes) = size else {
+        // Without one it would be 0, and nobody who writes "fixed" means that all memory is to go.
+        return if policy == "fixed" { Err(ConfigError::Missing { flag, key: "size" }) } else { Ok(()) };
+    };
     let expected = if policy != "fixed" {
         "taken by policy=fixed alone"
     } else if !bytes.is_multiple_of(UNIT_BYTES) {
@@ -86,8 +89,8 @@ mod tests {
 
     #[test]
     fn the_flag_is_read() {
-        let pressure = PressureConfig::parse("policy=fixed,dry_run=on").unwrap();
-        assert_eq!(pressure, PressureConfig { policy: "fixed".to_owned(), size: None, dry_run: true });
+        let pressure = PressureConfig::parse("policy=off,dry_run=on").unwrap();
+        assert_eq!(pressure, PressureConfig { policy: "off".to_owned(), size: None, dry_run: true });
         assert!(pressure.validate().is_ok());
         assert_eq!(PressureConfig::parse("dry_run=off"), Ok(PressureConfig::default()));
     }
@@ -101,6 +104,7 @@ mod tests {
             let error = parsed(text).unwrap_err();
             assert!(error.starts_with("--pressure: size="), "{error}");
         }
+        assert_eq!(parsed("policy=fixed"), Err("--pressure: size= is missing".to_owned()));
     }
 
     #[test]

@@ -406,7 +406,10 @@ fn policy(config: &PressureConfig) -> Result<Policy, VmError> {
         VmError::BadRequest(format!("There is no policy {:?}; there are {known}", config.policy))
     })?;
     Ok(match policy {
-        Policy::Fixed(_) => Policy::Fixed(fixed::Params { size_bytes: config.size.unwrap_or(0) }),
+        Policy::Fixed(_) => {
+            let missing = || VmError::BadRequest("The policy \"fixed\" needs a size".to_owned());
+            Policy::Fixed(fixed::Params { size_bytes: config.size.ok_or_else(missing)? })
+        }
         other => other,
     })
 }

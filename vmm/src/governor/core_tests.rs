@@ -259,15 +259,18 @@ fn an_unknown_policy_is_refused_and_the_old_one_stays() {
 
 #[test]
 fn fixed_keeps_its_size_without_an_agent_and_takes_another_one() {
-    let mut f = fixture("fixed", false, true);
-    f.core.tick(TimeMs(500));
-    assert_eq!(f.dram.sizes().requested_bytes, 0);
+    let mut f = fixture("off", false, true);
     let change = |size| PressureChange { policy: Some("fixed".to_owned()), size, ..Default::default() };
     f.core.change(&change(Some(128 * MIB + 64 * MIB))).unwrap();
     f.core.tick(TimeMs(1000));
     assert_eq!(f.dram.sizes().requested_bytes, 128 * MIB);
     assert_eq!(f.pm.sizes().requested_bytes, 64 * MIB);
-    assert!(matches!(f.core.change(&change(Some(1))), Err(VmError::BadRequest(_))));
+    for bad in [Some(1), None] {
+        assert!(matches!(f.core.change(&change(bad)), Err(VmError::BadRequest(_))), "{bad:?}");
+    }
+    f.core.change(&change(Some(0))).unwrap();
+    f.core.tick(TimeMs(60_000));
+    assert!(f.pm.sizes().requested_bytes < 64 * MIB);
 }
 
 #[test]
