@@ -1,10 +1,15 @@
 //! DRAM of the host: private and anonymous.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
+use super::reservation::PAGE_BYTES;
 use super::segments::{Ledger, Source};
 use super::{Backing, BackingError, MappingBudget, Reservation};
+
+/// How much one call looks through for pages: as much as Linux unplugs at once, with a byte for each page.
+const LOOK_BYTES: u64 = 128 << 20;
 
 /// DRAM behind a reservation.
 #[derive(Debug)]
@@ -54,8 +59,16 @@ impl Backing for DramBacking {
         Ok(())
     }
 
-    fn is_populated(&self, offset: u64) -> bool {
-        self.reservation.has_page(offset).unwrap_or(false)
+    fn populated_blocks(&self, run: &Range<u64>, block_bytes: u64) -> Vec<bool> {
+        let mut populated = Vec::new();
+        let look_bytes = LOOK_BYTES.max(block_bytes);
+        for start in run.clone().step_by(look_bytes as usize) {
+            let len = look_bytes.min(run.end - start);
+            let pages = self.reservation.pages(start, len).unwrap_or_default();
+            let firsts = (0..len / block_bytes).map(|block| (block * block_bytes) as usize / PAGE_BYTES);
+            populated.extend(firsts.map(|page| pages.get(page).is_some_and(|page| page & 1 == 1)));
+        }
+        populated
     }
 
     fn populate(&mut self, offset: u64, len: u64) -> io::Result<()> {
@@ -108,16 +121,38 @@ mod tests {
     fn pages_are_found_ahead_and_keep_what_is_in_them() {
         let (mut backing, reservation) = backing();
         backing.plug(0, 8 * MIB).unwrap();
-        assert!(!backing.is_populated(2 * MIB));
+        let populated = |backing: &DramBacking, run| backing.populated_blocks(&run, 2 * MIB);
+        assert_eq!(populated(&backing, 0..8 * MIB), [false; 4]);
         fill(&reservation, 2 * MIB, 1, 0xa5);
-        assert!(backing.is_populated(2 * MIB) && !backing.is_populated(4 * MIB));
+        assert_eq!(populated(&backing, 0..8 * MIB), [false, true, false, false]);
         backing.populate(2 * MIB, 4 * MIB).unwrap();
-        let populated = [0, 2 * MIB, 4 * MIB, 6 * MIB - 4096, 6 * MIB].map(|at| backing.is_populated(at));
-        assert_eq!(populated, [false, true, true, true, false]);
+        assert_eq!(populated(&backing, 0..8 * MIB), [false, true, true, false]);
+        assert_eq!(populated(&backing, 4 * MIB..6 * MIB), [true]);
         assert_eq!((byte_at(&reservation, 2 * MIB), byte_at(&reservation, 2 * MIB + 1)), (0xa5, 0));
         // What is not plugged gets no pages.
         assert!(backing.populate(6 * MIB, 4 * MIB).is_err());
-        assert!(!backing.is_populated(8 * MIB));
+        assert_eq!(populated(&backing, 8 * MIB..10 * MIB), [false]);
+    }
+
+    #[test]
+    fn pages_of_a_long_run_are_found_where_they_are() {
+        const BLOCKS: u64 = 2 * LOOK_BYTES / (2 * MIB) + 3;
+        let reservation = Arc::new(Reservation::new(BLOCKS * 2 * MIB, 2 * MIB).unwrap());
+        let mut backing =
+            DramBacking::new(Arc::clone(&reservation), Arc::new(MappingBudget::new(100)), false);
+        backing.plug(0, BLOCKS * 2 * MIB).unwrap();
+        // Around where one look ends and the next begins, and at the end.
+        let touched = [1, BLOCKS / 2 - 2, BLOCKS / 2 - 1, BLOCKS - 4, BLOCKS - 3, BLOCKS - 1];
+        for block in touched {
+            fill(&reservation, block * 2 * MIB, 1, 0xa5);
+        }
+        // Not the first page: that is not looked at.
+        fill(&reservation, 3 * 2 * MIB + MIB, 1, 0xa5);
+        for first in [0, 1, 5] {
+            let populated = backing.populated_blocks(&(first * 2 * MIB..BLOCKS * 2 * MIB), 2 * MIB);
+            let expected: Vec<_> = (first..BLOCKS).map(|block| touched.contains(&block)).collect();
+            assert_eq!(populated, expected, "from block {first}");
+        }
     }
 
     #[test]

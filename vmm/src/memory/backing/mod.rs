@@ -8,6 +8,7 @@ mod segments;
 
 use std::fmt::Debug;
 use std::io;
+use std::ops::Range;
 
 use thiserror::Error;
 
@@ -67,10 +68,10 @@ pub trait Backing: Debug + Send {
     /// and is offered again at the next call, for pools that get over a failure.
     fn free_detached(&mut self) -> Result<(), BackingError>;
 
-    /// Whether the page at `offset`, which is plugged, was touched already. Backings whose memory costs nothing to find at the
-    /// first touch need not know.
-    fn is_populated(&self, _offset: u64) -> bool {
-        false
+    /// Which of the blocks of `run`, all of which is plugged, have a first page that was touched already. Backings whose
+    /// memory costs nothing to find at the first touch need not know.
+    fn populated_blocks(&self, run: &Range<u64>, block_bytes: u64) -> Vec<bool> {
+        vec![false; ((run.end - run.start) / block_bytes) as usize]
     }
 
     /// Finds the memory of `offset..offset + len`, all of which is plugged, now instead of at the first touch. What the guest has

@@ -143,13 +143,13 @@ impl Reservation {
         }
     }
 
-    /// Whether there is a page at `offset`.
-    pub fn has_page(&self, offset: u64) -> io::Result<bool> {
-        let addr = self.checked(offset, 1) / PAGE_BYTES * PAGE_BYTES;
-        let mut page = 0u8;
-        // SAFETY: one page of our own range (checked above), and one byte for it.
-        match unsafe { libc::mincore(addr as *mut _, PAGE_BYTES, &raw mut page) } {
-            0 => Ok(page & 1 == 1),
+    /// A byte for each page from `offset`, which is a page's: bit 0 tells whether it is there (mincore(2)).
+    pub fn pages(&self, offset: u64, len: u64) -> io::Result<Vec<u8>> {
+        let addr = self.checked(offset, len);
+        let mut pages = vec![0u8; (len as usize).div_ceil(PAGE_BYTES)];
+        // SAFETY: our own range (checked above), and a byte for each of its pages.
+        match unsafe { libc::mincore(addr as *mut _, len as usize, pages.as_mut_ptr()) } {
+            0 => Ok(pages),
             _ => Err(io::Error::last_os_error()),
         }
     }
@@ -177,7 +177,8 @@ impl Drop for Reservation {
 /// /proc/self/smaps tells them apart.
 const GUARD_BYTES: usize = PAGE_BYTES;
 
-const PAGE_BYTES: usize = 4096;
+/// x86-64's small page.
+pub const PAGE_BYTES: usize = 4096;
 
 const ANON: libc::c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 

@@ -32,13 +32,18 @@ impl ZeroAhead {
         Self { block_bytes, left: 0..0, probe: None }
     }
 
-    /// Whether the driver, which asks for `run` to be unplugged, has zeroed it. `has_page` tells whether a block's first page
-    /// is there.
-    pub(super) fn was_zeroed(&self, run: &Range<u64>, has_page: impl Fn(u64) -> bool) -> bool {
-        match self.probe.filter(|probe| run.contains(probe)) {
-            Some(probe) => has_page(probe),
-            None => self.blocks(run).all(has_page),
-        }
+    /// Whether the driver, which asks for `run` to be unplugged, has zeroed it. `populated` tells of each block of a run
+    /// whether its first page is there; it takes a system call, and so it is asked once.
+    pub(super) fn was_zeroed(
+        &self,
+        run: &Range<u64>,
+        populated: impl FnOnce(&Range<u64>, u64) -> Vec<bool>,
+    ) -> bool {
+        let telling = match self.probe.filter(|probe| run.contains(probe)) {
+            Some(probe) => probe..probe + self.block_bytes,
+            None => run.clone(),
+        };
+        populated(&telling, self.block_bytes).into_iter().all(|populated| populated)
     }
 
     /// Plans for the run that lies below `run`, which has been unplugged after it had been zeroed. `surplus_bytes` is what
@@ -47,12 +52,13 @@ impl ZeroAhead {
         &mut self,
         run: &Range<u64>,
         surplus_bytes: u64,
-        has_page: impl Fn(u64) -> bool,
+        populated: impl FnOnce(&Range<u64>, u64) -> Vec<bool>,
     ) {
         let len = (run.end - run.start).min(surplus_bytes).min(run.start).min(RUN_MAX_BYTES);
         let below = run.start - len..run.start;
         // Without a block that has no page there is nothing to make ready.
-        self.probe = self.blocks(&below).find(|&block| !has_page(block));
+        let missing = populated(&below, self.block_bytes).iter().position(|populated| !populated);
+        self.probe = missing.map(|block| below.start + block as u64 * self.block_bytes);
         self.left = self.probe.map_or(0..0, |probe| probe + self.block_bytes..below.end);
     }
 
@@ -79,10 +85,6 @@ impl ZeroAhead {
     pub(super) fn is_busy(&self) -> bool {
         !self.left.is_empty()
     }
-
-    fn blocks(&self, run: &Range<u64>) -> impl Iterator<Item = u64> + use<> {
-        run.clone().step_by(self.block_bytes as usize)
-    }
 }
 
 #[cfg(test)]
@@ -100,8 +102,13 @@ mod tests {
         std::iter::from_fn(|| ahead.next()).map(|step| (step.start / BLOCK, step.end / BLOCK)).collect()
     }
 
-    fn nowhere(_: u64) -> bool {
-        false
+    /// Whether the blocks of a run are populated, by a function of their offsets.
+    fn of(has_page: impl Fn(u64) -> bool) -> impl FnOnce(&Range<u64>, u64) -> Vec<bool> {
+        move |run, block_bytes| run.clone().step_by(block_bytes as usize).map(has_page).collect()
+    }
+
+    fn nowhere(run: &Range<u64>, block_bytes: u64) -> Vec<bool> {
+        of(|_| false)(run, block_bytes)
     }
 
     #[test]
@@ -113,32 +120,32 @@ mod tests {
         assert_eq!(steps(&mut ahead), [(11, 13), (13, 15), (15, 16)]);
         assert!(!ahead.is_busy());
         // Of a run that was used in part, what lies above the first block that was not.
-        ahead.expect_below(&run(16, 22), PLENTY, |block| block < 13 * BLOCK);
+        ahead.expect_below(&run(16, 22), PLENTY, of(|block| block < 13 * BLOCK));
         assert_eq!(steps(&mut ahead), [(14, 16)]);
-        ahead.expect_below(&run(16, 22), PLENTY, |_| true);
+        ahead.expect_below(&run(16, 22), PLENTY, of(|_| true));
         assert_eq!(steps(&mut ahead), []);
     }
 
     #[test]
     fn the_probe_tells_whether_a_driver_zeroes() {
         let mut ahead = ZeroAhead::new(BLOCK);
-        ahead.expect_below(&run(16, 22), PLENTY, |block| block == 10 * BLOCK);
+        ahead.expect_below(&run(16, 22), PLENTY, of(|block| block == 10 * BLOCK));
         ahead.pause();
         // All that was made ready has pages, and what the guest used has; the probe, block 11, has one if it was zeroed.
-        assert!(!ahead.was_zeroed(&run(10, 16), |block| block != 11 * BLOCK));
-        assert!(ahead.was_zeroed(&run(10, 16), |_| true));
+        assert!(!ahead.was_zeroed(&run(10, 16), of(|block| block != 11 * BLOCK)));
+        assert!(ahead.was_zeroed(&run(10, 16), of(|_| true)));
     }
 
     #[test]
     fn without_a_probe_every_block_must_have_a_page() {
         let mut ahead = ZeroAhead::new(BLOCK);
-        assert!(ahead.was_zeroed(&run(10, 16), |_| true));
-        assert!(!ahead.was_zeroed(&run(10, 16), |block| block != 15 * BLOCK));
+        assert!(ahead.was_zeroed(&run(10, 16), of(|_| true)));
+        assert!(!ahead.was_zeroed(&run(10, 16), of(|block| block != 15 * BLOCK)));
         // One in another run says nothing about this one, nor does one that is forgotten.
         ahead.expect_below(&run(6, 8), PLENTY, nowhere);
-        assert!(!ahead.was_zeroed(&run(10, 16), |block| block != 15 * BLOCK));
+        assert!(!ahead.was_zeroed(&run(10, 16), of(|block| block != 15 * BLOCK)));
         ahead.forget();
-        assert!(!ahead.was_zeroed(&run(4, 6), |block| block != 5 * BLOCK) && !ahead.is_busy());
+        assert!(!ahead.was_zeroed(&run(4, 6), of(|block| block != 5 * BLOCK)) && !ahead.is_busy());
     }
 
     #[test]

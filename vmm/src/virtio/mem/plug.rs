@@ -73,7 +73,9 @@ impl Executor {
                 match checked {
                     Ok((offset, len)) => {
                         let run = offset..offset + len;
-                        let zeroed = self.ahead.was_zeroed(&run, |block| self.backing.is_populated(block));
+                        let zeroed = self.ahead.was_zeroed(&run, |run, block_bytes| {
+                            self.backing.populated_blocks(run, block_bytes)
+                        });
                         let result = self.unplug(offset, len);
                         if result.is_ok() && zeroed {
                             self.expect_the_run_below(&run);
@@ -282,7 +284,9 @@ impl Executor {
             (state.is_all_plugged(below, run.start - below), surplus_bytes)
         };
         if is_plugged {
-            self.ahead.expect_below(run, surplus_bytes, |block| self.backing.is_populated(block));
+            self.ahead.expect_below(run, surplus_bytes, |run, block_bytes| {
+                self.backing.populated_blocks(run, block_bytes)
+            });
         } else {
             self.ahead.forget();
         }

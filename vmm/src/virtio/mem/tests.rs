@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -90,8 +91,8 @@ impl Backing for StickyBacking {
     fn free_detached(&mut self) -> Result<(), BackingError> {
         self.backing.free_detached()
     }
-    fn is_populated(&self, offset: u64) -> bool {
-        self.backing.is_populated(offset)
+    fn populated_blocks(&self, run: &Range<u64>, block_bytes: u64) -> Vec<bool> {
+        self.backing.populated_blocks(run, block_bytes)
     }
     fn populate(&mut self, offset: u64, len: u64) -> io::Result<()> {
         self.backing.populate(offset, len)
