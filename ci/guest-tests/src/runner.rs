@@ -1,7 +1,7 @@
 //! Runs guest tests: each in a process of its own, so that a test that hangs or panics takes only itself and the
 //! VMMs it started.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::fs::{self, File};
 use std::io;
@@ -122,14 +122,32 @@ impl Options {
         Ok(options)
     }
 
+    /// The tests that are wanted. A filter that matches none is an error: who has misspelt one of several would take the
+    /// others' success for its own.
+    fn choose(&self, tests: &[Test]) -> Result<Vec<Test>> {
+        if let Some(filter) =
+            self.filters.iter().find(|filter| !tests.iter().any(|test| self.matches(test, filter)))
+        {
+            let topics: BTreeSet<_> = tests
+                .iter()
+                .filter_map(|test| short_name(test).split_once("::"))
+                .map(|(topic, _)| topic)
+                .collect();
+            bail!("no test matches {filter:?}; the topics are {}", Vec::from_iter(topics).join(", "));
+        }
+        Ok(tests.iter().copied().filter(|test| self.wants(test)).collect())
+    }
+
     fn wants(&self, test: &Test) -> bool {
         if self.filters.is_empty() {
             return self.all || !test.extended;
         }
+        self.filters.iter().any(|filter| self.matches(test, filter))
+    }
+
+    fn matches(&self, test: &Test, filter: &str) -> bool {
         let name = short_name(test);
-        self.filters
-            .iter()
-            .any(|filter| if self.exact { name == filter } else { name.contains(filter.as_str()) })
+        if self.exact { name == filter } else { name.contains(filter) }
     }
 }
 
@@ -162,13 +180,10 @@ pub fn main(tests: &[Test]) -> Result<i32> {
         return Ok(run_here(test.with_context(|| format!("no test {name}"))?));
     }
     let options = Options::parse(arguments)?;
-    let chosen: Vec<Test> = tests.iter().copied().filter(|test| options.wants(test)).collect();
+    let chosen = options.choose(tests)?;
     if options.list {
         chosen.iter().for_each(|test| println!("{}", short_name(test)));
         return Ok(0);
-    }
-    if chosen.is_empty() {
-        bail!("no test matches {:?}", options.filters);
     }
     let verdicts = run_all(chosen, &options);
     let count = |wanted: fn(&Verdict) -> bool| verdicts.iter().filter(|verdict| wanted(verdict)).count();
@@ -424,6 +439,24 @@ mod tests {
             TESTS.iter().filter(|test| options.wants(test)).count()
         };
         assert_eq!((count(&[]), count(&["--all"]), count(&["boot::"]), count(&["long"])), (1, 2, 2, 1));
+    }
+
+    #[test]
+    fn every_filter_must_match_a_test() {
+        const TESTS: &[Test] = &[
+            Test { name: "guest_tests::boot::starts", run: nothing, limit: DEFAULT_LIMIT, extended: false },
+            Test { name: "guest_tests::boot::long", run: nothing, limit: DEFAULT_LIMIT, extended: true },
+        ];
+        let chosen = |arguments: &[&str]| {
+            let chosen = parse(arguments).unwrap().choose(TESTS).map_err(|error| error.to_string())?;
+            Ok::<_, String>(chosen.iter().map(short_name).collect::<Vec<_>>())
+        };
+        assert_eq!(chosen(&[]), Ok(vec!["boot::starts"]));
+        assert_eq!(chosen(&["starts", "long"]), Ok(vec!["boot::starts", "boot::long"]));
+        for wrong in [["starts", "lng"], ["lng", "starts"]] {
+            assert_eq!(chosen(&wrong), Err("no test matches \"lng\"; the topics are boot".to_owned()));
+        }
+        assert!(chosen(&["--exact", "boot::start"]).is_err());
     }
 
     #[test]
