@@ -321,7 +321,10 @@ fn a_shell_completes_our_commands_and_flags() {
 fn manual_pages_say_what_help_says() {
     let folder = Folder::new();
     let page = folder.succeed(&["man"]);
-    assert!(page.contains(".TH pmvol 1") && page.contains("Examples:"), "{page}");
+    assert!(page.contains(".TH pmvol 1") && page.contains("\n.SH EXAMPLES\n"), "{page}");
+    std::fs::create_dir(folder.path("pages")).unwrap();
+    let other = "\n.SH EXTRA\n";
+    std::fs::write(folder.path("pages").join("pmvolume.1"), other).unwrap();
     folder.succeed(&["man", "pages"]);
     let read = |name: &str| std::fs::read_to_string(folder.path("pages").join(name)).unwrap();
     for command in ["create", "info", "check", "grow", "repair", "scrub", "volume", "completion", "man"] {
@@ -331,6 +334,8 @@ fn manual_pages_say_what_help_says() {
         assert!(read(&format!("pmvol-volume-{command}.1")).contains("pool"), "{command}");
     }
     assert!(read("pmvol-volume-resize.1").contains("shrink"));
+    assert!(read("pmvol-scrub.1").contains("\n.SH EXAMPLES\n"));
+    assert_eq!(read("pmvolume.1"), other, "pages of others stay as they are");
     std::fs::write(folder.path("file"), "").unwrap();
     folder.fail(&["man", "file"], &["manual pages", "file"]);
 }

@@ -25,11 +25,31 @@ pub(crate) fn pages(folder: Option<&Path>) -> anyhow::Result<()> {
     let Some(folder) = folder else {
         let mut page = Vec::new();
         clap_mangen::Man::new(Arguments::command()).render(&mut page)?;
-        return print(&page);
+        return print(with_examples(&String::from_utf8(page)?).as_bytes());
     };
     let failed = || format!("cannot write manual pages to {}", folder.display());
     fs::create_dir_all(folder).with_context(failed)?;
-    clap_mangen::generate_to(Arguments::command(), folder).with_context(failed)
+    clap_mangen::generate_to(Arguments::command(), folder).with_context(failed)?;
+    for entry in fs::read_dir(folder).with_context(failed)? {
+        let path = entry.with_context(failed)?.path();
+        if path.file_name().is_some_and(|name| is_ours(&name.to_string_lossy())) {
+            let page = fs::read_to_string(&path).with_context(failed)?;
+            fs::write(&path, with_examples(&page)).with_context(failed)?;
+        }
+    }
+    Ok(())
+}
+
+/// There may be pages of others in the folder.
+fn is_ours(file_name: &str) -> bool {
+    file_name
+        .strip_prefix(PROGRAM)
+        .is_some_and(|rest| rest == ".1" || rest.starts_with('-') && rest.ends_with(".1"))
+}
+
+/// What stands behind the help is examples, and clap_mangen cannot know (man-pages(7) calls the section so).
+fn with_examples(page: &str) -> String {
+    page.replace("\n.SH EXTRA\n", "\n.SH EXAMPLES\n")
 }
 
 fn print(text: &[u8]) -> anyhow::Result<()> {
