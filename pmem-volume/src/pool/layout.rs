@@ -39,6 +39,9 @@ pub const VOLUME_SLOTS: u32 = 1024;
 pub const LOG_OFFSET: u64 = 512 << 10;
 /// Bytes of a new pool's log.
 pub const LOG_BYTES: u64 = 64 << 10;
+/// Most that a log may have: it is read into memory, and a superblock may say anything.
+pub const MAX_LOG_BYTES: u64 = 2 << 20;
+const _: () = assert!(LOG_BYTES <= MAX_LOG_BYTES);
 /// Where a new pool has its chunk table.
 pub const CHUNK_TABLE_OFFSET: u64 = CHUNK_BYTES;
 /// Bytes of a chunk's entry: owner word, wear word.

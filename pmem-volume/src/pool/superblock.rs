@@ -9,8 +9,8 @@ use zerocopy::FromZeros;
 use super::chunk::ChunkId;
 use super::layout::{
     CHUNK_ENTRY_BYTES, CHUNK_TABLE_OFFSET, FEATURE_THIN, FORMAT_VERSION, LOG_BYTES, LOG_OFFSET, MAX_CHUNKS,
-    SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES,
-    VOLUME_SLOTS, VOLUME_TABLE_OFFSETS,
+    MAX_LOG_BYTES, SUPERBLOCK_BYTES, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes,
+    VOLUME_RECORD_BYTES, VOLUME_SLOTS, VOLUME_TABLE_OFFSETS,
 };
 use super::mirrored;
 use super::table::Slot;
@@ -85,7 +85,7 @@ impl Superblock {
     pub(crate) fn metadata_chunks(&self) -> u32 {
         let mut regions = self.regions();
         regions.sort_by_key(|region| region.start);
-        // By ranges and not one by one: a crafted log may be as large as the pool.
+        // By ranges and not one by one: the table of a large pool takes thousands of chunks.
         let (mut count, mut counted_to) = (0, 0);
         for region in regions.iter().filter(|region| region.start < region.end) {
             let end = region.end.div_ceil(CHUNK_BYTES);
@@ -240,7 +240,9 @@ fn check_sizes(bytes: &SuperblockBytes) -> Result<(), SuperblockError> {
     let record = u64::from(bytes.volume_record_bytes.get());
     require("volume_record_bytes", record, record == VOLUME_RECORD_BYTES, "volume records are 256 bytes")?;
     let slots = u64::from(bytes.volume_slots.get());
-    require("volume_slots", slots, slots <= 1 << 16, "a chunk's owner word has 16 bits for a slot")
+    require("volume_slots", slots, slots <= 1 << 16, "a chunk's owner word has 16 bits for a slot")?;
+    let log = bytes.log_bytes.get();
+    require("log_bytes", log, log <= MAX_LOG_BYTES, "a log has no more than 2 MiB")
 }
 
 fn require(field: &'static str, value: u64, holds: bool, rule: &'static str) -> Result<(), SuperblockError> {
@@ -298,6 +300,7 @@ mod tests {
         assert_eq!(broken(|b| b.chunk_table_offset.set(u64::MAX - 7)), "chunk_table_offset");
         assert_eq!(broken(|b| b.log_offset.set(4)), "log_offset");
         assert_eq!(broken(|b| b.log_offset.set(0)), "offsets");
+        assert_eq!(broken(|b| b.log_bytes.set(MAX_LOG_BYTES + 8)), "log_bytes");
         assert_eq!(broken(|b| b.volume_table_offsets[1].set(1 << 30)), "volume_table_offsets");
         assert_eq!(broken(|b| b.growing_to_bytes.set(512 * CHUNK_BYTES)), "growing_to_bytes");
         assert_eq!(broken(|b| b.growing_to_bytes.set(u64::MAX - CHUNK_BYTES + 1)), "growing_to_bytes");

@@ -284,7 +284,7 @@ const SUPERBLOCK_SEALED: Expected = &[
     ),
     ("volume_record_bytes", &["SuperblockInvalid volume_record_bytes"]),
     ("log_offset", &["Damaged LogDamaged", "SuperblockInvalid log_offset", "SuperblockInvalid offsets"]),
-    ("log_bytes", &["SuperblockInvalid log_offset", "SuperblockInvalid offsets", "opens"]),
+    ("log_bytes", &["SuperblockInvalid log_bytes", "SuperblockInvalid offsets", "opens"]),
     ("created_unix_s", &["opens"]),
     ("growing_to_bytes", &["SuperblockInvalid growing_to_bytes", "opens GrowthUnfinished"]),
     ("reserved", &["opens"]),

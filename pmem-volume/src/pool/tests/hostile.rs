@@ -1,6 +1,7 @@
 //! A pool file may say anything, with checksums that fit: opening and checking it must end in an answer.
 
 use proptest::prelude::*;
+use zerocopy::IntoBytes;
 
 use super::*;
 use crate::pool::layout::{
@@ -119,6 +120,31 @@ fn repair_a_copy(bytes: &[u8], dry: Result<RepairReport, PoolError>) -> Result<(
         (dry, done) => prop_assert!(false, "{:?} and {:?}", dry, done),
     }
     Ok(())
+}
+
+/// A sparse file whose superblock gives nearly all of it to the log, which says that a transaction fills it.
+#[test]
+fn a_log_as_large_as_a_huge_pool_is_refused_before_it_is_read() {
+    const HUGE_BYTES: u64 = 8 << 40;
+    let fixture = Fixture::new();
+    let mut superblock = create::plan(HUGE_BYTES, 0, uuid::Uuid::from_u128(1), 1).unwrap();
+    superblock.log_offset = superblock.metadata_bytes();
+    superblock.log_bytes = HUGE_BYTES - superblock.log_offset;
+    let file = OpenOptions::new().read(true).write(true).create_new(true).open(fixture.path()).unwrap();
+    file.set_len(HUGE_BYTES).unwrap();
+    for at in SUPERBLOCK_OFFSETS {
+        file.write_all_at(superblock.to_bytes().as_bytes(), at).unwrap();
+    }
+    let mut log = redo_log::empty_header();
+    log.entries.set(superblock.log_bytes / 16 - 8);
+    log.commit.set(layout::LOG_COMMITTED);
+    file.write_all_at(log.as_bytes(), superblock.log_offset).unwrap();
+    for mode in [OpenMode::Peek, OpenMode::ReadOnly, OpenMode::ReadWrite] {
+        let error = fixture.open_error(mode);
+        let source = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+        assert!(source.starts_with("superblock field log_bytes is "), "{error}: {source}");
+    }
+    assert!(Pool::repair(&fixture.path(), false).is_err());
 }
 
 proptest! {
