@@ -6,11 +6,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 
-/// Which image to open again: `PMEM_VOLUME_CRASH_SEED=SEED[,STEP[,POINT[,IMAGE]]]`, as a failure prints it.
+/// Which image to open again: `PMEM_VOLUME_CRASH_SEED=SEED[,STEP[,POINT[,IMAGE]]]`, as a failure prints it. A test that
+/// knows no seeds or no steps takes any number there.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Replay {
-    pub(super) seed: Option<u64>,
-    pub(super) step: Option<usize>,
+    seed: Option<u64>,
+    step: Option<usize>,
     point: Option<usize>,
     image: Option<usize>,
 }
@@ -18,6 +19,27 @@ pub(super) struct Replay {
 impl Replay {
     pub(super) fn from_environment() -> Self {
         std::env::var("PMEM_VOLUME_CRASH_SEED").map_or_else(|_| Self::default(), |text| Self::parse(&text))
+    }
+
+    /// Is one image, or some of them, to be opened again?
+    fn is_wanted(&self) -> bool {
+        *self != Self::default()
+    }
+
+    /// Is this step to be opened?
+    pub(super) fn has_step(&self, step: usize) -> bool {
+        self.step.is_none_or(|only| only == step)
+    }
+
+    /// Counts what a whole test has opened, which is at least so many images: fewer say that the simulator saw less than
+    /// there is. A replay opens few, and at least one.
+    pub(super) fn count(&self, images: usize, least: usize) {
+        say_images(images);
+        if self.is_wanted() {
+            assert!(images > 0, "{self:?} names no image of this test");
+        } else {
+            assert!(images >= least, "only {images} images and not {least}: the simulator sees too little");
+        }
     }
 
     fn parse(text: &str) -> Self {
@@ -35,6 +57,19 @@ pub(super) fn seeds(usual: u64) -> std::ops::RangeInclusive<u64> {
     }
     let from_environment = std::env::var("PMEM_VOLUME_CRASH_SEEDS");
     1..=from_environment.map_or(usual, |seeds| seeds.parse().expect("a number of seeds"))
+}
+
+/// An error of [`verify_each`], with what finds it again. `seed`: 0 if the test has none.
+pub(super) fn replay_as(seed: &str, step: usize, error: &str) -> String {
+    let numbers: Vec<&str> = error
+        .split(':')
+        .next()
+        .unwrap_or_default()
+        .split(|c: char| !c.is_ascii_digit())
+        .filter(|n| !n.is_empty())
+        .collect();
+    let numbers = numbers.join(",");
+    format!("{error}\nPMEM_VOLUME_CRASH_SEED={seed},{step},{numbers} and the name of this test open it again")
 }
 
 static IMAGES: AtomicUsize = AtomicUsize::new(0);
@@ -114,6 +149,8 @@ fn verify_recovery(
 #[test]
 fn a_replay_is_read_as_far_as_it_goes() {
     let replay = |seed, step, point, image| Replay { seed, step, point, image };
+    assert!(!Replay::default().is_wanted() && Replay::default().has_step(4));
+    assert!(Replay::parse("0,3").is_wanted() && !Replay::parse("0,3").has_step(4));
     assert_eq!(Replay::parse("7"), replay(Some(7), None, None, None));
     assert_eq!(Replay::parse("7,3"), replay(Some(7), Some(3), None, None));
     assert_eq!(Replay::parse("7, 3, 0, 12"), replay(Some(7), Some(3), Some(0), Some(12)));
@@ -144,4 +181,8 @@ fn an_image_is_found_again_by_its_numbers() {
     let wrong = |image: &Simulator| if words(image)[7] == 8 { Err("seven".to_owned()) } else { Ok(()) };
     let error = verify_each(&points(), 50, &mut Random::new(5), &wrong).unwrap_err();
     assert!(error.starts_with("point 0, image ") && error.ends_with(": seven"), "{error}");
+    let (point_and_image, _) = error.split_once(':').unwrap();
+    let image = point_and_image.rsplit(' ').next().unwrap();
+    let told = replay_as("5", 3, &error);
+    assert!(told.contains(&format!("PMEM_VOLUME_CRASH_SEED=5,3,0,{image} ")), "{told}");
 }

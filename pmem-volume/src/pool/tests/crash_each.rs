@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use super::campaign::{say_images, verify_each};
+use super::campaign::{Replay, replay_as, verify_each};
 use super::crash::{fill_memory, fill_volume, new_pool_of, open, verify_marked, volumes_of};
 use super::*;
 use crate::media::simulator::{Random, Simulator};
@@ -124,7 +124,11 @@ fn grow_the_pool(start: &Start) {
 
 #[test]
 fn every_operation_survives_a_crash_at_every_persist() {
-    for (seed, (what, operation, least)) in OPERATIONS.into_iter().enumerate() {
+    let replay = Replay::from_environment();
+    for (step, (what, operation, least)) in OPERATIONS.into_iter().enumerate() {
+        if !replay.has_step(step) {
+            continue;
+        }
         let start = Start::new();
         let before = volumes_of(&start.pool);
         let marked: BTreeMap<_, _> =
@@ -140,9 +144,8 @@ fn every_operation_survives_a_crash_at_every_persist() {
             allowed.push(&without);
         }
         let judge = |image: &Simulator| verify_marked(image, &allowed, &marked);
-        let images = verify_each(&points, BOUND, &mut Random::new(seed as u64), &judge)
-            .unwrap_or_else(|error| panic!("{what}: {error}"));
-        say_images(images);
-        assert!(images >= least, "{what}: only {images} images");
+        let images = verify_each(&points, BOUND, &mut Random::new(step as u64), &judge)
+            .unwrap_or_else(|error| panic!("{what}: {}", replay_as("0", step, &error)));
+        replay.count(images, least);
     }
 }

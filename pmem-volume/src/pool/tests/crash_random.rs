@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use uuid::Uuid;
 
-use super::campaign::{Replay, say_images, seeds, verify_each};
+use super::campaign::{Replay, replay_as, seeds, verify_each};
 use super::crash::{fill_memory, fill_volume_from, new_pool_of, open, verify_marked, volumes_of};
 use super::*;
 use crate::media::simulator::{Random, Simulator};
@@ -178,24 +178,15 @@ fn random_operations_survive_a_crash_at_every_persist() {
             let what = world.step(&mut random);
             let points = world.media.take_points();
             let after = volumes_of(&world.pool);
-            if replay.step.is_none_or(|only| only == step) {
+            if replay.has_step(step) {
                 let judge = |image: &Simulator| verify_marked(image, &[&before, &after], &world.marked);
                 // Of its own, so that this step alone opens the same images.
                 let mut of_step = Random::new(seed << 16 | step as u64);
-                images += verify_each(&points, BOUND, &mut of_step, &judge).unwrap_or_else(|error| {
-                    panic!(
-                        "seed {seed}, step {step} ({what}), {error}\n\
-                         PMEM_VOLUME_CRASH_SEED=SEED,STEP,POINT,IMAGE opens it again"
-                    )
-                });
+                images += verify_each(&points, BOUND, &mut of_step, &judge)
+                    .unwrap_or_else(|error| panic!("{what}: {}", replay_as(&seed.to_string(), step, &error)));
             }
             world.fill_new();
         }
     }
-    say_images(images);
-    assert!(images > 0, "{replay:?} names no image");
-    if replay == Replay::default() {
-        let expected = 2000 * seeds(SEEDS).count();
-        assert!(images > expected, "only {images} images: the simulator sees too little");
-    }
+    replay.count(images, 2000 * seeds(SEEDS).count());
 }
