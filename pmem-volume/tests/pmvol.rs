@@ -402,3 +402,42 @@ fn json_says_what_the_text_says() {
         (&0.into(), &1.into(), &Value::Null)
     );
 }
+
+#[test]
+fn what_cannot_be_printed_is_an_error_and_no_panic() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let command = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pmvol"));
+        command.args(arguments).current_dir(folder.0.path());
+        command
+    };
+    for arguments in [
+        &["info", "pool"][..],
+        &["info", "pool", "--json"],
+        &["check", "pool"],
+        &["repair", "pool"],
+        &["scrub", "pool"],
+        &["volume", "list", "pool"],
+        &["volume", "create", "pool", "v", "--size", "20M"],
+        &["completion", "bash"],
+        &["man"],
+    ] {
+        let output = command(arguments).stdout(full()).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {text}");
+        assert!(text.contains("cannot print it: No space left"), "{arguments:?}: {text}");
+    }
+    let status = command(&["info", "nothing"]).stderr(full()).status().unwrap();
+    assert_eq!(status.code(), Some(1));
+    // A pipe that nobody reads any more: what was found is still told.
+    overwrite(&folder.path("pool"), 10, &[0xff]);
+    for (arguments, code) in [(["info", "pool"], 0), (["check", "pool"], 1)] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = command(&arguments).stdout(writer).output().unwrap();
+        assert_eq!(output.status.code(), Some(code), "{output:?}");
+        assert!(output.stderr.is_empty(), "{output:?}");
+    }
+}

@@ -27,12 +27,12 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
                 Pool::create_with(pool, CreateOptions { size_bytes, strg_bytes, thin, force, progress })
             };
             let made = watched(create).map_err(with_flag)?;
-            print::pool_made(pool, &made.info());
+            print::emit(|out| print::pool_made(out, pool, &made.info()))?;
             Ok(Outcome::Done)
         }
         Command::Grow { pool, size } => {
             let grown = watched(|progress| grow(pool, *size, progress)).map_err(with_flag)?;
-            print::pool_grown(pool, &grown.info());
+            print::emit(|out| print::pool_grown(out, pool, &grown.info()))?;
             print::note_waiting(&grown);
             Ok(Outcome::Done)
         }
@@ -50,14 +50,18 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
     match command {
         VolumeCommand::List { pool, output } => {
             let volumes = Pool::open(pool, OpenMode::Peek)?.volumes();
-            if output.json { print::json(&volumes)? } else { print::volumes(&volumes) }
+            if output.json {
+                print::json(&volumes)?
+            } else {
+                print::emit(|out| print::volumes(out, &volumes))?
+            }
         }
         VolumeCommand::Create { pool, name, size, format } => {
             let (pool, volume) = changed(pool, |pool, progress| {
                 pool.scrub_for(*size, progress)?;
                 pool.create_volume(name, *size, (*format).into())
             })?;
-            print::volume_made(&volume);
+            print::emit(|out| print::volume_made(out, &volume))?;
             print::note_waiting(&pool);
         }
         VolumeCommand::Resize { pool, name, size, shrink } => {
@@ -70,12 +74,12 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
                 }
                 Ok(volume)
             })?;
-            print::volume_resized(&volume);
+            print::emit(|out| print::volume_resized(out, &volume))?;
             print::note_waiting(&pool);
         }
         VolumeCommand::Rename { pool, name, new_name } => {
             let (pool, volume) = changed(pool, |pool, _| pool.rename_volume(name, new_name))?;
-            println!("volume {name} renamed to {}", volume.name);
+            print::emit(|out| writeln!(out, "volume {name} renamed to {}", volume.name))?;
             print::note_waiting(&pool);
         }
         VolumeCommand::Delete { pool, name } => {
@@ -85,7 +89,7 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
                 // sure.
                 pool.scrub_all_with(progress)
             })?;
-            println!("volume {name} deleted");
+            print::emit(|out| writeln!(out, "volume {name} deleted"))?;
         }
     }
     Ok(Outcome::Done)
@@ -149,7 +153,7 @@ fn info(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
     if output.json {
         print::json(&report)?
     } else {
-        print::info(&report)
+        print::emit(|out| print::info(out, &report))?
     }
     Ok(Outcome::Done)
 }
@@ -159,7 +163,7 @@ fn check(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
     if output.json {
         print::json(&print::CheckOutput::new(&report))?
     } else {
-        print::check(path, &report)
+        print::emit(|out| print::check(out, path, &report))?
     }
     Ok(outcome(report.is_clean()))
 }
@@ -169,7 +173,7 @@ fn repair(path: &Path, dry_run: bool, output: &Output) -> anyhow::Result<Outcome
     if output.json {
         print::json(&print::RepairOutput::new(&report, dry_run))?
     } else {
-        print::repair(&report, dry_run)
+        print::emit(|out| print::repair(out, &report, dry_run))?
     }
     Ok(outcome(report.left.is_empty()))
 }
@@ -184,6 +188,6 @@ fn scrub(path: &Path) -> anyhow::Result<Outcome> {
         pool.scrub_all_with(progress)?;
         Ok::<_, PoolError>(pool.scrubbed_bytes())
     })?;
-    print::scrubbed(path, erased_bytes);
+    print::emit(|out| print::scrubbed(out, path, erased_bytes))?;
     Ok(Outcome::Done)
 }

@@ -24,7 +24,7 @@ fn main() -> ExitCode {
         // The findings are printed already.
         Ok(commands::Outcome::Unclean) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("pmvol: {error:#}");
+            print::remark(format_args!("{error:#}"));
             ExitCode::FAILURE
         }
     }

@@ -2,7 +2,6 @@
 //! say something else.
 
 use std::fs;
-use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::Context;
@@ -10,6 +9,7 @@ use clap::CommandFactory;
 use clap_complete::Shell;
 
 use super::args::Arguments;
+use super::print::emit;
 
 const PROGRAM: &str = "pmvol";
 
@@ -17,7 +17,7 @@ const PROGRAM: &str = "pmvol";
 pub(crate) fn completion(shell: Shell) -> anyhow::Result<()> {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Arguments::command(), PROGRAM, &mut script);
-    print(&script)
+    emit(|out| out.write_all(&script))
 }
 
 /// Prints the main page, or writes one for each command into a folder.
@@ -25,7 +25,8 @@ pub(crate) fn pages(folder: Option<&Path>) -> anyhow::Result<()> {
     let Some(folder) = folder else {
         let mut page = Vec::new();
         clap_mangen::Man::new(Arguments::command()).render(&mut page)?;
-        return print(with_examples(&String::from_utf8(page)?).as_bytes());
+        let page = with_examples(&String::from_utf8(page)?);
+        return emit(|out| out.write_all(page.as_bytes()));
     };
     let failed = || format!("cannot write manual pages to {}", folder.display());
     fs::create_dir_all(folder).with_context(failed)?;
@@ -50,8 +51,4 @@ fn is_ours(file_name: &str) -> bool {
 /// What stands behind the help is examples, and clap_mangen cannot know (man-pages(7) calls the section so).
 fn with_examples(page: &str) -> String {
     page.replace("\n.SH EXTRA\n", "\n.SH EXAMPLES\n")
-}
-
-fn print(text: &[u8]) -> anyhow::Result<()> {
-    io::stdout().write_all(text).context("cannot print it")
 }

@@ -1,15 +1,35 @@
 //! What the commands print.
 
+use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
+use anyhow::Context;
 use pmem_volume::pool::{CheckReport, FreeSpace, RepairReport, Severity, VolumeCheck};
 use pmem_volume::size::display;
 use pmem_volume::{Pool, PoolInfo, VolumeFormat, VolumeInfo};
 use serde::Serialize;
 
+/// Where text goes, and what comes of it.
+pub(crate) type Out<'a> = &'a mut dyn Write;
+
+/// Prints on stdout, all of it or an error: a disk may be full. Who has closed a pipe (`pmvol check pool | head`) has seen
+/// enough, and what the command found stays its exit code.
+pub(crate) fn emit(text: impl FnOnce(Out<'_>) -> io::Result<()>) -> anyhow::Result<()> {
+    let mut out = BufWriter::new(io::stdout().lock());
+    match text(&mut out).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        result => result.context("cannot print it"),
+    }
+}
+
+/// Says something on stderr. If that is not heard, nobody is there to be told.
+pub(crate) fn remark(text: std::fmt::Arguments<'_>) {
+    let _ = writeln!(io::stderr(), "pmvol: {text}");
+}
+
 pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
-    println!("{}", serde_json::to_string_pretty(value)?);
-    Ok(())
+    let text = serde_json::to_string_pretty(value)?;
+    emit(|out| writeln!(out, "{text}"))
 }
 
 #[derive(Serialize)]
@@ -36,30 +56,32 @@ impl<'a> InfoReport<'a> {
     }
 }
 
-pub(crate) fn info(report: &InfoReport) {
+pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     let info = &report.info;
-    println!("pool         {}", report.path.display());
-    println!("uuid         {}", info.uuid);
-    println!("format       version {}", info.format_version);
-    println!("durability   {} ({})", info.durability.name(), report.durability_meaning);
-    println!("thin         {}", if info.thin { "yes: free chunks take no room" } else { "no" });
-    println!("in use by    {}", report.in_use_by.as_deref().unwrap_or("nobody"));
-    println!("total        {}", display(info.total_bytes));
-    println!(
+    writeln!(out, "pool         {}", report.path.display())?;
+    writeln!(out, "uuid         {}", info.uuid)?;
+    writeln!(out, "format       version {}", info.format_version)?;
+    writeln!(out, "durability   {} ({})", info.durability.name(), report.durability_meaning)?;
+    writeln!(out, "thin         {}", if info.thin { "yes: free chunks take no room" } else { "no" })?;
+    writeln!(out, "in use by    {}", report.in_use_by.as_deref().unwrap_or("nobody"))?;
+    writeln!(out, "total        {}", display(info.total_bytes))?;
+    writeln!(
+        out,
         "  free       {}, the largest piece {}",
         display(info.free_bytes),
         display(report.free_space.longest_free_run_bytes)
-    );
-    println!("  memory     {}", display(info.memory_bytes));
-    println!("  volumes    {} in {}", display(info.volume_bytes), info.volumes);
-    println!("  scrubbing  {}", display(info.scrubbing_bytes));
-    println!("  retired    {}", display(info.retired_bytes));
-    println!("  metadata   {}", display(info.metadata_bytes));
-    println!("STRG         {} (reserved for volumes, never lent as memory)", display(info.strg_bytes));
-    println!("lendable     {}", display(info.lendable_bytes));
+    )?;
+    writeln!(out, "  memory     {}", display(info.memory_bytes))?;
+    writeln!(out, "  volumes    {} in {}", display(info.volume_bytes), info.volumes)?;
+    writeln!(out, "  scrubbing  {}", display(info.scrubbing_bytes))?;
+    writeln!(out, "  retired    {}", display(info.retired_bytes))?;
+    writeln!(out, "  metadata   {}", display(info.metadata_bytes))?;
+    writeln!(out, "STRG         {} (reserved for volumes, never lent as memory)", display(info.strg_bytes))?;
+    writeln!(out, "lendable     {}", display(info.lendable_bytes))?;
     if report.waiting_bytes > 0 {
-        println!("to be erased {}{}", display(report.waiting_bytes), who_erases(report));
+        writeln!(out, "to be erased {}{}", display(report.waiting_bytes), who_erases(report))?;
     }
+    Ok(())
 }
 
 fn who_erases(report: &InfoReport) -> String {
@@ -74,7 +96,7 @@ fn who_erases(report: &InfoReport) -> String {
 pub(crate) fn note_waiting(pool: &Pool) {
     let waiting_bytes = pool.info().scrubbing_bytes;
     if waiting_bytes > 0 {
-        eprintln!("pmvol: {}", waiting(pool.path(), waiting_bytes));
+        remark(format_args!("{}", waiting(pool.path(), waiting_bytes)));
     }
 }
 
@@ -86,59 +108,70 @@ fn waiting(path: &Path, waiting_bytes: u64) -> String {
     )
 }
 
-pub(crate) fn scrubbed(path: &Path, erased_bytes: u64) {
+pub(crate) fn scrubbed(out: Out<'_>, path: &Path, erased_bytes: u64) -> io::Result<()> {
     match erased_bytes {
-        0 => println!("pool {}: nothing to erase", path.display()),
-        bytes => println!("pool {}: {} erased", path.display(), display(bytes)),
+        0 => writeln!(out, "pool {}: nothing to erase", path.display()),
+        bytes => writeln!(out, "pool {}: {} erased", path.display(), display(bytes)),
     }
 }
 
-pub(crate) fn pool_made(path: &Path, info: &PoolInfo) {
-    println!(
+pub(crate) fn pool_made(out: Out<'_>, path: &Path, info: &PoolInfo) -> io::Result<()> {
+    writeln!(
+        out,
         "pool {} made: {}, {} free, durability {}",
         path.display(),
         display(info.total_bytes),
         display(info.free_bytes),
         info.durability.name()
-    );
+    )
 }
 
-pub(crate) fn pool_grown(path: &Path, info: &PoolInfo) {
-    println!(
+pub(crate) fn pool_grown(out: Out<'_>, path: &Path, info: &PoolInfo) -> io::Result<()> {
+    writeln!(
+        out,
         "pool {} grown: {}, {} free",
         path.display(),
         display(info.total_bytes),
         display(info.free_bytes)
-    );
+    )
 }
 
-pub(crate) fn volume_made(volume: &VolumeInfo) {
-    println!("volume {} made: {}, {}", volume.name, display(volume.size_bytes), format_name(volume.format));
+pub(crate) fn volume_made(out: Out<'_>, volume: &VolumeInfo) -> io::Result<()> {
+    writeln!(
+        out,
+        "volume {} made: {}, {}",
+        volume.name,
+        display(volume.size_bytes),
+        format_name(volume.format)
+    )
 }
 
-pub(crate) fn volume_resized(volume: &VolumeInfo) {
-    println!(
+pub(crate) fn volume_resized(out: Out<'_>, volume: &VolumeInfo) -> io::Result<()> {
+    writeln!(
+        out,
         "volume {} resized: {}, {}, in {} piece(s)",
         volume.name,
         display(volume.size_bytes),
         format_name(volume.format),
         volume.extents
-    );
+    )
 }
 
-pub(crate) fn volumes(volumes: &[VolumeInfo]) {
+pub(crate) fn volumes(out: Out<'_>, volumes: &[VolumeInfo]) -> io::Result<()> {
     let width = volumes.iter().map(|v| v.name.chars().count()).chain([4]).max().unwrap_or(4);
-    println!("{:width$}  {:>10}  {:6}  {:>7}  UUID", "NAME", "SIZE", "FORMAT", "EXTENTS");
+    writeln!(out, "{:width$}  {:>10}  {:6}  {:>7}  UUID", "NAME", "SIZE", "FORMAT", "EXTENTS")?;
     for volume in volumes {
-        println!(
+        writeln!(
+            out,
             "{:width$}  {:>10}  {:6}  {:>7}  {}",
             volume.name,
             display(volume.size_bytes),
             format_name(volume.format),
             volume.extents,
             volume.uuid
-        );
+        )?;
     }
+    Ok(())
 }
 
 fn format_name(format: VolumeFormat) -> &'static str {
@@ -178,61 +211,76 @@ impl<'a> RepairOutput<'a> {
     }
 }
 
-pub(crate) fn check(path: &Path, report: &CheckReport) {
+pub(crate) fn check(out: Out<'_>, path: &Path, report: &CheckReport) -> io::Result<()> {
     for finding in &report.pool {
         let severity = match finding.severity() {
             Severity::Note => "note",
             Severity::Degraded => "degraded",
             Severity::Fatal => "damaged",
         };
-        println!("pool: {severity}: {finding}");
+        writeln!(out, "pool: {severity}: {finding}")?;
     }
-    report.volumes.iter().for_each(volume_check);
+    for volume in &report.volumes {
+        volume_check(out, volume)?;
+    }
     let waiting_bytes = report.waiting_bytes();
     if waiting_bytes > 0 {
-        println!("{}", waiting(path, waiting_bytes));
+        writeln!(out, "{}", waiting(path, waiting_bytes))?;
     }
-    println!("{}", if report.is_clean() { "clean" } else { "not clean" });
+    writeln!(out, "{}", if report.is_clean() { "clean" } else { "not clean" })
 }
 
-pub(crate) fn repair(report: &RepairReport, dry_run: bool) {
+pub(crate) fn repair(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io::Result<()> {
     let mended = if dry_run { "would mend" } else { "mended" };
-    report.mended.iter().for_each(|what| println!("{mended}: {what}"));
-    report.left.iter().for_each(|what| println!("left: {what}"));
+    for what in &report.mended {
+        writeln!(out, "{mended}: {what}")?;
+    }
+    for what in &report.left {
+        writeln!(out, "left: {what}")?;
+    }
     match (report.mended.is_empty(), report.left.is_empty()) {
-        (true, true) => println!("nothing to mend"),
-        (_, true) => println!("nothing left"),
-        (_, false) => println!("not clean"),
+        (true, true) => writeln!(out, "nothing to mend"),
+        (_, true) => writeln!(out, "nothing left"),
+        (_, false) => writeln!(out, "not clean"),
     }
 }
 
-fn volume_check(volume: &VolumeCheck) {
+fn volume_check(out: Out<'_>, volume: &VolumeCheck) -> io::Result<()> {
     let name = &volume.name;
     if let Some(reason) = &volume.unusable {
-        println!("volume {name}: damaged: {reason}");
+        writeln!(out, "volume {name}: damaged: {reason}")?;
     }
     let Some(btt) = &volume.btt else {
         if volume.unusable.is_none() {
-            println!("volume {name}: raw, nothing to check inside");
+            writeln!(out, "volume {name}: raw, nothing to check inside")?;
         }
-        return;
+        return Ok(());
     };
     for (number, arena) in btt.arenas.iter().enumerate() {
         for finding in &arena.findings {
-            println!("volume {name}: arena {number}: damaged: {finding}");
+            writeln!(out, "volume {name}: arena {number}: damaged: {finding}")?;
         }
         let more = arena.findings_total - arena.findings.len() as u64;
         if more > 0 {
-            println!("volume {name}: arena {number}: and {more} more");
+            writeln!(out, "volume {name}: arena {number}: and {more} more")?;
         }
         if arena.redo > 0 {
-            println!("volume {name}: arena {number}: note: {} map entries to redo from the log", arena.redo);
+            writeln!(
+                out,
+                "volume {name}: arena {number}: note: {} map entries to redo from the log",
+                arena.redo
+            )?;
         }
         if arena.error_sectors > 0 {
-            println!("volume {name}: arena {number}: note: {} sector(s) marked as lost", arena.error_sectors);
+            writeln!(
+                out,
+                "volume {name}: arena {number}: note: {} sector(s) marked as lost",
+                arena.error_sectors
+            )?;
         }
     }
     if btt.is_clean() {
-        println!("volume {name}: {} sectors, every block named once", btt.sectors());
+        writeln!(out, "volume {name}: {} sectors, every block named once", btt.sectors())?;
     }
+    Ok(())
 }
