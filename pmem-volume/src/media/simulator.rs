@@ -169,6 +169,18 @@ impl CrashPoint {
         picks.iter().map(|pick| self.image(pick)).collect()
     }
 
+    /// What the death of the process alone leaves: all that was stored is seen, and what was not durable is not yet.
+    pub(crate) fn killed(&self) -> Simulator {
+        let mut visible = self.durable.clone();
+        for (at, values) in &self.pending {
+            visible.store(*at, *values.last().expect("something was stored"));
+        }
+        let pending = self.pending.iter().cloned().collect();
+        let durable = self.durable.clone();
+        let state = State { file_bytes: self.file_bytes, durable, visible, pending, ..State::default() };
+        Simulator { len_bytes: self.file_bytes, state: Arc::new(Mutex::new(state)) }
+    }
+
     /// The image in which word i has its pick-th value: 0 is the durable one, n the n-th store.
     fn image(&self, pick: &[usize]) -> Simulator {
         let mut durable = self.durable.clone();

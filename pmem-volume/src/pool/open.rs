@@ -83,8 +83,9 @@ impl Pool {
     ///
     /// 1. Look at everything, as it will be when a committed transaction has been redone, and stop if it cannot be
     ///    trusted: until here nothing is stored.
-    /// 2. Redo the transaction.
-    /// 3. Put right: copies, wear words, marks of chunks to be erased, a file that was being grown. Each step may be
+    /// 2. Make durable what was seen: all that follows relies on it.
+    /// 3. Redo the transaction.
+    /// 4. Put right: copies, wear words, marks of chunks to be erased, a file that was being grown. Each step may be
     ///    repeated after a crash in it.
     pub(super) fn from_media(
         path: PathBuf,
@@ -118,6 +119,9 @@ impl Pool {
         let mut scan = scan(&Redone::with(media, &words), &superblock)?;
         findings.append(&mut scan.findings);
         refuse_fatal(&path, writable, &findings)?;
+        if writable {
+            make_durable(media, &superblock)?;
+        }
         if let (true, LogState::Committed(entries)) = (writable, &log) {
             redo_log::replay(media, &superblock, entries)?;
         }
@@ -177,6 +181,13 @@ fn refuse_fatal(path: &Path, writable: bool, findings: &[Finding]) -> Result<(),
         }),
         _ => Ok(()),
     }
+}
+
+/// Makes the pool's own data durable as it is seen. What a process stored that was killed is seen, and need not be durable:
+/// a copy written again from such a record, a word taken for *scrub* because it reads so, or a transaction redone could
+/// outlive what it is based on when the power goes.
+pub(super) fn make_durable(media: &dyn Media, superblock: &Superblock) -> Result<(), MediaError> {
+    media.persist(&superblock.regions())
 }
 
 /// Writes damaged and stale copies again, and marks what is to be erased.

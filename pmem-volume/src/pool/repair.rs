@@ -15,6 +15,7 @@ use super::chunk::ChunkId;
 use super::findings::{Finding, Severity};
 use super::layout::{SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes};
 use super::mirrored::{self, Copies, Mirrored};
+use super::open::make_durable;
 use super::opening::Opened;
 use super::redo_log::{self, LogState, Redone};
 use super::scan::{Scan, scan};
@@ -84,6 +85,9 @@ impl Pool {
         };
         let media = FileMedia::new(opened.file, superblock.size_bytes(), !dry_run)?;
         let media = media.thin(superblock.is_thin);
+        if !dry_run {
+            make_durable(&media, &superblock)?;
+        }
         // Even with a damaged log: no transaction stores into superblocks.
         if let Some(merged) = &merged {
             let mending = mend_superblocks(&media, merged)?;

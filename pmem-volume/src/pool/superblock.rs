@@ -122,7 +122,8 @@ impl Superblock {
         ]
     }
 
-    fn regions(&self) -> [Range<u64>; 6] {
+    /// All of the pool's own data.
+    pub(crate) fn regions(&self) -> [Range<u64>; 6] {
         let [chunk_table, volumes_a, volumes_b] = self.tables();
         let [superblock_a, superblock_b] = SUPERBLOCK_OFFSETS.map(|at| at..at + SUPERBLOCK_BYTES);
         let log = self.log_offset..self.log_offset + self.log_bytes;

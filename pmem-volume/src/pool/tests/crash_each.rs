@@ -13,14 +13,14 @@ const CHUNKS: u32 = 30;
 const BOUND: usize = 600;
 
 /// A pool with something of everything: raw volumes `v` and `w`, a BTT volume `b`, and lent memory.
-struct Start {
-    media: Simulator,
-    pool: Arc<Pool>,
+pub(super) struct Start {
+    pub(super) media: Simulator,
+    pub(super) pool: Arc<Pool>,
     lent: Vec<Extent>,
 }
 
 impl Start {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 4);
         for (name, chunks, format) in
             [("v", 3, VolumeFormat::Raw), ("b", 9, VolumeFormat::Btt), ("w", 1, VolumeFormat::Raw)]
@@ -34,14 +34,14 @@ impl Start {
     }
 }
 
-fn bytes(chunks: u64) -> VolumeSize {
+pub(super) fn bytes(chunks: u64) -> VolumeSize {
     VolumeSize::Bytes(chunks * CHUNK_BYTES)
 }
 
-type Operation = fn(&Start);
+pub(super) type Operation = fn(&Start);
 
 /// What is done, with the images that it must at least have: fewer say that the simulator saw less than there is.
-const OPERATIONS: [(&str, Operation, usize); 19] = [
+pub(super) const OPERATIONS: [(&str, Operation, usize); 19] = [
     ("lend", |s| fill_memory(&s.media, &s.pool.alloc_memory(5 * CHUNK_BYTES).unwrap()), 1200),
     ("take back", |s| s.pool.free_memory(&s.lent).unwrap(), 600),
     ("take a part back", |s| s.pool.free_memory(&[Extent::chunk(s.lent[0].start)]).unwrap(), 200),

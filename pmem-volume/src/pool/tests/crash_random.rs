@@ -47,7 +47,7 @@ impl World {
     /// Does one random thing, and says what. What is refused, because the pool is full, a name is taken or the like,
     /// is ordinary.
     fn step(&mut self, random: &mut Random) -> &'static str {
-        match random.below(14) {
+        match random.below(15) {
             0..=2 => self.lend(random),
             3 => self.take_back(random),
             4 => self.take_a_chunk_back(random),
@@ -57,6 +57,7 @@ impl World {
             9 => self.resize(random),
             10 => self.reopen(),
             11 | 12 => self.scrub(random),
+            13 => self.die(random),
             _ => self.grow(),
         }
     }
@@ -134,6 +135,19 @@ impl World {
         self.lent.clear();
         self.pool = open(&self.media).unwrap();
         "open"
+    }
+
+    /// The process is killed somewhere in another step, and the next one opens what is seen then, durable or not.
+    fn die(&mut self, random: &mut Random) -> &'static str {
+        self.step(random);
+        let mut points = self.media.take_points();
+        let point = points.swap_remove(random.below(points.len() as u64) as usize);
+        self.media = point.killed();
+        self.media.record();
+        self.reopen();
+        // What a growth that did not finish added has been cut.
+        self.media = self.media.part(self.pool.superblock.size_bytes());
+        "die"
     }
 
     /// As [`Pool::grow`] does it.

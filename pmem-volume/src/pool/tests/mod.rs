@@ -5,6 +5,7 @@ mod campaign;
 mod crash;
 mod crash_each;
 mod crash_grow;
+mod crash_kill;
 mod crash_random;
 mod crash_repair;
 mod crash_resize;

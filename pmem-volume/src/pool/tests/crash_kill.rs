@@ -1,0 +1,98 @@
+//! The death of a process, and the loss of power after it. The next process sees all that was stored, and must not rely
+//! on any of it before that is durable.
+
+use std::collections::BTreeMap;
+
+use super::campaign::{say_images, verify_each};
+use super::crash::{fill_volume, new_pool_with, open, verify, verify_marked, volumes_of};
+use super::crash_each::{OPERATIONS, Operation, Start, bytes};
+use super::repair::entry;
+use super::*;
+use crate::media::simulator::{Random, Simulator};
+use crate::pool::open::make_durable;
+use crate::pool::repair::mend;
+
+/// Images of each moment at which the power may go.
+const BOUND: usize = 24;
+
+/// Kills an operation at each of its persists. The next process opens what it sees, and may use the slot again that a
+/// deletion has left; at each of its own persists the power goes.
+fn survive_kills(what: &str, operation: Operation, makes_another: bool) -> usize {
+    let start = Start::new();
+    let before = volumes_of(&start.pool);
+    let marked: BTreeMap<_, _> =
+        start.pool.volumes().iter().map(|v| (v.uuid, (v.size_bytes / CHUNK_BYTES) as u32)).collect();
+    start.media.record();
+    operation(&start);
+    let kills = start.media.take_points();
+    let after = volumes_of(&open(&start.media).unwrap());
+    // Between a deletion and what follows it.
+    let without: BTreeMap<_, _> = before.clone().into_iter().filter(|(name, _)| name != "v").collect();
+    let mut images = 0;
+    for (number, kill) in kills.iter().enumerate() {
+        let media = kill.killed();
+        media.record();
+        let pool = open(&media).unwrap_or_else(|error| panic!("{what}, killed at {number}: {error}"));
+        let opened = volumes_of(&pool);
+        assert!([&before, &after, &without].contains(&&opened), "{what}, killed at {number}: {opened:?}");
+        if makes_another {
+            // Where all slots are taken, there is none to use again.
+            let made = pool.create_volume("another", bytes(3), VolumeFormat::Raw);
+            assert!(matches!(made, Ok(_) | Err(PoolError::NoVolumeSlot { .. })), "{what}: {made:?}");
+        }
+        let made = volumes_of(&pool);
+        let allowed = [&before, &after, &without, &made];
+        let judge = |image: &Simulator| verify_marked(image, &allowed, &marked);
+        images += verify_each(&media.take_points(), BOUND, &mut Random::new(number as u64), &judge)
+            .unwrap_or_else(|error| panic!("{what}, killed at {number}: {error}"));
+    }
+    images
+}
+
+#[test]
+fn every_operation_survives_a_kill_and_then_a_loss_of_power() {
+    for makes_another in [false, true] {
+        let mut images = 0;
+        for (what, operation, _) in OPERATIONS {
+            images += survive_kills(what, operation, makes_another);
+        }
+        say_images(images);
+        assert!(images > 5000, "only {images} images");
+    }
+}
+
+/// A volume's deletion is killed, and one of its owner words damaged: whether that is nobody's, as a repair sees it, hangs
+/// on a record that need not be durable.
+#[test]
+fn a_repair_survives_a_kill_before_it_and_then_a_loss_of_power() {
+    let (media, pool) = new_pool_with(|_| {});
+    pool.create_volume("v", bytes(3), VolumeFormat::Raw).unwrap();
+    fill_volume(&media, &pool, "v");
+    let superblock = pool.superblock.clone();
+    let (with, without) = (volumes_of(&pool), BTreeMap::new());
+    media.record();
+    pool.delete_volume("v").unwrap();
+    let mut images = 0;
+    for (number, kill) in media.take_points().iter().enumerate() {
+        let media = kill.killed();
+        media.store_word(entry(3), media.load_word(entry(3)).unwrap() ^ 1 << 17).unwrap();
+        media.persist_range(entry(3)..entry(3) + 8).unwrap();
+        media.record();
+        repair(&media, &superblock);
+        let judge = |image: &Simulator| {
+            repair(image, &superblock);
+            verify(image, &[&with, &without])
+        };
+        images += verify_each(&media.take_points(), BOUND, &mut Random::new(number as u64), &judge)
+            .unwrap_or_else(|error| panic!("killed at {number}: {error}"));
+    }
+    say_images(images);
+    assert!(images > 100, "only {images} images");
+}
+
+/// As [`Pool::repair`] does it.
+fn repair(media: &Simulator, superblock: &Superblock) {
+    make_durable(media, superblock).unwrap();
+    mend(media, superblock, false).unwrap();
+    drop(open(media).unwrap());
+}
