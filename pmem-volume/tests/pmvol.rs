@@ -441,3 +441,51 @@ fn what_cannot_be_printed_is_an_error_and_no_panic() {
         assert!(output.stderr.is_empty(), "{output:?}");
     }
 }
+
+/// A tmpfs of its own, which may become full.
+struct SmallTmpfs(Folder);
+
+impl SmallTmpfs {
+    /// `None` where nothing can be mounted.
+    fn new(len_bytes: u64) -> Option<Self> {
+        let folder = Folder::new();
+        let size = format!("size={len_bytes}");
+        let mount =
+            Command::new("mount").args(["-t", "tmpfs", "-o", &size, "tmpfs"]).arg(folder.0.path()).output();
+        if !mount.is_ok_and(|output| output.status.success()) {
+            eprintln!("skipped: nothing can be mounted here (it needs root)");
+            return None;
+        }
+        Some(Self(folder))
+    }
+}
+
+impl Drop for SmallTmpfs {
+    fn drop(&mut self) {
+        Command::new("umount").arg("-l").arg(self.0.0.path()).status().unwrap();
+    }
+}
+
+#[test]
+fn a_full_tmpfs_is_told_with_what_is_needed_and_what_is_free() {
+    let Some(tmpfs) = SmallTmpfs::new(16 << 20) else { return };
+    let folder = &tmpfs.0;
+    folder.fail(&["create", "pool", "--size", "64M"], &["--size", "64 MiB are needed"]);
+    folder.succeed(&["create", "pool", "--size", "16M"]);
+    std::fs::write(folder.path("ballast"), vec![1; 15 << 20]).unwrap();
+    let free = |text: &str| text.contains("are needed and the file system has") && !text.contains("SIGBUS");
+    for arguments in [
+        &["create", "other", "--size", "8M"][..],
+        &["volume", "create", "pool", "v", "--size", "2M", "--format", "raw"],
+    ] {
+        // All of the rest but a few pages.
+        let _ = std::fs::write(folder.path("rest"), vec![1; 1 << 20]);
+        let output = folder.run(arguments);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(free(&text), "{arguments:?}: {text}");
+    }
+    assert!(!folder.path("other").exists());
+    std::fs::remove_file(folder.path("ballast")).unwrap();
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "2M", "--format", "raw"]);
+}

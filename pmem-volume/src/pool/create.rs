@@ -69,7 +69,7 @@ impl Pool {
         let file_error =
             |action| move |source: io::Error| PoolError::File { path: path.to_owned(), action, source };
         let needed_bytes = if is_thin { superblock.metadata_bytes() } else { size_bytes };
-        check_room(path, &unnamed.file, size_bytes, needed_bytes)?;
+        check_room(path, &unnamed.file, size_bytes, needed_bytes, superblock.metadata_bytes())?;
         let no_room = |error: io::Error| match error.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT) => PoolError::FileSystemFull {
                 path: path.to_owned(),
@@ -222,7 +222,7 @@ pub(super) fn write_empty_pool(media: &dyn Media, superblock: &Superblock) -> Re
 
 /// How much a file system holds.
 pub(super) struct FileSystem {
-    total_bytes: u64,
+    pub(super) total_bytes: u64,
     pub(super) free_bytes: u64,
 }
 
@@ -241,12 +241,14 @@ impl FileSystem {
 }
 
 /// A disk must have room now for all that a file of `size_bytes` needs and does not have yet. tmpfs stays sparse, but
-/// what it can never hold is refused; one without a limit shows no size.
+/// what it can never hold is refused, and what the pool itself stores, `own_bytes`, must find room; one without a limit
+/// shows no size.
 pub(super) fn check_room(
     path: &Path,
     file: &File,
     size_bytes: u64,
     needed_bytes: u64,
+    own_bytes: u64,
 ) -> Result<(), PoolError> {
     let file_system = FileSystem::of(file).map_err(|source| PoolError::File {
         path: path.to_owned(),
@@ -255,7 +257,8 @@ pub(super) fn check_room(
     })?;
     let is_in_memory = Place::of(file).map_err(|e| place_error(path, e))? == Place::Memory;
     let (needed_bytes, room_bytes) = match is_in_memory {
-        true => (size_bytes, file_system.total_bytes),
+        true if size_bytes > file_system.total_bytes => (size_bytes, file_system.total_bytes),
+        true => (own_bytes, file_system.free_bytes),
         false => (needed_bytes, file_system.free_bytes),
     };
     let unlimited = is_in_memory && file_system.total_bytes == 0;

@@ -88,6 +88,14 @@ pub enum PoolError {
         /// By what.
         by: String,
     },
+    /// The device takes no writes.
+    #[error(
+        "pool {path}: the device is read-only (`blockdev --getro`), and this would write to it; `pmvol info` and `pmvol check` can look at it"
+    )]
+    DeviceReadOnly {
+        /// The pool.
+        path: PathBuf,
+    },
     /// There is something on the device.
     #[error("pool {path}: the device is not empty: {found}; --force makes a pool there, and erases it all")]
     DeviceNotEmpty {
@@ -258,7 +266,7 @@ pub enum PoolError {
     },
     /// The file system has no room for the pool.
     #[error(
-        "pool {path}: {} are needed and the file system has {} free; choose a smaller size or another file system",
+        "pool {path}: {} are needed and the file system has {} free; make room there, or choose a smaller size or another file system",
         display(*needed_bytes),
         display(*free_bytes)
     )]

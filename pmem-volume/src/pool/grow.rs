@@ -36,14 +36,12 @@ impl Pool {
         let size_bytes = pool.wanted_bytes(size_bytes)?;
         let new = plan(&pool.superblock, size_bytes)?;
         let old_bytes = pool.superblock.size_bytes();
-        let needed_bytes = match new.is_thin {
-            true => new_table(&pool.superblock, &new).map_or(0, |range| range.end - range.start),
-            false => size_bytes - old_bytes,
-        };
+        let own_bytes = new_table(&pool.superblock, &new).map_or(0, |range| range.end - range.start);
+        let needed_bytes = if new.is_thin { own_bytes } else { size_bytes - old_bytes };
         if media.place().is_device() {
             create::check_device(path, size_bytes, pool.device_bytes()?)?;
         } else {
-            check_room(path, media.file(), size_bytes, needed_bytes)?;
+            check_room(path, media.file(), size_bytes, needed_bytes, own_bytes)?;
         }
         let lengthen = |media: &FileMedia| {
             let grown = media.grown(size_bytes, progress)?;

@@ -28,6 +28,7 @@ mod pacer;
 mod redo_log;
 mod repair;
 mod resize;
+mod room;
 mod scan;
 mod scrub;
 mod scrub_queue;

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -22,6 +23,9 @@ const UDEV_PATIENCE: Duration = Duration::from_secs(3);
 /// Until a child that was just forked has become another program, it has a copy of every descriptor of its parent, and
 /// so of a lock that the parent has given up, and of a device that it had for itself.
 const FORK_PATIENCE: Duration = Duration::from_millis(200);
+
+/// _IO(0x12, 94) of linux/fs.h.
+const BLKROGET: libc::Ioctl = 0x125e;
 
 /// How long something is that a pool lies in.
 #[derive(Clone, Copy, Debug)]
@@ -104,6 +108,9 @@ impl Length {
 fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
     let file_error = |source: io::Error| match source.kind() {
         io::ErrorKind::NotFound => PoolError::Missing { path: path.to_owned() },
+        io::ErrorKind::ReadOnlyFilesystem if is_block_device(path) => {
+            PoolError::DeviceReadOnly { path: path.to_owned() }
+        }
         _ => PoolError::File { path: path.to_owned(), action: "open", source },
     };
     let writable = mode == OpenMode::ReadWrite;
@@ -132,8 +139,26 @@ fn open(path: &Path, mode: OpenMode) -> Result<(File, Place), PoolError> {
         true => device_in_use(path, metadata.rdev()),
         false => file_error(error),
     })?;
+    // Some drivers refuse to open such a device, others open it, and refuse only to map it or each write.
+    if writable && kind.is_block_device() && is_read_only(&file).map_err(file_error)? {
+        return Err(PoolError::DeviceReadOnly { path: path.to_owned() });
+    }
     let place = Place::of(&file).map_err(|e| place_error(path, e))?;
     Ok((file, place))
+}
+
+fn is_block_device(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
+}
+
+/// Is a block device write-protected (Linux block/ioctl.c, BLKROGET)?
+fn is_read_only(device: &File) -> io::Result<bool> {
+    let mut flag: libc::c_int = 0;
+    // SAFETY: the kernel stores one int, which outlives the call.
+    match unsafe { libc::ioctl(device.as_raw_fd(), BLKROGET, &raw mut flag) } {
+        0 => Ok(flag != 0),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 pub(super) fn place_error(path: &Path, error: PlaceError) -> PoolError {

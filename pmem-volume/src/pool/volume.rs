@@ -117,6 +117,7 @@ impl Pool {
                 missing => state = self.clean_some(state, missing)?,
             }
         };
+        self.check_format_room(chunks)?;
         let taken = state.buddy.allocate_lasting(chunks).expect("just seen to be free");
         // Counted as to be erased until it is done: that is what they are if it fails.
         state.counts.scrubbing += chunks;

@@ -72,6 +72,28 @@ impl Loop {
     }
 }
 
+#[test]
+fn a_read_only_device_is_called_so_and_can_be_looked_at() {
+    let Some(disk) = Loop::new(32 * MIB) else { return };
+    disk.create().unwrap();
+    let protect = |flag| Command::new("blockdev").arg(flag).arg(&disk.device).status().unwrap().success();
+    if !protect("--setro") {
+        eprintln!("skipped: the device cannot be write-protected");
+        return;
+    }
+    for result in [disk.create(), disk.open(), Pool::grow_with(&disk.device, None, &mut unheard)] {
+        let error = result.unwrap_err();
+        assert!(matches!(error, PoolError::DeviceReadOnly { .. }), "{error:?}");
+        assert!(error.to_string().contains("the device is read-only"), "{error}");
+    }
+    let repaired = Pool::repair(&disk.device, false).unwrap_err();
+    assert!(matches!(repaired, PoolError::DeviceReadOnly { .. }), "{repaired:?}");
+    assert_eq!(Pool::repair(&disk.device, true).unwrap().left, [""; 0]);
+    assert!(Pool::open(&disk.device, OpenMode::ReadOnly).unwrap().check().unwrap().is_clean());
+    assert!(protect("--setrw"));
+    disk.open().unwrap();
+}
+
 impl Drop for Loop {
     fn drop(&mut self) {
         Command::new("losetup").arg("-d").arg(&self.device).status().unwrap();

@@ -1,0 +1,34 @@
+//! Room in the file system below a pool whose free chunks are holes.
+
+use super::create::FileSystem;
+use super::{Backing, Pool, PoolError, bytes};
+use crate::btt::ARENA_MAX_BYTES;
+
+/// Pages of the pool's tables that making a volume may store to for the first time.
+const TABLES_BYTES: u64 = 128 << 10;
+
+/// What formatting an arena of a BTT stores: two info blocks and the log of 256 lanes, in whole pages.
+const ARENA_FORMAT_BYTES: u64 = 32 << 10;
+
+impl Pool {
+    /// Is there room for what making a volume of so many chunks stores? If not, a store would find no block, which the
+    /// kernel answers with SIGBUS and not with a reason.
+    pub(super) fn check_format_room(&self, chunks: u32) -> Result<(), PoolError> {
+        let Backing::File(media) = &self.backing else { return Ok(()) };
+        if !self.is_thin() {
+            return Ok(());
+        }
+        let needed_bytes = TABLES_BYTES + bytes(chunks).div_ceil(ARENA_MAX_BYTES) * ARENA_FORMAT_BYTES;
+        let file_system = FileSystem::of(media.file()).map_err(|source| PoolError::File {
+            path: self.path.clone(),
+            action: "look at the file system of",
+            source,
+        })?;
+        // A tmpfs without a limit shows no size.
+        if file_system.total_bytes > 0 && file_system.free_bytes < needed_bytes {
+            let free_bytes = file_system.free_bytes;
+            return Err(PoolError::FileSystemFull { path: self.path.clone(), needed_bytes, free_bytes });
+        }
+        Ok(())
+    }
+}
