@@ -100,9 +100,9 @@ impl Pool {
                 // Superblocks and log were looked at when the pool was opened, and nobody has changed them since.
                 pool.extend(state.findings.iter().filter(|f| is_of_open(f)).cloned());
             }
-            let log = self.latch(redo_log::read(self.media(), &self.superblock))?;
+            let log = self.latch_failure(redo_log::read(self.media(), &self.superblock))?;
             let media = Redone::new(self.media(), &log);
-            let mut found = self.latch(scan(&media, &self.superblock))?.findings;
+            let mut found = self.latch_failure(scan(&media, &self.superblock))?.findings;
             if self.mode == super::OpenMode::ReadWrite {
                 // Memory that this process has lent is as it should be.
                 found.retain(|f| !matches!(f, Finding::StillLent { .. } | Finding::Unscrubbed { .. }));

@@ -16,7 +16,7 @@ use crate::size::display;
 
 /// An operation on a pool failed.
 ///
-/// Unless it is [`PoolError::Media`], nothing has changed.
+/// Unless it is [`PoolError::Media`], nothing has changed; or [`PoolError::Latched`], if something else failed meanwhile.
 #[derive(Debug, Error)]
 pub enum PoolError {
     /// No such file.

@@ -16,9 +16,8 @@ impl Pool {
     /// 1. Owner words and wear counts, persist.
     /// 2. Only then do the extents leave this function.
     pub fn alloc_memory(&self, size_bytes: u64) -> Result<Vec<Extent>, PoolError> {
-        self.check_writable()?;
         let chunks = chunk_count("memory size", size_bytes)?;
-        let mut state = self.lock_state();
+        let mut state = self.lock_for_change()?;
         let extents = loop {
             let reserved = self.reserved_chunks(state.levels());
             let lendable = state.available_chunks() - reserved;
@@ -54,13 +53,12 @@ impl Pool {
     /// They are marked to be erased, so that nobody gives them back twice. That need not be durable: *memory* means the
     /// same at the next open.
     pub fn free_memory(&self, extents: &[Extent]) -> Result<(), PoolError> {
-        self.check_writable()?;
         if let Some(extent) = extents.iter().find(|extent| extent.order > MAX_ORDER) {
             return Err(PoolError::NotLent { extent: *extent });
         }
         let runs: Vec<Run> = extents.iter().map(|extent| extent.run()).collect();
         let chunks: u32 = runs.iter().map(|run| run.chunks).sum();
-        let mut state = self.lock_state();
+        let mut state = self.lock_for_change()?;
         self.check_lent(extents)?;
         for chunk in runs.iter().flat_map(|run| run.ids()) {
             self.latch(self.table.set_owner(self.media(), chunk, Owner::Scrub))?;

@@ -346,6 +346,14 @@ impl Pool {
         StateGuard { state: Some(locked(&self.state)), levels: &self.levels }
     }
 
+    /// Locks the state to change it. Whether the pool may still be changed is known only then: who waits for the lock waits
+    /// for somebody whose change may fail.
+    fn lock_for_change(&self) -> Result<StateGuard<'_>, PoolError> {
+        let state = self.lock_state();
+        self.check_writable()?;
+        Ok(state)
+    }
+
     fn check_writable(&self) -> Result<(), PoolError> {
         if self.mode != OpenMode::ReadWrite {
             return Err(PoolError::ReadOnly { path: self.path.clone() });
@@ -360,9 +368,17 @@ impl Pool {
         }
     }
 
-    /// Passes a result of the media on; the first failure latches the pool read-only, because from then on nobody
-    /// knows what is durable.
+    /// Passes a result of the media on to who changes the pool; the first failure latches the pool read-only, because from
+    /// then on nobody knows what is durable. So what has succeeded since does not count either: a failure elsewhere ends
+    /// every change that is under way before its next step.
     fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, PoolError> {
+        let value = self.latch_failure(result)?;
+        self.check_not_latched()?;
+        Ok(value)
+    }
+
+    /// The same for who only reads, which a latched pool allows.
+    fn latch_failure<T>(&self, result: Result<T, MediaError>) -> Result<T, PoolError> {
         result.map_err(|error| {
             let cause = match &error {
                 MediaError::Io { source, .. } => format!("{error}: {source}"),

@@ -44,8 +44,7 @@ impl Pool {
         size: VolumeSize,
         shrink: Shrink,
     ) -> Result<VolumeInfo, PoolError> {
-        self.check_writable()?;
-        let mut state = self.lock_state();
+        let mut state = self.lock_for_change()?;
         // Whatever was true before the state was unlocked need not be after.
         loop {
             let slot = state.require_closed_volume(name)?;

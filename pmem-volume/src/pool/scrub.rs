@@ -20,9 +20,8 @@ impl Pool {
     /// Erases up to `max_bytes` of what waits, at least one chunk, and frees it. Others use the pool meanwhile. Returns
     /// how much it was: 0 when nothing waits.
     pub fn scrub_some(&self, max_bytes: u64) -> Result<u64, PoolError> {
-        self.check_writable()?;
         let chunks = u32::try_from(max_bytes / CHUNK_BYTES).unwrap_or(u32::MAX).max(1);
-        let batch = self.lock_state().scrub.take(chunks);
+        let batch = self.lock_for_change()?.scrub.take(chunks);
         self.erase_and_free(&batch)?;
         Ok(batch.iter().map(|run| run.len_bytes()).sum())
     }
@@ -55,8 +54,7 @@ impl Pool {
         left_to_do: impl Fn(&State) -> u32,
         progress: OnProgress<'_>,
     ) -> Result<(), PoolError> {
-        self.check_writable()?;
-        let total = left_to_do(&self.lock_state());
+        let total = left_to_do(&*self.lock_for_change()?);
         let mut left = total;
         let mut say = |left| {
             let (done_bytes, total_bytes) = (bytes(total - left), bytes(total));
@@ -64,7 +62,7 @@ impl Pool {
         };
         say(left);
         while left > 0 {
-            let mut state = self.lock_state();
+            let mut state = self.lock_for_change()?;
             let missing = left_to_do(&state);
             if missing > 0 {
                 state = self.clean_some(state, missing)?;
@@ -123,9 +121,11 @@ impl Pool {
             return Ok(());
         }
         let ranges: Vec<_> = batch.iter().map(|run| run.byte_range()).collect();
-        let erased = self.latch(self.media().erase(&ranges));
+        let erased = self.latch_failure(self.media().erase(&ranges));
         let mut state = self.lock_state();
-        let freed = erased.and_then(|()| self.latch(self.mark_free(batch)));
+        // A change of these chunks may have failed meanwhile: nothing is stored any more.
+        let freed = erased.and_then(|()| self.check_not_latched());
+        let freed = freed.and_then(|()| self.latch(self.mark_free(batch)));
         state.scrub.finish(batch);
         if freed.is_ok() {
             let chunks: u32 = batch.iter().map(|run| run.chunks).sum();

@@ -105,10 +105,9 @@ impl Pool {
         size: VolumeSize,
         format: VolumeFormat,
     ) -> Result<VolumeInfo, PoolError> {
-        self.check_writable()?;
         let name: VolumeName = name.parse()?;
         let uuid = Uuid::new_v4();
-        let mut state = self.lock_state();
+        let mut state = self.lock_for_change()?;
         // Whatever was true before the state was unlocked need not be after.
         let NewVolume { slot, chunks, layout } = loop {
             let new = self.plan_volume(&state, &name, size, format, uuid)?;
@@ -188,8 +187,7 @@ impl Pool {
     /// 1. The volume record, empty: from here on it is gone, and its chunks are left-overs.
     /// 2. Their owner words become *scrub*, persist: the slot may be used again.
     pub fn delete_volume(&self, name: &str) -> Result<(), PoolError> {
-        self.check_writable()?;
-        let mut state = self.lock_state();
+        let mut state = self.lock_for_change()?;
         let slot = state.require_closed_volume(name)?;
         let empty = empty_record(slot, self.next_sequence(slot)?);
         let offsets = self.superblock.volume_record_offsets(slot);
@@ -219,9 +217,8 @@ impl Pool {
     ///
     /// One record changes, and with it everything: the volume's chunks are named by its slot.
     pub fn rename_volume(&self, name: &str, new_name: &str) -> Result<VolumeInfo, PoolError> {
-        self.check_writable()?;
         let new_name: VolumeName = new_name.parse()?;
-        let mut state = self.lock_state();
+        let mut state = self.lock_for_change()?;
         let slot = state.require_closed_volume(name)?;
         if state.find_volume(new_name.as_str()).is_some() {
             return Err(PoolError::VolumeExists { name: new_name.to_string() });
@@ -357,7 +354,7 @@ impl Volume {
     ) -> Result<Option<btt::Report>, PoolError> {
         match self.info.format {
             VolumeFormat::Raw => Ok(None),
-            VolumeFormat::Btt => self.pool.latch(btt::check_with(self, reached)).map(Some),
+            VolumeFormat::Btt => self.pool.latch_failure(btt::check_with(self, reached)).map(Some),
         }
     }
 }

@@ -6,7 +6,7 @@ use uuid::Uuid;
 
 use super::*;
 use crate::media::MediaError;
-use crate::media::simulator::Simulator;
+use crate::media::simulator::{CrashPoint, Simulator};
 
 type Hook = dyn Fn() -> Result<(), MediaError> + Send + Sync;
 
@@ -23,6 +23,12 @@ impl Hooked {
         before: impl Fn() -> Result<(), MediaError> + Send + Sync + 'static,
     ) -> Self {
         Self { media: Simulator::new(len_bytes), before: Arc::new(before) }
+    }
+
+    /// What decides what a loss of power now would leave.
+    pub(super) fn crash_point(&self) -> CrashPoint {
+        self.media.record();
+        self.media.take_points().pop().expect("one for now")
     }
 }
 

@@ -1,25 +1,50 @@
 //! Media that fails: the first failure makes the pool read-only, and the next open finds it in order.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Instant;
 
+use super::crash;
 use super::hooked::{Hooked, open};
+use super::slow::{Barrier, Gate, PATIENCE};
 use super::*;
 use crate::media::MediaError;
+use crate::media::simulator::Random;
 
 /// Media on which a persist or erase fails, with nothing of it done, after `left` of them have succeeded.
 fn failing(left: Arc<AtomicU32>) -> Hooked {
     Hooked::new(40 * MIB, move || {
         let counted = left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1));
-        counted.map(|_| ()).map_err(|_| MediaError::Io {
-            operation: "persist",
-            offset_bytes: 0,
-            length_bytes: 8,
-            source: std::io::Error::from_raw_os_error(libc::EIO),
-        })
+        counted.map(|_| ()).map_err(|_| failure())
     })
 }
 
-/// Lends, takes back, makes, flushes and deletes, up to the first error.
+fn failure() -> MediaError {
+    MediaError::Io {
+        operation: "persist",
+        offset_bytes: 0,
+        length_bytes: 8,
+        source: std::io::Error::from_raw_os_error(libc::EIO),
+    }
+}
+
+/// Images of each loss of power after a failure.
+const BOUND: usize = 50;
+
+/// What a loss of power would leave opens, whatever of what failed is kept, and is in order.
+fn assert_survives_loss_of_power(media: &Hooked) {
+    for image in media.crash_point().images(BOUND, &mut Random::new(1)) {
+        let pool = crash::open(&image).unwrap();
+        for volume in pool.volumes() {
+            let report = pool.open_volume(&volume.name).unwrap().check_btt().unwrap();
+            assert!(report.is_none_or(|report| report.is_clean()), "{volume:?}");
+        }
+        crash::verify_space(&image, &pool).unwrap();
+    }
+}
+
+/// Lends, takes back, makes, flushes, renames, resizes and deletes, up to the first error.
 fn work(pool: &Arc<Pool>) -> Result<(), PoolError> {
     let memory = pool.alloc_memory(6 * MIB)?;
     pool.create_volume("a", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw)?;
@@ -35,7 +60,10 @@ fn work(pool: &Arc<Pool>) -> Result<(), PoolError> {
     }
     flushed?;
     drop(volume);
-    pool.delete_volume("a")?;
+    pool.resize_volume("a", VolumeSize::Bytes(8 * MIB), Shrink::Refuse)?;
+    pool.resize_volume("a", VolumeSize::Bytes(2 * MIB), Shrink::Allow)?;
+    pool.rename_volume("a", "c")?;
+    pool.delete_volume("c")?;
     pool.scrub_all()
 }
 
@@ -59,8 +87,11 @@ fn the_first_failure_makes_the_pool_read_only_until_it_is_opened_again() {
             Err(PoolError::Latched { .. })
         ));
         assert!(matches!(pool.delete_volume("a"), Err(PoolError::Latched { .. })));
+        assert!(matches!(pool.scrub_all(), Err(PoolError::Latched { .. })));
+        assert!(pool.check().is_ok(), "it may still be looked at");
         assert_states_add_up(&pool.info());
         drop(pool);
+        assert_survives_loss_of_power(&media);
 
         let pool = open(media);
         assert!(pool.is_writable());
@@ -69,5 +100,120 @@ fn the_first_failure_makes_the_pool_read_only_until_it_is_opened_again() {
         assert_eq!(pool.check().unwrap().pool, []);
         failures += 1;
     }
-    assert!(failures >= 12, "only {failures} calls could fail");
+    assert!(failures >= 20, "only {failures} calls could fail");
+}
+
+/// Media on which one persist or erase waits at a gate, while another may fail.
+struct Slow {
+    media: Hooked,
+    gate: Arc<Barrier>,
+    fails: Arc<AtomicBool>,
+    /// Does what waited at the gate fail?
+    waiter_fails: Arc<AtomicBool>,
+}
+
+impl Slow {
+    fn new() -> Self {
+        let gate = Barrier::new();
+        let (fails, waiter_fails) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let hook = {
+            let (gate, fails, waiter_fails) =
+                (Arc::clone(&gate), Arc::clone(&fails), Arc::clone(&waiter_fails));
+            move || {
+                if fails.swap(false, Ordering::SeqCst) {
+                    return Err(failure());
+                }
+                gate.pass();
+                if waiter_fails.swap(false, Ordering::SeqCst) { Err(failure()) } else { Ok(()) }
+            }
+        };
+        Self { media: Hooked::new(60 * MIB, hook), gate, fails, waiter_fails }
+    }
+
+    /// Lets a flush of volume `b` fail while `change` waits for the media, which then goes on without an error.
+    fn flush_fails_during<T: Send>(&self, pool: &Arc<Pool>, change: impl FnOnce() -> T + Send) -> T {
+        let volume = pool.open_volume("b").unwrap();
+        self.gate.set(Gate::Armed);
+        thread::scope(|scope| {
+            let change = scope.spawn(change);
+            self.gate.wait_until_shut();
+            self.fails.store(true, Ordering::SeqCst);
+            let flushed = volume.flush_guest_stores(0..8);
+            self.gate.set(Gate::Open);
+            assert!(matches!(flushed, Err(PoolError::Media(_))), "{flushed:?}");
+            change.join().unwrap()
+        })
+    }
+}
+
+/// A thread that waits for something is asleep (proc(5), /proc/pid/stat: the state follows the name).
+fn wait_until_asleep(thread: libc::pid_t) {
+    let end = Instant::now() + PATIENCE;
+    let is_asleep = || {
+        let stat = fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
+        stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" S"))
+    };
+    while !is_asleep() {
+        assert!(Instant::now() < end, "it waits for nothing");
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn a_change_that_waited_for_one_that_failed_is_refused() {
+    let slow = Slow::new();
+    let pool = open(slow.media.clone());
+    pool.create_volume("v", VolumeSize::Bytes(8 * MIB), VolumeFormat::Raw).unwrap();
+    let resize = |bytes, shrink| pool.resize_volume("v", VolumeSize::Bytes(bytes), shrink);
+    slow.gate.set(Gate::Armed);
+    let (shrunk, grown) = thread::scope(|scope| {
+        let shrinks = scope.spawn(|| resize(2 * MIB, Shrink::Allow));
+        slow.gate.wait_until_shut();
+        let (say, said) = mpsc::channel();
+        let grows = scope.spawn(move || {
+            // SAFETY: asks for a number, and changes nothing.
+            say.send(unsafe { libc::gettid() }).unwrap();
+            resize(12 * MIB, Shrink::Refuse)
+        });
+        wait_until_asleep(said.recv().unwrap());
+        slow.waiter_fails.store(true, Ordering::SeqCst);
+        slow.gate.set(Gate::Open);
+        (shrinks.join().unwrap(), grows.join().unwrap())
+    });
+    assert!(matches!(shrunk, Err(PoolError::Media(_))), "{shrunk:?}");
+    assert!(matches!(grown, Err(PoolError::Latched { .. })), "{grown:?}");
+    drop(pool);
+    assert_survives_loss_of_power(&slow.media);
+}
+
+#[test]
+fn a_change_under_way_does_not_commit_once_something_else_has_failed() {
+    let slow = Slow::new();
+    let pool = open(slow.media.clone());
+    let made = pool.create_volume("b", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();
+    let make = || pool.create_volume("c", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw);
+    let error = slow.flush_fails_during(&pool, make).unwrap_err();
+    assert!(matches!(error, PoolError::Latched { .. }), "{error}");
+    assert_states_add_up(&pool.info());
+    drop(pool);
+    assert_survives_loss_of_power(&slow.media);
+    assert_eq!(open(slow.media).volumes(), [made]);
+}
+
+#[test]
+fn what_was_erased_is_not_free_once_something_else_has_failed() {
+    let slow = Slow::new();
+    let pool = open(slow.media.clone());
+    pool.create_volume("b", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();
+    let memory = pool.alloc_memory(4 * MIB).unwrap();
+    pool.free_memory(&memory).unwrap();
+    let free_bytes = pool.info().free_bytes;
+    let error = slow.flush_fails_during(&pool, || pool.scrub_some(4 * MIB)).unwrap_err();
+    assert!(matches!(error, PoolError::Latched { .. }), "{error}");
+    assert_eq!(pool.info().free_bytes, free_bytes);
+    assert_states_add_up(&pool.info());
+    drop(pool);
+    assert_survives_loss_of_power(&slow.media);
+    let pool = open(slow.media);
+    assert_eq!((pool.info().free_bytes, pool.info().scrubbing_bytes), (free_bytes, 4 * MIB));
 }
