@@ -193,6 +193,8 @@ fn a_pool_in_use_can_be_looked_at_and_not_changed() {
     let info = folder.json(&["info", "pool", "--json"]);
     assert_eq!(info["memory_bytes"].as_u64(), Some(10 << 20));
     assert!(info["in_use_by"].as_str().unwrap().starts_with(&me));
+    assert_eq!(info["in_use_by_pid"], std::process::id());
+    assert_eq!(info["lendable_bytes"], 50 << 20);
     assert!(folder.succeed(&["info", "pool"]).contains("in use by    process"));
 }
 
@@ -211,7 +213,11 @@ fn what_a_killed_vm_has_left_is_told_and_erased_on_demand() {
     assert_eq!(first_bytes(), b"secret");
     let waits = "10 MiB (when it is needed, or now by `pmvol scrub pool`)";
     assert!(folder.succeed(&["info", "pool"]).contains(&format!("to be erased {waits}")));
-    assert_eq!(folder.json(&["info", "pool", "--json"])["waiting_bytes"], 10 << 20);
+    let waiting = folder.json(&["info", "pool", "--json"]);
+    assert_eq!(
+        (&waiting["waiting_bytes"], &waiting["lendable_bytes"]),
+        (&(10 << 20).into(), &(60 << 20).into())
+    );
     let check = folder.succeed(&["check", "pool"]);
     assert!(check.contains("10 MiB wait to be erased") && check.contains("`pmvol scrub pool`"), "{check}");
     assert!(check.ends_with("clean\n"), "{check}");
@@ -440,6 +446,61 @@ fn what_cannot_be_printed_is_an_error_and_no_panic() {
         assert_eq!(output.status.code(), Some(code), "{output:?}");
         assert!(output.stderr.is_empty(), "{output:?}");
     }
+}
+
+#[test]
+fn damage_shows_wherever_a_pool_is_looked_at() {
+    let folder = Folder::new();
+    let info = || (folder.succeed(&["info", "pool"]), folder.json(&["info", "pool", "--json"]));
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
+    let good = std::fs::read(folder.path("pool")).unwrap();
+    let (text, json) = info();
+    assert!(text.contains("state        ok\n") && !text.contains("damaged"), "{text}");
+    assert_eq!(
+        (&json["state"], &json["findings"], &json["damaged_bytes"]),
+        (&"ok".into(), &0.into(), &0.into())
+    );
+    // The owner word of chunk 3, behind the start of the table.
+    overwrite(&folder.path("pool"), (2 << 20) + 3 * 16, &[0; 8]);
+    let (text, json) = info();
+    assert!(text.contains("state        damaged: 2 findings, see `pmvol check pool`"), "{text}");
+    assert!(text.contains("  damaged    2 MiB (") && !text.contains("to be erased"), "{text}");
+    assert_eq!((&json["state"], &json["findings"]), (&"damaged".into(), &2.into()));
+    assert_eq!((&json["damaged_bytes"], &json["waiting_bytes"]), (&(2 << 20).into(), &0.into()));
+    let list = folder.run(&["volume", "list", "pool"]);
+    let note = String::from_utf8(list.stderr).unwrap();
+    assert!(
+        list.status.success() && note.contains("the pool is damaged, and volumes may be missing"),
+        "{note}"
+    );
+    let check = folder.run(&["check", "pool", "--json"]);
+    let check: Value = serde_json::from_slice(&check.stdout).unwrap();
+    assert!(
+        check["pool"].as_array().unwrap().iter().any(|finding| finding["severity"] == "damaged"),
+        "{check}"
+    );
+    std::fs::write(folder.path("pool"), &good).unwrap();
+    overwrite(&folder.path("pool"), 10, &[0xff]);
+    let (text, json) = info();
+    assert!(text.contains("state        degraded: 1 finding, see"), "{text}");
+    assert_eq!((&json["state"], &json["findings"]), (&"degraded".into(), &1.into()));
+}
+
+#[test]
+fn a_volume_with_a_damaged_btt_gets_no_other_size() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "20M"]);
+    // Its first info block.
+    overwrite(&folder.path("pool"), (4 << 20) + 4096 + 100, &[0xff]);
+    let before = std::fs::read(folder.path("pool")).unwrap();
+    let words = ["\"v\"", "its BTT is damaged (1 finding(s))", "`pmvol check`", "`pmvol repair`"];
+    folder.fail(&["volume", "resize", "pool", "v", "--size", "48M"], &words);
+    assert!(before == std::fs::read(folder.path("pool")).unwrap());
+    folder.succeed(&["repair", "pool"]);
+    folder.succeed(&["volume", "resize", "pool", "v", "--size", "48M"]);
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
 }
 
 /// A tmpfs of its own, which may become full.

@@ -199,6 +199,7 @@ fn assert_adds_up(info: &PoolInfo) {
         info.volume_bytes,
         info.memory_bytes,
         info.scrubbing_bytes,
+        info.damaged_bytes,
         info.retired_bytes,
         info.free_bytes,
     ];

@@ -116,6 +116,18 @@ impl Pool {
         Ok(CheckReport { pool, volumes })
     }
 
+    /// Checks one volume's BTT; `progress` hears how far it is. `None`: a raw volume has nothing to check.
+    pub fn check_volume_with(
+        self: &Arc<Self>,
+        name: &str,
+        progress: OnProgress<'_>,
+    ) -> Result<Option<btt::Report>, PoolError> {
+        let volume = self.open_volume(name)?;
+        let info = volume.info().clone();
+        Checking::new(std::slice::from_ref(&info), progress)
+            .volume(&info, |reached| volume.check_btt_with(reached))
+    }
+
     fn check_volume(self: &Arc<Self>, info: &VolumeInfo, reached: &mut dyn FnMut(u64)) -> VolumeCheck {
         let result = match info.format {
             VolumeFormat::Raw => Ok(None),

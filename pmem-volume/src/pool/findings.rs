@@ -15,7 +15,19 @@ pub enum Severity {
     /// Something is damaged, and the pool works without it or from a copy.
     Degraded,
     /// The pool cannot be trusted: it opens for reading only.
+    #[serde(rename = "damaged")]
     Fatal,
+}
+
+impl Severity {
+    /// The name used in reports and JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Severity::Note => "note",
+            Severity::Degraded => "degraded",
+            Severity::Fatal => "damaged",
+        }
+    }
 }
 
 /// One thing that is not as it should be.

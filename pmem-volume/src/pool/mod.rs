@@ -202,6 +202,8 @@ struct Counts {
     volume: u32,
     scrubbing: u32,
     retired: u32,
+    /// Whose nobody can say. Only in a pool that is looked at: with such chunks none is changed.
+    damaged: u32,
 }
 
 /// Bytes of a pool by state, and what is known about it. The states add up to the total.
@@ -225,8 +227,10 @@ pub struct PoolInfo {
     pub volume_bytes: u64,
     /// Lent as memory.
     pub memory_bytes: u64,
-    /// Waiting to be erased, or unreadable.
+    /// Waiting to be erased.
     pub scrubbing_bytes: u64,
+    /// Nobody can say whose, because something of the pool is damaged. They stay as they are.
+    pub damaged_bytes: u64,
     /// Taken out of use: bad media.
     pub retired_bytes: u64,
     /// Free.
@@ -304,6 +308,7 @@ impl Pool {
             volume_bytes: bytes(counts.volume),
             memory_bytes: bytes(counts.memory),
             scrubbing_bytes: bytes(counts.scrubbing),
+            damaged_bytes: bytes(counts.damaged),
             retired_bytes: bytes(counts.retired),
             free_bytes: bytes(free),
             lendable_bytes: bytes(free + pending - self.reserved_chunks(levels)),

@@ -162,12 +162,12 @@ impl State {
             metadata: scan.metadata_chunks,
             memory: scan.lent.iter().map(|run| run.chunks).sum(),
             volume,
-            scrubbing: 0,
+            scrubbing: scan.to_scrub.iter().map(|run| run.chunks).sum(),
             retired: scan.retired_chunks,
+            damaged: 0,
         };
-        // Whatever is left: waiting to be erased, or unreadable in a pool that is only looked at.
-        let known = counts.metadata + counts.memory + counts.volume + counts.retired + buddy.free_chunks();
-        counts.scrubbing = superblock.chunks - known;
+        let known = counts.metadata + counts.memory + counts.volume + counts.scrubbing + counts.retired;
+        counts.damaged = superblock.chunks - known - buddy.free_chunks();
         State { buddy, volumes: scan.volumes, open_volumes: vec![], counts, scrub, findings }
     }
 }

@@ -49,12 +49,14 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
 fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
     match command {
         VolumeCommand::List { pool, output } => {
-            let volumes = Pool::open(pool, OpenMode::Peek)?.volumes();
+            let opened = Pool::open(pool, OpenMode::Peek)?;
+            let volumes = opened.volumes();
             if output.json {
                 print::json(&volumes)?
             } else {
                 print::emit(|out| print::volumes(out, &volumes))?
             }
+            print::note_damage(pool, &opened);
         }
         VolumeCommand::Create { pool, name, size, format } => {
             let (pool, volume) = changed(pool, |pool, progress| {
@@ -67,6 +69,7 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         VolumeCommand::Resize { pool, name, size, shrink } => {
             let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
             let (pool, volume) = changed(pool, |pool, progress| {
+                check_whole(pool, name, &mut *progress)?;
                 pool.scrub_for(growth(pool, name, *size), &mut *progress)?;
                 let volume = pool.resize_volume(name, *size, shrink)?;
                 if shrink == Shrink::Allow {
@@ -105,10 +108,25 @@ fn growth(pool: &Pool, name: &str, size: VolumeSize) -> VolumeSize {
     }
 }
 
+/// A volume whose BTT is damaged gets no other size: what is done to it may have to be undone.
+fn check_whole(pool: &Arc<Pool>, name: &str, progress: OnProgress<'_>) -> Result<(), PoolError> {
+    let Some(found) = pool.check_volume_with(name, progress)? else { return Ok(()) };
+    let count: u64 = found.arenas.iter().map(|arena| arena.findings_total).sum();
+    if found.is_clean() {
+        return Ok(());
+    }
+    Err(PoolError::VolumeUnusable {
+        name: name.to_owned(),
+        reason: format!(
+            "its BTT is damaged ({count} finding(s)); `pmvol check` lists them, `pmvol repair` mends what it can"
+        ),
+    })
+}
+
 /// Opens a pool for writing and changes something in it.
 fn changed<T>(
     path: &Path,
-    change: impl FnOnce(&Pool, OnProgress<'_>) -> Result<T, PoolError>,
+    change: impl FnOnce(&Arc<Pool>, OnProgress<'_>) -> Result<T, PoolError>,
 ) -> anyhow::Result<(Arc<Pool>, T)> {
     watched(|progress| {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;

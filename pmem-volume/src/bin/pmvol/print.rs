@@ -4,7 +4,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 use anyhow::Context;
-use pmem_volume::pool::{CheckReport, FreeSpace, RepairReport, Severity, VolumeCheck};
+use pmem_volume::pool::{CheckReport, Finding, FreeSpace, RepairReport, Severity, VolumeCheck};
 use pmem_volume::size::display;
 use pmem_volume::{Pool, PoolInfo, VolumeFormat, VolumeInfo};
 use serde::Serialize;
@@ -41,18 +41,57 @@ pub(crate) struct InfoReport<'a> {
     free_space: FreeSpace,
     durability_meaning: &'static str,
     in_use_by: Option<String>,
+    in_use_by_pid: Option<u32>,
+    /// The worst of the findings.
+    state: &'static str,
+    /// How many things are damaged. What a crash leaves behind by design does not count.
+    findings: usize,
     /// To be erased before it is used again. If nobody has the pool, that includes what somebody had borrowed who ended.
     waiting_bytes: u64,
 }
 
 impl<'a> InfoReport<'a> {
     pub(crate) fn new(path: &'a Path, pool: &Pool) -> Self {
-        let in_use_by = pool.holder().map(|holder| holder.to_string());
-        let info = pool.info();
-        let left_bytes = if in_use_by.is_none() { info.memory_bytes } else { 0 };
+        let holder = pool.holder();
+        let in_use_by = holder.as_ref().map(|holder| holder.to_string());
+        let in_use_by_pid = holder.as_ref().and_then(|holder| holder.pid);
+        let mut info = pool.info();
+        let left_bytes = if holder.is_none() { info.memory_bytes } else { 0 };
         let waiting_bytes = info.scrubbing_bytes + left_bytes;
+        if holder.is_none() {
+            // As the next who opens it will have it.
+            let available_bytes = info.free_bytes + waiting_bytes;
+            let reserved_bytes = info.strg_bytes.saturating_sub(info.volume_bytes).min(available_bytes);
+            info.lendable_bytes = available_bytes - reserved_bytes;
+        }
         let (free_space, durability_meaning) = (pool.free_space(), info.durability.meaning());
-        Self { path, info, free_space, durability_meaning, in_use_by, waiting_bytes }
+        let (state, findings) = state(pool);
+        Self {
+            path,
+            state,
+            findings,
+            info,
+            free_space,
+            durability_meaning,
+            in_use_by,
+            in_use_by_pid,
+            waiting_bytes,
+        }
+    }
+
+    fn is_damaged(&self) -> bool {
+        self.state == Severity::Fatal.name()
+    }
+}
+
+/// The worst that was found when the pool was opened, and how many things are damaged. What is in volumes was not looked at.
+fn state(pool: &Pool) -> (&'static str, usize) {
+    let severities: Vec<_> = pool.findings_at_open().iter().map(Finding::severity).collect();
+    match severities.iter().max() {
+        Some(worst) if *worst > Severity::Note => {
+            (worst.name(), severities.iter().filter(|severity| **severity > Severity::Note).count())
+        }
+        _ => ("ok", 0),
     }
 }
 
@@ -61,6 +100,7 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     writeln!(out, "pool         {}", report.path.display())?;
     writeln!(out, "uuid         {}", info.uuid)?;
     writeln!(out, "format       version {}", info.format_version)?;
+    writeln!(out, "state        {}{}", report.state, findings_of(report))?;
     writeln!(out, "durability   {} ({})", info.durability.name(), report.durability_meaning)?;
     writeln!(out, "thin         {}", if info.thin { "yes: free chunks take no room" } else { "no" })?;
     writeln!(out, "in use by    {}", report.in_use_by.as_deref().unwrap_or("nobody"))?;
@@ -74,6 +114,9 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     writeln!(out, "  memory     {}", display(info.memory_bytes))?;
     writeln!(out, "  volumes    {} in {}", display(info.volume_bytes), info.volumes)?;
     writeln!(out, "  scrubbing  {}", display(info.scrubbing_bytes))?;
+    if info.damaged_bytes > 0 {
+        writeln!(out, "  damaged    {} (nobody can say whose; kept as it is)", display(info.damaged_bytes))?;
+    }
     writeln!(out, "  retired    {}", display(info.retired_bytes))?;
     writeln!(out, "  metadata   {}", display(info.metadata_bytes))?;
     writeln!(out, "STRG         {} (reserved for volumes, never lent as memory)", display(info.strg_bytes))?;
@@ -84,11 +127,32 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
     Ok(())
 }
 
+fn findings_of(report: &InfoReport) -> String {
+    let path = report.path.display();
+    let more = if report.is_damaged() { "; nothing can be changed before it is repaired" } else { "" };
+    match report.findings {
+        0 => String::new(),
+        1 => format!(": 1 finding, see `pmvol check {path}`{more}"),
+        count => format!(": {count} findings, see `pmvol check {path}`{more}"),
+    }
+}
+
 fn who_erases(report: &InfoReport) -> String {
     match &report.in_use_by {
         // By a VM, that is; who only reads has it for a moment.
         Some(_) => " (in the background)".to_owned(),
+        None if report.is_damaged() => " (when the pool is repaired)".to_owned(),
         None => format!(" (when it is needed, or now by `pmvol scrub {}`)", report.path.display()),
+    }
+}
+
+/// Says on stderr that a list of volumes may lack some.
+pub(crate) fn note_damage(path: &Path, pool: &Pool) {
+    if let (state, 1..) = state(pool) {
+        remark(format_args!(
+            "the pool is {state}, and volumes may be missing here; see `pmvol check {}`",
+            path.display()
+        ));
     }
 }
 
@@ -213,12 +277,7 @@ impl<'a> RepairOutput<'a> {
 
 pub(crate) fn check(out: Out<'_>, path: &Path, report: &CheckReport) -> io::Result<()> {
     for finding in &report.pool {
-        let severity = match finding.severity() {
-            Severity::Note => "note",
-            Severity::Degraded => "degraded",
-            Severity::Fatal => "damaged",
-        };
-        writeln!(out, "pool: {severity}: {finding}")?;
+        writeln!(out, "pool: {}: {finding}", finding.severity().name())?;
     }
     for volume in &report.volumes {
         volume_check(out, volume)?;

@@ -106,6 +106,7 @@ fn assert_states_add_up(info: &PoolInfo) {
         info.volume_bytes,
         info.memory_bytes,
         info.scrubbing_bytes,
+        info.damaged_bytes,
         info.retired_bytes,
         info.free_bytes,
     ];
