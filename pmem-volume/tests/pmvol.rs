@@ -298,6 +298,11 @@ fn repair_mends_what_the_pool_explains_and_says_what_is_left() {
     assert_eq!(report["left"].as_array().unwrap().len(), 3);
     assert_eq!((&report["clean"], &report["dry_run"]), (&false.into(), &false.into()));
     folder.fail(&["repair", "nothing"], &["nothing", "no such file"]);
+    // Who can do without the volume.
+    let text = folder.succeed(&["repair", "pool", "--give-up-volume", "v"]);
+    assert!(text.contains("mended: volume \"v\", which lacks") && text.ends_with("nothing left\n"), "{text}");
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+    folder.fail(&["repair", "pool", "--give-up-volume", "v"], &["no volume \"v\""]);
 }
 
 #[test]

@@ -324,6 +324,12 @@ pub enum PoolError {
         /// Why.
         reason: String,
     },
+    /// A volume that is whole was to be given up.
+    #[error("volume {name:?} lacks nothing, so it is not given up; `pmvol volume delete` deletes it")]
+    VolumeLacksNothing {
+        /// The name.
+        name: String,
+    },
     /// The volume table is full.
     #[error("the pool has room for {limit} volumes and has that many; delete one first")]
     NoVolumeSlot {

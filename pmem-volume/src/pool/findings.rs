@@ -141,7 +141,8 @@ pub enum Finding {
         /// The other.
         second: ChunkId,
     },
-    /// A volume lacks chunks.
+    /// A volume lacks chunks. No crash does that: their words were damaged, and what they say now, *free* for instance, may
+    /// let somebody else have what the volume held.
     #[error("volume {name:?} lacks {missing} of its {chunks} chunks, the first at index {first_index}")]
     IndexMissing {
         /// The volume.
@@ -212,8 +213,7 @@ impl Finding {
             Finding::SuperblockCopy { .. }
             | Finding::VolumeRecordCopy { .. }
             | Finding::WearWord { .. }
-            | Finding::MoreBadWords { owner: 0, .. }
-            | Finding::IndexMissing { .. } => Severity::Degraded,
+            | Finding::MoreBadWords { owner: 0, .. } => Severity::Degraded,
             Finding::VolumeRecordLost { .. }
             | Finding::VolumeRecordInvalid { .. }
             | Finding::VolumeNameTwice { .. }
@@ -222,6 +222,7 @@ impl Finding {
             | Finding::SlotOutside { .. }
             | Finding::MetadataTaken { .. }
             | Finding::IndexTwice { .. }
+            | Finding::IndexMissing { .. }
             | Finding::LogDamaged { .. } => Severity::Fatal,
         }
     }

@@ -59,13 +59,15 @@ impl Pool {
     /// Mends a pool that nobody uses: what opening it puts right, what this module's sources explain, and info blocks
     /// of BTTs from their copies. `dry_run`: only says so, and changes nothing.
     pub fn repair(path: &Path, dry_run: bool) -> Result<RepairReport, PoolError> {
-        Self::repair_with(path, dry_run, &mut unheard)
+        Self::repair_with(path, dry_run, None, &mut unheard)
     }
 
-    /// The same; `progress` hears how what waited is erased, and how far the volumes are checked.
+    /// The same; a volume that lacks chunks and is named is given up: it is deleted, and whatever is free is erased again.
+    /// `progress` hears how what waited is erased, and how far the volumes are checked.
     pub fn repair_with(
         path: &Path,
         dry_run: bool,
+        give_up: Option<&str>,
         progress: OnProgress<'_>,
     ) -> Result<RepairReport, PoolError> {
         let mode = if dry_run { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
@@ -96,19 +98,14 @@ impl Pool {
             }
             report.mended.push(mending.what);
         }
-        let mendings = mend(&media, &superblock, dry_run)?;
-        report.mended.extend(mendings.iter().map(|mending| mending.what.clone()));
-        let planned = match dry_run {
-            true => mendings.into_iter().flat_map(|mending| mending.words).collect(),
-            false => BTreeMap::new(),
-        };
+        let planned = mend_tables(&media, &superblock, give_up, dry_run, &mut report.mended)?;
         let backing = Backing::File(media);
         let opened = Self::from_media_with(path.to_owned(), mode, backing, superblock, findings, &planned);
         match opened {
             Ok(pool) => pool.finish_repair(dry_run, progress, &mut report)?,
             Err(PoolError::Damaged { .. }) => {
-                let left = Self::open(path, OpenMode::ReadOnly)?.check()?;
-                report.left.extend(left.pool.iter().filter(|f| !opening_mends(f)).map(Finding::to_string));
+                let found = Self::open(path, OpenMode::ReadOnly)?.check()?;
+                report.left.extend(found.pool.iter().filter(|f| !opening_mends(f)).map(left));
             }
             Err(error) => return Err(error),
         }
@@ -126,8 +123,10 @@ impl Pool {
             self.scrub_all_with(progress)?;
         }
         for finding in self.findings_at_open() {
-            let list = if opening_mends(&finding) { &mut report.mended } else { &mut report.left };
-            list.push(finding.to_string());
+            match opening_mends(&finding) {
+                true => report.mended.push(finding.to_string()),
+                false => report.left.push(left(&finding)),
+            }
         }
         let volumes = self.volumes();
         let mut checking = Checking::new(&volumes, progress);
@@ -173,9 +172,51 @@ impl Pool {
     }
 }
 
+/// Mends the tables, and gives up a volume. Returns the words that a dry run would have stored.
+pub(super) fn mend_tables(
+    media: &dyn Media,
+    superblock: &Superblock,
+    give_up: Option<&str>,
+    dry_run: bool,
+    mended: &mut Vec<String>,
+) -> Result<BTreeMap<u64, u64>, PoolError> {
+    let mut planned = BTreeMap::new();
+    let mut keep = |mending: Mending, planned: &mut BTreeMap<u64, u64>| {
+        mended.push(mending.what);
+        if dry_run {
+            planned.extend(mending.words);
+        }
+    };
+    for mending in mend(media, superblock, dry_run)? {
+        keep(mending, &mut planned);
+    }
+    let Some(name) = give_up else { return Ok(planned) };
+    if let Some(given_up) = super::give_up::give_up(media, superblock, name, &planned, dry_run)? {
+        keep(given_up, &mut planned);
+        // Without its gaps, words may be explained that were not.
+        let rest = match dry_run {
+            true => mend(&Redone::with(media, &planned), superblock, true)?,
+            false => mend(media, superblock, false)?,
+        };
+        rest.into_iter().for_each(|mending| keep(mending, &mut planned));
+    }
+    Ok(planned)
+}
+
 /// Does opening the pool for writing put it right?
 fn opening_mends(finding: &Finding) -> bool {
-    finding.severity() != Severity::Fatal && !matches!(finding, Finding::IndexMissing { .. })
+    finding.severity() != Severity::Fatal
+}
+
+/// What is found and stays, and what can be done about it.
+fn left(finding: &Finding) -> String {
+    match finding {
+        Finding::IndexMissing { name, .. } => format!(
+            "{finding}; nothing says where they are. `pmvol repair --give-up-volume {name}` gives up what is left of it, which \
+             nobody can read after that"
+        ),
+        _ => finding.to_string(),
+    }
 }
 
 /// Finds out what can be mended, and, unless it is a dry run, stores it durably. Every word becomes what it should have

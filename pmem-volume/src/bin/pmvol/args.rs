@@ -118,13 +118,18 @@ Examples:
     #[command(after_help = "\
 Examples:
   pmvol repair /pm/pool --dry-run      what it would do
-  pmvol repair /pm/pool")]
+  pmvol repair /pm/pool
+  pmvol repair /pm/pool --give-up-volume data")]
     Repair {
         /// The pool
         pool: PathBuf,
         /// Change nothing, and say what would be done
         #[arg(long)]
         dry_run: bool,
+        /// Delete this volume, which lacks chunks that nothing explains, and erase again whatever is free: any of that may
+        /// be one of them. Keep a copy of the pool first if what is left of the volume matters
+        #[arg(long, value_name = "NAME")]
+        give_up_volume: Option<String>,
         #[command(flatten)]
         output: Output,
     },

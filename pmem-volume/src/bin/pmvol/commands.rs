@@ -38,7 +38,9 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         }
         Command::Info { pool, output } => info(pool, output),
         Command::Check { pool, output } => check(pool, output),
-        Command::Repair { pool, dry_run, output } => repair(pool, *dry_run, output),
+        Command::Repair { pool, dry_run, give_up_volume, output } => {
+            repair(pool, *dry_run, give_up_volume.as_deref(), output)
+        }
         Command::Scrub { pool } => scrub(pool),
         Command::Volume(command) => volume(command),
         Command::Completion { shell } => manual::completion(*shell).map(|()| Outcome::Done),
@@ -186,8 +188,8 @@ fn check(path: &Path, output: &Output) -> anyhow::Result<Outcome> {
     Ok(outcome(report.is_clean()))
 }
 
-fn repair(path: &Path, dry_run: bool, output: &Output) -> anyhow::Result<Outcome> {
-    let report = watched(|progress| Pool::repair_with(path, dry_run, progress))?;
+fn repair(path: &Path, dry_run: bool, give_up: Option<&str>, output: &Output) -> anyhow::Result<Outcome> {
+    let report = watched(|progress| Pool::repair_with(path, dry_run, give_up, progress))?;
     if output.json {
         print::json(&print::RepairOutput::new(&report, dry_run))?
     } else {

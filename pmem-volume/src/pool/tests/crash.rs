@@ -313,5 +313,5 @@ fn a_record_before_its_chunks_is_found_out() {
         let run = Run { start: ChunkId(6), chunks: 2 };
         pool.mark(&[run], |index| Owner::Volume { slot, index }).unwrap();
     });
-    assert!(error.contains("missing"), "{error}");
+    assert!(error.contains("does not open") && error.contains("lacks 2 of its 2 chunks"), "{error}");
 }

@@ -236,7 +236,11 @@ fn two_owners_of_one_index_and_a_lost_index_are_found() {
     owner(first.0 + 1, Owner::Free);
     let report = fixture.check();
     assert!(matches!(report.pool[..], [Finding::IndexMissing { missing: 1, first_index: 1, .. }]));
-    let pool = fixture.open();
+    let error = fixture.open_error(OpenMode::ReadWrite);
+    assert!(
+        matches!(&error, PoolError::Damaged { first, .. } if matches!(**first, Finding::IndexMissing { .. }))
+    );
+    let pool = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
     assert!(matches!(pool.open_volume("data"), Err(PoolError::VolumeUnusable { .. })));
     drop(pool);
 

@@ -13,6 +13,7 @@ mod crash_wrong;
 mod damage;
 mod fields;
 mod fragmentation;
+mod give_up;
 mod golden;
 mod hooked;
 mod hostile;

@@ -62,7 +62,7 @@ fn checks_are_heard_as_one_task_of_all_volumes() {
     assert_whole(&heard, Task::Check, 96 * MIB);
     drop(pool);
     let mut tasks = vec![];
-    Pool::repair_with(&fixture.path(), false, &mut |now| tasks.push(now)).unwrap();
+    Pool::repair_with(&fixture.path(), false, None, &mut |now| tasks.push(now)).unwrap();
     let (erased, checked) = tasks.split_at(1);
     assert_whole(erased, Task::Erase, 0);
     assert_whole(checked, Task::Check, 96 * MIB);

@@ -12,7 +12,7 @@ pub(super) fn entry(chunk: u32) -> u64 {
 }
 
 /// A BTT volume in chunks 2 to 10, a raw one in 11 to 13.
-fn with_volumes() -> Fixture {
+pub(super) fn with_volumes() -> Fixture {
     let fixture = Fixture::new();
     let pool = fixture.create(44 * MIB, 0);
     pool.create_volume("btt", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt).unwrap();

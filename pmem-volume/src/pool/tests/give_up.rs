@@ -1,0 +1,149 @@
+//! Volumes that lack chunks: nobody gets what they held, and whoever gives one up gets the pool back.
+
+use super::campaign::{say_images, verify_each};
+use super::crash::{Volumes, fill_volume, new_pool_with, open, verify, volumes_of};
+use super::repair::{entry, with_volumes};
+use super::*;
+use crate::media::simulator::{Random, Simulator};
+use crate::pool::layout::VOLUME_TABLE_OFFSETS;
+use crate::pool::mirrored::Copies;
+use crate::pool::repair::mend_tables;
+use crate::pool::table::{Owner, Slot, encode_owner};
+
+/// Makes a word say something else, with a check that fits, as a store that the disk lost leaves it.
+fn set_owner(fixture: &Fixture, chunk: u32, owner: Owner) {
+    fixture.overwrite(entry(chunk), &encode_owner(ChunkId(chunk), owner).to_le_bytes());
+}
+
+fn give_up(fixture: &Fixture, name: &str, dry_run: bool) -> Result<RepairReport, PoolError> {
+    Pool::repair_with(&fixture.path(), dry_run, Some(name), &mut |_| {})
+}
+
+/// What a chunk of the volume `raw` may say that it no longer has.
+const LOST: [Owner; 4] = [
+    Owner::Free,
+    Owner::Scrub,
+    Owner::Memory,
+    // Left over: behind the end of another volume.
+    Owner::Volume { slot: Slot(0), index: 9 },
+];
+
+#[test]
+fn what_a_volume_lacks_is_neither_lent_nor_erased() {
+    for lost in LOST {
+        let fixture = with_volumes();
+        set_owner(&fixture, 12, lost);
+        let before = fs::read(fixture.path()).unwrap();
+        let error = fixture.open_error(OpenMode::ReadWrite);
+        assert!(error.to_string().contains("\"raw\" lacks 1 of its 3 chunks"), "{error}");
+        let reader = Pool::open(&fixture.path(), OpenMode::ReadOnly).unwrap();
+        assert_eq!(reader.volumes().len(), 2);
+        assert!(reader.open_volume("btt").is_ok(), "the others may be read");
+        assert!(!reader.check().unwrap().is_clean());
+        drop(reader);
+        for dry_run in [true, false] {
+            let report = Pool::repair(&fixture.path(), dry_run).unwrap();
+            let says = |text: &String| text.contains("--give-up-volume raw");
+            assert!(report.left.iter().any(says), "{lost:?}: {report:?}");
+        }
+        assert!(before == fs::read(fixture.path()).unwrap(), "{lost:?}");
+    }
+}
+
+#[test]
+fn who_gives_a_volume_up_gets_the_pool_back_and_reads_nothing_of_it() {
+    for lost in LOST {
+        let fixture = with_volumes();
+        set_owner(&fixture, 12, lost);
+        let before = fs::read(fixture.path()).unwrap();
+        let dry = give_up(&fixture, "raw", true).unwrap();
+        assert!(before == fs::read(fixture.path()).unwrap(), "a dry run changed something");
+        let done = give_up(&fixture, "raw", false).unwrap();
+        assert!(done.mended[0].contains("volume \"raw\", which lacks 1 of its 3 chunks"), "{done:?}");
+        assert_eq!((&dry.mended, &dry.left), (&done.mended, &done.left));
+        assert_eq!(done.left, [""; 0]);
+        assert!(fixture.check().is_clean());
+        let pool = fixture.open();
+        assert_eq!(pool.volumes().iter().map(|volume| volume.name.as_str()).collect::<Vec<_>>(), ["btt"]);
+        let lent = pool.alloc_memory(pool.info().lendable_bytes).unwrap();
+        assert!(lent.iter().any(|extent| extent.run().ids().any(|chunk| chunk == ChunkId(12))));
+        assert!(lent.iter().all(|extent| is_zero(&pool, *extent)), "{lost:?}");
+    }
+}
+
+#[test]
+fn words_that_nothing_explained_are_nobodys_once_the_volume_is_given_up() {
+    let fixture = with_volumes();
+    [11, 12, 20].iter().for_each(|chunk| fixture.overwrite(entry(*chunk), &[0; 8]));
+    assert_eq!(Pool::repair(&fixture.path(), false).unwrap().mended, [""; 0]);
+    let dry = give_up(&fixture, "raw", true).unwrap();
+    let done = give_up(&fixture, "raw", false).unwrap();
+    assert_eq!((dry.mended.len(), &dry.mended), (done.mended.len(), &done.mended));
+    assert_eq!(done.left, [""; 0]);
+    assert!(fixture.check().is_clean());
+    assert_eq!(fixture.open().volumes().len(), 1);
+}
+
+#[test]
+fn only_a_volume_that_lacks_chunks_is_given_up() {
+    let fixture = with_volumes();
+    set_owner(&fixture, 12, Owner::Free);
+    let before = fs::read(fixture.path()).unwrap();
+    for dry_run in [true, false] {
+        let error = give_up(&fixture, "btt", dry_run).unwrap_err();
+        assert!(matches!(&error, PoolError::VolumeLacksNothing { name } if name == "btt"), "{error}");
+        let error = give_up(&fixture, "other", dry_run).unwrap_err();
+        assert!(matches!(&error, PoolError::NoSuchVolume { known, .. } if known.len() == 2), "{error}");
+    }
+    // What the log would store may be the volume's record.
+    fixture.flip(layout::LOG_OFFSET + 24, 3);
+    fixture.flip(layout::LOG_OFFSET + 25, 3);
+    for dry_run in [true, false] {
+        let report = give_up(&fixture, "raw", dry_run).unwrap();
+        assert!(report.mended.is_empty() && report.left[0].contains("log is damaged"), "{report:?}");
+    }
+    fixture.flip(layout::LOG_OFFSET + 24, 3);
+    fixture.flip(layout::LOG_OFFSET + 25, 3);
+    assert!(before == fs::read(fixture.path()).unwrap());
+}
+
+/// Gives `v` up, of which chunk 3 says that it is free, and again after each crash in it. `damaged`: that copy of its
+/// record is.
+fn crashes_while_giving_up(damaged: Option<usize>) -> usize {
+    let (media, pool) = new_pool_with(|_| {});
+    for (name, chunks) in [("v", 3), ("w", 2)] {
+        pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+        fill_volume(&media, &pool, name);
+    }
+    let superblock = pool.superblock.clone();
+    drop(pool);
+    media.store_word(entry(3), encode_owner(ChunkId(3), Owner::Free)).unwrap();
+    if let Some(copy) = damaged {
+        media.store_word(VOLUME_TABLE_OFFSETS[copy] + 64, 0).unwrap();
+    }
+    media.persist_range(0..media.len_bytes()).unwrap();
+    let kept = Volumes::from([("w".to_owned(), 2)]);
+    let give_up =
+        |image: &Simulator| mend_tables(image, &superblock, Some("v"), false, &mut vec![]).map(drop);
+    media.record();
+    give_up(&media).unwrap();
+    let judge = |image: &Simulator| {
+        let copies = mirrored::read::<layout::VolumeRecordBytes>(image, VOLUME_TABLE_OFFSETS);
+        assert!(!matches!(copies.unwrap(), Copies::Lost), "a crash has taken the record");
+        match open(image) {
+            Err(PoolError::Damaged { .. }) => give_up(image).unwrap(),
+            result => assert_eq!(volumes_of(&result.unwrap()), kept),
+        }
+        verify(image, &[&kept])
+    };
+    verify_each(&media.take_points(), 256, &mut Random::new(5), &judge).unwrap()
+}
+
+#[test]
+fn a_crash_while_a_volume_is_given_up_leaves_it_or_puts_it_away() {
+    for damaged in [None, Some(0), Some(1)] {
+        let images = crashes_while_giving_up(damaged);
+        say_images(images);
+        assert!(images > 500, "only {images} images");
+    }
+}
