@@ -24,7 +24,7 @@ const PIECE_BYTES: u64 = 1 << 20;
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum ExtendError {
     /// An arena is not whole.
-    #[error("arena {arena} of its BTT is damaged ({reason}); see `pmvol check`")]
+    #[error("arena {arena} of its BTT is damaged ({reason})")]
     Damaged {
         /// Which one, from 0.
         arena: usize,

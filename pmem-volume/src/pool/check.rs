@@ -44,6 +44,17 @@ impl CheckReport {
                 .all(|v| v.unusable.is_none() && v.btt.as_ref().is_none_or(btt::Report::is_clean))
     }
 
+    /// How many things are damaged.
+    pub fn damaged(&self) -> u64 {
+        let pool = self.pool.iter().filter(|finding| finding.severity() > Severity::Note).count();
+        let of_volume = |volume: &VolumeCheck| match (&volume.btt, &volume.unusable) {
+            (_, Some(_)) => 1,
+            (Some(btt), None) => btt.arenas.iter().map(|arena| arena.findings_total).sum(),
+            (None, None) => 0,
+        };
+        pool as u64 + self.volumes.iter().map(of_volume).sum::<u64>()
+    }
+
     /// How much waits to be erased, if nobody has the pool: what somebody has lent does not wait.
     pub fn waiting_bytes(&self) -> u64 {
         let waiting = |finding: &Finding| match finding {
@@ -138,6 +149,8 @@ impl Pool {
         let (btt, unusable) = match result {
             Ok(btt) => (btt, None),
             Err(PoolError::Media(error)) => (None, Some(error.to_string())),
+            // Who checks knows the rest.
+            Err(PoolError::VolumeUnusable { reason, .. }) => (None, Some(reason)),
             Err(error) => (None, Some(error.to_string())),
         };
         VolumeCheck { name: info.name.clone(), btt, unusable }

@@ -63,7 +63,9 @@ impl Pool {
         let is_thin = options.thin;
         // The file gets its name only when it is a pool: a crash before leaves nothing behind.
         let unnamed = Unnamed::in_folder_of(path)?;
-        let size_bytes = options.size_bytes.ok_or_else(|| PoolError::SizeNeeded { path: path.to_owned() })?;
+        let what = "there is nothing yet, and";
+        let size_bytes =
+            options.size_bytes.ok_or_else(|| PoolError::SizeNeeded { path: path.to_owned(), what })?;
         let superblock =
             Superblock { is_thin, ..plan(size_bytes, options.strg_bytes, Uuid::new_v4(), unix_now_s())? };
         let file_error =

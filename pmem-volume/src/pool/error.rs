@@ -107,7 +107,7 @@ pub enum PoolError {
     /// There is a pool on the device, and it is in use by its volumes.
     #[error(
         "pool {path}: there is a pool on the device already, with the volumes {}; delete them first if nobody needs them",
-        volumes.join(", ")
+        few(volumes)
     )]
     DeviceHasVolumes {
         /// The pool.
@@ -130,12 +130,23 @@ pub enum PoolError {
         device_bytes: u64,
     },
     /// A file has no size of its own.
-    #[error(
-        "pool {path}: it is a file, or there is nothing yet, and a file needs a size; only a device has one already"
-    )]
+    #[error("pool {path}: {what} a file needs a size; only a device has one already")]
     SizeNeeded {
         /// The pool.
         path: PathBuf,
+        /// What is there.
+        what: &'static str,
+    },
+    /// A pool has all of its device already.
+    #[error(
+        "pool {path}: it has all of the device, and the device has not grown ({}); enlarge that first",
+        display(*device_bytes)
+    )]
+    DeviceNotGrown {
+        /// The pool.
+        path: PathBuf,
+        /// Size of the device.
+        device_bytes: u64,
     },
     /// Thin is for files.
     #[error(
@@ -212,7 +223,8 @@ pub enum PoolError {
     },
     /// The file is shorter than the pool.
     #[error(
-        "pool {path}: it has {file_bytes} bytes and the pool {pool_bytes}: it was truncated; nothing was changed. Restore the pool from a copy"
+        "pool {path}: it has {file_bytes} bytes and the pool {pool_bytes} ({}): it was cut short; nothing was changed. Restore the pool from a copy; or, to save what is left, make it {} again (a file: `truncate -s {pool_bytes} {path}`), then `pmvol check`",
+        display(*pool_bytes), display(*pool_bytes)
     )]
     Truncated {
         /// The pool.
@@ -224,7 +236,7 @@ pub enum PoolError {
     },
     /// The file is longer than the pool.
     #[error(
-        "pool {path}: the file has {file_bytes} bytes but the pool has {pool_bytes}; nothing was changed. Cut it to that with `truncate -s {pool_bytes}`"
+        "pool {path}: the file has {file_bytes} bytes but the pool has {pool_bytes}; nothing was changed. Cut it with `truncate -s {pool_bytes} {path}`: what lies behind the pool's end is lost then"
     )]
     Enlarged {
         /// The pool.
@@ -280,13 +292,12 @@ pub enum PoolError {
     },
     /// No room.
     #[error(
-        "the pool is full: {} asked for, {} free{}; `pmvol grow` makes it larger",
-        display(*requested_bytes),
-        display(*free_bytes),
+        "the pool is full: {}{}; `pmvol grow` makes it larger",
+        full_text(*requested_bytes, *free_bytes),
         reserved_text(*reserved_bytes)
     )]
     PoolFull {
-        /// What was asked for.
+        /// What was asked for; 0: all that is free.
         requested_bytes: u64,
         /// What is free.
         free_bytes: u64,
@@ -299,6 +310,12 @@ pub enum PoolError {
     /// The name is taken.
     #[error("volume {name:?} exists already; choose another name, or delete it first")]
     VolumeExists {
+        /// The name.
+        name: String,
+    },
+    /// The name is the volume's own.
+    #[error("volume {name:?}: that is its name already")]
+    SameName {
         /// The name.
         name: String,
     },
@@ -317,7 +334,7 @@ pub enum PoolError {
         name: String,
     },
     /// The volume has holes that it should not have, or a kind this code does not serve.
-    #[error("volume {name:?} cannot be used: {reason}")]
+    #[error("volume {name:?} cannot be used: {reason}; see `pmvol check`")]
     VolumeUnusable {
         /// The name.
         name: String,
@@ -391,6 +408,48 @@ fn reserved_text(reserved_bytes: u64) -> String {
     }
 }
 
+fn full_text(requested_bytes: u64, free_bytes: u64) -> String {
+    match requested_bytes {
+        0 => "nothing is free".to_owned(),
+        bytes => format!("{} asked for, {} free", display(bytes), display(free_bytes)),
+    }
+}
+
+/// How many names an error lists.
+const FEW: usize = 8;
+
+fn few(names: &[String]) -> String {
+    let (listed, more) = names.split_at(names.len().min(FEW));
+    match more.len() {
+        0 => listed.join(", "),
+        count => format!("{} and {count} more", listed.join(", ")),
+    }
+}
+
 fn known_text(known: &[String]) -> String {
-    if known.is_empty() { ": it has none".to_owned() } else { format!(": it has {}", known.join(", ")) }
+    if known.is_empty() { ": it has none".to_owned() } else { format!(": it has {}", few(known)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_many_names_a_few_are_listed() {
+        let names: Vec<_> = (0..1000).map(|number| format!("v{number}")).collect();
+        let known = names.clone();
+        let text = PoolError::NoSuchVolume { name: "w".to_owned(), known }.to_string();
+        assert!(text.contains("v0, v1, v2, v3, v4, v5, v6, v7 and 992 more;"), "{text}");
+        let text = PoolError::DeviceHasVolumes { path: "p".into(), volumes: names[..2].to_vec() }.to_string();
+        assert!(text.contains("the volumes v0, v1;"), "{text}");
+    }
+
+    #[test]
+    fn a_file_of_the_wrong_length_is_named_in_the_command_that_mends_it() {
+        let (path, pool_bytes) = (PathBuf::from("/pm/pool"), 64 << 20);
+        let text = PoolError::Truncated { path: path.clone(), file_bytes: 4096, pool_bytes }.to_string();
+        assert!(text.contains("make it 64 MiB again (a file: `truncate -s 67108864 /pm/pool`)"), "{text}");
+        let text = PoolError::Enlarged { path, file_bytes: 1 << 30, pool_bytes }.to_string();
+        assert!(text.contains("`truncate -s 67108864 /pm/pool`: what lies behind"), "{text}");
+    }
 }

@@ -67,9 +67,13 @@ impl Pool {
         match size_bytes {
             Some(bytes) => Ok(bytes),
             None if self.backing.file_media().place().is_device() => {
-                Ok(self.device_bytes()? / CHUNK_BYTES * CHUNK_BYTES)
+                let device_bytes = self.device_bytes()? / CHUNK_BYTES * CHUNK_BYTES;
+                match device_bytes > self.superblock.size_bytes() {
+                    true => Ok(device_bytes),
+                    false => Err(PoolError::DeviceNotGrown { path: self.path.clone(), device_bytes }),
+                }
             }
-            None => Err(PoolError::SizeNeeded { path: self.path.clone() }),
+            None => Err(PoolError::SizeNeeded { path: self.path.clone(), what: "it is a file, and" }),
         }
     }
 

@@ -167,6 +167,10 @@ impl Pool {
         for (number, arena) in arenas.iter().enumerate() {
             let left = arena.findings.iter().filter(|finding| !btt::is_mendable(finding));
             report.left.extend(left.map(|finding| say(number, finding)));
+            let more = arena.findings_total - arena.findings.len() as u64;
+            if more > 0 {
+                report.left.push(say(number, &format_args!("and {more} more")));
+            }
         }
         Ok(())
     }
@@ -320,7 +324,18 @@ pub(super) fn mend_owners(
     let table = ChunkTable::new(superblock);
     let mut mendings = Vec::new();
     let mut mended = |chunk: ChunkId, owner: Owner, why: &str| {
-        let what = format!("the owner word of chunk {chunk} is wrong, and {why}: {owner:?}");
+        let volume = match owner {
+            Owner::Volume { slot, .. } => seen.volumes.get(&slot),
+            _ => None,
+        };
+        let is = match (owner, volume) {
+            (Owner::Volume { index, .. }, Some(volume)) => {
+                format!("chunk {index} of volume {}", volume.record.name)
+            }
+            (Owner::Scrub, _) => "it will be erased".to_owned(),
+            (owner, _) => owner.to_string(),
+        };
+        let what = format!("the owner word of chunk {chunk} is wrong, and {why}: {is}");
         let words = vec![(
             table.byte_range(super::Run { start: chunk, chunks: 1 }).start,
             encode_owner(chunk, owner),

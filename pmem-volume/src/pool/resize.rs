@@ -72,7 +72,7 @@ impl Pool {
         let has_bytes = entry.record.size_bytes();
         let size_bytes = match size {
             VolumeSize::Bytes(bytes) => bytes,
-            VolumeSize::Remaining if state.available_chunks() == 0 => return Err(state.full(CHUNK_BYTES)),
+            VolumeSize::Remaining if state.available_chunks() == 0 => return Err(state.full(0)),
             VolumeSize::Remaining => has_bytes + state.available_bytes(),
         };
         let chunks =

@@ -193,7 +193,7 @@ impl Scan {
         if superblock.is_metadata(chunk) {
             self.metadata_chunks += 1;
             if owner != Owner::Metadata {
-                self.findings.push(Finding::MetadataTaken { chunk, marked: format!("{owner:?}") });
+                self.findings.push(Finding::MetadataTaken { chunk, marked: owner.to_string() });
             }
             return;
         }

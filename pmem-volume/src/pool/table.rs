@@ -50,6 +50,19 @@ pub(crate) enum Owner {
     Retired,
 }
 
+impl std::fmt::Display for Owner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Owner::Free => f.write_str("free"),
+            Owner::Metadata => f.write_str("the pool's own"),
+            Owner::Volume { slot, index } => write!(f, "chunk {index} of the volume in slot {}", slot.0),
+            Owner::Memory => f.write_str("lent memory"),
+            Owner::Scrub => f.write_str("to be erased"),
+            Owner::Retired => f.write_str("taken out of use"),
+        }
+    }
+}
+
 /// A word of the chunk table whose checksum or content is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BadWord(pub(crate) u64);

@@ -220,6 +220,9 @@ impl Pool {
         let new_name: VolumeName = new_name.parse()?;
         let mut state = self.lock_for_change()?;
         let slot = state.require_closed_volume(name)?;
+        if name == new_name.as_str() {
+            return Err(PoolError::SameName { name: name.to_owned() });
+        }
         if state.find_volume(new_name.as_str()).is_some() {
             return Err(PoolError::VolumeExists { name: new_name.to_string() });
         }
@@ -267,10 +270,7 @@ impl VolumeEntry {
         }
         match self.record.chunks - self.allocated() {
             0 => Ok(()),
-            missing => unusable(format!(
-                "{missing} of its {} chunks are missing; see `pmvol check`",
-                self.record.chunks
-            )),
+            missing => unusable(format!("{missing} of its {} chunks are missing", self.record.chunks)),
         }
     }
 }

@@ -41,13 +41,19 @@ pub enum NameError {
         length_bytes: usize,
     },
     /// A character that flags, shells or paths treat specially.
-    #[error(
-        "the volume name {name:?} has {character:?} in it; use letters, digits and . _ - and start with none of . -"
-    )]
+    #[error("the volume name {name:?} has {character:?} in it; use letters, digits and . _ -")]
     Character {
         /// The text.
         name: String,
         /// The first wrong character.
+        character: char,
+    },
+    /// Something that looks like a flag or a hidden file.
+    #[error("the volume name {name:?} must not start with {character:?}; start with a letter, a digit or _")]
+    Start {
+        /// The text.
+        name: String,
+        /// How it starts.
         character: char,
     },
     /// Not a valid text on the media.
@@ -82,6 +88,7 @@ impl std::str::FromStr for VolumeName {
             !(c.is_alphanumeric() || *c == '_' || (*at > 0 && (*c == '.' || *c == '-')))
         };
         match name.char_indices().find(is_wrong) {
+            Some((0, character @ ('.' | '-'))) => Err(NameError::Start { name: name.to_owned(), character }),
             Some((_, character)) => Err(NameError::Character { name: name.to_owned(), character }),
             None => Ok(Self(name.to_owned())),
         }
@@ -242,11 +249,15 @@ mod tests {
         let refused = |name: &str| name.parse::<VolumeName>().unwrap_err();
         assert_eq!(refused(""), NameError::Empty);
         assert!(matches!(refused(&"x".repeat(65)), NameError::TooLong { length_bytes: 65, .. }));
-        for (name, wrong) in
-            [("a b", ' '), ("a,b", ','), ("a=b", '='), ("a/b", '/'), (".a", '.'), ("-a", '-'), ("a\n", '\n')]
-        {
+        for (name, wrong) in [("a b", ' '), ("a,b", ','), ("a=b", '='), ("a/b", '/'), ("a\n", '\n')] {
             assert!(
                 matches!(refused(name), NameError::Character { character, .. } if character == wrong),
+                "{name:?}"
+            );
+        }
+        for (name, wrong) in [(".a", '.'), ("-a", '-'), ("../x", '.')] {
+            assert!(
+                matches!(refused(name), NameError::Start { character, .. } if character == wrong),
                 "{name:?}"
             );
         }

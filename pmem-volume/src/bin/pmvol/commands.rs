@@ -119,9 +119,7 @@ fn check_whole(pool: &Arc<Pool>, name: &str, progress: OnProgress<'_>) -> Result
     }
     Err(PoolError::VolumeUnusable {
         name: name.to_owned(),
-        reason: format!(
-            "its BTT is damaged ({count} finding(s)); `pmvol check` lists them, `pmvol repair` mends what it can"
-        ),
+        reason: format!("its BTT is damaged ({count} finding(s))"),
     })
 }
 
@@ -146,6 +144,7 @@ fn with_flag(error: PoolError) -> anyhow::Error {
         | PoolError::FileSystemFull { .. }
         | PoolError::DeviceTooSmall { .. }
         | PoolError::SizeNeeded { .. }
+        | PoolError::DeviceNotGrown { .. }
         | PoolError::BttGrowth(_)
         | PoolError::Btt(_) => Some("--size"),
         PoolError::ThinDevice { .. } => Some("--thin"),

@@ -128,13 +128,13 @@ pub(crate) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
 }
 
 fn findings_of(report: &InfoReport) -> String {
-    let path = report.path.display();
+    let (path, count) = (report.path.display(), report.findings as u64);
     let more = if report.is_damaged() { "; nothing can be changed before it is repaired" } else { "" };
-    match report.findings {
-        0 => String::new(),
-        1 => format!(": 1 finding, see `pmvol check {path}`{more}"),
-        count => format!(": {count} findings, see `pmvol check {path}`{more}"),
-    }
+    if count == 0 { String::new() } else { format!(": {}, see `pmvol check {path}`{more}", findings(count)) }
+}
+
+fn findings(count: u64) -> String {
+    if count == 1 { "1 finding".to_owned() } else { format!("{count} findings") }
 }
 
 fn who_erases(report: &InfoReport) -> String {
@@ -286,7 +286,15 @@ pub(crate) fn check(out: Out<'_>, path: &Path, report: &CheckReport) -> io::Resu
     if waiting_bytes > 0 {
         writeln!(out, "{}", waiting(path, waiting_bytes))?;
     }
-    writeln!(out, "{}", if report.is_clean() { "clean" } else { "not clean" })
+    match report.damaged() {
+        0 => writeln!(out, "clean"),
+        count => writeln!(
+            out,
+            "not clean: {}; `pmvol repair {} --dry-run` says what can be mended",
+            findings(count),
+            path.display()
+        ),
+    }
 }
 
 pub(crate) fn repair(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io::Result<()> {
@@ -300,7 +308,8 @@ pub(crate) fn repair(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io::
     match (report.mended.is_empty(), report.left.is_empty()) {
         (true, true) => writeln!(out, "nothing to mend"),
         (_, true) => writeln!(out, "nothing left"),
-        (_, false) => writeln!(out, "not clean"),
+        (_, false) if dry_run => writeln!(out, "not clean: what is left cannot be mended"),
+        (_, false) => writeln!(out, "not clean: what is left could not be mended"),
     }
 }
 

@@ -80,7 +80,7 @@ fn a_pool_that_was_cut_or_made_longer_is_left_alone() {
     let cuts = [4096, 4097, 64 << 10, MIB, 2 * MIB - 1, 2 * MIB, 4 * MIB, POOL_BYTES - 4096, POOL_BYTES - 1];
     for bytes in cuts {
         fs::write(fixture.path(), &good[..bytes as usize]).unwrap();
-        let numbers = [&*format!("has {bytes} bytes"), "16777216", "truncated", "Restore"];
+        let numbers = [&*format!("has {bytes} bytes"), "16777216", "cut short", "Restore"];
         refused(&fixture, &format!("cut to {bytes}"), &numbers);
     }
     for bytes in [0, 1, 4095] {
@@ -138,7 +138,7 @@ fn what_a_name_or_a_size_must_be_is_said() {
     says(create("a/b", 2 * MIB), &["'/'", "use letters, digits"]);
     says(create("a\0b", 2 * MIB), &["'\\0'", "use letters, digits"]);
     says(create("a", 2 * MIB), &["\"a\"", "exists already", "choose another name"]);
-    says(pool.rename_volume("a", "a").unwrap_err(), &["exists already"]);
+    says(pool.rename_volume("a", "a").unwrap_err(), &["that is its name already"]);
     for size_bytes in [0, 1, 4096, 2 * MIB - 1, 2 * MIB + 1, 3 * MIB] {
         says(create("b", size_bytes), &["volume size", &size_bytes.to_string(), "multiple of 2 MiB"]);
         let error = pool.alloc_memory(size_bytes).unwrap_err();

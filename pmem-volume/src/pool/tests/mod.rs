@@ -306,7 +306,7 @@ fn a_renamed_volume_is_the_same_volume_under_its_new_name_alone() {
 
     let before = fixture.image();
     assert!(matches!(pool.rename_volume("größe", "b"), Err(PoolError::VolumeExists { .. })));
-    assert!(matches!(pool.rename_volume("b", "b"), Err(PoolError::VolumeExists { .. })));
+    assert!(matches!(pool.rename_volume("b", "b"), Err(PoolError::SameName { .. })));
     assert!(matches!(pool.rename_volume("c", "d"), Err(PoolError::NoSuchVolume { .. })));
     assert!(matches!(pool.rename_volume("b", ""), Err(PoolError::Name(_))));
     assert!(matches!(pool.rename_volume("b", &"x".repeat(65)), Err(PoolError::Name(_))));

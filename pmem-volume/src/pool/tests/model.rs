@@ -68,7 +68,7 @@ fn end_of<T>(result: &Result<T, PoolError>) -> End {
     match result {
         Ok(_) => End::Done,
         Err(PoolError::PoolFull { .. }) => End::Full,
-        Err(PoolError::VolumeExists { .. }) => End::Exists,
+        Err(PoolError::VolumeExists { .. } | PoolError::SameName { .. }) => End::Exists,
         Err(PoolError::NoSuchVolume { .. }) => End::NoSuch,
         Err(PoolError::NoVolumeSlot { .. }) => End::NoSlot,
         Err(PoolError::Size { .. } | PoolError::Btt(_) | PoolError::BttGrowth(_)) => End::Refused,

@@ -476,6 +476,15 @@ fn a_thin_pool_has_blocks_only_for_its_own_data_and_for_what_is_used() {
 }
 
 #[test]
+fn a_device_that_has_not_grown_is_told() {
+    let Some(disk) = Loop::new(32 * MIB + 4096) else { return };
+    drop(disk.create().unwrap());
+    let error = Pool::grow_with(&disk.device, None, &mut unheard).unwrap_err();
+    assert!(matches!(error, PoolError::DeviceNotGrown { .. }), "{error:?}");
+    assert!(error.to_string().contains("the device has not grown (32 MiB)"), "{error}");
+}
+
+#[test]
 fn a_pool_on_a_disk_is_not_thin_unless_it_was_asked_for() {
     let Some((_folder, pool)) = on_disk(false) else { return };
     assert!(!pool.info().thin && blocks_bytes(&pool) >= 64 * MIB);

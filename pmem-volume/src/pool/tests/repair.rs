@@ -233,7 +233,7 @@ fn a_chunk_is_not_left_over_while_a_record_is_lost() {
     let mut seen = scan::scan(pool.media(), &pool.superblock).unwrap();
     seen.findings.clear();
     let wrong = mend_owners(pool.media(), &pool.superblock, &seen).unwrap();
-    assert!(wrong[0].what.contains("Scrub"), "{wrong:?}");
+    assert!(wrong[0].what.contains("it will be erased"), "{wrong:?}");
 }
 
 #[test]
