@@ -26,11 +26,13 @@ impl Folder {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Fails with exit code 1 and one line, which has all of `words` in it.
+    /// Fails with exit code 1, or 2 if the command line is wrong or a check does not come to see the pool, and one line, which
+    /// has all of `words` in it.
     fn fail(&self, arguments: &[&str], words: &[&str]) {
         let output = self.run(arguments);
         let text = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {text}");
+        let cannot = text.starts_with("error: ") || ["check", "repair"].contains(&arguments[0]);
+        assert_eq!(output.status.code(), Some(if cannot { 2 } else { 1 }), "{arguments:?}: {text}");
         assert!(output.stdout.is_empty(), "{arguments:?}");
         for word in words {
             assert!(text.contains(word), "{arguments:?}: {text:?} does not say {word:?}");
@@ -129,7 +131,10 @@ fn a_pool_says_whether_it_is_thin_and_what_a_device_is_needed_for() {
     folder.fail(&["create", "pool"], &["--size", "pool", "there is nothing yet", "a file needs a size"]);
     folder.fail(&["create", "/dev/null"], &["/dev/null", "`mem`", "devdax"]);
     folder.fail(&["info", "/dev/null"], &["/dev/null", "`mem`", "devdax"]);
-    folder.succeed(&["create", "pool", "--size", "64M", "--thin"]);
+    let made = folder.run(&["create", "pool", "--size", "64M", "--thin"]);
+    assert!(made.status.success());
+    assert!(String::from_utf8(made.stderr).unwrap().contains("--thin changes nothing"));
+    assert_eq!(folder.succeed(&["volume", "ls", "pool"]), folder.succeed(&["volume", "list", "pool"]));
     assert_eq!(folder.json(&["info", "pool", "--json"])["thin"], true);
     assert!(folder.succeed(&["info", "pool"]).contains("thin         yes"));
     folder.fail(&["grow", "pool"], &["--size", "it is a file, and a file needs a size"]);
@@ -176,7 +181,7 @@ fn names_that_cannot_be_are_refused_with_a_rule() {
             .output()
             .unwrap();
         let text = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert_eq!(output.status.code(), Some(2), "{text}");
         assert!(text.contains(r#""gr\xF6\xDFe" is not UTF-8; use letters"#), "{text}");
     }
     assert!(before == std::fs::read(folder.path("pool")).unwrap());
@@ -314,6 +319,23 @@ fn repair_mends_what_the_pool_explains_and_says_what_is_left() {
 }
 
 #[test]
+fn exit_codes_tell_damage_from_what_could_not_be_looked_at() {
+    let folder = Folder::new();
+    let code = |arguments: &[&str]| folder.run(arguments).status.code();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    assert_eq!((code(&["check", "pool"]), code(&["check"])), (Some(0), Some(2)));
+    for command in ["check", "repair"] {
+        assert_eq!(code(&[command, "nothing"]), Some(2), "{command}");
+    }
+    assert_eq!(code(&["info", "nothing"]), Some(1));
+    let good = std::fs::read(folder.path("pool")).unwrap();
+    std::fs::write(folder.path("pool"), &good[..8 << 20]).unwrap();
+    for command in ["check", "repair"] {
+        assert_eq!(code(&[command, "pool"]), Some(1), "{command}: a pool that was cut short is damaged");
+    }
+}
+
+#[test]
 fn repair_counts_what_it_does_not_list() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
@@ -357,6 +379,7 @@ fn a_shell_completes_our_commands_and_flags() {
 fn manual_pages_say_what_help_says() {
     let folder = Folder::new();
     let page = folder.succeed(&["man"]);
+    assert!(page.contains("\n.SH EXIT STATUS\n0: done") && !page.contains("pmvol\\-help"), "{page}");
     assert!(page.contains(".TH pmvol 1") && page.contains("\n.SH EXAMPLES\n"), "{page}");
     std::fs::create_dir(folder.path("pages")).unwrap();
     let other = "\n.SH EXTRA\n";
@@ -462,7 +485,9 @@ fn what_cannot_be_printed_is_an_error_and_no_panic() {
     ] {
         let output = command(arguments).stdout(full()).output().unwrap();
         let text = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {text}");
+        // Who checks has not got his answer.
+        let code = if ["check", "repair"].contains(&arguments[0]) { 2 } else { 1 };
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {text}");
         assert!(text.contains("cannot print it: No space left"), "{arguments:?}: {text}");
     }
     let status = command(&["info", "nothing"]).stderr(full()).status().unwrap();

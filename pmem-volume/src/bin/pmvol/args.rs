@@ -22,7 +22,13 @@ Examples:
   pmvol repair /pm/pool --dry-run
   pmvol scrub /pm/pool                            erases what a VM that was killed has left
 
-Sizes are whole numbers with an optional K, M, G or T (powers of 1024), in multiples of 2 MiB.";
+Sizes are whole numbers with an optional K, M, G or T (powers of 1024; 4MiB and 4m are 4M too, but not 4MB, 1.5G or +4M), in
+multiples of 2 MiB. A pool has at least 8 MiB, a volume with BTT 18 MiB, one without 2 MiB.";
+
+/// What manual pages say of how a command ends.
+pub(crate) const EXIT_STATUS: &str = "\
+0: done; of check and repair: all is well. 1: it failed, and stderr says why; of check and repair: something is damaged. \
+2: the command line is wrong; of check and repair: the pool could not be looked at, because it is in use for instance.";
 
 /// Pools of persistent memory and the volumes in them.
 #[derive(Parser)]
@@ -48,16 +54,16 @@ Examples:
     Create {
         /// The file to make, or the device
         pool: PathBuf,
-        /// Size of the pool, a multiple of 2M; of a device, all of it if nothing is said
+        /// Size of the pool, a multiple of 2M and at least 8M; of a device, all of it if nothing is said
         #[arg(long, value_name = "SIZE", value_parser = parse_size())]
         size: Option<u64>,
-        /// How much of it is kept for volumes and never lent as memory
+        /// How much of it is kept for volumes and never lent as memory. Fixed from then on
         #[arg(long, value_name = "SIZE", default_value = "0", value_parser = parse_size())]
         strg: u64,
         /// Let a file on a disk take blocks only for what is used
         ///
         /// Then the file system must not become full: a guest that needs a block for its memory or its volume, and gets none, is
-        /// killed.
+        /// killed. A file on tmpfs is always thin.
         #[arg(long)]
         thin: bool,
         /// Make the pool on a device even if there is something on it, which is erased
@@ -98,7 +104,7 @@ Examples:
     ///
     /// The pool must not be in use. What a crash leaves behind by design is noted, and is no damage.
     ///
-    /// Exit code 0: all is well, 1: something is damaged or the pool could not be read.
+    /// Exit code 0: all is well, 1: something is damaged, 2: the pool could not be looked at, or the command line is wrong.
     #[command(after_help = "\
 Examples:
   pmvol check /pm/pool
@@ -114,7 +120,7 @@ Examples:
     /// From the other copy of a record, by turning back a single bit that a checksum finds, or because everything else
     /// is accounted for. What none of these explains is listed and not touched. Run it on a copy if you have room for one.
     ///
-    /// Exit code 0: all is well now (with --dry-run: would be), 1: something is left.
+    /// Exit code 0: all is well now (with --dry-run: would be), 1: something is left, 2: the pool could not be looked at.
     #[command(after_help = "\
 Examples:
   pmvol repair /pm/pool --dry-run      what it would do
@@ -171,6 +177,9 @@ Examples:
 #[derive(Subcommand)]
 pub(crate) enum VolumeCommand {
     /// Make a volume and format it
+    ///
+    /// A pool has room for 1024 volumes. One with BTT needs at least 18 MiB, 4 KiB in front and an arena of 16 MiB, in
+    /// multiples of 2 MiB; a raw one 2 MiB.
     #[command(after_help = "\
 Examples:
   pmvol volume create /pm/pool data --size 8G
@@ -179,7 +188,7 @@ Examples:
     Create {
         /// The pool
         pool: PathBuf,
-        /// Name of the volume: up to 64 bytes of letters, digits and . _ -
+        /// Name of the volume: up to 64 bytes of letters and digits (of any script) and . _ -, the first of them no . or -
         #[arg(value_parser = volume_name())]
         name: String,
         /// Size of the volume, a multiple of 2M, or `remaining` for all that is free
@@ -192,10 +201,13 @@ Examples:
     /// List the volumes of a pool
     ///
     /// Works while a VM uses the pool.
-    #[command(after_help = "\
+    #[command(
+        visible_alias = "ls",
+        after_help = "\
 Examples:
   pmvol volume list /pm/pool
-  pmvol volume list /pm/pool --json | jq -r .[].name")]
+  pmvol volume list /pm/pool --json | jq -r .[].name"
+    )]
     List {
         /// The pool
         pool: PathBuf,

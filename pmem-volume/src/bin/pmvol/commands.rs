@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use pmem_volume::media::Durability;
 use pmem_volume::progress::OnProgress;
 use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeSize};
 
@@ -28,6 +29,11 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             };
             let made = watched(create).map_err(with_flag)?;
             print::emit(|out| print::pool_made(out, pool, &made.info()))?;
+            if thin && made.durability() == Durability::Volatile {
+                print::remark(format_args!(
+                    "--thin changes nothing: a pool in memory (tmpfs) is always thin"
+                ));
+            }
             Ok(Outcome::Done)
         }
         Command::Grow { pool, size } => {
@@ -98,6 +104,22 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         }
     }
     Ok(Outcome::Done)
+}
+
+/// Did a check or a repair end without an answer? Damage that stops it is one.
+pub(crate) fn is_unanswered(command: &Command, error: &anyhow::Error) -> bool {
+    let is_damage = matches!(
+        error.downcast_ref(),
+        Some(
+            PoolError::SuperblocksDamaged { .. }
+                | PoolError::SuperblockInvalid { .. }
+                | PoolError::Truncated { .. }
+                | PoolError::Enlarged { .. }
+                | PoolError::Damaged { .. }
+                | PoolError::Media(_)
+        )
+    );
+    matches!(command, Command::Check { .. } | Command::Repair { .. }) && !is_damage
 }
 
 /// How much more a volume will have, if there is one.

@@ -10,13 +10,16 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+/// The command line is wrong, or a check has no answer: nothing is known of damage.
+const CANNOT: u8 = 2;
+
 fn main() -> ExitCode {
     let arguments = match args::Arguments::try_parse() {
         Ok(arguments) => arguments,
         Err(error) => {
             // Help and version come this way too, and are no failure. If not even that can be printed, so be it.
             let _ = error.print();
-            return if error.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+            return if error.use_stderr() { ExitCode::from(CANNOT) } else { ExitCode::SUCCESS };
         }
     };
     match commands::run(&arguments) {
@@ -25,7 +28,10 @@ fn main() -> ExitCode {
         Ok(commands::Outcome::Unclean) => ExitCode::FAILURE,
         Err(error) => {
             print::remark(format_args!("{error:#}"));
-            ExitCode::FAILURE
+            match commands::is_unanswered(&arguments.command, &error) {
+                true => ExitCode::from(CANNOT),
+                false => ExitCode::FAILURE,
+            }
         }
     }
 }

@@ -8,7 +8,7 @@ use anyhow::Context;
 use clap::CommandFactory;
 use clap_complete::Shell;
 
-use super::args::Arguments;
+use super::args::{Arguments, EXIT_STATUS};
 use super::print::emit;
 
 const PROGRAM: &str = "pmvol";
@@ -24,13 +24,13 @@ pub(crate) fn completion(shell: Shell) -> anyhow::Result<()> {
 pub(crate) fn pages(folder: Option<&Path>) -> anyhow::Result<()> {
     let Some(folder) = folder else {
         let mut page = Vec::new();
-        clap_mangen::Man::new(Arguments::command()).render(&mut page)?;
+        clap_mangen::Man::new(described()).render(&mut page)?;
         let page = with_examples(&String::from_utf8(page)?);
         return emit(|out| out.write_all(page.as_bytes()));
     };
     let failed = || format!("cannot write manual pages to {}", folder.display());
     fs::create_dir_all(folder).with_context(failed)?;
-    clap_mangen::generate_to(Arguments::command(), folder).with_context(failed)?;
+    clap_mangen::generate_to(described(), folder).with_context(failed)?;
     for entry in fs::read_dir(folder).with_context(failed)? {
         let path = entry.with_context(failed)?.path();
         if path.file_name().is_some_and(|name| is_ours(&name.to_string_lossy())) {
@@ -41,6 +41,13 @@ pub(crate) fn pages(folder: Option<&Path>) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The commands that have pages: `pmvol help` says what they say.
+fn described() -> clap::Command {
+    Arguments::command()
+        .disable_help_subcommand(true)
+        .mut_subcommand("volume", |volume| volume.disable_help_subcommand(true))
+}
+
 /// There may be pages of others in the folder.
 fn is_ours(file_name: &str) -> bool {
     file_name
@@ -48,7 +55,9 @@ fn is_ours(file_name: &str) -> bool {
         .is_some_and(|rest| rest == ".1" || rest.starts_with('-') && rest.ends_with(".1"))
 }
 
-/// What stands behind the help is examples, and clap_mangen cannot know (man-pages(7) calls the section so).
+/// What stands behind the help is examples, and clap_mangen cannot know (man-pages(7) calls the section so); nor does it
+/// know how commands end.
 fn with_examples(page: &str) -> String {
-    page.replace("\n.SH EXTRA\n", "\n.SH EXAMPLES\n")
+    let page = page.replace("\n.SH EXTRA\n", "\n.SH EXAMPLES\n");
+    format!("{}\n.SH EXIT STATUS\n{EXIT_STATUS}\n", page.trim_end())
 }
