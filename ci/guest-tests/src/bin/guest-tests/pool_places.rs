@@ -214,7 +214,7 @@ fn on_ext4_it_is_thin_if_asked() -> Result<()> {
     let filler = disk.dir().join("filler");
     fill(&filler)?;
     let create = ["volume", "create", &pool.name(), "v", "--size", "36M"];
-    refused(&create, &["store", "no room"])?;
+    refused(&create, &["file system has", "make room"])?;
     fs::remove_file(&filler)?;
     free_chunks_are_zero(&pool)?;
     pmvol(&create)?;
