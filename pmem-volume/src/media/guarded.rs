@@ -217,17 +217,22 @@ fn install() {
         previous.assume_init()
     };
     PREVIOUS.set(previous).expect("installed once");
-    // 2. The same mask, and the other stack if the thread has one, as whoever is called next may rely on them.
+    // 2. Ours.
+    assert_eq!(put_in_place(&previous), 0, "SIGBUS can be handled");
+}
+
+/// Makes our handler that of SIGBUS, with the same mask as the previous one, and the other stack if the thread has one,
+/// as whoever is called next may rely on them. Returns what the kernel does. May be called in a handler.
+fn put_in_place(previous: &libc::sigaction) -> c_int {
     let action = libc::sigaction {
         sa_sigaction: on_sigbus as *const () as libc::sighandler_t,
         sa_flags: previous.sa_flags & (libc::SA_NODEFER | libc::SA_RESTART)
             | libc::SA_SIGINFO
             | libc::SA_ONSTACK,
-        ..previous
+        ..*previous
     };
     // SAFETY: the handler has the signature that SA_SIGINFO asks for and calls only what may be called in one.
-    let result = unsafe { libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) };
-    assert_eq!(result, 0, "SIGBUS can be handled");
+    unsafe { libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) }
 }
 
 /// The handler.
@@ -240,17 +245,20 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut
 }
 
 /// Was this SIGBUS raised by an access to a pool's media? Then it has been dealt with: the handler returns, and the access
-/// with an error. For programs that handle SIGBUS themselves, with SA_SIGINFO, and have put their handler in place after
-/// the first pool was opened.
+/// with an error. So has early news of bad memory that nobody has touched yet (BUS_MCEERR_AO), which a process gets that
+/// asked for them (prctl(2), PR_MCE_KILL_EARLY): whoever touches it gets a SIGBUS of his own. For programs that handle
+/// SIGBUS themselves, with SA_SIGINFO, and have put their handler in place after the first pool was opened.
 ///
 /// # Safety
 /// Called in a handler of SIGBUS, with the arguments that the kernel gave it.
 pub unsafe fn handle_sigbus(info: *mut libc::siginfo_t, context: *mut c_void) -> bool {
-    // Raised by the access itself. Not sent by somebody (zero and less), nor early news of bad memory that nobody has
-    // touched yet (BUS_MCEERR_AO), which may arrive anywhere.
+    // Raised by the access itself, and not sent by somebody (zero and less) nor news, which may arrive anywhere.
     // SAFETY: the caller's siginfo.
     let code = unsafe { (*info).si_code };
-    if code <= 0 || code == libc::BUS_MCEERR_AO {
+    if code == libc::BUS_MCEERR_AO {
+        return true;
+    }
+    if code <= 0 {
         return false;
     }
     // SAFETY: the caller's context, which nobody else looks at meanwhile.
@@ -286,6 +294,7 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
                     libc::raise(signal);
                 }
             }
+            return;
         }
         handler if previous.sa_flags & libc::SA_SIGINFO != 0 => {
             // SAFETY: whoever put it there gave it this signature.
@@ -298,6 +307,24 @@ unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_voi
             let handler: extern "C" fn(c_int) = unsafe { std::mem::transmute(handler) };
             handler(signal);
         }
+    }
+    if !by_access {
+        stay_in_place(previous);
+    }
+}
+
+/// Puts our handler back if the previous one left the default in its place, as the Rust runtime's does for what it does
+/// not know: the process goes on, and the next page that is lost must not end it. After a fault that is right, and ends
+/// the process at the same access: to go back to it with our handler would never end.
+fn stay_in_place(previous: &libc::sigaction) {
+    let mut now = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: a query, which may be made in a handler and fills the struct; all of it was zero before, which is valid.
+    let now = unsafe {
+        libc::sigaction(libc::SIGBUS, ptr::null(), now.as_mut_ptr());
+        now.assume_init()
+    };
+    if now.sa_sigaction == libc::SIG_DFL {
+        put_in_place(previous);
     }
 }
 
@@ -505,5 +532,47 @@ mod tests {
             touch_lost_page();
         });
         assert_eq!(status.code(), Some(HANDLED));
+    }
+    /// A SIGBUS that no access raised, with that code.
+    fn send_to_this_thread(code: c_int) {
+        // SAFETY: all zero is valid; the kernel lets a process send itself any code (kernel/signal.c,
+        // do_rt_sigqueueinfo).
+        unsafe {
+            let mut info: libc::siginfo_t = std::mem::zeroed();
+            (info.si_signo, info.si_code) = (libc::SIGBUS, code);
+            let (process, thread) = (libc::getpid(), libc::gettid());
+            let call = libc::SYS_rt_tgsigqueueinfo;
+            assert_eq!(libc::syscall(call, process, thread, libc::SIGBUS, &raw const info), 0);
+        }
+    }
+
+    #[test]
+    fn early_news_of_bad_memory_leave_the_guard_in_place() {
+        let status = end_of_child("early_news_of_bad_memory_leave_the_guard_in_place", || {
+            // Whoever was there before would end the process.
+            handle(end_process_otherwise as *const (), 0);
+            guarded_access_fails();
+            send_to_this_thread(libc::BUS_MCEERR_AO);
+            guarded_access_fails();
+            end_process(0);
+        });
+        assert_eq!(status.code(), Some(HANDLED), "{status:?}");
+    }
+
+    #[test]
+    fn a_signal_after_which_the_process_lives_leaves_the_guard_in_place() {
+        let status = end_of_child("a_signal_after_which_the_process_lives_leaves_the_guard_in_place", || {
+            // The Rust runtime's handler was there before.
+            guarded_access_fails();
+            send_to_this_thread(libc::SI_QUEUE);
+            guarded_access_fails();
+            end_process(0);
+        });
+        assert_eq!(status.code(), Some(HANDLED), "{status:?}");
+    }
+
+    extern "C" fn end_process_otherwise(_: c_int) {
+        // SAFETY: may be called in a handler.
+        unsafe { libc::_exit(HANDLED + 1) };
     }
 }
