@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use thiserror::Error;
@@ -13,6 +14,7 @@ use thiserror::Error;
 use super::flush::{self, LineFlush};
 use super::guarded::{Guard, PageLost};
 use super::place::Place;
+use super::shared_sync::SharedSync;
 use super::{Durability, Media, MediaError, assert_inside, coalesce, page_cache};
 use crate::CHUNK_BYTES;
 use crate::progress::{OnProgress, Task, in_steps, unheard};
@@ -42,6 +44,8 @@ pub struct FileMedia {
     line_flush: LineFlush,
     writable: bool,
     guard: Guard,
+    /// Shared by all that have the same open file.
+    sync: Arc<SharedSync>,
 }
 
 /// Why an access to the mapping, or a range of it, failed without a word from the kernel.
@@ -83,8 +87,8 @@ impl FileMedia {
             false => Durability::PageCache,
         };
         let (line_flush, guard) = (LineFlush::detect(), Guard::new());
-        let is_thin = false;
-        Ok(Self { file, map, len_bytes, place, durability, is_thin, line_flush, writable, guard })
+        let (is_thin, sync) = (false, Arc::default());
+        Ok(Self { file, map, len_bytes, place, durability, is_thin, line_flush, writable, guard, sync })
     }
 
     /// From now on, erasing a file on a disk makes holes. Other places are thin by nature, or never.
@@ -122,7 +126,8 @@ impl FileMedia {
         }
         // The same open file, and so the same lock.
         let grown = Self::new(self.file.try_clone()?, len_bytes, self.writable).map_err(io::Error::other)?;
-        let grown = grown.thin(self.is_thin);
+        let mut grown = grown.thin(self.is_thin);
+        grown.sync = Arc::clone(&self.sync);
         if self.place.is_device() {
             grown.erase_in_steps(self.len_bytes..len_bytes, progress).map_err(io::Error::other)?;
         }
@@ -206,11 +211,15 @@ impl FileMedia {
         let Some((last, others)) = pages.split_last() else { return Ok(()) };
         // 1. Data of all ranges but the last: in flight together, then waited for.
         // 2. The last range's data, the inode's metadata and the barrier, which cover step 1 as well.
-        if let Some(first) = others.first() {
-            page_cache::write_pages(&self.file, others)
-                .map_err(|source| io_error("sync_file_range", &(first.start..last.start), source))?;
-        }
-        self.msync(last)
+        let sync = || {
+            if let Some(first) = others.first() {
+                page_cache::write_pages(&self.file, others)
+                    .map_err(|source| io_error("sync_file_range", &(first.start..last.start), source))?;
+            }
+            self.msync(last)
+        };
+        // Both steps take the open file's error, whosever it is.
+        self.sync.run(sync, |overlooked| io_error("msync", last, io::Error::other(overlooked)))
     }
 
     fn persist_cache_lines(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
@@ -512,6 +521,23 @@ mod tests {
                 media.grown(3 * CHUNK_BYTES, &mut unheard).unwrap().load_word(2 * CHUNK_BYTES).unwrap(),
                 0
             );
+        }
+    }
+
+    #[test]
+    fn a_flush_that_failed_stays_failed_for_all_media_on_the_same_open_file() {
+        let media = media_in(&std::env::current_dir().unwrap(), 2 * CHUNK_BYTES);
+        if media.durability() != Durability::PageCache {
+            eprintln!("skipped: the folder is {}", media.durability().name());
+            return;
+        }
+        let grown = media.grown(3 * CHUNK_BYTES, &mut unheard).unwrap();
+        grown.persist_range(0..8).unwrap();
+        media.file().set_len(CHUNK_BYTES).unwrap();
+        media.persist_range(0..8).unwrap_err();
+        media.file().set_len(3 * CHUNK_BYTES).unwrap();
+        for media in [&media, &grown] {
+            assert!(matches!(media.persist_range(0..8), Err(MediaError::Io { .. })));
         }
     }
 

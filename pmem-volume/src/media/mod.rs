@@ -14,6 +14,7 @@ mod guarded;
 mod memory;
 mod page_cache;
 mod place;
+mod shared_sync;
 #[cfg(test)]
 pub(crate) mod simulator;
 
