@@ -15,6 +15,7 @@ use super::flush::{self, LineFlush};
 use super::guarded::{Guard, PageLost};
 use super::place::Place;
 use super::shared_sync::SharedSync;
+use super::zeroing::{self, is_unsupported, write_zeros};
 use super::{Durability, Media, MediaError, assert_inside, coalesce, page_cache};
 use crate::CHUNK_BYTES;
 use crate::progress::{OnProgress, Task, in_steps, unheard};
@@ -41,6 +42,8 @@ pub struct FileMedia {
     durability: Durability,
     /// Keeps holes where nothing is: erasing gives blocks back to the file system.
     is_thin: bool,
+    /// Erasing makes holes: it is to, and the file system can.
+    makes_holes: bool,
     line_flush: LineFlush,
     writable: bool,
     guard: Guard,
@@ -87,14 +90,36 @@ impl FileMedia {
             false => Durability::PageCache,
         };
         let (line_flush, guard) = (LineFlush::detect(), Guard::new());
-        let (is_thin, sync) = (false, Arc::default());
-        Ok(Self { file, map, len_bytes, place, durability, is_thin, line_flush, writable, guard, sync })
+        let sync = Arc::default();
+        let (is_thin, makes_holes) = (false, false);
+        let media = Self {
+            file,
+            map,
+            len_bytes,
+            place,
+            durability,
+            is_thin,
+            makes_holes,
+            line_flush,
+            writable,
+            guard,
+            sync,
+        };
+        Ok(media.thin(false))
     }
 
     /// From now on, erasing a file on a disk makes holes. Other places are thin by nature, or never.
     pub(crate) fn thin(mut self, is_thin: bool) -> Self {
         self.is_thin = is_thin;
+        let is_to_make = self.place == Place::Memory || is_thin && self.place == Place::Disk;
+        // Who only looks erases nothing, and cannot find out.
+        self.makes_holes = is_to_make && (!self.writable || zeroing::makes_holes(&self.file));
         self
+    }
+
+    /// Does erasing give blocks or pages back, and cost next to nothing?
+    pub(crate) fn makes_holes(&self) -> bool {
+        self.makes_holes
     }
 
     /// Where it lies.
@@ -106,8 +131,8 @@ impl FileMedia {
     /// non-temporal stores. For benchmarks on a file in DRAM; it promises nothing that the file does not.
     #[doc(hidden)]
     pub fn at_the_cost_of_dax(mut self) -> Self {
-        (self.durability, self.place, self.is_thin) = (Durability::DaxSync, Place::Disk, false);
-        self
+        (self.durability, self.place) = (Durability::DaxSync, Place::Disk);
+        self.thin(false)
     }
 
     /// The file, for mappings of its own: guests' memory and volumes.
@@ -234,18 +259,12 @@ impl FileMedia {
         Ok(())
     }
 
-    /// Gives the blocks back, or zeroes in place: as unwritten extents where the file system has them, by the device
-    /// where it can, with zeros where not. The page cache, and every mapping of it, follows: a device's kernel drops
-    /// the pages first (Linux block/fops.c, blkdev_fallocate).
     fn erase_by_kernel(&self, range: &Range<u64>) -> Result<(), MediaError> {
-        let what = if self.is_thin { libc::FALLOC_FL_PUNCH_HOLE } else { libc::FALLOC_FL_ZERO_RANGE };
-        match page_cache::fallocate(&self.file, what | libc::FALLOC_FL_KEEP_SIZE, range) {
-            Ok(()) => Ok(()),
-            Err(error) if is_unsupported(&error) => {
-                write_zeros(&self.file, range).map_err(|source| io_error("zeroing", range, source))
-            }
-            Err(source) => Err(io_error("zeroing", range, source)),
-        }
+        let (operation, result) = match self.makes_holes {
+            true => ("punching a hole", zeroing::punch(&self.file, range)),
+            false => ("zeroing", zeroing::zero(&self.file, range)),
+        };
+        result.map_err(|source| io_error(operation, range, source))
     }
 }
 
@@ -334,15 +353,10 @@ impl Media for FileMedia {
             let length_bytes = range.end - range.start;
             let pointer = self.pointer(range.start, length_bytes);
             match self.place {
-                Place::Memory => {
-                    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-                    page_cache::fallocate(&self.file, mode, range)
-                        .map_err(|source| io_error("punching a hole", range, source))?;
-                }
                 Place::Disk if self.is_thin || self.durability == Durability::PageCache => {
                     self.erase_by_kernel(range)?;
                 }
-                Place::BlockDevice { .. } => self.erase_by_kernel(range)?,
+                Place::Memory | Place::BlockDevice { .. } => self.erase_by_kernel(range)?,
                 Place::Disk | Place::DevDax { .. } => {
                     // SAFETY: inside a writable mapping; chunks that are erased have no owner (contract of `Media`).
                     unsafe { self.guard.zero(pointer, length_bytes as usize) }
@@ -364,22 +378,6 @@ impl Media for FileMedia {
 
 fn io_error(operation: &'static str, range: &Range<u64>, source: io::Error) -> MediaError {
     MediaError::Io { operation, offset_bytes: range.start, length_bytes: range.end - range.start, source }
-}
-
-fn is_unsupported(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL))
-}
-
-/// Writes zeros over a range.
-pub(crate) fn write_zeros(file: &File, range: &Range<u64>) -> io::Result<()> {
-    let zeros = vec![0u8; 1 << 20];
-    let mut at = range.start;
-    while at < range.end {
-        let take = (range.end - at).min(zeros.len() as u64) as usize;
-        file.write_all_at(&zeros[..take], at)?;
-        at += take as u64;
-    }
-    Ok(())
 }
 
 /// Makes a file as long as the range's end, and gives the range its blocks where it lies on a disk: a hole that a full

@@ -17,6 +17,7 @@ mod place;
 mod shared_sync;
 #[cfg(test)]
 pub(crate) mod simulator;
+mod zeroing;
 
 use std::io;
 use std::ops::Range;

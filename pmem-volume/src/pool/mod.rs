@@ -68,7 +68,7 @@ pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeSize};
 pub use volume_record::{NameError, VolumeFormat, VolumeName};
 
 use crate::CHUNK_BYTES;
-use crate::media::{Durability, FileMedia, Media, MediaError, Place};
+use crate::media::{Durability, FileMedia, Media, MediaError};
 use buddy::Buddy;
 use redo_log::Redone;
 use scan::VolumeEntry;
@@ -282,11 +282,15 @@ impl Pool {
 
     /// Are free chunks holes? On tmpfs they always are.
     fn is_thin(&self) -> bool {
-        let is_in_memory = match &self.backing {
-            Backing::File(media) => media.place() == Place::Memory,
-            Backing::Other(_) => false,
-        };
-        self.superblock.is_thin || is_in_memory
+        self.superblock.is_thin || self.makes_holes()
+    }
+
+    /// Does erasing make holes? Not every file system can, whatever the pool was made for.
+    fn makes_holes(&self) -> bool {
+        match &self.backing {
+            Backing::File(media) => media.makes_holes(),
+            Backing::Other(_) => self.superblock.is_thin,
+        }
     }
 
     /// Is the pool open for writing, and has no write to it failed?

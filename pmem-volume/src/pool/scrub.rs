@@ -82,7 +82,7 @@ impl Pool {
 
     /// Does erasing take the media's bandwidth? Holes do not, and give the host memory or blocks back.
     pub fn scrubbing_costs_bandwidth(&self) -> bool {
-        !self.is_thin()
+        !self.makes_holes()
     }
 
     /// Lets chunks wait to be erased. They are marked and counted as such, and whatever names a slot or an index has

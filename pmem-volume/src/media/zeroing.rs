@@ -1,0 +1,183 @@
+//! Making ranges of a file read as zeros.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+use super::page_cache;
+
+const PIECE_BYTES: u64 = 1 << 20;
+
+pub(super) fn is_unsupported(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL))
+}
+
+fn is_full(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT))
+}
+
+/// Does the file system make holes? Some keep everything in memory and do not (ramfs), some ask a server that may not
+/// (NFS, FUSE). Found out by a hole behind the file's end, which changes nothing. `file` is open for writing.
+pub(super) fn makes_holes(file: &File) -> bool {
+    let hole = |at| page_cache::fallocate(file, PUNCH_HOLE, &(at..at + PIECE_BYTES));
+    // Whatever else fails here says nothing of holes.
+    file.metadata()
+        .and_then(|metadata| hole(metadata.len().next_multiple_of(PIECE_BYTES)))
+        .map_or_else(|error| !is_unsupported(&error), |()| true)
+}
+
+const PUNCH_HOLE: libc::c_int = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+
+/// Gives the blocks or pages back, or writes zeros where there are no holes.
+pub(super) fn punch(file: &File, range: &Range<u64>) -> io::Result<()> {
+    or_written(file, range, page_cache::fallocate(file, PUNCH_HOLE, range))
+}
+
+/// Zeroes in place: as unwritten extents where the file system has them, by the device where it can, with zeros where
+/// not. The page cache, and every mapping of it, follows: a device's kernel drops the pages first (Linux block/fops.c,
+/// blkdev_fallocate).
+pub(super) fn zero(file: &File, range: &Range<u64>) -> io::Result<()> {
+    let mode = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+    match page_cache::fallocate(file, mode, range) {
+        Err(error) if is_full(&error) => each_piece(range, |piece| {
+            zero_on_full(piece, |at, to| file.read_exact_at(to, at), |at, zeros| file.write_all_at(zeros, at))
+        }),
+        result => or_written(file, range, result),
+    }
+}
+
+fn or_written(file: &File, range: &Range<u64>, result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(error) if is_unsupported(&error) => write_zeros(file, range),
+        result => result,
+    }
+}
+
+/// Writes zeros over a range.
+pub(super) fn write_zeros(file: &File, range: &Range<u64>) -> io::Result<()> {
+    let zeros = vec![0; PIECE_BYTES as usize];
+    each_piece(range, |piece| file.write_all_at(&zeros[..(piece.end - piece.start) as usize], piece.start))
+}
+
+/// XFS zeroes a range by a hole, and then gives the hole blocks: which it may no longer have, because others took them
+/// or because it needs some more for its own records (xfs_file_fallocate). What it did before it gave up, and what it
+/// did not, is not said. So zeros are written, which gives a hole its blocks if there are any by now and needs none
+/// elsewhere; and a piece that still finds none is a hole, which reads as zeros. That is looked at: it is what erasing
+/// promises. Blocks are not: a guest that stores there while the file system is full is told so by a SIGBUS, as in a
+/// thin pool, and the next erasing tries again.
+fn zero_on_full(
+    piece: Range<u64>,
+    read: impl FnOnce(u64, &mut [u8]) -> io::Result<()>,
+    write: impl FnOnce(u64, &[u8]) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut bytes = vec![0; (piece.end - piece.start) as usize];
+    let error = match write(piece.start, &bytes) {
+        Err(error) if is_full(&error) => error,
+        result => return result,
+    };
+    read(piece.start, &mut bytes)?;
+    if bytes.iter().all(|byte| *byte == 0) { Ok(()) } else { Err(error) }
+}
+
+fn each_piece(range: &Range<u64>, mut piece: impl FnMut(Range<u64>) -> io::Result<()>) -> io::Result<()> {
+    let mut at = range.start;
+    while at < range.end {
+        let end = range.end.min(at + PIECE_BYTES);
+        piece(at..end)?;
+        at = end;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CString;
+    use std::os::unix::ffi::OsStrExt;
+    use std::path::{Path, PathBuf};
+    use std::ptr;
+
+    use super::*;
+    use crate::CHUNK_BYTES;
+    use crate::media::{FileMedia, Media, allocate};
+    use crate::progress::unheard;
+
+    /// A ramfs, for who may mount one. By system calls, because a new process would have other tests' locks for a moment.
+    struct Ramfs(tempfile::TempDir);
+
+    impl Ramfs {
+        fn new() -> Option<Self> {
+            let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
+            let target = CString::new(folder.path().as_os_str().as_bytes()).unwrap();
+            let name = c"ramfs".as_ptr();
+            // SAFETY: C strings that outlive the call.
+            if unsafe { libc::mount(name, target.as_ptr(), name, 0, ptr::null()) } == 0 {
+                return Some(Self(folder));
+            }
+            eprintln!("skipped: ramfs cannot be mounted: {}", io::Error::last_os_error());
+            None
+        }
+    }
+
+    impl Drop for Ramfs {
+        fn drop(&mut self) {
+            let target = CString::new(self.0.path().as_os_str().as_bytes()).unwrap();
+            // SAFETY: a C string that outlives the call.
+            unsafe { libc::umount2(target.as_ptr(), libc::MNT_DETACH) };
+        }
+    }
+
+    fn media_in(folder: &Path) -> FileMedia {
+        let file = tempfile::tempfile_in(folder).unwrap();
+        allocate(&file, 0..2 * CHUNK_BYTES, false, &mut unheard).unwrap();
+        FileMedia::new(file, 2 * CHUNK_BYTES, true).unwrap()
+    }
+
+    fn erased_reads_as_zeros(media: &FileMedia) {
+        media.store(CHUNK_BYTES, &[0xaa; 8192]).unwrap();
+        let range = CHUNK_BYTES..2 * CHUNK_BYTES;
+        media.erase(std::slice::from_ref(&range)).unwrap();
+        let mut back = vec![1; CHUNK_BYTES as usize];
+        media.read(CHUNK_BYTES, &mut back).unwrap();
+        assert!(back.iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn ramfs_makes_no_holes_and_is_zeroed() {
+        let Some(ramfs) = Ramfs::new() else { return };
+        let media = media_in(ramfs.0.path());
+        assert!(!media.makes_holes());
+        erased_reads_as_zeros(&media);
+    }
+
+    #[test]
+    fn tmpfs_makes_holes_and_a_disk_only_if_thin() {
+        let media = media_in(&PathBuf::from("/dev/shm"));
+        assert!(media.makes_holes());
+        erased_reads_as_zeros(&media);
+        let media = media_in(&std::env::current_dir().unwrap());
+        assert!(!media.makes_holes());
+        erased_reads_as_zeros(&media);
+        assert!(media.thin(true).makes_holes());
+    }
+
+    fn full() -> io::Result<()> {
+        Err(io::Error::from_raw_os_error(libc::ENOSPC))
+    }
+
+    #[test]
+    fn a_hole_on_a_full_file_system_counts_as_erased_and_content_does_not() {
+        let read = |byte| {
+            move |_, into: &mut [u8]| {
+                into.fill(byte);
+                Ok(())
+            }
+        };
+        zero_on_full(0..4096, read(0), |_, _| full()).unwrap();
+        let error = zero_on_full(0..4096, read(7), |_, _| full()).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
+        zero_on_full(0..4096, |_, _| panic!("nobody looks at what was written"), |_, _| Ok(())).unwrap();
+        let broken = |_: u64, _: &[u8]| Err(io::Error::from_raw_os_error(libc::EIO));
+        zero_on_full(0..4096, read(0), broken).unwrap_err();
+    }
+}
