@@ -126,6 +126,19 @@ const CRC16_OF_INITIAL: u16 = {
 const KIND_OWNER: u8 = 0;
 const KIND_WEAR: u8 = 1;
 
+/// Of what changes all the time, the last copy is taken as it is.
+const READS_AGAIN: u32 = 8;
+
+fn decode_entries(run: Run, bytes: &[u8]) -> Vec<Entry> {
+    let (words, _) = bytes.as_chunks::<8>();
+    let (pairs, _) = words.as_chunks::<2>();
+    let entry = |(chunk, [owner, wear]): (ChunkId, &[[u8; 8]; 2])| Entry {
+        owner: decode_owner(chunk, u64::from_le_bytes(*owner)),
+        wear: decode_wear(chunk, u64::from_le_bytes(*wear)),
+    };
+    run.ids().zip(pairs).map(entry).collect()
+}
+
 /// The owner word: index in bits 0 to 27, slot in 28 to 43, state in 44 to 47, check in 48 to 63.
 pub(crate) fn encode_owner(chunk: ChunkId, owner: Owner) -> u64 {
     let low = match owner {
@@ -241,25 +254,28 @@ impl ChunkTable {
             .map(move |start| Run { start: ChunkId(start), chunks: PIECE_ENTRIES.min(self.entries - start) })
     }
 
-    /// Reads the entries of a run. They are copied, which touches no page through the mapping of the media, and need not be
-    /// whole where somebody stores meanwhile: so a word that looks bad is loaded once more by itself.
+    /// Reads the entries of a run. They are copied, which touches no page through the mapping of the media: a hole, of a file
+    /// that is only looked at, stays one. What is copied need not be whole where somebody stores meanwhile: so words that
+    /// look bad are read again, until they were the same twice.
     pub(crate) fn read_entries(self, media: &dyn Media, run: Run) -> Result<Vec<Entry>, MediaError> {
         let range = self.byte_range(run);
-        let mut bytes = vec![0; (range.end - range.start) as usize];
-        media.read(range.start, &mut bytes)?;
-        let (words, _) = bytes.as_chunks::<8>();
-        let (pairs, _) = words.as_chunks::<2>();
-        let entry = |(chunk, [owner, wear]): (ChunkId, &[[u8; 8]; 2])| {
-            let entry = Entry {
-                owner: decode_owner(chunk, u64::from_le_bytes(*owner)),
-                wear: decode_wear(chunk, u64::from_le_bytes(*wear)),
-            };
-            match entry {
-                Entry { owner: Ok(_), wear: Ok(_) } => Ok(entry),
-                _ => Ok(Entry { owner: self.owner(media, chunk)?, wear: self.wear(media, chunk)? }),
-            }
+        let read = || {
+            let mut bytes = vec![0; (range.end - range.start) as usize];
+            media.read(range.start, &mut bytes).map(|()| bytes)
         };
-        run.ids().zip(pairs).map(entry).collect()
+        let mut bytes = read()?;
+        for _ in 0..READS_AGAIN {
+            let entries = decode_entries(run, &bytes);
+            if entries.iter().all(|entry| entry.owner.is_ok() && entry.wear.is_ok()) {
+                return Ok(entries);
+            }
+            let again = read()?;
+            if again == bytes {
+                return Ok(entries);
+            }
+            bytes = again;
+        }
+        Ok(decode_entries(run, &bytes))
     }
 
     /// Copies a chunk's words to another table as they are. Not durable yet.

@@ -1,5 +1,7 @@
 //! A pool file may say anything, with checksums that fit: opening and checking it must end in an answer.
 
+use std::os::unix::fs::MetadataExt;
+
 use proptest::prelude::*;
 use zerocopy::IntoBytes;
 
@@ -200,4 +202,22 @@ proptest! {
             }
         }
     }
+}
+
+/// The table of a sparse file is a hole, and so full of bad words, which are looked at more than once.
+#[test]
+fn looking_at_holes_leaves_them_holes() {
+    let fixture = Fixture::new();
+    let size_bytes = 1 << 40;
+    let file = OpenOptions::new().create_new(true).read(true).write(true).open(fixture.path()).unwrap();
+    file.set_len(size_bytes).unwrap();
+    let chunks = (size_bytes / CHUNK_BYTES) as u32;
+    let superblock = Superblock::new(uuid::Uuid::from_u128(1), 1, chunks, 0);
+    for at in SUPERBLOCK_OFFSETS {
+        file.write_all_at(superblock.to_bytes().as_bytes(), at).unwrap();
+    }
+    let blocks = || file.metadata().unwrap().blocks();
+    let before = blocks();
+    let looked = Pool::open(&fixture.path(), OpenMode::Peek).map(|pool| pool.check().map(drop));
+    assert_eq!(blocks(), before, "{looked:?}");
 }
