@@ -8,15 +8,18 @@ use std::time::{Duration, Instant};
 
 use super::pacer::Pacer;
 use super::{Pool, locked};
+use crate::media::Durability;
 
 /// Bytes per second that scrubbing takes at most, unless told otherwise: less than half of what a single module of
 /// persistent memory writes (some 2 GiB/s), so that guests' own stores keep the larger part, and still 100 GiB in under
 /// two minutes.
 pub const DEFAULT_SCRUB_BYTES_PER_S: NonZeroU64 = NonZeroU64::new(1 << 30).expect("not zero");
 
-/// What is erased in one go: small enough that nobody who waits for it waits long, and that the bound is kept evenly;
-/// large enough that the barrier at its end does not count on a disk.
+/// What is erased in one go: small enough that nobody who waits for it waits long, and that the bound is kept evenly.
 const BATCH_BYTES: u64 = 16 << 20;
+
+/// The same where a barrier to a disk ends it, which the guests' flushes wait for: at the default bound, sixteen a second.
+const DISK_BATCH_BYTES: u64 = 64 << 20;
 
 /// Erases what waits in a pool, in the background. Dropping it ends its thread, after the batch that it is at. What
 /// waits then is erased by who opens the pool next; only where erasing gives the host its memory back, and costs next
@@ -134,6 +137,13 @@ impl ScrubWake {
     }
 }
 
+fn batch_bytes(durability: Durability) -> u64 {
+    match durability {
+        Durability::PageCache => DISK_BATCH_BYTES,
+        Durability::DaxSync | Durability::Volatile => BATCH_BYTES,
+    }
+}
+
 /// The thread.
 struct Worker {
     pool: Weak<Pool>,
@@ -150,7 +160,7 @@ impl Worker {
                 let bound = signals.bytes_per_s.filter(|_| pool.scrubbing_costs_bandwidth());
                 pacer.set(bound);
                 let began = self.epoch.elapsed();
-                match pool.scrub_some(pacer.batch_bytes(BATCH_BYTES)) {
+                match pool.scrub_some(pacer.batch_bytes(batch_bytes(pool.durability()))) {
                     Ok(0) => break,
                     Ok(bytes) => pacer.spend(bytes, began),
                     // The pool is read-only now and says why; what waits is for who opens it next.
@@ -163,5 +173,23 @@ impl Worker {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::pacer::Pacer;
+    use super::*;
+
+    #[test]
+    fn a_disk_gets_no_more_than_sixteen_barriers_a_second() {
+        let default = DEFAULT_SCRUB_BYTES_PER_S;
+        for rate in [1 << 20, 64 << 20, default.get()] {
+            let pacer = Pacer::new(NonZeroU64::new(rate));
+            assert!(rate / pacer.batch_bytes(batch_bytes(Durability::PageCache)) <= 16, "{rate}");
+        }
+        // Elsewhere there is no barrier, and the bound is kept in smaller steps.
+        let pacer = Pacer::new(Some(default));
+        assert_eq!(pacer.batch_bytes(batch_bytes(Durability::DaxSync)), BATCH_BYTES);
     }
 }
