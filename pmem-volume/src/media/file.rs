@@ -19,12 +19,18 @@ use super::zeroing::{self, is_unsupported, write_zeros};
 use super::{Durability, Media, MediaError, assert_inside, coalesce, page_cache};
 use crate::CHUNK_BYTES;
 use crate::progress::{OnProgress, Task, in_steps, unheard};
+use crate::size::display;
 
 /// Between two reports of progress a slow disk needs less than a second.
 const ERASE_STEP_BYTES: u64 = 32 * CHUNK_BYTES;
 
 /// A file system allocates as much in no time, and would gain nothing by larger pieces.
 const ALLOCATE_STEP_BYTES: u64 = 1 << 30;
+
+/// The most that is mapped as one. A process has 128 TiB of addresses (47 bits; Linux Documentation/arch/x86/x86_64/mm.rst).
+/// A position-independent program lies at two thirds of them (Linux ELF_ET_DYN_BASE), so that no more than 85 TiB are in
+/// one piece; and the mappings of a guest's memory and volumes need some, too.
+pub(crate) const MAX_MAPPED_BYTES: u64 = 64 << 40;
 
 /// Pages are what msync() and sync_file_range() count in.
 const PAGE_BYTES: u64 = 4096;
@@ -51,6 +57,14 @@ pub struct FileMedia {
     sync: Arc<SharedSync>,
 }
 
+/// The file is too large to be mapped.
+#[derive(Debug, Error)]
+#[error(
+    "all of a pool is mapped at once, and a process has addresses for {} of it",
+    display(MAX_MAPPED_BYTES)
+)]
+struct TooLarge;
+
 /// Why an access to the mapping, or a range of it, failed without a word from the kernel.
 #[derive(Debug, Error)]
 enum Lost {
@@ -76,6 +90,9 @@ impl FileMedia {
             length_bytes: len_bytes,
             source,
         };
+        if len_bytes > MAX_MAPPED_BYTES {
+            return Err(failed("mmap", io::Error::other(TooLarge)));
+        }
         let place = Place::of(&file).map_err(|e| failed("a look", io::Error::other(e)))?;
         // MAP_SYNC succeeds only where a mapped store is durable once it has left the CPU's caches (Linux
         // Documentation/filesystems/dax.rst); everywhere else it is EOPNOTSUPP, or EINVAL before MAP_SHARED_VALIDATE.
@@ -537,6 +554,17 @@ mod tests {
         for media in [&media, &grown] {
             assert!(matches!(media.persist_range(0..8), Err(MediaError::Io { .. })));
         }
+    }
+
+    #[test]
+    fn more_than_a_process_has_addresses_for_is_refused_with_the_reason() {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(MAX_MAPPED_BYTES + CHUNK_BYTES).unwrap();
+        let mapped = FileMedia::new(file.try_clone().unwrap(), MAX_MAPPED_BYTES, false);
+        drop(mapped.expect("the bound is one that can be had"));
+        let error = FileMedia::new(file, MAX_MAPPED_BYTES + CHUNK_BYTES, false).err().unwrap();
+        let MediaError::Io { source, .. } = error else { panic!("{error}") };
+        assert!(source.to_string().contains("64 TiB"), "{source}");
     }
 
     #[test]

@@ -26,7 +26,7 @@ use serde::Serialize;
 use thiserror::Error;
 
 pub use file::FileMedia;
-pub(crate) use file::allocate;
+pub(crate) use file::{MAX_MAPPED_BYTES, allocate};
 pub use guarded::handle_sigbus;
 pub use memory::MemoryMedia;
 pub(crate) use place::{Place, PlaceError, sysfs_of};

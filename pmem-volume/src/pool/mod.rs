@@ -68,7 +68,7 @@ pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeSize};
 pub use volume_record::{NameError, VolumeFormat, VolumeName};
 
 use crate::CHUNK_BYTES;
-use crate::media::{Durability, FileMedia, Media, MediaError};
+use crate::media::{Durability, FileMedia, MAX_MAPPED_BYTES, Media, MediaError};
 use buddy::Buddy;
 use redo_log::Redone;
 use scan::VolumeEntry;
@@ -79,8 +79,9 @@ use table::{ChunkTable, Slot};
 
 /// Smallest pool: two chunks of metadata and two to use.
 pub const MIN_POOL_BYTES: u64 = 4 * CHUNK_BYTES;
-/// Largest pool, 512 TiB: what a chunk number on the media can count.
-pub const MAX_POOL_BYTES: u64 = layout::MAX_CHUNKS * CHUNK_BYTES;
+/// Largest pool, 64 TiB: all of it is mapped at once. A chunk number on the media can count more.
+pub const MAX_POOL_BYTES: u64 = MAX_MAPPED_BYTES;
+const _: () = assert!(MAX_POOL_BYTES <= layout::MAX_CHUNKS * CHUNK_BYTES);
 
 /// Where the pool's bytes are.
 enum Backing {

@@ -367,7 +367,7 @@ fn wrong_sizes_and_names_are_refused_and_change_nothing() {
         let error = Pool::create(&fixture.path(), size, strg).unwrap_err();
         assert!(matches!(error, PoolError::Size { .. }), "{size} {strg}: {error}");
     }
-    let error = Pool::create(&fixture.path(), 1 << 47, 0).unwrap_err();
+    let error = Pool::create(&fixture.path(), 1 << 45, 0).unwrap_err();
     assert!(matches!(error, PoolError::FileSystemFull { .. }), "{error}");
     assert_eq!(fs::read_dir(fixture.folder.path()).unwrap().count(), 0, "nothing was left behind");
 
