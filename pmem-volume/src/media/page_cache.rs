@@ -43,3 +43,62 @@ pub(super) fn fallocate(file: &File, mode: libc::c_int, range: &Range<u64>) -> i
         }
     }
 }
+
+/// Forgets what the page cache has of `ranges` and is on the disk already, so that the next read is of the disk.
+///
+/// A page whose write-back failed stays in the cache with what was to be written, and counts as clean (Linux
+/// Documentation/filesystems/vfs.rst, "Handling errors during writeback"): reads of it tell what the disk never got. Dirty
+/// pages stay, and nothing that was stored is lost; they are written first, so that few are left. Whether that fails, or a
+/// page cannot be forgotten because somebody has it mapped, does not matter here: what is read is made durable afterwards,
+/// and that tells.
+pub(crate) fn forget_clean_pages(file: &File, ranges: &[Range<u64>]) {
+    let _ = write_pages(file, ranges);
+    for range in ranges {
+        let (offset, length) = (range.start.cast_signed(), (range.end - range.start).cast_signed());
+        // SAFETY: takes numbers only; the descriptor lives as long as `file`.
+        unsafe { libc::posix_fadvise(file.as_raw_fd(), offset, length, libc::POSIX_FADV_DONTNEED) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+    use std::ptr;
+
+    use super::*;
+
+    const PAGE_BYTES: usize = 4096;
+
+    /// How many pages of a file are in the cache. It maps them, which reads none.
+    fn resident_pages(file: &File, pages: usize) -> usize {
+        let mut resident = vec![0u8; pages];
+        let length = pages * PAGE_BYTES;
+        // SAFETY: a new mapping, of which nothing is touched, and which is gone at the end; `resident` has a byte a page.
+        unsafe {
+            let map =
+                libc::mmap(ptr::null_mut(), length, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0);
+            assert_ne!(map, libc::MAP_FAILED);
+            assert_eq!(libc::mincore(map, length, resident.as_mut_ptr()), 0);
+            assert_eq!(libc::munmap(map, length), 0);
+        }
+        resident.iter().filter(|page| **page & 1 == 1).count()
+    }
+
+    #[test]
+    fn what_is_forgotten_is_read_from_the_disk_and_nothing_is_lost() {
+        let folder = std::env::current_dir().unwrap();
+        let file = tempfile::tempfile_in(&folder).unwrap();
+        if super::super::Place::of(&file).unwrap() != super::super::Place::Disk {
+            eprintln!("skipped: {} is on no disk", folder.display());
+            return;
+        }
+        let pages = 64;
+        file.write_all_at(&vec![0x5a; pages * PAGE_BYTES], 0).unwrap();
+        assert_eq!(resident_pages(&file, pages), pages);
+        forget_clean_pages(&file, std::slice::from_ref(&(0..(pages * PAGE_BYTES) as u64)));
+        assert_eq!(resident_pages(&file, pages), 0);
+        let mut back = vec![0; pages * PAGE_BYTES];
+        file.read_exact_at(&mut back, 0).unwrap();
+        assert!(back.iter().all(|byte| *byte == 0x5a));
+    }
+}

@@ -8,7 +8,6 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use zerocopy::IntoBytes;
 
 use super::buddy::Buddy;
-use super::chunk::runs;
 use super::findings::{Finding, Severity};
 use super::layout::{
     FORMAT_VERSION, SUPERBLOCK_MAGIC, SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes,
@@ -61,6 +60,9 @@ impl Pool {
         let copies = opened.read_copies(path)?;
         let (superblock, findings) = judge_superblocks(path, copies, opened.length, mode)?;
         let writable = mode == OpenMode::ReadWrite;
+        if writable {
+            opened.forget_clean_pages(&superblock.regions());
+        }
         let media = FileMedia::new(opened.file, superblock.size_bytes(), writable)?.thin(superblock.is_thin);
         Self::from_media(path.to_owned(), mode, Backing::File(media), superblock, findings)
     }
@@ -217,14 +219,12 @@ fn put_right(
 /// slots and indexes which may be used again. Erasing it can wait.
 fn mark_to_scrub(media: &dyn Media, table: ChunkTable, scan: &mut Scan) -> Result<(), MediaError> {
     scan.to_scrub.append(&mut scan.lent);
-    let mut changed = Vec::new();
+    // Also those that read so already: where a write-back failed, a file system may keep the page, call it clean, and never
+    // write it. A store makes it dirty.
     for chunk in scan.to_scrub.iter().flat_map(|run| run.ids()) {
-        if table.owner(media, chunk)? != Ok(Owner::Scrub) {
-            table.set_owner(media, chunk, Owner::Scrub)?;
-            changed.push(chunk);
-        }
+        table.set_owner(media, chunk, Owner::Scrub)?;
     }
-    let entries: Vec<_> = runs(changed).iter().map(|run| table.byte_range(*run)).collect();
+    let entries: Vec<_> = scan.to_scrub.iter().map(|run| table.byte_range(*run)).collect();
     media.persist(&entries)
 }
 

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -14,7 +15,7 @@ use super::layout::{SUPERBLOCK_BYTES, SUPERBLOCK_OFFSETS, SuperblockBytes};
 use super::lock::{self, Holder, LockKind, try_lock};
 use super::{OpenMode, PoolError};
 use crate::CHUNK_BYTES;
-use crate::media::{FileMedia, Media, Place, PlaceError, sysfs_of};
+use crate::media::{FileMedia, Media, Place, PlaceError, coalesce, forget_clean_pages, sysfs_of};
 
 /// udev looks at a block device, with a shared lock, whenever somebody who wrote to it has closed it
 /// (systemd.io/BLOCK_DEVICE_LOCKING). That is over in a moment.
@@ -67,7 +68,22 @@ impl Opened {
         }
         let bytes = place.len_bytes(&file).map_err(file_error("find the length of"))?;
         let length = if place.is_device() { Length::Device(bytes) } else { Length::File(bytes) };
-        Ok(Self { file, place, length })
+        let opened = Self { file, place, length };
+        if mode == OpenMode::ReadWrite {
+            opened.forget_clean_pages(&SUPERBLOCK_OFFSETS.map(|at| at..at + SUPERBLOCK_BYTES));
+        }
+        Ok(opened)
+    }
+
+    /// Before a writer reads the pool's own data for the first time: lets the kernel forget what it has of it and calls
+    /// clean, so that what is read is what the disk has. Whole chunks: the kernel keeps pages in larger pieces.
+    pub(super) fn forget_clean_pages(&self, ranges: &[Range<u64>]) {
+        let whole = |range: &Range<u64>| {
+            range.start / CHUNK_BYTES * CHUNK_BYTES..range.end.next_multiple_of(CHUNK_BYTES)
+        };
+        if matches!(self.place, Place::Disk | Place::BlockDevice { .. }) {
+            forget_clean_pages(&self.file, &coalesce(&ranges.iter().map(whole).collect::<Vec<_>>()));
+        }
     }
 
     /// Reads the superblocks before the pool is mapped: a file that is too short must be an error, not a SIGBUS.

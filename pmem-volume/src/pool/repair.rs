@@ -85,6 +85,9 @@ impl Pool {
             }
             result => result.map(|(superblock, findings)| (superblock, findings, None))?,
         };
+        if !dry_run {
+            opened.forget_clean_pages(&superblock.regions());
+        }
         let media = FileMedia::new(opened.file, superblock.size_bytes(), !dry_run)?;
         let media = media.thin(superblock.is_thin);
         if !dry_run {

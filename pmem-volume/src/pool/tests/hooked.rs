@@ -15,6 +15,7 @@ type Hook = dyn Fn() -> Result<(), MediaError> + Send + Sync;
 pub(super) struct Hooked {
     media: Simulator,
     before: Arc<Hook>,
+    stored: Arc<Mutex<Vec<u64>>>,
 }
 
 impl Hooked {
@@ -22,7 +23,12 @@ impl Hooked {
         len_bytes: u64,
         before: impl Fn() -> Result<(), MediaError> + Send + Sync + 'static,
     ) -> Self {
-        Self { media: Simulator::new(len_bytes), before: Arc::new(before) }
+        Self { media: Simulator::new(len_bytes), before: Arc::new(before), stored: Arc::default() }
+    }
+
+    /// Where words were stored since it was asked last.
+    pub(super) fn take_stored(&self) -> Vec<u64> {
+        std::mem::take(&mut *self.stored.lock().unwrap())
     }
 
     /// What decides what a loss of power now would leave.
@@ -49,6 +55,7 @@ impl Media for Hooked {
         self.media.store(offset_bytes, bytes)
     }
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        self.stored.lock().unwrap().push(offset_bytes);
         self.media.store_word(offset_bytes, word)
     }
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {

@@ -217,3 +217,19 @@ fn what_was_erased_is_not_free_once_something_else_has_failed() {
     let pool = open(slow.media);
     assert_eq!((pool.info().free_bytes, pool.info().scrubbing_bytes), (free_bytes, 4 * MIB));
 }
+
+/// A page that the disk never got may be clean in the cache, and reads as if it had been written.
+#[test]
+fn an_open_stores_again_what_already_reads_as_to_be_erased() {
+    let media = Hooked::new(40 * MIB, || Ok(()));
+    let pool = open(media.clone());
+    pool.create_volume("v", VolumeSize::Bytes(4 * MIB), VolumeFormat::Raw).unwrap();
+    let run = pool.open_volume("v").unwrap().extents()[0].run;
+    pool.delete_volume("v").unwrap();
+    let table = pool.table;
+    drop(pool);
+    media.take_stored();
+    assert_eq!(open(media.clone()).info().scrubbing_bytes, 4 * MIB);
+    let words: Vec<_> = run.ids().map(|start| table.byte_range(Run { start, chunks: 1 }).start).collect();
+    assert_eq!(media.take_stored(), words);
+}
