@@ -336,6 +336,20 @@ fn exit_codes_tell_damage_from_what_could_not_be_looked_at() {
 }
 
 #[test]
+fn nobody_is_told_to_make_a_pool_over_one_without_superblocks() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    overwrite(&folder.path("pool"), 0, &[0; 4096]);
+    overwrite(&folder.path("pool"), (2 << 20) - 4096, &[0; 4096]);
+    for arguments in [&["info", "pool"][..], &["check", "pool"], &["repair", "pool"], &["grow", "pool"]] {
+        let output = folder.run(arguments);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {text}");
+        assert!(text.contains("it was a pool") && !text.contains("pmvol create"), "{text}");
+    }
+}
+
+#[test]
 fn repair_counts_what_it_does_not_list() {
     let folder = Folder::new();
     folder.succeed(&["create", "pool", "--size", "64M"]);
@@ -529,8 +543,11 @@ fn damage_shows_wherever_a_pool_is_looked_at() {
         list.status.success() && note.contains("the pool is damaged, and volumes may be missing"),
         "{note}"
     );
+    let text = String::from_utf8(folder.run(&["check", "pool"]).stdout).unwrap();
+    assert!(text.contains("of 2 MiB nobody can say whose they are"), "{text}");
     let check = folder.run(&["check", "pool", "--json"]);
     let check: Value = serde_json::from_slice(&check.stdout).unwrap();
+    assert_eq!(check["damaged_bytes"], 2 << 20);
     assert!(
         check["pool"].as_array().unwrap().iter().any(|finding| finding["severity"] == "damaged"),
         "{check}"

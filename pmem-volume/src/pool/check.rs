@@ -21,6 +21,8 @@ pub struct CheckReport {
     pub pool: Vec<Finding>,
     /// About each volume.
     pub volumes: Vec<VolumeCheck>,
+    /// Of so much of the pool nobody can say whose it is: of a volume whose record is lost, for instance.
+    pub damaged_bytes: u64,
 }
 
 /// What a check found in a volume.
@@ -124,7 +126,7 @@ impl Pool {
         let mut checking = Checking::new(&volumes, progress);
         let check = |info| checking.volume(info, |reached| self.check_volume(info, reached));
         let volumes = volumes.iter().map(check).collect();
-        Ok(CheckReport { pool, volumes })
+        Ok(CheckReport { damaged_bytes: self.info().damaged_bytes, pool, volumes })
     }
 
     /// Checks one volume's BTT; `progress` hears how far it is. `None`: a raw volume has nothing to check.

@@ -177,6 +177,14 @@ pub enum PoolError {
         /// What it is instead.
         found: String,
     },
+    /// No superblock, and a volume table.
+    #[error(
+        "pool {path}: it was a pool: its volume table is there, and both superblocks are gone; nothing was changed. Nothing says how large it was, so it cannot be mended: restore it from a copy, and make no new one over it as long as it matters"
+    )]
+    SuperblocksGone {
+        /// The pool.
+        path: PathBuf,
+    },
     /// Superblocks, but none that is whole.
     #[error(
         "pool {path}: both superblocks are damaged; nothing was changed. `pmvol repair` puts them together if they are damaged in different places; if not, restore the pool from a copy"

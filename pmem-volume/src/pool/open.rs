@@ -58,7 +58,8 @@ impl Pool {
     fn open_once(path: &Path, mode: OpenMode) -> Result<Arc<Pool>, PoolError> {
         let opened = Opened::new(path, mode)?;
         let copies = opened.read_copies(path)?;
-        let (superblock, findings) = judge_superblocks(path, copies, opened.length, mode)?;
+        let (superblock, findings) =
+            judge_superblocks(path, copies, opened.length, mode).map_err(|error| opened.or_gone(error))?;
         let writable = mode == OpenMode::ReadWrite;
         if writable {
             opened.forget_clean_pages(&superblock.regions());

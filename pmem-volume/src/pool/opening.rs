@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 
 use zerocopy::{FromZeros, IntoBytes};
 
-use super::layout::{SUPERBLOCK_BYTES, SUPERBLOCK_OFFSETS, SuperblockBytes};
+use super::layout::{
+    SUPERBLOCK_BYTES, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_MAGIC, VOLUME_TABLE_OFFSETS,
+};
 use super::lock::{self, Holder, LockKind, try_lock};
 use super::{OpenMode, PoolError};
 use crate::CHUNK_BYTES;
@@ -109,6 +111,28 @@ impl Opened {
             }
         }
         Ok(copies)
+    }
+}
+
+impl Opened {
+    /// What is no pool by its superblocks may have been one: then nobody should be told to make another there.
+    pub(super) fn or_gone(&self, error: PoolError) -> PoolError {
+        match error {
+            PoolError::NotAPool { path, .. } if self.has_volume_table() => {
+                PoolError::SuperblocksGone { path }
+            }
+            error => error,
+        }
+    }
+
+    /// Does a volume table lie where all pools have theirs?
+    fn has_volume_table(&self) -> bool {
+        // devdax has no read(), and what is said of it is a little less.
+        !matches!(self.place, Place::DevDax { .. })
+            && VOLUME_TABLE_OFFSETS.iter().any(|offset| {
+                let mut magic = [0; VOLUME_MAGIC.len()];
+                self.file.read_exact_at(&mut magic, *offset).is_ok() && magic == VOLUME_MAGIC
+            })
     }
 }
 

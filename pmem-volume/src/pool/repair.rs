@@ -83,7 +83,9 @@ impl Pool {
                 let (superblock, findings) = judge([merged.clone(), merged.clone()])?;
                 (superblock, findings, Some(merged))
             }
-            result => result.map(|(superblock, findings)| (superblock, findings, None))?,
+            result => result
+                .map(|(superblock, findings)| (superblock, findings, None))
+                .map_err(|error| opened.or_gone(error))?,
         };
         if !dry_run {
             opened.forget_clean_pages(&superblock.regions());

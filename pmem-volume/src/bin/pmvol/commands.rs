@@ -112,6 +112,7 @@ pub(crate) fn is_unanswered(command: &Command, error: &anyhow::Error) -> bool {
         error.downcast_ref(),
         Some(
             PoolError::SuperblocksDamaged { .. }
+                | PoolError::SuperblocksGone { .. }
                 | PoolError::SuperblockInvalid { .. }
                 | PoolError::Truncated { .. }
                 | PoolError::Enlarged { .. }

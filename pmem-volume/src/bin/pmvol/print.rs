@@ -282,6 +282,13 @@ pub(crate) fn check(out: Out<'_>, path: &Path, report: &CheckReport) -> io::Resu
     for volume in &report.volumes {
         volume_check(out, volume)?;
     }
+    if report.damaged_bytes > 0 {
+        writeln!(
+            out,
+            "of {} nobody can say whose they are; they stay as they are",
+            display(report.damaged_bytes)
+        )?;
+    }
     let waiting_bytes = report.waiting_bytes();
     if waiting_bytes > 0 {
         writeln!(out, "{}", waiting(path, waiting_bytes))?;

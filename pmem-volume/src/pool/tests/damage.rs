@@ -63,7 +63,7 @@ fn a_flipped_bit_in_both_superblocks_is_refused() {
         for mode in [OpenMode::ReadWrite, OpenMode::ReadOnly, OpenMode::Peek] {
             let error = fixture.open_error(mode);
             let expected = match name {
-                "magic" => matches!(error, PoolError::NotAPool { .. }),
+                "magic" => matches!(error, PoolError::SuperblocksGone { .. }),
                 _ => matches!(error, PoolError::SuperblocksDamaged { .. }),
             };
             assert!(expected, "{name}: {error}");
