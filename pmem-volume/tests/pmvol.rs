@@ -94,8 +94,8 @@ fn wrong_arguments_are_named_and_nothing_is_made() {
     folder.fail(&["create", "pool", "--size", "1X"], &["--size", "1X", "K, M, G or T"]);
     folder.fail(&["create", "pool", "--size", "0"], &["--size", "pool size 0", "8 MiB"]);
     folder.fail(&["create", "pool", "--size", "1M"], &["--size", "1048576", "2 MiB"]);
-    folder.fail(&["create", "pool", "--size", "1000T"], &["--size", "512 TiB"]);
-    folder.fail(&["create", "pool", "--size", "100T"], &["--size", "100 TiB", "free"]);
+    folder.fail(&["create", "pool", "--size", "1000T"], &["--size", "64 TiB"]);
+    folder.fail(&["create", "pool", "--size", "50T"], &["--size", "50 TiB", "free"]);
     folder.fail(&["create", "pool", "--size", "64M", "--strg", "1M"], &["--strg", "1048576", "2 MiB"]);
     folder.fail(&["create", "pool", "--size", "64M", "--strg", "64M"], &["--strg", "60 MiB"]);
     folder.fail(&["create", "nowhere/pool", "--size", "64M"], &["nowhere/pool", "no folder nowhere;"]);
@@ -111,8 +111,8 @@ fn wrong_arguments_are_named_and_nothing_is_made() {
     folder
         .fail(&["grow", "pool", "--size", "64M"], &["--size", "pool size 67108864", "64 MiB", "only grows"]);
     folder.fail(&["grow", "pool", "--size", "65M"], &["--size", "68157440", "2 MiB"]);
-    folder.fail(&["grow", "pool", "--size", "1000T"], &["--size", "512 TiB"]);
-    folder.fail(&["grow", "pool", "--size", "100T"], &["--size", "100 TiB", "free"]);
+    folder.fail(&["grow", "pool", "--size", "1000T"], &["--size", "64 TiB"]);
+    folder.fail(&["grow", "pool", "--size", "50T"], &["--size", "50 TiB", "free"]);
     folder.fail(&["grow", "nothing", "--size", "100M"], &["nothing", "no such file"]);
     folder.fail(&["volume", "create", "pool", "v", "--size", "0"], &["--size", "volume size 0", "2 MiB"]);
     folder.fail(&["volume", "create", "pool", "v", "--size", "16M"], &["--size", "18 MiB"]);
