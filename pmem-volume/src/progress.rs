@@ -9,7 +9,7 @@ pub enum Task {
     Allocate,
     /// Bytes become zeros or holes.
     Erase,
-    /// BTTs of volumes are read.
+    /// Free chunks and BTTs of volumes are read.
     Check,
 }
 

@@ -16,7 +16,7 @@ use super::guarded::{Guard, PageLost};
 use super::place::Place;
 use super::shared_sync::SharedSync;
 use super::zeroing::{self, is_unsupported, write_zeros};
-use super::{Durability, Media, MediaError, assert_inside, coalesce, page_cache};
+use super::{Durability, Media, MediaError, assert_inside, coalesce, holes, page_cache};
 use crate::CHUNK_BYTES;
 use crate::progress::{OnProgress, Task, in_steps, unheard};
 use crate::size::display;
@@ -314,6 +314,19 @@ impl Media for FileMedia {
         // I/O error comes back as an error. All places that have it are coherent with mappings.
         let range = offset_bytes..offset_bytes + length_bytes;
         self.file.read_exact_at(into, offset_bytes).map_err(|source| io_error("read", &range, source))
+    }
+
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        assert_inside(range.start, range.end - range.start, self.len_bytes);
+        let all = Some(range.clone()).filter(|range| !range.is_empty());
+        match self.place {
+            // What lies behind the end of a file that was cut is no hole: reading it says so.
+            Place::Memory | Place::Disk if all.is_some() && self.check_length().is_ok() => {
+                holes::next_data(&self.file, range.clone())
+                    .map_err(|source| io_error("a look", &range, source))
+            }
+            _ => Ok(all),
+        }
     }
 
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {

@@ -11,6 +11,7 @@
 mod file;
 mod flush;
 mod guarded;
+mod holes;
 mod memory;
 mod page_cache;
 mod place;
@@ -99,6 +100,12 @@ pub trait Media: Send + Sync {
 
     /// Copies bytes out. Not atomic against concurrent stores.
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError>;
+
+    /// The first part of a range that may hold something but zeros; what comes before it reads as zeros, and all of the
+    /// range does if there is none. Not empty, and all of the range where nobody knows better.
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        Ok(Some(range).filter(|range| !range.is_empty()))
+    }
 
     /// Loads a little-endian word; `offset_bytes` is a multiple of 8. Atomic.
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError>;

@@ -222,6 +222,12 @@ impl Media for Simulator {
         Ok(())
     }
 
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        assert_inside(range.start, range.end - range.start, self.len_bytes);
+        let first = self.state().visible.words(range).next();
+        Ok(first.map(|(at, _)| at..at + 8))
+    }
+
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         assert!(offset_bytes.is_multiple_of(8));
         assert_inside(offset_bytes, 8, self.len_bytes);

@@ -5,14 +5,20 @@ use std::sync::Arc;
 use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
-use super::findings::{Finding, Severity};
+use super::chunk::{ChunkId, Run};
+use super::findings::{Finding, Findings, Severity};
+use super::free_content::ContentFinder;
 use super::redo_log::{self, Redone};
 use super::scan::scan;
+use super::table::Owner;
 use super::volume::VolumeInfo;
 use super::volume_record::VolumeFormat;
 use super::{Pool, PoolError, bytes};
 use crate::btt;
 use crate::progress::{OnProgress, Progress, Task, unheard};
+
+/// Chunks that are read in one go while nobody can change anything: some ten milliseconds.
+const LOCKED_CHUNKS: u32 = 32;
 
 /// What a check found.
 #[derive(Debug, Serialize)]
@@ -69,7 +75,7 @@ impl CheckReport {
     }
 }
 
-/// Volumes that are checked one after the other, as one task.
+/// Free space and volumes that are checked one after the other, as one task.
 pub(super) struct Checking<'a> {
     done_bytes: u64,
     total_bytes: u64,
@@ -77,15 +83,22 @@ pub(super) struct Checking<'a> {
 }
 
 impl<'a> Checking<'a> {
-    pub(super) fn new(volumes: &[VolumeInfo], progress: OnProgress<'a>) -> Self {
-        Self { done_bytes: 0, total_bytes: volumes.iter().map(|volume| volume.size_bytes).sum(), progress }
+    /// `free_bytes`: how much free space is checked before the volumes.
+    pub(super) fn new(free_bytes: u64, volumes: &[VolumeInfo], progress: OnProgress<'a>) -> Self {
+        let total_bytes = free_bytes + volumes.iter().map(|volume| volume.size_bytes).sum::<u64>();
+        Self { done_bytes: 0, total_bytes, progress }
     }
 
     /// Lets the next volume be checked, by somebody who says up to where it is.
     pub(super) fn volume<T>(&mut self, info: &VolumeInfo, check: impl FnOnce(&mut dyn FnMut(u64)) -> T) -> T {
+        self.part(info.size_bytes, check)
+    }
+
+    /// The same with the next so many bytes.
+    pub(super) fn part<T>(&mut self, size_bytes: u64, check: impl FnOnce(&mut dyn FnMut(u64)) -> T) -> T {
         self.say(0);
-        let checked = check(&mut |reached| self.say(reached.min(info.size_bytes)));
-        self.done_bytes += info.size_bytes;
+        let checked = check(&mut |reached| self.say(reached.min(size_bytes)));
+        self.done_bytes += size_bytes;
         self.say(0);
         checked
     }
@@ -97,15 +110,16 @@ impl<'a> Checking<'a> {
 }
 
 impl Pool {
-    /// Checks tables and volumes. What was found and put right at open is not reported again; open the pool for
+    /// Checks tables, volumes, and that free chunks read as zeros. What was found and put right at open is not reported again; open the pool for
     /// reading to see the media as it was left.
     pub fn check(self: &Arc<Self>) -> Result<CheckReport, PoolError> {
         self.check_with(&mut unheard)
     }
 
-    /// The same; `progress` hears how far the volumes are checked.
+    /// The same; `progress` hears how far free space and volumes are checked.
     pub fn check_with(self: &Arc<Self>, progress: OnProgress<'_>) -> Result<CheckReport, PoolError> {
         let mut pool = Vec::new();
+        let mut free;
         {
             // Nothing changes while the state is locked.
             let state = self.lock_state();
@@ -115,15 +129,23 @@ impl Pool {
             }
             let log = self.latch_failure(redo_log::read(self.media(), &self.superblock))?;
             let media = Redone::new(self.media(), &log);
-            let mut found = self.latch_failure(scan(&media, &self.superblock))?.findings;
+            let scan = self.latch_failure(scan(&media, &self.superblock))?;
+            let mut found = scan.findings;
+            free = scan.free;
             if self.mode == super::OpenMode::ReadWrite {
                 // Memory that this process has lent is as it should be.
                 found.retain(|f| !matches!(f, Finding::StillLent { .. } | Finding::Unscrubbed { .. }));
             }
             pool.append(&mut found);
         }
+        if self.mode == super::OpenMode::Peek {
+            // Somebody else may have got and written them by the time that they are read.
+            free.clear();
+        }
         let volumes = self.volumes();
-        let mut checking = Checking::new(&volumes, progress);
+        let free_bytes = free.iter().map(|run| run.len_bytes()).sum();
+        let mut checking = Checking::new(free_bytes, &volumes, progress);
+        pool.append(&mut self.check_free(&free, &mut checking)?);
         let check = |info| checking.volume(info, |reached| self.check_volume(info, reached));
         let volumes = volumes.iter().map(check).collect();
         Ok(CheckReport { damaged_bytes: self.info().damaged_bytes, pool, volumes })
@@ -137,8 +159,47 @@ impl Pool {
     ) -> Result<Option<btt::Report>, PoolError> {
         let volume = self.open_volume(name)?;
         let info = volume.info().clone();
-        Checking::new(std::slice::from_ref(&info), progress)
+        Checking::new(0, std::slice::from_ref(&info), progress)
             .volume(&info, |reached| volume.check_btt_with(reached))
+    }
+
+    /// Free chunks that do not read as zeros.
+    fn check_free(&self, free: &[Run], checking: &mut Checking<'_>) -> Result<Vec<Finding>, PoolError> {
+        let mut finder = ContentFinder::new();
+        let mut found = Findings::default();
+        let mut name = |chunk| found.add(Finding::NotErased { chunk });
+        for run in free {
+            checking.part(run.len_bytes(), |reached| match self.mode {
+                super::OpenMode::ReadWrite => self.look_while_free(*run, &mut finder, reached, &mut name),
+                _ => self.latch_failure(finder.look(self.media(), *run, reached, &mut name)),
+            })?;
+        }
+        Ok(found.into_list())
+    }
+
+    /// Looks at what is left of a run that was free. As long as the state is locked, nobody gets any of it; so that is
+    /// never long.
+    fn look_while_free(
+        &self,
+        run: Run,
+        finder: &mut ContentFinder,
+        reached: &mut dyn FnMut(u64),
+        name: &mut dyn FnMut(ChunkId),
+    ) -> Result<(), PoolError> {
+        let mut at = run.start;
+        while at < run.end() {
+            let chunks = LOCKED_CHUNKS.min(run.end().0 - at.0);
+            let _state = self.lock_state();
+            for chunk in (Run { start: at, chunks }).ids() {
+                if self.latch_failure(self.table.owner(self.media(), chunk))? == Ok(Owner::Free) {
+                    let one = Run { start: chunk, chunks: 1 };
+                    self.latch_failure(finder.look(self.media(), one, &mut |_| {}, name))?;
+                }
+            }
+            at = at.plus(chunks);
+            reached(Run { start: run.start, chunks: at.0 - run.start.0 }.len_bytes());
+        }
+        Ok(())
     }
 
     fn check_volume(self: &Arc<Self>, info: &VolumeInfo, reached: &mut dyn FnMut(u64)) -> VolumeCheck {

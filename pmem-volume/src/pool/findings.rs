@@ -1,5 +1,8 @@
 //! What a look at the media brings up.
 
+use std::collections::{BTreeMap, HashMap};
+use std::mem::Discriminant;
+
 use serde::Serialize;
 use thiserror::Error;
 
@@ -103,13 +106,13 @@ pub enum Finding {
         /// What it reads.
         word: u64,
     },
-    /// Damaged words beyond those that are listed.
-    #[error("{owner} more owner words and {wear} more wear counts are damaged")]
-    MoreBadWords {
-        /// Owner words.
-        owner: u32,
-        /// Wear words.
-        wear: u32,
+    /// Findings of one severity beyond those that are listed.
+    #[error("{count} more like these are not listed")]
+    More {
+        /// Theirs.
+        severity: Severity,
+        /// How many.
+        count: u64,
     },
     /// A chunk belongs to a volume for which the volume table has no place.
     #[error("chunk {chunk} belongs to a volume in slot {slot}, and the pool has {slots} slots")]
@@ -154,6 +157,14 @@ pub enum Finding {
         /// The first that is missing.
         first_index: u32,
     },
+    /// A free chunk that does not read as zeros.
+    #[error(
+        "free chunk {chunk} holds what somebody has left there, and its next owner could read it; `pmvol repair` erases it unless a volume may lack it"
+    )]
+    NotErased {
+        /// The chunk.
+        chunk: ChunkId,
+    },
     /// A committed transaction waits to be redone.
     #[error("the log holds a committed transaction of {entries} word(s); the next open redoes it")]
     LogPending {
@@ -196,13 +207,21 @@ impl Finding {
             Finding::StillLent { chunks: 0 }
                 | Finding::Unscrubbed { chunks: 0 }
                 | Finding::Leftover { chunks: 0 }
-                | Finding::MoreBadWords { owner: 0, wear: 0 }
         )
+    }
+
+    /// How many things it says are not as they should be.
+    pub(super) fn count(&self) -> usize {
+        match self {
+            Finding::More { count, .. } => usize::try_from(*count).unwrap_or(usize::MAX),
+            _ => 1,
+        }
     }
 
     /// How bad it is.
     pub fn severity(&self) -> Severity {
         match self {
+            Finding::More { severity, .. } => *severity,
             Finding::SuperblockStale { .. }
             | Finding::GrowthUnfinished { .. }
             | Finding::VolumeRecordStale { .. }
@@ -213,17 +232,71 @@ impl Finding {
             Finding::SuperblockCopy { .. }
             | Finding::VolumeRecordCopy { .. }
             | Finding::WearWord { .. }
-            | Finding::MoreBadWords { owner: 0, .. } => Severity::Degraded,
+            | Finding::NotErased { .. } => Severity::Degraded,
             Finding::VolumeRecordLost { .. }
             | Finding::VolumeRecordInvalid { .. }
             | Finding::VolumeNameTwice { .. }
             | Finding::OwnerWord { .. }
-            | Finding::MoreBadWords { .. }
             | Finding::SlotOutside { .. }
             | Finding::MetadataTaken { .. }
             | Finding::IndexTwice { .. }
             | Finding::IndexMissing { .. }
             | Finding::LogDamaged { .. } => Severity::Fatal,
         }
+    }
+}
+
+/// Findings of one kind that are listed; the rest are counted.
+const MAX_OF_A_KIND: u32 = 100;
+
+/// Findings in the order in which they are found. However many a damaged or crafted pool gives rise to, they take little
+/// memory.
+#[derive(Debug, Default)]
+pub(super) struct Findings {
+    list: Vec<Finding>,
+    of_kind: HashMap<Discriminant<Finding>, u32>,
+    more: BTreeMap<Severity, u64>,
+}
+
+impl Findings {
+    pub(super) fn add(&mut self, finding: Finding) {
+        let of_kind = self.of_kind.entry(std::mem::discriminant(&finding)).or_default();
+        if *of_kind < MAX_OF_A_KIND {
+            *of_kind += 1;
+            self.list.push(finding);
+        } else {
+            *self.more.entry(finding.severity()).or_default() += 1;
+        }
+    }
+
+    /// Those that are listed, and behind them how many are not.
+    pub(super) fn into_list(self) -> Vec<Finding> {
+        let more = self.more.into_iter().map(|(severity, count)| Finding::More { severity, count });
+        self.list.into_iter().chain(more).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_each_kind_some_are_listed_and_all_are_counted() {
+        let mut findings = Findings::default();
+        for number in 0..250 {
+            let chunk = ChunkId(number);
+            findings.add(Finding::OwnerWord { chunk, word: 0 });
+            findings.add(Finding::WearWord { chunk, word: 0 });
+            findings.add(Finding::SlotOutside { chunk, slot: 9, slots: 4 });
+        }
+        findings.add(Finding::LogDamaged { reason: "of a test" });
+        let list = findings.into_list();
+        assert_eq!(list.len(), 3 * 100 + 1 + 2);
+        let count = |severity| {
+            let of_severity = list.iter().filter(|finding| finding.severity() == severity);
+            of_severity.map(Finding::count).sum::<usize>()
+        };
+        assert_eq!((count(Severity::Fatal), count(Severity::Degraded)), (501, 250));
+        assert!(list.contains(&Finding::More { severity: Severity::Degraded, count: 150 }));
     }
 }

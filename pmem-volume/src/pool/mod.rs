@@ -17,6 +17,7 @@ mod create;
 mod error;
 mod findings;
 mod foreign;
+mod free_content;
 mod give_up;
 mod grow;
 pub mod layout;

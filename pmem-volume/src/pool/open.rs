@@ -180,7 +180,7 @@ fn refuse_fatal(path: &Path, writable: bool, findings: &[Finding]) -> Result<(),
         Some(first) if writable => Err(PoolError::Damaged {
             path: path.to_owned(),
             first: Box::new(first.clone()),
-            count: findings.iter().filter(|f| f.severity() > Severity::Note).count(),
+            count: findings.iter().filter(|f| f.severity() > Severity::Note).map(Finding::count).sum(),
         }),
         _ => Ok(()),
     }
@@ -210,8 +210,8 @@ fn put_right(
         heal::<VolumeRecordBytes>(media, superblock.volume_record_offsets(*slot), *copy)?;
     }
     let table = ChunkTable::new(superblock);
-    for chunk in &scan.bad_wear {
-        table.set_wear(media, *chunk, 0)?;
+    for chunk in scan.bad_wear.iter().flat_map(|run| run.ids()) {
+        table.set_wear(media, chunk, 0)?;
     }
     mark_to_scrub(media, table, scan)
 }

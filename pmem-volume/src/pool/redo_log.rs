@@ -150,6 +150,15 @@ impl Media for Redone<'_> {
         Ok(())
     }
 
+    /// Words that wait to be stored may lie in a hole.
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        if self.words.is_empty() {
+            self.media.next_data(range)
+        } else {
+            Ok(Some(range).filter(|r| !r.is_empty()))
+        }
+    }
+
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         match self.words.get(&offset_bytes) {
             Some(word) => Ok(*word),

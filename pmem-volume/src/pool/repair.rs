@@ -5,20 +5,22 @@
 //! explains stays as it is.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use serde::Serialize;
 
 use super::check::Checking;
-use super::chunk::ChunkId;
-use super::findings::{Finding, Severity};
+use super::chunk::{ChunkId, Run};
+use super::findings::{Finding, Findings, Severity};
+use super::free_content::ContentFinder;
 use super::layout::{SUPERBLOCK_OFFSETS, SuperblockBytes, VolumeRecordBytes};
 use super::mirrored::{self, Copies, Mirrored};
 use super::open::make_durable;
 use super::opening::Opened;
 use super::redo_log::{self, LogState, Redone};
-use super::scan::{Scan, scan};
+use super::scan::{Scan, VolumeEntry, scan};
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner, Slot, decode_owner, encode_owner};
 use super::volume::{Space, Volume};
@@ -36,6 +38,10 @@ pub struct RepairReport {
     /// What stays as it is, because the media does not say what was there.
     pub left: Vec<String>,
 }
+
+/// Owner words that are mended one by one. So many damaged ones are no accident of single words but the loss of a part of
+/// the table, or a pool made to look so, which must not take more memory than this.
+const MAX_MENDED_OWNERS: usize = 1 << 16;
 
 /// One thing that can be mended by storing words.
 #[derive(Debug)]
@@ -63,7 +69,7 @@ impl Pool {
     }
 
     /// The same; a volume that lacks chunks and is named is given up: it is deleted, and whatever is free is erased again.
-    /// `progress` hears how what waited is erased, and how far the volumes are checked.
+    /// `progress` hears how far free space is checked, how what waited is erased, and how far the volumes are checked.
     pub fn repair_with(
         path: &Path,
         dry_run: bool,
@@ -103,11 +109,22 @@ impl Pool {
             }
             report.mended.push(mending.what);
         }
-        let planned = mend_tables(&media, &superblock, give_up, dry_run, &mut report.mended)?;
+        let mut planned = mend_tables(&media, &superblock, give_up, dry_run, &mut report.mended)?;
+        let (erasure, not_erased) = mend_free(&media, &superblock, &planned, progress)?;
+        if let Some(erasure) = erasure {
+            report.mended.push(erasure.what.clone());
+            match dry_run {
+                true => planned.extend(erasure.words),
+                false => erasure.store(&media)?,
+            }
+        }
         let backing = Backing::File(media);
         let opened = Self::from_media_with(path.to_owned(), mode, backing, superblock, findings, &planned);
         match opened {
-            Ok(pool) => pool.finish_repair(dry_run, progress, &mut report)?,
+            Ok(pool) => {
+                pool.finish_repair(dry_run, progress, &mut report)?;
+                report.left.extend(not_erased.iter().map(Finding::to_string));
+            }
             Err(PoolError::Damaged { .. }) => {
                 let found = Self::open(path, OpenMode::ReadOnly)?.check()?;
                 report.left.extend(found.pool.iter().filter(|f| !opening_mends(f)).map(left));
@@ -134,7 +151,7 @@ impl Pool {
             }
         }
         let volumes = self.volumes();
-        let mut checking = Checking::new(&volumes, progress);
+        let mut checking = Checking::new(0, &volumes, progress);
         for info in &volumes {
             checking.volume(info, |reached| match self.open_volume(&info.name) {
                 Ok(volume) => self.mend_btt(&volume, dry_run, reached, report),
@@ -214,7 +231,7 @@ pub(super) fn mend_tables(
 
 /// Does opening the pool for writing put it right?
 fn opening_mends(finding: &Finding) -> bool {
-    finding.severity() != Severity::Fatal
+    finding.severity() != Severity::Fatal && !matches!(finding, Finding::NotErased { .. })
 }
 
 /// What is found and stays, and what can be done about it.
@@ -320,7 +337,7 @@ fn mend_records(media: &dyn Media, superblock: &Superblock) -> Result<Vec<Mendin
 
 /// Owner words. What belongs to a volume is never taken for nobody's: as long as a gap is left, or there may be one
 /// that is not seen, only words that fill gaps are believed. The others stay damaged, and open refuses the pool and
-/// erases nothing.
+/// erases nothing. And where very many words are damaged, nothing is made of any.
 pub(super) fn mend_owners(
     media: &dyn Media,
     superblock: &Superblock,
@@ -341,42 +358,46 @@ pub(super) fn mend_owners(
             (owner, _) => owner.to_string(),
         };
         let what = format!("the owner word of chunk {chunk} is wrong, and {why}: {is}");
-        let words = vec![(
-            table.byte_range(super::Run { start: chunk, chunks: 1 }).start,
-            encode_owner(chunk, owner),
-        )];
+        let words = vec![owner_word(superblock, chunk, owner)];
         mendings.push(Mending { what, words });
     };
     let mut bad = BTreeMap::new();
-    for chunk in (0..table.entries()).map(ChunkId) {
-        let owner = table.owner(media, chunk)?;
-        if superblock.is_metadata(chunk) {
-            if owner != Ok(Owner::Metadata) {
-                mended(chunk, Owner::Metadata, "the superblock says whose it is");
+    let mut own = Vec::new();
+    for piece in table.pieces() {
+        for (chunk, entry) in piece.ids().zip(table.read_entries(media, piece)?) {
+            if superblock.is_metadata(chunk) {
+                own.extend(Some(chunk).filter(|_| entry.owner != Ok(Owner::Metadata)));
+            } else if let Err(word) = entry.owner {
+                bad.insert(chunk, turned_back(chunk, word.0));
             }
-        } else if let Err(word) = owner {
-            bad.insert(chunk, turned_back(chunk, word.0));
+        }
+        if own.len() + bad.len() > MAX_MENDED_OWNERS {
+            return Ok(vec![]);
         }
     }
+    for chunk in own {
+        mended(chunk, Owner::Metadata, "the superblock says whose it is");
+    }
     // 1. Gaps that one chunk alone claims. A crash after some of them leaves the others as they were.
-    let mut missing = missing_indexes(seen);
-    for ((slot, index), chunk) in sole_claims(&bad, &missing) {
+    let mut gaps = Gaps::of(seen);
+    for ((slot, index), chunk) in sole_claims(&bad, &gaps) {
         mended(chunk, Owner::Volume { slot, index }, "one bit turned back makes it whole");
-        missing.remove(&(slot, index));
+        gaps.fill(slot, index);
         bad.remove(&chunk);
     }
     // 2. What is left over when everything else is accounted for.
     let mut rest = bad.into_iter();
-    match (is_accounted(seen), missing.first()) {
-        (true, None) => {
+    match (is_accounted(seen), gaps.count()) {
+        (true, 0) => {
             for (chunk, says) in rest {
                 let (owner, why) = without_gaps(says);
                 mended(chunk, owner, why);
             }
         }
-        (true, Some((slot, index))) if missing.len() == 1 => {
+        (true, 1) => {
+            let (slot, index) = gaps.first().expect("there is one");
             if let (Some((chunk, None)), None) = (rest.next(), rest.next()) {
-                let owner = Owner::Volume { slot: *slot, index: *index };
+                let owner = Owner::Volume { slot, index };
                 mended(chunk, owner, "it is the only chunk that the only gap can be");
             }
         }
@@ -410,14 +431,11 @@ fn without_gaps(says: Option<Owner>) -> (Owner, &'static str) {
 }
 
 /// Missing indexes that exactly one of the chunks claims.
-fn sole_claims(
-    bad: &BTreeMap<ChunkId, Option<Owner>>,
-    missing: &BTreeSet<(Slot, u32)>,
-) -> BTreeMap<(Slot, u32), ChunkId> {
+fn sole_claims(bad: &BTreeMap<ChunkId, Option<Owner>>, gaps: &Gaps) -> BTreeMap<(Slot, u32), ChunkId> {
     let mut claims = BTreeMap::<_, Vec<ChunkId>>::new();
     for (chunk, says) in bad {
         if let Some(Owner::Volume { slot, index }) = says
-            && missing.contains(&(*slot, *index))
+            && gaps.contains(*slot, *index)
         {
             claims.entry((*slot, *index)).or_default().push(*chunk);
         }
@@ -426,14 +444,97 @@ fn sole_claims(
     claims.into_iter().map(|(gap, chunks)| (gap, chunks[0])).collect()
 }
 
-/// Indexes that volumes lack.
-fn missing_indexes(seen: &Scan) -> BTreeSet<(Slot, u32)> {
-    let of_volume = |(slot, volume): (&Slot, &super::scan::VolumeEntry)| {
-        let has: BTreeSet<u32> = volume.chunks.iter().map(|(index, _)| *index).collect();
-        let slot = *slot;
-        (0..volume.record.chunks).filter(move |index| !has.contains(index)).map(move |index| (slot, index))
-    };
-    seen.volumes.iter().filter(|(_, volume)| !volume.record.thin).flat_map(of_volume).collect()
+/// Indexes that volumes lack. Ranges, because a record may say any number of chunks.
+struct Gaps {
+    ranges: BTreeMap<Slot, Vec<Range<u32>>>,
+    filled: BTreeSet<(Slot, u32)>,
+}
+
+impl Gaps {
+    fn of(seen: &Scan) -> Self {
+        let full = seen.volumes.iter().filter(|(_, volume)| !volume.record.thin);
+        let ranges = full.map(|(slot, volume)| (*slot, gaps_in(volume))).collect();
+        Self { ranges, filled: BTreeSet::new() }
+    }
+
+    fn count(&self) -> u64 {
+        let all: u64 = self.ranges.values().flatten().map(|range| u64::from(range.end - range.start)).sum();
+        all - self.filled.len() as u64
+    }
+
+    fn contains(&self, slot: Slot, index: u32) -> bool {
+        let ranges = self.ranges.get(&slot).map_or(&[][..], Vec::as_slice);
+        let at = ranges.partition_point(|range| range.end <= index);
+        ranges.get(at).is_some_and(|range| range.contains(&index)) && !self.filled.contains(&(slot, index))
+    }
+
+    /// It was a gap.
+    fn fill(&mut self, slot: Slot, index: u32) {
+        assert!(self.contains(slot, index), "{slot:?} does not lack {index}");
+        self.filled.insert((slot, index));
+    }
+
+    fn first(&self) -> Option<(Slot, u32)> {
+        let all =
+            self.ranges.iter().flat_map(|(slot, ranges)| ranges.iter().cloned().map(|range| (*slot, range)));
+        let mut indexes = all.flat_map(|(slot, range)| range.map(move |index| (slot, index)));
+        indexes.find(|gap| !self.filled.contains(gap))
+    }
+}
+
+/// What lies between the chunks that a volume has. They are sorted, and each index is there once.
+fn gaps_in(volume: &VolumeEntry) -> Vec<Range<u32>> {
+    let mut ranges = Vec::new();
+    let mut next = 0;
+    for index in volume.chunks.iter().map(|(index, _)| *index).chain([volume.record.chunks]) {
+        if next < index {
+            ranges.push(next..index);
+        }
+        next = index + 1;
+    }
+    ranges
+}
+
+/// Free chunks with content: they are to be erased, unless they may be what a volume lacks. Then, and as long as it
+/// cannot be told, they stay as they are, and are what is returned besides.
+pub(super) fn mend_free(
+    media: &dyn Media,
+    superblock: &Superblock,
+    planned: &BTreeMap<u64, u64>,
+    progress: OnProgress<'_>,
+) -> Result<(Option<Mending>, Vec<Finding>), MediaError> {
+    let log = redo_log::read(&Redone::with(media, planned), superblock)?;
+    let mut words = log.words();
+    words.extend(planned);
+    let seen = scan(&Redone::with(media, &words), superblock)?;
+    let mut finder = ContentFinder::new();
+    let mut chunks = Vec::new();
+    let mut checking = Checking::new(seen.free.iter().map(|run| run.len_bytes()).sum(), &[], progress);
+    for run in &seen.free {
+        checking.part(run.len_bytes(), |reached| {
+            finder.look(media, *run, reached, &mut |chunk| chunks.push(chunk))
+        })?;
+    }
+    let Some(first) = chunks.first() else { return Ok((None, vec![])) };
+    let is_sure = !matches!(log, LogState::Damaged(_))
+        && is_accounted(&seen)
+        && Gaps::of(&seen).count() == 0
+        && seen.findings.iter().all(|finding| finding.severity() != Severity::Fatal);
+    if !is_sure {
+        let mut left = Findings::default();
+        chunks.into_iter().for_each(|chunk| left.add(Finding::NotErased { chunk }));
+        return Ok((None, left.into_list()));
+    }
+    let what =
+        format!("{} free chunk(s), the first of them {first}, hold old content and are erased", chunks.len());
+    let words = chunks.iter().map(|chunk| owner_word(superblock, *chunk, Owner::Scrub)).collect();
+    Ok((Some(Mending { what, words }), vec![]))
+}
+
+/// Where an owner word lies, and what it is to be.
+fn owner_word(superblock: &Superblock, chunk: ChunkId, owner: Owner) -> (u64, u64) {
+    let at = ChunkTable::new(superblock).byte_range(Run { start: chunk, chunks: 1 }).start;
+    (at, encode_owner(chunk, owner))
 }
 
 /// What a word says when one bit of it is turned back. The checksum tells any two such words apart. Zeros and ones are

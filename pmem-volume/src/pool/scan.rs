@@ -3,16 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::chunk::{ChunkId, Run, push, runs};
-use super::findings::Finding;
+use super::findings::{Finding, Findings};
 use super::layout::VolumeRecordBytes;
 use super::mirrored::{self, Copies};
 use super::superblock::Superblock;
 use super::table::{BadWord, ChunkTable, Owner, Slot};
 use super::volume_record::VolumeRecord;
 use crate::media::{Media, MediaError};
-
-/// Damaged words of one kind that are listed; the rest are counted.
-const MAX_BAD_WORDS: u32 = 100;
 
 /// A live volume and its chunks. What a record says is no reason to reserve memory: only chunks that are there are
 /// listed.
@@ -39,6 +36,8 @@ impl VolumeEntry {
 #[derive(Debug, Default)]
 pub(crate) struct Scan {
     pub(crate) findings: Vec<Finding>,
+    /// The same, while it goes on.
+    found: Findings,
     pub(crate) volumes: BTreeMap<Slot, VolumeEntry>,
     pub(crate) free: Vec<Run>,
     /// Lent. If nobody has the pool open: to be erased, then free.
@@ -52,7 +51,7 @@ pub(crate) struct Scan {
     /// How often each chunk was used.
     pub(crate) wear: Vec<u32>,
     /// Wear words to be started anew.
-    pub(crate) bad_wear: Vec<ChunkId>,
+    pub(crate) bad_wear: Vec<Run>,
 }
 
 /// Chunks by what their owner words say, in the order of the table.
@@ -62,7 +61,6 @@ struct Found {
     lent: Vec<ChunkId>,
     unscrubbed: Vec<ChunkId>,
     leftover: Vec<ChunkId>,
-    bad_owners: u32,
 }
 
 /// Reads the volume tables and the chunk table. The log must be empty or replayed.
@@ -72,6 +70,7 @@ pub(crate) fn scan(media: &dyn Media, superblock: &Superblock) -> Result<Scan, M
     let unknown = scan.read_volumes(media, superblock)?;
     scan.read_chunks(media, superblock, &unknown)?;
     scan.sort_indexes();
+    scan.findings = std::mem::take(&mut scan.found).into_list();
     Ok(scan)
 }
 
@@ -88,17 +87,17 @@ impl Scan {
             let bytes = match copies {
                 Copies::Agree(bytes) => bytes,
                 Copies::Stale { current, stale: copy } => {
-                    self.findings.push(Finding::VolumeRecordStale { slot: slot.0, copy });
+                    self.found.add(Finding::VolumeRecordStale { slot: slot.0, copy });
                     self.to_heal.push((slot, copy));
                     current
                 }
                 Copies::Damaged { current, damaged: copy } => {
-                    self.findings.push(Finding::VolumeRecordCopy { slot: slot.0, copy });
+                    self.found.add(Finding::VolumeRecordCopy { slot: slot.0, copy });
                     self.to_heal.push((slot, copy));
                     current
                 }
                 Copies::Lost => {
-                    self.findings.push(Finding::VolumeRecordLost { slot: slot.0 });
+                    self.found.add(Finding::VolumeRecordLost { slot: slot.0 });
                     unknown.insert(slot);
                     continue;
                 }
@@ -108,19 +107,18 @@ impl Scan {
                 Ok(Some(record)) if record.chunks <= superblock.chunks || record.thin => record,
                 Ok(Some(record)) => {
                     let reason = format!("{} chunks in a pool of {}", record.chunks, superblock.chunks);
-                    self.findings.push(Finding::VolumeRecordInvalid { slot: slot.0, reason });
+                    self.found.add(Finding::VolumeRecordInvalid { slot: slot.0, reason });
                     unknown.insert(slot);
                     continue;
                 }
                 Err(error) => {
-                    self.findings
-                        .push(Finding::VolumeRecordInvalid { slot: slot.0, reason: error.to_string() });
+                    self.found.add(Finding::VolumeRecordInvalid { slot: slot.0, reason: error.to_string() });
                     unknown.insert(slot);
                     continue;
                 }
             };
             if !names.insert(record.name.clone()) {
-                self.findings.push(Finding::VolumeNameTwice { name: record.name.to_string() });
+                self.found.add(Finding::VolumeNameTwice { name: record.name.to_string() });
             }
             self.volumes.insert(slot, VolumeEntry { record, chunks: Vec::new() });
         }
@@ -142,18 +140,14 @@ impl Scan {
                 self.sort_owner(chunk, entry.owner, superblock, unknown, &mut found);
             }
         }
-        let Found { free, lent, unscrubbed, leftover, bad_owners } = found;
+        let Found { free, lent, unscrubbed, leftover } = found;
         let count = |chunks: &Vec<ChunkId>| chunks.len() as u32;
         let counted = [
-            Finding::MoreBadWords {
-                owner: bad_owners.saturating_sub(MAX_BAD_WORDS),
-                wear: (self.bad_wear.len() as u32).saturating_sub(MAX_BAD_WORDS),
-            },
             Finding::StillLent { chunks: count(&lent) },
             Finding::Unscrubbed { chunks: count(&unscrubbed) },
             Finding::Leftover { chunks: count(&leftover) },
         ];
-        self.findings.extend(counted.into_iter().filter(|finding| !finding.is_about_nothing()));
+        counted.into_iter().filter(|f| !f.is_about_nothing()).for_each(|f| self.found.add(f));
         self.lent = runs(lent);
         let mut to_scrub = [unscrubbed, leftover].concat();
         to_scrub.sort_unstable();
@@ -165,10 +159,8 @@ impl Scan {
     fn sort_wear(&mut self, chunk: ChunkId, wear: Result<u32, BadWord>) {
         self.wear.push(wear.unwrap_or(0));
         if let Err(bad) = wear {
-            self.bad_wear.push(chunk);
-            if self.bad_wear.len() as u32 <= MAX_BAD_WORDS {
-                self.findings.push(Finding::WearWord { chunk, word: bad.0 });
-            }
+            push(&mut self.bad_wear, chunk);
+            self.found.add(Finding::WearWord { chunk, word: bad.0 });
         }
     }
 
@@ -183,17 +175,14 @@ impl Scan {
         let owner = match owner {
             Ok(owner) => owner,
             Err(bad) => {
-                found.bad_owners += 1;
-                if found.bad_owners <= MAX_BAD_WORDS {
-                    self.findings.push(Finding::OwnerWord { chunk, word: bad.0 });
-                }
+                self.found.add(Finding::OwnerWord { chunk, word: bad.0 });
                 return;
             }
         };
         if superblock.is_metadata(chunk) {
             self.metadata_chunks += 1;
             if owner != Owner::Metadata {
-                self.findings.push(Finding::MetadataTaken { chunk, marked: owner.to_string() });
+                self.found.add(Finding::MetadataTaken { chunk, marked: owner.to_string() });
             }
             return;
         }
@@ -208,7 +197,7 @@ impl Scan {
             // Nothing that this code does leaves such a word: it is no left-over, and may be somebody's.
             Owner::Volume { slot, .. } if u32::from(slot.0) >= superblock.volume_slots => {
                 let slots = superblock.volume_slots;
-                self.findings.push(Finding::SlotOutside { chunk, slot: slot.0, slots });
+                self.found.add(Finding::SlotOutside { chunk, slot: slot.0, slots });
             }
             Owner::Volume { slot, index } => {
                 if !self.claim(slot, index, chunk) {
@@ -234,12 +223,12 @@ impl Scan {
         for volume in self.volumes.values_mut() {
             let name = || volume.record.name.to_string();
             volume.chunks.sort_unstable();
-            let findings = &mut self.findings;
+            let findings = &mut self.found;
             volume.chunks.dedup_by(|second, first| {
                 let twice = first.0 == second.0;
                 if twice {
                     let index = first.0;
-                    findings.push(Finding::IndexTwice {
+                    findings.add(Finding::IndexTwice {
                         name: name(),
                         index,
                         first: first.1,
@@ -254,7 +243,7 @@ impl Scan {
                 let in_place = |(place, (index, _)): &(usize, &(u32, ChunkId))| *place == *index as usize;
                 let first_index = volume.chunks.iter().enumerate().take_while(in_place).count() as u32;
                 let chunks = volume.record.chunks;
-                findings.push(Finding::IndexMissing { name: name(), missing, chunks, first_index });
+                findings.add(Finding::IndexMissing { name: name(), missing, chunks, first_index });
             }
         }
     }

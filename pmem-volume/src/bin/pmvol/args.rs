@@ -102,7 +102,8 @@ Examples:
     },
     /// Check a pool and every volume in it, without changing anything
     ///
-    /// The pool must not be in use. What a crash leaves behind by design is noted, and is no damage.
+    /// The pool must not be in use. What a crash leaves behind by design is noted, and is no damage. Free space is read, to
+    /// see that it holds nothing; holes of a sparse file are not.
     ///
     /// Exit code 0: all is well, 1: something is damaged, 2: the pool could not be looked at, or the command line is wrong.
     #[command(after_help = "\

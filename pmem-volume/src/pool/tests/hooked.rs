@@ -48,6 +48,9 @@ impl Media for Hooked {
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         self.media.read(offset_bytes, into)
     }
+    fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
+        self.media.next_data(range)
+    }
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         self.media.load_word(offset_bytes)
     }

@@ -51,7 +51,7 @@ fn only_what_a_volume_lacks_is_erased_for_it() {
 }
 
 #[test]
-fn checks_are_heard_as_one_task_of_all_volumes() {
+fn checks_are_heard_as_one_task_of_free_space_and_all_volumes() {
     let fixture = Fixture::new();
     let pool = fixture.create(128 * MIB, 0);
     for (name, format) in [("a", VolumeFormat::Btt), ("b", VolumeFormat::Raw), ("c", VolumeFormat::Btt)] {
@@ -59,11 +59,13 @@ fn checks_are_heard_as_one_task_of_all_volumes() {
     }
     let mut heard = vec![];
     assert!(pool.check_with(&mut |now| heard.push(now)).unwrap().is_clean());
-    assert_whole(&heard, Task::Check, 96 * MIB);
+    assert_whole(&heard, Task::Check, (28 + 96) * MIB);
     drop(pool);
     let mut tasks = vec![];
     Pool::repair_with(&fixture.path(), false, None, &mut |now| tasks.push(now)).unwrap();
-    let (erased, checked) = tasks.split_at(1);
+    let erased = tasks.iter().position(|now| now.task == Task::Erase).unwrap();
+    let (free, (erased, checked)) = (&tasks[..erased], tasks[erased..].split_at(1));
+    assert_whole(free, Task::Check, 28 * MIB);
     assert_whole(erased, Task::Erase, 0);
     assert_whole(checked, Task::Check, 96 * MIB);
 }

@@ -1,0 +1,55 @@
+//! Where a sparse file has data.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+
+/// The first part of a range that the file system has data for; `None` if the rest of the file is a hole. What was
+/// allocated and never written is a hole as well, where the file system tells them apart.
+pub(super) fn next_data(file: &File, range: Range<u64>) -> io::Result<Option<Range<u64>>> {
+    let Some(start) = seek(file, range.start, libc::SEEK_DATA)?.filter(|start| *start < range.end) else {
+        return Ok(None);
+    };
+    // The end of the file counts as a hole.
+    let end = seek(file, start, libc::SEEK_HOLE)?.unwrap_or(range.end).min(range.end);
+    // The data may have gone meanwhile: then there is nothing left to say about the place.
+    Ok(Some(start..end.max(start + 1)))
+}
+
+/// Moves the file's position, by which nobody reads or writes. `None`: there is nothing of the kind any more.
+fn seek(file: &File, from: u64, what: libc::c_int) -> io::Result<Option<u64>> {
+    // SAFETY: takes numbers only; the descriptor lives as long as `file`.
+    let at = unsafe { libc::lseek(file.as_raw_fd(), from.cast_signed(), what) };
+    match u64::try_from(at) {
+        Ok(at) => Ok(Some(at)),
+        Err(_) => match io::Error::last_os_error() {
+            error if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+            error => Err(error),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    #[test]
+    fn data_is_found_between_holes_and_nothing_behind_it() {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(1 << 30).unwrap();
+        assert_eq!(next_data(&file, 0..1 << 30).unwrap(), None);
+        file.write_all_at(&[1; 8192], 1 << 20).unwrap();
+        let data = next_data(&file, 0..1 << 30).unwrap().unwrap();
+        assert!(data.start <= 1 << 20 && data.end >= (1 << 20) + 8192 && data.end <= 4 << 20, "{data:?}");
+        assert_eq!(
+            next_data(&file, (1 << 20) + 5..(1 << 20) + 9).unwrap(),
+            Some((1 << 20) + 5..(1 << 20) + 9)
+        );
+        assert_eq!(next_data(&file, 4 << 20..1 << 30).unwrap(), None);
+        assert_eq!(next_data(&file, 0..4096).unwrap(), None);
+        assert_eq!(next_data(&file, 2 << 30..3 << 30).unwrap(), None, "behind the end");
+    }
+}

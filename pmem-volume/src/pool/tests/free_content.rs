@@ -1,0 +1,78 @@
+//! Free chunks that do not read as zeros: a check names them and a repair erases them, unless a volume may need them.
+
+use super::repair::entry;
+use super::*;
+use crate::pool::table::{Owner, encode_owner};
+
+/// A pool with a raw volume in chunks 2 to 4.
+fn with_volume(folder: &Path) -> Fixture {
+    let fixture = Fixture { folder: TempDir::new_in(folder).unwrap() };
+    let pool = fixture.create(32 * MIB, 0);
+    pool.create_volume("v", VolumeSize::Bytes(6 * MIB), VolumeFormat::Raw).unwrap();
+    pool.open_volume("v").unwrap().extents()[0].run.extents().for_each(|extent| fill(&pool, extent, 0x42));
+    fixture
+}
+
+/// tmpfs, and what is likely to be a disk.
+fn fixtures() -> [Fixture; 2] {
+    ["/dev/shm".into(), std::env::current_dir().unwrap()].map(|folder| with_volume(&folder))
+}
+
+fn not_erased(chunks: &[u32]) -> Vec<Finding> {
+    chunks.iter().map(|chunk| Finding::NotErased { chunk: ChunkId(*chunk) }).collect()
+}
+
+#[test]
+fn old_content_of_a_free_chunk_is_found_and_erased() {
+    for fixture in fixtures() {
+        assert_eq!(fixture.check().pool, []);
+        for chunk in [7, 9] {
+            fixture.overwrite(ChunkId(chunk).offset_bytes() + CHUNK_BYTES - 1, b"x");
+        }
+        let report = fixture.check();
+        assert_eq!(report.pool, not_erased(&[7, 9]));
+        assert!(!report.is_clean());
+        // Opening does not read it, and a check of the open pool does.
+        assert_eq!(fixture.open().check().unwrap().pool, not_erased(&[7, 9]));
+        let dry = Pool::repair(&fixture.path(), true).unwrap();
+        assert_eq!(fixture.check().pool, not_erased(&[7, 9]), "a dry run changes nothing");
+        let done = Pool::repair(&fixture.path(), false).unwrap();
+        assert_eq!((&dry.mended, &dry.left), (&done.mended, &done.left));
+        assert!(
+            done.mended.iter().any(|text| text.starts_with("2 free chunk(s), the first of them C7,")),
+            "{done:?}"
+        );
+        assert_eq!(done.left, [""; 0]);
+        assert_eq!(fixture.check().pool, []);
+        let pool = fixture.open();
+        [7, 9].iter().for_each(|chunk| assert!(is_zero(&pool, Extent::chunk(ChunkId(*chunk)))));
+        assert!(!is_zero(&pool, Extent::chunk(ChunkId(2))), "the volume has what it had");
+    }
+}
+
+#[test]
+fn what_is_lent_or_waits_is_nobodys_to_find() {
+    for fixture in fixtures() {
+        let pool = fixture.open();
+        let lent = pool.alloc_memory(8 * MIB).unwrap();
+        lent.iter().for_each(|extent| fill(&pool, *extent, 0x17));
+        assert_eq!(pool.check().unwrap().pool, []);
+        pool.free_memory(&lent).unwrap();
+        assert_eq!(pool.check().unwrap().pool, []);
+        pool.scrub_all().unwrap();
+        assert_eq!(pool.check().unwrap().pool, []);
+    }
+}
+
+#[test]
+fn a_free_chunk_that_a_volume_may_lack_is_not_erased() {
+    let fixture = with_volume(Path::new("/dev/shm"));
+    fixture.overwrite(entry(3), &encode_owner(ChunkId(3), Owner::Free).to_le_bytes());
+    assert!(fixture.check().pool.contains(&Finding::NotErased { chunk: ChunkId(3) }));
+    let before = fs::read(fixture.path()).unwrap();
+    for dry_run in [true, false] {
+        let report = Pool::repair(&fixture.path(), dry_run).unwrap();
+        assert!(report.left.iter().any(|text| text.contains("free chunk C3 holds")), "{report:?}");
+        assert!(before == fs::read(fixture.path()).unwrap(), "it was touched");
+    }
+}

@@ -1,0 +1,112 @@
+//! Files that claim many TiB and have next to nothing: looking at them and mending them takes little memory.
+
+use std::process::Command;
+
+use uuid::Uuid;
+use zerocopy::IntoBytes;
+
+use super::*;
+use crate::pool::table::{Owner, Slot, encode_owner};
+use crate::pool::volume_record::VolumeRecord;
+
+const HUGE_BYTES: u64 = 2 << 40;
+/// A map of the pool's chunks has 4 bytes for each, which is 4 MiB; the program itself some 10.
+const MAX_RESIDENT_BYTES: u64 = 64 << 20;
+const POOL_VARIABLE: &str = "PMEM_VOLUME_HUGE_TEST_POOL";
+
+/// A pool whose superblocks are whole, and nothing else but a log.
+fn claim(fixture: &Fixture) -> (fs::File, Superblock) {
+    let superblock = create::plan(HUGE_BYTES, 0, Uuid::from_u128(1), 1).unwrap();
+    let mut options = OpenOptions::new();
+    let file = options.read(true).write(true).create_new(true).open(fixture.path()).unwrap();
+    file.set_len(HUGE_BYTES).unwrap();
+    for at in layout::SUPERBLOCK_OFFSETS {
+        file.write_all_at(superblock.to_bytes().as_bytes(), at).unwrap();
+    }
+    file.write_all_at(redo_log::empty_header().as_bytes(), superblock.log_offset).unwrap();
+    (file, superblock)
+}
+
+/// Each slot has a volume as large as the pool.
+fn claim_volumes(file: &fs::File, superblock: &Superblock) {
+    for slot in superblock.slots() {
+        let record = VolumeRecord {
+            sequence: 1,
+            slot,
+            name: format!("v{}", slot.0).parse().unwrap(),
+            uuid: Uuid::nil(),
+            format: VolumeFormat::Raw,
+            thin: false,
+            chunks: superblock.chunks,
+            created_unix_s: 1,
+        };
+        for at in superblock.volume_record_offsets(slot) {
+            file.write_all_at(record.to_bytes().as_bytes(), at).unwrap();
+        }
+    }
+}
+
+fn claim_owners(file: &fs::File, superblock: &Superblock, owner: impl Fn(u32) -> Owner) {
+    let words = (0..superblock.chunks).map(ChunkId).map(|chunk| encode_owner(chunk, owner(chunk.0)));
+    let bytes: Vec<u8> = words.flat_map(|word| [word, 0]).flat_map(u64::to_le_bytes).collect();
+    file.write_all_at(&bytes, superblock.chunk_table_offset).unwrap();
+}
+
+/// Not a test of its own: what is done to the pool, in a process of which nothing else takes memory.
+#[test]
+fn a_process_that_looks_at_a_huge_pool() {
+    let Some(path) = std::env::var_os(POOL_VARIABLE).map(PathBuf::from) else { return };
+    for mode in [OpenMode::Peek, OpenMode::ReadOnly] {
+        let report = Pool::open(&path, mode).unwrap().check().unwrap();
+        assert!(!report.is_clean());
+        // Of each kind of finding only some are listed.
+        assert!(report.pool.len() < 1000, "{} findings", report.pool.len());
+    }
+    for dry_run in [true, false] {
+        let report = Pool::repair(&path, dry_run).unwrap();
+        assert!(!report.left.is_empty() && report.left.len() < 2000, "{} are left", report.left.len());
+    }
+    assert!(Pool::open(&path, OpenMode::ReadWrite).is_err());
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    let peak_kib: u64 = peak.trim().trim_end_matches(" kB").parse().unwrap();
+    assert!(peak_kib << 10 < MAX_RESIDENT_BYTES, "it took {peak_kib} KiB");
+}
+
+fn assert_takes_little(what: &str, make: impl FnOnce(&fs::File, &Superblock)) {
+    let fixture = Fixture::new();
+    let (file, superblock) = claim(&fixture);
+    make(&file, &superblock);
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "pool::tests::huge::a_process_that_looks_at_a_huge_pool", "--nocapture"])
+        .env(POOL_VARIABLE, fixture.path())
+        .output()
+        .unwrap();
+    assert!(child.status.success(), "{what}: {}", String::from_utf8_lossy(&child.stderr));
+    assert!(String::from_utf8_lossy(&child.stdout).contains("1 passed"), "{what}: nothing was run");
+}
+
+#[test]
+fn a_table_that_is_a_hole() {
+    assert_takes_little("no owners", |_, _| {});
+}
+
+#[test]
+fn volumes_that_lack_all_of_their_chunks() {
+    assert_takes_little("volumes", claim_volumes);
+}
+
+#[test]
+fn chunks_of_slots_that_there_are_not() {
+    assert_takes_little("slots", |file, superblock| {
+        claim_owners(file, superblock, |index| Owner::Volume { slot: Slot(u16::MAX), index });
+    });
+}
+
+#[test]
+fn chunks_that_are_all_the_same_one() {
+    assert_takes_little("indexes", |file, superblock| {
+        claim_volumes(file, superblock);
+        claim_owners(file, superblock, |_| Owner::Volume { slot: Slot(0), index: 0 });
+    });
+}
