@@ -120,7 +120,7 @@ fn a_pool_on_a_file_grows_and_keeps_what_it_has() {
         for bytes in [0, 62 * MIB, 64 * MIB, 65 * MIB, MAX_POOL_BYTES + CHUNK_BYTES] {
             assert!(matches!(refused(bytes), PoolError::Size { value, .. } if value == bytes), "{bytes}");
         }
-        assert!(matches!(refused(1 << 47), PoolError::FileSystemFull { .. }));
+        assert!(matches!(refused(MAX_POOL_BYTES), PoolError::FileSystemFull { .. }));
         assert!(before == fixture.image());
 
         let pool = Pool::grow(&fixture.path(), 96 * MIB).unwrap();
