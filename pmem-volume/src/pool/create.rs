@@ -12,6 +12,7 @@ use uuid::Uuid;
 use zerocopy::IntoBytes;
 
 use super::chunk::{ChunkId, Run};
+use super::findings::Severity;
 use super::layout::SUPERBLOCK_OFFSETS;
 use super::lock::{LockKind, try_lock};
 use super::open::judge_superblocks;
@@ -144,6 +145,7 @@ pub(super) fn check_device(path: &Path, needed_bytes: u64, device_bytes: u64) ->
 fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolError> {
     let file_error = |source| PoolError::File { path: path.to_owned(), action: "duplicate", source };
     let file = || opened.file.try_clone().map_err(file_error);
+    let unknown_volumes = |reason| PoolError::DeviceUnknownVolumes { path: path.to_owned(), reason };
     let copies = opened.read_copies(path)?;
     let found = match judge_superblocks(path, copies, opened.length, OpenMode::ReadOnly) {
         Err(PoolError::NotAPool { .. }) => {
@@ -158,9 +160,13 @@ fn check_empty(path: &Path, opened: &Opened, force: bool) -> Result<(), PoolErro
             if !volumes.is_empty() {
                 return Err(PoolError::DeviceHasVolumes { path: path.to_owned(), volumes });
             }
+            // Volumes may be what is damaged: a record that is lost, chunks of which nobody knows whose they are.
+            if let Some(damage) = pool.findings_at_open().iter().find(|f| f.severity() > Severity::Note) {
+                return Err(unknown_volumes(damage.to_string()));
+            }
             Some("there is a pool on it already, without volumes".to_owned())
         }
-        Err(damaged) => Some(format!("there is a pool on it that cannot be opened ({damaged})")),
+        Err(unreadable) => return Err(unknown_volumes(unreadable.to_string())),
     };
     match found {
         Some(found) if !force => Err(PoolError::DeviceNotEmpty { path: path.to_owned(), found }),

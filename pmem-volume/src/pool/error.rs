@@ -115,6 +115,16 @@ pub enum PoolError {
         /// Their names.
         volumes: Vec<String>,
     },
+    /// There is a pool on the device, and nobody can say what volumes it has.
+    #[error(
+        "pool {path}: there is a pool on the device already, and it may have volumes that cannot be seen ({reason}); see `pmvol check` and `pmvol repair`. To give it up for good, zero the first 2 MiB of the device yourself"
+    )]
+    DeviceUnknownVolumes {
+        /// The pool.
+        path: PathBuf,
+        /// Why nobody can say.
+        reason: String,
+    },
     /// The pool would be larger than the device.
     #[error(
         "pool {path}: {} are needed and the device has {}; choose a smaller size, or none for all of the device",

@@ -68,7 +68,7 @@ Examples:
         thin: bool,
         /// Make the pool on a device even if there is something on it, which is erased
         ///
-        /// Not if that is a pool with volumes, and not if the device is in use.
+        /// Not if that is a pool with volumes, or one that may have some, and not if the device is in use.
         #[arg(long)]
         force: bool,
     },

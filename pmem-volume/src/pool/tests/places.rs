@@ -225,11 +225,31 @@ fn what_is_on_a_device_is_erased_only_by_force_and_volumes_not_even_then() {
     assert_ne!(pool.uuid(), uuid);
     assert!(is_zero(&pool, Extent { start: ChunkId(4), order: 0 }));
     drop(pool);
-    // Both superblocks: nobody knows what else is damaged.
-    disk.write(100, &[0xff]);
-    disk.write(2 * MIB - 4096 + 100, &[0xff]);
-    assert!(found(disk.create().unwrap_err()));
-    disk.create_with(force()).unwrap();
+}
+
+#[test]
+fn a_pool_whose_volumes_cannot_be_seen_is_not_erased_by_force_either() {
+    let damages: [(&str, &[u64]); 4] = [
+        ("both copies of a volume's record", &[(64 << 10) + 256 + 40, MIB + 256 + 40]),
+        ("the owner word of a chunk", &[2 * MIB + 3 * 16]),
+        ("both superblocks", &[100, 2 * MIB - 4096 + 100]),
+        ("the version", &[8, 2 * MIB - 4096 + 8]),
+    ];
+    for (what, places) in damages {
+        let Some(disk) = Loop::new(32 * MIB) else { return };
+        drop(disk.create().unwrap());
+        places.iter().for_each(|at| disk.write(*at, &[0x5a]));
+        let before = disk.content();
+        for force in [false, true] {
+            let options = CreateOptions { force, ..CreateOptions::default() };
+            let error = disk.create_with(options).unwrap_err();
+            assert!(matches!(error, PoolError::DeviceUnknownVolumes { .. }), "{what}: {error}");
+        }
+        assert!(before == disk.content(), "{what}: a refused pool has changed the device");
+        // Given up by hand.
+        disk.write(0, &vec![0; 2 << 20]);
+        disk.create_with(CreateOptions { force: true, ..CreateOptions::default() }).unwrap();
+    }
 }
 
 #[test]
