@@ -271,7 +271,7 @@ fn on_a_block_device_it_is_page_cache_and_grows_with_it() -> Result<()> {
     // Whose the device is by now, is seen, and without a word nobody loses it.
     refused(&["create", &pool.name()], &["there is a pool", "--force"])?;
     disk.lengthen(32)?;
-    refused(&["info", &pool.name()], &["truncated", "33554432", "100663296"])
+    refused(&["info", &pool.name()], &["cut short", "33554432", "100663296"])
 }
 
 fn on_persistent_memory_as_a_block_device_it_is_page_cache() -> Result<()> {
