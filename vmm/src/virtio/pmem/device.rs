@@ -1,6 +1,6 @@
-//! The device: its range, and flushes that are over before the vCPU enters the guest again.
+//! The device: its range, and who answers flushes, and when.
 //!
-//! The guest's BTT flushes under a spinlock, so its driver must not have to sleep for the answer. The only way
+//! **Behind a BTT** flushes are over before the vCPU enters the guest again. The guest's BTT flushes under a spinlock, so its driver must not have to sleep for the answer. The only way
 //! is to have the answer there when the notifying instruction retires:
 //! 1. the flush queue has no ioeventfd: the notification is an exit of the vCPU;
 //! 2. inside that exit the backing is made durable and the used ring is written;
@@ -11,6 +11,9 @@
 //! With one vCPU that is enough. With more, the interrupt may belong to another vCPU, which cannot take the
 //! queue lock while the first one holds it; nothing in a VMM closes that window, so the interface is refused
 //! there (see `volume::interface`).
+//!
+//! **A raw range** is flushed where the guest may sleep: by its file systems and its programs. A thread of the
+//! device's own answers, so that a disk that takes its time holds up who waits for it and not a vCPU.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,40 +23,90 @@ use tracing::debug;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestAddressSpace;
 
+use super::event::Worker;
 use super::metrics::PmemMetrics;
 use super::request::{Answer, Kind, Request, RequestError};
+use crate::event_loop::{EventLoop, EventLoopError};
 use crate::log::sparsely;
 use crate::memory::view::MappedMemory;
+use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, ActiveQueue, VirtioDevice, read_config_bytes};
 use crate::volume::Persist;
 
 /// Device type (virtio 1.3, 5).
 const TYPE_PMEM: u16 = 27;
-const FLUSH_QUEUE: u16 = 0;
+pub(super) const FLUSH_QUEUE: u16 = 0;
 const QUEUE_SIZES: [u16; 1] = [64];
 
 /// A range of PM as a virtio-pmem device.
 pub struct Pmem {
-    name: String,
     /// `struct virtio_pmem_config` (5.19.4): start and size, 64 bits each.
     config: [u8; 16],
+    flusher: Arc<Flusher>,
+    answers: Answers,
+}
+
+/// Who answers flushes.
+enum Answers {
+    /// The vCPU that asks, within its exit. The activation is there while the device runs.
+    InExit(Option<Activation>),
+    /// A thread.
+    OnThread {
+        worker: WorkerSlot,
+        /// Behind the worker, which ends before it does.
+        _thread: EventLoop,
+    },
+}
+
+/// What answers flushes, on whichever thread.
+pub(super) struct Flusher {
+    name: String,
     backing: Arc<dyn Persist>,
     metrics: Arc<PmemMetrics>,
-    active: Option<Activation>,
 }
 
 impl Pmem {
-    /// A device that shows `len_bytes` from guest-physical `start`, made durable by `backing`.
+    /// A device for a guest's BTT: it shows `len_bytes` from guest-physical `start`, made durable by `backing`.
     pub fn new(name: String, start: u64, len_bytes: u64, backing: Arc<dyn Persist>) -> Self {
+        Self::answered(name, start, len_bytes, backing, Answers::InExit(None))
+    }
+
+    /// A device for whoever may sleep while a flush takes its time.
+    pub fn raw(
+        name: String,
+        start: u64,
+        len_bytes: u64,
+        backing: Arc<dyn Persist>,
+    ) -> Result<Self, EventLoopError> {
+        let thread = EventLoop::spawn("_pmem")?;
+        let answers = Answers::OnThread { worker: WorkerSlot::new(thread.handle()), _thread: thread };
+        Ok(Self::answered(name, start, len_bytes, backing, answers))
+    }
+
+    fn answered(
+        name: String,
+        start: u64,
+        len_bytes: u64,
+        backing: Arc<dyn Persist>,
+        answers: Answers,
+    ) -> Self {
         let mut config = [0; 16];
         config[..8].copy_from_slice(&start.to_le_bytes());
         config[8..].copy_from_slice(&len_bytes.to_le_bytes());
-        Self { name, config, backing, metrics: Arc::default(), active: None }
+        let flusher = Arc::new(Flusher { name, backing, metrics: Arc::default() });
+        Self { config, flusher, answers }
     }
 
     /// The device's counters.
     pub fn metrics(&self) -> Arc<PmemMetrics> {
-        Arc::clone(&self.metrics)
+        Arc::clone(&self.flusher.metrics)
+    }
+}
+
+impl Flusher {
+    /// What logs call the device.
+    pub(super) fn name(&self) -> &str {
+        &self.name
     }
 
     /// One result for all flushes that were taken from the queue before the call.
@@ -75,7 +128,7 @@ impl Pmem {
     /// One round is enough: whatever the driver queues later, it notifies us of, since it is never told not to.
     /// No guard is held while the backing is made durable: that may take long, and whoever plugs memory waits for
     /// guards, with everybody else behind it.
-    fn serve(&self, active: &mut Activation) -> bool {
+    pub(super) fn serve(&self, active: &mut Activation) -> bool {
         let Some(Some(ActiveQueue { queue, .. })) = active.queues.get_mut(usize::from(FLUSH_QUEUE)) else {
             return false;
         };
@@ -135,7 +188,7 @@ impl VirtioDevice for Pmem {
     }
 
     fn name(&self) -> &str {
-        &self.name
+        self.flusher.name()
     }
 
     fn queue_sizes(&self) -> &[u16] {
@@ -150,26 +203,40 @@ impl VirtioDevice for Pmem {
         if !matches!(activation.queues.first(), Some(Some(_))) {
             return Err(ActivateError::QueueMissing { index: FLUSH_QUEUE });
         }
-        self.active = Some(activation);
-        Ok(())
+        match &mut self.answers {
+            Answers::InExit(active) => {
+                *active = Some(activation);
+                Ok(())
+            }
+            Answers::OnThread { worker, .. } => {
+                worker.start(Box::new(Worker::new(Arc::clone(&self.flusher), activation)))
+            }
+        }
     }
 
     fn reset(&mut self) {
-        self.active = None;
+        match &mut self.answers {
+            Answers::InExit(active) => *active = None,
+            Answers::OnThread { worker, .. } => {
+                worker.stop();
+            }
+        }
     }
 
     fn synchronous_queues(&self) -> &[u16] {
-        &[FLUSH_QUEUE]
+        match self.answers {
+            Answers::InExit(_) => &[FLUSH_QUEUE],
+            Answers::OnThread { .. } => &[],
+        }
     }
 
     fn notify_synchronous(&mut self, _queue: u16) {
-        let Some(mut active) = self.active.take() else { return };
-        if self.serve(&mut active)
+        let Answers::InExit(Some(active)) = &mut self.answers else { return };
+        if self.flusher.serve(active)
             && let Err(err) = active.interrupt.signal_queue_now(FLUSH_QUEUE)
         {
-            sparsely!(error, device = self.name, %err, "The guest cannot be interrupted");
+            sparsely!(error, device = self.flusher.name, %err, "The guest cannot be interrupted");
         }
-        self.active = Some(active);
     }
 }
 
@@ -297,7 +364,8 @@ mod tests {
     #[test]
     fn memory_can_be_plugged_while_a_flush_takes_its_time() {
         let mut f = fixture(&[&flush(0)]);
-        *f.backing.view.lock() = f.device.active.as_ref().map(|active| active.view.clone());
+        let Answers::InExit(Some(active)) = &f.device.answers else { panic!("not active") };
+        *f.backing.view.lock() = Some(active.view.clone());
         // With a guard held across the persist, this would wait for itself for ever.
         f.device.notify_synchronous(0);
         assert_eq!(response(&f, 0), 0);
