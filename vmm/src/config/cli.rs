@@ -106,7 +106,7 @@ struct Flags {
     /// pool=PATH,size=S,guest_numa_node=N,scrub_bandwidth=S: persistent memory that may be plugged as memory; erasing what comes back takes at most so many bytes per second, or 0 for no bound [default: scrub_bandwidth=1G]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     pm_memory: Option<String>,
-    /// pool=PATH,name=NAME,size=S|remaining,interface=auto|nvdimm|virtio-pmem,create=on|off,readonly=on|off,force=on|off: volumes of a pool
+    /// pool=PATH,name=NAME,size=S|remaining,format=btt|raw,interface=auto|nvdimm|virtio-pmem,create=on|off,readonly=on|off,force=on|off: volumes of a pool
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pm_volume: Vec<String>,
     /// policy=psi|fixed|off,size=S,dry_run=on|off: what resizes memory [default: policy=psi]

@@ -32,7 +32,7 @@ pub use self::error::ConfigError;
 pub use self::memory::{HotplugMethod, MemoryConfig};
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
 pub use self::pm_memory::{MAX_PM_NODE, MIN_PM_NODE, PmMemoryConfig};
-pub use self::pm_volume::{PmVolumeConfig, VolumeInterface, VolumeSize};
+pub use self::pm_volume::{PmVolumeConfig, VolumeFormat, VolumeInterface, VolumeSize};
 pub use self::pressure::{POLICIES, PressureConfig, check_fixed_size, check_policy};
 pub use self::rng::RngConfig;
 pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, check as check_size, parse as parse_size};
@@ -109,7 +109,7 @@ impl VmConfig {
                 return Err(ConfigError::Conflict { flag, reason });
             }
             // Of the payload nothing is known yet; whether `auto` finds something for it is seen when it is loaded.
-            choose(&volume.name, volume.interface, self.cpus.max_vcpus, Payload::Linux, volume.force)?;
+            choose(volume, self.cpus.max_vcpus, Payload::Linux)?;
         }
         Ok(())
     }
@@ -228,6 +228,16 @@ mod tests {
         assert!(config.warnings()[0].contains("force=on"));
         config.pm_volumes = vec![volume("pool=/p,name=a,interface=auto")];
         assert!(config.validate().is_ok());
+    }
+
+    #[test]
+    fn raw_bytes_by_virtio_pmem_are_for_any_number_of_vcpus() {
+        let mut config = least();
+        config.cpus = CpusConfig::parse("boot=2,max=4").unwrap();
+        for interface in ["auto", "virtio-pmem", "nvdimm"] {
+            config.pm_volumes = vec![volume(&format!("pool=/p,name=a,format=raw,interface={interface}"))];
+            assert!(config.validate().is_ok(), "{interface}");
+        }
     }
 
     #[test]

@@ -1,19 +1,20 @@
-//! `--pm-volume pool=,name=,size=,interface=,create=,readonly=,force=`.
+//! `--pm-volume pool=,name=,size=,format=,interface=,create=,readonly=,force=`.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use pmem_volume::pool::VolumeName;
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
-use super::option_parser::{Refused, Syntax};
+use super::option_parser::Syntax;
 use super::size;
 
 const SYNTAX: Syntax = Syntax {
     flag: "--pm-volume",
-    keys: &["pool", "name", "size", "interface", "create", "readonly", "force"],
+    keys: &["pool", "name", "size", "format", "interface", "create", "readonly", "force"],
     words: &[],
-    refused: &[Refused { key: "format", neutral: &["btt"], why: "btt is the only format of volumes" }],
+    refused: &[],
 };
 
 /// How a volume is shown to the guest.
@@ -29,6 +30,26 @@ pub enum VolumeInterface {
     VirtioPmem,
 }
 
+/// What a volume's bytes are to the guest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VolumeFormat {
+    /// A Block Translation Table: a disk whose sectors do not tear.
+    #[default]
+    Btt,
+    /// Nothing but bytes, which programs in the guest may map (DAX). Sectors may tear.
+    Raw,
+}
+
+impl fmt::Display for VolumeFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Btt => "btt",
+            Self::Raw => "raw",
+        })
+    }
+}
+
 /// How large a volume shall be.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -42,7 +63,7 @@ pub enum VolumeSize {
     Remaining,
 }
 
-/// `--pm-volume pool=,name=,size=,interface=,create=,readonly=,force=`.
+/// `--pm-volume pool=,name=,size=,format=,interface=,create=,readonly=,force=`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PmVolumeConfig {
     /// The pool.
@@ -52,6 +73,9 @@ pub struct PmVolumeConfig {
     /// Its size: another one than the volume has is an error.
     #[serde(default)]
     pub size: VolumeSize,
+    /// Its format: another one than the volume has is an error, since who maps raw bytes must know that they tear.
+    #[serde(default)]
+    pub format: VolumeFormat,
     /// How it is shown.
     #[serde(default)]
     pub interface: VolumeInterface,
@@ -81,11 +105,17 @@ impl PmVolumeConfig {
             "virtio-pmem" => Some(VolumeInterface::VirtioPmem),
             _ => None,
         })?;
+        let format = options.read("format", "btt or raw", |text| match text {
+            "btt" => Some(VolumeFormat::Btt),
+            "raw" => Some(VolumeFormat::Raw),
+            _ => None,
+        })?;
         let name = options.read("name", "a name", |text| Some(text.to_owned()))?;
         Ok(Self {
             pool: options.required("pool", options.path("pool")?)?,
             name: options.required("name", name)?,
             size,
+            format: format.unwrap_or_default(),
             interface: interface.unwrap_or_default(),
             create: options.switch("create")?.unwrap_or(false),
             readonly: options.switch("readonly")?.unwrap_or(false),
@@ -130,6 +160,7 @@ mod tests {
             pool: "/pm/pool".into(),
             name: "data".to_owned(),
             size: VolumeSize::Bytes(8 << 30),
+            format: VolumeFormat::Btt,
             interface: VolumeInterface::VirtioPmem,
             create: true,
             readonly: false,
@@ -139,11 +170,20 @@ mod tests {
         assert!(volume.validate().is_ok());
         let volume = PmVolumeConfig::parse("pool=/p,name=a").unwrap();
         assert_eq!((volume.size, volume.interface), (VolumeSize::Existing, VolumeInterface::Auto));
+        assert_eq!(volume.format, VolumeFormat::Btt);
         assert!(volume.validate().is_ok());
         assert_eq!(
             PmVolumeConfig::parse("pool=/p,name=a,size=remaining").unwrap().size,
             VolumeSize::Remaining
         );
+        let raw = PmVolumeConfig::parse("pool=/p,name=a,size=2M,create=on,format=raw").unwrap();
+        assert_eq!(raw.format, VolumeFormat::Raw);
+        assert!(raw.validate().is_ok());
+        // In JSON it may be missing, as in what older clients send.
+        let json: PmVolumeConfig = serde_json::from_str(r#"{"pool": "/p", "name": "a"}"#).unwrap();
+        assert_eq!(json.format, VolumeFormat::Btt);
+        let json = serde_json::to_value(&raw).unwrap();
+        assert_eq!(json["format"], "raw");
     }
 
     #[test]
@@ -157,7 +197,8 @@ mod tests {
         assert!(error("pool=/p,name=a/b").starts_with(r#"--pm-volume: the volume name "a/b" has '/' in it"#));
         assert_eq!(error("pool=/p,name="), "--pm-volume: a volume's name may not be empty");
         assert!(error(&format!("pool=/p,name={}", "a".repeat(65))).ends_with("65 bytes; at most 64 fit"));
-        assert!(error("pool=/p,name=a,format=raw").contains("btt is the only format"));
+        assert_eq!(error("pool=/p,name=a,format=qcow2"), r#"--pm-volume: format="qcow2" is not btt or raw"#);
+        assert_eq!(error("pool=/p,name=a,format=raw,format=btt"), "--pm-volume: format is given twice");
         assert_eq!(error("pool=/p,name=a,create=on"), "--pm-volume: create=on of volume a needs a size=");
         assert!(error("pool=/p,name=a,size=2M,create=on,readonly=on").contains("readonly=on"));
     }

@@ -7,10 +7,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use pmem_volume::pool::{Run, Scrubber, VolumeExtent};
-use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume, VolumeFormat};
+use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume};
 
 use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, VolumeRequest};
-use crate::config::VolumeSize;
+use crate::config::{VolumeFormat, VolumeSize};
 use crate::volume::{Persist, PersistError};
 
 /// A pool of the crate `pmem-volume`, and the thread that erases what is given back to it.
@@ -65,7 +65,7 @@ impl PmPool for LocalPool {
     }
 
     fn open_volume(&self, request: VolumeRequest<'_>) -> Result<Box<dyn PoolVolume>, PoolError> {
-        let VolumeRequest { name, size, create } = request;
+        let VolumeRequest { name, size, format, create } = request;
         let wanted = match size {
             VolumeSize::Existing => None,
             VolumeSize::Bytes(bytes) => Some(pmem_volume::VolumeSize::Bytes(bytes)),
@@ -73,7 +73,11 @@ impl PmPool for LocalPool {
         };
         let volume = match (self.pool.open_volume(name), wanted) {
             (Err(pmem_volume::PoolError::NoSuchVolume { .. }), Some(wanted)) if create => {
-                self.pool.create_volume(name, wanted, VolumeFormat::Btt).map_err(failed)?;
+                let format = match format {
+                    VolumeFormat::Btt => pmem_volume::VolumeFormat::Btt,
+                    VolumeFormat::Raw => pmem_volume::VolumeFormat::Raw,
+                };
+                self.pool.create_volume(name, wanted, format).map_err(failed)?;
                 self.pool.open_volume(name).map_err(failed)?
             }
             (Err(pmem_volume::PoolError::NoSuchVolume { name, .. }), _) => {
@@ -81,6 +85,13 @@ impl PmPool for LocalPool {
             }
             (result, _) => result.map_err(failed)?,
         };
+        let found = match volume.info().format {
+            pmem_volume::VolumeFormat::Btt => VolumeFormat::Btt,
+            pmem_volume::VolumeFormat::Raw => VolumeFormat::Raw,
+        };
+        if found != format {
+            return Err(PoolError::VolumeFormat { name: name.to_owned(), found, wanted: format });
+        }
         match size {
             VolumeSize::Bytes(wanted_bytes) if wanted_bytes != volume.size_bytes() => {
                 Err(PoolError::VolumeSize {
@@ -243,7 +254,7 @@ mod tests {
     #[test]
     fn a_volume_is_made_on_request_and_found_again_by_its_size() {
         let (pool, _path, _folder) = pool();
-        let request = |size, create| VolumeRequest { name: "data", size, create };
+        let request = |size, create| VolumeRequest { name: "data", size, format: VolumeFormat::Btt, create };
         let open = |size, create| pool.open_volume(request(size, create));
         let size = VolumeSize::Bytes(24 * MIB);
         assert!(matches!(open(size, false).err(), Some(PoolError::NoVolume { name }) if name == "data"));
@@ -259,6 +270,30 @@ mod tests {
         }
         let err = open(VolumeSize::Bytes(8 * MIB), true).err().unwrap().to_string();
         assert!(err.contains("24 MiB") && err.contains("8 MiB"), "{err}");
+    }
+
+    #[test]
+    fn a_volume_of_the_other_format_is_refused_by_both_names() {
+        let (pool, _path, _folder) = pool();
+        let open = |name, format, create| {
+            pool.open_volume(VolumeRequest { name, size: VolumeSize::Bytes(20 * MIB), format, create })
+        };
+        for (name, found, wanted) in
+            [("raw", VolumeFormat::Raw, VolumeFormat::Btt), ("disk", VolumeFormat::Btt, VolumeFormat::Raw)]
+        {
+            drop(open(name, found, true).unwrap());
+            // create=on makes what is missing, and changes nothing that is there.
+            for create in [false, true] {
+                let err = open(name, wanted, create).err().unwrap();
+                let message = err.to_string();
+                assert!(matches!(err, PoolError::VolumeFormat { .. }), "{message}");
+                for part in [format!("{name:?}"), found.to_string(), wanted.to_string()] {
+                    assert!(message.contains(&part), "{part} in {message}");
+                }
+            }
+            drop(open(name, found, true).unwrap());
+        }
+        assert_eq!(pool.pool().volumes()[1].format, pmem_volume::VolumeFormat::Raw);
     }
 
     #[test]

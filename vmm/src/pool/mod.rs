@@ -13,7 +13,7 @@ pub use local::LocalPool;
 pub use pmem_volume::Durability;
 use thiserror::Error;
 
-use crate::config::{Size, VolumeSize};
+use crate::config::{Size, VolumeFormat, VolumeSize};
 use crate::volume::Persist;
 
 /// Bytes in a chunk, the pool's unit.
@@ -68,6 +68,18 @@ pub enum PoolError {
         /// What was asked for.
         wanted_bytes: u64,
     },
+    /// The volume has another format.
+    #[error(
+        "Volume {name:?} is {found}, not {wanted}: format={found} attaches it (btt unless it is said otherwise)"
+    )]
+    VolumeFormat {
+        /// The name.
+        name: String,
+        /// What it is.
+        found: VolumeFormat,
+        /// What was asked for.
+        wanted: VolumeFormat,
+    },
     /// The host has no thread left.
     #[error("The thread that erases what is given back cannot be started")]
     Scrubber(#[source] io::Error),
@@ -117,6 +129,8 @@ pub struct VolumeRequest<'a> {
     pub name: &'a str,
     /// Its size: another one than it has is an error, and `Remaining` is whatever it was when it was made.
     pub size: VolumeSize,
+    /// Its format: another one than it has is an error.
+    pub format: VolumeFormat,
     /// Make it when it is missing.
     pub create: bool,
 }

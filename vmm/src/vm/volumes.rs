@@ -10,7 +10,7 @@ use super::owner::{EventSender, MachineEvent};
 use super::resources::Resources;
 use super::zones;
 use crate::acpi::Nvdimm;
-use crate::config::{PmVolumeConfig, VmConfig};
+use crate::config::{PmVolumeConfig, VmConfig, VolumeFormat};
 use crate::memory::backing::Access;
 use crate::memory::layout::FLUSH_HINT_LEN;
 use crate::memory::{MappedRange, Memory};
@@ -18,7 +18,7 @@ use crate::metrics::{VolumeCounters, VolumeMetrics};
 use crate::nvdimm::FlushHint;
 use crate::pool::{PoolVolume, VolumeRequest};
 use crate::virtio::pmem::device::Pmem;
-use crate::volume::interface::{Chosen, Payload, choose};
+use crate::volume::interface::{Chosen, InterfaceError, Payload, check_pool, choose};
 use crate::volume::{Persist, ReadOnly};
 
 /// What attaching volumes leaves behind.
@@ -50,7 +50,9 @@ pub(super) fn attach(
     events: &EventSender,
 ) -> Result<Attached, BuildError> {
     let choose = |volume: &PmVolumeConfig| {
-        choose(&volume.name, volume.interface, config.cpus.max_vcpus, payload, volume.force)
+        let chosen = choose(volume, config.cpus.max_vcpus, payload)?;
+        check_pool(volume, chosen, resources.pool(&volume.pool).durability())?;
+        Ok::<_, InterfaceError>(chosen)
     };
     let chosen: Vec<_> = config.pm_volumes.iter().map(choose).collect::<Result<_, _>>()?;
     let mut attached = Attached::default();
@@ -82,7 +84,8 @@ fn open(config: &VmConfig, resources: &Resources) -> Result<Vec<Arc<dyn PoolVolu
         for (slot, volume) in
             opened.iter_mut().zip(&config.pm_volumes).filter(|(_, volume)| volume.create == create)
         {
-            let request = VolumeRequest { name: &volume.name, size: volume.size, create };
+            let request =
+                VolumeRequest { name: &volume.name, size: volume.size, format: volume.format, create };
             let result = resources.pool(&volume.pool).open_volume(request);
             *slot = Some(Arc::from(result.map_err(BuildError::device(flag(volume)))?));
         }
@@ -163,7 +166,11 @@ fn attach_virtio_pmem(
         true => Arc::new(ReadOnly),
         false => Arc::clone(&mapped.volume) as Arc<dyn Persist>,
     };
-    let device = Pmem::new(format!("pmem-{}", mapped.config.name), guest.start, guest.len, backing);
+    let name = format!("pmem-{}", mapped.config.name);
+    let device = match mapped.config.format {
+        VolumeFormat::Btt => Pmem::new(name, guest.start, guest.len, backing),
+        VolumeFormat::Raw => Pmem::raw(name, guest.start, guest.len, backing)?,
+    };
     let counters = VolumeCounters::VirtioPmem(device.metrics());
     fabric.attach(Box::new(device), memory)?;
     Ok(counters)

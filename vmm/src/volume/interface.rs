@@ -1,13 +1,16 @@
 //! Which interface a volume gets: pure, one table.
 //!
-//! | interface | translation | safe with |
-//! |---|---|---|
-//! | `nvdimm` | the guest's BTT driver, flushes without waiting | every Linux, any number of vCPUs |
-//! | `virtio-pmem` | the guest's BTT driver, flushes that must not wait | one possible vCPU |
+//! | format | interface | translation | safe with |
+//! |---|---|---|---|
+//! | btt | `nvdimm` | the guest's BTT driver, flushes without waiting | every Linux, any number of vCPUs |
+//! | btt | `virtio-pmem` | the guest's BTT driver, flushes that must not wait | one possible vCPU |
+//! | raw | `virtio-pmem` | none; flushes may take their time | every guest with the driver, any number of vCPUs |
+//! | raw | `nvdimm` | none | pools on which a fence is a flush |
 
+use pmem_volume::Durability;
 use thiserror::Error;
 
-use crate::config::VolumeInterface;
+use crate::config::{PmVolumeConfig, VolumeFormat, VolumeInterface};
 
 /// An interface that was chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,37 +55,124 @@ pub enum InterfaceError {
         /// The volume.
         name: String,
     },
+    /// Programs in the guest would take a fence for a flush, and a power loss their data.
+    #[error(
+        "--pm-volume name={name}: interface=nvdimm with format=raw is unsafe on a {} pool: a guest allows MAP_SYNC \
+         on an NVDIMM, and takes a fence for a flush there, which this pool needs to be asked for; use \
+         interface=virtio-pmem, readonly=on, or force=on",
+        durability.name()
+    )]
+    UnsafeRawNvdimm {
+        /// The volume.
+        name: String,
+        /// What a flush survives on its pool.
+        durability: Durability,
+    },
 }
 
-/// Chooses the interface of the volume called `name`, or says why the wish is refused.
-pub fn choose(
-    name: &str,
-    wish: VolumeInterface,
+/// Chooses the volume's interface, or says why the wish is refused.
+pub fn choose(volume: &PmVolumeConfig, max_vcpus: u8, payload: Payload) -> Result<Chosen, InterfaceError> {
+    match volume.format {
+        VolumeFormat::Btt => choose_for_btt(volume, max_vcpus, payload),
+        VolumeFormat::Raw => Ok(choose_for_raw(volume.interface)),
+    }
+}
+
+fn choose_for_btt(
+    volume: &PmVolumeConfig,
     max_vcpus: u8,
     payload: Payload,
-    force: bool,
 ) -> Result<Chosen, InterfaceError> {
-    match (wish, payload) {
+    let name = || volume.name.clone();
+    match (volume.interface, payload) {
         (VolumeInterface::Nvdimm, _) | (VolumeInterface::Auto, Payload::Linux) => Ok(Chosen::Nvdimm),
-        (VolumeInterface::Auto, Payload::Unknown) => {
-            Err(InterfaceError::NothingSafe { name: name.to_owned() })
-        }
-        (VolumeInterface::VirtioPmem, _) if max_vcpus > 1 && !force => {
-            Err(InterfaceError::UnsafeVirtioPmem { name: name.to_owned(), max_vcpus })
+        (VolumeInterface::Auto, Payload::Unknown) => Err(InterfaceError::NothingSafe { name: name() }),
+        (VolumeInterface::VirtioPmem, _) if max_vcpus > 1 && !volume.force => {
+            Err(InterfaceError::UnsafeVirtioPmem { name: name(), max_vcpus })
         }
         (VolumeInterface::VirtioPmem, _) => Ok(Chosen::VirtioPmem),
     }
+}
+
+/// virtio-pmem is right on every pool, and Linux has struct pages for it, without which there is no DAX; those of an
+/// NVDIMM have to be made by ndctl first.
+fn choose_for_raw(wish: VolumeInterface) -> Chosen {
+    match wish {
+        VolumeInterface::Auto | VolumeInterface::VirtioPmem => Chosen::VirtioPmem,
+        VolumeInterface::Nvdimm => Chosen::Nvdimm,
+    }
+}
+
+/// Refuses what was chosen where the pool is not made for it, which is known when the pool is open.
+///
+/// A BTT's driver flushes by the hints, and so do file systems. But Linux takes every NVDIMM in the NFIT for memory that
+/// is durable behind a fence: it lets programs map a raw one with MAP_SYNC, and they flush no more than cache lines.
+pub fn check_pool(
+    volume: &PmVolumeConfig,
+    chosen: Chosen,
+    durability: Durability,
+) -> Result<(), InterfaceError> {
+    let fence_is_flush = durability != Durability::PageCache;
+    let writes_raw = volume.format == VolumeFormat::Raw && !volume.readonly;
+    if chosen == Chosen::Nvdimm && writes_raw && !fence_is_flush && !volume.force {
+        return Err(InterfaceError::UnsafeRawNvdimm { name: volume.name.clone(), durability });
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn volume(options: &str) -> PmVolumeConfig {
+        PmVolumeConfig::parse(&format!("pool=/p,name=data,{options}")).unwrap()
+    }
+
+    #[test]
+    fn raw_is_virtio_pmem_on_any_number_of_vcpus_unless_it_is_said_otherwise() {
+        for payload in [Payload::Linux, Payload::Unknown] {
+            for vcpus in [1, 2, 64] {
+                let chosen = |options| choose(&volume(options), vcpus, payload);
+                assert_eq!(chosen("format=raw"), Ok(Chosen::VirtioPmem));
+                assert_eq!(chosen("format=raw,interface=virtio-pmem"), Ok(Chosen::VirtioPmem));
+                assert_eq!(chosen("format=raw,interface=nvdimm"), Ok(Chosen::Nvdimm));
+            }
+        }
+    }
+
+    #[test]
+    fn a_raw_nvdimm_that_is_written_needs_a_pool_on_which_a_fence_is_a_flush() {
+        use Durability::{DaxSync, PageCache, Volatile};
+        let checked = |options, durability| {
+            let volume = volume(options);
+            check_pool(&volume, choose(&volume, 1, Payload::Linux).unwrap(), durability)
+        };
+        let raw = "format=raw,interface=nvdimm";
+        let text = checked(raw, PageCache).unwrap_err().to_string();
+        for part in ["data", "page-cache", "MAP_SYNC", "interface=virtio-pmem", "force=on"] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+        assert_eq!(text.lines().count(), 1);
+        for (options, durability) in [
+            (raw, DaxSync),
+            (raw, Volatile),
+            ("format=raw,interface=nvdimm,readonly=on", PageCache),
+            ("format=raw,interface=nvdimm,force=on", PageCache),
+            ("format=raw,interface=virtio-pmem", PageCache),
+            ("format=raw", PageCache),
+            ("format=btt,interface=nvdimm", PageCache),
+        ] {
+            assert_eq!(checked(options, durability), Ok(()), "{options} on {durability:?}");
+        }
+    }
+
     #[test]
     fn the_table_of_interfaces() {
         use Payload::{Linux, Unknown};
         use VolumeInterface::{Auto, Nvdimm, VirtioPmem};
-        let chosen = |wish, vcpus, payload, force| choose("v", wish, vcpus, payload, force).ok();
+        let chosen = |interface, vcpus, payload, force| {
+            choose(&PmVolumeConfig { interface, force, ..volume("format=btt") }, vcpus, payload).ok()
+        };
         assert_eq!(chosen(Auto, 1, Linux, false), Some(Chosen::Nvdimm));
         assert_eq!(chosen(Auto, 64, Linux, false), Some(Chosen::Nvdimm));
         assert_eq!(chosen(Auto, 1, Unknown, false), None);
@@ -95,8 +185,7 @@ mod tests {
 
     #[test]
     fn a_refusal_names_the_volume_the_count_and_the_way_out() {
-        let text =
-            choose("data", VolumeInterface::VirtioPmem, 2, Payload::Linux, false).unwrap_err().to_string();
+        let text = choose(&volume("interface=virtio-pmem"), 2, Payload::Linux).unwrap_err().to_string();
         for part in ["data", "max=2", "spinlock", "interface=nvdimm", "force=on"] {
             assert!(text.contains(part), "{part} in {text}");
         }

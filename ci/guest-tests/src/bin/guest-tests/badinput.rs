@@ -34,7 +34,7 @@ guest_tests::tests![
 ];
 
 /// The VMM says one line with all of the words, ends with 1, and has made and changed no file.
-fn refuses(builder: &GuestBuilder, words: &[&str]) -> Result<()> {
+pub fn refuses(builder: &GuestBuilder, words: &[&str]) -> Result<()> {
     let before = files(&this_tests_dir())?;
     let refusal = builder.clone().name("refused").expect_refusal()?;
     // Warnings about other flags may come before it.

@@ -9,6 +9,7 @@ mod hostile;
 mod memory;
 mod pool_places;
 mod pressure;
+mod raw;
 mod volume;
 mod volume_flush;
 mod volume_grow;
@@ -27,6 +28,7 @@ fn main() {
         volume_flush::TESTS,
         volume_grow::TESTS,
         pool_places::TESTS,
+        raw::TESTS,
         hostile::TESTS,
     ]
     .concat();

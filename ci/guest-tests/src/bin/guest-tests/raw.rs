@@ -1,0 +1,161 @@
+//! A raw volume is bytes and nothing else: by virtio-pmem on any guest, and refused where a guest would be misled.
+
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::disk::HeldWriteback;
+use guest_tests::guest::GuestBuilder;
+use guest_tests::pool::pmvol;
+use guest_tests::{Disk, Guest, Kernel, Pool};
+
+use crate::badinput::refuses;
+use crate::volume::{IO_LIMIT, check_acknowledged, guest_with, write_files_and_kill};
+use crate::volume_flush::flushes;
+
+guest_tests::tests![
+    raw_holds_with_two_cpus: 300,
+    raw_holds_with_two_cpus_on_6_1: 300,
+    raw_files_survive_a_power_cut: 300,
+    raw_flush_failures_are_errors: 300,
+    raw_is_an_nvdimm_where_a_fence_is_a_flush: 300,
+    raw_nvdimm_on_a_page_cache_is_refused,
+    raw_and_btt_are_not_taken_for_each_other,
+];
+
+/// What every raw volume here is.
+pub const RAW: &str = "format=raw,size=96M,create=on";
+
+/// The guest's driver has found the bytes.
+pub fn wait_for_bytes(guest: &Guest) -> Result<()> {
+    guest.wait_until_run("/dev/pmem0 is there", IO_LIMIT, "test -b /dev/pmem0")
+}
+
+/// A guest with two CPUs and the raw volume `data`, which is made if it is missing.
+pub fn raw_guest(pool: &Pool, options: &str) -> GuestBuilder {
+    guest_with(pool, &format!("{RAW},{options}")).cpus(2)
+}
+
+/// A pool for which each flush is a flush.
+pub fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
+    let disk = Disk::create(384, room_mib)?;
+    let pool = Pool::create_in(disk.dir(), "256M")?;
+    ensure!(pool.durability()? == "page-cache", "A pool on a disk is {}", pool.durability()?);
+    Ok((disk, pool))
+}
+
+/// Direct and buffered writers at once, each of which flushes, while the device's thread answers.
+fn holds(kernel: Kernel) -> Result<()> {
+    let (_disk, pool) = pool_on_disk(1024)?;
+    let guest = raw_guest(&pool, "interface=auto").kernel(kernel).boot()?;
+    wait_for_bytes(&guest)?;
+    ensure!(guest.run("ls /sys/block")?.lines().all(|name| name != "pmem0s"), "A raw volume has a BTT");
+    let write = |mode: &str, first: u32, seed: u32| {
+        let command = format!("exec guest-tool write-blocks /dev/pmem0 {mode} {first} 600 {seed} 3");
+        guest.start_script(IO_LIMIT, &command)
+    };
+    for writer in [write("direct", 0, 1)?, write("buffered", 8192, 2)?, write("buffered", 16384, 3)?] {
+        let output = writer.finish()?;
+        ensure!(output.code == 0, "A writer ended with {}:\n{}", output.code, output.stderr);
+    }
+    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
+    for (first, seed) in [(0, 1), (8192, 2), (16384, 3)] {
+        guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks /dev/pmem0 {first} 600 {seed} 3"))?;
+    }
+    // Three rounds of two buffered writers, each with an fdatasync at its end.
+    let done = flushes(&guest, "ok")?;
+    ensure!(done >= 6.0, "{done} flushes");
+    ensure!(flushes(&guest, "error")? == 0.0, "Flushes have failed");
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
+
+fn raw_holds_with_two_cpus() -> Result<()> {
+    holds(Kernel::V6_12)
+}
+
+fn raw_holds_with_two_cpus_on_6_1() -> Result<()> {
+    holds(Kernel::V6_1)
+}
+
+fn raw_files_survive_a_power_cut() -> Result<()> {
+    let _held = HeldWriteback::hold()?;
+    let (disk, pool) = pool_on_disk(1024)?;
+    let guest = raw_guest(&pool, "interface=virtio-pmem").boot()?;
+    wait_for_bytes(&guest)?;
+    guest.run_within(IO_LIMIT, "mkfs.ext4 -q -b 4096 -N 1024 -E lazy_journal_init=1,nodiscard /dev/pmem0")?;
+    let mount = "mkdir -p /mnt/data && mount -t ext4 /dev/pmem0 /mnt/data";
+    guest.run(mount)?;
+    let acknowledged = write_files_and_kill(guest, 15)?;
+    let pool = Pool::at(&disk.after_power_loss()?);
+    pool.check()?;
+    let guest = raw_guest(&pool, "interface=virtio-pmem").boot()?;
+    wait_for_bytes(&guest)?;
+    guest.run(mount)?;
+    check_acknowledged(&guest, &acknowledged)?;
+    guest.run_within(IO_LIMIT, "umount /mnt/data && e2fsck -fn /dev/pmem0")?;
+    guest.no_kernel_complaints()
+}
+
+fn raw_flush_failures_are_errors() -> Result<()> {
+    let (disk, pool) = pool_on_disk(128)?;
+    let guest = raw_guest(&pool, "interface=virtio-pmem").boot()?;
+    wait_for_bytes(&guest)?;
+    let write = |first: u32, count: u32| {
+        let command = format!("guest-tool write-blocks /dev/pmem0 buffered {first} {count} 2 1");
+        guest.try_run(IO_LIMIT, &command)
+    };
+    ensure!(write(0, 10)?.code == 0, "A flush has failed on a disk that is well");
+    disk.fill_up()?;
+    let output = write(1000, 4000)?;
+    ensure!(output.code != 0, "What cannot be made durable was flushed");
+    ensure!(output.stderr.contains("Cannot sync"), "It failed otherwise: {}", output.stderr);
+    ensure!(flushes(&guest, "error")? >= 1.0, "No flush has failed");
+    // What is lost is lost: the next flush does not say that all is well.
+    ensure!(write(0, 1)?.code != 0, "A flush after one that failed succeeded");
+    let state = guest.api("GET", "vm.info", None)?["state"].clone();
+    ensure!(state == "Running", "The VM is {state}");
+    guest.run("true").map(drop)
+}
+
+fn raw_is_an_nvdimm_where_a_fence_is_a_flush() -> Result<()> {
+    let pool = Pool::create("256M")?;
+    let guest = raw_guest(&pool, "interface=nvdimm").boot()?;
+    wait_for_bytes(&guest)?;
+    guest.run_within(IO_LIMIT, "guest-tool write-blocks /dev/pmem0 buffered 0 200 1 1")?;
+    let config = guest.api("GET", "vm.info", None)?["config"]["pm_volumes"][0].clone();
+    ensure!(config["format"] == "raw", "vm.info says {config}");
+    guest.power_off()?;
+    // The other interface shows the same bytes.
+    let guest = raw_guest(&pool, "interface=virtio-pmem").boot()?;
+    wait_for_bytes(&guest)?;
+    guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0 0 200 1 1")?;
+    guest.no_kernel_complaints()
+}
+
+fn raw_nvdimm_on_a_page_cache_is_refused() -> Result<()> {
+    let (_disk, pool) = pool_on_disk(1024)?;
+    pmvol(&["volume", "create", &pool.name(), "data", "--size", "96M", "--format", "raw"])?;
+    let before = fs::read(pool.path())?;
+    let guest = raw_guest(&pool, "interface=nvdimm");
+    refuses(&guest, &["--pm-volume", "data", "page-cache", "MAP_SYNC", "interface=virtio-pmem"])?;
+    let after = fs::read(pool.path()).context("The pool has gone")?;
+    ensure!(before == after, "A refusal has changed the pool");
+    Ok(())
+}
+
+fn raw_and_btt_are_not_taken_for_each_other() -> Result<()> {
+    let pool = Pool::create("256M")?;
+    pool.create_volume("data", "32M")?;
+    pmvol(&["volume", "create", &pool.name(), "bytes", "--size", "32M", "--format", "raw"])?;
+    for (name, options, found, wanted) in [
+        ("data", "format=raw", "is btt", "not raw"),
+        ("bytes", "format=btt", "is raw", "not btt"),
+        ("bytes", "create=on,size=32M", "is raw", "not btt"),
+    ] {
+        let volume = format!("pool={},name={name},{options}", pool.name());
+        refuses(&Guest::builder().pm_volume(&volume), &["--pm-volume", name, found, wanted])?;
+    }
+    let volume = format!("pool={},name=data,format=qcow2", pool.name());
+    refuses(&Guest::builder().pm_volume(&volume), &["--pm-volume", "format", "qcow2", "btt or raw"])
+}
