@@ -11,7 +11,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use thiserror::Error;
 
-use super::flush::{self, LineFlush};
+use super::flush::{self, CACHE_LINE_BYTES, LineFlush};
 use super::guarded::{Guard, PageLost};
 use super::place::Place;
 use super::shared_sync::SharedSync;
@@ -264,14 +264,17 @@ impl FileMedia {
         self.sync.run(sync, |overlooked| io_error("msync", last, io::Error::other(overlooked)))
     }
 
+    /// Starts the way of cache lines to the media. A fence ends it.
+    fn write_back(&self, range: &Range<u64>) -> Result<(), MediaError> {
+        let length_bytes = range.end - range.start;
+        let pointer = self.pointer(range.start, length_bytes);
+        // SAFETY: pointer() checked that the range is inside the mapping; detect() found the instruction.
+        unsafe { self.guard.write_back(self.line_flush, pointer, length_bytes as usize) }
+            .map_err(|PageLost| self.lost("write-back", range.start, length_bytes))
+    }
+
     fn persist_cache_lines(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
-        for range in ranges {
-            let length_bytes = range.end - range.start;
-            let pointer = self.pointer(range.start, length_bytes);
-            // SAFETY: pointer() checked that the range is inside the mapping; detect() found the instruction.
-            unsafe { self.guard.write_back(self.line_flush, pointer, length_bytes as usize) }
-                .map_err(|PageLost| self.lost("write-back", range.start, length_bytes))?;
-        }
+        ranges.iter().try_for_each(|range| self.write_back(range))?;
         flush::fence();
         Ok(())
     }
@@ -342,6 +345,43 @@ impl Media for FileMedia {
         // the source is ordinary memory, so they do not overlap.
         unsafe { self.guard.copy(pointer, bytes.as_ptr(), bytes.len()) }
             .map_err(|PageLost| self.lost("store", offset_bytes, bytes.len() as u64))
+    }
+
+    fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        let length_bytes = into.len() as u64;
+        let pointer = self.pointer(offset_bytes, length_bytes);
+        // SAFETY: the source is inside the mapping; the destination is ordinary memory, so they do not overlap. Torn
+        // reads of what others store meanwhile are allowed (contract of `Media`).
+        unsafe { self.guard.copy(into.as_mut_ptr(), pointer, into.len()) }
+            .map_err(|PageLost| self.lost("load", offset_bytes, length_bytes))
+    }
+
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        let line = CACHE_LINE_BYTES as u64;
+        let in_lines = offset_bytes.is_multiple_of(line) && bytes.len().is_multiple_of(CACHE_LINE_BYTES);
+        if self.durability == Durability::PageCache || !in_lines {
+            self.store(offset_bytes, bytes)?;
+            // Only what went past the caches needs nothing but a fence there.
+            return match self.durability {
+                Durability::DaxSync => self.write_back(&(offset_bytes..offset_bytes + bytes.len() as u64)),
+                Durability::PageCache | Durability::Volatile => Ok(()),
+            };
+        }
+        self.check_writable()?;
+        let pointer = self.pointer(offset_bytes, bytes.len() as u64);
+        // SAFETY: as in store(); mappings start at pages, so that the pointer is aligned as the offset is.
+        unsafe { self.guard.stream(pointer, bytes.as_ptr(), bytes.len()) }
+            .map_err(|PageLost| self.lost("store", offset_bytes, bytes.len() as u64))
+    }
+
+    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
+        match self.durability {
+            // Bulk stores have left the caches, or are on their way: the fence sees to both.
+            Durability::Volatile => flush::fence(),
+            Durability::DaxSync => self.persist_cache_lines(ranges)?,
+            Durability::PageCache => self.persist_page_cache(&[ranges, bulk].concat())?,
+        }
+        Ok(())
     }
 
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {

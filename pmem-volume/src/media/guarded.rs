@@ -65,6 +65,24 @@ global_asm!(
     "sfence",
     "xor eax, eax",
     "ret",
+    // (to, from, length): past the cache, in whole lines, at least one. Not ordered: the caller fences.
+    ".balign 16",
+    ".globl foreshore_guarded_stream",
+    "foreshore_guarded_stream:",
+    "movdqu xmm0, [rsi]",
+    "movdqu xmm1, [rsi + 16]",
+    "movdqu xmm2, [rsi + 32]",
+    "movdqu xmm3, [rsi + 48]",
+    "movntdq [rdi], xmm0",
+    "movntdq [rdi + 16], xmm1",
+    "movntdq [rdi + 32], xmm2",
+    "movntdq [rdi + 48], xmm3",
+    "add rsi, 64",
+    "add rdi, 64",
+    "sub rdx, 64",
+    "ja foreshore_guarded_stream",
+    "xor eax, eax",
+    "ret",
     // (first line, end), three times: lines up to the end, at least one.
     ".globl foreshore_guarded_clwb",
     "foreshore_guarded_clwb:",
@@ -109,6 +127,7 @@ unsafe extern "C" {
     fn foreshore_guarded_load(from: *const u64, to: *mut u64) -> u32;
     fn foreshore_guarded_store(to: *mut u64, word: u64) -> u32;
     fn foreshore_guarded_zero(to: *mut u8, end: *mut u8) -> u32;
+    fn foreshore_guarded_stream(to: *mut u8, from: *const u8, length: usize) -> u32;
     fn foreshore_guarded_clwb(first: usize, end: usize) -> u32;
     fn foreshore_guarded_clflushopt(first: usize, end: usize) -> u32;
     fn foreshore_guarded_clflush(first: usize, end: usize) -> u32;
@@ -176,6 +195,19 @@ impl Guard {
         }
         // SAFETY: vouched for by the caller; the end is at most one behind the mapping.
         done(unsafe { foreshore_guarded_zero(to, to.add(length)) })
+    }
+
+    /// Copies bytes to mapped media past the cache: nothing is left to write back. The caller fences afterwards.
+    ///
+    /// # Safety
+    /// As for [`Guard::copy`] to a mapping. `to` and `length` are multiples of a cache line.
+    pub(super) unsafe fn stream(self, to: *mut u8, from: *const u8, length: usize) -> Result<(), PageLost> {
+        assert!((to as usize).is_multiple_of(CACHE_LINE_BYTES) && length.is_multiple_of(CACHE_LINE_BYTES));
+        if length == 0 {
+            return Ok(());
+        }
+        // SAFETY: vouched for by the caller; the routine touches nothing else.
+        done(unsafe { foreshore_guarded_stream(to, from, length) })
     }
 
     /// Writes back every line that `length` bytes at `start` touch. The caller fences afterwards.
@@ -388,13 +420,18 @@ mod tests {
             assert_eq!(guard.copy(lost.add(5), bytes.as_ptr(), 3), Err(PageLost));
             assert_eq!(guard.copy(lost.sub(96), bytes.as_ptr(), 200), Err(PageLost), "in the middle");
             assert_eq!(guard.zero(lost.sub(64), 128), Err(PageLost), "in the middle");
+            assert_eq!(guard.stream(lost.sub(128), bytes.as_ptr(), 192), Err(PageLost), "in the middle");
             for flush in [LineFlush::detect(), LineFlush::Clflush] {
                 assert_eq!(guard.write_back(flush, lost.sub(3), 7), Err(PageLost));
             }
             // What is still there is as good as before, and so is the handler.
             guard.store(pages.map.cast(), 9).unwrap();
             assert_eq!(guard.load(pages.map.cast()), Ok(9));
-            assert_eq!(guard.load(lost.sub(128 - 64).cast()), Ok(0), "zeroed before the page was missed");
+            assert_eq!(
+                guard.load(lost.sub(64).cast()),
+                Ok(0x0707_0707_0707_0707),
+                "stored before the page was missed"
+            );
         }
     }
 
@@ -410,6 +447,22 @@ mod tests {
                 assert_eq!(to[start..start + length], from[3..3 + length]);
                 assert!(to[..start].iter().chain(&to[start + length..]).all(|b| *b == 0));
             }
+        }
+    }
+
+    #[test]
+    fn streams_have_exactly_their_range_from_any_source() {
+        let pages = Pages::new();
+        let from: Vec<u8> = (0..2000u32).map(|at| (at % 251) as u8 | 1).collect();
+        // SAFETY: the first page, which is ours.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(pages.map, PAGE_BYTES) };
+        for (start, length) in [(0, 0), (0, 64), (3, 64), (1, 512), (5, 1024)] {
+            bytes.fill(0);
+            // SAFETY: inside the page and the vector.
+            unsafe { Guard::new().stream(pages.map.add(256), from.as_ptr().add(start), length) }.unwrap();
+            super::super::flush::fence();
+            assert_eq!(bytes[256..256 + length], from[start..start + length]);
+            assert!(bytes[..256].iter().chain(&bytes[256 + length..]).all(|b| *b == 0));
         }
     }
 

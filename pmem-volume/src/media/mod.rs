@@ -85,6 +85,12 @@ pub enum MediaError {
     /// A store to media that was opened for reading.
     #[error("the media is open for reading only")]
     ReadOnly,
+    /// An earlier operation failed, and nothing is stored any more.
+    #[error("the pool is read-only since an earlier failure ({cause})")]
+    Latched {
+        /// The first failure.
+        cause: String,
+    },
 }
 
 /// Persistent memory, or what stands in for it. Offsets count from the start of the pool.
@@ -115,6 +121,22 @@ pub trait Media: Send + Sync {
 
     /// Stores a little-endian word; `offset_bytes` is a multiple of 8. Never torn. Visible, not durable.
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError>;
+
+    /// [`Media::read`] of what was stored before: the quickest way, which may take memory for what never was.
+    fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.read(offset_bytes, into)
+    }
+
+    /// Stores bytes that nobody looks at before this thread's next [`Media::persist_with_bulk`]: until then they need
+    /// not even be visible to others.
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.store(offset_bytes, bytes)
+    }
+
+    /// [`Media::persist`], also of the ranges `bulk`, which this thread has stored with [`Media::store_bulk`].
+    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
+        self.persist(&[ranges, bulk].concat())
+    }
 
     /// At return every store to `ranges` that was made before the call, by anybody and through any mapping of the
     /// media, is durable. Stores outside the ranges may or may not be.

@@ -42,6 +42,7 @@ mod tests;
 mod unnamed_file;
 mod volume;
 mod volume_record;
+mod volume_words;
 mod wear;
 
 use std::collections::BTreeMap;
@@ -391,14 +392,18 @@ impl Pool {
 
     /// The same for who only reads, which a latched pool allows.
     fn latch_failure<T>(&self, result: Result<T, MediaError>) -> Result<T, PoolError> {
-        result.map_err(|error| {
-            let cause = match &error {
+        self.noted(result).map_err(PoolError::Media)
+    }
+
+    /// The same, of errors that stay what they are.
+    fn noted<T>(&self, result: Result<T, MediaError>) -> Result<T, MediaError> {
+        result.inspect_err(|error| {
+            let cause = match error {
                 MediaError::Io { source, .. } => format!("{error}: {source}"),
-                MediaError::ReadOnly => error.to_string(),
+                MediaError::ReadOnly | MediaError::Latched { .. } => error.to_string(),
             };
             // Only the first cause is kept.
             let _ = self.latched.set(cause);
-            PoolError::Media(error)
         })
     }
 
