@@ -147,9 +147,10 @@ impl ArenaInfo {
         }
         let next = info.nextoff.get();
         let room = end - start;
-        let next_fits = next == 0 || (ARENA_MIN_BYTES <= next && next <= room - ARENA_MIN_BYTES.min(room));
+        let next_is_inside = ARENA_MIN_BYTES <= next && next <= room - ARENA_MIN_BYTES.min(room);
+        let next_fits = next == 0 || next_is_inside && next.is_multiple_of(512);
         check_geometry(info)?;
-        require("nextoff", next, next_fits, "the next arena lies inside the volume")?;
+        require("nextoff", next, next_fits, "the next arena lies inside the volume, aligned to 512")?;
         check_regions(info, if next == 0 { room } else { next })?;
         Ok(Self {
             start_bytes: start,

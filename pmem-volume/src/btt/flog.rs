@@ -44,11 +44,57 @@ pub(super) fn read_map(space: &impl ReadAt, arena: &ArenaInfo, sector: u32) -> R
     Ok(decode_map(sector, u32::from_le_bytes(entry)))
 }
 
+/// A lane, as it is for its next write.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Lane {
+    /// Which one.
+    pub(super) number: u32,
+    /// The block that it alone has.
+    pub(super) block: u32,
+    /// Which of the four slots its next entry goes to.
+    slot: usize,
+    /// The sequence number of its next entry.
+    sequence: u32,
+    /// The sector of its newest entry. If that is all that keeps the entry from being history, the map says otherwise.
+    pub(super) sector: u32,
+}
+
+impl Lane {
+    /// Where its next entry goes. Both halves are words.
+    pub(super) fn entry_at(&self, arena: &ArenaInfo) -> u64 {
+        self.group_at(arena) + (self.slot * size_of::<FlogEntryBytes>()) as u64
+    }
+
+    /// Where its part of the flog is.
+    pub(super) fn group_at(&self, arena: &ArenaInfo) -> u64 {
+        arena.flog_at + u64::from(self.number) * FLOG_GROUP_BYTES
+    }
+
+    /// The halves of the entry that gives its block to a sector, in exchange for another. With the second half the
+    /// entry is the lane's newest.
+    pub(super) fn halves(&self, sector: u32, old: u32) -> [u64; 2] {
+        let word = |low, high| u64::from(high) << 32 | u64::from(low);
+        [word(sector, old), word(self.block, self.sequence)]
+    }
+
+    /// The exchange is done: from here on the lane has the old block.
+    pub(super) fn advance(&mut self, second_slot: usize, sector: u32, old_block: u32) {
+        self.block = old_block;
+        self.sector = sector;
+        self.slot = if self.slot == 0 { second_slot } else { 0 };
+        self.sequence = self.sequence % 3 + 1;
+    }
+}
+
 /// What recovery would do, done in memory.
 #[derive(Debug, Default)]
 pub(super) struct Recovery {
     /// The block that each lane has, with the lane.
     pub(super) free: Vec<(u32, u32)>,
+    /// Which slots the flog uses beside the first of each lane.
+    pub(super) second_slot: usize,
+    /// All lanes that are whole.
+    pub(super) lanes: Vec<Lane>,
     /// Sectors whose map entry a crash kept from being written, and the block it would name.
     pub(super) redo: BTreeMap<u32, u32>,
     /// What is wrong.
@@ -65,6 +111,7 @@ pub(super) fn recover(space: &impl ReadAt, arena: &ArenaInfo) -> Result<Recovery
         recovery.findings.push(Finding::FlogPadding);
         return Ok(recovery);
     };
+    recovery.second_slot = second;
     for (lane, group) in groups.iter().enumerate() {
         let lane = lane as u32;
         let pair = [&group.entries[0], &group.entries[second]];
@@ -73,7 +120,8 @@ pub(super) fn recover(space: &impl ReadAt, arena: &ArenaInfo) -> Result<Recovery
             recovery.findings.push(Finding::FlogSequence { lane, sequences: [a, b] });
             continue;
         };
-        recovery.replay(space, arena, lane, newest)?;
+        let next_slot = if newest == 0 { second } else { 0 };
+        recovery.replay(space, arena, lane, pair[newest], next_slot)?;
     }
     Ok(recovery)
 }
@@ -87,6 +135,7 @@ impl Recovery {
         arena: &ArenaInfo,
         lane: u32,
         entry: &FlogEntryBytes,
+        next_slot: usize,
     ) -> Result<(), MediaError> {
         let (sector, old, new) =
             (entry.lba.get(), entry.old_map.get() & MAP_BLOCK, entry.new_map.get() & MAP_BLOCK);
@@ -99,6 +148,8 @@ impl Recovery {
             }
         }
         self.free.push((old, lane));
+        let sequence = entry.sequence.get() % 3 + 1;
+        self.lanes.push(Lane { number: lane, block: old, slot: next_slot, sequence, sector });
         if old != new && read_map(space, arena, sector)?.block == old {
             self.redo.insert(sector, new);
         }
@@ -117,11 +168,12 @@ fn second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
     }
 }
 
-/// Sequence numbers go 1, 2, 3, 1 and so on; 0 is a slot that was never written. `None`: impossible numbers.
-fn newest(pair: [&FlogEntryBytes; 2]) -> Option<&FlogEntryBytes> {
+/// Which of two entries is the newer one. Sequence numbers go 1, 2, 3, 1 and so on; 0 is a slot that was never written.
+/// `None`: impossible numbers.
+fn newest(pair: [&FlogEntryBytes; 2]) -> Option<usize> {
     match pair.map(|entry| entry.sequence.get()) {
-        [1, 0] | [2, 1] | [3, 2] | [1, 3] => Some(pair[0]),
-        [1, 2] | [2, 3] | [3, 1] => Some(pair[1]),
+        [1, 0] | [2, 1] | [3, 2] | [1, 3] => Some(0),
+        [1, 2] | [2, 3] | [3, 1] => Some(1),
         _ => None,
     }
 }
@@ -144,12 +196,12 @@ mod tests {
         for a in 0..5 {
             for b in 0..5 {
                 let (first, second) = (entry(a), entry(b));
-                let winner = newest([&first, &second]).map(|e| std::ptr::eq(e, &raw const second));
+                let winner = newest([&first, &second]);
                 let follows = |x: u32, y: u32| (1..=3).contains(&x) && (1..=3).contains(&y) && y == x % 3 + 1;
                 let expected = if (a, b) == (1, 0) || follows(b, a) {
-                    Some(false)
+                    Some(0)
                 } else if follows(a, b) {
-                    Some(true)
+                    Some(1)
                 } else {
                     None
                 };

@@ -187,7 +187,7 @@ impl Layout {
 
     /// How many sectors the guest will see.
     pub fn sectors(&self) -> u64 {
-        self.arenas.iter().map(|arena| u64::from(arena.external_nlba)).sum()
+        self.arenas.iter().map(ArenaLayout::sectors).sum()
     }
 
     /// Writes an empty table. The space must read as zeros, which is what an unwritten map is.
@@ -232,6 +232,11 @@ impl ArenaLayout {
         let last = places.len() - 1;
         let numbered = places.iter().enumerate();
         numbered.map(|(at, (start, size))| Self::new(*start, *size, sector_bytes, at == last)).collect()
+    }
+
+    /// How many sectors it has.
+    pub(super) fn sectors(&self) -> u64 {
+        u64::from(self.external_nlba)
     }
 
     fn info(&self, common: &InfoBytes) -> InfoBytes {

@@ -6,10 +6,12 @@
 //! changes, by one aligned store. What a crash leaves half done, the log says how to finish.
 //!
 //! [`Layout`] writes an empty table, [`check()`] proves from the media alone that a table is consistent, [`Reader`]
-//! reads sectors. All work over ranged reads, so that a volume's chunks may lie anywhere.
+//! reads sectors of a volume that nobody writes, and [`Engine`] serves one. All work over ranges of the volume, so that
+//! its chunks may lie anywhere.
 
 mod arena;
 mod check;
+mod engine;
 mod extend;
 mod flog;
 mod layout;
@@ -23,6 +25,7 @@ use std::ops::Range;
 pub use arena::{ArenaInfo, InfoError, InfoSource};
 pub(crate) use check::check_with;
 pub use check::{ArenaReport, Finding, Report, check};
+pub use engine::{ArenaStatus, Engine, EngineError, Fault};
 pub use extend::{ExtendError, Extension, extend};
 pub use layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, GeometryError, InfoBytes, Layout, MIN_VOLUME_BYTES, SECTOR_BYTES,
@@ -51,6 +54,73 @@ pub trait WriteAt: ReadAt {
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError>;
 }
 
+/// Something that the [`Engine`] can serve a BTT from, by any number of threads at once.
+pub trait Words: WriteAt + Send + Sync {
+    /// Loads a little-endian word; `offset_bytes` is a multiple of 8. Never torn.
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError>;
+
+    /// Stores a little-endian word; `offset_bytes` is a multiple of 8. Never torn. Visible at return, not durable.
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError>;
+
+    /// [`ReadAt::read_at`] of what was written before: the quickest way, which may take memory for what never was.
+    fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.read_at(offset_bytes, into)
+    }
+
+    /// Stores bytes that nobody looks at before this thread's next [`Words::persist_with_bulk`]: until then they need
+    /// not even be visible to others.
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.write_at(offset_bytes, bytes)
+    }
+
+    /// [`WriteAt::persist`], also of the ranges `bulk`, which this thread has stored with [`Words::store_bulk`].
+    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
+        self.persist(&[ranges, bulk].concat())
+    }
+}
+
+impl<T: ReadAt + ?Sized> ReadAt for &T {
+    fn len_bytes(&self) -> u64 {
+        (**self).len_bytes()
+    }
+
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        (**self).read_at(offset_bytes, into)
+    }
+}
+
+impl<T: WriteAt + ?Sized> WriteAt for &T {
+    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        (**self).write_at(offset_bytes, bytes)
+    }
+
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        (**self).persist(ranges)
+    }
+}
+
+impl<T: Words + ?Sized> Words for &T {
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        (**self).load_word(offset_bytes)
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        (**self).store_word(offset_bytes, word)
+    }
+
+    fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        (**self).load(offset_bytes, into)
+    }
+
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        (**self).store_bulk(offset_bytes, bytes)
+    }
+
+    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
+        (**self).persist_with_bulk(ranges, bulk)
+    }
+}
+
 impl ReadAt for MemoryMedia {
     fn len_bytes(&self) -> u64 {
         crate::media::Media::len_bytes(self)
@@ -68,5 +138,15 @@ impl WriteAt for MemoryMedia {
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         crate::media::Media::persist(self, ranges)
+    }
+}
+
+impl Words for MemoryMedia {
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        crate::media::Media::load_word(self, offset_bytes)
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        crate::media::Media::store_word(self, offset_bytes, word)
     }
 }

@@ -388,7 +388,7 @@ impl Space<'_> {
     }
 
     /// Cuts a range of the volume into ranges of the file, in order. Panics if it is not inside the volume.
-    fn file_ranges(&self, range: Range<u64>) -> Vec<Range<u64>> {
+    pub(super) fn file_ranges(&self, range: Range<u64>) -> Vec<Range<u64>> {
         assert!(
             range.start <= range.end && range.end <= self.len_bytes(),
             "{range:?} is not inside the volume"

@@ -1,0 +1,246 @@
+//! An arena that is served: opened, recovered, and latched when something about it is wrong.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::lanes::Lanes;
+use super::map::{self, LINE_SECTORS, Map};
+use super::{Common, EngineError, Fault};
+use crate::btt::Words;
+use crate::btt::arena::{ArenaInfo, InfoSource};
+use crate::btt::check::Finding;
+use crate::btt::flog::{Lane, MapKind, Recovery, decode_map, recover};
+use crate::btt::layout::{FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, checksum};
+use crate::media::MediaError;
+
+/// An arena whose info block is whole.
+pub(super) struct Arena {
+    /// Which one of the volume, from 0.
+    pub(super) number: usize,
+    /// The first of its sectors, as the volume counts them.
+    pub(super) first_sector: u64,
+    pub(super) info: ArenaInfo,
+    pub(super) map: Map,
+    pub(super) lanes: Lanes,
+    /// Which slots the flog uses beside the first of each lane.
+    pub(super) second_slot: usize,
+    source: InfoSource,
+    /// What recovery would have stored, had the arena been open for writing.
+    redo: BTreeMap<u32, u32>,
+    fault: OnceLock<Fault>,
+}
+
+impl Arena {
+    /// Recovers an arena, durably, and makes it ready. One that is damaged gets its error flag, and is read-only.
+    pub(super) fn open(
+        common: &Common<impl Words>,
+        (number, first_sector): (usize, u64),
+        (info, source): (ArenaInfo, InfoSource),
+    ) -> Result<Self, MediaError> {
+        let space = &common.space;
+        let mut recovery = recover(space, &info)?;
+        if let Some(finding) = block_twice(space, &info, &recovery)? {
+            recovery.findings.push(finding);
+        }
+        let map = Map::new(&info);
+        let damage = recovery.findings.first().cloned();
+        let is_writable = damage.is_none() && !info.has_error;
+        if is_writable {
+            redo(common, &info, &map, &recovery)?;
+            recovery.redo.clear();
+        }
+        let arena = Self {
+            number,
+            first_sector,
+            map,
+            lanes: Lanes::new(recovery.lanes),
+            second_slot: recovery.second_slot,
+            source,
+            redo: recovery.redo,
+            fault: OnceLock::new(),
+            info,
+        };
+        match damage {
+            Some(finding) => drop(arena.damaged(space, finding)),
+            None if arena.info.has_error => drop(arena.fault.set(Fault::ErrorFlag)),
+            None => {}
+        }
+        Ok(arena)
+    }
+
+    /// Why it takes no writes, if it does not.
+    pub(super) fn fault(&self) -> Option<&Fault> {
+        self.fault.get()
+    }
+
+    pub(super) fn check_writable(&self) -> Result<(), EngineError> {
+        match self.fault.get() {
+            Some(fault) => Err(EngineError::ReadOnly { arena: self.number, why: fault.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Passes a result of the media on. The first failure makes the arena read-only: nobody knows what is durable since.
+    pub(super) fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, EngineError> {
+        result.map_err(|error| {
+            // Only the first fault is kept.
+            let _ = self.fault.set(Fault::Media(error.to_string()));
+            EngineError::Media(error)
+        })
+    }
+
+    /// Something on the media cannot be. From now on the arena is read-only, for whoever opens it later too.
+    pub(super) fn damaged(&self, space: &impl Words, finding: Finding) -> EngineError {
+        let why = Fault::Damaged(finding);
+        if self.fault.set(why.clone()).is_ok()
+            && let Err(error) = set_error_flag(space, &self.info, self.source)
+        {
+            return EngineError::Media(error);
+        }
+        EngineError::ReadOnly { arena: self.number, why }
+    }
+
+    /// Reads a sector. Never waits for a writer.
+    pub(super) fn read(
+        &self,
+        common: &Common<impl Words>,
+        sector: u32,
+        into: &mut [u8],
+    ) -> Result<(), EngineError> {
+        let space = &common.space;
+        let mut hold = None;
+        let mut entry = self.entry(space, sector)?;
+        loop {
+            let decoded = decode_map(sector, entry);
+            match decoded.kind {
+                MapKind::Zeros => {
+                    into.fill(0);
+                    return Ok(());
+                }
+                MapKind::Error => return Err(self.in_error(sector)),
+                MapKind::Data => {}
+            }
+            let (block, bound) = (decoded.block, self.info.blocks);
+            if block >= bound {
+                drop(self.damaged(space, Finding::MapRange { sector, block, bound }));
+                return Err(self.in_error(sector));
+            }
+            let at = self.info.block_at(block);
+            match &mut hold {
+                None => hold = Some(common.readers.hold(at)),
+                Some(hold) => hold.move_to(at),
+            }
+            // Behind the hold: if the map still names the block, no writer takes it before the hold ends.
+            let again = self.entry(space, sector)?;
+            if again == entry {
+                // What was never written may have no memory yet, and needs none to be read.
+                let is_unwritten = map::is_unwritten(entry);
+                let read = if is_unwritten { space.read_at(at, into) } else { space.load(at, into) };
+                return self.latch(read);
+            }
+            entry = again;
+        }
+    }
+
+    fn in_error(&self, sector: u32) -> EngineError {
+        EngineError::Sector { sector: self.first_sector + u64::from(sector) }
+    }
+
+    fn entry(&self, space: &impl Words, sector: u32) -> Result<u32, EngineError> {
+        match self.redo.get(&sector) {
+            Some(block) => Ok(map::written(*block)),
+            None => self.latch(self.map.entry(space, sector)),
+        }
+    }
+
+    /// Makes sectors read as zeros. Durable at return, and each of them before it or after it at any time.
+    pub(super) fn discard(
+        &self,
+        common: &Common<impl Words>,
+        sectors: Range<u32>,
+    ) -> Result<(), EngineError> {
+        self.check_writable()?;
+        let space = &common.space;
+        let mut first = sectors.start;
+        while first < sectors.end {
+            let end = (first / LINE_SECTORS * LINE_SECTORS).saturating_add(LINE_SECTORS).min(sectors.end);
+            let locked = common.locks.lock(self.map.words_of(&(first..end)));
+            self.latch(self.map.change(space, first..end, &locked, map::discarded))?;
+            first = end;
+        }
+        // An exchange of the same sector that comes in between makes the entry durable itself, before it counts.
+        self.latch(space.persist(std::slice::from_ref(&self.map.words_of(&sectors))))?;
+        self.check_writable()
+    }
+}
+
+/// Does recovery leave a block to two? The whole map would take long to read; what lanes say of each other, and the
+/// entries that they changed last, do not.
+fn block_twice(
+    space: &impl Words,
+    info: &ArenaInfo,
+    recovery: &Recovery,
+) -> Result<Option<Finding>, MediaError> {
+    let mut free = BTreeSet::new();
+    for (block, lane) in &recovery.free {
+        if !free.insert(*block) {
+            let by = format!("lane {lane} of the flog");
+            return Ok(Some(Finding::BlockTwice { block: *block, by }));
+        }
+    }
+    for lane in &recovery.lanes {
+        let block = match recovery.redo.get(&lane.sector) {
+            Some(block) => *block,
+            None => crate::btt::flog::read_map(space, info, lane.sector)?.block,
+        };
+        if free.contains(&block) {
+            return Ok(Some(Finding::BlockTwice { block, by: format!("sector L{}", lane.sector) }));
+        }
+    }
+    Ok(None)
+}
+
+/// Does what a crash kept from being done. Whoever wrote this may have been killed a moment ago, and then nothing of what
+/// is seen need be durable yet:
+///
+/// 1. The flog, persist: what is redone now must be known to have happened, whatever comes next.
+/// 2. The map, as the newest entry of each lane has it, persist: also where it is there already. The lanes are used
+///    again, and then nobody redoes it.
+fn redo(
+    common: &Common<impl Words>,
+    info: &ArenaInfo,
+    map: &Map,
+    recovery: &Recovery,
+) -> Result<(), MediaError> {
+    let space = &common.space;
+    let flog_bytes = u64::from(info.lanes) * FLOG_GROUP_BYTES;
+    space.persist(std::slice::from_ref(&(info.flog_at..info.flog_at + flog_bytes)))?;
+    for (sector, block) in &recovery.redo {
+        let sectors = *sector..*sector + 1;
+        let locked = common.locks.lock(map.words_of(&sectors));
+        map.change(space, sectors, &locked, |_, _| map::written(*block))?;
+    }
+    let words = |lane: &Lane| map.words_of(&(lane.sector..lane.sector + 1));
+    space.persist(&recovery.lanes.iter().map(words).collect::<Vec<_>>())
+}
+
+/// Sets the error flag in both info blocks, in the one that counts last: a crash in between leaves one of them whole.
+fn set_error_flag(space: &impl Words, info: &ArenaInfo, source: InfoSource) -> Result<(), MediaError> {
+    let (from, other) = match source {
+        InfoSource::Second => (info.copy_at, info.start_bytes),
+        InfoSource::Both | InfoSource::Differ | InfoSource::First => (info.start_bytes, info.copy_at),
+    };
+    let mut block = InfoBytes::new_zeroed();
+    space.read_at(from, block.as_mut_bytes())?;
+    block.flags.set(block.flags.get() | FLAG_ERROR);
+    let sum = checksum(&block);
+    block.checksum.set(sum);
+    for at in [other, from] {
+        space.write_at(at, block.as_bytes())?;
+        space.persist(std::slice::from_ref(&(at..at + INFO_BYTES)))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,162 @@
+//! The exchange: how sectors are written so that each is the old one or the new one, whenever it ends.
+//!
+//! Each sector has a lane of its own. Up to [`MAX_SECTORS`] that follow each other are exchanged together, and share the
+//! barriers:
+//!
+//! 1. The data, to the lanes' free blocks.
+//! 2. The lines of the map are locked. First halves of the flog entries: sector, and the block that it has. **Persist**:
+//!    these, the data, and two kinds of words of the map: those of the sectors, and those that the lanes changed last.
+//! 3. Second halves: new block, sequence number. From each of them on its exchange counts. **Persist**.
+//! 4. The words of the map. Others see the sectors from here on. The lines are unlocked.
+//!
+//! What each order is for:
+//!
+//! - Data before second half: an exchange that counts has all of its data.
+//! - First half before second half: an entry that counts is whole. Until then the older entry of the two is overwritten,
+//!   which nobody looks at.
+//! - Second half before map: a map that names a new block while the flog does not know of the exchange would leave that
+//!   block to a lane as well, and the old block to nobody.
+//! - Map before the next entry of the same lane: the map need not be durable when a write returns, because recovery redoes
+//!   it from the lane's newest entry. It must be durable before another entry is the newest. Hence step 2 persists the word
+//!   that the lane changed last.
+//! - Map before the next entry for the same sector, which may be another lane's: recovery of the later exchange alone finds
+//!   a map that names neither its old block nor its new one, and of the earlier one after it a map that names its old
+//!   one. Hence step 2 persists the words of its sectors.
+//!
+//! That the old block is overwritten by the lane's next data, before the map is durable, is no harm: until the lane's next
+//! entry counts, recovery redoes the map, which ceases to name it.
+//!
+//! Linux' driver has the same steps, and persists each (drivers/nvdimm/btt.c, btt_write_pg); it opens what this leaves.
+
+use std::ops::Range;
+
+use smallvec::SmallVec;
+
+use super::arena::Arena;
+use super::lanes::Taken;
+use super::map::{self, Locked};
+use super::{Common, EngineError};
+use crate::btt::Words;
+use crate::btt::check::Finding;
+use crate::btt::flog::{MapKind, decode_map};
+use crate::btt::layout::MAP_ERROR;
+
+/// As many at most: a quarter of the lanes, so that four threads find some.
+pub(super) const MAX_SECTORS: usize = 64;
+
+/// An exchange that is under way. Dropped before it is logged, it never was.
+pub(super) struct Exchange<'a, S> {
+    common: &'a Common<S>,
+    arena: &'a Arena,
+    sectors: Range<u32>,
+    lanes: Taken<'a>,
+    blocks: SmallVec<[Range<u64>; 1]>,
+    /// What the map says of the sectors, once its lines are locked.
+    logged: Option<(Locked<'a>, SmallVec<[u32; 1]>)>,
+}
+
+/// Exchanges as many of the sectors from `first` on as there are lanes for. `bytes` is whole sectors. Returns how many.
+pub(super) fn exchange(
+    common: &Common<impl Words>,
+    arena: &Arena,
+    first: u32,
+    bytes: &[u8],
+) -> Result<usize, EngineError> {
+    let mut exchange = Exchange::begin(common, arena, first, bytes)?;
+    let sectors = exchange.sectors();
+    exchange.log()?;
+    exchange.commit()?;
+    exchange.publish()?;
+    Ok(sectors)
+}
+
+impl<'a, S: Words> Exchange<'a, S> {
+    /// Step 1.
+    pub(super) fn begin(
+        common: &'a Common<S>,
+        arena: &'a Arena,
+        first: u32,
+        bytes: &[u8],
+    ) -> Result<Self, EngineError> {
+        let sector_bytes = arena.info.sector_bytes as usize;
+        let wanted = (bytes.len() / sector_bytes).min(MAX_SECTORS);
+        let lanes = arena.lanes.take(wanted, &arena.info, &common.readers);
+        let mut blocks = SmallVec::with_capacity(lanes.len());
+        for (lane, sector) in lanes.iter().zip(bytes.chunks_exact(sector_bytes)) {
+            let at = arena.info.block_at(lane.block);
+            arena.latch(common.space.store_bulk(at, sector))?;
+            blocks.push(at..at + sector_bytes as u64);
+        }
+        let sectors = first..first + lanes.len() as u32;
+        Ok(Self { common, arena, sectors, lanes, blocks, logged: None })
+    }
+
+    /// Step 2.
+    pub(super) fn log(&mut self) -> Result<(), EngineError> {
+        let Self { common: Common { space, locks, .. }, arena, .. } = *self;
+        let (info, map) = (&arena.info, &arena.map);
+        let locked = locks.lock(map.words_of(&self.sectors));
+        let mut entries: SmallVec<[u32; 1]> = SmallVec::with_capacity(self.lanes.len());
+        for sector in self.sectors.clone() {
+            let entry = arena.latch(map.entry(space, sector))?;
+            let block = decode_map(sector, entry).block;
+            if block >= info.blocks {
+                let finding = Finding::MapRange { sector, block, bound: info.blocks };
+                return Err(arena.damaged(space, finding));
+            }
+            entries.push(entry);
+        }
+        let mut ranges: SmallVec<[Range<u64>; 4]> = SmallVec::with_capacity(2 * self.lanes.len() + 1);
+        ranges.push(map.words_of(&self.sectors));
+        for ((lane, sector), entry) in self.lanes.iter().zip(self.sectors.clone()).zip(&entries) {
+            let at = lane.entry_at(info);
+            let [first_half, _] = lane.halves(sector, old_of(sector, *entry));
+            arena.latch(space.store_word(at, first_half))?;
+            ranges.push(at..at + 8);
+            ranges.push(map.words_of(&(lane.sector..lane.sector + 1)));
+        }
+        arena.latch(space.persist_with_bulk(&ranges, &self.blocks))?;
+        self.logged = Some((locked, entries));
+        Ok(())
+    }
+
+    /// Step 3.
+    pub(super) fn commit(&mut self) -> Result<(), EngineError> {
+        let Self { common: Common { space, .. }, arena, .. } = *self;
+        // Nothing counts any more once something has failed.
+        arena.check_writable()?;
+        let mut ranges: SmallVec<[Range<u64>; 1]> = SmallVec::with_capacity(self.lanes.len());
+        for (lane, sector) in self.lanes.iter().zip(self.sectors.clone()) {
+            let at = lane.entry_at(&arena.info) + 8;
+            let [_, second_half] = lane.halves(sector, 0);
+            arena.latch(space.store_word(at, second_half))?;
+            ranges.push(at..at + 8);
+        }
+        arena.latch(space.persist(&ranges))
+    }
+
+    /// Step 4.
+    pub(super) fn publish(mut self) -> Result<(), EngineError> {
+        let (locked, entries) = self.logged.take().expect("it was logged before");
+        let first = self.sectors.start;
+        let lanes = &self.lanes;
+        let new = |sector: u32, _| map::written(lanes[(sector - first) as usize].block);
+        self.arena.latch(self.arena.map.change(&self.common.space, self.sectors.clone(), &locked, new))?;
+        for ((lane, sector), entry) in self.lanes.iter_mut().zip(self.sectors.clone()).zip(entries) {
+            lane.advance(self.arena.second_slot, sector, decode_map(sector, entry).block);
+        }
+        Ok(())
+    }
+
+    /// How many sectors it is of.
+    pub(super) fn sectors(&self) -> usize {
+        self.lanes.len()
+    }
+}
+
+/// The old block, as the flog names it: one that failed keeps the flag, so that whoever opens the volume knows (Linux
+/// clears it then).
+fn old_of(sector: u32, entry: u32) -> u32 {
+    let entry = decode_map(sector, entry);
+    entry.block | if entry.kind == MapKind::Error { MAP_ERROR } else { 0 }
+}

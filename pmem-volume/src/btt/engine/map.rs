@@ -1,0 +1,128 @@
+//! The map of an arena in use: a lock for each line of it, and entries that change by one aligned store.
+//!
+//! An entry has 32 bits, a word of the media two entries. So who changes one has to keep the other as it is, and nobody
+//! may change that one meanwhile: a lock covers all of a cache line, as Linux' locks do.
+
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard};
+
+use smallvec::SmallVec;
+
+use crate::btt::Words;
+use crate::btt::arena::ArenaInfo;
+use crate::btt::layout::{MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
+use crate::media::MediaError;
+
+/// Bytes of a line.
+const LINE_BYTES: u64 = 64;
+/// Sectors whose entries share a line, where the map starts at one.
+pub(super) const LINE_SECTORS: u32 = (LINE_BYTES / MAP_ENTRY_BYTES) as u32;
+/// Locks for the lines of all arenas. Lines this far apart share one.
+const LOCKS: u64 = 1024;
+
+/// Locks for the lines of maps.
+pub(super) struct Locks(Box<[Lock]>);
+
+#[derive(Default)]
+#[repr(align(64))]
+struct Lock(Mutex<()>);
+
+/// Lines that are locked.
+pub(super) struct Locked<'a> {
+    words: Range<u64>,
+    _guards: SmallVec<[MutexGuard<'a, ()>; 1]>,
+}
+
+/// Where the entries of an arena are.
+pub(super) struct Map {
+    at: u64,
+    sectors: u32,
+}
+
+impl Locks {
+    pub(super) fn new() -> Self {
+        Self((0..LOCKS).map(|_| Lock::default()).collect())
+    }
+
+    /// Locks the lines of words. In the order of the locks, so that nobody waits for who waits for him.
+    pub(super) fn lock(&self, words: Range<u64>) -> Locked<'_> {
+        let lines = words.start / LINE_BYTES..=(words.end - 1) / LINE_BYTES;
+        let mut numbers: SmallVec<[usize; 8]> = lines.map(|line| (line % LOCKS) as usize).collect();
+        assert!(numbers.len() <= LOCKS as usize, "more lines than locks");
+        numbers.sort_unstable();
+        let lock = |number: usize| self.0[number].0.lock().expect(NO_PANIC);
+        Locked { words, _guards: numbers.into_iter().map(lock).collect() }
+    }
+}
+
+impl Map {
+    pub(super) fn new(info: &ArenaInfo) -> Self {
+        Self { at: info.map_at, sectors: info.sectors }
+    }
+
+    /// An entry, as it is on the media.
+    pub(super) fn entry(&self, space: &impl Words, sector: u32) -> Result<u32, MediaError> {
+        let word = space.load_word(self.word_at(sector))?;
+        Ok(if sector.is_multiple_of(2) { word as u32 } else { (word >> 32) as u32 })
+    }
+
+    /// Changes entries of a line that is locked, each by one store that cannot tear. `change` says what an entry is to
+    /// be; what stays as it is is not stored.
+    pub(super) fn change(
+        &self,
+        space: &impl Words,
+        sectors: Range<u32>,
+        locked: &Locked<'_>,
+        change: impl Fn(u32, u32) -> u32,
+    ) -> Result<(), MediaError> {
+        let words = self.words_of(&sectors);
+        assert!(locked.words.start <= words.start && words.end <= locked.words.end, "the lines are locked");
+        let mut sector = sectors.start;
+        while sector < sectors.end {
+            let at = self.word_at(sector);
+            let old = space.load_word(at)?;
+            let mut new = old;
+            loop {
+                let shift = sector % 2 * 32;
+                let entry = change(sector, (new >> shift) as u32);
+                new = new & !(u64::from(u32::MAX) << shift) | u64::from(entry) << shift;
+                sector += 1;
+                if sector == sectors.end || sector.is_multiple_of(2) {
+                    break;
+                }
+            }
+            if new != old {
+                space.store_word(at, new)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The words of the entries of sectors.
+    pub(super) fn words_of(&self, sectors: &Range<u32>) -> Range<u64> {
+        self.word_at(sectors.start)..self.word_at(sectors.end - 1) + 8
+    }
+
+    fn word_at(&self, sector: u32) -> u64 {
+        assert!(sector < self.sectors);
+        self.at + u64::from(sector / 2) * 2 * MAP_ENTRY_BYTES
+    }
+}
+
+/// The entry of a sector that was written.
+pub(super) fn written(block: u32) -> u32 {
+    block | MAP_ERROR | MAP_ZERO
+}
+
+/// The entry of the same sector once it is discarded: it keeps its block, which a later write exchanges (as Linux reads
+/// it: drivers/nvdimm/btt.c, btt_map_read).
+pub(super) fn discarded(sector: u32, entry: u32) -> u32 {
+    if is_unwritten(entry) { sector | MAP_ZERO } else { entry & MAP_BLOCK | MAP_ZERO }
+}
+
+/// Was the sector never written nor discarded?
+pub(super) fn is_unwritten(entry: u32) -> bool {
+    entry & (MAP_ERROR | MAP_ZERO) == 0
+}
+
+const NO_PANIC: &str = "no code panics while it holds a line of the map";

@@ -1,0 +1,361 @@
+//! The engine: sectors of a BTT for any number of threads.
+//!
+//! - [`exchange`]: how sectors are written, and why in that order.
+//! - [`readers`]: how a block that is being read is not written meanwhile. A reader waits for no writer, and no writer
+//!   for a reader.
+//! - [`map`]: entries change under a lock of their line. Beyond that, writes with different lanes ([`lanes`]) share
+//!   nothing.
+//! - [`arena`]: recovery at open, reading, discarding, and what becomes of an arena in which something is wrong.
+//!
+//! A write is durable when it returns, to the degree that the media has ([`crate::Durability`]): an exchange that counts
+//! is redone by recovery. So a flush has nothing left to do but to say whether all went well.
+//!
+//! An arena whose flog or map cannot be is read-only, and says so in its info blocks, as the format has it; the others go
+//! on. Where an arena has no whole info block, its sectors are those that its size leads to, and none can be read.
+
+mod arena;
+mod exchange;
+mod lanes;
+mod map;
+mod readers;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+
+use thiserror::Error;
+use uuid::Uuid;
+
+use self::arena::Arena;
+use self::map::Locks;
+use self::readers::Readers;
+use super::Words;
+use super::arena::{InfoError, read_arena};
+use super::check::Finding;
+use super::layout::{ARENA_MAX_BYTES, ARENA_MIN_BYTES, ArenaLayout, START_BYTES};
+use crate::media::MediaError;
+
+/// The largest pool has room for 128 of full size; a volume that grew often has smaller ones.
+const MAX_ARENAS: usize = 1024;
+
+/// A BTT that is open. All calls take any number of threads; of writes to the same sector at once, one is the last.
+pub struct Engine<S> {
+    common: Common<S>,
+    sector_bytes: u32,
+    sectors: u64,
+    places: Vec<Place>,
+}
+
+/// What all arenas share.
+struct Common<S> {
+    space: S,
+    locks: Locks,
+    readers: Readers,
+}
+
+/// What lies at the place of an arena.
+enum Place {
+    Arena(Box<Arena>),
+    Missing { arena: usize, start_bytes: u64, first_sector: u64, sectors: u64, why: InfoError },
+}
+
+/// Why an arena takes no writes.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum Fault {
+    /// It had an error before.
+    #[error("its error flag is set")]
+    ErrorFlag,
+    /// Flog or map cannot be.
+    #[error("{0}")]
+    Damaged(Finding),
+    /// The media failed.
+    #[error("an earlier {0}")]
+    Media(String),
+}
+
+/// Why something could not be done.
+#[derive(Debug, Error)]
+pub enum EngineError {
+    /// There is no BTT, or its first arena is gone and nobody knows the size of a sector.
+    #[error("arena 0, at {start_bytes:#x}: neither info block is whole ({why})")]
+    NoBtt {
+        /// Where it was looked for.
+        start_bytes: u64,
+        /// What is there instead.
+        why: InfoError,
+    },
+    /// Sectors that are not offered to guests.
+    #[error(
+        "arena {arena} has sectors of {sector_bytes} bytes; 512 and 4096 are served, one size in all arenas"
+    )]
+    SectorSize {
+        /// Which one, from 0.
+        arena: usize,
+        /// What it says.
+        sector_bytes: u32,
+    },
+    /// More arenas than any volume needs; each takes memory.
+    #[error("there are more than {MAX_ARENAS} arenas")]
+    Arenas,
+    /// Outside the volume.
+    #[error("sectors {first} to {end} are not inside the volume, which has {sectors}")]
+    Outside {
+        /// The first one asked for.
+        first: u64,
+        /// The one behind the last.
+        end: u64,
+        /// How many there are.
+        sectors: u64,
+    },
+    /// Not whole sectors.
+    #[error("{length_bytes} bytes are not a multiple of the sector's {sector_bytes}")]
+    Length {
+        /// The length asked for.
+        length_bytes: usize,
+        /// What it is to be a multiple of.
+        sector_bytes: u32,
+    },
+    /// The arena takes no writes.
+    #[error("arena {arena} is read-only: {why}")]
+    ReadOnly {
+        /// Which one, from 0.
+        arena: usize,
+        /// Why.
+        why: Fault,
+    },
+    /// The arena can be neither read nor written.
+    #[error("arena {arena} is missing: neither info block is whole ({why})")]
+    Missing {
+        /// Which one, from 0.
+        arena: usize,
+        /// What is there instead.
+        why: InfoError,
+    },
+    /// The sector cannot be read. It can be written.
+    #[error("sector {sector} is in error: what it held is lost")]
+    Sector {
+        /// Which one of the volume.
+        sector: u64,
+    },
+    /// The media failed.
+    #[error("the media failed")]
+    Media(#[source] MediaError),
+}
+
+/// What is known of an arena.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ArenaStatus {
+    /// Where it starts in the volume.
+    pub start_bytes: u64,
+    /// The first of its sectors, as the volume counts them.
+    pub first_sector: u64,
+    /// How many it has.
+    pub sectors: u64,
+    /// Identity of the BTT, as this arena has it. `None`: the arena is missing.
+    pub uuid: Option<Uuid>,
+    /// Why it takes no writes.
+    pub read_only: Option<String>,
+}
+
+impl<S: Words> Engine<S> {
+    /// Opens the BTT in `space`, of which nobody else has it open, and does what a crash kept from being done. What is
+    /// found to be damaged is said by [`Engine::arenas`] and by what is asked of it.
+    pub fn open(space: S) -> Result<Self, EngineError> {
+        let common = Common { space, locks: Locks::new(), readers: Readers::new() };
+        let mut engine = Self { common, sector_bytes: 0, sectors: 0, places: Vec::new() };
+        let mut next = Some(START_BYTES);
+        while let Some(start_bytes) = next {
+            next = engine.open_next(start_bytes)?;
+        }
+        Ok(engine)
+    }
+
+    /// Opens the next arena, and says where the one behind it starts.
+    fn open_next(&mut self, start_bytes: u64) -> Result<Option<u64>, EngineError> {
+        let (arena, first_sector) = (self.places.len(), self.sectors);
+        if arena == MAX_ARENAS {
+            return Err(EngineError::Arenas);
+        }
+        let room = self.common.space.len_bytes().saturating_sub(start_bytes);
+        if room < ARENA_MIN_BYTES {
+            return Err(EngineError::NoBtt { start_bytes, why: InfoError::Signature });
+        }
+        let size_bytes = room.min(ARENA_MAX_BYTES);
+        match read_arena(&self.common.space, start_bytes, size_bytes).map_err(EngineError::Media)? {
+            Err(why) if arena == 0 => Err(EngineError::NoBtt { start_bytes, why }),
+            Err(why) => {
+                // As it would be laid out, and whoever follows it.
+                let next = Some(start_bytes + size_bytes).filter(|_| room - size_bytes >= ARENA_MIN_BYTES);
+                let layout = ArenaLayout::all(&[(start_bytes, size_bytes)], self.sector_bytes);
+                let sectors = layout[0].sectors();
+                self.sectors += sectors;
+                self.places.push(Place::Missing { arena, start_bytes, first_sector, sectors, why });
+                Ok(next)
+            }
+            Ok((info, source)) => {
+                let (next, sectors, sector_bytes) =
+                    (info.next_bytes, u64::from(info.sectors), info.sector_bytes);
+                let is_served = [512, 4096].contains(&sector_bytes);
+                if !is_served || arena > 0 && sector_bytes != self.sector_bytes {
+                    return Err(EngineError::SectorSize { arena, sector_bytes });
+                }
+                let opened = Arena::open(&self.common, (arena, first_sector), (info, source));
+                self.places.push(Place::Arena(Box::new(opened.map_err(EngineError::Media)?)));
+                self.sector_bytes = sector_bytes;
+                self.sectors += sectors;
+                Ok(next)
+            }
+        }
+    }
+
+    /// What it works on.
+    pub fn space(&self) -> &S {
+        &self.common.space
+    }
+
+    /// Bytes of a sector: 512 or 4096.
+    pub fn sector_bytes(&self) -> u32 {
+        self.sector_bytes
+    }
+
+    /// How many sectors there are.
+    pub fn sectors(&self) -> u64 {
+        self.sectors
+    }
+
+    /// The arenas, in order.
+    pub fn arenas(&self) -> Vec<ArenaStatus> {
+        self.places.iter().map(Place::status).collect()
+    }
+
+    /// Reads whole sectors. Each is as some write left it that had returned, or that is under way.
+    pub fn read(&self, first_sector: u64, into: &mut [u8]) -> Result<(), EngineError> {
+        let mut rest = into;
+        for (arena, sectors) in self.parts(self.whole_sectors(first_sector, rest.len())?) {
+            let arena = arena?;
+            let (now, later) = rest.split_at_mut(sectors.len() * self.sector_bytes as usize);
+            for (sector, into) in sectors.zip(now.chunks_exact_mut(self.sector_bytes as usize)) {
+                arena.read(&self.common, sector, into)?;
+            }
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// Writes whole sectors. After a crash each is as before or as after, all of them as after once this has returned. If
+    /// it fails, some may be as after.
+    pub fn write(&self, first_sector: u64, bytes: &[u8]) -> Result<(), EngineError> {
+        let mut rest = bytes;
+        for (arena, sectors) in self.parts(self.whole_sectors(first_sector, rest.len())?) {
+            let arena = arena?;
+            let (mut now, later) = rest.split_at(sectors.len() * self.sector_bytes as usize);
+            let mut first = sectors.start;
+            while !now.is_empty() {
+                arena.check_writable()?;
+                let done = exchange::exchange(&self.common, arena, first, now)?;
+                first += done as u32;
+                now = &now[done * self.sector_bytes as usize..];
+            }
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// Makes sectors read as zeros, durably. They keep their blocks.
+    pub fn discard(&self, sectors: Range<u64>) -> Result<(), EngineError> {
+        for (arena, sectors) in self.parts(self.inside(sectors)?) {
+            arena?.discard(&self.common, sectors)?;
+        }
+        Ok(())
+    }
+
+    /// Makes sectors read as zeros, durably: there is no quicker way than to discard them.
+    pub fn write_zeroes(&self, sectors: Range<u64>) -> Result<(), EngineError> {
+        self.discard(sectors)
+    }
+
+    /// At return all that was written is durable, to the degree that the media has. Everything was when it was written;
+    /// an arena in which something has failed since says so.
+    pub fn flush(&self) -> Result<(), EngineError> {
+        for place in &self.places {
+            if let Place::Arena(arena) = place
+                && let Some(why @ Fault::Media(_)) = arena.fault()
+            {
+                return Err(EngineError::ReadOnly { arena: arena.number, why: why.clone() });
+            }
+        }
+        self.common.space.persist(&[]).map_err(EngineError::Media)
+    }
+
+    fn whole_sectors(&self, first: u64, length_bytes: usize) -> Result<Range<u64>, EngineError> {
+        let sector_bytes = self.sector_bytes;
+        if !length_bytes.is_multiple_of(sector_bytes as usize) {
+            return Err(EngineError::Length { length_bytes, sector_bytes });
+        }
+        let end = first.saturating_add(length_bytes as u64 / u64::from(sector_bytes));
+        self.inside(first..end)
+    }
+
+    fn inside(&self, sectors: Range<u64>) -> Result<Range<u64>, EngineError> {
+        if sectors.start <= sectors.end && sectors.end <= self.sectors {
+            return Ok(sectors);
+        }
+        Err(EngineError::Outside { first: sectors.start, end: sectors.end, sectors: self.sectors })
+    }
+
+    /// Cuts sectors of the volume into those of arenas.
+    fn parts(&self, sectors: Range<u64>) -> impl Iterator<Item = (Result<&Arena, EngineError>, Range<u32>)> {
+        let in_place = move |place: &Place| {
+            let all = place.sectors();
+            let (start, end) = (sectors.start.max(all.start), sectors.end.min(all.end));
+            (start < end).then(|| (start - all.start) as u32..(end - all.start) as u32)
+        };
+        self.places.iter().filter_map(move |place| Some((place.arena(), in_place(place)?)))
+    }
+}
+
+impl Place {
+    /// Its sectors, as the volume counts them.
+    fn sectors(&self) -> Range<u64> {
+        match self {
+            Place::Arena(arena) => arena.first_sector..arena.first_sector + u64::from(arena.info.sectors),
+            Place::Missing { first_sector, sectors, .. } => *first_sector..first_sector + sectors,
+        }
+    }
+
+    fn arena(&self) -> Result<&Arena, EngineError> {
+        match self {
+            Place::Arena(arena) => Ok(arena),
+            Place::Missing { arena, why, .. } => {
+                Err(EngineError::Missing { arena: *arena, why: why.clone() })
+            }
+        }
+    }
+
+    fn status(&self) -> ArenaStatus {
+        let Range { start: first_sector, end } = self.sectors();
+        let sectors = end - first_sector;
+        match self {
+            Place::Arena(arena) => ArenaStatus {
+                start_bytes: arena.info.start_bytes,
+                first_sector,
+                sectors,
+                uuid: Some(arena.info.uuid),
+                read_only: arena.fault().map(Fault::to_string),
+            },
+            Place::Missing { start_bytes, why, .. } => ArenaStatus {
+                start_bytes: *start_bytes,
+                first_sector,
+                sectors,
+                uuid: None,
+                read_only: Some(format!("neither info block is whole ({why})")),
+            },
+        }
+    }
+}
+
+impl<S> std::fmt::Debug for Engine<S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Engine").field("sectors", &self.sectors).finish_non_exhaustive()
+    }
+}

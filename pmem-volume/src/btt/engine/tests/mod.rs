@@ -1,0 +1,182 @@
+//! The engine against a plain list of sectors, and against the checks that other code makes of its media.
+
+mod model;
+
+use uuid::Uuid;
+
+use super::*;
+use crate::btt::{Layout, Reader, Sector, WriteAt, check};
+use crate::media::MemoryMedia;
+
+pub(super) const VOLUME_BYTES: u64 = 18 << 20;
+
+pub(super) fn formatted(sector_bytes: u32) -> MemoryMedia {
+    let media = MemoryMedia::new(VOLUME_BYTES);
+    Layout::new(VOLUME_BYTES, sector_bytes, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
+    media
+}
+
+/// Two arenas, the second behind what the volume had at first.
+pub(super) fn formatted_twice(sector_bytes: u32) -> MemoryMedia {
+    let one = formatted(sector_bytes);
+    let extension = crate::btt::extend(&one, 2 * VOLUME_BYTES).unwrap().unwrap();
+    let mut bytes = one.to_bytes();
+    bytes.resize(2 * VOLUME_BYTES as usize, 0);
+    let media = MemoryMedia::from_bytes(&bytes);
+    extension.format(&media).unwrap();
+    for (at, word) in extension.link() {
+        media.write_at(at, &word.to_le_bytes()).unwrap();
+    }
+    media
+}
+
+/// A sector that says which one it is, and which version.
+pub(super) fn content(sector: u64, version: u64, sector_bytes: u32) -> Vec<u8> {
+    let seed = sector << 32 | version;
+    let words =
+        (0..u64::from(sector_bytes) / 8).map(|at| (seed ^ at << 20).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    words.flat_map(u64::to_le_bytes).collect()
+}
+
+pub(super) fn word_at(media: &MemoryMedia, at: u64) -> u64 {
+    Words::load_word(media, at).unwrap()
+}
+
+pub(super) fn read(engine: &Engine<impl Words>, sector: u64) -> Vec<u8> {
+    let mut bytes = vec![0xee; engine.sector_bytes() as usize];
+    engine.read(sector, &mut bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn what_is_written_is_read_across_arenas_and_after_another_open() {
+    for sector_bytes in [512, 4096] {
+        let engine = Engine::open(formatted_twice(sector_bytes)).unwrap();
+        assert_eq!(engine.sector_bytes(), sector_bytes);
+        let border = engine.arenas()[1].first_sector;
+        assert!(border > 100 && engine.sectors() > border + 100);
+        // More than one exchange takes, and both arenas.
+        let sectors = border - 90..border + 90;
+        let bytes: Vec<u8> = sectors.clone().flat_map(|sector| content(sector, 1, sector_bytes)).collect();
+        engine.write(sectors.start, &bytes).unwrap();
+        let mut back = vec![0; bytes.len()];
+        engine.read(sectors.start, &mut back).unwrap();
+        assert!(back == bytes);
+        engine.discard(border - 1..border + 1).unwrap();
+        engine.flush().unwrap();
+
+        let media = engine.common.space;
+        let report = check(&media).unwrap();
+        assert!(report.is_clean(), "{report:?}");
+        let engine = Engine::open(media).unwrap();
+        for sector in sectors.start - 1..sectors.end + 1 {
+            let is_written = sectors.contains(&sector) && sector != border && sector + 1 != border;
+            let expected =
+                if is_written { content(sector, 1, sector_bytes) } else { vec![0; sector_bytes as usize] };
+            assert_eq!(read(&engine, sector), expected, "sector {sector}");
+        }
+    }
+}
+
+#[test]
+fn both_paddings_of_the_flog_are_kept() {
+    // Linux before 4.15 used slots 0 and 2.
+    let media = formatted(4096);
+    let engine = Engine::open(&media).unwrap();
+    engine.write(5, &content(5, 1, 4096)).unwrap();
+    drop(engine);
+    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().unwrap();
+    let group_of =
+        |slot: u64| (0..256u64).find(|lane| word_at(&media, info.flog_at + lane * 64 + slot * 16 + 8) != 0);
+    let lane = group_of(1).expect("slot 1 is in use");
+    let (from, to) = (info.flog_at + lane * 64 + 16, info.flog_at + lane * 64 + 32);
+    for word in [0, 8] {
+        let moved = word_at(&media, from + word);
+        media.write_at(to + word, &moved.to_le_bytes()).unwrap();
+        media.write_at(from + word, &[0; 8]).unwrap();
+    }
+    let engine = Engine::open(&media).unwrap();
+    for version in 2..9 {
+        let sectors: Vec<u8> = (0..300).flat_map(|sector| content(sector, version, 4096)).collect();
+        engine.write(0, &sectors).unwrap();
+    }
+    assert_eq!(group_of(1), None);
+    assert!(group_of(2).is_some());
+    let report = check(&media).unwrap();
+    assert!(report.is_clean(), "{report:?}");
+    assert_eq!(read(&Engine::open(&media).unwrap(), 299), content(299, 8, 4096));
+}
+
+#[test]
+fn requests_that_cannot_be_are_refused_by_name() {
+    let engine = Engine::open(formatted(4096)).unwrap();
+    let end = engine.sectors();
+    let mut two = vec![0; 8192];
+    assert!(matches!(engine.read(end - 1, &mut two), Err(EngineError::Outside { .. })));
+    assert!(matches!(engine.write(end, &two), Err(EngineError::Outside { .. })));
+    assert!(matches!(engine.write(u64::MAX, &two), Err(EngineError::Outside { .. })));
+    assert!(matches!(engine.discard(end - 1..end + 1), Err(EngineError::Outside { .. })));
+    #[expect(clippy::reversed_empty_ranges, reason = "it is what is to be refused")]
+    let reversed = 5..4;
+    assert!(matches!(engine.write_zeroes(reversed), Err(EngineError::Outside { .. })));
+    assert!(matches!(engine.write(0, &two[..100]), Err(EngineError::Length { .. })));
+    assert!(matches!(engine.read(0, &mut two[..4097]), Err(EngineError::Length { .. })));
+    engine.discard(end..end).unwrap();
+    engine.write(end, &[]).unwrap();
+    engine.read(end - 2, &mut two).unwrap();
+}
+
+#[test]
+fn a_reader_finds_what_the_engine_wrote_and_discarded() {
+    let media = formatted(512);
+    let engine = Engine::open(&media).unwrap();
+    engine.write(3, &[content(3, 1, 512), content(4, 1, 512)].concat()).unwrap();
+    engine.discard(4..6).unwrap();
+    let reader = Reader::open(&media).unwrap().unwrap();
+    let mut bytes = vec![0xee; 512];
+    assert_eq!(reader.read(3, &mut bytes).unwrap(), Sector::Data);
+    assert_eq!(bytes, content(3, 1, 512));
+    for sector in [4, 5] {
+        assert_eq!(reader.read(sector, &mut bytes).unwrap(), Sector::Zeros);
+    }
+    // What is discarded is written as before.
+    engine.write(5, &content(5, 2, 512)).unwrap();
+    assert_eq!(read(&engine, 5), content(5, 2, 512));
+    assert!(check(&media).unwrap().is_clean());
+}
+
+#[test]
+fn what_linux_wrote_is_served() {
+    let text = include_str!("../../linux-6.12.golden");
+    let media = MemoryMedia::from_bytes(&crate::test_image::from_text(text, VOLUME_BYTES));
+    let engine = Engine::open(&media).unwrap();
+    assert_eq!(engine.arenas()[0].read_only, None);
+    for sector in (0..=140).step_by(7) {
+        let text = format!("L{sector:05} v5");
+        assert!(read(&engine, sector).starts_with(text.as_bytes()), "sector {sector}");
+        engine.write(sector, &content(sector, 6, 4096)).unwrap();
+    }
+    assert!(check(&media).unwrap().is_clean());
+    assert_eq!(read(&engine, 140), content(140, 6, 4096));
+}
+
+#[test]
+fn a_volume_of_a_pool_is_served_and_keeps_its_content() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let path = folder.path().join("pool");
+    let pool = crate::Pool::create(&path, 64 << 20, 0).unwrap();
+    let volume = || pool.open_volume("v").unwrap();
+    pool.create_volume("v", crate::VolumeSize::Bytes(VOLUME_BYTES), crate::VolumeFormat::Btt).unwrap();
+    let engine = Engine::open(volume()).unwrap();
+    let sectors: Vec<u64> = (0..200).map(|number| number * 19 % engine.sectors()).collect();
+    for version in 1..4 {
+        sectors.iter().for_each(|sector| engine.write(*sector, &content(*sector, version, 4096)).unwrap());
+    }
+    engine.flush().unwrap();
+    drop(engine);
+    assert!(volume().check_btt().unwrap().unwrap().is_clean());
+    let engine = Engine::open(volume()).unwrap();
+    for sector in sectors {
+        assert!(read(&engine, sector) == content(sector, 3, 4096), "sector {sector}");
+    }
+}

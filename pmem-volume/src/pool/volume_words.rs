@@ -1,0 +1,125 @@
+//! A volume as what a BTT engine works on: its bytes, wherever its chunks lie.
+//!
+//! The first failure latches the pool read-only, as every other does: nobody knows what is durable since. Reads of a
+//! latched pool go on.
+
+use std::ops::Range;
+
+use super::volume::{Space, Volume};
+use super::{OpenMode, Pool};
+use crate::btt::{ReadAt, Words, WriteAt};
+use crate::media::{Media, MediaError};
+
+/// So many ranges are translated without asking for memory: those of the exchange of one sector, and more.
+const FEW: usize = 8;
+
+impl Volume {
+    fn space(&self) -> Space<'_> {
+        Space { media: self.pool().media(), extents: self.extents() }
+    }
+
+    /// Where a range lies in the file, if it lies there in one piece. Panics if it is not inside the volume.
+    fn in_file(&self, offset_bytes: u64, length_bytes: u64) -> Option<u64> {
+        let extents = self.extents();
+        let number = extents.partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= offset_bytes);
+        let Some(extent) = extents.get(number) else {
+            panic!("{offset_bytes:#x} is not inside the volume");
+        };
+        let within = offset_bytes - extent.volume_offset_bytes();
+        (length_bytes <= extent.len_bytes() - within).then(|| extent.offset_bytes() + within)
+    }
+
+    /// The same of several. Their order stays.
+    fn with_ranges_in_file<T>(&self, ranges: &[Range<u64>], with: impl FnOnce(&[Range<u64>]) -> T) -> T {
+        let mut few = [const { 0..0 }; FEW];
+        if ranges.len() > FEW {
+            return with(&self.all_in_file(ranges));
+        }
+        for (to, range) in few.iter_mut().zip(ranges) {
+            let length_bytes = range.end - range.start;
+            match self.in_file(range.start, length_bytes) {
+                Some(start) => *to = start..start + length_bytes,
+                None => return with(&self.all_in_file(ranges)),
+            }
+        }
+        with(&few[..ranges.len()])
+    }
+
+    fn all_in_file(&self, ranges: &[Range<u64>]) -> Vec<Range<u64>> {
+        let space = self.space();
+        ranges.iter().flat_map(|range| space.file_ranges(range.clone())).collect()
+    }
+}
+
+impl Pool {
+    /// Does something to the media that changes it, as long as nothing has failed, and makes known if it fails.
+    fn change(&self, change: impl FnOnce(&dyn Media) -> Result<(), MediaError>) -> Result<(), MediaError> {
+        if self.mode != OpenMode::ReadWrite {
+            return Err(MediaError::ReadOnly);
+        }
+        self.require_not_latched()?;
+        self.noted(change(self.media()))?;
+        // A failure elsewhere may be one of this change.
+        self.require_not_latched()
+    }
+
+    fn require_not_latched(&self) -> Result<(), MediaError> {
+        match self.latched.get() {
+            Some(cause) => Err(MediaError::Latched { cause: cause.clone() }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl WriteAt for Volume {
+    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.pool().change(|media| Space { media, extents: self.extents() }.write_at(offset_bytes, bytes))
+    }
+
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        self.pool().change(|media| self.with_ranges_in_file(ranges, |ranges| media.persist(ranges)))
+    }
+}
+
+impl Words for Volume {
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
+        self.pool().noted(self.pool().media().load_word(at))
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
+        self.pool().change(|media| media.store_word(at, word))
+    }
+
+    fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        match self.in_file(offset_bytes, into.len() as u64) {
+            Some(at) => self.pool().noted(self.pool().media().load(at, into)),
+            None => self.pool().noted(self.space().read_at(offset_bytes, into)),
+        }
+    }
+
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        let length_bytes = bytes.len() as u64;
+        self.pool().change(|media| match self.in_file(offset_bytes, length_bytes) {
+            Some(at) => media.store_bulk(at, bytes),
+            None => {
+                let mut rest = bytes;
+                let pieces = self.space().file_ranges(offset_bytes..offset_bytes + length_bytes);
+                pieces.into_iter().try_for_each(|piece| {
+                    let (now, later) = rest.split_at((piece.end - piece.start) as usize);
+                    rest = later;
+                    media.store_bulk(piece.start, now)
+                })
+            }
+        })
+    }
+
+    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
+        self.pool().change(|media| {
+            self.with_ranges_in_file(ranges, |ranges| {
+                self.with_ranges_in_file(bulk, |bulk| media.persist_with_bulk(ranges, bulk))
+            })
+        })
+    }
+}
