@@ -38,7 +38,7 @@ mod scrubber;
 mod superblock;
 mod table;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod unnamed_file;
 mod volume;
 mod volume_record;

@@ -12,7 +12,7 @@ use super::{Common, EngineError, Fault};
 use crate::btt::Words;
 use crate::btt::arena::{ArenaInfo, InfoSource};
 use crate::btt::check::Finding;
-use crate::btt::flog::{Lane, MapKind, Recovery, decode_map, recover};
+use crate::btt::flog::{MapKind, Recovery, decode_map, recover};
 use crate::btt::layout::{FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, checksum};
 use crate::media::MediaError;
 
@@ -207,8 +207,8 @@ fn block_twice(
 /// is seen need be durable yet:
 ///
 /// 1. The flog, persist: what is redone now must be known to have happened, whatever comes next.
-/// 2. The map, as the newest entry of each lane has it, persist: also where it is there already. The lanes are used
-///    again, and then nobody redoes it.
+/// 2. The map, persist, and all of it. The lanes are used again, and then nobody redoes what their newest entries say; and
+///    a discard that was seen once must not be undone.
 fn redo(
     common: &Common<impl Words>,
     info: &ArenaInfo,
@@ -223,8 +223,7 @@ fn redo(
         let locked = common.locks.lock(map.words_of(&sectors));
         map.change(space, sectors, &locked, |_, _| map::written(*block))?;
     }
-    let words = |lane: &Lane| map.words_of(&(lane.sector..lane.sector + 1));
-    space.persist(&recovery.lanes.iter().map(words).collect::<Vec<_>>())
+    space.persist(std::slice::from_ref(&map.words_of(&(0..info.sectors))))
 }
 
 /// Sets the error flag in both info blocks, in the one that counts last: a crash in between leaves one of them whole.

@@ -9,7 +9,7 @@ use crate::media::simulator::{CrashPoint, Random, Simulator};
 /// Which image to open again: `PMEM_VOLUME_CRASH_SEED=SEED[,STEP[,POINT[,IMAGE]]]`, as a failure prints it. A test that
 /// knows no seeds or no steps takes any number there.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Replay {
+pub(crate) struct Replay {
     seed: Option<u64>,
     step: Option<usize>,
     point: Option<usize>,
@@ -17,7 +17,7 @@ pub(super) struct Replay {
 }
 
 impl Replay {
-    pub(super) fn from_environment() -> Self {
+    pub(crate) fn from_environment() -> Self {
         std::env::var("PMEM_VOLUME_CRASH_SEED").map_or_else(|_| Self::default(), |text| Self::parse(&text))
     }
 
@@ -27,13 +27,13 @@ impl Replay {
     }
 
     /// Is this step to be opened?
-    pub(super) fn has_step(&self, step: usize) -> bool {
+    pub(crate) fn has_step(&self, step: usize) -> bool {
         self.step.is_none_or(|only| only == step)
     }
 
     /// Counts what a whole test has opened, which is at least so many images: fewer say that the simulator saw less than
     /// there is. A replay opens few, and at least one.
-    pub(super) fn count(&self, images: usize, least: usize) {
+    pub(crate) fn count(&self, images: usize, least: usize) {
         say_images(images);
         if self.is_wanted() {
             assert!(images > 0, "{self:?} names no image of this test");
@@ -51,7 +51,7 @@ impl Replay {
 }
 
 /// How many seeds a run tries, from 1: more for a soak. A replay tries its own.
-pub(super) fn seeds(usual: u64) -> std::ops::RangeInclusive<u64> {
+pub(crate) fn seeds(usual: u64) -> std::ops::RangeInclusive<u64> {
     if let Some(seed) = Replay::from_environment().seed {
         return seed..=seed;
     }
@@ -60,7 +60,7 @@ pub(super) fn seeds(usual: u64) -> std::ops::RangeInclusive<u64> {
 }
 
 /// An error of [`verify_each`], with what finds it again. `seed`: 0 if the test has none.
-pub(super) fn replay_as(seed: &str, step: usize, error: &str) -> String {
+pub(crate) fn replay_as(seed: &str, step: usize, error: &str) -> String {
     let numbers: Vec<&str> = error
         .split(':')
         .next()
@@ -76,7 +76,7 @@ static IMAGES: AtomicUsize = AtomicUsize::new(0);
 
 /// Adds to the total, which the test program prints as it ends, past the test harness that keeps what passing tests
 /// print to itself.
-pub(super) fn say_images(count: usize) {
+pub(crate) fn say_images(count: usize) {
     static AT_EXIT: Once = Once::new();
     AT_EXIT.call_once(|| {
         // SAFETY: the function is a plain one that does not unwind: its only call that may fail is ignored.
@@ -96,7 +96,7 @@ const RECOVERY_BOUND: usize = 8;
 
 /// Opens every image of every point, up to `bound` of each, and returns how many. An error names point and image; the
 /// same `random` gives the same images, whatever is done with them.
-pub(super) fn verify_each(
+pub(crate) fn verify_each(
     points: &[CrashPoint],
     bound: usize,
     random: &mut Random,

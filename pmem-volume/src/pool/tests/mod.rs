@@ -1,7 +1,7 @@
 //! Pools as their users see them.
 
 mod bad_input;
-mod campaign;
+pub(crate) mod campaign;
 mod crash;
 mod crash_each;
 mod crash_grow;

@@ -1,10 +1,16 @@
 //! The engine against a plain list of sectors, and against the checks that other code makes of its media.
 
+mod crash;
+mod crash_wrong;
 mod model;
+mod script;
+mod threads;
 
 use uuid::Uuid;
+use zerocopy::{FromZeros, IntoBytes};
 
 use super::*;
+use crate::btt::layout::{InfoBytes, checksum};
 use crate::btt::{Layout, Reader, Sector, WriteAt, check};
 use crate::media::MemoryMedia;
 
@@ -28,6 +34,31 @@ pub(super) fn formatted_twice(sector_bytes: u32) -> MemoryMedia {
         media.write_at(at, &word.to_le_bytes()).unwrap();
     }
     media
+}
+
+/// One arena with few sectors and lanes, of the sectors that Linux would have made of all of it: blocks are used again
+/// soon, and an image is quick to open.
+pub(super) fn format_small(media: &(impl WriteAt + ?Sized), sectors: u32, lanes: u32) {
+    Layout::new(VOLUME_BYTES, 4096, Uuid::from_u128(42)).unwrap().format(&media).unwrap();
+    let mut info = InfoBytes::new_zeroed();
+    media.read_at(START_BYTES, info.as_mut_bytes()).unwrap();
+    let flog_at = START_BYTES + info.logoff.get();
+    let mut flog = vec![0; 256 * 64];
+    for (lane, group) in (0..lanes).zip(flog.chunks_exact_mut(64)) {
+        let block = sectors + lane;
+        group[..16].copy_from_slice([lane, block, block, 1].map(u32::to_le).as_bytes());
+    }
+    info.external_nlba.set(sectors);
+    info.internal_nlba.set(sectors + lanes);
+    info.nfree.set(lanes);
+    let sum = checksum(&info);
+    info.checksum.set(sum);
+    let copy_at = START_BYTES + info.info2off.get();
+    let places = [(flog_at, &flog[..]), (START_BYTES, info.as_bytes()), (copy_at, info.as_bytes())];
+    for (at, bytes) in places {
+        media.write_at(at, bytes).unwrap();
+        media.persist(std::slice::from_ref(&(at..at + bytes.len() as u64))).unwrap();
+    }
 }
 
 /// A sector that says which one it is, and which version.

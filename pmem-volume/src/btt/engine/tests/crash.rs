@@ -1,0 +1,116 @@
+//! Crashes of the engine, enumerated: at every persist of exchanges and discards that are interleaved, and of the
+//! recovery that follows, what a crash may leave is opened and held against the oracle.
+
+use std::sync::atomic::Ordering;
+
+use super::script::{Oracle, Recorded, Script, Wrong, new_media};
+use super::*;
+use crate::media::simulator::{CrashPoint, Random, Simulator};
+use crate::pool::tests::campaign::{Replay, replay_as, seeds, verify_each};
+
+/// Images of each point, at most.
+const BOUND: usize = 48;
+
+/// Opens every image of every point.
+fn verify(points: &[(CrashPoint, Oracle)], bound: usize, seed: u64) -> Result<usize, String> {
+    let mut images = 0;
+    for (step, (point, oracle)) in points.iter().enumerate() {
+        if Replay::from_environment().has_step(step) {
+            let judge = |image: &Simulator| oracle.judge(image).map(drop);
+            let mut random = Random::new(seed ^ (step as u64) << 32);
+            images += verify_each(std::slice::from_ref(point), bound, &mut random, &judge)
+                .map_err(|error| replay_as(&seed.to_string(), step, &error))?;
+        }
+    }
+    Ok(images)
+}
+
+/// Interleaves exchanges and discards as a seed has it, and crashes at every persist.
+pub(super) fn crash_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
+    let recorded = Recorded::new(new_media(), wrong, Oracle::default());
+    let engine = Engine::open(&recorded).unwrap();
+    recorded.is_open.store(true, Ordering::Relaxed);
+    recorded.record();
+    let mut random = Random::new(seed);
+    let writers = 1 + random.below(3) as usize;
+    let mut script = Script::new(&engine, &recorded, writers, 0);
+    script.run(&mut random, 120);
+    drop(script);
+    verify(&recorded.take_points(), BOUND, seed)
+}
+
+/// The same, with a process that is killed instead; the next one opens what it sees, durable or not, goes on, and then the
+/// power goes: while it opens, and after.
+pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
+    let recorded = Recorded::new(new_media(), Wrong::Nothing, Oracle::default());
+    let engine = Engine::open(&recorded).unwrap();
+    recorded.record();
+    let mut random = Random::new(seed);
+    let writers = 1 + random.below(3) as usize;
+    let mut script = Script::new(&engine, &recorded, writers, 0);
+    script.run(&mut random, 40);
+    drop(script);
+    let mut images = 0;
+    for (step, (kill, oracle)) in recorded.take_points().into_iter().enumerate() {
+        let next = Recorded::new(kill.killed(), wrong, oracle.clone());
+        next.record();
+        let engine = Engine::open(&next).unwrap();
+        next.is_open.store(true, Ordering::Relaxed);
+        // From here on it is as this process has seen it.
+        let found = oracle.read(&engine).map_err(|error| format!("killed at {step}: {error}"))?;
+        *next.oracle.lock().unwrap() = found;
+        let mut script = Script::new(&engine, &next, 2, 1000);
+        script.run(&mut Random::new(seed + step as u64), 16);
+        drop(script);
+        images += verify(&next.take_points(), BOUND / 4, seed)
+            .map_err(|error| format!("killed at {step}: {error}"))?;
+    }
+    Ok(images)
+}
+
+#[test]
+fn interleaved_exchanges_and_discards_survive_a_crash_at_every_persist() {
+    let images: usize = seeds(24).map(|seed| crash_at_random(seed, Wrong::Nothing).unwrap()).sum();
+    Replay::from_environment().count(images, 20_000);
+}
+
+#[test]
+fn a_killed_engine_and_a_loss_of_power_after_it_are_survived() {
+    let images: usize = seeds(12).map(|seed| kill_at_random(seed, Wrong::Nothing).unwrap()).sum();
+    Replay::from_environment().count(images, 10_000);
+}
+
+/// Every order in which two exchanges can take their steps, and every image of each, as far as there are a thousand.
+#[test]
+fn two_exchanges_survive_in_every_order_of_their_steps() {
+    const STEPS: u32 = 4;
+    let mut images = 0;
+    // Of the same line, so that one waits; of another; of the same sector.
+    for other in [3..5, 20..21, 1..2] {
+        for order in 0..1u32 << (2 * STEPS) {
+            if order.count_ones() != STEPS || !Replay::from_environment().has_step(order as usize) {
+                continue;
+            }
+            let recorded = Recorded::new(new_media(), Wrong::Nothing, Oracle::default());
+            let engine = Engine::open(&recorded).unwrap();
+            recorded.is_open.store(true, Ordering::Relaxed);
+            let mut script = Script::new(&engine, &recorded, 2, 0);
+            // Something that is not settled yet, in the same lanes.
+            script.begin(0, 1..3);
+            script.finish();
+            recorded.record();
+            let mut has_begun = [false; 2];
+            for step in 0..2 * STEPS {
+                let writer = (order >> step & 1) as usize;
+                match std::mem::replace(&mut has_begun[writer], true) {
+                    false => script.begin(writer, [1..2, other.clone()][writer].clone()),
+                    true => script.step(writer),
+                }
+            }
+            script.finish();
+            drop(script);
+            images += verify(&recorded.take_points(), 256, u64::from(order)).unwrap();
+        }
+    }
+    Replay::from_environment().count(images, 20_000);
+}

@@ -1,0 +1,58 @@
+//! Wrong orders, each left in the media's care instead of the engine's: as long as they are found out, the tests of the
+//! right one prove something.
+
+use super::crash::{crash_at_random, kill_at_random};
+use super::script::Wrong;
+
+/// Some seed finds it out.
+fn must_be_found_out(campaign: fn(u64, Wrong) -> Result<usize, String>, wrong: Wrong) -> String {
+    (1..40).find_map(|seed| campaign(seed, wrong).err()).unwrap_or_else(|| panic!("{wrong:?} went unnoticed"))
+}
+
+#[test]
+fn a_second_half_before_the_data_is_found_out() {
+    let error = must_be_found_out(crash_at_random, Wrong::Data);
+    assert!(error.contains("is none of"), "{error}");
+}
+
+#[test]
+fn a_second_half_before_the_first_is_found_out() {
+    must_be_found_out(crash_at_random, Wrong::FirstHalf);
+}
+
+#[test]
+fn a_write_that_returns_before_its_second_half_is_durable_is_found_out() {
+    must_be_found_out(crash_at_random, Wrong::SecondHalf);
+}
+
+#[test]
+fn a_map_entry_before_its_flog_entry_is_found_out() {
+    let error = must_be_found_out(crash_at_random, Wrong::MapBeforeFlog);
+    assert!(error.contains("BlockTwice"), "{error}");
+}
+
+#[test]
+fn a_lane_that_is_used_again_before_its_map_entry_is_durable_is_found_out() {
+    must_be_found_out(crash_at_random, Wrong::LaneReused);
+}
+
+#[test]
+fn a_sector_that_is_written_again_before_its_map_entry_is_durable_is_found_out() {
+    let error = must_be_found_out(crash_at_random, Wrong::SectorRewritten);
+    assert!(error.contains("BlockTwice") || error.contains("BlocksLost"), "{error}");
+}
+
+#[test]
+fn a_discard_that_returns_before_it_is_durable_is_found_out() {
+    must_be_found_out(crash_at_random, Wrong::Discard);
+}
+
+#[test]
+fn a_recovery_that_redoes_before_the_flog_is_durable_is_found_out() {
+    must_be_found_out(kill_at_random, Wrong::RecoveredFlog);
+}
+
+#[test]
+fn a_recovery_that_ends_before_the_map_is_durable_is_found_out() {
+    must_be_found_out(kill_at_random, Wrong::RecoveredMap);
+}

@@ -1,0 +1,400 @@
+//! Writers whose steps are interleaved as a seed has it, on media that remembers what a crash would leave.
+//!
+//! All of them run on one thread, so that a seed is all it takes to see a failure again: each has an exchange, of which
+//! one step is done at a time. At every persist it is noted what each sector may hold.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use super::super::exchange::Exchange;
+use super::super::map::LINE_SECTORS;
+use super::*;
+use crate::btt::{ReadAt, WriteAt};
+use crate::media::Media;
+use crate::media::simulator::{CrashPoint, Random, Simulator};
+
+pub(super) const SECTORS: u32 = 48;
+pub(super) const LANES: u32 = 4;
+
+/// What a sector may hold: a version, where zero is zeros.
+#[derive(Clone, Debug, Default)]
+struct Held {
+    /// What it holds if nothing is under way.
+    current: u64,
+    /// What writes that are under way would leave.
+    pending: Vec<u64>,
+}
+
+/// All sectors that were ever written.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Oracle(BTreeMap<u32, Held>);
+
+/// What is done wrong between the engine and the media.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wrong {
+    Nothing,
+    /// The second half comes before the data is durable.
+    Data,
+    /// The second half comes before the first one is durable.
+    FirstHalf,
+    /// The second half is not durable when the map changes and the write returns.
+    SecondHalf,
+    /// The map changes, durably, and then comes the second half.
+    MapBeforeFlog,
+    /// A lane is used again before the word of the map that it changed last is durable.
+    LaneReused,
+    /// A sector is written again before its word of the map is durable.
+    SectorRewritten,
+    /// A discard returns before it is durable.
+    Discard,
+    /// Recovery redoes the map before the flog is durable.
+    RecoveredFlog,
+    /// Recovery is over before the map is durable.
+    RecoveredMap,
+}
+
+/// The media, a wrong order if there is to be one, and the oracle at each crash point.
+pub(super) struct Recorded {
+    pub(super) media: Simulator,
+    wrong: Wrong,
+    map: Range<u64>,
+    flog: Range<u64>,
+    /// Persists of an engine that is being opened are those of recovery.
+    pub(super) is_open: std::sync::atomic::AtomicBool,
+    held_back: Mutex<Vec<(u64, u64)>>,
+    pub(super) oracle: Mutex<Oracle>,
+    seen: Mutex<Vec<Oracle>>,
+}
+
+impl Recorded {
+    pub(super) fn new(media: Simulator, wrong: Wrong, oracle: Oracle) -> Self {
+        let space: &dyn ReadAt = &media;
+        let size_bytes = space.len_bytes() - START_BYTES;
+        let (info, _) = read_arena(&media, START_BYTES, size_bytes).unwrap().unwrap();
+        Self {
+            map: info.map_at..info.map_at + u64::from(info.sectors) * 4,
+            flog: info.flog_at..info.flog_at + u64::from(info.lanes) * 64,
+            media,
+            wrong,
+            is_open: false.into(),
+            held_back: Mutex::default(),
+            oracle: Mutex::new(oracle),
+            seen: Mutex::default(),
+        }
+    }
+
+    /// From now on, crash points are kept, and what sectors may hold there.
+    pub(super) fn record(&self) {
+        self.seen.lock().unwrap().clear();
+        self.media.record();
+    }
+
+    /// The crash points until now, each with what sectors may hold there.
+    pub(super) fn take_points(&self) -> Vec<(CrashPoint, Oracle)> {
+        let mut seen = std::mem::take(&mut *self.seen.lock().unwrap());
+        seen.push(self.oracle.lock().unwrap().clone());
+        let points = self.media.take_points();
+        assert_eq!(points.len(), seen.len());
+        points.into_iter().zip(seen).collect()
+    }
+
+    fn persist_all(&self, ranges: &[Range<u64>]) {
+        self.seen.lock().unwrap().push(self.oracle.lock().unwrap().clone());
+        Media::persist(&self.media, ranges).unwrap();
+    }
+
+    fn in_map(&self, range: &Range<u64>) -> bool {
+        self.map.start <= range.start && range.start < self.map.end
+    }
+
+    fn in_flog(&self, range: &Range<u64>) -> bool {
+        self.flog.start <= range.start && range.start < self.flog.end
+    }
+}
+
+impl ReadAt for Simulator {
+    fn len_bytes(&self) -> u64 {
+        Media::len_bytes(self)
+    }
+
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        Media::read(self, offset_bytes, into)
+    }
+}
+
+impl WriteAt for Simulator {
+    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        Media::store(self, offset_bytes, bytes)
+    }
+
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        Media::persist(self, ranges)
+    }
+}
+
+impl Words for Simulator {
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        Media::load_word(self, offset_bytes)
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        Media::store_word(self, offset_bytes, word)
+    }
+}
+
+impl ReadAt for Recorded {
+    fn len_bytes(&self) -> u64 {
+        ReadAt::len_bytes(&self.media)
+    }
+
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.media.read_at(offset_bytes, into)
+    }
+}
+
+impl WriteAt for Recorded {
+    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.media.write_at(offset_bytes, bytes)
+    }
+
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        let is_open = self.is_open.load(std::sync::atomic::Ordering::Relaxed);
+        let of = |wrong, is_in: fn(&Self, &Range<u64>) -> bool| {
+            self.wrong == wrong && ranges.iter().all(|range| is_in(self, range))
+        };
+        let is_left_out = match is_open {
+            true => {
+                of(Wrong::SecondHalf, Self::in_flog)
+                    || of(Wrong::MapBeforeFlog, Self::in_flog)
+                    || of(Wrong::Discard, Self::in_map)
+            }
+            false => of(Wrong::RecoveredFlog, Self::in_flog) || of(Wrong::RecoveredMap, Self::in_map),
+        };
+        self.persist_all(if is_left_out { &[] } else { ranges });
+        Ok(())
+    }
+}
+
+impl Words for Recorded {
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        Words::load_word(&self.media, offset_bytes)
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        let at = offset_bytes..offset_bytes + 8;
+        if self.wrong == Wrong::MapBeforeFlog {
+            if self.in_flog(&at) && offset_bytes % 16 == 8 {
+                self.held_back.lock().unwrap().push((offset_bytes, word));
+                return Ok(());
+            }
+            if self.in_map(&at) {
+                Words::store_word(&self.media, offset_bytes, word)?;
+                self.persist_all(std::slice::from_ref(&at));
+                for (at, word) in std::mem::take(&mut *self.held_back.lock().unwrap()) {
+                    Words::store_word(&self.media, at, word)?;
+                    self.persist_all(std::slice::from_ref(&(at..at + 8)));
+                }
+                return Ok(());
+            }
+        }
+        Words::store_word(&self.media, offset_bytes, word)
+    }
+
+    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
+        // The words of the exchange's own sectors come first.
+        let is_kept = |(place, range): (usize, &Range<u64>)| match self.wrong {
+            Wrong::FirstHalf => !self.in_flog(range),
+            Wrong::SectorRewritten => place > 0,
+            Wrong::LaneReused => place == 0 || !self.in_map(range),
+            _ => true,
+        };
+        let mut kept: Vec<_> =
+            ranges.iter().enumerate().filter(|numbered| is_kept(*numbered)).map(|(_, r)| r.clone()).collect();
+        if self.wrong != Wrong::Data {
+            kept.extend_from_slice(bulk);
+        }
+        self.persist_all(&kept);
+        Ok(())
+    }
+}
+
+/// A sector with few words that are not zero, so that few images are many of all there are.
+pub(super) fn sparse_content(sector: u32, version: u64) -> Vec<u8> {
+    let mut bytes = vec![0; 4096];
+    if version > 0 {
+        let mark = u64::from(sector + 1) << 32 | version;
+        for (place, word) in [(0, mark), (1000, !mark), (4088, mark.rotate_left(7))] {
+            bytes[place..place + 8].copy_from_slice(&word.to_le_bytes());
+        }
+    }
+    bytes
+}
+
+/// Media with a small arena, and as many lanes as the script has use for.
+pub(super) fn new_media() -> Simulator {
+    let media = Simulator::new(VOLUME_BYTES);
+    format_small(&media, SECTORS, LANES);
+    media
+}
+
+/// An exchange that is under way.
+struct Active<'a> {
+    exchange: Option<Exchange<'a, &'a Recorded>>,
+    sectors: Range<u32>,
+    version: u64,
+    steps: u32,
+}
+
+/// What the writers do next.
+pub(super) struct Script<'a> {
+    engine: &'a Engine<&'a Recorded>,
+    recorded: &'a Recorded,
+    active: Vec<Option<Active<'a>>>,
+    version: u64,
+}
+
+impl<'a> Script<'a> {
+    /// So many writers. `versions` begin behind those that the media has.
+    pub(super) fn new(
+        engine: &'a Engine<&'a Recorded>,
+        recorded: &'a Recorded,
+        writers: usize,
+        version: u64,
+    ) -> Self {
+        Self { engine, recorded, active: (0..writers).map(|_| None).collect(), version }
+    }
+
+    /// Does so many steps, of whichever writer `random` has.
+    pub(super) fn run(&mut self, random: &mut Random, steps: usize) {
+        for _ in 0..steps {
+            let writer = random.below(self.active.len() as u64) as usize;
+            if self.active[writer].is_some() {
+                self.step(writer);
+                continue;
+            }
+            let first = random.below(u64::from(SECTORS) - 2) as u32;
+            let sectors = first..first + 1 + random.below(2) as u32;
+            match random.below(6) {
+                0 => self.discard(sectors),
+                _ => self.begin(writer, sectors),
+            }
+        }
+    }
+
+    /// Lets every writer come to its end.
+    pub(super) fn finish(&mut self) {
+        while self.active.iter().any(Option::is_some) {
+            (0..self.active.len()).for_each(|writer| self.step(writer));
+        }
+    }
+
+    /// Step 1 of an exchange, if a lane is left.
+    pub(super) fn begin(&mut self, writer: usize, sectors: Range<u32>) {
+        let taken: usize = self.active.iter().flatten().map(|active| active.sectors.len()).sum();
+        let sectors = sectors.start..sectors.end.min(sectors.start + LANES - taken as u32);
+        if sectors.is_empty() {
+            return;
+        }
+        self.version += 1;
+        let version = self.version;
+        self.note(&sectors, |held| held.pending.push(version));
+        let bytes: Vec<u8> = sectors.clone().flat_map(|sector| sparse_content(sector, version)).collect();
+        let arena = self.engine.places[0].arena().unwrap();
+        let exchange = Exchange::begin(&self.engine.common, arena, sectors.start, &bytes).unwrap();
+        assert_eq!(exchange.sectors(), sectors.len());
+        self.active[writer] = Some(Active { exchange: Some(exchange), sectors, version, steps: 1 });
+    }
+
+    /// The next step of a writer's exchange, if it has one and need not wait.
+    pub(super) fn step(&mut self, writer: usize) {
+        let Some(active) = &self.active[writer] else { return };
+        if active.steps == 1 && self.is_locked(&active.sectors) {
+            return;
+        }
+        let active = self.active[writer].as_mut().unwrap();
+        let exchange = active.exchange.as_mut().unwrap();
+        active.steps += 1;
+        match active.steps {
+            2 => exchange.log().unwrap(),
+            3 => exchange.commit().unwrap(),
+            _ => {
+                active.exchange.take().unwrap().publish().unwrap();
+                let Active { sectors, version, .. } = self.active[writer].take().unwrap();
+                self.note(&sectors, |held| held.end(version));
+            }
+        }
+    }
+
+    /// A discard, which is one step for all others, if it need not wait.
+    pub(super) fn discard(&mut self, sectors: Range<u32>) {
+        if self.is_locked(&sectors) {
+            return;
+        }
+        self.note(&sectors, |held| held.pending.push(0));
+        self.engine.discard(u64::from(sectors.start)..u64::from(sectors.end)).unwrap();
+        self.note(&sectors, |held| held.end(0));
+    }
+
+    /// Has an exchange locked the lines of these sectors?
+    fn is_locked(&self, sectors: &Range<u32>) -> bool {
+        let lines = |of: &Range<u32>| of.start / LINE_SECTORS..=(of.end - 1) / LINE_SECTORS;
+        let wanted = lines(sectors);
+        let mut locked = self.active.iter().flatten().filter(|active| active.steps > 1);
+        locked.any(|active| lines(&active.sectors).any(|line| wanted.contains(&line)))
+    }
+
+    fn note(&self, sectors: &Range<u32>, change: impl Fn(&mut Held)) {
+        let mut oracle = self.recorded.oracle.lock().unwrap();
+        sectors.clone().for_each(|sector| change(oracle.0.entry(sector).or_default()));
+    }
+}
+
+impl Held {
+    /// A write has ended: it is what the sector holds.
+    fn end(&mut self, version: u64) {
+        let place = self.pending.iter().position(|pending| *pending == version).unwrap();
+        self.pending.remove(place);
+        self.current = version;
+    }
+}
+
+impl Oracle {
+    /// Holds an image against it, and returns what the image holds: nothing is under way there.
+    ///
+    /// 1. A check finds nothing.
+    /// 2. The engine opens it, and serves every sector as it may be: whole.
+    /// 3. A check finds nothing, and nothing to redo.
+    pub(super) fn judge(&self, image: &Simulator) -> Result<Self, String> {
+        let check_is_clean = |when: &str| {
+            let report = check(image).unwrap();
+            if report.is_clean() {
+                Ok(report)
+            } else {
+                Err(format!("{when}: {:?}", report.arenas[0].findings))
+            }
+        };
+        check_is_clean("before")?;
+        let engine = Engine::open(image).map_err(|error| error.to_string())?;
+        let found = self.read(&engine)?;
+        if check_is_clean("after")?.arenas[0].redo > 0 {
+            return Err("something is left to redo".to_owned());
+        }
+        Ok(found)
+    }
+
+    /// What an engine reads, if it is what it may be.
+    pub(super) fn read(&self, engine: &Engine<impl Words>) -> Result<Self, String> {
+        let mut found = Self::default();
+        let untouched = Held::default();
+        for sector in 0..SECTORS {
+            let held = self.0.get(&sector).unwrap_or(&untouched);
+            let bytes = read(engine, u64::from(sector));
+            let allowed = std::iter::once(&held.current).chain(&held.pending);
+            let Some(version) = allowed.copied().find(|v| bytes == sparse_content(sector, *v)) else {
+                return Err(format!("sector {sector} is none of {held:?}: {:x?}", &bytes[..8]));
+            };
+            found.0.insert(sector, Held { current: version, pending: vec![] });
+        }
+        Ok(found)
+    }
+}

@@ -1,0 +1,186 @@
+//! Real threads on few sectors; and readers that are stopped at the worst moment.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Barrier, Mutex};
+use std::thread;
+
+use super::*;
+use crate::btt::flog::read_map;
+use crate::btt::{ReadAt, WriteAt};
+use crate::media::simulator::Random;
+
+fn small(sectors: u32, lanes: u32) -> MemoryMedia {
+    let media = MemoryMedia::new(VOLUME_BYTES);
+    format_small(&media, sectors, lanes);
+    media
+}
+
+/// The version of a sector that is whole.
+fn version_of(sector: u64, bytes: &[u8]) -> Option<u64> {
+    let mixed = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+    // The inverse of the odd number that content() multiplies with, modulo 2^64.
+    let version = mixed.wrapping_mul(0xf1de_83e1_9937_733d) & 0xffff_ffff;
+    (bytes == content(sector, version, 4096)).then_some(version)
+}
+
+#[test]
+fn threads_on_few_sectors_and_lanes_never_see_a_torn_one() {
+    const SECTORS: u64 = 12;
+    const WRITERS: u64 = 4;
+    const ROUNDS: u64 = 400;
+    let media = small(SECTORS as u32, 6);
+    let engine = Engine::open(&media).unwrap();
+    let (versions, writing) = (AtomicU64::new(1), AtomicU64::new(WRITERS));
+    let start = Barrier::new(WRITERS as usize + 3);
+    let fill: Vec<u8> = (0..SECTORS).flat_map(|sector| content(sector, 0, 4096)).collect();
+    engine.write(0, &fill).unwrap();
+    let last: Vec<Mutex<Vec<u64>>> = (0..SECTORS).map(|_| Mutex::new(vec![0])).collect();
+    thread::scope(|scope| {
+        for writer in 0..WRITERS {
+            let (engine, start, versions, writing, last) = (&engine, &start, &versions, &writing, &last);
+            scope.spawn(move || {
+                let mut random = Random::new(writer + 1);
+                start.wait();
+                for _ in 0..ROUNDS {
+                    let first = random.below(SECTORS - 2);
+                    let sectors = first..first + 1 + random.below(3);
+                    let version = versions.fetch_add(1, Ordering::SeqCst);
+                    let bytes: Vec<u8> =
+                        sectors.clone().flat_map(|sector| content(sector, version, 4096)).collect();
+                    engine.write(first, &bytes).unwrap();
+                    sectors.for_each(|sector| last[sector as usize].lock().unwrap().push(version));
+                }
+                writing.fetch_sub(1, Ordering::SeqCst);
+            });
+        }
+        for reader in 0..3 {
+            let (engine, start, writing) = (&engine, &start, &writing);
+            scope.spawn(move || {
+                let mut random = Random::new(reader + 100);
+                start.wait();
+                while writing.load(Ordering::SeqCst) > 0 {
+                    let sector = random.below(SECTORS);
+                    let bytes = read(engine, sector);
+                    assert!(version_of(sector, &bytes).is_some(), "sector {sector} is torn");
+                }
+            });
+        }
+    });
+    assert!(check(&media).unwrap().is_clean());
+    for (sector, last) in (0..).zip(last) {
+        let version = version_of(sector, &read(&engine, sector)).expect("whole");
+        // Of those that ran side by side at the end, any may be the last.
+        assert!(last.into_inner().unwrap().iter().rev().take(WRITERS as usize).any(|v| *v == version));
+    }
+}
+
+/// Media on which a thread stops once: before it copies a block out, or once it has looked at the map.
+struct Stopping {
+    media: MemoryMedia,
+    /// Loads of the map that this thread still does before it stops.
+    stop_after_map_loads: AtomicUsize,
+    stop_at_data: AtomicBool,
+    stopped: Mutex<Sender<()>>,
+    go_on: Mutex<Receiver<()>>,
+    map: Range<u64>,
+}
+
+impl Stopping {
+    fn stop(&self) {
+        self.stopped.lock().unwrap().send(()).unwrap();
+        self.go_on.lock().unwrap().recv().unwrap();
+    }
+}
+
+impl ReadAt for Stopping {
+    fn len_bytes(&self) -> u64 {
+        ReadAt::len_bytes(&self.media)
+    }
+
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.media.read_at(offset_bytes, into)
+    }
+}
+
+impl WriteAt for Stopping {
+    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.media.write_at(offset_bytes, bytes)
+    }
+
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        WriteAt::persist(&self.media, ranges)
+    }
+}
+
+impl Words for Stopping {
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        let word = Words::load_word(&self.media, offset_bytes)?;
+        let left = &self.stop_after_map_loads;
+        if self.map.contains(&offset_bytes)
+            && left.try_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)) == Ok(1)
+        {
+            self.stop();
+        }
+        Ok(word)
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        Words::store_word(&self.media, offset_bytes, word)
+    }
+
+    fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        if self.stop_at_data.swap(false, Ordering::SeqCst) {
+            self.stop();
+        }
+        self.read_at(offset_bytes, into)
+    }
+}
+
+/// Stops a reader of sector 1, overwrites that sector until every lane has been used often, and lets the reader go on.
+/// Returns what the reader read, and what a reader would have read that had not said what it reads.
+fn read_while_overwritten(prepare: impl Fn(&Stopping)) -> (u64, Vec<u8>) {
+    let media = small(16, 3);
+    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().unwrap();
+    let ((stopped, has_stopped), (continues, go_on)) = (channel(), channel());
+    let stopping = Stopping {
+        media,
+        stop_after_map_loads: 0.into(),
+        stop_at_data: false.into(),
+        stopped: Mutex::new(stopped),
+        go_on: Mutex::new(go_on),
+        map: info.map_at..info.map_at + 64,
+    };
+    let engine = Engine::open(stopping).unwrap();
+    engine.write(1, &content(1, 1, 4096)).unwrap();
+    let block_at = info.block_at(read_map(engine.space(), &info, 1).unwrap().block);
+    thread::scope(|scope| {
+        prepare(engine.space());
+        let reader = scope.spawn(|| read(&engine, 1));
+        has_stopped.recv().unwrap();
+        // If a writer had to wait for the reader, this would not end.
+        (2..32).for_each(|version| engine.write(1, &content(1, version, 4096)).unwrap());
+        let mut of_block = vec![0; 4096];
+        engine.space().read_at(block_at, &mut of_block).unwrap();
+        continues.send(()).unwrap();
+        let version = version_of(1, &reader.join().unwrap()).expect("whole");
+        (version, of_block)
+    })
+}
+
+#[test]
+fn a_block_that_is_being_read_is_not_written_and_no_writer_waits() {
+    let (version, of_block) =
+        read_while_overwritten(|media| media.stop_at_data.store(true, Ordering::SeqCst));
+    assert_eq!(version, 1, "as it was when the reader looked");
+    assert_eq!(of_block, content(1, 1, 4096));
+}
+
+#[test]
+fn a_reader_that_was_too_late_looks_again() {
+    let late = |media: &Stopping| media.stop_after_map_loads.store(1, Ordering::SeqCst);
+    let (version, of_block) = read_while_overwritten(late);
+    assert_eq!(version, 31);
+    // Had it gone on with what it had seen, it would have read another version, or half of one.
+    assert_ne!(of_block, content(1, 1, 4096));
+}
