@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use kvm_ioctls::VmFd;
 use tokio::sync::Notify;
-use tracing::debug;
+use tracing::{debug, warn};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::error::BuildError;
@@ -36,6 +36,7 @@ use crate::memory::slots::SlotTable;
 use crate::memory::{self, Memory, MemoryOptions};
 use crate::metrics::{MachineSources, PlugMetrics};
 use crate::pci::RootBus;
+use crate::pool::Durability;
 use crate::virtio::VirtioDevice;
 use crate::virtio::mem::MemHandle;
 use crate::virtio::transport::pci::{IoEvents, VirtioPciDevice};
@@ -177,9 +178,24 @@ fn build_memory(
         huge_pages: true,
     };
     let pool = config.pm_memory.as_ref().map(|pm| resources.pool(&pm.pool));
+    if let (Some(pm), Some(pool)) = (&config.pm_memory, pool)
+        && is_written_back(pool.durability())
+    {
+        let pool = pm.pool.display();
+        warn!(%pool, "The host writes memory that is lent from this pool to its disk; tmpfs or DAX would be better");
+    }
     let table = Arc::clone(&hypervisor.vm) as Arc<dyn SlotTable>;
     let flags = if config.pm_memory.is_some() { "--memory, --pm-memory" } else { "--memory" };
     memory::build(zones::specs(config), pool, table, options).map_err(BuildError::device(flags))
+}
+
+/// Whether the host's kernel writes what a guest stores to memory that is lent: it does to all that is dirty in its page
+/// cache, sooner or later. On tmpfs the page cache is all there is, and on DAX there is none.
+fn is_written_back(durability: Durability) -> bool {
+    match durability {
+        Durability::PageCache => true,
+        Durability::DaxSync | Durability::Volatile => false,
+    }
 }
 
 fn load_kernel(config: &VmConfig, memory: &Memory) -> Result<BootInfo, BuildError> {

@@ -12,6 +12,7 @@ mod pressure;
 mod raw;
 mod volume;
 mod volume_flush;
+mod volume_flush_scope;
 mod volume_grow;
 mod zones;
 
@@ -26,6 +27,7 @@ fn main() {
         pressure::TESTS,
         volume::TESTS,
         volume_flush::TESTS,
+        volume_flush_scope::TESTS,
         volume_grow::TESTS,
         pool_places::TESTS,
         raw::TESTS,

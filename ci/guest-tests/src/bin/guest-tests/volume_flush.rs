@@ -40,7 +40,7 @@ pub fn write_blocks(guest: &Guest, count: u32) -> Result<()> {
 }
 
 /// A pool on a disk whose image has room for `room_mib`.
-fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
+pub fn pool_on_disk(room_mib: u64) -> Result<(Disk, Pool)> {
     let disk = Disk::create(384, room_mib)?;
     let pool = with_volume(Pool::create_in(disk.dir(), "256M")?)?;
     let durability = pool.durability()?;

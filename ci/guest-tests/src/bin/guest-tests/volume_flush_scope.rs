@@ -1,0 +1,105 @@
+//! A flush of a volume writes that volume to the disk, and not the memory that is lent from the same pool.
+
+use std::fs::{self, File};
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::disk::HeldWriteback;
+use guest_tests::{Guest, Pool};
+
+use crate::volume::{IO_LIMIT, guest_with, wait_for_disk};
+use crate::volume_flush::{flushes, pool_on_disk, write_blocks};
+
+guest_tests::tests![a_flush_leaves_lent_memory_alone: 300];
+
+const MIB: u64 = 1 << 20;
+/// How large the volume of [`pool_on_disk`] is, by which its mapping is told from those of memory.
+const VOLUME_BYTES: u64 = 96 * MIB;
+/// More than the guest has DRAM for, so that some of it is lent.
+const HOG_MIB: u32 = 400;
+
+/// What the page cache has of a pool and the disk has not, by whose mapping of the VMM it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Dirty {
+    volume_bytes: u64,
+    lent_bytes: u64,
+}
+
+impl Dirty {
+    fn of(guest: &Guest, pool: &Pool) -> Result<Self> {
+        let smaps = fs::read_to_string(format!("/proc/{}/smaps", guest.pid()))?;
+        let all_bytes = fs::metadata(pool.path())?.len();
+        let mut dirty = Self { volume_bytes: 0, lent_bytes: 0 };
+        let mut mapped_bytes = None;
+        for line in smaps.lines() {
+            let Some((first, rest)) = line.split_once([' ', ':']) else { continue };
+            if let Some((start, end)) = first.split_once('-') {
+                let address = |text| u64::from_str_radix(text, 16).context("An address of smaps");
+                let of_pool = line.ends_with(&pool.name());
+                mapped_bytes = of_pool.then_some(address(end)? - address(start)?);
+            } else if let (Some(bytes), "Shared_Dirty" | "Private_Dirty") = (mapped_bytes, first) {
+                let dirty_bytes = rest.trim().trim_end_matches(" kB").parse::<u64>()? * 1024;
+                match bytes {
+                    // The pool's own, of all of it.
+                    _ if bytes == all_bytes => {}
+                    VOLUME_BYTES => dirty.volume_bytes += dirty_bytes,
+                    _ => dirty.lent_bytes += dirty_bytes,
+                }
+            }
+        }
+        Ok(dirty)
+    }
+}
+
+/// What has been written to the device under a file system.
+fn written_bytes(mounted: &Path) -> Result<u64> {
+    let mounts = fs::read_to_string("/proc/mounts")?;
+    let at = mounted.to_str().context("The path is not UTF-8")?;
+    let mut fields = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
+    let mount = fields.find(|fields| fields.get(1) == Some(&at)).context("Nothing is mounted there")?;
+    let device = mount[0].trim_start_matches("/dev/");
+    let stat = fs::read_to_string(format!("/sys/block/{device}/stat"))?;
+    // Linux Documentation/block/stat.rst: the seventh is sectors written, of 512 bytes.
+    let sectors = stat.split_whitespace().nth(6).context("No seventh number")?;
+    Ok(sectors.parse::<u64>()? * 512)
+}
+
+fn a_flush_leaves_lent_memory_alone() -> Result<()> {
+    let _held = HeldWriteback::hold()?;
+    let (disk, pool) = pool_on_disk(1024)?;
+    let guest = guest_with(&pool, "interface=nvdimm")
+        .pm_memory(&format!("pool={},size=128M", pool.name()))
+        .pressure("fixed,size=128M")
+        .boot()?;
+    let log = guest.vmm_log()?;
+    ensure!(log.contains("tmpfs or DAX would be better"), "The VMM does not warn:\n{log}");
+    wait_for_disk(&guest)?;
+    let mut hog = guest.start_script(IO_LIMIT, &format!("exec guest-tool hog {HOG_MIB}"))?;
+    while hog.next_line().context("The hog ended")? != format!("held {HOG_MIB}") {}
+
+    // 1. The guest flushes a volume of which little is dirty, while much of its memory is.
+    let (before, written_before) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())?);
+    ensure!(before.lent_bytes >= 32 * MIB, "Too little of the lent memory is dirty to tell: {before:?}");
+    let flushes_before = flushes(&guest, "ok")?;
+    write_blocks(&guest, 100)?;
+    let more_flushes = flushes(&guest, "ok")? - flushes_before;
+    ensure!(more_flushes >= 400.0, "{more_flushes} flushes for 100 blocks");
+    let (after, written) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())? - written_before);
+    ensure!(after.volume_bytes == 0, "Not all of the volume has been written: {after:?}");
+    ensure!(after.lent_bytes >= before.lent_bytes, "Lent memory has been written: {before:?}, {after:?}");
+    ensure!(written < before.lent_bytes / 2, "{written} bytes were written for 100 blocks; {before:?}");
+
+    // 2. A flush of the whole file would be seen.
+    File::open(pool.path())?.sync_data()?;
+    let (at_end, written_at_end) = (Dirty::of(&guest, &pool)?, written_bytes(disk.dir())? - written_before);
+    ensure!(at_end.lent_bytes < after.lent_bytes / 2, "fdatasync is not seen: {after:?}, {at_end:?}");
+    ensure!(written_at_end > written + after.lent_bytes / 2, "fdatasync has written {written_at_end} bytes");
+    println!(
+        "400 flushes: {} KiB written, {} KiB of lent memory still dirty; fdatasync: {} KiB written",
+        written >> 10,
+        after.lent_bytes >> 10,
+        (written_at_end - written) >> 10
+    );
+    drop(hog);
+    guest.no_kernel_complaints()
+}
