@@ -2,6 +2,8 @@
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::ptr;
@@ -47,14 +49,60 @@ impl FileSystem {
     }
 }
 
+/// A tmpfs of a test's own, which can be filled up: then whatever needs a new block of an image in it fails with an I/O
+/// error, as on a disk that dies.
+#[derive(Debug)]
+pub struct Room(PathBuf);
+
+impl Room {
+    /// Mounts one of `size_mib` where this process and its children alone see it, until they end. Skips the test where
+    /// that is not allowed.
+    pub fn create(size_mib: u64) -> Result<Self> {
+        need_private_mounts()?;
+        let dir = this_tests_dir().join("room");
+        fs::create_dir_all(&dir).with_context(|| format!("Cannot make {}", dir.display()))?;
+        run("mount", &["-t", "tmpfs", "-o", &format!("size={size_mib}m"), "tmpfs", text(&dir)?])?;
+        Ok(Self(dir))
+    }
+
+    /// Where it is.
+    pub fn dir(&self) -> &Path {
+        &self.0
+    }
+
+    fn filler(&self) -> PathBuf {
+        self.0.join("filler")
+    }
+
+    /// Leaves no room.
+    pub fn fill_up(&self) -> Result<()> {
+        let mut filler = File::create(self.filler())?;
+        // Large steps first, then whatever is left.
+        for step in [1 << 20, 4096] {
+            loop {
+                match filler.write_all(&vec![0xff; step]) {
+                    Ok(()) => {}
+                    Err(error) if error.kind() == ErrorKind::StorageFull => break,
+                    Err(error) => return Err(error).context("Cannot fill the disk up"),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes away what filled it up.
+    pub fn make_room(&self) -> Result<()> {
+        fs::remove_file(self.filler()).context("It was not filled up")
+    }
+}
+
 /// A file system in a sparse file on a tmpfs of its own.
 ///
 /// What is in the image is what a loss of power would leave; what is in the page cache of the file system is not. The
 /// tmpfs can be filled up: then whatever needs a new block of the image fails with an I/O error, as on a disk that dies.
 #[derive(Debug)]
 pub struct Disk {
-    /// The tmpfs.
-    room: PathBuf,
+    room: Room,
     /// Where the file system is mounted.
     mounted: PathBuf,
 }
@@ -70,13 +118,8 @@ impl Disk {
 
     /// The same, with that file system.
     pub fn create_with(file_system: FileSystem, disk_mib: u64, room_mib: u64) -> Result<Self> {
-        need_private_mounts()?;
-        let dir = this_tests_dir();
-        let (room, mounted) = (dir.join("room"), dir.join("disk"));
-        fs::create_dir_all(&room).with_context(|| format!("Cannot make {}", room.display()))?;
-        let size = format!("size={room_mib}m");
-        run("mount", &["-t", "tmpfs", "-o", &size, "tmpfs", text(&room)?])?;
-        let disk = Self { room, mounted };
+        let room = Room::create(room_mib)?;
+        let disk = Self { room, mounted: this_tests_dir().join("disk") };
         File::create(disk.image())?.set_len(disk_mib << 20)?;
         file_system.make(&disk.image())?;
         mount(&disk.image(), &disk.mounted, file_system, "loop")?;
@@ -89,23 +132,12 @@ impl Disk {
     }
 
     fn image(&self) -> PathBuf {
-        self.room.join("image")
+        self.room.dir().join("image")
     }
 
     /// Leaves no room: what needs a new block on the disk fails from now on.
     pub fn fill_up(&self) -> Result<()> {
-        let mut filler = File::create(self.room.join("filler"))?;
-        // Large steps first, then whatever is left.
-        for step in [1 << 20, 4096] {
-            loop {
-                match filler.write_all(&vec![0xff; step]) {
-                    Ok(()) => {}
-                    Err(error) if error.kind() == ErrorKind::StorageFull => break,
-                    Err(error) => return Err(error).context("Cannot fill the disk up"),
-                }
-            }
-        }
-        Ok(())
+        self.room.fill_up()
     }
 
     /// Cuts the power: what the disk has now, mounted anew. Nobody may be writing, and write-back must be held
@@ -114,7 +146,8 @@ impl Disk {
         // What nobody has flushed is lost, or this is no power cut.
         let marker = "nobody has flushed this";
         fs::write(self.mounted.join("unflushed"), marker)?;
-        let (image, mounted) = (self.room.join("image-after"), self.room.with_file_name("disk-after"));
+        let (image, mounted) =
+            (self.room.dir().join("image-after"), self.mounted.with_file_name("disk-after"));
         fs::copy(self.image(), &image).context("Cannot copy the disk")?;
         mount(&image, &mounted, FileSystem::Ext4, "loop")?;
         let found = fs::read_to_string(mounted.join("unflushed")).unwrap_or_default();
@@ -157,13 +190,18 @@ pub struct LoopDevice {
 impl LoopDevice {
     /// Makes one.
     pub fn create(size_mib: u64) -> Result<Self> {
-        let image = this_tests_dir().join("loop-image");
+        Self::create_in(&this_tests_dir(), size_mib)
+    }
+
+    /// Makes one whose file is in that directory.
+    pub fn create_in(dir: &Path, size_mib: u64) -> Result<Self> {
+        let image = dir.join("loop-image");
         let free = Command::new("losetup").arg("-f").output().context("Cannot start losetup")?;
         let device = PathBuf::from(String::from_utf8(free.stdout)?.trim());
         if !free.status.success() || !device.exists() {
             return skip("no loop devices here");
         }
-        fs::create_dir_all(this_tests_dir())?;
+        fs::create_dir_all(dir)?;
         File::create(&image)?.set_len(size_mib << 20)?;
         run("losetup", &[text(&device)?, text(&image)?])?;
         Ok(Self { image, device })
@@ -172,6 +210,28 @@ impl LoopDevice {
     /// Its node.
     pub fn path(&self) -> &Path {
         &self.device
+    }
+
+    /// Makes holes where it has zeros: what is written there needs new blocks of its file.
+    pub fn dig_holes(&self) -> Result<()> {
+        const PIECE_BYTES: usize = 64 << 10;
+        let image = File::options().read(true).write(true).open(&self.image)?;
+        let mut piece = vec![0; PIECE_BYTES];
+        let len_bytes = image.metadata()?.len();
+        for at in (0..len_bytes).step_by(PIECE_BYTES) {
+            let bytes = &mut piece[..(len_bytes - at).min(PIECE_BYTES as u64) as usize];
+            image.read_exact_at(bytes, at)?;
+            if bytes.iter().any(|byte| *byte != 0) {
+                continue;
+            }
+            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            let (offset, length) = (at.cast_signed(), bytes.len() as libc::off_t);
+            // SAFETY: takes numbers only; the descriptor lives as long as `image`.
+            if unsafe { libc::fallocate(image.as_raw_fd(), mode, offset, length) } != 0 {
+                return Err(io::Error::last_os_error()).context("Cannot make a hole");
+            }
+        }
+        Ok(())
     }
 
     /// Makes it larger.

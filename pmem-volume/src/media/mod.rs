@@ -30,7 +30,7 @@ pub use file::FileMedia;
 pub(crate) use file::{MAX_MAPPED_BYTES, allocate};
 pub use guarded::handle_sigbus;
 pub use memory::MemoryMedia;
-pub(crate) use page_cache::forget_clean_pages;
+pub(crate) use page_cache::{drop_clean_pages, forget_clean_pages};
 pub(crate) use place::{Place, PlaceError, sysfs_of};
 
 /// What a completed [`Media::persist`] survives.

@@ -53,6 +53,11 @@ pub(super) fn fallocate(file: &File, mode: libc::c_int, range: &Range<u64>) -> i
 /// and that tells.
 pub(crate) fn forget_clean_pages(file: &File, ranges: &[Range<u64>]) {
     let _ = write_pages(file, ranges);
+    drop_clean_pages(file, ranges);
+}
+
+/// The same of what is clean already, and nothing is waited for: where others may have left much to be written.
+pub(crate) fn drop_clean_pages(file: &File, ranges: &[Range<u64>]) {
     for range in ranges {
         let (offset, length) = (range.start.cast_signed(), (range.end - range.start).cast_signed());
         // SAFETY: takes numbers only; the descriptor lives as long as `file`.

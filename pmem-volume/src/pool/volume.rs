@@ -16,7 +16,7 @@ use super::volume_record::{VolumeFormat, VolumeName, VolumeRecord, empty_record}
 use super::{OpenMode, Pool, PoolError, State};
 use crate::CHUNK_BYTES;
 use crate::btt::{self, ReadAt, WriteAt};
-use crate::media::{Durability, Media, MediaError};
+use crate::media::{Durability, Media, MediaError, drop_clean_pages};
 
 /// How large a new volume is to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -236,6 +236,9 @@ impl Pool {
     }
 
     /// Opens a volume, once at a time.
+    ///
+    /// Who opens it for writing goes by what the disk has of it: what an earlier write-back could not write may be in the
+    /// page cache still, and count as clean.
     pub fn open_volume(self: &Arc<Self>, name: &str) -> Result<Volume, PoolError> {
         let mut state = self.lock_state();
         let slot = state.require_volume(name)?;
@@ -250,6 +253,11 @@ impl Pool {
             state.open_volumes.push(slot);
         }
         drop(state);
+        if self.mode == OpenMode::ReadWrite && self.durability() == Durability::PageCache {
+            let ranges: Vec<_> =
+                extents.iter().map(|e| e.offset_bytes()..e.offset_bytes() + e.len_bytes()).collect();
+            drop_clean_pages(self.file(), &ranges);
+        }
         Ok(Volume { pool: Arc::clone(self), slot, info, extents })
     }
 

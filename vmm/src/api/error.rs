@@ -47,6 +47,7 @@ impl ApiError {
         match self {
             Self::UnknownCall(_) | Self::Vm(VmError::NotCreated) => StatusCode::NOT_FOUND,
             Self::WrongMethod { .. } | Self::Vm(VmError::WrongState { .. }) => StatusCode::METHOD_NOT_ALLOWED,
+            Self::Vm(VmError::CannotResume { .. }) => StatusCode::CONFLICT,
             Self::Body { status, .. } => *status,
             Self::Json(_) | Self::Config(_) | Self::Vm(VmError::BadRequest(_)) => StatusCode::BAD_REQUEST,
             Self::Vm(VmError::Failed(_)) => StatusCode::INTERNAL_SERVER_ERROR,

@@ -15,7 +15,8 @@ use tokio::time::timeout;
 use super::{ClientError, Limits, Server, Socket, router};
 use crate::config::{ApiSocket, test_config};
 use crate::vm::request::{
-    PressureInfo, ResizeRequest, ResizeStatus, VmError, VmHandle, VmInfo, VmRequest, VmState, ZoneInfo,
+    PressureInfo, ResizeRequest, ResizeStatus, VmError, VmHandle, VmInfo, VmRequest, VmState, VolumeInfo,
+    VolumeStatus, ZoneInfo,
 };
 
 /// Longer than any answer takes; reached only by a failing test.
@@ -35,12 +36,22 @@ async fn own(mut requests: mpsc::Receiver<VmRequest>, asked: mpsc::UnboundedSend
         asked.send(format!("{request:?}")).unwrap();
         match request {
             VmRequest::Info(reply) => {
-                let info =
-                    VmInfo { config: test_config(), state: VmState::Running, memory_actual_size: 512 << 20 };
+                let info = VmInfo {
+                    config: test_config(),
+                    state: VmState::Paused,
+                    memory_actual_size: 512 << 20,
+                    pause_reason: Some("flush of data failed".to_owned()),
+                };
                 reply.send(Ok(info)).unwrap();
             }
             VmRequest::Resize(resize, reply) => reply.send(answer_resize(&resize)).unwrap(),
             VmRequest::Memory(reply) => reply.send(Ok(vec![zone()])).unwrap(),
+            VmRequest::Volumes(reply) => reply.send(Ok(vec![volume()])).unwrap(),
+            VmRequest::Pause(reply) => reply.send(Ok(())).unwrap(),
+            VmRequest::Resume(reply) => {
+                let reason = "flush of data failed".to_owned();
+                reply.send(Err(VmError::CannotResume { reason })).unwrap();
+            }
             VmRequest::Pressure(reply) => reply.send(Ok(pressure())).unwrap(),
             VmRequest::ChangePressure(_, reply) | VmRequest::PowerButton(reply) => {
                 reply.send(Ok(())).unwrap();
@@ -79,6 +90,19 @@ fn zone() -> ZoneInfo {
         online_bytes: None,
         resident_bytes: 0,
         status: ResizeStatus::Stuck("busy pages".to_owned()),
+    }
+}
+
+fn volume() -> VolumeInfo {
+    VolumeInfo {
+        pool: "/pm/pool".to_owned(),
+        name: "data".to_owned(),
+        size_bytes: 96 << 20,
+        interface: "nvdimm".to_owned(),
+        readonly: false,
+        durability: "page-cache".to_owned(),
+        extents: 1,
+        status: VolumeStatus::Failed("no room".to_owned()),
     }
 }
 
@@ -187,7 +211,8 @@ fn info_has_cloud_hypervisors_fields() {
     run(async |fixture| {
         let (status, body) = fixture.call("GET", "vm.info", "").await;
         let info: Value = serde_json::from_str(&body).unwrap();
-        assert_eq!((status, &info["state"]), (200, &json!("Running")));
+        assert_eq!((status, &info["state"]), (200, &json!("Paused")));
+        assert_eq!(info["pause_reason"], json!("flush of data failed"));
         assert_eq!(info["memory_actual_size"], json!(512 << 20));
         assert_eq!(info["config"]["memory"]["size"], json!(512 << 20));
         assert_eq!(info["config"]["memory"]["hotplug_method"], json!("VirtioMem"));
@@ -204,6 +229,18 @@ fn memory_tells_every_size_and_why_a_resize_is_stuck() {
         assert_eq!((status, &zone["requested_bytes"]), (200, &json!(2 << 20)));
         assert_eq!(zone["online_bytes"], Value::Null);
         assert_eq!(zone["status"], json!({"state": "stuck", "reason": "busy pages"}));
+    });
+}
+
+#[test]
+fn volumes_tell_their_interface_and_why_one_has_failed() {
+    run(async |fixture| {
+        let (status, body) = fixture.call("GET", "vm.volumes", "").await;
+        let answer: Value = serde_json::from_str(&body).unwrap();
+        let volume = &answer["volumes"][0];
+        assert_eq!((status, &volume["name"]), (200, &json!("data")));
+        assert_eq!((&volume["interface"], &volume["durability"]), (&json!("nvdimm"), &json!("page-cache")));
+        assert_eq!(volume["status"], json!({"state": "failed", "reason": "no room"}));
     });
 }
 
@@ -251,6 +288,12 @@ fn the_owners_errors_have_cloud_hypervisors_codes() {
             ("vm.boot", "", 405, "The VM is Running, and vm.boot needs it created"),
             ("vm.shutdown", "", 404, "There is no VM"),
             ("vm.reboot", "", 500, "no memory"),
+            (
+                "vm.resume",
+                "",
+                409,
+                "The VM cannot go on: flush of data failed. Reboot it or shut it down; what was not flushed is lost",
+            ),
             ("vm.resize", r#"{"desired_vcpus": 7}"#, 400, "desired_vcpus 7: there are 2"),
         ] {
             let (status, answer) = fixture.call("PUT", call, body).await;

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::config::{ConfigError, check_size};
-use crate::vm::request::{ResizeRequest, ZoneInfo};
+use crate::vm::request::{ResizeRequest, VolumeInfo, ZoneInfo};
 
 /// The answer to `vmm.ping`.
 #[derive(Debug, Serialize, Deserialize)]
@@ -58,4 +58,11 @@ impl TryFrom<ResizeBody> for ResizeRequest {
 pub struct MemoryAnswer {
     /// Every zone.
     pub zones: Vec<ZoneInfo>,
+}
+
+/// The answer to `vm.volumes`.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct VolumesAnswer {
+    /// Every volume, in the order of the configuration.
+    pub volumes: Vec<VolumeInfo>,
 }

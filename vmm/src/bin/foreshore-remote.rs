@@ -43,6 +43,8 @@ enum Verb {
         #[arg(long)]
         json: bool,
     },
+    /// Stop the vCPUs, keep everything
+    Pause,
     /// See whether the VMM answers
     Ping,
     /// Press the guest's power button
@@ -53,10 +55,14 @@ enum Verb {
     Reboot,
     /// Change the VM's size; sizes take K, M, G or T
     Resize(Resize),
+    /// Let the vCPUs of a paused VM go on
+    Resume,
     /// End the VM, keep the VMM
     Shutdown,
     /// End VM and VMM
     ShutdownVmm,
+    /// Show every volume, as JSON: interface, durability, whether it has failed
+    Volumes,
 }
 
 #[derive(Debug, Args)]
@@ -136,6 +142,7 @@ fn first_line(usage: &str) -> String {
 async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
     match verb {
         Verb::Info => pretty(&vmm.get("vm.info").await?),
+        Verb::Volumes => pretty(&vmm.get("vm.volumes").await?),
         Verb::Ping => pretty(&vmm.get("vmm.ping").await?),
         Verb::Memory { json } => {
             let answer = vmm.get("vm.memory").await?;
@@ -158,6 +165,8 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
             put(vmm, "vm.resize", Some(serde_json::to_string(&body)?)).await
         }
         Verb::Boot => put(vmm, "vm.boot", None).await,
+        Verb::Pause => put(vmm, "vm.pause", None).await,
+        Verb::Resume => put(vmm, "vm.resume", None).await,
         Verb::PowerButton => put(vmm, "vm.power-button", None).await,
         Verb::Reboot => put(vmm, "vm.reboot", None).await,
         Verb::Shutdown => put(vmm, "vm.shutdown", None).await,

@@ -99,6 +99,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
         pool: "/pm/pool".to_owned(),
         volume: name.to_owned(),
         size_bytes: 8 << 30,
+        failure: crate::volume::FirstFailure::default(),
         counters,
     };
     metrics.set_machine(MachineSources {

@@ -8,6 +8,7 @@ use super::expose::{Exposer, Family, Labels};
 use super::latency::LatencySample;
 use crate::nvdimm::FlushHintMetrics;
 use crate::virtio::pmem::metrics::PmemMetrics;
+use crate::volume::FirstFailure;
 
 /// The counters of a volume's interface.
 #[derive(Clone, Debug)]
@@ -27,6 +28,8 @@ pub struct VolumeMetrics {
     pub volume: String,
     /// Its size.
     pub size_bytes: u64,
+    /// Whether a flush of it has failed.
+    pub failure: FirstFailure,
     /// Its counters.
     pub counters: VolumeCounters,
 }
@@ -79,6 +82,10 @@ pub(super) fn expose(out: &mut Exposer<'_>, volumes: &[VolumeMetrics]) -> fmt::R
         })
     });
     out.counters(Family("volume_flushes", "Flushes that the guest has asked for.", None), flushes)?;
+    let failed = volumes
+        .iter()
+        .map(|volume| (volume.labels(), f64::from(u8::from(volume.failure.reason().is_some()))));
+    out.gauges(Family("volume_failed", "1 when a flush of a volume has failed.", None), failed)?;
     let persists = volumes.iter().map(|volume| (volume.labels(), volume.persists()));
     out.latencies(
         "volume_flush_duration",

@@ -157,7 +157,7 @@ pub fn build(
         ged,
         zones,
         resident: Resident::new(move || resident_bytes(&host_ranges)),
-        _volumes: volumes.volumes,
+        volumes: volumes.volumes,
         memory,
     })
 }

@@ -70,8 +70,9 @@ pub(super) fn start(
         .collect();
     let pool_free: PoolFree = match &config.pm_memory {
         Some(pm) => {
-            let pool = Arc::clone(resources.pool(&pm.pool));
-            Arc::new(move || pool.info().lendable_bytes)
+            // Its task ends a moment after the machine, which may open the pool anew.
+            let pool = Arc::downgrade(resources.pool(&pm.pool));
+            Arc::new(move || pool.upgrade().map_or(0, |pool| pool.info().lendable_bytes))
         }
         None => Arc::new(|| 0),
     };

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use tracing::warn;
 
+use super::attached::AttachedVolume;
 use super::builder;
 use super::owner::{EventSender, Machine, MachineFactory};
-use super::request::{PressureChange, PressureInfo, Reply, ResizeStatus, VmError, ZoneInfo};
+use super::request::{PressureChange, PressureInfo, Reply, ResizeStatus, VmError, VolumeInfo, ZoneInfo};
 use super::resident::Resident;
 use super::resources::Resources;
 use super::zones::DRAM_ZONE;
@@ -18,7 +19,6 @@ use crate::event_loop::EventLoop;
 use crate::governor::task::Governor;
 use crate::memory::Memory;
 use crate::memory::zone::ZoneSpec;
-use crate::pool::PoolVolume;
 use crate::virtio::mem::MemHandle;
 use crate::virtio::transport::pci::VirtioPciDevice;
 
@@ -32,7 +32,7 @@ pub struct KvmMachine {
     pub(super) ged: Arc<GenericEventDevice>,
     pub(super) zones: Vec<MemHandle>,
     pub(super) resident: Arc<Resident>,
-    pub(super) _volumes: Vec<Arc<dyn PoolVolume>>,
+    pub(super) volumes: Vec<AttachedVolume>,
     /// Last: nothing may touch it any more.
     pub(super) memory: Memory,
 }
@@ -76,6 +76,10 @@ impl Machine for KvmMachine {
         let boot_bytes: u64 = self.memory.zones().iter().map(|spec| spec.boot_bytes).sum();
         let plugged_bytes: u64 = self.zones.iter().map(|handle| handle.sizes().plugged_bytes).sum();
         boot_bytes + plugged_bytes
+    }
+
+    fn volumes(&self) -> Vec<VolumeInfo> {
+        self.volumes.iter().map(AttachedVolume::info).collect()
     }
 
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError> {

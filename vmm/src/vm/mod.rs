@@ -1,5 +1,6 @@
 //! A VM's life: what may be asked of it, who builds it, and the one task that owns its state.
 
+mod attached;
 mod builder;
 mod cached;
 mod devices;

@@ -14,7 +14,8 @@ use tokio::sync::mpsc;
 use tracing::{error, info, warn};
 
 use super::request::{
-    PressureChange, PressureInfo, Reply, ResizeRequest, VmError, VmInfo, VmRequest, VmState, ZoneInfo,
+    PressureChange, PressureInfo, Reply, ResizeRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo,
+    ZoneInfo,
 };
 use super::state::{self, RestartGuard, Verb};
 use crate::config::VmConfig;
@@ -32,6 +33,8 @@ pub trait Machine {
     fn memory_bytes(&self) -> u64;
     /// Answers, maybe later, with every zone and its sizes; what is resident may be a second old.
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>);
+    /// Every volume.
+    fn volumes(&self) -> Vec<VolumeInfo>;
     /// Sets the DRAM in bytes, boot part included, and pins the zone until the governor is resumed.
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError>;
     /// What the governor does.
@@ -114,6 +117,8 @@ pub struct Owner<F> {
     sender: mpsc::UnboundedSender<(u64, MachineEvent)>,
     started: Instant,
     restarts: RestartGuard,
+    /// Why the machine was paused by itself: it must not go on.
+    failure: Option<String>,
 }
 
 impl<F: MachineFactory> Owner<F> {
@@ -130,6 +135,7 @@ impl<F: MachineFactory> Owner<F> {
             sender,
             started: Instant::now(),
             restarts: RestartGuard::default(),
+            failure: None,
         }
     }
 
@@ -161,6 +167,7 @@ impl<F: MachineFactory> Owner<F> {
 
     fn start(&mut self) -> Result<(), VmError> {
         self.generation += 1;
+        self.failure = None;
         let events = EventSender { generation: self.generation, events: self.sender.clone() };
         let mut machine = self.factory.build(&self.config, events)?;
         machine.resume();
@@ -169,9 +176,29 @@ impl<F: MachineFactory> Owner<F> {
         Ok(())
     }
 
+    fn pause(&mut self) -> Result<(), VmError> {
+        let next = state::next(self.state, Verb::Pause)?;
+        self.running()?.pause();
+        self.state = next;
+        Ok(())
+    }
+
+    /// What a failed flush should have made durable is lost: the kernel reports a page that it could not write once,
+    /// and drops it. There is nothing to try again, so a guest that was paused for that never goes on.
+    fn resume(&mut self) -> Result<(), VmError> {
+        let next = state::next(self.state, Verb::Resume)?;
+        if let Some(reason) = &self.failure {
+            return Err(VmError::CannotResume { reason: reason.clone() });
+        }
+        self.running()?.resume();
+        self.state = next;
+        Ok(())
+    }
+
     fn shut_down(&mut self) -> Result<(), VmError> {
         let next = state::next(self.state, Verb::Shutdown)?;
         self.machine = None;
+        self.failure = None;
         self.state = next;
         Ok(())
     }
@@ -207,11 +234,12 @@ impl<F: MachineFactory> Owner<F> {
             }
             MachineEvent::Vcpu(event) => Flow::End(Err(RunError::Vm(event))),
             MachineEvent::MustPause { reason } => {
-                error!(reason, "The VM is paused");
+                error!(%reason, "The VM is paused");
                 // Also when it is paused already: the vCPU that sent this has pulled the brake again.
                 if let Some(machine) = &mut self.machine {
                     machine.pause();
                     self.state = VmState::Paused;
+                    self.failure.get_or_insert(reason);
                 }
                 Flow::Continue
             }
@@ -233,11 +261,14 @@ impl<F: MachineFactory> Owner<F> {
                 Ok(machine) => machine.zones(reply),
                 Err(err) => answer(reply, Err(err)),
             },
+            VmRequest::Volumes(reply) => answer(reply, self.running().map(|machine| machine.volumes())),
             VmRequest::Pressure(reply) => answer(reply, self.running().map(|machine| machine.pressure())),
             VmRequest::ChangePressure(change, reply) => {
                 answer(reply, self.change_pressure(change));
             }
             VmRequest::Boot(reply) => answer(reply, self.boot()),
+            VmRequest::Pause(reply) => answer(reply, self.pause()),
+            VmRequest::Resume(reply) => answer(reply, self.resume()),
             VmRequest::Shutdown(reply) => answer(reply, self.shut_down()),
             VmRequest::Reboot(reply) => answer(reply, self.reboot()),
             VmRequest::PowerButton(reply) => answer(reply, self.press_power_button()),
@@ -277,7 +308,8 @@ impl<F: MachineFactory> Owner<F> {
             Some(machine) => machine.memory_bytes(),
             None => self.config.memory.size,
         };
-        VmInfo { config: self.config.clone(), state: self.state, memory_actual_size }
+        let (config, pause_reason) = (self.config.clone(), self.failure.clone());
+        VmInfo { config, state: self.state, memory_actual_size, pause_reason }
     }
 
     fn resize(&mut self, resize: &ResizeRequest) -> Result<(), VmError> {
@@ -337,6 +369,9 @@ mod tests {
         }
         fn memory_bytes(&self) -> u64 {
             3 << 30
+        }
+        fn volumes(&self) -> Vec<VolumeInfo> {
+            Vec::new()
         }
         fn resize_dram(&mut self, _: u64) -> Result<(), VmError> {
             self.0.lock().push("resize");
@@ -539,6 +574,41 @@ mod tests {
             assert_eq!(vm.log(), ["build", "resume", "pause"]);
             vm.send(0, MachineEvent::MustPause { reason: "flush failed again".to_owned() });
             assert_eq!(vm.state().await, VmState::Paused);
+            assert_eq!(vm.log(), ["build", "resume", "pause", "pause"]);
+        });
+    }
+
+    #[test]
+    fn a_vm_that_was_paused_for_a_failure_tells_why_and_never_goes_on() {
+        run(async {
+            let vm = start(None).await;
+            for reason in ["flush of data failed: no room", "flush of more failed"] {
+                vm.send(0, MachineEvent::MustPause { reason: reason.to_owned() });
+            }
+            let info = vm.handle.ask(VmRequest::Info).await.unwrap();
+            // The first reason: what follows comes of it.
+            assert_eq!(info.pause_reason.unwrap(), "flush of data failed: no room");
+            let refused = vm.handle.ask(VmRequest::Resume).await.unwrap_err();
+            assert!(matches!(&refused, VmError::CannotResume { reason } if reason.contains("no room")));
+            assert_eq!(vm.state().await, VmState::Paused);
+            assert_eq!(vm.log(), ["build", "resume", "pause", "pause"]);
+            // Another machine has not failed.
+            vm.handle.ask(VmRequest::Reboot).await.unwrap();
+            assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().pause_reason, None);
+            vm.handle.ask(VmRequest::Pause).await.unwrap();
+            vm.handle.ask(VmRequest::Resume).await.unwrap();
+            assert_eq!(vm.state().await, VmState::Running);
+        });
+    }
+
+    #[test]
+    fn a_vm_that_is_paused_by_hand_and_fails_meanwhile_stays_paused() {
+        run(async {
+            let vm = start(None).await;
+            vm.handle.ask(VmRequest::Pause).await.unwrap();
+            assert!(matches!(vm.handle.ask(VmRequest::Pause).await, Err(VmError::WrongState { .. })));
+            vm.send(0, MachineEvent::MustPause { reason: "flush failed".to_owned() });
+            assert!(matches!(vm.handle.ask(VmRequest::Resume).await, Err(VmError::CannotResume { .. })));
             assert_eq!(vm.log(), ["build", "resume", "pause", "pause"]);
         });
     }

@@ -33,6 +33,9 @@ pub struct VmInfo {
     pub state: VmState,
     /// Boot memory and what is plugged of DRAM and PM, in bytes.
     pub memory_actual_size: u64,
+    /// Why the VM was paused, if something had failed that the guest cannot be told. It cannot be resumed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pause_reason: Option<String>,
 }
 
 /// `vm.resize`: what is `None` stays as it is.
@@ -69,6 +72,37 @@ pub struct ZoneInfo {
     pub resident_bytes: u64,
     /// How the last resize goes: `reached`, `pending`, `no-driver`, `stuck`, with the reason.
     pub status: ResizeStatus,
+}
+
+/// `vm.volumes`: one volume.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeInfo {
+    /// Its pool's path.
+    pub pool: String,
+    /// Its name in it.
+    pub name: String,
+    /// Its size as the guest sees it.
+    pub size_bytes: u64,
+    /// How the guest sees it: `nvdimm` or `virtio-pmem`.
+    pub interface: String,
+    /// Whether the guest may only read it.
+    pub readonly: bool,
+    /// What a completed flush survives: `dax-sync`, `page-cache`, `volatile`.
+    pub durability: String,
+    /// In how many pieces it lies in the pool.
+    pub extents: usize,
+    /// Whether what the guest flushes is durable.
+    pub status: VolumeStatus,
+}
+
+/// Whether what the guest flushes is durable.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
+pub enum VolumeStatus {
+    /// It is.
+    Ok,
+    /// It is not any more, and why: a flush has failed, or another write to the pool.
+    Failed(String),
 }
 
 /// How a resize goes.
@@ -147,6 +181,12 @@ pub enum VmError {
     /// There is no VM.
     #[error("There is no VM")]
     NotCreated,
+    /// What it was paused for is still so.
+    #[error("The VM cannot go on: {reason}. Reboot it or shut it down; what was not flushed is lost")]
+    CannotResume {
+        /// Why it was paused.
+        reason: String,
+    },
     /// The request names something out of its bounds.
     #[error("{0}")]
     BadRequest(String),
@@ -170,12 +210,18 @@ pub enum VmRequest {
     Resize(ResizeRequest, Reply<()>),
     /// `vm.memory`.
     Memory(Reply<Vec<ZoneInfo>>),
+    /// `vm.volumes`.
+    Volumes(Reply<Vec<VolumeInfo>>),
     /// `vm.pressure`, read.
     Pressure(Reply<PressureInfo>),
     /// `vm.pressure`, changed.
     ChangePressure(PressureChange, Reply<()>),
     /// `vm.boot`.
     Boot(Reply<()>),
+    /// `vm.pause`.
+    Pause(Reply<()>),
+    /// `vm.resume`.
+    Resume(Reply<()>),
     /// `vm.shutdown`.
     Shutdown(Reply<()>),
     /// `vm.reboot`.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
+use tracing::info;
 
 use super::error::BuildError;
 use crate::config::{PmMemoryConfig, VmConfig};
@@ -27,8 +28,16 @@ impl Resources {
     }
 
     /// Opens every pool that `config` names and that is not open yet. They stay open, and locked, as long as the
-    /// VMM lives. A pool that could never lend what `--pm-memory` asks for is refused.
+    /// VMM lives; but one of which a write has failed takes no more before it is opened anew, which the next machine
+    /// does. A pool that could never lend what `--pm-memory` asks for is refused.
     pub fn open_pools(&mut self, config: &VmConfig) -> Result<(), BuildError> {
+        self.pools.retain(|path, pool| {
+            let failed = pool.info().failed;
+            if failed {
+                info!(pool = %path.display(), "A write to the pool had failed; it is opened anew");
+            }
+            !failed
+        });
         let memory = config.pm_memory.iter().map(|pm| ("--pm-memory", &pm.pool));
         let volumes = config.pm_volumes.iter().map(|volume| ("--pm-volume", &volume.pool));
         for (flag, path) in memory.chain(volumes) {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use pmem_volume::Durability;
 
+use super::attached::AttachedVolume;
 use super::builder::Fabric;
 use super::error::BuildError;
 use super::owner::{EventSender, MachineEvent};
@@ -19,7 +20,7 @@ use crate::nvdimm::FlushHint;
 use crate::pool::{PoolVolume, VolumeRequest};
 use crate::virtio::pmem::device::Pmem;
 use crate::volume::interface::{Chosen, InterfaceError, Payload, check_pool, choose};
-use crate::volume::{Persist, ReadOnly};
+use crate::volume::{Persist, ReadOnly, Watched};
 
 /// What attaching volumes leaves behind.
 #[derive(Default)]
@@ -27,14 +28,15 @@ pub(super) struct Attached {
     /// For the firmware tables, in the order of their flush hint pages.
     pub(super) nvdimms: Vec<Nvdimm>,
     pub(super) metrics: Vec<VolumeMetrics>,
-    /// Open, and so nobody else's, as long as the machine lives.
-    pub(super) volumes: Vec<Arc<dyn PoolVolume>>,
+    pub(super) volumes: Vec<AttachedVolume>,
 }
 
 /// A volume that is open and mapped.
 struct Mapped<'a> {
     config: &'a PmVolumeConfig,
     volume: Arc<dyn PoolVolume>,
+    /// Makes it durable, and knows whether that has failed.
+    watched: Arc<Watched>,
     range: MappedRange,
     /// Whether a flush of the guest must come out to us.
     flushes: bool,
@@ -68,9 +70,11 @@ pub(super) fn attach(
             pool: volume.pool.display().to_string(),
             volume: volume.name.clone(),
             size_bytes: mapped.volume.size_bytes(),
+            failure: mapped.watched.failure(),
             counters,
         });
-        attached.volumes.push(mapped.volume);
+        let (pool, failure) = (resources.pool(&volume.pool), mapped.watched.failure());
+        attached.volumes.push(AttachedVolume::new(volume, chosen, pool, mapped.volume, failure));
     }
     Ok(attached)
 }
@@ -109,7 +113,8 @@ fn map<'a>(
     let range = memory
         .add_file_range(pool.file(), &volume.extents(), access)
         .map_err(BuildError::device(flag(config)))?;
-    Ok(Mapped { config, volume, range, flushes })
+    let watched = Watched::new(Arc::clone(&volume) as Arc<dyn Persist>);
+    Ok(Mapped { config, volume, watched, range, flushes })
 }
 
 /// How a volume is mapped, and whether its flushes must come out to us: a fence is enough on a volatile pool, where
@@ -139,7 +144,7 @@ fn attach_nvdimm(
     });
     let hint = Arc::new(FlushHint::new(
         mapped.config.name.clone(),
-        Arc::clone(&mapped.volume) as Arc<dyn Persist>,
+        Arc::clone(&mapped.watched) as Arc<dyn Persist>,
         on_failure,
     ));
     let counters = VolumeCounters::Nvdimm(hint.metrics());
@@ -164,7 +169,7 @@ fn attach_virtio_pmem(
     let guest = mapped.range.guest;
     let backing = match mapped.config.readonly {
         true => Arc::new(ReadOnly),
-        false => Arc::clone(&mapped.volume) as Arc<dyn Persist>,
+        false => Arc::clone(&mapped.watched) as Arc<dyn Persist>,
     };
     let name = format!("pmem-{}", mapped.config.name);
     let device = match mapped.config.format {

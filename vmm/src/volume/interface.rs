@@ -21,6 +21,16 @@ pub enum Chosen {
     VirtioPmem,
 }
 
+impl Chosen {
+    /// As `interface=` and the metrics have it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Nvdimm => "nvdimm",
+            Self::VirtioPmem => "virtio-pmem",
+        }
+    }
+}
+
 /// What the payload is, as far as it matters here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payload {

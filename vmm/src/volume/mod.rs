@@ -2,8 +2,11 @@
 //! them durable.
 
 pub mod interface;
+mod watched;
 
 use thiserror::Error;
+
+pub use self::watched::{FirstFailure, Watched};
 
 /// Why a volume's content is not durable.
 #[derive(Debug, Error)]

@@ -3,8 +3,10 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
-use guest_tests::disk::HeldWriteback;
-use guest_tests::{Disk, Guest, Pool, skip};
+use guest_tests::disk::{HeldWriteback, LoopDevice, Room};
+use guest_tests::pool::pmvol;
+use guest_tests::{Disk, Guest, Kernel, Pool, skip};
+use serde_json::Value;
 
 use crate::volume::{
     IO_LIMIT, MOUNT, check_acknowledged, guest_with, make_file_system, wait_for_disk, with_volume,
@@ -15,6 +17,7 @@ guest_tests::tests![
     flush_hints_come_out_where_a_page_cache_needs_them: 300,
     acknowledged_files_survive_a_power_cut: 300,
     a_failed_flush_pauses_a_guest_with_an_nvdimm: 300,
+    a_vm_that_was_paused_for_a_failed_flush_starts_anew: 300,
     a_failed_flush_is_an_error_by_virtio_pmem: 300,
     a_volatile_pool_has_no_flush_hints,
     persistent_memory_has_no_flush_hints,
@@ -85,24 +88,83 @@ fn acknowledged_files_survive_a_power_cut() -> Result<()> {
 
 fn a_failed_flush_pauses_a_guest_with_an_nvdimm() -> Result<()> {
     let (disk, pool) = pool_on_disk(128)?;
-    let guest = guest_with(&pool, "interface=nvdimm").boot()?;
+    let guest = guest_with(&pool, "interface=nvdimm").kernel(Kernel::V6_1).boot()?;
     wait_for_disk(&guest)?;
     write_blocks(&guest, 10)?;
     disk.fill_up()?;
     let writer =
         guest.start_script(IO_LIMIT, "exec guest-tool write-blocks /dev/pmem0s direct 1000 4000 2 1000")?;
-    guest.wait_until("the VM is paused", IO_LIMIT, || {
-        Ok(guest.api("GET", "vm.info", None)?["state"] == "Paused")
-    })?;
-    // Had the vCPU run on until the pause, it would have flushed again, and failed again.
-    let failed = flushes(&guest, "error")?;
-    ensure!(failed == 1.0, "{failed} flushes have failed before the VM was paused");
+    wait_for_failure(&guest)?;
     let log = guest.vmm_log()?;
     for words in ["The VM is paused", "flush of data failed"] {
         ensure!(log.contains(words), "Nothing of {words:?} in the log:\n{log}");
     }
     drop(writer);
     Ok(())
+}
+
+/// The guest is paused for a flush that failed, and everybody who asks is told so.
+fn wait_for_failure(guest: &Guest) -> Result<()> {
+    guest.wait_until("the VM is paused", IO_LIMIT, || {
+        Ok(guest.api("GET", "vm.info", None)?["state"] == "Paused")
+    })?;
+    // Had the vCPU run on until the pause, it would have flushed again, and failed again.
+    let failed = flushes(guest, "error")?;
+    ensure!(failed == 1.0, "{failed} flushes have failed before the VM was paused");
+    let reason = guest.api("GET", "vm.info", None)?["pause_reason"].clone();
+    ensure!(reason.as_str().is_some_and(|text| text.contains("flush of data failed")), "{reason}");
+    ensure!(status(guest)?["state"] == "failed", "vm.volumes says {}", status(guest)?);
+    ensure!(has_failed(guest)? == 1.0, "No metric says that the volume has failed");
+    let refused = guest.try_api("PUT", "vm.resume", None)?;
+    ensure!(refused.status == 409 && refused.body.contains("flush of data failed"), "{refused:?}");
+    ensure!(guest.api("GET", "vm.info", None)?["state"] == "Paused", "It was resumed");
+    Ok(())
+}
+
+/// What `vm.volumes` says of the only volume.
+fn status(guest: &Guest) -> Result<Value> {
+    Ok(guest.api("GET", "vm.volumes", None)?["volumes"][0]["status"].clone())
+}
+
+fn has_failed(guest: &Guest) -> Result<f64> {
+    guest.metrics()?.value("foreshore_volume_failed", &[("volume", "data")])
+}
+
+/// A device that fails, is mended, and goes on: the guest finds what was flushed, and can write again.
+fn a_vm_that_was_paused_for_a_failed_flush_starts_anew() -> Result<()> {
+    let room = Room::create(160)?;
+    let device = LoopDevice::create_in(room.dir(), 128)?;
+    let pool = Pool::by_path(device.path());
+    pmvol(&["create", &pool.name()])?;
+    pool.create_volume("data", "32M")?;
+    ensure!(pool.durability()? == "page-cache", "A pool on a device is {}", pool.durability()?);
+    device.dig_holes()?;
+    let guest = guest_with(&pool, "interface=nvdimm").boot()?;
+    wait_for_disk(&guest)?;
+    write_blocks(&guest, 50)?;
+    room.fill_up()?;
+    let writer =
+        guest.start_script(IO_LIMIT, "exec guest-tool write-blocks /dev/pmem0s direct 1000 2000 2 1000")?;
+    wait_for_failure(&guest)?;
+    drop(writer);
+
+    room.make_room()?;
+    guest.api("PUT", "vm.reboot", None)?;
+    guest.wait_for_shell(IO_LIMIT)?;
+    ensure!(guest.api("GET", "vm.info", None)?["pause_reason"].is_null(), "It is still paused for something");
+    ensure!(status(&guest)?["state"] == "ok" && has_failed(&guest)? == 0.0, "{}", status(&guest)?);
+    wait_for_disk(&guest)?;
+    guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0s 0 50 1 1")?;
+    write_blocks(&guest, 50)?;
+    ensure!(flushes(&guest, "error")? == 0.0, "Flushes fail on a device that was mended");
+    // By hand it goes on.
+    guest.api("PUT", "vm.pause", None)?;
+    ensure!(guest.api("GET", "vm.info", None)?["state"] == "Paused", "It is not paused");
+    guest.api("PUT", "vm.resume", None)?;
+    guest.run("true")?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
 }
 
 fn a_failed_flush_is_an_error_by_virtio_pmem() -> Result<()> {
@@ -117,6 +179,10 @@ fn a_failed_flush_is_an_error_by_virtio_pmem() -> Result<()> {
     ensure!(output.code != 0, "A write that cannot be made durable succeeded");
     ensure!(output.stderr.contains("Cannot write"), "It failed otherwise: {}", output.stderr);
     ensure!(flushes(&guest, "error")? >= 1.0, "No flush has failed");
+    let output = guest.try_run(IO_LIMIT, "dd if=/dev/zero of=/dev/pmem0s bs=4096 count=1 conv=fsync")?;
+    ensure!(output.code != 0 && output.stderr.contains("Input/output error"), "fsync succeeds: {output:?}");
+    ensure!(status(&guest)?["state"] == "failed", "vm.volumes says {}", status(&guest)?);
+    ensure!(has_failed(&guest)? == 1.0, "No metric says that the volume has failed");
     let state = guest.api("GET", "vm.info", None)?["state"].clone();
     ensure!(state == "Running", "The VM is {state}");
     guest.run("true").map(drop)

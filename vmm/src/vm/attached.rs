@@ -1,0 +1,83 @@
+//! Volumes that a machine has: what `vm.volumes` tells of each.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::request::{VolumeInfo, VolumeStatus};
+use crate::config::PmVolumeConfig;
+use crate::pool::{PmPool, PoolVolume};
+use crate::volume::FirstFailure;
+use crate::volume::interface::Chosen;
+
+/// A volume that the guest has. It is open, and so nobody else's, as long as the machine lives.
+pub(super) struct AttachedVolume {
+    config: PmVolumeConfig,
+    interface: Chosen,
+    pool: Arc<dyn PmPool>,
+    volume: Arc<dyn PoolVolume>,
+    failure: FirstFailure,
+}
+
+impl AttachedVolume {
+    /// The volume of `config` in `pool`, shown by `interface`.
+    pub(super) fn new(
+        config: &PmVolumeConfig,
+        interface: Chosen,
+        pool: &Arc<dyn PmPool>,
+        volume: Arc<dyn PoolVolume>,
+        failure: FirstFailure,
+    ) -> Self {
+        Self { config: config.clone(), interface, pool: Arc::clone(pool), volume, failure }
+    }
+
+    pub(super) fn pool_path(&self) -> &Path {
+        &self.config.pool
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.config.name
+    }
+
+    /// What `vm.volumes` tells.
+    pub(super) fn info(&self) -> VolumeInfo {
+        VolumeInfo {
+            pool: self.pool_path().display().to_string(),
+            name: self.name().to_owned(),
+            size_bytes: self.volume.size_bytes(),
+            interface: self.interface.name().to_owned(),
+            readonly: self.config.readonly,
+            durability: self.pool.durability().name().to_owned(),
+            extents: self.volume.extents().len(),
+            status: status(self.failure.reason(), self.pool.info().failed),
+        }
+    }
+}
+
+/// `failure`: why a flush of the volume's own failed, if one has. If something else of the pool's has, the next one will.
+fn status(failure: Option<&str>, pool_has_failed: bool) -> VolumeStatus {
+    match (failure, pool_has_failed) {
+        (Some(reason), _) => VolumeStatus::Failed(format!("a flush has failed: {reason}")),
+        (None, true) => {
+            VolumeStatus::Failed("a write to the pool has failed, and it is read-only".to_owned())
+        }
+        (None, false) => VolumeStatus::Ok,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_volumes_own_failure_is_told_before_its_pools() {
+        let reason = |failure, pool| match status(failure, pool) {
+            VolumeStatus::Failed(reason) => Some(reason),
+            VolumeStatus::Ok => None,
+        };
+        assert_eq!(reason(None, false), None);
+        assert!(reason(None, true).unwrap().contains("read-only"));
+        for pool_has_failed in [false, true] {
+            assert!(reason(Some("no room"), pool_has_failed).unwrap().contains("no room"));
+        }
+    }
+}

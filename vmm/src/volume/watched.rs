@@ -1,0 +1,89 @@
+//! A volume's flushes, and what became of them: whoever asks later is told why one has failed.
+
+use std::sync::{Arc, OnceLock};
+
+use super::{Persist, PersistError};
+
+/// Why the first flush that has failed did.
+///
+/// After that nothing is durable any more until the pool is opened again (docs/durability.md), so the first reason is the
+/// one that counts, and it stays. Whoever has it does not keep the volume open.
+#[derive(Clone, Debug, Default)]
+pub struct FirstFailure(Arc<OnceLock<String>>);
+
+impl FirstFailure {
+    /// The reason, if a flush has failed.
+    pub fn reason(&self) -> Option<&str> {
+        self.0.get().map(String::as_str)
+    }
+}
+
+/// Something whose content can be made durable, and the first time that this has failed.
+pub struct Watched {
+    backing: Arc<dyn Persist>,
+    failure: FirstFailure,
+}
+
+impl Watched {
+    /// Watches `backing`, of which nothing has failed yet.
+    pub fn new(backing: Arc<dyn Persist>) -> Arc<Self> {
+        Arc::new(Self { backing, failure: FirstFailure::default() })
+    }
+
+    /// What has failed, now and whenever it is asked.
+    pub fn failure(&self) -> FirstFailure {
+        self.failure.clone()
+    }
+}
+
+impl Persist for Watched {
+    fn persist(&self) -> Result<(), PersistError> {
+        let result = self.backing.persist();
+        match &result {
+            // What a guest is not to write is not lost.
+            Ok(()) | Err(PersistError::ReadOnlyVolume) => {}
+            Err(err) => {
+                self.failure.0.get_or_init(|| err.to_string());
+            }
+        }
+        result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use parking_lot::Mutex;
+
+    use super::*;
+    use crate::volume::ReadOnly;
+
+    /// Gives each of its results once.
+    struct Script(Mutex<Vec<Result<(), PersistError>>>);
+
+    impl Persist for Script {
+        fn persist(&self) -> Result<(), PersistError> {
+            self.0.lock().remove(0)
+        }
+    }
+
+    #[test]
+    fn the_first_failure_is_kept_and_every_result_passed_on() {
+        let backing = |text: &str| Err(PersistError::Backing(text.to_owned().into()));
+        let script = Script(Mutex::new(vec![Ok(()), backing("no room"), backing("later"), Ok(())]));
+        let watched = Watched::new(Arc::new(script));
+        watched.persist().unwrap();
+        let failure = watched.failure();
+        assert_eq!(failure.reason(), None);
+        assert!(watched.persist().is_err());
+        assert!(watched.persist().is_err());
+        watched.persist().unwrap();
+        assert!(failure.reason().unwrap().contains("no room"), "{failure:?}");
+    }
+
+    #[test]
+    fn a_readonly_volume_has_not_failed() {
+        let watched = Watched::new(Arc::new(ReadOnly));
+        assert!(watched.persist().is_err());
+        assert_eq!(watched.failure().reason(), None);
+    }
+}
