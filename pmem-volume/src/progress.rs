@@ -11,6 +11,8 @@ pub enum Task {
     Erase,
     /// Free chunks and BTTs of volumes are read.
     Check,
+    /// A volume's content goes to a file, or comes from one.
+    Copy,
 }
 
 /// How far a task is. It starts at 0, never goes back and ends at the total; one call may have several tasks, one after

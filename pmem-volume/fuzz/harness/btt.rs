@@ -1,6 +1,7 @@
 //! BTTs that say anything, in memory.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::OnceLock;
 
@@ -50,9 +51,52 @@ fn formatted(volume_bytes: u64, sector_bytes: u32) -> Space {
     space
 }
 
+/// A BTT that is whole, and what some of its sectors hold.
+struct Base {
+    image: Image,
+    content: BTreeMap<u64, Vec<u8>>,
+}
+
+/// Sectors with content: every second of them lies in the block of its neighbour.
+const WRITTEN: u64 = 64;
+/// Sectors that are looked at from both ends of a volume.
+const LOOKED_AT: u64 = 80;
+
+/// What sectors read as, of those that can be read.
+fn sectors_of(space: &Space) -> BTreeMap<u64, Vec<u8>> {
+    let (reader, _) = btt::Reader::open_damaged(space).unwrap();
+    let (sectors, sector_bytes) = (reader.sectors(), reader.sector_bytes() as usize);
+    let mut read = BTreeMap::new();
+    for range in [0..LOOKED_AT.min(sectors), sectors.saturating_sub(LOOKED_AT)..sectors] {
+        let mut bytes = vec![0; (range.end - range.start) as usize * sector_bytes];
+        let mut lost = vec![];
+        reader.read_many(range.start, &mut bytes, &mut |sector, _| lost.push(sector));
+        let pieces = range.zip(bytes.chunks(sector_bytes.max(1)).map(<[u8]>::to_vec));
+        read.extend(pieces.filter(|(sector, _)| !lost.contains(sector)));
+    }
+    read
+}
+
+/// Writes sectors of the first arena: their blocks, and the map that swaps them in pairs.
+fn write_some(space: &Space, sector_bytes: u64) {
+    const WRITTEN_ENTRY: u32 = 3 << 30;
+    let info: [u8; INFO_BYTES as usize] = space.0.borrow().bytes(INFO_BYTES);
+    let offset = |at: usize| u64::from_le_bytes(info[at..at + 8].try_into().unwrap());
+    let (data_at, map_at) = (INFO_BYTES + offset(88), INFO_BYTES + offset(96));
+    for sector in 0..WRITTEN {
+        let block = sector ^ 1;
+        space
+            .write_at(data_at + block * sector_bytes, &vec![sector as u8 + 1; sector_bytes as usize])
+            .unwrap();
+        let entry = (block as u32 | WRITTEN_ENTRY).to_le_bytes();
+        space.write_at(map_at + sector * 4, &entry).unwrap();
+    }
+    assert!(btt::check(space).unwrap().is_clean());
+}
+
 /// An arena of 4096-byte sectors, one of 512-byte sectors, and two arenas.
-fn bases() -> &'static [Image] {
-    static BASES: OnceLock<Vec<Image>> = OnceLock::new();
+fn bases() -> &'static [Base] {
+    static BASES: OnceLock<Vec<Base>> = OnceLock::new();
     BASES.get_or_init(|| {
         let two = formatted(18 * MIB, 4096);
         let extension = btt::extend(&two, 36 * MIB).unwrap().unwrap();
@@ -60,7 +104,13 @@ fn bases() -> &'static [Image] {
         extension.format(&two).unwrap();
         extension.link().into_iter().for_each(|(at, word)| two.0.borrow_mut().write_word(at, word));
         assert!(btt::check(&two).unwrap().is_clean());
-        [formatted(18 * MIB, 4096), formatted(18 * MIB, 512), two].map(|space| space.0.into_inner()).into()
+        let all = [(formatted(18 * MIB, 4096), 4096), (formatted(18 * MIB, 512), 512), (two, 4096)];
+        let base = |(space, sector_bytes): (Space, u64)| {
+            write_some(&space, sector_bytes);
+            let content = sectors_of(&space);
+            Base { image: space.0.into_inner(), content }
+        };
+        all.map(base).into()
     })
 }
 
@@ -118,7 +168,8 @@ fn edit(image: &mut Image, from: &mut Cursor<'_>) {
 pub fn btt_check(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();
-    let mut image = bases[from.below(bases.len() as u64) as usize].clone();
+    let base = &bases[from.below(bases.len() as u64) as usize];
+    let mut image = base.image.clone();
     for _ in 0..MAX_EDITS {
         if from.is_empty() {
             break;
@@ -140,9 +191,22 @@ pub fn btt_check(data: &[u8]) {
         }
     }
     drop(reader);
-    let damaged = btt::damaged_info(&space).unwrap();
-    damaged.iter().for_each(|info| info.write(&space).unwrap());
-    assert!(btt::damaged_info(&space).unwrap().is_empty(), "what was mended is still damaged");
+    let right = sectors_of(&space);
+    let repair = btt::plan_repair(&space, btt::GiveUp::Nothing, &mut |_| {}).unwrap();
+    repair.carry_out(&space).unwrap();
+    let found = btt::check(&space).unwrap();
+    assert_eq!(format!("{found:?}"), format!("{:?}", repair.after), "a repair does not do what it said");
+    let again = btt::plan_repair(&space, btt::GiveUp::Nothing, &mut |_| {}).unwrap();
+    assert!(again.mendings.is_empty(), "what was repaired is still damaged: {again:?}");
+    let now = sectors_of(&space);
+    for (sector, bytes) in right.iter().filter(|(sector, bytes)| base.content.get(sector) == Some(bytes)) {
+        assert!(now.get(sector) == Some(bytes), "sector {sector} was right before the repair: {repair:?}");
+    }
+    let giving_up = btt::plan_repair(&space, btt::GiveUp::Sectors, &mut |_| {}).unwrap();
+    let copy = Space(RefCell::new(space.0.borrow().clone()));
+    giving_up.carry_out(&copy).unwrap();
+    let found = btt::check(&copy).unwrap();
+    assert_eq!(format!("{found:?}"), format!("{:?}", giving_up.after), "nor if it gives sectors up");
     if let Ok(extension) = btt::extend(&space, space.len_bytes() + 18 * MIB).unwrap() {
         let mut image = space.0.into_inner();
         image.set_len(image.len_bytes + 18 * MIB);

@@ -6,8 +6,8 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::ReadAt;
 use super::layout::{
-    ARENA_MIN_BYTES, FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, MAP_BLOCK, MAP_ENTRY_BYTES,
-    PAGE_BYTES, SIGNATURE, VERSION, checksum,
+    ARENA_MAX_BYTES, ARENA_MIN_BYTES, FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, MAP_BLOCK,
+    MAP_ENTRY_BYTES, PAGE_BYTES, SIGNATURE, START_BYTES, VERSION, checksum,
 };
 use crate::CHUNK_BYTES;
 use crate::media::MediaError;
@@ -35,14 +35,19 @@ pub struct ArenaInfo {
     /// The arena had an error and takes no writes.
     pub has_error: bool,
     /// Where the second info block lies.
-    pub(super) copy_at: u64,
-    pub(super) block_bytes: u32,
-    pub(super) blocks: u32,
-    pub(super) lanes: u32,
-    /// In the volume, like the two below.
-    pub(super) data_at: u64,
-    pub(super) map_at: u64,
-    pub(super) flog_at: u64,
+    pub copy_at: u64,
+    /// Bytes of a block, which holds a sector.
+    pub block_bytes: u32,
+    /// Blocks: one for each sector, and one for each lane.
+    pub blocks: u32,
+    /// Writes that may be under way at once.
+    pub lanes: u32,
+    /// Where the first block lies in the volume, which the two below count from as well.
+    pub data_at: u64,
+    /// Where the map lies.
+    pub map_at: u64,
+    /// Where the log lies.
+    pub flog_at: u64,
 }
 
 /// Which of the two info blocks was used.
@@ -80,6 +85,39 @@ pub enum InfoError {
         /// What must hold.
         rule: &'static str,
     },
+}
+
+/// The arenas of a volume, and, if the last that should be there is none, where it should be and why it is not.
+pub type Arenas = (Vec<(ArenaInfo, InfoSource)>, Option<(u64, InfoError)>);
+
+/// Finds the arenas of a volume, from the first on.
+pub fn arenas(space: &impl ReadAt) -> Result<Arenas, MediaError> {
+    let (mut found, mut next) = (Vec::new(), Some(START_BYTES));
+    while let Some(start) = next {
+        let room = space.len_bytes().saturating_sub(start);
+        // Only the first arena can be without room: a later one was checked to have it by the one before.
+        if room < ARENA_MIN_BYTES {
+            return Ok((found, Some((start, InfoError::Signature))));
+        }
+        match read_arena(space, start, room.min(ARENA_MAX_BYTES))? {
+            Err(error) => return Ok((found, Some((start, error)))),
+            Ok((info, source)) => {
+                let sector_bytes =
+                    found.first().map_or(info.sector_bytes, |(first, _): &(ArenaInfo, _)| first.sector_bytes);
+                if info.sector_bytes != sector_bytes {
+                    let value = u64::from(info.sector_bytes);
+                    let rule = "all arenas have sectors of one size";
+                    return Ok((
+                        found,
+                        Some((start, InfoError::Field { field: "external_lbasize", value, rule })),
+                    ));
+                }
+                next = info.next_bytes;
+                found.push((info, source));
+            }
+        }
+    }
+    Ok((found, None))
 }
 
 /// Reads an arena's info block, or its copy. `size_bytes` is how long the arena is by the volume's size; the copy

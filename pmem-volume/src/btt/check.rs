@@ -6,9 +6,9 @@ use serde::{Serialize, ser};
 use thiserror::Error;
 
 use super::ReadAt;
-use super::arena::{ArenaInfo, InfoError, InfoSource, read_arena};
+use super::arena::{ArenaInfo, InfoError, InfoSource, arenas};
 use super::flog::{MapKind, Recovery, decode_map, recover};
-use super::layout::{ARENA_MAX_BYTES, ARENA_MIN_BYTES, MAP_ENTRY_BYTES, START_BYTES};
+use super::layout::MAP_ENTRY_BYTES;
 use crate::media::MediaError;
 
 /// How many findings of an arena are kept. All are counted.
@@ -147,32 +147,13 @@ pub fn check(space: &impl ReadAt) -> Result<Report, MediaError> {
 }
 
 /// The same. `reached` hears up to where the volume is checked, in bytes; the last is its length.
-pub(crate) fn check_with(space: &impl ReadAt, reached: &mut dyn FnMut(u64)) -> Result<Report, MediaError> {
-    let mut arenas = Vec::new();
-    let mut start = START_BYTES;
-    loop {
-        let room = space.len_bytes().saturating_sub(start);
-        if room < ARENA_MIN_BYTES {
-            // Only the first arena can be without room: a later one was checked to have it by the one before.
-            arenas.push(ArenaReport::without_info(start, InfoError::Signature));
-            break;
-        }
-        let next = match read_arena(space, start, room.min(ARENA_MAX_BYTES))? {
-            Err(error) => {
-                arenas.push(ArenaReport::without_info(start, error));
-                None
-            }
-            Ok((info, source)) => {
-                let next = info.next_bytes;
-                arenas.push(check_arena(space, info, source, reached)?);
-                next
-            }
-        };
-        match next {
-            Some(next) => start = next,
-            None => break,
-        }
+pub fn check_with(space: &impl ReadAt, reached: &mut dyn FnMut(u64)) -> Result<Report, MediaError> {
+    let (found, lacking) = arenas(space)?;
+    let mut arenas = Vec::with_capacity(found.len() + 1);
+    for (info, source) in found {
+        arenas.push(check_arena(space, info, source, reached)?);
     }
+    arenas.extend(lacking.map(|(start, error)| ArenaReport::without_info(start, error)));
     reached(space.len_bytes());
     Ok(Report { arenas })
 }
@@ -272,18 +253,18 @@ impl ArenaReport {
 }
 
 /// A set of block numbers: one bit each.
-struct BlockSet {
+pub(super) struct BlockSet {
     words: Vec<u64>,
     bound: u32,
 }
 
 impl BlockSet {
-    fn new(bound: u32) -> Self {
+    pub(super) fn new(bound: u32) -> Self {
         Self { words: vec![0; bound.div_ceil(64) as usize], bound }
     }
 
     /// False: it was there already.
-    fn insert(&mut self, block: u32) -> bool {
+    pub(super) fn insert(&mut self, block: u32) -> bool {
         assert!(block < self.bound);
         let (word, bit) = (&mut self.words[(block / 64) as usize], 1 << (block % 64));
         let fresh = *word & bit == 0;
@@ -291,10 +272,22 @@ impl BlockSet {
         fresh
     }
 
+    /// Those that are not in the set, in order.
+    pub(super) fn iter_missing(&self) -> impl Iterator<Item = u32> {
+        let in_word = |(at, word): (usize, &u64)| {
+            let mut left = !word;
+            std::iter::from_fn(move || {
+                let bit = left.trailing_zeros();
+                left &= left.wrapping_sub(1);
+                (bit < 64).then_some(at as u32 * 64 + bit)
+            })
+        };
+        self.words.iter().enumerate().flat_map(in_word).take_while(|block| *block < self.bound)
+    }
+
     /// How many are not in the set, and the first of them.
     fn missing(&self) -> Option<(u32, u32)> {
         let count = self.bound - self.words.iter().map(|w| w.count_ones()).sum::<u32>();
-        let first = self.words.iter().position(|w| *w != u64::MAX)?;
-        (count > 0).then(|| (count, first as u32 * 64 + self.words[first].trailing_ones()))
+        self.iter_missing().next().map(|first| (count, first))
     }
 }

@@ -159,7 +159,7 @@ impl Recovery {
 
 /// Which of the four slots is the second one in use: 1, or 2 as Linux before 4.15 had it. Unused slots are zero. A
 /// flog in which no lane has written twice shows no second slot; then it is 1. `None`: neither way fits.
-fn second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
+pub(super) fn second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
     let is_used = |slot: usize| groups.iter().any(|g| g.entries[slot].as_bytes().iter().any(|b| *b != 0));
     match [is_used(1), is_used(2), is_used(3)] {
         [_, false, false] => Some(1),
@@ -170,7 +170,7 @@ fn second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
 
 /// Which of two entries is the newer one. Sequence numbers go 1, 2, 3, 1 and so on; 0 is a slot that was never written.
 /// `None`: impossible numbers.
-fn newest(pair: [&FlogEntryBytes; 2]) -> Option<usize> {
+pub(super) fn newest(pair: [&FlogEntryBytes; 2]) -> Option<usize> {
     match pair.map(|entry| entry.sequence.get()) {
         [1, 0] | [2, 1] | [3, 2] | [1, 3] => Some(0),
         [1, 2] | [2, 3] | [3, 1] => Some(1),

@@ -11,28 +11,31 @@
 
 mod arena;
 mod check;
+mod content;
 mod engine;
 mod extend;
 mod flog;
 mod layout;
-mod mend;
+mod plain;
 mod reader;
+mod repair;
 #[cfg(test)]
 mod tests;
 
 use std::ops::Range;
 
-pub use arena::{ArenaInfo, InfoError, InfoSource};
-pub(crate) use check::check_with;
-pub use check::{ArenaReport, Finding, Report, check};
+pub use arena::{ArenaInfo, Arenas, InfoError, InfoSource, arenas};
+pub use check::{ArenaReport, Finding, Report, check, check_with};
+pub use content::holds_data;
 pub use engine::{ArenaStatus, Engine, EngineError, Fault};
 pub use extend::{ExtendError, Extension, extend};
 pub use layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, GeometryError, InfoBytes, Layout, MIN_VOLUME_BYTES, SECTOR_BYTES,
     START_BYTES,
 };
-pub use mend::{DamagedInfo, damaged_info, is_mendable};
-pub use reader::{Reader, Sector};
+pub use plain::{PlainError, PlainFile};
+pub use reader::{Lost, Reader, Sector, Trouble};
+pub use repair::{GiveUp, Mending, Repair, plan_repair};
 
 use crate::media::{MediaError, MemoryMedia};
 

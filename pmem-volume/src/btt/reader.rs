@@ -1,10 +1,14 @@
 //! Reading sectors of a volume that nobody writes: for checks, exports and tests.
 
+use std::collections::BTreeMap;
+
+use thiserror::Error;
+
 use super::ReadAt;
-use super::arena::{ArenaInfo, InfoError, read_arena};
+use super::arena::{ArenaInfo, InfoError, arenas};
 use super::check::Finding;
-use super::flog::{MapEntry, MapKind, read_map, recover};
-use super::layout::{ARENA_MAX_BYTES, ARENA_MIN_BYTES, START_BYTES};
+use super::flog::{MapEntry, MapKind, decode_map, read_map, recover};
+use super::layout::MAP_ENTRY_BYTES;
 use crate::media::MediaError;
 
 /// What a sector holds.
@@ -18,69 +22,110 @@ pub enum Sector {
     Error,
 }
 
+/// Why a sector cannot be read.
+#[derive(Debug, Error)]
+pub enum Lost {
+    /// Its map entry says so.
+    #[error("marked as lost")]
+    Marked,
+    /// Its map entry names no block.
+    #[error("mapped outside the arena")]
+    Outside,
+    /// The media under it, or under its map entry, failed.
+    #[error("{}", in_full(.0))]
+    Media(MediaError),
+}
+
+/// An error and its cause, in one line.
+fn in_full(error: &MediaError) -> String {
+    match std::error::Error::source(error) {
+        Some(cause) => format!("{error}: {cause}"),
+        None => error.to_string(),
+    }
+}
+
+/// What keeps an arena from being whole, and its sectors from being what they were.
+#[derive(Debug, Error)]
+pub enum Trouble {
+    /// Something is wrong with its metadata.
+    #[error(transparent)]
+    Finding(#[from] Finding),
+    /// Its log cannot be read.
+    #[error("the flog cannot be read ({0})")]
+    Media(Lost),
+}
+
+/// An arena, with what recovery would do to its map.
+struct Arena {
+    info: ArenaInfo,
+    redo: BTreeMap<u32, u32>,
+}
+
 /// A BTT as it is after recovery, which is done in memory only.
 pub struct Reader<'a, S> {
     space: &'a S,
-    arenas: Vec<(ArenaInfo, std::collections::BTreeMap<u32, u32>)>,
+    arenas: Vec<Arena>,
 }
 
 impl<'a, S: ReadAt> Reader<'a, S> {
     /// Finds the arenas and replays their flogs. An arena that is not whole is an error.
     pub fn open(space: &'a S) -> Result<Result<Self, Finding>, MediaError> {
-        let mut arenas = Vec::new();
-        let mut next = Some(START_BYTES);
-        while let Some(start) = next {
-            let room = space.len_bytes().saturating_sub(start);
-            if room < ARENA_MIN_BYTES {
-                return Ok(Err(Finding::NoInfo(InfoError::Signature)));
-            }
-            let info = match read_arena(space, start, room.min(ARENA_MAX_BYTES))? {
-                Ok((info, _)) => info,
-                Err(error) => return Ok(Err(Finding::NoInfo(error))),
-            };
+        let (found, lacking) = arenas(space)?;
+        if let Some((_, error)) = lacking {
+            return Ok(Err(Finding::NoInfo(error)));
+        }
+        let mut arenas = Vec::with_capacity(found.len());
+        for (info, _) in found {
             let mut recovery = recover(space, &info)?;
             if let Some(finding) = recovery.findings.pop() {
                 return Ok(Err(finding));
             }
-            next = info.next_bytes;
-            arenas.push((info, recovery.redo));
+            arenas.push(Arena { info, redo: recovery.redo });
         }
         Ok(Ok(Self { space, arenas }))
     }
 
-    /// How many sectors there are.
-    pub fn sectors(&self) -> u64 {
-        self.arenas.iter().map(|(info, _)| u64::from(info.sectors)).sum()
+    /// The same, of whatever can be found: a damaged flog has nothing that a map lacks but writes that nobody was told
+    /// are done. What follows an arena without info blocks cannot be found. What is wrong is told with the arena.
+    pub fn open_damaged(space: &'a S) -> Result<(Self, Vec<(usize, Trouble)>), MediaError> {
+        let (found, lacking) = arenas(space)?;
+        let mut troubles = Vec::new();
+        let mut reader = Self { space, arenas: Vec::with_capacity(found.len()) };
+        for (number, (info, _)) in found.into_iter().enumerate() {
+            let redo = match recover(space, &info) {
+                Ok(recovery) => {
+                    troubles.extend(recovery.findings.into_iter().map(|finding| (number, finding.into())));
+                    recovery.redo
+                }
+                Err(error) => {
+                    troubles.push((number, Trouble::Media(Lost::Media(error))));
+                    BTreeMap::new()
+                }
+            };
+            reader.arenas.push(Arena { info, redo });
+        }
+        let behind = reader.arenas.len();
+        troubles.extend(lacking.map(|(_, error): (u64, InfoError)| (behind, Finding::NoInfo(error).into())));
+        Ok((reader, troubles))
     }
 
-    /// Bytes of a sector, in the first arena and so in all.
+    /// How many sectors there are.
+    pub fn sectors(&self) -> u64 {
+        self.arenas.iter().map(|arena| u64::from(arena.info.sectors)).sum()
+    }
+
+    /// Bytes of a sector, in the first arena and so in all. 0: there is no arena.
     pub fn sector_bytes(&self) -> u32 {
-        self.arenas[0].0.sector_bytes
+        self.arenas.first().map_or(0, |arena| arena.info.sector_bytes)
     }
 
     /// Reads a sector into `bytes`, which has its size. `sector` is below [`Reader::sectors`].
     pub fn read(&self, sector: u64, bytes: &mut [u8]) -> Result<Sector, MediaError> {
-        let mut sector = sector;
-        for (info, redo) in &self.arenas {
-            if sector < u64::from(info.sectors) {
-                return self.read_in(info, redo.get(&(sector as u32)).copied(), sector as u32, bytes);
-            }
-            sector -= u64::from(info.sectors);
-        }
-        panic!("sector {sector} is behind the end of the volume");
-    }
-
-    fn read_in(
-        &self,
-        info: &ArenaInfo,
-        redone: Option<u32>,
-        sector: u32,
-        bytes: &mut [u8],
-    ) -> Result<Sector, MediaError> {
-        assert_eq!(bytes.len(), info.sector_bytes as usize);
-        let entry = match redone {
-            Some(block) => MapEntry { block, kind: MapKind::Data },
-            None => read_map(self.space, info, sector)?,
+        assert_eq!(bytes.len(), self.sector_bytes() as usize);
+        let (arena, sector) = self.place_of(sector);
+        let entry = match arena.redo.get(&sector) {
+            Some(block) => MapEntry { block: *block, kind: MapKind::Data },
+            None => read_map(self.space, &arena.info, sector)?,
         };
         match entry.kind {
             MapKind::Error => Ok(Sector::Error),
@@ -88,8 +133,97 @@ impl<'a, S: ReadAt> Reader<'a, S> {
                 bytes.fill(0);
                 Ok(Sector::Zeros)
             }
-            MapKind::Data if entry.block >= info.blocks => Ok(Sector::Error),
-            MapKind::Data => self.space.read_at(info.block_at(entry.block), bytes).map(|()| Sector::Data),
+            MapKind::Data if entry.block >= arena.info.blocks => Ok(Sector::Error),
+            MapKind::Data => {
+                self.space.read_at(arena.info.block_at(entry.block), bytes).map(|()| Sector::Data)
+            }
         }
+    }
+
+    /// Reads sectors from `first` on, as many as fit `into`, and goes on behind what cannot be read: that is zeros, and
+    /// `lost` hears of it. They all are below [`Reader::sectors`].
+    pub fn read_many(&self, first: u64, into: &mut [u8], lost: &mut dyn FnMut(u64, Lost)) {
+        let sector_bytes = self.sector_bytes() as usize;
+        assert!(into.len().is_multiple_of(sector_bytes));
+        let (mut first, mut rest) = (first, into);
+        while !rest.is_empty() {
+            let (arena, within) = self.place_of(first);
+            let count = ((arena.info.sectors - within) as usize).min(rest.len() / sector_bytes);
+            let (now, later) = rest.split_at_mut(count * sector_bytes);
+            self.read_many_in(arena, within, now, &mut |sector, why| {
+                lost(first + u64::from(sector - within), why);
+            });
+            (first, rest) = (first + count as u64, later);
+        }
+    }
+
+    /// The same in one arena.
+    fn read_many_in(&self, arena: &Arena, first: u32, into: &mut [u8], lost: &mut dyn FnMut(u32, Lost)) {
+        into.fill(0);
+        let sector_bytes = self.sector_bytes() as usize;
+        let entries = self.entries(arena, first, into.len() / sector_bytes);
+        // Runs of sectors whose blocks follow each other: the first, where it is, and how many.
+        let mut runs: Vec<(u32, u64, u64)> = Vec::new();
+        for (sector, entry) in (first..).zip(entries) {
+            let block = match entry {
+                Ok(MapEntry { kind: MapKind::Zeros, .. }) => continue,
+                Ok(MapEntry { kind: MapKind::Error, .. }) => Err(Lost::Marked),
+                Ok(entry) if entry.block >= arena.info.blocks => Err(Lost::Outside),
+                Ok(entry) => Ok(entry.block),
+                Err(error) => Err(Lost::Media(error)),
+            };
+            match block.map(|block| arena.info.block_at(block)) {
+                Ok(at) => match runs.last_mut() {
+                    Some((start, from, count))
+                        if u64::from(sector - *start) == *count
+                            && *from + *count * sector_bytes as u64 == at =>
+                    {
+                        *count += 1;
+                    }
+                    _ => runs.push((sector, at, 1)),
+                },
+                Err(why) => lost(sector, why),
+            }
+        }
+        for (start, from, count) in runs {
+            let at = (start - first) as usize * sector_bytes;
+            let bytes = &mut into[at..at + count as usize * sector_bytes];
+            if self.space.read_at(from, bytes).is_ok() {
+                continue;
+            }
+            for (number, bytes) in bytes.chunks_mut(sector_bytes).enumerate() {
+                if let Err(error) = self.space.read_at(from + (number * sector_bytes) as u64, bytes) {
+                    bytes.fill(0);
+                    lost(start + number as u32, Lost::Media(error));
+                }
+            }
+        }
+    }
+
+    /// Map entries as recovery leaves them; those that cannot be read by themselves if not all of them can together.
+    fn entries(&self, arena: &Arena, first: u32, count: usize) -> Vec<Result<MapEntry, MediaError>> {
+        let mut bytes = vec![0; count * MAP_ENTRY_BYTES as usize];
+        let at = arena.info.map_at + u64::from(first) * MAP_ENTRY_BYTES;
+        let all = self.space.read_at(at, &mut bytes);
+        let (entries, _) = bytes.as_chunks::<4>();
+        let of_sector = |(sector, entry): (u32, &[u8; 4])| match (arena.redo.get(&sector), &all) {
+            (Some(block), _) => Ok(MapEntry { block: *block, kind: MapKind::Data }),
+            (None, Ok(())) => Ok(decode_map(sector, u32::from_le_bytes(*entry))),
+            (None, Err(_)) => read_map(self.space, &arena.info, sector),
+        };
+        (first..).zip(entries).map(of_sector).collect()
+    }
+
+    /// Whose a sector is, and its number there.
+    fn place_of(&self, sector: u64) -> (&Arena, u32) {
+        let mut sector = sector;
+        for arena in &self.arenas {
+            let sectors = u64::from(arena.info.sectors);
+            if sector < sectors {
+                return (arena, sector as u32);
+            }
+            sector -= sectors;
+        }
+        panic!("sector {sector} is behind the end of the volume");
     }
 }

@@ -359,6 +359,12 @@ pub enum PoolError {
         /// Why.
         reason: String,
     },
+    /// A raw volume has no sectors.
+    #[error("volume {name:?} is raw: it has no BTT, and no sectors")]
+    NotBtt {
+        /// The name.
+        name: String,
+    },
     /// A volume that is whole was to be given up.
     #[error("volume {name:?} lacks nothing, so it is not given up; `pmvol volume delete` deletes it")]
     VolumeLacksNothing {

@@ -26,7 +26,7 @@ use super::table::{ChunkTable, Owner, Slot, decode_owner, encode_owner};
 use super::volume::{Space, Volume};
 use super::volume_record::VolumeRecord;
 use super::{Backing, OpenMode, Pool, PoolError};
-use crate::btt;
+use crate::btt::{self, GiveUp};
 use crate::media::{FileMedia, Media, MediaError};
 use crate::progress::{OnProgress, unheard};
 
@@ -164,7 +164,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Info blocks of a BTT, from their copies.
+    /// What a BTT says of itself: info blocks from their copies, and what follows from map and flog.
     fn mend_btt(
         &self,
         volume: &Volume,
@@ -175,26 +175,29 @@ impl Pool {
         if volume.info().format != super::VolumeFormat::Btt {
             return Ok(());
         }
-        let say = |arena: usize, text: &dyn std::fmt::Display| {
-            format!("volume {}: arena {arena}: {text}", volume.info().name)
-        };
-        for block in self.latch(btt::damaged_info(volume))? {
-            report.mended.push(say(block.arena, &block.finding));
-            if !dry_run {
-                let space = Space { media: self.media(), extents: volume.extents() };
-                self.latch(block.write(&space))?;
-            }
-        }
-        let arenas = volume.check_btt_with(reached)?.expect("it is a BTT volume").arenas;
-        for (number, arena) in arenas.iter().enumerate() {
-            let left = arena.findings.iter().filter(|finding| !btt::is_mendable(finding));
-            report.left.extend(left.map(|finding| say(number, finding)));
-            let more = arena.findings_total - arena.findings.len() as u64;
-            if more > 0 {
-                report.left.push(say(number, &format_args!("and {more} more")));
-            }
+        let repair = self.latch_failure(btt::plan_repair(volume, GiveUp::Nothing, reached))?;
+        let prefix = format!("volume {}: ", volume.info().name);
+        report.add_btt(&prefix, &repair);
+        if !dry_run {
+            let space = Space { media: self.media(), extents: volume.extents() };
+            self.latch(repair.carry_out(&space))?;
         }
         Ok(())
+    }
+}
+
+impl RepairReport {
+    /// What was repaired in a BTT, and what is left of it.
+    pub fn add_btt(&mut self, prefix: &str, repair: &btt::Repair) {
+        let say = |arena: usize, text: &dyn std::fmt::Display| format!("{prefix}arena {arena}: {text}");
+        self.mended.extend(repair.mendings.iter().map(|mending| say(mending.arena, &mending.what)));
+        for (number, arena) in repair.after.arenas.iter().enumerate() {
+            self.left.extend(arena.findings.iter().map(|finding| say(number, finding)));
+            let more = arena.findings_total - arena.findings.len() as u64;
+            if more > 0 {
+                self.left.push(say(number, &format_args!("and {more} more")));
+            }
+        }
     }
 }
 

@@ -302,7 +302,7 @@ impl State {
         Ok(slot)
     }
 
-    fn require_volume(&self, name: &str) -> Result<Slot, PoolError> {
+    pub(super) fn require_volume(&self, name: &str) -> Result<Slot, PoolError> {
         self.find_volume(name).ok_or_else(|| PoolError::NoSuchVolume {
             name: name.to_owned(),
             known: self.volumes.values().map(|entry| entry.record.name.to_string()).collect(),

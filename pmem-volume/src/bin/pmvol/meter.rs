@@ -68,6 +68,7 @@ fn name(task: Task) -> &'static str {
         Task::Allocate => "allocating",
         Task::Erase => "erasing",
         Task::Check => "checking",
+        Task::Copy => "copying",
     }
 }
 

@@ -276,13 +276,16 @@ fn one_bit_in_the_head_of_an_empty_log_is_turned_back_and_a_transaction_is_left(
 }
 
 #[test]
-fn info_blocks_of_a_btt_come_back_from_their_copies() {
+fn a_btt_is_mended_as_far_as_it_says_what_was_there() {
     let start = 2 * CHUNK_BYTES;
     let (first, second) = (start + 4096, start + 18 * MIB - 4096);
     mends("first", |f| f.flip(first + 100, 2), "volume btt: arena 0: the first info block");
     mends("second", |f| f.flip(second + 60, 2), "volume btt: arena 0: the second info block");
     leaves("both", |f| [first, second].iter().for_each(|at| f.flip(at + 60, 2)), "neither info block");
-    leaves("map", |f| f.overwrite(second - 16384 - 4096, &[0xff; 4]), "volume btt: arena 0: sector");
+    // The last page of the map, and two sectors of one block.
+    let map_at = second - 16384 - 4096;
+    let entry = |block: u32| (block | 3 << 30).to_le_bytes();
+    leaves("map", |f| f.overwrite(map_at, &entry(20)), "volume btt: arena 0: block B20 is named twice");
 }
 
 #[test]

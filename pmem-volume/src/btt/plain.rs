@@ -1,0 +1,146 @@
+//! A BTT in a file or on a device of its own: what Linux sees as a namespace, without a pool around it.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+use super::{ReadAt, Words, WriteAt};
+use crate::media::{FileMedia, Media, MediaError, Place};
+use crate::pool::layout::SUPERBLOCK_MAGIC;
+use crate::pool::{Holder, LockKind, try_lock};
+
+/// Why a file cannot be used as one with a BTT in it.
+#[derive(Debug, Error)]
+pub enum PlainError {
+    /// The kernel refused something.
+    #[error("{path}: cannot {action} it")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// Neither a file nor a device that can be mapped.
+    #[error("{path}: {reason}")]
+    Place {
+        /// The file.
+        path: PathBuf,
+        /// What it is.
+        reason: String,
+    },
+    /// It is a pool.
+    #[error("{path}: it is a pool, and its volumes have BTTs: name one of them, without --file")]
+    Pool {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Somebody has it.
+    #[error("{path}: it is in use by {holder}")]
+    InUse {
+        /// The file.
+        path: PathBuf,
+        /// Who.
+        holder: Holder,
+    },
+    /// Nothing can be mapped of it.
+    #[error("{path}: it is empty")]
+    Empty {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The media failed.
+    #[error("{path}: its media failed")]
+    Media {
+        /// The file.
+        path: PathBuf,
+        /// How.
+        #[source]
+        source: MediaError,
+    },
+}
+
+/// A file with a BTT in it, from its first byte on. As long as it is open, nobody else opens it in this way: many to read, or
+/// one to write.
+pub struct PlainFile {
+    media: FileMedia,
+}
+
+impl PlainFile {
+    /// Opens a file or device.
+    pub fn open(path: &Path, writable: bool) -> Result<Self, PlainError> {
+        let failed = |action| move |source| PlainError::File { path: path.to_owned(), action, source };
+        let kind = std::fs::metadata(path).map_err(failed("open"))?.file_type();
+        // Not to hang on a pipe; and a device that is mounted is not written.
+        let exclusive = if writable && kind.is_block_device() { libc::O_EXCL } else { 0 };
+        let mut options = OpenOptions::new();
+        options.read(true).write(writable).custom_flags(libc::O_NONBLOCK | exclusive);
+        let file = options.open(path).map_err(failed("open"))?;
+        let place = Place::of(&file)
+            .map_err(|error| PlainError::Place { path: path.to_owned(), reason: error.to_string() })?;
+        let lock = if writable { LockKind::Exclusive } else { LockKind::Shared };
+        try_lock(&file, lock)
+            .map_err(failed("lock"))?
+            .map_err(|holder| PlainError::InUse { path: path.to_owned(), holder })?;
+        let len_bytes = place.len_bytes(&file).map_err(failed("find the length of"))? / 8 * 8;
+        if len_bytes == 0 {
+            return Err(PlainError::Empty { path: path.to_owned() });
+        }
+        let media_failed = |source| PlainError::Media { path: path.to_owned(), source };
+        let media = FileMedia::new(file, len_bytes, writable).map_err(media_failed)?;
+        let mut magic = [0; SUPERBLOCK_MAGIC.len()];
+        Media::read(&media, 0, &mut magic).map_err(media_failed)?;
+        if magic == SUPERBLOCK_MAGIC {
+            return Err(PlainError::Pool { path: path.to_owned() });
+        }
+        Ok(Self { media })
+    }
+}
+
+impl ReadAt for PlainFile {
+    fn len_bytes(&self) -> u64 {
+        self.media.len_bytes()
+    }
+
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        Media::read(&self.media, offset_bytes, into)
+    }
+}
+
+impl WriteAt for PlainFile {
+    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.media.store(offset_bytes, bytes)
+    }
+
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        Media::persist(&self.media, ranges)
+    }
+}
+
+impl Words for PlainFile {
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        Media::load_word(&self.media, offset_bytes)
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        Media::store_word(&self.media, offset_bytes, word)
+    }
+
+    fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        Media::load(&self.media, offset_bytes, into)
+    }
+
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        Media::store_bulk(&self.media, offset_bytes, bytes)
+    }
+
+    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
+        Media::persist_with_bulk(&self.media, ranges, bulk)
+    }
+}

@@ -1,0 +1,328 @@
+//! What a damaged BTT still says of itself, and what follows from that.
+//!
+//! The map is what counts: it alone says which block holds a sector. The free list is what the map leaves over. So a
+//! lane of the flog that makes no sense is given a block that nobody has, as long as it is known that no sector has it
+//! either; and where one sector alone has lost its block, and one block alone its sector, they belong together. Only
+//! after a crash does a lane know more than the map: of a write whose map entry is not durable yet. If such a lane is
+//! damaged, that write is lost.
+//!
+//! No sector that reads as it should reads otherwise after a repair, and no block that may hold a sector's data is
+//! written. Where nothing says which of two is right, both stay as they are, unless they are given up.
+
+mod overlay;
+mod survey;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+
+use zerocopy::{FromZeros, IntoBytes};
+
+use self::overlay::Overlay;
+use self::survey::{Lane, Survey, survey};
+use super::arena::{ArenaInfo, InfoSource, arenas};
+use super::check::{ArenaReport, Finding, Report, check_with};
+use super::layout::{
+    FLAG_ERROR, FLOG_GROUP_BYTES, FlogEntryBytes, FlogGroupBytes, INFO_BYTES, InfoBytes, MAP_BLOCK,
+    MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO, checksum,
+};
+use super::{ReadAt, WriteAt};
+use crate::media::MediaError;
+
+/// What may be given up, so that the rest can be written again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GiveUp {
+    /// Nothing that can be read.
+    Nothing,
+    /// Sectors that share a block: one of them is right, and nothing says which.
+    Sectors,
+}
+
+/// One thing that is put right.
+#[derive(Debug)]
+pub struct Mending {
+    /// Arena, from 0.
+    pub arena: usize,
+    /// What is done, and why.
+    pub what: String,
+    /// What is stored, where: all of a phase, durably, before anything of the next.
+    phases: Vec<Vec<Store>>,
+}
+
+/// Whole words, and where they are stored.
+type Store = (u64, Vec<u8>);
+
+/// What a repair does, and what it leaves.
+#[derive(Debug)]
+pub struct Repair {
+    /// In the order in which they are done.
+    pub mendings: Vec<Mending>,
+    /// What a check finds after that.
+    pub after: Report,
+}
+
+/// Finds out what can be repaired. Nothing is changed. `reached` hears up to where that is known, in bytes.
+pub fn plan_repair(
+    space: &impl ReadAt,
+    give_up: GiveUp,
+    reached: &mut dyn FnMut(u64),
+) -> Result<Repair, MediaError> {
+    let mut overlay = Overlay::new(space);
+    let mut mendings = damaged_info(space)?;
+    mendings.iter().for_each(|mending| overlay.store(mending));
+    let mut after = check_with(&overlay, reached)?;
+    let (found, _) = arenas(&overlay)?;
+    let mut more = Vec::new();
+    for (number, (info, _)) in found.iter().enumerate() {
+        if is_inconsistent(&after.arenas[number])
+            && let Some(survey) = survey(&overlay, info)?
+        {
+            more.extend(survey.mend(&overlay, number, info, give_up)?);
+        }
+    }
+    if !more.is_empty() {
+        more.iter().for_each(|mending| overlay.store(mending));
+        mendings.append(&mut more);
+        after = check_with(&overlay, reached)?;
+    }
+    for (number, (info, _)) in found.iter().enumerate() {
+        if after.arenas[number].findings == [Finding::ErrorFlag] {
+            let mending = without_error_flag(&overlay, number, info)?;
+            overlay.store(&mending);
+            mendings.push(mending);
+            let arena = &mut after.arenas[number];
+            (arena.findings, arena.findings_total) = (vec![], 0);
+            arena.info = Some(ArenaInfo { has_error: false, ..info.clone() });
+        }
+    }
+    Ok(Repair { mendings, after })
+}
+
+impl Repair {
+    /// Does it, durably. A crash in between leaves less to do, and nothing that was right is wrong.
+    pub fn carry_out(&self, space: &impl WriteAt) -> Result<(), MediaError> {
+        self.mendings.iter().try_for_each(|mending| mending.carry_out(space))
+    }
+}
+
+impl Mending {
+    fn new(arena: usize, what: String, phases: Vec<Vec<Store>>) -> Self {
+        Self { arena, what, phases }
+    }
+
+    fn carry_out(&self, space: &impl WriteAt) -> Result<(), MediaError> {
+        for phase in &self.phases {
+            for (at, bytes) in phase {
+                space.write_at(*at, bytes)?;
+            }
+            let ranges: Vec<_> = phase.iter().map(|(at, bytes)| *at..at + bytes.len() as u64).collect();
+            space.persist(&ranges)?;
+        }
+        Ok(())
+    }
+}
+
+/// Is anything wrong with map or flog?
+fn is_inconsistent(arena: &ArenaReport) -> bool {
+    arena.findings.iter().any(|finding| !matches!(finding, Finding::ErrorFlag | Finding::NoInfo(_)))
+}
+
+/// Info blocks that are damaged, or differ from the first, which counts for Linux: they are written again from the
+/// other one.
+fn damaged_info(space: &impl ReadAt) -> Result<Vec<Mending>, MediaError> {
+    let mut mendings = Vec::new();
+    for (number, (info, source)) in arenas(space)?.0.into_iter().enumerate() {
+        let (first, second) = (info.start_bytes, info.copy_at);
+        let (finding, from, at) = match source {
+            InfoSource::Both => continue,
+            InfoSource::Differ => (Finding::InfoDiffers, first, second),
+            InfoSource::First => (Finding::SecondInfo, first, second),
+            InfoSource::Second => (Finding::FirstInfo, second, first),
+        };
+        let mut whole = InfoBytes::new_zeroed();
+        space.read_at(from, whole.as_mut_bytes())?;
+        let which = if at == first { "second" } else { "first" };
+        let what = format!("{finding}: it is written again from the {which}");
+        mendings.push(Mending::new(number, what, vec![vec![(at, whole.as_bytes().to_vec())]]));
+    }
+    Ok(mendings)
+}
+
+/// The flag's word and the checksum, of one block and then of the other: one of them is whole at any time.
+fn without_error_flag(space: &impl ReadAt, number: usize, info: &ArenaInfo) -> Result<Mending, MediaError> {
+    let mut block = InfoBytes::new_zeroed();
+    space.read_at(info.start_bytes, block.as_mut_bytes())?;
+    block.flags.set(block.flags.get() & !FLAG_ERROR);
+    let sum = checksum(&block);
+    block.checksum.set(sum);
+    let words = |start: u64| {
+        let word = |at: usize| (start + at as u64, block.as_bytes()[at..at + 8].to_vec());
+        vec![word(std::mem::offset_of!(InfoBytes, flags)), word(INFO_BYTES as usize - 8)]
+    };
+    let what = "the error flag is cleared: map and flog name every block once".to_owned();
+    Ok(Mending::new(number, what, vec![words(info.start_bytes), words(info.copy_at)]))
+}
+
+impl Survey {
+    /// What follows from it for map and flog. Sectors come first: once they have their blocks, whatever is left over is
+    /// the lanes', also for who begins anew after a crash.
+    fn mend(
+        &self,
+        space: &impl ReadAt,
+        number: usize,
+        info: &ArenaInfo,
+        give_up: GiveUp,
+    ) -> Result<Vec<Mending>, MediaError> {
+        let shared: Vec<_> = self.shared.iter().filter(|(_, owners)| !owners.sectors.is_empty()).collect();
+        if give_up == GiveUp::Nothing && !shared.is_empty() {
+            return Ok(vec![]);
+        }
+        let mut lanes = self.lanes_without();
+        lanes.extend(shared.iter().flat_map(|(_, owners)| &owners.lanes));
+        let outside = self.outside.iter().map(|(sector, _)| (*sector, None));
+        // The first of those that share a block keeps it.
+        let kept = |block: u32| std::iter::once(Some(block)).chain(std::iter::repeat(None));
+        let given_up =
+            shared.iter().flat_map(|(block, owners)| owners.sectors.iter().copied().zip(kept(**block)));
+        let lost: Vec<(u32, Option<u32>)> = outside.chain(given_up).collect();
+        let needed = lanes.len() + lost.iter().filter(|(_, block)| block.is_none()).count();
+        if self.nobodys.len() < needed {
+            return Ok(vec![]);
+        }
+        if let ([(sector, entry)], [block], true, [], 0) =
+            (&self.outside[..], &self.nobodys[..], shared.is_empty(), &lanes[..], self.error_sectors)
+        {
+            return Ok(vec![restored(space, number, info, *sector, *entry, *block)?]);
+        }
+        let mut nobodys = self.nobodys.clone();
+        let lanes: Vec<_> =
+            lanes.into_iter().map(|lane| (lane, self.take_hinted(lane, &mut nobodys))).collect();
+        let mut rest = nobodys.into_iter();
+        let mut next = |block: Option<u32>| block.or_else(|| rest.next()).expect("counted above");
+        let lost: Vec<_> = lost.into_iter().map(|(sector, block)| (sector, next(block))).collect();
+        let lanes: Vec<_> = lanes.into_iter().map(|(lane, block)| (lane, next(block))).collect();
+        let mut map = map_words(space, info, &self.entries(&lanes, &lost))?;
+        let mut mendings = Vec::new();
+        if !lost.is_empty() {
+            mendings.push(marked_lost(number, &lost, std::mem::take(&mut map)));
+        }
+        if !lanes.is_empty() {
+            mendings.push(given(number, info, map, &lanes));
+        }
+        Ok(mendings)
+    }
+
+    /// Map entries of lost sectors, and those that lanes have still to write which will not know of it any more.
+    fn entries(&self, lanes: &[(u32, u32)], lost: &[(u32, u32)]) -> BTreeMap<u32, u32> {
+        let redo = lanes.iter().filter_map(|(lane, _)| self.lanes[*lane as usize].redo);
+        let redone = redo.map(|(sector, block)| (sector, block | MAP_ERROR | MAP_ZERO));
+        redone.chain(lost.iter().map(|(sector, block)| (*sector, block | MAP_ERROR))).collect()
+    }
+
+    /// Lanes without a block, or with one that another lane has, too.
+    fn lanes_without(&self) -> Vec<u32> {
+        let is_damaged = |(lane, found): (usize, &Lane)| found.free.is_none().then_some(lane as u32);
+        let damaged = self.lanes.iter().enumerate().filter_map(is_damaged);
+        let twice = self.shared.values().filter(|owners| owners.sectors.is_empty());
+        damaged.chain(twice.flat_map(|owners| owners.lanes.iter().skip(1).copied())).collect()
+    }
+
+    /// What a damaged lane still names, if nobody has it.
+    fn take_hinted(&self, lane: u32, nobodys: &mut Vec<u32>) -> Option<u32> {
+        let hints = &self.lanes[lane as usize].hints;
+        let at = nobodys.iter().position(|block| hints.contains(block))?;
+        Some(nobodys.remove(at))
+    }
+}
+
+/// Words of the map with other entries in them.
+fn map_words(
+    space: &impl ReadAt,
+    info: &ArenaInfo,
+    entries: &BTreeMap<u32, u32>,
+) -> Result<Vec<Store>, MediaError> {
+    let mut words = BTreeMap::new();
+    for (sector, entry) in entries {
+        let at = info.map_at + u64::from(*sector) * MAP_ENTRY_BYTES;
+        let (start, within) = (at / 8 * 8, (at % 8) as usize);
+        let mut word = [0; 8];
+        match words.get(&start) {
+            Some(changed) => word = *changed,
+            None => space.read_at(start, &mut word)?,
+        }
+        word[within..within + 4].copy_from_slice(&entry.to_le_bytes());
+        words.insert(start, word);
+    }
+    Ok(words.into_iter().map(|(at, word)| (at, word.to_vec())).collect())
+}
+
+fn restored(
+    space: &impl ReadAt,
+    number: usize,
+    info: &ArenaInfo,
+    sector: u32,
+    entry: u32,
+    block: u32,
+) -> Result<Mending, MediaError> {
+    let what = format!(
+        "sector L{sector} is mapped outside the arena: it is mapped to B{block}, the only block that nobody has"
+    );
+    let words = map_words(space, info, &[(sector, entry & !MAP_BLOCK | block)].into())?;
+    Ok(Mending::new(number, what, vec![words]))
+}
+
+fn marked_lost(number: usize, lost: &[(u32, u32)], words: Vec<Store>) -> Mending {
+    let sectors: Vec<_> = lost.iter().map(|(sector, _)| *sector).collect();
+    let what = format!(
+        "{} sector(s) are marked as lost, because nothing says where they are: {}. Reads of them fail until they are written",
+        sectors.len(),
+        listed("L", &sectors)
+    );
+    Mending::new(number, what, vec![words])
+}
+
+/// Gives lanes their blocks. Each phase but the last leaves a sequence number that cannot be: a lane is whole in the
+/// end, or as damaged as it was.
+fn given(number: usize, info: &ArenaInfo, map: Vec<Store>, lanes: &[(u32, u32)]) -> Mending {
+    let numbers: Vec<_> = lanes.iter().map(|(lane, _)| *lane).collect();
+    let what = format!(
+        "{} lane(s) of the flog get blocks that no sector has: {}",
+        lanes.len(),
+        listed("lane ", &numbers)
+    );
+    let words = |sequence: u32, starts: &[usize]| -> Vec<_> {
+        let of_lane = |(lane, block): &(u32, u32)| {
+            let at = info.flog_at + u64::from(*lane) * FLOG_GROUP_BYTES;
+            let mut group = FlogGroupBytes::new_zeroed();
+            let (lba, block) = ((lane % info.sectors).into(), (*block).into());
+            group.entries[0] =
+                FlogEntryBytes { lba, old_map: block, new_map: block, sequence: sequence.into() };
+            let word = |start: usize| (at + start as u64, group.as_bytes()[start..start + 8].to_vec());
+            starts.iter().copied().map(word).collect::<Vec<_>>()
+        };
+        lanes.iter().flat_map(of_lane).collect()
+    };
+    const IMPOSSIBLE: u32 = u32::MAX;
+    let phases =
+        [map, words(IMPOSSIBLE, &[8]), words(IMPOSSIBLE, &[0, 16, 24, 32, 40, 48, 56]), words(1, &[8])];
+    Mending::new(number, what, phases.into_iter().filter(|phase| !phase.is_empty()).collect())
+}
+
+/// Ranges of numbers that a text lists.
+const LISTED: usize = 20;
+
+fn listed(prefix: &str, numbers: &[u32]) -> String {
+    let mut numbers = numbers.to_vec();
+    numbers.sort_unstable();
+    let runs = numbers.chunk_by(|a, b| a + 1 == *b);
+    let text = |run: &[u32]| match run {
+        [one] => format!("{prefix}{one}"),
+        _ => format!("{prefix}{} to {}", run[0], run[run.len() - 1]),
+    };
+    let count = runs.clone().count();
+    let first: Vec<_> = runs.take(LISTED).map(text).collect();
+    match count.saturating_sub(LISTED) {
+        0 => first.join(", "),
+        more => format!("{} and {more} more ranges", first.join(", ")),
+    }
+}

@@ -1,0 +1,50 @@
+//! A space as it will be when something has been stored.
+
+use std::collections::BTreeMap;
+
+use super::super::ReadAt;
+use super::Mending;
+use crate::media::MediaError;
+
+/// Everything that a repair stores is whole words.
+const UNIT_BYTES: u64 = 8;
+
+/// Reads see what was stored; the space below does not change.
+pub(super) struct Overlay<'a, S> {
+    space: &'a S,
+    stored: BTreeMap<u64, [u8; UNIT_BYTES as usize]>,
+}
+
+impl<'a, S: ReadAt> Overlay<'a, S> {
+    pub(super) fn new(space: &'a S) -> Self {
+        Self { space, stored: BTreeMap::new() }
+    }
+
+    /// All phases of a mending, as if carried out.
+    pub(super) fn store(&mut self, mending: &Mending) {
+        for (at, bytes) in mending.phases.iter().flatten() {
+            let (units, rest) = bytes.as_chunks();
+            assert!(at.is_multiple_of(UNIT_BYTES) && rest.is_empty());
+            self.stored.extend((*at..).step_by(UNIT_BYTES as usize).zip(units.iter().copied()));
+        }
+    }
+}
+
+impl<S: ReadAt> ReadAt for Overlay<'_, S> {
+    fn len_bytes(&self) -> u64 {
+        self.space.len_bytes()
+    }
+
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.space.read_at(offset_bytes, into)?;
+        let end = offset_bytes + into.len() as u64;
+        for (at, unit) in self.stored.range(offset_bytes.saturating_sub(UNIT_BYTES - 1)..end) {
+            for (byte_at, byte) in (*at..).zip(unit) {
+                if (offset_bytes..end).contains(&byte_at) {
+                    into[(byte_at - offset_bytes) as usize] = *byte;
+                }
+            }
+        }
+        Ok(())
+    }
+}

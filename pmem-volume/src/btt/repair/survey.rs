@@ -1,0 +1,175 @@
+//! Who has which block of an arena whose map or flog is damaged.
+
+use std::collections::BTreeMap;
+
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::super::ReadAt;
+use super::super::arena::ArenaInfo;
+use super::super::check::BlockSet;
+use super::super::flog::{MapKind, decode_map, newest, read_map, second_slot};
+use super::super::layout::{FLOG_GROUP_BYTES, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES};
+use crate::media::MediaError;
+
+/// Of so many things wrong with one arena none is an accident by itself: a part of the map is lost, or somebody made it
+/// look so, which must not take more memory than this.
+const MAX_MENDED: usize = 1 << 16;
+
+/// The map is read in pieces of this many entries.
+const MAP_PIECE: u32 = 1 << 16;
+
+/// Who has a block that more than one has.
+#[derive(Debug, Default)]
+pub(super) struct Owners {
+    pub(super) sectors: Vec<u32>,
+    pub(super) lanes: Vec<u32>,
+}
+
+/// A lane of the flog.
+#[derive(Debug, Default)]
+pub(super) struct Lane {
+    /// Its block; `None` if its entries make no sense.
+    pub(super) free: Option<u32>,
+    /// A sector whose map entry a crash kept from being written, and the block that it would name.
+    pub(super) redo: Option<(u32, u32)>,
+    /// Blocks that its entries name.
+    pub(super) hints: Vec<u32>,
+}
+
+/// An arena, block by block, as recovery would leave it.
+#[derive(Debug)]
+pub(super) struct Survey {
+    pub(super) lanes: Vec<Lane>,
+    /// Sectors that are mapped to no block, with their map entries.
+    pub(super) outside: Vec<(u32, u32)>,
+    /// Blocks with more than one owner.
+    pub(super) shared: BTreeMap<u32, Owners>,
+    /// Blocks without any, if they are not too many.
+    pub(super) nobodys: Vec<u32>,
+    /// Sectors that are marked as lost already.
+    pub(super) error_sectors: u32,
+}
+
+/// Looks at an arena. `None`: more is wrong with it than anybody can make sense of.
+pub(super) fn survey(space: &impl ReadAt, info: &ArenaInfo) -> Result<Option<Survey>, MediaError> {
+    let lanes = survey_flog(space, info)?;
+    let redo: BTreeMap<_, _> = lanes.iter().filter_map(|lane| lane.redo).collect();
+    let mut survey =
+        Survey { lanes, outside: vec![], shared: BTreeMap::new(), nobodys: vec![], error_sectors: 0 };
+    let mut named = BlockSet::new(info.blocks);
+    each_entry(space, info, |sector, entry| {
+        let decoded = decode_map(sector, entry);
+        let redone = redo.get(&sector).copied();
+        survey.error_sectors += u32::from(redone.is_none() && decoded.kind == MapKind::Error);
+        match redone.unwrap_or(decoded.block) {
+            block if block >= info.blocks => survey.outside.push((sector, entry)),
+            block if named.insert(block) => {}
+            block => drop(survey.shared.entry(block).or_default()),
+        }
+        survey.outside.len() + survey.shared.len() <= MAX_MENDED
+    })?;
+    for block in survey.lanes.iter().filter_map(|lane| lane.free) {
+        if !named.insert(block) {
+            survey.shared.entry(block).or_default();
+        }
+    }
+    survey.nobodys = named.iter_missing().take(MAX_MENDED + 1).collect();
+    if survey.outside.len() + survey.shared.len() > MAX_MENDED || survey.nobodys.len() > MAX_MENDED {
+        return Ok(None);
+    }
+    survey.find_owners(space, info, &redo)?;
+    Ok(Some(survey))
+}
+
+impl Survey {
+    /// Goes through the map once more if blocks are shared: only now it is known which.
+    fn find_owners(
+        &mut self,
+        space: &impl ReadAt,
+        info: &ArenaInfo,
+        redo: &BTreeMap<u32, u32>,
+    ) -> Result<(), MediaError> {
+        if self.shared.is_empty() {
+            return Ok(());
+        }
+        for (lane, found) in (0..).zip(&self.lanes) {
+            if let Some(owners) = found.free.and_then(|block| self.shared.get_mut(&block)) {
+                owners.lanes.push(lane);
+            }
+        }
+        each_entry(space, info, |sector, entry| {
+            let block = redo.get(&sector).copied().unwrap_or(decode_map(sector, entry).block);
+            if let Some(owners) = self.shared.get_mut(&block) {
+                owners.sectors.push(sector);
+            }
+            true
+        })
+    }
+}
+
+/// Calls back with each sector's map entry, as long as that says so.
+fn each_entry(
+    space: &impl ReadAt,
+    info: &ArenaInfo,
+    mut look: impl FnMut(u32, u32) -> bool,
+) -> Result<(), MediaError> {
+    let mut bytes = vec![0; MAP_PIECE.min(info.sectors) as usize * MAP_ENTRY_BYTES as usize];
+    for first in (0..info.sectors).step_by(MAP_PIECE as usize) {
+        let count = MAP_PIECE.min(info.sectors - first);
+        let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
+        space.read_at(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)?;
+        let (entries, _) = piece.as_chunks::<4>();
+        if !(first..).zip(entries).all(|(sector, entry)| look(sector, u32::from_le_bytes(*entry))) {
+            return Ok(());
+        }
+    }
+    Ok(())
+}
+
+fn survey_flog(space: &impl ReadAt, info: &ArenaInfo) -> Result<Vec<Lane>, MediaError> {
+    let mut bytes = vec![0; (u64::from(info.lanes) * FLOG_GROUP_BYTES) as usize];
+    space.read_at(info.flog_at, &mut bytes)?;
+    let groups = <[FlogGroupBytes]>::ref_from_bytes(&bytes).expect("whole groups, which need no alignment");
+    let second = likely_second_slot(groups);
+    groups.iter().map(|group| survey_lane(space, info, group, second)).collect()
+}
+
+fn survey_lane(
+    space: &impl ReadAt,
+    info: &ArenaInfo,
+    group: &FlogGroupBytes,
+    second: Option<usize>,
+) -> Result<Lane, MediaError> {
+    let damaged = Lane { free: None, redo: None, hints: hints(group) };
+    let Some(second) = second.filter(|second| is_padded(group, *second)) else { return Ok(damaged) };
+    let pair = [&group.entries[0], &group.entries[second]];
+    let Some(entry) = newest(pair).map(|newest| pair[newest]) else { return Ok(damaged) };
+    let (sector, old, new) =
+        (entry.lba.get(), entry.old_map.get() & MAP_BLOCK, entry.new_map.get() & MAP_BLOCK);
+    if sector >= info.sectors || old >= info.blocks || new >= info.blocks {
+        return Ok(damaged);
+    }
+    let is_pending = old != new && read_map(space, info, sector)?.block == old;
+    Ok(Lane { free: Some(old), redo: is_pending.then_some((sector, new)), ..damaged })
+}
+
+fn hints(group: &FlogGroupBytes) -> Vec<u32> {
+    let used = group.entries.iter().filter(|entry| entry.as_bytes().iter().any(|byte| *byte != 0));
+    used.flat_map(|entry| [entry.old_map, entry.new_map]).map(|block| block.get() & MAP_BLOCK).collect()
+}
+
+/// Which slot is the second one in use: where lanes disagree, that of most. `None`: of hardly any.
+fn likely_second_slot(groups: &[FlogGroupBytes]) -> Option<usize> {
+    if let Some(second) = second_slot(groups) {
+        return Some(second);
+    }
+    let fitting = |second| groups.iter().filter(|group| is_padded(group, second)).count();
+    let second = if fitting(2) > fitting(1) { 2 } else { 1 };
+    (fitting(second) > groups.len() / 2).then_some(second)
+}
+
+/// Are the slots zero that are not used?
+fn is_padded(group: &FlogGroupBytes, second: usize) -> bool {
+    let unused = [1, 2, 3].into_iter().filter(|slot| *slot != second);
+    unused.flat_map(|slot| group.entries[slot].as_bytes()).all(|byte| *byte == 0)
+}

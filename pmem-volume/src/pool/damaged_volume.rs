@@ -1,0 +1,72 @@
+//! What is left of a volume that lacks chunks: to be copied out, and for nothing else.
+
+use std::io;
+use std::sync::Arc;
+
+use super::chunk::{Run, runs};
+use super::volume::{VolumeExtent, VolumeInfo, volume_info};
+use super::{OpenMode, Pool, PoolError};
+use crate::btt::ReadAt;
+use crate::media::{Media, MediaError};
+
+/// A volume of a pool that is looked at, whatever is left of it: reads of what it lacks fail.
+#[derive(Debug)]
+pub struct DamagedVolume {
+    pool: Arc<Pool>,
+    info: VolumeInfo,
+    extents: Vec<VolumeExtent>,
+}
+
+impl Pool {
+    /// Opens what is left of a volume, in a pool that was opened for reading. A volume that is whole opens as well.
+    pub fn open_damaged_volume(self: &Arc<Self>, name: &str) -> Result<DamagedVolume, PoolError> {
+        assert!(self.mode != OpenMode::ReadWrite, "what is damaged is only looked at");
+        let state = self.lock_state();
+        let entry = &state.volumes[&state.require_volume(name)?];
+        let mut extents: Vec<VolumeExtent> = Vec::new();
+        for (index, chunk) in &entry.chunks {
+            let run = runs(std::iter::once(*chunk))[0];
+            match extents.last_mut() {
+                Some(last) if last.index + last.run.chunks == *index && last.run.end() == run.start => {
+                    last.run = Run { start: last.run.start, chunks: last.run.chunks + 1 };
+                }
+                _ => extents.push(VolumeExtent { index: *index, run }),
+            }
+        }
+        let info = volume_info(entry);
+        drop(state);
+        Ok(DamagedVolume { pool: Arc::clone(self), info, extents })
+    }
+}
+
+impl DamagedVolume {
+    /// What it is.
+    pub fn info(&self) -> &VolumeInfo {
+        &self.info
+    }
+}
+
+impl ReadAt for DamagedVolume {
+    fn len_bytes(&self) -> u64 {
+        self.info.size_bytes
+    }
+
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        let length_bytes = into.len() as u64;
+        assert!(offset_bytes + length_bytes <= self.len_bytes(), "a read outside the volume");
+        let (mut at, mut rest) = (offset_bytes, into);
+        while !rest.is_empty() {
+            let number = self.extents.partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= at);
+            let Some(extent) = self.extents.get(number).filter(|e| e.volume_offset_bytes() <= at) else {
+                let source = io::Error::other("the volume lacks this chunk");
+                return Err(MediaError::Io { operation: "read", offset_bytes: at, length_bytes, source });
+            };
+            let within = at - extent.volume_offset_bytes();
+            let bytes = (extent.len_bytes() - within).min(rest.len() as u64);
+            let (now, later) = rest.split_at_mut(bytes as usize);
+            self.pool.view().read(extent.offset_bytes() + within, now)?;
+            (at, rest) = (at + bytes, later);
+        }
+        Ok(())
+    }
+}
