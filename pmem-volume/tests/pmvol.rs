@@ -1,48 +1,11 @@
 //! `pmvol` as people use it.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+mod shell;
+
+use std::process::Command;
 
 use serde_json::Value;
-
-struct Folder(tempfile::TempDir);
-
-impl Folder {
-    fn new() -> Self {
-        Self(tempfile::TempDir::new_in("/dev/shm").unwrap())
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
-    fn run(&self, arguments: &[&str]) -> Output {
-        Command::new(env!("CARGO_BIN_EXE_pmvol")).args(arguments).current_dir(self.0.path()).output().unwrap()
-    }
-
-    fn succeed(&self, arguments: &[&str]) -> String {
-        let output = self.run(arguments);
-        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).unwrap()
-    }
-
-    /// Fails with exit code 1, or 2 if the command line is wrong or a check does not come to see the pool, and one line, which
-    /// has all of `words` in it.
-    fn fail(&self, arguments: &[&str], words: &[&str]) {
-        let output = self.run(arguments);
-        let text = String::from_utf8(output.stderr).unwrap();
-        let cannot = text.starts_with("error: ") || ["check", "repair"].contains(&arguments[0]);
-        assert_eq!(output.status.code(), Some(if cannot { 2 } else { 1 }), "{arguments:?}: {text}");
-        assert!(output.stdout.is_empty(), "{arguments:?}");
-        for word in words {
-            assert!(text.contains(word), "{arguments:?}: {text:?} does not say {word:?}");
-        }
-    }
-
-    fn json(&self, arguments: &[&str]) -> Value {
-        serde_json::from_str(&self.succeed(arguments)).unwrap()
-    }
-}
+use shell::{Folder, overwrite};
 
 #[test]
 fn a_pool_is_made_filled_listed_and_checked() {
@@ -246,11 +209,6 @@ fn what_a_killed_vm_has_left_is_told_and_erased_on_demand() {
     let made = folder.run(&["volume", "rename", "pool", "v", "w"]);
     assert!(made.status.success() && made.stderr.is_empty(), "nothing waits, nothing is said");
     folder.fail(&["scrub", "nothing"], &["nothing", "no such file"]);
-}
-
-fn overwrite(path: &Path, offset_bytes: u64, bytes: &[u8]) {
-    use std::os::unix::fs::FileExt;
-    std::fs::OpenOptions::new().write(true).open(path).unwrap().write_all_at(bytes, offset_bytes).unwrap();
 }
 
 #[test]

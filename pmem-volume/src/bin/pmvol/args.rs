@@ -6,6 +6,8 @@ use clap::builder::TypedValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use pmem_volume::{VolumeFormat, VolumeSize, size};
 
+use super::btt::BttCommand;
+
 const EXAMPLES: &str = "\
 Examples:
   pmvol create /pm/pool --size 16G --strg 4G      a pool of 16 GiB, 4 of them kept for volumes
@@ -21,6 +23,9 @@ Examples:
   pmvol check /pm/pool                            exit code 1 if anything is damaged
   pmvol repair /pm/pool --dry-run
   pmvol scrub /pm/pool                            erases what a VM that was killed has left
+  pmvol btt check /pm/pool data                   one volume
+  pmvol btt export /pm/pool data --to data.img    its sectors, in an image file
+  pmvol btt import /pm/pool data --from data.img
 
 Sizes are whole numbers with an optional K, M, G or T (powers of 1024; 4MiB and 4m are 4M too, but not 4MB, 1.5G or +4M), in
 multiples of 2 MiB. A pool has at least 8 MiB, a volume with BTT 18 MiB, one without 2 MiB.";
@@ -153,6 +158,9 @@ Examples:
     /// Make, list, resize, rename and delete volumes
     #[command(subcommand)]
     Volume(VolumeCommand),
+    /// Look into volumes: check, repair, read and write their sectors, copy them to image files and back
+    #[command(subcommand)]
+    Btt(BttCommand),
     /// Print a script that lets a shell complete our commands and flags
     #[command(after_help = "\
 Examples:
@@ -291,7 +299,7 @@ impl From<Format> for VolumeFormat {
 }
 
 /// Any text, and bytes that are none are named: clap alone says only that some argument has them.
-fn volume_name() -> impl TypedValueParser<Value = String> {
+pub(crate) fn volume_name() -> impl TypedValueParser<Value = String> {
     let text = |name: std::ffi::OsString| {
         name.into_string()
             .map_err(|name| format!("the volume name {name:?} is not UTF-8; use letters, digits and . _ -"))

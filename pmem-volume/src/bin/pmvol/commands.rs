@@ -3,11 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use pmem_volume::media::Durability;
+use pmem_volume::media::{Durability, MediaError};
 use pmem_volume::progress::OnProgress;
 use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeSize};
 
 use super::args::{Arguments, Command, Output, VolumeCommand};
+use super::btt::{self, BttCommand};
 use super::meter::watched;
 use super::{manual, print};
 
@@ -49,6 +50,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
         }
         Command::Scrub { pool } => scrub(pool),
         Command::Volume(command) => volume(command),
+        Command::Btt(command) => btt::run(command),
         Command::Completion { shell } => manual::completion(*shell).map(|()| Outcome::Done),
         Command::Man { folder } => manual::pages(folder.as_deref()).map(|()| Outcome::Done),
     }
@@ -117,10 +119,17 @@ pub(crate) fn is_unanswered(command: &Command, error: &anyhow::Error) -> bool {
                 | PoolError::Truncated { .. }
                 | PoolError::Enlarged { .. }
                 | PoolError::Damaged { .. }
+                | PoolError::VolumeUnusable { .. }
                 | PoolError::Media(_)
         )
+    ) || error.downcast_ref::<MediaError>().is_some();
+    let asks = matches!(
+        command,
+        Command::Check { .. }
+            | Command::Repair { .. }
+            | Command::Btt(BttCommand::Check { .. } | BttCommand::Repair { .. })
     );
-    matches!(command, Command::Check { .. } | Command::Repair { .. }) && !is_damage
+    asks && !is_damage
 }
 
 /// How much more a volume will have, if there is one.
@@ -220,7 +229,7 @@ fn repair(path: &Path, dry_run: bool, give_up: Option<&str>, output: &Output) ->
     Ok(outcome(report.left.is_empty()))
 }
 
-fn outcome(is_clean: bool) -> Outcome {
+pub(crate) fn outcome(is_clean: bool) -> Outcome {
     if is_clean { Outcome::Done } else { Outcome::Unclean }
 }
 

@@ -1,6 +1,7 @@
 //! `pmvol`: pools of persistent memory and the volumes in them, from the shell.
 
 mod args;
+mod btt;
 mod commands;
 mod manual;
 mod meter;

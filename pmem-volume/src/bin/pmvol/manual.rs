@@ -46,6 +46,7 @@ fn described() -> clap::Command {
     Arguments::command()
         .disable_help_subcommand(true)
         .mut_subcommand("volume", |volume| volume.disable_help_subcommand(true))
+        .mut_subcommand("btt", |btt| btt.disable_help_subcommand(true))
 }
 
 /// There may be pages of others in the folder.

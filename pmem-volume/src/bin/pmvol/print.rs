@@ -4,6 +4,7 @@ use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 use anyhow::Context;
+use pmem_volume::btt;
 use pmem_volume::pool::{CheckReport, Finding, FreeSpace, RepairReport, Severity, VolumeCheck};
 use pmem_volume::size::display;
 use pmem_volume::{Pool, PoolInfo, VolumeFormat, VolumeInfo};
@@ -133,7 +134,7 @@ fn findings_of(report: &InfoReport) -> String {
     if count == 0 { String::new() } else { format!(": {}, see `pmvol check {path}`{more}", findings(count)) }
 }
 
-fn findings(count: u64) -> String {
+pub(crate) fn findings(count: u64) -> String {
     if count == 1 { "1 finding".to_owned() } else { format!("{count} findings") }
 }
 
@@ -331,31 +332,29 @@ fn volume_check(out: Out<'_>, volume: &VolumeCheck) -> io::Result<()> {
         }
         return Ok(());
     };
+    arena_findings(out, &format!("volume {name}: "), btt)?;
+    if btt.is_clean() {
+        writeln!(out, "volume {name}: {} sectors, every block named once", btt.sectors())?;
+    }
+    Ok(())
+}
+
+/// What a check of a BTT found, arena by arena, each line with something before it.
+pub(crate) fn arena_findings(out: Out<'_>, prefix: &str, btt: &btt::Report) -> io::Result<()> {
     for (number, arena) in btt.arenas.iter().enumerate() {
         for finding in &arena.findings {
-            writeln!(out, "volume {name}: arena {number}: damaged: {finding}")?;
+            writeln!(out, "{prefix}arena {number}: damaged: {finding}")?;
         }
         let more = arena.findings_total - arena.findings.len() as u64;
         if more > 0 {
-            writeln!(out, "volume {name}: arena {number}: and {more} more")?;
+            writeln!(out, "{prefix}arena {number}: and {more} more")?;
         }
         if arena.redo > 0 {
-            writeln!(
-                out,
-                "volume {name}: arena {number}: note: {} map entries to redo from the log",
-                arena.redo
-            )?;
+            writeln!(out, "{prefix}arena {number}: note: {} map entries to redo from the log", arena.redo)?;
         }
         if arena.error_sectors > 0 {
-            writeln!(
-                out,
-                "volume {name}: arena {number}: note: {} sector(s) marked as lost",
-                arena.error_sectors
-            )?;
+            writeln!(out, "{prefix}arena {number}: note: {} sector(s) marked as lost", arena.error_sectors)?;
         }
-    }
-    if btt.is_clean() {
-        writeln!(out, "volume {name}: {} sectors, every block named once", btt.sectors())?;
     }
     Ok(())
 }

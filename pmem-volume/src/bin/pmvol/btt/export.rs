@@ -1,0 +1,224 @@
+//! A volume's sectors in an image file.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use pmem_volume::btt::{Lost, ReadAt, Reader, Trouble};
+use pmem_volume::progress::{OnProgress, Progress, Task};
+use pmem_volume::size::display;
+
+use super::args::{ImageFormat, Place};
+use super::image::{PartFile, require_qemu_img};
+use super::media::Media;
+use crate::commands::{Outcome, outcome};
+use crate::meter::watched;
+use crate::print::{emit, remark};
+
+/// Copied in one go.
+const PIECE_BYTES: u64 = 1 << 20;
+/// Zeros of this many bytes, where they are aligned, are holes. The page of the file systems that matter.
+const PAGE_BYTES: usize = 4096;
+/// Ranges of sectors that are named.
+const NAMED: usize = 50;
+
+pub(super) fn export(place: &Place, to: &Path, format: ImageFormat, force: bool) -> anyhow::Result<Outcome> {
+    if format == ImageFormat::Qcow2 {
+        require_qemu_img()?;
+    }
+    let media = Media::salvage(place)?;
+    let content = Content::of(&media)?;
+    let image = PartFile::new(to, force)?;
+    let mut lost = LostSectors::default();
+    let data_bytes = watched(|progress| copy(&content, &image, &mut lost, progress))?;
+    match format {
+        ImageFormat::Raw => image.name(to)?,
+        ImageFormat::Qcow2 => image.name_as_qcow2(to)?,
+    }
+    lost.say();
+    emit(|out| {
+        writeln!(
+            out,
+            "{} exported to {}: {}, of which {} are data",
+            place.name(),
+            to.display(),
+            display(content.len_bytes()),
+            display(data_bytes)
+        )
+    })?;
+    Ok(outcome(lost.is_empty()))
+}
+
+/// What is copied: sectors of a BTT, or a raw volume's bytes.
+enum Content<'a> {
+    Sectors(Reader<'a, Media>),
+    Bytes(&'a Media),
+}
+
+impl<'a> Content<'a> {
+    fn of(media: &'a Media) -> anyhow::Result<Self> {
+        if media.is_raw() {
+            return Ok(Content::Bytes(media));
+        }
+        let (reader, troubles) = Reader::open_damaged(media)?;
+        say_troubles(&troubles);
+        if reader.sectors() == 0 {
+            bail!("there is no arena that could be read");
+        }
+        Ok(Content::Sectors(reader))
+    }
+
+    fn sector_bytes(&self) -> u64 {
+        match self {
+            Content::Sectors(reader) => u64::from(reader.sector_bytes()),
+            Content::Bytes(_) => PAGE_BYTES as u64,
+        }
+    }
+
+    fn len_bytes(&self) -> u64 {
+        match self {
+            Content::Sectors(reader) => reader.sectors() * self.sector_bytes(),
+            Content::Bytes(media) => media.len_bytes(),
+        }
+    }
+
+    /// Reads whole sectors; those that cannot be read are zeros.
+    fn read(&self, at: u64, into: &mut [u8], lost: &mut LostSectors) {
+        match self {
+            Content::Sectors(reader) => {
+                reader.read_many(at / self.sector_bytes(), into, &mut |sector, why| lost.add(sector, &why));
+            }
+            Content::Bytes(media) => {
+                if media.read_at(at, into).is_ok() {
+                    return;
+                }
+                for (page, bytes) in (at / PAGE_BYTES as u64..).zip(into.chunks_mut(PAGE_BYTES)) {
+                    if let Err(error) = media.read_at(page * PAGE_BYTES as u64, bytes) {
+                        bytes.fill(0);
+                        lost.add(page, &Lost::Media(error));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Copies everything, and returns how much of it is data.
+fn copy(
+    content: &Content<'_>,
+    image: &PartFile,
+    lost: &mut LostSectors,
+    progress: OnProgress<'_>,
+) -> anyhow::Result<u64> {
+    let failed = || "cannot write the image".to_owned();
+    let total_bytes = content.len_bytes();
+    image.file.set_len(total_bytes).with_context(failed)?;
+    let mut piece = vec![0; PIECE_BYTES as usize];
+    let mut data_bytes = 0;
+    for at in (0..total_bytes).step_by(PIECE_BYTES as usize) {
+        progress(Progress { task: Task::Copy, done_bytes: at, total_bytes });
+        let bytes = &mut piece[..(total_bytes - at).min(PIECE_BYTES) as usize];
+        content.read(at, bytes, lost);
+        let mut page_at = at;
+        // Pages with data that follow each other are one write.
+        for run in bytes.chunks(PAGE_BYTES).collect::<Vec<_>>().chunk_by(|a, b| is_zero(a) == is_zero(b)) {
+            let length: usize = run.iter().map(|page| page.len()).sum();
+            if !is_zero(run[0]) {
+                let from = (page_at - at) as usize;
+                image.file.write_all_at(&bytes[from..from + length], page_at).with_context(failed)?;
+                data_bytes += length as u64;
+            }
+            page_at += length as u64;
+        }
+    }
+    progress(Progress { task: Task::Copy, done_bytes: total_bytes, total_bytes });
+    Ok(data_bytes)
+}
+
+pub(super) fn is_zero(bytes: &[u8]) -> bool {
+    let (words, rest) = bytes.as_chunks::<8>();
+    words.iter().all(|word| *word == [0; 8]) && rest.iter().all(|byte| *byte == 0)
+}
+
+/// Says on stderr what is wrong with the arenas: what is copied may not be what was there.
+pub(super) fn say_troubles(troubles: &[(usize, Trouble)]) {
+    for (arena, trouble) in troubles {
+        remark(format_args!("arena {arena}: {trouble}"));
+    }
+}
+
+/// Sectors that could not be read, as ranges, with the reason of the first of each.
+#[derive(Default)]
+pub(super) struct LostSectors {
+    /// By first sector.
+    ranges: BTreeMap<u64, (u64, String)>,
+    count: u64,
+}
+
+impl LostSectors {
+    pub(super) fn add(&mut self, sector: u64, why: &Lost) {
+        self.count += 1;
+        let why = match why {
+            Lost::Media(_) => why.to_string(),
+            why => format!("they are {why}"),
+        };
+        if let Some((_, (end, reason))) = self.ranges.range_mut(..sector).next_back()
+            && *end == sector
+            && kind(reason) == kind(&why)
+        {
+            *end += 1;
+        } else if self.ranges.len() < NAMED {
+            self.ranges.insert(sector, (sector + 1, why));
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    pub(super) fn say(&self) {
+        for (first, (end, why)) in &self.ranges {
+            match end - first {
+                1 => remark(format_args!("sector {first} cannot be read: {why}")),
+                _ => remark(format_args!("sectors {first} to {} cannot be read: {why}", end - 1)),
+            }
+        }
+        let named: u64 = self.ranges.iter().map(|(first, (end, _))| end - first).sum();
+        if self.count > named {
+            remark(format_args!("and {} more sectors cannot be read", self.count - named));
+        }
+        if self.count > 0 {
+            remark(format_args!("{} sector(s) could not be read, and are zeros instead", self.count));
+        }
+    }
+}
+
+/// Errors of the media name places, and differ in these.
+fn kind(reason: &str) -> &str {
+    reason.rsplit(':').next().unwrap_or(reason)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lost_sectors_are_named_in_ranges() {
+        let mut lost = LostSectors::default();
+        for sector in [4, 5, 6, 9] {
+            lost.add(sector, &Lost::Marked);
+        }
+        lost.add(10, &Lost::Outside);
+        let ranges: Vec<_> = lost.ranges.iter().map(|(first, (end, _))| (*first, *end)).collect();
+        assert_eq!(ranges, [(4, 7), (9, 10), (10, 11)]);
+        (100..300).step_by(2).for_each(|sector| lost.add(sector, &Lost::Marked));
+        assert_eq!((lost.ranges.len(), lost.count), (NAMED, 105));
+    }
+
+    #[test]
+    fn zeros_of_any_length_are_zeros() {
+        assert!(is_zero(&[0; 4099]) && is_zero(&[]));
+        assert!(!is_zero(&[0, 0, 0, 0, 0, 0, 0, 0, 1]) && !is_zero(&[0, 1, 0, 0, 0, 0, 0, 0]));
+    }
+}

@@ -1,0 +1,258 @@
+//! A volume's sectors from an image file.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use pmem_volume::btt::{self, Engine, ReadAt, WriteAt};
+use pmem_volume::progress::{OnProgress, Progress, Task};
+use pmem_volume::size::display;
+
+use super::args::{ImageFormat, Place};
+use super::export::is_zero;
+use super::image::{is_qcow2, require_qemu_img, unpacked};
+use super::media::Media;
+use crate::commands::Outcome;
+use crate::meter::watched;
+use crate::print::emit;
+
+/// Copied in one go.
+const PIECE_BYTES: u64 = 1 << 20;
+/// A raw volume is written in units of this size, and made durable after so many bytes.
+const PAGE_BYTES: u64 = 4096;
+const PERSIST_BYTES: u64 = 64 << 20;
+
+pub(super) fn import(
+    place: &Place,
+    from: &Path,
+    format: Option<ImageFormat>,
+    force: bool,
+) -> anyhow::Result<Outcome> {
+    let failed = || format!("cannot read {}", from.display());
+    if !std::fs::metadata(from).with_context(failed)?.is_file() {
+        bail!("{}: it is no regular file, and an image is one", from.display());
+    }
+    let format = match format {
+        Some(format) => format,
+        None if is_qcow2(from).with_context(failed)? => ImageFormat::Qcow2,
+        None => ImageFormat::Raw,
+    };
+    if format == ImageFormat::Qcow2 {
+        require_qemu_img()?;
+    }
+    // Before anything long is begun.
+    let media = Media::change(place)?;
+    let target = Target::of(&media)?;
+    let holds_data = watched(|progress| target.holds_data(progress))?;
+    if holds_data && !force {
+        bail!("{} holds data; --force replaces it all", place.name());
+    }
+    let raw = match format {
+        ImageFormat::Qcow2 => Some(unpacked(from)?),
+        ImageFormat::Raw => None,
+    };
+    let opened;
+    let file = match &raw {
+        Some(raw) => &raw.file,
+        None => {
+            opened = File::open(from).with_context(failed)?;
+            &opened
+        }
+    };
+    let image_bytes = file.metadata().with_context(failed)?.len();
+    let room_bytes = target.len_bytes();
+    if image_bytes > room_bytes {
+        bail!(
+            "{}: the image has {image_bytes} bytes ({}), and {} has room for {room_bytes} ({})",
+            from.display(),
+            display(image_bytes),
+            place.name(),
+            display(room_bytes)
+        );
+    }
+    let data_bytes = watched(|progress| {
+        Copy { target: &target, file, image_bytes, holds_data, data_bytes: 0 }.run(progress)
+    })
+    .with_context(|| format!("{} has a part of the image; import it again with --force", place.name()))?;
+    emit(|out| {
+        writeln!(
+            out,
+            "{} imported to {}: {}, of which {} are data",
+            from.display(),
+            place.name(),
+            display(image_bytes),
+            display(data_bytes)
+        )
+    })?;
+    Ok(Outcome::Done)
+}
+
+/// What is written to: sectors of a BTT, or a raw volume's bytes.
+enum Target<'a> {
+    Sectors(Box<Engine<&'a Media>>),
+    Bytes(&'a Media),
+}
+
+impl<'a> Target<'a> {
+    fn of(media: &'a Media) -> anyhow::Result<Self> {
+        if media.is_raw() {
+            return Ok(Target::Bytes(media));
+        }
+        Ok(Target::Sectors(Box::new(Engine::open(media)?)))
+    }
+
+    fn unit_bytes(&self) -> u64 {
+        match self {
+            Target::Sectors(engine) => u64::from(engine.sector_bytes()),
+            Target::Bytes(_) => PAGE_BYTES,
+        }
+    }
+
+    fn len_bytes(&self) -> u64 {
+        match self {
+            Target::Sectors(engine) => engine.sectors() * self.unit_bytes(),
+            Target::Bytes(media) => media.len_bytes(),
+        }
+    }
+
+    fn holds_data(&self, progress: OnProgress<'_>) -> anyhow::Result<bool> {
+        let media = match self {
+            Target::Sectors(engine) => return Ok(btt::holds_data(*engine.space())?),
+            Target::Bytes(media) => media,
+        };
+        let total_bytes = media.len_bytes();
+        let mut piece = vec![0; PIECE_BYTES as usize];
+        for at in (0..total_bytes).step_by(PIECE_BYTES as usize) {
+            progress(Progress { task: Task::Check, done_bytes: at, total_bytes });
+            let bytes = &mut piece[..(total_bytes - at).min(PIECE_BYTES) as usize];
+            media.read_at(at, bytes)?;
+            if !is_zero(bytes) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn write(&self, at: u64, bytes: &[u8]) -> anyhow::Result<()> {
+        match self {
+            Target::Sectors(engine) => Ok(engine.write(at / self.unit_bytes(), bytes)?),
+            Target::Bytes(media) => {
+                media.write_at(at, bytes)?;
+                // Not all at the end: what a page cache has not written yet is memory.
+                let end = at + bytes.len() as u64;
+                let batch = end / PERSIST_BYTES * PERSIST_BYTES;
+                if at < batch {
+                    media.persist(std::slice::from_ref(&(batch - PERSIST_BYTES..batch)))?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn zero(&self, range: Range<u64>) -> anyhow::Result<()> {
+        match self {
+            Target::Sectors(engine) => {
+                let unit_bytes = self.unit_bytes();
+                Ok(engine.write_zeroes(range.start / unit_bytes..range.end / unit_bytes)?)
+            }
+            Target::Bytes(_) => {
+                let zeros = vec![0; PIECE_BYTES as usize];
+                let mut at = range.start;
+                while at < range.end {
+                    let length = (range.end - at).min(PIECE_BYTES);
+                    self.write(at, &zeros[..length as usize])?;
+                    at += length;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn flush(&self) -> anyhow::Result<()> {
+        match self {
+            Target::Sectors(engine) => Ok(engine.flush()?),
+            Target::Bytes(media) => Ok(media.persist(std::slice::from_ref(&(0..media.len_bytes())))?),
+        }
+    }
+}
+
+struct Copy<'a> {
+    target: &'a Target<'a>,
+    file: &'a File,
+    image_bytes: u64,
+    /// What is not written must become zeros.
+    holds_data: bool,
+    data_bytes: u64,
+}
+
+impl Copy<'_> {
+    /// Copies everything, and returns how much of it is data.
+    fn run(mut self, progress: OnProgress<'_>) -> anyhow::Result<u64> {
+        let total_bytes = self.target.len_bytes();
+        let mut at = 0;
+        while at < self.image_bytes {
+            progress(Progress { task: Task::Copy, done_bytes: at, total_bytes });
+            // Data that starts within a piece: its zeros are found by looking at them.
+            let data = next_data(self.file, at, self.image_bytes).context("cannot look for holes")?;
+            let start = data.unwrap_or(self.image_bytes) / PIECE_BYTES * PIECE_BYTES;
+            if data.is_none() || start > at {
+                let end = if data.is_none() { total_bytes } else { start };
+                self.skip(at..end)?;
+                at = end;
+                continue;
+            }
+            self.copy_piece(at)?;
+            at = (at + PIECE_BYTES).min(self.image_bytes.next_multiple_of(self.target.unit_bytes()));
+        }
+        self.skip(at..total_bytes)?;
+        self.target.flush()?;
+        progress(Progress { task: Task::Copy, done_bytes: total_bytes, total_bytes });
+        Ok(self.data_bytes)
+    }
+
+    fn copy_piece(&mut self, at: u64) -> anyhow::Result<()> {
+        let unit_bytes = self.target.unit_bytes();
+        let image_bytes = (self.image_bytes - at).min(PIECE_BYTES);
+        // The image's last sector may be a part of one.
+        let mut bytes = vec![0; image_bytes.next_multiple_of(unit_bytes) as usize];
+        self.file.read_exact_at(&mut bytes[..image_bytes as usize], at).context("cannot read the image")?;
+        let units: Vec<_> = bytes.chunks(unit_bytes as usize).collect();
+        let mut from = 0;
+        for run in units.chunk_by(|a, b| is_zero(a) == is_zero(b)) {
+            let end = from + run.len() * unit_bytes as usize;
+            let (start, stop) = (at + from as u64, at + end as u64);
+            if is_zero(run[0]) {
+                self.skip(start..stop)?;
+            } else {
+                self.target.write(start, &bytes[from..end])?;
+                self.data_bytes += (end - from) as u64;
+            }
+            from = end;
+        }
+        Ok(())
+    }
+
+    /// A range of zeros, which need nothing where nothing was written.
+    fn skip(&self, range: Range<u64>) -> anyhow::Result<()> {
+        if self.holds_data && !range.is_empty() { self.target.zero(range) } else { Ok(()) }
+    }
+}
+
+/// Where data starts at or behind a place. `None`: there is only a hole.
+fn next_data(file: &File, from: u64, len_bytes: u64) -> io::Result<Option<u64>> {
+    // SAFETY: takes numbers only; the descriptor lives as long as `file`.
+    let at = unsafe { libc::lseek(file.as_raw_fd(), from as i64, libc::SEEK_DATA) };
+    if at >= 0 {
+        return Ok(Some(at as u64).filter(|at| *at < len_bytes));
+    }
+    match io::Error::last_os_error() {
+        error if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+        // Who knows no holes has none.
+        error if error.raw_os_error() == Some(libc::EINVAL) => Ok(Some(from)),
+        error => Err(error),
+    }
+}

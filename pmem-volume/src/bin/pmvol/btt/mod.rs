@@ -1,0 +1,93 @@
+//! `pmvol btt`: the sectors of a volume, from the shell.
+
+mod args;
+mod export;
+mod image;
+mod import;
+mod media;
+mod print;
+mod sectors;
+
+use pmem_volume::btt::{self, GiveUp};
+use pmem_volume::pool::RepairReport;
+use pmem_volume::progress::{OnProgress, Progress, Task};
+
+pub(crate) use self::args::BttCommand;
+use self::args::Place;
+use self::media::Media;
+use crate::args::Output;
+use crate::commands::{Outcome, outcome};
+use crate::meter::watched;
+use crate::print::{emit, json};
+
+pub(crate) fn run(command: &BttCommand) -> anyhow::Result<Outcome> {
+    match command {
+        BttCommand::Info { place, output } => info(place, output),
+        BttCommand::Check { place, output } => check(place, output),
+        BttCommand::Repair { place, dry_run, give_up_sectors, output } => {
+            let give_up = if *give_up_sectors { GiveUp::Sectors } else { GiveUp::Nothing };
+            repair(place, *dry_run, give_up, output)
+        }
+        BttCommand::Read { place, sector, count, hex } => sectors::read(place, *sector, *count, *hex),
+        BttCommand::Write { place, sector, from } => sectors::write(place, *sector, from.as_deref()),
+        BttCommand::Export { place, to, format, force } => export::export(place, to, *format, *force),
+        BttCommand::Import { place, from, format, force } => import::import(place, from, *format, *force),
+    }
+}
+
+fn info(place: &Place, output: &Output) -> anyhow::Result<Outcome> {
+    let media = Media::peek(place)?;
+    media.require_btt()?;
+    let report = print::InfoReport::new(place, &media)?;
+    if output.json {
+        json(&report)?
+    } else {
+        emit(|out| print::info(out, &report))?
+    }
+    Ok(Outcome::Done)
+}
+
+fn check(place: &Place, output: &Output) -> anyhow::Result<Outcome> {
+    let media = Media::look(place)?;
+    media.require_btt()?;
+    let report = watched(|progress| looked_through(&media, progress, |r| btt::check_with(&media, r)))?;
+    if output.json {
+        json(&print::CheckOutput::new(place, &report))?
+    } else {
+        emit(|out| print::check(out, place, &report))?
+    }
+    Ok(outcome(report.is_clean()))
+}
+
+fn repair(place: &Place, dry_run: bool, give_up: GiveUp, output: &Output) -> anyhow::Result<Outcome> {
+    let media = if dry_run { Media::look(place)? } else { Media::change(place)? };
+    media.require_btt()?;
+    let repair =
+        watched(|progress| looked_through(&media, progress, |r| btt::plan_repair(&media, give_up, r)))?;
+    let mut report = RepairReport::default();
+    report.add_btt("", &repair);
+    if !output.json {
+        emit(|out| print::to_mend(out, &report, dry_run))?;
+    }
+    if !dry_run {
+        repair.carry_out(&media)?;
+    }
+    if output.json {
+        json(&crate::print::RepairOutput::new(&report, dry_run))?
+    } else {
+        emit(|out| print::left(out, place, &report, dry_run))?
+    }
+    Ok(outcome(report.left.is_empty()))
+}
+
+/// Does something that says up to where in the media it is, and lets `progress` hear of it.
+fn looked_through<T>(
+    media: &Media,
+    progress: OnProgress<'_>,
+    look: impl FnOnce(&mut dyn FnMut(u64)) -> T,
+) -> T {
+    let total_bytes = btt::ReadAt::len_bytes(media);
+    let mut say = |done_bytes| progress(Progress { task: Task::Check, done_bytes, total_bytes });
+    say(0);
+    look(&mut |reached| say(reached.min(total_bytes)))
+}

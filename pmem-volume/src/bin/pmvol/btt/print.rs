@@ -1,0 +1,198 @@
+//! What `pmvol btt` prints.
+
+use std::io;
+
+use pmem_volume::btt::{self, ArenaInfo, InfoSource, ReadAt};
+use pmem_volume::media::MediaError;
+use pmem_volume::pool::RepairReport;
+use pmem_volume::size::display;
+use serde::Serialize;
+
+use super::args::Place;
+use super::media::Media;
+use crate::print::{Out, arena_findings, findings};
+
+/// How a place is called in what is printed, and how it is written on a command line.
+impl Place {
+    pub(super) fn name(&self) -> String {
+        match self {
+            Place { pool: Some(pool), volume: Some(volume), .. } => {
+                format!("volume {volume} of {}", pool.display())
+            }
+            Place { file: Some(file), .. } => format!("file {}", file.display()),
+            _ => String::new(),
+        }
+    }
+
+    fn as_arguments(&self) -> String {
+        match self {
+            Place { pool: Some(pool), volume: Some(volume), .. } => format!("{} {volume}", pool.display()),
+            Place { file: Some(file), .. } => format!("--file {}", file.display()),
+            _ => String::new(),
+        }
+    }
+}
+
+#[derive(Serialize)]
+pub(super) struct InfoReport {
+    #[serde(skip)]
+    name: String,
+    size_bytes: u64,
+    sector_bytes: u32,
+    sectors: u64,
+    arenas: Vec<ArenaLine>,
+    /// Why there are no more arenas where one should be.
+    missing: Option<String>,
+}
+
+#[derive(Serialize)]
+struct ArenaLine {
+    start_bytes: u64,
+    end_bytes: u64,
+    uuid: uuid::Uuid,
+    first_sector: u64,
+    sectors: u32,
+    blocks: u32,
+    block_bytes: u32,
+    lanes: u32,
+    /// Which of the two info blocks are whole.
+    info_blocks: &'static str,
+    error_flag: bool,
+    data_at_bytes: u64,
+    map_at_bytes: u64,
+    log_at_bytes: u64,
+}
+
+impl InfoReport {
+    pub(super) fn new(place: &Place, media: &Media) -> Result<Self, MediaError> {
+        let (found, lacking) = btt::arenas(media)?;
+        let mut sectors = 0;
+        let arenas = found.iter().map(|(info, source)| ArenaLine::new(info, *source, &mut sectors)).collect();
+        let missing = lacking.map(|(start, why)| {
+            format!(
+                "at {start:#x} there should be arena {}: neither info block is whole ({why})",
+                found.len()
+            )
+        });
+        let sector_bytes = found.first().map_or(0, |(info, _)| info.sector_bytes);
+        Ok(Self { name: place.name(), size_bytes: media.len_bytes(), sector_bytes, sectors, arenas, missing })
+    }
+}
+
+impl ArenaLine {
+    fn new(info: &ArenaInfo, source: InfoSource, sectors: &mut u64) -> Self {
+        let first_sector = *sectors;
+        *sectors += u64::from(info.sectors);
+        Self {
+            start_bytes: info.start_bytes,
+            end_bytes: info.end_bytes,
+            uuid: info.uuid,
+            first_sector,
+            sectors: info.sectors,
+            blocks: info.blocks,
+            block_bytes: info.block_bytes,
+            lanes: info.lanes,
+            info_blocks: match source {
+                InfoSource::Both => "both",
+                InfoSource::Differ => "both, and they differ",
+                InfoSource::First => "the first",
+                InfoSource::Second => "the second",
+            },
+            error_flag: info.has_error,
+            data_at_bytes: info.data_at,
+            map_at_bytes: info.map_at,
+            log_at_bytes: info.flog_at,
+        }
+    }
+}
+
+pub(super) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
+    let bytes = report.sectors * u64::from(report.sector_bytes);
+    writeln!(out, "{}: {}, BTT version 1.1", report.name, display(report.size_bytes))?;
+    writeln!(
+        out,
+        "sectors      {} of {} bytes ({}), in {} arena(s)",
+        report.sectors,
+        report.sector_bytes,
+        display(bytes),
+        report.arenas.len()
+    )?;
+    for (number, arena) in report.arenas.iter().enumerate() {
+        writeln!(out, "arena {number}")?;
+        writeln!(out, "  uuid       {}", arena.uuid)?;
+        writeln!(out, "  lies       from {:#x} to {:#x}", arena.start_bytes, arena.end_bytes)?;
+        let last_sector = arena.first_sector + u64::from(arena.sectors) - 1;
+        writeln!(out, "  sectors    {} to {last_sector}", arena.first_sector)?;
+        writeln!(out, "  blocks     {} of {} bytes", arena.blocks, arena.block_bytes)?;
+        writeln!(out, "  lanes      {}", arena.lanes)?;
+        writeln!(
+            out,
+            "  has        data at {:#x}, map at {:#x}, log at {:#x}",
+            arena.data_at_bytes, arena.map_at_bytes, arena.log_at_bytes
+        )?;
+        writeln!(out, "  info block {}", whole(arena.info_blocks))?;
+        writeln!(
+            out,
+            "  writes     {}",
+            if arena.error_flag { "none: its error flag is set" } else { "yes" }
+        )?;
+    }
+    match &report.missing {
+        Some(missing) => writeln!(out, "{missing}"),
+        None => Ok(()),
+    }
+}
+
+fn whole(which: &str) -> String {
+    if which == "both" { "both are whole".to_owned() } else { format!("{which} of the two is whole") }
+}
+
+#[derive(Serialize)]
+pub(super) struct CheckOutput<'a> {
+    name: String,
+    clean: bool,
+    sectors: u64,
+    #[serde(flatten)]
+    report: &'a btt::Report,
+}
+
+impl<'a> CheckOutput<'a> {
+    pub(super) fn new(place: &Place, report: &'a btt::Report) -> Self {
+        Self { name: place.name(), clean: report.is_clean(), sectors: report.sectors(), report }
+    }
+}
+
+pub(super) fn check(out: Out<'_>, place: &Place, report: &btt::Report) -> io::Result<()> {
+    arena_findings(out, "", report)?;
+    if report.is_clean() {
+        return writeln!(out, "clean: {} sectors, every block named once", report.sectors());
+    }
+    let count = report.arenas.iter().map(|arena| arena.findings_total).sum();
+    writeln!(
+        out,
+        "not clean: {}; `pmvol btt repair {} --dry-run` says what can be mended",
+        findings(count),
+        place.as_arguments()
+    )
+}
+
+/// Before it is done.
+pub(super) fn to_mend(out: Out<'_>, report: &RepairReport, dry_run: bool) -> io::Result<()> {
+    let mend = if dry_run { "would mend" } else { "mends" };
+    report.mended.iter().try_for_each(|what| writeln!(out, "{mend}: {what}"))
+}
+
+/// After it.
+pub(super) fn left(out: Out<'_>, place: &Place, report: &RepairReport, dry_run: bool) -> io::Result<()> {
+    report.left.iter().try_for_each(|what| writeln!(out, "left: {what}"))?;
+    match (report.mended.is_empty(), report.left.is_empty()) {
+        (true, true) => writeln!(out, "nothing to mend"),
+        (false, true) if dry_run => writeln!(out, "nothing would be left"),
+        (false, true) => writeln!(out, "mended; nothing left"),
+        (_, false) => writeln!(
+            out,
+            "not clean: nothing says what was there; `pmvol btt export {} --to FILE` copies out what can be read",
+            place.as_arguments()
+        ),
+    }
+}

@@ -1,0 +1,405 @@
+//! `pmvol btt` as people use it.
+
+mod shell;
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use pmem_volume::btt::{Engine, Layout, PlainFile};
+use pmem_volume::media::MemoryMedia;
+use pmem_volume::{OpenMode, Pool};
+use serde_json::Value;
+use shell::{Folder, overwrite};
+
+const MIB: u64 = 1 << 20;
+const SECTOR_BYTES: usize = 4096;
+/// Where a pool's first volume lies, and in it the first arena.
+const VOLUME_AT: u64 = 4 * MIB;
+const INFO_AT: u64 = VOLUME_AT + 4096;
+
+/// A pool with a BTT volume `v`.
+fn with_volume() -> Folder {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "96M"]);
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "24M"]);
+    folder
+}
+
+/// An image with data in some of its sectors, which differ.
+fn image(path: &Path, len_bytes: u64, sectors: impl Iterator<Item = u64>, byte: u8) {
+    let file = File::create(path).unwrap();
+    file.set_len(len_bytes).unwrap();
+    for sector in sectors {
+        let mut bytes = vec![byte; SECTOR_BYTES];
+        bytes[..8].copy_from_slice(&sector.to_le_bytes());
+        file.write_all_at(&bytes, sector * SECTOR_BYTES as u64).unwrap();
+    }
+}
+
+fn sectors(folder: &Folder) -> u64 {
+    folder.json(&["btt", "info", "pool", "v", "--json"])["sectors"].as_u64().unwrap()
+}
+
+/// An image filled up with zeros to the length of the volume, as an export of it is.
+fn as_long_as_the_volume(folder: &Folder, image: &str) -> Vec<u8> {
+    let mut bytes = fs::read(folder.path(image)).unwrap();
+    bytes.resize(sectors(folder) as usize * SECTOR_BYTES, 0);
+    bytes
+}
+
+fn write(folder: &Folder, sector: &str, bytes: &[u8]) -> std::process::Output {
+    let arguments = ["btt", "write", "pool", "v", "--sector", sector];
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pmvol"));
+    let command = command.args(arguments).current_dir(folder.0.path());
+    let mut child =
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // Who refuses the place reads nothing.
+    let _ = child.stdin.take().unwrap().write_all(bytes);
+    child.wait_with_output().unwrap()
+}
+
+#[test]
+fn sectors_are_written_read_and_looked_at() {
+    let folder = with_volume();
+    let info = folder.json(&["btt", "info", "pool", "v", "--json"]);
+    assert_eq!((&info["sector_bytes"], &info["arenas"][0]["lanes"]), (&4096.into(), &256.into()));
+    assert_eq!(info["arenas"][0]["info_blocks"], "both");
+    assert_eq!(info["missing"], Value::Null);
+    let text = folder.succeed(&["btt", "info", "pool", "v"]);
+    assert!(text.contains("volume v of pool: 24 MiB, BTT version 1.1") && text.contains("writes     yes"));
+
+    let last = sectors(&folder) - 1;
+    let bytes: Vec<u8> = (0..3 * SECTOR_BYTES).map(|at| (at / 100) as u8).collect();
+    assert!(write(&folder, "7", &bytes).status.success());
+    let read = folder.run(&["btt", "read", "pool", "v", "--sector", "7", "--count", "3"]);
+    assert!(read.status.success() && read.stdout == bytes);
+    let read = folder.run(&["btt", "read", "pool", "v", "--sector", &last.to_string()]);
+    assert!(read.stdout == [0; SECTOR_BYTES]);
+    let hex = folder.succeed(&["btt", "read", "pool", "v", "--sector", "7", "--hex"]);
+    assert!(hex.starts_with("00007000  00 00 00") && hex.ends_with("\n00008000\n"), "{hex}");
+    let text = folder.succeed(&["btt", "check", "pool", "v"]);
+    assert!(text.starts_with("clean: ") && text.ends_with("every block named once\n"), "{text}");
+    assert_eq!(folder.json(&["btt", "check", "pool", "v", "--json"])["clean"], true);
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+
+    // From a file; what is no whole sector is told, and what came before it is written.
+    fs::write(folder.path("one"), vec![9; SECTOR_BYTES]).unwrap();
+    folder.succeed(&["btt", "write", "pool", "v", "--sector", "9", "--from", "one"]);
+    let output = write(&folder, "11", &vec![5; SECTOR_BYTES + 7]);
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(text.contains("7 bytes at the end are no whole sector of 4096; 1 sector(s) before"), "{text}");
+    let read = folder.run(&["btt", "read", "pool", "v", "--sector", "9", "--count", "3"]);
+    assert!(read.stdout == [[9; SECTOR_BYTES], [0; SECTOR_BYTES], [5; SECTOR_BYTES]].concat());
+
+    let end = (last + 1).to_string();
+    folder.fail(&["btt", "read", "pool", "v", "--sector", &end], &[&end, "not in the volume"]);
+    let text = String::from_utf8(write(&folder, &end, &[0; SECTOR_BYTES]).stderr).unwrap();
+    assert!(text.contains("not inside the volume"), "{text}");
+}
+
+#[test]
+fn an_image_goes_in_and_comes_out_as_it_was_and_stays_sparse() {
+    let folder = with_volume();
+    image(&folder.path("in"), 20 * MIB, (0..500).step_by(7).chain([4000]), 0x11);
+    let text = folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
+    assert!(text.contains("in imported to volume v of pool: 20 MiB, of which 292 KiB are data"), "{text}");
+    folder.succeed(&["btt", "export", "pool", "v", "--to", "out"]);
+    assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
+    let blocks = fs::metadata(folder.path("out")).unwrap().blocks() * 512;
+    assert!(blocks <= MIB, "{blocks} bytes of the image are no holes");
+    assert!(!folder.path("out.part").exists());
+    folder.fail(&["btt", "export", "pool", "v", "--to", "out"], &["out", "exists already", "--force"]);
+    folder.succeed(&["btt", "export", "pool", "v", "--to", "out", "--force"]);
+    folder.fail(&["btt", "export", "pool", "v", "--to", "."], &["no regular file"]);
+
+    // Another image replaces all of it, its holes and what lies behind its end included, only if that is asked for.
+    image(&folder.path("other"), 6 * MIB + 100, (1000..1030).chain([3]), 0x22);
+    folder.fail(&["btt", "import", "pool", "v", "--from", "other"], &["holds data", "--force"]);
+    folder.succeed(&["btt", "import", "pool", "v", "--from", "other", "--force"]);
+    folder.succeed(&["btt", "export", "pool", "v", "--to", "out", "--force"]);
+    assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "other"));
+    assert!(folder.succeed(&["btt", "check", "pool", "v"]).starts_with("clean"));
+
+    image(&folder.path("large"), 30 * MIB, [0].into_iter(), 1);
+    let words = ["31457280 bytes (30 MiB)", "volume v of pool", "has room for"];
+    folder.fail(&["btt", "import", "pool", "v", "--from", "large", "--force"], &words);
+    folder.fail(&["btt", "import", "pool", "v", "--from", "nothing"], &["nothing"]);
+    folder.fail(&["btt", "import", "pool", "v", "--from", "."], &["no regular file"]);
+}
+
+#[test]
+fn raw_volumes_are_copied_as_well() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    folder.succeed(&["volume", "create", "pool", "v", "--size", "8M", "--format", "raw"]);
+    image(&folder.path("in"), 8 * MIB, (0..2048).step_by(3), 0x33);
+    folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
+    folder.succeed(&["btt", "export", "pool", "v", "--to", "out"]);
+    assert!(fs::read(folder.path("out")).unwrap() == fs::read(folder.path("in")).unwrap());
+    folder.fail(&["btt", "import", "pool", "v", "--from", "in"], &["holds data", "--force"]);
+    image(&folder.path("less"), 2 * MIB, [4].into_iter(), 0x44);
+    folder.succeed(&["btt", "import", "pool", "v", "--from", "less", "--force"]);
+    folder.succeed(&["btt", "export", "pool", "v", "--to", "out", "--force"]);
+    let mut expected = fs::read(folder.path("less")).unwrap();
+    expected.resize(8 * MIB as usize, 0);
+    assert!(fs::read(folder.path("out")).unwrap() == expected);
+    for command in ["info", "check", "repair"] {
+        let output = folder.run(&["btt", command, "pool", "v"]);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && text.contains("raw: it has no BTT"), "{command}: {text}");
+    }
+}
+
+#[test]
+fn a_volume_in_use_names_who_has_it() {
+    let folder = with_volume();
+    let pool = Pool::open(&folder.path("pool"), OpenMode::ReadWrite).unwrap();
+    let pid = std::process::id().to_string();
+    image(&folder.path("in"), MIB, [0].into_iter(), 1);
+    for arguments in [
+        &["btt", "export", "pool", "v", "--to", "out"][..],
+        &["btt", "import", "pool", "v", "--from", "in"],
+        &["btt", "read", "pool", "v", "--sector", "0"],
+        &["btt", "write", "pool", "v", "--sector", "0", "--from", "in"],
+        &["btt", "check", "pool", "v"],
+        &["btt", "repair", "pool", "v", "--dry-run"],
+    ] {
+        folder.fail(arguments, &["in use by", &pid]);
+    }
+    folder.succeed(&["btt", "info", "pool", "v"]);
+    assert!(!folder.path("out").exists() && !folder.path("out.part").exists());
+    drop(pool);
+    folder.fail(&["btt", "export", "pool", "w", "--to", "out"], &["no volume \"w\"", "it has v"]);
+    folder.fail(&["btt", "export", "pool", "--to", "out"], &["VOLUME"]);
+    folder.fail(&["btt", "export", "pool", "v", "--file", "in", "--to", "out"], &["--file"]);
+    folder.fail(&["btt", "check"], &["POOL"]);
+}
+
+#[test]
+fn a_file_with_a_btt_needs_no_pool() {
+    let folder = Folder::new();
+    let media = MemoryMedia::new(18 * MIB);
+    Layout::new(18 * MIB, 512, uuid::Uuid::from_u128(3)).unwrap().format(&media).unwrap();
+    fs::write(folder.path("media"), media.to_bytes()).unwrap();
+    let text = folder.succeed(&["btt", "check", "--file", "media"]);
+    assert!(text.starts_with("clean"), "{text}");
+    assert_eq!(folder.json(&["btt", "info", "--file", "media", "--json"])["sector_bytes"], 512);
+    fs::write(folder.path("in"), vec![0x5a; 5 * 512]).unwrap();
+    folder.succeed(&["btt", "import", "--file", "media", "--from", "in"]);
+    {
+        // What one process has open for writing no other has.
+        let engine = Engine::open(PlainFile::open(&folder.path("media"), true).unwrap()).unwrap();
+        let mut sector = [0; 512];
+        engine.read(4, &mut sector).unwrap();
+        assert_eq!(sector, [0x5a; 512]);
+        folder.fail(&["btt", "check", "--file", "media"], &["media", "in use by"]);
+    }
+    let read = folder.run(&["btt", "read", "--file", "media", "--sector", "4", "--count", "2"]);
+    assert!(read.stdout == [[0x5a; 512], [0; 512]].concat());
+    folder.succeed(&["create", "pool", "--size", "64M"]);
+    folder.fail(&["btt", "check", "--file", "pool"], &["it is a pool", "without --file"]);
+    fs::write(folder.path("empty"), "").unwrap();
+    folder.fail(&["btt", "check", "--file", "empty"], &["it is empty"]);
+    fs::write(folder.path("zeros"), vec![0; 20 << 20]).unwrap();
+    let output = folder.run(&["btt", "check", "--file", "zeros"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        String::from_utf8(output.stdout).unwrap().contains("arena 0: damaged: neither info block is whole")
+    );
+    assert!(!folder.run(&["btt", "export", "--file", "zeros", "--to", "out"]).status.success());
+    assert!(!folder.path("out").exists());
+}
+
+/// Where the map's and the log's parts of the volume are, in the pool's file.
+fn places(folder: &Folder) -> (u64, u64) {
+    let arena = &folder.json(&["btt", "info", "pool", "v", "--json"])["arenas"][0];
+    let place = |name: &str| VOLUME_AT + arena[name].as_u64().unwrap();
+    (place("map_at_bytes"), place("log_at_bytes"))
+}
+
+#[test]
+fn a_repair_says_what_it_does_and_leaves_what_nobody_knows() {
+    let folder = with_volume();
+    image(&folder.path("in"), 4 * MIB, 0..100, 0x11);
+    folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
+    let (map_at, log_at) = places(&folder);
+    let good = fs::read(folder.path("pool")).unwrap();
+    overwrite(&folder.path("pool"), INFO_AT + 100, &[0xff]);
+    overwrite(&folder.path("pool"), log_at + 64 * 30 + 12, &[9]);
+    overwrite(&folder.path("pool"), map_at + 4 * 12, &[0xff; 4]);
+    overwrite(&folder.path("pool"), map_at + 4 * 15, &[0xff; 4]);
+    let damaged = fs::read(folder.path("pool")).unwrap();
+    let check = folder.run(&["btt", "check", "pool", "v"]);
+    let text = String::from_utf8(check.stdout).unwrap();
+    assert_eq!(check.status.code(), Some(1));
+    for words in [
+        "arena 0: damaged: the first info block is damaged",
+        "arena 0: damaged: lane 30 of the flog",
+        "arena 0: damaged: sector L12 is mapped to block",
+        "not clean: 4 findings; `pmvol btt repair pool v --dry-run`",
+    ] {
+        assert!(text.contains(words), "{text}");
+    }
+    let text = folder.succeed(&["btt", "repair", "pool", "v", "--dry-run"]);
+    assert!(text.contains("would mend: arena 0: 2 sector(s) are marked as lost"), "{text}");
+    assert!(damaged == fs::read(folder.path("pool")).unwrap(), "a dry run changed something");
+    let text = folder.succeed(&["btt", "repair", "pool", "v"]);
+    assert!(text.contains("mends: arena 0: ") && text.ends_with("mended; nothing left\n"), "{text}");
+    assert_eq!(folder.succeed(&["btt", "repair", "pool", "v"]), "nothing to mend\n");
+    let check = folder.succeed(&["btt", "check", "pool", "v"]);
+    assert!(check.contains("note: 2 sector(s) marked as lost"), "{check}");
+    let output = folder.run(&["btt", "export", "pool", "v", "--to", "out"]);
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text.contains("sector 12 cannot be read") && text.contains("sector 15 cannot be read"), "{text}");
+    let mut expected = as_long_as_the_volume(&folder, "in");
+    [12, 15].iter().for_each(|n| expected[n * SECTOR_BYTES..(n + 1) * SECTOR_BYTES].fill(0));
+    assert!(fs::read(folder.path("out")).unwrap() == expected);
+    // Written again, they are as good as any.
+    assert!(write(&folder, "12", &vec![1; 4 * SECTOR_BYTES]).status.success());
+    assert!(!folder.succeed(&["btt", "check", "pool", "v"]).contains("marked as lost"));
+
+    // Two sectors in one block: nobody knows whose it is.
+    fs::write(folder.path("pool"), &good).unwrap();
+    let entry = good[map_at as usize + 4 * 20..][..4].to_vec();
+    overwrite(&folder.path("pool"), map_at + 4 * 12, &entry);
+    let output = folder.run(&["btt", "repair", "pool", "v"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text.contains("left: arena 0: block B") && text.contains("`pmvol btt export pool v --to FILE`"));
+    let output = folder.run(&["btt", "repair", "pool", "v", "--json"]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&report["clean"], report["left"].as_array().unwrap().len()), (&false.into(), 2));
+    let text = folder.succeed(&["btt", "repair", "pool", "v", "--give-up-sectors"]);
+    assert!(text.contains("2 sector(s) are marked as lost") && text.contains("L12, L20"), "{text}");
+    let read = folder.run(&["btt", "read", "pool", "v", "--sector", "20"]);
+    assert_eq!((read.status.code(), read.stdout), (Some(1), vec![0; SECTOR_BYTES]));
+}
+
+#[test]
+fn what_is_left_in_a_damaged_pool_is_copied_out() {
+    let folder = with_volume();
+    let count = sectors(&folder);
+    image(&folder.path("in"), count * SECTOR_BYTES as u64, 0..count, 0x77);
+    folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
+    // The owner words of chunks 5 and 6, the volume's fourth and fifth: no repair knows which is which.
+    overwrite(&folder.path("pool"), (2 << 20) + 5 * 16, &[0; 8]);
+    overwrite(&folder.path("pool"), (2 << 20) + 6 * 16, &[0; 8]);
+    let before = fs::read(folder.path("pool")).unwrap();
+    assert_eq!(folder.run(&["repair", "pool"]).status.code(), Some(1));
+    folder.fail(&["btt", "import", "pool", "v", "--from", "in", "--force"], &["owner word of chunk"]);
+    let output = folder.run(&["btt", "export", "pool", "v", "--to", "out"]);
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(
+        text.contains("the volume lacks this chunk") && text.contains("1024 sector(s) could not"),
+        "{text}"
+    );
+    assert!(before == fs::read(folder.path("pool")).unwrap());
+    let (there, wanted) = (fs::read(folder.path("out")).unwrap(), fs::read(folder.path("in")).unwrap());
+    let lost = there.chunks(SECTOR_BYTES).zip(wanted.chunks(SECTOR_BYTES)).filter(|(there, wanted)| {
+        assert!(there == wanted || there.iter().all(|byte| *byte == 0));
+        there != wanted
+    });
+    assert_eq!(lost.count(), 1024);
+}
+
+/// A qemu-img for tests, which knows one thing: its qcow2 is the raw file with four bytes before it.
+const QEMU_IMG: &str = r#"#!/bin/sh
+case "$*" in
+    --version) ;;
+    "convert -f raw -O qcow2 "*) { printf 'QFI\373'; cat "$6"; } > "$7" ;;
+    "convert -f qcow2 -O raw "*) tail -c +5 "$6" > "$7" ;;
+    *) exit 3 ;;
+esac
+"#;
+
+#[test]
+fn qcow2_is_handed_to_qemu_img_and_its_absence_told() {
+    let folder = with_volume();
+    image(&folder.path("in"), 4 * MIB, 0..10, 0x11);
+    folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
+    let run = |path: &str, arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pmvol"));
+        command.args(arguments).env("PATH", path).current_dir(folder.0.path()).output().unwrap()
+    };
+    let export = ["btt", "export", "pool", "v", "--to", "out.qcow2", "--format", "qcow2"];
+    let output = run("/nowhere", &export);
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text.contains("qemu-img is not installed") && text.contains("qemu-utils"), "{text}");
+    assert_eq!(fs::read_dir(folder.0.path()).unwrap().count(), 2, "nothing is begun");
+
+    let program = folder.path("qemu-img");
+    fs::write(&program, QEMU_IMG).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", folder.0.path().display(), std::env::var("PATH").unwrap());
+    let output = run(&path, &export);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let made = fs::read(folder.path("out.qcow2")).unwrap();
+    assert!(made[..4] == *b"QFI\xfb" && made[4..] == as_long_as_the_volume(&folder, "in"));
+    folder.succeed(&["volume", "create", "pool", "w", "--size", "24M"]);
+    let output = run(&path, &["btt", "import", "pool", "w", "--from", "out.qcow2"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    folder.succeed(&["btt", "export", "pool", "w", "--to", "out"]);
+    assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
+    let names: Vec<_> = fs::read_dir(folder.0.path())
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    assert!(!names.iter().any(|name| name.contains("part") || name.contains("raw")), "{names:?}");
+    fs::write(&program, "#!/bin/sh\n[ \"$1\" = --version ]\n").unwrap();
+    let output = run(&path, &["btt", "import", "pool", "w", "--from", "out.qcow2", "--force"]);
+    assert!(String::from_utf8(output.stderr).unwrap().contains("qemu-img convert ended with exit status: 1"));
+    assert_eq!(fs::read_dir(folder.0.path()).unwrap().count(), names.len());
+}
+
+#[test]
+fn after_an_interrupted_import_each_sector_is_old_or_new() {
+    let folder = with_volume();
+    let count = sectors(&folder);
+    image(&folder.path("old"), count * SECTOR_BYTES as u64, 0..count, 0x11);
+    image(&folder.path("new"), count * SECTOR_BYTES as u64, 0..count, 0x22);
+    let (old, new) = (fs::read(folder.path("old")).unwrap(), fs::read(folder.path("new")).unwrap());
+    folder.succeed(&["btt", "import", "pool", "v", "--from", "old"]);
+    let path = folder.path("pool");
+    let before = fs::read(&path).unwrap();
+    let mut mixed = 0;
+    for round in 0..200u64 {
+        assert!(round < 199, "no import was interrupted in between: {mixed}");
+        OpenOptions::new().write(true).open(&path).unwrap().write_all_at(&before, 0).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pmvol"));
+        let command = command.args(["btt", "import", "pool", "v", "--from", "new", "--force"]);
+        let mut child = command.current_dir(folder.0.path()).stdout(Stdio::null()).spawn().unwrap();
+        // Killed once it has changed the sector in the middle of what this round is about.
+        let watched = VOLUME_AT + 8192 + (count + round % 100) * SECTOR_BYTES as u64 / 2;
+        let file = File::open(&path).unwrap();
+        let was = before[watched as usize];
+        while child.try_wait().unwrap().is_none() {
+            let mut byte = [0];
+            file.read_exact_at(&mut byte, watched).unwrap();
+            if byte[0] != was {
+                child.kill().unwrap();
+                break;
+            }
+        }
+        child.wait().unwrap();
+        assert_eq!(folder.json(&["btt", "check", "pool", "v", "--json"])["clean"], true);
+        let read = folder.run(&["btt", "read", "pool", "v", "--sector", "0", "--count", &count.to_string()]);
+        assert!(read.status.success());
+        let mut fresh = 0;
+        for ((there, old), new) in
+            read.stdout.chunks(SECTOR_BYTES).zip(old.chunks(SECTOR_BYTES)).zip(new.chunks(SECTOR_BYTES))
+        {
+            assert!(there == old || there == new, "a torn sector");
+            fresh += u64::from(there == new);
+        }
+        mixed += u64::from((1..count).contains(&fresh));
+        if mixed == 5 {
+            break;
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! A folder in which `pmvol` is run.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+pub struct Folder(pub tempfile::TempDir);
+
+impl Folder {
+    pub fn new() -> Self {
+        Self(tempfile::TempDir::new_in("/dev/shm").unwrap())
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    pub fn run(&self, arguments: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_pmvol")).args(arguments).current_dir(self.0.path()).output().unwrap()
+    }
+
+    pub fn succeed(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Fails with exit code 1, or 2 if the command line is wrong or a check does not come to see the pool, and one line, which
+    /// has all of `words` in it.
+    pub fn fail(&self, arguments: &[&str], words: &[&str]) {
+        let output = self.run(arguments);
+        let text = String::from_utf8(output.stderr).unwrap();
+        let command = if arguments[0] == "btt" { arguments[1] } else { arguments[0] };
+        let cannot = text.starts_with("error: ") || ["check", "repair"].contains(&command);
+        assert_eq!(output.status.code(), Some(if cannot { 2 } else { 1 }), "{arguments:?}: {text}");
+        assert!(output.stdout.is_empty(), "{arguments:?}");
+        for word in words {
+            assert!(text.contains(word), "{arguments:?}: {text:?} does not say {word:?}");
+        }
+    }
+
+    pub fn json(&self, arguments: &[&str]) -> Value {
+        serde_json::from_str(&self.succeed(arguments)).unwrap()
+    }
+}
+
+pub fn overwrite(path: &Path, offset_bytes: u64, bytes: &[u8]) {
+    use std::os::unix::fs::FileExt;
+    std::fs::OpenOptions::new().write(true).open(path).unwrap().write_all_at(bytes, offset_bytes).unwrap();
+}
