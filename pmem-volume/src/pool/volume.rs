@@ -13,7 +13,7 @@ use super::mirrored;
 use super::scan::VolumeEntry;
 use super::table::{Owner, Slot};
 use super::volume_record::{VolumeFormat, VolumeName, VolumeRecord, empty_record};
-use super::{OpenMode, Pool, PoolError, State};
+use super::{Backing, OpenMode, Pool, PoolError, State};
 use crate::CHUNK_BYTES;
 use crate::btt::{self, ReadAt, WriteAt};
 use crate::media::{Durability, Media, MediaError, drop_clean_pages};
@@ -253,10 +253,13 @@ impl Pool {
             state.open_volumes.push(slot);
         }
         drop(state);
-        if self.mode == OpenMode::ReadWrite && self.durability() == Durability::PageCache {
+        // Media that is no file has no page cache, whatever it is worth.
+        if let (OpenMode::ReadWrite, Backing::File(media)) = (self.mode, &self.backing)
+            && media.durability() == Durability::PageCache
+        {
             let ranges: Vec<_> =
                 extents.iter().map(|e| e.offset_bytes()..e.offset_bytes() + e.len_bytes()).collect();
-            drop_clean_pages(self.file(), &ranges);
+            drop_clean_pages(media.file(), &ranges);
         }
         Ok(Volume { pool: Arc::clone(self), slot, info, extents })
     }
