@@ -32,7 +32,7 @@ use self::readers::Readers;
 use super::Words;
 use super::arena::{InfoError, read_arena};
 use super::check::Finding;
-use super::layout::{ARENA_MAX_BYTES, ARENA_MIN_BYTES, ArenaLayout, START_BYTES};
+use super::layout::{ARENA_MAX_BYTES, ARENA_MIN_BYTES, ArenaLayout, PAGE_BYTES, START_BYTES};
 use crate::media::MediaError;
 
 /// The largest pool has room for 128 of full size; a volume that grew often has smaller ones.
@@ -261,10 +261,27 @@ impl<S: Words> Engine<S> {
         Ok(())
     }
 
-    /// Makes sectors read as zeros, durably. They keep their blocks.
+    /// Makes sectors read as zeros, durably. They keep their blocks, and their map entries say so.
+    ///
+    /// Sectors that are smaller than a page are written instead: at an entry that says zeros, Linux' driver ends what it
+    /// reads into a page, and reports success (drivers/nvdimm/btt.c, btt_read_pg). It would not read the sectors behind.
     pub fn discard(&self, sectors: Range<u64>) -> Result<(), EngineError> {
+        if u64::from(self.sector_bytes) < PAGE_BYTES {
+            return self.write_zero_bytes(sectors);
+        }
         for (arena, sectors) in self.parts(self.inside(sectors)?) {
             arena?.discard(&self.common, sectors)?;
+        }
+        Ok(())
+    }
+
+    fn write_zero_bytes(&self, sectors: Range<u64>) -> Result<(), EngineError> {
+        let zeros = [0; exchange::MAX_SECTORS * 512];
+        let mut rest = self.inside(sectors)?;
+        while !rest.is_empty() {
+            let count = (rest.end - rest.start).min(zeros.len() as u64 / u64::from(self.sector_bytes));
+            self.write(rest.start, &zeros[..count as usize * self.sector_bytes as usize])?;
+            rest.start += count;
         }
         Ok(())
     }
