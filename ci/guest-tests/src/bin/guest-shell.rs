@@ -112,7 +112,7 @@ fn pump(child: &mut Child, connection: &mut File) -> Result<()> {
     let mut stdout = File::from(OwnedFd::from(child.stdout.take().expect("stdout is piped")));
     let mut stderr = File::from(OwnedFd::from(child.stderr.take().expect("stderr is piped")));
     let ended = pidfd_open(child.id()).context("Cannot open a pidfd")?;
-    let (mut stdout_open, mut stderr_open) = (true, true);
+    let (mut stdout_open, mut stderr_open, mut is_known_to_have_ended) = (true, true, false);
     loop {
         let mut fds = [
             poll_entry(if stdout_open { stdout.as_raw_fd() } else { -1 }),
@@ -135,10 +135,12 @@ fn pump(child: &mut Child, connection: &mut File) -> Result<()> {
         }
         // The client says nothing after its request: readable means that it has gone.
         ensure!(!client_moved, "The client went away");
-        // Only once both pipes have run dry is the child's end the end of its output.
-        if child_ended && !out_ready && !err_ready {
+        // Only once both pipes have run dry is the child's end the end of its output. poll(2) looks at them first: what
+        // the child wrote between that and its end shows in the next round.
+        if is_known_to_have_ended && !out_ready && !err_ready {
             return Ok(());
         }
+        is_known_to_have_ended = child_ended;
     }
 }
 
