@@ -42,10 +42,12 @@ pub enum ApiError {
 }
 
 impl ApiError {
-    /// The status code, as Cloud Hypervisor has it: 404 without a VM, 405 in the wrong state.
+    /// The status code, as Cloud Hypervisor has it: 404 without a VM or a disk, 405 in the wrong state.
     pub fn status(&self) -> StatusCode {
         match self {
-            Self::UnknownCall(_) | Self::Vm(VmError::NotCreated) => StatusCode::NOT_FOUND,
+            Self::UnknownCall(_) | Self::Vm(VmError::NotCreated | VmError::NoSuchDisk { .. }) => {
+                StatusCode::NOT_FOUND
+            }
             Self::WrongMethod { .. } | Self::Vm(VmError::WrongState { .. }) => StatusCode::METHOD_NOT_ALLOWED,
             Self::Vm(VmError::CannotResume { .. }) => StatusCode::CONFLICT,
             Self::Body { status, .. } => *status,

@@ -15,8 +15,8 @@ use tokio::time::timeout;
 use super::{ClientError, Limits, Server, Socket, router};
 use crate::config::{ApiSocket, test_config};
 use crate::vm::request::{
-    PressureInfo, ResizeRequest, ResizeStatus, VmError, VmHandle, VmInfo, VmRequest, VmState, VolumeInfo,
-    VolumeStatus, ZoneInfo,
+    PressureInfo, ResizeDiskRequest, ResizeRequest, ResizeStatus, VmError, VmHandle, VmInfo, VmRequest,
+    VmState, VolumeInfo, VolumeStatus, ZoneInfo,
 };
 
 /// Longer than any answer takes; reached only by a failing test.
@@ -45,6 +45,7 @@ async fn own(mut requests: mpsc::Receiver<VmRequest>, asked: mpsc::UnboundedSend
                 reply.send(Ok(info)).unwrap();
             }
             VmRequest::Resize(resize, reply) => reply.send(answer_resize(&resize)).unwrap(),
+            VmRequest::ResizeDisk(resize, reply) => reply.send(answer_resize_disk(&resize)).unwrap(),
             VmRequest::Memory(reply) => reply.send(Ok(vec![zone()])).unwrap(),
             VmRequest::Volumes(reply) => reply.send(Ok(vec![volume()])).unwrap(),
             VmRequest::Pause(reply) => reply.send(Ok(())).unwrap(),
@@ -75,6 +76,13 @@ fn answer_resize(resize: &ResizeRequest) -> Result<(), VmError> {
     match resize.desired_vcpus {
         Some(7) => Err(VmError::BadRequest("desired_vcpus 7: there are 2".to_owned())),
         _ => Ok(()),
+    }
+}
+
+fn answer_resize_disk(resize: &ResizeDiskRequest) -> Result<(), VmError> {
+    match resize.id.as_str() {
+        "_disk0" => Ok(()),
+        id => Err(VmError::NoSuchDisk { id: id.to_owned(), known: "_disk0".to_owned() }),
     }
 }
 
@@ -293,6 +301,12 @@ fn the_owners_errors_have_cloud_hypervisors_codes() {
                 "",
                 409,
                 "The VM cannot go on: flush of data failed. Reboot it or shut it down; what was not flushed is lost",
+            ),
+            (
+                "vm.resize-disk",
+                r#"{"id": "x", "desired_size": 1}"#,
+                404,
+                "The VM has no disk \"x\"; its disks: _disk0",
             ),
             ("vm.resize", r#"{"desired_vcpus": 7}"#, 400, "desired_vcpus 7: there are 2"),
         ] {

@@ -10,13 +10,14 @@ use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use foreshore::api::{Client, MemoryAnswer, ResizeBody};
 use foreshore::config::parse_size;
-use foreshore::vm::request::{PressureChange, ResizeStatus, ZoneInfo};
+use foreshore::vm::request::{PressureChange, ResizeDiskRequest, ResizeStatus, ZoneInfo};
 use serde_json::Value;
 
 const EXAMPLES: &str = "\
 Examples:
   foreshore-remote --api-socket /run/vm.sock info
   foreshore-remote --api-socket /run/vm.sock resize --memory 768M
+  foreshore-remote --api-socket /run/vm.sock resize-disk --disk _disk0 --size 20G
   foreshore-remote --api-socket /run/vm.sock memory
   foreshore-remote --api-socket /run/vm.sock pressure --resume";
 
@@ -57,6 +58,8 @@ enum Verb {
     Resize(Resize),
     /// Let the vCPUs of a paused VM go on
     Resume,
+    /// Give a disk another size; sizes take K, M, G or T
+    ResizeDisk(ResizeDisk),
     /// End the VM, keep the VMM
     Shutdown,
     /// End VM and VMM
@@ -98,6 +101,16 @@ struct Resize {
     /// Balloon
     #[arg(long, value_name = "SIZE", value_parser = size)]
     balloon: Option<u64>,
+}
+
+#[derive(Debug, Args)]
+struct ResizeDisk {
+    /// Which disk: what --disk calls it, _disk0 for the first one without an id
+    #[arg(long, value_name = "ID")]
+    disk: String,
+    /// Its new size
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    size: u64,
 }
 
 fn size(text: &str) -> Result<u64, String> {
@@ -163,6 +176,10 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
         Verb::Resize(Resize { cpus, memory, balloon }) => {
             let body = ResizeBody { desired_vcpus: cpus, desired_ram: memory, desired_balloon: balloon };
             put(vmm, "vm.resize", Some(serde_json::to_string(&body)?)).await
+        }
+        Verb::ResizeDisk(ResizeDisk { disk: id, size: desired_size }) => {
+            let body = ResizeDiskRequest { id, desired_size };
+            put(vmm, "vm.resize-disk", Some(serde_json::to_string(&body)?)).await
         }
         Verb::Boot => put(vmm, "vm.boot", None).await,
         Verb::Pause => put(vmm, "vm.pause", None).await,

@@ -9,8 +9,8 @@ use thiserror::Error;
 
 use super::error::ConfigError;
 use super::{
-    ApiSocket, ConsoleConfig, CpusConfig, MemoryConfig, MetricsAddress, PayloadConfig, PmMemoryConfig,
-    PmVolumeConfig, PressureConfig, RngConfig, VmConfig, VsockConfig, foreign,
+    ApiSocket, ConsoleConfig, CpusConfig, DiskConfig, MemoryConfig, MetricsAddress, PayloadConfig,
+    PmMemoryConfig, PmVolumeConfig, PressureConfig, RngConfig, VmConfig, VsockConfig, foreign,
 };
 
 /// What the command line asks for.
@@ -109,6 +109,9 @@ struct Flags {
     /// pool=PATH,name=NAME,size=S|remaining,format=btt|raw,interface=auto|nvdimm|virtio-pmem,create=on|off,readonly=on|off,force=on|off: volumes of a pool
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pm_volume: Vec<String>,
+    /// path=PATH,readonly=on|off,direct=on|off,num_queues=N,queue_size=N,serial=TEXT,id=ID,image_type=raw,sparse=on|off: raw image files and block devices as virtio-blk disks [default: num_queues=1,queue_size=128,sparse=on]
+    #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
+    disk: Vec<String>,
     /// policy=psi|fixed|off,size=S,dry_run=on|off: what resizes memory [default: policy=psi]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     pressure: Option<String>,
@@ -180,6 +183,7 @@ fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
         payload: PayloadConfig { kernel: flags.kernel, initramfs: flags.initramfs, cmdline: flags.cmdline },
         cpus: flags.cpus.as_deref().map_or(Ok(CpusConfig::default()), CpusConfig::parse)?,
         memory: flags.memory.as_deref().map_or(Ok(MemoryConfig::default()), MemoryConfig::parse)?,
+        disks: flags.disk.iter().map(|text| DiskConfig::parse(text)).collect::<Result<_, _>>()?,
         serial: serial.unwrap_or_else(ConsoleConfig::default_serial),
         console: console.unwrap_or_else(ConsoleConfig::default_console),
         rng: flags.rng.as_deref().map_or(Ok(RngConfig::default()), RngConfig::parse)?,
@@ -305,6 +309,15 @@ mod tests {
     }
 
     #[test]
+    fn disks_may_follow_one_flag_or_have_one_each() {
+        let config = launch(&["--disk", "path=/a", "path=/b", "--disk", "path=/c,readonly=on"]).config;
+        let paths: Vec<_> = config.disks.iter().map(|disk| disk.path.display().to_string()).collect();
+        assert_eq!(paths, ["/a", "/b", "/c"]);
+        assert!(config.disks[2].readonly);
+        assert!(error(&["--disk", "path=/a,num_queues=2"]).starts_with("--disk: num_queues is 2"));
+    }
+
+    #[test]
     fn a_vm_is_called_as_its_api_socket_unless_it_has_a_name() {
         assert_eq!(launch(&[]).vm_name, "foreshore");
         assert_eq!(launch(&["--api-socket", "/run/web.sock"]).vm_name, "web");
@@ -346,7 +359,6 @@ mod tests {
             error(&["--net", "tap=tap0"]),
             "--net is not supported by foreshore: virtio-net is not implemented; see --vsock"
         );
-        assert!(error(&["--disk", "path=/a", "path=/b"]).starts_with("--disk is not supported"));
         assert!(error(&["--watchdog"]).starts_with("--watchdog is not supported"));
     }
 

@@ -6,7 +6,6 @@ const FLAGS: &[(&str, &str)] = &[
     ("--balloon", "memory is resized by virtio-mem: see --memory and --pm-memory"),
     ("--debug-console", "use --serial or --console"),
     ("--device", "there is no device passthrough"),
-    ("--disk", "disks are not implemented; see --pm-volume and --initramfs"),
     ("--event-monitor", "events are not implemented; see --log-file and --metrics"),
     ("--firmware", "guests are booted by --kernel"),
     ("--fs", "virtio-fs is not implemented"),

@@ -8,6 +8,7 @@
 mod cli;
 mod console;
 mod cpus;
+mod disk;
 mod error;
 mod foreign;
 mod memory;
@@ -28,6 +29,7 @@ use crate::volume::interface::{Payload, choose};
 pub use self::cli::{CliError, Command, Launch, LogConfig, parse_command_line};
 pub use self::console::{ConsoleConfig, ConsoleMode};
 pub use self::cpus::{CpusConfig, MAX_VCPUS};
+pub use self::disk::{DiskConfig, ImageType};
 pub use self::error::ConfigError;
 pub use self::memory::{HotplugMethod, MemoryConfig};
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
@@ -51,6 +53,9 @@ pub struct VmConfig {
     /// DRAM.
     #[serde(default)]
     pub memory: MemoryConfig,
+    /// Disks.
+    #[serde(default)]
+    pub disks: Vec<DiskConfig>,
     /// COM1.
     #[serde(default = "ConsoleConfig::default_serial")]
     pub serial: ConsoleConfig,
@@ -86,7 +91,9 @@ impl VmConfig {
         self.pm_memory.as_ref().map_or(Ok(()), PmMemoryConfig::validate)?;
         self.pm_volumes.iter().try_for_each(PmVolumeConfig::validate)?;
         self.pressure.validate()?;
+        self.disks.iter().try_for_each(|disk| disk.validate(self.cpus.boot_vcpus))?;
         self.check_terminal()?;
+        self.check_disks()?;
         self.check_volumes()
     }
 
@@ -98,6 +105,16 @@ impl VmConfig {
             return Err(ConfigError::Conflict { flag: "--serial", reason: reason.to_owned() });
         }
         Ok(())
+    }
+
+    /// Names are what the API and the metrics tell disks by.
+    fn check_disks(&self) -> Result<(), ConfigError> {
+        let ids: Vec<_> = (0..).zip(&self.disks).map(|(nth, disk)| disk.id_or_default(nth)).collect();
+        let twice = ids.iter().enumerate().find(|(nth, id)| ids[..*nth].contains(id));
+        twice.map_or(Ok(()), |(_, id)| {
+            let reason = format!("two disks have the id {id}");
+            Err(ConfigError::Conflict { flag: "--disk", reason })
+        })
     }
 
     fn check_volumes(&self) -> Result<(), ConfigError> {
@@ -162,6 +179,7 @@ pub(crate) fn test_config() -> VmConfig {
             hotplug_size: None,
             hotplugged_size: None,
         },
+        disks: Vec::new(),
         serial: ConsoleConfig::default(),
         console: ConsoleConfig::default(),
         rng: RngConfig { src: "/dev/urandom".into() },
@@ -250,8 +268,19 @@ mod tests {
     }
 
     #[test]
+    fn disks_have_names_of_their_own() {
+        let mut config = least();
+        config.disks = ["path=/a", "path=/b,id=b", "path=/c,id=_disk0"]
+            .map(|text| DiskConfig::parse(text).unwrap())
+            .to_vec();
+        assert_eq!(config.validate().unwrap_err().to_string(), "--disk: two disks have the id _disk0");
+        config.disks.pop();
+        assert!(config.validate().is_ok());
+    }
+
+    #[test]
     fn every_section_is_validated() {
-        let broken: [fn(&mut VmConfig); 8] = [
+        let broken: [fn(&mut VmConfig); 9] = [
             |c| c.payload.kernel = None,
             |c| c.cpus.boot_vcpus = 0,
             |c| c.memory.size = 1,
@@ -262,6 +291,7 @@ mod tests {
                     Some(PmMemoryConfig { size: 0, ..PmMemoryConfig::parse("pool=/p,size=2M").unwrap() })
             },
             |c| c.pm_volumes = vec![PmVolumeConfig::parse("pool=/p,name=a/b").unwrap()],
+            |c| c.disks = vec![DiskConfig::parse("path=/d,num_queues=2").unwrap()],
             |c| c.pressure.policy = "none".to_owned(),
         ];
         for (nth, break_it) in broken.iter().enumerate() {

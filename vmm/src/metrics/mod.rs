@@ -5,6 +5,7 @@
 //! zone, is worked out only when somebody wants to know. docs/metrics.md lists every metric; a test compares.
 
 mod devices;
+mod disk;
 mod expose;
 mod latency;
 mod memory;
@@ -27,6 +28,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, text};
 use prometheus_client::registry::Registry;
 
+pub use self::disk::DiskMetrics;
 use self::expose::Exposer;
 pub use self::latency::{LATENCY_BOUNDS_NS, LatencyHistogram, LatencySample};
 pub use self::memory::PlugMetrics;
@@ -51,6 +53,8 @@ pub struct MachineSources {
     pub pools: Vec<PoolMetrics>,
     /// Volumes that are attached.
     pub volumes: Vec<VolumeMetrics>,
+    /// Disks that are attached.
+    pub disks: Vec<DiskMetrics>,
     /// The virtio-mem devices of the zones.
     pub plugs: Vec<PlugMetrics>,
     /// The mappings that guest memory takes.
@@ -80,6 +84,7 @@ impl Collector for Sources {
         machine.mappings.as_ref().map_or(Ok(()), |budget| memory::expose_mappings(&mut out, budget))?;
         pool::expose(&mut out, &machine.pools)?;
         volume::expose(&mut out, &machine.volumes)?;
+        disk::expose(&mut out, &machine.disks)?;
         machine.vsock.as_ref().map_or(Ok(()), |counters| vsock::expose(&mut out, counters))?;
         machine.rng.as_ref().map_or(Ok(()), |counters| devices::expose_rng(&mut out, counters))?;
         machine.console.as_ref().map_or(Ok(()), |counters| devices::expose_console(&mut out, counters))?;

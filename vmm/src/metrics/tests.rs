@@ -16,6 +16,7 @@ use crate::memory::backing::MappingBudget;
 use crate::nvdimm::FlushHintMetrics;
 use crate::pool::fake::FakePool;
 use crate::pool::{CHUNK_BYTES, PmPool};
+use crate::virtio::block::{BlockMetrics, Kind};
 use crate::virtio::mem::{FailureReason, MemMetrics};
 use crate::virtio::pmem::metrics::PmemMetrics;
 use crate::virtio::vsock::VsockMetrics;
@@ -102,6 +103,9 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
         failure: crate::volume::FirstFailure::default(),
         counters,
     };
+    let disk = BlockMetrics::default();
+    disk.finished(Kind::Discard, true);
+    disk.transferred(Kind::Write, 4096);
     metrics.set_machine(MachineSources {
         pressure: Some(Arc::downgrade(&governor)),
         pools: vec![PoolMetrics::new("/pm/pool".to_owned(), &pool)],
@@ -109,6 +113,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
             volume("a", VolumeCounters::VirtioPmem(Arc::new(pmem))),
             volume("b", VolumeCounters::Nvdimm(Arc::new(FlushHintMetrics::default()))),
         ],
+        disks: vec![DiskMetrics { disk: "_disk0".to_owned(), counters: Arc::new(disk) }],
         plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
         mappings: Some(Arc::new(MappingBudget::new(57_339))),
         buses: vec![("port", Arc::new(ports)), ("mmio", Arc::default())],
@@ -194,6 +199,8 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(
             r#"foreshore_volume_flushes_total{{{vm},pool="/pm/pool",volume="a",interface="virtio-pmem",result="ok"}} 5"#
         ),
+        format!(r#"foreshore_disk_operations_total{{{vm},disk="_disk0",operation="discard",result="ok"}} 1"#),
+        format!(r#"foreshore_disk_bytes_total{{{vm},disk="_disk0",operation="write"}} 4096"#),
         format!(r#"foreshore_pressure_stall_seconds_total{{{vm},kind="some"}} 2.5"#),
         format!(r#"foreshore_pressure_watermark_bytes{{{vm},watermark="high"}} 135168"#),
         format!(

@@ -6,10 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use virtio_bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
-use virtio_queue::Queue;
 use virtio_queue::desc::RawDescriptor;
 use virtio_queue::desc::split::{Descriptor, VirtqUsedElem};
-use virtio_queue::mock::MockSplitQueue;
+use virtio_queue::{Queue, QueueT};
 use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -67,7 +66,8 @@ pub struct TestDriver {
     interrupt: Arc<TestInterrupt>,
     kicks: Vec<EventFd>,
     rings: Vec<Ring>,
-    /// The next free descriptor of each queue. None is used twice.
+    /// The next free descriptor of each queue. The first ones are used again when there are no more: a test that adds
+    /// so many has waited for the earlier ones.
     free: Vec<u16>,
     seen: Vec<u16>,
 }
@@ -95,15 +95,16 @@ impl TestDriver {
         let mut queues = Vec::new();
         self.rings.clear();
         for kick in &self.kicks {
-            let start = GuestAddress(0x1_0000 * (self.rings.len() as u64 + 1));
-            // Making it empties it, so it cannot be made anew for each access.
-            let mock = MockSplitQueue::create(&self.memory, start, QUEUE_SIZE);
-            let queue: Queue = mock.create_queue().unwrap();
-            self.rings.push(Ring {
-                descriptors: start.0,
-                available: mock.avail_addr().0,
-                used: mock.used_addr().0,
-            });
+            let start = 0x1_0000 * (self.rings.len() as u64 + 1);
+            let ring = Ring { descriptors: start, available: start + 0x1000, used: start + 0x2000 };
+            // Flags and index of both rings.
+            [ring.available, ring.used].into_iter().for_each(|at| self.store(at, 0u32));
+            let mut queue = Queue::new(QUEUE_SIZE).unwrap();
+            queue.try_set_desc_table_address(GuestAddress(ring.descriptors)).unwrap();
+            queue.try_set_avail_ring_address(GuestAddress(ring.available)).unwrap();
+            queue.try_set_used_ring_address(GuestAddress(ring.used)).unwrap();
+            queue.set_ready(true);
+            self.rings.push(ring);
             queues.push(Some(ActiveQueue { queue, kick: kick.try_clone().unwrap() }));
         }
         self.free.fill(0);
@@ -114,6 +115,9 @@ impl TestDriver {
 
     /// Makes a chain available, without notification. Returns its head.
     pub fn add(&mut self, queue: usize, buffers: &[Buffer]) -> u16 {
+        if usize::from(self.free[queue]) + buffers.len() > usize::from(QUEUE_SIZE) {
+            self.free[queue] = 0;
+        }
         let head = self.free[queue];
         let ring = *self.ring(queue);
         for (buffer, index) in buffers.iter().zip(head..) {
@@ -151,8 +155,8 @@ impl TestDriver {
         if next == self.seen[queue] {
             return None;
         }
-        let element: VirtqUsedElem = self.load(ring.used + 4 + 8 * u64::from(self.seen[queue]));
-        self.seen[queue] += 1;
+        let element: VirtqUsedElem = self.load(ring.used + 4 + 8 * u64::from(self.seen[queue] % QUEUE_SIZE));
+        self.seen[queue] = self.seen[queue].wrapping_add(1);
         Some((element.id() as u16, element.len()))
     }
 

@@ -34,10 +34,11 @@ use crate::memory::backing::resident::resident_bytes;
 use crate::memory::layout::{ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START};
 use crate::memory::slots::SlotTable;
 use crate::memory::{self, Memory, MemoryOptions};
-use crate::metrics::{MachineSources, PlugMetrics};
+use crate::metrics::{DiskMetrics, MachineSources, PlugMetrics};
 use crate::pci::RootBus;
 use crate::pool::Durability;
 use crate::virtio::VirtioDevice;
+use crate::virtio::block::BlockHandle;
 use crate::virtio::mem::MemHandle;
 use crate::virtio::transport::pci::{IoEvents, VirtioPciDevice};
 use crate::volume::interface::Payload;
@@ -118,6 +119,7 @@ pub fn build(
     let (agents, vsock_metrics) = vsock.unzip();
     let plugged = Arc::new(Notify::new());
     let zones = devices::attach_memory(config, &mut fabric, &mut memory, &memory_loop.handle(), &plugged)?;
+    let disks = devices::attach_disks(config, &mut fabric, &memory)?;
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
     let volumes = volumes::attach(config, payload, resources, &mut memory, &mut fabric, events)?;
     // 5. The tables, which describe all of that.
@@ -143,6 +145,7 @@ pub fn build(
         vsock: vsock_metrics,
         rng: Some(rng),
         console,
+        disks: disks.iter().map(disk_metrics).collect(),
         plugs: zones.iter().map(plug_metrics).collect(),
         mappings: Some(Arc::clone(memory.mapping_budget())),
     });
@@ -156,6 +159,7 @@ pub fn build(
         _loops: [device_loop, memory_loop],
         ged,
         zones,
+        disks,
         resident: Resident::new(move || resident_bytes(&host_ranges)),
         volumes: volumes.volumes,
         memory,
@@ -165,6 +169,10 @@ pub fn build(
 fn plug_metrics(handle: &MemHandle) -> PlugMetrics {
     let zone = handle.zone();
     PlugMetrics { zone: zone.id.clone(), tier: zone.tier.as_str().to_owned(), counters: handle.metrics() }
+}
+
+fn disk_metrics(disk: &BlockHandle) -> DiskMetrics {
+    DiskMetrics { disk: disk.id().to_owned(), counters: disk.metrics() }
 }
 
 fn build_memory(

@@ -8,7 +8,7 @@ use tokio::sync::Notify;
 use super::builder::Fabric;
 use super::error::BuildError;
 use super::zones::DRAM_ZONE;
-use crate::config::VmConfig;
+use crate::config::{DiskConfig, VmConfig};
 use crate::event_loop::EventLoopHandle;
 use crate::governor::task::Connections;
 use crate::host_console::{ConsoleFiles, HostConsole};
@@ -16,6 +16,8 @@ use crate::log::sparsely;
 use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
 use crate::serial::Serial;
+use crate::virtio::block::backend::image::{ImageOptions, RawImage};
+use crate::virtio::block::{Block, BlockHandle, DiskShape};
 use crate::virtio::console::{Console, ConsoleMetrics};
 use crate::virtio::mem::{MemDevice, MemEvent, MemHandle};
 use crate::virtio::rng::{EntropySource, Rng, RngMetrics};
@@ -87,6 +89,41 @@ pub(super) fn attach_vsock(
     let metrics = device.metrics();
     fabric.attach(Box::new(device), memory)?;
     Ok(Some((agents, metrics)))
+}
+
+/// Image files and block devices, each with threads of its own.
+pub(super) fn attach_disks(
+    config: &VmConfig,
+    fabric: &mut Fabric,
+    memory: &Memory,
+) -> Result<Vec<BlockHandle>, BuildError> {
+    (0..).zip(&config.disks).map(|(nth, disk)| attach_disk(nth, disk, fabric, memory)).collect()
+}
+
+fn attach_disk(
+    nth: usize,
+    config: &DiskConfig,
+    fabric: &mut Fabric,
+    memory: &Memory,
+) -> Result<BlockHandle, BuildError> {
+    let options = ImageOptions {
+        readonly: config.readonly,
+        direct: config.direct,
+        sparse: config.sparse,
+        surely_raw: config.image_type.is_some(),
+    };
+    let image = RawImage::open(&config.path, options).map_err(BuildError::device("--disk"))?;
+    let id = config.id_or_default(nth);
+    let shape = DiskShape {
+        serial: config.serial.clone().unwrap_or_else(|| id.clone()),
+        id,
+        queues: config.num_queues,
+        queue_size: config.queue_size,
+    };
+    let device = Block::new(shape, Box::new(image))?;
+    let handle = device.handle();
+    fabric.attach(Box::new(device), memory)?;
+    Ok(handle)
 }
 
 /// A virtio-mem device for each hotplug part. `plugged` is notified when something changes.

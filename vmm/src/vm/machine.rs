@@ -7,7 +7,9 @@ use tracing::warn;
 use super::attached::AttachedVolume;
 use super::builder;
 use super::owner::{EventSender, Machine, MachineFactory};
-use super::request::{PressureChange, PressureInfo, Reply, ResizeStatus, VmError, VolumeInfo, ZoneInfo};
+use super::request::{
+    PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeStatus, VmError, VolumeInfo, ZoneInfo,
+};
 use super::resident::Resident;
 use super::resources::Resources;
 use super::zones::DRAM_ZONE;
@@ -19,6 +21,8 @@ use crate::event_loop::EventLoop;
 use crate::governor::task::Governor;
 use crate::memory::Memory;
 use crate::memory::zone::ZoneSpec;
+use crate::virtio::block::BlockHandle;
+use crate::virtio::block::backend::ResizeError;
 use crate::virtio::mem::MemHandle;
 use crate::virtio::transport::pci::VirtioPciDevice;
 
@@ -31,6 +35,7 @@ pub struct KvmMachine {
     pub(super) _loops: [EventLoop; 2],
     pub(super) ged: Arc<GenericEventDevice>,
     pub(super) zones: Vec<MemHandle>,
+    pub(super) disks: Vec<BlockHandle>,
     pub(super) resident: Arc<Resident>,
     pub(super) volumes: Vec<AttachedVolume>,
     /// Last: nothing may touch it any more.
@@ -96,6 +101,19 @@ impl Machine for KvmMachine {
             return Ok(());
         }
         self.governor.core().lock().resize(DRAM_ZONE, hotplugged, self.governor.clock().now())
+    }
+
+    fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
+        let ResizeDiskRequest { id, desired_size } = resize;
+        let Some(disk) = self.disks.iter().find(|disk| disk.id() == id) else {
+            let known = self.disks.iter().map(BlockHandle::id).collect::<Vec<_>>();
+            let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+            return Err(VmError::NoSuchDisk { id: id.clone(), known });
+        };
+        disk.resize(*desired_size).map_err(|err| match err {
+            ResizeError::Io { .. } => VmError::Failed(format!("disk {id}: {err}")),
+            _ => VmError::BadRequest(format!("disk {id}: {err}")),
+        })
     }
 
     fn pressure(&self) -> PressureInfo {

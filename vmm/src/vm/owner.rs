@@ -14,8 +14,8 @@ use tokio::sync::mpsc;
 use tracing::{error, info, warn};
 
 use super::request::{
-    PressureChange, PressureInfo, Reply, ResizeRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo,
-    ZoneInfo,
+    PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeRequest, VmError, VmInfo, VmRequest,
+    VmState, VolumeInfo, ZoneInfo,
 };
 use super::state::{self, RestartGuard, Verb};
 use crate::config::VmConfig;
@@ -37,6 +37,8 @@ pub trait Machine {
     fn volumes(&self) -> Vec<VolumeInfo>;
     /// Sets the DRAM in bytes, boot part included, and pins the zone until the governor is resumed.
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError>;
+    /// Gives a disk another size, which the guest is told of.
+    fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
     /// What the governor does.
     fn pressure(&self) -> PressureInfo;
     /// Changes what the governor does.
@@ -257,6 +259,7 @@ impl<F: MachineFactory> Owner<F> {
         match request {
             VmRequest::Info(reply) => answer(reply, Ok(self.info())),
             VmRequest::Resize(resize, reply) => answer(reply, self.resize(&resize)),
+            VmRequest::ResizeDisk(resize, reply) => answer(reply, self.resize_disk(&resize)),
             VmRequest::Memory(reply) => match self.running() {
                 Ok(machine) => machine.zones(reply),
                 Err(err) => answer(reply, Err(err)),
@@ -310,6 +313,11 @@ impl<F: MachineFactory> Owner<F> {
         };
         let (config, pause_reason) = (self.config.clone(), self.failure.clone());
         VmInfo { config, state: self.state, memory_actual_size, pause_reason }
+    }
+
+    fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
+        state::next(self.state, Verb::Change)?;
+        self.running()?.resize_disk(resize)
     }
 
     fn resize(&mut self, resize: &ResizeRequest) -> Result<(), VmError> {
@@ -375,6 +383,10 @@ mod tests {
         }
         fn resize_dram(&mut self, _: u64) -> Result<(), VmError> {
             self.0.lock().push("resize");
+            Ok(())
+        }
+        fn resize_disk(&mut self, _: &ResizeDiskRequest) -> Result<(), VmError> {
+            self.0.lock().push("resize disk");
             Ok(())
         }
         fn pressure(&self) -> PressureInfo {

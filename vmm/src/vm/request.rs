@@ -49,6 +49,15 @@ pub struct ResizeRequest {
     pub desired_balloon: Option<u64>,
 }
 
+/// `vm.resize-disk`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResizeDiskRequest {
+    /// Which disk.
+    pub id: String,
+    /// Its size in bytes.
+    pub desired_size: u64,
+}
+
 /// `vm.memory`: one zone's four sizes, in bytes, and how its last resize goes.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ZoneInfo {
@@ -178,6 +187,14 @@ pub enum VmError {
         /// Where it would have to be.
         needs: &'static str,
     },
+    /// The VM has nothing of that name.
+    #[error("The VM has no disk {id:?}; its disks: {known}")]
+    NoSuchDisk {
+        /// What was named.
+        id: String,
+        /// What could have been.
+        known: String,
+    },
     /// There is no VM.
     #[error("There is no VM")]
     NotCreated,
@@ -208,6 +225,8 @@ pub enum VmRequest {
     Info(Reply<VmInfo>),
     /// `vm.resize`.
     Resize(ResizeRequest, Reply<()>),
+    /// `vm.resize-disk`.
+    ResizeDisk(ResizeDiskRequest, Reply<()>),
     /// `vm.memory`.
     Memory(Reply<Vec<ZoneInfo>>),
     /// `vm.volumes`.

@@ -1,5 +1,6 @@
 //! From calls to requests, one file per area.
 
+mod disk;
 mod memory;
 mod pressure;
 mod vm;
@@ -27,6 +28,7 @@ pub fn router(vm: VmHandle) -> Router {
         .route("/api/v1/vm.reboot", put(vm::reboot))
         .route("/api/v1/vm.power-button", put(vm::power_button))
         .route("/api/v1/vm.resize", put(memory::resize))
+        .route("/api/v1/vm.resize-disk", put(disk::resize))
         .route("/api/v1/vm.memory", get(memory::zones))
         .route("/api/v1/vm.volumes", get(vm::volumes))
         .route("/api/v1/vm.pressure", get(pressure::show).put(pressure::change))

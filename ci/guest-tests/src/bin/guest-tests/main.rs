@@ -4,6 +4,7 @@
 
 mod badinput;
 mod boot;
+mod disk;
 mod harness;
 mod hostile;
 mod memory;
@@ -25,6 +26,7 @@ fn main() {
         badinput::TESTS,
         memory::TESTS,
         pressure::TESTS,
+        disk::TESTS,
         volume::TESTS,
         volume_flush::TESTS,
         volume_flush_scope::TESTS,

@@ -1,0 +1,199 @@
+//! `--disk`: image files as virtio-blk disks, on Debian's stock driver.
+
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::guest::GuestBuilder;
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Guest, Kernel};
+use serde_json::json;
+
+guest_tests::tests![
+    a_file_system_on_a_disk_is_made_used_and_checked: 240,
+    a_file_system_on_a_disk_holds_on_6_1: 240,
+    a_disk_shows_its_shape_and_several_queues,
+    what_a_guest_discards_takes_no_room,
+    a_disk_grows_under_its_guest,
+    a_read_only_disk_takes_no_writes,
+    images_that_cannot_be_served_are_refused,
+];
+
+const IO_LIMIT: Duration = Duration::from_secs(120);
+const MIB: u64 = 1 << 20;
+
+/// An image of zeros in the test's directory.
+fn image(name: &str, mib: u64) -> Result<PathBuf> {
+    fs::create_dir_all(this_tests_dir())?;
+    let path = this_tests_dir().join(name);
+    File::create(&path)
+        .and_then(|file| file.set_len(mib * MIB))
+        .with_context(|| format!("Cannot make {}", path.display()))?;
+    Ok(path)
+}
+
+fn guest_with(disk: &str) -> GuestBuilder {
+    Guest::builder().memory("size=384M").pressure("off").argument("--disk", disk)
+}
+
+/// The guest's stock driver has found the disk.
+fn wait_for_disk(guest: &Guest) -> Result<()> {
+    guest.wait_until_run("/dev/vda is there", IO_LIMIT, "test -b /dev/vda")
+}
+
+fn holds(kernel: Kernel) -> Result<()> {
+    let path = image("disk", 96)?;
+    let builder = guest_with(&format!("path={},num_queues=2", path.display())).kernel(kernel).cpus(2);
+    let guest = builder.boot()?;
+    wait_for_disk(&guest)?;
+    // Direct and buffered writers at once, on their own thirds of the disk.
+    let writer = |mode: &str, first: u32, seed: u32| {
+        let command = format!("exec guest-tool write-blocks /dev/vda {mode} {first} 600 {seed} 2");
+        guest.start_script(IO_LIMIT, &command)
+    };
+    for writer in [writer("direct", 0, 1)?, writer("buffered", 8192, 2)?, writer("direct", 16384, 3)?] {
+        let output = writer.finish()?;
+        ensure!(output.code == 0, "A writer ended with {}:\n{}", output.code, output.stderr);
+    }
+    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
+    for (first, seed) in [(0, 1), (8192, 2), (16384, 3)] {
+        guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks /dev/vda {first} 600 {seed} 2"))?;
+    }
+    guest
+        .run_within(IO_LIMIT, "mkfs.ext4 -q /dev/vda && mkdir -p /mnt/d && mount -t ext4 /dev/vda /mnt/d")?;
+    guest.run_within(
+        IO_LIMIT,
+        "dd if=/dev/urandom of=/mnt/d/file bs=1M count=20 && sha256sum /mnt/d/file >/mnt/d/sum && umount /mnt/d",
+    )?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    let guest = builder.boot()?;
+    wait_for_disk(&guest)?;
+    guest.run_within(IO_LIMIT, "e2fsck -fn /dev/vda && mkdir -p /mnt/d && mount -t ext4 /dev/vda /mnt/d")?;
+    guest.run_within(IO_LIMIT, "cd / && sha256sum -c /mnt/d/sum && umount /mnt/d")?;
+    let metrics = guest.metrics()?;
+    for (operation, least) in [("read", 100.0), ("write", 1.0), ("flush", 1.0)] {
+        let labels = [("disk", "_disk0"), ("operation", operation), ("result", "ok")];
+        let count = metrics.value("foreshore_disk_operations_total", &labels)?;
+        ensure!(count >= least, "{count} requests to {operation}");
+    }
+    ensure!(
+        metrics.value("foreshore_disk_bad_requests_total", &[("disk", "_disk0")])? == 0.0,
+        "Bad requests"
+    );
+    guest.no_kernel_complaints()
+}
+
+fn a_file_system_on_a_disk_is_made_used_and_checked() -> Result<()> {
+    holds(Kernel::V6_12)
+}
+
+fn a_file_system_on_a_disk_holds_on_6_1() -> Result<()> {
+    holds(Kernel::V6_1)
+}
+
+fn a_disk_shows_its_shape_and_several_queues() -> Result<()> {
+    let path = image("disk", 32)?;
+    let options = format!("path={},num_queues=2,queue_size=64,serial=harbour-1", path.display());
+    let guest = guest_with(&options).cpus(2).boot()?;
+    wait_for_disk(&guest)?;
+    let sys = |file: &str| {
+        Ok::<_, anyhow::Error>(guest.run(&format!("cat /sys/block/vda/{file}"))?.trim().to_owned())
+    };
+    ensure!(guest.run("ls /sys/block/vda/mq")?.split_whitespace().count() == 2, "Not two queues");
+    for (file, expected) in [
+        ("serial", "harbour-1"),
+        ("size", "65536"),
+        ("queue/logical_block_size", "512"),
+        ("queue/physical_block_size", "4096"),
+        ("queue/minimum_io_size", "4096"),
+        ("queue/discard_granularity", "4096"),
+        ("queue/max_segments", "62"),
+        ("queue/write_cache", "write back"),
+        ("ro", "0"),
+    ] {
+        let value = sys(file)?;
+        ensure!(value == expected, "{file} is {value:?}, not {expected:?}");
+    }
+    // The driver may switch the cache off.
+    guest.run("echo 'write through' >/sys/block/vda/cache_type")?;
+    guest.run("dd if=/dev/zero of=/dev/vda bs=4k count=1 oflag=direct")?;
+    let info = guest.api("GET", "vm.info", None)?;
+    ensure!(info["config"]["disks"][0]["path"] == path.display().to_string(), "{info}");
+    guest.no_kernel_complaints()
+}
+
+fn what_a_guest_discards_takes_no_room() -> Result<()> {
+    let path = image("disk", 64)?;
+    let guest = guest_with(&format!("path={}", path.display())).boot()?;
+    wait_for_disk(&guest)?;
+    let used_mib = || Ok::<_, anyhow::Error>(fs::metadata(&path)?.blocks() * 512 / MIB);
+    guest.run_within(IO_LIMIT, "dd if=/dev/urandom of=/dev/vda bs=1M count=40 oflag=direct")?;
+    ensure!(used_mib()? >= 40, "{} MiB", used_mib()?);
+    guest.run_within(IO_LIMIT, "blkdiscard -o 0 -l 31457280 /dev/vda")?;
+    ensure!(used_mib()? <= 11, "{} MiB after a discard of 30", used_mib()?);
+    guest.run("test $(head -c 31457280 /dev/vda | tr -d '\\0' | wc -c) = 0")?;
+    // As a file system does it.
+    guest
+        .run_within(IO_LIMIT, "mkfs.ext4 -q /dev/vda && mkdir -p /mnt/d && mount -t ext4 /dev/vda /mnt/d")?;
+    guest.run_within(IO_LIMIT, "dd if=/dev/urandom of=/mnt/d/file bs=1M count=30 && sync")?;
+    let full_mib = used_mib()?;
+    guest.run_within(IO_LIMIT, "rm /mnt/d/file && sync && fstrim /mnt/d")?;
+    ensure!(used_mib()? + 25 <= full_mib, "{} MiB of {full_mib} MiB after fstrim", used_mib()?);
+    guest.no_kernel_complaints()
+}
+
+fn a_disk_grows_under_its_guest() -> Result<()> {
+    let path = image("disk", 32)?;
+    let guest = guest_with(&format!("path={},id=data", path.display())).boot()?;
+    wait_for_disk(&guest)?;
+    let resize = |id: &str, mib: u64| {
+        guest.try_api("PUT", "vm.resize-disk", Some(json!({ "id": id, "desired_size": mib * MIB })))
+    };
+    ensure!(resize("data", 64)?.status == 204, "Not resized");
+    guest.wait_until_run("the guest sees it", IO_LIMIT, "test $(cat /sys/block/vda/size) = 131072")?;
+    guest.run("dd if=/dev/urandom of=/dev/vda bs=1M seek=63 count=1 oflag=direct")?;
+    ensure!(fs::metadata(&path)?.len() == 64 * MIB, "The file has another size");
+    let refused = resize("data", 32)?;
+    ensure!(refused.status == 400 && refused.body.contains("does not shrink"), "{refused:?}");
+    let missing = resize("_disk0", 64)?;
+    ensure!(missing.status == 404 && missing.body.contains("data"), "{missing:?}");
+    let size = guest.metrics()?.value("foreshore_disk_size_bytes", &[("disk", "data")])?;
+    ensure!(size == (64 * MIB) as f64, "{size}");
+    guest.no_kernel_complaints()
+}
+
+fn a_read_only_disk_takes_no_writes() -> Result<()> {
+    let path = image("disk", 32)?;
+    let read_only = format!("path={},readonly=on", path.display());
+    let guest = guest_with(&read_only).boot()?;
+    wait_for_disk(&guest)?;
+    ensure!(guest.run("cat /sys/block/vda/ro")?.trim() == "1", "Not read-only");
+    let written = guest.try_run(IO_LIMIT, "dd if=/dev/urandom of=/dev/vda bs=4k count=1 oflag=direct")?;
+    ensure!(written.code != 0, "A write went through");
+    guest.run("test $(tr -d '\\0' </dev/vda | wc -c) = 0")?;
+    // Several may read it, and none may write it meanwhile.
+    let second = guest_with(&read_only).name("second").boot()?;
+    let refusal = guest_with(&format!("path={}", path.display())).name("third").expect_refusal()?;
+    ensure!(refusal.message.contains("in use by another process"), "{}", refusal.message);
+    second.no_kernel_complaints()
+}
+
+fn images_that_cannot_be_served_are_refused() -> Result<()> {
+    let path = image("disk", 1)?;
+    fs::write(&path, [b"QFI\xfb".as_slice(), &[0; 4092]].concat())?;
+    for (options, text) in [
+        (format!("path={}", path.display()), "qcow2"),
+        ("path=/nowhere/image".to_owned(), "cannot be opened"),
+        ("path=/dev/null".to_owned(), "neither a file nor a block device"),
+        (format!("path={},num_queues=2", path.display()), "num_queues is 2, and must be 1 to 1"),
+        (format!("path={},vhost_user=on", path.display()), "vhost-user is not implemented"),
+    ] {
+        let refusal = guest_with(&options).expect_refusal()?;
+        ensure!(refusal.message.contains(text), "{options}: {}", refusal.message);
+        ensure!(refusal.message.contains("--disk"), "{}", refusal.message);
+    }
+    Ok(())
+}

@@ -1,0 +1,201 @@
+//! `--disk path=,readonly=,direct=,num_queues=,queue_size=,serial=,id=,image_type=,sparse=`.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::error::ConfigError;
+use super::option_parser::{OFF, Refused, Syntax};
+
+/// Descriptors of a queue: two are not data, and the largest is what other VMMs have as well.
+const QUEUE_SIZES: (u16, u16) = (4, 1024);
+/// virtio-blk has room for so many bytes (virtio 1.3, 5.2.6).
+const MAX_SERIAL_BYTES: usize = 20;
+
+const SYNTAX: Syntax = Syntax {
+    flag: "--disk",
+    keys: &["path", "readonly", "direct", "num_queues", "queue_size", "serial", "id", "image_type", "sparse"],
+    words: &[],
+    refused: &[
+        Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
+        Refused { key: "vhost_user", neutral: OFF, why: "vhost-user is not implemented" },
+        Refused { key: "socket", neutral: &[], why: "vhost-user is not implemented" },
+        Refused { key: "vhost_socket", neutral: &[], why: "vhost-user is not implemented" },
+        Refused { key: "backing_files", neutral: OFF, why: "raw images have none" },
+        Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
+        Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
+        Refused { key: "rate_limit_group", neutral: &[], why: "there are no rate limits" },
+        Refused { key: "bw_size", neutral: &["0"], why: "there are no rate limits" },
+        Refused { key: "bw_one_time_burst", neutral: &["0"], why: "there are no rate limits" },
+        Refused { key: "bw_refill_time", neutral: &["0"], why: "there are no rate limits" },
+        Refused { key: "ops_size", neutral: &["0"], why: "there are no rate limits" },
+        Refused { key: "ops_one_time_burst", neutral: &["0"], why: "there are no rate limits" },
+        Refused { key: "ops_refill_time", neutral: &["0"], why: "there are no rate limits" },
+        Refused {
+            key: "queue_affinity",
+            neutral: &["[]"],
+            why: "pin the threads by their names, such as _disk0_q0",
+        },
+        Refused { key: "lock_granularity", neutral: &["full"], why: "the whole image is locked" },
+    ],
+};
+
+/// What an image file is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ImageType {
+    /// The disk's bytes, whatever it begins with.
+    Raw,
+}
+
+/// `--disk path=,readonly=,direct=,num_queues=,queue_size=,serial=,id=,image_type=,sparse=`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskConfig {
+    /// An image file or a block device.
+    pub path: PathBuf,
+    /// The guest must not write.
+    #[serde(default)]
+    pub readonly: bool,
+    /// Past the host's page cache.
+    #[serde(default)]
+    pub direct: bool,
+    /// Queues, at most one for each vCPU.
+    #[serde(default = "DiskConfig::default_num_queues")]
+    pub num_queues: u16,
+    /// Descriptors of each queue.
+    #[serde(default = "DiskConfig::default_queue_size")]
+    pub queue_size: u16,
+    /// What the guest reads as its serial number; its id otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub serial: Option<String>,
+    /// What the API and the metrics call it; `_disk0` and so on otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    /// Given, nothing is guessed from what the file begins with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image_type: Option<ImageType>,
+    /// What the guest discards is given back to the file system.
+    #[serde(default = "DiskConfig::default_sparse")]
+    pub sparse: bool,
+}
+
+impl DiskConfig {
+    fn default_num_queues() -> u16 {
+        1
+    }
+
+    fn default_queue_size() -> u16 {
+        128
+    }
+
+    fn default_sparse() -> bool {
+        true
+    }
+
+    /// Reads one of the flag's values.
+    pub fn parse(text: &str) -> Result<Self, ConfigError> {
+        let options = SYNTAX.parse(text)?;
+        let image_type = options.read("image_type", "raw: images of other types are not served", |text| {
+            text.eq_ignore_ascii_case("raw").then_some(ImageType::Raw)
+        })?;
+        let words = |key| options.read(key, "a name", |text| (!text.is_empty()).then(|| text.to_owned()));
+        Ok(Self {
+            path: options.required("path", options.path("path")?)?,
+            readonly: options.switch("readonly")?.unwrap_or(false),
+            direct: options.switch("direct")?.unwrap_or(false),
+            num_queues: options.number("num_queues")?.unwrap_or_else(Self::default_num_queues),
+            queue_size: options.number("queue_size")?.unwrap_or_else(Self::default_queue_size),
+            serial: words("serial")?,
+            id: words("id")?,
+            image_type,
+            sparse: options.switch("sparse")?.unwrap_or_else(Self::default_sparse),
+        })
+    }
+
+    /// Queues that `vcpus` can use, of a size that virtio has, and a serial number that fits.
+    pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
+        let flag = SYNTAX.flag;
+        let in_range = |key, value: u16, least: u16, most: u16| match (least..=most).contains(&value) {
+            true => Ok(()),
+            false => Err(ConfigError::OutOfRange {
+                flag,
+                key,
+                value: value.into(),
+                least: least.into(),
+                most: most.into(),
+            }),
+        };
+        // One more would never be used.
+        in_range("num_queues", self.num_queues, 1, vcpus.into())?;
+        in_range("queue_size", self.queue_size, QUEUE_SIZES.0, QUEUE_SIZES.1)?;
+        let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });
+        if !self.queue_size.is_power_of_two() {
+            return conflict(format!("queue_size is {}, which is no power of two", self.queue_size));
+        }
+        match &self.serial {
+            Some(serial) if serial.len() > MAX_SERIAL_BYTES => conflict(format!(
+                "serial {serial:?} has {} bytes, at most {MAX_SERIAL_BYTES} fit",
+                serial.len()
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// What the disk is called that is the `nth`, counted from 0.
+    pub fn id_or_default(&self, nth: usize) -> String {
+        self.id.clone().unwrap_or_else(|| format!("_disk{nth}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(text: &str) -> String {
+        DiskConfig::parse(text).and_then(|disk| disk.validate(4)).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn the_flag_is_read() {
+        let disk = DiskConfig::parse(
+            "path=/d,readonly=on,direct=on,num_queues=4,queue_size=256,serial=abc,id=root,image_type=raw,\
+             sparse=off,iommu=off,backing_files=off",
+        )
+        .unwrap();
+        let expected = DiskConfig {
+            path: "/d".into(),
+            readonly: true,
+            direct: true,
+            num_queues: 4,
+            queue_size: 256,
+            serial: Some("abc".to_owned()),
+            id: Some("root".to_owned()),
+            image_type: Some(ImageType::Raw),
+            sparse: false,
+        };
+        assert_eq!(disk, expected);
+        assert!(disk.validate(4).is_ok());
+    }
+
+    #[test]
+    fn what_is_not_said_is_as_in_cloud_hypervisor() {
+        let disk = DiskConfig::parse("path=/d").unwrap();
+        assert_eq!((disk.readonly, disk.direct, disk.num_queues, disk.queue_size), (false, false, 1, 128));
+        assert!(disk.sparse && disk.validate(1).is_ok());
+        assert_eq!((disk.id_or_default(0), disk.id_or_default(2)), ("_disk0".into(), "_disk2".into()));
+        assert_eq!(serde_json::from_str::<DiskConfig>(r#"{"path": "/d"}"#).unwrap(), disk);
+    }
+
+    #[test]
+    fn errors_name_flag_value_and_bound() {
+        assert_eq!(error("readonly=on"), "--disk: path= is missing");
+        assert_eq!(error("path=/d,num_queues=5"), "--disk: num_queues is 5, and must be 1 to 4");
+        assert_eq!(error("path=/d,num_queues=0"), "--disk: num_queues is 0, and must be 1 to 4");
+        assert_eq!(error("path=/d,queue_size=2"), "--disk: queue_size is 2, and must be 4 to 1024");
+        assert_eq!(error("path=/d,queue_size=100"), "--disk: queue_size is 100, which is no power of two");
+        assert!(error("path=/d,serial=123456789012345678901").contains("21 bytes, at most 20 fit"));
+        assert!(error("path=/d,image_type=qcow2").contains("other types are not served"));
+        assert!(error("path=/d,vhost_user=on").contains("vhost-user is not implemented"));
+        assert!(error("path=/d,bw_size=1000").contains("no rate limits"));
+    }
+}

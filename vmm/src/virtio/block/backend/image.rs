@@ -1,0 +1,330 @@
+//! Raw image files and block devices.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use thiserror::Error;
+use tracing::{info, warn};
+
+use super::blocking::{Blocking, Store};
+use super::probe::{HEAD_BYTES, foreign_format};
+use super::uring::Uring;
+use super::{Backend, Executor, Geometry, ResizeError};
+use crate::virtio::block::buffer::Buffers;
+use crate::virtio::block::request::{DiskRange, SECTOR_BYTES, Unmap};
+
+/// What file systems and media work with, where nothing else is known.
+const PAGE_BYTES: u32 = 4096;
+/// Zeros that are written at once, where they have to be written.
+const ZEROS_BYTES: usize = 1 << 20;
+
+/// How an image is opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ImageOptions {
+    /// For reading alone.
+    pub readonly: bool,
+    /// Past the page cache (O_DIRECT).
+    pub direct: bool,
+    /// Ranges that are discarded give their blocks back to the file system.
+    pub sparse: bool,
+    /// It is a raw image, whatever it begins with.
+    pub surely_raw: bool,
+}
+
+/// Why an image cannot be a disk.
+#[derive(Debug, Error)]
+pub enum ImageError {
+    /// The file cannot be opened, or asked about.
+    #[error("{path:?} cannot be {done}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What was tried.
+        done: &'static str,
+        /// What the operating system says.
+        #[source]
+        source: io::Error,
+    },
+    /// A directory, a pipe.
+    #[error("{path:?} is neither a file nor a block device")]
+    Kind {
+        /// What it is not.
+        path: PathBuf,
+    },
+    /// Somebody else has it.
+    #[error("{path:?} is in use by another process, which {has}")]
+    InUse {
+        /// The file.
+        path: PathBuf,
+        /// What the other does.
+        has: &'static str,
+    },
+    /// An image, but not a raw one.
+    #[error(
+        "{path:?} is a {format} image, and only raw ones are served; `qemu-img convert -O raw` makes one, and \
+         image_type=raw takes the file as it is"
+    )]
+    Format {
+        /// The file.
+        path: PathBuf,
+        /// Its format.
+        format: &'static str,
+    },
+    /// Nothing to serve.
+    #[error("{path:?} has {size_bytes} bytes, less than a block of {block_bytes}")]
+    Empty {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        size_bytes: u64,
+        /// The unit.
+        block_bytes: u32,
+    },
+}
+
+/// A raw image that is open, and locked as long as it is.
+#[derive(Debug)]
+pub struct RawImage {
+    path: PathBuf,
+    file: File,
+    geometry: Geometry,
+    /// A file can be made longer; a device has its size.
+    is_file: bool,
+    size_bytes: AtomicU64,
+}
+
+impl RawImage {
+    /// Opens and locks the image at `path`.
+    pub fn open(path: &Path, options: ImageOptions) -> Result<Arc<Self>, ImageError> {
+        let error = |done| move |source| ImageError::Io { path: path.to_owned(), done, source };
+        // 1. Without O_DIRECT, which a probe would have to be aligned for. O_NONBLOCK: a pipe would wait.
+        let probed = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+        let mut probed = probed.map_err(error("opened"))?;
+        let kind = probed.metadata().map_err(error("looked at"))?.file_type();
+        if !kind.is_file() && !kind.is_block_device() {
+            return Err(ImageError::Kind { path: path.to_owned() });
+        }
+        let size_bytes = probed.seek(SeekFrom::End(0)).map_err(error("measured"))?;
+        if !options.surely_raw {
+            refuse_foreign(&mut probed, size_bytes, path)?;
+        }
+        drop(probed);
+        // 2. As it will be used.
+        let flags = if options.direct { libc::O_DIRECT } else { 0 };
+        let file = OpenOptions::new().read(true).write(!options.readonly).custom_flags(flags).open(path);
+        let done = match (options.direct, options.readonly) {
+            (true, _) => "opened with direct=on",
+            (false, true) => "opened",
+            (false, false) => "opened for writing; readonly=on needs less",
+        };
+        let file = file.map_err(error(done))?;
+        lock(&file, options.readonly, path)?;
+        // 3. What it is like.
+        let block_bytes = block_bytes(&file, kind.is_block_device(), options.direct);
+        let physical_block_bytes = block_bytes.max(PAGE_BYTES);
+        let served_bytes = size_bytes - size_bytes % u64::from(block_bytes);
+        if served_bytes == 0 {
+            return Err(ImageError::Empty { path: path.to_owned(), size_bytes, block_bytes });
+        }
+        if served_bytes != size_bytes {
+            warn!(?path, size_bytes, block_bytes, "The end of the image is no whole block and is not served");
+        }
+        let geometry = Geometry {
+            block_bytes,
+            physical_block_bytes,
+            read_only: options.readonly,
+            discard: options.sparse && !options.readonly,
+        };
+        let (path, size_bytes) = (path.to_owned(), AtomicU64::new(served_bytes));
+        Ok(Arc::new(Self { path, file, geometry, is_file: kind.is_file(), size_bytes }))
+    }
+
+    /// The open file.
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// `fallocate`, whose errors are told apart by the caller.
+    fn allocate(&self, mode: i32, range: DiskRange) -> io::Result<()> {
+        let offset = i64::try_from(range.offset_bytes()).map_err(io::Error::other)?;
+        let len = i64::try_from(range.len_bytes()).map_err(io::Error::other)?;
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: the call touches no memory.
+        match unsafe { libc::fallocate(self.file.as_raw_fd(), mode, offset, len) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// For file systems that have no better way, such as tmpfs.
+    fn write_out_zeroes(&self, range: DiskRange) -> io::Result<()> {
+        let mut zeros = Buffers::default().take(ZEROS_BYTES);
+        zeros.bytes_mut().fill(0);
+        let end = range.offset_bytes() + range.len_bytes();
+        for offset in (range.offset_bytes()..end).step_by(ZEROS_BYTES) {
+            let len = (end - offset).min(ZEROS_BYTES as u64) as usize;
+            self.file.write_all_at(&zeros.bytes()[..len], offset)?;
+        }
+        Ok(())
+    }
+}
+
+/// `fallocate` modes.
+pub(super) const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+
+impl Store for RawImage {
+    fn read(&self, offset_bytes: u64, data: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(data, offset_bytes)
+    }
+
+    fn write(&self, offset_bytes: u64, data: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(data, offset_bytes)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    /// A file system that cannot give blocks back keeps them: a discard is a hint (5.2.6.2).
+    fn discard(&self, range: DiskRange) -> io::Result<()> {
+        match self.allocate(PUNCH, range) {
+            Err(err) if err.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(()),
+            result => result,
+        }
+    }
+
+    fn write_zeroes(&self, range: DiskRange, unmap: Unmap) -> io::Result<()> {
+        let modes: &[i32] = if unmap == Unmap::Allowed { &[PUNCH, ZERO] } else { &[ZERO] };
+        for mode in modes {
+            match self.allocate(*mode, range) {
+                Err(err) if err.raw_os_error() == Some(libc::EOPNOTSUPP) => (),
+                result => return result,
+            }
+        }
+        self.write_out_zeroes(range)
+    }
+}
+
+impl Backend for Arc<RawImage> {
+    fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Ordering::Acquire)
+    }
+
+    fn start(&self, depth: u16) -> io::Result<Box<dyn Executor>> {
+        match Uring::new(Arc::clone(self), depth) {
+            Ok(uring) => Ok(Box::new(uring)),
+            Err(err) => {
+                let path = &self.path;
+                info!(?path, %err, "There is no io_uring: each queue does one transfer at a time");
+                Ok(Box::new(Blocking::new(Arc::clone(self))))
+            }
+        }
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Store::flush(&**self)
+    }
+
+    fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
+        let size_bytes = self.size_bytes();
+        let block_bytes = self.geometry.block_bytes;
+        if !wanted_bytes.is_multiple_of(u64::from(block_bytes)) {
+            return Err(ResizeError::PartOfBlock { wanted_bytes, block_bytes });
+        }
+        if wanted_bytes < size_bytes {
+            return Err(ResizeError::Shrinks { size_bytes, wanted_bytes });
+        }
+        let failed = |source| ResizeError::Io { wanted_bytes, source };
+        let now_bytes = (&self.file).seek(SeekFrom::End(0)).map_err(failed)?;
+        // Who resizes an image by other means only tells us.
+        if now_bytes < wanted_bytes {
+            if !self.is_file {
+                let reason = format!("the device has {now_bytes} bytes, not {wanted_bytes}");
+                return Err(ResizeError::NotHere(reason));
+            }
+            if self.geometry.read_only {
+                return Err(ResizeError::NotHere("it is read-only".to_owned()));
+            }
+            self.file.set_len(wanted_bytes).map_err(failed)?;
+        }
+        self.size_bytes.store(wanted_bytes, Ordering::Release);
+        Ok(())
+    }
+}
+
+fn refuse_foreign(file: &mut File, size_bytes: u64, path: &Path) -> Result<(), ImageError> {
+    let error = |source| ImageError::Io { path: path.to_owned(), done: "read", source };
+    let mut head = Vec::new();
+    file.rewind().map_err(error)?;
+    file.by_ref().take(HEAD_BYTES as u64).read_to_end(&mut head).map_err(error)?;
+    let mut tail = Vec::new();
+    file.seek(SeekFrom::Start(size_bytes.saturating_sub(SECTOR_BYTES))).map_err(error)?;
+    file.take(SECTOR_BYTES).read_to_end(&mut tail).map_err(error)?;
+    match foreign_format(&head, &tail) {
+        Some(format) => Err(ImageError::Format { path: path.to_owned(), format }),
+        None => Ok(()),
+    }
+}
+
+/// Many may read an image, or one may write it. The lock is of the open file: it ends with the process, and a second
+/// VMM finds it also where it has opened another name of the same file.
+fn lock(file: &File, shared: bool, path: &Path) -> Result<(), ImageError> {
+    let (kind, has) =
+        if shared { (libc::F_RDLCK, "writes it") } else { (libc::F_WRLCK, "reads or writes it") };
+    // SAFETY: all zeros are a valid value of this plain struct: the whole file, from its beginning.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = kind as i16;
+    lock.l_whence = libc::SEEK_SET as i16;
+    // SAFETY: `lock` is a valid `struct flock` for the time of the call.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &lock) } == 0 {
+        return Ok(());
+    }
+    let source = io::Error::last_os_error();
+    match source.raw_os_error() {
+        Some(libc::EAGAIN | libc::EACCES) => Err(ImageError::InUse { path: path.to_owned(), has }),
+        _ => Err(ImageError::Io { path: path.to_owned(), done: "locked", source }),
+    }
+}
+
+/// What every transfer must be a multiple of.
+fn block_bytes(file: &File, is_device: bool, direct: bool) -> u32 {
+    let known = match (is_device, direct) {
+        (true, _) => device_block_bytes(file),
+        (false, true) => direct_alignment(file),
+        (false, false) => Some(SECTOR_BYTES as u32),
+    };
+    let usable = |bytes: &u32| bytes.is_power_of_two() && (512..=PAGE_BYTES).contains(bytes);
+    known.filter(usable).unwrap_or(PAGE_BYTES)
+}
+
+/// BLKSSZGET: what the device addresses.
+fn device_block_bytes(file: &File) -> Option<u32> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the call writes one int.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::BLKSSZGET as _, &mut bytes) };
+    (result == 0).then(|| u32::try_from(bytes).ok()).flatten()
+}
+
+/// What O_DIRECT wants of offsets, where the kernel tells (since 6.1).
+fn direct_alignment(file: &File) -> Option<u32> {
+    // SAFETY: all zeros are a valid value of this plain struct.
+    let mut stat: libc::statx = unsafe { std::mem::zeroed() };
+    // SAFETY: an empty path with AT_EMPTY_PATH is the file itself; the call writes to `stat` alone.
+    let result = unsafe {
+        libc::statx(file.as_raw_fd(), c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &mut stat)
+    };
+    (result == 0 && stat.stx_mask & libc::STATX_DIOALIGN != 0 && stat.stx_dio_offset_align != 0)
+        .then_some(stat.stx_dio_offset_align)
+}

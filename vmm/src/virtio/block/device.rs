@@ -1,0 +1,126 @@
+//! The device: its configuration, and a thread with a worker for each queue.
+
+use std::sync::Arc;
+
+use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
+
+use super::backend::{Backend, ResizeError};
+use super::event::Worker;
+use super::metrics::BlockMetrics;
+use super::state::{Disk, DiskShape};
+use crate::event_loop::{EventLoop, EventLoopError};
+use crate::virtio::worker::WorkerSlot;
+use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
+
+/// A virtio-blk device.
+pub struct Block {
+    disk: Arc<Disk>,
+    queue_sizes: Vec<u16>,
+    /// By queue. They end before the threads that they are on.
+    workers: Vec<WorkerSlot>,
+    _threads: Vec<EventLoop>,
+}
+
+/// What the rest of the VMM does with a disk. Cheap to clone.
+#[derive(Clone)]
+pub struct BlockHandle {
+    disk: Arc<Disk>,
+}
+
+impl Block {
+    /// A device of this shape on `backend`, with its threads.
+    pub fn new(shape: DiskShape, backend: Box<dyn Backend>) -> Result<Self, EventLoopError> {
+        let queue_sizes = vec![shape.queue_size; usize::from(shape.queues)];
+        // As Cloud Hypervisor calls them, for tools that pin threads by their names.
+        let thread = |queue| EventLoop::spawn(&format!("{}_q{queue}", shape.id));
+        let threads: Vec<_> = (0..shape.queues).map(thread).collect::<Result<_, _>>()?;
+        let workers = threads.iter().map(|thread| WorkerSlot::new(thread.handle())).collect();
+        let disk = Arc::new(Disk::new(shape, backend));
+        Ok(Self { disk, queue_sizes, workers, _threads: threads })
+    }
+
+    /// A handle on the disk.
+    pub fn handle(&self) -> BlockHandle {
+        BlockHandle { disk: Arc::clone(&self.disk) }
+    }
+
+    fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        let Activation { view, interrupt, queues, features } = activation;
+        for ((index, queue), slot) in (0..).zip(queues).zip(&mut self.workers) {
+            // A driver may enable fewer queues than there are (5.2.5).
+            let Some(queue) = queue else { continue };
+            let (disk, interrupt) = (Arc::clone(&self.disk), Arc::clone(&interrupt));
+            let worker = Worker::new(disk, view.clone(), interrupt, (index, queue), features)?;
+            slot.start(Box::new(worker))?;
+        }
+        self.disk.set_driver(interrupt);
+        Ok(())
+    }
+}
+
+impl BlockHandle {
+    /// What the VMM calls the disk.
+    pub fn id(&self) -> &str {
+        &self.disk.shape().id
+    }
+
+    /// Its size now.
+    pub fn size_bytes(&self) -> u64 {
+        self.disk.backend().size_bytes()
+    }
+
+    /// Gives it another size, and tells the guest.
+    pub fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
+        self.disk.resize(wanted_bytes)
+    }
+
+    /// What it counts.
+    pub fn metrics(&self) -> Arc<BlockMetrics> {
+        Arc::clone(self.disk.metrics())
+    }
+}
+
+impl VirtioDevice for Block {
+    fn device_type(&self) -> u16 {
+        VIRTIO_ID_BLOCK as u16
+    }
+
+    fn name(&self) -> &str {
+        &self.disk.shape().id
+    }
+
+    fn features(&self) -> u64 {
+        self.disk.features()
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &self.queue_sizes
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        read_config_bytes(&self.disk.config(), offset, data);
+    }
+
+    fn write_config(&mut self, offset: u64, data: &[u8]) {
+        self.disk.write_config(offset, data);
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
+        if !matches!(activation.queues.first(), Some(Some(_))) {
+            return Err(ActivateError::QueueMissing { index: 0 });
+        }
+        let result = self.start(activation);
+        if result.is_err() {
+            self.reset();
+        }
+        result
+    }
+
+    /// What is under way is carried out before this returns.
+    fn reset(&mut self) {
+        self.workers.iter_mut().for_each(|worker| {
+            worker.stop();
+        });
+        self.disk.forget_driver();
+    }
+}

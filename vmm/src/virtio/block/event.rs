@@ -1,0 +1,303 @@
+//! The worker of one queue, on a thread of its own: takes requests, has them carried out, gives the answers.
+//!
+//! A guard of guest memory is held to take requests and copy what they write, and again to copy what was read and
+//! answer; never while the disk works.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use tracing::debug;
+use virtio_queue::QueueT;
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
+
+use super::backend::{Done, Executor, Step};
+use super::buffer::Buffers;
+use super::job::{Job, Next, PIECE_BYTES_MAX};
+use super::metrics::Kind;
+use super::request::{Operation, Request, Status};
+use super::state::Disk;
+use crate::interrupt::VirtioInterrupt;
+use crate::log::sparsely;
+use crate::memory::view::{GuestView, MappedMemory};
+use crate::virtio::ActiveQueue;
+
+const KICK: u32 = 0;
+const DONE: u32 = 1;
+
+/// Copies of guest memory that one queue has at most; requests beyond that wait in the ring.
+const COPIED_BYTES_MAX: u64 = 16 * PIECE_BYTES_MAX;
+/// Passes over the queue before the event loop has its turn: a driver that is as fast as we are would keep us from
+/// being stopped.
+const PASSES: usize = 64;
+
+/// What a worker is made with.
+pub(super) struct Worker {
+    disk: Arc<Disk>,
+    view: GuestView,
+    interrupt: Arc<dyn VirtioInterrupt>,
+    index: u16,
+    queue: ActiveQueue,
+    features: u64,
+    executor: Box<dyn Executor>,
+    buffers: Buffers,
+    /// By token.
+    jobs: Vec<Option<Job>>,
+    /// Tokens that are not used.
+    free: Vec<usize>,
+    /// Bytes in the buffers of jobs.
+    copied_bytes: u64,
+    /// Something was put into the used ring that the driver has not been told of.
+    used: bool,
+}
+
+impl Worker {
+    pub(super) fn new(
+        disk: Arc<Disk>,
+        view: GuestView,
+        interrupt: Arc<dyn VirtioInterrupt>,
+        (index, queue): (u16, ActiveQueue),
+        features: u64,
+    ) -> io::Result<Self> {
+        let depth = queue.queue.size();
+        let executor = disk.backend().start(depth)?;
+        Ok(Self {
+            disk,
+            view,
+            interrupt,
+            index,
+            queue,
+            features,
+            executor,
+            buffers: Buffers::default(),
+            jobs: (0..depth).map(|_| None).collect(),
+            free: (0..usize::from(depth)).collect(),
+            copied_bytes: 0,
+            used: false,
+        })
+    }
+
+    /// Works until there is nothing to do but wait.
+    fn serve(&mut self) {
+        for _ in 0..PASSES {
+            let steps = self.take();
+            let taken = !steps.is_empty();
+            steps.into_iter().for_each(|(token, step)| self.executor.add(token, step));
+            self.executor.begin();
+            let finished = self.finish();
+            self.tell();
+            if !taken && !finished && !self.executor.arm() && !self.is_wanted() {
+                return;
+            }
+        }
+        self.queue.come_back();
+    }
+
+    /// Takes requests out of the ring, under one guard: the first step of each.
+    fn take(&mut self) -> Vec<(usize, Step)> {
+        let view = self.view.clone();
+        let guard = view.memory();
+        let memory: &MappedMemory = &guard;
+        let limits = self.disk.limits(self.features);
+        let mut steps = Vec::new();
+        if let Err(err) = self.queue.queue.disable_notification(memory) {
+            debug!(%err, "The driver cannot be told to be quiet");
+        }
+        // What is refused counts as well: under a guard, only so many.
+        for _ in 0..self.executor.batch() {
+            if self.free.is_empty() || self.copied_bytes >= COPIED_BYTES_MAX {
+                break;
+            }
+            let Some(mut chain) = self.queue.queue.pop_descriptor_chain(memory) else { break };
+            let head = chain.head_index();
+            match Request::parse(memory, &mut chain, &limits) {
+                Ok(request) => steps.extend(self.begin(memory, request)),
+                Err(refusal) => {
+                    self.disk.metrics().bad_requests.fetch_add(1, Ordering::Relaxed);
+                    let id = &self.disk.shape().id;
+                    debug!(disk = id, err = %refusal.error, "A request is refused");
+                    match refusal.status {
+                        Some(status) => self.answer(memory, head, status, refusal.error.status(), 0),
+                        None => self.give_back(memory, head, 0),
+                    }
+                }
+            }
+        }
+        steps
+    }
+
+    /// The first step of a request; `None`: it is answered already.
+    fn begin(&mut self, memory: &MappedMemory, request: Request) -> Option<(usize, Step)> {
+        let kind = Kind::from(&request.operation);
+        if let Operation::GetId(segments) = &request.operation {
+            let serial = self.disk.serial();
+            let len = segments.len_bytes();
+            let result = segments.write(memory, 0, &serial[..len as usize]).map_err(io::Error::other);
+            self.end(memory, &request, kind, result.map(|()| len));
+            return None;
+        }
+        // After a flush that failed nothing may look as if it were on the disk.
+        let changes = !matches!(kind, Kind::Read | Kind::GetId);
+        if changes && self.disk.has_failed() {
+            self.end(memory, &request, kind, Err(io::ErrorKind::ReadOnlyFilesystem.into()));
+            return None;
+        }
+        let token = self.free.pop().expect("a token, as the caller has seen");
+        self.copied_bytes += held_bytes(&request);
+        let job = Job::new(request, self.disk.writes_through(self.features));
+        self.go_on(memory, token, job).map(|step| (token, step))
+    }
+
+    /// The next step of a job; `None`: it is answered.
+    fn go_on(&mut self, memory: &MappedMemory, token: usize, mut job: Job) -> Option<Step> {
+        match job.next(memory, &mut self.buffers) {
+            Ok(Next::Step(step)) => {
+                self.jobs[token] = Some(job);
+                Some(step)
+            }
+            Ok(Next::Finished(len)) => self.end_job(memory, token, &job, Ok(len)),
+            Err(err) => self.end_job(memory, token, &job, Err(err)),
+        }
+    }
+
+    fn end_job(
+        &mut self,
+        memory: &MappedMemory,
+        token: usize,
+        job: &Job,
+        result: io::Result<u64>,
+    ) -> Option<Step> {
+        self.free.push(token);
+        self.copied_bytes -= held_bytes(job.request());
+        self.end(memory, job.request(), Kind::from(&job.request().operation), result);
+        None
+    }
+
+    /// Answers what the executor is done with, under one guard, and has jobs that go on take their next step. False if
+    /// nothing was.
+    fn finish(&mut self) -> bool {
+        let mut done = Vec::new();
+        while done.len() < self.jobs.len()
+            && let Some(one) = self.executor.next_done()
+        {
+            done.push(one);
+        }
+        if done.is_empty() {
+            return false;
+        }
+        let view = self.view.clone();
+        let guard = view.memory();
+        let memory: &MappedMemory = &guard;
+        for Done { token, step, result } in done {
+            let job = self.jobs[token].take().expect("the job of a step that was begun");
+            if let Step::Flush = step {
+                self.disk.flushed(job.since(), &result);
+            }
+            let result = result.and_then(|()| job.done(memory, &step));
+            if let Some(buffer) = step.into_buffer() {
+                self.buffers.put(buffer);
+            }
+            let next = match result {
+                Ok(()) => self.go_on(memory, token, job),
+                Err(err) => self.end_job(memory, token, &job, Err(err)),
+            };
+            if let Some(step) = next {
+                self.executor.add(token, step);
+            }
+        }
+        true
+    }
+
+    /// Counts and answers a request: with the bytes that went to its buffers, or an error.
+    fn end(&mut self, memory: &MappedMemory, request: &Request, kind: Kind, result: io::Result<u64>) {
+        let metrics = self.disk.metrics();
+        metrics.finished(kind, result.is_ok());
+        let (status, len) = match result {
+            Ok(len) => {
+                metrics.transferred(kind, transferred_bytes(request));
+                (Status::Ok, len)
+            }
+            Err(err) => {
+                let (disk, operation) = (&self.disk.shape().id, kind.as_str());
+                sparsely!(warn, disk, operation, %err, "A request of the guest has failed");
+                (Status::IoError, 0)
+            }
+        };
+        self.answer(memory, request.head, request.status, status, len);
+    }
+
+    /// Writes the status, and gives the chain back: `len` bytes and the status were written.
+    fn answer(&mut self, memory: &MappedMemory, head: u16, at: GuestAddress, status: Status, len: u64) {
+        let len = match memory.write_obj(status.code(), at) {
+            // A chain has less than 2^32 bytes, its status among them.
+            Ok(()) => u32::try_from(len + 1).unwrap_or(u32::MAX),
+            Err(err) => {
+                self.disk.metrics().bad_requests.fetch_add(1, Ordering::Relaxed);
+                debug!(disk = self.disk.shape().id, %err, "A status byte is not in memory");
+                0
+            }
+        };
+        self.give_back(memory, head, len);
+    }
+
+    fn give_back(&mut self, memory: &MappedMemory, head: u16, len: u32) {
+        self.used |= self.queue.give_back(memory, head, len);
+    }
+
+    /// Interrupts, if there is something new and the driver wants to know.
+    fn tell(&mut self) {
+        if !std::mem::take(&mut self.used) {
+            return;
+        }
+        let tell = self.queue.queue.needs_notification(&*self.view.memory()).unwrap_or(true);
+        if tell && let Err(err) = self.interrupt.signal_queue(self.index) {
+            sparsely!(warn, disk = self.disk.shape().id, %err, "A disk cannot interrupt");
+        }
+    }
+
+    /// Lets the driver notify again; true if it has added something that it will not notify of.
+    fn is_wanted(&mut self) -> bool {
+        if self.free.is_empty() || self.copied_bytes >= COPIED_BYTES_MAX {
+            // The next answer brings us back.
+            return false;
+        }
+        self.queue.queue.enable_notification(&*self.view.memory()).unwrap_or(false)
+    }
+}
+
+/// What a request has in a buffer at a time.
+fn held_bytes(request: &Request) -> u64 {
+    transferred_bytes(request).min(PIECE_BYTES_MAX)
+}
+
+/// What a request moves between disk and guest.
+fn transferred_bytes(request: &Request) -> u64 {
+    match &request.operation {
+        Operation::Read(range, _) | Operation::Write(range, _) => range.len_bytes(),
+        _ => 0,
+    }
+}
+
+impl MutEventSubscriber for Worker {
+    fn init(&mut self, ops: &mut EventOps) {
+        self.queue.watch(KICK, ops);
+        if let Some(event) = self.executor.event()
+            && let Err(err) = ops.add(Events::with_data(event, DONE, EventSet::IN))
+        {
+            sparsely!(error, ?err, disk = self.disk.shape().id, "Cannot wait for a disk");
+        }
+        self.serve();
+    }
+
+    fn process(&mut self, events: Events, _: &mut EventOps) {
+        match events.data() {
+            KICK => self.queue.clear_kick(),
+            _ => {
+                // Fails only when somebody else has seen it.
+                let _ = self.executor.event().map(|event| event.read());
+            }
+        }
+        self.serve();
+    }
+}

@@ -1,0 +1,112 @@
+//! A request on its way: the steps that it takes, one after the other.
+//!
+//! A request may be larger than anybody wants to copy at once: then it goes in pieces.
+
+use std::io;
+use std::time::Instant;
+
+use vm_memory::GuestMemory;
+
+use super::backend::Step;
+use super::buffer::Buffers;
+use super::metrics::Kind;
+use super::request::{Operation, Request};
+
+/// The most that is copied and transferred at once.
+pub const PIECE_BYTES_MAX: u64 = 1 << 20;
+
+/// What comes next.
+pub enum Next {
+    /// This is to be done.
+    Step(Step),
+    /// Nothing more: the bytes that were written to the guest's buffers.
+    Finished(u64),
+}
+
+/// A request that was begun.
+pub struct Job {
+    request: Request,
+    /// Each write is durable before it is answered.
+    writes_through: bool,
+    /// Bytes, or ranges, whose steps were given out.
+    begun: u64,
+    /// The step that makes a write durable was given out.
+    flushed: bool,
+    /// When the step that is under way was given out.
+    since: Instant,
+}
+
+impl Job {
+    /// Nothing is done yet.
+    pub fn new(request: Request, writes_through: bool) -> Self {
+        Self { request, writes_through, begun: 0, flushed: false, since: Instant::now() }
+    }
+
+    /// The request.
+    pub fn request(&self) -> &Request {
+        &self.request
+    }
+
+    /// When the step that is under way was given out.
+    pub fn since(&self) -> Instant {
+        self.since
+    }
+
+    /// The next step. What it writes is copied from the guest now: `Err`, its buffers are not in memory.
+    pub fn next<M: GuestMemory>(&mut self, memory: &M, buffers: &mut Buffers) -> io::Result<Next> {
+        self.since = Instant::now();
+        if let Some(step) = self.next_transfer(memory, buffers)? {
+            return Ok(Next::Step(step));
+        }
+        let writes = !matches!(Kind::from(&self.request.operation), Kind::Read | Kind::GetId);
+        let wants_flush = writes && (self.writes_through || self.request.operation == Operation::Flush);
+        if wants_flush && !self.flushed {
+            self.flushed = true;
+            return Ok(Next::Step(Step::Flush));
+        }
+        Ok(Next::Finished(match &self.request.operation {
+            Operation::Read(range, _) => range.len_bytes(),
+            _ => 0,
+        }))
+    }
+
+    fn next_transfer<M: GuestMemory>(
+        &mut self,
+        memory: &M,
+        buffers: &mut Buffers,
+    ) -> io::Result<Option<Step>> {
+        let begun = self.begun;
+        Ok(match &self.request.operation {
+            Operation::Read(range, _) | Operation::Write(range, _) if begun < range.len_bytes() => {
+                let len = (range.len_bytes() - begun).min(PIECE_BYTES_MAX);
+                let offset = range.offset_bytes() + begun;
+                let mut buffer = buffers.take(len as usize);
+                self.begun += len;
+                if let Operation::Write(_, segments) = &self.request.operation {
+                    segments.read(memory, begun, buffer.bytes_mut()).map_err(io::Error::other)?;
+                    Some(Step::Write(offset, buffer))
+                } else {
+                    Some(Step::Read(offset, buffer))
+                }
+            }
+            Operation::Discard(ranges) => {
+                self.begun += 1;
+                ranges.get(begun as usize).map(|range| Step::Discard(*range))
+            }
+            Operation::WriteZeroes(ranges) => {
+                self.begun += 1;
+                ranges.get(begun as usize).map(|(range, unmap)| Step::WriteZeroes(*range, *unmap))
+            }
+            Operation::Read(..) | Operation::Write(..) | Operation::Flush | Operation::GetId(_) => None,
+        })
+    }
+
+    /// A step has been done: what was read goes to the guest.
+    pub fn done<M: GuestMemory>(&self, memory: &M, step: &Step) -> io::Result<()> {
+        let (Step::Read(offset, buffer), Operation::Read(range, segments)) = (step, &self.request.operation)
+        else {
+            return Ok(());
+        };
+        segments.write(memory, offset - range.offset_bytes(), buffer.bytes()).map_err(io::Error::other)
+    }
+}

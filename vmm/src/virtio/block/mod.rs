@@ -1,0 +1,20 @@
+//! virtio-blk (virtio 1.3, 5.2): disks of image files and block devices.
+//!
+//! [`request`] parses, [`job`] cuts a request into steps, a [`backend`] carries them out, and a worker for each queue
+//! (`event`) moves all that along. docs/decisions/0008-disks.md says why they are cut like this.
+
+pub mod backend;
+pub mod buffer;
+pub mod device;
+mod event;
+pub mod job;
+pub mod metrics;
+pub mod request;
+pub mod segments;
+pub mod state;
+#[cfg(test)]
+mod tests;
+
+pub use self::device::{Block, BlockHandle};
+pub use self::metrics::{BlockMetrics, Kind};
+pub use self::state::DiskShape;

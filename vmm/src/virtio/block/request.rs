@@ -1,0 +1,404 @@
+//! Requests of the virtio-blk driver (virtio 1.3, 5.2.6): parsed once into a type that can be carried out as it is.
+//!
+//! The driver may cut a request into descriptors as it likes (2.7.4.1), so nothing here depends on where one ends:
+//! what the device may read begins with the header, what it may write ends with the status byte.
+
+use thiserror::Error;
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_ID_BYTES, VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD,
+    VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
+    VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP,
+};
+use virtio_queue::DescriptorChain;
+use vm_memory::{GuestAddress, GuestMemory};
+
+use super::segments::{Segment, Segments};
+
+/// The unit of a request's address and of the capacity, whatever the block size is (5.2.6).
+pub const SECTOR_BYTES: u64 = 512;
+/// Ranges in one DISCARD or WRITE ZEROES request.
+pub const MAX_RANGES: u32 = 32;
+/// Sectors of such a range: 2 GiB.
+pub const MAX_RANGE_SECTORS: u32 = 1 << 22;
+
+/// Type, reserved, and first sector.
+const HEADER_LEN: u64 = 16;
+/// `struct virtio_blk_discard_write_zeroes`: first sector, sectors, flags.
+const RANGE_LEN: u64 = 16;
+
+/// What a request is held against.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of the disk, whole blocks.
+    pub capacity_bytes: u64,
+    /// What every address and length is a multiple of; itself one of [`SECTOR_BYTES`].
+    pub block_bytes: u32,
+    /// Nothing may change the disk.
+    pub read_only: bool,
+    /// DISCARD was agreed on.
+    pub discard: bool,
+    /// WRITE ZEROES was agreed on.
+    pub write_zeroes: bool,
+    /// The most descriptors of one request.
+    pub max_descriptors: u16,
+}
+
+/// A part of the disk: whole blocks within its capacity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiskRange {
+    offset_bytes: u64,
+    len_bytes: u64,
+}
+
+impl DiskRange {
+    /// `len_bytes` from `first_sector`, if that is a part of the disk that can be addressed.
+    pub fn new(first_sector: u64, len_bytes: u64, limits: &Limits) -> Result<Self, RequestError> {
+        let outside =
+            RequestError::Outside { first_sector, len_bytes, capacity_bytes: limits.capacity_bytes };
+        let Some(offset_bytes) = first_sector.checked_mul(SECTOR_BYTES) else { return Err(outside) };
+        match offset_bytes.checked_add(len_bytes) {
+            Some(end) if end <= limits.capacity_bytes => (),
+            _ => return Err(outside),
+        }
+        let block_bytes = u64::from(limits.block_bytes);
+        if !offset_bytes.is_multiple_of(block_bytes) || !len_bytes.is_multiple_of(block_bytes) {
+            return Err(RequestError::PartOfBlock {
+                first_sector,
+                len_bytes,
+                block_bytes: limits.block_bytes,
+            });
+        }
+        Ok(Self { offset_bytes, len_bytes })
+    }
+
+    /// Where it begins.
+    pub fn offset_bytes(&self) -> u64 {
+        self.offset_bytes
+    }
+
+    /// How long it is.
+    pub fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+}
+
+/// What the driver asks for: it can be carried out, unless memory or media fail.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// From the disk into memory; as long as the buffers are.
+    Read(DiskRange, Segments),
+    /// From memory to the disk.
+    Write(DiskRange, Segments),
+    /// What was answered before is durable.
+    Flush,
+    /// The serial number into memory.
+    GetId(Segments),
+    /// These ranges are not needed any more.
+    Discard(Vec<DiskRange>),
+    /// These ranges read as zeros; the flag allows to give their blocks away.
+    WriteZeroes(Vec<(DiskRange, Unmap)>),
+}
+
+/// Whether blocks that are to be zero may be given away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unmap {
+    /// They may.
+    Allowed,
+    /// They must stay: a later write must not fail for want of room.
+    Forbidden,
+}
+
+/// A request, and where its answer goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// Head of its chain.
+    pub head: u16,
+    /// Where the status byte is.
+    pub status: GuestAddress,
+    /// What is asked.
+    pub operation: Operation,
+}
+
+/// The status byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Status {
+    /// Done.
+    Ok,
+    /// Not done.
+    IoError,
+    /// Not known here.
+    Unsupported,
+}
+
+impl Status {
+    /// As the driver reads it.
+    pub fn code(self) -> u8 {
+        (match self {
+            Self::Ok => VIRTIO_BLK_S_OK,
+            Self::IoError => VIRTIO_BLK_S_IOERR,
+            Self::Unsupported => VIRTIO_BLK_S_UNSUPP,
+        }) as u8
+    }
+}
+
+/// A chain that is no request to be carried out.
+#[derive(Debug)]
+pub struct Refusal {
+    /// Where the status byte is; `None`: the chain can only be given back.
+    pub status: Option<GuestAddress>,
+    /// Why.
+    pub error: RequestError,
+}
+
+/// Why a request is refused.
+#[derive(Debug, Error)]
+pub enum RequestError {
+    /// The chain does not end as it says.
+    #[error("The chain is broken after {descriptors} descriptors")]
+    Broken {
+        /// How many could be read.
+        descriptors: usize,
+    },
+    /// More descriptors than the device takes.
+    #[error("The chain has more than {max} descriptors")]
+    TooManyDescriptors {
+        /// The bound.
+        max: u16,
+    },
+    /// What the device reads comes after what it writes.
+    #[error("A descriptor that is read follows one that is written")]
+    Order,
+    /// There is no place for the status.
+    #[error("There is no status byte")]
+    NoStatus,
+    /// The header is incomplete.
+    #[error("The header has {len} bytes, needed are {HEADER_LEN}")]
+    ShortHeader {
+        /// Its length.
+        len: u64,
+    },
+    /// The header, or what follows it, is not in memory.
+    #[error("The {what} cannot be read")]
+    Memory {
+        /// Which part.
+        what: &'static str,
+        /// What vm-memory says.
+        #[source]
+        source: vm_memory::guest_memory::Error,
+    },
+    /// A type that the device does not have, or that was not agreed on.
+    #[error("Requests of type {kind} are not supported")]
+    UnknownType {
+        /// The type.
+        kind: u32,
+    },
+    /// Buffers that the type has no use for.
+    #[error("A request of type {kind} has {len} bytes of buffers that go the wrong way")]
+    Direction {
+        /// The type.
+        kind: u32,
+        /// How many.
+        len: u64,
+    },
+    /// Not a part of the disk.
+    #[error("{len_bytes} bytes from sector {first_sector} are not within the disk's {capacity_bytes} bytes")]
+    Outside {
+        /// Where it begins.
+        first_sector: u64,
+        /// How long it is.
+        len_bytes: u64,
+        /// The bound.
+        capacity_bytes: u64,
+    },
+    /// Not whole blocks.
+    #[error("{len_bytes} bytes from sector {first_sector} are not whole blocks of {block_bytes} bytes")]
+    PartOfBlock {
+        /// Where it begins.
+        first_sector: u64,
+        /// How long it is.
+        len_bytes: u64,
+        /// The unit.
+        block_bytes: u32,
+    },
+    /// A change of what must not change.
+    #[error("The disk is read-only, and the request is of type {kind}")]
+    ReadOnly {
+        /// The type.
+        kind: u32,
+    },
+    /// No list of ranges.
+    #[error("{len} bytes are not 1 to {MAX_RANGES} ranges of {RANGE_LEN} bytes")]
+    BadRanges {
+        /// How many bytes there are.
+        len: u64,
+    },
+    /// A range that is longer than the device said.
+    #[error("A range has {sectors} sectors, at most {MAX_RANGE_SECTORS} are taken")]
+    LongRange {
+        /// Its length.
+        sectors: u32,
+    },
+    /// Flags that are reserved, or do not belong to the type.
+    #[error("The flags {flags:#x} do not go with type {kind}")]
+    BadFlags {
+        /// The type.
+        kind: u32,
+        /// The flags.
+        flags: u32,
+    },
+}
+
+impl RequestError {
+    /// What the driver is told (5.2.6.2).
+    pub fn status(&self) -> Status {
+        match self {
+            Self::UnknownType { .. } | Self::BadFlags { .. } => Status::Unsupported,
+            _ => Status::IoError,
+        }
+    }
+}
+
+/// `struct virtio_blk_req` without its data.
+struct Header {
+    kind: u32,
+    first_sector: u64,
+}
+
+impl Request {
+    /// Reads a request from `chain`, which was popped from the queue in `memory`. Buffers are looked at when they
+    /// are used: they may be gone by then.
+    pub fn parse<M: GuestMemory>(
+        memory: &M,
+        chain: &mut DescriptorChain<&M>,
+        limits: &Limits,
+    ) -> Result<Self, Refusal> {
+        let head = chain.head_index();
+        let (mut readable, mut writable) =
+            collect(chain, limits).map_err(|error| Refusal { status: None, error })?;
+        let Some(status) = writable.cut_last_byte() else {
+            return Err(Refusal { status: None, error: RequestError::NoStatus });
+        };
+        let operation = read_header(memory, &mut readable)
+            .and_then(|header| operation(memory, &header, readable, writable, limits))
+            .map_err(|error| Refusal { status: Some(status), error })?;
+        Ok(Self { head, status, operation })
+    }
+}
+
+/// What the device may read, and what it may write.
+fn collect<M: GuestMemory>(
+    chain: &mut DescriptorChain<&M>,
+    limits: &Limits,
+) -> Result<(Segments, Segments), RequestError> {
+    let (mut readable, mut writable) = (Segments::default(), Segments::default());
+    let (mut descriptors, mut goes_on) = (0, true);
+    for descriptor in chain {
+        descriptors += 1;
+        if descriptors > usize::from(limits.max_descriptors) {
+            return Err(RequestError::TooManyDescriptors { max: limits.max_descriptors });
+        }
+        goes_on = descriptor.has_next();
+        let segment = Segment { address: descriptor.addr(), len: descriptor.len() };
+        if descriptor.is_write_only() {
+            writable.push(segment);
+        } else if !writable.is_empty() {
+            return Err(RequestError::Order);
+        } else {
+            readable.push(segment);
+        }
+    }
+    // The iterator ends without a word at a loop, at a descriptor that is none, and at a table within a table.
+    if goes_on { Err(RequestError::Broken { descriptors }) } else { Ok((readable, writable)) }
+}
+
+fn read_header<M: GuestMemory>(memory: &M, readable: &mut Segments) -> Result<Header, RequestError> {
+    let len = readable.len_bytes();
+    let parts = readable.cut_front(HEADER_LEN).ok_or(RequestError::ShortHeader { len })?;
+    let mut bytes = [0; HEADER_LEN as usize];
+    parts.read(memory, 0, &mut bytes).map_err(|source| RequestError::Memory { what: "header", source })?;
+    Ok(Header { kind: le32(&bytes, 0), first_sector: le64(&bytes, 8) })
+}
+
+fn operation<M: GuestMemory>(
+    memory: &M,
+    header: &Header,
+    readable: Segments,
+    writable: Segments,
+    limits: &Limits,
+) -> Result<Operation, RequestError> {
+    let kind = header.kind;
+    let only = |used: Segments, other: Segments| match other.len_bytes() {
+        0 => Ok(used),
+        len => Err(RequestError::Direction { kind, len }),
+    };
+    let writes = || if limits.read_only { Err(RequestError::ReadOnly { kind }) } else { Ok(()) };
+    let range = |buffers: &Segments| DiskRange::new(header.first_sector, buffers.len_bytes(), limits);
+    match kind {
+        VIRTIO_BLK_T_IN => {
+            let buffers = only(writable, readable)?;
+            Ok(Operation::Read(range(&buffers)?, buffers))
+        }
+        VIRTIO_BLK_T_OUT => {
+            // The device MUST answer IOERR, and write nothing, where it offers RO (5.2.6.2).
+            writes()?;
+            let buffers = only(readable, writable)?;
+            Ok(Operation::Write(range(&buffers)?, buffers))
+        }
+        VIRTIO_BLK_T_FLUSH => Ok(Operation::Flush),
+        VIRTIO_BLK_T_GET_ID => {
+            let mut buffers = only(writable, readable)?;
+            buffers.truncate(u64::from(VIRTIO_BLK_ID_BYTES));
+            Ok(Operation::GetId(buffers))
+        }
+        VIRTIO_BLK_T_DISCARD if limits.discard => {
+            writes()?;
+            let ranges = ranges(memory, kind, &only(readable, writable)?, limits)?;
+            Ok(Operation::Discard(ranges.into_iter().map(|(range, _)| range).collect()))
+        }
+        VIRTIO_BLK_T_WRITE_ZEROES if limits.write_zeroes => {
+            writes()?;
+            Ok(Operation::WriteZeroes(ranges(memory, kind, &only(readable, writable)?, limits)?))
+        }
+        kind => Err(RequestError::UnknownType { kind }),
+    }
+}
+
+/// The ranges of a DISCARD or WRITE ZEROES request.
+fn ranges<M: GuestMemory>(
+    memory: &M,
+    kind: u32,
+    list: &Segments,
+    limits: &Limits,
+) -> Result<Vec<(DiskRange, Unmap)>, RequestError> {
+    let len = list.len_bytes();
+    if len == 0 || !len.is_multiple_of(RANGE_LEN) || len > RANGE_LEN * u64::from(MAX_RANGES) {
+        return Err(RequestError::BadRanges { len });
+    }
+    let mut bytes = vec![0; len as usize];
+    list.read(memory, 0, &mut bytes)
+        .map_err(|source| RequestError::Memory { what: "list of ranges", source })?;
+    bytes.chunks_exact(RANGE_LEN as usize).map(|range| one_range(kind, range, limits)).collect()
+}
+
+fn one_range(kind: u32, bytes: &[u8], limits: &Limits) -> Result<(DiskRange, Unmap), RequestError> {
+    let (first_sector, sectors, flags) = (le64(bytes, 0), le32(bytes, 8), le32(bytes, 12));
+    // Unknown flags are UNSUPP, and so is unmap in a DISCARD (5.2.6.2).
+    let unmap = match (kind, flags) {
+        (_, 0) => Unmap::Forbidden,
+        (VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP) => Unmap::Allowed,
+        _ => return Err(RequestError::BadFlags { kind, flags }),
+    };
+    if sectors > MAX_RANGE_SECTORS {
+        return Err(RequestError::LongRange { sectors });
+    }
+    let range = DiskRange::new(first_sector, u64::from(sectors) * SECTOR_BYTES, limits)?;
+    Ok((range, unmap))
+}
+
+fn le32(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+}
+
+fn le64(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+}

@@ -1,0 +1,108 @@
+//! Buffers of the guest as its driver lists them, one after the other.
+
+use vm_memory::guest_memory::Error as AccessError;
+use vm_memory::{Bytes, GuestAddress, GuestMemory};
+
+/// Consecutive bytes of guest memory, if they are there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// The first one.
+    pub address: GuestAddress,
+    /// How many.
+    pub len: u32,
+}
+
+/// Buffers in a row. Nothing says that they are in memory before they are used.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Segments(Vec<Segment>);
+
+impl Segments {
+    /// Adds one at the end; an empty one is nothing.
+    pub fn push(&mut self, segment: Segment) {
+        if segment.len > 0 {
+            self.0.push(segment);
+        }
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Bytes of all: a chain has less than 2^16 descriptors of less than 2^32 bytes, so they add up.
+    pub fn len_bytes(&self) -> u64 {
+        self.0.iter().map(|segment| u64::from(segment.len)).sum()
+    }
+
+    /// Takes the last byte away: its address.
+    pub fn cut_last_byte(&mut self) -> Option<GuestAddress> {
+        let last = self.0.last_mut()?;
+        last.len -= 1;
+        // A buffer that goes beyond the address space has no last byte.
+        let address = last.address.0.checked_add(u64::from(last.len));
+        if last.len == 0 {
+            self.0.pop();
+        }
+        address.map(GuestAddress)
+    }
+
+    /// Takes the first `len_bytes` away, if there are so many.
+    pub fn cut_front(&mut self, len_bytes: u64) -> Option<Self> {
+        if self.len_bytes() < len_bytes {
+            return None;
+        }
+        let front = self.part(0, len_bytes);
+        *self = self.part(len_bytes, u64::MAX);
+        Some(front)
+    }
+
+    /// Leaves out what is behind `len_bytes`.
+    pub fn truncate(&mut self, len_bytes: u64) {
+        *self = self.part(0, len_bytes);
+    }
+
+    /// Copies from guest memory, beginning `skip_bytes` into the buffers, until `data` is full.
+    pub fn read<M: GuestMemory>(
+        &self,
+        memory: &M,
+        skip_bytes: u64,
+        data: &mut [u8],
+    ) -> Result<(), AccessError> {
+        let mut rest = data;
+        for segment in self.part(skip_bytes, rest.len() as u64).0 {
+            let (now, later) = rest.split_at_mut(segment.len as usize);
+            memory.read_slice(now, segment.address)?;
+            rest = later;
+        }
+        assert!(rest.is_empty(), "more is read than the buffers have");
+        Ok(())
+    }
+
+    /// Copies `data` to guest memory, beginning `skip_bytes` into the buffers.
+    pub fn write<M: GuestMemory>(&self, memory: &M, skip_bytes: u64, data: &[u8]) -> Result<(), AccessError> {
+        let mut rest = data;
+        for segment in self.part(skip_bytes, rest.len() as u64).0 {
+            let (now, later) = rest.split_at(segment.len as usize);
+            memory.write_slice(now, segment.address)?;
+            rest = later;
+        }
+        assert!(rest.is_empty(), "more is written than the buffers have");
+        Ok(())
+    }
+
+    /// Up to `len_bytes` behind the first `skip_bytes`.
+    fn part(&self, skip_bytes: u64, len_bytes: u64) -> Self {
+        let (mut skip, mut left) = (skip_bytes, len_bytes);
+        let mut part = Self::default();
+        for segment in &self.0 {
+            let skipped = skip.min(u64::from(segment.len));
+            let len = (u64::from(segment.len) - skipped).min(left);
+            skip -= skipped;
+            left -= len;
+            // Where it goes beyond the address space, an address that nothing is at does as well.
+            let address = GuestAddress(segment.address.0.saturating_add(skipped));
+            part.push(Segment { address, len: len as u32 });
+        }
+        part
+    }
+}

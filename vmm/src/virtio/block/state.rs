@@ -1,0 +1,213 @@
+//! What a disk's front, its queues' workers and its handles share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use parking_lot::Mutex;
+use tracing::error;
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH,
+    VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_TOPOLOGY, VIRTIO_BLK_F_WRITE_ZEROES,
+    VIRTIO_BLK_ID_BYTES,
+};
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+
+use super::backend::{Backend, Geometry, ResizeError};
+use super::metrics::BlockMetrics;
+use super::request::{Limits, MAX_RANGE_SECTORS, MAX_RANGES, SECTOR_BYTES};
+use crate::interrupt::VirtioInterrupt;
+use crate::log::sparsely;
+
+/// `struct virtio_blk_config` as far as there is something in it (virtio 1.3, 5.2.4).
+const CONFIG_LEN: usize = 60;
+/// `writeback`, the one field that the driver writes.
+const WRITEBACK_AT: u64 = 32;
+/// Descriptors beside those of the data: the header's and the status byte's.
+const OTHER_DESCRIPTORS: u16 = 2;
+
+/// How the guest sees a disk, apart from what it is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskShape {
+    /// What the VMM calls it: in logs, metrics and the API.
+    pub id: String,
+    /// What the guest reads as its serial number; cut at 20 bytes.
+    pub serial: String,
+    /// Queues.
+    pub queues: u16,
+    /// Descriptors of each, a power of two from 4 on.
+    pub queue_size: u16,
+}
+
+/// A disk.
+pub struct Disk {
+    shape: DiskShape,
+    backend: Box<dyn Backend>,
+    geometry: Geometry,
+    /// What the driver has chosen, if it may choose: off, each write is durable before it is answered.
+    write_back: AtomicBool,
+    /// Set while the driver is there.
+    interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
+    metrics: Arc<BlockMetrics>,
+}
+
+impl Disk {
+    /// A disk on `backend`.
+    pub fn new(shape: DiskShape, backend: Box<dyn Backend>) -> Self {
+        let geometry = backend.geometry();
+        let (interrupt, metrics) = (Mutex::default(), Arc::new(BlockMetrics::default()));
+        metrics.size_bytes.store(backend.size_bytes(), Ordering::Relaxed);
+        Self { shape, backend, geometry, write_back: AtomicBool::new(true), interrupt, metrics }
+    }
+
+    /// How the guest sees it.
+    pub fn shape(&self) -> &DiskShape {
+        &self.shape
+    }
+
+    /// What it is made of.
+    pub fn backend(&self) -> &dyn Backend {
+        &*self.backend
+    }
+
+    /// What it counts.
+    pub fn metrics(&self) -> &Arc<BlockMetrics> {
+        &self.metrics
+    }
+
+    /// What is offered (5.2.3).
+    pub fn features(&self) -> u64 {
+        let mut features = 1 << VIRTIO_F_VERSION_1
+            | 1 << VIRTIO_RING_F_INDIRECT_DESC
+            | 1 << VIRTIO_RING_F_EVENT_IDX
+            | 1 << VIRTIO_BLK_F_SEG_MAX
+            | 1 << VIRTIO_BLK_F_BLK_SIZE
+            | 1 << VIRTIO_BLK_F_TOPOLOGY
+            | 1 << VIRTIO_BLK_F_FLUSH;
+        if self.shape.queues > 1 {
+            features |= 1 << VIRTIO_BLK_F_MQ;
+        }
+        if self.geometry.read_only {
+            return features | 1 << VIRTIO_BLK_F_RO;
+        }
+        features |= 1 << VIRTIO_BLK_F_CONFIG_WCE | 1 << VIRTIO_BLK_F_WRITE_ZEROES;
+        if self.geometry.discard {
+            features |= 1 << VIRTIO_BLK_F_DISCARD;
+        }
+        features
+    }
+
+    /// What requests are held against, with `features` agreed on.
+    pub fn limits(&self, features: u64) -> Limits {
+        Limits {
+            capacity_bytes: self.backend.size_bytes(),
+            block_bytes: self.geometry.block_bytes,
+            read_only: self.geometry.read_only,
+            discard: features & (1 << VIRTIO_BLK_F_DISCARD) != 0,
+            write_zeroes: features & (1 << VIRTIO_BLK_F_WRITE_ZEROES) != 0,
+            max_descriptors: self.shape.queue_size,
+        }
+    }
+
+    /// Whether a write must be durable before it is answered: where the driver has switched the cache off, and where
+    /// it has not agreed to flush (5.2.6.2).
+    pub fn writes_through(&self, features: u64) -> bool {
+        let flushes = features & (1 << VIRTIO_BLK_F_FLUSH) != 0;
+        let chooses = features & (1 << VIRTIO_BLK_F_CONFIG_WCE) != 0;
+        if chooses { !self.write_back.load(Ordering::Acquire) } else { !flushes }
+    }
+
+    /// The configuration space as it is now.
+    pub fn config(&self) -> [u8; CONFIG_LEN] {
+        let Geometry { block_bytes, physical_block_bytes, .. } = self.geometry;
+        let physical_blocks = physical_block_bytes / block_bytes;
+        let mut config = [0; CONFIG_LEN];
+        let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);
+        put(0, &(self.backend.size_bytes() / SECTOR_BYTES).to_le_bytes());
+        put(12, &u32::from(self.shape.queue_size - OTHER_DESCRIPTORS).to_le_bytes());
+        put(20, &block_bytes.to_le_bytes());
+        put(24, &[physical_blocks.trailing_zeros() as u8, 0]);
+        put(26, &(physical_blocks as u16).to_le_bytes());
+        put(32, &[u8::from(self.write_back.load(Ordering::Acquire))]);
+        put(34, &self.shape.queues.to_le_bytes());
+        put(36, &MAX_RANGE_SECTORS.to_le_bytes());
+        put(40, &MAX_RANGES.to_le_bytes());
+        put(44, &(physical_block_bytes / SECTOR_BYTES as u32).to_le_bytes());
+        put(48, &MAX_RANGE_SECTORS.to_le_bytes());
+        put(52, &MAX_RANGES.to_le_bytes());
+        put(56, &[u8::from(self.geometry.discard)]);
+        config
+    }
+
+    /// The driver writes to the configuration.
+    ///
+    /// It does not flush any more once it has switched the cache off, so what it has written before is made durable
+    /// with that: on its own thread, as it happens once in a guest's life if at all.
+    pub fn write_config(&self, offset: u64, data: &[u8]) {
+        let (WRITEBACK_AT, [mode @ (0 | 1)]) = (offset, data) else { return };
+        let write_back = *mode == 1;
+        if self.write_back.swap(write_back, Ordering::AcqRel) && !write_back {
+            // A failure makes the disk read-only, which the next write finds.
+            let _ = self.flush();
+        }
+    }
+
+    /// Back to what the driver begins with.
+    pub fn forget_driver(&self) {
+        self.write_back.store(true, Ordering::Release);
+        *self.interrupt.lock() = None;
+    }
+
+    /// A driver is there.
+    pub fn set_driver(&self, interrupt: Arc<dyn VirtioInterrupt>) {
+        *self.interrupt.lock() = Some(interrupt);
+    }
+
+    /// The serial number, padded with zeros.
+    pub fn serial(&self) -> [u8; VIRTIO_BLK_ID_BYTES as usize] {
+        let mut serial = [0; VIRTIO_BLK_ID_BYTES as usize];
+        let len = self.shape.serial.len().min(serial.len());
+        serial[..len].copy_from_slice(&self.shape.serial.as_bytes()[..len]);
+        serial
+    }
+
+    /// Makes what was written durable.
+    pub fn flush(&self) -> std::io::Result<()> {
+        let begin = Instant::now();
+        let result = self.backend.flush();
+        self.flushed(begin, &result);
+        result
+    }
+
+    /// A flush that was begun then has ended.
+    ///
+    /// After one that fails nobody knows what is on the media, and the kernel may call the next one a success: the
+    /// disk takes no more writes until it is opened again.
+    pub fn flushed(&self, begin: Instant, result: &std::io::Result<()>) {
+        self.metrics.flushes.observe(begin.elapsed());
+        if let Err(err) = result
+            && !self.metrics.read_only.swap(true, Ordering::AcqRel)
+        {
+            error!(disk = self.shape.id, %err, "A flush has failed: the disk takes no more writes");
+        }
+    }
+
+    /// Whether an earlier flush has failed.
+    pub fn has_failed(&self) -> bool {
+        self.metrics.read_only.load(Ordering::Acquire)
+    }
+
+    /// Gives the disk another size, and tells the driver.
+    pub fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
+        self.backend.resize(wanted_bytes)?;
+        self.metrics.size_bytes.store(self.backend.size_bytes(), Ordering::Relaxed);
+        let interrupt = self.interrupt.lock().clone();
+        if let Some(interrupt) = interrupt
+            && let Err(err) = interrupt.signal_config()
+        {
+            sparsely!(warn, disk = self.shape.id, %err, "The driver cannot be told of the disk's new size");
+        }
+        Ok(())
+    }
+}

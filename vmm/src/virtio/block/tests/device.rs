@@ -1,0 +1,254 @@
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use virtio_bindings::virtio_blk::*;
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+
+use super::*;
+use crate::virtio::block::Kind;
+use crate::virtio::block::backend::Geometry;
+
+const OK: u8 = VIRTIO_BLK_S_OK as u8;
+const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
+
+fn range(sector: u64, sectors: u32, flags: u32) -> Vec<u8> {
+    [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
+}
+
+#[test]
+fn what_was_written_is_read_again() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    let data = pattern(8192, 1);
+    assert_eq!(rig.write(16, &data), OK);
+    assert_eq!(fake.bytes.lock()[8192..16384], data);
+    assert_eq!(rig.read(16, 8192), Ok(data));
+    assert_eq!(rig.read(2047, 512), Ok(vec![0; 512]));
+    let metrics = rig.metrics();
+    assert_eq!((metrics.done(Kind::Read), metrics.done(Kind::Write)), (2, 1));
+    assert_eq!(metrics.read_bytes.load(Ordering::Relaxed), 8704);
+    assert_eq!(metrics.written_bytes.load(Ordering::Relaxed), 8192);
+}
+
+#[test]
+fn a_request_may_be_cut_anywhere() {
+    let (mut rig, _) = Rig::fake(1 << 20);
+    let data = pattern(1024, 2);
+    rig.driver.write(DATA, &data);
+    // The header in three parts, the last of them with data; a descriptor of nothing.
+    rig.write_header(VIRTIO_BLK_T_OUT, 3);
+    rig.driver.write(DATA - 4, &rig.driver.read(HEADER + 12, 4));
+    let chain = [
+        Buffer::Out(HEADER, 4),
+        Buffer::Out(HEADER + 4, 8),
+        Buffer::Out(DATA - 4, 4 + 100),
+        Buffer::Out(DATA, 0),
+        Buffer::Out(DATA + 100, 924),
+        Buffer::In(STATUS, 1),
+    ];
+    rig.driver.add(0, &chain);
+    rig.driver.kick(0);
+    rig.driver.wait_used(0);
+    assert_eq!(rig.status(), OK);
+    // The status byte behind the data, in the same descriptor.
+    rig.write_header(VIRTIO_BLK_T_IN, 3);
+    rig.driver.write(DATA, &[0; 1025]);
+    rig.driver.add(0, &[Buffer::Out(HEADER, 16), Buffer::In(DATA, 3), Buffer::In(DATA + 3, 1022)]);
+    rig.driver.kick(0);
+    assert_eq!(rig.driver.wait_used(0).1, 1025);
+    assert_eq!(rig.driver.read(DATA, 1024), data);
+    assert_eq!(rig.driver.read(DATA + 1024, 1), [OK]);
+}
+
+#[test]
+fn requests_that_wait_together_are_all_answered() {
+    let (mut rig, _) = Rig::fake(1 << 20);
+    rig.write_header(VIRTIO_BLK_T_IN, 0);
+    let heads: Vec<_> = (0..10)
+        .map(|nth| {
+            let data = DATA + 0x1000 * nth;
+            rig.driver.add(0, &[Buffer::Out(HEADER, 16), Buffer::In(data, 512), Buffer::In(STATUS + nth, 1)])
+        })
+        .collect();
+    rig.driver.kick(0);
+    let mut used: Vec<_> = heads.iter().map(|_| rig.driver.wait_used(0)).collect();
+    used.sort_unstable();
+    assert_eq!(used, heads.iter().map(|head| (*head, 513)).collect::<Vec<_>>());
+    assert_eq!(rig.driver.read(STATUS, 10), [OK; 10]);
+}
+
+#[test]
+fn every_queue_works() {
+    let shape = DiskShape { queues: 3, ..shape() };
+    let device = Block::new(shape, Box::new(Arc::new(Fake::new(1 << 20)))).unwrap();
+    assert_ne!(device.features() & 1 << VIRTIO_BLK_F_MQ, 0);
+    let features = device.features();
+    let mut rig = Rig::with(device, features);
+    rig.write_header(VIRTIO_BLK_T_IN, 0);
+    for queue in 0..3 {
+        rig.driver.add(queue, &[Buffer::Out(HEADER, 16), Buffer::In(DATA, 512), Buffer::In(STATUS, 1)]);
+        rig.driver.kick(queue);
+        assert_eq!(rig.driver.wait_used(queue).1, 513);
+    }
+}
+
+#[test]
+fn the_serial_number_is_padded_and_cut() {
+    let (mut rig, _) = Rig::fake(1 << 20);
+    rig.driver.write(DATA, &[0xaa; 64]);
+    let (status, len) = rig.request(VIRTIO_BLK_T_GET_ID, 0, &[Buffer::In(DATA, 64)]);
+    assert_eq!((status, len), (OK, 21));
+    assert_eq!(rig.driver.read(DATA, 20), *b"serial\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
+    assert_eq!(rig.driver.read(DATA + 20, 44), [0xaa; 44]);
+    let (status, len) = rig.request(VIRTIO_BLK_T_GET_ID, 0, &[Buffer::In(DATA, 3)]);
+    assert_eq!((status, len), (OK, 4));
+}
+
+#[test]
+fn ranges_are_given_away_and_zeroed() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    assert_eq!(rig.write(0, &pattern(8192, 3)), OK);
+    let list = [range(0, 2, 0), range(8, 1, 0)].concat();
+    rig.driver.write(DATA, &list);
+    assert_eq!(rig.request(VIRTIO_BLK_T_DISCARD, 0, &[Buffer::Out(DATA, 32)]), (OK, 1));
+    rig.driver.write(DATA, &range(10, 4, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP));
+    assert_eq!(rig.request(VIRTIO_BLK_T_WRITE_ZEROES, 0, &[Buffer::Out(DATA, 16)]), (OK, 1));
+    let bytes = fake.bytes.lock();
+    let mut expected = pattern(8192, 3);
+    expected[..1024].fill(0xdd);
+    expected[4096..4608].fill(0xdd);
+    expected[5120..7168].fill(0);
+    assert_eq!(bytes[..8192], expected);
+}
+
+#[test]
+fn a_flush_makes_durable_and_is_timed() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    assert_eq!(rig.write(0, &[1; 512]), OK);
+    assert!(fake.dirty.load(Ordering::Relaxed), "nobody has asked for it");
+    assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (OK, 1));
+    assert!(!fake.dirty.load(Ordering::Relaxed));
+    assert_eq!(rig.metrics().flushes.count(), 1);
+}
+
+#[test]
+fn without_a_flush_each_write_is_durable() {
+    let fake = Arc::new(Fake::new(1 << 20));
+    let device = Block::new(shape(), Box::new(Arc::clone(&fake))).unwrap();
+    let mut rig = Rig::with(device, 1 << VIRTIO_F_VERSION_1);
+    assert_eq!(rig.write(0, &[1; 512]), OK);
+    assert!(!fake.dirty.load(Ordering::Relaxed));
+}
+
+#[test]
+fn a_driver_that_switches_the_cache_off_needs_no_flush() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    assert_eq!(rig.write(0, &[1; 512]), OK);
+    rig.device.write_config(32, &[0]);
+    assert!(!fake.dirty.load(Ordering::Relaxed), "what was written before");
+    assert_eq!(rig.write(0, &[2; 512]), OK);
+    assert!(!fake.dirty.load(Ordering::Relaxed));
+    rig.device.write_config(32, &[1]);
+    assert_eq!(rig.write(0, &[3; 512]), OK);
+    assert!(fake.dirty.load(Ordering::Relaxed));
+    for (offset, data) in [(32, &[2][..]), (32, &[0, 0]), (31, &[0]), (0, &[0; 8])] {
+        rig.device.write_config(offset, data);
+    }
+    let mut mode = [0];
+    rig.device.read_config(32, &mut mode);
+    assert_eq!(mode, [1]);
+}
+
+#[test]
+fn a_failed_flush_is_told_and_ends_all_writing() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    fake.fail_flush.store(true, Ordering::Relaxed);
+    assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (IOERR, 1));
+    fake.fail_flush.store(false, Ordering::Relaxed);
+    assert_eq!(rig.write(0, &[1; 512]), IOERR);
+    assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]).0, IOERR);
+    assert_eq!(rig.read(0, 512), Ok(vec![0; 512]));
+    let metrics = rig.metrics();
+    assert!(metrics.read_only.load(Ordering::Relaxed));
+    assert_eq!((metrics.failed(Kind::Flush), metrics.failed(Kind::Write)), (2, 1));
+}
+
+#[test]
+fn failing_media_are_errors_and_the_disk_goes_on() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    fake.fail_io.store(true, Ordering::Relaxed);
+    assert_eq!(rig.write(0, &[1; 512]), IOERR);
+    assert_eq!(rig.read(0, 512), Err(IOERR));
+    assert_eq!(rig.driver.read(DATA, 512), [0xaa; 512], "nothing was read");
+    fake.fail_io.store(false, Ordering::Relaxed);
+    assert_eq!(rig.write(0, &[1; 512]), OK);
+}
+
+#[test]
+fn memory_can_be_plugged_while_a_disk_takes_its_time() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    *fake.view.lock() = Some(rig.view.clone());
+    // With a guard held across a step, this would wait for itself for ever.
+    assert_eq!(rig.write(0, &[1; 512]), OK);
+    assert_eq!(rig.read(0, 512), Ok(vec![1; 512]));
+}
+
+#[test]
+fn buffers_in_unplugged_memory_are_errors() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    assert_eq!(rig.write(0, &[7; 4096]), OK);
+    rig.view.exclusive().add_pluggable(address(0xc_0000), 0x2_0000, 0x1_0000).unwrap();
+    for (kind, buffer) in
+        [(VIRTIO_BLK_T_IN, Buffer::In(0xc_0000, 4096)), (VIRTIO_BLK_T_OUT, Buffer::Out(0xc_0000, 4096))]
+    {
+        assert_eq!(rig.request(kind, 0, &[buffer]), (IOERR, 1));
+    }
+    assert_eq!(fake.bytes.lock()[..4096], [7; 4096]);
+    rig.view.exclusive().set_plugged(address(0xc_0000), 0x1_0000, true);
+    assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, &[Buffer::In(0xc_0000, 4096)]).0, OK);
+    // Up to the last plugged byte, and over it.
+    assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, &[Buffer::In(0xc_f000, 4096)]).0, OK);
+    assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, &[Buffer::In(0xc_f200, 4096)]).0, IOERR);
+}
+
+#[test]
+fn the_configuration_tells_the_shape() {
+    let geometry = Geometry { block_bytes: 512, physical_block_bytes: 4096, read_only: false, discard: true };
+    let fake = Arc::new(Fake::with(1 << 20, geometry));
+    let device = Block::new(DiskShape { queues: 2, queue_size: 64, ..shape() }, Box::new(fake)).unwrap();
+    let mut config = [0xff; 64];
+    device.read_config(0, &mut config);
+    let field = |at: usize, len: usize| {
+        config[at..at + len].iter().rev().fold(0u64, |value, byte| value << 8 | u64::from(*byte))
+    };
+    assert_eq!((field(0, 8), field(12, 4)), (2048, 62), "capacity, seg_max");
+    assert_eq!((field(20, 4), field(24, 1), field(26, 2)), (512, 3, 8), "block size, physical, least I/O");
+    assert_eq!((field(32, 1), field(34, 2)), (1, 2), "write-back, queues");
+    assert_eq!((field(36, 4), field(40, 4), field(44, 4)), (1 << 22, 32, 8), "discard");
+    assert_eq!((field(48, 4), field(52, 4), field(56, 1)), (1 << 22, 32, 1), "write zeroes");
+    assert_eq!(field(60, 4), 0);
+}
+
+#[test]
+fn a_new_size_is_for_the_next_request() {
+    let (mut rig, _) = Rig::fake(1 << 20);
+    assert_eq!(rig.read(2048, 512), Err(IOERR));
+    rig.handle().resize(2 << 20).unwrap();
+    assert_eq!(rig.read(2048, 512), Ok(vec![0; 512]));
+    let mut capacity = [0; 8];
+    rig.device.read_config(0, &mut capacity);
+    assert_eq!(u64::from_le_bytes(capacity), 4096);
+}
+
+#[test]
+fn after_a_reset_the_device_starts_anew() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    assert_eq!(rig.write(0, &[5; 512]), OK);
+    rig.device.write_config(32, &[0]);
+    rig.device.reset();
+    let activation = rig.driver.activation(rig.device.features());
+    rig.device.activate(activation).unwrap();
+    assert_eq!(rig.read(0, 512), Ok(vec![5; 512]));
+    let flushes = fake.flushes.load(Ordering::Relaxed);
+    assert_eq!(rig.write(0, &[6; 512]), OK);
+    assert_eq!(fake.flushes.load(Ordering::Relaxed), flushes, "the cache is on again");
+}

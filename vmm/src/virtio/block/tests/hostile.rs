@@ -1,0 +1,178 @@
+//! What no driver should send, and some may.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use virtio_bindings::virtio_blk::*;
+
+use super::*;
+use crate::virtio::block::backend::Geometry;
+use crate::virtio::testing::MEMORY_LEN;
+
+const OK: u8 = VIRTIO_BLK_S_OK as u8;
+const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
+const UNSUPP: u8 = VIRTIO_BLK_S_UNSUPP as u8;
+
+#[test]
+fn what_is_not_on_the_disk_is_an_error() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    let read = |rig: &mut Rig, sector, len| rig.request(VIRTIO_BLK_T_IN, sector, &[Buffer::In(DATA, len)]);
+    for (sector, len) in [
+        (2048, 512),
+        (2047, 1024),
+        // times 512 this is a small number again
+        (1 << 55, 512),
+        ((1 << 55) + 1, 512),
+        (u64::MAX, 512),
+        (u64::MAX / 512, 1024),
+        (0, 511),
+        (0, 513),
+        (0, 1),
+    ] {
+        assert_eq!(read(&mut rig, sector, len), (IOERR, 1), "{sector}+{len}");
+        let write = rig.request(VIRTIO_BLK_T_OUT, sector, &[Buffer::Out(DATA, len)]);
+        assert_eq!(write, (IOERR, 1), "{sector}+{len}");
+    }
+    assert!(fake.bytes.lock().iter().all(|byte| *byte == 0));
+    assert_eq!(rig.metrics().bad_requests.load(Ordering::Relaxed), 18);
+}
+
+#[test]
+fn whole_blocks_are_wanted() {
+    let geometry =
+        Geometry { block_bytes: 4096, physical_block_bytes: 4096, read_only: false, discard: true };
+    let mut rig = Rig::new(Arc::new(Fake::with(1 << 20, geometry)));
+    assert_eq!(rig.read(8, 4096), Ok(vec![0; 4096]));
+    assert_eq!(rig.read(8, 512), Err(IOERR));
+    assert_eq!(rig.read(4, 4096), Err(IOERR));
+    assert_eq!(rig.write(9, &[1; 4096]), IOERR);
+}
+
+#[test]
+fn types_that_are_none_are_unsupported() {
+    let (mut rig, _) = Rig::fake(1 << 20);
+    for kind in [2, 3, 5, 9, 10, 12, VIRTIO_BLK_T_SECURE_ERASE, 15, 1 << 31, u32::MAX] {
+        assert_eq!(rig.request(kind, 0, &[]), (UNSUPP, 1), "{kind}");
+    }
+}
+
+#[test]
+fn what_was_not_agreed_on_is_unsupported() {
+    let device = Block::new(shape(), Box::new(Arc::new(Fake::new(1 << 20)))).unwrap();
+    let features = device.features() & !(1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES);
+    let mut rig = Rig::with(device, features);
+    for kind in [VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES] {
+        assert_eq!(rig.request(kind, 0, &[Buffer::Out(DATA, 16)]), (UNSUPP, 1));
+    }
+}
+
+#[test]
+fn a_read_only_disk_is_not_changed() {
+    let geometry = Geometry { block_bytes: 512, physical_block_bytes: 4096, read_only: true, discard: false };
+    let fake = Arc::new(Fake::with(1 << 20, geometry));
+    let device = Block::new(shape(), Box::new(Arc::clone(&fake))).unwrap();
+    assert_ne!(device.features() & 1 << VIRTIO_BLK_F_RO, 0);
+    // A driver that takes what was never offered.
+    let features = device.features() | 1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES;
+    let mut rig = Rig::with(device, features);
+    assert_eq!(rig.write(0, &[1; 512]), IOERR);
+    rig.driver.write(DATA, &[&[0; 8][..], &1u32.to_le_bytes(), &[0; 4]].concat());
+    for kind in [VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_WRITE_ZEROES] {
+        assert_eq!(rig.request(kind, 0, &[Buffer::Out(DATA, 16)]), (IOERR, 1));
+    }
+    assert_eq!(rig.read(0, 512), Ok(vec![0; 512]));
+    assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (OK, 1));
+}
+
+#[test]
+fn ranges_are_checked_all_of_them() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    assert_eq!(rig.write(0, &[9; 512]), OK);
+    let range = |sector: u64, sectors: u32, flags: u32| {
+        [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
+    };
+    let good = range(0, 1, 0);
+    for (list, status) in [
+        (vec![], IOERR),
+        (vec![0; 15], IOERR),
+        (vec![0; 17], IOERR),
+        (vec![0; 33 * 16], IOERR),
+        (range(0, 2049, 0), IOERR),
+        (range(2048, 1, 0), IOERR),
+        (range(u64::MAX, 1, 0), IOERR),
+        (range(1 << 55, 1, 0), IOERR),
+        (range(0, u32::MAX, 0), IOERR),
+        (range(0, 1, 2), UNSUPP),
+        // A discard has no such flag.
+        (range(0, 1, 1), UNSUPP),
+        // One bad one, and nothing is done.
+        ([good.clone(), range(2048, 1, 0)].concat(), IOERR),
+    ] {
+        rig.driver.write(DATA, &list);
+        let buffers = [Buffer::Out(DATA, list.len() as u32)];
+        assert_eq!(rig.request(VIRTIO_BLK_T_DISCARD, 0, &buffers), (status, 1), "{list:x?}");
+    }
+    assert_eq!(fake.bytes.lock()[..512], [9; 512]);
+}
+
+#[test]
+fn buffers_that_go_the_wrong_way_are_errors() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    rig.driver.write(DATA, &[1; 512]);
+    assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, &[Buffer::Out(DATA, 512)]), (IOERR, 1));
+    assert_eq!(rig.request(VIRTIO_BLK_T_OUT, 0, &[Buffer::In(DATA, 512)]), (IOERR, 1));
+    assert_eq!(rig.request(VIRTIO_BLK_T_GET_ID, 0, &[Buffer::Out(DATA, 20)]), (IOERR, 1));
+    assert!(fake.bytes.lock().iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn chains_that_cannot_be_answered_are_given_back() {
+    let (mut rig, _) = Rig::fake(1 << 20);
+    rig.write_header(VIRTIO_BLK_T_IN, 0);
+    let out = Buffer::Out(HEADER, 16);
+    let chains: [&[Buffer]; 6] = [
+        // No status byte.
+        &[out],
+        &[out, Buffer::In(STATUS, 0)],
+        // It is not in memory.
+        &[out, Buffer::In(DATA, 512), Buffer::In(MEMORY_LEN, 1)],
+        &[out, Buffer::In(u64::MAX, 2)],
+        // What is read follows what is written.
+        &[Buffer::In(DATA, 512), out, Buffer::In(STATUS, 1)],
+        &[Buffer::In(STATUS, 1), out],
+    ];
+    for (nth, chain) in chains.into_iter().enumerate() {
+        let head = rig.driver.add(0, chain);
+        rig.driver.kick(0);
+        assert_eq!(rig.driver.wait_used(0), (head, 0), "{nth}");
+    }
+    assert_eq!(rig.status(), UNTOUCHED);
+    assert_eq!(rig.metrics().bad_requests.load(Ordering::Relaxed), 6);
+    assert_eq!(rig.read(0, 512), Ok(vec![0; 512]));
+}
+
+#[test]
+fn headers_that_cannot_be_read_are_errors() {
+    let (mut rig, _) = Rig::fake(1 << 20);
+    for out in [Buffer::Out(HEADER, 15), Buffer::Out(MEMORY_LEN, 16), Buffer::Out(u64::MAX - 3, 16)] {
+        rig.driver.write(STATUS, &[UNTOUCHED]);
+        rig.driver.add(0, &[out, Buffer::In(STATUS, 1)]);
+        rig.driver.kick(0);
+        assert_eq!(rig.driver.wait_used(0).1, 1);
+        assert_eq!(rig.status(), IOERR);
+    }
+    rig.driver.write(STATUS, &[UNTOUCHED]);
+    rig.driver.add(0, &[Buffer::In(STATUS, 1)]);
+    rig.driver.kick(0);
+    assert_eq!((rig.driver.wait_used(0).1, rig.status()), (1, IOERR));
+}
+
+#[test]
+fn data_that_is_not_in_memory_is_an_error() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    for at in [MEMORY_LEN, MEMORY_LEN - 256, u64::MAX - 511, u64::MAX - 100] {
+        assert_eq!(rig.request(VIRTIO_BLK_T_IN, 0, &[Buffer::In(at, 512)]), (IOERR, 1));
+        assert_eq!(rig.request(VIRTIO_BLK_T_OUT, 0, &[Buffer::Out(at, 512)]), (IOERR, 1));
+    }
+    assert!(fake.bytes.lock().iter().all(|byte| *byte == 0));
+}

@@ -1,0 +1,185 @@
+//! Image files, by io_uring where there is one, and without.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tempfile::TempDir;
+use virtio_bindings::virtio_blk::*;
+
+use super::*;
+use crate::virtio::block::backend::blocking::{Blocking, Store};
+use crate::virtio::block::backend::image::{ImageOptions, RawImage};
+use crate::virtio::block::backend::uring::Uring;
+use crate::virtio::block::backend::{Executor, Geometry, ResizeError};
+
+const OK: u8 = VIRTIO_BLK_S_OK as u8;
+const WRITABLE: ImageOptions =
+    ImageOptions { readonly: false, direct: false, sparse: true, surely_raw: false };
+const READONLY: ImageOptions = ImageOptions { readonly: true, ..WRITABLE };
+
+/// An image of zeros.
+fn image(len: u64) -> (TempDir, PathBuf) {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("image");
+    File::create(&path).unwrap().set_len(len).unwrap();
+    (folder, path)
+}
+
+/// The same image without io_uring.
+struct WithoutUring(Arc<RawImage>);
+
+impl Backend for WithoutUring {
+    fn geometry(&self) -> Geometry {
+        self.0.geometry()
+    }
+    fn size_bytes(&self) -> u64 {
+        self.0.size_bytes()
+    }
+    fn start(&self, _: u16) -> io::Result<Box<dyn Executor>> {
+        Ok(Box::new(Blocking::new(Arc::clone(&self.0))))
+    }
+    fn flush(&self) -> io::Result<()> {
+        Store::flush(&*self.0)
+    }
+    fn resize(&self, wanted_bytes: u64) -> Result<(), ResizeError> {
+        self.0.resize(wanted_bytes)
+    }
+}
+
+fn exercise(mut rig: Rig, path: &Path) {
+    let data = pattern(64 << 10, 6);
+    assert_eq!(rig.write(8, &data), OK);
+    assert_eq!(rig.read(8, 64 << 10), Ok(data.clone()));
+    assert_eq!(rig.request(VIRTIO_BLK_T_FLUSH, 0, &[]), (OK, 1));
+    assert_eq!(fs::read(path).unwrap()[4096..][..64 << 10], data);
+    let range = |sector: u64, sectors: u32, flags: u32| {
+        [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
+    };
+    rig.driver.write(DATA, &range(8, 8, 0));
+    assert_eq!(rig.request(VIRTIO_BLK_T_DISCARD, 0, &[Buffer::Out(DATA, 16)]), (OK, 1));
+    for (sector, flags) in [(16, 0), (24, 1)] {
+        rig.driver.write(DATA, &range(sector, 8, flags));
+        assert_eq!(rig.request(VIRTIO_BLK_T_WRITE_ZEROES, 0, &[Buffer::Out(DATA, 16)]), (OK, 1));
+    }
+    assert_eq!(rig.read(16, 8192), Ok(vec![0; 8192]));
+    assert_eq!(rig.read(32, 4096), Ok(data[12288..16384].to_vec()));
+}
+
+#[test]
+fn an_image_is_a_disk_with_io_uring() {
+    let (_folder, path) = image(1 << 20);
+    let backend = RawImage::open(&path, WRITABLE).unwrap();
+    if let Err(err) = Uring::new(Arc::clone(&backend), 8) {
+        eprintln!("no io_uring here, so it is not tested: {err}");
+    }
+    exercise(Rig::new(backend), &path);
+}
+
+#[test]
+fn an_image_is_a_disk_without_io_uring() {
+    let (_folder, path) = image(1 << 20);
+    exercise(Rig::new(WithoutUring(RawImage::open(&path, WRITABLE).unwrap())), &path);
+}
+
+#[test]
+fn what_is_discarded_takes_no_room() {
+    let (_folder, path) = image(1 << 20);
+    fs::write(&path, vec![1; 1 << 20]).unwrap();
+    File::open(&path).unwrap().sync_all().unwrap();
+    let blocks = || fs::metadata(&path).unwrap().blocks();
+    let before = blocks();
+    let mut rig = Rig::new(RawImage::open(&path, WRITABLE).unwrap());
+    rig.driver.write(DATA, &[&0u64.to_le_bytes()[..], &2048u32.to_le_bytes(), &[0; 4]].concat());
+    assert_eq!(rig.request(VIRTIO_BLK_T_DISCARD, 0, &[Buffer::Out(DATA, 16)]), (OK, 1));
+    assert!(before > 0 && blocks() == 0, "{before} blocks, then {}", blocks());
+    assert_eq!(fs::metadata(&path).unwrap().len(), 1 << 20);
+}
+
+#[test]
+fn a_file_that_has_become_short_is_an_error() {
+    let (_folder, path) = image(1 << 20);
+    let mut rig = Rig::new(RawImage::open(&path, WRITABLE).unwrap());
+    assert_eq!(rig.write(0, &[1; 4096]), OK);
+    fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(2048).unwrap();
+    assert_eq!(rig.read(0, 2048), Ok(vec![1; 2048]));
+    assert_eq!(rig.read(0, 4096), Err(VIRTIO_BLK_S_IOERR as u8));
+    assert_eq!(rig.read(1024, 512), Err(VIRTIO_BLK_S_IOERR as u8));
+}
+
+#[test]
+fn one_writes_or_many_read() {
+    let (_folder, path) = image(1 << 20);
+    let error = |options| RawImage::open(&path, options).unwrap_err().to_string();
+    let first = RawImage::open(&path, READONLY).unwrap();
+    let second = RawImage::open(&path, READONLY).unwrap();
+    assert!(error(WRITABLE).contains("in use by another process"), "{}", error(WRITABLE));
+    drop((first, second));
+    let writer = RawImage::open(&path, WRITABLE).unwrap();
+    assert!(error(READONLY).contains("which writes it"), "{}", error(READONLY));
+    assert!(error(WRITABLE).contains("in use by another process"));
+    drop(writer);
+    RawImage::open(&path, WRITABLE).unwrap();
+}
+
+#[test]
+fn other_formats_are_refused_by_name_unless_they_are_said_to_be_raw() {
+    let (_folder, path) = image(1 << 20);
+    let mut file = File::options().write(true).open(&path).unwrap();
+    file.write_all(b"QFI\xfb").unwrap();
+    let error = RawImage::open(&path, WRITABLE).unwrap_err().to_string();
+    assert!(error.contains("qcow2") && error.contains("qemu-img convert"), "{error}");
+    RawImage::open(&path, ImageOptions { surely_raw: true, ..WRITABLE }).unwrap();
+}
+
+#[test]
+fn what_is_no_image_is_refused() {
+    let folder = TempDir::new().unwrap();
+    let error = |path: &Path| RawImage::open(path, WRITABLE).unwrap_err().to_string();
+    assert!(error(folder.path()).contains("neither a file nor a block device"));
+    assert!(error(Path::new("/dev/null")).contains("neither a file nor a block device"));
+    assert!(error(&folder.path().join("none")).contains("opened"));
+    let empty = folder.path().join("empty");
+    File::create(&empty).unwrap().set_len(511).unwrap();
+    assert!(error(&empty).contains("511 bytes"), "{}", error(&empty));
+}
+
+#[test]
+fn the_end_of_an_image_that_is_no_block_is_not_served() {
+    let (_folder, path) = image((1 << 20) + 511);
+    assert_eq!(RawImage::open(&path, WRITABLE).unwrap().size_bytes(), 1 << 20);
+}
+
+#[test]
+fn an_image_grows_and_does_not_shrink() {
+    let (_folder, path) = image(1 << 20);
+    let image = RawImage::open(&path, WRITABLE).unwrap();
+    assert!(matches!(image.resize(512), Err(ResizeError::Shrinks { .. })));
+    assert!(matches!(image.resize((1 << 20) + 1), Err(ResizeError::PartOfBlock { .. })));
+    image.resize(1 << 20).unwrap();
+    image.resize(2 << 20).unwrap();
+    assert_eq!((image.size_bytes(), fs::metadata(&path).unwrap().len()), (2 << 20, 2 << 20));
+    drop(image);
+    let image = RawImage::open(&path, READONLY).unwrap();
+    assert!(matches!(image.resize(4 << 20), Err(ResizeError::NotHere(_))));
+}
+
+#[test]
+fn transfers_past_the_page_cache_are_aligned_here() {
+    let (_folder, path) = image(1 << 20);
+    let backend = match RawImage::open(&path, ImageOptions { direct: true, ..WRITABLE }) {
+        Ok(backend) => backend,
+        Err(err) => return eprintln!("no O_DIRECT here, so it is not tested: {err}"),
+    };
+    let block = u64::from(backend.geometry().block_bytes);
+    let mut rig = Rig::new(backend);
+    let data = pattern(3 * block as usize, 7);
+    // The driver's buffer lies anywhere.
+    rig.driver.write(DATA + 13, &data);
+    let (len, sector) = (data.len() as u32, block / 512);
+    assert_eq!(rig.request(VIRTIO_BLK_T_OUT, sector, &[Buffer::Out(DATA + 13, len)]), (OK, 1));
+    assert_eq!(rig.request(VIRTIO_BLK_T_IN, sector, &[Buffer::In(DATA + 0x1_0001, len)]), (OK, len + 1));
+    assert_eq!(rig.driver.read(DATA + 0x1_0001, len), data);
+}

@@ -1,0 +1,81 @@
+//! Requests larger than one piece.
+
+use vm_memory::{Bytes, GuestMemoryMmap};
+
+use super::*;
+use crate::virtio::block::backend::Step;
+use crate::virtio::block::buffer::Buffers;
+use crate::virtio::block::job::{Job, Next, PIECE_BYTES_MAX};
+use crate::virtio::block::request::{DiskRange, Limits, Operation, Request};
+use crate::virtio::block::segments::{Segment, Segments};
+
+const LEN: u64 = 2 * PIECE_BYTES_MAX + 1536;
+
+fn request(operation: impl FnOnce(DiskRange, Segments) -> Operation) -> Request {
+    let limits = Limits {
+        capacity_bytes: 1 << 30,
+        block_bytes: 512,
+        read_only: false,
+        discard: true,
+        write_zeroes: true,
+        max_descriptors: 32,
+    };
+    let range = DiskRange::new(100, LEN, &limits).unwrap();
+    let mut segments = Segments::default();
+    // Cut where no piece ends.
+    segments.push(Segment { address: address(0x1000), len: 0x12_3456 });
+    segments.push(Segment { address: address(0x40_0000), len: (LEN - 0x12_3456) as u32 });
+    Request { head: 0, status: address(0), operation: operation(range, segments) }
+}
+
+fn memory() -> GuestMemoryMmap {
+    GuestMemoryMmap::from_ranges(&[(address(0), 8 << 20)]).unwrap()
+}
+
+#[test]
+fn a_large_write_goes_in_pieces_and_is_durable_once() {
+    let memory = memory();
+    let data = pattern(LEN as usize, 4);
+    memory.write_slice(&data[..0x12_3456], address(0x1000)).unwrap();
+    memory.write_slice(&data[0x12_3456..], address(0x40_0000)).unwrap();
+    let mut job = Job::new(request(Operation::Write), true);
+    let (mut buffers, mut written, mut flushes) = (Buffers::default(), Vec::new(), 0);
+    loop {
+        match job.next(&memory, &mut buffers).unwrap() {
+            Next::Step(Step::Write(offset, buffer)) => {
+                assert_eq!(offset, 100 * 512 + written.len() as u64);
+                assert!(buffer.len() as u64 <= PIECE_BYTES_MAX && flushes == 0);
+                written.extend_from_slice(buffer.bytes());
+            }
+            Next::Step(Step::Flush) => flushes += 1,
+            Next::Step(_) => panic!("another step"),
+            Next::Finished(len) => break assert_eq!(len, 0),
+        }
+    }
+    assert!(written == data);
+    assert_eq!(flushes, 1);
+}
+
+#[test]
+fn a_large_read_fills_the_buffers_in_pieces() {
+    let memory = memory();
+    let data = pattern(LEN as usize, 5);
+    let mut job = Job::new(request(Operation::Read), true);
+    let mut buffers = Buffers::default();
+    loop {
+        match job.next(&memory, &mut buffers).unwrap() {
+            Next::Step(Step::Read(offset, mut buffer)) => {
+                let at = (offset - 100 * 512) as usize;
+                let len = buffer.len();
+                buffer.bytes_mut().copy_from_slice(&data[at..at + len]);
+                job.done(&memory, &Step::Read(offset, buffer)).unwrap();
+            }
+            Next::Step(_) => panic!("another step"),
+            Next::Finished(len) => break assert_eq!(len, LEN),
+        }
+    }
+    let mut read = vec![0; LEN as usize];
+    memory.read_slice(&mut read[..0x12_3456], address(0x1000)).unwrap();
+    memory.read_slice(&mut read[0x12_3456..], address(0x40_0000)).unwrap();
+    assert!(read == data);
+}

@@ -1,0 +1,115 @@
+//! The device under a driver: good requests, hostile ones, and media that fail.
+
+mod device;
+mod fake;
+mod hostile;
+mod image;
+mod job;
+
+use std::sync::Arc;
+
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT};
+use vm_memory::GuestAddress;
+
+use self::fake::Fake;
+use super::backend::Backend;
+use super::request::Status;
+use super::{Block, BlockHandle, BlockMetrics, DiskShape};
+use crate::memory::view::GuestView;
+use crate::virtio::VirtioDevice;
+use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
+
+const HEADER: u64 = BUFFERS;
+const STATUS: u64 = BUFFERS + 0x100;
+const DATA: u64 = BUFFERS + 0x1000;
+/// What no device writes to a status byte.
+const UNTOUCHED: u8 = 0xee;
+
+fn shape() -> DiskShape {
+    DiskShape { id: "disk".to_owned(), serial: "serial".to_owned(), queues: 1, queue_size: 32 }
+}
+
+/// A device that was activated, and its driver.
+struct Rig {
+    device: Block,
+    driver: TestDriver,
+    view: GuestView,
+}
+
+impl Rig {
+    fn new(backend: impl Backend + 'static) -> Self {
+        let device = Block::new(shape(), Box::new(backend)).unwrap();
+        let features = device.features();
+        Self::with(device, features)
+    }
+
+    fn with(mut device: Block, features: u64) -> Self {
+        let mut driver = TestDriver::new(device.queue_sizes().len());
+        let activation = driver.activation(features);
+        let view = activation.view.clone();
+        device.activate(activation).unwrap();
+        Self { device, driver, view }
+    }
+
+    fn fake(len: usize) -> (Self, Arc<Fake>) {
+        let fake = Arc::new(Fake::new(len));
+        (Self::new(Arc::clone(&fake)), fake)
+    }
+
+    fn handle(&self) -> BlockHandle {
+        self.device.handle()
+    }
+
+    fn metrics(&self) -> Arc<BlockMetrics> {
+        self.handle().metrics()
+    }
+
+    fn write_header(&self, kind: u32, sector: u64) {
+        let header = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
+        self.driver.write(HEADER, &header);
+        self.driver.write(STATUS, &[UNTOUCHED]);
+    }
+
+    fn status(&self) -> u8 {
+        self.driver.read(STATUS, 1)[0]
+    }
+
+    /// Header, `buffers` and status byte as a chain: what the status says and how much was written.
+    fn request(&mut self, kind: u32, sector: u64, buffers: &[Buffer]) -> (u8, u32) {
+        self.write_header(kind, sector);
+        let chain = [&[Buffer::Out(HEADER, 16)], buffers, &[Buffer::In(STATUS, 1)]].concat();
+        let head = self.driver.add(0, &chain);
+        self.driver.kick(0);
+        let (used, len) = self.driver.wait_used(0);
+        assert_eq!(used, head);
+        (self.status(), len)
+    }
+
+    fn write(&mut self, sector: u64, data: &[u8]) -> u8 {
+        self.driver.write(DATA, data);
+        self.request(VIRTIO_BLK_T_OUT, sector, &[Buffer::Out(DATA, data.len() as u32)]).0
+    }
+
+    fn read(&mut self, sector: u64, len: u32) -> Result<Vec<u8>, u8> {
+        self.driver.write(DATA, &vec![0xaa; len as usize]);
+        match self.request(VIRTIO_BLK_T_IN, sector, &[Buffer::In(DATA, len)]) {
+            (status, used) if status == Status::Ok.code() => {
+                assert_eq!(used, len + 1);
+                Ok(self.driver.read(DATA, len))
+            }
+            (status, used) => {
+                assert_eq!(used, 1);
+                Err(status)
+            }
+        }
+    }
+}
+
+/// Bytes that differ from sector to sector.
+fn pattern(len: usize, seed: u8) -> Vec<u8> {
+    (0..len).map(|at| (at as u8).wrapping_mul(31) ^ (at >> 9) as u8 ^ seed).collect()
+}
+
+fn address(at: u64) -> GuestAddress {
+    GuestAddress(at)
+}
