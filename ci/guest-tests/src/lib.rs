@@ -17,6 +17,9 @@
 //! Nothing here sleeps for a fixed time and hopes: [`wait_until`] asks for a condition, and says which one did not
 //! come.
 
+pub mod aligned;
+pub mod btt_media;
+pub mod content;
 pub mod disk;
 pub mod guest;
 pub mod http;
@@ -25,6 +28,7 @@ pub mod metrics;
 pub mod pool;
 pub mod qemu;
 pub mod runner;
+pub mod sectors;
 pub mod shell_protocol;
 pub mod wait;
 

@@ -4,6 +4,7 @@
 
 mod badinput;
 mod boot;
+mod btt_cross;
 mod disk;
 mod harness;
 mod hostile;
@@ -33,6 +34,7 @@ fn main() {
         volume_grow::TESTS,
         pool_places::TESTS,
         raw::TESTS,
+        btt_cross::TESTS,
         hostile::TESTS,
     ]
     .concat();

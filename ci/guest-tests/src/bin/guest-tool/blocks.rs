@@ -1,15 +1,14 @@
 //! Blocks of a device that are written, read back and verified.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::ops::{Deref, DerefMut};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::content::Bytes;
+use guest_tests::aligned::Aligned;
+use guest_tests::content::Bytes;
 
 const BLOCK_BYTES: usize = 4096;
 
@@ -77,7 +76,7 @@ fn fill(block: &mut [u8], index: u64, seed: u64, round: u64) {
 
 /// Writes all blocks, ROUNDS times, and verifies each round. Says `round N` when a round is durable.
 pub fn write(range: &Range, seed: u64, rounds: u64) -> Result<()> {
-    let mut block = AlignedBlock::new();
+    let mut block = Aligned::zeroed(BLOCK_BYTES);
     for round in 1..=rounds {
         for index in range.shuffled(seed + round) {
             fill(&mut block, index, seed, round);
@@ -104,7 +103,7 @@ pub fn check(range: &Range, seed: u64, round: u64) -> Result<()> {
 }
 
 fn verify(range: &Range, seed: u64, rounds: &[u64]) -> Result<()> {
-    let (mut found, mut expected) = (AlignedBlock::new(), AlignedBlock::new());
+    let (mut found, mut expected) = (Aligned::zeroed(BLOCK_BYTES), Aligned::zeroed(BLOCK_BYTES));
     for index in 0..range.count {
         range
             .device
@@ -126,7 +125,7 @@ fn verify(range: &Range, seed: u64, rounds: &[u64]) -> Result<()> {
 /// Times COUNT direct transfers, one at a time, at shuffled places of the device's first 16 MiB.
 pub fn time(device: &str, what: &str, count: u64) -> Result<()> {
     let range = Range::open(device, Mode::Direct, 0, 4096)?;
-    let mut block = AlignedBlock::new();
+    let mut block = Aligned::zeroed(BLOCK_BYTES);
     fill(&mut block, 0, 0, 0);
     let places: Vec<u64> = range.shuffled(1237).cycle_to(count);
     let started = Instant::now();
@@ -151,45 +150,6 @@ impl<I: Iterator<Item = u64>> CycleTo for I {
     fn cycle_to(self, count: u64) -> Vec<u64> {
         let all: Vec<u64> = self.collect();
         all.iter().copied().cycle().take(usize::try_from(count).unwrap_or(usize::MAX)).collect()
-    }
-}
-
-/// A block in memory aligned as O_DIRECT wants it.
-struct AlignedBlock(*mut u8);
-
-const BLOCK_LAYOUT: Layout = match Layout::from_size_align(BLOCK_BYTES, BLOCK_BYTES) {
-    Ok(layout) => layout,
-    Err(_) => panic!("4096 is a power of two"),
-};
-
-impl AlignedBlock {
-    fn new() -> Self {
-        // SAFETY: the layout's size is not zero.
-        let block = unsafe { alloc_zeroed(BLOCK_LAYOUT) };
-        assert!(!block.is_null(), "out of memory");
-        Self(block)
-    }
-}
-
-impl Deref for AlignedBlock {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        // SAFETY: new() allocated BLOCK_BYTES zeroed bytes, which live as long as self; no one else has the pointer.
-        unsafe { std::slice::from_raw_parts(self.0, BLOCK_BYTES) }
-    }
-}
-
-impl DerefMut for AlignedBlock {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in deref(), and self is borrowed mutably.
-        unsafe { std::slice::from_raw_parts_mut(self.0, BLOCK_BYTES) }
-    }
-}
-
-impl Drop for AlignedBlock {
-    fn drop(&mut self) {
-        // SAFETY: new() allocated it with this layout.
-        unsafe { dealloc(self.0, BLOCK_LAYOUT) };
     }
 }
 

@@ -1,10 +1,10 @@
 //! Runs in the guest: what a test needs there that a shell cannot do.
 
 mod blocks;
-mod content;
 mod files;
 mod hostile;
 mod memory;
+mod sectors;
 mod vsock;
 
 use anyhow::{Context, Result, bail};
@@ -19,6 +19,10 @@ usage:
   guest-tool check-blocks DEVICE FIRST COUNT SEED ROUND
                                                  every block is that of the round, or of the one before
   guest-tool time-blocks DEVICE read|write COUNT time direct 4 KiB transfers, one at a time: microseconds
+  guest-tool write-sectors DEVICE PROGRAM        run a seeded program: writes:SEED:OPERATIONS:THREADS; direct:... does not
+                                                 use the page cache, discards:... discards as well
+  guest-tool check-sectors DEVICE [HISTORY...]
+                                                 every sector is as those programs leave it, and before them flogs:SHIFT
   guest-tool vsock-send PORT                     send the standard input to the host's port
   guest-tool hostile-range ID FIRST END FILE     give the virtio device with that PCI id buffers in a range of memory,
                                                  until the file is there
@@ -42,6 +46,8 @@ fn main() -> Result<()> {
             number(round)?,
         ),
         ["time-blocks", device, what, count] => blocks::time(device, what, number(count)?),
+        ["write-sectors", device, program] => sectors::write(device, program),
+        ["check-sectors", device, history @ ..] => sectors::check(device, history),
         ["vsock-send", port] => vsock::send(u32::try_from(number(port)?)?),
         ["hostile-range", id, first, end, file] => {
             let malice = hostile::Malice::Range { first: number(first)?, end: number(end)? };

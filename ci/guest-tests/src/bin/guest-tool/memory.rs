@@ -4,7 +4,7 @@ use std::thread;
 
 use anyhow::Result;
 
-use crate::content::Bytes;
+use guest_tests::content::Bytes;
 
 const MIB: usize = 1 << 20;
 

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail, ensure};
 
-use crate::content::Bytes;
+use guest_tests::content::Bytes;
 use pci::Device;
 use queue::{Descriptor, NEXT, QUEUE_SIZE, Queue, WRITE};
 

@@ -1,6 +1,7 @@
 //! Bytes that can be made again from a seed, and do not compress.
 
 /// A xorshift64* generator: enough to tell blocks apart, and quick under emulation.
+#[derive(Debug, Clone)]
 pub struct Bytes(u64);
 
 impl Bytes {
@@ -16,6 +17,12 @@ impl Bytes {
         self.0 ^= self.0 << 25;
         self.0 ^= self.0 >> 27;
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    /// The next number below a bound, which is not 0.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        // The upper bits are the better ones. That some numbers come a little more often does no harm here.
+        ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 
     /// Fills a buffer whose length is a multiple of 8.

@@ -1,0 +1,51 @@
+//! Memory as O_DIRECT wants it.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ops::{Deref, DerefMut};
+
+/// No device wants more.
+const ALIGNMENT_BYTES: usize = 4096;
+
+/// Bytes that begin at a page.
+#[derive(Debug)]
+pub struct Aligned {
+    start: *mut u8,
+    layout: Layout,
+}
+
+// SAFETY: the memory is the value's own, and nothing of it belongs to a thread.
+unsafe impl Send for Aligned {}
+
+impl Aligned {
+    /// So many zeros.
+    pub fn zeroed(len: usize) -> Self {
+        assert!(len > 0, "no bytes");
+        let layout = Layout::from_size_align(len, ALIGNMENT_BYTES).expect("a buffer fits into memory");
+        // SAFETY: the layout's size is not zero.
+        let start = unsafe { alloc_zeroed(layout) };
+        assert!(!start.is_null(), "out of memory");
+        Self { start, layout }
+    }
+}
+
+impl Deref for Aligned {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: zeroed() allocated that many initialised bytes, which live as long as self; no one else has them.
+        unsafe { std::slice::from_raw_parts(self.start, self.layout.size()) }
+    }
+}
+
+impl DerefMut for Aligned {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in deref(), and self is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.layout.size()) }
+    }
+}
+
+impl Drop for Aligned {
+    fn drop(&mut self) {
+        // SAFETY: zeroed() allocated it with this layout.
+        unsafe { dealloc(self.start, self.layout) };
+    }
+}

@@ -1,0 +1,290 @@
+//! One media format, two implementations: what Linux' BTT driver writes we read, and the other way round.
+//!
+//! Both sides run seeded programs ([`guest_tests::sectors`]), so that either can tell what the other should have left.
+//! `FORESHORE_TEST_SEED=N` runs other ones.
+
+use std::ops::Range;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::btt_media::BttMedia;
+use guest_tests::guest::complaints;
+use guest_tests::sectors::{Flogs, Outcome, Padding, Program, Shape, Storage, run};
+use guest_tests::{Guest, Kernel, Pool};
+use pmem_volume::btt::Engine;
+use pmem_volume::{OpenMode, Volume};
+
+use crate::volume::IO_LIMIT;
+
+guest_tests::tests![
+    a_disk_goes_to_and_fro: 300,
+    linux_replays_a_log_in_every_state_as_we_do: 300,
+    what_linux_writes_we_read: 300 (extended),
+    what_linux_6_1_writes_we_read: 300 (extended),
+    what_linux_writes_through_virtio_pmem_we_read: 900 (extended),
+    what_we_write_linux_reads: 300 (extended),
+    what_we_write_linux_6_1_reads: 300 (extended),
+    linux_6_1_replays_a_log_in_every_state_as_we_do: 300 (extended),
+];
+
+/// What each side does at least.
+const OPERATIONS: u64 = 10_000;
+
+/// A program's seed: the test's own, or what was asked for.
+fn seed(own: u64) -> Result<u64> {
+    match std::env::var("FORESHORE_TEST_SEED") {
+        Ok(asked) => Ok(own + asked.parse::<u64>().context("FORESHORE_TEST_SEED is no number")? * 1000),
+        Err(_) => Ok(own),
+    }
+}
+
+/// A volume, and the disk that it is in a guest.
+struct Disk {
+    pool: PathBuf,
+    name: String,
+    media: BttMedia,
+    shape: Shape,
+}
+
+impl Disk {
+    /// Makes a volume with an empty BTT.
+    fn create(pool: &Pool, name: &str, size_mib: u64, sector_bytes: u32) -> Result<Self> {
+        pool.create_volume(name, &format!("{size_mib}M"))?;
+        let media = BttMedia::open(pool, name)?;
+        media.format(sector_bytes)?;
+        let shape = media.shape()?;
+        Ok(Self { pool: pool.path().to_owned(), name: name.to_owned(), media, shape })
+    }
+
+    /// Holds what we read against it while no guest has it: both our readers, and the check.
+    fn verify(&self, history: &[impl AsRef<str>]) -> Result<()> {
+        let outcome = Outcome::of_history(self.shape, history)?;
+        let verified = self.media.verify(&outcome).context("What Reader reads");
+        verified.with_context(|| format!("Volume {}", self.name))?;
+        let verified = self.with_engine(|engine| engine.verify(&outcome)).context("What Engine reads");
+        verified.with_context(|| format!("Volume {}", self.name))
+    }
+
+    /// Runs a program on our engine.
+    fn write(&self, program: &str) -> Result<()> {
+        let program: Program = program.parse()?;
+        self.with_engine(|engine| run(&program, self.shape, engine))
+    }
+
+    fn with_engine(&self, work: impl FnOnce(&OnEngine) -> Result<()>) -> Result<()> {
+        let pool = pmem_volume::Pool::open(&self.pool, OpenMode::ReadWrite)?;
+        let engine = Engine::open(pool.open_volume(&self.name)?)?;
+        for arena in engine.arenas() {
+            ensure!(arena.read_only.is_none(), "An arena is read-only: {arena:?}");
+        }
+        work(&OnEngine(engine))
+    }
+}
+
+/// Our engine, as something to run programs on.
+struct OnEngine(Engine<Volume>);
+
+impl OnEngine {
+    fn verify(&self, outcome: &Outcome) -> Result<()> {
+        outcome.check(|first, into| Ok(self.0.read(first, into)?))
+    }
+}
+
+impl Storage for OnEngine {
+    fn write(&self, first: u64, bytes: &[u8], _buffered: bool) -> Result<()> {
+        Ok(self.0.write(first, bytes)?)
+    }
+
+    fn discard(&self, sectors: Range<u64>) -> Result<()> {
+        Ok(self.0.discard(sectors)?)
+    }
+
+    fn write_zeroes(&self, sectors: Range<u64>) -> Result<()> {
+        Ok(self.0.write_zeroes(sectors)?)
+    }
+
+    fn flush(&self) -> Result<()> {
+        Ok(self.0.flush()?)
+    }
+}
+
+/// A guest with some volumes.
+struct Linux<'a> {
+    guest: Guest,
+    disks: &'a [Disk],
+    /// The disks' nodes, in their order.
+    nodes: Vec<String>,
+}
+
+impl<'a> Linux<'a> {
+    fn boot(pool: &Pool, disks: &'a [Disk], kernel: Kernel, cpus: u32, interface: &str) -> Result<Self> {
+        let mut builder = Guest::builder().kernel(kernel).cpus(cpus).memory("size=384M").pressure("off");
+        for disk in disks {
+            builder =
+                builder.pm_volume(&format!("pool={},name={},interface={interface}", pool.name(), disk.name));
+        }
+        let guest = builder.boot()?;
+        let count = format!("ls -d /sys/block/pmem*s | wc -l | grep -qx {}", disks.len());
+        guest.wait_until_run("the disks are there", IO_LIMIT, &count)?;
+        // Which one is found first is the guest's affair: all disks of a test have sizes of their own.
+        let sizes = guest.run("cd /sys/block && grep . pmem*s/size /dev/null")?;
+        let node = |disk: &Disk| {
+            let size = disk.shape.sectors * u64::from(disk.shape.sector_bytes) / 512;
+            let this = |line: &str| Some(line.strip_suffix(&format!("/size:{size}"))?.to_owned());
+            let found = sizes.lines().find_map(this);
+            found.with_context(|| format!("No disk has the {size} sectors of {}: {sizes}", disk.name))
+        };
+        let nodes = disks.iter().map(node).collect::<Result<_>>()?;
+        Ok(Self { guest, disks, nodes })
+    }
+
+    /// Runs commands in the guest, on all disks at once.
+    fn on_each(&self, command: impl Fn(usize, &str) -> String) -> Result<()> {
+        let start = |(number, node): (usize, &String)| {
+            self.guest.start_script(IO_LIMIT, &command(number, &format!("/dev/{node}")))
+        };
+        let running: Vec<_> = self.nodes.iter().enumerate().map(start).collect::<Result<_>>()?;
+        for (disk, script) in self.disks.iter().zip(running) {
+            let output = script.finish()?;
+            ensure!(output.code == 0, "Volume {}: {}{}", disk.name, output.stdout, output.stderr);
+        }
+        Ok(())
+    }
+
+    fn end(self, expected_complaint: Option<&str>) -> Result<()> {
+        let log = self.guest.run("dmesg")?;
+        let mut complaints = complaints(&log);
+        complaints.retain(|line| expected_complaint.is_none_or(|expected| !line.contains(expected)));
+        ensure!(complaints.is_empty(), "The guest's kernel complains: {complaints:?}");
+        self.guest.power_off()
+    }
+}
+
+/// The command that runs a program on a disk.
+fn write(node: &str, program: &str) -> String {
+    format!("guest-tool write-sectors {node} {program}")
+}
+
+/// The command that holds a disk against a history.
+fn check(node: &str, history: &[impl AsRef<str>]) -> String {
+    let history: Vec<&str> = history.iter().map(AsRef::as_ref).collect();
+    format!("guest-tool check-sectors {node} {}", history.join(" "))
+}
+
+/// One of each sector size.
+fn two_disks(pool: &Pool) -> Result<[Disk; 2]> {
+    Ok([Disk::create(pool, "sectors-4096", 32, 4096)?, Disk::create(pool, "sectors-512", 20, 512)?])
+}
+
+/// Each finds the log as the other has left it: our engine; Linux by NVDIMM; our engine; an older Linux with a lane more;
+/// our engine; Linux by virtio-pmem, where each sector is four exits. The engine leaves discarded sectors behind as well,
+/// which read as zeros.
+fn a_disk_goes_to_and_fro() -> Result<()> {
+    let pool = Pool::create("96M")?;
+    let disks = two_disks(&pool)?;
+    let mut history = Vec::new();
+    for (round, (kernel, cpus, interface, ours, theirs)) in (0..).zip([
+        (Kernel::V6_12, 2, "nvdimm", OPERATIONS, OPERATIONS),
+        (Kernel::V6_1, 3, "nvdimm", 2000, 1000),
+        (Kernel::V6_12, 1, "virtio-pmem", 2000, 100),
+    ]) {
+        let ours = format!("discards:{}:{ours}:4", seed(10 + round)?);
+        let theirs = format!("writes:{}:{theirs}:{cpus}", seed(20 + round)?);
+        for disk in &disks {
+            disk.write(&ours)?;
+        }
+        history.push(ours);
+        let linux = Linux::boot(&pool, &disks, kernel, cpus, interface)?;
+        linux.on_each(|_, node| format!("{} && {}", check(node, &history), write(node, &theirs)))?;
+        linux.end(None)?;
+        history.push(theirs);
+        for disk in &disks {
+            disk.verify(&history)?;
+        }
+    }
+    Ok(())
+}
+
+/// In each BTT all lanes are in some state, and those of the guest's CPUs, which go on from theirs, are in all of them
+/// by turns.
+fn replays(kernel: Kernel) -> Result<()> {
+    const CPUS: u32 = 4;
+    let pool = Pool::create("512M")?;
+    let mut disks = Vec::new();
+    let mut histories = Vec::new();
+    for (number, shift) in (0..Flogs::states()).step_by(CPUS as usize).enumerate() {
+        let padding = if number % 2 == 0 { Padding::Current } else { Padding::Former };
+        let sector_bytes = if number % 4 < 2 { 4096 } else { 512 };
+        let disk = Disk::create(&pool, &format!("flogs-{shift}"), 18 + 2 * number as u64, sector_bytes)?;
+        Flogs { padding, shift }.make(&disk.media)?;
+        let made = format!("flogs:{shift}");
+        disk.media.verify(&Outcome::of_history(disk.shape, &[&made])?)?;
+        // Nothing through the page cache, which would read around a sector and come across bad ones.
+        let program = format!("direct:{}:100:{CPUS}", seed(30 + number as u64)?);
+        histories.push([made, program]);
+        disks.push(disk);
+    }
+    let linux = Linux::boot(&pool, &disks, kernel, CPUS, "nvdimm")?;
+    linux.on_each(|number, node| {
+        let [made, program] = &histories[number];
+        let steps = [check(node, &[made]), write(node, program), check(node, &[made, program])];
+        steps.join(" && ")
+    })?;
+    // What looks for partitions and file systems reads the sectors that fail.
+    linux.end(Some("Buffer I/O error"))?;
+    for (disk, history) in disks.iter().zip(&histories) {
+        disk.verify(history)?;
+    }
+    Ok(())
+}
+
+fn linux_replays_a_log_in_every_state_as_we_do() -> Result<()> {
+    replays(Kernel::V6_12)
+}
+
+fn linux_6_1_replays_a_log_in_every_state_as_we_do() -> Result<()> {
+    replays(Kernel::V6_1)
+}
+
+fn linux_writes(kernel: Kernel, cpus: u32, interface: &str) -> Result<()> {
+    let pool = Pool::create("96M")?;
+    let disks = two_disks(&pool)?;
+    let program = format!("writes:{}:{OPERATIONS}:{cpus}", seed(1)?);
+    let linux = Linux::boot(&pool, &disks, kernel, cpus, interface)?;
+    linux.on_each(|_, node| format!("{} && {}", write(node, &program), check(node, &[&program])))?;
+    linux.end(None)?;
+    disks.iter().try_for_each(|disk| disk.verify(&[&program]))
+}
+
+fn what_linux_writes_we_read() -> Result<()> {
+    linux_writes(Kernel::V6_12, 2, "nvdimm")
+}
+
+fn what_linux_6_1_writes_we_read() -> Result<()> {
+    linux_writes(Kernel::V6_1, 2, "nvdimm")
+}
+
+fn what_linux_writes_through_virtio_pmem_we_read() -> Result<()> {
+    linux_writes(Kernel::V6_12, 1, "virtio-pmem")
+}
+
+fn we_write(kernel: Kernel) -> Result<()> {
+    let pool = Pool::create("96M")?;
+    let disks = two_disks(&pool)?;
+    let program = format!("discards:{}:{OPERATIONS}:4", seed(2)?);
+    for disk in &disks {
+        disk.write(&program)?;
+        disk.verify(&[&program])?;
+    }
+    let linux = Linux::boot(&pool, &disks, kernel, 2, "nvdimm")?;
+    linux.on_each(|_, node| check(node, &[&program]))?;
+    linux.end(None)
+}
+
+fn what_we_write_linux_reads() -> Result<()> {
+    we_write(Kernel::V6_12)
+}
+
+fn what_we_write_linux_6_1_reads() -> Result<()> {
+    we_write(Kernel::V6_1)
+}

@@ -1,0 +1,109 @@
+//! A volume's bytes in its pool's file, while no VM has it: to lay out a BTT that no command makes, and to hold what a
+//! guest has left against what it should be.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result, ensure};
+use pmem_volume::btt::{Layout, ReadAt, Reader, Sector, WriteAt, check};
+use pmem_volume::media::MediaError;
+use pmem_volume::pool::VolumeExtent;
+use pmem_volume::{OpenMode, Pool};
+use uuid::Uuid;
+
+use crate::sectors::{Outcome, Shape};
+
+/// Bytes of a volume.
+#[derive(Debug)]
+pub struct BttMedia {
+    file: File,
+    extents: Vec<VolumeExtent>,
+}
+
+impl BttMedia {
+    /// Finds them.
+    pub fn open(pool: &crate::Pool, volume: &str) -> Result<Self> {
+        let opened = Pool::open(pool.path(), OpenMode::ReadOnly).context("Cannot open the pool")?;
+        let extents = opened.open_volume(volume).context("Cannot open the volume")?.extents().to_vec();
+        let file = File::options().read(true).write(true).open(pool.path())?;
+        Ok(Self { file, extents })
+    }
+
+    /// Gives the volume an empty BTT with that sector size.
+    pub fn format(&self, sector_bytes: u32) -> Result<()> {
+        let zeros = vec![0; 1 << 20];
+        for offset in (0..self.len_bytes()).step_by(zeros.len()) {
+            self.write_at(offset, &zeros)?;
+        }
+        Ok(Layout::new(self.len_bytes(), sector_bytes, Uuid::new_v4())?.format(self)?)
+    }
+
+    /// The dimensions of the disk that a guest sees.
+    pub fn shape(&self) -> Result<Shape> {
+        let reader = Reader::open(self)?.map_err(|finding| anyhow::anyhow!("{finding}"))?;
+        Ok(Shape { sectors: reader.sectors(), sector_bytes: reader.sector_bytes() })
+    }
+
+    /// Holds the volume against what it should be: the table is consistent, and each sector reads as it should.
+    pub fn verify(&self, outcome: &Outcome) -> Result<()> {
+        for arena in check(self)?.arenas {
+            ensure!(arena.findings_total == 0, "The check finds: {:?}", arena.findings);
+        }
+        let reader = Reader::open(self)?.map_err(|finding| anyhow::anyhow!("{finding}"))?;
+        outcome.check(|first, into| {
+            for (sector, bytes) in (first..).zip(into.chunks_exact_mut(reader.sector_bytes() as usize)) {
+                ensure!(reader.read(sector, bytes)? != Sector::Error, "Sector {sector} is marked as bad");
+            }
+            Ok(())
+        })
+    }
+
+    /// Cuts a range of the volume into ranges of the file.
+    fn file_ranges(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+        assert!(range.end <= self.len_bytes(), "{range:?} is not inside the volume");
+        self.extents.iter().filter_map(move |extent| {
+            let (first, at) = (extent.volume_offset_bytes(), extent.offset_bytes());
+            let start = range.start.max(first);
+            let end = range.end.min(first + extent.len_bytes());
+            (start < end).then(|| at + (start - first)..at + (end - first))
+        })
+    }
+}
+
+impl ReadAt for BttMedia {
+    fn len_bytes(&self) -> u64 {
+        self.extents.iter().map(|extent| extent.len_bytes()).sum()
+    }
+
+    fn read_at(&self, offset_bytes: u64, mut into: &mut [u8]) -> Result<(), MediaError> {
+        for range in self.file_ranges(offset_bytes..offset_bytes + into.len() as u64) {
+            let (now, later) = into.split_at_mut((range.end - range.start) as usize);
+            self.file.read_exact_at(now, range.start).map_err(|source| failure("read", &range, source))?;
+            into = later;
+        }
+        Ok(())
+    }
+}
+
+impl WriteAt for BttMedia {
+    fn write_at(&self, offset_bytes: u64, mut bytes: &[u8]) -> Result<(), MediaError> {
+        for range in self.file_ranges(offset_bytes..offset_bytes + bytes.len() as u64) {
+            let (now, later) = bytes.split_at((range.end - range.start) as usize);
+            self.file.write_all_at(now, range.start).map_err(|source| failure("write", &range, source))?;
+            bytes = later;
+        }
+        Ok(())
+    }
+
+    /// Whoever opens the pool next sees the same page cache.
+    fn persist(&self, _ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        Ok(())
+    }
+}
+
+fn failure(operation: &'static str, range: &Range<u64>, source: io::Error) -> MediaError {
+    let (offset_bytes, length_bytes) = (range.start, range.end - range.start);
+    MediaError::Io { operation, offset_bytes, length_bytes, source }
+}

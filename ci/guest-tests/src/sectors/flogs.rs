@@ -1,0 +1,244 @@
+//! BTTs whose log (flog) is in every state that a crash can leave, one state to a lane. What they should read as, after
+//! whoever opens them has replayed the log, follows from UEFI 2.10, 6.4.3 to 6.4.5, and from drivers/nvdimm/btt.c.
+//!
+//! The info block is read here by its offsets in the specification, not by the code under test.
+
+use anyhow::{Result, ensure};
+use pmem_volume::btt::{ReadAt, START_BYTES, WriteAt};
+
+use super::{Content, Outcome, Shape};
+
+const LANES: u32 = 256;
+const GROUP_BYTES: u64 = 64;
+const ENTRY_BYTES: usize = 16;
+
+/// Map entry: reads as zeros.
+const TRIMMED: u32 = 1 << 31;
+/// Map entry: reads fail.
+const FAILED: u32 = 1 << 30;
+/// Map entry: an ordinary block.
+const NORMAL: u32 = TRIMMED | FAILED;
+
+/// Marks what the last write of a lane wrote, and what was there before.
+const NEW_SEED: u64 = 0xf1_06;
+const OLD_SEED: u64 = 0x01d;
+
+/// Which two of a lane's four slots are used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Padding {
+    /// 0 and 1.
+    Current,
+    /// 0 and 2, as Linux had it before 4.15.
+    Former,
+}
+
+/// Where a crash has caught a lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Crash {
+    /// The lane has never written.
+    Untouched,
+    /// Nowhere: its last write is complete.
+    Done,
+    /// Between the log and the map.
+    Pending,
+    /// The same, and the sector had been discarded before.
+    PendingOnTrimmed,
+    /// Its last write is complete, and the sector was discarded afterwards.
+    TrimmedAfter,
+    /// Its last write is complete, and its block has turned out to be bad.
+    FailedAfter,
+    /// Between the two halves of the next write's log entry.
+    NextHalfWritten,
+}
+
+/// A lane's state: the sequence numbers in its two slots, and what the crash left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Lane {
+    sequences: [u32; 2],
+    crash: Crash,
+}
+
+/// All there are. A number follows the other in the cycle 1, 2, 3; a first entry has no other.
+fn states() -> Vec<Lane> {
+    use Crash::{Done, FailedAfter, NextHalfWritten, Pending, PendingOnTrimmed, TrimmedAfter, Untouched};
+    let first = [Untouched, NextHalfWritten].map(|crash| Lane { sequences: [1, 0], crash });
+    let pairs = [[1, 2], [3, 2], [3, 1], [2, 1], [2, 3], [1, 3]];
+    let crashes = [Done, Pending, PendingOnTrimmed, TrimmedAfter, FailedAfter, NextHalfWritten];
+    let later = pairs.into_iter().flat_map(|pair| crashes.map(|crash| Lane { sequences: pair, crash }));
+    first.into_iter().chain(later).collect()
+}
+
+/// A BTT with such a log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Flogs {
+    /// Which slots are used.
+    pub padding: Padding,
+    /// Lane 0 has this state of the list, and the others follow.
+    pub shift: u32,
+}
+
+impl Flogs {
+    /// How many states there are.
+    pub fn states() -> u32 {
+        states().len() as u32
+    }
+
+    /// What such a disk reads as, whatever its padding.
+    pub fn outcome(shape: Shape, shift: u32) -> Outcome {
+        let mut outcome = Outcome::untouched(shape);
+        for lane in 0..LANES {
+            let sector = u64::from(sector_of(lane));
+            let state = state_of(lane, shift);
+            let content = match state.crash {
+                Crash::Untouched => Content::Zeros,
+                Crash::TrimmedAfter => Content::Trimmed,
+                Crash::FailedAfter => Content::Fails,
+                // The first write has not come as far as the log.
+                Crash::NextHalfWritten if state.sequences == [1, 0] => Content::Zeros,
+                _ => Content::Written { seed: NEW_SEED, operation: u64::from(lane) },
+            };
+            outcome.set(sector..sector + 1, content);
+        }
+        outcome
+    }
+
+    /// Makes one of an empty BTT.
+    pub fn make(&self, media: &impl WriteAt) -> Result<()> {
+        let arena = Arena::read(media)?;
+        ensure!(sector_of(LANES - 1) < arena.sectors, "{} sectors are too few", arena.sectors);
+        (0..LANES).try_for_each(|lane| arena.make_lane(media, lane, state_of(lane, self.shift), self.padding))
+    }
+}
+
+fn state_of(lane: u32, shift: u32) -> Lane {
+    let states = states();
+    states[(lane + shift) as usize % states.len()]
+}
+
+/// Each lane's last write was of a sector of its own.
+fn sector_of(lane: u32) -> u32 {
+    lane * 16 + 3
+}
+
+/// Where things are in the first arena, from the volume's start.
+struct Arena {
+    sectors: u32,
+    sector_bytes: u32,
+    block_bytes: u32,
+    data_at: u64,
+    map_at: u64,
+    flog_at: u64,
+}
+
+impl Arena {
+    /// UEFI 2.10, table 6.1.
+    fn read(media: &impl ReadAt) -> Result<Self> {
+        let mut info = [0; 4096];
+        media.read_at(START_BYTES, &mut info)?;
+        ensure!(info.starts_with(b"BTT_ARENA_INFO\0\0"), "There is no BTT");
+        let u32_at = |at: usize| u32::from_le_bytes(info[at..at + 4].try_into().expect("four bytes"));
+        let place =
+            |at: usize| START_BYTES + u64::from_le_bytes(info[at..at + 8].try_into().expect("eight bytes"));
+        ensure!(u32_at(72) == LANES, "{} lanes", u32_at(72));
+        Ok(Self {
+            sector_bytes: u32_at(56),
+            sectors: u32_at(60),
+            block_bytes: u32_at(64),
+            data_at: place(88),
+            map_at: place(96),
+            flog_at: place(104),
+        })
+    }
+
+    fn make_lane(&self, media: &impl WriteAt, lane: u32, state: Lane, padding: Padding) -> Result<()> {
+        let sector = sector_of(lane);
+        // What the lane has at first, and what the sector has.
+        let (spare, own) = (self.sectors + lane, sector);
+        let is_first = state.sequences == [1, 0];
+        let (newest, mut older) = if is_first {
+            ([lane, spare, spare], [0; 3])
+        } else {
+            ([sector, own, spare], [sector, spare, own])
+        };
+        if state.crash == Crash::NextHalfWritten {
+            // The half with sector and old block; what follows it is still that of the write before.
+            (older[0], older[1]) = (sector + 1, sector + 1);
+            self.write_block(media, if is_first { spare } else { own }, &[0xee; 4096])?;
+        }
+        if !is_first {
+            let old = Content::Written { seed: OLD_SEED, operation: u64::from(lane) };
+            let new = Content::Written { seed: NEW_SEED, operation: u64::from(lane) };
+            let mut bytes = vec![0; self.sector_bytes as usize];
+            new.fill(u64::from(sector), &mut bytes);
+            self.write_block(media, spare, &bytes)?;
+            if state.crash != Crash::NextHalfWritten {
+                old.fill(u64::from(sector), &mut bytes);
+                self.write_block(media, own, &bytes)?;
+            }
+        }
+        let entry = match state.crash {
+            // Never written.
+            Crash::Untouched | Crash::Pending => 0,
+            Crash::NextHalfWritten if is_first => 0,
+            Crash::PendingOnTrimmed => TRIMMED | own,
+            Crash::Done | Crash::NextHalfWritten => NORMAL | spare,
+            Crash::TrimmedAfter => TRIMMED | spare,
+            Crash::FailedAfter => FAILED | spare,
+        };
+        media.write_at(self.map_at + u64::from(sector) * 4, &entry.to_le_bytes())?;
+        let second = match padding {
+            Padding::Current => 1,
+            Padding::Former => 2,
+        };
+        let [a, b] = state.sequences;
+        let newest_is_second = [[1, 2], [2, 3], [3, 1]].contains(&[a, b]);
+        let [first_entry, second_entry] = if newest_is_second { [older, newest] } else { [newest, older] };
+        let mut group = [0; GROUP_BYTES as usize];
+        for (slot, entry, sequence) in [(0, first_entry, a), (second, second_entry, b)] {
+            let words = entry.into_iter().chain([sequence]).flat_map(u32::to_le_bytes);
+            group[slot * ENTRY_BYTES..(slot + 1) * ENTRY_BYTES].copy_from_slice(&words.collect::<Vec<u8>>());
+        }
+        media.write_at(self.flog_at + u64::from(lane) * GROUP_BYTES, &group)?;
+        Ok(())
+    }
+
+    fn write_block(&self, media: &impl WriteAt, block: u32, bytes: &[u8]) -> Result<()> {
+        let bytes = &bytes[..self.sector_bytes as usize];
+        Ok(media.write_at(self.data_at + u64::from(block) * u64::from(self.block_bytes), bytes)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pmem_volume::btt::{Layout, Reader, Sector, check};
+    use pmem_volume::media::MemoryMedia;
+    use uuid::Uuid;
+
+    use super::*;
+
+    #[test]
+    fn our_reader_replays_every_state() {
+        for (sector_bytes, padding, shift) in
+            [(512, Padding::Current, 0), (4096, Padding::Former, 0), (4096, Padding::Current, 17)]
+        {
+            let media = MemoryMedia::new(20 << 20);
+            Layout::new(20 << 20, sector_bytes, Uuid::new_v4()).unwrap().format(&media).unwrap();
+            Flogs { padding, shift }.make(&media).unwrap();
+            let report = check(&media).unwrap();
+            assert_eq!(report.arenas[0].findings, [], "{padding:?}");
+            let each = |crash: Crash| (0..LANES).filter(|lane| state_of(*lane, shift).crash == crash).count();
+            assert_eq!(report.arenas[0].redo as usize, each(Crash::Pending) + each(Crash::PendingOnTrimmed));
+            let reader = Reader::open(&media).unwrap().unwrap();
+            let shape = Shape { sectors: reader.sectors(), sector_bytes };
+            let read = |first: u64, into: &mut [u8]| {
+                for (sector, bytes) in (first..).zip(into.chunks_exact_mut(sector_bytes as usize)) {
+                    ensure!(reader.read(sector, bytes)? != Sector::Error, "an error");
+                }
+                Ok(())
+            };
+            Flogs::outcome(shape, shift).check(read).unwrap();
+            // Another state in any lane reads differently.
+            assert!(Flogs::outcome(shape, shift + 1).check(read).is_err());
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! What the sectors of a disk should hold, told from seeds alone: a guest writes through Linux' BTT driver, a test through
+//! our engine, and either holds the disk against the same [`Outcome`] without a word between them.
+
+mod flogs;
+mod program;
+
+use std::fmt;
+use std::ops::Range;
+
+use anyhow::{Context, Result, ensure};
+
+pub use flogs::{Flogs, Padding};
+pub use program::{Mix, Program, Storage, run};
+
+use crate::aligned::Aligned;
+use crate::content::Bytes;
+
+/// How many sectors a check reads at once.
+const BATCH_SECTORS: usize = 64;
+
+/// A disk's dimensions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// How many sectors.
+    pub sectors: u64,
+    /// Bytes of each.
+    pub sector_bytes: u32,
+}
+
+/// What one sector should hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Content {
+    /// Nobody has written it, or it was discarded.
+    Zeros,
+    /// What this operation of that seed's program wrote.
+    Written {
+        /// Of the program.
+        seed: u64,
+        /// Its number.
+        operation: u64,
+    },
+    /// Zeros, because its map entry says so. Read by itself: Linux' driver takes such a sector for the end of what it was
+    /// to read of a page, and reports success (btt_read_pg in drivers/nvdimm/btt.c), so that sectors of 512 bytes
+    /// behind it in the same page are not read.
+    Trimmed,
+    /// Reads of it fail.
+    Fails,
+}
+
+impl Content {
+    /// The bytes that the sector should have: they name their place and origin, and the rest follows from these. A torn
+    /// or misplaced sector is the content of none.
+    fn fill(self, sector: u64, bytes: &mut [u8]) {
+        bytes.fill(0);
+        if let Self::Written { seed, operation } = self {
+            bytes[..8].copy_from_slice(&sector.to_le_bytes());
+            bytes[8..16].copy_from_slice(&seed.to_le_bytes());
+            bytes[16..24].copy_from_slice(&operation.to_le_bytes());
+            Bytes::new(sector ^ seed.rotate_left(20) ^ operation.rotate_left(40)).fill(&mut bytes[24..]);
+        }
+    }
+}
+
+impl fmt::Display for Content {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Zeros | Self::Trimmed => write!(formatter, "zeros"),
+            Self::Written { seed, operation } => {
+                write!(formatter, "what operation {operation:#x} of seed {seed} wrote")
+            }
+            Self::Fails => write!(formatter, "an error"),
+        }
+    }
+}
+
+/// What all sectors of a disk should hold.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outcome {
+    shape: Shape,
+    contents: Vec<Content>,
+}
+
+impl Outcome {
+    /// Of a disk that nobody has written to.
+    pub fn untouched(shape: Shape) -> Self {
+        let sectors = usize::try_from(shape.sectors).expect("a test's disk is small");
+        Self { shape, contents: vec![Content::Zeros; sectors] }
+    }
+
+    /// What its text asks for: `flogs:SHIFT` is a disk that was made so ([`Flogs`]), and comes first; anything else is a
+    /// program that has run to its end.
+    pub fn of_history(shape: Shape, history: &[impl AsRef<str>]) -> Result<Self> {
+        let mut outcome = Self::untouched(shape);
+        for (at, item) in history.iter().map(AsRef::as_ref).enumerate() {
+            match item.strip_prefix("flogs:") {
+                Some(shift) => {
+                    ensure!(at == 0, "{item} is not the first");
+                    let shift = shift.parse().with_context(|| format!("{item} has no number"))?;
+                    outcome = Flogs::outcome(shape, shift);
+                }
+                None => outcome.apply(&item.parse()?),
+            }
+        }
+        Ok(outcome)
+    }
+
+    /// Adds what a program does.
+    pub fn apply(&mut self, program: &Program) {
+        for (sectors, content) in program.effects(self.shape) {
+            self.set(sectors, content);
+        }
+    }
+
+    fn set(&mut self, sectors: Range<u64>, content: Content) {
+        self.contents[sectors.start as usize..sectors.end as usize].fill(content);
+    }
+
+    /// Reads every sector and compares. `read` fills a buffer from a sector on.
+    pub fn check(&self, mut read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
+        let sector_bytes = self.shape.sector_bytes as usize;
+        let mut found = Aligned::zeroed(BATCH_SECTORS * sector_bytes);
+        let mut expected = vec![0; sector_bytes];
+        let mut first = 0;
+        while first < self.shape.sectors {
+            let count = self.readable_from(first);
+            let found = &mut found[..count * sector_bytes];
+            let outcome = read(first, found);
+            if self.contents[first as usize] == Content::Fails {
+                ensure!(outcome.is_err(), "Sector {first} can be read, and should fail");
+            } else {
+                outcome.with_context(|| format!("Cannot read {count} sectors from {first} on"))?;
+                for (sector, found) in (first..).zip(found.chunks_exact(sector_bytes)) {
+                    let content = self.contents[sector as usize];
+                    content.fill(sector, &mut expected);
+                    ensure!(
+                        found == expected,
+                        "Sector {sector} is not {content}: {}",
+                        describe(found, &expected)
+                    );
+                }
+            }
+            first += count as u64;
+        }
+        Ok(())
+    }
+
+    /// How many sectors from `first` on are read at once: what is special comes by itself.
+    fn readable_from(&self, first: u64) -> usize {
+        let rest = &self.contents[first as usize..];
+        let is_special = |content: &Content| matches!(content, Content::Trimmed | Content::Fails);
+        rest.iter().take(BATCH_SECTORS).take_while(|content| !is_special(content)).count().max(1)
+    }
+}
+
+/// What a sector holds that is not what it should be.
+fn describe(found: &[u8], expected: &[u8]) -> String {
+    let word = |at: usize| u64::from_le_bytes(found[at..at + 8].try_into().expect("eight bytes"));
+    let same = found.iter().zip(expected).filter(|(a, b)| a == b).count();
+    if found.iter().all(|byte| *byte == 0) {
+        return "it is all zeros".to_owned();
+    }
+    format!(
+        "it says sector {}, operation {:#x} of seed {}; {same} of its {} bytes are as they should be",
+        word(0),
+        word(16),
+        word(8),
+        found.len()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    pub(super) const SHAPE: Shape = Shape { sectors: 1000, sector_bytes: 512 };
+
+    /// A disk in memory. It can lose one write, or do half of it.
+    #[derive(Debug, Default)]
+    pub(super) struct Memory {
+        bytes: Mutex<Vec<u8>>,
+        writes: std::sync::atomic::AtomicU64,
+        /// Which write goes wrong.
+        lost: Option<u64>,
+        torn: Option<u64>,
+    }
+
+    impl Memory {
+        pub(super) fn new() -> Self {
+            let bytes = Mutex::new(vec![0; SHAPE.sectors as usize * SHAPE.sector_bytes as usize]);
+            Self { bytes, ..Self::default() }
+        }
+
+        pub(super) fn check(&self, outcome: &Outcome) -> Result<()> {
+            outcome.check(|first, into| {
+                let at = first as usize * 512;
+                into.copy_from_slice(&self.bytes.lock().unwrap()[at..at + into.len()]);
+                Ok(())
+            })
+        }
+    }
+
+    impl Storage for Memory {
+        fn write(&self, first: u64, bytes: &[u8], _buffered: bool) -> Result<()> {
+            let number = self.writes.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let len = match number {
+                number if self.lost == Some(number) => 0,
+                number if self.torn == Some(number) => bytes.len() - 256,
+                _ => bytes.len(),
+            };
+            let at = first as usize * 512;
+            self.bytes.lock().unwrap()[at..at + len].copy_from_slice(&bytes[..len]);
+            Ok(())
+        }
+        fn discard(&self, sectors: Range<u64>) -> Result<()> {
+            self.bytes.lock().unwrap()[sectors.start as usize * 512..sectors.end as usize * 512].fill(0);
+            Ok(())
+        }
+        fn write_zeroes(&self, sectors: Range<u64>) -> Result<()> {
+            self.discard(sectors)
+        }
+        fn flush(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_history_is_found_on_the_disk_that_has_it() {
+        let memory = Memory::new();
+        let history = ["writes:1:300:2", "discards:2:300:3", "writes:3:40:1"];
+        for item in history {
+            run(&item.parse().unwrap(), SHAPE, &memory).unwrap();
+        }
+        let outcome = Outcome::of_history(SHAPE, &history).unwrap();
+        memory.check(&outcome).unwrap();
+        for other in [&history[..2], &["writes:1:300:2", "discards:2:300:3", "writes:4:40:1"]] {
+            assert!(memory.check(&Outcome::of_history(SHAPE, other).unwrap()).is_err(), "{other:?}");
+        }
+    }
+
+    #[test]
+    fn a_write_that_is_lost_or_torn_is_found() {
+        // The last write of all is nobody's to overwrite.
+        let program: Program = "writes:9:200:1".parse().unwrap();
+        let outcome = Outcome::of_history(SHAPE, &["writes:9:200:1"]).unwrap();
+        for broken in
+            [Memory { lost: Some(199), ..Memory::new() }, Memory { torn: Some(199), ..Memory::new() }]
+        {
+            run(&program, SHAPE, &broken).unwrap();
+            assert!(broken.check(&outcome).is_err(), "{:?} {:?}", broken.lost, broken.torn);
+        }
+    }
+
+    #[test]
+    fn a_sector_that_should_fail_must() {
+        let mut outcome = Outcome::untouched(SHAPE);
+        outcome.set(70..71, Content::Fails);
+        let memory = Memory::new();
+        let error = memory.check(&outcome).unwrap_err().to_string();
+        assert!(error.contains("Sector 70 can be read"), "{error}");
+        let reads_but_70 = |first: u64, into: &mut [u8]| {
+            ensure!(first + into.len() as u64 / 512 <= 70 || first > 70, "bad");
+            into.fill(0);
+            Ok(())
+        };
+        outcome.check(reads_but_70).unwrap();
+    }
+
+    #[test]
+    fn made_flogs_come_first() {
+        assert!(Outcome::of_history(SHAPE, &["writes:1:1:1", "flogs:0"]).is_err());
+        assert!(Outcome::of_history(SHAPE, &["flogs:x"]).is_err());
+        assert!(Outcome::of_history(SHAPE, &["writes:1:1"]).is_err());
+    }
+}

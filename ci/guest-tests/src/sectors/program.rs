@@ -1,0 +1,226 @@
+//! Programs: operations on sectors that follow from a seed, by several threads on sectors of their own.
+
+use std::ops::Range;
+use std::str::FromStr;
+use std::thread;
+
+use anyhow::{Context, Error, Result, anyhow, bail, ensure};
+
+use super::{Content, Shape};
+use crate::aligned::Aligned;
+use crate::content::Bytes;
+
+/// Stripes of so many sectors belong to the threads in turn. A multiple of a page, so that no page of the kernel's cache
+/// belongs to two.
+const STRIPE_SECTORS: u64 = 64;
+/// The longest operation has so many sectors, and the shorter ones are as frequent for each halving.
+const MAX_SECTORS: u64 = 32;
+/// A thread flushes after so many operations.
+const FLUSH_INTERVAL: u64 = 64;
+
+/// What a program is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mix {
+    /// Writes alone: Linux' BTT driver knows nothing else.
+    Writes,
+    /// Writes, none of them through a cache.
+    Direct,
+    /// A quarter of it discards and zeroes.
+    Discards,
+}
+
+/// A program. As text `writes:SEED:OPERATIONS:THREADS`, with `direct` or `discards` for another mix.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Program {
+    mix: Mix,
+    seed: u64,
+    operations: u64,
+    threads: u32,
+}
+
+impl FromStr for Program {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let wrong = || anyhow!("{text:?} is not writes:SEED:OPERATIONS:THREADS, direct:... or discards:...");
+        let parts: Vec<&str> = text.split(':').collect();
+        let [mix, seed, operations, threads] = parts[..] else { bail!(wrong()) };
+        let mix = match mix {
+            "writes" => Mix::Writes,
+            "direct" => Mix::Direct,
+            "discards" => Mix::Discards,
+            _ => bail!(wrong()),
+        };
+        let number = |text: &str| text.parse::<u64>().with_context(wrong);
+        let threads = u32::try_from(number(threads)?).with_context(wrong)?;
+        ensure!(threads > 0, wrong());
+        Ok(Self { mix, seed: number(seed)?, operations: number(operations)?, threads })
+    }
+}
+
+/// One operation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Step {
+    Write { sectors: Range<u64>, buffered: bool },
+    Discard(Range<u64>),
+    WriteZeroes(Range<u64>),
+}
+
+/// Something a program can run on. Sectors are those of the shape that [`run`] is given.
+pub trait Storage: Sync {
+    /// Called first by each thread.
+    fn enter(&self, _thread: u32) -> Result<()> {
+        Ok(())
+    }
+
+    /// Writes whole sectors; through a cache, if there is one and `buffered` is set.
+    fn write(&self, first: u64, bytes: &[u8], buffered: bool) -> Result<()>;
+
+    /// Lets go of sectors, which read as zeros then.
+    fn discard(&self, sectors: Range<u64>) -> Result<()>;
+
+    /// Writes zeros.
+    fn write_zeroes(&self, sectors: Range<u64>) -> Result<()>;
+
+    /// Makes durable what was done before.
+    fn flush(&self) -> Result<()>;
+}
+
+impl Program {
+    /// The operations of one thread, with their numbers.
+    fn steps(&self, shape: Shape, thread: u32) -> impl Iterator<Item = (u64, Step)> + use<> {
+        let (mix, threads) = (self.mix, u64::from(self.threads));
+        let stripes = shape.sectors.div_ceil(STRIPE_SECTORS);
+        let own_stripes = (stripes + threads - 1 - u64::from(thread)) / threads;
+        assert!(own_stripes > 0, "{} sectors are too few for {threads} threads", shape.sectors);
+        let mut numbers = Bytes::new(self.seed ^ u64::from(thread).rotate_left(32));
+        let count = self.operations.div_ceil(threads);
+        (0..count).map(move |number| {
+            let stripe = numbers.below(own_stripes) * threads + u64::from(thread);
+            let start = stripe * STRIPE_SECTORS;
+            let end = (start + STRIPE_SECTORS).min(shape.sectors);
+            let first = start + numbers.below(end - start);
+            let longest = 1 << numbers.below(u64::from(MAX_SECTORS.ilog2()) + 1);
+            let len = (1 + numbers.below(longest)).min(end - first);
+            let sectors = first..first + len;
+            let step = match (mix, numbers.below(8)) {
+                (Mix::Discards, 0) => Step::Discard(sectors),
+                (Mix::Discards, 1) => Step::WriteZeroes(sectors),
+                (Mix::Direct, _) => Step::Write { sectors, buffered: false },
+                (_, kind) => Step::Write { sectors, buffered: kind % 2 == 0 },
+            };
+            (u64::from(thread) << 32 | number, step)
+        })
+    }
+
+    /// What the operations leave, in an order that comes to the same: each thread has sectors of its own.
+    pub(super) fn effects(&self, shape: Shape) -> impl Iterator<Item = (Range<u64>, Content)> {
+        let seed = self.seed;
+        (0..self.threads).flat_map(move |thread| self.steps(shape, thread)).map(move |(operation, step)| {
+            match step {
+                Step::Write { sectors, .. } => (sectors, Content::Written { seed, operation }),
+                Step::Discard(sectors) | Step::WriteZeroes(sectors) => (sectors, Content::Zeros),
+            }
+        })
+    }
+}
+
+/// Runs a program to its end, flushed, with all its threads at once.
+pub fn run(program: &Program, shape: Shape, storage: &impl Storage) -> Result<()> {
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..program.threads)
+            .map(|thread| scope.spawn(move || run_thread(program, shape, storage, thread)))
+            .collect();
+        threads.into_iter().try_for_each(|thread| thread.join().expect("a program does not panic"))
+    })
+}
+
+fn run_thread(program: &Program, shape: Shape, storage: &impl Storage, thread: u32) -> Result<()> {
+    storage.enter(thread)?;
+    let sector_bytes = shape.sector_bytes as usize;
+    let mut buffer = Aligned::zeroed(MAX_SECTORS as usize * sector_bytes);
+    for (number, (operation, step)) in (1..).zip(program.steps(shape, thread)) {
+        let done = match &step {
+            Step::Write { sectors, buffered } => {
+                let content = Content::Written { seed: program.seed, operation };
+                let bytes = &mut buffer[..(sectors.end - sectors.start) as usize * sector_bytes];
+                for (sector, bytes) in sectors.clone().zip(bytes.chunks_exact_mut(sector_bytes)) {
+                    content.fill(sector, bytes);
+                }
+                storage.write(sectors.start, bytes, *buffered)
+            }
+            Step::Discard(sectors) => storage.discard(sectors.clone()),
+            Step::WriteZeroes(sectors) => storage.write_zeroes(sectors.clone()),
+        };
+        done.with_context(|| format!("Cannot do operation {operation:#x}: {step:?}"))?;
+        if number % FLUSH_INTERVAL == 0 {
+            storage.flush().context("Cannot flush")?;
+        }
+    }
+    storage.flush().context("Cannot flush")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    const SHAPE: Shape = Shape { sectors: 64 * 5 + 7, sector_bytes: 512 };
+
+    fn all_steps(text: &str) -> Vec<(u32, Step)> {
+        let program: Program = text.parse().unwrap();
+        let steps = |thread| program.steps(SHAPE, thread).map(move |(_, step)| (thread, step));
+        (0..program.threads).flat_map(steps).collect()
+    }
+
+    fn sectors(step: &Step) -> Range<u64> {
+        match step {
+            Step::Write { sectors, .. } | Step::Discard(sectors) | Step::WriteZeroes(sectors) => {
+                sectors.clone()
+            }
+        }
+    }
+
+    #[test]
+    fn threads_have_sectors_of_their_own_and_reach_all_of_them() {
+        let mut owners = BTreeMap::new();
+        for (thread, step) in all_steps("writes:5:4000:3") {
+            for sector in sectors(&step) {
+                assert_eq!(*owners.entry(sector).or_insert(thread), thread, "sector {sector}");
+            }
+        }
+        assert_eq!(owners.into_keys().collect::<Vec<_>>(), (0..SHAPE.sectors).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn every_kind_and_length_occurs() {
+        let steps = all_steps("discards:1:4000:2");
+        let count = |wanted: fn(&Step) -> bool| steps.iter().filter(|(_, step)| wanted(step)).count();
+        assert!(count(|step| matches!(step, Step::Discard(_))) > 300);
+        assert!(count(|step| matches!(step, Step::WriteZeroes(_))) > 300);
+        for buffered in [true, false] {
+            let this = steps.iter().filter(|(_, step)| match step {
+                Step::Write { buffered: found, .. } => *found == buffered,
+                _ => false,
+            });
+            assert!(this.count() > 1000);
+        }
+        for len in 1..=MAX_SECTORS {
+            let these = steps.iter().filter(|(_, step)| sectors(step).count() as u64 == len);
+            assert!(these.count() > 0, "no operation of {len} sectors");
+        }
+        assert!(all_steps("writes:1:400:2").iter().all(|(_, step)| matches!(step, Step::Write { .. })));
+        let direct = |step: &Step| matches!(step, Step::Write { buffered: false, .. });
+        assert!(all_steps("direct:1:400:2").iter().all(|(_, step)| direct(step)));
+    }
+
+    #[test]
+    fn what_is_no_program_is_refused() {
+        for text in
+            ["", "writes", "writes:1:2", "reads:1:2:3", "writes:1:2:0", "writes:1:x:3", "writes:1:2:3:4"]
+        {
+            assert!(text.parse::<Program>().is_err(), "{text:?}");
+        }
+    }
+}
