@@ -87,7 +87,7 @@ impl Arena {
     pub(super) fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, EngineError> {
         result.map_err(|error| {
             // Only the first fault is kept.
-            let _ = self.fault.set(Fault::Media(error.to_string()));
+            let _ = self.fault.set(Fault::Media(describe(&error)));
             EngineError::Media(error)
         })
     }
@@ -174,6 +174,14 @@ impl Arena {
         // An exchange of the same sector that comes in between makes the entry durable itself, before it counts.
         self.latch(space.persist(std::slice::from_ref(&self.map.words_of(&sectors))))?;
         self.check_writable()
+    }
+}
+
+/// With what the kernel said.
+fn describe(error: &MediaError) -> String {
+    match error {
+        MediaError::Io { source, .. } => format!("{error}: {source}"),
+        MediaError::ReadOnly | MediaError::Latched { .. } => error.to_string(),
     }
 }
 

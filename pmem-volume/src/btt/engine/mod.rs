@@ -69,7 +69,7 @@ pub enum Fault {
     #[error("{0}")]
     Damaged(Finding),
     /// The media failed.
-    #[error("an earlier {0}")]
+    #[error("the media failed before ({0})")]
     Media(String),
 }
 

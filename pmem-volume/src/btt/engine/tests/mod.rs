@@ -2,6 +2,7 @@
 
 mod crash;
 mod crash_wrong;
+mod damage;
 mod model;
 mod script;
 mod threads;

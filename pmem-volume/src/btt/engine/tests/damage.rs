@@ -1,0 +1,338 @@
+//! Metadata that cannot be, and media that fails: each is said of its arena, and the other arena is served as ever.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::script::{LANES, Oracle, SECTORS, new_media};
+use super::*;
+use crate::btt::arena::ArenaInfo;
+use crate::btt::flog::{Recovery, recover};
+use crate::btt::layout::{FLAG_ERROR, MAP_BLOCK, MAP_ERROR, MAP_ZERO};
+use crate::btt::{Finding, ReadAt, WriteAt};
+use crate::media::simulator::{Random, Simulator};
+
+fn info_at(media: &MemoryMedia, start: u64) -> ArenaInfo {
+    read_arena(media, start, VOLUME_BYTES - START_BYTES).unwrap().unwrap().0
+}
+
+/// The second arena of two.
+fn second_of(media: &MemoryMedia) -> ArenaInfo {
+    info_at(media, info_at(media, START_BYTES).next_bytes.unwrap())
+}
+
+fn store_u32(media: &MemoryMedia, at: u64, value: u32) {
+    media.write_at(at, &value.to_le_bytes()).unwrap();
+}
+
+/// Changes an info block, or its copy, and gives it a checksum that fits.
+fn change_info(media: &MemoryMedia, at: u64, change: impl Fn(&mut InfoBytes)) {
+    let mut info = InfoBytes::new_zeroed();
+    media.read_at(at, info.as_mut_bytes()).unwrap();
+    change(&mut info);
+    let sum = checksum(&info);
+    info.checksum.set(sum);
+    media.write_at(at, info.as_bytes()).unwrap();
+}
+
+fn spoil(media: &MemoryMedia, at: u64) {
+    store_u32(media, at + 16, 0xdead_beef);
+}
+
+fn flags_at(media: &MemoryMedia, at: u64) -> u32 {
+    let mut info = InfoBytes::new_zeroed();
+    media.read_at(at, info.as_mut_bytes()).unwrap();
+    assert_eq!(info.checksum.get(), checksum(&info), "the info block is whole");
+    info.flags.get()
+}
+
+/// Is the second arena read-only for that reason, on the media as well, and the first one as ever? Returns the reason.
+fn only_the_second_is_read_only(media: &MemoryMedia, engine: &Engine<&MemoryMedia>) -> String {
+    let arenas = engine.arenas();
+    let border = arenas[1].first_sector;
+    assert_eq!(arenas[0].read_only, None);
+    engine.write(border - 1, &content(border - 1, 7, 4096)).unwrap();
+    assert_eq!(read(engine, border - 1), content(border - 1, 7, 4096));
+    let why = arenas[1].read_only.clone().expect("the second arena is damaged");
+    let refused = [engine.write(border, &content(border, 7, 4096)), engine.discard(border..border + 1)];
+    for result in refused {
+        let Err(EngineError::ReadOnly { arena: 1, why: reason }) = result else { panic!("{result:?}") };
+        assert_eq!(reason.to_string(), why);
+    }
+    // Across the border, what comes before it is written.
+    assert!(matches!(engine.write(border - 1, &vec![1; 8192]), Err(EngineError::ReadOnly { arena: 1, .. })));
+    engine.flush().unwrap();
+    let info = second_of(media);
+    for at in [info.start_bytes, info.copy_at] {
+        assert_eq!(flags_at(media, at), FLAG_ERROR);
+    }
+    let first = info_at(media, START_BYTES);
+    assert_eq!(flags_at(media, first.start_bytes) | flags_at(media, first.copy_at), 0);
+    // So it is for whoever opens it next.
+    assert!(Engine::open(media).unwrap().arenas()[1].read_only.is_some());
+    why
+}
+
+#[test]
+fn a_flog_that_cannot_be_makes_its_arena_read_only() {
+    type Change = fn(&MemoryMedia, &ArenaInfo, &Recovery);
+    let changes: [(&str, Change); 8] = [
+        ("sequence numbers 9 and 0", |m, a, _| store_u32(m, a.flog_at + 3 * 64 + 12, 9)),
+        ("sequence numbers 0 and 0", |m, a, _| m.write_at(a.flog_at + 3 * 64, &[0; 64]).unwrap()),
+        ("no known way", |m, a, _| store_u32(m, a.flog_at + 48, 1)),
+        ("lba", |m, a, _| store_u32(m, a.flog_at + 3 * 64, MAP_BLOCK)),
+        ("old_map", |m, a, _| store_u32(m, a.flog_at + 3 * 64 + 4, MAP_BLOCK)),
+        ("new_map", |m, a, _| store_u32(m, a.flog_at + 3 * 64 + 8, MAP_BLOCK)),
+        ("named twice, the second time by lane 4", |m, a, r| {
+            store_u32(m, a.flog_at + 4 * 64 + 4, r.free[3].0);
+        }),
+        ("named twice, the second time by sector L3", |m, a, r| {
+            store_u32(m, a.map_at + 4 * 3, r.free[4].0 | MAP_ERROR | MAP_ZERO);
+        }),
+    ];
+    for (what, change) in changes {
+        let media = formatted_twice(4096);
+        let engine = Engine::open(&media).unwrap();
+        let border = engine.arenas()[1].first_sector;
+        engine.write(border + 5, &content(border + 5, 1, 4096)).unwrap();
+        drop(engine);
+        // Lane 3 and those next to it are not the ones that a thread begins with.
+        let info = second_of(&media);
+        change(&media, &info, &recover(&media, &info).unwrap());
+        let engine = Engine::open(&media).unwrap();
+        let why = only_the_second_is_read_only(&media, &engine);
+        assert!(why.contains(what), "{what}: {why}");
+        // What can be read is read.
+        assert_eq!(read(&engine, border + 5), content(border + 5, 1, 4096), "{what}");
+    }
+}
+
+#[test]
+fn a_map_entry_out_of_range_is_found_when_it_is_used() {
+    for by_write in [false, true] {
+        let media = formatted_twice(4096);
+        let info = second_of(&media);
+        store_u32(&media, info.map_at + 4 * 9, MAP_ERROR | MAP_ZERO | info.blocks);
+        let engine = Engine::open(&media).unwrap();
+        let border = engine.arenas()[1].first_sector;
+        engine.write(border, &content(border, 1, 4096)).unwrap();
+        let error = match by_write {
+            true => engine.write(border + 8, &vec![1; 8192]).unwrap_err(),
+            false => engine.read(border + 9, &mut vec![0; 4096]).unwrap_err(),
+        };
+        match error {
+            EngineError::ReadOnly { arena: 1, why } if by_write => {
+                assert!(matches!(why, Fault::Damaged(Finding::MapRange { sector: 9, .. })));
+            }
+            EngineError::Sector { sector } if !by_write => assert_eq!(sector, border + 9),
+            other => panic!("{other}"),
+        }
+        let why = only_the_second_is_read_only(&media, &engine);
+        assert!(why.contains("sector L9 is mapped to"), "{why}");
+        assert_eq!(read(&engine, border), content(border, 1, 4096));
+    }
+}
+
+#[test]
+fn an_error_flag_keeps_the_arena_as_it_is_and_shows_what_recovery_would() {
+    let media = formatted_twice(4096);
+    let info = second_of(&media);
+    // A write of sector 3 of which the map does not know yet: the lane's block and an entry that counts.
+    let recovery = recover(&media, &info).unwrap();
+    let (block, _) = recovery.free[0];
+    let border = Engine::open(&media).unwrap().arenas()[1].first_sector;
+    media.write_at(info.block_at(block), &content(border + 3, 5, 4096)).unwrap();
+    media.write_at(info.flog_at + 16, [3u32, 3, block, 2].map(u32::to_le).as_bytes()).unwrap();
+    for at in [info.start_bytes, info.copy_at] {
+        change_info(&media, at, |info| info.flags.set(FLAG_ERROR));
+    }
+    let before = media.to_bytes();
+    let engine = Engine::open(&media).unwrap();
+    assert_eq!(read(&engine, border + 3), content(border + 3, 5, 4096));
+    assert!(media.to_bytes() == before, "nothing is stored");
+    let why = only_the_second_is_read_only(&media, &engine);
+    assert_eq!(why, "its error flag is set");
+}
+
+#[test]
+fn a_sector_in_error_is_lost_and_can_be_written() {
+    let media = formatted(4096);
+    let info = info_at(&media, START_BYTES);
+    for sector in [6, 7] {
+        store_u32(&media, info.map_at + 4 * sector, sector as u32 | MAP_ERROR);
+    }
+    let engine = Engine::open(&media).unwrap();
+    let error = engine.read(5, &mut vec![0; 3 * 4096]).unwrap_err();
+    assert!(matches!(error, EngineError::Sector { sector: 6 }), "{error}");
+    engine.write(6, &content(6, 1, 4096)).unwrap();
+    assert_eq!(read(&engine, 6), content(6, 1, 4096));
+    engine.discard(7..8).unwrap();
+    assert_eq!(read(&engine, 7), vec![0; 4096]);
+    assert!(check(&media).unwrap().is_clean());
+    // As Linux has it: the flog says that the block which the lane got had failed.
+    let entries = (0..256).map(|lane| word_at(&media, info.flog_at + lane * 64 + 16));
+    assert!(entries.into_iter().any(|half| half == u64::from(6 | MAP_ERROR) << 32 | 6));
+}
+
+#[test]
+fn info_blocks_are_replaced_by_their_copies_or_their_arena_is_missing() {
+    let media = formatted_twice(4096);
+    let info = second_of(&media);
+    let border = Engine::open(&media).unwrap().arenas()[1].first_sector;
+    for at in [info.start_bytes, info.copy_at] {
+        let media = MemoryMedia::from_bytes(&media.to_bytes());
+        spoil(&media, at);
+        let engine = Engine::open(&media).unwrap();
+        engine.write(border, &content(border, 1, 4096)).unwrap();
+        assert_eq!(read(&engine, border), content(border, 1, 4096));
+    }
+    let sectors = Engine::open(&media).unwrap().sectors();
+    [info.start_bytes, info.copy_at].iter().for_each(|at| spoil(&media, *at));
+    let engine = Engine::open(&media).unwrap();
+    let status = &engine.arenas()[1];
+    assert_eq!((status.uuid, status.sectors, engine.sectors()), (None, sectors - border, sectors));
+    assert_eq!(status.read_only.as_deref(), Some("neither info block is whole (the checksum is wrong)"));
+    engine.write(border - 1, &content(border - 1, 1, 4096)).unwrap();
+    let results = [
+        engine.read(border - 1, &mut vec![0; 8192]),
+        engine.write(border, &vec![0; 4096]),
+        engine.discard(border..sectors),
+    ];
+    for result in results {
+        assert!(matches!(result, Err(EngineError::Missing { arena: 1, .. })), "{result:?}");
+    }
+    spoil(&media, START_BYTES);
+    spoil(&media, info_at_copy(&media));
+    let error = Engine::open(&media).unwrap_err();
+    assert!(error.to_string().starts_with("arena 0, at 0x1000: neither info block is whole"), "{error}");
+}
+
+/// The first arena's second info block, whose first one is gone.
+fn info_at_copy(media: &MemoryMedia) -> u64 {
+    info_at(media, START_BYTES).copy_at
+}
+
+#[test]
+fn sectors_that_are_not_offered_are_refused() {
+    for sector_bytes in [520, 4224] {
+        let media = formatted(4096);
+        let info = info_at(&media, START_BYTES);
+        for at in [info.start_bytes, info.copy_at] {
+            change_info(&media, at, |info| {
+                info.external_lbasize.set(sector_bytes);
+                info.internal_lbasize.set(sector_bytes.next_multiple_of(64));
+                info.external_nlba.set(1000);
+                info.internal_nlba.set(1256);
+            });
+        }
+        let error = Engine::open(&media).unwrap_err();
+        assert!(matches!(error, EngineError::SectorSize { arena: 0, sector_bytes: s } if s == sector_bytes));
+    }
+}
+
+/// A crash while the error flag is being set leaves an info block that is whole, and an arena that still cannot be.
+#[test]
+fn a_crash_while_the_error_flag_is_set_leaves_the_arena_found() {
+    let media = new_media();
+    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().unwrap();
+    assert_eq!((info.sectors, info.lanes), (SECTORS, LANES));
+    media.write_at(info.flog_at + 8, &[0xff; 8]).unwrap();
+    WriteAt::persist(&media, std::slice::from_ref(&(info.flog_at..info.flog_at + 16))).unwrap();
+    media.record();
+    assert!(Engine::open(&media).unwrap().arenas()[0].read_only.is_some());
+    let judge = |image: &Simulator| {
+        let engine = Engine::open(image).map_err(|error| error.to_string())?;
+        engine.arenas()[0].read_only.clone().ok_or("served as if nothing were wrong")?;
+        Oracle::default().read(&engine).map(drop)
+    };
+    let points = media.take_points();
+    let verify = crate::pool::tests::campaign::verify_each;
+    let images = verify(&points, 64, &mut Random::new(1), &judge).unwrap();
+    crate::pool::tests::campaign::say_images(images);
+    assert!(images > 8, "only {images} images");
+}
+
+/// Media of which an operation fails, and every one after it until it is mended.
+struct Failing {
+    media: MemoryMedia,
+    left: AtomicU64,
+}
+
+impl Failing {
+    fn pass(&self) -> Result<(), MediaError> {
+        let passed = self.left.try_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
+        let source = std::io::Error::from_raw_os_error(libc::EIO);
+        let failed = MediaError::Io { operation: "test", offset_bytes: 0, length_bytes: 8, source };
+        passed.map(drop).map_err(|_| failed)
+    }
+}
+
+impl ReadAt for Failing {
+    fn len_bytes(&self) -> u64 {
+        ReadAt::len_bytes(&self.media)
+    }
+
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.pass()?;
+        self.media.read_at(offset_bytes, into)
+    }
+}
+
+impl WriteAt for Failing {
+    fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.pass()?;
+        self.media.write_at(offset_bytes, bytes)
+    }
+
+    fn persist(&self, _: &[Range<u64>]) -> Result<(), MediaError> {
+        self.pass()
+    }
+}
+
+impl Words for Failing {
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        self.pass()?;
+        Words::load_word(&self.media, offset_bytes)
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        self.pass()?;
+        Words::store_word(&self.media, offset_bytes, word)
+    }
+}
+
+#[test]
+fn the_first_failure_makes_the_arena_read_only_until_it_is_opened_again() {
+    let sectors = |version| [2, 3].map(|sector| content(sector, version, 4096)).concat();
+    for failure in 0.. {
+        let media = MemoryMedia::new(VOLUME_BYTES);
+        format_small(&media, 16, 4);
+        let engine = Engine::open(Failing { media, left: u64::MAX.into() }).unwrap();
+        engine.write(2, &sectors(1)).unwrap();
+        engine.space().left.store(failure, Ordering::SeqCst);
+        let result = engine.write(2, &sectors(2)).and_then(|()| engine.discard(3..4));
+        engine.space().left.store(u64::MAX, Ordering::SeqCst);
+        if result.is_ok() {
+            assert!(failure > 10, "a write and a discard do more");
+            break;
+        }
+        assert!(matches!(result, Err(EngineError::Media(_))), "{failure}: {result:?}");
+        // Reads go on; nothing else does.
+        let now: Vec<_> = [2, 3].iter().map(|sector| read(&engine, *sector)).collect();
+        let is_latched =
+            |result| matches!(result, Err(EngineError::ReadOnly { arena: 0, why: Fault::Media(_) }));
+        assert!(is_latched(engine.write(9, &content(9, 1, 4096))));
+        assert!(is_latched(engine.discard(9..10)));
+        assert!(is_latched(engine.flush()), "a failure is not forgotten");
+        let reason = engine.arenas()[0].read_only.clone().unwrap();
+        assert!(reason.contains("test of 0x8 bytes") && reason.contains("os error 5"), "{reason}");
+
+        let media = engine.common.space.media;
+        assert!(check(&media).unwrap().is_clean());
+        let engine = Engine::open(media).unwrap();
+        for (sector, now) in (2..4).zip(now) {
+            let then = read(&engine, sector);
+            let versions = [content(sector, 1, 4096), content(sector, 2, 4096), vec![0; 4096]];
+            assert!(versions.contains(&now) && versions.contains(&then), "{failure}: sector {sector}");
+        }
+        engine.write(9, &content(9, 1, 4096)).unwrap();
+    }
+}
