@@ -69,3 +69,8 @@ fn any_bytes_are_repaired_or_left() {
 fn any_bytes_are_a_btt_or_not() {
     try_all("btt_check", harness::btt_check, 2000);
 }
+
+#[test]
+fn any_bytes_are_served_as_a_btt_or_refused() {
+    try_all("btt_engine", harness::btt_engine, 2000);
+}

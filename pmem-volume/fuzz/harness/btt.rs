@@ -1,11 +1,10 @@
 //! BTTs that say anything, in memory.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock};
 
-use pmem_volume::btt::{self, ReadAt, WriteAt};
+use pmem_volume::btt::{self, Engine, EngineError, ReadAt, Words, WriteAt};
 use pmem_volume::media::MediaError;
 use uuid::Uuid;
 
@@ -15,18 +14,20 @@ use super::image::Image;
 const MIB: u64 = 1 << 20;
 const INFO_BYTES: u64 = 4096;
 const MAX_EDITS: usize = 48;
+/// What is asked of an engine.
+const OPERATIONS: u8 = 12;
 
 /// A volume's bytes.
-struct Space(RefCell<Image>);
+struct Space(Mutex<Image>);
 
 impl ReadAt for Space {
     fn len_bytes(&self) -> u64 {
-        self.0.borrow().len_bytes
+        self.0.lock().unwrap().len_bytes
     }
 
     fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         assert!(offset_bytes + into.len() as u64 <= self.len_bytes(), "a read outside the volume");
-        self.0.borrow().read(offset_bytes, into);
+        self.0.lock().unwrap().read(offset_bytes, into);
         Ok(())
     }
 }
@@ -34,7 +35,7 @@ impl ReadAt for Space {
 impl WriteAt for Space {
     fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         assert!(offset_bytes + bytes.len() as u64 <= self.len_bytes(), "a write outside the volume");
-        self.0.borrow_mut().write(offset_bytes, bytes);
+        self.0.lock().unwrap().write(offset_bytes, bytes);
         Ok(())
     }
 
@@ -43,10 +44,24 @@ impl WriteAt for Space {
     }
 }
 
+impl Words for Space {
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        assert!(offset_bytes.is_multiple_of(8));
+        let mut word = [0; 8];
+        self.read_at(offset_bytes, &mut word)?;
+        Ok(u64::from_le_bytes(word))
+    }
+
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        assert!(offset_bytes.is_multiple_of(8));
+        self.write_at(offset_bytes, &word.to_le_bytes())
+    }
+}
+
 fn formatted(volume_bytes: u64, sector_bytes: u32) -> Space {
     let mut image = Image::default();
     image.set_len(volume_bytes);
-    let space = Space(RefCell::new(image));
+    let space = Space(Mutex::new(image));
     btt::Layout::new(volume_bytes, sector_bytes, Uuid::from_u128(9)).unwrap().format(&space).unwrap();
     space
 }
@@ -80,7 +95,7 @@ fn sectors_of(space: &Space) -> BTreeMap<u64, Vec<u8>> {
 /// Writes sectors of the first arena: their blocks, and the map that swaps them in pairs.
 fn write_some(space: &Space, sector_bytes: u64) {
     const WRITTEN_ENTRY: u32 = 3 << 30;
-    let info: [u8; INFO_BYTES as usize] = space.0.borrow().bytes(INFO_BYTES);
+    let info: [u8; INFO_BYTES as usize] = space.0.lock().unwrap().bytes(INFO_BYTES);
     let offset = |at: usize| u64::from_le_bytes(info[at..at + 8].try_into().unwrap());
     let (data_at, map_at) = (INFO_BYTES + offset(88), INFO_BYTES + offset(96));
     for sector in 0..WRITTEN {
@@ -100,15 +115,15 @@ fn bases() -> &'static [Base] {
     BASES.get_or_init(|| {
         let two = formatted(18 * MIB, 4096);
         let extension = btt::extend(&two, 36 * MIB).unwrap().unwrap();
-        two.0.borrow_mut().set_len(36 * MIB);
+        two.0.lock().unwrap().set_len(36 * MIB);
         extension.format(&two).unwrap();
-        extension.link().into_iter().for_each(|(at, word)| two.0.borrow_mut().write_word(at, word));
+        extension.link().into_iter().for_each(|(at, word)| two.0.lock().unwrap().write_word(at, word));
         assert!(btt::check(&two).unwrap().is_clean());
         let all = [(formatted(18 * MIB, 4096), 4096), (formatted(18 * MIB, 512), 512), (two, 4096)];
         let base = |(space, sector_bytes): (Space, u64)| {
             write_some(&space, sector_bytes);
             let content = sectors_of(&space);
-            Base { image: space.0.into_inner(), content }
+            Base { image: space.0.into_inner().unwrap(), content }
         };
         all.map(base).into()
     })
@@ -164,6 +179,60 @@ fn edit(image: &mut Image, from: &mut Cursor<'_>) {
     }
 }
 
+/// Any bytes as a BTT that is served: what is asked for is done or refused. A BTT that a check finds whole does all of it,
+/// keeps it, and is whole after it.
+pub fn btt_engine(data: &[u8]) {
+    let mut from = Cursor::new(data);
+    let bases = bases();
+    let mut image = bases[from.below(bases.len() as u64) as usize].image.clone();
+    for _ in 0..from.below(8) {
+        edit(&mut image, &mut from);
+    }
+    let space = Space(Mutex::new(image));
+    let is_clean = btt::check(&space).unwrap().is_clean();
+    let engine = match Engine::open(&space) {
+        Ok(engine) => engine,
+        Err(error) => {
+            assert!(!is_clean || matches!(error, EngineError::SectorSize { .. }), "clean, and {error}");
+            return;
+        }
+    };
+    let sector_bytes = engine.sector_bytes() as usize;
+    let mut written = BTreeMap::new();
+    for version in 1..=OPERATIONS {
+        // Around the ends of what there is, and far behind it.
+        let first = from.below(engine.sectors() + 4);
+        let count = 1 + from.below(100);
+        let sectors = first..first.saturating_add(count);
+        let is_inside = sectors.end <= engine.sectors();
+        let mut bytes = vec![version; count as usize * sector_bytes];
+        let what = from.number(1) % 4;
+        let result = match what {
+            0 => engine.read(first, &mut bytes),
+            1 => engine.discard(sectors.clone()),
+            _ => engine.write(first, &bytes),
+        };
+        // Sectors may be in error that nobody has written yet.
+        let is_refused = matches!(result, Err(EngineError::Sector { .. })) && what == 0;
+        assert!(!is_clean || result.is_ok() == is_inside || is_refused, "clean, and {result:?}");
+        if is_inside && what > 0 {
+            let byte = if what == 1 { 0 } else { version };
+            written.extend(sectors.map(|sector| (sector, byte)));
+        }
+    }
+    engine.flush().unwrap();
+    drop(engine);
+    if is_clean {
+        assert!(btt::check(&space).unwrap().is_clean(), "what was served is not whole any more");
+        let engine = Engine::open(&space).unwrap();
+        let mut bytes = vec![0; sector_bytes];
+        for (sector, byte) in written {
+            engine.read(sector, &mut bytes).unwrap();
+            assert!(bytes.iter().all(|b| *b == byte), "sector {sector} is not what was written");
+        }
+    }
+}
+
 /// Any bytes as a BTT: checks, readers and growth end in an answer, read and write nothing outside of it, and agree.
 pub fn btt_check(data: &[u8]) {
     let mut from = Cursor::new(data);
@@ -176,7 +245,7 @@ pub fn btt_check(data: &[u8]) {
         }
         edit(&mut image, &mut from);
     }
-    let space = Space(RefCell::new(image));
+    let space = Space(Mutex::new(image));
     let report = btt::check(&space).unwrap();
     let reader = btt::Reader::open(&space).unwrap();
     if report.is_clean() {
@@ -203,16 +272,16 @@ pub fn btt_check(data: &[u8]) {
         assert!(now.get(sector) == Some(bytes), "sector {sector} was right before the repair: {repair:?}");
     }
     let giving_up = btt::plan_repair(&space, btt::GiveUp::Sectors, &mut |_| {}).unwrap();
-    let copy = Space(RefCell::new(space.0.borrow().clone()));
+    let copy = Space(Mutex::new(space.0.lock().unwrap().clone()));
     giving_up.carry_out(&copy).unwrap();
     let found = btt::check(&copy).unwrap();
     assert_eq!(format!("{found:?}"), format!("{:?}", giving_up.after), "nor if it gives sectors up");
     if let Ok(extension) = btt::extend(&space, space.len_bytes() + 18 * MIB).unwrap() {
-        let mut image = space.0.into_inner();
+        let mut image = space.0.into_inner().unwrap();
         image.set_len(image.len_bytes + 18 * MIB);
-        let grown = Space(RefCell::new(image));
+        let grown = Space(Mutex::new(image));
         extension.format(&grown).unwrap();
-        extension.link().into_iter().for_each(|(at, word)| grown.0.borrow_mut().write_word(at, word));
+        extension.link().into_iter().for_each(|(at, word)| grown.0.lock().unwrap().write_word(at, word));
         assert!(btt::check(&grown).unwrap().arenas.len() > report.arenas.len(), "growth is not seen");
     }
 }

@@ -8,5 +8,5 @@ mod cursor;
 mod image;
 mod pool;
 
-pub use btt::btt_check;
+pub use btt::{btt_check, btt_engine};
 pub use pool::{pool_open, repair};
