@@ -7,7 +7,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{Ordering, compiler_fence};
 
 use thiserror::Error;
 
@@ -393,7 +393,8 @@ impl Media for FileMedia {
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         match self.durability {
-            Durability::Volatile => fence(Ordering::SeqCst),
+            // A process that dies leaves what it has stored, in its order: the CPU keeps that, and the compiler is to.
+            Durability::Volatile => compiler_fence(Ordering::SeqCst),
             Durability::DaxSync => self.persist_cache_lines(ranges)?,
             Durability::PageCache => self.persist_page_cache(ranges)?,
         }

@@ -5,13 +5,15 @@
 
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use super::volume::{Space, Volume};
 use super::{OpenMode, Pool};
 use crate::btt::{ReadAt, Words, WriteAt};
 use crate::media::{Media, MediaError};
 
-/// So many ranges are translated without asking for memory: those of the exchange of one sector, and more.
-const FEW: usize = 8;
+/// Ranges of the file. Those of the exchange of one sector need no memory.
+type InFile = SmallVec<[Range<u64>; 4]>;
 
 impl Volume {
     fn space(&self) -> Space<'_> {
@@ -29,25 +31,17 @@ impl Volume {
         (length_bytes <= extent.len_bytes() - within).then(|| extent.offset_bytes() + within)
     }
 
-    /// The same of several. Their order stays.
-    fn with_ranges_in_file<T>(&self, ranges: &[Range<u64>], with: impl FnOnce(&[Range<u64>]) -> T) -> T {
-        let mut few = [const { 0..0 }; FEW];
-        if ranges.len() > FEW {
-            return with(&self.all_in_file(ranges));
-        }
-        for (to, range) in few.iter_mut().zip(ranges) {
+    /// The same of several, in as many pieces as they lie in.
+    fn all_in_file(&self, ranges: &[Range<u64>]) -> InFile {
+        let mut pieces = InFile::new();
+        for range in ranges {
             let length_bytes = range.end - range.start;
             match self.in_file(range.start, length_bytes) {
-                Some(start) => *to = start..start + length_bytes,
-                None => return with(&self.all_in_file(ranges)),
+                Some(start) => pieces.push(start..start + length_bytes),
+                None => pieces.extend(self.space().file_ranges(range.clone())),
             }
         }
-        with(&few[..ranges.len()])
-    }
-
-    fn all_in_file(&self, ranges: &[Range<u64>]) -> Vec<Range<u64>> {
-        let space = self.space();
-        ranges.iter().flat_map(|range| space.file_ranges(range.clone())).collect()
+        pieces
     }
 }
 
@@ -77,7 +71,7 @@ impl WriteAt for Volume {
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
-        self.pool().change(|media| self.with_ranges_in_file(ranges, |ranges| media.persist(ranges)))
+        self.pool().change(|media| media.persist(&self.all_in_file(ranges)))
     }
 }
 
@@ -116,10 +110,7 @@ impl Words for Volume {
     }
 
     fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
-        self.pool().change(|media| {
-            self.with_ranges_in_file(ranges, |ranges| {
-                self.with_ranges_in_file(bulk, |bulk| media.persist_with_bulk(ranges, bulk))
-            })
-        })
+        let (ranges, bulk) = (self.all_in_file(ranges), self.all_in_file(bulk));
+        self.pool().change(|media| media.persist_with_bulk(&ranges, &bulk))
     }
 }
