@@ -31,6 +31,7 @@ pub(crate) use file::{MAX_MAPPED_BYTES, allocate};
 pub use guarded::handle_sigbus;
 pub use memory::MemoryMedia;
 pub(crate) use page_cache::{drop_clean_pages, forget_clean_pages};
+pub use place::len_bytes;
 pub(crate) use place::{Place, PlaceError, sysfs_of};
 
 /// What a completed [`Media::persist`] survives.

@@ -128,6 +128,11 @@ impl Place {
     }
 }
 
+/// How long a file or device is that media can lie in.
+pub fn len_bytes(file: &File) -> io::Result<u64> {
+    Place::of(file).map_err(io::Error::other)?.len_bytes(file)
+}
+
 fn unseen(what: impl Display, source: io::Error) -> PlaceError {
     PlaceError::Io { what: what.to_string(), source }
 }

@@ -28,17 +28,17 @@ impl fmt::Display for Holder {
     }
 }
 
-/// How much of the pool the lock is for.
+/// How much of the pool, or of another file that is not to be used twice, the lock is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum LockKind {
+pub enum LockKind {
     /// Readers together.
     Shared,
     /// One writer alone.
     Exclusive,
 }
 
-/// Takes the lock, or says that somebody has it.
-pub(crate) fn try_lock(file: &File, kind: LockKind) -> io::Result<Result<(), Holder>> {
+/// Takes the lock, or says that somebody has it. It lasts as long as the open file.
+pub fn try_lock(file: &File, kind: LockKind) -> io::Result<Result<(), Holder>> {
     let operation = match kind {
         LockKind::Shared => libc::LOCK_SH,
         LockKind::Exclusive => libc::LOCK_EX,

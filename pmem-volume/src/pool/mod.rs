@@ -22,7 +22,7 @@ mod free_content;
 mod give_up;
 mod grow;
 pub mod layout;
-mod lock;
+pub mod lock;
 mod memory;
 mod mirrored;
 mod open;
