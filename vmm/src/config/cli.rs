@@ -10,7 +10,7 @@ use thiserror::Error;
 use super::error::ConfigError;
 use super::{
     ApiSocket, ConsoleConfig, CpusConfig, DiskConfig, MemoryConfig, MetricsAddress, PayloadConfig,
-    PmMemoryConfig, PmVolumeConfig, PressureConfig, RngConfig, VmConfig, VsockConfig, foreign,
+    PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, VmConfig, VsockConfig, foreign,
 };
 
 /// What the command line asks for.
@@ -112,6 +112,9 @@ struct Flags {
     /// path=PATH,readonly=on|off,direct=on|off,num_queues=N,queue_size=N,serial=TEXT,id=ID,image_type=raw,sparse=on|off: raw image files and block devices as virtio-blk disks [default: num_queues=1,queue_size=128,sparse=on]
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     disk: Vec<String>,
+    /// file=PATH,size=S,discard_writes=on|off,id=NAME: files and devices as persistent memory, /dev/pmem0 and on; size in a directory, in which a file is made
+    #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
+    pmem: Vec<String>,
     /// policy=psi|fixed|off,size=S,dry_run=on|off: what resizes memory [default: policy=psi]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     pressure: Option<String>,
@@ -194,6 +197,7 @@ fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
             .iter()
             .map(|text| PmVolumeConfig::parse(text))
             .collect::<Result<_, _>>()?,
+        pmem: flags.pmem.iter().map(|text| PmemConfig::parse(text)).collect::<Result<_, _>>()?,
         pressure: flags.pressure.as_deref().map_or(Ok(PressureConfig::default()), PressureConfig::parse)?,
     })
 }
@@ -315,6 +319,16 @@ mod tests {
         assert_eq!(paths, ["/a", "/b", "/c"]);
         assert!(config.disks[2].readonly);
         assert!(error(&["--disk", "path=/a,num_queues=2"]).starts_with("--disk: num_queues is 2"));
+    }
+
+    #[test]
+    fn persistent_memory_is_given_as_in_cloud_hypervisor() {
+        let files = |args: &[&str]| -> Vec<String> {
+            launch(args).config.pmem.iter().map(|pmem| pmem.file.display().to_string()).collect()
+        };
+        assert_eq!(files(&["--pmem", "file=/a", "file=/b,discard_writes=on"]), ["/a", "/b"]);
+        assert_eq!(files(&["--pmem", "file=/a", "--pmem", "file=/b"]), ["/a", "/b"]);
+        assert!(error(&["--pmem", "size=2M"]).starts_with("--pmem: file= is missing"));
     }
 
     #[test]

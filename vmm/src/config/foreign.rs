@@ -20,7 +20,6 @@ const FLAGS: &[(&str, &str)] = &[
     ("--numa", "nodes follow from --memory (0) and --pm-memory (guest_numa_node=)"),
     ("--pci-segment", "there is one PCI segment"),
     ("--platform", "it is not implemented"),
-    ("--pmem", "PM is given to guests as volumes of a pool: see --pm-volume"),
     ("--pvpanic", "it is not implemented"),
     ("--rate-limit-group", "there is nothing to limit yet"),
     ("--restore", "snapshots are not implemented"),

@@ -16,6 +16,7 @@ mod option_parser;
 mod payload;
 mod pm_memory;
 mod pm_volume;
+mod pmem;
 mod pressure;
 mod rng;
 mod size;
@@ -35,6 +36,7 @@ pub use self::memory::{HotplugMethod, MemoryConfig};
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
 pub use self::pm_memory::{MAX_PM_NODE, MIN_PM_NODE, PmMemoryConfig};
 pub use self::pm_volume::{PmVolumeConfig, VolumeFormat, VolumeInterface, VolumeSize};
+pub use self::pmem::PmemConfig;
 pub use self::pressure::{POLICIES, PressureConfig, check_fixed_size, check_policy};
 pub use self::rng::RngConfig;
 pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, check as check_size, parse as parse_size};
@@ -74,6 +76,9 @@ pub struct VmConfig {
     /// Volumes of PM pools.
     #[serde(default)]
     pub pm_volumes: Vec<PmVolumeConfig>,
+    /// Files and devices as persistent memory.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pmem: Vec<PmemConfig>,
     /// What the governor does.
     #[serde(default)]
     pub pressure: PressureConfig,
@@ -90,6 +95,7 @@ impl VmConfig {
         self.vsock.as_ref().map_or(Ok(()), VsockConfig::validate)?;
         self.pm_memory.as_ref().map_or(Ok(()), PmMemoryConfig::validate)?;
         self.pm_volumes.iter().try_for_each(PmVolumeConfig::validate)?;
+        pmem::validate_all(&self.pmem)?;
         self.pressure.validate()?;
         self.disks.iter().try_for_each(|disk| disk.validate(self.cpus.boot_vcpus))?;
         self.check_terminal()?;
@@ -186,6 +192,7 @@ pub(crate) fn test_config() -> VmConfig {
         vsock: None,
         pm_memory: None,
         pm_volumes: Vec::new(),
+        pmem: Vec::new(),
         pressure: PressureConfig { policy: "off".to_owned(), size: None, dry_run: false },
     }
 }
@@ -219,6 +226,7 @@ mod tests {
         config.pm_memory = Some(PmMemoryConfig::parse("pool=/p,size=4G").unwrap());
         config.pm_volumes = vec![volume("pool=/p,name=a,size=remaining"), volume("pool=/p,name=b,size=2M")];
         config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
+        config.pmem = vec![PmemConfig::parse("file=/a").unwrap()];
         let json = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<VmConfig>(&json).unwrap(), config);
     }
@@ -280,7 +288,7 @@ mod tests {
 
     #[test]
     fn every_section_is_validated() {
-        let broken: [fn(&mut VmConfig); 9] = [
+        let broken: [fn(&mut VmConfig); 10] = [
             |c| c.payload.kernel = None,
             |c| c.cpus.boot_vcpus = 0,
             |c| c.memory.size = 1,
@@ -292,6 +300,7 @@ mod tests {
             },
             |c| c.pm_volumes = vec![PmVolumeConfig::parse("pool=/p,name=a/b").unwrap()],
             |c| c.disks = vec![DiskConfig::parse("path=/d,num_queues=2").unwrap()],
+            |c| c.pmem = vec![PmemConfig::parse("file=/a,size=1").unwrap()],
             |c| c.pressure.policy = "none".to_owned(),
         ];
         for (nth, break_it) in broken.iter().enumerate() {

@@ -9,6 +9,7 @@ mod disk;
 mod expose;
 mod latency;
 mod memory;
+mod pmem;
 mod pool;
 mod pressure;
 mod process;
@@ -32,6 +33,7 @@ pub use self::disk::DiskMetrics;
 use self::expose::Exposer;
 pub use self::latency::{LATENCY_BOUNDS_NS, LatencyHistogram, LatencySample};
 pub use self::memory::PlugMetrics;
+pub use self::pmem::PmemFileMetrics;
 pub use self::pool::PoolMetrics;
 pub use self::pressure::{PressureSample, PressureSource};
 pub use self::serve::router;
@@ -55,6 +57,8 @@ pub struct MachineSources {
     pub volumes: Vec<VolumeMetrics>,
     /// Disks that are attached.
     pub disks: Vec<DiskMetrics>,
+    /// Files of `--pmem`.
+    pub pmem: Vec<PmemFileMetrics>,
     /// The virtio-mem devices of the zones.
     pub plugs: Vec<PlugMetrics>,
     /// The mappings that guest memory takes.
@@ -85,6 +89,7 @@ impl Collector for Sources {
         pool::expose(&mut out, &machine.pools)?;
         volume::expose(&mut out, &machine.volumes)?;
         disk::expose(&mut out, &machine.disks)?;
+        pmem::expose(&mut out, &machine.pmem)?;
         machine.vsock.as_ref().map_or(Ok(()), |counters| vsock::expose(&mut out, counters))?;
         machine.rng.as_ref().map_or(Ok(()), |counters| devices::expose_rng(&mut out, counters))?;
         machine.console.as_ref().map_or(Ok(()), |counters| devices::expose_console(&mut out, counters))?;

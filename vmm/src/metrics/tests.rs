@@ -114,6 +114,13 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
             volume("b", VolumeCounters::Nvdimm(Arc::new(FlushHintMetrics::default()))),
         ],
         disks: vec![DiskMetrics { disk: "_disk0".to_owned(), counters: Arc::new(disk) }],
+        pmem: vec![PmemFileMetrics {
+            name: "_pmem0".to_owned(),
+            file: "/img".to_owned(),
+            size_bytes: 1 << 30,
+            durability: None,
+            counters: Arc::default(),
+        }],
         plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
         mappings: Some(Arc::new(MappingBudget::new(57_339))),
         buses: vec![("port", Arc::new(ports)), ("mmio", Arc::default())],
@@ -201,6 +208,7 @@ fn a_scrape_shows_what_the_sources_say() {
         ),
         format!(r#"foreshore_disk_operations_total{{{vm},disk="_disk0",operation="discard",result="ok"}} 1"#),
         format!(r#"foreshore_disk_bytes_total{{{vm},disk="_disk0",operation="write"}} 4096"#),
+        format!(r#"foreshore_pmem_info{{{vm},pmem="_pmem0",file="/img",durability="discarded"}} 1.0"#),
         format!(r#"foreshore_pressure_stall_seconds_total{{{vm},kind="some"}} 2.5"#),
         format!(r#"foreshore_pressure_watermark_bytes{{{vm},watermark="high"}} 135168"#),
         format!(

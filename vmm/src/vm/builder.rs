@@ -15,7 +15,7 @@ use super::machine::KvmMachine;
 use super::owner::{EventSender, MachineEvent};
 use super::resident::Resident;
 use super::resources::Resources;
-use super::{devices, governing, volumes, zones};
+use super::{devices, governing, pmem, volumes, zones};
 use crate::acpi::ged::GenericEventDevice;
 use crate::acpi::pm::{PmEvent, PmPort};
 use crate::acpi::{self, AcpiInput};
@@ -102,6 +102,7 @@ pub fn build(
     // 1. What may be missing or in use elsewhere, before anything is made. Pools last: opening one marks what
     //    an earlier life left lent, and starts to erase it.
     let hypervisor = Hypervisor::open()?;
+    resources.open_pmem(config)?;
     resources.open_pools(config)?;
     // 2. Memory, because everything else lies in it or reaches it.
     let mut memory = build_memory(config, resources, &hypervisor)?;
@@ -122,6 +123,7 @@ pub fn build(
     let disks = devices::attach_disks(config, &mut fabric, &memory)?;
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
     let volumes = volumes::attach(config, payload, resources, &mut memory, &mut fabric, events)?;
+    let pmem = pmem::attach(resources, &mut memory, &mut fabric)?;
     // 5. The tables, which describe all of that.
     let input = AcpiInput {
         boot_vcpus: config.cpus.boot_vcpus,
@@ -141,6 +143,7 @@ pub fn build(
         pressure: Some(Arc::downgrade(&governor.pressure_source())),
         pools: resources.pool_metrics(),
         volumes: volumes.metrics,
+        pmem,
         buses: vec![("port", fabric.ports.metrics()), ("mmio", fabric.mmio.metrics())],
         vsock: vsock_metrics,
         rng: Some(rng),

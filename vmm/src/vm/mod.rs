@@ -9,6 +9,7 @@ mod governing;
 pub mod kvm;
 mod machine;
 pub mod owner;
+mod pmem;
 pub mod request;
 mod resident;
 mod resources;
@@ -20,7 +21,7 @@ mod zones;
 pub use self::run::{RunError, run};
 
 /// An error and all its causes in one line.
-fn chain(error: &dyn std::error::Error) -> String {
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }

@@ -9,14 +9,17 @@ use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use tracing::info;
 
 use super::error::BuildError;
-use crate::config::{PmMemoryConfig, VmConfig};
+use crate::config::{PmMemoryConfig, PmemConfig, VmConfig};
 use crate::host_console::FileStart;
 use crate::metrics::{Metrics, PoolMetrics};
 use crate::pool::{LocalPool, PmPool, PoolError};
+use crate::volume::file::PmemFile;
 
 /// What a VMM has beside its machine.
 pub struct Resources {
     pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
+    /// In the order of the configuration.
+    pmem: Vec<(PmemConfig, Arc<PmemFile>)>,
     metrics: Arc<Metrics>,
     machines: u64,
 }
@@ -24,7 +27,31 @@ pub struct Resources {
 impl Resources {
     /// Nothing is open yet.
     pub fn new(metrics: Arc<Metrics>) -> Self {
-        Self { pools: BTreeMap::new(), metrics, machines: 0 }
+        Self { pools: BTreeMap::new(), pmem: Vec::new(), metrics, machines: 0 }
+    }
+
+    /// Opens every file of `--pmem`. They stay open, and locked, as long as the VMM lives: a file without a name is still
+    /// the same one after a reboot. One of which a flush has failed is opened anew, as a pool is.
+    pub fn open_pmem(&mut self, config: &VmConfig) -> Result<(), BuildError> {
+        self.pmem.retain(|(_, file)| !file.wants_to_be_opened_anew());
+        let mut earlier = std::mem::take(&mut self.pmem);
+        for pmem in &config.pmem {
+            let kept = earlier.iter().position(|(config, _)| config == pmem);
+            let file = match kept {
+                Some(nth) => earlier.remove(nth).1,
+                None => {
+                    let flag = format!("--pmem file={}", pmem.file.display());
+                    Arc::new(PmemFile::open(pmem).map_err(BuildError::device(flag))?)
+                }
+            };
+            self.pmem.push((pmem.clone(), file));
+        }
+        Ok(())
+    }
+
+    /// The files of `--pmem`, in the order of the configuration that [`Resources::open_pmem`] was given.
+    pub fn pmem(&self) -> &[(PmemConfig, Arc<PmemFile>)] {
+        &self.pmem
     }
 
     /// Opens every pool that `config` names and that is not open yet. They stay open, and locked, as long as the
@@ -102,12 +129,43 @@ fn scrub_bound(config: &VmConfig, pool: &Path) -> Option<NonZeroU64> {
 
 #[cfg(test)]
 mod tests {
+    use pmem_volume::Durability;
     use tempfile::TempDir;
 
     use super::*;
     use crate::config::test_config;
+    use crate::volume::Persist;
 
     const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn files_stay_open_from_machine_to_machine_unless_a_flush_has_failed() {
+        let folder = tempfile::tempdir_in(".").unwrap();
+        let path = folder.path().join("file");
+        let file = std::fs::File::create(&path).unwrap();
+        file.set_len(4 * MIB).unwrap();
+        let mut config = test_config();
+        let unnamed = PmemConfig::parse(&format!("file={},size=2M", folder.path().display())).unwrap();
+        let named = PmemConfig::parse(&format!("file={}", path.display())).unwrap();
+        config.pmem = vec![unnamed.clone(), named, unnamed];
+        let mut resources = Resources::new(Arc::new(Metrics::new("vm")));
+        resources.open_pmem(&config).unwrap();
+        let files = |resources: &Resources| {
+            resources.pmem().iter().map(|(_, file)| Arc::as_ptr(file)).collect::<Vec<_>>()
+        };
+        let first = files(&resources);
+        resources.open_pmem(&config).unwrap();
+        assert_eq!(files(&resources), first);
+        file.set_len(MIB).unwrap();
+        let failed = resources.pmem()[1].1.persist().is_err();
+        file.set_len(4 * MIB).unwrap();
+        resources.open_pmem(&config).unwrap();
+        let then = files(&resources);
+        assert_eq!((then[0], then[2]), (first[0], first[2]));
+        // On tmpfs a flush is nothing that could fail.
+        assert_eq!(failed, resources.pmem()[1].1.durability() == Some(Durability::PageCache));
+        resources.pmem()[1].1.persist().unwrap();
+    }
 
     #[test]
     fn a_zone_is_no_larger_than_what_its_pool_can_lend() {

@@ -27,6 +27,8 @@ pub enum Access {
     /// Read and write, and a page becomes writable only when the file system's own records of it are durable
     /// (MAP_SYNC): then a store is durable once it has left the CPU's caches. Fails where there is no DAX.
     ReadWriteSync,
+    /// Read and write, but what is written stays in this process, page by page as it is written (MAP_PRIVATE).
+    ReadWritePrivate,
 }
 
 impl Reservation {
@@ -74,7 +76,7 @@ impl Reservation {
         self.remap(offset, len, libc::PROT_READ | libc::PROT_WRITE, ANON, None)
     }
 
-    /// Maps `len` bytes of `file` from `file_offset` on, shared, at `offset`.
+    /// Maps `len` bytes of `file` from `file_offset` on at `offset`, shared unless `access` says otherwise.
     pub fn map_file(
         &self,
         offset: u64,
@@ -90,6 +92,7 @@ impl Reservation {
             Access::ReadWriteSync => {
                 (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC)
             }
+            Access::ReadWritePrivate => (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE),
         };
         self.remap(offset, len, prot, kind, Some((file, file_offset)))
     }
@@ -241,6 +244,24 @@ mod tests {
         let map = |access| reservation.map_file(0, 2 * MIB, file.as_fd(), 0, access);
         assert!(map(Access::ReadWriteSync).is_err());
         map(Access::ReadWrite).unwrap();
+    }
+
+    #[test]
+    fn what_is_written_privately_does_not_reach_the_file() {
+        use std::os::fd::AsFd;
+        use std::os::unix::fs::FileExt;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(2 * MIB).unwrap();
+        let read_only = fs::File::open(file.path()).unwrap();
+        let reservation = Reservation::new(2 * MIB, 4096).unwrap();
+        // No right to write is needed for it.
+        assert!(reservation.map_file(0, 2 * MIB, read_only.as_fd(), 0, Access::ReadWrite).is_err());
+        reservation.map_file(0, 2 * MIB, read_only.as_fd(), 0, Access::ReadWritePrivate).unwrap();
+        // SAFETY: just mapped, and nobody else's.
+        unsafe { std::ptr::write_volatile(reservation.addr() as *mut u8, 7) };
+        let mut byte = [0xff];
+        file.as_file().read_exact_at(&mut byte, 0).unwrap();
+        assert_eq!(byte, [0]);
     }
 
     #[test]

@@ -9,6 +9,7 @@ mod disk;
 mod harness;
 mod hostile;
 mod memory;
+mod pmem;
 mod pool_places;
 mod pressure;
 mod raw;
@@ -35,6 +36,7 @@ fn main() {
         pool_places::TESTS,
         raw::TESTS,
         btt_cross::TESTS,
+        pmem::TESTS,
         hostile::TESTS,
     ]
     .concat();

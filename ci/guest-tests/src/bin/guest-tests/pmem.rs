@@ -1,0 +1,189 @@
+//! `--pmem`: a file or device of the host's as persistent memory, as Cloud Hypervisor gives it.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, ensure};
+use guest_tests::guest::GuestBuilder;
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Disk, Guest, Kernel, LoopDevice, Pool};
+
+use crate::badinput::refuses;
+use crate::raw::wait_for_bytes;
+use crate::volume::IO_LIMIT;
+use crate::zones::MIB;
+
+guest_tests::tests![
+    pmem_is_flushed_to_its_file: 300,
+    pmem_is_flushed_to_its_file_on_6_1: 300,
+    pmem_without_writes_leaves_its_file_alone,
+    pmem_in_a_directory_survives_a_reboot: 300,
+    pmem_devices_come_in_their_order,
+    pmem_that_cannot_be_is_refused,
+    pmem_in_use_is_refused,
+];
+
+/// A file whose every MiB begins with a text.
+fn file(dir: &Path, name: &str, mib: u64, text: &str) -> Result<PathBuf> {
+    fs::create_dir_all(dir)?;
+    let path = dir.join(name);
+    let file = File::create(&path)?;
+    file.set_len(mib * MIB)?;
+    for at in 0..mib {
+        file.write_all_at(format!("{text} {at}\n").as_bytes(), at * MIB)?;
+    }
+    Ok(path)
+}
+
+fn guest_with(pmem: &str) -> GuestBuilder {
+    Guest::builder().memory("size=384M").pressure("off").cpus(2).argument("--pmem", pmem)
+}
+
+/// The first line of a MiB of a device.
+fn line(guest: &Guest, device: &str, mib: u64) -> Result<String> {
+    let read = format!("dd if={device} bs=1M skip={mib} count=1 2>/dev/null | head -n 1");
+    Ok(guest.run(&read)?.trim_end().to_owned())
+}
+
+fn flushes(guest: &Guest, result: &str) -> Result<f64> {
+    let labels = [("pmem", "_pmem0"), ("result", result)];
+    guest.metrics()?.value("foreshore_pmem_flushes_total", &labels)
+}
+
+fn is_flushed(kernel: Kernel) -> Result<()> {
+    let disk = Disk::create(384, 1024)?;
+    let path = file(disk.dir(), "file", 32, "host")?;
+    let guest = guest_with(&format!("file={}", path.display())).kernel(kernel).boot()?;
+    wait_for_bytes(&guest)?;
+    ensure!(guest.run("cat /sys/block/pmem0/size")?.trim() == "65536", "Not 32 MiB");
+    ensure!(line(&guest, "/dev/pmem0", 31)? == "host 31", "Not what the file has");
+    let before = flushes(&guest, "ok")?;
+    guest.run_within(IO_LIMIT, "guest-tool write-blocks /dev/pmem0 buffered 16 600 1 1")?;
+    guest.run("echo guest | dd of=/dev/pmem0 bs=1M seek=31 conv=sync,fsync")?;
+    ensure!(flushes(&guest, "ok")? > before, "Two syncs, and no flush");
+    ensure!(flushes(&guest, "error")? == 0.0, "Flushes have failed");
+    guest.no_kernel_complaints()?;
+    guest.kill9()?;
+    ensure!(fs::read(&path)?[31 * MIB as usize..].starts_with(b"guest\n"), "It is not in the file");
+    Ok(())
+}
+
+fn pmem_is_flushed_to_its_file() -> Result<()> {
+    is_flushed(Kernel::V6_12)
+}
+
+fn pmem_is_flushed_to_its_file_on_6_1() -> Result<()> {
+    is_flushed(Kernel::V6_1)
+}
+
+fn pmem_without_writes_leaves_its_file_alone() -> Result<()> {
+    let path = file(&this_tests_dir(), "file", 16, "host")?;
+    let before = fs::read(&path)?;
+    let pmem = format!("file={},discard_writes=on", path.display());
+    // Who only looks at it may share it.
+    let guests = [guest_with(&pmem).boot()?, guest_with(&pmem).boot()?];
+    for (guest, text) in guests.iter().zip(["first", "second"]) {
+        wait_for_bytes(guest)?;
+        ensure!(line(guest, "/dev/pmem0", 1)? == "host 1", "Not what the file has");
+        guest.run(&format!("echo {text} | dd of=/dev/pmem0 bs=1M seek=1 conv=sync,fsync"))?;
+    }
+    for (guest, text) in guests.iter().zip(["first", "second"]) {
+        guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
+        ensure!(line(guest, "/dev/pmem0", 1)? == text, "{text} does not see its own writes");
+        guest.no_kernel_complaints()?;
+    }
+    // Nor for anybody else to write.
+    let writer = guest_with(&format!("file={}", path.display()));
+    let refusal = writer.name("writer").expect_refusal()?;
+    ensure!(refusal.message.contains("in use by process"), "{}", refusal.message);
+    ensure!(fs::read(&path)? == before, "The file has changed");
+    for guest in guests {
+        guest.power_off()?;
+    }
+    ensure!(fs::read(&path)? == before, "The file has changed");
+    Ok(())
+}
+
+fn pmem_in_a_directory_survives_a_reboot() -> Result<()> {
+    let dir = this_tests_dir().join("files");
+    fs::create_dir_all(&dir)?;
+    let guest = guest_with(&format!("file={},size=16M", dir.display())).boot()?;
+    wait_for_bytes(&guest)?;
+    ensure!(fs::read_dir(&dir)?.count() == 0, "The file has a name");
+    guest.run("echo guest | dd of=/dev/pmem0 bs=1M seek=5 conv=sync,fsync")?;
+    guest.reboot_from_inside()?;
+    wait_for_bytes(&guest)?;
+    ensure!(line(&guest, "/dev/pmem0", 5)? == "guest", "The reboot has emptied it");
+    guest.no_kernel_complaints()
+}
+
+/// A volume first, then two files and a block device, of different sizes.
+fn pmem_devices_come_in_their_order() -> Result<()> {
+    let dir = this_tests_dir();
+    let pool = Pool::create("128M")?;
+    let device = LoopDevice::create(18)?;
+    let (a, b) = (file(&dir, "a", 4, "a")?, file(&dir, "b", 16, "b")?);
+    let guest = guest_with(&format!("file={}", a.display()))
+        .pm_volume(&format!("pool={},name=data,size=22M,create=on,format=raw", pool.name()))
+        .argument("--pmem", &format!("file={},size=8M,id=second,discard_writes=on", b.display()))
+        .argument("--pmem", &format!("file={}", device.path().display()))
+        .boot()?;
+    guest.wait_until_run("/dev/pmem3 is there", IO_LIMIT, "test -b /dev/pmem3")?;
+    let sizes = guest.run("cd /sys/block && cat pmem0/size pmem1/size pmem2/size pmem3/size")?;
+    let sizes: Vec<_> =
+        sizes.lines().map(|sectors| Ok(sectors.parse::<u64>()? / 2048)).collect::<Result<_>>()?;
+    ensure!(sizes == [22, 4, 8, 18], "Sizes in MiB: {sizes:?}");
+    ensure!(line(&guest, "/dev/pmem1", 3)? == "a 3", "Not a");
+    ensure!(line(&guest, "/dev/pmem2", 7)? == "b 7", "Not b");
+    let config = guest.api("GET", "vm.info", None)?["config"]["pmem"].clone();
+    ensure!(config.as_array().is_some_and(|devices| devices.len() == 3), "vm.info says {config}");
+    ensure!(config[1]["discard_writes"] == true && config[1]["size"] == 8 * MIB, "vm.info says {config}");
+    let metrics = guest.metrics()?;
+    let size = |pmem| metrics.value("foreshore_pmem_size_bytes", &[("pmem", pmem)]);
+    ensure!(size("_pmem0")? == (4 * MIB) as f64 && size("second")? == (8 * MIB) as f64, "Sizes in metrics");
+    let durability = [("pmem", "second"), ("durability", "discarded")];
+    ensure!(metrics.value("foreshore_pmem_info", &durability)? == 1.0, "Durability in metrics");
+    guest.no_kernel_complaints()
+}
+
+fn pmem_that_cannot_be_is_refused() -> Result<()> {
+    let dir = this_tests_dir();
+    let pool = Pool::create("64M")?;
+    let even = file(&dir, "even", 4, "x")?.display().to_string();
+    let odd = file(&dir, "odd", 3, "x")?.display().to_string();
+    let missing = dir.join("missing").display().to_string();
+    let dir = dir.display().to_string();
+    for (pmem, words) in [
+        (format!("file={missing}"), ["Cannot open", &missing]),
+        (format!("file={odd}"), ["3 MiB", "2 MiB"]),
+        (format!("file={even},size=6M"), ["4 MiB", "6 MiB"]),
+        (format!("file={even},size=3M"), ["3 MiB", "2 MiB"]),
+        (format!("file={dir}"), ["directory", "size="]),
+        (format!("file={dir},size=4M,discard_writes=on"), ["directory", "discard_writes"]),
+        (format!("file={}", pool.name()), ["pool", "--pm-volume"]),
+        ("file=/dev/null,size=2M".to_owned(), ["/dev/null", "size"]),
+        (format!("file={even},iommu=on"), ["iommu=on", "not supported"]),
+        (format!("file={even},pci_segment=1"), ["pci_segment=1", "not supported"]),
+        (format!("file={even},colour=red"), ["colour", "unknown key"]),
+        ("size=2M".to_owned(), ["file=", "missing"]),
+    ] {
+        refuses(&Guest::builder().argument("--pmem", &pmem), &[&["--pmem"], &words[..]].concat())?;
+    }
+    // The same file twice would be two devices that write over each other.
+    let twice = Guest::builder()
+        .argument("--pmem", &format!("file={even}"))
+        .argument("--pmem", &format!("file={even}"));
+    refuses(&twice, &["--pmem", &even, "in use"])
+}
+
+fn pmem_in_use_is_refused() -> Result<()> {
+    let path = file(&this_tests_dir(), "file", 4, "x")?.display().to_string();
+    let first = guest_with(&format!("file={path}")).boot()?;
+    let holder = first.pid().to_string();
+    for options in ["", ",discard_writes=on"] {
+        refuses(&guest_with(&format!("file={path}{options}")), &["--pmem", &path, &holder])?;
+    }
+    wait_for_bytes(&first)?;
+    first.power_off()
+}

@@ -1,0 +1,152 @@
+//! `--pmem file=,size=,discard_writes=,id=`, with Cloud Hypervisor's keys.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::error::ConfigError;
+use super::option_parser::{OFF, Refused, Syntax};
+use super::size;
+
+const SYNTAX: Syntax = Syntax {
+    flag: "--pmem",
+    keys: &["file", "size", "discard_writes", "id"],
+    words: &[],
+    refused: &[
+        Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
+        Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
+        Refused { key: "pci_device_id", neutral: &[], why: "devices are numbered in their order" },
+    ],
+};
+
+/// Names end up in logs and as labels of metrics.
+const MAX_ID_BYTES: usize = 64;
+
+/// `--pmem file=,size=,discard_writes=,id=`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PmemConfig {
+    /// A file or a device; in a directory, a file without a name is made.
+    pub file: PathBuf,
+    /// How much of it the guest sees: all of it unless it is said, and in a directory it has to be.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<u64>,
+    /// What the guest writes goes nowhere.
+    #[serde(default)]
+    pub discard_writes: bool,
+    /// What metrics and logs call the device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+}
+
+impl PmemConfig {
+    /// Reads one of the flag's values.
+    pub fn parse(text: &str) -> Result<Self, ConfigError> {
+        let options = SYNTAX.parse(text)?;
+        Ok(Self {
+            file: options.required("file", options.path("file")?)?,
+            size: options.size("size")?,
+            discard_writes: options.switch("discard_writes")?.unwrap_or(false),
+            id: options.read("id", "a name", |text| Some(text.to_owned()))?,
+        })
+    }
+
+    /// A size that fits whole huge pages, and a name that can be told from others.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        let flag = SYNTAX.flag;
+        self.size.map_or(Ok(()), |bytes| size::check(flag, "size", bytes))?;
+        let Some(id) = &self.id else { return Ok(()) };
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        if (1..=MAX_ID_BYTES).contains(&id.len()) && id.chars().all(is_plain) {
+            return Ok(());
+        }
+        Err(ConfigError::BadValue {
+            flag,
+            key: "id".to_owned(),
+            value: id.clone(),
+            expected: format!("1 to {MAX_ID_BYTES} letters, digits, '-', '_' and '.'"),
+        })
+    }
+
+    /// What the `nth` device is called: by its own name, or by Cloud Hypervisor's for those without.
+    pub fn name(&self, nth: usize) -> String {
+        self.id.clone().unwrap_or_else(|| format!("_pmem{nth}"))
+    }
+}
+
+/// Checks devices against each other: one name each, and no file of which one of them sees what another writes.
+pub(super) fn validate_all(devices: &[PmemConfig]) -> Result<(), ConfigError> {
+    let conflict = |reason| Err(ConfigError::Conflict { flag: SYNTAX.flag, reason });
+    for (nth, device) in devices.iter().enumerate() {
+        device.validate()?;
+        for (other_nth, other) in devices[..nth].iter().enumerate() {
+            if device.name(nth) == other.name(other_nth) {
+                return conflict(format!("id {} is given twice", device.name(nth)));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(text: &str) -> String {
+        PmemConfig::parse(text).and_then(|pmem| pmem.validate()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn the_flag_is_read() {
+        let pmem =
+            PmemConfig::parse("file=/img,size=1G,discard_writes=on,id=root,iommu=off,pci_segment=0").unwrap();
+        let expected = PmemConfig {
+            file: "/img".into(),
+            size: Some(1 << 30),
+            discard_writes: true,
+            id: Some("root".to_owned()),
+        };
+        assert_eq!(pmem, expected);
+        assert!(pmem.validate().is_ok());
+        assert_eq!(pmem.name(3), "root");
+        let least = PmemConfig::parse("file=/img").unwrap();
+        assert_eq!((least.size, least.discard_writes), (None, false));
+        assert!(least.validate().is_ok());
+        assert_eq!(least.name(3), "_pmem3");
+        // The API's words are Cloud Hypervisor's.
+        let json = serde_json::json!({"file": "/img", "size": 1 << 30, "discard_writes": true, "id": "root"});
+        assert_eq!(serde_json::to_value(&pmem).unwrap(), json);
+        assert_eq!(serde_json::from_str::<PmemConfig>(r#"{"file": "/img"}"#).unwrap(), least);
+    }
+
+    #[test]
+    fn errors_name_flag_value_and_bound() {
+        assert_eq!(error("size=2M"), "--pmem: file= is missing");
+        assert_eq!(error("file=,size=2M"), r#"--pmem: file="" is not a path"#);
+        assert_eq!(error("file=/a,size=0"), "--pmem: size is 0, and must be at least 2 MiB");
+        assert_eq!(error("file=/a,size=3M"), "--pmem: size is 3 MiB, which is not a multiple of 2 MiB");
+        assert!(error("file=/a,size=2T").contains("at most 1 TiB"));
+        assert!(error("file=/a,discard_writes=maybe").contains("on or off"));
+        assert!(error("file=/a,iommu=on").contains("there is no virtual IOMMU"));
+        assert!(error("file=/a,pci_segment=1").contains("one PCI segment"));
+        assert!(error("file=/a,pci_device_id=3").contains("not supported"));
+        assert!(error("file=/a,mergeable=on").contains("unknown key"));
+        for id in ["", "a b", "a\\nb", &"a".repeat(65)] {
+            assert!(error(&format!("file=/a,id={id}")).contains("1 to 64 letters"), "{id}");
+        }
+    }
+
+    #[test]
+    fn names_are_unique() {
+        let all = |texts: &[&str]| {
+            let devices: Vec<_> = texts.iter().map(|text| PmemConfig::parse(text).unwrap()).collect();
+            validate_all(&devices).map_err(|error| error.to_string())
+        };
+        assert_eq!(all(&["file=/a", "file=/b", "file=/c,id=c"]), Ok(()));
+        assert_eq!(all(&["file=/a,id=c", "file=/b,id=c"]), Err("--pmem: id c is given twice".to_owned()));
+        assert_eq!(
+            all(&["file=/a,id=_pmem1", "file=/b"]),
+            Err("--pmem: id _pmem1 is given twice".to_owned())
+        );
+        assert!(all(&["file=/a", "file=/b,size=1"]).is_err());
+    }
+}

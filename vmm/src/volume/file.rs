@@ -1,0 +1,328 @@
+//! A file or device of the host's that a guest sees as it is, without a pool: what `--pmem` attaches.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use pmem_volume::media::{self, FileMedia, Media, MediaError};
+use pmem_volume::pool::lock::{Holder, LockKind, try_lock};
+use pmem_volume::{Durability, OpenMode, Pool, PoolError};
+use thiserror::Error;
+
+use super::{Persist, PersistError};
+use crate::config::{PmemConfig, Size, UNIT_BYTES};
+use crate::memory::backing::Access;
+
+/// Why a file is not shown to a guest.
+#[derive(Debug, Error)]
+pub enum PmemFileError {
+    /// It is not there, or not for us.
+    #[error("Cannot open {}", path.display())]
+    Open {
+        /// Its path.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// It cannot be looked at, or not be made as large as it shall be.
+    #[error("It has no size that can be told or set")]
+    Length(#[source] io::Error),
+    /// Nobody can say whether it is in use.
+    #[error("It cannot be locked")]
+    Lock(#[source] io::Error),
+    /// Somebody else has it.
+    #[error("It is in use by {holder}")]
+    InUse {
+        /// Who.
+        holder: Holder,
+    },
+    /// What a guest writes there would be the end of a pool.
+    #[error("It is a pool: --pm-volume pool={} attaches volumes of it", path.display())]
+    IsPool {
+        /// Its path.
+        path: PathBuf,
+    },
+    /// A new file has no size of its own.
+    #[error("It is a directory, in which a file is made: size= has to say how large")]
+    DirectoryWithoutSize,
+    /// A new file has nothing that could be kept.
+    #[error("It is a directory, in which an empty file is made: discard_writes=on would show zeros for ever")]
+    DirectoryWithoutWrites,
+    /// The guest would touch what is not there.
+    #[error("It has {}, less than the {} that size= asks for", Size(*file_bytes), Size(*wanted_bytes))]
+    Short {
+        /// What it has.
+        file_bytes: u64,
+        /// What was asked for.
+        wanted_bytes: u64,
+    },
+    /// A guest maps in huge pages.
+    #[error(
+        "It has {}, which is no multiple of {}: make it longer, or show less of it by size=",
+        Size(*file_bytes), Size(UNIT_BYTES)
+    )]
+    Uneven {
+        /// What it has.
+        file_bytes: u64,
+    },
+    /// It cannot be mapped, as a file in /proc for instance.
+    #[error("It cannot be mapped")]
+    Media(#[from] MediaError),
+}
+
+/// A file that is open and locked, so that no other VM and no pool has it.
+pub struct PmemFile {
+    contents: Contents,
+    len_bytes: u64,
+    has_name: bool,
+    /// A flush has failed: from then on all do, as nobody knows what is on the disk.
+    failed: AtomicBool,
+}
+
+/// What becomes of what a guest writes.
+enum Contents {
+    /// It goes to the file.
+    Shared(FileMedia),
+    /// It stays with this VM, and goes with it: the file is open for reading.
+    Private(File),
+}
+
+impl PmemFile {
+    /// Opens what `config`, which has been validated, asks for. Nothing that was there has changed when this fails.
+    pub fn open(config: &PmemConfig) -> Result<Self, PmemFileError> {
+        let is_directory = config.file.is_dir();
+        let file = match (is_directory, config.size) {
+            (true, None) => return Err(PmemFileError::DirectoryWithoutSize),
+            (true, Some(_)) if config.discard_writes => return Err(PmemFileError::DirectoryWithoutWrites),
+            (true, Some(bytes)) => new_file(&config.file, bytes)?,
+            (false, _) => existing_file(&config.file, !config.discard_writes)?,
+        };
+        let len_bytes = shown_bytes(&file, config.size)?;
+        if !is_directory && !config.discard_writes && is_pool(&config.file) {
+            return Err(PmemFileError::IsPool { path: config.file.clone() });
+        }
+        let contents = match config.discard_writes {
+            true => Contents::Private(file),
+            false => Contents::Shared(FileMedia::new(file, len_bytes, true)?),
+        };
+        Ok(Self { contents, len_bytes, has_name: !is_directory, failed: AtomicBool::new(false) })
+    }
+
+    /// What is mapped into the guest.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        match &self.contents {
+            Contents::Shared(media) => media.file().as_fd(),
+            Contents::Private(file) => file.as_fd(),
+        }
+    }
+
+    /// How much of it the guest sees, from its start.
+    pub fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    /// Whether a flush has failed, and another start may begin with what is there. What has no name would be gone.
+    pub fn wants_to_be_opened_anew(&self) -> bool {
+        self.has_name && self.failed.load(Ordering::Relaxed)
+    }
+
+    /// How it is mapped into the guest.
+    pub fn access(&self) -> Access {
+        match self.durability() {
+            None => Access::ReadWritePrivate,
+            Some(Durability::DaxSync) => Access::ReadWriteSync,
+            Some(Durability::PageCache | Durability::Volatile) => Access::ReadWrite,
+        }
+    }
+
+    /// What a flush survives; `None` where nothing is kept at all.
+    pub fn durability(&self) -> Option<Durability> {
+        match &self.contents {
+            Contents::Shared(media) => Some(media.durability()),
+            Contents::Private(_) => None,
+        }
+    }
+}
+
+impl Persist for PmemFile {
+    /// As for a volume: the guest has written its caches back before it asks (virtio 1.3, 5.19.6.2).
+    fn persist(&self) -> Result<(), PersistError> {
+        let Contents::Shared(media) = &self.contents else { return Ok(()) };
+        let result = match media.durability() {
+            Durability::Volatile => Ok(()),
+            Durability::DaxSync => media.persist(&[]),
+            Durability::PageCache => media.persist_range(0..self.len_bytes),
+        };
+        // In one line with its causes: that is how it is logged.
+        result.map_err(|err| {
+            self.failed.store(true, Ordering::Relaxed);
+            PersistError::Backing(crate::vm::chain(&err).into())
+        })
+    }
+}
+
+/// A file without a name, which goes with its last user.
+fn new_file(directory: &Path, bytes: u64) -> Result<File, PmemFileError> {
+    let mut options = File::options();
+    let file = options.read(true).write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(directory);
+    let file = file.map_err(|source| PmemFileError::Open { path: directory.to_owned(), source })?;
+    file.set_len(bytes).map_err(PmemFileError::Length)?;
+    Ok(file)
+}
+
+/// The lock is that of pools, so that neither takes what the other has.
+fn existing_file(path: &Path, writable: bool) -> Result<File, PmemFileError> {
+    let file = File::options().read(true).write(writable).open(path);
+    let file = file.map_err(|source| PmemFileError::Open { path: path.to_owned(), source })?;
+    let kind = if writable { LockKind::Exclusive } else { LockKind::Shared };
+    match try_lock(&file, kind).map_err(PmemFileError::Lock)? {
+        Err(holder) => Err(PmemFileError::InUse { holder }),
+        Ok(()) => Ok(file),
+    }
+}
+
+/// Whether a file or device, which has a length, is a pool. Also one that is damaged: who would mend it does not want
+/// it overwritten.
+fn is_pool(path: &Path) -> bool {
+    !matches!(Pool::open(path, OpenMode::Peek), Err(PoolError::NotAPool { .. }))
+}
+
+/// How much of a file is shown.
+fn shown_bytes(file: &File, wanted: Option<u64>) -> Result<u64, PmemFileError> {
+    let file_bytes = media::len_bytes(file).map_err(PmemFileError::Length)?;
+    match wanted {
+        Some(wanted_bytes) if wanted_bytes > file_bytes => {
+            Err(PmemFileError::Short { file_bytes, wanted_bytes })
+        }
+        Some(wanted_bytes) => Ok(wanted_bytes),
+        None if file_bytes == 0 || !file_bytes.is_multiple_of(UNIT_BYTES) => {
+            Err(PmemFileError::Uneven { file_bytes })
+        }
+        None => Ok(file_bytes),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use tempfile::TempDir;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn folder() -> TempDir {
+        TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap()
+    }
+
+    fn config(path: &Path, options: &str) -> PmemConfig {
+        PmemConfig::parse(&format!("file={}{options}", path.display())).unwrap()
+    }
+
+    /// A file of that length.
+    fn file(folder: &TempDir, len_bytes: u64) -> PathBuf {
+        let path = folder.path().join("file");
+        File::create(&path).unwrap().set_len(len_bytes).unwrap();
+        path
+    }
+
+    fn error(config: &PmemConfig) -> String {
+        PmemFile::open(config).err().expect("it was opened").to_string()
+    }
+
+    #[test]
+    fn a_file_is_shown_whole_or_in_part() {
+        let folder = folder();
+        let path = file(&folder, 8 * MIB);
+        assert_eq!(PmemFile::open(&config(&path, "")).unwrap().len_bytes(), 8 * MIB);
+        assert_eq!(PmemFile::open(&config(&path, ",size=4M")).unwrap().len_bytes(), 4 * MIB);
+        assert_eq!(
+            error(&config(&path, ",size=10M")),
+            "It has 8 MiB, less than the 10 MiB that size= asks for"
+        );
+        let path = file(&folder, 3 * MIB);
+        assert!(error(&config(&path, "")).starts_with("It has 3 MiB, which is no multiple of 2 MiB"));
+        assert_eq!(PmemFile::open(&config(&path, ",size=2M")).unwrap().len_bytes(), 2 * MIB);
+        let path = file(&folder, 0);
+        assert!(error(&config(&path, "")).starts_with("It has 0,"));
+        assert!(error(&config(&folder.path().join("none"), "")).contains("Cannot open"));
+        assert!(error(&config(Path::new("/dev/null"), ",size=2M")).contains("no size"));
+    }
+
+    #[test]
+    fn a_directory_gets_a_file_without_a_name() {
+        let folder = folder();
+        assert!(error(&config(folder.path(), "")).contains("size= has to say"));
+        assert!(error(&config(folder.path(), ",size=4M,discard_writes=on")).contains("zeros for ever"));
+        let pmem = PmemFile::open(&config(folder.path(), ",size=4M")).unwrap();
+        assert_eq!(pmem.len_bytes(), 4 * MIB);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+        // Each has its own.
+        PmemFile::open(&config(folder.path(), ",size=4M")).unwrap();
+    }
+
+    #[test]
+    fn a_file_is_written_by_one_or_read_by_many() {
+        let folder = folder();
+        let path = file(&folder, 4 * MIB);
+        let writer = PmemFile::open(&config(&path, "")).unwrap();
+        for options in ["", ",discard_writes=on"] {
+            let message = error(&config(&path, options));
+            assert!(message.contains(&format!("process {}", std::process::id())), "{message}");
+        }
+        drop(writer);
+        let readers = [(); 2].map(|()| PmemFile::open(&config(&path, ",discard_writes=on")).unwrap());
+        assert!(error(&config(&path, "")).contains("in use"));
+        drop(readers);
+        PmemFile::open(&config(&path, "")).unwrap();
+    }
+
+    #[test]
+    fn what_is_discarded_needs_no_right_to_write() {
+        let folder = folder();
+        let path = file(&folder, 4 * MIB);
+        let pmem = PmemFile::open(&config(&path, ",discard_writes=on")).unwrap();
+        assert_eq!((pmem.access(), pmem.durability()), (Access::ReadWritePrivate, None));
+        // SAFETY: a query.
+        let flags = unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(&pmem.file()), libc::F_GETFL) };
+        assert_eq!(flags & libc::O_ACCMODE, libc::O_RDONLY);
+        pmem.persist().unwrap();
+    }
+
+    #[test]
+    fn a_pool_is_not_given_away() {
+        let folder = folder();
+        let path = folder.path().join("pool");
+        let pool = Pool::create(&path, 64 * MIB, 16 * MIB).unwrap();
+        assert!(error(&config(&path, "")).contains("in use"));
+        drop(pool);
+        assert!(error(&config(&path, "")).contains("--pm-volume pool="));
+        // Nor one whose superblocks are lost, which can be repaired.
+        let mut bytes = fs::read(&path).unwrap();
+        bytes[..4096].fill(0);
+        bytes[(2 << 20) - 4096..2 << 20].fill(0);
+        fs::write(&path, bytes).unwrap();
+        assert!(error(&config(&path, "")).contains("--pm-volume pool="));
+    }
+
+    #[test]
+    fn a_file_that_was_cut_short_is_not_flushed() {
+        let folder = tempfile::tempdir_in(".").unwrap();
+        let path = file(&folder, 4 * MIB);
+        let pmem = PmemFile::open(&config(&path, "")).unwrap();
+        if pmem.durability() != Some(Durability::PageCache) {
+            return;
+        }
+        assert_eq!(pmem.access(), Access::ReadWrite);
+        pmem.persist().unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(2 * MIB).unwrap();
+        let error = pmem.persist().unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("cut to 0x200000 bytes"), "{text}");
+    }
+}
