@@ -25,6 +25,7 @@ pub mod guest;
 pub mod http;
 pub mod lent;
 pub mod metrics;
+pub mod namespace;
 pub mod pool;
 pub mod qemu;
 pub mod runner;

@@ -5,6 +5,7 @@
 mod badinput;
 mod boot;
 mod btt_cross;
+mod dax;
 mod disk;
 mod harness;
 mod hostile;
@@ -36,6 +37,7 @@ fn main() {
         pool_places::TESTS,
         raw::TESTS,
         btt_cross::TESTS,
+        dax::TESTS,
         pmem::TESTS,
         hostile::TESTS,
     ]

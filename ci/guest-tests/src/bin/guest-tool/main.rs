@@ -3,8 +3,10 @@
 mod blocks;
 mod files;
 mod hostile;
+mod mapped;
 mod memory;
 mod sectors;
+mod stream;
 mod vsock;
 
 use anyhow::{Context, Result, bail};
@@ -23,6 +25,16 @@ usage:
                                                  use the page cache, discards:... discards as well
   guest-tool check-sectors DEVICE [HISTORY...]
                                                  every sector is as those programs leave it, and before them flogs:SHIFT
+  guest-tool map-store FILE OFFSET BYTES SEED    map it, store the words SEED, SEED + 1, ..., and keep it until killed
+  guest-tool map-store-sync FILE OFFSET BYTES SEED
+                                                 the same with MAP_SYNC and a fence, after which they should be durable
+  guest-tool map-check FILE OFFSET BYTES SEED    map it and compare it with such words
+  guest-tool map-wait FILE OFFSET BYTES WORD     map it and look until its first word is that one
+  guest-tool map-sync FILE BYTES                 may a program map it with MAP_SYNC: allowed or refused
+  guest-tool extents FILE                        where it lies: offset in the file, on the device, length
+  guest-tool stream ARRAY_MIB ROUNDS node=N|file=PATH...
+                                                 copy, scale, add and triad over arrays in those places, in turns:
+                                                 kernel, place, microseconds
   guest-tool vsock-send PORT                     send the standard input to the host's port
   guest-tool hostile-range ID FIRST END FILE     give the virtio device with that PCI id buffers in a range of memory,
                                                  until the file is there
@@ -48,6 +60,25 @@ fn main() -> Result<()> {
         ["time-blocks", device, what, count] => blocks::time(device, what, number(count)?),
         ["write-sectors", device, program] => sectors::write(device, program),
         ["check-sectors", device, history @ ..] => sectors::check(device, history),
+        ["map-store", file, offset, bytes, seed] => {
+            let care = mapped::Care::None;
+            mapped::store(file.as_ref(), number(offset)?, number(bytes)?, number(seed)?, care)
+        }
+        ["map-store-sync", file, offset, bytes, seed] => {
+            let care = mapped::Care::Fence;
+            mapped::store(file.as_ref(), number(offset)?, number(bytes)?, number(seed)?, care)
+        }
+        ["map-check", file, offset, bytes, seed] => {
+            mapped::check(file.as_ref(), number(offset)?, number(bytes)?, number(seed)?)
+        }
+        ["map-wait", file, offset, bytes, word] => {
+            mapped::wait_for_word(file.as_ref(), number(offset)?, number(bytes)?, number(word)?)
+        }
+        ["map-sync", file, bytes] => mapped::say_map_sync(file.as_ref(), number(bytes)?),
+        ["extents", file] => mapped::say_extents(file.as_ref()),
+        ["stream", array_mib, rounds, places @ ..] if !places.is_empty() => {
+            stream::stream(number(array_mib)?, number(rounds)?, places)
+        }
         ["vsock-send", port] => vsock::send(u32::try_from(number(port)?)?),
         ["hostile-range", id, first, end, file] => {
             let malice = hostile::Malice::Range { first: number(first)?, end: number(end)? };

@@ -1,0 +1,239 @@
+//! What a program in the guest maps is the pool's own memory: its stores are in the pool's file before anybody flushes,
+//! and the host's stores are in the program.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::disk::HeldWriteback;
+use guest_tests::namespace::{Kind, convert};
+use guest_tests::{Guest, Kernel, Pool};
+use pmem_volume::{OpenMode, VolumeFormat};
+
+use crate::raw::{pool_on_disk, raw_guest, wait_for_bytes};
+use crate::volume::{IO_LIMIT, check_acknowledged, write_files_and_kill};
+use crate::volume_flush::flushes;
+use crate::zones::MIB;
+
+guest_tests::tests![
+    fsdax_reaches_the_pool: 300,
+    fsdax_reaches_the_pool_on_6_1: 300,
+    fsdax_files_survive_a_power_cut: 300,
+    devdax_reaches_the_pool: 300,
+    devdax_reaches_the_pool_on_6_1: 300,
+    map_sync_on_a_raw_nvdimm_lies_on_a_page_cache: 300,
+];
+
+/// With nothing that would be flushed by itself while a test looks.
+const MOUNT: &str =
+    "mkdir -p /mnt/data && mount -t ext4 -o dax=always,commit=300,noinit_itable /dev/pmem0 /mnt/data";
+const HEAP: &str = "/mnt/data/heap";
+const HEAP_BYTES: u64 = 8 * MIB;
+
+/// The words that `guest-tool map-store` makes of a seed.
+fn word(seed: u64, index: u64) -> u64 {
+    seed + index
+}
+
+/// A raw volume as the host sees it while a VM has it: ranges of the pool's file.
+struct VolumeOnHost {
+    file: File,
+    /// Offset in the volume, offset in the file, length.
+    extents: Vec<(u64, u64, u64)>,
+}
+
+impl VolumeOnHost {
+    fn find(pool: &Pool) -> Result<Self> {
+        // Where its chunks are does not change while a VM has it.
+        let peeked = pmem_volume::Pool::open(pool.path(), OpenMode::Peek)?;
+        let volume = peeked.open_volume("data")?;
+        ensure!(volume.info().format == VolumeFormat::Raw, "It is {:?}", volume.info());
+        let extents = volume.extents().iter();
+        let extents = extents.map(|e| (e.volume_offset_bytes(), e.offset_bytes(), e.len_bytes())).collect();
+        let file = File::options().read(true).write(true).open(pool.path())?;
+        Ok(Self { file, extents })
+    }
+
+    fn file_offset(&self, offset: u64) -> Result<u64> {
+        let extent = self.extents.iter().find(|(start, _, len)| (*start..start + len).contains(&offset));
+        let (start, at, _) = extent.with_context(|| format!("No byte {offset:#x} in the volume"))?;
+        Ok(at + offset - start)
+    }
+
+    fn word(&self, offset: u64) -> Result<u64> {
+        let mut word = [0; 8];
+        self.file.read_exact_at(&mut word, self.file_offset(offset)?)?;
+        Ok(u64::from_le_bytes(word))
+    }
+
+    fn store(&self, offset: u64, word: u64) -> Result<()> {
+        Ok(self.file.write_all_at(&word.to_le_bytes(), self.file_offset(offset)?)?)
+    }
+
+    /// Every word of a range of the guest's file or device is there; `first` is the number of its first word.
+    fn check(&self, offset: u64, len_bytes: u64, seed: u64, first: u64) -> Result<()> {
+        for index in 0..len_bytes / 8 {
+            let (found, expected) = (self.word(offset + 8 * index)?, word(seed, first + index));
+            ensure!(found == expected, "{found:#x} at {:#x}, not {expected:#x}", offset + 8 * index);
+        }
+        Ok(())
+    }
+}
+
+/// Both ways, without a flush: `path` in the guest is mapped, and lies at `extents` (offset in it, in the volume, length).
+fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) -> Result<()> {
+    const SEED: u64 = 0x5eed_0000_0000;
+    let bytes = extents.iter().map(|(_, _, len)| len).sum::<u64>();
+    ensure!(bytes == HEAP_BYTES, "{path} lies at {extents:?}");
+    let volume = VolumeOnHost::find(pool)?;
+    let before = flushes(guest, "ok")?;
+    // 1. The guest's stores are in the pool.
+    let mut script =
+        guest.start_script(IO_LIMIT, &format!("exec guest-tool map-store {path} 0 {HEAP_BYTES} {SEED}"))?;
+    ensure!(script.next_line().as_deref() == Some("stored"), "Nothing stored: {:?}", script.finish());
+    for (at, offset, len) in extents {
+        volume.check(*offset, *len, SEED, at / 8).context("Stored in the guest, not in the pool")?;
+    }
+    // 2. The host's stores are in a program that does nothing but look.
+    let wait = format!("exec guest-tool map-wait {path} 0 {HEAP_BYTES} 4711");
+    let mut waiting = guest.start_script(IO_LIMIT, &wait)?;
+    let line = waiting.next_line().context("It does not look")?;
+    ensure!(line == format!("waiting at {SEED:#x}"), "It found {line:?}");
+    volume.store(extents[0].1, 4711)?;
+    ensure!(waiting.next_line().as_deref() == Some("seen"), "The host's store is not in the guest");
+    volume.store(extents[0].1, SEED)?;
+    // 3. All of that without a flush.
+    let after = flushes(guest, "ok")?;
+    ensure!(after == before, "{} flushes came out", after - before);
+    Ok(())
+}
+
+fn make_dax_file_system(guest: &Guest) -> Result<()> {
+    let make = "mkfs.ext4 -q -b 4096 -N 1024 -E lazy_journal_init=1,nodiscard /dev/pmem0";
+    guest.run_within(IO_LIMIT, make)?;
+    guest.run(MOUNT)?;
+    let mounts = guest.run("cat /proc/mounts")?;
+    ensure!(mounts.lines().any(|line| line.contains("/mnt/data") && line.contains("dax=always")), "{mounts}");
+    guest.run_within(IO_LIMIT, &format!("dd if=/dev/zero of={HEAP} bs=1M count=8 && sync")).map(drop)
+}
+
+fn fsdax_reaches(kernel: Kernel) -> Result<()> {
+    let pool = Pool::create("256M")?;
+    let guest = raw_guest(&pool, "interface=auto").kernel(kernel).boot()?;
+    wait_for_bytes(&guest)?;
+    make_dax_file_system(&guest)?;
+    let lines = guest.run(&format!("guest-tool extents {HEAP}"))?;
+    let extents: Vec<_> = lines.lines().map(extent).collect::<Result<_>>()?;
+    // virtio-pmem must be asked for a flush, so nobody may take a fence for one.
+    let map_sync = guest.run(&format!("guest-tool map-sync {HEAP} {HEAP_BYTES}"))?;
+    ensure!(map_sync == "refused\n", "MAP_SYNC by virtio-pmem is {map_sync}");
+    reaches(&guest, &pool, HEAP, &extents)?;
+    // What programs ask for does come out.
+    let before = flushes(&guest, "ok")?;
+    guest.run(&format!("printf x | dd of={HEAP} conv=notrunc,fsync"))?;
+    ensure!(flushes(&guest, "ok")? > before, "An fsync does not come out");
+    guest.run("umount /mnt/data && e2fsck -fn /dev/pmem0")?;
+    guest.no_kernel_complaints()
+}
+
+/// A line of `guest-tool extents`.
+fn extent(line: &str) -> Result<(u64, u64, u64)> {
+    let mut numbers = line.split(' ').map(str::parse::<u64>);
+    let mut next = || numbers.next().context("A number is missing")?.context("Not a number");
+    Ok((next()?, next()?, next()?))
+}
+
+fn fsdax_reaches_the_pool() -> Result<()> {
+    fsdax_reaches(Kernel::V6_12)
+}
+
+fn fsdax_reaches_the_pool_on_6_1() -> Result<()> {
+    fsdax_reaches(Kernel::V6_1)
+}
+
+fn fsdax_files_survive_a_power_cut() -> Result<()> {
+    let _held = HeldWriteback::hold()?;
+    let (disk, pool) = pool_on_disk(1024)?;
+    let guest = raw_guest(&pool, "interface=auto").boot()?;
+    wait_for_bytes(&guest)?;
+    make_dax_file_system(&guest)?;
+    let acknowledged = write_files_and_kill(guest, 15)?;
+    let pool = Pool::at(&disk.after_power_loss()?);
+    let guest = raw_guest(&pool, "interface=auto").boot()?;
+    wait_for_bytes(&guest)?;
+    guest.run(MOUNT)?;
+    check_acknowledged(&guest, &acknowledged)?;
+    guest.run_within(IO_LIMIT, "umount /mnt/data && e2fsck -fn /dev/pmem0")?;
+    guest.no_kernel_complaints()
+}
+
+fn wait_for_devdax(guest: &Guest) -> Result<()> {
+    guest.run("modprobe device_dax")?;
+    guest.wait_until_run("/dev/dax0.0 is there", IO_LIMIT, "test -c /dev/dax0.0")
+}
+
+fn devdax_reaches(kernel: Kernel) -> Result<()> {
+    let pool = Pool::create("256M")?;
+    let builder = raw_guest(&pool, "interface=auto").kernel(kernel);
+    let guest = builder.boot()?;
+    wait_for_bytes(&guest)?;
+    guest.run_within(IO_LIMIT, &convert(0, Kind::DevDax))?;
+    wait_for_devdax(&guest)?;
+    // The device begins behind its superblock.
+    // The seed of the next one has no place yet, and says so by an error.
+    let places =
+        "cd /sys/bus/nd/devices; for place in dax0.*/resource region0/resource; do cat $place; done; true";
+    let places = guest.run(places)?;
+    let places: Vec<u64> = places
+        .lines()
+        .filter_map(|line| u64::from_str_radix(line.trim_start_matches("0x"), 16).ok())
+        .filter(|place| *place != u64::MAX)
+        .collect();
+    let [device, region] = places[..] else { anyhow::bail!("The device and its region are at {places:x?}") };
+    ensure!((device - region).is_multiple_of(2 * MIB), "{device:#x} in {region:#x}: no huge pages");
+    reaches(&guest, &pool, "/dev/dax0.0", &[(0, device - region, HEAP_BYTES)])?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    // It is found again as what it was made.
+    let guest = builder.boot()?;
+    wait_for_devdax(&guest)?;
+    guest.run(&format!("guest-tool map-check /dev/dax0.0 0 {HEAP_BYTES} {}", 0x5eed_0000_0000u64))?;
+    guest.no_kernel_complaints()
+}
+
+fn devdax_reaches_the_pool() -> Result<()> {
+    devdax_reaches(Kernel::V6_12)
+}
+
+fn devdax_reaches_the_pool_on_6_1() -> Result<()> {
+    devdax_reaches(Kernel::V6_1)
+}
+
+/// Why a raw NVDIMM is refused on such a pool: what the guest's kernel tells a program is durable is not. If that did
+/// not show here, the refusal would be for nothing.
+fn map_sync_on_a_raw_nvdimm_lies_on_a_page_cache() -> Result<()> {
+    const SEED: u64 = 0xbad_0000_0000;
+    let _held = HeldWriteback::hold()?;
+    let (disk, pool) = pool_on_disk(1024)?;
+    let builder = |pool: &Pool| raw_guest(pool, "interface=nvdimm,force=on");
+    let guest = builder(&pool).boot()?;
+    wait_for_bytes(&guest)?;
+    guest.run_within(IO_LIMIT, &convert(0, Kind::FsDax))?;
+    wait_for_bytes(&guest)?;
+    make_dax_file_system(&guest)?;
+    let map_sync = guest.run(&format!("guest-tool map-sync {HEAP} {HEAP_BYTES}"))?;
+    ensure!(map_sync == "allowed\n", "MAP_SYNC on an NVDIMM is {map_sync}");
+    let store = format!("exec guest-tool map-store-sync {HEAP} 0 {HEAP_BYTES} {SEED}");
+    let mut script = guest.start_script(IO_LIMIT, &store)?;
+    ensure!(script.next_line().as_deref() == Some("stored"), "Nothing stored: {:?}", script.finish());
+    guest.kill9()?;
+    let pool = Pool::at(&disk.after_power_loss()?);
+    let guest = builder(&pool).boot()?;
+    wait_for_bytes(&guest)?;
+    guest.run(MOUNT)?;
+    let check = format!("guest-tool map-check {HEAP} 0 {HEAP_BYTES} {SEED}");
+    let output = guest.try_run(IO_LIMIT, &check)?;
+    ensure!(output.code != 0, "All of it has survived: the refusal would be for nothing");
+    ensure!(output.stderr.contains("Word"), "It failed otherwise: {}", output.stderr);
+    Ok(())
+}

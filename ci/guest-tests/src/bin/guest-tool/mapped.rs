@@ -1,0 +1,187 @@
+//! Files and devices that a program maps: what it stores there is in the memory behind them, without a system call.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::fd::AsRawFd;
+use std::path::Path;
+use std::ptr;
+use std::thread;
+
+use anyhow::{Context, Result, bail, ensure};
+
+/// A shared mapping of words.
+pub struct Mapping {
+    start: *mut u64,
+    words: usize,
+}
+
+impl Mapping {
+    /// Maps `len_bytes` of a file or a devdax device from `offset` on.
+    pub fn new(path: &Path, offset: u64, len_bytes: u64) -> Result<Self> {
+        let file = open(path)?;
+        map(&file, offset, len_bytes, libc::MAP_SHARED)
+            .with_context(|| format!("Cannot map {}", path.display()))
+    }
+
+    /// How many words it has.
+    pub fn len(&self) -> usize {
+        self.words
+    }
+
+    /// The first of them.
+    pub fn as_ptr(&self) -> *mut u64 {
+        self.start
+    }
+
+    fn store(&self, index: usize, word: u64) {
+        assert!(index < self.words);
+        // SAFETY: just checked to be inside the mapping, which is aligned. Others may store there too, so it is volatile.
+        unsafe { self.start.add(index).write_volatile(word) }
+    }
+
+    fn load(&self, index: usize) -> u64 {
+        assert!(index < self.words);
+        // SAFETY: as in store().
+        unsafe { self.start.add(index).read_volatile() }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and nobody has an address of it any more.
+        unsafe { libc::munmap(self.start.cast(), self.words * 8) };
+    }
+}
+
+fn open(path: &Path) -> Result<File> {
+    let file = OpenOptions::new().read(true).write(true).open(path);
+    file.with_context(|| format!("Cannot open {}", path.display()))
+}
+
+fn map(file: &File, offset: u64, len_bytes: u64, flags: libc::c_int) -> io::Result<Mapping> {
+    let (len, offset) = (len_bytes as usize, offset as libc::off_t);
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping, wherever the kernel puts it.
+    let start = unsafe { libc::mmap(ptr::null_mut(), len, prot, flags, file.as_raw_fd(), offset) };
+    if start == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(Mapping { start: start.cast(), words: len / 8 })
+}
+
+/// How a program makes what it stores durable.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Care {
+    /// Not at all.
+    None,
+    /// As MAP_SYNC allows it: cache lines are written back, and a fence.
+    Fence,
+}
+
+/// Stores the words SEED, SEED + 1 and so on, says `stored`, and keeps the mapping until killed: the kernel is not asked
+/// to flush anything.
+pub fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: Care) -> Result<()> {
+    let flags = match care {
+        Care::None => libc::MAP_SHARED,
+        Care::Fence => libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC,
+    };
+    let mapping = map(&open(path)?, offset, len_bytes, flags).context("Cannot map it")?;
+    for index in 0..mapping.len() {
+        mapping.store(index, seed + index as u64);
+    }
+    if care == Care::Fence {
+        for line in (0..mapping.len()).step_by(8) {
+            // SAFETY: SSE2 is part of x86-64; the address is inside the mapping.
+            unsafe { std::arch::x86_64::_mm_clflush(mapping.start.add(line).cast()) };
+        }
+        // SAFETY: as above; it takes no address.
+        unsafe { std::arch::x86_64::_mm_sfence() };
+    }
+    println!("stored");
+    io::stdout().flush()?;
+    loop {
+        thread::park();
+    }
+}
+
+/// Compares with what such a store leaves.
+pub fn check(path: &Path, offset: u64, len_bytes: u64, seed: u64) -> Result<()> {
+    let mapping = Mapping::new(path, offset, len_bytes)?;
+    for index in 0..mapping.len() {
+        let (found, expected) = (mapping.load(index), seed + index as u64);
+        ensure!(found == expected, "Word {index} is {found:#x}, not {expected:#x}");
+    }
+    println!("checked {}", mapping.len());
+    Ok(())
+}
+
+/// Maps a page, says `waiting`, and looks at its first word until it is WORD.
+pub fn wait_for_word(path: &Path, offset: u64, len_bytes: u64, word: u64) -> Result<()> {
+    let mapping = Mapping::new(path, offset, len_bytes)?;
+    println!("waiting at {:#x}", mapping.load(0));
+    io::stdout().flush()?;
+    while mapping.load(0) != word {
+        thread::yield_now();
+    }
+    println!("seen");
+    Ok(())
+}
+
+/// Says whether the kernel lets a program map the file so that a fence is a flush (MAP_SYNC).
+pub fn say_map_sync(path: &Path, len_bytes: u64) -> Result<()> {
+    let file = open(path)?;
+    match map(&file, 0, len_bytes, libc::MAP_SHARED_VALIDATE | libc::MAP_SYNC) {
+        Ok(_) => println!("allowed"),
+        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => println!("refused"),
+        Err(error) => return Err(error).context("Cannot map it for another reason"),
+    }
+    Ok(())
+}
+
+/// `struct fiemap` with room for extents (Linux uapi/linux/fiemap.h).
+#[repr(C)]
+struct Fiemap {
+    start: u64,
+    length: u64,
+    flags: u32,
+    mapped_extents: u32,
+    extent_count: u32,
+    reserved: u32,
+    extents: [FiemapExtent; 64],
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct FiemapExtent {
+    logical: u64,
+    physical: u64,
+    length: u64,
+    reserved: [u64; 2],
+    flags: u32,
+    reserved_too: [u32; 3],
+}
+
+/// _IOWR('f', 11, struct fiemap), whose size is that without extents.
+const FS_IOC_FIEMAP: libc::Ioctl = 0xc020_660b_u32 as libc::Ioctl;
+const FIEMAP_FLAG_SYNC: u32 = 1;
+
+/// Says where a file lies on its device, a line for each extent: offset in the file, offset on the device, length.
+pub fn say_extents(path: &Path) -> Result<()> {
+    let file = File::open(path).with_context(|| format!("Cannot open {}", path.display()))?;
+    // SAFETY: plain numbers, for which zero is valid.
+    let mut map: Fiemap = unsafe { std::mem::zeroed() };
+    map.length = u64::MAX;
+    map.flags = FIEMAP_FLAG_SYNC;
+    map.extent_count = map.extents.len() as u32;
+    // SAFETY: the kernel fills a struct with room for as many extents as it says.
+    if unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP, &raw mut map) } != 0 {
+        return Err(io::Error::last_os_error()).context("Cannot ask for the extents");
+    }
+    if map.mapped_extents as usize == map.extents.len() {
+        bail!("More extents than there is room for");
+    }
+    for extent in &map.extents[..map.mapped_extents as usize] {
+        println!("{} {} {}", extent.logical, extent.physical, extent.length);
+    }
+    Ok(())
+}

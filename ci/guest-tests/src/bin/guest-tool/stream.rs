@@ -1,0 +1,218 @@
+//! How fast a program streams through memory, wherever it comes from: McCalpin's four kernels, in turns between places.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::ptr;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::mapped::Mapping;
+
+const MIB: usize = 1 << 20;
+/// Places are mapped in huge pages, where the kernel has them.
+const HUGE_PAGE_BYTES: usize = 2 * MIB;
+/// What `scale` and `triad` multiply by.
+const SCALAR: f64 = 3.0;
+const KERNELS: [&str; 4] = ["copy", "scale", "add", "triad"];
+
+/// Where arrays lie.
+enum Place {
+    /// Anonymous memory of one node.
+    Node(u32),
+    /// A file or device that is mapped.
+    File(PathBuf),
+}
+
+impl Place {
+    fn parse(text: &str) -> Result<Self> {
+        match text.split_once('=') {
+            Some(("node", node)) => {
+                Ok(Self::Node(node.parse().with_context(|| format!("not a node: {node:?}"))?))
+            }
+            Some(("file", path)) => Ok(Self::File(path.into())),
+            _ => bail!("neither node= nor file=: {text:?}"),
+        }
+    }
+}
+
+/// Memory of a place, until the process ends.
+enum Memory {
+    Anonymous(*mut f64),
+    Mapped(Mapping),
+}
+
+/// Three arrays of one place, side by side.
+struct Arrays {
+    memory: Memory,
+    len: usize,
+}
+
+impl Arrays {
+    fn new(place: &Place, array_bytes: usize) -> Result<Self> {
+        let memory = match place {
+            Place::Node(node) => Memory::Anonymous(anonymous(*node, 3 * array_bytes)?),
+            Place::File(path) => Memory::Mapped(Mapping::new(path, 0, 3 * array_bytes as u64)?),
+        };
+        let mut arrays = Self { memory, len: array_bytes / 8 };
+        let [a, b, c] = arrays.get();
+        a.fill(1.0);
+        b.fill(2.0);
+        c.fill(0.0);
+        if let Place::Node(node) = place {
+            arrays.check_node(*node)?;
+        }
+        Ok(arrays)
+    }
+
+    fn start(&self) -> *mut f64 {
+        match &self.memory {
+            Memory::Anonymous(start) => *start,
+            Memory::Mapped(mapping) => mapping.as_ptr().cast(),
+        }
+    }
+
+    fn get(&mut self) -> [&mut [f64]; 3] {
+        // SAFETY: three arrays side by side in memory of this value's own, borrowed mutably and once. Any bits are a
+        // number.
+        [0, 1, 2]
+            .map(|nth| unsafe { std::slice::from_raw_parts_mut(self.start().add(nth * self.len), self.len) })
+    }
+
+    /// Runs one kernel over all of the arrays.
+    fn run(&mut self, kernel: &str) {
+        let [a, b, c] = self.get();
+        match kernel {
+            "copy" => c.copy_from_slice(a),
+            "scale" => b.iter_mut().zip(c).for_each(|(b, c)| *b = SCALAR * *c),
+            "add" => c.iter_mut().zip(a.iter().zip(b)).for_each(|(c, (a, b))| *c = *a + *b),
+            _ => a.iter_mut().zip(b.iter().zip(c)).for_each(|(a, (b, c))| *a = *b + SCALAR * *c),
+        }
+    }
+
+    /// Every element is what so many rounds make of it: nothing was left out.
+    fn check(&mut self, rounds: u64) -> Result<()> {
+        let (mut expected_a, mut expected_b, mut expected_c) = (1.0f64, 2.0f64, 0.0f64);
+        for _ in 0..rounds {
+            expected_c = expected_a;
+            expected_b = SCALAR * expected_c;
+            expected_c = expected_a + expected_b;
+            expected_a = expected_b + SCALAR * expected_c;
+        }
+        for (array, expected) in self.get().into_iter().zip([expected_a, expected_b, expected_c]) {
+            let wrong = array.iter().position(|found| *found != expected);
+            ensure!(wrong.is_none(), "Element {wrong:?} is not {expected}");
+        }
+        Ok(())
+    }
+
+    /// Every page is where it was asked for.
+    fn check_node(&self, node: u32) -> Result<()> {
+        // <linux/mempolicy.h>
+        const MPOL_F_NODE: libc::c_ulong = 1;
+        const MPOL_F_ADDR: libc::c_ulong = 2;
+        for offset in (0..3 * self.len * 8).step_by(4096) {
+            let mut found: libc::c_int = -1;
+            let address = self.start() as usize + offset;
+            let (mask, mask_bits) = (ptr::null_mut::<libc::c_ulong>(), 0usize);
+            let flags = MPOL_F_NODE | MPOL_F_ADDR;
+            // SAFETY: the kernel fills a number, and looks up an address that is mapped.
+            let result = unsafe {
+                libc::syscall(libc::SYS_get_mempolicy, &raw mut found, mask, mask_bits, address, flags)
+            };
+            ensure!(result == 0, "get_mempolicy: {}", io::Error::last_os_error());
+            ensure!(found == node as libc::c_int, "A page is on node {found}, not {node}");
+        }
+        Ok(())
+    }
+}
+
+/// Anonymous memory that comes from one node or not at all.
+fn anonymous(node: u32, bytes: usize) -> Result<*mut f64> {
+    // <linux/mempolicy.h>
+    const MPOL_BIND: libc::c_int = 2;
+    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: a new mapping, wherever the kernel puts it.
+    let start = unsafe { libc::mmap(ptr::null_mut(), bytes + HUGE_PAGE_BYTES, prot, flags, -1, 0) };
+    ensure!(start != libc::MAP_FAILED, "mmap: {}", io::Error::last_os_error());
+    let aligned = (start as usize).next_multiple_of(HUGE_PAGE_BYTES);
+    let mask: libc::c_ulong = 1 << node;
+    // SAFETY: a range of the mapping that was just made, and a mask of 64 nodes.
+    let result = unsafe {
+        libc::syscall(libc::SYS_mbind, aligned, bytes, MPOL_BIND, &raw const mask, 64usize, 0usize)
+    };
+    ensure!(result == 0, "mbind to node {node}: {}", io::Error::last_os_error());
+    // SAFETY: advice about the same range. Where there are no huge pages it fails, and small ones do.
+    unsafe { libc::madvise(aligned as *mut _, bytes, libc::MADV_HUGEPAGE) };
+    Ok(aligned as *mut f64)
+}
+
+/// Streams through three arrays of ARRAY_MIB at each place, in turns, another one first in each round. Says a line for
+/// each kernel, place and round: the kernel's name, the place's number, microseconds.
+pub fn stream(array_mib: u64, rounds: u64, places: &[&str]) -> Result<()> {
+    // Each round makes the numbers fifteen times as large.
+    ensure!((1..=200).contains(&rounds), "1 to 200 rounds, not {rounds}");
+    ensure!(array_mib > 0 && array_mib.is_multiple_of(2), "arrays of whole huge pages: {array_mib} MiB");
+    let array_bytes = usize::try_from(array_mib)? * MIB;
+    let mut arrays = Vec::new();
+    for place in places {
+        let opened = Arrays::new(&Place::parse(place)?, array_bytes);
+        arrays.push(opened.with_context(|| format!("Cannot have {place}"))?);
+    }
+    // One round more than are said: the first finds pages and fills caches.
+    let mut out = String::new();
+    for round in 0..=rounds {
+        for kernel in KERNELS {
+            for turn in 0..arrays.len() {
+                let nth = (turn + round as usize) % arrays.len();
+                let started = Instant::now();
+                arrays[nth].run(kernel);
+                let elapsed = started.elapsed();
+                if round > 0 {
+                    out += &format!("{kernel} {nth} {}\n", elapsed.as_nanos() as f64 / 1e3);
+                }
+            }
+        }
+    }
+    for (place, arrays) in places.iter().zip(&mut arrays) {
+        arrays.check(rounds + 1).with_context(|| format!("In {place}"))?;
+    }
+    Ok(io::stdout().write_all(out.as_bytes())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Memory without a policy, which not every machine lets a program set.
+    fn arrays(file: &std::path::Path) -> Arrays {
+        std::fs::File::create(file).unwrap().set_len(6 * MIB as u64).unwrap();
+        Arrays::new(&Place::File(file.to_owned()), 2 * MIB).unwrap()
+    }
+
+    #[test]
+    fn a_kernel_that_is_left_out_is_noticed() {
+        let file = std::env::temp_dir().join(format!("guest-tool-stream-{}", std::process::id()));
+        let mut all = arrays(&file);
+        for _ in 0..2 {
+            KERNELS.iter().for_each(|kernel| all.run(kernel));
+        }
+        all.check(2).unwrap();
+        assert!(all.check(1).is_err() && all.check(3).is_err());
+        for left_out in KERNELS {
+            let mut some = arrays(&file);
+            KERNELS.iter().filter(|kernel| **kernel != left_out).for_each(|kernel| some.run(kernel));
+            assert!(some.check(1).is_err(), "{left_out}");
+        }
+        std::fs::remove_file(file).unwrap();
+    }
+
+    #[test]
+    fn places_are_read() {
+        assert!(matches!(Place::parse("node=1"), Ok(Place::Node(1))));
+        assert!(
+            matches!(Place::parse("file=/dev/dax0.0"), Ok(Place::File(path)) if path.ends_with("dax0.0"))
+        );
+        assert!(Place::parse("node=x").is_err() && Place::parse("dram").is_err());
+    }
+}

@@ -1,0 +1,31 @@
+//! What ndctl does in a guest, for guests without it: a namespace becomes another kind of device.
+
+/// What a namespace is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A character device, /dev/daxN.0.
+    DevDax,
+    /// A block device with struct pages, which DAX needs and virtio-pmem has anyway.
+    FsDax,
+}
+
+/// A script for the guest that makes the raw namespace of a region that kind, by the attributes of Linux
+/// drivers/nvdimm/pfn_devs.c: pages of 2 MiB, struct pages in memory.
+pub fn convert(region: u32, kind: Kind) -> String {
+    let (seed, driver) = match kind {
+        Kind::DevDax => ("dax_seed", "dax_pmem"),
+        Kind::FsDax => ("pfn_seed", "nd_pmem"),
+    };
+    format!(
+        "set -e
+        nd=/sys/bus/nd
+        modprobe -a dax_pmem device_dax
+        seed=$(cat $nd/devices/region{region}/{seed})
+        echo namespace{region}.0 >$nd/drivers/nd_pmem/unbind
+        echo ram >$nd/devices/$seed/mode
+        echo 2097152 >$nd/devices/$seed/align
+        cat /proc/sys/kernel/random/uuid >$nd/devices/$seed/uuid
+        echo namespace{region}.0 >$nd/devices/$seed/namespace
+        echo $seed >$nd/drivers/{driver}/bind"
+    )
+}
