@@ -8,6 +8,7 @@ mod plug;
 mod pressure;
 mod report;
 mod samples;
+mod stream;
 mod usage;
 mod vmm;
 mod volume;
@@ -21,7 +22,7 @@ use samples::Samples;
 use vmm::Vmm;
 
 const USAGE: &str = "\
-usage: bench [--rounds N] [--only boot,plug,volume,pressure] [--out DIR]
+usage: bench [--rounds N] [--only boot,plug,volume,pressure,stream] [--out DIR]
   FORESHORE_TEST_BENCH_VMM=NAME   one more VMM, with Cloud Hypervisor's flags and API";
 
 /// A group of measurements that share a guest.
@@ -31,10 +32,16 @@ enum Group {
     Plug,
     Volume,
     Pressure,
+    Stream,
 }
 
-const GROUPS: [(&str, Group); 4] =
-    [("boot", Group::Boot), ("plug", Group::Plug), ("volume", Group::Volume), ("pressure", Group::Pressure)];
+const GROUPS: [(&str, Group); 5] = [
+    ("boot", Group::Boot),
+    ("plug", Group::Plug),
+    ("volume", Group::Volume),
+    ("pressure", Group::Pressure),
+    ("stream", Group::Stream),
+];
 
 struct Options {
     rounds: usize,
@@ -105,6 +112,7 @@ fn run(group: Group, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
         Group::Plug => vmms.iter().try_for_each(|vmm| plug::measure(vmm, samples)),
         Group::Volume => volume::measure(vmms, samples),
         Group::Pressure => pressure::measure(samples),
+        Group::Stream => stream::measure(samples),
     }
 }
 

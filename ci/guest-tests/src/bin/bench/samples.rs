@@ -18,6 +18,12 @@ pub enum Row {
     VirtioPmemRead,
     ReportToPlan,
     ReportToOnline,
+    StreamCopy,
+    StreamScale,
+    StreamAdd,
+    StreamTriad,
+    StreamFsdax,
+    StreamNoise,
 }
 
 /// What a row should be.
@@ -37,10 +43,12 @@ pub enum Unit {
     Seconds,
     Microseconds,
     Mebibytes,
+    /// Of two times.
+    Ratio,
 }
 
 impl Row {
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 19] = [
         Self::Boot,
         Self::VmmMemory,
         Self::Plug,
@@ -54,6 +62,12 @@ impl Row {
         Self::VirtioPmemRead,
         Self::ReportToPlan,
         Self::ReportToOnline,
+        Self::StreamCopy,
+        Self::StreamScale,
+        Self::StreamAdd,
+        Self::StreamTriad,
+        Self::StreamFsdax,
+        Self::StreamNoise,
     ];
 
     /// Its name for programs.
@@ -72,6 +86,12 @@ impl Row {
             Self::VirtioPmemRead => "virtio_pmem_read_4_kib_microseconds",
             Self::ReportToPlan => "report_to_plan_seconds",
             Self::ReportToOnline => "report_to_online_seconds",
+            Self::StreamCopy => "stream_copy_devdax_ratio",
+            Self::StreamScale => "stream_scale_devdax_ratio",
+            Self::StreamAdd => "stream_add_devdax_ratio",
+            Self::StreamTriad => "stream_triad_devdax_ratio",
+            Self::StreamFsdax => "stream_triad_fsdax_ratio",
+            Self::StreamNoise => "stream_triad_noise_ratio",
         }
     }
 
@@ -91,6 +111,12 @@ impl Row {
             Self::VirtioPmemRead => "BTT, virtio-pmem on tmpfs: read 4 KiB",
             Self::ReportToPlan => "report to plan",
             Self::ReportToOnline => "first report under pressure to online",
+            Self::StreamCopy => "STREAM copy, raw volume by devdax: time of that in the pool's memory",
+            Self::StreamScale => "STREAM scale, the same",
+            Self::StreamAdd => "STREAM add, the same",
+            Self::StreamTriad => "STREAM triad, the same",
+            Self::StreamFsdax => "STREAM triad, raw volume by ext4 with DAX",
+            Self::StreamNoise => "STREAM triad, the pool's memory beside itself",
         }
     }
 
@@ -103,6 +129,12 @@ impl Row {
             | Self::UnplugUsed
             | Self::ReportToPlan
             | Self::ReportToOnline => Unit::Seconds,
+            Self::StreamCopy
+            | Self::StreamScale
+            | Self::StreamAdd
+            | Self::StreamTriad
+            | Self::StreamFsdax
+            | Self::StreamNoise => Unit::Ratio,
             _ => Unit::Microseconds,
         }
     }
@@ -114,6 +146,10 @@ impl Row {
             Self::Plug => Target::TimesQemu(1.0),
             Self::Unplug => Target::TimesQemu(0.8),
             Self::NvdimmWrite | Self::NvdimmRead => Target::TimesQemu(1.05),
+            // Within a percent of memory.
+            Self::StreamCopy | Self::StreamScale | Self::StreamAdd | Self::StreamTriad => {
+                Target::AtMost(1.01)
+            }
             _ => Target::Open,
         }
     }
@@ -160,6 +196,7 @@ impl Unit {
             Self::Seconds => format!("{value:.2} s"),
             Self::Microseconds => format!("{value:.0} µs"),
             Self::Mebibytes => format!("{value:.1} MiB"),
+            Self::Ratio => format!("{value:.3}"),
         }
     }
 }

@@ -1,0 +1,122 @@
+//! STREAM over raw volumes, beside guest memory from the same pool: what a program maps shall be as fast as memory.
+//!
+//! All places are touched by one process in one boot, in turns; what counts is the ratio of their medians. Guest memory
+//! of the pool (`--pm-memory`) is the fair peer: the same file, the same tmpfs, the same huge pages on the host, and
+//! huge pages in the guest. A second array of it beside the first says how much of a ratio is noise.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::namespace::{Kind, convert};
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Guest, Pool};
+
+use crate::samples::{Row, Samples, median};
+use crate::vmm::{FORESHORE, MIB};
+use crate::{forget, host_memory};
+
+/// One array; each place has three.
+const ARRAY_MIB: u64 = 32;
+/// Of one process, each over every place.
+const ROUNDS: u32 = 15;
+const LIMIT: Duration = Duration::from_secs(300);
+
+const DEVDAX: &str = "/dev/dax0.0";
+const FSDAX: &str = "/mnt/fsdax/arrays";
+/// Where the arrays are: the peer, the peer once more, and the two ways to map a volume.
+const PLACES: [&str; 4] = ["node=1", "node=1", "file=/dev/dax0.0", "file=/mnt/fsdax/arrays"];
+
+/// Boots a guest and runs all four kernels over all places.
+pub fn measure(samples: &mut Samples) -> Result<()> {
+    host_memory::even_out()?;
+    let guest = start()?;
+    make_devdax(&guest)?;
+    make_fsdax(&guest)?;
+    let command = format!("guest-tool stream {ARRAY_MIB} {ROUNDS} {}", PLACES.join(" "));
+    let times = medians(&guest.run_within(LIMIT, &command)?)?;
+    let ratio = |kernel: &str, place: usize| -> Result<f64> {
+        let of = |place| times.get(&(kernel.to_owned(), place)).context("A kernel was not run");
+        Ok(of(place)? / of(0)?)
+    };
+    for (row, kernel) in [
+        (Row::StreamCopy, "copy"),
+        (Row::StreamScale, "scale"),
+        (Row::StreamAdd, "add"),
+        (Row::StreamTriad, "triad"),
+    ] {
+        samples.add(row, FORESHORE, ratio(kernel, 2)?);
+    }
+    samples.add(Row::StreamFsdax, FORESHORE, ratio("triad", 3)?);
+    samples.add(Row::StreamNoise, FORESHORE, ratio("triad", 1)?);
+    Ok(())
+}
+
+/// With memory of the pool on node 1, and two raw volumes.
+fn start() -> Result<Guest> {
+    forget(&this_tests_dir().join("pool"))?;
+    let pool = Pool::create("1G")?;
+    let volume = |name| format!("pool={},name={name},size=128M,create=on,format=raw", pool.name());
+    let guest = Guest::builder()
+        .cpus(1)
+        .memory("size=512M")
+        .pm_memory(&format!("pool={},size=384M", pool.name()))
+        .pressure("fixed,size=384M")
+        .pm_volume(&volume("devdax"))
+        .pm_volume(&volume("fsdax"))
+        .cmdline("memhp_default_state=online_movable foreshore.agent=off")
+        .boot()?;
+    guest.wait_until("the memory is plugged", LIMIT, || {
+        let zones = guest.api("GET", "vm.memory", None)?;
+        let plugged = zones["zones"].as_array().and_then(|zones| {
+            zones.iter().find(|zone| zone["id"] == "pm").and_then(|zone| zone["plugged_bytes"].as_u64())
+        });
+        Ok(plugged == Some(384 * MIB))
+    })?;
+    let online = "awk '/MemTotal/ { exit !($4 >= 370000) }' /sys/devices/system/node/node1/meminfo";
+    guest.wait_until_run("the memory is online", LIMIT, online)?;
+    Ok(guest)
+}
+
+fn make_devdax(guest: &Guest) -> Result<()> {
+    guest.wait_until_run("/dev/pmem1 is there", LIMIT, "test -b /dev/pmem0 && test -b /dev/pmem1")?;
+    guest.run_within(LIMIT, &convert(0, Kind::DevDax))?;
+    guest.wait_until_run("the device is there", LIMIT, &format!("test -c {DEVDAX}"))
+}
+
+/// A file whose extents huge pages can map.
+fn make_fsdax(guest: &Guest) -> Result<()> {
+    let bytes = 3 * ARRAY_MIB * MIB;
+    let make = format!(
+        "mkfs.ext4 -q -b 4096 -m 0 -N 64 -O ^has_journal -E nodiscard,stride=512,stripe_width=512 /dev/pmem1 &&
+        mkdir -p /mnt/fsdax && mount -t ext4 -o dax=always /dev/pmem1 /mnt/fsdax &&
+        fallocate -l {bytes} {FSDAX}"
+    );
+    guest.run_within(LIMIT, &make).map(drop)
+}
+
+/// Microseconds by kernel and place, of lines that name both.
+fn medians(text: &str) -> Result<BTreeMap<(String, usize), f64>> {
+    let mut times: BTreeMap<(String, usize), Vec<f64>> = BTreeMap::new();
+    for line in text.lines() {
+        let [kernel, place, time_us] = line.split(' ').collect::<Vec<_>>()[..] else {
+            anyhow::bail!("Not a kernel, a place and a time: {line:?}");
+        };
+        times.entry((kernel.to_owned(), place.parse()?)).or_default().push(time_us.parse()?);
+    }
+    ensure!(!times.is_empty(), "stream says nothing");
+    times.into_iter().map(|(key, times)| Ok((key, median(&times).context("No times")?))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_median_is_taken_for_each_kernel_and_place() {
+        let times = medians("copy 0 3.0\ncopy 0 1.0\ncopy 0 2.0\ncopy 1 9\n").unwrap();
+        assert_eq!(times[&("copy".to_owned(), 0)], 2.0);
+        assert_eq!(times[&("copy".to_owned(), 1)], 9.0);
+        assert!(medians("").is_err() && medians("copy 0").is_err() && medians("copy x 1").is_err());
+    }
+}
