@@ -1,6 +1,8 @@
 //! What kind of kernel this is.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 
 use foreshore_proto::{PROTOCOL_VERSION, RawHello};
 
@@ -12,26 +14,91 @@ const MAX_TEXT_CHARS: usize = 120;
 /// The first message of a connection.
 pub fn hello() -> RawHello {
     let (release, version) = sys::kernel().unwrap_or_default();
-    // debugfs is not mounted everywhere, and only a dynamic kernel has the file.
-    let dynamic = fs::read_to_string("/sys/kernel/debug/sched/preempt").unwrap_or_default();
+    let is_line = |c: &char| c.is_ascii_graphic() || *c == ' ';
     RawHello {
         version: PROTOCOL_VERSION,
         agent_version: env!("CARGO_PKG_VERSION").into(),
         kernel_release: release.chars().filter(char::is_ascii_graphic).take(MAX_TEXT_CHARS).collect(),
-        preemption: preemption(&version, &dynamic).into(),
+        kernel_version: version.chars().filter(is_line).take(MAX_TEXT_CHARS).collect(),
+        preemption: preemption(&version, &Evidence::collect()).into(),
         page_size_bytes: sys::page_size_bytes(),
     }
 }
 
-/// The preemption model, from `uname -v` and, where it can be chosen at boot, from the scheduler's file, which has
-/// the chosen one in parentheses.
-fn preemption(uname_version: &str, dynamic: &str) -> &'static str {
+/// What tells the model of a kernel that can have several, best first.
+#[derive(Debug, Default)]
+struct Evidence {
+    /// /sys/kernel/debug/sched/preempt, which has the chosen one in parentheses. debugfs is not mounted everywhere.
+    scheduler: String,
+    /// The kernel's log: it says "Dynamic Preempt: MODEL" at boot and at each change (kernel/sched/core.c), which a busy
+    /// log has lost by now.
+    log: String,
+    /// /proc/cmdline: what was wanted at boot.
+    command_line: String,
+}
+
+impl Evidence {
+    fn collect() -> Self {
+        let read = |path| fs::read_to_string(path).unwrap_or_default();
+        Self {
+            scheduler: read("/sys/kernel/debug/sched/preempt"),
+            log: kernel_log().unwrap_or_default(),
+            command_line: read("/proc/cmdline"),
+        }
+    }
+
+    fn model(&self) -> Option<&'static str> {
+        const MODELS: [&str; 4] = ["none", "voluntary", "full", "lazy"];
+        let known = |text: &str| MODELS.into_iter().find(|model| *model == text);
+        let in_use = || MODELS.into_iter().find(|model| self.scheduler.contains(&format!("({model})")));
+        let logged = || {
+            let said = self.log.lines().filter_map(|line| line.split_once("Dynamic Preempt: "));
+            said.filter_map(|(_, model)| known(model.trim())).next_back()
+        };
+        // The last one that the kernel knows counts (setup_preempt_mode).
+        let wanted = || {
+            let words = self.command_line.split_whitespace();
+            words.filter_map(|word| known(word.strip_prefix("preempt=")?)).next_back()
+        };
+        in_use().or_else(logged).or_else(wanted)
+    }
+}
+
+/// What the kernel's log still has. A record is what one read gives (Documentation/ABI/testing/dev-kmsg).
+fn kernel_log() -> io::Result<String> {
+    let mut log = String::new();
+    let mut kmsg: File = fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
+        .open("/dev/kmsg")?;
+    // Longer than a record; more records than a log of the usual size has.
+    let mut record = [0; 8192];
+    for _ in 0..100_000 {
+        match kmsg.read(&mut record) {
+            Ok(len) => {
+                // Only one kind of line is wanted: the rest would be megabytes.
+                let text = String::from_utf8_lossy(&record[..len]);
+                if text.contains("Dynamic Preempt: ") {
+                    log += text.lines().next().unwrap_or_default();
+                    log.push('\n');
+                }
+            }
+            // Overwritten while it was read: the next one is the oldest that there is.
+            Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(log)
+}
+
+/// The preemption model, from `uname -v` and, where it can be chosen at boot, from what tells the choice.
+fn preemption(uname_version: &str, evidence: &Evidence) -> &'static str {
     let has = |flag: &str| uname_version.split_whitespace().any(|word| word == flag);
     if has("PREEMPT_RT") {
         "rt"
     } else if has("PREEMPT_DYNAMIC") {
-        let chosen = ["none", "voluntary", "full", "lazy"].into_iter();
-        chosen.into_iter().find(|model| dynamic.contains(&format!("({model})"))).unwrap_or("dynamic")
+        evidence.model().unwrap_or("dynamic")
     } else if has("PREEMPT") {
         "full"
     } else {
@@ -45,17 +112,36 @@ mod tests {
 
     #[test]
     fn the_chosen_model_of_a_dynamic_kernel_is_found() {
-        let debian = "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)";
-        assert_eq!(preemption(debian, "none (voluntary) full\n"), "voluntary");
-        assert_eq!(preemption(debian, "none voluntary (full) lazy\n"), "full");
-        assert_eq!(preemption(debian, ""), "dynamic");
+        let scheduler = |text: &str| Evidence { scheduler: text.into(), ..Evidence::default() };
+        assert_eq!(preemption(DEBIAN, &scheduler("none (voluntary) full\n")), "voluntary");
+        assert_eq!(preemption(DEBIAN, &scheduler("none voluntary (full) lazy\n")), "full");
+        assert_eq!(preemption(DEBIAN, &Evidence::default()), "dynamic");
+    }
+
+    const DEBIAN: &str = "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)";
+
+    #[test]
+    fn what_is_in_use_comes_before_what_was_said_and_that_before_what_was_wanted() {
+        let mut evidence = Evidence {
+            scheduler: "none voluntary (full)\n".into(),
+            log: "6,9,1,-;Dynamic Preempt: none\n6,99,2,-;Dynamic Preempt: voluntary\n".into(),
+            command_line: "console=ttyS0 preempt=full preempt=none preempt=fast quiet".into(),
+        };
+        assert_eq!(preemption(DEBIAN, &evidence), "full");
+        evidence.scheduler.clear();
+        assert_eq!(preemption(DEBIAN, &evidence), "voluntary", "the last change");
+        evidence.log = "6,9,1,-;Dynamic Preempt: sometimes\n".into();
+        assert_eq!(preemption(DEBIAN, &evidence), "none", "the last that the kernel knows");
+        evidence.command_line = "xpreempt=full preempt= PREEMPT=full".into();
+        assert_eq!(preemption(DEBIAN, &evidence), "dynamic");
     }
 
     #[test]
     fn other_kernels_say_it_in_their_version() {
-        assert_eq!(preemption("#1 SMP PREEMPT_RT Debian", ""), "rt");
-        assert_eq!(preemption("#7 SMP PREEMPT Mon", ""), "full");
-        assert_eq!(preemption("#7 SMP Mon", ""), "static");
+        let wanted = Evidence { command_line: "preempt=none".into(), ..Evidence::default() };
+        assert_eq!(preemption("#1 SMP PREEMPT_RT Debian", &wanted), "rt");
+        assert_eq!(preemption("#7 SMP PREEMPT Mon", &wanted), "full");
+        assert_eq!(preemption("#7 SMP Mon", &wanted), "static");
     }
 
     #[test]

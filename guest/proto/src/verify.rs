@@ -99,6 +99,11 @@ impl Hello {
         &self.0.kernel_release
     }
 
+    /// The build of the guest's kernel; may be empty, and has spaces.
+    pub fn kernel_version(&self) -> &str {
+        &self.0.kernel_version
+    }
+
     /// The kernel's preemption model, see [`RawHello::preemption`].
     pub fn preemption(&self) -> &str {
         &self.0.preemption
@@ -115,14 +120,18 @@ impl TryFrom<RawHello> for Hello {
 
     fn try_from(raw: RawHello) -> Result<Self, Refusal> {
         version(raw.version)?;
+        // A line of words; the others are words.
+        const LINE: &str = "kernel_version";
         let texts = [
             ("agent_version", &raw.agent_version),
             ("kernel_release", &raw.kernel_release),
+            (LINE, &raw.kernel_version),
             ("preemption", &raw.preemption),
         ];
         for (field, text) in texts {
             at_most(field, text.len() as u64, MAX_TEXT_BYTES as u64)?;
-            if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+            let is_allowed = |byte: u8| byte.is_ascii_graphic() || byte == b' ' && field == LINE;
+            if !text.bytes().all(is_allowed) {
                 return Err(Refusal::WrongShape { reason: format!("{field} has unprintable characters") });
             }
         }
@@ -299,6 +308,7 @@ mod tests {
             version: PROTOCOL_VERSION,
             agent_version: "0.1.0".into(),
             kernel_release: "6.12.117+deb12-cloud-amd64".into(),
+            kernel_version: "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)".into(),
             preemption: "dynamic".into(),
             page_size_bytes: 4096,
         }
@@ -368,10 +378,22 @@ mod tests {
         assert_eq!(Hello::try_from(long).expect_err("long").label(), "out_of_range");
         let line_break = RawHello { agent_version: "0.1\nvm=\"x\"".into(), ..raw_hello() };
         assert_eq!(Hello::try_from(line_break).expect_err("unprintable").label(), "wrong_shape");
+        for version in ["#1 SMP\n", "#1 \u{7f}", "#1 ünicode"] {
+            let unprintable = RawHello { kernel_version: version.into(), ..raw_hello() };
+            assert_eq!(Hello::try_from(unprintable).expect_err(version).label(), "wrong_shape");
+        }
         let odd_page = RawHello { page_size_bytes: 4097, ..raw_hello() };
         assert_eq!(Hello::try_from(odd_page).expect_err("odd").label(), "out_of_range");
         let newer = RawHello { version: 2, ..raw_hello() };
         assert_eq!(Hello::try_from(newer).expect_err("newer").label(), "wrong_version");
+    }
+
+    #[test]
+    fn an_older_agents_hello_is_taken() {
+        let line = br#"{"type":"hello","version":1,"agent_version":"0.1.0","kernel_release":"6.1.0-56-cloud-amd64","preemption":"dynamic","page_size_bytes":4096}"#;
+        let hello = crate::decode_agent_message(line).and_then(AgentMessage::try_from);
+        let Ok(AgentMessage::Hello(hello)) = hello else { panic!("{hello:?}") };
+        assert_eq!((hello.kernel_release(), hello.kernel_version()), ("6.1.0-56-cloud-amd64", ""));
     }
 
     #[test]

@@ -25,6 +25,10 @@ pub struct RawHello {
     pub agent_version: String,
     /// The release of the running kernel, as `uname -r` prints it.
     pub kernel_release: String,
+    /// Its build, as `uname -v` prints it, because distributions keep a release's name when they fix things. Empty from
+    /// older agents, which do not say it.
+    #[serde(default)]
+    pub kernel_version: String,
     /// The kernel's preemption model: `none`, `voluntary`, `full`, `lazy`, `rt`, or `dynamic` and `static` where
     /// the kernel tells no more than that.
     pub preemption: String,

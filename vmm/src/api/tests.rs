@@ -18,6 +18,7 @@ use crate::vm::request::{
     PressureInfo, ResizeDiskRequest, ResizeRequest, ResizeStatus, VmError, VmHandle, VmInfo, VmRequest,
     VmState, VolumeInfo, VolumeStatus, ZoneInfo,
 };
+use crate::volume::kernel_gate::Verdict;
 
 /// Longer than any answer takes; reached only by a failing test.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -41,6 +42,7 @@ async fn own(mut requests: mpsc::Receiver<VmRequest>, asked: mpsc::UnboundedSend
                     state: VmState::Paused,
                     memory_actual_size: 512 << 20,
                     pause_reason: Some("flush of data failed".to_owned()),
+                    guest_kernel: None,
                 };
                 reply.send(Ok(info)).unwrap();
             }
@@ -110,6 +112,7 @@ fn volume() -> VolumeInfo {
         readonly: false,
         durability: "page-cache".to_owned(),
         extents: 1,
+        guest_btt: Some(Verdict::Suspect("preempts fully".to_owned())),
         status: VolumeStatus::Failed("no room".to_owned()),
     }
 }
@@ -249,6 +252,7 @@ fn volumes_tell_their_interface_and_why_one_has_failed() {
         assert_eq!((status, &volume["name"]), (200, &json!("data")));
         assert_eq!((&volume["interface"], &volume["durability"]), (&json!("nvdimm"), &json!("page-cache")));
         assert_eq!(volume["status"], json!({"state": "failed", "reason": "no room"}));
+        assert_eq!(volume["guest_btt"], json!({"verdict": "suspect", "reason": "preempts fully"}));
     });
 }
 

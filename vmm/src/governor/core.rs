@@ -7,7 +7,7 @@ use std::time::Duration;
 use balloon::controller::{Controller, Event, Rules};
 use balloon::plan::{Direction, Plan, Reason};
 use balloon::policy::{Policy, fixed};
-use balloon::proto::{AgentMessage, Refusal, Report, Settings};
+use balloon::proto::{AgentMessage, Hello, Refusal, Report, Settings};
 use balloon::{HostView, Intake, TimeMs, ZoneId, ZoneSizes};
 use serde_json::json;
 use tracing::{info, warn};
@@ -69,7 +69,11 @@ pub struct Core {
     report_to_plan: LatencyHistogram,
     report_to_online: LatencyHistogram,
     last_online_ms: Option<u64>,
+    on_hello: Option<OnHello>,
 }
+
+/// Called with each hello of an agent.
+pub type OnHello = Box<dyn Fn(&Hello) + Send>;
 
 impl Core {
     /// A governor for a guest that has just started. The configuration has been validated.
@@ -101,7 +105,14 @@ impl Core {
             report_to_plan: LatencyHistogram::default(),
             report_to_online: LatencyHistogram::default(),
             last_online_ms: None,
+            on_hello: None,
         })
+    }
+
+    /// Who else wants to know what the agent says of itself and its kernel.
+    pub fn on_hello(mut self, listener: OnHello) -> Self {
+        self.on_hello = Some(listener);
+        self
     }
 
     /// An agent has connected.
@@ -133,6 +144,9 @@ impl Core {
                     preemption = hello.preemption(),
                     "The guest's agent says who it is"
                 );
+                if let Some(listener) = &self.on_hello {
+                    listener(&hello);
+                }
             }
             Ok(AgentMessage::Report(report)) => self.report(report, now),
             Err(refusal) => {

@@ -44,6 +44,7 @@ use crate::virtio::console::ConsoleMetrics;
 use crate::virtio::rng::RngMetrics;
 use crate::virtio::vsock::VsockMetrics;
 use crate::vm::request::ZoneInfo;
+use crate::volume::guest_btt::GuestBtt;
 
 /// What one built VM has that counts. Counters are held; what holds a resource, like a pool and its lock, is
 /// not: it goes with the VM.
@@ -59,6 +60,8 @@ pub struct MachineSources {
     pub disks: Vec<DiskMetrics>,
     /// Files of `--pmem`.
     pub pmem: Vec<PmemFileMetrics>,
+    /// What is thought of the guest's BTT driver.
+    pub guest_btt: Arc<GuestBtt>,
     /// The virtio-mem devices of the zones.
     pub plugs: Vec<PlugMetrics>,
     /// The mappings that guest memory takes.
@@ -90,6 +93,7 @@ impl Collector for Sources {
         volume::expose(&mut out, &machine.volumes)?;
         disk::expose(&mut out, &machine.disks)?;
         pmem::expose(&mut out, &machine.pmem)?;
+        volume::expose_guest_btt(&mut out, &machine.guest_btt)?;
         machine.vsock.as_ref().map_or(Ok(()), |counters| vsock::expose(&mut out, counters))?;
         machine.rng.as_ref().map_or(Ok(()), |counters| devices::expose_rng(&mut out, counters))?;
         machine.console.as_ref().map_or(Ok(()), |counters| devices::expose_console(&mut out, counters))?;

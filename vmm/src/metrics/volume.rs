@@ -4,11 +4,12 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::expose::{Exposer, Family, Labels};
+use super::expose::{Exposer, Family, Labels, one};
 use super::latency::LatencySample;
 use crate::nvdimm::FlushHintMetrics;
 use crate::virtio::pmem::metrics::PmemMetrics;
 use crate::volume::FirstFailure;
+use crate::volume::guest_btt::GuestBtt;
 
 /// The counters of a volume's interface.
 #[derive(Clone, Debug)]
@@ -94,4 +95,10 @@ pub(super) fn expose(out: &mut Exposer<'_>, volumes: &[VolumeMetrics]) -> fmt::R
     )?;
     let bad = volumes.iter().filter_map(|volume| Some((volume.labels(), volume.bad_requests()?)));
     out.counters(Family("volume_bad_requests", "Requests that are no flush.", None), bad)
+}
+
+pub(super) fn expose_guest_btt(out: &mut Exposer<'_>, guest_btt: &GuestBtt) -> fmt::Result {
+    let verdicts = guest_btt.verdicts_total().map(|(verdict, count)| (one("verdict", verdict), count));
+    let help = "Hellos of agents, by what is thought of the BTT driver of the kernel that they name.";
+    out.counters(Family("guest_btt_verdicts", help, None), verdicts)
 }

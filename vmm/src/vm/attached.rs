@@ -8,6 +8,7 @@ use crate::config::PmVolumeConfig;
 use crate::pool::{PmPool, PoolVolume};
 use crate::volume::FirstFailure;
 use crate::volume::interface::Chosen;
+use crate::volume::kernel_gate::Verdict;
 
 /// A volume that the guest has. It is open, and so nobody else's, as long as the machine lives.
 pub(super) struct AttachedVolume {
@@ -38,8 +39,8 @@ impl AttachedVolume {
         &self.config.name
     }
 
-    /// What `vm.volumes` tells.
-    pub(super) fn info(&self) -> VolumeInfo {
+    /// What `vm.volumes` tells; `guest_btt` is what is thought of the guest's driver.
+    pub(super) fn info(&self, guest_btt: Option<Verdict>) -> VolumeInfo {
         VolumeInfo {
             pool: self.pool_path().display().to_string(),
             name: self.name().to_owned(),
@@ -48,6 +49,7 @@ impl AttachedVolume {
             readonly: self.config.readonly,
             durability: self.pool.durability().name().to_owned(),
             extents: self.volume.extents().len(),
+            guest_btt,
             status: status(self.failure.reason(), self.pool.info().failed),
         }
     }

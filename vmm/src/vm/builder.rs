@@ -136,7 +136,7 @@ pub fn build(
     // 6. vCPUs, paused: none runs before the owner resumes them all.
     let vcpus = build_vcpus(config, &hypervisor, &fabric, &boot, events)?;
     // 7. The governor last: it acts on what is there.
-    let governor = governing::start(config, resources, &zones, plugged, agents)?;
+    let governor = governing::start(config, resources, &zones, plugged, agents, &volumes.guest_btt)?;
     // 8. Nothing can be missing any more: what an earlier VM has said may go.
     files.begin().map_err(BuildError::device("--serial, --console"))?;
     resources.metrics().set_machine(MachineSources {
@@ -144,6 +144,7 @@ pub fn build(
         pools: resources.pool_metrics(),
         volumes: volumes.metrics,
         pmem,
+        guest_btt: Arc::clone(&volumes.guest_btt),
         buses: vec![("port", fabric.ports.metrics()), ("mmio", fabric.mmio.metrics())],
         vsock: vsock_metrics,
         rng: Some(rng),
@@ -165,6 +166,7 @@ pub fn build(
         disks,
         resident: Resident::new(move || resident_bytes(&host_ranges)),
         volumes: volumes.volumes,
+        guest_btt: volumes.guest_btt,
         memory,
     })
 }

@@ -15,6 +15,7 @@ use crate::governor::{DeviceSizes, GovernedZone, PoolFree, Shortfall, ZoneDevice
 use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::Tier;
 use crate::virtio::mem::MemHandle;
+use crate::volume::guest_btt::GuestBtt;
 
 impl ZoneDevice for MemHandle {
     fn sizes(&self) -> DeviceSizes {
@@ -51,6 +52,7 @@ pub(super) fn start(
     handles: &[MemHandle],
     plugged: Arc<Notify>,
     agents: Option<Connections>,
+    guest_btt: &Arc<GuestBtt>,
 ) -> Result<Governor, BuildError> {
     let zones = handles
         .iter()
@@ -79,5 +81,9 @@ pub(super) fn start(
     let clock = Clock::start();
     let core = Core::new(&config.pressure, zones, config.memory.size, pool_free, clock.now())
         .map_err(BuildError::Pressure)?;
+    let guest_btt = Arc::clone(guest_btt);
+    let core = core.on_hello(Box::new(move |hello| {
+        guest_btt.hello(hello);
+    }));
     Ok(Governor::spawn(core, clock, plugged, agents))
 }

@@ -25,6 +25,8 @@ use crate::virtio::block::BlockHandle;
 use crate::virtio::block::backend::ResizeError;
 use crate::virtio::mem::MemHandle;
 use crate::virtio::transport::pci::VirtioPciDevice;
+use crate::volume::guest_btt::GuestBtt;
+use crate::volume::kernel_gate::GuestKernel;
 
 /// A VM on KVM. The order of the fields is the order in which they are dropped.
 pub struct KvmMachine {
@@ -38,6 +40,7 @@ pub struct KvmMachine {
     pub(super) disks: Vec<BlockHandle>,
     pub(super) resident: Arc<Resident>,
     pub(super) volumes: Vec<AttachedVolume>,
+    pub(super) guest_btt: Arc<GuestBtt>,
     /// Last: nothing may touch it any more.
     pub(super) memory: Memory,
 }
@@ -84,7 +87,11 @@ impl Machine for KvmMachine {
     }
 
     fn volumes(&self) -> Vec<VolumeInfo> {
-        self.volumes.iter().map(AttachedVolume::info).collect()
+        self.volumes.iter().map(|volume| volume.info(self.guest_btt.verdict(volume.name()))).collect()
+    }
+
+    fn guest_kernel(&self) -> Option<GuestKernel> {
+        self.guest_btt.kernel()
     }
 
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError> {

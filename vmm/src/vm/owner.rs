@@ -20,6 +20,7 @@ use super::request::{
 use super::state::{self, RestartGuard, Verb};
 use crate::config::VmConfig;
 use crate::cpu::run::VcpuEvent;
+use crate::volume::kernel_gate::GuestKernel;
 
 /// A VM that has been built. Dropping it ends it: vCPUs and devices stop, memory goes back.
 pub trait Machine {
@@ -35,6 +36,8 @@ pub trait Machine {
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>);
     /// Every volume.
     fn volumes(&self) -> Vec<VolumeInfo>;
+    /// The guest's kernel, once an agent has said it.
+    fn guest_kernel(&self) -> Option<GuestKernel>;
     /// Sets the DRAM in bytes, boot part included, and pins the zone until the governor is resumed.
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError>;
     /// Gives a disk another size, which the guest is told of.
@@ -312,7 +315,8 @@ impl<F: MachineFactory> Owner<F> {
             None => self.config.memory.size,
         };
         let (config, pause_reason) = (self.config.clone(), self.failure.clone());
-        VmInfo { config, state: self.state, memory_actual_size, pause_reason }
+        let guest_kernel = self.machine.as_ref().and_then(|machine| machine.guest_kernel());
+        VmInfo { config, state: self.state, memory_actual_size, pause_reason, guest_kernel }
     }
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
@@ -380,6 +384,9 @@ mod tests {
         }
         fn volumes(&self) -> Vec<VolumeInfo> {
             Vec::new()
+        }
+        fn guest_kernel(&self) -> Option<GuestKernel> {
+            None
         }
         fn resize_dram(&mut self, _: u64) -> Result<(), VmError> {
             self.0.lock().push("resize");

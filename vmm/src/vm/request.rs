@@ -10,6 +10,7 @@ use thiserror::Error;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::config::{PressureConfig, VmConfig};
+use crate::volume::kernel_gate::{GuestKernel, Verdict};
 
 /// Where a VM is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,6 +37,9 @@ pub struct VmInfo {
     /// Why the VM was paused, if something had failed that the guest cannot be told. It cannot be resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_reason: Option<String>,
+    /// The guest's kernel, as its agent says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest_kernel: Option<GuestKernel>,
 }
 
 /// `vm.resize`: what is `None` stays as it is.
@@ -100,6 +104,9 @@ pub struct VolumeInfo {
     pub durability: String,
     /// In how many pieces it lies in the pool.
     pub extents: usize,
+    /// What is thought of the guest's BTT driver; `None` as long as no agent has said which kernel it is, and where the VMM
+    /// translates itself.
+    pub guest_btt: Option<Verdict>,
     /// Whether what the guest flushes is durable.
     pub status: VolumeStatus,
 }

@@ -19,6 +19,7 @@ use crate::metrics::{VolumeCounters, VolumeMetrics};
 use crate::nvdimm::FlushHint;
 use crate::pool::{PoolVolume, VolumeRequest};
 use crate::virtio::pmem::device::Pmem;
+use crate::volume::guest_btt::GuestBtt;
 use crate::volume::interface::{Chosen, InterfaceError, Payload, check_pool, choose};
 use crate::volume::{Persist, ReadOnly, Watched};
 
@@ -29,6 +30,8 @@ pub(super) struct Attached {
     pub(super) nvdimms: Vec<Nvdimm>,
     pub(super) metrics: Vec<VolumeMetrics>,
     pub(super) volumes: Vec<AttachedVolume>,
+    /// Of those that the guest translates.
+    pub(super) guest_btt: Arc<GuestBtt>,
 }
 
 /// A volume that is open and mapped.
@@ -57,7 +60,14 @@ pub(super) fn attach(
         Ok::<_, InterfaceError>(chosen)
     };
     let chosen: Vec<_> = config.pm_volumes.iter().map(choose).collect::<Result<_, _>>()?;
-    let mut attached = Attached::default();
+    let translated = config
+        .pm_volumes
+        .iter()
+        .zip(&chosen)
+        .filter(|(volume, chosen)| volume.format == VolumeFormat::Btt && chosen.guest_translates())
+        .map(|(volume, chosen)| (volume.name.clone(), *chosen));
+    let guest_btt = Arc::new(GuestBtt::new(translated.collect(), config.cpus.max_vcpus));
+    let mut attached = Attached { guest_btt: Arc::clone(&guest_btt), ..Attached::default() };
     for ((volume, opened), chosen) in config.pm_volumes.iter().zip(open(config, resources)?).zip(chosen) {
         let mapped = map(volume, opened, resources, memory)?;
         let counters = match chosen {

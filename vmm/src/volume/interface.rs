@@ -22,6 +22,13 @@ pub enum Chosen {
 }
 
 impl Chosen {
+    /// Whether the guest's driver finds the sectors of a BTT, and not the VMM.
+    pub const fn guest_translates(self) -> bool {
+        match self {
+            Self::Nvdimm | Self::VirtioPmem => true,
+        }
+    }
+
     /// As `interface=` and the metrics have it.
     pub const fn name(self) -> &'static str {
         match self {

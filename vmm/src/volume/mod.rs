@@ -2,7 +2,9 @@
 //! them durable.
 
 pub mod file;
+pub mod guest_btt;
 pub mod interface;
+pub mod kernel_gate;
 mod watched;
 
 use thiserror::Error;

@@ -18,6 +18,7 @@ mod volume;
 mod volume_flush;
 mod volume_flush_scope;
 mod volume_grow;
+mod volume_kernel;
 mod zones;
 
 use guest_tests::runner::{self, Test};
@@ -34,6 +35,7 @@ fn main() {
         volume_flush::TESTS,
         volume_flush_scope::TESTS,
         volume_grow::TESTS,
+        volume_kernel::TESTS,
         pool_places::TESTS,
         raw::TESTS,
         btt_cross::TESTS,

@@ -1,0 +1,107 @@
+//! What the VMM thinks of the guest's BTT driver, by the kernel that the agent names.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::{Guest, Kernel, Pool};
+use serde_json::Value;
+
+use crate::volume::{guest_with, with_volume};
+
+guest_tests::tests![
+    the_agent_tells_kernel_and_preemption_on_6_12: 180,
+    the_agent_tells_kernel_and_preemption_on_6_1: 180,
+    an_affected_kernel_is_warned_of_once,
+];
+
+const HELLO_LIMIT: Duration = Duration::from_secs(60);
+const WARNING: &str = "BTT driver is not to be trusted";
+
+fn guest_kernel(guest: &Guest) -> Result<Value> {
+    Ok(guest.api("GET", "vm.info", None)?["guest_kernel"].clone())
+}
+
+/// `guest_btt` of the only volume.
+fn judged(guest: &Guest) -> Result<Value> {
+    Ok(guest.api("GET", "vm.volumes", None)?["volumes"][0]["guest_btt"].clone())
+}
+
+fn verdicts(guest: &Guest, verdict: &str) -> Result<f64> {
+    guest.metrics()?.value("foreshore_guest_btt_verdicts_total", &[("verdict", verdict)])
+}
+
+fn warnings(guest: &Guest) -> Result<usize> {
+    Ok(guest.vmm_log()?.matches(WARNING).count())
+}
+
+/// Debian's kernels that are pinned have the fix: they are safe however they preempt.
+fn tells(kernel: Kernel) -> Result<()> {
+    let pool = with_volume(Pool::create("256M")?)?;
+    for (cmdline, model) in [("", "voluntary"), ("preempt=full", "full")] {
+        let guest = guest_with(&pool, "interface=nvdimm").kernel(kernel).cmdline(cmdline).boot()?;
+        guest.wait_until("the agent has said who it is", HELLO_LIMIT, || {
+            Ok(!guest_kernel(&guest)?.is_null())
+        })?;
+        let told = guest_kernel(&guest)?;
+        let expected = [guest.run("uname -r")?, guest.run("uname -v")?];
+        for (field, expected) in ["release", "version"].into_iter().zip(&expected) {
+            ensure!(told[field] == expected.trim(), "{field} of {told} is not {expected:?}");
+        }
+        ensure!(told["preemption"] == model, "{cmdline:?}: {told}");
+        ensure!(judged(&guest)?["verdict"] == "safe", "{told}: {}", judged(&guest)?);
+        ensure!(
+            verdicts(&guest, "safe")? >= 1.0 && verdicts(&guest, "unsafe")? == 0.0,
+            "The metric says otherwise"
+        );
+        ensure!(warnings(&guest)? == 0, "A safe kernel is warned of");
+        guest.power_off()?;
+    }
+    Ok(())
+}
+
+fn the_agent_tells_kernel_and_preemption_on_6_12() -> Result<()> {
+    tells(Kernel::V6_12)
+}
+
+fn the_agent_tells_kernel_and_preemption_on_6_1() -> Result<()> {
+    tells(Kernel::V6_1)
+}
+
+/// In the agent's place: a hello of that kernel, and its end.
+fn say_hello(guest: &Guest, release: &str, preemption: &str) -> Result<()> {
+    let hello = format!(
+        r#"{{"type":"hello","version":1,"agent_version":"0.1.0","kernel_release":"{release}","preemption":"{preemption}","page_size_bytes":4096}}"#
+    );
+    guest.run(&format!("printf '%s\\n' '{hello}' | guest-tool vsock-send 9746")).map(drop)
+}
+
+fn an_affected_kernel_is_warned_of_once() -> Result<()> {
+    let pool = with_volume(Pool::create("256M")?)?;
+    let guest = guest_with(&pool, "interface=nvdimm").cmdline("foreshore.agent=off").boot()?;
+    ensure!(guest_kernel(&guest)?.is_null() && judged(&guest)?.is_null(), "Nobody has said a kernel yet");
+    for round in 1..=3 {
+        say_hello(&guest, "6.12.57", "full")?;
+        guest.wait_until("the kernel is judged", HELLO_LIMIT, || {
+            Ok(verdicts(&guest, "unsafe")? >= f64::from(round))
+        })?;
+        ensure!(warnings(&guest)? == 1, "Round {round}: {} warnings", warnings(&guest)?);
+    }
+    let reason = judged(&guest)?["reason"].clone();
+    ensure!(reason.as_str().is_some_and(|reason| reason.contains("6.12.57")), "{reason}");
+    // What cannot be a kernel's name is refused and counted, and changes nothing.
+    let refused = || -> Result<f64> {
+        let metrics = guest.metrics()?;
+        Ok(metrics.sum("foreshore_pressure_refused_reports_total", &[]))
+    };
+    let before = refused()?;
+    say_hello(&guest, &"6".repeat(200), "full")?;
+    say_hello(&guest, "6.12.57 with spaces", "full")?;
+    guest.wait_until("both are refused", HELLO_LIMIT, || Ok(refused()? >= before + 2.0))?;
+    let told = guest_kernel(&guest)?;
+    ensure!(told["release"] == "6.12.57" && verdicts(&guest, "unsafe")? == 3.0, "{told}");
+    // Nor does what is said without a volume's being at risk.
+    say_hello(&guest, "6.12.57", "voluntary")?;
+    guest.wait_until("it is judged anew", HELLO_LIMIT, || Ok(judged(&guest)?["verdict"] == "safe"))?;
+    ensure!(warnings(&guest)? == 1, "{} warnings", warnings(&guest)?);
+    guest.run("true").map(drop).context("The guest runs on")
+}

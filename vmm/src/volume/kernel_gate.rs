@@ -1,0 +1,336 @@
+//! Whether a guest's own BTT driver can be trusted with a volume: pure, one table.
+//!
+//! Two faults of Linux' drivers/nvdimm are known, and nothing in a VMM can work around them:
+//!
+//! | what | kernels | when | what happens |
+//! |---|---|---|---|
+//! | lanes are shared by mistake (CVE-2026-74365; since 36c75ce3bd29, fixed by 8d4b989d9c9a) | [`LANES_SHARED`] | the guest preempts fully | silent corruption, by any interface that leaves translation to the guest |
+//! | virtio-pmem's flush sleeps under BTT's spinlock | all | more than one vCPU | "scheduling while atomic", and writers die |
+//!
+//! What an agent says may be a lie. It decides about a warning and a metric, and nothing else.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::interface::Chosen;
+
+/// A kernel's version as far as fixes are told by it: `6.12.117`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct KernelVersion {
+    major: u16,
+    minor: u16,
+    patch: u16,
+}
+
+impl KernelVersion {
+    const fn new(major: u16, minor: u16, patch: u16) -> Self {
+        Self { major, minor, patch }
+    }
+}
+
+impl fmt::Display for KernelVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
+    }
+}
+
+/// Kernels in which two writers may get one lane when one preempts the other: the first that has the fault, and the first
+/// of that series that has not.
+///
+/// The beginnings and the ends of series that are not named otherwise are those of the kernel's own record of the CVE.
+/// 6.1 and 6.12 are Debian's: it went from a version before the fix to these.
+pub const LANES_SHARED: [(KernelVersion, KernelVersion); 9] = [
+    (KernelVersion::new(4, 19, 299), KernelVersion::new(4, 20, 0)),
+    (KernelVersion::new(5, 4, 261), KernelVersion::new(5, 5, 0)),
+    (KernelVersion::new(5, 10, 201), KernelVersion::new(5, 11, 0)),
+    (KernelVersion::new(5, 15, 139), KernelVersion::new(5, 16, 0)),
+    (KernelVersion::new(6, 1, 63), KernelVersion::new(6, 1, 180)),
+    (KernelVersion::new(6, 5, 12), KernelVersion::new(6, 6, 145)),
+    (KernelVersion::new(6, 7, 0), KernelVersion::new(6, 12, 100)),
+    (KernelVersion::new(6, 13, 0), KernelVersion::new(6, 18, 40)),
+    (KernelVersion::new(6, 19, 0), KernelVersion::new(7, 1, 5)),
+];
+
+/// Whether tasks in the kernel can be preempted anywhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Preemption {
+    /// `preempt=full`, or a real-time kernel.
+    Full,
+    /// `none`, `voluntary`, or a kernel without the choice.
+    Not,
+    /// The kernel can be either, and the agent does not know which; or it names a model that is not known here.
+    Unknown,
+}
+
+impl Preemption {
+    /// From a hello's `preemption`. `lazy` preempts real-time tasks' victims at once, and others at the next tick: anywhere.
+    pub fn parse(text: &str) -> Self {
+        match text {
+            "full" | "lazy" | "rt" => Self::Full,
+            "none" | "voluntary" | "static" => Self::Not,
+            _ => Self::Unknown,
+        }
+    }
+}
+
+/// What a guest says of its kernel.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestKernel {
+    /// `uname -r`.
+    pub release: String,
+    /// `uname -v`; empty if the agent is an older one.
+    pub version: String,
+    /// The preemption model, as the agent names it.
+    pub preemption: String,
+}
+
+impl GuestKernel {
+    /// The version that says which fixes it has, if it can be told.
+    ///
+    /// Debian's and Ubuntu's kernels are named by an ABI, `6.1.0-56-cloud-amd64`, which stays when fixes come. Debian says
+    /// the version behind its name in `uname -v`: `#1 SMP PREEMPT_DYNAMIC Debian 6.1.192-2 (2026-11-14)`.
+    pub fn fixes(&self) -> Option<KernelVersion> {
+        let words = self.version.split_ascii_whitespace();
+        let package = words.skip_while(|word| *word != "Debian").nth(1);
+        if let Some(version) = package.and_then(parse_version) {
+            return Some(version);
+        }
+        let version = parse_version(&self.release)?;
+        // `6.1.0-56`: an ABI number of a kernel that has fixes of its own.
+        let is_abi = version.patch == 0 && self.release.split('-').nth(1).is_some_and(starts_with_digit);
+        (!is_abi).then_some(version)
+    }
+}
+
+fn starts_with_digit(text: &str) -> bool {
+    text.starts_with(|c: char| c.is_ascii_digit())
+}
+
+/// The numbers at the beginning: two or three, up to whatever else there is.
+fn parse_version(text: &str) -> Option<KernelVersion> {
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let mut numbers = text[..end].split('.').filter(|number| !number.is_empty()).map(str::parse::<u16>);
+    let (major, minor) = (numbers.next()?.ok()?, numbers.next()?.ok()?);
+    let patch = numbers.next().unwrap_or(Ok(0)).ok()?;
+    Some(KernelVersion { major, minor, patch })
+}
+
+/// What is thought of a guest's BTT.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "verdict", content = "reason")]
+pub enum Verdict {
+    /// Nothing is known against it.
+    Safe,
+    /// It may be one that is unsafe: what would tell is not known.
+    Suspect(String),
+    /// It can corrupt the volume, or break the guest.
+    Unsafe(String),
+}
+
+impl Verdict {
+    /// Their names, for a metric that shows all of them from the start.
+    pub const LABELS: [&'static str; 3] = ["safe", "suspect", "unsafe"];
+
+    /// Its place in [`Verdict::LABELS`], which get worse.
+    pub fn severity(&self) -> usize {
+        match self {
+            Self::Safe => 0,
+            Self::Suspect(_) => 1,
+            Self::Unsafe(_) => 2,
+        }
+    }
+
+    /// The name of this one.
+    pub fn label(&self) -> &'static str {
+        Self::LABELS[self.severity()]
+    }
+
+    /// What is wrong, unless nothing is.
+    pub fn reason(&self) -> Option<&str> {
+        match self {
+            Self::Safe => None,
+            Self::Suspect(reason) | Self::Unsafe(reason) => Some(reason),
+        }
+    }
+}
+
+/// Judges the BTT driver of `kernel` for a volume that is shown by `interface` to a guest of up to `max_vcpus`.
+///
+/// Only of volumes whose sectors the guest itself translates: those of format btt, by nvdimm or virtio-pmem.
+pub fn judge(kernel: &GuestKernel, interface: Chosen, max_vcpus: u8) -> Verdict {
+    if interface == Chosen::VirtioPmem && max_vcpus > 1 {
+        return Verdict::Unsafe(format!(
+            "with {max_vcpus} possible vCPUs its BTT sleeps under a spinlock when virtio-pmem flushes, on every kernel"
+        ));
+    }
+    let preemption = Preemption::parse(&kernel.preemption);
+    if preemption == Preemption::Not {
+        return Verdict::Safe;
+    }
+    let affected = kernel.fixes().map(|fixes| (fixes, shares_lanes(fixes)));
+    match (affected, preemption) {
+        (Some((_, false)), _) | (_, Preemption::Not) => Verdict::Safe,
+        (Some((fixes, true)), Preemption::Full) => Verdict::Unsafe(format!(
+            "kernel {fixes} preempts fully, and its BTT then lets two writers share a lane (CVE-2026-74365)"
+        )),
+        (Some((fixes, true)), Preemption::Unknown) => Verdict::Suspect(format!(
+            "the BTT of kernel {fixes} lets two writers share a lane if it preempts fully (CVE-2026-74365), and the \
+             agent cannot tell whether it does"
+        )),
+        (None, Preemption::Full) => Verdict::Suspect(format!(
+            "kernel {:?} preempts fully, and its name does not tell whether its BTT has the fix of CVE-2026-74365",
+            kernel.release
+        )),
+        // Neither is known: of most such kernels nothing would be wrong.
+        (None, Preemption::Unknown) => Verdict::Safe,
+    }
+}
+
+fn shares_lanes(fixes: KernelVersion) -> bool {
+    LANES_SHARED.iter().any(|(first, fixed)| (*first..*fixed).contains(&fixes))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn kernel(release: &str, version: &str, preemption: &str) -> GuestKernel {
+        GuestKernel {
+            release: release.to_owned(),
+            version: version.to_owned(),
+            preemption: preemption.to_owned(),
+        }
+    }
+
+    fn label(release: &str, preemption: &str) -> &'static str {
+        judge(&kernel(release, "#1 SMP", preemption), Chosen::Nvdimm, 4).label()
+    }
+
+    #[test]
+    fn the_edges_of_every_series() {
+        let edges = [
+            ("4.19.298", false),
+            ("4.19.299", true),
+            ("4.20.0", false),
+            ("5.4.260", false),
+            ("5.4.261", true),
+            ("5.10.200", false),
+            ("5.10.201", true),
+            ("5.15.138", false),
+            ("5.15.139", true),
+            ("5.16.0", false),
+            ("6.1.0", false),
+            ("6.1.62", false),
+            ("6.1.63", true),
+            ("6.1.179", true),
+            ("6.1.180", false),
+            ("6.1.192", false),
+            ("6.2.0", false),
+            ("6.5.11", false),
+            ("6.5.12", true),
+            ("6.6.0", true),
+            ("6.6.144", true),
+            ("6.6.145", false),
+            ("6.7.0", true),
+            ("6.11.0", true),
+            ("6.12.0", true),
+            ("6.12.99", true),
+            ("6.12.100", false),
+            ("6.12.117", false),
+            ("6.13", true),
+            ("6.18.39", true),
+            ("6.18.40", false),
+            ("6.19.1", true),
+            ("7.0.0", true),
+            ("7.1.4", true),
+            ("7.1.5", false),
+            ("7.2.0", false),
+            ("65535.0.0", false),
+        ];
+        for (release, affected) in edges {
+            let expected = if affected { ["unsafe", "safe", "suspect"] } else { ["safe"; 3] };
+            for (preemption, expected) in ["full", "voluntary", "dynamic"].into_iter().zip(expected) {
+                assert_eq!(label(release, preemption), expected, "{release} {preemption}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_model_of_preemption() {
+        for (model, expected) in [
+            ("full", "unsafe"),
+            ("lazy", "unsafe"),
+            ("rt", "unsafe"),
+            ("none", "safe"),
+            ("voluntary", "safe"),
+            ("static", "safe"),
+            ("dynamic", "suspect"),
+            ("", "suspect"),
+            ("FULL", "suspect"),
+        ] {
+            assert_eq!(label("6.12.50", model), expected, "{model}");
+        }
+    }
+
+    #[test]
+    fn debians_name_is_no_version_and_its_build_tells_it() {
+        let debian = |release, build, preemption| {
+            let version = format!("#1 SMP PREEMPT_DYNAMIC Debian {build} (2026-11-14)");
+            judge(&kernel(release, &version, preemption), Chosen::Nvdimm, 1).label()
+        };
+        assert_eq!(debian("6.1.0-56-cloud-amd64", "6.1.192-2", "full"), "safe");
+        assert_eq!(debian("6.1.0-32-cloud-amd64", "6.1.129-1", "full"), "unsafe");
+        assert_eq!(debian("6.12.117+deb12-cloud-amd64", "6.12.117-1~deb12u1", "full"), "safe");
+        assert_eq!(debian("6.12.57+deb13-amd64", "6.12.57-1", "full"), "unsafe");
+        assert_eq!(debian("6.12.57+deb13-amd64", "6.12.57-1", "voluntary"), "safe");
+        // The build is believed before the name, a build that is none is not.
+        assert_eq!(debian("6.12.57+deb13-amd64", "bookworm", "full"), "unsafe");
+    }
+
+    #[test]
+    fn a_name_that_tells_no_fixes_is_suspect_only_with_full_preemption() {
+        for release in
+            ["6.1.0-56-amd64", "6.8.0-45-generic", "linux", "6", "6.x", "99999.1.1", "", "6.1.70000"]
+        {
+            assert_eq!(label(release, "full"), "suspect", "{release}");
+            assert_eq!(label(release, "voluntary"), "safe", "{release}");
+            assert_eq!(label(release, "dynamic"), "safe", "{release}");
+        }
+        // A kernel of one's own, and the first of a series.
+        assert_eq!(label("6.8.0-rc1", "full"), "unsafe");
+        assert_eq!(label("6.8.0", "full"), "unsafe");
+        assert_eq!(label("6.8.12-200.fc39.x86_64", "full"), "unsafe");
+    }
+
+    #[test]
+    fn virtio_pmem_on_more_than_one_vcpu_is_unsafe_whatever_the_kernel() {
+        for release in ["6.12.117", "6.1.10", "99.0.0", "linux"] {
+            let kernel = kernel(release, "", "voluntary");
+            let verdict = judge(&kernel, Chosen::VirtioPmem, 2);
+            assert!(verdict.reason().is_some_and(|reason| reason.contains("spinlock")), "{verdict:?}");
+            assert_eq!(verdict.label(), "unsafe");
+            assert_eq!(judge(&kernel, Chosen::VirtioPmem, 1), Verdict::Safe);
+            assert_eq!(judge(&kernel, Chosen::Nvdimm, 2), Verdict::Safe);
+        }
+        assert_eq!(judge(&kernel("6.12.50", "", "full"), Chosen::VirtioPmem, 1).label(), "unsafe");
+    }
+
+    #[test]
+    fn the_table_is_sorted_and_its_ranges_are_none_that_is_empty() {
+        let edges: Vec<_> = LANES_SHARED.iter().flat_map(|(first, fixed)| [*first, *fixed]).collect();
+        assert!(edges.windows(2).all(|pair| pair[0] < pair[1]), "{edges:?}");
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics(release in ".*", version in ".*", preemption in "[a-z]{0,9}|.*") {
+            let kernel = kernel(&release, &version, &preemption);
+            for interface in [Chosen::Nvdimm, Chosen::VirtioPmem] {
+                let _ = judge(&kernel, interface, 2);
+            }
+        }
+    }
+}
