@@ -50,11 +50,11 @@ mod tests {
         const SIZE: u64 = 18 << 20;
         let media = MemoryMedia::new(SIZE);
         assert!(holds_data(&media).unwrap(), "nobody knows what it is");
-        Layout::new(SIZE, 512, uuid::Uuid::from_u128(3)).unwrap().format(&media).unwrap();
+        Layout::new(SIZE, 4096, uuid::Uuid::from_u128(3)).unwrap().format(&media).unwrap();
         assert!(!holds_data(&media).unwrap());
         let engine = Engine::open(&media).unwrap();
         let last = engine.sectors() - 1;
-        engine.write(last, &[7; 512]).unwrap();
+        engine.write(last, &[7; 4096]).unwrap();
         assert!(holds_data(&media).unwrap());
         engine.discard(last..last + 1).unwrap();
         assert!(!holds_data(&media).unwrap());
