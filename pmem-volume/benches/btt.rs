@@ -141,17 +141,18 @@ fn gb_per_s(
     (work, seed): (Work, u64),
     operation: &(dyn Fn(u64, &mut [u8]) + Sync),
 ) -> f64 {
-    let start = Barrier::new(threads + 1);
+    let start = Barrier::new(threads);
     // Not up to its end, where the BTT's own data is.
     let pieces = (volume_bytes - (4 << 20)) / at_once as u64;
-    thread::scope(|scope| {
-        for thread in 0..threads as u64 {
+    let times: Vec<_> = thread::scope(|scope| {
+        let thread = |thread: u64| {
             let start = &start;
             scope.spawn(move || {
                 let mut buffer = vec![thread as u8; at_once];
                 let mut random = seed * 2 + thread + 1;
                 let mut number = random.wrapping_mul(0x5851_f42d_4c95_7f2d) % pieces;
                 start.wait();
+                let begin = Instant::now();
                 for _ in 0..round_bytes / at_once {
                     number = match work {
                         Work::ReadRandom | Work::WriteRandom => {
@@ -162,14 +163,15 @@ fn gb_per_s(
                     };
                     operation(number * at_once as u64, &mut buffer);
                 }
-                start.wait();
-            });
-        }
-        start.wait();
-        let begin = Instant::now();
-        start.wait();
-        (threads * round_bytes) as f64 / begin.elapsed().as_nanos() as f64
-    })
+                (begin, Instant::now())
+            })
+        };
+        let running: Vec<_> = (0..threads as u64).map(thread).collect();
+        running.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    let begin = times.iter().map(|(begin, _)| *begin).min().expect("a thread");
+    let end = times.iter().map(|(_, end)| *end).max().expect("a thread");
+    (threads * round_bytes) as f64 / (end - begin).as_nanos() as f64
 }
 
 /// A mapping of a file on tmpfs, as the engine's media is.

@@ -209,6 +209,7 @@ impl ArenaInfo {
     }
 
     /// Where a block lies in the volume.
+    #[inline]
     pub(super) fn block_at(&self, block: u32) -> u64 {
         assert!(block < self.blocks);
         self.data_at + u64::from(block) * u64::from(self.block_bytes)

@@ -27,6 +27,7 @@ pub(super) enum MapKind {
 }
 
 /// Decodes a map entry. Without any flag it was never written, and stands for the block of the sector's own number.
+#[inline]
 pub(super) fn decode_map(sector: u32, entry: u32) -> MapEntry {
     let block = entry & MAP_BLOCK;
     match entry & (MAP_ERROR | MAP_ZERO) {
@@ -61,23 +62,27 @@ pub(super) struct Lane {
 
 impl Lane {
     /// Where its next entry goes. Both halves are words.
+    #[inline]
     pub(super) fn entry_at(&self, arena: &ArenaInfo) -> u64 {
         self.group_at(arena) + (self.slot * size_of::<FlogEntryBytes>()) as u64
     }
 
     /// Where its part of the flog is.
+    #[inline]
     pub(super) fn group_at(&self, arena: &ArenaInfo) -> u64 {
         arena.flog_at + u64::from(self.number) * FLOG_GROUP_BYTES
     }
 
     /// The halves of the entry that gives its block to a sector, in exchange for another. With the second half the
     /// entry is the lane's newest.
+    #[inline]
     pub(super) fn halves(&self, sector: u32, old: u32) -> [u64; 2] {
         let word = |low, high| u64::from(high) << 32 | u64::from(low);
         [word(sector, old), word(self.block, self.sequence)]
     }
 
     /// The exchange is done: from here on the lane has the old block.
+    #[inline]
     pub(super) fn advance(&mut self, second_slot: usize, sector: u32, old_block: u32) {
         self.block = old_block;
         self.sector = sector;

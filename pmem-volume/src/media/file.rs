@@ -197,12 +197,14 @@ impl FileMedia {
         }
     }
 
+    #[inline]
     fn pointer(&self, offset_bytes: u64, length_bytes: u64) -> *mut u8 {
         assert_inside(offset_bytes, length_bytes, self.len_bytes);
         // SAFETY: just checked to be inside the mapping, whose length fits usize because mmap() accepted it.
         unsafe { self.map.as_ptr().add(offset_bytes as usize) }
     }
 
+    #[inline]
     fn word(&self, offset_bytes: u64) -> *mut u64 {
         assert!(offset_bytes.is_multiple_of(8), "{offset_bytes:#x} is not aligned to a word");
         self.pointer(offset_bytes, 8).cast()
@@ -226,6 +228,7 @@ impl FileMedia {
         Ok(())
     }
 
+    #[inline]
     fn check_writable(&self) -> Result<(), MediaError> {
         if self.writable { Ok(()) } else { Err(MediaError::ReadOnly) }
     }
@@ -265,6 +268,7 @@ impl FileMedia {
     }
 
     /// Starts the way of cache lines to the media. A fence ends it.
+    #[inline]
     fn write_back(&self, range: &Range<u64>) -> Result<(), MediaError> {
         let length_bytes = range.end - range.start;
         let pointer = self.pointer(range.start, length_bytes);

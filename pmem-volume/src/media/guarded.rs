@@ -137,6 +137,7 @@ unsafe extern "C" {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PageLost;
 
+#[inline]
 fn done(result: u32) -> Result<(), PageLost> {
     if result == 0 { Ok(()) } else { Err(PageLost) }
 }
@@ -158,6 +159,7 @@ impl Guard {
     /// # Safety
     /// `length` bytes at `to` are writable, and nobody else stores there; `length` bytes at `from` are readable, and
     /// elsewhere. One of them lies in a mapping.
+    #[inline]
     pub(super) unsafe fn copy(self, to: *mut u8, from: *const u8, length: usize) -> Result<(), PageLost> {
         // SAFETY: vouched for by the caller; the routine touches nothing else.
         done(unsafe { foreshore_guarded_copy(to, from, length) })
@@ -167,6 +169,7 @@ impl Guard {
     ///
     /// # Safety
     /// `from` lies in a mapping, and is aligned.
+    #[inline]
     pub(super) unsafe fn load(self, from: *const u64) -> Result<u64, PageLost> {
         let mut word = 0;
         // SAFETY: vouched for by the caller, and `word` is ours.
@@ -178,6 +181,7 @@ impl Guard {
     ///
     /// # Safety
     /// `to` lies in a writable mapping, and is aligned.
+    #[inline]
     pub(super) unsafe fn store(self, to: *mut u64, word: u64) -> Result<(), PageLost> {
         // SAFETY: vouched for by the caller.
         done(unsafe { foreshore_guarded_store(to, word) })
@@ -201,6 +205,7 @@ impl Guard {
     ///
     /// # Safety
     /// As for [`Guard::copy`] to a mapping. `to` and `length` are multiples of a cache line.
+    #[inline]
     pub(super) unsafe fn stream(self, to: *mut u8, from: *const u8, length: usize) -> Result<(), PageLost> {
         assert!((to as usize).is_multiple_of(CACHE_LINE_BYTES) && length.is_multiple_of(CACHE_LINE_BYTES));
         if length == 0 {
@@ -214,6 +219,7 @@ impl Guard {
     ///
     /// # Safety
     /// The bytes lie in a mapping, and the CPU has the instruction ([`LineFlush::detect`]).
+    #[inline]
     pub(super) unsafe fn write_back(
         self,
         flush: LineFlush,

@@ -174,6 +174,7 @@ pub(crate) fn coalesce(ranges: &[Range<u64>]) -> Vec<Range<u64>> {
 }
 
 /// Panics unless `offset..offset + length` is inside the media.
+#[inline]
 fn assert_inside(offset_bytes: u64, length_bytes: u64, media_bytes: u64) {
     let end = offset_bytes.checked_add(length_bytes);
     assert!(

@@ -14,6 +14,7 @@ pub struct ChunkId(pub u32);
 
 impl ChunkId {
     /// Where the chunk lies in the file.
+    #[inline]
     pub fn offset_bytes(self) -> u64 {
         u64::from(self.0) * CHUNK_BYTES
     }
@@ -51,11 +52,13 @@ impl Extent {
     }
 
     /// Where it lies in the pool's file.
+    #[inline]
     pub fn offset_bytes(self) -> u64 {
         self.start.offset_bytes()
     }
 
     /// How long it is.
+    #[inline]
     pub fn len_bytes(self) -> u64 {
         u64::from(self.chunks()) * CHUNK_BYTES
     }
@@ -83,11 +86,13 @@ pub struct Run {
 
 impl Run {
     /// Where it lies in the pool's file.
+    #[inline]
     pub fn offset_bytes(self) -> u64 {
         self.start.offset_bytes()
     }
 
     /// How long it is.
+    #[inline]
     pub fn len_bytes(self) -> u64 {
         u64::from(self.chunks) * CHUNK_BYTES
     }

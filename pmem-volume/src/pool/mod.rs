@@ -97,6 +97,7 @@ enum Backing {
 }
 
 impl Backing {
+    #[inline]
     fn media(&self) -> &dyn Media {
         match self {
             Backing::File(media) => media,
@@ -349,6 +350,7 @@ impl Pool {
         strg_chunks.saturating_sub(levels.counts.volume).min(levels.free + levels.pending)
     }
 
+    #[inline]
     fn media(&self) -> &dyn Media {
         self.backing.media()
     }
@@ -399,6 +401,7 @@ impl Pool {
     }
 
     /// The same, of errors that stay what they are.
+    #[inline]
     fn noted<T>(&self, result: Result<T, MediaError>) -> Result<T, MediaError> {
         result.inspect_err(|error| {
             let cause = match error {

@@ -55,16 +55,19 @@ pub struct VolumeExtent {
 
 impl VolumeExtent {
     /// Where in the volume it starts.
+    #[inline]
     pub fn volume_offset_bytes(self) -> u64 {
         u64::from(self.index) * CHUNK_BYTES
     }
 
     /// Where in the pool's file it starts.
+    #[inline]
     pub fn offset_bytes(self) -> u64 {
         self.run.offset_bytes()
     }
 
     /// How long it is.
+    #[inline]
     pub fn len_bytes(self) -> u64 {
         self.run.len_bytes()
     }
@@ -325,11 +328,13 @@ impl Volume {
     }
 
     /// The pool it lies in.
+    #[inline]
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }
 
     /// Where it lies, in the volume's order and without gaps. Neighbours in the file are joined.
+    #[inline]
     pub fn extents(&self) -> &[VolumeExtent] {
         &self.extents
     }
@@ -371,6 +376,7 @@ impl Volume {
 }
 
 impl ReadAt for Volume {
+    #[inline]
     fn len_bytes(&self) -> u64 {
         self.info.size_bytes
     }
@@ -422,6 +428,7 @@ impl Space<'_> {
 }
 
 impl ReadAt for Space<'_> {
+    #[inline]
     fn len_bytes(&self) -> u64 {
         self.extents.last().map_or(0, |last| last.volume_offset_bytes() + last.len_bytes())
     }

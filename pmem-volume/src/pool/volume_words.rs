@@ -21,6 +21,7 @@ impl Volume {
     }
 
     /// Where a range lies in the file, if it lies there in one piece. Panics if it is not inside the volume.
+    #[inline]
     fn in_file(&self, offset_bytes: u64, length_bytes: u64) -> Option<u64> {
         let extents = self.extents();
         let number = extents.partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= offset_bytes);
@@ -32,6 +33,7 @@ impl Volume {
     }
 
     /// The same of several, in as many pieces as they lie in.
+    #[inline]
     fn all_in_file(&self, ranges: &[Range<u64>]) -> InFile {
         let mut pieces = InFile::new();
         for range in ranges {
@@ -47,6 +49,7 @@ impl Volume {
 
 impl Pool {
     /// Does something to the media that changes it, as long as nothing has failed, and makes known if it fails.
+    #[inline]
     fn change(&self, change: impl FnOnce(&dyn Media) -> Result<(), MediaError>) -> Result<(), MediaError> {
         if self.mode != OpenMode::ReadWrite {
             return Err(MediaError::ReadOnly);
@@ -57,6 +60,7 @@ impl Pool {
         self.require_not_latched()
     }
 
+    #[inline]
     fn require_not_latched(&self) -> Result<(), MediaError> {
         match self.latched.get() {
             Some(cause) => Err(MediaError::Latched { cause: cause.clone() }),
@@ -70,22 +74,26 @@ impl WriteAt for Volume {
         self.pool().change(|media| Space { media, extents: self.extents() }.write_at(offset_bytes, bytes))
     }
 
+    #[inline]
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         self.pool().change(|media| media.persist(&self.all_in_file(ranges)))
     }
 }
 
 impl Words for Volume {
+    #[inline]
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
         self.pool().noted(self.pool().media().load_word(at))
     }
 
+    #[inline]
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
         self.pool().change(|media| media.store_word(at, word))
     }
 
+    #[inline]
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         match self.in_file(offset_bytes, into.len() as u64) {
             Some(at) => self.pool().noted(self.pool().media().load(at, into)),
@@ -93,6 +101,7 @@ impl Words for Volume {
         }
     }
 
+    #[inline]
     fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         let length_bytes = bytes.len() as u64;
         self.pool().change(|media| match self.in_file(offset_bytes, length_bytes) {
@@ -109,6 +118,7 @@ impl Words for Volume {
         })
     }
 
+    #[inline]
     fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
         let (ranges, bulk) = (self.all_in_file(ranges), self.all_in_file(bulk));
         self.pool().change(|media| media.persist_with_bulk(&ranges, &bulk))

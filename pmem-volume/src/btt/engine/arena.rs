@@ -76,6 +76,7 @@ impl Arena {
         self.fault.get()
     }
 
+    #[inline]
     pub(super) fn check_writable(&self) -> Result<(), EngineError> {
         match self.fault.get() {
             Some(fault) => Err(EngineError::ReadOnly { arena: self.number, why: fault.clone() }),
@@ -84,6 +85,7 @@ impl Arena {
     }
 
     /// Passes a result of the media on. The first failure makes the arena read-only: nobody knows what is durable since.
+    #[inline]
     pub(super) fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, EngineError> {
         result.map_err(|error| {
             // Only the first fault is kept.

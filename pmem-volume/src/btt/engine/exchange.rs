@@ -3,9 +3,11 @@
 //! Each sector has a lane of its own. Up to [`MAX_SECTORS`] that follow each other are exchanged together, and share the
 //! barriers:
 //!
-//! 1. The data, to the lanes' free blocks.
-//! 2. The lines of the map are locked. First halves of the flog entries: sector, and the block that it has. **Persist**:
-//!    these, the data, and two kinds of words of the map: those of the sectors, and those that the lanes changed last.
+//! 1. Lanes are taken, whose free blocks nobody reads.
+//! 2. The lines of the map are locked. First halves of the flog entries: sector, and the block that it has. The data, to
+//!    the free blocks. **Persist**: both, and two kinds of words of the map: those of the sectors, and those that the lanes
+//!    changed last. (The data comes behind the lock because a locked instruction waits until it has left the CPU, as the
+//!    fence does that follows.)
 //! 3. Second halves: new block, sequence number. From each of them on its exchange counts. **Persist**.
 //! 4. The words of the map. Others see the sectors from here on. The lines are unlocked.
 //!
@@ -50,7 +52,6 @@ pub(super) struct Exchange<'a, S> {
     arena: &'a Arena,
     sectors: Range<u32>,
     lanes: Taken<'a>,
-    blocks: SmallVec<[Range<u64>; 1]>,
     /// What the map says of the sectors, once its lines are locked.
     logged: Option<(Locked<'a>, SmallVec<[u32; 1]>)>,
 }
@@ -62,51 +63,31 @@ pub(super) fn exchange(
     first: u32,
     bytes: &[u8],
 ) -> Result<usize, EngineError> {
-    let mut exchange = Exchange::begin(common, arena, first, bytes)?;
+    let wanted = bytes.len() / arena.info.sector_bytes as usize;
+    let mut exchange = Exchange::begin(common, arena, first, wanted);
     let sectors = exchange.sectors();
-    exchange.log()?;
+    exchange.log(bytes)?;
     exchange.commit()?;
     exchange.publish()?;
     Ok(sectors)
 }
 
 impl<'a, S: Words> Exchange<'a, S> {
-    /// Step 1.
-    pub(super) fn begin(
-        common: &'a Common<S>,
-        arena: &'a Arena,
-        first: u32,
-        bytes: &[u8],
-    ) -> Result<Self, EngineError> {
-        let sector_bytes = arena.info.sector_bytes as usize;
-        let wanted = (bytes.len() / sector_bytes).min(MAX_SECTORS);
-        let lanes = arena.lanes.take(wanted, &arena.info, &common.readers);
-        let mut blocks = SmallVec::with_capacity(lanes.len());
-        for (lane, sector) in lanes.iter().zip(bytes.chunks_exact(sector_bytes)) {
-            let at = arena.info.block_at(lane.block);
-            arena.latch(common.space.store_bulk(at, sector))?;
-            blocks.push(at..at + sector_bytes as u64);
-        }
-        let sectors = first..first + lanes.len() as u32;
-        Ok(Self { common, arena, sectors, lanes, blocks, logged: None })
+    /// Step 1, for as many of the wanted sectors as there are lanes.
+    pub(super) fn begin(common: &'a Common<S>, arena: &'a Arena, first: u32, wanted: usize) -> Self {
+        let lanes = arena.lanes.take(wanted.min(MAX_SECTORS), &arena.info, &common.readers);
+        Self { common, arena, sectors: first..first + lanes.len() as u32, lanes, logged: None }
     }
 
-    /// Step 2.
-    pub(super) fn log(&mut self) -> Result<(), EngineError> {
+    /// Step 2. `bytes` has the sectors, and may have more.
+    pub(super) fn log(&mut self, bytes: &[u8]) -> Result<(), EngineError> {
         let Self { common: Common { space, locks, .. }, arena, .. } = *self;
         let (info, map) = (&arena.info, &arena.map);
+        let sector_bytes = info.sector_bytes as usize;
         let locked = locks.lock(map.words_of(&self.sectors));
-        let mut entries: SmallVec<[u32; 1]> = SmallVec::with_capacity(self.lanes.len());
-        for sector in self.sectors.clone() {
-            let entry = arena.latch(map.entry(space, sector))?;
-            let block = decode_map(sector, entry).block;
-            if block >= info.blocks {
-                let finding = Finding::MapRange { sector, block, bound: info.blocks };
-                return Err(arena.damaged(space, finding));
-            }
-            entries.push(entry);
-        }
-        let mut ranges: SmallVec<[Range<u64>; 4]> = SmallVec::with_capacity(2 * self.lanes.len() + 1);
+        let entries = self.entries()?;
+        let mut ranges: SmallVec<[Range<u64>; 3]> = SmallVec::with_capacity(2 * self.lanes.len() + 1);
+        let mut blocks: SmallVec<[Range<u64>; 1]> = SmallVec::with_capacity(self.lanes.len());
         ranges.push(map.words_of(&self.sectors));
         for ((lane, sector), entry) in self.lanes.iter().zip(self.sectors.clone()).zip(&entries) {
             let at = lane.entry_at(info);
@@ -115,9 +96,30 @@ impl<'a, S: Words> Exchange<'a, S> {
             ranges.push(at..at + 8);
             ranges.push(map.words_of(&(lane.sector..lane.sector + 1)));
         }
-        arena.latch(space.persist_with_bulk(&ranges, &self.blocks))?;
+        for (lane, data) in self.lanes.iter().zip(bytes.chunks_exact(sector_bytes)) {
+            let at = info.block_at(lane.block);
+            arena.latch(space.store_bulk(at, data))?;
+            blocks.push(at..at + sector_bytes as u64);
+        }
+        arena.latch(space.persist_with_bulk(&ranges, &blocks))?;
         self.logged = Some((locked, entries));
         Ok(())
+    }
+
+    /// What the map says of the sectors, whose lines are locked.
+    fn entries(&self) -> Result<SmallVec<[u32; 1]>, EngineError> {
+        let Self { common: Common { space, .. }, arena, .. } = *self;
+        let bound = arena.info.blocks;
+        let mut entries = SmallVec::with_capacity(self.lanes.len());
+        for sector in self.sectors.clone() {
+            let entry = arena.latch(arena.map.entry(space, sector))?;
+            let block = decode_map(sector, entry).block;
+            if block >= bound {
+                return Err(arena.damaged(space, Finding::MapRange { sector, block, bound }));
+            }
+            entries.push(entry);
+        }
+        Ok(entries)
     }
 
     /// Step 3.

@@ -41,6 +41,7 @@ impl Lanes {
 
     /// Takes lanes whose blocks nobody reads, up to as many as are wanted, and one at least. Waits only if all lanes
     /// are taken, or all blocks read, and then holds none: who holds lanes waits for no other.
+    #[inline]
     pub(super) fn take(&self, wanted: usize, info: &ArenaInfo, readers: &Readers) -> Taken<'_> {
         loop {
             let mut taken = self.take_any(wanted);
@@ -59,6 +60,7 @@ impl Lanes {
         }
     }
 
+    #[inline]
     fn take_any(&self, wanted: usize) -> Taken<'_> {
         let mut taken = Taken::new();
         let start = START.get();

@@ -45,6 +45,7 @@ impl Locks {
     }
 
     /// Locks the lines of words. In the order of the locks, so that nobody waits for who waits for him.
+    #[inline]
     pub(super) fn lock(&self, words: Range<u64>) -> Locked<'_> {
         let lines = words.start / LINE_BYTES..=(words.end - 1) / LINE_BYTES;
         let mut numbers: SmallVec<[usize; 8]> = lines.map(|line| (line % LOCKS) as usize).collect();
@@ -99,10 +100,12 @@ impl Map {
     }
 
     /// The words of the entries of sectors.
+    #[inline]
     pub(super) fn words_of(&self, sectors: &Range<u32>) -> Range<u64> {
         self.word_at(sectors.start)..self.word_at(sectors.end - 1) + 8
     }
 
+    #[inline]
     fn word_at(&self, sector: u32) -> u64 {
         assert!(sector < self.sectors);
         self.at + u64::from(sector / 2) * 2 * MAP_ENTRY_BYTES
@@ -110,6 +113,7 @@ impl Map {
 }
 
 /// The entry of a sector that was written.
+#[inline]
 pub(super) fn written(block: u32) -> u32 {
     block | MAP_ERROR | MAP_ZERO
 }

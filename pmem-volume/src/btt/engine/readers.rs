@@ -41,6 +41,7 @@ impl Readers {
     }
 
     /// Says that this thread is about to read a block. The map is to be looked at afterwards.
+    #[inline]
     pub(super) fn hold(&self, block_at: u64) -> Hold<'_> {
         assert_ne!(block_at, FREE);
         let mut number = LAST.get();
@@ -66,6 +67,7 @@ impl Readers {
     }
 
     /// What is being read of all that the map has ceased to name before the call.
+    #[inline]
     pub(super) fn look(&self) -> Look<'_> {
         // The stores to the map before, and the looks at the slots after.
         fence(Ordering::SeqCst);
@@ -78,6 +80,7 @@ pub(super) struct Look<'a>(&'a [Slot]);
 
 impl Look<'_> {
     /// Is a block being read? If not, nobody begins to before the map names it again.
+    #[inline]
     pub(super) fn holds(&self, block_at: u64) -> bool {
         self.0.iter().any(|slot| slot.0.load(Ordering::Acquire) == block_at)
     }
@@ -85,6 +88,7 @@ impl Look<'_> {
 
 impl Hold<'_> {
     /// The same for another block, instead.
+    #[inline]
     pub(super) fn move_to(&mut self, block_at: u64) {
         assert_ne!(block_at, FREE);
         self.0.0.swap(block_at, Ordering::SeqCst);
@@ -92,6 +96,7 @@ impl Hold<'_> {
 }
 
 impl Drop for Hold<'_> {
+    #[inline]
     fn drop(&mut self) {
         self.0.0.store(FREE, Ordering::Release);
     }

@@ -298,9 +298,8 @@ impl<'a> Script<'a> {
         self.version += 1;
         let version = self.version;
         self.note(&sectors, |held| held.pending.push(version));
-        let bytes: Vec<u8> = sectors.clone().flat_map(|sector| sparse_content(sector, version)).collect();
         let arena = self.engine.places[0].arena().unwrap();
-        let exchange = Exchange::begin(&self.engine.common, arena, sectors.start, &bytes).unwrap();
+        let exchange = Exchange::begin(&self.engine.common, arena, sectors.start, sectors.len());
         assert_eq!(exchange.sectors(), sectors.len());
         self.active[writer] = Some(Active { exchange: Some(exchange), sectors, version, steps: 1 });
     }
@@ -312,10 +311,14 @@ impl<'a> Script<'a> {
             return;
         }
         let active = self.active[writer].as_mut().unwrap();
-        let exchange = active.exchange.as_mut().unwrap();
         active.steps += 1;
+        let exchange = active.exchange.as_mut().unwrap();
         match active.steps {
-            2 => exchange.log().unwrap(),
+            2 => {
+                let (sectors, version) = (active.sectors.clone(), active.version);
+                let content = sectors.flat_map(|sector| sparse_content(sector, version));
+                exchange.log(&content.collect::<Vec<u8>>()).unwrap();
+            }
             3 => exchange.commit().unwrap(),
             _ => {
                 active.exchange.take().unwrap().publish().unwrap();
