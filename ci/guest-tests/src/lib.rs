@@ -24,6 +24,7 @@ pub mod disk;
 pub mod guest;
 pub mod http;
 pub mod lent;
+pub mod lie;
 pub mod metrics;
 pub mod namespace;
 pub mod pool;
@@ -31,6 +32,7 @@ pub mod qemu;
 pub mod runner;
 pub mod sectors;
 pub mod shell_protocol;
+pub mod torn;
 pub mod wait;
 
 pub use disk::{Disk, FileSystem, LoopDevice};

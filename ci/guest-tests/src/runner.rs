@@ -295,8 +295,17 @@ fn broken_console(dir: &Path) -> Option<String> {
     fs::read_dir(dir).ok()?.flatten().find_map(|entry| {
         let name = entry.file_name().into_string().ok().filter(|name| name.ends_with(".console.log"))?;
         let console = fs::read(entry.path()).ok()?;
-        String::from_utf8_lossy(&console).contains("Oops: int3").then_some(name)
+        has_the_mark(&String::from_utf8_lossy(&console)).then_some(name)
     })
+}
+
+fn has_the_mark(console: &str) -> bool {
+    console.contains("Oops: int3")
+}
+
+/// Whether the emulation, and not what is tested, broke the guest whose console this is.
+pub fn emulation_broke(console: &str) -> bool {
+    emulated() && has_the_mark(console)
 }
 
 fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {

@@ -4,12 +4,14 @@ use std::fmt;
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::str::FromStr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Error, Result, ensure};
 
 use super::{BOOT_LIMIT, Guest, Paths, VmmProcess, console, program};
+use crate::lie;
 use crate::runner::this_tests_dir;
 
 /// Until a VMM that refuses its command line has said so.
@@ -30,6 +32,15 @@ impl fmt::Display for Kernel {
             Self::V6_12 => "6.12",
             Self::V6_1 => "6.1",
         })
+    }
+}
+
+impl FromStr for Kernel {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let found = [Self::V6_12, Self::V6_1].into_iter().find(|kernel| kernel.to_string() == text);
+        found.with_context(|| format!("No kernel {text:?}: there are 6.12 and 6.1"))
     }
 }
 
@@ -90,6 +101,7 @@ pub struct GuestBuilder {
     arguments: Vec<String>,
     without: Vec<&'static str>,
     boot_limit: Duration,
+    flushes_lie: bool,
 }
 
 impl GuestBuilder {
@@ -109,6 +121,7 @@ impl GuestBuilder {
             arguments: Vec::new(),
             without: Vec::new(),
             boot_limit: BOOT_LIMIT,
+            flushes_lie: false,
         }
     }
 
@@ -201,6 +214,12 @@ impl GuestBuilder {
         self
     }
 
+    /// The VMM's flushes do nothing and succeed: what it calls durable is not.
+    pub fn with_flushes_that_lie(mut self) -> Self {
+        self.flushes_lie = true;
+        self
+    }
+
     /// Starts the VMM and waits until the guest serves commands.
     pub fn boot(&self) -> Result<Guest> {
         let guest = self.start()?;
@@ -219,6 +238,9 @@ impl GuestBuilder {
         let metrics = self.metrics.clone().map_or_else(free_address, Ok)?;
         let mut command = Command::new(&self.program);
         command.args(self.vmm_arguments(&paths, &metrics));
+        if self.flushes_lie {
+            lie::about_flushes(&mut command);
+        }
         let process = VmmProcess::start(&mut command, &paths.vmm_log())?;
         let metrics_address = metrics.split(',').next().unwrap_or_default().to_owned();
         Ok(Guest { process, paths, metrics_address })

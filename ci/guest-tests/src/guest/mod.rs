@@ -198,6 +198,22 @@ impl Guest {
         self.process.kill()
     }
 
+    /// Kills the VMM, and does not wait for anything.
+    pub fn kill_now(&self) -> Result<()> {
+        self.process.kill_now()
+    }
+
+    /// Stops the VMM where it is, vCPUs and all, and waits until it has stopped: what it would leave if it were killed
+    /// now can be looked at.
+    pub fn stop(&self) -> Result<()> {
+        self.process.stop()
+    }
+
+    /// Lets it go on.
+    pub fn go_on(&self) -> Result<()> {
+        self.process.signal(libc::SIGCONT)
+    }
+
     /// Waits until the VMM has ended by itself.
     pub fn wait_for_exit(mut self, limit: Duration) -> Result<ExitStatus> {
         self.process.wait_for_exit(limit)

@@ -8,10 +8,10 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::{console, describe};
-use crate::wait::wait_for;
+use crate::wait::{wait_for, wait_until};
 
 /// A program of this repository by its name: the one that FORESHORE_TEST_<NAME> points at, else the one in PATH.
 /// So a test can be run against a debug build or another VMM.
@@ -74,6 +74,30 @@ impl VmmProcess {
         Ok(())
     }
 
+    /// SIGKILL alone.
+    pub fn kill_now(&self) -> Result<()> {
+        self.signal(libc::SIGKILL)
+    }
+
+    /// SIGSTOP, and wait until no thread of it runs any more.
+    pub fn stop(&self) -> Result<()> {
+        self.signal(libc::SIGSTOP)?;
+        wait_until("the VMM has stopped", STOP_LIMIT, || {
+            self.still_running()?;
+            threads_have_stopped(self.pid)
+        })
+    }
+
+    /// Sends it a signal.
+    pub fn signal(&self, signal: libc::c_int) -> Result<()> {
+        // Nobody waits for the child while it is locked: its number is no other's.
+        let _child = self.child.lock().expect("no holder panics");
+        // SAFETY: no pointers.
+        let sent = unsafe { libc::kill(self.pid as libc::pid_t, signal) };
+        ensure!(sent == 0, "Cannot send signal {signal} to the VMM: {}", io::Error::last_os_error());
+        Ok(())
+    }
+
     /// Waits until it has ended by itself.
     pub fn wait_for_exit(&mut self, limit: Duration) -> Result<ExitStatus> {
         let child = self.child.get_mut().expect("no holder panics");
@@ -88,6 +112,22 @@ impl VmmProcess {
         let kib = line.and_then(|rest| rest.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
         Ok(kib.with_context(|| format!("{path} has no {field}"))? * 1024)
     }
+}
+
+/// Until a thread that is stopped has left the guest or the kernel.
+const STOP_LIMIT: Duration = Duration::from_secs(20);
+
+/// Whether all threads of a process are in the state T (proc(5)).
+fn threads_have_stopped(pid: u32) -> Result<bool> {
+    for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
+        let stat = fs::read_to_string(thread?.path().join("stat"))?;
+        // The name, in parentheses, may have any character in it.
+        let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+        if state != Some('T') {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 impl Drop for VmmProcess {
@@ -111,6 +151,25 @@ mod tests {
         process.wait_for_exit(Duration::from_secs(10)).unwrap();
         let error = process.still_running().unwrap_err().to_string();
         assert!(error.contains("exit code 3") && error.contains("no kvm here"), "{error}");
+        fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn a_process_that_is_stopped_does_nothing_until_it_goes_on() {
+        let dir = std::env::temp_dir().join(format!("guest-tests-stopped-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let log = dir.join("log");
+        let count = "while :; do echo; sleep 0.001; done";
+        let process = VmmProcess::start(Command::new("sh").args(["-c", count]), &log).unwrap();
+        let length = || fs::metadata(&log).unwrap().len();
+        let grows = |from| wait_until("it counts", Duration::from_secs(10), || Ok(length() > from)).unwrap();
+        grows(0);
+        process.stop().unwrap();
+        let stopped = length();
+        assert!(threads_have_stopped(process.pid()).unwrap());
+        process.signal(libc::SIGCONT).unwrap();
+        grows(stopped);
+        assert!(!threads_have_stopped(process.pid()).unwrap());
         fs::remove_dir_all(&dir).unwrap();
     }
 

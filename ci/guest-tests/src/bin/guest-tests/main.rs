@@ -14,6 +14,7 @@ mod pmem;
 mod pool_places;
 mod pressure;
 mod raw;
+mod torn;
 mod volume;
 mod volume_flush;
 mod volume_flush_scope;
@@ -41,6 +42,7 @@ fn main() {
         btt_cross::TESTS,
         dax::TESTS,
         pmem::TESTS,
+        torn::TESTS,
         hostile::TESTS,
     ]
     .concat();

@@ -6,10 +6,12 @@ mod hostile;
 mod mapped;
 mod memory;
 mod sectors;
+mod stamped;
 mod stream;
 mod vsock;
 
 use anyhow::{Context, Result, bail};
+use guest_tests::torn::report::Area;
 
 const USAGE: &str = "\
 usage:
@@ -20,6 +22,10 @@ usage:
                                                  write and verify 4 KiB blocks, in shuffled order
   guest-tool check-blocks DEVICE FIRST COUNT SEED ROUND
                                                  every block is that of the round, or of the one before
+  guest-tool write-stamped DEVICE FIRST COUNT THREADS LONGEST SEED
+                                                 write and flush 4 KiB sectors that say what they are until killed:
+                                                 threads with COUNT of them each, LONGEST between two flushes; a line
+                                                 per flush
   guest-tool time-blocks DEVICE read|write COUNT time direct 4 KiB transfers, one at a time: microseconds
   guest-tool write-sectors DEVICE PROGRAM        run a seeded program: writes:SEED:OPERATIONS:THREADS; direct:... does not
                                                  use the page cache, discards:... discards as well
@@ -57,6 +63,10 @@ fn main() -> Result<()> {
             number(seed)?,
             number(round)?,
         ),
+        ["write-stamped", device, first, count, threads, longest, seed] => {
+            let area = Area { first: number(first)?, per_thread: number(count)?, threads: number(threads)? };
+            stamped::write(&stamped::Target::new(device, area, number(longest)?)?, number(seed)?)
+        }
         ["time-blocks", device, what, count] => blocks::time(device, what, number(count)?),
         ["write-sectors", device, program] => sectors::write(device, program),
         ["check-sectors", device, history @ ..] => sectors::check(device, history),

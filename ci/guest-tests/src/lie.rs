@@ -1,0 +1,77 @@
+//! A kernel that lies about flushes: it calls them a success and does nothing. What is lost then shows that a test of
+//! durability can fail.
+
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+/// Everything by which a program asks for what it has written to be on the disk.
+const FLUSHES: [libc::c_long; 6] = [
+    libc::SYS_fsync,
+    libc::SYS_fdatasync,
+    libc::SYS_msync,
+    libc::SYS_sync_file_range,
+    libc::SYS_syncfs,
+    libc::SYS_sync,
+];
+
+/// Makes every flush of the program that the command starts a lie.
+///
+/// A seccomp filter (Linux Documentation/userspace-api/seccomp_filter.rst) answers for the kernel: SECCOMP_RET_ERRNO
+/// with an error number of 0 is a system call that was not made and succeeded.
+pub fn about_flushes(command: &mut Command) -> &mut Command {
+    let filter = filter();
+    // SAFETY: prctl is async-signal-safe, and the filter was made before the fork; nothing is allocated after it.
+    unsafe { command.pre_exec(move || install(&filter)) }
+}
+
+/// The filter: load the number of the system call, and compare it with each of the flushes.
+fn filter() -> Vec<libc::sock_filter> {
+    // seccomp_data begins with the number. Programs of another architecture are none of ours.
+    let statement =
+        |code: u32, jump_true: u8, k: u32| libc::sock_filter { code: code as u16, jt: jump_true, jf: 0, k };
+    let mut filter = vec![statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0)];
+    for (index, number) in (0u8..).zip(FLUSHES) {
+        // To the last statement, over the comparisons that follow and the one that allows.
+        let over = FLUSHES.len() as u8 - index;
+        filter.push(statement(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, over, number as u32));
+    }
+    filter.push(statement(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ALLOW));
+    filter.push(statement(libc::BPF_RET | libc::BPF_K, 0, libc::SECCOMP_RET_ERRNO));
+    filter
+}
+
+fn install(filter: &[libc::sock_filter]) -> io::Result<()> {
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+    // SAFETY: no pointers. Without privileges a filter is taken only by who can gain none any more.
+    if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel copies the program, which lives through the call, and does not write to it.
+    if unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flush_that_cannot_work_succeeds_and_all_else_is_as_ever() {
+        // sync of a pipe fails with EINVAL; a lie does not. Whoever reads gets what was written.
+        let output = |lie: bool| {
+            let mut command = Command::new("sh");
+            command.args(["-c", "echo said; exec sync -d /dev/stdout"]);
+            if lie {
+                about_flushes(&mut command);
+            }
+            command.output().unwrap()
+        };
+        let (honest, lying) = (output(false), output(true));
+        assert!(!honest.status.success(), "sync of a pipe succeeds here: {honest:?}");
+        assert!(lying.status.success(), "{lying:?}");
+        assert_eq!(lying.stdout, b"said\n");
+    }
+}

@@ -1,0 +1,195 @@
+//! What must be found after a crash: every sector whole, and at least as new as the last flush that was acknowledged.
+
+use std::fmt;
+
+use anyhow::{Context, Result, ensure};
+
+use super::report::{Area, Stretch};
+use super::stamp::{self, Content, Lines, SECTOR_BYTES};
+
+/// What the writers were told.
+#[derive(Debug, Clone)]
+pub struct Oracle {
+    area: Area,
+    /// By the sectors' index.
+    acknowledged: Vec<u64>,
+}
+
+/// What is wrong with a sector.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Fault {
+    /// It is of no version.
+    Torn {
+        /// Which one.
+        sector: u64,
+        /// What it consists of.
+        lines: Lines,
+    },
+    /// It is older than what was acknowledged.
+    Lost {
+        /// Which one.
+        sector: u64,
+        /// Its version.
+        found: u64,
+        /// The version that was flushed.
+        acknowledged: u64,
+    },
+    /// It is another sector.
+    Misplaced {
+        /// Which one.
+        sector: u64,
+        /// Whose content it has.
+        found: u64,
+    },
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Torn { sector, lines } => write!(formatter, "Sector {sector} is torn: {lines}"),
+            Self::Lost { sector, found, acknowledged } => write!(
+                formatter,
+                "Sector {sector} has version {found}, and version {acknowledged} was acknowledged as flushed"
+            ),
+            Self::Misplaced { sector, found } => {
+                write!(formatter, "Sector {sector} has the content of sector {found}")
+            }
+        }
+    }
+}
+
+/// What was found after a crash.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Judgement {
+    /// Of the sectors that are whole, by their index.
+    pub versions: Vec<Option<u64>>,
+    /// What is wrong.
+    pub faults: Vec<Fault>,
+    /// Sectors that are newer than what was acknowledged: the crash came between their write and its answer.
+    pub newer: usize,
+}
+
+impl Judgement {
+    /// How many sectors are torn.
+    pub fn torn(&self) -> usize {
+        self.faults.iter().filter(|fault| matches!(fault, Fault::Torn { .. })).count()
+    }
+
+    /// How many are older than they may be.
+    pub fn lost(&self) -> usize {
+        self.faults.iter().filter(|fault| matches!(fault, Fault::Lost { .. })).count()
+    }
+
+    /// An error if anything is wrong.
+    pub fn all_is_well(&self) -> Result<()> {
+        let shown: Vec<String> = self.faults.iter().take(SHOWN_FAULTS).map(Fault::to_string).collect();
+        ensure!(
+            self.faults.is_empty(),
+            "{} of {} sectors are wrong:\n{}",
+            self.faults.len(),
+            self.versions.len(),
+            shown.join("\n")
+        );
+        Ok(())
+    }
+}
+
+/// The rest says nothing more.
+const SHOWN_FAULTS: usize = 10;
+
+impl Oracle {
+    /// Nothing was acknowledged yet.
+    pub fn new(area: Area) -> Self {
+        Self { area, acknowledged: vec![0; area.sectors() as usize] }
+    }
+
+    /// A flush was completed, of which the guest has heard.
+    pub fn acknowledge(&mut self, stretch: Stretch) -> Result<()> {
+        for sector in stretch.first..stretch.first.saturating_add(stretch.count) {
+            let index = self.area.index(sector).with_context(|| format!("Nobody writes sector {sector}"))?;
+            let version = &mut self.acknowledged[index];
+            *version = stretch.version.max(*version);
+        }
+        Ok(())
+    }
+
+    /// Reads all sectors and holds them against what was acknowledged.
+    pub fn judge(&self, mut read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<Judgement> {
+        let mut judgement = Judgement::default();
+        let mut bytes = vec![0; SECTOR_BYTES];
+        for (index, &acknowledged) in self.acknowledged.iter().enumerate() {
+            let sector = self.area.sector(index);
+            read(sector, &mut bytes).with_context(|| format!("Cannot read sector {sector}"))?;
+            let (version, fault) = match stamp::read(sector, &bytes) {
+                Content::Whole(found) if found < acknowledged => {
+                    (Some(found), Some(Fault::Lost { sector, found, acknowledged }))
+                }
+                Content::Whole(found) => (Some(found), None),
+                Content::Misplaced { sector: found } => (None, Some(Fault::Misplaced { sector, found })),
+                Content::Torn(lines) => (None, Some(Fault::Torn { sector, lines })),
+            };
+            judgement.newer += usize::from(version > Some(acknowledged));
+            judgement.versions.push(version);
+            judgement.faults.extend(fault);
+        }
+        Ok(judgement)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::stamp::Stamp;
+    use super::*;
+
+    const AREA: Area = Area { first: 256, per_thread: 4, threads: 2 };
+
+    fn sector(number: u64, version: u64) -> Vec<u8> {
+        let mut bytes = vec![0; SECTOR_BYTES];
+        Stamp::new(number, &mut bytes).set_version(version, &mut bytes);
+        bytes
+    }
+
+    /// Sectors of which each has its number less 250 as version, but one.
+    fn judged(exception: u64, content: &[u8]) -> Judgement {
+        let mut oracle = Oracle::new(AREA);
+        for first in 256..264 {
+            oracle.acknowledge(Stretch { first, count: 1, version: first - 250 }).unwrap();
+        }
+        oracle
+            .judge(|number, bytes| {
+                let found = if number == exception { content.to_vec() } else { sector(number, number - 250) };
+                bytes.copy_from_slice(&found);
+                Ok(())
+            })
+            .unwrap()
+    }
+
+    #[test]
+    fn what_was_acknowledged_or_is_newer_is_well() {
+        let well = judged(258, &sector(258, 8));
+        assert!(well.all_is_well().is_ok() && well.newer == 0);
+        let newer = judged(258, &sector(258, 9));
+        assert!(newer.all_is_well().is_ok() && newer.newer == 1);
+        assert_eq!(newer.versions[2], Some(9));
+    }
+
+    #[test]
+    fn older_torn_and_misplaced_sectors_are_found() {
+        let older = judged(258, &sector(258, 7));
+        assert_eq!(older.faults, [Fault::Lost { sector: 258, found: 7, acknowledged: 8 }]);
+        assert_eq!((older.lost(), older.torn()), (1, 0));
+        assert!(older.all_is_well().unwrap_err().to_string().contains("1 of 8 sectors"));
+        assert_eq!(judged(258, &[0; SECTOR_BYTES]).lost(), 1);
+        let mut torn = sector(258, 8);
+        torn[..512].copy_from_slice(&sector(258, 9)[..512]);
+        assert_eq!(judged(258, &torn).torn(), 1);
+        assert_eq!(judged(258, &sector(257, 8)).faults, [Fault::Misplaced { sector: 258, found: 257 }]);
+    }
+
+    #[test]
+    fn an_acknowledgement_of_foreign_sectors_is_an_error() {
+        let mut oracle = Oracle::new(AREA);
+        assert!(oracle.acknowledge(Stretch { first: 262, count: 3, version: 1 }).is_err());
+        assert!(oracle.acknowledge(Stretch { first: 0, count: 1, version: 1 }).is_err());
+    }
+}

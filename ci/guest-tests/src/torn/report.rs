@@ -1,0 +1,126 @@
+//! What the writer in the guest says, a line each.
+
+use std::fmt;
+use std::str::FromStr;
+
+use anyhow::{Context, Error, Result, bail};
+
+/// Where a writer writes: every thread has a range of its own, one behind the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Area {
+    /// The first thread's first sector.
+    pub first: u64,
+    /// Sectors of one thread.
+    pub per_thread: u64,
+    /// How many threads there are.
+    pub threads: u64,
+}
+
+impl Area {
+    /// How many sectors there are in all.
+    pub fn sectors(&self) -> u64 {
+        self.per_thread * self.threads
+    }
+
+    /// The sector with that index, which counts from 0.
+    pub fn sector(&self, index: usize) -> u64 {
+        self.first + index as u64
+    }
+
+    /// The sector's index, if it is one of these.
+    pub fn index(&self, sector: u64) -> Option<usize> {
+        let index = sector.checked_sub(self.first).filter(|index| *index < self.sectors())?;
+        usize::try_from(index).ok()
+    }
+
+    /// Whose sector it is, by the sector's index.
+    pub fn thread(&self, index: usize) -> usize {
+        index / self.per_thread as usize
+    }
+}
+
+/// A line of the writer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Line {
+    /// What a thread found in its sectors when it came: their versions.
+    Found {
+        /// The thread, from 0.
+        thread: usize,
+        /// Of its sectors, in their order.
+        versions: Vec<u64>,
+    },
+    /// A flush that came after these sectors were written has been completed.
+    Flushed(Stretch),
+}
+
+/// Neighbouring sectors that were written with one version.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stretch {
+    /// The first one.
+    pub first: u64,
+    /// How many.
+    pub count: u64,
+    /// What they are now, or newer.
+    pub version: u64,
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Found { thread, versions } => {
+                write!(formatter, "found {thread}")?;
+                versions.iter().try_for_each(|version| write!(formatter, " {version}"))
+            }
+            Self::Flushed(Stretch { first, count, version }) => {
+                write!(formatter, "flushed {first} {count} {version}")
+            }
+        }
+    }
+}
+
+impl FromStr for Line {
+    type Err = Error;
+
+    fn from_str(line: &str) -> Result<Self> {
+        let mut words = line.split(' ');
+        let kind = words.next();
+        let numbers: Vec<u64> = words
+            .map(|word| word.parse().with_context(|| format!("{word:?} is no number in {line:?}")))
+            .collect::<Result<_>>()?;
+        match (kind, numbers.as_slice()) {
+            (Some("found"), [thread, versions @ ..]) => {
+                Ok(Self::Found { thread: usize::try_from(*thread)?, versions: versions.to_vec() })
+            }
+            (Some("flushed"), &[first, count, version]) => {
+                Ok(Self::Flushed(Stretch { first, count, version }))
+            }
+            _ => bail!("Not a line of the writer: {line:?}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_come_back_as_they_went() {
+        for line in [
+            Line::Found { thread: 3, versions: vec![0, 17, 4] },
+            Line::Flushed(Stretch { first: 256, count: 12, version: 99 }),
+        ] {
+            assert_eq!(line.to_string().parse::<Line>().unwrap(), line);
+        }
+        // A line that the kill cut off is no acknowledgement.
+        for wrong in ["", "flushed 256 12", "flushed 256 12 9x", "found", "flushed 1 2 3 4"] {
+            assert!(wrong.parse::<Line>().is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn an_area_counts_its_sectors() {
+        let area = Area { first: 256, per_thread: 64, threads: 4 };
+        assert_eq!((area.sectors(), area.sector(3), area.index(259)), (256, 259, Some(3)));
+        assert_eq!((area.index(255), area.index(512), area.thread(64)), (None, None, 1));
+    }
+}

@@ -1,0 +1,147 @@
+//! Many lives, one after another and several at once.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, anyhow};
+
+use super::victim::Victim;
+
+/// What came of some rounds.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Kills.
+    pub rounds: u32,
+    /// Looks at guests that were stopped for it.
+    pub looks: u32,
+    /// Guests that the emulation has broken; not among the rounds.
+    pub broken: u32,
+    /// Flushes that guests were told are done.
+    pub flushes: usize,
+    /// Sectors that a kill or a look has caught after their write and before its answer.
+    pub newer: usize,
+    /// Writes that a kill or a look has caught between the log and the map.
+    pub redo: u64,
+    /// Torn sectors.
+    pub torn: usize,
+    /// Sectors that are older than they may be.
+    pub lost: usize,
+}
+
+impl Tally {
+    fn add(&mut self, other: Self) {
+        self.rounds += other.rounds;
+        self.looks += other.looks;
+        self.broken += other.broken;
+        self.flushes += other.flushes;
+        self.newer += other.newer;
+        self.redo += other.redo;
+        self.torn += other.torn;
+        self.lost += other.lost;
+    }
+}
+
+impl fmt::Display for Tally {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rounds, looks, broken, flushes, newer, redo, torn, lost } = self;
+        write!(
+            formatter,
+            "{rounds} kills, {looks} looks, {flushes} flushes acknowledged, {newer} sectors caught before their answer, {redo} before \
+             their map entry; {torn} torn, {lost} lost"
+        )?;
+        if *broken > 0 {
+            write!(formatter, "; {broken} guests broken by the emulation")?;
+        }
+        Ok(())
+    }
+}
+
+/// FORESHORE_TEST_SEED, or one that nobody has had. It is printed, so that the schedule can be had again.
+pub fn seed() -> Result<u64> {
+    let seed = match std::env::var("FORESHORE_TEST_SEED") {
+        Ok(text) => text.parse().with_context(|| format!("FORESHORE_TEST_SEED is {text:?}, no number"))?,
+        Err(_) => SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos() as u64 % 1_000_000_000,
+    };
+    println!("FORESHORE_TEST_SEED={seed}");
+    Ok(seed)
+}
+
+/// How long to go on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Until {
+    /// Until all rounds are done. Anything wrong is an error.
+    Done,
+    /// Until a sector is torn. Anything else that is wrong is an error.
+    Torn,
+}
+
+/// Kills guests of all victims at once, `rounds` in all at most. After each, every sector must be whole and as new as it
+/// was said to be, `pmvol check` has nothing to say, and the next guest finds what we have found. Ends at the first fault.
+pub fn run_rounds(victims: Vec<Victim>, rounds: u32, until: Until) -> Result<Tally> {
+    let schedule = Schedule { rounds, until, begun: AtomicU32::new(0), stop: AtomicBool::new(false) };
+    thread::scope(|scope| {
+        let lane = |(lane, mut victim): (usize, Victim)| {
+            let schedule = &schedule;
+            scope.spawn(move || schedule.run_lane(lane, &mut victim))
+        };
+        let lanes: Vec<_> = victims.into_iter().enumerate().map(lane).collect();
+        lanes.into_iter().try_fold(Tally::default(), |mut sum, lane| {
+            sum.add(lane.join().map_err(|_| anyhow!("A lane has panicked"))??);
+            Ok(sum)
+        })
+    })
+}
+
+/// What lanes share.
+struct Schedule {
+    rounds: u32,
+    until: Until,
+    begun: AtomicU32,
+    stop: AtomicBool,
+}
+
+impl Schedule {
+    fn run_lane(&self, lane: usize, victim: &mut Victim) -> Result<Tally> {
+        let mut sum = Tally::default();
+        while !self.stop.load(Ordering::Relaxed) {
+            let round = self.begun.fetch_add(1, Ordering::Relaxed) + 1;
+            if round > self.rounds {
+                break;
+            }
+            let tally =
+                self.one_round(lane, victim).with_context(|| format!("Round {round}, in lane {lane}"));
+            let end = tally.as_ref().map_or(true, |tally| self.until == Until::Torn && tally.torn > 0);
+            self.stop.fetch_or(end, Ordering::Relaxed);
+            let tally = tally?;
+            // One that says nothing is had again.
+            self.begun.fetch_sub(tally.broken, Ordering::Relaxed);
+            sum.add(tally);
+        }
+        Ok(sum)
+    }
+
+    /// A life, and what it has left.
+    fn one_round(&self, lane: usize, victim: &mut Victim) -> Result<Tally> {
+        let life = victim.live_and_die()?;
+        let redo = victim.check().with_context(|| life.moment.to_string())?;
+        let judgement = victim.judge().with_context(|| life.moment.to_string())?;
+        let tally = Tally {
+            rounds: u32::from(!life.broken),
+            looks: life.seen.looks,
+            broken: u32::from(life.broken),
+            flushes: life.seen.flushes,
+            newer: life.seen.newer + judgement.newer,
+            redo: life.seen.redo + redo,
+            torn: judgement.torn(),
+            lost: judgement.lost(),
+        };
+        println!("lane {lane}: {}: {tally}", life.moment);
+        if self.until == Until::Done || judgement.torn() < judgement.faults.len() {
+            judgement.all_is_well()?;
+        }
+        judgement.faults.iter().take(1).for_each(|fault| println!("{fault}"));
+        Ok(tally)
+    }
+}

@@ -1,0 +1,483 @@
+//! A volume, and guests that write to it until they are killed.
+
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Error, Result, anyhow, bail, ensure};
+use pmem_volume::btt::{self, ReadAt, Reader, Sector};
+use pmem_volume::{OpenMode, Volume};
+use serde_json::Value;
+
+use super::oracle::{Judgement, Oracle};
+use super::report::{Area, Line, Stretch};
+use super::stamp::SECTOR_BYTES;
+use crate::content::Bytes;
+use crate::guest::{Script, complaints};
+use crate::pool::pmvol;
+use crate::runner::emulation_broke;
+use crate::{Guest, GuestBuilder, Kernel, Pool};
+
+/// For what a guest does with its volume, emulated, beside others.
+const IO_LIMIT: Duration = Duration::from_secs(180);
+
+/// What the guest writes to. Behind the first MiB, where a kernel looks for partitions.
+const AREA: Area = Area { first: 256, per_thread: 256, threads: 4 };
+
+/// The volume's size, and that of a pool that it fits in.
+const VOLUME_SIZE: &str = "20M";
+const POOL_SIZE: &str = "32M";
+
+/// Between two looks at a guest that writes.
+const MOST_MICROS_TO_A_LOOK: u64 = 20_000;
+
+/// How the volume is shown to the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Interface {
+    /// An NVDIMM.
+    Nvdimm,
+    /// virtio-pmem.
+    VirtioPmem,
+}
+
+impl Interface {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Nvdimm, Self::VirtioPmem];
+
+    /// The guest's BTT wants one vCPU for virtio-pmem (docs/volumes.md).
+    fn cpus(self, format: Format) -> u32 {
+        match (self, format) {
+            (Self::VirtioPmem, Format::Btt) => 1,
+            (Self::Nvdimm | Self::VirtioPmem, _) => 2,
+        }
+    }
+
+    /// What the guest calls it.
+    fn device(self, format: Format) -> &'static str {
+        match (self, format) {
+            (Self::Nvdimm | Self::VirtioPmem, Format::Btt) => "/dev/pmem0s",
+            (Self::Nvdimm | Self::VirtioPmem, Format::Raw) => "/dev/pmem0",
+        }
+    }
+}
+
+impl fmt::Display for Interface {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Nvdimm => "nvdimm",
+            Self::VirtioPmem => "virtio-pmem",
+        })
+    }
+}
+
+impl FromStr for Interface {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let found = Self::ALL.into_iter().find(|interface| interface.to_string() == text);
+        found.with_context(|| {
+            format!("No interface {text:?}: there are {}", Self::ALL.map(|i| i.to_string()).join(", "))
+        })
+    }
+}
+
+/// Whether the volume's sectors are atomic.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// They are.
+    Btt,
+    /// They are not: where the same test must fail.
+    Raw,
+}
+
+/// What is held against the claim.
+#[derive(Debug, Clone, Copy)]
+pub struct Setup {
+    /// How the volume is shown.
+    pub interface: Interface,
+    /// What runs in the guest.
+    pub kernel: Kernel,
+    /// What the volume is.
+    pub format: Format,
+    /// Sectors that a thread writes at most before it flushes. Where a flush is one of a disk, few are enough.
+    pub longest: u64,
+    /// How often a guest that writes is stopped and looked at before it is killed.
+    pub looks: u32,
+    /// Whether the VMM's flushes do nothing and say that they did ([`crate::lie`]).
+    pub flushes_lie: bool,
+}
+
+impl Setup {
+    /// A volume with atomic sectors and a guest with the 6.12 kernel.
+    pub fn new(interface: Interface) -> Self {
+        Self {
+            interface,
+            kernel: Kernel::V6_12,
+            format: Format::Btt,
+            longest: 256,
+            looks: 8,
+            flushes_lie: false,
+        }
+    }
+}
+
+impl fmt::Display for Setup {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let raw = if self.format == Format::Raw { ", raw" } else { "" };
+        write!(formatter, "{} on {}{raw}", self.interface, self.kernel)
+    }
+}
+
+/// When a guest is killed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Moment {
+    /// So long after all its threads have written and flushed.
+    Writing(Duration),
+    /// So long after its VMM was started: the kernel boots, or its driver repairs what the last kill has left.
+    Starting(Duration),
+}
+
+impl Moment {
+    /// Every sixth guest is killed while it starts, at the latest when it is about to write.
+    fn choose(random: &mut Bytes) -> Self {
+        let (kind, number) = (random.next_u64(), random.next_u64());
+        let micros = |most_ms: u64| Duration::from_micros(number % (most_ms * 1000));
+        if kind.is_multiple_of(6) { Self::Starting(micros(4000)) } else { Self::Writing(micros(300)) }
+    }
+}
+
+impl fmt::Display for Moment {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Writing(delay) => {
+                write!(formatter, "killed {} us after all had flushed", delay.as_micros())
+            }
+            Self::Starting(delay) => write!(formatter, "killed {} ms after the start", delay.as_millis()),
+        }
+    }
+}
+
+/// A guest's life.
+#[derive(Debug)]
+pub struct Life {
+    /// When it was killed.
+    pub moment: Moment,
+    /// What it did.
+    pub seen: Seen,
+    /// The emulation broke the guest's kernel (docs/testing.md): one crash more, at no moment of ours.
+    pub broken: bool,
+}
+
+/// What was seen of a guest.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Seen {
+    /// Flushes that were acknowledged.
+    pub flushes: usize,
+    /// How often it was stopped and looked at.
+    pub looks: u32,
+    /// Sectors that were newer than what had been acknowledged, at all looks together.
+    pub newer: usize,
+    /// Writes that were between the log and the map, at all looks together.
+    pub redo: u64,
+}
+
+/// A volume, and what its guests were told.
+#[derive(Debug)]
+pub struct Victim {
+    setup: Setup,
+    pool: Pool,
+    oracle: Oracle,
+    random: Bytes,
+    /// What was found after the last life. The next guest must find the same.
+    last: Option<Judgement>,
+}
+
+impl Victim {
+    /// Makes the pool and the volume.
+    pub fn create(pool: Pool, setup: Setup, seed: u64) -> Result<Self> {
+        pmvol(&["create", &pool.name(), "--size", POOL_SIZE])?;
+        let format = if setup.format == Format::Raw { "raw" } else { "btt" };
+        pmvol(&["volume", "create", &pool.name(), "data", "--size", VOLUME_SIZE, "--format", format])?;
+        Ok(Self::resume(pool, setup, seed))
+    }
+
+    /// A volume that is there already. What its guests were told, the caller knows ([`Victim::acknowledge`]).
+    pub fn resume(pool: Pool, setup: Setup, seed: u64) -> Self {
+        Self { setup, pool, oracle: Oracle::new(AREA), random: Bytes::new(seed), last: None }
+    }
+
+    /// A flush was completed, of which an earlier guest has heard.
+    pub fn acknowledge(&mut self, stretch: Stretch) -> Result<()> {
+        self.oracle.acknowledge(stretch)
+    }
+
+    /// The pool, as long as nobody moves it.
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// Boots a guest that writes, and kills its VMM at a random moment.
+    pub fn live_and_die(&mut self) -> Result<Life> {
+        let moment = Moment::choose(&mut self.random);
+        self.live_until(moment)
+    }
+
+    /// The same, at a moment of the caller's choice.
+    pub fn live_until(&mut self, moment: Moment) -> Result<Life> {
+        let seed = self.random.next_u64();
+        let guest = self.builder().start()?;
+        let (seen, broken) = match moment {
+            // Not a wait for anything: this moment is as good as any other.
+            Moment::Starting(delay) => {
+                thread::sleep(delay);
+                guest.still_running()?;
+                guest.kill9().map(|()| (Seen::default(), false))?
+            }
+            Moment::Writing(delay) => match self.write_and_kill(&guest, seed, delay) {
+                Ok(seen) => (seen, self.end(guest)?),
+                Err(error) => {
+                    let console = guest.console_log()?;
+                    guest.kill9()?;
+                    if !emulation_broke(&console) {
+                        return Err(error);
+                    }
+                    (Seen::default(), true)
+                }
+            },
+        };
+        Ok(Life { moment, seen, broken })
+    }
+
+    fn builder(&self) -> GuestBuilder {
+        let Setup { interface, kernel, format, flushes_lie, .. } = self.setup;
+        // Whoever wants a raw volume has to say so.
+        let raw = if format == Format::Raw { ",format=raw" } else { "" };
+        let volume = format!("pool={},name=data,interface={interface}{raw}", self.pool.name());
+        let builder = Guest::builder()
+            .kernel(kernel)
+            .cpus(interface.cpus(format))
+            .memory("size=256M")
+            .pressure("off")
+            .cmdline("foreshore.agent=off")
+            .pm_volume(&volume);
+        if flushes_lie { builder.with_flushes_that_lie() } else { builder }
+    }
+
+    /// Kills the VMM and sees what its guest's kernel has said. True: what the emulation makes it say.
+    fn end(&self, guest: Guest) -> Result<bool> {
+        let console = guest.console_log()?;
+        guest.kill9()?;
+        let found = complaints(&console);
+        let broken = emulation_broke(&console);
+        ensure!(found.is_empty() || broken, "The guest's kernel complains:\n{}", found.join("\n"));
+        Ok(broken)
+    }
+
+    fn write_and_kill(&mut self, guest: &Guest, seed: u64, delay: Duration) -> Result<Seen> {
+        let writer = self.start_writer(guest, seed)?;
+        let (said, heard) = mpsc::channel();
+        let mut seen = Seen::default();
+        thread::scope(|scope| {
+            let reader = scope.spawn(move || read_lines(writer, &said));
+            let watched = self.watch(guest, &heard, delay, &mut seen);
+            guest.kill_now()?;
+            let read = reader.join().map_err(|_| anyhow!("The reader of the writer's lines has panicked"))?;
+            read.and(watched)
+        })?;
+        self.hear(&heard, &mut seen)?;
+        Ok(seen)
+    }
+
+    fn start_writer(&self, guest: &Guest, seed: u64) -> Result<Script> {
+        guest.wait_for_shell(IO_LIMIT)?;
+        let device = self.setup.interface.device(self.setup.format);
+        let Area { first, per_thread, threads } = AREA;
+        // The driver may come a moment later than the shell.
+        guest.start_script(
+            IO_LIMIT,
+            &format!(
+                "until [ -b {device} ]; do sleep 0.02; done; \
+                 exec guest-tool write-stamped {device} {first} {per_thread} {threads} {} {seed}",
+                self.setup.longest
+            ),
+        )
+    }
+
+    /// Boots a guest that writes until something else ends it, and says why it has ended. Hears each line, and whether all
+    /// threads have flushed by then.
+    pub fn write_until_it_ends(&mut self, hear: impl FnMut(&Line, bool)) -> Error {
+        self.write_on(hear).err().unwrap_or_else(|| anyhow!("The writer has ended"))
+    }
+
+    fn write_on(&mut self, mut hear: impl FnMut(&Line, bool)) -> Result<()> {
+        let seed = self.random.next_u64();
+        let guest = self.builder().boot()?;
+        let mut writer = self.start_writer(&guest, seed)?;
+        let mut silent = Silent::all();
+        while let Some(text) = writer.next_line() {
+            let line = text.parse()?;
+            if let Line::Found { thread, versions } = &line {
+                self.compare_found(*thread, versions)?;
+            }
+            silent.hear(&line);
+            hear(&line, silent.none());
+        }
+        let output = writer.finish()?;
+        bail!("The writer ended with {}:\n{}", output.code, output.stderr)
+    }
+
+    /// Until the guest is to be killed: soon after the last look, or at once where a look finds something wrong, so that
+    /// it is there to be seen.
+    fn watch(
+        &mut self,
+        guest: &Guest,
+        heard: &Receiver<Line>,
+        delay: Duration,
+        seen: &mut Seen,
+    ) -> Result<()> {
+        let mut silent = Silent::all();
+        while !silent.none() {
+            // The channel closes without a word if the writer ends first, and its reader says why.
+            let Ok(line) = heard.recv_timeout(IO_LIMIT) else { return Ok(()) };
+            silent.hear(&line);
+            self.take(&line, seen)?;
+        }
+        for _ in 0..self.setup.looks {
+            thread::sleep(Duration::from_micros(self.random.next_u64() % MOST_MICROS_TO_A_LOOK));
+            guest.stop()?;
+            self.hear(heard, seen)?;
+            if !self.look(seen)? {
+                return Ok(());
+            }
+            guest.go_on()?;
+        }
+        thread::sleep(delay);
+        Ok(())
+    }
+
+    /// What a kill would leave now, of a VMM that is stopped. False if something is wrong.
+    fn look(&self, seen: &mut Seen) -> Result<bool> {
+        let pool = pmem_volume::Pool::open(self.pool.path(), OpenMode::Peek)?;
+        let volume = pool.open_volume("data")?;
+        let report = volume.check_btt()?;
+        if !report.as_ref().is_none_or(btt::Report::is_clean) {
+            return Ok(false);
+        }
+        let judgement = self.judge_volume(&volume)?;
+        seen.looks += 1;
+        seen.newer += judgement.newer;
+        seen.redo +=
+            report.iter().flat_map(|report| &report.arenas).map(|arena| u64::from(arena.redo)).sum::<u64>();
+        Ok(judgement.faults.is_empty())
+    }
+
+    /// Takes in all that the writer has said by now.
+    fn hear(&mut self, heard: &Receiver<Line>, seen: &mut Seen) -> Result<()> {
+        heard.try_iter().try_for_each(|line| self.take(&line, seen))
+    }
+
+    fn take(&mut self, line: &Line, seen: &mut Seen) -> Result<()> {
+        match line {
+            Line::Found { thread, versions } => self.compare_found(*thread, versions),
+            Line::Flushed(stretch) => {
+                seen.flushes += 1;
+                self.oracle.acknowledge(*stretch)
+            }
+        }
+    }
+
+    /// The guest's driver and our own reader must have read the same from what the last kill has left.
+    fn compare_found(&self, thread: usize, versions: &[u64]) -> Result<()> {
+        let Some(last) = &self.last else { return Ok(()) };
+        let per_thread = AREA.per_thread as usize;
+        let ours =
+            last.versions.chunks(per_thread).nth(thread).context("A thread that nobody has started")?;
+        let theirs: Vec<Option<u64>> = versions.iter().copied().map(Some).collect();
+        ensure!(
+            ours == theirs,
+            "The guest's driver finds other sectors than our reader:\nours:   {ours:?}\ntheirs: {theirs:?}"
+        );
+        Ok(())
+    }
+
+    /// Looks at what the last life has left. The volume is not changed.
+    pub fn judge(&mut self) -> Result<Judgement> {
+        let judgement = self.judge_at(self.pool.path())?;
+        self.last = Some(judgement.clone());
+        Ok(judgement)
+    }
+
+    /// The same of a copy of the pool.
+    pub fn judge_at(&self, path: &Path) -> Result<Judgement> {
+        let pool = pmem_volume::Pool::open(path, OpenMode::ReadOnly)?;
+        self.judge_volume(&pool.open_volume("data")?)
+    }
+
+    fn judge_volume(&self, volume: &Volume) -> Result<Judgement> {
+        match self.setup.format {
+            Format::Raw => {
+                self.oracle.judge(|sector, bytes| Ok(volume.read_at(sector * SECTOR_BYTES as u64, bytes)?))
+            }
+            Format::Btt => self.judge_btt(volume),
+        }
+    }
+
+    fn judge_btt(&self, volume: &Volume) -> Result<Judgement> {
+        let reader = Reader::open(volume)?.map_err(|finding| anyhow!("The BTT cannot be read: {finding}"))?;
+        self.oracle.judge(|sector, bytes| match reader.read(sector, bytes)? {
+            Sector::Data | Sector::Zeros => Ok(()),
+            Sector::Error => bail!("Its map entry says that the media is bad"),
+        })
+    }
+
+    /// Fails if `pmvol check` finds something. Returns how many writes the crash has caught between the log and the
+    /// map, which the next driver finishes.
+    pub fn check(&self) -> Result<u64> {
+        check(&self.pool)
+    }
+}
+
+/// `pmvol check`, and what the logs of the BTTs in it have still to write.
+pub fn check(pool: &Pool) -> Result<u64> {
+    let report: Value = serde_json::from_str(&pmvol(&["check", &pool.name(), "--json"])?)?;
+    let volumes = report["volumes"].as_array().context("pmvol check --json says nothing of volumes")?;
+    let arenas = volumes.iter().filter_map(|volume| volume["btt"]["arenas"].as_array()).flatten();
+    arenas.map(|arena| arena["redo"].as_u64().context("An arena without redo")).sum()
+}
+
+/// Threads that have not flushed yet.
+struct Silent(Vec<bool>);
+
+impl Silent {
+    fn all() -> Self {
+        Self(vec![true; AREA.threads as usize])
+    }
+
+    fn hear(&mut self, line: &Line) {
+        if let Line::Flushed(stretch) = line
+            && let Some(index) = AREA.index(stretch.first)
+        {
+            self.0[AREA.thread(index)] = false;
+        }
+    }
+
+    fn none(&self) -> bool {
+        !self.0.contains(&true)
+    }
+}
+
+/// Passes on what the writer says until the connection ends.
+fn read_lines(mut writer: Script, said: &Sender<Line>) -> Result<()> {
+    while let Some(text) = writer.next_line() {
+        // Who listens has gone when the guest is to be killed.
+        let _ = said.send(text.parse()?);
+    }
+    // The kill ends it. A writer that ends by itself has a reason, and an exit code.
+    match writer.finish() {
+        Err(_killed) => Ok(()),
+        Ok(output) => bail!("The writer ended with {}:\n{}", output.code, output.stderr),
+    }
+}
