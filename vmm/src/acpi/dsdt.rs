@@ -13,7 +13,7 @@ use super::pm::S5_SLEEP_TYPE;
 use super::{AcpiInput, nfit, table};
 use crate::memory::layout::{
     ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START, MMIO32_LEN, MMIO32_START,
-    SERIAL_GSI, SERIAL_PORT,
+    NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START, SERIAL_GSI, SERIAL_PORT,
 };
 
 /// Revision 2: integers of 64 bits (ACPI 6.5, 20.3.5).
@@ -153,6 +153,7 @@ fn motherboard(sink: &mut Vec<u8>) {
                 &ResourceTemplate::new(vec![
                     &addresses(ECAM_START, ECAM_LEN),
                     &addresses(GED_START, GED_LEN),
+                    &addresses(NVDIMM_HEALTH_START, NVDIMM_HEALTH_LEN),
                     &IO::new(ACPI_PM_PORT, ACPI_PM_PORT, 1, pm_ports),
                 ]),
             ),
@@ -297,7 +298,8 @@ mod tests {
                 (word(4), word(4) + word(8))
             })
             .collect();
-        assert_eq!(ranges, [(ECAM_START, ECAM_START + ECAM_LEN), (GED_START, GED_START + GED_LEN)]);
+        let ours = [(ECAM_START, ECAM_LEN), (GED_START, GED_LEN), (NVDIMM_HEALTH_START, NVDIMM_HEALTH_LEN)];
+        assert_eq!(ranges, ours.map(|(start, len)| (start, start + len)));
         let hint = crate::acpi::Nvdimm::flush_hint_address(0);
         assert!(ranges.iter().all(|&(start, end)| hint + 0x1000 <= start || end <= hint));
         assert!(contains(&dsdt, b"ACPI0012"));

@@ -1,19 +1,30 @@
 //! NVDIMMs: the NVDIMM Firmware Interface Table and their devices in the DSDT.
 //!
 //! Linux (drivers/acpi/nfit/core.c) takes a DIMM only if its range, its mapping, its control region and a child of
-//! the root device agree; a structure of an unexpected length fails the whole table. There is no `_DSM`: without
-//! it no labels are looked for, the namespace is the whole range, and BTT is found in it.
+//! the root device agree; a structure of an unexpected length fails the whole table.
+//!
+//! Each DIMM has a `_DSM` of the family for virtual NVDIMMs, with one function: its health. Nothing there, and no `_LSI`
+//! or `_LSR`, leads to labels: where there are none to look for, the namespace is the whole range, and BTT is found in
+//! it. Labels that were there and not initialised would make it empty.
 
 use acpi_tables::Aml;
-use acpi_tables::aml::{Device, Name, Uuid};
+use acpi_tables::aml::{
+    Arg, BufferData, CreateDWordField, Device, Equal, Field, FieldAccessType, FieldEntry, FieldLockRule,
+    FieldUpdateRule, If, Local, Method, Name, OpRegion, OpRegionSpace, Return, Store, Uuid,
+};
 use zerocopy::{Immutable, IntoBytes};
 
 use super::dsdt::{Raw, path};
 use super::{AcpiError, bytes_of, table};
-use crate::memory::layout::{FLUSH_HINT_LEN, FLUSH_HINT_START};
+use crate::memory::layout::{
+    FLUSH_HINT_LEN, FLUSH_HINT_START, NVDIMM_HEALTH_REGISTER_LEN, NVDIMM_HEALTH_START,
+};
 
 /// "Byte addressable persistent memory" (ACPI 6.5, 5.2.25.2).
 const PERSISTENT_MEMORY: &str = "66F0D379-B4F3-4074-AC43-0D3318B78CDB";
+/// The command set "_DSM for Virtual NVDIMMs" (UEFI's list of region format interface codes, 0x1901), which Linux calls
+/// NVDIMM_FAMILY_HYPERV.
+const VIRTUAL_NVDIMM: &str = "5746C5F2-A9A2-4264-AD0E-E4DDC9E09E80";
 const REVISION: u8 = 1;
 const PAGE_BYTES: u64 = 4096;
 
@@ -36,6 +47,10 @@ impl Nvdimm {
     /// The flush hint page of NVDIMM `index`: an 8-byte write anywhere in it is a flush.
     pub fn flush_hint_address(index: usize) -> u64 {
         FLUSH_HINT_START + index as u64 * FLUSH_HINT_LEN
+    }
+
+    fn health_address(index: usize) -> u64 {
+        NVDIMM_HEALTH_START + index as u64 * NVDIMM_HEALTH_REGISTER_LEN
     }
 }
 
@@ -137,8 +152,8 @@ fn append(body: &mut Vec<u8>, index: usize, nvdimm: &Nvdimm) {
     const PROXIMITY_DOMAIN_VALID: u16 = 1 << 1;
     const EFI_MEMORY_WB: u64 = 1 << 3;
     const EFI_MEMORY_NV: u64 = 1 << 15;
-    /// "Byte addressable, energy backed" (ACPI 6.5, table 5.150).
-    const INTERFACE_CODE: u16 = 0x301;
+    /// A virtual NVDIMM, which goes with its `_DSM`.
+    const INTERFACE_CODE: u16 = 0x1901;
     /// "Not armed": what is written would not persist, so the guest takes the range for read-only (table 5.146).
     const NOT_ARMED: u16 = 1 << 3;
     let number = number(index);
@@ -216,15 +231,80 @@ pub fn root_device(sink: &mut Vec<u8>, nvdimms: &[Nvdimm]) {
     let mut children = Vec::new();
     for index in 0..nvdimms.len() {
         let handle = u32::from(number(index));
-        Device::new(path(&format!("N{handle:03X}")), vec![&Name::new(path("_ADR"), &handle)])
-            .to_aml_bytes(&mut children);
+        let register_bytes = NVDIMM_HEALTH_REGISTER_LEN as u32;
+        Device::new(
+            path(&format!("N{handle:03X}")),
+            vec![
+                &Name::new(path("_ADR"), &handle),
+                &OpRegion::new(
+                    path("HREG"),
+                    OpRegionSpace::SystemMemory,
+                    &Nvdimm::health_address(index),
+                    &register_bytes,
+                ),
+                &Field::new(
+                    path("HREG"),
+                    FieldAccessType::DWord,
+                    FieldLockRule::NoLock,
+                    FieldUpdateRule::Preserve,
+                    vec![FieldEntry::Named(*b"HLTH", 8 * register_bytes as usize)],
+                ),
+                &health_method(),
+            ],
+        )
+        .to_aml_bytes(&mut children);
     }
     Device::new(path("NVDR"), vec![&Name::new(path("_HID"), &"ACPI0012"), &Raw(children)]).to_aml_bytes(sink);
+}
+
+/// `_DSM` of a DIMM (ACPI 6.5, 9.1.1): function 0 says which functions there are, function 1 is Get Health Information: a
+/// status of 4 bytes, 0 for success, and the health, 4 bytes of the DIMM's register.
+fn health_method() -> Raw {
+    const QUERY: u8 = 0;
+    const GET_HEALTH: u8 = 1;
+    /// Bit n: function n.
+    const FUNCTIONS: u8 = 1 << QUERY | 1 << GET_HEALTH;
+    const HEALTH_OFFSET: u8 = 4;
+    const NOT_SUPPORTED: u8 = 1;
+    let (field, answer) = (path("HINF"), Local(0));
+    let mut aml = Vec::new();
+    Method::new(
+        path("_DSM"),
+        4,
+        // It makes a name, which two threads must not do at once.
+        true,
+        vec![
+            &If::new(
+                &Equal::new(&Arg(0), &Uuid::new(VIRTUAL_NVDIMM)),
+                vec![
+                    &If::new(
+                        &Equal::new(&Arg(2), &QUERY),
+                        vec![&Return::new(&BufferData::new(vec![FUNCTIONS]))],
+                    ),
+                    &If::new(
+                        &Equal::new(&Arg(2), &GET_HEALTH),
+                        vec![
+                            &Store::new(&answer, &BufferData::new(vec![0; 8])),
+                            &CreateDWordField::new(&field, &answer, &HEALTH_OFFSET),
+                            &Store::new(&field, &path("HLTH")),
+                            &Return::new(&answer),
+                        ],
+                    ),
+                    &Return::new(&BufferData::new(vec![NOT_SUPPORTED, 0, 0, 0])),
+                ],
+            ),
+            // Another command set: it has no functions, not even the query.
+            &Return::new(&BufferData::new(vec![0])),
+        ],
+    )
+    .to_aml_bytes(&mut aml);
+    Raw(aml)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::layout::{GED_START, MAX_NVDIMMS};
 
     fn u64_at(bytes: &[u8], offset: usize) -> u64 {
         u64::from_le_bytes(*bytes[offset..].first_chunk().unwrap())
@@ -276,10 +356,51 @@ mod tests {
         // Table 5.149: index 4, serial number 24, interface 28, windows 30.
         assert_eq!(
             (u16_at(control, 4), control[24], u16_at(control, 28), u16_at(control, 30)),
-            (2, 2, 0x301, 0)
+            (2, 2, 0x1901, 0)
         );
         // Table 5.152: handle 4, count 8, addresses from 16.
         assert_eq!((hint[4], u16_at(hint, 8), u64_at(hint, 16)), (2, 1, FLUSH_HINT_START + FLUSH_HINT_LEN));
+    }
+
+    #[test]
+    fn every_nvdimm_has_a_range_a_handle_a_hint_and_a_register_of_its_own() {
+        let nvdimms: Vec<_> = (0..MAX_NVDIMMS as u64)
+            .map(|index| Nvdimm { start: (16 + index) << 30, ..nvdimm(true) })
+            .collect();
+        let nfit = nfit(&nvdimms).unwrap();
+        let of = |kind, at: usize| {
+            let structures = structures(&nfit);
+            let found = structures.iter().filter(move |(found, _)| *found == kind);
+            found.map(|(_, structure)| u64_at(&[structure, &[0; 8][..]].concat(), at)).collect::<Vec<_>>()
+        };
+        // In the order of the flags: Linux numbers regions, and with them /dev/pmem0s, in the order of the ranges.
+        assert!(of(0, 32).iter().copied().eq(nvdimms.iter().map(|nvdimm| nvdimm.start)));
+        let handles = of(1, 4).into_iter().map(|word| word as u32);
+        assert!(handles.eq(1..=MAX_NVDIMMS as u32));
+        let hints = of(6, 16);
+        assert!(hints.iter().all(|hint| (FLUSH_HINT_START..GED_START).contains(hint)));
+        assert!(hints.windows(2).all(|pair| pair[0] + FLUSH_HINT_LEN == pair[1]));
+        let mut aml = Vec::new();
+        root_device(&mut aml, &nvdimms);
+        for index in 0..nvdimms.len() {
+            let register = u32::try_from(Nvdimm::health_address(index)).unwrap().to_le_bytes();
+            assert_eq!(aml.windows(4).filter(|window| **window == register).count(), 1);
+        }
+        assert_eq!(aml.windows(4).filter(|window| *window == b"_DSM").count(), MAX_NVDIMMS);
+    }
+
+    #[test]
+    fn nothing_leads_to_labels() {
+        let mut aml = Vec::new();
+        root_device(&mut aml, &[nvdimm(true)]);
+        for method in [b"_LSI", b"_LSR", b"_LSW", b"_FIT"] {
+            assert!(!aml.windows(4).any(|window| window == method));
+        }
+        // Linux takes label commands from Intel's family alone.
+        let intel = bytes_of(&Uuid::new("4309AC30-0D11-11E4-9191-0800200C9A66"));
+        let ours = bytes_of(&Uuid::new(VIRTUAL_NVDIMM));
+        let has = |uuid: &[u8]| aml.windows(16).any(|window| window == &uuid[uuid.len() - 16..]);
+        assert!(has(&ours) && !has(&intel));
     }
 
     #[test]

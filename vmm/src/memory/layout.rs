@@ -7,6 +7,8 @@
 //! | 0xc000_0000 to 0xe000_0000 | 32-bit BARs |
 //! | 0xe800_0000, 1 MiB per bus | ECAM, one bus |
 //! | 0xe900_0000, 4 KiB each | NVDIMM flush hint pages: no memory, no BAR, no other resource may lie there |
+//! | 0xe910_0000, 4 KiB | generic event device |
+//! | 0xe910_1000, 4 KiB | NVDIMM health registers |
 //! | 0xfec0_0000, 0xfee0_0000 | I/O APIC, local APIC |
 //! | 4 GiB and up | boot memory, high part; then hotplug parts, volumes, each aligned to 1 GiB |
 
@@ -37,6 +39,9 @@ pub const ECAM_LEN: u64 = MIB;
 pub const FLUSH_HINT_START: u64 = 0xe900_0000;
 /// A flush hint page's size in bytes.
 pub const FLUSH_HINT_LEN: u64 = 0x1000;
+/// The most NVDIMMs that a guest may have. There is room for more: of flush hint pages, health registers and tables.
+pub const MAX_NVDIMMS: usize = 64;
+const _: () = assert!(FLUSH_HINT_START + MAX_NVDIMMS as u64 * FLUSH_HINT_LEN <= GED_START);
 /// I/O APIC registers.
 pub const IOAPIC_START: u32 = 0xfec0_0000;
 /// Local APIC registers.
@@ -71,6 +76,14 @@ pub const GED_START: u64 = 0xe910_0000;
 pub const GED_LEN: u64 = 0x1000;
 /// Its interrupt.
 pub const GED_GSI: u32 = 5;
+/// The NVDIMMs' health registers, 4 bytes each, that of DIMM n at 4 n.
+pub const NVDIMM_HEALTH_START: u64 = 0xe910_1000;
+/// Their page's length in bytes.
+pub const NVDIMM_HEALTH_LEN: u64 = 0x1000;
+/// The length of one.
+pub const NVDIMM_HEALTH_REGISTER_LEN: u64 = 4;
+const _: () = assert!(NVDIMM_HEALTH_START >= GED_START + GED_LEN);
+const _: () = assert!(MAX_NVDIMMS as u64 * NVDIMM_HEALTH_REGISTER_LEN <= NVDIMM_HEALTH_LEN);
 /// The first interrupt that may be given to PCI INTx or MSI routes: 0 to 23 are the I/O APIC's pins.
 pub const FIRST_MSI_GSI: u32 = 24;
 

@@ -4,6 +4,8 @@
 //! is an exit of the vCPU: the backing is durable before the guest's next instruction. Where a fence is
 //! enough, because the backing is volatile or mapped with MAP_SYNC, no hint is declared and there is no exit at all.
 
+pub mod health;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;

@@ -13,15 +13,16 @@ use super::zones;
 use crate::acpi::Nvdimm;
 use crate::config::{PmVolumeConfig, VmConfig, VolumeFormat};
 use crate::memory::backing::Access;
-use crate::memory::layout::FLUSH_HINT_LEN;
+use crate::memory::layout::{FLUSH_HINT_LEN, NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};
 use crate::memory::{MappedRange, Memory};
 use crate::metrics::{VolumeCounters, VolumeMetrics};
 use crate::nvdimm::FlushHint;
-use crate::pool::{PoolVolume, VolumeRequest};
+use crate::nvdimm::health::{self, Health, HealthRegisters};
+use crate::pool::{PmPool, PoolVolume, VolumeRequest};
 use crate::virtio::pmem::device::Pmem;
 use crate::volume::guest_btt::GuestBtt;
-use crate::volume::interface::{Chosen, InterfaceError, Payload, check_pool, choose};
-use crate::volume::{Persist, ReadOnly, Watched};
+use crate::volume::interface::{Chosen, InterfaceError, Payload, check_count, check_pool, choose};
+use crate::volume::{FirstFailure, Persist, ReadOnly, Watched};
 
 /// What attaching volumes leaves behind.
 #[derive(Default)]
@@ -60,6 +61,7 @@ pub(super) fn attach(
         Ok::<_, InterfaceError>(chosen)
     };
     let chosen: Vec<_> = config.pm_volumes.iter().map(choose).collect::<Result<_, _>>()?;
+    check_count(&chosen)?;
     let translated = config
         .pm_volumes
         .iter()
@@ -68,10 +70,12 @@ pub(super) fn attach(
         .map(|(volume, chosen)| (volume.name.clone(), *chosen));
     let guest_btt = Arc::new(GuestBtt::new(translated.collect(), config.cpus.max_vcpus));
     let mut attached = Attached { guest_btt: Arc::clone(&guest_btt), ..Attached::default() };
+    let mut healths = Vec::new();
     for ((volume, opened), chosen) in config.pm_volumes.iter().zip(open(config, resources)?).zip(chosen) {
         let mapped = map(volume, opened, resources, memory)?;
         let counters = match chosen {
             Chosen::Nvdimm => {
+                healths.push(health(resources.pool(&volume.pool), mapped.watched.failure()));
                 attach_nvdimm(&mapped, zones::volume_node(config), fabric, events, &mut attached.nvdimms)?
             }
             Chosen::VirtioPmem => attach_virtio_pmem(&mapped, fabric, memory)?,
@@ -86,7 +90,20 @@ pub(super) fn attach(
         let (pool, failure) = (resources.pool(&volume.pool), mapped.watched.failure());
         attached.volumes.push(AttachedVolume::new(volume, chosen, pool, mapped.volume, failure));
     }
+    if !healths.is_empty() {
+        let registers = Arc::new(HealthRegisters::new(healths));
+        fabric.mmio.insert(NVDIMM_HEALTH_START, NVDIMM_HEALTH_LEN, registers)?;
+    }
     Ok(attached)
+}
+
+/// What the guest is told of an NVDIMM's health.
+fn health(pool: &Arc<dyn PmPool>, failure: FirstFailure) -> health::Source {
+    let pool = Arc::clone(pool);
+    Box::new(move || match failure.reason().is_some() || pool.info().failed {
+        true => Health::NotDurable,
+        false => Health::Ok,
+    })
 }
 
 /// Opens every volume of `config`, in its order.

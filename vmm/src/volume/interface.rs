@@ -11,6 +11,7 @@ use pmem_volume::Durability;
 use thiserror::Error;
 
 use crate::config::{PmVolumeConfig, VolumeFormat, VolumeInterface};
+use crate::memory::layout::MAX_NVDIMMS;
 
 /// An interface that was chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,6 +73,15 @@ pub enum InterfaceError {
         /// The volume.
         name: String,
     },
+    /// More than there are flush hint pages and health registers for.
+    #[error(
+        "--pm-volume: {count} volumes would be NVDIMMs, and a guest may have at most {MAX_NVDIMMS}; name another \
+         interface for the rest"
+    )]
+    TooManyNvdimms {
+        /// How many there would be.
+        count: usize,
+    },
     /// Programs in the guest would take a fence for a flush, and a power loss their data.
     #[error(
         "--pm-volume name={name}: interface=nvdimm with format=raw is unsafe on a {} pool: a guest allows MAP_SYNC \
@@ -118,6 +128,12 @@ fn choose_for_raw(wish: VolumeInterface) -> Chosen {
         VolumeInterface::Auto | VolumeInterface::VirtioPmem => Chosen::VirtioPmem,
         VolumeInterface::Nvdimm => Chosen::Nvdimm,
     }
+}
+
+/// Refuses more NVDIMMs than a guest may have.
+pub fn check_count(chosen: &[Chosen]) -> Result<(), InterfaceError> {
+    let count = chosen.iter().filter(|chosen| **chosen == Chosen::Nvdimm).count();
+    if count > MAX_NVDIMMS { Err(InterfaceError::TooManyNvdimms { count }) } else { Ok(()) }
 }
 
 /// Refuses what was chosen where the pool is not made for it, which is known when the pool is open.
@@ -181,6 +197,16 @@ mod tests {
         ] {
             assert_eq!(checked(options, durability), Ok(()), "{options} on {durability:?}");
         }
+    }
+
+    #[test]
+    fn so_many_nvdimms_and_any_number_of_others() {
+        let mut chosen = vec![Chosen::Nvdimm; MAX_NVDIMMS];
+        chosen.extend([Chosen::VirtioPmem; 3]);
+        assert_eq!(check_count(&chosen), Ok(()));
+        chosen.push(Chosen::Nvdimm);
+        let text = check_count(&chosen).unwrap_err().to_string();
+        assert!(text.contains("65 volumes") && text.contains("at most 64"), "{text}");
     }
 
     #[test]

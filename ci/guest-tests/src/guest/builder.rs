@@ -49,7 +49,9 @@ impl FromStr for Kernel {
 pub enum Image {
     /// busybox, drivers, e2fsprogs, agent, guest-shell, guest-tool.
     Basic,
-    /// The same and Debian's Redis; for the 6.12 kernel alone.
+    /// The same and Debian's ndctl.
+    Ndctl,
+    /// The same as basic and Debian's Redis; for the 6.12 kernel alone.
     Redis,
 }
 
@@ -70,6 +72,7 @@ impl Image {
     pub fn path(self, kernel: Kernel) -> PathBuf {
         let flavour = match self {
             Self::Basic => "basic",
+            Self::Ndctl => "ndctl",
             Self::Redis => "redis",
         };
         guests_dir().join(format!("{flavour}-{kernel}.img"))

@@ -10,6 +10,7 @@ mod disk;
 mod harness;
 mod hostile;
 mod memory;
+mod nvdimms;
 mod pmem;
 mod pool_places;
 mod pressure;
@@ -30,6 +31,7 @@ fn main() {
         boot::TESTS,
         badinput::TESTS,
         memory::TESTS,
+        nvdimms::TESTS,
         pressure::TESTS,
         disk::TESTS,
         volume::TESTS,

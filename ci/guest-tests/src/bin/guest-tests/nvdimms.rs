@@ -1,0 +1,169 @@
+//! Several NVDIMMs in one VM, as the guest's own tools see them.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, bail, ensure};
+use guest_tests::disk::{LoopDevice, Room};
+use guest_tests::pool::pmvol;
+use guest_tests::{Guest, GuestBuilder, Image, Kernel, Pool};
+use serde_json::Value;
+
+use crate::volume::IO_LIMIT;
+
+guest_tests::tests![
+    several_nvdimms_are_found_in_their_order_on_6_12: 300,
+    several_nvdimms_are_found_in_their_order_on_6_1: 300,
+    a_pool_that_has_failed_is_an_nvdimm_in_critical_health: 300,
+    more_nvdimms_than_there_may_be_are_refused,
+];
+
+/// Sizes tell them apart.
+const SIZES_MIB: [u64; 4] = [24, 20, 32, 28];
+const MIB: u64 = 1 << 20;
+
+fn guest_with_nvdimms(pool: &Pool) -> GuestBuilder {
+    let builder = Guest::builder().memory("size=384M").pressure("off").image(Image::Ndctl).cpus(2);
+    (0..SIZES_MIB.len()).fold(builder, |builder, number| {
+        builder.pm_volume(&format!("pool={},name=volume{number},interface=nvdimm", pool.name()))
+    })
+}
+
+/// What `ndctl list` says: a list of buses, DIMMs, regions or namespaces.
+fn ndctl(guest: &Guest, flags: &str) -> Result<Vec<Value>> {
+    let text = guest.run_within(IO_LIMIT, &format!("ndctl list {flags}"))?;
+    match serde_json::from_str(&text).with_context(|| format!("ndctl list {flags} says {text:?}"))? {
+        Value::Array(list) => Ok(list),
+        one @ Value::Object(_) => Ok(vec![one]),
+        other => bail!("ndctl list {flags} says {other}"),
+    }
+}
+
+fn wait_for_disks(guest: &Guest, count: usize) -> Result<()> {
+    let tests: Vec<_> = (0..count).map(|number| format!("test -b /dev/pmem{number}s")).collect();
+    guest.wait_until_run("all disks are there", IO_LIMIT, &tests.join(" && "))
+}
+
+/// By the name that ndctl gives each.
+fn by_name(list: &[Value]) -> BTreeMap<String, &Value> {
+    list.iter().filter_map(|value| Some((value["dev"].as_str()?.to_owned(), value))).collect()
+}
+
+fn found_in_order(kernel: Kernel) -> Result<()> {
+    let pool = Pool::create("256M")?;
+    for (number, size_mib) in SIZES_MIB.into_iter().enumerate() {
+        pool.create_volume(&format!("volume{number}"), &format!("{size_mib}M"))?;
+    }
+    let guest = guest_with_nvdimms(&pool).kernel(kernel).boot()?;
+    wait_for_disks(&guest, SIZES_MIB.len())?;
+
+    // 1. Each a region of its own, in the order of the flags, and on a DIMM of its own.
+    let regions = ndctl(&guest, "-R")?;
+    let regions = by_name(&regions);
+    ensure!(regions.len() == SIZES_MIB.len(), "{regions:?}");
+    for (number, size_mib) in SIZES_MIB.into_iter().enumerate() {
+        let region = regions.get(&format!("region{number}")).with_context(|| format!("{regions:?}"))?;
+        ensure!(region["size"] == size_mib * MIB && region["type"] == "pmem", "Region {number}: {region}");
+        ensure!(region["available_size"] == 0, "Something is left of region {number}: {region}");
+    }
+
+    // 2. Every namespace is all of its region, with the pool's BTT.
+    let namespaces = ndctl(&guest, "-N")?;
+    for (number, namespace) in (0..).zip(&by_name(&namespaces)) {
+        let (name, namespace) = namespace;
+        ensure!(*name == format!("namespace{number}.0") && namespace["mode"] == "sector", "{namespace}");
+        ensure!(namespace["blockdev"] == format!("pmem{number}s"), "{namespace}");
+    }
+    ensure!(namespaces.len() == SIZES_MIB.len(), "{namespaces:?}");
+
+    // 3. DIMMs have a health, a handle each, and no labels.
+    let dimms = ndctl(&guest, "-DH")?;
+    ensure!(dimms.len() == SIZES_MIB.len(), "{dimms:?}");
+    let mut handles: Vec<_> = dimms.iter().filter_map(|dimm| dimm["handle"].as_u64()).collect();
+    handles.sort_unstable();
+    ensure!(handles == [1, 2, 3, 4], "{dimms:?}");
+    for dimm in &dimms {
+        ensure!(dimm["health"]["health_state"] == "ok", "{dimm}");
+    }
+    let labels = guest.try_run(IO_LIMIT, "ndctl read-labels nmem0 2>&1 | grep -c NAMESPACE_INDEX")?;
+    ensure!(labels.stdout.trim() == "0", "There are labels: {labels:?}");
+
+    // 4. They can be told apart, and hold what is written to them.
+    for number in 0..SIZES_MIB.len() {
+        guest.run_within(
+            IO_LIMIT,
+            &format!("guest-tool write-blocks /dev/pmem{number}s direct 0 50 {number} 1"),
+        )?;
+    }
+    for number in 0..SIZES_MIB.len() {
+        guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks /dev/pmem{number}s 0 50 {number} 1"))?;
+    }
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
+
+fn several_nvdimms_are_found_in_their_order_on_6_12() -> Result<()> {
+    found_in_order(Kernel::V6_12)
+}
+
+fn several_nvdimms_are_found_in_their_order_on_6_1() -> Result<()> {
+    found_in_order(Kernel::V6_1)
+}
+
+/// A failed flush of an NVDIMM would pause the VM. One of a virtio-pmem device on the same pool does not, and the NVDIMM
+/// beside it tells what it has come to.
+fn a_pool_that_has_failed_is_an_nvdimm_in_critical_health() -> Result<()> {
+    let room = Room::create(160)?;
+    let device = LoopDevice::create_in(room.dir(), 128)?;
+    let pool = Pool::by_path(device.path());
+    pmvol(&["create", &pool.name()])?;
+    pool.create_volume("dimm", "24M")?;
+    pool.create_volume("pmem", "24M")?;
+    device.dig_holes()?;
+    let guest = Guest::builder()
+        .memory("size=384M")
+        .pressure("off")
+        .image(Image::Ndctl)
+        .pm_volume(&format!("pool={},name=dimm,interface=nvdimm", pool.name()))
+        .pm_volume(&format!("pool={},name=pmem,interface=virtio-pmem", pool.name()))
+        .boot()?;
+    wait_for_disks(&guest, 2)?;
+    let health = || -> Result<Value> {
+        let dimms = ndctl(&guest, "-DH")?;
+        let [dimm] = dimms.as_slice() else { bail!("Not one DIMM: {dimms:?}") };
+        Ok(dimm["health"]["health_state"].clone())
+    };
+    ensure!(health()? == "ok", "{}", health()?);
+    room.fill_up()?;
+    // The NVDIMM's region is the one of the NFIT; the other disk fails.
+    let find = "for region in /sys/bus/nd/devices/region*; do \
+        case $(readlink -f $region) in *virtio*) echo /dev/pmem${region##*region}s ;; esac; done";
+    let disk = guest.run(find)?;
+    let write = format!("guest-tool write-blocks {} direct 0 2000 1 1", disk.trim());
+    let output = guest.try_run(IO_LIMIT, &write)?;
+    ensure!(output.code != 0, "A write that cannot be made durable succeeded");
+    ensure!(health()? == "critical", "{}", health()?);
+    let states = guest.api("GET", "vm.volumes", None)?;
+    for number in 0..2 {
+        ensure!(states["volumes"][number]["status"]["state"] == "failed", "{states}");
+    }
+    ensure!(guest.api("GET", "vm.info", None)?["state"] == "Running", "The VM does not run on");
+    Ok(())
+}
+
+fn more_nvdimms_than_there_may_be_are_refused() -> Result<()> {
+    let pool = Pool::create("256M")?;
+    let builder = Guest::builder().memory("size=384M").pressure("off");
+    let builder = (0..65).fold(builder, |builder, number| {
+        builder.pm_volume(&format!(
+            "pool={},name=volume{number},interface=nvdimm,size=18M,create=on",
+            pool.name()
+        ))
+    });
+    let refusal = builder.expect_refusal()?;
+    for words in ["65 volumes", "at most 64"] {
+        ensure!(refusal.message.contains(words), "Nothing of {words:?} in: {}", refusal.message);
+    }
+    ensure!(pool.info()?["volumes"] == 0, "A VM that was refused has made volumes");
+    Ok(())
+}

@@ -1,0 +1,96 @@
+//! The health of NVDIMMs: a page of registers, one for each, that the `_DSM` of its device reads (acpi/nfit.rs).
+
+use std::fmt;
+
+use crate::bus::BusDevice;
+use crate::memory::layout::NVDIMM_HEALTH_REGISTER_LEN;
+
+/// Whether the guest can rely on an NVDIMM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Health {
+    /// What it flushes is durable.
+    Ok,
+    /// It is not: a flush, or another write to the pool, has failed.
+    NotDurable,
+}
+
+impl Health {
+    /// Get Health Information's bits ("_DSM for Virtual NVDIMMs", function 1). ndctl calls either of the first two "critical".
+    fn register(self) -> u32 {
+        match self {
+            Self::Ok => 0,
+            Self::NotDurable => 1 << 0,
+        }
+    }
+}
+
+/// Tells the health of one NVDIMM, now.
+pub type Source = Box<dyn Fn() -> Health + Send + Sync>;
+
+/// The registers, in the order of the NVDIMMs.
+pub struct HealthRegisters(Vec<Source>);
+
+impl HealthRegisters {
+    /// Registers that ask `sources` when they are read.
+    pub fn new(sources: Vec<Source>) -> Self {
+        Self(sources)
+    }
+}
+
+impl fmt::Debug for HealthRegisters {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("HealthRegisters").field(&self.0.len()).finish()
+    }
+}
+
+impl BusDevice for HealthRegisters {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        let index = usize::try_from(offset / NVDIMM_HEALTH_REGISTER_LEN).unwrap_or(usize::MAX);
+        let is_register = offset.is_multiple_of(NVDIMM_HEALTH_REGISTER_LEN);
+        match (<&mut [u8; 4]>::try_from(&mut *data), self.0.get(index)) {
+            (Ok(register), Some(source)) if is_register => *register = source().register().to_le_bytes(),
+            // No whole register: nobody reads that.
+            _ => data.fill(0),
+        }
+    }
+
+    fn write(&self, _offset: u64, _data: &[u8]) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn each_register_is_asked_of_its_own_nvdimm_when_it_is_read() {
+        let failed: Arc<[AtomicBool; 2]> = Arc::default();
+        let source = |index: usize| -> Source {
+            let failed = Arc::clone(&failed);
+            Box::new(move || match failed[index].load(Ordering::Relaxed) {
+                true => Health::NotDurable,
+                false => Health::Ok,
+            })
+        };
+        let registers = HealthRegisters::new(vec![source(0), source(1)]);
+        let read = |offset| {
+            let mut data = [0xff; 4];
+            registers.read(offset, &mut data);
+            u32::from_le_bytes(data)
+        };
+        assert_eq!([read(0), read(4)], [0, 0]);
+        failed[1].store(true, Ordering::Relaxed);
+        assert_eq!([read(0), read(4)], [0, 1]);
+        // Behind the last one, between two, and all that a guest may think of.
+        for offset in [8, 2, 5, 0xffc, u64::MAX] {
+            assert_eq!(read(offset), 0, "{offset:#x}");
+        }
+        let mut long = [0xff; 8];
+        registers.read(4, &mut long);
+        assert_eq!(long, [0; 8]);
+        registers.write(4, &[0; 4]);
+        assert_eq!(read(4), 1);
+    }
+}
