@@ -28,6 +28,7 @@ pub struct QemuBuilder {
     memory_mib: u64,
     hotplug_mib: u64,
     nvdimm: Option<(PathBuf, u64)>,
+    disk: Option<PathBuf>,
     cmdline: String,
 }
 
@@ -48,6 +49,7 @@ impl Default for QemuBuilder {
             memory_mib: 512,
             hotplug_mib: 0,
             nvdimm: None,
+            disk: None,
             cmdline: "console=ttyS0 loglevel=5 memhp_default_state=online_movable".to_owned(),
         }
     }
@@ -75,6 +77,12 @@ impl QemuBuilder {
     /// An NVDIMM on a file.
     pub fn nvdimm(mut self, file: &Path, size_bytes: u64) -> Self {
         self.nvdimm = Some((file.to_owned(), size_bytes));
+        self
+    }
+
+    /// A raw image as a virtio-blk disk.
+    pub fn disk(mut self, file: &Path) -> Self {
+        self.disk = Some(file.to_owned());
         self
     }
 
@@ -132,6 +140,14 @@ impl QemuBuilder {
                 format!("memory-backend-file,id=nv0,share=on,mem-path={},size={bytes}", file.display()),
                 "-device".to_owned(),
                 "nvdimm,memdev=nv0".to_owned(),
+            ]);
+        }
+        if let Some(file) = &self.disk {
+            arguments.extend([
+                "-drive".to_owned(),
+                format!("file={},if=none,id=d0,format=raw,aio=io_uring", file.display()),
+                "-device".to_owned(),
+                "virtio-blk-pci,drive=d0".to_owned(),
             ]);
         }
         arguments.extend(["-append".to_owned(), self.cmdline.clone()]);

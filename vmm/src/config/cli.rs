@@ -106,7 +106,7 @@ struct Flags {
     /// pool=PATH,size=S,guest_numa_node=N,scrub_bandwidth=S: persistent memory that may be plugged as memory; erasing what comes back takes at most so many bytes per second, or 0 for no bound [default: scrub_bandwidth=1G]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     pm_memory: Option<String>,
-    /// pool=PATH,name=NAME,size=S|remaining,format=btt|raw,interface=auto|nvdimm|virtio-pmem,create=on|off,readonly=on|off,force=on|off: volumes of a pool
+    /// pool=PATH,name=NAME,size=S|remaining,format=btt|raw,interface=auto|nvdimm|virtio-pmem|virtio-blk,create=on|off,readonly=on|off,force=on|off: volumes of a pool
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pm_volume: Vec<String>,
     /// path=PATH,readonly=on|off,direct=on|off,num_queues=N,queue_size=N,serial=TEXT,id=ID,image_type=raw,sparse=on|off: raw image files and block devices as virtio-blk disks [default: num_queues=1,queue_size=128,sparse=on]

@@ -28,6 +28,8 @@ pub enum VolumeInterface {
     Nvdimm,
     /// A virtio-pmem device.
     VirtioPmem,
+    /// A virtio-blk disk, whose sectors the VMM translates.
+    VirtioBlk,
 }
 
 /// What a volume's bytes are to the guest.
@@ -99,12 +101,14 @@ impl PmVolumeConfig {
             Some("remaining") => VolumeSize::Remaining,
             Some(_) => VolumeSize::Bytes(options.required("size", options.size("size")?)?),
         };
-        let interface = options.read("interface", "auto, nvdimm or virtio-pmem", |text| match text {
-            "auto" => Some(VolumeInterface::Auto),
-            "nvdimm" => Some(VolumeInterface::Nvdimm),
-            "virtio-pmem" => Some(VolumeInterface::VirtioPmem),
-            _ => None,
-        })?;
+        let interface =
+            options.read("interface", "auto, nvdimm, virtio-pmem or virtio-blk", |text| match text {
+                "auto" => Some(VolumeInterface::Auto),
+                "nvdimm" => Some(VolumeInterface::Nvdimm),
+                "virtio-pmem" => Some(VolumeInterface::VirtioPmem),
+                "virtio-blk" => Some(VolumeInterface::VirtioBlk),
+                _ => None,
+            })?;
         let format = options.read("format", "btt or raw", |text| match text {
             "btt" => Some(VolumeFormat::Btt),
             "raw" => Some(VolumeFormat::Raw),
@@ -193,7 +197,7 @@ mod tests {
         assert_eq!(error("pool=/p,name=a,size=0"), "--pm-volume: size is 0, and must be at least 2 MiB");
         assert!(error("pool=/p,name=a,size=3M").contains("not a multiple of 2 MiB"));
         assert!(error("pool=/p,name=a,size=rest").contains(r#"size="rest" is not a size"#));
-        assert!(error("pool=/p,name=a,interface=scsi").contains("auto, nvdimm or virtio-pmem"));
+        assert!(error("pool=/p,name=a,interface=scsi").contains("auto, nvdimm, virtio-pmem or virtio-blk"));
         assert!(error("pool=/p,name=a/b").starts_with(r#"--pm-volume: the volume name "a/b" has '/' in it"#));
         assert_eq!(error("pool=/p,name="), "--pm-volume: a volume's name may not be empty");
         assert!(error(&format!("pool=/p,name={}", "a".repeat(65))).ends_with("65 bytes; at most 64 fit"));

@@ -104,7 +104,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
         failure: crate::volume::FirstFailure::default(),
         counters,
     };
-    let disk = BlockMetrics::default();
+    let disk = Arc::new(BlockMetrics::default());
     disk.finished(Kind::Discard, true);
     disk.transferred(Kind::Write, 4096);
     metrics.set_machine(MachineSources {
@@ -112,9 +112,10 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
         pools: vec![PoolMetrics::new("/pm/pool".to_owned(), &pool)],
         volumes: vec![
             volume("a", VolumeCounters::VirtioPmem(Arc::new(pmem))),
+            volume("c", VolumeCounters::VirtioBlk(Arc::clone(&disk))),
             volume("b", VolumeCounters::Nvdimm(Arc::new(FlushHintMetrics::default()))),
         ],
-        disks: vec![DiskMetrics { disk: "_disk0".to_owned(), counters: Arc::new(disk) }],
+        disks: vec![DiskMetrics { disk: "_disk0".to_owned(), counters: disk }],
         pmem: vec![PmemFileMetrics {
             name: "_pmem0".to_owned(),
             file: "/img".to_owned(),
@@ -211,6 +212,9 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_disk_operations_total{{{vm},disk="_disk0",operation="discard",result="ok"}} 1"#),
         format!(r#"foreshore_disk_bytes_total{{{vm},disk="_disk0",operation="write"}} 4096"#),
         format!(r#"foreshore_pmem_info{{{vm},pmem="_pmem0",file="/img",durability="discarded"}} 1.0"#),
+        format!(
+            r#"foreshore_volume_bytes_total{{{vm},pool="/pm/pool",volume="c",interface="virtio-blk",operation="write"}} 4096"#
+        ),
         format!(r#"foreshore_pressure_stall_seconds_total{{{vm},kind="some"}} 2.5"#),
         format!(r#"foreshore_pressure_watermark_bytes{{{vm},watermark="high"}} 135168"#),
         format!(

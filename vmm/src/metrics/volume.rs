@@ -1,12 +1,15 @@
-//! Volumes: what the guest does with a mapped volume is not seen by the VMM, except its flushes.
+//! Volumes: what the guest does with a mapped volume is not seen by the VMM, except its flushes. One that is shown as a
+//! disk is seen with all that is done to it.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::disk::{Labelled, expose_bytes, expose_operations};
 use super::expose::{Exposer, Family, Labels, one};
 use super::latency::LatencySample;
 use crate::nvdimm::FlushHintMetrics;
+use crate::virtio::block::{BlockMetrics, Kind};
 use crate::virtio::pmem::metrics::PmemMetrics;
 use crate::volume::FirstFailure;
 use crate::volume::guest_btt::GuestBtt;
@@ -18,6 +21,8 @@ pub enum VolumeCounters {
     VirtioPmem(Arc<PmemMetrics>),
     /// An NVDIMM's flush hint page's.
     Nvdimm(Arc<FlushHintMetrics>),
+    /// A virtio-blk device's.
+    VirtioBlk(Arc<BlockMetrics>),
 }
 
 /// A volume and its counters.
@@ -40,6 +45,7 @@ impl VolumeMetrics {
         let interface = match self.counters {
             VolumeCounters::VirtioPmem(_) => "virtio-pmem",
             VolumeCounters::Nvdimm(_) => "nvdimm",
+            VolumeCounters::VirtioBlk(_) => "virtio-blk",
         };
         vec![
             ("pool", self.pool.clone()),
@@ -53,6 +59,7 @@ impl VolumeMetrics {
         let (done, failed) = match &self.counters {
             VolumeCounters::VirtioPmem(counters) => (get(&counters.flushes), get(&counters.flush_failures)),
             VolumeCounters::Nvdimm(counters) => (get(&counters.flushes), get(&counters.flush_failures)),
+            VolumeCounters::VirtioBlk(counters) => (counters.done(Kind::Flush), counters.failed(Kind::Flush)),
         };
         [("ok", done), ("error", failed)]
     }
@@ -61,12 +68,22 @@ impl VolumeMetrics {
         match &self.counters {
             VolumeCounters::VirtioPmem(counters) => counters.persists.sample(),
             VolumeCounters::Nvdimm(counters) => counters.persists.sample(),
+            VolumeCounters::VirtioBlk(counters) => counters.flushes.sample(),
+        }
+    }
+
+    /// What is counted of a disk.
+    fn blocks(&self) -> Option<Labelled<'_>> {
+        match &self.counters {
+            VolumeCounters::VirtioBlk(counters) => Some((self.labels(), counters)),
+            VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
         }
     }
 
     fn bad_requests(&self) -> Option<u64> {
         match &self.counters {
             VolumeCounters::VirtioPmem(counters) => Some(counters.bad_requests.load(Ordering::Relaxed)),
+            VolumeCounters::VirtioBlk(counters) => Some(counters.bad_requests.load(Ordering::Relaxed)),
             VolumeCounters::Nvdimm(_) => None,
         }
     }
@@ -94,7 +111,10 @@ pub(super) fn expose(out: &mut Exposer<'_>, volumes: &[VolumeMetrics]) -> fmt::R
         persists,
     )?;
     let bad = volumes.iter().filter_map(|volume| Some((volume.labels(), volume.bad_requests()?)));
-    out.counters(Family("volume_bad_requests", "Requests that are no flush.", None), bad)
+    out.counters(Family("volume_bad_requests", "Requests that the device refuses.", None), bad)?;
+    let blocks: Vec<_> = volumes.iter().filter_map(VolumeMetrics::blocks).collect();
+    expose_operations(out, "volume_operations", &blocks)?;
+    expose_bytes(out, "volume", &blocks)
 }
 
 pub(super) fn expose_guest_btt(out: &mut Exposer<'_>, guest_btt: &GuestBtt) -> fmt::Result {

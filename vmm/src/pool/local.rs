@@ -2,15 +2,20 @@
 
 use std::fmt;
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 
+use pmem_volume::btt::{Engine, EngineError};
 use pmem_volume::pool::{Run, Scrubber, VolumeExtent};
 use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume};
 
+use tracing::warn;
+
 use super::{CHUNK_BYTES, Extent, PmPool, PoolError, PoolInfo, PoolVolume, VolumeRequest};
 use crate::config::{VolumeFormat, VolumeSize};
+use crate::volume::sectors::{SectorError, Sectors};
 use crate::volume::{Persist, PersistError};
 
 /// A pool of the crate `pmem-volume`, and the thread that erases what is given back to it.
@@ -141,6 +146,51 @@ impl PoolVolume for Volume {
         let extent =
             |extent: &VolumeExtent| Extent { offset: extent.offset_bytes(), len: extent.len_bytes() };
         Volume::extents(self).iter().map(extent).collect()
+    }
+
+    fn into_sectors(self: Box<Self>) -> Result<Arc<dyn Sectors>, PoolError> {
+        let name = self.info().name.clone();
+        let engine = Engine::open(*self).map_err(|err| PoolError::Failed(Box::new(err)))?;
+        for arena in engine.arenas() {
+            if let Some(reason) = arena.read_only {
+                let (first_sector, sectors) = (arena.first_sector, arena.sectors);
+                warn!(volume = name, first_sector, sectors, reason, "A part of the volume takes no writes");
+            }
+        }
+        Ok(Arc::new(engine))
+    }
+}
+
+impl Sectors for Engine<Volume> {
+    fn sector_bytes(&self) -> u32 {
+        Engine::sector_bytes(self)
+    }
+
+    fn sectors(&self) -> u64 {
+        Engine::sectors(self)
+    }
+
+    fn read(&self, first_sector: u64, into: &mut [u8]) -> Result<(), SectorError> {
+        Engine::read(self, first_sector, into).map_err(sector_error)
+    }
+
+    fn write(&self, first_sector: u64, bytes: &[u8]) -> Result<(), SectorError> {
+        Engine::write(self, first_sector, bytes).map_err(sector_error)
+    }
+
+    fn discard(&self, sectors: Range<u64>) -> Result<(), SectorError> {
+        Engine::discard(self, sectors).map_err(sector_error)
+    }
+
+    fn flush(&self) -> Result<(), SectorError> {
+        Engine::flush(self).map_err(sector_error)
+    }
+}
+
+fn sector_error(err: EngineError) -> SectorError {
+    match err {
+        EngineError::ReadOnly { .. } => SectorError::ReadOnly(err.to_string()),
+        err => SectorError::Failed(Box::new(err)),
     }
 }
 

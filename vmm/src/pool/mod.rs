@@ -8,6 +8,7 @@ use std::fmt::Debug;
 use std::io;
 use std::num::NonZeroU64;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 
 pub use local::LocalPool;
 pub use pmem_volume::Durability;
@@ -15,6 +16,7 @@ use thiserror::Error;
 
 use crate::config::{Size, VolumeFormat, VolumeSize};
 use crate::volume::Persist;
+use crate::volume::sectors::Sectors;
 
 /// Bytes in a chunk, the pool's unit.
 pub const CHUNK_BYTES: u64 = pmem_volume::CHUNK_BYTES;
@@ -142,6 +144,9 @@ pub trait PoolVolume: Persist {
 
     /// Where it lies in the pool's file, in its logical order and without gaps.
     fn extents(&self) -> Vec<Extent>;
+
+    /// Its sectors, for a guest that is not given the media itself. They keep it open.
+    fn into_sectors(self: Box<Self>) -> Result<Arc<dyn Sectors>, PoolError>;
 }
 
 /// What the VMM needs of a pool.

@@ -10,12 +10,22 @@ use crate::volume::FirstFailure;
 use crate::volume::interface::Chosen;
 use crate::volume::kernel_gate::Verdict;
 
+/// What is known of an open volume.
+pub(super) struct Opened {
+    /// Its size as the guest sees it.
+    pub(super) size_bytes: u64,
+    /// In how many pieces it lies in the pool.
+    pub(super) extents: usize,
+    /// Keeps it open; `None`: its device does.
+    pub(super) _volume: Option<Arc<dyn PoolVolume>>,
+}
+
 /// A volume that the guest has. It is open, and so nobody else's, as long as the machine lives.
 pub(super) struct AttachedVolume {
     config: PmVolumeConfig,
     interface: Chosen,
     pool: Arc<dyn PmPool>,
-    volume: Arc<dyn PoolVolume>,
+    opened: Opened,
     failure: FirstFailure,
 }
 
@@ -25,10 +35,10 @@ impl AttachedVolume {
         config: &PmVolumeConfig,
         interface: Chosen,
         pool: &Arc<dyn PmPool>,
-        volume: Arc<dyn PoolVolume>,
+        opened: Opened,
         failure: FirstFailure,
     ) -> Self {
-        Self { config: config.clone(), interface, pool: Arc::clone(pool), volume, failure }
+        Self { config: config.clone(), interface, pool: Arc::clone(pool), opened, failure }
     }
 
     pub(super) fn pool_path(&self) -> &Path {
@@ -44,11 +54,11 @@ impl AttachedVolume {
         VolumeInfo {
             pool: self.pool_path().display().to_string(),
             name: self.name().to_owned(),
-            size_bytes: self.volume.size_bytes(),
+            size_bytes: self.opened.size_bytes,
             interface: self.interface.name().to_owned(),
             readonly: self.config.readonly,
             durability: self.pool.durability().name().to_owned(),
-            extents: self.volume.extents().len(),
+            extents: self.opened.extents,
             guest_btt,
             status: status(self.failure.reason(), self.pool.info().failed),
         }

@@ -163,7 +163,7 @@ pub fn build(
         _loops: [device_loop, memory_loop],
         ged,
         zones,
-        disks,
+        disks: disks.into_iter().chain(volumes.disks).collect(),
         resident: Resident::new(move || resident_bytes(&host_ranges)),
         volumes: volumes.volumes,
         guest_btt: volumes.guest_btt,

@@ -96,7 +96,7 @@ pub struct VolumeInfo {
     pub name: String,
     /// Its size as the guest sees it.
     pub size_bytes: u64,
-    /// How the guest sees it: `nvdimm` or `virtio-pmem`.
+    /// How the guest sees it: `nvdimm`, `virtio-pmem` or `virtio-blk`.
     pub interface: String,
     /// Whether the guest may only read it.
     pub readonly: bool,

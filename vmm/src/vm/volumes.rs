@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pmem_volume::Durability;
 
-use super::attached::AttachedVolume;
+use super::attached::{AttachedVolume, Opened};
 use super::builder::Fabric;
 use super::error::BuildError;
 use super::owner::{EventSender, MachineEvent};
@@ -19,10 +19,17 @@ use crate::metrics::{VolumeCounters, VolumeMetrics};
 use crate::nvdimm::FlushHint;
 use crate::nvdimm::health::{self, Health, HealthRegisters};
 use crate::pool::{PmPool, PoolVolume, VolumeRequest};
+use crate::virtio::block::backend::volume::VolumeDisk;
+use crate::virtio::block::{Block, BlockHandle, DiskShape};
 use crate::virtio::pmem::device::Pmem;
 use crate::volume::guest_btt::GuestBtt;
 use crate::volume::interface::{Chosen, InterfaceError, Payload, check_count, check_pool, choose};
 use crate::volume::{FirstFailure, Persist, ReadOnly, Watched};
+
+/// Queues of a volume that is shown as a disk, at most.
+const QUEUES_MAX: u16 = 16;
+/// Descriptors of each.
+const QUEUE_SIZE: u16 = 128;
 
 /// What attaching volumes leaves behind.
 #[derive(Default)]
@@ -33,6 +40,8 @@ pub(super) struct Attached {
     pub(super) volumes: Vec<AttachedVolume>,
     /// Of those that the guest translates.
     pub(super) guest_btt: Arc<GuestBtt>,
+    /// Those that are shown as disks.
+    pub(super) disks: Vec<BlockHandle>,
 }
 
 /// A volume that is open and mapped.
@@ -72,23 +81,36 @@ pub(super) fn attach(
     let mut attached = Attached { guest_btt: Arc::clone(&guest_btt), ..Attached::default() };
     let mut healths = Vec::new();
     for ((volume, opened), chosen) in config.pm_volumes.iter().zip(open(config, resources)?).zip(chosen) {
-        let mapped = map(volume, opened, resources, memory)?;
-        let counters = match chosen {
-            Chosen::Nvdimm => {
-                healths.push(health(resources.pool(&volume.pool), mapped.watched.failure()));
-                attach_nvdimm(&mapped, zones::volume_node(config), fabric, events, &mut attached.nvdimms)?
+        let pool = resources.pool(&volume.pool);
+        let shown = match chosen {
+            Chosen::VirtioBlk => {
+                let (shown, disk) =
+                    attach_virtio_blk(volume, opened, config.cpus.boot_vcpus, fabric, memory)?;
+                attached.disks.push(disk);
+                shown
             }
-            Chosen::VirtioPmem => attach_virtio_pmem(&mapped, fabric, memory)?,
+            Chosen::Nvdimm => {
+                let mapped = map(volume, opened, resources, memory)?;
+                healths.push(health(pool, mapped.watched.failure()));
+                let node = zones::volume_node(config);
+                let counters = attach_nvdimm(&mapped, node, fabric, events, &mut attached.nvdimms)?;
+                mapped.shown(counters)
+            }
+            Chosen::VirtioPmem => {
+                let mapped = map(volume, opened, resources, memory)?;
+                let counters = attach_virtio_pmem(&mapped, fabric, memory)?;
+                mapped.shown(counters)
+            }
         };
+        let Shown { opened, failure, counters } = shown;
         attached.metrics.push(VolumeMetrics {
             pool: volume.pool.display().to_string(),
             volume: volume.name.clone(),
-            size_bytes: mapped.volume.size_bytes(),
-            failure: mapped.watched.failure(),
+            size_bytes: opened.size_bytes,
+            failure: failure.clone(),
             counters,
         });
-        let (pool, failure) = (resources.pool(&volume.pool), mapped.watched.failure());
-        attached.volumes.push(AttachedVolume::new(volume, chosen, pool, mapped.volume, failure));
+        attached.volumes.push(AttachedVolume::new(volume, chosen, pool, opened, failure));
     }
     if !healths.is_empty() {
         let registers = Arc::new(HealthRegisters::new(healths));
@@ -106,11 +128,26 @@ fn health(pool: &Arc<dyn PmPool>, failure: FirstFailure) -> health::Source {
     })
 }
 
+/// A volume that the guest has from now on.
+struct Shown {
+    opened: Opened,
+    failure: FirstFailure,
+    counters: VolumeCounters,
+}
+
+impl Mapped<'_> {
+    fn shown(self, counters: VolumeCounters) -> Shown {
+        let (size_bytes, extents) = (self.volume.size_bytes(), self.volume.extents().len());
+        let opened = Opened { size_bytes, extents, _volume: Some(self.volume) };
+        Shown { opened, failure: self.watched.failure(), counters }
+    }
+}
+
 /// Opens every volume of `config`, in its order.
 ///
 /// Those that must be there come first: a VM that cannot start because one is missing has made no other.
-fn open(config: &VmConfig, resources: &Resources) -> Result<Vec<Arc<dyn PoolVolume>>, BuildError> {
-    let mut opened: Vec<Option<Arc<dyn PoolVolume>>> = config.pm_volumes.iter().map(|_| None).collect();
+fn open(config: &VmConfig, resources: &Resources) -> Result<Vec<Box<dyn PoolVolume>>, BuildError> {
+    let mut opened: Vec<Option<Box<dyn PoolVolume>>> = config.pm_volumes.iter().map(|_| None).collect();
     for create in [false, true] {
         for (slot, volume) in
             opened.iter_mut().zip(&config.pm_volumes).filter(|(_, volume)| volume.create == create)
@@ -118,7 +155,7 @@ fn open(config: &VmConfig, resources: &Resources) -> Result<Vec<Arc<dyn PoolVolu
             let request =
                 VolumeRequest { name: &volume.name, size: volume.size, format: volume.format, create };
             let result = resources.pool(&volume.pool).open_volume(request);
-            *slot = Some(Arc::from(result.map_err(BuildError::device(flag(volume)))?));
+            *slot = Some(result.map_err(BuildError::device(flag(volume)))?);
         }
     }
     Ok(opened.into_iter().map(|volume| volume.expect("one of the two rounds opened it")).collect())
@@ -131,7 +168,7 @@ fn flag(config: &PmVolumeConfig) -> String {
 
 fn map<'a>(
     config: &'a PmVolumeConfig,
-    volume: Arc<dyn PoolVolume>,
+    volume: Box<dyn PoolVolume>,
     resources: &Resources,
     memory: &mut Memory,
 ) -> Result<Mapped<'a>, BuildError> {
@@ -140,6 +177,7 @@ fn map<'a>(
     let range = memory
         .add_file_range(pool.file(), &volume.extents(), access)
         .map_err(BuildError::device(flag(config)))?;
+    let volume: Arc<dyn PoolVolume> = Arc::from(volume);
     let watched = Watched::new(Arc::clone(&volume) as Arc<dyn Persist>);
     Ok(Mapped { config, volume, watched, range, flushes })
 }
@@ -206,6 +244,32 @@ fn attach_virtio_pmem(
     let counters = VolumeCounters::VirtioPmem(device.metrics());
     fabric.attach(Box::new(device), memory)?;
     Ok(counters)
+}
+
+/// A queue for each vCPU: the media are as fast as memory, and take all of them at once.
+fn attach_virtio_blk(
+    config: &PmVolumeConfig,
+    volume: Box<dyn PoolVolume>,
+    vcpus: u8,
+    fabric: &mut Fabric,
+    memory: &Memory,
+) -> Result<(Shown, BlockHandle), BuildError> {
+    let extents = volume.extents().len();
+    let sectors = volume.into_sectors().map_err(BuildError::device(flag(config)))?;
+    let backend = VolumeDisk::new(sectors, config.readonly);
+    let failure = backend.failure();
+    let shape = DiskShape {
+        id: config.name.clone(),
+        serial: config.name.clone(),
+        queues: u16::from(vcpus).min(QUEUES_MAX),
+        queue_size: QUEUE_SIZE,
+    };
+    let device = Block::new(shape, Box::new(backend))?;
+    let disk = device.handle();
+    fabric.attach(Box::new(device), memory)?;
+    // The device has the volume.
+    let opened = Opened { size_bytes: disk.size_bytes(), extents, _volume: None };
+    Ok((Shown { opened, failure, counters: VolumeCounters::VirtioBlk(disk.metrics()) }, disk))
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 //! |---|---|---|---|
 //! | btt | `nvdimm` | the guest's BTT driver, flushes without waiting | every Linux, any number of vCPUs |
 //! | btt | `virtio-pmem` | the guest's BTT driver, flushes that must not wait | one possible vCPU |
+//! | btt | `virtio-blk` | the VMM's BTT engine | every guest, any number of vCPUs |
 //! | raw | `virtio-pmem` | none; flushes may take their time | every guest with the driver, any number of vCPUs |
 //! | raw | `nvdimm` | none | pools on which a fence is a flush |
 
@@ -20,6 +21,8 @@ pub enum Chosen {
     Nvdimm,
     /// A virtio-pmem device.
     VirtioPmem,
+    /// A virtio-blk disk.
+    VirtioBlk,
 }
 
 impl Chosen {
@@ -27,6 +30,7 @@ impl Chosen {
     pub const fn guest_translates(self) -> bool {
         match self {
             Self::Nvdimm | Self::VirtioPmem => true,
+            Self::VirtioBlk => false,
         }
     }
 
@@ -35,6 +39,7 @@ impl Chosen {
         match self {
             Self::Nvdimm => "nvdimm",
             Self::VirtioPmem => "virtio-pmem",
+            Self::VirtioBlk => "virtio-blk",
         }
     }
 }
@@ -56,7 +61,7 @@ pub enum InterfaceError {
     #[error(
         "--pm-volume name={name}: interface=virtio-pmem is unsafe with more than one possible vCPU (max={max_vcpus}): \
          the guest's BTT driver flushes under a spinlock and would have to sleep there; use interface=nvdimm, \
-         max=1, or force=on"
+         interface=virtio-blk, max=1, or force=on"
     )]
     UnsafeVirtioPmem {
         /// The volume.
@@ -64,12 +69,12 @@ pub enum InterfaceError {
         /// How many vCPUs there may be.
         max_vcpus: u8,
     },
-    /// `auto` has nothing that such a guest surely can use.
+    /// What a disk promises, raw bytes do not keep.
     #[error(
-        "--pm-volume name={name}: interface=auto finds no interface for a payload that is not a known Linux \
-         kernel; name one: nvdimm or virtio-pmem"
+        "--pm-volume name={name}: interface=virtio-blk serves the sectors of a BTT, and format=raw has none; use \
+         interface=virtio-pmem"
     )]
-    NothingSafe {
+    RawBlocks {
         /// The volume.
         name: String,
     },
@@ -101,7 +106,7 @@ pub enum InterfaceError {
 pub fn choose(volume: &PmVolumeConfig, max_vcpus: u8, payload: Payload) -> Result<Chosen, InterfaceError> {
     match volume.format {
         VolumeFormat::Btt => choose_for_btt(volume, max_vcpus, payload),
-        VolumeFormat::Raw => Ok(choose_for_raw(volume.interface)),
+        VolumeFormat::Raw => choose_for_raw(volume),
     }
 }
 
@@ -113,7 +118,8 @@ fn choose_for_btt(
     let name = || volume.name.clone();
     match (volume.interface, payload) {
         (VolumeInterface::Nvdimm, _) | (VolumeInterface::Auto, Payload::Linux) => Ok(Chosen::Nvdimm),
-        (VolumeInterface::Auto, Payload::Unknown) => Err(InterfaceError::NothingSafe { name: name() }),
+        // Who has no NVDIMM driver, as firmware, has one for this.
+        (VolumeInterface::VirtioBlk, _) | (VolumeInterface::Auto, Payload::Unknown) => Ok(Chosen::VirtioBlk),
         (VolumeInterface::VirtioPmem, _) if max_vcpus > 1 && !volume.force => {
             Err(InterfaceError::UnsafeVirtioPmem { name: name(), max_vcpus })
         }
@@ -123,10 +129,11 @@ fn choose_for_btt(
 
 /// virtio-pmem is right on every pool, and Linux has struct pages for it, without which there is no DAX; those of an
 /// NVDIMM have to be made by ndctl first.
-fn choose_for_raw(wish: VolumeInterface) -> Chosen {
-    match wish {
-        VolumeInterface::Auto | VolumeInterface::VirtioPmem => Chosen::VirtioPmem,
-        VolumeInterface::Nvdimm => Chosen::Nvdimm,
+fn choose_for_raw(volume: &PmVolumeConfig) -> Result<Chosen, InterfaceError> {
+    match volume.interface {
+        VolumeInterface::Auto | VolumeInterface::VirtioPmem => Ok(Chosen::VirtioPmem),
+        VolumeInterface::Nvdimm => Ok(Chosen::Nvdimm),
+        VolumeInterface::VirtioBlk => Err(InterfaceError::RawBlocks { name: volume.name.clone() }),
     }
 }
 
@@ -174,6 +181,15 @@ mod tests {
     }
 
     #[test]
+    fn raw_bytes_are_no_disk() {
+        let text =
+            choose(&volume("format=raw,interface=virtio-blk"), 1, Payload::Linux).unwrap_err().to_string();
+        for part in ["data", "interface=virtio-blk", "format=raw", "interface=virtio-pmem"] {
+            assert!(text.contains(part), "{part} in {text}");
+        }
+    }
+
+    #[test]
     fn a_raw_nvdimm_that_is_written_needs_a_pool_on_which_a_fence_is_a_flush() {
         use Durability::{DaxSync, PageCache, Volatile};
         let checked = |options, durability| {
@@ -212,14 +228,16 @@ mod tests {
     #[test]
     fn the_table_of_interfaces() {
         use Payload::{Linux, Unknown};
-        use VolumeInterface::{Auto, Nvdimm, VirtioPmem};
+        use VolumeInterface::{Auto, Nvdimm, VirtioBlk, VirtioPmem};
         let chosen = |interface, vcpus, payload, force| {
             choose(&PmVolumeConfig { interface, force, ..volume("format=btt") }, vcpus, payload).ok()
         };
         assert_eq!(chosen(Auto, 1, Linux, false), Some(Chosen::Nvdimm));
         assert_eq!(chosen(Auto, 64, Linux, false), Some(Chosen::Nvdimm));
-        assert_eq!(chosen(Auto, 1, Unknown, false), None);
-        assert_eq!(chosen(Auto, 1, Unknown, true), None);
+        assert_eq!(chosen(Auto, 1, Unknown, false), Some(Chosen::VirtioBlk));
+        assert_eq!(chosen(Auto, 4, Unknown, false), Some(Chosen::VirtioBlk));
+        assert_eq!(chosen(VirtioBlk, 4, Linux, false), Some(Chosen::VirtioBlk));
+        assert_eq!(chosen(VirtioBlk, 1, Unknown, false), Some(Chosen::VirtioBlk));
         assert_eq!(chosen(Nvdimm, 4, Unknown, false), Some(Chosen::Nvdimm));
         assert_eq!(chosen(VirtioPmem, 1, Linux, false), Some(Chosen::VirtioPmem));
         assert_eq!(chosen(VirtioPmem, 2, Linux, false), None);

@@ -40,6 +40,8 @@ pub enum Disk {
     None,
     /// `--pm-volume`.
     Volume(String),
+    /// A raw image as a virtio-blk disk.
+    Image(PathBuf),
     /// A file that QEMU shows as an NVDIMM.
     NvdimmFile(PathBuf, u64),
 }
@@ -99,6 +101,7 @@ fn cli(extras: &Extras, program: &Path) -> GuestBuilder {
     let builder = Guest::builder().program(program).memory(&memory).cmdline(CMDLINE).without("--rng");
     match &extras.disk {
         Disk::Volume(options) => builder.pm_volume(options),
+        Disk::Image(file) => builder.argument("--disk", &format!("path={}", file.display())),
         _ => builder,
     }
 }
@@ -109,6 +112,7 @@ fn qemu(extras: &Extras) -> QemuBuilder {
         .cmdline(&format!("console=ttyS0 loglevel=5 {CMDLINE}"));
     match &extras.disk {
         Disk::NvdimmFile(file, bytes) => builder.nvdimm(file, *bytes),
+        Disk::Image(file) => builder.disk(file),
         _ => builder,
     }
 }

@@ -1,4 +1,4 @@
-//! Direct 4 KiB transfers to a BTT volume, one at a time.
+//! Direct 4 KiB transfers to volumes and disks, one at a time.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -35,9 +35,11 @@ const FLUSHED: Effort = Effort { transfers: 100, repeats: 3 };
 const EXITING: Effort = Effort { transfers: 1000, repeats: 3 };
 const DISK_LIMIT: Duration = Duration::from_secs(60);
 
-/// Each way to a volume, and QEMU's NVDIMM.
+/// Each way to a volume, QEMU's NVDIMM, and an image under every VMM.
 pub fn measure(vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
+    let image = make_image()?;
     for vmm in vmms {
+        time(vmm, Disk::Image(image.clone()), EXITING, [Row::BlockWrite, Row::BlockRead], samples)?;
         match vmm {
             Vmm::Foreshore => foreshore(samples)?,
             Vmm::Qemu => {
@@ -61,6 +63,7 @@ fn foreshore(samples: &mut Samples) -> Result<()> {
         (&on_tmpfs, "nvdimm", UNFLUSHED, [Row::NvdimmWrite, Row::NvdimmRead]),
         (&on_disk, "nvdimm", FLUSHED, [Row::HintsWrite, Row::HintsRead]),
         (&on_tmpfs, "virtio-pmem", EXITING, [Row::VirtioPmemWrite, Row::VirtioPmemRead]),
+        (&on_tmpfs, "virtio-blk", EXITING, [Row::EngineWrite, Row::EngineRead]),
     ] {
         let volume = format!("pool={},name=data,interface={interface}", pool.display());
         time(&Vmm::Foreshore, Disk::Volume(volume), effort, rows, samples)?;
@@ -73,11 +76,14 @@ fn time(vmm: &Vmm, disk: Disk, effort: Effort, rows: [Row; 2], samples: &mut Sam
     host_memory::even_out()?;
     let vm = vmm.start(&Extras { hotplug_mib: 0, disk })?;
     vm.wait_for_shell()?;
-    wait_until("/dev/pmem0s is there", DISK_LIMIT, || Ok(vm.try_run("test -b /dev/pmem0s")?.code == 0))?;
+    // One of the two is there.
+    let found = || vm.try_run("ls /dev/vda /dev/pmem0s 2>/dev/null || true").map(|output| output.stdout);
+    wait_until("the disk is there", DISK_LIMIT, || Ok(!found()?.trim().is_empty()))?;
+    let device = found()?.trim().to_owned();
     let mut times_us = [Vec::new(), Vec::new()];
     for repeat in 0..=effort.repeats {
         for (what, times) in ["write", "read"].iter().zip(&mut times_us) {
-            let time_us = time_once(&vm, what, effort.transfers)?;
+            let time_us = time_once(&vm, &device, what, effort.transfers)?;
             if repeat > 0 {
                 times.push(time_us);
             }
@@ -89,8 +95,8 @@ fn time(vmm: &Vmm, disk: Disk, effort: Effort, rows: [Row; 2], samples: &mut Sam
     Ok(())
 }
 
-fn time_once(vm: &Vm, what: &str, transfers: u32) -> Result<f64> {
-    let total = vm.run(&format!("guest-tool time-blocks /dev/pmem0s {what} {transfers}"))?;
+fn time_once(vm: &Vm, device: &str, what: &str, transfers: u32) -> Result<f64> {
+    let total = vm.run(&format!("guest-tool time-blocks {device} {what} {transfers}"))?;
     let total_us: f64 = total.trim().parse().with_context(|| format!("time-blocks says {total:?}"))?;
     Ok(total_us / f64::from(transfers))
 }
@@ -102,6 +108,16 @@ fn make_pool(dir: &Path) -> Result<PathBuf> {
     let name = path.display().to_string();
     pmvol(&["create", &name, "--size", &(2 * VOLUME_BYTES).to_string()])?;
     pmvol(&["volume", "create", &name, "data", "--size", &VOLUME_BYTES.to_string()])?;
+    Ok(path)
+}
+
+/// Nothing but zeros, all of them there.
+fn make_image() -> Result<PathBuf> {
+    let path = this_tests_dir().join("image");
+    forget(&path)?;
+    fs::create_dir_all(this_tests_dir())?;
+    fs::write(&path, vec![0; VOLUME_BYTES as usize])
+        .with_context(|| format!("Cannot write {}", path.display()))?;
     Ok(path)
 }
 

@@ -18,6 +18,7 @@ guest_tests::tests![
     what_a_guest_discards_takes_no_room,
     a_disk_grows_under_its_guest,
     a_read_only_disk_takes_no_writes,
+    a_guest_lives_on_a_disk: 240,
     images_that_cannot_be_served_are_refused,
 ];
 
@@ -179,6 +180,43 @@ fn a_read_only_disk_takes_no_writes() -> Result<()> {
     let refusal = guest_with(&format!("path={}", path.display())).name("third").expect_refusal()?;
     ensure!(refusal.message.contains("in use by another process"), "{}", refusal.message);
     second.no_kernel_complaints()
+}
+
+/// Makes the guest's own files a root file system on `device`.
+pub fn make_root(guest: &Guest, device: &str) -> Result<()> {
+    guest.run_within(
+        IO_LIMIT,
+        &format!(
+            "mkfs.ext4 -q {device} && mkdir -p /mnt/r && mount -t ext4 {device} /mnt/r && cd / && \
+             cp -a bin sbin usr lib* etc init root var /mnt/r && cd /mnt/r && mkdir -p dev proc sys tmp run mnt && \
+             touch etc/root-on-disk && cd / && umount /mnt/r"
+        ),
+    )
+    .map(drop)
+}
+
+/// A guest whose root is on `device` runs from there.
+pub fn lives_on(guest: &Guest, device: &str) -> Result<()> {
+    let mounts = guest.run("cat /proc/mounts")?;
+    ensure!(mounts.contains(&format!("{device} / ext4")), "The root is not on {device}:\n{mounts}");
+    guest.run("echo here >/root/life && sync && cat /root/life")?;
+    guest.no_kernel_complaints()
+}
+
+fn a_guest_lives_on_a_disk() -> Result<()> {
+    let path = image("root", 192)?;
+    let builder = guest_with(&format!("path={}", path.display()));
+    let guest = builder.boot()?;
+    wait_for_disk(&guest)?;
+    make_root(&guest, "/dev/vda")?;
+    guest.power_off()?;
+    let builder = builder.cmdline("foreshore.root=/dev/vda");
+    let guest = builder.boot()?;
+    lives_on(&guest, "/dev/vda")?;
+    guest.kill9()?;
+    let guest = builder.boot()?;
+    ensure!(guest.run("cat /root/life")?.trim() == "here", "What was synced is lost");
+    guest.no_kernel_complaints()
 }
 
 fn images_that_cannot_be_served_are_refused() -> Result<()> {

@@ -15,10 +15,12 @@ guest_tests::tests![
     garbage_from_the_vsock_driver_is_survived,
     garbage_from_the_mem_driver_is_survived,
     garbage_from_the_pmem_driver_is_survived,
+    garbage_from_the_blk_driver_is_survived,
     a_touch_of_unplugged_memory_finds_nothing,
 ];
 
 // PCI device ids: 0x1040 and the device's type (virtio 1.3, 4.1.2 and 5).
+const BLK: &str = "0x1042";
 const RNG: &str = "0x1044";
 const VSOCK: &str = "0x1053";
 const MEM: &str = "0x1058";
@@ -139,6 +141,17 @@ fn garbage_from_the_pmem_driver_is_survived() -> Result<()> {
     garbage_is_survived(&guest, PMEM)?;
     drop(guest);
     pool.check().map(drop)
+}
+
+fn garbage_from_the_blk_driver_is_survived() -> Result<()> {
+    let image = guest_tests::runner::this_tests_dir().join("image");
+    std::fs::create_dir_all(guest_tests::runner::this_tests_dir())?;
+    std::fs::File::create(&image)?.set_len(32 * MIB)?;
+    let guest = target().argument("--disk", &format!("path={}", image.display())).boot()?;
+    garbage_is_survived(&guest, BLK)?;
+    let sent = guest.metrics()?.value("foreshore_disk_bad_requests_total", &[("disk", "_disk0")])?;
+    ensure!(sent > 0.0, "No request was refused");
+    Ok(())
 }
 
 /// The tests' own way into the guest is what is attacked here: the attack reports on the console.

@@ -17,6 +17,7 @@ mod pressure;
 mod raw;
 mod torn;
 mod volume;
+mod volume_disk;
 mod volume_flush;
 mod volume_flush_scope;
 mod volume_grow;
@@ -35,6 +36,7 @@ fn main() {
         pressure::TESTS,
         disk::TESTS,
         volume::TESTS,
+        volume_disk::TESTS,
         volume_flush::TESTS,
         volume_flush_scope::TESTS,
         volume_grow::TESTS,

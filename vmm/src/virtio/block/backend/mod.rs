@@ -4,6 +4,7 @@ pub mod blocking;
 pub mod image;
 mod probe;
 pub mod uring;
+pub mod volume;
 
 use std::io;
 

@@ -1,0 +1,144 @@
+//! `--pm-volume ...,interface=virtio-blk`: a volume as a disk, its sectors translated by the VMM.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use guest_tests::{Guest, Kernel, Pool};
+
+use crate::disk::{lives_on, make_root};
+use crate::volume::{guest_with, with_volume};
+
+guest_tests::tests![
+    a_volume_as_a_disk_holds_and_is_an_nvdimm_later: 300,
+    a_volume_as_a_disk_holds_on_6_1: 300,
+    a_volume_as_a_disk_shows_its_shape_and_discards,
+    a_guest_lives_on_a_volume_and_has_a_disk_and_an_nvdimm_beside: 300,
+    a_volume_has_one_interface_at_a_time,
+];
+
+const IO_LIMIT: Duration = Duration::from_secs(180);
+
+fn pool_with_volume() -> Result<Pool> {
+    with_volume(Pool::create("256M")?)
+}
+
+fn wait_for_disk(guest: &Guest, device: &str) -> Result<()> {
+    guest.wait_until_run("the disk is there", IO_LIMIT, &format!("test -b {device}"))
+}
+
+/// Direct and buffered writers at once, all of them verified.
+fn write_hard(guest: &Guest) -> Result<()> {
+    let writer = |mode: &str, first: u32, seed: u32| {
+        let command = format!("exec guest-tool write-blocks /dev/vda {mode} {first} 600 {seed} 2");
+        guest.start_script(IO_LIMIT, &command)
+    };
+    for writer in [writer("direct", 0, 1)?, writer("buffered", 8192, 2)?, writer("direct", 16384, 3)?] {
+        let output = writer.finish()?;
+        ensure!(output.code == 0, "A writer ended with {}:\n{}", output.code, output.stderr);
+    }
+    check(guest, "/dev/vda")
+}
+
+fn check(guest: &Guest, device: &str) -> Result<()> {
+    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
+    for (first, seed) in [(0, 1), (8192, 2), (16384, 3)] {
+        guest.run_within(IO_LIMIT, &format!("guest-tool check-blocks {device} {first} 600 {seed} 2"))?;
+    }
+    Ok(())
+}
+
+fn a_volume_as_a_disk_holds_and_is_an_nvdimm_later() -> Result<()> {
+    let pool = pool_with_volume()?;
+    let guest = guest_with(&pool, "interface=virtio-blk").cpus(2).boot()?;
+    wait_for_disk(&guest, "/dev/vda")?;
+    write_hard(&guest)?;
+    let labels = [("volume", "data"), ("interface", "virtio-blk"), ("operation", "write"), ("result", "ok")];
+    let writes = guest.metrics()?.value("foreshore_volume_operations_total", &labels)?;
+    ensure!(writes >= 1800.0, "{writes} writes");
+    let volumes = guest.api("GET", "vm.volumes", None)?;
+    ensure!(volumes["volumes"][0]["interface"] == "virtio-blk", "{volumes}");
+    guest.no_kernel_complaints()?;
+    guest.kill9()?;
+    pool.check()?;
+    // The guest's own driver reads what ours wrote.
+    let guest = guest_with(&pool, "interface=nvdimm").cpus(2).boot()?;
+    wait_for_disk(&guest, "/dev/pmem0s")?;
+    check(&guest, "/dev/pmem0s")?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
+
+fn a_volume_as_a_disk_holds_on_6_1() -> Result<()> {
+    let pool = pool_with_volume()?;
+    let guest = guest_with(&pool, "interface=virtio-blk").kernel(Kernel::V6_1).cpus(2).boot()?;
+    wait_for_disk(&guest, "/dev/vda")?;
+    write_hard(&guest)?;
+    guest.run_within(IO_LIMIT, "mkfs.ext4 -q /dev/vda && e2fsck -fn /dev/vda")?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
+
+fn a_volume_as_a_disk_shows_its_shape_and_discards() -> Result<()> {
+    let pool = pool_with_volume()?;
+    let guest = guest_with(&pool, "interface=virtio-blk").cpus(2).boot()?;
+    wait_for_disk(&guest, "/dev/vda")?;
+    ensure!(guest.run("ls /sys/block/vda/mq")?.split_whitespace().count() == 2, "Not two queues");
+    for (file, expected) in [
+        ("serial", "data"),
+        ("queue/logical_block_size", "4096"),
+        ("queue/physical_block_size", "4096"),
+        ("queue/discard_granularity", "4096"),
+        ("ro", "0"),
+    ] {
+        let value = guest.run(&format!("cat /sys/block/vda/{file}"))?;
+        ensure!(value.trim() == expected, "{file} is {value:?}, not {expected:?}");
+    }
+    guest.run_within(IO_LIMIT, "dd if=/dev/urandom of=/dev/vda bs=1M count=8 oflag=direct")?;
+    guest.run_within(IO_LIMIT, "blkdiscard -o 1048576 -l 4194304 /dev/vda")?;
+    guest.run("test $(dd if=/dev/vda bs=1M skip=1 count=4 | tr -d '\\0' | wc -c) = 0")?;
+    guest.run("test $(dd if=/dev/vda bs=1M skip=5 count=3 | tr -d '\\0' | wc -c) -gt 3000000")?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
+
+fn a_guest_lives_on_a_volume_and_has_a_disk_and_an_nvdimm_beside() -> Result<()> {
+    let pool = Pool::create("384M")?;
+    pool.create_volume("data", "160M")?;
+    pool.create_volume("more", "64M")?;
+    let more = format!("pool={},name=more,interface=nvdimm", pool.name());
+    let image = guest_tests::runner::this_tests_dir().join("image");
+    std::fs::create_dir_all(guest_tests::runner::this_tests_dir())?;
+    std::fs::File::create(&image)?.set_len(16 << 20)?;
+    let builder = guest_with(&pool, "interface=virtio-blk")
+        .argument("--pm-volume", &more)
+        .argument("--disk", &format!("path={}", image.display()))
+        .cpus(2);
+    let guest = builder.boot()?;
+    // Disks come first, then volumes.
+    wait_for_disk(&guest, "/dev/vdb")?;
+    ensure!(guest.run("cat /sys/block/vdb/serial")?.trim() == "data", "vdb is another disk");
+    make_root(&guest, "/dev/vdb")?;
+    guest.power_off()?;
+    let guest = builder.cmdline("foreshore.root=/dev/vdb").boot()?;
+    lives_on(&guest, "/dev/vdb")?;
+    wait_for_disk(&guest, "/dev/pmem0s")?;
+    guest.run("dd if=/dev/urandom of=/dev/vda bs=4k count=16 oflag=direct")?;
+    guest.run("dd if=/dev/urandom of=/dev/pmem0s bs=4k count=16 oflag=direct")?;
+    guest.no_kernel_complaints()?;
+    drop(guest);
+    pool.check().map(drop)
+}
+
+fn a_volume_has_one_interface_at_a_time() -> Result<()> {
+    let pool = pool_with_volume()?;
+    let also = format!("pool={},name=data,interface=nvdimm", pool.name());
+    let twice = guest_with(&pool, "interface=virtio-blk").argument("--pm-volume", &also).expect_refusal()?;
+    ensure!(twice.message.contains("is given twice"), "{}", twice.message);
+    let guest = guest_with(&pool, "interface=virtio-blk").boot()?;
+    let second = guest_with(&pool, "interface=nvdimm").name("second").expect_refusal()?;
+    ensure!(second.message.contains("in use"), "{}", second.message);
+    guest.no_kernel_complaints()
+}
