@@ -227,6 +227,16 @@ stage_xfs_programs() {
     stage_programs "$(merged_root xfs $XFS_PACKAGES)" "$1" sbin/mkfs.xfs
 }
 
+FILE_SYSTEM_PACKAGES="libc6 xfsprogs f2fs-tools btrfs-progs fdisk libblkid1 libuuid1 libinih1 liburcu8 libselinux1
+    libpcre2-8-0 libudev1 zlib1g liblzo2-2 libzstd1 libfdisk1 libsmartcols1 libreadline8 libtinfo6"
+
+# stage_file_system_programs DIR: to make and check all the others, and to partition.
+stage_file_system_programs() {
+    # shellcheck disable=SC2086 # a list
+    stage_programs "$(merged_root file-systems $FILE_SYSTEM_PACKAGES)" "$1" sbin/mkfs.xfs sbin/xfs_repair \
+        sbin/mkfs.f2fs sbin/fsck.f2fs sbin/mkfs.btrfs bin/btrfs sbin/sfdisk
+}
+
 # Boots of the emulated host that one thing may take, where the emulation breaks kernels (docs/testing.md).
 HOST_BOOTS=3
 

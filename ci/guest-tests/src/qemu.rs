@@ -62,6 +62,12 @@ impl QemuBuilder {
         self
     }
 
+    /// The guest's initramfs.
+    pub fn image(mut self, image: Image) -> Self {
+        self.image = image;
+        self
+    }
+
     /// vCPUs.
     pub fn cpus(mut self, cpus: u32) -> Self {
         self.cpus = cpus;

@@ -24,6 +24,8 @@ pub enum Kernel {
     V6_12,
     /// bookworm's 6.1.
     V6_1,
+    /// 6.12 in the generic flavour, which has what the cloud flavour lacks.
+    V6_12Generic,
 }
 
 impl fmt::Display for Kernel {
@@ -31,6 +33,7 @@ impl fmt::Display for Kernel {
         formatter.write_str(match self {
             Self::V6_12 => "6.12",
             Self::V6_1 => "6.1",
+            Self::V6_12Generic => "6.12-generic",
         })
     }
 }
@@ -53,6 +56,8 @@ pub enum Image {
     Ndctl,
     /// The same as basic and Debian's Redis; for the 6.12 kernel alone.
     Redis,
+    /// The basic one with XFS, F2FS, Btrfs and their tools; for the generic 6.12 kernel alone.
+    FileSystems,
 }
 
 /// Where kernels and images are: ci/nested/host sets GUESTS.
@@ -74,6 +79,7 @@ impl Image {
             Self::Basic => "basic",
             Self::Ndctl => "ndctl",
             Self::Redis => "redis",
+            Self::FileSystems => "file-systems",
         };
         guests_dir().join(format!("{flavour}-{kernel}.img"))
     }

@@ -9,6 +9,7 @@ mod pressure;
 mod report;
 mod samples;
 mod stream;
+mod tree;
 mod usage;
 mod vmm;
 mod volume;
@@ -22,7 +23,7 @@ use samples::Samples;
 use vmm::Vmm;
 
 const USAGE: &str = "\
-usage: bench [--rounds N] [--only boot,plug,volume,pressure,stream] [--out DIR]
+usage: bench [--rounds N] [--only boot,plug,volume,tree,pressure,stream] [--out DIR]
   FORESHORE_TEST_BENCH_VMM=NAME   one more VMM, with Cloud Hypervisor's flags and API";
 
 /// A group of measurements that share a guest.
@@ -31,14 +32,16 @@ enum Group {
     Boot,
     Plug,
     Volume,
+    Tree,
     Pressure,
     Stream,
 }
 
-const GROUPS: [(&str, Group); 5] = [
+const GROUPS: [(&str, Group); 6] = [
     ("boot", Group::Boot),
     ("plug", Group::Plug),
     ("volume", Group::Volume),
+    ("tree", Group::Tree),
     ("pressure", Group::Pressure),
     ("stream", Group::Stream),
 ];
@@ -111,6 +114,7 @@ fn run(group: Group, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
         Group::Boot => vmms.iter().try_for_each(|vmm| boot::measure(vmm, samples)),
         Group::Plug => vmms.iter().try_for_each(|vmm| plug::measure(vmm, samples)),
         Group::Volume => volume::measure(vmms, samples),
+        Group::Tree => tree::measure(vmms, samples),
         Group::Pressure => pressure::measure(samples),
         Group::Stream => stream::measure(samples),
     }

@@ -9,7 +9,7 @@ use guest_tests::wait_until;
 use crate::host_memory;
 use crate::samples::{Row, Samples};
 use crate::usage::wait_for_rest;
-use crate::vmm::{Disk, Extras, MIB, Vm, Vmm};
+use crate::vmm::{Extras, MIB, Vm, Vmm};
 
 const PLUG_MIB: u64 = 1024;
 /// Files, which go into movable memory first: into what was plugged.
@@ -21,7 +21,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// Plugs 1 GiB into a fresh guest, and takes it away unused; then once more, after most of it was used.
 pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
-    let vm = vmm.start(&Extras { hotplug_mib: PLUG_MIB, disk: Disk::None })?;
+    let vm = vmm.start(&Extras { hotplug_mib: PLUG_MIB, ..Extras::default() })?;
     vm.wait_for_shell()?;
     let before = mem_total_mib(&vm)?;
     wait_for_rest(vm.pid())?;

@@ -20,6 +20,12 @@ pub enum Row {
     BlockRead,
     EngineWrite,
     EngineRead,
+    NvdimmUntar,
+    NvdimmTar,
+    VirtioPmemUntar,
+    VirtioPmemTar,
+    EngineUntar,
+    EngineTar,
     ReportToPlan,
     ReportToOnline,
     StreamCopy,
@@ -52,7 +58,7 @@ pub enum Unit {
 }
 
 impl Row {
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 29] = [
         Self::Boot,
         Self::VmmMemory,
         Self::Plug,
@@ -68,6 +74,12 @@ impl Row {
         Self::BlockRead,
         Self::EngineWrite,
         Self::EngineRead,
+        Self::NvdimmUntar,
+        Self::NvdimmTar,
+        Self::VirtioPmemUntar,
+        Self::VirtioPmemTar,
+        Self::EngineUntar,
+        Self::EngineTar,
         Self::ReportToPlan,
         Self::ReportToOnline,
         Self::StreamCopy,
@@ -96,6 +108,12 @@ impl Row {
             Self::BlockRead => "virtio_blk_image_read_4_kib_microseconds",
             Self::EngineWrite => "virtio_blk_btt_write_4_kib_microseconds",
             Self::EngineRead => "virtio_blk_btt_read_4_kib_microseconds",
+            Self::NvdimmUntar => "nvdimm_untar_seconds",
+            Self::NvdimmTar => "nvdimm_tar_seconds",
+            Self::VirtioPmemUntar => "virtio_pmem_untar_seconds",
+            Self::VirtioPmemTar => "virtio_pmem_tar_seconds",
+            Self::EngineUntar => "virtio_blk_btt_untar_seconds",
+            Self::EngineTar => "virtio_blk_btt_tar_seconds",
             Self::ReportToPlan => "report_to_plan_seconds",
             Self::ReportToOnline => "report_to_online_seconds",
             Self::StreamCopy => "stream_copy_devdax_ratio",
@@ -125,6 +143,12 @@ impl Row {
             Self::BlockRead => "image on tmpfs, virtio-blk: read 4 KiB",
             Self::EngineWrite => "BTT, virtio-blk on tmpfs: write 4 KiB",
             Self::EngineRead => "BTT, virtio-blk on tmpfs: read 4 KiB",
+            Self::NvdimmUntar => "F2FS on BTT, nvdimm on tmpfs: untar a tree",
+            Self::NvdimmTar => "F2FS on BTT, nvdimm on tmpfs: tar it",
+            Self::VirtioPmemUntar => "F2FS on BTT, virtio-pmem on tmpfs: untar a tree",
+            Self::VirtioPmemTar => "F2FS on BTT, virtio-pmem on tmpfs: tar it",
+            Self::EngineUntar => "F2FS on BTT, virtio-blk on tmpfs: untar a tree",
+            Self::EngineTar => "F2FS on BTT, virtio-blk on tmpfs: tar it",
             Self::ReportToPlan => "report to plan",
             Self::ReportToOnline => "first report under pressure to online",
             Self::StreamCopy => "STREAM copy, raw volume by devdax: time of that in the pool's memory",
@@ -143,6 +167,12 @@ impl Row {
             | Self::Plug
             | Self::Unplug
             | Self::UnplugUsed
+            | Self::NvdimmUntar
+            | Self::NvdimmTar
+            | Self::VirtioPmemUntar
+            | Self::VirtioPmemTar
+            | Self::EngineUntar
+            | Self::EngineTar
             | Self::ReportToPlan
             | Self::ReportToOnline => Unit::Seconds,
             Self::StreamCopy
@@ -179,6 +209,8 @@ impl Row {
             Self::HintsRead | Self::VirtioPmemRead => Self::NvdimmRead,
             Self::EngineWrite => Self::BlockWrite,
             Self::EngineRead => Self::BlockRead,
+            Self::VirtioPmemUntar | Self::EngineUntar => Self::NvdimmUntar,
+            Self::VirtioPmemTar | Self::EngineTar => Self::NvdimmTar,
             own => own,
         }
     }

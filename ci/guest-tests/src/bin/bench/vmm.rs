@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use guest_tests::guest::{GuestBuilder, program};
 use guest_tests::qemu::{QemuBuilder, QemuGuest};
 use guest_tests::runner::this_tests_dir;
-use guest_tests::{Guest, Output};
+use guest_tests::{Guest, Image, Kernel, Output};
 use serde_json::json;
 
 use crate::forget;
@@ -51,6 +51,17 @@ pub enum Disk {
 pub struct Extras {
     pub hotplug_mib: u64,
     pub disk: Disk,
+    /// A kernel and an image with more file systems.
+    pub file_systems: bool,
+}
+
+impl Extras {
+    fn kernel_and_image(&self) -> (Kernel, Image) {
+        match self.file_systems {
+            true => (Kernel::V6_12Generic, Image::FileSystems),
+            false => (Kernel::V6_12, Image::Basic),
+        }
+    }
 }
 
 /// A running guest under one of them.
@@ -98,7 +109,9 @@ fn cli(extras: &Extras, program: &Path) -> GuestBuilder {
         memory += &format!(",hotplug_method=virtio-mem,hotplug_size={}M", extras.hotplug_mib);
     }
     // Without an entropy device, as QEMU's guest.
-    let builder = Guest::builder().program(program).memory(&memory).cmdline(CMDLINE).without("--rng");
+    let (kernel, image) = extras.kernel_and_image();
+    let builder = Guest::builder().program(program).kernel(kernel).image(image);
+    let builder = builder.memory(&memory).cmdline(CMDLINE).without("--rng");
     match &extras.disk {
         Disk::Volume(options) => builder.pm_volume(options),
         Disk::Image(file) => builder.argument("--disk", &format!("path={}", file.display())),
@@ -107,7 +120,10 @@ fn cli(extras: &Extras, program: &Path) -> GuestBuilder {
 }
 
 fn qemu(extras: &Extras) -> QemuBuilder {
+    let (kernel, image) = extras.kernel_and_image();
     let builder = QemuBuilder::default()
+        .kernel(kernel)
+        .image(image)
         .memory_mib(BOOT_MIB, extras.hotplug_mib)
         .cmdline(&format!("console=ttyS0 loglevel=5 {CMDLINE}"));
     match &extras.disk {

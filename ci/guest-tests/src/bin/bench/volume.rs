@@ -17,7 +17,8 @@ use crate::samples::{Row, Samples, median};
 use crate::vmm::{Disk, Extras, MIB, Vm, Vmm};
 use crate::{forget, host_memory};
 
-const VOLUME_BYTES: u64 = 128 * MIB;
+/// Size of the volumes here.
+pub const VOLUME_BYTES: u64 = 128 * MIB;
 
 /// How a row is measured: the median of so many runs of so many transfers, after a run that touches everything for the
 /// first time.
@@ -74,7 +75,7 @@ fn foreshore(samples: &mut Samples) -> Result<()> {
 /// One guest: the medians of its repeats are its samples.
 fn time(vmm: &Vmm, disk: Disk, effort: Effort, rows: [Row; 2], samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
-    let vm = vmm.start(&Extras { hotplug_mib: 0, disk })?;
+    let vm = vmm.start(&Extras { disk, ..Extras::default() })?;
     vm.wait_for_shell()?;
     // One of the two is there.
     let found = || vm.try_run("ls /dev/vda /dev/pmem0s 2>/dev/null || true").map(|output| output.stdout);
@@ -101,7 +102,8 @@ fn time_once(vm: &Vm, device: &str, what: &str, transfers: u32) -> Result<f64> {
     Ok(total_us / f64::from(transfers))
 }
 
-fn make_pool(dir: &Path) -> Result<PathBuf> {
+/// A pool with the volume `data`.
+pub fn make_pool(dir: &Path) -> Result<PathBuf> {
     fs::create_dir_all(dir)?;
     let path = dir.join("bench-pool");
     forget(&path)?;
@@ -122,7 +124,7 @@ fn make_image() -> Result<PathBuf> {
 }
 
 /// The same table that a volume has, in a plain file.
-fn write_btt_file(path: &Path) -> Result<()> {
+pub fn write_btt_file(path: &Path) -> Result<()> {
     let media = MemoryMedia::new(VOLUME_BYTES);
     Layout::new(VOLUME_BYTES, SECTOR_BYTES, Uuid::new_v4())?.format(&media)?;
     fs::write(path, media.to_bytes()).with_context(|| format!("Cannot write {}", path.display()))

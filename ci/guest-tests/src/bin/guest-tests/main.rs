@@ -7,8 +7,10 @@ mod boot;
 mod btt_cross;
 mod dax;
 mod disk;
+mod file_systems;
 mod harness;
 mod hostile;
+mod interfaces;
 mod memory;
 mod nvdimms;
 mod pmem;
@@ -43,10 +45,12 @@ fn main() {
         volume_kernel::TESTS,
         pool_places::TESTS,
         raw::TESTS,
+        interfaces::TESTS,
         btt_cross::TESTS,
         dax::TESTS,
         pmem::TESTS,
         torn::TESTS,
+        file_systems::TESTS,
         hostile::TESTS,
     ]
     .concat();

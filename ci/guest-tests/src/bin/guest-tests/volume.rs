@@ -16,7 +16,6 @@ guest_tests::tests![
     virtio_pmem_holds_with_one_cpu: 300,
     virtio_pmem_forced_on_two_cpus_breaks_the_guest: 300,
     acknowledged_files_survive_a_kill: 300,
-    a_volume_changes_its_interface_and_keeps_its_content: 300,
     a_readonly_volume_takes_no_writes,
     a_pool_in_use_is_refused_and_told_who_has_it,
     volumes_stay_across_a_reboot: 300,
@@ -26,7 +25,7 @@ guest_tests::tests![
 pub const IO_LIMIT: Duration = Duration::from_secs(180);
 
 /// A pool with the volume `data` of 96 MiB.
-fn pool_with_volume() -> Result<Pool> {
+pub fn pool_with_volume() -> Result<Pool> {
     with_volume(Pool::create("256M")?)
 }
 
@@ -192,28 +191,6 @@ pub fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()> {
     let expected = format!("checked {}\n", acknowledged.lines().count());
     ensure!(checked == expected, "{checked:?} instead of {expected:?}");
     Ok(())
-}
-
-fn a_volume_changes_its_interface_and_keeps_its_content() -> Result<()> {
-    let pool = pool_with_volume()?;
-    let first = guest_with(&pool, "interface=nvdimm").cpus(2).boot()?;
-    wait_for_disk(&first)?;
-    make_file_system(&first)?;
-    first.run(MOUNT)?;
-    let mut writer = first.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
-    let mut acknowledged = String::new();
-    for _ in 0..20 {
-        acknowledged += &(writer.next_line().context("The writer ended")? + "\n");
-    }
-    drop(writer);
-    first.wait_until_run("the writer has gone", IO_LIMIT, "! pidof guest-tool")?;
-    first.run("umount /mnt/data")?;
-    first.power_off()?;
-    let second = guest_with(&pool, "interface=virtio-pmem").cpus(1).boot()?;
-    wait_for_disk(&second)?;
-    second.run(MOUNT)?;
-    check_acknowledged(&second, &acknowledged)?;
-    second.no_kernel_complaints()
 }
 
 fn a_readonly_volume_takes_no_writes() -> Result<()> {

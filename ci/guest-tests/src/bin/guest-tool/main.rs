@@ -2,15 +2,20 @@
 
 mod blocks;
 mod files;
+mod filled;
 mod hostile;
 mod mapped;
 mod memory;
 mod sectors;
 mod stamped;
 mod stream;
+mod tree;
 mod vsock;
 
-use anyhow::{Context, Result, bail};
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
 use guest_tests::torn::report::Area;
 
 const USAGE: &str = "\
@@ -18,6 +23,8 @@ usage:
   guest-tool hog MIB                             hold that much memory, which does not compress
   guest-tool write-files DIR BYTES               write files with fsync until killed; a line per file: name hash
   guest-tool check-files DIR LIST                compare files with such lines
+  guest-tool fill-files DIR SEED                 write files until there is no room, and print how many fit
+  guest-tool check-filled DIR SEED COUNT         exactly those files are there, and whole
   guest-tool write-blocks DEVICE direct|buffered FIRST COUNT SEED ROUNDS
                                                  write and verify 4 KiB blocks, in shuffled order
   guest-tool check-blocks DEVICE FIRST COUNT SEED ROUND
@@ -41,6 +48,8 @@ usage:
   guest-tool stream ARRAY_MIB ROUNDS node=N|file=PATH...
                                                  copy, scale, add and triad over arrays in those places, in turns:
                                                  kernel, place, microseconds
+  guest-tool write-tree DIR SEED FILES           write a tree like that of a kernel's source
+  guest-tool time COMMAND                        run it in a shell: microseconds
   guest-tool vsock-send PORT                     send the standard input to the host's port
   guest-tool hostile-range ID FIRST END FILE     give the virtio device with that PCI id buffers in a range of memory,
                                                  until the file is there
@@ -53,6 +62,8 @@ fn main() -> Result<()> {
         ["hog", mib] => memory::hog(number(mib)?),
         ["write-files", dir, bytes] => files::write(dir.as_ref(), number(bytes)?),
         ["check-files", dir, list] => files::check(dir.as_ref(), list.as_ref()),
+        ["fill-files", dir, seed] => filled::fill(dir.as_ref(), number(seed)?),
+        ["check-filled", dir, seed, count] => filled::check(dir.as_ref(), number(seed)?, number(count)?),
         ["write-blocks", device, mode, first, count, seed, rounds] => blocks::write(
             &blocks::Range::open(device, blocks::Mode::parse(mode)?, number(first)?, number(count)?)?,
             number(seed)?,
@@ -89,6 +100,8 @@ fn main() -> Result<()> {
         ["stream", array_mib, rounds, places @ ..] if !places.is_empty() => {
             stream::stream(number(array_mib)?, number(rounds)?, places)
         }
+        ["write-tree", dir, seed, files] => tree::write(dir.as_ref(), number(seed)?, number(files)?),
+        ["time", command] => time(command),
         ["vsock-send", port] => vsock::send(u32::try_from(number(port)?)?),
         ["hostile-range", id, first, end, file] => {
             let malice = hostile::Malice::Range { first: number(first)?, end: number(end)? };
@@ -99,6 +112,15 @@ fn main() -> Result<()> {
         }
         _ => bail!("{USAGE}"),
     }
+}
+
+fn time(command: &str) -> Result<()> {
+    let started = Instant::now();
+    let status = Command::new("sh").args(["-c", command]).status().context("Cannot start a shell")?;
+    let elapsed = started.elapsed();
+    ensure!(status.success(), "`{command}` ended with {status}");
+    println!("{}", elapsed.as_micros());
+    Ok(())
 }
 
 fn number(text: &str) -> Result<u64> {

@@ -1,0 +1,174 @@
+//! File systems on a volume, by every interface: made, mounted, filled until nothing more fits, unmounted and checked by
+//! their own tools; and partitions.
+
+use anyhow::{Context, Result, bail, ensure};
+use guest_tests::{Guest, Image, Kernel, Pool};
+
+use crate::volume::IO_LIMIT;
+
+guest_tests::tests![
+    each_holds_on_some_interface: 400,
+    all_hold_on_an_nvdimm: 900 (extended),
+    all_hold_on_virtio_blk: 900 (extended),
+    all_hold_on_virtio_pmem: 1200 (extended),
+];
+
+/// What a guest makes of a volume.
+#[derive(Clone, Copy)]
+struct FileSystem {
+    name: &'static str,
+    make: &'static str,
+    /// Changes nothing, and fails if something is wrong.
+    check: &'static str,
+}
+
+const EXT4: FileSystem = FileSystem { name: "ext4", make: "mkfs.ext4 -q -F", check: "e2fsck -fn" };
+const XFS: FileSystem = FileSystem { name: "xfs", make: "mkfs.xfs -q -f", check: "xfs_repair -n" };
+const F2FS: FileSystem =
+    FileSystem { name: "f2fs", make: "mkfs.f2fs -q -f", check: "fsck.f2fs -f --dry-run" };
+/// Data and metadata together: apart they would hardly fit into a small volume.
+const BTRFS: FileSystem =
+    FileSystem { name: "btrfs", make: "mkfs.btrfs -q -f --mixed", check: "btrfs check --readonly" };
+const ALL: [FileSystem; 4] = [EXT4, XFS, F2FS, BTRFS];
+
+/// How a volume is shown.
+#[derive(Clone, Copy)]
+struct Interface {
+    name: &'static str,
+    /// What the disk's path in /sys is like, and that of no other interface's.
+    path: &'static str,
+    /// A sector written costs time; so much is left to be filled, and the rest is set apart.
+    room_mib: u64,
+}
+
+const NVDIMM: Interface = Interface { name: "nvdimm", path: "*/ACPI0012:*/block/pmem*s", room_mib: 24 };
+const VIRTIO_BLK: Interface = Interface { name: "virtio-blk", path: "*/virtio*/block/vd*", room_mib: 24 };
+/// Each sector is four exits.
+const VIRTIO_PMEM: Interface =
+    Interface { name: "virtio-pmem", path: "*/virtio*/ndbus*/block/pmem*s", room_mib: 4 };
+
+/// XFS wants 300 MiB.
+const VOLUME_MIB: u64 = 320;
+
+/// A guest with one volume for each of the interfaces, on a kernel that has all file systems.
+fn boot(pool: &Pool, volumes: &[(Interface, u64)], cpus: u32) -> Result<Guest> {
+    let mut builder = Guest::builder()
+        .kernel(Kernel::V6_12Generic)
+        .image(Image::FileSystems)
+        .cpus(cpus)
+        .memory("size=512M")
+        .pressure("off");
+    for (interface, size_mib) in volumes {
+        let name = interface.name;
+        pool.create_volume(name, &format!("{size_mib}M"))?;
+        builder = builder.pm_volume(&format!("pool={},name={name},interface={name}", pool.name()));
+    }
+    builder.boot()
+}
+
+/// The disk of the volume with that interface.
+fn node(guest: &Guest, interface: Interface) -> Result<String> {
+    let find = format!(
+        "for disk in /sys/block/*; do case $(readlink -f $disk) in {}) basename $disk; exit;; esac; done; exit 1",
+        interface.path
+    );
+    guest.wait_until_run(&format!("the disk of {} is there", interface.name), IO_LIMIT, &find)?;
+    Ok(format!("/dev/{}", guest.run(&find)?.trim()))
+}
+
+/// The life of a file system on a disk.
+///
+/// 1. Made and mounted. What is more than `room_mib` is given to a file that is not written.
+/// 2. Filled until a file does not fit, all others read back from the disk.
+/// 3. Unmounted and checked, mounted again and read, a third of the files removed, unmounted and checked.
+fn live(guest: &Guest, disk: &str, file_system: FileSystem, room_mib: u64) -> Result<()> {
+    let FileSystem { name, make, check } = file_system;
+    let run = |what: &str, command: &str| {
+        guest.run_within(IO_LIMIT, command).with_context(|| format!("{name} on {disk}: {what}"))
+    };
+    let mount = format!("mkdir -p /mnt/{name} && mount -t {name} {disk} /mnt/{name}");
+    run("make and mount", &format!("{make} {disk} >/dev/null && {mount}"))?;
+    let ballast = format!(
+        "free=$(df -Pm /mnt/{name} | awk 'NR == 2 {{ print $4 }}')
+        [ $free -le {room_mib} ] || fallocate -l $((free - {room_mib}))M /mnt/{name}/ballast"
+    );
+    run("set room apart", &ballast)?;
+    let seed = u64::from(name.as_bytes()[0]);
+    let count = run("fill", &format!("guest-tool fill-files /mnt/{name} {seed}"))?;
+    let count = count.trim();
+    let read = format!("guest-tool check-filled /mnt/{name} {seed} {count}");
+    let clean = format!("umount /mnt/{name} && {check} {disk} 2>&1");
+    run("read from the disk", &format!("echo 3 >/proc/sys/vm/drop_caches; {read}"))?;
+    run("unmount and check", &clean)?;
+    run("mount and read again", &format!("{mount} && {read}"))?;
+    run("remove and check", &format!("rm /mnt/{name}/d*/f*[147] && sync && {clean}"))?;
+    Ok(())
+}
+
+/// Two partitions by GPT, in place of what was there. The kernel finds them when it looks at the disk anew, and the second
+/// takes a file system.
+fn partition(guest: &Guest, disk: &str) -> Result<()> {
+    let run = |what: &str, command: &str| {
+        guest.run_within(IO_LIMIT, command).with_context(|| format!("Partitions on {disk}: {what}"))
+    };
+    let table =
+        format!("printf 'label: gpt\\nsize=4M\\n,\\n' | sfdisk -q --wipe always --no-tell-kernel {disk}");
+    run("make", &table)?;
+    let own = disk.trim_start_matches("/dev/");
+    let look =
+        format!("blockdev --rereadpt {disk} && cd /sys/block/{own} && cat {own}1/size {own}2/size size");
+    let found = run("look", &look)?;
+    let sizes: Vec<u64> = found.lines().map(str::parse).collect::<Result<_, _>>()?;
+    let [first, second, all] = sizes[..] else { bail!("Not two partitions: {found:?}") };
+    // The kernel counts in 512 bytes. What is not in the two is the table, its copy, and what aligns to a MiB.
+    ensure!(first == 8192, "The first partition has {first} of 8192 sectors");
+    ensure!(first + second + 3 * 2048 > all, "The second partition has {second} of {all} sectors");
+    run("use the second", &format!("mkfs.ext4 -q -F {disk}2 && e2fsck -fn {disk}2 2>&1"))?;
+    Ok(())
+}
+
+/// Every file system once, every interface once, in one boot.
+fn each_holds_on_some_interface() -> Result<()> {
+    let pool = Pool::create("640M")?;
+    let guest = boot(&pool, &[(NVDIMM, VOLUME_MIB), (VIRTIO_BLK, 128), (VIRTIO_PMEM, 64)], 1)?;
+    for (interface, file_systems) in
+        [(NVDIMM, &[XFS][..]), (VIRTIO_BLK, &[F2FS, BTRFS]), (VIRTIO_PMEM, &[EXT4])]
+    {
+        let disk = node(&guest, interface)?;
+        for file_system in file_systems {
+            live(&guest, &disk, *file_system, interface.room_mib)?;
+        }
+        partition(&guest, &disk)?;
+    }
+    end(guest, &pool)
+}
+
+fn end(guest: Guest, pool: &Pool) -> Result<()> {
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
+}
+
+/// All file systems one after the other on the same volume.
+fn all_hold_on(interface: Interface, cpus: u32) -> Result<()> {
+    let pool = Pool::create("384M")?;
+    let guest = boot(&pool, &[(interface, VOLUME_MIB)], cpus)?;
+    let disk = node(&guest, interface)?;
+    for file_system in ALL {
+        live(&guest, &disk, file_system, 3 * interface.room_mib)?;
+    }
+    partition(&guest, &disk)?;
+    end(guest, &pool)
+}
+
+fn all_hold_on_an_nvdimm() -> Result<()> {
+    all_hold_on(NVDIMM, 2)
+}
+
+fn all_hold_on_virtio_blk() -> Result<()> {
+    all_hold_on(VIRTIO_BLK, 2)
+}
+
+fn all_hold_on_virtio_pmem() -> Result<()> {
+    all_hold_on(VIRTIO_PMEM, 1)
+}

@@ -1,0 +1,97 @@
+//! A volume has one content, whichever way it is shown, and one user at a time.
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::guest::GuestBuilder;
+use guest_tests::{Guest, Pool};
+
+use crate::volume::{IO_LIMIT, check_acknowledged, guest_with, pool_with_volume};
+
+guest_tests::tests![
+    a_volume_goes_through_its_interfaces_and_keeps_its_content: 300,
+    a_second_use_of_a_volume_is_refused: 200,
+];
+
+/// A way to a volume, with as many CPUs as it is safe with, and the disk that it is.
+struct Way {
+    interface: &'static str,
+    cpus: u32,
+    disk: &'static str,
+}
+
+const WAYS: [Way; 3] = [
+    Way { interface: "nvdimm", cpus: 2, disk: "/dev/pmem0s" },
+    Way { interface: "virtio-blk", cpus: 2, disk: "/dev/vda" },
+    Way { interface: "virtio-pmem", cpus: 1, disk: "/dev/pmem0s" },
+];
+
+impl Way {
+    fn builder(&self, pool: &Pool) -> GuestBuilder {
+        guest_with(pool, &format!("interface={}", self.interface)).cpus(self.cpus)
+    }
+}
+
+/// Each boot reads what all before it have written, by another way, and writes something itself. The first way is the last
+/// one as well.
+fn a_volume_goes_through_its_interfaces_and_keeps_its_content() -> Result<()> {
+    let pool = pool_with_volume()?;
+    let mut acknowledged = String::new();
+    for (boot, way) in WAYS.iter().chain(&WAYS[..1]).enumerate() {
+        let guest = way.builder(&pool).boot()?;
+        guest.wait_until_run("the disk is there", IO_LIMIT, &format!("test -b {}", way.disk))?;
+        if boot == 0 {
+            // With the fewest writes: where each is four flushes to a disk, they take a minute.
+            let make = format!("mkfs.ext4 -q -N 1024 -E lazy_journal_init=1,nodiscard {}", way.disk);
+            guest.run_within(IO_LIMIT, &make)?;
+        }
+        guest.run(&format!("mkdir -p /mnt/data && mount -t ext4 {} /mnt/data", way.disk))?;
+        check_acknowledged(&guest, &acknowledged).with_context(|| format!("By {}", way.interface))?;
+        acknowledged += &write_files(&guest, 12)?;
+        guest.run("umount /mnt/data")?;
+        guest.no_kernel_complaints()?;
+        guest.power_off()?;
+        pool.check()?;
+    }
+    Ok(())
+}
+
+/// Writes files until so many are acknowledged, and returns their lines.
+fn write_files(guest: &Guest, count: u32) -> Result<String> {
+    let mut writer = guest.start_script(IO_LIMIT, "exec guest-tool write-files /mnt/data/files 20000")?;
+    let mut acknowledged = String::new();
+    for _ in 0..count {
+        acknowledged += &(writer.next_line().context("The writer ended")? + "\n");
+    }
+    drop(writer);
+    guest.wait_until_run("the writer has gone", IO_LIMIT, "! pidof guest-tool")?;
+    Ok(acknowledged)
+}
+
+fn a_second_use_of_a_volume_is_refused() -> Result<()> {
+    let pool = pool_with_volume()?;
+    // In one VM, however its pool's path is spelt.
+    let elsewhere = pool.name().replacen('/', "//", 1);
+    for second in &WAYS {
+        for path in [&pool.name(), &elsewhere] {
+            let options = format!("pool={path},name=data,interface={}", second.interface);
+            let refusal = WAYS[0].builder(&pool).cpus(1).pm_volume(&options).expect_refusal()?;
+            ensure!(
+                refusal.code == Some(1) || refusal.code == Some(2),
+                "The exit code is {:?}",
+                refusal.code
+            );
+            for word in ["--pm-volume", "data"] {
+                ensure!(refusal.message.contains(word), "Nothing of {word:?} in: {}", refusal.message);
+            }
+        }
+    }
+    // In another VM.
+    for (first, second) in WAYS.iter().zip(WAYS.iter().skip(1).chain(&WAYS[..1])) {
+        let guest = first.builder(&pool).boot()?;
+        let refusal = second.builder(&pool).name("second").expect_refusal()?;
+        for word in ["--pm-volume", &pool.name(), &guest.pid().to_string()] {
+            ensure!(refusal.message.contains(word), "Nothing of {word:?} in: {}", refusal.message);
+        }
+        guest.power_off()?;
+    }
+    Ok(())
+}

@@ -1,0 +1,81 @@
+//! A tree of files like that of a kernel's source, only smaller.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use guest_tests::content::Bytes;
+
+/// Linux 6.12 has 86,000 files of 16 KiB on average, half of them smaller than 4.6 KiB. The logarithms of sizes are about
+/// normal: this median with this deviation has that mean.
+const MEDIAN_BYTES: f64 = 4600.0;
+const DEVIATION: f64 = 1.58;
+const MAX_BYTES: f64 = 1024.0 * 1024.0;
+/// It has 16 files to a directory; three levels of these names are the usual depth.
+const FILES_PER_DIRECTORY: u64 = 16;
+const DIRECTORIES_PER_LEVEL: u64 = 12;
+
+/// Makes the tree of a seed with so many files, and says how many bytes they have.
+pub fn write(dir: &Path, seed: u64, files: u64) -> Result<()> {
+    let mut numbers = Bytes::new(seed);
+    let mut total = 0;
+    for number in 0..files {
+        let path = dir.join(place(number));
+        fs::create_dir_all(path.parent().expect("files are in directories"))?;
+        let len = size(&mut numbers);
+        fs::write(&path, text(&mut numbers, len))
+            .with_context(|| format!("Cannot write {}", path.display()))?;
+        total += len;
+    }
+    println!("{total}");
+    Ok(())
+}
+
+fn place(number: u64) -> PathBuf {
+    let directory = number / FILES_PER_DIRECTORY;
+    let (upper, lower) = (directory / DIRECTORIES_PER_LEVEL, directory % DIRECTORIES_PER_LEVEL);
+    format!(
+        "{:02}/{:02}/{lower:02}/source-{number:05}.c",
+        upper / DIRECTORIES_PER_LEVEL,
+        upper % DIRECTORIES_PER_LEVEL
+    )
+    .into()
+}
+
+fn size(numbers: &mut Bytes) -> usize {
+    // The sum of twelve numbers between 0 and 1 is nearly normal, with deviation 1.
+    let sum: f64 = (0..12).map(|_| numbers.next_u64() as f64 / u64::MAX as f64).sum();
+    (MEDIAN_BYTES * (DEVIATION * (sum - 6.0)).exp()).min(MAX_BYTES) as usize
+}
+
+/// Letters and line ends: no file system here compresses, and nobody reads it.
+fn text(numbers: &mut Bytes, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len.next_multiple_of(8)];
+    numbers.fill(&mut bytes);
+    bytes.truncate(len);
+    for byte in &mut bytes {
+        *byte = if *byte < 8 { b'\n' } else { b'a' + *byte % 26 };
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_those_of_a_kernel_tree() {
+        let mut numbers = Bytes::new(1);
+        let mut sizes: Vec<usize> = (0..20_000).map(|_| size(&mut numbers)).collect();
+        sizes.sort_unstable();
+        let mean = sizes.iter().sum::<usize>() / sizes.len();
+        assert!((13_000..19_000).contains(&mean), "mean {mean}");
+        assert!((4300..4900).contains(&sizes[10_000]), "median {}", sizes[10_000]);
+    }
+
+    #[test]
+    fn files_have_places_of_their_own() {
+        let places: std::collections::BTreeSet<_> = (0..5000).map(place).collect();
+        assert_eq!(places.len(), 5000);
+    }
+}
