@@ -19,6 +19,8 @@ const BTT_CHUNKS: [u64; 2] = [9, 18];
 /// Every so many seeds, the pool is large enough for BTT volumes.
 const BTT_SEEDS: u64 = 6;
 const BTT_POOL_CHUNKS: u32 = 28;
+/// What every second pool keeps for volumes, more than most of them have.
+const STRG_CHUNKS: u64 = 5;
 /// How much a pool grows in a sequence.
 const MORE_CHUNKS: u64 = 6;
 
@@ -30,13 +32,15 @@ struct World {
     /// Chunks of each volume that have content.
     marked: BTreeMap<Uuid, u32>,
     first_chunks: u32,
+    strg_bytes: u64,
 }
 
 impl World {
     fn new(seed: u64) -> Self {
         let chunks = if seed.is_multiple_of(BTT_SEEDS) { BTT_POOL_CHUNKS } else { CHUNKS };
-        let (media, pool) = new_pool_of(chunks, |_| {});
-        Self { media, pool, lent: vec![], marked: BTreeMap::new(), first_chunks: chunks }
+        let strg_bytes = if seed.is_multiple_of(2) { 0 } else { STRG_CHUNKS * CHUNK_BYTES };
+        let (media, pool) = new_pool_of(chunks, |superblock| superblock.strg_bytes = strg_bytes);
+        Self { media, pool, lent: vec![], marked: BTreeMap::new(), first_chunks: chunks, strg_bytes }
     }
 
     fn pick_volume(&self, random: &mut Random) -> Option<VolumeInfo> {
@@ -179,6 +183,37 @@ impl World {
     }
 }
 
+/// Is what volumes do not have of STRG kept for them, and all the rest lent to who asks?
+fn verify_strg(pool: &Pool, strg_bytes: u64) -> Result<(), String> {
+    let info = pool.info();
+    let kept_bytes = strg_bytes.saturating_sub(info.volume_bytes);
+    let available_bytes = info.free_bytes + info.scrubbing_bytes;
+    if info.strg_bytes != strg_bytes || available_bytes < kept_bytes {
+        return Err(format!("of {strg_bytes} bytes for volumes {kept_bytes} are to be kept: {info:?}"));
+    }
+    let lendable_bytes = available_bytes - kept_bytes;
+    if info.lendable_bytes != lendable_bytes {
+        return Err(format!("{lendable_bytes} bytes are to be lent: {info:?}"));
+    }
+    match pool.alloc_memory(lendable_bytes + CHUNK_BYTES) {
+        Err(PoolError::PoolFull { reserved_bytes, .. }) if reserved_bytes == kept_bytes => Ok(()),
+        other => Err(format!("what is kept for volumes was asked for: {other:?}")),
+    }
+}
+
+#[test]
+fn an_oracle_that_expects_more_to_be_kept_fails() {
+    for (strg_bytes, lent_bytes) in [(4 * CHUNK_BYTES, 0), (0, 8 * CHUNK_BYTES)] {
+        let (_media, pool) = new_pool_of(CHUNKS, |superblock| superblock.strg_bytes = strg_bytes);
+        if lent_bytes > 0 {
+            pool.alloc_memory(lent_bytes).unwrap();
+        }
+        verify_strg(&pool, strg_bytes).unwrap();
+        verify_strg(&pool, strg_bytes + CHUNK_BYTES)
+            .expect_err("a pool that keeps too little went unnoticed");
+    }
+}
+
 #[test]
 fn random_operations_survive_a_crash_at_every_persist() {
     let replay = Replay::from_environment();
@@ -193,12 +228,17 @@ fn random_operations_survive_a_crash_at_every_persist() {
             let points = world.media.take_points();
             let after = volumes_of(&world.pool);
             if replay.has_step(step) {
-                let judge = |image: &Simulator| verify_marked(image, &[&before, &after], &world.marked);
+                let judge = |image: &Simulator| {
+                    verify_marked(image, &[&before, &after], &world.marked)?;
+                    let pool = open(image).map_err(|error| error.to_string())?;
+                    verify_strg(&pool, world.strg_bytes)
+                };
                 // Of its own, so that this step alone opens the same images.
                 let mut of_step = Random::new(seed << 16 | step as u64);
                 images += verify_each(&points, BOUND, &mut of_step, &judge)
                     .unwrap_or_else(|error| panic!("{what}: {}", replay_as(&seed.to_string(), step, &error)));
             }
+            verify_strg(&world.pool, world.strg_bytes).unwrap_or_else(|error| panic!("{what}: {error}"));
             world.fill_new();
         }
     }
