@@ -45,6 +45,28 @@ fn wait_until_clean(pool: &Arc<Pool>) {
     clean.recv_timeout(PATIENCE).expect("nobody erases");
 }
 
+/// The calling thread, as the kernel numbers it.
+fn this_task() -> i32 {
+    // SAFETY: takes nothing, and cannot fail.
+    unsafe { libc::gettid() }
+}
+
+/// Waits until a thread of this process has answered, or sleeps: it then waits for something that has not come.
+fn answer_unless_asleep<T>(task: i32, answer: impl Fn() -> Option<T>) -> Option<T> {
+    loop {
+        let stat = fs::read_to_string(format!("/proc/self/task/{task}/stat"));
+        // Of `number (name) state ...` the state; S: waits for an event (proc_pid_stat(5)). A thread that is gone has none.
+        let is_asleep =
+            stat.is_ok_and(|stat| stat.rsplit(')').next().is_some_and(|rest| rest.starts_with(" S")));
+        // Looked at last: who had it before it slept has it now.
+        match answer() {
+            Some(answer) => return Some(answer),
+            None if is_asleep => return None,
+            None => thread::yield_now(),
+        }
+    }
+}
+
 #[test]
 fn clean_chunks_are_lent_while_a_scrub_hangs() {
     let (pool, barrier) = slow_pool();
@@ -79,13 +101,17 @@ fn who_needs_chunks_in_flight_waits_for_them_and_no_more() {
         let scrub = scope.spawn(|| pool.scrub_some(8 * MIB).unwrap());
         barrier.wait_until_shut();
         let (answer, answered) = mpsc::channel();
+        let (task, tasks) = mpsc::channel();
         let change = &pool;
-        scope.spawn(move || answer.send(change.alloc_memory(32 * MIB).map(drop)).unwrap());
-        // Not a proof, but no proof that it does not wait either: it cannot have succeeded.
-        let early = answered.try_recv();
+        scope.spawn(move || {
+            task.send(this_task()).unwrap();
+            answer.send(change.alloc_memory(32 * MIB).map(drop)).unwrap();
+        });
+        // It has its answer or waits for it; who does not wait is not asleep.
+        let early = answer_unless_asleep(tasks.recv_timeout(PATIENCE).unwrap(), || answered.try_recv().ok());
         barrier.set(Gate::Open);
         scrub.join().unwrap();
-        assert!(early.is_err(), "lent before it was erased: {early:?}");
+        assert!(early.is_none(), "lent before it was erased: {early:?}");
         answered.recv_timeout(PATIENCE).expect("it hangs").unwrap();
     });
     // What was in flight was enough: the last chunk still waits.
@@ -266,17 +292,21 @@ fn the_scrubber_ends_with_its_pool_or_before_it() {
     barrier.set(Gate::Armed);
     let scrubber = Scrubber::start(&pool, None).unwrap();
     barrier.wait_until_shut();
-    let ended = Arc::new(AtomicBool::new(false));
     thread::scope(|scope| {
-        let (end, weak) = (Arc::clone(&ended), Arc::downgrade(&pool));
+        let weak = Arc::downgrade(&pool);
+        let (end, ended) = mpsc::channel();
+        let (task, tasks) = mpsc::channel();
         scope.spawn(move || {
+            task.send(this_task()).unwrap();
             drop(scrubber);
-            end.store(true, Ordering::SeqCst);
+            // Who has seen it asleep does not listen any more.
+            let _ = end.send(());
             // The thread has let go of it.
             assert!(weak.strong_count() <= 1);
         });
-        assert!(!ended.load(Ordering::SeqCst), "it did not wait for the batch that its thread is at");
+        let early = answer_unless_asleep(tasks.recv_timeout(PATIENCE).unwrap(), || ended.try_recv().ok());
         barrier.set(Gate::Open);
+        assert!(early.is_none(), "it did not wait for the batch that its thread is at");
     });
     assert!(pool.scrubbed_bytes() >= 16 * MIB, "the batch was finished");
     // The other way round: the pool does not live on for its scrubber.
