@@ -104,6 +104,16 @@ pub enum PoolError {
         /// What it looks like.
         found: String,
     },
+    /// There is something behind the pool.
+    #[error(
+        "pool {path}: what it would get of the device is not empty: {found}; --force takes it, and erases it all"
+    )]
+    DeviceGrowthNotEmpty {
+        /// The pool.
+        path: PathBuf,
+        /// What it looks like.
+        found: String,
+    },
     /// There is a pool on the device, and it is in use by its volumes.
     #[error(
         "pool {path}: there is a pool on the device already, with the volumes {}; delete them first if nobody needs them",

@@ -3,6 +3,8 @@
 //! Not every format is known: any byte at the start or the end of the device that is not zero counts as somebody's, and
 //! the well-known formats are named.
 
+use std::ops::Range;
+
 use crate::media::{Media, MediaError};
 
 /// How much is looked at, at either end: the common formats have something there.
@@ -35,14 +37,18 @@ const SIGNATURES: &[Signature] = &[
 
 /// What the device seems to hold; `None` if both of its ends are zero.
 pub(super) fn found_on(device: &dyn Media) -> Result<Option<String>, MediaError> {
-    let len_bytes = device.len_bytes();
-    let look_bytes = LOOK_BYTES.min(len_bytes);
+    found_in(device, 0..device.len_bytes())
+}
+
+/// The same of a part of it.
+pub(super) fn found_in(device: &dyn Media, range: Range<u64>) -> Result<Option<String>, MediaError> {
+    let look_bytes = LOOK_BYTES.min(range.end - range.start);
     let mut bytes = vec![0; look_bytes as usize];
-    device.read(0, &mut bytes)?;
+    device.read(range.start, &mut bytes)?;
     if let Some(signature) = SIGNATURES.iter().find(|signature| signature.is_in(&bytes)) {
         return Ok(Some(format!("it looks like {}", signature.name)));
     }
-    for start in [0, len_bytes - look_bytes] {
+    for start in [range.start, range.end - look_bytes] {
         device.read(start, &mut bytes)?;
         if let Some(at) = bytes.iter().position(|byte| *byte != 0) {
             return Ok(Some(format!("there is data at byte {}", start + at as u64)));
@@ -96,6 +102,15 @@ mod tests {
         let last = 4 * CHUNK_BYTES - 1;
         assert_eq!(found(last, &[1]).unwrap(), format!("there is data at byte {last}"));
         assert_eq!(found(2 * CHUNK_BYTES, &[1]), None, "the middle is not looked at");
+        let device = MemoryMedia::new(4 * CHUNK_BYTES);
+        device.store(CHUNK_BYTES - 1, &[1]).unwrap();
+        device.store(CHUNK_BYTES + 0x438, b"\x53\xef").unwrap();
+        let found = |range| found_in(&device, range).unwrap();
+        assert_eq!(
+            found(CHUNK_BYTES..4 * CHUNK_BYTES).unwrap(),
+            "it looks like an ext2, ext3 or ext4 file system"
+        );
+        assert_eq!(found(2 * CHUNK_BYTES..4 * CHUNK_BYTES), None);
     }
 
     #[test]

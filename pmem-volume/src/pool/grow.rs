@@ -21,14 +21,15 @@ impl Pool {
     /// Makes a pool that nobody uses larger, and opens it. On a disk all of it is allocated, unless it is thin. If there
     /// is no room, nothing has changed.
     pub fn grow(path: &Path, size_bytes: u64) -> Result<Arc<Pool>, PoolError> {
-        Self::grow_with(path, Some(size_bytes), &mut unheard)
+        Self::grow_with(path, Some(size_bytes), false, &mut unheard)
     }
 
-    /// The same; without a size, to all of its device. `progress` hears how the file gets its blocks, or how what is new
-    /// of a device is erased.
+    /// The same; without a size, to all of its device. What seems to lie behind the pool on a device is erased with `force`
+    /// only. `progress` hears how the file gets its blocks, or how what is new of a device is erased.
     pub fn grow_with(
         path: &Path,
         size_bytes: Option<u64>,
+        force: bool,
         progress: OnProgress<'_>,
     ) -> Result<Arc<Pool>, PoolError> {
         let pool = Pool::open(path, OpenMode::ReadWrite)?;
@@ -40,6 +41,9 @@ impl Pool {
         let needed_bytes = if new.is_thin { own_bytes } else { size_bytes - old_bytes };
         if media.place().is_device() {
             create::check_device(path, size_bytes, pool.device_bytes()?)?;
+            if !force {
+                pool.refuse_foreign(old_bytes..size_bytes)?;
+            }
         } else {
             check_room(path, media.file(), size_bytes, needed_bytes, own_bytes)?;
         }
@@ -74,6 +78,18 @@ impl Pool {
                 }
             }
             None => Err(PoolError::SizeNeeded { path: self.path.clone(), what: "it is a file, and" }),
+        }
+    }
+
+    /// What the pool is to get may be somebody's: a partition that was made larger over another one, for instance.
+    fn refuse_foreign(&self, range: Range<u64>) -> Result<(), PoolError> {
+        let failed =
+            |source| PoolError::File { path: self.path.clone(), action: "look behind the end of", source };
+        let file = self.backing.file_media().file().try_clone().map_err(failed)?;
+        let device = FileMedia::new(file, range.end, false)?;
+        match super::foreign::found_in(&device, range)? {
+            Some(found) => Err(PoolError::DeviceGrowthNotEmpty { path: self.path.clone(), found }),
+            None => Ok(()),
         }
     }
 

@@ -17,23 +17,25 @@ Examples:
   pmvol volume resize /pm/pool data --size 16G
   pmvol volume create /pm/pool rest --size remaining
   pmvol volume list /pm/pool
+  pmvol btt check /pm/pool data                   its map and its log
+  pmvol btt export /pm/pool data --to data.img    its sectors, in an image file
+  pmvol btt import /pm/pool data --from data.img
   pmvol volume rename /pm/pool data data-2026
   pmvol volume delete /pm/pool data-2026          erases it, for good
+  pmvol volume split /pm/pool rest --into logs=8G --into home=rest
   pmvol info /pm/pool                             also while a VM uses the pool
   pmvol check /pm/pool                            exit code 1 if anything is damaged
   pmvol repair /pm/pool --dry-run
   pmvol scrub /pm/pool                            erases what a VM that was killed has left
-  pmvol btt check /pm/pool data                   one volume
-  pmvol btt export /pm/pool data --to data.img    its sectors, in an image file
-  pmvol btt import /pm/pool data --from data.img
 
 Sizes are whole numbers with an optional K, M, G or T (powers of 1024; 4MiB and 4m are 4M too, but not 4MB, 1.5G or +4M), in
 multiples of 2 MiB. A pool has at least 8 MiB, a volume with BTT 18 MiB, one without 2 MiB.";
 
 /// What manual pages say of how a command ends.
 pub(crate) const EXIT_STATUS: &str = "\
-0: done; of check and repair: all is well. 1: it failed, and stderr says why; of check and repair: something is damaged. \
-2: the command line is wrong; of check and repair: the pool could not be looked at, because it is in use for instance.";
+0: done; of check and repair: all is well. 1: it failed, and stderr says why; of check and repair: something is damaged; \
+of btt read and export: not everything could be read. 2: the command line is wrong; of check and repair: the pool could \
+not be looked at, because it is in use for instance.";
 
 /// Pools of persistent memory and the volumes in them.
 #[derive(Parser)]
@@ -91,6 +93,9 @@ Examples:
         /// Size that it gets, a multiple of 2M; of a device, all of it if nothing is said
         #[arg(long, value_name = "SIZE", value_parser = parse_size())]
         size: Option<u64>,
+        /// Take more of a device even if there is something on it, which is erased
+        #[arg(long)]
+        force: bool,
     },
     /// Show what a pool is and how its bytes are used
     ///

@@ -37,8 +37,8 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
             }
             Ok(Outcome::Done)
         }
-        Command::Grow { pool, size } => {
-            let grown = watched(|progress| grow(pool, *size, progress)).map_err(with_flag)?;
+        Command::Grow { pool, size, force } => {
+            let grown = watched(|progress| grow(pool, *size, *force, progress)).map_err(with_flag)?;
             print::emit(|out| print::pool_grown(out, pool, &grown.info()))?;
             print::note_waiting(&grown);
             Ok(Outcome::Done)
@@ -188,9 +188,14 @@ fn with_flag(error: PoolError) -> anyhow::Error {
     }
 }
 
-fn grow(path: &Path, size_bytes: Option<u64>, progress: OnProgress<'_>) -> Result<Arc<Pool>, PoolError> {
+fn grow(
+    path: &Path,
+    size_bytes: Option<u64>,
+    force: bool,
+    progress: OnProgress<'_>,
+) -> Result<Arc<Pool>, PoolError> {
     let before = Pool::open(path, OpenMode::Peek)?.info();
-    let pool = Pool::grow_with(path, size_bytes, &mut *progress)?;
+    let pool = Pool::grow_with(path, size_bytes, force, &mut *progress)?;
     // If nothing waited, what waits now is where the chunk table was, which is too little to speak of.
     if before.scrubbing_bytes + before.memory_bytes == 0 {
         pool.scrub_all_with(progress)?;

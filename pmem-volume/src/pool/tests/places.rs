@@ -81,7 +81,7 @@ fn a_read_only_device_is_called_so_and_can_be_looked_at() {
         eprintln!("skipped: the device cannot be write-protected");
         return;
     }
-    for result in [disk.create(), disk.open(), Pool::grow_with(&disk.device, None, &mut unheard)] {
+    for result in [disk.create(), disk.open(), Pool::grow_with(&disk.device, None, false, &mut unheard)] {
         let error = result.unwrap_err();
         assert!(matches!(error, PoolError::DeviceReadOnly { .. }), "{error:?}");
         assert!(error.to_string().contains("the device is read-only"), "{error}");
@@ -148,7 +148,7 @@ fn a_block_device_that_grew_has_room_for_its_pool() {
     );
     assert!(too_small, "{error}");
     disk.lengthen(48 * MIB);
-    // What was there behind the pool is no business of anybody who gets it.
+    // What was there behind the pool is no business of anybody who gets it. It is not at an end of what is new.
     disk.write(20 * MIB, &[0x77; 8192]);
     assert_eq!(disk.open().unwrap().info().total_bytes, 16 * MIB);
     let pool = Pool::grow(&disk.device, 32 * MIB).unwrap();
@@ -156,8 +156,15 @@ fn a_block_device_that_grew_has_room_for_its_pool() {
     let extents = pool.alloc_memory(pool.info().free_bytes).unwrap();
     assert!(extents.iter().all(|extent| is_zero(&pool, *extent)));
     drop(pool);
+    // At either end it may be somebody's, and is only taken if that is said.
+    disk.write(48 * MIB - 512, b"the end");
+    let error = Pool::grow_with(&disk.device, None, false, &mut unheard).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("there is data at byte 50331136; --force takes it"), "{text}");
+    assert_eq!(disk.open().unwrap().info().total_bytes, 32 * MIB);
+    assert!(disk.content().ends_with(&[b"the end".as_slice(), &[0; 505]].concat()), "it was touched");
     let mut heard = Vec::new();
-    let pool = Pool::grow_with(&disk.device, None, &mut |progress| heard.push(progress)).unwrap();
+    let pool = Pool::grow_with(&disk.device, None, true, &mut |progress| heard.push(progress)).unwrap();
     let erasing = |done_bytes| Progress { task: Task::Erase, done_bytes, total_bytes: 16 * MIB };
     assert_eq!(heard, [erasing(0), erasing(16 * MIB)]);
     assert_eq!((pool.info().total_bytes, pool.volumes().len()), (48 * MIB, 1));
@@ -499,7 +506,7 @@ fn a_thin_pool_has_blocks_only_for_its_own_data_and_for_what_is_used() {
 fn a_device_that_has_not_grown_is_told() {
     let Some(disk) = Loop::new(32 * MIB + 4096) else { return };
     drop(disk.create().unwrap());
-    let error = Pool::grow_with(&disk.device, None, &mut unheard).unwrap_err();
+    let error = Pool::grow_with(&disk.device, None, false, &mut unheard).unwrap_err();
     assert!(matches!(error, PoolError::DeviceNotGrown { .. }), "{error:?}");
     assert!(error.to_string().contains("the device has not grown (32 MiB)"), "{error}");
 }
@@ -514,6 +521,6 @@ fn a_pool_on_a_disk_is_not_thin_unless_it_was_asked_for() {
     let error =
         Pool::create_with(&fixture.folder.path().join("other"), CreateOptions::default()).unwrap_err();
     assert!(matches!(error, PoolError::SizeNeeded { .. }), "{error}");
-    let error = Pool::grow_with(&fixture.path(), None, &mut unheard).unwrap_err();
+    let error = Pool::grow_with(&fixture.path(), None, false, &mut unheard).unwrap_err();
     assert!(matches!(error, PoolError::SizeNeeded { .. }), "{error}");
 }

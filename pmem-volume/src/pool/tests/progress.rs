@@ -86,6 +86,6 @@ fn a_file_on_a_disk_is_heard_to_get_its_blocks() {
     drop(pool);
     assert_whole(&heard, Task::Allocate, 16 * MIB);
     heard.clear();
-    Pool::grow_with(&path, Some(24 * MIB), &mut |now| heard.push(now)).unwrap();
+    Pool::grow_with(&path, Some(24 * MIB), false, &mut |now| heard.push(now)).unwrap();
     assert_whole(&heard, Task::Allocate, 8 * MIB);
 }
