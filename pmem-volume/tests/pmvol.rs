@@ -52,6 +52,43 @@ fn a_pool_is_made_filled_listed_and_checked() {
 }
 
 #[test]
+fn a_volume_is_split_into_several_with_names() {
+    let folder = Folder::new();
+    folder.succeed(&["create", "pool", "--size", "128M"]);
+    folder.succeed(&["volume", "create", "pool", "dax", "--size", "8M", "--format", "raw"]);
+    folder.succeed(&["volume", "create", "pool", "data", "--size", "60M"]);
+    overwrite(&folder.path("pool"), (4 << 20) + (6 << 20), b"of the last chunk");
+    let text = folder.succeed(&["volume", "split", "pool", "dax", "--into", "dax=6M", "--into", "tail=rest"]);
+    assert!(text.starts_with("volume dax split into 2:\n") && text.contains("tail  "), "{text}");
+    folder.succeed(&["btt", "export", "pool", "tail", "--to", "out"]);
+    assert!(std::fs::read(folder.path("out")).unwrap().starts_with(b"of the last chunk\0"));
+
+    std::fs::write(folder.path("one"), [0x5a; 4096]).unwrap();
+    folder.succeed(&["btt", "write", "pool", "data", "--sector", "4000", "--from", "one"]);
+    let split = ["volume", "split", "pool", "data", "--into", "system=20M", "--into", "home=rest"];
+    folder.fail(&split, &["\"data\" cannot be split", "holds data", "--force"]);
+    folder.succeed(&[&split[..], &["--force"]].concat());
+    let list = folder.json(&["volume", "list", "pool", "--json"]);
+    let volumes: Vec<_> = list.as_array().unwrap().iter().map(|v| v["name"].as_str().unwrap()).collect();
+    assert_eq!(volumes, ["dax", "home", "system", "tail"]);
+    for name in ["system", "home"] {
+        folder.succeed(&["btt", "export", "pool", name, "--to", "out", "--force"]);
+        assert!(std::fs::read(folder.path("out")).unwrap().iter().all(|byte| *byte == 0), "{name}");
+    }
+    assert!(folder.succeed(&["check", "pool"]).ends_with("clean\n"));
+
+    let refused = |into: &str, words: &[&str]| {
+        folder.fail(&["volume", "split", "pool", "home", "--into", into, "--into", "b=20M"], words);
+    };
+    refused("a", &["--into", "\"a\" is not NAME=SIZE"]);
+    refused("a=1X", &["--into", "1X", "K, M, G or T"]);
+    refused("a=2M", &["--into", "home", "23068672 bytes (22 MiB)", "41943040 (40 MiB)"]);
+    refused("a b=20M", &["a b", "' '"]);
+    refused("system=20M", &["\"system\" exists"]);
+    folder.fail(&["volume", "split", "pool", "home"], &["--into"]);
+}
+
+#[test]
 fn wrong_arguments_are_named_and_nothing_is_made() {
     let folder = Folder::new();
     folder.fail(&["create", "pool", "--size", "1X"], &["--size", "1X", "K, M, G or T"]);
@@ -414,7 +451,7 @@ fn the_examples_of_the_help_work_in_their_order() {
         run += 1;
     }
     assert!(run >= 10, "{help}");
-    assert_eq!(folder.json(&["volume", "list", "pool", "--json"])[0]["name"], "rest");
+    assert_eq!(folder.json(&["volume", "list", "pool", "--json"])[0]["name"], "home");
 }
 
 #[test]

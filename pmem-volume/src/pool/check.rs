@@ -211,6 +211,8 @@ impl Pool {
         };
         let (btt, unusable) = match result {
             Ok(btt) => (btt, None),
+            // What is not there yet is no damage; the pool's findings have it.
+            Err(PoolError::VolumeUnfinished { .. }) => (None, None),
             Err(PoolError::Media(error)) => (None, Some(error.to_string())),
             // Who checks knows the rest.
             Err(PoolError::VolumeUnusable { reason, .. }) => (None, Some(reason)),

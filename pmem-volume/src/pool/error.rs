@@ -8,6 +8,7 @@ use thiserror::Error;
 use super::chunk::Extent;
 use super::findings::Finding;
 use super::lock::Holder;
+use super::split::SplitError;
 use super::superblock::SuperblockError;
 use super::volume_record::NameError;
 use crate::btt;
@@ -374,6 +375,22 @@ pub enum PoolError {
     NotBtt {
         /// The name.
         name: String,
+    },
+    /// A crash came while the volume was made of a part of another.
+    #[error(
+        "volume {name:?} is a part of one that was split, which did not finish; the next who opens the pool for writing finishes it"
+    )]
+    VolumeUnfinished {
+        /// The name.
+        name: String,
+    },
+    /// A volume cannot be split as asked.
+    #[error("volume {name:?} cannot be split: {reason}")]
+    Split {
+        /// The name.
+        name: String,
+        /// Why.
+        reason: SplitError,
     },
     /// A volume that is whole was to be given up.
     #[error("volume {name:?} lacks nothing, so it is not given up; `pmvol volume delete` deletes it")]

@@ -90,6 +90,14 @@ pub enum Finding {
         /// The name.
         name: String,
     },
+    /// A crash came while a volume was split.
+    #[error(
+        "volume {name:?} is a part of one that was split, which did not finish; the next open finishes it"
+    )]
+    SplitUnfinished {
+        /// The part.
+        name: String,
+    },
     /// A chunk's owner word is damaged.
     #[error("the owner word of chunk {chunk} is damaged ({word:#018x})")]
     OwnerWord {
@@ -225,6 +233,7 @@ impl Finding {
             Finding::SuperblockStale { .. }
             | Finding::GrowthUnfinished { .. }
             | Finding::VolumeRecordStale { .. }
+            | Finding::SplitUnfinished { .. }
             | Finding::LogPending { .. }
             | Finding::StillLent { .. }
             | Finding::Unscrubbed { .. }

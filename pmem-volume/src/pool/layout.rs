@@ -120,7 +120,8 @@ pub struct VolumeRecordBytes {
     pub name_bytes: u8,
     /// Zero.
     pub reserved0: u8,
-    /// Bit 0: thin, an index may have no chunk. Other bits are zero, and a reader refuses what it does not know.
+    /// Bit 0: thin, an index may have no chunk. Bit 1: a part of a volume that was split, and bit 2, with it: its BTT is still
+    /// to be written. Other bits are zero, and a reader refuses what it does not know.
     pub flags: U64,
     /// Identity of the volume.
     pub uuid: [u8; 16],
@@ -130,8 +131,12 @@ pub struct VolumeRecordBytes {
     pub created_unix_s: U64,
     /// UTF-8, zero-filled.
     pub name: [u8; MAX_NAME_BYTES],
+    /// With flag bit 1, the slot of the volume that was split; else zero.
+    pub origin_slot: U32,
+    /// With flag bit 1, the index of the part's first chunk in it; else zero.
+    pub origin_index: U32,
     /// Zero.
-    pub reserved1: [u8; 120],
+    pub reserved1: [u8; 112],
     /// CRC-32 (IEEE 802.3) of all bytes before it.
     pub checksum: U64,
 }
@@ -146,6 +151,10 @@ pub const VOLUME_FORMAT_BTT: u8 = 1;
 pub const VOLUME_FORMAT_RAW: u8 = 2;
 /// Volume record flag: an index may have no chunk.
 pub const VOLUME_FLAG_THIN: u64 = 1;
+/// Volume record flag: a part of a volume that was split. Its chunks may still be named as the other's.
+pub const VOLUME_FLAG_PART: u64 = 2;
+/// Volume record flag: a part whose BTT is still to be written.
+pub const VOLUME_FLAG_UNFORMATTED: u64 = 4;
 
 /// The head of the log. [`LogEntryBytes`] follow it.
 #[derive(Clone, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -195,6 +204,7 @@ const _: () = {
     assert!(offset_of!(VolumeRecordBytes, uuid) == 32);
     assert!(offset_of!(VolumeRecordBytes, size_bytes) == 48);
     assert!(offset_of!(VolumeRecordBytes, name) == 64);
+    assert!(offset_of!(VolumeRecordBytes, origin_slot) == 128);
     assert!(offset_of!(VolumeRecordBytes, checksum) == 248);
     assert!(size_of::<LogHeaderBytes>() == 64);
     assert!(offset_of!(LogHeaderBytes, commit) == 24);

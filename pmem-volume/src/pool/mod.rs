@@ -36,6 +36,7 @@ mod scan;
 mod scrub;
 mod scrub_queue;
 mod scrubber;
+mod split;
 mod superblock;
 mod table;
 #[cfg(test)]
@@ -68,6 +69,7 @@ pub use open::OpenMode;
 pub use repair::RepairReport;
 pub use resize::Shrink;
 pub use scrubber::{DEFAULT_SCRUB_BYTES_PER_S, Scrubber};
+pub use split::{SplitContent, SplitError};
 pub use superblock::SuperblockError;
 pub use volume::{Volume, VolumeExtent, VolumeInfo, VolumeSize};
 pub use volume_record::{NameError, VolumeFormat, VolumeName};

@@ -19,7 +19,7 @@ use super::scan::{Scan, scan};
 use super::scrub_queue::ScrubQueue;
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
-use super::{Backing, Counts, Pool, PoolError, State, foreign, grow};
+use super::{Backing, Counts, Pool, PoolError, State, foreign, grow, split};
 use crate::CHUNK_BYTES;
 use crate::media::{FileMedia, Media, MediaError};
 
@@ -88,8 +88,8 @@ impl Pool {
     ///    trusted: until here nothing is stored.
     /// 2. Make durable what was seen: all that follows relies on it.
     /// 3. Redo the transaction.
-    /// 4. Put right: copies, wear words, marks of chunks to be erased, a file that was being grown. Each step may be
-    ///    repeated after a crash in it.
+    /// 4. Put right: copies, wear words, marks of chunks to be erased, volumes that were being split, a file that was being
+    ///    grown. Each step may be repeated after a crash in it.
     pub(super) fn from_media(
         path: PathBuf,
         mode: OpenMode,
@@ -131,6 +131,7 @@ impl Pool {
         let mut superblock = superblock;
         if writable {
             put_right(media, &superblock, &findings, &mut scan)?;
+            split::finish(media, &superblock, &mut scan.volumes)?;
             if superblock.growing_to_bytes > 0 {
                 superblock = grow::withdraw(media, &superblock)?;
             }

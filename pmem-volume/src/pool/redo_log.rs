@@ -1,7 +1,7 @@
 //! The redo log: a transaction of many words that counts as a whole or not at all.
 //!
 //! Most operations need none: they commit by a single word or record. Growing a BTT volume does, because the volume's
-//! record and the BTT's info blocks change together.
+//! record and the BTT's info blocks change together, and splitting one, because several records do.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

@@ -2,7 +2,7 @@
 
 use super::create::FileSystem;
 use super::{Backing, Pool, PoolError, bytes};
-use crate::btt::ARENA_MAX_BYTES;
+use crate::btt::{self, ARENA_MAX_BYTES};
 
 /// Pages of the pool's tables that making a volume may store to for the first time.
 const TABLES_BYTES: u64 = 128 << 10;
@@ -10,15 +10,32 @@ const TABLES_BYTES: u64 = 128 << 10;
 /// What formatting an arena of a BTT stores: two info blocks and the log of 256 lanes, in whole pages.
 const ARENA_FORMAT_BYTES: u64 = 32 << 10;
 
+/// Bytes of a map entry, of which there is one for each sector.
+const MAP_ENTRY_BYTES: u64 = 4;
+
+fn format_bytes(chunks: u32) -> u64 {
+    bytes(chunks).div_ceil(ARENA_MAX_BYTES) * ARENA_FORMAT_BYTES
+}
+
 impl Pool {
     /// Is there room for what making a volume of so many chunks stores? If not, a store would find no block, which the
     /// kernel answers with SIGBUS and not with a reason.
     pub(super) fn check_format_room(&self, chunks: u32) -> Result<(), PoolError> {
+        self.check_room(TABLES_BYTES + format_bytes(chunks))
+    }
+
+    /// The same for parts of so many chunks each, whose maps are written as well.
+    pub(super) fn check_split_room(&self, parts: &[u32]) -> Result<(), PoolError> {
+        let map_bytes = |chunks: u32| bytes(chunks) / u64::from(btt::SECTOR_BYTES) * MAP_ENTRY_BYTES;
+        let of_parts = parts.iter().map(|chunks| format_bytes(*chunks) + map_bytes(*chunks));
+        self.check_room(TABLES_BYTES + of_parts.sum::<u64>())
+    }
+
+    fn check_room(&self, needed_bytes: u64) -> Result<(), PoolError> {
         let Backing::File(media) = &self.backing else { return Ok(()) };
         if !self.is_thin() {
             return Ok(());
         }
-        let needed_bytes = TABLES_BYTES + bytes(chunks).div_ceil(ARENA_MAX_BYTES) * ARENA_FORMAT_BYTES;
         let file_system = FileSystem::of(media.file()).map_err(|source| PoolError::File {
             path: self.path.clone(),
             action: "look at the file system of",

@@ -52,6 +52,9 @@ pub(crate) struct Scan {
     pub(crate) wear: Vec<u32>,
     /// Wear words to be started anew.
     pub(crate) bad_wear: Vec<Run>,
+    /// Parts of volumes that were split, by the place of the first chunk in the other volume: where that ends, and whose it
+    /// is.
+    parts: BTreeMap<(Slot, u32), (u32, Slot)>,
 }
 
 /// Chunks by what their owner words say, in the order of the table.
@@ -119,6 +122,13 @@ impl Scan {
             };
             if !names.insert(record.name.clone()) {
                 self.found.add(Finding::VolumeNameTwice { name: record.name.to_string() });
+            }
+            if let Some(part) = record.part {
+                self.found.add(Finding::SplitUnfinished { name: record.name.to_string() });
+                if part.origin != slot {
+                    let end = part.index.saturating_add(record.chunks);
+                    self.parts.insert((part.origin, part.index), (end, slot));
+                }
             }
             self.volumes.insert(slot, VolumeEntry { record, chunks: Vec::new() });
         }
@@ -210,12 +220,25 @@ impl Scan {
     /// Puts a chunk into its volume. False: there is no such volume, or it ends before this index; the operation that
     /// marked the chunk did not finish, or one that took it away did.
     fn claim(&mut self, slot: Slot, index: u32, chunk: ChunkId) -> bool {
+        self.put(slot, index, chunk) || self.claim_for_part(slot, index, chunk)
+    }
+
+    fn put(&mut self, slot: Slot, index: u32, chunk: ChunkId) -> bool {
         let Some(volume) = self.volumes.get_mut(&slot) else { return false };
         let exists = index < volume.record.chunks;
         if exists {
             volume.chunks.push((index, chunk));
         }
         exists
+    }
+
+    /// A volume was split, and the chunk is still named as it was before.
+    fn claim_for_part(&mut self, origin: Slot, index: u32, chunk: ChunkId) -> bool {
+        let Some((start, (end, slot))) = self.parts.range((origin, 0)..=(origin, index)).next_back() else {
+            return false;
+        };
+        let (start, end, slot) = (start.1, *end, *slot);
+        index < end && self.put(slot, index - start, chunk)
     }
 
     /// Puts each volume's chunks in order, and finds indexes that two chunks have, or none.

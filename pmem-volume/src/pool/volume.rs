@@ -135,6 +135,7 @@ impl Pool {
             uuid,
             format,
             thin: false,
+            part: None,
             chunks,
             created_unix_s: unix_now_s(),
         };
@@ -283,6 +284,9 @@ impl VolumeEntry {
             return unusable("it is thin, which this version does not serve".to_owned());
         }
         match self.record.chunks - self.allocated() {
+            0 if self.record.part.is_some_and(|part| part.is_unformatted) => {
+                Err(PoolError::VolumeUnfinished { name: self.record.name.to_string() })
+            }
             0 => Ok(()),
             missing => unusable(format!("{missing} of its {} chunks are missing", self.record.chunks)),
         }
@@ -295,7 +299,7 @@ impl State {
         PoolError::PoolFull { requested_bytes, free_bytes: self.available_bytes(), reserved_bytes: 0 }
     }
 
-    fn find_volume(&self, name: &str) -> Option<Slot> {
+    pub(super) fn find_volume(&self, name: &str) -> Option<Slot> {
         self.volumes.iter().find(|(_, entry)| entry.record.name.as_str() == name).map(|(slot, _)| *slot)
     }
 

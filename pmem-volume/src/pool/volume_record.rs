@@ -5,12 +5,13 @@ use uuid::Uuid;
 use zerocopy::FromZeros;
 
 use super::layout::{
-    MAX_CHUNKS, MAX_NAME_BYTES, VOLUME_EMPTY, VOLUME_FLAG_THIN, VOLUME_FORMAT_BTT, VOLUME_FORMAT_RAW,
-    VOLUME_LIVE, VOLUME_MAGIC, VolumeRecordBytes,
+    MAX_CHUNKS, MAX_NAME_BYTES, VOLUME_EMPTY, VOLUME_FLAG_PART, VOLUME_FLAG_THIN, VOLUME_FLAG_UNFORMATTED,
+    VOLUME_FORMAT_BTT, VOLUME_FORMAT_RAW, VOLUME_LIVE, VOLUME_MAGIC, VolumeRecordBytes,
 };
 use super::mirrored;
 use super::table::Slot;
 use crate::CHUNK_BYTES;
+use crate::btt::MIN_VOLUME_BYTES;
 
 /// How a volume's bytes are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -116,6 +117,17 @@ pub enum VolumeRecordError {
     /// Zero, off the grid, or too large.
     #[error("size {0:#x} is not a multiple of 2 MiB between 2 MiB and 512 TiB")]
     Size(u64),
+    /// A part of a volume that cannot be.
+    #[error("it is a part of the volume in slot {slot}, from chunk {index} on")]
+    Origin {
+        /// Where the volume was.
+        slot: u32,
+        /// Where in it the part starts.
+        index: u32,
+    },
+    /// A BTT is to be written, and cannot be.
+    #[error("its BTT is to be written, and it cannot have one")]
+    NoBtt,
     /// No name.
     #[error(transparent)]
     Name(#[from] NameError),
@@ -130,8 +142,21 @@ pub(crate) struct VolumeRecord {
     pub(crate) uuid: Uuid,
     pub(crate) format: VolumeFormat,
     pub(crate) thin: bool,
+    /// A part of a volume that was split, as long as that is not finished.
+    pub(crate) part: Option<Part>,
     pub(crate) chunks: u32,
     pub(crate) created_unix_s: u64,
+}
+
+/// What is still to be done for a part of a volume that was split.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Part {
+    /// Where the volume was. Its chunks behind the first part's are the other parts'.
+    pub(crate) origin: Slot,
+    /// Where in it the part starts.
+    pub(crate) index: u32,
+    /// Its BTT is still to be written.
+    pub(crate) is_unformatted: bool,
 }
 
 /// An empty slot's record, sealed.
@@ -158,7 +183,13 @@ impl VolumeRecord {
             VolumeFormat::Btt => VOLUME_FORMAT_BTT,
             VolumeFormat::Raw => VOLUME_FORMAT_RAW,
         };
-        bytes.flags.set(if self.thin { VOLUME_FLAG_THIN } else { 0 });
+        let mut flags = if self.thin { VOLUME_FLAG_THIN } else { 0 };
+        if let Some(part) = self.part {
+            flags |= VOLUME_FLAG_PART | if part.is_unformatted { VOLUME_FLAG_UNFORMATTED } else { 0 };
+            bytes.origin_slot.set(u32::from(part.origin.0));
+            bytes.origin_index.set(part.index);
+        }
+        bytes.flags.set(flags);
         bytes.uuid = self.uuid.into_bytes();
         bytes.size_bytes.set(self.size_bytes());
         bytes.created_unix_s.set(self.created_unix_s);
@@ -187,13 +218,18 @@ impl VolumeRecord {
             other => return Err(VolumeRecordError::Format(other)),
         };
         let flags = bytes.flags.get();
-        if flags & !VOLUME_FLAG_THIN != 0 {
-            return Err(VolumeRecordError::Flags(flags));
-        }
+        let part = match flags {
+            0 | VOLUME_FLAG_THIN => None,
+            VOLUME_FLAG_PART | FLAGS_UNFORMATTED => Some(parse_part(bytes, flags == FLAGS_UNFORMATTED)?),
+            _ => return Err(VolumeRecordError::Flags(flags)),
+        };
         let size = bytes.size_bytes.get();
         let chunks = size / CHUNK_BYTES;
         if !size.is_multiple_of(CHUNK_BYTES) || chunks == 0 || chunks > MAX_CHUNKS {
             return Err(VolumeRecordError::Size(size));
+        }
+        if flags == FLAGS_UNFORMATTED && (format != VolumeFormat::Btt || size < MIN_VOLUME_BYTES) {
+            return Err(VolumeRecordError::NoBtt);
         }
         let length = usize::from(bytes.name_bytes);
         let name = bytes.name.get(..length).ok_or(NameError::NotText)?;
@@ -208,10 +244,22 @@ impl VolumeRecord {
             uuid: Uuid::from_bytes(bytes.uuid),
             format,
             thin: flags & VOLUME_FLAG_THIN != 0,
+            part,
             chunks: chunks as u32,
             created_unix_s: bytes.created_unix_s.get(),
         }))
     }
+}
+
+const FLAGS_UNFORMATTED: u64 = VOLUME_FLAG_PART | VOLUME_FLAG_UNFORMATTED;
+
+fn parse_part(bytes: &VolumeRecordBytes, is_unformatted: bool) -> Result<Part, VolumeRecordError> {
+    let (slot, index) = (bytes.origin_slot.get(), bytes.origin_index.get());
+    let origin = u16::try_from(slot).map(Slot).map_err(|_| VolumeRecordError::Origin { slot, index })?;
+    if u64::from(index) >= MAX_CHUNKS {
+        return Err(VolumeRecordError::Origin { slot, index });
+    }
+    Ok(Part { origin, index, is_unformatted })
 }
 
 /// Has a record anything that an empty slot's does not have?
@@ -233,6 +281,7 @@ mod tests {
             uuid: Uuid::from_u128(11),
             format: VolumeFormat::Raw,
             thin: false,
+            part: None,
             chunks: 12,
             created_unix_s: 1,
         }
@@ -241,6 +290,11 @@ mod tests {
     #[test]
     fn a_record_comes_back_as_it_went() {
         assert_eq!(VolumeRecord::parse(Slot(9), &sample().to_bytes()), Ok(Some(sample())));
+        for is_unformatted in [false, true] {
+            let part = Some(Part { origin: Slot(3), index: 77, is_unformatted });
+            let record = VolumeRecord { format: VolumeFormat::Btt, part, ..sample() };
+            assert_eq!(VolumeRecord::parse(Slot(9), &record.to_bytes()), Ok(Some(record)));
+        }
         assert_eq!(VolumeRecord::parse(Slot(4), &empty_record(Slot(4), 8)), Ok(None));
     }
 
@@ -275,7 +329,20 @@ mod tests {
         assert_eq!(broken(|b| b.state = 2), VolumeRecordError::State(2));
         assert_eq!(broken(|b| b.state = 0), VolumeRecordError::NotEmpty);
         assert_eq!(broken(|b| b.format = 0), VolumeRecordError::Format(0));
-        assert_eq!(broken(|b| b.flags.set(2)), VolumeRecordError::Flags(2));
+        for flags in [3, 4, 5, 7, 8] {
+            let mut bytes = sample().to_bytes();
+            bytes.flags.set(flags);
+            let error = VolumeRecord::parse(Slot(9), &bytes).unwrap_err();
+            assert_eq!(error, VolumeRecordError::Flags(flags));
+        }
+        assert_eq!(broken(|b| b.flags.set(6)), VolumeRecordError::NoBtt);
+        assert_eq!(
+            broken(|b| {
+                b.flags.set(2);
+                b.origin_slot.set(1 << 16);
+            }),
+            VolumeRecordError::Origin { slot: 1 << 16, index: 0 }
+        );
         assert_eq!(broken(|b| b.size_bytes.set(5)), VolumeRecordError::Size(5));
         assert_eq!(broken(|b| b.size_bytes.set(0)), VolumeRecordError::Size(0));
         assert_eq!(broken(|b| b.name_bytes = 65), VolumeRecordError::Name(NameError::NotText));

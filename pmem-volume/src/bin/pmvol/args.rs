@@ -160,7 +160,7 @@ Examples:
         /// The pool
         pool: PathBuf,
     },
-    /// Make, list, resize, rename and delete volumes
+    /// Make, list, resize, split, rename and delete volumes
     #[command(subcommand)]
     Volume(VolumeCommand),
     /// Look into volumes: check, repair, read and write their sectors, copy them to image files and back
@@ -265,6 +265,32 @@ Examples:
         #[arg(long)]
         shrink: bool,
     },
+    /// Split a volume into several, each with its own name
+    ///
+    /// Its chunks become the parts', in the order in which they are named; after a crash the volume is as it was, or all parts
+    /// are there. One of them may have its name. A raw volume's parts keep their bytes. A BTT cannot be cut: its parts are
+    /// empty volumes, each with a BTT of its own, in which nothing of the old content shows; so a volume that holds data is
+    /// only split with --force.
+    ///
+    /// For partitions in one volume that a guest sees as one disk, use the guest's own tools: every interface takes them.
+    #[command(after_help = "\
+Examples:
+  pmvol volume split /pm/pool data --into system=8G --into home=rest
+  pmvol volume split /pm/pool dax --into dax=2G --into dax2=rest
+  pmvol volume split /pm/pool data --into a=18M --into b=rest --force")]
+    Split {
+        /// The pool
+        pool: PathBuf,
+        /// Name of the volume
+        #[arg(value_parser = volume_name())]
+        name: String,
+        /// A part: its name, and its size, a multiple of 2M, or `rest` for what the others leave
+        #[arg(long, value_name = "NAME=SIZE", required = true, value_parser = parse_part)]
+        into: Vec<(String, VolumeSize)>,
+        /// Also if it holds data that its parts will not have
+        #[arg(long)]
+        force: bool,
+    },
     /// Delete a volume and erase its content
     ///
     /// Done when it returns, and for good. Nothing is asked and no flag forces it: a volume that is in use cannot be
@@ -318,4 +344,14 @@ fn parse_size() -> impl TypedValueParser<Value = u64> {
 
 fn parse_volume_size(text: &str) -> Result<VolumeSize, size::SizeError> {
     if text == "remaining" { Ok(VolumeSize::Remaining) } else { size::parse(text).map(VolumeSize::Bytes) }
+}
+
+fn parse_part(text: &str) -> Result<(String, VolumeSize), String> {
+    let (name, size) =
+        text.split_once('=').ok_or_else(|| format!("{text:?} is not NAME=SIZE or NAME=rest"))?;
+    let size = match size {
+        "rest" => VolumeSize::Remaining,
+        size => VolumeSize::Bytes(size::parse(size).map_err(|error| error.to_string())?),
+    };
+    Ok((name.to_owned(), size))
 }

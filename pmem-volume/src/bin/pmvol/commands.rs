@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use pmem_volume::media::{Durability, MediaError};
+use pmem_volume::pool::{SplitContent, SplitError};
 use pmem_volume::progress::OnProgress;
 use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeSize};
 
@@ -95,6 +96,12 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
             print::emit(|out| writeln!(out, "volume {name} renamed to {}", volume.name))?;
             print::note_waiting(&pool);
         }
+        VolumeCommand::Split { pool, name, into, force } => {
+            let content = if *force { SplitContent::GiveUp } else { SplitContent::Refuse };
+            let (pool, parts) = changed(pool, |pool, _| pool.split_volume(name, into, content))?;
+            print::emit(|out| print::volume_split(out, name, &parts))?;
+            print::note_waiting(&pool);
+        }
         VolumeCommand::Delete { pool, name } => {
             changed(pool, |pool, progress| {
                 pool.delete_volume(name)?;
@@ -180,6 +187,8 @@ fn with_flag(error: PoolError) -> anyhow::Error {
         | PoolError::BttGrowth(_)
         | PoolError::Btt(_) => Some("--size"),
         PoolError::ThinDevice { .. } => Some("--thin"),
+        PoolError::Split { reason: SplitError::HoldsData, .. } => None,
+        PoolError::Split { .. } => Some("--into"),
         _ => None,
     };
     match flag {

@@ -222,6 +222,11 @@ pub(crate) fn volume_resized(out: Out<'_>, volume: &VolumeInfo) -> io::Result<()
     )
 }
 
+pub(crate) fn volume_split(out: Out<'_>, name: &str, parts: &[VolumeInfo]) -> io::Result<()> {
+    writeln!(out, "volume {name} split into {}:", parts.len())?;
+    volumes(out, parts)
+}
+
 pub(crate) fn volumes(out: Out<'_>, volumes: &[VolumeInfo]) -> io::Result<()> {
     let width = volumes.iter().map(|v| v.name.chars().count()).chain([4]).max().unwrap_or(4);
     writeln!(out, "{:width$}  {:>10}  {:6}  {:>7}  UUID", "NAME", "SIZE", "FORMAT", "EXTENTS")?;

@@ -305,6 +305,7 @@ fn a_record_before_its_chunks_is_found_out() {
             uuid: Uuid::nil(),
             format: VolumeFormat::Raw,
             thin: false,
+            part: None,
             chunks: 2,
             created_unix_s: 1,
         };

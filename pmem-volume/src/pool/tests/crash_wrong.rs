@@ -24,6 +24,7 @@ fn record_of(slot: Slot, name: &str, format: VolumeFormat, chunks: u32) -> Volum
         uuid: Uuid::from_u128(5),
         format,
         thin: false,
+        part: None,
         chunks,
         created_unix_s: 1,
     }

@@ -43,7 +43,7 @@ fn superblock_fields() -> Vec<Field> {
 
 fn record_fields() -> Vec<Field> {
     fields!(VolumeRecordBytes: magic, sequence, slot, state, format, name_bytes, reserved0, flags, uuid,
-        size_bytes, created_unix_s, name, reserved1, checksum)
+        size_bytes, created_unix_s, name, origin_slot, origin_index, reserved1, checksum)
 }
 
 fn log_fields() -> Vec<Field> {
@@ -316,13 +316,15 @@ const RECORD_SEALED: Expected = &[
     ("format", &["Damaged VolumeRecordInvalid"]),
     ("name_bytes", &["Damaged VolumeRecordInvalid"]),
     ("reserved0", &["opens"]),
-    // The flag that is known says that chunks may be missing.
-    ("flags", &["Damaged VolumeRecordInvalid", "opens"]),
+    // Of the flags that are known by themselves, one says that chunks may be missing, and one that a split did not finish.
+    ("flags", &["Damaged VolumeRecordInvalid", "opens", "opens SplitUnfinished"]),
     ("uuid", &["opens"]),
     // As before a volume has grown, or after it has shrunk.
     ("size_bytes", &["Damaged IndexMissing", "Damaged VolumeRecordInvalid", "opens Leftover"]),
     ("created_unix_s", &["opens"]),
     ("name", &["Damaged VolumeNameTwice", "Damaged VolumeRecordInvalid", "opens"]),
+    ("origin_slot", &["opens"]),
+    ("origin_index", &["opens"]),
     ("reserved1", &["opens"]),
 ];
 

@@ -29,6 +29,7 @@ fn build() -> MemoryMedia {
         uuid: Uuid::from_u128(0x89ab_cdef + u128::from(slot)),
         format,
         thin: false,
+        part: None,
         chunks,
         created_unix_s: 1_800_000_001,
     };

@@ -37,6 +37,7 @@ fn claim_volumes(file: &fs::File, superblock: &Superblock) {
             uuid: Uuid::nil(),
             format: VolumeFormat::Raw,
             thin: false,
+            part: None,
             chunks: superblock.chunks,
             created_unix_s: 1,
         };

@@ -9,6 +9,7 @@ mod crash_kill;
 mod crash_random;
 mod crash_repair;
 mod crash_resize;
+mod crash_split;
 mod crash_wrong;
 mod damage;
 mod fields;

@@ -1,0 +1,325 @@
+//! Splitting volumes: what is refused, what the parts hold, and crashes of it.
+
+use super::crash::{Replay, Volumes, new_pool_of, open, open_for, verify_each, verify_space, volumes_of};
+use super::*;
+use crate::btt::{self, Engine, ReadAt, WriteAt};
+use crate::media::simulator::{Random, Simulator};
+use crate::pool::split::{format_parts, name_chunks};
+use crate::pool::table::Slot;
+use crate::pool::volume::Space;
+use crate::pool::{SplitContent, SplitError};
+
+const CHUNKS: u32 = 30;
+/// Sectors of the BTT volume with content: some in each part, at the start of chunks among others.
+const WRITTEN: [u64; 9] = [0, 1, 500, 509, 510, 1022, 1534, 4607, 8700];
+
+fn part(name: &str, chunks: u64) -> (String, VolumeSize) {
+    (name.to_owned(), VolumeSize::Bytes(chunks * CHUNK_BYTES))
+}
+
+fn rest(name: &str) -> (String, VolumeSize) {
+    (name.to_owned(), VolumeSize::Remaining)
+}
+
+/// What a raw volume holds at the start of each of its chunks.
+fn mark(index: u64) -> u64 {
+    0x1234_0000 + index
+}
+
+/// A pool with a raw volume `v` of six chunks, which lies in pieces, and another one.
+fn with_raw_volume() -> (Simulator, Arc<Pool>) {
+    let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 5);
+    for (name, chunks) in [("x", 1), ("v", 2), ("w", 1)] {
+        pool.create_volume(name, VolumeSize::Bytes(chunks * CHUNK_BYTES), VolumeFormat::Raw).unwrap();
+    }
+    pool.resize_volume("v", VolumeSize::Bytes(6 * CHUNK_BYTES), Shrink::Refuse).unwrap();
+    let volume = pool.open_volume("v").unwrap();
+    assert!(volume.extents().len() > 1);
+    for index in 0..6 {
+        volume.write_at(index * CHUNK_BYTES, &mark(index).to_le_bytes()).unwrap();
+    }
+    volume.persist(std::slice::from_ref(&(0..volume.size_bytes()))).unwrap();
+    drop(volume);
+    (media, pool)
+}
+
+/// The parts that are asked for.
+fn raw_parts() -> [(String, VolumeSize); 3] {
+    [part("v", 1), part("b", 3), rest("c")]
+}
+
+fn after_raw() -> Volumes {
+    [("x", 1), ("w", 1), ("v", 1), ("b", 3), ("c", 2)].map(|(name, chunks)| (name.to_owned(), chunks)).into()
+}
+
+fn words_of(pool: &Arc<Pool>, name: &str) -> Result<Vec<u64>, String> {
+    let volume = pool.open_volume(name).map_err(|error| error.to_string())?;
+    let word = |at: u64| {
+        let mut bytes = [0; 8];
+        volume.read_at(at * CHUNK_BYTES, &mut bytes).unwrap();
+        u64::from_le_bytes(bytes)
+    };
+    Ok((0..volume.size_bytes() / CHUNK_BYTES).map(word).collect())
+}
+
+/// The volume is whole, or all its parts are there, and every byte of it in its place.
+fn judge_raw(image: &Simulator, before: &Volumes) -> Result<(), String> {
+    // Who only looks sees the same, whatever is still to be done.
+    let looked = open_for(image, OpenMode::ReadOnly).map_err(|error| error.to_string())?;
+    let seen = volumes_of(&looked);
+    drop(looked);
+    let pool = open(image).map_err(|error| error.to_string())?;
+    let volumes = volumes_of(&pool);
+    if seen != volumes {
+        return Err(format!("{seen:?} are seen, and there are {volumes:?}"));
+    }
+    let parts: &[(&str, std::ops::Range<u64>)] = match volumes {
+        volumes if volumes == *before => &[("v", 0..6)],
+        volumes if volumes == after_raw() => &[("v", 0..1), ("b", 1..4), ("c", 4..6)],
+        volumes => return Err(format!("has volumes {volumes:?}")),
+    };
+    for (name, indexes) in parts {
+        let words = words_of(&pool, name)?;
+        if words != indexes.clone().map(mark).collect::<Vec<_>>() {
+            return Err(format!("{name} holds {words:x?}"));
+        }
+    }
+    verify_space(image, &pool)
+}
+
+#[test]
+fn a_raw_volume_is_split_whole_or_not_at_all() {
+    let (media, pool) = with_raw_volume();
+    let before = volumes_of(&pool);
+    media.record();
+    let parts = pool.split_volume("v", &raw_parts(), SplitContent::Refuse).unwrap();
+    let points = media.take_points();
+    assert_eq!(parts.iter().map(|v| v.name.as_str()).collect::<Vec<_>>(), ["v", "b", "c"]);
+    assert_eq!(volumes_of(&pool), after_raw());
+    assert_states_add_up(&pool.info());
+    let images = verify_each(&points, 300, &mut Random::new(5), &|image| judge_raw(image, &before)).unwrap();
+    Replay::from_environment().count(images, 1000);
+    // They are volumes like any other.
+    pool.delete_volume("b").unwrap();
+    pool.resize_volume("c", VolumeSize::Bytes(4 * CHUNK_BYTES), Shrink::Refuse).unwrap();
+    pool.scrub_all().unwrap();
+    assert_eq!(words_of(&pool, "c").unwrap()[..2], [mark(4), mark(5)]);
+    verify_space(&media, &pool).unwrap();
+}
+
+fn plan(pool: &Pool, slot: Slot, parts: &[(String, VolumeSize)]) -> Vec<volume_record::VolumeRecord> {
+    let chunks: Vec<u32> = parts
+        .iter()
+        .map(|(_, size)| match size {
+            VolumeSize::Bytes(bytes) => (bytes / CHUNK_BYTES) as u32,
+            VolumeSize::Remaining => 2,
+        })
+        .collect();
+    pool.plan_parts(&pool.lock_state(), slot, parts, &chunks).unwrap()
+}
+
+#[test]
+fn chunks_that_are_named_before_the_records_are_found_out() {
+    let (media, pool) = with_raw_volume();
+    let before = volumes_of(&pool);
+    let slot = pool.lock_state().require_closed_volume("v").unwrap();
+    let records = plan(&pool, slot, &raw_parts());
+    media.record();
+    let mut chunks = pool.lock_state().volumes[&slot].chunk_ids().collect::<Vec<_>>().into_iter();
+    let parts = records.iter().map(|record| {
+        let chunks = (0..).zip(chunks.by_ref().take(record.chunks as usize)).collect();
+        (record.slot, scan::VolumeEntry { record: record.clone(), chunks })
+    });
+    name_chunks(&media, &pool.superblock, &parts.collect()).unwrap();
+    // Too late: the records have to come first.
+    redo_log::commit(&media, &pool.superblock, &pool.split_words(&records).unwrap()).unwrap();
+    let points = media.take_points();
+    verify_each(&points, 100, &mut Random::new(5), &|image| judge_raw(image, &before))
+        .expect_err("the wrong order went unnoticed");
+}
+
+#[test]
+fn records_that_are_written_one_after_the_other_are_found_out() {
+    let (media, pool) = with_raw_volume();
+    let before = volumes_of(&pool);
+    let slot = pool.lock_state().require_closed_volume("v").unwrap();
+    let records = plan(&pool, slot, &raw_parts());
+    media.record();
+    for record in &records {
+        let offsets = pool.superblock.volume_record_offsets(record.slot);
+        mirrored::write(&media, offsets, &record.to_bytes()).unwrap();
+    }
+    let points = media.take_points();
+    verify_each(&points, 100, &mut Random::new(5), &|image| judge_raw(image, &before))
+        .expect_err("the wrong order went unnoticed");
+}
+
+/// A pool with a BTT volume `v` of 18 chunks, which has content and has grown once.
+fn with_btt_volume() -> (Simulator, Arc<Pool>) {
+    let (media, pool) = new_pool_of(CHUNKS, |superblock| superblock.volume_slots = 4);
+    pool.create_volume("v", VolumeSize::Bytes(9 * CHUNK_BYTES), VolumeFormat::Btt).unwrap();
+    pool.resize_volume("v", VolumeSize::Bytes(18 * CHUNK_BYTES), Shrink::Refuse).unwrap();
+    let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
+    for sector in WRITTEN {
+        engine.write(sector % engine.sectors(), &old_sector(sector)).unwrap();
+    }
+    drop(engine);
+    (media, pool)
+}
+
+fn old_sector(sector: u64) -> [u8; 4096] {
+    let mut bytes = [0xcd; 4096];
+    bytes[..8].copy_from_slice(&sector.to_le_bytes());
+    bytes
+}
+
+/// The volume is whole and holds what it did, or both parts are there and hold nothing.
+fn judge_btt(image: &Simulator, before: &Volumes, every: usize) -> Result<(), String> {
+    let pool = open(image).map_err(|error| error.to_string())?;
+    let volumes = volumes_of(&pool);
+    let after: Volumes = [("a".to_owned(), 9), ("b".to_owned(), 9)].into();
+    if volumes != *before && volumes != after {
+        return Err(format!("has volumes {volumes:?}"));
+    }
+    for name in volumes.keys() {
+        let volume = pool.open_volume(name).map_err(|error| error.to_string())?;
+        let report = volume.check_btt().map_err(|error| error.to_string())?.expect("it has a BTT");
+        if !report.is_clean() {
+            return Err(format!("BTT of {name}: {report:?}"));
+        }
+        let reader = btt::Reader::open(&volume).unwrap().unwrap();
+        let mut bytes = [0xee; 4096];
+        if volumes == *before {
+            for sector in WRITTEN {
+                reader.read(sector % reader.sectors(), &mut bytes).unwrap();
+                if bytes != old_sector(sector) {
+                    return Err(format!("{name} has lost sector {sector}"));
+                }
+            }
+        } else {
+            for sector in (0..reader.sectors()).step_by(every) {
+                reader.read(sector, &mut bytes).unwrap();
+                if bytes != [0; 4096] {
+                    return Err(format!("sector {sector} of {name} shows what was there before"));
+                }
+            }
+        }
+    }
+    verify_space(image, &pool)
+}
+
+#[test]
+fn a_btt_volume_is_split_into_empty_ones_or_not_at_all() {
+    let (media, pool) = with_btt_volume();
+    let before = volumes_of(&pool);
+    let parts = [part("a", 9), rest("b")];
+    let refused = pool.split_volume("v", &parts, SplitContent::Refuse).unwrap_err();
+    assert!(matches!(refused, PoolError::Split { reason: SplitError::HoldsData, .. }), "{refused}");
+    assert_eq!(volumes_of(&pool), before);
+    media.record();
+    pool.split_volume("v", &parts, SplitContent::GiveUp).unwrap();
+    let points = media.take_points();
+    judge_btt(&media, &before, 1).unwrap();
+    let judge = |image: &Simulator| judge_btt(image, &before, 97);
+    let images = verify_each(&points, 60, &mut Random::new(5), &judge).unwrap();
+    Replay::from_environment().count(images, 500);
+    // Empty as they are, they are split without a word.
+    pool.resize_volume("a", VolumeSize::Bytes(18 * CHUNK_BYTES), Shrink::Refuse).unwrap();
+    pool.split_volume("a", &[part("c", 9), part("d", 9)], SplitContent::Refuse).unwrap();
+    assert_eq!(pool.check().unwrap().pool, []);
+}
+
+#[test]
+fn btts_that_are_written_before_the_records_are_found_out() {
+    let (media, pool) = with_btt_volume();
+    let before = volumes_of(&pool);
+    let records = plan(&pool, Slot(0), &[part("a", 9), part("b", 9)]);
+    media.record();
+    let mut chunks = pool.lock_state().volumes[&Slot(0)].chunk_ids().collect::<Vec<_>>().into_iter();
+    let parts = records.iter().map(|record| {
+        let chunks = (0..).zip(chunks.by_ref().take(record.chunks as usize)).collect();
+        (record.slot, scan::VolumeEntry { record: record.clone(), chunks })
+    });
+    format_parts(&media, &parts.collect()).unwrap();
+    let points = media.take_points();
+    verify_each(&points, 20, &mut Random::new(5), &|image| judge_btt(image, &before, 97))
+        .expect_err("the wrong order went unnoticed");
+}
+
+#[test]
+fn btts_as_on_erased_space_are_found_out() {
+    let (media, pool) = with_btt_volume();
+    let before = volumes_of(&pool);
+    let extents: Vec<_> = pool.open_volume("v").unwrap().extents().to_vec();
+    pool.split_volume("v", &[part("a", 9), part("b", 9)], SplitContent::GiveUp).unwrap();
+    // A map of zeros: each sector has the block of its own number, with whatever that holds.
+    let space = Space { media: &media, extents: &extents };
+    for start in [0, 9 * CHUNK_BYTES] {
+        let mut info = [0; 4096];
+        space.read_at(start + 4096, &mut info).unwrap();
+        let number = |at: usize| u64::from_le_bytes(info[at..at + 8].try_into().unwrap());
+        let (map_at, log_at) = (start + 4096 + number(96), start + 4096 + number(104));
+        space.write_at(map_at, &vec![0; (log_at - map_at) as usize]).unwrap();
+    }
+    judge_btt(&media, &before, 1).expect_err("old content went unnoticed");
+}
+
+/// A crash leaves the records and nothing else; who only looks says so.
+#[test]
+fn a_split_that_is_not_finished_is_a_note_and_no_damage() {
+    let (media, pool) = with_btt_volume();
+    let records = plan(&pool, Slot(0), &[part("a", 9), part("b", 9)]);
+    redo_log::commit(&media, &pool.superblock, &pool.split_words(&records).unwrap()).unwrap();
+    drop(pool);
+    let looked = open_for(&media, OpenMode::ReadOnly).unwrap();
+    let report = looked.check().unwrap();
+    assert!(report.is_clean(), "{report:?}");
+    assert_eq!(report.pool.len(), 2, "{report:?}");
+    assert!(report.pool.iter().all(|finding| matches!(finding, Finding::SplitUnfinished { .. })));
+    assert!(matches!(looked.open_volume("b"), Err(PoolError::VolumeUnfinished { .. })));
+    drop(looked);
+    let pool = open(&media).unwrap();
+    assert!(pool.check().unwrap().is_clean());
+    let engine = Engine::open(pool.open_volume("b").unwrap()).unwrap();
+    engine.write(5, &[7; 4096]).unwrap();
+}
+
+#[test]
+fn parts_that_cannot_be_are_refused_and_change_nothing() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(96 * MIB, 0);
+    pool.create_volume("btt", VolumeSize::Bytes(40 * MIB), VolumeFormat::Btt).unwrap();
+    pool.create_volume("raw", VolumeSize::Bytes(8 * MIB), VolumeFormat::Raw).unwrap();
+    let before = fixture.image();
+    let bytes = |name: &str, mib: u64| (name.to_owned(), VolumeSize::Bytes(mib * MIB));
+    let refused = |name: &str, parts: &[(String, VolumeSize)], words: &[&str]| {
+        let text = pool.split_volume(name, parts, SplitContent::Refuse).unwrap_err().to_string();
+        assert!(words.iter().all(|word| text.contains(word)), "{text:?} does not say all of {words:?}");
+    };
+    refused("nothing", &[bytes("a", 4), rest("b")], &["no volume \"nothing\""]);
+    refused("raw", &[], &["\"raw\"", "0 part(s)", "two at least"]);
+    refused("raw", &[rest("a")], &["1 part(s)"]);
+    refused(
+        "raw",
+        &[bytes("a", 4), bytes("b", 2)],
+        &["6291456 bytes (6 MiB)", "8388608 (8 MiB)", "the rest"],
+    );
+    refused("raw", &[bytes("a", 4), bytes("b", 6)], &["10485760", "8388608"]);
+    refused("raw", &[bytes("a", 8), rest("b")], &["nothing is left for \"b\"", "8 MiB"]);
+    refused("raw", &[rest("a"), rest("b")], &["\"a\" and \"b\""]);
+    refused("raw", &[bytes("a", 4), bytes("a", 4)], &["two parts", "\"a\""]);
+    refused("raw", &[bytes("a", 1), rest("b")], &["\"a\"", "1048576", "2 MiB"]);
+    refused("raw", &[bytes("a", 4), rest("btt")], &["\"btt\" exists"]);
+    refused("raw", &[bytes("a b", 4), rest("c")], &["a b", "' '"]);
+    refused("btt", &[bytes("a", 24), rest("b")], &["\"b\"", "16777216", "18 MiB"]);
+    let many: Vec<_> = (0..80).map(|number| bytes(&format!("p{number}"), 2)).collect();
+    refused("raw", &many, &["167772160"]);
+    let volume = pool.open_volume("raw").unwrap();
+    refused("raw", &[bytes("a", 4), rest("b")], &["in use"]);
+    drop(volume);
+    assert!(before == fixture.image());
+    let volumes = pool.split_volume("btt", &[bytes("btt", 18), rest("b")], SplitContent::Refuse).unwrap();
+    assert_eq!(volumes.iter().map(|v| v.size_bytes / MIB).collect::<Vec<_>>(), [18, 22]);
+    drop(pool);
+    assert!(fixture.check().is_clean());
+}
