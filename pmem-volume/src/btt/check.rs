@@ -135,6 +135,17 @@ impl Report {
         !self.arenas.is_empty() && self.arenas.iter().all(|arena| arena.findings_total == 0)
     }
 
+    /// Keeps what another look found as well: of a volume that is written meanwhile, that alone is wrong.
+    pub(crate) fn keep_common(&mut self, other: &Self) {
+        for (arena, again) in self.arenas.iter_mut().zip(&other.arenas) {
+            let listed = arena.findings.len() as u64;
+            arena.findings.retain(|finding| again.findings.contains(finding));
+            let gone = listed - arena.findings.len() as u64;
+            // Those that are not listed nobody can compare.
+            arena.findings_total = again.findings_total.min(arena.findings_total - gone);
+        }
+    }
+
     /// Sectors that the guest sees.
     pub fn sectors(&self) -> u64 {
         self.arenas.iter().filter_map(|a| a.info.as_ref()).map(|info| u64::from(info.sectors)).sum()

@@ -5,13 +5,13 @@ use std::sync::Arc;
 use serde::Serialize;
 use serde::ser::{SerializeStruct, Serializer};
 
-use super::chunk::{ChunkId, Run};
+use super::chunk::{ChunkId, Run, runs};
 use super::findings::{Finding, Findings, Severity};
 use super::free_content::ContentFinder;
 use super::redo_log::{self, Redone};
 use super::scan::scan;
 use super::table::Owner;
-use super::volume::VolumeInfo;
+use super::volume::{Space, VolumeInfo, volume_extents};
 use super::volume_record::VolumeFormat;
 use super::{Pool, PoolError, bytes};
 use crate::btt;
@@ -19,6 +19,9 @@ use crate::progress::{OnProgress, Progress, Task, unheard};
 
 /// Chunks that are read in one go while nobody can change anything: some ten milliseconds.
 const LOCKED_CHUNKS: u32 = 32;
+
+/// How often a volume that is in use is looked at again when something seems to be wrong.
+const LOOKS_AGAIN: u32 = 3;
 
 /// What a check found.
 #[derive(Debug, Serialize)]
@@ -202,12 +205,32 @@ impl Pool {
         Ok(())
     }
 
+    /// A volume that somebody in this process has open, and may write meanwhile: what is found every time counts.
+    fn check_in_use(&self, name: &str, reached: &mut dyn FnMut(u64)) -> Result<btt::Report, PoolError> {
+        let extents = {
+            let state = self.lock_state();
+            let entry = &state.volumes[&state.require_volume(name)?];
+            entry.check_usable()?;
+            volume_extents(&runs(entry.chunk_ids()))
+        };
+        let space = Space { media: self.media(), extents: &extents };
+        let mut found = self.latch_failure(btt::check_with(&space, reached))?;
+        for _ in 0..LOOKS_AGAIN {
+            if found.is_clean() {
+                break;
+            }
+            found.keep_common(&self.latch_failure(btt::check(&space))?);
+        }
+        Ok(found)
+    }
+
     fn check_volume(self: &Arc<Self>, info: &VolumeInfo, reached: &mut dyn FnMut(u64)) -> VolumeCheck {
         let result = match info.format {
             VolumeFormat::Raw => Ok(None),
-            VolumeFormat::Btt => {
-                self.open_volume(&info.name).and_then(|volume| volume.check_btt_with(reached))
-            }
+            VolumeFormat::Btt => match self.open_volume(&info.name) {
+                Err(PoolError::VolumeInUse { .. }) => self.check_in_use(&info.name, reached).map(Some),
+                opened => opened.and_then(|volume| volume.check_btt_with(reached)),
+            },
         };
         let (btt, unusable) = match result {
             Ok(btt) => (btt, None),

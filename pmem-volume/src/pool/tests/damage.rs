@@ -3,6 +3,7 @@
 use std::mem::offset_of;
 
 use super::*;
+use crate::btt;
 use crate::pool::layout::{
     CHUNK_TABLE_OFFSET, LOG_OFFSET, LogHeaderBytes, SUPERBLOCK_OFFSETS, SuperblockBytes, VOLUME_RECORD_BYTES,
     VOLUME_TABLE_OFFSETS, VolumeRecordBytes,
@@ -373,4 +374,35 @@ fn wear_counts_grow_with_every_use() {
     };
     assert_eq!(wear(1), encode_wear(ChunkId(1), 0));
     assert!((2..32).all(|chunk| wear(chunk) == encode_wear(ChunkId(chunk), 4)));
+}
+
+#[test]
+fn a_volume_that_is_in_use_is_checked_while_it_is_written() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(64 * MIB, 0);
+    pool.create_volume("v", VolumeSize::Bytes(20 * MIB), VolumeFormat::Btt).unwrap();
+    let volume = pool.open_volume("v").unwrap();
+    let place = volume.extents()[0].offset_bytes();
+    let engine = btt::Engine::open(volume).unwrap();
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for number in 0.. {
+                engine.write(number * 7 % engine.sectors(), &[number as u8; 4096]).unwrap();
+                if is_over.load(std::sync::atomic::Ordering::SeqCst) {
+                    break;
+                }
+            }
+        });
+        for _ in 0..20 {
+            let report = pool.check().unwrap();
+            assert!(report.is_clean(), "{report:?}");
+            assert!(report.volumes[0].btt.is_some() && report.volumes[0].unusable.is_none());
+        }
+        is_over.store(true, std::sync::atomic::Ordering::SeqCst);
+    });
+    fixture.flip(place + 4096 + 100, 1);
+    let report = pool.check().unwrap();
+    let arena = &report.volumes[0].btt.as_ref().unwrap().arenas[0];
+    assert_eq!(arena.findings, [btt::Finding::FirstInfo]);
 }
