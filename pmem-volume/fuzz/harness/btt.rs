@@ -179,16 +179,23 @@ fn edit(image: &mut Image, from: &mut Cursor<'_>) {
     }
 }
 
-/// Any bytes as a BTT that is served: what is asked for is done or refused. A BTT that a check finds whole does all of it,
-/// keeps it, and is whole after it.
+/// Any bytes as a BTT that is served, also after a repair: what is asked for is done or refused, and sectors that were
+/// right and that nobody has written stay so. A BTT that a check finds whole does all of it, keeps it, and is whole after it.
 pub fn btt_engine(data: &[u8]) {
     let mut from = Cursor::new(data);
     let bases = bases();
-    let mut image = bases[from.below(bases.len() as u64) as usize].image.clone();
+    let base = &bases[from.below(bases.len() as u64) as usize];
+    let mut image = base.image.clone();
     for _ in 0..from.below(8) {
         edit(&mut image, &mut from);
     }
     let space = Space(Mutex::new(image));
+    if from.number(1) % 2 == 1 {
+        let repair = btt::plan_repair(&space, btt::GiveUp::Nothing, &mut |_| {}).unwrap();
+        repair.carry_out(&space).unwrap();
+    }
+    let before = sectors_of(&space);
+    let mut touched = Vec::new();
     let is_clean = btt::check(&space).unwrap().is_clean();
     let engine = match Engine::open(&space) {
         Ok(engine) => engine,
@@ -215,6 +222,9 @@ pub fn btt_engine(data: &[u8]) {
         // Sectors may be in error that nobody has written yet.
         let is_refused = matches!(result, Err(EngineError::Sector { .. })) && what == 0;
         assert!(!is_clean || result.is_ok() == is_inside || is_refused, "clean, and {result:?}");
+        if what > 0 {
+            touched.push(sectors.clone());
+        }
         if is_inside && what > 0 {
             let byte = if what == 1 { 0 } else { version };
             written.extend(sectors.map(|sector| (sector, byte)));
@@ -222,6 +232,11 @@ pub fn btt_engine(data: &[u8]) {
     }
     engine.flush().unwrap();
     drop(engine);
+    let after = sectors_of(&space);
+    let right = before.iter().filter(|(sector, bytes)| base.content.get(sector) == Some(bytes));
+    for (sector, bytes) in right.filter(|(sector, _)| !touched.iter().any(|range| range.contains(sector))) {
+        assert!(after.get(sector) == Some(bytes), "sector {sector} was right, and nobody has written it");
+    }
     if is_clean {
         assert!(btt::check(&space).unwrap().is_clean(), "what was served is not whole any more");
         let engine = Engine::open(&space).unwrap();
