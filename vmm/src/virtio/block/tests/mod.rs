@@ -5,6 +5,7 @@ mod fake;
 mod hostile;
 mod image;
 mod job;
+mod volume;
 
 use std::sync::Arc;
 

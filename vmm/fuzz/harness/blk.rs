@@ -1,0 +1,288 @@
+//! Requests to a disk: the fuzzer's bytes become descriptor chains, most of them nearly right, and what the parser makes
+//! of each is held against a model that walks the same descriptors without a thought of speed.
+
+use foreshore::virtio::block::buffer::Buffers;
+use foreshore::virtio::block::job::{Job, Next};
+use foreshore::virtio::block::request::{Limits, Operation, Refusal, Request, Status};
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+use super::cursor::Cursor;
+
+const MEMORY_LEN: u64 = 0x2_0000;
+const DESCRIPTORS: u64 = 0;
+const AVAILABLE: u64 = 0x1000;
+const USED: u64 = 0x2000;
+const INDIRECT: u64 = 0x3000;
+/// Headers and buffers.
+const BUFFERS: u64 = 0x1_0000;
+const QUEUE_SIZE: u16 = 16;
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const TABLE: u16 = 4;
+
+/// As the driver has written it.
+#[derive(Clone, Copy, Debug)]
+struct Descriptor {
+    address: u64,
+    len: u32,
+    flags: u16,
+    next: u16,
+}
+
+/// Parses what `bytes` make, and panics where it should not have come out like that.
+pub fn blk_request(bytes: &[u8]) {
+    blk_request_by(bytes, |limits| limits);
+}
+
+/// The same, of a parser that goes by other limits than the model: what is wrong must come out.
+pub fn blk_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
+    let mut cursor = Cursor::new(bytes);
+    let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap();
+    let limits = Limits {
+        capacity_bytes: 1 << 20,
+        block_bytes: cursor.pick(&[512, 512, 4096]),
+        read_only: cursor.number(1) % 4 == 0,
+        discard: cursor.number(1) % 4 != 0,
+        write_zeroes: cursor.number(1) % 4 != 0,
+        max_descriptors: QUEUE_SIZE,
+    };
+    fill_buffers(&memory, &mut cursor);
+    let is_indirect = cursor.number(1) % 4 == 0;
+    let table = if is_indirect { INDIRECT } else { DESCRIPTORS };
+    let chain = write_chain(&memory, &mut cursor, table);
+    if is_indirect {
+        let len = 16 * chain.len() as u32;
+        let len = cursor.pick(&[len, len, len, len - 1, 0, u32::MAX]);
+        write_descriptor(&memory, DESCRIPTORS, Descriptor { address: INDIRECT, len, flags: TABLE, next: 0 });
+    }
+    let mut queue = queue();
+    memory.write_obj(1u16, GuestAddress(AVAILABLE + 2)).unwrap();
+    let mut popped = queue.pop_descriptor_chain(&memory).expect("one chain is available");
+    let result = Request::parse(&memory, &mut popped, &wrong(limits));
+    if !is_indirect {
+        check_against_model(&memory, &chain, &limits, &result);
+    }
+    if let Ok(request) = result {
+        check_request(&memory, request, &limits);
+    }
+}
+
+fn queue() -> Queue {
+    let mut queue = Queue::new(QUEUE_SIZE).unwrap();
+    queue.try_set_desc_table_address(GuestAddress(DESCRIPTORS)).unwrap();
+    queue.try_set_avail_ring_address(GuestAddress(AVAILABLE)).unwrap();
+    queue.try_set_used_ring_address(GuestAddress(USED)).unwrap();
+    queue.set_ready(true);
+    queue
+}
+
+/// Every 16 bytes begin a header or a range, so that chains which begin anywhere find one.
+fn fill_buffers(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>) {
+    for slot in 0..8 {
+        let kind = cursor.pick(&[0u32, 0, 1, 1, 4, 8, 11, 13, 14, 2, u32::MAX]);
+        let sector =
+            cursor.pick(&[0u64, 8, 2040, 2047, 2048, 7, 1 << 55, u64::MAX, u64::MAX / 512, (1 << 55) + 8]);
+        let at = BUFFERS + 0x100 * slot;
+        memory.write_obj(kind, GuestAddress(at)).unwrap();
+        memory.write_obj(sector, GuestAddress(at + 8)).unwrap();
+        // A range behind it.
+        memory.write_obj(sector, GuestAddress(at + 16)).unwrap();
+        memory.write_obj(cursor.pick(&[8u32, 1, 0, 2048, 2049, u32::MAX]), GuestAddress(at + 24)).unwrap();
+        memory.write_obj(cursor.pick(&[0u32, 0, 1, 2, u32::MAX]), GuestAddress(at + 28)).unwrap();
+    }
+}
+
+fn write_chain(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>, table: u64) -> Vec<Descriptor> {
+    let count = 1 + cursor.number(1) as u16 % QUEUE_SIZE;
+    let mut writes = 0;
+    let chain: Vec<_> = (0..count)
+        .map(|index| {
+            // Mostly what is read first, then what is written.
+            if writes == 0 && (index > 0 && cursor.number(1) % 3 == 0) || index + 1 == count {
+                writes = WRITE;
+            }
+            let odd = cursor.number(1);
+            let slot = BUFFERS + 0x100 * (cursor.number(1) % 8);
+            let address = match odd % 32 {
+                0 => MEMORY_LEN - 1,
+                1 => MEMORY_LEN,
+                2 => u64::MAX - cursor.number(1),
+                3 => slot + 16,
+                _ => slot,
+            };
+            let len = match index {
+                0 => cursor.pick(&[16u32, 16, 16, 16, 32, 15, 17, 4, 0]),
+                _ => cursor.pick(&[512u32, 4096, 1, 16, 20, 1024, 0, 513, 8, 1 << 20, u32::MAX, 12]),
+            };
+            let flips = if odd > 250 { WRITE } else { 0 };
+            let last = index + 1 == count;
+            let next = if odd == 240 { cursor.number(1) as u16 } else { index + 1 };
+            let flags = (writes ^ flips) | if last && odd != 241 { 0 } else { NEXT };
+            Descriptor { address, len, flags, next }
+        })
+        .collect();
+    for (index, descriptor) in chain.iter().enumerate() {
+        write_descriptor(memory, table + 16 * index as u64, *descriptor);
+    }
+    chain
+}
+
+fn write_descriptor(memory: &GuestMemoryMmap<()>, at: u64, descriptor: Descriptor) {
+    let Descriptor { address, len, flags, next } = descriptor;
+    memory.write_obj(address, GuestAddress(at)).unwrap();
+    memory.write_obj(len, GuestAddress(at + 8)).unwrap();
+    memory.write_obj(flags, GuestAddress(at + 12)).unwrap();
+    memory.write_obj(next, GuestAddress(at + 14)).unwrap();
+}
+
+/// What a request must come to, by type alone.
+#[derive(Debug, PartialEq, Eq)]
+enum Outcome {
+    GivenBack,
+    Refused(u8),
+    /// Type, and bytes of the disk that are moved.
+    Done(u32, u64),
+}
+
+fn check_against_model(
+    memory: &GuestMemoryMmap<()>,
+    chain: &[Descriptor],
+    limits: &Limits,
+    result: &Result<Request, Refusal>,
+) {
+    let came_to = match result {
+        Err(Refusal { status: None, .. }) => Outcome::GivenBack,
+        Err(Refusal { status: Some(_), error }) => Outcome::Refused(error.status().code()),
+        Ok(request) => match &request.operation {
+            Operation::Read(range, _) => Outcome::Done(0, range.len_bytes()),
+            Operation::Write(range, _) => Outcome::Done(1, range.len_bytes()),
+            Operation::Flush => Outcome::Done(4, 0),
+            Operation::GetId(_) => Outcome::Done(8, 0),
+            Operation::Discard(_) => Outcome::Done(11, 0),
+            Operation::WriteZeroes(_) => Outcome::Done(13, 0),
+        },
+    };
+    assert_eq!(came_to, model(memory, chain, limits), "{chain:x?} with {limits:?}");
+}
+
+/// The specification once more, byte by byte.
+fn model(memory: &GuestMemoryMmap<()>, chain: &[Descriptor], limits: &Limits) -> Outcome {
+    let (error, unsupported) =
+        (Outcome::Refused(Status::IoError.code()), Outcome::Refused(Status::Unsupported.code()));
+    // 1. The descriptors that the device sees.
+    let (mut seen, mut total, mut at, mut ends) = (Vec::new(), 0u64, 0usize, false);
+    while let Some(descriptor) = chain.get(at) {
+        total += u64::from(descriptor.len);
+        if seen.len() == chain.len().max(usize::from(QUEUE_SIZE)) || total > u64::from(u32::MAX) {
+            return Outcome::GivenBack;
+        }
+        seen.push(*descriptor);
+        if descriptor.flags & NEXT == 0 {
+            ends = true;
+            break;
+        }
+        at = usize::from(descriptor.next);
+    }
+    // Behind the chain there are zeros in the table: a descriptor of nothing, which ends it.
+    ends |= (chain.len()..usize::from(QUEUE_SIZE)).contains(&at);
+    let order = seen.iter().skip_while(|d| d.flags & WRITE == 0 || d.len == 0);
+    let mut order = order.filter(|d| d.flags & WRITE == 0);
+    let zeros_follow = (chain.len()..usize::from(QUEUE_SIZE)).contains(&at);
+    let written: Vec<_> = seen.iter().filter(|d| d.flags & WRITE != 0 && d.len > 0).collect();
+    if !ends || order.next().is_some() || zeros_follow && !written.is_empty() {
+        return Outcome::GivenBack;
+    }
+    let Some(last) = written.last() else { return Outcome::GivenBack };
+    if last.address.checked_add(u64::from(last.len) - 1).is_none() {
+        return Outcome::GivenBack;
+    }
+    // 2. The header.
+    let read: Vec<(u64, u32)> =
+        seen.iter().filter(|d| d.flags & WRITE == 0).map(|d| (d.address, d.len)).collect();
+    let readable: u64 = read.iter().map(|(_, len)| u64::from(*len)).sum();
+    let writable = written.iter().map(|d| u64::from(d.len)).sum::<u64>() - 1;
+    let Some(header) = gather(memory, &read, 0, 16) else { return error };
+    let kind = u32::from_le_bytes(header[..4].try_into().unwrap());
+    let sector = u64::from_le_bytes(header[8..].try_into().unwrap());
+    let data = readable - 16;
+    // 3. What is asked.
+    let fits = |sector: u64, len: u64| {
+        let start = u128::from(sector) * 512;
+        let block = u128::from(limits.block_bytes);
+        start + u128::from(len) <= u128::from(limits.capacity_bytes)
+            && start.is_multiple_of(block)
+            && u128::from(len).is_multiple_of(block)
+    };
+    match kind {
+        0 if data > 0 || !fits(sector, writable) => error,
+        0 => Outcome::Done(0, writable),
+        1 if limits.read_only || writable > 0 || !fits(sector, data) => error,
+        1 => Outcome::Done(1, data),
+        4 => Outcome::Done(4, 0),
+        8 if data > 0 => error,
+        8 => Outcome::Done(8, 0),
+        11 if !limits.discard => unsupported,
+        13 if !limits.write_zeroes => unsupported,
+        11 | 13 if limits.read_only || writable > 0 || data == 0 || data % 16 != 0 || data > 512 => error,
+        11 | 13 => {
+            let Some(list) = gather(memory, &read, 16, data as usize) else { return error };
+            for range in list.chunks(16) {
+                let sector = u64::from_le_bytes(range[..8].try_into().unwrap());
+                let sectors = u32::from_le_bytes(range[8..12].try_into().unwrap());
+                let flags = u32::from_le_bytes(range[12..].try_into().unwrap());
+                match flags {
+                    0 => {}
+                    1 if kind == 13 => {}
+                    _ => return unsupported,
+                }
+                if sectors > 1 << 22 || !fits(sector, u64::from(sectors) * 512) {
+                    return error;
+                }
+            }
+            Outcome::Done(kind, 0)
+        }
+        _ => unsupported,
+    }
+}
+
+/// Bytes of a list of buffers, one at a time; `None`: too few, or not in memory.
+fn gather(memory: &GuestMemoryMmap<()>, list: &[(u64, u32)], skip: usize, count: usize) -> Option<Vec<u8>> {
+    let places =
+        list.iter().flat_map(|(at, len)| (0..u64::from(*len)).map(move |offset| at.checked_add(offset)));
+    let bytes: Option<Vec<u8>> =
+        places.skip(skip).take(count).map(|place| memory.read_obj(GuestAddress(place?)).ok()).collect();
+    bytes.filter(|bytes| bytes.len() == count)
+}
+
+/// What was accepted can be carried out: it ends, and touches nothing else of the disk.
+fn check_request(memory: &GuestMemoryMmap<()>, request: Request, limits: &Limits) {
+    let within = |offset: u64, len: u64| assert!(offset + len <= limits.capacity_bytes, "{offset}+{len}");
+    let mut job = Job::new(request, true);
+    let mut buffers = Buffers::default();
+    for _ in 0..100 {
+        match job.next(memory, &mut buffers) {
+            Ok(Next::Step(step)) => {
+                use foreshore::virtio::block::backend::Step::{Discard, Flush, Read, Write, WriteZeroes};
+                match &step {
+                    Read(offset, buffer) => within(*offset, buffer.len() as u64),
+                    Write(offset, buffer) => {
+                        assert!(!limits.read_only);
+                        within(*offset, buffer.len() as u64);
+                    }
+                    Discard(range) | WriteZeroes(range, _) => {
+                        assert!(!limits.read_only);
+                        within(range.offset_bytes(), range.len_bytes());
+                    }
+                    Flush => {}
+                }
+                if job.done(memory, &step).is_err() {
+                    return;
+                }
+            }
+            Ok(Next::Finished(_)) | Err(_) => return,
+        }
+    }
+    panic!("a request takes more than a hundred steps");
+}

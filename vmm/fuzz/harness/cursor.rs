@@ -1,0 +1,25 @@
+//! Numbers out of a fuzzer's bytes.
+
+/// Gives bytes as long as there are any, and zeros behind them.
+pub struct Cursor<'a> {
+    bytes: &'a [u8],
+}
+
+impl<'a> Cursor<'a> {
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes }
+    }
+
+    pub fn number(&mut self, count: usize) -> u64 {
+        let (now, later) = self.bytes.split_at(count.min(self.bytes.len()));
+        self.bytes = later;
+        let mut word = [0; 8];
+        word[..now.len()].copy_from_slice(now);
+        u64::from_le_bytes(word)
+    }
+
+    /// One of them.
+    pub fn pick<T: Copy>(&mut self, all: &[T]) -> T {
+        all[self.number(1) as usize % all.len()]
+    }
+}

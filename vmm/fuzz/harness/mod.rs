@@ -1,0 +1,6 @@
+//! What the fuzz targets run, for libFuzzer and for `cargo test`.
+
+mod blk;
+mod cursor;
+
+pub use blk::blk_request;
