@@ -59,3 +59,24 @@ impl Drop for Said<'_> {
 fn any_chain_is_a_request_or_refused() {
     try_all("blk_request", harness::blk_request, 40_000);
 }
+
+/// A parser that takes the disk for larger, for writable, or for one of smaller blocks, as if a check were missing.
+#[test]
+fn a_parser_that_lacks_a_check_is_found_out() {
+    use foreshore::virtio::block::request::Limits;
+    type Wrong = fn(Limits) -> Limits;
+    let wrongs: [(&str, Wrong); 4] = [
+        ("capacity", |limits| Limits { capacity_bytes: u64::MAX, ..limits }),
+        ("read-only", |limits| Limits { read_only: false, ..limits }),
+        ("blocks", |limits| Limits { block_bytes: 512, ..limits }),
+        ("features", |limits| Limits { discard: true, write_zeroes: true, ..limits }),
+    ];
+    for (name, wrong) in wrongs {
+        let mut random = Random(0xbad_5eed);
+        let found = (0..40_000).any(|_| {
+            let input = random.input();
+            std::panic::catch_unwind(|| harness::blk_request_by(&input, wrong)).is_err()
+        });
+        assert!(found, "without the check of {name} nothing fails");
+    }
+}

@@ -43,13 +43,13 @@ pub fn blk_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
     let limits = Limits {
         capacity_bytes: 1 << 20,
         block_bytes: cursor.pick(&[512, 512, 4096]),
-        read_only: cursor.number(1) % 4 == 0,
-        discard: cursor.number(1) % 4 != 0,
-        write_zeroes: cursor.number(1) % 4 != 0,
+        read_only: cursor.pick(&[false, false, false, true]),
+        discard: cursor.pick(&[true, true, true, false]),
+        write_zeroes: cursor.pick(&[true, true, true, false]),
         max_descriptors: QUEUE_SIZE,
     };
     fill_buffers(&memory, &mut cursor);
-    let is_indirect = cursor.number(1) % 4 == 0;
+    let is_indirect = cursor.pick(&[false, false, false, true]);
     let table = if is_indirect { INDIRECT } else { DESCRIPTORS };
     let chain = write_chain(&memory, &mut cursor, table);
     if is_indirect {
@@ -95,14 +95,13 @@ fn fill_buffers(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>) {
 }
 
 fn write_chain(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>, table: u64) -> Vec<Descriptor> {
-    let count = 1 + cursor.number(1) as u16 % QUEUE_SIZE;
-    let mut writes = 0;
+    // Mostly a header, some data, a status byte.
+    let count = cursor.pick(&[3u16, 3, 3, 4, 4, 2, 1, QUEUE_SIZE]);
+    let first_written = (1 + cursor.number(1) as u16 % count).min(count - 1);
     let chain: Vec<_> = (0..count)
         .map(|index| {
-            // Mostly what is read first, then what is written.
-            if writes == 0 && (index > 0 && cursor.number(1) % 3 == 0) || index + 1 == count {
-                writes = WRITE;
-            }
+            let writes = if index >= first_written { WRITE } else { 0 };
+            let last = index + 1 == count;
             let odd = cursor.number(1);
             let slot = BUFFERS + 0x100 * (cursor.number(1) % 8);
             let address = match odd % 32 {
@@ -113,11 +112,13 @@ fn write_chain(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>, table: u64
                 _ => slot,
             };
             let len = match index {
-                0 => cursor.pick(&[16u32, 16, 16, 16, 32, 15, 17, 4, 0]),
-                _ => cursor.pick(&[512u32, 4096, 1, 16, 20, 1024, 0, 513, 8, 1 << 20, u32::MAX, 12]),
+                0 => cursor.pick(&[16u32, 16, 16, 16, 16, 16, 32, 15, 17, 4, 0]),
+                _ if last => cursor.pick(&[1u32, 1, 1, 1, 1, 1, 513, 4097, 0, 2]),
+                _ => {
+                    cursor.pick(&[512u32, 4096, 512, 4096, 16, 32, 20, 1024, 8192, 0, 513, 1 << 20, u32::MAX])
+                }
             };
             let flips = if odd > 250 { WRITE } else { 0 };
-            let last = index + 1 == count;
             let next = if odd == 240 { cursor.number(1) as u16 } else { index + 1 };
             let flags = (writes ^ flips) | if last && odd != 241 { 0 } else { NEXT };
             Descriptor { address, len, flags, next }
@@ -225,7 +226,11 @@ fn model(memory: &GuestMemoryMmap<()>, chain: &[Descriptor], limits: &Limits) ->
         8 => Outcome::Done(8, 0),
         11 if !limits.discard => unsupported,
         13 if !limits.write_zeroes => unsupported,
-        11 | 13 if limits.read_only || writable > 0 || data == 0 || data % 16 != 0 || data > 512 => error,
+        11 | 13
+            if limits.read_only || writable > 0 || data == 0 || !data.is_multiple_of(16) || data > 512 =>
+        {
+            error
+        }
         11 | 13 => {
             let Some(list) = gather(memory, &read, 16, data as usize) else { return error };
             for range in list.chunks(16) {

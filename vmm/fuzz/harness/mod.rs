@@ -3,4 +3,4 @@
 mod blk;
 mod cursor;
 
-pub use blk::blk_request;
+pub use blk::{blk_request, blk_request_by};
