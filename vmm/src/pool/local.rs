@@ -148,6 +148,22 @@ impl PoolVolume for Volume {
         Volume::extents(self).iter().map(extent).collect()
     }
 
+    /// Words of the map that the engine has stored need not be durable: it redoes them from the log, or persists them
+    /// before the log forgets them (`pmem_volume::btt`). A guest's driver knows nothing of them, and goes on with the
+    /// log: after a power cut a sector would have a block that is another's, too. So recovery, which persists the map,
+    /// comes first.
+    fn settle(&self) -> Result<(), PoolError> {
+        match Engine::open(self) {
+            Ok(_) => Ok(()),
+            Err(err @ EngineError::Media(_)) => Err(PoolError::Failed(Box::new(err))),
+            Err(err) => {
+                // What the guest makes of it is the guest's business: it may want to write another BTT.
+                warn!(volume = self.info().name, %err, "The volume's BTT is not what is served as a disk");
+                Ok(())
+            }
+        }
+    }
+
     fn into_sectors(self: Box<Self>) -> Result<Arc<dyn Sectors>, PoolError> {
         let name = self.info().name.clone();
         let engine = Engine::open(*self).map_err(|err| PoolError::Failed(Box::new(err)))?;
@@ -224,6 +240,8 @@ fn failed(err: pmem_volume::PoolError) -> PoolError {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::{self, OpenOptions};
+    use std::os::unix::fs::FileExt;
     use std::path::PathBuf;
 
     use tempfile::TempDir;
@@ -320,6 +338,41 @@ mod tests {
         }
         let err = open(VolumeSize::Bytes(8 * MIB), true).err().unwrap().to_string();
         assert!(err.contains("24 MiB") && err.contains("8 MiB"), "{err}");
+    }
+
+    /// The offset of the only word in a run of its own that differs, and its two values: the data of a sector makes a
+    /// run of many, its entry in the log one of two.
+    fn lone_word(before: &[u8], after: &[u8]) -> (u64, [u8; 8], [u8; 8]) {
+        let pairs = before.as_chunks::<8>().0.iter().zip(after.as_chunks::<8>().0);
+        let words: Vec<_> = pairs.enumerate().filter(|(_, (old, new))| old != new).collect();
+        let lone: Vec<_> = words.chunk_by(|a, b| a.0 + 1 == b.0).filter(|run| run.len() == 1).collect();
+        let [[(at, (old, new))]] = lone[..] else { panic!("{} lone words", lone.len()) };
+        (*at as u64 * 8, **old, **new)
+    }
+
+    #[test]
+    fn a_guest_is_given_a_map_in_which_nothing_is_left_to_do() {
+        let (pool, path, _folder) = pool();
+        let size = VolumeSize::Bytes(24 * MIB);
+        let request = VolumeRequest { name: "data", size, format: VolumeFormat::Btt, create: true };
+        let sectors = pool.open_volume(request).unwrap().into_sectors().unwrap();
+        let before = fs::read(&path).unwrap();
+        sectors.write(7, &[0xa5; 4096]).unwrap();
+        drop(sectors);
+        let (at, old, new) = lone_word(&before, &fs::read(&path).unwrap());
+        let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+        let word = || {
+            let mut word = [0; 8];
+            file.read_exact_at(&mut word, at).unwrap();
+            word
+        };
+        assert_eq!(word(), new);
+        // As a power cut may leave it: the log has the write, the map does not.
+        file.write_all_at(&old, at).unwrap();
+        let volume = pool.open_volume(request).unwrap();
+        assert_eq!(word(), old, "to open a volume is not enough");
+        volume.settle().unwrap();
+        assert_eq!(word(), new);
     }
 
     #[test]

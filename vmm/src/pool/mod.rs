@@ -145,6 +145,10 @@ pub trait PoolVolume: Persist {
     /// Where it lies in the pool's file, in its logical order and without gaps.
     fn extents(&self) -> Vec<Extent>;
 
+    /// Does durably what an earlier user of its BTT may have left to recovery. To be called before a guest is given the
+    /// media itself.
+    fn settle(&self) -> Result<(), PoolError>;
+
     /// Its sectors, for a guest that is not given the media itself. They keep it open.
     fn into_sectors(self: Box<Self>) -> Result<Arc<dyn Sectors>, PoolError>;
 }

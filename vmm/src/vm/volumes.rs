@@ -173,6 +173,9 @@ fn map<'a>(
     memory: &mut Memory,
 ) -> Result<Mapped<'a>, BuildError> {
     let pool = resources.pool(&config.pool);
+    if config.format == VolumeFormat::Btt && !config.readonly {
+        volume.settle().map_err(BuildError::device(flag(config)))?;
+    }
     let (access, flushes) = mapping(config.readonly, pool.durability());
     let range = memory
         .add_file_range(pool.file(), &volume.extents(), access)
