@@ -18,7 +18,7 @@ use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
     a_disk_goes_to_and_fro: 300,
-    linux_replays_a_log_in_every_state_as_we_do: 300,
+    linux_replays_a_log_in_every_state_as_we_do: 300 (extended),
     what_linux_writes_we_read: 300 (extended),
     what_linux_6_1_writes_we_read: 300 (extended),
     what_linux_writes_through_virtio_pmem_we_read: 900 (extended),
