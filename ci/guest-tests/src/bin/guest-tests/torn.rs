@@ -59,7 +59,7 @@ fn kills_with_a_raw_device_tear_sectors() -> Result<()> {
     Ok(())
 }
 
-/// Emulated, one moment in ten is in the middle of a sector.
+/// Emulated, one moment in some fifteen is in the middle of a sector.
 const MOST_KILLS_UNTIL_TORN: u32 = 6;
 
 /// What the disk has when the power goes, and nothing of any cache.

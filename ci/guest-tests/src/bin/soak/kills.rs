@@ -1,0 +1,25 @@
+//! Guests that are killed.
+
+use anyhow::{Result, ensure};
+use guest_tests::runner::this_tests_dir;
+use guest_tests::torn::{Format, Interface, Setup, Until, Victim, run_rounds};
+use guest_tests::{Kernel, Pool};
+
+/// Guests at once.
+const LANES: u64 = 2;
+
+/// Kills `rounds` guests and prints what came of it, a line for each and one for all.
+pub fn run(interface: Interface, kernel: Kernel, rounds: u32, seed: u64, raw: bool) -> Result<()> {
+    let (format, until) = if raw { (Format::Raw, Until::Torn) } else { (Format::Btt, Until::Done) };
+    let looks = if raw { 60 } else { 10 };
+    let setup = Setup { kernel, format, looks, ..Setup::new(interface) };
+    let dir = this_tests_dir();
+    std::fs::create_dir_all(&dir)?;
+    let victim = |lane| Victim::create(Pool::by_path(&dir.join(format!("pool{lane}"))), setup, seed + lane);
+    let tally = run_rounds((0..LANES).map(victim).collect::<Result<_>>()?, rounds, until)?;
+    println!("{setup}, seed {seed}: {tally}");
+    // Pools and logs are evidence of what went wrong alone.
+    std::fs::remove_dir_all(&dir)?;
+    ensure!(!raw || tally.torn > 0, "Nothing was torn: this proves nothing");
+    Ok(())
+}
