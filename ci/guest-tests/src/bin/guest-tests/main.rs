@@ -24,6 +24,7 @@ mod volume_flush;
 mod volume_flush_scope;
 mod volume_grow;
 mod volume_kernel;
+mod volume_tool;
 mod zones;
 
 use guest_tests::runner::{self, Test};
@@ -43,6 +44,7 @@ fn main() {
         volume_flush_scope::TESTS,
         volume_grow::TESTS,
         volume_kernel::TESTS,
+        volume_tool::TESTS,
         pool_places::TESTS,
         raw::TESTS,
         interfaces::TESTS,
