@@ -11,7 +11,7 @@ use crate::volume::{IO_LIMIT, wait_for_disk};
 
 guest_tests::tests![
     an_image_of_what_a_guest_wrote_is_a_disk_for_the_next: 300,
-    parts_of_a_volume_are_empty_disks: 300,
+    parts_of_a_volume_are_empty_disks: 300 (extended),
 ];
 
 /// Blocks that are written, of the volume's sixteen thousand.
