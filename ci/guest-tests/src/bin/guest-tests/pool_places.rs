@@ -277,7 +277,7 @@ fn on_a_block_device_it_is_page_cache_and_grows_with_it() -> Result<()> {
 fn on_persistent_memory_as_a_block_device_it_is_page_cache() -> Result<()> {
     let pool = Pool::by_path(&blank(PMEM)?);
     pmvol(&["create", &pool.name(), "--size", "64M"])?;
-    serves(&pool, &page_cache(), |name| pmvol(&["grow", name]).map(drop))
+    serves(&pool, &page_cache(), |name| pmvol(&["grow", name, "--force"]).map(drop))
 }
 
 fn on_devdax_it_is_dax_sync() -> Result<()> {
@@ -290,7 +290,7 @@ fn on_devdax_it_is_dax_sync() -> Result<()> {
     refused(&["create", &pool.name(), "--force"], &["volumes kept", "delete"])?;
     pmvol(&["volume", "delete", &pool.name(), "kept"])?;
     refused(&["create", &pool.name()], &["there is a pool", "--force"])?;
-    serves(&pool, &dax_sync(), |name| pmvol(&["grow", name]).map(drop))?;
+    serves(&pool, &dax_sync(), |name| pmvol(&["grow", name, "--force"]).map(drop))?;
     pmvol(&["repair", &pool.name()]).map(drop)
 }
 

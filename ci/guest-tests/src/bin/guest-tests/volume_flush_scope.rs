@@ -10,7 +10,7 @@ use guest_tests::{Guest, Pool};
 use crate::volume::{IO_LIMIT, guest_with, wait_for_disk};
 use crate::volume_flush::{flushes, pool_on_disk, write_blocks};
 
-guest_tests::tests![a_flush_leaves_lent_memory_alone: 300];
+guest_tests::tests![a_flush_leaves_lent_memory_alone: 300 (extended)];
 
 const MIB: u64 = 1 << 20;
 /// How large the volume of [`pool_on_disk`] is, by which its mapping is told from those of memory.
