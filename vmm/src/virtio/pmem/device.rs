@@ -1,7 +1,8 @@
 //! The device: its range, and who answers flushes, and when.
 //!
-//! **Behind a BTT** flushes are over before the vCPU enters the guest again. The guest's BTT flushes under a spinlock, so its driver must not have to sleep for the answer. The only way
-//! is to have the answer there when the notifying instruction retires:
+//! **Behind a BTT** flushes are over before the vCPU enters the guest again. The guest's BTT flushes under a
+//! spinlock, so its driver must not have to sleep for the answer. The only way is to have the answer there when the
+//! notifying instruction retires:
 //! 1. the flush queue has no ioeventfd: the notification is an exit of the vCPU;
 //! 2. inside that exit the backing is made durable and the used ring is written;
 //! 3. the interrupt is sent as a message (KVM_SIGNAL_MSI), not by irqfd, which KVM may defer;
