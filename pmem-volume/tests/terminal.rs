@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::{ptr, thread};
@@ -30,6 +30,14 @@ fn terminal() -> (File, OwnedFd) {
 fn pmvol(arguments: &[&str], folder: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pmvol"));
     command.args(arguments).current_dir(folder);
+    // Where tests run in the background of a shell, all they start ignores it.
+    // SAFETY: signal() is async-signal-safe (signal-safety(7)), and the default has no handler.
+    unsafe {
+        command.pre_exec(|| {
+            libc::signal(libc::SIGINT, libc::SIG_DFL);
+            Ok(())
+        });
+    }
     command
 }
 
