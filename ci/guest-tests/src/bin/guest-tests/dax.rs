@@ -7,26 +7,43 @@ use std::os::unix::fs::FileExt;
 use anyhow::{Context, Result, ensure};
 use guest_tests::disk::HeldWriteback;
 use guest_tests::namespace::{Kind, convert};
-use guest_tests::{Guest, Kernel, Pool};
+use guest_tests::{Guest, Image, Kernel, Pool};
 use pmem_volume::{OpenMode, VolumeFormat};
 
 use crate::raw::{pool_on_disk, raw_guest, wait_for_bytes};
-use crate::volume::{IO_LIMIT, check_acknowledged, write_files_and_kill};
+use crate::volume::{IO_LIMIT, check_acknowledged, guest_with, write_files_and_kill};
 use crate::volume_flush::flushes;
 use crate::zones::MIB;
 
 guest_tests::tests![
     fsdax_reaches_the_pool: 300,
     fsdax_reaches_the_pool_on_6_1: 300 (extended),
+    fsdax_by_xfs_reaches_the_pool: 300 (extended),
     fsdax_files_survive_a_power_cut: 300,
     devdax_reaches_the_pool: 300,
     devdax_reaches_the_pool_on_6_1: 300 (extended),
     map_sync_on_a_raw_nvdimm_lies_on_a_page_cache: 300,
 ];
 
-/// With nothing that would be flushed by itself while a test looks.
-const MOUNT: &str =
-    "mkdir -p /mnt/data && mount -t ext4 -o dax=always,commit=300,noinit_itable /dev/pmem0 /mnt/data";
+/// A file system with DAX, with nothing that would be flushed by itself while a test looks.
+struct FileSystem {
+    make: &'static str,
+    mount: &'static str,
+    check: &'static str,
+}
+
+const EXT4: FileSystem = FileSystem {
+    make: "mkfs.ext4 -q -b 4096 -N 1024 -E lazy_journal_init=1,nodiscard /dev/pmem0",
+    mount: "mkdir -p /mnt/data && mount -t ext4 -o dax=always,commit=300,noinit_itable /dev/pmem0 /mnt/data",
+    check: "e2fsck -fn /dev/pmem0",
+};
+const XFS: FileSystem = FileSystem {
+    // What refers to an extent twice has no DAX.
+    make: "mkfs.xfs -q -f -m reflink=0 /dev/pmem0",
+    mount: "mkdir -p /mnt/data && mount -t xfs -o dax=always /dev/pmem0 /mnt/data && \
+        echo 720000 >/proc/sys/fs/xfs/xfssyncd_centisecs",
+    check: "xfs_repair -n /dev/pmem0",
+};
 const HEAP: &str = "/mnt/data/heap";
 const HEAP_BYTES: u64 = 8 * MIB;
 
@@ -108,31 +125,35 @@ fn reaches(guest: &Guest, pool: &Pool, path: &str, extents: &[(u64, u64, u64)]) 
     Ok(())
 }
 
-fn make_dax_file_system(guest: &Guest) -> Result<()> {
-    let make = "mkfs.ext4 -q -b 4096 -N 1024 -E lazy_journal_init=1,nodiscard /dev/pmem0";
-    guest.run_within(IO_LIMIT, make)?;
-    guest.run(MOUNT)?;
-    let mounts = guest.run("cat /proc/mounts")?;
-    ensure!(mounts.lines().any(|line| line.contains("/mnt/data") && line.contains("dax=always")), "{mounts}");
-    guest.run_within(IO_LIMIT, &format!("dd if=/dev/zero of={HEAP} bs=1M count=8 && sync")).map(drop)
+impl FileSystem {
+    fn make(&self, guest: &Guest) -> Result<()> {
+        guest.run_within(IO_LIMIT, self.make)?;
+        guest.run(self.mount)?;
+        let mounts = guest.run("cat /proc/mounts")?;
+        let dax = |line: &str| line.contains("/mnt/data") && line.contains("dax=always");
+        ensure!(mounts.lines().any(dax), "{mounts}");
+        guest.run_within(IO_LIMIT, &format!("dd if=/dev/zero of={HEAP} bs=1M count=8 && sync")).map(drop)
+    }
+
+    fn unmount_and_check(&self, guest: &Guest) -> Result<()> {
+        guest.run_within(IO_LIMIT, &format!("umount /mnt/data && {}", self.check)).map(drop)
+    }
 }
 
-fn fsdax_reaches(kernel: Kernel) -> Result<()> {
-    let pool = Pool::create("256M")?;
-    let guest = raw_guest(&pool, "interface=auto").kernel(kernel).boot()?;
-    wait_for_bytes(&guest)?;
-    make_dax_file_system(&guest)?;
+fn fsdax_reaches(pool: &Pool, guest: &Guest, file_system: &FileSystem) -> Result<()> {
+    wait_for_bytes(guest)?;
+    file_system.make(guest)?;
     let lines = guest.run(&format!("guest-tool extents {HEAP}"))?;
     let extents: Vec<_> = lines.lines().map(extent).collect::<Result<_>>()?;
     // virtio-pmem must be asked for a flush, so nobody may take a fence for one.
     let map_sync = guest.run(&format!("guest-tool map-sync {HEAP} {HEAP_BYTES}"))?;
     ensure!(map_sync == "refused\n", "MAP_SYNC by virtio-pmem is {map_sync}");
-    reaches(&guest, &pool, HEAP, &extents)?;
+    reaches(guest, pool, HEAP, &extents)?;
     // What programs ask for does come out.
-    let before = flushes(&guest, "ok")?;
+    let before = flushes(guest, "ok")?;
     guest.run(&format!("printf x | dd of={HEAP} conv=notrunc,fsync"))?;
-    ensure!(flushes(&guest, "ok")? > before, "An fsync does not come out");
-    guest.run("umount /mnt/data && e2fsck -fn /dev/pmem0")?;
+    ensure!(flushes(guest, "ok")? > before, "An fsync does not come out");
+    file_system.unmount_and_check(guest)?;
     guest.no_kernel_complaints()
 }
 
@@ -144,11 +165,25 @@ fn extent(line: &str) -> Result<(u64, u64, u64)> {
 }
 
 fn fsdax_reaches_the_pool() -> Result<()> {
-    fsdax_reaches(Kernel::V6_12)
+    let pool = Pool::create("256M")?;
+    fsdax_reaches(&pool, &raw_guest(&pool, "interface=auto").boot()?, &EXT4)
 }
 
 fn fsdax_reaches_the_pool_on_6_1() -> Result<()> {
-    fsdax_reaches(Kernel::V6_1)
+    let pool = Pool::create("256M")?;
+    fsdax_reaches(&pool, &raw_guest(&pool, "interface=auto").kernel(Kernel::V6_1).boot()?, &EXT4)
+}
+
+fn fsdax_by_xfs_reaches_the_pool() -> Result<()> {
+    let pool = Pool::create("512M")?;
+    // XFS wants 300 MiB.
+    let guest = guest_with(&pool, "format=raw,size=320M,create=on,interface=auto")
+        .cpus(2)
+        .kernel(Kernel::V6_12Generic)
+        .image(Image::FileSystems)
+        .memory("size=512M")
+        .boot()?;
+    fsdax_reaches(&pool, &guest, &XFS)
 }
 
 fn fsdax_files_survive_a_power_cut() -> Result<()> {
@@ -156,14 +191,14 @@ fn fsdax_files_survive_a_power_cut() -> Result<()> {
     let (disk, pool) = pool_on_disk(1024)?;
     let guest = raw_guest(&pool, "interface=auto").boot()?;
     wait_for_bytes(&guest)?;
-    make_dax_file_system(&guest)?;
+    EXT4.make(&guest)?;
     let acknowledged = write_files_and_kill(guest, 15)?;
     let pool = Pool::at(&disk.after_power_loss()?);
     let guest = raw_guest(&pool, "interface=auto").boot()?;
     wait_for_bytes(&guest)?;
-    guest.run(MOUNT)?;
+    guest.run(EXT4.mount)?;
     check_acknowledged(&guest, &acknowledged)?;
-    guest.run_within(IO_LIMIT, "umount /mnt/data && e2fsck -fn /dev/pmem0")?;
+    EXT4.unmount_and_check(&guest)?;
     guest.no_kernel_complaints()
 }
 
@@ -220,7 +255,7 @@ fn map_sync_on_a_raw_nvdimm_lies_on_a_page_cache() -> Result<()> {
     wait_for_bytes(&guest)?;
     guest.run_within(IO_LIMIT, &convert(0, Kind::FsDax))?;
     wait_for_bytes(&guest)?;
-    make_dax_file_system(&guest)?;
+    EXT4.make(&guest)?;
     let map_sync = guest.run(&format!("guest-tool map-sync {HEAP} {HEAP_BYTES}"))?;
     ensure!(map_sync == "allowed\n", "MAP_SYNC on an NVDIMM is {map_sync}");
     let store = format!("exec guest-tool map-store-sync {HEAP} 0 {HEAP_BYTES} {SEED}");
@@ -230,7 +265,7 @@ fn map_sync_on_a_raw_nvdimm_lies_on_a_page_cache() -> Result<()> {
     let pool = Pool::at(&disk.after_power_loss()?);
     let guest = builder(&pool).boot()?;
     wait_for_bytes(&guest)?;
-    guest.run(MOUNT)?;
+    guest.run(EXT4.mount)?;
     let check = format!("guest-tool map-check {HEAP} 0 {HEAP_BYTES} {SEED}");
     let output = guest.try_run(IO_LIMIT, &check)?;
     ensure!(output.code != 0, "All of it has survived: the refusal would be for nothing");

@@ -14,6 +14,7 @@ guest_tests::tests![
     several_nvdimms_are_found_in_their_order_on_6_12: 300,
     several_nvdimms_are_found_in_their_order_on_6_1: 300,
     a_pool_that_has_failed_is_an_nvdimm_in_critical_health: 300,
+    as_many_nvdimms_as_there_may_be_are_found: 600 (extended),
     more_nvdimms_than_there_may_be_are_refused,
 ];
 
@@ -108,6 +109,32 @@ fn several_nvdimms_are_found_in_their_order_on_6_12() -> Result<()> {
 
 fn several_nvdimms_are_found_in_their_order_on_6_1() -> Result<()> {
     found_in_order(Kernel::V6_1)
+}
+
+/// `memory::layout::MAX_NVDIMMS` of the VMM.
+const MOST: usize = 64;
+
+fn as_many_nvdimms_as_there_may_be_are_found() -> Result<()> {
+    let pool = Pool::create("1600M")?;
+    let builder = Guest::builder().memory("size=512M").pressure("off").image(Image::Ndctl).cpus(2);
+    let guest = (0..MOST)
+        .fold(builder, |builder, number| {
+            let volume = format!("name=volume{number},size=20M,create=on");
+            builder.pm_volume(&format!("pool={},{volume},interface=nvdimm", pool.name()))
+        })
+        .boot()?;
+    wait_for_disks(&guest, MOST)?;
+    ensure!(ndctl(&guest, "-R")?.len() == MOST && ndctl(&guest, "-N")?.len() == MOST, "Not all are listed");
+    let dimms = ndctl(&guest, "-DH")?;
+    let ok = dimms.iter().filter(|dimm| dimm["health"]["health_state"] == "ok");
+    ensure!(ok.count() == MOST, "{dimms:?}");
+    for verb in ["write-blocks /dev/pmem${n}s direct", "check-blocks /dev/pmem${n}s"] {
+        let each = format!("for n in $(seq 0 {}); do guest-tool {verb} 0 8 $n 1 || exit 1; done", MOST - 1);
+        guest.run_within(IO_LIMIT, &each)?;
+    }
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check().map(drop)
 }
 
 /// A failed flush of an NVDIMM would pause the VM. One of a virtio-pmem device on the same pool does not, and the NVDIMM

@@ -10,6 +10,7 @@ use guest_tests::runner::this_tests_dir;
 use guest_tests::{Disk, Guest, Kernel, LoopDevice, Pool};
 
 use crate::badinput::refuses;
+use crate::pool_places::{DEVDAX, blank};
 use crate::raw::wait_for_bytes;
 use crate::volume::IO_LIMIT;
 use crate::zones::MIB;
@@ -20,6 +21,7 @@ guest_tests::tests![
     pmem_without_writes_leaves_its_file_alone,
     pmem_in_a_directory_survives_a_reboot: 300,
     pmem_devices_come_in_their_order,
+    pmem_may_be_a_devdax_device,
     pmem_that_cannot_be_is_refused,
     pmem_in_use_is_refused,
 ];
@@ -145,6 +147,20 @@ fn pmem_devices_come_in_their_order() -> Result<()> {
     let durability = [("pmem", "second"), ("durability", "discarded")];
     ensure!(metrics.value("foreshore_pmem_info", &durability)? == 1.0, "Durability in metrics");
     guest.no_kernel_complaints()
+}
+
+fn pmem_may_be_a_devdax_device() -> Result<()> {
+    let device = blank(DEVDAX)?;
+    let guest = guest_with(&format!("file={},size=64M", device.display())).boot()?;
+    wait_for_bytes(&guest)?;
+    ensure!(guest.run("cat /sys/block/pmem0/size")?.trim() == "131072", "Not 64 MiB");
+    guest.run_within(IO_LIMIT, "guest-tool write-blocks /dev/pmem0 direct 0 1000 4 1")?;
+    guest.no_kernel_complaints()?;
+    guest.kill9()?;
+    let guest = guest_with(&format!("file={},size=64M", device.display())).boot()?;
+    wait_for_bytes(&guest)?;
+    guest.run_within(IO_LIMIT, "guest-tool check-blocks /dev/pmem0 0 1000 4 1")?;
+    guest.power_off()
 }
 
 fn pmem_that_cannot_be_is_refused() -> Result<()> {

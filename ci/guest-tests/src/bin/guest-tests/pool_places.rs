@@ -41,7 +41,7 @@ guest_tests::tests![
 /// Persistent memory without anything on it, as a block device.
 const PMEM: &str = "/dev/pmem1";
 /// The same, as devdax.
-const DEVDAX: &str = "/dev/dax2.0";
+pub const DEVDAX: &str = "/dev/dax2.0";
 
 /// What a pool is expected to be.
 struct Expected {
@@ -58,7 +58,7 @@ fn dax_sync() -> Expected {
 }
 
 /// A persistent memory device of the emulated host, without content.
-fn blank(device: &str) -> Result<PathBuf> {
+pub fn blank(device: &str) -> Result<PathBuf> {
     let path = PathBuf::from(device);
     if std::env::var_os("FORESHORE_HOST").is_none_or(|host| host != "nested") {
         return skip(format!("what is on {device} may be somebody's on a machine that is not ours"));
