@@ -13,6 +13,7 @@
 mod buddy;
 mod check;
 mod chunk;
+pub mod claim;
 mod create;
 mod damaged_volume;
 mod error;

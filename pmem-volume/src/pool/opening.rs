@@ -21,11 +21,11 @@ use crate::media::{FileMedia, Media, Place, PlaceError, coalesce, forget_clean_p
 
 /// udev looks at a block device, with a shared lock, whenever somebody who wrote to it has closed it
 /// (systemd.io/BLOCK_DEVICE_LOCKING). That is over in a moment.
-const UDEV_PATIENCE: Duration = Duration::from_secs(3);
+pub(super) const UDEV_PATIENCE: Duration = Duration::from_secs(3);
 
 /// Until a child that was just forked has become another program, it has a copy of every descriptor of its parent, and
 /// so of a lock that the parent has given up, and of a device that it had for itself.
-const FORK_PATIENCE: Duration = Duration::from_millis(200);
+pub(super) const FORK_PATIENCE: Duration = Duration::from_millis(200);
 
 /// _IO(0x12, 94) of linux/fs.h.
 const BLKROGET: libc::Ioctl = 0x125e;
@@ -212,12 +212,12 @@ pub(super) fn place_error(path: &Path, error: PlaceError) -> PoolError {
 }
 
 /// Takes the lock; who has it now may give it back within `patience`.
-fn lock_within(file: &File, kind: LockKind, patience: Duration) -> io::Result<Result<(), Holder>> {
+pub(super) fn lock_within(file: &File, kind: LockKind, patience: Duration) -> io::Result<Result<(), Holder>> {
     while_in_use(patience, || try_lock(file, kind))
 }
 
 /// Tries again for a while as long as the inner result is an error: somebody has what is wanted.
-fn while_in_use<T, E>(
+pub(super) fn while_in_use<T, E>(
     patience: Duration,
     mut attempt: impl FnMut() -> io::Result<Result<T, E>>,
 ) -> io::Result<Result<T, E>> {
@@ -230,22 +230,28 @@ fn while_in_use<T, E>(
     }
 }
 
-/// Who it is that the kernel refuses to open a device for: a pool's user, or a mount, or another device.
 fn device_in_use(path: &Path, device: u64) -> PoolError {
     let path = path.to_owned();
-    let holder = File::open(&path).ok().and_then(|file| lock::holder(&file));
+    match user_of_device(&path, device) {
+        Ok(holder) => PoolError::InUse { path, holder },
+        Err(by) => PoolError::DeviceInUse { path, by },
+    }
+}
+
+/// Who it is that the kernel refuses to open a device for: a pool's user, or else a mount, or another device.
+pub(super) fn user_of_device(path: &Path, device: u64) -> Result<Holder, String> {
+    let holder = File::open(path).ok().and_then(|file| lock::holder(&file));
     if let Some(holder) = holder {
-        return PoolError::InUse { path, holder };
+        return Ok(holder);
     }
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let by = match (mount_point(&mounts, device), upper_device(&sysfs_of("block", device))) {
+    Err(match (mount_point(&mounts, device), upper_device(&sysfs_of("block", device))) {
         (Some(place), _) => format!("it is mounted on {place}"),
         (None, Some(upper)) => format!("it is part of {upper}"),
         (None, None) => {
             "the kernel or another program has it, or a part of it (a mount, swap, RAID)".to_owned()
         }
-    };
-    PoolError::DeviceInUse { path, by }
+    })
 }
 
 /// Where a device is mounted (proc(5), /proc/pid/mountinfo: the third field is the device, the fifth the place).

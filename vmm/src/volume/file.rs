@@ -7,9 +7,10 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use pmem_volume::Durability;
 use pmem_volume::media::{self, FileMedia, Media, MediaError};
-use pmem_volume::pool::lock::{Holder, LockKind, try_lock};
-use pmem_volume::{Durability, OpenMode, Pool, PoolError};
+use pmem_volume::pool::Holder;
+use pmem_volume::pool::claim::{ClaimError, claim, is_pool};
 use thiserror::Error;
 
 use super::{Persist, PersistError};
@@ -39,6 +40,12 @@ pub enum PmemFileError {
     InUse {
         /// Who.
         holder: Holder,
+    },
+    /// The kernel does not give the device away.
+    #[error("It is in use: {by}")]
+    DeviceInUse {
+        /// By what.
+        by: String,
     },
     /// What a guest writes there would be the end of a pool.
     #[error("It is a pool: --pm-volume pool={} attaches volumes of it", path.display())]
@@ -102,7 +109,7 @@ impl PmemFile {
             (false, _) => existing_file(&config.file, !config.discard_writes)?,
         };
         let len_bytes = shown_bytes(&file, config.size)?;
-        if !is_directory && !config.discard_writes && is_pool(&config.file) {
+        if !is_directory && !config.discard_writes && is_pool(&file, &config.file) {
             return Err(PmemFileError::IsPool { path: config.file.clone() });
         }
         let contents = match config.discard_writes {
@@ -176,19 +183,12 @@ fn new_file(directory: &Path, bytes: u64) -> Result<File, PmemFileError> {
 
 /// The lock is that of pools, so that neither takes what the other has.
 fn existing_file(path: &Path, writable: bool) -> Result<File, PmemFileError> {
-    let file = File::options().read(true).write(writable).open(path);
-    let file = file.map_err(|source| PmemFileError::Open { path: path.to_owned(), source })?;
-    let kind = if writable { LockKind::Exclusive } else { LockKind::Shared };
-    match try_lock(&file, kind).map_err(PmemFileError::Lock)? {
-        Err(holder) => Err(PmemFileError::InUse { holder }),
-        Ok(()) => Ok(file),
-    }
-}
-
-/// Whether a file or device, which has a length, is a pool. Also one that is damaged: who would mend it does not want
-/// it overwritten.
-fn is_pool(path: &Path) -> bool {
-    !matches!(Pool::open(path, OpenMode::Peek), Err(PoolError::NotAPool { .. }))
+    claim(path, writable, 0).map_err(|error| match error {
+        ClaimError::Open(source) => PmemFileError::Open { path: path.to_owned(), source },
+        ClaimError::Lock(source) => PmemFileError::Lock(source),
+        ClaimError::InUse { holder } => PmemFileError::InUse { holder },
+        ClaimError::DeviceInUse { by } => PmemFileError::DeviceInUse { by },
+    })
 }
 
 /// How much of a file is shown.
@@ -210,6 +210,7 @@ fn shown_bytes(file: &File, wanted: Option<u64>) -> Result<u64, PmemFileError> {
 mod tests {
     use std::fs;
 
+    use pmem_volume::Pool;
     use tempfile::TempDir;
 
     use super::*;

@@ -13,6 +13,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::*;
 use crate::media::simulator::{Random, Simulator};
+use crate::pool::claim::{ClaimError, claim};
 use crate::pool::lock::{LockKind, try_lock};
 use crate::progress::{Progress, Task, unheard};
 
@@ -308,7 +309,13 @@ fn a_block_device_in_use_is_refused_by_who_has_it() {
     };
     let error = disk.open().unwrap_err();
     assert!(matches!(error, PoolError::DeviceInUse { .. }), "{error}");
+    let error = claim(&disk.device, true, 0).unwrap_err();
+    assert!(matches!(error, ClaimError::DeviceInUse { .. }), "{error}");
+    claim(&disk.device, false, 0).unwrap();
     drop(taken);
+    let claimed = claim(&disk.device, true, 0).unwrap();
+    assert_eq!(holder(disk.open().unwrap_err()), me);
+    drop(claimed);
     // udev looks at a disk with a shared lock when it was written to.
     let udev = File::open(&disk.device).unwrap();
     assert!(try_lock(&udev, LockKind::Shared).unwrap().is_ok());

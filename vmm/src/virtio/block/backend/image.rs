@@ -1,13 +1,15 @@
 //! Raw image files and block devices.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Seek, SeekFrom};
+use std::fs::{self, File};
+use std::io::{self, Seek, SeekFrom};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use pmem_volume::pool::Holder;
+use pmem_volume::pool::claim::{ClaimError, claim, is_pool};
 use thiserror::Error;
 use tracing::{info, warn};
 
@@ -57,12 +59,29 @@ pub enum ImageError {
         path: PathBuf,
     },
     /// Somebody else has it.
-    #[error("{path:?} is in use by another process, which {has}")]
+    #[error("{path:?} is in use by {holder}; only readonly=on images are shared")]
     InUse {
         /// The file.
         path: PathBuf,
-        /// What the other does.
-        has: &'static str,
+        /// Who.
+        holder: Holder,
+    },
+    /// The kernel does not give the device away.
+    #[error("{path:?} is in use: {by}")]
+    DeviceInUse {
+        /// The device.
+        path: PathBuf,
+        /// By what.
+        by: String,
+    },
+    /// What a guest writes there would be the end of a pool.
+    #[error(
+        "{path:?} is a pool: --pm-volume pool={} attaches volumes of it, and image_type=raw takes the file as it is",
+        path.display()
+    )]
+    IsPool {
+        /// Its path.
+        path: PathBuf,
     },
     /// An image, but not a raw one.
     #[error(
@@ -102,34 +121,30 @@ impl RawImage {
     /// Opens and locks the image at `path`.
     pub fn open(path: &Path, options: ImageOptions) -> Result<Arc<Self>, ImageError> {
         let error = |done| move |source| ImageError::Io { path: path.to_owned(), done, source };
-        // 1. Without O_DIRECT, which a probe would have to be aligned for. O_NONBLOCK: a pipe would wait.
-        let probed = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
-        let mut probed = probed.map_err(error("opened"))?;
-        let kind = probed.metadata().map_err(error("looked at"))?.file_type();
-        if !kind.is_file() && !kind.is_block_device() {
-            return Err(ImageError::Kind { path: path.to_owned() });
-        }
-        let size_bytes = probed.seek(SeekFrom::End(0)).map_err(error("measured"))?;
-        if !options.surely_raw {
-            refuse_foreign(&mut probed, size_bytes, path)?;
-        }
-        drop(probed);
-        // 2. As it will be used.
-        let flags = if options.direct { libc::O_DIRECT } else { 0 };
-        let file = OpenOptions::new().read(true).write(!options.readonly).custom_flags(flags).open(path);
-        let done = match (options.direct, options.readonly) {
-            (true, _) => "opened with direct=on",
-            (false, true) => "opened",
-            (false, false) => "opened for writing; readonly=on needs less",
+        // 1. What it is: opening what is no disk may have consequences.
+        let is_image = |kind: fs::FileType| kind.is_file() || kind.is_block_device();
+        let refuse_others = |metadata: fs::Metadata| match is_image(metadata.file_type()) {
+            true => Ok(metadata.file_type()),
+            false => Err(ImageError::Kind { path: path.to_owned() }),
         };
-        let file = file.map_err(error(done))?;
-        lock(&file, options.readonly, path)?;
+        refuse_others(fs::metadata(path).map_err(error("looked at"))?)?;
+        // 2. As it will be used, and nobody's else from now on; whatever is asked about it is asked of this open file.
+        let flags = if options.direct { libc::O_DIRECT } else { 0 };
+        let file = claim(path, !options.readonly, flags).map_err(|err| claim_error(path, options, err))?;
+        let kind = refuse_others(file.metadata().map_err(error("looked at"))?)?;
         // 3. What it is like.
+        let size_bytes = (&file).seek(SeekFrom::End(0)).map_err(error("measured"))?;
         let block_bytes = block_bytes(&file, kind.is_block_device(), options.direct);
         let physical_block_bytes = block_bytes.max(PAGE_BYTES);
         let served_bytes = size_bytes - size_bytes % u64::from(block_bytes);
         if served_bytes == 0 {
             return Err(ImageError::Empty { path: path.to_owned(), size_bytes, block_bytes });
+        }
+        if !options.surely_raw {
+            refuse_foreign(&file, size_bytes, path)?;
+            if !options.readonly && is_pool(&file, path) {
+                return Err(ImageError::IsPool { path: path.to_owned() });
+            }
         }
         if served_bytes != size_bytes {
             warn!(?path, size_bytes, block_bytes, "The end of the image is no whole block and is not served");
@@ -264,37 +279,43 @@ impl Backend for Arc<RawImage> {
     }
 }
 
-fn refuse_foreign(file: &mut File, size_bytes: u64, path: &Path) -> Result<(), ImageError> {
-    let error = |source| ImageError::Io { path: path.to_owned(), done: "read", source };
-    let mut head = Vec::new();
-    file.rewind().map_err(error)?;
-    file.by_ref().take(HEAD_BYTES as u64).read_to_end(&mut head).map_err(error)?;
-    let mut tail = Vec::new();
-    file.seek(SeekFrom::Start(size_bytes.saturating_sub(SECTOR_BYTES))).map_err(error)?;
-    file.take(SECTOR_BYTES).read_to_end(&mut tail).map_err(error)?;
-    match foreign_format(&head, &tail) {
+/// A probe is a whole page, on a page: O_DIRECT wants no less.
+fn refuse_foreign(file: &File, size_bytes: u64, path: &Path) -> Result<(), ImageError> {
+    let page = u64::from(PAGE_BYTES);
+    let page_at = |offset: u64| {
+        let mut buffer = Buffers::default().take(PAGE_BYTES as usize);
+        buffer.bytes_mut().fill(0);
+        // The end of a file may be the middle of a page: then there is less.
+        match file.read_at(buffer.bytes_mut(), offset) {
+            Ok(_) => Ok(buffer),
+            Err(source) => Err(ImageError::Io { path: path.to_owned(), done: "read", source }),
+        }
+    };
+    let head = page_at(0)?;
+    let tail_at = size_bytes.saturating_sub(SECTOR_BYTES);
+    // It may lie across the last two.
+    let first = tail_at / page * page;
+    let last = [page_at(first)?, page_at(first + page)?];
+    let tail: Vec<u8> = last.iter().flat_map(|page| page.bytes()).copied().collect();
+    let tail = &tail[(tail_at - first) as usize..][..SECTOR_BYTES as usize];
+    match foreign_format(&head.bytes()[..HEAD_BYTES], tail) {
         Some(format) => Err(ImageError::Format { path: path.to_owned(), format }),
         None => Ok(()),
     }
 }
 
-/// Many may read an image, or one may write it. The lock is of the open file: it ends with the process, and a second
-/// VMM finds it also where it has opened another name of the same file.
-fn lock(file: &File, shared: bool, path: &Path) -> Result<(), ImageError> {
-    let (kind, has) =
-        if shared { (libc::F_RDLCK, "writes it") } else { (libc::F_WRLCK, "reads or writes it") };
-    // SAFETY: all zeros are a valid value of this plain struct: the whole file, from its beginning.
-    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
-    lock.l_type = kind as i16;
-    lock.l_whence = libc::SEEK_SET as i16;
-    // SAFETY: `lock` is a valid `struct flock` for the time of the call.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &lock) } == 0 {
-        return Ok(());
-    }
-    let source = io::Error::last_os_error();
-    match source.raw_os_error() {
-        Some(libc::EAGAIN | libc::EACCES) => Err(ImageError::InUse { path: path.to_owned(), has }),
-        _ => Err(ImageError::Io { path: path.to_owned(), done: "locked", source }),
+fn claim_error(path: &Path, options: ImageOptions, err: ClaimError) -> ImageError {
+    let path = path.to_owned();
+    let done = match (options.direct, options.readonly) {
+        (true, _) => "opened with direct=on",
+        (false, true) => "opened",
+        (false, false) => "opened for writing; readonly=on needs less",
+    };
+    match err {
+        ClaimError::Open(source) => ImageError::Io { path, done, source },
+        ClaimError::Lock(source) => ImageError::Io { path, done: "locked", source },
+        ClaimError::InUse { holder } => ImageError::InUse { path, holder },
+        ClaimError::DeviceInUse { by } => ImageError::DeviceInUse { path, by },
     }
 }
 

@@ -6,14 +6,17 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use pmem_volume::{OpenMode, Pool};
 use tempfile::TempDir;
 use virtio_bindings::virtio_blk::*;
 
 use super::*;
+use crate::config::PmemConfig;
 use crate::virtio::block::backend::blocking::{Blocking, Store};
 use crate::virtio::block::backend::image::{ImageOptions, RawImage};
 use crate::virtio::block::backend::uring::Uring;
 use crate::virtio::block::backend::{Executor, Geometry, ResizeError};
+use crate::volume::file::PmemFile;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const WRITABLE: ImageOptions =
@@ -110,18 +113,70 @@ fn a_file_that_has_become_short_is_an_error() {
 }
 
 #[test]
-fn one_writes_or_many_read() {
+fn one_writes_or_many_read_and_who_has_it_is_named() {
     let (_folder, path) = image(1 << 20);
-    let error = |options| RawImage::open(&path, options).unwrap_err().to_string();
+    let refused = |options| {
+        let error = RawImage::open(&path, options).unwrap_err().to_string();
+        assert!(error.contains(&format!("in use by process {}", std::process::id())), "{error}");
+    };
     let first = RawImage::open(&path, READONLY).unwrap();
     let second = RawImage::open(&path, READONLY).unwrap();
-    assert!(error(WRITABLE).contains("in use by another process"), "{}", error(WRITABLE));
+    refused(WRITABLE);
     drop((first, second));
     let writer = RawImage::open(&path, WRITABLE).unwrap();
-    assert!(error(READONLY).contains("which writes it"), "{}", error(READONLY));
-    assert!(error(WRITABLE).contains("in use by another process"));
+    refused(READONLY);
+    refused(WRITABLE);
     drop(writer);
     RawImage::open(&path, WRITABLE).unwrap();
+}
+
+#[test]
+fn a_pool_is_not_given_away_in_use_or_not() {
+    let (_folder, path) = image(1 << 20);
+    let error = |options| RawImage::open(&path, options).unwrap_err().to_string();
+    fs::remove_file(&path).unwrap();
+    let pool = Pool::create(&path, 64 << 20, 16 << 20).unwrap();
+    let surely_raw = ImageOptions { surely_raw: true, ..WRITABLE };
+    for options in [WRITABLE, READONLY, surely_raw] {
+        assert!(error(options).contains("in use by process"), "{}", error(options));
+    }
+    drop(pool);
+    let before = fs::read(&path).unwrap();
+    assert!(error(WRITABLE).contains("is a pool: --pm-volume pool="), "{}", error(WRITABLE));
+    // Who says that it is a raw image, or only reads, may have it; and then no pool has it.
+    for options in [surely_raw, READONLY] {
+        let image = RawImage::open(&path, options).unwrap();
+        assert!(Pool::open(&path, OpenMode::ReadWrite).unwrap_err().to_string().contains("in use"));
+        drop(image);
+    }
+    // One whose superblocks are lost can be repaired, as long as nobody writes there.
+    let mut bytes = before.clone();
+    bytes[..4096].fill(0);
+    bytes[(2 << 20) - 4096..2 << 20].fill(0);
+    fs::write(&path, bytes).unwrap();
+    assert!(error(WRITABLE).contains("is a pool"), "{}", error(WRITABLE));
+    fs::write(&path, &before).unwrap();
+    Pool::open(&path, OpenMode::ReadWrite).unwrap();
+}
+
+#[test]
+fn what_a_pmem_device_has_no_disk_gets() {
+    let (_folder, path) = image(2 << 20);
+    let config = |options: &str| PmemConfig::parse(&format!("file={}{options}", path.display())).unwrap();
+    let in_use = |options| {
+        let error = RawImage::open(&path, options).unwrap_err().to_string();
+        assert!(error.contains("in use by process"), "{error}");
+    };
+    let pmem = PmemFile::open(&config("")).unwrap();
+    in_use(WRITABLE);
+    in_use(READONLY);
+    drop(pmem);
+    let pmem = PmemFile::open(&config(",discard_writes=on")).unwrap();
+    in_use(WRITABLE);
+    drop(RawImage::open(&path, READONLY).unwrap());
+    drop(pmem);
+    let _disk = RawImage::open(&path, WRITABLE).unwrap();
+    assert!(PmemFile::open(&config("")).err().unwrap().to_string().contains("in use by process"));
 }
 
 #[test]
@@ -140,7 +195,13 @@ fn what_is_no_image_is_refused() {
     let error = |path: &Path| RawImage::open(path, WRITABLE).unwrap_err().to_string();
     assert!(error(folder.path()).contains("neither a file nor a block device"));
     assert!(error(Path::new("/dev/null")).contains("neither a file nor a block device"));
-    assert!(error(&folder.path().join("none")).contains("opened"));
+    assert!(error(&folder.path().join("none")).contains("looked at"));
+    // A pipe has no end to wait for.
+    let pipe = folder.path().join("pipe");
+    let name = std::ffi::CString::new(pipe.to_str().unwrap()).unwrap();
+    // SAFETY: the name is a string that ends.
+    assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+    assert!(error(&pipe).contains("neither a file nor a block device"));
     let empty = folder.path().join("empty");
     File::create(&empty).unwrap().set_len(511).unwrap();
     assert!(error(&empty).contains("511 bytes"), "{}", error(&empty));
