@@ -158,6 +158,13 @@ impl Arena {
         }
     }
 
+    /// Makes durable what nobody would redo who went on with these lanes and knew nothing of them: the words of the map that
+    /// they changed last. All others are durable, or are made so before an entry that counts forgets them.
+    pub(super) fn settle(&self, space: &impl Words) -> Result<(), EngineError> {
+        let changed = self.lanes.sectors().into_iter().map(|sector| self.map.words_of(&(sector..sector + 1)));
+        self.latch(space.persist(&changed.collect::<Vec<_>>()))
+    }
+
     /// Makes sectors read as zeros. Durable at return, and each of them before it or after it at any time.
     pub(super) fn discard(
         &self,

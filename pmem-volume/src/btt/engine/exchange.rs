@@ -28,7 +28,9 @@
 //! That the old block is overwritten by the lane's next data, before the map is durable, is no harm: until the lane's next
 //! entry counts, recovery redoes the map, which ceases to name it.
 //!
-//! Linux' driver has the same steps, and persists each (drivers/nvdimm/btt.c, btt_write_pg); it opens what this leaves.
+//! Linux' driver has the same steps, and persists each (drivers/nvdimm/btt.c, btt_write_pg). So it takes the map that it
+//! finds for durable (btt_freelist_init), and overwrites lanes whose word of the map is not: it opens what this leaves once
+//! [`Engine::settle`](super::Engine::settle) has returned, or once recovery has been done here.
 
 use std::ops::Range;
 

@@ -39,6 +39,11 @@ impl Lanes {
         Self(lanes.into_iter().take(MAX_LANES).map(|lane| Slot(Mutex::new(lane))).collect())
     }
 
+    /// The sector of each lane's newest entry, of all exchanges that are done. Waits for each that is under way.
+    pub(super) fn sectors(&self) -> Vec<u32> {
+        self.0.iter().map(|slot| locked(slot.0.lock()).sector).collect()
+    }
+
     /// Takes lanes whose blocks nobody reads, up to as many as are wanted, and one at least. Waits only if all lanes
     /// are taken, or all blocks read, and then holds none: who holds lanes waits for no other.
     #[inline]

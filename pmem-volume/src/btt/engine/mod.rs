@@ -8,7 +8,8 @@
 //! - [`arena`]: recovery at open, reading, discarding, and what becomes of an arena in which something is wrong.
 //!
 //! A write is durable when it returns, to the degree that the media has ([`crate::Durability`]): an exchange that counts
-//! is redone by recovery. So a flush has nothing left to do but to say whether all went well.
+//! is redone by recovery. So a flush has nothing left to do but to say whether all went well. Whoever goes on without such a
+//! recovery is given the media by [`Engine::settle`].
 //!
 //! An arena whose flog or map cannot be is read-only, and says so in its info blocks, as the format has it; the others go
 //! on. Where an arena has no whole info block, its sectors are those that its size leads to, and none can be read.
@@ -302,6 +303,17 @@ impl<S: Words> Engine<S> {
             }
         }
         self.common.space.persist(&[]).map_err(EngineError::Media)
+    }
+
+    /// [`Engine::flush`], after which nothing of what was written before is left to be redone: the map is durable too. For
+    /// whoever hands the media to a driver that takes what it sees for durable, as Linux' does.
+    pub fn settle(&self) -> Result<(), EngineError> {
+        for place in &self.places {
+            if let Place::Arena(arena) = place {
+                arena.settle(&self.common.space)?;
+            }
+        }
+        self.flush()
     }
 
     fn whole_sectors(&self, first: u64, length_bytes: usize) -> Result<Range<u64>, EngineError> {

@@ -172,9 +172,10 @@ impl<'a> Target<'a> {
         }
     }
 
-    fn flush(&self) -> anyhow::Result<()> {
+    /// Makes everything durable, for whichever driver comes next.
+    fn settle(&self) -> anyhow::Result<()> {
         match self {
-            Target::Sectors(engine) => Ok(engine.flush()?),
+            Target::Sectors(engine) => Ok(engine.settle()?),
             Target::Bytes(media) => Ok(media.persist(std::slice::from_ref(&(0..media.len_bytes())))?),
         }
     }
@@ -190,8 +191,18 @@ struct Copy<'a> {
 }
 
 impl Copy<'_> {
-    /// Copies everything, and returns how much of it is data.
+    /// Copies everything, and returns how much of it is data. If it fails, what was copied is there to stay as well.
     fn run(mut self, progress: OnProgress<'_>) -> anyhow::Result<u64> {
+        let copied = self.copy(progress);
+        let settled = self.target.settle();
+        copied?;
+        settled?;
+        let total_bytes = self.target.len_bytes();
+        progress(Progress { task: Task::Copy, done_bytes: total_bytes, total_bytes });
+        Ok(self.data_bytes)
+    }
+
+    fn copy(&mut self, progress: OnProgress<'_>) -> anyhow::Result<()> {
         let total_bytes = self.target.len_bytes();
         let mut at = 0;
         while at < self.image_bytes {
@@ -208,10 +219,7 @@ impl Copy<'_> {
             self.copy_piece(at)?;
             at = (at + PIECE_BYTES).min(self.image_bytes.next_multiple_of(self.target.unit_bytes()));
         }
-        self.skip(at..total_bytes)?;
-        self.target.flush()?;
-        progress(Progress { task: Task::Copy, done_bytes: total_bytes, total_bytes });
-        Ok(self.data_bytes)
+        self.skip(at..total_bytes)
     }
 
     fn copy_piece(&mut self, at: u64) -> anyhow::Result<()> {

@@ -81,11 +81,22 @@ pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::R
     let media = Media::change(place)?;
     media.require_btt()?;
     let engine = Engine::open(&media)?;
+    let written = write_all(&engine, first, &mut *source);
+    // Also of what was written before something failed, whichever driver comes next.
+    let settled = engine.settle();
+    let count = written?;
+    settled?;
+    emit(|out| writeln!(out, "{count} sector(s) written from sector {first} on"))?;
+    Ok(Outcome::Done)
+}
+
+/// Writes all that comes, and returns how many sectors that was.
+fn write_all(engine: &Engine<&Media>, first: u64, source: &mut dyn Read) -> anyhow::Result<u64> {
     let sector_bytes = engine.sector_bytes() as usize;
     let mut piece = vec![0; PIECE_BYTES];
     let mut at = first;
     loop {
-        let length = fill(&mut *source, &mut piece).context("cannot read what is to be written")?;
+        let length = fill(source, &mut piece).context("cannot read what is to be written")?;
         let whole = length / sector_bytes * sector_bytes;
         engine.write(at, &piece[..whole])?;
         at += (whole / sector_bytes) as u64;
@@ -97,12 +108,9 @@ pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::R
             );
         }
         if length < piece.len() {
-            break;
+            return Ok(at - first);
         }
     }
-    engine.flush()?;
-    emit(|out| writeln!(out, "{} sector(s) written from sector {first} on", at - first))?;
-    Ok(Outcome::Done)
 }
 
 /// Reads until the buffer is full, or nothing more comes.

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::script::{Oracle, Recorded, Script, Wrong, new_media};
+use super::script::{Driver, LANES, Oracle, Recorded, SECTORS, Script, Wrong, new_media};
 use super::*;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::pool::tests::campaign::{Replay, replay_as, seeds, verify_each};
@@ -66,6 +66,37 @@ pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
             .map_err(|error| format!("killed at {step}: {error}"))?;
     }
     Ok(images)
+}
+
+/// The same, with an engine that comes to its end and leaves the media to a driver which makes durable what it stores
+/// itself, and nothing else; then the power goes.
+pub(super) fn hand_over_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
+    let recorded = Recorded::new(new_media(), wrong, Oracle::default());
+    let engine = Engine::open(&recorded).unwrap();
+    recorded.is_open.store(true, Ordering::Relaxed);
+    let mut random = Random::new(seed);
+    let mut script = Script::new(&engine, &recorded, 2, 0);
+    script.run(&mut random, 60);
+    script.finish();
+    drop(script);
+    match wrong {
+        Wrong::NotSettled => engine.flush().unwrap(),
+        _ => engine.settle().unwrap(),
+    }
+    drop(engine);
+    recorded.record();
+    let mut driver = Driver::open(&recorded);
+    for version in 1000..1012 {
+        let (lane, sector) = (random.below(u64::from(LANES)), random.below(u64::from(SECTORS)));
+        driver.write(lane as usize, sector as u32, version);
+    }
+    verify(&recorded.take_points(), BOUND / 4, seed)
+}
+
+#[test]
+fn a_driver_that_takes_the_map_for_durable_goes_on_where_a_settled_engine_ended() {
+    let images: usize = seeds(12).map(|seed| hand_over_at_random(seed, Wrong::Nothing).unwrap()).sum();
+    Replay::from_environment().count(images, 1000);
 }
 
 #[test]

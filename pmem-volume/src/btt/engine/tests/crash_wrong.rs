@@ -1,7 +1,7 @@
 //! Wrong orders, each left in the media's care instead of the engine's: as long as they are found out, the tests of the
 //! right one prove something.
 
-use super::crash::{crash_at_random, kill_at_random};
+use super::crash::{crash_at_random, hand_over_at_random, kill_at_random};
 use super::script::Wrong;
 
 /// Some seed finds it out.
@@ -50,6 +50,12 @@ fn a_discard_that_returns_before_it_is_durable_is_found_out() {
 #[test]
 fn a_recovery_that_redoes_before_the_flog_is_durable_is_found_out() {
     must_be_found_out(kill_at_random, Wrong::RecoveredFlog);
+}
+
+#[test]
+fn an_engine_that_ends_before_its_map_is_durable_is_found_out_by_the_next_driver() {
+    let error = must_be_found_out(hand_over_at_random, Wrong::NotSettled);
+    assert!(error.contains("BlockTwice") || error.contains("is none of"), "{error}");
 }
 
 #[test]

@@ -7,8 +7,10 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use super::super::exchange::Exchange;
-use super::super::map::LINE_SECTORS;
+use super::super::map::{LINE_SECTORS, written};
 use super::*;
+use crate::btt::arena::ArenaInfo;
+use crate::btt::flog::{Recovery, read_map, recover};
 use crate::btt::{ReadAt, WriteAt};
 use crate::media::Media;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
@@ -51,6 +53,8 @@ pub(super) enum Wrong {
     RecoveredFlog,
     /// Recovery is over before the map is durable.
     RecoveredMap,
+    /// The media is another driver's before the map is durable.
+    NotSettled,
 }
 
 /// The media, a wrong order if there is to be one, and the oracle at each crash point.
@@ -349,6 +353,60 @@ impl<'a> Script<'a> {
     fn note(&self, sectors: &Range<u32>, change: impl Fn(&mut Held)) {
         let mut oracle = self.recorded.oracle.lock().unwrap();
         sectors.clone().for_each(|sector| change(oracle.0.entry(sector).or_default()));
+    }
+}
+
+/// Another driver, which makes each of its stores durable by itself, and takes for durable what it finds, as Linux' does
+/// (drivers/nvdimm/btt.c, btt_freelist_init and btt_write_pg).
+pub(super) struct Driver<'a> {
+    recorded: &'a Recorded,
+    info: ArenaInfo,
+    recovery: Recovery,
+}
+
+impl<'a> Driver<'a> {
+    pub(super) fn open(recorded: &'a Recorded) -> Self {
+        let size_bytes = ReadAt::len_bytes(recorded) - START_BYTES;
+        let (info, _) = read_arena(recorded, START_BYTES, size_bytes).unwrap().unwrap();
+        let mut recovery = recover(recorded, &info).unwrap();
+        let driver = Self { recorded, info, recovery: Recovery::default() };
+        for (sector, block) in std::mem::take(&mut recovery.redo) {
+            driver.map(sector, block);
+        }
+        Self { recovery, ..driver }
+    }
+
+    /// Writes a sector with one of the lanes.
+    pub(super) fn write(&mut self, lane: usize, sector: u32, version: u64) {
+        let note = |change: fn(&mut Held, u64)| {
+            let mut oracle = self.recorded.oracle.lock().unwrap();
+            change(oracle.0.entry(sector).or_default(), version);
+        };
+        note(|held, version| held.pending.push(version));
+        let lane_now = self.recovery.lanes[lane].clone();
+        let (block, at) = (lane_now.block, lane_now.entry_at(&self.info));
+        self.store(self.info.block_at(block), &sparse_content(sector, version));
+        let old = read_map(self.recorded, &self.info, sector).unwrap().block;
+        for (at, half) in [at, at + 8].into_iter().zip(lane_now.halves(sector, old)) {
+            self.store(at, &half.to_le_bytes());
+        }
+        self.map(sector, block);
+        self.recovery.lanes[lane].advance(self.recovery.second_slot, sector, old);
+        note(Held::end);
+    }
+
+    fn map(&self, sector: u32, block: u32) {
+        let at = self.info.map_at + u64::from(sector / 2) * 8;
+        let mut word = [0; 8];
+        self.recorded.read_at(at, &mut word).unwrap();
+        let within = (sector % 2 * 4) as usize;
+        word[within..within + 4].copy_from_slice(&written(block).to_le_bytes());
+        self.store(at, &word);
+    }
+
+    fn store(&self, at: u64, bytes: &[u8]) {
+        self.recorded.write_at(at, bytes).unwrap();
+        self.recorded.persist_all(std::slice::from_ref(&(at..at + bytes.len() as u64)));
     }
 }
 
