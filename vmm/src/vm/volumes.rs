@@ -173,7 +173,9 @@ fn map<'a>(
     memory: &mut Memory,
 ) -> Result<Mapped<'a>, BuildError> {
     let pool = resources.pool(&config.pool);
-    if config.format == VolumeFormat::Btt && !config.readonly {
+    // Also of one that the guest only reads: what its recovery then finds would go nowhere, and it would show sectors in
+    // blocks that have become another's.
+    if config.format == VolumeFormat::Btt {
         volume.settle().map_err(BuildError::device(flag(config)))?;
     }
     let (access, flushes) = mapping(config.readonly, pool.durability());

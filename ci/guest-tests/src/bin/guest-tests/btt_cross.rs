@@ -18,6 +18,7 @@ use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
     a_disk_goes_to_and_fro: 300,
+    a_readonly_volume_is_recovered_before_it_is_shown: 300,
     linux_replays_a_log_in_every_state_as_we_do: 300 (extended),
     what_linux_writes_we_read: 300 (extended),
     what_linux_6_1_writes_we_read: 300 (extended),
@@ -124,10 +125,10 @@ impl<'a> Linux<'a> {
                 builder.pm_volume(&format!("pool={},name={},interface={interface}", pool.name(), disk.name));
         }
         let guest = builder.boot()?;
-        let count = format!("ls -d /sys/block/pmem*s | wc -l | grep -qx {}", disks.len());
+        let count = format!("ls /sys/block | grep -cE '^(pmem.*s|vd.*)$' | grep -qx {}", disks.len());
         guest.wait_until_run("the disks are there", IO_LIMIT, &count)?;
         // Which one is found first is the guest's affair: all disks of a test have sizes of their own.
-        let sizes = guest.run("cd /sys/block && grep . pmem*s/size /dev/null")?;
+        let sizes = guest.run("cd /sys/block && grep -s . pmem*s/size vd*/size /dev/null; true")?;
         let node = |disk: &Disk| {
             let size = disk.shape.sectors * u64::from(disk.shape.sector_bytes) / 512;
             let this = |line: &str| Some(line.strip_suffix(&format!("/size:{size}"))?.to_owned());
@@ -236,6 +237,19 @@ fn replays(kernel: Kernel) -> Result<()> {
         disk.verify(history)?;
     }
     Ok(())
+}
+
+/// What the guest's recovery stores goes nowhere.
+fn a_readonly_volume_is_recovered_before_it_is_shown() -> Result<()> {
+    let pool = Pool::create("128M")?;
+    let disk = Disk::create(&pool, "flogs", 24, 4096)?;
+    Flogs { padding: Padding::Current, shift: 0 }.make(&disk.media)?;
+    for interface in ["nvdimm,readonly=on", "virtio-blk,readonly=on"] {
+        let linux = Linux::boot(&pool, std::slice::from_ref(&disk), Kernel::V6_12, 2, interface)?;
+        linux.on_each(|_, node| check(node, &["flogs:0"]))?;
+        linux.end(Some("I/O error"))?;
+    }
+    disk.verify(&["flogs:0"])
 }
 
 fn linux_replays_a_log_in_every_state_as_we_do() -> Result<()> {

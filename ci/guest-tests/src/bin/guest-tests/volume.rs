@@ -194,26 +194,28 @@ pub fn check_acknowledged(guest: &Guest, acknowledged: &str) -> Result<()> {
 }
 
 fn a_readonly_volume_takes_no_writes() -> Result<()> {
-    for (interface, marked) in [("nvdimm", "1"), ("virtio-pmem", "0")] {
-        readonly_by(interface, marked).with_context(|| format!("interface={interface}"))?;
+    for (interface, disk, marked) in
+        [("nvdimm", "pmem0s", "1"), ("virtio-pmem", "pmem0s", "0"), ("virtio-blk", "vda", "1")]
+    {
+        readonly_by(interface, disk, marked).with_context(|| format!("interface={interface}"))?;
     }
     Ok(())
 }
 
 /// `marked`: whether the interface can tell the guest, so that it need not try. Where not, its writes fail.
-fn readonly_by(interface: &str, marked: &str) -> Result<()> {
+fn readonly_by(interface: &str, disk: &str, marked: &str) -> Result<()> {
     let pool = pool_with_volume()?;
     let before = fs::read(pool.path())?;
     let guest = guest_with(&pool, &format!("interface={interface},readonly=on")).boot()?;
-    wait_for_disk(&guest)?;
-    let found = guest.run("cat /sys/block/pmem0s/ro")?;
-    ensure!(found.trim() == marked, "/sys/block/pmem0s/ro is {}, not {marked}", found.trim());
+    guest.wait_until_run(&format!("/dev/{disk} is there"), IO_LIMIT, &format!("test -b /dev/{disk}"))?;
+    let found = guest.run(&format!("cat /sys/block/{disk}/ro"))?;
+    ensure!(found.trim() == marked, "/sys/block/{disk}/ro is {}, not {marked}", found.trim());
     for mode in ["oflag=direct", "conv=fsync"] {
-        let write = format!("dd if=/dev/urandom of=/dev/pmem0s bs=4096 count=4 {mode}");
+        let write = format!("dd if=/dev/urandom of=/dev/{disk} bs=4096 count=4 {mode}");
         let output = guest.try_run(IO_LIMIT, &write)?;
         ensure!(output.code != 0, "A write to a read-only volume succeeded: {write}");
     }
-    guest.run("dd if=/dev/pmem0s of=/dev/null bs=4096 count=16")?;
+    guest.run(&format!("dd if=/dev/{disk} of=/dev/null bs=4096 count=16"))?;
     guest.power_off()?;
     pool.check()?;
     // What identifies a VM's use of the pool may change; what the guest could write to may not.
