@@ -115,6 +115,10 @@ impl PmPool for FakePool {
         }
     }
 
+    fn has_failed(&self) -> bool {
+        false
+    }
+
     fn set_scrub_bandwidth(&self, _: Option<NonZeroU64>) {}
 
     fn durability(&self) -> Durability {

@@ -128,6 +128,11 @@ impl PmPool for LocalPool {
         }
     }
 
+    fn has_failed(&self) -> bool {
+        // It was opened for writing.
+        !self.pool.is_writable()
+    }
+
     fn set_scrub_bandwidth(&self, bytes_per_s: Option<NonZeroU64>) {
         self.scrubber.set_bytes_per_s(bytes_per_s);
     }

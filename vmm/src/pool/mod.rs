@@ -183,6 +183,9 @@ pub trait PmPool: Debug + Send + Sync {
     /// Bytes by state.
     fn info(&self) -> PoolInfo;
 
+    /// Whether a write has failed, after which it takes no more. Asks nobody who may be at work.
+    fn has_failed(&self) -> bool;
+
     /// What a completed flush survives.
     fn durability(&self) -> Durability;
 }

@@ -60,7 +60,7 @@ impl AttachedVolume {
             durability: self.pool.durability().name().to_owned(),
             extents: self.opened.extents,
             guest_btt,
-            status: status(self.failure.reason(), self.pool.info().failed),
+            status: status(self.failure.reason(), self.pool.has_failed()),
         }
     }
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
-use tracing::info;
+use tracing::warn;
 
 use super::error::BuildError;
 use crate::config::{PmMemoryConfig, PmemConfig, VmConfig};
@@ -59,9 +59,9 @@ impl Resources {
     /// does. A pool that could never lend what `--pm-memory` asks for is refused.
     pub fn open_pools(&mut self, config: &VmConfig) -> Result<(), BuildError> {
         self.pools.retain(|path, pool| {
-            let failed = pool.info().failed;
+            let failed = pool.has_failed();
             if failed {
-                info!(pool = %path.display(), "A write to the pool had failed; it is opened anew");
+                warn!(pool = %path.display(), "A write to the pool had failed; it is opened anew");
             }
             !failed
         });

@@ -122,7 +122,7 @@ pub(super) fn attach(
 /// What the guest is told of an NVDIMM's health.
 fn health(pool: &Arc<dyn PmPool>, failure: FirstFailure) -> health::Source {
     let pool = Arc::clone(pool);
-    Box::new(move || match failure.reason().is_some() || pool.info().failed {
+    Box::new(move || match failure.reason().is_some() || pool.has_failed() {
         true => Health::NotDurable,
         false => Health::Ok,
     })
