@@ -21,6 +21,7 @@ use crate::virtio::mem::{FailureReason, MemMetrics};
 use crate::virtio::pmem::metrics::PmemMetrics;
 use crate::virtio::vsock::VsockMetrics;
 use crate::vm::request::{ResizeStatus, VmHandle, VmRequest};
+use crate::volume::guest_btt::VolumeKey;
 use crate::volume::interface::Chosen;
 
 const DOC: &str = include_str!("../../../docs/metrics.md");
@@ -104,6 +105,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
         failure: crate::volume::FirstFailure::default(),
         counters,
     };
+    let translated = VolumeKey { pool: "/pm/pool".into(), name: "b".to_owned() };
     let disk = Arc::new(BlockMetrics::default());
     disk.finished(Kind::Discard, true);
     disk.transferred(Kind::Write, 4096);
@@ -123,7 +125,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
             durability: None,
             counters: Arc::default(),
         }],
-        guest_btt: Arc::new(GuestBtt::new(vec![("b".to_owned(), Chosen::Nvdimm)], 1)),
+        guest_btt: Arc::new(GuestBtt::new(vec![(translated, Chosen::Nvdimm)], 1)),
         plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
         mappings: Some(Arc::new(MappingBudget::new(57_339))),
         buses: vec![("port", Arc::new(ports)), ("mmio", Arc::default())],

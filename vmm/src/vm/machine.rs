@@ -87,7 +87,8 @@ impl Machine for KvmMachine {
     }
 
     fn volumes(&self) -> Vec<VolumeInfo> {
-        self.volumes.iter().map(|volume| volume.info(self.guest_btt.verdict(volume.name()))).collect()
+        let verdict = |volume: &AttachedVolume| self.guest_btt.verdict(volume.pool_path(), volume.name());
+        self.volumes.iter().map(|volume| volume.info(verdict(volume))).collect()
     }
 
     fn guest_kernel(&self) -> Option<GuestKernel> {

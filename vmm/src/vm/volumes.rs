@@ -22,8 +22,8 @@ use crate::pool::{PmPool, PoolVolume, VolumeRequest};
 use crate::virtio::block::backend::volume::VolumeDisk;
 use crate::virtio::block::{Block, BlockHandle, DiskShape};
 use crate::virtio::pmem::device::Pmem;
-use crate::volume::guest_btt::GuestBtt;
-use crate::volume::interface::{Chosen, InterfaceError, Payload, check_count, check_pool, choose};
+use crate::volume::guest_btt::{GuestBtt, VolumeKey};
+use crate::volume::interface::{Chosen, InterfaceError, Payload, check_count, check_ids, check_pool, choose};
 use crate::volume::{FirstFailure, Persist, ReadOnly, Watched};
 
 /// Queues of a volume that is shown as a disk, at most.
@@ -64,21 +64,8 @@ pub(super) fn attach(
     fabric: &mut Fabric,
     events: &EventSender,
 ) -> Result<Attached, BuildError> {
-    let choose = |volume: &PmVolumeConfig| {
-        let chosen = choose(volume, config.cpus.max_vcpus, payload)?;
-        check_pool(volume, chosen, resources.pool(&volume.pool).durability())?;
-        Ok::<_, InterfaceError>(chosen)
-    };
-    let chosen: Vec<_> = config.pm_volumes.iter().map(choose).collect::<Result<_, _>>()?;
-    check_count(&chosen)?;
-    let translated = config
-        .pm_volumes
-        .iter()
-        .zip(&chosen)
-        .filter(|(volume, chosen)| volume.format == VolumeFormat::Btt && chosen.guest_translates())
-        .map(|(volume, chosen)| (volume.name.clone(), *chosen));
-    let guest_btt = Arc::new(GuestBtt::new(translated.collect(), config.cpus.max_vcpus));
-    let mut attached = Attached { guest_btt: Arc::clone(&guest_btt), ..Attached::default() };
+    let chosen = choose_all(config, payload, resources)?;
+    let mut attached = Attached { guest_btt: Arc::new(guest_btt(config, &chosen)), ..Attached::default() };
     let mut healths = Vec::new();
     for ((volume, opened), chosen) in config.pm_volumes.iter().zip(open(config, resources)?).zip(chosen) {
         let pool = resources.pool(&volume.pool);
@@ -117,6 +104,37 @@ pub(super) fn attach(
         fabric.mmio.insert(NVDIMM_HEALTH_START, NVDIMM_HEALTH_LEN, registers)?;
     }
     Ok(attached)
+}
+
+/// The interface of each volume, in their order.
+fn choose_all(
+    config: &VmConfig,
+    payload: Payload,
+    resources: &Resources,
+) -> Result<Vec<Chosen>, InterfaceError> {
+    let choose = |volume: &PmVolumeConfig| {
+        let chosen = choose(volume, config.cpus.max_vcpus, payload)?;
+        check_pool(volume, chosen, resources.pool(&volume.pool).durability())?;
+        Ok(chosen)
+    };
+    let chosen: Vec<_> = config.pm_volumes.iter().map(choose).collect::<Result<_, _>>()?;
+    check_count(&chosen)?;
+    let disks = (0..).zip(&config.disks).map(|(nth, disk)| disk.id_or_default(nth));
+    check_ids(config.pm_volumes.iter().zip(chosen.iter().copied()), disks)?;
+    Ok(chosen)
+}
+
+/// What is asked about the guest's driver: for the volumes whose sectors it finds.
+fn guest_btt(config: &VmConfig, chosen: &[Chosen]) -> GuestBtt {
+    let translated = config
+        .pm_volumes
+        .iter()
+        .zip(chosen)
+        .filter(|(volume, chosen)| volume.format == VolumeFormat::Btt && chosen.guest_translates())
+        .map(|(volume, chosen)| {
+            (VolumeKey { pool: volume.pool.clone(), name: volume.name.clone() }, *chosen)
+        });
+    GuestBtt::new(translated.collect(), config.cpus.max_vcpus)
 }
 
 /// What the guest is told of an NVDIMM's health.

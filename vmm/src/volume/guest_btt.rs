@@ -1,6 +1,7 @@
 //! What is thought of the guest's BTT driver: asked of [`kernel_gate`](super::kernel_gate) when an agent says which kernel
 //! it runs on, told once in the log, and at any time to whoever asks.
 
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use balloon::proto::Hello;
@@ -10,11 +11,20 @@ use tracing::{info, warn};
 use super::interface::Chosen;
 use super::kernel_gate::{GuestKernel, Verdict, judge};
 
+/// Which volume: names are a pool's own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VolumeKey {
+    /// Path of its pool.
+    pub pool: PathBuf,
+    /// Its name there.
+    pub name: String,
+}
+
 /// The guest's BTT driver, if it translates any volume.
 #[derive(Debug, Default)]
 pub struct GuestBtt {
     /// Volumes whose sectors the guest translates.
-    volumes: Vec<(String, Chosen)>,
+    volumes: Vec<(VolumeKey, Chosen)>,
     max_vcpus: u8,
     said: Mutex<Said>,
     /// How often each verdict of [`Verdict::LABELS`] was reached.
@@ -28,8 +38,8 @@ struct Said {
 }
 
 impl GuestBtt {
-    /// For `volumes`, by name, that a guest of up to `max_vcpus` translates itself.
-    pub fn new(volumes: Vec<(String, Chosen)>, max_vcpus: u8) -> Self {
+    /// For `volumes` that a guest of up to `max_vcpus` translates itself.
+    pub fn new(volumes: Vec<(VolumeKey, Chosen)>, max_vcpus: u8) -> Self {
         Self { volumes, max_vcpus, ..Self::default() }
     }
 
@@ -44,7 +54,7 @@ impl GuestBtt {
         let worst = self
             .volumes
             .iter()
-            .map(|(name, interface)| (name, judge(&kernel, *interface, self.max_vcpus)))
+            .map(|(key, interface)| (key, judge(&kernel, *interface, self.max_vcpus)))
             .max_by_key(|(_, verdict)| verdict.severity());
         let mut said = self.said.lock();
         said.kernel = Some(kernel);
@@ -54,7 +64,8 @@ impl GuestBtt {
         let first = !std::mem::replace(&mut said.warned, true);
         if first {
             warn!(
-                volume,
+                volume = volume.name,
+                pool = %volume.pool.display(),
                 verdict = verdict.label(),
                 reason,
                 "The guest's BTT driver is not to be trusted with its volumes: take interface=virtio-blk, boot the \
@@ -71,9 +82,10 @@ impl GuestBtt {
         self.said.lock().kernel.clone()
     }
 
-    /// What is thought of the driver for the volume called `name`. `None`: the VMM translates it, or nothing is known yet.
-    pub fn verdict(&self, name: &str) -> Option<Verdict> {
-        let (_, interface) = self.volumes.iter().find(|(volume, _)| volume == name)?;
+    /// What is thought of the driver for the volume called `name` in `pool`. `None`: the VMM translates it, or nothing is
+    /// known yet.
+    pub fn verdict(&self, pool: &Path, name: &str) -> Option<Verdict> {
+        let (_, interface) = self.volumes.iter().find(|(key, _)| key.pool == pool && key.name == name)?;
         match self.kernel() {
             Some(kernel) => Some(judge(&kernel, *interface, self.max_vcpus)),
             // What is wrong with every kernel is known before one says who it is.
@@ -107,35 +119,53 @@ mod tests {
         raw.try_into().unwrap()
     }
 
+    fn key(name: &str) -> VolumeKey {
+        VolumeKey { pool: PathBuf::from("/p"), name: name.to_owned() }
+    }
+
+    fn verdict(btt: &GuestBtt, name: &str) -> Option<Verdict> {
+        btt.verdict(Path::new("/p"), name)
+    }
+
     fn totals(btt: &GuestBtt) -> Vec<u64> {
         btt.verdicts_total().map(|(_, count)| count).collect()
     }
 
     #[test]
     fn an_affected_kernel_is_counted_each_time_and_warned_of_once() {
-        let btt = GuestBtt::new(vec![("data".to_owned(), Chosen::Nvdimm)], 2);
-        assert_eq!((btt.kernel(), btt.verdict("data")), (None, None));
+        let btt = GuestBtt::new(vec![(key("data"), Chosen::Nvdimm)], 2);
+        assert_eq!((btt.kernel(), verdict(&btt, "data")), (None, None));
         assert!(!btt.hello(&hello("6.12.117", "full")));
-        assert_eq!(btt.verdict("data"), Some(Verdict::Safe));
+        assert_eq!(verdict(&btt, "data"), Some(Verdict::Safe));
         assert!(btt.hello(&hello("6.12.50", "full")));
         assert!(!btt.hello(&hello("6.12.50", "full")));
         assert!(!btt.hello(&hello("6.12.51", "dynamic")));
         assert_eq!(totals(&btt), [1, 1, 2]);
         // What was said last counts.
-        assert_eq!(btt.verdict("data").unwrap().label(), "suspect");
+        assert_eq!(verdict(&btt, "data").unwrap().label(), "suspect");
         assert_eq!(btt.kernel().unwrap().release, "6.12.51");
-        assert_eq!(btt.verdict("other"), None);
+        assert_eq!(verdict(&btt, "other"), None);
     }
 
     #[test]
     fn the_worst_of_several_volumes_counts_once() {
-        let volumes = vec![("a".to_owned(), Chosen::Nvdimm), ("b".to_owned(), Chosen::VirtioPmem)];
+        let volumes = vec![(key("a"), Chosen::Nvdimm), (key("b"), Chosen::VirtioPmem)];
         let btt = GuestBtt::new(volumes, 2);
         // Known of every kernel.
         assert_eq!(btt.verdict("b").unwrap().label(), "unsafe");
         assert!(btt.hello(&hello("6.12.117", "voluntary")));
-        assert_eq!(totals(&btt), [0, 0, 1]);
-        assert_eq!(btt.verdict("a"), Some(Verdict::Safe));
+        assert_eq!(totals(&btt), [0, 0, 0, 1]);
+        assert_eq!(verdict(&btt, "a"), Some(Verdict::Safe));
+    }
+
+    #[test]
+    fn volumes_of_one_name_in_two_pools_have_verdicts_of_their_own() {
+        let other = VolumeKey { pool: PathBuf::from("/q"), name: "data".to_owned() };
+        let btt = GuestBtt::new(vec![(key("data"), Chosen::Nvdimm), (other, Chosen::VirtioPmem)], 2);
+        btt.hello(&hello("6.12.117", "voluntary"));
+        assert_eq!(btt.verdict(Path::new("/p"), "data"), Some(Verdict::Safe));
+        assert_eq!(btt.verdict(Path::new("/q"), "data").unwrap().label(), "unsafe");
+        assert_eq!(btt.verdict(Path::new("/r"), "data"), None);
     }
 
     #[test]

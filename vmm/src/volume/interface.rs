@@ -8,6 +8,8 @@
 //! | raw | `virtio-pmem` | none; flushes may take their time | every guest with the driver, any number of vCPUs |
 //! | raw | `nvdimm` | none | pools on which a fence is a flush |
 
+use std::collections::BTreeSet;
+
 use pmem_volume::Durability;
 use thiserror::Error;
 
@@ -78,6 +80,15 @@ pub enum InterfaceError {
         /// The volume.
         name: String,
     },
+    /// The guest could not tell two disks apart, nor the API.
+    #[error(
+        "--pm-volume name={name}: another disk of this VM has the same id, and so the same serial number in the guest; \
+         rename the volume (pmvol volume rename), or give the --disk another id="
+    )]
+    SameId {
+        /// The volume.
+        name: String,
+    },
     /// More than there are flush hint pages and health registers for.
     #[error(
         "--pm-volume: {count} volumes would be NVDIMMs, and a guest may have at most {MAX_NVDIMMS}; name another \
@@ -141,6 +152,21 @@ fn choose_for_raw(volume: &PmVolumeConfig) -> Result<Chosen, InterfaceError> {
 pub fn check_count(chosen: &[Chosen]) -> Result<(), InterfaceError> {
     let count = chosen.iter().filter(|chosen| **chosen == Chosen::Nvdimm).count();
     if count > MAX_NVDIMMS { Err(InterfaceError::TooManyNvdimms { count }) } else { Ok(()) }
+}
+
+/// Refuses volumes that would be disks of the same id: it is their name, and names are a pool's own. `disks` are the
+/// ids of the others.
+pub fn check_ids<'a>(
+    volumes: impl Iterator<Item = (&'a PmVolumeConfig, Chosen)>,
+    disks: impl Iterator<Item = String>,
+) -> Result<(), InterfaceError> {
+    let mut ids: BTreeSet<String> = disks.collect();
+    for (volume, _) in volumes.filter(|(_, chosen)| *chosen == Chosen::VirtioBlk) {
+        if !ids.insert(volume.name.clone()) {
+            return Err(InterfaceError::SameId { name: volume.name.clone() });
+        }
+    }
+    Ok(())
 }
 
 /// Refuses what was chosen where the pool is not made for it, which is known when the pool is open.
@@ -223,6 +249,22 @@ mod tests {
         chosen.push(Chosen::Nvdimm);
         let text = check_count(&chosen).unwrap_err().to_string();
         assert!(text.contains("65 volumes") && text.contains("at most 64"), "{text}");
+    }
+
+    #[test]
+    fn disks_of_one_id_are_refused() {
+        let disk = |pool: &str, name: &str| {
+            PmVolumeConfig::parse(&format!("pool={pool},name={name},interface=virtio-blk")).unwrap()
+        };
+        let volumes = [disk("/p", "data"), disk("/q", "data")];
+        let check = |chosen: [Chosen; 2], disks: &[&'static str]| {
+            check_ids(volumes.iter().zip(chosen), disks.iter().map(ToString::to_string))
+        };
+        let text = check([Chosen::VirtioBlk; 2], &[]).unwrap_err().to_string();
+        assert!(text.contains("name=data") && text.contains("pmvol volume rename"), "{text}");
+        assert_eq!(check([Chosen::VirtioBlk, Chosen::Nvdimm], &[]), Ok(()));
+        check([Chosen::VirtioBlk, Chosen::Nvdimm], &["root", "data"]).unwrap_err();
+        assert_eq!(check([Chosen::Nvdimm; 2], &["data"]), Ok(()));
     }
 
     #[test]
