@@ -122,6 +122,8 @@ fn parse_version(text: &str) -> Option<KernelVersion> {
 pub enum Verdict {
     /// Nothing is known against it.
     Safe,
+    /// Neither its kernel's fixes nor its preemption can be told. Of most such kernels nothing would be wrong.
+    Unknown,
     /// It may be one that is unsafe: what would tell is not known.
     Suspect(String),
     /// It can corrupt the volume, or break the guest.
@@ -130,14 +132,15 @@ pub enum Verdict {
 
 impl Verdict {
     /// Their names, for a metric that shows all of them from the start.
-    pub const LABELS: [&'static str; 3] = ["safe", "suspect", "unsafe"];
+    pub const LABELS: [&'static str; 4] = ["safe", "unknown", "suspect", "unsafe"];
 
     /// Its place in [`Verdict::LABELS`], which get worse.
     pub fn severity(&self) -> usize {
         match self {
             Self::Safe => 0,
-            Self::Suspect(_) => 1,
-            Self::Unsafe(_) => 2,
+            Self::Unknown => 1,
+            Self::Suspect(_) => 2,
+            Self::Unsafe(_) => 3,
         }
     }
 
@@ -146,10 +149,10 @@ impl Verdict {
         Self::LABELS[self.severity()]
     }
 
-    /// What is wrong, unless nothing is.
+    /// What is wrong, unless nothing is known to be.
     pub fn reason(&self) -> Option<&str> {
         match self {
-            Self::Safe => None,
+            Self::Safe | Self::Unknown => None,
             Self::Suspect(reason) | Self::Unsafe(reason) => Some(reason),
         }
     }
@@ -182,8 +185,7 @@ pub fn judge(kernel: &GuestKernel, interface: Chosen, max_vcpus: u8) -> Verdict 
             "kernel {:?} preempts fully, and its name does not tell whether its BTT has the fix of CVE-2026-74365",
             kernel.release
         )),
-        // Neither is known: of most such kernels nothing would be wrong.
-        (None, Preemption::Unknown) => Verdict::Safe,
+        (None, Preemption::Unknown) => Verdict::Unknown,
     }
 }
 
@@ -297,7 +299,7 @@ mod tests {
         {
             assert_eq!(label(release, "full"), "suspect", "{release}");
             assert_eq!(label(release, "voluntary"), "safe", "{release}");
-            assert_eq!(label(release, "dynamic"), "safe", "{release}");
+            assert_eq!(label(release, "dynamic"), "unknown", "{release}");
         }
         // A kernel of one's own, and the first of a series.
         assert_eq!(label("6.8.0-rc1", "full"), "unsafe");
