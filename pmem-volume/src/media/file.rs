@@ -125,6 +125,14 @@ impl FileMedia {
         Ok(media.thin(false))
     }
 
+    /// Before anybody reads it: lets the kernel forget what the page cache has of it and calls clean, so that what is read
+    /// is what the disk has. Nothing where there is no page cache.
+    pub fn forget_clean_pages(&self) {
+        if self.durability == Durability::PageCache {
+            page_cache::forget_clean_pages(&self.file, std::slice::from_ref(&(0..self.len_bytes)));
+        }
+    }
+
     /// From now on, erasing a file on a disk makes holes. Other places are thin by nature, or never.
     pub(crate) fn thin(mut self, is_thin: bool) -> Self {
         self.is_thin = is_thin;

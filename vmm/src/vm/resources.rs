@@ -33,19 +33,28 @@ impl Resources {
     /// Opens every file of `--pmem`. They stay open, and locked, as long as the VMM lives: a file without a name is still
     /// the same one after a reboot. One of which a flush has failed is opened anew, as a pool is.
     pub fn open_pmem(&mut self, config: &VmConfig) -> Result<(), BuildError> {
-        self.pmem.retain(|(_, file)| !file.wants_to_be_opened_anew());
-        let mut earlier = std::mem::take(&mut self.pmem);
+        self.pmem.retain(|(config, file)| {
+            let failed = file.wants_to_be_opened_anew();
+            if failed {
+                warn!(file = %config.file.display(), "A flush of the file had failed; it is opened anew");
+            }
+            !failed
+        });
+        // They stay here until all are open: what has no name must outlive an attempt that fails.
+        let mut earlier: Vec<_> = self.pmem.iter().collect();
+        let mut opened = Vec::with_capacity(config.pmem.len());
         for pmem in &config.pmem {
             let kept = earlier.iter().position(|(config, _)| config == pmem);
             let file = match kept {
-                Some(nth) => earlier.remove(nth).1,
+                Some(nth) => Arc::clone(&earlier.remove(nth).1),
                 None => {
                     let flag = format!("--pmem file={}", pmem.file.display());
                     Arc::new(PmemFile::open(pmem).map_err(BuildError::device(flag))?)
                 }
             };
-            self.pmem.push((pmem.clone(), file));
+            opened.push((pmem.clone(), file));
         }
+        self.pmem = opened;
         Ok(())
     }
 
@@ -162,6 +171,11 @@ mod tests {
         resources.open_pmem(&config).unwrap();
         let then = files(&resources);
         assert_eq!((then[0], then[2]), (first[0], first[2]));
+        // What cannot be opened costs nobody else's file.
+        let mut with_one_more = config.clone();
+        with_one_more.pmem.push(PmemConfig::parse(&format!("file={}.none", path.display())).unwrap());
+        resources.open_pmem(&with_one_more).unwrap_err();
+        assert_eq!(files(&resources), then);
         // On tmpfs a flush is nothing that could fail.
         assert_eq!(failed, resources.pmem()[1].1.durability() == Some(Durability::PageCache));
         resources.pmem()[1].1.persist().unwrap();

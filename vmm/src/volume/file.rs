@@ -114,7 +114,12 @@ impl PmemFile {
         }
         let contents = match config.discard_writes {
             true => Contents::Private(file),
-            false => Contents::Shared(FileMedia::new(file, len_bytes, true)?),
+            false => {
+                let media = FileMedia::new(file, len_bytes, true)?;
+                // A flush may have failed in an earlier life: the guest's file system is checked against the disk.
+                media.forget_clean_pages();
+                Contents::Shared(media)
+            }
         };
         Ok(Self { contents, len_bytes, has_name: !is_directory, failed: AtomicBool::new(false) })
     }
@@ -183,7 +188,8 @@ fn new_file(directory: &Path, bytes: u64) -> Result<File, PmemFileError> {
 
 /// The lock is that of pools, so that neither takes what the other has.
 fn existing_file(path: &Path, writable: bool) -> Result<File, PmemFileError> {
-    claim(path, writable, 0).map_err(|error| match error {
+    // A FIFO would wait for somebody at its other end, and has no size anyway.
+    claim(path, writable, libc::O_NONBLOCK).map_err(|error| match error {
         ClaimError::Open(source) => PmemFileError::Open { path: path.to_owned(), source },
         ClaimError::Lock(source) => PmemFileError::Lock(source),
         ClaimError::InUse { holder } => PmemFileError::InUse { holder },
@@ -309,6 +315,51 @@ mod tests {
         bytes[(2 << 20) - 4096..2 << 20].fill(0);
         fs::write(&path, bytes).unwrap();
         assert!(error(&config(&path, "")).contains("--pm-volume pool="));
+    }
+
+    /// How many pages of a file the page cache has.
+    fn cached_pages(path: &Path) -> usize {
+        let file = File::open(path).unwrap();
+        let len = file.metadata().unwrap().len() as usize;
+        let mut resident = vec![0u8; len.div_ceil(4096)];
+        // SAFETY: a new mapping of a file of our own, which nobody touches: mincore() is asked about it, with a byte for
+        // each page, and it goes again.
+        unsafe {
+            let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
+            let at = libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_SHARED, fd, 0);
+            assert_ne!(at, libc::MAP_FAILED);
+            assert_eq!(libc::mincore(at, len, resident.as_mut_ptr()), 0);
+            libc::munmap(at, len);
+        }
+        resident.iter().filter(|byte| **byte & 1 == 1).count()
+    }
+
+    #[test]
+    fn a_writer_sees_what_the_disk_has_and_not_a_page_that_never_got_there() {
+        let folder = tempfile::tempdir_in(".").unwrap();
+        let path = file(&folder, 4 * MIB);
+        fs::write(&path, vec![0x5a; 4 << 20]).unwrap();
+        File::open(&path).unwrap().sync_all().unwrap();
+        assert_eq!(cached_pages(&path), 1024);
+        let reader = PmemFile::open(&config(&path, ",discard_writes=on")).unwrap();
+        assert_eq!(cached_pages(&path), 1024, "who only reads has no reason to");
+        drop(reader);
+        let pmem = PmemFile::open(&config(&path, "")).unwrap();
+        if pmem.durability() == Some(Durability::PageCache) {
+            assert_eq!(cached_pages(&path), 0);
+        }
+    }
+
+    #[test]
+    fn a_fifo_is_refused_and_not_waited_for() {
+        let folder = folder();
+        let path = folder.path().join("fifo");
+        let name = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
+        // SAFETY: makes a node of that name.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        for options in [",size=2M", ",size=2M,discard_writes=on"] {
+            assert!(error(&config(&path, options)).contains("no size"));
+        }
     }
 
     #[test]
