@@ -6,8 +6,9 @@
 //! touched only by the routines below. They lie side by side, use no stack, and return zero; a SIGBUS whose instruction
 //! pointer is among them resumes at a landing pad, which returns one to the same caller.
 //!
-//! Every other SIGBUS goes to whoever handled it before. A program that puts a handler in place later calls
-//! [`handle_sigbus`] from it first. A thread that blocks SIGBUS cannot be helped: the kernel ends the process then.
+//! Accesses of other code to memory that somebody watches are let finish ([`super::watch`]). Every other SIGBUS goes to
+//! whoever handled it before. A program that puts a handler in place later calls [`handle_sigbus`] from it first. A thread
+//! that blocks SIGBUS cannot be helped: the kernel ends the process then.
 
 use std::arch::global_asm;
 use std::mem::MaybeUninit;
@@ -17,6 +18,7 @@ use std::sync::{Once, OnceLock};
 use libc::{c_int, c_void};
 
 use super::flush::{CACHE_LINE_BYTES, LineFlush};
+use super::watch;
 
 // System V calling convention: rdi, rsi, rdx in, rax out; all registers used are the caller's to save. The instruction
 // pointer of a fault is that of the instruction, also within a repeated one (Intel SDM, volume 1, 7.3.9.3).
@@ -282,8 +284,8 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut
     }
 }
 
-/// Was this SIGBUS raised by an access to a pool's media? Then it has been dealt with: the handler returns, and the access
-/// with an error. So has early news of bad memory that nobody has touched yet (BUS_MCEERR_AO), which a process gets that
+/// Was this SIGBUS raised by an access to a pool's media, or to memory that is watched? Then it has been dealt with: the
+/// handler returns, and the access with an error, or with zeros. So has early news of bad memory that nobody has touched yet (BUS_MCEERR_AO), which a process gets that
 /// asked for them (prctl(2), PR_MCE_KILL_EARLY): whoever touches it gets a SIGBUS of his own. For programs that handle
 /// SIGBUS themselves, with SA_SIGINFO, and have put their handler in place after the first pool was opened.
 ///
@@ -308,8 +310,16 @@ pub unsafe fn handle_sigbus(info: *mut libc::siginfo_t, context: *mut c_void) ->
         // The stack is as it was at the call, so the pad returns to the caller. The kernel restores the flags; the
         // direction flag is clear as the calling convention has it.
         *at = &raw const foreshore_guarded_lost as i64;
+        return true;
     }
-    ours
+    // SAFETY: the kernel gives the address of whatever an access has raised.
+    let address = unsafe { (*info).si_addr() } as usize;
+    // SAFETY: this thread's own, which the code that was interrupted may be about to look at.
+    let errno = unsafe { &mut *libc::__errno_location() };
+    let before = *errno;
+    let replaced = watch::replace(address);
+    *errno = before;
+    replaced
 }
 
 /// Does with a SIGBUS that is not ours what would have been done without us.

@@ -18,6 +18,7 @@ mod place;
 mod shared_sync;
 #[cfg(test)]
 pub(crate) mod simulator;
+mod watch;
 mod zeroing;
 
 use std::io;
@@ -33,6 +34,7 @@ pub use memory::MemoryMedia;
 pub(crate) use page_cache::{drop_clean_pages, forget_clean_pages};
 pub use place::len_bytes;
 pub(crate) use place::{Place, PlaceError, sysfs_of};
+pub use watch::{OnPageLost, TooManyRanges, Watch};
 
 /// What a completed [`Media::persist`] survives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

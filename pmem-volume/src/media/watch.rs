@@ -1,0 +1,307 @@
+//! Mapped memory that is touched by others than [`super::guarded`]'s routines, and may be gone as well.
+//!
+//! A VMM maps parts of a pool into its guest, and its devices reach them by code that knows nothing of pools. The handler
+//! of SIGBUS cannot make such an access fail, so it lets it finish: it tells whoever watches the range, and then puts a
+//! page of zeros in the place of the one that is gone. Whoever watches has to see to it that nobody takes them for what
+//! was there.
+
+use std::cell::UnsafeCell;
+use std::fmt;
+use std::ops::Range;
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use thiserror::Error;
+
+use super::guarded::Guard;
+
+/// As many as a handler looks through in no time.
+const RANGES_MAX: usize = 256;
+
+const PAGE_BYTES: usize = 4096;
+
+/// Whoever is told that a page of a range is gone.
+pub trait OnPageLost: Send + Sync {
+    /// A page is gone. Called in a handler of SIGBUS, on the thread that has touched the page or is to be told of it: it
+    /// may do only what may be done there (signal-safety(7)), so take no lock and allocate nothing. When this returns,
+    /// the page reads as zeros.
+    fn page_lost(&self);
+}
+
+/// There is no room in the table that the handler looks through.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[error("{RANGES_MAX} ranges of memory are watched for lost pages already")]
+pub struct TooManyRanges;
+
+/// A range that is watched until this is dropped.
+pub struct Watch {
+    entry: &'static Entry,
+}
+
+/// One row of the table. It is read by handlers while others change it, so with a version, which is odd meanwhile.
+struct Entry {
+    version: AtomicUsize,
+    start: AtomicUsize,
+    /// `start` if the row is free.
+    end: AtomicUsize,
+    on_lost: AtomicPtr<Listener>,
+    /// Owns what `on_lost` points to. Only whoever holds `CHANGING` touches it.
+    listener: UnsafeCell<Option<Box<Listener>>>,
+}
+
+/// Behind a thin pointer, which can be loaded at once.
+type Listener = Arc<dyn OnPageLost>;
+
+// SAFETY: all but `listener` is atomic, and that one is touched under `CHANGING` alone.
+unsafe impl Sync for Entry {}
+
+static TABLE: [Entry; RANGES_MAX] = [const {
+    Entry {
+        version: AtomicUsize::new(0),
+        start: AtomicUsize::new(0),
+        end: AtomicUsize::new(0),
+        on_lost: AtomicPtr::new(ptr::null_mut()),
+        listener: UnsafeCell::new(None),
+    }
+}; RANGES_MAX];
+
+/// Held by whoever changes the table.
+static CHANGING: Mutex<()> = Mutex::new(());
+
+fn changing() -> MutexGuard<'static, ()> {
+    // A row is changed by stores alone, which do not panic half way.
+    CHANGING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl fmt::Debug for Watch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (start, end) = (self.entry.start.load(Ordering::Relaxed), self.entry.end.load(Ordering::Relaxed));
+        write!(f, "Watch({start:#x}..{end:#x})")
+    }
+}
+
+impl Watch {
+    /// Watches a range of addresses, which begins and ends with a page.
+    ///
+    /// # Safety
+    /// The range is the caller's as long as this lives: a page that is gone may be replaced at any time. Nobody touches
+    /// it any more when this is dropped.
+    pub unsafe fn new(range: Range<usize>, on_lost: Arc<dyn OnPageLost>) -> Result<Self, TooManyRanges> {
+        assert!(range.start < range.end, "an empty range has no pages");
+        assert!(range.start.is_multiple_of(PAGE_BYTES) && range.end.is_multiple_of(PAGE_BYTES));
+        Guard::new();
+        let _changing = changing();
+        let entry = TABLE.iter().find(|entry| entry.is_free()).ok_or(TooManyRanges)?;
+        entry.change(range, Some(Box::new(on_lost)));
+        Ok(Self { entry })
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let _changing = changing();
+        self.entry.change(0..0, None);
+    }
+}
+
+impl Entry {
+    fn is_free(&self) -> bool {
+        self.start.load(Ordering::Relaxed) == self.end.load(Ordering::Relaxed)
+    }
+
+    /// Called by who holds `CHANGING`.
+    fn change(&self, range: Range<usize>, listener: Option<Box<Listener>>) {
+        self.version.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::Release);
+        let on_lost = listener.as_deref().map_or(ptr::null(), ptr::from_ref);
+        self.start.store(range.start, Ordering::Relaxed);
+        self.end.store(range.end, Ordering::Relaxed);
+        self.on_lost.store(on_lost.cast_mut(), Ordering::Relaxed);
+        self.version.fetch_add(1, Ordering::Release);
+        // SAFETY: the caller holds `CHANGING`. Nobody can be calling the previous listener: its range is touched no more.
+        unsafe { *self.listener.get() = listener };
+    }
+
+    /// Who is to be told of an address, if it is in this range. A row that is being changed is nobody's range that is
+    /// touched at this moment.
+    fn listener_of(&self, address: usize) -> Option<*const Listener> {
+        let version = self.version.load(Ordering::Acquire);
+        let (start, end) = (self.start.load(Ordering::Relaxed), self.end.load(Ordering::Relaxed));
+        let on_lost = self.on_lost.load(Ordering::Relaxed);
+        fence(Ordering::Acquire);
+        let unchanged = version.is_multiple_of(2) && self.version.load(Ordering::Relaxed) == version;
+        (unchanged && (start..end).contains(&address)).then_some(on_lost.cast_const())
+    }
+}
+
+/// Tells whoever watches an address that its page is gone, and puts zeros there; false if nobody does, or there is no
+/// memory for them. Called in a handler, which it may be.
+pub(super) fn replace(address: usize) -> bool {
+    let Some(on_lost) = TABLE.iter().find_map(|entry| entry.listener_of(address)) else { return false };
+    // 1. Before anybody can see zeros.
+    // SAFETY: the listener lives as long as its range is touched, which is now.
+    unsafe { (*on_lost).page_lost() };
+    // 2. What was there cannot be touched any more: nobody loses anything by it.
+    let page = address / PAGE_BYTES * PAGE_BYTES;
+    let (protection, flags) =
+        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
+    // SAFETY: a page of a range that the caller of `Watch::new` has given us. A system call, which a handler may make.
+    let zeros = unsafe { libc::mmap(page as *mut _, PAGE_BYTES, protection, flags, -1, 0) };
+    zeros != libc::MAP_FAILED
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsRawFd;
+
+    use super::*;
+
+    /// The table is the process': a test that needs all of it, and those that need some.
+    static TURN: Mutex<()> = Mutex::new(());
+
+    fn turn() -> MutexGuard<'static, ()> {
+        TURN.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[derive(Default)]
+    struct Count(AtomicUsize);
+
+    impl OnPageLost for Count {
+        fn page_lost(&self) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Counts how often it was told too late: when zeros could be read already.
+    struct Order {
+        address: usize,
+        /// The kernel copies to it what it can read.
+        sink: File,
+        told: AtomicUsize,
+        too_late: AtomicUsize,
+    }
+
+    impl OnPageLost for Order {
+        fn page_lost(&self) {
+            self.told.fetch_add(1, Ordering::Relaxed);
+            // SAFETY: a system call that fails if it cannot read the byte.
+            let copied = unsafe { libc::write(self.sink.as_raw_fd(), self.address as *const _, 1) };
+            self.too_late.fetch_add(usize::from(copied == 1), Ordering::Relaxed);
+        }
+    }
+
+    /// Pages of a file on tmpfs.
+    struct Pages {
+        file: File,
+        start: usize,
+        len: usize,
+    }
+
+    impl Pages {
+        fn new(count: usize) -> Self {
+            let (file, len) = (tempfile::tempfile_in("/dev/shm").unwrap(), count * PAGE_BYTES);
+            file.set_len(len as u64).unwrap();
+            let protection = libc::PROT_READ | libc::PROT_WRITE;
+            // SAFETY: a new mapping at an address of the kernel's choice.
+            let map = unsafe {
+                libc::mmap(ptr::null_mut(), len, protection, libc::MAP_SHARED, file.as_raw_fd(), 0)
+            };
+            assert_ne!(map, libc::MAP_FAILED);
+            Self { file, start: map as usize, len }
+        }
+
+        fn watch(&self, on_lost: &Arc<Count>) -> Result<Watch, TooManyRanges> {
+            // SAFETY: the tests touch only pages whose watch is there.
+            unsafe { Watch::new(self.start..self.start + self.len, Arc::clone(on_lost) as _) }
+        }
+
+        fn byte(&self, page: usize) -> *mut u8 {
+            assert!(page * PAGE_BYTES < self.len);
+            (self.start + page * PAGE_BYTES + 8) as *mut u8
+        }
+    }
+
+    impl Drop for Pages {
+        fn drop(&mut self) {
+            // SAFETY: mapped in new(), and used no more.
+            unsafe { libc::munmap(self.start as *mut _, self.len) };
+        }
+    }
+
+    #[test]
+    fn whoever_watches_is_told_once_of_each_page_and_the_access_finds_zeros() {
+        let _turn = turn();
+        let (pages, others) = (Pages::new(4), Pages::new(1));
+        let (lost, others_lost) = (Arc::<Count>::default(), Arc::<Count>::default());
+        let _watches = (others.watch(&others_lost).unwrap(), pages.watch(&lost).unwrap());
+        let count = || lost.0.load(Ordering::Relaxed);
+        for page in 0..4 {
+            // SAFETY: inside the mapping.
+            unsafe { pages.byte(page).write_volatile(7) };
+        }
+        pages.file.set_len(PAGE_BYTES as u64).unwrap();
+        assert_eq!(count(), 0, "nobody has touched it");
+        for _ in 0..2 {
+            // SAFETY: inside the mapping; the handler is what is under test.
+            assert_eq!(unsafe { pages.byte(1).read_volatile() }, 0);
+            assert_eq!(count(), 1);
+        }
+        // SAFETY: as above.
+        unsafe { pages.byte(3).write_volatile(9) };
+        // SAFETY: as above.
+        assert_eq!(unsafe { pages.byte(3).read_volatile() }, 9);
+        assert_eq!(count(), 2);
+        // SAFETY: as above.
+        assert_eq!(unsafe { pages.byte(0).read_volatile() }, 7, "it is still there");
+        assert_eq!(others_lost.0.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn whoever_watches_is_told_before_anybody_can_see_zeros() {
+        let _turn = turn();
+        let pages = Pages::new(1);
+        let address = pages.byte(0) as usize;
+        let sink = tempfile::tempfile_in("/dev/shm").unwrap();
+        let order =
+            Arc::new(Order { address, sink, told: AtomicUsize::new(0), too_late: AtomicUsize::new(0) });
+        // SAFETY: the pages are there for longer than the watch, and nobody else's.
+        let _watch = unsafe { Watch::new(pages.start..pages.start + pages.len, Arc::clone(&order) as _) };
+        pages.file.set_len(0).unwrap();
+        // SAFETY: inside the mapping; the handler is what is under test.
+        assert_eq!(unsafe { pages.byte(0).read_volatile() }, 0);
+        assert_eq!((order.told.load(Ordering::Relaxed), order.too_late.load(Ordering::Relaxed)), (1, 0));
+    }
+
+    #[test]
+    fn rows_of_the_table_are_used_again_and_more_than_it_has_are_refused() {
+        let _turn = turn();
+        let (pages, lost) = (Pages::new(1), Arc::<Count>::default());
+        for _ in 0..2 * RANGES_MAX {
+            drop(pages.watch(&lost).unwrap());
+        }
+        let all: Vec<_> = (0..RANGES_MAX).map(|_| pages.watch(&lost).unwrap()).collect();
+        let error = pages.watch(&lost).unwrap_err();
+        assert!(error.to_string().contains("256"), "{error}");
+        assert_eq!(Arc::strong_count(&lost), 1 + RANGES_MAX);
+        drop(all);
+        assert_eq!(Arc::strong_count(&lost), 1, "what is not watched is not kept");
+    }
+
+    #[test]
+    fn an_address_is_its_ranges_and_nobody_elses() {
+        let _turn = turn();
+        let (pages, lost) = (Pages::new(2), Arc::<Count>::default());
+        let find = |address| TABLE.iter().any(|entry| entry.listener_of(address).is_some());
+        let end = pages.start + pages.len;
+        let watch = pages.watch(&lost).unwrap();
+        assert_eq!([pages.start - 1, pages.start, end - 1, end].map(find), [false, true, true, false]);
+        // A row that is being changed.
+        watch.entry.version.fetch_add(1, Ordering::Relaxed);
+        assert!(!find(pages.start));
+        watch.entry.version.fetch_sub(1, Ordering::Relaxed);
+        drop(watch);
+        assert!(!find(pages.start) && !find(0));
+    }
+}
