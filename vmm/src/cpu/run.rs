@@ -66,6 +66,8 @@ pub struct Surroundings {
     pub events: EventSink,
     /// The VM's brake.
     pub brake: Arc<Brake>,
+    /// Whether memory of the guest is gone; then the brake is pulled, and the owner told.
+    pub memory_is_lost: Arc<dyn Fn() -> bool + Send + Sync>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,7 +154,7 @@ pub struct Vcpu {
 
 extern "C" fn interrupt_only(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
 
-fn install_handler() -> Result<(), CpuError> {
+pub(super) fn install_handler() -> Result<(), CpuError> {
     static INSTALLED: Once = Once::new();
     let mut result = Ok(());
     INSTALLED.call_once(|| {
@@ -165,9 +167,9 @@ impl Vcpu {
     /// Makes the thread of `fd`, paused: [`Vcpu::resume`] lets it run.
     pub fn spawn(fd: VcpuFd, index: u8, surroundings: Surroundings) -> Result<Self, CpuError> {
         install_handler()?;
-        let Surroundings { ports, mmio, events, brake } = surroundings;
+        let Surroundings { ports, mmio, events, brake, memory_is_lost } = surroundings;
         let shared = Arc::new(Shared::new(brake));
-        let runner = Runner { fd, index, ports, mmio, events, shared: Arc::clone(&shared) };
+        let runner = Runner { fd, index, ports, mmio, events, memory_is_lost, shared: Arc::clone(&shared) };
         // The name is what libvirt looks for when it pins vCPUs.
         let thread = Builder::new()
             .name(format!("vcpu{index}"))
@@ -228,6 +230,7 @@ struct Runner {
     ports: Arc<Bus>,
     mmio: Arc<Bus>,
     events: EventSink,
+    memory_is_lost: Arc<dyn Fn() -> bool + Send + Sync>,
     shared: Arc<Shared>,
 }
 
@@ -264,7 +267,13 @@ impl Runner {
     }
 
     fn run_once(&mut self) -> Next {
-        match self.fd.run() {
+        let brake = &self.shared.brake;
+        if !brake.enter(self.index) {
+            return Next::Again;
+        }
+        let exit = self.fd.run();
+        brake.leave(self.index);
+        match exit {
             Ok(VcpuExit::IoIn(port, data)) => {
                 if !self.ports.read(u64::from(port), data) {
                     sparsely!(
@@ -306,18 +315,30 @@ impl Runner {
     }
 
     fn handle_error(&mut self, err: kvm_ioctls::Error) -> Next {
-        match err.errno() {
-            libc::EINTR | libc::EAGAIN => Next::Again,
-            libc::EFAULT => Next::Park(VcpuEvent::UnpluggedAccess { index: self.index, rip: self.rip() }),
-            errno => {
-                let what = io::Error::from_raw_os_error(errno).to_string();
-                Next::Park(VcpuEvent::Failed { index: self.index, what })
-            }
-        }
+        next_after(err.errno(), self.index, &*self.memory_is_lost, || self.rip())
     }
 
     fn rip(&self) -> u64 {
         self.fd.get_regs().map_or(0, |regs| regs.rip)
+    }
+}
+
+/// What follows a KVM_RUN that has failed.
+fn next_after(
+    errno: i32,
+    index: u8,
+    memory_is_lost: impl FnOnce() -> bool,
+    rip: impl FnOnce() -> u64,
+) -> Next {
+    match errno {
+        libc::EINTR | libc::EAGAIN => Next::Again,
+        // What the guest touched was there, and is no more: the brake is pulled, and this vCPU does not enter again.
+        libc::EFAULT if memory_is_lost() => Next::Again,
+        libc::EFAULT => Next::Park(VcpuEvent::UnpluggedAccess { index, rip: rip() }),
+        errno => {
+            let what = io::Error::from_raw_os_error(errno).to_string();
+            Next::Park(VcpuEvent::Failed { index, what })
+        }
     }
 }
 
@@ -383,6 +404,21 @@ mod tests {
         shared.want(Wanted::Stop);
         shared.park();
         assert!(!shared.wait_until_wanted(), "whoever stops it waits for its thread");
+    }
+
+    #[test]
+    fn an_access_to_nothing_is_the_guests_fault_unless_memory_was_lost() {
+        let after = |errno, lost| match next_after(errno, 1, || lost, || 0xabc) {
+            Next::Again => None,
+            Next::Park(event) => Some(event),
+        };
+        let unplugged = VcpuEvent::UnpluggedAccess { index: 1, rip: 0xabc };
+        assert_eq!(after(libc::EFAULT, false), Some(unplugged));
+        assert_eq!(after(libc::EFAULT, true), None);
+        assert_eq!(after(libc::EINTR, false), None);
+        for lost in [false, true] {
+            assert!(matches!(after(libc::ENOMEM, lost), Some(VcpuEvent::Failed { .. })));
+        }
     }
 
     #[test]

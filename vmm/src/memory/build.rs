@@ -87,6 +87,8 @@ pub struct Memory {
     zones: Vec<ZoneSpec>,
     /// Where the parts of each zone are in this process.
     host_ranges: Vec<Vec<(u64, u64)>>,
+    /// What they lie in, with the zone's index.
+    parts: Vec<(usize, Arc<Reservation>)>,
     boot: GuestMemoryMmap,
     view: GuestView,
     slots: Arc<Slots>,
@@ -114,7 +116,7 @@ pub fn build(
     let budget = Arc::new(MappingBudget::of_host());
     let mut host_ranges = vec![Vec::new(); zones.len()];
     let mut boot = Vec::new();
-    let mut parts = Vec::new();
+    let (mut hotplug, mut parts) = (Vec::new(), Vec::new());
 
     for (index, placement) in map.zones().iter().enumerate() {
         for range in &placement.boot {
@@ -126,6 +128,7 @@ pub fn build(
                 .map_err(|err| MemoryError::Map { len: range.len, source: io::Error::other(err) })?;
             slots.add(*range, &reservation, 0, Access::ReadWrite)?;
             host_ranges[index].push((reservation.addr(), range.len));
+            parts.push((index, Arc::clone(&reservation)));
             boot.push((*range, reservation));
         }
     }
@@ -143,6 +146,7 @@ pub fn build(
         let Some(range) = placement.hotplug else { continue };
         let reservation = reserve(range)?;
         host_ranges[index].push((reservation.addr(), range.len));
+        parts.push((index, Arc::clone(&reservation)));
         let backing: Box<dyn Backing> = match (spec.tier, pool) {
             (Tier::Pm, Some(pool)) => {
                 Box::new(PmBacking::new(Arc::clone(pool), Arc::clone(&reservation), Arc::clone(&budget)))
@@ -157,9 +161,9 @@ pub fn build(
             memory.add_pluggable(GuestAddress(range.start), range.len, BLOCK_BYTES)?;
         }
         let slots = HotplugSlots::new(Arc::clone(&slots), range, reservation, HOTPLUG_SLOT_BYTES);
-        parts.push(HotplugPart { spec: spec.clone(), range, backing, slots });
+        hotplug.push(HotplugPart { spec: spec.clone(), range, backing, slots });
     }
-    Ok(Memory { map, zones, host_ranges, boot: boot_regions, view, slots, budget, hotplug: parts })
+    Ok(Memory { map, zones, host_ranges, parts, boot: boot_regions, view, slots, budget, hotplug })
 }
 
 impl Memory {
@@ -171,6 +175,11 @@ impl Memory {
     /// The zones, in the order of [`MemoryMap::zones`].
     pub fn zones(&self) -> &[ZoneSpec] {
         &self.zones
+    }
+
+    /// Each part of a zone in this process, whatever of it is plugged.
+    pub fn parts(&self) -> impl Iterator<Item = (&ZoneSpec, &Arc<Reservation>)> {
+        self.parts.iter().map(|(zone, reservation)| (&self.zones[*zone], reservation))
     }
 
     /// Boot memory alone, for loaders. It is never unplugged, so it needs no guard; it must not outlive this.

@@ -3,6 +3,7 @@
 pub mod backing;
 mod build;
 pub mod layout;
+pub mod lost;
 pub mod slots;
 pub mod view;
 pub mod zone;

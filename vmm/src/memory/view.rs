@@ -5,6 +5,7 @@
 //! view therefore checks every range against what is plugged, and hands memory out under a read guard;
 //! whoever unplugs takes the write guard, and so waits until the last access in flight is over.
 
+use std::io;
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -19,6 +20,7 @@ use vm_memory::{
 };
 
 use super::backing::Reservation;
+use super::lost::{LossFlag, MemoryLost};
 
 /// Why a pluggable range is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -91,6 +93,7 @@ pub struct MappedMemory {
     read_only: Vec<(u64, u64)>,
     /// What the regions point into.
     reservations: Vec<Arc<Reservation>>,
+    loss: LossFlag,
 }
 
 impl MappedMemory {
@@ -116,6 +119,17 @@ impl MappedMemory {
     /// Keeps what the regions given to [`GuestView::new`] point into as long as there is a view of them.
     pub fn keep(&mut self, reservation: Arc<Reservation>) {
         self.reservations.push(reservation);
+    }
+
+    /// Whether all that was copied from guest memory so far, or to it, is what is or was there. To be asked after a copy,
+    /// before anybody believes it: a page that was lost meanwhile has read as zeros.
+    pub fn check_whole(&self) -> Result<(), MemoryLost> {
+        if self.loss.is_raised() { Err(MemoryLost) } else { Ok(()) }
+    }
+
+    /// Reads what `reader` copies from guest memory, and fails instead of giving out what may not have been there.
+    pub fn whole<R: io::Read>(&self, reader: R) -> impl io::Read {
+        Whole { reader, memory: self }
     }
 
     /// Refuses writes to `start..start + len` from now on.
@@ -159,6 +173,20 @@ impl MappedMemory {
         for block in first..first + len / range.block_size {
             range.set(block, plugged);
         }
+    }
+}
+
+/// A reader of guest memory: see [`MappedMemory::whole`].
+struct Whole<'a, R> {
+    reader: R,
+    memory: &'a MappedMemory,
+}
+
+impl<R: io::Read> io::Read for Whole<'_, R> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let count = self.reader.read(into)?;
+        self.memory.check_whole().map_err(io::Error::other)?;
+        Ok(count)
     }
 }
 
@@ -208,9 +236,19 @@ impl Deref for ViewGuard {
 impl GuestView {
     /// A view of `regions`, all of it accessible until ranges are declared pluggable.
     pub fn new(regions: GuestMemoryMmap) -> Self {
-        let memory =
-            MappedMemory { regions, pluggable: Vec::new(), read_only: Vec::new(), reservations: Vec::new() };
+        let memory = MappedMemory {
+            regions,
+            pluggable: Vec::new(),
+            read_only: Vec::new(),
+            reservations: Vec::new(),
+            loss: LossFlag::default(),
+        };
         Self { memory: Arc::new(RwLock::new(memory)) }
+    }
+
+    /// For whoever is told of pages that are gone.
+    pub fn loss(&self) -> LossFlag {
+        self.memory.read().loss.clone()
     }
 
     /// For whoever plugs and unplugs: waits until no guard is held, and lets none be taken while it lives.

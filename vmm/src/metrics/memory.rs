@@ -1,12 +1,14 @@
 //! Zones: four sizes that are never the same for long, and what plugging takes.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
 use prometheus_client::registry::Unit;
 
-use super::expose::{Exposer, Family, Labels};
+use super::expose::{Exposer, Family, Labels, one};
 use crate::memory::backing::MappingBudget;
+use crate::memory::lost::GuestRange;
 use crate::virtio::mem::{FailureReason, MemMetrics};
 use crate::vm::request::{ResizeStatus, ZoneInfo};
 
@@ -118,6 +120,16 @@ fn expose_statuses(out: &mut Exposer<'_>, zones: &[ZoneInfo]) -> fmt::Result {
         })
     });
     out.gauges(family, statuses)
+}
+
+pub(super) fn expose_lost(out: &mut Exposer<'_>, ranges: &[Arc<GuestRange>]) -> fmt::Result {
+    // A zone has several parts, and one name.
+    let mut lost = BTreeMap::new();
+    for range in ranges {
+        *lost.entry(range.name()).or_insert(false) |= range.loss().is_some();
+    }
+    let lost = lost.into_iter().map(|(name, lost)| (one("memory", name), f64::from(u8::from(lost))));
+    out.gauges(Family("memory_lost", "1 when memory that the guest has is gone.", None), lost)
 }
 
 fn labels_of(zone: &ZoneInfo) -> Labels {

@@ -40,6 +40,7 @@ pub use self::serve::router;
 pub use self::volume::{VolumeCounters, VolumeMetrics};
 use crate::bus::BusMetrics;
 use crate::memory::backing::MappingBudget;
+use crate::memory::lost::GuestRange;
 use crate::virtio::console::ConsoleMetrics;
 use crate::virtio::rng::RngMetrics;
 use crate::virtio::vsock::VsockMetrics;
@@ -60,6 +61,8 @@ pub struct MachineSources {
     pub disks: Vec<DiskMetrics>,
     /// Files of `--pmem`.
     pub pmem: Vec<PmemFileMetrics>,
+    /// Memory that the guest has, and may lose.
+    pub ranges: Vec<Arc<GuestRange>>,
     /// What is thought of the guest's BTT driver.
     pub guest_btt: Arc<GuestBtt>,
     /// The virtio-mem devices of the zones.
@@ -89,6 +92,7 @@ impl Collector for Sources {
         process::expose(&mut out)?;
         memory::expose(&mut out, &self.zones.lock(), &machine.plugs)?;
         machine.mappings.as_ref().map_or(Ok(()), |budget| memory::expose_mappings(&mut out, budget))?;
+        memory::expose_lost(&mut out, &machine.ranges)?;
         pool::expose(&mut out, &machine.pools)?;
         volume::expose(&mut out, &machine.volumes)?;
         disk::expose(&mut out, &machine.disks)?;

@@ -6,13 +6,15 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use balloon::proto::{RawReport, Report};
+use pmem_volume::media::OnPageLost;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
 use super::*;
 use crate::api::{Limits, Server, Socket};
 use crate::config::MetricsAddress;
-use crate::memory::backing::MappingBudget;
+use crate::memory::backing::{MappingBudget, Reservation};
+use crate::memory::lost::{GuestRange, LossFlag, LostMemory};
 use crate::nvdimm::FlushHintMetrics;
 use crate::pool::fake::FakePool;
 use crate::pool::{CHUNK_BYTES, PmPool};
@@ -78,6 +80,18 @@ fn zone(id: &str, online_bytes: Option<u64>) -> ZoneInfo {
     }
 }
 
+/// Two parts of boot memory, one of which is lost, and a part of something else.
+fn ranges() -> Vec<Arc<GuestRange>> {
+    let lost = LostMemory::new(Arc::default(), LossFlag::default()).unwrap();
+    for name in ["--memory", "--memory", "--pmem file=/img"] {
+        let reservation = Reservation::new(4096, 4096).unwrap();
+        lost.watch(name.to_owned(), &reservation).unwrap();
+    }
+    let ranges = lost.ranges();
+    ranges[1].page_lost();
+    ranges
+}
+
 /// Metrics with a source of every kind, and what must be kept alive for them.
 fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
     let metrics = Metrics::new("vm \"1\"");
@@ -125,6 +139,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
             durability: None,
             counters: Arc::default(),
         }],
+        ranges: ranges(),
         guest_btt: Arc::new(GuestBtt::new(vec![(translated, Chosen::Nvdimm)], 1)),
         plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
         mappings: Some(Arc::new(MappingBudget::new(57_339))),
@@ -202,6 +217,8 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(
             r#"foreshore_memory_refused_requests_total{{{vm},zone="pm",tier="pm",reason="pool-full"}} 1"#
         ),
+        format!(r#"foreshore_memory_lost{{{vm},memory="--memory"}} 1.0"#),
+        format!(r#"foreshore_memory_lost{{{vm},memory="--pmem file=/img"}} 0.0"#),
         format!(r#"foreshore_memory_plug_duration_seconds_count{{{vm},zone="pm",tier="pm"}} 1"#),
         format!(r#"foreshore_pool_bytes{{{vm},pool="/pm/pool",state="memory"}} 4194304"#),
         format!(r#"foreshore_pool_info{{{vm},pool="/pm/pool",durability="volatile"}} 1.0"#),

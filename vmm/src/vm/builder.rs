@@ -15,7 +15,7 @@ use super::machine::KvmMachine;
 use super::owner::{EventSender, MachineEvent};
 use super::resident::Resident;
 use super::resources::Resources;
-use super::{devices, governing, pmem, volumes, zones};
+use super::{devices, governing, lost, pmem, volumes, zones};
 use crate::acpi::ged::GenericEventDevice;
 use crate::acpi::pm::{PmEvent, PmPort};
 use crate::acpi::{self, AcpiInput};
@@ -32,6 +32,7 @@ use crate::interrupt::MsiController;
 use crate::interrupt::router::MsiRouter;
 use crate::memory::backing::resident::resident_bytes;
 use crate::memory::layout::{ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START};
+use crate::memory::lost::LostMemory;
 use crate::memory::slots::SlotTable;
 use crate::memory::{self, Memory, MemoryOptions};
 use crate::metrics::{DiskMetrics, MachineSources, PlugMetrics};
@@ -56,18 +57,23 @@ pub(super) struct Fabric {
     pub(super) router: Arc<MsiRouter>,
     /// For devices whose failure the guest cannot be told.
     pub(super) brake: Arc<Brake>,
+    /// For memory that may be lost.
+    pub(super) lost: Arc<LostMemory>,
     /// Everything on the PCI bus, to be stopped when the VM ends.
     pub(super) virtio: Vec<Arc<VirtioPciDevice>>,
 }
 
 impl Fabric {
-    fn new(vm: Arc<VmFd>) -> Result<Self, BuildError> {
+    fn new(vm: Arc<VmFd>, vcpus: u8, memory: &Memory) -> Result<Self, BuildError> {
         let (ports, mmio) = (Arc::new(Bus::default()), Arc::new(Bus::default()));
         let pci = RootBus::new(&mmio);
         mmio.insert(ECAM_START, ECAM_LEN, pci.ecam())?;
         ports.insert(PCI_CONFIG_PORT, PCI_CONFIG_LEN, pci.ports())?;
         let router = MsiRouter::new(Arc::clone(&vm) as Arc<dyn MsiController>);
-        Ok(Self { vm, ports, mmio, pci, router, brake: Arc::default(), virtio: Vec::new() })
+        let brake = Arc::new(Brake::new(vcpus));
+        let lost = LostMemory::new(Arc::clone(&brake), memory.view().loss())
+            .map_err(BuildError::device("the event of lost memory"))?;
+        Ok(Self { vm, ports, mmio, pci, router, brake, lost: Arc::new(lost), virtio: Vec::new() })
     }
 
     /// Puts a virtio device on the PCI bus.
@@ -109,7 +115,8 @@ pub fn build(
     // 3. The kernel: what it is decides which interface a volume gets.
     let boot = load_kernel(config, &memory)?;
     // 4. Devices. Those of memory have a loop of their own: an unplug waits for guards that the others hold.
-    let mut fabric = Fabric::new(Arc::clone(&hypervisor.vm))?;
+    let mut fabric = Fabric::new(Arc::clone(&hypervisor.vm), config.cpus.boot_vcpus, &memory)?;
+    lost::watch_zones(config, resources, &memory, &fabric.lost)?;
     let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
     let ged = add_platform(&fabric, events)?;
     let mut files = ConsoleFiles::new(resources.file_start());
@@ -124,6 +131,7 @@ pub fn build(
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
     let volumes = volumes::attach(config, payload, resources, &mut memory, &mut fabric, events)?;
     let pmem = pmem::attach(resources, &mut memory, &mut fabric)?;
+    let lost_loop = lost::watch(&fabric.lost, events)?;
     // 5. The tables, which describe all of that.
     let input = AcpiInput {
         boot_vcpus: config.cpus.boot_vcpus,
@@ -144,6 +152,7 @@ pub fn build(
         pools: resources.pool_metrics(),
         volumes: volumes.metrics,
         pmem,
+        ranges: fabric.lost.ranges(),
         guest_btt: Arc::clone(&volumes.guest_btt),
         buses: vec![("port", fabric.ports.metrics()), ("mmio", fabric.mmio.metrics())],
         vsock: vsock_metrics,
@@ -160,7 +169,7 @@ pub fn build(
         brake: fabric.brake,
         governor,
         virtio: fabric.virtio,
-        _loops: [device_loop, memory_loop],
+        _loops: [device_loop, memory_loop, lost_loop],
         ged,
         zones,
         disks: disks.into_iter().chain(volumes.disks).collect(),
@@ -266,11 +275,13 @@ fn build_vcpus(
             }
             let sink = events.clone();
             let events = Arc::new(move |event| sink.send(MachineEvent::Vcpu(event)));
+            let lost = Arc::clone(&fabric.lost);
             let surroundings = Surroundings {
                 ports: Arc::clone(&fabric.ports),
                 mmio: Arc::clone(&fabric.mmio),
                 events,
                 brake: Arc::clone(&fabric.brake),
+                memory_is_lost: Arc::new(move || lost.explains_a_fault()),
             };
             Ok(Vcpu::spawn(fd, index, surroundings)?)
         })

@@ -34,7 +34,7 @@ pub struct KvmMachine {
     pub(super) brake: Arc<Brake>,
     pub(super) governor: Governor,
     pub(super) virtio: Vec<Arc<VirtioPciDevice>>,
-    pub(super) _loops: [EventLoop; 2],
+    pub(super) _loops: [EventLoop; 3],
     pub(super) ged: Arc<GenericEventDevice>,
     pub(super) zones: Vec<MemHandle>,
     pub(super) disks: Vec<BlockHandle>,

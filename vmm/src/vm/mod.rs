@@ -7,6 +7,7 @@ mod devices;
 pub mod error;
 mod governing;
 pub mod kvm;
+mod lost;
 mod machine;
 pub mod owner;
 mod pmem;

@@ -25,6 +25,10 @@ pub(super) fn attach(
         let range = memory
             .add_file_range(file.file(), &[extent], file.access())
             .map_err(BuildError::device(flag(config)))?;
+        fabric
+            .lost
+            .watch_file(flag(config), &range.reservation, file.file(), file.len_bytes())
+            .map_err(BuildError::device(flag(config)))?;
         let (name, backing) = (config.name(nth), Arc::clone(file) as Arc<dyn Persist>);
         let device = Pmem::raw(format!("pmem-{name}"), range.guest.start, range.guest.len, backing)?;
         metrics.push(PmemFileMetrics {

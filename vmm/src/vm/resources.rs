@@ -1,7 +1,9 @@
 //! What outlives one machine: a reboot builds a new machine on the same pools, and its metrics go on.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::num::NonZeroU64;
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,6 +13,7 @@ use tracing::warn;
 use super::error::BuildError;
 use crate::config::{PmMemoryConfig, PmemConfig, VmConfig};
 use crate::host_console::FileStart;
+use crate::memory::lost::cut_to_bytes;
 use crate::metrics::{Metrics, PoolMetrics};
 use crate::pool::{LocalPool, PmPool, PoolError};
 use crate::volume::file::PmemFile;
@@ -36,7 +39,7 @@ impl Resources {
         self.pmem.retain(|(config, file)| {
             let failed = file.wants_to_be_opened_anew();
             if failed {
-                warn!(file = %config.file.display(), "A flush of the file had failed; it is opened anew");
+                warn!(file = %config.file.display(), "A flush of the file had failed, or it was cut short; it is opened anew");
             }
             !failed
         });
@@ -72,7 +75,11 @@ impl Resources {
             if failed {
                 warn!(pool = %path.display(), "A write to the pool had failed; it is opened anew");
             }
-            !failed
+            let is_cut = is_cut_short(pool.file(), pool.info().total_bytes);
+            if is_cut {
+                warn!(pool = %path.display(), "The pool's file was cut short; it is opened anew");
+            }
+            !failed && !is_cut
         });
         let memory = config.pm_memory.iter().map(|pm| ("--pm-memory", &pm.pool));
         let volumes = config.pm_volumes.iter().map(|volume| ("--pm-volume", &volume.pool));
@@ -128,6 +135,11 @@ impl Resources {
     }
 }
 
+/// Whether a part of a pool is gone: opening it says so, and what to do.
+fn is_cut_short(file: BorrowedFd<'_>, pool_bytes: u64) -> bool {
+    file.try_clone_to_owned().is_ok_and(|file| cut_to_bytes(&File::from(file), pool_bytes).is_some())
+}
+
 /// What erasing in a pool may take: `--pm-memory` says it, of its own pool.
 fn scrub_bound(config: &VmConfig, pool: &Path) -> Option<NonZeroU64> {
     match &config.pm_memory {
@@ -179,6 +191,37 @@ mod tests {
         // On tmpfs a flush is nothing that could fail.
         assert_eq!(failed, resources.pmem()[1].1.durability() == Some(Durability::PageCache));
         resources.pmem()[1].1.persist().unwrap();
+    }
+
+    #[test]
+    fn a_file_or_pool_that_was_cut_short_is_opened_anew_and_says_so() {
+        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        let (path, pool) = (folder.path().join("file"), folder.path().join("pool"));
+        let file = File::create(&path).unwrap();
+        file.set_len(4 * MIB).unwrap();
+        drop(pmem_volume::Pool::create(&pool, 64 * MIB, 16 * MIB).unwrap());
+        let mut config = test_config();
+        config.pmem = vec![PmemConfig::parse(&format!("file={},size=4M", path.display())).unwrap()];
+        config.pm_memory = Some(PmMemoryConfig {
+            pool: pool.clone(),
+            size: 2 * MIB,
+            guest_numa_node: 1,
+            scrub_bandwidth: 0,
+        });
+        let mut resources = Resources::new(Arc::new(Metrics::new("vm")));
+        let pool_file = File::options().write(true).open(&pool).unwrap();
+        resources.open_pmem(&config).unwrap();
+        resources.open_pools(&config).unwrap();
+        file.set_len(2 * MIB).unwrap();
+        pool_file.set_len(32 * MIB).unwrap();
+        let message = crate::vm::chain(&resources.open_pmem(&config).unwrap_err());
+        assert!(message.contains("2 MiB"), "{message}");
+        let message = crate::vm::chain(&resources.open_pools(&config).unwrap_err());
+        assert!(message.contains("cut short"), "{message}");
+        file.set_len(4 * MIB).unwrap();
+        pool_file.set_len(64 * MIB).unwrap();
+        resources.open_pmem(&config).unwrap();
+        resources.open_pools(&config).unwrap();
     }
 
     #[test]

@@ -14,6 +14,7 @@ use crate::acpi::Nvdimm;
 use crate::config::{PmVolumeConfig, VmConfig, VolumeFormat};
 use crate::memory::backing::Access;
 use crate::memory::layout::{FLUSH_HINT_LEN, NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START};
+use crate::memory::lost::LostMemory;
 use crate::memory::{MappedRange, Memory};
 use crate::metrics::{VolumeCounters, VolumeMetrics};
 use crate::nvdimm::FlushHint;
@@ -77,14 +78,14 @@ pub(super) fn attach(
                 shown
             }
             Chosen::Nvdimm => {
-                let mapped = map(volume, opened, resources, memory)?;
+                let mapped = map(volume, opened, resources, memory, &fabric.lost)?;
                 healths.push(health(pool, mapped.watched.failure()));
                 let node = zones::volume_node(config);
                 let counters = attach_nvdimm(&mapped, node, fabric, events, &mut attached.nvdimms)?;
                 mapped.shown(counters)
             }
             Chosen::VirtioPmem => {
-                let mapped = map(volume, opened, resources, memory)?;
+                let mapped = map(volume, opened, resources, memory, &fabric.lost)?;
                 let counters = attach_virtio_pmem(&mapped, fabric, memory)?;
                 mapped.shown(counters)
             }
@@ -189,6 +190,7 @@ fn map<'a>(
     volume: Box<dyn PoolVolume>,
     resources: &Resources,
     memory: &mut Memory,
+    lost: &LostMemory,
 ) -> Result<Mapped<'a>, BuildError> {
     let pool = resources.pool(&config.pool);
     // Also of one that the guest only reads: what its recovery then finds would go nowhere, and it would show sectors in
@@ -199,6 +201,10 @@ fn map<'a>(
     let (access, flushes) = mapping(config.readonly, pool.durability());
     let range = memory
         .add_file_range(pool.file(), &volume.extents(), access)
+        .map_err(BuildError::device(flag(config)))?;
+    // What lies behind the volume in the pool's file is not its own to lose.
+    let ends = volume.extents().into_iter().map(|extent| extent.offset + extent.len);
+    lost.watch_file(flag(config), &range.reservation, pool.file(), ends.max().unwrap_or(0))
         .map_err(BuildError::device(flag(config)))?;
     let volume: Arc<dyn PoolVolume> = Arc::from(volume);
     let watched = Watched::new(Arc::clone(&volume) as Arc<dyn Persist>);

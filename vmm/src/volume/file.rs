@@ -16,6 +16,7 @@ use thiserror::Error;
 use super::{Persist, PersistError};
 use crate::config::{PmemConfig, Size, UNIT_BYTES};
 use crate::memory::backing::Access;
+use crate::memory::lost::cut_to_bytes;
 
 /// Why a file is not shown to a guest.
 #[derive(Debug, Error)]
@@ -137,9 +138,15 @@ impl PmemFile {
         self.len_bytes
     }
 
-    /// Whether a flush has failed, and another start may begin with what is there. What has no name would be gone.
+    /// Whether a flush has failed or a part is gone, and another start may begin with what is there. What has no name would
+    /// be gone as a whole.
     pub fn wants_to_be_opened_anew(&self) -> bool {
-        self.has_name && self.failed.load(Ordering::Relaxed)
+        let file = match &self.contents {
+            Contents::Shared(media) => media.file(),
+            Contents::Private(file) => file,
+        };
+        let is_cut = cut_to_bytes(file, self.len_bytes).is_some();
+        self.has_name && (is_cut || self.failed.load(Ordering::Relaxed))
     }
 
     /// How it is mapped into the guest.

@@ -2,6 +2,9 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::{Arc, OnceLock};
+
+use pmem_volume::media::{OnPageLost, TooManyRanges, Watch};
 
 /// A range of addresses that belongs to one part of guest memory for as long as the VM lives.
 ///
@@ -12,6 +15,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 pub struct Reservation {
     addr: usize,
     len: usize,
+    watch: OnceLock<Watch>,
     /// Whether the next calls that map or unmap work; those after them do.
     #[cfg(test)]
     script: parking_lot::Mutex<std::collections::VecDeque<bool>>,
@@ -56,6 +60,7 @@ impl Reservation {
         Ok(Self {
             addr,
             len,
+            watch: OnceLock::new(),
             #[cfg(test)]
             script: parking_lot::Mutex::default(),
         })
@@ -69,6 +74,18 @@ impl Reservation {
     /// Its length in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.len as u64
+    }
+
+    /// From now on `on_lost` is told of pages that are gone, whatever is mapped, and they read as zeros.
+    ///
+    /// # Panics
+    /// If somebody is told of them already.
+    pub fn watch(&self, on_lost: Arc<dyn OnPageLost>) -> Result<(), TooManyRanges> {
+        // SAFETY: the range is ours alone, and the watch ends before it is unmapped (`drop`). Nobody counts on a page
+        // that is gone: what replaces it is reached by volatile accesses as well.
+        let watch = unsafe { Watch::new(self.addr..self.addr + self.len, on_lost) }?;
+        assert!(self.watch.set(watch).is_ok(), "a reservation is watched once");
+        Ok(())
     }
 
     /// Maps fresh zeroed memory at `offset`.
@@ -170,6 +187,7 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
+        drop(self.watch.take());
         // SAFETY: the range is ours alone; whoever uses its addresses (view, slots, backings) shares ownership of
         // the reservation, so that none of them is left.
         unsafe { libc::munmap(self.addr as *mut _, self.len + GUARD_BYTES) };

@@ -151,7 +151,10 @@ impl Worker {
 
     /// The next step of a job; `None`: it is answered.
     fn go_on(&mut self, memory: &MappedMemory, token: usize, mut job: Job) -> Option<Step> {
-        match job.next(memory, &mut self.buffers) {
+        // What was copied is believed, and so a step begun or success told, only if all of it was there.
+        let next = job.next(memory, &mut self.buffers);
+        let next = next.and_then(|next| memory.check_whole().map(|()| next).map_err(io::Error::other));
+        match next {
             Ok(Next::Step(step)) => {
                 self.jobs[token] = Some(job);
                 Some(step)

@@ -77,6 +77,7 @@ mod tests {
     use super::*;
     use crate::event_loop::EventLoop;
     use crate::host_console::ConsoleOutput;
+    use crate::memory::lost::LossFlag;
     use crate::virtio::testing::{BUFFERS, Buffer, MEMORY_LEN, TestDriver};
 
     const RECEIVE: usize = super::RECEIVE as usize;
@@ -88,6 +89,7 @@ mod tests {
         driver: TestDriver,
         keyboard: PipeWriter,
         screen: PipeReader,
+        loss: LossFlag,
     }
 
     impl Rig {
@@ -96,8 +98,10 @@ mod tests {
             let (host, keyboard, screen) = HostConsole::pipes();
             let mut console = Console::new(host, event_loop.handle());
             let mut driver = TestDriver::new(2);
-            console.activate(driver.activation(console.features())).unwrap();
-            Self { _event_loop: event_loop, console, driver, keyboard, screen }
+            let activation = driver.activation(console.features());
+            let loss = activation.view.loss();
+            console.activate(activation).unwrap();
+            Self { _event_loop: event_loop, console, driver, keyboard, screen, loss }
         }
 
         fn say(&mut self, text: &[u8]) {
@@ -111,6 +115,21 @@ mod tests {
             self.screen.read_exact(&mut text).unwrap();
             text
         }
+    }
+
+    #[test]
+    fn what_the_guest_may_not_have_said_does_not_appear() {
+        let mut rig = Rig::new();
+        rig.say(b"there");
+        rig.driver.wait_used(TRANSMIT);
+        // A page is gone: what is copied may be zeros.
+        rig.loss.raise();
+        rig.say(b"gone");
+        rig.driver.wait_used(TRANSMIT);
+        assert_eq!(rig.screen(5), b"there");
+        let metrics = rig.console.metrics();
+        assert_eq!(metrics.bad_requests.load(Ordering::Relaxed), 1);
+        assert_eq!(metrics.output_bytes.load(Ordering::Relaxed), 5);
     }
 
     #[test]

@@ -263,7 +263,7 @@ fn append(
     let taken = available.min(OUTPUT_LEN_MAX);
     let start = text.len();
     text.resize(start + taken, 0);
-    if reader.read_exact(&mut text[start..]).is_err() {
+    if memory.whole(&mut reader).read_exact(&mut text[start..]).is_err() {
         text.truncate(start);
         return false;
     }

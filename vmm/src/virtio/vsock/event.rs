@@ -131,8 +131,9 @@ impl Worker {
             while let Some(chain) = self.tx.queue.iter(memory).map_err(broken)?.next() {
                 let head = chain.head_index();
                 match read_packet(memory, chain) {
-                    Some((header, mut payload)) => {
+                    Some((header, payload)) => {
                         let payload_bytes = payload.available_bytes();
+                        let mut payload = memory.whole(payload);
                         self.muxer.on_guest_packet(&header, &mut payload, payload_bytes, watch, now);
                     }
                     None => self.metrics.bad_buffers_total.increment(),

@@ -211,6 +211,19 @@ fn buffers_in_unplugged_memory_are_errors() {
 }
 
 #[test]
+fn a_disk_does_not_get_what_may_not_be_what_the_guest_wrote() {
+    let (mut rig, fake) = Rig::fake(1 << 20);
+    assert_eq!(rig.write(0, &[7; 4096]), OK);
+    // A page of the buffers is gone while they are copied: zeros, as a handler puts them there.
+    rig.view.loss().raise();
+    assert_eq!(rig.write(0, &[0; 4096]), IOERR);
+    assert_eq!(fake.bytes.lock()[..4096], [7; 4096]);
+    // Nor is the guest told that it has what it may not have.
+    assert_eq!(rig.read(0, 512), Err(IOERR));
+    assert_eq!((rig.metrics().failed(Kind::Read), rig.metrics().failed(Kind::Write)), (1, 1));
+}
+
+#[test]
 fn the_configuration_tells_the_shape() {
     let geometry = Geometry { block_bytes: 512, physical_block_bytes: 4096, read_only: false, discard: true };
     let fake = Arc::new(Fake::with(1 << 20, geometry));

@@ -1,0 +1,366 @@
+//! Guest memory that is gone: the file behind it was cut short, its file system is full, or the memory is bad.
+//!
+//! Whoever touches such a page gets SIGBUS, or worse. Who that is decides what happens:
+//!
+//! - **A device**, which is a thread of this process: the handler stops the guest and then puts zeros in the page's place
+//!   (`pmem_volume::media`, [`GuestRange::page_lost`]), and the device finds out before it believes what it has copied
+//!   ([`super::view::MappedMemory::check_whole`]).
+//! - **The guest, and the memory is bad**: KVM sends the vCPU's thread a SIGBUS (Linux arch/x86/kvm/mmu/mmu.c,
+//!   `kvm_send_hwpoison_signal`), with the same end.
+//! - **The guest, and there is no page**: KVM takes that for a page that has to be read from a disk, has somebody fetch it
+//!   and lets the vCPU try again when that has failed, for ever (virt/kvm/async_pf.c; kvm_main.c, `hva_to_pfn` of a caller
+//!   that does not wait). No exit tells of it. So files are asked for their length now and then ([`LostMemory::look`]).
+//!   Where the vCPU cannot wait, as its interrupts are off, KVM_RUN fails with EFAULT: then they are asked at once.
+//!
+//! What is gone stays gone, though the file may be made as long again: the bytes were the guest's memory.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use pmem_volume::media::{OnPageLost, TooManyRanges};
+use thiserror::Error;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::backing::Reservation;
+use crate::config::Size;
+use crate::cpu::brake::Brake;
+
+/// What was copied from guest memory may be zeros, and what was copied to it be lost.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[error("Memory of the guest is gone")]
+pub struct MemoryLost;
+
+/// Raised when a page is gone.
+#[derive(Clone, Debug, Default)]
+pub struct LossFlag(Arc<AtomicBool>);
+
+impl LossFlag {
+    /// From now on copies are not to be believed.
+    pub fn raise(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    /// Whether a page is gone.
+    pub fn is_raised(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
+/// Why memory is not watched.
+#[derive(Debug, Error)]
+pub enum WatchError {
+    /// The handler has no place left for it.
+    #[error(transparent)]
+    TooMany(#[from] TooManyRanges),
+    /// The process has too many files open.
+    #[error("Its file cannot be kept open")]
+    File(#[source] io::Error),
+}
+
+/// How memory was lost.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+pub enum Loss {
+    /// The file ends where something is mapped.
+    #[error("its file was cut short to {}, of which the guest has {}", Size(*file_bytes), Size(*mapped_bytes))]
+    CutShort {
+        /// The file's length when that was seen.
+        file_bytes: u64,
+        /// Its length, at the least, when it was mapped.
+        mapped_bytes: u64,
+    },
+    /// A page cannot be reached.
+    #[error("a page is bad, or its file system has no room for it")]
+    Page,
+}
+
+/// A range of guest memory, and what has become of it.
+#[derive(Debug)]
+pub struct GuestRange {
+    name: String,
+    /// How much of the file must be there; 0 without a file.
+    mapped_bytes: u64,
+    /// The length that the file was found cut to, or [`WHOLE`].
+    cut_to_bytes: AtomicU64,
+    page_lost: AtomicBool,
+    alarm: Arc<Alarm>,
+}
+
+/// No file is as long.
+const WHOLE: u64 = u64::MAX;
+
+/// What is done at once when memory is found to be gone.
+#[derive(Debug)]
+struct Alarm {
+    loss: LossFlag,
+    brake: Arc<Brake>,
+    event: EventFd,
+}
+
+impl Alarm {
+    /// May be called in a handler of a signal.
+    fn raise(&self) {
+        // 1. Devices do not believe what they copy from now on.
+        self.loss.raise();
+        // 2. The guest sees no zeros.
+        self.brake.stop();
+        // 3. Whoever waits tells the owner. It fails when it has been raised so often that it is up in any case.
+        let _ = self.event.write(1);
+    }
+}
+
+impl GuestRange {
+    /// What it is: the flag that made it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What is known to have become of it.
+    pub fn loss(&self) -> Option<Loss> {
+        match self.cut_to_bytes.load(Ordering::Acquire) {
+            WHOLE => self.page_lost.load(Ordering::Acquire).then_some(Loss::Page),
+            file_bytes => Some(Loss::CutShort { file_bytes, mapped_bytes: self.mapped_bytes }),
+        }
+    }
+}
+
+impl OnPageLost for GuestRange {
+    fn page_lost(&self) {
+        self.page_lost.store(true, Ordering::Release);
+        self.alarm.raise();
+    }
+}
+
+/// All memory of one VM that may be lost.
+pub struct LostMemory {
+    alarm: Arc<Alarm>,
+    ranges: Mutex<Vec<(Arc<GuestRange>, Option<File>)>>,
+}
+
+impl LostMemory {
+    /// Nothing is watched. What is lost later pulls the brake, and raises the flag.
+    pub fn new(brake: Arc<Brake>, loss: LossFlag) -> io::Result<Self> {
+        let alarm = Arc::new(Alarm { loss, brake, event: EventFd::new(EFD_NONBLOCK)? });
+        Ok(Self { alarm, ranges: Mutex::default() })
+    }
+
+    /// Watches memory that is nobody else's to lose: it may be bad.
+    pub fn watch(&self, name: String, reservation: &Reservation) -> Result<(), WatchError> {
+        self.add(name, reservation, None)
+    }
+
+    /// Watches memory of a file or device, of which the first `mapped_bytes` have to be there.
+    pub fn watch_file(
+        &self,
+        name: String,
+        reservation: &Reservation,
+        file: BorrowedFd<'_>,
+        mapped_bytes: u64,
+    ) -> Result<(), WatchError> {
+        let file = File::from(file.try_clone_to_owned().map_err(WatchError::File)?);
+        self.add(name, reservation, Some((file, mapped_bytes)))
+    }
+
+    fn add(
+        &self,
+        name: String,
+        reservation: &Reservation,
+        file: Option<(File, u64)>,
+    ) -> Result<(), WatchError> {
+        let (file, mapped_bytes) = file.unzip();
+        let range = Arc::new(GuestRange {
+            name,
+            mapped_bytes: mapped_bytes.unwrap_or(0),
+            cut_to_bytes: AtomicU64::new(WHOLE),
+            page_lost: AtomicBool::new(false),
+            alarm: Arc::clone(&self.alarm),
+        });
+        reservation.watch(Arc::clone(&range) as Arc<dyn OnPageLost>)?;
+        self.ranges.lock().push((range, file));
+        Ok(())
+    }
+
+    /// Raised when memory is lost.
+    pub fn event(&self) -> &EventFd {
+        &self.alarm.event
+    }
+
+    /// Every range, for metrics.
+    pub fn ranges(&self) -> Vec<Arc<GuestRange>> {
+        self.ranges.lock().iter().map(|(range, _)| Arc::clone(range)).collect()
+    }
+
+    /// Whether there is a file that somebody may cut.
+    pub fn has_files(&self) -> bool {
+        self.ranges.lock().iter().any(|(_, file)| file.as_ref().is_some_and(is_regular))
+    }
+
+    /// Asks every file for its length. If anything is lost, now or before, the guest is stopped when this returns, and why
+    /// is said.
+    pub fn look(&self) -> Option<String> {
+        let ranges = self.ranges.lock();
+        for (range, file) in ranges.iter() {
+            if let Some(file_bytes) = file.as_ref().and_then(|file| cut_to_bytes(file, range.mapped_bytes)) {
+                // The first time counts.
+                let _ = range.cut_to_bytes.compare_exchange(
+                    WHOLE,
+                    file_bytes,
+                    Ordering::AcqRel,
+                    Ordering::Relaxed,
+                );
+            }
+        }
+        let reason = reason(ranges.iter().map(|(range, _)| (range.name(), range.loss())));
+        if reason.is_some() {
+            self.alarm.loss.raise();
+            self.alarm.brake.stop();
+        }
+        reason
+    }
+
+    /// A vCPU has touched what is not accessible: was that a loss? If so, the guest is stopped, and whoever waits told.
+    pub fn explains_a_fault(&self) -> bool {
+        let lost = self.look().is_some();
+        if lost {
+            self.alarm.raise();
+        }
+        lost
+    }
+}
+
+/// Devices keep their length, or say so by errors.
+fn is_regular(file: &File) -> bool {
+    file.metadata().is_ok_and(|metadata| metadata.is_file())
+}
+
+/// The length of a file that has less than `mapped_bytes`. One that cannot be asked is as it was.
+pub fn cut_to_bytes(file: &File, mapped_bytes: u64) -> Option<u64> {
+    let metadata = file.metadata().ok()?;
+    (metadata.is_file() && metadata.len() < mapped_bytes).then_some(metadata.len())
+}
+
+/// What a VM is paused for, if it is.
+fn reason<'a>(ranges: impl Iterator<Item = (&'a str, Option<Loss>)>) -> Option<String> {
+    let mut lost: Vec<_> =
+        ranges.filter_map(|(name, loss)| loss.map(|loss| format!("{name}: {loss}"))).collect();
+    // A zone has several parts.
+    lost.dedup();
+    (!lost.is_empty()).then(|| format!("memory of the guest is gone: {}", lost.join("; ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::cpu::brake::tests::vcpu;
+    use crate::memory::backing::Access;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A file on tmpfs, mapped.
+    fn mapped() -> (File, Reservation) {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(2 * MIB).unwrap();
+        let reservation = Reservation::new(2 * MIB, 4096).unwrap();
+        reservation.map_file(0, 2 * MIB, file.as_fd(), 0, Access::ReadWrite).unwrap();
+        (file, reservation)
+    }
+
+    fn byte(reservation: &Reservation, offset: u64) -> *mut u8 {
+        assert!(offset < reservation.len_bytes());
+        (reservation.addr() + offset) as *mut u8
+    }
+
+    fn lost_memory() -> (LostMemory, Arc<Brake>, LossFlag) {
+        let (brake, flag) = (Arc::<Brake>::default(), LossFlag::default());
+        (LostMemory::new(Arc::clone(&brake), flag.clone()).unwrap(), brake, flag)
+    }
+
+    #[test]
+    fn a_device_that_touches_a_lost_page_stops_the_guest_and_is_told() {
+        let (file, reservation) = mapped();
+        let (lost, brake, flag) = lost_memory();
+        // Of the file it needs no more than what is left in the end: only the page itself can tell.
+        lost.watch_file("data".to_owned(), &reservation, file.as_fd(), MIB).unwrap();
+        // SAFETY: mapped, and nobody else's.
+        unsafe { byte(&reservation, MIB).write_volatile(7) };
+        assert_eq!(lost.look(), None);
+        assert!(!brake.is_pulled() && !flag.is_raised() && lost.event().read().is_err());
+        file.set_len(MIB).unwrap();
+        // SAFETY: mapped, with the file or with what the handler puts in its place.
+        assert_eq!(unsafe { byte(&reservation, MIB).read_volatile() }, 0);
+        assert!(brake.is_pulled() && flag.is_raised());
+        assert_eq!(lost.event().read().unwrap(), 1);
+        assert_eq!(lost.ranges()[0].loss(), Some(Loss::Page));
+        let reason = lost.look().unwrap();
+        assert!(reason.contains("data: a page is bad"), "{reason}");
+    }
+
+    #[test]
+    fn no_vcpu_is_in_the_guest_when_a_device_finds_zeros() {
+        let (file, reservation) = mapped();
+        let brake = Arc::new(Brake::new(1));
+        let lost = LostMemory::new(Arc::clone(&brake), LossFlag::default()).unwrap();
+        lost.watch_file("data".to_owned(), &reservation, file.as_fd(), 0).unwrap();
+        let (vcpu, entered) = vcpu(&brake, 0);
+        entered.recv_timeout(Duration::from_secs(20)).unwrap();
+        file.set_len(0).unwrap();
+        assert!(brake.is_any_in_guest());
+        // SAFETY: mapped, with the file or with what the handler puts in its place.
+        assert_eq!(unsafe { byte(&reservation, 0).read_volatile() }, 0);
+        assert!(!brake.is_any_in_guest());
+        assert_eq!(vcpu.join().unwrap(), 1);
+    }
+
+    #[test]
+    fn a_file_that_was_cut_short_is_found_untouched_and_stays_lost() {
+        let ((file, reservation), (other_file, other)) = (mapped(), mapped());
+        let (lost, brake, flag) = lost_memory();
+        lost.watch_file("data".to_owned(), &reservation, file.as_fd(), 2 * MIB).unwrap();
+        lost.watch_file("other".to_owned(), &other, other_file.as_fd(), 2 * MIB).unwrap();
+        assert!(lost.has_files() && !lost.explains_a_fault());
+        assert!(!brake.is_pulled(), "what is not lost explains nothing");
+        file.set_len(MIB).unwrap();
+        let reason = lost.look().unwrap();
+        assert_eq!(
+            reason,
+            "memory of the guest is gone: data: its file was cut short to 1 MiB, of which the guest has 2 MiB"
+        );
+        assert!(brake.is_pulled() && flag.is_raised());
+        // Somebody makes it as long again: what was there is not.
+        file.set_len(2 * MIB).unwrap();
+        assert_eq!(lost.look().unwrap(), reason);
+        brake.release();
+        assert!(lost.explains_a_fault() && brake.is_pulled());
+        assert!(lost.event().read().is_ok());
+        let losses: Vec<_> = lost.ranges().iter().map(|range| range.loss()).collect();
+        assert_eq!(losses, [Some(Loss::CutShort { file_bytes: MIB, mapped_bytes: 2 * MIB }), None]);
+    }
+
+    #[test]
+    fn memory_without_a_file_can_be_bad_and_cannot_be_cut() {
+        let reservation = Reservation::new(2 * MIB, 4096).unwrap();
+        reservation.map_anonymous(0, 2 * MIB).unwrap();
+        let (lost, brake, _) = lost_memory();
+        lost.watch("--memory".to_owned(), &reservation).unwrap();
+        assert!(!lost.has_files());
+        assert_eq!(lost.look(), None);
+        lost.ranges()[0].page_lost();
+        assert!(brake.is_pulled() && lost.look().unwrap().contains("--memory"));
+    }
+
+    #[test]
+    fn a_reason_names_everything_that_is_lost_once() {
+        let cut = Loss::CutShort { file_bytes: 0, mapped_bytes: 4 * MIB };
+        let ranges = [("a", None), ("b", Some(Loss::Page)), ("b", Some(Loss::Page)), ("c", Some(cut))];
+        let text = reason(ranges.into_iter()).unwrap();
+        assert_eq!(text.matches("b: ").count(), 1, "{text}");
+        assert!(text.contains("c: its file was cut short to 0") && !text.contains("a: "), "{text}");
+        assert_eq!(reason([("a", None)].into_iter()), None);
+    }
+}

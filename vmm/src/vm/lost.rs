@@ -1,0 +1,100 @@
+//! Watches all memory that the guest has, and stops the guest when some of it is gone.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use vmm_sys_util::timerfd::TimerFd;
+
+use super::error::BuildError;
+use super::owner::{EventSender, MachineEvent};
+use super::resources::Resources;
+use crate::config::VmConfig;
+use crate::event_loop::EventLoop;
+use crate::log::sparsely;
+use crate::memory::Memory;
+use crate::memory::lost::LostMemory;
+use crate::memory::zone::Tier;
+
+/// How often files are asked for their length: as long may a vCPU try to reach what was cut off.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+
+const LOST: u32 = 0;
+const LOOK: u32 = 1;
+
+/// Watches the zones; a zone of PM may have any part of its pool.
+pub(super) fn watch_zones(
+    config: &VmConfig,
+    resources: &Resources,
+    memory: &Memory,
+    lost: &LostMemory,
+) -> Result<(), BuildError> {
+    for (zone, reservation) in memory.parts() {
+        match (zone.tier, &config.pm_memory) {
+            (Tier::Pm, Some(pm)) => {
+                let (name, pool) =
+                    (format!("--pm-memory pool={}", pm.pool.display()), resources.pool(&pm.pool));
+                lost.watch_file(name.clone(), reservation, pool.file(), pool.info().total_bytes)
+                    .map_err(BuildError::device(name))?;
+            }
+            _ => lost.watch("--memory".to_owned(), reservation).map_err(BuildError::device("--memory"))?,
+        }
+    }
+    Ok(())
+}
+
+/// Waits for a loss, and tells the owner.
+struct Watcher {
+    memory: Arc<LostMemory>,
+    /// When the next look is due, if there is something to look at.
+    timer: Option<TimerFd>,
+    events: EventSender,
+    /// What the owner knows.
+    told: Option<String>,
+}
+
+/// Pauses the VM when memory is lost, as long as the loop that this returns is there. It has a thread of its own: the
+/// others may wait for what is lost.
+pub(super) fn watch(memory: &Arc<LostMemory>, events: &EventSender) -> Result<EventLoop, BuildError> {
+    let timer = if memory.has_files() { Some(timer()?) } else { None };
+    let event_loop = EventLoop::spawn("_lost")?;
+    let watcher = Watcher { memory: Arc::clone(memory), timer, events: events.clone(), told: None };
+    event_loop.handle().add(Box::new(watcher))?;
+    Ok(event_loop)
+}
+
+fn timer() -> Result<TimerFd, BuildError> {
+    let mut timer = TimerFd::new().map_err(BuildError::device("the timer of lost memory"))?;
+    timer
+        .reset(LOOK_INTERVAL, Some(LOOK_INTERVAL))
+        .map_err(BuildError::device("the timer of lost memory"))?;
+    Ok(timer)
+}
+
+impl MutEventSubscriber for Watcher {
+    fn init(&mut self, ops: &mut EventOps) {
+        let lost = Some(Events::with_data(self.memory.event(), LOST, EventSet::IN));
+        let look = self.timer.as_ref().map(|timer| Events::with_data(timer, LOOK, EventSet::IN));
+        for event in [lost, look].into_iter().flatten() {
+            if let Err(err) = ops.add(event) {
+                sparsely!(error, ?err, "Cannot wait for lost memory");
+            }
+        }
+    }
+
+    fn process(&mut self, events: Events, _: &mut EventOps) {
+        // Each is ready, or was and has been read already.
+        match (events.data(), &mut self.timer) {
+            (LOOK, Some(timer)) => drop(timer.wait()),
+            _ => drop(self.memory.event().read()),
+        }
+        // The guest is stopped before the owner is told (`Brake`).
+        let reason = self.memory.look();
+        if let Some(reason) = &reason
+            && self.told.as_ref() != Some(reason)
+        {
+            self.events.send(MachineEvent::MustPause { reason: reason.clone() });
+        }
+        self.told = reason;
+    }
+}
