@@ -11,6 +11,7 @@ mod file_systems;
 mod harness;
 mod hostile;
 mod interfaces;
+mod lost;
 mod memory;
 mod nvdimms;
 mod pmem;
@@ -51,6 +52,7 @@ fn main() {
         btt_cross::TESTS,
         dax::TESTS,
         pmem::TESTS,
+        lost::TESTS,
         torn::TESTS,
         file_systems::TESTS,
         hostile::TESTS,

@@ -27,7 +27,7 @@ guest_tests::tests![
 ];
 
 /// A file whose every MiB begins with a text.
-fn file(dir: &Path, name: &str, mib: u64, text: &str) -> Result<PathBuf> {
+pub fn file(dir: &Path, name: &str, mib: u64, text: &str) -> Result<PathBuf> {
     fs::create_dir_all(dir)?;
     let path = dir.join(name);
     let file = File::create(&path)?;
@@ -38,7 +38,7 @@ fn file(dir: &Path, name: &str, mib: u64, text: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-fn guest_with(pmem: &str) -> GuestBuilder {
+pub fn guest_with(pmem: &str) -> GuestBuilder {
     Guest::builder().memory("size=384M").pressure("off").cpus(2).argument("--pmem", pmem)
 }
 

@@ -41,6 +41,8 @@ usage:
   guest-tool map-store FILE OFFSET BYTES SEED    map it, store the words SEED, SEED + 1, ..., and keep it until killed
   guest-tool map-store-sync FILE OFFSET BYTES SEED
                                                  the same with MAP_SYNC and a fence, after which they should be durable
+  guest-tool map-transfer FILE BYTES SEED DISK   store such words in it, and write them from there to the start of a disk,
+                                                 again and again until killed: the disk reads what is mapped
   guest-tool map-check FILE OFFSET BYTES SEED    map it and compare it with such words
   guest-tool map-wait FILE OFFSET BYTES WORD     map it and look until its first word is that one
   guest-tool map-sync FILE BYTES                 may a program map it with MAP_SYNC: allowed or refused
@@ -88,6 +90,9 @@ fn main() -> Result<()> {
         ["map-store-sync", file, offset, bytes, seed] => {
             let care = mapped::Care::Fence;
             mapped::store(file.as_ref(), number(offset)?, number(bytes)?, number(seed)?, care)
+        }
+        ["map-transfer", file, bytes, seed, disk] => {
+            mapped::transfer(file.as_ref(), number(bytes)?, number(seed)?, disk.as_ref())
         }
         ["map-check", file, offset, bytes, seed] => {
             mapped::check(file.as_ref(), number(offset)?, number(bytes)?, number(seed)?)

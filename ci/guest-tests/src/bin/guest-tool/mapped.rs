@@ -3,6 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::ptr;
 use std::thread;
@@ -102,6 +103,26 @@ pub fn store(path: &Path, offset: u64, len_bytes: u64, seed: u64, care: Care) ->
     loop {
         thread::park();
     }
+}
+
+/// Stores such words, and writes them to the start of a disk past the page cache: it is the device that reads what is
+/// mapped. Says `written` when it has, and goes on.
+pub fn transfer(path: &Path, len_bytes: u64, seed: u64, disk: &Path) -> Result<()> {
+    let mapping = Mapping::new(path, 0, len_bytes)?;
+    for index in 0..mapping.len() {
+        mapping.store(index, seed + index as u64);
+    }
+    let disk = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(disk)?;
+    for pass in 0u64.. {
+        // SAFETY: the kernel reads bytes of the mapping, which is there.
+        let written = unsafe { libc::pwrite(disk.as_raw_fd(), mapping.start.cast(), len_bytes as usize, 0) };
+        ensure!(written == len_bytes as isize, "Write {pass}: {written}, {}", io::Error::last_os_error());
+        if pass == 0 {
+            println!("written");
+            io::stdout().flush()?;
+        }
+    }
+    Ok(())
 }
 
 /// Compares with what such a store leaves.

@@ -1,0 +1,223 @@
+//! Memory that a guest has and that is gone: the VM is paused and says why, whoever touches it, and the VMM lives.
+
+use std::fs::{self, File};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::ptr;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::runner::{skip, this_tests_dir};
+use guest_tests::{Guest, Kernel, Pool};
+
+use crate::dax::{EXT4, HEAP, HEAP_BYTES};
+use crate::pmem::{file, guest_with};
+use crate::raw::wait_for_bytes;
+use crate::volume::IO_LIMIT;
+use crate::zones::{MIB, zone};
+
+guest_tests::tests![
+    a_guest_that_reads_what_was_cut_off_is_paused: 300,
+    a_guest_that_reads_what_was_cut_off_is_paused_on_6_1: 300,
+    a_device_that_writes_to_what_was_cut_off_is_survived,
+    a_disk_does_not_get_zeros_for_what_was_cut_off: 300,
+    a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it: 300,
+    a_guest_that_reads_bad_memory_is_paused,
+];
+
+fn cut(path: &Path, len_bytes: u64) -> Result<()> {
+    Ok(File::options().write(true).open(path)?.set_len(len_bytes)?)
+}
+
+/// The VM is paused, and everybody who asks is told of what memory is lost and how; `flags` are what it came by.
+fn wait_until_paused(guest: &Guest, flags: &[&str], how: &str) -> Result<()> {
+    guest.wait_until("the VM is paused", IO_LIMIT, || {
+        Ok(guest.api("GET", "vm.info", None)?["state"] == "Paused")
+    })?;
+    // What was not touched yet may be found later.
+    guest.wait_until("all of it is named", IO_LIMIT, || {
+        let metrics = guest.metrics()?;
+        let is_lost = |flag: &&str| metrics.value("foreshore_memory_lost", &[("memory", flag)]);
+        Ok(flags.iter().map(is_lost).collect::<Result<Vec<_>>>()?.iter().all(|lost| *lost == 1.0))
+    })?;
+    ensure!(
+        guest.metrics()?.value("foreshore_memory_lost", &[("memory", "--memory")])? == 0.0,
+        "Boot memory is lost"
+    );
+    let reason = guest.api("GET", "vm.info", None)?["pause_reason"].clone();
+    let reason = reason.as_str().context("No reason")?;
+    let log = guest.vmm_log()?;
+    for words in [flags[0], how] {
+        ensure!(reason.contains(words), "Nothing of {words:?} in {reason:?}");
+        ensure!(log.contains("The VM is paused") && log.contains(words), "Nothing of {words:?} in\n{log}");
+    }
+    let refused = guest.try_api("PUT", "vm.resume", None)?;
+    ensure!(refused.status == 409 && refused.body.contains(how), "{refused:?}");
+    ensure!(guest.api("GET", "vm.info", None)?["state"] == "Paused", "It was resumed");
+    Ok(())
+}
+
+/// No exit tells of it: the vCPU would try for ever.
+fn guest_reads(kernel: Kernel) -> Result<()> {
+    let path = file(&this_tests_dir(), "file", 16, "host")?;
+    let flag = format!("--pmem file={}", path.display());
+    let guest = guest_with(&format!("file={}", path.display())).kernel(kernel).boot()?;
+    wait_for_bytes(&guest)?;
+    cut(&path, 5 * MIB)?;
+    let read = "exec dd if=/dev/pmem0 of=/dev/null bs=1M skip=8 count=1 iflag=direct";
+    let read = guest.start_script(IO_LIMIT, read)?;
+    wait_until_paused(&guest, &[&flag], "cut short to 5 MiB, of which the guest has 16 MiB")?;
+    drop(read);
+    // As long again, it is another file: what was in it does not come back.
+    cut(&path, 16 * MIB)?;
+    let refused = guest.try_api("PUT", "vm.resume", None)?;
+    ensure!(refused.status == 409, "{refused:?}");
+    cut(&path, 5 * MIB)?;
+    let refused = guest.try_api("PUT", "vm.reboot", None)?;
+    ensure!(refused.status >= 400 && refused.body.contains("5 MiB"), "{refused:?}");
+    cut(&path, 16 * MIB)?;
+    guest.api("PUT", "vm.boot", None)?;
+    guest.wait_for_shell(IO_LIMIT)?;
+    wait_for_bytes(&guest)?;
+    ensure!(guest.api("GET", "vm.info", None)?["pause_reason"].is_null(), "It is still paused for something");
+    ensure!(
+        guest.metrics()?.value("foreshore_memory_lost", &[("memory", &flag)])? == 0.0,
+        "What was lost with the last machine counts for this one"
+    );
+    guest.run("dd if=/dev/pmem0 of=/dev/null bs=1M iflag=direct")?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()
+}
+
+fn a_guest_that_reads_what_was_cut_off_is_paused() -> Result<()> {
+    guest_reads(Kernel::V6_12)
+}
+
+fn a_guest_that_reads_what_was_cut_off_is_paused_on_6_1() -> Result<()> {
+    guest_reads(Kernel::V6_1)
+}
+
+/// First address and end of the guest's only virtio-pmem device.
+fn device_range(guest: &Guest) -> Result<(u64, u64)> {
+    let iomem = guest.run("cat /proc/iomem")?;
+    let line = iomem.lines().find(|line| line.contains("namespace0.0"));
+    let line = line.with_context(|| format!("No namespace in\n{iomem}"))?;
+    let (range, _) = line.split_once(" : ").context("No range")?;
+    let (first, last) = range.trim().split_once('-').context("No range")?;
+    Ok((u64::from_str_radix(first, 16)?, u64::from_str_radix(last, 16)? + 1))
+}
+
+/// A driver may put its buffers there: to touch them must not be the end of the VMM.
+fn a_device_that_writes_to_what_was_cut_off_is_survived() -> Result<()> {
+    const RNG: &str = "0x1044";
+    let path = file(&this_tests_dir(), "file", 16, "x")?;
+    let flag = format!("--pmem file={}", path.display());
+    let guest = guest_with(&format!("file={}", path.display())).boot()?;
+    wait_for_bytes(&guest)?;
+    let (first, end) = device_range(&guest)?;
+    let attack = format!("exec guest-tool hostile-range {RNG} {first:#x} {end:#x} /run/never");
+    let attack = guest.start_script(IO_LIMIT, &attack)?;
+    guest.wait_until("the device has written there", IO_LIMIT, || {
+        let content = fs::read(&path)?;
+        Ok(content.chunks(4096).any(|page| page[256..].iter().any(|byte| *byte != 0)))
+    })?;
+    cut(&path, 0)?;
+    wait_until_paused(&guest, &[&flag], "cut short to 0")?;
+    drop(attack);
+    Ok(())
+}
+
+/// What a disk is to write lies in what is cut off meanwhile: it is an error, and nothing is written.
+fn a_disk_does_not_get_zeros_for_what_was_cut_off() -> Result<()> {
+    const SEED: u64 = 0x1057_0000_0000_0000;
+    let dir = this_tests_dir();
+    let path = file(&dir, "file", 32, "x")?;
+    let flag = format!("--pmem file={}", path.display());
+    let image = dir.join("image");
+    File::create(&image)?.set_len(2 * HEAP_BYTES)?;
+    let guest = guest_with(&format!("file={}", path.display()))
+        .argument("--disk", &format!("path={}", image.display()))
+        .boot()?;
+    wait_for_bytes(&guest)?;
+    EXT4.make(&guest)?;
+    let transfer = format!("exec guest-tool map-transfer {HEAP} {HEAP_BYTES} {SEED} /dev/vda");
+    let mut transfer = guest.start_script(IO_LIMIT, &transfer)?;
+    ensure!(transfer.next_line().as_deref() == Some("written"), "Nothing written: {:?}", transfer.finish());
+    cut(&path, 0)?;
+    wait_until_paused(&guest, &[&flag], "cut short to 0")?;
+    drop(transfer);
+    guest.kill9()?;
+    let mut content = vec![0; HEAP_BYTES as usize];
+    File::open(&image)?.read_exact_at(&mut content, 0)?;
+    let (words, _) = content.as_chunks::<8>();
+    for (word, index) in words.iter().zip(0..) {
+        let word = u64::from_le_bytes(*word);
+        ensure!(word == SEED + index, "Word {index} of the image is {word:#x}");
+    }
+    Ok(())
+}
+
+/// Lent memory and volumes lie in one file. A pool is not opened while a part is missing, and is as it was when it is not.
+fn a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it() -> Result<()> {
+    let pool = Pool::create("256M")?;
+    let (memory, volume) =
+        (format!("--pm-memory pool={}", pool.name()), format!("--pm-volume pool={},name=data", pool.name()));
+    let guest = Guest::builder()
+        .memory("size=384M")
+        .cpus(2)
+        .pressure("fixed,size=64M")
+        .pm_memory(&format!("pool={},size=64M", pool.name()))
+        .pm_volume(&format!("pool={},name=data,size=32M,create=on,interface=nvdimm", pool.name()))
+        .boot()?;
+    guest.wait_until("the memory is plugged", IO_LIMIT, || {
+        Ok(zone(&guest, "pm")?.plugged_bytes == 64 * MIB)
+    })?;
+    guest.wait_until_run("/dev/pmem0s is there", IO_LIMIT, "test -b /dev/pmem0s")?;
+    guest.run("dd if=/dev/urandom of=/dev/pmem0s bs=64k count=16 oflag=direct")?;
+    let pool_bytes = fs::metadata(pool.path())?.len();
+    cut(pool.path(), 4 * MIB)?;
+    let read = guest.start_script(IO_LIMIT, "exec dd if=/dev/pmem0s of=/dev/null bs=64k iflag=direct")?;
+    wait_until_paused(&guest, &[&memory, &volume], "cut short to 4 MiB")?;
+    drop(read);
+    let refused = guest.try_api("PUT", "vm.reboot", None)?;
+    ensure!(refused.status >= 400 && refused.body.contains("cut short"), "{refused:?}");
+    cut(pool.path(), pool_bytes)?;
+    guest.kill9()
+}
+
+/// A page that the kernel has found bad is gone from every process, and whoever touches it is told by a signal.
+fn a_guest_that_reads_bad_memory_is_paused() -> Result<()> {
+    let path = file(&this_tests_dir(), "file", 16, "x")?;
+    let flag = format!("--pmem file={}", path.display());
+    let guest = guest_with(&format!("file={}", path.display())).boot()?;
+    wait_for_bytes(&guest)?;
+    guest.run("dd if=/dev/pmem0 of=/dev/null bs=1M iflag=direct")?;
+    if !poison(&path, 8 * MIB)? {
+        return skip("the host's kernel cannot be told that memory is bad (CONFIG_MEMORY_FAILURE)");
+    }
+    let read = "exec dd if=/dev/pmem0 of=/dev/null bs=1M skip=8 count=1 iflag=direct";
+    let read = guest.start_script(IO_LIMIT, read)?;
+    wait_until_paused(&guest, &[&flag], "a page is bad")?;
+    drop(read);
+    Ok(())
+}
+
+/// Has the kernel take the page at `offset` of a file for bad; false: it cannot (madvise(2), MADV_HWPOISON).
+fn poison(path: &Path, offset: u64) -> Result<bool> {
+    let file = File::options().read(true).write(true).open(path)?;
+    let (len, prot) = (4096, libc::PROT_READ | libc::PROT_WRITE);
+    // SAFETY: a new mapping, of which nobody but the kernel touches anything.
+    unsafe {
+        let fd = file.as_raw_fd();
+        let page = libc::mmap(ptr::null_mut(), len, prot, libc::MAP_SHARED, fd, offset as libc::off_t);
+        ensure!(page != libc::MAP_FAILED, "Cannot map {}", path.display());
+        let result = libc::madvise(page, len, libc::MADV_HWPOISON);
+        let error = std::io::Error::last_os_error();
+        libc::munmap(page, len);
+        if result != 0 && error.raw_os_error() == Some(libc::EINVAL) {
+            return Ok(false);
+        }
+        ensure!(result == 0, "madvise: {error}");
+    }
+    Ok(true)
+}
