@@ -287,7 +287,8 @@ impl Guest {
             format!("--- {title}\n{}", console::tail(&text))
         };
         let vmm = section("the VMM's last lines", &self.paths.vmm_log());
-        vmm + "\n" + &section("the guest's last lines", &self.paths.console())
+        let guest = section("the guest's last lines", &self.paths.console());
+        format!("{vmm}\n--- the VMM's threads\n{}\n{guest}", self.process.threads())
     }
 }
 

@@ -98,6 +98,19 @@ impl VmmProcess {
         Ok(())
     }
 
+    /// What each of its threads does, a line for each: its name, its state and where in the kernel it waits. Of a guest that
+    /// does not go on this says whether the VMM holds it up, or it is somewhere by itself.
+    pub fn threads(&self) -> String {
+        let task = format!("/proc/{}/task", self.pid);
+        let lines = fs::read_dir(task).into_iter().flatten().flatten().map(|thread| {
+            let file = |name| fs::read_to_string(thread.path().join(name)).unwrap_or_default();
+            let stat = file("stat");
+            let state = state_of(&stat).unwrap_or('?');
+            format!("{}: {state}, {}", file("comm").trim_end(), file("wchan"))
+        });
+        lines.collect::<Vec<_>>().join("\n")
+    }
+
     /// Waits until it has ended by itself.
     pub fn wait_for_exit(&mut self, limit: Duration) -> Result<ExitStatus> {
         let child = self.child.get_mut().expect("no holder panics");
@@ -121,13 +134,16 @@ const STOP_LIMIT: Duration = Duration::from_secs(20);
 fn threads_have_stopped(pid: u32) -> Result<bool> {
     for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
         let stat = fs::read_to_string(thread?.path().join("stat"))?;
-        // The name, in parentheses, may have any character in it.
-        let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
-        if state != Some('T') {
+        if state_of(&stat) != Some('T') {
             return Ok(false);
         }
     }
     Ok(true)
+}
+
+/// The state in a line of /proc/PID/stat. The name before it, in parentheses, may have any character in it.
+fn state_of(stat: &str) -> Option<char> {
+    stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next())
 }
 
 impl Drop for VmmProcess {
@@ -167,6 +183,7 @@ mod tests {
         process.stop().unwrap();
         let stopped = length();
         assert!(threads_have_stopped(process.pid()).unwrap());
+        assert!(process.threads().starts_with("sh: T, "), "{}", process.threads());
         process.signal(libc::SIGCONT).unwrap();
         grows(stopped);
         assert!(!threads_have_stopped(process.pid()).unwrap());
