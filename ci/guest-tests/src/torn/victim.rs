@@ -5,7 +5,7 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use pmem_volume::btt::{self, ReadAt, Reader, Sector};
@@ -31,6 +31,13 @@ const AREA: Area = Area { first: 256, per_thread: 256, threads: 4 };
 const VOLUME_SIZE: &str = "20M";
 const POOL_SIZE: &str = "32M";
 
+/// Drivers that have nothing to do here, and would only make each start longer.
+const SKIPPED_MODULES: &str =
+    "virtio_console,virtio_mem,virtio_balloon,virtio_rng,dax_pmem,lzo-rle,zram,button,evdev";
+
+/// What a start takes on a machine that has nothing else to do, until one was seen.
+const FIRST_START: Duration = Duration::from_secs(3);
+
 /// Between two looks at a guest that writes.
 const MOST_MICROS_TO_A_LOOK: u64 = 20_000;
 
@@ -41,17 +48,19 @@ pub enum Interface {
     Nvdimm,
     /// virtio-pmem.
     VirtioPmem,
+    /// virtio-blk: the BTT is the VMM's own, and what a kill interrupts is our engine.
+    VirtioBlk,
 }
 
 impl Interface {
     /// All of them.
-    pub const ALL: [Self; 2] = [Self::Nvdimm, Self::VirtioPmem];
+    pub const ALL: [Self; 3] = [Self::Nvdimm, Self::VirtioPmem, Self::VirtioBlk];
 
     /// The guest's BTT wants one vCPU for virtio-pmem (docs/volumes.md).
-    fn cpus(self, format: Format) -> u32 {
+    fn most_cpus(self, format: Format) -> u32 {
         match (self, format) {
             (Self::VirtioPmem, Format::Btt) => 1,
-            (Self::Nvdimm | Self::VirtioPmem, _) => 2,
+            (Self::Nvdimm | Self::VirtioPmem | Self::VirtioBlk, _) => 2,
         }
     }
 
@@ -60,6 +69,7 @@ impl Interface {
         match (self, format) {
             (Self::Nvdimm | Self::VirtioPmem, Format::Btt) => "/dev/pmem0s",
             (Self::Nvdimm | Self::VirtioPmem, Format::Raw) => "/dev/pmem0",
+            (Self::VirtioBlk, _) => "/dev/vda",
         }
     }
 }
@@ -69,6 +79,7 @@ impl fmt::Display for Interface {
         formatter.write_str(match self {
             Self::Nvdimm => "nvdimm",
             Self::VirtioPmem => "virtio-pmem",
+            Self::VirtioBlk => "virtio-blk",
         })
     }
 }
@@ -136,16 +147,20 @@ impl fmt::Display for Setup {
 pub enum Moment {
     /// So long after all its threads have written and flushed.
     Writing(Duration),
-    /// So long after its VMM was started: the kernel boots, or its driver repairs what the last kill has left.
-    Starting(Duration),
+    /// So many thousandths of a start, as long as the last one was, after its VMM was started: the kernel boots, or a driver
+    /// repairs what the last kill has left.
+    Starting(u32),
 }
 
 impl Moment {
     /// Every sixth guest is killed while it starts, at the latest when it is about to write.
     fn choose(random: &mut Bytes) -> Self {
         let (kind, number) = (random.next_u64(), random.next_u64());
-        let micros = |most_ms: u64| Duration::from_micros(number % (most_ms * 1000));
-        if kind.is_multiple_of(6) { Self::Starting(micros(4000)) } else { Self::Writing(micros(300)) }
+        if kind.is_multiple_of(6) {
+            Self::Starting((number % 1000) as u32)
+        } else {
+            Self::Writing(Duration::from_micros(number % 300_000))
+        }
     }
 }
 
@@ -155,7 +170,7 @@ impl fmt::Display for Moment {
             Self::Writing(delay) => {
                 write!(formatter, "killed {} us after all had flushed", delay.as_micros())
             }
-            Self::Starting(delay) => write!(formatter, "killed {} ms after the start", delay.as_millis()),
+            Self::Starting(thousandths) => write!(formatter, "killed {thousandths}/1000 into its start"),
         }
     }
 }
@@ -193,6 +208,8 @@ pub struct Victim {
     random: Bytes,
     /// What was found after the last life. The next guest must find the same.
     last: Option<Judgement>,
+    /// What the last guest took until all of its threads had flushed.
+    start_took: Duration,
 }
 
 impl Victim {
@@ -206,7 +223,8 @@ impl Victim {
 
     /// A volume that is there already. What its guests were told, the caller knows ([`Victim::acknowledge`]).
     pub fn resume(pool: Pool, setup: Setup, seed: u64) -> Self {
-        Self { setup, pool, oracle: Oracle::new(AREA), random: Bytes::new(seed), last: None }
+        let (oracle, random) = (Oracle::new(AREA), Bytes::new(seed));
+        Self { setup, pool, oracle, random, last: None, start_took: FIRST_START }
     }
 
     /// A flush was completed, of which an earlier guest has heard.
@@ -231,8 +249,8 @@ impl Victim {
         let guest = self.builder().start()?;
         let (seen, broken) = match moment {
             // Not a wait for anything: this moment is as good as any other.
-            Moment::Starting(delay) => {
-                thread::sleep(delay);
+            Moment::Starting(thousandths) => {
+                thread::sleep(self.start_took * thousandths / 1000);
                 guest.still_running()?;
                 guest.kill9().map(|()| (Seen::default(), false))?
             }
@@ -251,17 +269,19 @@ impl Victim {
         Ok(Life { moment, seen, broken })
     }
 
-    fn builder(&self) -> GuestBuilder {
+    fn builder(&mut self) -> GuestBuilder {
         let Setup { interface, kernel, format, flushes_lie, .. } = self.setup;
+        // A driver has a lane for each CPU, and goes on from what one with more of them or fewer has left.
+        let cpus = 1 + self.random.next_u64() % u64::from(interface.most_cpus(format));
         // Whoever wants a raw volume has to say so.
         let raw = if format == Format::Raw { ",format=raw" } else { "" };
         let volume = format!("pool={},name=data,interface={interface}{raw}", self.pool.name());
         let builder = Guest::builder()
             .kernel(kernel)
-            .cpus(interface.cpus(format))
+            .cpus(cpus as u32)
             .memory("size=256M")
             .pressure("off")
-            .cmdline("foreshore.agent=off")
+            .cmdline(&format!("foreshore.agent=off foreshore.skip={SKIPPED_MODULES}"))
             .pm_volume(&volume);
         if flushes_lie { builder.with_flushes_that_lie() } else { builder }
     }
@@ -277,12 +297,13 @@ impl Victim {
     }
 
     fn write_and_kill(&mut self, guest: &Guest, seed: u64, delay: Duration) -> Result<Seen> {
+        let started = Instant::now();
         let writer = self.start_writer(guest, seed)?;
         let (said, heard) = mpsc::channel();
         let mut seen = Seen::default();
         thread::scope(|scope| {
             let reader = scope.spawn(move || read_lines(writer, &said));
-            let watched = self.watch(guest, &heard, delay, &mut seen);
+            let watched = self.watch(guest, &heard, started, delay, &mut seen);
             guest.kill_now()?;
             let read = reader.join().map_err(|_| anyhow!("The reader of the writer's lines has panicked"))?;
             read.and(watched)
@@ -314,7 +335,7 @@ impl Victim {
 
     fn write_on(&mut self, mut hear: impl FnMut(&Line, bool)) -> Result<()> {
         let seed = self.random.next_u64();
-        let guest = self.builder().boot()?;
+        let guest = self.builder().start()?;
         let mut writer = self.start_writer(&guest, seed)?;
         let mut silent = Silent::all();
         while let Some(text) = writer.next_line() {
@@ -335,6 +356,7 @@ impl Victim {
         &mut self,
         guest: &Guest,
         heard: &Receiver<Line>,
+        started: Instant,
         delay: Duration,
         seen: &mut Seen,
     ) -> Result<()> {
@@ -345,6 +367,7 @@ impl Victim {
             silent.hear(&line);
             self.take(&line, seen)?;
         }
+        self.start_took = started.elapsed();
         for _ in 0..self.setup.looks {
             thread::sleep(Duration::from_micros(self.random.next_u64() % MOST_MICROS_TO_A_LOOK));
             guest.stop()?;

@@ -11,14 +11,18 @@ use guest_tests::torn::{Format, Interface, Moment, Setup, Until, Victim, run_rou
 use guest_tests::{Disk, Kernel, Pool, torn};
 
 guest_tests::tests![
-    kills_with_an_nvdimm_tear_nothing: 400 (extended),
+    kills_with_an_nvdimm_tear_nothing: 400,
     kills_with_an_nvdimm_that_is_flushed_tear_nothing: 400,
     kills_with_virtio_pmem_tear_nothing: 400,
+    kills_with_virtio_blk_tear_nothing: 400,
     kills_with_a_raw_device_tear_sectors: 400,
     power_cuts_lose_nothing_that_an_nvdimm_has_flushed: 300 (extended),
     power_cuts_lose_nothing_that_virtio_pmem_has_flushed: 300 (extended),
     power_cuts_lose_what_a_lie_has_flushed: 300 (extended),
 ];
+
+/// Kills in a test.
+const KILLS: u32 = 6;
 
 /// Guests at once: two CPUs boot two of them in the time of one.
 const LANES: u64 = 2;
@@ -30,25 +34,30 @@ fn victims(dir: &Path, setup: Setup) -> Result<Vec<Victim>> {
     (0..LANES).map(victim).collect()
 }
 
-fn rounds(dir: &Path, setup: Setup, rounds: u32) -> Result<()> {
-    let tally = run_rounds(victims(dir, setup)?, rounds, Until::Done)?;
+fn kills(dir: &Path, setup: Setup) -> Result<()> {
+    let tally = run_rounds(victims(dir, setup)?, KILLS, Until::Done)?;
     println!("{setup}: {tally}");
     ensure!(tally.flushes > 0, "No flush was acknowledged: nothing was tried");
     Ok(())
 }
 
 fn kills_with_an_nvdimm_tear_nothing() -> Result<()> {
-    rounds(&this_tests_dir(), Setup::new(Interface::Nvdimm), 10)
+    kills(&this_tests_dir(), Setup::new(Interface::Nvdimm))
 }
 
 /// Each flush of the guest is one of the host's file system.
 fn kills_with_an_nvdimm_that_is_flushed_tear_nothing() -> Result<()> {
     let disk = Disk::create(128, 256)?;
-    rounds(disk.dir(), Setup { longest: 4, kernel: Kernel::V6_1, ..Setup::new(Interface::Nvdimm) }, 6)
+    kills(disk.dir(), Setup { longest: 4, kernel: Kernel::V6_1, ..Setup::new(Interface::Nvdimm) })
 }
 
 fn kills_with_virtio_pmem_tear_nothing() -> Result<()> {
-    rounds(&this_tests_dir(), Setup::new(Interface::VirtioPmem), 8)
+    kills(&this_tests_dir(), Setup::new(Interface::VirtioPmem))
+}
+
+/// Here the BTT is ours, and so is what a kill interrupts.
+fn kills_with_virtio_blk_tear_nothing() -> Result<()> {
+    kills(&this_tests_dir(), Setup::new(Interface::VirtioBlk))
 }
 
 /// The same guests and the same kills. Were nothing torn here, the tests above would prove nothing.
