@@ -38,6 +38,26 @@ global_asm!(
     "rep movsb",
     "xor eax, eax",
     "ret",
+    // (to, from, length): the same in pieces of 256 bytes, at least one, with AVX-512. A line is loaded at once, and
+    // stored at once. These registers have no lower parts that other instructions would wait for, and need no VZEROUPPER
+    // (Intel 64 Optimization Manual, 3.11.5).
+    ".balign 32",
+    ".globl foreshore_guarded_copy_wide",
+    "foreshore_guarded_copy_wide:",
+    "vmovdqu64 zmm16, [rsi]",
+    "vmovdqu64 zmm17, [rsi + 64]",
+    "vmovdqu64 zmm18, [rsi + 128]",
+    "vmovdqu64 zmm19, [rsi + 192]",
+    "vmovdqu64 [rdi], zmm16",
+    "vmovdqu64 [rdi + 64], zmm17",
+    "vmovdqu64 [rdi + 128], zmm18",
+    "vmovdqu64 [rdi + 192], zmm19",
+    "add rsi, 256",
+    "add rdi, 256",
+    "sub rdx, 256",
+    "ja foreshore_guarded_copy_wide",
+    "xor eax, eax",
+    "ret",
     // (from, to): one load that cannot tear, and with the order of an acquire, as all loads have here.
     ".globl foreshore_guarded_load",
     "foreshore_guarded_load:",
@@ -85,6 +105,18 @@ global_asm!(
     "ja foreshore_guarded_stream",
     "xor eax, eax",
     "ret",
+    // The same with AVX-512: each line leaves the CPU in one piece.
+    ".balign 16",
+    ".globl foreshore_guarded_stream_wide",
+    "foreshore_guarded_stream_wide:",
+    "vmovdqu64 zmm16, [rsi]",
+    "vmovntdq [rdi], zmm16",
+    "add rsi, 64",
+    "add rdi, 64",
+    "sub rdx, 64",
+    "ja foreshore_guarded_stream_wide",
+    "xor eax, eax",
+    "ret",
     // (first line, end), three times: lines up to the end, at least one.
     ".globl foreshore_guarded_clwb",
     "foreshore_guarded_clwb:",
@@ -126,10 +158,12 @@ unsafe extern "C" {
     static foreshore_guarded_end: u8;
     static foreshore_guarded_lost: u8;
     fn foreshore_guarded_copy(to: *mut u8, from: *const u8, length: usize) -> u32;
+    fn foreshore_guarded_copy_wide(to: *mut u8, from: *const u8, length: usize) -> u32;
     fn foreshore_guarded_load(from: *const u64, to: *mut u64) -> u32;
     fn foreshore_guarded_store(to: *mut u64, word: u64) -> u32;
     fn foreshore_guarded_zero(to: *mut u8, end: *mut u8) -> u32;
     fn foreshore_guarded_stream(to: *mut u8, from: *const u8, length: usize) -> u32;
+    fn foreshore_guarded_stream_wide(to: *mut u8, from: *const u8, length: usize) -> u32;
     fn foreshore_guarded_clwb(first: usize, end: usize) -> u32;
     fn foreshore_guarded_clflushopt(first: usize, end: usize) -> u32;
     fn foreshore_guarded_clflush(first: usize, end: usize) -> u32;
@@ -146,14 +180,26 @@ fn done(result: u32) -> Result<(), PageLost> {
 
 /// The accesses. Whoever has one has seen to it that SIGBUS is handled.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Guard(());
+pub(super) struct Guard {
+    /// The CPU has AVX-512, and the kernel keeps its registers.
+    is_wide: bool,
+}
+
+/// What [`Guard::copy`] copies at once where it can.
+const WIDE_BYTES: usize = 256;
 
 impl Guard {
     /// Puts the handler in place, once in a process.
     pub(super) fn new() -> Self {
         static INSTALLED: Once = Once::new();
         INSTALLED.call_once(install);
-        Self(())
+        Self { is_wide: is_x86_feature_detected!("avx512f") }
+    }
+
+    /// Without what not every CPU has.
+    #[cfg(test)]
+    fn narrow(self) -> Self {
+        Self { is_wide: false }
     }
 
     /// Copies bytes to mapped media, or from it, in words as far as they go.
@@ -163,8 +209,14 @@ impl Guard {
     /// elsewhere. One of them lies in a mapping.
     #[inline]
     pub(super) unsafe fn copy(self, to: *mut u8, from: *const u8, length: usize) -> Result<(), PageLost> {
-        // SAFETY: vouched for by the caller; the routine touches nothing else.
-        done(unsafe { foreshore_guarded_copy(to, from, length) })
+        // SAFETY: vouched for by the caller; the routines touch nothing else, and the CPU has what they need.
+        done(unsafe {
+            if self.is_wide && length > 0 && length.is_multiple_of(WIDE_BYTES) {
+                foreshore_guarded_copy_wide(to, from, length)
+            } else {
+                foreshore_guarded_copy(to, from, length)
+            }
+        })
     }
 
     /// Loads a word, untorn.
@@ -213,8 +265,14 @@ impl Guard {
         if length == 0 {
             return Ok(());
         }
-        // SAFETY: vouched for by the caller; the routine touches nothing else.
-        done(unsafe { foreshore_guarded_stream(to, from, length) })
+        // SAFETY: vouched for by the caller; the routines touch nothing else, and the CPU has what they need.
+        done(unsafe {
+            if self.is_wide {
+                foreshore_guarded_stream_wide(to, from, length)
+            } else {
+                foreshore_guarded_stream(to, from, length)
+            }
+        })
     }
 
     /// Writes back every line that `length` bytes at `start` touch. The caller fences afterwards.
@@ -428,7 +486,7 @@ mod tests {
         let pages = Pages::new();
         let guard = Guard::new();
         let lost = pages.lost();
-        let bytes = [7u8; 200];
+        let bytes = [7u8; 512];
         // SAFETY: all of it lies in the mapping; the routines are what is under test.
         unsafe {
             assert_eq!(guard.load(lost.cast()), Err(PageLost));
@@ -436,7 +494,10 @@ mod tests {
             assert_eq!(guard.copy(lost.add(5), bytes.as_ptr(), 3), Err(PageLost));
             assert_eq!(guard.copy(lost.sub(96), bytes.as_ptr(), 200), Err(PageLost), "in the middle");
             assert_eq!(guard.zero(lost.sub(64), 128), Err(PageLost), "in the middle");
-            assert_eq!(guard.stream(lost.sub(128), bytes.as_ptr(), 192), Err(PageLost), "in the middle");
+            for guard in [guard, guard.narrow()] {
+                assert_eq!(guard.copy(lost.sub(256), bytes.as_ptr(), 512), Err(PageLost), "in the middle");
+                assert_eq!(guard.stream(lost.sub(128), bytes.as_ptr(), 192), Err(PageLost), "in the middle");
+            }
             for flush in [LineFlush::detect(), LineFlush::Clflush] {
                 assert_eq!(guard.write_back(flush, lost.sub(3), 7), Err(PageLost));
             }
@@ -453,15 +514,16 @@ mod tests {
 
     #[test]
     fn copies_have_every_length_and_alignment() {
-        let from: Vec<u8> = (1..=100).collect();
+        let from: Vec<u8> = (0..2000u32).map(|at| (at % 251) as u8 | 1).collect();
         for start in 0..9 {
-            for length in 0..70 {
-                let mut to = [0u8; 100];
-                // SAFETY: inside both.
-                unsafe { Guard::new().copy(to.as_mut_ptr().add(start), from.as_ptr().add(3), length) }
-                    .unwrap();
-                assert_eq!(to[start..start + length], from[3..3 + length]);
-                assert!(to[..start].iter().chain(&to[start + length..]).all(|b| *b == 0));
+            for length in (0..70).chain([255, 256, 257, 512, 1024]) {
+                for guard in [Guard::new(), Guard::new().narrow()] {
+                    let mut to = [0u8; 1100];
+                    // SAFETY: inside both.
+                    unsafe { guard.copy(to.as_mut_ptr().add(start), from.as_ptr().add(3), length) }.unwrap();
+                    assert_eq!(to[start..start + length], from[3..3 + length]);
+                    assert!(to[..start].iter().chain(&to[start + length..]).all(|b| *b == 0));
+                }
             }
         }
     }
@@ -472,13 +534,15 @@ mod tests {
         let from: Vec<u8> = (0..2000u32).map(|at| (at % 251) as u8 | 1).collect();
         // SAFETY: the first page, which is ours.
         let bytes = unsafe { std::slice::from_raw_parts_mut(pages.map, PAGE_BYTES) };
-        for (start, length) in [(0, 0), (0, 64), (3, 64), (1, 512), (5, 1024)] {
-            bytes.fill(0);
-            // SAFETY: inside the page and the vector.
-            unsafe { Guard::new().stream(pages.map.add(256), from.as_ptr().add(start), length) }.unwrap();
-            super::super::flush::fence();
-            assert_eq!(bytes[256..256 + length], from[start..start + length]);
-            assert!(bytes[..256].iter().chain(&bytes[256 + length..]).all(|b| *b == 0));
+        for guard in [Guard::new(), Guard::new().narrow()] {
+            for (start, length) in [(0, 0), (0, 64), (3, 64), (1, 512), (5, 1024)] {
+                bytes.fill(0);
+                // SAFETY: inside the page and the vector.
+                unsafe { guard.stream(pages.map.add(256), from.as_ptr().add(start), length) }.unwrap();
+                super::super::flush::fence();
+                assert_eq!(bytes[256..256 + length], from[start..start + length]);
+                assert!(bytes[..256].iter().chain(&bytes[256 + length..]).all(|b| *b == 0));
+            }
         }
     }
 
