@@ -1,18 +1,20 @@
 //! What the BTT engine costs beside memcpy(), and memcpy() past the cache, of as much to as random places by as many
-//! threads, in the same run: `docs/benchmarks.md`.
+//! threads, in the same run and in the same memory: `docs/benchmarks.md`.
 
-use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+use std::arch::x86_64::{
+    __m128i, __m512i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128, _mm512_loadu_si512, _mm512_stream_si512,
+};
 use std::env;
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Instant;
 
-use pmem_volume::btt::Engine;
+use pmem_volume::btt::{Engine, arenas};
 use pmem_volume::media::{FileMedia, Media};
 use pmem_volume::{Pool, Volume, VolumeFormat, VolumeSize};
 
@@ -31,6 +33,19 @@ enum Work {
     WriteSequential,
 }
 
+/// Who does it.
+#[derive(Clone, Copy, PartialEq)]
+enum Who {
+    Engine,
+    Memcpy,
+    /// memcpy() of sectors to where a table of the size of the map says: what there is to gain.
+    ByTable,
+    /// memcpy() past the cache, where there is such a thing: for stores.
+    Stream,
+}
+
+const EVERYBODY: [Who; 4] = [Who::Engine, Who::Memcpy, Who::ByTable, Who::Stream];
+
 const WORK: [(Work, &str, usize); 4] = [
     (Work::ReadRandom, "4 KiB random read", SECTOR_BYTES),
     (Work::WriteRandom, "4 KiB random write", SECTOR_BYTES),
@@ -39,68 +54,79 @@ const WORK: [(Work, &str, usize); 4] = [
 ];
 
 fn main() {
-    // cargo bench says --bench.
-    let whole = env::args().any(|argument| argument == "--bench");
+    // cargo bench says --bench, and passes on what to do: "random read".
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    let is_whole = arguments.iter().any(|argument| argument == "--bench");
+    let wanted = arguments.iter().find(|argument| !argument.starts_with("--"));
     let (volume_bytes, round_bytes, rounds) =
-        if whole { (VOLUME_BYTES, 64 << 20, 25) } else { (SMALL_VOLUME_BYTES, 4 << 20, 1u64) };
+        if is_whole { (VOLUME_BYTES, 8 << 20, 200) } else { (SMALL_VOLUME_BYTES, 4 << 20, 1u64) };
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-    let engines = ["volatile", "dax-sync"].map(|class| {
-        let engine = new_engine(&folder.path().join(class), volume_bytes, class == "dax-sync");
-        (class, engine)
-    });
-    let map = Map::new(volume_bytes);
-    println!("| median, best | threads | class | GB/s | of memcpy | of non-temporal memcpy |");
-    println!("|---|---|---|---|---|---|");
+    let places = ["volatile", "dax-sync"]
+        .map(|class| (class, Place::new(&folder.path().join(class), volume_bytes, class == "dax-sync")));
+    println!(
+        "| median, best | class | threads | GB/s | of memcpy | of memcpy by a table | of non-temporal memcpy \
+         | of one thread's | memcpy's |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|");
     for (work, name, at_once) in WORK {
-        for threads in THREADS {
-            let mut compared = Compared::default();
+        if wanted.is_some_and(|wanted| !name.contains(wanted.as_str())) {
+            continue;
+        }
+        for (class, place) in &places {
+            let mut rates = Rates::default();
             for round in 0..rounds {
-                // Other places for each, so that nobody finds in a cache what somebody else has just read.
-                let turn = AtomicU64::new(round * 4);
-                let run = |operation: &(dyn Fn(u64, &mut [u8]) + Sync)| {
-                    let seed = turn.fetch_add(1, Ordering::Relaxed);
-                    gb_per_s(threads, at_once, round_bytes, volume_bytes, (work, seed), operation)
-                };
-                let mut engine = |number: usize| {
-                    let (_, engine) = &engines[number];
-                    compared.engines[number].push(run(&|at, buffer| do_work(engine, work, at, buffer)));
-                };
-                // Each peer next to an engine.
-                engine(0);
-                compared.memcpy.push(run(&|at, buffer| map.copy(work, at, buffer)));
-                engine(1);
-                compared.stream.push(run(&|at, buffer| map.stream(work, at, buffer)));
+                for threads in THREADS {
+                    for (turn, who) in (0..).zip(EVERYBODY) {
+                        // Other places for each, so that nobody finds in a cache what somebody else has just read.
+                        let seed = round * EVERYBODY.len() as u64 + turn;
+                        let operation = |at, buffer: &mut [u8]| place.work(who, work, at, buffer);
+                        let rate =
+                            gb_per_s(threads, at_once, round_bytes, volume_bytes, (work, seed), &operation);
+                        rates.of(who, threads).push(rate);
+                    }
+                }
             }
-            compared.print(name, threads, engines.each_ref().map(|(class, _)| *class));
+            rates.print(name, class);
         }
     }
 }
 
-/// Rates, round by round.
+/// Rates, round by round, of everybody with every number of threads.
 #[derive(Default)]
-struct Compared {
-    memcpy: Vec<f64>,
-    stream: Vec<f64>,
-    engines: [Vec<f64>; 2],
-}
+struct Rates([[Vec<f64>; EVERYBODY.len()]; THREADS.len()]);
 
-impl Compared {
-    /// The medians of the rounds' ratios: what else the machine did, it did to a whole round.
-    fn print(&self, name: &str, threads: usize, classes: [&str; 2]) {
-        for (class, rates) in classes.iter().zip(&self.engines) {
-            let ratio =
-                |peer: &[f64]| median(rates.iter().zip(peer).map(|(rate, peer)| rate / peer).collect());
-            let (memcpy, stream) = (ratio(&self.memcpy), ratio(&self.stream));
-            let best = rates.iter().copied().fold(0.0, f64::max);
-            let of_best = |peer: &[f64]| best / peer.iter().copied().fold(0.0, f64::max);
+impl Rates {
+    fn of(&mut self, who: Who, threads: usize) -> &mut Vec<f64> {
+        &mut self.0[threads - 1][who as usize]
+    }
+
+    /// The medians of the rounds' ratios: what else the machine did, it did to a whole round. And the ratios of the best.
+    fn print(&mut self, name: &str, class: &str) {
+        for threads in THREADS {
+            let mut rates = |who, threads| self.of(who, threads).clone();
+            let [engine, memcpy, by_table, stream] = EVERYBODY.map(|who| rates(who, threads));
+            let [engine_alone, memcpy_alone] = [Who::Engine, Who::Memcpy].map(|who| rates(who, 1));
             println!(
-                "| {name} | {threads} | {class} | {:.1}, {best:.1} | {memcpy:.2}, {:.2} | {stream:.2}, {:.2} |",
-                median(rates.clone()),
-                of_best(&self.memcpy),
-                of_best(&self.stream),
+                "| {name} | {class} | {threads} | {:.1}, {:.1} | {} | {} | {} | {} | {} |",
+                median(engine.clone()),
+                best(&engine),
+                ratio(&engine, &memcpy),
+                ratio(&engine, &by_table),
+                ratio(&engine, &stream),
+                ratio(&engine, &engine_alone),
+                ratio(&memcpy, &memcpy_alone),
             );
         }
     }
+}
+
+fn ratio(rates: &[f64], peer: &[f64]) -> String {
+    let median = median(rates.iter().zip(peer).map(|(rate, peer)| rate / peer).collect());
+    format!("{median:.2}, {:.2}", best(rates) / best(peer))
+}
+
+fn best(rates: &[f64]) -> f64 {
+    rates.iter().copied().fold(0.0, f64::max)
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -108,28 +134,72 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// An engine on a volume of which every sector was written, so that all of it has memory.
-fn new_engine(path: &Path, volume_bytes: u64, is_dax: bool) -> Engine<Volume> {
-    drop(Pool::create(path, volume_bytes + (16 << 20), 0).unwrap());
-    let media = |media: FileMedia| -> Box<dyn Media> {
-        Box::new(if is_dax { media.at_the_cost_of_dax() } else { media })
-    };
-    let pool: Arc<Pool> = Pool::open_on(path, media).unwrap();
-    pool.create_volume("v", VolumeSize::Bytes(volume_bytes), VolumeFormat::Btt).unwrap();
-    let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
-    let bytes = vec![1; 1 << 20];
-    for first in (0..engine.sectors() - 256).step_by(256) {
-        engine.write(first, &bytes).unwrap();
-    }
-    engine
+/// A volume that is served, and the memory in which its blocks are: which pages of the machine they are makes a
+/// difference, and so everybody works on the same ones. The engine knows nothing of what the others leave there, and
+/// need not: it is data.
+struct Place {
+    engine: Engine<Volume>,
+    /// One for each of the engine's peers: page tables are as cold to one as to the other.
+    blocks: [Map; EVERYBODY.len() - 1],
+    table: Map,
 }
 
-fn do_work(engine: &Engine<Volume>, work: Work, at: u64, buffer: &mut [u8]) {
-    let sector = at / SECTOR_BYTES as u64;
-    match work {
-        Work::ReadRandom | Work::ReadSequential => engine.read(sector, buffer).unwrap(),
-        Work::WriteRandom | Work::WriteSequential => engine.write(sector, buffer).unwrap(),
+impl Place {
+    /// Every sector was written, so that all of it has memory.
+    fn new(path: &Path, volume_bytes: u64, is_dax: bool) -> Self {
+        drop(Pool::create(path, volume_bytes + (16 << 20), 0).unwrap());
+        let media = |media: FileMedia| -> Box<dyn Media> {
+            Box::new(if is_dax { media.at_the_cost_of_dax() } else { media })
+        };
+        let pool: Arc<Pool> = Pool::open_on(path, media).unwrap();
+        pool.create_volume("v", VolumeSize::Bytes(volume_bytes), VolumeFormat::Btt).unwrap();
+        let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
+        let bytes = vec![1; 1 << 20];
+        for first in (0..engine.sectors() - 256).step_by(256) {
+            engine.write(first, &bytes).unwrap();
+        }
+        let file = File::options().read(true).write(true).open(path).unwrap();
+        let volume = engine.space();
+        let info = &arenas(volume).unwrap().0[0].0;
+        let [extent] = volume.extents() else { panic!("a new volume is in one piece") };
+        let (at, length) = (extent.offset_bytes() + info.data_at, u64::from(info.blocks) * 4096);
+        let blocks = [(); EVERYBODY.len() - 1].map(|()| Map::new(&file, at, length));
+        Self { engine, blocks, table: shuffled(u64::from(info.blocks)) }
     }
+
+    fn work(&self, who: Who, work: Work, at: u64, buffer: &mut [u8]) {
+        let is_read = matches!(work, Work::ReadRandom | Work::ReadSequential);
+        let [plain, by_table, stream] = &self.blocks;
+        match who {
+            Who::Engine if is_read => self.engine.read(at / SECTOR_BYTES as u64, buffer).unwrap(),
+            Who::Engine => self.engine.write(at / SECTOR_BYTES as u64, buffer).unwrap(),
+            Who::Memcpy => plain.copy(is_read, at, buffer),
+            Who::ByTable => {
+                for (sector, piece) in (at / SECTOR_BYTES as u64..).zip(buffer.chunks_exact_mut(SECTOR_BYTES))
+                {
+                    let block = self.table.word(sector);
+                    by_table.copy(is_read, u64::from(block) * SECTOR_BYTES as u64, piece);
+                }
+            }
+            Who::Stream if is_read => stream.copy(is_read, at, buffer),
+            Who::Stream => stream.stream(at, buffer),
+        }
+    }
+}
+
+/// The numbers up to `count`, in no order, in a mapping like a volume's.
+fn shuffled(count: u64) -> Map {
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.set_len(count * 4).unwrap();
+    let mut numbers: Vec<u32> = (0..count as u32).collect();
+    let mut random = 1u64;
+    for last in (1..count).rev() {
+        random = random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+        numbers.swap(last as usize, ((random >> 33) % (last + 1)) as usize);
+    }
+    let bytes: Vec<u8> = numbers.into_iter().flat_map(u32::to_le_bytes).collect();
+    file.write_all_at(&bytes, 0).unwrap();
+    Map::new(&file, 0, count * 4)
 }
 
 /// Lets threads do an operation on pieces of the volume, of all together `round_bytes` each, and returns the rate.
@@ -148,7 +218,10 @@ fn gb_per_s(
         let thread = |thread: u64| {
             let start = &start;
             scope.spawn(move || {
-                let mut buffer = vec![thread as u8; at_once];
+                // On a page, as a guest's are.
+                let mut bytes = vec![thread as u8; at_once + SECTOR_BYTES];
+                let start_at = bytes.as_ptr().align_offset(SECTOR_BYTES);
+                let buffer = &mut bytes[start_at..start_at + at_once];
                 let mut random = seed * 2 + thread + 1;
                 let mut number = random.wrapping_mul(0x5851_f42d_4c95_7f2d) % pieces;
                 start.wait();
@@ -161,7 +234,7 @@ fn gb_per_s(
                         }
                         Work::ReadSequential | Work::WriteSequential => (number + 1) % pieces,
                     };
-                    operation(number * at_once as u64, &mut buffer);
+                    operation(number * at_once as u64, buffer);
                 }
                 (begin, Instant::now())
             })
@@ -184,52 +257,66 @@ struct Map {
 unsafe impl Sync for Map {}
 
 impl Map {
-    fn new(length: u64) -> Self {
-        let file: File = tempfile::tempfile_in("/dev/shm").unwrap();
-        file.set_len(length).unwrap();
+    fn new(file: &File, offset: u64, length: u64) -> Self {
         let length = length as usize;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // Every page is in the page tables before anything is timed.
+        let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
+        let offset = libc::off_t::try_from(offset).unwrap();
         // SAFETY: a new mapping at an address of the kernel's choice.
         let start =
-            unsafe { libc::mmap(ptr::null_mut(), length, protection, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+            unsafe { libc::mmap(ptr::null_mut(), length, protection, flags, file.as_raw_fd(), offset) };
         assert_ne!(start, libc::MAP_FAILED);
-        // SAFETY: all of the mapping; every page is there before anything is timed.
-        unsafe { libc::memset(start, 1, length) };
         Self { start: start.cast(), length }
     }
 
-    fn at(&self, at: u64, buffer: &[u8]) -> *mut u8 {
-        assert!(at as usize + buffer.len() <= self.length);
+    fn at(&self, at: u64, length: usize) -> *mut u8 {
+        assert!(at as usize + length <= self.length);
         // SAFETY: inside the mapping.
         unsafe { self.start.add(at as usize) }
     }
 
-    fn copy(&self, work: Work, at: u64, buffer: &mut [u8]) {
-        let (map, length) = (self.at(at, buffer), buffer.len());
-        match work {
+    fn word(&self, number: u64) -> u32 {
+        // SAFETY: inside the mapping, and aligned as it is.
+        unsafe { self.at(number * 4, 4).cast::<u32>().read_volatile() }
+    }
+
+    fn copy(&self, is_read: bool, at: u64, buffer: &mut [u8]) {
+        let (map, length) = (self.at(at, buffer.len()), buffer.len());
+        if is_read {
             // SAFETY: inside the mapping, and elsewhere.
-            Work::ReadRandom | Work::ReadSequential => unsafe {
-                libc::memcpy(buffer.as_mut_ptr().cast(), map.cast(), length);
-            },
+            unsafe { libc::memcpy(buffer.as_mut_ptr().cast(), map.cast(), length) };
+        } else {
             // SAFETY: as above.
-            Work::WriteRandom | Work::WriteSequential => unsafe {
-                libc::memcpy(map.cast(), buffer.as_ptr().cast(), length);
-            },
+            unsafe { libc::memcpy(map.cast(), buffer.as_ptr().cast(), length) };
         }
     }
 
-    /// Past the cache where there is such a thing, which is for stores.
-    fn stream(&self, work: Work, at: u64, buffer: &mut [u8]) {
-        if matches!(work, Work::ReadRandom | Work::ReadSequential) {
-            return self.copy(work, at, buffer);
+    /// In the widest pieces that the CPU has.
+    fn stream(&self, at: u64, buffer: &[u8]) {
+        let map = self.at(at, buffer.len());
+        // SAFETY: inside the mapping, which is aligned as its offsets are; the CPU has what is used.
+        unsafe {
+            if is_x86_feature_detected!("avx512f") {
+                stream_by_64(map.cast(), buffer);
+            } else {
+                for (number, piece) in buffer.chunks_exact(16).enumerate() {
+                    let bytes = _mm_loadu_si128(piece.as_ptr().cast());
+                    _mm_stream_si128(map.cast::<__m128i>().add(number), bytes);
+                }
+            }
+            _mm_sfence();
         }
-        let map = self.at(at, buffer).cast::<__m128i>();
-        for (number, piece) in buffer.chunks_exact(16).enumerate() {
-            // SAFETY: inside the mapping, which is aligned as its offsets are.
-            unsafe { _mm_stream_si128(map.add(number), _mm_loadu_si128(piece.as_ptr().cast())) };
-        }
-        // SAFETY: takes no operands.
-        unsafe { _mm_sfence() };
+    }
+}
+
+/// # Safety
+/// As many bytes are writable at `to`, which is a multiple of 64.
+#[target_feature(enable = "avx512f")]
+unsafe fn stream_by_64(to: *mut __m512i, bytes: &[u8]) {
+    for (number, piece) in bytes.chunks_exact(64).enumerate() {
+        // SAFETY: vouched for by the caller.
+        unsafe { _mm512_stream_si512(to.add(number), _mm512_loadu_si512(piece.as_ptr().cast())) };
     }
 }
 
