@@ -113,15 +113,13 @@ impl Arena {
         into: &mut [u8],
     ) -> Result<(), EngineError> {
         let space = &common.space;
-        let mut hold = None;
-        let mut entry = self.entry(space, sector)?;
-        loop {
+        let mut is_unwritten = false;
+        let find = || {
+            let entry = self.entry(space, sector)?;
+            is_unwritten = map::is_unwritten(entry);
             let decoded = decode_map(sector, entry);
             match decoded.kind {
-                MapKind::Zeros => {
-                    into.fill(0);
-                    return Ok(());
-                }
+                MapKind::Zeros => return Ok(None),
                 MapKind::Error => return Err(self.in_error(sector)),
                 MapKind::Data => {}
             }
@@ -130,21 +128,14 @@ impl Arena {
                 drop(self.damaged(space, Finding::MapRange { sector, block, bound }));
                 return Err(self.in_error(sector));
             }
-            let at = self.info.block_at(block);
-            match &mut hold {
-                None => hold = Some(common.readers.hold(at)),
-                Some(hold) => hold.move_to(at),
-            }
-            // Behind the hold: if the map still names the block, no writer takes it before the hold ends.
-            let again = self.entry(space, sector)?;
-            if again == entry {
-                // What was never written may have no memory yet, and needs none to be read.
-                let is_unwritten = map::is_unwritten(entry);
-                let read = if is_unwritten { space.read_at(at, into) } else { space.load(at, into) };
-                return self.latch(read);
-            }
-            entry = again;
-        }
+            Ok(Some(self.info.block_at(block)))
+        };
+        let Some((at, _hold)) = common.readers.hold_found(find)? else {
+            into.fill(0);
+            return Ok(());
+        };
+        // What was never written may have no memory yet, and needs none to be read.
+        self.latch(if is_unwritten { space.read_at(at, into) } else { space.load(at, into) })
     }
 
     fn in_error(&self, sector: u32) -> EngineError {

@@ -4,10 +4,10 @@
 //! may change that one meanwhile: a lock covers all of a cache line, as Linux' locks do.
 
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard};
 
 use smallvec::SmallVec;
 
+use super::cpu::{Mutex, MutexGuard};
 use crate::btt::Words;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::layout::{MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
@@ -18,12 +18,11 @@ const LINE_BYTES: u64 = 64;
 /// Sectors whose entries share a line, where the map starts at one.
 pub(super) const LINE_SECTORS: u32 = (LINE_BYTES / MAP_ENTRY_BYTES) as u32;
 /// Locks for the lines of all arenas. Lines this far apart share one.
-const LOCKS: u64 = 1024;
+pub(super) const LOCKS: usize = 1024;
 
 /// Locks for the lines of maps.
 pub(super) struct Locks(Box<[Lock]>);
 
-#[derive(Default)]
 #[repr(align(64))]
 struct Lock(Mutex<()>);
 
@@ -40,16 +39,17 @@ pub(super) struct Map {
 }
 
 impl Locks {
-    pub(super) fn new() -> Self {
-        Self((0..LOCKS).map(|_| Lock::default()).collect())
+    pub(super) fn new(locks: usize) -> Self {
+        Self((0..locks).map(|_| Lock(Mutex::new(()))).collect())
     }
 
     /// Locks the lines of words. In the order of the locks, so that nobody waits for who waits for him.
     #[inline]
     pub(super) fn lock(&self, words: Range<u64>) -> Locked<'_> {
         let lines = words.start / LINE_BYTES..=(words.end - 1) / LINE_BYTES;
-        let mut numbers: SmallVec<[usize; 8]> = lines.map(|line| (line % LOCKS) as usize).collect();
-        assert!(numbers.len() <= LOCKS as usize, "more lines than locks");
+        let locks = self.0.len();
+        let mut numbers: SmallVec<[usize; 8]> = lines.map(|line| line as usize % locks).collect();
+        assert!(numbers.len() <= locks, "more lines than locks");
         numbers.sort_unstable();
         let lock = |number: usize| self.0[number].0.lock().expect(NO_PANIC);
         Locked { words, _guards: numbers.into_iter().map(lock).collect() }

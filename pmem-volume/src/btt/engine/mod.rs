@@ -15,6 +15,7 @@
 //! on. Where an arena has no whole info block, its sectors are those that its size leads to, and none can be read.
 
 mod arena;
+mod cpu;
 mod exchange;
 mod lanes;
 mod map;
@@ -28,8 +29,8 @@ use thiserror::Error;
 use uuid::Uuid;
 
 use self::arena::Arena;
-use self::map::Locks;
-use self::readers::Readers;
+use self::map::{LOCKS, Locks};
+use self::readers::{Readers, SLOTS};
 use super::Words;
 use super::arena::{InfoError, read_arena};
 use super::check::Finding;
@@ -162,7 +163,7 @@ impl<S: Words> Engine<S> {
     /// Opens the BTT in `space`, of which nobody else has it open, and does what a crash kept from being done. What is
     /// found to be damaged is said by [`Engine::arenas`] and by what is asked of it.
     pub fn open(space: S) -> Result<Self, EngineError> {
-        let common = Common { space, locks: Locks::new(), readers: Readers::new() };
+        let common = Common { space, locks: Locks::new(LOCKS), readers: Readers::new(SLOTS) };
         let mut engine = Self { common, sector_bytes: 0, sectors: 0, places: Vec::new() };
         let mut next = Some(START_BYTES);
         while let Some(start_bytes) = next {

@@ -4,6 +4,8 @@ mod crash;
 mod crash_wrong;
 mod damage;
 mod model;
+mod modelled;
+mod readers;
 mod script;
 mod threads;
 

@@ -1,0 +1,181 @@
+//! Readers, writers and the locks of the map in every order that the memory may show (loom): the very code of the engine,
+//! compiled once more with loom's atomics. Steps are left out one by one, and each must be missed.
+
+use std::env;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::Command;
+
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicU64, Ordering};
+use loom::thread;
+
+use super::super::*;
+use super::cpu::{self, LeftOut};
+use super::map::{Locks, Map};
+use super::readers::Readers;
+use crate::btt::{ReadAt, WriteAt};
+
+const CHILD: &str = "FORESHORE_TEST_CHILD";
+
+/// Runs a test in a process of its own: loom's threads are coroutines, which put a handler of SIGBUS in place that knows
+/// nothing of the one before it, and that one is under test elsewhere. `name` is the test that calls this.
+fn in_own_process(name: &str, test: fn()) {
+    if env::var_os(CHILD).is_some() {
+        return test();
+    }
+    let path = format!("btt::engine::tests::modelled::order::{name}");
+    let mut command = Command::new(env::current_exe().unwrap());
+    let output = command.args(["--exact", &path]).env(CHILD, "1").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+/// Tries all orders of a model, and says what is wrong in one of them, if anything is.
+fn every_order(left_out: LeftOut, model: impl Fn() + Send + Sync + 'static) -> Result<(), String> {
+    cpu::LEFT_OUT.set(left_out);
+    let result = catch_unwind(AssertUnwindSafe(|| loom::model(model)));
+    cpu::LEFT_OUT.set(LeftOut::Nothing);
+    result.map_err(|panic| match panic.downcast::<String>() {
+        Ok(text) => *text,
+        Err(panic) => panic.downcast::<&str>().map_or_else(|_| "a panic".to_owned(), |text| text.to_string()),
+    })
+}
+
+/// A sector and two blocks, each of two words, that are torn if the words differ.
+struct Sector {
+    /// Which block the sector has, as the map says: 1 or 2.
+    map: AtomicU64,
+    blocks: [[AtomicU64; 2]; 2],
+    readers: Readers,
+}
+
+impl Sector {
+    fn new() -> Self {
+        let block = || [AtomicU64::new(0), AtomicU64::new(0)];
+        Self { map: AtomicU64::new(1), blocks: [block(), block()], readers: Readers::new(2) }
+    }
+
+    /// Writes twice with one lane, which has block 2 at first. What it finds being read it leaves alone.
+    fn write(&self) {
+        let mut free = 2;
+        for version in 1..=2 {
+            let is_read = self.readers.look().holds(free) && cpu::LEFT_OUT.get() != LeftOut::LookAtReaders;
+            if is_read {
+                return;
+            }
+            self.blocks[free as usize - 1].iter().for_each(|word| word.store(version, Ordering::Relaxed));
+            let old = self.map.load(Ordering::Relaxed);
+            // As a store of the media is: behind all earlier ones.
+            self.map.store(free, Ordering::Release);
+            free = old;
+        }
+    }
+
+    fn read(&self) {
+        let mut last = None;
+        let find = || {
+            if cpu::LEFT_OUT.get() != LeftOut::SecondLook || last.is_none() {
+                last = Some(self.map.load(Ordering::Acquire));
+            }
+            Ok::<_, ()>(last)
+        };
+        let (block, _hold) = self.readers.hold_found(find).unwrap().unwrap();
+        let [first, second] = &self.blocks[block as usize - 1];
+        let (first, second) = (first.load(Ordering::Relaxed), second.load(Ordering::Relaxed));
+        assert_eq!(first, second, "torn");
+    }
+}
+
+fn read_while_written(left_out: LeftOut) -> Result<(), String> {
+    every_order(left_out, || {
+        let sector = Arc::new(Sector::new());
+        let reader = Arc::clone(&sector);
+        let reader = thread::spawn(move || reader.read());
+        sector.write();
+        reader.join().unwrap();
+    })
+}
+
+#[test]
+fn in_no_order_a_reader_sees_a_torn_sector() {
+    in_own_process("in_no_order_a_reader_sees_a_torn_sector", || {
+        read_while_written(LeftOut::Nothing).unwrap();
+    });
+}
+
+#[test]
+fn every_step_between_readers_and_writers_is_missed() {
+    in_own_process("every_step_between_readers_and_writers_is_missed", || {
+        use LeftOut::{LookAtReaders, ReadersFence, SecondLook, WritersFence};
+        for left_out in [ReadersFence, WritersFence, SecondLook, LookAtReaders] {
+            let found = read_while_written(left_out).expect_err(&format!("{left_out:?}"));
+            assert!(found.contains("torn"), "{left_out:?}: {found}");
+        }
+    });
+}
+
+/// A word of the map.
+struct OneWord(AtomicU64);
+
+impl ReadAt for OneWord {
+    fn len_bytes(&self) -> u64 {
+        8
+    }
+
+    fn read_at(&self, _: u64, _: &mut [u8]) -> Result<(), MediaError> {
+        unreachable!("the map is words")
+    }
+}
+
+impl WriteAt for OneWord {
+    fn write_at(&self, _: u64, _: &[u8]) -> Result<(), MediaError> {
+        unreachable!("the map is words")
+    }
+
+    fn persist(&self, _: &[Range<u64>]) -> Result<(), MediaError> {
+        Ok(())
+    }
+}
+
+impl Words for OneWord {
+    fn load_word(&self, _: u64) -> Result<u64, MediaError> {
+        Ok(self.0.load(Ordering::Acquire))
+    }
+
+    fn store_word(&self, _: u64, word: u64) -> Result<(), MediaError> {
+        self.0.store(word, Ordering::Release);
+        Ok(())
+    }
+}
+
+/// Two writers change the two entries of a word.
+fn neighbours_change(left_out: LeftOut) -> Result<(), String> {
+    let media = formatted(4096);
+    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().unwrap();
+    every_order(left_out, move || {
+        let shared = Arc::new((Locks::new(1), Map::new(&info), OneWord(AtomicU64::new(0))));
+        let change = move |shared: &(Locks, Map, OneWord), sector: u32| {
+            let (locks, map, word) = shared;
+            // Locks of his own keep nobody away.
+            let own = Locks::new(1);
+            let locks = if left_out == LeftOut::LineLock { &own } else { locks };
+            let sectors = sector..sector + 1;
+            let locked = locks.lock(map.words_of(&sectors));
+            map.change(word, sectors, &locked, |_, _| sector + 7).unwrap();
+        };
+        let other = Arc::clone(&shared);
+        let other = thread::spawn(move || change(&other, 1));
+        change(&shared, 0);
+        other.join().unwrap();
+        assert_eq!(shared.2.0.load(Ordering::Acquire), 8 << 32 | 7, "lost");
+    })
+}
+
+#[test]
+fn neighbours_in_a_word_of_the_map_keep_each_other() {
+    in_own_process("neighbours_in_a_word_of_the_map_keep_each_other", || {
+        neighbours_change(LeftOut::Nothing).unwrap();
+        let found = neighbours_change(LeftOut::LineLock).unwrap_err();
+        assert!(found.contains("lost"), "{found}");
+    });
+}
