@@ -134,12 +134,15 @@ Examples:
     /// Fill a volume from an image file
     ///
     /// Holes and zeros of the image take no room in the volume. Each sector is the old one or the new one, whatever happens
-    /// meanwhile; an import that was interrupted is begun anew with --force. qcow2 is unpacked by qemu-img, which has to be
-    /// installed, to a file beside the image. Works with raw volumes, too, whose sectors may tear.
+    /// meanwhile; an import that was interrupted is begun anew with --force. Works with raw volumes, too, whose sectors may tear.
+    ///
+    /// The format is never guessed: a guest can write a qcow2 header to its disk, and such a header can name files of this
+    /// host. qcow2 is unpacked by qemu-img, which has to be installed, to a file beside the image; an image that names
+    /// another file (a backing file, a data file) is refused.
     #[command(after_help = "\
 Examples:
   pmvol btt import /pm/pool data --from data.img
-  pmvol btt import /pm/pool data --from debian.qcow2       told by its first bytes; --format raw takes it as it is
+  pmvol btt import /pm/pool data --from debian.qcow2 --format qcow2
   pmvol btt import /pm/pool data --from data.img --force   whatever the volume holds")]
     Import {
         #[command(flatten)]
@@ -147,7 +150,7 @@ Examples:
         /// The image, no larger than the volume
         #[arg(long, value_name = "FILE")]
         from: PathBuf,
-        /// What the file is; found out if nothing is said
+        /// What the file is: raw if nothing is said, but then it may not begin as qcow2 does
         #[arg(long, value_enum)]
         format: Option<ImageFormat>,
         /// Also if the volume holds data, which is replaced by the image, and by zeros behind its end

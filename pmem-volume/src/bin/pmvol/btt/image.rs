@@ -1,15 +1,13 @@
 //! Image files: one that appears when it is complete, and qcow2 by qemu-img.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
 
 const QEMU_IMG: &str = "qemu-img";
-/// First bytes of a qcow2 image (QEMU docs/interop/qcow2.txt).
-const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
 
 /// A file that gets its name when it is complete.
 pub(super) struct PartFile {
@@ -71,17 +69,7 @@ fn beside(path: &Path, ending: &str) -> PathBuf {
     name.into()
 }
 
-/// Is the file a qcow2 image?
-pub(super) fn is_qcow2(path: &Path) -> io::Result<bool> {
-    let mut magic = [0; QCOW2_MAGIC.len()];
-    match File::open(path)?.read_exact(&mut magic) {
-        Ok(()) => Ok(magic == QCOW2_MAGIC),
-        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
-        Err(error) => Err(error),
-    }
-}
-
-/// A qcow2 image as a raw file beside it, which goes when it is dropped.
+/// A qcow2 image, which was checked to name no other file, as a raw file beside it, which goes when it is dropped.
 pub(super) fn unpacked(path: &Path) -> anyhow::Result<PartFile> {
     let mut raw = PartFile::new(&beside(path, ".raw"), true)?;
     convert("qcow2", path, "raw", &raw.part)?;

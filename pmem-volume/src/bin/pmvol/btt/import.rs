@@ -14,8 +14,9 @@ use pmem_volume::size::display;
 
 use super::args::{ImageFormat, Place};
 use super::export::is_zero;
-use super::image::{is_qcow2, require_qemu_img, unpacked};
+use super::image::{PartFile, require_qemu_img, unpacked};
 use super::media::Media;
+use super::qcow2;
 use crate::commands::Outcome;
 use crate::meter::watched;
 use crate::print::emit;
@@ -32,48 +33,19 @@ pub(super) fn import(
     format: Option<ImageFormat>,
     force: bool,
 ) -> anyhow::Result<Outcome> {
-    let failed = || format!("cannot read {}", from.display());
-    if !std::fs::metadata(from).with_context(failed)?.is_file() {
-        bail!("{}: it is no regular file, and an image is one", from.display());
-    }
-    let format = match format {
-        Some(format) => format,
-        None if is_qcow2(from).with_context(failed)? => ImageFormat::Qcow2,
-        None => ImageFormat::Raw,
-    };
-    if format == ImageFormat::Qcow2 {
-        require_qemu_img()?;
-    }
+    let source = Source::open(from, format)?;
     // Before anything long is begun.
     let media = Media::change(place)?;
     let target = Target::of(&media)?;
+    source.check_room(place, target.len_bytes())?;
     let holds_data = watched(|progress| target.holds_data(progress))?;
     if holds_data && !force {
         bail!("{} holds data; --force replaces it all", place.name());
     }
-    let raw = match format {
-        ImageFormat::Qcow2 => Some(unpacked(from)?),
-        ImageFormat::Raw => None,
-    };
-    let opened;
-    let file = match &raw {
-        Some(raw) => &raw.file,
-        None => {
-            opened = File::open(from).with_context(failed)?;
-            &opened
-        }
-    };
-    let image_bytes = file.metadata().with_context(failed)?.len();
-    let room_bytes = target.len_bytes();
-    if image_bytes > room_bytes {
-        bail!(
-            "{}: the image has {image_bytes} bytes ({}), and {} has room for {room_bytes} ({})",
-            from.display(),
-            display(image_bytes),
-            place.name(),
-            display(room_bytes)
-        );
-    }
+    let source = source.unpacked()?;
+    // qemu-img has seen the image later than we did.
+    source.check_room(place, target.len_bytes())?;
+    let (file, image_bytes) = (&source.file, source.len_bytes);
     let data_bytes = watched(|progress| {
         Copy { target: &target, file, image_bytes, holds_data, data_bytes: 0 }.run(progress)
     })
@@ -89,6 +61,70 @@ pub(super) fn import(
         )
     })?;
     Ok(Outcome::Done)
+}
+
+/// The image.
+struct Source<'a> {
+    path: &'a Path,
+    file: File,
+    format: ImageFormat,
+    /// Of what is in it.
+    len_bytes: u64,
+    /// What it was unpacked to goes with it.
+    _unpacked: Option<PartFile>,
+}
+
+impl<'a> Source<'a> {
+    fn open(path: &'a Path, format: Option<ImageFormat>) -> anyhow::Result<Self> {
+        let failed = || format!("cannot read {}", path.display());
+        if !std::fs::metadata(path).with_context(failed)?.is_file() {
+            bail!("{}: it is no regular file, and an image is one", path.display());
+        }
+        let file = File::open(path).with_context(failed)?;
+        if format.is_none() && qcow2::begins_as_qcow2(&file).with_context(failed)? {
+            bail!(
+                "{}: it begins as a qcow2 image does, which may as well be what a guest has written to its disk; \
+                 say --format raw to take its bytes as they are, or --format qcow2 to unpack it",
+                path.display()
+            );
+        }
+        let format = format.unwrap_or(ImageFormat::Raw);
+        let len_bytes = match format {
+            ImageFormat::Raw => file.metadata().with_context(failed)?.len(),
+            ImageFormat::Qcow2 => {
+                require_qemu_img()?;
+                qcow2::check(&file).with_context(|| format!("{}", path.display()))?
+            }
+        };
+        Ok(Self { path, file, format, len_bytes, _unpacked: None })
+    }
+
+    fn check_room(&self, place: &Place, room_bytes: u64) -> anyhow::Result<()> {
+        if self.len_bytes > room_bytes {
+            bail!(
+                "{}: the image has {} bytes ({}), and {} has room for {room_bytes} ({})",
+                self.path.display(),
+                self.len_bytes,
+                display(self.len_bytes),
+                place.name(),
+                display(room_bytes)
+            );
+        }
+        Ok(())
+    }
+
+    /// The same as raw bytes.
+    fn unpacked(self) -> anyhow::Result<Self> {
+        match self.format {
+            ImageFormat::Raw => Ok(self),
+            ImageFormat::Qcow2 => {
+                let raw = unpacked(self.path)?;
+                let file = raw.file.try_clone()?;
+                let len_bytes = file.metadata()?.len();
+                Ok(Self { file, len_bytes, _unpacked: Some(raw), ..self })
+            }
+        }
+    }
 }
 
 /// What is written to: sectors of a BTT, or a raw volume's bytes.

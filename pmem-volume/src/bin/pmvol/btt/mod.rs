@@ -6,6 +6,7 @@ mod image;
 mod import;
 mod media;
 mod print;
+mod qcow2;
 mod sectors;
 
 use pmem_volume::btt::{self, GiveUp};

@@ -1,0 +1,148 @@
+//! What a qcow2 image's header says, as far as it decides whether `qemu-img` may be let at the image (QEMU
+//! docs/interop/qcow2.txt).
+//!
+//! A guest writes what it likes to sector 0 of its disk, a qcow2 header too. So a format is never guessed, and an image
+//! that names other files is refused: they would be read with our rights, and their content given to the guest.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use thiserror::Error;
+
+/// First bytes of an image.
+const MAGIC: [u8; 4] = *b"QFI\xfb";
+/// Bytes of a header of version 2, and of those fields of a longer one that are read here.
+const V2_BYTES: usize = 72;
+const READ_BYTES: usize = 80;
+/// Incompatible feature: the data lies in a file of its own.
+const EXTERNAL_DATA: u64 = 1 << 2;
+
+/// Why an image is not unpacked.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub(super) enum Qcow2Error {
+    /// Something else.
+    #[error("it is no qcow2 image: its first bytes are others")]
+    NoMagic,
+    /// It ends within its header.
+    #[error("it is no qcow2 image: it has {length_bytes} bytes, less than a header")]
+    Short {
+        /// Its length.
+        length_bytes: usize,
+    },
+    /// A later format.
+    #[error("its qcow2 version is {0}, and 2 and 3 are known")]
+    Version(u32),
+    /// What is not in it comes from another file.
+    #[error("it has a backing file, from which {REFUSED}")]
+    BackingFile,
+    /// It has no data of its own.
+    #[error("its data lies in another file, from which {REFUSED}")]
+    ExternalData,
+}
+
+const REFUSED: &str = "nothing is read: who made the image may have named any file of this host. If you trust it, \
+                       make one image of both (`qemu-img convert -f qcow2 -O raw IMAGE NEW`) and import that";
+
+/// Does the file begin as a qcow2 image does?
+pub(super) fn begins_as_qcow2(file: &File) -> io::Result<bool> {
+    Ok(begin(file)?.starts_with(&MAGIC))
+}
+
+/// Is the file an image that names no other file? How many bytes it has when it is unpacked.
+pub(super) fn check(file: &File) -> anyhow::Result<u64> {
+    Ok(parse(&begin(file)?)?)
+}
+
+fn begin(file: &File) -> io::Result<Vec<u8>> {
+    let mut header = vec![0; READ_BYTES];
+    let mut length = 0;
+    while length < READ_BYTES {
+        match file.read_at(&mut header[length..], length as u64) {
+            Ok(0) => break,
+            Ok(count) => length += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    header.truncate(length);
+    Ok(header)
+}
+
+fn parse(header: &[u8]) -> Result<u64, Qcow2Error> {
+    if !header.starts_with(&MAGIC) {
+        return Err(Qcow2Error::NoMagic);
+    }
+    let short = Qcow2Error::Short { length_bytes: header.len() };
+    if header.len() < V2_BYTES {
+        return Err(short);
+    }
+    let number = |at: usize| u64::from_be_bytes(header[at..at + 8].try_into().expect("eight bytes"));
+    // Version 2 has no features.
+    let features = match u32::from_be_bytes(header[4..8].try_into().expect("four bytes")) {
+        2 => 0,
+        3 if header.len() < READ_BYTES => return Err(short),
+        3 => number(72),
+        version => return Err(Qcow2Error::Version(version)),
+    };
+    if number(8) != 0 {
+        return Err(Qcow2Error::BackingFile);
+    }
+    if features & EXTERNAL_DATA != 0 {
+        return Err(Qcow2Error::ExternalData);
+    }
+    Ok(number(24))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A header of an image of 5 MiB that is in one file.
+    fn header(version: u8) -> Vec<u8> {
+        let mut header = vec![0; READ_BYTES];
+        header[..4].copy_from_slice(&MAGIC);
+        header[7] = version;
+        header[24..32].copy_from_slice(&(5u64 << 20).to_be_bytes());
+        header
+    }
+
+    #[test]
+    fn an_image_in_one_file_is_taken_and_its_size_told() {
+        assert_eq!(parse(&header(2)[..V2_BYTES]), Ok(5 << 20));
+        let mut image = header(3);
+        // Dirty, corrupt, compression type, extended L2 entries: those are qemu-img's to judge.
+        image[79] = 0b1_1011;
+        assert_eq!(parse(&image), Ok(5 << 20));
+    }
+
+    #[test]
+    fn an_image_that_names_another_file_is_refused_whatever_byte_says_so() {
+        for at in 8..16 {
+            for version in [2, 3] {
+                let mut image = header(version);
+                image[at] = 1;
+                assert_eq!(parse(&image), Err(Qcow2Error::BackingFile), "byte {at}");
+            }
+        }
+        let mut image = header(3);
+        image[79] = 0b100;
+        assert_eq!(parse(&image), Err(Qcow2Error::ExternalData));
+        // There these bytes belong to no header.
+        image[7] = 2;
+        assert_eq!(parse(&image), Ok(5 << 20));
+    }
+
+    #[test]
+    fn what_is_no_header_is_told() {
+        assert_eq!(parse(b""), Err(Qcow2Error::NoMagic));
+        assert_eq!(parse(&header(3)[1..]), Err(Qcow2Error::NoMagic));
+        for (version, length) in [(2, 4), (2, 71), (3, 79)] {
+            let image = &header(version)[..length];
+            assert_eq!(parse(image), Err(Qcow2Error::Short { length_bytes: length }));
+        }
+        for version in [0, 1, 4, 255] {
+            assert_eq!(parse(&header(version)), Err(Qcow2Error::Version(u32::from(version))));
+        }
+    }
+}
