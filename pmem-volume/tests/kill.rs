@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 
-use pmem_volume::pool::Scrubber;
+use pmem_volume::pool::{Scrubber, SplitContent};
 use pmem_volume::{
     CHUNK_BYTES, Durability, Extent, OpenMode, Pool, Shrink, VolumeFormat, VolumeInfo, VolumeSize,
 };
@@ -46,10 +46,26 @@ fn say(text: &str) {
     out.flush().unwrap();
 }
 
-/// What the first word of a volume's chunk is marked with.
-fn mark_of(volume: &VolumeInfo, index: u64) -> u64 {
-    (volume.uuid.as_u64_pair().0 | 1).wrapping_mul(2 * index + 1)
+/// Where the marks of a raw volume's chunks come from: from itself, or, in a part of one that was split, from that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Origin {
+    base: u64,
+    first: u64,
 }
+
+impl Origin {
+    fn of(volume: &VolumeInfo) -> Self {
+        Self { base: volume.uuid.as_u64_pair().0 | 1, first: 0 }
+    }
+
+    /// What the first word of a chunk is marked with.
+    fn mark(self, index: u64) -> u64 {
+        self.base.wrapping_mul(2 * (self.first + index) + 1)
+    }
+}
+
+/// Nothing but blocks lies there, in BTT volumes of these sizes.
+const BLOCKS_AT: u64 = CHUNK_BYTES / 2;
 
 /// Where each chunk of a volume lies in the file.
 fn places(pool: &Arc<Pool>, name: &str) -> Vec<u64> {
@@ -108,7 +124,7 @@ fn the_process_that_is_killed() {
     let mut busy = Busy::start(Pool::open(&path, OpenMode::ReadWrite).unwrap(), random.below(1 << 30));
     loop {
         let pool = Arc::clone(&busy.pool);
-        match random.below(12) {
+        match random.below(14) {
             0 => {
                 let bytes = pool.info().total_bytes + CHUNK_BYTES;
                 drop(pool);
@@ -123,6 +139,7 @@ fn the_process_that_is_killed() {
             1..=3 => make(&pool, &mut random),
             4..=6 => resize(&pool, &mut random),
             7 | 8 => rename(&pool, &mut random),
+            12 | 13 => split(&pool, &mut random),
             9 => {
                 pool.scrub_some((random.below(8) + 1) * CHUNK_BYTES).unwrap();
                 say("scrubbed");
@@ -152,9 +169,32 @@ fn make(pool: &Arc<Pool>, random: &mut Random) {
     say(&format!("make {name} {chunks}"));
     let made = pool.create_volume(&name, VolumeSize::Bytes(chunks * CHUNK_BYTES), format);
     say(if made.is_ok() { "done" } else { "refused" });
-    if let (Ok(info), VolumeFormat::Raw) = (made, format) {
+    if let Ok(info) = made {
         mark(pool, &info, 0);
     }
+}
+
+/// In two; the first keeps the name.
+fn split(pool: &Arc<Pool>, random: &mut Random) {
+    let Some(volume) = pick(pool, random) else { return };
+    let (kind, first) = match volume.format {
+        VolumeFormat::Btt => ('b', BTT_CHUNKS),
+        VolumeFormat::Raw => ('v', random.below(2) + 1),
+    };
+    let Some(other) = free_name(pool, kind, random) else { return };
+    let chunks = volume.size_bytes / CHUNK_BYTES;
+    say(&format!(
+        "split {} {first} {other} {} {}",
+        volume.name,
+        chunks.saturating_sub(first),
+        Origin::of(&volume).base
+    ));
+    let parts =
+        [(volume.name.clone(), VolumeSize::Bytes(first * CHUNK_BYTES)), (other, VolumeSize::Remaining)];
+    // Too small: ordinary.
+    let parts = pool.split_volume(&volume.name, &parts, SplitContent::GiveUp);
+    say(if parts.is_ok() { "done" } else { "refused" });
+    parts.iter().flatten().for_each(|part| mark(pool, part, 0));
 }
 
 fn resize(pool: &Arc<Pool>, random: &mut Random) {
@@ -166,7 +206,7 @@ fn resize(pool: &Arc<Pool>, random: &mut Random) {
     let resized = pool.resize_volume(&volume.name, size, Shrink::Allow);
     say(if resized.is_ok() { "done" } else { "refused" });
     let had = volume.size_bytes / CHUNK_BYTES;
-    if resized.is_ok() && volume.format == VolumeFormat::Raw && had < chunks {
+    if resized.is_ok() && had < chunks {
         mark(pool, &volume, had);
     }
 }
@@ -180,12 +220,13 @@ fn rename(pool: &Arc<Pool>, random: &mut Random) {
     say("done");
 }
 
-/// Writes into a volume's chunks from `first` on, as a guest would.
+/// Writes into a volume's chunks from `first` on, as a guest would: into blocks of a BTT, of which its map knows nothing.
 fn mark(pool: &Arc<Pool>, volume: &VolumeInfo, first: u64) {
     let places = places(pool, &volume.name);
     say(&format!("mark {} {}", volume.name, places.len()));
+    let within = if volume.format == VolumeFormat::Btt { BLOCKS_AT } else { 0 };
     for (index, at) in (0..).zip(places).skip(first as usize) {
-        pool.file().write_all_at(&mark_of(volume, index).to_le_bytes(), at).unwrap();
+        pool.file().write_all_at(&Origin::of(volume).mark(index).to_le_bytes(), at + within).unwrap();
     }
     say("done");
 }
@@ -211,9 +252,36 @@ struct Known {
     chunks: u64,
     /// So many of them are marked.
     marked: u64,
+    /// As chunks of another volume.
+    origin: Option<Origin>,
+}
+
+impl Known {
+    fn new(chunks: u64) -> Self {
+        Self { chunks, marked: 0, origin: None }
+    }
+
+    /// What a marked chunk has, unless it was marked anew.
+    fn origin(&self, volume: &VolumeInfo) -> Origin {
+        self.origin.unwrap_or(Origin::of(volume))
+    }
 }
 
 type State = BTreeMap<String, Known>;
+
+/// A raw volume's parts keep its marks; those of a BTT have nothing of what was there.
+fn split_known(state: &mut State, words: &[&str]) {
+    let number = |at: usize| words[at].parse::<u64>().unwrap();
+    let (first, rest, base) = (number(1), number(3), number(4));
+    let whole = state.remove(words[0]).expect("it is there");
+    let marked = if words[0].starts_with('b') { 0 } else { whole.marked };
+    let origin = |first| Some(Origin { base, first });
+    let parts = [
+        (words[0], Known { chunks: first, marked: marked.min(first), origin: origin(0) }),
+        (words[2], Known { chunks: rest, marked: marked.saturating_sub(first), origin: origin(first) }),
+    ];
+    state.extend(parts.map(|(name, known)| (name.to_owned(), known)));
+}
 
 /// What the process said, up to its death.
 #[derive(Default)]
@@ -231,12 +299,16 @@ impl Said {
         let chunks = || words[2].parse::<u64>().unwrap();
         let mut next = self.state.clone();
         match words[0] {
-            "make" => drop(next.insert(words[1].to_owned(), Known { chunks: chunks(), marked: 0 })),
+            "make" => drop(next.insert(words[1].to_owned(), Known::new(chunks()))),
             "resize" => {
                 let volume = next.get_mut(words[1]).expect("it is there");
-                *volume = Known { chunks: chunks(), marked: volume.marked.min(chunks()) };
+                *volume = Known { chunks: chunks(), marked: volume.marked.min(chunks()), ..*volume };
             }
-            "mark" => next.get_mut(words[1]).expect("it is there").marked = chunks(),
+            "mark" => {
+                let volume = next.get_mut(words[1]).expect("it is there");
+                *volume = Known { marked: chunks(), origin: None, ..*volume };
+            }
+            "split" => split_known(&mut next, &words[1..]),
             "rename" => {
                 let volume = next.remove(words[1]).expect("it is there");
                 next.insert(words[2].to_owned(), volume);
@@ -273,18 +345,28 @@ impl Said {
     }
 }
 
-/// Holds what raw volumes read as against what was written: in the first state at least, in the second at most.
+/// Holds what volumes read as against what was written: in the first state at least, in the second at most.
 fn verify_content(pool: &Arc<Pool>, [least, most]: &[State; 2]) {
-    for volume in pool.volumes().iter().filter(|volume| volume.format == VolumeFormat::Raw) {
+    for volume in pool.volumes() {
+        let (least, most) = (&least[&volume.name], &most[&volume.name]);
+        let is_raw = volume.format == VolumeFormat::Raw;
         for (index, at) in (0..).zip(places(pool, &volume.name)) {
             let mut pages = [[0; PAGE_BYTES]; 2];
-            pool.file().read_exact_at(&mut pages[0], at).unwrap();
-            pool.file().read_exact_at(&mut pages[1], at + CHUNK_BYTES - PAGE_BYTES as u64).unwrap();
+            // The rest of a BTT is its own.
+            let looked_at = match is_raw {
+                true => [at, at + CHUNK_BYTES - PAGE_BYTES as u64],
+                false => [at + BLOCKS_AT, at + BLOCKS_AT + PAGE_BYTES as u64],
+            };
+            pages
+                .iter_mut()
+                .zip(looked_at)
+                .for_each(|(page, at)| pool.file().read_exact_at(page, at).unwrap());
             let (word, rest) = pages[0].split_first_chunk::<8>().unwrap();
-            let (word, mark) = (u64::from_le_bytes(*word), mark_of(volume, index));
+            let word = u64::from_le_bytes(*word);
+            let is_mark = |known: &Known| index < known.marked && word == known.origin(&volume).mark(index);
+            let is_zero = word == 0 && index >= least.marked;
             let what = format!("chunk {index} of {}: {word:#x}", volume.name);
-            assert!(word == mark || index >= least[&volume.name].marked, "{what}: lost");
-            assert!(word == 0 || (word == mark && index < most[&volume.name].marked), "{what}: not its own");
+            assert!(is_mark(least) || is_mark(most) || is_zero, "{what}: lost, or not its own");
             assert!(rest.iter().chain(&pages[1]).all(|byte| *byte == 0), "{what}: somebody's memory");
         }
     }
@@ -329,12 +411,13 @@ fn verify(path: &Path, said: &mut Said) -> bool {
     // Also that free chunks read as zeros.
     assert_eq!(pool.check().unwrap().pool, []);
     // What was being marked is marked now, so that the next round knows.
-    for volume in pool.volumes().iter().filter(|volume| volume.format == VolumeFormat::Raw) {
+    for volume in pool.volumes() {
+        let within = if volume.format == VolumeFormat::Btt { BLOCKS_AT } else { 0 };
         for (index, at) in (0..).zip(places(&pool, &volume.name)) {
-            pool.file().write_all_at(&mark_of(volume, index).to_le_bytes(), at).unwrap();
+            pool.file().write_all_at(&Origin::of(&volume).mark(index).to_le_bytes(), at + within).unwrap();
         }
     }
-    let marked = |(name, chunks): (String, u64)| (name, Known { chunks, marked: chunks });
+    let marked = |(name, chunks): (String, u64)| (name, Known { marked: chunks, ..Known::new(chunks) });
     said.state = found.into_iter().map(marked).collect();
     report.waiting_bytes() > 0
 }

@@ -36,8 +36,6 @@ const BLOCK_ALIGNMENT: u32 = 64;
 
 /// Bytes of a map entry.
 pub(super) const MAP_ENTRY_BYTES: u64 = 4;
-/// A map is written in pieces of this many entries.
-const MAP_PIECE: u32 = 1 << 16;
 /// Map entry: the block.
 pub(super) const MAP_BLOCK: u32 = (1 << 30) - 1;
 /// Map entry: reads of the sector fail. With [`MAP_ZERO`]: an ordinary entry.
@@ -108,7 +106,10 @@ const _: () = {
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum GeometryError {
     /// No room for an arena.
-    #[error("volume size {size_bytes} ({}) is too small for a BTT, which needs at least {}", display(*size_bytes), display(MIN_VOLUME_BYTES))]
+    #[error(
+        "volume size {size_bytes} ({}) is too small for a BTT, which needs at least {}",
+        display(*size_bytes), display(MIN_VOLUME_BYTES)
+    )]
     TooSmall {
         /// Size of the volume.
         size_bytes: u64,
@@ -194,25 +195,6 @@ impl Layout {
 
     /// Writes an empty table. The space must read as zeros, which is what an unwritten map is.
     pub fn format(&self, space: &impl WriteAt) -> Result<(), MediaError> {
-        write_arenas(space, &self.arenas, &self.common())
-    }
-
-    /// The same where there is old content, of which no sector shows anything: the map says of each that it reads as zeros.
-    /// Doing it again changes nothing, so whoever was kept from finishing it does it from the start.
-    ///
-    /// 1. Info blocks of former arenas, where a copy is looked for, and the map, persist.
-    /// 2. As above.
-    pub fn format_over(&self, space: &impl WriteAt) -> Result<(), MediaError> {
-        let end = self.arenas.last().map_or(0, |arena| arena.start + arena.info2off + INFO_BYTES);
-        for at in (CHUNK_BYTES..=end).step_by(CHUNK_BYTES as usize).map(|end| end - INFO_BYTES) {
-            let mut signature = [0; SIGNATURE.len()];
-            space.read_at(at, &mut signature)?;
-            if signature == SIGNATURE {
-                space.write_at(at, &[0; INFO_BYTES as usize])?;
-                space.persist(std::slice::from_ref(&(at..at + INFO_BYTES)))?;
-            }
-        }
-        self.arenas.iter().try_for_each(|arena| arena.write_zero_map(space))?;
         write_arenas(space, &self.arenas, &self.common())
     }
 
@@ -307,21 +289,6 @@ impl ArenaLayout {
             info2off,
             nextoff,
         }
-    }
-
-    /// A map of sectors that read as zeros, each with the block of its own number; durable at return.
-    fn write_zero_map(&self, space: &impl WriteAt) -> Result<(), MediaError> {
-        let map_at = self.start + self.mapoff;
-        for first in (0..self.external_nlba).step_by(MAP_PIECE as usize) {
-            let count = MAP_PIECE.min(self.external_nlba - first);
-            let mut bytes: Vec<u8> =
-                (first..first + count).flat_map(|sector| (sector | MAP_ZERO).to_le_bytes()).collect();
-            // Whole words; what follows the map's last entry is nobody's.
-            bytes.resize(bytes.len().next_multiple_of(8), 0);
-            space.write_at(map_at + u64::from(first) * MAP_ENTRY_BYTES, &bytes)?;
-        }
-        let map_bytes = u64::from(self.external_nlba) * MAP_ENTRY_BYTES;
-        space.persist(std::slice::from_ref(&(map_at..map_at + map_bytes.next_multiple_of(8))))
     }
 
     /// Each lane owns one of the blocks behind those that the sectors map to at first.

@@ -2,16 +2,13 @@
 
 use super::create::FileSystem;
 use super::{Backing, Pool, PoolError, bytes};
-use crate::btt::{self, ARENA_MAX_BYTES};
+use crate::btt::ARENA_MAX_BYTES;
 
 /// Pages of the pool's tables that making a volume may store to for the first time.
 const TABLES_BYTES: u64 = 128 << 10;
 
 /// What formatting an arena of a BTT stores: two info blocks and the log of 256 lanes, in whole pages.
 const ARENA_FORMAT_BYTES: u64 = 32 << 10;
-
-/// Bytes of a map entry, of which there is one for each sector.
-const MAP_ENTRY_BYTES: u64 = 4;
 
 fn format_bytes(chunks: u32) -> u64 {
     bytes(chunks).div_ceil(ARENA_MAX_BYTES) * ARENA_FORMAT_BYTES
@@ -24,10 +21,9 @@ impl Pool {
         self.check_room(TABLES_BYTES + format_bytes(chunks))
     }
 
-    /// The same for parts of so many chunks each, whose maps are written as well.
+    /// The same for parts of so many chunks each.
     pub(super) fn check_split_room(&self, parts: &[u32]) -> Result<(), PoolError> {
-        let map_bytes = |chunks: u32| bytes(chunks) / u64::from(btt::SECTOR_BYTES) * MAP_ENTRY_BYTES;
-        let of_parts = parts.iter().map(|chunks| format_bytes(*chunks) + map_bytes(*chunks));
+        let of_parts = parts.iter().map(|chunks| format_bytes(*chunks));
         self.check_room(TABLES_BYTES + of_parts.sum::<u64>())
     }
 

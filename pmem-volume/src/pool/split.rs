@@ -3,15 +3,16 @@
 //! A chunk is named by slot and index, and a large volume has more chunks than a transaction has words. So the
 //! transaction changes the records alone: from then on the volume is as long as its first part, and each other part's
 //! record says from which chunk on it was a part of which volume. A chunk that is still named as it was before belongs to
-//! the part that this leads to. Only then are the chunks named anew, and BTTs written; who opens the pool after a crash
-//! does it again.
+//! the part that this leads to. Only then are the chunks named anew; those of BTTs are erased, because who maps a part
+//! sees its bytes and not what its map says of them, and BTTs are written. Who opens the pool after a crash does it again.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use thiserror::Error;
 use uuid::Uuid;
 
-use super::chunk::runs;
+use super::chunk::{Run, runs};
 use super::create::unix_now_s;
 use super::memory::chunk_count;
 use super::scan::VolumeEntry;
@@ -23,6 +24,7 @@ use super::{Pool, PoolError, State, mirrored, redo_log};
 use crate::CHUNK_BYTES;
 use crate::btt::{self, Layout};
 use crate::media::{Media, MediaError};
+use crate::progress::{OnProgress, Progress, Task, unheard};
 use crate::size::display;
 
 /// What becomes of a BTT volume's content. A raw volume's bytes stay, each in its part.
@@ -86,7 +88,7 @@ pub enum SplitError {
     },
     /// There is something in it.
     #[error(
-        "it holds data, and a BTT cannot be cut: its parts would be empty. --force splits it all the same, and its content is gone"
+        "it holds data, and a BTT cannot be cut: its parts would be empty. --force splits it all the same, and erases its content"
     )]
     HoldsData,
 }
@@ -94,13 +96,23 @@ pub enum SplitError {
 impl Pool {
     /// Splits a volume that nobody in this process has open into volumes of the names and sizes given, in its order;
     /// [`VolumeSize::Remaining`] is what the others leave. One of them may have its name. Raw volumes keep their bytes;
-    /// those with a BTT become empty ones, which see nothing of what was there before. After a crash the volume is as it
-    /// was, or all parts are there.
+    /// those with a BTT are erased and become empty ones. After a crash the volume is as it was, or all parts are there.
     pub fn split_volume(
         &self,
         name: &str,
         parts: &[(String, VolumeSize)],
         content: SplitContent,
+    ) -> Result<Vec<VolumeInfo>, PoolError> {
+        self.split_volume_with(name, parts, content, &mut unheard)
+    }
+
+    /// The same; `progress` hears how much is erased. Others use the pool meanwhile, but not the parts.
+    pub fn split_volume_with(
+        &self,
+        name: &str,
+        parts: &[(String, VolumeSize)],
+        content: SplitContent,
+        progress: OnProgress<'_>,
     ) -> Result<Vec<VolumeInfo>, PoolError> {
         let mut state = self.lock_for_change()?;
         let slot = state.require_closed_volume(name)?;
@@ -117,7 +129,13 @@ impl Pool {
             }
             self.check_split_room(&chunks)?;
         }
-        self.split(&mut state, slot, records)
+        let slots = self.split(&mut state, slot, records)?;
+        drop(state);
+        let filled = self.empty_parts(&slots, progress);
+        let mut state = self.lock_state();
+        let settled = filled.and_then(|()| self.settle_parts(&mut state, &slots));
+        state.open_volumes.retain(|slot| !slots.contains(slot));
+        settled.map(|()| slots.iter().map(|slot| volume_info(&state.volumes[slot])).collect())
     }
 
     /// The records of the parts, the first of them in the volume's own slot.
@@ -158,13 +176,15 @@ impl Pool {
     }
 
     /// 1. The records of all parts, as one transaction: from here on there are the parts.
-    /// 2. Everything that they are still to become.
+    /// 2. Owner words of their chunks, persist.
+    ///
+    /// Until they are settled nobody opens, changes or deletes them.
     fn split(
         &self,
         state: &mut State,
         slot: Slot,
         records: Vec<VolumeRecord>,
-    ) -> Result<Vec<VolumeInfo>, PoolError> {
+    ) -> Result<Vec<Slot>, PoolError> {
         let words = self.latch(self.split_words(&records))?;
         self.latch(redo_log::commit(self.media(), &self.superblock, &words))?;
         let old = state.volumes.remove(&slot).expect("found by the caller");
@@ -174,8 +194,31 @@ impl Pool {
             let own = (0..).zip(chunks.by_ref().take(record.chunks as usize)).collect();
             state.volumes.insert(record.slot, VolumeEntry { record, chunks: own });
         }
-        self.latch(finish(self.media(), &self.superblock, &mut state.volumes))?;
-        Ok(slots.iter().map(|slot| volume_info(&state.volumes[slot])).collect())
+        self.latch(name_chunks(self.media(), &self.superblock, &state.volumes, &slots))?;
+        state.open_volumes.extend(&slots);
+        Ok(slots)
+    }
+
+    /// 3. The chunks of parts that get a BTT, erased, durably. This takes long, and is done without the state's lock.
+    fn empty_parts(&self, slots: &[Slot], progress: OnProgress<'_>) -> Result<(), PoolError> {
+        let runs = unformatted_runs(&self.lock_state().volumes, slots);
+        let total_bytes = runs.iter().map(|run| run.len_bytes()).sum();
+        let mut done_bytes = 0;
+        for batch in batches(&runs) {
+            progress(Progress { task: Task::Erase, done_bytes, total_bytes });
+            self.latch(self.media().erase(&batch))?;
+            done_bytes += batch.iter().map(|range| range.end - range.start).sum::<u64>();
+        }
+        if total_bytes > 0 {
+            progress(Progress { task: Task::Erase, done_bytes, total_bytes });
+        }
+        Ok(())
+    }
+
+    /// 4. Their BTTs, and the records.
+    fn settle_parts(&self, state: &mut State, slots: &[Slot]) -> Result<(), PoolError> {
+        self.latch(format_parts(self.media(), &state.volumes, slots))?;
+        self.latch(settle_records(self.media(), &self.superblock, &mut state.volumes, slots))
     }
 
     /// What changes in the copies of the records.
@@ -193,34 +236,38 @@ impl Pool {
 /// Words of a record's two copies.
 const RECORD_WORDS: u64 = 2 * super::layout::VOLUME_RECORD_BYTES / 8;
 
-/// Finishes what is left of splits. Doing it again changes nothing.
+/// Chunks that are erased in one go, 256 MiB: on a disk each time costs a barrier.
+const BATCH_CHUNKS: u32 = 128;
+
+/// Finishes what a crash left of splits. Doing it again changes nothing.
 ///
 /// 1. Owner words of the parts' chunks, persist: from here on each is named as its part's.
-/// 2. BTTs, durable.
-/// 3. The records, which say that this is done.
+/// 2. The chunks of parts that get a BTT, erased, durably.
+/// 3. BTTs, durable.
+/// 4. The records, which say that this is done.
 pub(super) fn finish(
     media: &dyn Media,
     superblock: &Superblock,
     volumes: &mut BTreeMap<Slot, VolumeEntry>,
 ) -> Result<(), MediaError> {
-    name_chunks(media, superblock, volumes)?;
-    format_parts(media, volumes)?;
-    for (slot, volume) in volumes.iter_mut().filter(|(_, volume)| volume.record.part.is_some()) {
-        let record = &mut volume.record;
-        (record.part, record.sequence) = (None, record.sequence.wrapping_add(1));
-        mirrored::write(media, superblock.volume_record_offsets(*slot), &record.to_bytes())?;
-    }
-    Ok(())
+    let slots: Vec<_> =
+        volumes.iter().filter(|(_, volume)| volume.record.part.is_some()).map(|(slot, _)| *slot).collect();
+    name_chunks(media, superblock, volumes, &slots)?;
+    batches(&unformatted_runs(volumes, &slots)).iter().try_for_each(|batch| media.erase(batch))?;
+    format_parts(media, volumes, &slots)?;
+    settle_records(media, superblock, volumes, &slots)
 }
 
 pub(super) fn name_chunks(
     media: &dyn Media,
     superblock: &Superblock,
     volumes: &BTreeMap<Slot, VolumeEntry>,
+    slots: &[Slot],
 ) -> Result<(), MediaError> {
     let table = ChunkTable::new(superblock);
     let mut named = Vec::new();
-    for (slot, volume) in volumes {
+    for slot in slots {
+        let volume = &volumes[slot];
         if volume.record.part.is_none_or(|part| part.origin == *slot) {
             continue;
         }
@@ -232,16 +279,64 @@ pub(super) fn name_chunks(
     if named.is_empty() { Ok(()) } else { media.persist(&named) }
 }
 
+/// Those of the volumes that are to get a BTT.
+fn unformatted<'a>(
+    volumes: &'a BTreeMap<Slot, VolumeEntry>,
+    slots: &'a [Slot],
+) -> impl Iterator<Item = &'a VolumeEntry> {
+    let is_unformatted = |volume: &&VolumeEntry| volume.record.part.is_some_and(|part| part.is_unformatted);
+    slots.iter().map(|slot| &volumes[slot]).filter(is_unformatted)
+}
+
+/// What is to be erased.
+pub(super) fn unformatted_runs(volumes: &BTreeMap<Slot, VolumeEntry>, slots: &[Slot]) -> Vec<Run> {
+    unformatted(volumes, slots).flat_map(|volume| runs(volume.chunk_ids())).collect()
+}
+
+/// Cuts runs into what is erased in one go.
+pub(super) fn batches(runs: &[Run]) -> Vec<Vec<Range<u64>>> {
+    let mut batches: Vec<Vec<Range<u64>>> = Vec::new();
+    let mut room = 0;
+    for run in runs {
+        let mut rest = *run;
+        while rest.chunks > 0 {
+            if room == 0 {
+                batches.push(Vec::new());
+                room = BATCH_CHUNKS;
+            }
+            let now = Run { start: rest.start, chunks: rest.chunks.min(room) };
+            batches.last_mut().expect("there is room in one").push(now.byte_range());
+            rest = Run { start: now.end(), chunks: rest.chunks - now.chunks };
+            room -= now.chunks;
+        }
+    }
+    batches
+}
+
 pub(super) fn format_parts(
     media: &dyn Media,
     volumes: &BTreeMap<Slot, VolumeEntry>,
+    slots: &[Slot],
 ) -> Result<(), MediaError> {
-    let is_unformatted = |volume: &&VolumeEntry| volume.record.part.is_some_and(|part| part.is_unformatted);
-    for volume in volumes.values().filter(is_unformatted) {
+    for volume in unformatted(volumes, slots) {
         let record = &volume.record;
         let layout = Layout::new(record.size_bytes(), btt::SECTOR_BYTES, record.uuid)
             .expect("a record that says so was checked to have room");
-        layout.format_over(&Space { media, extents: &volume_extents(&runs(volume.chunk_ids())) })?;
+        layout.format(&Space { media, extents: &volume_extents(&runs(volume.chunk_ids())) })?;
+    }
+    Ok(())
+}
+
+pub(super) fn settle_records(
+    media: &dyn Media,
+    superblock: &Superblock,
+    volumes: &mut BTreeMap<Slot, VolumeEntry>,
+    slots: &[Slot],
+) -> Result<(), MediaError> {
+    for slot in slots {
+        let record = &mut volumes.get_mut(slot).expect("a part is a volume").record;
+        (record.part, record.sequence) = (None, record.sequence.wrapping_add(1));
+        mirrored::write(media, superblock.volume_record_offsets(*slot), &record.to_bytes())?;
     }
     Ok(())
 }

@@ -69,8 +69,8 @@ Examples:
         strg: u64,
         /// Let a file on a disk take blocks only for what is used
         ///
-        /// Then the file system must not become full: a guest that needs a block for its memory or its volume, and gets none, is
-        /// killed. A file on tmpfs is always thin.
+        /// Then the file system must not become full: a guest that needs a block for its memory or its volume, and gets
+        /// none, is killed. A file on tmpfs is always thin.
         #[arg(long)]
         thin: bool,
         /// Make the pool on a device even if there is something on it, which is erased
@@ -267,10 +267,10 @@ Examples:
     },
     /// Split a volume into several, each with its own name
     ///
-    /// Its chunks become the parts', in the order in which they are named; after a crash the volume is as it was, or all parts
-    /// are there. One of them may have its name. A raw volume's parts keep their bytes. A BTT cannot be cut: its parts are
-    /// empty volumes, each with a BTT of its own, in which nothing of the old content shows; so a volume that holds data is
-    /// only split with --force.
+    /// Its chunks become the parts', in the order in which they are named; after a crash the volume is as it was, or all
+    /// parts are there. One of them may have its name. A raw volume's parts keep their bytes. A BTT cannot be cut: its
+    /// content is erased, and its parts are empty volumes, each with a BTT of its own; so a volume that holds data is only
+    /// split with --force.
     ///
     /// For partitions in one volume that a guest sees as one disk, use the guest's own tools: every interface takes them.
     #[command(after_help = "\

@@ -98,7 +98,7 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         }
         VolumeCommand::Split { pool, name, into, force } => {
             let content = if *force { SplitContent::GiveUp } else { SplitContent::Refuse };
-            let (pool, parts) = changed(pool, |pool, _| pool.split_volume(name, into, content))?;
+            let (pool, parts) = changed(pool, |pool, progress| pool.split_volume_with(name, into, content, progress))?;
             print::emit(|out| print::volume_split(out, name, &parts))?;
             print::note_waiting(&pool);
         }

@@ -13,6 +13,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 pub(super) use super::campaign::{Replay, say_images, verify_each};
 use super::*;
+use crate::btt;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::pool::table::Owner;
 
@@ -60,8 +61,8 @@ pub(super) fn open_for(image: &Simulator, mode: OpenMode) -> Result<Arc<Pool>, P
 }
 
 /// What a volume holds at the start of each of its chunks.
-fn mark_of(volume: &VolumeInfo, index: u32) -> u64 {
-    (volume.uuid.as_u64_pair().0 | 1).wrapping_mul(u64::from(index) + 1)
+fn mark_of(volume: Uuid, index: u32) -> u64 {
+    (volume.as_u64_pair().0 | 1).wrapping_mul(u64::from(index) + 1)
 }
 
 /// Writes a volume as a guest would, and flushes.
@@ -73,7 +74,7 @@ pub(super) fn fill_volume_from(media: &Simulator, pool: &Arc<Pool>, name: &str, 
     let volume = pool.open_volume(name).unwrap();
     for extent in volume.extents() {
         for (index, chunk) in (extent.index..).zip(extent.run.ids()).filter(|(index, _)| *index >= from) {
-            media.store_word(chunk.offset_bytes(), mark_of(volume.info(), index)).unwrap();
+            media.store_word(chunk.offset_bytes(), mark_of(volume.info().uuid, index)).unwrap();
             media.persist_range(chunk.offset_bytes()..chunk.offset_bytes() + 8).unwrap();
         }
     }
@@ -91,24 +92,83 @@ pub(super) fn volumes_of(pool: &Pool) -> Volumes {
     pool.volumes().into_iter().map(|v| (v.name, (v.size_bytes / CHUNK_BYTES) as u32)).collect()
 }
 
+/// What is known of a volume's content: so many chunks from its first have marks, those of the volume `origin` from its
+/// chunk `first` on, which is itself unless it is a part of one that was split. The others read as zeros.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Marked {
+    pub(super) chunks: u32,
+    pub(super) origin: Uuid,
+    first: u32,
+}
+
+impl Marked {
+    pub(super) fn own(volume: &VolumeInfo, chunks: u32) -> Self {
+        Self { chunks, origin: volume.uuid, first: 0 }
+    }
+}
+
+/// By the volume's identity. Of one that is not there nothing was ever written.
+pub(super) type Marks = BTreeMap<Uuid, Marked>;
+
+/// A volume was split, or will be: its parts have its marks. It keeps them, should it still be there.
+pub(super) fn split_marks(marks: &mut Marks, whole: Uuid, parts: &[VolumeInfo]) {
+    let Some(of) = marks.get(&whole).copied() else { return };
+    let mut index = 0;
+    for part in parts.iter().filter(|part| part.format == VolumeFormat::Raw) {
+        let length = (part.size_bytes / CHUNK_BYTES) as u32;
+        let chunks = of.chunks.saturating_sub(index).min(length);
+        marks.insert(part.uuid, Marked { chunks, first: of.first + index, ..of });
+        index += length;
+    }
+}
+
+/// Writes to blocks of a BTT volume that no sector has: what a guest's driver left there, or a discarded sector.
+pub(super) fn fill_blocks(media: &Simulator, pool: &Arc<Pool>, name: &str) {
+    let volume = pool.open_volume(name).unwrap();
+    for chunk in volume.extents().iter().flat_map(|extent| extent.run.ids()) {
+        // Nothing but blocks lies in the middle of a chunk, in volumes of this size.
+        let at = chunk.offset_bytes() + CHUNK_BYTES / 2;
+        media.store_word(at, 0x01dc_07e7).unwrap();
+        media.persist_range(at..at + 8).unwrap();
+    }
+}
+
+/// Has a BTT volume the bytes of a new one, and nothing else?
+pub(super) fn verify_fresh(image: &Simulator, volume: &Volume) -> Result<(), String> {
+    let info = volume.info();
+    let fresh = Simulator::new(info.size_bytes);
+    btt::Layout::new(info.size_bytes, btt::SECTOR_BYTES, info.uuid).unwrap().format(&fresh).unwrap();
+    let places = volume.extents().iter().flat_map(|extent| (extent.index..).zip(extent.run.ids()));
+    for (index, chunk) in places {
+        let start = u64::from(index) * CHUNK_BYTES;
+        let (found, expected) = (
+            image.dirty_words(Extent::chunk(chunk).run().byte_range()),
+            fresh.dirty_words(start..start + CHUNK_BYTES),
+        );
+        if found != expected {
+            return Err(format!(
+                "chunk {index} of the new BTT {} has {found} words and not {expected}: old content",
+                info.name
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// Holds an image against the oracle; the volumes must be one of `allowed`, and raw ones have all of their content.
 pub(super) fn verify(image: &Simulator, allowed: &[&Volumes]) -> Result<(), String> {
-    verify_content(image, allowed, &|_| u32::MAX)
+    verify_content(image, allowed, &|volume| Some(Marked::own(volume, u32::MAX)))
 }
 
 /// The same, where only so many chunks of a volume have content, from its first; the others read as zeros.
-pub(super) fn verify_marked(
-    image: &Simulator,
-    allowed: &[&Volumes],
-    marked: &BTreeMap<Uuid, u32>,
-) -> Result<(), String> {
-    verify_content(image, allowed, &|uuid| marked.get(&uuid).map_or(0, |chunks| *chunks))
+pub(super) fn verify_marked(image: &Simulator, allowed: &[&Volumes], marks: &Marks) -> Result<(), String> {
+    verify_content(image, allowed, &|volume| marks.get(&volume.uuid).copied())
 }
 
 fn verify_content(
     image: &Simulator,
     allowed: &[&Volumes],
-    marked: &dyn Fn(Uuid) -> u32,
+    marked: &dyn Fn(&VolumeInfo) -> Option<Marked>,
 ) -> Result<(), String> {
     let pool = open(image).map_err(|error| format!("does not open: {error}"))?;
     // First, so that what it erases of a volume is missed below.
@@ -119,15 +179,19 @@ fn verify_content(
     }
     for name in volumes.keys() {
         let volume = pool.open_volume(name).map_err(|error| error.to_string())?;
+        let marked = marked(volume.info());
+        if volume.info().format == VolumeFormat::Btt && marked.is_none() {
+            verify_fresh(image, &volume)?;
+        }
         if volume.info().format == VolumeFormat::Raw {
             let places = volume.extents().iter().flat_map(|extent| (extent.index..).zip(extent.run.ids()));
-            let marked = marked(volume.info().uuid);
+            let marked = marked.unwrap_or(Marked::own(volume.info(), 0));
             for (index, chunk) in places {
-                let word = image.load_word(chunk.offset_bytes()).unwrap();
-                if index < marked && word != mark_of(volume.info(), index) {
+                let word = Media::load_word(image, chunk.offset_bytes()).unwrap();
+                if index < marked.chunks && word != mark_of(marked.origin, marked.first + index) {
                     return Err(format!("volume {name} has lost chunk {index}: {word:#x}"));
                 }
-                if index >= marked && image.dirty_words(Extent::chunk(chunk).run().byte_range()) > 0 {
+                if index >= marked.chunks && image.dirty_words(Extent::chunk(chunk).run().byte_range()) > 0 {
                     return Err(format!("volume {name} can read what chunk {chunk} held before"));
                 }
             }

@@ -1,10 +1,13 @@
 //! Crashes in each operation by itself, with as many images of each as are worth their time: all that there are, or
 //! the bound's number of samples.
 
-use std::collections::BTreeMap;
+use std::cell::RefCell;
 
 use super::campaign::{Replay, replay_as, verify_each};
-use super::crash::{fill_memory, fill_volume, new_pool_of, open, verify_marked, volumes_of};
+use super::crash::{
+    Marked, Marks, Volumes, fill_blocks, fill_memory, fill_volume, new_pool_of, open, split_marks,
+    verify_marked, volumes_of,
+};
 use super::*;
 use crate::media::simulator::{Random, Simulator};
 use crate::pool::table::{Owner, Slot, encode_owner};
@@ -17,6 +20,8 @@ pub(super) struct Start {
     pub(super) media: Simulator,
     pub(super) pool: Arc<Pool>,
     lent: Vec<Extent>,
+    /// What volumes hold: those that there are, and parts of them that an operation makes.
+    pub(super) marks: RefCell<Marks>,
 }
 
 impl Start {
@@ -30,7 +35,16 @@ impl Start {
         ["v", "w"].iter().for_each(|name| fill_volume(&media, &pool, name));
         let lent = pool.alloc_memory(3 * CHUNK_BYTES).unwrap();
         fill_memory(&media, &lent);
-        Self { media, pool, lent }
+        let volumes = pool.volumes();
+        let marks = volumes.iter().map(|v| (v.uuid, Marked::own(v, (v.size_bytes / CHUNK_BYTES) as u32)));
+        Self { media, pool, lent, marks: RefCell::new(marks.collect()) }
+    }
+
+    fn split(&self, name: &str, parts: [(&str, VolumeSize); 2]) {
+        let whole = self.pool.volumes().into_iter().find(|volume| volume.name == name).unwrap().uuid;
+        let parts = parts.map(|(name, size)| (name.to_owned(), size));
+        let parts = self.pool.split_volume(name, &parts, SplitContent::Refuse).unwrap();
+        split_marks(&mut self.marks.borrow_mut(), whole, &parts);
     }
 }
 
@@ -41,7 +55,7 @@ pub(super) fn bytes(chunks: u64) -> VolumeSize {
 pub(super) type Operation = fn(&Start);
 
 /// What is done, with the images that it must at least have: fewer say that the simulator saw less than there is.
-pub(super) const OPERATIONS: [(&str, Operation, usize); 19] = [
+pub(super) const OPERATIONS: [(&str, Operation, usize); 21] = [
     ("lend", |s| fill_memory(&s.media, &s.pool.alloc_memory(5 * CHUNK_BYTES).unwrap()), 1200),
     ("take back", |s| s.pool.free_memory(&s.lent).unwrap(), 600),
     ("take a part back", |s| s.pool.free_memory(&[Extent::chunk(s.lent[0].start)]).unwrap(), 200),
@@ -57,6 +71,8 @@ pub(super) const OPERATIONS: [(&str, Operation, usize); 19] = [
     ("grow a raw volume", |s| drop(s.pool.resize_volume("v", bytes(7), Shrink::Refuse).unwrap()), 2000),
     ("shrink a raw volume", |s| drop(s.pool.resize_volume("v", bytes(1), Shrink::Allow).unwrap()), 2000),
     ("grow a BTT volume", |s| drop(s.pool.resize_volume("b", bytes(18), Shrink::Refuse).unwrap()), 4500),
+    ("split a raw volume", |s| s.split("v", [("v", bytes(1)), ("y", VolumeSize::Remaining)]), 1500),
+    ("split a BTT volume", split_a_btt_volume, 1500),
     ("open after a crash", |s| drop(open(&s.media).unwrap()), 700),
     ("open after much", open_after_much, 800),
     ("open and scrub", |s| open(&s.media).unwrap().scrub_all().unwrap(), 800),
@@ -78,6 +94,28 @@ fn lend_what_waits(start: &Start) {
     start.pool.free_memory(&start.lent).unwrap();
     let clean_bytes = start.pool.info().free_bytes;
     fill_memory(&start.media, &start.pool.alloc_memory(clean_bytes + 2 * CHUNK_BYTES).unwrap());
+}
+
+/// With old content in it, of which the map knows nothing.
+fn split_a_btt_volume(start: &Start) {
+    start.pool.resize_volume("b", bytes(18), Shrink::Refuse).unwrap();
+    fill_blocks(&start.media, &start.pool, "b");
+    // How it came to be so large is no matter of the crash.
+    start.media.take_points();
+    start.media.record();
+    start.split("b", [("b", bytes(9)), ("c", VolumeSize::Remaining)]);
+}
+
+/// What else may be seen in the course of an operation: between a deletion and what follows it, or before what is
+/// recorded.
+pub(super) fn between(what: &str, before: &Volumes) -> Option<Volumes> {
+    let mut between = before.clone();
+    match what {
+        _ if what.starts_with("delete") && what.ends_with("make") => drop(between.remove("v")),
+        "split a BTT volume" => drop(between.insert("b".to_owned(), 18)),
+        _ => return None,
+    }
+    Some(between)
 }
 
 /// The new volume gets the slot of the old one, and its chunks.
@@ -131,19 +169,13 @@ fn every_operation_survives_a_crash_at_every_persist() {
         }
         let start = Start::new();
         let before = volumes_of(&start.pool);
-        let marked: BTreeMap<_, _> =
-            start.pool.volumes().iter().map(|v| (v.uuid, (v.size_bytes / CHUNK_BYTES) as u32)).collect();
         start.media.record();
         operation(&start);
         let points = start.media.take_points();
         let after = volumes_of(&open(&start.media).unwrap());
-        let mut allowed = vec![&before, &after];
-        // Between a deletion and what follows it.
-        let without: BTreeMap<_, _> = before.clone().into_iter().filter(|(name, _)| name != "v").collect();
-        if what.starts_with("delete") && what.ends_with("make") {
-            allowed.push(&without);
-        }
-        let judge = |image: &Simulator| verify_marked(image, &allowed, &marked);
+        let between = between(what, &before);
+        let allowed: Vec<_> = [&before, &after].into_iter().chain(&between).collect();
+        let judge = |image: &Simulator| verify_marked(image, &allowed, &start.marks.borrow());
         let images = verify_each(&points, BOUND, &mut Random::new(step as u64), &judge)
             .unwrap_or_else(|error| panic!("{what}: {}", replay_as("0", step, &error)));
         replay.count(images, least);

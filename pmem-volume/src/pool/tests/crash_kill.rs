@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use super::campaign::{say_images, verify_each};
 use super::crash::{fill_volume, new_pool_with, open, verify, verify_marked, volumes_of};
-use super::crash_each::{OPERATIONS, Operation, Start, bytes};
+use super::crash_each::{OPERATIONS, Operation, Start, between, bytes};
 use super::repair::entry;
 use super::*;
 use crate::media::simulator::{Random, Simulator};
@@ -20,29 +20,26 @@ const BOUND: usize = 24;
 fn survive_kills(what: &str, operation: Operation, makes_another: bool) -> usize {
     let start = Start::new();
     let before = volumes_of(&start.pool);
-    let marked: BTreeMap<_, _> =
-        start.pool.volumes().iter().map(|v| (v.uuid, (v.size_bytes / CHUNK_BYTES) as u32)).collect();
     start.media.record();
     operation(&start);
     let kills = start.media.take_points();
     let after = volumes_of(&open(&start.media).unwrap());
-    // Between a deletion and what follows it.
-    let without: BTreeMap<_, _> = before.clone().into_iter().filter(|(name, _)| name != "v").collect();
+    let between = between(what, &before).unwrap_or_else(|| before.clone());
     let mut images = 0;
     for (number, kill) in kills.iter().enumerate() {
         let media = kill.killed();
         media.record();
         let pool = open(&media).unwrap_or_else(|error| panic!("{what}, killed at {number}: {error}"));
         let opened = volumes_of(&pool);
-        assert!([&before, &after, &without].contains(&&opened), "{what}, killed at {number}: {opened:?}");
+        assert!([&before, &after, &between].contains(&&opened), "{what}, killed at {number}: {opened:?}");
         if makes_another {
             // Where all slots are taken, there is none to use again.
             let made = pool.create_volume("another", bytes(3), VolumeFormat::Raw);
             assert!(matches!(made, Ok(_) | Err(PoolError::NoVolumeSlot { .. })), "{what}: {made:?}");
         }
         let made = volumes_of(&pool);
-        let allowed = [&before, &after, &without, &made];
-        let judge = |image: &Simulator| verify_marked(image, &allowed, &marked);
+        let allowed = [&before, &after, &between, &made];
+        let judge = |image: &Simulator| verify_marked(image, &allowed, &start.marks.borrow());
         images += verify_each(&media.take_points(), BOUND, &mut Random::new(number as u64), &judge)
             .unwrap_or_else(|error| panic!("{what}, killed at {number}: {error}"));
     }

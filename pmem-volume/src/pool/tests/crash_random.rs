@@ -1,11 +1,10 @@
 //! Crashes in random sequences of operations.
 
-use std::collections::BTreeMap;
-
-use uuid::Uuid;
-
 use super::campaign::{Replay, replay_as, seeds, verify_each};
-use super::crash::{fill_memory, fill_volume_from, new_pool_of, open, verify_marked, volumes_of};
+use super::crash::{
+    Marked, Marks, fill_blocks, fill_memory, fill_volume_from, new_pool_of, open, split_marks, verify_marked,
+    volumes_of,
+};
 use super::*;
 use crate::media::simulator::{Random, Simulator};
 
@@ -29,8 +28,8 @@ struct World {
     media: Simulator,
     pool: Arc<Pool>,
     lent: Vec<Extent>,
-    /// Chunks of each volume that have content.
-    marked: BTreeMap<Uuid, u32>,
+    /// What volumes hold.
+    marked: Marks,
     first_chunks: u32,
     strg_bytes: u64,
 }
@@ -40,7 +39,7 @@ impl World {
         let chunks = if seed.is_multiple_of(BTT_SEEDS) { BTT_POOL_CHUNKS } else { CHUNKS };
         let strg_bytes = if seed.is_multiple_of(2) { 0 } else { STRG_CHUNKS * CHUNK_BYTES };
         let (media, pool) = new_pool_of(chunks, |superblock| superblock.strg_bytes = strg_bytes);
-        Self { media, pool, lent: vec![], marked: BTreeMap::new(), first_chunks: chunks, strg_bytes }
+        Self { media, pool, lent: vec![], marked: Marks::new(), first_chunks: chunks, strg_bytes }
     }
 
     fn pick_volume(&self, random: &mut Random) -> Option<VolumeInfo> {
@@ -51,7 +50,7 @@ impl World {
     /// Does one random thing, and says what. What is refused, because the pool is full, a name is taken or the like,
     /// is ordinary.
     fn step(&mut self, random: &mut Random) -> &'static str {
-        match random.below(15) {
+        match random.below(16) {
             0..=2 => self.lend(random),
             3 => self.take_back(random),
             4 => self.take_a_chunk_back(random),
@@ -62,6 +61,7 @@ impl World {
             10 => self.reopen(),
             11 | 12 => self.scrub(random),
             13 => self.die(random),
+            14 => self.split(random),
             _ => self.grow(),
         }
     }
@@ -134,6 +134,25 @@ impl World {
         "resize"
     }
 
+    fn split(&mut self, random: &mut Random) -> &'static str {
+        if let Some(volume) = self.pick_volume(random) {
+            let chunks = match volume.format {
+                VolumeFormat::Raw => random.below(3) + 1,
+                VolumeFormat::Btt => BTT_CHUNKS[0],
+            };
+            // Either of them may have its name, or that of another volume.
+            let name = |random: &mut Random| format!("v{}", random.below(4));
+            let parts = [
+                (name(random), VolumeSize::Bytes(chunks * CHUNK_BYTES)),
+                (name(random), VolumeSize::Remaining),
+            ];
+            if let Ok(parts) = self.pool.split_volume(&volume.name, &parts, SplitContent::Refuse) {
+                split_marks(&mut self.marked, volume.uuid, &parts);
+            }
+        }
+        "split"
+    }
+
     /// As after the death of the process: what was lent is given up.
     fn reopen(&mut self) -> &'static str {
         self.lent.clear();
@@ -170,14 +189,20 @@ impl World {
 
     /// Content for what volumes were just given: it is no matter of the operation that gave it.
     fn fill_new(&mut self) {
-        let mut marked = BTreeMap::new();
-        for volume in self.pool.volumes().iter().filter(|volume| volume.format == VolumeFormat::Raw) {
+        let mut marked = Marks::new();
+        for volume in self.pool.volumes() {
             let chunks = (volume.size_bytes / CHUNK_BYTES) as u32;
-            let had = self.marked.get(&volume.uuid).map_or(0, |had| *had);
-            if had < chunks {
-                fill_volume_from(&self.media, &self.pool, &volume.name, had);
+            // A part of another volume has marks of that: from now on its own.
+            let had = self.marked.get(&volume.uuid).filter(|had| had.origin == volume.uuid);
+            let had = had.map_or(0, |had| had.chunks);
+            match volume.format {
+                VolumeFormat::Raw if had < chunks => {
+                    fill_volume_from(&self.media, &self.pool, &volume.name, had);
+                }
+                VolumeFormat::Btt if had < chunks => fill_blocks(&self.media, &self.pool, &volume.name),
+                _ => {}
             }
-            marked.insert(volume.uuid, chunks);
+            marked.insert(volume.uuid, Marked::own(&volume, chunks));
         }
         self.marked = marked;
     }

@@ -1,13 +1,18 @@
 //! Splitting volumes: what is refused, what the parts hold, and crashes of it.
 
-use super::crash::{Replay, Volumes, new_pool_of, open, open_for, verify_each, verify_space, volumes_of};
+use std::collections::BTreeMap;
+
+use super::crash::{
+    Replay, Volumes, fill_blocks, new_pool_of, open, open_for, verify_each, verify_fresh, verify_space,
+    volumes_of,
+};
 use super::*;
 use crate::btt::{self, Engine, ReadAt, WriteAt};
 use crate::media::simulator::{Random, Simulator};
-use crate::pool::split::{format_parts, name_chunks};
+use crate::pool::split::{batches, finish, format_parts, name_chunks, settle_records, unformatted_runs};
 use crate::pool::table::Slot;
-use crate::pool::volume::Space;
 use crate::pool::{SplitContent, SplitError};
+use crate::progress::{Progress, Task};
 
 const CHUNKS: u32 = 30;
 /// Sectors of the BTT volume with content: some in each part, at the start of chunks among others.
@@ -118,6 +123,18 @@ fn plan(pool: &Pool, slot: Slot, parts: &[(String, VolumeSize)]) -> Vec<volume_r
     pool.plan_parts(&pool.lock_state(), slot, parts, &chunks).unwrap()
 }
 
+/// What the records make of the volume's chunks.
+fn entries(pool: &Pool, slot: Slot, records: &[volume_record::VolumeRecord]) -> (Parts, Vec<Slot>) {
+    let mut chunks = pool.lock_state().volumes[&slot].chunk_ids().collect::<Vec<_>>().into_iter();
+    let parts = records.iter().map(|record| {
+        let chunks = (0..).zip(chunks.by_ref().take(record.chunks as usize)).collect();
+        (record.slot, scan::VolumeEntry { record: record.clone(), chunks })
+    });
+    (parts.collect(), records.iter().map(|record| record.slot).collect())
+}
+
+type Parts = BTreeMap<Slot, scan::VolumeEntry>;
+
 #[test]
 fn chunks_that_are_named_before_the_records_are_found_out() {
     let (media, pool) = with_raw_volume();
@@ -125,12 +142,8 @@ fn chunks_that_are_named_before_the_records_are_found_out() {
     let slot = pool.lock_state().require_closed_volume("v").unwrap();
     let records = plan(&pool, slot, &raw_parts());
     media.record();
-    let mut chunks = pool.lock_state().volumes[&slot].chunk_ids().collect::<Vec<_>>().into_iter();
-    let parts = records.iter().map(|record| {
-        let chunks = (0..).zip(chunks.by_ref().take(record.chunks as usize)).collect();
-        (record.slot, scan::VolumeEntry { record: record.clone(), chunks })
-    });
-    name_chunks(&media, &pool.superblock, &parts.collect()).unwrap();
+    let (parts, slots) = entries(&pool, slot, &records);
+    name_chunks(&media, &pool.superblock, &parts, &slots).unwrap();
     // Too late: the records have to come first.
     redo_log::commit(&media, &pool.superblock, &pool.split_words(&records).unwrap()).unwrap();
     let points = media.take_points();
@@ -197,6 +210,7 @@ fn judge_btt(image: &Simulator, before: &Volumes, every: usize) -> Result<(), St
                 }
             }
         } else {
+            verify_fresh(image, &volume)?;
             for sector in (0..reader.sectors()).step_by(every) {
                 reader.read(sector, &mut bytes).unwrap();
                 if bytes != [0; 4096] {
@@ -229,39 +243,144 @@ fn a_btt_volume_is_split_into_empty_ones_or_not_at_all() {
     assert_eq!(pool.check().unwrap().pool, []);
 }
 
-#[test]
-fn btts_that_are_written_before_the_records_are_found_out() {
+/// Splits the BTT volume by other steps than the right ones, and returns what that is found out by.
+fn split_wrongly(
+    steps: impl Fn(&Simulator, &Pool, &[volume_record::VolumeRecord], &mut Parts, &[Slot]),
+) -> String {
     let (media, pool) = with_btt_volume();
+    fill_blocks(&media, &pool, "v");
     let before = volumes_of(&pool);
     let records = plan(&pool, Slot(0), &[part("a", 9), part("b", 9)]);
+    let (mut parts, slots) = entries(&pool, Slot(0), &records);
     media.record();
-    let mut chunks = pool.lock_state().volumes[&Slot(0)].chunk_ids().collect::<Vec<_>>().into_iter();
-    let parts = records.iter().map(|record| {
-        let chunks = (0..).zip(chunks.by_ref().take(record.chunks as usize)).collect();
-        (record.slot, scan::VolumeEntry { record: record.clone(), chunks })
-    });
-    format_parts(&media, &parts.collect()).unwrap();
+    steps(&media, &pool, &records, &mut parts, &slots);
     let points = media.take_points();
-    verify_each(&points, 20, &mut Random::new(5), &|image| judge_btt(image, &before, 97))
-        .expect_err("the wrong order went unnoticed");
+    let judge = |image: &Simulator| judge_btt(image, &before, 97);
+    let crashes = verify_each(&points, 20, &mut Random::new(5), &judge);
+    crashes.and_then(|_| judge(&media)).expect_err("the wrong order went unnoticed")
+}
+
+fn commit(media: &Simulator, pool: &Pool, records: &[volume_record::VolumeRecord]) {
+    redo_log::commit(media, &pool.superblock, &pool.split_words(records).unwrap()).unwrap();
+}
+
+fn erase(media: &Simulator, parts: &Parts, slots: &[Slot]) {
+    batches(&unformatted_runs(parts, slots)).iter().for_each(|batch| media.erase(batch).unwrap());
 }
 
 #[test]
-fn btts_as_on_erased_space_are_found_out() {
+fn btts_that_are_written_before_the_records_are_found_out() {
+    split_wrongly(|media, pool, records, parts, slots| {
+        format_parts(media, parts, slots).unwrap();
+        commit(media, pool, records);
+        finish(media, &pool.superblock, parts).unwrap();
+    });
+}
+
+#[test]
+fn chunks_that_are_erased_before_the_records_are_found_out() {
+    split_wrongly(|media, pool, records, parts, slots| {
+        erase(media, parts, slots);
+        commit(media, pool, records);
+        finish(media, &pool.superblock, parts).unwrap();
+    });
+}
+
+#[test]
+fn chunks_that_are_not_erased_are_found_out() {
+    split_wrongly(|media, pool, records, parts, slots| {
+        commit(media, pool, records);
+        name_chunks(media, &pool.superblock, parts, slots).unwrap();
+        format_parts(media, parts, slots).unwrap();
+        settle_records(media, &pool.superblock, parts, slots).unwrap();
+    });
+}
+
+/// It has blocks alone, which no map names.
+#[test]
+fn a_single_chunk_that_is_not_erased_is_found_out() {
+    let found = split_wrongly(|media, pool, records, parts, slots| {
+        let forgotten = parts[&slots[1]].chunks[4].1.offset_bytes();
+        commit(media, pool, records);
+        name_chunks(media, &pool.superblock, parts, slots).unwrap();
+        let old = Media::load_word(media, forgotten + CHUNK_BYTES / 2).unwrap();
+        erase(media, parts, slots);
+        media.store_word(forgotten + CHUNK_BYTES / 2, old).unwrap();
+        media.persist_range(forgotten..forgotten + CHUNK_BYTES).unwrap();
+        format_parts(media, parts, slots).unwrap();
+        settle_records(media, &pool.superblock, parts, slots).unwrap();
+    });
+    assert!(found.contains("old content"), "{found}");
+}
+
+#[test]
+fn btts_that_are_written_before_chunks_are_erased_are_found_out() {
+    split_wrongly(|media, pool, records, parts, slots| {
+        commit(media, pool, records);
+        name_chunks(media, &pool.superblock, parts, slots).unwrap();
+        format_parts(media, parts, slots).unwrap();
+        erase(media, parts, slots);
+        settle_records(media, &pool.superblock, parts, slots).unwrap();
+    });
+}
+
+#[test]
+fn records_that_say_it_is_done_before_it_is_are_found_out() {
+    split_wrongly(|media, pool, records, parts, slots| {
+        commit(media, pool, records);
+        name_chunks(media, &pool.superblock, parts, slots).unwrap();
+        let runs = unformatted_runs(parts, slots);
+        let unformatted: Vec<_> = parts.values().map(|part| part.record.part).collect();
+        settle_records(media, &pool.superblock, parts, slots).unwrap();
+        batches(&runs).iter().for_each(|batch| media.erase(batch).unwrap());
+        parts.values_mut().zip(unformatted).for_each(|(part, was)| part.record.part = was);
+        format_parts(media, parts, slots).unwrap();
+    });
+}
+
+/// Sectors that were discarded count as empty, and nobody reads them; but who maps a part reads its bytes.
+#[test]
+fn what_was_discarded_is_not_in_the_parts_either() {
     let (media, pool) = with_btt_volume();
-    let before = volumes_of(&pool);
-    let extents: Vec<_> = pool.open_volume("v").unwrap().extents().to_vec();
-    pool.split_volume("v", &[part("a", 9), part("b", 9)], SplitContent::GiveUp).unwrap();
-    // A map of zeros: each sector has the block of its own number, with whatever that holds.
-    let space = Space { media: &media, extents: &extents };
-    for start in [0, 9 * CHUNK_BYTES] {
-        let mut info = [0; 4096];
-        space.read_at(start + 4096, &mut info).unwrap();
-        let number = |at: usize| u64::from_le_bytes(info[at..at + 8].try_into().unwrap());
-        let (map_at, log_at) = (start + 4096 + number(96), start + 4096 + number(104));
-        space.write_at(map_at, &vec![0; (log_at - map_at) as usize]).unwrap();
+    let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
+    engine.discard(0..engine.sectors()).unwrap();
+    drop(engine);
+    pool.split_volume("v", &[part("a", 9), rest("b")], SplitContent::Refuse).unwrap();
+    for name in ["a", "b"] {
+        verify_fresh(&media, &pool.open_volume(name).unwrap()).unwrap();
     }
-    judge_btt(&media, &before, 1).expect_err("old content went unnoticed");
+    assert_eq!(pool.check().unwrap().pool, []);
+}
+
+/// Others go on while the parts are erased, which may take minutes, and leave the parts alone.
+#[test]
+fn a_pool_is_used_while_parts_are_erased() {
+    let fixture = Fixture::new();
+    let pool = fixture.create(640 * MIB, 0);
+    pool.create_volume("v", VolumeSize::Bytes(600 * MIB), VolumeFormat::Btt).unwrap();
+    let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
+    (0..engine.sectors()).step_by(1000).for_each(|sector| engine.write(sector, &old_sector(sector)).unwrap());
+    drop(engine);
+    let mut heard = Vec::new();
+    let mut progress = |now: Progress| {
+        assert_eq!((now.task, now.total_bytes), (Task::Erase, 600 * MIB));
+        heard.push(now.done_bytes);
+        let extents = pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
+        pool.free_memory(&extents).unwrap();
+        assert!(matches!(pool.open_volume("b"), Err(PoolError::VolumeUnfinished { .. })));
+        assert!(matches!(pool.delete_volume("v"), Err(PoolError::VolumeInUse { .. })));
+    };
+    let parts = [("v".to_owned(), VolumeSize::Bytes(100 * MIB)), rest("b")];
+    pool.split_volume_with("v", &parts, SplitContent::GiveUp, &mut progress).unwrap();
+    assert_eq!(heard, [0, 256, 512, 600].map(|mib| mib * MIB));
+    for name in ["v", "b"] {
+        let volume = pool.open_volume(name).unwrap();
+        let mut bytes = vec![0; volume.size_bytes() as usize];
+        volume.read_at(0, &mut bytes).unwrap();
+        assert!(!bytes.chunks(4096).any(|page| page.ends_with(&[0xcd; 64])), "{name} shows old content");
+    }
+    drop(pool);
+    assert!(fixture.check().is_clean());
 }
 
 /// A crash leaves the records and nothing else; who only looks says so.
