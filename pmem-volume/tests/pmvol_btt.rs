@@ -307,6 +307,70 @@ fn what_is_left_in_a_damaged_pool_is_copied_out() {
     assert_eq!(lost.count(), 1024);
 }
 
+/// A volume of two arenas, all of whose sectors have content.
+fn with_two_arenas() -> (Folder, Vec<u8>) {
+    let folder = with_volume();
+    folder.succeed(&["volume", "resize", "pool", "v", "--size", "48M"]);
+    let count = sectors(&folder);
+    image(&folder.path("in"), count * SECTOR_BYTES as u64, 0..count, 0x77);
+    folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
+    let content = fs::read(folder.path("in")).unwrap();
+    (folder, content)
+}
+
+/// Where the volume's bytes are in the pool's file.
+fn overwrite_volume(folder: &Folder, at: u64, bytes: &[u8]) {
+    let pool = Pool::open(&folder.path("pool"), OpenMode::ReadOnly).unwrap();
+    let volume = pool.open_volume("v").unwrap();
+    let extent = volume.extents().iter().rfind(|extent| extent.volume_offset_bytes() <= at).unwrap();
+    overwrite(&folder.path("pool"), extent.offset_bytes() + at - extent.volume_offset_bytes(), bytes);
+}
+
+#[test]
+fn a_lost_arena_is_named_and_its_sectors_keep_their_place() {
+    let (folder, content) = with_two_arenas();
+    let info = folder.json(&["btt", "info", "pool", "v", "--json"]);
+    let second = &info["arenas"][1];
+    let first_lost = second["first_sector"].as_u64().unwrap();
+    for at in [second["start_bytes"].as_u64().unwrap(), second["end_bytes"].as_u64().unwrap() - 4096] {
+        overwrite_volume(&folder, at + 60, &[0xff; 4]);
+    }
+    let output = folder.run(&["btt", "export", "pool", "v", "--to", "out"]);
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    let last = content.len() / SECTOR_BYTES - 1;
+    let named = format!("sectors {first_lost} to {last} cannot be read: they are in arena 1, which is lost");
+    assert!(text.contains(&named) && text.contains("arena 1: neither info block is whole"), "{text}");
+    let mut expected = content;
+    expected[first_lost as usize * SECTOR_BYTES..].fill(0);
+    assert!(fs::read(folder.path("out")).unwrap() == expected);
+    let read =
+        folder.run(&["btt", "read", "pool", "v", "--sector", &(first_lost - 1).to_string(), "--count", "2"]);
+    assert_eq!(read.status.code(), Some(1));
+    assert!(read.stdout == expected[(first_lost as usize - 1) * SECTOR_BYTES..][..2 * SECTOR_BYTES]);
+    // Nobody knows what is there: neither does an import write over it.
+    folder.fail(&["btt", "import", "pool", "v", "--from", "in"], &["holds data"]);
+    folder.fail(&["btt", "import", "pool", "v", "--from", "in", "--force"], &["arena 1 is missing"]);
+}
+
+#[test]
+fn a_damaged_log_is_told_by_the_exit_code_too() {
+    let folder = with_volume();
+    image(&folder.path("in"), 4 * MIB, 0..100, 0x11);
+    folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
+    let (_, log_at) = places(&folder);
+    overwrite(&folder.path("pool"), log_at + 64 * 30 + 12, &[9]);
+    for arguments in
+        [&["btt", "export", "pool", "v", "--to", "out"][..], &["btt", "read", "pool", "v", "--sector", "0"]]
+    {
+        let output = folder.run(arguments);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.contains("arena 0: lane 30 of the flog"), "{text}");
+    }
+    assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
+}
+
 /// Runs qemu-img. ci/setup installs it; elsewhere `None`, and the caller is skipped.
 fn qemu_img(folder: &Folder, arguments: &[&str]) -> Option<()> {
     match Command::new("qemu-img").args(arguments).current_dir(folder.0.path()).output() {

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use thiserror::Error;
 
 use super::ReadAt;
-use super::arena::{ArenaInfo, InfoError, arenas};
+use super::arena::{ArenaInfo, arenas};
 use super::check::Finding;
 use super::flog::{MapEntry, MapKind, decode_map, read_map, recover};
-use super::layout::MAP_ENTRY_BYTES;
+use super::layout::{ArenaLayout, MAP_ENTRY_BYTES, arena_places_from};
 use crate::media::MediaError;
 
 /// What a sector holds.
@@ -31,6 +31,9 @@ pub enum Lost {
     /// Its map entry names no block.
     #[error("mapped outside the arena")]
     Outside,
+    /// Its arena has lost both info blocks, and nobody knows where its map is.
+    #[error("in arena {0}, which is lost")]
+    Arena(usize),
     /// The media under it, or under its map entry, failed.
     #[error("{}", in_full(.0))]
     Media(MediaError),
@@ -61,10 +64,30 @@ struct Arena {
     redo: BTreeMap<u32, u32>,
 }
 
+/// Sectors that belong together.
+enum Part {
+    Arena(Arena),
+    /// An arena without info blocks: as many sectors as one has that is laid out in its place.
+    Missing {
+        arena: usize,
+        sectors: u32,
+    },
+}
+
+impl Part {
+    fn sectors(&self) -> u32 {
+        match self {
+            Part::Arena(arena) => arena.info.sectors,
+            Part::Missing { sectors, .. } => *sectors,
+        }
+    }
+}
+
 /// A BTT as it is after recovery, which is done in memory only.
 pub struct Reader<'a, S> {
     space: &'a S,
-    arenas: Vec<Arena>,
+    sector_bytes: u32,
+    parts: Vec<Part>,
 }
 
 impl<'a, S: ReadAt> Reader<'a, S> {
@@ -74,23 +97,27 @@ impl<'a, S: ReadAt> Reader<'a, S> {
         if let Some((_, error)) = lacking {
             return Ok(Err(Finding::NoInfo(error)));
         }
-        let mut arenas = Vec::with_capacity(found.len());
+        let sector_bytes = found.first().map_or(0, |(info, _)| info.sector_bytes);
+        let mut parts = Vec::with_capacity(found.len());
         for (info, _) in found {
             let mut recovery = recover(space, &info)?;
             if let Some(finding) = recovery.findings.pop() {
                 return Ok(Err(finding));
             }
-            arenas.push(Arena { info, redo: recovery.redo });
+            parts.push(Part::Arena(Arena { info, redo: recovery.redo }));
         }
-        Ok(Ok(Self { space, arenas }))
+        Ok(Ok(Self { space, sector_bytes, parts }))
     }
 
     /// The same, of whatever can be found: a damaged flog has nothing that a map lacks but writes that nobody was told
-    /// are done. What follows an arena without info blocks cannot be found. What is wrong is told with the arena.
+    /// are done. An arena without info blocks keeps its place, so that there are as many sectors as there were; none of
+    /// them can be read. What is wrong is told with the arena.
     pub fn open_damaged(space: &'a S) -> Result<(Self, Vec<(usize, Trouble)>), MediaError> {
-        let (found, lacking) = arenas(space)?;
+        // Info blocks that cannot be read are damaged like any others.
+        let (found, lacking) = arenas(&Forgiving(space))?;
         let mut troubles = Vec::new();
-        let mut reader = Self { space, arenas: Vec::with_capacity(found.len()) };
+        let sector_bytes = found.first().map_or(0, |(info, _)| info.sector_bytes);
+        let mut reader = Self { space, sector_bytes, parts: Vec::with_capacity(found.len()) };
         for (number, (info, _)) in found.into_iter().enumerate() {
             let redo = match recover(space, &info) {
                 Ok(recovery) => {
@@ -102,27 +129,43 @@ impl<'a, S: ReadAt> Reader<'a, S> {
                     BTreeMap::new()
                 }
             };
-            reader.arenas.push(Arena { info, redo });
+            reader.parts.push(Part::Arena(Arena { info, redo }));
         }
-        let behind = reader.arenas.len();
-        troubles.extend(lacking.map(|(_, error): (u64, InfoError)| (behind, Finding::NoInfo(error).into())));
+        if let Some((start, error)) = lacking {
+            let behind = reader.parts.len();
+            // Without the first one nobody knows the size of a sector.
+            if behind > 0 {
+                reader.add_missing(start);
+            }
+            let lost = |arena| (arena, Trouble::from(Finding::NoInfo(error.clone())));
+            troubles.extend((behind..reader.parts.len().max(behind + 1)).map(lost));
+        }
         Ok((reader, troubles))
+    }
+
+    /// What follows an arena without info blocks cannot be found: up to the end, arenas as they would be laid out.
+    fn add_missing(&mut self, start: u64) {
+        let places = arena_places_from(start, self.space.len_bytes());
+        for layout in places.iter().flat_map(|place| ArenaLayout::all(&[*place], self.sector_bytes)) {
+            let sectors = layout.sectors() as u32;
+            self.parts.push(Part::Missing { arena: self.parts.len(), sectors });
+        }
     }
 
     /// How many sectors there are.
     pub fn sectors(&self) -> u64 {
-        self.arenas.iter().map(|arena| u64::from(arena.info.sectors)).sum()
+        self.parts.iter().map(|part| u64::from(part.sectors())).sum()
     }
 
     /// Bytes of a sector, in the first arena and so in all. 0: there is no arena.
     pub fn sector_bytes(&self) -> u32 {
-        self.arenas.first().map_or(0, |arena| arena.info.sector_bytes)
+        self.sector_bytes
     }
 
     /// Reads a sector into `bytes`, which has its size. `sector` is below [`Reader::sectors`].
     pub fn read(&self, sector: u64, bytes: &mut [u8]) -> Result<Sector, MediaError> {
         assert_eq!(bytes.len(), self.sector_bytes() as usize);
-        let (arena, sector) = self.place_of(sector);
+        let (Part::Arena(arena), sector) = self.place_of(sector) else { return Ok(Sector::Error) };
         let entry = match arena.redo.get(&sector) {
             Some(block) => MapEntry { block: *block, kind: MapKind::Data },
             None => read_map(self.space, &arena.info, sector)?,
@@ -147,12 +190,18 @@ impl<'a, S: ReadAt> Reader<'a, S> {
         assert!(into.len().is_multiple_of(sector_bytes));
         let (mut first, mut rest) = (first, into);
         while !rest.is_empty() {
-            let (arena, within) = self.place_of(first);
-            let count = ((arena.info.sectors - within) as usize).min(rest.len() / sector_bytes);
+            let (part, within) = self.place_of(first);
+            let count = ((part.sectors() - within) as usize).min(rest.len() / sector_bytes);
             let (now, later) = rest.split_at_mut(count * sector_bytes);
-            self.read_many_in(arena, within, now, &mut |sector, why| {
-                lost(first + u64::from(sector - within), why);
-            });
+            match part {
+                Part::Arena(arena) => self.read_many_in(arena, within, now, &mut |sector, why| {
+                    lost(first + u64::from(sector - within), why);
+                }),
+                Part::Missing { arena, .. } => {
+                    now.fill(0);
+                    (first..first + count as u64).for_each(|sector| lost(sector, Lost::Arena(*arena)));
+                }
+            }
             (first, rest) = (first + count as u64, later);
         }
     }
@@ -215,15 +264,31 @@ impl<'a, S: ReadAt> Reader<'a, S> {
     }
 
     /// Whose a sector is, and its number there.
-    fn place_of(&self, sector: u64) -> (&Arena, u32) {
+    fn place_of(&self, sector: u64) -> (&Part, u32) {
         let mut sector = sector;
-        for arena in &self.arenas {
-            let sectors = u64::from(arena.info.sectors);
+        for part in &self.parts {
+            let sectors = u64::from(part.sectors());
             if sector < sectors {
-                return (arena, sector as u32);
+                return (part, sector as u32);
             }
             sector -= sectors;
         }
         panic!("sector {sector} is behind the end of the volume");
+    }
+}
+
+/// What cannot be read is zeros.
+struct Forgiving<'a, S>(&'a S);
+
+impl<S: ReadAt> ReadAt for Forgiving<'_, S> {
+    fn len_bytes(&self) -> u64 {
+        self.0.len_bytes()
+    }
+
+    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        if self.0.read_at(offset_bytes, into).is_err() {
+            into.fill(0);
+        }
+        Ok(())
     }
 }

@@ -70,7 +70,8 @@ Examples:
     },
     /// Print sectors, as bytes or in hexadecimal
     ///
-    /// On a terminal always in hexadecimal. A sector that cannot be read is named, and printed as zeros.
+    /// On a terminal always in hexadecimal. A sector that cannot be read is named, and printed as zeros. Then, or if
+    /// anything else in the volume is damaged, the exit code is 1.
     #[command(after_help = "\
 Examples:
   pmvol btt read /pm/pool data --sector 0 --hex
@@ -111,8 +112,8 @@ Examples:
     /// Raw and sparse: what was never written, and what is zeros, takes no room. The file appears when it is complete; until
     /// then it is FILE.part, which the next export replaces. qcow2 is made of that by qemu-img, which has to be installed.
     ///
-    /// Also out of a damaged pool, which is only looked at: what can be read is copied, and what cannot is named and is zeros in
-    /// the file. Then the exit code is 1. Works with raw volumes, too.
+    /// Also out of a damaged pool, which is only looked at: what can be read is copied, and what cannot is named and is
+    /// zeros in the file. Then, or if anything else in it is damaged, the exit code is 1. Works with raw volumes, too.
     #[command(after_help = "\
 Examples:
   pmvol btt export /pm/pool data --to data.img

@@ -28,7 +28,8 @@ pub(super) fn export(place: &Place, to: &Path, format: ImageFormat, force: bool)
         require_qemu_img()?;
     }
     let media = Media::salvage(place)?;
-    let content = Content::of(&media)?;
+    let (content, troubles) = Content::of(&media)?;
+    say_troubles(&troubles);
     let image = PartFile::new(to, force)?;
     let mut lost = LostSectors::default();
     let data_bytes = watched(|progress| copy(&content, &image, &mut lost, progress))?;
@@ -47,8 +48,11 @@ pub(super) fn export(place: &Place, to: &Path, format: ImageFormat, force: bool)
             display(data_bytes)
         )
     })?;
-    Ok(outcome(lost.is_empty()))
+    // Also with trouble alone: a damaged log may have had writes that are not in the map.
+    Ok(outcome(lost.is_empty() && troubles.is_empty()))
 }
+
+type Troubles = Vec<(usize, Trouble)>;
 
 /// What is copied: sectors of a BTT, or a raw volume's bytes.
 enum Content<'a> {
@@ -57,16 +61,17 @@ enum Content<'a> {
 }
 
 impl<'a> Content<'a> {
-    fn of(media: &'a Media) -> anyhow::Result<Self> {
+    /// With what is wrong, arena by arena.
+    fn of(media: &'a Media) -> anyhow::Result<(Self, Troubles)> {
         if media.is_raw() {
-            return Ok(Content::Bytes(media));
+            return Ok((Content::Bytes(media), vec![]));
         }
         let (reader, troubles) = Reader::open_damaged(media)?;
-        say_troubles(&troubles);
         if reader.sectors() == 0 {
+            say_troubles(&troubles);
             bail!("there is no arena that could be read");
         }
-        Ok(Content::Sectors(reader))
+        Ok((Content::Sectors(reader), troubles))
     }
 
     fn sector_bytes(&self) -> u64 {

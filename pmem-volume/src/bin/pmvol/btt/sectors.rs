@@ -46,7 +46,7 @@ pub(super) fn read(place: &Place, first: u64, count: u64, hex: bool) -> anyhow::
         if hex { writeln!(out, "{:08x}", end * sector_bytes as u64) } else { Ok(()) }
     })?;
     lost.say();
-    Ok(outcome(lost.is_empty()))
+    Ok(outcome(lost.is_empty() && troubles.is_empty()))
 }
 
 /// As `hexdump -C` does, with places in the volume as a guest sees it; lines like the one before are left out, and a star
