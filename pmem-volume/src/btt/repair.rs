@@ -15,6 +15,7 @@ mod survey;
 mod tests;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -59,6 +60,8 @@ pub struct Repair {
     pub mendings: Vec<Mending>,
     /// What a check finds after that.
     pub after: Report,
+    /// What it all follows from: info blocks, maps and flogs.
+    seen: Vec<Range<u64>>,
 }
 
 /// Finds out what can be repaired. Nothing is changed. `reached` hears up to where that is known, in bytes.
@@ -95,12 +98,32 @@ pub fn plan_repair(
             arena.info = Some(ArenaInfo { has_error: false, ..info.clone() });
         }
     }
-    Ok(Repair { mendings, after })
+    let seen = found.iter().flat_map(|(info, _)| metadata_of(info)).collect();
+    Ok(Repair { mendings, after, seen })
+}
+
+/// Where everything of an arena lies that says where its sectors are.
+fn metadata_of(info: &ArenaInfo) -> [Range<u64>; 4] {
+    let map_bytes = (u64::from(info.sectors) * MAP_ENTRY_BYTES).next_multiple_of(8);
+    let flog_bytes = u64::from(info.lanes) * FLOG_GROUP_BYTES;
+    [
+        info.start_bytes..info.start_bytes + INFO_BYTES,
+        info.map_at..info.map_at + map_bytes,
+        info.flog_at..info.flog_at + flog_bytes,
+        info.copy_at..info.copy_at + INFO_BYTES,
+    ]
 }
 
 impl Repair {
     /// Does it, durably. A crash in between leaves less to do, and nothing that was right is wrong.
+    ///
+    /// First what was seen becomes durable: whoever stored it may have been killed before it was. A block that a lane is
+    /// given because the map names it no more would be named by both if the map's change were lost, and the lane's not.
     pub fn carry_out(&self, space: &impl WriteAt) -> Result<(), MediaError> {
+        if self.mendings.is_empty() {
+            return Ok(());
+        }
+        space.persist(&self.seen)?;
         self.mendings.iter().try_for_each(|mending| mending.carry_out(space))
     }
 }

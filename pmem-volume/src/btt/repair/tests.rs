@@ -459,3 +459,77 @@ fn a_lane_that_is_written_in_one_go_is_found_out() {
     repair.carry_out(&space).unwrap();
     verify_points(&space.take_points(), &right).expect_err("the wrong order went unnoticed");
 }
+
+/// Writes a sector twice, is killed at each persist of that, and has a flog in which the lanes that wrote are damaged.
+fn killed_and_damaged() -> Vec<(Simulator, BTreeMap<u64, Vec<u8>>)> {
+    let (media, arena) = filled(1);
+    let right = sectors(&media);
+    let space = Simulator::new(VOLUME_BYTES);
+    space.store(0, &media.to_bytes()).unwrap();
+    space.persist_range(0..VOLUME_BYTES).unwrap();
+    let flog = |space: &Simulator| {
+        let mut bytes = vec![0; 256 * FLOG_GROUP_BYTES as usize];
+        space.read_at(arena.flog_at, &mut bytes).unwrap();
+        bytes
+    };
+    let before = flog(&space);
+    let engine = crate::btt::Engine::open(&space).unwrap();
+    space.record();
+    (9..11).for_each(|version| engine.write(12, &content(12, version, 4096)).unwrap());
+    let points = space.take_points();
+    let mut found = Vec::new();
+    for killed in points.iter().map(CrashPoint::killed) {
+        let now = flog(&killed);
+        let group_bytes = FLOG_GROUP_BYTES as usize;
+        let lanes = before.chunks(group_bytes).zip(now.chunks(group_bytes)).enumerate();
+        let wrote: Vec<_> = lanes.filter(|(_, (before, now))| before != now).map(|(lane, _)| lane).collect();
+        for at in wrote.iter().flat_map(|lane| [8, 24].map(|at| *lane as u64 * FLOG_GROUP_BYTES + at)) {
+            Media::store_word(&killed, arena.flog_at + at, u64::MAX).unwrap();
+            killed.persist_range(arena.flog_at + at..arena.flog_at + at + 8).unwrap();
+        }
+        if !wrote.is_empty() {
+            found.push((killed, right.clone()));
+        }
+    }
+    found
+}
+
+/// Repairs what a kill has left, and then the power goes: at no time do a sector and a lane come to have the same block.
+fn survive_kills(carry_out: impl Fn(&Repair, &Simulator)) -> Result<usize, String> {
+    let mut images = 0;
+    for (number, (killed, right)) in killed_and_damaged().iter().enumerate() {
+        killed.record();
+        let repair = plan(killed, GiveUp::Nothing);
+        assert!(repair.after.is_clean() && !repair.mendings.is_empty(), "{repair:?}");
+        carry_out(&repair, killed);
+        for image in killed.take_points().iter().flat_map(|point| point.images(40, &mut Random::new(7))) {
+            images += 1;
+            plan(&image, GiveUp::Nothing).carry_out(&image).unwrap();
+            let report = check(&image).unwrap();
+            if !report.is_clean() {
+                return Err(format!("killed at {number}: {report:?}"));
+            }
+            // What a damaged lane wrote may be lost with it: only it knew that the map was not durable.
+            let wrong =
+                sectors(&image).into_iter().find(|(sector, bytes)| *sector != 12 && *bytes != right[sector]);
+            if let Some((sector, _)) = wrong {
+                return Err(format!("killed at {number}: sector L{sector} is not what it was"));
+            }
+        }
+    }
+    Ok(images)
+}
+
+#[test]
+fn a_repair_survives_a_kill_before_it_and_then_a_loss_of_power() {
+    let images = survive_kills(|repair, space| repair.carry_out(space).unwrap()).unwrap();
+    assert!(images >= 40, "only {images} images");
+}
+
+#[test]
+fn a_repair_of_what_is_not_durable_is_found_out() {
+    let found = survive_kills(|repair, space| {
+        repair.mendings.iter().try_for_each(|mending| mending.carry_out(space)).unwrap();
+    });
+    found.expect_err("it went unnoticed");
+}
