@@ -18,11 +18,13 @@ pub struct DamagedVolume {
 }
 
 impl Pool {
-    /// Opens what is left of a volume, in a pool that was opened for reading. A volume that is whole opens as well.
+    /// Opens what is left of a volume, in a pool that was opened for reading. A volume that is whole opens as well; a part of
+    /// one that was split, which still holds what that held, does not.
     pub fn open_damaged_volume(self: &Arc<Self>, name: &str) -> Result<DamagedVolume, PoolError> {
         assert!(self.mode != OpenMode::ReadWrite, "what is damaged is only looked at");
         let state = self.lock_state();
         let entry = &state.volumes[&state.require_volume(name)?];
+        entry.check_finished()?;
         let mut extents: Vec<VolumeExtent> = Vec::new();
         for (index, chunk) in &entry.chunks {
             let run = runs(std::iter::once(*chunk))[0];

@@ -12,7 +12,7 @@ use super::memory::chunk_count;
 use super::mirrored;
 use super::scan::VolumeEntry;
 use super::table::{Owner, Slot};
-use super::volume_record::{VolumeFormat, VolumeName, VolumeRecord, empty_record};
+use super::volume_record::{Part, VolumeFormat, VolumeName, VolumeRecord, empty_record};
 use super::{Backing, OpenMode, Pool, PoolError, State};
 use crate::CHUNK_BYTES;
 use crate::btt::{self, ReadAt, WriteAt};
@@ -284,11 +284,18 @@ impl VolumeEntry {
             return unusable("it is thin, which this version does not serve".to_owned());
         }
         match self.record.chunks - self.allocated() {
-            0 if self.record.part.is_some_and(|part| part.is_unformatted) => {
+            0 => self.check_finished(),
+            missing => unusable(format!("{missing} of its {} chunks are missing", self.record.chunks)),
+        }
+    }
+
+    /// Is it a volume of its own, and not a part that is still to be erased?
+    pub(super) fn check_finished(&self) -> Result<(), PoolError> {
+        match self.record.part {
+            Some(Part { is_unformatted: true, .. }) => {
                 Err(PoolError::VolumeUnfinished { name: self.record.name.to_string() })
             }
-            0 => Ok(()),
-            missing => unusable(format!("{missing} of its {} chunks are missing", self.record.chunks)),
+            _ => Ok(()),
         }
     }
 }

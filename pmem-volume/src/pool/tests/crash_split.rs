@@ -396,6 +396,8 @@ fn a_split_that_is_not_finished_is_a_note_and_no_damage() {
     assert_eq!(report.pool.len(), 2, "{report:?}");
     assert!(report.pool.iter().all(|finding| matches!(finding, Finding::SplitUnfinished { .. })));
     assert!(matches!(looked.open_volume("b"), Err(PoolError::VolumeUnfinished { .. })));
+    // Nor to be copied out: what is there is the old volume's.
+    assert!(matches!(looked.open_damaged_volume("b"), Err(PoolError::VolumeUnfinished { .. })));
     drop(looked);
     let pool = open(&media).unwrap();
     assert!(pool.check().unwrap().is_clean());
