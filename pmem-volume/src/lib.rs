@@ -13,6 +13,7 @@ pub mod progress;
 pub mod size;
 #[cfg(test)]
 mod test_image;
+pub mod unnamed_file;
 
 pub use media::Durability;
 pub use pool::{

@@ -13,6 +13,8 @@ pub enum Task {
     Check,
     /// A volume's content goes to a file, or comes from one.
     Copy,
+    /// An image becomes one of another format.
+    Convert,
 }
 
 /// How far a task is. It starts at 0, never goes back and ends at the total; one call may have several tasks, one after

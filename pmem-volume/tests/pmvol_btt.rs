@@ -110,7 +110,6 @@ fn an_image_goes_in_and_comes_out_as_it_was_and_stays_sparse() {
     assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
     let blocks = fs::metadata(folder.path("out")).unwrap().blocks() * 512;
     assert!(blocks <= MIB, "{blocks} bytes of the image are no holes");
-    assert!(!folder.path("out.part").exists());
     folder.fail(&["btt", "export", "pool", "v", "--to", "out"], &["out", "exists already", "--force"]);
     folder.succeed(&["btt", "export", "pool", "v", "--to", "out", "--force"]);
     folder.fail(&["btt", "export", "pool", "v", "--to", "."], &["no regular file"]);
@@ -170,7 +169,7 @@ fn a_volume_in_use_names_who_has_it() {
         folder.fail(arguments, &["in use by", &pid]);
     }
     folder.succeed(&["btt", "info", "pool", "v"]);
-    assert!(!folder.path("out").exists() && !folder.path("out.part").exists());
+    assert_eq!(names_in(&folder), ["in", "pool"]);
     drop(pool);
     folder.fail(&["btt", "export", "pool", "w", "--to", "out"], &["no volume \"w\"", "it has v"]);
     folder.fail(&["btt", "export", "pool", "--to", "out"], &["VOLUME"]);
@@ -369,6 +368,24 @@ fn a_damaged_log_is_told_by_the_exit_code_too() {
         assert!(text.contains("arena 0: lane 30 of the flog"), "{text}");
     }
     assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
+}
+
+/// Whoever can write to the folder does not decide what is written over.
+#[test]
+fn an_export_follows_no_link_and_replaces_nothing_unasked() {
+    let folder = with_volume();
+    image(&folder.path("in"), 4 * MIB, 0..100, 0x11);
+    folder.succeed(&["btt", "import", "pool", "v", "--from", "in"]);
+    fs::write(folder.path("precious"), b"precious").unwrap();
+    for name in ["out", "out.part", "out.qcow2", "out.raw"] {
+        std::os::unix::fs::symlink("precious", folder.path(name)).unwrap();
+    }
+    folder.fail(&["btt", "export", "pool", "v", "--to", "out", "--force"], &["no regular file"]);
+    fs::remove_file(folder.path("out")).unwrap();
+    folder.succeed(&["btt", "export", "pool", "v", "--to", "out"]);
+    assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
+    assert_eq!(fs::read(folder.path("precious")).unwrap(), b"precious");
+    assert!(fs::symlink_metadata(folder.path("out.part")).unwrap().is_symlink());
 }
 
 /// Runs qemu-img. ci/setup installs it; elsewhere `None`, and the caller is skipped.

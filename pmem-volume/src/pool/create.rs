@@ -19,7 +19,6 @@ use super::open::judge_superblocks;
 use super::opening::{Opened, place_error};
 use super::superblock::Superblock;
 use super::table::{ChunkTable, Owner};
-use super::unnamed_file::Unnamed;
 use super::{
     Backing, MAX_POOL_BYTES, MIN_POOL_BYTES, OpenMode, Pool, PoolError, mirrored, redo_log, volume_record,
 };
@@ -27,6 +26,10 @@ use crate::CHUNK_BYTES;
 use crate::media::{self, FileMedia, Media, MediaError, Place};
 use crate::progress::{OnProgress, unheard};
 use crate::size::display;
+use crate::unnamed_file::{NamingError, Taken, Unnamed, folder_of};
+
+/// A pool holds what guests keep to themselves.
+const FILE_MODE: u32 = 0o600;
 
 /// What a new pool is to be.
 #[derive(Default)]
@@ -63,7 +66,12 @@ impl Pool {
     fn create_file(path: &Path, options: CreateOptions<'_>) -> Result<Arc<Pool>, PoolError> {
         let is_thin = options.thin;
         // The file gets its name only when it is a pool: a crash before leaves nothing behind.
-        let unnamed = Unnamed::in_folder_of(path)?;
+        check_new(path)?;
+        let unnamed = Unnamed::in_folder_of(path, FILE_MODE).map_err(|source| PoolError::File {
+            path: path.to_owned(),
+            action: "create",
+            source,
+        })?;
         let what = "there is nothing yet, and";
         let size_bytes =
             options.size_bytes.ok_or_else(|| PoolError::SizeNeeded { path: path.to_owned(), what })?;
@@ -92,7 +100,10 @@ impl Pool {
         let media = FileMedia::new(file, size_bytes, true)?.thin(is_thin);
         media.reserve(&(0..superblock.metadata_bytes())).map_err(no_room)?;
         write_empty_pool(&media, &superblock)?;
-        unnamed.name(path)?;
+        unnamed.name(path, Taken::Keeps).map_err(|NamingError { action, source }| match source.kind() {
+            io::ErrorKind::AlreadyExists => PoolError::AlreadyExists { path: path.to_owned() },
+            _ => file_error(action)(source),
+        })?;
         Pool::from_media(path.to_owned(), OpenMode::ReadWrite, Backing::File(media), superblock, vec![])
     }
 
@@ -131,6 +142,24 @@ impl Pool {
 pub(super) fn file_too_large(size_bytes: u64) -> PoolError {
     let rule = "is larger than a file may be on this file system (ext4: 16 TiB)".to_owned();
     PoolError::Size { what: "pool size", value: size_bytes, rule }
+}
+
+/// Is there nothing at `path`, and a folder that it can be made in?
+fn check_new(path: &Path) -> Result<(), PoolError> {
+    match path.symlink_metadata() {
+        Ok(_) => return Err(PoolError::AlreadyExists { path: path.to_owned() }),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(source) => return Err(PoolError::File { path: path.to_owned(), action: "create", source }),
+    }
+    let folder = folder_of(path);
+    if folder.metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+        return Err(PoolError::NoFolder { path: path.to_owned(), folder: folder.to_owned() });
+    }
+    // A device whose name is wrong would become a file in the host's memory.
+    if folder.canonicalize().is_ok_and(|folder| folder == Path::new("/dev")) {
+        return Err(PoolError::NoDevice { path: path.to_owned() });
+    }
+    Ok(())
 }
 
 /// A pool is no larger than its device.

@@ -42,7 +42,6 @@ mod superblock;
 mod table;
 #[cfg(test)]
 pub(crate) mod tests;
-mod unnamed_file;
 mod volume;
 mod volume_record;
 mod volume_words;

@@ -69,6 +69,7 @@ fn name(task: Task) -> &'static str {
         Task::Erase => "erasing",
         Task::Check => "checking",
         Task::Copy => "copying",
+        Task::Convert => "converting",
     }
 }
 

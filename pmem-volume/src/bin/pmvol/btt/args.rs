@@ -24,8 +24,8 @@ Examples:
     },
     /// Check that map and log of each arena name every block exactly once, without changing anything
     ///
-    /// What a crash leaves for the next who opens the volume is noted, and is no damage. Nobody may have the pool or the file
-    /// open for writing; that a kernel or QEMU has a file is not seen.
+    /// What a crash leaves for the next who opens the volume is noted, and is no damage. Nobody may have the pool or the
+    /// file open for writing; that a kernel or QEMU has a file is not seen.
     ///
     /// Exit code 0: all is well, 1: something is damaged, 2: it could not be looked at, or the command line is wrong.
     #[command(after_help = "\
@@ -41,10 +41,10 @@ Examples:
     },
     /// Mend what is damaged in a BTT, as far as the BTT itself says what was there
     ///
-    /// An info block comes from its copy. A lane of the log that makes no sense gets a block that nobody has. A sector that is
-    /// mapped to no block gets the only one that nobody has; if there are several such sectors, they are marked as lost, and
-    /// reads of them fail until they are written. The error flag, which keeps an arena from being written, is cleared when
-    /// nothing else is wrong. Each step is printed before it is taken; --dry-run takes none.
+    /// An info block comes from its copy. A lane of the log that makes no sense gets a block that nobody has. A sector that
+    /// is mapped to no block gets the only one that nobody has; if there are several such sectors, they are marked as lost,
+    /// and reads of them fail until they are written. The error flag, which keeps an arena from being written, is cleared
+    /// when nothing else is wrong. Each step is printed before it is taken; --dry-run takes none.
     ///
     /// No sector that can be read reads otherwise afterwards, and no block that may hold a sector's data is written. Where
     /// two sectors share a block, or a sector and the log, nothing says who is right: they stay, and the arena stays
@@ -109,8 +109,9 @@ Examples:
     },
     /// Copy a volume's sectors to an image file
     ///
-    /// Raw and sparse: what was never written, and what is zeros, takes no room. The file appears when it is complete; until
-    /// then it is FILE.part, which the next export replaces. qcow2 is made of that by qemu-img, which has to be installed.
+    /// Raw and sparse: what was never written, and what is zeros, takes no room. The file appears, and one that it replaces
+    /// goes, when it is complete and on the disk; until then it has no name, and an export that is interrupted leaves
+    /// nothing. qcow2 is made of that by qemu-img, which has to be installed.
     ///
     /// Also out of a damaged pool, which is only looked at: what can be read is copied, and what cannot is named and is
     /// zeros in the file. Then, or if anything else in it is damaged, the exit code is 1. Works with raw volumes, too.
@@ -135,7 +136,8 @@ Examples:
     /// Fill a volume from an image file
     ///
     /// Holes and zeros of the image take no room in the volume. Each sector is the old one or the new one, whatever happens
-    /// meanwhile; an import that was interrupted is begun anew with --force. Works with raw volumes, too, whose sectors may tear.
+    /// meanwhile; an import that was interrupted is begun anew with --force. Works with raw volumes, too, whose sectors may
+    /// tear.
     ///
     /// The format is never guessed: a guest can write a qcow2 header to its disk, and such a header can name files of this
     /// host. qcow2 is unpacked by qemu-img, which has to be installed, to a file beside the image; an image that names

@@ -1,6 +1,7 @@
 //! A volume's sectors in an image file.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -10,7 +11,7 @@ use pmem_volume::progress::{OnProgress, Progress, Task};
 use pmem_volume::size::display;
 
 use super::args::{ImageFormat, Place};
-use super::image::{PartFile, require_qemu_img};
+use super::image::{check_place, converted, name, nameless, require_qemu_img};
 use super::media::Media;
 use crate::commands::{Outcome, outcome};
 use crate::meter::watched;
@@ -30,13 +31,20 @@ pub(super) fn export(place: &Place, to: &Path, format: ImageFormat, force: bool)
     let media = Media::salvage(place)?;
     let (content, troubles) = Content::of(&media)?;
     say_troubles(&troubles);
-    let image = PartFile::new(to, force)?;
+    check_place(to, force)?;
+    let raw = nameless(to)?;
     let mut lost = LostSectors::default();
-    let data_bytes = watched(|progress| copy(&content, &image, &mut lost, progress))?;
-    match format {
-        ImageFormat::Raw => image.name(to)?,
-        ImageFormat::Qcow2 => image.name_as_qcow2(to)?,
-    }
+    let (image, data_bytes) = watched(|progress| {
+        let data_bytes = copy(&content, &raw.file, &mut lost, &mut *progress)?;
+        let image = match format {
+            ImageFormat::Raw => raw,
+            ImageFormat::Qcow2 => {
+                converted((&raw.file, ImageFormat::Raw), format, to, content.len_bytes(), progress)?
+            }
+        };
+        anyhow::Ok((image, data_bytes))
+    })?;
+    name(image, to, force)?;
     lost.say();
     emit(|out| {
         writeln!(
@@ -112,13 +120,13 @@ impl<'a> Content<'a> {
 /// Copies everything, and returns how much of it is data.
 fn copy(
     content: &Content<'_>,
-    image: &PartFile,
+    image: &File,
     lost: &mut LostSectors,
     progress: OnProgress<'_>,
 ) -> anyhow::Result<u64> {
     let failed = || "cannot write the image".to_owned();
     let total_bytes = content.len_bytes();
-    image.file.set_len(total_bytes).with_context(failed)?;
+    image.set_len(total_bytes).with_context(failed)?;
     let mut piece = vec![0; PIECE_BYTES as usize];
     let mut data_bytes = 0;
     for at in (0..total_bytes).step_by(PIECE_BYTES as usize) {
@@ -131,7 +139,7 @@ fn copy(
             let length: usize = run.iter().map(|page| page.len()).sum();
             if !is_zero(run[0]) {
                 let from = (page_at - at) as usize;
-                image.file.write_all_at(&bytes[from..from + length], page_at).with_context(failed)?;
+                image.write_all_at(&bytes[from..from + length], page_at).with_context(failed)?;
                 data_bytes += length as u64;
             }
             page_at += length as u64;

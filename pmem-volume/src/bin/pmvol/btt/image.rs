@@ -1,81 +1,124 @@
 //! Image files: one that appears when it is complete, and qcow2 by qemu-img.
 
-use std::fs::{self, File, OpenOptions};
-use std::io;
-use std::path::{Path, PathBuf};
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::fd::AsRawFd;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
+use pmem_volume::progress::{OnProgress, Progress, Task};
+use pmem_volume::unnamed_file::{Taken, Unnamed};
+
+use super::args::ImageFormat;
 
 const QEMU_IMG: &str = "qemu-img";
+/// As the umask has it: an image is the user's.
+const FILE_MODE: u32 = 0o666;
 
-/// A file that gets its name when it is complete.
-pub(super) struct PartFile {
-    pub(super) file: File,
-    part: PathBuf,
-    /// It has its name.
-    is_named: bool,
-}
-
-impl PartFile {
-    /// Makes `FILE.part`. `replace`: there may be a `FILE`.
-    pub(super) fn new(path: &Path, replace: bool) -> anyhow::Result<Self> {
-        match fs::symlink_metadata(path) {
-            Ok(metadata) if !metadata.is_file() => {
-                bail!("{}: it is no regular file, and an image is only written to one", path.display())
-            }
-            Ok(_) if !replace => bail!("{}: the file exists already; --force replaces it", path.display()),
-            Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => {
-                return Err(error).with_context(|| format!("cannot look at {}", path.display()));
-            }
+/// Is there nothing at `path`, or a file that may be replaced? Better asked before anything long is begun.
+pub(super) fn check_place(path: &Path, replace: bool) -> anyhow::Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(metadata) if !metadata.is_file() => {
+            bail!("{}: it is no regular file, and an image is only written to one", path.display())
         }
-        let part = beside(path, ".part");
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(true);
-        let file = options.open(&part).with_context(|| format!("cannot make {}", part.display()))?;
-        Ok(Self { file, part, is_named: false })
-    }
-
-    /// Makes it durable and gives it its name.
-    pub(super) fn name(mut self, path: &Path) -> anyhow::Result<()> {
-        let failed = || format!("cannot complete {}", path.display());
-        self.file.sync_all().with_context(failed)?;
-        fs::rename(&self.part, path).with_context(failed)?;
-        self.is_named = true;
-        Ok(())
-    }
-
-    /// The same as qcow2. The raw file goes.
-    pub(super) fn name_as_qcow2(self, path: &Path) -> anyhow::Result<()> {
-        let converted = PartFile::new(&beside(path, ".qcow2"), true)?;
-        convert("raw", &self.part, "qcow2", &converted.part)?;
-        converted.name(path)
+        Ok(_) if !replace => bail!("{}: {EXISTS}", path.display()),
+        Ok(_) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error).with_context(|| format!("cannot look at {}", path.display())),
     }
 }
 
-impl Drop for PartFile {
-    fn drop(&mut self) {
-        if !self.is_named {
-            let _ = fs::remove_file(&self.part);
+const EXISTS: &str = "the file exists already; --force replaces it";
+
+/// A file beside `path` that has no name yet.
+pub(super) fn nameless(path: &Path) -> anyhow::Result<Unnamed> {
+    Unnamed::in_folder_of(path, FILE_MODE)
+        .with_context(|| format!("cannot make a file in the folder of {}", path.display()))
+}
+
+/// Makes an image durable and gives it its name. `replace`: also if a file has it.
+pub(super) fn name(image: Unnamed, path: &Path, replace: bool) -> anyhow::Result<()> {
+    image.file.sync_all().with_context(|| format!("cannot complete {}", path.display()))?;
+    let taken = if replace { Taken::IsReplaced } else { Taken::Keeps };
+    match image.name(path, taken) {
+        // It was made meanwhile.
+        Err(error) if !replace && error.source.kind() == io::ErrorKind::AlreadyExists => {
+            bail!("{}: {EXISTS}", path.display())
         }
+        result => result.with_context(|| format!("cannot complete {}", path.display())),
     }
 }
 
-fn beside(path: &Path, ending: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(ending);
-    name.into()
+/// An image in another format, as a nameless file beside `path`. `len_bytes` is what progress is counted in.
+///
+/// It is the file that was opened, and looked at, that is converted, whatever has its name now.
+pub(super) fn converted(
+    from: (&File, ImageFormat),
+    to_format: ImageFormat,
+    path: &Path,
+    len_bytes: u64,
+    progress: OnProgress<'_>,
+) -> anyhow::Result<Unnamed> {
+    let to = nameless(path)?;
+    let (from, from_format) = from;
+    let mut command = Command::new(QEMU_IMG);
+    command.args(["convert", "-p", "-f", name_of(from_format), "-O", name_of(to_format)]);
+    command.args([from, &to.file].map(path_of)).stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut child = started(command.spawn())?;
+    let mut output = child.stdout.take().expect("it is piped");
+    let heard = hear(&mut output, &mut |done| {
+        let done_bytes = (len_bytes as f64 * done) as u64;
+        progress(Progress {
+            task: Task::Convert,
+            done_bytes: done_bytes.min(len_bytes),
+            total_bytes: len_bytes,
+        });
+    });
+    let status = child.wait().with_context(|| format!("cannot wait for {QEMU_IMG}"))?;
+    heard.with_context(|| format!("cannot read what {QEMU_IMG} says"))?;
+    if !status.success() {
+        bail!("{QEMU_IMG} convert ended with {status}");
+    }
+    Ok(to)
 }
 
-/// A qcow2 image, which was checked to name no other file, as a raw file beside it, which goes when it is dropped.
-pub(super) fn unpacked(path: &Path) -> anyhow::Result<PartFile> {
-    let mut raw = PartFile::new(&beside(path, ".raw"), true)?;
-    convert("qcow2", path, "raw", &raw.part)?;
-    // qemu-img may have made the file anew.
-    raw.file = File::open(&raw.part).with_context(|| format!("cannot open {}", raw.part.display()))?;
-    Ok(raw)
+/// A path by which a child finds an open file of ours, with a name or without (proc(5), /proc/PID/fd).
+fn path_of(file: &File) -> String {
+    format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd())
+}
+
+fn name_of(format: ImageFormat) -> &'static str {
+    match format {
+        ImageFormat::Raw => "raw",
+        ImageFormat::Qcow2 => "qcow2",
+    }
+}
+
+/// Reads up to the end what `qemu-img -p` prints: `(12.34/100%)`, again and again, with carriage returns.
+fn hear(output: &mut dyn Read, is_done: &mut dyn FnMut(f64)) -> io::Result<()> {
+    let (mut text, mut bytes) = (String::new(), [0; 256]);
+    loop {
+        let count = match output.read(&mut bytes) {
+            Ok(0) => return Ok(()),
+            Ok(count) => count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(error),
+        };
+        text.push_str(&String::from_utf8_lossy(&bytes[..count]));
+        let Some((said, rest)) = text.rsplit_once(')') else { continue };
+        if let Some(percent) = percent_in(said) {
+            is_done(percent / 100.0);
+        }
+        text = rest.to_owned();
+    }
+}
+
+/// The last percentage that is said.
+fn percent_in(said: &str) -> Option<f64> {
+    let (_, last) = said.rsplit_once('(')?;
+    let percent: f64 = last.strip_suffix("/100%")?.trim().parse().ok()?;
+    (0.0..=100.0).contains(&percent).then_some(percent)
 }
 
 /// Is there a qemu-img? Better asked before anything long is begun.
@@ -84,30 +127,45 @@ pub(super) fn require_qemu_img() -> anyhow::Result<()> {
     started(status).map(drop)
 }
 
-fn convert(from_format: &str, from: &Path, to_format: &str, to: &Path) -> anyhow::Result<()> {
-    // A name that starts with a dash is no option, and one with a colon no protocol.
-    let plain = |path: &Path| -> PathBuf {
-        if path.is_absolute() { path.to_owned() } else { Path::new(".").join(path) }
-    };
-    let (from, to) = (plain(from), plain(to));
-    let command = Command::new(QEMU_IMG)
-        .args(["convert", "-f", from_format, "-O", to_format])
-        .args([&from, &to])
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .status();
-    let status = started(command)?;
-    if !status.success() {
-        bail!("{QEMU_IMG} convert ended with {status}");
-    }
-    Ok(())
-}
-
 fn started<T>(result: io::Result<T>) -> anyhow::Result<T> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::NotFound => bail!(
             "{QEMU_IMG} is not installed, and qcow2 is left to it; install it (Debian: qemu-utils), or use a raw image"
         ),
         result => result.with_context(|| format!("cannot start {QEMU_IMG}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_qemu_img_says_of_its_progress_is_understood_in_any_pieces() {
+        let said = b"    (0.00/100%)\r    (12.50/100%)\r    (100.00/100%)\r\n";
+        for size in [1, 7, 16, 100] {
+            let mut heard = vec![];
+            for piece in said.chunks(size) {
+                heard.push(piece);
+            }
+            let mut output = Pieces(heard.into_iter());
+            let mut done = vec![];
+            hear(&mut output, &mut |now| done.push(now)).unwrap();
+            assert_eq!(done.last(), Some(&1.0), "pieces of {size}: {done:?}");
+            assert!(done.is_sorted() && done.iter().all(|done| [0.0, 0.125, 1.0].contains(done)));
+        }
+        for nonsense in ["(abc/100%", "(200/100%", "(-1/100%", "100%", "(NaN/100%", "(1/10"] {
+            assert_eq!(percent_in(nonsense), None, "{nonsense}");
+        }
+    }
+
+    struct Pieces<'a>(std::vec::IntoIter<&'a [u8]>);
+
+    impl Read for Pieces<'_> {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            let piece = self.0.next().unwrap_or_default();
+            into[..piece.len()].copy_from_slice(piece);
+            Ok(piece.len())
+        }
     }
 }

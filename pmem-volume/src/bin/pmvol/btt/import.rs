@@ -14,7 +14,7 @@ use pmem_volume::size::display;
 
 use super::args::{ImageFormat, Place};
 use super::export::is_zero;
-use super::image::{PartFile, require_qemu_img, unpacked};
+use super::image::{converted, require_qemu_img};
 use super::media::Media;
 use super::qcow2;
 use crate::commands::Outcome;
@@ -70,8 +70,6 @@ struct Source<'a> {
     format: ImageFormat,
     /// Of what is in it.
     len_bytes: u64,
-    /// What it was unpacked to goes with it.
-    _unpacked: Option<PartFile>,
 }
 
 impl<'a> Source<'a> {
@@ -96,7 +94,7 @@ impl<'a> Source<'a> {
                 qcow2::check(&file).with_context(|| format!("{}", path.display()))?
             }
         };
-        Ok(Self { path, file, format, len_bytes, _unpacked: None })
+        Ok(Self { path, file, format, len_bytes })
     }
 
     fn check_room(&self, place: &Place, room_bytes: u64) -> anyhow::Result<()> {
@@ -113,17 +111,16 @@ impl<'a> Source<'a> {
         Ok(())
     }
 
-    /// The same as raw bytes.
+    /// The same as raw bytes: qcow2 is unpacked to a file beside it, which is gone when it is closed.
     fn unpacked(self) -> anyhow::Result<Self> {
-        match self.format {
-            ImageFormat::Raw => Ok(self),
-            ImageFormat::Qcow2 => {
-                let raw = unpacked(self.path)?;
-                let file = raw.file.try_clone()?;
-                let len_bytes = file.metadata()?.len();
-                Ok(Self { file, len_bytes, _unpacked: Some(raw), ..self })
-            }
+        if self.format == ImageFormat::Raw {
+            return Ok(self);
         }
+        let (from, raw) = ((&self.file, self.format), ImageFormat::Raw);
+        let raw = watched(|progress| converted(from, raw, self.path, self.len_bytes, progress))?;
+        let file = raw.file.try_clone().context("cannot keep what was unpacked")?;
+        let len_bytes = file.metadata().context("cannot look at what was unpacked")?.len();
+        Ok(Self { file, len_bytes, ..self })
     }
 }
 

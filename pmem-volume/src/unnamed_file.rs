@@ -1,0 +1,234 @@
+//! A file that gets its name when it is finished: a crash while it is being made leaves nothing behind.
+
+use std::ffi::CString;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+use uuid::Uuid;
+
+/// A file without its name.
+#[derive(Debug)]
+pub struct Unnamed {
+    /// The file, to be read and written.
+    pub file: File,
+    /// Where the file system cannot make nameless files: a name to be changed, or removed on failure.
+    temporary: Option<PathBuf>,
+}
+
+/// What becomes of a file that has the name already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Taken {
+    /// It keeps it, and the new file has none.
+    Keeps,
+    /// The new file takes its place, in one step.
+    IsReplaced,
+}
+
+/// A file could not be given its name. There is no such file then; with [`Taken::IsReplaced`] it may have its name, which
+/// may be lost with the power.
+#[derive(Debug, Error)]
+#[error("cannot {action} the file")]
+pub struct NamingError {
+    /// What could not be done.
+    pub action: &'static str,
+    /// Why.
+    #[source]
+    pub source: io::Error,
+}
+
+impl Unnamed {
+    /// Makes a file in the folder in which `path` will be. Nothing is followed to another place, and nobody else can open
+    /// it by a name; where the file system cannot make such files, it has a name that nobody can know before.
+    pub fn in_folder_of(path: &Path, mode: u32) -> io::Result<Self> {
+        match options(mode).custom_flags(libc::O_TMPFILE).open(folder_of(path)) {
+            Ok(file) => Ok(Self { file, temporary: None }),
+            // What open(2) says of kernels and file systems that do not know O_TMPFILE.
+            Err(error)
+                if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR | libc::ENOENT)) =>
+            {
+                Self::with_temporary_name(path, mode)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn with_temporary_name(path: &Path, mode: u32) -> io::Result<Self> {
+        let temporary = temporary_name(path);
+        // With O_EXCL a link at the end of the path is not followed (open(2)).
+        let file = options(mode).create_new(true).open(&temporary)?;
+        Ok(Self { file, temporary: Some(temporary) })
+    }
+
+    /// Gives the file its name, and makes the name durable. What is in the file is the caller's to make so.
+    pub fn name(mut self, path: &Path, taken: Taken) -> Result<(), NamingError> {
+        self.give_name(path, taken).map_err(|source| NamingError { action: "name", source })?;
+        let synced = File::open(folder_of(path)).and_then(|folder| folder.sync_all());
+        synced.map_err(|source| {
+            if taken == Taken::Keeps {
+                // A name that may not last is worse than none.
+                let _ = fs::remove_file(path);
+            }
+            NamingError { action: "persist the name of", source }
+        })
+    }
+
+    fn give_name(&mut self, path: &Path, taken: Taken) -> io::Result<()> {
+        match (&self.temporary, taken) {
+            (None, Taken::Keeps) => return link(&self.file, path),
+            (Some(temporary), Taken::Keeps) => rename_to_new(temporary, path)?,
+            (Some(temporary), Taken::IsReplaced) => fs::rename(temporary, path)?,
+            (None, Taken::IsReplaced) => {
+                // No call links a file over another one.
+                let temporary = temporary_name(path);
+                link(&self.file, &temporary)?;
+                self.temporary = Some(temporary.clone());
+                fs::rename(temporary, path)?;
+            }
+        }
+        self.temporary = None;
+        Ok(())
+    }
+}
+
+impl Drop for Unnamed {
+    fn drop(&mut self) {
+        if let Some(temporary) = self.temporary.take() {
+            let _ = fs::remove_file(temporary);
+        }
+    }
+}
+
+/// Beside `path`, and not to be guessed by who would put something else there.
+fn temporary_name(path: &Path) -> PathBuf {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(format!(".new-{}", Uuid::new_v4().simple()));
+    folder_of(path).join(name)
+}
+
+fn options(mode: u32) -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).mode(mode);
+    options
+}
+
+/// The folder that a path names something in.
+pub(crate) fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn c_path(path: &Path) -> io::Result<CString> {
+    Ok(CString::new(path.as_os_str().as_bytes())?)
+}
+
+/// Names a file that has none. By its descriptor, which before Linux 6.10 only a privileged process may do, or else
+/// through /proc, which may not be mounted (open(2), O_TMPFILE).
+fn link(file: &File, path: &Path) -> io::Result<()> {
+    let target = c_path(path)?;
+    let link_at = |folder, source: &CString, flags| {
+        // SAFETY: both are C strings that outlive the call; the descriptor lives as long as `file`.
+        match unsafe { libc::linkat(folder, source.as_ptr(), libc::AT_FDCWD, target.as_ptr(), flags) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    };
+    let by_descriptor = link_at(file.as_raw_fd(), &CString::default(), libc::AT_EMPTY_PATH);
+    match by_descriptor {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let source = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+            link_at(libc::AT_FDCWD, &source, libc::AT_SYMLINK_FOLLOW)
+        }
+        result => result,
+    }
+}
+
+/// Renames without taking anybody's place.
+fn rename_to_new(from: &Path, to: &Path) -> io::Result<()> {
+    let (source, target) = (c_path(from)?, c_path(to)?);
+    let (here, flags) = (libc::AT_FDCWD, libc::RENAME_NOREPLACE);
+    // SAFETY: both are C strings that outlive the call.
+    match unsafe { libc::renameat2(here, source.as_ptr(), here, target.as_ptr(), flags) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn names_in(folder: &Path) -> Vec<String> {
+        let mut names: Vec<_> =
+            fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    const KINDS: [fn(&Path) -> Unnamed; 2] = [
+        |path| Unnamed::in_folder_of(path, 0o600).unwrap(),
+        |path| Unnamed::with_temporary_name(path, 0o600).unwrap(),
+    ];
+
+    #[test]
+    fn both_kinds_of_nameless_files_get_their_name_and_leave_nothing_else() {
+        for folder in ["/dev/shm".into(), std::env::current_dir().unwrap()] {
+            let folder = tempfile::TempDir::new_in(folder).unwrap();
+            let path = folder.path().join("pool");
+            for make in KINDS {
+                let mut unnamed = make(&path);
+                unnamed.file.write_all(b"done").unwrap();
+                unnamed.name(&path, Taken::Keeps).unwrap();
+                assert_eq!(names_in(folder.path()), ["pool"]);
+                assert_eq!(fs::read(&path).unwrap(), b"done");
+                fs::remove_file(&path).unwrap();
+                drop(make(&path));
+                assert!(names_in(folder.path()).is_empty());
+            }
+        }
+    }
+
+    #[test]
+    fn a_name_that_was_taken_meanwhile_is_not_taken_over() {
+        let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
+        let path = folder.path().join("pool");
+        for make in KINDS {
+            let unnamed = make(&path);
+            fs::write(&path, b"somebody's").unwrap();
+            let error = unnamed.name(&path, Taken::Keeps).unwrap_err();
+            assert_eq!(error.source.kind(), io::ErrorKind::AlreadyExists);
+            assert_eq!(fs::read(&path).unwrap(), b"somebody's");
+            assert_eq!(names_in(folder.path()), ["pool"]);
+            fs::remove_file(&path).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_file_is_replaced_in_one_step_and_only_if_that_is_asked_for() {
+        let folder = tempfile::TempDir::new_in("/dev/shm").unwrap();
+        let path = folder.path().join("image");
+        for make in KINDS {
+            fs::write(&path, b"old").unwrap();
+            let old = File::open(&path).unwrap();
+            let mut unnamed = make(&path);
+            unnamed.file.write_all(b"new").unwrap();
+            assert_eq!(fs::read(&path).unwrap(), b"old");
+            unnamed.name(&path, Taken::IsReplaced).unwrap();
+            assert_eq!(fs::read(&path).unwrap(), b"new");
+            assert_eq!(io::read_to_string(&old).unwrap(), "old", "it is another file");
+            assert_eq!(names_in(folder.path()), ["image"]);
+            // What cannot be replaced stays, and nothing else is left.
+            let unnamed = make(&path);
+            fs::remove_file(&path).unwrap();
+            fs::create_dir(&path).unwrap();
+            unnamed.name(&path, Taken::IsReplaced).unwrap_err();
+            assert_eq!(names_in(folder.path()), ["image"]);
+            fs::remove_dir(&path).unwrap();
+        }
+    }
+}
