@@ -125,6 +125,14 @@ pub enum VolumeRecordError {
         /// Where in it the part starts.
         index: u32,
     },
+    /// No part, but with a place that only a part has.
+    #[error("it is no part of another volume, and names the one in slot {slot} and its chunk {index}")]
+    NoPart {
+        /// Where that would be.
+        slot: u32,
+        /// Where in it.
+        index: u32,
+    },
     /// A BTT is to be written, and cannot be.
     #[error("its BTT is to be written, and it cannot have one")]
     NoBtt,
@@ -219,8 +227,10 @@ impl VolumeRecord {
         };
         let flags = bytes.flags.get();
         let part = match flags {
-            0 | VOLUME_FLAG_THIN => None,
-            VOLUME_FLAG_PART | FLAGS_UNFORMATTED => Some(parse_part(bytes, flags == FLAGS_UNFORMATTED)?),
+            0 | VOLUME_FLAG_THIN => no_part(bytes)?,
+            VOLUME_FLAG_PART | FLAGS_UNFORMATTED => {
+                Some(parse_part(slot, bytes, flags == FLAGS_UNFORMATTED)?)
+            }
             _ => return Err(VolumeRecordError::Flags(flags)),
         };
         let size = bytes.size_bytes.get();
@@ -253,20 +263,31 @@ impl VolumeRecord {
 
 const FLAGS_UNFORMATTED: u64 = VOLUME_FLAG_PART | VOLUME_FLAG_UNFORMATTED;
 
-fn parse_part(bytes: &VolumeRecordBytes, is_unformatted: bool) -> Result<Part, VolumeRecordError> {
+/// Of which volume the record in `own` is a part. The first part has the volume's slot, and only that one.
+fn parse_part(own: Slot, bytes: &VolumeRecordBytes, is_unformatted: bool) -> Result<Part, VolumeRecordError> {
     let (slot, index) = (bytes.origin_slot.get(), bytes.origin_index.get());
     let origin = u16::try_from(slot).map(Slot).map_err(|_| VolumeRecordError::Origin { slot, index })?;
-    if u64::from(index) >= MAX_CHUNKS {
+    if u64::from(index) >= MAX_CHUNKS || (origin == own) != (index == 0) {
         return Err(VolumeRecordError::Origin { slot, index });
     }
     Ok(Part { origin, index, is_unformatted })
 }
 
+fn no_part(bytes: &VolumeRecordBytes) -> Result<Option<Part>, VolumeRecordError> {
+    match (bytes.origin_slot.get(), bytes.origin_index.get()) {
+        (0, 0) => Ok(None),
+        (slot, index) => Err(VolumeRecordError::NoPart { slot, index }),
+    }
+}
+
 /// Has a record anything that an empty slot's does not have?
 fn describes_a_volume(bytes: &VolumeRecordBytes) -> bool {
     let numbers = [bytes.flags, bytes.size_bytes, bytes.created_unix_s];
+    let places = [bytes.origin_slot, bytes.origin_index];
     let texts = [&bytes.uuid[..], &bytes.name, &[bytes.format, bytes.name_bytes]];
-    numbers.iter().any(|number| number.get() != 0) || texts.concat().iter().any(|byte| *byte != 0)
+    numbers.iter().any(|number| number.get() != 0)
+        || places.iter().any(|place| place.get() != 0)
+        || texts.concat().iter().any(|byte| *byte != 0)
 }
 
 #[cfg(test)]
@@ -290,8 +311,8 @@ mod tests {
     #[test]
     fn a_record_comes_back_as_it_went() {
         assert_eq!(VolumeRecord::parse(Slot(9), &sample().to_bytes()), Ok(Some(sample())));
-        for is_unformatted in [false, true] {
-            let part = Some(Part { origin: Slot(3), index: 77, is_unformatted });
+        for (origin, index, is_unformatted) in [(3, 77, false), (3, 77, true), (9, 0, true)] {
+            let part = Some(Part { origin: Slot(origin), index, is_unformatted });
             let record = VolumeRecord { format: VolumeFormat::Btt, part, ..sample() };
             assert_eq!(VolumeRecord::parse(Slot(9), &record.to_bytes()), Ok(Some(record)));
         }
@@ -335,7 +356,13 @@ mod tests {
             let error = VolumeRecord::parse(Slot(9), &bytes).unwrap_err();
             assert_eq!(error, VolumeRecordError::Flags(flags));
         }
-        assert_eq!(broken(|b| b.flags.set(6)), VolumeRecordError::NoBtt);
+        assert_eq!(
+            broken(|b| {
+                b.flags.set(6);
+                b.origin_slot.set(9);
+            }),
+            VolumeRecordError::NoBtt
+        );
         assert_eq!(
             broken(|b| {
                 b.flags.set(2);
@@ -343,6 +370,23 @@ mod tests {
             }),
             VolumeRecordError::Origin { slot: 1 << 16, index: 0 }
         );
+        // The first part is in the volume's own slot, and no other.
+        let part_of = |slot: u32, index: u32| {
+            let mut bytes = sample().to_bytes();
+            bytes.flags.set(2);
+            bytes.origin_slot.set(slot);
+            bytes.origin_index.set(index);
+            VolumeRecord::parse(Slot(9), &bytes)
+        };
+        for (slot, index) in [(9, 1), (8, 0)] {
+            assert_eq!(part_of(slot, index), Err(VolumeRecordError::Origin { slot, index }));
+        }
+        assert!(part_of(9, 0).is_ok() && part_of(8, 1).is_ok());
+        assert_eq!(broken(|b| b.origin_slot.set(4)), VolumeRecordError::NoPart { slot: 4, index: 0 });
+        assert_eq!(broken(|b| b.origin_index.set(7)), VolumeRecordError::NoPart { slot: 0, index: 7 });
+        let mut empty = empty_record(Slot(9), 8);
+        empty.origin_index.set(1);
+        assert_eq!(VolumeRecord::parse(Slot(9), &empty), Err(VolumeRecordError::NotEmpty));
         assert_eq!(broken(|b| b.size_bytes.set(5)), VolumeRecordError::Size(5));
         assert_eq!(broken(|b| b.size_bytes.set(0)), VolumeRecordError::Size(0));
         assert_eq!(broken(|b| b.name_bytes = 65), VolumeRecordError::Name(NameError::NotText));

@@ -323,8 +323,8 @@ const RECORD_SEALED: Expected = &[
     ("size_bytes", &["Damaged IndexMissing", "Damaged VolumeRecordInvalid", "opens Leftover"]),
     ("created_unix_s", &["opens"]),
     ("name", &["Damaged VolumeNameTwice", "Damaged VolumeRecordInvalid", "opens"]),
-    ("origin_slot", &["opens"]),
-    ("origin_index", &["opens"]),
+    ("origin_slot", &["Damaged VolumeRecordInvalid"]),
+    ("origin_index", &["Damaged VolumeRecordInvalid"]),
     ("reserved1", &["opens"]),
 ];
 
