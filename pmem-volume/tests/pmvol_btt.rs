@@ -90,7 +90,7 @@ fn sectors_are_written_read_and_looked_at() {
     folder.succeed(&["btt", "write", "pool", "v", "--sector", "9", "--from", "one"]);
     let output = write(&folder, "11", &vec![5; SECTOR_BYTES + 7]);
     let text = String::from_utf8(output.stderr).unwrap();
-    assert!(text.contains("7 bytes at the end are no whole sector of 4096; 1 sector(s) before"), "{text}");
+    assert!(text.contains("1 sector(s) were written, 11 to 11: 7 bytes at the end are no whole"), "{text}");
     let read = folder.run(&["btt", "read", "pool", "v", "--sector", "9", "--count", "3"]);
     assert!(read.stdout == [[9; SECTOR_BYTES], [0; SECTOR_BYTES], [5; SECTOR_BYTES]].concat());
 
@@ -368,6 +368,35 @@ fn a_damaged_log_is_told_by_the_exit_code_too() {
         assert!(text.contains("arena 0: lane 30 of the flog"), "{text}");
     }
     assert!(fs::read(folder.path("out")).unwrap() == as_long_as_the_volume(&folder, "in"));
+}
+
+#[test]
+fn info_blocks_are_told_as_they_are() {
+    let folder = with_volume();
+    let good = fs::read(folder.path("pool")).unwrap();
+    let end = VOLUME_AT + 24 * MIB - 4096;
+    let is = |words: &str| {
+        let text = folder.succeed(&["btt", "info", "pool", "v"]);
+        assert!(text.contains(&format!("info block {words}\n")), "{text}");
+    };
+    is("both are whole");
+    overwrite(&folder.path("pool"), end + 60, &[0xff]);
+    is("the first of the two is whole");
+    fs::write(folder.path("pool"), &good).unwrap();
+    overwrite(&folder.path("pool"), INFO_AT + 60, &[0xff]);
+    is("the second of the two is whole");
+    // Another UUID, and a checksum that fits: the first word counts as often as there are words behind it and itself.
+    let mut info = good[INFO_AT as usize..][..4096].to_vec();
+    info[16] ^= 1;
+    let words = info[..4088].chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap()));
+    let (low, high) = words.chain([0, 0]).fold((0u32, 0u32), |(low, high), word| {
+        let low = low.wrapping_add(word);
+        (low, high.wrapping_add(low))
+    });
+    info[4088..].copy_from_slice(&(u64::from(high) << 32 | u64::from(low)).to_le_bytes());
+    fs::write(folder.path("pool"), &good).unwrap();
+    overwrite(&folder.path("pool"), end, &info);
+    is("both are whole, and they differ: the first counts");
 }
 
 /// Whoever can write to the folder does not decide what is written over.

@@ -1,5 +1,6 @@
 //! A volume's sectors from an image file.
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -125,37 +126,67 @@ impl<'a> Source<'a> {
 }
 
 /// What is written to: sectors of a BTT, or a raw volume's bytes.
-enum Target<'a> {
+struct Target<'a> {
+    to: To<'a>,
+    /// Written and not durable yet, from the first byte to the last.
+    pending: RefCell<Pending>,
+}
+
+enum To<'a> {
     Sectors(Box<Engine<&'a Media>>),
     Bytes(&'a Media),
+}
+
+/// Writes that are made durable together, and holes between them.
+#[derive(Default)]
+struct Pending {
+    range: Range<u64>,
+    written_bytes: u64,
+}
+
+impl Pending {
+    /// One more write. What is to be made durable now, if it is enough.
+    fn add(&mut self, range: Range<u64>) -> Option<Range<u64>> {
+        self.written_bytes += range.end - range.start;
+        self.range = match self.range.is_empty() {
+            true => range,
+            false => self.range.start.min(range.start)..self.range.end.max(range.end),
+        };
+        let is_enough = self.written_bytes >= PERSIST_BYTES;
+        is_enough.then(|| std::mem::take(self).range)
+    }
 }
 
 impl<'a> Target<'a> {
     fn of(media: &'a Media) -> anyhow::Result<Self> {
         if media.is_raw() {
-            return Ok(Target::Bytes(media));
+            return Ok(Self::new(To::Bytes(media)));
         }
-        Ok(Target::Sectors(Box::new(Engine::open(media)?)))
+        Ok(Self::new(To::Sectors(Box::new(Engine::open(media)?))))
+    }
+
+    fn new(to: To<'a>) -> Self {
+        Self { to, pending: RefCell::default() }
     }
 
     fn unit_bytes(&self) -> u64 {
-        match self {
-            Target::Sectors(engine) => u64::from(engine.sector_bytes()),
-            Target::Bytes(_) => PAGE_BYTES,
+        match &self.to {
+            To::Sectors(engine) => u64::from(engine.sector_bytes()),
+            To::Bytes(_) => PAGE_BYTES,
         }
     }
 
     fn len_bytes(&self) -> u64 {
-        match self {
-            Target::Sectors(engine) => engine.sectors() * self.unit_bytes(),
-            Target::Bytes(media) => media.len_bytes(),
+        match &self.to {
+            To::Sectors(engine) => engine.sectors() * self.unit_bytes(),
+            To::Bytes(media) => media.len_bytes(),
         }
     }
 
     fn holds_data(&self, progress: OnProgress<'_>) -> anyhow::Result<bool> {
-        let media = match self {
-            Target::Sectors(engine) => return Ok(btt::holds_data(*engine.space())?),
-            Target::Bytes(media) => media,
+        let media = match &self.to {
+            To::Sectors(engine) => return Ok(btt::holds_data(*engine.space())?),
+            To::Bytes(media) => media,
         };
         let total_bytes = media.len_bytes();
         let mut piece = vec![0; PIECE_BYTES as usize];
@@ -171,28 +202,26 @@ impl<'a> Target<'a> {
     }
 
     fn write(&self, at: u64, bytes: &[u8]) -> anyhow::Result<()> {
-        match self {
-            Target::Sectors(engine) => Ok(engine.write(at / self.unit_bytes(), bytes)?),
-            Target::Bytes(media) => {
+        match &self.to {
+            To::Sectors(engine) => Ok(engine.write(at / self.unit_bytes(), bytes)?),
+            To::Bytes(media) => {
                 media.write_at(at, bytes)?;
                 // Not all at the end: what a page cache has not written yet is memory.
-                let end = at + bytes.len() as u64;
-                let batch = end / PERSIST_BYTES * PERSIST_BYTES;
-                if at < batch {
-                    media.persist(std::slice::from_ref(&(batch - PERSIST_BYTES..batch)))?;
+                match self.pending.borrow_mut().add(at..at + bytes.len() as u64) {
+                    Some(range) => Ok(media.persist(std::slice::from_ref(&range))?),
+                    None => Ok(()),
                 }
-                Ok(())
             }
         }
     }
 
     fn zero(&self, range: Range<u64>) -> anyhow::Result<()> {
-        match self {
-            Target::Sectors(engine) => {
+        match &self.to {
+            To::Sectors(engine) => {
                 let unit_bytes = self.unit_bytes();
                 Ok(engine.write_zeroes(range.start / unit_bytes..range.end / unit_bytes)?)
             }
-            Target::Bytes(_) => {
+            To::Bytes(_) => {
                 let zeros = vec![0; PIECE_BYTES as usize];
                 let mut at = range.start;
                 while at < range.end {
@@ -207,9 +236,9 @@ impl<'a> Target<'a> {
 
     /// Makes everything durable, for whichever driver comes next.
     fn settle(&self) -> anyhow::Result<()> {
-        match self {
-            Target::Sectors(engine) => Ok(engine.settle()?),
-            Target::Bytes(media) => Ok(media.persist(std::slice::from_ref(&(0..media.len_bytes())))?),
+        match &self.to {
+            To::Sectors(engine) => Ok(engine.settle()?),
+            To::Bytes(media) => Ok(media.persist(std::slice::from_ref(&(0..media.len_bytes())))?),
         }
     }
 }
@@ -295,5 +324,29 @@ fn next_data(file: &File, from: u64, len_bytes: u64) -> io::Result<Option<u64>> 
         // Who knows no holes has none.
         error if error.raw_os_error() == Some(libc::EINVAL) => Ok(Some(from)),
         error => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn writes_are_made_durable_in_batches_also_with_holes_between_them() {
+        let mut pending = Pending::default();
+        let mut durable = Vec::new();
+        let written: Vec<_> =
+            (0..300).map(|number| number * 3 * PIECE_BYTES..(number * 3 + 1) * PIECE_BYTES).collect();
+        for (number, range) in written.iter().enumerate() {
+            durable.extend(pending.add(range.clone()));
+            let reached = durable.last().map_or(0, |range: &Range<u64>| range.end);
+            let left = written[..=number].iter().filter(|range| range.start >= reached).count() as u64;
+            assert!(left * PIECE_BYTES < PERSIST_BYTES, "{left} pieces are not durable");
+        }
+        let per_batch = (PERSIST_BYTES / PIECE_BYTES) as usize;
+        assert_eq!(durable.len(), written.len() / per_batch);
+        assert!(written[..durable.len() * per_batch].iter().all(|range| {
+            durable.iter().any(|batch| batch.start <= range.start && range.end <= batch.end)
+        }));
     }
 }

@@ -71,7 +71,7 @@ fn repair(place: &Place, dry_run: bool, give_up: GiveUp, output: &Output) -> any
         emit(|out| print::to_mend(out, &report, dry_run))?;
     }
     if !dry_run {
-        repair.carry_out(&media)?;
+        watched(|_| repair.carry_out(&media))?;
     }
     if output.json {
         json(&crate::print::RepairOutput::new(&report, dry_run))?

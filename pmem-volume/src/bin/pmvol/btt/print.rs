@@ -57,6 +57,9 @@ struct ArenaLine {
     lanes: u32,
     /// Which of the two info blocks are whole.
     info_blocks: &'static str,
+    /// The same, as a sentence.
+    #[serde(skip)]
+    info_blocks_are: &'static str,
     error_flag: bool,
     data_at_bytes: u64,
     map_at_bytes: u64,
@@ -83,6 +86,14 @@ impl ArenaLine {
     fn new(info: &ArenaInfo, source: InfoSource, sectors: &mut u64) -> Self {
         let first_sector = *sectors;
         *sectors += u64::from(info.sectors);
+        let (info_blocks, info_blocks_are) = match source {
+            InfoSource::Both => ("both", "both are whole"),
+            InfoSource::Differ => {
+                ("both, and they differ", "both are whole, and they differ: the first counts")
+            }
+            InfoSource::First => ("the first", "the first of the two is whole"),
+            InfoSource::Second => ("the second", "the second of the two is whole"),
+        };
         Self {
             start_bytes: info.start_bytes,
             end_bytes: info.end_bytes,
@@ -92,12 +103,8 @@ impl ArenaLine {
             blocks: info.blocks,
             block_bytes: info.block_bytes,
             lanes: info.lanes,
-            info_blocks: match source {
-                InfoSource::Both => "both",
-                InfoSource::Differ => "both, and they differ",
-                InfoSource::First => "the first",
-                InfoSource::Second => "the second",
-            },
+            info_blocks,
+            info_blocks_are,
             error_flag: info.has_error,
             data_at_bytes: info.data_at,
             map_at_bytes: info.map_at,
@@ -130,7 +137,7 @@ pub(super) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
             "  has        data at {:#x}, map at {:#x}, log at {:#x}",
             arena.data_at_bytes, arena.map_at_bytes, arena.log_at_bytes
         )?;
-        writeln!(out, "  info block {}", whole(arena.info_blocks))?;
+        writeln!(out, "  info block {}", arena.info_blocks_are)?;
         writeln!(
             out,
             "  writes     {}",
@@ -141,10 +148,6 @@ pub(super) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
         Some(missing) => writeln!(out, "{missing}"),
         None => Ok(()),
     }
-}
-
-fn whole(which: &str) -> String {
-    if which == "both" { "both are whole".to_owned() } else { format!("{which} of the two is whole") }
 }
 
 #[derive(Serialize)]

@@ -2,15 +2,18 @@
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Read};
+use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context, bail};
 use pmem_volume::btt::{Engine, Reader};
+use pmem_volume::progress::{OnProgress, Progress, Task};
 
 use super::args::Place;
 use super::export::{LostSectors, say_troubles};
 use super::media::Media;
 use crate::commands::{Outcome, outcome};
+use crate::meter::watched;
 use crate::print::{Out, emit};
 
 /// Sectors are read and written in pieces of so many bytes.
@@ -23,92 +26,155 @@ pub(super) fn read(place: &Place, first: u64, count: u64, hex: bool) -> anyhow::
     media.require_btt()?;
     let (reader, troubles) = Reader::open_damaged(&media)?;
     say_troubles(&troubles);
-    let (sectors, sector_bytes) = (reader.sectors(), reader.sector_bytes() as usize);
+    let sectors = reader.sectors();
     let end = first.saturating_add(count);
     if end > sectors {
         bail!("sectors {first} to {} are not in the volume, which has {sectors}", end.saturating_sub(1));
     }
-    let hex = hex || io::stdout().is_terminal();
-    let mut lost = LostSectors::default();
-    emit(|out| {
-        let mut piece = vec![0; PIECE_BYTES];
-        let mut at = first;
-        while at < end {
-            let now = (end - at).min((PIECE_BYTES / sector_bytes) as u64);
-            let bytes = &mut piece[..now as usize * sector_bytes];
-            reader.read_many(at, bytes, &mut |sector, why| lost.add(sector, &why));
-            match hex {
-                true => print_hex(out, at * sector_bytes as u64, bytes)?,
-                false => out.write_all(bytes)?,
-            }
-            at += now;
-        }
-        if hex { writeln!(out, "{:08x}", end * sector_bytes as u64) } else { Ok(()) }
-    })?;
+    let is_terminal = io::stdout().is_terminal();
+    let range = first..end;
+    let print = |progress: OnProgress<'_>| print(&reader, range, hex || is_terminal, progress);
+    // On a terminal a bar would stand between the lines.
+    let lost = if is_terminal { print(&mut |_| {}) } else { watched(print) }?;
     lost.say();
     Ok(outcome(lost.is_empty() && troubles.is_empty()))
 }
 
+/// Prints sectors that there are. Returns those that cannot be read.
+fn print(
+    reader: &Reader<'_, Media>,
+    sectors: Range<u64>,
+    hex: bool,
+    progress: OnProgress<'_>,
+) -> anyhow::Result<LostSectors> {
+    let sector_bytes = reader.sector_bytes() as usize;
+    let bytes_of = |sectors: u64| sectors * sector_bytes as u64;
+    let total_bytes = bytes_of(sectors.end - sectors.start);
+    let mut lost = LostSectors::default();
+    emit(|out| {
+        let mut piece = vec![0; PIECE_BYTES];
+        let mut dump = HexDump::new(bytes_of(sectors.start));
+        let mut at = sectors.start;
+        while at < sectors.end {
+            progress(Progress { task: Task::Copy, done_bytes: bytes_of(at - sectors.start), total_bytes });
+            let now = (sectors.end - at).min((PIECE_BYTES / sector_bytes) as u64);
+            let bytes = &mut piece[..now as usize * sector_bytes];
+            reader.read_many(at, bytes, &mut |sector, why| lost.add(sector, &why));
+            match hex {
+                true => dump.print(out, bytes)?,
+                false => out.write_all(bytes)?,
+            }
+            at += now;
+        }
+        progress(Progress { task: Task::Copy, done_bytes: total_bytes, total_bytes });
+        if hex { writeln!(out, "{:08x}", bytes_of(sectors.end)) } else { Ok(()) }
+    })?;
+    Ok(lost)
+}
+
 /// As `hexdump -C` does, with places in the volume as a guest sees it; lines like the one before are left out, and a star
 /// stands for them.
-fn print_hex(out: Out<'_>, first: u64, bytes: &[u8]) -> io::Result<()> {
-    let mut before: Option<&[u8]> = None;
-    let mut is_starred = false;
-    for (number, line) in bytes.chunks(LINE_BYTES).enumerate() {
-        if before == Some(line) {
-            if !is_starred {
-                writeln!(out, "*")?;
-            }
-            is_starred = true;
-            continue;
-        }
-        (before, is_starred) = (Some(line), false);
-        let text: String = line
-            .iter()
-            .map(|b| if b.is_ascii_graphic() || *b == b' ' { char::from(*b) } else { '.' })
-            .collect();
-        let numbers: Vec<_> = line.iter().map(|byte| format!("{byte:02x}")).collect();
-        writeln!(out, "{:08x}  {}  |{text}|", first + (number * LINE_BYTES) as u64, numbers.join(" "))?;
+struct HexDump {
+    /// Of the next line.
+    at: u64,
+    before: Option<[u8; LINE_BYTES]>,
+    is_starred: bool,
+}
+
+impl HexDump {
+    fn new(first: u64) -> Self {
+        Self { at: first, before: None, is_starred: false }
     }
-    Ok(())
+
+    /// Whole lines, which follow those that were printed.
+    fn print(&mut self, out: Out<'_>, bytes: &[u8]) -> io::Result<()> {
+        let (lines, rest) = bytes.as_chunks::<LINE_BYTES>();
+        assert!(rest.is_empty(), "sectors are whole lines");
+        for line in lines {
+            let at = self.at;
+            self.at += LINE_BYTES as u64;
+            if self.before == Some(*line) {
+                if !self.is_starred {
+                    writeln!(out, "*")?;
+                }
+                self.is_starred = true;
+                continue;
+            }
+            (self.before, self.is_starred) = (Some(*line), false);
+            let shown = |b: &u8| if b.is_ascii_graphic() || *b == b' ' { char::from(*b) } else { '.' };
+            let text: String = line.iter().map(shown).collect();
+            let numbers: Vec<_> = line.iter().map(|byte| format!("{byte:02x}")).collect();
+            writeln!(out, "{at:08x}  {}  |{text}|", numbers.join(" "))?;
+        }
+        Ok(())
+    }
 }
 
 pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::Result<Outcome> {
-    let mut source: Box<dyn Read> = match from {
-        Some(path) => Box::new(File::open(path).with_context(|| format!("cannot open {}", path.display()))?),
-        None => Box::new(io::stdin()),
+    let (mut source, source_bytes): (Box<dyn Read>, _) = match from {
+        Some(path) => {
+            let failed = || format!("cannot open {}", path.display());
+            let file = File::open(path).with_context(failed)?;
+            let metadata = file.metadata().with_context(failed)?;
+            (Box::new(file), metadata.is_file().then_some(metadata.len()))
+        }
+        None => (Box::new(io::stdin()), None),
     };
     let media = Media::change(place)?;
     media.require_btt()?;
     let engine = Engine::open(&media)?;
-    let written = write_all(&engine, first, &mut *source);
-    // Also of what was written before something failed, whichever driver comes next.
-    let settled = engine.settle();
-    let count = written?;
-    settled?;
-    emit(|out| writeln!(out, "{count} sector(s) written from sector {first} on"))?;
+    let sectors = watched(|progress| {
+        let mut written = Written { sectors: 0, sector_bytes: engine.sector_bytes() as usize };
+        let copied = written.copy(&engine, first, &mut *source, &mut |done_bytes| {
+            // Nobody knows how much comes from a pipe.
+            if let Some(total_bytes) = source_bytes {
+                progress(Progress { task: Task::Copy, done_bytes: done_bytes.min(total_bytes), total_bytes });
+            }
+        });
+        // Also of what was written before something failed, whichever driver comes next.
+        let settled = engine.settle();
+        copied.and_then(|()| Ok(settled?)).with_context(|| written.say(first)).map(|()| written.sectors)
+    })?;
+    emit(|out| writeln!(out, "{sectors} sector(s) written from sector {first} on"))?;
     Ok(Outcome::Done)
 }
 
-/// Writes all that comes, and returns how many sectors that was.
-fn write_all(engine: &Engine<&Media>, first: u64, source: &mut dyn Read) -> anyhow::Result<u64> {
-    let sector_bytes = engine.sector_bytes() as usize;
-    let mut piece = vec![0; PIECE_BYTES];
-    let mut at = first;
-    loop {
-        let length = fill(source, &mut piece).context("cannot read what is to be written")?;
-        let whole = length / sector_bytes * sector_bytes;
-        engine.write(at, &piece[..whole])?;
-        at += (whole / sector_bytes) as u64;
-        if whole < length {
-            bail!(
-                "{} bytes at the end are no whole sector of {sector_bytes}; {} sector(s) before them were written",
-                length - whole,
-                at - first
-            );
+/// How far it is, also if it ends early.
+struct Written {
+    sectors: u64,
+    sector_bytes: usize,
+}
+
+impl Written {
+    /// Writes all that comes, in pieces of which each is durable before the next.
+    fn copy(
+        &mut self,
+        engine: &Engine<&Media>,
+        first: u64,
+        source: &mut dyn Read,
+        done: &mut dyn FnMut(u64),
+    ) -> anyhow::Result<()> {
+        let mut piece = vec![0; PIECE_BYTES];
+        loop {
+            let length = fill(source, &mut piece).context("cannot read what is to be written")?;
+            let whole = length / self.sector_bytes * self.sector_bytes;
+            engine.write(first + self.sectors, &piece[..whole])?;
+            self.sectors += (whole / self.sector_bytes) as u64;
+            done(self.sectors * self.sector_bytes as u64);
+            if whole < length {
+                bail!("{} bytes at the end are no whole sector of {}", length - whole, self.sector_bytes);
+            }
+            if length < piece.len() {
+                return Ok(());
+            }
         }
-        if length < piece.len() {
-            return Ok(at - first);
+    }
+
+    /// A piece that failed may be there in part.
+    fn say(&self, first: u64) -> String {
+        match self.sectors {
+            0 => format!("nothing is known to be written from sector {first} on"),
+            sectors => format!("{sectors} sector(s) were written, {first} to {}", first + sectors - 1),
         }
     }
 }
@@ -133,13 +199,19 @@ mod tests {
 
     #[test]
     fn hexadecimal_has_addresses_text_and_stars() {
-        let mut bytes = vec![0; 64];
+        let mut bytes = [0; 64];
         bytes[..5].copy_from_slice(b"A~\nz ");
         let mut text = Vec::new();
-        print_hex(&mut text, 0x1000, &bytes).unwrap();
+        let mut dump = HexDump::new(0x1000);
+        // In pieces, of which one ends within what a star stands for.
+        bytes
+            .chunks(32)
+            .chain([&[0; 32][..], &[1; 16]])
+            .for_each(|piece| dump.print(&mut text, piece).unwrap());
         let text = String::from_utf8(text).unwrap();
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines[0], "00001000  41 7e 0a 7a 20 00 00 00 00 00 00 00 00 00 00 00  |A~.z ...........|");
-        assert_eq!(lines[2..], ["*"]);
+        assert!(lines[1].starts_with("00001010  00 00") && lines[2] == "*");
+        assert!(lines[3].starts_with("00001060  01 01") && lines.len() == 4, "{lines:?}");
     }
 }
