@@ -78,21 +78,8 @@ impl Pool {
     ) -> Result<RepairReport, PoolError> {
         let mode = if dry_run { OpenMode::ReadOnly } else { OpenMode::ReadWrite };
         let opened = Opened::new(path, mode)?;
-        let copies = opened.read_copies(path)?;
         let mut report = RepairReport::default();
-        // A dry run refuses what a repair refuses.
-        let writing = OpenMode::ReadWrite;
-        let judge = |copies| super::open::judge_superblocks(path, copies, opened.length, writing);
-        let (superblock, findings, merged) = match judge(copies.clone()) {
-            Err(PoolError::SuperblocksDamaged { path }) => {
-                let merged = mirrored::merge(&copies).ok_or(PoolError::SuperblocksDamaged { path })?;
-                let (superblock, findings) = judge([merged.clone(), merged.clone()])?;
-                (superblock, findings, Some(merged))
-            }
-            result => result
-                .map(|(superblock, findings)| (superblock, findings, None))
-                .map_err(|error| opened.or_gone(error))?,
-        };
+        let (superblock, findings, merged) = judge_for_repair(path, &opened)?;
         if !dry_run {
             opened.forget_clean_pages(&superblock.regions());
         }
@@ -183,6 +170,26 @@ impl Pool {
             self.latch(repair.carry_out(&space))?;
         }
         Ok(())
+    }
+}
+
+/// What the pool is, by its superblocks, or, with the third, by what both of them make together. A dry run refuses what
+/// a repair refuses.
+fn judge_for_repair(
+    path: &Path,
+    opened: &Opened,
+) -> Result<(Superblock, Vec<Finding>, Option<SuperblockBytes>), PoolError> {
+    let copies = opened.read_copies(path)?;
+    let judge = |copies| super::open::judge_superblocks(path, copies, opened.length, OpenMode::ReadWrite);
+    match judge(copies.clone()) {
+        Err(PoolError::SuperblocksDamaged { path }) => {
+            let merged = mirrored::merge(&copies).ok_or(PoolError::SuperblocksDamaged { path })?;
+            let (superblock, findings) = judge([merged.clone(), merged.clone()])?;
+            Ok((superblock, findings, Some(merged)))
+        }
+        result => result
+            .map(|(superblock, findings)| (superblock, findings, None))
+            .map_err(|error| opened.or_gone(error)),
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use pmem_volume::media::{Durability, MediaError};
 use pmem_volume::pool::{SplitContent, SplitError};
 use pmem_volume::progress::OnProgress;
-use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeSize};
+use pmem_volume::{CreateOptions, OpenMode, Pool, PoolError, Shrink, VolumeInfo, VolumeSize};
 
 use super::args::{Arguments, Command, Output, VolumeCommand};
 use super::btt::{self, BttCommand};
@@ -59,16 +59,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
 
 fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
     match command {
-        VolumeCommand::List { pool, output } => {
-            let opened = Pool::open(pool, OpenMode::Peek)?;
-            let volumes = opened.volumes();
-            if output.json {
-                print::json(&volumes)?
-            } else {
-                print::emit(|out| print::volumes(out, &volumes))?
-            }
-            print::note_damage(pool, &opened);
-        }
+        VolumeCommand::List { pool, output } => list(pool, output)?,
         VolumeCommand::Create { pool, name, size, format } => {
             let (pool, volume) = changed(pool, |pool, progress| {
                 pool.scrub_for(*size, progress)?;
@@ -79,15 +70,7 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         }
         VolumeCommand::Resize { pool, name, size, shrink } => {
             let shrink = if *shrink { Shrink::Allow } else { Shrink::Refuse };
-            let (pool, volume) = changed(pool, |pool, progress| {
-                check_whole(pool, name, &mut *progress)?;
-                pool.scrub_for(growth(pool, name, *size), &mut *progress)?;
-                let volume = pool.resize_volume(name, *size, shrink)?;
-                if shrink == Shrink::Allow {
-                    pool.scrub_all_with(progress)?;
-                }
-                Ok(volume)
-            })?;
+            let (pool, volume) = changed(pool, |pool, progress| resize(pool, name, *size, shrink, progress))?;
             print::emit(|out| print::volume_resized(out, &volume))?;
             print::note_waiting(&pool);
         }
@@ -98,7 +81,8 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         }
         VolumeCommand::Split { pool, name, into, force } => {
             let content = if *force { SplitContent::GiveUp } else { SplitContent::Refuse };
-            let (pool, parts) = changed(pool, |pool, progress| pool.split_volume_with(name, into, content, progress))?;
+            let (pool, parts) =
+                changed(pool, |pool, progress| pool.split_volume_with(name, into, content, progress))?;
             print::emit(|out| print::volume_split(out, name, &parts))?;
             print::note_waiting(&pool);
         }
@@ -113,6 +97,35 @@ fn volume(command: &VolumeCommand) -> anyhow::Result<Outcome> {
         }
     }
     Ok(Outcome::Done)
+}
+
+fn list(path: &Path, output: &Output) -> anyhow::Result<()> {
+    let pool = Pool::open(path, OpenMode::Peek)?;
+    let volumes = pool.volumes();
+    if output.json {
+        print::json(&volumes)?
+    } else {
+        print::emit(|out| print::volumes(out, &volumes))?
+    }
+    print::note_damage(path, &pool);
+    Ok(())
+}
+
+/// What a raw volume loses is erased at once: whoever shrinks it may want to be sure.
+fn resize(
+    pool: &Arc<Pool>,
+    name: &str,
+    size: VolumeSize,
+    shrink: Shrink,
+    progress: OnProgress<'_>,
+) -> Result<VolumeInfo, PoolError> {
+    check_whole(pool, name, &mut *progress)?;
+    pool.scrub_for(growth(pool, name, size), &mut *progress)?;
+    let volume = pool.resize_volume(name, size, shrink)?;
+    if shrink == Shrink::Allow {
+        pool.scrub_all_with(progress)?;
+    }
+    Ok(volume)
 }
 
 /// Did a check or a repair end without an answer? Damage that stops it is one.
