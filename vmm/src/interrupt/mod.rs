@@ -38,4 +38,10 @@ pub trait VirtioInterrupt: Send + Sync {
 
     /// Configuration change notification.
     fn signal_config(&self) -> io::Result<()>;
+
+    /// The device has met something that it cannot go on after: its status says DEVICE_NEEDS_RESET until it is reset
+    /// (2.1.2).
+    fn needs_reset(&self) -> io::Result<()> {
+        self.signal_config()
+    }
 }

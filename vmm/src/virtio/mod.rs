@@ -31,6 +31,8 @@ pub struct ActiveQueue {
     /// Raised by the guest's notification. Never raised for a queue of
     /// [`VirtioDevice::synchronous_queues`].
     pub kick: EventFd,
+    /// The driver has made nonsense of its ring: nothing is taken from it until the device is reset.
+    is_broken: bool,
 }
 
 /// What a device gets when the driver sets DRIVER_OK (virtio 1.3, 3.1.1).

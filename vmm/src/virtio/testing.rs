@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use virtio_bindings::virtio_ring::{VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 use virtio_queue::desc::RawDescriptor;
@@ -37,6 +37,7 @@ pub enum Buffer {
 /// Interrupts of each queue, to be waited for.
 pub struct TestInterrupt {
     queues: Vec<EventFd>,
+    resets_needed: AtomicUsize,
 }
 
 impl VirtioInterrupt for TestInterrupt {
@@ -47,6 +48,10 @@ impl VirtioInterrupt for TestInterrupt {
         self.signal_queue(queue)
     }
     fn signal_config(&self) -> io::Result<()> {
+        Ok(())
+    }
+    fn needs_reset(&self) -> io::Result<()> {
+        self.resets_needed.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 }
@@ -78,7 +83,10 @@ impl TestDriver {
         let event = |flags| (0..queues).map(|_| EventFd::new(flags).unwrap()).collect();
         Self {
             memory: GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap(),
-            interrupt: Arc::new(TestInterrupt { queues: event(EFD_NONBLOCK) }),
+            interrupt: Arc::new(TestInterrupt {
+                queues: event(EFD_NONBLOCK),
+                resets_needed: AtomicUsize::new(0),
+            }),
             kicks: event(EFD_NONBLOCK),
             rings: Vec::new(),
             free: vec![0; queues],
@@ -105,7 +113,7 @@ impl TestDriver {
             queue.try_set_used_ring_address(GuestAddress(ring.used)).unwrap();
             queue.set_ready(true);
             self.rings.push(ring);
-            queues.push(Some(ActiveQueue { queue, kick: kick.try_clone().unwrap() }));
+            queues.push(Some(ActiveQueue::new(queue, kick.try_clone().unwrap())));
         }
         self.free.fill(0);
         self.seen.fill(0);
@@ -141,6 +149,22 @@ impl TestDriver {
         let next: u16 = self.load(available + 2);
         self.store(available + 4 + 2 * u64::from(next % QUEUE_SIZE), head);
         self.memory.store(next.wrapping_add(1), GuestAddress(available + 2), Ordering::Release).unwrap();
+    }
+
+    /// Says that so many more chains are available than there are, without notification.
+    pub fn jump(&self, queue: usize, chains: u16) {
+        let at = self.ring(queue).available + 2;
+        self.store(at, self.load::<u16>(at).wrapping_add(chains));
+    }
+
+    /// What the device interrupts by.
+    pub fn interrupt(&self) -> Arc<TestInterrupt> {
+        Arc::clone(&self.interrupt)
+    }
+
+    /// How often the device has said that it needs a reset.
+    pub fn resets_needed(&self) -> usize {
+        self.interrupt.resets_needed.load(Ordering::Relaxed)
     }
 
     /// Notifies the device.

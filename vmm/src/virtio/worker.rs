@@ -1,11 +1,15 @@
 //! What devices with a worker on an event loop have in common: its life, and how it waits for the driver.
 
+use std::sync::atomic::Ordering;
+
 use event_manager::{EventOps, EventSet, Events, SubscriberId};
 use tracing::debug;
-use virtio_queue::QueueT;
+use virtio_queue::{DescriptorChain, Error, Queue, QueueOwnedT, QueueT};
+use vmm_sys_util::eventfd::EventFd;
 
 use super::{ActivateError, Activation, ActiveQueue};
 use crate::event_loop::{EventLoopHandle, Subscriber};
+use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::view::MappedMemory;
 
@@ -55,7 +59,57 @@ impl Activation {
     }
 }
 
+/// The next chain that the driver has made available; `Err`: there is one, and it cannot be taken.
+///
+/// Whoever looks for chains until there are none, and then asks whether some have come, would go on for ever with a ring
+/// whose index is more than a ring ahead, or whose entries are in memory that was unplugged: for the one
+/// `pop_descriptor_chain` finds nothing, and for the other `AvailIter` ends, while the index says that there is more.
+pub(super) fn next_chain<'m>(
+    queue: &mut Queue,
+    memory: &'m MappedMemory,
+) -> Result<Option<DescriptorChain<&'m MappedMemory>>, Error> {
+    if queue.avail_idx(memory, Ordering::Acquire)?.0 == queue.next_avail() {
+        return Ok(None);
+    }
+    queue.iter(memory)?.next().map(Some).ok_or(Error::InvalidAvailRingIndex)
+}
+
 impl ActiveQueue {
+    /// A queue that the driver has enabled.
+    pub fn new(queue: Queue, kick: EventFd) -> Self {
+        Self { queue, kick, is_broken: false }
+    }
+
+    /// Takes the next chain that the driver has made available. A driver that makes nonsense of its ring is told that
+    /// the device needs a reset (virtio 1.3, 2.1.2), and gets nothing from this queue until then.
+    pub(super) fn pop<'m>(
+        &mut self,
+        memory: &'m MappedMemory,
+        interrupt: &dyn VirtioInterrupt,
+    ) -> Option<DescriptorChain<&'m MappedMemory>> {
+        if self.is_broken {
+            return None;
+        }
+        next_chain(&mut self.queue, memory).unwrap_or_else(|err| {
+            self.is_broken = true;
+            sparsely!(warn, %err, "A driver's ring cannot be read: its device needs a reset");
+            if let Err(err) = interrupt.needs_reset() {
+                sparsely!(warn, %err, "A driver cannot be told that its device needs a reset");
+            }
+            None
+        })
+    }
+
+    /// Whether the driver has made nonsense of its ring.
+    pub(super) fn is_broken(&self) -> bool {
+        self.is_broken
+    }
+
+    /// Lets the driver notify again; true if it has added something that it will not notify of.
+    pub(super) fn wait_for_more(&mut self, memory: &MappedMemory) -> bool {
+        !self.is_broken && self.queue.enable_notification(memory).unwrap_or(false)
+    }
+
     /// Waits for notifications from now on; they come as `data`.
     pub(super) fn watch(&self, data: u32, ops: &mut EventOps) {
         if let Err(err) = ops.add(Events::with_data(&self.kick, data, EventSet::IN)) {
@@ -84,5 +138,54 @@ impl ActiveQueue {
             debug!(%err, "A device's used ring cannot be written");
         }
         result.is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryMmap};
+    use vmm_sys_util::eventfd::EFD_NONBLOCK;
+
+    use super::*;
+    use crate::memory::view::GuestView;
+    use crate::virtio::testing::TestDriver;
+
+    const PAGE: u64 = 0x1000;
+    /// The ring's index is on one page, and its entries are on the next.
+    const AVAILABLE: u64 = 4 * PAGE - 4;
+
+    fn queue(memory: &GuestMemoryMmap, index: u16) -> ActiveQueue {
+        let mut queue = Queue::new(16).unwrap();
+        queue.try_set_desc_table_address(GuestAddress(PAGE)).unwrap();
+        queue.try_set_avail_ring_address(GuestAddress(AVAILABLE)).unwrap();
+        queue.try_set_used_ring_address(GuestAddress(2 * PAGE)).unwrap();
+        queue.set_ready(true);
+        memory.write_obj(index, GuestAddress(AVAILABLE + 2)).unwrap();
+        ActiveQueue::new(queue, EventFd::new(EFD_NONBLOCK).unwrap())
+    }
+
+    #[test]
+    fn a_ring_that_makes_no_sense_is_looked_at_once() {
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 0x1_0000)]).unwrap();
+        let view = GuestView::new(memory.clone());
+        for (index, unplugged, breaks) in [
+            (0, false, false),
+            (16, false, false),
+            (17, false, true),
+            (u16::MAX, false, true),
+            (1, true, true),
+        ] {
+            let driver = TestDriver::new(1);
+            let mut queue = queue(&memory, index);
+            if unplugged {
+                view.exclusive().add_pluggable(GuestAddress(4 * PAGE), PAGE, PAGE).unwrap();
+            }
+            let guard = view.memory();
+            let interrupt = driver.interrupt();
+            let popped = std::iter::from_fn(|| queue.pop(&guard, &*interrupt).map(|_| ())).take(100).count();
+            assert_eq!(popped, if breaks { 0 } else { usize::from(index) }, "index {index}");
+            assert_eq!((queue.is_broken(), driver.resets_needed()), (breaks, usize::from(breaks)));
+            assert!(!queue.wait_for_more(&guard), "index {index}: there is nothing to come back for");
+        }
     }
 }

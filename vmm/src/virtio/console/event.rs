@@ -104,9 +104,9 @@ impl Worker {
     fn gather(&mut self) -> (Vec<u8>, Vec<u16>) {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
-        let queue = &mut self.transmit.queue;
-        let chains_max = usize::from(queue.size());
-        let chains = std::iter::from_fn(|| queue.pop_descriptor_chain(memory));
+        let (queue, interrupt) = (&mut self.transmit, &*self.interrupt);
+        let chains_max = usize::from(queue.queue.size());
+        let chains = std::iter::from_fn(|| queue.pop(memory, interrupt));
         gather(memory, chains, chains_max, &self.metrics)
     }
 
@@ -145,7 +145,7 @@ impl Worker {
         let mut used = false;
         let mut outcome = Outcome::Idle;
         for _ in 0..BATCH {
-            let Some(chain) = self.receive.queue.pop_descriptor_chain(memory) else {
+            let Some(chain) = self.receive.pop(memory, &*self.interrupt) else {
                 outcome = Outcome::NoBuffer;
                 break;
             };

@@ -97,7 +97,7 @@ impl Worker {
 
     fn pop(&mut self) -> Option<Popped> {
         let guard = self.view.memory();
-        let chain = self.queue.queue.pop_descriptor_chain(&*guard)?;
+        let chain = self.queue.pop(&guard, &*self.interrupt)?;
         let head = chain.head_index();
         Some(match read_request(&guard, chain) {
             Ok((request, reply)) => Popped::Request { head, request, reply },

@@ -21,13 +21,14 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use tracing::debug;
-use virtio_queue::{Queue, QueueT};
+use virtio_queue::QueueT;
 use vm_memory::GuestAddressSpace;
 
 use super::event::Worker;
 use super::metrics::PmemMetrics;
 use super::request::{Answer, Kind, Request, RequestError};
 use crate::event_loop::{EventLoop, EventLoopError};
+use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::view::MappedMemory;
 use crate::virtio::worker::WorkerSlot;
@@ -130,12 +131,11 @@ impl Flusher {
     /// No guard is held while the backing is made durable: that may take long, and whoever plugs memory waits for
     /// guards, with everybody else behind it.
     pub(super) fn serve(&self, active: &mut Activation) -> bool {
-        let Some(Some(ActiveQueue { queue, .. })) = active.queues.get_mut(usize::from(FLUSH_QUEUE)) else {
-            return false;
-        };
+        let Activation { queues, view, interrupt, .. } = active;
+        let Some(Some(active)) = queues.get_mut(usize::from(FLUSH_QUEUE)) else { return false };
         // 1. Take what is there, at most a ring's worth. A flush that is queued from now on waits for its own
         //    notification: its stores may come after the persist has begun.
-        let requests = self.take(queue, &active.view.memory());
+        let requests = self.take(active, &view.memory(), &**interrupt);
         if requests.is_empty() {
             return false;
         }
@@ -144,8 +144,9 @@ impl Flusher {
             requests.iter().any(|(_, request)| matches!(request, Ok(Request { kind: Kind::Flush, .. })));
         let answer = if wanted { self.persist() } else { Answer::Failed };
         // 3. Answer, then publish in the used ring.
-        let guard = active.view.memory();
+        let guard = view.memory();
         let memory: &MappedMemory = &guard;
+        let queue = &mut active.queue;
         for (head, request) in requests {
             let written = self.answer(memory, request, answer);
             if let Err(err) = queue.add_used(memory, head, written) {
@@ -155,10 +156,15 @@ impl Flusher {
         queue.needs_notification(memory).unwrap_or(true)
     }
 
-    fn take(&self, queue: &mut Queue, memory: &MappedMemory) -> Vec<(u16, Result<Request, RequestError>)> {
+    fn take(
+        &self,
+        active: &mut ActiveQueue,
+        memory: &MappedMemory,
+        interrupt: &dyn VirtioInterrupt,
+    ) -> Vec<(u16, Result<Request, RequestError>)> {
         let mut requests = Vec::new();
-        while requests.len() < usize::from(queue.size())
-            && let Some(mut chain) = queue.pop_descriptor_chain(memory)
+        while requests.len() < usize::from(active.queue.size())
+            && let Some(mut chain) = active.pop(memory, interrupt)
         {
             requests.push((chain.head_index(), Request::parse(memory, &mut chain)));
         }
@@ -331,14 +337,14 @@ mod tests {
         if !descriptors.is_empty() {
             ring.build_multiple_desc_chains(&descriptors).unwrap();
         }
-        let queue: Queue = ring.create_queue().unwrap();
+        let queue: virtio_queue::Queue = ring.create_queue().unwrap();
         let (backing, line) = (Arc::new(Backing::default()), Arc::new(Line::default()));
         let mut device = Pmem::new("test".to_owned(), 1 << 32, 1 << 30, backing.clone());
         device
             .activate(Activation {
                 view: GuestView::new(memory.clone()),
                 interrupt: line.clone(),
-                queues: vec![Some(ActiveQueue { queue, kick: EventFd::new(0).unwrap() })],
+                queues: vec![Some(ActiveQueue::new(queue, EventFd::new(0).unwrap()))],
                 features: device.features(),
             })
             .unwrap();

@@ -63,7 +63,7 @@ impl Worker {
                 self.queue.come_back();
                 break;
             }
-            let Some(chain) = self.queue.queue.pop_descriptor_chain(memory) else { break };
+            let Some(chain) = self.queue.pop(memory, &*self.interrupt) else { break };
             let head = chain.head_index();
             let filled = match Writer::new(memory, chain) {
                 Ok(mut writer) => self.supply.fill(&mut writer, ops),

@@ -21,6 +21,7 @@ use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
+use crate::virtio::worker::next_chain;
 
 const RX_KICK: u32 = 0;
 const TX_KICK: u32 = 1;
@@ -110,6 +111,9 @@ impl Worker {
                     sparsely!(error, %err, source = %err.source, "vsock stops until the guest resets it");
                     self.metrics.broken_queues_total.increment();
                     self.broken = true;
+                    if let Err(err) = self.interrupt.needs_reset() {
+                        sparsely!(error, %err, "The guest cannot be told that vsock needs a reset");
+                    }
                 }
             }
         }
@@ -128,7 +132,7 @@ impl Worker {
         let mut used = false;
         'drain: loop {
             self.tx.queue.disable_notification(memory).map_err(broken)?;
-            while let Some(chain) = self.tx.queue.iter(memory).map_err(broken)?.next() {
+            while let Some(chain) = next_chain(&mut self.tx.queue, memory).map_err(broken)? {
                 let head = chain.head_index();
                 match read_packet(memory, chain) {
                     Some((header, payload)) => {
@@ -168,7 +172,7 @@ impl Worker {
         // New buffers are of interest only while there is something to put into them.
         self.rx.queue.disable_notification(memory).map_err(broken)?;
         while self.muxer.has_packets() && budget > 0 {
-            let Some(chain) = self.rx.queue.iter(memory).map_err(broken)?.next() else {
+            let Some(chain) = next_chain(&mut self.rx.queue, memory).map_err(broken)? else {
                 if self.rx.queue.enable_notification(memory).map_err(broken)? {
                     self.rx.queue.disable_notification(memory).map_err(broken)?;
                     continue;

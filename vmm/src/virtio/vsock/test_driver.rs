@@ -54,6 +54,9 @@ impl VirtioInterrupt for Interrupts {
     fn signal_queue_now(&self, queue: u16) -> io::Result<()> {
         self.signal_queue(queue)
     }
+    fn needs_reset(&self) -> io::Result<()> {
+        Ok(())
+    }
     fn signal_config(&self) -> io::Result<()> {
         unreachable!("the configuration of vsock does not change")
     }
@@ -148,8 +151,7 @@ impl Driver {
 
     pub fn activation(&mut self, features: u64) -> Activation {
         self.event_idx = features & 1 << VIRTIO_RING_F_EVENT_IDX != 0;
-        let active =
-            |ring: &Ring| Some(ActiveQueue { queue: ring.queue(), kick: ring.kick.try_clone().unwrap() });
+        let active = |ring: &Ring| Some(ActiveQueue::new(ring.queue(), ring.kick.try_clone().unwrap()));
         Activation {
             view: self.view.clone(),
             interrupt: self.interrupts.clone(),

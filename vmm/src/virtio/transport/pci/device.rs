@@ -278,7 +278,7 @@ impl Backend {
         let mut active = Vec::with_capacity(queues.len());
         for (index, registers) in (0..).zip(queues) {
             active.push(match build_queue(registers, features) {
-                Some(queue) => Some(ActiveQueue { queue, kick: self.notifications.kick(index)? }),
+                Some(queue) => Some(ActiveQueue::new(queue, self.notifications.kick(index)?)),
                 None => None,
             });
         }
@@ -351,6 +351,10 @@ impl registers::Device for Backend {
         }
     }
 
+    fn is_broken(&self) -> bool {
+        self.interrupt.is_reset_needed()
+    }
+
     fn reset(&mut self) {
         // 1. No new notification, 2. no worker, 3. nothing left of the old life for the next one.
         self.notifications.stop();
@@ -360,6 +364,7 @@ impl registers::Device for Backend {
         }
         self.notifications.stop();
         self.interrupt.take_isr();
+        self.interrupt.forget_need_of_reset();
     }
 
     /// A driver reads the generation before and after a field of several words. A worker may change the field at

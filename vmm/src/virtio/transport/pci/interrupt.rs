@@ -2,7 +2,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, Ordering};
 
 use parking_lot::Mutex;
 
@@ -85,6 +85,7 @@ pub struct PciInterrupt {
     vectors: Arc<VectorMap>,
     isr: AtomicU8,
     config_changes: AtomicU8,
+    needs_reset: AtomicBool,
     msix: Mutex<Msix>,
     router: Arc<MsiRouter>,
 }
@@ -94,7 +95,18 @@ impl PciInterrupt {
     pub fn new(vectors: Arc<VectorMap>, router: Arc<MsiRouter>) -> Self {
         let lines = (0..vectors.vectors()).map(|_| None).collect();
         let msix = Mutex::new(Msix { table: MsixTable::new(vectors.vectors()), lines });
-        Self { vectors, isr: AtomicU8::new(0), config_changes: AtomicU8::new(0), msix, router }
+        let (isr, config_changes, needs_reset) = Default::default();
+        Self { vectors, isr, config_changes, needs_reset, msix, router }
+    }
+
+    /// Whether a worker of the device has said that it cannot go on.
+    pub fn is_reset_needed(&self) -> bool {
+        self.needs_reset.load(Ordering::Acquire)
+    }
+
+    /// The device was reset.
+    pub fn forget_need_of_reset(&self) {
+        self.needs_reset.store(false, Ordering::Release);
     }
 
     /// Reading the ISR status clears it.
@@ -185,6 +197,11 @@ impl VirtioInterrupt for PciInterrupt {
     fn signal_config(&self) -> io::Result<()> {
         self.config_changes.fetch_add(1, Ordering::AcqRel);
         self.signal(self.vectors.config(), ISR_CONFIG, Delivery::Irqfd)
+    }
+
+    fn needs_reset(&self) -> io::Result<()> {
+        self.needs_reset.store(true, Ordering::Release);
+        self.signal_config()
     }
 }
 

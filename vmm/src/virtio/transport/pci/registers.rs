@@ -38,6 +38,8 @@ pub trait Device {
     fn activate(&mut self, features: u64, queues: &[QueueRegisters]) -> bool;
     /// The status says DEVICE_NEEDS_RESET from now on; the driver learns of it by a configuration change (2.1.2).
     fn needs_reset(&mut self);
+    /// Whether the device has met something, since it was activated, that it cannot go on after.
+    fn is_broken(&self) -> bool;
     /// The driver wants to start anew: nothing of the device runs any more when this returns.
     fn reset(&mut self);
     /// The value of config_generation: it differs from the one before if the configuration has changed since.
@@ -112,12 +114,13 @@ impl CommonRegisters {
 
     /// Reads any part of the structure.
     pub fn read(&self, offset: u64, data: &mut [u8], device: &mut dyn Device) {
-        let image = self.image(|| device.config_generation(), offset, data.len());
+        let status = self.status | if device.is_broken() { NEEDS_RESET } else { 0 };
+        let image = self.image(status, || device.config_generation(), offset, data.len());
         read_config_bytes(&image, offset, data);
     }
 
     /// All of the structure as bytes.
-    fn image(&self, generation: impl FnOnce() -> u8, offset: u64, len: usize) -> [u8; LEN] {
+    fn image(&self, status: u8, generation: impl FnOnce() -> u8, offset: u64, len: usize) -> [u8; LEN] {
         let mut image = [0; LEN];
         let mut put = |at: usize, value: &[u8]| image[at..at + value.len()].copy_from_slice(value);
         put(0x00, &self.device_feature_select.to_le_bytes());
@@ -126,7 +129,7 @@ impl CommonRegisters {
         put(0x0c, &half(self.features, self.driver_feature_select).to_le_bytes());
         put(0x10, &self.vectors.config().to_le_bytes());
         put(0x12, &(self.queues.len() as u16).to_le_bytes());
-        put(0x14, &[self.status]);
+        put(0x14, &[status]);
         // Looking at the generation has a price: only for who asks for it.
         if offset <= 0x15 && offset.saturating_add(len as u64) > 0x15 {
             put(0x15, &[generation()]);
@@ -299,6 +302,7 @@ mod tests {
         active: bool,
         resets: usize,
         needs_reset: usize,
+        broken: bool,
         activations: Vec<(u64, Vec<bool>)>,
     }
 
@@ -318,8 +322,11 @@ mod tests {
         fn needs_reset(&mut self) {
             self.needs_reset += 1;
         }
+        fn is_broken(&self) -> bool {
+            self.broken
+        }
         fn reset(&mut self) {
-            self.active = false;
+            (self.active, self.broken) = (false, false);
             self.resets += 1;
         }
         fn config_generation(&mut self) -> u8 {

@@ -298,6 +298,20 @@ fn a_device_that_fails_to_start_says_so_by_interrupt() {
 }
 
 #[test]
+fn a_device_that_cannot_go_on_says_so_by_interrupt_until_its_reset() {
+    let rig = Rig::new();
+    rig.start();
+    let interrupt = Arc::clone(&rig.log.lock().active.as_ref().unwrap().interrupt);
+    interrupt.needs_reset().unwrap();
+    assert_eq!(rig.read(0x14, 1), 15 | 64);
+    assert_eq!(rig.controller.take_calls()[0], Call::Routes(vec![(24, CONFIG_MESSAGE)]));
+    rig.write(0x14, 1, 0);
+    assert_eq!(rig.read(0x14, 1), 0);
+    rig.start();
+    assert_eq!(rig.read(0x14, 1), 15);
+}
+
+#[test]
 fn queues_outside_memory_or_off_their_alignment_are_refused() {
     for (field, address) in [
         (0x20, MEMORY_LEN - 16),
