@@ -32,6 +32,12 @@ pub(super) fn expose(out: &mut Exposer<'_>, disks: &[DiskMetrics]) -> fmt::Resul
     out.latencies("disk_flush_duration", "Time to make the disk durable.", flushes)?;
     let bad = each().map(|(labels, counters)| (labels, counters.bad_requests.load(Ordering::Relaxed)));
     out.counters(Family("disk_bad_requests", "Requests that the disk refuses.", None), bad)?;
+    let broken = each().map(|(labels, counters)| (labels, counters.broken_queues.load(Ordering::Relaxed)));
+    let family = Family("disk_broken_queues", "Queues whose ring made no sense, until a reset.", None);
+    out.counters(family, broken)?;
+    let by_ring = each()
+        .map(|(labels, counters)| (labels, f64::from(u8::from(counters.io_uring.load(Ordering::Relaxed)))));
+    out.gauges(Family("disk_io_uring", "1 when io_uring carries requests out, 0 for calls.", None), by_ring)?;
     expose_failed(out, "disk_failed", &all)
 }
 

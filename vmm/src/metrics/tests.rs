@@ -230,6 +230,8 @@ fn a_scrape_shows_what_the_sources_say() {
         ),
         format!(r#"foreshore_disk_operations_total{{{vm},disk="_disk0",operation="discard",result="ok"}} 1"#),
         format!(r#"foreshore_disk_bytes_total{{{vm},disk="_disk0",operation="write"}} 4096"#),
+        format!(r#"foreshore_disk_broken_queues_total{{{vm},disk="_disk0"}} 0"#),
+        format!(r#"foreshore_disk_io_uring{{{vm},disk="_disk0"}} 0.0"#),
         format!(r#"foreshore_pmem_info{{{vm},pmem="_pmem0",file="/img",durability="discarded"}} 1.0"#),
         format!(
             r#"foreshore_volume_bytes_total{{{vm},pool="/pm/pool",volume="c",interface="virtio-blk",operation="write"}} 4096"#

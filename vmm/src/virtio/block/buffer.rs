@@ -7,10 +7,10 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 const PAGE_BYTES: usize = 4096;
-/// What is kept for the next request: a request of average size has no need to ask the allocator.
+/// Buffers that are kept for the next request: it has no need to ask the allocator, which zeroes them.
 const KEPT_MAX: usize = 32;
-/// Larger ones are not kept.
-const KEPT_PAGES_MAX: usize = 64;
+/// Pages that all of these have at most.
+const KEPT_PAGES_MAX: usize = 2048;
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C, align(4096))]
@@ -48,23 +48,33 @@ impl Buffer {
 #[derive(Default)]
 pub struct Buffers {
     free: Vec<Vec<Page>>,
+    free_pages: usize,
 }
 
 impl Buffers {
     /// A buffer of `len` bytes. What is in it may be left from another request: it is for who fills all of it.
     pub fn take(&mut self, len: usize) -> Buffer {
-        let mut pages = self.free.pop().unwrap_or_default();
         let count = len.div_ceil(PAGE_BYTES);
-        if pages.len() < count {
-            pages.resize(count, Page([0; PAGE_BYTES]));
-        }
+        // The smallest that is large enough: the large ones stay for who needs them.
+        let fitting = self.free.iter().enumerate().filter(|(_, pages)| pages.len() >= count);
+        let best = fitting.min_by_key(|(_, pages)| pages.len()).map(|(at, _)| at);
+        let pages = match best {
+            Some(at) => {
+                let pages = self.free.swap_remove(at);
+                self.free_pages -= pages.len();
+                pages
+            }
+            None => vec![Page([0; PAGE_BYTES]); count],
+        };
         Buffer { pages, len }
     }
 
     /// Takes a buffer back.
     pub fn put(&mut self, buffer: Buffer) {
-        if self.free.len() < KEPT_MAX && buffer.pages.len() <= KEPT_PAGES_MAX {
+        let pages = buffer.pages.len();
+        if self.free.len() < KEPT_MAX && self.free_pages + pages <= KEPT_PAGES_MAX {
             self.free.push(buffer.pages);
+            self.free_pages += pages;
         }
     }
 }
@@ -85,13 +95,27 @@ mod tests {
     }
 
     #[test]
-    fn only_small_ones_are_kept() {
+    fn pieces_are_used_again_and_small_ones_leave_them_alone() {
         let mut buffers = Buffers::default();
-        let large = buffers.take(1 << 20);
-        buffers.put(large);
-        assert!(buffers.free.is_empty());
-        let many: Vec<_> = (0..2 * KEPT_MAX).map(|_| buffers.take(4096)).collect();
-        many.into_iter().for_each(|buffer| buffers.put(buffer));
-        assert_eq!(buffers.free.len(), KEPT_MAX);
+        let (piece, small) = (buffers.take(1 << 20), buffers.take(4096));
+        let address = |buffer: &Buffer| buffer.bytes().as_ptr().addr();
+        let (piece_at, small_at) = (address(&piece), address(&small));
+        buffers.put(small);
+        buffers.put(piece);
+        let (small, piece) = (buffers.take(512), buffers.take(1 << 20));
+        assert_eq!((address(&small), address(&piece)), (small_at, piece_at));
+        assert_eq!((buffers.free.len(), buffers.free_pages), (0, 0));
+    }
+
+    #[test]
+    fn only_so_many_are_kept() {
+        let mut buffers = Buffers::default();
+        for (len, kept) in [(1 << 20, KEPT_PAGES_MAX / 256), (4096, KEPT_MAX)] {
+            let many: Vec<_> = (0..2 * KEPT_MAX).map(|_| buffers.take(len)).collect();
+            many.into_iter().for_each(|buffer| buffers.put(buffer));
+            assert_eq!(buffers.free.len(), kept);
+            assert!(buffers.free_pages <= KEPT_PAGES_MAX);
+            buffers = Buffers::default();
+        }
     }
 }

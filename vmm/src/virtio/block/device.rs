@@ -1,6 +1,7 @@
 //! The device: its configuration, and a thread with a worker for each queue.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
@@ -18,6 +19,8 @@ pub struct Block {
     queue_sizes: Vec<u16>,
     /// By queue. They end before the threads that they are on.
     workers: Vec<WorkerSlot>,
+    /// Set while somebody waits for the workers' end.
+    pub(super) stop: Arc<AtomicBool>,
     _threads: Vec<EventLoop>,
 }
 
@@ -36,7 +39,7 @@ impl Block {
         let threads: Vec<_> = (0..shape.queues).map(thread).collect::<Result<_, _>>()?;
         let workers = threads.iter().map(|thread| WorkerSlot::new(thread.handle())).collect();
         let disk = Arc::new(Disk::new(shape, backend));
-        Ok(Self { disk, queue_sizes, workers, _threads: threads })
+        Ok(Self { disk, queue_sizes, workers, stop: Arc::default(), _threads: threads })
     }
 
     /// A handle on the disk.
@@ -50,7 +53,8 @@ impl Block {
             // A driver may enable fewer queues than there are (5.2.5).
             let Some(queue) = queue else { continue };
             let (disk, interrupt) = (Arc::clone(&self.disk), Arc::clone(&interrupt));
-            let worker = Worker::new(disk, view.clone(), interrupt, (index, queue), features)?;
+            let stop = Arc::clone(&self.stop);
+            let worker = Worker::new(disk, view.clone(), interrupt, (index, queue), features, stop)?;
             slot.start(Box::new(worker))?;
         }
         self.disk.set_driver(interrupt);
@@ -116,11 +120,14 @@ impl VirtioDevice for Block {
         result
     }
 
-    /// What is under way is carried out before this returns.
+    /// Steps that are under way are carried out before this returns. What requests have left to do is not: they may be
+    /// for many gigabytes, nobody waits for their answer any more, and a vCPU waits here.
     fn reset(&mut self) {
+        self.stop.store(true, Ordering::Release);
         self.workers.iter_mut().for_each(|worker| {
             worker.stop();
         });
+        self.stop.store(false, Ordering::Release);
         self.disk.forget_driver();
     }
 }

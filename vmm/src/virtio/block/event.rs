@@ -5,18 +5,20 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use tracing::debug;
 use virtio_queue::QueueT;
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use super::backend::{Done, Executor, Step};
 use super::buffer::Buffers;
-use super::job::{Job, Next, PIECE_BYTES_MAX};
+use super::flush::{Answered, Ticket};
+use super::job::{Job, Next, PIECE_BYTES_MAX, RANGE_PIECE_BYTES_MAX};
 use super::metrics::Kind;
-use super::request::{Operation, Request, Status};
+use super::request::{DiskRange, Operation, Request, Status};
 use super::state::Disk;
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
@@ -25,9 +27,10 @@ use crate::virtio::ActiveQueue;
 
 const KICK: u32 = 0;
 const DONE: u32 = 1;
+const SETTLED: u32 = 2;
 
-/// Copies of guest memory that one queue has at most; requests beyond that wait in the ring.
-const COPIED_BYTES_MAX: u64 = 16 * PIECE_BYTES_MAX;
+/// Bytes that one queue has copies of, or zeroes, at a time; requests beyond that wait in the ring.
+const HELD_BYTES_MAX: u64 = 16 * PIECE_BYTES_MAX;
 /// Passes over the queue before the event loop has its turn: a driver that is as fast as we are would keep us from
 /// being stopped.
 const PASSES: usize = 64;
@@ -44,12 +47,22 @@ pub(super) struct Worker {
     buffers: Buffers,
     /// By token.
     jobs: Vec<Option<Job>>,
+    /// Flushes that the executor has, by token.
+    tickets: Vec<Option<Ticket>>,
+    /// Tokens of flushes that went well, and wait for others that they overlapped.
+    settling: Vec<(usize, Answered)>,
+    /// Raised when one of these has ended.
+    settled: Arc<EventFd>,
     /// Tokens that are not used.
     free: Vec<usize>,
-    /// Bytes in the buffers of jobs.
-    copied_bytes: u64,
+    /// Bytes that the steps of jobs are for.
+    held_bytes: u64,
     /// Something was put into the used ring that the driver has not been told of.
     used: bool,
+    /// The used ring cannot be written: what is taken now would be lost as well. The next notification tries again.
+    lost: bool,
+    /// Somebody waits for the end of this worker.
+    stop: Arc<AtomicBool>,
 }
 
 impl Worker {
@@ -59,9 +72,11 @@ impl Worker {
         interrupt: Arc<dyn VirtioInterrupt>,
         (index, queue): (u16, ActiveQueue),
         features: u64,
+        stop: Arc<AtomicBool>,
     ) -> io::Result<Self> {
         let depth = queue.queue.size();
         let executor = disk.backend().start(depth)?;
+        disk.metrics().io_uring.store(executor.is_uring(), Ordering::Relaxed);
         Ok(Self {
             disk,
             view,
@@ -72,26 +87,56 @@ impl Worker {
             executor,
             buffers: Buffers::default(),
             jobs: (0..depth).map(|_| None).collect(),
+            tickets: (0..depth).map(|_| None).collect(),
+            settling: Vec::new(),
+            settled: Arc::new(EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?),
             free: (0..usize::from(depth)).collect(),
-            copied_bytes: 0,
+            held_bytes: 0,
             used: false,
+            lost: false,
+            stop,
         })
     }
 
-    /// Works until there is nothing to do but wait.
+    /// Works until there is nothing to do but wait, or somebody wants this to end: no step of a request takes long, and
+    /// there may be many.
     fn serve(&mut self) {
+        self.lost = false;
         for _ in 0..PASSES {
+            if self.is_stopping() {
+                return;
+            }
+            #[cfg(test)]
+            self.disk.metrics().passes.fetch_add(1, Ordering::Relaxed);
             let steps = self.take();
             let taken = !steps.is_empty();
-            steps.into_iter().for_each(|(token, step)| self.executor.add(token, step));
-            self.executor.begin();
+            self.add(steps);
+            let more = self.carry_out();
             let finished = self.finish();
             self.tell();
-            if !taken && !finished && !self.executor.arm() && !self.is_wanted() {
+            if !taken && !more && !finished && !self.executor.arm() && !self.is_wanted() {
                 return;
             }
         }
         self.queue.come_back();
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    fn add(&mut self, steps: Vec<(usize, Step)>) {
+        for (token, step) in steps {
+            if let Step::Flush = step {
+                self.tickets[token] = Some(self.disk.flushes().begin());
+            }
+            self.executor.add(token, step);
+        }
+    }
+
+    /// Begins as many steps as the driver shall wait for; true if there are more.
+    fn carry_out(&mut self) -> bool {
+        (0..self.executor.batch()).all(|_| !self.is_stopping() && self.executor.begin())
     }
 
     /// Takes requests out of the ring, under one guard: the first step of each.
@@ -99,17 +144,17 @@ impl Worker {
         let view = self.view.clone();
         let guard = view.memory();
         let memory: &MappedMemory = &guard;
-        let limits = self.disk.limits(self.features);
+        let (limits, was_broken) = (self.disk.limits(self.features), self.queue.is_broken());
         let mut steps = Vec::new();
         if let Err(err) = self.queue.queue.disable_notification(memory) {
             debug!(%err, "The driver cannot be told to be quiet");
         }
         // What is refused counts as well: under a guard, only so many.
         for _ in 0..self.executor.batch() {
-            if self.free.is_empty() || self.copied_bytes >= COPIED_BYTES_MAX {
+            if !self.takes_more() {
                 break;
             }
-            let Some(mut chain) = self.queue.queue.pop_descriptor_chain(memory) else { break };
+            let Some(mut chain) = self.queue.pop(memory, &*self.interrupt) else { break };
             let head = chain.head_index();
             match Request::parse(memory, &mut chain, &limits) {
                 Ok(request) => steps.extend(self.begin(memory, request)),
@@ -123,6 +168,9 @@ impl Worker {
                     }
                 }
             }
+        }
+        if self.queue.is_broken() && !was_broken {
+            self.disk.metrics().broken_queues.fetch_add(1, Ordering::Relaxed);
         }
         steps
     }
@@ -144,7 +192,7 @@ impl Worker {
             return None;
         }
         let token = self.free.pop().expect("a token, as the caller has seen");
-        self.copied_bytes += held_bytes(&request);
+        self.held_bytes += held_bytes(&request);
         let job = Job::new(request, self.disk.writes_through(self.features));
         self.go_on(memory, token, job).map(|step| (token, step))
     }
@@ -172,13 +220,12 @@ impl Worker {
         result: io::Result<u64>,
     ) -> Option<Step> {
         self.free.push(token);
-        self.copied_bytes -= held_bytes(job.request());
+        self.held_bytes -= held_bytes(job.request());
         self.end(memory, job.request(), Kind::from(&job.request().operation), result);
         None
     }
 
-    /// Answers what the executor is done with, under one guard, and has jobs that go on take their next step. False if
-    /// nothing was.
+    /// Answers what is over, and has jobs that go on take their next step. False if nothing was.
     fn finish(&mut self) -> bool {
         let mut done = Vec::new();
         while done.len() < self.jobs.len()
@@ -186,17 +233,43 @@ impl Worker {
         {
             done.push(one);
         }
+        // 1. What the media say of flushes is known before others are.
+        done.retain(|one| !matches!(one.step, Step::Flush) || self.is_over(one.token, &one.result));
+        // 2. Those that went well are over when all are that they overlapped.
+        let (flushes, settled) = (self.disk.flushes(), &self.settled);
+        let over = |&mut (_, answered): &mut _| flushes.is_settled(answered, settled);
+        for (token, _) in self.settling.extract_if(.., over) {
+            done.push(Done { token, step: Step::Flush, result: self.disk.settled() });
+        }
         if done.is_empty() {
             return false;
         }
+        // 3. The next steps are begun when the guard is gone.
+        let next = self.go_on_with(done);
+        self.add(next);
+        true
+    }
+
+    /// The media have answered a flush; true if that is all there is to wait for.
+    fn is_over(&mut self, token: usize, result: &io::Result<()>) -> bool {
+        let ticket = self.tickets[token].take().expect("the ticket of a flush that was begun");
+        let since = self.jobs[token].as_ref().expect("the job of a step that was begun").since();
+        self.disk.flushed(since, result);
+        let answered = ticket.end();
+        if result.is_ok() {
+            self.settling.push((token, answered));
+        }
+        result.is_err()
+    }
+
+    /// Takes notice of what is over, under one guard; the next steps of the jobs that have some.
+    fn go_on_with(&mut self, done: Vec<Done>) -> Vec<(usize, Step)> {
         let view = self.view.clone();
         let guard = view.memory();
         let memory: &MappedMemory = &guard;
+        let mut steps = Vec::new();
         for Done { token, step, result } in done {
             let job = self.jobs[token].take().expect("the job of a step that was begun");
-            if let Step::Flush = step {
-                self.disk.flushed(job.since(), &result);
-            }
             let result = result.and_then(|()| job.done(memory, &step));
             if let Some(buffer) = step.into_buffer() {
                 self.buffers.put(buffer);
@@ -205,11 +278,9 @@ impl Worker {
                 Ok(()) => self.go_on(memory, token, job),
                 Err(err) => self.end_job(memory, token, &job, Err(err)),
             };
-            if let Some(step) = next {
-                self.executor.add(token, step);
-            }
+            steps.extend(next.map(|step| (token, step)));
         }
-        true
+        steps
     }
 
     /// Counts and answers a request: with the bytes that went to its buffers, or an error.
@@ -245,7 +316,9 @@ impl Worker {
     }
 
     fn give_back(&mut self, memory: &MappedMemory, head: u16, len: u32) {
-        self.used |= self.queue.give_back(memory, head, len);
+        let given = self.queue.give_back(memory, head, len);
+        self.used |= given;
+        self.lost |= !given;
     }
 
     /// Interrupts, if there is something new and the driver wants to know.
@@ -259,19 +332,33 @@ impl Worker {
         }
     }
 
+    fn takes_more(&self) -> bool {
+        !self.free.is_empty() && self.held_bytes < HELD_BYTES_MAX && !self.lost
+    }
+
     /// Lets the driver notify again; true if it has added something that it will not notify of.
     fn is_wanted(&mut self) -> bool {
-        if self.free.is_empty() || self.copied_bytes >= COPIED_BYTES_MAX {
-            // The next answer brings us back.
+        if !self.takes_more() {
+            // The next answer brings us back, or a notification.
             return false;
         }
-        self.queue.queue.enable_notification(&*self.view.memory()).unwrap_or(false)
+        self.queue.wait_for_more(&self.view.memory())
     }
 }
 
-/// What a request has in a buffer at a time.
+/// What the step of a request is for, at most.
 fn held_bytes(request: &Request) -> u64 {
-    transferred_bytes(request).min(PIECE_BYTES_MAX)
+    let longest = |lengths: &mut dyn Iterator<Item = u64>| lengths.max().unwrap_or(0);
+    match &request.operation {
+        Operation::Read(range, _) | Operation::Write(range, _) => range.len_bytes().min(PIECE_BYTES_MAX),
+        Operation::Discard(ranges) => {
+            longest(&mut ranges.iter().map(DiskRange::len_bytes)).min(RANGE_PIECE_BYTES_MAX)
+        }
+        Operation::WriteZeroes(ranges) => {
+            longest(&mut ranges.iter().map(|(range, _)| range.len_bytes())).min(RANGE_PIECE_BYTES_MAX)
+        }
+        Operation::Flush | Operation::GetId(_) => 0,
+    }
 }
 
 /// What a request moves between disk and guest.
@@ -282,22 +369,39 @@ fn transferred_bytes(request: &Request) -> u64 {
     }
 }
 
+impl Drop for Worker {
+    /// What the media say of a flush is for others as well, though its own driver does not wait for it any more.
+    fn drop(&mut self) {
+        for Done { token, step, result } in self.executor.drain() {
+            if let (Step::Flush, Some(job)) = (step, &self.jobs[token]) {
+                self.disk.flushed(job.since(), &result);
+            }
+        }
+    }
+}
+
 impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
         self.queue.watch(KICK, ops);
-        if let Some(event) = self.executor.event()
-            && let Err(err) = ops.add(Events::with_data(event, DONE, EventSet::IN))
-        {
-            sparsely!(error, ?err, disk = self.disk.shape().id, "Cannot wait for a disk");
+        let events = [(Some(&*self.settled), SETTLED), (self.executor.event(), DONE)];
+        for (event, data) in events {
+            if let Some(event) = event
+                && let Err(err) = ops.add(Events::with_data(event, data, EventSet::IN))
+            {
+                sparsely!(error, ?err, disk = self.disk.shape().id, "Cannot wait for a disk");
+            }
         }
         self.serve();
     }
 
     fn process(&mut self, events: Events, _: &mut EventOps) {
+        // Reading an event fails only when somebody else has seen it.
         match events.data() {
             KICK => self.queue.clear_kick(),
+            SETTLED => {
+                let _ = self.settled.read();
+            }
             _ => {
-                // Fails only when somebody else has seen it.
                 let _ = self.executor.event().map(|event| event.read());
             }
         }

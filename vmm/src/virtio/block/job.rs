@@ -10,10 +10,13 @@ use vm_memory::GuestMemory;
 use super::backend::Step;
 use super::buffer::Buffers;
 use super::metrics::Kind;
-use super::request::{Operation, Request};
+use super::request::{DiskRange, Operation, Request};
 
 /// The most that is copied and transferred at once.
 pub const PIECE_BYTES_MAX: u64 = 1 << 20;
+/// The most that is zeroed or given away at once: a request may be for 64 GiB, and whoever resets the device waits for the
+/// step that is under way.
+pub const RANGE_PIECE_BYTES_MAX: u64 = 4 << 20;
 
 /// What comes next.
 pub enum Next {
@@ -28,7 +31,9 @@ pub struct Job {
     request: Request,
     /// Each write is durable before it is answered.
     writes_through: bool,
-    /// Bytes, or ranges, whose steps were given out.
+    /// Which range is next, where there are several.
+    range: usize,
+    /// Bytes of it whose steps were given out.
     begun: u64,
     /// The step that makes a write durable was given out.
     flushed: bool,
@@ -39,7 +44,7 @@ pub struct Job {
 impl Job {
     /// Nothing is done yet.
     pub fn new(request: Request, writes_through: bool) -> Self {
-        Self { request, writes_through, begun: 0, flushed: false, since: Instant::now() }
+        Self { request, writes_through, range: 0, begun: 0, flushed: false, since: Instant::now() }
     }
 
     /// The request.
@@ -90,12 +95,13 @@ impl Job {
                 }
             }
             Operation::Discard(ranges) => {
-                self.begun += 1;
-                ranges.get(begun as usize).map(|range| Step::Discard(*range))
+                let cut = next_piece(ranges.iter().copied(), &mut self.range, &mut self.begun);
+                cut.map(Step::Discard)
             }
             Operation::WriteZeroes(ranges) => {
-                self.begun += 1;
-                ranges.get(begun as usize).map(|(range, unmap)| Step::WriteZeroes(*range, *unmap))
+                let only = ranges.iter().map(|(range, _)| *range);
+                let cut = next_piece(only, &mut self.range, &mut self.begun);
+                cut.map(|piece| Step::WriteZeroes(piece, ranges[self.range].1))
             }
             Operation::Read(..) | Operation::Write(..) | Operation::Flush | Operation::GetId(_) => None,
         })
@@ -109,4 +115,21 @@ impl Job {
         };
         segments.write(memory, offset - range.offset_bytes(), buffer.bytes()).map_err(io::Error::other)
     }
+}
+
+/// The next piece of the `nth` range, of which `begun` bytes were given out, or of one behind it.
+fn next_piece(
+    ranges: impl Iterator<Item = DiskRange>,
+    nth: &mut usize,
+    begun: &mut u64,
+) -> Option<DiskRange> {
+    for range in ranges.skip(*nth) {
+        let piece = range.piece(*begun, RANGE_PIECE_BYTES_MAX);
+        if piece.len_bytes() > 0 {
+            *begun += piece.len_bytes();
+            return Some(piece);
+        }
+        (*nth, *begun) = (*nth + 1, 0);
+    }
+    None
 }

@@ -66,6 +66,13 @@ pub struct BlockMetrics {
     pub written_bytes: AtomicU64,
     /// Chains that are no request, or one that the disk refuses.
     pub bad_requests: AtomicU64,
+    /// Queues whose ring the driver has made nonsense of; each is served again after a reset.
+    pub broken_queues: AtomicU64,
+    /// Passes of the queues' workers: what they do when there is nothing to be done must not grow.
+    #[cfg(test)]
+    pub passes: AtomicU64,
+    /// The queues that were started last work by io_uring.
+    pub io_uring: AtomicBool,
     /// Time that the media took for a flush, good or bad.
     pub flushes: LatencyHistogram,
     /// Set by the first flush that failed: nothing is written from then on.

@@ -7,6 +7,7 @@ pub mod backend;
 pub mod buffer;
 pub mod device;
 mod event;
+pub mod flush;
 pub mod job;
 pub mod metrics;
 pub mod request;

@@ -71,6 +71,15 @@ impl DiskRange {
         Ok(Self { offset_bytes, len_bytes })
     }
 
+    /// What of it lies behind its first `skip_bytes`, up to the next multiple of `piece_bytes`, which is one of all block
+    /// sizes: file systems give whole blocks away.
+    pub fn piece(&self, skip_bytes: u64, piece_bytes: u64) -> Self {
+        let skip_bytes = skip_bytes.min(self.len_bytes);
+        let offset_bytes = self.offset_bytes + skip_bytes;
+        let len_bytes = (piece_bytes - offset_bytes % piece_bytes).min(self.len_bytes - skip_bytes);
+        Self { offset_bytes, len_bytes }
+    }
+
     /// Where it begins.
     pub fn offset_bytes(&self) -> u64 {
         self.offset_bytes

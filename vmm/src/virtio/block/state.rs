@@ -15,6 +15,7 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 use super::backend::{Backend, Geometry, ResizeError};
+use super::flush::Flushes;
 use super::metrics::BlockMetrics;
 use super::request::{Limits, MAX_RANGE_SECTORS, MAX_RANGES, SECTOR_BYTES};
 use crate::interrupt::VirtioInterrupt;
@@ -50,6 +51,7 @@ pub struct Disk {
     /// Set while the driver is there.
     interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
     metrics: Arc<BlockMetrics>,
+    flushes: Arc<Flushes>,
 }
 
 impl Disk {
@@ -58,7 +60,8 @@ impl Disk {
         let geometry = backend.geometry();
         let (interrupt, metrics) = (Mutex::default(), Arc::new(BlockMetrics::default()));
         metrics.size_bytes.store(backend.size_bytes(), Ordering::Relaxed);
-        Self { shape, backend, geometry, write_back: AtomicBool::new(true), interrupt, metrics }
+        let (write_back, flushes) = (AtomicBool::new(true), Arc::default());
+        Self { shape, backend, geometry, write_back, interrupt, metrics, flushes }
     }
 
     /// How the guest sees it.
@@ -136,7 +139,7 @@ impl Disk {
         put(44, &(physical_block_bytes / SECTOR_BYTES as u32).to_le_bytes());
         put(48, &MAX_RANGE_SECTORS.to_le_bytes());
         put(52, &MAX_RANGES.to_le_bytes());
-        put(56, &[u8::from(self.geometry.discard)]);
+        put(56, &[u8::from(self.geometry.unmap)]);
         config
     }
 
@@ -172,15 +175,23 @@ impl Disk {
         serial
     }
 
-    /// Makes what was written durable.
-    pub fn flush(&self) -> std::io::Result<()> {
-        let begin = Instant::now();
-        let result = self.backend.flush();
-        self.flushed(begin, &result);
-        result
+    /// The flushes that are under way, in all queues.
+    pub fn flushes(&self) -> &Arc<Flushes> {
+        &self.flushes
     }
 
-    /// A flush that was begun then has ended.
+    /// Makes what was written durable, and returns when that is known.
+    pub fn flush(&self) -> std::io::Result<()> {
+        let (begin, ticket) = (Instant::now(), self.flushes.begin());
+        let result = self.backend.flush();
+        self.flushed(begin, &result);
+        let answered = ticket.end();
+        result?;
+        self.flushes.wait(answered);
+        self.settled()
+    }
+
+    /// The media have answered a flush that was begun then.
     ///
     /// After one that fails nobody knows what is on the media, and the kernel may call the next one a success: the
     /// disk takes no more writes until it is opened again.
@@ -190,6 +201,14 @@ impl Disk {
             && !self.metrics.read_only.swap(true, Ordering::AcqRel)
         {
             error!(disk = self.shape.id, %err, "A flush has failed: the disk takes no more writes");
+        }
+    }
+
+    /// What a flush comes to that went well, when all have ended that it overlapped.
+    pub fn settled(&self) -> std::io::Result<()> {
+        match self.has_failed() {
+            true => Err(std::io::Error::other("another flush has failed, and it may have been this one")),
+            false => Ok(()),
         }
     }
 

@@ -60,11 +60,12 @@ impl<S: Store> Executor for Blocking<S> {
         self.added.push_back((token, step));
     }
 
-    fn begin(&mut self) {
-        while let Some((token, mut step)) = self.added.pop_front() {
+    fn begin(&mut self) -> bool {
+        if let Some((token, mut step)) = self.added.pop_front() {
             let result = self.carry_out(&mut step);
             self.done.push_back(Done { token, step, result });
         }
+        !self.added.is_empty()
     }
 
     fn next_done(&mut self) -> Option<Done> {
@@ -77,5 +78,10 @@ impl<S: Store> Executor for Blocking<S> {
 
     fn batch(&self) -> usize {
         BATCH
+    }
+
+    fn drain(&mut self) -> Vec<Done> {
+        self.added.clear();
+        self.done.drain(..).collect()
     }
 }

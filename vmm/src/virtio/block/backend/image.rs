@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use pmem_volume::pool::Holder;
 use pmem_volume::pool::claim::{ClaimError, claim, is_pool};
 use thiserror::Error;
-use tracing::{info, warn};
+use tracing::warn;
 
 use super::blocking::{Blocking, Store};
 use super::probe::{HEAD_BYTES, foreign_format};
@@ -154,6 +154,7 @@ impl RawImage {
             physical_block_bytes,
             read_only: options.readonly,
             discard: options.sparse && !options.readonly,
+            unmap: options.sparse && !options.readonly,
         };
         let (path, size_bytes) = (path.to_owned(), AtomicU64::new(served_bytes));
         Ok(Arc::new(Self { path, file, geometry, is_file: kind.is_file(), size_bytes }))
@@ -162,6 +163,11 @@ impl RawImage {
     /// The open file.
     pub(super) fn file(&self) -> &File {
         &self.file
+    }
+
+    /// Whether zeros may be made by giving blocks away: not where the image is to keep its room.
+    pub(super) fn unmaps(&self, unmap: Unmap) -> bool {
+        self.geometry.unmap && unmap == Unmap::Allowed
     }
 
     /// `fallocate`, whose errors are told apart by the caller.
@@ -180,8 +186,8 @@ impl RawImage {
 
     /// For file systems that have no better way, such as tmpfs.
     fn write_out_zeroes(&self, range: DiskRange) -> io::Result<()> {
-        let mut zeros = Buffers::default().take(ZEROS_BYTES);
-        zeros.bytes_mut().fill(0);
+        // New memory is zeros.
+        let zeros = Buffers::default().take(ZEROS_BYTES);
         let end = range.offset_bytes() + range.len_bytes();
         for offset in (range.offset_bytes()..end).step_by(ZEROS_BYTES) {
             let len = (end - offset).min(ZEROS_BYTES as u64) as usize;
@@ -193,7 +199,7 @@ impl RawImage {
 
 /// `fallocate` modes.
 pub(super) const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+pub(super) const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
 impl Store for RawImage {
     fn read(&self, offset_bytes: u64, data: &mut [u8]) -> io::Result<()> {
@@ -217,7 +223,7 @@ impl Store for RawImage {
     }
 
     fn write_zeroes(&self, range: DiskRange, unmap: Unmap) -> io::Result<()> {
-        let modes: &[i32] = if unmap == Unmap::Allowed { &[PUNCH, ZERO] } else { &[ZERO] };
+        let modes: &[i32] = if self.unmaps(unmap) { &[PUNCH, ZERO] } else { &[ZERO] };
         for mode in modes {
             match self.allocate(*mode, range) {
                 Err(err) if err.raw_os_error() == Some(libc::EOPNOTSUPP) => (),
@@ -242,7 +248,7 @@ impl Backend for Arc<RawImage> {
             Ok(uring) => Ok(Box::new(uring)),
             Err(err) => {
                 let path = &self.path;
-                info!(?path, %err, "There is no io_uring: each queue does one transfer at a time");
+                warn!(?path, %err, "There is no io_uring: each queue does one transfer at a time");
                 Ok(Box::new(Blocking::new(Arc::clone(self))))
             }
         }
@@ -284,7 +290,6 @@ fn refuse_foreign(file: &File, size_bytes: u64, path: &Path) -> Result<(), Image
     let page = u64::from(PAGE_BYTES);
     let page_at = |offset: u64| {
         let mut buffer = Buffers::default().take(PAGE_BYTES as usize);
-        buffer.bytes_mut().fill(0);
         // The end of a file may be the middle of a page: then there is less.
         match file.read_at(buffer.bytes_mut(), offset) {
             Ok(_) => Ok(buffer),

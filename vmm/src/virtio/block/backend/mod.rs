@@ -25,6 +25,8 @@ pub struct Geometry {
     pub read_only: bool,
     /// Ranges can be given away.
     pub discard: bool,
+    /// Ranges that are made to be zeros are given away where the driver allows it.
+    pub unmap: bool,
 }
 
 /// Why a disk cannot get another size.
@@ -113,11 +115,12 @@ pub struct Done {
 
 /// Carries out the steps of one queue. When it is dropped, nothing is under way any more.
 pub trait Executor: Send {
-    /// Takes a step over. A token is not used twice at a time.
+    /// Takes a step over, and returns at once. A token is not used twice at a time.
     fn add(&mut self, token: usize, step: Step);
 
-    /// Begins what was added; returns when it has begun, or is over.
-    fn begin(&mut self);
+    /// Begins all that was added; or, where a step is over when it has begun, carries out one of them. True: there are
+    /// more to be begun.
+    fn begin(&mut self) -> bool;
 
     /// A step that is over.
     fn next_done(&mut self) -> Option<Done>;
@@ -132,4 +135,12 @@ pub trait Executor: Send {
 
     /// How many steps are worth being added before the first is begun.
     fn batch(&self) -> usize;
+
+    /// Whether io_uring does it.
+    fn is_uring(&self) -> bool {
+        false
+    }
+
+    /// Waits for what is under way, and says how it went. What has not begun does not begin any more.
+    fn drain(&mut self) -> Vec<Done>;
 }

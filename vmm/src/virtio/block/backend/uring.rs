@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
@@ -10,20 +10,40 @@ use io_uring::{IoUring, Probe, opcode, squeue, types};
 use tracing::warn;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use super::blocking::Store;
-use super::image::{PUNCH, RawImage};
+use super::blocking::Blocking;
+use super::image::{PUNCH, RawImage, ZERO};
 use super::{Done, Executor, Step};
-use crate::log::sparsely;
-use crate::virtio::block::buffer::Buffer;
+use crate::virtio::block::buffer::{Buffer, Buffers};
+use crate::virtio::block::request::DiskRange;
 
 /// Steps before the kernel is told: it takes them all in one call.
 const BATCH: usize = 64;
+/// Zeros that are written at once, where they have to be written.
+const ZEROS_BYTES: usize = 1 << 20;
+/// Calls that the kernel may refuse in a row before it is not asked any more.
+const SUBMITS_MAX: u32 = 1000;
+/// Times that the kernel may put one step off.
+const RETRIES_MAX: u32 = 100;
+
+/// How a range is made to read as zeros: which way a file system takes is found by trying.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// Its blocks are given away.
+    Punch,
+    /// The file system notes that they are zero.
+    Zero,
+    /// They are written.
+    Write,
+}
 
 /// A step that the kernel works on.
 struct Running {
     step: Step,
-    /// Bytes of its buffer that are done: files may do less than what was asked for.
+    /// Bytes of it that are done: files may do less than what was asked for.
     done: usize,
+    /// Where zeros are asked for.
+    way: Way,
+    retries: u32,
 }
 
 /// A ring on a raw image.
@@ -40,6 +60,10 @@ pub struct Uring {
     /// The event is raised.
     armed: bool,
     done: VecDeque<Done>,
+    /// What zeros are written from; made when they are.
+    zeros: Option<Buffer>,
+    /// The kernel takes no more from the ring, and steps are carried out by calls instead.
+    instead: Option<Blocking<RawImage>>,
 }
 
 impl Uring {
@@ -65,122 +89,189 @@ impl Uring {
             untold: false,
             armed: false,
             done: VecDeque::new(),
+            zeros: None,
+            instead: None,
         })
     }
 
     /// Puts a step, or what is left of it, into the ring.
     fn push(&mut self, token: usize, mut running: Running) {
-        let Some(entry) = entry(&self.image, &mut running) else {
-            return self.carry_out(token, running);
+        let Some(entry) = self.entry(&mut running) else {
+            self.done.push_back(Done { token, step: running.step, result: Ok(()) });
+            return;
         };
         let entry = entry.user_data(token as u64);
         assert!(self.running[token].is_none(), "token {token} is used twice");
         self.running[token] = Some(running);
         self.under_way += 1;
         self.untold = true;
-        // SAFETY: the buffer that the entry points into is in `running` until the completion has been seen; dropping
-        // `self` waits for it. Its heap memory does not move.
+        // SAFETY: the buffer that the entry points into is in `running` until the completion has been seen, or the
+        // zeros are in `self`; dropping `self` waits for it. Heap memory of either does not move.
         let pushed = unsafe { self.ring.submission().push(&entry) };
         // The ring has room for every token.
         pushed.expect("room for as many entries as there are tokens");
     }
 
-    /// What the ring has no word for is done here.
-    fn carry_out(&mut self, token: usize, running: Running) {
-        let result = match &running.step {
-            Step::WriteZeroes(range, unmap) => self.image.write_zeroes(*range, *unmap),
-            Step::Read(..) | Step::Write(..) | Step::Flush | Step::Discard(_) => Ok(()),
+    /// The ring's word for what is left of a step; `None`: that is nothing.
+    fn entry(&mut self, running: &mut Running) -> Option<squeue::Entry> {
+        let file = types::Fd(self.image.file().as_raw_fd());
+        let done = running.done;
+        let allocate = |range: &DiskRange, mode| {
+            let entry = opcode::Fallocate::new(file, range.len_bytes());
+            Some(entry.offset(range.offset_bytes()).mode(mode).build())
         };
-        self.done.push_back(Done { token, step: running.step, result });
-    }
-
-    fn submit(&mut self) {
-        // After an error the entries are still in the ring, and the next call takes them. EBUSY and EAGAIN mean that the
-        // kernel wants to be rid of completions first.
-        while let Err(err) = self.ring.submit() {
-            if err.kind() == io::ErrorKind::Interrupted {
-                continue;
+        match &mut running.step {
+            Step::Read(offset, buffer) if !buffer.is_empty() => {
+                let rest = &mut buffer.bytes_mut()[done..];
+                let entry = opcode::Read::new(file, rest.as_mut_ptr(), rest.len() as u32);
+                Some(entry.offset(*offset + done as u64).build())
             }
-            sparsely!(warn, %err, "io_uring takes no more");
-            if !self.reap() {
-                std::thread::yield_now();
+            Step::Write(offset, buffer) if !buffer.is_empty() => {
+                let rest = &buffer.bytes()[done..];
+                let entry = opcode::Write::new(file, rest.as_ptr(), rest.len() as u32);
+                Some(entry.offset(*offset + done as u64).build())
             }
-            self.untold = false;
+            Step::Flush => Some(opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build()),
+            Step::Discard(range) if range.len_bytes() > 0 => allocate(range, PUNCH),
+            Step::WriteZeroes(range, _) if range.len_bytes() > 0 => match running.way {
+                Way::Punch => allocate(range, PUNCH),
+                Way::Zero => allocate(range, ZERO),
+                Way::Write => {
+                    // New memory is zeros, and nobody else writes to it.
+                    let zeros = self.zeros.get_or_insert_with(|| Buffers::default().take(ZEROS_BYTES));
+                    let len = (range.len_bytes() - done as u64).min(ZEROS_BYTES as u64);
+                    let entry = opcode::Write::new(file, zeros.bytes().as_ptr(), len as u32);
+                    Some(entry.offset(range.offset_bytes() + done as u64).build())
+                }
+            },
+            Step::Read(..) | Step::Write(..) | Step::Discard(_) | Step::WriteZeroes(..) => None,
         }
     }
 
-    /// Takes what the kernel is done with; false if that is nothing.
+    /// Tells the kernel. After an error the entries are still in the ring, and the next call takes them. EBUSY and
+    /// EAGAIN mean that the kernel wants to be rid of completions first.
+    fn submit(&mut self) {
+        for _ in 0..SUBMITS_MAX {
+            match self.ring.submit() {
+                Ok(_) => return,
+                Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) if self.reap() => {}
+                Err(_) => std::thread::yield_now(),
+            }
+        }
+        self.give_up();
+    }
+
+    /// Goes on without the ring, which is never entered again.
+    fn give_up(&mut self) {
+        warn!("io_uring takes no more: this queue of a disk does one transfer at a time from now on");
+        let mut instead = Blocking::new(Arc::clone(&self.image));
+        // 1. What the kernel has taken ends, and is taken notice of.
+        while self.under_way > self.ring.submission().len() {
+            let completed = self.completed();
+            if completed.is_empty() {
+                std::thread::yield_now();
+            }
+            for (token, mut running, result) in completed {
+                match running.advance(result) {
+                    Some(result) => self.done.push_back(Done { token, step: running.step, result }),
+                    None => instead.add(token, running.step),
+                }
+            }
+        }
+        // 2. What it has not taken it never will: the whole step again, by calls.
+        for (token, slot) in self.running.iter_mut().enumerate() {
+            if let Some(running) = slot.take() {
+                instead.add(token, running.step);
+            }
+        }
+        (self.under_way, self.untold) = (0, false);
+        self.instead = Some(instead);
+    }
+
+    /// Takes what the kernel is done with.
+    fn completed(&mut self) -> Vec<(usize, Running, i32)> {
+        let completions = self.ring.completion();
+        let running = &mut self.running;
+        let completed: Vec<_> = completions
+            .map(|completion| {
+                let token = completion.user_data() as usize;
+                (token, running[token].take().expect("a step that was begun"), completion.result())
+            })
+            .collect();
+        self.under_way -= completed.len();
+        completed
+    }
+
+    /// Takes notice of what the kernel is done with; false if that is nothing.
     fn reap(&mut self) -> bool {
-        let mut again = Vec::new();
-        let mut any = false;
-        for completion in self.ring.completion() {
-            any = true;
-            let token = completion.user_data() as usize;
-            let mut running = self.running[token].take().expect("a step that was begun");
-            self.under_way -= 1;
-            match running.advance(completion.result()) {
-                None => again.push((token, running)),
+        let completed = self.completed();
+        let any = !completed.is_empty();
+        for (token, mut running, result) in completed {
+            match running.advance(result) {
+                None => self.push(token, running),
                 Some(result) => self.done.push_back(Done { token, step: running.step, result }),
             }
         }
-        again.into_iter().for_each(|(token, running)| self.push(token, running));
         any
     }
 }
 
-/// The ring's word for a step; `None`: there is none, or nothing to do.
-fn entry(image: &RawImage, running: &mut Running) -> Option<squeue::Entry> {
-    let file = types::Fd(image.file().as_raw_fd());
-    let done = running.done;
-    match &mut running.step {
-        Step::Read(offset, buffer) if !buffer.is_empty() => {
-            let rest = &mut buffer.bytes_mut()[done..];
-            let entry = opcode::Read::new(file, rest.as_mut_ptr(), rest.len() as u32);
-            Some(entry.offset(*offset + done as u64).build())
-        }
-        Step::Write(offset, buffer) if !buffer.is_empty() => {
-            let rest = &buffer.bytes()[done..];
-            let entry = opcode::Write::new(file, rest.as_ptr(), rest.len() as u32);
-            Some(entry.offset(*offset + done as u64).build())
-        }
-        Step::Flush => Some(opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build()),
-        Step::Discard(range) if range.len_bytes() > 0 => {
-            let entry = opcode::Fallocate::new(file, range.len_bytes());
-            Some(entry.offset(range.offset_bytes()).mode(PUNCH).build())
-        }
-        // Which way zeros are written depends on the file system, and is found by trying.
-        Step::WriteZeroes(..) | Step::Read(..) | Step::Write(..) | Step::Discard(_) => None,
-    }
-}
-
 impl Running {
+    fn new(step: Step, unmaps: bool) -> Self {
+        let way = if unmaps { Way::Punch } else { Way::Zero };
+        Self { step, done: 0, way, retries: 0 }
+    }
+
     /// Takes what the kernel says. `None`: it is not all done yet.
     fn advance(&mut self, result: i32) -> Option<io::Result<()>> {
-        let error = || io::Error::from_raw_os_error(-result);
+        let error = || Some(Err(io::Error::from_raw_os_error(-result)));
+        let len = match &self.step {
+            Step::Read(_, buffer) | Step::Write(_, buffer) => buffer.len(),
+            Step::WriteZeroes(range, _) => range.len_bytes() as usize,
+            Step::Flush | Step::Discard(_) => 0,
+        };
         match (&self.step, result) {
-            (_, result) if result == -libc::EINTR || result == -libc::EAGAIN => None,
+            (_, result) if result == -libc::EINTR || result == -libc::EAGAIN => {
+                self.retries += 1;
+                if self.retries < RETRIES_MAX { None } else { error() }
+            }
+            // A discard is a hint (5.2.6.2); zeros are not.
             (Step::Discard(_), result) if result == -libc::EOPNOTSUPP => Some(Ok(())),
-            (_, ..0) => Some(Err(error())),
+            (Step::WriteZeroes(..), result) if result == -libc::EOPNOTSUPP && self.way != Way::Write => {
+                self.way = if self.way == Way::Punch { Way::Zero } else { Way::Write };
+                None
+            }
+            (_, ..0) => error(),
+            (Step::Flush | Step::Discard(_), _) => Some(Ok(())),
+            (Step::WriteZeroes(..), _) if self.way != Way::Write => Some(Ok(())),
             // The file is shorter than it was, or has no room.
             (Step::Read(..), 0) => Some(Err(io::ErrorKind::UnexpectedEof.into())),
-            (Step::Write(..), 0) => Some(Err(io::ErrorKind::WriteZero.into())),
-            (Step::Read(_, buffer) | Step::Write(_, buffer), bytes) => {
+            (Step::Write(..) | Step::WriteZeroes(..), 0) => Some(Err(io::ErrorKind::WriteZero.into())),
+            (Step::Read(..) | Step::Write(..) | Step::WriteZeroes(..), bytes) => {
                 self.done += bytes as usize;
-                let len = Buffer::len(buffer);
                 assert!(self.done <= len, "the kernel did more than it was asked for");
                 (self.done == len).then_some(Ok(()))
             }
-            (Step::Flush | Step::Discard(_) | Step::WriteZeroes(..), _) => Some(Ok(())),
         }
     }
 }
 
 impl Executor for Uring {
     fn add(&mut self, token: usize, step: Step) {
-        self.push(token, Running { step, done: 0 });
+        match &mut self.instead {
+            Some(instead) => instead.add(token, step),
+            None => {
+                let unmaps = matches!(step, Step::WriteZeroes(_, unmap) if self.image.unmaps(unmap));
+                self.push(token, Running::new(step, unmaps));
+            }
+        }
     }
 
-    fn begin(&mut self) {
+    fn begin(&mut self) -> bool {
+        if let Some(instead) = &mut self.instead {
+            return instead.begin();
+        }
         if std::mem::take(&mut self.untold) {
             // What is over when it has begun, as reads from the page cache are, is seen without an event.
             if std::mem::take(&mut self.armed) {
@@ -188,17 +279,21 @@ impl Executor for Uring {
             }
             self.submit();
         }
+        self.instead.as_mut().is_some_and(Blocking::begin)
     }
 
     fn next_done(&mut self) -> Option<Done> {
-        while self.done.is_empty() && self.reap() {
+        while self.instead.is_none() && self.done.is_empty() && self.reap() {
             // What the kernel did only a part of.
             self.begin();
         }
-        self.done.pop_front()
+        self.done.pop_front().or_else(|| self.instead.as_mut()?.next_done())
     }
 
     fn arm(&mut self) -> bool {
+        if self.instead.is_some() {
+            return false;
+        }
         if !self.armed && self.under_way > 0 {
             self.ring.completion().enable_eventfd();
             self.armed = true;
@@ -215,18 +310,47 @@ impl Executor for Uring {
     fn batch(&self) -> usize {
         BATCH
     }
-}
 
-impl Drop for Uring {
+    fn is_uring(&self) -> bool {
+        self.instead.is_none()
+    }
+
     /// The kernel may still write to the buffers.
-    fn drop(&mut self) {
+    fn drain(&mut self) -> Vec<Done> {
+        // 1. What was added and not begun has to be, as there is no other way out of the ring.
+        if self.instead.is_none() {
+            self.begin();
+        }
         while self.under_way > 0 {
             if let Err(err) = self.ring.submit_and_wait(1)
                 && err.kind() != io::ErrorKind::Interrupted
             {
-                warn!(%err, "Waiting for io_uring");
+                std::thread::yield_now();
             }
-            self.reap();
+            // 2. The rest of what is done in part is left.
+            for (token, mut running, result) in self.completed() {
+                let result = running.advance(result);
+                let result = result.unwrap_or_else(|| Err(io::ErrorKind::Interrupted.into()));
+                self.done.push_back(Done { token, step: running.step, result });
+            }
         }
+        self.done.extend(self.instead.iter_mut().flat_map(Executor::drain));
+        self.done.drain(..).collect()
     }
 }
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        self.drain();
+    }
+}
+
+impl AsRawFd for Uring {
+    fn as_raw_fd(&self) -> RawFd {
+        self.ring.as_raw_fd()
+    }
+}
+
+#[cfg(test)]
+#[path = "uring_tests.rs"]
+mod tests;

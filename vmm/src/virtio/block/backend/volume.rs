@@ -76,7 +76,7 @@ impl Store for VolumeDisk {
         self.sectors.discard(self.range(range)).map_err(error)
     }
 
-    /// Whichever way, the sectors keep their blocks: a volume has room for all of its sectors.
+    /// Whichever way, the sectors keep their blocks.
     fn write_zeroes(&self, range: DiskRange, _: Unmap) -> io::Result<()> {
         Store::discard(self, range)
     }
@@ -90,6 +90,8 @@ impl Backend for VolumeDisk {
             physical_block_bytes: block_bytes.max(PAGE_BYTES),
             read_only: self.read_only,
             discard: !self.read_only,
+            // A volume has room for all of its sectors.
+            unmap: false,
         }
     }
 

@@ -225,7 +225,13 @@ fn a_disk_does_not_get_what_may_not_be_what_the_guest_wrote() {
 
 #[test]
 fn the_configuration_tells_the_shape() {
-    let geometry = Geometry { block_bytes: 512, physical_block_bytes: 4096, read_only: false, discard: true };
+    let geometry = Geometry {
+        block_bytes: 512,
+        physical_block_bytes: 4096,
+        read_only: false,
+        discard: true,
+        unmap: true,
+    };
     let fake = Arc::new(Fake::with(1 << 20, geometry));
     let device = Block::new(DiskShape { queues: 2, queue_size: 64, ..shape() }, Box::new(fake)).unwrap();
     let mut config = [0xff; 64];

@@ -25,8 +25,13 @@ pub struct Fake {
 
 impl Fake {
     pub fn new(len: usize) -> Self {
-        let geometry =
-            Geometry { block_bytes: 512, physical_block_bytes: 4096, read_only: false, discard: true };
+        let geometry = Geometry {
+            block_bytes: 512,
+            physical_block_bytes: 4096,
+            read_only: false,
+            discard: true,
+            unmap: true,
+        };
         Self::with(len, geometry)
     }
 

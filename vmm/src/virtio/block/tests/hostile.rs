@@ -39,8 +39,13 @@ fn what_is_not_on_the_disk_is_an_error() {
 
 #[test]
 fn whole_blocks_are_wanted() {
-    let geometry =
-        Geometry { block_bytes: 4096, physical_block_bytes: 4096, read_only: false, discard: true };
+    let geometry = Geometry {
+        block_bytes: 4096,
+        physical_block_bytes: 4096,
+        read_only: false,
+        discard: true,
+        unmap: true,
+    };
     let mut rig = Rig::new(Arc::new(Fake::with(1 << 20, geometry)));
     assert_eq!(rig.read(8, 4096), Ok(vec![0; 4096]));
     assert_eq!(rig.read(8, 512), Err(IOERR));
@@ -68,7 +73,13 @@ fn what_was_not_agreed_on_is_unsupported() {
 
 #[test]
 fn a_read_only_disk_is_not_changed() {
-    let geometry = Geometry { block_bytes: 512, physical_block_bytes: 4096, read_only: true, discard: false };
+    let geometry = Geometry {
+        block_bytes: 512,
+        physical_block_bytes: 4096,
+        read_only: true,
+        discard: false,
+        unmap: false,
+    };
     let fake = Arc::new(Fake::with(1 << 20, geometry));
     let device = Block::new(shape(), Box::new(Arc::clone(&fake))).unwrap();
     assert_ne!(device.features() & 1 << VIRTIO_BLK_F_RO, 0);

@@ -5,22 +5,23 @@ use vm_memory::{Bytes, GuestMemoryMmap};
 use super::*;
 use crate::virtio::block::backend::Step;
 use crate::virtio::block::buffer::Buffers;
-use crate::virtio::block::job::{Job, Next, PIECE_BYTES_MAX};
-use crate::virtio::block::request::{DiskRange, Limits, Operation, Request};
+use crate::virtio::block::job::{Job, Next, PIECE_BYTES_MAX, RANGE_PIECE_BYTES_MAX};
+use crate::virtio::block::request::{DiskRange, Limits, Operation, Request, Unmap};
 use crate::virtio::block::segments::{Segment, Segments};
 
 const LEN: u64 = 2 * PIECE_BYTES_MAX + 1536;
 
+const LIMITS: Limits = Limits {
+    capacity_bytes: 1 << 30,
+    block_bytes: 512,
+    read_only: false,
+    discard: true,
+    write_zeroes: true,
+    max_descriptors: 32,
+};
+
 fn request(operation: impl FnOnce(DiskRange, Segments) -> Operation) -> Request {
-    let limits = Limits {
-        capacity_bytes: 1 << 30,
-        block_bytes: 512,
-        read_only: false,
-        discard: true,
-        write_zeroes: true,
-        max_descriptors: 32,
-    };
-    let range = DiskRange::new(100, LEN, &limits).unwrap();
+    let range = DiskRange::new(100, LEN, &LIMITS).unwrap();
     let mut segments = Segments::default();
     // Cut where no piece ends.
     segments.push(Segment { address: address(0x1000), len: 0x12_3456 });
@@ -78,4 +79,36 @@ fn a_large_read_fills_the_buffers_in_pieces() {
     memory.read_slice(&mut read[..0x12_3456], address(0x1000)).unwrap();
     memory.read_slice(&mut read[0x12_3456..], address(0x40_0000)).unwrap();
     assert!(read == data);
+}
+
+#[test]
+fn ranges_go_in_pieces_that_end_where_blocks_do() {
+    let sectors = RANGE_PIECE_BYTES_MAX / 512;
+    let lists: [&[(u64, u64)]; 4] = [
+        &[(1, 3 * sectors)],
+        &[(0, 0), (5, 0), (sectors, sectors), (3 * sectors, 2 * sectors + 1), (7, 0)],
+        &[(sectors - 1, 2), (0, 1)],
+        &[(5, 0)],
+    ];
+    for list in lists {
+        let ranges: Vec<_> =
+            list.iter().map(|(at, len)| DiskRange::new(*at, len * 512, &LIMITS).unwrap()).collect();
+        let zeroes = ranges.iter().map(|range| (*range, Unmap::Allowed)).collect();
+        for operation in [Operation::Discard(ranges), Operation::WriteZeroes(zeroes)] {
+            let mut job = Job::new(Request { head: 0, status: address(0), operation }, false);
+            let mut pieces = Vec::new();
+            while let Next::Step(step) = job.next(&memory(), &mut Buffers::default()).unwrap() {
+                let (Step::Discard(piece) | Step::WriteZeroes(piece, Unmap::Allowed)) = step else {
+                    panic!("another step")
+                };
+                pieces.push((piece.offset_bytes(), piece.len_bytes()));
+            }
+            let covered: Vec<_> = pieces.iter().flat_map(|(at, len)| (*at..at + len).step_by(512)).collect();
+            let asked = list.iter().flat_map(|(at, len)| (at * 512..(at + len) * 512).step_by(512));
+            assert_eq!(covered, asked.collect::<Vec<_>>());
+            for (at, len) in pieces {
+                assert!(len > 0 && at / RANGE_PIECE_BYTES_MAX == (at + len - 1) / RANGE_PIECE_BYTES_MAX);
+            }
+        }
+    }
 }

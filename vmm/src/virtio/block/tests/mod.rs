@@ -1,10 +1,12 @@
 //! The device under a driver: good requests, hostile ones, and media that fail.
 
+mod bounded;
 mod device;
 mod fake;
 mod hostile;
 mod image;
 mod job;
+mod overlap;
 mod volume;
 
 use std::sync::Arc;

@@ -1,0 +1,224 @@
+use std::ffi::CStr;
+use std::fs::File;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use super::*;
+use crate::virtio::block::backend::image::ImageOptions;
+use crate::virtio::block::request::{Limits, Unmap};
+
+const MIB: u64 = 1 << 20;
+const IMAGE_BYTES: u64 = 8 * MIB;
+const NAME: &CStr = c"image";
+
+/// An image in memory, where a file system knows how to make holes, and not how to note zeros.
+fn image() -> (File, Arc<RawImage>) {
+    // SAFETY: the name is a string that ends.
+    let fd = unsafe { libc::memfd_create(NAME.as_ptr(), libc::MFD_ALLOW_SEALING | libc::MFD_CLOEXEC) };
+    assert!(fd >= 0, "{}", io::Error::last_os_error());
+    // SAFETY: it was just made, and is nobody else's.
+    let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    file.set_len(IMAGE_BYTES).unwrap();
+    let path = format!("/proc/self/fd/{fd}");
+    let options = ImageOptions { readonly: false, direct: false, sparse: true, surely_raw: false };
+    let image = RawImage::open(Path::new(&path), options).unwrap();
+    (file, image)
+}
+
+/// `None`, with the reason: the kernel lets nobody have one, as in many containers.
+fn ring(image: &Arc<RawImage>) -> Option<Uring> {
+    Uring::new(Arc::clone(image), 16).inspect_err(|err| eprintln!("skipped: no io_uring here: {err}")).ok()
+}
+
+fn range(offset_bytes: u64, len_bytes: u64) -> DiskRange {
+    let limits = Limits {
+        capacity_bytes: IMAGE_BYTES,
+        block_bytes: 512,
+        read_only: false,
+        discard: true,
+        write_zeroes: true,
+        max_descriptors: 16,
+    };
+    DiskRange::new(offset_bytes / 512, len_bytes, &limits).unwrap()
+}
+
+fn buffer(len: u64, byte: u8) -> Buffer {
+    let mut buffer = Buffers::default().take(len as usize);
+    buffer.bytes_mut().fill(byte);
+    buffer
+}
+
+/// Steps of every kind, which go together: parts of the image that they do not share.
+fn steps() -> Vec<Step> {
+    vec![
+        Step::Write(0, buffer(MIB, 1)),
+        Step::Read(MIB, buffer(MIB, 9)),
+        Step::WriteZeroes(range(2 * MIB + 512, 2 * MIB), Unmap::Forbidden),
+        Step::WriteZeroes(range(5 * MIB, MIB), Unmap::Allowed),
+        Step::Discard(range(6 * MIB, MIB)),
+        Step::Flush,
+    ]
+}
+
+/// Has all of them carried out: how they went, by token.
+fn carry_out(ring: &mut Uring, steps: Vec<Step>) -> Vec<Done> {
+    let count = steps.len();
+    steps.into_iter().enumerate().for_each(|(token, step)| ring.add(token, step));
+    let mut all = Vec::new();
+    while all.len() < count {
+        ring.begin();
+        match ring.next_done() {
+            Some(done) => all.push(done),
+            None => std::thread::yield_now(),
+        }
+    }
+    all.sort_by_key(|done| done.token);
+    all
+}
+
+/// What the image has after these steps, if it was full of sevens.
+fn assert_done(file: &File, done: &[Done]) {
+    for Done { token, step, result } in done {
+        assert!(result.is_ok(), "step {token}: {result:?}");
+        if let Step::Read(_, buffer) = step {
+            assert!(buffer.bytes().iter().all(|byte| *byte == 7));
+        }
+    }
+    let mut bytes = vec![0; IMAGE_BYTES as usize];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    let expected = |at: u64| match at {
+        _ if at < MIB => 1,
+        _ if (2 * MIB + 512..4 * MIB + 512).contains(&at) || (5 * MIB..7 * MIB).contains(&at) => 0,
+        _ => 7,
+    };
+    let wrong = bytes.iter().zip(0..).find(|(byte, at)| **byte != expected(*at));
+    assert_eq!(wrong, None, "byte and place");
+}
+
+#[test]
+fn steps_of_all_kinds_are_carried_out_by_the_ring_alone() {
+    let (file, image) = image();
+    let Some(mut ring) = ring(&image) else { return };
+    file.write_all_at(&vec![7; IMAGE_BYTES as usize], 0).unwrap();
+    let done = carry_out(&mut ring, steps());
+    assert_done(&file, &done);
+    assert!(ring.is_uring());
+}
+
+#[test]
+fn without_the_ring_the_rest_is_done_by_calls() {
+    let (file, image) = image();
+    let Some(mut ring) = ring(&image) else { return };
+    file.write_all_at(&vec![7; IMAGE_BYTES as usize], 0).unwrap();
+    let null = File::open("/dev/null").unwrap();
+    // SAFETY: both are open; the ring's memory stays mapped, and the kernel takes nothing from it any more.
+    assert!(unsafe { libc::dup2(null.as_raw_fd(), ring.as_raw_fd()) } >= 0);
+    let done = carry_out(&mut ring, steps());
+    assert!(!ring.is_uring());
+    assert_done(&file, &done);
+    // And so are later ones.
+    let done = carry_out(&mut ring, vec![Step::Write(0, buffer(512, 3)), Step::Flush]);
+    assert!(done.iter().all(|done| done.result.is_ok()));
+}
+
+#[test]
+fn what_the_file_refuses_is_an_error_of_its_step_alone() {
+    let (file, image) = image();
+    let Some(mut ring) = ring(&image) else { return };
+    file.write_all_at(&vec![7; IMAGE_BYTES as usize], 0).unwrap();
+    // SAFETY: takes numbers only.
+    assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_WRITE) }, 0);
+    let refused: Vec<_> =
+        carry_out(&mut ring, steps()).into_iter().map(|done| done.result.err()?.raw_os_error()).collect();
+    let eperm = Some(libc::EPERM);
+    assert_eq!(refused, [eperm, None, eperm, eperm, eperm, None]);
+}
+
+#[test]
+fn a_file_that_has_become_short_is_an_error_after_what_it_has() {
+    let (file, image) = image();
+    let Some(mut ring) = ring(&image) else { return };
+    file.set_len(MIB / 2).unwrap();
+    let done = carry_out(&mut ring, vec![Step::Read(0, buffer(MIB, 9)), Step::Read(MIB, buffer(512, 9))]);
+    let kinds: Vec<_> = done.iter().map(|done| done.result.as_ref().unwrap_err().kind()).collect();
+    assert_eq!(kinds, [io::ErrorKind::UnexpectedEof; 2]);
+}
+
+#[test]
+fn draining_waits_for_everything_and_says_how_it_went() {
+    let (file, image) = image();
+    let Some(mut ring) = ring(&image) else { return };
+    for _ in 0..50 {
+        for (token, byte) in (0..8).zip(1..) {
+            ring.add(token, Step::Write(token as u64 * MIB, buffer(MIB, byte)));
+        }
+        ring.begin();
+        ring.add(8, Step::Flush);
+        let mut done = ring.drain();
+        done.sort_by_key(|done| done.token);
+        assert_eq!(done.len(), 9);
+        assert!(done.iter().all(|done| done.result.is_ok()));
+        assert!(ring.drain().is_empty());
+    }
+    let mut bytes = vec![0; IMAGE_BYTES as usize];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    assert!(bytes.chunks(MIB as usize).zip(1..).all(|(chunk, byte)| chunk.iter().all(|b| *b == byte)));
+}
+
+fn outcome(running: &mut Running, result: i32) -> Option<Result<(), io::ErrorKind>> {
+    running.advance(result).map(|result| result.map_err(|err| err.kind()))
+}
+
+#[test]
+fn what_was_done_in_part_goes_on_where_it_stopped() {
+    for step in [Step::Write(0, buffer(4096, 1)), Step::Read(0, buffer(4096, 1))] {
+        let mut running = Running::new(step, false);
+        for (result, done) in [(512, 512), (-libc::EAGAIN, 512), (1, 513), (-libc::EINTR, 513)] {
+            assert_eq!((outcome(&mut running, result), running.done), (None, done));
+        }
+        assert_eq!(outcome(&mut running, 4096 - 513), Some(Ok(())));
+    }
+    let mut none_left = Running::new(Step::Write(0, buffer(4096, 1)), false);
+    assert_eq!(outcome(&mut none_left, 512), None);
+    assert_eq!(outcome(&mut none_left, 0), Some(Err(io::ErrorKind::WriteZero)));
+    let mut full = Running::new(Step::Write(0, buffer(4096, 1)), false);
+    assert_eq!(outcome(&mut full, 512), None);
+    assert_eq!(outcome(&mut full, -libc::ENOSPC), Some(Err(io::ErrorKind::StorageFull)));
+}
+
+#[test]
+fn a_failed_flush_is_an_error_whatever_it_is() {
+    for error in [libc::EIO, libc::ENOSPC, libc::EDQUOT, libc::EOPNOTSUPP, libc::EINVAL] {
+        let result = Running::new(Step::Flush, false).advance(-error).unwrap();
+        assert_eq!(result.unwrap_err().raw_os_error(), Some(error));
+    }
+}
+
+#[test]
+fn zeros_are_tried_three_ways_and_a_discard_is_a_hint() {
+    let no = -libc::EOPNOTSUPP;
+    let mut zeros = Running::new(Step::WriteZeroes(range(0, 4096), Unmap::Allowed), true);
+    for way in [Way::Punch, Way::Zero] {
+        assert_eq!(zeros.way, way);
+        assert_eq!(outcome(&mut zeros, no), None);
+    }
+    assert_eq!(zeros.way, Way::Write);
+    assert_eq!(outcome(&mut zeros, 512), None);
+    assert_eq!(outcome(&mut zeros, 4096 - 512), Some(Ok(())));
+    let mut zeros = Running::new(Step::WriteZeroes(range(0, 4096), Unmap::Forbidden), false);
+    assert_eq!(zeros.way, Way::Zero);
+    assert_eq!(outcome(&mut zeros, 0), Some(Ok(())), "the call says 0 of all of them");
+    let mut zeros = Running::new(Step::WriteZeroes(range(0, 4096), Unmap::Allowed), true);
+    assert_eq!(outcome(&mut zeros, -libc::ENOSPC), Some(Err(io::ErrorKind::StorageFull)));
+    assert_eq!(outcome(&mut Running::new(Step::Discard(range(0, 512)), false), no), Some(Ok(())));
+    let refused = outcome(&mut Running::new(Step::Discard(range(0, 512)), false), -libc::EPERM);
+    assert_eq!(refused, Some(Err(io::ErrorKind::PermissionDenied)));
+}
+
+#[test]
+fn what_is_put_off_without_end_fails() {
+    let mut running = Running::new(Step::Flush, false);
+    let times = (0..10_000).find(|_| running.advance(-libc::EAGAIN).is_some());
+    assert_eq!(times, Some(RETRIES_MAX - 1));
+}

@@ -1,0 +1,171 @@
+//! What a guest cannot have: a device that is busy as long as the guest likes.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use virtio_bindings::virtio_blk::*;
+
+use super::*;
+use crate::virtio::block::backend::blocking::{Blocking, Store};
+use crate::virtio::block::backend::{Executor, Geometry, ResizeError};
+use crate::virtio::block::job::RANGE_PIECE_BYTES_MAX;
+use crate::virtio::block::request::{DiskRange, Unmap};
+
+const OK: u8 = VIRTIO_BLK_S_OK as u8;
+const PATIENCE: Duration = Duration::from_secs(60);
+const DISK_BYTES: u64 = 1 << 40;
+
+fn ranges(list: &[(u64, u32)]) -> Vec<u8> {
+    let one = |(sector, sectors): &(u64, u32)| {
+        [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &[0; 4]].concat()
+    };
+    list.iter().flat_map(one).collect()
+}
+
+/// A large store that takes each step when the test lets it, and counts.
+struct Slow {
+    begun: Mutex<Sender<u64>>,
+    go_on: Mutex<Receiver<()>>,
+    steps: AtomicU64,
+}
+
+impl Slow {
+    fn step(&self, range: DiskRange) -> io::Result<()> {
+        self.steps.fetch_add(1, Ordering::Relaxed);
+        let _ = self.begun.lock().send(range.len_bytes());
+        // The test has ended, and lets everything pass.
+        let _ = self.go_on.lock().recv();
+        Ok(())
+    }
+}
+
+impl Store for Slow {
+    fn read(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
+        Ok(())
+    }
+    fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+    fn discard(&self, range: DiskRange) -> io::Result<()> {
+        self.step(range)
+    }
+    fn write_zeroes(&self, range: DiskRange, _: Unmap) -> io::Result<()> {
+        self.step(range)
+    }
+}
+
+impl Backend for Arc<Slow> {
+    fn geometry(&self) -> Geometry {
+        Fake::new(0).geometry
+    }
+    fn size_bytes(&self) -> u64 {
+        DISK_BYTES
+    }
+    fn start(&self, _: u16) -> io::Result<Box<dyn Executor>> {
+        Ok(Box::new(Blocking::new(Arc::clone(self))))
+    }
+    fn flush(&self) -> io::Result<()> {
+        Store::flush(&**self)
+    }
+    fn resize(&self, _: u64) -> Result<(), ResizeError> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_reset_waits_for_one_step_of_a_request_of_64_gib() {
+    for kind in [VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_T_DISCARD] {
+        let (begun, has_begun) = channel();
+        let (go_on, goes_on) = channel();
+        let slow = Slow { begun: Mutex::new(begun), go_on: Mutex::new(goes_on), steps: AtomicU64::new(0) };
+        let slow = Arc::new(slow);
+        let mut rig = Rig::new(Arc::clone(&slow));
+        let list: Vec<_> = (0..32).map(|nth| (nth << 22, 1 << 22)).collect();
+        rig.driver.write(DATA, &ranges(&list));
+        rig.write_header(kind, 0);
+        // Several of them: each is a request of its own that could be begun.
+        for _ in 0..8 {
+            let chain = [Buffer::Out(HEADER, 16), Buffer::Out(DATA, 512), Buffer::In(STATUS, 1)];
+            rig.driver.add(0, &chain);
+        }
+        rig.driver.kick(0);
+        let len = has_begun.recv_timeout(PATIENCE).unwrap();
+        assert!(len <= RANGE_PIECE_BYTES_MAX, "{len} bytes at once");
+        let stop = Arc::clone(&rig.device.stop);
+        thread::scope(|scope| {
+            let device = &mut rig.device;
+            let reset = scope.spawn(move || device.reset());
+            while !stop.load(Ordering::Acquire) {
+                thread::yield_now();
+            }
+            // Whatever it wants to do from now on, it may.
+            drop(go_on);
+            reset.join().unwrap();
+        });
+        assert_eq!(slow.steps.load(Ordering::Relaxed), 1, "steps before the reset has returned");
+        assert_eq!(rig.status(), UNTOUCHED);
+    }
+}
+
+#[test]
+fn a_queue_zeroes_only_so_much_at_a_time() {
+    let (begun, has_begun) = channel();
+    let (go_on, goes_on) = channel();
+    let slow = Slow { begun: Mutex::new(begun), go_on: Mutex::new(goes_on), steps: AtomicU64::new(0) };
+    let mut rig = Rig::new(Arc::new(slow));
+    rig.driver.write(DATA, &ranges(&[(0, 1 << 14)]));
+    rig.write_header(VIRTIO_BLK_T_WRITE_ZEROES, 0);
+    let chain = [Buffer::Out(HEADER, 16), Buffer::Out(DATA, 16), Buffer::In(STATUS, 1)];
+    let requests = 10;
+    for _ in 0..requests {
+        rig.driver.add(0, &chain);
+    }
+    rig.driver.kick(0);
+    drop(go_on);
+    for _ in 0..requests {
+        assert_eq!(rig.driver.wait_used(0).1, 1);
+        assert_eq!(rig.status(), OK);
+    }
+    // 8 MiB in two pieces each.
+    let pieces: Vec<u64> = has_begun.try_iter().collect();
+    assert_eq!(pieces, vec![RANGE_PIECE_BYTES_MAX; 2 * requests]);
+}
+
+#[test]
+fn after_an_index_that_makes_no_sense_the_thread_is_idle_until_a_reset() {
+    let (mut rig, _) = Rig::fake(1 << 20);
+    let metrics = rig.metrics();
+    let passes = || metrics.passes.load(Ordering::Relaxed);
+    let wait = |what: &str, is_true: &dyn Fn() -> bool| {
+        let begin = Instant::now();
+        while !is_true() {
+            assert!(begin.elapsed() < PATIENCE, "{what}");
+            thread::yield_now();
+        }
+    };
+    rig.driver.jump(0, 33);
+    rig.driver.kick(0);
+    wait("the device trusts the ring", &|| metrics.broken_queues.load(Ordering::Relaxed) == 1);
+    let mut allowed = passes() + 1;
+    for _ in 0..3 {
+        let before = passes();
+        rig.driver.kick(0);
+        allowed += 1;
+        wait("a notification is not seen", &|| passes() > before);
+    }
+    assert_eq!(rig.driver.resets_needed(), 1);
+    // When this returns, the thread has done all that it wanted to do.
+    rig.device.reset();
+    assert!(passes() <= allowed, "{} passes and not {allowed}: the thread is busy", passes());
+    let activation = rig.driver.activation(rig.device.features());
+    rig.device.activate(activation).unwrap();
+    assert_eq!(rig.write(0, &[1; 512]), OK);
+}
