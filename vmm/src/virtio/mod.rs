@@ -80,7 +80,8 @@ pub trait VirtioDevice: Send {
     }
 
     /// False makes the transport refuse FEATURES_OK (virtio 1.3, 2.2): for features that the device cannot
-    /// work without. `features` is a subset of what was offered.
+    /// work without. `features` is a subset of what was offered. What the configuration says from then on, before
+    /// DRIVER_OK, may depend on them.
     fn accepts_features(&self, features: u64) -> bool {
         features & (1 << VIRTIO_F_VERSION_1) != 0
     }

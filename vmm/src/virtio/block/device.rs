@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
 use super::backend::{Backend, ResizeError};
@@ -95,6 +96,11 @@ impl VirtioDevice for Block {
 
     fn features(&self) -> u64 {
         self.disk.features()
+    }
+
+    fn accepts_features(&self, features: u64) -> bool {
+        self.disk.agree(features);
+        features & (1 << VIRTIO_F_VERSION_1) != 0
     }
 
     fn queue_sizes(&self) -> &[u16] {

@@ -156,6 +156,12 @@ impl Disk {
         }
     }
 
+    /// The driver and the device have agreed on these features: from now on it may choose. Before, and without a choice,
+    /// the cache is on if the driver knows how to flush it (5.2.5.2).
+    pub fn agree(&self, features: u64) {
+        self.write_back.store(features & (1 << VIRTIO_BLK_F_FLUSH) != 0, Ordering::Release);
+    }
+
     /// Back to what the driver begins with.
     pub fn forget_driver(&self) {
         self.write_back.store(true, Ordering::Release);

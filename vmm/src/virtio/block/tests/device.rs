@@ -159,6 +159,38 @@ fn a_driver_that_switches_the_cache_off_needs_no_flush() {
 }
 
 #[test]
+fn a_driver_that_may_choose_and_cannot_flush_begins_without_a_cache() {
+    let version = 1 << VIRTIO_F_VERSION_1;
+    let (flush, choose) = (1 << VIRTIO_BLK_F_FLUSH, 1 << VIRTIO_BLK_F_CONFIG_WCE);
+    // What the driver agreed on, what it writes before DRIVER_OK, and what the configuration says then.
+    for (features, written, expected) in [
+        (version | choose, None, 0),
+        (version | choose, Some(1), 1),
+        (version | choose | flush, None, 1),
+        (version | choose | flush, Some(0), 0),
+    ] {
+        let fake = Arc::new(Fake::new(1 << 20));
+        let mut device = Block::new(shape(), Box::new(Arc::clone(&fake))).unwrap();
+        // A driver before it, which has left it otherwise.
+        device.write_config(32, &[1 - expected]);
+        assert!(device.accepts_features(features));
+        if let Some(written) = written {
+            device.write_config(32, &[written]);
+        }
+        let mut mode = [9];
+        device.read_config(32, &mut mode);
+        assert_eq!(mode, [expected]);
+        let mut driver = TestDriver::new(1);
+        let activation = driver.activation(features);
+        let view = activation.view.clone();
+        device.activate(activation).unwrap();
+        let mut rig = Rig { device, driver, view };
+        assert_eq!(rig.write(0, &[1; 512]), OK);
+        assert_eq!(fake.dirty.load(Ordering::Relaxed), expected == 1, "{features:#x} {written:?}");
+    }
+}
+
+#[test]
 fn a_failed_flush_is_told_and_ends_all_writing() {
     let (mut rig, fake) = Rig::fake(1 << 20);
     fake.fail_flush.store(true, Ordering::Relaxed);

@@ -47,6 +47,7 @@ impl Rig {
     }
 
     fn with(mut device: Block, features: u64) -> Self {
+        assert!(device.accepts_features(features));
         let mut driver = TestDriver::new(device.queue_sizes().len());
         let activation = driver.activation(features);
         let view = activation.view.clone();
