@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
+use super::name;
 use super::option_parser::{OFF, Refused, Syntax};
+use crate::virtio::block::serial::serial_number;
 
 /// Descriptors of a queue: two are not data, and the largest is what other VMMs have as well.
 const QUEUE_SIZES: (u16, u16) = (4, 1024);
@@ -132,6 +134,7 @@ impl DiskConfig {
         if !self.queue_size.is_power_of_two() {
             return conflict(format!("queue_size is {}, which is no power of two", self.queue_size));
         }
+        self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))?;
         match &self.serial {
             Some(serial) if serial.len() > MAX_SERIAL_BYTES => conflict(format!(
                 "serial {serial:?} has {} bytes, at most {MAX_SERIAL_BYTES} fit",
@@ -139,6 +142,11 @@ impl DiskConfig {
             )),
             _ => Ok(()),
         }
+    }
+
+    /// What the guest reads as the serial number of the disk that is the `nth`.
+    pub fn serial_or_default(&self, nth: usize) -> String {
+        serial_number(&self.serial.clone().unwrap_or_else(|| self.id_or_default(nth)))
     }
 
     /// What the disk is called that is the `nth`, counted from 0.
@@ -194,6 +202,9 @@ mod tests {
         assert_eq!(error("path=/d,queue_size=2"), "--disk: queue_size is 2, and must be 4 to 1024");
         assert_eq!(error("path=/d,queue_size=100"), "--disk: queue_size is 100, which is no power of two");
         assert!(error("path=/d,serial=123456789012345678901").contains("21 bytes, at most 20 fit"));
+        for id in ["a b", "a\\nb", "ü", &"a".repeat(65)] {
+            assert!(error(&format!("path=/d,id={id}")).contains("1 to 64 letters"), "{id}");
+        }
         assert!(error("path=/d,image_type=qcow2").contains("other types are not served"));
         assert!(error("path=/d,vhost_user=on").contains("vhost-user is not implemented"));
         assert!(error("path=/d,bw_size=1000").contains("no rate limits"));

@@ -12,6 +12,7 @@ mod disk;
 mod error;
 mod foreign;
 mod memory;
+mod name;
 mod option_parser;
 mod payload;
 mod pm_memory;
@@ -25,6 +26,7 @@ mod vsock;
 
 use serde::{Deserialize, Serialize};
 
+use crate::virtio::block::serial::serial_number;
 use crate::volume::interface::{Payload, choose};
 
 pub use self::cli::{CliError, Command, Launch, LogConfig, parse_command_line};
@@ -116,11 +118,21 @@ impl VmConfig {
     /// Names are what the API and the metrics tell disks by.
     fn check_disks(&self) -> Result<(), ConfigError> {
         let ids: Vec<_> = (0..).zip(&self.disks).map(|(nth, disk)| disk.id_or_default(nth)).collect();
-        let twice = ids.iter().enumerate().find(|(nth, id)| ids[..*nth].contains(id));
-        twice.map_or(Ok(()), |(_, id)| {
-            let reason = format!("two disks have the id {id}");
-            Err(ConfigError::Conflict { flag: "--disk", reason })
-        })
+        let conflict = |reason| Err(ConfigError::Conflict { flag: "--disk", reason });
+        if let Some((_, id)) = ids.iter().enumerate().find(|(nth, id)| ids[..*nth].contains(id)) {
+            return conflict(format!("two disks have the id {id}"));
+        }
+        // And serial numbers are what a guest tells them by, volumes among them.
+        let volumes = self.pm_volumes.iter().filter(|volume| volume.interface == VolumeInterface::VirtioBlk);
+        let serials: Vec<_> = ((0..).zip(&self.disks).map(|(nth, disk)| disk.serial_or_default(nth)))
+            .chain(volumes.map(|volume| serial_number(&volume.name)))
+            .collect();
+        match serials.iter().enumerate().find(|(nth, serial)| serials[..*nth].contains(serial)) {
+            Some((_, serial)) => conflict(format!(
+                "two disks have the serial number {serial:?}: serial= gives one another (volumes have their names)"
+            )),
+            None => Ok(()),
+        }
     }
 
     fn check_volumes(&self) -> Result<(), ConfigError> {
@@ -283,6 +295,24 @@ mod tests {
             .to_vec();
         assert_eq!(config.validate().unwrap_err().to_string(), "--disk: two disks have the id _disk0");
         config.disks.pop();
+        assert!(config.validate().is_ok());
+    }
+
+    #[test]
+    fn disks_have_serial_numbers_of_their_own() {
+        let mut config = least();
+        let disk = |text: &str| DiskConfig::parse(text).unwrap();
+        let error = |config: &VmConfig| config.validate().unwrap_err().to_string();
+        config.disks = vec![disk("path=/a,serial=s"), disk("path=/b,id=b"), disk("path=/c,serial=b")];
+        assert!(error(&config).contains(r#"two disks have the serial number "b""#), "{}", error(&config));
+        config.disks.pop();
+        config.pm_volumes = vec![volume("pool=/p,name=s"), volume("pool=/q,name=s")];
+        assert!(config.validate().is_ok(), "on an NVDIMM there are none");
+        config.pm_volumes = vec![volume("pool=/p,name=s,interface=virtio-blk")];
+        assert!(error(&config).contains(r#"two disks have the serial number "s""#), "{}", error(&config));
+        config.pm_volumes = ["production-database-a", "production-database-b"]
+            .map(|name| volume(&format!("pool=/p,name={name},interface=virtio-blk")))
+            .to_vec();
         assert!(config.validate().is_ok());
     }
 

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
 use super::option_parser::{OFF, Refused, Syntax};
-use super::size;
+use super::{name, size};
 
 const SYNTAX: Syntax = Syntax {
     flag: "--pmem",
@@ -18,9 +18,6 @@ const SYNTAX: Syntax = Syntax {
         Refused { key: "pci_device_id", neutral: &[], why: "devices are numbered in their order" },
     ],
 };
-
-/// Names end up in logs and as labels of metrics.
-const MAX_ID_BYTES: usize = 64;
 
 /// `--pmem file=,size=,discard_writes=,id=`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,17 +51,7 @@ impl PmemConfig {
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = SYNTAX.flag;
         self.size.map_or(Ok(()), |bytes| size::check(flag, "size", bytes))?;
-        let Some(id) = &self.id else { return Ok(()) };
-        let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
-        if (1..=MAX_ID_BYTES).contains(&id.len()) && id.chars().all(is_plain) {
-            return Ok(());
-        }
-        Err(ConfigError::BadValue {
-            flag,
-            key: "id".to_owned(),
-            value: id.clone(),
-            expected: format!("1 to {MAX_ID_BYTES} letters, digits, '-', '_' and '.'"),
-        })
+        self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))
     }
 
     /// What the `nth` device is called: by its own name, or by Cloud Hypervisor's for those without.

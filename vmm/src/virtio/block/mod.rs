@@ -12,6 +12,7 @@ pub mod job;
 pub mod metrics;
 pub mod request;
 pub mod segments;
+pub mod serial;
 pub mod state;
 #[cfg(test)]
 mod tests;

@@ -18,6 +18,7 @@ use super::backend::{Backend, Geometry, ResizeError};
 use super::flush::Flushes;
 use super::metrics::BlockMetrics;
 use super::request::{Limits, MAX_RANGE_SECTORS, MAX_RANGES, SECTOR_BYTES};
+use super::serial::serial_number;
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 
@@ -33,7 +34,7 @@ const OTHER_DESCRIPTORS: u16 = 2;
 pub struct DiskShape {
     /// What the VMM calls it: in logs, metrics and the API.
     pub id: String,
-    /// What the guest reads as its serial number; cut at 20 bytes.
+    /// What the guest reads as its serial number; [`serial_number`] makes it fit.
     pub serial: String,
     /// Queues.
     pub queues: u16,
@@ -176,8 +177,8 @@ impl Disk {
     /// The serial number, padded with zeros.
     pub fn serial(&self) -> [u8; VIRTIO_BLK_ID_BYTES as usize] {
         let mut serial = [0; VIRTIO_BLK_ID_BYTES as usize];
-        let len = self.shape.serial.len().min(serial.len());
-        serial[..len].copy_from_slice(&self.shape.serial.as_bytes()[..len]);
+        let text = serial_number(&self.shape.serial);
+        serial[..text.len()].copy_from_slice(text.as_bytes());
         serial
     }
 

@@ -1,0 +1,37 @@
+//! Serial numbers: by these a guest tells disks apart (`/dev/disk/by-id/virtio-…`), and virtio-blk has room for 20 bytes
+//! (virtio 1.3, 5.2.6).
+
+use virtio_bindings::virtio_blk::VIRTIO_BLK_ID_BYTES;
+
+const MAX_BYTES: usize = VIRTIO_BLK_ID_BYTES as usize;
+/// `-` and a CRC-32 in hexadecimal.
+const TAIL_BYTES: usize = 9;
+
+/// What the guest reads of a disk that is called `name`: the name, or as much of it as fits beside a check sum of all of
+/// it, so that names with the same beginning are two.
+pub fn serial_number(name: &str) -> String {
+    if name.len() <= MAX_BYTES {
+        return name.to_owned();
+    }
+    let mut end = MAX_BYTES - TAIL_BYTES;
+    while !name.is_char_boundary(end) {
+        end -= 1;
+    }
+    format!("{}-{:08x}", &name[..end], crc32fast::hash(name.as_bytes()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_names_keep_their_beginning_and_differ() {
+        assert_eq!(serial_number("data"), "data");
+        assert_eq!(serial_number("12345678901234567890"), "12345678901234567890");
+        let (a, b) = (serial_number("production-database-a"), serial_number("production-database-b"));
+        assert_eq!((a.len(), a.as_str()), (20, "production--79cd333d"));
+        assert!(b.starts_with("production--") && a != b, "{b}");
+        let umlauts = serial_number(&"ä".repeat(40));
+        assert!(umlauts.len() == 19 && umlauts.starts_with("äääää-"), "{umlauts}");
+    }
+}
