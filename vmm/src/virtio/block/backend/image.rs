@@ -22,6 +22,8 @@ use crate::virtio::block::request::{DiskRange, SECTOR_BYTES, Unmap};
 
 /// What file systems and media work with, where nothing else is known.
 const PAGE_BYTES: u32 = 4096;
+/// Larger ones are no help: a file system would leave gaps.
+const PHYSICAL_BLOCK_BYTES_MAX: u32 = 1 << 20;
 /// Zeros that are written at once, where they have to be written.
 const ZEROS_BYTES: usize = 1 << 20;
 
@@ -135,7 +137,11 @@ impl RawImage {
         // 3. What it is like.
         let size_bytes = (&file).seek(SeekFrom::End(0)).map_err(error("measured"))?;
         let block_bytes = block_bytes(&file, kind.is_block_device(), options.direct);
-        let physical_block_bytes = block_bytes.max(PAGE_BYTES);
+        let physical_block_bytes = match kind.is_block_device() {
+            true => device_number(&file, libc::BLKPBSZGET as _).map_or(PAGE_BYTES, usable_physical),
+            false => PAGE_BYTES,
+        };
+        let physical_block_bytes = physical_block_bytes.max(block_bytes);
         let served_bytes = size_bytes - size_bytes % u64::from(block_bytes);
         if served_bytes == 0 {
             return Err(ImageError::Empty { path: path.to_owned(), size_bytes, block_bytes });
@@ -327,20 +333,31 @@ fn claim_error(path: &Path, options: ImageOptions, err: ClaimError) -> ImageErro
 /// What every transfer must be a multiple of.
 fn block_bytes(file: &File, is_device: bool, direct: bool) -> u32 {
     let known = match (is_device, direct) {
-        (true, _) => device_block_bytes(file),
-        (false, true) => direct_alignment(file),
+        (true, _) => device_number(file, libc::BLKSSZGET as _),
+        (false, true) => direct_alignment(file).or_else(|| takes_small_blocks(file).then_some(512)),
         (false, false) => Some(SECTOR_BYTES as u32),
     };
     let usable = |bytes: &u32| bytes.is_power_of_two() && (512..=PAGE_BYTES).contains(bytes);
     known.filter(usable).unwrap_or(PAGE_BYTES)
 }
 
-/// BLKSSZGET: what the device addresses.
-fn device_block_bytes(file: &File) -> Option<u32> {
+/// What partitions and file systems shall align to, of what a device says: at least pages, which the host's cache has.
+fn usable_physical(bytes: u32) -> u32 {
+    if bytes.is_power_of_two() { bytes.clamp(PAGE_BYTES, PHYSICAL_BLOCK_BYTES_MAX) } else { PAGE_BYTES }
+}
+
+/// BLKSSZGET, what the device addresses, and BLKPBSZGET, what its media work with.
+fn device_number(file: &File, request: libc::Ioctl) -> Option<u32> {
     let mut bytes: libc::c_int = 0;
-    // SAFETY: the call writes one int.
-    let result = unsafe { libc::ioctl(file.as_raw_fd(), libc::BLKSSZGET as _, &mut bytes) };
+    // SAFETY: both calls write one int.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), request, &mut bytes) };
     (result == 0).then(|| u32::try_from(bytes).ok()).flatten()
+}
+
+/// Whether O_DIRECT reads 512 bytes: asked by trying, where the kernel does not tell.
+fn takes_small_blocks(file: &File) -> bool {
+    let mut buffer = Buffers::default().take(SECTOR_BYTES as usize);
+    file.read_at(buffer.bytes_mut(), 0).is_ok_and(|len| len == SECTOR_BYTES as usize)
 }
 
 /// What O_DIRECT wants of offsets, where the kernel tells (since 6.1).
@@ -353,4 +370,26 @@ fn direct_alignment(file: &File) -> Option<u32> {
     };
     (result == 0 && stat.stx_mask & libc::STATX_DIOALIGN != 0 && stat.stx_dio_offset_align != 0)
         .then_some(stat.stx_dio_offset_align)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn physical_blocks_are_pages_or_what_a_device_says() {
+        for (says, used) in
+            [(0, 4096), (512, 4096), (4096, 4096), (16384, 16384), (1 << 30, 1 << 20), (12288, 4096)]
+        {
+            assert_eq!(usable_physical(says), used, "{says}");
+        }
+    }
+
+    #[test]
+    fn small_blocks_are_tried() {
+        let file = tempfile::tempfile().unwrap();
+        assert!(!takes_small_blocks(&file), "there is nothing to read");
+        file.set_len(512).unwrap();
+        assert!(takes_small_blocks(&file), "without O_DIRECT there is no limit");
+    }
 }
