@@ -50,20 +50,22 @@ pub fn blk_request_by(bytes: &[u8], wrong: impl FnOnce(Limits) -> Limits) {
     };
     fill_buffers(&memory, &mut cursor);
     let is_indirect = cursor.pick(&[false, false, false, true]);
-    let table = if is_indirect { INDIRECT } else { DESCRIPTORS };
-    let chain = write_chain(&memory, &mut cursor, table);
-    if is_indirect {
+    let chain = write_chain(&memory, &mut cursor, is_indirect);
+    let table_len = if is_indirect {
         let len = 16 * chain.len() as u32;
-        let len = cursor.pick(&[len, len, len, len - 1, 0, u32::MAX]);
+        // The largest is of 65535 descriptors, and what is behind is one too many.
+        let lens = [len, len, len, len, len + 16, len - 16, len - 1, 0, 0xf_fff0, 0x10_0000, u32::MAX];
+        let len = cursor.pick(&lens);
         write_descriptor(&memory, DESCRIPTORS, Descriptor { address: INDIRECT, len, flags: TABLE, next: 0 });
-    }
+        len
+    } else {
+        16 * u32::from(QUEUE_SIZE)
+    };
     let mut queue = queue();
     memory.write_obj(1u16, GuestAddress(AVAILABLE + 2)).unwrap();
     let mut popped = queue.pop_descriptor_chain(&memory).expect("one chain is available");
     let result = Request::parse(&memory, &mut popped, &wrong(limits));
-    if !is_indirect {
-        check_against_model(&memory, &chain, &limits, &result);
-    }
+    check_against_model(&memory, &chain, table_len, &limits, &result);
     if let Ok(request) = result {
         check_request(&memory, request, &limits);
     }
@@ -94,7 +96,8 @@ fn fill_buffers(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>) {
     }
 }
 
-fn write_chain(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>, table: u64) -> Vec<Descriptor> {
+fn write_chain(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>, is_indirect: bool) -> Vec<Descriptor> {
+    let table = if is_indirect { INDIRECT } else { DESCRIPTORS };
     // Mostly a header, some data, a status byte.
     let count = cursor.pick(&[3u16, 3, 3, 4, 4, 2, 1, QUEUE_SIZE]);
     let first_written = (1 + cursor.number(1) as u16 % count).min(count - 1);
@@ -120,7 +123,9 @@ fn write_chain(memory: &GuestMemoryMmap<()>, cursor: &mut Cursor<'_>, table: u64
             };
             let flips = if odd > 250 { WRITE } else { 0 };
             let next = if odd == 240 { cursor.number(1) as u16 } else { index + 1 };
-            let flags = (writes ^ flips) | if last && odd != 241 { 0 } else { NEXT };
+            // A table within the table: nobody may do that.
+            let nested = if is_indirect && odd == 242 { TABLE } else { 0 };
+            let flags = (writes ^ flips) | nested | if last && odd != 241 { 0 } else { NEXT };
             Descriptor { address, len, flags, next }
         })
         .collect();
@@ -150,6 +155,7 @@ enum Outcome {
 fn check_against_model(
     memory: &GuestMemoryMmap<()>,
     chain: &[Descriptor],
+    table_len: u32,
     limits: &Limits,
     result: &Result<Request, Refusal>,
 ) {
@@ -165,18 +171,24 @@ fn check_against_model(
             Operation::WriteZeroes(_) => Outcome::Done(13, 0),
         },
     };
-    assert_eq!(came_to, model(memory, chain, limits), "{chain:x?} with {limits:?}");
+    let expected = model(memory, chain, table_len, limits);
+    assert_eq!(came_to, expected, "{chain:x?} in {table_len:#x} bytes with {limits:?}");
 }
 
-/// The specification once more, byte by byte.
-fn model(memory: &GuestMemoryMmap<()>, chain: &[Descriptor], limits: &Limits) -> Outcome {
+/// The specification once more, byte by byte: a chain at the start of a table, behind which there are zeros.
+fn model(memory: &GuestMemoryMmap<()>, chain: &[Descriptor], table_len: u32, limits: &Limits) -> Outcome {
     let (error, unsupported) =
         (Outcome::Refused(Status::IoError.code()), Outcome::Refused(Status::Unsupported.code()));
-    // 1. The descriptors that the device sees.
+    // 1. The descriptors that the device sees (2.7.5.3 of tables).
+    let entries = table_len as usize / 16;
+    if !table_len.is_multiple_of(16) || entries > 0xffff {
+        return Outcome::GivenBack;
+    }
+    let seen_max = entries.min(usize::from(limits.max_descriptors));
     let (mut seen, mut total, mut at, mut ends) = (Vec::new(), 0u64, 0usize, false);
-    while let Some(descriptor) = chain.get(at) {
+    while let Some(descriptor) = chain[..chain.len().min(entries)].get(at) {
         total += u64::from(descriptor.len);
-        if seen.len() == chain.len().max(usize::from(QUEUE_SIZE)) || total > u64::from(u32::MAX) {
+        if seen.len() == seen_max || total > u64::from(u32::MAX) || descriptor.flags & TABLE != 0 {
             return Outcome::GivenBack;
         }
         seen.push(*descriptor);
@@ -187,10 +199,10 @@ fn model(memory: &GuestMemoryMmap<()>, chain: &[Descriptor], limits: &Limits) ->
         at = usize::from(descriptor.next);
     }
     // Behind the chain there are zeros in the table: a descriptor of nothing, which ends it.
-    ends |= (chain.len()..usize::from(QUEUE_SIZE)).contains(&at);
+    let zeros_follow = (chain.len()..entries).contains(&at) && seen.len() < seen_max;
+    ends |= zeros_follow;
     let order = seen.iter().skip_while(|d| d.flags & WRITE == 0 || d.len == 0);
     let mut order = order.filter(|d| d.flags & WRITE == 0);
-    let zeros_follow = (chain.len()..usize::from(QUEUE_SIZE)).contains(&at);
     let written: Vec<_> = seen.iter().filter(|d| d.flags & WRITE != 0 && d.len > 0).collect();
     if !ends || order.next().is_some() || zeros_follow && !written.is_empty() {
         return Outcome::GivenBack;

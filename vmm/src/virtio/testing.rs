@@ -143,6 +143,23 @@ impl TestDriver {
         head
     }
 
+    /// Writes a descriptor of a queue's table: address, length, flags and next.
+    pub fn set_descriptor(
+        &self,
+        queue: usize,
+        index: u16,
+        (address, len, flags, next): (u64, u32, u32, u16),
+    ) {
+        self.write_descriptor(self.ring(queue).descriptors, index, (address, len, flags, next));
+    }
+
+    /// The same, of a table that lies anywhere.
+    pub fn write_descriptor(&self, table: u64, index: u16, descriptor: (u64, u32, u32, u16)) {
+        let (address, len, flags, next) = descriptor;
+        let descriptor = Descriptor::new(address, len, flags as u16, next);
+        self.store(table + 16 * u64::from(index), RawDescriptor::from(descriptor));
+    }
+
     /// Makes the chain at `head` available once more, without notification.
     pub fn add_again(&self, queue: usize, head: u16) {
         let available = self.ring(queue).available;

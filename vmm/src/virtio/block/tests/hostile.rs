@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use virtio_bindings::virtio_blk::*;
+use virtio_bindings::virtio_ring::{VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
 
 use super::*;
 use crate::virtio::block::backend::Geometry;
@@ -186,4 +187,93 @@ fn data_that_is_not_in_memory_is_an_error() {
         assert_eq!(rig.request(VIRTIO_BLK_T_OUT, 0, &[Buffer::Out(at, 512)]), (IOERR, 1));
     }
     assert!(fake.bytes.lock().iter().all(|byte| *byte == 0));
+}
+
+const TABLE: u64 = BUFFERS + 0x800;
+const NEXT: u32 = VRING_DESC_F_NEXT;
+const WRITE: u32 = VRING_DESC_F_WRITE;
+const INDIRECT: u32 = VRING_DESC_F_INDIRECT;
+
+/// A read of one sector, as it should be; `next` is where the status byte's descriptor says that it goes on.
+fn good_chain(next: Option<u16>) -> [(u64, u32, u32, u16); 3] {
+    let more = next.map_or(0, |_| NEXT);
+    [(HEADER, 16, NEXT, 1), (DATA, 512, NEXT | WRITE, 2), (STATUS, 1, WRITE | more, next.unwrap_or_default())]
+}
+
+/// Has the device look at the chain at descriptor 0, and says whether it gave it back unanswered.
+fn is_given_back(rig: &mut Rig) -> bool {
+    rig.write_header(VIRTIO_BLK_T_IN, 0);
+    let before = rig.metrics().bad_requests.load(Ordering::Relaxed);
+    rig.driver.add_again(0, 0);
+    rig.driver.kick(0);
+    let (head, len) = rig.driver.wait_used(0);
+    assert_eq!(head, 0);
+    let refused = rig.metrics().bad_requests.load(Ordering::Relaxed) - before;
+    assert_eq!((rig.status(), len, refused), if len == 0 { (UNTOUCHED, 0, 1) } else { (OK, 513, 0) });
+    len == 0
+}
+
+/// The same, of a chain in a table of so many bytes.
+fn is_given_back_from_table(rig: &mut Rig, chain: &[(u64, u32, u32, u16)], table_len: u32) -> bool {
+    (0..).zip(chain).for_each(|(index, descriptor)| rig.driver.write_descriptor(TABLE, index, *descriptor));
+    rig.driver.set_descriptor(0, 0, (TABLE, table_len, INDIRECT, 0));
+    is_given_back(rig)
+}
+
+#[test]
+fn loops_of_descriptors_are_given_back() {
+    let (mut rig, _) = Rig::fake(1 << 20);
+    for (next, bad) in [(None, false), (Some(0), true), (Some(1), true), (Some(2), true)] {
+        let chain = good_chain(next);
+        (0..).zip(chain).for_each(|(index, descriptor)| rig.driver.set_descriptor(0, index, descriptor));
+        assert_eq!(is_given_back(&mut rig), bad, "{next:?}");
+    }
+}
+
+#[test]
+fn descriptors_outside_the_table_are_given_back() {
+    let (mut rig, _) = Rig::fake(1 << 20);
+    for next in [32, 33, u16::MAX] {
+        let chain = good_chain(Some(next));
+        (0..).zip(chain).for_each(|(index, descriptor)| rig.driver.set_descriptor(0, index, descriptor));
+        assert!(is_given_back(&mut rig), "{next}");
+        assert!(is_given_back_from_table(&mut rig, &chain, 48), "{next}");
+    }
+}
+
+#[test]
+fn loops_in_an_indirect_table_are_given_back() {
+    let (mut rig, _) = Rig::fake(1 << 20);
+    assert!(!is_given_back_from_table(&mut rig, &good_chain(None), 48));
+    for next in 0..3 {
+        assert!(is_given_back_from_table(&mut rig, &good_chain(Some(next)), 48), "{next}");
+        // One that is so large that a loop in it would take its time.
+        assert!(is_given_back_from_table(&mut rig, &good_chain(Some(next)), 0xf_fff0), "{next}");
+    }
+}
+
+#[test]
+fn a_table_within_a_table_is_given_back() {
+    let (mut rig, _) = Rig::fake(1 << 20);
+    let [header, data, status] = good_chain(None);
+    let nested = (TABLE, 48, INDIRECT, 0);
+    assert!(is_given_back_from_table(&mut rig, &[nested], 16));
+    assert!(is_given_back_from_table(&mut rig, &[header, data, (TABLE, 48, INDIRECT | WRITE, 0)], 48));
+    assert!(is_given_back_from_table(&mut rig, &[header, (TABLE, 48, INDIRECT | NEXT, 2), status], 48));
+}
+
+#[test]
+fn tables_of_no_whole_descriptors_are_given_back() {
+    let (mut rig, _) = Rig::fake(1 << 20);
+    for (len, bad) in [(0, true), (15, true), (16, true), (32, true), (47, true), (48, false), (49, true)] {
+        assert_eq!(is_given_back_from_table(&mut rig, &good_chain(None), len), bad, "{len}");
+    }
+    // More than there can be, and more than there is memory.
+    for len in [0x10_0000, u32::MAX, u32::MAX - 15] {
+        assert!(is_given_back_from_table(&mut rig, &good_chain(None), len), "{len:#x}");
+    }
+    for at in [MEMORY_LEN, MEMORY_LEN - 16, u64::MAX - 15] {
+        rig.driver.set_descriptor(0, 0, (at, 48, INDIRECT, 0));
+        assert!(is_given_back(&mut rig), "{at:#x}");
+    }
 }
