@@ -331,3 +331,45 @@ fn transfers_past_the_page_cache_are_aligned_here() {
     assert_eq!(rig.request(VIRTIO_BLK_T_IN, sector, &[Buffer::In(DATA + 0x1_0001, len)]), (OK, len + 1));
     assert_eq!(rig.driver.read(DATA + 0x1_0001, len), data);
 }
+
+#[test]
+fn queues_that_work_at_once_are_reset_in_the_middle_and_go_on() {
+    const QUEUES: usize = 4;
+    const LEN: u32 = 64 << 10;
+    let (_folder, path) = image(16 << 20);
+    let backend = RawImage::open(&path, WRITABLE).unwrap();
+    let device = Block::new(DiskShape { queues: QUEUES as u16, ..shape() }, Box::new(backend)).unwrap();
+    let features = device.features();
+    let mut rig = Rig::with(device, features);
+    let data = pattern(LEN as usize, 9);
+    rig.driver.write(DATA, &data);
+    // Each queue has a region of the disk, ten blocks of which it writes.
+    let sector = |queue: usize, nth: usize| (queue * 4096 + nth * 128) as u64;
+    for round in 0..20 {
+        let mut written = 0;
+        for (queue, nth) in (0..QUEUES).flat_map(|queue| (0..10).map(move |nth| (queue, nth))) {
+            let header = HEADER + 0x200 + 0x10 * (queue * 10 + nth) as u64;
+            let kind = VIRTIO_BLK_T_OUT.to_le_bytes();
+            rig.driver.write(header, &[&kind[..], &[0; 4], &sector(queue, nth).to_le_bytes()].concat());
+            let status = STATUS + (queue * 10 + nth) as u64;
+            rig.driver.write(status, &[UNTOUCHED]);
+            rig.driver.add(queue, &[Buffer::Out(header, 16), Buffer::Out(DATA, LEN), Buffer::In(status, 1)]);
+            written += 1;
+        }
+        (0..QUEUES).for_each(|queue| rig.driver.kick(queue));
+        // In every second round, wherever they are.
+        if round % 2 == 0 {
+            rig.device.reset();
+            let activation = rig.driver.activation(features);
+            rig.device.activate(activation).unwrap();
+            continue;
+        }
+        for queue in 0..QUEUES {
+            (0..10).for_each(|_| assert_eq!(rig.driver.wait_used(queue).1, 1));
+        }
+        assert_eq!(rig.driver.read(STATUS, written), vec![OK; written as usize]);
+    }
+    for (queue, nth) in (0..QUEUES).flat_map(|queue| (0..10).map(move |nth| (queue, nth))) {
+        assert_eq!(rig.read(sector(queue, nth), LEN), Ok(data.clone()), "queue {queue}, block {nth}");
+    }
+}
