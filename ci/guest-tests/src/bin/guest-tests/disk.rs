@@ -3,13 +3,17 @@
 use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::disk::{FileSystem, LoopDevice};
 use guest_tests::guest::GuestBuilder;
 use guest_tests::runner::this_tests_dir;
-use guest_tests::{Guest, Kernel};
+use guest_tests::{Disk, Guest, Kernel, Pool};
 use serde_json::json;
+
+use crate::volume::with_volume;
 
 guest_tests::tests![
     a_file_system_on_a_disk_is_made_used_and_checked: 240,
@@ -20,6 +24,9 @@ guest_tests::tests![
     a_read_only_disk_takes_no_writes,
     a_guest_lives_on_a_disk: 240,
     images_that_cannot_be_served_are_refused,
+    what_others_have_is_no_disk,
+    a_failed_flush_ends_all_writing_to_an_image,
+    a_failed_write_to_a_volume_is_an_error_by_virtio_blk,
 ];
 
 const IO_LIMIT: Duration = Duration::from_secs(120);
@@ -178,7 +185,7 @@ fn a_read_only_disk_takes_no_writes() -> Result<()> {
     // Several may read it, and none may write it meanwhile.
     let second = guest_with(&read_only).name("second").boot()?;
     let refusal = guest_with(&format!("path={}", path.display())).name("third").expect_refusal()?;
-    ensure!(refusal.message.contains("in use by another process"), "{}", refusal.message);
+    ensure!(refusal.message.contains("in use by process"), "{}", refusal.message);
     second.no_kernel_complaints()
 }
 
@@ -224,7 +231,7 @@ fn images_that_cannot_be_served_are_refused() -> Result<()> {
     fs::write(&path, [b"QFI\xfb".as_slice(), &[0; 4092]].concat())?;
     for (options, text) in [
         (format!("path={}", path.display()), "qcow2"),
-        ("path=/nowhere/image".to_owned(), "cannot be opened"),
+        ("path=/nowhere/image".to_owned(), "cannot be looked at"),
         ("path=/dev/null".to_owned(), "neither a file nor a block device"),
         (format!("path={},num_queues=2", path.display()), "num_queues is 2, and must be 1 to 1"),
         (format!("path={},vhost_user=on", path.display()), "vhost-user is not implemented"),
@@ -233,5 +240,91 @@ fn images_that_cannot_be_served_are_refused() -> Result<()> {
         ensure!(refusal.message.contains(text), "{options}: {}", refusal.message);
         ensure!(refusal.message.contains("--disk"), "{}", refusal.message);
     }
+    Ok(())
+}
+
+/// A pool, in use or not, a file of --pmem, and a device that the host has mounted or works on.
+fn what_others_have_is_no_disk() -> Result<()> {
+    let refused = |name: &str, path: &str, text: &str| {
+        let refusal = guest_with(&format!("path={path}")).name(name).expect_refusal()?;
+        ensure!(refusal.message.contains(text), "{path}: {}", refusal.message);
+        Ok::<_, anyhow::Error>(())
+    };
+    let pool = with_volume(Pool::create("128M")?)?;
+    let pool_path = pool.path().display().to_string();
+    refused("idle", &pool_path, "is a pool: --pm-volume pool=")?;
+    let file = image("pmem", 64)?.display().to_string();
+    let device = LoopDevice::create(64)?;
+    let device_path = device.path().display().to_string();
+    // 1. All three are a VM's.
+    let volume = format!("pool={pool_path},name=data");
+    let builder = guest_with(&format!("path={device_path}")).pm_volume(&volume);
+    let guest = builder.argument("--pmem", &format!("file={file}")).boot()?;
+    wait_for_disk(&guest)?;
+    for path in [&pool_path, &file, &device_path] {
+        refused("second", path, &format!("in use by process {}", guest.pid()))?;
+    }
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    pool.check()?;
+    // 2. The device is the host's.
+    FileSystem::Ext4.make(device.path())?;
+    let mounted = this_tests_dir().join("mounted");
+    fs::create_dir_all(&mounted)?;
+    let mount = |program: &str, arguments: &[&str]| {
+        let status = Command::new(program).args(arguments).status()?;
+        ensure!(status.success(), "{program} {arguments:?} fails");
+        Ok(())
+    };
+    let place = mounted.display().to_string();
+    mount("mount", &["-t", "ext4", &device_path, &place])?;
+    let result = refused("mounted", &device_path, "in use: it is mounted on").and_then(|()| {
+        guest_with(&format!("path={device_path},readonly=on")).name("reader").boot().map(drop)
+    });
+    mount("umount", &[&place])?;
+    result
+}
+
+/// Nobody knows what the disk has, so the guest is told so, by this and every later write; reading goes on.
+fn a_failed_flush_ends_all_writing_to_an_image() -> Result<()> {
+    let disk = Disk::create(384, 128)?;
+    let path = disk.dir().join("image");
+    File::create(&path)?.set_len(256 * MIB)?;
+    let guest = guest_with(&format!("path={},num_queues=2", path.display())).cpus(2).boot()?;
+    wait_for_disk(&guest)?;
+    let write = |more: &str| format!("dd if=/dev/urandom of=/dev/vda bs=1M {more}");
+    guest.run_within(IO_LIMIT, &write("count=4 conv=fsync"))?;
+    let failed = || guest.metrics()?.value("foreshore_disk_failed", &[("disk", "_disk0")]);
+    ensure!(failed()? == 0.0, "A flush has failed on a disk that is well");
+    ensure!(guest.metrics()?.value("foreshore_disk_io_uring", &[("disk", "_disk0")])? == 1.0, "No io_uring");
+    disk.fill_up()?;
+    let output = guest.try_run(IO_LIMIT, &write("seek=64 count=64 conv=fsync"))?;
+    ensure!(output.code != 0 && output.stderr.contains("Input/output error"), "fsync succeeds: {output:?}");
+    ensure!(failed()? == 1.0, "No metric says that the disk has failed");
+    let output = guest.try_run(IO_LIMIT, &write("count=1 oflag=direct"))?;
+    ensure!(output.code != 0, "A write succeeds after a flush that has failed");
+    let output = guest.try_run(IO_LIMIT, "dd if=/dev/zero of=/dev/vda bs=4096 count=1 conv=fsync")?;
+    ensure!(output.code != 0, "A second flush succeeds");
+    guest.run("dd if=/dev/vda of=/dev/null bs=1M count=4 iflag=direct")?;
+    let state = guest.api("GET", "vm.info", None)?["state"].clone();
+    ensure!(state == "Running", "The VM is {state}");
+    Ok(())
+}
+
+fn a_failed_write_to_a_volume_is_an_error_by_virtio_blk() -> Result<()> {
+    let disk = Disk::create(384, 128)?;
+    let pool = with_volume(Pool::create_in(disk.dir(), "256M")?)?;
+    let volume = format!("pool={},name=data,interface=virtio-blk", pool.path().display());
+    let guest = Guest::builder().memory("size=384M").pressure("off").pm_volume(&volume).boot()?;
+    wait_for_disk(&guest)?;
+    let write = |more: &str| format!("dd if=/dev/urandom of=/dev/vda bs=1M {more}");
+    guest.run_within(IO_LIMIT, &write("count=4 conv=fsync"))?;
+    disk.fill_up()?;
+    let output = guest.try_run(IO_LIMIT, &write("seek=8 count=100 conv=fsync"))?;
+    ensure!(output.code != 0 && output.stderr.contains("Input/output error"), "It succeeds: {output:?}");
+    let output = guest.try_run(IO_LIMIT, &write("count=1 oflag=direct"))?;
+    ensure!(output.code != 0, "A write succeeds after one that was lost");
+    let state = guest.api("GET", "vm.info", None)?["state"].clone();
+    ensure!(state == "Running", "The VM is {state}");
     Ok(())
 }
