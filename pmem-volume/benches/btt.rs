@@ -160,7 +160,7 @@ impl Place {
         }
         let file = File::options().read(true).write(true).open(path).unwrap();
         let volume = engine.space();
-        let info = &arenas(volume).unwrap().0[0].0;
+        let (info, _) = arenas(volume).swap_remove(0).unwrap();
         let [extent] = volume.extents() else { panic!("a new volume is in one piece") };
         let (at, length) = (extent.offset_bytes() + info.data_at, u64::from(info.blocks) * 4096);
         let blocks = [(); EVERYBODY.len() - 1].map(|()| Map::new(&file, at, length));

@@ -1,4 +1,4 @@
-//! Finding and verifying an arena's info block.
+//! Reading and verifying an arena's info block.
 
 use thiserror::Error;
 use uuid::Uuid;
@@ -6,11 +6,10 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::ReadAt;
 use super::layout::{
-    ARENA_MAX_BYTES, ARENA_MIN_BYTES, FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, MAP_BLOCK,
-    MAP_ENTRY_BYTES, PAGE_BYTES, SIGNATURE, START_BYTES, VERSION, checksum,
+    ARENA_MIN_BYTES, FLAG_ERROR, FLOG_GROUP_BYTES, INFO_BYTES, InfoBytes, MAP_BLOCK, MAP_ENTRY_BYTES,
+    PAGE_BYTES, SIGNATURE, VERSION, checksum,
 };
 use crate::CHUNK_BYTES;
-use crate::media::MediaError;
 
 /// Sector sizes that Linux knows; those that are no power of two carry integrity data.
 const SECTOR_SIZES: [u32; 7] = [512, 520, 528, 4096, 4104, 4160, 4224];
@@ -66,6 +65,9 @@ pub enum InfoSource {
 /// Why an info block is not one.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum InfoError {
+    /// The media failed.
+    #[error("it cannot be read: {0}")]
+    Media(String),
     /// Another signature.
     #[error("there is no signature")]
     Signature,
@@ -87,87 +89,61 @@ pub enum InfoError {
     },
 }
 
-/// The arenas of a volume, and, if the last that should be there is none, where it should be and why it is not.
-pub type Arenas = (Vec<(ArenaInfo, InfoSource)>, Option<(u64, InfoError)>);
-
-/// Finds the arenas of a volume, from the first on.
-pub fn arenas(space: &impl ReadAt) -> Result<Arenas, MediaError> {
-    let (mut found, mut next) = (Vec::new(), Some(START_BYTES));
-    while let Some(start) = next {
-        let room = space.len_bytes().saturating_sub(start);
-        // Only the first arena can be without room: a later one was checked to have it by the one before.
-        if room < ARENA_MIN_BYTES {
-            return Ok((found, Some((start, InfoError::Signature))));
-        }
-        match read_arena(space, start, room.min(ARENA_MAX_BYTES))? {
-            Err(error) => return Ok((found, Some((start, error)))),
-            Ok((info, source)) => {
-                let sector_bytes =
-                    found.first().map_or(info.sector_bytes, |(first, _): &(ArenaInfo, _)| first.sector_bytes);
-                if info.sector_bytes != sector_bytes {
-                    let value = u64::from(info.sector_bytes);
-                    let rule = "all arenas have sectors of one size";
-                    return Ok((
-                        found,
-                        Some((start, InfoError::Field { field: "external_lbasize", value, rule })),
-                    ));
-                }
-                next = info.next_bytes;
-                found.push((info, source));
-            }
-        }
-    }
-    Ok((found, None))
-}
-
 /// Reads an arena's info block, or its copy. `size_bytes` is how long the arena is by the volume's size; the copy
-/// lies at its end.
+/// lies at its end. A block that cannot be read is as one that is damaged.
 pub(super) fn read_arena(
     space: &impl ReadAt,
     start_bytes: u64,
     size_bytes: u64,
-) -> Result<Result<(ArenaInfo, InfoSource), InfoError>, MediaError> {
-    let read = |at| -> Result<InfoBytes, MediaError> {
-        let mut info = InfoBytes::new_zeroed();
-        space.read_at(at, info.as_mut_bytes())?;
-        Ok(info)
-    };
+) -> Result<(ArenaInfo, InfoSource), InfoError> {
     let end_bytes = space.len_bytes();
     let parse = |info: &InfoBytes| ArenaInfo::parse(info, start_bytes, end_bytes);
-    let first = read(start_bytes)?;
+    let first = read_info(space, start_bytes).and_then(|block| Ok((parse(&block)?, block)));
     // The first block knows where its copy is. Without it: where Linux puts it, or where the volume ended once, before
     // it grew.
-    let second = match parse(&first) {
-        Ok(_) => read(start_bytes + first.info2off.get())?,
+    let second = match &first {
+        Ok((_, block)) => read_info(space, start_bytes + block.info2off.get()),
         Err(_) => {
             let last = start_bytes + size_bytes - INFO_BYTES;
             let ends = (start_bytes + ARENA_MIN_BYTES).next_multiple_of(CHUNK_BYTES);
             let former = (ends..=start_bytes + size_bytes).step_by(CHUNK_BYTES as usize);
-            let mut found = InfoBytes::new_zeroed();
-            for at in std::iter::once(last).chain(former.map(|end| end - INFO_BYTES)) {
-                let mut signature = SIGNATURE;
-                space.read_at(at, &mut signature)?;
-                if signature != SIGNATURE {
-                    continue;
-                }
-                let block = read(at)?;
-                // A later arena's copy has another distance, and one that says that it lies elsewhere is none: what is
-                // there would be taken for it.
-                if parse(&block).is_ok() && start_bytes + block.info2off.get() == at {
-                    found = block;
-                    break;
-                }
-            }
-            found
+            // A later arena's copy has another distance, and one that says that it lies elsewhere is none: what is there
+            // would be taken for it.
+            let copy_at = |at: u64| {
+                let block =
+                    Some(at).filter(|at| has_signature(space, *at)).map(|at| read_info(space, at))?.ok()?;
+                let is_copy = parse(&block).is_ok() && start_bytes + block.info2off.get() == at;
+                is_copy.then_some(block)
+            };
+            std::iter::once(last)
+                .chain(former.map(|end| end - INFO_BYTES))
+                .find_map(copy_at)
+                .ok_or(InfoError::Signature)
         }
     };
-    Ok(match (parse(&first), parse(&second)) {
-        (Ok(info), Ok(_)) if first.as_bytes() == second.as_bytes() => Ok((info, InfoSource::Both)),
-        (Ok(info), Ok(_)) => Ok((info, InfoSource::Differ)),
-        (Ok(info), Err(_)) => Ok((info, InfoSource::First)),
-        (Err(_), Ok(info)) => Ok((info, InfoSource::Second)),
+    let second = second.and_then(|block| Ok((parse(&block)?, block)));
+    match (first, second) {
+        (Ok((info, first)), Ok((_, second))) if first.as_bytes() == second.as_bytes() => {
+            Ok((info, InfoSource::Both))
+        }
+        (Ok((info, _)), Ok(_)) => Ok((info, InfoSource::Differ)),
+        (Ok((info, _)), Err(_)) => Ok((info, InfoSource::First)),
+        (Err(_), Ok((info, _))) => Ok((info, InfoSource::Second)),
         (Err(error), Err(_)) => Err(error),
-    })
+    }
+}
+
+/// Reads a block that may be an info block.
+pub(super) fn read_info(space: &impl ReadAt, at: u64) -> Result<InfoBytes, InfoError> {
+    let mut info = InfoBytes::new_zeroed();
+    space.read_at(at, info.as_mut_bytes()).map_err(|error| InfoError::Media(error.in_full()))?;
+    Ok(info)
+}
+
+/// May it be one? What cannot be read is none.
+fn has_signature(space: &impl ReadAt, at: u64) -> bool {
+    let mut signature = [0; SIGNATURE.len()];
+    space.read_at(at, &mut signature).is_ok() && signature == SIGNATURE
 }
 
 impl ArenaInfo {

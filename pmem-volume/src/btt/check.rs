@@ -6,9 +6,10 @@ use serde::{Serialize, ser};
 use thiserror::Error;
 
 use super::ReadAt;
-use super::arena::{ArenaInfo, InfoError, InfoSource, arenas};
+use super::arena::{ArenaInfo, InfoError, InfoSource};
 use super::flog::{MapKind, Recovery, decode_map, recover};
 use super::layout::MAP_ENTRY_BYTES;
+use super::walk::arenas;
 use crate::media::MediaError;
 
 /// How many findings of an arena are kept. All are counted.
@@ -34,6 +35,14 @@ pub enum Finding {
     /// The error flag is set.
     #[error("the error flag is set: the arena takes no writes")]
     ErrorFlag,
+    /// The media under flog or map failed.
+    #[error("the {what} cannot be read: {why}")]
+    Unreadable {
+        /// Which of them.
+        what: &'static str,
+        /// How it failed.
+        why: String,
+    },
     /// The flog's slots are used in no known way.
     #[error("the flog uses its slots in no known way")]
     FlogPadding,
@@ -159,12 +168,12 @@ pub fn check(space: &impl ReadAt) -> Result<Report, MediaError> {
 
 /// The same. `reached` hears up to where the volume is checked, in bytes; the last is its length.
 pub fn check_with(space: &impl ReadAt, reached: &mut dyn FnMut(u64)) -> Result<Report, MediaError> {
-    let (found, lacking) = arenas(space)?;
-    let mut arenas = Vec::with_capacity(found.len() + 1);
-    for (info, source) in found {
-        arenas.push(check_arena(space, info, source, reached)?);
-    }
-    arenas.extend(lacking.map(|(start, error)| ArenaReport::without_info(start, error)));
+    let places = arenas(space).into_iter();
+    let arenas = places.map(|place| match place {
+        Ok((info, source)) => check_arena(space, info, source, reached),
+        Err(missing) => ArenaReport::without_info(missing.start_bytes, missing.why),
+    });
+    let arenas = arenas.collect();
     reached(space.len_bytes());
     Ok(Report { arenas })
 }
@@ -174,7 +183,7 @@ fn check_arena(
     info: ArenaInfo,
     source: InfoSource,
     reached: &mut dyn FnMut(u64),
-) -> Result<ArenaReport, MediaError> {
+) -> ArenaReport {
     let mut report = ArenaReport::new(info.start_bytes);
     match source {
         InfoSource::Both => {}
@@ -185,21 +194,25 @@ fn check_arena(
     if info.has_error {
         report.add(Finding::ErrorFlag);
     }
-    let recovery = recover(space, &info)?;
+    let recovery = recover(space, &info).unwrap_or_else(|error| {
+        let finding =
+            Finding::Unreadable { what: "flog, or the map of what it names,", why: error.in_full() };
+        Recovery { findings: vec![finding], ..Recovery::default() }
+    });
     recovery.findings.iter().for_each(|finding| report.add(finding.clone()));
     let flog_is_whole = recovery.findings.is_empty();
     report.redo = recovery.redo.len() as u32;
     let mut named = BlockSet::new(info.blocks);
-    report.name_mapped(space, &info, &recovery, &mut named, reached)?;
+    let map_is_whole = report.name_mapped(space, &info, &recovery, &mut named, reached);
     for (block, lane) in &recovery.free {
         report.name(&mut named, *block, || format!("lane {lane} of the flog"));
     }
-    // With a damaged flog the free list is not known, and what is in neither says nothing new.
-    if let (true, Some((count, first))) = (flog_is_whole, named.missing()) {
+    // Without all of flog and map it is not known what they name, and what is in neither says nothing new.
+    if let (true, Some((count, first))) = (flog_is_whole && map_is_whole, named.missing()) {
         report.add(Finding::BlocksLost { count, first });
     }
     report.info = Some(info);
-    Ok(report)
+    report
 }
 
 impl ArenaReport {
@@ -226,7 +239,7 @@ impl ArenaReport {
         }
     }
 
-    /// Goes through the map, as recovery would leave it.
+    /// Goes through the map, as recovery would leave it. False: not all of it can be read.
     fn name_mapped(
         &mut self,
         space: &impl ReadAt,
@@ -234,13 +247,18 @@ impl ArenaReport {
         recovery: &Recovery,
         named: &mut BlockSet,
         reached: &mut dyn FnMut(u64),
-    ) -> Result<(), MediaError> {
+    ) -> bool {
         let mut bytes = vec![0u8; MAP_PIECE as usize * MAP_ENTRY_BYTES as usize];
-        let mut first = 0;
+        let (mut first, mut is_whole) = (0, true);
         while first < info.sectors {
             let count = MAP_PIECE.min(info.sectors - first);
             let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
-            space.read_at(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)?;
+            if let Err(error) = space.read_at(info.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece) {
+                self.add(Finding::Unreadable { what: "map", why: error.in_full() });
+                is_whole = false;
+                first += count;
+                continue;
+            }
             let (entries, _) = piece.as_chunks::<4>();
             for (sector, entry) in (first..).zip(entries) {
                 let entry = decode_map(sector, u32::from_le_bytes(*entry));
@@ -259,7 +277,7 @@ impl ArenaReport {
             // What takes its time is the map, and a sector of it stands for its block.
             reached(info.start_bytes + u64::from(first) * u64::from(info.sector_bytes));
         }
-        Ok(())
+        is_whole
     }
 }
 

@@ -1,9 +1,9 @@
 //! Has a BTT ever been written to?
 
 use super::ReadAt;
-use super::arena::arenas;
 use super::flog::{MapKind, decode_map, recover};
 use super::layout::MAP_ENTRY_BYTES;
+use super::walk::arenas;
 use crate::media::MediaError;
 
 /// The map is read in pieces of this many bytes.
@@ -12,11 +12,8 @@ const PIECE_BYTES: u64 = 256 << 10;
 /// May a sector hold anything but zeros? Sectors that were never written, or that were discarded, hold nothing. Of what is
 /// damaged nobody knows.
 pub fn holds_data(space: &impl ReadAt) -> Result<bool, MediaError> {
-    let (arenas, lacking) = arenas(space)?;
-    if lacking.is_some() {
-        return Ok(true);
-    }
-    for (info, _) in arenas {
+    for place in arenas(space) {
+        let Ok((info, _)) = place else { return Ok(true) };
         let recovery = recover(space, &info)?;
         if !recovery.findings.is_empty() || !recovery.redo.is_empty() {
             return Ok(true);

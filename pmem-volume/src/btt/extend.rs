@@ -8,6 +8,7 @@ use thiserror::Error;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::arena::{InfoError, InfoSource, read_arena};
+use super::engine::MAX_ARENAS;
 use super::layout::{
     ARENA_MAX_BYTES, ARENA_MIN_BYTES, ArenaLayout, INFO_BYTES, InfoBytes, PAGE_BYTES, START_BYTES,
     arena_places_from, checksum, write_arenas,
@@ -30,6 +31,14 @@ pub enum ExtendError {
         arena: usize,
         /// In what way.
         reason: String,
+    },
+    /// It grew as often as it can.
+    #[error(
+        "its BTT has {limit} arenas, which are as many as are served, and each growth makes another: copy it to a new volume"
+    )]
+    TooMany {
+        /// How many are served.
+        limit: usize,
     },
     /// No room for an arena.
     #[error(
@@ -64,7 +73,7 @@ pub fn extend(space: &impl ReadAt, size_bytes: u64) -> Result<Result<Extension, 
         if room < ARENA_MIN_BYTES {
             return damaged(InfoError::Signature.to_string());
         }
-        let info = match read_arena(space, start, room.min(ARENA_MAX_BYTES))? {
+        let info = match read_arena(space, start, room.min(ARENA_MAX_BYTES)) {
             Err(error) => return damaged(error.to_string()),
             Ok((_, source)) if source != InfoSource::Both => {
                 return damaged("one of its info blocks".to_owned());
@@ -75,6 +84,9 @@ pub fn extend(space: &impl ReadAt, size_bytes: u64) -> Result<Result<Extension, 
         if let Some(next) = info.next_bytes {
             (start, number) = (next, number + 1);
             continue;
+        }
+        if number + 1 >= MAX_ARENAS {
+            return Ok(Err(ExtendError::TooMany { limit: MAX_ARENAS }));
         }
         // Whoever made the last arena may have made it small; the distance to the next has its bound all the same.
         let from = info.end_bytes.max(start + ARENA_MIN_BYTES).next_multiple_of(PAGE_BYTES);

@@ -52,6 +52,8 @@ pub(super) struct Lane {
     pub(super) number: u32,
     /// The block that it alone has.
     pub(super) block: u32,
+    /// The media under that block failed while a sector had it: what is written to it may be lost as well.
+    pub(super) has_failed: bool,
     /// Which of the four slots its next entry goes to.
     slot: usize,
     /// The sequence number of its next entry.
@@ -73,18 +75,19 @@ impl Lane {
         arena.flog_at + u64::from(self.number) * FLOG_GROUP_BYTES
     }
 
-    /// The halves of the entry that gives its block to a sector, in exchange for another. With the second half the
-    /// entry is the lane's newest.
+    /// The halves of the entry that gives its block to a sector, in exchange for another, which has the flag of an error
+    /// if the media under it failed. With the second half the entry is the lane's newest.
     #[inline]
     pub(super) fn halves(&self, sector: u32, old: u32) -> [u64; 2] {
         let word = |low, high| u64::from(high) << 32 | u64::from(low);
         [word(sector, old), word(self.block, self.sequence)]
     }
 
-    /// The exchange is done: from here on the lane has the old block.
+    /// The exchange is done: from here on the lane has the old block, which is named as in [`Lane::halves`].
     #[inline]
-    pub(super) fn advance(&mut self, second_slot: usize, sector: u32, old_block: u32) {
-        self.block = old_block;
+    pub(super) fn advance(&mut self, second_slot: usize, sector: u32, old: u32) {
+        self.block = old & MAP_BLOCK;
+        self.has_failed = old & MAP_ERROR != 0;
         self.sector = sector;
         self.slot = if self.slot == 0 { second_slot } else { 0 };
         self.sequence = self.sequence % 3 + 1;
@@ -154,7 +157,8 @@ impl Recovery {
         }
         self.free.push((old, lane));
         let sequence = entry.sequence.get() % 3 + 1;
-        self.lanes.push(Lane { number: lane, block: old, slot: next_slot, sequence, sector });
+        let has_failed = entry.old_map.get() & MAP_ERROR != 0;
+        self.lanes.push(Lane { number: lane, block: old, has_failed, slot: next_slot, sequence, sector });
         if old != new && read_map(space, arena, sector)?.block == old {
             self.redo.insert(sector, new);
         }

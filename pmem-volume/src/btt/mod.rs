@@ -21,10 +21,11 @@ mod reader;
 mod repair;
 #[cfg(test)]
 mod tests;
+mod walk;
 
 use std::ops::Range;
 
-pub use arena::{ArenaInfo, Arenas, InfoError, InfoSource, arenas};
+pub use arena::{ArenaInfo, InfoError, InfoSource};
 pub use check::{ArenaReport, Finding, Report, check, check_with};
 pub use content::holds_data;
 pub use engine::{ArenaStatus, Engine, EngineError, Fault};
@@ -36,6 +37,7 @@ pub use layout::{
 pub use plain::{PlainError, PlainFile};
 pub use reader::{Lost, Reader, Sector, Trouble};
 pub use repair::{GiveUp, Mending, Repair, plan_repair};
+pub use walk::{Missing, Place, arenas};
 
 use crate::media::{MediaError, MemoryMedia};
 

@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 use thiserror::Error;
 
 use super::ReadAt;
-use super::arena::{ArenaInfo, arenas};
+use super::arena::ArenaInfo;
 use super::check::Finding;
 use super::flog::{MapEntry, MapKind, decode_map, read_map, recover};
-use super::layout::{ArenaLayout, MAP_ENTRY_BYTES, arena_places_from};
+use super::layout::MAP_ENTRY_BYTES;
+use super::walk::arenas;
 use crate::media::MediaError;
 
 /// What a sector holds.
@@ -31,20 +32,12 @@ pub enum Lost {
     /// Its map entry names no block.
     #[error("mapped outside the arena")]
     Outside,
+    /// The media under it, or under its map entry, failed.
+    #[error("{}", .0.in_full())]
+    Media(MediaError),
     /// Its arena has lost both info blocks, and nobody knows where its map is.
     #[error("in arena {0}, which is lost")]
     Arena(usize),
-    /// The media under it, or under its map entry, failed.
-    #[error("{}", in_full(.0))]
-    Media(MediaError),
-}
-
-/// An error and its cause, in one line.
-fn in_full(error: &MediaError) -> String {
-    match std::error::Error::source(error) {
-        Some(cause) => format!("{error}: {cause}"),
-        None => error.to_string(),
-    }
 }
 
 /// What keeps an arena from being whole, and its sectors from being what they were.
@@ -64,97 +57,74 @@ struct Arena {
     redo: BTreeMap<u32, u32>,
 }
 
-/// Sectors that belong together.
+/// What lies at the place of an arena.
 enum Part {
     Arena(Arena),
     /// An arena without info blocks: as many sectors as one has that is laid out in its place.
     Missing {
         arena: usize,
-        sectors: u32,
+        sectors: u64,
     },
-}
-
-impl Part {
-    fn sectors(&self) -> u32 {
-        match self {
-            Part::Arena(arena) => arena.info.sectors,
-            Part::Missing { sectors, .. } => *sectors,
-        }
-    }
 }
 
 /// A BTT as it is after recovery, which is done in memory only.
 pub struct Reader<'a, S> {
     space: &'a S,
-    sector_bytes: u32,
     parts: Vec<Part>,
+    sector_bytes: u32,
 }
 
 impl<'a, S: ReadAt> Reader<'a, S> {
     /// Finds the arenas and replays their flogs. An arena that is not whole is an error.
     pub fn open(space: &'a S) -> Result<Result<Self, Finding>, MediaError> {
-        let (found, lacking) = arenas(space)?;
-        if let Some((_, error)) = lacking {
-            return Ok(Err(Finding::NoInfo(error)));
-        }
-        let sector_bytes = found.first().map_or(0, |(info, _)| info.sector_bytes);
-        let mut parts = Vec::with_capacity(found.len());
-        for (info, _) in found {
-            let mut recovery = recover(space, &info)?;
-            if let Some(finding) = recovery.findings.pop() {
-                return Ok(Err(finding));
+        let (reader, troubles) = Self::open_damaged(space)?;
+        match troubles.into_iter().next() {
+            None => Ok(Ok(reader)),
+            Some((_, Trouble::Finding(finding))) => Ok(Err(finding)),
+            Some((_, Trouble::Media(lost))) => {
+                Ok(Err(Finding::Unreadable { what: "flog", why: lost.to_string() }))
             }
-            parts.push(Part::Arena(Arena { info, redo: recovery.redo }));
         }
-        Ok(Ok(Self { space, sector_bytes, parts }))
     }
 
-    /// The same, of whatever can be found: a damaged flog has nothing that a map lacks but writes that nobody was told
-    /// are done. An arena without info blocks keeps its place, so that there are as many sectors as there were; none of
-    /// them can be read. What is wrong is told with the arena.
+    /// The same, of whatever can be found. Without its flog an arena lacks what was written last and the map does not say
+    /// yet: those sectors are as they were before. What follows an arena without info blocks is read if it is known where
+    /// it starts. What is wrong is told with the arena.
     pub fn open_damaged(space: &'a S) -> Result<(Self, Vec<(usize, Trouble)>), MediaError> {
-        // Info blocks that cannot be read are damaged like any others.
-        let (found, lacking) = arenas(&Forgiving(space))?;
         let mut troubles = Vec::new();
-        let sector_bytes = found.first().map_or(0, |(info, _)| info.sector_bytes);
-        let mut reader = Self { space, sector_bytes, parts: Vec::with_capacity(found.len()) };
-        for (number, (info, _)) in found.into_iter().enumerate() {
-            let redo = match recover(space, &info) {
-                Ok(recovery) => {
-                    troubles.extend(recovery.findings.into_iter().map(|finding| (number, finding.into())));
-                    recovery.redo
+        let mut reader = Self { space, parts: Vec::new(), sector_bytes: 0 };
+        for (number, place) in arenas(space).into_iter().enumerate() {
+            match place {
+                Ok((info, _)) => {
+                    if number == 0 {
+                        reader.sector_bytes = info.sector_bytes;
+                    }
+                    let redo = match recover(space, &info) {
+                        Ok(recovery) => {
+                            let findings = recovery.findings.into_iter();
+                            troubles.extend(findings.map(|finding| (number, finding.into())));
+                            recovery.redo
+                        }
+                        Err(error) => {
+                            troubles.push((number, Trouble::Media(Lost::Media(error))));
+                            BTreeMap::new()
+                        }
+                    };
+                    reader.parts.push(Part::Arena(Arena { info, redo }));
                 }
-                Err(error) => {
-                    troubles.push((number, Trouble::Media(Lost::Media(error))));
-                    BTreeMap::new()
+                Err(missing) => {
+                    let sectors = missing.sectors(reader.sector_bytes);
+                    reader.parts.extend(sectors.map(|sectors| Part::Missing { arena: number, sectors }));
+                    troubles.push((number, Finding::NoInfo(missing.why).into()));
                 }
-            };
-            reader.parts.push(Part::Arena(Arena { info, redo }));
-        }
-        if let Some((start, error)) = lacking {
-            let behind = reader.parts.len();
-            // Without the first one nobody knows the size of a sector.
-            if behind > 0 {
-                reader.add_missing(start);
             }
-            let lost = |arena| (arena, Trouble::from(Finding::NoInfo(error.clone())));
-            troubles.extend((behind..reader.parts.len().max(behind + 1)).map(lost));
         }
         Ok((reader, troubles))
     }
 
-    /// What follows an arena without info blocks cannot be found: up to the end, arenas as they would be laid out.
-    fn add_missing(&mut self, start: u64) {
-        let places = arena_places_from(start, self.space.len_bytes());
-        for layout in places.iter().flat_map(|place| ArenaLayout::all(&[*place], self.sector_bytes)) {
-            let sectors = layout.sectors() as u32;
-            self.parts.push(Part::Missing { arena: self.parts.len(), sectors });
-        }
-    }
-
     /// How many sectors there are.
     pub fn sectors(&self) -> u64 {
-        self.parts.iter().map(|part| u64::from(part.sectors())).sum()
+        self.parts.iter().map(Part::sectors).sum()
     }
 
     /// Bytes of a sector, in the first arena and so in all. 0: there is no arena.
@@ -165,7 +135,9 @@ impl<'a, S: ReadAt> Reader<'a, S> {
     /// Reads a sector into `bytes`, which has its size. `sector` is below [`Reader::sectors`].
     pub fn read(&self, sector: u64, bytes: &mut [u8]) -> Result<Sector, MediaError> {
         assert_eq!(bytes.len(), self.sector_bytes() as usize);
-        let (Part::Arena(arena), sector) = self.place_of(sector) else { return Ok(Sector::Error) };
+        let (part, sector) = self.place_of(sector);
+        let Part::Arena(arena) = part else { return Ok(Sector::Error) };
+        let sector = sector as u32;
         let entry = match arena.redo.get(&sector) {
             Some(block) => MapEntry { block: *block, kind: MapKind::Data },
             None => read_map(self.space, &arena.info, sector)?,
@@ -191,18 +163,18 @@ impl<'a, S: ReadAt> Reader<'a, S> {
         let (mut first, mut rest) = (first, into);
         while !rest.is_empty() {
             let (part, within) = self.place_of(first);
-            let count = ((part.sectors() - within) as usize).min(rest.len() / sector_bytes);
-            let (now, later) = rest.split_at_mut(count * sector_bytes);
+            let count = (part.sectors() - within).min((rest.len() / sector_bytes) as u64);
+            let (now, later) = rest.split_at_mut(count as usize * sector_bytes);
             match part {
-                Part::Arena(arena) => self.read_many_in(arena, within, now, &mut |sector, why| {
-                    lost(first + u64::from(sector - within), why);
+                Part::Arena(arena) => self.read_many_in(arena, within as u32, now, &mut |sector, why| {
+                    lost(first + u64::from(sector) - within, why);
                 }),
                 Part::Missing { arena, .. } => {
                     now.fill(0);
-                    (first..first + count as u64).for_each(|sector| lost(sector, Lost::Arena(*arena)));
+                    (first..first + count).for_each(|sector| lost(sector, Lost::Arena(*arena)));
                 }
             }
-            (first, rest) = (first + count as u64, later);
+            (first, rest) = (first + count, later);
         }
     }
 
@@ -263,32 +235,24 @@ impl<'a, S: ReadAt> Reader<'a, S> {
         (first..).zip(entries).map(of_sector).collect()
     }
 
-    /// Whose a sector is, and its number there.
-    fn place_of(&self, sector: u64) -> (&Part, u32) {
+    /// Where a sector is, and its number there.
+    fn place_of(&self, sector: u64) -> (&Part, u64) {
         let mut sector = sector;
         for part in &self.parts {
-            let sectors = u64::from(part.sectors());
-            if sector < sectors {
-                return (part, sector as u32);
+            if sector < part.sectors() {
+                return (part, sector);
             }
-            sector -= sectors;
+            sector -= part.sectors();
         }
         panic!("sector {sector} is behind the end of the volume");
     }
 }
 
-/// What cannot be read is zeros.
-struct Forgiving<'a, S>(&'a S);
-
-impl<S: ReadAt> ReadAt for Forgiving<'_, S> {
-    fn len_bytes(&self) -> u64 {
-        self.0.len_bytes()
-    }
-
-    fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        if self.0.read_at(offset_bytes, into).is_err() {
-            into.fill(0);
+impl Part {
+    fn sectors(&self) -> u64 {
+        match self {
+            Part::Arena(arena) => u64::from(arena.info.sectors),
+            Part::Missing { sectors, .. } => *sectors,
         }
-        Ok(())
     }
 }

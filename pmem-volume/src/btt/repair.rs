@@ -21,12 +21,13 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use self::overlay::Overlay;
 use self::survey::{Lane, Survey, survey};
-use super::arena::{ArenaInfo, InfoSource, arenas};
+use super::arena::{ArenaInfo, InfoSource};
 use super::check::{ArenaReport, Finding, Report, check_with};
 use super::layout::{
     FLAG_ERROR, FLOG_GROUP_BYTES, FlogEntryBytes, FlogGroupBytes, INFO_BYTES, InfoBytes, MAP_BLOCK,
     MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO, checksum,
 };
+use super::walk::{Place, arenas};
 use super::{ReadAt, WriteAt};
 use crate::media::MediaError;
 
@@ -74,13 +75,12 @@ pub fn plan_repair(
     let mut mendings = damaged_info(space)?;
     mendings.iter().for_each(|mending| overlay.store(mending));
     let mut after = check_with(&overlay, reached)?;
-    let (found, _) = arenas(&overlay)?;
+    let places = arenas(&overlay);
     let mut more = Vec::new();
-    for (number, (info, _)) in found.iter().enumerate() {
-        if is_inconsistent(&after.arenas[number])
-            && let Some(survey) = survey(&overlay, info)?
-        {
-            more.extend(survey.mend(&overlay, number, info, give_up)?);
+    for (number, info) in whole(&places) {
+        if is_inconsistent(&after.arenas[number]) {
+            // Of what cannot be read nothing follows, and the report has it.
+            more.extend(mend_arena(&overlay, number, info, give_up).unwrap_or_default());
         }
     }
     if !more.is_empty() {
@@ -88,7 +88,7 @@ pub fn plan_repair(
         mendings.append(&mut more);
         after = check_with(&overlay, reached)?;
     }
-    for (number, (info, _)) in found.iter().enumerate() {
+    for (number, info) in whole(&places) {
         if after.arenas[number].findings == [Finding::ErrorFlag] {
             let mending = without_error_flag(&overlay, number, info)?;
             overlay.store(&mending);
@@ -98,7 +98,7 @@ pub fn plan_repair(
             arena.info = Some(ArenaInfo { has_error: false, ..info.clone() });
         }
     }
-    let seen = found.iter().flat_map(|(info, _)| metadata_of(info)).collect();
+    let seen = whole(&places).flat_map(|(_, info)| metadata_of(info)).collect();
     Ok(Repair { mendings, after, seen })
 }
 
@@ -112,6 +112,23 @@ fn metadata_of(info: &ArenaInfo) -> [Range<u64>; 4] {
         info.flog_at..info.flog_at + flog_bytes,
         info.copy_at..info.copy_at + INFO_BYTES,
     ]
+}
+
+/// The arenas that there are, with their numbers.
+fn whole(places: &[Place]) -> impl Iterator<Item = (usize, &ArenaInfo)> {
+    places.iter().enumerate().filter_map(|(number, place)| Some((number, &place.as_ref().ok()?.0)))
+}
+
+fn mend_arena(
+    space: &impl ReadAt,
+    number: usize,
+    info: &ArenaInfo,
+    give_up: GiveUp,
+) -> Result<Vec<Mending>, MediaError> {
+    match survey(space, info)? {
+        Some(survey) => survey.mend(space, number, info, give_up),
+        None => Ok(vec![]),
+    }
 }
 
 impl Repair {
@@ -154,7 +171,8 @@ fn is_inconsistent(arena: &ArenaReport) -> bool {
 /// other one.
 fn damaged_info(space: &impl ReadAt) -> Result<Vec<Mending>, MediaError> {
     let mut mendings = Vec::new();
-    for (number, (info, source)) in arenas(space)?.0.into_iter().enumerate() {
+    for (number, place) in arenas(space).into_iter().enumerate() {
+        let Ok((info, source)) = place else { continue };
         let (first, second) = (info.start_bytes, info.copy_at);
         let (finding, from, at) = match source {
             InfoSource::Both => continue,

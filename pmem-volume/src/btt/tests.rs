@@ -1,13 +1,14 @@
 //! A writer that follows Linux's order of steps, stopped after every one of them; and damage of every kind.
 
 use uuid::Uuid;
-use zerocopy::{FromBytes, IntoBytes};
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use super::arena::read_arena;
 use super::check::Finding;
 use super::flog::{MapKind, read_map, recover};
 use super::layout::*;
 use super::*;
+use crate::media::simulator::Simulator;
 
 pub(super) const VOLUME_BYTES: u64 = 18 << 20;
 
@@ -29,7 +30,7 @@ pub(super) struct Writer<'a> {
 
 impl<'a> Writer<'a> {
     pub(super) fn new(media: &'a MemoryMedia, second: usize) -> Self {
-        let (arena, _) = read_arena(media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().unwrap();
+        let (arena, _) = read_arena(media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
         let recovery = recover(media, &arena).unwrap();
         assert!(recovery.redo.is_empty(), "this writer starts on a recovered volume");
         let lanes = recovery.free.iter().map(|(block, _)| (*block, 2, 1)).collect();
@@ -356,6 +357,29 @@ fn behind_an_arena_that_is_small_the_next_one_keeps_its_distance() {
     let report = check(&media).unwrap();
     assert!(report.is_clean(), "{report:?}");
     assert_eq!(report.arenas[1].start_bytes, START_BYTES + ARENA_MIN_BYTES);
+}
+
+#[test]
+fn a_btt_grows_as_long_as_the_engine_takes_its_arenas() {
+    const ARENAS: u64 = 1024;
+    let places: Vec<_> = (0..ARENAS).map(|n| (START_BYTES + n * ARENA_MIN_BYTES, ARENA_MIN_BYTES)).collect();
+    let mut common = InfoBytes::new_zeroed();
+    common.signature = SIGNATURE;
+    common.version_major.set(VERSION.0);
+    common.version_minor.set(VERSION.1);
+    for (arenas, is_taken) in [(ARENAS - 1, true), (ARENAS, false)] {
+        let size_bytes = (arenas + 1) * ARENA_MIN_BYTES;
+        let media = Simulator::new(size_bytes);
+        let layouts = ArenaLayout::all(&places[..arenas as usize], 4096);
+        common.external_lbasize.set(4096);
+        write_arenas(&media, &layouts, &common).unwrap();
+        let found = super::arenas(&media);
+        assert_eq!((found.len() as u64, found.iter().all(Result::is_ok)), (arenas, true));
+        match extend(&media, size_bytes + (64 << 20)).unwrap() {
+            Ok(_) => assert!(is_taken),
+            Err(error) => assert!(!is_taken && error == ExtendError::TooMany { limit: 1024 }, "{error}"),
+        }
+    }
 }
 
 #[test]

@@ -96,6 +96,16 @@ pub enum MediaError {
     },
 }
 
+impl MediaError {
+    /// With what the kernel said.
+    pub(crate) fn in_full(&self) -> String {
+        match self {
+            MediaError::Io { source, .. } => format!("{self}: {source}"),
+            MediaError::ReadOnly | MediaError::Latched { .. } => self.to_string(),
+        }
+    }
+}
+
 /// Persistent memory, or what stands in for it. Offsets count from the start of the pool.
 ///
 /// Ranges must lie inside the media: an offset outside it is a bug of the caller and panics. Implementations take

@@ -15,6 +15,7 @@ use super::volume::{Space, VolumeInfo, volume_extents};
 use super::volume_record::VolumeFormat;
 use super::{Pool, PoolError, bytes};
 use crate::btt;
+use crate::media::MediaError;
 use crate::progress::{OnProgress, Progress, Task, unheard};
 
 /// Chunks that are read in one go while nobody can change anything: some ten milliseconds.
@@ -130,9 +131,9 @@ impl Pool {
                 // Superblocks and log were looked at when the pool was opened, and nobody has changed them since.
                 pool.extend(state.findings.iter().filter(|f| is_of_open(f)).cloned());
             }
-            let log = self.latch_failure(redo_log::read(self.media(), &self.superblock))?;
+            let log = looked(redo_log::read(self.media(), &self.superblock))?;
             let media = Redone::new(self.media(), &log);
-            let scan = self.latch_failure(scan(&media, &self.superblock))?;
+            let scan = looked(scan(&media, &self.superblock))?;
             let mut found = scan.findings;
             free = scan.free;
             if self.mode == super::OpenMode::ReadWrite {
@@ -174,7 +175,7 @@ impl Pool {
         for run in free {
             checking.part(run.len_bytes(), |reached| match self.mode {
                 super::OpenMode::ReadWrite => self.look_while_free(*run, &mut finder, reached, &mut name),
-                _ => self.latch_failure(finder.look(self.media(), *run, reached, &mut name)),
+                _ => looked(finder.look(self.media(), *run, reached, &mut name)),
             })?;
         }
         Ok(found.into_list())
@@ -194,9 +195,9 @@ impl Pool {
             let chunks = LOCKED_CHUNKS.min(run.end().0 - at.0);
             let _state = self.lock_state();
             for chunk in (Run { start: at, chunks }).ids() {
-                if self.latch_failure(self.table.owner(self.media(), chunk))? == Ok(Owner::Free) {
+                if looked(self.table.owner(self.media(), chunk))? == Ok(Owner::Free) {
                     let one = Run { start: chunk, chunks: 1 };
-                    self.latch_failure(finder.look(self.media(), one, &mut |_| {}, name))?;
+                    looked(finder.look(self.media(), one, &mut |_| {}, name))?;
                 }
             }
             at = at.plus(chunks);
@@ -214,12 +215,12 @@ impl Pool {
             volume_extents(&runs(entry.chunk_ids()))
         };
         let space = Space { media: self.media(), extents: &extents };
-        let mut found = self.latch_failure(btt::check_with(&space, reached))?;
+        let mut found = looked(btt::check_with(&space, reached))?;
         for _ in 0..LOOKS_AGAIN {
             if found.is_clean() {
                 break;
             }
-            found.keep_common(&self.latch_failure(btt::check(&space))?);
+            found.keep_common(&looked(btt::check(&space))?);
         }
         Ok(found)
     }
@@ -243,6 +244,11 @@ impl Pool {
         };
         VolumeCheck { name: info.name.clone(), btt, unusable }
     }
+}
+
+/// What a look has found. That something cannot be read says nothing of what is durable, and latches nothing.
+pub(super) fn looked<T>(result: Result<T, MediaError>) -> Result<T, PoolError> {
+    result.map_err(PoolError::Media)
 }
 
 fn is_of_open(finding: &Finding) -> bool {

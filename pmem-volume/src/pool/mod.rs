@@ -406,12 +406,8 @@ impl Pool {
     #[inline]
     fn noted<T>(&self, result: Result<T, MediaError>) -> Result<T, MediaError> {
         result.inspect_err(|error| {
-            let cause = match error {
-                MediaError::Io { source, .. } => format!("{error}: {source}"),
-                MediaError::ReadOnly | MediaError::Latched { .. } => error.to_string(),
-            };
             // Only the first cause is kept.
-            let _ = self.latched.set(cause);
+            let _ = self.latched.set(error.in_full());
         })
     }
 

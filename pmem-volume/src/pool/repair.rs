@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use super::check::Checking;
+use super::check::{Checking, looked};
 use super::chunk::{ChunkId, Run};
 use super::findings::{Finding, Findings, Severity};
 use super::free_content::ContentFinder;
@@ -162,7 +162,7 @@ impl Pool {
         if volume.info().format != super::VolumeFormat::Btt {
             return Ok(());
         }
-        let repair = self.latch_failure(btt::plan_repair(volume, GiveUp::Nothing, reached))?;
+        let repair = looked(btt::plan_repair(volume, GiveUp::Nothing, reached))?;
         let prefix = format!("volume {}: ", volume.info().name);
         report.add_btt(&prefix, &repair);
         if !dry_run {

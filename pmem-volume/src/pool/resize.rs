@@ -194,6 +194,6 @@ fn refused(name: &str, source: btt::ExtendError) -> PoolError {
         btt::ExtendError::Damaged { .. } => {
             PoolError::VolumeUnusable { name: name.to_owned(), reason: source.to_string() }
         }
-        btt::ExtendError::TooLittle { .. } => PoolError::BttGrowth(source),
+        btt::ExtendError::TooLittle { .. } | btt::ExtendError::TooMany { .. } => PoolError::BttGrowth(source),
     }
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use serde::Serialize;
 use uuid::Uuid;
 
+use super::check::looked;
 use super::chunk::{Run, runs};
 use super::create::unix_now_s;
 use super::memory::chunk_count;
@@ -381,7 +382,7 @@ impl Volume {
     ) -> Result<Option<btt::Report>, PoolError> {
         match self.info.format {
             VolumeFormat::Raw => Ok(None),
-            VolumeFormat::Btt => self.pool.latch_failure(btt::check_with(self, reached)).map(Some),
+            VolumeFormat::Btt => looked(btt::check_with(self, reached)).map(Some),
         }
     }
 }

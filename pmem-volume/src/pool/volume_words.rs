@@ -1,7 +1,7 @@
 //! A volume as what a BTT engine works on: its bytes, wherever its chunks lie.
 //!
-//! The first failure latches the pool read-only, as every other does: nobody knows what is durable since. Reads of a
-//! latched pool go on.
+//! The first store or persist that fails latches the pool read-only, as every other does: nobody knows what is durable since.
+//! Reads of a latched pool go on; and a read that fails is an error of what was read alone.
 
 use std::ops::Range;
 
@@ -84,7 +84,7 @@ impl Words for Volume {
     #[inline]
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
-        self.pool().noted(self.pool().media().load_word(at))
+        self.pool().media().load_word(at)
     }
 
     #[inline]
@@ -96,8 +96,8 @@ impl Words for Volume {
     #[inline]
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         match self.in_file(offset_bytes, into.len() as u64) {
-            Some(at) => self.pool().noted(self.pool().media().load(at, into)),
-            None => self.pool().noted(self.space().read_at(offset_bytes, into)),
+            Some(at) => self.pool().media().load(at, into),
+            None => self.space().read_at(offset_bytes, into),
         }
     }
 

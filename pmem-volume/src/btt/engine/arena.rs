@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 
 use zerocopy::{FromZeros, IntoBytes};
 
+use super::failed::FailedBlocks;
 use super::lanes::Lanes;
 use super::map::{self, LINE_SECTORS, Map};
 use super::{Common, EngineError, Fault};
@@ -28,28 +29,31 @@ pub(super) struct Arena {
     /// Which slots the flog uses beside the first of each lane.
     pub(super) second_slot: usize,
     source: InfoSource,
+    /// Blocks of which a read has failed.
+    failed: FailedBlocks,
     /// What recovery would have stored, had the arena been open for writing.
     redo: BTreeMap<u32, u32>,
     fault: OnceLock<Fault>,
 }
 
 impl Arena {
-    /// Recovers an arena, durably, and makes it ready. One that is damaged gets its error flag, and is read-only.
+    /// Recovers an arena, durably, and makes it ready. One that is damaged gets its error flag, and is read-only; one of which
+    /// flog or map cannot be read is read-only as long as it is open, for it may be read at another time.
     pub(super) fn open(
         common: &Common<impl Words>,
         (number, first_sector): (usize, u64),
         (info, source): (ArenaInfo, InfoSource),
-    ) -> Result<Self, MediaError> {
+    ) -> Result<Self, EngineError> {
         let space = &common.space;
-        let mut recovery = recover(space, &info)?;
-        if let Some(finding) = block_twice(space, &info, &recovery)? {
-            recovery.findings.push(finding);
-        }
+        let (mut recovery, unreadable) = match examined(space, &info) {
+            Ok(recovery) => (recovery, None),
+            Err(error) => (Recovery::default(), Some(Fault::Media(error.in_full()))),
+        };
         let map = Map::new(&info);
         let damage = recovery.findings.first().cloned();
-        let is_writable = damage.is_none() && !info.has_error;
-        if is_writable {
-            redo(common, &info, &map, &recovery)?;
+        let fault = unreadable.or(info.has_error.then_some(Fault::ErrorFlag));
+        if damage.is_none() && fault.is_none() {
+            redo(common, &info, &map, &recovery).map_err(EngineError::Media)?;
             recovery.redo.clear();
         }
         let arena = Self {
@@ -59,14 +63,21 @@ impl Arena {
             lanes: Lanes::new(recovery.lanes),
             second_slot: recovery.second_slot,
             source,
+            failed: FailedBlocks::default(),
             redo: recovery.redo,
             fault: OnceLock::new(),
             info,
         };
-        match damage {
-            Some(finding) => drop(arena.damaged(space, finding)),
-            None if arena.info.has_error => drop(arena.fault.set(Fault::ErrorFlag)),
-            None => {}
+        match (damage, fault) {
+            // Without its flag, a damaged arena would take writes of whoever opens it next.
+            (Some(finding), _) => {
+                let error = arena.damaged(space, finding);
+                if matches!(error, EngineError::Media(_)) {
+                    return Err(error);
+                }
+            }
+            (None, Some(fault)) => drop(arena.fault.set(fault)),
+            (None, None) => {}
         }
         Ok(arena)
     }
@@ -84,12 +95,13 @@ impl Arena {
         }
     }
 
-    /// Passes a result of the media on. The first failure makes the arena read-only: nobody knows what is durable since.
+    /// Passes a result of the media on, of stores and persists. The first failure makes the arena read-only: nobody knows
+    /// what is durable since. A read that fails says nothing of that.
     #[inline]
     pub(super) fn latch<T>(&self, result: Result<T, MediaError>) -> Result<T, EngineError> {
         result.map_err(|error| {
             // Only the first fault is kept.
-            let _ = self.fault.set(Fault::Media(describe(&error)));
+            let _ = self.fault.set(Fault::Media(error.in_full()));
             EngineError::Media(error)
         })
     }
@@ -105,7 +117,17 @@ impl Arena {
         EngineError::ReadOnly { arena: self.number, why }
     }
 
+    /// Is what this sector has lost, because the media under its block failed?
+    #[inline]
+    pub(super) fn has_failed(&self, sector: u32, entry: u32) -> bool {
+        let decoded = decode_map(sector, entry);
+        decoded.kind == MapKind::Error || self.failed.contains(decoded.block)
+    }
+
     /// Reads a sector. Never waits for a writer.
+    ///
+    /// Of a sector that the media cannot read, Linux marks the map entry, and nobody reads it again (drivers/nvdimm/btt.c,
+    /// btt_read_pg). Here it is not marked, because it may be read at another time; its block is not written, either way.
     pub(super) fn read(
         &self,
         common: &Common<impl Words>,
@@ -135,7 +157,11 @@ impl Arena {
             return Ok(());
         };
         // What was never written may have no memory yet, and needs none to be read.
-        self.latch(if is_unwritten { space.read_at(at, into) } else { space.load(at, into) })
+        let read = if is_unwritten { space.read_at(at, into) } else { space.load(at, into) };
+        read.map_err(|source| {
+            self.failed.add(((at - self.info.data_at) / u64::from(self.info.block_bytes)) as u32);
+            EngineError::Unreadable { sector: self.first_sector + u64::from(sector), source }
+        })
     }
 
     fn in_error(&self, sector: u32) -> EngineError {
@@ -145,7 +171,7 @@ impl Arena {
     fn entry(&self, space: &impl Words, sector: u32) -> Result<u32, EngineError> {
         match self.redo.get(&sector) {
             Some(block) => Ok(map::written(*block)),
-            None => self.latch(self.map.entry(space, sector)),
+            None => self.map.entry(space, sector).map_err(EngineError::Media),
         }
     }
 
@@ -156,33 +182,45 @@ impl Arena {
         self.latch(space.persist(&changed.collect::<Vec<_>>()))
     }
 
-    /// Makes sectors read as zeros. Durable at return, and each of them before it or after it at any time.
+    /// Makes sectors read as zeros. Durable at return, and each of them before it or after it at any time. Returns those that
+    /// are to be written instead, because the media under their blocks failed: they would keep them, and nobody would know.
     pub(super) fn discard(
         &self,
         common: &Common<impl Words>,
         sectors: Range<u32>,
-    ) -> Result<(), EngineError> {
+    ) -> Result<Vec<u32>, EngineError> {
         self.check_writable()?;
         let space = &common.space;
+        let mut failed = Vec::new();
         let mut first = sectors.start;
         while first < sectors.end {
             let end = (first / LINE_SECTORS * LINE_SECTORS).saturating_add(LINE_SECTORS).min(sectors.end);
             let locked = common.locks.lock(self.map.words_of(&(first..end)));
-            self.latch(self.map.change(space, first..end, &locked, map::discarded))?;
+            let before = failed.len();
+            for sector in first..end {
+                // Nothing of the line is stored yet.
+                let entry = self.map.entry(space, sector).map_err(EngineError::Media)?;
+                failed.extend(Some(sector).filter(|_| self.has_failed(sector, entry)));
+            }
+            let discarded = |sector, entry| match failed[before..].contains(&sector) {
+                true => entry,
+                false => map::discarded(sector, entry),
+            };
+            self.latch(self.map.change(space, first..end, &locked, discarded))?;
             first = end;
         }
         // An exchange of the same sector that comes in between makes the entry durable itself, before it counts.
         self.latch(space.persist(std::slice::from_ref(&self.map.words_of(&sectors))))?;
-        self.check_writable()
+        self.check_writable()?;
+        Ok(failed)
     }
 }
 
-/// With what the kernel said.
-fn describe(error: &MediaError) -> String {
-    match error {
-        MediaError::Io { source, .. } => format!("{error}: {source}"),
-        MediaError::ReadOnly | MediaError::Latched { .. } => error.to_string(),
-    }
+/// What recovery is to do, and what is wrong.
+fn examined(space: &impl Words, info: &ArenaInfo) -> Result<Recovery, MediaError> {
+    let mut recovery = recover(space, info)?;
+    recovery.findings.extend(block_twice(space, info, &recovery)?);
+    Ok(recovery)
 }
 
 /// Does recovery leave a block to two? The whole map would take long to read; what lanes say of each other, and the

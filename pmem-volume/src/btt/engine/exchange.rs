@@ -42,7 +42,7 @@ use super::map::{self, Locked};
 use super::{Common, EngineError};
 use crate::btt::Words;
 use crate::btt::check::Finding;
-use crate::btt::flog::{MapKind, decode_map};
+use crate::btt::flog::decode_map;
 use crate::btt::layout::MAP_ERROR;
 
 /// As many at most: a quarter of the lanes, so that four threads find some.
@@ -54,7 +54,7 @@ pub(super) struct Exchange<'a, S> {
     arena: &'a Arena,
     sectors: Range<u32>,
     lanes: Taken<'a>,
-    /// What the map says of the sectors, once its lines are locked.
+    /// The blocks that the sectors have, as the flog names them, once their lines are locked.
     logged: Option<(Locked<'a>, SmallVec<[u32; 1]>)>,
 }
 
@@ -87,13 +87,13 @@ impl<'a, S: Words> Exchange<'a, S> {
         let (info, map) = (&arena.info, &arena.map);
         let sector_bytes = info.sector_bytes as usize;
         let locked = locks.lock(map.words_of(&self.sectors));
-        let entries = self.entries()?;
+        let olds = self.old_blocks()?;
         let mut ranges: SmallVec<[Range<u64>; 3]> = SmallVec::with_capacity(2 * self.lanes.len() + 1);
         let mut blocks: SmallVec<[Range<u64>; 1]> = SmallVec::with_capacity(self.lanes.len());
         ranges.push(map.words_of(&self.sectors));
-        for ((lane, sector), entry) in self.lanes.iter().zip(self.sectors.clone()).zip(&entries) {
+        for ((lane, sector), old) in self.lanes.iter().zip(self.sectors.clone()).zip(&olds) {
             let at = lane.entry_at(info);
-            let [first_half, _] = lane.halves(sector, old_of(sector, *entry));
+            let [first_half, _] = lane.halves(sector, *old);
             arena.latch(space.store_word(at, first_half))?;
             ranges.push(at..at + 8);
             ranges.push(map.words_of(&(lane.sector..lane.sector + 1)));
@@ -104,24 +104,26 @@ impl<'a, S: Words> Exchange<'a, S> {
             blocks.push(at..at + sector_bytes as u64);
         }
         arena.latch(space.persist_with_bulk(&ranges, &blocks))?;
-        self.logged = Some((locked, entries));
+        self.logged = Some((locked, olds));
         Ok(())
     }
 
-    /// What the map says of the sectors, whose lines are locked.
-    fn entries(&self) -> Result<SmallVec<[u32; 1]>, EngineError> {
+    /// The blocks of the sectors, whose lines are locked, as the flog names them: one that failed has the flag, so that
+    /// whoever opens the volume knows (Linux clears it then).
+    fn old_blocks(&self) -> Result<SmallVec<[u32; 1]>, EngineError> {
         let Self { common: Common { space, .. }, arena, .. } = *self;
         let bound = arena.info.blocks;
-        let mut entries = SmallVec::with_capacity(self.lanes.len());
+        let mut olds = SmallVec::with_capacity(self.lanes.len());
         for sector in self.sectors.clone() {
-            let entry = arena.latch(arena.map.entry(space, sector))?;
+            // Nothing is stored yet: what cannot be read leaves all as it was.
+            let entry = arena.map.entry(space, sector).map_err(EngineError::Media)?;
             let block = decode_map(sector, entry).block;
             if block >= bound {
                 return Err(arena.damaged(space, Finding::MapRange { sector, block, bound }));
             }
-            entries.push(entry);
+            olds.push(if arena.has_failed(sector, entry) { block | MAP_ERROR } else { block });
         }
-        Ok(entries)
+        Ok(olds)
     }
 
     /// Step 3.
@@ -141,13 +143,13 @@ impl<'a, S: Words> Exchange<'a, S> {
 
     /// Step 4.
     pub(super) fn publish(mut self) -> Result<(), EngineError> {
-        let (locked, entries) = self.logged.take().expect("it was logged before");
+        let (locked, olds) = self.logged.take().expect("it was logged before");
         let first = self.sectors.start;
         let lanes = &self.lanes;
         let new = |sector: u32, _| map::written(lanes[(sector - first) as usize].block);
         self.arena.latch(self.arena.map.change(&self.common.space, self.sectors.clone(), &locked, new))?;
-        for ((lane, sector), entry) in self.lanes.iter_mut().zip(self.sectors.clone()).zip(entries) {
-            lane.advance(self.arena.second_slot, sector, decode_map(sector, entry).block);
+        for ((lane, sector), old) in self.lanes.iter_mut().zip(self.sectors.clone()).zip(olds) {
+            lane.advance(self.arena.second_slot, sector, old);
         }
         Ok(())
     }
@@ -156,11 +158,4 @@ impl<'a, S: Words> Exchange<'a, S> {
     pub(super) fn sectors(&self) -> usize {
         self.lanes.len()
     }
-}
-
-/// The old block, as the flog names it: one that failed keeps the flag, so that whoever opens the volume knows (Linux
-/// clears it then).
-fn old_of(sector: u32, entry: u32) -> u32 {
-    let entry = decode_map(sector, entry);
-    entry.block | if entry.kind == MapKind::Error { MAP_ERROR } else { 0 }
 }

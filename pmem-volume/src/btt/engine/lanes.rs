@@ -45,13 +45,14 @@ impl Lanes {
     }
 
     /// Takes lanes whose blocks nobody reads, up to as many as are wanted, and one at least. Waits only if all lanes
-    /// are taken, or all blocks read, and then holds none: who holds lanes waits for no other.
+    /// are taken, or all blocks read, and then holds none: who holds lanes waits for no other. A lane whose block has
+    /// failed rests, as long as there is another one.
     #[inline]
     pub(super) fn take(&self, wanted: usize, info: &ArenaInfo, readers: &Readers) -> Taken<'_> {
         loop {
             let mut taken = self.take_any(wanted);
             if taken.is_empty() {
-                taken.push(locked(self.0[START.get() % self.0.len()].0.lock()));
+                taken.push(self.wait());
             }
             // The map ceased to name these blocks before their lanes were unlocked.
             let look = readers.look();
@@ -65,6 +66,13 @@ impl Lanes {
         }
     }
 
+    /// Waits for a lane whose block is whole; if there is none, for any.
+    fn wait(&self) -> MutexGuard<'_, Lane> {
+        let start = START.get();
+        let lane = |offset| locked(self.0[start.wrapping_add(offset) % self.0.len()].0.lock());
+        (0..self.0.len()).map(lane).find(|lane| !lane.has_failed).unwrap_or_else(|| lane(0))
+    }
+
     #[inline]
     fn take_any(&self, wanted: usize) -> Taken<'_> {
         let mut taken = Taken::new();
@@ -74,6 +82,7 @@ impl Lanes {
                 break;
             }
             match self.0[start.wrapping_add(offset) % self.0.len()].0.try_lock() {
+                Ok(lane) if lane.has_failed => {}
                 Ok(lane) => taken.push(lane),
                 Err(TryLockError::WouldBlock) => {}
                 Err(TryLockError::Poisoned(_)) => panic!("{NO_PANIC}"),

@@ -11,12 +11,17 @@
 //! is redone by recovery. So a flush has nothing left to do but to say whether all went well. Whoever goes on without such a
 //! recovery is given the media by [`Engine::settle`].
 //!
+//! A sector that cannot be read is an error of that sector alone: it can be written, and gets another block. A store or persist
+//! that fails makes its arena read-only: nobody knows what is durable since.
+//!
 //! An arena whose flog or map cannot be is read-only, and says so in its info blocks, as the format has it; the others go
-//! on. Where an arena has no whole info block, its sectors are those that its size leads to, and none can be read.
+//! on. Where an arena has no whole info block, its sectors are those that its size leads to, and none can be read; a volume in
+//! which its size is not known ([`walk`]) is not opened.
 
 mod arena;
 mod cpu;
 mod exchange;
+mod failed;
 mod lanes;
 mod map;
 mod readers;
@@ -32,13 +37,14 @@ use self::arena::Arena;
 use self::map::{LOCKS, Locks};
 use self::readers::{Readers, SLOTS};
 use super::Words;
-use super::arena::{InfoError, read_arena};
+use super::arena::InfoError;
 use super::check::Finding;
-use super::layout::{ARENA_MAX_BYTES, ARENA_MIN_BYTES, ArenaLayout, PAGE_BYTES, START_BYTES};
+use super::layout::PAGE_BYTES;
+use super::walk::{self, Missing, arenas};
 use crate::media::MediaError;
 
 /// The largest pool has room for 128 of full size; a volume that grew often has smaller ones.
-const MAX_ARENAS: usize = 1024;
+pub(super) const MAX_ARENAS: usize = 1024;
 
 /// A BTT that is open. All calls take any number of threads; of writes to the same sector at once, one is the last.
 pub struct Engine<S> {
@@ -87,14 +93,22 @@ pub enum EngineError {
         why: InfoError,
     },
     /// Sectors that are not offered to guests.
-    #[error(
-        "arena {arena} has sectors of {sector_bytes} bytes; 512 and 4096 are served, one size in all arenas"
-    )]
+    #[error("its sectors have {sector_bytes} bytes; 512 and 4096 are served")]
     SectorSize {
+        /// What the first arena says.
+        sector_bytes: u32,
+    },
+    /// An arena is gone, and what lies behind it cannot be told from what a guest may have written.
+    #[error(
+        "arena {arena}, at {start_bytes:#x}, is missing ({why}), and where it ends is not known: the numbers of the sectors behind it are not either. What is in front of it can be copied out (`pmvol btt export`)"
+    )]
+    Ambiguous {
         /// Which one, from 0.
         arena: usize,
-        /// What it says.
-        sector_bytes: u32,
+        /// Where it starts.
+        start_bytes: u64,
+        /// What is there instead.
+        why: InfoError,
     },
     /// More arenas than any volume needs; each takes memory.
     #[error("there are more than {MAX_ARENAS} arenas")]
@@ -139,6 +153,15 @@ pub enum EngineError {
         /// Which one of the volume.
         sector: u64,
     },
+    /// The media under the sector failed. It can be written.
+    #[error("sector {sector} cannot be read")]
+    Unreadable {
+        /// Which one of the volume.
+        sector: u64,
+        /// How it failed.
+        #[source]
+        source: MediaError,
+    },
     /// The media failed.
     #[error("the media failed")]
     Media(#[source] MediaError),
@@ -165,49 +188,52 @@ impl<S: Words> Engine<S> {
     pub fn open(space: S) -> Result<Self, EngineError> {
         let common = Common { space, locks: Locks::new(LOCKS), readers: Readers::new(SLOTS) };
         let mut engine = Self { common, sector_bytes: 0, sectors: 0, places: Vec::new() };
-        let mut next = Some(START_BYTES);
-        while let Some(start_bytes) = next {
-            next = engine.open_next(start_bytes)?;
-        }
+        let found = arenas(&engine.common.space);
+        engine.check(&found)?;
+        found.into_iter().try_for_each(|place| engine.open_next(place))?;
         Ok(engine)
     }
 
-    /// Opens the next arena, and says where the one behind it starts.
-    fn open_next(&mut self, start_bytes: u64) -> Result<Option<u64>, EngineError> {
-        let (arena, first_sector) = (self.places.len(), self.sectors);
-        if arena == MAX_ARENAS {
+    /// Can they be served? As long as it is not known, nothing is stored.
+    fn check(&mut self, found: &[walk::Place]) -> Result<(), EngineError> {
+        if found.len() > MAX_ARENAS {
             return Err(EngineError::Arenas);
         }
-        let room = self.common.space.len_bytes().saturating_sub(start_bytes);
-        if room < ARENA_MIN_BYTES {
-            return Err(EngineError::NoBtt { start_bytes, why: InfoError::Signature });
-        }
-        let size_bytes = room.min(ARENA_MAX_BYTES);
-        match read_arena(&self.common.space, start_bytes, size_bytes).map_err(EngineError::Media)? {
-            Err(why) if arena == 0 => Err(EngineError::NoBtt { start_bytes, why }),
-            Err(why) => {
-                // As it would be laid out, and whoever follows it.
-                let next = Some(start_bytes + size_bytes).filter(|_| room - size_bytes >= ARENA_MIN_BYTES);
-                let layout = ArenaLayout::all(&[(start_bytes, size_bytes)], self.sector_bytes);
-                let sectors = layout[0].sectors();
-                self.sectors += sectors;
-                self.places.push(Place::Missing { arena, start_bytes, first_sector, sectors, why });
-                Ok(next)
+        match &found[0] {
+            Err(Missing { start_bytes, why, .. }) => {
+                return Err(EngineError::NoBtt { start_bytes: *start_bytes, why: why.clone() });
             }
+            Ok((info, _)) => self.sector_bytes = info.sector_bytes,
+        }
+        if ![512, 4096].contains(&self.sector_bytes) {
+            return Err(EngineError::SectorSize { sector_bytes: self.sector_bytes });
+        }
+        for (arena, place) in found.iter().enumerate() {
+            if let Err(Missing { start_bytes, end_bytes: None, why }) = place {
+                let (start_bytes, why) = (*start_bytes, why.clone());
+                return Err(EngineError::Ambiguous { arena, start_bytes, why });
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens the next arena.
+    fn open_next(&mut self, place: walk::Place) -> Result<(), EngineError> {
+        let (arena, first_sector) = (self.places.len(), self.sectors);
+        let place = match place {
             Ok((info, source)) => {
-                let (next, sectors, sector_bytes) =
-                    (info.next_bytes, u64::from(info.sectors), info.sector_bytes);
-                let is_served = [512, 4096].contains(&sector_bytes);
-                if !is_served || arena > 0 && sector_bytes != self.sector_bytes {
-                    return Err(EngineError::SectorSize { arena, sector_bytes });
-                }
-                let opened = Arena::open(&self.common, (arena, first_sector), (info, source));
-                self.places.push(Place::Arena(Box::new(opened.map_err(EngineError::Media)?)));
-                self.sector_bytes = sector_bytes;
-                self.sectors += sectors;
-                Ok(next)
+                Place::Arena(Box::new(Arena::open(&self.common, (arena, first_sector), (info, source))?))
             }
-        }
+            Err(missing) => {
+                let sectors =
+                    missing.sectors(self.sector_bytes).expect("it was checked that its end is known");
+                let Missing { start_bytes, why, .. } = missing;
+                Place::Missing { arena, start_bytes, first_sector, sectors, why }
+            }
+        };
+        self.sectors = place.sectors().end;
+        self.places.push(place);
+        Ok(())
     }
 
     /// What it works on.
@@ -272,7 +298,10 @@ impl<S: Words> Engine<S> {
             return self.write_zero_bytes(sectors);
         }
         for (arena, sectors) in self.parts(self.inside(sectors)?) {
-            arena?.discard(&self.common, sectors)?;
+            let arena = arena?;
+            for sector in arena.discard(&self.common, sectors)? {
+                exchange::exchange(&self.common, arena, sector, &[0; PAGE_BYTES as usize])?;
+            }
         }
         Ok(())
     }

@@ -36,8 +36,14 @@ impl<S: ReadAt> ReadAt for Overlay<'_, S> {
     }
 
     fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        self.space.read_at(offset_bytes, into)?;
         let end = offset_bytes + into.len() as u64;
+        if let Err(error) = self.space.read_at(offset_bytes, into) {
+            // What is stored over all of what cannot be read can be.
+            let units = self.stored.range(offset_bytes..end).count() as u64;
+            if !offset_bytes.is_multiple_of(UNIT_BYTES) || units * UNIT_BYTES < end - offset_bytes {
+                return Err(error);
+            }
+        }
         for (at, unit) in self.stored.range(offset_bytes.saturating_sub(UNIT_BYTES - 1)..end) {
             for (byte_at, byte) in (*at..).zip(unit) {
                 if (offset_bytes..end).contains(&byte_at) {

@@ -373,11 +373,11 @@ fn the_second_arena_is_repaired_by_itself() {
     let extension = crate::btt::extend(&media, 2 * VOLUME_BYTES).unwrap().unwrap();
     extension.format(&media).unwrap();
     extension.link().into_iter().for_each(|(at, word)| media.write_at(at, &word.to_le_bytes()).unwrap());
-    let second = arenas(&media).unwrap().0[1].0.clone();
+    let second = arenas(&media)[1].clone().unwrap().0;
     set_flog(&media, &second, 9, 0, 3, 7);
     let damaged = media.to_bytes();
     // What is wrong in the first arena, and stays, does not keep the second from it.
-    let first = arenas(&media).unwrap().0[0].0.clone();
+    let first = arenas(&media)[0].clone().unwrap().0;
     set_map(&media, &first, 12, 20 | MAP_ERROR | MAP_ZERO);
     let repair = plan(&media, GiveUp::Nothing);
     assert_eq!(repair.mendings.iter().map(|mending| mending.arena).collect::<Vec<_>>(), [1]);

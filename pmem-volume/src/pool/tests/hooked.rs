@@ -16,6 +16,8 @@ pub(super) struct Hooked {
     media: Simulator,
     before: Arc<Hook>,
     stored: Arc<Mutex<Vec<u64>>>,
+    /// What cannot be read.
+    bad: Arc<Mutex<Option<Range<u64>>>>,
 }
 
 impl Hooked {
@@ -23,12 +25,36 @@ impl Hooked {
         len_bytes: u64,
         before: impl Fn() -> Result<(), MediaError> + Send + Sync + 'static,
     ) -> Self {
-        Self { media: Simulator::new(len_bytes), before: Arc::new(before), stored: Arc::default() }
+        let media = Simulator::new(len_bytes);
+        Self { media, before: Arc::new(before), stored: Arc::default(), bad: Arc::default() }
     }
 
     /// Where words were stored since it was asked last.
     pub(super) fn take_stored(&self) -> Vec<u64> {
         std::mem::take(&mut *self.stored.lock().unwrap())
+    }
+
+    /// From now on this cannot be read.
+    pub(super) fn set_bad(&self, bad: Option<Range<u64>>) {
+        *self.bad.lock().unwrap() = bad;
+    }
+
+    /// Where words lie that have a value.
+    pub(super) fn find_words(&self, value: u64) -> Vec<u64> {
+        let (words, _) = self.media.content();
+        words.into_iter().filter(|(_, word)| *word == value).map(|(at, _)| at).collect()
+    }
+
+    fn reach(&self, at: u64, length: u64) -> Result<(), MediaError> {
+        match self.bad.lock().unwrap().as_ref().is_some_and(|bad| at < bad.end && bad.start < at + length) {
+            true => Err(MediaError::Io {
+                operation: "read",
+                offset_bytes: at,
+                length_bytes: length,
+                source: std::io::Error::from_raw_os_error(libc::EIO),
+            }),
+            false => Ok(()),
+        }
     }
 
     /// What decides what a loss of power now would leave.
@@ -46,12 +72,14 @@ impl Media for Hooked {
         Durability::PageCache
     }
     fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.reach(offset_bytes, into.len() as u64)?;
         self.media.read(offset_bytes, into)
     }
     fn next_data(&self, range: Range<u64>) -> Result<Option<Range<u64>>, MediaError> {
         self.media.next_data(range)
     }
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        self.reach(offset_bytes, 8)?;
         self.media.load_word(offset_bytes)
     }
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {

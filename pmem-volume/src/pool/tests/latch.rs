@@ -9,6 +9,7 @@ use super::crash;
 use super::hooked::{Hooked, open};
 use super::slow::{Barrier, Gate, PATIENCE};
 use super::*;
+use crate::btt::{Engine, EngineError};
 use crate::media::MediaError;
 use crate::media::simulator::Random;
 
@@ -232,4 +233,36 @@ fn an_open_stores_again_what_already_reads_as_to_be_erased() {
     assert_eq!(open(media.clone()).info().scrubbing_bytes, 4 * MIB);
     let words: Vec<_> = run.ids().map(|start| table.byte_range(Run { start, chunks: 1 }).start).collect();
     assert_eq!(media.take_stored(), words);
+}
+
+/// A sector that cannot be read, and a map of which the same is true while somebody checks the pool: neither says anything of
+/// what is durable.
+#[test]
+fn what_cannot_be_read_latches_nothing() {
+    const MARK: u64 = 0x5a5a_5a5a_5a5a_5a5a;
+    let media = Hooked::new(40 * MIB, || Ok(()));
+    let pool = open(media.clone());
+    pool.create_volume("a", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt).unwrap();
+    let engine = Engine::open(pool.open_volume("a").unwrap()).unwrap();
+    engine.write(7, &MARK.to_le_bytes().repeat(512)).unwrap();
+    let block = media.find_words(MARK)[0];
+    media.set_bad(Some(block..block + 64));
+    let result = engine.read(7, &mut vec![0; 4096]);
+    assert!(matches!(result, Err(EngineError::Unreadable { sector: 7, .. })), "{result:?}");
+    engine.write(8, &[1; 4096]).unwrap();
+    engine.space().flush_guest_stores(0..18 * MIB).unwrap();
+
+    // The whole volume but its first chunk, and the map with it: while it is in use, and when it is not.
+    let last = engine.space().extents().last().unwrap();
+    let end = last.offset_bytes() + last.len_bytes();
+    media.set_bad(Some(end - MIB..end));
+    let is_damaged = |report: &CheckReport| report.damaged() > 0 && !report.is_clean();
+    assert!(is_damaged(&pool.check().unwrap()));
+    assert!(pool.is_writable());
+    drop(engine);
+    assert!(is_damaged(&pool.check().unwrap()));
+    assert!(pool.is_writable());
+    media.set_bad(None);
+    assert!(pool.check().unwrap().is_clean());
+    pool.create_volume("b", VolumeSize::Bytes(2 * MIB), VolumeFormat::Raw).unwrap();
 }

@@ -47,6 +47,7 @@ pub(super) struct InfoReport {
 
 #[derive(Serialize)]
 struct ArenaLine {
+    number: usize,
     start_bytes: u64,
     end_bytes: u64,
     uuid: uuid::Uuid,
@@ -68,22 +69,32 @@ struct ArenaLine {
 
 impl InfoReport {
     pub(super) fn new(place: &Place, media: &Media) -> Result<Self, MediaError> {
-        let (found, lacking) = btt::arenas(media)?;
-        let mut sectors = 0;
-        let arenas = found.iter().map(|(info, source)| ArenaLine::new(info, *source, &mut sectors)).collect();
-        let missing = lacking.map(|(start, why)| {
-            format!(
-                "at {start:#x} there should be arena {}: neither info block is whole ({why})",
-                found.len()
-            )
-        });
-        let sector_bytes = found.first().map_or(0, |(info, _)| info.sector_bytes);
+        let (mut sectors, mut sector_bytes) = (0, 0);
+        let (mut arenas, mut missing) = (Vec::new(), Vec::new());
+        for (number, place) in btt::arenas(media).into_iter().enumerate() {
+            match place {
+                Ok((info, source)) => {
+                    arenas.push(ArenaLine::new(number, &info, source, &mut sectors));
+                    sector_bytes = info.sector_bytes;
+                }
+                Err(missing_arena) => {
+                    let lost = missing_arena.sectors(sector_bytes);
+                    let btt::Missing { start_bytes, why, .. } = missing_arena;
+                    let end = lost.map_or("; what lies behind it is not known", |_| "");
+                    missing.push(format!(
+                        "at {start_bytes:#x} there should be arena {number}: neither info block is whole ({why}){end}"
+                    ));
+                    sectors += lost.unwrap_or(0);
+                }
+            }
+        }
+        let missing = Some(missing.join("\n")).filter(|text| !text.is_empty());
         Ok(Self { name: place.name(), size_bytes: media.len_bytes(), sector_bytes, sectors, arenas, missing })
     }
 }
 
 impl ArenaLine {
-    fn new(info: &ArenaInfo, source: InfoSource, sectors: &mut u64) -> Self {
+    fn new(number: usize, info: &ArenaInfo, source: InfoSource, sectors: &mut u64) -> Self {
         let first_sector = *sectors;
         *sectors += u64::from(info.sectors);
         let (info_blocks, info_blocks_are) = match source {
@@ -95,6 +106,7 @@ impl ArenaLine {
             InfoSource::Second => ("the second", "the second of the two is whole"),
         };
         Self {
+            number,
             start_bytes: info.start_bytes,
             end_bytes: info.end_bytes,
             uuid: info.uuid,
@@ -124,8 +136,8 @@ pub(super) fn info(out: Out<'_>, report: &InfoReport) -> io::Result<()> {
         display(bytes),
         report.arenas.len()
     )?;
-    for (number, arena) in report.arenas.iter().enumerate() {
-        writeln!(out, "arena {number}")?;
+    for arena in &report.arenas {
+        writeln!(out, "arena {}", arena.number)?;
         writeln!(out, "  uuid       {}", arena.uuid)?;
         writeln!(out, "  lies       from {:#x} to {:#x}", arena.start_bytes, arena.end_bytes)?;
         let last_sector = arena.first_sector + u64::from(arena.sectors) - 1;

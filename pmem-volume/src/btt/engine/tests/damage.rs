@@ -1,21 +1,22 @@
 //! Metadata that cannot be, and media that fails: each is said of its arena, and the other arena is served as ever.
 
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::script::{LANES, Oracle, SECTORS, new_media};
 use super::*;
 use crate::btt::arena::ArenaInfo;
-use crate::btt::flog::{Recovery, recover};
+use crate::btt::flog::{Recovery, read_map, recover};
 use crate::btt::layout::{FLAG_ERROR, MAP_BLOCK, MAP_ERROR, MAP_ZERO};
 use crate::btt::{Finding, ReadAt, WriteAt};
 use crate::media::simulator::{Random, Simulator};
 
-fn info_at(media: &MemoryMedia, start: u64) -> ArenaInfo {
-    read_arena(media, start, VOLUME_BYTES - START_BYTES).unwrap().unwrap().0
+pub(super) fn info_at(media: &MemoryMedia, start: u64) -> ArenaInfo {
+    read_arena(media, start, VOLUME_BYTES - START_BYTES).unwrap().0
 }
 
 /// The second arena of two.
-fn second_of(media: &MemoryMedia) -> ArenaInfo {
+pub(super) fn second_of(media: &MemoryMedia) -> ArenaInfo {
     info_at(media, info_at(media, START_BYTES).next_bytes.unwrap())
 }
 
@@ -24,7 +25,7 @@ fn store_u32(media: &MemoryMedia, at: u64, value: u32) {
 }
 
 /// Changes an info block, or its copy, and gives it a checksum that fits.
-fn change_info(media: &MemoryMedia, at: u64, change: impl Fn(&mut InfoBytes)) {
+pub(super) fn change_info(media: &MemoryMedia, at: u64, change: impl Fn(&mut InfoBytes)) {
     let mut info = InfoBytes::new_zeroed();
     media.read_at(at, info.as_mut_bytes()).unwrap();
     change(&mut info);
@@ -33,11 +34,11 @@ fn change_info(media: &MemoryMedia, at: u64, change: impl Fn(&mut InfoBytes)) {
     media.write_at(at, info.as_bytes()).unwrap();
 }
 
-fn spoil(media: &MemoryMedia, at: u64) {
+pub(super) fn spoil(media: &MemoryMedia, at: u64) {
     store_u32(media, at + 16, 0xdead_beef);
 }
 
-fn flags_at(media: &MemoryMedia, at: u64) -> u32 {
+pub(super) fn flags_at(media: &MemoryMedia, at: u64) -> u32 {
     let mut info = InfoBytes::new_zeroed();
     media.read_at(at, info.as_mut_bytes()).unwrap();
     assert_eq!(info.checksum.get(), checksum(&info), "the info block is whole");
@@ -224,7 +225,7 @@ fn sectors_that_are_not_offered_are_refused() {
             });
         }
         let error = Engine::open(&media).unwrap_err();
-        assert!(matches!(error, EngineError::SectorSize { arena: 0, sector_bytes: s } if s == sector_bytes));
+        assert!(matches!(error, EngineError::SectorSize { sector_bytes: s } if s == sector_bytes));
     }
 }
 
@@ -232,7 +233,7 @@ fn sectors_that_are_not_offered_are_refused() {
 #[test]
 fn a_crash_while_the_error_flag_is_set_leaves_the_arena_found() {
     let media = new_media();
-    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().unwrap();
+    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
     assert_eq!((info.sectors, info.lanes), (SECTORS, LANES));
     media.write_at(info.flog_at + 8, &[0xff; 8]).unwrap();
     WriteAt::persist(&media, std::slice::from_ref(&(info.flog_at..info.flog_at + 16))).unwrap();
@@ -250,18 +251,39 @@ fn a_crash_while_the_error_flag_is_set_leaves_the_arena_found() {
     assert!(images > 8, "only {images} images");
 }
 
-/// Media of which an operation fails, and every one after it until it is mended.
-struct Failing {
-    media: MemoryMedia,
-    left: AtomicU64,
+/// Media of which a change fails, and every one after it until it is mended; and of which parts cannot be read, nor stored to,
+/// as pages that the kernel has taken away.
+pub(super) struct Failing {
+    pub(super) media: MemoryMedia,
+    pub(super) left: AtomicU64,
+    bad: Mutex<Vec<Range<u64>>>,
 }
 
 impl Failing {
+    pub(super) fn new(media: MemoryMedia) -> Self {
+        Self { media, left: u64::MAX.into(), bad: Mutex::default() }
+    }
+
+    fn failure() -> MediaError {
+        let source = std::io::Error::from_raw_os_error(libc::EIO);
+        MediaError::Io { operation: "test", offset_bytes: 0, length_bytes: 8, source }
+    }
+
     fn pass(&self) -> Result<(), MediaError> {
         let passed = self.left.try_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1));
-        let source = std::io::Error::from_raw_os_error(libc::EIO);
-        let failed = MediaError::Io { operation: "test", offset_bytes: 0, length_bytes: 8, source };
-        passed.map(drop).map_err(|_| failed)
+        passed.map(drop).map_err(|_| Self::failure())
+    }
+
+    fn reach(&self, at: u64, length: usize) -> Result<(), MediaError> {
+        let end = at + length as u64;
+        match self.bad.lock().unwrap().iter().any(|bad| at < bad.end && bad.start < end) {
+            true => Err(Self::failure()),
+            false => Ok(()),
+        }
+    }
+
+    pub(super) fn set_bad(&self, bad: &[Range<u64>]) {
+        *self.bad.lock().unwrap() = bad.to_vec();
     }
 }
 
@@ -271,7 +293,7 @@ impl ReadAt for Failing {
     }
 
     fn read_at(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
-        self.pass()?;
+        self.reach(offset_bytes, into.len())?;
         self.media.read_at(offset_bytes, into)
     }
 }
@@ -279,6 +301,7 @@ impl ReadAt for Failing {
 impl WriteAt for Failing {
     fn write_at(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         self.pass()?;
+        self.reach(offset_bytes, bytes.len())?;
         self.media.write_at(offset_bytes, bytes)
     }
 
@@ -289,14 +312,89 @@ impl WriteAt for Failing {
 
 impl Words for Failing {
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
-        self.pass()?;
+        self.reach(offset_bytes, 8)?;
         Words::load_word(&self.media, offset_bytes)
     }
 
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         self.pass()?;
+        self.reach(offset_bytes, 8)?;
         Words::store_word(&self.media, offset_bytes, word)
     }
+}
+
+/// A sector that the media cannot read any more, and what is left of its arena: nothing else is lost, and its block is never
+/// written, also after another open, however often the others are.
+#[test]
+fn a_sector_that_cannot_be_read_is_an_error_of_that_sector_alone() {
+    for is_discarded in [false, true] {
+        let media = MemoryMedia::new(VOLUME_BYTES);
+        format_small(&media, 16, 4);
+        let info = info_at(&media, START_BYTES);
+        let engine = Engine::open(Failing::new(media)).unwrap();
+        for sector in 0..16 {
+            engine.write(sector, &content(sector, 1, 4096)).unwrap();
+        }
+        let bad = [3, 4].map(|sector| {
+            let start = info.block_at(read_map(engine.space(), &info, sector).unwrap().block);
+            start + 64..start + 128
+        });
+        engine.space().set_bad(&bad);
+        let unreadable = |sector: u64| {
+            let result = engine.read(sector, &mut vec![0; 4096]);
+            matches!(result, Err(EngineError::Unreadable { sector: s, .. }) if s == sector)
+        };
+        assert!(unreadable(3) && unreadable(4));
+        assert_eq!(engine.arenas()[0].read_only, None);
+        engine.flush().unwrap();
+        assert_eq!(read(&engine, 5), content(5, 1, 4096));
+        match is_discarded {
+            true => engine.discard(2..5).unwrap(),
+            false => engine.write(3, &[content(3, 2, 4096), content(4, 2, 4096)].concat()).unwrap(),
+        }
+        let rewrite = |engine: &Engine<Failing>| {
+            for version in 3..40 {
+                for sector in (0..16).filter(|sector| !(2..5).contains(sector)) {
+                    engine.write(sector, &content(sector, version, 4096)).unwrap();
+                }
+            }
+            for sector in 3..5 {
+                let expected = if is_discarded { vec![0; 4096] } else { content(sector, 2, 4096) };
+                assert_eq!(read(engine, sector), expected);
+            }
+        };
+        rewrite(&engine);
+        let engine = Engine::open(engine.common.space).unwrap();
+        rewrite(&engine);
+        assert!(check(&engine.common.space.media).unwrap().is_clean());
+    }
+}
+
+/// A map entry that cannot be read says nothing of what is durable either.
+#[test]
+fn a_map_entry_that_cannot_be_read_latches_nothing() {
+    let media = MemoryMedia::new(VOLUME_BYTES);
+    format_small(&media, 16, 4);
+    let info = info_at(&media, START_BYTES);
+    let engine = Engine::open(Failing::new(media)).unwrap();
+    engine.write(0, &content(0, 1, 4096)).unwrap();
+    engine.space().set_bad(std::slice::from_ref(&(info.map_at + 8..info.map_at + 16)));
+    let results = [
+        engine.read(2, &mut vec![0; 4096]),
+        engine.write(1, &vec![1; 8192]),
+        engine.write(3, &vec![1; 4096]),
+        engine.discard(2..3),
+    ];
+    for result in results {
+        assert!(matches!(result, Err(EngineError::Media(_))), "{result:?}");
+    }
+    assert_eq!(engine.arenas()[0].read_only, None);
+    engine.write(0, &content(0, 2, 4096)).unwrap();
+    engine.settle().unwrap();
+    engine.space().set_bad(&[]);
+    assert_eq!(read(&engine, 0), content(0, 2, 4096));
+    assert_eq!(read(&engine, 2), vec![0; 4096]);
+    assert!(check(&engine.common.space.media).unwrap().is_clean());
 }
 
 #[test]
@@ -305,13 +403,13 @@ fn the_first_failure_makes_the_arena_read_only_until_it_is_opened_again() {
     for failure in 0.. {
         let media = MemoryMedia::new(VOLUME_BYTES);
         format_small(&media, 16, 4);
-        let engine = Engine::open(Failing { media, left: u64::MAX.into() }).unwrap();
+        let engine = Engine::open(Failing::new(media)).unwrap();
         engine.write(2, &sectors(1)).unwrap();
         engine.space().left.store(failure, Ordering::SeqCst);
         let result = engine.write(2, &sectors(2)).and_then(|()| engine.discard(3..4));
         engine.space().left.store(u64::MAX, Ordering::SeqCst);
         if result.is_ok() {
-            assert!(failure > 10, "a write and a discard do more");
+            assert!(failure > 8, "a write and a discard do more");
             break;
         }
         assert!(matches!(result, Err(EngineError::Media(_))), "{failure}: {result:?}");

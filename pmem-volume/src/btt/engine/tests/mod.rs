@@ -3,6 +3,7 @@
 mod crash;
 mod crash_wrong;
 mod damage;
+mod missing;
 mod model;
 mod modelled;
 mod readers;
@@ -13,7 +14,8 @@ use uuid::Uuid;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::*;
-use crate::btt::layout::{InfoBytes, checksum};
+use crate::btt::arena::read_arena;
+use crate::btt::layout::{InfoBytes, START_BYTES, checksum};
 use crate::btt::{Layout, Reader, Sector, WriteAt, check};
 use crate::media::MemoryMedia;
 
@@ -27,10 +29,14 @@ pub(super) fn formatted(sector_bytes: u32) -> MemoryMedia {
 
 /// Two arenas, the second behind what the volume had at first.
 pub(super) fn formatted_twice(sector_bytes: u32) -> MemoryMedia {
-    let one = formatted(sector_bytes);
-    let extension = crate::btt::extend(&one, 2 * VOLUME_BYTES).unwrap().unwrap();
-    let mut bytes = one.to_bytes();
-    bytes.resize(2 * VOLUME_BYTES as usize, 0);
+    grown(&formatted(sector_bytes), 2 * VOLUME_BYTES)
+}
+
+/// The same BTT with another arena, which reaches to the new end of its volume.
+pub(super) fn grown(media: &MemoryMedia, size_bytes: u64) -> MemoryMedia {
+    let extension = crate::btt::extend(media, size_bytes).unwrap().unwrap();
+    let mut bytes = media.to_bytes();
+    bytes.resize(size_bytes as usize, 0);
     let media = MemoryMedia::from_bytes(&bytes);
     extension.format(&media).unwrap();
     for (at, word) in extension.link() {
@@ -119,7 +125,7 @@ fn both_paddings_of_the_flog_are_kept() {
     let engine = Engine::open(&media).unwrap();
     engine.write(5, &content(5, 1, 4096)).unwrap();
     drop(engine);
-    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().unwrap();
+    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
     let group_of =
         |slot: u64| (0..256u64).find(|lane| word_at(&media, info.flog_at + lane * 64 + slot * 16 + 8) != 0);
     let lane = group_of(1).expect("slot 1 is in use");

@@ -151,7 +151,7 @@ impl Words for OneWord {
 /// Two writers change the two entries of a word.
 fn neighbours_change(left_out: LeftOut) -> Result<(), String> {
     let media = formatted(4096);
-    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().unwrap();
+    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
     every_order(left_out, move || {
         let shared = Arc::new((Locks::new(1), Map::new(&info), OneWord(AtomicU64::new(0))));
         let change = move |shared: &(Locks, Map, OneWord), sector: u32| {

@@ -74,7 +74,7 @@ impl Recorded {
     pub(super) fn new(media: Simulator, wrong: Wrong, oracle: Oracle) -> Self {
         let space: &dyn ReadAt = &media;
         let size_bytes = space.len_bytes() - START_BYTES;
-        let (info, _) = read_arena(&media, START_BYTES, size_bytes).unwrap().unwrap();
+        let (info, _) = read_arena(&media, START_BYTES, size_bytes).unwrap();
         Self {
             map: info.map_at..info.map_at + u64::from(info.sectors) * 4,
             flog: info.flog_at..info.flog_at + u64::from(info.lanes) * 64,
@@ -367,7 +367,7 @@ pub(super) struct Driver<'a> {
 impl<'a> Driver<'a> {
     pub(super) fn open(recorded: &'a Recorded) -> Self {
         let size_bytes = ReadAt::len_bytes(recorded) - START_BYTES;
-        let (info, _) = read_arena(recorded, START_BYTES, size_bytes).unwrap().unwrap();
+        let (info, _) = read_arena(recorded, START_BYTES, size_bytes).unwrap();
         let mut recovery = recover(recorded, &info).unwrap();
         let driver = Self { recorded, info, recovery: Recovery::default() };
         for (sector, block) in std::mem::take(&mut recovery.redo) {

@@ -141,7 +141,7 @@ impl Words for Stopping {
 /// Returns what the reader read, and what a reader would have read that had not said what it reads.
 fn read_while_overwritten(prepare: impl Fn(&Stopping)) -> (u64, Vec<u8>) {
     let media = small(16, 3);
-    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().unwrap();
+    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
     let ((stopped, has_stopped), (continues, go_on)) = (channel(), channel());
     let stopping = Stopping {
         media,

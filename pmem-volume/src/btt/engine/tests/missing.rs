@@ -1,0 +1,222 @@
+//! Arenas that are missing or cannot be read: what lies behind them is served where it is known which sectors it has, and
+//! never guessed.
+
+use std::sync::atomic::Ordering;
+
+use super::damage::{Failing, change_info, flags_at, info_at, second_of, spoil};
+use super::*;
+use crate::btt::layout::{INFO_BYTES, SIGNATURE};
+use crate::btt::{Finding, GiveUp, InfoSource, ReadAt, plan_repair};
+
+/// Three arenas, each with a sector of its own at its start.
+fn thrice() -> (MemoryMedia, Vec<ArenaStatus>) {
+    let media = grown(&formatted_twice(4096), 3 * VOLUME_BYTES);
+    let engine = Engine::open(&media).unwrap();
+    let arenas = engine.arenas();
+    for sector in arenas.iter().map(|arena| arena.first_sector) {
+        engine.write(sector, &content(sector, 1, 4096)).unwrap();
+    }
+    drop(engine);
+    (media, arenas)
+}
+
+fn lose_second(media: &MemoryMedia) {
+    let second = second_of(media);
+    [second.start_bytes, second.copy_at].iter().for_each(|at| spoil(media, *at));
+}
+
+#[test]
+fn arenas_behind_one_that_is_missing_keep_their_sectors() {
+    let (media, arenas) = thrice();
+    lose_second(&media);
+    let [_, second, third] = arenas.iter().map(|arena| arena.first_sector).collect::<Vec<_>>()[..] else {
+        panic!("three arenas")
+    };
+    let engine = Engine::open(&media).unwrap();
+    let now = engine.arenas();
+    let places = |arenas: &[ArenaStatus]| {
+        arenas.iter().map(|a| (a.start_bytes, a.first_sector, a.sectors)).collect::<Vec<_>>()
+    };
+    assert_eq!(places(&now), places(&arenas));
+    assert!(now[0].read_only.is_none() && now[1].uuid.is_none() && now[2].read_only.is_none());
+    assert_eq!(read(&engine, third), content(third, 1, 4096));
+    engine.write(third, &content(third, 2, 4096)).unwrap();
+    let result = engine.write(third - 1, &vec![1; 4096]);
+    assert!(matches!(result, Err(EngineError::Missing { arena: 1, .. })), "{result:?}");
+    let sectors = engine.sectors();
+    drop(engine);
+    // The other code that reads it goes the same way.
+    let report = check(&media).unwrap();
+    let totals: Vec<_> = report.arenas.iter().map(|arena| arena.findings_total).collect();
+    assert_eq!(totals, [0, 1, 0]);
+    let (reader, troubles) = Reader::open_damaged(&media).unwrap();
+    assert_eq!((reader.sectors(), troubles.len(), troubles[0].0), (sectors, 1, 1));
+    let mut bytes = vec![7; 3 * 4096];
+    let mut lost = Vec::new();
+    reader.read_many(third - 2, &mut bytes, &mut |sector, why| lost.push((sector, why.to_string())));
+    let missing = "in arena 1, which is lost".to_owned();
+    assert_eq!(lost, [(third - 2, missing.clone()), (third - 1, missing)]);
+    assert_eq!(bytes, [vec![0; 8192], content(third, 2, 4096)].concat());
+    assert_eq!(reader.read(second, &mut bytes[..4096]).unwrap(), Sector::Error);
+}
+
+/// What is not known is not guessed, and nothing is stored meanwhile.
+fn assert_refused(media: &MemoryMedia) {
+    let before = media.to_bytes();
+    let error = Engine::open(media).unwrap_err();
+    assert!(matches!(error, EngineError::Ambiguous { arena: 1, .. }), "{error}");
+    assert!(media.to_bytes() == before);
+    let (reader, troubles) = Reader::open_damaged(media).unwrap();
+    assert_eq!((reader.sectors(), troubles.len()), (u64::from(info_at(media, START_BYTES).sectors), 1));
+    let mut sector = vec![0; 4096];
+    assert_eq!(reader.read(0, &mut sector).unwrap(), Sector::Data);
+    assert_eq!(sector, content(0, 1, 4096));
+}
+
+#[test]
+fn several_that_are_missing_are_not_taken_for_one() {
+    let (media, arenas) = thrice();
+    let third = info_at(&media, arenas[2].start_bytes);
+    lose_second(&media);
+    // Its first block is whole, and does not say that no guest has written it.
+    spoil(&media, third.copy_at);
+    assert_refused(&media);
+    spoil(&media, third.start_bytes);
+    assert_refused(&media);
+}
+
+#[test]
+fn what_a_guest_has_written_is_not_taken_for_an_arena() {
+    let media = grown(&formatted(4096), 3 * VOLUME_BYTES);
+    let engine = Engine::open(&media).unwrap();
+    engine.write(0, &content(0, 1, 4096)).unwrap();
+    drop(engine);
+    let real = second_of(&media);
+    // A third arena, whole, in the data of the second one: every block of it is one that a guest may have written.
+    let (three, arenas) = thrice();
+    let start = arenas[2].start_bytes;
+    let fake = info_at(&three, start);
+    let end = real.data_at + u64::from(real.blocks) * u64::from(real.block_bytes);
+    let shift = 64 * 4096;
+    let copy_at = fake.copy_at - shift;
+    assert!(copy_at + INFO_BYTES <= end);
+    let mut block = [0; INFO_BYTES as usize];
+    three.read_at(start, &mut block).unwrap();
+    for at in [start, copy_at] {
+        media.write_at(at, &block).unwrap();
+        change_info(&media, at, |info| {
+            info.external_nlba.set(fake.sectors - 100);
+            info.internal_nlba.set(fake.blocks - 100);
+            for offset in [&mut info.mapoff, &mut info.logoff, &mut info.info2off] {
+                offset.set(offset.get() - shift);
+            }
+        });
+    }
+    let (planted, source) = read_arena(&media, start, VOLUME_BYTES).unwrap();
+    assert_eq!((planted.copy_at, source), (copy_at, InfoSource::Both));
+    assert_eq!(fake.uuid, real.uuid);
+    lose_second(&media);
+    assert_refused(&media);
+    // A trace alone is enough: so much is left of an arena whose blocks are lost.
+    media.write_at(start, &[0; INFO_BYTES as usize]).unwrap();
+    media.write_at(start - INFO_BYTES, &SIGNATURE).unwrap();
+    assert_refused(&media);
+    media.write_at(start - INFO_BYTES, &[0; SIGNATURE.len()]).unwrap();
+    let engine = Engine::open(&media).unwrap();
+    assert_eq!(engine.arenas()[1].sectors, u64::from(real.sectors));
+}
+
+#[test]
+fn an_arena_with_other_sectors_is_missing_and_the_others_are_served() {
+    let (media, arenas) = thrice();
+    let second = second_of(&media);
+    for at in [second.start_bytes, second.copy_at] {
+        change_info(&media, at, |info| {
+            info.external_lbasize.set(512);
+            info.internal_lbasize.set(512);
+        });
+    }
+    let engine = Engine::open(&media).unwrap();
+    let now = engine.arenas();
+    assert!(now[1].read_only.as_ref().is_some_and(|why| why.contains("sectors of one size")), "{now:?}");
+    let third = arenas[2].first_sector;
+    assert_eq!(now[2].first_sector, third);
+    assert_eq!(read(&engine, third), content(third, 1, 4096));
+}
+
+/// What cannot be read while the volume is opened, checked, exported and repaired is one arena's.
+#[test]
+fn metadata_that_cannot_be_read_is_the_loss_of_its_arena() {
+    let info = second_of(&formatted_twice(4096));
+    let of = |at: u64, length: u64| at..at + length;
+    let places = [
+        ("first", of(info.start_bytes, INFO_BYTES)),
+        ("second", of(info.copy_at, INFO_BYTES)),
+        ("flog", of(info.flog_at + 64, 64)),
+        ("map", of(info.map_at, 4096)),
+        ("map behind", of(info.map_at + 8192, 64)),
+    ];
+    for (what, bad) in places {
+        let media = formatted_twice(4096);
+        let border = Engine::open(&media).unwrap().arenas()[1].first_sector;
+        Engine::open(&media).unwrap().write(border, &content(border, 1, 4096)).unwrap();
+        let failing = Failing::new(media);
+        failing.set_bad(std::slice::from_ref(&bad));
+
+        let engine = Engine::open(&failing).unwrap();
+        engine.write(border - 1, &content(border - 1, 1, 4096)).unwrap();
+        let why = engine.arenas()[1].read_only.clone();
+        let is_served = ["first", "second", "map behind"].contains(&what);
+        assert_eq!(why.is_none(), is_served, "{what}: {why:?}");
+        match why {
+            None => assert_eq!(read(&engine, border), content(border, 1, 4096)),
+            Some(why) => {
+                assert!(why.contains("os error 5"), "{why}");
+                let result = engine.write(border, &content(border, 2, 4096));
+                assert!(matches!(result, Err(EngineError::ReadOnly { arena: 1, .. })), "{result:?}");
+                assert!(engine.settle().is_err(), "it is not known what is left to be redone");
+            }
+        }
+        drop(engine);
+
+        let report = check(&failing).unwrap();
+        assert_eq!(report.arenas[0].findings, []);
+        let found = &report.arenas[1].findings;
+        match what {
+            "first" => assert_eq!(found[..], [Finding::FirstInfo]),
+            "second" => assert_eq!(found[..], [Finding::SecondInfo]),
+            _ => assert!(matches!(found[..], [Finding::Unreadable { .. }, ..]), "{what}: {found:?}"),
+        }
+        let (reader, _) = Reader::open_damaged(&failing).unwrap();
+        let mut sector = vec![0; 4096];
+        assert_eq!(reader.read(border - 1, &mut sector).unwrap(), Sector::Data);
+        assert_eq!(sector, content(border - 1, 1, 4096));
+
+        let repair = plan_repair(&failing, GiveUp::Nothing, &mut |_| {}).unwrap();
+        failing.set_bad(&[]);
+        if ["first", "second"].contains(&what) {
+            assert_eq!((repair.mendings.len(), repair.after.is_clean()), (1, true), "{what}");
+            spoil(&failing.media, bad.start);
+            repair.carry_out(&failing.media).unwrap();
+        }
+        assert!(check(&failing.media).unwrap().is_clean(), "{what}");
+        // It was not the arena's fault.
+        assert_eq!(flags_at(&failing.media, info.start_bytes), 0);
+        assert!(Engine::open(&failing).unwrap().arenas().iter().all(|arena| arena.read_only.is_none()));
+    }
+}
+
+#[test]
+fn an_error_flag_that_cannot_be_stored_is_no_success() {
+    let media = formatted(4096);
+    let info = info_at(&media, START_BYTES);
+    media.write_at(info.flog_at + 12, &9u32.to_le_bytes()).unwrap();
+    let failing = Failing::new(media);
+    for left in 0..4 {
+        failing.left.store(left, Ordering::SeqCst);
+        let error = Engine::open(&failing).unwrap_err();
+        assert!(matches!(error, EngineError::Media(_)), "{left}: {error}");
+    }
+    failing.left.store(4, Ordering::SeqCst);
+    assert!(Engine::open(&failing).unwrap().arenas()[0].read_only.is_some());
+}
