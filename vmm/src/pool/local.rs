@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
 
-use pmem_volume::btt::{Engine, EngineError};
+use pmem_volume::btt::{ArenaStatus, Engine, EngineError, InfoError, InfoSource};
 use pmem_volume::pool::{Run, Scrubber, VolumeExtent};
 use pmem_volume::{ChunkId, Durability, OpenMode, Pool, Volume};
 
@@ -158,9 +158,22 @@ impl PoolVolume for Volume {
     /// log: after a power cut a sector would have a block that is another's, too. So recovery, which persists the map,
     /// comes first.
     fn settle(&self) -> Result<(), PoolError> {
+        let failed = |err| PoolError::Failed(Box::new(err));
         match Engine::open(self) {
-            Ok(_) => Ok(()),
-            Err(err @ EngineError::Media(_)) => Err(PoolError::Failed(Box::new(err))),
+            Ok(engine) => {
+                let arenas = engine.arenas();
+                if let Some(arena) = arenas.iter().position(|arena| arena.source == Some(InfoSource::Second))
+                {
+                    return Err(PoolError::InfoBlock { name: self.info().name.clone(), arena });
+                }
+                warn_of_read_only(&self.info().name, &arenas);
+                engine.settle().map_err(failed)
+            }
+            Err(
+                err @ (EngineError::Media(_)
+                | EngineError::Ambiguous { .. }
+                | EngineError::NoBtt { why: InfoError::Media(_), .. }),
+            ) => Err(failed(err)),
             Err(err) => {
                 // What the guest makes of it is the guest's business: it may want to write another BTT.
                 warn!(volume = self.info().name, %err, "The volume's BTT is not what is served as a disk");
@@ -172,13 +185,16 @@ impl PoolVolume for Volume {
     fn into_sectors(self: Box<Self>) -> Result<Arc<dyn Sectors>, PoolError> {
         let name = self.info().name.clone();
         let engine = Engine::open(*self).map_err(|err| PoolError::Failed(Box::new(err)))?;
-        for arena in engine.arenas() {
-            if let Some(reason) = arena.read_only {
-                let (first_sector, sectors) = (arena.first_sector, arena.sectors);
-                warn!(volume = name, first_sector, sectors, reason, "A part of the volume takes no writes");
-            }
-        }
+        warn_of_read_only(&name, &engine.arenas());
         Ok(Arc::new(engine))
+    }
+}
+
+fn warn_of_read_only(volume: &str, arenas: &[ArenaStatus]) {
+    for ArenaStatus { first_sector, sectors, read_only, .. } in arenas {
+        if let Some(reason) = read_only {
+            warn!(volume, first_sector, sectors, reason, "A part of the volume takes no writes");
+        }
     }
 }
 
@@ -378,6 +394,29 @@ mod tests {
         assert_eq!(word(), old, "to open a volume is not enough");
         volume.settle().unwrap();
         assert_eq!(word(), new);
+    }
+
+    #[test]
+    fn a_guest_is_not_given_a_volume_in_which_its_driver_would_find_none() {
+        let (pool, path, _folder) = pool();
+        let size = VolumeSize::Bytes(24 * MIB);
+        let request = VolumeRequest { name: "data", size, format: VolumeFormat::Btt, create: true };
+        drop(pool.open_volume(request).unwrap());
+        let signature = b"BTT_ARENA_INFO\0\0";
+        let bytes = fs::read(&path).unwrap();
+        let at =
+            bytes.chunks(4096).position(|page| page.starts_with(signature)).expect("an info block") * 4096;
+        let file = OpenOptions::new().write(true).open(&path).unwrap();
+        file.write_all_at(&[0; 16], at as u64).unwrap();
+        let err = pool.open_volume(request).unwrap().settle().unwrap_err();
+        let message = err.to_string();
+        assert!(message.contains("\"data\"") && message.contains("pmvol btt repair"), "{message}");
+        // By the copy, for who translates for the guest.
+        let sectors = pool.open_volume(request).unwrap().into_sectors().unwrap();
+        sectors.write(7, &[1; 4096]).unwrap();
+        drop(sectors);
+        file.write_all_at(signature, at as u64).unwrap();
+        pool.open_volume(request).unwrap().settle().unwrap();
     }
 
     #[test]

@@ -28,7 +28,7 @@ pub(super) struct Arena {
     pub(super) lanes: Lanes,
     /// Which slots the flog uses beside the first of each lane.
     pub(super) second_slot: usize,
-    source: InfoSource,
+    pub(super) source: InfoSource,
     /// Blocks of which a read has failed.
     failed: FailedBlocks,
     /// What recovery would have stored, had the arena been open for writing.

@@ -37,7 +37,7 @@ use self::arena::Arena;
 use self::map::{LOCKS, Locks};
 use self::readers::{Readers, SLOTS};
 use super::Words;
-use super::arena::InfoError;
+use super::arena::{InfoError, InfoSource};
 use super::check::Finding;
 use super::layout::PAGE_BYTES;
 use super::walk::{self, Missing, arenas};
@@ -178,6 +178,8 @@ pub struct ArenaStatus {
     pub sectors: u64,
     /// Identity of the BTT, as this arena has it. `None`: the arena is missing.
     pub uuid: Option<Uuid>,
+    /// Which of its info blocks was used.
+    pub source: Option<InfoSource>,
     /// Why it takes no writes.
     pub read_only: Option<String>,
 }
@@ -400,6 +402,7 @@ impl Place {
                 first_sector,
                 sectors,
                 uuid: Some(arena.info.uuid),
+                source: Some(arena.source),
                 read_only: arena.fault().map(Fault::to_string),
             },
             Place::Missing { start_bytes, why, .. } => ArenaStatus {
@@ -407,6 +410,7 @@ impl Place {
                 first_sector,
                 sectors,
                 uuid: None,
+                source: None,
                 read_only: Some(format!("neither info block is whole ({why})")),
             },
         }
