@@ -189,6 +189,17 @@ impl Arena {
         common: &Common<impl Words>,
         sectors: Range<u32>,
     ) -> Result<Vec<u32>, EngineError> {
+        let failed = self.store_discarded(common, sectors.clone())?;
+        self.persist_discarded(&common.space, &sectors)?;
+        Ok(failed)
+    }
+
+    /// The first half of [`Arena::discard`]: from here on others see zeros.
+    pub(super) fn store_discarded(
+        &self,
+        common: &Common<impl Words>,
+        sectors: Range<u32>,
+    ) -> Result<Vec<u32>, EngineError> {
         self.check_writable()?;
         let space = &common.space;
         let mut failed = Vec::new();
@@ -209,10 +220,18 @@ impl Arena {
             self.latch(self.map.change(space, first..end, &locked, discarded))?;
             first = end;
         }
-        // An exchange of the same sector that comes in between makes the entry durable itself, before it counts.
-        self.latch(space.persist(std::slice::from_ref(&self.map.words_of(&sectors))))?;
-        self.check_writable()?;
         Ok(failed)
+    }
+
+    /// The second half. An exchange of the same sector that comes in between makes the entry durable itself, before it
+    /// counts.
+    pub(super) fn persist_discarded(
+        &self,
+        space: &impl Words,
+        sectors: &Range<u32>,
+    ) -> Result<(), EngineError> {
+        self.latch(space.persist(std::slice::from_ref(&self.map.words_of(sectors))))?;
+        self.check_writable()
     }
 }
 

@@ -1,5 +1,6 @@
 //! Crash images by the hundred thousand: they are opened, counted, and found again by their numbers.
 
+use std::cell::RefCell;
 use std::io::Write;
 use std::sync::Once;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,6 +19,9 @@ pub(crate) struct Replay {
 
 impl Replay {
     pub(crate) fn from_environment() -> Self {
+        if let Some(replay) = INSTEAD.with_borrow(Clone::clone) {
+            return replay;
+        }
         std::env::var("PMEM_VOLUME_CRASH_SEED").map_or_else(|_| Self::default(), |text| Self::parse(&text))
     }
 
@@ -48,6 +52,21 @@ impl Replay {
         let place = |number: Option<u64>| number.map(|number| number as usize);
         Self { seed: next(), step: place(next()), point: place(next()), image: place(next()) }
     }
+}
+
+thread_local! {
+    /// What this thread opens again, whatever the environment says.
+    static INSTEAD: RefCell<Option<Replay>> = const { RefCell::new(None) };
+}
+
+/// Does something as if the numbers in an error's text were in the environment.
+pub(crate) fn replayed<T>(error: &str, run: impl FnOnce() -> T) -> T {
+    let (_, numbers) = error.split_once("PMEM_VOLUME_CRASH_SEED=").expect("how to open it again");
+    let numbers = numbers.split(' ').next().expect("a word");
+    INSTEAD.set(Some(Replay::parse(numbers)));
+    let result = run();
+    INSTEAD.set(None);
+    result
 }
 
 /// How many seeds a run tries, from 1: more for a soak. A replay tries its own.

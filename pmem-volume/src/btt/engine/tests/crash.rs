@@ -6,15 +6,24 @@ use std::sync::atomic::Ordering;
 use super::script::{Driver, LANES, Oracle, Recorded, SECTORS, Script, Wrong, new_media};
 use super::*;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
-use crate::pool::tests::campaign::{Replay, replay_as, seeds, verify_each};
+use crate::pool::tests::campaign::{Replay, replay_as, replayed, seeds, verify_each};
 
 /// Images of each point, at most.
 const BOUND: usize = 48;
 
-/// Opens every image of every point.
-fn verify(points: &[(CrashPoint, Oracle)], bound: usize, seed: u64) -> Result<usize, String> {
+/// Crash points of one case have numbers from here on, where a seed has several cases.
+const POINTS: usize = 256;
+
+/// Opens every image of every point. They are numbered from `first_step` on.
+fn verify(
+    points: &[(CrashPoint, Oracle)],
+    bound: usize,
+    seed: u64,
+    first_step: usize,
+) -> Result<usize, String> {
+    assert!(points.len() <= POINTS, "{} points", points.len());
     let mut images = 0;
-    for (step, (point, oracle)) in points.iter().enumerate() {
+    for (step, (point, oracle)) in (first_step..).zip(points) {
         if Replay::from_environment().has_step(step) {
             let judge = |image: &Simulator| oracle.judge(image).map(drop);
             let mut random = Random::new(seed ^ (step as u64) << 32);
@@ -36,7 +45,7 @@ pub(super) fn crash_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> 
     let mut script = Script::new(&engine, &recorded, writers, 0);
     script.run(&mut random, 120);
     drop(script);
-    verify(&recorded.take_points(), BOUND, seed)
+    verify(&recorded.take_points(), BOUND, seed, 0)
 }
 
 /// The same, with a process that is killed instead; the next one opens what it sees, durable or not, goes on, and then the
@@ -62,7 +71,7 @@ pub(super) fn kill_at_random(seed: u64, wrong: Wrong) -> Result<usize, String> {
         let mut script = Script::new(&engine, &next, 2, 1000);
         script.run(&mut Random::new(seed + step as u64), 16);
         drop(script);
-        images += verify(&next.take_points(), BOUND / 4, seed)
+        images += verify(&next.take_points(), BOUND / 4, seed, step * POINTS)
             .map_err(|error| format!("killed at {step}: {error}"))?;
     }
     Ok(images)
@@ -90,7 +99,7 @@ pub(super) fn hand_over_at_random(seed: u64, wrong: Wrong) -> Result<usize, Stri
         let (lane, sector) = (random.below(u64::from(LANES)), random.below(u64::from(SECTORS)));
         driver.write(lane as usize, sector as u32, version);
     }
-    verify(&recorded.take_points(), BOUND / 4, seed)
+    verify(&recorded.take_points(), BOUND / 4, seed, 0)
 }
 
 #[test]
@@ -112,17 +121,13 @@ fn a_killed_engine_and_a_loss_of_power_after_it_are_survived() {
 }
 
 /// Every order in which two exchanges can take their steps, and every image of each, as far as there are a thousand.
-#[test]
-fn two_exchanges_survive_in_every_order_of_their_steps() {
+fn two_exchanges(wrong: Wrong) -> Result<usize, String> {
     const STEPS: u32 = 4;
     let mut images = 0;
     // Of the same line, so that one waits; of another; of the same sector.
-    for other in [3..5, 20..21, 1..2] {
-        for order in 0..1u32 << (2 * STEPS) {
-            if order.count_ones() != STEPS || !Replay::from_environment().has_step(order as usize) {
-                continue;
-            }
-            let recorded = Recorded::new(new_media(), Wrong::Nothing, Oracle::default());
+    for (place, other) in [3..5, 20..21, 1..2].into_iter().enumerate() {
+        for order in (0..1u32 << (2 * STEPS)).filter(|order| order.count_ones() == STEPS) {
+            let recorded = Recorded::new(new_media(), wrong, Oracle::default());
             let engine = Engine::open(&recorded).unwrap();
             recorded.is_open.store(true, Ordering::Relaxed);
             let mut script = Script::new(&engine, &recorded, 2, 0);
@@ -140,8 +145,30 @@ fn two_exchanges_survive_in_every_order_of_their_steps() {
             }
             script.finish();
             drop(script);
-            images += verify(&recorded.take_points(), 256, u64::from(order)).unwrap();
+            let case = place << (2 * STEPS) | order as usize;
+            images += verify(&recorded.take_points(), 256, 0, case * POINTS)?;
         }
     }
-    Replay::from_environment().count(images, 20_000);
+    Ok(images)
+}
+
+#[test]
+fn two_exchanges_survive_in_every_order_of_their_steps() {
+    Replay::from_environment().count(two_exchanges(Wrong::Nothing).unwrap(), 20_000);
+}
+
+/// Whichever test finds something, the numbers that it says find it again, and only that.
+#[test]
+fn what_was_found_is_found_again_by_its_numbers() {
+    let of_seed = |wrong: Wrong| {
+        seeds(39).try_fold(0, |images, seed| Ok::<_, String>(images + crash_at_random(seed, wrong)?))
+    };
+    let campaigns: [&dyn Fn(Wrong) -> Result<usize, String>; 2] = [&two_exchanges, &of_seed];
+    for campaign in campaigns {
+        let error = campaign(Wrong::FirstHalf).unwrap_err();
+        let again = replayed(&error, || campaign(Wrong::FirstHalf)).unwrap_err();
+        assert_eq!(error, again);
+        let images = replayed(&error, || campaign(Wrong::Nothing)).unwrap();
+        assert!((1..100).contains(&images), "{images} images");
+    }
 }

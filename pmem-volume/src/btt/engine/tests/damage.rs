@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::script::{LANES, Oracle, SECTORS, new_media};
+use super::script::{LANES, Oracle, Recorded, SECTORS, Wrong, new_media};
 use super::*;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::{Recovery, read_map, recover};
@@ -229,26 +229,36 @@ fn sectors_that_are_not_offered_are_refused() {
     }
 }
 
-/// A crash while the error flag is being set leaves an info block that is whole, and an arena that still cannot be.
-#[test]
-fn a_crash_while_the_error_flag_is_set_leaves_the_arena_found() {
+/// Opens an arena that cannot be, and crashes while its error flag is set.
+fn crash_at_the_error_flag(wrong: Wrong) -> Result<usize, String> {
     let media = new_media();
-    let (info, _) = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap();
+    let info = read_arena(&media, START_BYTES, VOLUME_BYTES - START_BYTES).unwrap().0;
     assert_eq!((info.sectors, info.lanes), (SECTORS, LANES));
     media.write_at(info.flog_at + 8, &[0xff; 8]).unwrap();
     WriteAt::persist(&media, std::slice::from_ref(&(info.flog_at..info.flog_at + 16))).unwrap();
-    media.record();
-    assert!(Engine::open(&media).unwrap().arenas()[0].read_only.is_some());
+    let recorded = Recorded::new(media, wrong, Oracle::default());
+    recorded.record();
+    assert!(Engine::open(&recorded).unwrap().arenas()[0].read_only.is_some());
     let judge = |image: &Simulator| {
         let engine = Engine::open(image).map_err(|error| error.to_string())?;
         engine.arenas()[0].read_only.clone().ok_or("served as if nothing were wrong")?;
         Oracle::default().read(&engine).map(drop)
     };
-    let points = media.take_points();
-    let verify = crate::pool::tests::campaign::verify_each;
-    let images = verify(&points, 64, &mut Random::new(1), &judge).unwrap();
+    let points: Vec<_> = recorded.take_points().into_iter().map(|(point, _)| point).collect();
+    crate::pool::tests::campaign::verify_each(&points, 64, &mut Random::new(1), &judge)
+}
+
+#[test]
+fn a_crash_while_the_error_flag_is_set_leaves_the_arena_found() {
+    let images = crash_at_the_error_flag(Wrong::Nothing).unwrap();
     crate::pool::tests::campaign::say_images(images);
     assert!(images > 8, "only {images} images");
+}
+
+#[test]
+fn an_error_flag_that_is_set_in_both_blocks_at_once_is_found_out() {
+    let error = crash_at_the_error_flag(Wrong::ErrorFlag).unwrap_err();
+    assert!(error.contains("neither info block is whole"), "{error}");
 }
 
 /// Media of which a change fails, and every one after it until it is mended; and of which parts cannot be read, nor stored to,

@@ -55,6 +55,8 @@ pub(super) enum Wrong {
     RecoveredMap,
     /// The media is another driver's before the map is durable.
     NotSettled,
+    /// The error flag is stored to the second info block before the first one has it durably.
+    ErrorFlag,
 }
 
 /// The media, a wrong order if there is to be one, and the oracle at each crash point.
@@ -174,6 +176,8 @@ impl WriteAt for Recorded {
             }
             false => of(Wrong::RecoveredFlog, Self::in_flog) || of(Wrong::RecoveredMap, Self::in_map),
         };
+        let in_metadata = |range: &Range<u64>| self.in_map(range) || self.in_flog(range);
+        let is_left_out = is_left_out || self.wrong == Wrong::ErrorFlag && !ranges.iter().any(in_metadata);
         self.persist_all(if is_left_out { &[] } else { ranges });
         Ok(())
     }
@@ -225,7 +229,7 @@ impl Words for Recorded {
 /// A sector with few words that are not zero, so that few images are many of all there are.
 pub(super) fn sparse_content(sector: u32, version: u64) -> Vec<u8> {
     let mut bytes = vec![0; 4096];
-    if version > 0 {
+    if (1..DISCARDS).contains(&version) {
         let mark = u64::from(sector + 1) << 32 | version;
         for (place, word) in [(0, mark), (1000, !mark), (4088, mark.rotate_left(7))] {
             bytes[place..place + 8].copy_from_slice(&word.to_le_bytes());
@@ -241,13 +245,16 @@ pub(super) fn new_media() -> Simulator {
     media
 }
 
-/// An exchange that is under way.
+/// An exchange that is under way, or a discard that is not durable yet.
 struct Active<'a> {
     exchange: Option<Exchange<'a, &'a Recorded>>,
     sectors: Range<u32>,
     version: u64,
     steps: u32,
 }
+
+/// Versions from here on are discards, which leave zeros.
+const DISCARDS: u64 = 1 << 32;
 
 /// What the writers do next.
 pub(super) struct Script<'a> {
@@ -279,7 +286,7 @@ impl<'a> Script<'a> {
             let first = random.below(u64::from(SECTORS) - 2) as u32;
             let sectors = first..first + 1 + random.below(2) as u32;
             match random.below(6) {
-                0 => self.discard(sectors),
+                0 => self.discard(writer, sectors),
                 _ => self.begin(writer, sectors),
             }
         }
@@ -294,7 +301,8 @@ impl<'a> Script<'a> {
 
     /// Step 1 of an exchange, if a lane is left.
     pub(super) fn begin(&mut self, writer: usize, sectors: Range<u32>) {
-        let taken: usize = self.active.iter().flatten().map(|active| active.sectors.len()).sum();
+        let exchanges = self.active.iter().flatten().filter(|active| active.exchange.is_some());
+        let taken: usize = exchanges.map(|active| active.sectors.len()).sum();
         let sectors = sectors.start..sectors.end.min(sectors.start + LANES - taken as u32);
         if sectors.is_empty() {
             return;
@@ -311,12 +319,18 @@ impl<'a> Script<'a> {
     /// The next step of a writer's exchange, if it has one and need not wait.
     pub(super) fn step(&mut self, writer: usize) {
         let Some(active) = &self.active[writer] else { return };
-        if active.steps == 1 && self.is_locked(&active.sectors) {
+        if active.exchange.is_some() && active.steps == 1 && self.is_locked(&active.sectors) {
             return;
         }
         let active = self.active[writer].as_mut().unwrap();
         active.steps += 1;
-        let exchange = active.exchange.as_mut().unwrap();
+        let Some(exchange) = active.exchange.as_mut() else {
+            let Active { sectors, version, .. } = self.active[writer].take().unwrap();
+            let arena = self.engine.places[0].arena().unwrap();
+            arena.persist_discarded(&self.engine.common.space, &sectors).unwrap();
+            self.note(&sectors, |held| held.end(version));
+            return;
+        };
         match active.steps {
             2 => {
                 let (sectors, version) = (active.sectors.clone(), active.version);
@@ -332,21 +346,26 @@ impl<'a> Script<'a> {
         }
     }
 
-    /// A discard, which is one step for all others, if it need not wait.
-    pub(super) fn discard(&mut self, sectors: Range<u32>) {
+    /// The first step of a discard, if it need not wait. The second makes it durable.
+    pub(super) fn discard(&mut self, writer: usize, sectors: Range<u32>) {
         if self.is_locked(&sectors) {
             return;
         }
-        self.note(&sectors, |held| held.pending.push(0));
-        self.engine.discard(u64::from(sectors.start)..u64::from(sectors.end)).unwrap();
-        self.note(&sectors, |held| held.end(0));
+        self.version += 1;
+        let version = DISCARDS + self.version;
+        self.note(&sectors, |held| held.pending.push(version));
+        let arena = self.engine.places[0].arena().unwrap();
+        let failed = arena.store_discarded(&self.engine.common, sectors.clone()).unwrap();
+        assert!(failed.is_empty());
+        self.active[writer] = Some(Active { exchange: None, sectors, version, steps: 1 });
     }
 
     /// Has an exchange locked the lines of these sectors?
     fn is_locked(&self, sectors: &Range<u32>) -> bool {
         let lines = |of: &Range<u32>| of.start / LINE_SECTORS..=(of.end - 1) / LINE_SECTORS;
         let wanted = lines(sectors);
-        let mut locked = self.active.iter().flatten().filter(|active| active.steps > 1);
+        let has_locked = |active: &&Active<'_>| active.exchange.is_some() && active.steps > 1;
+        let mut locked = self.active.iter().flatten().filter(has_locked);
         locked.any(|active| lines(&active.sectors).any(|line| wanted.contains(&line)))
     }
 
@@ -411,11 +430,18 @@ impl<'a> Driver<'a> {
 }
 
 impl Held {
-    /// A write has ended: it is what the sector holds.
+    /// A write or a discard has ended: it is what the sector holds.
     fn end(&mut self, version: u64) {
-        let place = self.pending.iter().position(|pending| *pending == version).unwrap();
+        let Some(place) = self.pending.iter().position(|pending| *pending == version) else {
+            assert!(version >= DISCARDS);
+            return;
+        };
         self.pending.remove(place);
         self.current = version;
+        if version < DISCARDS {
+            // Discards that are not done yet were stored before this locked the line, and made durable by it.
+            self.pending.retain(|pending| *pending < DISCARDS);
+        }
     }
 }
 
