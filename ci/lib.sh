@@ -250,11 +250,12 @@ host_kernel_died() {
         ! grep -qE 'Kernel panic - not syncing: (Out of memory|System is deadlocked)' "$console"
 }
 
-# broken_guest DIR: prints which of the guests' consoles in DIR has the emulation's mark, a breakpoint that nobody set.
-# Fails if none has, or if there was no emulated host.
+# broken_guest DIR: prints which of the guests' consoles in DIR has the emulation's mark, a breakpoint or a debug
+# exception that nobody set (has_the_mark in ci/guest-tests/src/runner.rs). Fails if none has, or if there was no
+# emulated host.
 broken_guest() {
     local consoles
-    [ -e "$1/host-console.log" ] && consoles=$(grep -ls 'Oops: int3' "$1"/*.console.log) && basename "${consoles%%$'\n'*}"
+    [ -e "$1/host-console.log" ] && consoles=$(grep -lsE 'Oops: int3| exc_debug_kernel\+' "$1"/*.console.log) && basename "${consoles%%$'\n'*}"
 }
 
 # unbroken DIR COMMAND...: runs a command that boots the host and leaves its logs in DIR. Where the emulation broke a
