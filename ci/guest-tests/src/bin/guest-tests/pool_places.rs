@@ -17,6 +17,7 @@ use guest_tests::lent::Lent;
 use guest_tests::pool::pmvol;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Disk, FileSystem, Guest, LoopDevice, Pool, skip};
+use pmem_volume::media::{self, FileMedia, Media};
 use pmem_volume::{OpenMode, Shrink, VolumeFormat, VolumeSize};
 
 use crate::volume::{IO_LIMIT, wait_for_disk};
@@ -67,11 +68,11 @@ pub fn blank(device: &str) -> Result<PathBuf> {
         return skip(format!("no {device} here (ci/nested/host --nvdimm 512 --pmem-devices 320 has one)"));
     }
     if device == DEVDAX {
-        // It knows no write(). A pool of an earlier test goes by the library's own means.
-        let pool = pmem_volume::Pool::open(&path, OpenMode::ReadWrite);
-        for volume in pool.iter().flat_map(|pool| pool.volumes()) {
-            pool.as_ref().expect("it has volumes").delete_volume(&volume.name)?;
-        }
+        // It knows no write(). What an earlier test left goes by the library's own means, all of it: a pool whose
+        // superblocks are gone is still one.
+        let node = File::options().read(true).write(true).open(&path)?;
+        let len_bytes = media::len_bytes(&node)?;
+        FileMedia::new(node, len_bytes, true)?.erase(std::slice::from_ref(&(0..len_bytes)))?;
         return Ok(path);
     }
     let node = File::options().write(true).open(&path)?;
