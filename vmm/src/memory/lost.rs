@@ -134,10 +134,13 @@ impl OnPageLost for GuestRange {
     }
 }
 
+/// A range, and the file that it is of.
+type Watched = (Arc<GuestRange>, Option<Arc<File>>);
+
 /// All memory of one VM that may be lost.
 pub struct LostMemory {
     alarm: Arc<Alarm>,
-    ranges: Mutex<Vec<(Arc<GuestRange>, Option<File>)>>,
+    ranges: Mutex<Vec<Watched>>,
 }
 
 impl LostMemory {
@@ -179,7 +182,7 @@ impl LostMemory {
             alarm: Arc::clone(&self.alarm),
         });
         reservation.watch(Arc::clone(&range) as Arc<dyn OnPageLost>)?;
-        self.ranges.lock().push((range, file));
+        self.ranges.lock().push((range, file.map(Arc::new)));
         Ok(())
     }
 
@@ -195,15 +198,17 @@ impl LostMemory {
 
     /// Whether there is a file that somebody may cut.
     pub fn has_files(&self) -> bool {
-        self.ranges.lock().iter().any(|(_, file)| file.as_ref().is_some_and(is_regular))
+        self.ranges.lock().iter().any(|(_, file)| file.as_deref().is_some_and(is_regular))
     }
 
     /// Asks every file for its length. If anything is lost, now or before, the guest is stopped when this returns, and why
     /// is said.
     pub fn look(&self) -> Option<String> {
-        let ranges = self.ranges.lock();
-        for (range, file) in ranges.iter() {
-            if let Some(file_bytes) = file.as_ref().and_then(|file| cut_to_bytes(file, range.mapped_bytes)) {
+        // No lock while files are asked and vCPUs are waited for: vCPUs come here, too.
+        let ranges = self.ranges.lock().clone();
+        for (range, file) in &ranges {
+            if let Some(file_bytes) = file.as_deref().and_then(|file| cut_to_bytes(file, range.mapped_bytes))
+            {
                 // The first time counts.
                 let _ = range.cut_to_bytes.compare_exchange(
                     WHOLE,
