@@ -6,7 +6,6 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 
 use super::*;
 use crate::virtio::block::Kind;
-use crate::virtio::block::backend::Geometry;
 
 const OK: u8 = VIRTIO_BLK_S_OK as u8;
 const IOERR: u8 = VIRTIO_BLK_S_IOERR as u8;
@@ -257,14 +256,7 @@ fn a_disk_does_not_get_what_may_not_be_what_the_guest_wrote() {
 
 #[test]
 fn the_configuration_tells_the_shape() {
-    let geometry = Geometry {
-        block_bytes: 512,
-        physical_block_bytes: 4096,
-        read_only: false,
-        discard: true,
-        unmap: true,
-    };
-    let fake = Arc::new(Fake::with(1 << 20, geometry));
+    let fake = Arc::new(Fake::new(1 << 20));
     let device = Block::new(DiskShape { queues: 2, queue_size: 64, ..shape() }, Box::new(fake)).unwrap();
     let mut config = [0xff; 64];
     device.read_config(0, &mut config);
