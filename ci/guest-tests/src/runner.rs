@@ -268,26 +268,40 @@ fn run_until_the_emulation_holds(test: &Test, deadline: Option<Instant>) -> Resu
     let name = short_name(test);
     let left =
         || deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
-    let (mut reruns, mut had_its_chance) = (0, false);
+    let mut reruns = Reruns::default();
     loop {
         let verdict = run_in_process(test, test.limit.min(left()))?;
         let output = match &verdict {
             Verdict::Failed(output) if emulated() && !left().is_zero() => output,
             _ => return Ok(with_the_reason(verdict, left())),
         };
-        match broken_console(&test_dir(name)) {
-            Some(console) if reruns < MAX_RERUNS => {
-                println!("rerun {name}: the emulation broke a guest's kernel ({console})");
-                reruns += 1;
-            }
-            None if !had_its_chance
-                && SECOND_CHANCES.fetch_add(1, Ordering::Relaxed) < MAX_SECOND_CHANCES =>
-            {
-                println!("rerun {name}: it failed, and runs once more\n{output}");
-                had_its_chance = true;
-            }
-            _ => return Ok(with_the_reason(verdict, left())),
+        let console = broken_console(&test_dir(name));
+        if !reruns.once_more(console.is_some(), &SECOND_CHANCES) {
+            return Ok(with_the_reason(verdict, left()));
         }
+        match console {
+            Some(console) => println!("rerun {name}: the emulation broke a guest's kernel ({console})"),
+            None => println!("rerun {name}: it failed, and runs once more\n{output}"),
+        }
+    }
+}
+
+/// How often a test has run anew, and why.
+#[derive(Default)]
+struct Reruns {
+    broken: usize,
+    had_its_chance: bool,
+}
+
+impl Reruns {
+    /// Whether a test that has failed runs once more. `chances`: how many tests of this boot have had a second chance.
+    fn once_more(&mut self, has_the_mark: bool, chances: &AtomicUsize) -> bool {
+        if has_the_mark {
+            self.broken += 1;
+            return self.broken <= MAX_RERUNS;
+        }
+        !std::mem::replace(&mut self.had_its_chance, true)
+            && chances.fetch_add(1, Ordering::Relaxed) < MAX_SECOND_CHANCES
     }
 }
 
@@ -514,6 +528,18 @@ mod tests {
         let cut = with_the_reason(failed(), Duration::ZERO);
         assert!(matches!(cut, Verdict::Failed(why) if why.starts_with("Cut off") && why.ends_with("waited")));
         assert_eq!(with_the_reason(Verdict::Passed, Duration::ZERO), Verdict::Passed);
+    }
+
+    #[test]
+    fn what_fails_twice_without_the_mark_or_in_a_fourth_test_has_failed() {
+        let chances = AtomicUsize::new(0);
+        let mut marked = Reruns::default();
+        assert_eq!([(); 3].map(|()| marked.once_more(true, &chances)), [true, true, false]);
+        for _ in 0..MAX_SECOND_CHANCES {
+            let mut test = Reruns::default();
+            assert_eq!([(); 2].map(|()| test.once_more(false, &chances)), [true, false]);
+        }
+        assert!(!Reruns::default().once_more(false, &chances));
     }
 
     #[test]
