@@ -241,12 +241,12 @@ stage_file_system_programs() {
 HOST_BOOTS=3
 
 # host_kernel_died STATUS DIR: whether the emulated host's kernel or QEMU, not what ran on it, ended the boot that has left
-# its log in DIR. A host without memory was killed by what ran in it: that is a result. The last two marks are those of
+# its log in DIR. A host without memory was killed by what ran in it: that is a result. The last three marks are those of
 # ci/nested/host.
 host_kernel_died() {
     local console=$2/host-console.log
     [ "$1" -eq 125 ] && [ -e "$console" ] &&
-        grep -qE 'Kernel panic - not syncing|^host: (a CPU triple-faulted|QEMU was ended by signal)' "$console" &&
+        grep -qE 'Kernel panic - not syncing|^host: (a CPU triple-faulted|QEMU was ended by signal|the host stood still)' "$console" &&
         ! grep -qE 'Kernel panic - not syncing: (Out of memory|System is deadlocked)' "$console"
 }
 
