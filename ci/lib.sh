@@ -237,6 +237,38 @@ stage_file_system_programs() {
         sbin/mkfs.f2fs sbin/fsck.f2fs sbin/mkfs.btrfs bin/btrfs sbin/sfdisk
 }
 
+# What one more emulated host has of its own beside its guests' memory: QEMU, and the pages of its disks.
+HOST_OVERHEAD_MIB=1024
+MAX_HOSTS=4
+
+# hosts_at_once MIB: how many emulated hosts with one CPU and so much memory each this machine can run at once. Where
+# guests run on the machine itself, that is the one host.
+hosts_at_once() {
+    local hosts room
+    hosts=$(nproc)
+    room=$(awk -v each=$(($1 + HOST_OVERHEAD_MIB)) '/^MemTotal:/ { print int($2 / 1024 / each) }' /proc/meminfo)
+    [ "$hosts" -le "$room" ] || hosts=$room
+    [ "$hosts" -le "$MAX_HOSTS" ] || hosts=$MAX_HOSTS
+    if [ "$hosts" -lt 1 ] || [ "$("$ROOT/ci/nested/host" --which)" = direct ]; then hosts=1; fi
+    echo "$hosts"
+}
+
+# in_background COMMAND...: a job that is a process group of its own: Ctrl-C ends it by end_jobs alone, and then all of it.
+in_background() {
+    trap end_jobs INT TERM
+    set -m
+    "$@" </dev/null &
+    set +m
+}
+
+end_jobs() {
+    trap '' INT TERM
+    local job
+    for job in $(jobs -rp); do kill -- "-$job" 2>/dev/null || true; done
+    wait
+    exit 130
+}
+
 # Boots of the emulated host that one thing may take, where the emulation breaks kernels (docs/testing.md).
 HOST_BOOTS=3
 
