@@ -72,6 +72,12 @@ pub trait Words: WriteAt + Send + Sync {
         self.read_at(offset_bytes, into)
     }
 
+    /// Has it to be told what is to be persisted? Where a store is as durable as it gets once others see it, it has not: then
+    /// [`WriteAt::persist`] and [`Words::persist_with_bulk`] may be given no ranges, and do it for all that was stored.
+    fn persists_by_range(&self) -> bool {
+        true
+    }
+
     /// Stores bytes that nobody looks at before this thread's next [`Words::persist_with_bulk`]: until then they need
     /// not even be visible to others.
     fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
@@ -115,6 +121,10 @@ impl<T: Words + ?Sized> Words for &T {
 
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         (**self).load(offset_bytes, into)
+    }
+
+    fn persists_by_range(&self) -> bool {
+        (**self).persists_by_range()
     }
 
     fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 use super::{ReadAt, Words, WriteAt};
-use crate::media::{FileMedia, Media, MediaError, Place};
+use crate::media::{Durability, FileMedia, Media, MediaError, Place};
 use crate::pool::layout::SUPERBLOCK_MAGIC;
 use crate::pool::{Holder, LockKind, try_lock};
 
@@ -134,6 +134,10 @@ impl Words for PlainFile {
 
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         Media::load(&self.media, offset_bytes, into)
+    }
+
+    fn persists_by_range(&self) -> bool {
+        self.media.durability() != Durability::Volatile
     }
 
     fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {

@@ -219,6 +219,7 @@ impl FileMedia {
     }
 
     /// The error of an access whose page is gone.
+    #[cold]
     fn lost(&self, operation: &'static str, offset_bytes: u64, length_bytes: u64) -> MediaError {
         let range = offset_bytes..offset_bytes + length_bytes;
         let source = self.check_length().err().unwrap_or_else(|| io::Error::other(Lost::Page));
@@ -311,6 +312,7 @@ impl Media for FileMedia {
         self.len_bytes
     }
 
+    #[inline]
     fn durability(&self) -> Durability {
         self.durability
     }
@@ -344,6 +346,8 @@ impl Media for FileMedia {
         }
     }
 
+    // Always, as the store: a result is as large as its error, and would go through memory.
+    #[inline(always)]
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         // SAFETY: word() checked that it is aligned and inside the mapping.
         let word = unsafe { self.guard.load(self.word(offset_bytes)) };
@@ -359,6 +363,7 @@ impl Media for FileMedia {
             .map_err(|PageLost| self.lost("store", offset_bytes, bytes.len() as u64))
     }
 
+    #[inline]
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         let length_bytes = into.len() as u64;
         let pointer = self.pointer(offset_bytes, length_bytes);
@@ -368,6 +373,7 @@ impl Media for FileMedia {
             .map_err(|PageLost| self.lost("load", offset_bytes, length_bytes))
     }
 
+    #[inline]
     fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         let line = CACHE_LINE_BYTES as u64;
         let in_lines = offset_bytes.is_multiple_of(line) && bytes.len().is_multiple_of(CACHE_LINE_BYTES);
@@ -396,6 +402,7 @@ impl Media for FileMedia {
         Ok(())
     }
 
+    #[inline(always)]
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         self.check_writable()?;
         // SAFETY: word() checked that it is aligned and inside the mapping, which is writable.

@@ -115,6 +115,18 @@ impl Backing {
     }
 }
 
+/// A call of the media that takes nanoseconds and is made often: seen through by the compiler where the media is a file, as
+/// always outside tests.
+macro_rules! on_media {
+    ($pool:expr, $media:ident => $call:expr) => {
+        match &$pool.backing {
+            Backing::File($media) => $call,
+            Backing::Other($media) => $call,
+        }
+    };
+}
+use on_media;
+
 /// An open pool. All methods may be called from any thread.
 pub struct Pool {
     path: PathBuf,
@@ -403,12 +415,19 @@ impl Pool {
     }
 
     /// The same, of errors that stay what they are.
-    #[inline]
+    // Always: a result is as large as its error, and would go through memory.
+    #[inline(always)]
     fn noted<T>(&self, result: Result<T, MediaError>) -> Result<T, MediaError> {
-        result.inspect_err(|error| {
-            // Only the first cause is kept.
-            let _ = self.latched.set(error.in_full());
-        })
+        if let Err(error) = &result {
+            self.note(error);
+        }
+        result
+    }
+
+    #[cold]
+    fn note(&self, error: &MediaError) {
+        // Only the first cause is kept.
+        let _ = self.latched.set(error.in_full());
     }
 
     /// Persists the table entries of runs.

@@ -7,10 +7,10 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use super::volume::{Space, Volume};
-use super::{OpenMode, Pool};
+use super::volume::{Space, Volume, VolumeExtent};
+use super::{Backing, OpenMode, Pool, on_media};
 use crate::btt::{ReadAt, Words, WriteAt};
-use crate::media::{Media, MediaError};
+use crate::media::{Durability, Media, MediaError};
 
 /// Ranges of the file. Those of the exchange of one sector need no memory.
 type InFile = SmallVec<[Range<u64>; 4]>;
@@ -21,12 +21,19 @@ impl Volume {
     }
 
     /// Where a range lies in the file, if it lies there in one piece. Panics if it is not inside the volume.
-    #[inline]
+    // Always: it is a few instructions where there is one extent, and called for each word.
+    #[inline(always)]
     fn in_file(&self, offset_bytes: u64, length_bytes: u64) -> Option<u64> {
-        let extents = self.extents();
-        let number = extents.partition_point(|e| e.volume_offset_bytes() + e.len_bytes() <= offset_bytes);
-        let Some(extent) = extents.get(number) else {
-            panic!("{offset_bytes:#x} is not inside the volume");
+        let extent = match self.extents() {
+            // Most volumes. The first one starts where the volume does.
+            [only] if offset_bytes < only.len_bytes() => only,
+            extents => {
+                let is_before = |e: &VolumeExtent| e.volume_offset_bytes() + e.len_bytes() <= offset_bytes;
+                let Some(extent) = extents.get(extents.partition_point(is_before)) else {
+                    panic!("{offset_bytes:#x} is not inside the volume");
+                };
+                extent
+            }
         };
         let within = offset_bytes - extent.volume_offset_bytes();
         (length_bytes <= extent.len_bytes() - within).then(|| extent.offset_bytes() + within)
@@ -51,13 +58,18 @@ impl Pool {
     /// Does something to the media that changes it, as long as nothing has failed, and makes known if it fails.
     #[inline]
     fn change(&self, change: impl FnOnce(&dyn Media) -> Result<(), MediaError>) -> Result<(), MediaError> {
-        if self.mode != OpenMode::ReadWrite {
-            return Err(MediaError::ReadOnly);
-        }
-        self.require_not_latched()?;
+        self.require_changeable()?;
         self.noted(change(self.media()))?;
         // A failure elsewhere may be one of this change.
         self.require_not_latched()
+    }
+
+    #[inline]
+    fn require_changeable(&self) -> Result<(), MediaError> {
+        match self.mode {
+            OpenMode::ReadWrite => self.require_not_latched(),
+            _ => Err(MediaError::ReadOnly),
+        }
     }
 
     #[inline]
@@ -84,35 +96,45 @@ impl Words for Volume {
     #[inline]
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
         let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
-        self.pool().media().load_word(at)
+        on_media!(self.pool(), media => media.load_word(at))
     }
 
+    /// A failure elsewhere meanwhile is seen by the persist that follows. Of the last store of an exchange, to the map, none does:
+    /// the exchange has counted since the persist before it.
     #[inline]
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         let at = self.in_file(offset_bytes, 8).expect("words do not cross chunks");
-        self.pool().change(|media| media.store_word(at, word))
+        let pool = self.pool();
+        pool.require_changeable()?;
+        pool.noted(on_media!(pool, media => media.store_word(at, word)))
+    }
+
+    #[inline]
+    fn persists_by_range(&self) -> bool {
+        on_media!(self.pool(), media => media.durability()) != Durability::Volatile
     }
 
     #[inline]
     fn load(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
         match self.in_file(offset_bytes, into.len() as u64) {
-            Some(at) => self.pool().media().load(at, into),
+            Some(at) => on_media!(self.pool(), media => media.load(at, into)),
             None => self.space().read_at(offset_bytes, into),
         }
     }
 
     #[inline]
     fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        let length_bytes = bytes.len() as u64;
-        self.pool().change(|media| match self.in_file(offset_bytes, length_bytes) {
-            Some(at) => media.store_bulk(at, bytes),
+        let (pool, length_bytes) = (self.pool(), bytes.len() as u64);
+        pool.require_changeable()?;
+        pool.noted(match self.in_file(offset_bytes, length_bytes) {
+            Some(at) => on_media!(pool, media => media.store_bulk(at, bytes)),
             None => {
                 let mut rest = bytes;
                 let pieces = self.space().file_ranges(offset_bytes..offset_bytes + length_bytes);
                 pieces.into_iter().try_for_each(|piece| {
                     let (now, later) = rest.split_at((piece.end - piece.start) as usize);
                     rest = later;
-                    media.store_bulk(piece.start, now)
+                    pool.media().store_bulk(piece.start, now)
                 })
             }
         })

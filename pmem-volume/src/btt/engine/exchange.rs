@@ -88,20 +88,28 @@ impl<'a, S: Words> Exchange<'a, S> {
         let sector_bytes = info.sector_bytes as usize;
         let locked = locks.lock(map.words_of(&self.sectors));
         let olds = self.old_blocks()?;
-        let mut ranges: SmallVec<[Range<u64>; 3]> = SmallVec::with_capacity(2 * self.lanes.len() + 1);
-        let mut blocks: SmallVec<[Range<u64>; 1]> = SmallVec::with_capacity(self.lanes.len());
-        ranges.push(map.words_of(&self.sectors));
+        let by_range = space.persists_by_range();
+        let mut ranges: SmallVec<[Range<u64>; 3]> = SmallVec::new();
+        let mut blocks: SmallVec<[Range<u64>; 1]> = SmallVec::new();
+        if by_range {
+            ranges.reserve(2 * self.lanes.len() + 1);
+            ranges.push(map.words_of(&self.sectors));
+        }
         for ((lane, sector), old) in self.lanes.iter().zip(self.sectors.clone()).zip(&olds) {
             let at = lane.entry_at(info);
             let [first_half, _] = lane.halves(sector, *old);
             arena.latch(space.store_word(at, first_half))?;
-            ranges.push(at..at + 8);
-            ranges.push(map.words_of(&(lane.sector..lane.sector + 1)));
+            if by_range {
+                ranges.push(at..at + 8);
+                ranges.push(map.words_of(&(lane.sector..lane.sector + 1)));
+            }
         }
         for (lane, data) in self.lanes.iter().zip(bytes.chunks_exact(sector_bytes)) {
             let at = info.block_at(lane.block);
             arena.latch(space.store_bulk(at, data))?;
-            blocks.push(at..at + sector_bytes as u64);
+            if by_range {
+                blocks.push(at..at + sector_bytes as u64);
+            }
         }
         arena.latch(space.persist_with_bulk(&ranges, &blocks))?;
         self.logged = Some((locked, olds));
@@ -131,12 +139,15 @@ impl<'a, S: Words> Exchange<'a, S> {
         let Self { common: Common { space, .. }, arena, .. } = *self;
         // Nothing counts any more once something has failed.
         arena.check_writable()?;
-        let mut ranges: SmallVec<[Range<u64>; 1]> = SmallVec::with_capacity(self.lanes.len());
+        let by_range = space.persists_by_range();
+        let mut ranges: SmallVec<[Range<u64>; 1]> = SmallVec::new();
         for (lane, sector) in self.lanes.iter().zip(self.sectors.clone()) {
             let at = lane.entry_at(&arena.info) + 8;
             let [_, second_half] = lane.halves(sector, 0);
             arena.latch(space.store_word(at, second_half))?;
-            ranges.push(at..at + 8);
+            if by_range {
+                ranges.push(at..at + 8);
+            }
         }
         arena.latch(space.persist(&ranges))
     }

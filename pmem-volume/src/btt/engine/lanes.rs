@@ -75,7 +75,7 @@ impl Lanes {
 
     #[inline]
     fn take_any(&self, wanted: usize) -> Taken<'_> {
-        let mut taken = Taken::new();
+        let mut taken = Taken::with_capacity(wanted);
         let start = START.get();
         for offset in 0..self.0.len() {
             if taken.len() == wanted {

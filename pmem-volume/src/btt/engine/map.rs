@@ -48,11 +48,18 @@ impl Locks {
     pub(super) fn lock(&self, words: Range<u64>) -> Locked<'_> {
         let lines = words.start / LINE_BYTES..=(words.end - 1) / LINE_BYTES;
         let locks = self.0.len();
-        let mut numbers: SmallVec<[usize; 8]> = lines.map(|line| line as usize % locks).collect();
-        assert!(numbers.len() <= locks, "more lines than locks");
-        numbers.sort_unstable();
+        let number = |line: u64| line as usize % locks;
         let lock = |number: usize| self.0[number].0.lock().expect(NO_PANIC);
-        Locked { words, _guards: numbers.into_iter().map(lock).collect() }
+        let mut guards = SmallVec::new();
+        if lines.start() == lines.end() {
+            guards.push(lock(number(*lines.start())));
+        } else {
+            let mut numbers: SmallVec<[usize; 8]> = lines.map(number).collect();
+            assert!(numbers.len() <= locks, "more lines than locks");
+            numbers.sort_unstable();
+            guards.extend(numbers.into_iter().map(lock));
+        }
+        Locked { words, _guards: guards }
     }
 }
 

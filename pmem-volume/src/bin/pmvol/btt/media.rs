@@ -133,6 +133,14 @@ impl Words for Media {
         }
     }
 
+    fn persists_by_range(&self) -> bool {
+        match self {
+            Media::Volume(volume) => volume.persists_by_range(),
+            Media::File(file) => file.persists_by_range(),
+            Media::Part(_) => unreachable!("{READ_ONLY}"),
+        }
+    }
+
     fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         match self {
             Media::Volume(volume) => volume.store_bulk(offset_bytes, bytes),
