@@ -79,6 +79,20 @@ pub fn skip<T>(reason: impl Into<String>) -> Result<T> {
 /// Exit code of a test's process that has been skipped; its reason is the last line of its output.
 const SKIPPED_CODE: i32 = 77;
 
+/// The context of an error that nothing excuses: what was stored is not there as it has to be. A test that ends with it gets no
+/// second chance.
+#[derive(Debug)]
+pub struct StoredWrong;
+
+impl fmt::Display for StoredWrong {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("What was stored is wrong, whatever the emulation did")
+    }
+}
+
+/// Exit code of a test's process that has ended with [`StoredWrong`].
+const STORED_WRONG_CODE: i32 = 78;
+
 /// What to run and how.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -169,6 +183,8 @@ enum Verdict {
     Passed,
     Skipped(String),
     Failed(String),
+    /// Failed, with [`StoredWrong`].
+    FailedForGood(String),
 }
 
 /// Runs the tests that the command line asks for and returns the process's exit code. In a test's own process (the
@@ -188,7 +204,7 @@ pub fn main(tests: &[Test]) -> Result<i32> {
     }
     let verdicts = run_all(chosen, &options);
     let count = |wanted: fn(&Verdict) -> bool| verdicts.iter().filter(|verdict| wanted(verdict)).count();
-    let failed = count(|verdict| matches!(verdict, Verdict::Failed(_)));
+    let failed = count(|verdict| matches!(verdict, Verdict::Failed(_) | Verdict::FailedForGood(_)));
     println!(
         "guest tests: {} passed, {failed} failed, {} skipped",
         count(|verdict| *verdict == Verdict::Passed),
@@ -207,7 +223,7 @@ fn run_here(test: &Test) -> i32 {
             }
             None => {
                 println!("{error:?}");
-                1
+                if error.downcast_ref::<StoredWrong>().is_some() { STORED_WRONG_CODE } else { 1 }
             }
         },
     }
@@ -245,7 +261,7 @@ fn run_and_report(test: &Test, deadline: Option<Instant>) -> Verdict {
     match &verdict {
         Verdict::Passed => println!("test {name} ... ok ({seconds:.1} s)"),
         Verdict::Skipped(reason) => println!("test {name} ... skipped: {reason}"),
-        Verdict::Failed(output) => {
+        Verdict::Failed(output) | Verdict::FailedForGood(output) => {
             // One write, so that two failures do not mix.
             let output: String = output.lines().map(|line| format!("  | {line}\n")).collect();
             println!("test {name} ... FAILED ({seconds:.1} s)\n{output}");
@@ -259,7 +275,7 @@ const MAX_RERUNS: usize = 2;
 
 /// How many tests of one boot that fail without the emulation's mark run once more. It breaks guests in ways that leave no
 /// mark, too: a triple fault, a vCPU that stands still. What is ours to mend fails again, or in more tests than these.
-const MAX_SECOND_CHANCES: usize = 3;
+const MAX_SECOND_CHANCES: usize = 2;
 
 /// The emulation that trips over a kernel which patches its own text (docs/testing.md) does so in guests as well: with
 /// two CPUs, while they boot. A test in which that shows in a guest's console says nothing; it runs anew, and the
@@ -370,11 +386,11 @@ fn run_in_process(test: &Test, limit: Duration) -> Result<Verdict> {
     end_group(&mut child);
     let output = String::from_utf8_lossy(&fs::read(&output_path)?).into_owned();
     let mut verdict = verdict_of(status, output);
-    if let Verdict::Failed(why) = &mut verdict {
+    if let Verdict::Failed(why) | Verdict::FailedForGood(why) = &mut verdict {
         why.push_str(&last_words(&dir));
     }
     match &verdict {
-        Verdict::Failed(_) => keep_evidence(short_name(test), &dir),
+        Verdict::Failed(_) | Verdict::FailedForGood(_) => keep_evidence(short_name(test), &dir),
         // Pools and images are large; nobody looks at those of a test that passed.
         _ => fs::remove_dir_all(&dir)?,
     }
@@ -387,6 +403,7 @@ fn verdict_of(status: Result<ExitStatus>, output: String) -> Verdict {
         Ok((Some(SKIPPED_CODE), _)) => {
             Verdict::Skipped(output.lines().last().unwrap_or("no reason given").to_owned())
         }
+        Ok((Some(STORED_WRONG_CODE), _)) => Verdict::FailedForGood(output),
         Ok((Some(_), _)) => Verdict::Failed(output),
         Ok((None, status)) => Verdict::Failed(format!("{output}\nThe test's process ended by {status}")),
         Err(error) => Verdict::Failed(format!("{output}\n{error:#}")),
@@ -531,7 +548,21 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_twice_without_the_mark_or_in_a_fourth_test_has_failed() {
+    fn what_is_stored_wrong_fails_for_good_however_deep_the_error_is() {
+        fn stored_wrong() -> Result<()> {
+            Err(anyhow::anyhow!("1 of 8 sectors are wrong")).context(StoredWrong).context("Round 3")
+        }
+        fn else_wrong() -> Result<()> {
+            Err(anyhow::anyhow!("no such device")).context("Round 3")
+        }
+        let test =
+            |run| Test { name: "guest_tests::torn::kills", run, limit: DEFAULT_LIMIT, extended: false };
+        assert_eq!(run_here(&test(stored_wrong)), STORED_WRONG_CODE);
+        assert_eq!(run_here(&test(else_wrong)), 1);
+    }
+
+    #[test]
+    fn what_fails_twice_without_the_mark_or_in_one_test_too_many_has_failed() {
         let chances = AtomicUsize::new(0);
         let mut marked = Reruns::default();
         assert_eq!([(); 3].map(|()| marked.once_more(true, &chances)), [true, true, false]);
@@ -584,6 +615,7 @@ mod tests {
         assert_eq!(verdict_of(exited(0), output()), Verdict::Passed);
         assert_eq!(verdict_of(exited(77), output()), Verdict::Skipped("no such driver".to_owned()));
         assert!(matches!(verdict_of(exited(101), output()), Verdict::Failed(_)));
+        assert!(matches!(verdict_of(exited(78), output()), Verdict::FailedForGood(_)));
         assert!(matches!(verdict_of(Ok(ExitStatus::from_raw(9)), output()), Verdict::Failed(_)));
     }
 }

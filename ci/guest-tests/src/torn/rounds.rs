@@ -8,6 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, anyhow};
 
 use super::victim::Victim;
+use crate::runner::StoredWrong;
 
 /// What came of some rounds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -125,7 +126,7 @@ impl Schedule {
     /// A life, and what it has left.
     fn one_round(&self, lane: usize, victim: &mut Victim) -> Result<Tally> {
         let life = victim.live_and_die()?;
-        let redo = victim.check().with_context(|| life.moment.to_string())?;
+        let redo = victim.check().context(StoredWrong).with_context(|| life.moment.to_string())?;
         let judgement = victim.judge().with_context(|| life.moment.to_string())?;
         let tally = Tally {
             rounds: u32::from(!life.broken),
@@ -139,7 +140,7 @@ impl Schedule {
         };
         println!("lane {lane}: {}: {tally}", life.moment);
         if self.until == Until::Done || judgement.torn() < judgement.faults.len() {
-            judgement.all_is_well()?;
+            judgement.all_is_well().context(StoredWrong)?;
         }
         judgement.faults.iter().take(1).for_each(|fault| println!("{fault}"));
         Ok(tally)

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use super::stamp::SECTOR_BYTES;
 use crate::content::Bytes;
 use crate::guest::{Script, complaints};
 use crate::pool::pmvol;
-use crate::runner::emulation_broke;
+use crate::runner::{StoredWrong, emulation_broke};
 use crate::{Guest, GuestBuilder, Kernel, Pool};
 
 /// For what a guest does with its volume, emulated, beside others.
@@ -304,9 +304,13 @@ impl Victim {
         thread::scope(|scope| {
             let reader = scope.spawn(move || read_lines(writer, &said));
             let watched = self.watch(guest, &heard, started, delay, &mut seen);
-            guest.kill_now()?;
+            // What has ended by itself is no success of the kill; whoever reads its lines can only see that they end.
+            let lives = guest.still_running();
+            if lives.is_ok() {
+                guest.kill_now()?;
+            }
             let read = reader.join().map_err(|_| anyhow!("The reader of the writer's lines has panicked"))?;
-            read.and(watched)
+            lives.and(read).and(watched)
         })?;
         self.hear(&heard, &mut seen)?;
         Ok(seen)
@@ -362,8 +366,12 @@ impl Victim {
     ) -> Result<()> {
         let mut silent = Silent::all();
         while !silent.none() {
-            // The channel closes without a word if the writer ends first, and its reader says why.
-            let Ok(line) = heard.recv_timeout(IO_LIMIT) else { return Ok(()) };
+            let line = match heard.recv_timeout(IO_LIMIT) {
+                Ok(line) => line,
+                // The writer has ended first, and its reader says why.
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                Err(RecvTimeoutError::Timeout) => bail!("Within {IO_LIMIT:?} a thread has flushed nothing"),
+            };
             silent.hear(&line);
             self.take(&line, seen)?;
         }
@@ -419,11 +427,14 @@ impl Victim {
         let ours =
             last.versions.chunks(per_thread).nth(thread).context("A thread that nobody has started")?;
         let theirs: Vec<Option<u64>> = versions.iter().copied().map(Some).collect();
-        ensure!(
-            ours == theirs,
-            "The guest's driver finds other sectors than our reader:\nours:   {ours:?}\ntheirs: {theirs:?}"
-        );
-        Ok(())
+        let compare = || {
+            ensure!(
+                ours == theirs,
+                "The guest's driver finds other sectors than our reader:\nours:   {ours:?}\ntheirs: {theirs:?}"
+            );
+            Ok(())
+        };
+        compare().context(StoredWrong)
     }
 
     /// Looks at what the last life has left. The volume is not changed.

@@ -20,6 +20,7 @@ pub fn run(interface: Interface, kernel: Kernel, rounds: u32, seed: u64, raw: bo
     println!("{setup}, seed {seed}: {tally}");
     // Pools and logs are evidence of what went wrong alone.
     std::fs::remove_dir_all(&dir)?;
+    ensure!(tally.flushes > 0, "No flush was acknowledged: nothing was tried");
     ensure!(!raw || tally.torn > 0, "Nothing was torn: this proves nothing");
     Ok(())
 }
