@@ -244,28 +244,43 @@ MAX_HOSTS=4
 # hosts_at_once MIB: how many emulated hosts with one CPU and so much memory each this machine can run at once. Where
 # guests run on the machine itself, that is the one host.
 hosts_at_once() {
-    local hosts room
+    local hosts room way
+    way=$("$ROOT/ci/nested/host" --which) || exit
     hosts=$(nproc)
-    room=$(awk -v each=$(($1 + HOST_OVERHEAD_MIB)) '/^MemTotal:/ { print int($2 / 1024 / each) }' /proc/meminfo)
+    room=$(awk -v each=$(($1 + HOST_OVERHEAD_MIB)) '/^MemAvailable:/ { print int($2 / 1024 / each) }' /proc/meminfo)
     [ "$hosts" -le "$room" ] || hosts=$room
     [ "$hosts" -le "$MAX_HOSTS" ] || hosts=$MAX_HOSTS
-    if [ "$hosts" -lt 1 ] || [ "$("$ROOT/ci/nested/host" --which)" = direct ]; then hosts=1; fi
+    if [ "$hosts" -lt 1 ] || [ "$way" = direct ]; then hosts=1; fi
     echo "$hosts"
 }
 
-# in_background COMMAND...: a job that is a process group of its own: Ctrl-C ends it by end_jobs alone, and then all of it.
+# in_background COMMAND...: a job that is a process group of its own, which Ctrl-C does not reach: end_jobs ends it, and the
+# hosts in it. (A guest test on this machine itself is a group of its own again, and ends by its limit.)
 in_background() {
-    trap end_jobs INT TERM
+    trap end_jobs INT TERM HUP
     set -m
     "$@" </dev/null &
     set +m
 }
 
-end_jobs() {
-    trap '' INT TERM
-    local job
-    for job in $(jobs -rp); do kill -- "-$job" 2>/dev/null || true; done
+wait_for_jobs() {
     wait
+    trap - INT TERM HUP
+}
+
+end_jobs() {
+    trap '' INT TERM HUP
+    local job running tries
+    running=$(jobs -rp)
+    for job in $running; do kill -- "-$job" 2>/dev/null || true; done
+    wait
+    # A host takes a moment to end its QEMU. Who starts anew at once is not to find it.
+    for job in $running; do
+        for ((tries = 0; tries < 100; tries++)); do
+            kill -0 -- "-$job" 2>/dev/null || break
+            sleep 0.1
+        done
+    done
     exit 130
 }
 
