@@ -191,9 +191,9 @@ impl PoolVolume for Volume {
 }
 
 fn warn_of_read_only(volume: &str, arenas: &[ArenaStatus]) {
-    for ArenaStatus { first_sector, sectors, read_only, .. } in arenas {
+    for (arena, ArenaStatus { first_sector, sectors, read_only, .. }) in arenas.iter().enumerate() {
         if let Some(reason) = read_only {
-            warn!(volume, first_sector, sectors, reason, "A part of the volume takes no writes");
+            warn!(volume, arena, first_sector, sectors, reason, "An arena of the volume takes no writes");
         }
     }
 }

@@ -70,7 +70,7 @@ Examples:
         /// Let a file on a disk take blocks only for what is used
         ///
         /// Then the file system must not become full: a guest that needs a block for its memory or its volume, and gets
-        /// none, is killed. A file on tmpfs is always thin.
+        /// none, stands still there. A file on tmpfs is always thin.
         #[arg(long)]
         thin: bool,
         /// Make the pool on a device even if there is something on it, which is erased
