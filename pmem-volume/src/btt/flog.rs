@@ -10,6 +10,7 @@ use super::check::Finding;
 use super::layout::{
     FLOG_GROUP_BYTES, FlogEntryBytes, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO,
 };
+use super::torn::{self, Suspect, looks_torn};
 use crate::media::MediaError;
 
 /// A map entry, decoded.
@@ -40,9 +41,13 @@ pub(super) fn decode_map(sector: u32, entry: u32) -> MapEntry {
 
 /// Reads one map entry.
 pub(super) fn read_map(space: &impl ReadAt, arena: &ArenaInfo, sector: u32) -> Result<MapEntry, MediaError> {
+    Ok(decode_map(sector, read_entry(space, arena, sector)?))
+}
+
+fn read_entry(space: &impl ReadAt, arena: &ArenaInfo, sector: u32) -> Result<u32, MediaError> {
     let mut entry = [0; 4];
     space.read_at(arena.map_at + u64::from(sector) * MAP_ENTRY_BYTES, &mut entry)?;
-    Ok(decode_map(sector, u32::from_le_bytes(entry)))
+    Ok(u32::from_le_bytes(entry))
 }
 
 /// A lane, as it is for its next write.
@@ -103,7 +108,7 @@ pub(super) struct Recovery {
     pub(super) second_slot: usize,
     /// All lanes that are whole.
     pub(super) lanes: Vec<Lane>,
-    /// Sectors whose map entry a crash kept from being written, and the block it would name.
+    /// Sectors whose map entry a crash kept from being written, in part or wholly, and the block it would name.
     pub(super) redo: BTreeMap<u32, u32>,
     /// What is wrong.
     pub(super) findings: Vec<Finding>,
@@ -120,6 +125,7 @@ pub(super) fn recover(space: &impl ReadAt, arena: &ArenaInfo) -> Result<Recovery
         return Ok(recovery);
     };
     recovery.second_slot = second;
+    let mut suspects = Vec::new();
     for (lane, group) in groups.iter().enumerate() {
         let lane = lane as u32;
         let pair = [&group.entries[0], &group.entries[second]];
@@ -129,14 +135,18 @@ pub(super) fn recover(space: &impl ReadAt, arena: &ArenaInfo) -> Result<Recovery
             continue;
         };
         let next_slot = if newest == 0 { second } else { 0 };
-        recovery.replay(space, arena, lane, pair[newest], next_slot)?;
+        suspects.extend(recovery.replay(space, arena, lane, pair[newest], next_slot)?);
+    }
+    if !suspects.is_empty() {
+        let torn = torn::torn(space, arena, suspects, &recovery.redo, &recovery.free)?;
+        recovery.redo.extend(torn.into_iter().map(|torn| (torn.sector, torn.new)));
     }
     Ok(recovery)
 }
 
 impl Recovery {
     /// The lane's free block is the one that its last write replaced. If the map still names that block, the crash
-    /// came before the map entry was written.
+    /// came before the map entry was written. If it names neither, the crash may have torn it: the entry is returned.
     fn replay(
         &mut self,
         space: &impl ReadAt,
@@ -144,7 +154,7 @@ impl Recovery {
         lane: u32,
         entry: &FlogEntryBytes,
         next_slot: usize,
-    ) -> Result<(), MediaError> {
+    ) -> Result<Option<Suspect>, MediaError> {
         let (sector, old, new) =
             (entry.lba.get(), entry.old_map.get() & MAP_BLOCK, entry.new_map.get() & MAP_BLOCK);
         let bounds =
@@ -152,17 +162,19 @@ impl Recovery {
         for (field, value, bound) in bounds {
             if value >= bound {
                 self.findings.push(Finding::FlogRange { lane, field, value, bound });
-                return Ok(());
+                return Ok(None);
             }
         }
         self.free.push((old, lane));
         let sequence = entry.sequence.get() % 3 + 1;
         let has_failed = entry.old_map.get() & MAP_ERROR != 0;
         self.lanes.push(Lane { number: lane, block: old, has_failed, slot: next_slot, sequence, sector });
-        if old != new && read_map(space, arena, sector)?.block == old {
+        let entry = read_entry(space, arena, sector)?;
+        let names = decode_map(sector, entry).block;
+        if old != new && names == old {
             self.redo.insert(sector, new);
         }
-        Ok(())
+        Ok(looks_torn(entry, old, new).then_some(Suspect { sector, names, new }))
     }
 }
 

@@ -21,6 +21,7 @@ mod reader;
 mod repair;
 #[cfg(test)]
 mod tests;
+mod torn;
 mod walk;
 
 use std::ops::Range;

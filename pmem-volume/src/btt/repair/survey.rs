@@ -7,7 +7,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::super::ReadAt;
 use super::super::arena::ArenaInfo;
 use super::super::check::BlockSet;
-use super::super::flog::{MapKind, decode_map, newest, read_map, second_slot};
+use super::super::flog::{MapKind, decode_map, newest, read_map, recover, second_slot};
 use super::super::layout::{FLOG_GROUP_BYTES, FlogGroupBytes, MAP_BLOCK, MAP_ENTRY_BYTES};
 use crate::media::MediaError;
 
@@ -131,7 +131,9 @@ fn survey_flog(space: &impl ReadAt, info: &ArenaInfo) -> Result<Vec<Lane>, Media
     space.read_at(info.flog_at, &mut bytes)?;
     let groups = <[FlogGroupBytes]>::ref_from_bytes(&bytes).expect("whole groups, which need no alignment");
     let second = likely_second_slot(groups);
-    groups.iter().map(|group| survey_lane(space, info, group, second)).collect()
+    // Torn entries of the map are pending as well, which takes a look at the whole of it.
+    let redo = recover(space, info)?.redo;
+    groups.iter().map(|group| survey_lane(space, info, group, second, &redo)).collect()
 }
 
 fn survey_lane(
@@ -139,6 +141,7 @@ fn survey_lane(
     info: &ArenaInfo,
     group: &FlogGroupBytes,
     second: Option<usize>,
+    redo: &BTreeMap<u32, u32>,
 ) -> Result<Lane, MediaError> {
     let damaged = Lane { free: None, redo: None, hints: hints(group) };
     let Some(second) = second.filter(|second| is_padded(group, *second)) else { return Ok(damaged) };
@@ -149,7 +152,8 @@ fn survey_lane(
     if sector >= info.sectors || old >= info.blocks || new >= info.blocks {
         return Ok(damaged);
     }
-    let is_pending = old != new && read_map(space, info, sector)?.block == old;
+    let is_pending =
+        old != new && (redo.get(&sector) == Some(&new) || read_map(space, info, sector)?.block == old);
     Ok(Lane { free: Some(old), redo: is_pending.then_some((sector, new)), ..damaged })
 }
 

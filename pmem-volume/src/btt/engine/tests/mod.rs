@@ -9,6 +9,7 @@ mod modelled;
 mod readers;
 mod script;
 mod threads;
+mod torn;
 
 use uuid::Uuid;
 use zerocopy::{FromZeros, IntoBytes};

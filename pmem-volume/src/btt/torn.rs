@@ -1,0 +1,112 @@
+//! Map entries that a crash has torn, which no driver means to leave.
+//!
+//! Linux 6.1 stores the entry of an odd sector by memcpy() of its four bytes: what does not begin at a multiple of eight is copied up to
+//! there in the ordinary way (arch/x86/lib/usercopy_64.c, __memcpy_flushcache), and the ordinary way is `rep movsb` on many CPUs
+//! (arch/x86/lib/memcpy_64.S). An interrupt may come between any two of the bytes. If the VMM is killed in that
+//! interrupt, the first bytes are those of the new entry, and the rest those of the old one. Seen once in 390 kills of emulated guests.
+//!
+//! Linux' recovery asks whether the map has the old entry (drivers/nvdimm/btt.c, btt_freelist_init). A torn one is
+//! neither the old nor the new one, so it stays: the sector has a block that another one has, and what is written to the one
+//! is read from the other. But the flog still says what the entry was to be; its second half was there before. So a torn entry is
+//! redone as an old one is.
+//!
+//! An entry that only looks torn must stay: the lane's newest write may be long ago, and its sector have got
+//! another block since by another lane. That block is the sector's alone, while one that a torn entry names by accident
+//! is somebody else's, or none: each block is named exactly once.
+
+use std::collections::BTreeMap;
+
+use super::ReadAt;
+use super::arena::ArenaInfo;
+use super::flog::decode_map;
+use super::layout::{MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
+use crate::media::MediaError;
+
+/// Entries that are read at once.
+const PIECE: u32 = 1 << 16;
+
+/// An entry that may be torn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Suspect {
+    /// The sector whose entry it is.
+    pub(super) sector: u32,
+    /// The block that the entry names, by accident if it is torn.
+    pub(super) names: u32,
+    /// The block that it was to name.
+    pub(super) new: u32,
+}
+
+/// Is this what is left of storing the entry of a written sector with block `new` over one with block `old`? An entry
+/// that is wholly the one or the other is not.
+pub(super) fn looks_torn(entry: u32, old: u32, new: u32) -> bool {
+    let after = (new | MAP_ERROR | MAP_ZERO).to_le_bytes();
+    let before = [MAP_ERROR | MAP_ZERO, MAP_ERROR, MAP_ZERO].map(|kind| (old | kind).to_le_bytes());
+    let is_torn = |before: [u8; 4]| {
+        (1..4).any(|stored| {
+            let mut torn = before;
+            torn[..stored].copy_from_slice(&after[..stored]);
+            entry.to_le_bytes() == torn
+        })
+    };
+    ![old, new].contains(&(entry & MAP_BLOCK)) && before.into_iter().any(is_torn)
+}
+
+/// Of the suspects, those whose block is named by another sector or lane as well, or that there is no such block. `redo` is what
+/// recovery would store otherwise, `free` the lanes' blocks.
+pub(super) fn torn(
+    space: &impl ReadAt,
+    arena: &ArenaInfo,
+    suspects: Vec<Suspect>,
+    redo: &BTreeMap<u32, u32>,
+    free: &[(u32, u32)],
+) -> Result<Vec<Suspect>, MediaError> {
+    let (mut torn, mut open): (Vec<Suspect>, Vec<Suspect>) = suspects.into_iter().partition(|suspect| {
+        suspect.names >= arena.blocks || free.iter().any(|(block, _)| *block == suspect.names)
+    });
+    let mut bytes = vec![0; PIECE.min(arena.sectors) as usize * MAP_ENTRY_BYTES as usize];
+    let mut first = 0;
+    while first < arena.sectors && !open.is_empty() {
+        let count = PIECE.min(arena.sectors - first);
+        let piece = &mut bytes[..count as usize * MAP_ENTRY_BYTES as usize];
+        space.read_at(arena.map_at + u64::from(first) * MAP_ENTRY_BYTES, piece)?;
+        let (entries, _) = piece.as_chunks::<4>();
+        for (sector, entry) in (first..).zip(entries) {
+            let entry = decode_map(sector, u32::from_le_bytes(*entry));
+            let block = redo.get(&sector).copied().unwrap_or(entry.block);
+            if let Some(at) = open.iter().position(|open| open.names == block && open.sector != sector) {
+                torn.push(open.swap_remove(at));
+            }
+        }
+        first += count;
+    }
+    Ok(torn)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WRITTEN: u32 = MAP_ERROR | MAP_ZERO;
+
+    #[test]
+    fn the_first_bytes_are_new_and_the_others_old() {
+        // As it was found: block 319 for 1150, after one byte.
+        assert!(looks_torn(WRITTEN | 0x43f, 0x47e, 0x13f));
+        assert!(!looks_torn(WRITTEN | 0x17e, 0x47e, 0x13f), "the last bytes first");
+        assert!(!looks_torn(WRITTEN | 0x43e, 0x47e, 0x13f));
+        // A sector that was discarded or in error before.
+        assert!(looks_torn(MAP_ZERO | 0x1_0203, 0x1_aabb, 0x2_0203));
+        assert!(looks_torn(MAP_ERROR | 0x1_0203, 0x1_aabb, 0x2_0203));
+    }
+
+    #[test]
+    fn what_is_wholly_old_or_new_is_not_torn() {
+        for kind in [WRITTEN, MAP_ZERO, MAP_ERROR] {
+            for block in [0x47e, 0x13f] {
+                assert!(!looks_torn(kind | block, 0x47e, 0x13f));
+            }
+        }
+        // Blocks of which the first bytes are the same: what is stored first changes nothing.
+        assert!(!looks_torn(WRITTEN | 0x0100, 0x0100, 0x0200));
+    }
+}
