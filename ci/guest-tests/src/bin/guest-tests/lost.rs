@@ -65,7 +65,8 @@ fn guest_reads(kernel: Kernel) -> Result<()> {
     wait_for_bytes(&guest)?;
     cut(&path, 5 * MIB)?;
     let read = "exec dd if=/dev/pmem0 of=/dev/null bs=1M skip=8 count=1 iflag=direct";
-    let read = guest.start_script(IO_LIMIT, read)?;
+    // Files are looked at now and then as well: the VM may be paused before the guest has answered that it begins.
+    let read = guest.start_script(IO_LIMIT, read);
     wait_until_paused(&guest, &[&flag], "cut short to 5 MiB, of which the guest has 16 MiB")?;
     drop(read);
     // As long again, it is another file: what was in it does not come back.
@@ -176,7 +177,8 @@ fn a_pool_that_is_cut_short_pauses_all_that_has_memory_of_it() -> Result<()> {
     guest.run("dd if=/dev/urandom of=/dev/pmem0s bs=64k count=16 oflag=direct")?;
     let pool_bytes = fs::metadata(pool.path())?.len();
     cut(pool.path(), 4 * MIB)?;
-    let read = guest.start_script(IO_LIMIT, "exec dd if=/dev/pmem0s of=/dev/null bs=64k iflag=direct")?;
+    // As above.
+    let read = guest.start_script(IO_LIMIT, "exec dd if=/dev/pmem0s of=/dev/null bs=64k iflag=direct");
     wait_until_paused(&guest, &[&memory, &volume], "cut short to 4 MiB")?;
     drop(read);
     let refused = guest.try_api("PUT", "vm.reboot", None)?;
