@@ -125,7 +125,7 @@ pub(super) fn recover(space: &impl ReadAt, arena: &ArenaInfo) -> Result<Recovery
         return Ok(recovery);
     };
     recovery.second_slot = second;
-    let mut suspects = Vec::new();
+    let mut suspects: Vec<Suspect> = Vec::new();
     for (lane, group) in groups.iter().enumerate() {
         let lane = lane as u32;
         let pair = [&group.entries[0], &group.entries[second]];
@@ -137,6 +137,8 @@ pub(super) fn recover(space: &impl ReadAt, arena: &ArenaInfo) -> Result<Recovery
         let next_slot = if newest == 0 { second } else { 0 };
         suspects.extend(recovery.replay(space, arena, lane, pair[newest], next_slot)?);
     }
+    // An entry that is wholly the old one of another lane's newest write is not torn.
+    suspects.retain(|suspect| !recovery.redo.contains_key(&suspect.sector));
     if !suspects.is_empty() {
         let torn = torn::torn(space, arena, suspects, &recovery.redo, &recovery.free)?;
         recovery.redo.extend(torn.into_iter().map(|torn| (torn.sector, torn.new)));

@@ -18,6 +18,21 @@ pub(super) fn formatted(sector_bytes: u32) -> MemoryMedia {
     media
 }
 
+/// Where a sector's map entry lies.
+fn entry_at(info: &ArenaInfo, sector: u32) -> u64 {
+    info.map_at + u64::from(sector) * MAP_ENTRY_BYTES
+}
+
+pub(super) fn map_entry(media: &MemoryMedia, arena: &ArenaInfo, sector: u32) -> u32 {
+    let mut bytes = [0; 4];
+    media.read_at(entry_at(arena, sector), &mut bytes).unwrap();
+    u32::from_le_bytes(bytes)
+}
+
+pub(super) fn set_map(media: &MemoryMedia, arena: &ArenaInfo, sector: u32, entry: u32) {
+    media.write_at(entry_at(arena, sector), &entry.to_le_bytes()).unwrap();
+}
+
 /// Writes sectors as the Linux driver does, one lane at a time.
 pub(super) struct Writer<'a> {
     media: &'a MemoryMedia,

@@ -5,7 +5,9 @@ use std::ops::Range;
 
 use super::*;
 use crate::btt::layout::START_BYTES;
-use crate::btt::tests::{ALL_STEPS, VOLUME_BYTES, Writer, content, flip, formatted, with_info};
+use crate::btt::tests::{
+    ALL_STEPS, VOLUME_BYTES, Writer, content, flip, formatted, map_entry, set_map, with_info,
+};
 use crate::btt::{Lost, Reader, check};
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 use crate::media::{Media, MemoryMedia};
@@ -81,21 +83,6 @@ fn assert_left(media: &MemoryMedia) -> Repair {
     repair.carry_out(media).unwrap();
     assert!(before == media.to_bytes());
     repair
-}
-
-/// Where a sector's map entry lies.
-fn entry_at(info: &ArenaInfo, sector: u32) -> u64 {
-    info.map_at + u64::from(sector) * MAP_ENTRY_BYTES
-}
-
-fn map_entry(media: &MemoryMedia, arena: &ArenaInfo, sector: u32) -> u32 {
-    let mut bytes = [0; 4];
-    media.read_at(entry_at(arena, sector), &mut bytes).unwrap();
-    u32::from_le_bytes(bytes)
-}
-
-fn set_map(media: &MemoryMedia, arena: &ArenaInfo, sector: u32, entry: u32) {
-    media.write_at(entry_at(arena, sector), &entry.to_le_bytes()).unwrap();
 }
 
 fn set_flog(media: &MemoryMedia, arena: &ArenaInfo, lane: u64, slot: u64, field: u64, value: u32) {

@@ -2,24 +2,11 @@
 
 use super::*;
 use crate::btt::arena::ArenaInfo;
+use crate::btt::flog;
 use crate::btt::layout::MAP_BLOCK;
-use crate::btt::{ReadAt, flog};
+use crate::btt::tests::{map_entry, set_map};
 
 const SECTOR: u64 = 6;
-
-fn entry_at(info: &ArenaInfo, sector: u32) -> u64 {
-    info.map_at + u64::from(sector) * 4
-}
-
-fn entry(media: &MemoryMedia, info: &ArenaInfo, sector: u32) -> u32 {
-    let mut bytes = [0; 4];
-    media.read_at(entry_at(info, sector), &mut bytes).unwrap();
-    u32::from_le_bytes(bytes)
-}
-
-fn set_entry(media: &MemoryMedia, info: &ArenaInfo, sector: u32, entry: u32) {
-    media.write_at(entry_at(info, sector), &entry.to_le_bytes()).unwrap();
-}
 
 /// A BTT in which the last write of all was the third of [`SECTOR`], the sector's entry before it, and after it.
 fn written() -> (MemoryMedia, ArenaInfo, u32, u32) {
@@ -29,7 +16,7 @@ fn written() -> (MemoryMedia, ArenaInfo, u32, u32) {
     let mut entries = [0; 3];
     for (version, after) in (1..).zip(&mut entries) {
         engine.write(SECTOR, &content(SECTOR, version, 4096)).unwrap();
-        *after = entry(&media, &info, SECTOR as u32);
+        *after = map_entry(&media, &info, SECTOR as u32);
     }
     (media, info, entries[1], entries[2])
 }
@@ -47,7 +34,7 @@ fn a_torn_entry_is_redone_by_all_that_read_it() {
     for stored in 1..4 {
         let (media, info, before, after) = written();
         let torn = torn(before, after, stored);
-        set_entry(&media, &info, SECTOR as u32, torn);
+        set_map(&media, &info, SECTOR as u32, torn);
         tried += u32::from(![before, after].contains(&torn));
 
         let report = check(&media).unwrap();
@@ -60,7 +47,7 @@ fn a_torn_entry_is_redone_by_all_that_read_it() {
 
         // On the media, too: a guest's driver would leave it as it is.
         let engine = Engine::open(&media).unwrap();
-        assert_eq!(entry(&media, &info, SECTOR as u32), after);
+        assert_eq!(map_entry(&media, &info, SECTOR as u32), after);
         assert_eq!(read(&engine, SECTOR), content(SECTOR, 3, 4096));
         assert_eq!(check(&media).unwrap().arenas[0].redo, 0);
     }
@@ -73,17 +60,37 @@ fn an_entry_that_only_looks_torn_stays() {
     let torn = torn(before, after, 1);
     let owner = torn & MAP_BLOCK;
     assert!(
-        owner < info.sectors && entry(&media, &info, owner) == 0,
+        owner < info.sectors && map_entry(&media, &info, owner) == 0,
         "the block is that of a sector's own number"
     );
     // As if the two had been written since by other lanes, which have had other things to do: each block has one owner.
-    set_entry(&media, &info, SECTOR as u32, torn);
-    set_entry(&media, &info, owner, after);
+    set_map(&media, &info, SECTOR as u32, torn);
+    set_map(&media, &info, owner, after);
     assert!(flog::recover(&media, &info).unwrap().redo.is_empty());
     let report = check(&media).unwrap();
     assert!(report.is_clean() && report.arenas[0].redo == 0, "{report:?}");
     drop(Engine::open(&media).unwrap());
-    assert_eq!(entry(&media, &info, SECTOR as u32), torn);
+    assert_eq!(map_entry(&media, &info, SECTOR as u32), torn);
+}
+
+#[test]
+fn what_another_lane_has_still_to_store_comes_before_what_looks_torn() {
+    let (media, info, before, after) = written();
+    let torn = torn(before, after, 1);
+    let owner = torn & MAP_BLOCK;
+    set_map(&media, &info, SECTOR as u32, torn);
+    set_map(&media, &info, owner, after);
+    // The last write of the sector is that of a lane which had not written before, and a crash kept it from the map.
+    let lanes = flog::recover(&media, &info).unwrap().lanes;
+    let lane =
+        lanes.iter().find(|lane| u64::from(lane.sector) != SECTOR && lane.block >= info.sectors).unwrap();
+    let words = [SECTOR as u32, owner, lane.block, 2];
+    let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
+    media.write_at(lane.group_at(&info) + 16, &bytes).unwrap();
+    let redo = flog::recover(&media, &info).unwrap().redo;
+    assert_eq!(Vec::from_iter(redo), [(SECTOR as u32, lane.block)]);
+    let report = check(&media).unwrap();
+    assert!(report.is_clean(), "{report:?}");
 }
 
 #[test]
@@ -92,7 +99,7 @@ fn what_no_store_can_have_left_is_damage() {
     // The last byte alone is another one, and names a block that only larger arenas have.
     let far = before | 0x3f << 24;
     assert!(far & MAP_BLOCK >= info.blocks);
-    set_entry(&media, &info, SECTOR as u32, far);
+    set_map(&media, &info, SECTOR as u32, far);
     assert!(flog::recover(&media, &info).unwrap().redo.is_empty());
     assert!(!check(&media).unwrap().is_clean());
 }
