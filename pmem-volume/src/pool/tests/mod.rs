@@ -1,5 +1,6 @@
 //! Pools as their users see them.
 
+mod asked;
 mod bad_input;
 pub(crate) mod campaign;
 mod crash;

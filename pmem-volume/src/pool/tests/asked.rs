@@ -1,0 +1,135 @@
+//! What the engine asks of media of each class when it writes a sector: where stores are durable by themselves, as far as they
+//! ever are, nothing by name; elsewhere each of them before the next step.
+
+use std::ops::Range;
+use std::sync::Mutex;
+
+use super::*;
+use crate::btt::{Engine, PlainFile, Words};
+use crate::media::{MediaError, Place, coalesce};
+
+const CLASSES: [Durability; 3] = [Durability::DaxSync, Durability::PageCache, Durability::Volatile];
+
+/// What was asked since somebody looked.
+#[derive(Default)]
+struct Asked {
+    /// How many ranges each persist has named.
+    named: Vec<usize>,
+    /// Stored, and not persisted.
+    stored: Vec<Range<u64>>,
+    /// Stored before a persist that left it out.
+    left_out: Vec<Range<u64>>,
+}
+
+/// A file that passes for one of a class.
+struct OfClass {
+    file: FileMedia,
+    class: Durability,
+    asked: Arc<Mutex<Asked>>,
+}
+
+impl OfClass {
+    fn note_store(&self, offset_bytes: u64, length_bytes: usize) {
+        self.asked.lock().unwrap().stored.push(offset_bytes..offset_bytes + length_bytes as u64);
+    }
+}
+
+impl Media for OfClass {
+    fn len_bytes(&self) -> u64 {
+        self.file.len_bytes()
+    }
+    fn durability(&self) -> Durability {
+        self.class
+    }
+    fn read(&self, offset_bytes: u64, into: &mut [u8]) -> Result<(), MediaError> {
+        self.file.read(offset_bytes, into)
+    }
+    fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError> {
+        self.file.load_word(offset_bytes)
+    }
+    fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+        self.note_store(offset_bytes, bytes.len());
+        self.file.store(offset_bytes, bytes)
+    }
+    fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
+        self.note_store(offset_bytes, 8);
+        self.file.store_word(offset_bytes, word)
+    }
+    fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        let mut asked = self.asked.lock().unwrap();
+        let named = coalesce(ranges);
+        let is_left_out = |stored: &Range<u64>| {
+            !named.iter().any(|range| range.start <= stored.start && stored.end <= range.end)
+        };
+        let stored = std::mem::take(&mut asked.stored);
+        asked.left_out.extend(stored.into_iter().filter(is_left_out));
+        asked.named.push(ranges.len());
+        self.file.persist(ranges)
+    }
+    fn erase(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
+        self.file.erase(ranges)
+    }
+}
+
+/// Writes to media that pass for `said`, and judges what was asked of them as if they were `class`.
+fn judge(class: Durability, said: Durability) -> Result<(), String> {
+    let fixture = Fixture::new();
+    fixture
+        .create(64 * MIB, 0)
+        .create_volume("data", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt)
+        .unwrap();
+    let asked = Arc::new(Mutex::new(Asked::default()));
+    let media = |file| Box::new(OfClass { file, class: said, asked: Arc::clone(&asked) }) as Box<dyn Media>;
+    let pool = Pool::open_on(&fixture.path(), media).unwrap();
+    let engine = Engine::open(pool.open_volume("data").unwrap()).unwrap();
+    for (first, sectors) in [(5, 1), (5, 3), (1000, 1)] {
+        *asked.lock().unwrap() = Asked::default();
+        engine.write(first, &vec![0xa5; sectors * 4096]).unwrap();
+        let Asked { named, stored, left_out } = std::mem::take(&mut *asked.lock().unwrap());
+        // 1. First halves of the log and data; 2. second halves. What the map gets then, the next exchange persists.
+        if named.len() != 2 || stored.is_empty() {
+            return Err(format!("{} persists, and {stored:?} after the last", named.len()));
+        }
+        match class {
+            Durability::Volatile if named == [0, 0] => {}
+            Durability::Volatile => return Err(format!("{named:?} ranges are named, in vain")),
+            Durability::DaxSync | Durability::PageCache if left_out.is_empty() => {}
+            Durability::DaxSync | Durability::PageCache => {
+                return Err(format!("{left_out:?} is not durable"));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn each_class_is_asked_for_what_it_needs() {
+    for class in CLASSES {
+        judge(class, class).unwrap_or_else(|error| panic!("{}: {error}", class.name()));
+    }
+}
+
+#[test]
+fn a_class_that_passes_for_another_is_found_out() {
+    for class in [Durability::DaxSync, Durability::PageCache] {
+        let error = judge(class, Durability::Volatile).unwrap_err();
+        assert!(error.contains("is not durable"), "{error}");
+        let error = judge(Durability::Volatile, class).unwrap_err();
+        assert!(error.contains("in vain"), "{error}");
+    }
+}
+
+#[test]
+fn a_file_without_a_pool_is_asked_as_its_place_needs_it() {
+    let by_range = |folder: &Path| {
+        let file = tempfile::NamedTempFile::new_in(folder).unwrap();
+        file.as_file().set_len(4096).unwrap();
+        PlainFile::open(file.path(), true).unwrap().persists_by_range()
+    };
+    assert!(!by_range(Path::new("/dev/shm")));
+    let here = std::env::current_dir().unwrap();
+    match Place::of(&fs::File::open(here.join("Cargo.toml")).unwrap()).unwrap() {
+        Place::Disk => assert!(by_range(&here)),
+        place => eprintln!("skipped: {} is {place:?}", here.display()),
+    }
+}
