@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result, ensure};
-use pmem_volume::btt::{Layout, ReadAt, Reader, Sector, WriteAt, check};
+use pmem_volume::btt::{ArenaInfo, Layout, Place, ReadAt, Reader, Sector, WriteAt, arenas, check};
 use pmem_volume::media::MediaError;
 use pmem_volume::pool::VolumeExtent;
 use pmem_volume::{OpenMode, Pool};
@@ -46,6 +46,16 @@ impl BttMedia {
         Ok(Shape { sectors: reader.sectors(), sector_bytes: reader.sector_bytes() })
     }
 
+    /// The first sector of each arena, as the volume counts them.
+    pub fn first_sectors(&self) -> Result<Vec<u64>> {
+        let (mut firsts, mut next) = (Vec::new(), 0);
+        for info in self.arenas()? {
+            firsts.push(next);
+            next += u64::from(info.sectors);
+        }
+        Ok(firsts)
+    }
+
     /// Holds the volume against what it should be: the table is consistent, and each sector reads as it should.
     pub fn verify(&self, outcome: &Outcome) -> Result<()> {
         for arena in check(self)?.arenas {
@@ -58,6 +68,11 @@ impl BttMedia {
             }
             Ok(())
         })
+    }
+
+    fn arenas(&self) -> Result<Vec<ArenaInfo>> {
+        let whole = |place: Place| Ok(place.map_err(|missing| missing.why)?.0);
+        arenas(self).into_iter().map(whole).collect()
     }
 
     /// Cuts a range of the volume into ranges of the file.

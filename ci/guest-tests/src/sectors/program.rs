@@ -13,6 +13,8 @@ use crate::content::Bytes;
 /// Stripes of so many sectors belong to the threads in turn. A multiple of a page, so that no page of the kernel's cache
 /// belongs to two.
 const STRIPE_SECTORS: u64 = 64;
+/// The most sectors that a page has: those that a program stays on begin with a page, too.
+const PAGE_SECTORS: u64 = 8;
 /// The longest operation has so many sectors, and the shorter ones are as frequent for each halving.
 const MAX_SECTORS: u64 = 32;
 /// A thread flushes after so many operations.
@@ -29,22 +31,31 @@ pub enum Mix {
     Discards,
 }
 
-/// A program. As text `writes:SEED:OPERATIONS:THREADS`, with `direct` or `discards` for another mix.
+/// A program. As text `writes:SEED:OPERATIONS:THREADS`, with `direct` or `discards` for another mix, and `:FIRST-END` behind
+/// it for one that stays on some of the sectors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
     mix: Mix,
     seed: u64,
     operations: u64,
     threads: u32,
+    /// All of them, if there is none.
+    sectors: Option<Range<u64>>,
 }
 
 impl FromStr for Program {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let wrong = || anyhow!("{text:?} is not writes:SEED:OPERATIONS:THREADS, direct:... or discards:...");
+        let wrong = || {
+            anyhow!("{text:?} is not writes:SEED:OPERATIONS:THREADS[:FIRST-END], direct:... or discards:...")
+        };
         let parts: Vec<&str> = text.split(':').collect();
-        let [mix, seed, operations, threads] = parts[..] else { bail!(wrong()) };
+        let (mix, seed, operations, threads, sectors) = match parts[..] {
+            [mix, seed, operations, threads] => (mix, seed, operations, threads, None),
+            [mix, seed, operations, threads, sectors] => (mix, seed, operations, threads, Some(sectors)),
+            _ => bail!(wrong()),
+        };
         let mix = match mix {
             "writes" => Mix::Writes,
             "direct" => Mix::Direct,
@@ -54,7 +65,14 @@ impl FromStr for Program {
         let number = |text: &str| text.parse::<u64>().with_context(wrong);
         let threads = u32::try_from(number(threads)?).with_context(wrong)?;
         ensure!(threads > 0, wrong());
-        Ok(Self { mix, seed: number(seed)?, operations: number(operations)?, threads })
+        let range = |text: &str| {
+            let (first, end) = text.split_once('-').with_context(wrong)?;
+            let range = number(first)?..number(end)?;
+            ensure!(!range.is_empty() && range.start.is_multiple_of(PAGE_SECTORS), wrong());
+            Ok(range)
+        };
+        let sectors = sectors.map(range).transpose()?;
+        Ok(Self { mix, seed: number(seed)?, operations: number(operations)?, threads, sectors })
     }
 }
 
@@ -87,18 +105,31 @@ pub trait Storage: Sync {
 }
 
 impl Program {
+    /// As text, a program of up to four threads that stays on 256 sectors. `border` is among them, and not where two threads meet.
+    pub fn around(border: u64, mix: &str, seed: u64, operations: u64, threads: u32) -> String {
+        let first = (border - STRIPE_SECTORS * 3 / 2) / PAGE_SECTORS * PAGE_SECTORS;
+        format!("{mix}:{seed}:{operations}:{threads}:{first}-{}", first + STRIPE_SECTORS * 4)
+    }
+
+    /// How many operations begin in front of `border` and end behind it.
+    pub fn crossings(&self, shape: Shape, border: u64) -> usize {
+        self.effects(shape).filter(|(sectors, _)| sectors.start < border && border < sectors.end).count()
+    }
+
     /// The operations of one thread, with their numbers.
     fn steps(&self, shape: Shape, thread: u32) -> impl Iterator<Item = (u64, Step)> + use<> {
         let (mix, threads) = (self.mix, u64::from(self.threads));
-        let stripes = shape.sectors.div_ceil(STRIPE_SECTORS);
+        let all = self.sectors.clone().unwrap_or(0..shape.sectors);
+        assert!(all.end <= shape.sectors, "{all:?} are not inside {} sectors", shape.sectors);
+        let stripes = (all.end - all.start).div_ceil(STRIPE_SECTORS);
         let own_stripes = (stripes + threads - 1 - u64::from(thread)) / threads;
-        assert!(own_stripes > 0, "{} sectors are too few for {threads} threads", shape.sectors);
+        assert!(own_stripes > 0, "{all:?} are too few sectors for {threads} threads");
         let mut numbers = Bytes::new(self.seed ^ u64::from(thread).rotate_left(32));
         let count = self.operations.div_ceil(threads);
         (0..count).map(move |number| {
             let stripe = numbers.below(own_stripes) * threads + u64::from(thread);
-            let start = stripe * STRIPE_SECTORS;
-            let end = (start + STRIPE_SECTORS).min(shape.sectors);
+            let start = all.start + stripe * STRIPE_SECTORS;
+            let end = (start + STRIPE_SECTORS).min(all.end);
             let first = start + numbers.below(end - start);
             let longest = 1 << numbers.below(u64::from(MAX_SECTORS.ilog2()) + 1);
             let len = (1 + numbers.below(longest)).min(end - first);
@@ -216,10 +247,34 @@ mod tests {
     }
 
     #[test]
+    fn a_program_around_a_border_crosses_it_and_stays_there() {
+        for (seed, border) in (0..40).zip(100..) {
+            let text = Program::around(border, "writes", seed, 400, 4);
+            let program: Program = text.parse().unwrap();
+            assert!(program.crossings(SHAPE, border) > 0, "{text}");
+            for (_, step) in all_steps(&text) {
+                let Range { start, end } = sectors(&step);
+                assert!(border <= start + 104 && end <= border + 160, "{text}: {step:?}");
+            }
+        }
+        let program: Program = "writes:1:400:1:0-64".parse().unwrap();
+        assert_eq!(program.crossings(SHAPE, 64), 0);
+    }
+
+    #[test]
     fn what_is_no_program_is_refused() {
-        for text in
-            ["", "writes", "writes:1:2", "reads:1:2:3", "writes:1:2:0", "writes:1:x:3", "writes:1:2:3:4"]
-        {
+        for text in [
+            "",
+            "writes",
+            "writes:1:2",
+            "reads:1:2:3",
+            "writes:1:2:0",
+            "writes:1:x:3",
+            "writes:1:2:3:4",
+            "writes:1:2:3:8-8",
+            "writes:1:2:3:4-80",
+            "writes:1:2:3:8-80:1",
+        ] {
             assert!(text.parse::<Program>().is_err(), "{text:?}");
         }
     }

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, ensure};
 use guest_tests::btt_media::BttMedia;
 use guest_tests::guest::complaints;
+use guest_tests::pool::pmvol;
 use guest_tests::sectors::{Flogs, Outcome, Padding, Program, Shape, Storage, run};
 use guest_tests::{Guest, Kernel, Pool};
 use pmem_volume::btt::Engine;
@@ -18,6 +19,7 @@ use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
     a_disk_goes_to_and_fro: 300,
+    a_disk_of_two_arenas_goes_to_and_fro: 300,
     a_readonly_volume_is_recovered_before_it_is_shown: 300,
     linux_replays_a_log_in_every_state_as_we_do: 300 (extended),
     what_linux_writes_we_read: 300 (extended),
@@ -30,6 +32,12 @@ guest_tests::tests![
 
 /// What each side does at least.
 const OPERATIONS: u64 = 10_000;
+
+/// What each does near the border of two arenas: some one in sixty goes across.
+const AROUND_BORDER: u64 = 600;
+
+/// Both arenas of a disk together: each has 16 MiB at least.
+const ARENAS_MIB: u64 = 36;
 
 /// A program's seed: the test's own, or what was asked for.
 fn seed(own: u64) -> Result<u64> {
@@ -45,16 +53,32 @@ struct Disk {
     name: String,
     media: BttMedia,
     shape: Shape,
+    /// The first sector of each arena.
+    arenas: Vec<u64>,
 }
 
 impl Disk {
     /// Makes a volume with an empty BTT.
     fn create(pool: &Pool, name: &str, size_mib: u64, sector_bytes: u32) -> Result<Self> {
         pool.create_volume(name, &format!("{size_mib}M"))?;
+        BttMedia::open(pool, name)?.format(sector_bytes)?;
+        Self::open(pool, name)
+    }
+
+    /// Makes a volume that has grown: it has two arenas. One that has not has a second one beyond 512 GiB alone; Linux' driver
+    /// takes an arena of any size, and finds the next by what the info block says (drivers/nvdimm/btt.c, discover_arenas).
+    fn create_with_two_arenas(pool: &Pool, name: &str, size_mib: u64, sector_bytes: u32) -> Result<Self> {
+        Self::create(pool, name, size_mib / 2, sector_bytes)?;
+        pmvol(&["volume", "resize", &pool.name(), name, "--size", &format!("{size_mib}M")])?;
+        let disk = Self::open(pool, name)?;
+        ensure!(disk.arenas.len() == 2, "{name} has the arenas {:?}", disk.arenas);
+        Ok(disk)
+    }
+
+    fn open(pool: &Pool, name: &str) -> Result<Self> {
         let media = BttMedia::open(pool, name)?;
-        media.format(sector_bytes)?;
-        let shape = media.shape()?;
-        Ok(Self { pool: pool.path().to_owned(), name: name.to_owned(), media, shape })
+        let (shape, arenas) = (media.shape()?, media.first_sectors()?);
+        Ok(Self { pool: pool.path().to_owned(), name: name.to_owned(), media, shape, arenas })
     }
 
     /// Holds what we read against it while no guest has it: both our readers, and the check.
@@ -201,6 +225,44 @@ fn a_disk_goes_to_and_fro() -> Result<()> {
         history.push(theirs);
         for disk in &disks {
             disk.verify(&history)?;
+        }
+    }
+    Ok(())
+}
+
+/// The same where each disk has two arenas, and each side writes a lot where they meet, across and beside: what lies in which
+/// arena, both have to find out.
+fn a_disk_of_two_arenas_goes_to_and_fro() -> Result<()> {
+    let pool = Pool::create("96M")?;
+    let disk = |name, sector_bytes| Disk::create_with_two_arenas(&pool, name, ARENAS_MIB, sector_bytes);
+    let disks = [disk("sectors-4096", 4096)?, disk("sectors-512", 512)?];
+    let mut histories = disks.each_ref().map(|_| Vec::new());
+    for (round, (kernel, cpus, interface, ours, theirs)) in
+        (0..).zip([(Kernel::V6_12, 2, "nvdimm", 4000, 4000), (Kernel::V6_1, 1, "virtio-pmem", 1000, 100)])
+    {
+        let programs = |mix: &str, seed, operations, threads, disk: &Disk| {
+            let around = Program::around(disk.arenas[1], mix, seed + 1, AROUND_BORDER, threads);
+            let crossings = around.parse::<Program>()?.crossings(disk.shape, disk.arenas[1]);
+            ensure!(crossings > 0, "{around} stays inside its arenas");
+            Ok([format!("{mix}:{seed}:{operations}:{threads}"), around])
+        };
+        for (disk, history) in disks.iter().zip(&mut histories) {
+            for program in programs("discards", seed(50 + 2 * round)?, ours, 4, disk)? {
+                disk.write(&program)?;
+                history.push(program);
+            }
+        }
+        let theirs_on = |disk| programs("writes", seed(60 + 2 * round)?, theirs, cpus, disk);
+        let linux = Linux::boot(&pool, &disks, kernel, cpus, interface)?;
+        let theirs: Vec<_> = disks.iter().map(theirs_on).collect::<Result<_>>()?;
+        linux.on_each(|number, node| {
+            let [everywhere, around] = &theirs[number];
+            [check(node, &histories[number]), write(node, everywhere), write(node, around)].join(" && ")
+        })?;
+        linux.end(None)?;
+        for ((disk, history), theirs) in disks.iter().zip(&mut histories).zip(theirs) {
+            history.extend(theirs);
+            disk.verify(history)?;
         }
     }
     Ok(())

@@ -34,8 +34,8 @@ usage:
                                                  threads with COUNT of them each, LONGEST between two flushes; a line
                                                  per flush
   guest-tool time-blocks DEVICE read|write COUNT time direct 4 KiB transfers, one at a time: microseconds
-  guest-tool write-sectors DEVICE PROGRAM        run a seeded program: writes:SEED:OPERATIONS:THREADS; direct:... does not
-                                                 use the page cache, discards:... discards as well
+  guest-tool write-sectors DEVICE PROGRAM        run a seeded program: writes:SEED:OPERATIONS:THREADS[:FIRST-END];
+                                                 direct:... does not use the page cache, discards:... discards as well
   guest-tool check-sectors DEVICE [HISTORY...]
                                                  every sector is as those programs leave it, and before them flogs:SHIFT
   guest-tool map-store FILE OFFSET BYTES SEED    map it, store the words SEED, SEED + 1, ..., and keep it until killed
