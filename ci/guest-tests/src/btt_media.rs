@@ -13,6 +13,7 @@ use pmem_volume::pool::VolumeExtent;
 use pmem_volume::{OpenMode, Pool};
 use uuid::Uuid;
 
+use crate::runner::StoredWrong;
 use crate::sectors::{Outcome, Shape};
 
 /// Bytes of a volume.
@@ -58,9 +59,12 @@ impl BttMedia {
 
     /// Holds the volume against what it should be: the table is consistent, and each sector reads as it should.
     pub fn verify(&self, outcome: &Outcome) -> Result<()> {
-        for arena in check(self)?.arenas {
-            ensure!(arena.findings_total == 0, "The check finds: {:?}", arena.findings);
-        }
+        let findings: Vec<_> = check(self)?.arenas.into_iter().flat_map(|arena| arena.findings).collect();
+        let is_clean = || {
+            ensure!(findings.is_empty(), "The check finds: {findings:?}");
+            Ok(())
+        };
+        is_clean().context(StoredWrong)?;
         let reader = Reader::open(self)?.map_err(|finding| anyhow::anyhow!("{finding}"))?;
         outcome.check(|first, into| {
             for (sector, bytes) in (first..).zip(into.chunks_exact_mut(reader.sector_bytes() as usize)) {

@@ -84,14 +84,21 @@ const SKIPPED_CODE: i32 = 77;
 #[derive(Debug)]
 pub struct StoredWrong;
 
+impl StoredWrong {
+    /// Exit code of a process that has ended with it: a test's, and a guest's that holds a disk against what it should be.
+    pub const CODE: i32 = 78;
+
+    /// The exit code of a process that has ended with that error.
+    pub fn code_of(error: &anyhow::Error) -> i32 {
+        if error.downcast_ref::<Self>().is_some() { Self::CODE } else { 1 }
+    }
+}
+
 impl fmt::Display for StoredWrong {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str("What was stored is wrong, whatever the emulation did")
     }
 }
-
-/// Exit code of a test's process that has ended with [`StoredWrong`].
-const STORED_WRONG_CODE: i32 = 78;
 
 /// What to run and how.
 #[derive(Debug, Clone)]
@@ -223,7 +230,7 @@ fn run_here(test: &Test) -> i32 {
             }
             None => {
                 println!("{error:?}");
-                if error.downcast_ref::<StoredWrong>().is_some() { STORED_WRONG_CODE } else { 1 }
+                StoredWrong::code_of(&error)
             }
         },
     }
@@ -403,7 +410,7 @@ fn verdict_of(status: Result<ExitStatus>, output: String) -> Verdict {
         Ok((Some(SKIPPED_CODE), _)) => {
             Verdict::Skipped(output.lines().last().unwrap_or("no reason given").to_owned())
         }
-        Ok((Some(STORED_WRONG_CODE), _)) => Verdict::FailedForGood(output),
+        Ok((Some(StoredWrong::CODE), _)) => Verdict::FailedForGood(output),
         Ok((Some(_), _)) => Verdict::Failed(output),
         Ok((None, status)) => Verdict::Failed(format!("{output}\nThe test's process ended by {status}")),
         Err(error) => Verdict::Failed(format!("{output}\n{error:#}")),
@@ -557,7 +564,7 @@ mod tests {
         }
         let test =
             |run| Test { name: "guest_tests::torn::kills", run, limit: DEFAULT_LIMIT, extended: false };
-        assert_eq!(run_here(&test(stored_wrong)), STORED_WRONG_CODE);
+        assert_eq!(run_here(&test(stored_wrong)), StoredWrong::CODE);
         assert_eq!(run_here(&test(else_wrong)), 1);
     }
 

@@ -77,15 +77,7 @@ impl Guest {
 
     /// The same, with a limit of its own.
     pub fn run_within(&self, limit: Duration, command: &str) -> Result<String> {
-        let output = self.try_run(limit, command)?;
-        ensure!(
-            output.code == 0,
-            "`{command}` ended with {} in the guest:\n{}{}",
-            output.code,
-            output.stdout,
-            output.stderr
-        );
-        Ok(output.stdout)
+        self.try_run(limit, command)?.success(command)
     }
 
     /// Runs a shell command in the guest, whatever its exit code.

@@ -6,8 +6,9 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 
+use crate::runner::StoredWrong;
 use crate::shell_protocol::{Frame, GUEST_SHELL_PORT, Request};
 
 /// How a guest's vsock is reached.
@@ -31,6 +32,18 @@ pub struct Output {
     pub stderr: String,
     /// Its exit code, or 128 and the number of the signal that killed it.
     pub code: i32,
+}
+
+impl Output {
+    /// What the command wrote, if it ended with zero. Where it has found that something is stored wrong, so does the test.
+    pub fn success(self, command: &str) -> Result<String> {
+        let Self { stdout, stderr, code } = self;
+        let error = match code {
+            0 => return Ok(stdout),
+            _ => anyhow!("`{command}` ended with {code} in the guest:\n{stdout}{stderr}"),
+        };
+        Err(if code == StoredWrong::CODE { error.context(StoredWrong) } else { error })
+    }
 }
 
 /// A script that runs in the guest. Dropping it closes the connection, and that kills it.
@@ -134,4 +147,20 @@ fn connect_vhost(cid: u32, port: u32, silence_limit: Duration) -> Result<UnixStr
     let connected = unsafe { libc::connect(stream.as_raw_fd(), (&raw const address).cast(), len) };
     ensure!(connected == 0, "Cannot connect to port {port} of CID {cid}: {}", io::Error::last_os_error());
     Ok(stream)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_stored_wrong_in_the_guest_is_so_for_its_test() {
+        let ended = |code| Output { stdout: "out".to_owned(), stderr: "err".to_owned(), code };
+        assert_eq!(ended(0).success("true").unwrap(), "out");
+        for (code, expected) in [(1, 1), (137, 1), (StoredWrong::CODE, StoredWrong::CODE)] {
+            let error = ended(code).success("check").context("Round 3").unwrap_err();
+            assert_eq!(StoredWrong::code_of(&error), expected);
+            assert!(format!("{error:#}").ends_with("outerr"), "{error:#}");
+        }
+    }
 }

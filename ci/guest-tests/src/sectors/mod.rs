@@ -14,6 +14,7 @@ pub use program::{Mix, Program, Storage, run};
 
 use crate::aligned::Aligned;
 use crate::content::Bytes;
+use crate::runner::StoredWrong;
 
 /// How many sectors a check reads at once.
 const BATCH_SECTORS: usize = 64;
@@ -115,8 +116,13 @@ impl Outcome {
         self.contents[sectors.start as usize..sectors.end as usize].fill(content);
     }
 
-    /// Reads every sector and compares. `read` fills a buffer from a sector on.
-    pub fn check(&self, mut read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
+    /// Reads every sector and compares. `read` fills a buffer from a sector on. A sector that is not as it should be is
+    /// [`StoredWrong`].
+    pub fn check(&self, read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
+        self.compare(read).context(StoredWrong)
+    }
+
+    fn compare(&self, mut read: impl FnMut(u64, &mut [u8]) -> Result<()>) -> Result<()> {
         let sector_bytes = self.shape.sector_bytes as usize;
         let mut found = Aligned::zeroed(BATCH_SECTORS * sector_bytes);
         let mut expected = vec![0; sector_bytes];
@@ -248,7 +254,8 @@ mod tests {
             [Memory { lost: Some(199), ..Memory::new() }, Memory { torn: Some(199), ..Memory::new() }]
         {
             run(&program, SHAPE, &broken).unwrap();
-            assert!(broken.check(&outcome).is_err(), "{:?} {:?}", broken.lost, broken.torn);
+            let error = broken.check(&outcome).unwrap_err();
+            assert_eq!(StoredWrong::code_of(&error), StoredWrong::CODE, "{error:?}");
         }
     }
 
@@ -257,7 +264,7 @@ mod tests {
         let mut outcome = Outcome::untouched(SHAPE);
         outcome.set(70..71, Content::Fails);
         let memory = Memory::new();
-        let error = memory.check(&outcome).unwrap_err().to_string();
+        let error = format!("{:#}", memory.check(&outcome).unwrap_err());
         assert!(error.contains("Sector 70 can be read"), "{error}");
         let reads_but_70 = |first: u64, into: &mut [u8]| {
             ensure!(first + into.len() as u64 / 512 <= 70 || first > 70, "bad");

@@ -166,12 +166,13 @@ impl<'a> Linux<'a> {
     /// Runs commands in the guest, on all disks at once.
     fn on_each(&self, command: impl Fn(usize, &str) -> String) -> Result<()> {
         let start = |(number, node): (usize, &String)| {
-            self.guest.start_script(IO_LIMIT, &command(number, &format!("/dev/{node}")))
+            let command = command(number, &format!("/dev/{node}"));
+            Ok((self.guest.start_script(IO_LIMIT, &command)?, command))
         };
         let running: Vec<_> = self.nodes.iter().enumerate().map(start).collect::<Result<_>>()?;
-        for (disk, script) in self.disks.iter().zip(running) {
-            let output = script.finish()?;
-            ensure!(output.code == 0, "Volume {}: {}{}", disk.name, output.stdout, output.stderr);
+        for (disk, (script, command)) in self.disks.iter().zip(running) {
+            let output = script.finish()?.success(&command);
+            output.with_context(|| format!("Volume {}", disk.name))?;
         }
         Ok(())
     }

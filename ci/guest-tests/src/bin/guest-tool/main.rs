@@ -12,10 +12,11 @@ mod stream;
 mod tree;
 mod vsock;
 
-use std::process::Command;
+use std::process::{Command, exit};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
+use guest_tests::runner::StoredWrong;
 use guest_tests::torn::report::Area;
 
 const USAGE: &str = "\
@@ -37,7 +38,8 @@ usage:
   guest-tool write-sectors DEVICE PROGRAM        run a seeded program: writes:SEED:OPERATIONS:THREADS[:FIRST-END];
                                                  direct:... does not use the page cache, discards:... discards as well
   guest-tool check-sectors DEVICE [HISTORY...]
-                                                 every sector is as those programs leave it, and before them flogs:SHIFT
+                                                 every sector is as those programs leave it, and before them flogs:SHIFT;
+                                                 exit code 78 if one is not
   guest-tool map-store FILE OFFSET BYTES SEED    map it, store the words SEED, SEED + 1, ..., and keep it until killed
   guest-tool map-store-sync FILE OFFSET BYTES SEED
                                                  the same with MAP_SYNC and a fence, after which they should be durable
@@ -57,10 +59,17 @@ usage:
                                                  until the file is there
   guest-tool hostile-garbage ID COUNT            give it so many chains that are wrong in every way";
 
-fn main() -> Result<()> {
+fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    match arguments.as_slice() {
+    if let Err(error) = run(&arguments) {
+        eprintln!("Error: {error:?}");
+        exit(StoredWrong::code_of(&error));
+    }
+}
+
+fn run(arguments: &[&str]) -> Result<()> {
+    match arguments {
         ["hog", mib] => memory::hog(number(mib)?),
         ["write-files", dir, bytes] => files::write(dir.as_ref(), number(bytes)?),
         ["check-files", dir, list] => files::check(dir.as_ref(), list.as_ref()),
