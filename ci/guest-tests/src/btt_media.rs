@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use anyhow::{Context, Result, ensure};
-use pmem_volume::btt::{ArenaInfo, Layout, Place, ReadAt, Reader, Sector, WriteAt, arenas, check};
+use pmem_volume::btt::{ArenaInfo, InfoSource, Layout, ReadAt, Reader, Sector, WriteAt, arenas, check};
 use pmem_volume::media::MediaError;
 use pmem_volume::pool::VolumeExtent;
 use pmem_volume::{OpenMode, Pool};
@@ -15,6 +15,9 @@ use uuid::Uuid;
 
 use crate::runner::StoredWrong;
 use crate::sectors::{Outcome, Shape};
+
+/// What a lane has in the log (UEFI 2.10, 6.4.2).
+const FLOG_GROUP_BYTES: u64 = 64;
 
 /// Bytes of a volume.
 #[derive(Debug)]
@@ -50,7 +53,7 @@ impl BttMedia {
     /// The first sector of each arena, as the volume counts them.
     pub fn first_sectors(&self) -> Result<Vec<u64>> {
         let (mut firsts, mut next) = (Vec::new(), 0);
-        for info in self.arenas()? {
+        for (info, _) in self.arenas()? {
             firsts.push(next);
             next += u64::from(info.sectors);
         }
@@ -74,9 +77,15 @@ impl BttMedia {
         })
     }
 
-    fn arenas(&self) -> Result<Vec<ArenaInfo>> {
-        let whole = |place: Place| Ok(place.map_err(|missing| missing.why)?.0);
-        arenas(self).into_iter().map(whole).collect()
+    /// The arenas, as their info blocks say, and which of these were used.
+    pub fn arenas(&self) -> Result<Vec<(ArenaInfo, InfoSource)>> {
+        arenas(self).into_iter().map(|place| Ok(place.map_err(|missing| missing.why)?)).collect()
+    }
+
+    /// Damages an arena: nobody knows what this lane did last, and with which block it would go on.
+    pub fn erase_lane(&self, arena: usize, lane: u32) -> Result<()> {
+        let flog_at = self.arenas()?[arena].0.flog_at;
+        Ok(self.write_at(flog_at + u64::from(lane) * FLOG_GROUP_BYTES, &[0; FLOG_GROUP_BYTES as usize])?)
     }
 
     /// Cuts a range of the volume into ranges of the file.

@@ -40,7 +40,7 @@ const AROUND_BORDER: u64 = 600;
 const ARENAS_MIB: u64 = 36;
 
 /// A program's seed: the test's own, or what was asked for.
-fn seed(own: u64) -> Result<u64> {
+pub fn seed(own: u64) -> Result<u64> {
     match std::env::var("FORESHORE_TEST_SEED") {
         Ok(asked) => Ok(own + asked.parse::<u64>().context("FORESHORE_TEST_SEED is no number")? * 1000),
         Err(_) => Ok(own),
@@ -48,13 +48,18 @@ fn seed(own: u64) -> Result<u64> {
 }
 
 /// A volume, and the disk that it is in a guest.
-struct Disk {
+pub struct Disk {
     pool: PathBuf,
-    name: String,
-    media: BttMedia,
-    shape: Shape,
+    /// The volume's.
+    pub name: String,
+    /// The volume, while nobody has it.
+    pub media: BttMedia,
+    /// The disk's.
+    pub shape: Shape,
     /// The first sector of each arena.
-    arenas: Vec<u64>,
+    pub arenas: Vec<u64>,
+    /// The arena that takes no writes.
+    pub damaged: Option<usize>,
 }
 
 impl Disk {
@@ -67,7 +72,7 @@ impl Disk {
 
     /// Makes a volume that has grown: it has two arenas. One that has not has a second one beyond 512 GiB alone; Linux' driver
     /// takes an arena of any size, and finds the next by what the info block says (drivers/nvdimm/btt.c, discover_arenas).
-    fn create_with_two_arenas(pool: &Pool, name: &str, size_mib: u64, sector_bytes: u32) -> Result<Self> {
+    pub fn create_with_two_arenas(pool: &Pool, name: &str, size_mib: u64, sector_bytes: u32) -> Result<Self> {
         Self::create(pool, name, size_mib / 2, sector_bytes)?;
         pmvol(&["volume", "resize", &pool.name(), name, "--size", &format!("{size_mib}M")])?;
         let disk = Self::open(pool, name)?;
@@ -78,7 +83,7 @@ impl Disk {
     fn open(pool: &Pool, name: &str) -> Result<Self> {
         let media = BttMedia::open(pool, name)?;
         let (shape, arenas) = (media.shape()?, media.first_sectors()?);
-        Ok(Self { pool: pool.path().to_owned(), name: name.to_owned(), media, shape, arenas })
+        Ok(Self { pool: pool.path().to_owned(), name: name.to_owned(), media, shape, arenas, damaged: None })
     }
 
     /// Holds what we read against it while no guest has it: both our readers, and the check.
@@ -86,12 +91,17 @@ impl Disk {
         let outcome = Outcome::of_history(self.shape, history)?;
         let verified = self.media.verify(&outcome).context("What Reader reads");
         verified.with_context(|| format!("Volume {}", self.name))?;
-        let verified = self.with_engine(|engine| engine.verify(&outcome)).context("What Engine reads");
+        self.verify_by_engine(&outcome)
+    }
+
+    /// Holds what our engine reads against it.
+    pub fn verify_by_engine(&self, outcome: &Outcome) -> Result<()> {
+        let verified = self.with_engine(|engine| engine.verify(outcome)).context("What Engine reads");
         verified.with_context(|| format!("Volume {}", self.name))
     }
 
     /// Runs a program on our engine.
-    fn write(&self, program: &str) -> Result<()> {
+    pub fn write(&self, program: &str) -> Result<()> {
         let program: Program = program.parse()?;
         self.with_engine(|engine| run(&program, self.shape, engine))
     }
@@ -99,8 +109,12 @@ impl Disk {
     fn with_engine(&self, work: impl FnOnce(&OnEngine) -> Result<()>) -> Result<()> {
         let pool = pmem_volume::Pool::open(&self.pool, OpenMode::ReadWrite)?;
         let engine = Engine::open(pool.open_volume(&self.name)?)?;
-        for arena in engine.arenas() {
-            ensure!(arena.read_only.is_none(), "An arena is read-only: {arena:?}");
+        for (number, arena) in engine.arenas().into_iter().enumerate() {
+            let expected = self.damaged == Some(number);
+            ensure!(
+                arena.read_only.is_some() == expected,
+                "Should be read-only: {expected}. It is {arena:?}"
+            );
         }
         work(&OnEngine(engine))
     }
@@ -134,15 +148,17 @@ impl Storage for OnEngine {
 }
 
 /// A guest with some volumes.
-struct Linux<'a> {
-    guest: Guest,
+pub struct Linux<'a> {
+    /// The guest.
+    pub guest: Guest,
     disks: &'a [Disk],
     /// The disks' nodes, in their order.
-    nodes: Vec<String>,
+    pub nodes: Vec<String>,
 }
 
 impl<'a> Linux<'a> {
-    fn boot(pool: &Pool, disks: &'a [Disk], kernel: Kernel, cpus: u32, interface: &str) -> Result<Self> {
+    /// Boots it, and finds the disks.
+    pub fn boot(pool: &Pool, disks: &'a [Disk], kernel: Kernel, cpus: u32, interface: &str) -> Result<Self> {
         let mut builder = Guest::builder().kernel(kernel).cpus(cpus).memory("size=384M").pressure("off");
         for disk in disks {
             builder =
@@ -164,7 +180,7 @@ impl<'a> Linux<'a> {
     }
 
     /// Runs commands in the guest, on all disks at once.
-    fn on_each(&self, command: impl Fn(usize, &str) -> String) -> Result<()> {
+    pub fn on_each(&self, command: impl Fn(usize, &str) -> String) -> Result<()> {
         let start = |(number, node): (usize, &String)| {
             let command = command(number, &format!("/dev/{node}"));
             Ok((self.guest.start_script(IO_LIMIT, &command)?, command))
@@ -177,7 +193,8 @@ impl<'a> Linux<'a> {
         Ok(())
     }
 
-    fn end(self, expected_complaint: Option<&str>) -> Result<()> {
+    /// Powers it off, if its kernel has no other complaint than that.
+    pub fn end(self, expected_complaint: Option<&str>) -> Result<()> {
         let log = self.guest.run("dmesg")?;
         let mut complaints = complaints(&log);
         complaints.retain(|line| expected_complaint.is_none_or(|expected| !line.contains(expected)));
@@ -187,12 +204,12 @@ impl<'a> Linux<'a> {
 }
 
 /// The command that runs a program on a disk.
-fn write(node: &str, program: &str) -> String {
+pub fn write(node: &str, program: &str) -> String {
     format!("guest-tool write-sectors {node} {program}")
 }
 
 /// The command that holds a disk against a history.
-fn check(node: &str, history: &[impl AsRef<str>]) -> String {
+pub fn check(node: &str, history: &[impl AsRef<str>]) -> String {
     let history: Vec<&str> = history.iter().map(AsRef::as_ref).collect();
     format!("guest-tool check-sectors {node} {}", history.join(" "))
 }

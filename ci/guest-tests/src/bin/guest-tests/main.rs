@@ -20,6 +20,7 @@ mod pressure;
 mod raw;
 mod torn;
 mod volume;
+mod volume_damaged;
 mod volume_disk;
 mod volume_flush;
 mod volume_flush_scope;
@@ -41,6 +42,7 @@ fn main() {
         disk::TESTS,
         volume::TESTS,
         volume_disk::TESTS,
+        volume_damaged::TESTS,
         volume_flush::TESTS,
         volume_flush_scope::TESTS,
         volume_grow::TESTS,

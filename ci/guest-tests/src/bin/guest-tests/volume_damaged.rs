@@ -1,0 +1,116 @@
+//! A volume with a damaged arena, by virtio-blk: that arena takes no writes, and nothing else is the worse for it.
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::sectors::{Outcome, Program};
+use guest_tests::{Kernel, Pool};
+use pmem_volume::btt::InfoSource;
+
+use crate::btt_cross::{Disk, Linux, check, seed, write};
+use crate::volume::IO_LIMIT;
+
+guest_tests::tests![a_damaged_arena_takes_no_writes_and_the_other_does: 240];
+
+/// Sectors of the whole arena that are written, from the damaged one on.
+const BESIDE: u64 = 256;
+
+/// One disk has its first arena damaged, the other its second.
+fn a_damaged_arena_takes_no_writes_and_the_other_does() -> Result<()> {
+    let pool = Pool::create("96M")?;
+    let mut disks = [
+        Disk::create_with_two_arenas(&pool, "first", 36, 4096)?,
+        Disk::create_with_two_arenas(&pool, "second", 40, 4096)?,
+    ];
+    let mut histories = disks.each_ref().map(|_| Vec::new());
+    for (damaged, (disk, history)) in disks.iter_mut().zip(&mut histories).enumerate() {
+        history.push(format!("discards:{}:3000:4", seed(70)?));
+        history.push(Program::around(disk.arenas[1], "discards", seed(71)?, 400, 4));
+        history.iter().try_for_each(|program| disk.write(program))?;
+        disk.media.erase_lane(damaged, 3)?;
+        disk.damaged = Some(damaged);
+    }
+    let linux = Linux::boot(&pool, &disks, Kernel::V6_12, 2, "virtio-blk")?;
+    disks.iter().try_for_each(|disk| is_said(disk, &linux.guest.vmm_log()?))?;
+    // All of it can be read, before and after what is refused.
+    linux.on_each(|number, node| check(node, &histories[number]))?;
+    for (disk, node) in disks.iter().zip(&linux.nodes) {
+        refuses_writes(disk, &linux, node).with_context(|| format!("Volume {}", disk.name))?;
+    }
+    linux.on_each(|number, node| check(node, &histories[number]))?;
+    for (disk, history) in disks.iter().zip(&mut histories) {
+        let border = disk.arenas[1];
+        let beside = match disk.damaged {
+            Some(0) => border.next_multiple_of(8)..border + BESIDE,
+            _ => (border - BESIDE) / 8 * 8..border,
+        };
+        history.push(format!("writes:{}:300:2:{}-{}", seed(72)?, beside.start, beside.end));
+    }
+    linux.on_each(|number, node| {
+        let history = &histories[number];
+        format!("{} && {}", write(node, &history[2]), check(node, history))
+    })?;
+    let metrics = linux.guest.metrics()?;
+    for disk in &disks {
+        let failed = metrics.value("foreshore_volume_failed", &[("volume", &disk.name)])?;
+        ensure!(failed == 0.0, "Volume {} has failed, and not an arena of it", disk.name);
+    }
+    let state = linux.guest.api("GET", "vm.info", None)?["state"].clone();
+    ensure!(state == "Running", "The VM is {state}");
+    linux.end(Some("I/O error"))?;
+    for (disk, history) in disks.iter().zip(&histories) {
+        // For whoever opens it next, in both info blocks.
+        for (number, (info, source)) in disk.media.arenas()?.into_iter().enumerate() {
+            let expected = (disk.damaged == Some(number), InfoSource::Both);
+            let found = (info.has_error, source);
+            ensure!(found == expected, "Volume {}, arena {number}: {found:?}, not {expected:?}", disk.name);
+        }
+        disk.verify_by_engine(&Outcome::of_history(disk.shape, history)?)?;
+    }
+    Ok(())
+}
+
+/// The VMM's log names the damaged arena, its sectors and the reason, and no other.
+fn is_said(disk: &Disk, log: &str) -> Result<()> {
+    let volume = format!("volume=\"{}\"", disk.name);
+    let lines = log.lines().filter(|line| line.contains("takes no writes") && line.contains(&volume));
+    let lines: Vec<_> = lines.collect();
+    let damaged = disk.damaged.context("Not damaged")?;
+    let first_sector = disk.arenas[damaged];
+    let sectors = disk.arenas.get(damaged + 1).copied().unwrap_or(disk.shape.sectors) - first_sector;
+    let words = [
+        format!("arena={damaged} "),
+        format!("first_sector={first_sector} "),
+        format!("sectors={sectors} "),
+        "lane 3 of the flog".to_owned(),
+    ];
+    let is_whole = lines.len() == 1 && words.iter().all(|word| lines[0].contains(word));
+    ensure!(
+        is_whole,
+        "Nothing, too much or something else than {words:?} of {}: {lines:?}\n{log}",
+        disk.name
+    );
+    Ok(())
+}
+
+/// Writes and discards at both ends of the damaged arena are I/O errors in the guest, and counted.
+fn refuses_writes(disk: &Disk, linux: &Linux, node: &str) -> Result<()> {
+    let errors = |operation| {
+        let labels = [("volume", disk.name.as_str()), ("operation", operation), ("result", "error")];
+        linux.guest.metrics()?.value("foreshore_volume_operations_total", &labels)
+    };
+    let sectors = match disk.damaged {
+        Some(0) => [0, disk.arenas[1] - 1],
+        _ => [disk.arenas[1], disk.shape.sectors - 1],
+    };
+    for (tried, sector) in (1..).zip(sectors) {
+        let write = format!("dd if=/dev/urandom of=/dev/{node} bs=4096 seek={sector} count=1 oflag=direct");
+        let discard = format!("blkdiscard -o {} -l 4096 /dev/{node}", sector * 4096);
+        for (operation, command) in [("write", write), ("discard", discard)] {
+            let output = linux.guest.try_run(IO_LIMIT, &command)?;
+            let is_error = output.code != 0 && output.stderr.contains("Input/output error");
+            ensure!(is_error, "`{command}` in the damaged arena: {output:?}");
+            let errors = errors(operation)?;
+            ensure!(errors == f64::from(tried), "{errors} {operation}s have failed, and not {tried}");
+        }
+    }
+    Ok(())
+}
