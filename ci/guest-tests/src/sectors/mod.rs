@@ -10,7 +10,7 @@ use std::ops::Range;
 use anyhow::{Context, Result, ensure};
 
 pub use flogs::{Flogs, Padding};
-pub use program::{Mix, Program, Storage, run};
+pub use program::{Erasures, Mix, Program, Storage, run};
 
 use crate::aligned::Aligned;
 use crate::content::Bytes;

@@ -76,6 +76,15 @@ impl FromStr for Program {
     }
 }
 
+/// How many operations of a program write nothing but zeros.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Erasures {
+    /// By letting go of sectors.
+    pub discards: u64,
+    /// By asking for zeros.
+    pub zeroings: u64,
+}
+
 /// One operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Step {
@@ -114,6 +123,20 @@ impl Program {
     /// How many operations begin in front of `border` and end behind it.
     pub fn crossings(&self, shape: Shape, border: u64) -> usize {
         self.effects(shape).filter(|(sectors, _)| sectors.start < border && border < sectors.end).count()
+    }
+
+    /// How often it discards and writes zeros.
+    pub fn erasures(&self, shape: Shape) -> Erasures {
+        let steps = (0..self.threads).flat_map(|thread| self.steps(shape, thread));
+        let mut erasures = Erasures::default();
+        for (_, step) in steps {
+            match step {
+                Step::Write { .. } => {}
+                Step::Discard(_) => erasures.discards += 1,
+                Step::WriteZeroes(_) => erasures.zeroings += 1,
+            }
+        }
+        erasures
     }
 
     /// The operations of one thread, with their numbers.

@@ -64,7 +64,7 @@ pub struct Disk {
 
 impl Disk {
     /// Makes a volume with an empty BTT.
-    fn create(pool: &Pool, name: &str, size_mib: u64, sector_bytes: u32) -> Result<Self> {
+    pub fn create(pool: &Pool, name: &str, size_mib: u64, sector_bytes: u32) -> Result<Self> {
         pool.create_volume(name, &format!("{size_mib}M"))?;
         BttMedia::open(pool, name)?.format(sector_bytes)?;
         Self::open(pool, name)
@@ -87,7 +87,7 @@ impl Disk {
     }
 
     /// Holds what we read against it while no guest has it: both our readers, and the check.
-    fn verify(&self, history: &[impl AsRef<str>]) -> Result<()> {
+    pub fn verify(&self, history: &[impl AsRef<str>]) -> Result<()> {
         let outcome = Outcome::of_history(self.shape, history)?;
         let verified = self.media.verify(&outcome).context("What Reader reads");
         verified.with_context(|| format!("Volume {}", self.name))?;

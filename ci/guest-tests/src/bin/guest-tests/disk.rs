@@ -1,18 +1,21 @@
 //! `--disk`: image files as virtio-blk disks, on Debian's stock driver.
 
 use std::fs::{self, File};
-use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::content::Bytes;
 use guest_tests::disk::{FileSystem, LoopDevice};
 use guest_tests::guest::GuestBuilder;
 use guest_tests::runner::this_tests_dir;
+use guest_tests::sectors::{Outcome, Program, Shape};
 use guest_tests::{Disk, Guest, Kernel, Pool};
 use serde_json::json;
 
+use crate::btt_cross::{Disk as VolumeDisk, check, seed, write};
 use crate::volume::with_volume;
 
 guest_tests::tests![
@@ -20,6 +23,8 @@ guest_tests::tests![
     a_file_system_on_a_disk_holds_on_6_1: 240,
     a_disk_shows_its_shape_and_several_queues,
     what_a_guest_discards_takes_no_room,
+    zeros_are_the_disks_work_and_not_the_guests: 240,
+    direct_is_past_the_hosts_page_cache,
     a_disk_grows_under_its_guest,
     a_read_only_disk_takes_no_writes,
     a_guest_lives_on_a_disk: 240,
@@ -153,6 +158,109 @@ fn what_a_guest_discards_takes_no_room() -> Result<()> {
     guest.no_kernel_complaints()
 }
 
+/// What a guest sees of a disk.
+fn shape(guest: &Guest, node: &str) -> Result<Shape> {
+    let number = |file: &str| -> Result<u64> {
+        Ok(guest.run(&format!("cat /sys/block/{node}/{file}"))?.trim().parse()?)
+    };
+    let sector_bytes = number("queue/logical_block_size")?;
+    // The kernel counts in 512 bytes, whatever the device's sector is.
+    let sectors = number("size")? * 512 / sector_bytes;
+    Ok(Shape { sectors, sector_bytes: u32::try_from(sector_bytes)? })
+}
+
+/// Holds an image against a program that has run on it in a guest.
+fn image_holds(path: &Path, shape: Shape, program: &str) -> Result<()> {
+    let file = File::open(path)?;
+    let holds = Outcome::of_history(shape, &[program])?
+        .check(|first, into| Ok(file.read_exact_at(into, first * u64::from(shape.sector_bytes))?));
+    holds.with_context(|| format!("What {} holds", path.display()))
+}
+
+/// A quarter of what the program does is to discard and to zero. The guest's kernel would write zeros itself where a disk
+/// offers nothing better.
+fn zeros_are_the_disks_work_and_not_the_guests() -> Result<()> {
+    let disk = Disk::create(96, 128)?;
+    let path = disk.dir().join("image");
+    File::create(&path)?.set_len(32 * MIB)?;
+    let pool = Pool::create("64M")?;
+    let volumes = [VolumeDisk::create(&pool, "data", 32, 4096)?];
+    let volume = format!("pool={},name=data,interface=virtio-blk", pool.name());
+    let guest = guest_with(&format!("path={}", path.display())).pm_volume(&volume).cpus(2).boot()?;
+    // Disks come first, then volumes.
+    guest.wait_until_run("both are there", IO_LIMIT, "test -b /dev/vda && test -b /dev/vdb")?;
+    let program = format!("discards:{}:600:2", seed(80)?);
+    for (node, family, label) in [
+        ("vda", "foreshore_disk_operations_total", ("disk", "_disk0")),
+        ("vdb", "foreshore_volume_operations_total", ("volume", "data")),
+    ] {
+        let (write, check) =
+            (write(&format!("/dev/{node}"), &program), check(&format!("/dev/{node}"), &[&program]));
+        guest.run_within(IO_LIMIT, &format!("{write} && echo 3 >/proc/sys/vm/drop_caches && {check}"))?;
+        let metrics = guest.metrics()?;
+        let count =
+            |operation, result| metrics.value(family, &[label, ("operation", operation), ("result", result)]);
+        let expected = program.parse::<Program>()?.erasures(shape(&guest, node)?);
+        for (operation, least) in [("discard", expected.discards), ("write-zeroes", expected.zeroings)] {
+            let (done, failed) = (count(operation, "ok")?, count(operation, "error")?);
+            ensure!(
+                least > 20 && done >= least as f64 && failed == 0.0,
+                "{node}: of {least} requests to {operation} {done} were done, and {failed} have failed"
+            );
+        }
+    }
+    let shape = shape(&guest, "vda")?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    image_holds(&path, shape, &program)?;
+    volumes[0].verify(&[program])
+}
+
+/// The flags of the files that a process has open at that path.
+fn open_flags(pid: u32, path: &Path) -> Result<Vec<i32>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let entry = entry?;
+        // Others come and go meanwhile.
+        if fs::read_link(entry.path()).is_ok_and(|target| target == path) {
+            let number = entry.file_name().into_string().ok().context("A file without a number")?;
+            let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))?;
+            let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+            found.push(i32::from_str_radix(flags.context("No flags")?.trim(), 8)?);
+        }
+    }
+    ensure!(!found.is_empty(), "Process {pid} does not have {} open", path.display());
+    Ok(found)
+}
+
+/// On ext4: a tmpfs is nothing but page cache.
+fn direct_is_past_the_hosts_page_cache() -> Result<()> {
+    let disk = Disk::create(128, 160)?;
+    let [direct, cached] = ["direct", "cached"].map(|name| disk.dir().join(name));
+    for path in [&direct, &cached] {
+        File::create(path)?.set_len(32 * MIB)?;
+    }
+    let guest = guest_with(&format!("path={},direct=on", direct.display()))
+        .argument("--disk", &format!("path={}", cached.display()))
+        .boot()?;
+    guest.wait_until_run("both are there", IO_LIMIT, "test -b /dev/vda && test -b /dev/vdb")?;
+    for (node, path, is_direct) in [("vda", &direct, true), ("vdb", &cached, false)] {
+        let flags = open_flags(guest.pid(), path)?;
+        ensure!(
+            flags.iter().all(|flags| (flags & libc::O_DIRECT != 0) == is_direct),
+            "{} is open with the flags {flags:#x?}",
+            path.display()
+        );
+        let program = format!("writes:{}:400:1", seed(81)?);
+        guest.run_within(IO_LIMIT, &write(&format!("/dev/{node}"), &program))?;
+        image_holds(path, shape(&guest, node)?, &program)?;
+        // What the host has written meanwhile the guest reads.
+        guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
+        guest.run_within(IO_LIMIT, &check(&format!("/dev/{node}"), &[&program]))?;
+    }
+    guest.no_kernel_complaints()
+}
+
 fn a_disk_grows_under_its_guest() -> Result<()> {
     let path = image("disk", 32)?;
     let guest = guest_with(&format!("path={},id=data", path.display())).boot()?;
@@ -175,13 +283,27 @@ fn a_disk_grows_under_its_guest() -> Result<()> {
 
 fn a_read_only_disk_takes_no_writes() -> Result<()> {
     let path = image("disk", 32)?;
+    let mut content = vec![0; (32 * MIB) as usize];
+    Bytes::new(seed(82)?).fill(&mut content);
+    fs::write(&path, &content)?;
     let read_only = format!("path={},readonly=on", path.display());
     let guest = guest_with(&read_only).boot()?;
     wait_for_disk(&guest)?;
     ensure!(guest.run("cat /sys/block/vda/ro")?.trim() == "1", "Not read-only");
-    let written = guest.try_run(IO_LIMIT, "dd if=/dev/urandom of=/dev/vda bs=4k count=1 oflag=direct")?;
-    ensure!(written.code != 0, "A write went through");
-    guest.run("test $(tr -d '\\0' </dev/vda | wc -c) = 0")?;
+    for command in [
+        "dd if=/dev/urandom of=/dev/vda bs=4k count=1 oflag=direct",
+        "dd if=/dev/urandom of=/dev/vda bs=4k count=1 conv=fsync",
+    ] {
+        let output = guest.try_run(IO_LIMIT, command)?;
+        let is_error = output.code != 0 && output.stderr.contains("Operation not permitted");
+        ensure!(is_error, "`{command}` on a read-only disk: {output:?}");
+    }
+    ensure!(fs::read(&path)? == content, "The image has changed");
+    // Nor does the guest think that it has.
+    let start = guest.run("head -c 8192 /dev/vda | od -An -v -tx1")?;
+    let start: Result<Vec<u8>, _> =
+        start.split_whitespace().map(|byte| u8::from_str_radix(byte, 16)).collect();
+    ensure!(start? == content[..8192], "The guest reads something else");
     // Several may read it, and none may write it meanwhile.
     let second = guest_with(&read_only).name("second").boot()?;
     let refusal = guest_with(&format!("path={}", path.display())).name("third").expect_refusal()?;
