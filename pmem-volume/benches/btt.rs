@@ -14,13 +14,12 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Barrier, LazyLock};
+use std::sync::{Barrier, LazyLock};
 use std::thread;
 use std::time::Instant;
 
 use pmem_volume::btt::{Engine, arenas};
-use pmem_volume::media::{FileMedia, Media};
-use pmem_volume::{Pool, Volume, VolumeFormat, VolumeSize};
+use pmem_volume::{OpenMode, Pool, Volume, VolumeFormat, VolumeSize};
 
 /// Several times what a cache holds.
 const VOLUME_BYTES: u64 = 1 << 30;
@@ -171,10 +170,10 @@ impl Place {
     /// Every sector was written, so that all of it has memory.
     fn new(path: &Path, volume_bytes: u64, is_dax: bool) -> Self {
         drop(Pool::create(path, volume_bytes + (16 << 20), 0).unwrap());
-        let media = |media: FileMedia| -> Box<dyn Media> {
-            Box::new(if is_dax { media.at_the_cost_of_dax() } else { media })
+        let pool = match is_dax {
+            true => Pool::open_at_the_cost_of_dax(path).unwrap(),
+            false => Pool::open(path, OpenMode::ReadWrite).unwrap(),
         };
-        let pool: Arc<Pool> = Pool::open_on(path, media).unwrap();
         pool.create_volume("v", VolumeSize::Bytes(volume_bytes), VolumeFormat::Btt).unwrap();
         let engine = Engine::open(pool.open_volume("v").unwrap()).unwrap();
         let bytes = vec![1; 1 << 20];

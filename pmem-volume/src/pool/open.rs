@@ -74,12 +74,25 @@ impl Pool {
         path: &Path,
         media: impl FnOnce(FileMedia) -> Box<dyn Media>,
     ) -> Result<Arc<Pool>, PoolError> {
+        Self::open_for_benchmark(path, |file| Backing::Other(media(file)))
+    }
+
+    /// Opens a pool for writing, persisted as on `dax-sync` ([`FileMedia::at_the_cost_of_dax`]). For benchmarks.
+    #[doc(hidden)]
+    pub fn open_at_the_cost_of_dax(path: &Path) -> Result<Arc<Pool>, PoolError> {
+        Self::open_for_benchmark(path, |file| Backing::File(file.at_the_cost_of_dax()))
+    }
+
+    fn open_for_benchmark(
+        path: &Path,
+        backing: impl FnOnce(FileMedia) -> Backing,
+    ) -> Result<Arc<Pool>, PoolError> {
         let mode = OpenMode::ReadWrite;
         let opened = Opened::new(path, mode)?;
         let copies = opened.read_copies(path)?;
         let (superblock, findings) = judge_superblocks(path, copies, opened.length, mode)?;
-        let media = media(FileMedia::new(opened.file, superblock.size_bytes(), true)?);
-        Self::from_media(path.to_owned(), mode, Backing::Other(media), superblock, findings)
+        let backing = backing(FileMedia::new(opened.file, superblock.size_bytes(), true)?);
+        Self::from_media(path.to_owned(), mode, backing, superblock, findings)
     }
 
     /// The rest of opening, once there is media and a superblock.
