@@ -42,6 +42,8 @@ pub use walk::{Missing, Place, arenas};
 
 use crate::media::{MediaError, MemoryMedia};
 
+pub use crate::media::Pending;
+
 /// Something that can be read in ranges. Offsets count from its start, and ranges outside it are the caller's bug.
 pub trait ReadAt {
     /// How long it is.
@@ -73,21 +75,25 @@ pub trait Words: WriteAt + Send + Sync {
         self.read_at(offset_bytes, into)
     }
 
-    /// Has it to be told what is to be persisted? Where a store is as durable as it gets once others see it, it has not: then
-    /// [`WriteAt::persist`] and [`Words::persist_with_bulk`] may be given no ranges, and do it for all that was stored.
-    fn persists_by_range(&self) -> bool {
-        true
+    /// This word will be asked for soon. Says nothing of what it is then.
+    fn expect_word(&self, _offset_bytes: u64) {}
+
+    /// Stores bytes that nobody looks at before [`Words::end_persist`] has returned, which makes them durable: until then
+    /// they need not even be visible to others.
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+        self.write_at(offset_bytes, bytes)?;
+        self.begin_persist(offset_bytes..offset_bytes + bytes.len() as u64, pending)
     }
 
-    /// Stores bytes that nobody looks at before this thread's next [`Words::persist_with_bulk`]: until then they need
-    /// not even be visible to others.
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        self.write_at(offset_bytes, bytes)
+    /// Begins to make durable what was stored in a range before the call. It is once [`Words::end_persist`] has returned.
+    fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
+        pending.add(range);
+        Ok(())
     }
 
-    /// [`WriteAt::persist`], also of the ranges `bulk`, which this thread has stored with [`Words::store_bulk`].
-    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
-        self.persist(&[ranges, bulk].concat())
+    /// [`WriteAt::persist`] of everything that this thread has begun to persist.
+    fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
+        self.persist(pending.ranges())
     }
 }
 
@@ -124,16 +130,20 @@ impl<T: Words + ?Sized> Words for &T {
         (**self).load(offset_bytes, into)
     }
 
-    fn persists_by_range(&self) -> bool {
-        (**self).persists_by_range()
+    fn expect_word(&self, offset_bytes: u64) {
+        (**self).expect_word(offset_bytes);
     }
 
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        (**self).store_bulk(offset_bytes, bytes)
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+        (**self).store_bulk(offset_bytes, bytes, pending)
     }
 
-    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
-        (**self).persist_with_bulk(ranges, bulk)
+    fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
+        (**self).begin_persist(range, pending)
+    }
+
+    fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
+        (**self).end_persist(pending)
     }
 }
 

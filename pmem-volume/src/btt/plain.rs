@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 use super::{ReadAt, Words, WriteAt};
-use crate::media::{Durability, FileMedia, Media, MediaError, Place};
+use crate::media::{FileMedia, Media, MediaError, Pending, Place};
 use crate::pool::layout::SUPERBLOCK_MAGIC;
 use crate::pool::{Holder, LockKind, try_lock};
 
@@ -136,15 +136,15 @@ impl Words for PlainFile {
         Media::load(&self.media, offset_bytes, into)
     }
 
-    fn persists_by_range(&self) -> bool {
-        self.media.durability() != Durability::Volatile
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+        Media::store_bulk(&self.media, offset_bytes, bytes, pending)
     }
 
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        Media::store_bulk(&self.media, offset_bytes, bytes)
+    fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
+        Media::begin_persist(&self.media, range, pending)
     }
 
-    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
-        Media::persist_with_bulk(&self.media, ranges, bulk)
+    fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
+        Media::end_persist(&self.media, pending)
     }
 }

@@ -1,5 +1,6 @@
 //! Media in a file or device that is mapped shared.
 
+use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -16,7 +17,7 @@ use super::guarded::{Guard, PageLost};
 use super::place::Place;
 use super::shared_sync::SharedSync;
 use super::zeroing::{self, is_unsupported, write_zeros};
-use super::{Durability, Media, MediaError, assert_inside, coalesce, holes, page_cache};
+use super::{Durability, Media, MediaError, Pending, assert_inside, coalesce, holes, page_cache};
 use crate::CHUNK_BYTES;
 use crate::progress::{OnProgress, Task, in_steps, unheard};
 use crate::size::display;
@@ -354,6 +355,13 @@ impl Media for FileMedia {
         word.map(u64::from_le).map_err(|PageLost| self.lost("load", offset_bytes, 8))
     }
 
+    #[inline(always)]
+    fn expect_word(&self, offset_bytes: u64) {
+        // SAFETY: SSE is part of x86-64; a prefetch changes nothing that a program can see, and never faults (Intel SDM,
+        // volume 2, PREFETCHh).
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(self.word(offset_bytes).cast()) };
+    }
+
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         self.check_writable()?;
         let pointer = self.pointer(offset_bytes, bytes.len() as u64);
@@ -374,30 +382,39 @@ impl Media for FileMedia {
     }
 
     #[inline]
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
         let line = CACHE_LINE_BYTES as u64;
         let in_lines = offset_bytes.is_multiple_of(line) && bytes.len().is_multiple_of(CACHE_LINE_BYTES);
         if self.durability == Durability::PageCache || !in_lines {
             self.store(offset_bytes, bytes)?;
-            // Only what went past the caches needs nothing but a fence there.
-            return match self.durability {
-                Durability::DaxSync => self.write_back(&(offset_bytes..offset_bytes + bytes.len() as u64)),
-                Durability::PageCache | Durability::Volatile => Ok(()),
-            };
+            return self.begin_persist(offset_bytes..offset_bytes + bytes.len() as u64, pending);
         }
         self.check_writable()?;
+        pending.is_past_caches = true;
         let pointer = self.pointer(offset_bytes, bytes.len() as u64);
         // SAFETY: as in store(); mappings start at pages, so that the pointer is aligned as the offset is.
         unsafe { self.guard.stream(pointer, bytes.as_ptr(), bytes.len()) }
             .map_err(|PageLost| self.lost("store", offset_bytes, bytes.len() as u64))
     }
 
-    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
+    #[inline(always)]
+    fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
         match self.durability {
-            // Bulk stores have left the caches, or are on their way: the fence sees to both.
-            Durability::Volatile => flush::fence(),
-            Durability::DaxSync => self.persist_cache_lines(ranges)?,
-            Durability::PageCache => self.persist_page_cache(&[ranges, bulk].concat())?,
+            Durability::Volatile => {}
+            Durability::DaxSync => self.write_back(&range)?,
+            Durability::PageCache => pending.add(range),
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
+        match self.durability {
+            Durability::Volatile if pending.is_past_caches => flush::fence(),
+            Durability::Volatile => compiler_fence(Ordering::SeqCst),
+            // Lines are on their way, both those that were written back and those that went past the caches.
+            Durability::DaxSync => flush::fence(),
+            Durability::PageCache => self.persist_page_cache(pending.ranges())?,
         }
         Ok(())
     }

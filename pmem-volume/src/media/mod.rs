@@ -25,6 +25,7 @@ use std::io;
 use std::ops::Range;
 
 use serde::Serialize;
+use smallvec::SmallVec;
 use thiserror::Error;
 
 pub use file::FileMedia;
@@ -66,6 +67,27 @@ impl Durability {
             Durability::PageCache => "page cache of a disk: flushes are durable, and survive a loss of power",
             Durability::Volatile => "volatile memory: survives the death of a process, not that of the host",
         }
+    }
+}
+
+/// What a thread has stored and has yet to persist, as far as its media has to be told of it again: where stores become
+/// durable line by line, or by themselves, there is nothing to remember.
+#[derive(Debug, Default)]
+pub struct Pending {
+    ranges: SmallVec<[Range<u64>; 4]>,
+    /// Something was stored past the caches, and is not ordered before what is stored later.
+    is_past_caches: bool,
+}
+
+impl Pending {
+    /// This range is to be persisted with the others.
+    pub fn add(&mut self, range: Range<u64>) {
+        self.ranges.push(range);
+    }
+
+    /// What was added.
+    pub fn ranges(&self) -> &[Range<u64>] {
+        &self.ranges
     }
 }
 
@@ -129,6 +151,9 @@ pub trait Media: Send + Sync {
     /// Loads a little-endian word; `offset_bytes` is a multiple of 8. Atomic.
     fn load_word(&self, offset_bytes: u64) -> Result<u64, MediaError>;
 
+    /// The word at `offset_bytes` will be asked for soon. Says nothing of what it is then, and never fails.
+    fn expect_word(&self, _offset_bytes: u64) {}
+
     /// Stores bytes. At return they are visible, not durable.
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError>;
 
@@ -140,15 +165,22 @@ pub trait Media: Send + Sync {
         self.read(offset_bytes, into)
     }
 
-    /// Stores bytes that nobody looks at before this thread's next [`Media::persist_with_bulk`]: until then they need
-    /// not even be visible to others.
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
-        self.store(offset_bytes, bytes)
+    /// Stores bytes that nobody looks at before [`Media::end_persist`] has returned, which makes them durable: until then
+    /// they need not even be visible to others.
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+        self.store(offset_bytes, bytes)?;
+        self.begin_persist(offset_bytes..offset_bytes + bytes.len() as u64, pending)
     }
 
-    /// [`Media::persist`], also of the ranges `bulk`, which this thread has stored with [`Media::store_bulk`].
-    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
-        self.persist(&[ranges, bulk].concat())
+    /// Begins to make durable what was stored in a range before the call. It is once [`Media::end_persist`] has returned.
+    fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
+        pending.add(range);
+        Ok(())
+    }
+
+    /// [`Media::persist`] of everything that this thread has begun to persist.
+    fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
+        self.persist(pending.ranges())
     }
 
     /// At return every store to `ranges` that was made before the call, by anybody and through any mapping of the

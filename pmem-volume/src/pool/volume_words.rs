@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::volume::{Space, Volume, VolumeExtent};
 use super::{Backing, OpenMode, Pool, on_media};
 use crate::btt::{ReadAt, Words, WriteAt};
-use crate::media::{Durability, Media, MediaError};
+use crate::media::{Durability, Media, MediaError, Pending};
 
 /// Ranges of the file. Those of the exchange of one sector need no memory.
 type InFile = SmallVec<[Range<u64>; 4]>;
@@ -109,9 +109,11 @@ impl Words for Volume {
         pool.noted(on_media!(pool, media => media.store_word(at, word)))
     }
 
-    #[inline]
-    fn persists_by_range(&self) -> bool {
-        on_media!(self.pool(), media => media.durability()) != Durability::Volatile
+    #[inline(always)]
+    fn expect_word(&self, offset_bytes: u64) {
+        if let Some(at) = self.in_file(offset_bytes, 8) {
+            on_media!(self.pool(), media => media.expect_word(at));
+        }
     }
 
     #[inline]
@@ -123,26 +125,45 @@ impl Words for Volume {
     }
 
     #[inline]
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
         let (pool, length_bytes) = (self.pool(), bytes.len() as u64);
         pool.require_changeable()?;
         pool.noted(match self.in_file(offset_bytes, length_bytes) {
-            Some(at) => on_media!(pool, media => media.store_bulk(at, bytes)),
+            Some(at) => on_media!(pool, media => media.store_bulk(at, bytes, pending)),
             None => {
                 let mut rest = bytes;
                 let pieces = self.space().file_ranges(offset_bytes..offset_bytes + length_bytes);
                 pieces.into_iter().try_for_each(|piece| {
                     let (now, later) = rest.split_at((piece.end - piece.start) as usize);
                     rest = later;
-                    pool.media().store_bulk(piece.start, now)
+                    pool.media().store_bulk(piece.start, now, pending)
                 })
             }
         })
     }
 
-    #[inline]
-    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
-        let (ranges, bulk) = (self.all_in_file(ranges), self.all_in_file(bulk));
-        self.pool().change(|media| media.persist_with_bulk(&ranges, &bulk))
+    /// What is pending is known by where it lies in the file.
+    #[inline(always)]
+    fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
+        let (pool, length_bytes) = (self.pool(), range.end - range.start);
+        if on_media!(pool, media => media.durability()) == Durability::Volatile {
+            return Ok(());
+        }
+        pool.noted(match self.in_file(range.start, length_bytes) {
+            Some(at) => on_media!(pool, media => media.begin_persist(at..at + length_bytes, pending)),
+            None => {
+                let mut pieces = self.space().file_ranges(range).into_iter();
+                pieces.try_for_each(|piece| pool.media().begin_persist(piece, pending))
+            }
+        })
+    }
+
+    #[inline(always)]
+    fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
+        let pool = self.pool();
+        pool.require_changeable()?;
+        pool.noted(on_media!(pool, media => media.end_persist(pending)))?;
+        // A failure elsewhere may be one of what was stored.
+        pool.require_not_latched()
     }
 }

@@ -2,16 +2,26 @@
 //! loom, which tries every order that the memory may show.
 
 use std::cell::Cell;
+pub(super) use std::cell::UnsafeCell;
 pub(super) use std::hint::spin_loop;
-pub(super) use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
-pub(super) use std::sync::{Mutex, MutexGuard};
-pub(super) use std::thread::yield_now;
-
+use std::ptr;
 use std::sync::atomic::compiler_fence;
+pub(super) use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+pub(super) use std::thread::yield_now;
+use std::time::Duration;
 
 thread_local! {
     /// The slot that this thread had last, which is likely to be free.
     static LAST: Cell<usize> = const { Cell::new(0) };
+}
+
+/// How often a thread looks at a lock before it sleeps: what is held is mostly held for less than a microsecond.
+pub(super) const SPINS: u32 = 100;
+
+/// Gives a lock back: by a store, behind all that was done under the lock.
+#[inline]
+pub(super) fn give_back(lock: &AtomicU32, free: u32) {
+    lock.store(free, Ordering::Release);
 }
 
 #[inline]
@@ -29,4 +39,36 @@ pub(super) fn set_last_slot(number: usize) {
 #[inline]
 pub(super) fn fence_behind_locked() {
     compiler_fence(Ordering::SeqCst);
+}
+
+/// The same for writers: the model leaves out one or the other.
+#[inline]
+pub(super) fn writers_fence_behind_locked() {
+    fence_behind_locked();
+}
+
+/// Sleeps as long as a word has a value, until somebody wakes it, for a time at most, and sometimes for less (futex(2)).
+pub(super) fn sleep_while(word: &AtomicU32, value: u32, at_most: Duration) {
+    let timeout = libc::timespec { tv_sec: 0, tv_nsec: at_most.subsec_nanos().into() };
+    // SAFETY: a system call that reads the word and the time. Whatever it returns, the caller looks again.
+    unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
+            value,
+            &raw const timeout,
+            ptr::null::<u32>(),
+            0,
+        )
+    };
+}
+
+/// Wakes all who sleep on a word.
+#[cold]
+pub(super) fn wake_all(word: &AtomicU32) {
+    // SAFETY: a system call that takes the address, and touches nothing there.
+    unsafe {
+        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX)
+    };
 }

@@ -32,141 +32,182 @@
 //! finds for durable (btt_freelist_init), and overwrites lanes whose word of the map is not: it opens what this leaves once
 //! [`Engine::settle`](super::Engine::settle) has returned, or once recovery has been done here.
 
+use std::iter;
 use std::ops::Range;
 
-use smallvec::SmallVec;
-
 use super::arena::Arena;
-use super::lanes::Taken;
+use super::lanes::{Held, Taken};
 use super::map::{self, Locked};
 use super::{Common, EngineError};
-use crate::btt::Words;
 use crate::btt::check::Finding;
 use crate::btt::flog::decode_map;
 use crate::btt::layout::MAP_ERROR;
+use crate::btt::{Pending, Words};
+use crate::media::MediaError;
 
 /// As many at most: a quarter of the lanes, so that four threads find some.
 pub(super) const MAX_SECTORS: usize = 64;
 
 /// An exchange that is under way. Dropped before it is logged, it never was.
-pub(super) struct Exchange<'a, S> {
+///
+/// `L` is its lanes: one, which most writes have, and for which the compiler needs no loops, or several.
+pub(super) struct Exchange<'a, S, L> {
     common: &'a Common<S>,
     arena: &'a Arena,
-    sectors: Range<u32>,
-    lanes: Taken<'a>,
-    /// The blocks that the sectors have, as the flog names them, once their lines are locked.
-    logged: Option<(Locked<'a>, SmallVec<[u32; 1]>)>,
+    first: u32,
+    lanes: L,
+    /// The lines of the sectors, once it is logged.
+    locked: Option<Locked<'a>>,
 }
 
 /// Exchanges as many of the sectors from `first` on as there are lanes for. `bytes` is whole sectors. Returns how many.
+#[inline]
 pub(super) fn exchange(
     common: &Common<impl Words>,
     arena: &Arena,
     first: u32,
     bytes: &[u8],
 ) -> Result<usize, EngineError> {
-    let wanted = bytes.len() / arena.info.sector_bytes as usize;
-    let mut exchange = Exchange::begin(common, arena, first, wanted);
-    let sectors = exchange.sectors();
-    exchange.log(bytes)?;
-    exchange.commit()?;
-    exchange.publish()?;
-    Ok(sectors)
+    if bytes.len() == arena.info.sector_bytes as usize {
+        Exchange::begin_one(common, arena, first).run(bytes)
+    } else {
+        let wanted = bytes.len() / arena.info.sector_bytes as usize;
+        Exchange::begin(common, arena, first, wanted).run(bytes)
+    }
 }
 
-impl<'a, S: Words> Exchange<'a, S> {
+impl<'a, S: Words> Exchange<'a, S, [Held<'a>; 1]> {
+    /// Step 1, for one sector.
+    #[inline]
+    pub(super) fn begin_one(common: &'a Common<S>, arena: &'a Arena, first: u32) -> Self {
+        let lanes = [arena.lanes.take_one(&arena.info, &common.readers)];
+        Self { common, arena, first, lanes, locked: None }
+    }
+}
+
+impl<'a, S: Words> Exchange<'a, S, Taken<'a>> {
     /// Step 1, for as many of the wanted sectors as there are lanes.
     pub(super) fn begin(common: &'a Common<S>, arena: &'a Arena, first: u32, wanted: usize) -> Self {
         let lanes = arena.lanes.take(wanted.min(MAX_SECTORS), &arena.info, &common.readers);
-        Self { common, arena, sectors: first..first + lanes.len() as u32, lanes, logged: None }
+        Self { common, arena, first, lanes, locked: None }
+    }
+}
+
+impl<'a, S: Words, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> {
+    /// The other steps. Returns how many sectors they were.
+    #[inline]
+    fn run(mut self, bytes: &[u8]) -> Result<usize, EngineError> {
+        let sectors = self.sectors().len();
+        self.log(bytes)?;
+        self.commit()?;
+        self.publish()?;
+        Ok(sectors)
+    }
+
+    /// What it is of.
+    #[inline]
+    pub(super) fn sectors(&self) -> Range<u32> {
+        self.first..self.first + self.lanes.as_ref().len() as u32
     }
 
     /// Step 2. `bytes` has the sectors, and may have more.
+    #[inline]
     pub(super) fn log(&mut self, bytes: &[u8]) -> Result<(), EngineError> {
         let Self { common: Common { space, locks, .. }, arena, .. } = *self;
-        let (info, map) = (&arena.info, &arena.map);
-        let sector_bytes = info.sector_bytes as usize;
-        let locked = locks.lock(map.words_of(&self.sectors));
-        let olds = self.old_blocks()?;
-        let by_range = space.persists_by_range();
-        let mut ranges: SmallVec<[Range<u64>; 3]> = SmallVec::new();
-        let mut blocks: SmallVec<[Range<u64>; 1]> = SmallVec::new();
-        if by_range {
-            ranges.reserve(2 * self.lanes.len() + 1);
-            ranges.push(map.words_of(&self.sectors));
-        }
-        for ((lane, sector), old) in self.lanes.iter().zip(self.sectors.clone()).zip(&olds) {
-            let at = lane.entry_at(info);
-            let [first_half, _] = lane.halves(sector, *old);
-            arena.latch(space.store_word(at, first_half))?;
-            if by_range {
-                ranges.push(at..at + 8);
-                ranges.push(map.words_of(&(lane.sector..lane.sector + 1)));
-            }
-        }
-        for (lane, data) in self.lanes.iter().zip(bytes.chunks_exact(sector_bytes)) {
-            let at = info.block_at(lane.block);
-            arena.latch(space.store_bulk(at, data))?;
-            if by_range {
-                blocks.push(at..at + sector_bytes as u64);
-            }
-        }
-        arena.latch(space.persist_with_bulk(&ranges, &blocks))?;
-        self.logged = Some((locked, olds));
+        let locked = locks.lock(arena.map.words_of(&self.sectors()));
+        self.look_up()?;
+        let mut pending = Pending::default();
+        let stored = self.store_log(bytes, &mut pending);
+        arena.latch(stored.and_then(|()| space.end_persist(&pending)))?;
+        self.locked = Some(locked);
         Ok(())
     }
 
     /// The blocks of the sectors, whose lines are locked, as the flog names them: one that failed has the flag, so that
-    /// whoever opens the volume knows (Linux clears it then).
-    fn old_blocks(&self) -> Result<SmallVec<[u32; 1]>, EngineError> {
+    /// whoever opens the volume knows (Linux clears it then). Nothing is stored yet: what cannot be read leaves all as it was.
+    #[inline]
+    fn look_up(&mut self) -> Result<(), EngineError> {
         let Self { common: Common { space, .. }, arena, .. } = *self;
         let bound = arena.info.blocks;
-        let mut olds = SmallVec::with_capacity(self.lanes.len());
-        for sector in self.sectors.clone() {
-            // Nothing is stored yet: what cannot be read leaves all as it was.
+        for (sector, held) in (self.first..).zip(self.lanes.as_mut()) {
             let entry = arena.map.entry(space, sector).map_err(EngineError::Media)?;
             let block = decode_map(sector, entry).block;
             if block >= bound {
                 return Err(arena.damaged(space, Finding::MapRange { sector, block, bound }));
             }
-            olds.push(if arena.has_failed(sector, entry) { block | MAP_ERROR } else { block });
-        }
-        Ok(olds)
-    }
-
-    /// Step 3.
-    pub(super) fn commit(&mut self) -> Result<(), EngineError> {
-        let Self { common: Common { space, .. }, arena, .. } = *self;
-        // Nothing counts any more once something has failed.
-        arena.check_writable()?;
-        let by_range = space.persists_by_range();
-        let mut ranges: SmallVec<[Range<u64>; 1]> = SmallVec::new();
-        for (lane, sector) in self.lanes.iter().zip(self.sectors.clone()) {
-            let at = lane.entry_at(&arena.info) + 8;
-            let [_, second_half] = lane.halves(sector, 0);
-            arena.latch(space.store_word(at, second_half))?;
-            if by_range {
-                ranges.push(at..at + 8);
-            }
-        }
-        arena.latch(space.persist(&ranges))
-    }
-
-    /// Step 4.
-    pub(super) fn publish(mut self) -> Result<(), EngineError> {
-        let (locked, olds) = self.logged.take().expect("it was logged before");
-        let first = self.sectors.start;
-        let lanes = &self.lanes;
-        let new = |sector: u32, _| map::written(lanes[(sector - first) as usize].block);
-        self.arena.latch(self.arena.map.change(&self.common.space, self.sectors.clone(), &locked, new))?;
-        for ((lane, sector), old) in self.lanes.iter_mut().zip(self.sectors.clone()).zip(olds) {
-            lane.advance(self.arena.second_slot, sector, old);
+            held.old = if arena.has_failed(sector, entry) { block | MAP_ERROR } else { block };
         }
         Ok(())
     }
 
-    /// How many sectors it is of.
-    pub(super) fn sectors(&self) -> usize {
-        self.lanes.len()
+    #[inline]
+    fn store_log(&self, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+        let Self { common: Common { space, .. }, arena: Arena { info, map, .. }, .. } = *self;
+        space.begin_persist(map.words_of(&self.sectors()), pending)?;
+        for (sector, held) in (self.first..).zip(self.lanes.as_ref()) {
+            let at = held.entry_at(info);
+            let [first_half, _] = held.halves(sector, held.old);
+            space.store_word(at, first_half)?;
+            space.begin_persist(at..at + 8, pending)?;
+        }
+        self.changed_last().try_for_each(|words| space.begin_persist(words, pending))?;
+        for (held, data) in self.lanes.as_ref().iter().zip(bytes.chunks_exact(info.sector_bytes as usize)) {
+            space.store_bulk(info.block_at(held.block), data, pending)?;
+        }
+        Ok(())
+    }
+
+    /// The words of the map that the lanes changed last. Lanes that were used together have words that follow each other.
+    #[inline]
+    fn changed_last(&self) -> impl Iterator<Item = Range<u64>> {
+        let mut words =
+            self.lanes.as_ref().iter().map(|held| self.arena.map.words_of(&(held.sector..held.sector + 1)));
+        let mut next = words.next();
+        iter::from_fn(move || {
+            let mut run = next.take()?;
+            for word in words.by_ref() {
+                if !(run.start..=run.end).contains(&word.start) {
+                    next = Some(word);
+                    break;
+                }
+                run.end = run.end.max(word.end);
+            }
+            Some(run)
+        })
+    }
+
+    /// Step 3.
+    #[inline]
+    pub(super) fn commit(&mut self) -> Result<(), EngineError> {
+        // Nothing counts any more once something has failed.
+        self.arena.check_writable()?;
+        self.arena.latch(self.store_commit())
+    }
+
+    #[inline]
+    fn store_commit(&self) -> Result<(), MediaError> {
+        let Self { common: Common { space, .. }, arena, .. } = *self;
+        let mut pending = Pending::default();
+        for (sector, held) in (self.first..).zip(self.lanes.as_ref()) {
+            let at = held.entry_at(&arena.info) + 8;
+            let [_, second_half] = held.halves(sector, held.old);
+            space.store_word(at, second_half)?;
+            space.begin_persist(at..at + 8, &mut pending)?;
+        }
+        space.end_persist(&pending)
+    }
+
+    /// Step 4.
+    #[inline]
+    pub(super) fn publish(mut self) -> Result<(), EngineError> {
+        let locked = self.locked.take().expect("it was logged before");
+        let (first, lanes) = (self.first, self.lanes.as_ref());
+        let new = |sector: u32, _| map::written(lanes[(sector - first) as usize].block);
+        self.arena.latch(self.arena.map.change(&self.common.space, self.sectors(), &locked, new))?;
+        for (sector, held) in (first..).zip(self.lanes.as_mut()) {
+            let old = held.old;
+            held.advance(self.arena.second_slot, sector, old);
+        }
+        Ok(())
     }
 }

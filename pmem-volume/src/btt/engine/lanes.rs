@@ -1,12 +1,11 @@
 //! The lanes of an arena: as many writes at once, each with a free block of its own.
 
 use std::cell::Cell;
+use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::thread;
 
-use smallvec::SmallVec;
-
+use super::lock::{Lock, LockGuard};
 use super::readers::Readers;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::Lane;
@@ -21,10 +20,17 @@ const MAX_LANES: usize = 256;
 pub(super) struct Lanes(Box<[Slot]>);
 
 #[repr(align(64))]
-struct Slot(Mutex<Lane>);
+struct Slot(Lock<Lane>);
 
-/// Lanes that are this thread's until it drops them. Inline as long as there is one.
-pub(super) type Taken<'a> = SmallVec<[MutexGuard<'a, Lane>; 1]>;
+/// Lanes that are this thread's until it drops them.
+pub(super) type Taken<'a> = Vec<Held<'a>>;
+
+/// A lane that is this thread's.
+pub(super) struct Held<'a> {
+    lane: LockGuard<'a, Lane>,
+    /// The block that the sector has, to which the lane's is given, as the flog names it.
+    pub(super) old: u32,
+}
 
 thread_local! {
     /// Where this thread starts to look: at lanes whose lines are likely to be in its own cache.
@@ -36,64 +42,93 @@ thread_local! {
 
 impl Lanes {
     pub(super) fn new(lanes: Vec<Lane>) -> Self {
-        Self(lanes.into_iter().take(MAX_LANES).map(|lane| Slot(Mutex::new(lane))).collect())
+        Self(lanes.into_iter().take(MAX_LANES).map(|lane| Slot(Lock::new(lane))).collect())
     }
 
     /// The sector of each lane's newest entry, of all exchanges that are done. Waits for each that is under way.
     pub(super) fn sectors(&self) -> Vec<u32> {
-        self.0.iter().map(|slot| locked(slot.0.lock()).sector).collect()
+        self.0.iter().map(|slot| slot.0.lock().sector).collect()
     }
 
-    /// Takes lanes whose blocks nobody reads, up to as many as are wanted, and one at least. Waits only if all lanes
-    /// are taken, or all blocks read, and then holds none: who holds lanes waits for no other. A lane whose block has
+    /// Takes a lane whose block nobody reads. Waits only if all lanes are taken, or all blocks read. A lane whose block has
     /// failed rests, as long as there is another one.
     #[inline]
+    pub(super) fn take_one(&self, info: &ArenaInfo, readers: &Readers) -> Held<'_> {
+        loop {
+            let held = self.free().next().unwrap_or_else(|| self.wait());
+            if !readers.look_behind_lock().holds(info.block_at(held.block)) {
+                return held;
+            }
+            drop(held);
+            self.look_further(1);
+        }
+    }
+
+    /// The same with several, up to as many as are wanted, and one at least. Whoever waits here holds none: who holds lanes
+    /// waits for no other.
     pub(super) fn take(&self, wanted: usize, info: &ArenaInfo, readers: &Readers) -> Taken<'_> {
         loop {
-            let mut taken = self.take_any(wanted);
+            let mut taken: Taken<'_> = self.free().take(wanted).collect();
             if taken.is_empty() {
                 taken.push(self.wait());
             }
-            // The map ceased to name these blocks before their lanes were unlocked.
-            let look = readers.look();
-            taken.retain(|lane| !look.holds(info.block_at(lane.block)));
+            let look = readers.look_behind_lock();
+            taken.retain(|held| !look.holds(info.block_at(held.block)));
             if !taken.is_empty() {
                 return taken;
             }
-            // All of them are being read; the next look starts at others.
-            START.set(START.get().wrapping_add(wanted));
-            thread::yield_now();
+            self.look_further(wanted);
         }
+    }
+
+    /// All blocks that were found are being read; the next look starts at others.
+    #[cold]
+    fn look_further(&self, lanes: usize) {
+        START.set(START.get().wrapping_add(lanes));
+        thread::yield_now();
     }
 
     /// Waits for a lane whose block is whole; if there is none, for any.
-    fn wait(&self) -> MutexGuard<'_, Lane> {
-        let start = START.get();
-        let lane = |offset| locked(self.0[start.wrapping_add(offset) % self.0.len()].0.lock());
-        (0..self.0.len()).map(lane).find(|lane| !lane.has_failed).unwrap_or_else(|| lane(0))
+    #[cold]
+    fn wait(&self) -> Held<'_> {
+        let first = self.in_turn().next().expect("an arena has lanes");
+        let mut all = self.in_turn().map(|slot| Held::new(slot.0.lock()));
+        all.find(|held| !held.has_failed).unwrap_or_else(|| Held::new(first.0.lock()))
     }
+
+    /// Takes lanes that nobody has, and whose blocks are whole, one after another.
+    #[inline]
+    fn free(&self) -> impl Iterator<Item = Held<'_>> {
+        self.in_turn().filter_map(|slot| slot.0.try_lock()).map(Held::new).filter(|held| !held.has_failed)
+    }
+
+    /// All slots, from where this thread starts to look.
+    #[inline]
+    fn in_turn(&self) -> impl Iterator<Item = &Slot> {
+        let (before, from) = self.0.split_at(START.get() % self.0.len());
+        from.iter().chain(before)
+    }
+}
+
+impl<'a> Held<'a> {
+    #[inline]
+    fn new(lane: LockGuard<'a, Lane>) -> Self {
+        Self { lane, old: 0 }
+    }
+}
+
+impl Deref for Held<'_> {
+    type Target = Lane;
 
     #[inline]
-    fn take_any(&self, wanted: usize) -> Taken<'_> {
-        let mut taken = Taken::with_capacity(wanted);
-        let start = START.get();
-        for offset in 0..self.0.len() {
-            if taken.len() == wanted {
-                break;
-            }
-            match self.0[start.wrapping_add(offset) % self.0.len()].0.try_lock() {
-                Ok(lane) if lane.has_failed => {}
-                Ok(lane) => taken.push(lane),
-                Err(TryLockError::WouldBlock) => {}
-                Err(TryLockError::Poisoned(_)) => panic!("{NO_PANIC}"),
-            }
-        }
-        taken
+    fn deref(&self) -> &Lane {
+        &self.lane
     }
 }
 
-fn locked<T>(result: std::sync::LockResult<T>) -> T {
-    result.expect(NO_PANIC)
+impl DerefMut for Held<'_> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut Lane {
+        &mut self.lane
+    }
 }
-
-const NO_PANIC: &str = "no code panics while it holds a lane";

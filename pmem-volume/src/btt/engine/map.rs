@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use super::cpu::{Mutex, MutexGuard};
+use super::lock::{Lock, LockGuard};
 use crate::btt::Words;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::layout::{MAP_BLOCK, MAP_ENTRY_BYTES, MAP_ERROR, MAP_ZERO};
@@ -21,15 +21,15 @@ pub(super) const LINE_SECTORS: u32 = (LINE_BYTES / MAP_ENTRY_BYTES) as u32;
 pub(super) const LOCKS: usize = 1024;
 
 /// Locks for the lines of maps.
-pub(super) struct Locks(Box<[Lock]>);
+pub(super) struct Locks(Box<[Line]>);
 
 #[repr(align(64))]
-struct Lock(Mutex<()>);
+struct Line(Lock<()>);
 
 /// Lines that are locked.
 pub(super) struct Locked<'a> {
     words: Range<u64>,
-    _guards: SmallVec<[MutexGuard<'a, ()>; 1]>,
+    _guards: SmallVec<[LockGuard<'a, ()>; 1]>,
 }
 
 /// Where the entries of an arena are.
@@ -40,7 +40,7 @@ pub(super) struct Map {
 
 impl Locks {
     pub(super) fn new(locks: usize) -> Self {
-        Self((0..locks).map(|_| Lock(Mutex::new(()))).collect())
+        Self((0..locks).map(|_| Line(Lock::new(()))).collect())
     }
 
     /// Locks the lines of words. In the order of the locks, so that nobody waits for who waits for him.
@@ -49,7 +49,7 @@ impl Locks {
         let lines = words.start / LINE_BYTES..=(words.end - 1) / LINE_BYTES;
         let locks = self.0.len();
         let number = |line: u64| line as usize % locks;
-        let lock = |number: usize| self.0[number].0.lock().expect(NO_PANIC);
+        let lock = |number: usize| self.0[number].0.lock();
         let mut guards = SmallVec::new();
         if lines.start() == lines.end() {
             guards.push(lock(number(*lines.start())));
@@ -69,13 +69,21 @@ impl Map {
     }
 
     /// An entry, as it is on the media.
+    #[inline]
     pub(super) fn entry(&self, space: &impl Words, sector: u32) -> Result<u32, MediaError> {
         let word = space.load_word(self.word_at(sector))?;
         Ok(if sector.is_multiple_of(2) { word as u32 } else { (word >> 32) as u32 })
     }
 
+    /// The entry of this sector will be asked for soon.
+    #[inline]
+    pub(super) fn expect(&self, space: &impl Words, sector: u32) {
+        space.expect_word(self.word_at(sector));
+    }
+
     /// Changes entries of a line that is locked, each by one store that cannot tear. `change` says what an entry is to
     /// be; what stays as it is is not stored.
+    #[inline]
     pub(super) fn change(
         &self,
         space: &impl Words,
@@ -135,5 +143,3 @@ pub(super) fn discarded(sector: u32, entry: u32) -> u32 {
 pub(super) fn is_unwritten(entry: u32) -> bool {
     entry & (MAP_ERROR | MAP_ZERO) == 0
 }
-
-const NO_PANIC: &str = "no code panics while it holds a line of the map";

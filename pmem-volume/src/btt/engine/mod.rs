@@ -23,6 +23,7 @@ mod cpu;
 mod exchange;
 mod failed;
 mod lanes;
+mod lock;
 mod map;
 mod readers;
 #[cfg(test)]
@@ -281,6 +282,7 @@ impl<S: Words> Engine<S> {
             let (mut now, later) = rest.split_at(sectors.len() * self.sector_bytes as usize);
             let mut first = sectors.start;
             while !now.is_empty() {
+                arena.map.expect(&self.common.space, first);
                 arena.check_writable()?;
                 let done = exchange::exchange(&self.common, arena, first, now)?;
                 first += done as u32;
@@ -348,6 +350,7 @@ impl<S: Words> Engine<S> {
         self.flush()
     }
 
+    #[inline]
     fn whole_sectors(&self, first: u64, length_bytes: usize) -> Result<Range<u64>, EngineError> {
         let sector_bytes = self.sector_bytes;
         if !length_bytes.is_multiple_of(sector_bytes as usize) {
@@ -357,6 +360,7 @@ impl<S: Words> Engine<S> {
         self.inside(first..end)
     }
 
+    #[inline]
     fn inside(&self, sectors: Range<u64>) -> Result<Range<u64>, EngineError> {
         if sectors.start <= sectors.end && sectors.end <= self.sectors {
             return Ok(sectors);
@@ -365,18 +369,29 @@ impl<S: Words> Engine<S> {
     }
 
     /// Cuts sectors of the volume into those of arenas.
-    fn parts(&self, sectors: Range<u64>) -> impl Iterator<Item = (Result<&Arena, EngineError>, Range<u32>)> {
-        let in_place = move |place: &Place| {
+    #[inline]
+    fn parts(&self, mut rest: Range<u64>) -> impl Iterator<Item = (Result<&Arena, EngineError>, Range<u32>)> {
+        std::iter::from_fn(move || {
+            if rest.is_empty() {
+                return None;
+            }
+            let place = match &self.places[..] {
+                // Most volumes.
+                [only] => only,
+                places => &places[places.partition_point(|place| place.sectors().end <= rest.start)],
+            };
             let all = place.sectors();
-            let (start, end) = (sectors.start.max(all.start), sectors.end.min(all.end));
-            (start < end).then(|| (start - all.start) as u32..(end - all.start) as u32)
-        };
-        self.places.iter().filter_map(move |place| Some((place.arena(), in_place(place)?)))
+            let end = rest.end.min(all.end);
+            let part = (rest.start - all.start) as u32..(end - all.start) as u32;
+            rest.start = end;
+            Some((place.arena(), part))
+        })
     }
 }
 
 impl Place {
     /// Its sectors, as the volume counts them.
+    #[inline]
     fn sectors(&self) -> Range<u64> {
         match self {
             Place::Arena(arena) => arena.first_sector..arena.first_sector + u64::from(arena.info.sectors),
@@ -384,6 +399,7 @@ impl Place {
         }
     }
 
+    #[inline]
     fn arena(&self) -> Result<&Arena, EngineError> {
         match self {
             Place::Arena(arena) => Ok(arena),

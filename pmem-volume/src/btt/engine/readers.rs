@@ -7,7 +7,7 @@
 //! the reader that the map has changed, or the writer that the block is being read. The writer then takes another lane;
 //! neither waits. `tests/order.rs` tries all orders, and leaves out each of the steps in turn.
 
-use super::cpu::{self, AtomicU64, AtomicUsize, Ordering, fence};
+use super::cpu::{self, AtomicU64, AtomicUsize, Ordering};
 
 /// So many threads can read at once; further ones wait for one of them to finish.
 pub(super) const SLOTS: usize = 128;
@@ -81,11 +81,12 @@ impl Readers {
         }
     }
 
-    /// What is being read of all that the map has ceased to name before the call.
+    /// What is being read of all that the map has ceased to name before the call. For who has just taken a lane: the
+    /// store to the map before came before the lane was given back, and the looks at the slots come behind the locked
+    /// instruction by which it was taken.
     #[inline]
-    pub(super) fn look(&self) -> Look<'_> {
-        // The stores to the map before, and the looks at the slots after.
-        fence(Ordering::SeqCst);
+    pub(super) fn look_behind_lock(&self) -> Look<'_> {
+        cpu::writers_fence_behind_locked();
         Look(&self.slots[..self.used.load(Ordering::SeqCst)])
     }
 }

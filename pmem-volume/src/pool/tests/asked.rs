@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use super::*;
-use crate::btt::{Engine, PlainFile, Words};
+use crate::btt::{Engine, Pending, PlainFile, Words};
 use crate::media::{MediaError, Place, coalesce};
 
 const CLASSES: [Durability; 3] = [Durability::DaxSync, Durability::PageCache, Durability::Volatile];
@@ -50,6 +50,13 @@ impl Media for OfClass {
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         self.note_store(offset_bytes, bytes.len());
         self.file.store(offset_bytes, bytes)
+    }
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+        self.store(offset_bytes, bytes)?;
+        if self.class != Durability::Volatile {
+            pending.add(offset_bytes..offset_bytes + bytes.len() as u64);
+        }
+        Ok(())
     }
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         self.note_store(offset_bytes, 8);
@@ -124,7 +131,9 @@ fn a_file_without_a_pool_is_asked_as_its_place_needs_it() {
     let by_range = |folder: &Path| {
         let file = tempfile::NamedTempFile::new_in(folder).unwrap();
         file.as_file().set_len(4096).unwrap();
-        PlainFile::open(file.path(), true).unwrap().persists_by_range()
+        let mut pending = Pending::default();
+        PlainFile::open(file.path(), true).unwrap().begin_persist(0..8, &mut pending).unwrap();
+        !pending.ranges().is_empty()
     };
     assert!(!by_range(Path::new("/dev/shm")));
     let here = std::env::current_dir().unwrap();

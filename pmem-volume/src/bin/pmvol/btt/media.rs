@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use pmem_volume::btt::{PlainFile, ReadAt, Words, WriteAt};
+use pmem_volume::btt::{Pending, PlainFile, ReadAt, Words, WriteAt};
 use pmem_volume::media::MediaError;
 use pmem_volume::pool::DamagedVolume;
 use pmem_volume::{OpenMode, Pool, PoolError, Volume, VolumeFormat};
@@ -133,26 +133,26 @@ impl Words for Media {
         }
     }
 
-    fn persists_by_range(&self) -> bool {
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
         match self {
-            Media::Volume(volume) => volume.persists_by_range(),
-            Media::File(file) => file.persists_by_range(),
+            Media::Volume(volume) => volume.store_bulk(offset_bytes, bytes, pending),
+            Media::File(file) => file.store_bulk(offset_bytes, bytes, pending),
             Media::Part(_) => unreachable!("{READ_ONLY}"),
         }
     }
 
-    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
+    fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
         match self {
-            Media::Volume(volume) => volume.store_bulk(offset_bytes, bytes),
-            Media::File(file) => file.store_bulk(offset_bytes, bytes),
+            Media::Volume(volume) => volume.begin_persist(range, pending),
+            Media::File(file) => file.begin_persist(range, pending),
             Media::Part(_) => unreachable!("{READ_ONLY}"),
         }
     }
 
-    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
+    fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
         match self {
-            Media::Volume(volume) => volume.persist_with_bulk(ranges, bulk),
-            Media::File(file) => file.persist_with_bulk(ranges, bulk),
+            Media::Volume(volume) => volume.end_persist(pending),
+            Media::File(file) => file.end_persist(pending),
             Media::Part(_) => unreachable!("{READ_ONLY}"),
         }
     }

@@ -3,6 +3,7 @@
 mod crash;
 mod crash_wrong;
 mod damage;
+mod lock;
 mod missing;
 mod model;
 mod modelled;

@@ -1,5 +1,8 @@
 //! Sources of the engine, over a CPU that does whatever the memory model allows: loom's.
 
+#[path = "../lock.rs"]
+#[allow(clippy::duplicate_mod, dead_code, reason = "as below")]
+mod lock;
 #[path = "../map.rs"]
 #[allow(
     clippy::duplicate_mod,
@@ -15,12 +18,41 @@ mod readers;
 
 mod cpu {
     use std::cell::Cell;
+    use std::time::Duration;
 
     pub(super) use loom::hint::spin_loop;
     use loom::sync::atomic;
-    pub(super) use loom::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-    pub(super) use loom::sync::{Mutex, MutexGuard};
+    pub(super) use loom::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
     pub(super) use loom::thread::yield_now;
+
+    pub(super) const SPINS: u32 = 1;
+
+    /// By an exchange: loom knows of no order between a store and what others exchange at the same time, and may have
+    /// them see theirs for ever.
+    pub(super) fn give_back(lock: &AtomicU32, free: u32) {
+        let is_left_out = LEFT_OUT.get() == LeftOut::Release;
+        lock.swap(free, if is_left_out { Ordering::Relaxed } else { Ordering::Release });
+    }
+
+    /// Who sleeps may wake at any time, and looks again.
+    pub(super) fn sleep_while(_: &AtomicU32, _: u32, _: Duration) {
+        yield_now();
+    }
+
+    pub(super) fn wake_all(_: &AtomicU32) {}
+
+    /// A cell that finds out when two have what is in it at once.
+    pub(super) struct UnsafeCell<T>(loom::cell::UnsafeCell<T>);
+
+    impl<T> UnsafeCell<T> {
+        pub(super) fn new(value: T) -> Self {
+            Self(loom::cell::UnsafeCell::new(value))
+        }
+
+        pub(super) fn get(&self) -> *mut T {
+            self.0.with_mut(|value| value)
+        }
+    }
 
     /// What is not done.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +68,8 @@ mod cpu {
         LookAtReaders,
         /// The lock of the map's line.
         LineLock,
+        /// What was done under a lock need not be seen by the next one who has it.
+        Release,
     }
 
     thread_local! {
@@ -56,9 +90,9 @@ mod cpu {
         }
     }
 
-    pub(super) fn fence(ordering: Ordering) {
+    pub(super) fn writers_fence_behind_locked() {
         if LEFT_OUT.get() != LeftOut::WritersFence {
-            atomic::fence(ordering);
+            atomic::fence(Ordering::SeqCst);
         }
     }
 }

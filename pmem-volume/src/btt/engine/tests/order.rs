@@ -11,6 +11,7 @@ use loom::thread;
 
 use super::super::*;
 use super::cpu::{self, LeftOut};
+use super::lock::Lock;
 use super::map::{Locks, Map};
 use super::readers::Readers;
 use crate::btt::{ReadAt, WriteAt};
@@ -59,7 +60,8 @@ impl Sector {
     fn write(&self) {
         let mut free = 2;
         for version in 1..=2 {
-            let is_read = self.readers.look().holds(free) && cpu::LEFT_OUT.get() != LeftOut::LookAtReaders;
+            let is_read =
+                self.readers.look_behind_lock().holds(free) && cpu::LEFT_OUT.get() != LeftOut::LookAtReaders;
             if is_read {
                 return;
             }
@@ -177,5 +179,26 @@ fn neighbours_in_a_word_of_the_map_keep_each_other() {
         neighbours_change(LeftOut::Nothing).unwrap();
         let found = neighbours_change(LeftOut::LineLock).unwrap_err();
         assert!(found.contains("lost"), "{found}");
+    });
+}
+
+/// Two add to what a lock guards. Loom sees when one has it before all that the other did with it is done.
+fn two_add(left_out: LeftOut) -> Result<(), String> {
+    every_order(left_out, || {
+        let lock = Arc::new(Lock::new(0));
+        let other = Arc::clone(&lock);
+        let other = thread::spawn(move || *other.lock() += 1);
+        *lock.lock() += 1;
+        other.join().unwrap();
+        assert_eq!(*lock.lock(), 2, "lost");
+    })
+}
+
+#[test]
+fn what_a_lock_guards_is_had_by_one_at_a_time() {
+    in_own_process("what_a_lock_guards_is_had_by_one_at_a_time", || {
+        two_add(LeftOut::Nothing).unwrap();
+        let found = two_add(LeftOut::Release).unwrap_err();
+        assert!(found.contains("Causality violation"), "{found}");
     });
 }

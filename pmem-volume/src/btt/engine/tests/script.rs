@@ -7,11 +7,12 @@ use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use super::super::exchange::Exchange;
+use super::super::lanes::{self, Taken};
 use super::super::map::{LINE_SECTORS, written};
 use super::*;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::{Recovery, read_map, recover};
-use crate::btt::{ReadAt, WriteAt};
+use crate::btt::{Pending, ReadAt, WriteAt};
 use crate::media::Media;
 use crate::media::simulator::{CrashPoint, Random, Simulator};
 
@@ -208,20 +209,22 @@ impl Words for Recorded {
         Words::store_word(&self.media, offset_bytes, word)
     }
 
-    fn persist_with_bulk(&self, ranges: &[Range<u64>], bulk: &[Range<u64>]) -> Result<(), MediaError> {
+    fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
+        let is_data = |range: &Range<u64>| !self.in_map(range) && !self.in_flog(range);
+        if !pending.ranges().iter().any(is_data) {
+            // Not the log of an exchange.
+            return self.persist(pending.ranges());
+        }
         // The words of the exchange's own sectors come first.
         let is_kept = |(place, range): (usize, &Range<u64>)| match self.wrong {
             Wrong::FirstHalf => !self.in_flog(range),
             Wrong::SectorRewritten => place > 0,
             Wrong::LaneReused => place == 0 || !self.in_map(range),
+            Wrong::Data => !is_data(range),
             _ => true,
         };
-        let mut kept: Vec<_> =
-            ranges.iter().enumerate().filter(|numbered| is_kept(*numbered)).map(|(_, r)| r.clone()).collect();
-        if self.wrong != Wrong::Data {
-            kept.extend_from_slice(bulk);
-        }
-        self.persist_all(&kept);
+        let numbered = pending.ranges().iter().enumerate().filter(|numbered| is_kept(*numbered));
+        self.persist_all(&numbered.map(|(_, range)| range.clone()).collect::<Vec<_>>());
         Ok(())
     }
 }
@@ -247,10 +250,52 @@ pub(super) fn new_media() -> Simulator {
 
 /// An exchange that is under way, or a discard that is not durable yet.
 struct Active<'a> {
-    exchange: Option<Exchange<'a, &'a Recorded>>,
+    exchange: Option<OneOrMore<'a>>,
     sectors: Range<u32>,
     version: u64,
     steps: u32,
+}
+
+/// An exchange, as the engine makes it of one sector, or of several.
+enum OneOrMore<'a> {
+    One(Exchange<'a, &'a Recorded, [lanes::Held<'a>; 1]>),
+    More(Exchange<'a, &'a Recorded, Taken<'a>>),
+}
+
+impl<'a> OneOrMore<'a> {
+    fn begin(common: &'a Common<&'a Recorded>, arena: &'a Arena, sectors: &Range<u32>) -> Self {
+        let exchange = match sectors.len() {
+            1 => OneOrMore::One(Exchange::begin_one(common, arena, sectors.start)),
+            wanted => OneOrMore::More(Exchange::begin(common, arena, sectors.start, wanted)),
+        };
+        let begun = match &exchange {
+            OneOrMore::One(exchange) => exchange.sectors(),
+            OneOrMore::More(exchange) => exchange.sectors(),
+        };
+        assert_eq!(begun, *sectors);
+        exchange
+    }
+
+    fn log(&mut self, bytes: &[u8]) -> Result<(), EngineError> {
+        match self {
+            OneOrMore::One(exchange) => exchange.log(bytes),
+            OneOrMore::More(exchange) => exchange.log(bytes),
+        }
+    }
+
+    fn commit(&mut self) -> Result<(), EngineError> {
+        match self {
+            OneOrMore::One(exchange) => exchange.commit(),
+            OneOrMore::More(exchange) => exchange.commit(),
+        }
+    }
+
+    fn publish(self) -> Result<(), EngineError> {
+        match self {
+            OneOrMore::One(exchange) => exchange.publish(),
+            OneOrMore::More(exchange) => exchange.publish(),
+        }
+    }
 }
 
 /// Versions from here on are discards, which leave zeros.
@@ -311,8 +356,7 @@ impl<'a> Script<'a> {
         let version = self.version;
         self.note(&sectors, |held| held.pending.push(version));
         let arena = self.engine.places[0].arena().unwrap();
-        let exchange = Exchange::begin(&self.engine.common, arena, sectors.start, sectors.len());
-        assert_eq!(exchange.sectors(), sectors.len());
+        let exchange = OneOrMore::begin(&self.engine.common, arena, &sectors);
         self.active[writer] = Some(Active { exchange: Some(exchange), sectors, version, steps: 1 });
     }
 

@@ -1,0 +1,43 @@
+//! The lock with real threads.
+
+use std::sync::mpsc;
+use std::thread;
+
+use super::super::lock::Lock;
+
+#[test]
+fn many_threads_lose_nothing() {
+    let lock = Lock::new(0u64);
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| (0..20_000).for_each(|_| *lock.lock() += 1));
+        }
+    });
+    assert_eq!(*lock.lock(), 160_000);
+}
+
+#[test]
+fn who_sleeps_gets_it_when_it_is_given_back() {
+    let lock = Lock::new(0u64);
+    let held = lock.lock();
+    assert!(lock.try_lock().is_none());
+    let (got, is_got) = mpsc::channel();
+    thread::scope(|scope| {
+        for _ in 0..2 {
+            let (lock, got) = (&lock, got.clone());
+            scope.spawn(move || {
+                *lock.lock() += 1;
+                got.send(()).unwrap();
+            });
+        }
+        // Both are past their spins: whoever sleeps has said so.
+        while !lock.is_awaited() {
+            thread::yield_now();
+        }
+        assert!(is_got.try_recv().is_err(), "it was not given back yet");
+        drop(held);
+        (0..2).for_each(|_| is_got.recv().unwrap());
+    });
+    assert_eq!(*lock.lock(), 2);
+    assert!(lock.try_lock().is_some());
+}
