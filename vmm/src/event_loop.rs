@@ -9,6 +9,7 @@ use std::thread::{Builder, JoinHandle};
 use event_manager::{
     EventManager, EventOps, EventSet, Events, MutEventSubscriber, RemoteEndpoint, SubscriberId,
 };
+use parking_lot::{Condvar, Mutex};
 use thiserror::Error;
 use tracing::error;
 
@@ -50,10 +51,67 @@ pub struct EventLoop {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Adds and removes subscribers from any thread but the loop's own.
+/// Adds and removes subscribers, and holds the loop, from any thread but the loop's own.
 #[derive(Clone)]
 pub struct EventLoopHandle {
     endpoint: RemoteEndpoint<Subscriber>,
+    gate: Arc<Gate>,
+}
+
+/// Where a loop's thread stands still, between two events, while it is held.
+#[derive(Default)]
+pub struct Gate {
+    /// The thread stands at the gate, or has ended.
+    is_held: Mutex<bool>,
+    changed: Condvar,
+    is_closed: AtomicBool,
+    is_busy: AtomicBool,
+}
+
+impl Gate {
+    /// Whether the loop is to stand still: what is begun now keeps it from that.
+    pub fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::Acquire)
+    }
+
+    /// Says whether the subscriber of this loop has something under way that is to end before the loop stands still. Called
+    /// on the loop's thread.
+    pub fn set_busy(&self, is_busy: bool) {
+        self.is_busy.store(is_busy, Ordering::Relaxed);
+    }
+
+    /// Whether it was said so.
+    #[cfg(test)]
+    pub fn is_busy(&self) -> bool {
+        self.is_busy.load(Ordering::Relaxed)
+    }
+
+    fn set_closed(&self, is_closed: bool) {
+        let _is_held = self.is_held.lock();
+        self.is_closed.store(is_closed, Ordering::Release);
+        self.changed.notify_all();
+    }
+
+    /// Stands still while the gate is closed, unless the loop is busy or shall end.
+    fn pass(&self, stop: &AtomicBool) {
+        let mut is_held = self.is_held.lock();
+        while self.is_closed() && !self.is_busy.load(Ordering::Relaxed) && !stop.load(Ordering::Acquire) {
+            *is_held = true;
+            self.changed.notify_all();
+            self.changed.wait(&mut is_held);
+        }
+        *is_held = false;
+    }
+}
+
+/// Nobody waits for a thread that has ended.
+struct HeldForGood(Arc<Gate>);
+
+impl Drop for HeldForGood {
+    fn drop(&mut self) {
+        *self.0.is_held.lock() = true;
+        self.0.changed.notify_all();
+    }
 }
 
 impl EventLoop {
@@ -61,13 +119,15 @@ impl EventLoop {
     pub fn spawn(name: &str) -> Result<Self, EventLoopError> {
         let create = |source| EventLoopError::Create { name: name.to_owned(), source };
         let mut manager = EventManager::<Subscriber>::new().map_err(create)?;
-        let handle = EventLoopHandle { endpoint: manager.remote_endpoint() };
+        let handle = EventLoopHandle { endpoint: manager.remote_endpoint(), gate: Arc::default() };
         let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
+        let (stopped, gate) = (Arc::clone(&stop), Arc::clone(&handle.gate));
         let thread = Builder::new()
             .name(name.to_owned())
             .spawn(move || {
+                let _held = HeldForGood(Arc::clone(&gate));
                 while !stopped.load(Ordering::Acquire) {
+                    gate.pass(&stopped);
                     if let Err(err) = manager.run() {
                         // Subscribers handle their own errors: this is epoll itself failing.
                         error!(%err, "Event loop cannot wait");
@@ -88,6 +148,7 @@ impl EventLoop {
 impl Drop for EventLoop {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
+        self.handle.release();
         // A failed kick means that the thread has ended already.
         let _ = self.handle.endpoint.kick();
         if let Some(thread) = self.thread.take()
@@ -99,6 +160,32 @@ impl Drop for EventLoop {
 }
 
 impl EventLoopHandle {
+    /// Has the loop stand still before its next event, and when what is under way has ended. Until it is released nobody may
+    /// wait for it to add or remove subscribers.
+    pub fn hold(&self) {
+        self.gate.set_closed(true);
+        // A failed kick means that the thread has ended.
+        let _ = self.endpoint.kick();
+    }
+
+    /// Waits until the loop stands still, or has been released.
+    pub fn wait_until_held(&self) {
+        let mut is_held = self.gate.is_held.lock();
+        while self.gate.is_closed() && !*is_held {
+            self.gate.changed.wait(&mut is_held);
+        }
+    }
+
+    /// Lets it go on.
+    pub fn release(&self) {
+        self.gate.set_closed(false);
+    }
+
+    /// For subscribers that have something under way when they return.
+    pub fn gate(&self) -> Arc<Gate> {
+        Arc::clone(&self.gate)
+    }
+
     /// Registers `subscriber`; its `init` has run when this returns. Must not be called on the loop's thread.
     pub fn add(&self, subscriber: Subscriber) -> Result<SubscriberId, EventLoopError> {
         self.endpoint
@@ -212,6 +299,64 @@ mod tests {
         }));
         drop(manager);
         assert_eq!(seen, [false, true, false]);
+    }
+
+    /// Takes its time: says that it has an event, and waits until it may go on.
+    struct Slow {
+        fd: EventFd,
+        gate: Arc<Gate>,
+        steps: mpsc::SyncSender<()>,
+    }
+
+    impl MutEventSubscriber for Slow {
+        fn init(&mut self, ops: &mut EventOps) {
+            ops.add(Events::new(&self.fd, EventSet::IN)).unwrap();
+        }
+        /// An event of 2 is the first half of something, and one of 1 the second.
+        fn process(&mut self, _: Events, _: &mut EventOps) {
+            let count = self.fd.read().unwrap();
+            self.steps.send(()).unwrap();
+            self.steps.send(()).unwrap();
+            self.gate.set_busy(count == 2);
+        }
+    }
+
+    fn is_held(handle: &EventLoopHandle) -> bool {
+        *handle.gate.is_held.lock()
+    }
+
+    #[test]
+    fn a_loop_is_held_when_its_event_is_over_and_what_that_began() {
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let (handle, fd) = (event_loop.handle(), EventFd::new(EFD_NONBLOCK).unwrap());
+        let (steps, seen) = mpsc::sync_channel(0);
+        let slow = Slow { fd: fd.try_clone().unwrap(), gate: handle.gate(), steps };
+        handle.add(Box::new(slow)).unwrap();
+        // 1. It is at an event when it is to stand still.
+        fd.write(2).unwrap();
+        seen.recv().unwrap();
+        handle.hold();
+        assert!(!is_held(&handle));
+        seen.recv().unwrap();
+        // 2. The event has begun something, whose end comes as another one.
+        fd.write(1).unwrap();
+        seen.recv().unwrap();
+        assert!(!is_held(&handle));
+        seen.recv().unwrap();
+        handle.wait_until_held();
+        // 3. What comes now is for later.
+        fd.write(1).unwrap();
+        assert!(is_held(&handle) && seen.try_recv().is_err());
+        handle.release();
+        seen.recv().unwrap();
+        seen.recv().unwrap();
+        assert!(!is_held(&handle));
+        // 4. Who waits in vain is not kept waiting.
+        handle.wait_until_held();
+        handle.hold();
+        drop(event_loop);
+        handle.hold();
+        handle.wait_until_held();
     }
 
     #[test]

@@ -9,6 +9,7 @@
 use std::io;
 use std::os::unix::thread::JoinHandleExt;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
 use std::thread::{Builder, JoinHandle};
 
@@ -88,6 +89,8 @@ fn wanted_waits(wanted: Wanted, braked: bool) -> bool {
 
 struct Shared {
     wanted: Mutex<Wanted>,
+    /// The thread waits, or has ended. Changes while `wanted` is locked.
+    is_out: AtomicBool,
     changed: Condvar,
     brake: Arc<Brake>,
     /// The `immediate_exit` byte of the shared page; `None` once the thread is done with it.
@@ -105,6 +108,7 @@ impl Shared {
     fn new(brake: Arc<Brake>) -> Self {
         Self {
             wanted: Mutex::new(Wanted::Pause),
+            is_out: AtomicBool::new(true),
             changed: Condvar::new(),
             brake,
             immediate_exit: Mutex::new(None),
@@ -116,8 +120,11 @@ impl Shared {
         let mut wanted = self.wanted.lock();
         // The brake is released once the vCPU is paused: `changed` comes with what follows.
         while wanted_waits(*wanted, self.brake.is_pulled()) {
+            self.is_out.store(true, Ordering::Relaxed);
+            self.changed.notify_all();
             self.changed.wait(&mut wanted);
         }
+        self.is_out.store(false, Ordering::Relaxed);
         if *wanted == Wanted::Run {
             // Under the lock: whoever wants something else next sets the byte after this.
             self.set_immediate_exit(0);
@@ -127,6 +134,22 @@ impl Shared {
 
     fn want(&self, wanted: Wanted) {
         *self.wanted.lock() = wanted;
+        self.changed.notify_all();
+    }
+
+    /// Waits until the vCPU waits, or is not to be paused any more.
+    fn wait_until_out(&self) {
+        let mut wanted = self.wanted.lock();
+        while *wanted == Wanted::Pause && !self.is_out.load(Ordering::Relaxed) {
+            self.changed.wait(&mut wanted);
+        }
+    }
+
+    /// The thread ends.
+    fn end(&self) {
+        self.immediate_exit.lock().take();
+        let _wanted = self.wanted.lock();
+        self.is_out.store(true, Ordering::Relaxed);
         self.changed.notify_all();
     }
 
@@ -143,6 +166,16 @@ impl Shared {
             // SAFETY: the page is mapped while the pointer is here (see `Send` above). The kernel only reads it.
             unsafe { byte.0.write_volatile(value) };
         }
+    }
+}
+
+/// A vCPU that was asked to pause.
+pub struct Pausing(Arc<Shared>);
+
+impl Pausing {
+    /// Waits until it is out of the guest and of its exit, or is wanted for something else.
+    pub fn wait(self) {
+        self.0.wait_until_out();
     }
 }
 
@@ -196,9 +229,10 @@ impl Vcpu {
         self.set(Wanted::Run);
     }
 
-    /// Asks the vCPU to leave the guest and wait.
-    pub fn pause(&self) {
+    /// Asks the vCPU to leave the guest and wait, which takes it as long as its exit does.
+    pub fn pause(&self) -> Pausing {
         self.set(Wanted::Pause);
+        Pausing(Arc::clone(&self.shared))
     }
 
     /// Ends the vCPU's thread and waits for it.
@@ -234,12 +268,12 @@ struct Runner {
     shared: Arc<Shared>,
 }
 
-/// Takes the pointer to the shared page away.
+/// Takes the pointer to the shared page away, and lets nobody wait for the thread.
 struct ClearOnDrop<'a>(&'a Shared);
 
 impl Drop for ClearOnDrop<'_> {
     fn drop(&mut self) {
-        self.0.immediate_exit.lock().take();
+        self.0.end();
     }
 }
 
@@ -392,6 +426,41 @@ mod tests {
         shared.want(Wanted::Stop);
         drop(entries);
         thread.join().unwrap();
+    }
+
+    #[test]
+    fn a_vcpu_is_paused_when_its_exit_is_over() {
+        let shared = Arc::new(Shared::new(Arc::new(Brake::default())));
+        let ((entered, entries), (leave, leaves)) = (mpsc::sync_channel(0), mpsc::sync_channel(0));
+        let vcpu = Arc::clone(&shared);
+        let thread = thread::spawn(move || {
+            while vcpu.wait_until_wanted() {
+                entered.send(()).unwrap();
+                leaves.recv().unwrap();
+            }
+            vcpu.end();
+        });
+        // One that has not begun is out.
+        shared.wait_until_out();
+        shared.want(Wanted::Run);
+        entries.recv_timeout(LIMIT).unwrap();
+        shared.want(Wanted::Pause);
+        assert!(!shared.is_out.load(Ordering::Relaxed), "it is in the guest");
+        thread::scope(|scope| {
+            let waiter = scope.spawn(|| shared.wait_until_out());
+            leave.send(()).unwrap();
+            waiter.join().unwrap();
+        });
+        assert!(shared.is_out.load(Ordering::Relaxed) && entries.try_recv().is_err());
+        // Nobody waits for one that shall go on, or has ended.
+        shared.want(Wanted::Run);
+        shared.wait_until_out();
+        entries.recv_timeout(LIMIT).unwrap();
+        shared.want(Wanted::Stop);
+        leave.send(()).unwrap();
+        thread.join().unwrap();
+        shared.want(Wanted::Pause);
+        shared.wait_until_out();
     }
 
     #[test]

@@ -21,6 +21,7 @@ use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_queue::Queue;
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::event_loop::EventLoopHandle;
 use crate::interrupt::VirtioInterrupt;
 use crate::memory::view::GuestView;
 
@@ -103,6 +104,11 @@ pub trait VirtioDevice: Send {
     /// Stops work: when this returns, nothing of the device touches queues or guest memory any more. The
     /// device may be activated again.
     fn reset(&mut self);
+
+    /// The device's own threads, where it does not work on those that devices share.
+    fn loops(&self) -> Vec<EventLoopHandle> {
+        Vec::new()
+    }
 
     /// Queues whose notification is handled inside the vCPU's exit, by [`VirtioDevice::notify_synchronous`],
     /// instead of by an ioeventfd and a worker.

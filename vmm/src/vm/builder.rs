@@ -11,7 +11,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::error::BuildError;
 use super::kvm::Hypervisor;
-use super::machine::KvmMachine;
+use super::machine::{DeviceWork, KvmMachine};
 use super::owner::{EventSender, MachineEvent};
 use super::resident::Resident;
 use super::resources::Resources;
@@ -26,7 +26,7 @@ use crate::cpu::brake::Brake;
 use crate::cpu::cpuid::{self, Place};
 use crate::cpu::run::{Surroundings, Vcpu};
 use crate::cpu::{CpuError, state};
-use crate::event_loop::EventLoop;
+use crate::event_loop::{EventLoop, EventLoopHandle};
 use crate::host_console::ConsoleFiles;
 use crate::interrupt::MsiController;
 use crate::interrupt::router::MsiRouter;
@@ -61,6 +61,8 @@ pub(super) struct Fabric {
     pub(super) lost: Arc<LostMemory>,
     /// Everything on the PCI bus, to be stopped when the VM ends.
     pub(super) virtio: Vec<Arc<VirtioPciDevice>>,
+    /// The threads of devices that have some of their own.
+    loops: Vec<EventLoopHandle>,
 }
 
 impl Fabric {
@@ -73,7 +75,17 @@ impl Fabric {
         let brake = Arc::new(Brake::new(vcpus));
         let lost = LostMemory::new(Arc::clone(&brake), memory.view().loss())
             .map_err(BuildError::device("the event of lost memory"))?;
-        Ok(Self { vm, ports, mmio, pci, router, brake, lost: Arc::new(lost), virtio: Vec::new() })
+        Ok(Self {
+            vm,
+            ports,
+            mmio,
+            pci,
+            router,
+            brake,
+            lost: Arc::new(lost),
+            virtio: Vec::new(),
+            loops: Vec::new(),
+        })
     }
 
     /// Puts a virtio device on the PCI bus.
@@ -84,6 +96,7 @@ impl Fabric {
     ) -> Result<(), BuildError> {
         let view = memory.view().clone();
         let events = Arc::clone(&self.vm) as Arc<dyn IoEvents>;
+        self.loops.extend(device.loops());
         let device = VirtioPciDevice::new(device, view, &self.router, events)?;
         self.pci.add(None, Arc::clone(&device) as _)?;
         self.virtio.push(device);
@@ -163,6 +176,7 @@ pub fn build(
         mappings: Some(Arc::clone(memory.mapping_budget())),
     });
     resources.machine_built();
+    fabric.loops.extend([device_loop.handle(), memory_loop.handle()]);
     let host_ranges = memory.host_ranges().to_vec();
     Ok(KvmMachine {
         vcpus,
@@ -170,6 +184,7 @@ pub fn build(
         governor,
         virtio: fabric.virtio,
         _loops: [device_loop, memory_loop, lost_loop],
+        work: DeviceWork::new(fabric.loops),
         ged,
         zones,
         disks: disks.into_iter().chain(volumes.disks).collect(),

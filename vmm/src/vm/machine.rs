@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tracing::warn;
 
 use super::attached::AttachedVolume;
 use super::builder;
-use super::owner::{EventSender, Machine, MachineFactory};
+use super::owner::{EventSender, Machine, MachineFactory, Standstill};
 use super::request::{
     PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeStatus, VmError, VolumeInfo, ZoneInfo,
 };
@@ -16,8 +17,8 @@ use super::zones::DRAM_ZONE;
 use crate::acpi::ged::{Event, GenericEventDevice};
 use crate::config::VmConfig;
 use crate::cpu::brake::Brake;
-use crate::cpu::run::Vcpu;
-use crate::event_loop::EventLoop;
+use crate::cpu::run::{Pausing, Vcpu};
+use crate::event_loop::{EventLoop, EventLoopHandle};
 use crate::governor::task::Governor;
 use crate::memory::Memory;
 use crate::memory::zone::ZoneSpec;
@@ -35,6 +36,7 @@ pub struct KvmMachine {
     pub(super) governor: Governor,
     pub(super) virtio: Vec<Arc<VirtioPciDevice>>,
     pub(super) _loops: [EventLoop; 3],
+    pub(super) work: Arc<DeviceWork>,
     pub(super) ged: Arc<GenericEventDevice>,
     pub(super) zones: Vec<MemHandle>,
     pub(super) disks: Vec<BlockHandle>,
@@ -45,12 +47,45 @@ pub struct KvmMachine {
     pub(super) memory: Memory,
 }
 
+/// The threads on which devices work. They stand still while the VM is paused.
+pub struct DeviceWork {
+    loops: Vec<EventLoopHandle>,
+    /// How often the VM has gone on: a pause that comes late sees that it is over.
+    releases: Mutex<u64>,
+}
+
+impl DeviceWork {
+    /// That of these loops.
+    pub(super) fn new(loops: Vec<EventLoopHandle>) -> Arc<Self> {
+        Arc::new(Self { loops, releases: Mutex::new(0) })
+    }
+
+    /// Holds what has not gone on since there were so many releases, and waits until it stands still.
+    fn hold(&self, since: u64) {
+        {
+            let releases = self.releases.lock();
+            if *releases != since {
+                return;
+            }
+            self.loops.iter().for_each(EventLoopHandle::hold);
+        }
+        self.loops.iter().for_each(EventLoopHandle::wait_until_held);
+    }
+
+    fn release(&self) {
+        let mut releases = self.releases.lock();
+        *releases += 1;
+        self.loops.iter().for_each(EventLoopHandle::release);
+    }
+}
+
 impl Drop for KvmMachine {
-    /// 1. The vCPUs leave the guest, all of them before any is waited for.
+    /// 1. The vCPUs leave the guest, all of them before any is waited for. Some may wait for devices, which are let go.
     /// 2. Devices give their queues and workers back.
     /// 3. What is left, memory last, goes in the order of the fields.
     fn drop(&mut self) {
-        self.pause();
+        drop(self.pause());
+        self.work.release();
         self.vcpus.clear();
         for device in &self.virtio {
             device.stop();
@@ -60,13 +95,20 @@ impl Drop for KvmMachine {
 
 impl Machine for KvmMachine {
     fn resume(&mut self) {
+        self.work.release();
         self.vcpus.iter().for_each(Vcpu::resume);
     }
 
-    fn pause(&mut self) {
-        self.vcpus.iter().for_each(Vcpu::pause);
+    /// The devices stand still when the vCPUs do: an exit may wait for a device's worker.
+    fn pause(&mut self) -> Standstill {
+        let vcpus: Vec<_> = self.vcpus.iter().map(Vcpu::pause).collect();
         // Now it is this pause that holds them.
         self.brake.release();
+        let (work, since) = (Arc::clone(&self.work), *self.work.releases.lock());
+        Box::new(move || {
+            vcpus.into_iter().for_each(Pausing::wait);
+            work.hold(since);
+        })
     }
 
     fn press_power_button(&mut self) {

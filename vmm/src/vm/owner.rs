@@ -22,12 +22,16 @@ use crate::config::VmConfig;
 use crate::cpu::run::VcpuEvent;
 use crate::volume::kernel_gate::GuestKernel;
 
+/// Waits until everything of a machine stands still, or the machine has been resumed or dropped.
+pub type Standstill = Box<dyn FnOnce() + Send>;
+
 /// A VM that has been built. Dropping it ends it: vCPUs and devices stop, memory goes back.
 pub trait Machine {
     /// Lets the vCPUs run, for the first time or again.
     fn resume(&mut self);
-    /// Stops the vCPUs.
-    fn pause(&mut self);
+    /// Tells the vCPUs to stop, and then the devices. Who must know that they have waits for it.
+    #[must_use]
+    fn pause(&mut self) -> Standstill;
     /// The power button of the guest.
     fn press_power_button(&mut self);
     /// Boot memory and what is plugged, all zones together.
@@ -181,11 +185,11 @@ impl<F: MachineFactory> Owner<F> {
         Ok(())
     }
 
-    fn pause(&mut self) -> Result<(), VmError> {
+    fn pause(&mut self) -> Result<Standstill, VmError> {
         let next = state::next(self.state, Verb::Pause)?;
-        self.running()?.pause();
+        let standstill = self.running()?.pause();
         self.state = next;
-        Ok(())
+        Ok(standstill)
     }
 
     /// What a failed flush should have made durable is lost: the kernel reports a page that it could not write once,
@@ -242,7 +246,7 @@ impl<F: MachineFactory> Owner<F> {
                 error!(%reason, "The VM is paused");
                 // Also when it is paused already: the vCPU that sent this has pulled the brake again.
                 if let Some(machine) = &mut self.machine {
-                    machine.pause();
+                    tokio::task::spawn_blocking(machine.pause());
                     self.state = VmState::Paused;
                     self.failure.get_or_insert(reason);
                 }
@@ -273,7 +277,14 @@ impl<F: MachineFactory> Owner<F> {
                 answer(reply, self.change_pressure(change));
             }
             VmRequest::Boot(reply) => answer(reply, self.boot()),
-            VmRequest::Pause(reply) => answer(reply, self.pause()),
+            VmRequest::Pause(reply) => match self.pause() {
+                // Elsewhere: a device may wait for a disk, and nobody else shall.
+                Ok(standstill) => drop(tokio::task::spawn_blocking(move || {
+                    standstill();
+                    answer(reply, Ok(()));
+                })),
+                Err(err) => answer(reply, Err(err)),
+            },
             VmRequest::Resume(reply) => answer(reply, self.resume()),
             VmRequest::Shutdown(reply) => answer(reply, self.shut_down()),
             VmRequest::Reboot(reply) => answer(reply, self.reboot()),
@@ -363,14 +374,22 @@ mod tests {
     /// What happened to the machines that were built, in order.
     type Log = Arc<Mutex<Vec<&'static str>>>;
 
-    struct FakeMachine(Log);
+    /// What keeps a machine from standing still, until its sender is gone.
+    type Moves = Arc<Mutex<Option<std::sync::mpsc::Receiver<()>>>>;
+
+    struct FakeMachine(Log, Moves);
 
     impl Machine for FakeMachine {
         fn resume(&mut self) {
             self.0.lock().push("resume");
         }
-        fn pause(&mut self) {
+        fn pause(&mut self) -> Standstill {
             self.0.lock().push("pause");
+            let moves = self.1.lock().take();
+            Box::new(move || {
+                // Its sender is gone.
+                let _ = moves.map(|moves| moves.recv());
+            })
         }
         fn press_power_button(&mut self) {
             self.0.lock().push("power button");
@@ -428,6 +447,7 @@ mod tests {
         /// What each machine was built with.
         pressure: Arc<Mutex<Vec<PressureConfig>>>,
         fail_from: Option<usize>,
+        moves: Moves,
     }
 
     impl MachineFactory for FakeFactory {
@@ -439,7 +459,7 @@ mod tests {
             }
             senders.push(events);
             self.log.lock().push("build");
-            Ok(Box::new(FakeMachine(Arc::clone(&self.log))))
+            Ok(Box::new(FakeMachine(Arc::clone(&self.log), Arc::clone(&self.moves))))
         }
     }
 
@@ -448,6 +468,7 @@ mod tests {
         log: Log,
         senders: Arc<Mutex<Vec<EventSender>>>,
         pressure: Arc<Mutex<Vec<PressureConfig>>>,
+        moves: Moves,
         end: tokio::task::JoinHandle<Result<(), RunError>>,
     }
 
@@ -455,11 +476,11 @@ mod tests {
     async fn start(fail_from: Option<usize>) -> Fixture {
         let factory = FakeFactory { fail_from, ..Default::default() };
         let (log, senders) = (Arc::clone(&factory.log), Arc::clone(&factory.senders));
-        let pressure = Arc::clone(&factory.pressure);
+        let (pressure, moves) = (Arc::clone(&factory.pressure), Arc::clone(&factory.moves));
         let (handle, requests) = VmHandle::channel();
         let owner = Owner::new(factory, crate::config::test_config());
         let end = tokio::task::spawn_local(owner.run(requests));
-        let fixture = Fixture { handle, log, senders, pressure, end };
+        let fixture = Fixture { handle, log, senders, pressure, moves, end };
         if fail_from != Some(0) {
             assert_eq!(fixture.state().await, VmState::Running);
         }
@@ -496,6 +517,23 @@ mod tests {
             vm.send(0, MachineEvent::GuestReset);
             assert_eq!(vm.state().await, VmState::Running);
             assert_eq!(vm.log(), ["build", "resume", "drop", "build", "resume"]);
+        });
+    }
+
+    #[test]
+    fn a_pause_is_answered_when_everything_stands_still_and_others_do_not_wait() {
+        run(async {
+            let vm = start(None).await;
+            let (moves, stands_still) = std::sync::mpsc::channel();
+            *vm.moves.lock() = Some(stands_still);
+            let handle = vm.handle.clone();
+            let pause = tokio::task::spawn_local(async move { handle.ask(VmRequest::Pause).await });
+            // The owner takes one request after the other: when this one is answered, it has done what it does for a pause.
+            while vm.state().await != VmState::Paused {}
+            assert_eq!(vm.state().await, VmState::Paused);
+            assert!(!pause.is_finished());
+            drop(moves);
+            pause.await.unwrap().unwrap();
         });
     }
 

@@ -10,7 +10,7 @@ use super::backend::{Backend, ResizeError};
 use super::event::Worker;
 use super::metrics::BlockMetrics;
 use super::state::{Disk, DiskShape};
-use crate::event_loop::{EventLoop, EventLoopError};
+use crate::event_loop::{EventLoop, EventLoopError, EventLoopHandle};
 use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 
@@ -22,7 +22,7 @@ pub struct Block {
     workers: Vec<WorkerSlot>,
     /// Set while somebody waits for the workers' end.
     pub(super) stop: Arc<AtomicBool>,
-    _threads: Vec<EventLoop>,
+    threads: Vec<EventLoop>,
 }
 
 /// What the rest of the VMM does with a disk. Cheap to clone.
@@ -40,7 +40,7 @@ impl Block {
         let threads: Vec<_> = (0..shape.queues).map(thread).collect::<Result<_, _>>()?;
         let workers = threads.iter().map(|thread| WorkerSlot::new(thread.handle())).collect();
         let disk = Arc::new(Disk::new(shape, backend));
-        Ok(Self { disk, queue_sizes, workers, stop: Arc::default(), _threads: threads })
+        Ok(Self { disk, queue_sizes, workers, stop: Arc::default(), threads })
     }
 
     /// A handle on the disk.
@@ -50,12 +50,13 @@ impl Block {
 
     fn start(&mut self, activation: Activation) -> Result<(), ActivateError> {
         let Activation { view, interrupt, queues, features } = activation;
-        for ((index, queue), slot) in (0..).zip(queues).zip(&mut self.workers) {
+        let gates = self.threads.iter().map(|thread| thread.handle().gate());
+        for (((index, queue), slot), gate) in (0..).zip(queues).zip(&mut self.workers).zip(gates) {
             // A driver may enable fewer queues than there are (5.2.5).
             let Some(queue) = queue else { continue };
             let (disk, interrupt) = (Arc::clone(&self.disk), Arc::clone(&interrupt));
             let stop = Arc::clone(&self.stop);
-            let worker = Worker::new(disk, view.clone(), interrupt, (index, queue), features, stop)?;
+            let worker = Worker::new(disk, view.clone(), interrupt, (index, queue), features, (stop, gate))?;
             slot.start(Box::new(worker))?;
         }
         self.disk.set_driver(interrupt);
@@ -124,6 +125,10 @@ impl VirtioDevice for Block {
             self.reset();
         }
         result
+    }
+
+    fn loops(&self) -> Vec<EventLoopHandle> {
+        self.threads.iter().map(EventLoop::handle).collect()
     }
 
     /// Steps that are under way are carried out before this returns. What requests have left to do is not: they may be

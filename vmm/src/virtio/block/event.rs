@@ -20,6 +20,7 @@ use super::job::{Job, Next, PIECE_BYTES_MAX, RANGE_PIECE_BYTES_MAX};
 use super::metrics::Kind;
 use super::request::{DiskRange, Operation, Request, Status};
 use super::state::Disk;
+use crate::event_loop::Gate;
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::view::{GuestView, MappedMemory};
@@ -63,6 +64,8 @@ pub(super) struct Worker {
     lost: bool,
     /// Somebody waits for the end of this worker.
     stop: Arc<AtomicBool>,
+    /// Closed while the VM is paused: what was taken ends, and nothing more is.
+    gate: Arc<Gate>,
 }
 
 impl Worker {
@@ -72,7 +75,7 @@ impl Worker {
         interrupt: Arc<dyn VirtioInterrupt>,
         (index, queue): (u16, ActiveQueue),
         features: u64,
-        stop: Arc<AtomicBool>,
+        (stop, gate): (Arc<AtomicBool>, Arc<Gate>),
     ) -> io::Result<Self> {
         let depth = queue.queue.size();
         let executor = disk.backend().start(depth)?;
@@ -95,6 +98,7 @@ impl Worker {
             used: false,
             lost: false,
             stop,
+            gate,
         })
     }
 
@@ -119,6 +123,16 @@ impl Worker {
             }
         }
         self.queue.come_back();
+    }
+
+    /// Works, and lets a paused VM wait for what was taken. What is in the ring is for later then.
+    fn serve_or_wait(&mut self) {
+        self.serve();
+        let is_busy = self.free.len() < self.jobs.len();
+        self.gate.set_busy(is_busy);
+        if !is_busy && self.gate.is_closed() {
+            self.queue.come_back();
+        }
     }
 
     fn is_stopping(&self) -> bool {
@@ -333,7 +347,7 @@ impl Worker {
     }
 
     fn takes_more(&self) -> bool {
-        !self.free.is_empty() && self.held_bytes < HELD_BYTES_MAX && !self.lost
+        !self.gate.is_closed() && !self.free.is_empty() && self.held_bytes < HELD_BYTES_MAX && !self.lost
     }
 
     /// Lets the driver notify again; true if it has added something that it will not notify of.
@@ -372,6 +386,7 @@ fn transferred_bytes(request: &Request) -> u64 {
 impl Drop for Worker {
     /// What the media say of a flush is for others as well, though its own driver does not wait for it any more.
     fn drop(&mut self) {
+        self.gate.set_busy(false);
         for Done { token, step, result } in self.executor.drain() {
             if let (Step::Flush, Some(job)) = (step, &self.jobs[token]) {
                 self.disk.flushed(job.since(), &result);
@@ -391,7 +406,7 @@ impl MutEventSubscriber for Worker {
                 sparsely!(error, ?err, disk = self.disk.shape().id, "Cannot wait for a disk");
             }
         }
-        self.serve();
+        self.serve_or_wait();
     }
 
     fn process(&mut self, events: Events, _: &mut EventOps) {
@@ -405,6 +420,6 @@ impl MutEventSubscriber for Worker {
                 let _ = self.executor.event().map(|event| event.read());
             }
         }
-        self.serve();
+        self.serve_or_wait();
     }
 }

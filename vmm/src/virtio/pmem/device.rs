@@ -27,7 +27,7 @@ use vm_memory::GuestAddressSpace;
 use super::event::Worker;
 use super::metrics::PmemMetrics;
 use super::request::{Answer, Kind, Request, RequestError};
-use crate::event_loop::{EventLoop, EventLoopError};
+use crate::event_loop::{EventLoop, EventLoopError, EventLoopHandle};
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::view::MappedMemory;
@@ -56,7 +56,7 @@ enum Answers {
     OnThread {
         worker: WorkerSlot,
         /// Behind the worker, which ends before it does.
-        _thread: EventLoop,
+        thread: EventLoop,
     },
 }
 
@@ -81,7 +81,7 @@ impl Pmem {
         backing: Arc<dyn Persist>,
     ) -> Result<Self, EventLoopError> {
         let thread = EventLoop::spawn("_pmem")?;
-        let answers = Answers::OnThread { worker: WorkerSlot::new(thread.handle()), _thread: thread };
+        let answers = Answers::OnThread { worker: WorkerSlot::new(thread.handle()), thread };
         Ok(Self::answered(name, start, len_bytes, backing, answers))
     }
 
@@ -227,6 +227,13 @@ impl VirtioDevice for Pmem {
             Answers::OnThread { worker, .. } => {
                 worker.stop();
             }
+        }
+    }
+
+    fn loops(&self) -> Vec<EventLoopHandle> {
+        match &self.answers {
+            Answers::InExit(_) => Vec::new(),
+            Answers::OnThread { thread, .. } => vec![thread.handle()],
         }
     }
 

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use virtio_bindings::virtio_blk::*;
 
 use super::*;
+use crate::event_loop::EventLoopHandle;
 use crate::virtio::block::Kind;
 use crate::virtio::block::backend::blocking::{Blocking, Store};
 use crate::virtio::block::backend::{Executor, Geometry, ResizeError};
@@ -164,4 +165,37 @@ fn an_error_that_nobody_waits_for_any_more_is_remembered() {
     rig.device.activate(activation).unwrap();
     assert_eq!(rig.write(0, &[1; 512]), IOERR);
     assert_eq!(rig.metrics().failed(Kind::Write), 1);
+}
+
+#[test]
+fn a_queue_is_held_when_what_it_has_taken_is_answered_and_takes_no_more() {
+    let (mut rig, has_begun, answers) = rig::<2>();
+    for queue in 0..2 {
+        add(&mut rig, queue, VIRTIO_BLK_T_FLUSH, status_at(queue));
+        has_begun.recv_timeout(PATIENCE).unwrap();
+    }
+    // 1. The second is done, and waits for the first, which is not.
+    answers[1].send(Ok(())).unwrap();
+    while rig.metrics().flushes.count() == 0 {
+        thread::yield_now();
+    }
+    add(&mut rig, 1, VIRTIO_BLK_T_GET_ID, STATUS);
+    rig.driver.wait_used(1);
+    let loops = rig.device.loops();
+    let (gate, began) = (loops[1].gate(), Instant::now());
+    while !gate.is_busy() {
+        assert!(began.elapsed() < PATIENCE, "the loop does not know of a request that was taken");
+        thread::yield_now();
+    }
+    loops.iter().for_each(EventLoopHandle::hold);
+    answers[0].send(Ok(())).unwrap();
+    loops.iter().for_each(EventLoopHandle::wait_until_held);
+    assert_eq!([0, 1].map(|queue| status(&rig, queue)), [OK, OK]);
+    rig.driver.wait_used(1);
+    // 2. What comes now is for later.
+    add(&mut rig, 1, VIRTIO_BLK_T_GET_ID, STATUS);
+    assert_eq!((rig.driver.used(1), rig.status()), (None, UNTOUCHED));
+    loops.iter().for_each(EventLoopHandle::release);
+    rig.driver.wait_used(1);
+    assert_eq!(rig.status(), OK);
 }
