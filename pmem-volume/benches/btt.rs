@@ -32,8 +32,12 @@ const THREADS: [usize; 2] = [1, 2];
 enum Work {
     ReadRandom,
     WriteRandom,
-    ReadSequential,
-    WriteSequential,
+    /// Blocks lie in the order of their sectors, as in a volume that was written from one end to the other.
+    ReadInOrder,
+    WriteInOrder,
+    /// Blocks lie anywhere, as random writes have left them.
+    ReadScattered,
+    WriteScattered,
 }
 
 /// Who does it.
@@ -49,11 +53,14 @@ enum Who {
 
 const EVERYBODY: [Who; 4] = [Who::Engine, Who::Memcpy, Who::Least, Who::Stream];
 
-const WORK: [(Work, &str, usize); 4] = [
-    (Work::ReadRandom, "4 KiB random read", SECTOR_BYTES),
+/// In this order: each finds the volume as the one before has left it.
+const WORK: [(Work, &str, usize); 6] = [
+    (Work::ReadInOrder, "1 MiB sequential read, in order", 1 << 20),
+    (Work::WriteInOrder, "1 MiB sequential write, in order", 1 << 20),
     (Work::WriteRandom, "4 KiB random write", SECTOR_BYTES),
-    (Work::ReadSequential, "1 MiB sequential read", 1 << 20),
-    (Work::WriteSequential, "1 MiB sequential write", 1 << 20),
+    (Work::ReadRandom, "4 KiB random read", SECTOR_BYTES),
+    (Work::ReadScattered, "1 MiB sequential read, scattered", 1 << 20),
+    (Work::WriteScattered, "1 MiB sequential write, scattered", 1 << 20),
 ];
 
 fn main() {
@@ -146,8 +153,9 @@ struct Place {
     engine: Engine<Volume>,
     /// One for each of the engine's peers: page tables are as cold to one as to the other.
     blocks: [Map; EVERYBODY.len() - 1],
-    /// What [`Place::least_of_a_write`] has for the format's map and flog.
-    table: Map,
+    /// What [`Place::least_of_a_write`] has for the format's map, of a volume in order and of a scattered one, and flog.
+    in_order: Map,
+    scattered: Map,
     records: Map,
     is_dax: bool,
 }
@@ -189,18 +197,22 @@ impl Place {
         let records = tempfile::tempfile_in("/dev/shm").unwrap();
         records.set_len(RECORDS * RECORD_BYTES).unwrap();
         let records = Map::new(&records, 0, RECORDS * RECORD_BYTES);
-        Self { engine, blocks, table: shuffled(u64::from(info.blocks)), records, is_dax }
+        let [in_order, scattered] =
+            [false, true].map(|is_shuffled| numbers(u64::from(info.blocks), is_shuffled));
+        Self { engine, blocks, in_order, scattered, records, is_dax }
     }
 
     fn work(&self, who: Who, work: Work, at: u64, buffer: &mut [u8]) {
-        let is_read = matches!(work, Work::ReadRandom | Work::ReadSequential);
-        let [plain, scattered, stream] = &self.blocks;
+        let is_read = matches!(work, Work::ReadRandom | Work::ReadInOrder | Work::ReadScattered);
+        let is_in_order = matches!(work, Work::ReadInOrder | Work::WriteInOrder);
+        let table = if is_in_order { &self.in_order } else { &self.scattered };
+        let [plain, mapped, stream] = &self.blocks;
         match who {
             Who::Engine if is_read => self.engine.read(at / SECTOR_BYTES as u64, buffer).unwrap(),
             Who::Engine => self.engine.write(at / SECTOR_BYTES as u64, buffer).unwrap(),
             Who::Memcpy => plain.copy(is_read, at, buffer),
-            Who::Least if is_read => self.least_of_a_read(scattered, at, buffer),
-            Who::Least => self.least_of_a_write(scattered, at, buffer),
+            Who::Least if is_read => self.least_of_a_read(table, mapped, at, buffer),
+            Who::Least => self.least_of_a_write(table, mapped, at, buffer),
             Who::Stream if is_read => stream.copy(is_read, at, buffer),
             Who::Stream => {
                 stream.stream(at, buffer);
@@ -211,11 +223,11 @@ impl Place {
 
     /// The steps of the format by somebody for whom nothing can go wrong: each sector is looked up, said to be read, looked up
     /// again, and copied. One locked instruction, for what is said is to be seen by writers before the second look.
-    fn least_of_a_read(&self, blocks: &Map, at: u64, buffer: &mut [u8]) {
+    fn least_of_a_read(&self, table: &Map, blocks: &Map, at: u64, buffer: &mut [u8]) {
         for (sector, piece) in (at / SECTOR_BYTES as u64..).zip(buffer.chunks_exact_mut(SECTOR_BYTES)) {
-            let block = self.table.word(sector);
+            let block = table.word(sector);
             claimed(u64::from(block), || {
-                assert_eq!(self.table.word(sector), block);
+                assert_eq!(table.word(sector), block);
                 blocks.copy(true, u64::from(block) * SECTOR_BYTES as u64, piece);
             });
         }
@@ -223,11 +235,11 @@ impl Place {
 
     /// The same (`pmem_volume::btt`, exchange). One locked instruction, for the lock that the format has for what it changes of
     /// the map. No checks, no lanes, no free blocks; what is to be durable is so only where it is in the engine.
-    fn least_of_a_write(&self, blocks: &Map, at: u64, buffer: &[u8]) {
-        claimed(1, || self.least_of_an_exchange(blocks, at, buffer));
+    fn least_of_a_write(&self, table: &Map, blocks: &Map, at: u64, buffer: &[u8]) {
+        claimed(1, || self.least_of_an_exchange(table, blocks, at, buffer));
     }
 
-    fn least_of_an_exchange(&self, blocks: &Map, at: u64, buffer: &[u8]) {
+    fn least_of_an_exchange(&self, table: &Map, blocks: &Map, at: u64, buffer: &[u8]) {
         let first = at / SECTOR_BYTES as u64;
         let sectors = first..first + (buffer.len() / SECTOR_BYTES) as u64;
         let write_back = |map: &Map, at| {
@@ -239,12 +251,12 @@ impl Place {
         // 1. The data to where the map says, a half of the record, and the words of the map: this sector's, and the one that
         //    was changed last.
         for (sector, piece) in sectors.clone().zip(buffer.chunks_exact(SECTOR_BYTES)) {
-            let block = self.table.word(sector);
+            let block = table.word(sector);
             blocks.stream(u64::from(block) * SECTOR_BYTES as u64, piece);
             self.records.set_word(record_at(sector) / 4, block);
             write_back(&self.records, record_at(sector));
-            write_back(&self.table, sector * 4);
-            write_back(&self.table, LAST_SECTOR.replace(sector) * 4);
+            write_back(table, sector * 4);
+            write_back(table, LAST_SECTOR.replace(sector) * 4);
         }
         fence();
         // 2. The other half, by which it counts.
@@ -257,7 +269,7 @@ impl Place {
         }
         // 3. The map.
         for sector in sectors {
-            self.table.set_word(sector, self.table.word(sector));
+            table.set_word(sector, table.word(sector));
         }
     }
 }
@@ -279,13 +291,13 @@ fn fence() {
     unsafe { _mm_sfence() }
 }
 
-/// The numbers up to `count`, in no order, in a mapping like a volume's.
-fn shuffled(count: u64) -> Map {
+/// The numbers up to `count`, in order or in none, in a mapping like a volume's.
+fn numbers(count: u64, is_shuffled: bool) -> Map {
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(count * 4).unwrap();
     let mut numbers: Vec<u32> = (0..count as u32).collect();
     let mut random = 1u64;
-    for last in (1..count).rev() {
+    for last in (1..if is_shuffled { count } else { 1 }).rev() {
         random = random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
         numbers.swap(last as usize, ((random >> 33) % (last + 1)) as usize);
     }
@@ -324,7 +336,7 @@ fn gb_per_s(
                             random = random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
                             (random >> 33) % pieces
                         }
-                        Work::ReadSequential | Work::WriteSequential => (number + 1) % pieces,
+                        _ => (number + 1) % pieces,
                     };
                     operation(number * at_once as u64, buffer);
                 }
