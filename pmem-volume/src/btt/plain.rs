@@ -136,6 +136,10 @@ impl Words for PlainFile {
         Media::load(&self.media, offset_bytes, into)
     }
 
+    fn expect_word(&self, offset_bytes: u64) {
+        Media::expect_word(&self.media, offset_bytes);
+    }
+
     fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
         Media::store_bulk(&self.media, offset_bytes, bytes, pending)
     }

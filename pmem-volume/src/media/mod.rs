@@ -3,7 +3,8 @@
 //! The contract is narrow so that a simulator can stand in for the real thing:
 //!
 //! - A store is visible to loads at once and durable at some time: by itself, in any order with other stores, or not
-//!   at all, until a [`Media::persist`] that covers it has returned. A crash may tear it at any 8-byte boundary.
+//!   at all, until a [`Media::persist`] that covers it has returned, or [`Media::end_persist`] after a
+//!   [`Media::begin_persist`] that came behind the store and covers it. A crash may tear it at any 8-byte boundary.
 //! - [`Media::store_word`] to an aligned address is never torn.
 //! - What "durable" means is the media's [`Durability`]; the order in which things become durable is the same for
 //!   all of them, so that one commit protocol serves all.
@@ -22,6 +23,7 @@ mod watch;
 mod zeroing;
 
 use std::io;
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use serde::Serialize;
@@ -71,10 +73,13 @@ impl Durability {
 }
 
 /// What a thread has stored and has yet to persist, as far as its media has to be told of it again: where stores become
-/// durable line by line, or by themselves, there is nothing to remember.
+/// durable line by line, or by themselves, there is nothing to remember. It stays with the thread: a fence orders the stores
+/// of the thread that makes it.
 #[derive(Debug, Default)]
+#[must_use = "what is begun is durable once it has ended"]
 pub struct Pending {
     ranges: SmallVec<[Range<u64>; 4]>,
+    _of_this_thread: PhantomData<*mut ()>,
     /// Something was stored past the caches, and is not ordered before what is stored later.
     is_past_caches: bool,
 }

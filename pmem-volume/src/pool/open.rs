@@ -68,22 +68,22 @@ impl Pool {
         Self::from_media(path.to_owned(), mode, Backing::File(media), superblock, findings)
     }
 
-    /// Opens a pool for writing on media that is made of its file. For benchmarks.
+    /// Opens a pool for writing on media that is made of its file. For benchmarks and tests.
     #[doc(hidden)]
     pub fn open_on(
         path: &Path,
         media: impl FnOnce(FileMedia) -> Box<dyn Media>,
     ) -> Result<Arc<Pool>, PoolError> {
-        Self::open_for_benchmark(path, |file| Backing::Other(media(file)))
+        Self::open_with_backing(path, |file| Backing::Other(media(file)))
     }
 
     /// Opens a pool for writing, persisted as on `dax-sync` ([`FileMedia::at_the_cost_of_dax`]). For benchmarks.
     #[doc(hidden)]
     pub fn open_at_the_cost_of_dax(path: &Path) -> Result<Arc<Pool>, PoolError> {
-        Self::open_for_benchmark(path, |file| Backing::File(file.at_the_cost_of_dax()))
+        Self::open_with_backing(path, |file| Backing::File(file.at_the_cost_of_dax()))
     }
 
-    fn open_for_benchmark(
+    fn open_with_backing(
         path: &Path,
         backing: impl FnOnce(FileMedia) -> Backing,
     ) -> Result<Arc<Pool>, PoolError> {

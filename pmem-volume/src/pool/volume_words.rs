@@ -5,15 +5,13 @@
 
 use std::ops::Range;
 
-use smallvec::SmallVec;
-
 use super::volume::{Space, Volume, VolumeExtent};
 use super::{Backing, OpenMode, Pool, on_media};
 use crate::btt::{ReadAt, Words, WriteAt};
 use crate::media::{Durability, Media, MediaError, Pending};
 
-/// Ranges of the file. Those of the exchange of one sector need no memory.
-type InFile = SmallVec<[Range<u64>; 4]>;
+/// Ranges of the file.
+type InFile = Vec<Range<u64>>;
 
 impl Volume {
     fn space(&self) -> Space<'_> {
@@ -146,6 +144,7 @@ impl Words for Volume {
     #[inline(always)]
     fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
         let (pool, length_bytes) = (self.pool(), range.end - range.start);
+        // The media would do nothing either, once it was found out where the range lies.
         if on_media!(pool, media => media.durability()) == Durability::Volatile {
             return Ok(());
         }

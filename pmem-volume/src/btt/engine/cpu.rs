@@ -1,4 +1,4 @@
-//! What the protocol between readers and writers is made of. The model that tests it (`tests/order.rs`) has the same from
+//! What the protocol between readers and writers, and the locks, are made of. The model that tests it (`tests/order.rs`) has the same from
 //! loom, which tries every order that the memory may show.
 
 use std::cell::Cell;
@@ -18,10 +18,16 @@ thread_local! {
 /// How often a thread looks at a lock before it sleeps: what is held is mostly held for less than a microsecond.
 pub(super) const SPINS: u32 = 100;
 
-/// Gives a lock back: by a store, behind all that was done under the lock.
+/// Gives a lock back: by a store.
 #[inline]
-pub(super) fn give_back(lock: &AtomicU32, free: u32) {
-    lock.store(free, Ordering::Release);
+pub(super) fn give_back(lock: &AtomicU32, free: u32, ordering: Ordering) {
+    lock.store(free, ordering);
+}
+
+/// How a lock is taken: as it says. The model has a weaker way, to show that it is found out.
+#[inline]
+pub(super) fn taking(ordering: Ordering) -> Ordering {
+    ordering
 }
 
 #[inline]
@@ -34,7 +40,7 @@ pub(super) fn set_last_slot(number: usize) {
     LAST.set(number);
 }
 
-/// A full barrier, directly behind a locked instruction, which is one: nothing later is done before others see it (Intel
+/// A full barrier, behind a locked instruction, which is one: nothing later is done before others see it (Intel
 /// SDM, volume 3, 9.2.3.9). So only the compiler has to be told.
 #[inline]
 pub(super) fn fence_behind_locked() {
@@ -49,7 +55,8 @@ pub(super) fn writers_fence_behind_locked() {
 
 /// Sleeps as long as a word has a value, until somebody wakes it, for a time at most, and sometimes for less (futex(2)).
 pub(super) fn sleep_while(word: &AtomicU32, value: u32, at_most: Duration) {
-    let timeout = libc::timespec { tv_sec: 0, tv_nsec: at_most.subsec_nanos().into() };
+    let seconds = libc::time_t::try_from(at_most.as_secs()).unwrap_or(libc::time_t::MAX);
+    let timeout = libc::timespec { tv_sec: seconds, tv_nsec: at_most.subsec_nanos().into() };
     // SAFETY: a system call that reads the word and the time. Whatever it returns, the caller looks again.
     unsafe {
         libc::syscall(

@@ -68,6 +68,8 @@ pub(super) fn exchange(
     first: u32,
     bytes: &[u8],
 ) -> Result<usize, EngineError> {
+    // One that is damaged may have no lanes.
+    arena.check_writable()?;
     if bytes.len() == arena.info.sector_bytes as usize {
         Exchange::begin_one(common, arena, first).run(bytes)
     } else {
@@ -114,6 +116,8 @@ impl<'a, S: Words, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
     #[inline]
     pub(super) fn log(&mut self, bytes: &[u8]) -> Result<(), EngineError> {
         let Self { common: Common { space, locks, .. }, arena, .. } = *self;
+        // Behind the lanes: one that a failed exchange has given back still has its entry.
+        arena.check_writable()?;
         let locked = locks.lock(arena.map.words_of(&self.sectors()));
         self.look_up()?;
         let mut pending = Pending::default();
@@ -150,30 +154,13 @@ impl<'a, S: Words, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
             space.store_word(at, first_half)?;
             space.begin_persist(at..at + 8, pending)?;
         }
-        self.changed_last().try_for_each(|words| space.begin_persist(words, pending))?;
+        let changed_last =
+            self.lanes.as_ref().iter().map(|held| map.words_of(&(held.sector..held.sector + 1)));
+        joined(changed_last).try_for_each(|words| space.begin_persist(words, pending))?;
         for (held, data) in self.lanes.as_ref().iter().zip(bytes.chunks_exact(info.sector_bytes as usize)) {
             space.store_bulk(info.block_at(held.block), data, pending)?;
         }
         Ok(())
-    }
-
-    /// The words of the map that the lanes changed last. Lanes that were used together have words that follow each other.
-    #[inline]
-    fn changed_last(&self) -> impl Iterator<Item = Range<u64>> {
-        let mut words =
-            self.lanes.as_ref().iter().map(|held| self.arena.map.words_of(&(held.sector..held.sector + 1)));
-        let mut next = words.next();
-        iter::from_fn(move || {
-            let mut run = next.take()?;
-            for word in words.by_ref() {
-                if !(run.start..=run.end).contains(&word.start) {
-                    next = Some(word);
-                    break;
-                }
-                run.end = run.end.max(word.end);
-            }
-            Some(run)
-        })
     }
 
     /// Step 3.
@@ -209,5 +196,47 @@ impl<'a, S: Words, L: AsRef<[Held<'a>]> + AsMut<[Held<'a>]>> Exchange<'a, S, L> 
             held.advance(self.arena.second_slot, sector, old);
         }
         Ok(())
+    }
+}
+
+/// Joins ranges with those before them that they touch: sectors that were written together have lanes, and words, that follow
+/// each other.
+#[inline]
+fn joined(mut ranges: impl Iterator<Item = Range<u64>>) -> impl Iterator<Item = Range<u64>> {
+    let mut next = ranges.next();
+    iter::from_fn(move || {
+        let mut run = next.take()?;
+        for range in ranges.by_ref() {
+            if !(run.start..=run.end).contains(&range.start) {
+                next = Some(range);
+                break;
+            }
+            run.end = run.end.max(range.end);
+        }
+        Some(run)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_joined_and_cover_what_they_covered() {
+        /// Starts and ends.
+        type Ranges = &'static [[u64; 2]];
+        let cases: [(Ranges, Ranges); 6] = [
+            (&[], &[]),
+            (&[[8, 16]], &[[8, 16]]),
+            (&[[8, 16], [16, 24], [24, 32]], &[[8, 32]]),
+            (&[[8, 16], [8, 16], [16, 24], [8, 16]], &[[8, 24]]),
+            (&[[8, 16], [24, 32], [32, 40], [16, 24]], &[[8, 16], [24, 40], [16, 24]]),
+            (&[[8, 16], [0, 8]], &[[8, 16], [0, 8]]),
+        ];
+        for (ranges, expected) in cases {
+            let found =
+                joined(ranges.iter().map(|[start, end]| *start..*end)).map(|run| [run.start, run.end]);
+            assert_eq!(found.collect::<Vec<_>>(), expected, "{ranges:?}");
+        }
     }
 }

@@ -28,7 +28,8 @@ pub(super) type Taken<'a> = Vec<Held<'a>>;
 /// A lane that is this thread's.
 pub(super) struct Held<'a> {
     lane: LockGuard<'a, Lane>,
-    /// The block that the sector has, to which the lane's is given, as the flog names it.
+    /// For the exchange that it is taken for: the block that the sector has, to which the lane's is given, as the flog
+    /// names it.
     pub(super) old: u32,
 }
 
@@ -68,7 +69,9 @@ impl Lanes {
     /// waits for no other.
     pub(super) fn take(&self, wanted: usize, info: &ArenaInfo, readers: &Readers) -> Taken<'_> {
         loop {
-            let mut taken: Taken<'_> = self.free().take(wanted).collect();
+            // Nobody is to wait for memory while he holds some.
+            let mut taken = Taken::with_capacity(wanted);
+            taken.extend(self.free().take(wanted));
             if taken.is_empty() {
                 taken.push(self.wait());
             }

@@ -8,6 +8,7 @@
 //! gives the lock back just after; so nobody sleeps longer than [`SLEEP`] without looking again. Threads rarely meet: they
 //! have lanes of their own, and a thousand lines of the map.
 
+use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
@@ -24,25 +25,35 @@ const SLEEP: Duration = Duration::from_millis(1);
 /// Something that one thread has at a time.
 pub(super) struct Lock<T> {
     state: AtomicU32,
+    longest_sleep: Duration,
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is reached through a guard only, of which there is one at a time.
+// SAFETY: the value is reached through a guard only, of which there is one at a time. Threads that share a guard have the
+// value shared, which the guard's own bounds allow or not.
 unsafe impl<T: Send> Sync for Lock<T> {}
 
-/// Gives the lock back when it is dropped.
-pub(super) struct LockGuard<'a, T>(&'a Lock<T>);
+/// Gives the lock back when it is dropped. To others it is what an exclusive reference to the value is.
+#[must_use]
+pub(super) struct LockGuard<'a, T>(&'a Lock<T>, PhantomData<&'a mut T>);
 
 impl<T> Lock<T> {
     pub(super) fn new(value: T) -> Self {
-        Self { state: AtomicU32::new(FREE), value: UnsafeCell::new(value) }
+        Self { state: AtomicU32::new(FREE), longest_sleep: SLEEP, value: UnsafeCell::new(value) }
+    }
+
+    /// The same for a test of who is woken, and by whom.
+    #[cfg(test)]
+    pub(super) fn sleeping(self, longest_sleep: Duration) -> Self {
+        Self { longest_sleep, ..self }
     }
 
     /// Takes the lock, if nobody has it.
     #[inline]
     pub(super) fn try_lock(&self) -> Option<LockGuard<'_, T>> {
-        let taken = self.state.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed);
-        taken.is_ok().then(|| LockGuard(self))
+        let taken =
+            self.state.compare_exchange(FREE, HELD, cpu::taking(Ordering::Acquire), Ordering::Relaxed);
+        taken.is_ok().then(|| LockGuard(self, PhantomData))
     }
 
     /// Waits until nobody has the lock, and takes it.
@@ -60,16 +71,19 @@ impl<T> Lock<T> {
     #[cold]
     fn wait(&self) -> LockGuard<'_, T> {
         for _ in 0..cpu::SPINS {
-            if let Some(guard) = self.try_lock() {
+            // Looked at first: who has it is not to wait for the line when he gives it back.
+            if self.state.load(Ordering::Relaxed) == FREE
+                && let Some(guard) = self.try_lock()
+            {
                 return guard;
             }
             cpu::spin_loop();
         }
         // Whoever has it says when it is free, to all who sleep: so it counts as awaited until nobody had to wait for it.
-        while self.state.swap(AWAITED, Ordering::Acquire) != FREE {
-            cpu::sleep_while(&self.state, AWAITED, SLEEP);
+        while self.state.swap(AWAITED, cpu::taking(Ordering::Acquire)) != FREE {
+            cpu::sleep_while(&self.state, AWAITED, self.longest_sleep);
         }
-        LockGuard(self)
+        LockGuard(self, PhantomData)
     }
 }
 
@@ -77,7 +91,7 @@ impl<T> Drop for LockGuard<'_, T> {
     #[inline]
     fn drop(&mut self) {
         let is_awaited = self.0.state.load(Ordering::Relaxed) == AWAITED;
-        cpu::give_back(&self.0.state, FREE);
+        cpu::give_back(&self.0.state, FREE, Ordering::Release);
         if is_awaited {
             cpu::wake_all(&self.0.state);
         }

@@ -4,7 +4,7 @@
 //! - [`readers`]: how a block that is being read is not written meanwhile. A reader waits for no writer, and no writer
 //!   for a reader.
 //! - [`map`]: entries change under a lock of their line. Beyond that, writes with different lanes ([`lanes`]) share
-//!   nothing.
+//!   nothing. Their locks ([`lock`]) are made for stores that are still on their way.
 //! - [`arena`]: recovery at open, reading, discarding, and what becomes of an arena in which something is wrong.
 //!
 //! A write is durable when it returns, to the degree that the media has ([`crate::Durability`]): an exchange that counts
@@ -283,7 +283,6 @@ impl<S: Words> Engine<S> {
             let mut first = sectors.start;
             while !now.is_empty() {
                 arena.map.expect(&self.common.space, first);
-                arena.check_writable()?;
                 let done = exchange::exchange(&self.common, arena, first, now)?;
                 first += done as u32;
                 now = &now[done * self.sector_bytes as usize..];

@@ -2,6 +2,7 @@
 
 use std::sync::mpsc;
 use std::thread;
+use std::time::Duration;
 
 use super::super::lock::Lock;
 
@@ -30,7 +31,7 @@ fn who_sleeps_gets_it_when_it_is_given_back() {
                 got.send(()).unwrap();
             });
         }
-        // Both are past their spins: whoever sleeps has said so.
+        // One of them sleeps, or is about to.
         while !lock.is_awaited() {
             thread::yield_now();
         }
@@ -40,4 +41,20 @@ fn who_sleeps_gets_it_when_it_is_given_back() {
     });
     assert_eq!(*lock.lock(), 2);
     assert!(lock.try_lock().is_some());
+}
+
+#[test]
+fn who_sleeps_is_woken_and_not_by_the_clock() {
+    // Nobody waits as long as that for a test.
+    let lock = Lock::new(0u64).sleeping(Duration::from_secs(3600));
+    let held = lock.lock();
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| *lock.lock() += 1);
+        while !lock.is_awaited() {
+            thread::yield_now();
+        }
+        drop(held);
+        waiter.join().unwrap();
+    });
+    assert_eq!(*lock.lock(), 1);
 }

@@ -29,9 +29,12 @@ mod cpu {
 
     /// By an exchange: loom knows of no order between a store and what others exchange at the same time, and may have
     /// them see theirs for ever.
-    pub(super) fn give_back(lock: &AtomicU32, free: u32) {
-        let is_left_out = LEFT_OUT.get() == LeftOut::Release;
-        lock.swap(free, if is_left_out { Ordering::Relaxed } else { Ordering::Release });
+    pub(super) fn give_back(lock: &AtomicU32, free: u32, ordering: Ordering) {
+        lock.swap(free, if LEFT_OUT.get() == LeftOut::Release { Ordering::Relaxed } else { ordering });
+    }
+
+    pub(super) fn taking(ordering: Ordering) -> Ordering {
+        if LEFT_OUT.get() == LeftOut::Acquire { Ordering::Relaxed } else { ordering }
     }
 
     /// Who sleeps may wake at any time, and looks again.
@@ -68,8 +71,10 @@ mod cpu {
         LookAtReaders,
         /// The lock of the map's line.
         LineLock,
-        /// What was done under a lock need not be seen by the next one who has it.
+        /// What was done under a lock need not be seen by the next one who has it: on the side of who gives it back.
         Release,
+        /// The same on the side of who takes it.
+        Acquire,
     }
 
     thread_local! {
