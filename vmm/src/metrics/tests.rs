@@ -1,6 +1,7 @@
 //! The exposition as a scraper gets it, from sources that have everything.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -25,6 +26,7 @@ use crate::virtio::vsock::VsockMetrics;
 use crate::vm::request::{ResizeStatus, VmHandle, VmRequest};
 use crate::volume::guest_btt::VolumeKey;
 use crate::volume::interface::Chosen;
+use crate::volume::sectors::{SectorError, Sectors};
 
 const DOC: &str = include_str!("../../../docs/metrics.md");
 
@@ -43,6 +45,35 @@ impl PressureSource for FakeGovernor {
         }
     }
 }
+
+/// Sectors of which nobody asks but how they are.
+struct Damaged;
+
+impl Sectors for Damaged {
+    fn sector_bytes(&self) -> u32 {
+        4096
+    }
+    fn sectors(&self) -> u64 {
+        64
+    }
+    fn read(&self, _: u64, _: &mut [u8]) -> Result<(), SectorError> {
+        unreachable!("{NO_IO}")
+    }
+    fn write(&self, _: u64, _: &[u8]) -> Result<(), SectorError> {
+        unreachable!("{NO_IO}")
+    }
+    fn discard(&self, _: Range<u64>) -> Result<(), SectorError> {
+        unreachable!("{NO_IO}")
+    }
+    fn read_only_arenas(&self) -> usize {
+        2
+    }
+    fn flush(&self) -> Result<(), SectorError> {
+        unreachable!("{NO_IO}")
+    }
+}
+
+const NO_IO: &str = "metrics are no I/O";
 
 fn report() -> Report {
     let raw = serde_json::json!({
@@ -92,8 +123,11 @@ fn ranges() -> Vec<Arc<GuestRange>> {
     ranges
 }
 
+/// What is looked at as long as somebody has it.
+type Others = (Arc<dyn PressureSource>, Arc<dyn Sectors>);
+
 /// Metrics with a source of every kind, and what must be kept alive for them.
-fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
+fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
     let metrics = Metrics::new("vm \"1\"");
     let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(8));
     pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
@@ -121,6 +155,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
     };
     let translated = VolumeKey { pool: "/pm/pool".into(), name: "b".to_owned() };
     let disk = Arc::new(BlockMetrics::default());
+    let sectors: Arc<dyn Sectors> = Arc::new(Damaged);
     disk.finished(Kind::Discard, true);
     disk.transferred(Kind::Write, 4096);
     metrics.set_machine(MachineSources {
@@ -128,7 +163,10 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
         pools: vec![PoolMetrics::new("/pm/pool".to_owned(), &pool)],
         volumes: vec![
             volume("a", VolumeCounters::VirtioPmem(Arc::new(pmem))),
-            volume("c", VolumeCounters::VirtioBlk(Arc::clone(&disk))),
+            volume(
+                "c",
+                VolumeCounters::VirtioBlk { disk: Arc::clone(&disk), sectors: Arc::downgrade(&sectors) },
+            ),
             volume("b", VolumeCounters::Nvdimm(Arc::new(FlushHintMetrics::default()))),
         ],
         disks: vec![DiskMetrics { disk: "_disk0".to_owned(), counters: disk }],
@@ -148,11 +186,11 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Arc<dyn PressureSource>) {
         rng: Some(Arc::default()),
         console: Some(Arc::new(console)),
     });
-    (metrics, pool, governor)
+    (metrics, pool, (governor, sectors))
 }
 
 fn text() -> String {
-    let (metrics, _pool, _governor) = everything();
+    let (metrics, _pool, _others) = everything();
     metrics.encode(vec![zone("dram", Some(32 << 20)), zone("pm", None)]).unwrap()
 }
 
@@ -236,6 +274,9 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(
             r#"foreshore_volume_bytes_total{{{vm},pool="/pm/pool",volume="c",interface="virtio-blk",operation="write"}} 4096"#
         ),
+        format!(
+            r#"foreshore_volume_read_only_arenas{{{vm},pool="/pm/pool",volume="c",interface="virtio-blk"}} 2.0"#
+        ),
         format!(r#"foreshore_pressure_stall_seconds_total{{{vm},kind="some"}} 2.5"#),
         format!(r#"foreshore_pressure_watermark_bytes{{{vm},watermark="high"}} 135168"#),
         format!(
@@ -258,8 +299,8 @@ fn a_scrape_shows_what_the_sources_say() {
 
 #[test]
 fn what_has_gone_with_the_vm_is_not_shown() {
-    let (metrics, pool, governor) = everything();
-    drop((pool, governor));
+    let (metrics, pool, others) = everything();
+    drop((pool, others));
     let text = metrics.encode(Vec::new()).unwrap();
     assert!(!text.contains("foreshore_pool_bytes") && !text.contains("foreshore_pressure_"), "{text}");
     assert!(text.contains("foreshore_build_info"));
@@ -292,7 +333,7 @@ fn metrics_are_served_over_http() {
             }
         });
         let socket = Socket::for_metrics(&MetricsAddress::Unix(path.clone())).unwrap();
-        let (metrics, _pool, _governor) = everything();
+        let (metrics, _pool, _others) = everything();
         let server = Server::start(socket, router(Arc::new(metrics), vm), Limits::METRICS).unwrap();
         let answer = get(&path, "GET /metrics").await;
         assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");

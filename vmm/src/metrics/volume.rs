@@ -2,8 +2,8 @@
 //! disk is seen with all that is done to it.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use super::disk::{Labelled, expose_bytes, expose_operations};
 use super::expose::{Exposer, Family, Labels, one};
@@ -13,6 +13,7 @@ use crate::virtio::block::{BlockMetrics, Kind};
 use crate::virtio::pmem::metrics::PmemMetrics;
 use crate::volume::FirstFailure;
 use crate::volume::guest_btt::GuestBtt;
+use crate::volume::sectors::Sectors;
 
 /// The counters of a volume's interface.
 #[derive(Clone, Debug)]
@@ -22,7 +23,12 @@ pub enum VolumeCounters {
     /// An NVDIMM's flush hint page's.
     Nvdimm(Arc<FlushHintMetrics>),
     /// A virtio-blk device's.
-    VirtioBlk(Arc<BlockMetrics>),
+    VirtioBlk {
+        /// The device's.
+        disk: Arc<BlockMetrics>,
+        /// What it serves, as long as that is open.
+        sectors: Weak<dyn Sectors>,
+    },
 }
 
 /// A volume and its counters.
@@ -45,7 +51,7 @@ impl VolumeMetrics {
         let interface = match self.counters {
             VolumeCounters::VirtioPmem(_) => "virtio-pmem",
             VolumeCounters::Nvdimm(_) => "nvdimm",
-            VolumeCounters::VirtioBlk(_) => "virtio-blk",
+            VolumeCounters::VirtioBlk { .. } => "virtio-blk",
         };
         vec![
             ("pool", self.pool.clone()),
@@ -59,7 +65,7 @@ impl VolumeMetrics {
         let (done, failed) = match &self.counters {
             VolumeCounters::VirtioPmem(counters) => (get(&counters.flushes), get(&counters.flush_failures)),
             VolumeCounters::Nvdimm(counters) => (get(&counters.flushes), get(&counters.flush_failures)),
-            VolumeCounters::VirtioBlk(counters) => (counters.done(Kind::Flush), counters.failed(Kind::Flush)),
+            VolumeCounters::VirtioBlk { disk, .. } => (disk.done(Kind::Flush), disk.failed(Kind::Flush)),
         };
         [("ok", done), ("error", failed)]
     }
@@ -68,14 +74,22 @@ impl VolumeMetrics {
         match &self.counters {
             VolumeCounters::VirtioPmem(counters) => counters.persists.sample(),
             VolumeCounters::Nvdimm(counters) => counters.persists.sample(),
-            VolumeCounters::VirtioBlk(counters) => counters.flushes.sample(),
+            VolumeCounters::VirtioBlk { disk, .. } => disk.flushes.sample(),
         }
     }
 
     /// What is counted of a disk.
     fn blocks(&self) -> Option<Labelled<'_>> {
         match &self.counters {
-            VolumeCounters::VirtioBlk(counters) => Some((self.labels(), counters)),
+            VolumeCounters::VirtioBlk { disk, .. } => Some((self.labels(), disk)),
+            VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
+        }
+    }
+
+    /// Where the VMM translates: elsewhere the guest knows, and nobody else.
+    fn read_only_arenas(&self) -> Option<usize> {
+        match &self.counters {
+            VolumeCounters::VirtioBlk { sectors, .. } => Some(sectors.upgrade()?.read_only_arenas()),
             VolumeCounters::VirtioPmem(_) | VolumeCounters::Nvdimm(_) => None,
         }
     }
@@ -83,7 +97,7 @@ impl VolumeMetrics {
     fn bad_requests(&self) -> Option<u64> {
         match &self.counters {
             VolumeCounters::VirtioPmem(counters) => Some(counters.bad_requests.load(Ordering::Relaxed)),
-            VolumeCounters::VirtioBlk(counters) => Some(counters.bad_requests.load(Ordering::Relaxed)),
+            VolumeCounters::VirtioBlk { disk, .. } => Some(disk.bad_requests.load(Ordering::Relaxed)),
             VolumeCounters::Nvdimm(_) => None,
         }
     }
@@ -104,6 +118,11 @@ pub(super) fn expose(out: &mut Exposer<'_>, volumes: &[VolumeMetrics]) -> fmt::R
         .iter()
         .map(|volume| (volume.labels(), f64::from(u8::from(volume.failure.reason().is_some()))));
     out.gauges(Family("volume_failed", "1 when a flush of a volume has failed.", None), failed)?;
+    let read_only = volumes
+        .iter()
+        .filter_map(|volume| Some((volume.labels(), f64::from(volume.read_only_arenas()? as u32))));
+    let help = "Arenas of the volume that take no writes, because something about them is wrong.";
+    out.gauges(Family("volume_read_only_arenas", help, None), read_only)?;
     let persists = volumes.iter().map(|volume| (volume.labels(), volume.persists()));
     out.latencies(
         "volume_flush_duration",

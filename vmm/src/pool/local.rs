@@ -219,6 +219,10 @@ impl Sectors for Engine<Volume> {
         Engine::discard(self, sectors).map_err(sector_error)
     }
 
+    fn read_only_arenas(&self) -> usize {
+        Engine::arenas(self).iter().filter(|arena| arena.read_only.is_some()).count()
+    }
+
     fn flush(&self) -> Result<(), SectorError> {
         Engine::flush(self).map_err(sector_error)
     }
@@ -414,6 +418,7 @@ mod tests {
         // By the copy, for who translates for the guest.
         let sectors = pool.open_volume(request).unwrap().into_sectors().unwrap();
         sectors.write(7, &[1; 4096]).unwrap();
+        assert_eq!(sectors.read_only_arenas(), 0);
         drop(sectors);
         file.write_all_at(signature, at as u64).unwrap();
         pool.open_volume(request).unwrap().settle().unwrap();

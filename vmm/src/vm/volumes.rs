@@ -285,6 +285,7 @@ fn attach_virtio_blk(
 ) -> Result<(Shown, BlockHandle), BuildError> {
     let extents = volume.extents().len();
     let sectors = volume.into_sectors().map_err(BuildError::device(flag(config)))?;
+    let served = Arc::downgrade(&sectors);
     let backend = VolumeDisk::new(sectors, config.readonly);
     let failure = backend.failure();
     let shape = DiskShape {
@@ -298,7 +299,8 @@ fn attach_virtio_blk(
     fabric.attach(Box::new(device), memory)?;
     // The device has the volume.
     let opened = Opened { size_bytes: disk.size_bytes(), extents, _volume: None };
-    Ok((Shown { opened, failure, counters: VolumeCounters::VirtioBlk(disk.metrics()) }, disk))
+    let counters = VolumeCounters::VirtioBlk { disk: disk.metrics(), sectors: served };
+    Ok((Shown { opened, failure, counters }, disk))
 }
 
 #[cfg(test)]

@@ -32,6 +32,9 @@ pub trait Sectors: Send + Sync {
     /// Makes sectors read as zeros.
     fn discard(&self, sectors: Range<u64>) -> Result<(), SectorError>;
 
+    /// How many parts of the volume take no writes: something about them is wrong.
+    fn read_only_arenas(&self) -> usize;
+
     /// Makes everything written durable, as far as the pool's durability class goes.
     fn flush(&self) -> Result<(), SectorError>;
 }

@@ -52,6 +52,9 @@ fn a_damaged_arena_takes_no_writes_and_the_other_does() -> Result<()> {
     for disk in &disks {
         let failed = metrics.value("foreshore_volume_failed", &[("volume", &disk.name)])?;
         ensure!(failed == 0.0, "Volume {} has failed, and not an arena of it", disk.name);
+        let read_only = metrics.value("foreshore_volume_read_only_arenas", &[("volume", &disk.name)])?;
+        let expected = f64::from(u8::from(disk.damaged.is_some()));
+        ensure!(read_only == expected, "Volume {}: {read_only} arenas are read-only", disk.name);
     }
     let state = linux.guest.api("GET", "vm.info", None)?["state"].clone();
     ensure!(state == "Running", "The VM is {state}");

@@ -77,6 +77,9 @@ impl Sectors for Failing {
     fn discard(&self, _: Range<u64>) -> Result<(), SectorError> {
         self.result()
     }
+    fn read_only_arenas(&self) -> usize {
+        usize::from(self.result().is_err())
+    }
     fn flush(&self) -> Result<(), SectorError> {
         self.result()
     }
