@@ -104,6 +104,21 @@ impl Simulator {
         std::mem::take(&mut state.points)
     }
 
+    /// What the words of a range hold that are not durable: a line that is written back now takes this along, and nothing
+    /// that is stored later.
+    pub(crate) fn written_back(&self, range: Range<u64>) -> Vec<(u64, u64)> {
+        let state = self.state();
+        let pending = state.pending.range(range.start / 8 * 8..range.end);
+        pending.map(|(at, values)| (*at, *values.last().expect("something was stored"))).collect()
+    }
+
+    /// [`Media::persist`] of what was written back before.
+    pub(crate) fn persist_written_back(&self, words: &[(u64, u64)]) {
+        let mut state = self.state();
+        state.take_point();
+        words.iter().for_each(|(at, word)| state.make_durable_as(*at, *word));
+    }
+
     /// All words that are not zero, by offset, and how long the file is.
     pub(crate) fn content(&self) -> (Vec<(u64, u64)>, u64) {
         let state = self.state();
@@ -140,6 +155,17 @@ impl State {
             self.pending.remove(&at);
             self.durable.store(at, self.visible.load(at));
         }
+    }
+
+    /// A word is durable as it was when `word` was the last that was stored to it. Nothing if it has been since.
+    fn make_durable_as(&mut self, at: u64, word: u64) {
+        let Some(values) = self.pending.get_mut(&at) else { return };
+        let Some(place) = values.iter().rposition(|value| *value == word) else { return };
+        values.drain(..=place);
+        if values.is_empty() {
+            self.pending.remove(&at);
+        }
+        self.durable.store(at, word);
     }
 }
 
@@ -319,6 +345,14 @@ mod tests {
             media.store_word(0, 3).unwrap();
         };
         assert_eq!(images_after(twice), [(0, 0), (1, 0), (3, 0)]);
+        let begun_between = |media: &Simulator| {
+            media.store_word(0, 1).unwrap();
+            let begun = media.written_back(0..16);
+            media.store_word(0, 3).unwrap();
+            media.store_word(8, 2).unwrap();
+            media.persist_written_back(&begun);
+        };
+        assert_eq!(images_after(begun_between), [(1, 0), (1, 2), (3, 0), (3, 2)]);
     }
 
     #[test]

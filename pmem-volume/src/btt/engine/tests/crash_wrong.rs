@@ -26,6 +26,17 @@ fn a_write_that_returns_before_its_second_half_is_durable_is_found_out() {
 }
 
 #[test]
+fn data_that_is_stored_after_its_range_is_begun_to_be_persisted_is_found_out() {
+    let error = must_be_found_out(crash_at_random, Wrong::DataBegunTooEarly);
+    assert!(error.contains("is none of"), "{error}");
+}
+
+#[test]
+fn a_log_that_is_stored_after_its_range_is_begun_to_be_persisted_is_found_out() {
+    must_be_found_out(crash_at_random, Wrong::LogBegunTooEarly);
+}
+
+#[test]
 fn a_map_entry_before_its_flog_entry_is_found_out() {
     let error = must_be_found_out(crash_at_random, Wrong::MapBeforeFlog);
     assert!(error.contains("BlockTwice"), "{error}");

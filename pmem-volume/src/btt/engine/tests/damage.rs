@@ -8,7 +8,7 @@ use super::*;
 use crate::btt::arena::ArenaInfo;
 use crate::btt::flog::{Recovery, read_map, recover};
 use crate::btt::layout::{FLAG_ERROR, MAP_BLOCK, MAP_ERROR, MAP_ZERO};
-use crate::btt::{Finding, ReadAt, WriteAt};
+use crate::btt::{Finding, Pending, ReadAt, WriteAt};
 use crate::media::simulator::{Random, Simulator};
 
 pub(super) fn info_at(media: &MemoryMedia, start: u64) -> ArenaInfo {
@@ -330,6 +330,12 @@ impl Words for Failing {
         self.pass()?;
         self.reach(offset_bytes, 8)?;
         Words::store_word(&self.media, offset_bytes, word)
+    }
+
+    fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
+        self.pass()?;
+        pending.add(range);
+        Ok(())
     }
 }
 

@@ -58,6 +58,18 @@ pub(super) enum Wrong {
     NotSettled,
     /// The error flag is stored to the second info block before the first one has it durably.
     ErrorFlag,
+    /// Data is begun to be persisted, and then stored.
+    DataBegunTooEarly,
+    /// Halves of the log are.
+    LogBegunTooEarly,
+}
+
+/// A range that has been begun to be persisted, as a CPU does: its lines are written back with what they hold then. The end
+/// makes just that durable.
+#[derive(Debug)]
+struct Begun {
+    range: Range<u64>,
+    words: Vec<(u64, u64)>,
 }
 
 /// The media, a wrong order if there is to be one, and the oracle at each crash point.
@@ -69,6 +81,10 @@ pub(super) struct Recorded {
     /// Persists of an engine that is being opened are those of recovery.
     pub(super) is_open: std::sync::atomic::AtomicBool,
     held_back: Mutex<Vec<(u64, u64)>>,
+    /// What has been begun to be persisted, in its order: only one thread does.
+    begun: Mutex<Vec<Begun>>,
+    /// The same of what is stored too late.
+    begun_too_early: Mutex<Vec<Begun>>,
     pub(super) oracle: Mutex<Oracle>,
     seen: Mutex<Vec<Oracle>>,
 }
@@ -85,6 +101,8 @@ impl Recorded {
             wrong,
             is_open: false.into(),
             held_back: Mutex::default(),
+            begun: Mutex::default(),
+            begun_too_early: Mutex::default(),
             oracle: Mutex::new(oracle),
             seen: Mutex::default(),
         }
@@ -108,6 +126,35 @@ impl Recorded {
     fn persist_all(&self, ranges: &[Range<u64>]) {
         self.seen.lock().unwrap().push(self.oracle.lock().unwrap().clone());
         Media::persist(&self.media, ranges).unwrap();
+    }
+
+    /// The same of what was begun.
+    fn persist_begun<'b>(&self, begun: impl IntoIterator<Item = &'b Begun>) {
+        self.seen.lock().unwrap().push(self.oracle.lock().unwrap().clone());
+        let words: Vec<_> = begun.into_iter().flat_map(|begun| begun.words.iter().copied()).collect();
+        self.media.persist_written_back(&words);
+    }
+
+    fn begin(&self, range: Range<u64>) -> Begun {
+        Begun { words: self.media.written_back(range.clone()), range }
+    }
+
+    /// Is a persist of these ranges the one that goes wrong?
+    fn is_left_out(&self, ranges: &[Range<u64>]) -> bool {
+        let is_open = self.is_open.load(std::sync::atomic::Ordering::Relaxed);
+        let of = |wrong, is_in: fn(&Self, &Range<u64>) -> bool| {
+            self.wrong == wrong && ranges.iter().all(|range| is_in(self, range))
+        };
+        let is_left_out = match is_open {
+            true => {
+                of(Wrong::SecondHalf, Self::in_flog)
+                    || of(Wrong::MapBeforeFlog, Self::in_flog)
+                    || of(Wrong::Discard, Self::in_map)
+            }
+            false => of(Wrong::RecoveredFlog, Self::in_flog) || of(Wrong::RecoveredMap, Self::in_map),
+        };
+        let in_metadata = |range: &Range<u64>| self.in_map(range) || self.in_flog(range);
+        is_left_out || self.wrong == Wrong::ErrorFlag && !ranges.iter().any(in_metadata)
     }
 
     fn in_map(&self, range: &Range<u64>) -> bool {
@@ -165,21 +212,7 @@ impl WriteAt for Recorded {
     }
 
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
-        let is_open = self.is_open.load(std::sync::atomic::Ordering::Relaxed);
-        let of = |wrong, is_in: fn(&Self, &Range<u64>) -> bool| {
-            self.wrong == wrong && ranges.iter().all(|range| is_in(self, range))
-        };
-        let is_left_out = match is_open {
-            true => {
-                of(Wrong::SecondHalf, Self::in_flog)
-                    || of(Wrong::MapBeforeFlog, Self::in_flog)
-                    || of(Wrong::Discard, Self::in_map)
-            }
-            false => of(Wrong::RecoveredFlog, Self::in_flog) || of(Wrong::RecoveredMap, Self::in_map),
-        };
-        let in_metadata = |range: &Range<u64>| self.in_map(range) || self.in_flog(range);
-        let is_left_out = is_left_out || self.wrong == Wrong::ErrorFlag && !ranges.iter().any(in_metadata);
-        self.persist_all(if is_left_out { &[] } else { ranges });
+        self.persist_all(if self.is_left_out(ranges) { &[] } else { ranges });
         Ok(())
     }
 }
@@ -206,14 +239,40 @@ impl Words for Recorded {
                 return Ok(());
             }
         }
+        if self.wrong == Wrong::LogBegunTooEarly && self.in_flog(&at) {
+            let begun = self.begin(at);
+            self.begun_too_early.lock().unwrap().push(begun);
+        }
         Words::store_word(&self.media, offset_bytes, word)
     }
 
+    fn store_bulk(&self, offset_bytes: u64, bytes: &[u8], pending: &mut Pending) -> Result<(), MediaError> {
+        let range = offset_bytes..offset_bytes + bytes.len() as u64;
+        if self.wrong == Wrong::DataBegunTooEarly {
+            self.begin_persist(range, pending)?;
+            return self.write_at(offset_bytes, bytes);
+        }
+        self.write_at(offset_bytes, bytes)?;
+        self.begin_persist(range, pending)
+    }
+
+    fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
+        let too_early = std::mem::take(&mut *self.begun_too_early.lock().unwrap());
+        let too_early = too_early.into_iter().find(|begun| begun.range == range);
+        self.begun.lock().unwrap().push(too_early.unwrap_or_else(|| self.begin(range.clone())));
+        pending.add(range);
+        Ok(())
+    }
+
     fn end_persist(&self, pending: &Pending) -> Result<(), MediaError> {
+        let begun = std::mem::take(&mut *self.begun.lock().unwrap());
+        assert!(begun.iter().map(|begun| &begun.range).eq(pending.ranges()), "{begun:x?}");
         let is_data = |range: &Range<u64>| !self.in_map(range) && !self.in_flog(range);
         if !pending.ranges().iter().any(is_data) {
             // Not the log of an exchange.
-            return self.persist(pending.ranges());
+            let is_left_out = self.is_left_out(pending.ranges());
+            self.persist_begun(begun.iter().filter(|_| !is_left_out));
+            return Ok(());
         }
         // The words of the exchange's own sectors come first.
         let is_kept = |(place, range): (usize, &Range<u64>)| match self.wrong {
@@ -223,8 +282,8 @@ impl Words for Recorded {
             Wrong::Data => !is_data(range),
             _ => true,
         };
-        let numbered = pending.ranges().iter().enumerate().filter(|numbered| is_kept(*numbered));
-        self.persist_all(&numbered.map(|(_, range)| range.clone()).collect::<Vec<_>>());
+        let kept = begun.iter().enumerate().filter(|(place, begun)| is_kept((*place, &begun.range)));
+        self.persist_begun(kept.map(|(_, begun)| begun));
         Ok(())
     }
 }
