@@ -365,6 +365,9 @@ impl Media for FileMedia {
     fn store(&self, offset_bytes: u64, bytes: &[u8]) -> Result<(), MediaError> {
         self.check_writable()?;
         let pointer = self.pointer(offset_bytes, bytes.len() as u64);
+        // The guard copies out of mappings, too.
+        #[cfg(test)]
+        flush::noted::note(flush::noted::Noted::Stored(pointer as usize..pointer as usize + bytes.len()));
         // SAFETY: the destination is inside a writable mapping and nobody else stores there (contract of `Media`);
         // the source is ordinary memory, so they do not overlap.
         unsafe { self.guard.copy(pointer, bytes.as_ptr(), bytes.len()) }
@@ -540,6 +543,7 @@ mod tests {
     use std::os::unix::fs::MetadataExt;
     use std::path::Path;
 
+    use super::super::noted::{Noted, not_durable, noted_in};
     use super::*;
 
     fn media_in(folder: &Path, len_bytes: u64) -> FileMedia {
@@ -568,6 +572,60 @@ mod tests {
             media.read(CHUNK_BYTES + 3, &mut back).unwrap();
             assert_eq!(&back, b"abc");
             assert_eq!(media.load_word(64).unwrap(), 0x0102_0304_0506_0708);
+        }
+    }
+
+    /// Stores that are begun to be persisted: what comes next is the end.
+    type Begin = fn(&FileMedia, &mut Pending);
+
+    const BEGINNINGS: [(&str, Begin); 4] = [
+        ("a word", |media, pending| {
+            media.store_word(4096, 1).unwrap();
+            media.begin_persist(4096..4104, pending).unwrap();
+        }),
+        ("bytes in three lines", |media, pending| {
+            media.store(60, &[1; 70]).unwrap();
+            media.begin_persist(60..130, pending).unwrap();
+        }),
+        ("whole lines", |media, pending| media.store_bulk(8192, &[1; 4096], pending).unwrap()),
+        ("parts of lines", |media, pending| media.store_bulk(8, &[1; 4096], pending).unwrap()),
+    ];
+
+    #[test]
+    fn on_dax_what_was_begun_to_be_persisted_is_durable_at_the_end() {
+        let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES).at_the_cost_of_dax();
+        for (what, begin) in BEGINNINGS {
+            let mut pending = Pending::default();
+            let begun = noted_in(|| begin(&media, &mut pending));
+            assert!(!not_durable(&begun).is_empty(), "{what}: the end has something to do");
+            let ended = noted_in(|| media.end_persist(&pending).unwrap());
+            let left = not_durable(&[begun, ended].concat());
+            assert!(left.is_empty(), "{what}: {left:x?}");
+        }
+        let stored = noted_in(|| {
+            media.store(60, &[1; 70]).unwrap();
+            media.store_word(4096, 1).unwrap();
+            media.persist(&[60..130, 4096..4104]).unwrap();
+        });
+        assert!(not_durable(&stored).is_empty(), "persisted at once: {stored:x?}");
+    }
+
+    /// A process that dies leaves what is in the caches; what went past them is to be there before what comes later is.
+    #[test]
+    fn on_volatile_media_what_went_past_the_caches_is_ordered_by_the_end() {
+        let media = media_in(Path::new("/dev/shm"), CHUNK_BYTES);
+        assert_eq!(media.durability(), Durability::Volatile);
+        for (what, begin) in BEGINNINGS {
+            let mut pending = Pending::default();
+            let noted = noted_in(|| {
+                begin(&media, &mut pending);
+                media.end_persist(&pending).unwrap();
+            });
+            let streamed = noted.iter().rposition(|noted| matches!(noted, Noted::Streamed(_)));
+            let fenced = noted.iter().rposition(|noted| *noted == Noted::Fenced);
+            assert_eq!(streamed.is_some(), what == "whole lines", "{what}: {noted:x?}");
+            assert_eq!(fenced.is_some(), streamed.is_some(), "{what}: {noted:x?}");
+            assert!(fenced >= streamed, "{what}: {noted:x?}");
         }
     }
 

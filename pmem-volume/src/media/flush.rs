@@ -1,6 +1,9 @@
 //! CPU instructions that write cache lines back to persistent memory. The instruction is chosen once, at open;
 //! [`super::guarded`] executes it.
 
+#[cfg(test)]
+pub(crate) mod noted;
+
 use std::arch::x86_64::{__cpuid_count, _mm_sfence};
 
 /// Bytes that are written back together.
@@ -33,6 +36,8 @@ impl LineFlush {
 
 /// Orders all write-backs and non-temporal stores of this thread before anything later.
 pub(super) fn fence() {
+    #[cfg(test)]
+    noted::note(noted::Noted::Fenced);
     // SAFETY: SSE is part of x86-64; the instruction takes no operands.
     unsafe { _mm_sfence() }
 }

@@ -17,6 +17,8 @@ use std::sync::{Once, OnceLock};
 
 use libc::{c_int, c_void};
 
+#[cfg(test)]
+use super::flush::noted::{Noted, note};
 use super::flush::{CACHE_LINE_BYTES, LineFlush};
 use super::watch;
 
@@ -237,6 +239,8 @@ impl Guard {
     /// `to` lies in a writable mapping, and is aligned.
     #[inline]
     pub(super) unsafe fn store(self, to: *mut u64, word: u64) -> Result<(), PageLost> {
+        #[cfg(test)]
+        note(Noted::Stored(to as usize..to as usize + 8));
         // SAFETY: vouched for by the caller.
         done(unsafe { foreshore_guarded_store(to, word) })
     }
@@ -265,6 +269,8 @@ impl Guard {
         if length == 0 {
             return Ok(());
         }
+        #[cfg(test)]
+        note(Noted::Streamed(to as usize..to as usize + length));
         // SAFETY: vouched for by the caller; the routines touch nothing else, and the CPU has what they need.
         done(unsafe {
             if self.is_wide {
@@ -291,6 +297,8 @@ impl Guard {
         }
         let first = start as usize & !(CACHE_LINE_BYTES - 1);
         let end = start as usize + length;
+        #[cfg(test)]
+        note(Noted::WrittenBack(first..end.next_multiple_of(CACHE_LINE_BYTES)));
         // SAFETY: writing a line back changes nothing that a program can see; each line holds a byte of the range.
         done(unsafe {
             match flush {

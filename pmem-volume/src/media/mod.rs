@@ -32,6 +32,8 @@ use thiserror::Error;
 
 pub use file::FileMedia;
 pub(crate) use file::{MAX_MAPPED_BYTES, allocate};
+#[cfg(test)]
+pub(crate) use flush::noted;
 pub use guarded::handle_sigbus;
 pub use memory::MemoryMedia;
 pub(crate) use page_cache::{drop_clean_pages, forget_clean_pages};
