@@ -4,8 +4,11 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
+use uuid::Uuid;
+
 use super::*;
-use crate::btt::{Engine, Pending, PlainFile, Words};
+use crate::btt::{Engine, Layout, Pending, PlainFile, Words, arenas};
+use crate::media::noted::{Noted, not_durable, noted_in};
 use crate::media::{MediaError, Place, coalesce};
 
 const CLASSES: [Durability; 3] = [Durability::DaxSync, Durability::PageCache, Durability::Volatile];
@@ -107,6 +110,75 @@ fn judge(class: Durability, said: Durability) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// A pool with a volume of which no two chunks lie side by side, and a BTT that ends a little behind a border of chunks, so that
+/// its map lies on both sides. Returns the sector whose entry comes first behind the border.
+fn fragmented(fixture: &Fixture) -> u64 {
+    let pool = fixture.create(64 * MIB, 0);
+    let memory = pool.alloc_memory(60 * MIB).unwrap();
+    let every_other = memory.iter().flat_map(|e| e.run().ids()).filter(|c| c.0 % 2 == 0).map(Extent::chunk);
+    pool.free_memory(&every_other.collect::<Vec<_>>()).unwrap();
+    // Not as a BTT: its map would lie in the last chunk.
+    let info = pool.create_volume("data", VolumeSize::Bytes(20 * MIB), VolumeFormat::Raw).unwrap();
+    assert_eq!(info.extents, 10);
+    let volume = pool.open_volume("data").unwrap();
+    Layout::new(18 * MIB + 32 * 1024, 4096, Uuid::from_u128(42)).unwrap().format(&volume).unwrap();
+    let Ok((info, _)) = &arenas(&volume)[0] else { panic!("it has an arena") };
+    let map = info.map_at..info.map_at + u64::from(info.sectors) * 4;
+    assert!(map.contains(&(18 * MIB)) && map.contains(&(18 * MIB - 1)), "{map:x?}");
+    (18 * MIB - info.map_at) / 4
+}
+
+/// Exchanges of one sector on either side of the border, of two across it, and of as many as go together. Each twice: what is
+/// stored to the map at last, the next one persists.
+fn across(border: u64) -> impl Iterator<Item = (u64, usize)> {
+    let writes = [(border - 1, 1), (border, 1), (border - 1, 2), (border - 40, 64)];
+    writes.into_iter().flat_map(|write| [write, write])
+}
+
+#[test]
+fn all_that_is_stored_across_a_border_of_extents_is_named() {
+    for class in [Durability::DaxSync, Durability::PageCache] {
+        let fixture = Fixture::new();
+        let border = fragmented(&fixture);
+        let asked = Arc::new(Mutex::new(Asked::default()));
+        let media = |file| Box::new(OfClass { file, class, asked: Arc::clone(&asked) }) as Box<dyn Media>;
+        let pool = Pool::open_on(&fixture.path(), media).unwrap();
+        let engine = Engine::open(pool.open_volume("data").unwrap()).unwrap();
+        *asked.lock().unwrap() = Asked::default();
+        for (first, sectors) in across(border) {
+            engine.write(first, &vec![0xa5; sectors * 4096]).unwrap();
+            let asked = asked.lock().unwrap();
+            let left_out = &asked.left_out;
+            assert!(left_out.is_empty(), "{}: {sectors} from {first} on: {left_out:x?}", class.name());
+            // The words of the map, of which none is durable yet.
+            assert!(asked.stored.len() >= sectors / 2, "{:x?}", asked.stored);
+        }
+        assert_eq!(asked.lock().unwrap().named.len(), 2 * across(border).count());
+    }
+}
+
+/// The same of the file's own way, which names nothing: at each fence, all that was stored since has left the caches.
+#[test]
+fn all_that_is_stored_across_a_border_of_extents_leaves_the_caches() {
+    let fixture = Fixture::new();
+    let border = fragmented(&fixture);
+    let pool = Pool::open_at_the_cost_of_dax(&fixture.path()).unwrap();
+    let engine = Engine::open(pool.open_volume("data").unwrap()).unwrap();
+    let noted = noted_in(|| {
+        for (first, sectors) in across(border) {
+            engine.write(first, &vec![0xa5; sectors * 4096]).unwrap();
+        }
+    });
+    let fences: Vec<_> = (0..noted.len()).filter(|at| noted[*at] == Noted::Fenced).collect();
+    assert_eq!(fences.len(), 2 * across(border).count());
+    for fence in fences {
+        let left = not_durable(&noted[..=fence]);
+        assert!(left.is_empty(), "at fence {fence}: {left:x?}");
+        assert!(!not_durable(&noted[..fence]).is_empty(), "it has something to do");
+    }
+    assert!(!not_durable(&noted).is_empty(), "the last words of the map are the next exchange's");
 }
 
 #[test]

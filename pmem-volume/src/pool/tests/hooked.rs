@@ -1,16 +1,16 @@
-//! A pool on media that does something before each persist and erase.
+//! A pool on media that does something before each persist and erase, and before each range is begun to be persisted.
 
 use std::ops::Range;
 
 use uuid::Uuid;
 
 use super::*;
-use crate::media::MediaError;
 use crate::media::simulator::{CrashPoint, Simulator};
+use crate::media::{MediaError, Pending};
 
 type Hook = dyn Fn() -> Result<(), MediaError> + Send + Sync;
 
-/// Simulated media of which every persist and erase asks first. Clones are the same media.
+/// Simulated media of which every persist, its beginnings and every erase ask first. Clones are the same media.
 #[derive(Clone)]
 pub(super) struct Hooked {
     media: Simulator,
@@ -88,6 +88,11 @@ impl Media for Hooked {
     fn store_word(&self, offset_bytes: u64, word: u64) -> Result<(), MediaError> {
         self.stored.lock().unwrap().push(offset_bytes);
         self.media.store_word(offset_bytes, word)
+    }
+    fn begin_persist(&self, range: Range<u64>, pending: &mut Pending) -> Result<(), MediaError> {
+        (self.before)()?;
+        pending.add(range);
+        Ok(())
     }
     fn persist(&self, ranges: &[Range<u64>]) -> Result<(), MediaError> {
         (self.before)()?;

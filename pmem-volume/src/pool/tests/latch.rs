@@ -9,9 +9,9 @@ use super::crash;
 use super::hooked::{Hooked, open};
 use super::slow::{Barrier, Gate, PATIENCE};
 use super::*;
-use crate::btt::{Engine, EngineError};
-use crate::media::MediaError;
+use crate::btt::{Engine, EngineError, Words, arenas};
 use crate::media::simulator::Random;
+use crate::media::{MediaError, Pending};
 
 /// Media on which a persist or erase fails, with nothing of it done, after `left` of them have succeeded.
 fn failing(left: Arc<AtomicU32>) -> Hooked {
@@ -102,6 +102,87 @@ fn the_first_failure_makes_the_pool_read_only_until_it_is_opened_again() {
         failures += 1;
     }
     assert!(failures >= 20, "only {failures} calls could fail");
+}
+
+/// What an engine and its pool are after a write that has failed.
+fn assert_read_only(pool: &Pool, engine: &Engine<Volume>, result: Result<(), EngineError>, cause: &str) {
+    let Err(EngineError::Media(error @ MediaError::Io { .. })) = &result else { panic!("{result:?}") };
+    assert!(error.in_full().contains(cause), "{error:?}");
+    let arena = engine.arenas()[0].read_only.clone().expect("the arena is read-only");
+    let latched = pool.info().latched.expect("and so is the pool");
+    assert!(arena.contains(cause) && latched.contains(cause), "{arena}; {latched}");
+    assert!(!pool.is_writable());
+    for result in [engine.write(100, &[1; 4096]), engine.discard(100..101), engine.flush()] {
+        assert!(matches!(result, Err(EngineError::ReadOnly { arena: 0, .. })), "{result:?}");
+    }
+    assert!(matches!(pool.alloc_memory(2 * MIB), Err(PoolError::Latched { .. })));
+}
+
+#[test]
+fn a_write_back_that_fails_makes_arena_and_pool_read_only() {
+    let mut failures = 0;
+    loop {
+        let left = Arc::new(AtomicU32::new(u32::MAX));
+        let media = failing(Arc::clone(&left));
+        let pool = open(media.clone());
+        pool.create_volume("a", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt).unwrap();
+        let engine = Engine::open(pool.open_volume("a").unwrap()).unwrap();
+        engine.write(7, &[1; 8192]).unwrap();
+        left.store(failures, Ordering::SeqCst);
+        let result = engine.write(7, &[2; 8192]);
+        left.store(u32::MAX, Ordering::SeqCst);
+        if result.is_ok() {
+            break;
+        }
+        assert_read_only(&pool, &engine, result, "os error 5");
+        drop((engine, pool));
+        assert_survives_loss_of_power(&media);
+        failures += 1;
+    }
+    // Begun: words of the map of the sectors, and of the lanes; two halves, and data, of each sector. Two ends.
+    assert_eq!(failures, 1 + 1 + 2 * 3 + 2, "each of them can fail");
+}
+
+#[test]
+fn a_file_that_is_cut_under_an_engine_makes_arena_and_pool_read_only() {
+    for is_dax in [false, true] {
+        // The map is left, so that the write gets as far as the log.
+        let (_fixture, pool, engine, _) = open_and_cut(is_dax);
+        assert_read_only(&pool, &engine, engine.write(7, &[2; 4096]), "the file was cut");
+
+        // What was stored in time and is lost before it is written back: where nothing is, nobody can tell.
+        let (_fixture, pool, engine, flog_at) = open_and_cut(is_dax);
+        let begun = engine.space().begin_persist(flog_at..flog_at + 8, &mut Pending::default());
+        assert_eq!(begun.is_err(), is_dax, "{begun:?}");
+        assert_eq!(pool.is_writable(), !is_dax);
+        if let Err(error) = begun {
+            assert!(error.in_full().contains("the file was cut"), "{error:?}");
+            assert!(error.to_string().contains("write-back"), "{error}");
+            let cause = pool.info().latched.expect("the pool is read-only");
+            assert_eq!(cause, error.in_full());
+        }
+    }
+}
+
+/// An engine that has written, on a file that has ended since where the volume's log begins.
+fn open_and_cut(is_dax: bool) -> (Fixture, Arc<Pool>, Engine<Volume>, u64) {
+    let fixture = Fixture::new();
+    let made = fixture.create(64 * MIB, 0);
+    made.create_volume("a", VolumeSize::Bytes(18 * MIB), VolumeFormat::Btt).unwrap();
+    drop(made);
+    let pool = match is_dax {
+        true => Pool::open_at_the_cost_of_dax(&fixture.path()).unwrap(),
+        false => fixture.open(),
+    };
+    let volume = pool.open_volume("a").unwrap();
+    let [only] = volume.extents() else { panic!("it lies in one piece") };
+    let Ok((info, _)) = &arenas(&volume)[0] else { panic!("it has an arena") };
+    assert!(info.flog_at.is_multiple_of(4096), "pages are what is lost");
+    let (flog_at, end_bytes) = (info.flog_at, only.offset_bytes() + info.flog_at);
+    let engine = Engine::open(volume).unwrap();
+    engine.write(7, &[1; 4096]).unwrap();
+    pool.file().set_len(end_bytes).unwrap();
+    (fixture, pool, engine, flog_at)
 }
 
 /// Media on which one persist or erase waits at a gate, while another may fail.
