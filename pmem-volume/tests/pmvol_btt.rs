@@ -94,10 +94,27 @@ fn sectors_are_written_read_and_looked_at() {
     let read = folder.run(&["btt", "read", "pool", "v", "--sector", "9", "--count", "3"]);
     assert!(read.stdout == [[9; SECTOR_BYTES], [0; SECTOR_BYTES], [5; SECTOR_BYTES]].concat());
 
+    // Nothing is written of a file that is no whole sectors, nor is nothing called a success.
+    fs::write(folder.path("more"), vec![7; SECTOR_BYTES + 7]).unwrap();
+    let more = ["btt", "write", "pool", "v", "--sector", "9", "--from", "more"];
+    folder.fail(&more, &["4103 bytes are no whole sectors of 4096", "nothing was written"]);
+    for (bytes, words) in
+        [(&[][..], "there is nothing to write"), (&[1; 3], "3 bytes at the end are no whole sector")]
+    {
+        let output = write(&folder, "9", bytes);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(
+            !output.status.success() && text.contains("nothing was written") && text.contains(words),
+            "{text}"
+        );
+    }
+    let read = folder.run(&["btt", "read", "pool", "v", "--sector", "9", "--count", "1"]);
+    assert!(read.stdout == [9; SECTOR_BYTES]);
+
     let end = (last + 1).to_string();
     folder.fail(&["btt", "read", "pool", "v", "--sector", &end], &[&end, "not in the volume"]);
     let text = String::from_utf8(write(&folder, &end, &[0; SECTOR_BYTES]).stderr).unwrap();
-    assert!(text.contains("not inside the volume"), "{text}");
+    assert!(text.contains(&format!("sectors {end} to {end} are not inside the volume")), "{text}");
 }
 
 #[test]
@@ -113,6 +130,14 @@ fn an_image_goes_in_and_comes_out_as_it_was_and_stays_sparse() {
     folder.fail(&["btt", "export", "pool", "v", "--to", "out"], &["out", "exists already", "--force"]);
     folder.succeed(&["btt", "export", "pool", "v", "--to", "out", "--force"]);
     folder.fail(&["btt", "export", "pool", "v", "--to", "."], &["no regular file"]);
+    // There is no other copy of what --force would replace.
+    let pool = fs::read(folder.path("pool")).unwrap();
+    fs::write(folder.path("other"), &pool).unwrap();
+    folder.fail(&["btt", "export", "pool", "v", "--to", "pool", "--force"], &["it is what is exported"]);
+    folder.fail(&["btt", "export", "pool", "v", "--to", "other", "--force"], &["it is a pool"]);
+    assert!(
+        fs::read(folder.path("pool")).unwrap() == pool && fs::read(folder.path("other")).unwrap() == pool
+    );
 
     // Another image replaces all of it, its holes and what lies behind its end included, only if that is asked for.
     image(&folder.path("other"), 6 * MIB + 100, (1000..1030).chain([3]), 0x22);

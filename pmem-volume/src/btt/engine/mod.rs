@@ -115,7 +115,7 @@ pub enum EngineError {
     #[error("there are more than {MAX_ARENAS} arenas")]
     Arenas,
     /// Outside the volume.
-    #[error("sectors {first} to {end} are not inside the volume, which has {sectors}")]
+    #[error("sectors {first} to {} are not inside the volume, which has {sectors}", end.saturating_sub(1))]
     Outside {
         /// The first one asked for.
         first: u64,

@@ -1,6 +1,6 @@
 //! The command line of `pmvol btt`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand, ValueEnum};
 
@@ -175,6 +175,13 @@ pub(crate) struct Place {
     /// behind a guest's NVDIMM)
     #[arg(long, value_name = "MEDIA", conflicts_with_all = ["pool", "volume"])]
     pub(crate) file: Option<PathBuf>,
+}
+
+impl Place {
+    /// The file or device that it is in.
+    pub(crate) fn path(&self) -> &Path {
+        self.pool.as_deref().or(self.file.as_deref()).expect("a command line has one of them")
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]

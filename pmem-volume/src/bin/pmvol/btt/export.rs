@@ -31,7 +31,7 @@ pub(super) fn export(place: &Place, to: &Path, format: ImageFormat, force: bool)
     let media = Media::salvage(place)?;
     let (content, troubles) = Content::of(&media)?;
     say_troubles(&troubles);
-    check_place(to, force)?;
+    check_place(to, force, place.path())?;
     let raw = nameless(to)?;
     let mut lost = LostSectors::default();
     let (image, data_bytes) = watched(|progress| {

@@ -3,10 +3,12 @@
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
+use pmem_volume::pool::claim::is_pool;
 use pmem_volume::progress::{OnProgress, Progress, Task};
 use pmem_volume::unnamed_file::{Taken, Unnamed};
 
@@ -16,14 +18,25 @@ const QEMU_IMG: &str = "qemu-img";
 /// As the umask has it: an image is the user's.
 const FILE_MODE: u32 = 0o666;
 
-/// Is there nothing at `path`, or a file that may be replaced? Better asked before anything long is begun.
-pub(super) fn check_place(path: &Path, replace: bool) -> anyhow::Result<()> {
+/// Is there nothing at `path`, or a file that may be replaced? Better asked before anything long is begun. What is copied,
+/// `source`, may not, nor any pool: of neither is there another.
+pub(super) fn check_place(path: &Path, replace: bool, source: &Path) -> anyhow::Result<()> {
     match fs::symlink_metadata(path) {
         Ok(metadata) if !metadata.is_file() => {
             bail!("{}: it is no regular file, and an image is only written to one", path.display())
         }
         Ok(_) if !replace => bail!("{}: {EXISTS}", path.display()),
-        Ok(_) => Ok(()),
+        Ok(metadata) => {
+            let looked = || format!("cannot look at {}", path.display());
+            let source = fs::metadata(source).with_context(looked)?;
+            if (source.dev(), source.ino()) == (metadata.dev(), metadata.ino()) {
+                bail!("{}: it is what is exported, and --force does not replace that", path.display());
+            }
+            if is_pool(&File::open(path).with_context(looked)?, path) {
+                bail!("{}: it is a pool, and --force does not replace one", path.display());
+            }
+            Ok(())
+        }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error).with_context(|| format!("cannot look at {}", path.display())),
     }

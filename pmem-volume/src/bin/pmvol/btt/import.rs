@@ -58,7 +58,8 @@ pub(super) fn import(
             from.display(),
             place.name(),
             display(image_bytes),
-            display(data_bytes)
+            // The last sector is filled up.
+            display(data_bytes.min(image_bytes))
         )
     })?;
     Ok(Outcome::Done)

@@ -123,8 +123,14 @@ pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::R
     let media = Media::change(place)?;
     media.require_btt()?;
     let engine = Engine::open(&media)?;
+    let sector_bytes = engine.sector_bytes() as usize;
+    if let Some(bytes) = source_bytes
+        && !bytes.is_multiple_of(sector_bytes as u64)
+    {
+        bail!("{bytes} bytes are no whole sectors of {sector_bytes}; nothing was written");
+    }
     let sectors = watched(|progress| {
-        let mut written = Written { sectors: 0, sector_bytes: engine.sector_bytes() as usize };
+        let mut written = Written { sectors: 0, is_begun: false, sector_bytes };
         let copied = written.copy(&engine, first, &mut *source, &mut |done_bytes| {
             // Nobody knows how much comes from a pipe.
             if let Some(total_bytes) = source_bytes {
@@ -142,6 +148,8 @@ pub(super) fn write(place: &Place, first: u64, from: Option<&Path>) -> anyhow::R
 /// How far it is, also if it ends early.
 struct Written {
     sectors: u64,
+    /// Something was tried.
+    is_begun: bool,
     sector_bytes: usize,
 }
 
@@ -158,6 +166,10 @@ impl Written {
         loop {
             let length = fill(source, &mut piece).context("cannot read what is to be written")?;
             let whole = length / self.sector_bytes * self.sector_bytes;
+            if length == 0 && !self.is_begun {
+                bail!("there is nothing to write");
+            }
+            self.is_begun |= whole > 0;
             engine.write(first + self.sectors, &piece[..whole])?;
             self.sectors += (whole / self.sector_bytes) as u64;
             done(self.sectors * self.sector_bytes as u64);
@@ -173,6 +185,7 @@ impl Written {
     /// A piece that failed may be there in part.
     fn say(&self, first: u64) -> String {
         match self.sectors {
+            0 if !self.is_begun => "nothing was written".to_owned(),
             0 => format!("nothing is known to be written from sector {first} on"),
             sectors => format!("{sectors} sector(s) were written, {first} to {}", first + sectors - 1),
         }
