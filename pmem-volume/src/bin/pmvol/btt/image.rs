@@ -28,7 +28,8 @@ pub(super) fn check_place(path: &Path, replace: bool, source: &Path) -> anyhow::
         Ok(_) if !replace => bail!("{}: {EXISTS}", path.display()),
         Ok(metadata) => {
             let looked = || format!("cannot look at {}", path.display());
-            let source = fs::metadata(source).with_context(looked)?;
+            let source =
+                fs::metadata(source).with_context(|| format!("cannot look at {}", source.display()))?;
             if (source.dev(), source.ino()) == (metadata.dev(), metadata.ino()) {
                 bail!("{}: it is what is exported, and --force does not replace that", path.display());
             }
