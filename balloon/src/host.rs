@@ -67,6 +67,54 @@ impl ZoneSizes {
     }
 }
 
+/// How far one guest node is from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct NodeDistance {
+    /// The node with the processor.
+    pub from: u32,
+    /// The node with the memory.
+    pub to: u32,
+    /// As ACPI's SLIT has it: 10 is as near as a node is to itself.
+    pub distance: u8,
+}
+
+/// The distances between the guest's nodes, as its SLIT has them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct Distances {
+    /// Those that are not the default, in order of their nodes.
+    set: Vec<NodeDistance>,
+}
+
+impl Distances {
+    /// From a node to itself, if nothing else is said.
+    pub const LOCAL: u8 = 10;
+    /// From a node to any other, if nothing else is said.
+    pub const REMOTE: u8 = 20;
+
+    /// Sets one distance; the way back is another one.
+    pub fn set(&mut self, from: u32, to: u32, distance: u8) {
+        let entry = NodeDistance { from, to, distance };
+        match self.find(from, to) {
+            Ok(index) => self.set[index] = entry,
+            Err(index) => self.set.insert(index, entry),
+        }
+    }
+
+    /// The distance from one node to another.
+    pub fn between(&self, from: u32, to: u32) -> u8 {
+        match self.find(from, to) {
+            Ok(index) => self.set[index].distance,
+            Err(_) if from == to => Self::LOCAL,
+            Err(_) => Self::REMOTE,
+        }
+    }
+
+    fn find(&self, from: u32, to: u32) -> Result<usize, usize> {
+        self.set.binary_search_by_key(&(from, to), |entry| (entry.from, entry.to))
+    }
+}
+
 /// A VM's memory at one moment, seen from the host.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct HostView {
@@ -76,6 +124,8 @@ pub struct HostView {
     pub boot_bytes: u64,
     /// What the pool can still give to `pm` zones.
     pub pool_free_bytes: u64,
+    /// How far the guest's nodes are from each other.
+    pub distances: Distances,
 }
 
 impl HostView {
@@ -106,5 +156,22 @@ impl HostView {
 
     fn sum(&self, size: impl Fn(&ZoneSizes) -> u64) -> u64 {
         self.zones.iter().fold(0, |sum, zone| sum.saturating_add(size(zone)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distances_are_those_of_a_slit_where_nothing_is_set() {
+        let mut distances = Distances::default();
+        assert_eq!((distances.between(3, 3), distances.between(0, 1)), (10, 20));
+        distances.set(1, 0, 17);
+        distances.set(0, 1, 30);
+        distances.set(0, 1, 31);
+        distances.set(2, 2, 11);
+        assert_eq!((distances.between(0, 1), distances.between(1, 0)), (31, 17), "one way and the other");
+        assert_eq!((distances.between(2, 2), distances.between(0, 2)), (11, 20));
     }
 }

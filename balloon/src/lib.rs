@@ -22,6 +22,6 @@ pub mod plan;
 pub mod policy;
 
 pub use foreshore_proto as proto;
-pub use host::{HostView, Tier, ZoneId, ZoneSizes};
+pub use host::{Distances, HostView, NodeDistance, Tier, ZoneId, ZoneSizes};
 pub use report::Intake;
 pub use units::{BLOCK_BYTES, MIB, ParamError, TimeMs};

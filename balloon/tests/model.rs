@@ -86,6 +86,7 @@ impl World {
                 ],
                 boot_bytes: 512 * MIB,
                 pool_free_bytes: 1024 * MIB,
+                ..HostView::default()
             },
             controller: Controller::new(Policy::default(), Rules::default()).expect("defaults"),
             now: TimeMs(1_000),

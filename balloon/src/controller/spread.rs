@@ -11,6 +11,8 @@ pub(super) struct Share {
     /// Its place in the host's view.
     index: usize,
     tier: Tier,
+    /// From the node for whose sake the zones are sized.
+    distance: u8,
     block_bytes: u64,
     floor_bytes: u64,
     plugged_bytes: u64,
@@ -43,10 +45,12 @@ pub(super) struct Limits {
 }
 
 impl Spread {
-    /// Starts from what is requested now. `zones` are the host's with what is known of each.
+    /// Starts from what is requested now. `zones` are the host's with what is known of each; `near` is the guest
+    /// node for whose sake they are sized.
     pub fn new<'a>(
         host: &HostView,
         zones: impl Iterator<Item = (&'a Progress, bool)>,
+        near: Option<u32>,
         limits: Limits,
         now: TimeMs,
     ) -> Self {
@@ -55,10 +59,13 @@ impl Spread {
             .iter()
             .zip(zones)
             .enumerate()
-            .map(|(index, (zone, (progress, pinned)))| Share::new(index, zone, progress, pinned, limits, now))
+            .map(|(index, (zone, (progress, pinned)))| {
+                let distance = near.map_or(0, |near| host.distances.between(near, zone.guest_numa_node));
+                Share { index, distance, ..Share::new(zone, progress, pinned, limits, now) }
+            })
             .collect();
-        // DRAM first; within a tier, in the host's order.
-        shares.sort_by_key(|share| (share.tier, share.index));
+        // DRAM first; within a tier what is near, and what is equally near in the host's order.
+        shares.sort_by_key(|share| (share.tier, share.distance, share.index));
         let owed_pm = host
             .zones
             .iter()
@@ -142,14 +149,7 @@ impl Spread {
 }
 
 impl Share {
-    fn new(
-        index: usize,
-        zone: &ZoneSizes,
-        progress: &Progress,
-        pinned: bool,
-        limits: Limits,
-        now: TimeMs,
-    ) -> Self {
+    fn new(zone: &ZoneSizes, progress: &Progress, pinned: bool, limits: Limits, now: TimeMs) -> Self {
         let block_bytes = zone.block_bytes.max(1);
         let mut ceiling = (zone.max_bytes, Reason::AtCeiling);
         if let Some(permille) = limits.unmovable_permille {
@@ -158,8 +158,9 @@ impl Share {
         }
         ceiling = ceiling.min_by_bytes((progress.ceiling_bytes(zone, now), Reason::NoProgress));
         Share {
-            index,
+            index: 0,
             tier: zone.tier,
+            distance: 0,
             block_bytes,
             floor_bytes: zone.floor_bytes.min(zone.max_bytes),
             plugged_bytes: zone.plugged_bytes,
@@ -196,5 +197,100 @@ trait MinByBytes {
 impl MinByBytes for (u64, Reason) {
     fn min_by_bytes(self, other: Self) -> Self {
         if other.0 < self.0 { other } else { self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{MIB, ZoneId};
+
+    /// Nodes 0 and 1 with 4 MiB of DRAM each to come, and 2 and 3 with PM: 2 is near to 0, 3 is near to 1.
+    fn two_sockets(requested_mib: [u64; 4]) -> HostView {
+        let tiers = [Tier::Dram, Tier::Dram, Tier::Pm, Tier::Pm];
+        let mut host = HostView { pool_free_bytes: 64 * MIB, ..HostView::default() };
+        for ((node, tier), requested_mib) in (0..).zip(tiers).zip(requested_mib) {
+            host.zones.push(ZoneSizes {
+                id: ZoneId(node),
+                tier,
+                guest_numa_node: node,
+                block_bytes: 2 * MIB,
+                floor_bytes: 0,
+                max_bytes: if tier == Tier::Dram { 4 * MIB } else { 16 * MIB },
+                requested_bytes: requested_mib * MIB,
+                plugged_bytes: requested_mib * MIB,
+            });
+        }
+        for (socket, pm) in [(0, 2), (1, 3)] {
+            host.distances.set(socket, pm, 17);
+            host.distances.set(pm, socket, 17);
+            host.distances.set(1 - socket, pm, 28);
+        }
+        host
+    }
+
+    fn spread(host: &HostView, near: Option<u32>) -> Spread {
+        let progress: Vec<_> =
+            host.zones.iter().map(|zone| (Progress::new(zone, TimeMs(0)), false)).collect();
+        let limits = Limits { carried_bytes: 1 << 40, unmovable_permille: None };
+        Spread::new(host, progress.iter().map(|(p, pinned)| (p, *pinned)), near, limits, TimeMs(0))
+    }
+
+    fn grown_mib(near: Option<u32>, mib: u64) -> Vec<u64> {
+        let mut spread = spread(&two_sockets([0; 4]), near);
+        assert_eq!(spread.grow(mib * MIB), (mib * MIB, None));
+        spread.into_requests().into_iter().map(|bytes| bytes / MIB).collect()
+    }
+
+    /// What is left after shrinks, each followed by the guest, until `mib` are gone.
+    fn shrunk_mib(near: Option<u32>, mib: u64) -> Vec<u64> {
+        let mut left = [4, 4, 16, 16];
+        let mut to_go = mib * MIB;
+        while to_go > 0 {
+            let mut spread = spread(&two_sockets(left), near);
+            let (taken, _) = spread.shrink(to_go);
+            assert!(taken > 0);
+            to_go -= taken;
+            let requests = spread.into_requests();
+            left = std::array::from_fn(|zone| requests[zone] / MIB);
+        }
+        left.to_vec()
+    }
+
+    #[test]
+    fn dram_is_first_also_where_pm_is_nearer() {
+        assert_eq!(grown_mib(Some(1), 4), [0, 4, 0, 0]);
+        assert_eq!(grown_mib(Some(1), 6), [2, 4, 0, 0], "the other socket's DRAM before one's own PM");
+        assert_eq!(grown_mib(Some(1), 10), [4, 4, 0, 2]);
+    }
+
+    #[test]
+    fn local_pm_comes_before_remote_pm() {
+        assert_eq!(grown_mib(Some(0), 24), [4, 4, 16, 0]);
+        assert_eq!(grown_mib(Some(1), 24), [4, 4, 0, 16]);
+        assert_eq!(grown_mib(Some(1), 28), [4, 4, 4, 16]);
+    }
+
+    #[test]
+    fn for_the_vm_as_a_whole_the_order_is_the_hosts() {
+        assert_eq!(grown_mib(None, 28), [4, 4, 16, 4]);
+        assert_eq!(shrunk_mib(None, 20), [4, 4, 12, 0]);
+    }
+
+    #[test]
+    fn a_shrink_goes_in_reverse() {
+        assert_eq!(shrunk_mib(Some(1), 16), [4, 4, 0, 16], "what is remote to node 1");
+        assert_eq!(shrunk_mib(Some(1), 20), [4, 4, 0, 12], "then its own");
+        assert_eq!(shrunk_mib(Some(1), 34), [2, 4, 0, 0], "DRAM when all PM is gone");
+        assert_eq!(shrunk_mib(Some(0), 38), [2, 0, 0, 0]);
+    }
+
+    #[test]
+    fn nodes_without_distances_are_equally_far_but_ones_own() {
+        let mut host = two_sockets([0; 4]);
+        host.distances = crate::Distances::default();
+        let mut spread = spread(&host, Some(3));
+        spread.grow(26 * MIB);
+        assert_eq!(spread.into_requests(), [4, 4, 2, 16].map(|mib| mib * MIB));
     }
 }

@@ -35,6 +35,7 @@ impl Rig {
                 zones: vec![zone(0, Tier::Dram, 128), zone(1, Tier::Pm, 1024)],
                 boot_bytes: 384 * MIB,
                 pool_free_bytes: 4096 * MIB,
+                ..HostView::default()
             },
             raw: RawReport {
                 version: PROTOCOL_VERSION,

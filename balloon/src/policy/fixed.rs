@@ -27,6 +27,7 @@ pub fn decide(params: &Params, host: &HostView) -> Decision {
     let there = host.requested_bytes() == params.size_bytes;
     Decision {
         want_bytes: (!there).then_some(params.size_bytes),
+        near: None,
         reason: if there { Reason::Enough } else { Reason::FixedSize },
         pressure: false,
         watermark_bytes: 0,

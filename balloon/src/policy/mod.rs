@@ -28,6 +28,9 @@ pub struct Input<'a> {
 pub struct Decision {
     /// The hotplugged memory that the guest should have, all zones together; `None` leaves it as it is.
     pub want_bytes: Option<u64>,
+    /// The guest node for whose sake the change is: memory near to it comes first and goes last. `None`: the VM as
+    /// a whole.
+    pub near: Option<u32>,
     /// Why.
     pub reason: Reason,
     /// The guest is short now: no cool-down applies, and should the reports stop here, more is given.

@@ -56,6 +56,7 @@ impl Guest {
                 zones: vec![zone(0, Tier::Dram, 128 * MIB), zone(1, Tier::Pm, 1024 * MIB)],
                 boot_bytes: 384 * MIB,
                 pool_free_bytes: 2048 * MIB,
+                ..HostView::default()
             },
             wanted_bytes: IDLE_BYTES,
             resident_bytes: IDLE_BYTES,

@@ -8,7 +8,7 @@ use balloon::controller::{Controller, Event, Rules};
 use balloon::plan::{Direction, Plan, Reason};
 use balloon::policy::{Policy, fixed};
 use balloon::proto::{AgentMessage, Hello, Refusal, Report, Settings};
-use balloon::{HostView, Intake, TimeMs, ZoneId, ZoneSizes};
+use balloon::{Distances, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
 use serde_json::json;
 use tracing::{info, warn};
 
@@ -214,7 +214,12 @@ impl Core {
                 plugged_bytes: sizes.plugged_bytes,
             }
         });
-        HostView { zones: zones.collect(), boot_bytes: self.boot_bytes, pool_free_bytes: (self.pool_free)() }
+        HostView {
+            zones: zones.collect(),
+            boot_bytes: self.boot_bytes,
+            pool_free_bytes: (self.pool_free)(),
+            distances: Distances::default(),
+        }
     }
 
     fn carry_out(&mut self, plan: Plan, host: &HostView, now: TimeMs) {

@@ -92,7 +92,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
 }
 
 fn decided(want_bytes: Option<u64>, reason: Reason, pressure: bool, marks: &Marks) -> Decision {
-    Decision { want_bytes, reason, pressure, watermark_bytes: marks.watch_bytes }
+    Decision { want_bytes, near: None, reason, pressure, watermark_bytes: marks.watch_bytes }
 }
 
 /// Sizes of available memory at which something happens.

@@ -33,6 +33,7 @@ impl Rig {
                 zones: vec![zone(0, Tier::Dram, 128), zone(1, Tier::Pm, 1024)],
                 boot_bytes: 384 * MIB,
                 pool_free_bytes: 1024 * MIB,
+                ..HostView::default()
             },
             raw: RawReport {
                 version: foreshore_proto::PROTOCOL_VERSION,
