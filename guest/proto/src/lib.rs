@@ -21,9 +21,9 @@ pub use line::{LineReader, NextLine};
 pub use refusal::{Bound, Refusal};
 pub use verify::{AgentMessage, Hello, Report};
 pub use wire::{
-    Blocks, Cause, Counters, Memory, NodeBlocks, OnlinePolicy, RawAgentMessage, RawHello, RawReport,
-    Settings, Stall, VmmMessage, Zone, ZoneKind, decode_agent_message, decode_vmm_message, encode_line,
-    encode_report,
+    Blocks, Cause, Counters, Memory, NodeBlocks, NodeIdle, OnlinePolicy, RawAgentMessage, RawHello,
+    RawReport, Settings, Stall, VmmMessage, Zone, ZoneKind, decode_agent_message, decode_vmm_message,
+    encode_line, encode_report,
 };
 
 /// The vsock port on which the VMM listens for the agent.
@@ -31,6 +31,9 @@ pub const VSOCK_PORT: u32 = 9746;
 
 /// The version of the protocol that this crate speaks.
 pub const PROTOCOL_VERSION: u32 = 1;
+
+/// The size of the largest blocks in which Linux' page allocator keeps free memory on x86-64 (order 10).
+pub const LARGEST_BLOCK_BYTES: u64 = 4 << 20;
 
 /// The longest line that a reader accepts, without its newline. A report of 64 nodes needs about half of it.
 pub const MAX_LINE_BYTES: usize = 64 * 1024;

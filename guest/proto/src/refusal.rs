@@ -13,6 +13,8 @@ pub enum Bound {
     AtMost(u64),
     /// At most another field, which had this value.
     AtMostField(&'static str, u64),
+    /// One of the values that another field has.
+    AmongField(&'static str),
     /// A power of two in this range.
     PowerOfTwo(u64, u64),
 }
@@ -23,6 +25,7 @@ impl fmt::Display for Bound {
             Bound::AtLeast(bound) => write!(f, "at least {bound}"),
             Bound::AtMost(bound) => write!(f, "at most {bound}"),
             Bound::AtMostField(field, bound) => write!(f, "at most {field}, which is {bound}"),
+            Bound::AmongField(field) => write!(f, "one of those in {field}"),
             Bound::PowerOfTwo(low, high) => write!(f, "a power of two from {low} to {high}"),
         }
     }

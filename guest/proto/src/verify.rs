@@ -4,8 +4,10 @@
 //! product of a few of them overflows. What depends on earlier messages (order, clock) is checked by whoever keeps
 //! the state of the connection.
 
-use crate::wire::{Blocks, Cause, Counters, Memory, RawAgentMessage, RawHello, RawReport, Stall, Zone};
-use crate::{Bound, PROTOCOL_VERSION, Refusal};
+use crate::wire::{
+    Blocks, Cause, Counters, Memory, NodeIdle, RawAgentMessage, RawHello, RawReport, Stall, Zone,
+};
+use crate::{Bound, LARGEST_BLOCK_BYTES, PROTOCOL_VERSION, Refusal};
 
 /// 64 TiB: what four levels of page tables map of physical memory on x86-64.
 const MAX_MEMORY_BYTES: u64 = 1 << 46;
@@ -18,6 +20,7 @@ const MAX_ZONE_PAGES: u64 = MAX_MEMORY_BYTES / PAGE_BYTES_MIN;
 const MAX_NODE: u64 = 1023;
 const MAX_ZONES: usize = 256;
 const MAX_BLOCK_NODES: usize = 64;
+const MAX_IDLE_NODES: usize = 64;
 const MAX_TEXT_BYTES: usize = 128;
 /// A hundred years.
 const MAX_MONOTONIC_MS: u64 = 100 * 366 * 86_400_000;
@@ -184,6 +187,11 @@ impl Report {
     pub fn blocks(&self) -> &Blocks {
         &self.0.blocks
     }
+
+    /// Idle memory; each node at most once, in ascending order, has zones, and no more idle than they have.
+    pub fn idle(&self) -> &[NodeIdle] {
+        &self.0.idle
+    }
 }
 
 impl TryFrom<RawReport> for Report {
@@ -200,6 +208,7 @@ impl TryFrom<RawReport> for Report {
         raw.zones.iter().try_for_each(check_zone)?;
         check_counters(&raw.counters)?;
         check_blocks(&raw.blocks)?;
+        check_idle(&raw)?;
         Ok(Report(raw))
     }
 }
@@ -232,7 +241,9 @@ fn check_zone(zone: &Zone) -> Result<(), Refusal> {
     at_most("free_pages", zone.free_pages, free_bound)?;
     at_most("high_pages", zone.high_pages, MAX_ZONE_PAGES)?;
     at_most_field("low_pages", zone.low_pages, "high_pages", zone.high_pages)?;
-    at_most_field("min_pages", zone.min_pages, "low_pages", zone.low_pages)
+    at_most_field("min_pages", zone.min_pages, "low_pages", zone.low_pages)?;
+    let largest_bound = free_bound / (LARGEST_BLOCK_BYTES / PAGE_BYTES_MIN);
+    at_most("largest_free_blocks", zone.largest_free_blocks.unwrap_or(0), largest_bound)
 }
 
 fn check_counters(counters: &Counters) -> Result<(), Refusal> {
@@ -266,6 +277,26 @@ fn check_blocks(blocks: &Blocks) -> Result<(), Refusal> {
     Ok(())
 }
 
+fn check_idle(raw: &RawReport) -> Result<(), Refusal> {
+    at_most("idle", raw.idle.len() as u64, MAX_IDLE_NODES as u64)?;
+    let mut next_node = 0;
+    for idle in &raw.idle {
+        at_least("idle.node", idle.node.into(), next_node)?;
+        next_node = u64::from(idle.node) + 1;
+        let zones = || raw.zones.iter().filter(|zone| zone.node == idle.node);
+        if zones().next().is_none() {
+            let bound = Bound::AmongField("zones");
+            return Err(Refusal::OutOfRange { field: "idle.node", value: idle.node.into(), bound });
+        }
+        // Both factors have been checked: nothing overflows.
+        let managed_pages: u64 = zones().map(|zone| zone.managed_pages).sum();
+        at_most("idle_bytes", idle.idle_bytes, (managed_pages + FREE_SLACK_PAGES) * PAGE_BYTES_MIN)?;
+        at_least("span_ms", idle.span_ms, 1)?;
+        at_most_field("span_ms", idle.span_ms, "monotonic_ms", raw.monotonic_ms)?;
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -292,8 +323,10 @@ mod tests {
                 low_pages: 625,
                 high_pages: 750,
                 managed_pages: 131_072,
+                largest_free_blocks: Some(20),
                 ..Zone::default()
             }],
+            idle: vec![NodeIdle { node: 0, idle_bytes: 50 << 20, span_ms: 900 }],
             blocks: Blocks {
                 block_bytes: 128 << 20,
                 nodes: vec![NodeBlocks { online_bytes: 512 << 20, ..NodeBlocks::default() }],
@@ -352,6 +385,7 @@ mod tests {
         assert_eq!(refused_field(|r| r.zones[0].low_pages = 751), "low_pages");
         assert_eq!(refused_field(|r| r.zones[0].min_pages = 626), "min_pages");
         assert_eq!(refused_field(|r| r.zones[0].managed_pages = u64::MAX), "managed_pages");
+        assert_eq!(refused_field(|r| r.zones[0].largest_free_blocks = Some(u64::MAX)), "largest_free_blocks");
         assert_eq!(refused_field(|r| r.counters.pswpout = u64::MAX), "pswpout");
         assert_eq!(refused_field(|r| r.blocks.block_bytes = 3), "block_bytes");
         assert_eq!(refused_field(|r| r.blocks.nodes[0].offline_bytes = u64::MAX), "offline_bytes");
@@ -360,6 +394,48 @@ mod tests {
             "movable_online_bytes"
         );
         assert_eq!(refused_field(|r| r.blocks.nodes = vec![r.blocks.nodes[0]; 65]), "blocks.nodes");
+    }
+
+    #[test]
+    fn idle_memory_is_that_of_a_node_that_exists_once_and_is_no_more_than_it_has() {
+        let idle = |r: &mut RawReport, node, idle_bytes, span_ms| {
+            r.idle.push(NodeIdle { node, idle_bytes, span_ms });
+        };
+        assert_eq!(refused_field(|r| idle(r, 0, 1, 1)), "idle.node", "twice");
+        assert_eq!(refused_field(|r| idle(r, 1, 1, 1)), "idle.node", "it has no zone");
+        assert_eq!(refused_field(|r| idle(r, u32::MAX, 1, 1)), "idle.node");
+        assert_eq!(refused_field(|r| r.idle = vec![r.idle[0]; 65]), "idle");
+        let bound_bytes = (131_072 + FREE_SLACK_PAGES) * 4096;
+        assert_eq!(refused_field(|r| r.idle[0].idle_bytes = bound_bytes + 1), "idle_bytes");
+        assert_eq!(refused_field(|r| r.idle[0].idle_bytes = u64::MAX), "idle_bytes");
+        assert_eq!(refused_field(|r| r.idle[0].span_ms = 0), "span_ms");
+        assert_eq!(refused_field(|r| r.idle[0].span_ms = 1001), "span_ms", "longer than the guest runs");
+        let mut raw = raw_report();
+        raw.zones.push(Zone { node: 2, ..raw.zones[0] });
+        raw.idle = vec![
+            NodeIdle { node: 0, idle_bytes: bound_bytes, span_ms: 1000 },
+            NodeIdle { node: 2, idle_bytes: 0, span_ms: 1 },
+        ];
+        assert_eq!(Report::try_from(raw.clone()).expect("each at its bound").idle(), raw.idle);
+        raw.idle.reverse();
+        let refusal = Report::try_from(raw).expect_err("out of order");
+        assert_eq!(refusal.to_string(), "idle.node is 0, must be at least 3");
+        let mut raw = raw_report();
+        raw.idle[0].node = 7;
+        let refusal = Report::try_from(raw).expect_err("no such node");
+        assert_eq!(refusal.to_string(), "idle.node is 7, must be one of those in zones");
+    }
+
+    #[test]
+    fn large_blocks_are_no_more_than_the_zone_has() {
+        let with = |blocks| {
+            let mut raw = raw_report();
+            raw.zones[0].largest_free_blocks = blocks;
+            Report::try_from(raw)
+        };
+        let bound = (131_072 + FREE_SLACK_PAGES) / 1024;
+        assert!(with(None).is_ok() && with(Some(0)).is_ok() && with(Some(bound)).is_ok());
+        assert_eq!(with(Some(bound + 1)).expect_err("more").label(), "out_of_range");
     }
 
     #[test]
@@ -438,6 +514,26 @@ mod tests {
                 let memory = report.memory();
                 prop_assert!(memory.free_bytes <= memory.total_bytes && memory.total_bytes <= MAX_MEMORY_BYTES);
                 prop_assert!(report.zones().iter().all(|z| z.min_pages <= z.low_pages && z.low_pages <= z.high_pages));
+            }
+        }
+
+        #[test]
+        fn idle_memory_of_any_numbers_is_refused_or_inside_its_bounds(
+            idle in prop::collection::vec((0u32..4, prop_oneof![any::<u64>(), 0u64..2 << 30], 0u64..1200), 0..4),
+            managed_pages in prop::collection::vec(0u64..300_000, 1..4),
+            blocks in prop_oneof![any::<u64>(), 0u64..400],
+        ) {
+            let mut raw = raw_report();
+            let zone = Zone { free_pages: 0, largest_free_blocks: Some(blocks), ..raw.zones[0] };
+            raw.zones = (0..).zip(&managed_pages).map(|(node, &managed_pages)| Zone { node, managed_pages, ..zone }).collect();
+            raw.idle = idle.into_iter().map(|(node, idle_bytes, span_ms)| NodeIdle { node, idle_bytes, span_ms }).collect();
+            if let Ok(report) = Report::try_from(raw) {
+                for idle in report.idle() {
+                    let node_bytes = (managed_pages[idle.node as usize] + FREE_SLACK_PAGES) * 4096;
+                    prop_assert!(idle.idle_bytes <= node_bytes && (1..=1000).contains(&idle.span_ms));
+                }
+                prop_assert!(report.idle().is_sorted_by(|one, next| one.node < next.node));
+                prop_assert!(report.zones().iter().all(|z| z.largest_free_blocks <= Some(z.managed_pages / 1024 + 64)));
             }
         }
     }

@@ -77,6 +77,21 @@ pub struct RawReport {
     /// From /sys/devices/system/memory. Read seldom, so it may be seconds older than the rest.
     #[serde(default)]
     pub blocks: Blocks,
+    /// Memory that nobody touches, per node, in ascending order of nodes. Nothing of a node that is not looked at, and
+    /// from agents that look at none. Older than the rest by up to a few seconds.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub idle: Vec<NodeIdle>,
+}
+
+/// Memory of one node that nobody has touched for a while.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeIdle {
+    /// The NUMA node.
+    pub node: u32,
+    /// So much of its memory, free memory included where nobody touched it, as estimated from samples.
+    pub idle_bytes: u64,
+    /// For at least so long.
+    pub span_ms: u64,
 }
 
 /// Sizes from /proc/meminfo.
@@ -152,6 +167,10 @@ pub struct Zone {
     pub high_pages: u64,
     /// Pages that the allocator manages.
     pub managed_pages: u64,
+    /// Free blocks of [`LARGEST_BLOCK_BYTES`](crate::LARGEST_BLOCK_BYTES), from /proc/buddyinfo: what can leave as it is.
+    /// `None`: not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub largest_free_blocks: Option<u64>,
 }
 
 /// Event counters from /proc/vmstat, totals since boot.
@@ -354,7 +373,14 @@ mod tests {
             seq: 7,
             monotonic_ms: 1234,
             cause: Cause::Stall,
-            zones: vec![Zone { node: 1, kind: ZoneKind::Movable, free_pages: 9, ..Zone::default() }],
+            zones: vec![Zone {
+                node: 1,
+                kind: ZoneKind::Movable,
+                free_pages: 9,
+                largest_free_blocks: Some(2),
+                ..Zone::default()
+            }],
+            idle: vec![NodeIdle { node: 1, idle_bytes: 4096, span_ms: 60_000 }],
             ..RawReport::default()
         };
         let message = RawAgentMessage::Report(report);
@@ -385,6 +411,16 @@ mod tests {
         assert_eq!(report.cause, Cause::Other);
         assert_eq!(report.zones[0].kind, ZoneKind::Other);
         assert_eq!(report.blocks.online_policy, OnlinePolicy::Unknown);
+        assert_eq!((report.zones[0].largest_free_blocks, report.idle.len()), (None, 0), "nor missed");
+    }
+
+    #[test]
+    fn what_is_not_known_is_not_said() {
+        let mut line = Vec::new();
+        let unknown = RawReport { zones: vec![Zone::default()], ..RawReport::default() };
+        encode_report(&unknown, &mut line);
+        let line = String::from_utf8(line).expect("JSON is UTF-8");
+        assert!(!line.contains("largest_free_blocks") && !line.contains("idle"), "{line}");
     }
 
     #[test]

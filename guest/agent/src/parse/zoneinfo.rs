@@ -83,7 +83,17 @@ mod tests {
         for (zone, (node, kind, [free_pages, min_pages, low_pages, high_pages, managed_pages])) in
             zones.iter().zip(expected)
         {
-            let expected = Zone { node, kind, free_pages, min_pages, low_pages, high_pages, managed_pages };
+            let largest_free_blocks = None;
+            let expected = Zone {
+                node,
+                kind,
+                free_pages,
+                min_pages,
+                low_pages,
+                high_pages,
+                managed_pages,
+                largest_free_blocks,
+            };
             assert_eq!(*zone, expected);
         }
         assert_eq!(zones.len(), 3, "zones without memory are left out");
