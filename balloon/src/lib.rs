@@ -20,6 +20,7 @@ mod units;
 pub mod controller;
 pub mod plan;
 pub mod policy;
+pub mod trace;
 
 pub use foreshore_proto as proto;
 pub use host::{Distances, HostView, NodeDistance, Tier, ZoneId, ZoneSizes};

@@ -148,6 +148,11 @@ impl TryFrom<RawHello> for Hello {
 pub struct Report(RawReport);
 
 impl Report {
+    /// The report as it travels, for whoever writes it down.
+    pub fn as_raw(&self) -> &RawReport {
+        &self.0
+    }
+
     /// Counts up with every report of one connection.
     pub fn seq(&self) -> u64 {
         self.0.seq

@@ -1,0 +1,376 @@
+//! Reading traces, which anybody may have written.
+
+use std::io::{self, BufRead, Read};
+
+use foreshore_proto::{Refusal, Report};
+use thiserror::Error;
+
+use super::wire::{Raw, RawDirection, RawHeader, RawHostZone, RawPlan, RawZone};
+use super::{Entry, Header, HostZone, MAX_LINE_BYTES, RecordedPlan, TRACE_VERSION};
+use crate::plan::Direction;
+use crate::{TimeMs, ZoneId, ZoneSizes};
+
+/// What four levels of page tables map of physical memory on x86-64, as in a report.
+const MAX_BYTES: u64 = 1 << 46;
+/// As many as a report may have zones.
+const MAX_ZONES: usize = 256;
+/// Linux allows no more nodes.
+const MAX_NODE: u64 = 1023;
+/// A hundred years.
+const MAX_AT_MS: u64 = 100 * 366 * 86_400_000;
+const MAX_NAME_BYTES: usize = 128;
+const MAX_REASON_BYTES: usize = 64;
+/// How much of a trace's own text an error repeats.
+const MAX_QUOTED_CHARS: usize = 128;
+
+/// A trace that cannot be read on.
+#[derive(Debug, Error)]
+pub enum TraceError {
+    /// The file or stream gave an error.
+    #[error("Line {line} of the trace cannot be read")]
+    Io {
+        /// The line that was to be read, from 1.
+        line: u64,
+        /// What went wrong.
+        #[source]
+        source: io::Error,
+    },
+    /// A line is not what it should be.
+    #[error("Line {line} of the trace: {fault}")]
+    Line {
+        /// Which, from 1.
+        line: u64,
+        /// What is wrong with it.
+        fault: Fault,
+    },
+}
+
+/// What is wrong with a line.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum Fault {
+    /// There is no first line.
+    #[error("the trace is empty")]
+    Empty,
+    /// The last line has no newline: who wrote it was ended.
+    #[error("it is cut off after {bytes} bytes")]
+    CutOff {
+        /// How much there is of it.
+        bytes: usize,
+    },
+    /// Longer than any line may be.
+    #[error("it is longer than {MAX_LINE_BYTES} bytes")]
+    TooLong,
+    /// No JSON, or not what a line has.
+    #[error("{0}")]
+    Shape(String),
+    /// A version that we do not read.
+    #[error("the version is {0}, must be {TRACE_VERSION}")]
+    Version(u32),
+    /// The first line is none, or another is one.
+    #[error("{0}")]
+    Order(&'static str),
+    /// A report that is none.
+    #[error("report: {0}")]
+    Report(Refusal),
+    /// A value outside its bound.
+    #[error("{name} is {value}, must be {low} to {high}")]
+    Range {
+        /// Which.
+        name: &'static str,
+        /// Its value.
+        value: u64,
+        /// The least.
+        low: u64,
+        /// The most.
+        high: u64,
+    },
+    /// The time goes back.
+    #[error("at_ms is {value}, which is before the {last} of an earlier line")]
+    Backwards {
+        /// The line's time.
+        value: u64,
+        /// The one before.
+        last: u64,
+    },
+    /// Not the zones that the header names.
+    #[error("its zones are {found:?}, the header's are {expected:?}")]
+    Zones {
+        /// The line's.
+        found: Vec<u32>,
+        /// The header's.
+        expected: Vec<u32>,
+    },
+    /// A zone twice.
+    #[error("zone {0} is named twice")]
+    Twice(u32),
+    /// A text that is too long or has other characters than it may.
+    #[error("{name} is {value:?}, must be up to {bound} bytes of {of}")]
+    Text {
+        /// Which.
+        name: &'static str,
+        /// Its beginning.
+        value: String,
+        /// The longest.
+        bound: usize,
+        /// What it may have.
+        of: &'static str,
+    },
+}
+
+/// Reads a trace, line by line.
+#[derive(Debug)]
+pub struct Reader<R> {
+    input: R,
+    header: Header,
+    buffer: Vec<u8>,
+    line: u64,
+    last: TimeMs,
+    ended: bool,
+}
+
+impl<R: BufRead> Reader<R> {
+    /// Reads the header.
+    pub fn new(mut input: R) -> Result<Self, TraceError> {
+        let mut buffer = Vec::new();
+        let at_line = |fault| TraceError::Line { line: 1, fault };
+        if !read_line(&mut input, &mut buffer, 1)? {
+            return Err(at_line(Fault::Empty));
+        }
+        let header = match parse(&buffer).map_err(at_line)? {
+            Raw::Trace(raw) => check_header(raw).map_err(at_line)?,
+            _ => return Err(at_line(Fault::Order("the first line must be of type trace"))),
+        };
+        Ok(Reader { input, header, buffer, line: 1, last: TimeMs(0), ended: false })
+    }
+
+    /// Of whom the trace is.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// The number of the line that was read last, from 1.
+    pub fn line(&self) -> u64 {
+        self.line
+    }
+
+    fn next_entry(&mut self) -> Result<Option<Entry>, TraceError> {
+        let line = self.line + 1;
+        if !read_line(&mut self.input, &mut self.buffer, line)? {
+            return Ok(None);
+        }
+        self.line = line;
+        let entry = parse(&self.buffer)
+            .and_then(|raw| check_entry(raw, &self.header.zones, self.last))
+            .map_err(|fault| TraceError::Line { line, fault })?;
+        self.last = entry.at();
+        Ok(Some(entry))
+    }
+}
+
+/// After an error there is nothing more: what follows a damaged line may belong to another moment.
+impl<R: BufRead> Iterator for Reader<R> {
+    type Item = Result<Entry, TraceError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.ended {
+            return None;
+        }
+        let next = self.next_entry().transpose();
+        self.ended = !matches!(next, Some(Ok(_)));
+        next
+    }
+}
+
+/// A trace as a whole.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Trace {
+    /// Of whom it is.
+    pub header: Header,
+    /// What happened, in order.
+    pub entries: Vec<Entry>,
+    /// The last line was not whole, and is left out: the recorder was ended amid it.
+    pub cut_off: bool,
+}
+
+impl Trace {
+    /// Reads all of a trace.
+    pub fn read(input: impl BufRead) -> Result<Self, TraceError> {
+        let mut reader = Reader::new(input)?;
+        let mut entries = Vec::new();
+        let mut cut_off = false;
+        for entry in &mut reader {
+            match entry {
+                Ok(entry) => entries.push(entry),
+                Err(TraceError::Line { fault: Fault::CutOff { .. }, .. }) => cut_off = true,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(Trace { header: reader.header, entries, cut_off })
+    }
+}
+
+/// Reads one line without its newline. False: there is none any more.
+fn read_line(input: &mut impl BufRead, buffer: &mut Vec<u8>, line: u64) -> Result<bool, TraceError> {
+    buffer.clear();
+    // One byte more than a line and its newline have, so that a longer one shows.
+    let most = MAX_LINE_BYTES as u64 + 1;
+    input.take(most).read_until(b'\n', buffer).map_err(|source| TraceError::Io { line, source })?;
+    let fault = match buffer.pop() {
+        None => return Ok(false),
+        Some(b'\n') => return Ok(true),
+        Some(_) if buffer.len() >= MAX_LINE_BYTES => Fault::TooLong,
+        Some(_) => Fault::CutOff { bytes: buffer.len() + 1 },
+    };
+    Err(TraceError::Line { line, fault })
+}
+
+fn parse(line: &[u8]) -> Result<Raw, Fault> {
+    let text = std::str::from_utf8(line).map_err(|_| Fault::Shape("it is not UTF-8".to_owned()))?;
+    // The parser's text may quote the trace, and says the line of the one line that it has seen.
+    serde_json::from_str(text).map_err(|error| {
+        let column = error.column();
+        let reason = error.to_string();
+        let reason = reason.split(" at line ").next().unwrap_or_default();
+        let printable = |c: char| if c.is_control() { ' ' } else { c };
+        let reason: String = reason.chars().take(MAX_QUOTED_CHARS).map(printable).collect();
+        Fault::Shape(format!("{reason} (byte {column})"))
+    })
+}
+
+fn in_range(name: &'static str, value: u64, low: u64, high: u64) -> Result<(), Fault> {
+    if (low..=high).contains(&value) { Ok(()) } else { Err(Fault::Range { name, value, low, high }) }
+}
+
+fn text(
+    name: &'static str,
+    value: &str,
+    bound: usize,
+    of: &'static str,
+    is_allowed: impl Fn(u8) -> bool,
+) -> Result<(), Fault> {
+    if value.len() <= bound && value.bytes().all(is_allowed) {
+        return Ok(());
+    }
+    Err(Fault::Text { name, value: value.chars().take(MAX_QUOTED_CHARS).collect(), bound, of })
+}
+
+fn check_header(raw: RawHeader) -> Result<Header, Fault> {
+    if raw.version != TRACE_VERSION {
+        return Err(Fault::Version(raw.version));
+    }
+    let printable = |byte: u8| byte.is_ascii_graphic() || byte == b' ';
+    text("vm", &raw.vm, MAX_NAME_BYTES, "printable ASCII", printable)?;
+    in_range("boot_bytes", raw.boot_bytes, 1 << 20, MAX_BYTES)?;
+    in_range("the number of zones", raw.zones.len() as u64, 0, MAX_ZONES as u64)?;
+    let mut zones: Vec<ZoneSizes> = Vec::with_capacity(raw.zones.len());
+    for zone in raw.zones {
+        if zones.iter().any(|other| other.id.0 == zone.id) {
+            return Err(Fault::Twice(zone.id));
+        }
+        zones.push(check_zone(zone)?);
+    }
+    Ok(Header { vm: raw.vm, boot_bytes: raw.boot_bytes, zones })
+}
+
+fn check_zone(raw: RawZone) -> Result<ZoneSizes, Fault> {
+    in_range("guest_numa_node", raw.guest_numa_node.into(), 0, MAX_NODE)?;
+    in_range("block_bytes", raw.block_bytes, 4096, MAX_BYTES)?;
+    in_range("max_bytes", raw.max_bytes, 0, MAX_BYTES)?;
+    in_range("floor_bytes", raw.floor_bytes, 0, raw.max_bytes)?;
+    let sizes = ZoneSizes {
+        id: ZoneId(raw.id),
+        tier: raw.tier.into(),
+        guest_numa_node: raw.guest_numa_node,
+        block_bytes: raw.block_bytes,
+        floor_bytes: raw.floor_bytes,
+        max_bytes: raw.max_bytes,
+        requested_bytes: raw.requested_bytes,
+        plugged_bytes: raw.plugged_bytes,
+    };
+    check_size("requested_bytes", raw.requested_bytes, &sizes)?;
+    check_size("plugged_bytes", raw.plugged_bytes, &sizes)?;
+    Ok(sizes)
+}
+
+/// A size that a zone may have.
+fn check_size(name: &'static str, value: u64, zone: &ZoneSizes) -> Result<(), Fault> {
+    in_range(name, value, 0, zone.max_bytes)?;
+    let whole = match name {
+        "plugged_bytes" => "plugged_bytes modulo block_bytes",
+        _ => "requested_bytes modulo block_bytes",
+    };
+    in_range(whole, value % zone.block_bytes, 0, 0)
+}
+
+fn check_entry(raw: Raw, zones: &[ZoneSizes], last: TimeMs) -> Result<Entry, Fault> {
+    match raw {
+        Raw::Trace(_) => Err(Fault::Order("only the first line is of type trace")),
+        Raw::Report { at_ms, report } => {
+            let at = check_time(at_ms, last)?;
+            let report = Report::try_from(*report).map_err(Fault::Report)?;
+            Ok(Entry::Report { at, report: Box::new(report) })
+        }
+        Raw::Host { at_ms, zones: raw, pool_free_bytes } => {
+            let at = check_time(at_ms, last)?;
+            Ok(Entry::Host { at, zones: check_host(&raw, zones)?, pool_free_bytes })
+        }
+        Raw::Plan(raw) => {
+            let at = check_time(raw.at_ms, last)?;
+            Ok(Entry::Plan { at, plan: check_plan(raw, zones)? })
+        }
+    }
+}
+
+fn check_time(at_ms: u64, last: TimeMs) -> Result<TimeMs, Fault> {
+    in_range("at_ms", at_ms, 0, MAX_AT_MS)?;
+    if at_ms < last.0 {
+        return Err(Fault::Backwards { value: at_ms, last: last.0 });
+    }
+    Ok(TimeMs(at_ms))
+}
+
+/// That these are the header's zones, in its order.
+fn same_zones(found: impl Iterator<Item = u32> + Clone, zones: &[ZoneSizes]) -> Result<(), Fault> {
+    let expected = zones.iter().map(|zone| zone.id.0);
+    if found.clone().eq(expected.clone()) {
+        return Ok(());
+    }
+    Err(Fault::Zones { found: found.take(MAX_ZONES).collect(), expected: expected.collect() })
+}
+
+fn check_host(raw: &[RawHostZone], zones: &[ZoneSizes]) -> Result<Vec<HostZone>, Fault> {
+    same_zones(raw.iter().map(|zone| zone.id), zones)?;
+    let checked = raw.iter().zip(zones).map(|(raw, zone)| {
+        check_size("requested_bytes", raw.requested_bytes, zone)?;
+        check_size("plugged_bytes", raw.plugged_bytes, zone)?;
+        Ok(HostZone { id: zone.id, requested_bytes: raw.requested_bytes, plugged_bytes: raw.plugged_bytes })
+    });
+    checked.collect()
+}
+
+fn check_plan(raw: RawPlan, zones: &[ZoneSizes]) -> Result<RecordedPlan, Fault> {
+    let word = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_';
+    const WORD: &str = "a-z, 0-9 and _";
+    text("reason", &raw.reason, MAX_REASON_BYTES, WORD, word)?;
+    if let Some(limited_by) = &raw.limited_by {
+        text("limited_by", limited_by, MAX_REASON_BYTES, WORD, word)?;
+    }
+    if !raw.zones.is_empty() {
+        same_zones(raw.zones.iter().map(|target| target.id), zones)?;
+    }
+    for (target, zone) in raw.zones.iter().zip(zones) {
+        check_size("requested_bytes", target.requested_bytes, zone)?;
+    }
+    Ok(RecordedPlan {
+        direction: match raw.direction {
+            RawDirection::Grow => Direction::Grow,
+            RawDirection::Shrink => Direction::Shrink,
+            RawDirection::Hold => Direction::Hold,
+        },
+        reason: raw.reason,
+        limited_by: raw.limited_by,
+        wanted_bytes: raw.wanted_bytes,
+        targets: raw.zones.iter().map(|target| (ZoneId(target.id), target.requested_bytes)).collect(),
+        dry_run: raw.dry_run,
+    })
+}

@@ -1,0 +1,333 @@
+//! What is written is read, and what is damaged is said by line.
+
+use std::io::Cursor;
+
+use foreshore_proto::{Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKind};
+use proptest::prelude::*;
+
+use super::*;
+use crate::plan::{Plan, Reason, ZoneTarget};
+use crate::{HostView, MIB, Tier};
+
+const GOLDEN: &str = include_str!("../../tests/golden/trace-v1.jsonl");
+
+fn zone(id: u32, tier: Tier, max_mib: u64) -> ZoneSizes {
+    ZoneSizes {
+        id: ZoneId(id),
+        tier,
+        guest_numa_node: id,
+        block_bytes: 2 * MIB,
+        floor_bytes: 0,
+        max_bytes: max_mib * MIB,
+        requested_bytes: 0,
+        plugged_bytes: 0,
+    }
+}
+
+fn host() -> HostView {
+    let mut host = HostView::default();
+    host.zones.extend([zone(0, Tier::Dram, 128), zone(1, Tier::Pm, 1024)]);
+    host.boot_bytes = 384 * MIB;
+    host.pool_free_bytes = 4096 * MIB;
+    host
+}
+
+fn header() -> Header {
+    let host = host();
+    Header { vm: "golden".to_owned(), boot_bytes: host.boot_bytes, zones: host.zones }
+}
+
+fn report() -> Report {
+    let raw = RawReport {
+        version: PROTOCOL_VERSION,
+        seq: 1,
+        monotonic_ms: 3500,
+        memory: Memory {
+            total_bytes: 352 * MIB,
+            free_bytes: 20 * MIB,
+            available_bytes: 30 * MIB,
+            ..Memory::default()
+        },
+        zones: vec![Zone {
+            kind: ZoneKind::Dma32,
+            free_pages: 5120,
+            min_pages: 500,
+            low_pages: 625,
+            high_pages: 750,
+            managed_pages: 90_112,
+            ..Zone::default()
+        }],
+        ..RawReport::default()
+    };
+    Report::try_from(raw).expect("sound")
+}
+
+fn plan(requested_mib: [u64; 2]) -> Plan {
+    let target = |(id, mib): (u32, u64)| ZoneTarget { zone: ZoneId(id), requested_bytes: mib * MIB };
+    Plan {
+        direction: Direction::Grow,
+        reason: Reason::LowAvailable,
+        limited_by: Some(Reason::PoolEmpty),
+        wanted_bytes: 200 * MIB,
+        targets: (0..).zip(requested_mib).map(target).collect(),
+        dry_run: false,
+        watermark_bytes: 48 * MIB,
+    }
+}
+
+/// The golden trace's content: one entry of each kind, and a plan that changes nothing.
+fn written() -> Vec<u8> {
+    let mut host = host();
+    let mut writer = Writer::new(Vec::new(), &header()).expect("a Vec takes all");
+    assert!(writer.host(TimeMs(1000), &host).unwrap(), "the pool is news");
+    writer.report(TimeMs(1500), &report()).unwrap();
+    writer.plan(TimeMs(1500), &plan([128, 40]), &host).unwrap();
+    (host.zones[0].requested_bytes, host.zones[1].requested_bytes) = (128 * MIB, 40 * MIB);
+    assert!(writer.host(TimeMs(1501), &host).unwrap());
+    assert!(!writer.host(TimeMs(1502), &host).unwrap(), "nothing has changed");
+    host.zones[0].plugged_bytes = 64 * MIB;
+    assert!(writer.host(TimeMs(1600), &host).unwrap());
+    writer.plan(TimeMs(2000), &plan([128, 40]), &host).unwrap();
+    writer.into_inner()
+}
+
+fn expected_entries() -> Vec<Entry> {
+    let zones = |requested: [u64; 2], plugged: [u64; 2]| {
+        (0..2)
+            .map(|i| HostZone {
+                id: ZoneId(i as u32),
+                requested_bytes: requested[i] * MIB,
+                plugged_bytes: plugged[i] * MIB,
+            })
+            .collect()
+    };
+    let pool_free_bytes = 4096 * MIB;
+    let host = |at, requested, plugged| Entry::Host {
+        at: TimeMs(at),
+        zones: zones(requested, plugged),
+        pool_free_bytes,
+    };
+    let plan = |at, targets| Entry::Plan {
+        at: TimeMs(at),
+        plan: RecordedPlan {
+            direction: Direction::Grow,
+            reason: "low_available".to_owned(),
+            limited_by: Some("pool_empty".to_owned()),
+            wanted_bytes: 200 * MIB,
+            targets,
+            dry_run: false,
+        },
+    };
+    vec![
+        host(1000, [0, 0], [0, 0]),
+        Entry::Report { at: TimeMs(1500), report: Box::new(report()) },
+        plan(1500, vec![(ZoneId(0), 128 * MIB), (ZoneId(1), 40 * MIB)]),
+        host(1501, [128, 40], [0, 0]),
+        host(1600, [128, 40], [64, 0]),
+        plan(2000, vec![]),
+    ]
+}
+
+fn read(text: impl AsRef<[u8]>) -> Result<Trace, TraceError> {
+    Trace::read(Cursor::new(text.as_ref()))
+}
+
+#[test]
+fn what_is_written_is_read() {
+    let trace = read(written()).expect("sound");
+    assert_eq!(trace, Trace { header: header(), entries: expected_entries(), cut_off: false });
+}
+
+#[test]
+fn version_1_of_the_format_is_read_as_ever() {
+    let trace = read(GOLDEN).expect("golden");
+    assert_eq!(trace, Trace { header: header(), entries: expected_entries(), cut_off: false });
+}
+
+#[test]
+fn what_is_written_is_version_1() {
+    // Of a report a later agent may say more.
+    let written = String::from_utf8(written()).expect("JSON");
+    for (ours, golden) in written.lines().zip(GOLDEN.lines()) {
+        if !golden.starts_with(r#"{"type":"report""#) {
+            assert_eq!(ours, golden);
+        }
+    }
+    assert_eq!(written.lines().count(), GOLDEN.lines().count());
+}
+
+#[test]
+fn fields_of_a_later_writer_are_skipped() {
+    let text = GOLDEN.replace(r#""at_ms":"#, r#""tide":[{"high":1}],"at_ms":"#);
+    assert_eq!(read(text).expect("sound").entries, expected_entries());
+}
+
+/// The golden trace with `old` replaced by `new` in its line `line`.
+fn damaged(line: usize, old: &str, new: &str) -> String {
+    let lines = GOLDEN.lines().enumerate().map(|(index, text)| match index + 1 {
+        at if at == line => {
+            assert!(text.contains(old), "line {line} has no {old}");
+            text.replacen(old, new, 1) + "\n"
+        }
+        _ => format!("{text}\n"),
+    });
+    lines.collect()
+}
+
+#[test]
+fn a_damaged_line_is_refused_by_number_value_and_bound() {
+    let cases = [
+        (1, r#""version":1"#, r#""version":2"#, "the version is 2, must be 1"),
+        (
+            1,
+            r#""vm":"golden""#,
+            r#""vm":"gol\nden""#,
+            r#"vm is "gol\nden", must be up to 128 bytes of printable ASCII"#,
+        ),
+        (
+            1,
+            r#""boot_bytes":402653184"#,
+            r#""boot_bytes":7"#,
+            "boot_bytes is 7, must be 1048576 to 70368744177664",
+        ),
+        (1, r#""id":1"#, r#""id":0"#, "zone 0 is named twice"),
+        (1, r#""block_bytes":2097152"#, r#""block_bytes":0"#, "block_bytes is 0, must be 4096 to"),
+        (
+            1,
+            r#""guest_numa_node":0"#,
+            r#""guest_numa_node":1024"#,
+            "guest_numa_node is 1024, must be 0 to 1023",
+        ),
+        (
+            1,
+            r#""floor_bytes":0"#,
+            r#""floor_bytes":134217729"#,
+            "floor_bytes is 134217729, must be 0 to 134217728",
+        ),
+        (1, r#""tier":"pm""#, r#""tier":"tape""#, "unknown variant `tape`"),
+        (1, r#""type":"trace""#, r#""type":"plan""#, "missing field"),
+        (2, r#""at_ms":1000"#, r#""at_ms":-1"#, "invalid value"),
+        (2, r#""pool_free_bytes":4294967296"#, r#""pool_free_bytes":"much""#, "invalid type"),
+        (2, r#"{"id":0"#, r#"{"id":5"#, "its zones are [5, 1], the header's are [0, 1]"),
+        (2, r#""type":"host""#, r#""type":"guest""#, "unknown variant `guest`"),
+        (3, r#""at_ms":1500"#, r#""at_ms":999"#, "at_ms is 999, which is before the 1000 of an earlier line"),
+        (
+            3,
+            r#""at_ms":1500"#,
+            r#""at_ms":9999999999999"#,
+            "at_ms is 9999999999999, must be 0 to 3162240000000",
+        ),
+        (3, r#""version":1"#, r#""version":9"#, "report: Message has protocol version 9"),
+        (
+            3,
+            r#""free_bytes":20971520"#,
+            r#""free_bytes":369098753"#,
+            "report: free_bytes is 369098753, must be at most total_bytes",
+        ),
+        (4, r#""direction":"grow""#, r#""direction":"up""#, "unknown variant `up`"),
+        (
+            4,
+            r#""reason":"low_available""#,
+            r#""reason":"<b>""#,
+            r#"reason is "<b>", must be up to 64 bytes of a-z, 0-9 and _"#,
+        ),
+        (
+            4,
+            r#"{"id":0,"requested_bytes":134217728"#,
+            r#"{"id":0,"requested_bytes":134217730"#,
+            "requested_bytes is 134217730, must be 0 to 134217728",
+        ),
+        (
+            5,
+            r#""requested_bytes":41943040"#,
+            r#""requested_bytes":41943041"#,
+            "requested_bytes modulo block_bytes is 1, must be 0 to 0",
+        ),
+        (
+            6,
+            r#""plugged_bytes":67108864"#,
+            r#""plugged_bytes":2147483648"#,
+            "plugged_bytes is 2147483648, must be 0 to 134217728",
+        ),
+        (7, "{", "", "expected internally tagged enum"),
+    ];
+    for (line, old, new, expected) in cases {
+        let error = read(damaged(line, old, new)).expect_err(expected).to_string();
+        assert!(error.starts_with(&format!("Line {line} of the trace: ")), "{error}");
+        assert!(error.contains(expected), "{error}\nlacks {expected}");
+        assert!(!error.contains('\n'));
+    }
+}
+
+#[test]
+fn header_and_entries_keep_their_places() {
+    let lines: Vec<_> = GOLDEN.lines().collect();
+    let error = read(lines[1..].join("\n") + "\n").expect_err("no header").to_string();
+    assert_eq!(error, "Line 1 of the trace: the first line must be of type trace");
+    let error = read(format!("{GOLDEN}{}\n", lines[0])).expect_err("two headers").to_string();
+    assert_eq!(error, "Line 8 of the trace: only the first line is of type trace");
+    assert_eq!(read("").expect_err("empty").to_string(), "Line 1 of the trace: the trace is empty");
+}
+
+#[test]
+fn what_is_not_text_and_what_never_ends_is_refused() {
+    let error = read([GOLDEN.as_bytes(), b"\xff\xfe\n"].concat()).expect_err("no UTF-8").to_string();
+    assert_eq!(error, "Line 8 of the trace: it is not UTF-8");
+    let long = format!("{GOLDEN}{}", " ".repeat(MAX_LINE_BYTES + 1));
+    let error = read(long).expect_err("too long").to_string();
+    assert_eq!(error, "Line 8 of the trace: it is longer than 66560 bytes");
+    let longest = format!("{}{}\n", " ".repeat(MAX_LINE_BYTES - 5), r#"{"a":"#);
+    let error = read(format!("{GOLDEN}{longest}")).expect_err("no entry").to_string();
+    assert!(error.contains("(byte"), "a line of the greatest length is read: {error}");
+}
+
+#[test]
+fn after_an_error_a_reader_ends() {
+    let text = damaged(3, r#""at_ms":1500"#, r#""at_ms":999"#);
+    let mut reader = Reader::new(Cursor::new(text)).expect("the header is sound");
+    assert_eq!(reader.header(), &header());
+    assert!(matches!(reader.next(), Some(Ok(Entry::Host { .. }))));
+    assert!(matches!(reader.next(), Some(Err(TraceError::Line { line: 3, .. }))));
+    assert!(reader.next().is_none(), "lines that follow may belong to another moment");
+}
+
+#[test]
+fn a_device_that_fails_is_told_from_a_damaged_line() {
+    struct Fails;
+    impl std::io::Read for Fails {
+        fn read(&mut self, _: &mut [u8]) -> std::io::Result<usize> {
+            Err(std::io::Error::other("gone"))
+        }
+    }
+    let input = std::io::BufReader::new(std::io::Read::chain(GOLDEN.as_bytes(), Fails));
+    let error = Trace::read(input).expect_err("gone");
+    assert!(matches!(error, TraceError::Io { line: 8, .. }), "{error}");
+}
+
+/// A recorder that is killed leaves whole lines and perhaps one that is not.
+#[test]
+fn wherever_a_trace_is_cut_off_its_whole_lines_are_read() {
+    for length in 0..GOLDEN.len() {
+        let (kept, whole) = (&GOLDEN[..length], GOLDEN[..length].matches('\n').count());
+        match read(kept) {
+            Ok(trace) => {
+                assert_eq!(trace.entries[..], expected_entries()[..whole - 1], "of {length} bytes");
+                assert_eq!(trace.cut_off, !kept.ends_with('\n'));
+            }
+            Err(error) => assert!(whole == 0, "of {length} bytes: {error}"),
+        }
+    }
+}
+
+proptest! {
+    /// Whatever is in the file, it ends in entries or in an error that names a line.
+    #[test]
+    fn no_damage_is_a_panic(at in 0..GOLDEN.len(), byte: u8, cut in 0..GOLDEN.len()) {
+        let mut text = GOLDEN.as_bytes().to_vec();
+        text[at] = byte;
+        text.remove(cut);
+        if let Err(error) = read(text) {
+            prop_assert!(error.to_string().starts_with("Line "));
+        }
+    }
+}

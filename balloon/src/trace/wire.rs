@@ -1,0 +1,132 @@
+//! The lines as they are written. docs/format.md describes them; this is the only place that spells them.
+
+use foreshore_proto::RawReport;
+use serde::{Deserialize, Serialize};
+
+use crate::{Tier, ZoneSizes};
+
+/// A line that is read: its shape is known, its values are not.
+#[derive(Debug, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(super) enum Raw {
+    Trace(RawHeader),
+    Report { at_ms: u64, report: Box<RawReport> },
+    Host { at_ms: u64, zones: Vec<RawHostZone>, pool_free_bytes: u64 },
+    Plan(RawPlan),
+}
+
+/// A line that is written.
+#[derive(Serialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(super) enum Line<'a> {
+    Trace(RawHeader),
+    Report { at_ms: u64, report: &'a RawReport },
+    Host { at_ms: u64, zones: &'a [RawHostZone], pool_free_bytes: u64 },
+    Plan(RawPlan),
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct RawHeader {
+    pub version: u32,
+    #[serde(default)]
+    pub vm: String,
+    pub boot_bytes: u64,
+    pub zones: Vec<RawZone>,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum RawTier {
+    Dram,
+    Pm,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct RawZone {
+    pub id: u32,
+    pub tier: RawTier,
+    pub guest_numa_node: u32,
+    pub block_bytes: u64,
+    pub floor_bytes: u64,
+    pub max_bytes: u64,
+    pub requested_bytes: u64,
+    pub plugged_bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct RawHostZone {
+    pub id: u32,
+    pub requested_bytes: u64,
+    pub plugged_bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum RawDirection {
+    Grow,
+    Shrink,
+    Hold,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct RawPlan {
+    pub at_ms: u64,
+    pub direction: RawDirection,
+    pub reason: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limited_by: Option<String>,
+    pub wanted_bytes: u64,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub zones: Vec<RawTarget>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub dry_run: bool,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(super) struct RawTarget {
+    pub id: u32,
+    pub requested_bytes: u64,
+}
+
+impl From<Tier> for RawTier {
+    fn from(tier: Tier) -> Self {
+        match tier {
+            Tier::Dram => RawTier::Dram,
+            Tier::Pm => RawTier::Pm,
+        }
+    }
+}
+
+impl From<RawTier> for Tier {
+    fn from(tier: RawTier) -> Self {
+        match tier {
+            RawTier::Dram => Tier::Dram,
+            RawTier::Pm => Tier::Pm,
+        }
+    }
+}
+
+impl From<&ZoneSizes> for RawZone {
+    fn from(zone: &ZoneSizes) -> Self {
+        RawZone {
+            id: zone.id.0,
+            tier: zone.tier.into(),
+            guest_numa_node: zone.guest_numa_node,
+            block_bytes: zone.block_bytes,
+            floor_bytes: zone.floor_bytes,
+            max_bytes: zone.max_bytes,
+            requested_bytes: zone.requested_bytes,
+            plugged_bytes: zone.plugged_bytes,
+        }
+    }
+}
+
+impl From<&ZoneSizes> for RawHostZone {
+    fn from(zone: &ZoneSizes) -> Self {
+        RawHostZone {
+            id: zone.id.0,
+            requested_bytes: zone.requested_bytes,
+            plugged_bytes: zone.plugged_bytes,
+        }
+    }
+}

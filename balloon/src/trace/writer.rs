@@ -1,0 +1,91 @@
+//! Writing traces.
+
+use std::io;
+
+use foreshore_proto::{Report, encode_line};
+
+use super::wire::{Line, RawDirection, RawHeader, RawHostZone, RawPlan, RawTarget};
+use super::{Header, TRACE_VERSION};
+use crate::plan::{Direction, Plan};
+use crate::{HostView, TimeMs};
+
+/// Writes a trace. Every call hands its line over in one piece, so that a trace which is cut off ends in at most one
+/// line that is not whole.
+#[derive(Debug)]
+pub struct Writer<W> {
+    out: W,
+    line: Vec<u8>,
+    zones: Vec<RawHostZone>,
+    pool_free_bytes: Option<u64>,
+}
+
+impl<W: io::Write> Writer<W> {
+    /// Begins a trace with its header.
+    pub fn new(out: W, header: &Header) -> io::Result<Self> {
+        let zones: Vec<RawHostZone> = header.zones.iter().map(RawHostZone::from).collect();
+        let mut writer = Writer { out, line: Vec::new(), zones, pool_free_bytes: None };
+        writer.write(&Line::Trace(RawHeader {
+            version: TRACE_VERSION,
+            vm: header.vm.clone(),
+            boot_bytes: header.boot_bytes,
+            zones: header.zones.iter().map(Into::into).collect(),
+        }))?;
+        Ok(writer)
+    }
+
+    /// The guest has reported.
+    pub fn report(&mut self, at: TimeMs, report: &Report) -> io::Result<()> {
+        self.write(&Line::Report { at_ms: at.0, report: report.as_raw() })
+    }
+
+    /// The sizes on the host: written if they are others than the last ones. Returns whether they were.
+    pub fn host(&mut self, at: TimeMs, host: &HostView) -> io::Result<bool> {
+        let zones = host.zones.iter().map(RawHostZone::from);
+        if self.pool_free_bytes == Some(host.pool_free_bytes) && zones.clone().eq(self.zones.iter().copied())
+        {
+            return Ok(false);
+        }
+        let zones: Vec<RawHostZone> = zones.collect();
+        let pool_free_bytes = host.pool_free_bytes;
+        self.write(&Line::Host { at_ms: at.0, zones: &zones, pool_free_bytes })?;
+        self.zones = zones;
+        self.pool_free_bytes = Some(pool_free_bytes);
+        Ok(true)
+    }
+
+    /// A plan was made. `host` is what it was made for: targets are written if they differ from that.
+    pub fn plan(&mut self, at: TimeMs, plan: &Plan, host: &HostView) -> io::Result<()> {
+        let changes = plan.changes(host).next().is_some();
+        let targets = plan.targets.iter().filter(|_| changes);
+        self.write(&Line::Plan(RawPlan {
+            at_ms: at.0,
+            direction: match plan.direction {
+                Direction::Grow => RawDirection::Grow,
+                Direction::Shrink => RawDirection::Shrink,
+                Direction::Hold => RawDirection::Hold,
+            },
+            reason: plan.reason.label().to_owned(),
+            limited_by: plan.limited_by.map(|reason| reason.label().to_owned()),
+            wanted_bytes: plan.wanted_bytes,
+            zones: targets
+                .map(|target| RawTarget { id: target.zone.0, requested_bytes: target.requested_bytes })
+                .collect(),
+            dry_run: plan.dry_run,
+        }))
+    }
+
+    /// Passes on what the lines are written to.
+    pub fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+
+    /// Ends the trace.
+    pub fn into_inner(self) -> W {
+        self.out
+    }
+
+    fn write(&mut self, line: &Line<'_>) -> io::Result<()> {
+        encode_line(line, &mut self.line);
+        self.out.write_all(&self.line)
+    }
+}
