@@ -18,11 +18,13 @@ mod report;
 mod units;
 
 pub mod controller;
+pub mod params;
 pub mod plan;
 pub mod policy;
 pub mod trace;
 
 pub use foreshore_proto as proto;
 pub use host::{Distances, HostView, NodeDistance, Tier, ZoneId, ZoneSizes};
+pub use params::ParamError;
 pub use report::Intake;
-pub use units::{BLOCK_BYTES, MIB, ParamError, TimeMs};
+pub use units::{BLOCK_BYTES, MIB, TimeMs};

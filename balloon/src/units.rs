@@ -3,7 +3,6 @@
 use std::fmt;
 
 use serde::Serialize;
-use thiserror::Error;
 
 /// 2^20 bytes.
 pub const MIB: u64 = 1 << 20;
@@ -34,25 +33,6 @@ impl fmt::Display for TimeMs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}ms", self.0)
     }
-}
-
-/// A parameter outside its bound.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{name} is {value}, must be {low} to {high}")]
-pub struct ParamError {
-    /// The parameter.
-    pub name: &'static str,
-    /// Its value.
-    pub value: u64,
-    /// The least that is accepted.
-    pub low: u64,
-    /// The most that is accepted.
-    pub high: u64,
-}
-
-/// Checks one parameter.
-pub(crate) fn in_range(name: &'static str, value: u64, low: u64, high: u64) -> Result<(), ParamError> {
-    if (low..=high).contains(&value) { Ok(()) } else { Err(ParamError { name, value, low, high }) }
 }
 
 /// The largest multiple of `unit` that is at most `value`.

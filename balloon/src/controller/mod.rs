@@ -68,7 +68,7 @@ struct LastReport {
 /// Grows since reports were lost.
 #[derive(Clone, Copy, Debug, Default)]
 struct Lost {
-    steps: u32,
+    steps: u64,
     at: Option<TimeMs>,
 }
 

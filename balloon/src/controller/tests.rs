@@ -437,7 +437,7 @@ fn parameters_out_of_range_leave_the_old_ones() {
     let mut rig = Rig::new(Policy::default());
     let wrong = Rules { cool_down_ms: 0, ..Rules::default() };
     let error = rig.controller.set_rules(wrong).expect_err("too short");
-    assert_eq!(error.to_string(), "cool_down is 0, must be 100 to 86400000");
+    assert_eq!(error.to_string(), "cool_down is 0ms, must be 100ms to 24h");
     assert_eq!(rig.controller.rules(), &Rules::default());
     let wrong = Policy::Psi(psi::Params { headroom_permille: 0, ..psi::Params::default() });
     assert!(rig.controller.set_policy(wrong).is_err());

@@ -1,24 +1,15 @@
 //! `fixed`: one size, whatever the guest says.
 
-use serde::Serialize;
-
 use super::Decision;
+use crate::HostView;
+use crate::params::params;
 use crate::plan::Reason;
-use crate::units::in_range;
-use crate::{BLOCK_BYTES, HostView, ParamError};
 
-/// Parameters of `fixed`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Params {
-    /// The hotplugged memory to keep, all zones together.
-    pub size_bytes: u64,
-}
-
-impl Params {
-    /// Checks every parameter against its bounds.
-    pub fn validate(&self) -> Result<(), ParamError> {
-        in_range("size", self.size_bytes, 0, 1 << 46)?;
-        in_range("size modulo 2 MiB", self.size_bytes % BLOCK_BYTES, 0, 0)
+params! {
+    /// Parameters of `fixed`.
+    pub struct Params {
+        /// The hotplugged memory to keep, all zones together.
+        size_bytes: "size", Blocks, 0 => 1 << 46, 0;
     }
 }
 

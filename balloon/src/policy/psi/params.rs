@@ -1,64 +1,31 @@
 //! The parameters of `psi`, with their bounds.
 
-use serde::Serialize;
+use crate::MIB;
+use crate::params::params;
 
-use crate::units::in_range;
-use crate::{MIB, ParamError};
-
-/// Parameters of `psi`. docs/policy.md says what each is for.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Params {
-    /// The headroom at rest, in thousandths of what the guest has.
-    pub headroom_permille: u64,
-    /// The least headroom.
-    pub min_headroom_bytes: u64,
-    /// The most headroom that `headroom_permille` makes.
-    pub max_headroom_bytes: u64,
-    /// The headroom is at least this many times the sum of kswapd's high watermarks.
-    pub watermark_scale: u64,
-    /// How far ahead the present rate of growth is provided for.
-    pub horizon_ms: u64,
-    /// The least that is added at a time; doubled with every grow that follows closely upon another.
-    pub min_step_bytes: u64,
-    /// How closely.
-    pub streak_ms: u64,
-    /// Tasks waiting for memory for this share of the time, in thousandths, is pressure.
-    pub stall_permille: u64,
-    /// Evicted pages coming back at this rate is pressure, if tasks wait as well.
-    pub refault_bytes_per_s: u64,
-    /// Memory is surplus once it has been idle for this long.
-    pub idle_ms: u64,
-}
-
-impl Default for Params {
-    fn default() -> Self {
-        Params {
-            headroom_permille: 125,
-            min_headroom_bytes: 32 * MIB,
-            max_headroom_bytes: 1024 * MIB,
-            watermark_scale: 8,
-            horizon_ms: 1_500,
-            min_step_bytes: 32 * MIB,
-            streak_ms: 3_000,
-            stall_permille: 100,
-            refault_bytes_per_s: 8 * MIB,
-            idle_ms: 3_000,
-        }
+params! {
+    /// Parameters of `psi`. docs/policy.md says what each is for.
+    pub struct Params {
+        /// The headroom at rest, in thousandths of what the guest has.
+        headroom_permille: "headroom", Permille, 10 => 500, 125;
+        /// The least headroom.
+        min_headroom_bytes: "min_headroom", Bytes, 2 * MIB => 1 << 40, 32 * MIB;
+        /// The most headroom that `headroom` makes.
+        max_headroom_bytes: "max_headroom", Bytes, 2 * MIB => 1 << 40, 1024 * MIB;
+        /// The headroom is at least this many times the sum of kswapd's high watermarks.
+        watermark_scale: "watermark-scale", Count, 1 => 65_536, 8;
+        /// How far ahead the present rate of growth is provided for.
+        horizon_ms: "horizon", Ms, 0 => 60_000, 1_500;
+        /// The least that is added at a time; doubled with every grow that follows closely upon another.
+        min_step_bytes: "min_step", Bytes, 2 * MIB => 1 << 40, 32 * MIB;
+        /// How closely.
+        streak_ms: "streak", Ms, 100 => 600_000, 3_000;
+        /// Tasks waiting for memory for this share of the time is pressure.
+        stall_permille: "stall", Permille, 1 => 1000, 100;
+        /// Evicted pages coming back at this rate, in bytes a second, is pressure, if tasks wait as well.
+        refault_bytes_per_s: "refault", Bytes, 4096 => 1 << 50, 8 * MIB;
+        /// Memory is surplus once it has been idle for this long.
+        idle_ms: "idle", Ms, 100 => 86_400_000, 3_000;
     }
-}
-
-impl Params {
-    /// Checks every parameter against its bounds.
-    pub fn validate(&self) -> Result<(), ParamError> {
-        in_range("headroom", self.headroom_permille, 10, 500)?;
-        in_range("min_headroom", self.min_headroom_bytes, 2 * MIB, 1 << 40)?;
-        in_range("max_headroom", self.max_headroom_bytes, self.min_headroom_bytes, 1 << 40)?;
-        in_range("watermark-scale", self.watermark_scale, 1, 65_536)?;
-        in_range("horizon", self.horizon_ms, 0, 60_000)?;
-        in_range("min_step", self.min_step_bytes, 2 * MIB, 1 << 40)?;
-        in_range("streak", self.streak_ms, 100, 600_000)?;
-        in_range("stall", self.stall_permille, 1, 1000)?;
-        in_range("refault", self.refault_bytes_per_s, 4096, 1 << 50)?;
-        in_range("idle", self.idle_ms, 100, 86_400_000)
-    }
+    order { "min_headroom" <= "max_headroom"; }
 }

@@ -367,5 +367,5 @@ fn parameters_out_of_range_are_named_with_their_bounds() {
     let wrong = Params { headroom_permille: 501, ..Params::default() };
     assert_eq!(wrong.validate().expect_err("too much").to_string(), "headroom is 501, must be 10 to 500");
     let wrong = Params { watermark_scale: 0, ..Params::default() };
-    assert_eq!(wrong.validate().expect_err("none").name, "watermark-scale");
+    assert!(wrong.validate().expect_err("none").to_string().starts_with("watermark-scale is 0,"));
 }

@@ -1,0 +1,424 @@
+//! Parameters by name: one table for each policy and for the rules, from which the flag, the API and docs/policy.md
+//! all take names, units, bounds and defaults.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::BLOCK_BYTES;
+
+/// What a parameter counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Unit {
+    /// Bytes; `4096`, `512M`.
+    Bytes,
+    /// Bytes in whole blocks of 2 MiB.
+    Blocks,
+    /// Milliseconds; `500ms`, `2s`.
+    Ms,
+    /// Thousandths.
+    Permille,
+    /// A plain number.
+    Count,
+}
+
+const SIZES: [(&str, u64); 4] = [("T", 1 << 40), ("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)];
+/// `ms` is before `m` and `s`, whose letters it ends and begins with.
+const TIMES: [(&str, u64); 4] = [("ms", 1), ("h", 3_600_000), ("m", 60_000), ("s", 1_000)];
+
+impl Unit {
+    /// Its name in documentation.
+    pub fn label(self) -> &'static str {
+        match self {
+            Unit::Bytes => "bytes",
+            Unit::Blocks => "bytes, whole blocks of 2M",
+            Unit::Ms => "time",
+            Unit::Permille => "permille",
+            Unit::Count => "count",
+        }
+    }
+
+    /// What a value may look like.
+    pub fn expected(self) -> &'static str {
+        match self {
+            Unit::Bytes => "a size: bytes, or a number with K, M, G or T",
+            Unit::Blocks => "a multiple of 2M: bytes, or a number with K, M, G or T",
+            Unit::Ms => "a time: a number with ms, s, m or h",
+            Unit::Permille => "a whole number of thousandths",
+            Unit::Count => "a whole number",
+        }
+    }
+
+    /// Reads a value.
+    pub fn parse(self, text: &str) -> Option<u64> {
+        let value = match self {
+            Unit::Bytes | Unit::Blocks => with_suffix(text, &SIZES).or_else(|| digits(text)),
+            // A time without a unit would be taken for seconds by one half of its readers.
+            Unit::Ms => with_suffix(text, &TIMES),
+            Unit::Permille | Unit::Count => digits(text),
+        }?;
+        self.fits(value).then_some(value)
+    }
+
+    /// A value as it may be written, in the largest unit that divides it.
+    pub fn show(self, value: u64) -> String {
+        let units: &[(&str, u64)] = match self {
+            Unit::Bytes | Unit::Blocks => &SIZES,
+            Unit::Ms => &[TIMES[1], TIMES[2], TIMES[3]],
+            Unit::Permille | Unit::Count => &[],
+        };
+        match units.iter().find(|(_, unit)| value != 0 && value.is_multiple_of(*unit)) {
+            Some((suffix, unit)) => format!("{}{suffix}", value / unit),
+            None if self == Unit::Ms => format!("{value}ms"),
+            None => value.to_string(),
+        }
+    }
+
+    fn fits(self, value: u64) -> bool {
+        self != Unit::Blocks || value.is_multiple_of(BLOCK_BYTES)
+    }
+}
+
+fn digits(text: &str) -> Option<u64> {
+    // `u64::from_str` takes a sign, which no parameter has.
+    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
+}
+
+fn with_suffix(text: &str, units: &[(&str, u64)]) -> Option<u64> {
+    units.iter().find_map(|(suffix, unit)| {
+        let at = text.len().checked_sub(suffix.len())?;
+        let (number, end) = (text.get(..at)?, text.get(at..)?);
+        end.eq_ignore_ascii_case(suffix).then(|| digits(number)?.checked_mul(*unit)).flatten()
+    })
+}
+
+/// One parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Param {
+    /// Its name on the command line, on the API and in errors.
+    pub name: &'static str,
+    /// What it counts.
+    pub unit: Unit,
+    /// The least that is accepted.
+    pub low: u64,
+    /// The most that is accepted.
+    pub high: u64,
+    /// What it is if nothing is said.
+    pub default: u64,
+    /// What it is for.
+    pub about: &'static str,
+}
+
+/// A value as somebody gave it: a number in the parameter's own unit (bytes, milliseconds, thousandths), or a text.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Setting {
+    /// In the parameter's own unit.
+    Number(u64),
+    /// With a unit of its own, `512M`.
+    Text(String),
+}
+
+impl From<&str> for Setting {
+    fn from(text: &str) -> Self {
+        Setting::Text(text.to_owned())
+    }
+}
+
+impl fmt::Display for Setting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Setting::Number(number) => number.fmt(f),
+            Setting::Text(text) => write!(f, "{text:?}"),
+        }
+    }
+}
+
+/// Why a parameter is refused. Whatever was set before stays.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ParamError {
+    /// Outside its bounds.
+    #[error("{name} is {}, must be {} to {}", .unit.show(*.value), .unit.show(*.low), .unit.show(*.high))]
+    OutOfRange {
+        /// The parameter.
+        name: &'static str,
+        /// Its value.
+        value: u64,
+        /// What it counts.
+        unit: Unit,
+        /// The least that is accepted.
+        low: u64,
+        /// The most that is accepted.
+        high: u64,
+    },
+    /// Less than another parameter that it must not be less than.
+    #[error("{name} is {}, must be at least {other}, which is {}", .unit.show(*.value), .unit.show(*.bound))]
+    BelowOther {
+        /// The parameter.
+        name: &'static str,
+        /// Its value.
+        value: u64,
+        /// What it counts.
+        unit: Unit,
+        /// The other one.
+        other: &'static str,
+        /// Its value.
+        bound: u64,
+    },
+    /// Not a value of its unit.
+    #[error("{name} is {setting}, must be {}", .unit.expected())]
+    NotAValue {
+        /// The parameter.
+        name: &'static str,
+        /// What was given.
+        setting: Setting,
+        /// What it counts.
+        unit: Unit,
+    },
+    /// There is no such parameter.
+    #[error("There is no parameter {name:?} of {of}; there are {known}")]
+    Unknown {
+        /// What was named.
+        name: String,
+        /// Whose parameters were looked through.
+        of: &'static str,
+        /// Those that it has.
+        known: String,
+    },
+}
+
+/// A set of parameters with its table.
+pub trait Parameters {
+    /// Every parameter, in a fixed order.
+    fn table(&self) -> &'static [Param];
+
+    /// Pairs of parameters of which the second must not be less than the first.
+    fn order(&self) -> &'static [(&'static str, &'static str)];
+
+    /// The value of the parameter at a place in the table.
+    fn value(&self, index: usize) -> u64;
+
+    /// Where it is kept. What is written there is checked by [`Parameters::validate`] alone.
+    fn slot(&mut self, index: usize) -> &mut u64;
+
+    /// The value of the parameter of this name.
+    fn get(&self, name: &str) -> Option<u64> {
+        let index = self.table().iter().position(|param| param.name == name)?;
+        Some(self.value(index))
+    }
+
+    /// Sets one. `of` says in an error whose parameters these are. Pairs are left for [`Parameters::validate`], so
+    /// that both of a pair can be changed.
+    fn set(&mut self, of: &'static str, name: &str, setting: &Setting) -> Result<(), ParamError> {
+        let table = self.table();
+        let Some(index) = table.iter().position(|param| param.name == name) else {
+            return Err(ParamError::Unknown { name: name.to_owned(), of, known: names(table) });
+        };
+        let param = &table[index];
+        let value = match setting {
+            Setting::Number(number) => param.unit.fits(*number).then_some(*number),
+            Setting::Text(text) => param.unit.parse(text),
+        };
+        let Some(value) = value else {
+            let (name, unit) = (param.name, param.unit);
+            return Err(ParamError::NotAValue { name, setting: setting.clone(), unit });
+        };
+        param.check(value)?;
+        *self.slot(index) = value;
+        Ok(())
+    }
+
+    /// Checks every parameter against its bounds, and the pairs.
+    fn validate(&self) -> Result<(), ParamError> {
+        let table = self.table();
+        table.iter().zip(0..).try_for_each(|(param, index)| param.check(self.value(index)))?;
+        for (lesser, greater) in self.order() {
+            let (Some(bound), Some(value)) = (self.get(lesser), self.get(greater)) else { continue };
+            if value < bound {
+                let unit = table.iter().find(|param| param.name == *greater).map_or(Unit::Count, |p| p.unit);
+                return Err(ParamError::BelowOther { name: greater, value, unit, other: lesser, bound });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Param {
+    fn check(&self, value: u64) -> Result<(), ParamError> {
+        let Param { name, unit, low, high, .. } = *self;
+        if !unit.fits(value) {
+            return Err(ParamError::NotAValue { name, setting: Setting::Number(value), unit });
+        }
+        if (low..=high).contains(&value) {
+            return Ok(());
+        }
+        Err(ParamError::OutOfRange { name, value, unit, low, high })
+    }
+}
+
+/// The names of a table, as an error lists them.
+fn names(table: &[Param]) -> String {
+    if table.is_empty() {
+        return "none".to_owned();
+    }
+    table.iter().map(|param| param.name).collect::<Vec<_>>().join(", ")
+}
+
+/// A struct of parameters and its table: `/// what for`, `field: "name", Unit, low => high, default;`.
+macro_rules! params {
+    (
+        $(#[$meta:meta])*
+        pub struct $struct:ident {
+            $($(#[doc = $doc:literal])+ $field:ident: $name:literal, $unit:ident, $low:expr => $high:expr, $default:expr;)*
+        }
+        $(and { $($(#[$other_meta:meta])+ $other:ident: $other_type:ty = $other_default:expr;)* })?
+        $(order { $($lesser:literal <= $greater:literal;)* })?
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+        pub struct $struct {
+            $($(#[doc = $doc])+ pub $field: u64,)*
+            $($($(#[$other_meta])+ pub $other: $other_type,)*)?
+        }
+
+        impl Default for $struct {
+            fn default() -> Self {
+                Self { $($field: $default,)* $($($other: $other_default,)*)? }
+            }
+        }
+
+        impl $struct {
+            /// Every parameter.
+            pub const TABLE: &'static [$crate::params::Param] = &[$($crate::params::Param {
+                name: $name,
+                unit: $crate::params::Unit::$unit,
+                low: $low,
+                high: $high,
+                default: $default,
+                about: concat!($($doc,)+),
+            },)*];
+
+            /// Checks every parameter against its bounds.
+            pub fn validate(&self) -> Result<(), $crate::ParamError> {
+                $crate::params::Parameters::validate(self)
+            }
+        }
+
+        impl $crate::params::Parameters for $struct {
+            fn table(&self) -> &'static [$crate::params::Param] {
+                Self::TABLE
+            }
+
+            fn order(&self) -> &'static [(&'static str, &'static str)] {
+                &[$($(($lesser, $greater),)*)?]
+            }
+
+            fn value(&self, index: usize) -> u64 {
+                [$(self.$field,)*][index]
+            }
+
+            fn slot(&mut self, index: usize) -> &mut u64 {
+                let slots: [&mut u64; Self::TABLE.len()] = [$(&mut self.$field,)*];
+                slots.into_iter().nth(index).expect("an index into the table")
+            }
+        }
+    };
+}
+pub(crate) use params;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MIB;
+
+    params! {
+        /// For tests.
+        pub struct Tides {
+            /// How high,
+            /// at the most.
+            high_bytes: "high", Bytes, 4096 => 1 << 40, 8 * MIB;
+            /// How low.
+            low_bytes: "low", Blocks, 0 => 1 << 40, 2 * MIB;
+            /// How long.
+            period_ms: "period", Ms, 100 => 86_400_000, 44_700_000;
+            /// How often.
+            count: "count", Count, 1 => 9, 2;
+        }
+        order { "low" <= "high"; }
+    }
+
+    fn set(tides: &mut Tides, name: &str, text: &str) -> Result<(), String> {
+        tides.set("tides", name, &text.into()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn parameters_are_set_and_read_by_name() {
+        let mut tides = Tides::default();
+        assert_eq!(tides.validate(), Ok(()));
+        for (name, text) in [("high", "512M"), ("low", "4m"), ("period", "2s"), ("count", "3")] {
+            set(&mut tides, name, text).expect(text);
+        }
+        let set = Tides { high_bytes: 512 * MIB, low_bytes: 4 * MIB, period_ms: 2_000, count: 3 };
+        assert_eq!(tides, set);
+        assert_eq!((tides.get("period"), tides.get("phase")), (Some(2_000), None));
+        tides.set("tides", "period", &Setting::Number(500)).expect("a number is in the parameter's own unit");
+        assert_eq!(tides.period_ms, 500);
+        assert_eq!(Tides::TABLE[0].about, " How high, at the most.");
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_bound_and_changes_nothing() {
+        let mut tides = Tides::default();
+        let wrong = [
+            ("count", "10", "count is 10, must be 1 to 9"),
+            ("count", "0", "count is 0, must be 1 to 9"),
+            ("period", "99ms", "period is 99ms, must be 100ms to 24h"),
+            ("period", "25h", "period is 25h, must be 100ms to 24h"),
+            ("period", "5", r#"period is "5", must be a time: a number with ms, s, m or h"#),
+            ("high", "2T", "high is 2T, must be 4K to 1T"),
+            ("high", "2 M", r#"high is "2 M", must be a size: bytes, or a number with K, M, G or T"#),
+            ("low", "3M", r#"low is "3M", must be a multiple of 2M: bytes, or a number with K, M, G or T"#),
+            ("moon", "1", r#"There is no parameter "moon" of tides; there are high, low, period, count"#),
+        ];
+        for (name, text, message) in wrong {
+            assert_eq!(set(&mut tides, name, text), Err(message.to_owned()));
+        }
+        let odd = tides.set("tides", "low", &Setting::Number(MIB)).expect_err("half a block");
+        assert!(odd.to_string().starts_with("low is 1048576, must be a multiple of 2M"), "{odd}");
+        assert_eq!(tides, Tides::default());
+    }
+
+    #[test]
+    fn a_pair_is_checked_when_both_are_set() {
+        let mut tides = Tides::default();
+        set(&mut tides, "low", "16M").expect("in its own bounds");
+        let error = tides.validate().expect_err("above high");
+        assert_eq!(error.to_string(), "high is 8M, must be at least low, which is 16M");
+        set(&mut tides, "high", "16M").expect("in its own bounds");
+        assert_eq!(tides.validate(), Ok(()));
+    }
+
+    #[test]
+    fn what_is_shown_can_be_set() {
+        let values = [0, 1, 999, 1_000, 1_024, 59_000, 60_000, 90_000, 3_600_000, 2 * MIB, 3 << 40, u64::MAX];
+        for unit in [Unit::Bytes, Unit::Blocks, Unit::Ms, Unit::Permille, Unit::Count] {
+            for value in values.into_iter().filter(|value| unit.fits(*value)) {
+                assert_eq!(unit.parse(&unit.show(value)), Some(value), "{unit:?} {}", unit.show(value));
+            }
+        }
+        assert_eq!((Unit::Ms.show(90_000), Unit::Bytes.show(3 * MIB)), ("90s".to_owned(), "3M".to_owned()));
+    }
+
+    #[test]
+    fn what_is_no_value_is_refused() {
+        for text in
+            ["", "-1", "+1", "M", "1MM", "1.5M", "99999999999999999999", "99999999999T", "é", "1é", "ms"]
+        {
+            for unit in [Unit::Bytes, Unit::Blocks, Unit::Ms, Unit::Permille, Unit::Count] {
+                assert_eq!(unit.parse(text), None, "{unit:?} {text:?}");
+            }
+        }
+    }
+}
