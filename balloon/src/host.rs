@@ -126,6 +126,9 @@ pub struct HostView {
     pub pool_free_bytes: u64,
     /// How far the guest's nodes are from each other.
     pub distances: Distances,
+    /// The zone that is a balloon in boot memory, if one is: what it grows by is the guest's already, and needs neither
+    /// page descriptors nor onlining.
+    pub balloon: Option<ZoneId>,
 }
 
 impl HostView {

@@ -21,6 +21,7 @@ pub mod controller;
 pub mod params;
 pub mod plan;
 pub mod policy;
+pub mod statistics;
 pub mod trace;
 
 pub use foreshore_proto as proto;

@@ -23,6 +23,7 @@ pub(super) struct Share {
     ceiling_reason: Reason,
     shrink_cap_bytes: u64,
     pinned: bool,
+    is_balloon: bool,
 }
 
 /// The zones while they are being sized.
@@ -61,7 +62,10 @@ impl Spread {
             .enumerate()
             .map(|(index, (zone, (progress, pinned)))| {
                 let distance = near.map_or(0, |near| host.distances.between(near, zone.guest_numa_node));
-                Share { index, distance, ..Share::new(zone, progress, pinned, limits, now) }
+                let is_balloon = host.balloon == Some(zone.id);
+                let unmovable_permille = limits.unmovable_permille.filter(|_| !is_balloon);
+                let limits = Limits { unmovable_permille, ..limits };
+                Share { index, distance, is_balloon, ..Share::new(zone, progress, pinned, limits, now) }
             })
             .collect();
         // DRAM first; within a tier what is near, and what is equally near in the host's order.
@@ -71,10 +75,15 @@ impl Spread {
             .iter()
             .filter(|zone| zone.tier == Tier::Pm)
             .fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
+        let owed = host
+            .zones
+            .iter()
+            .filter(|zone| host.balloon != Some(zone.id))
+            .fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
         Spread {
             shares,
             pool_bytes: host.pool_free_bytes.saturating_sub(owed_pm),
-            descriptor_bytes: limits.carried_bytes.saturating_sub(host.outstanding_grow_bytes()),
+            descriptor_bytes: limits.carried_bytes.saturating_sub(owed),
         }
     }
 
@@ -91,16 +100,20 @@ impl Spread {
         for share in self.shares.iter_mut().filter(|share| !share.pinned) {
             let room = share.ceiling_bytes.saturating_sub(share.requested_bytes);
             let pool = if share.tier == Tier::Pm { self.pool_bytes } else { u64::MAX };
-            let allowed = room.min(pool).min(self.descriptor_bytes);
+            let descriptors = if share.is_balloon { u64::MAX } else { self.descriptor_bytes };
+            let allowed = room.min(pool).min(descriptors);
             let before = bytes;
             let added = share.add(round_down(allowed, share.block_bytes), bytes);
             bytes -= added;
-            self.descriptor_bytes -= added.min(self.descriptor_bytes);
+            if !share.is_balloon {
+                self.descriptor_bytes -= added.min(self.descriptor_bytes);
+            }
             if share.tier == Tier::Pm {
                 self.pool_bytes -= added.min(self.pool_bytes);
             }
             if added < before {
-                limit = Some(share.limit(room, pool, self.descriptor_bytes));
+                let descriptors = if share.is_balloon { u64::MAX } else { self.descriptor_bytes };
+                limit = Some(share.limit(room, pool, descriptors));
             }
         }
         if bytes == 0 {
@@ -169,6 +182,7 @@ impl Share {
             ceiling_reason: ceiling.1,
             shrink_cap_bytes: progress.shrink_cap_bytes(now),
             pinned,
+            is_balloon: false,
         }
     }
 
@@ -292,5 +306,41 @@ mod tests {
         let mut spread = spread(&host, Some(3));
         spread.grow(26 * MIB);
         assert_eq!(spread.into_requests(), [4, 4, 2, 16].map(|mib| mib * MIB));
+    }
+
+    /// A balloon before the two sockets, as the governor has it.
+    fn with_balloon(requested_mib: [u64; 5]) -> HostView {
+        let [balloon_mib, rest @ ..] = requested_mib;
+        let mut host = two_sockets(rest);
+        let balloon = ZoneSizes {
+            id: ZoneId(9),
+            max_bytes: 64 * MIB,
+            requested_bytes: balloon_mib * MIB,
+            plugged_bytes: balloon_mib * MIB,
+            ..host.zones[0]
+        };
+        host.zones.insert(0, balloon);
+        host.balloon = Some(balloon.id);
+        host
+    }
+
+    #[test]
+    fn a_balloon_is_the_first_to_grow_and_the_last_to_shrink() {
+        let mut grown = spread(&with_balloon([60, 0, 0, 0, 0]), None);
+        assert_eq!(grown.grow(6 * MIB), (6 * MIB, None));
+        assert_eq!(grown.into_requests(), [64, 2, 0, 0, 0].map(|mib| mib * MIB));
+        let mut shrunk = spread(&with_balloon([64, 4, 4, 0, 0]), None);
+        assert_eq!(shrunk.shrink(10 * MIB), (10 * MIB, None));
+        assert_eq!(shrunk.into_requests(), [62, 0, 0, 0, 0].map(|mib| mib * MIB));
+    }
+
+    #[test]
+    fn what_a_balloon_gives_back_needs_no_descriptors_and_no_onlining() {
+        let host = with_balloon([0, 0, 0, 0, 0]);
+        let progress: Vec<_> = host.zones.iter().map(|zone| Progress::new(zone, TimeMs(0))).collect();
+        let limits = Limits { carried_bytes: 2 * MIB, unmovable_permille: Some(500) };
+        let mut spread = Spread::new(&host, progress.iter().map(|p| (p, false)), None, limits, TimeMs(0));
+        assert_eq!(spread.grow(80 * MIB), (66 * MIB, Some(Reason::Descriptors)));
+        assert_eq!(spread.into_requests(), [64, 2, 0, 0, 0].map(|mib| mib * MIB));
     }
 }

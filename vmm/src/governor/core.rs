@@ -219,6 +219,7 @@ impl Core {
             boot_bytes: self.boot_bytes,
             pool_free_bytes: (self.pool_free)(),
             distances: Distances::default(),
+            balloon: None,
         }
     }
 

@@ -1,0 +1,544 @@
+//! Reports of guests without an agent, made of what virtio-balloon's driver tells (virtio 1.3, 5.5.6.4), and the correction
+//! of reports of guests with a balloon.
+//!
+//! The driver tells less than an agent. What is missing is estimated as Linux would compute it (watermarks), or from what
+//! it counts (stall time); docs/balloon.md says how, and how far it is off.
+
+use foreshore_proto::{
+    Bound, Cause, Counters, Memory, PROTOCOL_VERSION, RawReport, Refusal, Report, Stall, Zone, ZoneKind,
+};
+
+use crate::TimeMs;
+use crate::units::scale;
+
+const PAGE_BYTES: u64 = 4096;
+
+/// The bytes of one statistic: a tag of 2 and a value of 8.
+const ENTRY_BYTES: usize = 10;
+
+/// Above this Linux has a zone more: what does not fit under the 32-bit devices lies beyond 4 GiB.
+const LOW_MEMORY_BYTES: u64 = 3 << 30;
+
+/// Pages of a huge page, of which khugepaged keeps some free.
+const PAGEBLOCK_PAGES: u64 = 512;
+
+/// What an allocation that enters direct reclaim waits, as far as nobody tells: reclaim looks at 32 pages at a time, and a
+/// few of such rounds with a write or two in between take about this long.
+const STALL_US: u64 = 1000;
+
+/// What a page takes that is swapped in, from a disk that is no worse than an SSD.
+const SWAP_IN_US: u64 = 100;
+
+/// The span over which `avg10` forgets.
+const AVERAGE_MS: u64 = 10_000;
+
+macro_rules! tags {
+    ($($(#[$doc:meta])* $name:ident => $label:literal $unit:ident,)*) => {
+        /// What a statistic is of. The order is that of the numbers on the wire.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Tag {
+            $($(#[$doc])* $name,)*
+        }
+
+        impl Tag {
+            /// All of them, in the order of their numbers.
+            pub const ALL: [Tag; 16] = [$(Tag::$name,)*];
+
+            /// The name in metrics.
+            pub fn label(self) -> &'static str {
+                match self { $(Tag::$name => $label,)* }
+            }
+
+            /// Whether it is a size or amount in bytes; the others are numbers of events.
+            pub fn is_bytes(self) -> bool {
+                match self { $(Tag::$name => tags!(@$unit),)* }
+            }
+        }
+    };
+    (@bytes) => { true };
+    (@count) => { false };
+}
+
+tags! {
+    /// Swapped in since boot.
+    SwapIn => "swap_in" bytes,
+    /// Swapped out since boot.
+    SwapOut => "swap_out" bytes,
+    /// Faults that waited for I/O.
+    MajorFaults => "major_faults" count,
+    /// Faults that did not.
+    MinorFaults => "minor_faults" count,
+    /// MemFree.
+    Free => "free" bytes,
+    /// MemTotal.
+    Total => "total" bytes,
+    /// MemAvailable.
+    Available => "available" bytes,
+    /// The page cache, swap cache and shared memory included.
+    Caches => "caches" bytes,
+    /// Huge pages allocated from hugetlbfs' pool.
+    HugetlbAllocations => "hugetlb_allocations" count,
+    /// Those that could not be.
+    HugetlbFailures => "hugetlb_failures" count,
+    /// Processes killed for want of memory (Linux 6.10 and later, as all that follow).
+    OomKills => "oom_kills" count,
+    /// Allocations that entered direct reclaim.
+    AllocStalls => "alloc_stalls" count,
+    /// Looked at by kswapd.
+    AsyncScan => "async_scan" bytes,
+    /// Looked at by allocating tasks themselves.
+    DirectScan => "direct_scan" bytes,
+    /// Reclaimed by kswapd.
+    AsyncReclaim => "async_reclaim" bytes,
+    /// Reclaimed by allocating tasks themselves.
+    DirectReclaim => "direct_reclaim" bytes,
+}
+
+/// One set of statistics as the driver sent it. Nothing about it is known to be true.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Statistics {
+    values: [Option<u64>; Tag::ALL.len()],
+}
+
+impl Statistics {
+    /// The most that one set may have, in bytes; Linux sends 16 entries.
+    pub const MAX_BYTES: usize = 64 * ENTRY_BYTES;
+
+    /// Reads the driver's buffer; `None`: not whole entries, none, or too many. Tags of a later version are skipped, and of
+    /// a tag that comes twice the last counts.
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        if bytes.is_empty() || bytes.len() > Self::MAX_BYTES || !bytes.len().is_multiple_of(ENTRY_BYTES) {
+            return None;
+        }
+        let mut statistics = Self::default();
+        for entry in bytes.chunks_exact(ENTRY_BYTES) {
+            let tag = u16::from_le_bytes([entry[0], entry[1]]);
+            let mut value = [0; 8];
+            value.copy_from_slice(&entry[2..]);
+            if let Some(slot) = statistics.values.get_mut(usize::from(tag)) {
+                *slot = Some(u64::from_le_bytes(value));
+            }
+        }
+        Some(statistics)
+    }
+
+    /// One of them.
+    pub fn get(&self, tag: Tag) -> Option<u64> {
+        self.values[tag as usize]
+    }
+
+    /// The same set with one value more, or another.
+    pub fn with(mut self, tag: Tag, value: u64) -> Self {
+        self.values[tag as usize] = Some(value);
+        self
+    }
+}
+
+/// What the host knows of the guest that sends statistics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Known {
+    /// Counts the driver's lives: with each of them, counters may begin anew.
+    pub driver_life: u64,
+    /// All memory that the guest can have: what it booted with and what is plugged.
+    pub memory_bytes: u64,
+    /// What is in the balloon.
+    pub ballooned_bytes: u64,
+    /// Whether Linux counts that as used memory, not as none: with DEFLATE_ON_OOM it does.
+    pub counted: bool,
+}
+
+/// Makes reports of statistics.
+#[derive(Clone, Debug, Default)]
+pub struct Estimator {
+    last: Option<(u64, Statistics)>,
+    seq: u64,
+    /// The guest's clock as far as it can be known, and when it stood there. Nobody tells it to us: it goes on from the last
+    /// report of an agent, if there was one, so that policies see one clock.
+    clock: Option<(u64, TimeMs)>,
+    stall: Stall,
+}
+
+impl Estimator {
+    /// An agent has reported: what is estimated later goes on from there.
+    pub fn follow(&mut self, report: &Report, now: TimeMs) {
+        self.clock = Some((report.monotonic_ms(), now));
+        self.stall = *report.stall();
+        self.last = None;
+    }
+
+    /// The report that an agent would have made, as far as `statistics` tell. A refusal changes nothing.
+    pub fn report(&mut self, statistics: &Statistics, known: Known, now: TimeMs) -> Result<Report, Refusal> {
+        let need = |tag: Tag| {
+            let missing = || Refusal::WrongShape { reason: format!("no statistic {}", tag.label()) };
+            statistics.get(tag).ok_or_else(missing)
+        };
+        let (total, free) = (need(Tag::Total)?, need(Tag::Free)?);
+        if total > known.memory_bytes {
+            let bound = Bound::AtMost(known.memory_bytes);
+            return Err(Refusal::OutOfRange { field: "total_bytes", value: total, bound });
+        }
+        let before = self.last.filter(|(life, _)| *life == known.driver_life).map(|(_, before)| before);
+        if let Some(before) = &before {
+            check_order(before, statistics)?;
+        }
+        let guest_ms = self.clock.map_or(now.0, |(guest_ms, at)| guest_ms.saturating_add(now.since(at)));
+        let elapsed_ms = self.clock.map_or(0, |(_, at)| now.since(at));
+        let stall = self.estimate_stall(before.as_ref(), statistics, elapsed_ms);
+        let raw = RawReport {
+            version: PROTOCOL_VERSION,
+            seq: self.seq + 1,
+            monotonic_ms: guest_ms,
+            cause: Cause::Rest,
+            memory: Memory {
+                total_bytes: total,
+                free_bytes: free,
+                // Before Linux 4.6 there was none.
+                available_bytes: statistics.get(Tag::Available).unwrap_or(free),
+                cached_bytes: statistics.get(Tag::Caches).unwrap_or(0),
+                ..Memory::default()
+            },
+            stall,
+            zones: vec![estimate_zone(total, free, known)],
+            counters: counters(statistics),
+            ..RawReport::default()
+        };
+        let report = Report::try_from(raw)?;
+        self.seq += 1;
+        self.last = Some((known.driver_life, *statistics));
+        self.clock = Some((guest_ms, now));
+        self.stall = stall;
+        Ok(correct(report, known))
+    }
+
+    fn estimate_stall(&self, before: Option<&Statistics>, now: &Statistics, elapsed_ms: u64) -> Stall {
+        let Some(before) = before else { return self.stall };
+        let since = |tag| match (before.get(tag), now.get(tag)) {
+            (Some(before), Some(now)) => now.saturating_sub(before),
+            _ => 0,
+        };
+        let waits_us = since(Tag::AllocStalls)
+            .saturating_mul(STALL_US)
+            .saturating_add((since(Tag::SwapIn) / PAGE_BYTES).saturating_mul(SWAP_IN_US));
+        // However many wait, the time in which somebody does passes once.
+        let elapsed_us = elapsed_ms.saturating_mul(1000);
+        let some_us = waits_us.min(elapsed_us);
+        let share = scale(some_us, 10_000, elapsed_us.max(1));
+        let old = u64::from(self.stall.some_avg10_basis_points);
+        let average = (old * AVERAGE_MS + share * elapsed_ms.min(AVERAGE_MS))
+            / (AVERAGE_MS + elapsed_ms.min(AVERAGE_MS));
+        Stall {
+            some_us: self.stall.some_us.saturating_add(some_us),
+            some_avg10_basis_points: average.min(10_000) as u32,
+            ..self.stall
+        }
+    }
+}
+
+/// What only grows must not have shrunk.
+fn check_order(before: &Statistics, now: &Statistics) -> Result<(), Refusal> {
+    let totals = Tag::ALL
+        .into_iter()
+        .filter(|tag| !matches!(tag, Tag::Free | Tag::Total | Tag::Available | Tag::Caches));
+    for tag in totals {
+        if let (Some(last), Some(value)) = (before.get(tag), now.get(tag))
+            && value < last
+        {
+            return Err(Refusal::OutOfOrder { field: tag.label(), value, last });
+        }
+    }
+    Ok(())
+}
+
+fn counters(statistics: &Statistics) -> Counters {
+    let count = |tag| statistics.get(tag).unwrap_or(0);
+    let pages = |tag| count(tag) / PAGE_BYTES;
+    Counters {
+        pswpin: pages(Tag::SwapIn),
+        pswpout: pages(Tag::SwapOut),
+        pgmajfault: count(Tag::MajorFaults),
+        pgscan_kswapd: pages(Tag::AsyncScan),
+        pgscan_direct: pages(Tag::DirectScan),
+        pgsteal_kswapd: pages(Tag::AsyncReclaim),
+        pgsteal_direct: pages(Tag::DirectReclaim),
+        allocstall: count(Tag::AllocStalls),
+        oom_kill: count(Tag::OomKills),
+        ..Counters::default()
+    }
+}
+
+/// All of the guest's memory as one zone: watermarks are shared out by size, so the sums are the same.
+fn estimate_zone(total_bytes: u64, free_bytes: u64, known: Known) -> Zone {
+    // Linux computes watermarks when it boots and when memory is plugged; a balloon changes nothing about them.
+    let whole_bytes =
+        if known.counted { total_bytes } else { total_bytes.saturating_add(known.ballooned_bytes) };
+    let marks = Watermarks::estimate(whole_bytes);
+    Zone {
+        node: 0,
+        kind: ZoneKind::Normal,
+        free_pages: free_bytes / PAGE_BYTES,
+        min_pages: marks.min_pages,
+        low_pages: marks.low_pages,
+        high_pages: marks.high_pages,
+        managed_pages: total_bytes / PAGE_BYTES,
+        ..Zone::default()
+    }
+}
+
+/// The sums of all zones' watermarks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Watermarks {
+    /// Below this only the kernel's reserves serve allocations.
+    pub min_pages: u64,
+    /// Below this kswapd is woken.
+    pub low_pages: u64,
+    /// kswapd works until this many are free.
+    pub high_pages: u64,
+}
+
+impl Watermarks {
+    /// What Linux 6.x computes for an x86-64 guest with so much memory, all of it good for kernel and user, and transparent
+    /// huge pages on, as distributions have them.
+    pub fn estimate(memory_bytes: u64) -> Self {
+        let pages = memory_bytes / PAGE_BYTES;
+        // 1. mm/page_alloc.c, calculate_min_free_kbytes(): sqrt(16 x low memory in KiB), 128 KiB to 256 MiB.
+        let plain_kib = (memory_bytes / 1024).saturating_mul(16).isqrt().clamp(128, 262_144);
+        // 2. mm/khugepaged.c, set_recommended_min_free_kbytes(): for each zone 2 page blocks, and one for each pair of
+        //    the 3 types of pages that fall back on one another; at most a twentieth of memory.
+        let zones = if memory_bytes > LOW_MEMORY_BYTES { 3 } else { 2 };
+        let recommended_pages = (PAGEBLOCK_PAGES * zones * (2 + 3 * 3)).min(pages / 20);
+        let min_pages = (plain_kib / 4).max(recommended_pages);
+        // 3. mm/page_alloc.c, __setup_per_zone_wmarks(): a quarter of that apart, or watermark_scale_factor, 10, in ten
+        //    thousand of memory if that is more.
+        let distance_pages = (min_pages / 4).max(scale(pages, 10, 10_000));
+        let low_pages = min_pages + distance_pages;
+        Self { min_pages, low_pages, high_pages: low_pages + distance_pages }
+    }
+}
+
+/// A report as it would be if memory in the balloon were none. Only with DEFLATE_ON_OOM does Linux count it as used; without,
+/// the report says so already.
+pub fn correct(report: Report, known: Known) -> Report {
+    if !known.counted || known.ballooned_bytes == 0 {
+        return report;
+    }
+    let mut raw = report.as_raw().clone();
+    let memory = &mut raw.memory;
+    // A driver tells the size of its balloon after it has changed it: what is seen to be there is not in the balloon.
+    let seen_bytes =
+        memory.free_bytes.max(memory.available_bytes).max(memory.anon_bytes).max(memory.cached_bytes);
+    memory.total_bytes = memory.total_bytes.saturating_sub(known.ballooned_bytes).max(seen_bytes);
+    // Nobody tells in which zones it lies: shared out by what could be in it.
+    let used = |zone: &Zone| zone.managed_pages.saturating_sub(zone.free_pages);
+    let all_used = raw.zones.iter().fold(0u64, |sum, zone| sum.saturating_add(used(zone)));
+    let ballooned_pages = (known.ballooned_bytes / PAGE_BYTES).min(all_used);
+    for zone in &mut raw.zones {
+        zone.managed_pages -= scale(ballooned_pages, used(zone), all_used).min(used(zone));
+    }
+    // Nobody touches what is in the balloon, and so it may have been counted as idle.
+    for idle in &mut raw.idle {
+        let zones = raw.zones.iter().filter(|zone| zone.node == idle.node);
+        let managed_pages = zones.fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
+        idle.idle_bytes = idle.idle_bytes.min(managed_pages.saturating_mul(PAGE_BYTES));
+    }
+    // Every value is inside its bound, as it was before and is smaller now; if not, the report as it came is better than none.
+    Report::try_from(raw).unwrap_or(report)
+}
+
+#[cfg(test)]
+mod tests {
+    use foreshore_proto::NodeIdle;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn known() -> Known {
+        Known { driver_life: 1, memory_bytes: 512 * MIB, ..Known::default() }
+    }
+
+    fn statistics() -> Statistics {
+        Statistics::default()
+            .with(Tag::Total, 480 * MIB)
+            .with(Tag::Free, 100 * MIB)
+            .with(Tag::Available, 200 * MIB)
+            .with(Tag::Caches, 120 * MIB)
+            .with(Tag::SwapIn, 8 * MIB)
+            .with(Tag::SwapOut, 4 * MIB)
+            .with(Tag::MajorFaults, 7)
+            .with(Tag::AllocStalls, 20)
+            .with(Tag::DirectScan, 3 * MIB)
+            .with(Tag::OomKills, 1)
+    }
+
+    fn bytes(entries: &[(u16, u64)]) -> Vec<u8> {
+        let entry = |(tag, value): &(u16, u64)| [&tag.to_le_bytes()[..], &value.to_le_bytes()].concat();
+        entries.iter().flat_map(entry).collect()
+    }
+
+    #[test]
+    fn the_wire_is_read_as_the_spec_says() {
+        let read = Statistics::parse(&bytes(&[(5, 480), (4, 100), (15, 9), (16, 1), (0xffff, 2), (4, 101)]))
+            .unwrap();
+        assert_eq!(read.get(Tag::Total), Some(480));
+        assert_eq!(read.get(Tag::Free), Some(101), "the last of two");
+        assert_eq!((read.get(Tag::DirectReclaim), read.get(Tag::SwapIn)), (Some(9), None));
+    }
+
+    #[test]
+    fn buffers_of_other_lengths_are_none() {
+        for wrong in [0, 1, 9, 11, Statistics::MAX_BYTES + 10] {
+            assert_eq!(Statistics::parse(&vec![0; wrong]), None, "{wrong}");
+        }
+        assert!(Statistics::parse(&[0; Statistics::MAX_BYTES]).is_some());
+    }
+
+    #[test]
+    fn a_report_says_what_the_statistics_say() {
+        let report = Estimator::default().report(&statistics(), known(), TimeMs(5000)).unwrap();
+        let memory = report.memory();
+        assert_eq!((memory.total_bytes, memory.free_bytes), (480 * MIB, 100 * MIB));
+        assert_eq!((memory.available_bytes, memory.cached_bytes), (200 * MIB, 120 * MIB));
+        let counters = report.counters();
+        assert_eq!((counters.pswpin, counters.pswpout), (2048, 1024));
+        assert_eq!((counters.pgmajfault, counters.allocstall, counters.oom_kill), (7, 20, 1));
+        assert_eq!(counters.pgscan_direct, 768);
+        assert_eq!((report.seq(), report.monotonic_ms()), (1, 5000));
+        assert_eq!(report.zones()[0].free_pages, 100 * 256);
+    }
+
+    #[test]
+    fn statistics_that_cannot_be_are_refused_and_the_next_are_taken() {
+        let mut estimator = Estimator::default();
+        let mut label = |statistics: Statistics| {
+            estimator.report(&statistics, known(), TimeMs(1000)).err().map(|refusal| refusal.label())
+        };
+        assert_eq!(label(statistics()), None);
+        assert_eq!(label(Statistics::default().with(Tag::Total, 480 * MIB)), Some("wrong_shape"));
+        assert_eq!(label(Statistics::default().with(Tag::Free, MIB)), Some("wrong_shape"));
+        // More than the host has given it; more free than there is; fewer swaps than before.
+        assert_eq!(label(statistics().with(Tag::Total, 512 * MIB + 1)), Some("out_of_range"));
+        assert_eq!(label(statistics().with(Tag::Free, 481 * MIB)), Some("out_of_range"));
+        assert_eq!(label(statistics().with(Tag::Available, u64::MAX)), Some("out_of_range"));
+        assert_eq!(label(statistics().with(Tag::Total, 0)), Some("out_of_range"));
+        assert_eq!(label(statistics().with(Tag::OomKills, u64::MAX)), Some("out_of_range"));
+        assert_eq!(label(statistics().with(Tag::SwapIn, 8 * MIB - 1)), Some("out_of_order"));
+        assert_eq!(label(statistics()), None);
+        // Another driver counts anew.
+        let other = Known { driver_life: 2, ..known() };
+        assert!(estimator.report(&statistics().with(Tag::SwapIn, 0), other, TimeMs(1000)).is_ok());
+    }
+
+    #[test]
+    fn stall_time_is_estimated_and_never_more_than_has_passed() {
+        let mut estimator = Estimator::default();
+        let mut report = |stalls, swapped_in_pages: u64, at| {
+            let swap_in = 8 * MIB + swapped_in_pages * PAGE_BYTES;
+            let statistics = statistics().with(Tag::AllocStalls, stalls).with(Tag::SwapIn, swap_in);
+            *estimator.report(&statistics, known(), TimeMs(at)).unwrap().stall()
+        };
+        assert_eq!(report(20, 0, 1000).some_us, 0, "what was before is not known");
+        assert_eq!(report(70, 0, 2000).some_us, 50_000);
+        assert_eq!(report(70, 1000, 3000).some_us, 150_000);
+        let all = report(70_000, 1000, 4000);
+        assert_eq!(all.some_us, 1_150_000);
+        assert!((900..=1100).contains(&all.some_avg10_basis_points), "{all:?}");
+        // It is forgotten.
+        assert!(report(70_000, 1000, 60_000).some_avg10_basis_points < 600);
+    }
+
+    #[test]
+    fn older_kernels_tell_no_stalls_and_are_taken_at_their_swapping() {
+        let mut estimator = Estimator::default();
+        let old = |pages: u64| {
+            Statistics::default()
+                .with(Tag::Total, 480 * MIB)
+                .with(Tag::Free, MIB)
+                .with(Tag::SwapIn, pages * PAGE_BYTES)
+        };
+        let first = estimator.report(&old(0), known(), TimeMs(0)).unwrap();
+        assert_eq!(first.memory().available_bytes, MIB, "free, where nothing better is told");
+        let report = estimator.report(&old(500), known(), TimeMs(1000)).unwrap();
+        assert_eq!(report.stall().some_us, 50_000);
+    }
+
+    #[test]
+    fn the_clock_and_the_stalls_go_on_from_an_agents() {
+        let mut estimator = Estimator::default();
+        let agents = {
+            let report = Estimator::default().report(&statistics(), known(), TimeMs(77_000)).unwrap();
+            let mut raw = report.as_raw().clone();
+            raw.stall.some_us = 9_000;
+            Report::try_from(raw).unwrap()
+        };
+        estimator.follow(&agents, TimeMs(10_000));
+        let report = estimator.report(&statistics(), known(), TimeMs(22_000)).unwrap();
+        assert_eq!((report.monotonic_ms(), report.stall().some_us), (89_000, 9_000));
+    }
+
+    #[test]
+    fn watermarks_are_those_of_debian_guests() {
+        // Sums of /proc/zoneinfo over DMA, DMA32 and Normal, in pages; see docs/balloon.md.
+        let marks = Watermarks::estimate(480 * MIB);
+        assert_eq!(marks.min_pages, 480 * 256 / 20);
+        assert_eq!(marks.low_pages, marks.min_pages + marks.min_pages / 4);
+        assert_eq!(marks.high_pages - marks.low_pages, marks.low_pages - marks.min_pages);
+        // Two zones, then three, of 11 page blocks each.
+        assert_eq!(Watermarks::estimate(2048 * MIB).min_pages, 2 * 11 * 512);
+        assert_eq!(Watermarks::estimate(8192 * MIB).min_pages, 3 * 11 * 512);
+        // Where there is much, it is the root that counts, up to its bound.
+        assert_eq!(Watermarks::estimate(1 << 40).min_pages, 131_072 / 4);
+    }
+
+    #[test]
+    fn a_balloon_that_linux_counts_as_used_is_taken_out_of_the_report() {
+        let report = Estimator::default().report(&statistics(), known(), TimeMs(0)).unwrap();
+        let known = Known { ballooned_bytes: 128 * MIB, counted: true, ..known() };
+        let corrected = correct(report.clone(), known);
+        assert_eq!(corrected.memory().total_bytes, (480 - 128) * MIB);
+        assert_eq!(corrected.memory().available_bytes, 200 * MIB);
+        assert_eq!(corrected.zones()[0].managed_pages, (480 - 128) * 256);
+        assert_eq!(corrected.zones()[0].high_pages, report.zones()[0].high_pages);
+        let uncounted = Known { counted: false, ..known };
+        assert_eq!(correct(report.clone(), uncounted), report, "Linux has done it itself");
+        // A driver that claims more than there can be takes nothing away that is seen to be there.
+        let lie = correct(report, Known { ballooned_bytes: u64::MAX, ..known });
+        assert_eq!(lie.memory().total_bytes, 200 * MIB);
+        assert!(lie.zones()[0].managed_pages >= lie.zones()[0].free_pages);
+    }
+
+    #[test]
+    fn ballooned_memory_is_not_idle_memory() {
+        let report = Estimator::default().report(&statistics(), known(), TimeMs(60_000)).unwrap();
+        let mut raw = report.as_raw().clone();
+        raw.idle = vec![NodeIdle { node: 0, idle_bytes: 400 * MIB, span_ms: 1000 }];
+        let report = Report::try_from(raw).unwrap();
+        let corrected = correct(report, Known { ballooned_bytes: 128 * MIB, counted: true, ..known() });
+        assert_eq!(corrected.memory().total_bytes, 352 * MIB);
+        assert_eq!(corrected.idle()[0].idle_bytes, 352 * MIB);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_is_sent_is_a_verified_report_or_refused(
+            buffers in prop::collection::vec(
+                prop::collection::vec((0u16..20, prop_oneof![any::<u64>(), 0..(1u64 << 30)]), 1..20), 1..8),
+            ballooned_bytes in any::<u64>(),
+            counted in any::<bool>(),
+        ) {
+            let mut estimator = Estimator::default();
+            let mut clock = 0;
+            for entries in buffers {
+                clock += 700;
+                let statistics = Statistics::parse(&bytes(&entries)).unwrap();
+                let known = Known { memory_bytes: 1 << 30, ballooned_bytes, counted, driver_life: 1 };
+                if let Ok(report) = estimator.report(&statistics, known, TimeMs(clock)) {
+                    prop_assert!(report.memory().total_bytes <= 1 << 30);
+                    // It is verified again with what a correction has made of it.
+                    prop_assert!(Report::try_from(report.as_raw().clone()).is_ok());
+                    prop_assert!(report.stall().some_us <= clock * 1000);
+                }
+            }
+        }
+    }
+}
