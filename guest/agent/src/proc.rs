@@ -50,6 +50,8 @@ pub struct Proc {
     meminfo: Text,
     zoneinfo: Text,
     vmstat: Text,
+    /// Not needed for a report.
+    buddyinfo: Option<Text>,
     /// Not there if the kernel keeps no pressure information.
     pressure: Option<Text>,
     buffer: Vec<u8>,
@@ -62,6 +64,7 @@ impl Proc {
             meminfo: Text::open(root.join("meminfo"))?,
             zoneinfo: Text::open(root.join("zoneinfo"))?,
             vmstat: Text::open(root.join("vmstat"))?,
+            buddyinfo: Text::open(root.join("buddyinfo")).ok(),
             pressure: Text::open(root.join("pressure/memory")).ok(),
             buffer: vec![0; FIRST_BUFFER_BYTES],
         })
@@ -71,6 +74,14 @@ impl Proc {
     pub fn fill(&mut self, report: &mut RawReport) -> Result<(), ProcError> {
         report.memory = parse::meminfo(self.meminfo.read(&mut self.buffer)?)?;
         parse::zoneinfo(self.zoneinfo.read(&mut self.buffer)?, &mut report.zones)?;
+        if let Some(buddyinfo) = &self.buddyinfo {
+            let read = buddyinfo.read(&mut self.buffer)?;
+            if parse::buddyinfo(read, &mut report.zones).is_err() {
+                // A report without it is worth more than none.
+                report.zones.iter_mut().for_each(|zone| zone.largest_free_blocks = None);
+                self.buddyinfo = None;
+            }
+        }
         report.counters = parse::vmstat(self.vmstat.read(&mut self.buffer)?)?;
         report.stall = match &self.pressure {
             Some(pressure) => parse::pressure(pressure.read(&mut self.buffer)?)?,

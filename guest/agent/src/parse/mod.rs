@@ -1,10 +1,12 @@
 //! The kernel's texts. Every parser is a pure function of the bytes of one file.
 
+mod buddyinfo;
 mod meminfo;
 mod pressure;
 mod vmstat;
 mod zoneinfo;
 
+pub use buddyinfo::buddyinfo;
 pub use meminfo::{available_bytes, meminfo};
 pub use pressure::pressure;
 use thiserror::Error;
@@ -55,6 +57,7 @@ fn number(word: &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use foreshore_proto::Zone;
     use proptest::prelude::*;
 
     use super::*;
@@ -77,6 +80,7 @@ mod tests {
             let _ = pressure(&text);
             let _ = vmstat(&text);
             let _ = zoneinfo(&text, &mut zones);
+            let _ = buddyinfo(&text, &mut [Zone::default()]);
         }
 
         #[test]
@@ -86,11 +90,13 @@ mod tests {
                 &include_bytes!("../../tests/data/6.12-two-nodes/zoneinfo")[..],
                 include_bytes!("../../tests/data/6.12-two-nodes/meminfo"),
                 include_bytes!("../../tests/data/6.12-two-nodes/vmstat"),
+                include_bytes!("../../tests/data/6.12-filled/buddyinfo"),
             ] {
                 let cut = &text[..cut.min(text.len())];
                 let _ = meminfo(cut);
                 let _ = vmstat(cut);
                 let _ = zoneinfo(cut, &mut zones);
+                let _ = buddyinfo(cut, &mut zones);
             }
         }
     }

@@ -13,7 +13,8 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
     for line in lines(text) {
         if line.starts_with(b"Node ") {
             finish(zone.take(), zones);
-            zone = Some(header(line)?);
+            let (node, kind) = zone_of(line, FILE)?;
+            zone = Some(Zone { node, kind, ..Zone::default() });
             continue;
         }
         let Some(current) = zone.as_mut() else { continue };
@@ -42,12 +43,12 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
     Ok(())
 }
 
-/// `Node 0, zone    DMA32`
-fn header(line: &[u8]) -> Result<Zone, ParseError> {
+/// `Node 0, zone    DMA32`, with which lines of `file` begin.
+pub(super) fn zone_of(line: &[u8], file: &'static str) -> Result<(u32, ZoneKind), ParseError> {
     let mut words = words(line).skip(1);
     let node = words.next().and_then(|word| word.strip_suffix(b",")).and_then(number);
     let node = node.and_then(|node| u32::try_from(node).ok());
-    let node = node.ok_or(ParseError::NotANumber { file: FILE, field: "node" })?;
+    let node = node.ok_or(ParseError::NotANumber { file, field: "node" })?;
     let kind = match words.nth(1) {
         Some(b"DMA") => ZoneKind::Dma,
         Some(b"DMA32") => ZoneKind::Dma32,
@@ -56,7 +57,7 @@ fn header(line: &[u8]) -> Result<Zone, ParseError> {
         Some(b"Device") => ZoneKind::Device,
         _ => ZoneKind::Other,
     };
-    Ok(Zone { node, kind, ..Zone::default() })
+    Ok((node, kind))
 }
 
 fn finish(zone: Option<Zone>, zones: &mut Vec<Zone>) {
