@@ -156,6 +156,11 @@ impl Controller {
         self.paused = true;
     }
 
+    /// Decides again. Zones that were sized by hand stay pinned.
+    pub fn unpause(&mut self) {
+        self.paused = false;
+    }
+
     /// Decides without acting, or acts again.
     pub fn set_dry_run(&mut self, dry_run: bool) {
         self.rules.dry_run = dry_run;
@@ -180,6 +185,11 @@ impl Controller {
     /// The policy.
     pub fn policy(&self) -> &Policy {
         &self.policy
+    }
+
+    /// The node for whose sake the policy decided upon the last report.
+    pub fn near(&self) -> Option<u32> {
+        self.last.and_then(|last| last.decision.near)
     }
 
     /// The rules' parameters.

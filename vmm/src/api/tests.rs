@@ -15,8 +15,8 @@ use tokio::time::timeout;
 use super::{ClientError, Limits, Server, Socket, router};
 use crate::config::{ApiSocket, test_config};
 use crate::vm::request::{
-    PressureInfo, ResizeDiskRequest, ResizeRequest, ResizeStatus, VmError, VmHandle, VmInfo, VmRequest,
-    VmState, VolumeInfo, VolumeStatus, ZoneInfo,
+    AgentState, PressureInfo, ResizeDiskRequest, ResizeRequest, ResizeStatus, VmError, VmHandle, VmInfo,
+    VmRequest, VmState, VolumeInfo, VolumeStatus, ZoneInfo,
 };
 use crate::volume::kernel_gate::Verdict;
 
@@ -55,7 +55,7 @@ async fn own(mut requests: mpsc::Receiver<VmRequest>, asked: mpsc::UnboundedSend
                 let reason = "flush of data failed".to_owned();
                 reply.send(Err(VmError::CannotResume { reason })).unwrap();
             }
-            VmRequest::Pressure(reply) => reply.send(Ok(pressure())).unwrap(),
+            VmRequest::Pressure(_, reply) => reply.send(Ok(pressure())).unwrap(),
             VmRequest::ChangePressure(_, reply) | VmRequest::PowerButton(reply) => {
                 reply.send(Ok(())).unwrap();
             }
@@ -121,9 +121,13 @@ fn pressure() -> PressureInfo {
     PressureInfo {
         policy: "psi".to_owned(),
         dry_run: false,
+        paused: false,
         pinned_zones: Vec::new(),
+        agent: AgentState::Never,
         agent_connected: true,
         report_age_ms: Some(20),
+        zones: Vec::new(),
+        decisions_total: 0,
         decisions: Vec::new(),
         details: BTreeMap::new(),
     }
@@ -279,17 +283,86 @@ fn pressure_is_shown_and_changed() {
         let asked = fixture.asked.recv().await.unwrap();
         assert!(
             asked.contains(
-                r#"policy: Some("fixed"), size: Some(2097152), dry_run: Some(true), resume: Some(true)"#
+                r#"policy: Some("fixed"), size: Some(2097152), dry_run: Some(true), pause: None, resume: Some(true)"#
             ),
             "{asked}"
         );
-        for wrong in [r#"{"policy": "psi", "size": 2097152}"#, r#"{"policy": "fixed"}"#] {
-            assert_eq!(fixture.call("PUT", "vm.pressure", wrong).await.0, 400, "{wrong}");
+        let change = r#"{"pause": true, "resume": true, "zone": "pm"}"#;
+        assert_eq!(fixture.call("PUT", "vm.pressure", change).await.0, 204);
+        let asked = fixture.asked.recv().await.unwrap();
+        assert!(asked.contains(r#"pause: Some(true), resume: Some(true), zone: Some("pm")"#), "{asked}");
+        // What is null is as good as left out.
+        assert_eq!(fixture.call("PUT", "vm.pressure", r#"{"policy": null, "size": null}"#).await.0, 204);
+    });
+}
+
+#[test]
+fn bad_changes_of_pressure_are_told_and_never_reach_the_owner() {
+    run(async |mut fixture| {
+        for (body, text) in [
+            ("", "it is empty"),
+            ("null", "not a JSON object"),
+            ("[]", "not a JSON object"),
+            (r#""pause""#, "not a JSON object"),
+            ("{", "EOF"),
+            (r#"{"pause": true"#, "EOF"),
+            (r#"{"polcy": "psi"}"#, "unknown field `polcy`"),
+            (r#"{"policy": "psi", "policy": "off"}"#, "duplicate field"),
+            (r#"{"policy": 7}"#, "invalid type"),
+            (r#"{"policy": ["psi"]}"#, "invalid type"),
+            (r#"{"policy": ""}"#, "psi, fixed, off"),
+            (r#"{"policy": "magic"}"#, "psi, fixed, off"),
+            (r#"{"policy": "PSI"}"#, "psi, fixed, off"),
+            (r#"{"policy": "fixed"}"#, "size= is missing"),
+            (r#"{"policy": "psi", "size": 2097152}"#, "policy=fixed alone"),
+            (r#"{"size": 2097152}"#, "policy=fixed alone"),
+            (r#"{"policy": "fixed", "size": -1}"#, "invalid value"),
+            (r#"{"policy": "fixed", "size": 2097152.5}"#, "invalid type"),
+            (r#"{"policy": "fixed", "size": "2M"}"#, "invalid type"),
+            (r#"{"policy": "fixed", "size": 1e300}"#, "invalid type"),
+            (r#"{"policy": "fixed", "size": 18446744073709551616}"#, "invalid type"),
+            (r#"{"policy": "fixed", "size": 1}"#, "a multiple of 2M"),
+            (r#"{"policy": "fixed", "size": 1099513724928}"#, "at most 1T"),
+            (r#"{"dry_run": "on"}"#, "invalid type"),
+            (r#"{"dry_run": 1}"#, "invalid type"),
+            (r#"{"pause": "yes"}"#, "invalid type"),
+            (r#"{"resume": "pm"}"#, "invalid type"),
+            (r#"{"resume": true, "zone": 1}"#, "invalid type"),
+            (r#"{"zone": "pm"}"#, "without \"resume\": true"),
+            (r#"{"resume": false, "zone": "pm"}"#, "without \"resume\": true"),
+            (r#"{"pause": true, "resume": true}"#, "ends a pause"),
+        ] {
+            let (status, answer) = fixture.call("PUT", "vm.pressure", body).await;
+            assert_eq!(status, 400, "{body}: {answer}");
+            assert!(messages(&answer)[0].contains(text), "{body}: {answer}");
         }
-        let (status, body) = fixture.call("PUT", "vm.pressure", r#"{"policy": "magic"}"#).await;
-        assert_eq!(status, 400);
-        assert!(messages(&body)[0].contains("psi, fixed, off"));
-        assert_eq!(fixture.call("PUT", "vm.pressure", r#"{"polcy": "psi"}"#).await.0, 400);
+        for query in [
+            "decisions=",
+            "decisions=-1",
+            "decisions=1001",
+            "decisions=1.5",
+            "decisions=+1",
+            "log=5",
+            "decisions",
+            "decisions=1&decisions=2",
+            "decisions=99999999999999999999",
+        ] {
+            let (status, answer) = fixture.call("GET", &format!("vm.pressure?{query}"), "").await;
+            assert_eq!(status, 400, "{query}: {answer}");
+            assert!(messages(&answer)[0].starts_with("vm.pressure: "), "{query}: {answer}");
+        }
+        assert!(fixture.asked.try_recv().is_err(), "the owner was asked");
+    });
+}
+
+#[test]
+fn so_many_decisions_are_asked_for_as_the_client_wants() {
+    run(async |mut fixture| {
+        for (query, count) in [("", 50), ("?decisions=0", 0), ("?decisions=1000", 1000)] {
+            assert_eq!(fixture.call("GET", &format!("vm.pressure{query}"), "").await.0, 200);
+            let asked = fixture.asked.recv().await.unwrap();
+            assert!(asked.starts_with(&format!("Pressure({count}, ")), "{asked}");
+        }
     });
 }
 

@@ -205,7 +205,7 @@ pub(crate) fn test_config() -> VmConfig {
         pm_memory: None,
         pm_volumes: Vec::new(),
         pmem: Vec::new(),
-        pressure: PressureConfig { policy: "off".to_owned(), size: None, dry_run: false },
+        pressure: PressureConfig { policy: "off".to_owned(), ..Default::default() },
     }
 }
 

@@ -24,11 +24,14 @@ pub struct PressureConfig {
     /// Decide, say so, and do nothing.
     #[serde(default)]
     pub dry_run: bool,
+    /// Decide nothing. Not in the flag: set by `vm.pressure`, and kept over reboots.
+    #[serde(default)]
+    pub paused: bool,
 }
 
 impl Default for PressureConfig {
     fn default() -> Self {
-        Self { policy: "psi".to_owned(), size: None, dry_run: false }
+        Self { policy: "psi".to_owned(), size: None, dry_run: false, paused: false }
     }
 }
 
@@ -41,6 +44,7 @@ impl PressureConfig {
             policy: options.text("policy").map_or(default.policy, str::to_owned),
             size: options.size("size")?,
             dry_run: options.switch("dry_run")?.unwrap_or(false),
+            paused: false,
         })
     }
 
@@ -90,7 +94,10 @@ mod tests {
     #[test]
     fn the_flag_is_read() {
         let pressure = PressureConfig::parse("policy=off,dry_run=on").unwrap();
-        assert_eq!(pressure, PressureConfig { policy: "off".to_owned(), size: None, dry_run: true });
+        assert_eq!(
+            pressure,
+            PressureConfig { policy: "off".to_owned(), dry_run: true, ..Default::default() }
+        );
         assert!(pressure.validate().is_ok());
         assert_eq!(PressureConfig::parse("dry_run=off"), Ok(PressureConfig::default()));
     }

@@ -1,33 +1,30 @@
 //! The governor's state: what the guest said, what was decided, what was asked of the devices.
 
-use std::collections::{BTreeMap, VecDeque};
+mod show;
+
+use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
 use balloon::controller::{Controller, Event, Rules};
-use balloon::plan::{Direction, Plan, Reason};
+use balloon::plan::{Direction, Plan};
 use balloon::policy::{Policy, fixed};
 use balloon::proto::{AgentMessage, Hello, Refusal, Report, Settings};
 use balloon::{Distances, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
-use serde_json::json;
 use tracing::{info, warn};
 
+use super::audit::{Audit, Grounds};
 use super::episode::{Ended, Episode};
 use super::progress::Progress;
-use super::{GovernedZone, PoolFree};
+use super::{DeviceSizes, GovernedZone, PoolFree};
 use crate::config::PressureConfig;
-use crate::metrics::{LatencyHistogram, PressureSample};
-use crate::vm::request::{PressureChange, PressureInfo, ResizeStatus, VmError};
-
-/// So many decisions are kept for `vm.pressure`.
-const AUDIT_LEN: usize = 1_000;
-/// So many of them are shown by it.
-const AUDIT_SHOWN: usize = 50;
+use crate::metrics::LatencyHistogram;
+use crate::vm::request::{AgentState, PressureChange, VmError};
 
 /// What is counted; totals since the governor started.
 #[derive(Clone, Debug, Default)]
 pub struct Counters {
-    /// Plans by policy, direction and reason. Holds for want of anything new are left out.
+    /// Plans by policy, direction and reason. What asks nothing of the guest and says nothing new is left out.
     pub plans: BTreeMap<(&'static str, &'static str, &'static str), u64>,
     /// Reports accepted.
     pub reports: u64,
@@ -39,12 +36,14 @@ pub struct Counters {
     pub reminders: u64,
 }
 
-/// One decision as the audit ring keeps it.
-#[derive(Clone, Debug)]
-struct Audited {
-    at: TimeMs,
-    plan: Plan,
-    available_bytes: Option<u64>,
+/// The guest's agent, as its connections show it.
+#[derive(Clone, Copy, Debug, Default)]
+struct Agent {
+    connected: bool,
+    /// When it connected, or reported last.
+    heard: Option<TimeMs>,
+    /// What was said of it last.
+    said: Option<AgentState>,
 }
 
 /// A zone and what was seen of it.
@@ -61,9 +60,9 @@ pub struct Core {
     boot_bytes: u64,
     pool_free: PoolFree,
     last_report: Option<(TimeMs, Report)>,
-    agent_connected: bool,
+    agent: Agent,
     watermark_bytes: u64,
-    audit: VecDeque<Audited>,
+    audit: Audit,
     episode: Episode,
     counters: Counters,
     report_to_plan: LatencyHistogram,
@@ -85,7 +84,10 @@ impl Core {
         now: TimeMs,
     ) -> Result<Self, VmError> {
         let rules = Rules { dry_run: config.dry_run, ..Rules::default() };
-        let controller = Controller::new(policy(config)?, rules).map_err(bad_request)?;
+        let mut controller = Controller::new(policy(config)?, rules).map_err(bad_request)?;
+        if config.paused {
+            controller.pause();
+        }
         let zones = zones
             .into_iter()
             .map(|zone| Zone { progress: Progress::new(zone.device.sizes(), now), zone })
@@ -97,9 +99,9 @@ impl Core {
             boot_bytes,
             pool_free,
             last_report: None,
-            agent_connected: false,
+            agent: Agent::default(),
             watermark_bytes: 0,
-            audit: VecDeque::new(),
+            audit: Audit::default(),
             episode: Episode::default(),
             counters: Counters::default(),
             report_to_plan: LatencyHistogram::default(),
@@ -116,17 +118,42 @@ impl Core {
     }
 
     /// An agent has connected.
-    pub fn agent_connected(&mut self) {
+    pub fn agent_connected(&mut self, now: TimeMs) {
         self.intake.connected();
-        self.agent_connected = true;
+        self.agent = Agent { connected: true, heard: Some(now), said: Some(AgentState::Live) };
         self.counters.connections += 1;
         info!("The guest's agent is connected");
     }
 
     /// Its connection has ended.
     pub fn agent_gone(&mut self) {
-        self.agent_connected = false;
+        self.agent.connected = false;
+        self.agent.said = Some(AgentState::Gone);
         warn!("The guest's agent is gone");
+    }
+
+    /// How the agent is. Who is connected and says nothing that can be believed is silent.
+    pub fn agent_state(&self, now: TimeMs) -> AgentState {
+        match self.agent {
+            Agent { heard: None, .. } => AgentState::Never,
+            Agent { connected: false, .. } => AgentState::Gone,
+            Agent { heard: Some(at), .. } if now.since(at) >= self.controller.rules().lost_ms => {
+                AgentState::Silent
+            }
+            _ => AgentState::Live,
+        }
+    }
+
+    /// Says once that an agent has fallen silent, and once that it speaks again.
+    fn watch_agent(&mut self, now: TimeMs) {
+        let state = self.agent_state(now);
+        if self.agent.said.is_some_and(|said| said != state) {
+            match state {
+                AgentState::Silent => warn!("The guest's agent is connected, and no report comes"),
+                _ => info!(state = state.label(), "The guest's agent reports again"),
+            }
+            self.agent.said = Some(state);
+        }
     }
 
     /// How the agent is to report.
@@ -163,6 +190,7 @@ impl Core {
 
     fn report(&mut self, report: Report, now: TimeMs) {
         self.counters.reports += 1;
+        self.agent.heard = Some(now);
         if let Some(Ended { took_ms, grown_bytes }) = self.episode.reported(report.memory().total_bytes, now)
         {
             info!(took_ms, grown_bytes, "The memory that the guest was short of is online");
@@ -177,6 +205,7 @@ impl Core {
 
     /// Time has passed, or a plugged size has changed.
     pub fn tick(&mut self, now: TimeMs) {
+        self.watch_agent(now);
         let host = self.observe(now);
         for zone in &mut self.zones {
             if zone.progress.remind(now) {
@@ -191,28 +220,28 @@ impl Core {
 
     /// Reads the devices, notes what has changed.
     fn observe(&mut self, now: TimeMs) -> HostView {
+        let mut all = Vec::with_capacity(self.zones.len());
         for Zone { zone, progress } in &mut self.zones {
             let sizes = zone.device.sizes();
             if progress.observe(sizes, now) {
                 info!(zone = zone.id, plugged_bytes = sizes.plugged_bytes, "resize-reached");
             }
+            all.push(sizes);
         }
-        self.host_view()
+        self.audit.observe(&all, now);
+        self.host_view(&all)
     }
 
-    fn host_view(&self) -> HostView {
-        let zones = self.zones.iter().zip(0..).map(|(Zone { zone, .. }, id)| {
-            let sizes = zone.device.sizes();
-            ZoneSizes {
-                id: ZoneId(id),
-                tier: zone.tier,
-                guest_numa_node: zone.guest_numa_node,
-                block_bytes: sizes.block_bytes,
-                floor_bytes: 0,
-                max_bytes: sizes.region_bytes,
-                requested_bytes: sizes.requested_bytes,
-                plugged_bytes: sizes.plugged_bytes,
-            }
+    fn host_view(&self, sizes: &[DeviceSizes]) -> HostView {
+        let zones = self.zones.iter().zip(sizes).zip(0..).map(|((Zone { zone, .. }, sizes), id)| ZoneSizes {
+            id: ZoneId(id),
+            tier: zone.tier,
+            guest_numa_node: zone.guest_numa_node,
+            block_bytes: sizes.block_bytes,
+            floor_bytes: 0,
+            max_bytes: sizes.region_bytes,
+            requested_bytes: sizes.requested_bytes,
+            plugged_bytes: sizes.plugged_bytes,
         });
         HostView {
             zones: zones.collect(),
@@ -228,6 +257,7 @@ impl Core {
             self.watermark_bytes = plan.watermark_bytes;
         }
         let before = host.requested_bytes();
+        self.record(&plan, host, now);
         if !plan.dry_run {
             for change in plan.changes(host) {
                 let zone = &self.zones[change.zone.0 as usize].zone;
@@ -241,43 +271,36 @@ impl Core {
                 _ => {}
             }
         }
-        self.record(plan, now);
     }
 
-    /// Notes a plan. A hold that says nothing new is not worth a line: there is one for each report.
-    fn record(&mut self, plan: Plan, now: TimeMs) {
+    /// Notes a plan, before it is carried out.
+    fn record(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
         let policy = self.controller.policy().name();
-        let last = self.audit.back().map(|last| (last.plan.direction, last.plan.reason));
-        if plan.direction == Direction::Hold
-            && (plan.reason == Reason::Quiet || last == Some((plan.direction, plan.reason)))
-        {
+        let report = self.last_report.as_ref().map(|(at, report)| (*at, report));
+        let near = self.controller.near();
+        if !self.audit.record(plan, Grounds { policy, report, near, host }, now) {
             return;
         }
         let (direction, reason) = (plan.direction.label(), plan.reason.label());
         *self.counters.plans.entry((policy, direction, reason)).or_default() += 1;
-        let available_bytes = self.last_report.as_ref().map(|(_, report)| report.memory().available_bytes);
         if plan.direction != Direction::Hold {
             info!(
+                decision = self.audit.total(),
                 policy,
                 direction,
                 reason,
                 requested_bytes = plan.requested_bytes(),
-                available_bytes,
+                available_bytes = report.map(|(_, report)| report.memory().available_bytes),
                 "Plan"
             );
         }
-        if self.audit.len() == AUDIT_LEN {
-            self.audit.pop_front();
-        }
-        self.audit.push_back(Audited { at: now, plan, available_bytes });
     }
 
     /// Sizes a zone by hand and pins it.
     pub fn resize(&mut self, id: &str, size_bytes: u64, now: TimeMs) -> Result<(), VmError> {
         let host = self.observe(now);
-        let Some(index) = self.zones.iter().position(|zone| zone.zone.id == id) else {
-            return Err(VmError::BadRequest(format!("There is no zone {id:?} that can be resized")));
-        };
+        let zone = self.find(id)?;
+        let index = zone.0 as usize;
         let device = &self.zones[index].zone.device;
         let sizes = device.sizes();
         if size_bytes > sizes.region_bytes {
@@ -292,8 +315,10 @@ impl Core {
                 sizes.block_bytes
             )));
         }
-        self.controller.pin(ZoneId(index as u32), &host, now);
+        self.controller.pin(zone, &host, now);
         self.episode.abandoned();
+        let all: Vec<_> = self.zones.iter().map(|zone| zone.zone.device.sizes()).collect();
+        self.audit.sized_by_hand(index, &all, now);
         // What the device had to lower may be asked for again, or be enough now.
         if size_bytes != sizes.requested_bytes || sizes.shortfall.is_some() {
             device.request(size_bytes);
@@ -304,10 +329,19 @@ impl Core {
         Ok(())
     }
 
+    fn find(&self, id: &str) -> Result<ZoneId, VmError> {
+        let index = self.zones.iter().position(|zone| zone.zone.id == id);
+        index
+            .map(|index| ZoneId(index as u32))
+            .ok_or_else(|| VmError::BadRequest(format!("There is no zone {id:?} that can be resized")))
+    }
+
     /// Changes what the governor does.
     pub fn change(&mut self, change: &PressureChange) -> Result<(), VmError> {
+        // All or nothing: what can be wrong is found before anything changes.
+        let resumed = change.zone.as_deref().map(|id| self.find(id)).transpose()?;
         if let Some(name) = &change.policy {
-            let config = PressureConfig { policy: name.clone(), size: change.size, dry_run: false };
+            let config = PressureConfig { policy: name.clone(), size: change.size, ..Default::default() };
             let policy = policy(&config)?;
             self.controller.set_policy(policy).map_err(bad_request)?;
         }
@@ -315,108 +349,25 @@ impl Core {
             self.controller.set_dry_run(dry_run);
         }
         if change.resume == Some(true) {
-            self.controller.resume(None);
+            self.controller.resume(resumed);
+        }
+        match change.paused() {
+            Some(true) => self.controller.pause(),
+            Some(false) => self.controller.unpause(),
+            None => {}
         }
         Ok(())
-    }
-
-    /// What `vm.pressure` answers.
-    pub fn info(&self, now: TimeMs) -> PressureInfo {
-        let status = self.controller.status();
-        let name = |id: &ZoneId| self.zones[id.0 as usize].zone.id.clone();
-        let decisions = self.audit.iter().rev().take(AUDIT_SHOWN);
-        let mut details = BTreeMap::from([
-            ("watermark_bytes".to_owned(), json!(self.watermark_bytes)),
-            ("cool_down_ms".to_owned(), json!(status.cool_down_ms)),
-            ("reports".to_owned(), json!(self.counters.reports)),
-            ("refused".to_owned(), json!(self.counters.refused)),
-        ]);
-        if let Some((_, report)) = &self.last_report {
-            details.insert("memory".to_owned(), json!(report.memory()));
-            details.insert("stall".to_owned(), json!(report.stall()));
-            details.insert("counters".to_owned(), json!(report.counters()));
-        }
-        if let Some(took_ms) = self.last_online_ms {
-            details.insert("report_to_online_ms".to_owned(), json!(took_ms));
-        }
-        PressureInfo {
-            policy: status.policy.to_owned(),
-            dry_run: status.dry_run,
-            pinned_zones: status.pinned.iter().map(name).collect(),
-            agent_connected: self.agent_connected,
-            report_age_ms: self.last_report.as_ref().map(|(at, _)| now.since(*at)),
-            decisions: decisions.map(|audited| audited.to_json(now)).collect(),
-            details,
-        }
-    }
-
-    /// How the last resize of zone `id` goes; `None` if the governor does not size it.
-    pub fn resize_status(&self, id: &str, now: TimeMs) -> Option<ResizeStatus> {
-        let Zone { zone, progress } = self.zones.iter().find(|zone| zone.zone.id == id)?;
-        let offline = self.node_blocks(zone.guest_numa_node).map_or(0, |(_, offline)| offline);
-        Some(progress.status(offline, now))
-    }
-
-    /// What the agent says is online of the hotplug part of zone `id`.
-    pub fn online_bytes(&self, id: &str) -> Option<u64> {
-        let Zone { zone, .. } = self.zones.iter().find(|zone| zone.zone.id == id)?;
-        let (online, _) = self.node_blocks(zone.guest_numa_node)?;
-        Some(online.saturating_sub(zone.boot_bytes))
-    }
-
-    /// Online and offline bytes of a node in the last report that knew of blocks.
-    fn node_blocks(&self, node: u32) -> Option<(u64, u64)> {
-        let (_, report) = self.last_report.as_ref()?;
-        let blocks = report.blocks();
-        if blocks.block_bytes == 0 {
-            return None;
-        }
-        let found = blocks.nodes.iter().find(|blocks| blocks.node == node);
-        Some(found.map_or((0, 0), |blocks| (blocks.online_bytes, blocks.offline_bytes)))
     }
 
     /// How long it took to take one line in, decide, and ask the devices.
     pub fn line_took(&mut self, took: Duration) {
         self.report_to_plan.observe(took);
     }
-
-    /// Everything for metrics.
-    pub fn sample(&self, now: TimeMs) -> PressureSample {
-        let age = |at: TimeMs| Duration::from_millis(now.since(at));
-        PressureSample {
-            plans_total: self.counters.plans.clone(),
-            reports_total: self.counters.reports,
-            refused_total: self.counters.refused.clone(),
-            connections_total: self.counters.connections,
-            reminders_total: self.counters.reminders,
-            agent_connected: self.agent_connected,
-            dry_run: self.controller.rules().dry_run,
-            watermark_bytes: self.watermark_bytes,
-            report: self.last_report.as_ref().map(|(at, report)| (age(*at), report.clone())),
-            report_to_plan: self.report_to_plan.sample(),
-            report_to_online: self.report_to_online.sample(),
-        }
-    }
 }
 
 impl fmt::Debug for Core {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Core").field("controller", &self.controller).finish_non_exhaustive()
-    }
-}
-
-impl Audited {
-    fn to_json(&self, now: TimeMs) -> serde_json::Value {
-        json!({
-            "age_ms": now.since(self.at),
-            "direction": self.plan.direction.label(),
-            "reason": self.plan.reason.label(),
-            "limited_by": self.plan.limited_by.map(Reason::label),
-            "wanted_bytes": self.plan.wanted_bytes,
-            "requested_bytes": self.plan.requested_bytes(),
-            "available_bytes": self.available_bytes,
-            "dry_run": self.plan.dry_run,
-        })
     }
 }
 

@@ -8,6 +8,8 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::governor::{DeviceSizes, Shortfall, ZoneDevice};
+use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN, Outcome};
+use crate::vm::request::ResizeStatus;
 
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = 2 * MIB;
@@ -71,14 +73,14 @@ fn fixture(policy: &str, dry_run: bool, follows: bool) -> Fixture {
         device: Arc::clone(device) as _,
     };
     let zones = vec![zone("dram", Tier::Dram, 0, &dram), zone("pm", Tier::Pm, 1, &pm)];
-    let config = PressureConfig { policy: policy.to_owned(), size: None, dry_run };
+    let config = PressureConfig { policy: policy.to_owned(), dry_run, ..Default::default() };
     let core = Core::new(&config, zones, 384 * MIB, Arc::new(|| 1024 * MIB), TimeMs(0)).unwrap();
     Fixture { core, dram, pm, seq: 0 }
 }
 
 impl Fixture {
     fn greet(&mut self) {
-        self.core.agent_connected();
+        self.core.agent_connected(TimeMs(self.seq * 50));
         self.line(&json!({
             "type": "hello", "version": 1, "agent_version": "0.1.0", "kernel_release": "6.12.117",
             "preemption": "voluntary", "page_size_bytes": 4096,
@@ -141,7 +143,7 @@ fn dry_run_decides_and_asks_nobody() {
     }
     assert!(f.core.counters.plans.keys().any(|key| key.1 == "grow"));
     assert_eq!(f.dram.sizes().requested_bytes, 0);
-    assert!(f.core.info(TimeMs(0)).dry_run);
+    assert!(f.core.info(DECISIONS_SHOWN, TimeMs(0)).dry_run);
 }
 
 #[test]
@@ -160,7 +162,7 @@ fn a_resize_by_hand_pins_its_zone_until_the_governor_is_resumed() {
     let mut f = fixture("psi", false, true);
     f.greet();
     f.core.resize("dram", 64 * MIB, TimeMs(0)).unwrap();
-    assert_eq!(f.core.info(TimeMs(0)).pinned_zones, ["dram"]);
+    assert_eq!(f.core.info(DECISIONS_SHOWN, TimeMs(0)).pinned_zones, ["dram"]);
     for available in [60, 30, 20] {
         f.report(available);
     }
@@ -182,7 +184,7 @@ fn resizes_out_of_bounds_change_nothing() {
             "{zone} {bytes}"
         );
     }
-    assert!(f.core.info(TimeMs(0)).pinned_zones.is_empty());
+    assert!(f.core.info(DECISIONS_SHOWN, TimeMs(0)).pinned_zones.is_empty());
     assert_eq!(f.dram.sizes().requested_bytes, 0);
 }
 
@@ -245,7 +247,7 @@ fn the_time_from_the_first_report_to_the_memory_being_online_is_measured() {
         f.report(available);
     }
     assert_eq!(f.core.sample(TimeMs(0)).report_to_online.count(), 1);
-    assert!(f.core.info(TimeMs(0)).details.contains_key("report_to_online_ms"));
+    assert!(f.core.info(DECISIONS_SHOWN, TimeMs(0)).details.contains_key("report_to_online_ms"));
 }
 
 #[test]
@@ -254,7 +256,7 @@ fn an_unknown_policy_is_refused_and_the_old_one_stays() {
     let change = PressureChange { policy: Some("magic".to_owned()), ..Default::default() };
     let error = f.core.change(&change).unwrap_err().to_string();
     assert!(error.contains("magic") && error.contains("psi"), "{error}");
-    assert_eq!(f.core.info(TimeMs(0)).policy, "psi");
+    assert_eq!(f.core.info(DECISIONS_SHOWN, TimeMs(0)).policy, "psi");
 }
 
 #[test]
@@ -274,17 +276,133 @@ fn fixed_keeps_its_size_without_an_agent_and_takes_another_one() {
 }
 
 #[test]
-fn the_audit_is_bounded_and_newest_first() {
+fn the_audit_is_bounded_numbered_and_newest_first() {
     let mut f = fixture("psi", false, true);
     f.greet();
-    for round in 0..AUDIT_LEN as u64 {
+    for round in 0..2 * DECISIONS_KEPT as u64 {
         f.report(if round % 2 == 0 { 20 } else { 300 });
     }
-    assert!(f.core.audit.len() <= AUDIT_LEN);
-    let decisions = f.core.info(TimeMs(f.seq * 50)).decisions;
-    assert!(decisions.len() <= AUDIT_SHOWN);
-    let ages: Vec<_> = decisions.iter().map(|decision| decision["age_ms"].as_u64().unwrap()).collect();
-    assert!(ages.is_sorted());
+    let info = f.core.info(DECISIONS_KEPT, TimeMs(f.seq * 50));
+    assert!(info.decisions_total > DECISIONS_KEPT as u64, "{} decisions show nothing", info.decisions_total);
+    assert_eq!(info.decisions.len(), DECISIONS_KEPT);
+    assert_eq!(info.decisions[0].seq, info.decisions_total);
+    assert!(info.decisions.iter().map(|decision| decision.age_ms).is_sorted());
+    assert!(info.decisions.windows(2).all(|pair| pair[0].seq == pair[1].seq + 1));
+    assert_eq!(f.core.info(3, TimeMs(f.seq * 50)).decisions.len(), 3);
+}
+
+#[test]
+fn a_decision_is_shown_with_what_it_was_made_upon_and_what_came_of_it() {
+    let mut f = fixture("psi", false, true);
+    f.greet();
+    f.report(20);
+    f.core.tick(TimeMs(f.seq * 50 + 7));
+    let info = f.core.info(DECISIONS_SHOWN, TimeMs(f.seq * 50 + 7));
+    let grow = info.decisions.iter().find(|decision| decision.direction == "grow").unwrap();
+    assert_eq!(grow.outcome, Outcome::Reached { after_ms: 7 });
+    assert_eq!(grow.policy, "psi");
+    let report = grow.input.report.as_ref().unwrap();
+    assert_eq!((report.seq, report.age_ms, report.available_bytes), (1, 0, 20 * MIB));
+    assert_eq!(grow.input.zones[0].plugged_bytes, 0);
+    let dram = f.dram.sizes().requested_bytes;
+    assert_eq!((grow.targets[0].zone.as_str(), grow.targets[0].requested_bytes), ("dram", dram));
+    assert_eq!(grow.asked_bytes, grow.targets.iter().map(|target| target.requested_bytes).sum::<u64>());
+}
+
+#[test]
+fn a_pause_holds_everything_until_it_is_ended_and_may_be_repeated() {
+    let mut f = fixture("psi", false, true);
+    f.greet();
+    let pause = |pause| PressureChange { pause: Some(pause), ..Default::default() };
+    for _ in 0..2 {
+        f.core.change(&pause(true)).unwrap();
+    }
+    for available in [60, 30, 20] {
+        f.report(available);
+    }
+    assert_eq!(f.dram.sizes().requested_bytes, 0);
+    let info = f.core.info(DECISIONS_SHOWN, TimeMs(0));
+    assert!(info.paused && f.core.sample(TimeMs(0)).paused);
+    assert_eq!((info.decisions[0].reason.as_str(), info.decisions[0].times), ("paused", 3));
+    // A zone that is resumed does not end the pause, and the end of the pause resumes no zone.
+    f.core.resize("pm", 2 * MIB, TimeMs(0)).unwrap();
+    let zone =
+        |id: &str| PressureChange { resume: Some(true), zone: Some(id.to_owned()), ..Default::default() };
+    f.core.change(&zone("dram")).unwrap();
+    assert!(f.core.info(0, TimeMs(0)).paused);
+    for _ in 0..2 {
+        f.core.change(&pause(false)).unwrap();
+    }
+    assert_eq!(f.core.info(0, TimeMs(0)).pinned_zones, ["pm"]);
+    f.report(20);
+    assert_eq!(f.dram.sizes().requested_bytes, 128 * MIB);
+    f.core.change(&zone("pm")).unwrap();
+    assert!(f.core.info(0, TimeMs(0)).pinned_zones.is_empty());
+    let error = f.core.change(&PressureChange { pause: Some(true), ..zone("nvram") }).unwrap_err();
+    assert!(error.to_string().contains("nvram"), "{error}");
+    assert!(!f.core.info(0, TimeMs(0)).paused, "what is refused changes nothing");
+}
+
+#[test]
+fn a_machine_that_is_built_paused_is_paused() {
+    let config = PressureConfig { paused: true, ..Default::default() };
+    let mut core = Core::new(&config, Vec::new(), 384 * MIB, Arc::new(|| 0), TimeMs(0)).unwrap();
+    assert!(core.info(0, TimeMs(0)).paused);
+    core.change(&PressureChange { resume: Some(true), ..Default::default() }).unwrap();
+    assert!(!core.info(0, TimeMs(0)).paused);
+}
+
+#[test]
+fn an_agent_is_never_there_then_live_then_silent_then_live_then_gone() {
+    let mut f = fixture("psi", false, true);
+    let state = |f: &Fixture, now| f.core.info(0, TimeMs(now)).agent;
+    assert_eq!(state(&f, 0), AgentState::Never);
+    f.greet();
+    f.report(200);
+    let at = f.seq * 50;
+    assert_eq!(state(&f, at + 2_999), AgentState::Live);
+    assert_eq!(state(&f, at + 3_000), AgentState::Silent);
+    // What cannot be believed does not count.
+    f.core.line(Ok(b"{}"), TimeMs(at + 3_000));
+    assert_eq!(state(&f, at + 3_000), AgentState::Silent);
+    f.core.tick(TimeMs(at + 3_000));
+    f.seq = 100;
+    f.report(200);
+    assert_eq!(state(&f, 5_000), AgentState::Live);
+    f.core.agent_gone();
+    assert_eq!(state(&f, 5_000), AgentState::Gone);
+    f.core.agent_connected(TimeMs(60_000));
+    assert_eq!((state(&f, 60_000), state(&f, 63_000)), (AgentState::Live, AgentState::Silent));
+}
+
+/// Rule 6 of docs/policy.md, through the whole governor.
+#[test]
+fn an_agent_that_falls_silent_while_the_guest_is_short_fails_open_and_no_further() {
+    let mut f = fixture("psi", false, true);
+    f.greet();
+    f.report(20);
+    let requested = |f: &Fixture| f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes;
+    let (before, from) = (requested(&f), f.seq * 50);
+    for now in (from..from + 60_000).step_by(500) {
+        f.core.tick(TimeMs(now));
+    }
+    assert_eq!(requested(&f) - before, (64 + 128 + 256 + 512) * MIB);
+    let at_rest = requested(&f);
+    f.core.tick(TimeMs(from + 600_000));
+    assert_eq!(requested(&f), at_rest);
+    let reasons = f.core.info(DECISIONS_SHOWN, TimeMs(0)).decisions;
+    assert!(reasons.iter().any(|decision| {
+        (decision.direction.as_str(), decision.reason.as_str()) == ("grow", "reports_lost")
+    }));
+}
+
+#[test]
+fn a_driver_that_is_not_up_is_shown() {
+    let f = fixture("psi", false, true);
+    f.pm.sizes.lock().driver_ready = false;
+    let zones = f.core.info(0, TimeMs(0)).zones;
+    let ready: Vec<_> = zones.iter().map(|zone| (zone.id.as_str(), zone.driver_ready)).collect();
+    assert_eq!(ready, [("dram", true), ("pm", false)]);
 }
 
 #[test]

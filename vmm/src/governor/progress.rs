@@ -46,7 +46,8 @@ impl Progress {
         due
     }
 
-    fn is_late(&self, now: TimeMs) -> bool {
+    /// Whether it makes no progress.
+    pub fn is_late(&self, now: TimeMs) -> bool {
         self.sizes.plugged_bytes != self.sizes.requested_bytes && now.since(self.changed_at) >= PATIENCE_MS
     }
 

@@ -113,7 +113,7 @@ async fn listen(core: Arc<Mutex<Core>>, clock: Clock, mut agents: Connections) {
     let mut next = agents.recv().await;
     while let Some(stream) = next {
         let connection = async { agent::serve(UnixStream::from_std(stream)?, &core, clock).await };
-        core.lock().agent_connected();
+        core.lock().agent_connected(clock.now());
         next = tokio::select! {
             result = connection => {
                 if let Err(err) = result {

@@ -35,7 +35,7 @@ pub use self::latency::{LATENCY_BOUNDS_NS, LatencyHistogram, LatencySample};
 pub use self::memory::PlugMetrics;
 pub use self::pmem::PmemFileMetrics;
 pub use self::pool::PoolMetrics;
-pub use self::pressure::{PressureSample, PressureSource};
+pub use self::pressure::{PressureSample, PressureSource, PressureZone};
 pub use self::serve::router;
 pub use self::volume::{VolumeCounters, VolumeMetrics};
 use crate::bus::BusMetrics;

@@ -7,8 +7,9 @@ use std::time::Duration;
 use balloon::proto::{Refusal, Report, Zone};
 use prometheus_client::registry::Unit;
 
-use super::expose::{Exposer, Family, one};
+use super::expose::{Exposer, Family, Labels, one};
 use super::latency::LatencySample;
+use crate::vm::request::{AgentState, GovernedZoneInfo};
 
 /// The page size of x86-64, in which the guest counts.
 const PAGE_BYTES: u64 = 4096;
@@ -28,6 +29,14 @@ pub struct PressureSample {
     pub reminders_total: u64,
     /// Whether an agent is connected.
     pub agent_connected: bool,
+    /// How the agent is.
+    pub agent: Option<AgentState>,
+    /// The zones that are governed.
+    pub zones: Vec<PressureZone>,
+    /// Decisions so far; also the number of the last one.
+    pub decisions_total: u64,
+    /// Nothing is decided.
+    pub paused: bool,
     /// Decided only, not carried out.
     pub dry_run: bool,
     /// Under so much available memory the agent reports faster; 0 before the first plan.
@@ -38,6 +47,15 @@ pub struct PressureSample {
     pub report_to_plan: LatencySample,
     /// From the first report under pressure to the memory being online.
     pub report_to_online: LatencySample,
+}
+
+/// A zone that is governed.
+#[derive(Clone, Debug)]
+pub struct PressureZone {
+    /// Its tier's name.
+    pub tier: &'static str,
+    /// What `vm.pressure` shows of it.
+    pub zone: GovernedZoneInfo,
 }
 
 /// Something that governs.
@@ -66,8 +84,24 @@ fn expose_governor(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Resul
         (labels.map(|(name, value)| (name, (*value).to_owned())).to_vec(), *count)
     });
     out.counters(Family("pressure_plans", "Plans of the governor.", None), plans)?;
-    let dry_run = if sample.dry_run { 1.0 } else { 0.0 };
+    out.counters(
+        Family("pressure_decisions", "Decisions that said something new.", None),
+        [(vec![], sample.decisions_total)],
+    )?;
+    let dry_run = yes_or_no(sample.dry_run);
     out.gauges(Family("pressure_dry_run", "1 when plans are not carried out.", None), [(vec![], dry_run)])?;
+    let paused = yes_or_no(sample.paused);
+    out.gauges(Family("pressure_paused", "1 when nothing is decided.", None), [(vec![], paused)])?;
+    let zones = |shown: fn(&GovernedZoneInfo) -> bool| {
+        sample.zones.iter().map(move |PressureZone { tier, zone }| {
+            let labels: Labels = vec![("zone", zone.id.clone()), ("tier", (*tier).to_owned())];
+            (labels, yes_or_no(shown(zone)))
+        })
+    };
+    let pinned = "1 when the zone was sized by hand, and is left alone.";
+    out.gauges(Family("pressure_pinned", pinned, None), zones(|zone| zone.pinned))?;
+    let driver = "1 when the guest's driver of the zone's device is up.";
+    out.gauges(Family("pressure_driver_ready", driver, None), zones(|zone| zone.driver_ready))?;
     out.counters(
         Family("pressure_reminders", "Reminders sent to a guest that made no progress.", None),
         [(vec![], sample.reminders_total)],
@@ -84,12 +118,20 @@ fn expose_governor(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Resul
     )
 }
 
+fn yes_or_no(yes: bool) -> f64 {
+    if yes { 1.0 } else { 0.0 }
+}
+
 fn expose_agent(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
-    let connected = if sample.agent_connected { 1.0 } else { 0.0 };
+    let connected = yes_or_no(sample.agent_connected);
     out.gauges(
         Family("pressure_agent_connected", "1 when an agent is connected.", None),
         [(vec![], connected)],
     )?;
+    let states = AgentState::ALL
+        .into_iter()
+        .map(|state| (one("state", state.label()), yes_or_no(sample.agent == Some(state))));
+    out.gauges(Family("pressure_agent_state", "1 for how the agent is.", None), states)?;
     out.counters(
         Family("pressure_agent_connections", "Connections of agents.", None),
         [(vec![], sample.connections_total)],

@@ -23,7 +23,7 @@ use crate::virtio::block::{BlockMetrics, Kind};
 use crate::virtio::mem::{FailureReason, MemMetrics};
 use crate::virtio::pmem::metrics::PmemMetrics;
 use crate::virtio::vsock::VsockMetrics;
-use crate::vm::request::{ResizeStatus, VmHandle, VmRequest};
+use crate::vm::request::{AgentState, GovernedZoneInfo, ResizeStatus, VmHandle, VmRequest};
 use crate::volume::guest_btt::VolumeKey;
 use crate::volume::interface::Chosen;
 use crate::volume::sectors::{SectorError, Sectors};
@@ -40,6 +40,13 @@ impl PressureSource for FakeGovernor {
             reports_total: 7,
             refused_total: BTreeMap::from([("not_json", 2)]),
             agent_connected: true,
+            agent: Some(AgentState::Silent),
+            zones: vec![PressureZone {
+                tier: "pm",
+                zone: GovernedZoneInfo { id: "pm".to_owned(), driver_ready: true, pinned: false },
+            }],
+            paused: true,
+            decisions_total: 12,
             report: Some((Duration::from_millis(1500), report())),
             ..PressureSample::default()
         }
@@ -283,6 +290,12 @@ fn a_scrape_shows_what_the_sources_say() {
             r#"foreshore_pressure_plans_total{{{vm},policy="psi",direction="grow",reason="low_available"}} 3"#
         ),
         format!(r#"foreshore_pressure_report_age_seconds{{{vm}}} 1.5"#),
+        format!(r#"foreshore_pressure_agent_state{{{vm},state="silent"}} 1.0"#),
+        format!(r#"foreshore_pressure_agent_state{{{vm},state="live"}} 0.0"#),
+        format!(r#"foreshore_pressure_paused{{{vm}}} 1.0"#),
+        format!(r#"foreshore_pressure_decisions_total{{{vm}}} 12"#),
+        format!(r#"foreshore_pressure_driver_ready{{{vm},zone="pm",tier="pm"}} 1.0"#),
+        format!(r#"foreshore_pressure_pinned{{{vm},zone="pm",tier="pm"}} 0.0"#),
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="not_json"}} 2"#),
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="too_long"}} 0"#),
         format!(r#"foreshore_console_bytes_total{{{vm},direction="from-guest"}} 80"#),

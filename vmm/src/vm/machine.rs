@@ -166,8 +166,8 @@ impl Machine for KvmMachine {
         })
     }
 
-    fn pressure(&self) -> PressureInfo {
-        self.governor.core().lock().info(self.governor.clock().now())
+    fn pressure(&self, decisions: usize) -> PressureInfo {
+        self.governor.core().lock().info(decisions, self.governor.clock().now())
     }
 
     fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {

@@ -47,7 +47,7 @@ pub trait Machine {
     /// Gives a disk another size, which the guest is told of.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
     /// What the governor does.
-    fn pressure(&self) -> PressureInfo;
+    fn pressure(&self, decisions: usize) -> PressureInfo;
     /// Changes what the governor does.
     fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError>;
 }
@@ -272,7 +272,9 @@ impl<F: MachineFactory> Owner<F> {
                 Err(err) => answer(reply, Err(err)),
             },
             VmRequest::Volumes(reply) => answer(reply, self.running().map(|machine| machine.volumes())),
-            VmRequest::Pressure(reply) => answer(reply, self.running().map(|machine| machine.pressure())),
+            VmRequest::Pressure(decisions, reply) => {
+                answer(reply, self.running().map(|machine| machine.pressure(decisions)));
+            }
             VmRequest::ChangePressure(change, reply) => {
                 answer(reply, self.change_pressure(change));
             }
@@ -369,6 +371,7 @@ mod tests {
 
     use super::*;
     use crate::config::PressureConfig;
+    use crate::vm::request::AgentState;
     use crate::vm::request::VmHandle;
 
     /// What happened to the machines that were built, in order.
@@ -415,13 +418,17 @@ mod tests {
             self.0.lock().push("resize disk");
             Ok(())
         }
-        fn pressure(&self) -> PressureInfo {
+        fn pressure(&self, _: usize) -> PressureInfo {
             PressureInfo {
                 policy: "off".to_owned(),
                 dry_run: false,
+                paused: false,
                 pinned_zones: Vec::new(),
+                agent: AgentState::Never,
                 agent_connected: false,
                 report_age_ms: None,
+                zones: Vec::new(),
+                decisions_total: 0,
                 decisions: Vec::new(),
                 details: BTreeMap::new(),
             }
@@ -571,10 +578,28 @@ mod tests {
             };
             change(fixed).await.unwrap();
             change(PressureChange { dry_run: Some(true), ..PressureChange::default() }).await.unwrap();
-            let set = PressureConfig { policy: "fixed".to_owned(), size: Some(256 << 20), dry_run: true };
+            let set = PressureConfig {
+                policy: "fixed".to_owned(),
+                size: Some(256 << 20),
+                dry_run: true,
+                ..PressureConfig::default()
+            };
             assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure, set);
             vm.send(0, MachineEvent::GuestReset);
             assert_eq!(vm.state().await, VmState::Running);
+            // So is a pause, and its end.
+            let pause = |pause| PressureChange { pause: Some(pause), ..PressureChange::default() };
+            change(pause(true)).await.unwrap();
+            assert!(vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure.paused);
+            vm.handle.ask(VmRequest::Reboot).await.unwrap();
+            let zone = PressureChange {
+                resume: Some(true),
+                zone: Some("pm".to_owned()),
+                ..PressureChange::default()
+            };
+            change(zone).await.unwrap();
+            assert!(vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure.paused);
+            change(PressureChange { resume: Some(true), ..PressureChange::default() }).await.unwrap();
             // Another policy takes the size with it; one that is refused changes nothing.
             let off = PressureChange { policy: Some("off".to_owned()), ..PressureChange::default() };
             change(off).await.unwrap();
@@ -582,10 +607,11 @@ mod tests {
             assert!(change(magic).await.is_err());
             vm.handle.ask(VmRequest::Shutdown).await.unwrap();
             vm.handle.ask(VmRequest::Boot).await.unwrap();
-            let off = PressureConfig { policy: "off".to_owned(), size: None, dry_run: true };
+            let off = PressureConfig { policy: "off".to_owned(), dry_run: true, ..PressureConfig::default() };
             let configured = crate::config::test_config().pressure;
             assert_ne!(configured, set);
-            assert_eq!(*vm.pressure.lock(), [configured, set, off]);
+            let paused = PressureConfig { paused: true, ..set.clone() };
+            assert_eq!(*vm.pressure.lock(), [configured, set, paused, off]);
         });
     }
 

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use tokio::sync::{mpsc, oneshot};
 
+use super::decision::DecisionInfo;
 use crate::config::{PressureConfig, VmConfig};
 use crate::volume::kernel_gate::{GuestKernel, Verdict};
 
@@ -142,16 +143,64 @@ pub struct PressureInfo {
     pub policy: String,
     /// Decides, and does nothing.
     pub dry_run: bool,
+    /// Decides nothing, until resumed.
+    pub paused: bool,
     /// Zones pinned by a manual resize, until resumed.
     pub pinned_zones: Vec<String>,
+    /// How the guest's agent is.
+    pub agent: AgentState,
     /// Whether an agent is connected.
     pub agent_connected: bool,
     /// Age of the last report in milliseconds; `None` before the first.
     pub report_age_ms: Option<u64>,
+    /// The zones that are governed.
+    pub zones: Vec<GovernedZoneInfo>,
+    /// How many decisions there have been.
+    pub decisions_total: u64,
     /// The last decisions, newest first.
-    pub decisions: Vec<serde_json::Value>,
+    pub decisions: Vec<DecisionInfo>,
     /// Anything else that a policy wants to tell.
     pub details: BTreeMap<String, serde_json::Value>,
+}
+
+/// How the guest's agent is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AgentState {
+    /// None has been there since the VM was started or last rebooted.
+    Never,
+    /// It reports.
+    Live,
+    /// It is connected, and no report that can be believed has come for as long as makes reports lost.
+    Silent,
+    /// There was one, and it is not connected any more.
+    Gone,
+}
+
+impl AgentState {
+    /// All of them, for a metric that shows every one.
+    pub const ALL: [Self; 4] = [Self::Never, Self::Live, Self::Silent, Self::Gone];
+
+    /// The name in metrics and on the API.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Never => "never",
+            Self::Live => "live",
+            Self::Silent => "silent",
+            Self::Gone => "gone",
+        }
+    }
+}
+
+/// `vm.pressure`: a zone that is governed. Its sizes are in `vm.memory`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GovernedZoneInfo {
+    /// Which zone.
+    pub id: String,
+    /// Whether the guest's driver is up: without it nothing is plugged or unplugged.
+    pub driver_ready: bool,
+    /// Whether it was sized by hand, and is left alone until resumed.
+    pub pinned: bool,
 }
 
 /// `vm.pressure`, as it may be set: what is `None` stays as it is.
@@ -164,8 +213,12 @@ pub struct PressureChange {
     pub size: Option<u64>,
     /// Decide only.
     pub dry_run: Option<bool>,
-    /// Give pinned zones back to the governor.
+    /// Decide nothing, or decide again; pins stay as they are.
+    pub pause: Option<bool>,
+    /// Give pinned zones back to the governor, and have it decide again.
     pub resume: Option<bool>,
+    /// With `resume`: only this zone, and a governor that is paused stays so.
+    pub zone: Option<String>,
 }
 
 impl PressureChange {
@@ -178,6 +231,15 @@ impl PressureChange {
         if let Some(dry_run) = self.dry_run {
             config.dry_run = dry_run;
         }
+        if let Some(paused) = self.paused() {
+            config.paused = paused;
+        }
+    }
+
+    /// Whether the governor is to be paused after it.
+    pub fn paused(&self) -> Option<bool> {
+        let resumed = self.resume == Some(true) && self.zone.is_none();
+        self.pause.or(resumed.then_some(false))
     }
 }
 
@@ -238,8 +300,8 @@ pub enum VmRequest {
     Memory(Reply<Vec<ZoneInfo>>),
     /// `vm.volumes`.
     Volumes(Reply<Vec<VolumeInfo>>),
-    /// `vm.pressure`, read.
-    Pressure(Reply<PressureInfo>),
+    /// `vm.pressure`, read, with so many decisions.
+    Pressure(usize, Reply<PressureInfo>),
     /// `vm.pressure`, changed.
     ChangePressure(PressureChange, Reply<()>),
     /// `vm.boot`.

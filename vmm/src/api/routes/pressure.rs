@@ -2,25 +2,77 @@
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::StatusCode;
+use axum::http::{StatusCode, Uri};
 
 use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
-use crate::config::{check_fixed_size, check_policy};
+use crate::config::{ConfigError, check_fixed_size, check_policy};
+use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN};
 use crate::vm::request::{PressureChange, PressureInfo, VmHandle, VmRequest};
 
-pub(super) async fn show(State(vm): State<VmHandle>) -> Result<Json<PressureInfo>, ApiError> {
-    Ok(Json(vm.ask(VmRequest::Pressure).await?))
+/// The call, as it is named in errors.
+const CALL: &str = "vm.pressure";
+
+pub(super) async fn show(State(vm): State<VmHandle>, uri: Uri) -> Result<Json<PressureInfo>, ApiError> {
+    let decisions = decisions(uri.query().unwrap_or_default())?;
+    Ok(Json(vm.ask(|reply| VmRequest::Pressure(decisions, reply)).await?))
 }
 
 pub(super) async fn change(
     State(vm): State<VmHandle>,
     JsonBody(change): JsonBody<PressureChange>,
 ) -> Result<StatusCode, ApiError> {
-    if let Some(policy) = &change.policy {
-        check_policy("vm.pressure", policy)?;
-    }
-    check_fixed_size("vm.pressure", change.policy.as_deref().unwrap_or_default(), change.size)?;
+    check(&change)?;
     vm.ask(|reply| VmRequest::ChangePressure(change, reply)).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// What can be seen without the VM.
+fn check(change: &PressureChange) -> Result<(), ConfigError> {
+    if let Some(policy) = &change.policy {
+        check_policy(CALL, policy)?;
+    }
+    check_fixed_size(CALL, change.policy.as_deref().unwrap_or_default(), change.size)?;
+    let refused = |key: &str, value: &str, expected: &str| {
+        Err(ConfigError::BadValue {
+            flag: CALL,
+            key: key.to_owned(),
+            value: value.to_owned(),
+            expected: expected.to_owned(),
+        })
+    };
+    let resumes = change.resume == Some(true);
+    match &change.zone {
+        Some(zone) if !resumes => refused("zone", zone, "taken without \"resume\": true"),
+        None if resumes && change.pause == Some(true) => {
+            refused("pause", "true", "taken with \"resume\": true, which ends a pause")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Reads `decisions=N`, the one thing that may be asked for.
+fn decisions(query: &str) -> Result<usize, ConfigError> {
+    let mut count = None;
+    for part in query.split('&').filter(|part| !part.is_empty()) {
+        let (key, value) = part.split_once('=').unwrap_or((part, ""));
+        if key != "decisions" {
+            let known = "decisions=".to_owned();
+            return Err(ConfigError::UnknownKey { flag: CALL, key: key.to_owned(), known });
+        }
+        let digits = value.bytes().all(|byte| byte.is_ascii_digit());
+        let read = value.parse().ok().filter(|read| digits && (0..=DECISIONS_KEPT).contains(read));
+        let Some(read) = read else {
+            return Err(ConfigError::BadValue {
+                flag: CALL,
+                key: key.to_owned(),
+                value: value.to_owned(),
+                expected: format!("a whole number from 0 to {DECISIONS_KEPT}"),
+            });
+        };
+        if count.replace(read).is_some() {
+            return Err(ConfigError::Duplicate { flag: CALL, key: key.to_owned() });
+        }
+    }
+    Ok(count.unwrap_or(DECISIONS_SHOWN))
 }

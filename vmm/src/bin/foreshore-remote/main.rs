@@ -1,5 +1,8 @@
 //! The client for the API of a VMM, with ch-remote's verbs and ours.
 
+mod pressure;
+mod table;
+
 use std::ffi::OsString;
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -7,11 +10,14 @@ use std::process::ExitCode;
 
 use anyhow::{Context, bail};
 use clap::error::ErrorKind;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 use foreshore::api::{Client, MemoryAnswer, ResizeBody};
 use foreshore::config::parse_size;
-use foreshore::vm::request::{PressureChange, ResizeDiskRequest, ResizeStatus, ZoneInfo};
+use foreshore::vm::request::{ResizeDiskRequest, ResizeStatus, ZoneInfo};
 use serde_json::Value;
+
+use self::pressure::Pressure;
+use self::table::{mib, table};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -19,7 +25,8 @@ Examples:
   foreshore-remote --api-socket /run/vm.sock resize --memory 768M
   foreshore-remote --api-socket /run/vm.sock resize-disk --disk _disk0 --size 20G
   foreshore-remote --api-socket /run/vm.sock memory
-  foreshore-remote --api-socket /run/vm.sock pressure --resume";
+  foreshore-remote --api-socket /run/vm.sock pressure --log 100
+  foreshore-remote --api-socket /run/vm.sock pressure resume pm";
 
 /// Talks to a running foreshore.
 #[derive(Debug, Parser)]
@@ -66,28 +73,6 @@ enum Verb {
     ShutdownVmm,
     /// Show every volume, as JSON: interface, durability, whether it has failed
     Volumes,
-}
-
-#[derive(Debug, Args)]
-struct Pressure {
-    /// Take another policy
-    #[arg(long)]
-    policy: Option<String>,
-    /// With --policy fixed: the hotplugged memory to keep
-    #[arg(long, value_name = "SIZE", value_parser = size)]
-    size: Option<u64>,
-    /// Decide only, and change nothing
-    #[arg(long, value_name = "SWITCH")]
-    dry_run: Option<Switch>,
-    /// Let the governor size zones again that were resized by hand
-    #[arg(long)]
-    resume: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Switch {
-    On,
-    Off,
 }
 
 #[derive(Debug, Args)]
@@ -164,12 +149,9 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
             }
             let memory: MemoryAnswer =
                 serde_json::from_slice(&answer).context("The answer is not a list of zones")?;
-            Ok(table(&memory.zones))
+            Ok(zones_table(&memory.zones))
         }
-        Verb::Pressure(pressure) => match pressure.change() {
-            Some(change) => put(vmm, "vm.pressure", Some(serde_json::to_string(&change)?)).await,
-            None => pretty(&vmm.get("vm.pressure").await?),
-        },
+        Verb::Pressure(pressure) => pressure.execute(vmm).await,
         Verb::Resize(Resize { cpus: None, memory: None, balloon: None }) => {
             bail!("resize needs at least one of --cpus, --memory and --balloon")
         }
@@ -196,27 +178,13 @@ async fn put(vmm: &Client, call: &str, body: Option<String>) -> anyhow::Result<S
     Ok(String::new())
 }
 
-impl Pressure {
-    /// What to change; `None` when it shall only be shown.
-    fn change(self) -> Option<PressureChange> {
-        let dry_run = self.dry_run.map(|switch| switch == Switch::On);
-        let (policy, size, resume) = (self.policy, self.size, self.resume.then_some(true));
-        let change = PressureChange { policy, size, dry_run, resume };
-        let asks = change.policy.is_some()
-            || change.size.is_some()
-            || change.dry_run.is_some()
-            || change.resume.is_some();
-        asks.then_some(change)
-    }
-}
-
 fn pretty(answer: &[u8]) -> anyhow::Result<String> {
     let value: Value = serde_json::from_slice(answer).context("The answer is not JSON")?;
     Ok(format!("{value:#}\n"))
 }
 
 /// Zones in columns, sizes in MiB.
-fn table(zones: &[ZoneInfo]) -> String {
+fn zones_table(zones: &[ZoneInfo]) -> String {
     let header = ["ZONE", "NODE", "BOOT", "HOTPLUG", "REQUESTED", "PLUGGED", "ONLINE", "RESIDENT", "STATUS"];
     let rows = zones.iter().map(|zone| {
         [
@@ -231,26 +199,7 @@ fn table(zones: &[ZoneInfo]) -> String {
             status(&zone.status),
         ]
     });
-    let rows: Vec<_> = std::iter::once(header.map(str::to_owned)).chain(rows).collect();
-    let widths: Vec<_> =
-        (0..header.len()).map(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0)).collect();
-    let mut text = String::new();
-    for row in &rows {
-        for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
-            match column {
-                0 => text.push_str(&format!("{cell:<width$}")),
-                // The last one is words, and as long as it wants to be.
-                _ if column + 1 == header.len() => text.push_str(&format!("  {cell}")),
-                _ => text.push_str(&format!("  {cell:>width$}")),
-            }
-        }
-        text.push('\n');
-    }
-    text
-}
-
-fn mib(bytes: u64) -> String {
-    format!("{} MiB", bytes >> 20)
+    table(header, 1, rows)
 }
 
 fn status(status: &ResizeStatus) -> String {
@@ -291,26 +240,7 @@ mod tests {
 ZONE  NODE     BOOT  HOTPLUG  REQUESTED  PLUGGED  ONLINE  RESIDENT  STATUS
 dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  stuck: busy pages
 ";
-        assert_eq!(table(&[zone()]), expected);
-    }
-
-    #[test]
-    fn pressure_changes_only_what_is_asked() {
-        let change = |args: &[&str]| match verb(&[&["pressure"], args].concat()) {
-            Verb::Pressure(pressure) => {
-                pressure.change().map(|change| serde_json::to_string(&change).unwrap())
-            }
-            other => panic!("{other:?}"),
-        };
-        assert_eq!(change(&[]), None);
-        assert_eq!(
-            change(&["--resume"]).unwrap(),
-            r#"{"policy":null,"size":null,"dry_run":null,"resume":true}"#
-        );
-        assert_eq!(
-            change(&["--policy", "off", "--dry-run", "off"]).unwrap(),
-            r#"{"policy":"off","size":null,"dry_run":false,"resume":null}"#
-        );
+        assert_eq!(zones_table(&[zone()]), expected);
     }
 
     #[test]

@@ -1,0 +1,338 @@
+//! `pressure`: what the governor does, and what it is to do.
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, Subcommand, ValueEnum};
+use foreshore::api::Client;
+use foreshore::vm::decision::{DECISIONS_KEPT, DecisionInfo, Outcome};
+use foreshore::vm::request::{PressureChange, PressureInfo};
+
+use crate::table::{mib, table};
+use crate::{pretty, put, size};
+
+/// So many decisions are shown with the state, unless another number is asked for.
+const SHOWN: u64 = 10;
+
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub struct Pressure {
+    #[command(subcommand)]
+    verb: Option<PressureVerb>,
+    /// Show so many decisions, 1000 at most
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(0..=DECISIONS_KEPT as u64))]
+    log: Option<u64>,
+    /// As JSON, with everything that each decision was made upon
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    set: Set,
+    /// As `pressure dry-run`
+    #[arg(long, value_name = "SWITCH")]
+    dry_run: Option<Switch>,
+    /// As `pressure resume`
+    #[arg(long)]
+    resume: bool,
+}
+
+#[derive(Debug, Subcommand)]
+enum PressureVerb {
+    /// Decide nothing until resumed; reports are still taken
+    Pause,
+    /// Decide again, and size all zones that were resized by hand; with a zone, size that one again and nothing else
+    Resume {
+        /// The zone
+        zone: Option<String>,
+    },
+    /// Decide only, and change nothing: on or off
+    DryRun {
+        /// Whether
+        switch: Switch,
+    },
+    /// Take another policy
+    Set(Set),
+}
+
+#[derive(Debug, Default, Args)]
+struct Set {
+    /// Take another policy
+    #[arg(long)]
+    policy: Option<String>,
+    /// With --policy fixed: the hotplugged memory to keep
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    size: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Switch {
+    On,
+    Off,
+}
+
+impl Set {
+    fn change(self) -> PressureChange {
+        PressureChange { policy: self.policy, size: self.size, ..PressureChange::default() }
+    }
+}
+
+impl Pressure {
+    /// Does what is asked; returns what to print.
+    pub async fn execute(self, vmm: &Client) -> Result<String> {
+        let (log, json) = (self.log.unwrap_or(SHOWN), self.json);
+        match self.change()? {
+            Some(change) => put(vmm, "vm.pressure", Some(serde_json::to_string(&change)?)).await,
+            None => {
+                let answer = vmm.get(&format!("vm.pressure?decisions={log}")).await?;
+                if json {
+                    return pretty(&answer);
+                }
+                let info = serde_json::from_slice(&answer).context("The answer is not vm.pressure's")?;
+                Ok(show(&info))
+            }
+        }
+    }
+
+    /// What to change; `None` when it shall only be shown.
+    fn change(self) -> Result<Option<PressureChange>> {
+        let on = |switch| switch == Switch::On;
+        let none = PressureChange::default();
+        Ok(Some(match self.verb {
+            Some(PressureVerb::Pause) => PressureChange { pause: Some(true), ..none },
+            Some(PressureVerb::Resume { zone }) => PressureChange { resume: Some(true), zone, ..none },
+            Some(PressureVerb::DryRun { switch }) => PressureChange { dry_run: Some(on(switch)), ..none },
+            Some(PressureVerb::Set(Set { policy: None, size: None })) => {
+                bail!("pressure set needs --policy")
+            }
+            Some(PressureVerb::Set(set)) => set.change(),
+            None => {
+                let asks = self.set.policy.is_some()
+                    || self.set.size.is_some()
+                    || self.dry_run.is_some()
+                    || self.resume;
+                if !asks {
+                    return Ok(None);
+                }
+                PressureChange {
+                    dry_run: self.dry_run.map(on),
+                    resume: self.resume.then_some(true),
+                    ..self.set.change()
+                }
+            }
+        }))
+    }
+}
+
+/// The state in a few lines, zones and decisions in columns.
+fn show(info: &PressureInfo) -> String {
+    let mut text = format!("policy {}, agent {}", info.policy, info.agent.label());
+    match info.report_age_ms {
+        Some(age_ms) => text.push_str(&format!(", last report {} ago\n", span(age_ms))),
+        None => text.push_str(", no report yet\n"),
+    }
+    if info.paused {
+        text.push_str("paused: nothing is decided\n");
+    }
+    if info.dry_run {
+        text.push_str("dry run: nothing is asked of the guest\n");
+    }
+    let yes_or_no = |yes| if yes { "yes" } else { "no" }.to_owned();
+    let zones =
+        info.zones.iter().map(|zone| [zone.id.clone(), yes_or_no(zone.driver_ready), yes_or_no(zone.pinned)]);
+    text.push_str(&table(["ZONE", "DRIVER", "PINNED"], 2, zones));
+    if info.decisions.is_empty() {
+        return text;
+    }
+    let header = ["DECISION", "AGO", "TIMES", "WHAT", "AVAILABLE", "ASKED", "REQUESTED", "WHY", "OUTCOME"];
+    // Newest last, as in a log.
+    text.push('\n');
+    text.push_str(&decisions(header, &info.decisions));
+    text
+}
+
+fn decisions(header: [&str; 9], decisions: &[DecisionInfo]) -> String {
+    let rows = decisions.iter().rev().map(|decision| {
+        let why = match &decision.limited_by {
+            Some(limit) => format!("{} ({limit})", decision.reason),
+            None => decision.reason.clone(),
+        };
+        [
+            decision.seq.to_string(),
+            span(decision.age_ms),
+            decision.times.to_string(),
+            decision.direction.clone(),
+            decision.available_bytes.map_or_else(|| "-".to_owned(), mib),
+            mib(decision.asked_bytes),
+            mib(decision.requested_bytes),
+            why,
+            outcome(&decision.outcome),
+        ]
+    });
+    table(header, 0, rows)
+}
+
+fn outcome(outcome: &Outcome) -> String {
+    let bytes = |bytes: &u64| mib(*bytes);
+    match outcome {
+        Outcome::None => "-".to_owned(),
+        Outcome::DryRun => "dry run".to_owned(),
+        Outcome::Pending { moved_bytes } => format!("pending, {} so far", bytes(moved_bytes)),
+        Outcome::Stuck { moved_bytes } => format!("stuck, {} so far", bytes(moved_bytes)),
+        Outcome::Reached { after_ms } => format!("reached after {}", span(*after_ms)),
+        Outcome::Partly { moved_bytes, after_ms, by, lack } => {
+            let why = match (by, lack) {
+                (_, Some(lack)) => format!("the host lacks the rest: {lack}"),
+                (Some(by), None) => format!("{by} took the rest back"),
+                (None, None) => "no more".to_owned(),
+            };
+            format!("{} after {}, {why}", bytes(moved_bytes), span(*after_ms))
+        }
+        Outcome::Withdrawn { after_ms, by } => {
+            format!("none of it after {}, {by} took it back", span(*after_ms))
+        }
+        Outcome::Superseded { moved_bytes, after_ms, by } => {
+            format!("{} after {}, then superseded by {by}", bytes(moved_bytes), span(*after_ms))
+        }
+        Outcome::ByHand { moved_bytes, after_ms } => {
+            format!("{} after {}, then resized by hand", bytes(moved_bytes), span(*after_ms))
+        }
+    }
+}
+
+/// A span of time as people say it.
+fn span(ms: u64) -> String {
+    match ms {
+        0..1_000 => format!("{ms} ms"),
+        1_000..120_000 => format!("{}.{} s", ms / 1000, ms % 1000 / 100),
+        120_000..7_200_000 => format!("{} min", ms / 60_000),
+        _ => format!("{} h", ms / 3_600_000),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use clap::Parser;
+    use foreshore::vm::decision::{DecisionInput, DecisionTarget};
+    use foreshore::vm::request::{AgentState, GovernedZoneInfo};
+
+    use super::*;
+    use crate::{Flags, Verb};
+
+    fn change(args: &[&str]) -> Result<Option<String>> {
+        let args = [&["foreshore-remote", "--api-socket", "/s", "pressure"], args].concat();
+        let Verb::Pressure(pressure) = Flags::try_parse_from(args)?.verb else { panic!() };
+        Ok(pressure.change()?.map(|change| {
+            let all = serde_json::to_value(&change).unwrap();
+            let said = all.as_object().unwrap().iter().filter(|(_, value)| !value.is_null());
+            said.map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(" ")
+        }))
+    }
+
+    #[test]
+    fn pressure_changes_only_what_is_asked() {
+        for shown in [&[][..], &["--log", "1000"], &["--json"]] {
+            assert_eq!(change(shown).unwrap(), None, "{shown:?}");
+        }
+        for (args, expected) in [
+            (&["--resume"][..], "resume=true"),
+            (&["--policy", "off", "--dry-run", "off"], r#"dry_run=false policy="off""#),
+            (&["pause"], "pause=true"),
+            (&["resume"], "resume=true"),
+            (&["resume", "pm"], r#"resume=true zone="pm""#),
+            (&["dry-run", "on"], "dry_run=true"),
+            (&["set", "--policy", "fixed", "--size", "1G"], r#"policy="fixed" size=1073741824"#),
+        ] {
+            assert_eq!(change(args).unwrap().unwrap(), expected, "{args:?}");
+        }
+        for wrong in [&["set"][..], &["dry-run"], &["--log", "1001"], &["--resume", "pause"], &["fly"]] {
+            assert!(change(wrong).is_err(), "{wrong:?}");
+        }
+    }
+
+    fn decision() -> DecisionInfo {
+        DecisionInfo {
+            seq: 7,
+            age_ms: 61_250,
+            times: 1,
+            policy: "psi".to_owned(),
+            direction: "grow".to_owned(),
+            reason: "low_available".to_owned(),
+            limited_by: Some("descriptors".to_owned()),
+            near: None,
+            wanted_bytes: 1 << 30,
+            requested_bytes: 256 << 20,
+            asked_bytes: 128 << 20,
+            available_bytes: Some(20 << 20),
+            dry_run: false,
+            input: DecisionInput { report: None, pool_free_bytes: 0, zones: Vec::new() },
+            targets: vec![DecisionTarget { zone: "pm".to_owned(), requested_bytes: 256 << 20 }],
+            outcome: Outcome::Reached { after_ms: 85 },
+        }
+    }
+
+    #[test]
+    fn the_state_is_shown_in_lines_and_decisions_in_columns_newest_last() {
+        let older = DecisionInfo {
+            seq: 6,
+            age_ms: 8_000_000,
+            times: 12,
+            direction: "hold".to_owned(),
+            reason: "enough".to_owned(),
+            limited_by: None,
+            asked_bytes: 0,
+            requested_bytes: 128 << 20,
+            available_bytes: None,
+            outcome: Outcome::None,
+            ..decision()
+        };
+        let info = PressureInfo {
+            policy: "psi".to_owned(),
+            dry_run: false,
+            paused: true,
+            pinned_zones: vec!["pm".to_owned()],
+            agent: AgentState::Silent,
+            agent_connected: true,
+            report_age_ms: Some(4_210),
+            zones: vec![GovernedZoneInfo { id: "pm".to_owned(), driver_ready: true, pinned: true }],
+            decisions_total: 7,
+            decisions: vec![decision(), older],
+            details: BTreeMap::new(),
+        };
+        let expected = "\
+policy psi, agent silent, last report 4.2 s ago
+paused: nothing is decided
+ZONE  DRIVER  PINNED
+pm    yes     yes
+
+DECISION     AGO  TIMES  WHAT  AVAILABLE    ASKED  REQUESTED                          WHY  OUTCOME
+       6     2 h     12  hold          -    0 MiB    128 MiB                       enough  -
+       7  61.2 s      1  grow     20 MiB  128 MiB    256 MiB  low_available (descriptors)  reached after 85 ms
+";
+        assert_eq!(show(&info), expected);
+    }
+
+    #[test]
+    fn every_outcome_has_its_words() {
+        let (moved_bytes, after_ms) = (64 << 20, 5_000);
+        for (end, words) in [
+            (Outcome::DryRun, "dry run"),
+            (Outcome::Pending { moved_bytes }, "pending, 64 MiB so far"),
+            (Outcome::Stuck { moved_bytes }, "stuck, 64 MiB so far"),
+            (
+                Outcome::Partly { moved_bytes, after_ms, by: Some(9), lack: None },
+                "64 MiB after 5.0 s, 9 took the rest back",
+            ),
+            (
+                Outcome::Partly { moved_bytes, after_ms, by: None, lack: Some("pool-full".to_owned()) },
+                "64 MiB after 5.0 s, the host lacks the rest: pool-full",
+            ),
+            (Outcome::Withdrawn { after_ms, by: 9 }, "none of it after 5.0 s, 9 took it back"),
+            (
+                Outcome::Superseded { moved_bytes, after_ms, by: 9 },
+                "64 MiB after 5.0 s, then superseded by 9",
+            ),
+            (Outcome::ByHand { moved_bytes, after_ms }, "64 MiB after 5.0 s, then resized by hand"),
+        ] {
+            assert_eq!(outcome(&end), words);
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! Columns for a terminal.
+
+/// Rows under a header. Columns are as wide as they must be; the last one is words, and as long as it wants to be.
+/// `left` tells how many of the first columns begin at the left; the others are numbers.
+pub fn table<const N: usize>(
+    header: [&str; N],
+    left: usize,
+    rows: impl IntoIterator<Item = [String; N]>,
+) -> String {
+    let rows: Vec<_> = std::iter::once(header.map(str::to_owned)).chain(rows).collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+    let widths: Vec<_> = (0..N).map(width).collect();
+    let mut text = String::new();
+    for row in &rows {
+        for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
+            let gap = if column == 0 { "" } else { "  " };
+            match column {
+                _ if column + 1 == N => text.push_str(&format!("{gap}{cell}")),
+                _ if column < left => text.push_str(&format!("{gap}{cell:<width$}")),
+                _ => text.push_str(&format!("{gap}{cell:>width$}")),
+            }
+        }
+        text.push('\n');
+    }
+    text
+}
+
+/// A size in MiB.
+pub fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes >> 20)
+}

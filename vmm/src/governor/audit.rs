@@ -1,0 +1,317 @@
+//! The audit: what was decided, upon what, why, and what came of it. Pure.
+//!
+//! A decision asks zones for sizes. It stays open until each has followed, or until a later decision takes back or
+//! turns round what it asked; a later one that asks for more of the same leaves it open, and the guest reaches it on
+//! its way. Decisions that ask for nothing and say what the last one said are counted there and take no place.
+
+use std::collections::VecDeque;
+
+use balloon::plan::{Direction, Plan, Reason};
+use balloon::proto::Report;
+use balloon::{HostView, TimeMs};
+
+use super::DeviceSizes;
+use crate::vm::decision::{
+    DECISIONS_KEPT, DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome, ReportDigest,
+};
+
+/// The last decisions.
+#[derive(Clone, Debug, Default)]
+pub struct Audit {
+    ring: VecDeque<Entry>,
+    /// How many there have been; also the number of the newest.
+    total: u64,
+    /// Numbers of those that the guest has not followed yet, oldest first.
+    open: Vec<u64>,
+}
+
+/// What a decision was made upon.
+#[derive(Clone, Copy, Debug)]
+pub struct Grounds<'a> {
+    /// The policy's name.
+    pub policy: &'static str,
+    /// The last report, and when it came.
+    pub report: Option<(TimeMs, &'a Report)>,
+    /// The node for whose sake the policy decided.
+    pub near: Option<u32>,
+    /// The sizes.
+    pub host: &'a HostView,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    seq: u64,
+    at: TimeMs,
+    times: u64,
+    policy: &'static str,
+    report: Option<ReportDigest>,
+    near: Option<u32>,
+    pool_free_bytes: u64,
+    /// Requested and plugged of each zone.
+    before: Vec<(u64, u64)>,
+    plan: Plan,
+    asks: Vec<Ask>,
+    end: Option<Outcome>,
+}
+
+/// What a decision asks of one zone.
+#[derive(Clone, Copy, Debug)]
+struct Ask {
+    zone: usize,
+    from_bytes: u64,
+    target_bytes: u64,
+    reached: bool,
+}
+
+impl Ask {
+    fn grows(&self) -> bool {
+        self.target_bytes > self.from_bytes
+    }
+
+    fn is_reached_by(&self, plugged_bytes: u64) -> bool {
+        if self.grows() { plugged_bytes >= self.target_bytes } else { plugged_bytes <= self.target_bytes }
+    }
+
+    /// Whether a request for `bytes` takes back what this one asks.
+    fn is_undone_by(&self, bytes: u64) -> bool {
+        !self.reached && if self.grows() { bytes < self.target_bytes } else { bytes > self.target_bytes }
+    }
+
+    fn moved_bytes(&self, plugged_bytes: u64) -> u64 {
+        if self.reached {
+            return self.from_bytes.abs_diff(self.target_bytes);
+        }
+        let (low, high) = (self.from_bytes.min(self.target_bytes), self.from_bytes.max(self.target_bytes));
+        plugged_bytes.clamp(low, high).abs_diff(self.from_bytes)
+    }
+}
+
+impl Audit {
+    /// How many decisions there have been.
+    pub fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// Notes a decision that is about to be carried out. True if it says something new.
+    pub fn record(&mut self, plan: &Plan, grounds: Grounds<'_>, now: TimeMs) -> bool {
+        if plan.direction == Direction::Hold && plan.reason == Reason::Quiet {
+            return false;
+        }
+        let zones = &grounds.host.zones;
+        let asks: Vec<Ask> = zones
+            .iter()
+            .zip(&plan.targets)
+            .enumerate()
+            .filter(|(_, (zone, target))| !plan.dry_run && zone.requested_bytes != target.requested_bytes)
+            .map(|(index, (zone, target))| Ask {
+                zone: index,
+                from_bytes: zone.plugged_bytes,
+                target_bytes: target.requested_bytes,
+                reached: zone.plugged_bytes == target.requested_bytes,
+            })
+            .collect();
+        if asks.is_empty()
+            && let Some(last) = self.ring.back_mut()
+            && last.says_the_same_as(plan)
+        {
+            last.times += 1;
+            return false;
+        }
+        self.total += 1;
+        let plugged: Vec<u64> = zones.iter().map(|zone| zone.plugged_bytes).collect();
+        if !asks.is_empty() {
+            self.undo(plan, &plugged, now);
+            self.open.push(self.total);
+        }
+        if self.ring.len() == DECISIONS_KEPT {
+            let oldest = self.ring.pop_front().map(|entry| entry.seq);
+            self.open.retain(|seq| Some(*seq) != oldest);
+        }
+        self.ring.push_back(Entry {
+            seq: self.total,
+            at: now,
+            times: 1,
+            policy: grounds.policy,
+            report: grounds.report.map(|(at, report)| digest(report, now.since(at))),
+            near: grounds.near,
+            pool_free_bytes: grounds.host.pool_free_bytes,
+            before: zones.iter().map(|zone| (zone.requested_bytes, zone.plugged_bytes)).collect(),
+            end: asks.is_empty().then_some(if plan.dry_run { Outcome::DryRun } else { Outcome::None }),
+            plan: plan.clone(),
+            asks,
+        });
+        true
+    }
+
+    /// Ends what the newest decision takes back or turns round.
+    fn undo(&mut self, plan: &Plan, plugged: &[u64], now: TimeMs) {
+        let by = self.total;
+        let withdraws = plan.reason == Reason::NoProgress;
+        self.close(|entry| {
+            let undone = entry.asks.iter().any(|ask| {
+                plan.targets.get(ask.zone).is_some_and(|target| ask.is_undone_by(target.requested_bytes))
+            });
+            let (moved_bytes, after_ms) = (entry.moved_bytes(plugged), now.since(entry.at));
+            undone.then_some(match (withdraws, moved_bytes) {
+                (false, _) => Outcome::Superseded { moved_bytes, after_ms, by },
+                (true, 0) => Outcome::Withdrawn { after_ms, by },
+                (true, _) => Outcome::Partly { moved_bytes, after_ms, by: Some(by), lack: None },
+            })
+        });
+    }
+
+    /// A zone has been sized by hand.
+    pub fn sized_by_hand(&mut self, zone: usize, sizes: &[DeviceSizes], now: TimeMs) {
+        let plugged: Vec<u64> = sizes.iter().map(|sizes| sizes.plugged_bytes).collect();
+        self.close(|entry| {
+            let undone = entry.asks.iter().any(|ask| ask.zone == zone && !ask.reached);
+            let (moved_bytes, after_ms) = (entry.moved_bytes(&plugged), now.since(entry.at));
+            undone.then_some(Outcome::ByHand { moved_bytes, after_ms })
+        });
+    }
+
+    /// Takes the zones' present sizes.
+    pub fn observe(&mut self, sizes: &[DeviceSizes], now: TimeMs) {
+        if self.open.is_empty() {
+            return;
+        }
+        let plugged: Vec<u64> = sizes.iter().map(|sizes| sizes.plugged_bytes).collect();
+        self.close(|entry| {
+            for ask in &mut entry.asks {
+                ask.reached |= plugged.get(ask.zone).is_some_and(|bytes| ask.is_reached_by(*bytes));
+            }
+            let after_ms = now.since(entry.at);
+            if entry.asks.iter().all(|ask| ask.reached) {
+                return Some(Outcome::Reached { after_ms });
+            }
+            // The host could provide less, the device has lowered the request, and the guest has that.
+            let lack = entry.asks.iter().find_map(|ask| {
+                let sizes = sizes.get(ask.zone)?;
+                let has_it = ask.is_undone_by(sizes.requested_bytes)
+                    && ask.grows()
+                    && sizes.plugged_bytes >= sizes.requested_bytes;
+                sizes.shortfall.filter(|_| has_it).map(|shortfall| shortfall.reason.to_owned())
+            })?;
+            let moved_bytes = entry.moved_bytes(&plugged);
+            Some(Outcome::Partly { moved_bytes, after_ms, by: None, lack: Some(lack) })
+        });
+    }
+
+    /// Asks of each open decision whether it has ended.
+    fn close(&mut self, mut end: impl FnMut(&mut Entry) -> Option<Outcome>) {
+        let first = self.ring.front().map_or(0, |entry| entry.seq);
+        let ring = &mut self.ring;
+        self.open.retain(|seq| {
+            let entry = &mut ring[(seq - first) as usize];
+            entry.end = end(entry);
+            entry.end.is_none()
+        });
+    }
+
+    /// The last decisions, newest first.
+    pub fn newest(&self, count: usize, zones: &[AuditedZone<'_>], now: TimeMs) -> Vec<DecisionInfo> {
+        self.ring.iter().rev().take(count).map(|entry| entry.info(zones, now)).collect()
+    }
+}
+
+/// A zone as the audit shows it.
+#[derive(Clone, Copy, Debug)]
+pub struct AuditedZone<'a> {
+    /// Its name.
+    pub id: &'a str,
+    /// What is plugged now.
+    pub plugged_bytes: u64,
+    /// Whether it makes no progress.
+    pub late: bool,
+}
+
+impl Entry {
+    fn says_the_same_as(&self, plan: &Plan) -> bool {
+        let (old, hold) = (&self.plan, plan.direction == Direction::Hold);
+        self.asks.is_empty()
+            && (old.direction, old.reason, old.dry_run) == (plan.direction, plan.reason, plan.dry_run)
+            && (hold || old.targets == plan.targets)
+    }
+
+    fn moved_bytes(&self, plugged: &[u64]) -> u64 {
+        let moved = |ask: &Ask| plugged.get(ask.zone).map_or(0, |bytes| ask.moved_bytes(*bytes));
+        self.asks.iter().map(moved).fold(0, u64::saturating_add)
+    }
+
+    fn info(&self, zones: &[AuditedZone<'_>], now: TimeMs) -> DecisionInfo {
+        let id = |index: usize| zones.get(index).map_or_else(String::new, |zone| zone.id.to_owned());
+        let plan = &self.plan;
+        DecisionInfo {
+            seq: self.seq,
+            age_ms: now.since(self.at),
+            times: self.times,
+            policy: self.policy.to_owned(),
+            direction: plan.direction.label().to_owned(),
+            reason: plan.reason.label().to_owned(),
+            limited_by: plan.limited_by.map(|reason| reason.label().to_owned()),
+            near: self.near,
+            wanted_bytes: plan.wanted_bytes,
+            requested_bytes: plan.requested_bytes(),
+            asked_bytes: self
+                .asks
+                .iter()
+                .fold(0, |sum: u64, ask| sum.saturating_add(ask.from_bytes.abs_diff(ask.target_bytes))),
+            available_bytes: self.report.as_ref().map(|report| report.available_bytes),
+            dry_run: plan.dry_run,
+            input: DecisionInput {
+                report: self.report.clone(),
+                pool_free_bytes: self.pool_free_bytes,
+                zones: self
+                    .before
+                    .iter()
+                    .enumerate()
+                    .map(|(index, &(requested_bytes, plugged_bytes))| DecisionSizes {
+                        zone: id(index),
+                        requested_bytes,
+                        plugged_bytes,
+                    })
+                    .collect(),
+            },
+            targets: plan
+                .targets
+                .iter()
+                .enumerate()
+                .map(|(index, target)| DecisionTarget {
+                    zone: id(index),
+                    requested_bytes: target.requested_bytes,
+                })
+                .collect(),
+            outcome: self.end.clone().unwrap_or_else(|| {
+                let plugged: Vec<u64> = zones.iter().map(|zone| zone.plugged_bytes).collect();
+                let moved_bytes = self.moved_bytes(&plugged);
+                let late = |ask: &Ask| !ask.reached && zones.get(ask.zone).is_some_and(|zone| zone.late);
+                if self.asks.iter().any(late) {
+                    Outcome::Stuck { moved_bytes }
+                } else {
+                    Outcome::Pending { moved_bytes }
+                }
+            }),
+        }
+    }
+}
+
+fn digest(report: &Report, age_ms: u64) -> ReportDigest {
+    let (memory, stall, counters) = (report.memory(), report.stall(), report.counters());
+    ReportDigest {
+        seq: report.seq(),
+        age_ms,
+        monotonic_ms: report.monotonic_ms(),
+        total_bytes: memory.total_bytes,
+        available_bytes: memory.available_bytes,
+        free_bytes: memory.free_bytes,
+        swap_used_bytes: memory.swap_total_bytes.saturating_sub(memory.swap_free_bytes),
+        stall_some_us: stall.some_us,
+        stall_full_us: stall.full_us,
+        pswpin: counters.pswpin,
+        pswpout: counters.pswpout,
+    }
+}
+
+#[cfg(test)]
+#[path = "audit_tests.rs"]
+mod tests;

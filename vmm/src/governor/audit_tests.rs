@@ -1,0 +1,211 @@
+//! What comes of decisions, by hand-made plans.
+
+use balloon::plan::ZoneTarget;
+use balloon::{Tier, ZoneId, ZoneSizes};
+
+use super::*;
+use crate::governor::Shortfall;
+
+/// Two zones, of which the tests say requested and plugged.
+fn sizes(zones: [(u64, u64); 2]) -> Vec<DeviceSizes> {
+    let sizes = |(requested_bytes, plugged_bytes)| DeviceSizes {
+        block_bytes: 1,
+        region_bytes: 1000,
+        requested_bytes,
+        plugged_bytes,
+        driver_ready: true,
+        shortfall: None,
+    };
+    zones.map(sizes).to_vec()
+}
+
+fn host(zones: [(u64, u64); 2]) -> HostView {
+    let zones = zones.into_iter().zip(0..).map(|((requested_bytes, plugged_bytes), id)| ZoneSizes {
+        id: ZoneId(id),
+        tier: Tier::Dram,
+        guest_numa_node: 0,
+        block_bytes: 1,
+        floor_bytes: 0,
+        max_bytes: 1000,
+        requested_bytes,
+        plugged_bytes,
+    });
+    HostView { zones: zones.collect(), ..HostView::default() }
+}
+
+fn plan(direction: Direction, reason: Reason, targets: [u64; 2]) -> Plan {
+    let target = |(requested_bytes, id)| ZoneTarget { zone: ZoneId(id), requested_bytes };
+    Plan {
+        direction,
+        reason,
+        limited_by: None,
+        wanted_bytes: targets.iter().sum(),
+        targets: targets.into_iter().zip(0..).map(target).collect(),
+        dry_run: false,
+        watermark_bytes: 0,
+    }
+}
+
+fn grow(targets: [u64; 2]) -> Plan {
+    plan(Direction::Grow, Reason::LowAvailable, targets)
+}
+
+fn hold(reason: Reason) -> Plan {
+    plan(Direction::Hold, reason, [0, 0])
+}
+
+struct Fixture(Audit);
+
+impl Fixture {
+    fn record(&mut self, plan: &Plan, zones: [(u64, u64); 2], now: u64) -> bool {
+        let host = host(zones);
+        let grounds = Grounds { policy: "psi", report: None, near: None, host: &host };
+        self.0.record(plan, grounds, TimeMs(now))
+    }
+
+    fn observe(&mut self, zones: [(u64, u64); 2], now: u64) {
+        self.0.observe(&sizes(zones), TimeMs(now));
+    }
+
+    /// What came of the decisions, oldest first, where so much is plugged.
+    fn outcomes(&self, plugged: [u64; 2], late: bool) -> Vec<Outcome> {
+        let zone = |(id, plugged_bytes)| AuditedZone { id, plugged_bytes, late };
+        let zones = [("dram", plugged[0]), ("pm", plugged[1])].map(zone);
+        self.0.newest(usize::MAX, &zones, TimeMs(0)).into_iter().rev().map(|entry| entry.outcome).collect()
+    }
+}
+
+fn fixture() -> Fixture {
+    Fixture(Audit::default())
+}
+
+#[test]
+fn a_decision_is_reached_when_every_zone_has_followed() {
+    let mut f = fixture();
+    assert!(f.record(&grow([10, 20]), [(0, 0), (0, 0)], 100));
+    f.observe([(10, 10), (20, 5)], 150);
+    assert_eq!(f.outcomes([10, 5], false), [Outcome::Pending { moved_bytes: 15 }]);
+    assert_eq!(f.outcomes([10, 5], true), [Outcome::Stuck { moved_bytes: 15 }]);
+    f.observe([(10, 10), (20, 20)], 180);
+    assert_eq!(f.outcomes([10, 20], false), [Outcome::Reached { after_ms: 80 }]);
+    // And stays so, whatever comes after.
+    f.observe([(10, 0), (20, 0)], 200);
+    assert_eq!(f.outcomes([0, 0], true), [Outcome::Reached { after_ms: 80 }]);
+}
+
+#[test]
+fn a_shrink_is_reached_too() {
+    let mut f = fixture();
+    f.record(&plan(Direction::Shrink, Reason::Surplus, [10, 4]), [(10, 10), (20, 20)], 0);
+    assert_eq!(f.outcomes([10, 11], false), [Outcome::Pending { moved_bytes: 9 }]);
+    f.observe([(10, 10), (4, 4)], 30);
+    assert_eq!(f.outcomes([10, 4], false), [Outcome::Reached { after_ms: 30 }]);
+}
+
+#[test]
+fn more_of_the_same_leaves_a_decision_open_and_the_opposite_supersedes_it() {
+    let mut f = fixture();
+    f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
+    f.record(&grow([30, 0]), [(10, 4), (0, 0)], 50);
+    f.observe([(30, 12), (0, 0)], 60);
+    assert_eq!(
+        f.outcomes([12, 0], false),
+        [Outcome::Reached { after_ms: 60 }, Outcome::Pending { moved_bytes: 8 }]
+    );
+    f.record(&plan(Direction::Shrink, Reason::Surplus, [12, 0]), [(30, 12), (0, 0)], 90);
+    f.observe([(12, 12), (0, 0)], 95);
+    assert_eq!(
+        f.outcomes([12, 0], false)[1..],
+        [Outcome::Superseded { moved_bytes: 8, after_ms: 40, by: 3 }, Outcome::Reached { after_ms: 5 }]
+    );
+}
+
+#[test]
+fn what_the_guest_does_not_follow_is_taken_back_in_part_or_whole() {
+    let mut f = fixture();
+    f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
+    let less = |to| plan(Direction::Hold, Reason::NoProgress, to);
+    assert!(f.record(&less([5, 0]), [(10, 0), (0, 0)], 5000));
+    // The same words, and not the same decision: it asks for something.
+    assert!(f.record(&less([3, 0]), [(5, 3), (0, 0)], 10_000));
+    f.observe([(3, 3), (0, 0)], 10_001);
+    assert_eq!(
+        f.outcomes([3, 0], false),
+        [
+            Outcome::Withdrawn { after_ms: 5000, by: 2 },
+            Outcome::Partly { moved_bytes: 3, after_ms: 5000, by: Some(3), lack: None },
+            Outcome::Reached { after_ms: 1 },
+        ]
+    );
+}
+
+#[test]
+fn a_zone_that_had_its_part_does_not_make_the_other_a_withdrawal() {
+    let mut f = fixture();
+    f.record(&grow([10, 10]), [(0, 0), (0, 0)], 0);
+    f.observe([(10, 10), (10, 0)], 10);
+    f.record(&plan(Direction::Hold, Reason::NoProgress, [10, 0]), [(10, 10), (10, 0)], 5000);
+    let part = Outcome::Partly { moved_bytes: 10, after_ms: 5000, by: Some(2), lack: None };
+    assert_eq!(f.outcomes([10, 0], false)[0], part);
+}
+
+#[test]
+fn what_the_host_lacks_is_said() {
+    let mut f = fixture();
+    f.record(&grow([0, 50]), [(0, 0), (0, 0)], 0);
+    let mut lowered = sizes([(0, 0), (24, 20)]);
+    lowered[1].shortfall = Some(Shortfall { reason: "pool-full", wanted_bytes: 50 });
+    f.0.observe(&lowered, TimeMs(10));
+    assert_eq!(f.outcomes([0, 20], false), [Outcome::Pending { moved_bytes: 20 }]);
+    lowered[1].plugged_bytes = 24;
+    f.0.observe(&lowered, TimeMs(20));
+    let lack = Some("pool-full".to_owned());
+    assert_eq!(
+        f.outcomes([0, 24], false),
+        [Outcome::Partly { moved_bytes: 24, after_ms: 20, by: None, lack }]
+    );
+}
+
+#[test]
+fn a_size_by_hand_ends_what_was_asked_of_that_zone_alone() {
+    let mut f = fixture();
+    f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
+    f.record(&grow([10, 10]), [(10, 0), (0, 0)], 10);
+    f.0.sized_by_hand(1, &sizes([(10, 0), (10, 4)]), TimeMs(30));
+    assert_eq!(
+        f.outcomes([0, 4], false),
+        [Outcome::Pending { moved_bytes: 0 }, Outcome::ByHand { moved_bytes: 4, after_ms: 20 }]
+    );
+}
+
+#[test]
+fn what_asks_nothing_and_says_nothing_new_is_counted_and_not_kept() {
+    let mut f = fixture();
+    assert!(!f.record(&hold(Reason::Quiet), [(0, 0); 2], 0));
+    assert!(f.record(&hold(Reason::Enough), [(0, 0); 2], 1));
+    assert!(!f.record(&hold(Reason::Enough), [(0, 0); 2], 2));
+    let dry = |targets| Plan { dry_run: true, ..grow(targets) };
+    assert!(f.record(&dry([10, 0]), [(0, 0); 2], 3));
+    assert!(!f.record(&dry([10, 0]), [(0, 0); 2], 4));
+    assert!(f.record(&dry([20, 0]), [(0, 0); 2], 5));
+    let times: Vec<_> = f.0.newest(10, &[], TimeMs(9)).iter().map(|entry| entry.times).collect();
+    assert_eq!(times, [1, 2, 2]);
+    assert_eq!(f.outcomes([0, 0], false), [Outcome::None, Outcome::DryRun, Outcome::DryRun]);
+    assert_eq!(f.0.total(), 3);
+}
+
+#[test]
+fn the_oldest_are_dropped_and_what_was_open_of_them_with_them() {
+    let mut f = fixture();
+    for round in 0..DECISIONS_KEPT as u64 + 10 {
+        f.record(&grow([round + 1, 0]), [(round, 0), (0, 0)], round);
+    }
+    assert_eq!(f.0.ring.len(), DECISIONS_KEPT);
+    assert_eq!(f.0.open.len(), DECISIONS_KEPT);
+    // None of the open numbers is of one that has been dropped: this would not find it.
+    f.observe([(2000, 2000), (0, 0)], 9000);
+    assert!(f.0.open.is_empty());
+    let outcomes = f.outcomes([2000, 0], false);
+    assert!(outcomes.iter().all(|outcome| matches!(outcome, Outcome::Reached { .. })));
+    assert_eq!(f.0.newest(1, &[], TimeMs(0))[0].seq, DECISIONS_KEPT as u64 + 10);
+}
