@@ -87,8 +87,8 @@ pub struct Memory {
     zones: Vec<ZoneSpec>,
     /// Where the parts of each zone are in this process.
     host_ranges: Vec<Vec<(u64, u64)>>,
-    /// What they lie in, with the zone's index.
-    parts: Vec<(usize, Arc<Reservation>)>,
+    /// What they lie in, with the zone's index, and where the guest has it.
+    parts: Vec<(usize, GuestRange, Arc<Reservation>)>,
     boot: GuestMemoryMmap,
     view: GuestView,
     slots: Arc<Slots>,
@@ -128,7 +128,7 @@ pub fn build(
                 .map_err(|err| MemoryError::Map { len: range.len, source: io::Error::other(err) })?;
             slots.add(*range, &reservation, 0, Access::ReadWrite)?;
             host_ranges[index].push((reservation.addr(), range.len));
-            parts.push((index, Arc::clone(&reservation)));
+            parts.push((index, *range, Arc::clone(&reservation)));
             boot.push((*range, reservation));
         }
     }
@@ -146,7 +146,7 @@ pub fn build(
         let Some(range) = placement.hotplug else { continue };
         let reservation = reserve(range)?;
         host_ranges[index].push((reservation.addr(), range.len));
-        parts.push((index, Arc::clone(&reservation)));
+        parts.push((index, range, Arc::clone(&reservation)));
         let backing: Box<dyn Backing> = match (spec.tier, pool) {
             (Tier::Pm, Some(pool)) => {
                 Box::new(PmBacking::new(Arc::clone(pool), Arc::clone(&reservation), Arc::clone(&budget)))
@@ -179,7 +179,12 @@ impl Memory {
 
     /// Each part of a zone in this process, whatever of it is plugged.
     pub fn parts(&self) -> impl Iterator<Item = (&ZoneSpec, &Arc<Reservation>)> {
-        self.parts.iter().map(|(zone, reservation)| (&self.zones[*zone], reservation))
+        self.placed_parts().map(|(zone, _, reservation)| (zone, reservation))
+    }
+
+    /// The same with the range at which the guest has each of them.
+    pub fn placed_parts(&self) -> impl Iterator<Item = (&ZoneSpec, GuestRange, &Arc<Reservation>)> {
+        self.parts.iter().map(|(zone, range, reservation)| (&self.zones[*zone], *range, reservation))
     }
 
     /// Boot memory alone, for loaders. It is never unplugged, so it needs no guard; it must not outlive this.

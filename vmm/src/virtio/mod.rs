@@ -3,6 +3,7 @@
 //! A device is split in two. Its front, a [`VirtioDevice`], answers configuration accesses on vCPU threads. Its
 //! worker owns queues and file descriptors, is made by [`VirtioDevice::activate`], and runs on an event loop.
 
+pub mod balloon;
 pub mod block;
 pub mod console;
 pub mod mem;

@@ -68,6 +68,8 @@ struct Ring {
 pub struct TestDriver {
     /// All of the guest's memory.
     pub memory: GuestMemoryMmap,
+    /// What the device sees of it, where that is more; a view of it otherwise.
+    view: Option<GuestView>,
     interrupt: Arc<TestInterrupt>,
     kicks: Vec<EventFd>,
     rings: Vec<Ring>,
@@ -83,6 +85,7 @@ impl TestDriver {
         let event = |flags| (0..queues).map(|_| EventFd::new(flags).unwrap()).collect();
         Self {
             memory: GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap(),
+            view: None,
             interrupt: Arc::new(TestInterrupt {
                 queues: event(EFD_NONBLOCK),
                 resets_needed: AtomicUsize::new(0),
@@ -92,6 +95,11 @@ impl TestDriver {
             free: vec![0; queues],
             seen: vec![0; queues],
         }
+    }
+
+    /// Empty rings in `memory`, whose first MiB is the driver's; the device sees `view`.
+    pub fn with_memory(queues: usize, memory: GuestMemoryMmap, view: GuestView) -> Self {
+        Self { memory, view: Some(view), ..Self::new(queues) }
     }
 
     fn ring(&self, queue: usize) -> &Ring {
@@ -117,7 +125,7 @@ impl TestDriver {
         }
         self.free.fill(0);
         self.seen.fill(0);
-        let view = GuestView::new(self.memory.clone());
+        let view = self.view.clone().unwrap_or_else(|| GuestView::new(self.memory.clone()));
         Activation { view, interrupt: self.interrupt.clone(), queues, features }
     }
 

@@ -163,6 +163,18 @@ impl Reservation {
         }
     }
 
+    /// Gives the host the pages back that are at `offset`, where anonymous memory is mapped: it reads as zeros then, until
+    /// it is written again.
+    pub fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        let addr = self.checked(offset, len);
+        // SAFETY: our own range (checked above); guest memory is reached by volatile accesses, and nobody relies on what
+        // was there.
+        match unsafe { libc::madvise(addr as *mut _, len as usize, libc::MADV_DONTNEED) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
     /// A byte for each page from `offset`, which is a page's: bit 0 tells whether it is there (mincore(2)).
     pub fn pages(&self, offset: u64, len: u64) -> io::Result<Vec<u8>> {
         let addr = self.checked(offset, len);

@@ -1,0 +1,211 @@
+//! The front of the device and its lifecycle.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_ids::VIRTIO_ID_BALLOON;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::event::{Queues, Worker};
+use super::handle::{BalloonHandle, BalloonObserver, Shared};
+use super::metrics::BalloonMetrics;
+use super::request::Place;
+use super::state::{BalloonState, Told};
+use crate::event_loop::EventLoopHandle;
+use crate::log::sparsely;
+use crate::memory::backing::Reservation;
+use crate::memory::{BLOCK_BYTES, Memory};
+use crate::virtio::worker::WorkerSlot;
+use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
+
+/// There is a queue for statistics (virtio 1.3, 5.5.3).
+pub(super) const F_STATS_VQ: u64 = 1 << 1;
+/// The driver may take pages out of the balloon when the guest has nothing else left.
+pub(super) const F_DEFLATE_ON_OOM: u64 = 1 << 2;
+/// There is a queue for free pages.
+pub(super) const F_REPORTING: u64 = 1 << 5;
+
+const INFLATE: u16 = 0;
+const DEFLATE: u16 = 1;
+const STATS: u16 = 2;
+/// Where the specification has the queue of free pages. Drivers that leave no gap for queues which they do not use, as Linux'
+/// before 6.11, have it further down.
+const REPORTING: u16 = 4;
+
+/// Linux wants 32 entries for free pages.
+const QUEUE_SIZES: [u16; 5] = [128; 5];
+
+/// What a balloon does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BalloonOptions {
+    /// The most that may be asked for: boot memory without what the guest keeps.
+    pub max_bytes: u64,
+    /// What it begins with.
+    pub target_bytes: u64,
+    /// Offer the driver to take pages out of it when the guest has nothing else left.
+    pub deflate_on_oom: bool,
+    /// Offer to take free pages.
+    pub free_page_reporting: bool,
+    /// Offer to take statistics.
+    pub statistics: bool,
+}
+
+/// A balloon.
+pub struct Balloon {
+    name: String,
+    options: BalloonOptions,
+    shared: Arc<Shared>,
+    places: Arc<Places>,
+    worker: WorkerSlot,
+}
+
+/// The parts of memory, and what is behind each.
+pub(super) struct Places {
+    pub(super) places: Vec<Place>,
+    pub(super) reservations: Vec<Arc<Reservation>>,
+}
+
+impl Places {
+    fn new(memory: &Memory) -> Self {
+        let mut parts: Vec<_> = memory.placed_parts().collect();
+        parts.sort_by_key(|(_, range, _)| range.start);
+        Self {
+            places: parts.iter().map(|(zone, range, _)| Place { range: *range, tier: zone.tier }).collect(),
+            reservations: parts.iter().map(|(_, _, reservation)| Arc::clone(reservation)).collect(),
+        }
+    }
+}
+
+impl Balloon {
+    /// A balloon in `memory`, whose worker runs on `event_loop`.
+    ///
+    /// # Panics
+    /// If sizes are not whole blocks, or the target is above the maximum: configuration has refused it.
+    pub fn new(
+        id: &str,
+        options: BalloonOptions,
+        memory: &Memory,
+        event_loop: EventLoopHandle,
+        observer: BalloonObserver,
+    ) -> Result<(Self, BalloonHandle), std::io::Error> {
+        let mut state = BalloonState::new(options.max_bytes, BLOCK_BYTES);
+        state.set_target(options.target_bytes);
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            interrupt: Mutex::default(),
+            heard: Mutex::default(),
+            driver_life: Mutex::default(),
+            ask: EventFd::new(EFD_NONBLOCK)?,
+            metrics: Arc::new(BalloonMetrics::default()),
+            observer,
+        });
+        shared.report();
+        let handle = BalloonHandle { shared: Arc::clone(&shared) };
+        let places = Arc::new(Places::new(memory));
+        let (name, worker) = (id.to_owned(), WorkerSlot::new(event_loop));
+        Ok((Self { name, options, shared, places, worker }, handle))
+    }
+}
+
+impl VirtioDevice for Balloon {
+    fn device_type(&self) -> u16 {
+        VIRTIO_ID_BALLOON as u16
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn features(&self) -> u64 {
+        let option = |on, feature| if on { feature } else { 0 };
+        1 << VIRTIO_F_VERSION_1
+            | option(self.options.statistics, F_STATS_VQ)
+            | option(self.options.deflate_on_oom, F_DEFLATE_ON_OOM)
+            | option(self.options.free_page_reporting, F_REPORTING)
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &QUEUE_SIZES
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        read_config_bytes(&self.shared.state.lock().config(), offset, data);
+    }
+
+    fn write_config(&mut self, offset: u64, data: &[u8]) {
+        let told = self.shared.state.lock().write_config(offset, data);
+        match told {
+            None => return,
+            Some(Told::Following) => {}
+            Some(Told::TakenBack(bytes)) => {
+                sparsely!(
+                    warn,
+                    bytes,
+                    "The guest has nothing else left, and takes memory out of its balloon"
+                );
+                self.shared.metrics.oom_deflated_bytes.fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
+                // The target is whole blocks: the driver goes on to it.
+                self.shared.signal_config();
+            }
+        }
+        self.shared.report();
+    }
+
+    fn activate(&mut self, mut activation: Activation) -> Result<(), ActivateError> {
+        let features = activation.features;
+        let queues = take_queues(&mut activation)?;
+        let Activation { view, interrupt, .. } = activation;
+        let worker = Worker {
+            view,
+            interrupt: Arc::clone(&interrupt),
+            queues,
+            held: None,
+            places: Arc::clone(&self.places),
+            shared: Arc::clone(&self.shared),
+        };
+        self.shared.state.lock().start(features & F_DEFLATE_ON_OOM != 0);
+        *self.shared.driver_life.lock() += 1;
+        *self.shared.interrupt.lock() = Some(interrupt);
+        if let Err(err) = self.worker.start(Box::new(worker)) {
+            *self.shared.interrupt.lock() = None;
+            return Err(err);
+        }
+        self.shared.report();
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        if !self.worker.stop() {
+            return;
+        }
+        *self.shared.interrupt.lock() = None;
+        *self.shared.heard.lock() = None;
+        self.shared.state.lock().end();
+        self.shared.report();
+    }
+}
+
+impl Drop for Balloon {
+    fn drop(&mut self) {
+        self.reset();
+    }
+}
+
+/// Which queue is which depends on the features, and on whether the driver leaves gaps.
+fn take_queues(activation: &mut Activation) -> Result<Queues, ActivateError> {
+    let has = |feature| activation.features & feature != 0;
+    let (has_stats, has_reporting) = (has(F_STATS_VQ), has(F_REPORTING));
+    let inflate = activation.take_queue(INFLATE)?;
+    let deflate = activation.take_queue(DEFLATE)?;
+    let stats = if has_stats { Some(activation.take_queue(STATS)?) } else { None };
+    let reporting = if has_reporting {
+        let first = if has_stats { STATS + 1 } else { STATS };
+        let enabled = |index: &u16| activation.queues.get(usize::from(*index)).is_some_and(Option::is_some);
+        let index = (first..=REPORTING).rev().find(enabled).unwrap_or(REPORTING);
+        Some((index, activation.take_queue(index)?))
+    } else {
+        None
+    };
+    Ok(Queues { inflate, deflate, stats, reporting })
+}

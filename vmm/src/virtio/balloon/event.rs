@@ -1,0 +1,258 @@
+//! The worker: pages to the host, statistics to whoever asks.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use virtio_queue::{DescriptorChain, QueueT};
+use vm_memory::GuestAddressSpace;
+
+use super::device::Places;
+use super::handle::Shared;
+use super::metrics::{BalloonMetrics, Refusal};
+use super::request::{ChainError, Listed, cut, pages, read_free, read_pages, read_statistics};
+use crate::interrupt::VirtioInterrupt;
+use crate::log::sparsely;
+use crate::memory::view::{GuestView, MappedMemory};
+use crate::virtio::ActiveQueue;
+
+/// Chains served before others on the event loop have their turn.
+const BATCH: usize = 16;
+
+const INFLATE: u32 = 0;
+const DEFLATE: u32 = 1;
+const STATS: u32 = 2;
+const REPORTING: u32 = 3;
+const ASK: u32 = 4;
+
+/// The number by which the driver knows the queue of statistics.
+const STATS_QUEUE: u16 = 2;
+
+/// The queues that were negotiated.
+pub(super) struct Queues {
+    pub(super) inflate: ActiveQueue,
+    pub(super) deflate: ActiveQueue,
+    pub(super) stats: Option<ActiveQueue>,
+    /// With the number by which the driver knows it.
+    pub(super) reporting: Option<(u16, ActiveQueue)>,
+}
+
+pub(super) struct Worker {
+    pub(super) view: GuestView,
+    pub(super) interrupt: Arc<dyn VirtioInterrupt>,
+    pub(super) queues: Queues,
+    /// The chain that the driver gets back when it is asked for statistics (virtio 1.3, 5.5.6.4).
+    pub(super) held: Option<u16>,
+    pub(super) places: Arc<Places>,
+    pub(super) shared: Arc<Shared>,
+}
+
+impl Worker {
+    fn inflate(&mut self) {
+        let metrics = &self.shared.metrics;
+        serve(&self.view, &*self.interrupt, 0, &mut self.queues.inflate, |memory, chain| {
+            if let Some(listed) = taken(read_pages(memory, chain), metrics) {
+                self.places.give_back(&listed.ranges, memory, &metrics.inflated_bytes, metrics);
+            }
+        });
+    }
+
+    /// Pages that leave the balloon need nothing: the host finds memory for them when the guest writes to them.
+    fn deflate(&mut self) {
+        let metrics = &self.shared.metrics;
+        serve(&self.view, &*self.interrupt, 1, &mut self.queues.deflate, |memory, chain| {
+            if let Some(listed) = taken(read_pages(memory, chain), metrics) {
+                let bytes = listed.ranges.iter().map(|range| range.end - range.start).sum();
+                metrics.deflated_bytes.fetch_add(bytes, Ordering::Relaxed);
+            }
+        });
+    }
+
+    fn report(&mut self) {
+        let Some((index, queue)) = &mut self.queues.reporting else { return };
+        let metrics = &self.shared.metrics;
+        serve(&self.view, &*self.interrupt, *index, queue, |memory, chain| {
+            if let Some(listed) = taken(read_free(chain), metrics) {
+                self.places.give_back(&listed.ranges, memory, &metrics.reported_bytes, metrics);
+            }
+        });
+    }
+
+    /// Takes statistics; their chain is kept until the next ones are wanted.
+    fn hear(&mut self) {
+        let Some(queue) = &mut self.queues.stats else { return };
+        let mut heard = None;
+        let mut used = false;
+        let guard = self.view.memory();
+        for count in 0.. {
+            if count == BATCH {
+                queue.come_back();
+                break;
+            }
+            let Some(chain) = queue.pop(&guard, &*self.interrupt) else { break };
+            let head = chain.head_index();
+            match read_statistics(&guard, chain) {
+                Ok(statistics) => heard = Some(statistics),
+                Err(err) => refuse(&err, &self.shared.metrics),
+            }
+            // A driver has one at a time; of several, the last is kept.
+            if let Some(earlier) = self.held.replace(head) {
+                if !queue.give_back(&guard, earlier, 0) {
+                    break;
+                }
+                used = true;
+            }
+        }
+        drop(guard);
+        if used {
+            tell(&*self.interrupt, STATS_QUEUE);
+        }
+        if let Some(statistics) = heard {
+            self.shared.hear(statistics);
+        }
+    }
+
+    /// Asks for statistics: the driver answers what it gets back. It is not asked twice for one answer.
+    fn ask(&mut self) {
+        let Some(queue) = &mut self.queues.stats else { return };
+        let Some(head) = self.held.take() else { return };
+        if queue.give_back(&self.view.memory(), head, 0) {
+            tell(&*self.interrupt, STATS_QUEUE);
+        }
+    }
+}
+
+impl Places {
+    /// Gives the pages of `ranges` back to the host, those that may be.
+    fn give_back(
+        &self,
+        ranges: &[Range<u64>],
+        memory: &MappedMemory,
+        given_back: &AtomicU64,
+        metrics: &BalloonMetrics,
+    ) {
+        for piece in ranges.iter().flat_map(|range| cut(range, &self.places, memory)) {
+            let len = piece.range.end - piece.range.start;
+            let index = match piece.verdict {
+                Ok(index) => index,
+                Err(reason) => {
+                    metrics.refuse(reason, pages(&piece.range));
+                    continue;
+                }
+            };
+            let offset = piece.range.start - self.places[index].range.start;
+            match self.reservations[index].discard(offset, len) {
+                Ok(()) => {
+                    given_back.fetch_add(len, Ordering::Relaxed);
+                }
+                Err(err) => {
+                    metrics.discard_failures.fetch_add(1, Ordering::Relaxed);
+                    sparsely!(warn, %err, len, "Pages of a balloon stay with the host's process");
+                }
+            }
+        }
+    }
+}
+
+fn taken(listed: Result<Listed, ChainError>, metrics: &BalloonMetrics) -> Option<Listed> {
+    match listed {
+        Ok(listed) => {
+            if listed.is_cut {
+                metrics.refuse(Refusal::TooLong, 1);
+            }
+            Some(listed)
+        }
+        Err(err) => {
+            refuse(&err, metrics);
+            None
+        }
+    }
+}
+
+fn refuse(err: &ChainError, metrics: &BalloonMetrics) {
+    metrics.refuse(Refusal::Malformed, 1);
+    sparsely!(warn, %err, "A balloon's driver sends what makes no sense");
+}
+
+/// Serves the chains that are there, and gives each back when `each` has dealt with it.
+fn serve(
+    view: &GuestView,
+    interrupt: &dyn VirtioInterrupt,
+    index: u16,
+    queue: &mut ActiveQueue,
+    each: impl Fn(&MappedMemory, DescriptorChain<&MappedMemory>),
+) {
+    // One guard for the whole pass: what is plugged when a range is checked is plugged until it has been discarded.
+    let guard = view.memory();
+    let memory: &MappedMemory = &guard;
+    let mut used = false;
+    for count in 0.. {
+        if count == BATCH {
+            queue.come_back();
+            break;
+        }
+        let Some(chain) = queue.pop(memory, interrupt) else { break };
+        let head = chain.head_index();
+        each(memory, chain);
+        if !queue.give_back(memory, head, 0) {
+            break;
+        }
+        used = true;
+    }
+    let is_wanted = used && queue.queue.needs_notification(memory).unwrap_or(true);
+    drop(guard);
+    if is_wanted {
+        tell(interrupt, index);
+    }
+}
+
+fn tell(interrupt: &dyn VirtioInterrupt, queue: u16) {
+    if let Err(err) = interrupt.signal_queue(queue) {
+        sparsely!(warn, %err, "A balloon's driver cannot be interrupted");
+    }
+}
+
+impl MutEventSubscriber for Worker {
+    fn init(&mut self, ops: &mut EventOps) {
+        let Queues { inflate, deflate, stats, reporting } = &self.queues;
+        let (stats, reporting) = (stats.as_ref(), reporting.as_ref().map(|(_, queue)| queue));
+        let queues =
+            [(INFLATE, Some(inflate)), (DEFLATE, Some(deflate)), (STATS, stats), (REPORTING, reporting)];
+        for (data, queue) in queues {
+            let Some(queue) = queue else { continue };
+            queue.watch(data, ops);
+            // A notification may have come before the worker did.
+            queue.come_back();
+        }
+        if let Err(err) = ops.add(Events::with_data(&self.shared.ask, ASK, EventSet::IN)) {
+            sparsely!(error, ?err, "A balloon cannot be asked for statistics");
+        }
+    }
+
+    fn process(&mut self, events: Events, _: &mut EventOps) {
+        match events.data() {
+            INFLATE => {
+                self.queues.inflate.clear_kick();
+                self.inflate();
+            }
+            DEFLATE => {
+                self.queues.deflate.clear_kick();
+                self.deflate();
+            }
+            STATS => {
+                self.queues.stats.as_ref().inspect(|queue| queue.clear_kick());
+                self.hear();
+            }
+            REPORTING => {
+                self.queues.reporting.as_ref().inspect(|(_, queue)| queue.clear_kick());
+                self.report();
+            }
+            _ => {
+                // Fails only when nobody asks.
+                let _ = self.shared.ask.read();
+                self.ask();
+            }
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! What the driver puts into its queues (virtio 1.3, 5.5.6), read once and turned into ranges that may be given back.
+
+use std::io::{self, Read};
+use std::ops::Range;
+
+use balloon::statistics::Statistics;
+use thiserror::Error;
+use virtio_queue::DescriptorChain;
+use vm_memory::{Address, GuestAddress, GuestMemory, Permissions};
+
+use super::metrics::Refusal;
+use super::state::PAGE_BYTES;
+use crate::memory::BLOCK_BYTES;
+use crate::memory::layout::GuestRange;
+use crate::memory::view::MappedMemory;
+use crate::memory::zone::Tier;
+
+/// The most page numbers that are taken of one chain. Linux sends 256, and waits until they are used.
+pub const MAX_PAGES: usize = 16_384;
+/// The most ranges that are taken of one chain of free pages. Linux reports 32.
+pub const MAX_RANGES: usize = 256;
+
+/// Why a chain is not taken; the driver gets it back.
+#[derive(Debug, Error)]
+pub enum ChainError {
+    /// A descriptor points outside of plugged memory.
+    #[error("A descriptor points outside of plugged memory")]
+    Descriptors(#[from] virtio_queue::Error),
+    /// What it points to cannot be read.
+    #[error("A request cannot be read")]
+    Read(#[source] io::Error),
+    /// Its length is not that of what belongs into it.
+    #[error("A request of {bytes} bytes is not what belongs into this queue")]
+    Length {
+        /// What there is.
+        bytes: usize,
+    },
+}
+
+/// What was in a chain.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Listed {
+    /// Ranges of guest-physical addresses, whole pages of 4 KiB, in ascending order, none of which touch.
+    pub ranges: Vec<Range<u64>>,
+    /// There was more than is taken of one chain.
+    pub is_cut: bool,
+}
+
+/// Reads a list of page numbers: that of the inflate queue, or of the deflate queue.
+pub fn read_pages(
+    memory: &MappedMemory,
+    chain: DescriptorChain<&MappedMemory>,
+) -> Result<Listed, ChainError> {
+    let reader = chain.reader(memory)?;
+    let bytes = reader.available_bytes();
+    if bytes == 0 || !bytes.is_multiple_of(4) {
+        return Err(ChainError::Length { bytes });
+    }
+    let mut list = vec![0; bytes.min(4 * MAX_PAGES)];
+    memory.whole(reader).read_exact(&mut list).map_err(ChainError::Read)?;
+    let pages = list.chunks_exact(4).map(|page| {
+        let start = u64::from(u32::from_le_bytes([page[0], page[1], page[2], page[3]])) * PAGE_BYTES;
+        start..start + PAGE_BYTES
+    });
+    Ok(Listed { ranges: join(pages.collect()), is_cut: bytes > 4 * MAX_PAGES })
+}
+
+/// Reads a chain of the reporting queue: its buffers are the free pages themselves. They are shrunk to whole pages.
+pub fn read_free(chain: DescriptorChain<&MappedMemory>) -> Result<Listed, ChainError> {
+    let mut buffers = chain.writable().map(|descriptor| {
+        let start = descriptor.addr().raw_value();
+        let end = start.saturating_add(u64::from(descriptor.len()));
+        start.checked_next_multiple_of(PAGE_BYTES).unwrap_or(end)..end - end % PAGE_BYTES
+    });
+    let ranges: Vec<_> = buffers.by_ref().take(MAX_RANGES).filter(|range| !range.is_empty()).collect();
+    let is_cut = buffers.next().is_some();
+    if ranges.is_empty() {
+        return Err(ChainError::Length { bytes: 0 });
+    }
+    Ok(Listed { ranges: join(ranges), is_cut })
+}
+
+/// Reads a set of statistics.
+pub fn read_statistics(
+    memory: &MappedMemory,
+    chain: DescriptorChain<&MappedMemory>,
+) -> Result<Statistics, ChainError> {
+    let reader = chain.reader(memory)?;
+    let bytes = reader.available_bytes();
+    if bytes > Statistics::MAX_BYTES {
+        return Err(ChainError::Length { bytes });
+    }
+    let mut buffer = vec![0; bytes];
+    memory.whole(reader).read_exact(&mut buffer).map_err(ChainError::Read)?;
+    Statistics::parse(&buffer).ok_or(ChainError::Length { bytes })
+}
+
+/// Sorts ranges and joins those that overlap or touch: Linux lists its pages as they come off its free lists, backwards more
+/// often than not.
+fn join(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    ranges.sort_unstable_by_key(|range| range.start);
+    ranges.dedup_by(|next, range| {
+        let joined = next.start <= range.end;
+        if joined {
+            range.end = range.end.max(next.end);
+        }
+        joined
+    });
+    ranges
+}
+
+/// Part of a zone, where the guest has it.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    /// Its addresses in the guest.
+    pub range: GuestRange,
+    /// What it is made of.
+    pub tier: Tier,
+}
+
+/// A piece of a listed range: all of it can be given back, or none of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Guest-physical addresses.
+    pub range: Range<u64>,
+    /// The place that it lies in, by its index; or why it is not given back.
+    pub verdict: Result<usize, Refusal>,
+}
+
+/// Cuts `range` at the borders of `places`, which are in ascending order and do not overlap, and of blocks that are not
+/// plugged. The guard that `memory` comes from must be held until the pieces have been dealt with.
+pub fn cut(range: &Range<u64>, places: &[Place], memory: &MappedMemory) -> Vec<Piece> {
+    let mut pieces: Vec<Piece> = Vec::new();
+    let mut at = range.start;
+    let mut push = |end: u64, verdict| {
+        if at < end {
+            pieces.push(Piece { range: at..end, verdict });
+            at = end;
+        }
+    };
+    for (index, place) in places.iter().enumerate() {
+        let (start, end) = (place.range.start.max(range.start), place.range.end().min(range.end));
+        if start >= end {
+            continue;
+        }
+        push(start, Err(Refusal::NoMemory));
+        if place.tier == Tier::Pm {
+            push(end, Err(Refusal::Pm));
+        } else if is_plugged(memory, start..end) {
+            push(end, Ok(index));
+        } else {
+            let blocks = (start - start % BLOCK_BYTES..end).step_by(BLOCK_BYTES as usize);
+            for block in blocks {
+                let part = block.max(start)..(block + BLOCK_BYTES).min(end);
+                let verdict =
+                    if is_plugged(memory, part.clone()) { Ok(index) } else { Err(Refusal::Unplugged) };
+                push(part.end, verdict);
+            }
+        }
+    }
+    push(range.end, Err(Refusal::NoMemory));
+    pieces
+}
+
+fn is_plugged(memory: &MappedMemory, range: Range<u64>) -> bool {
+    let len = (range.end - range.start) as usize;
+    memory.check_range(GuestAddress(range.start), len, Permissions::Write)
+}
+
+/// What a range has of pages.
+pub fn pages(range: &Range<u64>) -> u64 {
+    (range.end - range.start) / PAGE_BYTES
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use vm_memory::{GuestAddressSpace, GuestMemoryMmap};
+
+    use super::*;
+    use crate::memory::view::GuestView;
+
+    const MIB: u64 = 1 << 20;
+
+    /// 8 MiB of boot memory, a hole of 8, 16 of DRAM of which blocks 2 and 3 are plugged, 16 of PM, and a volume.
+    fn memory() -> (GuestView, Vec<Place>) {
+        let at = |start: u64, len: u64| (GuestAddress(start * MIB), (len * MIB) as usize);
+        let regions = GuestMemoryMmap::from_ranges(&[at(0, 8), at(16, 16), at(32, 16), at(64, 4)]).unwrap();
+        let view = GuestView::new(regions);
+        for start in [16, 32] {
+            view.exclusive().add_pluggable(GuestAddress(start * MIB), 16 * MIB, BLOCK_BYTES).unwrap();
+        }
+        view.exclusive().set_plugged(GuestAddress(20 * MIB), 4 * MIB, true);
+        view.exclusive().set_plugged(GuestAddress(32 * MIB), 16 * MIB, true);
+        let place =
+            |start, len, tier| Place { range: GuestRange { start: start * MIB, len: len * MIB }, tier };
+        let places = vec![place(0, 8, Tier::Dram), place(16, 16, Tier::Dram), place(32, 16, Tier::Pm)];
+        (view, places)
+    }
+
+    fn verdicts(range: Range<u64>) -> Vec<(u64, u64, Result<usize, Refusal>)> {
+        let (view, places) = memory();
+        let pieces = cut(&(range.start * MIB..range.end * MIB), &places, &view.memory());
+        pieces.into_iter().map(|p| (p.range.start / MIB, p.range.end / MIB, p.verdict)).collect()
+    }
+
+    #[test]
+    fn pages_are_given_back_where_dram_is_plugged_and_nowhere_else() {
+        let (unplugged, nothing) = (Err(Refusal::Unplugged), Err(Refusal::NoMemory));
+        assert_eq!(verdicts(1..3), [(1, 3, Ok(0))]);
+        assert_eq!(verdicts(20..24), [(20, 24, Ok(1))]);
+        assert_eq!(verdicts(33..35), [(33, 35, Err(Refusal::Pm))]);
+        assert_eq!(verdicts(8..16), [(8, 16, nothing)]);
+        assert_eq!(verdicts(64..66), [(64, 66, nothing)], "a volume");
+        assert_eq!(verdicts(7..17), [(7, 8, Ok(0)), (8, 16, nothing), (16, 17, unplugged)]);
+        assert_eq!(
+            verdicts(19..25),
+            [(19, 20, unplugged), (20, 22, Ok(1)), (22, 24, Ok(1)), (24, 25, unplugged)]
+        );
+        assert_eq!(verdicts(40..90), [(40, 48, Err(Refusal::Pm)), (48, 90, nothing)]);
+    }
+
+    #[test]
+    fn runs_are_joined_whatever_their_order() {
+        let page = |n: u64| n * PAGE_BYTES..(n + 1) * PAGE_BYTES;
+        assert_eq!(
+            join(vec![page(9), page(8), page(3), page(8), page(10)]),
+            [page(3), page(8).start..page(10).end]
+        );
+        assert_eq!(join(vec![0..40 * MIB, MIB..2 * MIB, 40 * MIB..41 * MIB]), [0..41 * MIB]);
+        assert_eq!(join(Vec::new()), []);
+    }
+
+    proptest! {
+        /// Page by page, the pieces say what the map says.
+        #[test]
+        fn every_page_has_one_verdict_and_it_is_its_own(start in 0u64..20_000, len in 1u64..20_000) {
+            let (view, places) = memory();
+            let range = start * PAGE_BYTES..(start + len) * PAGE_BYTES;
+            let pieces = cut(&range, &places, &view.memory());
+            let mut next = range.start;
+            for piece in pieces {
+                prop_assert_eq!(piece.range.start, next);
+                prop_assert!(piece.range.end > next);
+                next = piece.range.end;
+                for page in piece.range.step_by(PAGE_BYTES as usize) {
+                    let expected = match page / MIB {
+                        0..8 => Ok(0),
+                        20..24 => Ok(1),
+                        16..32 => Err(Refusal::Unplugged),
+                        32..48 => Err(Refusal::Pm),
+                        _ => Err(Refusal::NoMemory),
+                    };
+                    prop_assert_eq!(piece.verdict, expected, "{:#x}", page);
+                }
+            }
+            prop_assert_eq!(next, range.end);
+        }
+    }
+}

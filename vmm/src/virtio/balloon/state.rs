@@ -1,0 +1,193 @@
+//! What a balloon knows: pure state, no I/O.
+
+/// The unit of the protocol, whatever the guest's pages are (virtio 1.3, 5.5.6).
+pub(super) const PAGE_BYTES: u64 = 4096;
+/// Length of the configuration (virtio 1.3, 5.5.4).
+pub(super) const CONFIG_BYTES: usize = 16;
+/// The only field that the driver writes.
+const ACTUAL: std::ops::Range<usize> = 4..8;
+
+/// What became of a size that the driver has told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Told {
+    /// It is on its way to the target, or at it.
+    Following,
+    /// So many bytes were taken out of the balloon that nobody had asked for: the guest had nothing else left. They are not
+    /// asked for again.
+    TakenBack(u64),
+}
+
+/// Target and size of a balloon.
+#[derive(Clone, Debug)]
+pub(super) struct BalloonState {
+    /// The most that may be asked for.
+    max_bytes: u64,
+    /// What is lowered for a guest that deflates is lowered to a multiple of this.
+    block_bytes: u64,
+    target_bytes: u64,
+    /// As the driver tells it.
+    actual_pages: u32,
+    deflates_on_oom: bool,
+}
+
+impl BalloonState {
+    /// An empty balloon of which up to `max_bytes` may be asked for.
+    pub(super) fn new(max_bytes: u64, block_bytes: u64) -> Self {
+        assert!(max_bytes.is_multiple_of(block_bytes) && block_bytes.is_multiple_of(PAGE_BYTES));
+        assert!(max_bytes / PAGE_BYTES <= u64::from(u32::MAX), "more than the configuration can say");
+        Self { max_bytes, block_bytes, target_bytes: 0, actual_pages: 0, deflates_on_oom: false }
+    }
+
+    pub(super) fn max_bytes(&self) -> u64 {
+        self.max_bytes
+    }
+
+    pub(super) fn block_bytes(&self) -> u64 {
+        self.block_bytes
+    }
+
+    pub(super) fn target_bytes(&self) -> u64 {
+        self.target_bytes
+    }
+
+    pub(super) fn actual_bytes(&self) -> u64 {
+        u64::from(self.actual_pages) * PAGE_BYTES
+    }
+
+    /// Whether the driver takes pages out of the balloon when the guest has nothing else left.
+    pub(super) fn deflates_on_oom(&self) -> bool {
+        self.deflates_on_oom
+    }
+
+    /// Asks for `bytes`; the caller has checked them.
+    pub(super) fn set_target(&mut self, bytes: u64) {
+        assert!(bytes <= self.max_bytes && bytes.is_multiple_of(self.block_bytes));
+        self.target_bytes = bytes;
+    }
+
+    /// A driver begins: its balloon is empty.
+    pub(super) fn start(&mut self, deflates_on_oom: bool) {
+        self.actual_pages = 0;
+        self.deflates_on_oom = deflates_on_oom;
+    }
+
+    /// The driver has gone, and what was in its balloon is the guest's again. The target stays: whoever comes next, after a
+    /// kexec for example, is asked for it.
+    pub(super) fn end(&mut self) {
+        self.start(false);
+    }
+
+    /// The configuration as the driver reads it.
+    pub(super) fn config(&self) -> [u8; CONFIG_BYTES] {
+        let mut config = [0; CONFIG_BYTES];
+        config[..4].copy_from_slice(&((self.target_bytes / PAGE_BYTES) as u32).to_le_bytes());
+        config[ACTUAL].copy_from_slice(&self.actual_pages.to_le_bytes());
+        config
+    }
+
+    /// The driver writes its configuration; all but its own field is ignored.
+    pub(super) fn write_config(&mut self, offset: u64, data: &[u8]) -> Option<Told> {
+        let mut config = self.config();
+        let at = usize::try_from(offset).ok().filter(|at| *at < ACTUAL.end)?;
+        let end = at.saturating_add(data.len()).min(ACTUAL.end);
+        if end <= ACTUAL.start {
+            return None;
+        }
+        config[at..end].copy_from_slice(&data[..end - at]);
+        let actual = config[ACTUAL].try_into().expect("four bytes");
+        Some(self.told(u32::from_le_bytes(actual)))
+    }
+
+    fn told(&mut self, pages: u32) -> Told {
+        let before_bytes = self.actual_bytes();
+        self.actual_pages = pages;
+        let actual_bytes = self.actual_bytes();
+        // A driver that follows never goes below the target. To ask for the same again would take from a guest what it has
+        // just been saved by; who wants it back asks anew.
+        if self.deflates_on_oom && actual_bytes < before_bytes && actual_bytes < self.target_bytes {
+            self.target_bytes = actual_bytes - actual_bytes % self.block_bytes;
+            return Told::TakenBack(before_bytes - actual_bytes);
+        }
+        Told::Following
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCK: u64 = 2 << 20;
+
+    fn state(deflates_on_oom: bool) -> BalloonState {
+        let mut state = BalloonState::new(100 * BLOCK, BLOCK);
+        state.start(deflates_on_oom);
+        state
+    }
+
+    fn tell(state: &mut BalloonState, bytes: u64) -> Told {
+        state.write_config(4, &((bytes / PAGE_BYTES) as u32).to_le_bytes()).unwrap()
+    }
+
+    #[test]
+    fn the_configuration_is_laid_out_as_the_spec_says() {
+        let mut state = state(false);
+        state.set_target(8 * BLOCK);
+        assert_eq!(tell(&mut state, 3 * BLOCK), Told::Following);
+        let config = state.config();
+        assert_eq!(config[..4], (8 * 512u32).to_le_bytes());
+        assert_eq!(config[4..8], (3 * 512u32).to_le_bytes());
+        assert_eq!(config[8..], [0; 8]);
+    }
+
+    #[test]
+    fn a_driver_writes_its_own_field_and_no_other() {
+        let mut state = state(false);
+        state.set_target(BLOCK);
+        for (offset, len) in [(0, 4), (3, 1), (8, 4), (12, 4), (u64::MAX, 4), (100, 4), (4, 0)] {
+            assert_eq!(state.write_config(offset, &[0xff; 4][..len]), None, "{offset}");
+        }
+        assert_eq!((state.target_bytes(), state.actual_bytes()), (BLOCK, 0));
+        // In pieces, and across the field's ends.
+        assert!(state.write_config(6, &[1]).is_some());
+        assert_eq!(state.actual_bytes(), 0x1_0000 * PAGE_BYTES);
+        assert!(state.write_config(0, &[2; 12]).is_some());
+        assert_eq!((state.target_bytes(), state.actual_bytes()), (BLOCK, 0x0202_0202 * PAGE_BYTES));
+    }
+
+    #[test]
+    fn what_a_guest_takes_back_by_itself_is_not_asked_for_again() {
+        let mut state = state(true);
+        state.set_target(8 * BLOCK);
+        assert_eq!(tell(&mut state, 8 * BLOCK), Told::Following);
+        // Linux takes a MiB at a time.
+        assert_eq!(tell(&mut state, 8 * BLOCK - BLOCK / 2), Told::TakenBack(BLOCK / 2));
+        assert_eq!(state.target_bytes(), 7 * BLOCK);
+        // It goes on to the new target, as it is asked to.
+        assert_eq!(tell(&mut state, 7 * BLOCK), Told::Following);
+        assert_eq!(state.target_bytes(), 7 * BLOCK);
+        state.set_target(20 * BLOCK);
+        assert_eq!(tell(&mut state, 9 * BLOCK), Told::Following);
+        // In the midst of inflating.
+        assert_eq!(tell(&mut state, 8 * BLOCK), Told::TakenBack(BLOCK));
+        assert_eq!(state.target_bytes(), 8 * BLOCK);
+    }
+
+    #[test]
+    fn a_driver_without_the_feature_has_no_reason_to_take_back() {
+        let mut state = state(false);
+        state.set_target(8 * BLOCK);
+        tell(&mut state, 8 * BLOCK);
+        assert_eq!(tell(&mut state, 0), Told::Following);
+        assert_eq!(state.target_bytes(), 8 * BLOCK);
+    }
+
+    #[test]
+    fn the_target_outlives_a_driver_and_the_balloon_does_not() {
+        let mut state = state(true);
+        state.set_target(8 * BLOCK);
+        tell(&mut state, 8 * BLOCK);
+        state.end();
+        assert_eq!((state.target_bytes(), state.actual_bytes()), (8 * BLOCK, 0));
+        assert!(!state.deflates_on_oom());
+    }
+}

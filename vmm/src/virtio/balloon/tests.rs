@@ -1,0 +1,454 @@
+//! The device as its driver sees it, and what the host has left of the pages.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use balloon::statistics::Tag;
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
+
+use super::device::{F_DEFLATE_ON_OOM, F_REPORTING, F_STATS_VQ};
+use super::*;
+use crate::event_loop::EventLoop;
+use crate::memory::slots::SlotTable;
+use crate::memory::slots::fake::FakeSlots;
+use crate::memory::zone::{Tier, ZoneSpec};
+use crate::memory::{BLOCK_BYTES, HotplugPart, Memory, MemoryOptions, build};
+use crate::pool::PmPool;
+use crate::pool::fake::FakePool;
+use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
+use crate::virtio::{ActivateError, VirtioDevice};
+
+const MIB: u64 = 1 << 20;
+const PAGE: u64 = 4096;
+const BOOT: u64 = 32 * MIB;
+const MAX: u64 = 16 * MIB;
+const INFLATE: usize = 0;
+const DEFLATE: usize = 1;
+const STATS: usize = 2;
+const ALL: u64 = F_STATS_VQ | F_DEFLATE_ON_OOM | F_REPORTING;
+
+/// A VM's memory with a balloon in it: 32 MiB of boot memory, DRAM and PM of which the first four blocks are plugged.
+struct Rig {
+    driver: TestDriver,
+    device: Balloon,
+    handle: BalloonHandle,
+    parts: Vec<HotplugPart>,
+    told: Arc<AtomicUsize>,
+    memory: Memory,
+    _loop: EventLoop,
+}
+
+impl Rig {
+    fn new(features: u64) -> Self {
+        let mut rig = Self::off();
+        rig.start(features, &[0, 1, 2, 3, 4]);
+        rig
+    }
+
+    /// Without a driver as yet.
+    fn off() -> Self {
+        let zone = |id: &str, tier, guest_node, boot_bytes| ZoneSpec {
+            id: id.to_owned(),
+            tier,
+            guest_node,
+            boot_bytes,
+            hotplug_bytes: 128 * MIB,
+        };
+        let zones = vec![zone("dram", Tier::Dram, 0, BOOT), zone("pm", Tier::Pm, 1, 0)];
+        let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(64));
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64, huge_pages: false };
+        let table = Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
+        let mut memory = build(zones, Some(&pool), table, options).unwrap();
+        let mut parts = memory.take_hotplug();
+        for part in &mut parts {
+            part.backing.plug(0, 4 * BLOCK_BYTES).unwrap();
+            memory.view().exclusive().set_plugged(GuestAddress(part.range.start), 4 * BLOCK_BYTES, true);
+        }
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let told = Arc::new(AtomicUsize::new(0));
+        let observer = {
+            let told = Arc::clone(&told);
+            Arc::new(move || {
+                told.fetch_add(1, Ordering::Relaxed);
+            })
+        };
+        let options = BalloonOptions {
+            max_bytes: MAX,
+            target_bytes: 4 * MIB,
+            deflate_on_oom: true,
+            free_page_reporting: true,
+            statistics: true,
+        };
+        let (device, handle) =
+            Balloon::new("balloon", options, &memory, event_loop.handle(), observer).unwrap();
+        let driver = TestDriver::with_memory(5, memory.boot().clone(), memory.view().clone());
+        Self { driver, device, handle, parts, told, memory, _loop: event_loop }
+    }
+
+    fn try_start(&mut self, features: u64, enabled: &[usize]) -> Result<(), ActivateError> {
+        let mut activation = self.driver.activation(features);
+        for (index, queue) in activation.queues.iter_mut().enumerate() {
+            if !enabled.contains(&index) {
+                *queue = None;
+            }
+        }
+        self.device.activate(activation)
+    }
+
+    fn start(&mut self, features: u64, enabled: &[usize]) {
+        self.try_start(features, enabled).unwrap();
+    }
+
+    /// Has the device serve a list of bytes in one buffer.
+    fn send(&mut self, queue: usize, bytes: &[u8]) {
+        self.driver.write(BUFFERS, bytes);
+        let head = self.driver.add(queue, &[Buffer::Out(BUFFERS, bytes.len() as u32)]);
+        self.driver.kick(queue);
+        assert_eq!(self.driver.wait_used(queue), (head, 0));
+    }
+
+    /// Has the device serve page numbers, given as addresses.
+    fn list(&mut self, queue: usize, addresses: &[u64]) {
+        let pages: Vec<u8> = addresses.iter().flat_map(|at| ((at / PAGE) as u32).to_le_bytes()).collect();
+        self.send(queue, &pages);
+    }
+
+    fn report(&mut self, queue: usize, buffers: &[Buffer]) {
+        let head = self.driver.add(queue, buffers);
+        self.driver.kick(queue);
+        assert_eq!(self.driver.wait_used(queue), (head, 0));
+    }
+
+    fn fill(&self, at: u64, len: u64) {
+        self.memory.view().memory().write_slice(&vec![0xa5; len as usize], GuestAddress(at)).unwrap();
+    }
+
+    fn byte(&self, at: u64) -> u8 {
+        self.memory.view().memory().read_obj(GuestAddress(at)).unwrap()
+    }
+
+    /// How many pages of a range the host has.
+    fn resident(&self, at: u64, len: u64) -> u64 {
+        let (_, range, reservation) =
+            self.memory.placed_parts().find(|(_, range, _)| range.contains(at, len)).unwrap();
+        let pages = reservation.pages(at - range.start, len).unwrap();
+        pages.into_iter().filter(|page| page & 1 == 1).count() as u64
+    }
+
+    fn refused(&self) -> Vec<(&'static str, u64)> {
+        let metrics = self.handle.metrics();
+        let all = Refusal::ALL.map(|reason| (reason.as_str(), metrics.refused(reason)));
+        all.into_iter().filter(|(_, count)| *count > 0).collect()
+    }
+
+    fn inflated(&self) -> u64 {
+        self.handle.metrics().inflated_bytes.load(Ordering::Relaxed)
+    }
+
+    fn reported(&self) -> u64 {
+        self.handle.metrics().reported_bytes.load(Ordering::Relaxed)
+    }
+
+    fn tell_actual(&mut self, bytes: u64) {
+        self.device.write_config(4, &((bytes / PAGE) as u32).to_le_bytes());
+    }
+
+    fn target_pages(&self) -> u32 {
+        let mut pages = [0; 4];
+        self.device.read_config(0, &mut pages);
+        u32::from_le_bytes(pages)
+    }
+}
+
+fn statistics(entries: &[(u16, u64)]) -> Vec<u8> {
+    entries.iter().flat_map(|(tag, value)| [&tag.to_le_bytes()[..], &value.to_le_bytes()].concat()).collect()
+}
+
+#[test]
+fn pages_in_the_balloon_are_the_hosts_and_their_neighbours_are_not() {
+    let mut rig = Rig::new(ALL);
+    let at = 8 * MIB;
+    rig.fill(at, MIB);
+    assert_eq!(rig.resident(at, MIB), 256);
+    // Backwards, as Linux has them, one twice, and one apart.
+    let mut pages: Vec<u64> = (64..128).rev().map(|page| at + page * PAGE).collect();
+    pages.extend([at + 64 * PAGE, at + 200 * PAGE]);
+    rig.list(INFLATE, &pages);
+    assert_eq!(rig.resident(at, MIB), 256 - 65);
+    assert_eq!(rig.resident(at + 64 * PAGE, 64 * PAGE), 0);
+    assert_eq!(rig.inflated(), 65 * PAGE);
+    assert_eq!((rig.byte(at + 64 * PAGE - 1), rig.byte(at + 128 * PAGE)), (0xa5, 0xa5));
+    assert_eq!((rig.byte(at + 64 * PAGE), rig.byte(at + 200 * PAGE)), (0, 0));
+    // Out of it again they are the guest's, and nothing happens to what it writes.
+    rig.fill(at, MIB);
+    rig.list(DEFLATE, &pages);
+    assert_eq!((rig.byte(at + 64 * PAGE), rig.resident(at, MIB)), (0xa5, 256));
+    assert_eq!(rig.handle.metrics().deflated_bytes.load(Ordering::Relaxed), 65 * PAGE);
+    assert_eq!(rig.refused(), []);
+}
+
+#[test]
+fn hotplugged_dram_is_given_back_where_it_is_plugged() {
+    let mut rig = Rig::new(ALL);
+    let dram = rig.parts[0].range.start;
+    rig.fill(dram, 8 * MIB);
+    rig.list(INFLATE, &[dram + 8 * MIB - PAGE, dram + 8 * MIB, dram + 127 * MIB]);
+    assert_eq!(rig.resident(dram, 8 * MIB), 2047);
+    assert_eq!(rig.refused(), [("unplugged", 2)]);
+    // Across the border, in one range.
+    rig.report(4, &[Buffer::In(dram + 6 * MIB, 4 << 20)]);
+    assert_eq!(rig.resident(dram, 8 * MIB), 1536);
+    assert_eq!((rig.reported(), rig.refused()), (2 * MIB, vec![("unplugged", 2 + 512)]));
+}
+
+#[test]
+fn pages_of_pm_and_of_nothing_are_refused_and_counted() {
+    let mut rig = Rig::new(ALL);
+    let pm = rig.parts[1].range.start;
+    rig.fill(pm, 2 * MIB);
+    let nowhere = 3 << 30;
+    rig.list(INFLATE, &[pm, pm + PAGE, BOOT, nowhere, u64::from(u32::MAX) * PAGE]);
+    assert_eq!(rig.refused(), [("pm", 2), ("no_memory", 3)]);
+    assert_eq!((rig.inflated(), rig.byte(pm)), (0, 0xa5));
+    rig.report(4, &[Buffer::In(pm, 2 << 20)]);
+    assert_eq!((rig.reported(), rig.byte(pm)), (0, 0xa5));
+    assert_eq!(rig.resident(pm, 2 * MIB), 512);
+}
+
+#[test]
+fn reported_free_pages_are_given_back_and_shrunk_to_whole_ones() {
+    let mut rig = Rig::new(ALL);
+    let at = 8 * MIB;
+    rig.fill(at, 8 * MIB);
+    let buffers = [Buffer::In(at, 2 << 20), Buffer::In(at + 4 * MIB + 1, 2 * 4096), Buffer::In(at + 7, 100)];
+    rig.report(4, &buffers);
+    assert_eq!(rig.reported(), 2 * MIB + PAGE);
+    assert_eq!(rig.resident(at, 8 * MIB), 2048 - 513);
+    assert_eq!((rig.byte(at + 4 * MIB), rig.byte(at + 4 * MIB + 2 * PAGE)), (0xa5, 0xa5));
+    assert_eq!(rig.byte(at + 4 * MIB + PAGE), 0);
+    // The guest uses them again whenever it likes.
+    rig.fill(at, 2 * MIB);
+    assert_eq!((rig.byte(at), rig.refused()), (0xa5, vec![]));
+}
+
+#[test]
+fn queues_are_found_whether_or_not_the_driver_leaves_gaps() {
+    let at = 8 * MIB;
+    // Features, queues that the driver has, and the one among them for free pages.
+    let drivers: [(u64, &[usize], usize); 6] = [
+        (F_STATS_VQ | F_REPORTING, &[0, 1, 2, 4], 4),
+        (F_STATS_VQ | F_REPORTING, &[0, 1, 2, 3], 3),
+        (F_REPORTING, &[0, 1, 4], 4),
+        (F_REPORTING, &[0, 1, 3], 3),
+        (F_REPORTING, &[0, 1, 2], 2),
+        (ALL, &[0, 1, 2, 3], 3),
+    ];
+    for (features, enabled, reporting) in drivers {
+        let mut rig = Rig::off();
+        rig.start(features, enabled);
+        rig.fill(at, MIB);
+        rig.report(reporting, &[Buffer::In(at, 1 << 20)]);
+        assert_eq!(rig.resident(at, MIB), 0, "{features:#x} {enabled:?}");
+        rig.list(INFLATE, &[at]);
+        assert_eq!(rig.refused(), []);
+    }
+}
+
+#[test]
+fn a_driver_without_the_queues_of_its_features_is_refused() {
+    let missing: [(u64, &[usize], u16); 4] =
+        [(0, &[1], 0), (0, &[0], 1), (F_STATS_VQ, &[0, 1], 2), (F_REPORTING | F_STATS_VQ, &[0, 1, 2], 4)];
+    for (features, enabled, expected) in missing {
+        let mut rig = Rig::off();
+        let result = rig.try_start(features, enabled);
+        assert!(matches!(result, Err(ActivateError::QueueMissing { index }) if index == expected));
+        assert!(!rig.handle.driver_present());
+    }
+    // What was not negotiated is not needed.
+    Rig::off().start(0, &[0, 1]);
+}
+
+#[test]
+fn only_what_was_asked_for_is_offered() {
+    let rig = Rig::off();
+    assert_eq!(rig.device.features() & 0xff, ALL);
+    let options = BalloonOptions {
+        max_bytes: MAX,
+        target_bytes: 0,
+        deflate_on_oom: false,
+        free_page_reporting: false,
+        statistics: false,
+    };
+    let (device, _) =
+        Balloon::new("balloon", options, &rig.memory, rig._loop.handle(), Arc::new(|| ())).unwrap();
+    assert_eq!(device.features() & 0xff, 0);
+}
+
+#[test]
+fn chains_that_make_no_sense_are_returned_and_counted() {
+    let mut rig = Rig::new(ALL);
+    for wrong in [1, 3, 4097] {
+        rig.send(INFLATE, &vec![0; wrong]);
+        rig.send(DEFLATE, &vec![0; wrong]);
+    }
+    // Nothing to read, or what is not there to be read.
+    let unplugged = rig.parts[0].range.start + 64 * MIB;
+    rig.report(INFLATE, &[Buffer::In(BUFFERS, 1024)]);
+    rig.report(INFLATE, &[Buffer::Out(unplugged, 1024)]);
+    rig.report(INFLATE, &[Buffer::Out(u64::MAX - 4, 1024)]);
+    rig.report(4, &[Buffer::Out(8 * MIB, 2 << 20)]);
+    rig.report(4, &[Buffer::In(u64::MAX - 4, u32::MAX)]);
+    rig.report(4, &[Buffer::In(8 * MIB + 1, 4096)]);
+    assert_eq!(rig.refused(), [("malformed", 12)]);
+    assert_eq!((rig.inflated(), rig.reported()), (0, 0));
+    rig.list(INFLATE, &[8 * MIB]);
+    assert_eq!(rig.inflated(), PAGE, "the next one is served");
+}
+
+#[test]
+fn lists_and_chains_without_end_are_cut() {
+    let mut rig = Rig::new(ALL);
+    // More page numbers than anybody has reason to send, in 16 descriptors of the same 64 KiB.
+    let pages: Vec<u8> = (0..16_384u32).flat_map(|page| (2048 + page % 256).to_le_bytes()).collect();
+    rig.fill(8 * MIB, MIB);
+    rig.driver.write(BUFFERS, &pages);
+    let head = rig.driver.add(INFLATE, &[Buffer::Out(BUFFERS, 65_536); 16]);
+    rig.driver.kick(INFLATE);
+    assert_eq!(rig.driver.wait_used(INFLATE), (head, 0));
+    assert_eq!((rig.inflated(), rig.resident(8 * MIB, MIB)), (MIB, 0));
+    assert_eq!(rig.refused(), [("too_long", 1)]);
+    // A chain whose descriptors lead to one another.
+    let looping = rig.driver.add(4, &[Buffer::In(8 * MIB, 4096), Buffer::In(8 * MIB + PAGE, 4096)]);
+    rig.driver.set_descriptor(4, looping, (8 * MIB, 4096, 3, looping + 1));
+    rig.driver.set_descriptor(4, looping + 1, (8 * MIB + PAGE, 4096, 3, looping));
+    rig.driver.kick(4);
+    assert_eq!(rig.driver.wait_used(4), (looping, 0));
+    assert_eq!(rig.reported(), 2 * PAGE);
+    rig.list(INFLATE, &[8 * MIB]);
+}
+
+#[test]
+fn statistics_come_when_they_are_asked_for() {
+    let mut rig = Rig::new(ALL);
+    assert!(rig.handle.statistics().is_none());
+    rig.handle.ask_statistics();
+    // The driver gives its first buffer without being asked, and gets it back when it is.
+    rig.driver.write(BUFFERS, &statistics(&[(5, 100 * MIB), (4, 50 * MIB), (77, 1)]));
+    let head = rig.driver.add(STATS, &[Buffer::Out(BUFFERS, 30)]);
+    rig.driver.kick(STATS);
+    let wait = |rig: &Rig, number| {
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        loop {
+            if let Some(heard) = rig.handle.statistics().filter(|heard| heard.number >= number) {
+                return heard;
+            }
+            assert!(std::time::Instant::now() < deadline, "no statistics");
+            std::thread::yield_now();
+        }
+    };
+    let first = wait(&rig, 1);
+    assert_eq!(first.statistics.get(Tag::Total), Some(100 * MIB));
+    assert_eq!(rig.driver.used(STATS), None, "kept until the next are wanted");
+    rig.handle.ask_statistics();
+    assert_eq!(rig.driver.wait_used(STATS), (head, 0));
+    // Asked again before it has answered: there is nothing to ask by.
+    rig.handle.ask_statistics();
+    rig.driver.write(BUFFERS, &statistics(&[(5, 101 * MIB)]));
+    rig.driver.add(STATS, &[Buffer::Out(BUFFERS, 10)]);
+    rig.driver.kick(STATS);
+    let second = wait(&rig, 2);
+    assert_eq!(
+        (second.statistics.get(Tag::Total), second.statistics.get(Tag::Free)),
+        (Some(101 * MIB), None)
+    );
+    let metrics = rig.handle.metrics();
+    assert_eq!(
+        (metrics.statistic(Tag::Total), metrics.statistic(Tag::Free)),
+        (Some(101 * MIB), Some(50 * MIB))
+    );
+    // Another driver counts anew, and what the earlier one said is void.
+    rig.device.reset();
+    assert!(rig.handle.statistics().is_none());
+    rig.start(ALL, &[0, 1, 2, 4]);
+    rig.driver.write(BUFFERS, &statistics(&[(5, MIB)]));
+    rig.driver.add(STATS, &[Buffer::Out(BUFFERS, 10)]);
+    rig.driver.kick(STATS);
+    assert_eq!(wait(&rig, 3).driver_life, second.driver_life + 1);
+}
+
+#[test]
+fn statistics_that_make_no_sense_are_counted_and_asked_for_again() {
+    let mut rig = Rig::new(ALL);
+    let mut last = None;
+    for len in [9, 11, 0x1_0000] {
+        let head = rig.driver.add(STATS, &[Buffer::Out(BUFFERS, len)]);
+        rig.driver.kick(STATS);
+        if let Some(last) = last.replace(head) {
+            // Of several buffers the device keeps the last.
+            assert_eq!(rig.driver.wait_used(STATS), (last, 0));
+        }
+    }
+    rig.handle.ask_statistics();
+    assert_eq!(rig.driver.wait_used(STATS), (last.unwrap(), 0));
+    assert!(rig.handle.statistics().is_none());
+    assert_eq!(rig.refused(), [("malformed", 3)]);
+}
+
+#[test]
+fn a_target_is_shown_and_what_the_driver_says_of_it_is_heard() {
+    let mut rig = Rig::new(0);
+    assert_eq!(rig.target_pages(), 1024, "what it begins with");
+    let told = rig.told.load(Ordering::Relaxed);
+    rig.handle.set_target(8 * MIB).unwrap();
+    assert_eq!(rig.target_pages(), 2048);
+    rig.tell_actual(8 * MIB);
+    assert!(rig.told.load(Ordering::Relaxed) >= told + 2);
+    let sizes = rig.handle.sizes();
+    assert_eq!((sizes.target_bytes, sizes.actual_bytes, sizes.max_bytes), (8 * MIB, 8 * MIB, MAX));
+    let too_large = TargetError::TooLarge { bytes: 18 * MIB, max_bytes: MAX };
+    assert_eq!(rig.handle.set_target(18 * MIB), Err(too_large));
+    let unaligned = TargetError::Unaligned { bytes: MIB, block_bytes: BLOCK_BYTES };
+    assert_eq!(rig.handle.set_target(MIB), Err(unaligned));
+    assert_eq!(rig.target_pages(), 2048);
+    let metrics = rig.handle.metrics();
+    assert_eq!(metrics.target_bytes.load(Ordering::Relaxed), 8 * MIB);
+    assert_eq!(metrics.actual_bytes.load(Ordering::Relaxed), 8 * MIB);
+}
+
+#[test]
+fn a_guest_that_saves_itself_is_not_asked_again() {
+    let mut rig = Rig::new(ALL);
+    rig.handle.set_target(8 * MIB).unwrap();
+    rig.tell_actual(8 * MIB);
+    rig.tell_actual(7 * MIB);
+    assert_eq!(rig.handle.sizes().target_bytes, 6 * MIB);
+    assert_eq!(rig.target_pages(), 1536);
+    assert_eq!(rig.handle.metrics().oom_deflated_bytes.load(Ordering::Relaxed), MIB);
+    // Without the feature the driver only follows.
+    let mut rig = Rig::new(F_STATS_VQ);
+    rig.handle.set_target(8 * MIB).unwrap();
+    rig.tell_actual(8 * MIB);
+    rig.tell_actual(7 * MIB);
+    assert_eq!(rig.handle.sizes().target_bytes, 8 * MIB);
+    assert!(!rig.handle.deflates_on_oom());
+}
+
+#[test]
+fn a_reset_device_touches_nothing_and_its_balloon_is_empty() {
+    let mut rig = Rig::new(ALL);
+    rig.tell_actual(4 * MIB);
+    rig.device.reset();
+    assert_eq!((rig.handle.sizes().actual_bytes, rig.handle.driver_present()), (0, false));
+    rig.fill(8 * MIB, MIB);
+    rig.driver.write(BUFFERS, &2048u32.to_le_bytes());
+    rig.driver.add(INFLATE, &[Buffer::Out(BUFFERS, 4)]);
+    rig.driver.kick(INFLATE);
+    rig.handle.ask_statistics();
+    assert_eq!((rig.driver.used(INFLATE), rig.resident(8 * MIB, MIB)), (None, 256));
+    rig.device.reset();
+    // The target waits for the next driver.
+    rig.start(ALL, &[0, 1, 2, 4]);
+    assert_eq!(rig.target_pages(), 1024);
+    rig.list(INFLATE, &[8 * MIB]);
+    assert_eq!(rig.resident(8 * MIB, MIB), 255);
+}
