@@ -127,9 +127,13 @@ impl Spread {
         let wanted = bytes;
         let mut limit = None;
         let mut taken_from = None;
+        let mut stays_in = None;
         // PM back first, and DRAM only when no PM is left that could go. A step takes from one tier: a guest
         // serves its devices side by side, and would give DRAM back while it still has PM.
         for share in self.shares.iter_mut().rev().filter(|share| !share.pinned) {
+            if stays_in.is_some_and(|tier| tier != share.tier) {
+                break;
+            }
             let over = share.requested_bytes.saturating_sub(share.floor_bytes);
             if over >= share.block_bytes && taken_from.is_some_and(|tier| tier != share.tier) {
                 return (wanted - bytes, None);
@@ -141,11 +145,10 @@ impl Spread {
                 taken_from = Some(share.tier);
             }
             if share.shrink_cap_bytes < over && bytes >= share.block_bytes {
-                // It has more, and does not let it go: what is behind it in the order stays.
-                limit = Some(Reason::NoProgress);
-                break;
+                // It has more, and does not let it go: others of its tier are asked, and what is behind that stays.
+                stays_in = Some(share.tier);
             }
-            limit = Some(Reason::AtFloor);
+            limit = Some(if stays_in.is_some() { Reason::NoProgress } else { Reason::AtFloor });
         }
         let left_over = self.shares.iter().map(|share| share.block_bytes).min().unwrap_or(1);
         if bytes < left_over {

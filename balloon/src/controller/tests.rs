@@ -324,6 +324,31 @@ fn rule_5_a_shrink_that_the_guest_refuses_is_withdrawn_and_dram_is_not_taken_ins
 }
 
 #[test]
+fn rule_5_a_shrink_that_one_pm_zone_refuses_is_asked_of_the_other() {
+    let mut rig = Rig::fixed(128 + 1024 + 64);
+    rig.host.zones.push(ZoneSizes { id: ZoneId(2), max_bytes: 64 * MIB, ..rig.host.zones[PM] });
+    for _ in 0..4 {
+        rig.tick(1_000);
+        rig.follow();
+    }
+    assert_eq!(rig.host.zones[2].plugged_bytes, 64 * MIB);
+    // The zone that goes first does not let go of anything.
+    rig.want(1024);
+    let first = rig.tick(10_000);
+    assert_eq!(first.targets[2].requested_bytes, 0);
+    let refused = 64 * MIB;
+    rig.host.zones[PM].plugged_bytes = rig.host.zones[PM].requested_bytes;
+    let plugged = rig.host.zones[PM].plugged_bytes;
+    assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
+    assert_eq!(rig.host.zones[2].requested_bytes, refused, "withdrawn");
+    let second = rig.tick(1_000);
+    assert_eq!(second.direction, Direction::Shrink);
+    assert_eq!(second.targets[2].requested_bytes, refused, "left alone");
+    assert!(second.targets[PM].requested_bytes < plugged, "the other is asked");
+    assert_eq!(second.targets[DRAM].requested_bytes, 128 * MIB);
+}
+
+#[test]
 fn rule_6_lost_reports_of_a_guest_that_was_well_hold() {
     let mut rig = Rig::new(Policy::default());
     rig.report(1000, 280);
