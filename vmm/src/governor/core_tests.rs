@@ -2,119 +2,15 @@
 
 use std::sync::Arc;
 
-use balloon::Tier;
 use parking_lot::Mutex;
-use serde_json::{Value, json};
+use proptest::prelude::*;
+use serde_json::json;
 
 use super::*;
-use crate::governor::{DeviceSizes, Shortfall, ZoneDevice};
+use crate::governor::ZoneDevice;
+use crate::governor::fake::{BLOCK, Fixture, MIB, fixture};
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN, Outcome};
 use crate::vm::request::ResizeStatus;
-
-const MIB: u64 = 1 << 20;
-const BLOCK: u64 = 2 * MIB;
-
-/// A device whose guest follows at once, or not at all.
-struct FakeDevice {
-    sizes: Mutex<DeviceSizes>,
-    follows: bool,
-    /// What its host has for it.
-    can_provide: Mutex<u64>,
-    reminders: Mutex<u32>,
-}
-
-impl FakeDevice {
-    fn new(region_bytes: u64, follows: bool) -> Arc<Self> {
-        let sizes =
-            DeviceSizes { block_bytes: BLOCK, region_bytes, driver_ready: true, ..Default::default() };
-        Arc::new(Self {
-            sizes: Mutex::new(sizes),
-            follows,
-            can_provide: Mutex::new(u64::MAX),
-            reminders: Mutex::new(0),
-        })
-    }
-}
-
-impl ZoneDevice for FakeDevice {
-    fn sizes(&self) -> DeviceSizes {
-        *self.sizes.lock()
-    }
-    fn request(&self, size_bytes: u64) {
-        let mut sizes = self.sizes.lock();
-        assert!(size_bytes <= sizes.region_bytes && size_bytes.is_multiple_of(BLOCK));
-        let can_provide = *self.can_provide.lock();
-        sizes.requested_bytes = size_bytes.min(can_provide);
-        let shortfall = Shortfall { reason: "pool-full", wanted_bytes: size_bytes };
-        sizes.shortfall = (size_bytes > can_provide).then_some(shortfall);
-        if self.follows {
-            sizes.plugged_bytes = sizes.requested_bytes;
-        }
-    }
-    fn remind(&self) {
-        *self.reminders.lock() += 1;
-    }
-}
-
-struct Fixture {
-    core: Core,
-    dram: Arc<FakeDevice>,
-    pm: Arc<FakeDevice>,
-    seq: u64,
-}
-
-fn fixture(policy: &str, dry_run: bool, follows: bool) -> Fixture {
-    let (dram, pm) = (FakeDevice::new(128 * MIB, follows), FakeDevice::new(1024 * MIB, follows));
-    let zone = |id: &str, tier, node, device: &Arc<FakeDevice>| GovernedZone {
-        id: id.to_owned(),
-        tier,
-        guest_numa_node: node,
-        boot_bytes: if node == 0 { 384 * MIB } else { 0 },
-        device: Arc::clone(device) as _,
-    };
-    let zones = vec![zone("dram", Tier::Dram, 0, &dram), zone("pm", Tier::Pm, 1, &pm)];
-    let config = PressureConfig { policy: policy.to_owned(), dry_run, ..Default::default() };
-    let core = Core::new(&config, zones, 384 * MIB, Arc::new(|| 1024 * MIB), TimeMs(0)).unwrap();
-    Fixture { core, dram, pm, seq: 0 }
-}
-
-impl Fixture {
-    fn greet(&mut self) {
-        self.core.agent_connected(TimeMs(self.seq * 50));
-        self.line(&json!({
-            "type": "hello", "version": 1, "agent_version": "0.1.0", "kernel_release": "6.12.117",
-            "preemption": "voluntary", "page_size_bytes": 4096,
-        }));
-    }
-
-    fn line(&mut self, line: &Value) {
-        self.core.line(Ok(line.to_string().as_bytes()), TimeMs(self.seq * 50));
-    }
-
-    /// A report of a guest that has `available` of what it has in all.
-    fn report(&mut self, available_mib: u64) {
-        self.seq += 1;
-        let plugged = self.dram.sizes().plugged_bytes + self.pm.sizes().plugged_bytes;
-        let total = 360 * MIB + plugged;
-        let zone = |kind, managed: u64| {
-            json!({"node": 0, "kind": kind, "free_pages": available_mib * 256, "min_pages": 500,
-                   "low_pages": 700, "high_pages": 900, "managed_pages": managed / 4096})
-        };
-        let line = json!({
-            "type": "report", "version": 1, "seq": self.seq, "monotonic_ms": self.seq * 50,
-            "memory": {"total_bytes": total, "free_bytes": available_mib * MIB,
-                       "available_bytes": available_mib * MIB},
-            "zones": [zone("dma32", total)],
-            "blocks": {"online_policy": "online_movable", "block_bytes": 128 * MIB, "nodes": [
-                {"node": 0, "online_bytes": 384 * MIB + self.dram.sizes().plugged_bytes,
-                 "offline_bytes": 0, "movable_online_bytes": self.dram.sizes().plugged_bytes},
-                {"node": 1, "online_bytes": self.pm.sizes().plugged_bytes, "offline_bytes": 0,
-                 "movable_online_bytes": self.pm.sizes().plugged_bytes},
-            ]},
-        });
-        self.line(&line);
-    }
-}
 
 #[test]
 fn a_guest_that_fills_gets_dram_first_and_then_pm() {
@@ -420,4 +316,58 @@ fn lines_of_an_agent_that_has_closed_its_end_count() {
         crate::governor::agent::serve(stream, &core, crate::governor::task::Clock::start()).await.unwrap();
     });
     assert_eq!(core.lock().counters.refused.values().sum::<u64>(), 2);
+}
+
+/// A flood costs the host so many lines a second, and waits in the guest.
+#[test]
+fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
+    use std::io::Write;
+    let Fixture { core, .. } = fixture("psi", false, true);
+    let core = Mutex::new(core);
+    let (mut agent, vmm) = std::os::unix::net::UnixStream::pair().unwrap();
+    agent.write_all("no report\n".repeat(1_000).as_bytes()).unwrap();
+    drop(agent);
+    vmm.set_nonblocking(true).unwrap();
+    // A clock that jumps as soon as everybody waits: it shows what was waited for, and not how long this takes.
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    runtime.block_on(async {
+        let stream = tokio::net::UnixStream::from_std(vmm).unwrap();
+        let begin = tokio::time::Instant::now();
+        crate::governor::agent::serve(stream, &core, crate::governor::task::Clock::start()).await.unwrap();
+        assert!(begin.elapsed() >= Duration::from_secs(4), "{:?}", begin.elapsed());
+    });
+    assert_eq!(core.lock().counters.refused.values().sum::<u64>(), 1_000);
+}
+
+proptest! {
+    /// Whatever a report says, zones are asked for whole blocks within their bounds: the fake devices insist.
+    #[test]
+    fn an_agent_that_lies_gets_at_most_what_the_zones_hold(
+        lies in proptest::collection::vec(
+            (any::<u16>(), 0u64..1 << 46, 0u64..1 << 46, 0u64..1 << 40, 0u64..1 << 40, any::<bool>()), 1..60),
+        policy in prop::sample::select(Policy::NAMES.iter().filter(|name| **name != "fixed").collect::<Vec<_>>()),
+    ) {
+        let mut f = fixture(policy, false, true);
+        f.greet();
+        for (ms, total, available, pages, us, ahead) in lies {
+            f.seq += u64::from(ahead || f.seq == 0);
+            let total = total.max(1 << 27);
+            let (available, pages, us) = (available % total, pages % (total / 4096), us % (f.seq * 50_000));
+            let line = json!({
+                "type": "report", "version": 1, "seq": f.seq, "monotonic_ms": f.seq * 50 + u64::from(ms) % 4000,
+                "memory": {"total_bytes": total, "free_bytes": available / 2, "available_bytes": available,
+                           "swap_total_bytes": total, "swap_free_bytes": available},
+                "stall": {"some_us": us, "full_us": us / 2, "some_avg10_basis_points": 0,
+                          "full_avg10_basis_points": 0},
+                "counters": {"pswpin": pages, "pswpout": us, "workingset_refault_anon": pages},
+                "zones": [{"node": 0, "kind": "dma32", "free_pages": pages, "min_pages": pages / 4,
+                           "low_pages": pages / 3, "high_pages": pages / 2, "managed_pages": total / 4096}],
+            });
+            f.line(&line);
+            f.core.tick(TimeMs(f.seq * 50 + 20));
+        }
+        prop_assert!(f.core.counters.reports > 0, "{:?}", f.core.counters.refused);
+        prop_assert!(f.core.info(DECISIONS_KEPT, TimeMs(f.seq * 50)).decisions.len() <= DECISIONS_KEPT);
+    }
 }

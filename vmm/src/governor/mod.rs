@@ -14,6 +14,8 @@ mod agent;
 mod audit;
 pub mod core;
 mod episode;
+#[cfg(test)]
+mod fake;
 mod progress;
 pub mod task;
 

@@ -1,14 +1,19 @@
-//! The task around [`Core`]: the clock, the agent's connections, the devices' news.
+//! The thread around [`Core`]: the clock, the agent's connections, the devices' news.
+//!
+//! It is a thread of its own, before others where the host allows it: a guest in need waits for it, and neither API
+//! clients, nor scrapers, nor devices and vCPUs that use every CPU there is may make it wait.
 
+use std::future::pending;
+use std::io;
 use std::os::unix::net::UnixStream as StdUnixStream;
 use std::sync::Arc;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use balloon::TimeMs;
 use parking_lot::Mutex;
 use tokio::net::UnixStream;
-use tokio::sync::{Notify, mpsc};
-use tokio::task::JoinHandle;
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
 use tracing::debug;
 
@@ -19,6 +24,9 @@ use crate::metrics::{PressureSample, PressureSource};
 
 /// The controller is to be called at least once a second.
 const TICK: Duration = Duration::from_millis(500);
+
+/// How much before others the thread is: as much as the agent in its guest.
+const NICE: libc::c_int = -10;
 
 /// Milliseconds since the governor started.
 #[derive(Clone, Copy, Debug)]
@@ -39,24 +47,42 @@ impl Clock {
 /// Where agents' connections come from, non-blocking: one at a time is served, a new one replaces it.
 pub type Connections = mpsc::Receiver<StdUnixStream>;
 
-/// A running governor. Dropping it ends its tasks; what it has requested stays requested.
+/// A running governor. Dropping it ends its thread; what it has requested stays requested.
 pub struct Governor {
     core: Arc<Mutex<Core>>,
     clock: Clock,
     /// Metrics hold it weakly.
     source: Arc<Source>,
-    ticker: JoinHandle<()>,
-    listener: Option<JoinHandle<()>>,
+    thread: Option<JoinHandle<()>>,
+    end: Option<oneshot::Sender<()>>,
 }
 
 impl Governor {
-    /// Starts the governor on the present runtime. `plugged` is notified whenever a device's plugged size changes.
-    pub fn spawn(core: Core, clock: Clock, plugged: Arc<Notify>, agents: Option<Connections>) -> Self {
+    /// Starts the governor. `plugged` is notified whenever a device's plugged size changes.
+    pub fn spawn(
+        core: Core,
+        clock: Clock,
+        plugged: Arc<Notify>,
+        agents: Option<Connections>,
+    ) -> io::Result<Self> {
         let core = Arc::new(Mutex::new(core));
-        let ticker = tokio::spawn(tick(Arc::clone(&core), clock, plugged));
-        let listener = agents.map(|agents| tokio::spawn(listen(Arc::clone(&core), clock, agents)));
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+        let (end, ended) = oneshot::channel();
+        let thread = thread::Builder::new().name("_pressure".to_owned()).spawn({
+            let core = Arc::clone(&core);
+            move || {
+                go_before_others();
+                runtime.block_on(async {
+                    tokio::select! {
+                        _ = ended => {}
+                        () = tick(&core, clock, &plugged) => {}
+                        () = listen(&core, clock, agents) => {}
+                    }
+                });
+            }
+        })?;
         let source = Arc::new(Source { core: Arc::clone(&core), clock });
-        Self { core, clock, source, ticker, listener }
+        Ok(Self { core, clock, source, thread: Some(thread), end: Some(end) })
     }
 
     /// The governor's state, for the API and for metrics.
@@ -90,14 +116,25 @@ impl PressureSource for Source {
 
 impl Drop for Governor {
     fn drop(&mut self) {
-        self.ticker.abort();
-        if let Some(listener) = &self.listener {
-            listener.abort();
+        // Either way it ends: who is told, or finds nobody who could tell.
+        drop(self.end.take());
+        if let Some(thread) = self.thread.take() {
+            // A thread that has panicked has said so.
+            let _ = thread.join();
         }
     }
 }
 
-async fn tick(core: Arc<Mutex<Core>>, clock: Clock, plugged: Arc<Notify>) {
+/// Puts the calling thread before others. Without the right to do so it is one among them.
+fn go_before_others() {
+    // SAFETY: no pointers. On Linux 0 is the calling thread.
+    let done = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+    if done != 0 {
+        debug!(err = %io::Error::last_os_error(), "The governor's thread has no priority");
+    }
+}
+
+async fn tick(core: &Mutex<Core>, clock: Clock, plugged: &Notify) {
     let mut interval = tokio::time::interval(TICK);
     interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -109,10 +146,12 @@ async fn tick(core: Arc<Mutex<Core>>, clock: Clock, plugged: Arc<Notify>) {
     }
 }
 
-async fn listen(core: Arc<Mutex<Core>>, clock: Clock, mut agents: Connections) {
+/// Serves agents for as long as any can come, and then waits for the end.
+async fn listen(core: &Mutex<Core>, clock: Clock, agents: Option<Connections>) {
+    let Some(mut agents) = agents else { return pending().await };
     let mut next = agents.recv().await;
     while let Some(stream) = next {
-        let connection = async { agent::serve(UnixStream::from_std(stream)?, &core, clock).await };
+        let connection = async { agent::serve(UnixStream::from_std(stream)?, core, clock).await };
         core.lock().agent_connected(clock.now());
         next = tokio::select! {
             result = connection => {
@@ -129,4 +168,9 @@ async fn listen(core: Arc<Mutex<Core>>, clock: Clock, mut agents: Connections) {
             }
         };
     }
+    pending().await
 }
+
+#[cfg(test)]
+#[path = "task_tests.rs"]
+mod tests;

@@ -85,5 +85,5 @@ pub(super) fn start(
     let core = core.on_hello(Box::new(move |hello| {
         guest_btt.hello(hello);
     }));
-    Ok(Governor::spawn(core, clock, plugged, agents))
+    Governor::spawn(core, clock, plugged, agents).map_err(BuildError::device("the governor"))
 }

@@ -1,0 +1,122 @@
+//! Devices that do as they are told, or do not, and a governor that has two of them. For tests.
+
+use std::sync::Arc;
+
+use balloon::{Tier, TimeMs};
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+
+use super::core::Core;
+use super::{DeviceSizes, GovernedZone, Shortfall, ZoneDevice};
+use crate::config::PressureConfig;
+
+pub const MIB: u64 = 1 << 20;
+pub const BLOCK: u64 = 2 * MIB;
+
+/// A device whose guest follows at once, or not at all.
+pub struct FakeDevice {
+    pub sizes: Mutex<DeviceSizes>,
+    follows: bool,
+    /// What its host has for it.
+    pub can_provide: Mutex<u64>,
+    pub reminders: Mutex<u32>,
+}
+
+impl FakeDevice {
+    fn new(region_bytes: u64, follows: bool) -> Arc<Self> {
+        let sizes =
+            DeviceSizes { block_bytes: BLOCK, region_bytes, driver_ready: true, ..Default::default() };
+        Arc::new(Self {
+            sizes: Mutex::new(sizes),
+            follows,
+            can_provide: Mutex::new(u64::MAX),
+            reminders: Mutex::new(0),
+        })
+    }
+}
+
+impl ZoneDevice for FakeDevice {
+    fn sizes(&self) -> DeviceSizes {
+        *self.sizes.lock()
+    }
+    fn request(&self, size_bytes: u64) {
+        let mut sizes = self.sizes.lock();
+        assert!(size_bytes <= sizes.region_bytes && size_bytes.is_multiple_of(BLOCK));
+        let can_provide = *self.can_provide.lock();
+        sizes.requested_bytes = size_bytes.min(can_provide);
+        let shortfall = Shortfall { reason: "pool-full", wanted_bytes: size_bytes };
+        sizes.shortfall = (size_bytes > can_provide).then_some(shortfall);
+        if self.follows {
+            sizes.plugged_bytes = sizes.requested_bytes;
+        }
+    }
+    fn remind(&self) {
+        *self.reminders.lock() += 1;
+    }
+}
+
+/// A guest of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to come.
+pub struct Fixture {
+    pub core: Core,
+    pub dram: Arc<FakeDevice>,
+    pub pm: Arc<FakeDevice>,
+    /// The number of the last report.
+    pub seq: u64,
+}
+
+pub fn fixture(policy: &str, dry_run: bool, follows: bool) -> Fixture {
+    let (dram, pm) = (FakeDevice::new(128 * MIB, follows), FakeDevice::new(1024 * MIB, follows));
+    let zone = |id: &str, tier, node, device: &Arc<FakeDevice>| GovernedZone {
+        id: id.to_owned(),
+        tier,
+        guest_numa_node: node,
+        boot_bytes: if node == 0 { 384 * MIB } else { 0 },
+        device: Arc::clone(device) as _,
+    };
+    let zones = vec![zone("dram", Tier::Dram, 0, &dram), zone("pm", Tier::Pm, 1, &pm)];
+    let config = PressureConfig { policy: policy.to_owned(), dry_run, ..Default::default() };
+    let core = Core::new(&config, zones, 384 * MIB, Arc::new(|| 1024 * MIB), TimeMs(0)).unwrap();
+    Fixture { core, dram, pm, seq: 0 }
+}
+
+impl Fixture {
+    pub fn greet(&mut self) {
+        self.core.agent_connected(TimeMs(self.seq * 50));
+        self.line(&hello());
+    }
+
+    pub fn line(&mut self, line: &Value) {
+        self.core.line(Ok(line.to_string().as_bytes()), TimeMs(self.seq * 50));
+    }
+
+    /// A report of a guest that has `available` of what it has in all.
+    pub fn report(&mut self, available_mib: u64) {
+        self.seq += 1;
+        let plugged = [self.dram.sizes().plugged_bytes, self.pm.sizes().plugged_bytes];
+        self.line(&report(self.seq, available_mib, plugged));
+    }
+}
+
+/// What an agent says first.
+pub fn hello() -> Value {
+    json!({
+        "type": "hello", "version": 1, "agent_version": "0.1.0", "kernel_release": "6.12.117",
+        "preemption": "voluntary", "page_size_bytes": 4096,
+    })
+}
+
+/// A report of a guest with so much plugged of DRAM and PM.
+pub fn report(seq: u64, available_mib: u64, [dram, pm]: [u64; 2]) -> Value {
+    let total = 360 * MIB + dram + pm;
+    json!({
+        "type": "report", "version": 1, "seq": seq, "monotonic_ms": seq * 50,
+        "memory": {"total_bytes": total, "free_bytes": available_mib * MIB,
+                   "available_bytes": available_mib * MIB},
+        "zones": [{"node": 0, "kind": "dma32", "free_pages": available_mib * 256, "min_pages": 500,
+                   "low_pages": 700, "high_pages": 900, "managed_pages": total / 4096}],
+        "blocks": {"online_policy": "online_movable", "block_bytes": 128 * MIB, "nodes": [
+            {"node": 0, "online_bytes": 384 * MIB + dram, "offline_bytes": 0, "movable_online_bytes": dram},
+            {"node": 1, "online_bytes": pm, "offline_bytes": 0, "movable_online_bytes": pm},
+        ]},
+    })
+}

@@ -1,0 +1,87 @@
+//! The governor's thread, as the VMM has it.
+
+use std::io::{BufRead, BufReader, Write};
+
+use super::*;
+use crate::governor::ZoneDevice;
+use crate::governor::fake::{Fixture, fixture, hello, report};
+use crate::vm::request::AgentState;
+
+/// Reached only by a failing test.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let begin = Instant::now();
+    while !condition() {
+        assert!(begin.elapsed() < PATIENCE, "{what} does not happen");
+        thread::yield_now();
+    }
+}
+
+/// Nobody here runs a runtime, as if the VMM's own were busy for good, and threads take every CPU.
+#[test]
+fn decisions_come_whatever_the_rest_of_the_vmm_does() {
+    let Fixture { core, dram, .. } = fixture("psi", false, true);
+    let (agents, connections) = mpsc::channel(1);
+    let governor = Governor::spawn(core, Clock::start(), Arc::default(), Some(connections)).unwrap();
+    let enough = std::sync::atomic::AtomicBool::new(false);
+    thread::scope(|scope| {
+        for _ in 0..2 * thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                while !enough.load(std::sync::atomic::Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            });
+        }
+        let (mut agent, vmm) = StdUnixStream::pair().unwrap();
+        vmm.set_nonblocking(true).unwrap();
+        agents.blocking_send(vmm).unwrap();
+        writeln!(agent, "{}", hello()).unwrap();
+        for (seq, available_mib) in (1..).zip([200, 60, 20, 20]) {
+            writeln!(agent, "{}", report(seq, available_mib, [0, 0])).unwrap();
+        }
+        wait_until("a grow", || dram.sizes().requested_bytes > 0);
+        // The agent is told how to report from now on.
+        let mut settings = String::new();
+        BufReader::new(&agent).read_line(&mut settings).unwrap();
+        assert!(settings.contains("watermark_bytes"), "{settings}");
+        drop(agent);
+        let state = || governor.core().lock().agent_state(governor.clock().now());
+        wait_until("the agent's end", || state() == AgentState::Gone);
+        enough.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn a_newer_agent_takes_the_older_ones_place() {
+    let Fixture { core, .. } = fixture("psi", false, true);
+    let (agents, connections) = mpsc::channel(1);
+    let governor = Governor::spawn(core, Clock::start(), Arc::default(), Some(connections)).unwrap();
+    let connect = || {
+        let (agent, vmm) = StdUnixStream::pair().unwrap();
+        vmm.set_nonblocking(true).unwrap();
+        agents.blocking_send(vmm).unwrap();
+        agent
+    };
+    let older = connect();
+    let mut newer = connect();
+    // The older one's end is read to its end: the VMM has closed it.
+    wait_until("the older connection ends", || {
+        let mut lines = BufReader::new(&older).lines();
+        lines.all(|line| line.is_ok())
+    });
+    writeln!(newer, "{}\n{}", hello(), report(1, 200, [0, 0])).unwrap();
+    let reports = || governor.core().lock().sample(governor.clock().now()).reports_total;
+    wait_until("a report of the newer agent", || reports() == 1);
+}
+
+#[test]
+fn a_governor_ends_with_its_threads_and_metrics_find_it_gone() {
+    let Fixture { core, .. } = fixture("psi", false, true);
+    let governor = Governor::spawn(core, Clock::start(), Arc::default(), None).unwrap();
+    let source = Arc::downgrade(&governor.pressure_source());
+    assert!(source.upgrade().is_some());
+    let core = Arc::downgrade(governor.core());
+    drop(governor);
+    assert!(source.upgrade().is_none() && core.upgrade().is_none());
+}
