@@ -66,10 +66,24 @@ reasons! {
     Thrashing => "thrashing",
     /// Reports stopped coming while the guest was short.
     ReportsLost => "reports_lost",
+    /// Fewer pages are free than the scaled watermarks ask for.
+    LowFree => "low_free",
+    /// Free pages are down to the kernel's own watermarks.
+    AtWatermarks => "at_watermarks",
     /// The policy has a size of its own.
     FixedSize => "fixed_size",
     /// More has been idle for a while than the guest should have at hand.
     Surplus => "surplus",
+    /// Page descriptors of free sections take up more of DRAM than they should.
+    DescriptorSpace => "descriptor_space",
+    /// What is free is a large part of the PM that there is.
+    FreeShare => "free_share",
+    /// Units of lent memory are wholly free.
+    FreeUnits => "free_units",
+    /// There has been no pressure for a while, and more is free than has to be.
+    Calm => "calm",
+    /// The pool has less left than is kept for storage.
+    StorageShort => "storage_short",
     /// The guest has what it needs.
     Enough => "enough",
     /// The policy decides nothing.

@@ -10,6 +10,15 @@ pub const MIB: u64 = 1 << 20;
 /// The unit in which memory is plugged: virtio-mem's block here, a chunk of a pool there.
 pub const BLOCK_BYTES: u64 = 2 * MIB;
 
+/// A page of the guest. The protocol counts in them; x86-64 has no others.
+pub(crate) const PAGE_BYTES: u64 = 4096;
+
+/// Linux adds memory to its tables in sections of this size, whole even when only a block of it is plugged.
+pub(crate) const SECTION_BYTES: u64 = 128 * MIB;
+
+/// The page descriptors of a section: 64 bytes for each page of 4 KiB.
+pub(crate) const SECTION_DESCRIPTOR_BYTES: u64 = SECTION_BYTES / PAGE_BYTES * 64;
+
 /// A moment of the caller's monotonic clock, in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct TimeMs(pub u64);

@@ -14,15 +14,8 @@ use self::progress::Progress;
 use self::spread::{Limits, Spread};
 use crate::plan::{Direction, Plan, Reason, ZoneTarget};
 use crate::policy::{Decision, Input, Policy, PolicyState, fixed};
-use crate::{HostView, MIB, ParamError, TimeMs, ZoneId};
-
-const PAGE_BYTES: u64 = 4096;
-
-/// Linux adds memory to its tables in sections of this size, whole even when only a block of it is plugged.
-const SECTION_BYTES: u64 = 128 * MIB;
-
-/// The page descriptors of a section: 64 bytes for each page of 4 KiB.
-const SECTION_DESCRIPTOR_BYTES: u64 = SECTION_BYTES / PAGE_BYTES * 64;
+use crate::units::{PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES};
+use crate::{HostView, ParamError, TimeMs, ZoneId};
 
 /// Why the controller is called.
 #[derive(Clone, Copy, Debug)]

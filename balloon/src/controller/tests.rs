@@ -4,7 +4,7 @@ use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, RawReport, Zone};
 
 use super::*;
 use crate::policy::{fixed, psi};
-use crate::{Tier, ZoneSizes};
+use crate::{MIB, Tier, ZoneSizes};
 
 const DRAM: usize = 0;
 const PM: usize = 1;

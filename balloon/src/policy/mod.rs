@@ -4,14 +4,27 @@
 //! knows nothing of zones' limits, of cool-downs, or of what the guest refused: that is the controller's business,
 //! and the same for every policy.
 
+pub mod amf;
+pub mod dapper;
 pub mod fixed;
+pub mod memorage;
 pub mod off;
+pub mod pmb;
 pub mod psi;
+
+mod table;
+#[cfg(test)]
+mod testing;
+mod view;
 
 use foreshore_proto::Report;
 use serde::Serialize;
 
+use self::table::Row;
+use self::view::{Coming, NodeView};
+use crate::params::{Param, Parameters, Setting};
 use crate::plan::Reason;
+use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, ParamError, TimeMs};
 
 /// What a policy sees.
@@ -45,6 +58,14 @@ pub struct Decision {
 pub enum Policy {
     /// Sizes by what the guest will need; the default.
     Psi(psi::Params),
+    /// Integrates by scaled watermarks, reclaims by what page descriptors take up.
+    Amf(amf::Params),
+    /// Integrates node by node by scaled watermarks, reclaims by what is free.
+    Dapper(dapper::Params),
+    /// Moves small units at one watermark, and back when they are free.
+    Pmb(pmb::Params),
+    /// Lends large units before kswapd wakes, and takes them back in the background.
+    Memorage(memorage::Params),
     /// Keeps one size.
     Fixed(fixed::Params),
     /// Decides nothing.
@@ -56,6 +77,14 @@ pub enum Policy {
 pub enum PolicyState {
     /// Of `psi`.
     Psi(Box<psi::State>),
+    /// Of `amf`.
+    Amf(Box<amf::State>),
+    /// Of `dapper`.
+    Dapper(Box<dapper::State>),
+    /// Of `pmb`.
+    Pmb(Box<pmb::State>),
+    /// Of `memorage`.
+    Memorage(Box<memorage::State>),
     /// Of the policies that remember nothing.
     Empty,
 }
@@ -68,12 +97,16 @@ impl Default for Policy {
 
 impl Policy {
     /// The names that `--pressure policy=` takes.
-    pub const NAMES: [&'static str; 3] = ["psi", "fixed", "off"];
+    pub const NAMES: [&'static str; 7] = ["psi", "amf", "dapper", "pmb", "memorage", "fixed", "off"];
 
     /// The policy's name on the command line and in metrics.
     pub fn name(&self) -> &'static str {
         match self {
             Policy::Psi(_) => "psi",
+            Policy::Amf(_) => "amf",
+            Policy::Dapper(_) => "dapper",
+            Policy::Pmb(_) => "pmb",
+            Policy::Memorage(_) => "memorage",
             Policy::Fixed(_) => "fixed",
             Policy::Off => "off",
         }
@@ -81,20 +114,90 @@ impl Policy {
 
     /// The policy called `name`, with default parameters.
     pub fn from_name(name: &str) -> Option<Self> {
-        match name {
-            "psi" => Some(Policy::Psi(psi::Params::default())),
-            "fixed" => Some(Policy::Fixed(fixed::Params::default())),
-            "off" => Some(Policy::Off),
-            _ => None,
+        Some(match name {
+            "psi" => Policy::Psi(psi::Params::default()),
+            "amf" => Policy::Amf(amf::Params::default()),
+            "dapper" => Policy::Dapper(dapper::Params::default()),
+            "pmb" => Policy::Pmb(pmb::Params::default()),
+            "memorage" => Policy::Memorage(memorage::Params::default()),
+            "fixed" => Policy::Fixed(fixed::Params::default()),
+            "off" => Policy::Off,
+            _ => return None,
+        })
+    }
+
+    /// Its parameters by name, if it has any.
+    pub fn parameters(&self) -> Option<&dyn Parameters> {
+        Some(match self {
+            Policy::Psi(params) => params,
+            Policy::Amf(params) => params,
+            Policy::Dapper(params) => params,
+            Policy::Pmb(params) => params,
+            Policy::Memorage(params) => params,
+            Policy::Fixed(params) => params,
+            Policy::Off => return None,
+        })
+    }
+
+    fn parameters_mut(&mut self) -> Option<&mut dyn Parameters> {
+        Some(match self {
+            Policy::Psi(params) => params,
+            Policy::Amf(params) => params,
+            Policy::Dapper(params) => params,
+            Policy::Pmb(params) => params,
+            Policy::Memorage(params) => params,
+            Policy::Fixed(params) => params,
+            Policy::Off => return None,
+        })
+    }
+
+    /// The table of its parameters.
+    pub fn table(&self) -> &'static [Param] {
+        self.parameters().map_or(&[], |params| params.table())
+    }
+
+    /// The same policy with these parameters changed: all of them, or, with an error, none.
+    pub fn with<'a>(
+        &self,
+        settings: impl IntoIterator<Item = (&'a str, &'a Setting)>,
+    ) -> Result<Self, ParamError> {
+        let (mut changed, of) = (self.clone(), self.name());
+        for (name, setting) in settings {
+            match changed.parameters_mut() {
+                Some(params) => params.set(of, name, setting)?,
+                None => {
+                    return Err(ParamError::Unknown { name: name.to_owned(), of, known: "none".to_owned() });
+                }
+            }
         }
+        changed.validate()?;
+        Ok(changed)
     }
 
     /// Checks the parameters.
     pub fn validate(&self) -> Result<(), ParamError> {
+        self.parameters().map_or(Ok(()), |params| params.validate())
+    }
+
+    /// Why it grows a guest, and why it shrinks one: its own reasons, beside those of the rules above every policy.
+    pub fn reasons(&self) -> (&'static [Reason], &'static [Reason]) {
         match self {
-            Policy::Psi(params) => params.validate(),
-            Policy::Fixed(params) => params.validate(),
-            Policy::Off => Ok(()),
+            Policy::Psi(_) => (
+                &[
+                    Reason::LowAvailable,
+                    Reason::Filling,
+                    Reason::Swapping,
+                    Reason::Stalled,
+                    Reason::Thrashing,
+                ],
+                &[Reason::Surplus],
+            ),
+            Policy::Amf(_) => (&[Reason::LowFree, Reason::AtWatermarks], &[Reason::DescriptorSpace]),
+            Policy::Dapper(_) => (&[Reason::LowFree, Reason::AtWatermarks], &[Reason::FreeShare]),
+            Policy::Pmb(_) => (&[Reason::LowFree], &[Reason::FreeUnits]),
+            Policy::Memorage(_) => (&[Reason::LowFree], &[Reason::Calm, Reason::StorageShort]),
+            Policy::Fixed(_) => (&[Reason::FixedSize], &[Reason::FixedSize]),
+            Policy::Off => (&[], &[]),
         }
     }
 
@@ -102,6 +205,10 @@ impl Policy {
     pub fn initial_state(&self) -> PolicyState {
         match self {
             Policy::Psi(_) => PolicyState::Psi(Box::default()),
+            Policy::Amf(_) => PolicyState::Amf(Box::default()),
+            Policy::Dapper(_) => PolicyState::Dapper(Box::default()),
+            Policy::Pmb(_) => PolicyState::Pmb(Box::default()),
+            Policy::Memorage(_) => PolicyState::Memorage(Box::default()),
             Policy::Fixed(_) | Policy::Off => PolicyState::Empty,
         }
     }
@@ -109,16 +216,60 @@ impl Policy {
     /// Decides on one report. A state of another policy is replaced by the initial one, so that policies can be
     /// exchanged while a VM runs.
     pub fn decide(&self, state: PolicyState, input: Input<'_>, now: TimeMs) -> (PolicyState, Decision) {
-        match (self, state) {
-            (Policy::Psi(params), PolicyState::Psi(state)) => {
-                let (state, decision) = psi::decide(params, *state, input, now);
-                (PolicyState::Psi(Box::new(state)), decision)
-            }
-            (Policy::Psi(_), PolicyState::Empty) => self.decide(self.initial_state(), input, now),
-            (Policy::Fixed(params), _) => (PolicyState::Empty, fixed::decide(params, input.host)),
-            (Policy::Off, _) => (PolicyState::Empty, off::decide()),
+        /// Calls a policy with its own state, and wraps what that becomes.
+        macro_rules! by {
+            ($policy:ident, $variant:ident, $params:expr) => {{
+                let own = match state {
+                    PolicyState::$variant(state) => *state,
+                    _ => $policy::State::default(),
+                };
+                let (own, decision) = $policy::decide($params, own, input, now);
+                (PolicyState::$variant(Box::new(own)), decision)
+            }};
+        }
+        match self {
+            Policy::Psi(params) => by!(psi, Psi, params),
+            Policy::Amf(params) => by!(amf, Amf, params),
+            Policy::Dapper(params) => by!(dapper, Dapper, params),
+            Policy::Pmb(params) => by!(pmb, Pmb, params),
+            Policy::Memorage(params) => by!(memorage, Memorage, params),
+            Policy::Fixed(params) => (PolicyState::Empty, fixed::decide(params, input.host)),
+            Policy::Off => (PolicyState::Empty, off::decide()),
         }
     }
+}
+
+/// A node that a table integrates memory for.
+#[derive(Clone, Copy, Debug)]
+struct Shortage<'a> {
+    node: u32,
+    row: &'a Row,
+    /// What of the row's amount is not on its way yet: one shortage is answered once, however often it is reported.
+    missing_bytes: u64,
+}
+
+/// The nodes that a table integrates memory for, in order of their numbers.
+fn shortages<'a>(
+    nodes: &[NodeView],
+    table: &'a [Row],
+    watermark_scale: u64,
+    coming: &Coming,
+) -> Vec<Shortage<'a>> {
+    let short = nodes.iter().filter_map(|node| {
+        let row = table::row(table, node, watermark_scale);
+        let wanted_bytes = node.dram_bytes.saturating_mul(row.times);
+        let missing_bytes = wanted_bytes.saturating_sub(coming.for_node(node.node));
+        (row.times > 0).then_some(Shortage { node: node.node, row, missing_bytes })
+    });
+    short.collect()
+}
+
+/// The available memory under which a table may soon ask for more. With large scales that is all there is, so it is
+/// at most a quarter of the guest: further up a report a second is enough.
+fn watch_bytes(nodes: &[NodeView], table: &[Row], watermark_scale: u64, input: Input<'_>) -> u64 {
+    let pages = nodes.iter().map(|node| table::first_border(table, node, watermark_scale));
+    let bytes = pages.fold(0u64, |sum, pages| sum.saturating_add(pages)).saturating_mul(PAGE_BYTES);
+    bytes.min(scale(input.report.memory().total_bytes, 1, 4))
 }
 
 #[cfg(test)]
@@ -134,5 +285,30 @@ mod tests {
         }
         assert_eq!(Policy::from_name("Psi"), None);
         assert_eq!(Policy::default().name(), "psi");
+    }
+
+    #[test]
+    fn parameters_are_changed_together_or_not_at_all() {
+        let policy = Policy::from_name("memorage").expect("listed");
+        let (unit, calm) = (Setting::from("512M"), Setting::from("2s"));
+        let changed = policy.with([("unit", &unit), ("calm", &calm)]).expect("in bounds");
+        let params = changed.parameters().expect("has some");
+        assert_eq!((params.get("unit"), params.get("calm")), (Some(512 << 20), Some(2_000)));
+        let error = policy.with([("unit", &unit), ("calm", &"1ms".into())]).expect_err("too short");
+        assert_eq!(error.to_string(), "calm is 1ms, must be 100ms to 24h");
+        let error = Policy::Off.with([("calm", &calm)]).expect_err("off has none");
+        assert_eq!(error.to_string(), r#"There is no parameter "calm" of off; there are none"#);
+    }
+
+    #[test]
+    fn no_parameter_has_two_owners() {
+        for name in Policy::NAMES {
+            let table = Policy::from_name(name).expect("listed").table();
+            for param in table {
+                let rule = crate::controller::Rules::TABLE.iter().any(|rule| rule.name == param.name);
+                assert!(!rule, "{} is of {name} and of the rules", param.name);
+                assert_eq!(table.iter().filter(|other| other.name == param.name).count(), 1);
+            }
+        }
     }
 }

@@ -168,12 +168,12 @@ impl VmConfig {
             ));
         }
         let can_grow = hotplug.iter().any(|(_, bytes)| bytes.is_some());
-        if can_grow && self.vsock.is_none() && self.pressure.policy == "psi" {
-            warnings.push(
-                "--pressure: policy=psi hears from the guest's agent only over --vsock, which is not given: \
-                 memory will not resize itself"
-                    .to_owned(),
-            );
+        if can_grow && self.vsock.is_none() && !matches!(&*self.pressure.policy, "fixed" | "off") {
+            warnings.push(format!(
+                "--pressure: policy={} hears from the guest's agent only over --vsock, which is not given: \
+                 memory will not resize itself",
+                self.pressure.policy
+            ));
         }
         for volume in self.pm_volumes.iter().filter(|volume| volume.force) {
             warnings.push(format!(

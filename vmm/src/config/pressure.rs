@@ -119,7 +119,7 @@ mod tests {
         let error = PressureConfig::parse("policy=magic").unwrap().validate().unwrap_err();
         assert_eq!(
             error.to_string(),
-            r#"--pressure: policy="magic" is not one of the policies psi, fixed, off"#
+            r#"--pressure: policy="magic" is not one of the policies psi, amf, dapper, pmb, memorage, fixed, off"#
         );
     }
 }

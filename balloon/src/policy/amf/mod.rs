@@ -1,0 +1,103 @@
+//! `amf`: integrates by the watermarks of a node and takes back lazily, as in "Adaptive Memory Fusion".
+//! docs/policy.md says how its rules were brought from an allocator's hooks to reports.
+
+#[cfg(test)]
+mod tests;
+
+use super::table::{self, Mark, Row, above, from, rest};
+use super::view::{self, Coming, NodeView};
+use super::{Decision, Input};
+use crate::TimeMs;
+use crate::params::params;
+use crate::plan::Reason;
+use crate::units::{PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES, scale};
+
+params! {
+    /// Parameters of `amf`.
+    pub struct Params {
+        /// What watermarks are multiplied by to make the borders of Table 2.
+        watermark_scale: "watermark-scale", Count, 1 => 65_536, 1024;
+        /// Sections go back when the page descriptors of all that are free take more than this share of DRAM.
+        reclaim_permille: "reclaim", Permille, 1 => 1000, 30;
+    }
+}
+
+/// Table 2. The last row is not in the paper: it leaves below `low` open.
+pub(super) const TABLE_2: &[Row] = &[
+    above(Mark::High, 1, 0, Reason::Enough),
+    above(Mark::Low, 1, 1, Reason::LowFree),
+    above(Mark::Min, 1, 2, Reason::LowFree),
+    above(Mark::High, 0, 3, Reason::LowFree),
+    from(Mark::Low, 0, 5, Reason::AtWatermarks),
+    rest(5, Reason::AtWatermarks),
+];
+
+/// What `amf` remembers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct State {
+    coming: Coming,
+    /// Sections are going back, one step of the controller after the other, until none is left to go.
+    reclaiming: bool,
+}
+
+/// Decides on one report.
+pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
+    state.coming.observe(input, now);
+    let nodes = view::nodes(input);
+    let scale = params.watermark_scale;
+    let watermark_bytes = super::watch_bytes(&nodes, TABLE_2, scale, input);
+    let decided =
+        |want_bytes, near, reason, pressure| Decision { want_bytes, near, reason, pressure, watermark_bytes };
+    let requested_bytes = input.host.requested_bytes();
+
+    // The node that is furthest down the table is served; of equal ones the first.
+    let served = super::shortages(&nodes, TABLE_2, scale, &state.coming)
+        .into_iter()
+        .max_by_key(|shortage| (shortage.missing_bytes > 0, shortage.row.times, u32::MAX - shortage.node));
+    let decision = match served {
+        Some(short) if short.missing_bytes > 0 => {
+            state.reclaiming = false;
+            state.coming.grant(short.node, short.missing_bytes);
+            let want_bytes = requested_bytes.saturating_add(short.missing_bytes);
+            decided(Some(want_bytes), Some(short.node), short.row.reason, true)
+        }
+        Some(_) => {
+            state.reclaiming = false;
+            decided(None, None, Reason::InProgress, false)
+        }
+        None => match state.removable_bytes(params, &nodes) {
+            0 => decided(None, None, Reason::Enough, false),
+            bytes => {
+                let least = nodes.iter().min_by_key(|node| spare_pages(node, scale));
+                let want_bytes = requested_bytes.saturating_sub(bytes);
+                decided(Some(want_bytes), least.map(|node| node.node), Reason::DescriptorSpace, false)
+            }
+        },
+    };
+    (state, decision)
+}
+
+/// What can leave a node without Table 2 bringing it back.
+fn spare_pages(node: &NodeView, scale: u64) -> u64 {
+    node.own_free_pages.saturating_sub(table::first_border(TABLE_2, node, scale) + 1)
+}
+
+impl State {
+    /// The sections that go back: those of PM that are free, once their descriptors take up enough DRAM.
+    fn removable_bytes(&mut self, params: &Params, nodes: &[NodeView]) -> u64 {
+        if nodes.iter().any(|node| table::leans_on_others(TABLE_2, node, params.watermark_scale)) {
+            self.reclaiming = false;
+            return 0;
+        }
+        let sections = nodes.iter().fold(0u64, |sum, node| {
+            let spare_bytes = spare_pages(node, params.watermark_scale) * PAGE_BYTES;
+            let free_sections = node.pm_free_sections.min(node.pm_requested_bytes / SECTION_BYTES);
+            sum + free_sections.min(spare_bytes / SECTION_BYTES)
+        });
+        let dram_bytes = nodes.iter().fold(0u64, |sum, node| sum.saturating_add(node.dram_bytes));
+        let share_bytes = scale(dram_bytes, params.reclaim_permille, 1000);
+        self.reclaiming =
+            sections > 0 && (self.reclaiming || sections * SECTION_DESCRIPTOR_BYTES > share_bytes);
+        if self.reclaiming { sections * SECTION_BYTES } else { 0 }
+    }
+}

@@ -1,0 +1,251 @@
+//! Every row and every edge of Table 2, and what stands around it.
+
+use crate::plan::Reason;
+use crate::policy::Policy;
+use crate::policy::table::{self, Row};
+use crate::policy::testing::{GIB, HIGH, LOW, MIN, Rig, cases};
+use crate::policy::view::NodeView;
+use crate::units::{PAGE_BYTES, SECTION_BYTES};
+use crate::{MIB, Tier};
+
+use super::TABLE_2;
+
+const D: u64 = 64 * GIB;
+
+fn amf(watermark_scale: u64) -> Policy {
+    Policy::Amf(super::Params { watermark_scale, ..super::Params::default() })
+}
+
+/// What is integrated, in times D, with so many pages free.
+fn check(free_pages: u64, times: u64) {
+    let mut rig = Rig::new(amf(1024), &[D], &[1024 * GIB]);
+    rig.free(0, free_pages);
+    let decision = rig.report(1_000);
+    assert_eq!(rig.added(decision), times * D, "{free_pages} pages free");
+    assert_eq!(rig.taken(decision), 0);
+    assert_eq!(decision.pressure, times > 0);
+    assert_eq!(decision.near, (times > 0).then_some(0));
+    let reason = match free_pages {
+        _ if times == 0 => Reason::Enough,
+        pages if pages > HIGH => Reason::LowFree,
+        _ => Reason::AtWatermarks,
+    };
+    assert_eq!(decision.reason, reason);
+}
+
+cases! { check:
+    amf_table_2_row_above_high_x1024: HIGH * 1024 + 1_000_000 => 0;
+    amf_table_2_edge_one_page_above_high_x1024: HIGH * 1024 + 1 => 0;
+    amf_table_2_edge_at_high_x1024: HIGH * 1024 => 1;
+    amf_table_2_row_low_x1024_to_high_x1024: (LOW + HIGH) / 2 * 1024 => 1;
+    amf_table_2_edge_one_page_above_low_x1024: LOW * 1024 + 1 => 1;
+    amf_table_2_edge_at_low_x1024: LOW * 1024 => 2;
+    amf_table_2_row_min_x1024_to_low_x1024: (MIN + LOW) / 2 * 1024 => 2;
+    amf_table_2_edge_one_page_above_min_x1024: MIN * 1024 + 1 => 2;
+    amf_table_2_edge_at_min_x1024: MIN * 1024 => 3;
+    amf_table_2_row_high_to_min_x1024: MIN * 100 => 3;
+    amf_table_2_edge_one_page_above_high: HIGH + 1 => 3;
+    amf_table_2_edge_at_high: HIGH => 5;
+    amf_table_2_row_low_to_high: (LOW + HIGH) / 2 => 5;
+    amf_table_2_edge_at_low: LOW => 5;
+    amf_table_2_hole_one_page_below_low: LOW - 1 => 5;
+    amf_table_2_hole_at_min: MIN => 5;
+    amf_table_2_hole_nothing_is_free: 0 => 5;
+}
+
+/// Whether the cases above tell a table from the right one.
+fn is_caught(table: &[Row]) -> bool {
+    CASES.iter().any(|(free_pages, times)| {
+        let node = NodeView {
+            free_pages: *free_pages,
+            min_pages: MIN,
+            low_pages: LOW,
+            high_pages: HIGH,
+            ..NodeView::default()
+        };
+        table::row(table, &node, 1024).times != *times
+    })
+}
+
+#[test]
+fn every_broken_table_2_is_caught() {
+    assert!(!is_caught(TABLE_2));
+    for index in 0..TABLE_2.len() {
+        let mut broken = TABLE_2.to_vec();
+        broken[index].times += 1;
+        assert!(is_caught(&broken), "amount of row {index}");
+    }
+    // The last border of the paper's separates nothing: the hole below it is given as much as the row above it.
+    for index in 0..4 {
+        let mut broken = TABLE_2.to_vec();
+        broken[index].at = true;
+        assert!(is_caught(&broken), "edge of row {index}");
+        let mut broken = TABLE_2.to_vec();
+        broken.remove(index);
+        assert!(is_caught(&broken), "without row {index}");
+    }
+}
+
+#[test]
+fn the_scale_moves_the_borders() {
+    for (scale, pages, times) in
+        [(4, 4 * HIGH + 1, 0), (4, 4 * HIGH, 1), (4, 4 * MIN, 3), (1, HIGH + 1, 0), (1, HIGH, 1), (1, MIN, 5)]
+    {
+        let mut rig = Rig::new(amf(scale), &[D], &[1024 * GIB]);
+        rig.free(0, pages);
+        let decision = rig.report(1_000);
+        assert_eq!(rig.added(decision), times * D, "{pages} pages at scale {scale}");
+    }
+}
+
+#[test]
+fn watermarks_of_a_node_are_summed_over_its_zones_that_have_memory() {
+    let mut rig = Rig::new(amf(1024), &[D], &[1024 * GIB]);
+    let mut dma32 = rig.raw.zones[0];
+    dma32.kind = foreshore_proto::ZoneKind::Dma32;
+    (dma32.managed_pages, dma32.free_pages) = (1000, 0);
+    rig.raw.zones.push(dma32);
+    dma32.managed_pages = 0;
+    rig.raw.zones.push(dma32);
+    rig.free(0, 2 * HIGH * 1024);
+    let decision = rig.report(1_000);
+    assert_eq!(rig.added(decision), D + 1000 * PAGE_BYTES, "both zones' high, and both zones' memory");
+    rig.free(0, 2 * HIGH * 1024 + 1);
+    assert_eq!(rig.report(1_000).want_bytes, None, "an empty zone's watermarks do not count");
+}
+
+#[test]
+fn one_shortage_is_answered_once_however_often_it_is_reported() {
+    let mut rig = Rig::new(amf(1024), &[D], &[1024 * GIB]);
+    rig.free(0, HIGH * 1024);
+    let decision = rig.report(1_000);
+    rig.host.zones[0].requested_bytes = decision.want_bytes.expect("short");
+    for _ in 0..20 {
+        let decision = rig.report(50);
+        assert_eq!((decision.want_bytes, decision.reason), (None, Reason::InProgress));
+    }
+    // Half of it is online and has been used up: the rest is still on its way, but the row is a worse one.
+    rig.host.zones[0].plugged_bytes = D / 2;
+    rig.raw.zones[1].managed_pages = D / 2 / PAGE_BYTES;
+    rig.free(0, LOW * 1024);
+    let decision = rig.report(50);
+    assert_eq!(rig.added(decision), 2 * D - D / 2);
+}
+
+#[test]
+fn free_pm_is_an_answer_to_its_nodes_need() {
+    let mut rig = Rig::new(amf(1024), &[D], &[1024 * GIB]);
+    rig.plug(0, D);
+    rig.free(0, 0);
+    assert_eq!(rig.report(1_000).want_bytes, None, "64 GiB are free");
+    rig.free(1, HIGH * 1024);
+    let decision = rig.report(3_000);
+    assert_eq!(rig.added(decision), D);
+}
+
+#[test]
+fn the_node_that_is_furthest_down_is_served_first_with_its_own_dram_for_a_measure() {
+    let mut rig = Rig::new(amf(1024), &[D, D / 2], &[1024 * GIB, 1024 * GIB]);
+    rig.free(0, HIGH * 1024);
+    rig.free(1, LOW * 1024);
+    let decision = rig.report(1_000);
+    assert_eq!((decision.near, rig.added(decision)), (Some(1), D));
+    // What is on its way to it leaves the other one short.
+    rig.host.zones[1].requested_bytes = D;
+    let decision = rig.report(50);
+    assert_eq!((decision.near, rig.added(decision)), (Some(0), D));
+    rig.host.zones[0].requested_bytes = D;
+    assert_eq!(rig.report(50).reason, Reason::InProgress);
+}
+
+#[test]
+fn a_node_whose_own_pm_is_used_up_counts_the_others() {
+    let mut rig = Rig::new(amf(1024), &[D, D], &[GIB, 1024 * GIB]);
+    rig.plug(0, GIB);
+    rig.plug(1, D);
+    for zone in [0, 2] {
+        rig.free(zone, 0);
+    }
+    assert_eq!(rig.report(1_000).want_bytes, None, "it is given the other node's");
+    // With PM of its own left it would be given that.
+    rig.host.zones[0].max_bytes = 2 * GIB;
+    let decision = rig.report(3_000);
+    assert_eq!((decision.near, rig.added(decision)), (Some(0), 5 * D));
+}
+
+/// A guest with so many sections of PM online and free, in which Table 2 asks for nothing at scale 64.
+fn with_free_sections(sections: u64) -> Rig {
+    let mut rig = Rig::new(amf(64), &[8 * GIB], &[1024 * GIB]);
+    rig.plug(0, sections * SECTION_BYTES);
+    rig
+}
+
+#[test]
+fn sections_stay_until_their_descriptors_take_three_percent_of_dram() {
+    // 3 % of 8 GiB are 245.76 MiB: the descriptors of 122 sections, and of 123 more.
+    assert_eq!(with_free_sections(122).report(1_000).want_bytes, None);
+    let mut rig = with_free_sections(123);
+    let decision = rig.report(1_000);
+    assert_eq!((decision.want_bytes, decision.reason), (Some(0), Reason::DescriptorSpace), "all together");
+    assert!(!decision.pressure);
+    // The controller takes them in steps: what is left goes as well, though it is less than 3 % now.
+    rig.plug(0, 50 * SECTION_BYTES);
+    assert_eq!(rig.report(1_000).want_bytes, Some(0));
+    rig.plug(0, 0);
+    assert_eq!(rig.report(1_000).want_bytes, None);
+    rig.plug(0, 50 * SECTION_BYTES);
+    assert_eq!(rig.report(1_000).want_bytes, None, "and then it begins anew");
+}
+
+#[test]
+fn the_share_is_a_parameter() {
+    let mut rig = with_free_sections(50);
+    rig.policy = rig.policy.with([("reclaim", &"10".into())]).expect("in bounds");
+    assert_eq!(rig.report(1_000).want_bytes, Some(0));
+}
+
+#[test]
+fn sections_of_which_something_is_used_stay() {
+    let mut rig = with_free_sections(200);
+    rig.free(1, 130 * SECTION_BYTES / PAGE_BYTES - 1);
+    let decision = rig.report(1_000);
+    assert_eq!(rig.taken(decision), 129 * SECTION_BYTES);
+}
+
+#[test]
+fn what_goes_back_leaves_table_2_content() {
+    let mut rig = with_free_sections(200);
+    rig.free(0, 0);
+    let border_bytes = HIGH * 64 * PAGE_BYTES;
+    let decision = rig.report(1_000);
+    let left = 200 * SECTION_BYTES - rig.taken(decision);
+    assert!(left > border_bytes && left <= border_bytes + SECTION_BYTES, "{} MiB", left / MIB);
+    rig.plug(0, left);
+    rig.free(0, 0);
+    let decision = rig.report(3_000);
+    assert_eq!((decision.want_bytes, decision.reason), (None, Reason::Enough));
+}
+
+#[test]
+fn a_node_that_is_short_keeps_all_sections() {
+    let mut rig = with_free_sections(500);
+    rig.report(1_000);
+    rig.free(0, 0);
+    rig.free(1, 100);
+    assert!(rig.report(1_000).pressure);
+}
+
+#[test]
+fn memory_that_is_no_node_of_pm_is_not_reclaimed() {
+    let mut rig = with_free_sections(200);
+    rig.host.zones[0].tier = Tier::Dram;
+    assert_eq!(rig.report(1_000).want_bytes, None);
+}
+
+#[test]
+fn the_agent_reports_fast_under_the_first_border_but_not_always() {
+    let mut rig = Rig::new(amf(1), &[D], &[D]);
+    assert_eq!(rig.report(1_000).watermark_bytes, HIGH * PAGE_BYTES);
+    let mut rig = Rig::new(amf(1024), &[D], &[D]);
+    assert_eq!(rig.report(1_000).watermark_bytes, D / 4);
+}

@@ -1,0 +1,158 @@
+//! `dapper`: integrates per node by Table 3, and takes back by Table 4, of "Dapper". docs/policy.md says how its rules
+//! were brought from an allocator's hooks to reports.
+
+#[cfg(test)]
+mod tests;
+
+use super::table::{self, Mark, Row, above, rest};
+use super::view::{self, Coming, NodeView};
+use super::{Decision, Input};
+use crate::params::params;
+use crate::plan::Reason;
+use crate::units::{PAGE_BYTES, scale};
+use crate::{BLOCK_BYTES, HostView, TimeMs};
+
+params! {
+    /// Parameters of `dapper`.
+    pub struct Params {
+        /// What watermarks are multiplied by to make the borders of Table 3; its first border is twice that.
+        watermark_scale: "watermark-scale", Count, 1 => 65_536, 1024;
+    }
+}
+
+/// Table 3. The last row is not in the paper, which leaves `low` and below open.
+pub(super) const TABLE_3: &[Row] = &[
+    above(Mark::High, 2, 0, Reason::Enough),
+    above(Mark::High, 1, 1, Reason::LowFree),
+    above(Mark::Low, 1, 2, Reason::LowFree),
+    above(Mark::Min, 1, 4, Reason::LowFree),
+    above(Mark::High, 0, 8, Reason::LowFree),
+    above(Mark::Low, 0, 16, Reason::AtWatermarks),
+    rest(16, Reason::AtWatermarks),
+];
+
+/// A row of Table 4: above so many sixteenths of the node's PM free in the guest, so many of it are removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Removal {
+    above_16ths: u64,
+    remove_16ths: u64,
+}
+
+const fn removal(above_16ths: u64, remove_16ths: u64) -> Removal {
+    Removal { above_16ths, remove_16ths }
+}
+
+/// Table 4. What no row takes, a sixteenth and less, is left open by the paper: nothing is removed.
+pub(super) const TABLE_4: &[Removal] =
+    &[removal(16, 16), removal(12, 8), removal(8, 4), removal(4, 2), removal(2, 1), removal(1, 0)];
+
+/// What `dapper` remembers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct State {
+    coming: Coming,
+    /// The node that was served last.
+    served: Option<u32>,
+    /// A removal that the controller carries out in steps: Table 4 was asked once, before the first of them.
+    removing: Option<Removing>,
+}
+
+/// A removal under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Removing {
+    node: u32,
+    until_bytes: u64,
+}
+
+/// Decides on one report.
+pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
+    state.coming.observe(input, now);
+    let nodes = view::nodes(input);
+    let scale = params.watermark_scale;
+    let watermark_bytes = super::watch_bytes(&nodes, TABLE_3, scale, input);
+    let decided =
+        |want_bytes, near, reason, pressure| Decision { want_bytes, near, reason, pressure, watermark_bytes };
+
+    let short = super::shortages(&nodes, TABLE_3, scale, &state.coming);
+    let missing = |short: &&super::Shortage<'_>| short.missing_bytes > 0;
+    let decision = if let Some(short) = in_turn(&short, |short| short.node, state.served).find(missing) {
+        state.removing = None;
+        state.served = Some(short.node);
+        state.coming.grant(short.node, short.missing_bytes);
+        let want_bytes = input.host.requested_bytes().saturating_add(short.missing_bytes);
+        decided(Some(want_bytes), Some(short.node), short.row.reason, true)
+    } else if !short.is_empty() {
+        state.removing = None;
+        decided(None, None, Reason::InProgress, false)
+    } else {
+        match state.remove(params, &nodes, input) {
+            Some((node, want_bytes)) => {
+                decided(Some(want_bytes), keep_near(node, &nodes, input.host), Reason::FreeShare, false)
+            }
+            None => decided(None, None, Reason::Enough, false),
+        }
+    };
+    (state, decision)
+}
+
+/// Round robin: those behind the one served last, then the others.
+fn in_turn<T>(
+    items: &[T],
+    node: impl Fn(&T) -> u32,
+    served: Option<u32>,
+) -> impl Iterator<Item = &T> + Clone {
+    let start = served.map_or(0, |served| items.partition_point(|item| node(item) <= served));
+    items[start..].iter().chain(&items[..start])
+}
+
+/// How much Table 4 removes of `pm_bytes` when `free_bytes` are free.
+fn removed_bytes(table: &[Removal], free_bytes: u64, pm_bytes: u64) -> u64 {
+    let row = table.iter().find(|row| free_bytes > scale(pm_bytes, row.above_16ths, 16));
+    row.map_or(0, |row| scale(pm_bytes, row.remove_16ths, 16))
+}
+
+/// What can leave a node: free PM, as long as Table 3 would not bring it back at once. It brings back a whole D, so
+/// that much stays above its first border.
+fn spare_bytes(node: &NodeView, scale: u64) -> u64 {
+    let kept_pages = table::first_border(TABLE_3, node, scale).saturating_add(node.dram_bytes / PAGE_BYTES);
+    let spare_pages = node.own_free_pages.saturating_sub(kept_pages);
+    (spare_pages * PAGE_BYTES).min(node.pm_free_bytes).min(node.pm_requested_bytes)
+}
+
+/// The zones are taken from the far end: the node for whose sake they are is the one to which the PM of `from` is
+/// furthest.
+fn keep_near(from: u32, nodes: &[NodeView], host: &HostView) -> Option<u32> {
+    let others = nodes.iter().filter(|node| node.node != from).map(|node| node.node);
+    others.max_by_key(|other| (host.distances.between(*other, from), u32::MAX - other))
+}
+
+impl State {
+    /// The node whose PM is to go, and what is to be left in all.
+    fn remove(&mut self, params: &Params, nodes: &[NodeView], input: Input<'_>) -> Option<(u32, u64)> {
+        if nodes.iter().any(|node| table::leans_on_others(TABLE_3, node, params.watermark_scale)) {
+            self.removing = None;
+            return None;
+        }
+        let requested_bytes = input.host.requested_bytes();
+        self.removing = self.removing.filter(|removing| requested_bytes > removing.until_bytes);
+        if self.removing.is_none() {
+            let free_bytes = input.report.memory().free_bytes;
+            self.removing = in_turn(nodes, |node| node.node, self.served).find_map(|node| {
+                let bytes = removed_bytes(TABLE_4, free_bytes, node.pm_bytes)
+                    .min(spare_bytes(node, params.watermark_scale));
+                (bytes >= BLOCK_BYTES)
+                    .then(|| Removing { node: node.node, until_bytes: requested_bytes.saturating_sub(bytes) })
+            });
+        }
+        let removing = self.removing?;
+        let node = nodes.iter().find(|node| node.node == removing.node)?;
+        let least_bytes = requested_bytes.saturating_sub(spare_bytes(node, params.watermark_scale));
+        let want_bytes = removing.until_bytes.max(least_bytes);
+        if requested_bytes - want_bytes < BLOCK_BYTES {
+            // The guest has found use for it meanwhile.
+            self.removing = None;
+            return None;
+        }
+        self.served = Some(node.node);
+        Some((node.node, want_bytes))
+    }
+}

@@ -1,0 +1,307 @@
+//! Every row and every edge of Tables 3 and 4, and what stands around them.
+
+use super::{TABLE_3, TABLE_4, removed_bytes};
+use crate::plan::Reason;
+use crate::policy::Policy;
+use crate::policy::testing::{GIB, HIGH, LOW, MIN, Rig};
+use crate::units::PAGE_BYTES;
+
+fn dapper(watermark_scale: u64) -> Policy {
+    Policy::Dapper(super::Params { watermark_scale })
+}
+
+mod table_3 {
+    use super::*;
+    use crate::policy::table::{self, Row};
+    use crate::policy::testing::cases;
+    use crate::policy::view::NodeView;
+
+    const D: u64 = 64 * GIB;
+
+    /// What is integrated, in times D, with so many pages free.
+    fn check(free_pages: u64, times: u64) {
+        let mut rig = Rig::new(dapper(1024), &[D], &[4096 * GIB]);
+        rig.free(0, free_pages);
+        let decision = rig.report(1_000);
+        assert_eq!(rig.added(decision), times * D, "{free_pages} pages free");
+        assert_eq!(decision.pressure, times > 0);
+        assert_eq!(decision.near, (times > 0).then_some(0));
+        let reason = match free_pages {
+            _ if times == 0 => Reason::Enough,
+            pages if pages > HIGH => Reason::LowFree,
+            _ => Reason::AtWatermarks,
+        };
+        assert_eq!(decision.reason, reason);
+    }
+
+    cases! { check:
+        dapper_table_3_row_high_x2048_to_all: HIGH * 2048 + 1_000_000 => 0;
+        dapper_table_3_edge_all_is_free: D / PAGE_BYTES => 0;
+        dapper_table_3_edge_one_page_above_high_x2048: HIGH * 2048 + 1 => 0;
+        dapper_table_3_edge_at_high_x2048: HIGH * 2048 => 1;
+        dapper_table_3_row_high_x1024_to_high_x2048: HIGH * 1500 => 1;
+        dapper_table_3_edge_one_page_above_high_x1024: HIGH * 1024 + 1 => 1;
+        dapper_table_3_edge_at_high_x1024: HIGH * 1024 => 2;
+        dapper_table_3_row_low_x1024_to_high_x1024: (LOW + HIGH) / 2 * 1024 => 2;
+        dapper_table_3_edge_one_page_above_low_x1024: LOW * 1024 + 1 => 2;
+        dapper_table_3_edge_at_low_x1024: LOW * 1024 => 4;
+        dapper_table_3_row_min_x1024_to_low_x1024: (MIN + LOW) / 2 * 1024 => 4;
+        dapper_table_3_edge_one_page_above_min_x1024: MIN * 1024 + 1 => 4;
+        dapper_table_3_edge_at_min_x1024: MIN * 1024 => 8;
+        dapper_table_3_row_high_to_min_x1024: MIN * 100 => 8;
+        dapper_table_3_edge_one_page_above_high: HIGH + 1 => 8;
+        dapper_table_3_edge_at_high: HIGH => 16;
+        dapper_table_3_row_low_to_high: (LOW + HIGH) / 2 => 16;
+        dapper_table_3_edge_one_page_above_low: LOW + 1 => 16;
+        dapper_table_3_hole_at_low: LOW => 16;
+        dapper_table_3_hole_at_min: MIN => 16;
+        dapper_table_3_hole_nothing_is_free: 0 => 16;
+    }
+
+    fn is_caught(table: &[Row]) -> bool {
+        CASES.iter().any(|(free_pages, times)| {
+            let node = NodeView {
+                free_pages: *free_pages,
+                min_pages: MIN,
+                low_pages: LOW,
+                high_pages: HIGH,
+                ..NodeView::default()
+            };
+            table::row(table, &node, 1024).times != *times
+        })
+    }
+
+    #[test]
+    fn every_broken_table_3_is_caught() {
+        assert!(!is_caught(TABLE_3));
+        for index in 0..TABLE_3.len() {
+            let mut broken = TABLE_3.to_vec();
+            broken[index].times += 1;
+            assert!(is_caught(&broken), "amount of row {index}");
+        }
+        // The last border separates nothing: the hole below it is given as much as the row above it.
+        for index in 0..5 {
+            let mut broken = TABLE_3.to_vec();
+            broken[index].at = true;
+            assert!(is_caught(&broken), "edge of row {index}");
+            let mut broken = TABLE_3.to_vec();
+            broken.remove(index);
+            assert!(is_caught(&broken), "without row {index}");
+        }
+    }
+
+    #[test]
+    fn the_scale_moves_the_borders() {
+        for (pages, times) in [(8 * HIGH + 1, 0), (8 * HIGH, 1), (4 * HIGH, 2), (4 * LOW, 4), (4 * MIN, 8)] {
+            let mut rig = Rig::new(dapper(4), &[D], &[4096 * GIB]);
+            rig.free(0, pages);
+            let decision = rig.report(1_000);
+            assert_eq!(rig.added(decision), times * D, "{pages} pages at scale 4");
+        }
+    }
+
+    #[test]
+    fn nodes_are_served_in_turn_from_the_one_behind_the_last() {
+        let mut rig = Rig::new(dapper(1024), &[D, D, D], &[4096 * GIB; 3]);
+        for zone in [0, 2] {
+            rig.free(zone, 0);
+        }
+        let mut served = Vec::new();
+        for _ in 0..5 {
+            let decision = rig.report(50);
+            assert_eq!(rig.added(decision), 16 * D);
+            served.push(decision.near.expect("for a node's sake"));
+        }
+        assert_eq!(served, [0, 2, 0, 2, 0], "the one in between needs nothing");
+        rig.free(1, 0);
+        assert_eq!(rig.report(50).near, Some(1));
+    }
+
+    #[test]
+    fn one_shortage_is_answered_once_and_does_not_hide_the_next() {
+        let mut rig = Rig::new(dapper(1024), &[D, D], &[4096 * GIB; 2]);
+        rig.free(0, HIGH * 1024);
+        let decision = rig.report(50);
+        assert_eq!((decision.near, rig.added(decision)), (Some(0), 2 * D));
+        rig.host.zones[0].requested_bytes = 2 * D;
+        for _ in 0..20 {
+            assert_eq!(rig.report(50).reason, Reason::InProgress);
+        }
+        rig.free(1, HIGH * 1024);
+        let decision = rig.report(50);
+        assert_eq!((decision.near, rig.added(decision)), (Some(1), 2 * D), "its own shortage");
+        rig.host.zones[1].requested_bytes = 2 * D;
+        assert_eq!(rig.report(50).reason, Reason::InProgress);
+    }
+
+    #[test]
+    fn every_node_has_its_own_measure() {
+        let mut rig = Rig::new(dapper(1024), &[D, D / 4], &[4096 * GIB; 2]);
+        rig.free(1, 0);
+        let decision = rig.report(50);
+        assert_eq!((decision.near, rig.added(decision)), (Some(1), 16 * D / 4));
+    }
+}
+
+mod table_4 {
+    use super::super::Removal;
+    use super::*;
+    use crate::policy::testing::cases;
+
+    /// In bytes: whole sixteenths of P are whole blocks.
+    const P: u64 = 16 * GIB;
+    const D: u64 = 8 * GIB;
+
+    /// What is removed, in sixteenths of P, when so much is free in the guest.
+    fn check(free_bytes: u64, sixteenths: u64) {
+        let mut rig = Rig::new(dapper(1), &[64 * GIB], &[P]);
+        rig.plug(0, P);
+        let in_pm = free_bytes.min(P);
+        rig.free(1, in_pm / PAGE_BYTES);
+        rig.free(0, (free_bytes - in_pm) / PAGE_BYTES);
+        // The table is looked at by itself: neither does Table 3 want what is free, nor what is left of DRAM.
+        rig.raw.zones[0].high_pages = 0;
+        (rig.raw.zones[0].min_pages, rig.raw.zones[0].low_pages) = (0, 0);
+        rig.raw.zones[0].managed_pages = rig.raw.zones[0].free_pages.max(1);
+        rig.sum_up();
+        let spare = in_pm.min(free_bytes.saturating_sub(rig.raw.zones[0].managed_pages * PAGE_BYTES));
+        let removed = removed_bytes(TABLE_4, free_bytes, P);
+        assert_eq!(removed, P / 16 * sixteenths, "{free_bytes} bytes free");
+        let decision = rig.report(1_000);
+        assert_eq!(rig.taken(decision), removed.min(spare), "{free_bytes} bytes free");
+        let reason = if sixteenths > 0 { Reason::FreeShare } else { Reason::Enough };
+        assert_eq!((decision.reason, decision.pressure), (reason, false));
+    }
+
+    const PAGE: u64 = PAGE_BYTES;
+
+    cases! { check:
+        dapper_table_4_row_p_to_all: P + P / 2 => 16;
+        dapper_table_4_edge_one_page_above_p: P + PAGE => 16;
+        dapper_table_4_edge_at_p: P => 8;
+        dapper_table_4_row_three_quarters_to_p: P / 8 * 7 => 8;
+        dapper_table_4_edge_one_page_above_three_quarters: P / 4 * 3 + PAGE => 8;
+        dapper_table_4_edge_at_three_quarters: P / 4 * 3 => 4;
+        dapper_table_4_row_half_to_three_quarters: P / 8 * 5 => 4;
+        dapper_table_4_edge_one_page_above_half: P / 2 + PAGE => 4;
+        dapper_table_4_edge_at_half: P / 2 => 2;
+        dapper_table_4_row_quarter_to_half: P / 8 * 3 => 2;
+        dapper_table_4_edge_one_page_above_quarter: P / 4 + PAGE => 2;
+        dapper_table_4_edge_at_quarter: P / 4 => 1;
+        dapper_table_4_row_eighth_to_quarter: P / 16 * 3 => 1;
+        dapper_table_4_edge_one_page_above_eighth: P / 8 + PAGE => 1;
+        dapper_table_4_edge_at_eighth: P / 8 => 0;
+        dapper_table_4_row_sixteenth_to_eighth: P / 32 * 3 => 0;
+        dapper_table_4_edge_one_page_above_sixteenth: P / 16 + PAGE => 0;
+        dapper_table_4_hole_at_sixteenth: P / 16 => 0;
+        dapper_table_4_hole_little_is_free: 16 * PAGE => 0;
+    }
+
+    #[test]
+    fn every_broken_table_4_is_caught() {
+        let is_caught = |table: &[Removal]| {
+            CASES.iter().any(|(free, sixteenths)| removed_bytes(table, *free, P) != P / 16 * sixteenths)
+        };
+        assert!(!is_caught(TABLE_4));
+        for index in 0..TABLE_4.len() {
+            let mut broken = TABLE_4.to_vec();
+            broken[index].remove_16ths += 1;
+            assert!(is_caught(&broken), "amount of row {index}");
+        }
+        // The last border separates nothing: below it nothing is removed either.
+        for index in 0..TABLE_4.len() - 1 {
+            let mut broken = TABLE_4.to_vec();
+            broken[index].above_16ths += 1;
+            assert!(is_caught(&broken), "border of row {index}");
+            let mut broken = TABLE_4.to_vec();
+            broken.remove(index);
+            assert!(is_caught(&broken), "without row {index}");
+        }
+    }
+
+    /// A guest of which nothing is used, with all of P plugged. At scale 1 the first border is 48 MiB.
+    fn idle() -> Rig {
+        let mut rig = Rig::new(dapper(1), &[D], &[P]);
+        rig.plug(0, P);
+        rig
+    }
+
+    #[test]
+    fn a_removal_in_steps_ends_where_the_table_said() {
+        let mut rig = idle();
+        rig.free(0, 4 * GIB / PAGE_BYTES);
+        rig.free(1, 9 * GIB / PAGE_BYTES);
+        // 13 of 16 GiB are free, so half of P shall go; not more than leaves D above the first border.
+        let spare = 13 * GIB - 2 * HIGH * PAGE_BYTES - D;
+        let decision = rig.report(1_000);
+        assert_eq!(rig.taken(decision), spare.min(P / 2));
+        rig.free(0, D / PAGE_BYTES);
+        let mut rig = Rig { state: rig.policy.initial_state(), ..rig };
+        rig.free(1, 6 * GIB / PAGE_BYTES);
+        // 14 GiB: half of P, of which 6 GiB less the first border can go.
+        let until = rig.report(1_000).want_bytes.expect("something goes");
+        let total = P - until;
+        for gone in [GIB, 2 * GIB, 3 * GIB] {
+            rig.host.zones[0].requested_bytes = P - gone;
+            rig.host.zones[0].plugged_bytes = P - gone;
+            rig.raw.zones[1].managed_pages = (P - gone) / PAGE_BYTES;
+            rig.free(1, (6 * GIB - gone) / PAGE_BYTES);
+            let decision = rig.report(1_000);
+            assert_eq!(decision.want_bytes, Some(until), "of {total} bytes {gone} are gone");
+        }
+    }
+
+    #[test]
+    fn table_3_goes_before_table_4_and_ends_a_removal() {
+        let mut rig = idle();
+        assert_eq!(rig.report(1_000).reason, Reason::FreeShare);
+        rig.free(0, 0);
+        rig.free(1, 2 * HIGH);
+        let decision = rig.report(50);
+        assert_eq!((decision.reason, rig.added(decision)), (Reason::LowFree, D));
+        rig.free(1, 2 * HIGH + 1);
+        assert_eq!(rig.report(50).reason, Reason::Enough, "what was to go is needed");
+    }
+
+    #[test]
+    fn what_is_removed_is_not_brought_back_at_the_next_page() {
+        let mut rig = idle();
+        rig.free(0, 0);
+        for _ in 0..10 {
+            let decision = rig.report(3_000);
+            assert_eq!(rig.added(decision), 0);
+            let left = rig.host.requested_bytes() - rig.taken(decision);
+            rig.plug(0, left);
+            rig.free(0, 0);
+        }
+        let kept = 2 * HIGH * PAGE_BYTES + D;
+        assert!(rig.host.requested_bytes() >= kept, "a whole D above the first border stays");
+        assert!(rig.host.requested_bytes() <= kept + P / 8);
+    }
+
+    #[test]
+    fn nothing_goes_while_a_node_lives_on_the_pm_of_another() {
+        let mut rig = Rig::new(dapper(1), &[D, D], &[GIB, P]);
+        rig.plug(0, GIB);
+        rig.plug(1, P);
+        rig.free(0, 0);
+        rig.free(2, 0);
+        assert_eq!(rig.report(1_000).want_bytes, None);
+        rig.free(2, GIB / PAGE_BYTES);
+        assert_eq!(rig.report(1_000).reason, Reason::FreeShare);
+    }
+
+    #[test]
+    fn the_pm_of_a_node_goes_by_its_own_capacity_and_the_others_stays_near() {
+        let mut rig = Rig::new(dapper(1), &[D, D], &[P, 4 * P]);
+        rig.plug(0, P);
+        rig.plug(1, P);
+        rig.free(0, D / PAGE_BYTES);
+        let decision = rig.report(1_000);
+        // More is free than node 0 has PM: all of it goes. Of node 1's four times as much, a sixteenth would.
+        assert_eq!((decision.near, decision.want_bytes), (Some(1), Some(P + 2 * HIGH * PAGE_BYTES)));
+        rig.plug(0, 2 * HIGH * PAGE_BYTES);
+        let decision = rig.report(1_000);
+        assert_eq!(decision.near, Some(0), "then it is node 1's turn");
+    }
+}

@@ -1,0 +1,123 @@
+//! `memorage`: lends storage in large units before kswapd wakes, and takes it back in the background, as in
+//! "Memorage". docs/policy.md says how its rules were brought from an allocator's hooks to reports.
+
+#[cfg(test)]
+mod tests;
+
+use super::view::{self, Coming};
+use super::{Decision, Input};
+use crate::params::params;
+use crate::plan::Reason;
+use crate::units::{round_down, round_up};
+use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
+
+params! {
+    /// Parameters of `memorage`.
+    pub struct Params {
+        /// Storage is lent one page below the sum of the guest's high watermarks times this; 1 is the paper's.
+        watermark_scale: "watermark-scale", Count, 1 => 65_536, 32;
+        /// So much is lent at a time.
+        unit_bytes: "unit", Blocks, 2 * MIB => 1 << 40, 2048 * MIB;
+        /// Lent memory goes back after there has been no pressure for this long.
+        calm_ms: "calm", Ms, 100 => 86_400_000, 10_000;
+        /// What the pool keeps for storage: with less, nothing is lent, and memory gives back first.
+        storage_floor_bytes: "storage_floor", Bytes, 0 => 1 << 50, 0;
+    }
+}
+
+/// What `memorage` remembers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct State {
+    coming: Coming,
+    calm: Option<Calm>,
+}
+
+/// Since when more than enough has been free, and the least of it since.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Calm {
+    since: TimeMs,
+    least_bytes: u64,
+}
+
+/// Decides on one report.
+pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
+    state.coming.observe(input, now);
+    let host = input.host;
+    let trigger_bytes = view::scaled_high_bytes(&view::nodes(input), params.watermark_scale);
+    let free_bytes = input.report.memory().free_bytes.saturating_add(state.coming.bytes());
+    let requested_bytes = host.requested_bytes();
+    let surplus_bytes = state.surplus(params, trigger_bytes, free_bytes, now);
+    let storage = Storage::new(params, host);
+    let (want_bytes, reason, pressure) = if storage.owed_bytes > 0 {
+        // Storage runs short: memory gives back first, also while the guest is short.
+        (Some(requested_bytes - storage.owed_bytes), Reason::StorageShort, false)
+    } else if free_bytes < trigger_bytes {
+        let units = (trigger_bytes - free_bytes).div_ceil(params.unit_bytes);
+        let bytes = units.saturating_mul(params.unit_bytes).min(storage.lendable_bytes);
+        match bytes {
+            // The guest has to swap.
+            0 if storage.has_room => (None, Reason::StorageShort, false),
+            0 => (None, Reason::AtCeiling, false),
+            _ => (Some(requested_bytes.saturating_add(bytes)), Reason::LowFree, true),
+        }
+    } else if surplus_bytes >= BLOCK_BYTES && requested_bytes > 0 {
+        (Some(requested_bytes.saturating_sub(surplus_bytes)), Reason::Calm, false)
+    } else {
+        (None, Reason::Enough, false)
+    };
+    let watermark_bytes =
+        trigger_bytes.saturating_add(trigger_bytes / 2).min(input.report.memory().total_bytes / 2);
+    (state, Decision { want_bytes, near: None, reason, pressure, watermark_bytes })
+}
+
+/// What storage can lend, and what it must have back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Storage {
+    /// What can be added to the guest: DRAM that it has not got yet, and PM above the floor.
+    lendable_bytes: u64,
+    /// The zones could take more.
+    has_room: bool,
+    /// What memory has to give back.
+    owed_bytes: u64,
+}
+
+impl Storage {
+    fn new(params: &Params, host: &HostView) -> Self {
+        let sum = |tier, size: fn(&ZoneSizes) -> u64| {
+            let zones = host.zones.iter().filter(|zone| zone.tier == tier);
+            zones.fold(0u64, |sum, zone| sum.saturating_add(size(zone)))
+        };
+        let room = |zone: &ZoneSizes| zone.max_bytes.saturating_sub(zone.requested_bytes);
+        // What is on its way out of the pool is gone, what is on its way into it is there.
+        let free_bytes = host
+            .pool_free_bytes
+            .saturating_add(sum(Tier::Pm, ZoneSizes::outstanding_shrink_bytes))
+            .saturating_sub(sum(Tier::Pm, ZoneSizes::outstanding_grow_bytes));
+        let (dram, pm) = (sum(Tier::Dram, room), sum(Tier::Pm, room));
+        let above_floor = round_down(free_bytes.saturating_sub(params.storage_floor_bytes), BLOCK_BYTES);
+        let lent = sum(Tier::Pm, |zone| zone.requested_bytes.saturating_sub(zone.floor_bytes));
+        let missing = params.storage_floor_bytes.saturating_sub(free_bytes);
+        Storage {
+            lendable_bytes: dram.saturating_add(pm.min(above_floor)),
+            has_room: pm > 0,
+            owed_bytes: round_up(missing, BLOCK_BYTES).min(lent),
+        }
+    }
+}
+
+impl State {
+    /// What has been free for long enough, beyond what is kept. It begins at three times the trigger and leaves two,
+    /// so that it does not lead to the next loan.
+    fn surplus(&mut self, params: &Params, trigger_bytes: u64, free_bytes: u64, now: TimeMs) -> u64 {
+        if free_bytes <= trigger_bytes.saturating_mul(3) {
+            self.calm = None;
+            return 0;
+        }
+        let calm = self.calm.get_or_insert(Calm { since: now, least_bytes: free_bytes });
+        calm.least_bytes = calm.least_bytes.min(free_bytes);
+        if now.since(calm.since) < params.calm_ms {
+            return 0;
+        }
+        calm.least_bytes.saturating_sub(trigger_bytes.saturating_mul(2))
+    }
+}

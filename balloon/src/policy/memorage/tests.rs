@@ -1,0 +1,166 @@
+//! The trigger and its edges, units, the way back, and storage's floor.
+
+use crate::plan::Reason;
+use crate::policy::Policy;
+use crate::policy::testing::{GIB, HIGH, Rig};
+use crate::units::PAGE_BYTES;
+use crate::{MIB, Tier};
+
+const UNIT: u64 = 2 * GIB;
+
+fn rig() -> Rig {
+    let policy = Policy::Memorage(super::Params { watermark_scale: 1, ..super::Params::default() });
+    Rig::new(policy, &[4 * GIB], &[16 * GIB])
+}
+
+fn with(rig: Rig, name: &str, text: &str) -> Rig {
+    Rig { policy: rig.policy.with([(name, &text.into())]).expect("in bounds"), ..rig }
+}
+
+#[test]
+fn memorage_edge_at_pages_high_nothing_is_lent() {
+    let mut rig = rig();
+    rig.free(0, HIGH);
+    let decision = rig.report(1_000);
+    assert_eq!((decision.want_bytes, decision.reason, decision.pressure), (None, Reason::Enough, false));
+}
+
+#[test]
+fn memorage_edge_one_page_below_pages_high_a_unit_is_lent() {
+    let mut rig = rig();
+    rig.free(0, HIGH - 1);
+    let decision = rig.report(1_000);
+    assert_eq!((rig.added(decision), decision.reason, decision.pressure), (UNIT, Reason::LowFree, true));
+    assert_eq!(decision.near, None);
+}
+
+#[test]
+fn memorage_the_scale_moves_the_trigger() {
+    let mut rig = with(rig(), "watermark-scale", "32");
+    rig.free(0, 32 * HIGH);
+    assert_eq!(rig.report(1_000).want_bytes, None);
+    rig.free(0, 32 * HIGH - 1);
+    let decision = rig.report(1_000);
+    assert_eq!(rig.added(decision), UNIT);
+}
+
+#[test]
+fn memorage_a_unit_on_its_way_is_not_lent_again() {
+    let mut rig = rig();
+    rig.free(0, 0);
+    rig.host.zones[0].requested_bytes = rig.report(50).want_bytes.expect("a unit");
+    for _ in 0..20 {
+        assert_eq!(rig.report(50).want_bytes, None);
+    }
+    rig.plug(0, UNIT);
+    rig.free(1, HIGH - 1);
+    let decision = rig.report(50);
+    assert_eq!(rig.added(decision), UNIT, "it is used up: the next one");
+}
+
+#[test]
+fn memorage_more_than_a_unit_is_lent_where_one_is_too_small() {
+    let mut rig = with(rig(), "unit", "8M");
+    rig.free(0, 0);
+    let decision = rig.report(50);
+    assert_eq!(rig.added(decision), 24 * MIB + 8 * MIB, "24 MiB and a page are missing");
+}
+
+#[test]
+fn memorage_never_more_than_the_zones_have() {
+    let mut rig = rig();
+    rig.plug(0, 15 * GIB);
+    rig.free(0, 0);
+    rig.free(1, 0);
+    let decision = rig.report(50);
+    assert_eq!(rig.added(decision), GIB);
+    rig.plug(0, 16 * GIB);
+    rig.free(1, 0);
+    let decision = rig.report(3_000);
+    assert_eq!((decision.want_bytes, decision.reason, decision.pressure), (None, Reason::AtCeiling, false));
+}
+
+#[test]
+fn memorage_storage_that_has_nothing_to_lend_says_so() {
+    let mut rig = with(rig(), "storage_floor", "8G");
+    rig.free(0, 0);
+    rig.host.pool_free_bytes = 9 * GIB;
+    let decision = rig.report(50);
+    assert_eq!(rig.added(decision), GIB, "what is above the floor");
+    rig.host.zones[0].requested_bytes = GIB;
+    rig.raw.zones[0].high_pages = GIB / PAGE_BYTES + 1;
+    let decision = rig.report(50);
+    let said = (decision.want_bytes, decision.reason, decision.pressure);
+    assert_eq!(said, (None, Reason::StorageShort, false), "what is on its way is gone already");
+}
+
+#[test]
+fn memorage_dram_is_no_loan() {
+    let mut rig = with(rig(), "storage_floor", "8G");
+    rig.free(0, 0);
+    rig.host.pool_free_bytes = 8 * GIB;
+    let mut dram = rig.host.zones[0];
+    (dram.tier, dram.max_bytes, dram.guest_numa_node) = (Tier::Dram, 512 * MIB, 0);
+    rig.host.zones.push(dram);
+    let decision = rig.report(50);
+    assert_eq!(rig.added(decision), 512 * MIB);
+}
+
+#[test]
+fn memorage_gives_back_first_when_storage_runs_short() {
+    let mut rig = with(rig(), "storage_floor", "8G");
+    rig.plug(0, 4 * GIB);
+    rig.host.pool_free_bytes = 8 * GIB;
+    assert_eq!(rig.report(1_000).want_bytes, None, "at the floor");
+    // Also while the guest is short.
+    for (zone, pages) in [(0, 0), (1, 0)] {
+        rig.free(zone, pages);
+    }
+    rig.host.pool_free_bytes = 7 * GIB - 1;
+    let decision = rig.report(1_000);
+    assert_eq!((rig.taken(decision), decision.reason), (GIB + 2 * MIB, Reason::StorageShort));
+    assert!(!decision.pressure);
+    // What is on its way back is there.
+    rig.host.zones[0].requested_bytes -= GIB + 2 * MIB;
+    let decision = rig.report(1_000);
+    assert_eq!((decision.want_bytes, decision.reason), (None, Reason::StorageShort), "and is not lent again");
+    rig.host.zones[0].requested_bytes = GIB;
+    rig.host.zones[0].plugged_bytes = GIB;
+    rig.host.pool_free_bytes = 0;
+    let decision = rig.report(1_000);
+    assert_eq!(rig.taken(decision), GIB, "no more than is lent");
+}
+
+#[test]
+fn memorage_gives_back_in_the_background_when_there_has_been_no_pressure() {
+    let mut rig = rig();
+    rig.plug(0, UNIT);
+    rig.free(0, 0);
+    assert_eq!(rig.report(1_000).want_bytes, None);
+    assert_eq!(rig.report(9_900).want_bytes, None, "neither at once");
+    let decision = rig.report(100);
+    let kept = 2 * HIGH * PAGE_BYTES;
+    assert_eq!((rig.taken(decision), decision.reason), (UNIT - kept, Reason::Calm), "nor never");
+    rig.plug(0, kept);
+    rig.free(0, 0);
+    assert_eq!(rig.report(1_000).want_bytes, None, "it comes to rest");
+}
+
+#[test]
+fn memorage_the_least_of_the_calm_time_counts_and_pressure_begins_it_anew() {
+    let mut rig = with(rig(), "calm", "5s");
+    rig.plug(0, UNIT);
+    rig.free(0, 0);
+    rig.report(1_000);
+    rig.free(1, 4 * HIGH);
+    rig.report(1_000);
+    rig.free(1, UNIT / PAGE_BYTES);
+    let decision = rig.report(4_000);
+    assert_eq!(rig.taken(decision), 2 * HIGH * PAGE_BYTES);
+    rig.free(1, 3 * HIGH);
+    assert_eq!(rig.report(1_000).want_bytes, None);
+    rig.free(1, UNIT / PAGE_BYTES);
+    assert_eq!(rig.report(1_000).want_bytes, None);
+    assert_eq!(rig.report(4_900).want_bytes, None);
+    assert!(rig.report(100).want_bytes.is_some());
+}

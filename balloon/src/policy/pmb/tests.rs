@@ -1,0 +1,133 @@
+//! The watermark and its edges, and units that come back.
+
+use crate::plan::Reason;
+use crate::policy::Policy;
+use crate::policy::testing::{GIB, HIGH, Rig};
+use crate::units::PAGE_BYTES;
+use crate::{MIB, Tier};
+
+const UNIT: u64 = 4 * MIB;
+const UNIT_PAGES: u64 = UNIT / PAGE_BYTES;
+/// The watermark in pages, at the scale of these tests.
+const W: u64 = 8 * HIGH;
+
+fn rig() -> Rig {
+    let policy = Policy::Pmb(super::Params { watermark_scale: 8, ..super::Params::default() });
+    Rig::new(policy, &[4 * GIB], &[16 * GIB])
+}
+
+/// The units that are added with so many pages free.
+fn units(free_pages: u64) -> u64 {
+    let mut rig = rig();
+    rig.free(0, free_pages);
+    let decision = rig.report(1_000);
+    let added = rig.added(decision);
+    assert_eq!(added % UNIT, 0);
+    assert_eq!(decision.pressure, added > 0);
+    assert_eq!(decision.reason, if added > 0 { Reason::LowFree } else { Reason::Enough });
+    added / UNIT
+}
+
+#[test]
+fn pmb_edge_at_the_watermark_nothing_moves() {
+    assert_eq!(units(W), 0);
+}
+
+#[test]
+fn pmb_edge_one_page_below_the_watermark_one_unit_moves() {
+    assert_eq!(units(W - 1), 1);
+}
+
+#[test]
+fn pmb_as_many_units_as_bring_free_memory_over_the_watermark() {
+    assert_eq!(units(W - UNIT_PAGES + 1), 1);
+    assert_eq!(units(W - UNIT_PAGES), 2, "over it, not up to it");
+    assert_eq!(units(W - 10 * UNIT_PAGES + 1), 10);
+    assert_eq!(units(0), W / UNIT_PAGES + 1);
+}
+
+#[test]
+fn pmb_units_on_their_way_count() {
+    let mut rig = rig();
+    rig.free(0, W - 1);
+    rig.host.zones[0].requested_bytes = rig.report(50).want_bytes.expect("one unit");
+    for _ in 0..20 {
+        assert_eq!(rig.report(50).want_bytes, None);
+    }
+    rig.free(0, W - UNIT_PAGES - 1);
+    let decision = rig.report(50);
+    assert_eq!(rig.added(decision), UNIT, "and the next one below the watermark again");
+}
+
+#[test]
+fn pmb_the_unit_is_a_parameter() {
+    let mut rig = rig();
+    rig.policy = rig.policy.with([("unit", &"64M".into())]).expect("in bounds");
+    rig.free(0, W - 1);
+    let decision = rig.report(50);
+    assert_eq!(rig.added(decision), 64 * MIB);
+}
+
+/// A guest with 1 GiB of PM online, of which so many units are wholly free.
+fn with_units(blocks: Option<u64>, free_pages: u64) -> Rig {
+    let mut rig = rig();
+    rig.plug(0, GIB);
+    rig.raw.zones[1].largest_free_blocks = blocks;
+    rig.free(1, free_pages);
+    rig
+}
+
+#[test]
+fn pmb_units_that_are_wholly_free_return_at_once() {
+    let mut rig = with_units(Some(7), 100_000);
+    let decision = rig.report(1_000);
+    assert_eq!((rig.taken(decision), decision.reason), (7 * UNIT, Reason::FreeUnits));
+    assert!(!decision.pressure);
+    assert_eq!(with_units(Some(0), 100_000).report(1_000).want_bytes, None, "free pages here and there");
+}
+
+#[test]
+fn pmb_older_agents_do_not_count_units_and_free_pages_stand_for_them() {
+    let mut rig = with_units(None, 7 * UNIT_PAGES + UNIT_PAGES - 1);
+    let decision = rig.report(1_000);
+    assert_eq!(rig.taken(decision), 7 * UNIT);
+}
+
+#[test]
+fn pmb_larger_units_need_more_free_blocks() {
+    let mut rig = with_units(Some(15), 100_000);
+    rig.policy = rig.policy.with([("unit", &"16M".into())]).expect("in bounds");
+    let decision = rig.report(1_000);
+    assert_eq!(rig.taken(decision), 48 * MIB);
+}
+
+#[test]
+fn pmb_dram_is_not_returned() {
+    let mut rig = with_units(Some(7), 100_000);
+    rig.host.zones[0].tier = Tier::Dram;
+    assert_eq!(rig.report(1_000).want_bytes, None);
+}
+
+#[test]
+fn pmb_twice_the_watermark_stays_so_that_units_do_not_go_to_and_fro() {
+    let mut rig = with_units(Some(256), 262_144);
+    rig.free(0, 0);
+    let mut directions = Vec::new();
+    for _ in 0..10 {
+        let decision = rig.report(3_000);
+        directions.push(rig.taken(decision) / MIB);
+        assert_eq!(rig.added(decision), 0);
+        let left = rig.host.requested_bytes() - rig.taken(decision);
+        rig.plug(0, left);
+        rig.raw.zones[1].largest_free_blocks = Some(left / UNIT);
+        rig.free(0, 0);
+    }
+    assert!(directions[0] > 0 && directions[1..].iter().all(|taken| *taken == 0), "{directions:?}");
+    assert!(rig.host.requested_bytes() >= 2 * W * PAGE_BYTES);
+    assert!(rig.host.requested_bytes() < 2 * W * PAGE_BYTES + 2 * UNIT);
+    // As much again can be used before the next unit comes.
+    rig.free(1, W);
+    assert_eq!(rig.report(50).want_bytes, None);
+    rig.free(1, W - 1);
+    assert!(rig.report(50).pressure);
+}

@@ -1,0 +1,133 @@
+//! What the tests of several policies share: a guest of which every figure can be set.
+
+use foreshore_proto::{Blocks, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Zone, ZoneKind};
+
+use super::{Decision, Input, Policy, PolicyState};
+use crate::units::PAGE_BYTES;
+use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
+
+pub const GIB: u64 = 1024 * MIB;
+
+/// Watermarks of the machine on which AMF was measured, in pages: 16, 20 and 24 MiB.
+pub const MIN: u64 = 4097;
+pub const LOW: u64 = 5121;
+pub const HIGH: u64 = 6145;
+
+/// A guest with nodes of DRAM, nodes of PM, and a policy.
+pub struct Rig {
+    pub policy: Policy,
+    pub state: PolicyState,
+    pub host: HostView,
+    pub raw: RawReport,
+    pub now: TimeMs,
+}
+
+impl Rig {
+    /// Nodes of DRAM of these sizes, and as many nodes of PM behind them, of these sizes and with nothing of it
+    /// plugged: the first is near to the first, and so on.
+    pub fn new(policy: Policy, dram_bytes: &[u64], pm_bytes: &[u64]) -> Self {
+        let mut host =
+            HostView { boot_bytes: dram_bytes.iter().sum(), pool_free_bytes: 1 << 44, ..HostView::default() };
+        let mut raw = RawReport {
+            version: PROTOCOL_VERSION,
+            monotonic_ms: 10_000,
+            blocks: Blocks { online_policy: OnlinePolicy::OnlineMovable, ..Blocks::default() },
+            ..RawReport::default()
+        };
+        for (node, bytes) in (0..).zip(dram_bytes) {
+            raw.zones.push(Zone {
+                node,
+                kind: ZoneKind::Normal,
+                free_pages: bytes / PAGE_BYTES,
+                min_pages: MIN,
+                low_pages: LOW,
+                high_pages: HIGH,
+                managed_pages: bytes / PAGE_BYTES,
+                ..Zone::default()
+            });
+        }
+        let first_pm = dram_bytes.len() as u32;
+        for (index, bytes) in (0..).zip(pm_bytes) {
+            let node = first_pm + index;
+            host.zones.push(ZoneSizes {
+                id: ZoneId(index),
+                tier: Tier::Pm,
+                guest_numa_node: node,
+                block_bytes: BLOCK_BYTES,
+                floor_bytes: 0,
+                max_bytes: *bytes,
+                requested_bytes: 0,
+                plugged_bytes: 0,
+            });
+            raw.zones.push(Zone { node, kind: ZoneKind::Movable, ..Zone::default() });
+            for from in 0..first_pm {
+                host.distances.set(from, node, if from == index { 17 } else { 28 });
+            }
+        }
+        let state = policy.initial_state();
+        let mut rig = Rig { policy, state, host, raw, now: TimeMs(10_000) };
+        rig.sum_up();
+        rig
+    }
+
+    /// The whole guest's figures follow from its zones'.
+    pub fn sum_up(&mut self) {
+        let zones = &self.raw.zones;
+        let free_bytes = zones.iter().map(|zone| zone.free_pages).sum::<u64>() * PAGE_BYTES;
+        let total_bytes = zones.iter().map(|zone| zone.managed_pages).sum::<u64>() * PAGE_BYTES;
+        self.raw.memory = Memory { total_bytes, free_bytes, available_bytes: free_bytes, ..self.raw.memory };
+    }
+
+    /// Sets what is free in a zone of the report.
+    pub fn free(&mut self, zone: usize, pages: u64) {
+        self.raw.zones[zone].free_pages = pages;
+        self.sum_up();
+    }
+
+    /// The guest has `bytes` of a zone of PM online, all of it free, and no more is on its way.
+    pub fn plug(&mut self, pm: usize, bytes: u64) {
+        let zone = &mut self.host.zones[pm];
+        (zone.requested_bytes, zone.plugged_bytes) = (bytes, bytes);
+        let node = zone.guest_numa_node;
+        let zone = self.raw.zones.iter_mut().find(|zone| zone.node == node).expect("has one");
+        (zone.managed_pages, zone.free_pages) = (bytes / PAGE_BYTES, bytes / PAGE_BYTES);
+        self.sum_up();
+    }
+
+    /// The guest reports, `ms` after the report before.
+    pub fn report(&mut self, ms: u64) -> Decision {
+        self.now = self.now + ms;
+        self.raw.seq += 1;
+        self.raw.monotonic_ms = self.now.0;
+        let report = Report::try_from(self.raw.clone()).expect("sound");
+        let input = Input { report: &report, host: &self.host };
+        let (state, decision) = self.policy.decide(self.state.clone(), input, self.now);
+        self.state = state;
+        decision
+    }
+
+    /// What a decision adds.
+    pub fn added(&self, decision: Decision) -> u64 {
+        decision.want_bytes.map_or(0, |want| want.saturating_sub(self.host.requested_bytes()))
+    }
+
+    /// What it takes.
+    pub fn taken(&self, decision: Decision) -> u64 {
+        decision.want_bytes.map_or(0, |want| self.host.requested_bytes().saturating_sub(want))
+    }
+}
+
+/// A test for each case of a table, named after it, and all of them as `CASES`, to hold broken tables against.
+macro_rules! cases {
+    ($check:path: $($name:ident: $at:expr => $amount:expr;)*) => {
+        $(
+            #[test]
+            fn $name() {
+                $check($at, $amount);
+            }
+        )*
+
+        const CASES: &[(u64, u64)] = &[$(($at, $amount),)*];
+    };
+}
+pub(super) use cases;

@@ -1,0 +1,318 @@
+//! The guest's nodes as the papers' tables see them, and memory that is on its way to them.
+//!
+//! The papers' kernels add PM to the node that is short. Here it is a node of its own, so "the node" of a table is a
+//! node with DRAM together with the PM that is nearest to it.
+
+use foreshore_proto::{OnlinePolicy, Zone, ZoneKind};
+
+use super::Input;
+use crate::units::{PAGE_BYTES, SECTION_BYTES};
+use crate::{HostView, Tier, TimeMs};
+
+/// A total that did not move for this long, while nothing was plugged or unplugged, shows what the guest has beside
+/// its hotplugged memory.
+const SETTLE_MS: u64 = 2_000;
+
+/// A node with DRAM, and the PM that is nearest to it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct NodeView {
+    /// Which one.
+    pub node: u32,
+    /// R: free pages of its DRAM and of its PM; of all PM, once its own is used up.
+    pub free_pages: u64,
+    /// The same without the PM of others.
+    pub own_free_pages: u64,
+    /// The watermarks of its DRAM's zones, summed. The papers' stay what they were at boot; those of PM would move
+    /// with every integration.
+    pub min_pages: u64,
+    pub low_pages: u64,
+    pub high_pages: u64,
+    /// D: its DRAM, as the guest manages it.
+    pub dram_bytes: u64,
+    /// P: the PM that it can have, plugged or not.
+    pub pm_bytes: u64,
+    /// What of it is requested.
+    pub pm_requested_bytes: u64,
+    /// What of it is online and free.
+    pub pm_free_bytes: u64,
+    /// The same in whole sections.
+    pub pm_free_sections: u64,
+}
+
+/// The guest's nodes that have DRAM, in order of their numbers.
+pub(super) fn nodes(input: Input<'_>) -> Vec<NodeView> {
+    let Input { report, host } = input;
+    let mut nodes: Vec<NodeView> = Vec::new();
+    for zone in report.zones().iter().filter(|zone| zone.managed_pages > 0 && !is_pm(zone, input)) {
+        let index = match nodes.binary_search_by_key(&zone.node, |node| node.node) {
+            Ok(index) => index,
+            Err(index) => {
+                nodes.insert(index, NodeView { node: zone.node, ..NodeView::default() });
+                index
+            }
+        };
+        let node = &mut nodes[index];
+        node.free_pages += zone.free_pages;
+        node.min_pages += zone.min_pages;
+        node.low_pages += zone.low_pages;
+        node.high_pages += zone.high_pages;
+        node.dram_bytes += dram_pages(zone, host) * PAGE_BYTES;
+    }
+    let mut all_pm_pages = 0;
+    for zone in pm_zones(input) {
+        all_pm_pages += zone.free_pages;
+        if let Some(index) = nearest(&nodes, zone.node, host) {
+            nodes[index].pm_free_bytes += zone.free_pages * PAGE_BYTES;
+            nodes[index].pm_free_sections += zone.free_pages * PAGE_BYTES / SECTION_BYTES;
+        }
+    }
+    for zone in host.zones.iter().filter(|zone| zone.tier == Tier::Pm) {
+        if let Some(index) = nearest(&nodes, zone.guest_numa_node, host) {
+            let node = &mut nodes[index];
+            node.pm_bytes = node.pm_bytes.saturating_add(zone.max_bytes);
+            node.pm_requested_bytes = node.pm_requested_bytes.saturating_add(zone.requested_bytes);
+        }
+    }
+    for node in &mut nodes {
+        // A node whose own PM is used up is given that of others: what is free of it is an answer to its need.
+        node.own_free_pages = node.free_pages + node.pm_free_bytes / PAGE_BYTES;
+        let used_up = node.pm_requested_bytes >= node.pm_bytes;
+        node.free_pages = if used_up { node.free_pages + all_pm_pages } else { node.own_free_pages };
+    }
+    nodes
+}
+
+/// The guest's zones of PM.
+pub(super) fn pm_zones(input: Input<'_>) -> impl Iterator<Item = &Zone> {
+    input.report.zones().iter().filter(move |zone| zone.managed_pages > 0 && is_pm(zone, input))
+}
+
+/// The sum of the nodes' high watermarks, times `scale`.
+pub(super) fn scaled_high_bytes(nodes: &[NodeView], scale: u64) -> u64 {
+    let pages = nodes.iter().fold(0u64, |sum, node| sum.saturating_add(node.high_pages));
+    pages.saturating_mul(PAGE_BYTES).saturating_mul(scale)
+}
+
+/// Whether a zone of the guest is PM. A node of PM has memory in ZONE_MOVABLE alone; in a node that has DRAM to plug
+/// as well, nobody can tell, and it counts as DRAM.
+fn is_pm(zone: &Zone, input: Input<'_>) -> bool {
+    let here = |tier| {
+        let zones = input.host.zones.iter();
+        zones.filter(move |sizes| sizes.tier == tier && sizes.guest_numa_node == zone.node)
+    };
+    if here(Tier::Dram).next().is_some() || here(Tier::Pm).next().is_none() {
+        return false;
+    }
+    let movable = matches!(
+        input.report.blocks().online_policy,
+        OnlinePolicy::OnlineMovable | OnlinePolicy::Unknown | OnlinePolicy::Offline
+    );
+    match zone.kind {
+        ZoneKind::Movable => true,
+        // A guest that does not online movable makes the first memory of a node ZONE_NORMAL.
+        ZoneKind::Normal => {
+            let plugged = here(Tier::Pm).fold(0u64, |sum, sizes| sum.saturating_add(sizes.plugged_bytes));
+            !movable && zone.managed_pages * PAGE_BYTES <= plugged
+        }
+        _ => false,
+    }
+}
+
+/// What of a zone is DRAM: all of it, unless PM is plugged into its node as well.
+fn dram_pages(zone: &Zone, host: &HostView) -> u64 {
+    let here = || host.zones.iter().filter(|sizes| sizes.guest_numa_node == zone.node);
+    if zone.kind != ZoneKind::Movable || here().all(|sizes| sizes.tier == Tier::Dram) {
+        return zone.managed_pages;
+    }
+    let dram = here().filter(|sizes| sizes.tier == Tier::Dram);
+    let plugged = dram.fold(0u64, |sum, sizes| sum.saturating_add(sizes.plugged_bytes));
+    zone.managed_pages.min(plugged / PAGE_BYTES)
+}
+
+/// The place of the node that is nearest to `pm`; of equally near ones the first.
+fn nearest(nodes: &[NodeView], pm: u32, host: &HostView) -> Option<usize> {
+    (0..nodes.len()).min_by_key(|index| host.distances.between(nodes[*index].node, pm))
+}
+
+/// What has been asked for and is not online yet, and for which node's sake.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Coming {
+    /// The guest's total without its hotplugged memory, learned from reports: what the host calls plugged and what
+    /// the guest has online differ while blocks are on their way.
+    base_bytes: Option<u64>,
+    /// The total and the plugged size that have not moved, and since when.
+    still: Option<(u64, u64, TimeMs)>,
+    on_way_bytes: u64,
+    /// What was asked for by node.
+    granted: Vec<(u32, u64)>,
+}
+
+impl Coming {
+    /// Takes a report: what has come online is no longer on its way.
+    pub fn observe(&mut self, input: Input<'_>, now: TimeMs) {
+        let total_bytes = input.report.memory().total_bytes;
+        self.learn(total_bytes, input, now);
+        let base_bytes = self.base_bytes.unwrap_or(total_bytes);
+        let online_bytes = total_bytes.saturating_sub(base_bytes).min(input.host.max_bytes());
+        self.on_way_bytes = input.host.requested_bytes().saturating_sub(online_bytes);
+        self.granted.iter_mut().for_each(|(_, bytes)| *bytes = (*bytes).min(self.on_way_bytes));
+        self.granted.retain(|(_, bytes)| *bytes > 0);
+    }
+
+    /// What is on its way to the guest.
+    pub fn bytes(&self) -> u64 {
+        self.on_way_bytes
+    }
+
+    /// What is on its way for the sake of `node`, or of nobody in particular.
+    pub fn for_node(&self, node: u32) -> u64 {
+        let others = self.granted.iter().filter(|(other, _)| *other != node);
+        let to_others = others.fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes));
+        let mine = self.granted.iter().find(|(other, _)| *other == node).map_or(0, |(_, bytes)| *bytes);
+        self.on_way_bytes.saturating_sub(to_others).max(mine)
+    }
+
+    /// `bytes` are asked for, for the sake of `node`.
+    pub fn grant(&mut self, node: u32, bytes: u64) {
+        match self.granted.iter_mut().find(|(other, _)| *other == node) {
+            Some((_, granted)) => *granted = granted.saturating_add(bytes),
+            None => self.granted.push((node, bytes)),
+        }
+    }
+
+    fn learn(&mut self, total_bytes: u64, input: Input<'_>, now: TimeMs) {
+        let plugged_bytes = input.host.plugged_bytes();
+        let since = match self.still {
+            Some((total, plugged, since)) if (total, plugged) == (total_bytes, plugged_bytes) => since,
+            _ => now,
+        };
+        self.still = Some((total_bytes, plugged_bytes, since));
+        let first = self.base_bytes.is_none();
+        let settled = now.since(since) >= SETTLE_MS || (first && plugged_bytes == 0);
+        if settled && total_bytes > plugged_bytes {
+            self.base_bytes = Some(total_bytes - plugged_bytes);
+        } else if first {
+            // Never seen at rest: the kernel keeps a little of what it booted with to itself.
+            self.base_bytes = Some(total_bytes.min(input.host.boot_bytes / 32 * 31));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MIB;
+    use crate::policy::Policy;
+    use crate::policy::testing::{GIB, HIGH, LOW, MIN, Rig};
+
+    fn view(rig: &Rig) -> Vec<NodeView> {
+        let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
+        nodes(Input { report: &report, host: &rig.host })
+    }
+
+    fn rig() -> Rig {
+        let mut rig = Rig::new(Policy::Off, &[4 * GIB, 2 * GIB], &[8 * GIB, 16 * GIB]);
+        rig.plug(0, GIB);
+        rig
+    }
+
+    #[test]
+    fn a_node_has_its_dram_and_the_pm_that_is_nearest() {
+        let pages = |bytes| bytes / PAGE_BYTES;
+        let first = NodeView {
+            node: 0,
+            free_pages: pages(5 * GIB),
+            own_free_pages: pages(5 * GIB),
+            min_pages: MIN,
+            low_pages: LOW,
+            high_pages: HIGH,
+            dram_bytes: 4 * GIB,
+            pm_bytes: 8 * GIB,
+            pm_requested_bytes: GIB,
+            pm_free_bytes: GIB,
+            pm_free_sections: 8,
+        };
+        let second = NodeView {
+            node: 1,
+            free_pages: pages(2 * GIB),
+            own_free_pages: pages(2 * GIB),
+            dram_bytes: 2 * GIB,
+            pm_bytes: 16 * GIB,
+            pm_requested_bytes: 0,
+            pm_free_bytes: 0,
+            pm_free_sections: 0,
+            ..first
+        };
+        assert_eq!(view(&rig()), [first, second]);
+    }
+
+    #[test]
+    fn without_distances_all_pm_is_the_first_nodes() {
+        let mut rig = rig();
+        rig.host.distances = crate::Distances::default();
+        let nodes = view(&rig);
+        assert_eq!((nodes[0].pm_bytes, nodes[1].pm_bytes), (24 * GIB, 0));
+        assert_eq!(nodes[1].free_pages, 3 * GIB / PAGE_BYTES, "which the second lives on");
+        assert_eq!(nodes[1].own_free_pages, 2 * GIB / PAGE_BYTES);
+    }
+
+    #[test]
+    fn pm_may_sit_in_a_node_of_dram() {
+        let mut rig = rig();
+        rig.host.zones[0].guest_numa_node = 0;
+        rig.raw.zones[2].node = 0;
+        let nodes = view(&rig);
+        assert_eq!((nodes[0].dram_bytes, nodes[0].pm_free_bytes), (4 * GIB, GIB));
+        // With DRAM to plug there as well nobody can tell, but what the host has plugged of it is known.
+        let dram = crate::ZoneSizes { tier: Tier::Dram, plugged_bytes: 512 * MIB, ..rig.host.zones[0] };
+        rig.host.zones.push(dram);
+        let nodes = view(&rig);
+        assert_eq!((nodes[0].dram_bytes, nodes[0].pm_free_bytes), (4 * GIB + 512 * MIB, 0));
+    }
+
+    #[test]
+    fn pm_that_is_not_online_movable_is_pm() {
+        let mut rig = rig();
+        rig.raw.zones[2].kind = ZoneKind::Normal;
+        assert_eq!(view(&rig).len(), 3, "a node with DRAM, as far as reports tell");
+        rig.raw.blocks.online_policy = OnlinePolicy::Online;
+        let nodes = view(&rig);
+        assert_eq!((nodes.len(), nodes[0].pm_free_bytes), (2, GIB));
+    }
+
+    #[test]
+    fn what_is_on_its_way_is_known_by_node() {
+        let mut rig = rig();
+        rig.plug(0, 0);
+        let mut coming = Coming::default();
+        let observe = |rig: &Rig, coming: &mut Coming, at| {
+            let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
+            coming.observe(Input { report: &report, host: &rig.host }, TimeMs(at));
+        };
+        observe(&rig, &mut coming, 0);
+        assert_eq!((coming.bytes(), coming.for_node(0)), (0, 0));
+        coming.grant(0, 3 * GIB);
+        rig.host.zones[0].requested_bytes = 4 * GIB;
+        observe(&rig, &mut coming, 50);
+        assert_eq!(coming.bytes(), 4 * GIB);
+        assert_eq!((coming.for_node(0), coming.for_node(1)), (4 * GIB, GIB), "1 GiB is nobody's");
+        // Plugged is not online yet.
+        rig.host.zones[0].plugged_bytes = 4 * GIB;
+        observe(&rig, &mut coming, 100);
+        assert_eq!(coming.bytes(), 4 * GIB);
+        rig.plug(0, 4 * GIB);
+        observe(&rig, &mut coming, 150);
+        assert_eq!((coming.bytes(), coming.for_node(0)), (0, 0));
+    }
+
+    #[test]
+    fn what_was_plugged_before_the_first_report_is_not_on_its_way() {
+        let rig = rig();
+        let mut coming = Coming::default();
+        let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
+        for at in [0, 1_000, 2_000] {
+            coming.observe(Input { report: &report, host: &rig.host }, TimeMs(at));
+        }
+        assert_eq!(coming.bytes(), 0);
+    }
+}
