@@ -34,6 +34,7 @@ struct Sample {
     swapped_out_pages: u64,
     swapped_in_pages: u64,
     refault_pages: u64,
+    file_refault_pages: u64,
 }
 
 /// What happened over the window.
@@ -47,6 +48,8 @@ pub(super) struct Rates {
     pub stalled: bool,
     /// Evicted pages came back at the configured rate.
     pub refaulting: bool,
+    /// Those of files alone did.
+    pub files_refaulting: bool,
     /// Pages were swapped in at the configured refault rate.
     pub swapping_in: bool,
 }
@@ -85,6 +88,7 @@ impl History {
         let stalled_us = newest.some_us.saturating_sub(oldest.some_us);
         let per_s = |pages: u64| pages.saturating_mul(PAGE_BYTES).saturating_mul(1000) / ms.max(1);
         let refaulted = newest.refault_pages.saturating_sub(oldest.refault_pages);
+        let files_refaulted = newest.file_refault_pages.saturating_sub(oldest.file_refault_pages);
         let swapped_in = newest.swapped_in_pages.saturating_sub(oldest.swapped_in_pages);
         let swapped_out = newest.swapped_out_pages.saturating_sub(oldest.swapped_out_pages);
         Rates {
@@ -92,6 +96,7 @@ impl History {
             swapped_out_bytes: swapped_out.saturating_mul(PAGE_BYTES),
             stalled: stalled_us >= ms.saturating_mul(params.stall_permille),
             refaulting: per_s(refaulted) >= params.refault_bytes_per_s,
+            files_refaulting: per_s(files_refaulted) >= params.refault_bytes_per_s,
             swapping_in: per_s(swapped_in) >= params.refault_bytes_per_s,
         }
     }
@@ -120,6 +125,7 @@ impl Sample {
             swapped_out_pages: counters.pswpout,
             swapped_in_pages: counters.pswpin,
             refault_pages: counters.workingset_refault_anon.saturating_add(counters.workingset_refault_file),
+            file_refault_pages: counters.workingset_refault_file,
         }
     }
 

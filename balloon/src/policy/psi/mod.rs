@@ -2,6 +2,8 @@
 //! are theirs.
 
 mod history;
+mod learned;
+mod nodes;
 mod params;
 #[cfg(test)]
 mod tests;
@@ -10,6 +12,7 @@ use foreshore_proto::Report;
 pub use params::Params;
 
 use self::history::{History, Rates};
+use self::learned::{Cache, Patience, PlugTime, Refusals, Swapped, Window};
 use super::{Decision, Input};
 use crate::plan::Reason;
 use crate::units::scale;
@@ -22,7 +25,13 @@ const PAGE_BYTES: u64 = 4096;
 const SETTLE_MS: u64 = 2_000;
 
 /// More doublings than this add more than any rate of growth asks for.
-const MAX_STREAK: u32 = 6;
+const MAX_STREAK: u32 = 7;
+
+/// A guest that grows keeps so many slacks; at rest it keeps one.
+const ACTIVE_SLACKS: u64 = 4;
+
+/// How long it takes the agent to notice a burst, and its report to arrive.
+const NOTICE_MS: u64 = 100;
 
 /// Grows closer together than this are one, seen by several reports.
 const SAME_GROW_MS: u64 = 250;
@@ -33,11 +42,19 @@ pub struct State {
     history: History,
     base: Base,
     grown: Option<Grown>,
-    calm: Option<Calm>,
     /// The guest's clock when memory was last on its way to it.
     coming_ms: u64,
     /// What was used when nothing was on its way back.
     still_used_bytes: Option<u64>,
+    /// When the guest last grew, or was seen to fill.
+    active_at: TimeMs,
+    plug_time: PlugTime,
+    refusals: Refusals,
+    patience: Patience,
+    /// How fast it filled of late.
+    fills: Window,
+    cache: Cache,
+    swapped: Swapped,
 }
 
 /// The last grow, and how many followed closely upon one another.
@@ -47,48 +64,51 @@ struct Grown {
     streak: u32,
 }
 
-/// Since when the guest has had a surplus, and the least that it had since.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Calm {
-    since: TimeMs,
-    least_bytes: u64,
-}
-
 /// Decides on one report.
 pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
+    let memory = input.report.memory();
     state.base.learn(input, now);
-    let online_bytes = state.base.online_bytes(input.report.memory().total_bytes, input.host);
+    let online_bytes = state.base.online_bytes(memory.total_bytes, input.host);
     let leaving_bytes = state.leaving(input, online_bytes);
     state.history.push(input.report, leaving_bytes);
     if input.host.outstanding_grow_bytes() > 0 {
         state.coming_ms = input.report.monotonic_ms();
     }
+    state.plug_time.learn(memory.total_bytes, input.host, now);
+    state.refusals.learn(input.host, now);
+    state.patience.learn(input.host, now);
+
     let rates = state.history.rates(params, state.coming_ms.min(input.report.monotonic_ms()));
-    let marks = Marks::new(params, input.report, &rates);
+    if rates.files_refaulting && rates.stalled {
+        state.cache.missed(input.report, now);
+    }
     // What will be available once the guest has followed every request: what is now, with what is still to come,
-    // without what is still to go.
-    let available_bytes = input.report.memory().available_bytes.saturating_add(leaving_bytes);
+    // without what is still to go, and without the page cache that is needed.
+    let available_bytes =
+        (memory.available_bytes - state.cache.needed_bytes(input.report, now)).saturating_add(leaving_bytes);
     let coming_bytes =
         available_bytes.saturating_add(input.host.requested_bytes()).saturating_sub(online_bytes);
+    let marks = state.marks(params, input.report, &rates, available_bytes, now);
 
-    let grow = shortage(&marks, &rates, coming_bytes, input);
-    let decision = match grow {
+    let decision = match shortage(params, &marks, &rates, coming_bytes, input) {
         Some((reason, need_bytes)) => {
-            state.calm = None;
+            state.patience.grown(params, now);
+            state.refusals.grown();
+            state.plug_time.asked(memory.total_bytes, now);
+            state.active_at = now;
             let step_bytes = need_bytes.max(state.next_step(params, now));
-            decided(Some(input.host.requested_bytes().saturating_add(step_bytes)), reason, true, &marks)
+            let want_bytes = input.host.requested_bytes().saturating_add(step_bytes);
+            decided(Some(want_bytes), reason, true, &marks)
         }
-        None => {
-            let surplus_bytes = state.surplus(params, &marks, &rates, coming_bytes, now);
-            match input.host.requested_bytes() {
-                requested if surplus_bytes > 0 && requested > 0 => {
-                    decided(Some(requested.saturating_sub(surplus_bytes)), Reason::Surplus, false, &marks)
-                }
-                _ => decided(None, Reason::Enough, false, &marks),
+        None => match state.surplus(params, &marks, &rates, coming_bytes, input, now) {
+            0 => decided(None, Reason::Enough, false, &marks),
+            bytes => {
+                let want_bytes = input.host.requested_bytes().saturating_sub(bytes);
+                decided(Some(want_bytes), Reason::Surplus, false, &marks)
             }
-        }
+        },
     };
-    (state, decision)
+    (state, Decision { near: nodes::shortest(input.report), ..decision })
 }
 
 fn decided(want_bytes: Option<u64>, reason: Reason, pressure: bool, marks: &Marks) -> Decision {
@@ -98,47 +118,80 @@ fn decided(want_bytes: Option<u64>, reason: Reason, pressure: bool, marks: &Mark
 /// Sizes of available memory at which something happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Marks {
-    /// Rule 1: the headroom of a guest whose use does not grow.
+    /// Rule 1: the bridge, which serves a burst until more is there.
     rest_bytes: u64,
-    /// Rule 2: the headroom that also bridges the time until more can be there.
+    /// Rule 2: the same with what the guest fills at its present rate.
     low_bytes: u64,
     /// Rule 3: where a grow leads.
     aim_bytes: u64,
-    /// Rule 7: where a shrink leads.
+    /// Rule 8: where a shrink leads.
     keep_bytes: u64,
-    /// Rule 7: above this there may be a surplus.
+    /// Rule 8: above this there may be a surplus.
     high_bytes: u64,
-    /// Rule 9: under this the agent reports fast.
+    /// Rule 5: under this signs of want are believed.
+    tight_bytes: u64,
+    /// Rule 12: under this the agent reports fast.
     watch_bytes: u64,
 }
 
+/// What marks are made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Needs {
+    total_bytes: u64,
+    kswapd_bytes: u64,
+    used_bytes: u64,
+    swapped_bytes: u64,
+    fill_bytes_per_s: u64,
+    /// The fastest of late.
+    filled_bytes_per_s: u64,
+    reaction_ms: u64,
+    is_at_rest: bool,
+}
+
 impl Marks {
-    fn new(params: &Params, report: &Report, rates: &Rates) -> Self {
-        let total_bytes = report.memory().total_bytes;
-        let kswapd_bytes = report
-            .zones()
-            .iter()
-            .filter(|zone| zone.managed_pages > 0)
-            .fold(0u64, |sum, zone| sum.saturating_add(zone.high_pages.saturating_mul(PAGE_BYTES)));
-        let rest_bytes = scale(total_bytes, params.headroom_permille, 1000)
-            .clamp(params.min_headroom_bytes, params.max_headroom_bytes)
-            .max(kswapd_bytes.saturating_mul(params.watermark_scale));
+    fn new(params: &Params, needs: Needs) -> Self {
+        let total_bytes = needs.total_bytes;
+        let most_bytes = scale(total_bytes, params.headroom_permille, 1000).max(params.min_headroom_bytes);
+        let rest_bytes = scale(params.burst_bytes_per_s, needs.reaction_ms, 1000)
+            .clamp(params.min_headroom_bytes, most_bytes)
+            .max(needs.kswapd_bytes.saturating_mul(params.watermark_scale));
         // A burst may look faster than anything can last: never provide for more than as much again as there is.
-        let bridge_bytes = scale(rates.fill_bytes_per_s, params.horizon_ms, 1000).min(total_bytes);
-        let low_bytes = rest_bytes.saturating_add(bridge_bytes);
+        let horizon_ms = params.horizon_ms.max(needs.reaction_ms.saturating_mul(2));
+        let ahead = |rate| scale(rate, horizon_ms, 1000).min(total_bytes);
+        let fill_bytes = ahead(needs.fill_bytes_per_s);
+        let low_bytes = rest_bytes.saturating_add(fill_bytes);
+        let need_bytes = needs.used_bytes.saturating_add(rest_bytes);
+        let slack_bytes = scale(need_bytes, params.slack_permille, 1000).max(params.min_step_bytes);
+        let keep_bytes =
+            if needs.is_at_rest { slack_bytes } else { slack_bytes.saturating_mul(ACTIVE_SLACKS) };
+        let with = |bytes: u64| low_bytes.saturating_add(bytes);
+        // Not more than there is: a swap of any size says nothing about what comes back at once.
+        let swapped_bytes = needs.swapped_bytes.min(total_bytes);
+        // A guest that has filled fast and rests may be between two teeth of a saw.
+        let kept = |bytes: u64| {
+            let low_bytes = rest_bytes.saturating_add(ahead(needs.filled_bytes_per_s));
+            low_bytes.saturating_add(bytes).saturating_add(swapped_bytes)
+        };
         Marks {
             rest_bytes,
             low_bytes,
-            aim_bytes: low_bytes.saturating_mul(2),
-            keep_bytes: scale(rest_bytes, 9, 4),
-            high_bytes: rest_bytes.saturating_mul(3),
-            watch_bytes: low_bytes.saturating_add(rest_bytes / 2),
+            aim_bytes: with(fill_bytes).saturating_add(slack_bytes).saturating_add(swapped_bytes),
+            keep_bytes: kept(keep_bytes),
+            high_bytes: kept(keep_bytes.saturating_add(slack_bytes / 2)),
+            tight_bytes: rest_bytes.saturating_add(total_bytes / 4),
+            watch_bytes: with(slack_bytes / 4),
         }
     }
 }
 
-/// Rules 3 to 6: whether the guest is short, why, and by how much.
-fn shortage(marks: &Marks, rates: &Rates, coming_bytes: u64, input: Input<'_>) -> Option<(Reason, u64)> {
+/// Rules 1 to 7: whether the guest is short, why, and by how much.
+fn shortage(
+    params: &Params,
+    marks: &Marks,
+    rates: &Rates,
+    coming_bytes: u64,
+    input: Input<'_>,
+) -> Option<(Reason, u64)> {
     let need_bytes = marks.aim_bytes.saturating_sub(coming_bytes);
     if coming_bytes < marks.low_bytes {
         let reason = if coming_bytes < marks.rest_bytes { Reason::LowAvailable } else { Reason::Filling };
@@ -148,12 +201,12 @@ fn shortage(marks: &Marks, rates: &Rates, coming_bytes: u64, input: Input<'_>) -
     if input.host.outstanding_grow_bytes() > 0 {
         return None;
     }
-    let tight = coming_bytes < marks.high_bytes;
+    let tight = coming_bytes < marks.tight_bytes;
     if tight && (rates.swapped_out_bytes > 0 || rates.swapping_in) {
         return Some((Reason::Swapping, need_bytes.max(rates.swapped_out_bytes.saturating_mul(2))));
     }
     if rates.refaulting && rates.stalled {
-        return Some((Reason::Thrashing, need_bytes.max(marks.rest_bytes)));
+        return Some((Reason::Thrashing, need_bytes.max(params.min_headroom_bytes)));
     }
     if tight && rates.stalled {
         return Some((Reason::Stalled, need_bytes));
@@ -188,27 +241,58 @@ impl State {
         params.min_step_bytes.saturating_mul(1 << streak)
     }
 
-    /// Rule 7: what has been idle for long enough, beyond what is kept.
+    /// The marks of this moment.
+    fn marks(
+        &mut self,
+        params: &Params,
+        report: &Report,
+        rates: &Rates,
+        available_bytes: u64,
+        now: TimeMs,
+    ) -> Marks {
+        let total_bytes = report.memory().total_bytes;
+        let rest_ms = self.patience.ms(params).saturating_mul(2);
+        let needs = Needs {
+            total_bytes,
+            kswapd_bytes: nodes::kswapd_bytes(report),
+            used_bytes: total_bytes.saturating_sub(available_bytes),
+            swapped_bytes: self.swapped.needed_bytes(report, now),
+            fill_bytes_per_s: rates.fill_bytes_per_s,
+            filled_bytes_per_s: self.fills.most(rates.fill_bytes_per_s as i64, rest_ms, now) as u64,
+            reaction_ms: NOTICE_MS + self.plug_time.ms(),
+            is_at_rest: now.since(self.active_at) >= rest_ms,
+        };
+        Marks::new(params, needs)
+    }
+
+    /// Rules 8 and 10: what has been idle for long enough, beyond what is kept and what was refused.
     fn surplus(
         &mut self,
         params: &Params,
         marks: &Marks,
         rates: &Rates,
         coming_bytes: u64,
+        input: Input<'_>,
         now: TimeMs,
     ) -> u64 {
-        let growing = marks.low_bytes - marks.rest_bytes > marks.rest_bytes / 4;
-        let busy = growing || rates.stalled || rates.swapped_out_bytes > 0;
-        if busy || coming_bytes <= marks.high_bytes {
-            self.calm = None;
-            return 0;
+        if rates.stalled || rates.refaulting || rates.swapped_out_bytes > 0 {
+            self.patience.disturbed();
         }
-        let calm = self.calm.get_or_insert(Calm { since: now, least_bytes: coming_bytes });
-        calm.least_bytes = calm.least_bytes.min(coming_bytes);
-        if now.since(calm.since) < params.idle_ms {
-            return 0;
+        let filling = marks.low_bytes - marks.rest_bytes > marks.rest_bytes / 4;
+        if filling {
+            self.active_at = now;
         }
-        calm.least_bytes.saturating_sub(marks.keep_bytes)
+        // Page cache that somebody touches is not surplus, however available.
+        let memory = input.report.memory();
+        let idle_bytes = nodes::idle_bytes(input.report, params.idle_ms).unwrap_or(u64::MAX);
+        let touched_bytes = memory.available_bytes.saturating_sub(idle_bytes.max(memory.free_bytes));
+        let spare_bytes = coming_bytes.saturating_sub(touched_bytes);
+        match self.patience.least_bytes(params, spare_bytes, input.host.requested_bytes(), now) {
+            Some(least) if !filling && least > marks.high_bytes => {
+                (least - marks.keep_bytes).min(self.refusals.givable_bytes(input.host, now))
+            }
+            _ => 0,
+        }
     }
 }
 

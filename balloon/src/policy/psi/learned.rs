@@ -1,0 +1,300 @@
+//! What `psi` learns of a guest: how long plugging takes, what does not come back, what was taken too early, and which
+//! page cache and which swapped memory it needs.
+
+use std::collections::VecDeque;
+
+use foreshore_proto::Report;
+
+use super::Params;
+use crate::{HostView, Tier, TimeMs, ZoneId};
+
+/// Until it is known how long plugging takes.
+const PLUG_MS: u64 = 200;
+
+/// The time between two reports of a guest that is short.
+const REPORT_MS: u64 = 50;
+
+/// Plugging is taken to be no faster and no slower than this, whatever a late report makes it look like.
+const PLUG_BOUNDS_MS: (u64, u64) = (20, 2_000);
+
+/// What was refused is not asked for again for this long, doubling from the first to the second.
+const REFUSED_MS: (u64, u64) = (10_000, 600_000);
+
+/// A grow so soon after a shrink undoes it.
+const REGRET_MS: u64 = 60_000;
+
+/// Without such a grow for so long, patience is back to where it began.
+const FORGIVEN_MS: u64 = 300_000;
+
+/// How long page cache counts as needed since it was last missed, doubling from the first to the second.
+const CACHE_MS: (u64, u64) = (300_000, 3_600_000);
+
+/// Swapped memory of which nothing moved for so long is not needed.
+const SWAP_COLD_MS: u64 = 60_000;
+
+/// From a request to the first of it that is online.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PlugTime {
+    ms: u64,
+    asked: Option<Asked>,
+}
+
+/// More was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Asked {
+    at: TimeMs,
+    /// The guest's total at that time.
+    total_bytes: u64,
+    /// The last report in which nothing of it was online.
+    nothing_at: TimeMs,
+}
+
+impl Default for PlugTime {
+    fn default() -> Self {
+        PlugTime { ms: PLUG_MS, asked: None }
+    }
+}
+
+impl PlugTime {
+    pub fn ms(&self) -> u64 {
+        self.ms
+    }
+
+    pub fn asked(&mut self, total_bytes: u64, now: TimeMs) {
+        self.asked.get_or_insert(Asked { at: now, total_bytes, nothing_at: now });
+    }
+
+    /// Takes the slower time at once, and comes down by a quarter of the way.
+    pub fn learn(&mut self, total_bytes: u64, host: &HostView, now: TimeMs) {
+        let Some(asked) = &mut self.asked else { return };
+        if total_bytes > asked.total_bytes {
+            // It came between two reports, which may be a second apart: soon after the first of them, for all that
+            // is known.
+            let took = asked.nothing_at.since(asked.at) + now.since(asked.nothing_at).min(REPORT_MS);
+            let took = took.clamp(PLUG_BOUNDS_MS.0, PLUG_BOUNDS_MS.1);
+            self.ms = if took > self.ms { took } else { self.ms - (self.ms - took) / 4 };
+            self.asked = None;
+        } else if host.outstanding_grow_bytes() > 0 {
+            asked.nothing_at = now;
+        } else if now > asked.at {
+            // It was not carried out, or was withdrawn.
+            self.asked = None;
+        }
+    }
+}
+
+/// What was asked back and did not come.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Refusals {
+    zones: Vec<Refusal>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Refusal {
+    id: ZoneId,
+    /// The least that was requested while something is to go.
+    going_to: Option<u64>,
+    /// What stayed plugged.
+    stays_bytes: u64,
+    until: Option<TimeMs>,
+    pause_ms: u64,
+}
+
+impl Refusals {
+    /// Looks at what became of the last requests. One that was withdrawn without a grow of ours was refused.
+    pub fn learn(&mut self, host: &HostView, now: TimeMs) {
+        for zone in &host.zones {
+            let index = self.zones.iter().position(|known| known.id == zone.id).unwrap_or_else(|| {
+                let new = Refusal { id: zone.id, going_to: None, stays_bytes: 0, until: None, pause_ms: 0 };
+                self.zones.push(new);
+                self.zones.len() - 1
+            });
+            let known = &mut self.zones[index];
+            if zone.outstanding_shrink_bytes() > 0 {
+                let to = known.going_to.map_or(zone.requested_bytes, |to| to.min(zone.requested_bytes));
+                known.going_to = Some(to);
+                continue;
+            }
+            let Some(to) = known.going_to.take() else { continue };
+            if zone.plugged_bytes > to {
+                known.stays_bytes = zone.plugged_bytes;
+                known.pause_ms = known.pause_ms.saturating_mul(2).clamp(REFUSED_MS.0, REFUSED_MS.1);
+                known.until = Some(now + known.pause_ms);
+            } else if zone.plugged_bytes < known.stays_bytes {
+                *known = Refusal { going_to: None, until: None, pause_ms: 0, stays_bytes: 0, ..*known };
+            }
+        }
+    }
+
+    /// More is asked for: what is still to go stays for that reason.
+    pub fn grown(&mut self) {
+        for zone in &mut self.zones {
+            zone.going_to = None;
+        }
+    }
+
+    /// What can be asked back: no more of a zone than it has not refused, and no DRAM in place of PM that stays.
+    pub fn givable_bytes(&self, host: &HostView, now: TimeMs) -> u64 {
+        let stays = |id: ZoneId| {
+            let known = self.zones.iter().find(|known| known.id == id)?;
+            known.until.filter(|until| now < *until).map(|_| known.stays_bytes)
+        };
+        let pm_stays = host.zones.iter().any(|zone| zone.tier == Tier::Pm && stays(zone.id).is_some());
+        host.zones.iter().filter(|zone| !(pm_stays && zone.tier == Tier::Dram)).fold(0, |sum, zone| {
+            let least = stays(zone.id).unwrap_or(0).max(zone.floor_bytes);
+            sum.saturating_add(zone.requested_bytes.saturating_sub(least))
+        })
+    }
+}
+
+/// The extreme of a figure over the last time: values that a later one makes irrelevant are gone.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Window {
+    values: VecDeque<(TimeMs, i64)>,
+}
+
+impl Window {
+    /// Takes a value, and says the least of the last `ms`.
+    pub fn least(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
+        while self.values.pop_back_if(|(_, earlier)| *earlier >= value).is_some() {}
+        self.push(value, ms, now)
+    }
+
+    /// Takes a value, and says the most of the last `ms`.
+    pub fn most(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
+        while self.values.pop_back_if(|(_, earlier)| *earlier <= value).is_some() {}
+        self.push(value, ms, now)
+    }
+
+    fn push(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
+        self.values.push_back((now, value));
+        while self.values.pop_front_if(|(at, _)| now.since(*at) > ms).is_some() {}
+        self.values.front().map_or(value, |(_, extreme)| *extreme)
+    }
+}
+
+/// For how long memory must have been idle before it goes, and how much was.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Patience {
+    /// Since when the guest has been seen without want.
+    calm_since: Option<TimeMs>,
+    /// What would be available with nothing plugged: what was asked for in the meantime makes no difference to it.
+    available: Window,
+    /// Longer than configured, because it was too short.
+    longer_ms: u64,
+    regretted_at: TimeMs,
+    plugged_bytes: u64,
+    shrunk_at: Option<TimeMs>,
+    grown_at: TimeMs,
+}
+
+impl Patience {
+    /// How long memory must have been idle.
+    pub fn ms(&self, params: &Params) -> u64 {
+        params.idle_ms.max(self.longer_ms).min(params.max_idle_ms)
+    }
+
+    /// Sees whether memory was given back since the last report.
+    pub fn learn(&mut self, host: &HostView, now: TimeMs) {
+        let plugged_bytes = host.plugged_bytes();
+        if plugged_bytes < self.plugged_bytes {
+            self.shrunk_at = Some(now);
+        }
+        self.plugged_bytes = plugged_bytes;
+        if now.since(self.regretted_at) >= FORGIVEN_MS {
+            (self.longer_ms, self.regretted_at) = (self.longer_ms / 2, now);
+        }
+    }
+
+    /// The guest is short. If something was taken from it lately, that was too early: wait twice as long the next
+    /// time, and at least from one grow to the next, which is the time between two teeth of a saw.
+    pub fn grown(&mut self, params: &Params, now: TimeMs) {
+        self.disturbed();
+        if self.shrunk_at.take().is_some_and(|at| now.since(at) < REGRET_MS) {
+            let tooth_ms = now.since(self.grown_at);
+            self.longer_ms = self.ms(params).saturating_mul(2).max(tooth_ms).min(params.max_idle_ms);
+            self.regretted_at = now;
+        }
+        self.grown_at = now;
+    }
+
+    /// The guest is short or waits: what it has now is not idle.
+    pub fn disturbed(&mut self) {
+        self.calm_since = None;
+    }
+
+    /// The least of what is coming over the time of patience, once it has passed.
+    pub fn least_bytes(
+        &mut self,
+        params: &Params,
+        coming_bytes: u64,
+        requested_bytes: u64,
+        now: TimeMs,
+    ) -> Option<u64> {
+        let (since, ms) = (*self.calm_since.get_or_insert(now), self.ms(params));
+        // Bytes of memory: far from the bounds of either type.
+        let least = self.available.least(coming_bytes as i64 - requested_bytes as i64, ms, now);
+        (now.since(since) >= ms).then(|| requested_bytes.saturating_add_signed(least))
+    }
+}
+
+/// Page cache that is missed when it is not there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Cache {
+    needed_bytes: u64,
+    missed_at: TimeMs,
+    keep_ms: u64,
+}
+
+impl Cache {
+    /// Evicted pages come back and tasks wait for them: what is cached now is needed.
+    pub fn missed(&mut self, report: &Report, now: TimeMs) {
+        let cached_bytes = report.memory().cached_bytes;
+        let forgotten = self.is_forgotten(now);
+        if self.keep_ms == 0 {
+            self.keep_ms = CACHE_MS.0;
+        } else if forgotten {
+            self.keep_ms = self.keep_ms.saturating_mul(2).min(CACHE_MS.1);
+        }
+        self.needed_bytes = if forgotten { cached_bytes } else { self.needed_bytes.max(cached_bytes) };
+        self.missed_at = now;
+    }
+
+    /// How much of what is cached counts as used.
+    pub fn needed_bytes(&self, report: &Report, now: TimeMs) -> u64 {
+        if self.is_forgotten(now) {
+            return 0;
+        }
+        let memory = report.memory();
+        self.needed_bytes.min(memory.cached_bytes).min(memory.available_bytes)
+    }
+
+    fn is_forgotten(&self, now: TimeMs) -> bool {
+        now.since(self.missed_at) >= self.keep_ms
+    }
+}
+
+/// Swapped memory that will come back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Swapped {
+    pages: u64,
+    moved_at: Option<TimeMs>,
+}
+
+impl Swapped {
+    /// What is in swap counts as needed until nothing of it has moved for a minute. A guest that was never seen before
+    /// may be about to want it.
+    pub fn needed_bytes(&mut self, report: &Report, now: TimeMs) -> u64 {
+        let (memory, counters) = (report.memory(), report.counters());
+        let pages = counters.pswpin.saturating_add(counters.pswpout);
+        if pages != self.pages || self.moved_at.is_none() {
+            (self.pages, self.moved_at) = (pages, Some(now));
+        }
+        match self.moved_at {
+            Some(at) if now.since(at) < SWAP_COLD_MS => {
+                memory.swap_total_bytes.saturating_sub(memory.swap_free_bytes)
+            }
+            _ => 0,
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! What reports say of single nodes.
+
+use std::collections::BTreeMap;
+
+use foreshore_proto::{Report, ZoneKind};
+
+use super::PAGE_BYTES;
+
+/// A node is short beside the others if it has so many times less free.
+const SHORT_FACTOR: u64 = 2;
+
+/// The node of DRAM that has the least free above kswapd's watermarks, if every other one has twice as much. Nodes that are
+/// all movable are PM: they fill last, and nobody runs there.
+pub(super) fn shortest(report: &Report) -> Option<u32> {
+    let mut free: BTreeMap<u32, (bool, u64)> = BTreeMap::new();
+    for zone in report.zones().iter().filter(|zone| zone.managed_pages > 0) {
+        let (is_dram, pages) = free.entry(zone.node).or_default();
+        *is_dram |= matches!(zone.kind, ZoneKind::Dma | ZoneKind::Dma32 | ZoneKind::Normal);
+        *pages = pages.saturating_add(zone.free_pages.saturating_sub(zone.high_pages));
+    }
+    let mut dram: Vec<(u64, u32)> = free
+        .into_iter()
+        .filter(|(_, (is_dram, _))| *is_dram)
+        .map(|(node, (_, pages))| (pages, node))
+        .collect();
+    dram.sort_unstable();
+    match dram[..] {
+        [(least, node), (next, _), ..] if least.saturating_mul(SHORT_FACTOR) < next => Some(node),
+        _ => None,
+    }
+}
+
+/// Memory that nobody has touched for `span_ms`, if that is known of every node.
+pub(super) fn idle_bytes(report: &Report, span_ms: u64) -> Option<u64> {
+    let mut nodes: Vec<u32> =
+        report.zones().iter().filter(|zone| zone.managed_pages > 0).map(|zone| zone.node).collect();
+    nodes.sort_unstable();
+    nodes.dedup();
+    nodes.into_iter().try_fold(0u64, |sum, node| {
+        let idle = report.idle().iter().find(|idle| idle.node == node && idle.span_ms >= span_ms)?;
+        Some(sum.saturating_add(idle.idle_bytes))
+    })
+}
+
+/// The sum of kswapd's high watermarks.
+pub(super) fn kswapd_bytes(report: &Report) -> u64 {
+    report
+        .zones()
+        .iter()
+        .filter(|zone| zone.managed_pages > 0)
+        .fold(0u64, |sum, zone| sum.saturating_add(zone.high_pages.saturating_mul(PAGE_BYTES)))
+}
