@@ -42,6 +42,7 @@ async fn own(mut requests: mpsc::Receiver<VmRequest>, asked: mpsc::UnboundedSend
                     state: VmState::Paused,
                     memory_actual_size: 512 << 20,
                     pause_reason: Some("flush of data failed".to_owned()),
+                    balloon: None,
                     guest_kernel: None,
                 };
                 reply.send(Ok(info)).unwrap();

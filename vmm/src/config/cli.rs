@@ -9,8 +9,9 @@ use thiserror::Error;
 
 use super::error::ConfigError;
 use super::{
-    ApiSocket, ConsoleConfig, CpusConfig, DiskConfig, MemoryConfig, MetricsAddress, PayloadConfig,
-    PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, VmConfig, VsockConfig, foreign,
+    ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, MemoryConfig, MetricsAddress,
+    PayloadConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, VmConfig,
+    VsockConfig, foreign,
 };
 
 /// What the command line asks for.
@@ -103,6 +104,9 @@ struct Flags {
     /// size=S,hotplug_method=acpi|virtio-mem,hotplug_size=S,hotplugged_size=S: DRAM [default: size=512M]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     memory: Option<String>,
+    /// size=S,deflate_on_oom=on|off,free_page_reporting=on|off,statistics=on|off,floor=S,id=ID: a balloon in boot memory; the guest keeps floor [default: size=0,statistics=on, floor a quarter of boot memory]
+    #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
+    balloon: Option<String>,
     /// pool=PATH,size=S,guest_numa_node=N,scrub_bandwidth=S: persistent memory that may be plugged as memory; erasing what comes back takes at most so many bytes per second, or 0 for no bound [default: scrub_bandwidth=1G]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     pm_memory: Option<String>,
@@ -186,6 +190,7 @@ fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
         payload: PayloadConfig { kernel: flags.kernel, initramfs: flags.initramfs, cmdline: flags.cmdline },
         cpus: flags.cpus.as_deref().map_or(Ok(CpusConfig::default()), CpusConfig::parse)?,
         memory: flags.memory.as_deref().map_or(Ok(MemoryConfig::default()), MemoryConfig::parse)?,
+        balloon: flags.balloon.as_deref().map(BalloonConfig::parse).transpose()?,
         disks: flags.disk.iter().map(|text| DiskConfig::parse(text)).collect::<Result<_, _>>()?,
         serial: serial.unwrap_or_else(ConsoleConfig::default_serial),
         console: console.unwrap_or_else(ConsoleConfig::default_console),

@@ -3,7 +3,6 @@
 
 /// Flag and reason.
 const FLAGS: &[(&str, &str)] = &[
-    ("--balloon", "memory is resized by virtio-mem: see --memory and --pm-memory"),
     ("--debug-console", "use --serial or --console"),
     ("--device", "there is no device passthrough"),
     ("--event-monitor", "events are not implemented; see --log-file and --metrics"),

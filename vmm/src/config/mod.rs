@@ -5,6 +5,7 @@
 //! [`VmConfig::validate`] checks them against each other. None of them touches the machine: whether a file
 //! exists, or a pool has room, is found out by who opens it.
 
+mod balloon;
 mod cli;
 mod console;
 mod cpus;
@@ -29,6 +30,7 @@ use serde::{Deserialize, Serialize};
 use crate::virtio::block::serial::serial_number;
 use crate::volume::interface::{Payload, choose};
 
+pub use self::balloon::BalloonConfig;
 pub use self::cli::{CliError, Command, Launch, LogConfig, parse_command_line};
 pub use self::console::{ConsoleConfig, ConsoleMode};
 pub use self::cpus::{CpusConfig, MAX_VCPUS};
@@ -57,6 +59,9 @@ pub struct VmConfig {
     /// DRAM.
     #[serde(default)]
     pub memory: MemoryConfig,
+    /// Memory that the guest gives back without hotplug.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub balloon: Option<BalloonConfig>,
     /// Disks.
     #[serde(default)]
     pub disks: Vec<DiskConfig>,
@@ -92,6 +97,7 @@ impl VmConfig {
         self.payload.validate()?;
         self.cpus.validate()?;
         self.memory.validate()?;
+        self.balloon.as_ref().map_or(Ok(()), |balloon| balloon.validate(self.memory.size))?;
         self.serial.validate("--serial")?;
         self.console.validate("--console")?;
         self.vsock.as_ref().map_or(Ok(()), VsockConfig::validate)?;
@@ -167,8 +173,10 @@ impl VmConfig {
                 Size(LINUX_MEMORY_BLOCK_BYTES)
             ));
         }
-        let can_grow = hotplug.iter().any(|(_, bytes)| bytes.is_some());
-        if can_grow && self.vsock.is_none() && !matches!(&*self.pressure.policy, "fixed" | "off") {
+        let can_grow = hotplug.iter().any(|(_, bytes)| bytes.is_some()) || self.balloon.is_some();
+        let is_heard =
+            self.vsock.is_some() || self.balloon.as_ref().is_some_and(|balloon| balloon.statistics);
+        if can_grow && !is_heard && !matches!(&*self.pressure.policy, "fixed" | "off") {
             warnings.push(format!(
                 "--pressure: policy={} hears from the guest's agent only over --vsock, which is not given: \
                  memory will not resize itself",
@@ -197,6 +205,7 @@ pub(crate) fn test_config() -> VmConfig {
             hotplug_size: None,
             hotplugged_size: None,
         },
+        balloon: None,
         disks: Vec::new(),
         serial: ConsoleConfig::default(),
         console: ConsoleConfig::default(),
@@ -239,6 +248,7 @@ mod tests {
         config.pm_volumes = vec![volume("pool=/p,name=a,size=remaining"), volume("pool=/p,name=b,size=2M")];
         config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
         config.pmem = vec![PmemConfig::parse("file=/a").unwrap()];
+        config.balloon = Some(BalloonConfig::parse("size=64M,floor=32M").unwrap());
         let json = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<VmConfig>(&json).unwrap(), config);
     }
@@ -318,7 +328,8 @@ mod tests {
 
     #[test]
     fn every_section_is_validated() {
-        let broken: [fn(&mut VmConfig); 10] = [
+        let broken: [fn(&mut VmConfig); 11] = [
+            |c| c.balloon = Some(BalloonConfig::parse("size=1T").unwrap()),
             |c| c.payload.kernel = None,
             |c| c.cpus.boot_vcpus = 0,
             |c| c.memory.size = 1,

@@ -13,6 +13,7 @@ use balloon::proto::{AgentMessage, Hello, Refusal, Report, Settings};
 use balloon::{Distances, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
 use tracing::{info, warn};
 
+use super::agentless::Agentless;
 use super::audit::{Audit, Grounds};
 use super::episode::{Ended, Episode};
 use super::progress::Progress;
@@ -69,7 +70,11 @@ pub struct Core {
     report_to_online: LatencyHistogram,
     last_online_ms: Option<u64>,
     on_hello: Option<OnHello>,
+    agentless: Option<Agentless>,
 }
+
+/// The zone that is a balloon.
+pub const BALLOON_ZONE: &str = "balloon";
 
 /// Called with each hello of an agent.
 pub type OnHello = Box<dyn Fn(&Hello) + Send>;
@@ -108,12 +113,19 @@ impl Core {
             report_to_online: LatencyHistogram::default(),
             last_online_ms: None,
             on_hello: None,
+            agentless: None,
         })
     }
 
     /// Who else wants to know what the agent says of itself and its kernel.
     pub fn on_hello(mut self, listener: OnHello) -> Self {
         self.on_hello = Some(listener);
+        self
+    }
+
+    /// Where a guest without an agent is heard from.
+    pub fn with_statistics(mut self, agentless: Agentless) -> Self {
+        self.agentless = Some(agentless);
         self
     }
 
@@ -175,22 +187,31 @@ impl Core {
                     listener(&hello);
                 }
             }
-            Ok(AgentMessage::Report(report)) => self.report(report, now),
-            Err(refusal) => {
-                let label = refusal.label();
-                let count = self.counters.refused.entry(label).or_default();
-                *count += 1;
-                // A flood of refusals is a number, not a flood of lines.
-                if count.is_power_of_two() {
-                    warn!(reason = label, count = *count, %refusal, "A line of the agent is refused");
-                }
+            Ok(AgentMessage::Report(report)) => {
+                self.agent.heard = Some(now);
+                let memory_bytes = self.most_memory_bytes();
+                let report = match &mut self.agentless {
+                    Some(agentless) => agentless.agent_reported(report, memory_bytes, now),
+                    None => report,
+                };
+                self.report(report, now);
             }
+            Err(refusal) => self.refused(&refusal, "A line of the agent is refused"),
+        }
+    }
+
+    /// A flood of refusals is a number, not a flood of lines.
+    fn refused(&mut self, refusal: &Refusal, what: &'static str) {
+        let label = refusal.label();
+        let count = self.counters.refused.entry(label).or_default();
+        *count += 1;
+        if count.is_power_of_two() {
+            warn!(reason = label, count = *count, %refusal, "{what}");
         }
     }
 
     fn report(&mut self, report: Report, now: TimeMs) {
         self.counters.reports += 1;
-        self.agent.heard = Some(now);
         if let Some(Ended { took_ms, grown_bytes }) = self.episode.reported(report.memory().total_bytes, now)
         {
             info!(took_ms, grown_bytes, "The memory that the guest was short of is online");
@@ -203,9 +224,38 @@ impl Core {
         self.carry_out(plan, &host, now);
     }
 
-    /// Time has passed, or a plugged size has changed.
+    /// Boot memory, and the most that all zones can have: no guest has more.
+    fn most_memory_bytes(&self) -> u64 {
+        let regions = self.zones.iter().map(|zone| zone.zone.device.sizes().region_bytes);
+        regions.fold(self.boot_bytes, u64::saturating_add)
+    }
+
+    /// Whether the next tick is wanted sooner than usual.
+    pub fn is_fast(&self) -> bool {
+        self.agentless.as_ref().is_some_and(|agentless| agentless.is_fast(self.watermark_bytes))
+    }
+
+    /// Takes statistics where there is no agent.
+    fn take_statistics(&mut self, now: TimeMs) {
+        let memory_bytes = self.most_memory_bytes();
+        let (heard, watermark_bytes) = (self.agent.heard, self.watermark_bytes);
+        let Some(agentless) = &mut self.agentless else { return };
+        let was_active = agentless.is_active();
+        let taken = agentless.tick(heard, watermark_bytes, memory_bytes, now);
+        if agentless.is_active() && !was_active {
+            info!("No agent is heard of: the balloon's statistics take its place");
+        }
+        match taken {
+            Some(Ok(report)) => self.report(report, now),
+            Some(Err(refusal)) => self.refused(&refusal, "Statistics of the balloon are refused"),
+            None => {}
+        }
+    }
+
+    /// Time has passed, or a plugged size or statistics have changed.
     pub fn tick(&mut self, now: TimeMs) {
         self.watch_agent(now);
+        self.take_statistics(now);
         let host = self.observe(now);
         for zone in &mut self.zones {
             if zone.progress.remind(now) {
@@ -248,7 +298,11 @@ impl Core {
             boot_bytes: self.boot_bytes,
             pool_free_bytes: (self.pool_free)(),
             distances: Distances::default(),
-            balloon: None,
+            balloon: self
+                .zones
+                .iter()
+                .position(|zone| zone.zone.id == BALLOON_ZONE)
+                .map(|at| ZoneId(at as u32)),
         }
     }
 

@@ -11,6 +11,7 @@
 //! that happens to it is a call with a time, so that it is tested without either. [`task`] has both.
 
 mod agent;
+pub mod agentless;
 mod audit;
 pub mod core;
 mod episode;

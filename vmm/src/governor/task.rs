@@ -18,12 +18,16 @@ use tokio::time::MissedTickBehavior;
 use tracing::debug;
 
 use super::agent;
+use super::agentless::FAST_INTERVAL_MS;
 use super::core::Core;
 use crate::log::sparsely;
 use crate::metrics::{PressureSample, PressureSource};
 
 /// The controller is to be called at least once a second.
 const TICK: Duration = Duration::from_millis(500);
+
+/// The same while a guest without an agent runs short: its statistics are asked for then.
+const FAST_TICK: Duration = Duration::from_millis(FAST_INTERVAL_MS);
 
 /// How much before others the thread is: as much as the agent in its guest.
 const NICE: libc::c_int = -10;
@@ -138,9 +142,11 @@ async fn tick(core: &Mutex<Core>, clock: Clock, plugged: &Notify) {
     let mut interval = tokio::time::interval(TICK);
     interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
+        let is_fast = core.lock().is_fast();
         tokio::select! {
             _ = interval.tick() => {}
             () = plugged.notified() => {}
+            () = tokio::time::sleep(FAST_TICK), if is_fast => {}
         }
         core.lock().tick(clock.now());
     }

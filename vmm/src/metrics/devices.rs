@@ -1,11 +1,13 @@
-//! Entropy and console.
+//! Entropy, console and balloon.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use balloon::statistics::Tag;
 use prometheus_client::registry::Unit;
 
 use super::expose::{Exposer, Family, one};
+use crate::virtio::balloon::{BalloonMetrics, Refusal};
 use crate::virtio::console::ConsoleMetrics;
 use crate::virtio::rng::RngMetrics;
 
@@ -47,5 +49,54 @@ pub(super) fn expose_console(out: &mut Exposer<'_>, counters: &ConsoleMetrics) -
     out.counters(
         Family("console_bad_requests", "Requests without a buffer that the device can use.", None),
         [(vec![], get(&counters.bad_requests))],
+    )
+}
+
+pub(super) fn expose_balloon(out: &mut Exposer<'_>, counters: &BalloonMetrics) -> fmt::Result {
+    out.bytes(
+        "balloon_target",
+        "What the guest is asked to have in its balloon.",
+        [(vec![], get(&counters.target_bytes))],
+    )?;
+    out.bytes("balloon_actual", "What it says is in it.", [(vec![], get(&counters.actual_bytes))])?;
+    out.counters(
+        Family("balloon_given_back", "Memory that went back to the host.", Some(Unit::Bytes)),
+        [
+            (one("by", "inflate"), get(&counters.inflated_bytes)),
+            (one("by", "report"), get(&counters.reported_bytes)),
+        ],
+    )?;
+    out.counters(
+        Family("balloon_deflated", "Memory that the guest took out of the balloon.", Some(Unit::Bytes)),
+        [(vec![], get(&counters.deflated_bytes))],
+    )?;
+    out.counters(
+        Family(
+            "balloon_oom_deflated",
+            "What of that it took unasked, because it had nothing else left.",
+            Some(Unit::Bytes),
+        ),
+        [(vec![], get(&counters.oom_deflated_bytes))],
+    )?;
+    out.counters(
+        Family("balloon_refused", "Pages and requests that were not taken.", None),
+        Refusal::ALL.map(|reason| (one("reason", reason.as_str()), counters.refused(reason))),
+    )?;
+    out.counters(
+        Family("balloon_discard_failures", "Calls by which the host should have taken pages.", None),
+        [(vec![], get(&counters.discard_failures))],
+    )?;
+    out.counters(
+        Family("balloon_statistics", "Sets of statistics that came.", None),
+        [(vec![], get(&counters.statistics))],
+    )?;
+    let told = |bytes: bool| {
+        let tags = Tag::ALL.into_iter().filter(move |tag| tag.is_bytes() == bytes);
+        tags.filter_map(|tag| Some((one("statistic", tag.label()), counters.statistic(tag)?)))
+    };
+    out.bytes("balloon_guest", "What the guest's kernel says of its memory.", told(true))?;
+    out.gauges(
+        Family("balloon_guest_events", "What the guest's kernel has counted since it booted.", None),
+        told(false).map(|(labels, value)| (labels, value as f64)),
     )
 }

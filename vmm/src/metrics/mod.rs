@@ -41,6 +41,7 @@ pub use self::volume::{VolumeCounters, VolumeMetrics};
 use crate::bus::BusMetrics;
 use crate::memory::backing::MappingBudget;
 use crate::memory::lost::GuestRange;
+use crate::virtio::balloon::BalloonMetrics;
 use crate::virtio::console::ConsoleMetrics;
 use crate::virtio::rng::RngMetrics;
 use crate::virtio::vsock::VsockMetrics;
@@ -75,6 +76,8 @@ pub struct MachineSources {
     pub vsock: Option<Arc<VsockMetrics>>,
     /// The entropy device.
     pub rng: Option<Arc<RngMetrics>>,
+    /// The balloon.
+    pub balloon: Option<Arc<BalloonMetrics>>,
     /// The console device.
     pub console: Option<Arc<ConsoleMetrics>>,
 }
@@ -100,6 +103,7 @@ impl Collector for Sources {
         volume::expose_guest_btt(&mut out, &machine.guest_btt)?;
         machine.vsock.as_ref().map_or(Ok(()), |counters| vsock::expose(&mut out, counters))?;
         machine.rng.as_ref().map_or(Ok(()), |counters| devices::expose_rng(&mut out, counters))?;
+        machine.balloon.as_ref().map_or(Ok(()), |counters| devices::expose_balloon(&mut out, counters))?;
         machine.console.as_ref().map_or(Ok(()), |counters| devices::expose_console(&mut out, counters))?;
         vcpu::expose(&mut out, &machine.buses)?;
         match machine.pressure.as_ref().and_then(Weak::upgrade) {

@@ -7,6 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use balloon::proto::{RawReport, Report};
+use balloon::statistics::Tag;
 use pmem_volume::media::OnPageLost;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -149,6 +150,11 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
     ports.unanswered_reads.store(6, Ordering::Relaxed);
     let vsock = VsockMetrics::default();
     vsock.bytes_to_guest_total.add(9);
+    let balloon = BalloonMetrics::default();
+    balloon.actual_bytes.store(64 << 20, Ordering::Relaxed);
+    for tag in [Tag::Caches, Tag::OomKills] {
+        balloon.set_statistic(tag, 11);
+    }
     let governor: Arc<dyn PressureSource> = Arc::new(FakeGovernor);
     let pmem = PmemMetrics::default();
     pmem.flushes.store(5, Ordering::Relaxed);
@@ -191,6 +197,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
         buses: vec![("port", Arc::new(ports)), ("mmio", Arc::default())],
         vsock: Some(Arc::new(vsock)),
         rng: Some(Arc::default()),
+        balloon: Some(Arc::new(balloon)),
         console: Some(Arc::new(console)),
     });
     (metrics, pool, (governor, sectors))
@@ -299,6 +306,10 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="not_json"}} 2"#),
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="too_long"}} 0"#),
         format!(r#"foreshore_console_bytes_total{{{vm},direction="from-guest"}} 80"#),
+        format!(r#"foreshore_balloon_actual_bytes{{{vm}}} 67108864"#),
+        format!(r#"foreshore_balloon_guest_bytes{{{vm},statistic="caches"}} 11"#),
+        format!(r#"foreshore_balloon_guest_events{{{vm},statistic="oom_kills"}} 11.0"#),
+        format!(r#"foreshore_balloon_refused_total{{{vm},reason="unplugged"}} 0"#),
         format!(r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="port",direction="read"}} 6"#),
         format!(r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="mmio",direction="write"}} 0"#),
         format!(r#"foreshore_vsock_bytes_total{{{vm},direction="to-guest"}} 9"#),

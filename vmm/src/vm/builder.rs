@@ -39,6 +39,7 @@ use crate::metrics::{DiskMetrics, MachineSources, PlugMetrics};
 use crate::pci::RootBus;
 use crate::pool::Durability;
 use crate::virtio::VirtioDevice;
+use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::BlockHandle;
 use crate::virtio::mem::MemHandle;
 use crate::virtio::transport::pci::{IoEvents, VirtioPciDevice};
@@ -140,6 +141,7 @@ pub fn build(
     let (agents, vsock_metrics) = vsock.unzip();
     let plugged = Arc::new(Notify::new());
     let zones = devices::attach_memory(config, &mut fabric, &mut memory, &memory_loop.handle(), &plugged)?;
+    let balloon = devices::attach_balloon(config, &mut fabric, &memory, &device_loop.handle(), &plugged)?;
     let disks = devices::attach_disks(config, &mut fabric, &memory)?;
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
     let volumes = volumes::attach(config, payload, resources, &mut memory, &mut fabric, events)?;
@@ -157,7 +159,8 @@ pub fn build(
     // 6. vCPUs, paused: none runs before the owner resumes them all.
     let vcpus = build_vcpus(config, &hypervisor, &fabric, &boot, events)?;
     // 7. The governor last: it acts on what is there.
-    let governor = governing::start(config, resources, &zones, plugged, agents, &volumes.guest_btt)?;
+    let governor =
+        governing::start(config, resources, &zones, balloon.as_ref(), plugged, agents, &volumes.guest_btt)?;
     // 8. Nothing can be missing any more: what an earlier VM has said may go.
     files.begin().map_err(BuildError::device("--serial, --console"))?;
     resources.metrics().set_machine(MachineSources {
@@ -170,6 +173,7 @@ pub fn build(
         buses: vec![("port", fabric.ports.metrics()), ("mmio", fabric.mmio.metrics())],
         vsock: vsock_metrics,
         rng: Some(rng),
+        balloon: balloon.as_ref().map(BalloonHandle::metrics),
         console,
         disks: disks.iter().map(disk_metrics).collect(),
         plugs: zones.iter().map(plug_metrics).collect(),
@@ -187,6 +191,7 @@ pub fn build(
         work: DeviceWork::new(fabric.loops),
         ged,
         zones,
+        balloon,
         disks: disks.into_iter().chain(volumes.disks).collect(),
         resident: Resident::new(move || resident_bytes(&host_ranges)),
         volumes: volumes.volumes,

@@ -16,6 +16,7 @@ use crate::log::sparsely;
 use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
 use crate::serial::Serial;
+use crate::virtio::balloon::{Balloon, BalloonHandle, BalloonOptions};
 use crate::virtio::block::backend::image::{ImageOptions, RawImage};
 use crate::virtio::block::{Block, BlockHandle, DiskShape};
 use crate::virtio::console::{Console, ConsoleMetrics};
@@ -124,6 +125,32 @@ fn attach_disk(
     let handle = device.handle();
     fabric.attach(Box::new(device), memory)?;
     Ok(handle)
+}
+
+/// A balloon. `plugged` is notified when something changes.
+pub(super) fn attach_balloon(
+    config: &VmConfig,
+    fabric: &mut Fabric,
+    memory: &Memory,
+    event_loop: &EventLoopHandle,
+    plugged: &Arc<Notify>,
+) -> Result<Option<BalloonHandle>, BuildError> {
+    let Some(balloon) = &config.balloon else { return Ok(None) };
+    let boot_bytes = memory.zones().iter().map(|zone| zone.boot_bytes).sum();
+    let options = BalloonOptions {
+        max_bytes: balloon.max_bytes(boot_bytes),
+        target_bytes: balloon.size,
+        deflate_on_oom: balloon.deflate_on_oom,
+        free_page_reporting: balloon.free_page_reporting,
+        statistics: balloon.statistics,
+    };
+    let plugged = Arc::clone(plugged);
+    let observer = Arc::new(move || plugged.notify_one());
+    let (device, handle) =
+        Balloon::new(balloon.id_or_default(), options, memory, event_loop.clone(), observer)
+            .map_err(BuildError::device("--balloon"))?;
+    fabric.attach(Box::new(device), memory)?;
+    Ok(Some(handle))
 }
 
 /// A virtio-mem device for each hotplug part. `plugged` is notified when something changes.

@@ -9,11 +9,13 @@ use tracing::error;
 use super::error::BuildError;
 use super::resources::Resources;
 use crate::config::VmConfig;
-use crate::governor::core::Core;
+use crate::governor::agentless::{Agentless, BalloonSource, Sample};
+use crate::governor::core::{BALLOON_ZONE, Core};
 use crate::governor::task::{Clock, Connections, Governor};
 use crate::governor::{DeviceSizes, GovernedZone, PoolFree, Shortfall, ZoneDevice};
 use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::Tier;
+use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::mem::MemHandle;
 use crate::volume::guest_btt::GuestBtt;
 
@@ -45,31 +47,88 @@ impl ZoneDevice for MemHandle {
     }
 }
 
+/// A balloon is boot memory that can be given and taken: what is in it is not plugged.
+impl ZoneDevice for BalloonHandle {
+    fn sizes(&self) -> DeviceSizes {
+        let sizes = BalloonHandle::sizes(self);
+        DeviceSizes {
+            block_bytes: sizes.block_bytes,
+            region_bytes: sizes.max_bytes,
+            requested_bytes: sizes.max_bytes - sizes.target_bytes,
+            plugged_bytes: sizes.max_bytes.saturating_sub(sizes.actual_bytes),
+            driver_ready: self.driver_present(),
+            shortfall: None,
+        }
+    }
+
+    fn request(&self, size_bytes: u64) {
+        let most_bytes = BalloonHandle::sizes(self).max_bytes;
+        if let Err(err) = self.set_target(most_bytes.saturating_sub(size_bytes)) {
+            error!(%err, "The governor asks for a size that cannot be");
+        }
+    }
+
+    fn remind(&self) {
+        self.kick();
+    }
+}
+
+impl BalloonSource for BalloonHandle {
+    fn ask(&self) {
+        self.ask_statistics();
+    }
+
+    fn sample(&self) -> Option<Sample> {
+        let heard = self.statistics()?;
+        let (statistics, number, driver_life) = (heard.statistics, heard.number, heard.driver_life);
+        Some(Sample { statistics, number, driver_life })
+    }
+
+    fn ballooned_bytes(&self) -> u64 {
+        BalloonHandle::sizes(self).actual_bytes
+    }
+
+    fn is_counted(&self) -> bool {
+        self.deflates_on_oom()
+    }
+}
+
+fn governed_balloon(balloon: &BalloonHandle) -> GovernedZone {
+    GovernedZone {
+        id: BALLOON_ZONE.to_owned(),
+        tier: GovernedTier::Dram,
+        guest_numa_node: 0,
+        boot_bytes: 0,
+        device: Arc::new(balloon.clone()),
+    }
+}
+
 /// Starts the governor of a machine that is about to run.
 pub(super) fn start(
     config: &VmConfig,
     resources: &Resources,
     handles: &[MemHandle],
+    balloon: Option<&BalloonHandle>,
     plugged: Arc<Notify>,
     agents: Option<Connections>,
     guest_btt: &Arc<GuestBtt>,
 ) -> Result<Governor, BuildError> {
-    let zones = handles
-        .iter()
-        .map(|handle| {
-            let spec = handle.zone();
-            GovernedZone {
-                id: spec.id.clone(),
-                tier: match spec.tier {
-                    Tier::Dram => GovernedTier::Dram,
-                    Tier::Pm => GovernedTier::Pm,
-                },
-                guest_numa_node: spec.guest_node,
-                boot_bytes: spec.boot_bytes,
-                device: Arc::new(handle.clone()),
-            }
-        })
-        .collect();
+    let balloon_bytes = balloon.map_or(0, |balloon| BalloonHandle::sizes(balloon).max_bytes);
+    // First: within a tier, what is first grows first and shrinks last.
+    let mut zones: Vec<_> = balloon.map(governed_balloon).into_iter().collect();
+    zones.extend(handles.iter().map(|handle| {
+        let spec = handle.zone();
+        GovernedZone {
+            id: spec.id.clone(),
+            tier: match spec.tier {
+                Tier::Dram => GovernedTier::Dram,
+                Tier::Pm => GovernedTier::Pm,
+            },
+            guest_numa_node: spec.guest_node,
+            boot_bytes: spec.boot_bytes,
+            device: Arc::new(handle.clone()),
+        }
+    }));
     let pool_free: PoolFree = match &config.pm_memory {
         Some(pm) => {
             // Its task ends a moment after the machine, which may open the pool anew.
@@ -79,8 +138,18 @@ pub(super) fn start(
         None => Arc::new(|| 0),
     };
     let clock = Clock::start();
-    let core = Core::new(&config.pressure, zones, config.memory.size, pool_free, clock.now())
-        .map_err(BuildError::Pressure)?;
+    let mut core =
+        Core::new(&config.pressure, zones, config.memory.size - balloon_bytes, pool_free, clock.now())
+            .map_err(BuildError::Pressure)?;
+    if let Some(balloon) = balloon {
+        core = core.with_statistics(Agentless::new(Arc::new(balloon.clone()), agents.is_some()));
+        let target_bytes = BalloonHandle::sizes(balloon).target_bytes;
+        if target_bytes > 0 {
+            // A size that was given is one by hand: it stays until somebody says otherwise.
+            core.resize(BALLOON_ZONE, balloon_bytes - target_bytes, clock.now())
+                .map_err(BuildError::Pressure)?;
+        }
+    }
     let guest_btt = Arc::clone(guest_btt);
     let core = core.on_hello(Box::new(move |hello| {
         guest_btt.hello(hello);

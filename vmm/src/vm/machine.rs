@@ -9,7 +9,8 @@ use super::attached::AttachedVolume;
 use super::builder;
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
 use super::request::{
-    PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeStatus, VmError, VolumeInfo, ZoneInfo,
+    BalloonInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeStatus, VmError, VolumeInfo,
+    ZoneInfo,
 };
 use super::resident::Resident;
 use super::resources::Resources;
@@ -19,9 +20,11 @@ use crate::config::VmConfig;
 use crate::cpu::brake::Brake;
 use crate::cpu::run::{Pausing, Vcpu};
 use crate::event_loop::{EventLoop, EventLoopHandle};
+use crate::governor::core::BALLOON_ZONE;
 use crate::governor::task::Governor;
 use crate::memory::Memory;
 use crate::memory::zone::ZoneSpec;
+use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::BlockHandle;
 use crate::virtio::block::backend::ResizeError;
 use crate::virtio::mem::MemHandle;
@@ -39,6 +42,7 @@ pub struct KvmMachine {
     pub(super) work: Arc<DeviceWork>,
     pub(super) ged: Arc<GenericEventDevice>,
     pub(super) zones: Vec<MemHandle>,
+    pub(super) balloon: Option<BalloonHandle>,
     pub(super) disks: Vec<BlockHandle>,
     pub(super) resident: Arc<Resident>,
     pub(super) volumes: Vec<AttachedVolume>,
@@ -125,7 +129,19 @@ impl Machine for KvmMachine {
     fn memory_bytes(&self) -> u64 {
         let boot_bytes: u64 = self.memory.zones().iter().map(|spec| spec.boot_bytes).sum();
         let plugged_bytes: u64 = self.zones.iter().map(|handle| handle.sizes().plugged_bytes).sum();
-        boot_bytes + plugged_bytes
+        let ballooned_bytes = self.balloon.as_ref().map_or(0, |balloon| balloon.sizes().actual_bytes);
+        (boot_bytes + plugged_bytes).saturating_sub(ballooned_bytes)
+    }
+
+    fn balloon(&self) -> Option<BalloonInfo> {
+        let balloon = self.balloon.as_ref()?;
+        let sizes = balloon.sizes();
+        Some(BalloonInfo {
+            target_bytes: sizes.target_bytes,
+            actual_bytes: sizes.actual_bytes,
+            max_bytes: sizes.max_bytes,
+            driver_ready: balloon.driver_present(),
+        })
     }
 
     fn volumes(&self) -> Vec<VolumeInfo> {
@@ -151,6 +167,24 @@ impl Machine for KvmMachine {
             return Ok(());
         }
         self.governor.core().lock().resize(DRAM_ZONE, hotplugged, self.governor.clock().now())
+    }
+
+    fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), VmError> {
+        let refuse =
+            |reason: String| Err(VmError::BadRequest(format!("desired_balloon {size_bytes}: {reason}")));
+        let Some(balloon) = &self.balloon else {
+            return if size_bytes == 0 { Ok(()) } else { refuse("the VM has no balloon".to_owned()) };
+        };
+        let sizes = balloon.sizes();
+        if size_bytes > sizes.max_bytes {
+            let most_bytes = sizes.max_bytes;
+            return refuse(format!("the guest keeps its floor, which leaves at most {most_bytes} bytes"));
+        }
+        if !size_bytes.is_multiple_of(sizes.block_bytes) {
+            return refuse(format!("it is not a multiple of {} bytes", sizes.block_bytes));
+        }
+        let now = self.governor.clock().now();
+        self.governor.core().lock().resize(BALLOON_ZONE, sizes.max_bytes - size_bytes, now)
     }
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {

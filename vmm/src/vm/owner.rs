@@ -14,8 +14,8 @@ use tokio::sync::mpsc;
 use tracing::{error, info, warn};
 
 use super::request::{
-    PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeRequest, VmError, VmInfo, VmRequest,
-    VmState, VolumeInfo, ZoneInfo,
+    BalloonInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeRequest, VmError, VmInfo,
+    VmRequest, VmState, VolumeInfo, ZoneInfo,
 };
 use super::state::{self, RestartGuard, Verb};
 use crate::config::VmConfig;
@@ -34,7 +34,7 @@ pub trait Machine {
     fn pause(&mut self) -> Standstill;
     /// The power button of the guest.
     fn press_power_button(&mut self);
-    /// Boot memory and what is plugged, all zones together.
+    /// Boot memory and what is plugged, all zones together, without what is in a balloon.
     fn memory_bytes(&self) -> u64;
     /// Answers, maybe later, with every zone and its sizes; what is resident may be a second old.
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>);
@@ -44,6 +44,10 @@ pub trait Machine {
     fn guest_kernel(&self) -> Option<GuestKernel>;
     /// Sets the DRAM in bytes, boot part included, and pins the zone until the governor is resumed.
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError>;
+    /// Its balloon, if it has one.
+    fn balloon(&self) -> Option<BalloonInfo>;
+    /// Sets what is in the balloon in bytes, and pins it until the governor is resumed.
+    fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), VmError>;
     /// Gives a disk another size, which the guest is told of.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
     /// What the governor does.
@@ -329,7 +333,8 @@ impl<F: MachineFactory> Owner<F> {
         };
         let (config, pause_reason) = (self.config.clone(), self.failure.clone());
         let guest_kernel = self.machine.as_ref().and_then(|machine| machine.guest_kernel());
-        VmInfo { config, state: self.state, memory_actual_size, pause_reason, guest_kernel }
+        let balloon = self.machine.as_ref().and_then(|machine| machine.balloon());
+        VmInfo { config, state: self.state, memory_actual_size, pause_reason, balloon, guest_kernel }
     }
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
@@ -347,11 +352,11 @@ impl<F: MachineFactory> Owner<F> {
                 self.config.cpus.boot_vcpus
             )));
         }
-        if resize.desired_balloon.is_some_and(|bytes| bytes != 0) {
-            return Err(VmError::BadRequest("desired_balloon: the VM has no balloon".to_owned()));
+        if let Some(size_bytes) = resize.desired_ram {
+            self.running()?.resize_dram(size_bytes)?;
         }
-        match resize.desired_ram {
-            Some(size_bytes) => self.running()?.resize_dram(size_bytes),
+        match resize.desired_balloon {
+            Some(size_bytes) => self.running()?.resize_balloon(size_bytes),
             None => Ok(()),
         }
     }
@@ -412,6 +417,13 @@ mod tests {
         }
         fn resize_dram(&mut self, _: u64) -> Result<(), VmError> {
             self.0.lock().push("resize");
+            Ok(())
+        }
+        fn balloon(&self) -> Option<BalloonInfo> {
+            None
+        }
+        fn resize_balloon(&mut self, _: u64) -> Result<(), VmError> {
+            self.0.lock().push("resize balloon");
             Ok(())
         }
         fn resize_disk(&mut self, _: &ResizeDiskRequest) -> Result<(), VmError> {

@@ -33,14 +33,30 @@ pub struct VmInfo {
     pub config: VmConfig,
     /// Where it is in its life.
     pub state: VmState,
-    /// Boot memory and what is plugged of DRAM and PM, in bytes.
+    /// Boot memory and what is plugged of DRAM and PM, without what is in a balloon, in bytes.
     pub memory_actual_size: u64,
     /// Why the VM was paused, if something had failed that the guest cannot be told. It cannot be resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pause_reason: Option<String>,
+    /// Its balloon, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub balloon: Option<BalloonInfo>,
     /// The guest's kernel, as its agent says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guest_kernel: Option<GuestKernel>,
+}
+
+/// `vm.info`: the balloon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BalloonInfo {
+    /// What the guest is asked to have in it.
+    pub target_bytes: u64,
+    /// What it says is in it.
+    pub actual_bytes: u64,
+    /// The most that it can be asked for.
+    pub max_bytes: u64,
+    /// Whether the guest's driver is up.
+    pub driver_ready: bool,
 }
 
 /// `vm.resize`: what is `None` stays as it is.

@@ -36,6 +36,10 @@ impl Core {
             details.insert("stall".to_owned(), json!(report.stall()));
             details.insert("counters".to_owned(), json!(report.counters()));
         }
+        if let Some(agentless) = &self.agentless {
+            let source = if agentless.is_active() { "statistics" } else { "agent" };
+            details.insert("source".to_owned(), json!(source));
+        }
         if let Some(took_ms) = self.last_online_ms {
             details.insert("report_to_online_ms".to_owned(), json!(took_ms));
         }

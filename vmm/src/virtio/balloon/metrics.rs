@@ -90,7 +90,7 @@ impl BalloonMetrics {
     }
 
     /// Keeps the last value of a statistic, to be shown.
-    pub(super) fn set_statistic(&self, tag: Tag, value: u64) {
+    pub(crate) fn set_statistic(&self, tag: Tag, value: u64) {
         self.values[tag as usize].store(value, Ordering::Relaxed);
     }
 

@@ -331,7 +331,6 @@ fn lists_and_chains_without_end_are_cut() {
 fn statistics_come_when_they_are_asked_for() {
     let mut rig = Rig::new(ALL);
     assert!(rig.handle.statistics().is_none());
-    rig.handle.ask_statistics();
     // The driver gives its first buffer without being asked, and gets it back when it is.
     rig.driver.write(BUFFERS, &statistics(&[(5, 100 * MIB), (4, 50 * MIB), (77, 1)]));
     let head = rig.driver.add(STATS, &[Buffer::Out(BUFFERS, 30)]);

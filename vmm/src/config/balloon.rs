@@ -1,0 +1,155 @@
+//! `--balloon size=,deflate_on_oom=,free_page_reporting=,statistics=,floor=,id=`.
+
+use serde::{Deserialize, Serialize};
+
+use super::error::ConfigError;
+use super::name;
+use super::option_parser::{Refused, Syntax};
+use super::size::{Size, UNIT_BYTES};
+
+const SYNTAX: Syntax = Syntax {
+    flag: "--balloon",
+    keys: &["size", "deflate_on_oom", "free_page_reporting", "statistics", "floor", "id"],
+    words: &[],
+    refused: &[Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" }],
+};
+
+/// The least that a guest keeps if nothing else is said; a quarter of its boot memory if that is more.
+const MIN_FLOOR_BYTES: u64 = 64 << 20;
+
+/// `--balloon size=,...`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BalloonConfig {
+    /// What is in it from the start, and stays so until somebody says otherwise; 0: what the policy wants.
+    #[serde(default)]
+    pub size: u64,
+    /// The guest may take memory out of it when it has nothing else left.
+    #[serde(default)]
+    pub deflate_on_oom: bool,
+    /// The guest reports pages that are free, and the host has them meanwhile.
+    #[serde(default)]
+    pub free_page_reporting: bool,
+    /// The guest is asked for statistics, which take the agent's place where there is none.
+    #[serde(default = "default_statistics")]
+    pub statistics: bool,
+    /// Boot memory that the guest keeps whatever is asked for; a quarter of it, and at least 64 MiB, if it is not said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub floor: Option<u64>,
+    /// Its name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+}
+
+fn default_statistics() -> bool {
+    true
+}
+
+impl BalloonConfig {
+    /// Reads the flag's value.
+    pub fn parse(text: &str) -> Result<Self, ConfigError> {
+        let options = SYNTAX.parse(text)?;
+        Ok(Self {
+            size: options.size("size")?.unwrap_or(0),
+            deflate_on_oom: options.switch("deflate_on_oom")?.unwrap_or(false),
+            free_page_reporting: options.switch("free_page_reporting")?.unwrap_or(false),
+            statistics: options.switch("statistics")?.unwrap_or_else(default_statistics),
+            floor: options.size("floor")?,
+            id: options.text("id").map(str::to_owned),
+        })
+    }
+
+    /// Its name, as Cloud Hypervisor gives it.
+    pub fn id_or_default(&self) -> &str {
+        self.id.as_deref().unwrap_or("_balloon0")
+    }
+
+    /// The most that may be in it, of a VM that boots with `boot_bytes`.
+    pub fn max_bytes(&self, boot_bytes: u64) -> u64 {
+        let usual = (boot_bytes / 4).next_multiple_of(UNIT_BYTES).max(MIN_FLOOR_BYTES);
+        boot_bytes.saturating_sub(self.floor.unwrap_or(usual))
+    }
+
+    /// Sizes in whole blocks, and a balloon that leaves the guest what it keeps.
+    pub fn validate(&self, boot_bytes: u64) -> Result<(), ConfigError> {
+        let flag = SYNTAX.flag;
+        for (key, bytes) in [("size", self.size), ("floor", self.floor.unwrap_or(0))] {
+            if !bytes.is_multiple_of(UNIT_BYTES) {
+                let (value, unit) = (Size(bytes), Size(UNIT_BYTES));
+                return Err(ConfigError::NotMultiple { flag, key, value, unit });
+            }
+        }
+        let most = self.max_bytes(boot_bytes);
+        if self.size > most {
+            return Err(ConfigError::TooLarge {
+                flag,
+                key: "size",
+                value: Size(self.size),
+                most: Size(most),
+                because: ", which leaves the guest floor= of its boot memory",
+            });
+        }
+        self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn error(text: &str) -> String {
+        let parsed = BalloonConfig::parse(text).and_then(|balloon| balloon.validate(512 * MIB));
+        parsed.unwrap_err().to_string()
+    }
+
+    #[test]
+    fn the_flag_is_read() {
+        let text =
+            "size=128M,deflate_on_oom=on,free_page_reporting=on,statistics=off,floor=64M,id=b,pci_segment=0";
+        let balloon = BalloonConfig::parse(text).unwrap();
+        let expected = BalloonConfig {
+            size: 128 * MIB,
+            deflate_on_oom: true,
+            free_page_reporting: true,
+            statistics: false,
+            floor: Some(64 * MIB),
+            id: Some("b".to_owned()),
+        };
+        assert_eq!(balloon, expected);
+        assert_eq!(balloon.validate(512 * MIB), Ok(()));
+    }
+
+    #[test]
+    fn what_is_not_said_is_as_in_cloud_hypervisor() {
+        let balloon = BalloonConfig::parse("size=0").unwrap();
+        assert!(!balloon.deflate_on_oom && !balloon.free_page_reporting && balloon.statistics);
+        assert_eq!(balloon.id_or_default(), "_balloon0");
+        let json = r#"{"size": 1048576, "deflate_on_oom": true}"#;
+        let balloon: BalloonConfig = serde_json::from_str(json).unwrap();
+        assert!(balloon.deflate_on_oom && balloon.statistics && balloon.floor.is_none());
+    }
+
+    #[test]
+    fn the_guest_keeps_a_quarter_unless_it_is_said_otherwise() {
+        let most = |text: &str, boot| BalloonConfig::parse(text).unwrap().max_bytes(boot * MIB) / MIB;
+        assert_eq!(most("size=0", 512), 384);
+        assert_eq!(most("size=0", 100), 36);
+        assert_eq!(most("size=0", 32), 0);
+        assert_eq!(most("floor=32M", 512), 480);
+        assert_eq!(most("floor=1G", 512), 0);
+        // Whole blocks, whatever a quarter is.
+        assert_eq!(most("size=0", 1022), 766);
+    }
+
+    #[test]
+    fn errors_name_the_bound() {
+        let expected = "--balloon: size is 386 MiB, and must be at most 384 MiB, which leaves the guest floor= of its boot memory";
+        assert_eq!(error("size=386M"), expected);
+        assert_eq!(error("size=1M"), "--balloon: size is 1 MiB, which is not a multiple of 2 MiB");
+        assert_eq!(error("floor=3M"), "--balloon: floor is 3 MiB, which is not a multiple of 2 MiB");
+        assert!(error("id=a b").contains("letters"));
+        assert!(error("pci_segment=1").contains("one PCI segment"));
+        assert!(error("shrink=on").contains("unknown key"));
+    }
+}

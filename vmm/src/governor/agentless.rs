@@ -1,0 +1,124 @@
+//! A guest without an agent: what its balloon's driver tells takes the place of reports.
+
+use std::sync::Arc;
+
+use balloon::TimeMs;
+use balloon::proto::{Refusal, Report};
+use balloon::statistics::{Estimator, Known, Statistics, correct};
+/// How long nobody hears of an agent that could be there, before statistics take its place: it may be starting, or be
+/// started again.
+const PATIENCE_MS: u64 = 10_000;
+/// How often statistics are asked for.
+const REST_INTERVAL_MS: u64 = 1_000;
+/// The same under the policy's watermark. An agent reports twice as often then; statistics take the guest more.
+pub const FAST_INTERVAL_MS: u64 = 100;
+
+/// A set of statistics as the device has it.
+#[derive(Clone, Copy, Debug)]
+pub struct Sample {
+    /// What the driver says.
+    pub statistics: Statistics,
+    /// Counts up with every set.
+    pub number: u64,
+    /// Counts the driver's lives.
+    pub driver_life: u64,
+}
+
+/// What the governor needs of a balloon beside its sizes.
+pub trait BalloonSource: Send + Sync {
+    /// Has the driver asked for statistics.
+    fn ask(&self);
+    /// The last that came.
+    fn sample(&self) -> Option<Sample>;
+    /// What is in the balloon.
+    fn ballooned_bytes(&self) -> u64;
+    /// Whether the guest counts that as used memory.
+    fn is_counted(&self) -> bool;
+}
+
+/// Whether statistics are what a guest is sized by, and what has been taken of them.
+pub struct Agentless {
+    source: Arc<dyn BalloonSource>,
+    patience_ms: u64,
+    estimator: Estimator,
+    asked: Option<TimeMs>,
+    taken: u64,
+    is_active: bool,
+    available_bytes: u64,
+}
+
+impl Agentless {
+    /// Statistics of `source`. Where no agent can come, nobody waits for one.
+    pub fn new(source: Arc<dyn BalloonSource>, agent_may_come: bool) -> Self {
+        Self {
+            source,
+            patience_ms: if agent_may_come { PATIENCE_MS } else { 0 },
+            estimator: Estimator::default(),
+            asked: None,
+            taken: 0,
+            is_active: false,
+            available_bytes: u64::MAX,
+        }
+    }
+
+    /// Whether statistics take the agent's place.
+    pub fn is_active(&self) -> bool {
+        self.is_active
+    }
+
+    /// Whether they are wanted more often than at rest.
+    pub fn is_fast(&self, watermark_bytes: u64) -> bool {
+        self.is_active && self.available_bytes < watermark_bytes
+    }
+
+    /// An agent has reported: it is listened to from now on. Returns the report as if what is in the balloon were no memory.
+    pub fn agent_reported(&mut self, report: Report, memory_bytes: u64, now: TimeMs) -> Report {
+        self.is_active = false;
+        self.estimator.follow(&report, now);
+        let driver_life = self.source.sample().map_or(0, |sample| sample.driver_life);
+        correct(report, self.known(driver_life, memory_bytes))
+    }
+
+    /// Time has passed, or statistics have come: asks for the next ones, and returns a report if they are what the guest is
+    /// sized by. `heard` is when an agent was heard last, `memory_bytes` all that the guest can have.
+    pub fn tick(
+        &mut self,
+        heard: Option<TimeMs>,
+        watermark_bytes: u64,
+        memory_bytes: u64,
+        now: TimeMs,
+    ) -> Option<Result<Report, Refusal>> {
+        let sample = self.source.sample().filter(|sample| sample.number != self.taken);
+        let interval_ms = if self.is_fast(watermark_bytes) { FAST_INTERVAL_MS } else { REST_INTERVAL_MS };
+        if self.asked.is_none_or(|at| now.since(at) >= interval_ms) {
+            self.asked = Some(now);
+            self.source.ask();
+        }
+        let sample = sample?;
+        self.taken = sample.number;
+        // An agent that has never been heard is waited for since the start.
+        if now.since(heard.unwrap_or(TimeMs(0))) < self.patience_ms {
+            return None;
+        }
+        let known = self.known(sample.driver_life, memory_bytes);
+        let result = self.estimator.report(&sample.statistics, known, now);
+        if let Ok(report) = &result {
+            self.is_active = true;
+            self.available_bytes = report.memory().available_bytes;
+        }
+        Some(result)
+    }
+
+    fn known(&self, driver_life: u64, memory_bytes: u64) -> Known {
+        Known {
+            driver_life,
+            memory_bytes,
+            ballooned_bytes: self.source.ballooned_bytes(),
+            counted: self.source.is_counted(),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "agentless_tests.rs"]
+mod tests;

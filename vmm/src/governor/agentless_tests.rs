@@ -1,0 +1,315 @@
+//! A governor of a guest that has a balloon, and an agent only now and then.
+
+use balloon::Tier;
+use balloon::statistics::Tag;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::config::PressureConfig;
+use crate::governor::core::{BALLOON_ZONE, Core};
+use crate::governor::{DeviceSizes, GovernedZone, ZoneDevice};
+
+const MIB: u64 = 1 << 20;
+const BOOT: u64 = 4096 * MIB;
+const REGION: u64 = 3072 * MIB;
+/// What the kernel keeps to itself.
+const KERNEL: u64 = 100 * MIB;
+
+/// A guest whose balloon follows at once, and whose use of memory a test sets.
+struct FakeGuest {
+    state: Mutex<State>,
+    counted: bool,
+}
+
+#[derive(Clone, Copy)]
+struct State {
+    target: u64,
+    ballooned: u64,
+    used: u64,
+    statistics: Option<Statistics>,
+    number: u64,
+    asked: u64,
+}
+
+impl FakeGuest {
+    fn new(counted: bool) -> Arc<Self> {
+        let state = State { target: 0, ballooned: 0, used: 200 * MIB, statistics: None, number: 0, asked: 0 };
+        Arc::new(Self { state: Mutex::new(state), counted })
+    }
+
+    fn total(&self, state: &State) -> u64 {
+        BOOT - KERNEL - if self.counted { 0 } else { state.ballooned }
+    }
+
+    fn available(state: &State) -> u64 {
+        (BOOT - KERNEL).saturating_sub(state.ballooned + state.used)
+    }
+
+    fn ballooned(&self) -> u64 {
+        self.state.lock().ballooned
+    }
+
+    fn say(&self, statistics: Statistics) {
+        let mut state = self.state.lock();
+        state.statistics = Some(statistics);
+        state.number += 1;
+    }
+
+    fn truth(&self) -> Statistics {
+        let state = *self.state.lock();
+        let available = Self::available(&state);
+        Statistics::default()
+            .with(Tag::Total, self.total(&state))
+            .with(Tag::Free, available)
+            .with(Tag::Available, available)
+            .with(Tag::SwapIn, 0)
+            .with(Tag::AllocStalls, 0)
+    }
+}
+
+impl ZoneDevice for FakeGuest {
+    fn sizes(&self) -> DeviceSizes {
+        let state = self.state.lock();
+        DeviceSizes {
+            block_bytes: 2 * MIB,
+            region_bytes: REGION,
+            requested_bytes: REGION - state.target,
+            plugged_bytes: REGION - state.ballooned,
+            driver_ready: true,
+            shortfall: None,
+        }
+    }
+    fn request(&self, size_bytes: u64) {
+        let mut state = self.state.lock();
+        state.target = REGION - size_bytes;
+        state.ballooned = state.target;
+    }
+    fn remind(&self) {}
+}
+
+impl BalloonSource for FakeGuest {
+    fn ask(&self) {
+        self.state.lock().asked += 1;
+        let truth = self.truth();
+        self.say(truth);
+    }
+    fn sample(&self) -> Option<Sample> {
+        let state = self.state.lock();
+        Some(Sample { statistics: state.statistics?, number: state.number, driver_life: 1 })
+    }
+    fn ballooned_bytes(&self) -> u64 {
+        self.state.lock().ballooned
+    }
+    fn is_counted(&self) -> bool {
+        self.counted
+    }
+}
+
+struct Rig {
+    core: Core,
+    guest: Arc<FakeGuest>,
+    now: TimeMs,
+    seq: u64,
+}
+
+fn rig(counted: bool, agent_may_come: bool) -> Rig {
+    let guest = FakeGuest::new(counted);
+    let zone = GovernedZone {
+        id: BALLOON_ZONE.to_owned(),
+        tier: Tier::Dram,
+        guest_numa_node: 0,
+        boot_bytes: 0,
+        device: Arc::clone(&guest) as _,
+    };
+    let config = PressureConfig { policy: "psi".to_owned(), ..PressureConfig::default() };
+    let core = Core::new(&config, vec![zone], BOOT - REGION, Arc::new(|| 0), TimeMs(0)).unwrap();
+    let core = core.with_statistics(Agentless::new(Arc::clone(&guest) as _, agent_may_come));
+    Rig { core, guest, now: TimeMs(0), seq: 0 }
+}
+
+impl Rig {
+    fn wait(&mut self, seconds: u64) {
+        for _ in 0..seconds * 4 {
+            self.now = self.now + 250;
+            self.core.tick(self.now);
+        }
+    }
+
+    fn details(&self) -> Value {
+        serde_json::to_value(self.core.info(100, self.now)).unwrap()["details"].clone()
+    }
+
+    fn reports(&self) -> u64 {
+        self.details()["reports"].as_u64().unwrap()
+    }
+
+    fn line(&mut self, line: &Value) {
+        self.core.line(Ok(line.to_string().as_bytes()), self.now);
+    }
+
+    fn agent_comes(&mut self) {
+        self.core.agent_connected(self.now);
+        self.line(&json!({
+            "type": "hello", "version": 1, "agent_version": "0.1.0", "kernel_release": "6.12.117",
+            "preemption": "voluntary", "page_size_bytes": 4096,
+        }));
+    }
+
+    fn agent_reports(&mut self) {
+        self.seq += 1;
+        let state = *self.guest.state.lock();
+        let (total, available) = (self.guest.total(&state), FakeGuest::available(&state));
+        let line = json!({
+            "type": "report", "version": 1, "seq": self.seq, "monotonic_ms": self.now.0,
+            "memory": {"total_bytes": total, "free_bytes": available, "available_bytes": available},
+            "zones": [{"node": 0, "kind": "normal", "free_pages": available / 4096, "min_pages": 500,
+                       "low_pages": 700, "high_pages": 900, "managed_pages": total / 4096}],
+            "blocks": {"online_policy": "offline", "block_bytes": 128 * MIB, "nodes": []},
+        });
+        self.line(&line);
+    }
+}
+
+#[test]
+fn an_idle_guest_without_an_agent_gives_memory_and_gets_it_back_when_it_needs_it() {
+    for counted in [false, true] {
+        let mut rig = rig(counted, false);
+        rig.wait(60);
+        let idle = rig.guest.ballooned();
+        assert!(idle > 1024 * MIB, "{} MiB, counted: {counted}", idle / MIB);
+        assert_eq!(rig.details()["refused"], json!({}));
+        // It needs more than is left of it.
+        rig.guest.state.lock().used = BOOT - KERNEL - idle - 50 * MIB;
+        rig.wait(5);
+        let busy = rig.guest.ballooned();
+        assert!(busy + 500 * MIB < idle, "{} of {} MiB, counted: {counted}", busy / MIB, idle / MIB);
+        let state = *rig.guest.state.lock();
+        assert!(FakeGuest::available(&state) > 256 * MIB);
+        // And gives it again when the need is over.
+        rig.guest.state.lock().used = 200 * MIB;
+        rig.wait(120);
+        assert!(rig.guest.ballooned() > busy);
+    }
+}
+
+#[test]
+fn a_guest_is_believed_to_have_what_is_not_in_its_balloon() {
+    let mut rig = rig(true, true);
+    rig.guest.request(REGION - 1024 * MIB);
+    rig.agent_comes();
+    rig.agent_reports();
+    // Linux says more: it counts what is in the balloon as used.
+    assert_eq!(rig.details()["memory"]["total_bytes"], json!(BOOT - KERNEL - 1024 * MIB));
+}
+
+#[test]
+fn what_an_agents_guest_onlines_is_no_matter_for_a_balloon() {
+    let mut rig = rig(false, true);
+    rig.guest.request(0);
+    rig.agent_comes();
+    for _ in 0..40 {
+        rig.now = rig.now + 250;
+        let left = BOOT - KERNEL - rig.guest.ballooned();
+        rig.guest.state.lock().used = left - 60 * MIB;
+        rig.agent_reports();
+    }
+    // Of hotplugged memory a quarter would be lent, as its online policy is.
+    assert!(rig.guest.sizes().plugged_bytes > REGION / 4, "{}", rig.guest.sizes().plugged_bytes / MIB);
+}
+
+#[test]
+fn statistics_wait_for_an_agent_that_may_come_and_stand_in_when_it_is_gone() {
+    let mut rig = rig(false, true);
+    rig.wait(9);
+    assert_eq!(rig.reports(), 0, "an agent may be starting");
+    assert!(rig.guest.state.lock().asked >= 8, "they are shown in metrics meanwhile");
+    rig.wait(4);
+    assert!(rig.reports() >= 2);
+    assert_eq!(rig.details()["source"], json!("statistics"));
+    rig.agent_comes();
+    let before = rig.reports();
+    for _ in 0..12 {
+        rig.wait(1);
+        rig.agent_reports();
+    }
+    assert_eq!(rig.reports(), before + 12, "nobody but the agent is heard");
+    assert_eq!(rig.details()["source"], json!("agent"));
+    // Connected, and silent.
+    rig.wait(9);
+    assert_eq!(rig.reports(), before + 12);
+    rig.wait(4);
+    assert!(rig.reports() > before + 12);
+    assert_eq!(rig.details()["source"], json!("statistics"));
+    // It comes back, and what it says is taken at once.
+    rig.agent_reports();
+    assert_eq!(rig.details()["source"], json!("agent"));
+}
+
+#[test]
+fn statistics_that_lie_are_refused_and_counted_and_the_loop_goes_on() {
+    let mut rig = rig(false, false);
+    rig.wait(3);
+    let taken = rig.reports();
+    let lies = [
+        rig.guest.truth().with(Tag::Total, BOOT + 4096),
+        rig.guest.truth().with(Tag::Free, u64::MAX),
+        Statistics::default(),
+    ];
+    for lie in lies {
+        rig.guest.say(lie);
+        // Before it is asked for the truth again.
+        rig.now = rig.now + 1;
+        rig.core.tick(rig.now);
+    }
+    let details = rig.details();
+    assert_eq!(details["refused"], json!({"out_of_range": 2, "wrong_shape": 1}));
+    assert_eq!(rig.reports(), taken);
+    rig.wait(3);
+    assert!(rig.reports() > taken);
+}
+
+#[test]
+fn statistics_are_asked_for_faster_when_memory_runs_short() {
+    let mut rig = rig(false, false);
+    rig.wait(5);
+    assert!(!rig.core.is_fast());
+    let asked = |rig: &Rig| rig.guest.state.lock().asked;
+    let before = asked(&rig);
+    rig.wait(10);
+    assert!(asked(&rig) - before <= 10);
+    // More than it has with an empty balloon.
+    rig.guest.state.lock().used = BOOT - KERNEL - 20 * MIB;
+    rig.wait(2);
+    assert!(rig.core.is_fast());
+    let before = asked(&rig);
+    rig.wait(5);
+    assert!(asked(&rig) - before >= 19, "with every tick");
+}
+
+#[test]
+fn a_guest_that_saves_itself_is_not_asked_to_give_it_again() {
+    let mut rig = rig(true, false);
+    rig.wait(60);
+    let ballooned = rig.guest.ballooned();
+    {
+        // The device lowers its target with what the guest takes.
+        let mut state = rig.guest.state.lock();
+        state.used = BOOT - KERNEL - ballooned;
+        state.ballooned -= 64 * MIB;
+        state.target = state.ballooned;
+    }
+    for _ in 0..20 {
+        rig.wait(1);
+        assert!(rig.guest.ballooned() <= ballooned - 64 * MIB);
+    }
+    assert!(rig.guest.ballooned() < ballooned - 64 * MIB, "it was short, and is given more");
+}
+
+#[test]
+fn a_balloon_that_is_sized_by_hand_stays_so() {
+    let mut rig = rig(false, false);
+    rig.core.resize(BALLOON_ZONE, REGION - 512 * MIB, rig.now).unwrap();
+    rig.wait(60);
+    assert_eq!(rig.guest.ballooned(), 512 * MIB);
+}
