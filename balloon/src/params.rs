@@ -113,7 +113,7 @@ pub struct Param {
 
 /// A value as somebody gave it: a number in the parameter's own unit (bytes, milliseconds, thousandths), or a text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "a whole number, or a text such as \"512M\" or \"2s\"")]
 pub enum Setting {
     /// In the parameter's own unit.
     Number(u64),
@@ -178,7 +178,7 @@ pub enum ParamError {
         unit: Unit,
     },
     /// There is no such parameter.
-    #[error("There is no parameter {name:?} of {of}; there are {known}")]
+    #[error("parameter {name:?} is unknown; those of {of} are {known}")]
     Unknown {
         /// What was named.
         name: String,
@@ -380,7 +380,7 @@ mod tests {
             ("high", "2T", "high is 2T, must be 4K to 1T"),
             ("high", "2 M", r#"high is "2 M", must be a size: bytes, or a number with K, M, G or T"#),
             ("low", "3M", r#"low is "3M", must be a multiple of 2M: bytes, or a number with K, M, G or T"#),
-            ("moon", "1", r#"There is no parameter "moon" of tides; there are high, low, period, count"#),
+            ("moon", "1", r#"parameter "moon" is unknown; those of tides are high, low, period, count"#),
         ];
         for (name, text, message) in wrong {
             assert_eq!(set(&mut tides, name, text), Err(message.to_owned()));

@@ -84,6 +84,10 @@ reasons! {
     Calm => "calm",
     /// The pool has less left than is kept for storage.
     StorageShort => "storage_short",
+    /// Less is requested than the guest is to have in any case.
+    BelowFloor => "below_floor",
+    /// More is requested than the guest may have in all.
+    AboveCeiling => "above_ceiling",
     /// The guest has what it needs.
     Enough => "enough",
     /// The policy decides nothing.

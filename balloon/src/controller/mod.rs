@@ -13,7 +13,7 @@ use serde::Serialize;
 use self::progress::Progress;
 use self::spread::{Limits, Spread};
 use crate::plan::{Direction, Plan, Reason, ZoneTarget};
-use crate::policy::{Decision, Input, Policy, PolicyState, fixed};
+use crate::policy::{Decision, Input, Policy, PolicyState, fixed, off};
 use crate::units::{PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES};
 use crate::{HostView, ParamError, TimeMs, ZoneId};
 
@@ -162,7 +162,10 @@ impl Controller {
     /// Exchanges the policy. If its parameters are out of range the present one stays.
     pub fn set_policy(&mut self, policy: Policy) -> Result<(), ParamError> {
         policy.validate()?;
-        self.state = policy.initial_state();
+        // With other parameters it goes on with what it remembers.
+        if std::mem::discriminant(&policy) != std::mem::discriminant(&self.policy) {
+            self.state = policy.initial_state();
+        }
         self.policy = policy;
         Ok(())
     }
@@ -244,6 +247,9 @@ impl Controller {
         if let Some(plan) = self.fall_back(host, now) {
             return plan;
         }
+        if let Some(plan) = self.come_within_bounds(host, now) {
+            return plan;
+        }
         if let Policy::Fixed(params) = &self.policy {
             let last = self.unreported(fixed::decide(params, host), host, now);
             return self.plan_decision(last, host, now);
@@ -271,6 +277,21 @@ impl Controller {
             requests.push(less.unwrap_or(zone.requested_bytes));
         }
         stuck.then(|| self.build(Direction::Hold, Reason::NoProgress, None, requests, host))
+    }
+
+    /// Rule 3: the VM as a whole has a floor and a ceiling, whatever is reported and whoever
+    /// wants something else.
+    fn come_within_bounds(&self, host: &HostView, now: TimeMs) -> Option<Plan> {
+        let requested = host.requested_bytes();
+        let (floor, ceiling) = (self.rules.floor_bytes, self.rules.ceiling_bytes);
+        let last = || self.last.unwrap_or_else(|| self.unreported(off::decide(), host, now));
+        if requested < floor {
+            Some(self.grow(floor - requested, Reason::BelowFloor, last(), host, now))
+        } else if requested > ceiling {
+            Some(self.shrink(requested - ceiling, Reason::AboveCeiling, last(), host, now))
+        } else {
+            None
+        }
     }
 
     /// Rule 6: reports are lost. Hold; if the guest was short when they stopped, give it a little more.
@@ -332,8 +353,10 @@ impl Controller {
             return hold(Reason::CoolDown);
         }
         let step = self.rules.shrink_step_bytes.max(host.plugged_bytes() / 8);
+        let over = host.requested_bytes().saturating_sub(self.rules.floor_bytes);
         let mut spread = self.spread(last, host, now);
-        let (taken, limit) = spread.shrink(bytes.min(step));
+        let (taken, limit) = spread.shrink(bytes.min(step).min(over));
+        let limit = limit.or((over < bytes.min(step)).then_some(Reason::AtFloor));
         let requests = spread.into_requests();
         let plan = match limit {
             limit if taken == 0 => self.build(Direction::Hold, limit.unwrap_or(reason), None, requests, host),
@@ -346,6 +369,7 @@ impl Controller {
         let movable = matches!(last.online_policy, OnlinePolicy::OnlineMovable | OnlinePolicy::Unknown);
         let limits = Limits {
             carried_bytes: last.carried_bytes,
+            room_bytes: self.rules.ceiling_bytes.saturating_sub(host.requested_bytes()),
             unmovable_permille: (!movable).then_some(self.rules.unmovable_permille),
         };
         let zones = self.zones.iter().map(|zone| (&zone.progress, zone.pinned));

@@ -1,11 +1,15 @@
 //! The parameters of the rules above every policy.
 
-use crate::MIB;
-use crate::params::params;
+use crate::params::{Parameters, Setting, params};
+use crate::{MIB, ParamError};
 
 params! {
     /// Parameters of the rules above every policy. docs/policy.md says what each is for.
     pub struct Rules {
+        /// All zones together are never asked for less hotplugged memory than this.
+        floor_bytes: "floor", Blocks, 0 => 1 << 46, 0;
+        /// Nor for more than this.
+        ceiling_bytes: "ceiling", Blocks, 0 => 1 << 46, 1 << 46;
         /// No memory is taken back for this long after a grow.
         cool_down_ms: "cool_down", Ms, 100 => 86_400_000, 5_000;
         /// The longest that the cool-down becomes when shrinks turn out to have been wrong.
@@ -31,5 +35,20 @@ params! {
         /// Decide, but ask nothing of the guest.
         dry_run: bool = false;
     }
-    order { "cool_down" <= "max_cool_down"; "progress" <= "max_retry"; }
+    order { "floor" <= "ceiling"; "cool_down" <= "max_cool_down"; "progress" <= "max_retry"; }
+}
+
+impl Rules {
+    /// The same rules with these parameters changed: all of them, or, with an error, none.
+    pub fn with<'a>(
+        &self,
+        settings: impl IntoIterator<Item = (&'a str, &'a Setting)>,
+    ) -> Result<Self, ParamError> {
+        let mut changed = self.clone();
+        for (name, setting) in settings {
+            changed.set("the rules", name, setting)?;
+        }
+        changed.validate()?;
+        Ok(changed)
+    }
 }

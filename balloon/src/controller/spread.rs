@@ -34,6 +34,8 @@ pub(super) struct Spread {
     pool_bytes: u64,
     /// What may be added before the guest lacks DRAM for page descriptors.
     descriptor_bytes: u64,
+    /// What may be added to all zones together.
+    room_bytes: u64,
 }
 
 /// What limits the zones, beside their sizes.
@@ -41,6 +43,8 @@ pub(super) struct Spread {
 pub(super) struct Limits {
     /// What may be outstanding at a time, see [`super::descriptors`].
     pub carried_bytes: u64,
+    /// What all zones together may be asked for beyond what they are.
+    pub room_bytes: u64,
     /// The share of a zone that may be lent, in thousandths, if the guest does not online it movable.
     pub unmovable_permille: Option<u64>,
 }
@@ -84,6 +88,7 @@ impl Spread {
             shares,
             pool_bytes: host.pool_free_bytes.saturating_sub(owed_pm),
             descriptor_bytes: limits.carried_bytes.saturating_sub(owed),
+            room_bytes: limits.room_bytes,
         }
     }
 
@@ -93,7 +98,9 @@ impl Spread {
         // 1. Memory that the guest has been asked for and still has is there at once.
         for share in self.shares.iter_mut().filter(|share| !share.pinned) {
             let back = share.plugged_bytes.min(share.ceiling_bytes).saturating_sub(share.requested_bytes);
-            bytes -= share.add(back, bytes);
+            let before = share.requested_bytes;
+            bytes -= share.add(round_down(back.min(self.room_bytes), share.block_bytes), bytes);
+            self.room_bytes -= share.requested_bytes - before;
         }
         // 2. DRAM, then PM.
         let mut limit = None;
@@ -101,10 +108,11 @@ impl Spread {
             let room = share.ceiling_bytes.saturating_sub(share.requested_bytes);
             let pool = if share.tier == Tier::Pm { self.pool_bytes } else { u64::MAX };
             let descriptors = if share.is_balloon { u64::MAX } else { self.descriptor_bytes };
-            let allowed = room.min(pool).min(descriptors);
-            let before = bytes;
+            let allowed = room.min(pool).min(descriptors).min(self.room_bytes);
+            let (before, requested) = (bytes, share.requested_bytes);
             let added = share.add(round_down(allowed, share.block_bytes), bytes);
             bytes -= added;
+            self.room_bytes -= share.requested_bytes - requested;
             if !share.is_balloon {
                 self.descriptor_bytes -= added.min(self.descriptor_bytes);
             }
@@ -113,7 +121,10 @@ impl Spread {
             }
             if added < before {
                 let descriptors = if share.is_balloon { u64::MAX } else { self.descriptor_bytes };
-                limit = Some(share.limit(room, pool, descriptors));
+                limit = Some(match self.room_bytes < share.block_bytes {
+                    true => Reason::AtCeiling,
+                    false => share.limit(room, pool, descriptors),
+                });
             }
         }
         if bytes == 0 {
@@ -249,7 +260,7 @@ mod tests {
     fn spread(host: &HostView, near: Option<u32>) -> Spread {
         let progress: Vec<_> =
             host.zones.iter().map(|zone| (Progress::new(zone, TimeMs(0)), false)).collect();
-        let limits = Limits { carried_bytes: 1 << 40, unmovable_permille: None };
+        let limits = Limits { carried_bytes: 1 << 40, room_bytes: u64::MAX, unmovable_permille: None };
         Spread::new(host, progress.iter().map(|(p, pinned)| (p, *pinned)), near, limits, TimeMs(0))
     }
 
@@ -341,7 +352,7 @@ mod tests {
     fn what_a_balloon_gives_back_needs_no_descriptors_and_no_onlining() {
         let host = with_balloon([0, 0, 0, 0, 0]);
         let progress: Vec<_> = host.zones.iter().map(|zone| Progress::new(zone, TimeMs(0))).collect();
-        let limits = Limits { carried_bytes: 2 * MIB, unmovable_permille: Some(500) };
+        let limits = Limits { carried_bytes: 2 * MIB, room_bytes: u64::MAX, unmovable_permille: Some(500) };
         let mut spread = Spread::new(&host, progress.iter().map(|p| (p, false)), None, limits, TimeMs(0));
         assert_eq!(spread.grow(80 * MIB), (66 * MIB, Some(Reason::Descriptors)));
         assert_eq!(spread.into_requests(), [64, 2, 0, 0, 0].map(|mib| mib * MIB));

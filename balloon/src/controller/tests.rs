@@ -469,3 +469,72 @@ fn parameters_out_of_range_leave_the_old_ones() {
     assert!(rig.controller.set_policy(wrong).is_err());
     assert_eq!(rig.controller.policy(), &Policy::default());
 }
+
+#[test]
+fn rule_3_all_zones_together_have_a_floor_and_a_ceiling() {
+    let mut rig = Rig::new(Policy::default());
+    let rules = Rules { floor_bytes: 200 * MIB, ceiling_bytes: 300 * MIB, ..Rules::default() };
+    rig.controller.set_rules(rules).expect("in bounds");
+    // The floor needs neither report nor pressure.
+    let plan = rig.tick(0);
+    assert_eq!((plan.direction, plan.reason), (Direction::Grow, Reason::BelowFloor));
+    assert_eq!(rig.requested_mib(), (128, 72));
+    rig.follow();
+    rig.want(1000);
+    let plan = rig.tick(1_000);
+    assert_eq!((plan.direction, plan.limited_by), (Direction::Grow, Some(Reason::AtCeiling)));
+    assert_eq!(rig.requested_mib(), (128, 172));
+    rig.follow();
+    assert_eq!(rig.tick(1_000).reason, Reason::AtCeiling);
+    rig.want(0);
+    let plan = rig.tick(6_000);
+    assert_eq!((plan.direction, plan.limited_by), (Direction::Shrink, Some(Reason::AtFloor)));
+    assert_eq!(rig.requested_mib(), (128, 72));
+    rig.follow();
+    assert_eq!(rig.tick(6_000).reason, Reason::AtFloor);
+}
+
+#[test]
+fn rule_3_a_ceiling_that_is_lowered_is_come_down_to_in_steps() {
+    let mut rig = Rig::fixed(800);
+    rig.tick(0);
+    rig.follow();
+    let rules = Rules { ceiling_bytes: 500 * MIB, ..Rules::default() };
+    rig.controller.set_rules(rules).expect("in bounds");
+    assert_eq!(rig.tick(1_000).reason, Reason::CoolDown);
+    let mut seen = Vec::new();
+    for _ in 0..4 {
+        let plan = rig.tick(6_000);
+        seen.push((plan.reason, rig.host.requested_bytes() / MIB));
+        rig.follow();
+    }
+    let above = Reason::AboveCeiling;
+    assert_eq!(seen, [(above, 672), (above, 544), (above, 500), (Reason::AtCeiling, 500)]);
+}
+
+#[test]
+fn rule_3_lost_reports_do_not_lead_above_the_ceiling() {
+    let mut rig = Rig::new(Policy::default());
+    let rules = Rules { ceiling_bytes: 100 * MIB, ..Rules::default() };
+    rig.controller.set_rules(rules).expect("in bounds");
+    rig.report(1000, 0);
+    for _ in 0..60 {
+        rig.follow();
+        rig.tick(1_000);
+    }
+    assert_eq!(rig.requested_mib(), (100, 0));
+}
+
+#[test]
+fn other_parameters_do_not_make_a_policy_forget() {
+    let mut rig = Rig::new(Policy::default());
+    rig.report(1000, 280);
+    rig.report(1000, 280);
+    let state = rig.controller.state.clone();
+    assert_ne!(state, rig.controller.policy.initial_state());
+    let other = rig.controller.policy().with([("idle", &"9s".into())]).expect("in bounds");
+    rig.controller.set_policy(other).expect("in bounds");
+    assert_eq!(rig.controller.state, state);
+    rig.want(0);
+    assert_ne!(rig.controller.state, state, "another policy begins anew");
+}

@@ -297,7 +297,7 @@ mod tests {
         let error = policy.with([("unit", &unit), ("calm", &"1ms".into())]).expect_err("too short");
         assert_eq!(error.to_string(), "calm is 1ms, must be 100ms to 24h");
         let error = Policy::Off.with([("calm", &calm)]).expect_err("off has none");
-        assert_eq!(error.to_string(), r#"There is no parameter "calm" of off; there are none"#);
+        assert_eq!(error.to_string(), r#"parameter "calm" is unknown; those of off are none"#);
     }
 
     #[test]

@@ -292,8 +292,17 @@ fn pressure_is_shown_and_changed() {
         assert_eq!(fixture.call("PUT", "vm.pressure", change).await.0, 204);
         let asked = fixture.asked.recv().await.unwrap();
         assert!(asked.contains(r#"pause: Some(true), resume: Some(true), zone: Some("pm")"#), "{asked}");
+        let change =
+            r#"{"policy": "pmb", "params": {"unit": "8M"}, "rules": {"cool_down": 2000, "floor": "64M"}}"#;
+        assert_eq!(fixture.call("PUT", "vm.pressure", change).await.0, 204);
+        let asked = fixture.asked.recv().await.unwrap();
+        let params = r#"params: Some({"unit": Text("8M")}), rules: Some({"cool_down": Number(2000), "floor": Text("64M")})"#;
+        assert!(asked.contains(params), "{asked}");
         // What is null is as good as left out.
-        assert_eq!(fixture.call("PUT", "vm.pressure", r#"{"policy": null, "size": null}"#).await.0, 204);
+        assert_eq!(
+            fixture.call("PUT", "vm.pressure", r#"{"policy": null, "size": null, "params": null}"#).await.0,
+            204
+        );
     });
 }
 
@@ -324,6 +333,11 @@ fn bad_changes_of_pressure_are_told_and_never_reach_the_owner() {
             (r#"{"policy": "fixed", "size": 18446744073709551616}"#, "invalid type"),
             (r#"{"policy": "fixed", "size": 1}"#, "a multiple of 2M"),
             (r#"{"policy": "fixed", "size": 1099513724928}"#, "at most 1T"),
+            (r#"{"params": {"idle": -1}}"#, "a whole number, or a text"),
+            (r#"{"params": {"idle": 1.5}}"#, "a whole number, or a text"),
+            (r#"{"rules": {"cool_down": ["2s"]}}"#, "a whole number, or a text"),
+            (r#"{"rules": ["cool_down"]}"#, "invalid type"),
+            (r#"{"policy": "fixed", "params": {}}"#, "size= is missing"),
             (r#"{"dry_run": "on"}"#, "invalid type"),
             (r#"{"dry_run": 1}"#, "invalid type"),
             (r#"{"pause": "yes"}"#, "invalid type"),

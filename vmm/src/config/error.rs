@@ -1,5 +1,6 @@
 //! What can be wrong with a configuration.
 
+use balloon::ParamError;
 use thiserror::Error;
 
 use crate::volume::interface::InterfaceError;
@@ -49,6 +50,14 @@ pub enum ConfigError {
         flag: &'static str,
         /// The key.
         key: &'static str,
+    },
+    /// A parameter of a policy, or of the rules above all of them.
+    #[error("{flag}: {error}")]
+    Parameter {
+        /// The flag.
+        flag: &'static str,
+        /// What is wrong.
+        error: ParamError,
     },
     /// A flag that must be there.
     #[error("{flag} is missing: {why}")]

@@ -100,6 +100,11 @@ impl Options {
         self.text(word).is_some()
     }
 
+    /// The keys that were given, with their values as they were written.
+    pub fn given(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        self.given.iter().map(|(key, value)| (*key, value.as_str()))
+    }
+
     /// A key's value as it was written.
     pub fn text(&self, key: &str) -> Option<&str> {
         self.given.iter().find(|(given, _)| *given == key).map(|(_, value)| value.as_str())

@@ -1,5 +1,10 @@
-//! `--pressure policy=,size=,dry_run=`.
+//! `--pressure policy=,size=,dry_run=`, and the parameters of the policy and of the rules above it by name.
 
+use std::collections::BTreeMap;
+use std::sync::LazyLock;
+
+use balloon::controller::Rules;
+use balloon::params::Setting;
 use balloon::policy::Policy;
 use serde::{Deserialize, Serialize};
 
@@ -7,8 +12,26 @@ use super::error::ConfigError;
 use super::option_parser::Syntax;
 use super::size::{MAX_BYTES, Size, UNIT_BYTES};
 
-const SYNTAX: Syntax =
-    Syntax { flag: "--pressure", keys: &["policy", "size", "dry_run"], words: &[], refused: &[] };
+const FLAG: &str = "--pressure";
+
+/// Those that are no parameters.
+const OWN_KEYS: [&str; 3] = ["policy", "size", "dry_run"];
+
+/// Every key, parameters of every policy included: whether one belongs to the policy is checked when that is known.
+static KEYS: LazyLock<Vec<&'static str>> = LazyLock::new(|| {
+    let mut keys = OWN_KEYS.to_vec();
+    let policies = Policy::NAMES.into_iter().filter_map(Policy::from_name);
+    let tables = policies.map(|policy| policy.table()).chain([Rules::TABLE]);
+    for param in tables.flatten() {
+        if !keys.contains(&param.name) {
+            keys.push(param.name);
+        }
+    }
+    keys
+});
+
+/// Parameters as they were given.
+pub type ParamSettings = BTreeMap<String, Setting>;
 
 /// The policies by name.
 pub const POLICIES: &[&str] = &Policy::NAMES;
@@ -21,6 +44,12 @@ pub struct PressureConfig {
     /// With policy `fixed`, and only with it: the hotplugged memory to keep in bytes, all zones together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<u64>,
+    /// Parameters of the policy that are not the default.
+    #[serde(default, skip_serializing_if = "ParamSettings::is_empty")]
+    pub params: ParamSettings,
+    /// Parameters of the rules above every policy that are not the default.
+    #[serde(default, skip_serializing_if = "ParamSettings::is_empty")]
+    pub rules: ParamSettings,
     /// Decide, say so, and do nothing.
     #[serde(default)]
     pub dry_run: bool,
@@ -31,29 +60,67 @@ pub struct PressureConfig {
 
 impl Default for PressureConfig {
     fn default() -> Self {
-        Self { policy: "psi".to_owned(), size: None, dry_run: false, paused: false }
+        Self {
+            policy: "psi".to_owned(),
+            size: None,
+            params: ParamSettings::new(),
+            rules: ParamSettings::new(),
+            dry_run: false,
+            paused: false,
+        }
     }
 }
 
 impl PressureConfig {
     /// Reads the flag's value.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
-        let options = SYNTAX.parse(text)?;
+        let syntax = Syntax { flag: FLAG, keys: KEYS.as_slice(), words: &[], refused: &[] };
+        let options = syntax.parse(text)?;
         let default = Self::default();
+        let settings = options.given().filter(|(key, _)| !OWN_KEYS.contains(key));
+        let settings = settings.map(|(key, value)| (key.to_owned(), Setting::from(value)));
+        let (rules, params) =
+            settings.partition(|(key, _)| Rules::TABLE.iter().any(|param| param.name == key));
         Ok(Self {
             policy: options.text("policy").map_or(default.policy, str::to_owned),
             size: options.size("size")?,
+            params,
+            rules,
             dry_run: options.switch("dry_run")?.unwrap_or(false),
             paused: false,
         })
     }
 
-    /// A policy that exists, and a size where that policy takes one.
+    /// A policy that exists, a size where that policy takes one, and parameters that it has, within their bounds.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        check_policy(SYNTAX.flag, &self.policy)?;
-        check_fixed_size(SYNTAX.flag, &self.policy, self.size)
+        self.policy(FLAG)?;
+        self.rules(FLAG)?;
+        Ok(())
+    }
+
+    /// The policy with its parameters. `flag` is who asks.
+    pub fn policy(&self, flag: &'static str) -> Result<Policy, ConfigError> {
+        check_policy(flag, &self.policy)?;
+        if !self.params.contains_key(SIZE) {
+            check_fixed_size(flag, &self.policy, self.size)?;
+        }
+        let policy = Policy::from_name(&self.policy).unwrap_or_default();
+        let size = self.size.map(|bytes| (SIZE.to_owned(), Setting::Number(bytes)));
+        let settings = size.iter().map(|(name, size)| (name.as_str(), size));
+        let params = self.params.iter().map(|(name, setting)| (name.as_str(), setting));
+        policy.with(settings.chain(params)).map_err(|error| ConfigError::Parameter { flag, error })
+    }
+
+    /// The rules above it. `flag` is who asks.
+    pub fn rules(&self, flag: &'static str) -> Result<Rules, ConfigError> {
+        let rules = Rules { dry_run: self.dry_run, ..Rules::default() };
+        let settings = self.rules.iter().map(|(name, setting)| (name.as_str(), setting));
+        rules.with(settings).map_err(|error| ConfigError::Parameter { flag, error })
     }
 }
+
+/// The parameter of `fixed` that is a key of its own as well.
+const SIZE: &str = "size";
 
 /// Checks that there is a policy of this name. `flag` is who asks.
 pub fn check_policy(flag: &'static str, policy: &str) -> Result<(), ConfigError> {
@@ -112,6 +179,48 @@ mod tests {
             assert!(error.starts_with("--pressure: size="), "{error}");
         }
         assert_eq!(parsed("policy=fixed"), Err("--pressure: size= is missing".to_owned()));
+    }
+
+    #[test]
+    fn parameters_are_given_by_name_beside_the_policy() {
+        let text = "policy=amf,watermark-scale=512,cool_down=2s,ceiling=1G";
+        let pressure = PressureConfig::parse(text).unwrap();
+        assert_eq!(pressure.validate(), Ok(()));
+        let policy = pressure.policy(FLAG).unwrap();
+        assert_eq!(policy.parameters().unwrap().get("watermark-scale"), Some(512));
+        let rules = pressure.rules(FLAG).unwrap();
+        assert_eq!((rules.cool_down_ms, rules.ceiling_bytes), (2_000, 1 << 30));
+        let json = serde_json::to_value(&pressure).unwrap();
+        assert_eq!(json["params"], serde_json::json!({"watermark-scale": "512"}));
+        assert_eq!(json["rules"], serde_json::json!({"cool_down": "2s", "ceiling": "1G"}));
+        assert_eq!(serde_json::from_value::<PressureConfig>(json).unwrap(), pressure);
+    }
+
+    #[test]
+    fn wrong_parameters_are_told_with_value_and_bound() {
+        let error = |text| PressureConfig::parse(text).and_then(|p| p.validate()).unwrap_err().to_string();
+        for (text, message) in [
+            ("watermark-scale=0", "--pressure: watermark-scale is 0, must be 1 to 65536"),
+            ("cool_down=99ms", "--pressure: cool_down is 99ms, must be 100ms to 24h"),
+            ("cool_down=2m", "--pressure: max_cool_down is 1m, must be at least cool_down, which is 2m"),
+            ("idle=3", r#"--pressure: idle is "3", must be a time: a number with ms, s, m or h"#),
+            (
+                "floor=1M",
+                r#"--pressure: floor is "1M", must be a multiple of 2M: bytes, or a number with K, M, G or T"#,
+            ),
+            (
+                "policy=amf,idle=3s",
+                r#"--pressure: parameter "idle" is unknown; those of amf are watermark-scale, reclaim"#,
+            ),
+            ("policy=off,idle=3s", r#"--pressure: parameter "idle" is unknown; those of off are none"#),
+            ("idle=3s,idle=3s", "--pressure: idle is given twice"),
+        ] {
+            assert_eq!(error(text), message);
+        }
+        let unknown = error("tide=high");
+        for key in ["policy=", "dry_run=", "watermark-scale=", "storage_floor=", "cool_down=", "ceiling="] {
+            assert!(unknown.contains(key), "{unknown}");
+        }
     }
 
     #[test]

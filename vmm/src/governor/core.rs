@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use balloon::controller::{Controller, Event, Rules};
+use balloon::controller::{Controller, Event};
+use balloon::params::Setting;
 use balloon::plan::{Direction, Plan};
-use balloon::policy::{Policy, fixed};
 use balloon::proto::{AgentMessage, Hello, Refusal, Report, Settings};
 use balloon::{Distances, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
 use tracing::{info, warn};
@@ -18,9 +18,12 @@ use super::audit::{Audit, Grounds};
 use super::episode::{Ended, Episode};
 use super::progress::Progress;
 use super::{DeviceSizes, GovernedZone, PoolFree};
-use crate::config::PressureConfig;
+use crate::config::{ParamSettings, PressureConfig};
 use crate::metrics::LatencyHistogram;
 use crate::vm::request::{AgentState, PressureChange, VmError};
+
+/// The call that changes what it does, as errors name it.
+const CALL: &str = "vm.pressure";
 
 /// What is counted; totals since the governor started.
 #[derive(Clone, Debug, Default)]
@@ -88,8 +91,9 @@ impl Core {
         pool_free: PoolFree,
         now: TimeMs,
     ) -> Result<Self, VmError> {
-        let rules = Rules { dry_run: config.dry_run, ..Rules::default() };
-        let mut controller = Controller::new(policy(config)?, rules).map_err(bad_request)?;
+        let (policy, rules) = (config.policy(CALL), config.rules(CALL));
+        let (policy, rules) = (policy.map_err(bad_request)?, rules.map_err(bad_request)?);
+        let mut controller = Controller::new(policy, rules).map_err(bad_request)?;
         if config.paused {
             controller.pause();
         }
@@ -394,10 +398,20 @@ impl Core {
     pub fn change(&mut self, change: &PressureChange) -> Result<(), VmError> {
         // All or nothing: what can be wrong is found before anything changes.
         let resumed = change.zone.as_deref().map(|id| self.find(id)).transpose()?;
-        if let Some(name) = &change.policy {
-            let config = PressureConfig { policy: name.clone(), size: change.size, ..Default::default() };
-            let policy = policy(&config)?;
+        let policy = match &change.policy {
+            Some(name) => {
+                let (policy, params) = (name.clone(), change.params.clone().unwrap_or_default());
+                let config = PressureConfig { policy, params, size: change.size, ..Default::default() };
+                config.policy(CALL).map_err(bad_request)?
+            }
+            None => self.controller.policy().with(by_name(&change.params)).map_err(bad_request)?,
+        };
+        let rules = self.controller.rules().with(by_name(&change.rules)).map_err(bad_request)?;
+        if change.policy.is_some() || change.params.is_some() {
             self.controller.set_policy(policy).map_err(bad_request)?;
+        }
+        if change.rules.is_some() {
+            self.controller.set_rules(rules).map_err(bad_request)?;
         }
         if let Some(dry_run) = change.dry_run {
             self.controller.set_dry_run(dry_run);
@@ -425,21 +439,11 @@ impl fmt::Debug for Core {
     }
 }
 
-fn policy(config: &PressureConfig) -> Result<Policy, VmError> {
-    let policy = Policy::from_name(&config.policy).ok_or_else(|| {
-        let known = Policy::NAMES.join(", ");
-        VmError::BadRequest(format!("There is no policy {:?}; there are {known}", config.policy))
-    })?;
-    Ok(match policy {
-        Policy::Fixed(_) => {
-            let missing = || VmError::BadRequest("The policy \"fixed\" needs a size".to_owned());
-            Policy::Fixed(fixed::Params { size_bytes: config.size.ok_or_else(missing)? })
-        }
-        other => other,
-    })
+fn by_name(settings: &Option<ParamSettings>) -> impl Iterator<Item = (&str, &Setting)> {
+    settings.iter().flatten().map(|(name, setting)| (name.as_str(), setting))
 }
 
-fn bad_request(err: balloon::ParamError) -> VmError {
+fn bad_request(err: impl fmt::Display) -> VmError {
     VmError::BadRequest(err.to_string())
 }
 

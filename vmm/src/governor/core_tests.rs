@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use balloon::policy::Policy;
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use serde_json::json;
@@ -338,6 +339,54 @@ fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
         assert!(begin.elapsed() >= Duration::from_secs(4), "{:?}", begin.elapsed());
     });
     assert_eq!(core.lock().counters.refused.values().sum::<u64>(), 1_000);
+}
+
+/// A change with these parameters, as a client writes it.
+fn change(json: serde_json::Value) -> PressureChange {
+    serde_json::from_value(json).unwrap()
+}
+
+#[test]
+fn parameters_are_changed_by_name_all_or_none() {
+    let mut f = fixture("psi", false, true);
+    let set = json!({"params": {"idle": "9s", "min_headroom": 67_108_864}, "rules": {"cool_down": "2s"}});
+    f.core.change(&change(set)).unwrap();
+    let details = f.core.info(DECISIONS_SHOWN, TimeMs(0)).details;
+    assert_eq!((&details["params"]["idle"], &details["rules"]["cool_down"]), (&json!(9_000), &json!(2_000)));
+    assert_eq!(
+        (&details["params"]["min_headroom"], &details["params"]["stall"]),
+        (&json!(64 * MIB), &json!(100))
+    );
+    for (wrong, message) in [
+        (
+            json!({"params": {"idle": "1s"}, "rules": {"cool_down": "1ms"}}),
+            "cool_down is 1ms, must be 100ms to 24h",
+        ),
+        (
+            json!({"params": {"idle": "1ms"}, "rules": {"cool_down": "1s"}}),
+            "idle is 1ms, must be 100ms to 24h",
+        ),
+        (json!({"params": {"unit": "4M"}}), r#"parameter "unit" is unknown; those of psi are burst, "#),
+        (json!({"rules": {"max_cool_down": "1s"}}), "must be at least cool_down, which is 2s"),
+        (json!({"policy": "amf", "params": {"idle": "1s"}}), r#"those of amf are watermark-scale, reclaim"#),
+        (
+            json!({"policy": "amf", "rules": {"moon": 1}}),
+            r#"parameter "moon" is unknown; those of the rules are floor"#,
+        ),
+    ] {
+        let error = f.core.change(&change(wrong)).unwrap_err().to_string();
+        assert!(error.contains(message), "{error}");
+        let info = f.core.info(DECISIONS_SHOWN, TimeMs(0));
+        assert_eq!((info.policy.as_str(), info.details), ("psi", details.clone()));
+    }
+    // Another policy begins with its own defaults, and the rules stay.
+    f.core.change(&change(json!({"policy": "amf", "params": {"reclaim": 50}}))).unwrap();
+    let details = f.core.info(DECISIONS_SHOWN, TimeMs(0)).details;
+    assert_eq!(details["params"], json!({"watermark-scale": 1024, "reclaim": 50}));
+    assert_eq!(details["rules"]["cool_down"], json!(2_000));
+    f.core.change(&change(json!({"policy": "fixed", "params": {"size": "64M"}}))).unwrap();
+    f.core.tick(TimeMs(1_000));
+    assert_eq!(f.dram.sizes().requested_bytes, 64 * MIB);
 }
 
 proptest! {

@@ -374,6 +374,8 @@ mod tests {
 
     use parking_lot::Mutex;
 
+    use balloon::params::Setting;
+
     use super::*;
     use crate::config::PressureConfig;
     use crate::vm::request::AgentState;
@@ -612,6 +614,13 @@ mod tests {
             change(zone).await.unwrap();
             assert!(vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure.paused);
             change(PressureChange { resume: Some(true), ..PressureChange::default() }).await.unwrap();
+            // So are parameters, until another policy takes its own with it.
+            let named = |json| serde_json::from_value::<PressureChange>(json).unwrap();
+            let params = serde_json::json!({"policy": "amf", "params": {"reclaim": 40}});
+            change(named(params)).await.unwrap();
+            let more = serde_json::json!({"params": {"watermark-scale": 64}, "rules": {"cool_down": "2s"}});
+            change(named(more)).await.unwrap();
+            vm.handle.ask(VmRequest::Reboot).await.unwrap();
             // Another policy takes the size with it; one that is refused changes nothing.
             let off = PressureChange { policy: Some("off".to_owned()), ..PressureChange::default() };
             change(off).await.unwrap();
@@ -619,11 +628,16 @@ mod tests {
             assert!(change(magic).await.is_err());
             vm.handle.ask(VmRequest::Shutdown).await.unwrap();
             vm.handle.ask(VmRequest::Boot).await.unwrap();
-            let off = PressureConfig { policy: "off".to_owned(), dry_run: true, ..PressureConfig::default() };
+            let rules = BTreeMap::from([("cool_down".to_owned(), Setting::from("2s"))]);
+            let params = [("reclaim", 40), ("watermark-scale", 64)];
+            let params = params.map(|(name, value)| (name.to_owned(), Setting::Number(value)));
+            let none = PressureConfig { rules, dry_run: true, ..PressureConfig::default() };
+            let amf = PressureConfig { policy: "amf".to_owned(), params: params.into(), ..none.clone() };
+            let off = PressureConfig { policy: "off".to_owned(), ..none };
             let configured = crate::config::test_config().pressure;
             assert_ne!(configured, set);
             let paused = PressureConfig { paused: true, ..set.clone() };
-            assert_eq!(*vm.pressure.lock(), [configured, set, paused, off]);
+            assert_eq!(*vm.pressure.lock(), [configured, set, paused, amf, off]);
         });
     }
 

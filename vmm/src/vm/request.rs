@@ -10,7 +10,7 @@ use thiserror::Error;
 use tokio::sync::{mpsc, oneshot};
 
 use super::decision::DecisionInfo;
-use crate::config::{PressureConfig, VmConfig};
+use crate::config::{ParamSettings, PressureConfig, VmConfig};
 use crate::volume::kernel_gate::{GuestKernel, Verdict};
 
 /// Where a VM is in its life.
@@ -235,6 +235,10 @@ pub struct PressureChange {
     pub resume: Option<bool>,
     /// With `resume`: only this zone, and a governor that is paused stays so.
     pub zone: Option<String>,
+    /// Parameters of the policy: with `policy` all others are the default, without it they stay.
+    pub params: Option<ParamSettings>,
+    /// Parameters of the rules above every policy; all others stay.
+    pub rules: Option<ParamSettings>,
 }
 
 impl PressureChange {
@@ -243,7 +247,10 @@ impl PressureChange {
         if let Some(policy) = &self.policy {
             config.policy.clone_from(policy);
             config.size = self.size;
+            config.params.clear();
         }
+        config.params.extend(self.params.clone().into_iter().flatten());
+        config.rules.extend(self.rules.clone().into_iter().flatten());
         if let Some(dry_run) = self.dry_run {
             config.dry_run = dry_run;
         }

@@ -32,7 +32,9 @@ fn check(change: &PressureChange) -> Result<(), ConfigError> {
     if let Some(policy) = &change.policy {
         check_policy(CALL, policy)?;
     }
-    check_fixed_size(CALL, change.policy.as_deref().unwrap_or_default(), change.size)?;
+    if !change.params.as_ref().is_some_and(|params| params.contains_key("size")) {
+        check_fixed_size(CALL, change.policy.as_deref().unwrap_or_default(), change.size)?;
+    }
     let refused = |key: &str, value: &str, expected: &str| {
         Err(ConfigError::BadValue {
             flag: CALL,

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use balloon::params::Parameters;
 use balloon::{TimeMs, ZoneId};
 use serde_json::json;
 
@@ -31,6 +32,13 @@ impl Core {
             ("reports".to_owned(), json!(self.counters.reports)),
             ("refused".to_owned(), json!(self.counters.refused)),
         ]);
+        let values = |params: &dyn Parameters| {
+            let values =
+                params.table().iter().filter_map(|param| Some((param.name, params.get(param.name)?)));
+            json!(values.collect::<BTreeMap<_, _>>())
+        };
+        details.insert("params".to_owned(), self.controller.policy().parameters().map_or(json!({}), values));
+        details.insert("rules".to_owned(), values(self.controller.rules()));
         if let Some((_, report)) = &self.last_report {
             details.insert("memory".to_owned(), json!(report.memory()));
             details.insert("stall".to_owned(), json!(report.stall()));

@@ -1,0 +1,54 @@
+//! docs/policy.md and the tables of parameters say the same.
+
+use std::fmt::Write;
+
+use balloon::controller::Rules;
+use balloon::params::{Param, Unit};
+use balloon::policy::Policy;
+
+const DOCS: &str = include_str!("../../docs/policy.md");
+
+/// A table as the documentation has it.
+fn documented(table: &[Param]) -> String {
+    let mut text =
+        "| parameter | unit | from | to | default | what |\n|---|---|---|---|---|---|\n".to_owned();
+    for param in table {
+        let show = |value| param.unit.show(value);
+        let (low, high, default) = (show(param.low), show(param.high), show(param.default));
+        let (name, unit, about) = (param.name, param.unit.label(), param.about.trim());
+        writeln!(text, "| `{name}` | {unit} | {low} | {high} | {default} | {about} |").expect("a String");
+    }
+    text
+}
+
+#[test]
+fn every_parameter_is_documented_with_its_bounds() {
+    let policies = Policy::NAMES.into_iter().filter_map(Policy::from_name);
+    let tables = policies.map(|policy| (policy.name(), policy.table())).chain([("rules", Rules::TABLE)]);
+    let mut missing = String::new();
+    for (name, table) in tables.filter(|(_, table)| !table.is_empty()) {
+        let text = documented(table);
+        if !DOCS.contains(&text) {
+            write!(missing, "{name}:\n\n{text}\n").expect("a String");
+        }
+    }
+    assert!(missing.is_empty(), "docs/policy.md lacks:\n{missing}");
+}
+
+#[test]
+fn a_table_that_has_changed_is_noticed() {
+    for (index, param) in Rules::TABLE.iter().enumerate() {
+        let others = [
+            Param { name: "tide", ..*param },
+            Param { unit: if param.unit == Unit::Count { Unit::Ms } else { Unit::Count }, ..*param },
+            Param { low: param.low + 2, ..*param },
+            Param { high: param.high - 2, ..*param },
+            Param { default: param.default + 2, ..*param },
+        ];
+        for other in others {
+            let mut table = Rules::TABLE.to_vec();
+            table[index] = other;
+            assert!(!DOCS.contains(&documented(&table)), "{other:?}");
+        }
+    }
+}
