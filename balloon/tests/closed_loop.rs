@@ -121,7 +121,7 @@ fn every_workload_is_served_and_little_is_held_for_it() {
             _ => may_hold_over_bytes(&guest),
         };
         assert!(guest.over_bytes() <= over_bound_bytes, "{name}: {} MiB over", guest.over_bytes() / MIB);
-        assert!(f.resizes <= 40, "{name}: {} resizes", f.resizes);
+        assert!(f.resizes <= 45, "{name}: {} resizes", f.resizes);
     }
 }
 

@@ -9,7 +9,7 @@ use super::Params;
 use crate::{HostView, Tier, TimeMs, ZoneId};
 
 /// Until it is known how long plugging takes.
-const PLUG_MS: u64 = 200;
+const PLUG_MS: u64 = 250;
 
 /// The time between two reports of a guest that is short.
 const REPORT_MS: u64 = 50;

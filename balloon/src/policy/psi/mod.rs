@@ -30,8 +30,8 @@ const MAX_STREAK: u32 = 7;
 /// A guest that grows keeps so many slacks; at rest it keeps one.
 const ACTIVE_SLACKS: u64 = 4;
 
-/// How long it takes the agent to notice a burst, and its report to arrive.
-const NOTICE_MS: u64 = 100;
+/// How long it takes the agent to notice a burst; the way of its report counts with the plugging.
+const NOTICE_MS: u64 = 50;
 
 /// Grows closer together than this are one, seen by several reports.
 const SAME_GROW_MS: u64 = 250;
@@ -251,7 +251,7 @@ impl State {
         now: TimeMs,
     ) -> Marks {
         let total_bytes = report.memory().total_bytes;
-        let rest_ms = self.patience.ms(params).saturating_mul(2);
+        let rest_ms = self.patience.ms(params);
         let needs = Needs {
             total_bytes,
             kswapd_bytes: nodes::kswapd_bytes(report),

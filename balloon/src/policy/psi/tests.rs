@@ -124,7 +124,7 @@ fn rule_1_the_bridge_is_what_a_burst_takes_until_more_is_there() {
 #[test]
 fn rule_1_how_long_plugging_takes_is_learned() {
     let mut rig = Rig::new();
-    assert_eq!(rig.state.plug_time.ms(), 200, "until it is known");
+    assert_eq!(rig.state.plug_time.ms(), 250, "until it is known");
     rig.report(1000, 43);
     for _ in 0..12 {
         rig.host.zones[1].requested_bytes = 16 * MIB;
