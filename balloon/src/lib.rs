@@ -18,9 +18,11 @@ mod report;
 mod units;
 
 pub mod controller;
+pub mod model;
 pub mod params;
 pub mod plan;
 pub mod policy;
+pub mod sim;
 pub mod statistics;
 pub mod trace;
 

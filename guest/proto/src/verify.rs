@@ -199,6 +199,13 @@ impl Report {
     }
 }
 
+/// For who makes reports and uses their memory again.
+impl From<Report> for RawReport {
+    fn from(report: Report) -> RawReport {
+        report.0
+    }
+}
+
 impl TryFrom<RawReport> for Report {
     type Error = Refusal;
 

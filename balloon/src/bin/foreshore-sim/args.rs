@@ -1,0 +1,177 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use balloon::params::{Parameters, Setting, Unit};
+use balloon::policy::Policy;
+use balloon::sim::{SwapDevice, Workload, WorkloadParams};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+const EXAMPLES: &str = "\
+Examples:
+  foreshore-sim                                        every policy, a ramp beyond DRAM
+  foreshore-sim --workload diurnal --duration 24h      a day
+  foreshore-sim --trace trace.jsonl --policy psi --policy off
+                                                       what `foreshore --pressure record=trace.jsonl` has seen
+  foreshore-sim --workload burst --vms 8 --pool 4G     eight VMs that share a pool which is too small for all
+  foreshore-sim --workload sawtooth,rate=500M --policy psi --policy psi,horizon=3s
+  foreshore-sim --workload diurnal --hosts 1000 --vms 10 --duration 24h --format json
+
+Sizes are whole numbers with an optional K, M, G or T (powers of 1024), times have ms, s, m or h.";
+
+pub(crate) const EXIT_STATUS: &str =
+    "0: done. 1: it failed, and stderr says why. 2: the command line is wrong.";
+
+/// Replays a recorded or generated demand for memory under several policies, over a model of a guest
+///
+/// For each policy: how long tasks waited for memory, what was swapped, how much memory was held that nobody needed,
+/// how often the guest was resized, energy and wear. docs/simulator.md says what the model knows and what it leaves out.
+#[derive(Parser)]
+#[command(name = "foreshore-sim", version, after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
+pub(crate) struct Arguments {
+    #[command(subcommand)]
+    pub(crate) command: Option<Command>,
+    #[command(flatten)]
+    pub(crate) scenario: Scenario,
+}
+
+#[derive(Subcommand)]
+pub(crate) enum Command {
+    /// Print a script that lets a shell complete our flags
+    Completion {
+        /// The shell
+        #[arg(value_enum)]
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page
+    Man,
+}
+
+#[derive(Args)]
+pub(crate) struct Scenario {
+    /// What the guest wants: steady, ramp, burst, sawtooth, leak, diurnal or cache-heavy, and its parameters low, high, rate,
+    /// period, touches, hot, files, stream
+    #[arg(long, value_name = "NAME[,PARAM=VALUE...]", default_value = "ramp", value_parser = parse_workload, conflicts_with = "trace")]
+    pub(crate) workload: (Workload, WorkloadParams),
+    /// Replay what a guest used, as `--pressure record=` has recorded it
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["dram", "hotplug", "pm", "duration"])]
+    pub(crate) trace: Option<PathBuf>,
+    /// A policy, with parameters as `--pressure` takes them; may be given again. All of them with their defaults if none is
+    /// given
+    #[arg(long, value_name = "NAME[,PARAM=VALUE...]", value_parser = parse_policy)]
+    pub(crate) policy: Vec<NamedPolicy>,
+    /// For how long the guest lives: 1s to 10 years
+    #[arg(long, value_name = "TIME", default_value = "15m", value_parser = bounded(Unit::Ms, 1_000, 315_360_000_000))]
+    pub(crate) duration: u64,
+    /// DRAM that the guest boots with
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = bounded(Unit::Blocks, 64 << 20, 1 << 44))]
+    pub(crate) dram: u64,
+    /// DRAM that it can have in addition; a quarter of --dram if nothing is said
+    #[arg(long, value_name = "SIZE", value_parser = bounded(Unit::Blocks, 0, 1 << 44))]
+    pub(crate) hotplug: Option<u64>,
+    /// PM that it can have; four times --dram if nothing is said
+    #[arg(long, value_name = "SIZE", value_parser = bounded(Unit::Blocks, 0, 1 << 44))]
+    pub(crate) pm: Option<u64>,
+    /// The PM of a host's pool, which its VMs share; enough for all if nothing is said
+    #[arg(long, value_name = "SIZE", value_parser = bounded(Unit::Blocks, 0, 1 << 45))]
+    pub(crate) pool: Option<u64>,
+    /// VMs on a host
+    #[arg(long, value_name = "COUNT", default_value = "1", value_parser = bounded(Unit::Count, 1, 1_000))]
+    pub(crate) vms: u64,
+    /// Hosts
+    #[arg(long, value_name = "COUNT", default_value = "1", value_parser = bounded(Unit::Count, 1, 1_000_000))]
+    pub(crate) hosts: u64,
+    /// The guest's swap device
+    #[arg(long, default_value = "disk", value_parser = PossibleValuesParser::new(SwapDevice::NAMES))]
+    pub(crate) swap: String,
+    /// Its size; four times --dram if nothing is said
+    #[arg(long, value_name = "SIZE", value_parser = bounded(Unit::Bytes, 0, 1 << 48))]
+    pub(crate) swap_size: Option<u64>,
+    /// From a request until the first block is plugged
+    #[arg(long, value_name = "TIME", default_value = "50ms", value_parser = bounded(Unit::Ms, 0, 60_000))]
+    pub(crate) plug_delay: u64,
+    /// Microseconds to plug 2 MiB
+    #[arg(long, value_name = "COUNT", default_value = "1000", value_parser = bounded(Unit::Count, 1, 1_000_000))]
+    pub(crate) plug_block_us: u64,
+    /// Microseconds to unplug 2 MiB
+    #[arg(long, value_name = "COUNT", default_value = "1500", value_parser = bounded(Unit::Count, 1, 1_000_000))]
+    pub(crate) unplug_block_us: u64,
+    /// The part of what was ever plugged of a zone that does not come back, in thousandths
+    #[arg(long, value_name = "PERMILLE", default_value = "0", value_parser = bounded(Unit::Permille, 0, 1000))]
+    pub(crate) refused: u64,
+    /// What is random is so by this number
+    #[arg(long, value_name = "NUMBER", default_value = "1")]
+    pub(crate) seed: u64,
+    /// Hand every report to the controller, also those that cannot change anything: slower, and the same
+    #[arg(long)]
+    pub(crate) every_report: bool,
+    /// How to print
+    #[arg(long, value_enum, default_value_t = Format::Table)]
+    pub(crate) format: Format,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    /// For people
+    Table,
+    /// An object for each policy, with every figure
+    Json,
+    /// A line for each policy, with every figure
+    Csv,
+}
+
+/// A policy as it was asked for.
+#[derive(Clone, Debug)]
+pub(crate) struct NamedPolicy {
+    /// What the user wrote.
+    pub(crate) label: String,
+    pub(crate) policy: Policy,
+}
+
+/// clap names the flag and quotes the value.
+fn bounded(unit: Unit, low: u64, high: u64) -> impl TypedValueParser<Value = u64> {
+    clap::builder::StringValueParser::new().try_map(move |text| {
+        let value = unit.parse(&text).ok_or_else(|| format!("must be {}", unit.expected()))?;
+        if (low..=high).contains(&value) {
+            return Ok(value);
+        }
+        Err(format!("must be {} to {}", unit.show(low), unit.show(high)))
+    })
+}
+
+/// `name,key=value,key=value`.
+fn split(text: &str) -> (&str, impl Iterator<Item = Result<(&str, Setting), String>>) {
+    let mut parts = text.split(',');
+    let name = parts.next().unwrap_or_default();
+    let settings = parts.map(|part| {
+        let (key, value) = part.split_once('=').ok_or_else(|| format!("{part:?} is not PARAM=VALUE"))?;
+        Ok((key, Setting::from(value)))
+    });
+    (name, settings)
+}
+
+fn parse_workload(text: &str) -> Result<(Workload, WorkloadParams), String> {
+    let (name, settings) = split(text);
+    let workload = Workload::from_name(name).ok_or_else(|| {
+        let names: Vec<_> = Workload::ALL.into_iter().map(Workload::name).collect();
+        format!("the workload {name:?} is none of {}", names.join(", "))
+    })?;
+    let mut params = workload.defaults();
+    for setting in settings {
+        let (key, value) = setting?;
+        params.set(workload.name(), key, &value).map_err(|error| error.to_string())?;
+    }
+    params.validate().map_err(|error| error.to_string())?;
+    Ok((workload, params))
+}
+
+fn parse_policy(text: &str) -> Result<NamedPolicy, String> {
+    let (name, settings) = split(text);
+    let policy = Policy::from_name(name)
+        .ok_or_else(|| format!("the policy {name:?} is none of {}", Policy::NAMES.join(", ")))?;
+    let settings = settings.collect::<Result<Vec<_>, _>>()?;
+    let settings = settings.iter().map(|(key, value)| (*key, value));
+    let policy = policy.with(settings).map_err(|error| error.to_string())?;
+    Ok(NamedPolicy { label: text.to_owned(), policy })
+}

@@ -1,0 +1,45 @@
+//! `foreshore-sim`: how a policy would have done.
+
+mod args;
+mod manual;
+mod run;
+mod table;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// The command line is wrong.
+const USAGE: u8 = 2;
+
+fn main() -> ExitCode {
+    let arguments = match args::Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            // Help and version come this way too, and are no failure. If not even that can be printed, so be it.
+            let _ = error.print();
+            return if error.use_stderr() { ExitCode::from(USAGE) } else { ExitCode::SUCCESS };
+        }
+    };
+    let result = match &arguments.command {
+        Some(args::Command::Completion { shell }) => manual::completion(*shell),
+        Some(args::Command::Man) => manual::page(),
+        None => run::run(&arguments.scenario),
+    };
+    match result.and_then(|text| print(&text)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("foreshore-sim: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// A reader that has seen enough is no failure.
+fn print(text: &[u8]) -> anyhow::Result<()> {
+    match std::io::stdout().write_all(text) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        written => Ok(written?),
+    }
+}

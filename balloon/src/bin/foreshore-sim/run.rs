@@ -1,0 +1,126 @@
+//! Makes the VMs, runs them under each policy, and prints what has come of it.
+
+use std::fs::File;
+use std::io::BufReader;
+use std::path::Path;
+
+use anyhow::Context;
+use balloon::controller::Rules;
+use balloon::policy::Policy;
+use balloon::sim::{
+    Governed, GuestConfig, Outcome, Random, Skip, SwapDevice, VmSetup, WorkloadParams, replay, run_fleet,
+};
+use balloon::trace::Trace;
+use balloon::{BLOCK_BYTES, HostView, Tier, ZoneId, ZoneSizes};
+
+use super::args::{Format, NamedPolicy, Scenario};
+use super::table;
+
+/// What one policy has come to.
+pub(crate) struct Row {
+    pub(crate) label: String,
+    pub(crate) outcome: Outcome,
+}
+
+pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
+    let recorded = scenario.trace.as_deref().map(|path| read_trace(scenario, path)).transpose()?;
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let all_bytes = match &recorded {
+        Some((setup, _)) => setup.host.max_bytes(),
+        None => hotplug_and_pm(scenario).iter().sum(),
+    };
+    let mut rows = Vec::new();
+    for NamedPolicy { label, policy } in policies(scenario, all_bytes) {
+        let skip = if scenario.every_report { Skip::Nothing } else { Skip::AtRest };
+        let governed = Governed { policy, rules: Rules::default(), skip };
+        let setup = |host| match &recorded {
+            Some((setup, pool_bytes)) => (vec![setup.clone(); scenario.vms as usize], *pool_bytes),
+            None => generated(scenario, host),
+        };
+        let outcome = run_fleet(scenario.hosts as usize, &governed, threads, setup)
+            .with_context(|| format!("policy {label}"))?;
+        rows.push(Row { label, outcome });
+    }
+    match scenario.format {
+        Format::Table => Ok(table::text(&rows).into_bytes()),
+        Format::Json => table::json(&rows),
+        Format::Csv => table::csv(&rows),
+    }
+}
+
+/// All of them, if none is named. `fixed` gets what the guest can have, which is its use here: a guest that has all of
+/// it all the time.
+fn policies(scenario: &Scenario, all_bytes: u64) -> Vec<NamedPolicy> {
+    if !scenario.policy.is_empty() {
+        return scenario.policy.clone();
+    }
+    let named = Policy::NAMES.into_iter().filter_map(|name| {
+        let policy = match Policy::from_name(name)? {
+            Policy::Fixed(mut params) => {
+                params.size_bytes = all_bytes;
+                Policy::Fixed(params)
+            }
+            policy => policy,
+        };
+        Some(NamedPolicy { label: name.to_owned(), policy })
+    });
+    named.collect()
+}
+
+fn hotplug_and_pm(scenario: &Scenario) -> [u64; 2] {
+    let hotplug_bytes = scenario.hotplug.unwrap_or(scenario.dram / 4 / BLOCK_BYTES * BLOCK_BYTES);
+    [hotplug_bytes, scenario.pm.unwrap_or(scenario.dram * 4)]
+}
+
+fn guest(scenario: &Scenario) -> GuestConfig {
+    let size_bytes = scenario.swap_size.unwrap_or(scenario.dram.saturating_mul(4));
+    GuestConfig {
+        boot_bytes: scenario.dram,
+        swap: SwapDevice::from_name(&scenario.swap, size_bytes).expect("one of the names"),
+        plug_delay_ms: scenario.plug_delay,
+        plug_block_us: scenario.plug_block_us,
+        unplug_block_us: scenario.unplug_block_us,
+        refused_permille: scenario.refused,
+        ..GuestConfig::default()
+    }
+}
+
+/// The VMs of a host and its pool.
+fn generated(scenario: &Scenario, host: usize) -> (Vec<VmSetup>, u64) {
+    let tiers = [Tier::Dram, Tier::Pm].into_iter().zip(hotplug_and_pm(scenario)).zip(0..);
+    let zone = |((tier, max_bytes), id)| ZoneSizes {
+        id: ZoneId(id),
+        tier,
+        guest_numa_node: id,
+        block_bytes: BLOCK_BYTES,
+        floor_bytes: 0,
+        max_bytes,
+        requested_bytes: 0,
+        plugged_bytes: 0,
+    };
+    let mut view = HostView { boot_bytes: scenario.dram, ..HostView::default() };
+    view.zones = tiers.map(zone).filter(|zone| zone.max_bytes > 0).collect();
+    let (workload, params) = &scenario.workload;
+    let setup = |vm| {
+        let mut random = Random::new(scenario.seed, host as u64 * scenario.vms + vm);
+        let demand = workload.demand(params, scenario.dram, scenario.duration, &mut random);
+        VmSetup { guest: guest(scenario), host: view.clone(), demand }
+    };
+    let [_, pm_bytes] = hotplug_and_pm(scenario);
+    let pool_bytes = scenario.pool.unwrap_or(pm_bytes.saturating_mul(scenario.vms));
+    ((0..scenario.vms).map(setup).collect(), pool_bytes)
+}
+
+fn read_trace(scenario: &Scenario, path: &Path) -> anyhow::Result<(VmSetup, u64)> {
+    let failed = || format!("cannot replay {}", path.display());
+    let file = File::open(path).with_context(failed)?;
+    let trace = Trace::read(BufReader::new(file)).with_context(failed)?;
+    if trace.cut_off {
+        eprintln!("foreshore-sim: the last line of {} is cut off, and left out", path.display());
+    }
+    // A trace does not show what is touched: what a workload has that says nothing.
+    let touched = WorkloadParams::default();
+    let (setup, pool_bytes) =
+        replay(&trace, &guest(scenario), touched.touches_per_s, touched.hot_permille).with_context(failed)?;
+    Ok((setup, scenario.pool.unwrap_or(pool_bytes.saturating_mul(scenario.vms))))
+}

@@ -1,0 +1,97 @@
+//! What has come of it, as a table, as JSON and as CSV.
+
+use serde_json::{Map, Value};
+
+use super::run::Row;
+
+/// The columns of the table: heading, unit, figure.
+type Column = (&'static str, &'static str, fn(&Row) -> String);
+
+const COLUMNS: [Column; 12] = [
+    ("stall", "s", |row| figure(row.outcome.stall_s)),
+    ("slower", "s", |row| figure(row.outcome.pm_slower_s)),
+    ("swap in", "GB", |row| figure(row.outcome.swap_in_gb)),
+    ("swap out", "GB", |row| figure(row.outcome.swap_out_gb)),
+    ("held", "GB h", |row| figure(row.outcome.held_gb_h)),
+    ("over", "GB h", |row| figure(row.outcome.over_gb_h)),
+    ("short", "GB h", |row| figure(row.outcome.short_gb_h)),
+    ("grows", "", |row| row.outcome.grows.to_string()),
+    ("shrinks", "", |row| row.outcome.shrinks.to_string()),
+    ("OOM", "", |row| row.outcome.oom_kills.to_string()),
+    ("energy", "kJ", |row| figure(row.outcome.energy_kj)),
+    ("PM writes", "GB", |row| figure(row.outcome.pm_written_gb)),
+];
+
+/// Three digits that count, and no more than two behind the point.
+fn figure(value: f64) -> String {
+    match value {
+        _ if value >= 100.0 => format!("{value:.0}"),
+        _ if value >= 10.0 => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+/// A line for each policy, the figures under each other.
+pub(crate) fn text(rows: &[Row]) -> String {
+    let mut lines = vec![vec!["policy".to_owned()], vec![String::new()]];
+    for (heading, unit, _) in COLUMNS {
+        lines[0].push(heading.to_owned());
+        lines[1].push(unit.to_owned());
+    }
+    for row in rows {
+        let figures = COLUMNS.iter().map(|(_, _, figure)| figure(row));
+        lines.push(std::iter::once(row.label.clone()).chain(figures).collect());
+    }
+    let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..=COLUMNS.len()).map(width).collect();
+    let mut text = String::new();
+    for line in &lines {
+        let mut cells = line.iter().zip(&widths);
+        if let Some((label, width)) = cells.next() {
+            text += &format!("{label:<width$}");
+        }
+        for (cell, width) in cells {
+            text += &format!("  {cell:>width$}");
+        }
+        text.truncate(text.trim_end().len());
+        text.push('\n');
+    }
+    text
+}
+
+fn object(row: &Row) -> anyhow::Result<Map<String, Value>> {
+    let mut object = Map::new();
+    object.insert("policy".to_owned(), Value::from(row.label.as_str()));
+    if let Value::Object(figures) = serde_json::to_value(&row.outcome)? {
+        object.extend(figures);
+    }
+    Ok(object)
+}
+
+/// An array with an object for each policy.
+pub(crate) fn json(rows: &[Row]) -> anyhow::Result<Vec<u8>> {
+    let objects = rows.iter().map(object).collect::<anyhow::Result<Vec<_>>>()?;
+    let mut text = serde_json::to_vec_pretty(&objects)?;
+    text.push(b'\n');
+    Ok(text)
+}
+
+/// RFC 4180: what has a comma or quotes is in quotes.
+pub(crate) fn csv(rows: &[Row]) -> anyhow::Result<Vec<u8>> {
+    let mut text = String::new();
+    for (index, row) in rows.iter().enumerate() {
+        let object = object(row)?;
+        if index == 0 {
+            text += &object.keys().map(String::as_str).collect::<Vec<_>>().join(",");
+            text += "\r\n";
+        }
+        let cells = object.values().map(|value| match value {
+            Value::String(text) if text.contains([',', '"']) => format!("\"{}\"", text.replace('"', "\"\"")),
+            Value::String(text) => text.clone(),
+            value => value.to_string(),
+        });
+        text += &cells.collect::<Vec<_>>().join(",");
+        text += "\r\n";
+    }
+    Ok(text.into_bytes())
+}

@@ -1,0 +1,131 @@
+//! How long persistent memory lasts, by Memorage's equations (003, section 4.4).
+//!
+//! Storage and memory wear differently: memory is written much more, storage is much larger. Memory that is lent to by
+//! storage wears less, storage more.
+
+use serde::Serialize;
+
+/// What storage and memory are to each other.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Ratios {
+    /// a: storage capacity to memory capacity.
+    pub capacity: f64,
+    /// b: write bandwidth to memory, to that to storage.
+    pub bandwidth: f64,
+    /// g: endurance of the memory's cells to that of the storage's.
+    pub endurance: f64,
+}
+
+impl Ratios {
+    /// Equation 1: how many times as long the memory lasts if its writes go over all of both evenly.
+    pub fn pooled_lifetime(&self) -> f64 {
+        (1.0 + self.capacity / self.endurance) * self.bandwidth / (1.0 + self.bandwidth)
+    }
+}
+
+/// Memory of which a share rests on borrowed storage.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Lending {
+    /// h: that share, 0 to 1.
+    pub share: f64,
+    /// b: write bandwidth to memory, to that to storage.
+    pub bandwidth: f64,
+    /// Cm: the memory's capacity.
+    pub memory_bytes: f64,
+    /// Bs: what is written to storage in a day by those who use it.
+    pub storage_bytes_per_day: f64,
+    /// tau: days from one exchange of the borrowed capacity to the next, each of which writes it twice.
+    pub exchange_days: f64,
+}
+
+impl Lending {
+    /// Equation 2, left: how many times as long the memory lasts.
+    pub fn memory_lifetime(&self) -> f64 {
+        1.0 / (1.0 - self.share)
+    }
+
+    /// Equation 2, right: how many times as fast the storage wears.
+    pub fn storage_wear(&self) -> f64 {
+        let exchanged = 2.0 * self.share * self.memory_bytes;
+        1.0 + self.bandwidth * self.share + exchanged / (self.exchange_days * self.storage_bytes_per_day)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GB: f64 = (1u64 << 30) as f64;
+
+    /// The paper's setting: 8 GB of memory whose cells last ten times as long as the storage's.
+    fn paper(storage_gb: f64, bandwidth: f64) -> f64 {
+        Ratios { capacity: storage_gb / 8.0, bandwidth, endurance: 10.0 }.pooled_lifetime()
+    }
+
+    /// Rounded down to a tenth: 6.96 is 6.9 in the paper.
+    fn tenths(value: f64) -> u64 {
+        (value * 10.0) as u64
+    }
+
+    #[test]
+    fn equation_1_with_240_gb_of_storage_is_3_9_times() {
+        assert_eq!(tenths(paper(240.0, 100.0)), 39);
+        assert!((paper(240.0, 1e12) - 4.0).abs() < 1e-6, "the limit for large b");
+    }
+
+    #[test]
+    fn equation_1_with_480_gb_of_storage_is_6_9_times() {
+        assert_eq!(tenths(paper(480.0, 100.0)), 69);
+        assert!((paper(480.0, 1e12) - 7.0).abs() < 1e-6, "the limit for large b");
+    }
+
+    #[test]
+    fn equation_1_where_storage_is_written_as_much_is_2_and_3_5_times() {
+        assert!((paper(240.0, 1.0) - 2.0).abs() < 1e-9);
+        assert!((paper(480.0, 1.0) - 3.5).abs() < 1e-9);
+        assert!(paper(240.0, 0.1) < 1.0, "memory that helps out a busy storage wears faster");
+    }
+
+    fn lending(share: f64) -> Lending {
+        Lending {
+            share,
+            bandwidth: 4.0,
+            memory_bytes: 8.0 * GB,
+            storage_bytes_per_day: 80.0 * GB,
+            exchange_days: 1.0,
+        }
+    }
+
+    #[test]
+    fn equation_2_memory_lasts_longer_by_what_is_borrowed() {
+        assert_eq!(lending(0.0).memory_lifetime(), 1.0);
+        assert_eq!(lending(0.5).memory_lifetime(), 2.0);
+        assert!((lending(0.2).memory_lifetime() - 1.25).abs() < 1e-12);
+    }
+
+    #[test]
+    fn equation_2_storage_wears_by_the_writes_and_by_the_exchanges() {
+        assert_eq!(lending(0.0).storage_wear(), 1.0);
+        // b h = 2; 2 h Cm = 8 GB in a day, a tenth of what is written anyway.
+        assert!((lending(0.5).storage_wear() - 3.1).abs() < 1e-12);
+        let seldom = Lending { exchange_days: 10.0, ..lending(0.5) };
+        assert!((seldom.storage_wear() - 3.01).abs() < 1e-12);
+    }
+
+    #[test]
+    fn equation_2_in_the_papers_figure_11() {
+        // 8 GB, 12 GB a day, b = 720. Twice the memory's life takes h = 0.5, and a thousandfold wear of the storage where
+        // the capacity is exchanged a thousand times a day.
+        let figure = |share, exchange_days| Lending {
+            share,
+            bandwidth: 720.0,
+            storage_bytes_per_day: 12.0 * GB,
+            exchange_days,
+            ..lending(share)
+        };
+        assert_eq!(figure(0.5, 0.001).memory_lifetime(), 2.0);
+        assert!((1_000.0..1_100.0).contains(&figure(0.5, 0.001).storage_wear()));
+        let [seldom, often] = [1.0, 0.01].map(|days| figure(0.5, days).storage_wear() - 361.0);
+        assert!(often > 10.0 * seldom, "more than an order of magnitude between tau = 1 and tau = 0.01");
+    }
+}

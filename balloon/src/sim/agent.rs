@@ -1,0 +1,279 @@
+//! When the guest's agent reports, and what it says. The pace is that of guest/agent/src/pace.rs.
+
+use foreshore_proto::{
+    Blocks, Cause, Counters, LARGEST_BLOCK_BYTES, Memory, NodeBlocks, OnlinePolicy, PROTOCOL_VERSION,
+    RawReport, Report, Settings, Stall, Zone, ZoneKind,
+};
+
+use super::guest::{Guest, PAGE_BYTES};
+use crate::TimeMs;
+
+/// The agent looks at free memory this often when there is something to lose.
+pub(super) const LOOK_MS: u64 = 50;
+/// It reports at the fast rate for this long after something was seen.
+const ALERT_MS: u64 = 1_000;
+/// Under the watermark, and nothing moves: after this long a slower rate will do.
+const STEADY_MS: u64 = 3_000;
+const STEADY_FACTOR: u64 = 5;
+/// A change by less than this part is no movement.
+const STEADY_PART: u64 = 16;
+/// A fall by this part of what was available is news.
+const NEWS_PART: u64 = 8;
+/// The kernel's trigger: tasks waited for so long within such a time.
+const TRIGGER_US: u64 = 50_000;
+const TRIGGER_WINDOW_MS: u64 = 500;
+/// A guest's clock starts before its agent: every report's own clock is this far ahead of the run's.
+const BOOTED_MS: u64 = 10_000;
+/// DMA32 ends at 4 GiB, and the hole for devices is a gigabyte.
+const DMA32_BYTES: u64 = 3 << 30;
+
+/// The agent in a guest.
+#[derive(Clone, Debug)]
+pub(super) struct Agent {
+    settings: Settings,
+    reported: TimeMs,
+    available_bytes: u64,
+    alert_until: TimeMs,
+    steady_bytes: u64,
+    steady_since: TimeMs,
+    trigger: (TimeMs, u64),
+    /// Kept, so that a report needs no memory of its own.
+    report: Option<RawReport>,
+    seq: u64,
+    free: Vec<u64>,
+    stall: StallAverage,
+}
+
+/// The 10 s average of stall times, as the kernel folds it every 2 s.
+#[derive(Clone, Copy, Debug, Default)]
+struct StallAverage {
+    at: TimeMs,
+    total_us: u64,
+    basis_points: u64,
+}
+
+impl StallAverage {
+    const FOLD_MS: u64 = 2_000;
+
+    fn fold(&mut self, now: TimeMs, total_us: u64) -> u32 {
+        while now.since(self.at) >= Self::FOLD_MS {
+            let ms = now.since(self.at);
+            // At rest a long time is as good as none.
+            if total_us == self.total_us && self.basis_points == 0 {
+                self.at = self.at + ms / Self::FOLD_MS * Self::FOLD_MS;
+                continue;
+            }
+            let share = ((total_us - self.total_us) * 10 / Self::FOLD_MS).min(10_000);
+            self.total_us = total_us;
+            self.at = self.at + Self::FOLD_MS;
+            // exp(-2/10), in thousandths; less than a hundredth of a percent is nothing.
+            self.basis_points = (self.basis_points * 819 + share * 181) / 1000;
+        }
+        self.basis_points as u32
+    }
+}
+
+impl Agent {
+    pub fn new() -> Self {
+        Agent {
+            settings: Settings::with_watermark(0),
+            reported: TimeMs(0),
+            available_bytes: 0,
+            alert_until: TimeMs(0),
+            steady_bytes: 0,
+            steady_since: TimeMs(0),
+            trigger: (TimeMs(0), 0),
+            report: None,
+            seq: 0,
+            free: Vec::new(),
+            stall: StallAverage::default(),
+        }
+    }
+
+    /// The VMM names a watermark.
+    pub fn set_watermark(&mut self, watermark_bytes: u64) {
+        self.settings.watermark_bytes = watermark_bytes;
+    }
+
+    /// When the next report is due if nothing happens. The first one is due at once.
+    pub fn report_due(&self) -> TimeMs {
+        if self.seq == 0 {
+            return TimeMs(0);
+        }
+        self.reported + self.interval_ms()
+    }
+
+    /// From one report to the next, if nothing happens.
+    pub fn interval_ms(&self) -> u64 {
+        let rest_ms = u64::from(self.settings.rest_interval_ms);
+        let fast_ms = u64::from(self.settings.watermark_interval_ms);
+        if self.reported < self.alert_until {
+            fast_ms
+        } else if self.available_bytes < self.settings.watermark_bytes {
+            if self.is_steady() { fast_ms * STEADY_FACTOR } else { fast_ms }
+        } else {
+            rest_ms
+        }
+    }
+
+    fn is_steady(&self) -> bool {
+        self.reported.since(self.steady_since) >= STEADY_MS
+    }
+
+    /// Whether interval and averages stay what they are as long as nothing moves.
+    pub fn is_at_rest(&self) -> bool {
+        self.reported >= self.alert_until && self.is_steady() && self.stall.basis_points == 0
+    }
+
+    /// Available memory at which there is news.
+    pub fn news_bytes(&self) -> u64 {
+        let before = self.available_bytes;
+        let watermark = self.settings.watermark_bytes;
+        let part = before - (before / NEWS_PART).max(1).min(before);
+        if before >= watermark { part.max(watermark.saturating_sub(1)) } else { part }
+    }
+
+    /// A look at what is available: whether the VMM should know at once.
+    pub fn is_news(&self, available_bytes: u64) -> bool {
+        available_bytes <= self.news_bytes() && available_bytes < self.available_bytes
+    }
+
+    /// Whether the kernel's trigger fires.
+    pub fn is_stalled(&mut self, guest: &Guest) -> bool {
+        let (since, total_us) = self.trigger;
+        if guest.totals().stall_us - total_us >= TRIGGER_US {
+            self.trigger = (guest.now(), guest.totals().stall_us);
+            return true;
+        }
+        if guest.now().since(since) >= TRIGGER_WINDOW_MS {
+            self.trigger = (guest.now(), guest.totals().stall_us);
+        }
+        false
+    }
+
+    /// Something has been seen: report fast for a while.
+    pub fn alert(&mut self, now: TimeMs) {
+        self.alert_until = now + ALERT_MS;
+    }
+
+    /// Reports that would say what the last one said have been left out.
+    pub fn skipped(&mut self, count: u64) {
+        self.seq += count;
+        self.reported = self.reported + count * self.interval_ms();
+    }
+
+    /// Hands a report back, for its memory.
+    pub fn take_back(&mut self, report: Report) {
+        self.report = Some(report.into());
+    }
+
+    /// The report of this moment.
+    pub fn report(&mut self, guest: &Guest, cause: Cause) -> Report {
+        let mut raw = self.report.take().unwrap_or_else(|| RawReport {
+            version: PROTOCOL_VERSION,
+            blocks: Blocks {
+                online_policy: OnlinePolicy::OnlineMovable,
+                block_bytes: 128 << 20,
+                ..Blocks::default()
+            },
+            ..RawReport::default()
+        });
+        self.seq += 1;
+        raw.seq = self.seq;
+        raw.monotonic_ms = guest.now().0 + BOOTED_MS;
+        raw.cause = cause;
+        let total_bytes = guest.total_bytes();
+        if raw.memory.total_bytes != total_bytes {
+            fill_blocks(&mut raw.blocks.nodes, guest);
+        }
+        let swap = &guest.config().swap;
+        raw.memory = Memory {
+            total_bytes,
+            free_bytes: guest.free_bytes(),
+            available_bytes: guest.available_bytes(),
+            cached_bytes: guest.cached_bytes(),
+            anon_bytes: guest.resident_bytes(),
+            swap_total_bytes: swap.size_bytes,
+            swap_free_bytes: swap.size_bytes - guest.swapped_bytes(),
+        };
+        self.fill_zones(&mut raw.zones, guest);
+        let totals = guest.totals();
+        raw.stall = Stall {
+            some_us: totals.stall_us,
+            full_us: totals.stall_us,
+            some_avg10_basis_points: self.stall.fold(guest.now(), totals.stall_us),
+            full_avg10_basis_points: self.stall.basis_points as u32,
+        };
+        let pages = |bytes: u64| bytes / PAGE_BYTES;
+        raw.counters = Counters {
+            pswpin: pages(totals.swapped_in_bytes),
+            pswpout: pages(totals.swapped_out_bytes),
+            pgmajfault: pages(totals.swapped_in_bytes + totals.refaulted_bytes),
+            workingset_refault_anon: pages(totals.swapped_in_bytes),
+            workingset_refault_file: pages(totals.refaulted_bytes),
+            pgscan_kswapd: pages(totals.kswapd_bytes),
+            pgscan_direct: pages(totals.direct_bytes),
+            pgsteal_kswapd: pages(totals.kswapd_bytes),
+            pgsteal_direct: pages(totals.direct_bytes),
+            allocstall: totals.allocstalls,
+            oom_kill: totals.oom_kills,
+        };
+        self.reported(raw.memory.available_bytes, guest.now());
+        let report = Report::try_from(raw);
+        report.expect("a model tells the truth")
+    }
+
+    fn reported(&mut self, available_bytes: u64, now: TimeMs) {
+        self.available_bytes = available_bytes;
+        self.reported = now;
+        if available_bytes.abs_diff(self.steady_bytes) > self.steady_bytes / STEADY_PART {
+            self.steady_bytes = available_bytes;
+            self.steady_since = now;
+        }
+    }
+
+    fn fill_zones(&mut self, zones: &mut Vec<Zone>, guest: &Guest) {
+        self.free.resize(guest.zones().len(), 0);
+        let lowmem_free = guest.free_by_zone(&mut self.free);
+        let (lowmem_bytes, marks) = guest.lowmem();
+        zones.clear();
+        let kind = if lowmem_bytes <= DMA32_BYTES { ZoneKind::Dma32 } else { ZoneKind::Normal };
+        let zone = |node, kind, free: u64, marks: super::guest::Marks, managed: u64| Zone {
+            node,
+            kind,
+            free_pages: free / PAGE_BYTES,
+            min_pages: marks.min,
+            low_pages: marks.low,
+            high_pages: marks.high,
+            managed_pages: managed / PAGE_BYTES,
+            largest_free_blocks: Some(free / LARGEST_BLOCK_BYTES),
+        };
+        zones.push(zone(0, kind, lowmem_free, marks, lowmem_bytes));
+        for (index, sizes) in guest.zones().iter().enumerate().filter(|(_, sizes)| sizes.plugged_bytes > 0) {
+            let marks = guest.zone_marks(index);
+            zones.push(zone(
+                sizes.guest_numa_node,
+                ZoneKind::Movable,
+                self.free[index],
+                marks,
+                sizes.plugged_bytes,
+            ));
+        }
+    }
+}
+
+fn fill_blocks(nodes: &mut Vec<NodeBlocks>, guest: &Guest) {
+    nodes.clear();
+    nodes.push(NodeBlocks { online_bytes: guest.config().boot_bytes, ..NodeBlocks::default() });
+    for sizes in guest.zones().iter().filter(|sizes| sizes.plugged_bytes > 0) {
+        let at = match nodes.iter().position(|node| node.node == sizes.guest_numa_node) {
+            Some(at) => at,
+            None => {
+                nodes.push(NodeBlocks { node: sizes.guest_numa_node, ..NodeBlocks::default() });
+                nodes.len() - 1
+            }
+        };
+        nodes[at].online_bytes += sizes.plugged_bytes;
+        nodes[at].movable_online_bytes += sizes.plugged_bytes;
+    }
+}

@@ -1,0 +1,145 @@
+//! What a guest's processes want of its memory, over time.
+
+use thiserror::Error;
+
+use crate::TimeMs;
+
+/// What is wanted from one moment on, until the next segment begins.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Segment {
+    /// When it begins.
+    pub at: TimeMs,
+    /// Anonymous memory that processes want when it begins.
+    pub anon_bytes: u64,
+    /// How that changes in a second.
+    pub anon_bytes_per_s: i64,
+    /// Files that are read again and again.
+    pub file_bytes: u64,
+    /// Files that are read once, in a second.
+    pub stream_bytes_per_s: u64,
+    /// Pages that are touched in a second, of those that are in use.
+    pub touches_per_s: u64,
+    /// The part of anonymous memory that is in use, in thousandths; the rest is never touched again.
+    pub hot_permille: u64,
+}
+
+impl Segment {
+    /// The anonymous memory wanted at a moment of the segment.
+    pub fn anon_bytes_at(&self, now: TimeMs) -> u64 {
+        let change = i128::from(self.anon_bytes_per_s) * i128::from(now.since(self.at)) / 1000;
+        let wanted = i128::from(self.anon_bytes) + change;
+        u64::try_from(wanted.max(0)).unwrap_or(u64::MAX)
+    }
+
+    /// Wants the same at every moment, and nothing moves.
+    pub fn is_flat(&self) -> bool {
+        self.anon_bytes_per_s == 0 && self.stream_bytes_per_s == 0
+    }
+}
+
+/// Segments that are none.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum DemandError {
+    /// Nothing is wanted from the beginning on.
+    #[error("The first segment begins at {0}, must be 0ms")]
+    Late(TimeMs),
+    /// Out of order.
+    #[error("Segment {index} begins at {at}, must be after {last}")]
+    Order {
+        /// Which.
+        index: usize,
+        /// Its beginning.
+        at: TimeMs,
+        /// The one before.
+        last: TimeMs,
+    },
+    /// A share that is none.
+    #[error("Segment {index} has {value} thousandths in use, must be 0 to 1000")]
+    Hot {
+        /// Which.
+        index: usize,
+        /// Its value.
+        value: u64,
+    },
+}
+
+/// What a guest's processes want from its start to the end of the run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Demand {
+    segments: Vec<Segment>,
+    end: TimeMs,
+}
+
+impl Demand {
+    /// The segments in order, and the end of the run. What begins at or after the end is left out.
+    pub fn new(mut segments: Vec<Segment>, end: TimeMs) -> Result<Self, DemandError> {
+        match segments.first() {
+            Some(Segment { at: TimeMs(0), .. }) => {}
+            first => return Err(DemandError::Late(first.map_or(end, |segment| segment.at))),
+        }
+        for (index, pair) in segments.windows(2).enumerate() {
+            if pair[1].at <= pair[0].at {
+                return Err(DemandError::Order { index: index + 1, at: pair[1].at, last: pair[0].at });
+            }
+        }
+        if let Some((index, segment)) = segments.iter().enumerate().find(|(_, s)| s.hot_permille > 1000) {
+            return Err(DemandError::Hot { index, value: segment.hot_permille });
+        }
+        segments.retain(|segment| segment.at < end || segment.at == TimeMs(0));
+        Ok(Demand { segments, end })
+    }
+
+    /// The segments, in order.
+    pub fn segments(&self) -> &[Segment] {
+        &self.segments
+    }
+
+    /// When the run ends.
+    pub fn end(&self) -> TimeMs {
+        self.end
+    }
+
+    /// The most that is ever wanted, files that are read again included.
+    pub fn peak_bytes(&self) -> u64 {
+        let ends = self.segments.iter().enumerate().map(|(index, segment)| {
+            let end = self.segments.get(index + 1).map_or(self.end, |next| next.at);
+            segment.anon_bytes.max(segment.anon_bytes_at(end)).saturating_add(segment.file_bytes)
+        });
+        ends.max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn segment(at: u64, anon_bytes: u64, anon_bytes_per_s: i64) -> Segment {
+        Segment { at: TimeMs(at), anon_bytes, anon_bytes_per_s, ..Segment::default() }
+    }
+
+    #[test]
+    fn a_segment_goes_up_and_down_and_not_below_nothing() {
+        let up = segment(1_000, 500, 1_000);
+        assert_eq!([1_000, 1_001, 2_500].map(|at| up.anon_bytes_at(TimeMs(at))), [500, 501, 2_000]);
+        let down = segment(0, 500, -250);
+        assert_eq!([0, 1_000, 2_000, 9_000].map(|at| down.anon_bytes_at(TimeMs(at))), [500, 250, 0, 0]);
+    }
+
+    #[test]
+    fn segments_begin_at_the_start_and_follow_each_other() {
+        let demand = |segments| Demand::new(segments, TimeMs(100)).map_err(|error| error.to_string());
+        assert_eq!(demand(vec![]), Err("The first segment begins at 100ms, must be 0ms".to_owned()));
+        assert_eq!(
+            demand(vec![segment(5, 0, 0)]),
+            Err("The first segment begins at 5ms, must be 0ms".to_owned())
+        );
+        let twice = demand(vec![segment(0, 0, 0), segment(7, 0, 0), segment(7, 0, 0)]);
+        assert_eq!(twice, Err("Segment 2 begins at 7ms, must be after 7ms".to_owned()));
+        let hot = demand(vec![Segment { hot_permille: 1001, ..segment(0, 0, 0) }]);
+        assert_eq!(hot, Err("Segment 0 has 1001 thousandths in use, must be 0 to 1000".to_owned()));
+        let late =
+            demand(vec![segment(0, 8, 10_000), segment(50, 9, 0), segment(100, 1 << 40, 0)]).expect("sound");
+        assert_eq!(late.segments().len(), 2);
+        assert_eq!(late.peak_bytes(), 508);
+    }
+}

@@ -1,0 +1,814 @@
+//! A model of a guest: Linux as far as memory is concerned. docs/simulator.md has its rules and what it leaves out.
+//!
+//! It lives from one moment to another in which the same is wanted. Where nothing moves, or everything moves evenly, that
+//! is one step however long it is; while memory is reclaimed, plugged or waited for, it goes in steps of milliseconds.
+
+use super::demand::Segment;
+use super::swap::SwapDevice;
+use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
+
+pub(super) const PAGE_BYTES: u64 = 4096;
+
+/// Linux has page descriptors by sections, whole even when only a block of one is plugged: 64 bytes for 4 KiB.
+const SECTION_BYTES: u64 = 128 * MIB;
+const SECTION_DESCRIPTOR_BYTES: u64 = SECTION_BYTES / 64;
+
+/// The step while something is plugged or waited for.
+const BUSY_STEP_MS: u64 = 10;
+/// The step while pages only come and go.
+const PAGING_STEP_MS: u64 = 50;
+
+/// Processes can fill memory this fast: the kernel zeroes it, they write it.
+const FILL_BYTES_PER_MS: u64 = 2 * MIB;
+
+/// Clean page cache is dropped this fast.
+const DROP_BYTES_PER_MS: u64 = 4 * MIB;
+
+/// The OOM killer comes when nothing could be had for this long: 16 rounds of direct reclaim that find nothing.
+const OOM_MS: u64 = 300;
+
+/// Linux takes what it is about to give back out of the free pages in pieces of this size, first.
+const LEAVING_BYTES: u64 = SECTION_BYTES;
+
+/// A page of a file that is not in the page cache is read from a disk, and some behind it.
+const FILE_READ_US: u64 = 180;
+const READ_AHEAD_PAGES: u64 = 8;
+
+/// What a guest is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GuestConfig {
+    /// Memory that it boots with.
+    pub boot_bytes: u64,
+    /// Its swap device.
+    pub swap: SwapDevice,
+    /// From a request until its first block is there.
+    pub plug_delay_ms: u64,
+    /// For 2 MiB that are plugged.
+    pub plug_block_us: u64,
+    /// For 2 MiB that are unplugged.
+    pub unplug_block_us: u64,
+    /// This part of what was ever plugged of a zone does not come back, in thousandths: something in it cannot move.
+    pub refused_permille: u64,
+    /// The part of touches that are writes, in thousandths.
+    pub write_permille: u64,
+    /// How much longer an access to PM takes than one to DRAM.
+    pub pm_slower_ns: u64,
+}
+
+impl Default for GuestConfig {
+    /// A guest of 384 MiB on a host whose figures are those of docs/simulator.md.
+    fn default() -> Self {
+        use crate::model::energy::{DRAM, PRAM};
+        let write_permille = 500;
+        GuestConfig {
+            boot_bytes: 384 * MIB,
+            swap: SwapDevice::from_name("disk", 1 << 40).expect("listed"),
+            plug_delay_ms: 50,
+            plug_block_us: 1_000,
+            unplug_block_us: 1_500,
+            refused_permille: 0,
+            write_permille,
+            pm_slower_ns: PRAM.slower_ns(&DRAM, write_permille),
+        }
+    }
+}
+
+/// The watermarks of a Linux zone, in pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Marks {
+    pub min: u64,
+    pub low: u64,
+    pub high: u64,
+}
+
+impl Marks {
+    /// mm/page_alloc.c, __setup_per_zone_wmarks(): a step is a quarter of `min`, or a thousandth of the zone.
+    fn new(min: u64, managed_pages: u64) -> Self {
+        let step = (min / 4).max(managed_pages / 1000);
+        Marks { min, low: min + step, high: min + 2 * step }
+    }
+
+    /// Of ZONE_DMA32 or ZONE_NORMAL: min_free_kbytes is 4 times the root of the kilobytes.
+    fn lowmem(bytes: u64) -> Self {
+        let min_kbytes = (bytes / 1024 * 16).isqrt().clamp(128, 262_144);
+        Self::new(min_kbytes / 4, bytes / PAGE_BYTES)
+    }
+
+    /// Of ZONE_MOVABLE, which gets no part of min_free_kbytes.
+    fn movable(bytes: u64) -> Self {
+        if bytes == 0 {
+            return Marks::default();
+        }
+        let managed_pages = bytes / PAGE_BYTES;
+        Self::new((managed_pages / 1024).clamp(32, 128), managed_pages)
+    }
+}
+
+/// A zone's hotplug part, inside the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Plug {
+    /// When the present size was asked.
+    asked: TimeMs,
+    /// What has been done of a block that is under way, in microseconds.
+    done_us: u64,
+    /// The most that was ever plugged.
+    peak_bytes: u64,
+    marks: Marks,
+}
+
+/// Totals since the guest's start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Time in which tasks waited for memory.
+    pub stall_us: u64,
+    /// Pages that came from swap.
+    pub swapped_in_bytes: u64,
+    /// Pages that went there.
+    pub swapped_out_bytes: u64,
+    /// File pages that were evicted and came back.
+    pub refaulted_bytes: u64,
+    /// What reclaim has freed, by kswapd and by tasks themselves.
+    pub kswapd_bytes: u64,
+    /// See there.
+    pub direct_bytes: u64,
+    /// Allocations that had to reclaim.
+    pub allocstalls: u64,
+    /// Times that the OOM killer came.
+    pub oom_kills: u64,
+    /// What it took.
+    pub oom_killed_bytes: u64,
+    /// Plugged memory times time, by tier (DRAM, PM), in bytes and milliseconds.
+    pub plugged_byte_ms: [u128; 2],
+    /// The part of plugged memory that nobody needed, times time.
+    pub over_byte_ms: u128,
+    /// What was needed and was not there, times time.
+    pub short_byte_ms: u128,
+    /// What was ever plugged, by tier.
+    pub plugged_in_bytes: [u64; 2],
+    /// Touches of pages by tier: those of a second, times milliseconds, times thousandths.
+    pub touches_ms: [u128; 2],
+}
+
+/// What may come of PM from outside.
+pub trait Pool {
+    /// What it can still give.
+    fn free_bytes(&self) -> u64;
+    /// Takes at most this, and says how much it was.
+    fn take(&mut self, bytes: u64) -> u64;
+    /// Gives back.
+    fn give(&mut self, bytes: u64);
+}
+
+/// The guest.
+#[derive(Clone, Debug)]
+pub struct Guest {
+    config: GuestConfig,
+    now: TimeMs,
+    zones: Vec<ZoneSizes>,
+    plugs: Vec<Plug>,
+    /// What the kernel boots with and leaves to all.
+    lowmem_bytes: u64,
+    lowmem_marks: Marks,
+    /// The agent keeps this much of it from user pages (docs/agent.md).
+    reserve_bytes: u64,
+    resident_bytes: u64,
+    swapped_bytes: u64,
+    waiting_bytes: u64,
+    killed_bytes: u64,
+    /// Page cache of files that are read again, and of others.
+    file_bytes: u64,
+    stream_bytes: u64,
+    kswapd: bool,
+    /// Since when nothing could be had for what waits.
+    stuck_ms: u64,
+    totals: Totals,
+}
+
+impl Guest {
+    /// A guest that has booted and has what is wanted of it at first, as far as that fits, with zones as the host has
+    /// them.
+    pub fn new(config: GuestConfig, zones: &[ZoneSizes], segment: &Segment) -> Self {
+        // The kernel's code, and descriptors of the memory it boots with.
+        let lowmem_bytes = config.boot_bytes.saturating_sub(16 * MIB + config.boot_bytes / 32).max(MIB);
+        let plug = |zone: &ZoneSizes| Plug {
+            asked: TimeMs(0),
+            done_us: 0,
+            peak_bytes: zone.plugged_bytes,
+            marks: Marks::movable(zone.plugged_bytes),
+        };
+        let has_dram = zones.iter().any(|zone| zone.tier == Tier::Dram && zone.max_bytes > 0);
+        let mut guest = Guest {
+            now: TimeMs(0),
+            plugs: zones.iter().map(plug).collect(),
+            zones: zones.to_vec(),
+            lowmem_marks: Marks::lowmem(lowmem_bytes),
+            // vm.lowmem_reserve_ratio works where the node has a movable zone; movablecore= does the same elsewhere.
+            reserve_bytes: if has_dram { lowmem_bytes / 16 } else { lowmem_bytes / 4 },
+            lowmem_bytes,
+            config,
+            resident_bytes: 0,
+            swapped_bytes: 0,
+            waiting_bytes: 0,
+            killed_bytes: 0,
+            file_bytes: 0,
+            stream_bytes: 0,
+            kswapd: false,
+            stuck_ms: 0,
+            totals: Totals::default(),
+        };
+        let room = |guest: &Guest| {
+            guest.room_bytes().saturating_sub(guest.marks_bytes(|marks| marks.high)) / PAGE_BYTES * PAGE_BYTES
+        };
+        guest.resident_bytes = segment.anon_bytes.min(room(&guest));
+        guest.waiting_bytes = segment.anon_bytes - guest.resident_bytes;
+        guest.file_bytes = if segment.touches_per_s > 0 { segment.file_bytes.min(room(&guest)) } else { 0 };
+        guest
+    }
+
+    /// What it is made of.
+    pub fn config(&self) -> &GuestConfig {
+        &self.config
+    }
+
+    /// How far it has lived.
+    pub fn now(&self) -> TimeMs {
+        self.now
+    }
+
+    /// The zones' sizes.
+    pub fn zones(&self) -> &[ZoneSizes] {
+        &self.zones
+    }
+
+    /// Totals since the start.
+    pub fn totals(&self) -> &Totals {
+        &self.totals
+    }
+
+    /// Wanted memory that is there.
+    pub fn resident_bytes(&self) -> u64 {
+        self.resident_bytes
+    }
+
+    /// Wanted memory that is on the swap device.
+    pub fn swapped_bytes(&self) -> u64 {
+        self.swapped_bytes
+    }
+
+    /// Wanted memory that tasks wait for.
+    pub fn waiting_bytes(&self) -> u64 {
+        self.waiting_bytes
+    }
+
+    /// Wanted memory whose processes the OOM killer has ended.
+    pub fn killed_bytes(&self) -> u64 {
+        self.killed_bytes
+    }
+
+    /// The page cache.
+    pub fn cached_bytes(&self) -> u64 {
+        self.file_bytes + self.stream_bytes
+    }
+
+    pub(super) fn lowmem(&self) -> (u64, Marks) {
+        (self.lowmem_bytes, self.lowmem_marks)
+    }
+
+    pub(super) fn zone_marks(&self, index: usize) -> Marks {
+        self.plugs[index].marks
+    }
+
+    /// MemTotal.
+    pub fn total_bytes(&self) -> u64 {
+        self.lowmem_bytes + self.plugged_bytes()
+    }
+
+    /// What is plugged of all zones.
+    pub fn plugged_bytes(&self) -> u64 {
+        self.zones.iter().map(|zone| zone.plugged_bytes).sum()
+    }
+
+    fn plugged_of(&self, tier: Tier) -> u64 {
+        self.zones.iter().filter(|zone| zone.tier == tier).map(|zone| zone.plugged_bytes).sum()
+    }
+
+    /// Page descriptors of what is plugged.
+    pub fn descriptor_bytes(&self) -> u64 {
+        self.zones
+            .iter()
+            .map(|zone| zone.plugged_bytes.div_ceil(SECTION_BYTES) * SECTION_DESCRIPTOR_BYTES)
+            .sum()
+    }
+
+    fn is_plugging(&self) -> bool {
+        self.zones.iter().any(|zone| zone.requested_bytes > zone.plugged_bytes)
+    }
+
+    /// What user pages can have in all. What descriptors take beyond the reserve, they take from them.
+    fn capacity_bytes(&self) -> u64 {
+        let next = if self.is_plugging() { SECTION_DESCRIPTOR_BYTES } else { 0 };
+        self.total_bytes().saturating_sub(self.reserve_bytes.max(self.descriptor_bytes() + next))
+    }
+
+    fn user_bytes(&self) -> u64 {
+        self.resident_bytes + self.file_bytes + self.stream_bytes
+    }
+
+    /// What user pages can still have, watermarks included.
+    fn room_bytes(&self) -> u64 {
+        self.capacity_bytes().saturating_sub(self.user_bytes())
+    }
+
+    fn marks_bytes(&self, mark: impl Fn(&Marks) -> u64) -> u64 {
+        let zones: u64 = self.plugs.iter().map(|plug| mark(&plug.marks)).sum();
+        (mark(&self.lowmem_marks) + zones) * PAGE_BYTES
+    }
+
+    /// What is on its way out and not free any more.
+    fn leaving_bytes(&self) -> u64 {
+        let outstanding = |(zone, plug): (&ZoneSizes, &Plug)| {
+            if self.now.since(plug.asked) < self.config.plug_delay_ms {
+                return 0;
+            }
+            zone.plugged_bytes.saturating_sub(zone.requested_bytes.max(self.stuck_bytes(zone, plug)))
+        };
+        self.zones.iter().zip(&self.plugs).map(outstanding).sum::<u64>().min(LEAVING_BYTES)
+    }
+
+    /// MemFree.
+    pub fn free_bytes(&self) -> u64 {
+        let used = self.user_bytes() + self.descriptor_bytes() + self.leaving_bytes();
+        self.total_bytes().saturating_sub(used)
+    }
+
+    /// MemAvailable: mm/show_mem.c, si_mem_available().
+    pub fn available_bytes(&self) -> u64 {
+        let low = self.marks_bytes(|marks| marks.low);
+        let cached = self.cached_bytes();
+        let kept = self.marks_bytes(|marks| marks.high) + self.reserve_bytes;
+        (self.free_bytes() + cached - (cached / 2).min(low)).saturating_sub(kept)
+    }
+
+    /// Free bytes of the boot memory and of each zone. User pages fill hotplugged DRAM, boot memory down to the reserve, and
+    /// then PM, which is how Linux' lists of zones are ordered.
+    pub(super) fn free_by_zone(&self, free: &mut [u64]) -> u64 {
+        let mut users = self.user_bytes();
+        let mut leaving = self.leaving_bytes();
+        let mut fill = |zone: &ZoneSizes| {
+            let taken = users.min(zone.plugged_bytes);
+            users -= taken;
+            zone.plugged_bytes - taken
+        };
+        for (zone, free) in self.zones.iter().zip(&mut *free).filter(|(zone, _)| zone.tier == Tier::Dram) {
+            *free = fill(zone);
+        }
+        let descriptors = self.descriptor_bytes();
+        let taken = users.min(self.lowmem_bytes.saturating_sub(self.reserve_bytes.max(descriptors)));
+        users -= taken;
+        let lowmem_free = self.lowmem_bytes.saturating_sub(taken + descriptors);
+        for (zone, free) in self.zones.iter().zip(&mut *free).filter(|(zone, _)| zone.tier == Tier::Pm) {
+            let taken = users.min(zone.plugged_bytes);
+            users -= taken;
+            *free = zone.plugged_bytes - taken;
+        }
+        for free in free.iter_mut().rev() {
+            let gone = leaving.min(*free);
+            *free -= gone;
+            leaving -= gone;
+        }
+        lowmem_free
+    }
+
+    /// User pages that lie in PM, in thousandths.
+    fn pm_permille(&self) -> u64 {
+        let users = self.user_bytes();
+        if users == 0 {
+            return 0;
+        }
+        let dram = (self.lowmem_bytes + self.plugged_of(Tier::Dram))
+            .saturating_sub(self.reserve_bytes.max(self.descriptor_bytes()));
+        users.saturating_sub(dram) * 1000 / users
+    }
+
+    fn stuck_bytes(&self, zone: &ZoneSizes, plug: &Plug) -> u64 {
+        let stuck = plug.peak_bytes / 1000 * self.config.refused_permille;
+        stuck.div_ceil(zone.block_bytes) * zone.block_bytes
+    }
+
+    /// The host asks for sizes.
+    pub fn request(&mut self, sizes: impl IntoIterator<Item = u64>) {
+        for ((zone, plug), requested_bytes) in self.zones.iter_mut().zip(&mut self.plugs).zip(sizes) {
+            if zone.requested_bytes != requested_bytes {
+                zone.requested_bytes = requested_bytes;
+                plug.asked = self.now;
+                plug.done_us = 0;
+            }
+        }
+    }
+
+    /// Writes the sizes into a view of the host.
+    pub fn show(&self, host: &mut HostView, pool_free_bytes: u64) {
+        host.zones.clear();
+        host.zones.extend_from_slice(&self.zones);
+        host.pool_free_bytes = pool_free_bytes;
+    }
+
+    /// Nothing moves as long as nothing else is wanted or asked: living on changes nothing but the time.
+    pub fn is_at_rest(&self, segment: &Segment) -> bool {
+        segment.is_flat() && self.is_even(segment)
+    }
+
+    /// Everything moves evenly: no reclaim, nothing on its way, nobody waits.
+    fn is_even(&self, segment: &Segment) -> bool {
+        !self.kswapd
+            && self.waiting_bytes == 0
+            && segment.anon_bytes_at(self.now) == self.wanted_bytes()
+            && self.missing_hot_bytes(segment) == 0
+            && self.missing_file_bytes(segment) == 0
+            && !self.is_moving()
+    }
+
+    /// How long everything that now moves evenly goes on to do so.
+    fn even_ms(&self, segment: &Segment) -> u64 {
+        if !self.is_even(segment) {
+            return 0;
+        }
+        let growth = u64::try_from(segment.anon_bytes_per_s).unwrap_or(0);
+        if growth == 0 {
+            return u64::MAX;
+        }
+        if growth > FILL_BYTES_PER_MS * 1000 {
+            return 0;
+        }
+        let low = self.marks_bytes(|marks| marks.low);
+        let room = (self.room_bytes() + self.stream_bytes).saturating_sub(low);
+        room.saturating_mul(1000) / growth
+    }
+
+    /// When available memory comes down to `bytes` if nothing but the segment moves it; `None`: not before what is
+    /// under way has been lived through.
+    pub fn available_falls_to(&self, bytes: u64, segment: &Segment) -> Option<TimeMs> {
+        let growth = u64::try_from(segment.anon_bytes_per_s).ok().filter(|growth| *growth > 0)?;
+        let available = self.available_bytes();
+        if !self.is_even(segment) || available <= bytes {
+            return None;
+        }
+        let ms = (available - bytes).saturating_mul(1000).div_ceil(growth);
+        Some(self.now + ms)
+    }
+
+    /// How far it may live before something that does not go evenly should be looked at again.
+    pub fn next_look(&self, segment: &Segment) -> TimeMs {
+        self.now + self.step_ms(segment)
+    }
+
+    fn step_ms(&self, segment: &Segment) -> u64 {
+        match self.even_ms(segment) {
+            0 if self.waiting_bytes == 0 && !self.is_moving() => PAGING_STEP_MS,
+            even_ms => even_ms.max(BUSY_STEP_MS),
+        }
+    }
+
+    fn is_moving(&self) -> bool {
+        self.zones.iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
+    }
+
+    /// Lives until `to`, which is in the segment.
+    pub fn live(&mut self, to: TimeMs, segment: &Segment, pool: &mut impl Pool) {
+        while self.now < to {
+            let ms = to.since(self.now).min(self.step_ms(segment));
+            self.step(ms, segment, pool);
+        }
+    }
+
+    fn step(&mut self, ms: u64, segment: &Segment, pool: &mut impl Pool) {
+        let wanted_before = self.wanted_bytes();
+        self.now = self.now + ms;
+        self.plug(ms, pool);
+        let wanted = segment.anon_bytes_at(self.now);
+        if wanted >= wanted_before {
+            self.waiting_bytes += wanted - wanted_before;
+        } else {
+            self.release(wanted_before - wanted);
+        }
+        let mut budget = Budget::new(ms, &self.config.swap);
+        let mut stall_us = self.allocate(ms, &mut budget);
+        self.run_kswapd(&mut budget);
+        stall_us += self.touch(ms.saturating_mul(1000).saturating_sub(stall_us), segment, &mut budget);
+        self.read_files(ms, segment);
+        self.totals.stall_us += stall_us;
+        self.count(ms, segment);
+    }
+
+    /// What is wanted: conservation is that each byte of it is in one place.
+    pub fn wanted_bytes(&self) -> u64 {
+        self.resident_bytes + self.swapped_bytes + self.waiting_bytes + self.killed_bytes
+    }
+
+    fn plug(&mut self, ms: u64, pool: &mut impl Pool) {
+        for index in 0..self.zones.len() {
+            let (zone, plug) = (self.zones[index], self.plugs[index]);
+            if zone.requested_bytes == zone.plugged_bytes {
+                continue;
+            }
+            let begun = plug.asked + self.config.plug_delay_ms;
+            let work_us = plug.done_us + self.now.since(begun).min(ms) * 1000;
+            let grows = zone.requested_bytes > zone.plugged_bytes;
+            let per_block = if grows { self.config.plug_block_us } else { self.config.unplug_block_us };
+            let block_us = (per_block * zone.block_bytes).div_ceil(BLOCK_BYTES).max(1);
+            let done_bytes = (work_us / block_us).saturating_mul(zone.block_bytes);
+            let moved = if grows {
+                self.plug_zone(index, done_bytes, pool)
+            } else {
+                self.unplug_zone(index, done_bytes, pool)
+            };
+            let plug = &mut self.plugs[index];
+            // A block that could not be moved is begun anew.
+            plug.done_us = if moved == 0 && done_bytes > 0 { 0 } else { work_us % block_us };
+            if moved > 0 {
+                plug.peak_bytes = plug.peak_bytes.max(self.zones[index].plugged_bytes);
+                plug.marks = Marks::movable(self.zones[index].plugged_bytes);
+            }
+        }
+    }
+
+    /// Plugs at most so much, and says how much it was. A section's descriptors have to find room first.
+    fn plug_zone(&mut self, index: usize, done_bytes: u64, pool: &mut impl Pool) -> u64 {
+        let zone = self.zones[index];
+        let mut bytes = done_bytes.min(zone.requested_bytes - zone.plugged_bytes);
+        let free = self.lowmem_free_bytes();
+        let sections = free.saturating_sub(self.lowmem_marks.min * PAGE_BYTES) / SECTION_DESCRIPTOR_BYTES;
+        let begun = zone.plugged_bytes.next_multiple_of(SECTION_BYTES) - zone.plugged_bytes;
+        bytes = bytes.min(begun.saturating_add(sections.saturating_mul(SECTION_BYTES)));
+        if zone.tier == Tier::Pm {
+            let whole = pool.free_bytes() / zone.block_bytes * zone.block_bytes;
+            bytes = pool.take(bytes.min(whole));
+        }
+        bytes -= bytes % zone.block_bytes;
+        self.zones[index].plugged_bytes += bytes;
+        self.totals.plugged_in_bytes[zone.tier as usize] += bytes;
+        bytes
+    }
+
+    fn lowmem_free_bytes(&self) -> u64 {
+        let descriptors = self.descriptor_bytes();
+        let users = self.user_bytes().saturating_sub(self.plugged_of(Tier::Dram));
+        let users = users.min(self.lowmem_bytes.saturating_sub(self.reserve_bytes.max(descriptors)));
+        self.lowmem_bytes.saturating_sub(users + descriptors)
+    }
+
+    /// Unplugs at most so much. Only free memory can leave; what lies in the blocks moves there.
+    fn unplug_zone(&mut self, index: usize, done_bytes: u64, pool: &mut impl Pool) -> u64 {
+        let (zone, plug) = (self.zones[index], self.plugs[index]);
+        let least = zone.requested_bytes.max(self.stuck_bytes(&zone, &plug));
+        let bytes = done_bytes.min(zone.plugged_bytes.saturating_sub(least));
+        let high = self.marks_bytes(|marks| marks.high);
+        // Page cache that nobody reads again makes room for what moves.
+        let clean = (bytes + high).saturating_sub(self.room_bytes()).min(self.stream_bytes);
+        self.stream_bytes -= clean;
+        let bytes = bytes.min(self.room_bytes().saturating_sub(high));
+        let bytes = bytes - bytes % zone.block_bytes;
+        self.zones[index].plugged_bytes -= bytes;
+        if zone.tier == Tier::Pm {
+            pool.give(bytes);
+        }
+        bytes
+    }
+
+    /// Processes free memory, or end. What they have in swap goes as what they have in memory does.
+    fn release(&mut self, mut bytes: u64) {
+        for part in [&mut self.waiting_bytes, &mut self.killed_bytes] {
+            let gone = bytes.min(*part);
+            *part -= gone;
+            bytes -= gone;
+        }
+        let held = self.resident_bytes + self.swapped_bytes;
+        if held == 0 {
+            return;
+        }
+        let from_swap = u128::from(bytes) * u128::from(self.swapped_bytes) / u128::from(held);
+        let from_swap = (from_swap as u64).max(bytes.saturating_sub(self.resident_bytes));
+        self.swapped_bytes -= from_swap;
+        self.resident_bytes -= bytes - from_swap;
+        self.stuck_ms = 0;
+    }
+
+    /// What waits gets what is free, and what it can reclaim. Returns the time that tasks waited.
+    fn allocate(&mut self, ms: u64, budget: &mut Budget) -> u64 {
+        if self.waiting_bytes == 0 {
+            self.stuck_ms = 0;
+            return 0;
+        }
+        let wanted = self.waiting_bytes.min(FILL_BYTES_PER_MS.saturating_mul(ms));
+        let min = self.marks_bytes(|marks| marks.min);
+        let low = self.marks_bytes(|marks| marks.low);
+        let mut got = wanted.min(self.room_bytes().saturating_sub(low));
+        self.resident_bytes += got;
+        if got < wanted {
+            // Below the low watermark kswapd works; what it has not freed yet is taken from the reserve down to min.
+            self.kswapd = true;
+            let clean = self.drop_clean(wanted - got, budget);
+            self.totals.kswapd_bytes += clean;
+            let more = (wanted - got).min(self.room_bytes().saturating_sub(min));
+            self.resident_bytes += more;
+            got += more;
+        }
+        if got < wanted {
+            self.totals.allocstalls += 1;
+            let reclaimed = self.reclaim(wanted - got, budget);
+            self.totals.direct_bytes += reclaimed;
+            let more = (wanted - got).min(self.room_bytes().saturating_sub(min));
+            self.resident_bytes += more;
+            got += more;
+        }
+        self.waiting_bytes -= got;
+        if got > 0 {
+            self.stuck_ms = 0;
+        } else {
+            self.stuck_ms += ms;
+            if self.stuck_ms >= OOM_MS {
+                self.kill();
+            }
+        }
+        // Tasks that get a part of what they want wait for the rest of the time.
+        crate::units::scale(ms * 1000, wanted - got, wanted)
+    }
+
+    /// The OOM killer ends who has most; here, a quarter of all, and what could not be had.
+    fn kill(&mut self) {
+        let taken = self.resident_bytes / 4;
+        self.resident_bytes -= taken;
+        let killed = taken + std::mem::take(&mut self.waiting_bytes);
+        self.killed_bytes += killed;
+        self.totals.oom_kills += 1;
+        self.totals.oom_killed_bytes += killed;
+        self.stuck_ms = 0;
+    }
+
+    fn run_kswapd(&mut self, budget: &mut Budget) {
+        let room = self.room_bytes();
+        if room < self.marks_bytes(|marks| marks.low) {
+            self.kswapd = true;
+        }
+        if !self.kswapd {
+            return;
+        }
+        let high = self.marks_bytes(|marks| marks.high);
+        let reclaimed = self.reclaim(high.saturating_sub(room), budget);
+        self.totals.kswapd_bytes += reclaimed;
+        // It ends when it is done, and gives up when there is nothing that it could take.
+        self.kswapd = self.room_bytes() < high && (reclaimed > 0 || self.can_reclaim());
+    }
+
+    fn can_reclaim(&self) -> bool {
+        let swap = &self.config.swap;
+        let swaps = swap.size_bytes.saturating_sub(self.swapped_bytes) >= PAGE_BYTES;
+        self.cached_bytes() > 0 || (swaps && self.resident_bytes >= PAGE_BYTES)
+    }
+
+    /// Page cache goes first, then files that are read again, then anonymous pages.
+    fn reclaim(&mut self, bytes: u64, budget: &mut Budget) -> u64 {
+        let mut freed = self.drop_clean(bytes, budget);
+        let swap_free = self.config.swap.size_bytes.saturating_sub(self.swapped_bytes);
+        let out = (bytes - freed).min(budget.swap_bytes).min(swap_free).min(self.resident_bytes);
+        let out = out - out % PAGE_BYTES;
+        budget.swap_bytes -= out;
+        self.resident_bytes -= out;
+        self.swapped_bytes += out;
+        self.totals.swapped_out_bytes += out;
+        freed += out;
+        freed
+    }
+
+    fn drop_clean(&mut self, bytes: u64, budget: &mut Budget) -> u64 {
+        let mut freed = 0;
+        for cache in [&mut self.stream_bytes, &mut self.file_bytes] {
+            let gone = (bytes - freed).min(*cache).min(budget.drop_bytes);
+            budget.drop_bytes -= gone;
+            *cache -= gone;
+            freed += gone;
+        }
+        freed
+    }
+
+    /// Anonymous memory that is in use and not there. Linux swaps out first what is not in use.
+    fn missing_hot_bytes(&self, segment: &Segment) -> u64 {
+        if segment.touches_per_s == 0 || self.swapped_bytes == 0 {
+            return 0;
+        }
+        let held = self.resident_bytes + self.swapped_bytes;
+        let cold = held - crate::units::scale(held, segment.hot_permille, 1000);
+        self.swapped_bytes.saturating_sub(cold)
+    }
+
+    /// Files in use that are not in the page cache.
+    fn missing_file_bytes(&self, segment: &Segment) -> u64 {
+        if segment.touches_per_s == 0 { 0 } else { segment.file_bytes.saturating_sub(self.file_bytes) }
+    }
+
+    /// Touches pages in use for so long, and brings in those that are not there. Returns the time that it took longer.
+    fn touch(&mut self, us: u64, segment: &Segment, budget: &mut Budget) -> u64 {
+        let (anon, file) = (self.missing_hot_bytes(segment), self.missing_file_bytes(segment));
+        if anon + file == 0 || us == 0 {
+            return 0;
+        }
+        let held = self.resident_bytes + self.swapped_bytes;
+        let hot =
+            u128::from(crate::units::scale(held, segment.hot_permille, 1000) + segment.file_bytes).max(1);
+        let [anon, file] = [anon, file].map(u128::from);
+        // A touch takes 1/rate if the page is there, and a fault more if it is not: of so many tries, so many fault.
+        let touch_ns = u128::from(1_000_000_000 / segment.touches_per_s.max(1));
+        let [anon_us, file_us] = [self.config.swap.in_us, FILE_READ_US].map(u128::from);
+        let fault_ns = (anon * anon_us + file * file_us) * 1000 / hot;
+        let touches = u128::from(us) * 1000 / (touch_ns + fault_ns).max(1);
+        let faults = |missing: u128| u64::try_from(touches * missing / hot).unwrap_or(u64::MAX);
+        let [anon_faults, file_faults] = [anon, file].map(faults);
+        self.swap_in(anon_faults.saturating_mul(PAGE_BYTES), segment, budget);
+        self.read_in(file_faults.saturating_mul(PAGE_BYTES * READ_AHEAD_PAGES), segment);
+        if self.room_bytes() < self.marks_bytes(|marks| marks.low) {
+            self.kswapd = true;
+        }
+        // Pages that found no room were waited for as well.
+        anon_faults
+            .saturating_mul(self.config.swap.in_us)
+            .saturating_add(file_faults.saturating_mul(FILE_READ_US))
+            .min(us)
+    }
+
+    fn swap_in(&mut self, bytes: u64, segment: &Segment, budget: &mut Budget) {
+        let bytes = bytes.min(self.missing_hot_bytes(segment));
+        let min = self.marks_bytes(|marks| marks.min);
+        let room = self.room_bytes().saturating_sub(min);
+        if bytes > room {
+            let reclaimed = self.reclaim(bytes - room, budget);
+            self.totals.direct_bytes += reclaimed;
+        }
+        let bytes = bytes.min(self.room_bytes().saturating_sub(min)).min(self.swapped_bytes);
+        self.swapped_bytes -= bytes;
+        self.resident_bytes += bytes;
+        self.totals.swapped_in_bytes += bytes;
+    }
+
+    /// What does not fit takes the place of other pages of such files, which come back later.
+    fn read_in(&mut self, bytes: u64, segment: &Segment) {
+        let bytes = bytes.min(self.missing_file_bytes(segment));
+        let high = self.marks_bytes(|marks| marks.high);
+        let needed = bytes.saturating_sub(self.room_bytes().saturating_sub(high));
+        self.stream_bytes -= needed.min(self.stream_bytes);
+        let added = bytes.min(self.room_bytes().saturating_sub(high));
+        self.file_bytes += added;
+        self.totals.refaulted_bytes += bytes - added;
+    }
+
+    /// Files that are read once fill what is free down to the high watermark, and then take each other's place.
+    fn read_files(&mut self, ms: u64, segment: &Segment) {
+        // Files that nobody reads again any more are cache as any other.
+        let left = self.file_bytes.saturating_sub(segment.file_bytes);
+        self.file_bytes -= left;
+        self.stream_bytes += left;
+        let streamed = segment.stream_bytes_per_s.saturating_mul(ms) / 1000;
+        let high = self.marks_bytes(|marks| marks.high);
+        let bytes = streamed.min(self.room_bytes().saturating_sub(high));
+        self.stream_bytes += bytes;
+        self.totals.kswapd_bytes += streamed - bytes;
+    }
+
+    fn count(&mut self, ms: u64, segment: &Segment) {
+        let ms_wide = u128::from(ms);
+        for (tier, sum) in [Tier::Dram, Tier::Pm].into_iter().zip(0..) {
+            let plugged: u64 = self.plugged_of(tier);
+            self.totals.plugged_byte_ms[sum] += u128::from(plugged) * ms_wide;
+        }
+        let plugged = self.plugged_bytes();
+        let need = self.needed_bytes(segment);
+        let held = self.total_bytes();
+        self.totals.over_byte_ms += u128::from(held.saturating_sub(need).min(plugged)) * ms_wide;
+        self.totals.short_byte_ms += u128::from(need.saturating_sub(held)) * ms_wide;
+        if segment.touches_per_s > 0 {
+            let pm = self.pm_permille();
+            let touches = u128::from(segment.touches_per_s) * ms_wide;
+            self.totals.touches_ms[0] += touches * u128::from(1000 - pm);
+            self.totals.touches_ms[1] += touches * u128::from(pm);
+        }
+    }
+
+    /// What the guest would have to have for all that is wanted to be there.
+    pub fn needed_bytes(&self, segment: &Segment) -> u64 {
+        let overhead = self.reserve_bytes.max(self.descriptor_bytes()) + self.marks_bytes(|marks| marks.high);
+        segment.anon_bytes_at(self.now) + segment.file_bytes + overhead
+    }
+}
+
+/// What can be reclaimed in a step.
+#[derive(Debug)]
+struct Budget {
+    drop_bytes: u64,
+    swap_bytes: u64,
+}
+
+impl Budget {
+    fn new(ms: u64, swap: &SwapDevice) -> Self {
+        let pages = (ms.saturating_mul(1000)).checked_div(swap.out_us).unwrap_or(0);
+        Budget { drop_bytes: DROP_BYTES_PER_MS.saturating_mul(ms), swap_bytes: pages * PAGE_BYTES }
+    }
+}

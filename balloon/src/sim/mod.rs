@@ -1,0 +1,33 @@
+//! A model of guests, for comparing policies. docs/simulator.md says what it knows and what it leaves out.
+//!
+//! ```text
+//!   Workload or Trace -> Demand -> Vm: Guest <-> Agent -> Report -> Controller -> Plan -> Guest
+//!                                   |
+//!                              Pool, shared by the VMs of a host
+//! ```
+//!
+//! The controller and the policies are those of the VMM. Everything else here is a model: it has no clock, no I/O and no
+//! randomness but what a seed gives, so that a run is the same on every machine.
+
+mod agent;
+mod demand;
+mod guest;
+mod host;
+mod outcome;
+mod random;
+mod replay;
+mod swap;
+#[cfg(test)]
+mod tests;
+mod vm;
+mod workload;
+
+pub use demand::{Demand, DemandError, Segment};
+pub use guest::{Guest, GuestConfig, Pool, Totals};
+pub use host::{Governed, HostPool, VmSetup, run_fleet, run_host};
+pub use outcome::Outcome;
+pub use random::Random;
+pub use replay::{ReplayError, replay};
+pub use swap::SwapDevice;
+pub use vm::{Decided, Observer, Skip, Vm};
+pub use workload::{Params as WorkloadParams, Workload};

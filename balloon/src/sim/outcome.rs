@@ -1,0 +1,173 @@
+//! What a run has come to.
+
+use serde::Serialize;
+
+use super::guest::{Guest, PAGE_BYTES};
+use super::vm::Vm;
+use crate::model::{energy, wear};
+
+const GB: f64 = (1u64 << 30) as f64;
+/// A touch is one access to a cache line.
+const LINE_BYTES: f64 = 64.0;
+const MS_PER_HOUR: f64 = 3_600_000.0;
+
+/// What a run of one VM, or of several together, has come to. Times are sums over the VMs.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Outcome {
+    /// VMs.
+    pub vms: u64,
+    /// For how long they lived.
+    pub run_s: f64,
+    /// Time in which tasks waited for memory.
+    pub stall_s: f64,
+    /// Time that accesses to PM took longer than to DRAM.
+    pub pm_slower_s: f64,
+    /// What came from swap.
+    pub swap_in_gb: f64,
+    /// What went there.
+    pub swap_out_gb: f64,
+    /// File pages that were evicted and came back.
+    pub refault_gb: f64,
+    /// Hotplugged memory held, all of it and the part that nobody needed.
+    pub held_gb_h: f64,
+    /// See there.
+    pub over_gb_h: f64,
+    /// Memory that was needed and not there.
+    pub short_gb_h: f64,
+    /// Plans that grew a guest.
+    pub grows: u64,
+    /// Plans that shrank one.
+    pub shrinks: u64,
+    /// Times that the OOM killer came.
+    pub oom_kills: u64,
+    /// Energy by technologies (002, Table 2): keeping, reading, writing.
+    pub energy_kj: f64,
+    /// Energy by states (AMF).
+    pub amf_energy_kj: f64,
+    /// What was written to PM, as memory and as swap.
+    pub pm_written_gb: f64,
+    /// The share of memory that rested on PM, in the mean: Memorage's h.
+    pub lent_share: f64,
+    /// How many times as long DRAM's share lasts for it, if it wears as PM does: equation 2, left.
+    pub memory_lifetime: f64,
+    /// Calls of the controller.
+    pub steps: u64,
+    /// Reports that could not have changed anything and were left out.
+    pub skipped: u64,
+}
+
+impl Outcome {
+    /// Of one VM.
+    pub fn of(vm: &Vm) -> Self {
+        let guest = vm.guest();
+        let (totals, decided, config) = (guest.totals(), vm.decided(), guest.config());
+        let gb = |bytes: u64| bytes as f64 / GB;
+        let gb_h = |byte_ms: u128| byte_ms as f64 / GB / MS_PER_HOUR;
+        let run_ms = guest.now().0;
+        // Thousandths, times milliseconds, of touches in a second are millionths of touches.
+        let touches = totals.touches_ms.map(|sum| sum as f64 / 1e6);
+        let mut outcome = Outcome {
+            vms: 1,
+            run_s: run_ms as f64 / 1e3,
+            stall_s: totals.stall_us as f64 / 1e6,
+            pm_slower_s: touches[1] * config.pm_slower_ns as f64 / 1e9,
+            swap_in_gb: gb(totals.swapped_in_bytes),
+            swap_out_gb: gb(totals.swapped_out_bytes),
+            refault_gb: gb(totals.refaulted_bytes),
+            held_gb_h: gb_h(totals.plugged_byte_ms[0] + totals.plugged_byte_ms[1]),
+            over_gb_h: gb_h(totals.over_byte_ms),
+            short_gb_h: gb_h(totals.short_byte_ms),
+            grows: decided.grows,
+            shrinks: decided.shrinks,
+            oom_kills: totals.oom_kills,
+            steps: decided.steps,
+            skipped: decided.skipped,
+            ..Outcome::default()
+        };
+        outcome.account_energy(guest, touches);
+        outcome.account_wear(guest, touches[1]);
+        outcome
+    }
+
+    fn account_energy(&mut self, guest: &Guest, touches: [f64; 2]) {
+        let (totals, config) = (guest.totals(), guest.config());
+        let write = config.write_permille as f64 / 1e3;
+        let boot_byte_s = config.boot_bytes as f64 * self.run_s;
+        let [dram_byte_s, pm_byte_s] = totals.plugged_byte_ms.map(|sum| sum as f64 / 1e3);
+        let mut joules = 0.0;
+        for (technology, byte_s, touches) in
+            [(energy::DRAM, boot_byte_s + dram_byte_s, touches[0]), (energy::PRAM, pm_byte_s, touches[1])]
+        {
+            let bytes = touches * LINE_BYTES;
+            joules += technology.idle_joules(byte_s);
+            joules += technology.access_joules(bytes * (1.0 - write), bytes * write);
+        }
+        if config.swap.is_pm {
+            joules +=
+                energy::PRAM.access_joules(totals.swapped_in_bytes as f64, totals.swapped_out_bytes as f64);
+        }
+        self.energy_kj = joules / 1e3;
+        // PM that is not plugged is there and idle.
+        let all_pm: u64 =
+            guest.zones().iter().filter(|zone| zone.tier == crate::Tier::Pm).map(|zone| zone.max_bytes).sum();
+        let idle_byte_s = (all_pm as f64 * self.run_s - pm_byte_s).max(0.0);
+        let activated: u64 = totals.plugged_in_bytes.iter().sum();
+        let active_byte_s = boot_byte_s + dram_byte_s + pm_byte_s;
+        self.amf_energy_kj = energy::AMF.joules(active_byte_s, idle_byte_s, activated as f64) / 1e3;
+    }
+
+    fn account_wear(&mut self, guest: &Guest, pm_touches: f64) {
+        let (totals, config) = (guest.totals(), guest.config());
+        let mut written = pm_touches * LINE_BYTES * config.write_permille as f64 / 1e3;
+        // Memory is zeroed or filled when it comes.
+        written += totals.plugged_in_bytes[1] as f64;
+        if config.swap.is_pm {
+            written += (totals.swapped_out_bytes / PAGE_BYTES * PAGE_BYTES) as f64;
+        }
+        self.pm_written_gb = written / GB;
+        let [dram, pm] = totals.plugged_byte_ms.map(|sum| sum as f64);
+        let all = config.boot_bytes as f64 * self.run_s * 1e3 + dram + pm;
+        self.lent_share = if all > 0.0 { pm / all } else { 0.0 };
+        self.memory_lifetime = memory_lifetime(self.lent_share);
+    }
+
+    /// Takes another VM's in.
+    pub fn add(&mut self, other: &Outcome) {
+        let vms = self.vms + other.vms;
+        let mean = |a: f64, b: f64| (a * self.vms as f64 + b * other.vms as f64) / vms.max(1) as f64;
+        let lent_share = mean(self.lent_share, other.lent_share);
+        *self = Outcome {
+            vms,
+            run_s: self.run_s + other.run_s,
+            stall_s: self.stall_s + other.stall_s,
+            pm_slower_s: self.pm_slower_s + other.pm_slower_s,
+            swap_in_gb: self.swap_in_gb + other.swap_in_gb,
+            swap_out_gb: self.swap_out_gb + other.swap_out_gb,
+            refault_gb: self.refault_gb + other.refault_gb,
+            held_gb_h: self.held_gb_h + other.held_gb_h,
+            over_gb_h: self.over_gb_h + other.over_gb_h,
+            short_gb_h: self.short_gb_h + other.short_gb_h,
+            grows: self.grows + other.grows,
+            shrinks: self.shrinks + other.shrinks,
+            oom_kills: self.oom_kills + other.oom_kills,
+            energy_kj: self.energy_kj + other.energy_kj,
+            amf_energy_kj: self.amf_energy_kj + other.amf_energy_kj,
+            pm_written_gb: self.pm_written_gb + other.pm_written_gb,
+            lent_share,
+            memory_lifetime: memory_lifetime(lent_share),
+            steps: self.steps + other.steps,
+            skipped: self.skipped + other.skipped,
+        };
+    }
+}
+
+fn memory_lifetime(share: f64) -> f64 {
+    let lending = wear::Lending {
+        share: share.min(0.999),
+        bandwidth: 0.0,
+        memory_bytes: 0.0,
+        storage_bytes_per_day: 1.0,
+        exchange_days: 1.0,
+    };
+    lending.memory_lifetime()
+}

@@ -1,0 +1,231 @@
+//! What holds of every run, and the shape of what the papers report.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::controller::Rules;
+use crate::policy::{Policy, fixed};
+use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
+
+/// A host's view of a VM with a quarter of its DRAM to come, and PM.
+fn view(dram_bytes: u64, pm_bytes: u64) -> HostView {
+    let mut host = HostView { boot_bytes: dram_bytes, ..HostView::default() };
+    for (id, tier, max_bytes) in [(0, Tier::Dram, dram_bytes / 4), (1, Tier::Pm, pm_bytes)] {
+        host.zones.push(ZoneSizes {
+            id: ZoneId(id),
+            tier,
+            guest_numa_node: id,
+            block_bytes: BLOCK_BYTES,
+            floor_bytes: 0,
+            max_bytes,
+            requested_bytes: 0,
+            plugged_bytes: 0,
+        });
+    }
+    host
+}
+
+fn setup(workload: Workload, duration_ms: u64, seed: u64) -> VmSetup {
+    let dram_bytes = 512 * MIB;
+    let mut random = Random::new(seed, 0);
+    VmSetup {
+        guest: GuestConfig { boot_bytes: dram_bytes, ..GuestConfig::default() },
+        host: view(dram_bytes, 1024 * MIB),
+        demand: workload.demand(&workload.defaults(), dram_bytes, duration_ms, &mut random),
+    }
+}
+
+fn governed(policy: &str) -> Governed {
+    let policy = match Policy::from_name(policy).expect("known") {
+        Policy::Fixed(_) => Policy::Fixed(fixed::Params { size_bytes: 512 * MIB }),
+        policy => policy,
+    };
+    Governed { policy, rules: Rules::default(), skip: Skip::AtRest }
+}
+
+fn run(setup: VmSetup, policy: &str) -> Outcome {
+    let vms = run_host(vec![setup], 4096 * MIB, &governed(policy), &mut ()).expect("in range");
+    Outcome::of(&vms[0])
+}
+
+/// What holds of a guest at every moment: what is wanted is in one place each, and fits there.
+fn laws(guest: &Guest, segment: &Segment) -> Result<(), String> {
+    let wanted = segment.anon_bytes_at(guest.now());
+    let parts = [guest.resident_bytes(), guest.swapped_bytes(), guest.waiting_bytes(), guest.killed_bytes()];
+    if parts.iter().sum::<u64>() != wanted {
+        return Err(format!("{wanted} is wanted, resident, swapped, waiting and killed are {parts:?}"));
+    }
+    let used = guest.resident_bytes() + guest.cached_bytes() + guest.descriptor_bytes();
+    if used > guest.total_bytes() {
+        return Err(format!("{used} is used of {}", guest.total_bytes()));
+    }
+    if guest.swapped_bytes() > guest.config().swap.size_bytes {
+        return Err(format!("{} is in swap", guest.swapped_bytes()));
+    }
+    for zone in guest.zones() {
+        let sizes = [zone.requested_bytes, zone.plugged_bytes];
+        let is_sound = |size: u64| {
+            (zone.floor_bytes..=zone.max_bytes).contains(&size) && size.is_multiple_of(zone.block_bytes)
+        };
+        if !sizes.into_iter().all(is_sound) {
+            return Err(format!("{} has {sizes:?} of {} to {}", zone.id, zone.floor_bytes, zone.max_bytes));
+        }
+    }
+    Ok(())
+}
+
+/// Holds every moment against the laws.
+#[derive(Default)]
+struct Lawful(Option<String>);
+
+impl Observer for Lawful {
+    fn lived(&mut self, guest: &Guest, segment: &Segment) {
+        if self.0.is_none() {
+            self.0 = laws(guest, segment).err().map(|error| format!("at {}: {error}", guest.now()));
+        }
+    }
+}
+
+fn any_workload() -> impl Strategy<Value = Workload> {
+    prop::sample::select(Workload::ALL.to_vec())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn every_byte_that_is_wanted_is_in_one_place(
+        workload in any_workload(),
+        policy in prop::sample::select(Policy::NAMES.to_vec()),
+        swap in prop::sample::select(SwapDevice::NAMES.to_vec()),
+        swap_mib in 0u64..2048,
+        refused_permille in 0u64..1000,
+        plug_delay_ms in 0u64..2_000,
+        floor_blocks in 0u64..64,
+        pool_mib in 0u64..1024,
+        seed: u64,
+    ) {
+        let mut setup = setup(workload, 300_000, seed);
+        setup.guest.swap = SwapDevice::from_name(swap, swap_mib * MIB).expect("listed");
+        setup.guest.refused_permille = refused_permille;
+        setup.guest.plug_delay_ms = plug_delay_ms;
+        for zone in &mut setup.host.zones {
+            zone.floor_bytes = floor_blocks * BLOCK_BYTES;
+            zone.requested_bytes = zone.floor_bytes;
+            zone.plugged_bytes = zone.floor_bytes;
+        }
+        let mut lawful = Lawful::default();
+        let vms = run_host(vec![setup], pool_mib * MIB, &governed(policy), &mut lawful).expect("in range");
+        prop_assert_eq!(lawful.0, None);
+        let pm = &vms[0].guest().zones()[1];
+        prop_assert!(pm.plugged_bytes <= pm.floor_bytes + pool_mib * MIB, "no more PM than the pool had");
+    }
+}
+
+/// A guest with 256 MiB plugged, and a page in the wrong place each.
+#[test]
+fn the_laws_see_what_breaks_them() {
+    let segment = Segment { anon_bytes: 100 * MIB, hot_permille: 1000, ..Segment::default() };
+    let mut host = view(512 * MIB, 1024 * MIB);
+    host.zones[1].requested_bytes = 256 * MIB;
+    host.zones[1].plugged_bytes = 256 * MIB;
+    let guest = Guest::new(GuestConfig::default(), &host.zones, &segment);
+    assert_eq!(laws(&guest, &segment), Ok(()));
+    let more = Segment { anon_bytes: 100 * MIB + 4096, ..segment };
+    assert!(laws(&guest, &more).is_err_and(|error| error.contains("is wanted")));
+
+    let mut asked = guest.clone();
+    asked.request([0, 256 * MIB + 1]);
+    assert!(laws(&asked, &segment).is_err_and(|error| error.starts_with("zone1 has")));
+
+    host.zones[1].floor_bytes = 128 * MIB;
+    let mut below = Guest::new(GuestConfig::default(), &host.zones, &segment);
+    below.request([0, 64 * MIB]);
+    below.live(TimeMs(5_000), &segment, &mut HostPool(0));
+    assert!(laws(&below, &segment).is_err_and(|error| error.starts_with("zone1 has")));
+}
+
+#[test]
+fn vms_of_a_host_share_its_pool_and_give_back_what_they_took() {
+    #[derive(Default)]
+    struct Most(u64);
+    impl Observer for Most {
+        fn host(&mut self, _: TimeMs, host: &HostView) {
+            self.0 = self.0.max(host.pool_free_bytes);
+        }
+    }
+    let setups = || (0..4).map(|seed| setup(Workload::Burst, 1_800_000, seed)).collect::<Vec<_>>();
+    let mut most = Most::default();
+    let vms = run_host(setups(), 512 * MIB, &governed("psi"), &mut most).expect("in range");
+    assert_eq!(most.0, 512 * MIB, "never more than there is");
+    let enough = run_host(setups(), 8192 * MIB, &governed("psi"), &mut ()).expect("in range");
+    let swapped = |vms: &[Vm]| vms.iter().map(|vm| vm.guest().totals().swapped_out_bytes).sum::<u64>();
+    assert!(swapped(&vms) > swapped(&enough), "a pool that is too small for all is felt");
+}
+
+#[test]
+fn a_fleet_comes_to_the_same_on_any_number_of_threads() {
+    let outcome = |threads, seed| {
+        let setup = |host: usize| {
+            let vm = |vm| setup(Workload::Burst, 1_200_000, seed + host as u64 * 3 + vm);
+            ((0..3).map(vm).collect(), 1024 * MIB)
+        };
+        run_fleet(7, &governed("psi"), threads, setup).expect("in range")
+    };
+    let one = outcome(1, 1);
+    assert_eq!((one.vms, one.run_s), (21, 21.0 * 1200.0));
+    for threads in [2, 3, 16] {
+        assert_eq!(outcome(threads, 1), one, "{threads} threads");
+    }
+    assert_ne!(outcome(1, 2), one, "another seed");
+}
+
+#[test]
+fn a_guest_without_swap_that_leaks_is_killed_without_pm_and_not_with_it() {
+    let no_swap = |mut setup: VmSetup| {
+        setup.guest.swap = SwapDevice::from_name("none", 0).expect("listed");
+        setup
+    };
+    let leak = || no_swap(setup(Workload::Leak, 600_000, 1));
+    assert!(run(leak(), "off").oom_kills > 0);
+    let psi = run(leak(), "psi");
+    assert_eq!((psi.oom_kills, psi.swap_out_gb), (0, 0.0));
+}
+
+/// The time that a run takes whose tasks wait for so long.
+fn run_time_s(outcome: &Outcome) -> f64 {
+    outcome.run_s + outcome.stall_s + outcome.pm_slower_s
+}
+
+/// A guest that has so much DRAM for a working set of 512 MiB, all of which is in use.
+fn deficit(dram_permille: u64, swap: &str) -> VmSetup {
+    let dram_bytes = 512 * MIB * dram_permille / 1000;
+    let segment = Segment {
+        anon_bytes: 100 * MIB,
+        anon_bytes_per_s: 100 << 20,
+        hot_permille: 1000,
+        ..Segment::default()
+    };
+    let touched = Segment { touches_per_s: 200_000, ..segment };
+    let full = Segment { at: TimeMs(4_120), anon_bytes: 512 * MIB, anon_bytes_per_s: 0, ..touched };
+    VmSetup {
+        guest: GuestConfig {
+            boot_bytes: dram_bytes,
+            swap: SwapDevice::from_name(swap, 4 << 30).expect("listed"),
+            ..GuestConfig::default()
+        },
+        host: view(dram_bytes, 1024 * MIB),
+        demand: Demand::new(vec![touched, full], TimeMs(60_000)).expect("in order"),
+    }
+}
+
+#[test]
+fn say_go_figure_4_run_time_stays_flat_with_pm_and_multiplies_with_swap() {
+    let all_dram = run_time_s(&run(deficit(1_500, "disk"), "off"));
+    for dram_permille in [750, 500] {
+        let with_pm = run_time_s(&run(deficit(dram_permille, "disk"), "psi")) / all_dram;
+        let with_swap = run_time_s(&run(deficit(dram_permille, "disk"), "off")) / all_dram;
+        assert!(with_pm < 1.2, "{dram_permille}: {with_pm}");
+        assert!(with_swap > 1.5 && with_swap > 1.4 * with_pm, "{dram_permille}: {with_swap}");
+    }
+}

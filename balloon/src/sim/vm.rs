@@ -1,0 +1,342 @@
+//! A VM: a guest, its agent, and the controller that the VMM has.
+
+use foreshore_proto::{Cause, Report};
+
+use super::agent::{Agent, LOOK_MS};
+use super::demand::{Demand, Segment};
+use super::guest::{Guest, GuestConfig, Pool};
+use crate::controller::{Controller, Event, Rules};
+use crate::params::{Parameters, Unit};
+use crate::plan::{Direction, Plan, Reason};
+use crate::policy::Policy;
+use crate::{HostView, ParamError, TimeMs};
+
+/// The VMM calls the controller at least this often while a guest is to follow a request.
+const TICK_MS: u64 = 1_000;
+
+/// No policy looks further back than its longest time and this: the stretches over which rates are taken, and after which
+/// sizes count as settled, are constants of two to three seconds.
+const WINDOWS_MS: u64 = 5_000;
+
+/// Which reports reach the controller.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Skip {
+    /// All but those that cannot change anything, see [`Vm`].
+    #[default]
+    AtRest,
+    /// All of them.
+    Nothing,
+}
+
+/// Sees what happens, in order.
+pub trait Observer {
+    /// The guest has reported.
+    fn report(&mut self, _at: TimeMs, _report: &Report) {}
+    /// The sizes on the host, before each plan and after it was carried out.
+    fn host(&mut self, _at: TimeMs, _host: &HostView) {}
+    /// A plan was made for `host`.
+    fn plan(&mut self, _at: TimeMs, _plan: &Plan, _host: &HostView) {}
+    /// The guest has lived to its present time.
+    fn lived(&mut self, _guest: &Guest, _segment: &Segment) {}
+}
+
+/// Sees nothing.
+impl Observer for () {}
+
+/// What was decided, counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Decided {
+    /// Calls of the controller.
+    pub steps: u64,
+    /// Reports that would not have changed anything and were left out.
+    pub skipped: u64,
+    /// Plans that grew the guest.
+    pub grows: u64,
+    /// Plans that shrank it.
+    pub shrinks: u64,
+}
+
+/// A VM and how far it has come.
+///
+/// **Reports that are left out.** While a guest is at rest (the same is wanted, nothing is on its way, nothing is reclaimed or
+/// touched that is not there) its reports say the same. A policy is a function of its state, a report and the time, and
+/// the time enters only as the distance from something seen: each such distance is compared with a parameter in
+/// milliseconds, or with one of a few constants. When reports have been the same for longer than all of these, and the
+/// decision is to leave everything as it is, the next one decides the same, and so on until something else is wanted.
+/// Before that happens as many reports are given again, so that what a policy keeps of the last ones is what it would be.
+/// The rules above the policy are passed over by a decision that changes nothing: a request that is not followed, lost
+/// reports and cool-downs are no rest. `tests::skipping` holds runs with and without against each other, plan by plan.
+#[derive(Clone, Debug)]
+pub struct Vm {
+    guest: Guest,
+    agent: Agent,
+    controller: Controller,
+    demand: Demand,
+    segment: usize,
+    host: HostView,
+    skip: Skip,
+    horizon_ms: Option<u64>,
+    rest_since: Option<TimeMs>,
+    ticked: TimeMs,
+    decided: Decided,
+}
+
+impl Vm {
+    /// A VM that has just started. `host` has its zones.
+    pub fn new(
+        guest: GuestConfig,
+        host: HostView,
+        demand: Demand,
+        policy: Policy,
+        rules: Rules,
+        skip: Skip,
+    ) -> Result<Self, ParamError> {
+        Ok(Vm {
+            guest: Guest::new(guest, &host.zones, &demand.segments()[0]),
+            agent: Agent::new(),
+            horizon_ms: horizon_ms(&policy),
+            controller: Controller::new(policy, rules)?,
+            demand,
+            segment: 0,
+            host,
+            skip,
+            rest_since: None,
+            ticked: TimeMs(0),
+            decided: Decided::default(),
+        })
+    }
+
+    /// The guest.
+    pub fn guest(&self) -> &Guest {
+        &self.guest
+    }
+
+    /// What was decided.
+    pub fn decided(&self) -> &Decided {
+        &self.decided
+    }
+
+    /// What is wanted of it.
+    pub fn demand(&self) -> &Demand {
+        &self.demand
+    }
+
+    /// How far it has come; `None` at the end.
+    pub fn now(&self) -> Option<TimeMs> {
+        (self.segment < self.demand.segments().len()).then(|| self.guest.now())
+    }
+
+    fn segment(&self) -> (Segment, TimeMs) {
+        let segments = self.demand.segments();
+        let end = segments.get(self.segment + 1).map_or(self.demand.end(), |next| next.at);
+        (segments[self.segment], end)
+    }
+
+    /// Lives until the next thing that happens, and does what follows from it.
+    pub fn turn(&mut self, pool: &mut impl Pool, observer: &mut impl Observer) {
+        let (segment, end) = self.segment();
+        let to = self.next_event(&segment, end);
+        self.guest.live(to, &segment, pool);
+        observer.lived(&self.guest, &segment);
+        let now = self.guest.now();
+        if self.agent.is_stalled(&self.guest) {
+            self.agent.alert(now);
+            self.report(Cause::Stall, pool, observer);
+        } else if now >= self.agent.report_due() {
+            self.report(Cause::Rest, pool, observer);
+            self.skip_rest(&segment, end, pool, observer);
+        } else if self.agent.is_news(self.guest.available_bytes()) {
+            self.agent.alert(now);
+            self.report(Cause::Watermark, pool, observer);
+        }
+        if self.is_followed() && self.guest.now().since(self.ticked) >= TICK_MS {
+            self.ticked = self.guest.now();
+            self.step(None, pool, observer);
+        }
+        if self.guest.now() >= end {
+            self.segment += 1;
+            self.rest_since = None;
+        }
+    }
+
+    fn next_event(&self, segment: &Segment, end: TimeMs) -> TimeMs {
+        let mut to = end.min(self.agent.report_due());
+        if self.is_followed() {
+            to = to.min(self.ticked + TICK_MS);
+        }
+        if !self.guest.is_at_rest(segment) {
+            // While something happens the agent looks; where everything goes evenly it is known what it will see.
+            let news = self.guest.available_falls_to(self.agent.news_bytes(), segment);
+            let look = news.unwrap_or(self.guest.now()).max(self.guest.next_look(segment)) + LOOK_MS;
+            to = to.min(look);
+        }
+        to.max(self.guest.now())
+    }
+
+    /// A request that has not been followed yet: the VMM watches.
+    fn is_followed(&self) -> bool {
+        self.guest.zones().iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
+            || self.controller.policy().name() == "fixed" && self.decided.steps == 0
+    }
+
+    fn report(&mut self, cause: Cause, pool: &mut impl Pool, observer: &mut impl Observer) {
+        let report = self.agent.report(&self.guest, cause);
+        observer.report(self.guest.now(), &report);
+        let held = self.step(Some(&report), pool, observer);
+        self.agent.take_back(report);
+        let (segment, _) = self.segment();
+        let rests = held && self.guest.is_at_rest(&segment) && self.agent.is_at_rest();
+        self.rest_since = rests.then(|| self.rest_since.unwrap_or(self.guest.now()));
+    }
+
+    /// Calls the controller and carries out its plan. Returns whether that left everything as it is, for good.
+    fn step(&mut self, report: Option<&Report>, pool: &mut impl Pool, observer: &mut impl Observer) -> bool {
+        let now = self.guest.now();
+        self.guest.show(&mut self.host, pool.free_bytes());
+        observer.host(now, &self.host);
+        let event = report.map_or(Event::Tick, Event::Report);
+        let plan = self.controller.step(event, &self.host, now);
+        observer.plan(now, &plan, &self.host);
+        self.decided.steps += 1;
+        self.agent.set_watermark(plan.watermark_bytes);
+        if !plan.dry_run {
+            self.guest.request(plan.targets.iter().map(|target| target.requested_bytes));
+        }
+        match plan.direction {
+            Direction::Grow => self.decided.grows += 1,
+            Direction::Shrink => self.decided.shrinks += 1,
+            Direction::Hold => {}
+        }
+        plan.direction == Direction::Hold
+            && matches!(plan.reason, Reason::Enough | Reason::Off | Reason::FixedSize)
+    }
+
+    /// Goes on to the last report before the end of the rest that may still matter.
+    fn skip_rest(
+        &mut self,
+        segment: &Segment,
+        end: TimeMs,
+        pool: &mut impl Pool,
+        observer: &mut impl Observer,
+    ) {
+        let now = self.guest.now();
+        let (Skip::AtRest, Some(horizon_ms), Some(since)) = (self.skip, self.horizon_ms, self.rest_since)
+        else {
+            return;
+        };
+        if now.since(since) < horizon_ms {
+            return;
+        }
+        let interval_ms = self.agent.interval_ms();
+        let count = end.since(now).saturating_sub(horizon_ms) / interval_ms;
+        if count == 0 {
+            return;
+        }
+        self.agent.skipped(count);
+        self.decided.skipped += count;
+        self.guest.live(now + count * interval_ms, segment, pool);
+        observer.lived(&self.guest, segment);
+    }
+}
+
+/// For how long what a policy has seen may change what it decides; `None` where that is not known.
+fn horizon_ms(policy: &Policy) -> Option<u64> {
+    // What psi learns of a guest fades over hours.
+    if matches!(policy, Policy::Psi(_)) {
+        return None;
+    }
+    let longest = |params: &dyn Parameters| {
+        let times = params.table().iter().zip(0..).filter(|(param, _)| param.unit == Unit::Ms);
+        times.map(|(_, index)| params.value(index)).max().unwrap_or(0)
+    };
+    Some(policy.parameters().map_or(0, longest) + WINDOWS_MS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::host::{HostPool, VmSetup};
+    use super::super::outcome::Outcome;
+    use super::super::random::Random;
+    use super::super::workload::Workload;
+    use super::*;
+    use crate::{BLOCK_BYTES, MIB, Tier, ZoneId, ZoneSizes};
+
+    /// What a run has come to: every plan that asked for something, and every figure but how often it was asked.
+    #[derive(Default, PartialEq, Debug)]
+    struct Log {
+        plans: Vec<(TimeMs, Vec<u64>, Reason)>,
+        outcome: Outcome,
+    }
+
+    impl Observer for Log {
+        fn plan(&mut self, at: TimeMs, plan: &Plan, host: &HostView) {
+            if plan.changes(host).next().is_some() {
+                self.plans.push((at, plan.targets.iter().map(|t| t.requested_bytes).collect(), plan.reason));
+            }
+        }
+    }
+
+    fn setup(workload: Workload, seed: u64) -> VmSetup {
+        let dram_bytes = 512 * MIB;
+        let zone = |id, tier, max_bytes| ZoneSizes {
+            id: ZoneId(id),
+            tier,
+            guest_numa_node: id,
+            block_bytes: BLOCK_BYTES,
+            floor_bytes: 0,
+            max_bytes,
+            requested_bytes: 0,
+            plugged_bytes: 0,
+        };
+        let mut host = HostView { boot_bytes: dram_bytes, ..HostView::default() };
+        host.zones = vec![zone(0, Tier::Dram, 128 * MIB), zone(1, Tier::Pm, 1024 * MIB)];
+        let mut params = workload.defaults();
+        // Several of whatever it is in the run.
+        params.period_ms = params.period_ms.min(1_800_000);
+        let demand = workload.demand(&params, dram_bytes, 3_600_000, &mut Random::new(seed, 0));
+        VmSetup { guest: GuestConfig { boot_bytes: dram_bytes, ..GuestConfig::default() }, host, demand }
+    }
+
+    fn run(setup: VmSetup, policy: &Policy, skip: Skip, horizon: impl Fn(&mut Vm)) -> (Log, u64) {
+        let mut pool = HostPool(2048 * MIB);
+        let rules = Rules::default();
+        let mut vm =
+            Vm::new(setup.guest, setup.host, setup.demand, policy.clone(), rules, skip).expect("defaults");
+        horizon(&mut vm);
+        let mut log = Log::default();
+        while vm.now().is_some() {
+            vm.turn(&mut pool, &mut log);
+        }
+        let skipped = vm.decided().skipped;
+        log.outcome = Outcome { steps: 0, skipped: 0, ..Outcome::of(&vm) };
+        (log, skipped)
+    }
+
+    #[test]
+    fn reports_that_are_left_out_would_have_changed_nothing() {
+        let mut skipped_in_all = 0;
+        for policy in Policy::NAMES.map(|name| Policy::from_name(name).expect("listed")) {
+            for workload in Workload::ALL {
+                for seed in 0..2 {
+                    let (all, none) = run(setup(workload, seed), &policy, Skip::Nothing, |_| {});
+                    let (some, skipped) = run(setup(workload, seed), &policy, Skip::AtRest, |_| {});
+                    assert_eq!(none, 0);
+                    assert_eq!(some, all, "{} under {}, seed {seed}", workload.name(), policy.name());
+                    skipped_in_all += skipped;
+                }
+            }
+        }
+        assert!(skipped_in_all > 10_000, "{skipped_in_all}");
+    }
+
+    /// The broken variant: a horizon that is too near.
+    #[test]
+    fn leaving_out_more_would_be_seen() {
+        let policy = Policy::default();
+        let differs = |seed| {
+            let all = run(setup(Workload::Burst, seed), &policy, Skip::Nothing, |_| {}).0;
+            all != run(setup(Workload::Burst, seed), &policy, Skip::AtRest, |vm| vm.horizon_ms = Some(0)).0
+        };
+        assert!((0..5).any(differs));
+    }
+}

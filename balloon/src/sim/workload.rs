@@ -1,0 +1,302 @@
+//! Generated demand.
+
+use super::demand::{Demand, Segment};
+use super::random::Random;
+use crate::params::params;
+use crate::units::scale;
+use crate::{MIB, TimeMs};
+
+const MINUTE_MS: u64 = 60_000;
+
+params! {
+    /// What a workload is made of. Each has defaults of its own; those of the table are `steady`'s.
+    pub struct Params {
+        /// Anonymous memory at the least, in thousandths of the DRAM that the guest boots with.
+        low_permille: "low", Permille, 10 => 100_000, 500;
+        /// Anonymous memory at the most, in thousandths of the DRAM.
+        high_permille: "high", Permille, 10 => 100_000, 1_500;
+        /// How fast it is filled, in bytes a second.
+        rate_bytes_per_s: "rate", Bytes, 4096 => 1 << 40, 100 * MIB;
+        /// From one rise to the next.
+        period_ms: "period", Ms, 1_000 => 86_400_000, 10 * MINUTE_MS;
+        /// Pages touched in a second.
+        touches_per_s: "touches", Count, 0 => 100_000_000, 100_000;
+        /// The part of anonymous memory that is touched.
+        hot_permille: "hot", Permille, 0 => 1000, 800;
+        /// Files that are read again and again, in thousandths of the DRAM.
+        files_permille: "files", Permille, 0 => 100_000, 50;
+        /// Files that are read once, in bytes a second.
+        stream_bytes_per_s: "stream", Bytes, 0 => 1 << 40, 0;
+    }
+    order { "low" <= "high"; }
+}
+
+/// A kind of demand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Workload {
+    /// Comes to its size once, and stays there.
+    Steady,
+    /// Goes up at the rate, stays for a period, and ends.
+    Ramp,
+    /// Rests, and once in a period, at no regular time, wants much at once for a tenth of it.
+    Burst,
+    /// Goes up at the rate, drops at once, again and again.
+    Sawtooth,
+    /// Goes up for the whole run, slowly.
+    Leak,
+    /// A day: little at night, much at noon, in steps of five minutes that are not even.
+    Diurnal,
+    /// Little anonymous memory, many files: some that are read again, more that are not.
+    CacheHeavy,
+}
+
+impl Workload {
+    /// All of them.
+    pub const ALL: [Workload; 7] = [
+        Workload::Steady,
+        Workload::Ramp,
+        Workload::Burst,
+        Workload::Sawtooth,
+        Workload::Leak,
+        Workload::Diurnal,
+        Workload::CacheHeavy,
+    ];
+
+    /// The name that `--workload` takes.
+    pub fn name(self) -> &'static str {
+        match self {
+            Workload::Steady => "steady",
+            Workload::Ramp => "ramp",
+            Workload::Burst => "burst",
+            Workload::Sawtooth => "sawtooth",
+            Workload::Leak => "leak",
+            Workload::Diurnal => "diurnal",
+            Workload::CacheHeavy => "cache-heavy",
+        }
+    }
+
+    /// The workload of this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|workload| workload.name() == name)
+    }
+
+    /// Its parameters if nothing else is said.
+    pub fn defaults(self) -> Params {
+        let default = Params::default();
+        match self {
+            Workload::Steady | Workload::Ramp | Workload::Leak => default,
+            Workload::Burst => Params { rate_bytes_per_s: 1 << 30, ..default },
+            Workload::Sawtooth => Params { period_ms: MINUTE_MS, ..default },
+            Workload::Diurnal => Params { period_ms: 24 * 60 * MINUTE_MS, low_permille: 400, ..default },
+            Workload::CacheHeavy => Params {
+                low_permille: 400,
+                high_permille: 500,
+                files_permille: 600,
+                stream_bytes_per_s: 50 * MIB,
+                ..default
+            },
+        }
+    }
+
+    /// What a guest with so much DRAM wants for so long. Whatever is not regular comes from `random`.
+    pub fn demand(self, params: &Params, dram_bytes: u64, duration_ms: u64, random: &mut Random) -> Demand {
+        let mut track = Track::new(params, dram_bytes, duration_ms);
+        let (low, high) = (track.part(params.low_permille), track.part(params.high_permille));
+        let period_ms = params.period_ms;
+        match self {
+            Workload::Steady => {
+                track.rest(random.between(1_000, 10_000));
+                track.go(high);
+            }
+            Workload::Ramp => {
+                track.rest(random.between(3_000, 10_000));
+                track.go(high);
+                track.rest(period_ms);
+                track.drop_to(low);
+            }
+            Workload::Burst => {
+                while track.goes_on() {
+                    let before_ms = random.between(0, period_ms * 8 / 10);
+                    track.rest(before_ms);
+                    track.go(high - random.between(0, (high - low) / 4 + 1));
+                    track.rest(period_ms / 10);
+                    track.drop_to(low);
+                    track.rest(period_ms * 9 / 10 - before_ms);
+                }
+            }
+            Workload::Sawtooth => {
+                while track.goes_on() {
+                    let start = track.now_ms;
+                    track.go(high);
+                    track.rest((start + period_ms).saturating_sub(track.now_ms + 1).max(100));
+                    track.drop_to(low);
+                    track.rest(100);
+                }
+            }
+            Workload::Leak => {
+                let bytes_per_s = scale(high - low, 1000, duration_ms.max(1));
+                track.push(i64::try_from(bytes_per_s).unwrap_or(i64::MAX), duration_ms);
+            }
+            Workload::Diurnal => {
+                track.now_bytes = day(low, high, 0, period_ms);
+                let step_ms = (period_ms / 288).max(100);
+                while track.goes_on() {
+                    let next = day(low, high, track.now_ms % period_ms, period_ms);
+                    let uneven = next / 20;
+                    let start = track.now_ms;
+                    track.go(next - uneven / 2 + random.between(0, uneven + 1));
+                    track.rest((start + step_ms).saturating_sub(track.now_ms).max(100));
+                }
+            }
+            Workload::CacheHeavy => {
+                track.rest(random.between(1_000, 10_000));
+                track.go(high);
+            }
+        }
+        track.end()
+    }
+}
+
+/// The middle of what is wanted at a time of the day: a parabola each for the day and for the night, which needs no
+/// floating point and is within 6 % of a cosine.
+fn day(low: u64, high: u64, at_ms: u64, period_ms: u64) -> u64 {
+    let half = (period_ms / 2).max(1);
+    // Night is the first and the last quarter: begin a quarter late.
+    let at = (at_ms + period_ms - period_ms / 4) % period_ms;
+    let x = u128::from(at % half) * 2000 / u128::from(half);
+    // 0 at the ends of the half, 1000 in its middle.
+    let arch = x * (2000 - x) / 1000;
+    let permille = if at < half { 500 + arch / 2 } else { 500 - arch / 2 };
+    low + (u128::from(high - low) * permille / 1000) as u64
+}
+
+/// Segments while they are being made.
+struct Track<'a> {
+    params: &'a Params,
+    dram_bytes: u64,
+    duration_ms: u64,
+    segments: Vec<Segment>,
+    now_ms: u64,
+    now_bytes: u64,
+}
+
+impl<'a> Track<'a> {
+    fn new(params: &'a Params, dram_bytes: u64, duration_ms: u64) -> Self {
+        let now_bytes = scale(dram_bytes, params.low_permille, 1000);
+        Track { params, dram_bytes, duration_ms, segments: Vec::new(), now_ms: 0, now_bytes }
+    }
+
+    fn part(&self, permille: u64) -> u64 {
+        scale(self.dram_bytes, permille, 1000)
+    }
+
+    fn goes_on(&self) -> bool {
+        self.now_ms < self.duration_ms
+    }
+
+    /// For `ms`, a change by so much a second.
+    fn push(&mut self, anon_bytes_per_s: i64, ms: u64) {
+        if ms == 0 {
+            return;
+        }
+        let segment = Segment {
+            at: TimeMs(self.now_ms),
+            anon_bytes: self.now_bytes,
+            anon_bytes_per_s,
+            file_bytes: self.part(self.params.files_permille),
+            stream_bytes_per_s: self.params.stream_bytes_per_s,
+            touches_per_s: self.params.touches_per_s,
+            hot_permille: self.params.hot_permille,
+        };
+        self.segments.push(segment);
+        self.now_ms += ms;
+        self.now_bytes = segment.anon_bytes_at(TimeMs(self.now_ms));
+    }
+
+    fn rest(&mut self, ms: u64) {
+        self.push(0, ms);
+    }
+
+    /// Up or down to `bytes` at the rate.
+    fn go(&mut self, bytes: u64) {
+        let rate = self.params.rate_bytes_per_s;
+        let ms = (self.now_bytes.abs_diff(bytes)).saturating_mul(1000) / rate;
+        let signed = i64::try_from(rate).unwrap_or(i64::MAX);
+        self.push(if bytes < self.now_bytes { -signed } else { signed }, ms);
+        self.now_bytes = bytes;
+    }
+
+    /// Down to `bytes` at once: processes end faster than they fill memory.
+    fn drop_to(&mut self, bytes: u64) {
+        self.now_bytes = bytes;
+    }
+
+    fn end(mut self) -> Demand {
+        if self.goes_on() {
+            self.rest(self.duration_ms - self.now_ms);
+        }
+        Demand::new(self.segments, TimeMs(self.duration_ms)).expect("made in order")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DAY_MS: u64 = 86_400_000;
+    const DRAM: u64 = 1 << 30;
+
+    fn demand(workload: Workload, duration_ms: u64, seed: u64) -> Demand {
+        workload.demand(&workload.defaults(), DRAM, duration_ms, &mut Random::new(seed, 0))
+    }
+
+    #[test]
+    fn every_workload_has_a_name_and_stays_between_low_and_high() {
+        for workload in Workload::ALL {
+            assert_eq!(Workload::from_name(workload.name()), Some(workload));
+            let params = workload.defaults();
+            params.validate().expect("defaults are inside their bounds");
+            let demand = demand(workload, DAY_MS, 1);
+            let (low, high) =
+                (scale(DRAM, params.low_permille, 1000), scale(DRAM, params.high_permille, 1000));
+            for (index, segment) in demand.segments().iter().enumerate() {
+                let end = demand.segments().get(index + 1).map_or(demand.end(), |next| next.at);
+                for bytes in [segment.anon_bytes, segment.anon_bytes_at(end)] {
+                    let slack = high / 20;
+                    let span = low - low / 20..=high + slack;
+                    assert!(span.contains(&bytes), "{} at {}: {}", workload.name(), segment.at, bytes / MIB);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_seed_is_the_same_demand_and_another_one_is_not() {
+        for workload in [Workload::Burst, Workload::Diurnal] {
+            assert_eq!(demand(workload, DAY_MS, 5), demand(workload, DAY_MS, 5));
+            assert_ne!(demand(workload, DAY_MS, 5), demand(workload, DAY_MS, 6));
+        }
+    }
+
+    #[test]
+    fn a_day_has_a_night_and_a_noon() {
+        let demand = demand(Workload::Diurnal, DAY_MS, 3);
+        let at = |hour: u64| {
+            let now = TimeMs(hour * 3_600_000 + 200_000);
+            let segment = demand.segments().iter().rev().find(|segment| segment.at <= now).expect("begun");
+            segment.anon_bytes_at(now) / MIB
+        };
+        assert!((390..=450).contains(&at(0)), "{}", at(0));
+        assert!((1_450..=1_600).contains(&at(12)), "{}", at(12));
+        assert!((900..=1_100).contains(&at(6)), "{}", at(6));
+        assert!(demand.segments().len() > 288);
+    }
+
+    #[test]
+    fn a_leak_ends_at_its_height() {
+        let demand = demand(Workload::Leak, DAY_MS, 1);
+        assert_eq!(demand.segments().len(), 1);
+        let short = demand.peak_bytes().abs_diff(DRAM * 3 / 2 + DRAM / 20);
+        assert!(short < MIB, "{short}");
+    }
+}
