@@ -12,8 +12,26 @@ use std::thread;
 
 use foreshore_proto::{Blocks, NodeBlocks, OnlinePolicy};
 
-/// What the kernel is to do with memory that is plugged: only movable memory can be relied on to leave again.
-const WANTED_POLICY: &str = "online_movable";
+use crate::args::Online;
+
+impl Online {
+    /// What is written to a block, and to the policy, so that memory comes online in this way.
+    fn word(self) -> Option<&'static str> {
+        match self {
+            Online::Movable => Some("online_movable"),
+            Online::Auto => Some("online"),
+            Online::None => None,
+        }
+    }
+
+    /// Whether a kernel with this policy does by itself what is wanted.
+    fn is_done_by(self, policy: OnlinePolicy) -> bool {
+        match self {
+            Online::Movable => policy == OnlinePolicy::OnlineMovable,
+            Online::Auto | Online::None => !matches!(policy, OnlinePolicy::Offline | OnlinePolicy::Unknown),
+        }
+    }
+}
 
 /// Read at least this often, because a block that is plugged and not online does not show in the total.
 const MAX_AGE_MS: u64 = 30_000;
@@ -21,13 +39,15 @@ const MAX_AGE_MS: u64 = 30_000;
 /// The same where blocks do not come online by themselves.
 const MAX_AGE_OFFLINE_MS: u64 = 1_000;
 
-/// Reading takes at most one part in so many of the time.
+/// Reading takes at most one part in so many of the time; and one in so many where nothing has changed.
 const COST_PART: u64 = 20;
+const REST_COST_PART: u64 = 1_000;
 
 /// The blocks as last read.
 #[derive(Debug)]
 pub struct BlockReader {
     root: PathBuf,
+    online: Online,
     /// Whether blocks that are offline are onlined.
     in_charge: bool,
     seen: Blocks,
@@ -37,6 +57,8 @@ pub struct BlockReader {
     /// When they were read, and when to read them again at the earliest.
     read_ms: Option<u64>,
     not_before_ms: u64,
+    /// When to read them where nothing seems to have changed.
+    rest_until_ms: u64,
 }
 
 /// What was done at one reading.
@@ -49,29 +71,30 @@ pub struct Onlined {
 }
 
 impl BlockReader {
-    /// A reader of `root`, which is /sys/devices/system/memory outside of tests. It changes nothing.
-    pub fn new(root: &Path) -> Self {
+    /// A reader of `root`, which is /sys/devices/system/memory outside of tests. It changes nothing before it is told to
+    /// take charge, and then sees to it that memory comes online in the way of `online`.
+    pub fn new(root: &Path, online: Online) -> Self {
         BlockReader {
             root: root.to_owned(),
+            online,
             in_charge: false,
             seen: Blocks::default(),
             offline: Vec::new(),
             total_bytes: 0,
             read_ms: None,
             not_before_ms: 0,
+            rest_until_ms: 0,
         }
     }
 
-    /// Sees to it that plugged memory comes online movable: has the kernel do so, if it does not already, and from
+    /// Sees to it that plugged memory comes online as is wanted: has the kernel do so, if it does not already, and from
     /// now on onlines blocks that it left offline.
     pub fn take_charge(&mut self) -> io::Result<()> {
+        let Some(word) = self.online.word() else { return Ok(()) };
         self.in_charge = true;
         let path = self.root.join("auto_online_blocks");
-        if fs::read_to_string(&path)?.trim() == WANTED_POLICY {
-            Ok(())
-        } else {
-            fs::write(path, WANTED_POLICY)
-        }
+        let policy = policy_of(&fs::read_to_string(&path)?);
+        if self.online.is_done_by(policy) { Ok(()) } else { fs::write(path, word) }
     }
 
     /// The blocks as last read.
@@ -83,9 +106,11 @@ impl BlockReader {
     pub fn is_due(&self, total_bytes: u64, now_ms: u64) -> bool {
         let Some(read_ms) = self.read_ms else { return true };
         let offline = self.seen.nodes.iter().any(|node| node.offline_bytes > 0);
-        let movable = self.seen.online_policy == OnlinePolicy::OnlineMovable;
-        let max_age_ms = if movable && !offline { MAX_AGE_MS } else { MAX_AGE_OFFLINE_MS };
-        let aged = now_ms.saturating_sub(read_ms) >= max_age_ms;
+        let aged = if self.online.is_done_by(self.seen.online_policy) && !offline {
+            now_ms >= self.rest_until_ms
+        } else {
+            now_ms.saturating_sub(read_ms) >= MAX_AGE_OFFLINE_MS
+        };
         now_ms >= self.not_before_ms && (aged || total_bytes != self.total_bytes)
     }
 
@@ -99,24 +124,20 @@ impl BlockReader {
         self.read_ms = Some(end_ms);
         let cost_ms = end_ms.saturating_sub(start_ms).max(1);
         self.not_before_ms = end_ms.saturating_add(cost_ms.saturating_mul(COST_PART));
+        let rest_ms = cost_ms.saturating_mul(REST_COST_PART).max(MAX_AGE_MS);
+        self.rest_until_ms = end_ms.saturating_add(rest_ms);
         onlined
     }
 
     fn scan(&mut self, onlined: &mut Onlined) -> Blocks {
         let text = |name: &str| fs::read_to_string(self.root.join(name)).unwrap_or_default();
-        let online_policy = match text("auto_online_blocks").trim() {
-            "offline" => OnlinePolicy::Offline,
-            "online" => OnlinePolicy::Online,
-            "online_kernel" => OnlinePolicy::OnlineKernel,
-            "online_movable" => OnlinePolicy::OnlineMovable,
-            _ => OnlinePolicy::Unknown,
-        };
+        let online_policy = policy_of(&text("auto_online_blocks"));
         let block_bytes = u64::from_str_radix(text("block_size_bytes").trim(), 16).unwrap_or(0);
         let mut nodes: Vec<NodeBlocks> = Vec::new();
         let was_offline = std::mem::take(&mut self.offline);
         let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
         for (number, path) in entries.filter_map(|e| Some((numbered(&e.file_name(), "memory")?, e.path()))) {
-            let online_it = self.in_charge && was_offline.contains(&number);
+            let online_it = self.online.word().filter(|_| self.in_charge && was_offline.contains(&number));
             let Some(block) = Block::read(&path, online_it, onlined) else { continue };
             if !block.online {
                 self.offline.push(number);
@@ -136,6 +157,17 @@ impl BlockReader {
     }
 }
 
+/// What /sys/devices/system/memory/auto_online_blocks says.
+fn policy_of(text: &str) -> OnlinePolicy {
+    match text.trim() {
+        "offline" => OnlinePolicy::Offline,
+        "online" => OnlinePolicy::Online,
+        "online_kernel" => OnlinePolicy::OnlineKernel,
+        "online_movable" => OnlinePolicy::OnlineMovable,
+        _ => OnlinePolicy::Unknown,
+    }
+}
+
 /// One block.
 #[derive(Clone, Copy, Debug)]
 struct Block {
@@ -146,12 +178,12 @@ struct Block {
 
 impl Block {
     /// Reads a block's directory; `None` if it goes away meanwhile.
-    fn read(path: &Path, online_it: bool, onlined: &mut Onlined) -> Option<Self> {
+    fn read(path: &Path, online_it: Option<&str>, onlined: &mut Onlined) -> Option<Self> {
         let state_path = path.join("state");
         let state = fs::read_to_string(&state_path).ok()?;
         let mut online = state.trim() == "online";
-        if online_it && state.trim() == "offline" {
-            online = fs::write(&state_path, WANTED_POLICY).is_ok();
+        if let Some(word) = online_it.filter(|_| state.trim() == "offline") {
+            online = fs::write(&state_path, word).is_ok();
             *(if online { &mut onlined.count } else { &mut onlined.failed }) += 1;
         }
         // The first zone is the one that the block is in. Only for a block that is online: of one that is just being added Linux
@@ -287,7 +319,7 @@ mod tests {
             "online_movable",
             &[(0, 0, "online", "none"), (2, 0, "online", "DMA32"), (32, 1, "online", "Movable")],
         );
-        let mut reader = BlockReader::new(dir.path());
+        let mut reader = BlockReader::new(dir.path(), Online::Movable);
         assert_eq!(reader.read(1, || 0), Onlined::default());
         assert_eq!(reader.seen().online_policy, OnlinePolicy::OnlineMovable);
         assert_eq!(reader.seen().nodes, [node(0, 2, 0, 0), node(1, 1, 0, 1)]);
@@ -296,7 +328,7 @@ mod tests {
     #[test]
     fn the_zones_of_a_block_that_is_offline_are_not_asked_for() {
         let dir = sysfs("offline", &[(32, 1, "offline", "Movable"), (33, 1, "online", "Movable")]);
-        let read = |name: &str| Block::read(&dir.path().join(name), false, &mut Onlined::default()).unwrap();
+        let read = |name: &str| Block::read(&dir.path().join(name), None, &mut Onlined::default()).unwrap();
         let (offline, online) = (read("memory32"), read("memory33"));
         assert_eq!((offline.online, offline.movable), (false, false));
         assert_eq!((online.online, online.movable), (true, true));
@@ -306,7 +338,7 @@ mod tests {
     fn offline_blocks_are_onlined_movable() {
         let dir =
             sysfs("offline", &[(32, 1, "offline", "Normal Movable"), (33, 1, "going-offline", "Movable")]);
-        let mut reader = BlockReader::new(dir.path());
+        let mut reader = BlockReader::new(dir.path(), Online::Movable);
         assert_eq!(reader.read(1, || 0), Onlined::default(), "not in charge yet");
         assert_eq!(reader.seen().nodes, [node(1, 0, 2, 0)]);
         reader.take_charge().expect("writes");
@@ -322,18 +354,60 @@ mod tests {
     #[test]
     fn the_policy_is_written_only_where_it_is_wrong() {
         let dir = sysfs("online", &[]);
-        BlockReader::new(dir.path()).take_charge().expect("writes");
+        BlockReader::new(dir.path(), Online::Movable).take_charge().expect("writes");
         let path = dir.path().join("auto_online_blocks");
         assert_eq!(fs::read_to_string(&path).expect("read"), "online_movable");
         fs::write(&path, "online_movable\n").expect("write");
-        BlockReader::new(dir.path()).take_charge().expect("nothing to do");
+        BlockReader::new(dir.path(), Online::Movable).take_charge().expect("nothing to do");
         assert_eq!(fs::read_to_string(&path).expect("read"), "online_movable\n", "not written again");
+    }
+
+    #[test]
+    fn the_kernels_own_choice_is_kept_where_it_makes_one() {
+        for (before, after) in [("offline", "online"), ("online_kernel", "online_kernel\n")] {
+            let dir = sysfs(before, &[(32, 1, "offline", "Normal Movable")]);
+            let mut reader = BlockReader::new(dir.path(), Online::Auto);
+            reader.take_charge().expect("writes");
+            let read = |name: &str| fs::read_to_string(dir.path().join(name)).expect("read");
+            assert_eq!(read("auto_online_blocks"), after);
+            reader.read(1, || 0);
+            assert_eq!(reader.read(1, || 0), Onlined { count: 1, failed: 0 });
+            assert_eq!(read("memory32/state"), "online");
+        }
+    }
+
+    #[test]
+    fn who_wants_nothing_onlined_gets_nothing_written() {
+        let dir = sysfs("offline", &[(32, 1, "offline", "Normal Movable")]);
+        let mut reader = BlockReader::new(dir.path(), Online::None);
+        reader.take_charge().expect("nothing to do");
+        for _ in 0..2 {
+            assert_eq!(reader.read(1, || 0), Onlined::default());
+        }
+        assert_eq!(reader.seen().nodes, [node(1, 0, 1, 0)], "and is told how it is");
+        let read = |name: &str| fs::read_to_string(dir.path().join(name)).expect("read");
+        assert_eq!(
+            (read("auto_online_blocks"), read("memory32/state")),
+            ("offline\n".into(), "offline\n".into())
+        );
+    }
+
+    #[test]
+    fn a_guest_with_very_many_blocks_reads_them_seldom_while_nothing_changes() {
+        let dir = sysfs("online_movable", &[(0, 0, "online", "Normal")]);
+        let mut reader = BlockReader::new(dir.path(), Online::Movable);
+        let times = std::cell::Cell::new(1_000);
+        // A reading that takes 100 ms.
+        reader.read(1, || times.replace(times.get() + 100));
+        assert!(!reader.is_due(1, 1_100 + 99_999));
+        assert!(reader.is_due(1, 1_100 + 100_000));
+        assert!(reader.is_due(2, 1_100 + 2_000), "a change is seen as soon as ever");
     }
 
     #[test]
     fn they_are_read_on_change_and_otherwise_seldom() {
         let dir = sysfs("online_movable", &[(0, 0, "online", "Normal")]);
-        let mut reader = BlockReader::new(dir.path());
+        let mut reader = BlockReader::new(dir.path(), Online::Movable);
         assert!(reader.is_due(1, 0));
         reader.read(1, || 1_000);
         assert!(!reader.is_due(1, 30_999));
@@ -345,7 +419,7 @@ mod tests {
     #[test]
     fn where_they_do_not_come_online_by_themselves_they_are_read_more_often() {
         let dir = sysfs("offline", &[]);
-        let mut reader = BlockReader::new(dir.path());
+        let mut reader = BlockReader::new(dir.path(), Online::Movable);
         reader.read(1, || 1_000);
         assert!(reader.is_due(1, 2_000));
     }
@@ -353,7 +427,8 @@ mod tests {
     #[test]
     fn the_thread_reads_when_it_is_due_and_answers_once() {
         let dir = sysfs("online_movable", &[(0, 0, "online", "Normal")]);
-        let mut watch = BlockWatch::start(BlockReader::new(dir.path()), || 1_000).expect("starts");
+        let mut watch =
+            BlockWatch::start(BlockReader::new(dir.path(), Online::Movable), || 1_000).expect("starts");
         let mut take_charge = true;
         let blocks =
             (0..).find_map(|_| watch.poll(7, 0, &mut take_charge)).expect("polls until it has answered");
@@ -370,7 +445,7 @@ mod tests {
     #[test]
     fn a_kernel_without_hotplug_has_none() {
         let dir = tempfile::tempdir().expect("tempdir");
-        let mut reader = BlockReader::new(&dir.path().join("memory"));
+        let mut reader = BlockReader::new(&dir.path().join("memory"), Online::Movable);
         reader.read(1, || 0);
         assert_eq!(reader.seen(), &Blocks::default());
         assert!(reader.take_charge().is_err());

@@ -8,7 +8,9 @@ mod pace;
 mod parse;
 mod proc;
 mod reserve;
+mod session;
 mod sys;
+mod trigger;
 
 use std::fs;
 use std::io::{self, Write};
@@ -18,7 +20,7 @@ use anyhow::Context;
 use foreshore_proto::{Cause, encode_report};
 
 use crate::agent::Agent;
-use crate::args::Command;
+use crate::args::{Command, Options};
 
 const PROC: &str = "/proc";
 const MEMORY: &str = "/sys/devices/system/memory";
@@ -29,7 +31,7 @@ fn main() -> anyhow::Result<()> {
         Command::Help => print(args::HELP.as_bytes()),
         Command::Version => print(format!("foreshore-agent {}\n", env!("CARGO_PKG_VERSION")).as_bytes()),
         Command::Once => once(),
-        Command::Run { cid, port } => run(cid, port),
+        Command::Run(options) => run(&options),
     }
 }
 
@@ -43,16 +45,20 @@ fn once() -> anyhow::Result<()> {
     print(&line)
 }
 
-fn run(cid: u32, port: u32) -> anyhow::Result<()> {
+fn run(options: &Options) -> anyhow::Result<()> {
     let mut agent = Agent::open(Path::new(PROC), Path::new(MEMORY))?;
     // None of these is worth dying for: without them the agent still reports, only less reliably.
+    try_to("watch for its end", agent.watch_termination());
     try_to("protect itself from the OOM killer", fs::write("/proc/self/oom_score_adj", "-1000"));
     try_to("raise its priority", sys::raise_priority());
-    try_to("watch memory blocks", agent.watch_blocks(Path::new(MEMORY)));
-    try_to("keep memory for the kernel", agent.keep_reserve(Path::new(SYSCTL_VM)));
-    try_to("register a pressure trigger", agent.arm_trigger(Path::new(PROC)));
+    try_to("watch memory blocks", agent.watch_blocks(Path::new(MEMORY), options.online));
+    if options.reserve {
+        try_to("keep memory for the kernel", agent.keep_reserve(Path::new(SYSCTL_VM)));
+    }
+    try_to("register a pressure trigger", agent.arm_triggers(Path::new(PROC)));
     try_to("lock its memory", sys::lock_memory());
-    agent.run(cid, port)
+    agent.run(&options.address);
+    Ok(())
 }
 
 fn try_to(what: &str, result: io::Result<()>) {

@@ -1,9 +1,8 @@
 //! The files in /proc, kept open and read into one buffer, so that a report allocates nothing.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use foreshore_proto::{Memory, RawReport, Stall};
@@ -16,9 +15,6 @@ const FIRST_BUFFER_BYTES: usize = 32 * 1024;
 
 /// No text is longer than this: zoneinfo takes 150 bytes per zone and CPU.
 const MAX_BUFFER_BYTES: usize = 16 << 20;
-
-/// Tasks waiting for 50 ms of 500 ms. Linux 6.1 takes no window shorter than 500 ms.
-const TRIGGER: &[u8] = b"some 50000 500000\0";
 
 /// Why a text could not be had.
 #[derive(Debug, Error)]
@@ -131,30 +127,6 @@ impl Text {
 
     fn failed(&self, source: io::Error) -> ProcError {
         ProcError::Read { path: self.path.clone(), source }
-    }
-}
-
-/// The kernel's pressure trigger: becomes ready when tasks wait for memory.
-#[derive(Debug)]
-pub struct Trigger(File);
-
-impl Trigger {
-    /// Registers it. Needs CAP_SYS_RESOURCE for a window as short as ours.
-    pub fn register(root: &Path) -> io::Result<Self> {
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(libc::O_NONBLOCK)
-            .open(root.join("pressure/memory"))?;
-        // One write makes one trigger, which lives as long as the file stays open.
-        let written = file.write(TRIGGER)?;
-        if written == TRIGGER.len() { Ok(Trigger(file)) } else { Err(io::ErrorKind::WriteZero.into()) }
-    }
-}
-
-impl AsFd for Trigger {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
     }
 }
 

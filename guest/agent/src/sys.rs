@@ -60,6 +60,25 @@ pub fn raise_priority() -> io::Result<()> {
     check(unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -10) }).map(drop)
 }
 
+/// A descriptor that becomes readable when the process is to end, which it does not do by itself from now on. Of threads
+/// started later; so it is called before any is.
+pub fn watch_termination() -> io::Result<OwnedFd> {
+    // SAFETY: sigset_t is plain data, and sigemptyset makes a set of it before anything else looks.
+    let mut set: libc::sigset_t = unsafe { std::mem::zeroed() };
+    // SAFETY: `set` outlives the calls, which write to nothing else.
+    unsafe {
+        libc::sigemptyset(&raw mut set);
+        libc::sigaddset(&raw mut set, libc::SIGTERM);
+        libc::sigaddset(&raw mut set, libc::SIGINT);
+    }
+    // SAFETY: `set` outlives the call, which only reads it; a null pointer asks for no old mask.
+    check(unsafe { libc::sigprocmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()) })?;
+    // SAFETY: `set` outlives the call, which only reads it.
+    let fd = check(unsafe { libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) })?;
+    // SAFETY: the kernel has just made `fd`, and nobody else knows of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
 /// Waits until one of `fds` is ready or `timeout_ms` have passed. An interruption counts as a time-out.
 pub fn poll(fds: &mut [libc::pollfd], timeout_ms: u64) -> io::Result<()> {
     let timeout = libc::c_int::try_from(timeout_ms).unwrap_or(libc::c_int::MAX);

@@ -1,0 +1,370 @@
+//! One connection: the hello, reports, and what the VMM answers.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use foreshore_proto::{
+    Cause, LineReader, NextLine, RawAgentMessage, Settings, VmmMessage, decode_vmm_message, encode_line,
+    encode_report,
+};
+use thiserror::Error;
+
+use crate::agent::Agent;
+use crate::args::Address;
+use crate::pace::Pace;
+use crate::proc::ProcError;
+use crate::trigger::TRIGGERS;
+use crate::{kernel, sys};
+
+/// Until the VMM says something else, report fast while less than this part is available.
+const DEFAULT_WATERMARK_PART: u64 = 5;
+
+/// Why a connection ended.
+#[derive(Debug, Error)]
+pub enum SessionError {
+    /// It could not be made.
+    #[error("Cannot connect to vsock port {port} of context {cid}")]
+    Connect {
+        /// The VMM's context.
+        cid: u32,
+        /// The VMM's port.
+        port: u32,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
+    },
+    /// It could not be made, to a socket's file.
+    #[error("Cannot connect to {path}")]
+    ConnectUnix {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
+    },
+    /// The VMM closed it.
+    #[error("The VMM closed the connection")]
+    Closed,
+    /// It broke.
+    #[error("The connection to the VMM broke")]
+    Broken(#[from] io::Error),
+    /// There is nothing to report.
+    #[error("No report can be made")]
+    Proc(#[from] ProcError),
+    /// The agent is told to end.
+    #[error("Told to end")]
+    Terminated,
+}
+
+/// One connection.
+#[derive(Debug)]
+pub struct Session<'a> {
+    agent: &'a mut Agent,
+    socket: OwnedFd,
+    pace: Pace,
+    lines: LineReader,
+    /// What is to be sent, and how much of it has been.
+    out: Vec<u8>,
+    sent: usize,
+}
+
+/// What a wait has ended with.
+#[derive(Clone, Copy, Debug)]
+struct Ready {
+    readable: bool,
+    writable: bool,
+    stalled: bool,
+}
+
+impl<'a> Session<'a> {
+    /// Connects, and says hello.
+    pub fn connect(agent: &'a mut Agent, address: &Address) -> Result<Self, SessionError> {
+        let socket = match address {
+            Address::Vsock { cid, port } => sys::connect_vsock(*cid, *port)
+                .map_err(|source| SessionError::Connect { cid: *cid, port: *port, source })?,
+            Address::Unix(path) => UnixStream::connect(path)
+                .map_err(|source| SessionError::ConnectUnix { path: path.clone(), source })?
+                .into(),
+        };
+        Session::new(agent, socket)
+    }
+
+    fn new(agent: &'a mut Agent, socket: OwnedFd) -> Result<Self, SessionError> {
+        let watermark_bytes = agent.proc.memory()?.total_bytes / DEFAULT_WATERMARK_PART;
+        let mut session = Session {
+            agent,
+            socket,
+            pace: Pace::new(Settings::with_watermark(watermark_bytes)),
+            lines: LineReader::new(),
+            out: Vec::new(),
+            sent: 0,
+        };
+        session.agent.report.seq = 0;
+        encode_line(&RawAgentMessage::Hello(kernel::hello()), &mut session.out);
+        session.flush()?;
+        Ok(session)
+    }
+
+    /// Waits for whatever comes first, and answers it.
+    pub fn turn(&mut self) -> Result<(), SessionError> {
+        let ready = self.wait()?;
+        if ready.readable {
+            self.receive()?;
+        }
+        if ready.writable {
+            self.flush()?;
+        }
+        // A VMM that does not read gets the newest figures when it does, not those of a minute ago.
+        if self.is_pending() {
+            return Ok(self.agent.keep_house()?);
+        }
+        let now_ms = sys::monotonic_ms();
+        if ready.stalled {
+            self.pace.alert(now_ms);
+            return self.send_report(Cause::Stall);
+        }
+        if now_ms >= self.pace.report_due_ms() {
+            return self.send_report(Cause::Rest);
+        }
+        if now_ms >= self.pace.look_due_ms() {
+            self.look(now_ms)?;
+        }
+        Ok(())
+    }
+
+    /// Whether something that is to be sent has not been taken.
+    fn is_pending(&self) -> bool {
+        self.sent < self.out.len()
+    }
+
+    /// Sleeps until the socket or a trigger is ready, or something is due.
+    fn wait(&mut self) -> Result<Ready, SessionError> {
+        let pending = self.is_pending();
+        let due_ms = if pending {
+            self.agent.house_due_ms()
+        } else {
+            self.pace.report_due_ms().min(self.pace.look_due_ms())
+        };
+        let events = libc::POLLIN | if pending { libc::POLLOUT } else { 0 };
+        let termination = self.agent.termination.as_ref().map(AsFd::as_fd);
+        let triggers = self.agent.triggers.as_ref().map_or([None; TRIGGERS], |triggers| triggers.fds());
+        let [some, full] = triggers.map(|fd| sys::pollfd(fd, libc::POLLPRI));
+        let mut fds = [
+            sys::pollfd(Some(self.socket.as_fd()), events),
+            sys::pollfd(termination, libc::POLLIN),
+            some,
+            full,
+        ];
+        sys::poll(&mut fds, due_ms.saturating_sub(sys::monotonic_ms()))?;
+        let [socket, termination, some, full] = fds.map(|fd| fd.revents);
+        if termination != 0 {
+            return Err(SessionError::Terminated);
+        }
+        let triggers = self.agent.triggers.as_mut();
+        let stalled = triggers.is_some_and(|triggers| triggers.fired([some, full], sys::monotonic_ms()));
+        let ended = libc::POLLIN | libc::POLLHUP | libc::POLLERR;
+        Ok(Ready { readable: socket & ended != 0, writable: socket & libc::POLLOUT != 0, stalled })
+    }
+
+    /// A cheap look at free memory, and a dearer one at what is available if that has fallen.
+    fn look(&mut self, now_ms: u64) -> Result<(), SessionError> {
+        let free_bytes = sys::free_bytes().unwrap_or(0);
+        if self.pace.is_suspicious(free_bytes) && self.pace.is_news(self.agent.proc.available_bytes()?) {
+            self.pace.alert(now_ms);
+            return self.send_report(Cause::Rest);
+        }
+        self.pace.looked(free_bytes, now_ms);
+        Ok(())
+    }
+
+    fn send_report(&mut self, cause: Cause) -> Result<(), SessionError> {
+        self.agent.take_report(cause)?;
+        let report = &mut self.agent.report;
+        let memory = report.memory;
+        if cause == Cause::Rest && self.pace.is_fast(memory.available_bytes, report.monotonic_ms) {
+            report.cause = Cause::Watermark;
+        }
+        encode_report(report, &mut self.out);
+        self.sent = 0;
+        self.pace.reported(memory.free_bytes, memory.available_bytes, report.monotonic_ms);
+        self.flush()
+    }
+
+    fn flush(&mut self) -> Result<(), SessionError> {
+        while self.is_pending() {
+            match sys::send(self.socket.as_fd(), &self.out[self.sent..])? {
+                0 => break,
+                count => self.sent += count,
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes what the VMM has sent. What it sends wrongly is said and passed over.
+    fn receive(&mut self) -> Result<(), SessionError> {
+        let mut buffer = [0; 2048];
+        let count = sys::receive(self.socket.as_fd(), &mut buffer)?.ok_or(SessionError::Closed)?;
+        let mut input = &buffer[..count];
+        while let Some(next) = self.lines.next(&mut input) {
+            let message = match next {
+                NextLine::Line(line) => decode_vmm_message(line),
+                NextLine::Refused(refusal) => Err(refusal),
+            };
+            match message {
+                Ok(VmmMessage::Settings(settings)) => self.pace.set(settings),
+                Ok(VmmMessage::OnlineBlocks { .. }) => self.agent.take_charge = true,
+                Err(refusal) => eprintln!("foreshore-agent: The VMM sent what is refused: {refusal}"),
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::path::Path;
+    use std::thread;
+
+    use foreshore_proto::{AgentMessage, decode_agent_message};
+
+    use super::*;
+    use crate::args::Online;
+
+    const MEMORY: &str = "/sys/devices/system/memory";
+
+    fn agent() -> Agent {
+        Agent::open(Path::new("/proc"), Path::new(MEMORY)).expect("this machine has /proc")
+    }
+
+    fn message(vmm: &mut BufReader<UnixStream>) -> AgentMessage {
+        let mut line = String::new();
+        vmm.read_line(&mut line).expect("a line");
+        decode_agent_message(line.trim_end().as_bytes()).and_then(AgentMessage::try_from).expect("verifies")
+    }
+
+    fn settings(rest_interval_ms: u32) -> Vec<u8> {
+        let settings = Settings { rest_interval_ms, ..Settings::with_watermark(0) };
+        let mut line = Vec::new();
+        encode_line(&VmmMessage::Settings(settings), &mut line);
+        line
+    }
+
+    #[test]
+    fn it_says_hello_and_reports_at_the_rate_that_the_vmm_asks_for() {
+        let (ours, vmm) = UnixStream::pair().expect("socketpair");
+        let (mut agent, mut reader) = (agent(), BufReader::new(vmm.try_clone().expect("dup")));
+        let mut session = Session::new(&mut agent, ours.into()).expect("begins");
+        assert!(matches!(message(&mut reader), AgentMessage::Hello(_)));
+        (&vmm).write_all(b"{\"type\":\"ode\",\"version\":1}\nno json\n").expect("write");
+        (&vmm).write_all(&settings(20)).expect("write");
+        let mut last = None;
+        for seq in 1..=5 {
+            while session.agent.report.seq < seq {
+                session.turn().expect("goes on");
+            }
+            let AgentMessage::Report(report) = message(&mut reader) else { panic!("a second hello") };
+            assert_eq!(report.seq(), seq);
+            assert!(last <= Some(report.monotonic_ms()));
+            last = Some(report.monotonic_ms());
+        }
+    }
+
+    #[test]
+    fn a_vmm_that_does_not_read_stops_the_reports_and_gets_whole_lines_later() {
+        let (ours, vmm) = UnixStream::pair().expect("socketpair");
+        let mut agent = agent();
+        let mut session = Session::new(&mut agent, ours.into()).expect("begins");
+        session.pace.set(Settings { rest_interval_ms: 0, ..Settings::with_watermark(0) });
+        while !session.is_pending() {
+            session.send_report(Cause::Rest).expect("goes on");
+        }
+        let stopped_at = session.agent.report.seq;
+        let vmm = thread::spawn(move || {
+            let mut reader = BufReader::new(vmm);
+            let mut newest = 0;
+            while newest <= stopped_at {
+                if let AgentMessage::Report(report) = message(&mut reader) {
+                    assert_eq!(report.seq(), newest + 1, "nothing is lost or cut");
+                    newest = report.seq();
+                }
+            }
+            reader
+        });
+        while !vmm.is_finished() {
+            session.turn().expect("goes on");
+        }
+        vmm.join().expect("every line was whole");
+    }
+
+    #[test]
+    fn the_end_of_the_vmm_ends_the_session() {
+        let (ours, vmm) = UnixStream::pair().expect("socketpair");
+        let mut agent = agent();
+        let mut session = Session::new(&mut agent, ours.into()).expect("begins");
+        drop(vmm);
+        let error = (0..10).find_map(|_| session.turn().err()).expect("ends");
+        assert!(matches!(error, SessionError::Closed | SessionError::Broken(_)), "{error:?}");
+    }
+
+    #[test]
+    fn nobody_there_is_an_error_that_says_where() {
+        let address = Address::Vsock { cid: 1, port: 1 };
+        let error = Session::connect(&mut agent(), &address).expect_err("nobody listens on a reserved port");
+        assert!(error.to_string().starts_with("Cannot connect to vsock port 1 of context 1"), "{error}");
+    }
+
+    /// A guest whose kernel leaves memory offline, and the block that it left so.
+    fn offline_guest() -> (tempfile::TempDir, Agent, std::path::PathBuf) {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let (proc, memory) = (dir.path().join("proc"), dir.path().join("memory"));
+        let block = memory.join("memory32");
+        std::fs::create_dir_all(block.join("node1")).expect("mkdir");
+        std::fs::create_dir_all(&proc).expect("mkdir");
+        let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/6.1-two-nodes");
+        for name in ["meminfo", "zoneinfo", "vmstat"] {
+            std::fs::copy(data.join(name), proc.join(name)).expect("copy");
+        }
+        std::fs::write(memory.join("auto_online_blocks"), "offline\n").expect("write");
+        std::fs::write(memory.join("block_size_bytes"), "8000000\n").expect("write");
+        std::fs::write(block.join("state"), "offline\n").expect("write");
+        let mut agent = Agent::open(&proc, &memory).expect("opens");
+        agent.watch_blocks(&memory, Online::Movable).expect("watches");
+        (dir, agent, block.join("state"))
+    }
+
+    fn is_online(state: &Path) -> bool {
+        std::fs::read_to_string(state).expect("read") == "online_movable"
+    }
+
+    #[test]
+    fn memory_comes_online_also_while_the_vmm_reads_nothing() {
+        let (_dir, mut agent, state) = offline_guest();
+        let (ours, _vmm) = UnixStream::pair().expect("socketpair");
+        while sys::send(ours.as_fd(), &[b'x'; 4096]).expect("send") > 0 {}
+        let mut session = Session::new(&mut agent, ours.into()).expect("begins");
+        let turns =
+            (0..1000).take_while(|_| !is_online(&state)).map(|_| session.turn().expect("goes on")).count();
+        assert!(turns < 1000 && session.is_pending());
+        assert_eq!(session.agent.report.seq, 0, "nothing was reported meanwhile");
+    }
+
+    #[test]
+    fn memory_comes_online_also_while_there_is_no_vmm() {
+        let (_dir, mut agent, state) = offline_guest();
+        let waits =
+            (0..1000).take_while(|_| !is_online(&state)).filter(|_| agent.is_told_to_end_within(20)).count();
+        assert_eq!(waits, 0, "nobody told it to end");
+        assert!(is_online(&state));
+    }
+
+    #[test]
+    fn a_report_of_this_machine_counts_up_and_verifies() {
+        let mut agent = agent();
+        let first = agent.take_report(Cause::Rest).expect("reports").seq;
+        let raw = agent.take_report(Cause::Stall).expect("reports").clone();
+        assert_eq!(raw.seq, first + 1);
+        foreshore_proto::Report::try_from(raw).expect("verifies");
+    }
+}

@@ -1,0 +1,170 @@
+//! The kernel's pressure triggers: descriptors that become ready when tasks wait for memory.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// For each trigger what is asked of the kernel, best first.
+///
+/// Some task has waited for 50 ms of 500 ms, or all of them at once for 15 ms. Linux takes no window shorter than 500 ms,
+/// and from whoever lacks CAP_SYS_RESOURCE none but multiples of 2 s, or, before 6.5, none at all
+/// (psi_trigger_create in kernel/sched/psi.c).
+const REQUESTS: [[&[u8]; 2]; 2] =
+    [[b"some 50000 500000\0", b"some 200000 2000000\0"], [b"full 15000 500000\0", b"full 60000 2000000\0"]];
+
+/// How many triggers there are.
+pub const TRIGGERS: usize = REQUESTS.len();
+
+/// A trigger that has been lost is asked for again after so long.
+const AGAIN_MS: u64 = 10_000;
+
+/// The triggers, as far as the kernel gives them.
+#[derive(Debug)]
+pub struct Triggers {
+    path: PathBuf,
+    files: [Option<File>; TRIGGERS],
+    again_ms: u64,
+}
+
+impl Triggers {
+    /// Registers them with the pressure file under `root`, which is /proc outside of tests. An error if there is none of
+    /// them.
+    pub fn register(root: &Path, now_ms: u64) -> io::Result<Self> {
+        let mut triggers =
+            Triggers { path: root.join("pressure/memory"), files: [None, None], again_ms: u64::MAX };
+        let result = triggers.register_missing(now_ms);
+        if triggers.files.iter().all(Option::is_none) {
+            result?;
+        }
+        Ok(triggers)
+    }
+
+    fn register_missing(&mut self, now_ms: u64) -> io::Result<()> {
+        let mut result = Ok(());
+        for (file, requests) in self.files.iter_mut().zip(REQUESTS) {
+            if file.is_none() {
+                match first_granted(requests, |request| register_one(&self.path, request)) {
+                    Ok(granted) => *file = Some(granted),
+                    Err(error) => result = Err(error),
+                }
+            }
+        }
+        self.again_ms = if result.is_ok() { u64::MAX } else { now_ms.saturating_add(AGAIN_MS) };
+        result
+    }
+
+    /// What to poll for POLLPRI.
+    pub fn fds(&self) -> [Option<BorrowedFd<'_>>; TRIGGERS] {
+        self.files.each_ref().map(|file| file.as_ref().map(AsFd::as_fd))
+    }
+
+    /// Takes in what poll has said of them: whether one has fired. Those that the kernel took away are given up, and
+    /// asked for again some time later.
+    pub fn fired(&mut self, events: [libc::c_short; TRIGGERS], now_ms: u64) -> bool {
+        for (file, events) in self.files.iter_mut().zip(events) {
+            if events & (libc::POLLERR | libc::POLLNVAL) != 0 {
+                *file = None;
+                self.again_ms = now_ms.saturating_add(AGAIN_MS);
+            }
+        }
+        if now_ms >= self.again_ms {
+            // Without them the loop goes on at its own pace.
+            let _ = self.register_missing(now_ms);
+        }
+        events.iter().any(|events| events & libc::POLLPRI != 0 && events & libc::POLLERR == 0)
+    }
+}
+
+/// What comes of the first of `requests` that is not refused.
+fn first_granted<T>(requests: [&[u8]; 2], mut register: impl FnMut(&[u8]) -> io::Result<T>) -> io::Result<T> {
+    let [best, other] = requests;
+    match register(best) {
+        Err(error)
+            if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::PermissionDenied) =>
+        {
+            register(other)
+        }
+        result => result,
+    }
+}
+
+/// One write makes one trigger, which lives as long as the file stays open.
+fn register_one(path: &Path, request: &[u8]) -> io::Result<File> {
+    let mut file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let written = file.write(request)?;
+    if written == request.len() { Ok(file) } else { Err(io::ErrorKind::WriteZero.into()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn pressure_root() -> tempfile::TempDir {
+        let dir = tempfile::tempdir().expect("tempdir");
+        fs::create_dir(dir.path().join("pressure")).expect("mkdir");
+        fs::write(dir.path().join("pressure/memory"), "").expect("write");
+        dir
+    }
+
+    #[test]
+    fn a_short_window_that_is_refused_is_followed_by_a_long_one() {
+        let asked = |refusal: Option<io::ErrorKind>| {
+            let mut asked = Vec::new();
+            let result = first_granted(REQUESTS[0], |request| {
+                asked.push(request.to_vec());
+                refusal.filter(|_| request == REQUESTS[0][0]).map_or(Ok(()), |kind| Err(kind.into()))
+            });
+            (asked.len(), result.map_err(|error| error.kind()))
+        };
+        assert_eq!(asked(None), (1, Ok(())));
+        assert_eq!(asked(Some(io::ErrorKind::InvalidInput)), (2, Ok(())));
+        assert_eq!(asked(Some(io::ErrorKind::PermissionDenied)), (2, Ok(())));
+        assert_eq!(asked(Some(io::ErrorKind::OutOfMemory)), (1, Err(io::ErrorKind::OutOfMemory)));
+    }
+
+    #[test]
+    fn a_window_is_what_linux_takes() {
+        for (requests, what) in REQUESTS.iter().zip(["some", "full"]) {
+            for (request, privileged) in requests.iter().zip([true, false]) {
+                let text = std::str::from_utf8(request).expect("ASCII").trim_end_matches('\0');
+                let words: Vec<&str> = text.split(' ').collect();
+                let [kind, stall, window] = words[..] else { panic!("{text}") };
+                let (stall_us, window_us): (u64, u64) =
+                    (stall.parse().expect("number"), window.parse().expect("number"));
+                assert_eq!(kind, what);
+                assert!(stall_us > 0 && stall_us <= window_us && (500_000..=10_000_000).contains(&window_us));
+                assert!(privileged || window_us % 2_000_000 == 0, "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn one_that_the_kernel_took_away_is_asked_for_again_later() {
+        let root = pressure_root();
+        let mut triggers = Triggers::register(root.path(), 0).expect("two files");
+        assert!(triggers.fired([0, libc::POLLPRI], 1_000), "either of them");
+        assert!(!triggers.fired([libc::POLLERR | libc::POLLPRI, 0], 2_000), "an error is no stall");
+        assert!(triggers.fds()[0].is_none() && triggers.fds()[1].is_some());
+        triggers.fired([0, 0], 11_999);
+        assert!(triggers.fds()[0].is_none(), "not at once");
+        triggers.fired([0, 0], 12_000);
+        assert!(triggers.fds()[0].is_some());
+        fs::remove_file(root.path().join("pressure/memory")).expect("remove");
+        triggers.fired([libc::POLLNVAL, libc::POLLNVAL], 13_000);
+        triggers.fired([0, 0], 23_000);
+        assert!(triggers.fds().iter().all(Option::is_none), "not there");
+        fs::write(root.path().join("pressure/memory"), "").expect("write");
+        triggers.fired([0, 0], 33_000);
+        assert!(triggers.fds().iter().all(Option::is_some));
+    }
+
+    #[test]
+    fn a_kernel_without_pressure_information_has_none() {
+        let root = tempfile::tempdir().expect("tempdir");
+        assert_eq!(Triggers::register(root.path(), 0).expect_err("none").kind(), io::ErrorKind::NotFound);
+    }
+}

@@ -1,0 +1,213 @@
+//! The program itself, before a VMM that comes and goes. It changes nothing on the machine that the tests run on.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use foreshore_proto::{AgentMessage, Settings, VmmMessage, decode_agent_message, encode_line};
+
+/// Against a test that never ends: nothing here takes that long.
+const LIMIT: Duration = Duration::from_secs(60);
+
+struct Agent(Child, BufReader<ChildStderr>);
+
+impl Agent {
+    fn start(socket: &Path) -> Self {
+        let program = env!("CARGO_BIN_EXE_foreshore-agent");
+        let arguments = ["--online", "none", "--reserve", "off", "--unix"];
+        let mut command = Command::new(program);
+        let mut child = command.args(arguments).arg(socket).stderr(Stdio::piped()).spawn().expect("starts");
+        let stderr = child.stderr.take().expect("piped");
+        Agent(child, BufReader::new(stderr))
+    }
+
+    /// Waits until it has said that.
+    fn says(&mut self, what: &str) {
+        let mut line = String::new();
+        while !line.contains(what) {
+            line.clear();
+            assert!(self.1.read_line(&mut line).expect("reads") > 0, "it ended without saying {what}");
+        }
+    }
+
+    /// Stops it, and waits until it stands.
+    fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        let stat = format!("/proc/{}/stat", self.0.id());
+        while !std::fs::read_to_string(&stat).expect("reads").contains(") T ") {
+            thread::yield_now();
+        }
+    }
+
+    fn signal(&self, signal: libc::c_int) {
+        let pid = libc::pid_t::try_from(self.0.id()).expect("a pid");
+        // SAFETY: kill reads and writes no memory; the process is our child and has not been waited for.
+        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    }
+
+    fn end(mut self) -> ExitStatus {
+        self.signal(libc::SIGTERM);
+        self.0.wait().expect("waits")
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The VMM's side of one connection.
+struct Vmm(BufReader<UnixStream>);
+
+impl Vmm {
+    fn accept(listener: &UnixListener) -> Self {
+        let (stream, _) = listener.accept().expect("accepts");
+        stream.set_read_timeout(Some(LIMIT)).expect("a limit");
+        Vmm(BufReader::new(stream))
+    }
+
+    fn next(&mut self) -> AgentMessage {
+        let mut line = String::new();
+        self.0.read_line(&mut line).expect("a line within the limit");
+        decode_agent_message(line.trim_end().as_bytes()).and_then(AgentMessage::try_from).expect("verifies")
+    }
+
+    fn hello(&mut self) {
+        let message = self.next();
+        assert!(matches!(message, AgentMessage::Hello(_)), "{message:?}");
+    }
+
+    fn report_seq(&mut self) -> u64 {
+        match self.next() {
+            AgentMessage::Report(report) => report.seq(),
+            AgentMessage::Hello(hello) => panic!("a second hello: {hello:?}"),
+        }
+    }
+
+    /// The fastest that an agent can be asked for.
+    fn ask_for_many(&mut self) {
+        let settings = Settings { rest_interval_ms: 20, ..Settings::with_watermark(0) };
+        let mut line = Vec::new();
+        encode_line(&VmmMessage::Settings(settings), &mut line);
+        self.0.get_mut().write_all(&line).expect("writes");
+    }
+}
+
+fn socket_in(dir: &tempfile::TempDir) -> PathBuf {
+    dir.path().join("vmm.sock")
+}
+
+#[test]
+fn a_vmm_that_comes_later_and_comes_again_gets_a_hello_and_reports_from_the_first() {
+    let dir = tempfile::tempdir().expect("tempdir");
+    let socket = socket_in(&dir);
+    let mut agent = Agent::start(&socket);
+    for _ in 0..2 {
+        // Nobody there, then somebody who refuses, then a VMM.
+        agent.says("No such file");
+        drop(UnixListener::bind(&socket).expect("binds"));
+        agent.says("Connection refused");
+        std::fs::remove_file(&socket).expect("remove");
+        let listener = UnixListener::bind(&socket).expect("binds");
+        let mut vmm = Vmm::accept(&listener);
+        vmm.hello();
+        assert_eq!((vmm.report_seq(), vmm.report_seq()), (1, 2));
+        std::fs::remove_file(&socket).expect("remove");
+    }
+    assert!(agent.end().success());
+}
+
+#[test]
+fn a_vmm_that_accepts_and_hangs_up_at_once_is_tried_again() {
+    let dir = tempfile::tempdir().expect("tempdir");
+    let listener = UnixListener::bind(socket_in(&dir)).expect("binds");
+    let agent = Agent::start(&socket_in(&dir));
+    for _ in 0..3 {
+        drop(listener.accept().expect("accepts"));
+    }
+    let mut vmm = Vmm::accept(&listener);
+    vmm.hello();
+    assert_eq!(vmm.report_seq(), 1);
+    assert!(agent.end().success());
+}
+
+#[test]
+fn a_vmm_that_does_not_read_can_neither_hold_the_agent_up_nor_keep_it_alive() {
+    let dir = tempfile::tempdir().expect("tempdir");
+    let listener = UnixListener::bind(socket_in(&dir)).expect("binds");
+    let agent = Agent::start(&socket_in(&dir));
+    let mut vmm = Vmm::accept(&listener);
+    vmm.ask_for_many();
+    vmm.hello();
+    let first = vmm.report_seq();
+    // Until no more goes in: what lies in the socket does not grow.
+    let mut queued = 0;
+    loop {
+        thread::sleep(Duration::from_millis(300));
+        let now = queued_bytes(vmm.0.get_ref());
+        if now == queued {
+            break;
+        }
+        queued = now;
+    }
+    assert!(agent.end().success());
+    let mut last = first;
+    while last < first + 10 {
+        let seq = vmm.report_seq();
+        assert_eq!(seq, last + 1, "whole lines in order");
+        last = seq;
+    }
+}
+
+fn queued_bytes(stream: &UnixStream) -> libc::c_int {
+    use std::os::fd::AsRawFd;
+    let mut bytes = 0;
+    // SAFETY: FIONREAD writes one int, which outlives the call.
+    assert_eq!(unsafe { libc::ioctl(stream.as_raw_fd(), libc::FIONREAD, &raw mut bytes) }, 0);
+    bytes
+}
+
+#[test]
+fn a_stopped_agent_goes_on_where_it_was() {
+    let dir = tempfile::tempdir().expect("tempdir");
+    let listener = UnixListener::bind(socket_in(&dir)).expect("binds");
+    let agent = Agent::start(&socket_in(&dir));
+    let mut vmm = Vmm::accept(&listener);
+    vmm.ask_for_many();
+    vmm.hello();
+    let mut last = vmm.report_seq();
+    for _ in 0..3 {
+        agent.stop();
+        while !vmm.0.buffer().is_empty() || queued_bytes(vmm.0.get_ref()) > 0 {
+            let seq = vmm.report_seq();
+            assert_eq!(seq, last + 1, "what it had sent before");
+            last = seq;
+        }
+        agent.signal(libc::SIGCONT);
+        let seq = vmm.report_seq();
+        assert_eq!(seq, last + 1);
+        last = seq;
+    }
+    assert!(agent.end().success());
+}
+
+#[test]
+fn one_that_is_killed_and_started_again_begins_anew() {
+    let dir = tempfile::tempdir().expect("tempdir");
+    let listener = UnixListener::bind(socket_in(&dir)).expect("binds");
+    for _ in 0..2 {
+        let agent = Agent::start(&socket_in(&dir));
+        let mut vmm = Vmm::accept(&listener);
+        vmm.hello();
+        assert_eq!(vmm.report_seq(), 1);
+        agent.signal(libc::SIGKILL);
+        drop(agent);
+        let mut rest = Vec::new();
+        while vmm.0.read_until(b'\n', &mut rest).expect("an end within the limit") > 0 {}
+    }
+}
