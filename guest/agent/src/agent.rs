@@ -7,7 +7,7 @@ use std::path::Path;
 use foreshore_proto::{Cause, PROTOCOL_VERSION, RawReport};
 
 use crate::args::{Address, Online};
-use crate::blocks::{BlockReader, BlockWatch};
+use crate::blocks::{BlockReader, BlockWatch, Signs};
 use crate::proc::{Proc, ProcError};
 use crate::reserve::Reserve;
 use crate::session::{Session, SessionError};
@@ -44,7 +44,7 @@ impl Agent {
     /// /sys/devices/system/memory.
     pub fn open(proc_root: &Path, memory_root: &Path) -> Result<Self, ProcError> {
         let mut blocks = BlockReader::new(memory_root, Online::None);
-        blocks.read(0, sys::monotonic_ms);
+        blocks.read(Signs::default(), sys::monotonic_ms);
         let report =
             RawReport { version: PROTOCOL_VERSION, blocks: blocks.seen().clone(), ..RawReport::default() };
         Ok(Agent {

@@ -6,6 +6,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
@@ -33,15 +34,25 @@ impl Online {
     }
 }
 
-/// Read at least this often, because a block that is plugged and not online does not show in the total.
+/// Read at least this often: what somebody else onlines differently shows in nothing else.
 const MAX_AGE_MS: u64 = 30_000;
 
-/// The same where blocks do not come online by themselves.
+/// The same while blocks are offline that should not be.
 const MAX_AGE_OFFLINE_MS: u64 = 1_000;
 
 /// Reading takes at most one part in so many of the time; and one in so many where nothing has changed.
 const COST_PART: u64 = 20;
 const REST_COST_PART: u64 = 1_000;
+
+/// What shows, at little cost, that blocks have come, gone or changed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Signs {
+    /// MemTotal.
+    pub total_bytes: u64,
+    /// Links to the directory of all blocks: one for each of them, and some more. Blocks that are plugged and stay
+    /// offline do not show in the total.
+    pub links: u64,
+}
 
 /// The blocks as last read.
 #[derive(Debug)]
@@ -53,7 +64,7 @@ pub struct BlockReader {
     seen: Blocks,
     /// Blocks that were offline at the last reading. The kernel may have been about to online them.
     offline: Vec<u32>,
-    total_bytes: u64,
+    signs: Signs,
     /// When they were read, and when to read them again at the earliest.
     read_ms: Option<u64>,
     not_before_ms: u64,
@@ -80,7 +91,7 @@ impl BlockReader {
             in_charge: false,
             seen: Blocks::default(),
             offline: Vec::new(),
-            total_bytes: 0,
+            signs: Signs::default(),
             read_ms: None,
             not_before_ms: 0,
             rest_until_ms: 0,
@@ -102,24 +113,27 @@ impl BlockReader {
         &self.seen
     }
 
-    /// Whether they should be read again.
-    pub fn is_due(&self, total_bytes: u64, now_ms: u64) -> bool {
-        let Some(read_ms) = self.read_ms else { return true };
+    /// When to read them again, if `signs` are all that is known to have happened since.
+    fn due_ms(&self, signs: Signs) -> u64 {
+        let Some(read_ms) = self.read_ms else { return 0 };
         let offline = self.seen.nodes.iter().any(|node| node.offline_bytes > 0);
-        let aged = if self.online.is_done_by(self.seen.online_policy) && !offline {
-            now_ms >= self.rest_until_ms
+        let due_ms = if signs != self.signs {
+            0
+        } else if offline && self.online.word().is_some() {
+            read_ms.saturating_add(MAX_AGE_OFFLINE_MS)
         } else {
-            now_ms.saturating_sub(read_ms) >= MAX_AGE_OFFLINE_MS
+            self.rest_until_ms
         };
-        now_ms >= self.not_before_ms && (aged || total_bytes != self.total_bytes)
+        due_ms.max(self.not_before_ms)
     }
 
-    /// Reads them again, and onlines, if in charge, what has been offline since the last time. `clock` gives the time before and after.
-    pub fn read(&mut self, total_bytes: u64, clock: impl Fn() -> u64) -> Onlined {
+    /// Reads them again, and onlines, if in charge, what has been offline since the last time. `clock` gives the time
+    /// before and after.
+    pub fn read(&mut self, signs: Signs, clock: impl Fn() -> u64) -> Onlined {
         let start_ms = clock();
         let mut onlined = Onlined::default();
         self.seen = self.scan(&mut onlined);
-        self.total_bytes = total_bytes;
+        self.signs = signs;
         let end_ms = clock();
         self.read_ms = Some(end_ms);
         let cost_ms = end_ms.saturating_sub(start_ms).max(1);
@@ -204,36 +218,41 @@ fn numbered(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> {
     name.to_str()?.strip_prefix(prefix)?.parse().ok()
 }
 
-/// While the total stays, the thread is asked at most so often whether a reading is due.
-const MIN_ASK_MS: u64 = 500;
-
 /// The thread's stack. All of it is locked, so it is no larger than it needs to be.
 const STACK_BYTES: usize = 64 * 1024;
 
 /// A [`BlockReader`] in a thread of its own.
 #[derive(Debug)]
 pub struct BlockWatch {
+    root: PathBuf,
     requests: SyncSender<Request>,
     answers: Receiver<Answer>,
     busy: bool,
-    asked_ms: u64,
-    asked_bytes: u64,
+    asked: Signs,
+    ask_again_ms: u64,
 }
 
 /// What the thread is to do: read, if that is due.
 #[derive(Clone, Copy, Debug)]
 struct Request {
-    total_bytes: u64,
+    signs: Signs,
     /// Take charge first, and read in any case.
     take_charge: bool,
 }
 
-/// What came of it, if anything.
-type Answer = Option<Blocks>;
+/// What came of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Answer {
+    /// The blocks, if they were read.
+    blocks: Option<Blocks>,
+    /// When to ask again, if nothing happens.
+    ask_again_ms: u64,
+}
 
 impl BlockWatch {
     /// Starts the thread. `clock` gives the time.
     pub fn start(mut reader: BlockReader, clock: fn() -> u64) -> io::Result<Self> {
+        let root = reader.root.clone();
         let (requests, inbox) = sync_channel::<Request>(1);
         let (outbox, answers) = sync_channel::<Answer>(1);
         let mut failed = 0;
@@ -246,40 +265,45 @@ impl BlockWatch {
             }
         };
         thread::Builder::new().name("blocks".into()).stack_size(STACK_BYTES).spawn(work)?;
-        Ok(BlockWatch { requests, answers, busy: false, asked_ms: 0, asked_bytes: 0 })
+        Ok(BlockWatch { root, requests, answers, busy: false, asked: Signs::default(), ask_again_ms: 0 })
     }
 
     /// Has them read again if that may be due, and returns what a reading has found since the last call. Never
     /// waits. Clears `take_charge` when it has been passed on.
     pub fn poll(&mut self, total_bytes: u64, now_ms: u64, take_charge: &mut bool) -> Option<Blocks> {
         let answer = self.answers.try_recv().ok();
-        self.busy &= answer.is_none();
-        let rested = now_ms.saturating_sub(self.asked_ms) >= MIN_ASK_MS;
-        if !self.busy && (rested || *take_charge || total_bytes != self.asked_bytes) {
-            let request = Request { total_bytes, take_charge: *take_charge };
+        if let Some(answer) = &answer {
+            self.busy = false;
+            self.ask_again_ms = answer.ask_again_ms;
+        }
+        let links = fs::metadata(&self.root).map_or(0, |metadata| metadata.nlink());
+        let signs = Signs { total_bytes, links };
+        if !self.busy && (*take_charge || signs != self.asked || now_ms >= self.ask_again_ms) {
+            let request = Request { signs, take_charge: *take_charge };
             self.busy = self.requests.try_send(request).is_ok();
             *take_charge &= !self.busy;
-            (self.asked_ms, self.asked_bytes) = (now_ms, total_bytes);
+            self.asked = signs;
         }
-        answer.flatten()
+        answer.and_then(|answer| answer.blocks)
     }
 }
 
 impl BlockReader {
     fn serve(&mut self, request: Request, clock: fn() -> u64, failed: &mut u64) -> Answer {
+        let signs = request.signs;
         if request.take_charge {
             if let Err(error) = self.take_charge() {
                 eprintln!("foreshore-agent: Cannot set auto_online_blocks: {error}");
             }
-        } else if !self.is_due(request.total_bytes, clock()) {
-            return None;
+        } else if clock() < self.due_ms(signs) {
+            return Answer { blocks: None, ask_again_ms: self.due_ms(signs) };
         }
-        let onlined = self.read(request.total_bytes, clock);
+        let onlined = self.read(signs, clock);
         if onlined.failed > *failed {
             eprintln!("foreshore-agent: {} memory blocks do not come online", onlined.failed);
         }
         *failed = onlined.failed;
-        Some(self.seen().clone())
+        Answer { blocks: Some(self.seen().clone()), ask_again_ms: self.due_ms(signs) }
     }
 }
 
@@ -288,6 +312,9 @@ mod tests {
     use super::*;
 
     const BLOCK: u64 = 128 << 20;
+    const SIGNS: Signs = Signs { total_bytes: 1, links: 3 };
+    const CHANGED: Signs = Signs { total_bytes: 2, ..SIGNS };
+    const PLUGGED: Signs = Signs { links: 4, ..SIGNS };
 
     /// A /sys/devices/system/memory as Linux 6.1 has it.
     fn sysfs(policy: &str, blocks: &[(u32, u32, &str, &str)]) -> tempfile::TempDir {
@@ -320,7 +347,7 @@ mod tests {
             &[(0, 0, "online", "none"), (2, 0, "online", "DMA32"), (32, 1, "online", "Movable")],
         );
         let mut reader = BlockReader::new(dir.path(), Online::Movable);
-        assert_eq!(reader.read(1, || 0), Onlined::default());
+        assert_eq!(reader.read(SIGNS, || 0), Onlined::default());
         assert_eq!(reader.seen().online_policy, OnlinePolicy::OnlineMovable);
         assert_eq!(reader.seen().nodes, [node(0, 2, 0, 0), node(1, 1, 0, 1)]);
     }
@@ -339,12 +366,12 @@ mod tests {
         let dir =
             sysfs("offline", &[(32, 1, "offline", "Normal Movable"), (33, 1, "going-offline", "Movable")]);
         let mut reader = BlockReader::new(dir.path(), Online::Movable);
-        assert_eq!(reader.read(1, || 0), Onlined::default(), "not in charge yet");
+        assert_eq!(reader.read(SIGNS, || 0), Onlined::default(), "not in charge yet");
         assert_eq!(reader.seen().nodes, [node(1, 0, 2, 0)]);
         reader.take_charge().expect("writes");
         reader.offline.clear();
-        assert_eq!(reader.read(1, || 0), Onlined::default(), "the kernel may be about to");
-        assert_eq!(reader.read(1, || 0), Onlined { count: 1, failed: 0 });
+        assert_eq!(reader.read(SIGNS, || 0), Onlined::default(), "the kernel may be about to");
+        assert_eq!(reader.read(SIGNS, || 0), Onlined { count: 1, failed: 0 });
         let state = fs::read_to_string(dir.path().join("memory32/state")).expect("read");
         assert_eq!(state, "online_movable");
         let other = fs::read_to_string(dir.path().join("memory33/state")).expect("read");
@@ -370,8 +397,8 @@ mod tests {
             reader.take_charge().expect("writes");
             let read = |name: &str| fs::read_to_string(dir.path().join(name)).expect("read");
             assert_eq!(read("auto_online_blocks"), after);
-            reader.read(1, || 0);
-            assert_eq!(reader.read(1, || 0), Onlined { count: 1, failed: 0 });
+            reader.read(SIGNS, || 0);
+            assert_eq!(reader.read(SIGNS, || 0), Onlined { count: 1, failed: 0 });
             assert_eq!(read("memory32/state"), "online");
         }
     }
@@ -382,7 +409,7 @@ mod tests {
         let mut reader = BlockReader::new(dir.path(), Online::None);
         reader.take_charge().expect("nothing to do");
         for _ in 0..2 {
-            assert_eq!(reader.read(1, || 0), Onlined::default());
+            assert_eq!(reader.read(SIGNS, || 0), Onlined::default());
         }
         assert_eq!(reader.seen().nodes, [node(1, 0, 1, 0)], "and is told how it is");
         let read = |name: &str| fs::read_to_string(dir.path().join(name)).expect("read");
@@ -398,30 +425,30 @@ mod tests {
         let mut reader = BlockReader::new(dir.path(), Online::Movable);
         let times = std::cell::Cell::new(1_000);
         // A reading that takes 100 ms.
-        reader.read(1, || times.replace(times.get() + 100));
-        assert!(!reader.is_due(1, 1_100 + 99_999));
-        assert!(reader.is_due(1, 1_100 + 100_000));
-        assert!(reader.is_due(2, 1_100 + 2_000), "a change is seen as soon as ever");
+        reader.read(SIGNS, || times.replace(times.get() + 100));
+        assert_eq!(reader.due_ms(SIGNS), 1_100 + 100_000);
+        assert_eq!(reader.due_ms(CHANGED), 1_100 + 2_000, "a change is seen as soon as ever");
     }
 
     #[test]
     fn they_are_read_on_change_and_otherwise_seldom() {
         let dir = sysfs("online_movable", &[(0, 0, "online", "Normal")]);
         let mut reader = BlockReader::new(dir.path(), Online::Movable);
-        assert!(reader.is_due(1, 0));
-        reader.read(1, || 1_000);
-        assert!(!reader.is_due(1, 30_999));
-        assert!(reader.is_due(1, 31_000));
-        assert!(!reader.is_due(2, 1_019), "at most a twentieth of the time");
-        assert!(reader.is_due(2, 1_020));
+        assert_eq!(reader.due_ms(SIGNS), 0);
+        reader.read(SIGNS, || 1_000);
+        assert_eq!(reader.due_ms(SIGNS), 31_000);
+        assert_eq!(reader.due_ms(CHANGED), 1_020, "at most a twentieth of the time");
+        assert_eq!(reader.due_ms(PLUGGED), 1_020, "also one that is offline");
     }
 
     #[test]
-    fn where_they_do_not_come_online_by_themselves_they_are_read_more_often() {
-        let dir = sysfs("offline", &[]);
-        let mut reader = BlockReader::new(dir.path(), Online::Movable);
-        reader.read(1, || 1_000);
-        assert!(reader.is_due(1, 2_000));
+    fn where_some_are_offline_that_should_not_be_they_are_read_more_often() {
+        let dir = sysfs("offline", &[(0, 0, "offline", "Normal")]);
+        for (online, due_ms) in [(Online::Movable, 2_000), (Online::Auto, 2_000), (Online::None, 31_000)] {
+            let mut reader = BlockReader::new(dir.path(), online);
+            reader.read(SIGNS, || 1_000);
+            assert_eq!(reader.due_ms(SIGNS), due_ms);
+        }
     }
 
     #[test]
@@ -435,18 +462,22 @@ mod tests {
         assert_eq!(blocks.nodes, [node(0, 1, 0, 0)]);
         assert!(!take_charge, "passed on");
         assert!(!watch.busy);
-        assert_eq!(watch.poll(7, 499, &mut take_charge), None);
-        assert!(!watch.busy, "nothing has moved");
-        watch.poll(7, 500, &mut take_charge);
+        assert_eq!(watch.poll(7, 30_999, &mut take_charge), None);
+        assert!(!watch.busy, "nothing has moved: the thread sleeps");
+        watch.poll(7, 31_000, &mut take_charge);
         assert!(watch.busy);
-        assert_eq!(watch.answers.recv(), Ok(None), "it was not due");
+        let later = Answer { blocks: None, ask_again_ms: 31_000 };
+        assert_eq!(watch.answers.recv(), Ok(later), "it was not due by the thread's clock");
+        watch.busy = false;
+        watch.poll(8, 2_000, &mut take_charge);
+        assert!(watch.busy, "the total has changed");
     }
 
     #[test]
     fn a_kernel_without_hotplug_has_none() {
         let dir = tempfile::tempdir().expect("tempdir");
         let mut reader = BlockReader::new(&dir.path().join("memory"), Online::Movable);
-        reader.read(1, || 0);
+        reader.read(SIGNS, || 0);
         assert_eq!(reader.seen(), &Blocks::default());
         assert!(reader.take_charge().is_err());
     }
