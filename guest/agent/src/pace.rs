@@ -3,6 +3,9 @@
 //! Two costs are weighed: a report costs the guest the formatting of four texts in /proc, a look costs one cheap
 //! system call. So at rest the agent reports once a second, but looks more often, and the sooner the less there is
 //! to lose; a look that finds much gone leads to a report at once.
+//!
+//! Between the two rates the interval follows what is at stake ([`interval_ms`]): how far it is to the watermark, and how
+//! soon it is reached if memory goes on falling as it does.
 
 use foreshore_proto::Settings;
 
@@ -15,10 +18,10 @@ const MAX_LOOK_MS: u64 = 250;
 /// Report at the fast rate for this long after something was seen, to show how it goes on.
 const ALERT_MS: u64 = 1_000;
 
-/// Under the watermark, but nothing moves: after this long a slower rate will do.
+/// Nothing moves: after this long a slower rate will do.
 const STEADY_MS: u64 = 3_000;
 
-/// That rate is so many times slower.
+/// Under the watermark that rate is so many times slower; above it it is the one at rest.
 const STEADY_FACTOR: u64 = 5;
 
 /// A fall by this part of what was available is news.
@@ -26,6 +29,9 @@ const NEWS_PART: u64 = 8;
 
 /// A change by less than this part is no movement.
 const STEADY_PART: u64 = 16;
+
+/// So many reports are made before the watermark is reached, if memory falls on as it does.
+const REPORTS_BEFORE: u64 = 5;
 
 /// What was seen at the last report or look at /proc/meminfo.
 #[derive(Clone, Copy, Debug, Default)]
@@ -48,6 +54,43 @@ pub struct Pace {
     /// Where available memory stays, and since when.
     steady_bytes: u64,
     steady_since_ms: u64,
+    fall: Fall,
+}
+
+/// How fast available memory falls. It is forgotten slowly: a load that pauses for a moment goes on.
+#[derive(Clone, Copy, Debug, Default)]
+struct Fall {
+    bytes_per_s: u64,
+}
+
+impl Fall {
+    /// Takes in that so much was available, and so long later so much.
+    fn saw(&mut self, before_bytes: u64, now_bytes: u64, elapsed_ms: u64) {
+        let fallen = u128::from(before_bytes.saturating_sub(now_bytes));
+        let now = fallen.saturating_mul(1000) / u128::from(elapsed_ms.max(1));
+        self.bytes_per_s = u64::try_from(now).unwrap_or(u64::MAX).max(self.bytes_per_s / 2);
+    }
+}
+
+/// The interval that fits so much available memory, falling so fast: never shorter than that under the watermark, never
+/// longer than that at rest.
+///
+/// At the watermark the former, at twice the watermark the latter, in between in proportion; and short enough
+/// for some reports before the watermark is reached.
+fn interval_ms(settings: &Settings, available_bytes: u64, fall: Fall) -> u64 {
+    let rest_ms = u64::from(settings.rest_interval_ms);
+    let fast_ms = u64::from(settings.watermark_interval_ms).min(rest_ms);
+    let watermark = settings.watermark_bytes;
+    let Some(over) = available_bytes.checked_sub(watermark) else { return fast_ms };
+    let part = |of: u64, numerator: u64, denominator: u64| {
+        let scaled = u128::from(of) * u128::from(numerator) / u128::from(denominator.max(1));
+        u64::try_from(scaled).unwrap_or(u64::MAX)
+    };
+    let by_distance_ms =
+        if over >= watermark { rest_ms } else { fast_ms + part(rest_ms - fast_ms, over, watermark) };
+    let by_fall_ms =
+        if fall.bytes_per_s == 0 { rest_ms } else { part(1000, over, fall.bytes_per_s) / REPORTS_BEFORE };
+    by_distance_ms.min(by_fall_ms).clamp(fast_ms, rest_ms)
 }
 
 impl Pace {
@@ -62,6 +105,7 @@ impl Pace {
             alert_until_ms: 0,
             steady_bytes: 0,
             steady_since_ms: 0,
+            fall: Fall::default(),
         }
     }
 
@@ -72,6 +116,10 @@ impl Pace {
 
     /// A report has been made.
     pub fn reported(&mut self, free_bytes: u64, available_bytes: u64, now_ms: u64) {
+        if self.reported_ms > 0 {
+            let elapsed_ms = now_ms.saturating_sub(self.reported_ms);
+            self.fall.saw(self.reported.available_bytes, available_bytes, elapsed_ms);
+        }
         self.reported = Seen { free_bytes, available_bytes };
         self.reported_ms = now_ms;
         self.looked(free_bytes, now_ms);
@@ -96,12 +144,16 @@ impl Pace {
     pub fn report_due_ms(&self) -> u64 {
         let rest_ms = u64::from(self.settings.rest_interval_ms);
         let fast_ms = u64::from(self.settings.watermark_interval_ms).min(rest_ms);
+        let available_bytes = self.reported.available_bytes;
         let steady = self.reported_ms.saturating_sub(self.steady_since_ms) >= STEADY_MS;
         let interval_ms = if self.reported_ms < self.alert_until_ms {
             fast_ms
-        } else if self.reported.available_bytes < self.settings.watermark_bytes {
-            if steady { fast_ms.saturating_mul(STEADY_FACTOR).min(rest_ms) } else { fast_ms }
+        } else if !steady {
+            interval_ms(&self.settings, available_bytes, self.fall)
+        } else if available_bytes < self.settings.watermark_bytes {
+            fast_ms.saturating_mul(STEADY_FACTOR).min(rest_ms)
         } else {
+            // A guest is kept near its watermark: that alone is no reason to report often. Looks go on.
             rest_ms
         };
         self.reported_ms.saturating_add(interval_ms)
@@ -177,7 +229,95 @@ mod tests {
     #[test]
     fn under_the_watermark_it_reports_twenty_times_a_second() {
         assert_eq!(pace(59, 59).report_due_ms(), 1_050);
-        assert_eq!(pace(59, 60).report_due_ms(), 2_000);
+        assert_eq!(pace(59, 60).report_due_ms(), 1_050);
+        assert_eq!(pace(59, 120).report_due_ms(), 2_000);
+    }
+
+    fn interval(available: u64, fall_per_s: u64) -> u64 {
+        interval_ms(&Settings::with_watermark(60 * MIB), available, Fall { bytes_per_s: fall_per_s })
+    }
+
+    #[test]
+    fn between_the_watermark_and_twice_as_much_the_interval_is_in_proportion() {
+        for (available, expected_ms) in [
+            (0, 50),
+            (60 * MIB - 1, 50),
+            (60 * MIB, 50),
+            (75 * MIB, 50 + 950 / 4),
+            (90 * MIB, 50 + 950 / 2),
+            (120 * MIB - 1, 999),
+            (120 * MIB, 1_000),
+            (u64::MAX, 1_000),
+        ] {
+            assert_eq!(interval(available, 0), expected_ms, "{available} available");
+        }
+    }
+
+    #[test]
+    fn a_fall_that_reaches_the_watermark_soon_is_reported_some_times_before() {
+        for (fall_per_s, expected_ms) in [
+            (0, 1_000),
+            (1, 1_000),
+            // 500 MiB over the watermark: 5 s, 4 s, 1 s, 250 ms, and no time at all.
+            (100 * MIB, 1_000),
+            (125 * MIB, 800),
+            (500 * MIB, 200),
+            (2_000 * MIB, 50),
+            (u64::MAX, 50),
+        ] {
+            assert_eq!(interval(560 * MIB, fall_per_s), expected_ms, "{fall_per_s} bytes a second");
+        }
+        assert_eq!(interval(61 * MIB, 1), 50 + 950 / 60, "the distance counts as well");
+        assert_eq!(interval(59 * MIB, 1), 50);
+    }
+
+    #[test]
+    fn every_interval_lies_between_the_two_that_the_vmm_names_in_whatever_order_it_names_them() {
+        for (rest_interval_ms, watermark_interval_ms) in [(1_000, 50), (50, 1_000), (20, 20), (60_000, 20)] {
+            for watermark_bytes in [0, 1, 60 * MIB, u64::MAX] {
+                let settings = Settings {
+                    rest_interval_ms,
+                    watermark_interval_ms,
+                    ..Settings::with_watermark(watermark_bytes)
+                };
+                for available in [0, 1, 60 * MIB, 61 * MIB, u64::MAX] {
+                    for bytes_per_s in [0, 1, MIB, u64::MAX] {
+                        let ms = interval_ms(&settings, available, Fall { bytes_per_s });
+                        let fast_ms = u64::from(watermark_interval_ms.min(rest_interval_ms));
+                        assert!((fast_ms..=u64::from(rest_interval_ms)).contains(&ms), "{settings:?}: {ms}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_fall_is_known_from_two_reports_and_forgotten_by_halves() {
+        let mut pace = pace(8_000, 1_000);
+        assert_eq!(pace.fall.bytes_per_s, 0, "one report shows none");
+        pace.reported(900 * MIB, 900 * MIB, 1_500);
+        assert_eq!(pace.fall.bytes_per_s, 200 * MIB);
+        assert_eq!(pace.report_due_ms(), 1_500 + 840);
+        pace.reported(900 * MIB, 950 * MIB, 2_000);
+        assert_eq!(pace.fall.bytes_per_s, 100 * MIB, "a rise does not end it at once");
+        pace.reported(900 * MIB, 900 * MIB, 2_000);
+        assert_eq!(pace.fall.bytes_per_s, 50_000 * MIB, "no time between two is a millisecond");
+        let mut fall = Fall::default();
+        fall.saw(u64::MAX, 0, 0);
+        assert_eq!(fall.bytes_per_s, u64::MAX);
+    }
+
+    #[test]
+    fn near_the_watermark_with_nothing_moving_it_is_at_rest_and_any_movement_ends_that() {
+        let mut pace = pace(70, 70);
+        assert!(pace.report_due_ms() < 1_300);
+        for now_ms in (1_200..=4_200).step_by(200) {
+            pace.reported(70 * MIB, 70 * MIB, now_ms);
+        }
+        assert_eq!(pace.report_due_ms(), 5_200);
+        assert_eq!(pace.look_due_ms(), 4_250, "it looks as often as before");
+        pace.reported(64 * MIB, 64 * MIB, 4_400);
+        assert!(pace.report_due_ms() < 4_700);
     }
 
     #[test]
