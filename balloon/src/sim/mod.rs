@@ -16,6 +16,7 @@ mod host;
 mod outcome;
 mod random;
 mod replay;
+mod series;
 mod swap;
 #[cfg(test)]
 mod tests;
@@ -28,6 +29,7 @@ pub use host::{Governed, HostPool, VmSetup, run_fleet, run_host};
 pub use outcome::Outcome;
 pub use random::Random;
 pub use replay::{ReplayError, replay};
+pub use series::{Point, Series};
 pub use swap::SwapDevice;
 pub use vm::{Decided, Observer, Skip, Vm};
 pub use workload::{Params as WorkloadParams, Workload};

@@ -15,7 +15,7 @@ Examples:
   foreshore-sim --trace trace.jsonl --policy psi --policy off
                                                        what `foreshore --pressure record=trace.jsonl` has seen
   foreshore-sim --workload burst --vms 8 --pool 4G     eight VMs that share a pool which is too small for all
-  foreshore-sim --workload sawtooth,rate=500M --policy psi --policy psi,horizon=3s
+  foreshore-sim --workload sawtooth,rate=500M --policy psi --policy psi,horizon=3s --plot sawtooth.svg
   foreshore-sim --workload diurnal --hosts 1000 --vms 10 --duration 24h --format json
 
 Sizes are whole numbers with an optional K, M, G or T (powers of 1024), times have ms, s, m or h.";
@@ -106,6 +106,9 @@ pub(crate) struct Scenario {
     /// Hand every report to the controller, also those that cannot change anything: slower, and the same
     #[arg(long)]
     pub(crate) every_report: bool,
+    /// Draw the first VM over time under each policy: memory held, used, available, and swap
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) plot: Option<PathBuf>,
     /// How to print
     #[arg(long, value_enum, default_value_t = Format::Table)]
     pub(crate) format: Format,

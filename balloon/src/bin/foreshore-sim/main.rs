@@ -2,6 +2,7 @@
 
 mod args;
 mod manual;
+mod plot;
 mod run;
 mod table;
 

@@ -8,13 +8,17 @@ use anyhow::Context;
 use balloon::controller::Rules;
 use balloon::policy::Policy;
 use balloon::sim::{
-    Governed, GuestConfig, Outcome, Random, Skip, SwapDevice, VmSetup, WorkloadParams, replay, run_fleet,
+    Governed, GuestConfig, Outcome, Random, Series, Skip, SwapDevice, VmSetup, WorkloadParams, replay,
+    run_fleet, run_host,
 };
 use balloon::trace::Trace;
 use balloon::{BLOCK_BYTES, HostView, Tier, ZoneId, ZoneSizes};
 
 use super::args::{Format, NamedPolicy, Scenario};
-use super::table;
+use super::{plot, table};
+
+/// A plot is about so many pixels wide.
+const STRETCHES: u64 = 860;
 
 /// What one policy has come to.
 pub(crate) struct Row {
@@ -30,6 +34,8 @@ pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
         None => hotplug_and_pm(scenario).iter().sum(),
     };
     let mut rows = Vec::new();
+    let mut panels = Vec::new();
+    let mut duration_ms = 0;
     for NamedPolicy { label, policy } in policies(scenario, all_bytes) {
         let skip = if scenario.every_report { Skip::Nothing } else { Skip::AtRest };
         let governed = Governed { policy, rules: Rules::default(), skip };
@@ -39,7 +45,18 @@ pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
         };
         let outcome = run_fleet(scenario.hosts as usize, &governed, threads, setup)
             .with_context(|| format!("policy {label}"))?;
+        if scenario.plot.is_some() {
+            let (setups, pool_bytes) = setup(0);
+            duration_ms = setups[0].demand.end().0;
+            let mut series = Series::new(duration_ms, STRETCHES);
+            run_host(setups, pool_bytes, &governed, &mut series)?;
+            panels.push((label.clone(), series.points().to_vec()));
+        }
         rows.push(Row { label, outcome });
+    }
+    if let Some(path) = &scenario.plot {
+        let svg = plot::svg(&panels, duration_ms);
+        std::fs::write(path, svg).with_context(|| format!("cannot write {}", path.display()))?;
     }
     match scenario.format {
         Format::Table => Ok(table::text(&rows).into_bytes()),
