@@ -50,6 +50,8 @@ pub(super) struct Rates {
     pub refaulting: bool,
     /// Those of files alone did.
     pub files_refaulting: bool,
+    /// How fast.
+    pub file_refault_bytes_per_s: u64,
     /// Pages were swapped in at the configured refault rate.
     pub swapping_in: bool,
 }
@@ -97,6 +99,7 @@ impl History {
             stalled: stalled_us >= ms.saturating_mul(params.stall_permille),
             refaulting: per_s(refaulted) >= params.refault_bytes_per_s,
             files_refaulting: per_s(files_refaulted) >= params.refault_bytes_per_s,
+            file_refault_bytes_per_s: per_s(files_refaulted),
             swapping_in: per_s(swapped_in) >= params.refault_bytes_per_s,
         }
     }

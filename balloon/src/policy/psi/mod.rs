@@ -192,7 +192,13 @@ fn shortage(
     coming_bytes: u64,
     input: Input<'_>,
 ) -> Option<(Reason, u64)> {
-    let need_bytes = marks.aim_bytes.saturating_sub(coming_bytes);
+    // Page cache that tasks wait for is filled as fast as it comes back.
+    let missed_bytes = if rates.files_refaulting && rates.stalled {
+        scale(rates.file_refault_bytes_per_s, params.horizon_ms, 1000).min(input.report.memory().cached_bytes)
+    } else {
+        0
+    };
+    let need_bytes = marks.aim_bytes.saturating_sub(coming_bytes).saturating_add(missed_bytes);
     if coming_bytes < marks.low_bytes {
         let reason = if coming_bytes < marks.rest_bytes { Reason::LowAvailable } else { Reason::Filling };
         return Some((reason, need_bytes));

@@ -339,6 +339,23 @@ fn rule_6_page_cache_that_comes_back_grows_only_while_tasks_wait() {
     assert_eq!(rig.report(1000, 250).reason, Reason::Thrashing);
 }
 
+#[test]
+fn rule_6_a_guest_is_given_what_comes_back_while_more_is_plugged() {
+    let want_after = |pages, cached_mib| {
+        let mut rig = Rig::new();
+        rig.raw.memory.cached_bytes = cached_mib * MIB;
+        rig.report(1000, 250);
+        rig.counters().workingset_refault_file += pages;
+        rig.stall().some_us += 500_000;
+        want_mib(rig.report(1000, 250))
+    };
+    assert_eq!(want_after(2_047, 100), None, "under 8 MiB/s");
+    // 150 are left, which is enough.
+    assert_eq!(want_after(2_048, 100), Some(32), "12 MiB in 1.5 s");
+    assert_eq!(want_after(12_800, 100), Some(75));
+    assert_eq!(want_after(25_600, 100), Some(100), "at most as much again as is cached");
+}
+
 /// A guest in which `cached` of what is available is page cache that tasks have waited for.
 fn missed(rig: &mut Rig, cached_mib: u64) -> Decision {
     rig.raw.memory.cached_bytes = cached_mib * MIB;
