@@ -20,9 +20,23 @@ pub(super) enum Raw {
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum Line<'a> {
     Trace(RawHeader),
-    Report { at_ms: u64, report: &'a RawReport },
-    Host { at_ms: u64, zones: &'a [RawHostZone], pool_free_bytes: u64 },
+    Report {
+        at_ms: u64,
+        report: &'a RawReport,
+    },
+    Host {
+        at_ms: u64,
+        zones: &'a [RawHostZone],
+        pool_free_bytes: u64,
+        /// How many lines are missing before this one.
+        #[serde(skip_serializing_if = "is_none")]
+        lost_lines: u64,
+    },
     Plan(RawPlan),
+}
+
+fn is_none(lost_lines: &u64) -> bool {
+    *lost_lines == 0
 }
 
 #[derive(Debug, Serialize, Deserialize)]

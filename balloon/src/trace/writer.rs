@@ -45,12 +45,22 @@ impl<W: io::Write> Writer<W> {
         {
             return Ok(false);
         }
-        let zones: Vec<RawHostZone> = zones.collect();
+        self.write_host(at, host, 0)?;
+        Ok(true)
+    }
+
+    /// The sizes on the host after `lost_lines` could not be written: whatever the last ones were.
+    pub fn host_after_loss(&mut self, at: TimeMs, host: &HostView, lost_lines: u64) -> io::Result<()> {
+        self.write_host(at, host, lost_lines)
+    }
+
+    fn write_host(&mut self, at: TimeMs, host: &HostView, lost_lines: u64) -> io::Result<()> {
+        let zones: Vec<RawHostZone> = host.zones.iter().map(RawHostZone::from).collect();
         let pool_free_bytes = host.pool_free_bytes;
-        self.write(&Line::Host { at_ms: at.0, zones: &zones, pool_free_bytes })?;
+        self.write(&Line::Host { at_ms: at.0, zones: &zones, pool_free_bytes, lost_lines })?;
         self.zones = zones;
         self.pool_free_bytes = Some(pool_free_bytes);
-        Ok(true)
+        Ok(())
     }
 
     /// A plan was made. `host` is what it was made for: targets are written if they differ from that.
@@ -77,6 +87,16 @@ impl<W: io::Write> Writer<W> {
     /// Passes on what the lines are written to.
     pub fn flush(&mut self) -> io::Result<()> {
         self.out.flush()
+    }
+
+    /// What the lines are written to.
+    pub fn get_ref(&self) -> &W {
+        &self.out
+    }
+
+    /// The same, to be changed.
+    pub fn get_mut(&mut self) -> &mut W {
+        &mut self.out
     }
 
     /// Ends the trace.

@@ -130,6 +130,7 @@ fn pressure() -> PressureInfo {
         zones: Vec::new(),
         decisions_total: 0,
         decisions: Vec::new(),
+        recording: None,
         details: BTreeMap::new(),
     }
 }

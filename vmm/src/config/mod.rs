@@ -41,7 +41,9 @@ pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
 pub use self::pm_memory::{MAX_PM_NODE, MIN_PM_NODE, PmMemoryConfig};
 pub use self::pm_volume::{PmVolumeConfig, VolumeFormat, VolumeInterface, VolumeSize};
 pub use self::pmem::PmemConfig;
-pub use self::pressure::{POLICIES, ParamSettings, PressureConfig, check_fixed_size, check_policy};
+pub use self::pressure::{
+    POLICIES, ParamSettings, PressureConfig, RECORD_BYTES, check_fixed_size, check_policy,
+};
 pub use self::rng::RngConfig;
 pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, check as check_size, parse as parse_size};
 pub use self::socket::{ApiSocket, MAX_SOCKET_PATH_BYTES, MetricsAddress};

@@ -1,6 +1,7 @@
-//! `--pressure policy=,size=,dry_run=`, and the parameters of the policy and of the rules above it by name.
+//! `--pressure policy=,size=,dry_run=,record=,record_size=`, and the parameters of the policy and of the rules above it by name.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use balloon::controller::Rules;
@@ -15,7 +16,7 @@ use super::size::{MAX_BYTES, Size, UNIT_BYTES};
 const FLAG: &str = "--pressure";
 
 /// Those that are no parameters.
-const OWN_KEYS: [&str; 3] = ["policy", "size", "dry_run"];
+const OWN_KEYS: [&str; 5] = ["policy", "size", "dry_run", "record", "record_size"];
 
 /// Every key, parameters of every policy included: whether one belongs to the policy is checked when that is known.
 static KEYS: LazyLock<Vec<&'static str>> = LazyLock::new(|| {
@@ -32,6 +33,11 @@ static KEYS: LazyLock<Vec<&'static str>> = LazyLock::new(|| {
 
 /// Parameters as they were given.
 pub type ParamSettings = BTreeMap<String, Setting>;
+
+/// How long a recording becomes, unless something else is said: days of a guest at rest.
+pub const RECORD_BYTES: u64 = 1 << 30;
+/// Less would be minutes.
+const LEAST_RECORD_BYTES: u64 = 1 << 20;
 
 /// The policies by name.
 pub const POLICIES: &[&str] = &Policy::NAMES;
@@ -56,6 +62,12 @@ pub struct PressureConfig {
     /// Decide nothing. Not in the flag: set by `vm.pressure`, and kept over reboots.
     #[serde(default)]
     pub paused: bool,
+    /// Where what is reported and decided is recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub record: Option<PathBuf>,
+    /// How long a recording may become; [`RECORD_BYTES`] if it is not said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub record_size: Option<u64>,
 }
 
 impl Default for PressureConfig {
@@ -67,6 +79,8 @@ impl Default for PressureConfig {
             rules: ParamSettings::new(),
             dry_run: false,
             paused: false,
+            record: None,
+            record_size: None,
         }
     }
 }
@@ -88,6 +102,8 @@ impl PressureConfig {
             rules,
             dry_run: options.switch("dry_run")?.unwrap_or(false),
             paused: false,
+            record: options.path("record")?,
+            record_size: options.size("record_size")?,
         })
     }
 
@@ -95,7 +111,7 @@ impl PressureConfig {
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.policy(FLAG)?;
         self.rules(FLAG)?;
-        Ok(())
+        self.check_recording()
     }
 
     /// The policy with its parameters. `flag` is who asks.
@@ -116,6 +132,17 @@ impl PressureConfig {
         let rules = Rules { dry_run: self.dry_run, ..Rules::default() };
         let settings = self.rules.iter().map(|(name, setting)| (name.as_str(), setting));
         rules.with(settings).map_err(|error| ConfigError::Parameter { flag, error })
+    }
+
+    fn check_recording(&self) -> Result<(), ConfigError> {
+        let Some(bytes) = self.record_size else { return Ok(()) };
+        let expected = match self.record {
+            None => "taken without record=",
+            Some(_) if !(LEAST_RECORD_BYTES..=MAX_BYTES).contains(&bytes) => "from 1M to 1T",
+            Some(_) => return Ok(()),
+        };
+        let (key, value) = ("record_size".to_owned(), Size(bytes).to_string());
+        Err(ConfigError::BadValue { flag: FLAG, key, value, expected: expected.to_owned() })
     }
 }
 
@@ -221,6 +248,18 @@ mod tests {
         for key in ["policy=", "dry_run=", "watermark-scale=", "storage_floor=", "cool_down=", "ceiling="] {
             assert!(unknown.contains(key), "{unknown}");
         }
+    }
+
+    #[test]
+    fn a_recording_has_a_file_and_may_have_a_size() {
+        let pressure = PressureConfig::parse("record=/t/trace,record_size=64M").unwrap();
+        assert_eq!(pressure.record, Some(PathBuf::from("/t/trace")));
+        assert_eq!((pressure.record_size, pressure.validate()), (Some(64 << 20), Ok(())));
+        for text in ["record_size=64M", "record=/t,record_size=4K", "record=/t,record_size=2T"] {
+            let error = PressureConfig::parse(text).unwrap().validate().unwrap_err().to_string();
+            assert!(error.starts_with("--pressure: record_size="), "{error}");
+        }
+        assert!(PressureConfig::parse("record=").is_err());
     }
 
     #[test]

@@ -4,6 +4,7 @@ mod show;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io::{self, Write};
 use std::time::Duration;
 
 use balloon::controller::{Controller, Event};
@@ -17,6 +18,7 @@ use super::agentless::Agentless;
 use super::audit::{Audit, Grounds};
 use super::episode::{Ended, Episode};
 use super::progress::Progress;
+use super::record::{Recorder, Target};
 use super::{DeviceSizes, GovernedZone, PoolFree};
 use crate::config::{ParamSettings, PressureConfig};
 use crate::metrics::LatencyHistogram;
@@ -74,6 +76,7 @@ pub struct Core {
     last_online_ms: Option<u64>,
     on_hello: Option<OnHello>,
     agentless: Option<Agentless>,
+    recorder: Option<Recorder>,
 }
 
 /// The zone that is a balloon.
@@ -118,6 +121,7 @@ impl Core {
             last_online_ms: None,
             on_hello: None,
             agentless: None,
+            recorder: None,
         })
     }
 
@@ -131,6 +135,18 @@ impl Core {
     pub fn with_statistics(mut self, agentless: Agentless) -> Self {
         self.agentless = Some(agentless);
         self
+    }
+
+    /// Records what comes and what is decided, under the VM's name.
+    pub fn record<W: Write + Send + 'static>(
+        mut self,
+        target: Target<W>,
+        vm: &str,
+        now: TimeMs,
+    ) -> io::Result<Self> {
+        let host = self.observe(now);
+        self.recorder = Some(Recorder::start(target, vm, &host, now)?);
+        Ok(self)
     }
 
     /// An agent has connected.
@@ -223,6 +239,10 @@ impl Core {
             self.last_online_ms = Some(took_ms);
         }
         let host = self.observe(now);
+        if let Some(recorder) = &mut self.recorder {
+            recorder.report(&report, &host, now);
+            recorder.host(&host, now);
+        }
         let plan = self.controller.step(Event::Report(&report), &host, now);
         self.last_report = Some((now, report));
         self.carry_out(plan, &host, now);
@@ -267,6 +287,9 @@ impl Core {
                 self.counters.reminders += 1;
                 zone.zone.device.remind();
             }
+        }
+        if let Some(recorder) = &mut self.recorder {
+            recorder.host(&host, now);
         }
         let plan = self.controller.step(Event::Tick, &host, now);
         self.carry_out(plan, &host, now);
@@ -315,7 +338,7 @@ impl Core {
             self.watermark_bytes = plan.watermark_bytes;
         }
         let before = host.requested_bytes();
-        self.record(&plan, host, now);
+        self.note(&plan, host, now);
         if !plan.dry_run {
             for change in plan.changes(host) {
                 let zone = &self.zones[change.zone.0 as usize].zone;
@@ -332,12 +355,15 @@ impl Core {
     }
 
     /// Notes a plan, before it is carried out.
-    fn record(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
+    fn note(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
         let policy = self.controller.policy().name();
         let report = self.last_report.as_ref().map(|(at, report)| (*at, report));
         let near = self.controller.near();
         if !self.audit.record(plan, Grounds { policy, report, near, host }, now) {
             return;
+        }
+        if let Some(recorder) = &mut self.recorder {
+            recorder.plan(plan, host, now);
         }
         let (direction, reason) = (plan.direction.label(), plan.reason.label());
         *self.counters.plans.entry((policy, direction, reason)).or_default() += 1;

@@ -18,6 +18,7 @@ mod episode;
 #[cfg(test)]
 mod fake;
 mod progress;
+pub mod record;
 pub mod task;
 
 use std::sync::Arc;

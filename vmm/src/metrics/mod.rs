@@ -116,6 +116,7 @@ impl Collector for Sources {
 /// Every metric of the VMM.
 #[derive(Debug)]
 pub struct Metrics {
+    vm: String,
     sources: Arc<Sources>,
     registry: Registry,
 }
@@ -127,7 +128,12 @@ impl Metrics {
         let label = (Cow::Borrowed("vm"), Cow::Owned(vm.to_owned()));
         let mut registry = Registry::with_prefix_and_labels("foreshore", std::iter::once(label));
         registry.register_collector(Box::new(Arc::clone(&sources)));
-        Self { sources, registry }
+        Self { vm: vm.to_owned(), sources, registry }
+    }
+
+    /// The VM's name.
+    pub fn vm(&self) -> &str {
+        &self.vm
     }
 
     /// Says what the VM that has just been built has; what an earlier one had is forgotten.

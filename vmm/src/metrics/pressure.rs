@@ -9,7 +9,7 @@ use prometheus_client::registry::Unit;
 
 use super::expose::{Exposer, Family, Labels, one};
 use super::latency::LatencySample;
-use crate::vm::request::{AgentState, GovernedZoneInfo};
+use crate::vm::request::{AgentState, GovernedZoneInfo, RecordingInfo, RecordingState};
 
 /// The page size of x86-64, in which the guest counts.
 const PAGE_BYTES: u64 = 4096;
@@ -35,6 +35,8 @@ pub struct PressureSample {
     pub zones: Vec<PressureZone>,
     /// Decisions so far; also the number of the last one.
     pub decisions_total: u64,
+    /// How the recording goes, if there is one.
+    pub recording: Option<RecordingInfo>,
     /// Nothing is decided.
     pub paused: bool,
     /// Decided only, not carried out.
@@ -66,6 +68,9 @@ pub trait PressureSource: fmt::Debug + Send + Sync {
 
 pub(super) fn expose(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
     expose_governor(out, sample)?;
+    if let Some(recording) = &sample.recording {
+        expose_recording(out, recording)?;
+    }
     expose_agent(out, sample)?;
     match &sample.report {
         Some((age, report)) => {
@@ -115,6 +120,20 @@ fn expose_governor(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Resul
         "pressure_report_to_online",
         "From the first report under pressure to the memory being online.",
         [(vec![], sample.report_to_online.clone())],
+    )
+}
+
+fn expose_recording(out: &mut Exposer<'_>, recording: &RecordingInfo) -> fmt::Result {
+    let goes_on = yes_or_no(recording.status == RecordingState::Recording);
+    let help = "1 while reports are recorded, 0 when the recording has ended.";
+    out.gauges(Family("pressure_recording", help, None), [(vec![], goes_on)])?;
+    out.counters(
+        Family("pressure_recorded", "What has been recorded.", Some(Unit::Bytes)),
+        [(vec![], recording.written_bytes)],
+    )?;
+    out.counters(
+        Family("pressure_recording_lost_lines", "Lines that could not be recorded in time.", None),
+        [(vec![], recording.lost_lines)],
     )
 }
 

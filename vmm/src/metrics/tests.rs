@@ -24,7 +24,9 @@ use crate::virtio::block::{BlockMetrics, Kind};
 use crate::virtio::mem::{FailureReason, MemMetrics};
 use crate::virtio::pmem::metrics::PmemMetrics;
 use crate::virtio::vsock::VsockMetrics;
-use crate::vm::request::{AgentState, GovernedZoneInfo, ResizeStatus, VmHandle, VmRequest};
+use crate::vm::request::{
+    AgentState, GovernedZoneInfo, RecordingInfo, RecordingState, ResizeStatus, VmHandle, VmRequest,
+};
 use crate::volume::guest_btt::VolumeKey;
 use crate::volume::interface::Chosen;
 use crate::volume::sectors::{SectorError, Sectors};
@@ -47,6 +49,12 @@ impl PressureSource for FakeGovernor {
                 zone: GovernedZoneInfo { id: "pm".to_owned(), driver_ready: true, pinned: false },
             }],
             paused: true,
+            recording: Some(RecordingInfo {
+                file: "/t".into(),
+                written_bytes: 99,
+                lost_lines: 3,
+                status: RecordingState::Full,
+            }),
             decisions_total: 12,
             report: Some((Duration::from_millis(1500), report())),
             ..PressureSample::default()
@@ -300,6 +308,9 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_pressure_agent_state{{{vm},state="silent"}} 1.0"#),
         format!(r#"foreshore_pressure_agent_state{{{vm},state="live"}} 0.0"#),
         format!(r#"foreshore_pressure_paused{{{vm}}} 1.0"#),
+        format!(r#"foreshore_pressure_recording{{{vm}}} 0.0"#),
+        format!(r#"foreshore_pressure_recorded_bytes_total{{{vm}}} 99"#),
+        format!(r#"foreshore_pressure_recording_lost_lines_total{{{vm}}} 3"#),
         format!(r#"foreshore_pressure_decisions_total{{{vm}}} 12"#),
         format!(r#"foreshore_pressure_driver_ready{{{vm},zone="pm",tier="pm"}} 1.0"#),
         format!(r#"foreshore_pressure_pinned{{{vm},zone="pm",tier="pm"}} 0.0"#),

@@ -1,16 +1,18 @@
 //! Connects the governor to what it governs.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use balloon::Tier as GovernedTier;
 use tokio::sync::Notify;
-use tracing::error;
+use tracing::{error, warn};
 
 use super::error::BuildError;
 use super::resources::Resources;
-use crate::config::VmConfig;
+use crate::config::{RECORD_BYTES, VmConfig};
 use crate::governor::agentless::{Agentless, BalloonSource, Sample};
 use crate::governor::core::{BALLOON_ZONE, Core};
+use crate::governor::record::{self, Target};
 use crate::governor::task::{Clock, Connections, Governor};
 use crate::governor::{DeviceSizes, GovernedZone, PoolFree, Shortfall, ZoneDevice};
 use crate::memory::BLOCK_BYTES;
@@ -150,9 +152,38 @@ pub(super) fn start(
                 .map_err(BuildError::Pressure)?;
         }
     }
+    let core = match &config.pressure.record {
+        Some(path) => record(core, path, config, resources, clock)?,
+        None => core,
+    };
     let guest_btt = Arc::clone(guest_btt);
     let core = core.on_hello(Box::new(move |hello| {
         guest_btt.hello(hello);
     }));
     Governor::spawn(core, clock, plugged, agents).map_err(BuildError::device("the governor"))
+}
+
+/// Records what the governor sees. A machine that follows upon another does without a recording that cannot be had:
+/// its guest has been running, and is to run on.
+fn record(
+    core: Core,
+    path: &Path,
+    config: &VmConfig,
+    resources: &Resources,
+    clock: Clock,
+) -> Result<Core, BuildError> {
+    let nth = resources.machines();
+    match record::open(path, nth) {
+        Ok((path, file)) => {
+            let max_bytes = config.pressure.record_size.unwrap_or(RECORD_BYTES);
+            let target = Target { path, file, max_bytes };
+            core.record(target, resources.metrics().vm(), clock.now())
+                .map_err(BuildError::device("--pressure record="))
+        }
+        Err(err) if nth > 0 => {
+            warn!(file = %path.display(), %err, "Reports are not recorded after this boot");
+            Ok(core)
+        }
+        Err(err) => Err(BuildError::device(format!("--pressure record={}", path.display()))(err)),
+    }
 }

@@ -444,6 +444,7 @@ mod tests {
                 zones: Vec::new(),
                 decisions_total: 0,
                 decisions: Vec::new(),
+                recording: None,
                 details: BTreeMap::new(),
             }
         }

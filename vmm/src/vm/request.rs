@@ -4,6 +4,7 @@
 //! the VM.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -175,6 +176,9 @@ pub struct PressureInfo {
     pub decisions_total: u64,
     /// The last decisions, newest first.
     pub decisions: Vec<DecisionInfo>,
+    /// How the recording goes, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recording: Option<RecordingInfo>,
     /// Anything else that a policy wants to tell.
     pub details: BTreeMap<String, serde_json::Value>,
 }
@@ -217,6 +221,31 @@ pub struct GovernedZoneInfo {
     pub driver_ready: bool,
     /// Whether it was sized by hand, and is left alone until resumed.
     pub pinned: bool,
+}
+
+/// `vm.pressure`: the trace that is being recorded.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecordingInfo {
+    /// Where.
+    pub file: PathBuf,
+    /// How much has been written.
+    pub written_bytes: u64,
+    /// Lines that could not be written in time.
+    pub lost_lines: u64,
+    /// Whether it goes on.
+    pub status: RecordingState,
+}
+
+/// Whether a recording goes on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
+pub enum RecordingState {
+    /// It does.
+    Recording,
+    /// It has reached its size.
+    Full,
+    /// Its file has failed, and why.
+    Failed(String),
 }
 
 /// `vm.pressure`, as it may be set: what is `None` stays as it is.

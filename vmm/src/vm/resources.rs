@@ -129,6 +129,11 @@ impl Resources {
         if self.machines == 0 { FileStart::Empty } else { FileStart::Continue }
     }
 
+    /// How many machines have been built.
+    pub fn machines(&self) -> u64 {
+        self.machines
+    }
+
     /// A machine has been built.
     pub fn machine_built(&mut self) {
         self.machines += 1;

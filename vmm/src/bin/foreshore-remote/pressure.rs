@@ -295,6 +295,7 @@ mod tests {
             zones: vec![GovernedZoneInfo { id: "pm".to_owned(), driver_ready: true, pinned: true }],
             decisions_total: 7,
             decisions: vec![decision(), older],
+            recording: None,
             details: BTreeMap::new(),
         };
         let expected = "\

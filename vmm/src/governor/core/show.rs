@@ -9,6 +9,7 @@ use serde_json::json;
 
 use super::{Core, Zone};
 use crate::governor::audit::AuditedZone;
+use crate::governor::record::Recorder;
 use crate::metrics::{PressureSample, PressureZone};
 use crate::vm::request::{GovernedZoneInfo, PressureInfo, ResizeStatus};
 
@@ -62,6 +63,7 @@ impl Core {
             zones: self.governed_zones().map(|(_, zone)| zone).collect(),
             decisions_total: self.audit.total(),
             decisions: self.audit.newest(decisions, &audited, now),
+            recording: self.recorder.as_ref().map(Recorder::info),
             details,
         }
     }
@@ -118,6 +120,7 @@ impl Core {
             zones: self.governed_zones().map(|(tier, zone)| PressureZone { tier, zone }).collect(),
             decisions_total: self.audit.total(),
             paused: self.controller.status().paused,
+            recording: self.recorder.as_ref().map(Recorder::info),
             dry_run: self.controller.rules().dry_run,
             watermark_bytes: self.watermark_bytes,
             report: self.last_report.as_ref().map(|(at, report)| (age(*at), report.clone())),

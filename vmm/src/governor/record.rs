@@ -1,0 +1,283 @@
+//! `--pressure record=FILE`: what the guest reports and what is decided, as a trace (docs/format.md).
+//!
+//! Decisions never wait for the file. Lines go to a thread of their own over a queue of bounded length; what finds no
+//! room there is left out and counted, and the next line that finds some says how many are missing before it. A
+//! recording that has reached its size, or whose file fails, ends; the governor goes on.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, channel, sync_channel};
+use std::thread;
+use std::time::Duration;
+
+use balloon::plan::Plan;
+use balloon::proto::Report;
+use balloon::trace::{Header, Writer};
+use balloon::{HostView, TimeMs};
+use parking_lot::Mutex;
+use tracing::{info, warn};
+
+use crate::vm::request::{RecordingInfo, RecordingState};
+
+/// Lines that may wait for the file: ten seconds of what a guest in need and its plans come to.
+const QUEUE_LINES: usize = 1024;
+/// And their bytes, because a line may have 65 KiB.
+const QUEUE_BYTES: u64 = 4 << 20;
+/// How long the end of a recording may take the end of its VM.
+const END_LIMIT: Duration = Duration::from_secs(5);
+/// The longest name that a trace has for a VM.
+const MAX_NAME_BYTES: usize = 128;
+
+/// Opens what a VM's `nth` machine, from 0, is recorded to.
+///
+/// A file must not exist: nobody's trace is overwritten. Every machine has a trace of its own, `FILE`, `FILE.2` and on,
+/// because a guest that starts anew is another one. Pipes and devices are taken as they are, and a pipe needs its
+/// reader first.
+pub fn open(path: &Path, nth: u64) -> io::Result<(PathBuf, File)> {
+    if let Ok(metadata) = path.metadata() {
+        let kind = metadata.file_type();
+        if kind.is_fifo() || kind.is_char_device() {
+            // Without O_NONBLOCK a pipe that nobody reads would hold the VM up; with it that is ENXIO.
+            let open = OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(path);
+            let file = open.map_err(|err| match err.raw_os_error() {
+                Some(libc::ENXIO) => io::Error::other("nobody reads it"),
+                _ => err,
+            })?;
+            wait_in_writes(&file)?;
+            return Ok((path.to_owned(), file));
+        }
+    }
+    let mut name = path.as_os_str().to_owned();
+    if nth > 0 {
+        name.push(format!(".{}", nth + 1));
+    }
+    let path = PathBuf::from(name);
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o640).open(&path)?;
+    Ok((path, file))
+}
+
+/// The thread may wait in a write: it is there for that.
+fn wait_in_writes(file: &File) -> io::Result<()> {
+    use std::os::fd::AsRawFd;
+    // SAFETY: no pointers, and the descriptor is open.
+    let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, 0) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// What is known of a recording on both sides of the queue.
+#[derive(Debug, Default)]
+struct Shared {
+    queued_lines: AtomicU64,
+    queued_bytes: AtomicU64,
+    written_bytes: AtomicU64,
+    lost_lines: AtomicU64,
+    /// Why it has ended.
+    end: Mutex<Option<RecordingState>>,
+}
+
+impl Shared {
+    fn end(&self, state: RecordingState) {
+        self.end.lock().get_or_insert(state);
+    }
+}
+
+/// The end of the queue that a trace is written to: a line in each call.
+#[derive(Debug)]
+struct Queue {
+    lines: Option<SyncSender<Vec<u8>>>,
+    shared: Arc<Shared>,
+    taken_bytes: u64,
+    max_bytes: u64,
+    /// Lines that found no room since the last that did.
+    behind: u64,
+}
+
+impl Write for Queue {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let Some(lines) = &self.lines else { return Ok(line.len()) };
+        let bytes = line.len() as u64;
+        if self.taken_bytes + bytes > self.max_bytes {
+            warn!(max_bytes = self.max_bytes, "The recording of reports has reached its size and ends");
+            self.shared.end(RecordingState::Full);
+            self.lines = None;
+            return Ok(line.len());
+        }
+        let room = self.shared.queued_bytes.load(Ordering::Relaxed) + bytes <= QUEUE_BYTES;
+        // Counted first: the other side may be quicker with it than this one.
+        self.shared.queued_lines.fetch_add(1, Ordering::Relaxed);
+        self.shared.queued_bytes.fetch_add(bytes, Ordering::Relaxed);
+        let sent = if room { lines.try_send(line.to_vec()) } else { Err(TrySendError::Full(Vec::new())) };
+        match sent {
+            Ok(()) => self.taken_bytes += bytes,
+            Err(refused) => {
+                self.shared.queued_lines.fetch_sub(1, Ordering::Relaxed);
+                self.shared.queued_bytes.fetch_sub(bytes, Ordering::Relaxed);
+                match refused {
+                    TrySendError::Full(_) => {
+                        self.behind += 1;
+                        self.shared.lost_lines.fetch_add(1, Ordering::Relaxed);
+                    }
+                    // The file has failed, and whoever wrote to it has said so.
+                    TrySendError::Disconnected(_) => self.lines = None,
+                }
+            }
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A recording. Dropping it waits a little until all that was taken is written.
+#[derive(Debug)]
+pub struct Recorder {
+    writer: Writer<Queue>,
+    path: PathBuf,
+    shared: Arc<Shared>,
+    /// Ends when the thread does.
+    written: Receiver<()>,
+}
+
+/// Where a trace goes, and how long it may become.
+#[derive(Debug)]
+pub struct Target<W> {
+    /// As it is named.
+    pub path: PathBuf,
+    /// What is written to.
+    pub file: W,
+    /// The most that is written.
+    pub max_bytes: u64,
+}
+
+impl Recorder {
+    /// Begins a recording of the VM `vm`.
+    pub fn start<W: Write + Send + 'static>(
+        target: Target<W>,
+        vm: &str,
+        host: &HostView,
+        now: TimeMs,
+    ) -> io::Result<Self> {
+        let Target { path, file, max_bytes } = target;
+        let shared = Arc::new(Shared::default());
+        let (sender, lines) = sync_channel(QUEUE_LINES);
+        let (ended, written) = channel();
+        thread::Builder::new().name("_record".to_owned()).spawn({
+            let (shared, path) = (Arc::clone(&shared), path.clone());
+            move || {
+                let _ended = ended;
+                if let Err(err) = write_lines(BufWriter::new(file), &lines, &shared) {
+                    warn!(file = %path.display(), %err, "The recording of reports fails and ends");
+                    shared.end(RecordingState::Failed(err.to_string()));
+                }
+            }
+        })?;
+        let queue =
+            Queue { lines: Some(sender), shared: Arc::clone(&shared), taken_bytes: 0, max_bytes, behind: 0 };
+        let vm = vm.chars().map(|c| if c.is_ascii_graphic() || c == ' ' { c } else { '?' });
+        let header = Header {
+            vm: vm.take(MAX_NAME_BYTES).collect(),
+            boot_bytes: host.boot_bytes,
+            zones: host.zones.clone(),
+        };
+        let mut writer = Writer::new(queue, &header)?;
+        writer.host(now, host)?;
+        info!(file = %path.display(), max_bytes, "Reports are recorded");
+        Ok(Self { writer, path, shared, written })
+    }
+
+    /// The guest has reported; `host` is as it was then.
+    pub fn report(&mut self, report: &Report, host: &HostView, now: TimeMs) {
+        self.record(host, now, |writer| writer.report(now, report));
+    }
+
+    /// A plan was made for `host`.
+    pub fn plan(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
+        self.record(host, now, |writer| writer.plan(now, plan, host));
+    }
+
+    /// The sizes on the host: a line if they have changed.
+    pub fn host(&mut self, host: &HostView, now: TimeMs) {
+        self.record(host, now, |writer| writer.host(now, host).map(drop));
+    }
+
+    /// Writes a line, but nothing behind a gap before it has been said how large that is.
+    fn record(
+        &mut self,
+        host: &HostView,
+        now: TimeMs,
+        line: impl FnOnce(&mut Writer<Queue>) -> io::Result<()>,
+    ) {
+        let behind = self.writer.get_ref().behind;
+        if behind > 0 {
+            // With half of the queue free there is room for more than this one line.
+            let half_empty = self.shared.queued_lines.load(Ordering::Relaxed) <= QUEUE_LINES as u64 / 2
+                && self.shared.queued_bytes.load(Ordering::Relaxed) <= QUEUE_BYTES / 2;
+            if !half_empty {
+                self.writer.get_mut().behind += 1;
+                self.shared.lost_lines.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+            self.writer.get_mut().behind = 0;
+            // The queue takes every line or counts it.
+            let _ = self.writer.host_after_loss(now, host, behind);
+        }
+        let _ = line(&mut self.writer);
+    }
+
+    /// How it goes.
+    pub fn info(&self) -> RecordingInfo {
+        RecordingInfo {
+            file: self.path.clone(),
+            written_bytes: self.shared.written_bytes.load(Ordering::Relaxed),
+            lost_lines: self.shared.lost_lines.load(Ordering::Relaxed),
+            status: self.shared.end.lock().clone().unwrap_or(RecordingState::Recording),
+        }
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        self.writer.get_mut().lines = None;
+        // Nothing is ever sent: it is the end of the other side that ends this.
+        if self.written.recv_timeout(END_LIMIT) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+            warn!(file = %self.path.display(), "The recording's file takes no more: its last lines are lost");
+        }
+    }
+}
+
+/// Writes lines until there is nobody to send more. What is written reaches the file whenever nothing waits.
+fn write_lines<W: Write>(
+    mut file: BufWriter<W>,
+    lines: &Receiver<Vec<u8>>,
+    shared: &Shared,
+) -> io::Result<()> {
+    loop {
+        let line = match lines.try_recv() {
+            Ok(line) => line,
+            Err(TryRecvError::Disconnected) => return file.flush(),
+            Err(TryRecvError::Empty) => {
+                file.flush()?;
+                match lines.recv() {
+                    Ok(line) => line,
+                    Err(_) => return Ok(()),
+                }
+            }
+        };
+        let bytes = line.len() as u64;
+        let written = file.write_all(&line);
+        shared.queued_lines.fetch_sub(1, Ordering::Relaxed);
+        shared.queued_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        written?;
+        shared.written_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+#[path = "record_tests.rs"]
+mod tests;

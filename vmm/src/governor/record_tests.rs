@@ -1,0 +1,191 @@
+//! Recordings to files that do as they should, and to others.
+
+use std::io::Cursor;
+use std::sync::mpsc::{Sender, channel};
+
+use balloon::trace::{Entry, Trace};
+
+use super::*;
+use crate::governor::fake::{Fixture, MIB, fixture};
+use crate::vm::decision::DECISIONS_SHOWN;
+
+fn target<W>(file: W, max_bytes: u64) -> Target<W> {
+    Target { path: PathBuf::from("/trace"), file, max_bytes }
+}
+
+/// What has been written, to be looked at from outside.
+#[derive(Clone, Default)]
+struct Shown(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Shown {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().write(bytes)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Shown {
+    fn trace(&self) -> Trace {
+        Trace::read(Cursor::new(self.0.lock().clone())).unwrap()
+    }
+
+    /// What is said to be missing in the lines that are there.
+    fn lost_lines(&self) -> Vec<u64> {
+        let text = String::from_utf8(self.0.lock().clone()).unwrap();
+        let whole = text.rsplit_once('\n').map_or("", |(whole, _)| whole);
+        let lines = whole.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        lines.filter_map(|line| line["lost_lines"].as_u64()).collect()
+    }
+}
+
+/// A disk that takes nothing as long as its other end is there and says nothing.
+struct Slow(Receiver<()>, Shown);
+
+fn slow() -> (Sender<()>, Slow, Shown) {
+    let (go_on, waits) = channel();
+    let shown = Shown::default();
+    (go_on, Slow(waits, shown.clone()), shown)
+}
+
+impl Write for Slow {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        // An error is the end of the wait, for good.
+        let _ = self.0.recv();
+        self.1.write(bytes)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+struct Broken;
+
+impl Write for Broken {
+    fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+        Err(io::Error::from_raw_os_error(libc::ENOSPC))
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn recorded<W: Write + Send + 'static>(file: W, max_bytes: u64) -> Fixture {
+    let Fixture { core, dram, pm, seq } = fixture("psi", false, true);
+    let core = core.record(target(file, max_bytes), "db", TimeMs(0)).unwrap();
+    let mut fixture = Fixture { core, dram, pm, seq };
+    fixture.greet();
+    fixture
+}
+
+fn info(f: &Fixture) -> RecordingInfo {
+    f.core.info(DECISIONS_SHOWN, TimeMs(0)).recording.unwrap()
+}
+
+#[test]
+fn a_recording_is_a_trace_of_what_came_and_what_was_decided() {
+    let shown = Shown::default();
+    let mut f = recorded(shown.clone(), 1 << 30);
+    for available in [200, 60, 20, 20] {
+        f.report(available);
+    }
+    let core = f.core;
+    drop(core);
+    let trace = shown.trace();
+    assert!(!trace.cut_off);
+    assert_eq!((trace.header.vm.as_str(), trace.header.boot_bytes), ("db", 384 * MIB));
+    assert_eq!(trace.header.zones.len(), 2);
+    let of = |wanted: fn(&Entry) -> bool| trace.entries.iter().filter(|entry| wanted(entry)).count();
+    assert_eq!(of(|entry| matches!(entry, Entry::Report { .. })), 4);
+    assert!(of(|entry| matches!(entry, Entry::Plan { plan, .. } if !plan.targets.is_empty())) > 0);
+    // The first sizes, and those after the grow.
+    assert!(of(|entry| matches!(entry, Entry::Host { .. })) >= 2);
+    assert!(shown.lost_lines().is_empty());
+}
+
+#[test]
+fn a_disk_that_stands_still_delays_no_decision_and_the_trace_says_what_is_missing() {
+    let (go_on, disk, shown) = slow();
+    let mut f = recorded(disk, 1 << 30);
+    let reports = 2 * QUEUE_LINES as u64;
+    for _ in 0..reports {
+        f.report(20);
+    }
+    // This would not be reached if anything had waited for the disk.
+    assert!(f.pm.sizes.lock().requested_bytes > 0);
+    let lost = info(&f).lost_lines;
+    assert!(lost > 0, "{:?}", info(&f));
+    assert_eq!(info(&f).status, RecordingState::Recording);
+    drop(go_on);
+    // The queue empties, and the next report finds room.
+    while shown.lost_lines().is_empty() {
+        f.report(20);
+        thread::yield_now();
+    }
+    let all = info(&f).lost_lines;
+    drop(f);
+    let said: u64 = shown.lost_lines().iter().sum();
+    assert!((lost..=all).contains(&said), "{lost}, {said}, {all}");
+    shown.trace();
+}
+
+#[test]
+fn a_recording_ends_at_its_size_and_is_whole() {
+    let shown = Shown::default();
+    let mut f = recorded(shown.clone(), 20_000);
+    for _ in 0..100 {
+        f.report(200);
+    }
+    assert_eq!(info(&f).status, RecordingState::Full);
+    assert_eq!(info(&f).lost_lines, 0);
+    drop(f);
+    let bytes = shown.0.lock().len();
+    assert!((15_000..=20_000).contains(&bytes), "{bytes}");
+    assert!(!shown.trace().cut_off);
+}
+
+#[test]
+fn a_disk_that_fails_ends_the_recording_and_nothing_else() {
+    let mut f = recorded(Broken, 1 << 30);
+    while info(&f).status == RecordingState::Recording {
+        f.report(20);
+    }
+    let RecordingState::Failed(reason) = info(&f).status else { panic!("{:?}", info(&f)) };
+    assert!(reason.contains("No space"), "{reason}");
+    let before = f.core.sample(TimeMs(0)).reports_total;
+    f.report(20);
+    assert_eq!(f.core.sample(TimeMs(0)).reports_total, before + 1);
+}
+
+#[test]
+fn a_trace_is_not_overwritten_and_every_machine_has_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("trace");
+    assert_eq!(open(&path, 0).unwrap().0, path);
+    assert_eq!(open(&path, 0).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+    assert_eq!(open(&path, 1).unwrap().0, dir.path().join("trace.2"));
+    assert_eq!(open(&path, 2).unwrap().0, dir.path().join("trace.3"));
+    assert_eq!(open(&path, 1).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+    // Nor through a link that leads to nothing.
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(dir.path().join("elsewhere"), &link).unwrap();
+    assert_eq!(open(&link, 0).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+    assert!(open(&dir.path().join("nowhere/trace"), 0).is_err());
+}
+
+#[test]
+fn a_pipe_needs_its_reader_first_and_is_taken_again_by_the_next_machine() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("pipe");
+    let name = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
+    // SAFETY: the name is a string that lives through the call.
+    assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+    assert!(open(&path, 0).unwrap_err().to_string().contains("nobody reads"));
+    let reader = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
+    for nth in 0..2 {
+        assert_eq!(open(&path, nth).unwrap().0, path);
+    }
+    drop(reader);
+    assert_eq!(open(Path::new("/dev/null"), 0).unwrap().0, Path::new("/dev/null"));
+}
