@@ -193,6 +193,12 @@ impl Controller {
         &self.rules
     }
 
+    /// Whether the passing of time alone changes nothing of what the policy decides, once reports have been the same for
+    /// [`Policy::settle_ms`].
+    pub fn is_settled(&self, now: TimeMs) -> bool {
+        self.policy.is_settled(&self.state, now)
+    }
+
     /// The state of the loop.
     pub fn status(&self) -> Status {
         Status {

@@ -22,7 +22,7 @@ use serde::Serialize;
 
 use self::table::Row;
 use self::view::{Coming, NodeView};
-use crate::params::{Param, Parameters, Setting};
+use crate::params::{Param, Parameters, Setting, Unit};
 use crate::plan::Reason;
 use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, ParamError, TimeMs};
@@ -210,6 +210,29 @@ impl Policy {
             Policy::Pmb(_) => PolicyState::Pmb(Box::default()),
             Policy::Memorage(_) => PolicyState::Memorage(Box::default()),
             Policy::Fixed(_) | Policy::Off => PolicyState::Empty,
+        }
+    }
+
+    /// For how long reports must have been the same for the passing of time alone to change nothing that is decided, where
+    /// `state` does not say more: the longest time that the policy compares a distance of time with.
+    pub fn settle_ms(&self) -> u64 {
+        // The stretches over which rates are taken, and after which sizes count as settled.
+        const WINDOWS_MS: u64 = 5_000;
+        let times = self.table().iter().zip(0..).filter(|(param, _)| param.unit == Unit::Ms);
+        let longest = times.filter_map(|(_, index)| Some(self.parameters()?.value(index))).max();
+        match self {
+            // What it learns fades over hours: its state says what is left of it.
+            Policy::Psi(_) => WINDOWS_MS,
+            _ => WINDOWS_MS + longest.unwrap_or(0),
+        }
+    }
+
+    /// Whether `state` has nothing in it that time alone will change, once reports have been the same for
+    /// [`Policy::settle_ms`].
+    pub fn is_settled(&self, state: &PolicyState, now: TimeMs) -> bool {
+        match (self, state) {
+            (Policy::Psi(params), PolicyState::Psi(state)) => state.is_settled(params, now),
+            _ => true,
         }
     }
 

@@ -1,24 +1,25 @@
-//! When the guest's agent reports, and what it says. The pace is that of guest/agent/src/pace.rs.
+//! When the guest's agent reports, and what it says. The pace is the agent's own code.
 
 use foreshore_proto::{
     Blocks, Cause, Counters, LARGEST_BLOCK_BYTES, Memory, NodeBlocks, OnlinePolicy, PROTOCOL_VERSION,
     RawReport, Report, Settings, Stall, Zone, ZoneKind,
 };
 
+use self::pace::Pace;
 use super::guest::{Guest, PAGE_BYTES};
 use crate::TimeMs;
 
+/// It needs nothing but the protocol, and the agent is a program that runs in guests: so its file is compiled here as well.
+#[allow(dead_code, reason = "the model asks when there will be news, where the agent looks")]
+#[path = "../../../guest/agent/src/pace.rs"]
+mod pace;
+
 /// The agent looks at free memory this often when there is something to lose.
 pub(super) const LOOK_MS: u64 = 50;
-/// It reports at the fast rate for this long after something was seen.
-const ALERT_MS: u64 = 1_000;
-/// Under the watermark, and nothing moves: after this long a slower rate will do.
-const STEADY_MS: u64 = 3_000;
-const STEADY_FACTOR: u64 = 5;
-/// A change by less than this part is no movement.
-const STEADY_PART: u64 = 16;
-/// A fall by this part of what was available is news.
+/// A fall by this part of what was available is news, as in `Pace::is_news`.
 const NEWS_PART: u64 = 8;
+/// What the pace remembers of a fall is halved by every report in which nothing has fallen.
+const FORGOTTEN_REPORTS: u64 = 64;
 /// The kernel's trigger: tasks waited for so long within such a time.
 const TRIGGER_US: u64 = 50_000;
 const TRIGGER_WINDOW_MS: u64 = 500;
@@ -30,12 +31,10 @@ const DMA32_BYTES: u64 = 3 << 30;
 /// The agent in a guest.
 #[derive(Clone, Debug)]
 pub(super) struct Agent {
+    pace: Pace,
     settings: Settings,
     reported: TimeMs,
     available_bytes: u64,
-    alert_until: TimeMs,
-    steady_bytes: u64,
-    steady_since: TimeMs,
     trigger: (TimeMs, u64),
     /// Kept, so that a report needs no memory of its own.
     report: Option<RawReport>,
@@ -75,13 +74,12 @@ impl StallAverage {
 
 impl Agent {
     pub fn new() -> Self {
+        let settings = Settings::with_watermark(0);
         Agent {
-            settings: Settings::with_watermark(0),
+            pace: Pace::new(settings),
+            settings,
             reported: TimeMs(0),
             available_bytes: 0,
-            alert_until: TimeMs(0),
-            steady_bytes: 0,
-            steady_since: TimeMs(0),
             trigger: (TimeMs(0), 0),
             report: None,
             seq: 0,
@@ -92,37 +90,25 @@ impl Agent {
 
     /// The VMM names a watermark.
     pub fn set_watermark(&mut self, watermark_bytes: u64) {
-        self.settings.watermark_bytes = watermark_bytes;
+        if watermark_bytes != self.settings.watermark_bytes {
+            self.settings.watermark_bytes = watermark_bytes;
+            self.pace.set(self.settings);
+        }
     }
 
     /// When the next report is due if nothing happens. The first one is due at once.
     pub fn report_due(&self) -> TimeMs {
-        if self.seq == 0 {
-            return TimeMs(0);
-        }
-        self.reported + self.interval_ms()
+        if self.seq == 0 { TimeMs(0) } else { TimeMs(self.pace.report_due_ms() - BOOTED_MS) }
     }
 
     /// From one report to the next, if nothing happens.
     pub fn interval_ms(&self) -> u64 {
-        let rest_ms = u64::from(self.settings.rest_interval_ms);
-        let fast_ms = u64::from(self.settings.watermark_interval_ms);
-        if self.reported < self.alert_until {
-            fast_ms
-        } else if self.available_bytes < self.settings.watermark_bytes {
-            if self.is_steady() { fast_ms * STEADY_FACTOR } else { fast_ms }
-        } else {
-            rest_ms
-        }
+        self.report_due().since(self.reported)
     }
 
-    fn is_steady(&self) -> bool {
-        self.reported.since(self.steady_since) >= STEADY_MS
-    }
-
-    /// Whether interval and averages stay what they are as long as nothing moves.
+    /// Whether averages stay what they are as long as nothing moves.
     pub fn is_at_rest(&self) -> bool {
-        self.reported >= self.alert_until && self.is_steady() && self.stall.basis_points == 0
+        self.stall.basis_points == 0
     }
 
     /// Available memory at which there is news.
@@ -135,7 +121,7 @@ impl Agent {
 
     /// A look at what is available: whether the VMM should know at once.
     pub fn is_news(&self, available_bytes: u64) -> bool {
-        available_bytes <= self.news_bytes() && available_bytes < self.available_bytes
+        self.pace.is_news(available_bytes)
     }
 
     /// Whether the kernel's trigger fires.
@@ -153,13 +139,18 @@ impl Agent {
 
     /// Something has been seen: report fast for a while.
     pub fn alert(&mut self, now: TimeMs) {
-        self.alert_until = now + ALERT_MS;
+        self.pace.alert(now.0 + BOOTED_MS);
     }
 
     /// Reports that would say what the last one said have been left out.
-    pub fn skipped(&mut self, count: u64) {
+    pub fn skipped(&mut self, count: u64, guest: &Guest) {
+        let interval_ms = self.interval_ms();
         self.seq += count;
-        self.reported = self.reported + count * self.interval_ms();
+        for left in (0..count.min(FORGOTTEN_REPORTS)).rev() {
+            let at = self.reported + (count - left) * interval_ms;
+            self.pace.reported(guest.free_bytes(), guest.available_bytes(), at.0 + BOOTED_MS);
+        }
+        self.reported = self.reported + count * interval_ms;
     }
 
     /// Hands a report back, for its memory.
@@ -218,18 +209,11 @@ impl Agent {
             allocstall: totals.allocstalls,
             oom_kill: totals.oom_kills,
         };
-        self.reported(raw.memory.available_bytes, guest.now());
+        self.pace.reported(raw.memory.free_bytes, raw.memory.available_bytes, raw.monotonic_ms);
+        self.available_bytes = raw.memory.available_bytes;
+        self.reported = guest.now();
         let report = Report::try_from(raw);
         report.expect("a model tells the truth")
-    }
-
-    fn reported(&mut self, available_bytes: u64, now: TimeMs) {
-        self.available_bytes = available_bytes;
-        self.reported = now;
-        if available_bytes.abs_diff(self.steady_bytes) > self.steady_bytes / STEADY_PART {
-            self.steady_bytes = available_bytes;
-            self.steady_since = now;
-        }
     }
 
     fn fill_zones(&mut self, zones: &mut Vec<Zone>, guest: &Guest) {
@@ -275,5 +259,26 @@ fn fill_blocks(nodes: &mut Vec<NodeBlocks>, guest: &Guest) {
         };
         nodes[at].online_bytes += sizes.plugged_bytes;
         nodes[at].movable_online_bytes += sizes.plugged_bytes;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::demand::Segment;
+    use super::super::guest::GuestConfig;
+    use super::*;
+
+    #[test]
+    fn news_is_what_the_agent_takes_for_it() {
+        let segment = Segment { anon_bytes: 100 << 20, ..Segment::default() };
+        let guest = Guest::new(GuestConfig::default(), &[], &segment);
+        for watermark_bytes in [0, 10 << 20, guest.available_bytes() - 4096, guest.available_bytes() * 2] {
+            let mut agent = Agent::new();
+            agent.set_watermark(watermark_bytes);
+            agent.report(&guest, Cause::Rest);
+            let news = agent.news_bytes();
+            assert!(agent.is_news(news), "{watermark_bytes}");
+            assert!(!agent.is_news(news + 1), "{watermark_bytes}");
+        }
     }
 }

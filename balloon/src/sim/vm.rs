@@ -6,17 +6,12 @@ use super::agent::{Agent, LOOK_MS};
 use super::demand::{Demand, Segment};
 use super::guest::{Guest, GuestConfig, Pool};
 use crate::controller::{Controller, Event, Rules};
-use crate::params::{Parameters, Unit};
 use crate::plan::{Direction, Plan, Reason};
 use crate::policy::Policy;
 use crate::{HostView, ParamError, TimeMs};
 
 /// The VMM calls the controller at least this often while a guest is to follow a request.
 const TICK_MS: u64 = 1_000;
-
-/// No policy looks further back than its longest time and this: the stretches over which rates are taken, and after which
-/// sizes count as settled, are constants of two to three seconds.
-const WINDOWS_MS: u64 = 5_000;
 
 /// Which reports reach the controller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -60,12 +55,13 @@ pub struct Decided {
 ///
 /// **Reports that are left out.** While a guest is at rest (the same is wanted, nothing is on its way, nothing is reclaimed or
 /// touched that is not there) its reports say the same. A policy is a function of its state, a report and the time, and
-/// the time enters only as the distance from something seen: each such distance is compared with a parameter in
-/// milliseconds, or with one of a few constants. When reports have been the same for longer than all of these, and the
-/// decision is to leave everything as it is, the next one decides the same, and so on until something else is wanted.
-/// Before that happens as many reports are given again, so that what a policy keeps of the last ones is what it would be.
-/// The rules above the policy are passed over by a decision that changes nothing: a request that is not followed, lost
-/// reports and cool-downs are no rest. `tests::skipping` holds runs with and without against each other, plan by plan.
+/// the time enters only as the distance from something seen. When reports have been the same for longer than all that such
+/// distances are compared with ([`Policy::settle_ms`]), or the state says that none of them matters any more
+/// ([`Controller::is_settled`]), and the decision is to leave everything as it is, the next one decides the same, and so on
+/// until something else is wanted. Before that happens as many reports are given again, so that what a policy keeps of the
+/// last ones is what it would be. The rules above the policy are passed over by a decision that changes nothing: a request that
+/// is not followed, lost reports and cool-downs are no rest. A test here holds runs with and without against each
+/// other, plan by plan.
 #[derive(Clone, Debug)]
 pub struct Vm {
     guest: Guest,
@@ -75,7 +71,7 @@ pub struct Vm {
     segment: usize,
     host: HostView,
     skip: Skip,
-    horizon_ms: Option<u64>,
+    settle_ms: u64,
     rest_since: Option<TimeMs>,
     ticked: TimeMs,
     decided: Decided,
@@ -94,7 +90,7 @@ impl Vm {
         Ok(Vm {
             guest: Guest::new(guest, &host.zones, &demand.segments()[0]),
             agent: Agent::new(),
-            horizon_ms: horizon_ms(&policy),
+            settle_ms: policy.settle_ms(),
             controller: Controller::new(policy, rules)?,
             demand,
             segment: 0,
@@ -220,36 +216,20 @@ impl Vm {
         observer: &mut impl Observer,
     ) {
         let now = self.guest.now();
-        let (Skip::AtRest, Some(horizon_ms), Some(since)) = (self.skip, self.horizon_ms, self.rest_since)
-        else {
-            return;
-        };
-        if now.since(since) < horizon_ms {
+        let (Skip::AtRest, Some(since)) = (self.skip, self.rest_since) else { return };
+        if now.since(since) < self.settle_ms || !self.controller.is_settled(now) {
             return;
         }
         let interval_ms = self.agent.interval_ms();
-        let count = end.since(now).saturating_sub(horizon_ms) / interval_ms;
+        let count = end.since(now).saturating_sub(self.settle_ms) / interval_ms;
         if count == 0 {
             return;
         }
-        self.agent.skipped(count);
+        self.agent.skipped(count, &self.guest);
         self.decided.skipped += count;
         self.guest.live(now + count * interval_ms, segment, pool);
         observer.lived(&self.guest, segment);
     }
-}
-
-/// For how long what a policy has seen may change what it decides; `None` where that is not known.
-fn horizon_ms(policy: &Policy) -> Option<u64> {
-    // What psi learns of a guest fades over hours.
-    if matches!(policy, Policy::Psi(_)) {
-        return None;
-    }
-    let longest = |params: &dyn Parameters| {
-        let times = params.table().iter().zip(0..).filter(|(param, _)| param.unit == Unit::Ms);
-        times.map(|(_, index)| params.value(index)).max().unwrap_or(0)
-    };
-    Some(policy.parameters().map_or(0, longest) + WINDOWS_MS)
 }
 
 #[cfg(test)]
@@ -335,7 +315,7 @@ mod tests {
         let policy = Policy::default();
         let differs = |seed| {
             let all = run(setup(Workload::Burst, seed), &policy, Skip::Nothing, |_| {}).0;
-            all != run(setup(Workload::Burst, seed), &policy, Skip::AtRest, |vm| vm.horizon_ms = Some(0)).0
+            all != run(setup(Workload::Burst, seed), &policy, Skip::AtRest, |vm| vm.settle_ms = 0).0
         };
         assert!((0..5).any(differs));
     }

@@ -56,6 +56,10 @@ impl Default for PlugTime {
 }
 
 impl PlugTime {
+    pub fn is_settled(&self) -> bool {
+        self.asked.is_none()
+    }
+
     pub fn ms(&self) -> u64 {
         self.ms
     }
@@ -101,6 +105,10 @@ struct Refusal {
 }
 
 impl Refusals {
+    pub fn is_settled(&self, now: TimeMs) -> bool {
+        self.zones.iter().all(|zone| zone.going_to.is_none() && zone.until.is_none_or(|until| until <= now))
+    }
+
     /// Looks at what became of the last requests. One that was withdrawn without a grow of ours was refused.
     pub fn learn(&mut self, host: &HostView, now: TimeMs) {
         for zone in &host.zones {
@@ -154,6 +162,11 @@ pub(super) struct Window {
 }
 
 impl Window {
+    /// It holds the value that it was given last, and none that will go with time.
+    pub fn is_settled(&self) -> bool {
+        self.values.len() <= 1
+    }
+
     /// Takes a value, and says the least of the last `ms`.
     pub fn least(&mut self, value: i64, ms: u64, now: TimeMs) -> i64 {
         while self.values.pop_back_if(|(_, earlier)| *earlier >= value).is_some() {}
@@ -189,6 +202,11 @@ pub(super) struct Patience {
 }
 
 impl Patience {
+    pub fn is_settled(&self, params: &Params, now: TimeMs) -> bool {
+        let is_over = self.calm_since.is_some_and(|since| now.since(since) >= self.ms(params));
+        self.longer_ms == 0 && is_over && self.available.is_settled()
+    }
+
     /// How long memory must have been idle.
     pub fn ms(&self, params: &Params) -> u64 {
         params.idle_ms.max(self.longer_ms).min(params.max_idle_ms)
@@ -247,6 +265,10 @@ pub(super) struct Cache {
 }
 
 impl Cache {
+    pub fn is_settled(&self, now: TimeMs) -> bool {
+        self.is_forgotten(now)
+    }
+
     /// Evicted pages come back and tasks wait for them: what is cached now is needed.
     pub fn missed(&mut self, report: &Report, now: TimeMs) {
         let cached_bytes = report.memory().cached_bytes;
@@ -282,6 +304,10 @@ pub(super) struct Swapped {
 }
 
 impl Swapped {
+    pub fn is_settled(&self, now: TimeMs) -> bool {
+        self.moved_at.is_some_and(|at| now.since(at) >= SWAP_COLD_MS)
+    }
+
     /// What is in swap counts as needed until nothing of it has moved for a minute. A guest that was never seen before
     /// may be about to want it.
     pub fn needed_bytes(&mut self, report: &Report, now: TimeMs) -> u64 {

@@ -221,6 +221,33 @@ fn shortage(
 }
 
 impl State {
+    /// Whether the passing of time alone changes nothing that is decided any more: with reports that have been the same for
+    /// five seconds and stay so, the next decision is the last one. A field that is added here has to say so too.
+    pub(super) fn is_settled(&self, params: &Params, now: TimeMs) -> bool {
+        let State {
+            // All that looks back at these is within the five seconds, or sees when something happened that is no rest.
+            history: _,
+            base: _,
+            grown: _,
+            coming_ms: _,
+            still_used_bytes: _,
+            active_at,
+            plug_time,
+            refusals,
+            patience,
+            fills,
+            cache,
+            swapped,
+        } = self;
+        now.since(*active_at) >= patience.ms(params).saturating_mul(2)
+            && plug_time.is_settled()
+            && refusals.is_settled(now)
+            && patience.is_settled(params, now)
+            && fills.is_settled()
+            && cache.is_settled(now)
+            && swapped.is_settled(now)
+    }
+
     /// Memory that the guest is about to give back: Linux takes it out of what is free first, and out of the total
     /// only at the end. A rise in use while memory is to go is taken for that, as far as it goes: if it is use after
     /// all, what was to go is still there to serve it.
