@@ -1,0 +1,173 @@
+//! The papers' policies around a model of a guest: that they serve, come to rest, and give back.
+
+#[allow(dead_code)]
+mod guest;
+
+use balloon::controller::{Controller, Event, Rules};
+use balloon::params::Setting;
+use balloon::plan::Direction;
+use balloon::policy::Policy;
+use balloon::proto::{Report, Zone, ZoneKind};
+use balloon::{MIB, TimeMs};
+
+use crate::guest::Guest;
+
+const PAGE_BYTES: u64 = 4096;
+
+/// A guest whose reports have a zone for its PM, and its loop.
+struct Loop {
+    guest: Guest,
+    controller: Controller,
+    watermark_bytes: u64,
+    reported: TimeMs,
+    /// What was asked for, each time that changed.
+    asked: Vec<(Direction, u64)>,
+}
+
+impl Loop {
+    fn new(policy: &str, params: &[(&str, &str)]) -> Self {
+        let settings: Vec<_> = params.iter().map(|(name, text)| (*name, Setting::from(*text))).collect();
+        let policy = Policy::from_name(policy).expect("known");
+        let policy = policy.with(settings.iter().map(|(name, setting)| (*name, setting))).expect("in bounds");
+        Loop {
+            guest: Guest::new(),
+            controller: Controller::new(policy, Rules::default()).expect("in bounds"),
+            watermark_bytes: 0,
+            reported: TimeMs(0),
+            asked: Vec::new(),
+        }
+    }
+
+    /// The model's report, in which what is free lies in PM first: processes that run on DRAM's node take DRAM first.
+    fn report(&mut self) -> Report {
+        let mut raw = self.guest.report().as_raw().clone();
+        let pm_bytes = self.guest.host.zones[1].plugged_bytes;
+        let in_pm = raw.memory.free_bytes.min(pm_bytes);
+        raw.zones[0].managed_pages = (raw.memory.total_bytes - pm_bytes) / PAGE_BYTES;
+        raw.zones[0].free_pages = (raw.memory.free_bytes - in_pm) / PAGE_BYTES;
+        raw.zones.push(Zone {
+            node: 1,
+            kind: ZoneKind::Movable,
+            free_pages: in_pm / PAGE_BYTES,
+            managed_pages: pm_bytes / PAGE_BYTES,
+            largest_free_blocks: Some(in_pm / (4 * MIB)),
+            ..Zone::default()
+        });
+        Report::try_from(raw).expect("a model tells the truth")
+    }
+
+    fn run(&mut self, ms: u64, mib_per_s: i64) {
+        for _ in 0..ms {
+            self.guest.live(mib_per_s * MIB as i64 / 1000);
+            let (now, age) = (self.guest.now, self.guest.now.since(self.reported));
+            let fast = self.guest.available_bytes() < self.watermark_bytes;
+            if age < 1_000 && !(fast && age >= 50) {
+                continue;
+            }
+            self.reported = now;
+            let report = self.report();
+            let plan = self.controller.step(Event::Report(&report), &self.guest.host, now);
+            self.watermark_bytes = plan.watermark_bytes;
+            for (zone, target) in self.guest.host.zones.iter_mut().zip(&plan.targets) {
+                zone.requested_bytes = target.requested_bytes;
+            }
+            if plan.direction != Direction::Hold {
+                self.asked.push((plan.direction, plan.requested_bytes()));
+            }
+        }
+    }
+
+    fn shrinks(&self) -> usize {
+        self.asked.iter().filter(|(direction, _)| *direction == Direction::Shrink).count()
+    }
+}
+
+const PAPERS: [&str; 4] = ["amf", "dapper", "pmb", "memorage"];
+
+/// With scales at which this guest's watermarks (4 MiB) leave the first row of the tables: 64 and 128 MiB.
+fn scaled(policy: &str) -> Loop {
+    let scale = if policy == "dapper" { "16" } else { "32" };
+    let others: &[(&str, &str)] = match policy {
+        "memorage" => &[("unit", "256M")],
+        // 3 % of so little DRAM are the descriptors of more PM than there is.
+        "amf" => &[("reclaim", "10")],
+        _ => &[],
+    };
+    Loop::new(policy, &[&[("watermark-scale", scale)], others].concat())
+}
+
+#[test]
+fn a_ramp_far_beyond_dram_swaps_nothing_with_their_defaults() {
+    for policy in PAPERS {
+        let mut papers = Loop::new(policy, &[]);
+        papers.run(3_000, 0);
+        papers.run(9_000, 100);
+        papers.run(5_000, 0);
+        assert!(papers.guest.processes.wanted_bytes > 900 * MIB);
+        assert_eq!(papers.guest.toll.swapped_out_bytes / MIB, 0, "{policy}");
+        assert!(papers.guest.host.zones[1].plugged_bytes >= 400 * MIB, "{policy}");
+    }
+}
+
+#[test]
+fn at_the_papers_scale_memorage_comes_after_kswapd() {
+    let mut papers = Loop::new("memorage", &[("watermark-scale", "1")]);
+    papers.run(3_000, 0);
+    papers.run(9_000, 100);
+    assert!(papers.guest.toll.swapped_out_bytes > 0, "which is why the default is another");
+}
+
+#[test]
+fn a_guest_whose_need_is_constant_comes_to_rest() {
+    for policy in PAPERS {
+        for seconds in [1, 3, 5, 8] {
+            let mut papers = scaled(policy);
+            papers.run(3_000, 0);
+            papers.run(seconds * 1_000, 100);
+            papers.run(120_000, 0);
+            papers.asked.clear();
+            papers.run(120_000, 0);
+            assert_eq!(papers.asked, [], "{policy} after {seconds} s");
+            assert_eq!(papers.guest.toll.swapped_out_bytes / MIB, 0, "{policy} after {seconds} s");
+        }
+    }
+}
+
+#[test]
+fn what_is_free_goes_back_as_the_paper_says_and_nothing_is_swapped() {
+    for (policy, left_mib) in [("amf", 128 + 384), ("dapper", 128 + 640), ("pmb", 128 + 8), ("memorage", 0)] {
+        let mut papers = scaled(policy);
+        papers.run(3_000, 0);
+        papers.run(8_000, 100);
+        papers.run(5_000, 0);
+        let before = papers.guest.host.requested_bytes();
+        papers.run(1_000, -900);
+        papers.run(180_000, 0);
+        let left = papers.guest.host.requested_bytes();
+        assert!(papers.shrinks() > 0, "{policy} of {}", before / MIB);
+        assert!(left / MIB <= left_mib, "{policy}: {} of {} MiB are left", left / MIB, before / MIB);
+        assert_eq!(papers.guest.toll.swapped_out_bytes / MIB, 0, "{policy}");
+        papers.asked.clear();
+        papers.run(120_000, 0);
+        assert_eq!(papers.asked, [], "{policy}");
+    }
+}
+
+#[test]
+fn a_sawtooth_does_not_resize_at_every_tooth() {
+    for policy in PAPERS {
+        let mut papers = scaled(policy);
+        papers.run(3_000, 0);
+        papers.run(5_000, 100);
+        for _ in 0..30 {
+            papers.run(1_000, -60);
+            papers.run(600, 100);
+        }
+        papers.asked.clear();
+        for _ in 0..60 {
+            papers.run(1_000, -60);
+            papers.run(600, 100);
+        }
+        assert!(papers.asked.len() <= 12, "{policy}: {:?}", papers.asked);
+    }
+}
