@@ -143,6 +143,11 @@ fn page_cache_that_is_read_once_grows_nothing() {
     let plans = run(&mut guest, &mut psi, 300_000, 0);
     assert!(plans.is_empty(), "{plans:?}");
     assert!(guest.files.once_bytes > 200 * MIB, "it fills the memory that is there");
+    // Who goes by free pages gives it all there is.
+    let (mut guest, mut pmb) = (Guest::new(), controller("pmb"));
+    guest.files.read_once_bytes_per_ms = MIB / 4;
+    run(&mut guest, &mut pmb, 60_000, 0);
+    assert_eq!(guest.host.plugged_bytes(), guest.host.max_bytes());
 }
 
 #[test]
