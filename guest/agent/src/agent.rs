@@ -7,7 +7,8 @@ use std::path::Path;
 use foreshore_proto::{Cause, PROTOCOL_VERSION, RawReport};
 
 use crate::args::{Address, Online};
-use crate::blocks::{BlockReader, BlockWatch, Signs};
+use crate::blocks::{BlockReader, BlockWatch, STACK_BYTES, Signs};
+use crate::idle::{IdleWatch, Roots};
 use crate::proc::{Proc, ProcError};
 use crate::reserve::Reserve;
 use crate::session::{Session, SessionError};
@@ -35,6 +36,7 @@ pub struct Agent {
     /// Becomes readable when the agent is to end.
     pub(crate) termination: Option<OwnedFd>,
     reserve: Option<Reserve>,
+    idle: Option<IdleWatch>,
     pub(crate) report: RawReport,
     observed_ms: u64,
 }
@@ -54,6 +56,7 @@ impl Agent {
             triggers: None,
             termination: None,
             reserve: None,
+            idle: None,
             report,
             observed_ms: 0,
         })
@@ -84,6 +87,12 @@ impl Agent {
         Ok(())
     }
 
+    /// Looks for idle memory from now on, where memory blocks say that there is memory.
+    pub fn watch_idle(&mut self, root: &Path) -> io::Result<()> {
+        self.idle = Some(IdleWatch::start(&Roots::under(root), STACK_BYTES, sys::monotonic_ms)?);
+        Ok(())
+    }
+
     /// One report.
     pub fn take_report(&mut self, cause: Cause) -> Result<&RawReport, ProcError> {
         self.observe()?;
@@ -101,9 +110,15 @@ impl Agent {
         self.observed_ms = sys::monotonic_ms();
         if let Some(watch) = &mut self.blocks {
             let total_bytes = self.report.memory.total_bytes;
-            if let Some(blocks) = watch.poll(total_bytes, self.observed_ms, &mut self.take_charge) {
+            if let Some((blocks, ranges)) = watch.poll(total_bytes, self.observed_ms, &mut self.take_charge) {
                 self.report.blocks = blocks;
+                if let Some(idle) = &mut self.idle {
+                    idle.set_ranges(ranges);
+                }
             }
+        }
+        if let Some(idle) = &mut self.idle {
+            idle.poll(&self.report.zones, self.observed_ms, &mut self.report.idle);
         }
         if let Some(Err(error)) = self.reserve.as_mut().map(|reserve| reserve.adapt(&self.report.zones)) {
             eprintln!("foreshore-agent: Cannot set vm.lowmem_reserve_ratio: {error}");
@@ -124,6 +139,13 @@ impl Agent {
 
     /// Reports until it is told to end.
     pub fn run(&mut self, address: &Address) {
+        self.report_to(address);
+        if let Some(idle) = self.idle.take() {
+            idle.stop();
+        }
+    }
+
+    fn report_to(&mut self, address: &Address) {
         let mut back_off_ms = FIRST_BACK_OFF_MS;
         let mut said = String::new();
         loop {

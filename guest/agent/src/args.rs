@@ -18,6 +18,7 @@ Options:
                    again; auto, as the kernel sees fit; none, as it does without
                    the agent [default: movable]
   --reserve on|off Keep some DRAM for the kernel's own needs [default: on]
+  --idle on|off    Report what memory is idle [default: on]
   --once           Print one report to standard output and exit
   --version        Print the version and exit
   --help           Print this and exit
@@ -60,6 +61,8 @@ pub struct Options {
     pub online: Online,
     /// Whether DRAM is kept for the kernel.
     pub reserve: bool,
+    /// Whether idle memory is looked for.
+    pub idle: bool,
 }
 
 /// What to do.
@@ -107,7 +110,7 @@ pub enum ArgsError {
 /// Understands the arguments, without the program's name.
 pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Command, ArgsError> {
     let (mut cid, mut port, mut unix, mut once) = (HOST_CID, VSOCK_PORT, None, false);
-    let (mut online, mut reserve) = (Online::Movable, true);
+    let (mut online, mut reserve, mut idle) = (Online::Movable, true, true);
     let mut args = args.into_iter();
     while let Some(arg) = args.next() {
         let (name, inline) = match arg.split_once('=') {
@@ -121,6 +124,7 @@ pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Command, ArgsErro
             "--unix" => unix = Some(PathBuf::from(value("--unix")?)),
             "--online" => online = policy(value("--online")?)?,
             "--reserve" => reserve = switch("--reserve", value("--reserve")?)?,
+            "--idle" => idle = switch("--idle", value("--idle")?)?,
             "--once" if inline.is_none() => once = true,
             "--version" if inline.is_none() => return Ok(Command::Version),
             "--help" | "-h" if inline.is_none() => return Ok(Command::Help),
@@ -131,7 +135,7 @@ pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Command, ArgsErro
         return Ok(Command::Once);
     }
     let address = unix.map_or(Address::Vsock { cid, port }, Address::Unix);
-    Ok(Command::Run(Options { address, online, reserve }))
+    Ok(Command::Run(Options { address, online, reserve, idle }))
 }
 
 fn number(option: &'static str, value: String) -> Result<u32, ArgsError> {
@@ -178,6 +182,7 @@ mod tests {
             address: Address::Vsock { cid: 2, port: 9746 },
             online: Online::Movable,
             reserve: true,
+            idle: true,
         };
         assert_eq!(options(""), defaults);
         assert_eq!(options("--cid 5 --port=7").address, Address::Vsock { cid: 5, port: 7 });
@@ -185,6 +190,7 @@ mod tests {
         assert_eq!(options("--online movable"), defaults);
         assert_eq!(options("--online=auto").online, Online::Auto);
         assert_eq!(options("--online none --reserve off").online, Online::None);
+        assert!(!options("--idle=off").idle && options("--idle off --idle on").idle);
         assert!(!options("--reserve=off").reserve && options("--reserve on").reserve);
         assert_eq!(parsed("--once"), Ok(Command::Once));
         assert_eq!(parsed("--version"), Ok(Command::Version));

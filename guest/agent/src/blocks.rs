@@ -54,6 +54,32 @@ pub struct Signs {
     pub links: u64,
 }
 
+/// Physical addresses of a node that have blocks which are online.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// The node.
+    pub node: u32,
+    /// The first.
+    pub start: u64,
+    /// The one behind the last.
+    pub end: u64,
+}
+
+/// Adds up the blocks of these numbers: as few ranges as there can be, in ascending order.
+fn ranges_of(mut blocks: Vec<(u32, u32)>, block_bytes: u64) -> Vec<Range> {
+    blocks.sort_unstable();
+    let mut ranges: Vec<Range> = Vec::new();
+    for (number, node) in blocks {
+        let start = u64::from(number).saturating_mul(block_bytes);
+        let end = start.saturating_add(block_bytes);
+        match ranges.last_mut() {
+            Some(last) if last.node == node && last.end == start => last.end = end,
+            _ => ranges.push(Range { node, start, end }),
+        }
+    }
+    ranges
+}
+
 /// The blocks as last read.
 #[derive(Debug)]
 pub struct BlockReader {
@@ -62,6 +88,7 @@ pub struct BlockReader {
     /// Whether blocks that are offline are onlined.
     in_charge: bool,
     seen: Blocks,
+    ranges: Vec<Range>,
     /// Blocks that were offline at the last reading. The kernel may have been about to online them.
     offline: Vec<u32>,
     signs: Signs,
@@ -90,6 +117,7 @@ impl BlockReader {
             online,
             in_charge: false,
             seen: Blocks::default(),
+            ranges: Vec::new(),
             offline: Vec::new(),
             signs: Signs::default(),
             read_ms: None,
@@ -149,11 +177,14 @@ impl BlockReader {
         let block_bytes = u64::from_str_radix(text("block_size_bytes").trim(), 16).unwrap_or(0);
         let mut nodes: Vec<NodeBlocks> = Vec::new();
         let was_offline = std::mem::take(&mut self.offline);
+        let mut online = Vec::new();
         let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
         for (number, path) in entries.filter_map(|e| Some((numbered(&e.file_name(), "memory")?, e.path()))) {
             let online_it = self.online.word().filter(|_| self.in_charge && was_offline.contains(&number));
             let Some(block) = Block::read(&path, online_it, onlined) else { continue };
-            if !block.online {
+            if block.online {
+                online.push((number, block.node));
+            } else {
                 self.offline.push(number);
             }
             let node = match nodes.iter_mut().find(|node| node.node == block.node) {
@@ -167,6 +198,7 @@ impl BlockReader {
             }
         }
         nodes.sort_unstable_by_key(|node| node.node);
+        self.ranges = ranges_of(online, block_bytes);
         Blocks { online_policy, block_bytes, nodes }
     }
 }
@@ -219,7 +251,7 @@ fn numbered(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> {
 }
 
 /// The thread's stack. All of it is locked, so it is no larger than it needs to be.
-const STACK_BYTES: usize = 64 * 1024;
+pub const STACK_BYTES: usize = 64 * 1024;
 
 /// A [`BlockReader`] in a thread of its own.
 #[derive(Debug)]
@@ -243,8 +275,8 @@ struct Request {
 /// What came of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Answer {
-    /// The blocks, if they were read.
-    blocks: Option<Blocks>,
+    /// The blocks and where they are, if they were read.
+    blocks: Option<(Blocks, Vec<Range>)>,
     /// When to ask again, if nothing happens.
     ask_again_ms: u64,
 }
@@ -270,7 +302,12 @@ impl BlockWatch {
 
     /// Has them read again if that may be due, and returns what a reading has found since the last call. Never
     /// waits. Clears `take_charge` when it has been passed on.
-    pub fn poll(&mut self, total_bytes: u64, now_ms: u64, take_charge: &mut bool) -> Option<Blocks> {
+    pub fn poll(
+        &mut self,
+        total_bytes: u64,
+        now_ms: u64,
+        take_charge: &mut bool,
+    ) -> Option<(Blocks, Vec<Range>)> {
         let answer = self.answers.try_recv().ok();
         if let Some(answer) = &answer {
             self.busy = false;
@@ -303,7 +340,7 @@ impl BlockReader {
             eprintln!("foreshore-agent: {} memory blocks do not come online", onlined.failed);
         }
         *failed = onlined.failed;
-        Answer { blocks: Some(self.seen().clone()), ask_again_ms: self.due_ms(signs) }
+        Answer { blocks: Some((self.seen().clone(), self.ranges.clone())), ask_again_ms: self.due_ms(signs) }
     }
 }
 
@@ -350,6 +387,26 @@ mod tests {
         assert_eq!(reader.read(SIGNS, || 0), Onlined::default());
         assert_eq!(reader.seen().online_policy, OnlinePolicy::OnlineMovable);
         assert_eq!(reader.seen().nodes, [node(0, 2, 0, 0), node(1, 1, 0, 1)]);
+    }
+
+    #[test]
+    fn addresses_are_those_of_blocks_that_are_online_and_neighbours_of_one_node_are_one_range() {
+        let dir = sysfs(
+            "online_movable",
+            &[
+                (11, 1, "online", "Movable"),
+                (2, 0, "online", "Normal"),
+                (9, 0, "online", "Normal"),
+                (10, 1, "online", "Movable"),
+                (3, 0, "online", "Normal"),
+                (12, 1, "offline", "Movable"),
+                (13, 1, "online", "Movable"),
+            ],
+        );
+        let mut reader = BlockReader::new(dir.path(), Online::None);
+        reader.read(SIGNS, || 0);
+        let range = |node, start: u64, end: u64| Range { node, start: start * BLOCK, end: end * BLOCK };
+        assert_eq!(reader.ranges, [range(0, 2, 4), range(0, 9, 10), range(1, 10, 12), range(1, 13, 14)]);
     }
 
     #[test]
@@ -457,9 +514,10 @@ mod tests {
         let mut watch =
             BlockWatch::start(BlockReader::new(dir.path(), Online::Movable), || 1_000).expect("starts");
         let mut take_charge = true;
-        let blocks =
+        let (blocks, ranges) =
             (0..).find_map(|_| watch.poll(7, 0, &mut take_charge)).expect("polls until it has answered");
         assert_eq!(blocks.nodes, [node(0, 1, 0, 0)]);
+        assert_eq!(ranges, [Range { node: 0, start: 0, end: BLOCK }]);
         assert!(!take_charge, "passed on");
         assert!(!watch.busy);
         assert_eq!(watch.poll(7, 30_999, &mut take_charge), None);

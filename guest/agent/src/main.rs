@@ -3,6 +3,7 @@
 mod agent;
 mod args;
 mod blocks;
+mod idle;
 mod kernel;
 mod pace;
 mod parse;
@@ -24,6 +25,7 @@ use crate::args::{Command, Options};
 
 const PROC: &str = "/proc";
 const MEMORY: &str = "/sys/devices/system/memory";
+const SYS: &str = "/sys";
 const SYSCTL_VM: &str = "/proc/sys/vm";
 
 fn main() -> anyhow::Result<()> {
@@ -54,6 +56,9 @@ fn run(options: &Options) -> anyhow::Result<()> {
     try_to("watch memory blocks", agent.watch_blocks(Path::new(MEMORY), options.online));
     if options.reserve {
         try_to("keep memory for the kernel", agent.keep_reserve(Path::new(SYSCTL_VM)));
+    }
+    if options.idle {
+        try_to("look for idle memory", agent.watch_idle(Path::new(SYS)));
     }
     try_to("register a pressure trigger", agent.arm_triggers(Path::new(PROC)));
     try_to("lock its memory", sys::lock_memory());

@@ -78,7 +78,7 @@ pub struct RawReport {
     #[serde(default)]
     pub blocks: Blocks,
     /// Memory that nobody touches, per node, in ascending order of nodes. Nothing of a node that is not looked at, and
-    /// from agents that look at none. Older than the rest by up to a few seconds.
+    /// from agents that look at none. Older than the rest by up to half a minute.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub idle: Vec<NodeIdle>,
 }
@@ -88,7 +88,7 @@ pub struct RawReport {
 pub struct NodeIdle {
     /// The NUMA node.
     pub node: u32,
-    /// So much of its memory, free memory included where nobody touched it, as estimated from samples.
+    /// So much of its memory, free memory included, as estimated from samples.
     pub idle_bytes: u64,
     /// For at least so long.
     pub span_ms: u64,

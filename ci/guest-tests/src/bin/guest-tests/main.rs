@@ -2,6 +2,7 @@
 //!
 //! `guest-tests [--list] [--jobs N] [--within SECONDS] [FILTER...]`
 
+mod agent;
 mod badinput;
 mod boot;
 mod btt_cross;
@@ -35,6 +36,7 @@ fn main() {
     let tests: Vec<Test> = [
         harness::TESTS,
         boot::TESTS,
+        agent::TESTS,
         badinput::TESTS,
         memory::TESTS,
         nvdimms::TESTS,

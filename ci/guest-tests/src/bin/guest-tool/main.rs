@@ -22,6 +22,7 @@ use guest_tests::torn::report::Area;
 const USAGE: &str = "\
 usage:
   guest-tool hog MIB                             hold that much memory, which does not compress
+  guest-tool touch MIB                           hold that much memory and read all of it several times a second
   guest-tool write-files DIR BYTES               write files with fsync until killed; a line per file: name hash
   guest-tool check-files DIR LIST                compare files with such lines
   guest-tool fill-files DIR SEED                 write files until there is no room, and print how many fit
@@ -71,6 +72,7 @@ fn main() {
 fn run(arguments: &[&str]) -> Result<()> {
     match arguments {
         ["hog", mib] => memory::hog(number(mib)?),
+        ["touch", mib] => memory::touch(number(mib)?),
         ["write-files", dir, bytes] => files::write(dir.as_ref(), number(bytes)?),
         ["check-files", dir, list] => files::check(dir.as_ref(), list.as_ref()),
         ["fill-files", dir, seed] => filled::fill(dir.as_ref(), number(seed)?),

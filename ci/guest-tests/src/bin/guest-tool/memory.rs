@@ -1,6 +1,7 @@
 //! Takes memory and keeps it.
 
 use std::thread;
+use std::time::Duration;
 
 use anyhow::Result;
 
@@ -24,5 +25,18 @@ pub fn hog(mib: u64) -> Result<()> {
         // What is held must stay: the compiler may not free it before its last use.
         std::hint::black_box(&held);
         thread::park();
+    }
+}
+
+/// Holds that much memory, and reads every page of it several times a second until killed. Says `touching` once it does.
+pub fn touch(mib: u64) -> Result<()> {
+    const PAGE: usize = 4096;
+    let held = vec![1u8; usize::try_from(mib)? * MIB];
+    println!("touching");
+    loop {
+        let sum =
+            held.iter().step_by(PAGE).fold(0u64, |sum, byte| sum + u64::from(*std::hint::black_box(byte)));
+        std::hint::black_box(sum);
+        thread::sleep(Duration::from_millis(200));
     }
 }

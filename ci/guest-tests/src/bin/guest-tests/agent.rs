@@ -1,0 +1,223 @@
+//! The agent in a guest: what it costs at rest, that it comes back to a VMM that was away, and what it says of memory that
+//! nobody touches. Its VMM is the test itself, on a port of its own.
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use guest_tests::{Guest, Kernel, Pool};
+use serde_json::Value;
+
+use crate::zones::MIB;
+
+guest_tests::tests![
+    the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away: 240,
+    an_agent_on_6_1_is_small_and_does_without_what_that_lacks: 240,
+    tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none: 240,
+    memory_that_nobody_touches_is_reported_and_what_is_touched_is_not: 600 (extended),
+];
+
+const PORT: u32 = 9800;
+const LIMIT: Duration = Duration::from_secs(120);
+const MOST_RSS_KIB: u64 = 3 * 1024;
+const MONITORS: &str = "/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds";
+
+/// What the agent connects to.
+struct Vmm {
+    listener: UnixListener,
+    path: PathBuf,
+}
+
+impl Vmm {
+    fn listen(guest: &Guest) -> Result<Self> {
+        let mut path = guest.vsock_socket().into_os_string();
+        path.push(format!("_{PORT}"));
+        let path = PathBuf::from(path);
+        Ok(Vmm { listener: UnixListener::bind(&path).context("Cannot listen for the agent")?, path })
+    }
+
+    /// Accepts the agent, which says hello.
+    fn accept(&self) -> Result<Lines> {
+        self.listener.set_nonblocking(true)?;
+        let stream =
+            guest_tests::wait::wait_for("the agent connects", LIMIT, || match self.listener.accept() {
+                Ok((stream, _)) => Ok(Some(stream)),
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(None),
+                Err(error) => Err(error.into()),
+            })?;
+        stream.set_nonblocking(false)?;
+        stream.set_read_timeout(Some(LIMIT))?;
+        let mut lines = Lines(BufReader::new(stream));
+        let hello = lines.next()?;
+        ensure!(hello["type"] == "hello", "It begins with {hello}");
+        Ok(lines)
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+struct Lines(BufReader<UnixStream>);
+
+impl Lines {
+    fn next(&mut self) -> Result<Value> {
+        let mut line = String::new();
+        ensure!(self.0.read_line(&mut line).context("No line of the agent's")? > 0, "The agent hung up");
+        serde_json::from_str(&line).with_context(|| format!("{line:?} is no JSON"))
+    }
+
+    /// What the next report says of idle memory in a node, if it does.
+    fn idle_bytes(&mut self, node: u64) -> Result<Option<u64>> {
+        let report = self.next()?;
+        let idle = report["idle"].as_array();
+        let idle = idle.and_then(|idle| idle.iter().find(|idle| idle["node"] == node));
+        Ok(idle.and_then(|idle| idle["idle_bytes"].as_u64()))
+    }
+}
+
+/// Has the agent report to the test, and not to the VMM.
+fn redirect(guest: &Guest, signal: &str) -> Result<()> {
+    guest.run(&format!("killall -{signal} foreshore-agent"))?;
+    guest.wait_until_run("the agent has ended", LIMIT, "! pidof foreshore-agent")?;
+    guest.run(&format!("foreshore-agent --port {PORT} >>/run/agent.log 2>&1 & echo"))?;
+    Ok(())
+}
+
+/// A line of the agent's /proc/PID/status.
+fn status_kib(guest: &Guest, field: &str) -> Result<u64> {
+    let command = format!("awk '/^{field}:/ {{ print $2 }}' /proc/$(pidof foreshore-agent)/status");
+    let text = guest.run(&command)?;
+    text.trim().parse().with_context(|| format!("{field} is {text:?}"))
+}
+
+/// It is small, all of it is locked, and every zone says how many large blocks are free.
+fn is_small_and_says_what_it_should(guest: &Guest, lines: &mut Lines) -> Result<()> {
+    for seq in 1..=3 {
+        let report = lines.next()?;
+        ensure!(report["seq"] == seq, "Report {seq} is {report}");
+        let zones = report["zones"].as_array().context("No zones")?;
+        let known = |zone: &&Value| zone["largest_free_blocks"].is_u64();
+        ensure!(zones.iter().filter(known).count() == zones.len(), "Of some zone it is not known: {report}");
+        let free = zones.iter().filter_map(|zone| zone["largest_free_blocks"].as_u64()).sum::<u64>();
+        ensure!(free > 0, "A guest at rest has no block of 4 MiB free: {report}");
+    }
+    let (rss_kib, locked_kib) = (status_kib(guest, "VmRSS")?, status_kib(guest, "VmLck")?);
+    ensure!(rss_kib < MOST_RSS_KIB, "The agent has {rss_kib} KiB");
+    ensure!(locked_kib >= rss_kib, "Of {rss_kib} KiB {locked_kib} are locked");
+    let times = "awk '{ print $14 + $15 }' /proc/$(pidof foreshore-agent)/stat";
+    let ticks = guest.run(times)?;
+    println!("the agent has {rss_kib} KiB and has taken {} ticks of 10 ms", ticks.trim());
+    Ok(())
+}
+
+fn the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away() -> Result<()> {
+    let guest = Guest::builder().cpus(2).pressure("off").boot()?;
+    let vmm = Vmm::listen(&guest)?;
+    guest.wait_until("the agent looks for idle memory", LIMIT, || {
+        Ok(guest.run(&format!("cat {MONITORS}"))?.trim() != "0")
+    })?;
+    // Killed, it leaves its monitors behind; the next one takes them over, and ends without leaving any.
+    redirect(&guest, "KILL")?;
+    ensure!(guest.run(&format!("cat {MONITORS}"))?.trim() != "0", "No monitors are left");
+    let mut lines = vmm.accept()?;
+    is_small_and_says_what_it_should(&guest, &mut lines)?;
+    drop((lines, vmm));
+    // A VMM that is new knows nothing of what was said before.
+    let vmm = Vmm::listen(&guest)?;
+    let mut lines = vmm.accept()?;
+    let report = lines.next()?;
+    ensure!(report["seq"] == 1, "The first report to a new VMM is {report}");
+    guest.run("killall foreshore-agent")?;
+    guest.wait_until_run("the agent has ended", LIMIT, "! pidof foreshore-agent")?;
+    ensure!(guest.run(&format!("cat {MONITORS}"))?.trim() == "0", "Its monitors stay");
+    // Somebody else's monitor is none of the agent's business.
+    guest.run(&format!("echo 1 >{MONITORS}; foreshore-agent --port {PORT} >/run/agent.log 2>&1 & echo"))?;
+    drop(vmm.accept()?);
+    guest.wait_until_run("the agent says so", LIMIT, "grep 'DAMON is in somebody' /run/agent.log")?;
+    guest.run("killall foreshore-agent")?;
+    guest.wait_until_run("the agent has ended", LIMIT, "! pidof foreshore-agent")?;
+    ensure!(guest.run(&format!("cat {MONITORS}"))?.trim() == "1", "The monitor has gone");
+    guest.no_kernel_complaints()
+}
+
+fn an_agent_on_6_1_is_small_and_does_without_what_that_lacks() -> Result<()> {
+    let guest = Guest::builder().kernel(Kernel::V6_1).cpus(2).pressure("off").boot()?;
+    let vmm = Vmm::listen(&guest)?;
+    redirect(&guest, "TERM")?;
+    let mut lines = vmm.accept()?;
+    is_small_and_says_what_it_should(&guest, &mut lines)?;
+    guest.run("grep 'Cannot look for idle memory' /run/agent.log")?;
+    guest.no_kernel_complaints()
+}
+
+fn tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none() -> Result<()> {
+    let small = Guest::builder().cpus(2).memory("size=384M").cmdline("foreshore.zram=256M").pressure("off");
+    let guest = small.boot()?;
+    let vmm = Vmm::listen(&guest)?;
+    redirect(&guest, "TERM")?;
+    let mut lines = vmm.accept()?;
+    lines.next()?;
+    let major_faults = || guest.run("awk '{ print $12 }' /proc/$(pidof foreshore-agent)/stat");
+    let before = major_faults()?;
+    // More than there is, and what does not compress.
+    let hog = guest.start_script(LIMIT, "exec guest-tool hog 460")?;
+    let mut stalls = 0;
+    for _ in 0..1000 {
+        let report = lines.next()?;
+        if report["cause"] == "stall" {
+            let waited_us = report["stall"]["some_us"].as_u64();
+            ensure!(waited_us > Some(0), "Nobody has waited: {report}");
+            stalls += 1;
+        }
+        if stalls == 3 {
+            break;
+        }
+    }
+    ensure!(stalls == 3, "After 1000 reports {stalls} of tasks that wait");
+    drop(hog);
+    let after = major_faults()?;
+    ensure!(before == after, "The agent had {} major faults before and has {}", before.trim(), after.trim());
+    Ok(())
+}
+
+fn memory_that_nobody_touches_is_reported_and_what_is_touched_is_not() -> Result<()> {
+    const TOUCHED_MIB: u64 = 192;
+    let pool = Pool::create("1G")?;
+    let guest = Guest::builder()
+        .cpus(2)
+        .memory("size=512M")
+        .pm_memory(&format!("pool={},size=512M", pool.name()))
+        .pressure("off")
+        .boot()?;
+    let vmm = Vmm::listen(&guest)?;
+    let mut toucher =
+        guest.start_script(Duration::from_secs(600), &format!("exec guest-tool touch {TOUCHED_MIB}"))?;
+    ensure!(toucher.next_line().as_deref() == Some("touching"), "Nothing is touched");
+    redirect(&guest, "TERM")?;
+    let mut lines = vmm.accept()?;
+    let mut wait_for_idle = |what: &str, enough: &dyn Fn(u64) -> bool| -> Result<u64> {
+        for _ in 0..240 {
+            if let Some(idle) = lines.idle_bytes(0)?.filter(|idle| enough(*idle)) {
+                println!("{what}: {} MiB are idle", idle / MIB);
+                return Ok(idle);
+            }
+        }
+        bail!("After 240 reports: not {what}")
+    };
+    // What is not touched is found bit by bit.
+    let while_touched = wait_for_idle("memory is touched", &|idle| idle > 64 * MIB)?;
+    let most = (512 - TOUCHED_MIB / 2) * MIB;
+    ensure!(while_touched < most, "With {TOUCHED_MIB} MiB in use {} are idle", while_touched / MIB);
+    // Still there, and left alone.
+    guest.run("killall -STOP guest-tool")?;
+    wait_for_idle("it is left alone", &|idle| idle > while_touched + TOUCHED_MIB / 2 * MIB)?;
+    let ticks =
+        guest.run("awk '{ print $14 + $15 }' /proc/$(cat /sys/kernel/mm/damon/admin/kdamonds/0/pid)/stat")?;
+    println!("the monitor has taken {} ticks of 10 ms", ticks.trim());
+    guest.no_kernel_complaints()
+}

@@ -1,0 +1,162 @@
+//! /sys/kernel/mm/page_idle/bitmap (Documentation/admin-guide/mm/idle_page_tracking.rst): a bit per page frame. Setting one
+//! marks the page idle, an access clears it. Pages that are not user memory have none, so free memory is not among
+//! what is found.
+//!
+//! A sample of words, chosen anew each time, is marked and read again later.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use super::{Found, MAX_NODES, PAGE_BYTES, SPAN_MS, nodes_of, span_bytes};
+use crate::blocks::Range;
+
+/// Of each node so many words are marked, of 64 pages each: marking and reading one costs a walk through the page tables
+/// for each page, together about 10 ms a minute.
+const WORDS: u64 = 64;
+const WORD_PAGES: u64 = 64;
+
+/// The bitmap, and what is marked in it.
+#[derive(Debug)]
+pub struct Bitmap {
+    file: File,
+    marked: Vec<(u32, u64, Vec<u64>)>,
+    marked_ms: u64,
+    found: Vec<Found>,
+    random: u64,
+}
+
+impl Bitmap {
+    /// Opens it.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let file = OpenOptions::new().read(true).write(true).open(path)?;
+        Ok(Bitmap {
+            file,
+            marked: Vec::new(),
+            marked_ms: 0,
+            found: Vec::new(),
+            random: 0x9e37_79b9_7f4a_7c15,
+        })
+    }
+
+    /// Reads what was marked long enough ago, and marks anew. Returns what was found last.
+    pub fn look(&mut self, ranges: &[Range], now_ms: u64) -> Vec<Found> {
+        if now_ms.saturating_sub(self.marked_ms) < SPAN_MS && !self.marked.is_empty() {
+            return self.found.clone();
+        }
+        let marked = std::mem::take(&mut self.marked);
+        if !marked.is_empty() {
+            self.found =
+                marked.into_iter().map(|(node, span, words)| self.read(node, span, &words)).collect();
+        }
+        for (node, ranges) in nodes_of(ranges).into_iter().take(MAX_NODES as usize) {
+            let mut words: Vec<u64> = (0..WORDS).filter_map(|_| self.choose(&ranges)).collect();
+            words.sort_unstable();
+            words.dedup();
+            words.retain(|word| self.file.write_all_at(&u64::MAX.to_ne_bytes(), word * 8).is_ok());
+            self.marked.push((node, span_bytes(&ranges), words));
+        }
+        self.marked_ms = now_ms;
+        self.found.clone()
+    }
+
+    fn read(&self, node: u32, span_bytes: u64, words: &[u64]) -> Found {
+        let mut idle_pages = 0u64;
+        for word in words {
+            let mut bits = [0; 8];
+            if self.file.read_exact_at(&mut bits, word * 8).is_ok() {
+                idle_pages += u64::from(u64::from_ne_bytes(bits).count_ones());
+            }
+        }
+        let pages = (words.len() as u64 * WORD_PAGES).max(1);
+        let idle_bytes = u128::from(span_bytes) * u128::from(idle_pages) / u128::from(pages);
+        let idle_bytes = u64::try_from(idle_bytes).unwrap_or(u64::MAX);
+        Found { node, idle_bytes, span_bytes, with_free: false, unseen_bytes: 0 }
+    }
+
+    /// A word of the bitmap whose pages lie in `ranges`, each as probable as another.
+    fn choose(&mut self, ranges: &[Range]) -> Option<u64> {
+        let word_bytes = WORD_PAGES * PAGE_BYTES;
+        // xorshift64: what is asked of it is no more than to be spread out.
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        let mut place = self.random.checked_rem(span_bytes(ranges))?;
+        let range = ranges.iter().find(|range| {
+            let length = range.end.saturating_sub(range.start);
+            let inside = place < length;
+            place -= if inside { 0 } else { length };
+            inside
+        })?;
+        Some((range.start + place) / word_bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn range(node: u32, start_mib: u64, end_mib: u64) -> Range {
+        Range { node, start: start_mib * MIB, end: end_mib * MIB }
+    }
+
+    /// A bitmap of a guest with so much memory, in which no page is idle.
+    fn bitmap(mib: u64) -> (tempfile::TempDir, Bitmap) {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let path = dir.path().join("bitmap");
+        std::fs::write(&path, vec![0; (mib * MIB / PAGE_BYTES / 8) as usize]).expect("write");
+        let bitmap = Bitmap::open(&path).expect("opens");
+        (dir, bitmap)
+    }
+
+    #[test]
+    fn what_is_not_touched_between_two_looks_is_idle_and_what_is_touched_is_not() {
+        let (_dir, mut bitmap) = bitmap(1024);
+        let ranges = [range(0, 0, 128), range(0, 256, 384), range(1, 512, 1024)];
+        assert_eq!(bitmap.look(&ranges, 1_000), [], "nothing is known yet");
+        assert_eq!(bitmap.look(&ranges, 60_999), [], "nor now");
+        // All of node 1 is touched.
+        bitmap.file.write_all_at(&vec![0; 512 * 32], 512 * 32).expect("write");
+        let found = bitmap.look(&ranges, 61_000);
+        let expected = |node, idle_mib, span_mib| Found {
+            node,
+            idle_bytes: idle_mib * MIB,
+            span_bytes: span_mib * MIB,
+            with_free: false,
+            unseen_bytes: 0,
+        };
+        assert_eq!(found, [expected(0, 256, 256), expected(1, 0, 512)]);
+        // Half of the pages in every word of node 0.
+        bitmap.file.write_all_at(&vec![0x0f; 512 * 32], 0).expect("write");
+        assert_eq!(bitmap.look(&ranges, 121_000)[0], expected(0, 128, 256));
+        assert!(
+            bitmap.look(&[], 181_000).len() == 2 && bitmap.look(&[], 241_000).len() == 2,
+            "as last found"
+        );
+    }
+
+    #[test]
+    fn words_are_chosen_all_over_the_ranges_and_nowhere_else() {
+        let (_dir, mut bitmap) = bitmap(1);
+        let ranges = [range(0, 0, 128), range(0, 512, 640)];
+        let words: Vec<u64> = (0..1000).filter_map(|_| bitmap.choose(&ranges)).collect();
+        assert_eq!(words.len(), 1000);
+        let low = words.iter().filter(|word| **word < 512).count();
+        let high = words.iter().filter(|word| (2048..2560).contains(*word)).count();
+        assert_eq!(low + high, 1000);
+        assert!(low > 400 && high > 400, "{low} and {high}");
+        assert_eq!(bitmap.choose(&[]), None);
+    }
+
+    #[test]
+    fn a_bitmap_that_is_too_short_has_nothing_idle() {
+        let (_dir, mut bitmap) = bitmap(1);
+        let ranges = [range(0, 512, 1024)];
+        bitmap.look(&ranges, 0);
+        bitmap.file.set_len(8).expect("truncates");
+        assert_eq!(bitmap.look(&ranges, SPAN_MS)[0].idle_bytes, 0);
+    }
+}

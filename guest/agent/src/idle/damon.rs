@@ -1,0 +1,375 @@
+//! DAMON by sysfs (Documentation/admin-guide/mm/damon/usage.rst): the kernel samples accesses to physical addresses, in
+//! regions that it splits and merges as it sees fit.
+//!
+//! Each node has a monitor of its own, whose two schemes do nothing but count: the bytes that were not accessed for the
+//! span, and all bytes. Both are totals over all aggregations since the monitor's start, so the quotient of their growth is the
+//! part that is idle, however many aggregations there were between two looks.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::{Found, MAX_NODES, SPAN_MS, nodes_of, span_bytes};
+use crate::blocks::Range;
+
+/// Each region has one page sampled this often: with at most [`MAX_REGIONS`] regions a few hundred microseconds of a CPU
+/// a second at the very most.
+const SAMPLE_US: u64 = 1_000_000;
+const AGGREGATION_US: u64 = 20_000_000;
+const MIN_REGIONS: u64 = 10;
+const MAX_REGIONS: u64 = 100;
+
+/// A region's age counts aggregations, beginning with 0: with one more it has not been accessed for the span.
+const MIN_AGE: u64 = SPAN_MS * 1000 / AGGREGATION_US;
+
+/// An interval that means nothing for physical addresses, and by which the agent knows its own monitors again after it
+/// was killed.
+const OURS_US: u64 = 59_746_059;
+
+/// More ranges than this are taken as one: what lies between them is no memory, and is never accessed.
+const MAX_RANGES: usize = 32;
+
+/// A monitor begins with so many regions: the kernel doubles them once in an aggregation at most, and has told little before.
+const FIRST_REGIONS: u64 = 32;
+const REGION_STEP: u64 = 2 << 20;
+
+/// The schemes, by their numbers.
+const IDLE: usize = 0;
+const ALL: usize = 1;
+
+/// The monitors, one for each node.
+#[derive(Debug)]
+pub struct Damon {
+    root: PathBuf,
+    monitors: Vec<Monitor>,
+}
+
+/// One node's.
+#[derive(Clone, Debug, Default)]
+struct Monitor {
+    ranges: Vec<Range>,
+    /// When it was started, if it was.
+    started_ms: Option<u64>,
+    /// What the schemes had counted at the last look.
+    counted: [u64; 2],
+    found: Option<Found>,
+}
+
+impl Damon {
+    /// Takes DAMON, if nobody else has it. `root` is /sys/kernel/mm/damon/admin/kdamonds outside of tests. There may be
+    /// so many nodes.
+    pub fn open(root: &Path, nodes: u32) -> io::Result<Self> {
+        let nodes = nodes.clamp(1, MAX_NODES);
+        let damon = Damon { root: root.to_owned(), monitors: vec![Monitor::default(); nodes as usize] };
+        let count = count_of(root)?;
+        if !(0..count).all(|number| is_ours(root, number)) {
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "DAMON is in somebody else's use"));
+        }
+        // Ours, of an agent that was killed.
+        Damon::stop(root);
+        damon.write("nr_kdamonds", nodes)?;
+        for number in 0..nodes {
+            damon.prepare(number)?;
+        }
+        Ok(damon)
+    }
+
+    /// Ends what is ours, and gives DAMON back.
+    pub fn stop(root: &Path) {
+        let count = count_of(root).unwrap_or(0);
+        if (0..count).all(|number| is_ours(root, number)) {
+            for number in 0..count {
+                // One that does not run says so.
+                let _ = fs::write(root.join(format!("{number}/state")), "off");
+            }
+            let _ = fs::write(root.join("nr_kdamonds"), "0");
+        }
+    }
+
+    fn write(&self, file: &str, value: impl ToString) -> io::Result<()> {
+        fs::write(self.root.join(file), value.to_string())
+            .map_err(|error| io::Error::new(error.kind(), format!("{file} of DAMON: {error}")))
+    }
+
+    /// All that does not change: everything but the addresses.
+    fn prepare(&self, number: u32) -> io::Result<()> {
+        let context = format!("{number}/contexts/0");
+        self.write(&format!("{number}/contexts/nr_contexts"), 1)?;
+        self.write(&format!("{context}/operations"), "paddr")?;
+        let attributes = format!("{context}/monitoring_attrs");
+        self.write(&format!("{attributes}/intervals/sample_us"), SAMPLE_US)?;
+        self.write(&format!("{attributes}/intervals/aggr_us"), AGGREGATION_US)?;
+        self.write(&format!("{attributes}/intervals/update_us"), OURS_US)?;
+        self.write(&format!("{attributes}/nr_regions/min"), MIN_REGIONS)?;
+        self.write(&format!("{attributes}/nr_regions/max"), MAX_REGIONS)?;
+        self.write(&format!("{context}/targets/nr_targets"), 1)?;
+        self.write(&format!("{context}/schemes/nr_schemes"), 2)?;
+        for (scheme, max_accesses, min_age) in [(IDLE, 0, MIN_AGE), (ALL, u32::MAX, 0)] {
+            let scheme = format!("{context}/schemes/{scheme}");
+            self.write(&format!("{scheme}/action"), "stat")?;
+            self.write(&format!("{scheme}/access_pattern/sz/max"), u64::MAX)?;
+            self.write(&format!("{scheme}/access_pattern/nr_accesses/max"), max_accesses)?;
+            self.write(&format!("{scheme}/access_pattern/age/min"), min_age)?;
+            self.write(&format!("{scheme}/access_pattern/age/max"), u32::MAX)?;
+        }
+        Ok(())
+    }
+
+    /// Has the monitors look at `ranges`, and returns what they have found since the last time. May wait for an
+    /// aggregation.
+    pub fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<Found>> {
+        let nodes = nodes_of(ranges);
+        for number in (0..).take(self.monitors.len()) {
+            let ranges = nodes.iter().find(|(node, _)| *node == number).map(|(_, ranges)| bounded(ranges));
+            self.watch(number, ranges.unwrap_or_default(), now_ms)?;
+            self.count(number, now_ms);
+        }
+        Ok(self.monitors.iter().filter_map(|monitor| monitor.found).collect())
+    }
+
+    /// Has a node's monitor look at `ranges`.
+    fn watch(&mut self, number: u32, ranges: Vec<Range>, now_ms: u64) -> io::Result<()> {
+        let Some(monitor) = self.monitors.get(number as usize) else { return Ok(()) };
+        let was_started = monitor.started_ms.is_some();
+        if ranges == monitor.ranges {
+            return Ok(());
+        }
+        if ranges.is_empty() {
+            self.write(&format!("{number}/state"), "off")?;
+            self.monitors[number as usize] = Monitor::default();
+            return Ok(());
+        }
+        // What it knows of the addresses that stay it keeps, if it is not told of smaller ones.
+        let first = if was_started { ranges.clone() } else { pieces(&ranges) };
+        let regions = format!("{number}/contexts/0/targets/0/regions");
+        self.write(&format!("{regions}/nr_regions"), first.len())?;
+        for (region, range) in first.iter().enumerate() {
+            self.write(&format!("{regions}/{region}/start"), range.start)?;
+            self.write(&format!("{regions}/{region}/end"), range.end)?;
+        }
+        self.write(&format!("{number}/state"), if was_started { "commit" } else { "on" })?;
+        let monitor = &mut self.monitors[number as usize];
+        monitor.ranges = ranges;
+        monitor.started_ms.get_or_insert(now_ms);
+        Ok(())
+    }
+
+    /// Takes in what a node's schemes have counted.
+    fn count(&mut self, number: u32, now_ms: u64) {
+        let Some(monitor) = self.monitors.get(number as usize) else { return };
+        let Some(started_ms) = monitor.started_ms else { return };
+        if self.write(&format!("{number}/state"), "update_schemes_stats").is_err() {
+            // Somebody has switched it off: that is for them to decide.
+            self.monitors[number as usize].found = None;
+            return;
+        }
+        let [Some(idle), Some(all)] = [IDLE, ALL].map(|scheme| self.counted(number, scheme)) else { return };
+        let monitor = &mut self.monitors[number as usize];
+        let [idle_before, all_before] = std::mem::replace(&mut monitor.counted, [idle, all]);
+        let (Some(idle), Some(all)) = (idle.checked_sub(idle_before), all.checked_sub(all_before)) else {
+            return;
+        };
+        // Nothing can be known to be idle for longer than it has been looked at.
+        let is_known = now_ms.saturating_sub(started_ms) >= SPAN_MS + AGGREGATION_US / 1000;
+        if all > 0 && is_known {
+            let span_bytes = span_bytes(&monitor.ranges);
+            let idle_bytes = u128::from(span_bytes) * u128::from(idle.min(all)) / u128::from(all);
+            let idle_bytes = u64::try_from(idle_bytes).unwrap_or(u64::MAX);
+            monitor.found =
+                Some(Found { node: number, idle_bytes, span_bytes, with_free: true, unseen_bytes: 0 });
+        }
+    }
+
+    fn counted(&self, number: u32, scheme: usize) -> Option<u64> {
+        let file = format!("{number}/contexts/0/schemes/{scheme}/stats/sz_tried");
+        fs::read_to_string(self.root.join(file)).ok()?.trim().parse().ok()
+    }
+}
+
+/// How many monitors there are, whosesoever.
+fn count_of(root: &Path) -> io::Result<u32> {
+    let text = fs::read_to_string(root.join("nr_kdamonds"))?;
+    text.trim().parse().map_err(|_| io::Error::from(io::ErrorKind::InvalidData))
+}
+
+fn is_ours(root: &Path, number: u32) -> bool {
+    let file = format!("{number}/contexts/0/monitoring_attrs/intervals/update_us");
+    fs::read_to_string(root.join(file)).is_ok_and(|text| text.trim() == OURS_US.to_string())
+}
+
+/// No more ranges than a monitor may begin with.
+fn bounded(ranges: &[Range]) -> Vec<Range> {
+    match (ranges.first(), ranges.last()) {
+        (Some(first), Some(last)) if ranges.len() > MAX_RANGES => vec![Range { end: last.end, ..*first }],
+        _ => ranges.to_vec(),
+    }
+}
+
+/// The same addresses in about [`FIRST_REGIONS`] pieces of one size.
+fn pieces(ranges: &[Range]) -> Vec<Range> {
+    let piece_bytes =
+        span_bytes(ranges).div_ceil(FIRST_REGIONS).next_multiple_of(REGION_STEP).max(REGION_STEP);
+    let cut = |range: &Range| {
+        let (node, end) = (range.node, range.end);
+        let starts = (range.start..end).step_by(usize::try_from(piece_bytes).unwrap_or(usize::MAX));
+        starts.map(move |start| Range { node, start, end: start.saturating_add(piece_bytes).min(end) })
+    };
+    ranges.iter().flat_map(cut).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// What the kernel makes when the numbers of things are written. `taken`: monitors of somebody else's.
+    fn sysfs(taken: u32) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().expect("tempdir");
+        fs::write(dir.path().join("nr_kdamonds"), format!("{taken}\n")).expect("write");
+        for number in 0..MAX_NODES {
+            let context = dir.path().join(format!("{number}/contexts/0"));
+            for directory in ["monitoring_attrs/intervals", "monitoring_attrs/nr_regions"] {
+                fs::create_dir_all(context.join(directory)).expect("mkdir");
+            }
+            for scheme in [IDLE, ALL] {
+                let scheme = context.join(format!("schemes/{scheme}"));
+                for directory in
+                    ["stats", "access_pattern/sz", "access_pattern/age", "access_pattern/nr_accesses"]
+                {
+                    fs::create_dir_all(scheme.join(directory)).expect("mkdir");
+                }
+            }
+            for region in 0..=2 * MAX_RANGES {
+                fs::create_dir_all(context.join(format!("targets/0/regions/{region}"))).expect("mkdir");
+            }
+            fs::write(context.join("monitoring_attrs/intervals/update_us"), "1000000\n").expect("write");
+        }
+        dir
+    }
+
+    fn read(dir: &tempfile::TempDir, file: &str) -> String {
+        fs::read_to_string(dir.path().join(file)).unwrap_or_else(|error| panic!("{file}: {error}"))
+    }
+
+    fn count(dir: &tempfile::TempDir, number: u32, idle: u64, all: u64) {
+        for (scheme, bytes) in [(IDLE, idle), (ALL, all)] {
+            let file = format!("{number}/contexts/0/schemes/{scheme}/stats/sz_tried");
+            fs::write(dir.path().join(file), format!("{bytes}\n")).expect("write");
+        }
+    }
+
+    fn range(node: u32, start_mib: u64, end_mib: u64) -> Range {
+        Range { node, start: start_mib * MIB, end: end_mib * MIB }
+    }
+
+    #[test]
+    fn each_node_has_a_monitor_of_its_addresses_and_schemes_that_only_count() {
+        let dir = sysfs(0);
+        let mut damon = Damon::open(dir.path(), 2).expect("opens");
+        assert_eq!(read(&dir, "nr_kdamonds"), "2");
+        let ranges = [range(0, 0, 384), range(1, 5120, 5632), range(0, 4096, 4224)];
+        assert_eq!(damon.look(&ranges, 1_000).expect("writes"), []);
+        let context = |file: &str| read(&dir, &format!("0/contexts/0/{file}"));
+        assert_eq!(context("operations"), "paddr");
+        // 512 MiB in pieces of 16 MiB, the last of them in the second range.
+        assert_eq!(context("targets/0/regions/nr_regions"), "32");
+        assert_eq!(context("targets/0/regions/1/start"), (16 * MIB).to_string());
+        assert_eq!(context("targets/0/regions/31/start"), (4208 * MIB).to_string());
+        assert_eq!(context("targets/0/regions/31/end"), (4224 * MIB).to_string());
+        assert_eq!(read(&dir, "1/contexts/0/targets/0/regions/0/start"), (5120 * MIB).to_string());
+        damon.look(&[range(0, 0, 384)], 2_000).expect("writes");
+        assert_eq!(context("targets/0/regions/nr_regions"), "1", "what is known of the pieces stays");
+        for (scheme, accesses, age) in [(IDLE, "0", "3"), (ALL, "4294967295", "0")] {
+            let scheme = |file: &str| context(&format!("schemes/{scheme}/{file}"));
+            assert_eq!(scheme("action"), "stat");
+            assert_eq!(scheme("access_pattern/nr_accesses/max"), accesses);
+            assert_eq!(scheme("access_pattern/age/min"), age);
+        }
+        assert!(!dir.path().join("2/state").exists(), "nothing there to look at");
+    }
+
+    #[test]
+    fn idle_is_the_part_that_was_idle_since_the_last_look_once_the_span_has_passed() {
+        let dir = sysfs(0);
+        let mut damon = Damon::open(dir.path(), 2).expect("opens");
+        let ranges = [range(1, 5120, 5632)];
+        damon.look(&ranges, 0).expect("writes");
+        count(&dir, 1, 0, 1000 * MIB);
+        assert_eq!(damon.look(&ranges, 79_999).expect("writes"), [], "too early to tell");
+        count(&dir, 1, 300 * MIB, 2200 * MIB);
+        let found = |idle_mib, span_mib| Found {
+            node: 1,
+            idle_bytes: idle_mib * MIB,
+            span_bytes: span_mib * MIB,
+            with_free: true,
+            unseen_bytes: 0,
+        };
+        assert_eq!(damon.look(&ranges, 80_000).expect("writes"), [found(128, 512)]);
+        assert_eq!(damon.look(&ranges, 100_000).expect("writes"), [found(128, 512)], "nothing new");
+        count(&dir, 1, 100 * MIB, 200 * MIB);
+        assert_eq!(damon.look(&ranges, 120_000).expect("writes"), [found(128, 512)], "counted anew");
+        count(&dir, 1, 300 * MIB, 400 * MIB);
+        assert_eq!(damon.look(&ranges, 140_000).expect("writes"), [found(512, 512)]);
+        assert_eq!(read(&dir, "1/state"), "update_schemes_stats");
+        count(&dir, 1, 300 * MIB, 500 * MIB);
+        let less = [range(1, 5120, 5376)];
+        assert_eq!(damon.look(&less, 160_000).expect("writes"), [found(0, 256)], "known at once");
+        assert_eq!(damon.look(&[], 180_000).expect("writes"), [], "the node has gone");
+        assert_eq!(read(&dir, "1/state"), "off");
+    }
+
+    #[test]
+    fn a_monitor_of_somebody_elses_is_left_alone() {
+        let dir = sysfs(1);
+        let error = Damon::open(dir.path(), 2).expect_err("taken");
+        assert_eq!(error.to_string(), "DAMON is in somebody else's use");
+        Damon::stop(dir.path());
+        assert_eq!(read(&dir, "nr_kdamonds"), "1\n");
+        assert!(!dir.path().join("0/state").exists());
+        assert_eq!(read(&dir, "0/contexts/0/monitoring_attrs/intervals/update_us"), "1000000\n");
+    }
+
+    #[test]
+    fn monitors_of_an_agent_that_was_killed_are_taken_over_and_those_of_one_that_ends_are_given_back() {
+        let dir = sysfs(0);
+        let ranges = [range(0, 0, 384)];
+        Damon::open(dir.path(), 2).expect("opens").look(&ranges, 0).expect("writes");
+        assert_eq!(read(&dir, "0/state"), "update_schemes_stats", "it runs");
+        let mut next = Damon::open(dir.path(), 2).expect("its own");
+        assert_eq!((read(&dir, "0/state"), read(&dir, "nr_kdamonds")), ("off".into(), "2".into()));
+        next.look(&ranges, 0).expect("writes");
+        Damon::stop(dir.path());
+        assert_eq!((read(&dir, "0/state"), read(&dir, "nr_kdamonds")), ("off".into(), "0".into()));
+    }
+
+    #[test]
+    fn pieces_cover_the_ranges_in_order_and_are_not_many_more_than_wanted() {
+        let terabytes = 4u64 << 20;
+        for ranges in [
+            vec![range(0, 0, 1)],
+            vec![range(0, 0, 384), range(0, 4096, 4224)],
+            vec![range(0, 0, 3000), range(0, 4096, terabytes)],
+            (0..MAX_RANGES as u64).map(|n| range(0, n * 256, n * 256 + 128)).collect(),
+        ] {
+            let pieces = pieces(&ranges);
+            assert_eq!(span_bytes(&pieces), span_bytes(&ranges));
+            assert!(pieces.is_sorted_by(|one, next| one.end <= next.start));
+            assert!(pieces.len() <= FIRST_REGIONS as usize + ranges.len(), "{}", pieces.len());
+            assert!(
+                pieces
+                    .iter()
+                    .all(|piece| ranges.iter().any(|r| r.start <= piece.start && piece.end <= r.end))
+            );
+        }
+        assert_eq!(pieces(&[]), []);
+    }
+
+    #[test]
+    fn very_many_ranges_are_taken_as_one() {
+        let many: Vec<Range> = (0..=MAX_RANGES as u64).map(|n| range(0, n * 256, n * 256 + 128)).collect();
+        assert_eq!(bounded(&many), [range(0, 0, MAX_RANGES as u64 * 256 + 128)]);
+        assert_eq!(bounded(&many[1..]).len(), MAX_RANGES);
+        assert_eq!(bounded(&[]), []);
+    }
+}

@@ -1,0 +1,347 @@
+//! Memory that nobody touches, per node: from DAMON where the kernel has it, from the bitmap of idle pages elsewhere.
+//!
+//! Both answer in their own time (a write to DAMON's files waits for its next sample), so a thread of its own asks. What it
+//! costs is bounded by how many places are looked at, not by how much memory there is.
+
+mod bitmap;
+mod damon;
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::thread;
+use std::time::Duration;
+
+use foreshore_proto::{NodeIdle, Zone};
+
+use self::bitmap::Bitmap;
+use self::damon::Damon;
+use crate::blocks::Range;
+
+/// Memory that was not touched for so long is idle.
+const SPAN_MS: u64 = 60_000;
+
+/// How often it is asked for.
+const PERIOD_MS: u64 = 20_000;
+
+/// What was found longer ago is not reported: the thread may be stuck.
+const MAX_AGE_MS: u64 = 4 * PERIOD_MS + SPAN_MS;
+
+/// Of so many nodes at most, for every one costs.
+const MAX_NODES: u32 = 8;
+
+const PAGE_BYTES: u64 = 4096;
+
+/// What was found in the address ranges of one node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Found {
+    node: u32,
+    /// So much of them lies idle.
+    idle_bytes: u64,
+    /// All of them.
+    span_bytes: u64,
+    /// Whether memory that is free, and addresses without memory, are among what lies idle; else neither is.
+    with_free: bool,
+    /// Page cache whose use is not seen, see [`Roots::unseen_bytes`].
+    unseen_bytes: u64,
+}
+
+impl Found {
+    /// What of a node with these zones is idle. Nothing if it has none.
+    fn report(self, zones: &[Zone]) -> Option<NodeIdle> {
+        let pages = |of: fn(&Zone) -> u64| {
+            let zones = zones.iter().filter(|zone| zone.node == self.node);
+            zones.fold(0u64, |sum, zone| sum.saturating_add(of(zone))).saturating_mul(PAGE_BYTES)
+        };
+        let (managed_bytes, free_bytes) = (pages(|zone| zone.managed_pages), pages(|zone| zone.free_pages));
+        let idle_bytes = if self.with_free {
+            // A block may be plugged in part, and of a part that is not there nothing is ever touched.
+            let absent_bytes = self.span_bytes.saturating_sub(managed_bytes);
+            self.idle_bytes.saturating_sub(absent_bytes)
+        } else {
+            self.idle_bytes.saturating_add(free_bytes)
+        };
+        let idle_bytes = idle_bytes.min(managed_bytes).saturating_sub(self.unseen_bytes);
+        (managed_bytes > 0).then_some(NodeIdle { node: self.node, idle_bytes, span_ms: SPAN_MS })
+    }
+}
+
+/// Where the kernel has what tells.
+#[derive(Clone, Debug)]
+pub struct Roots {
+    /// /sys/kernel/mm/damon/admin/kdamonds.
+    pub damon: PathBuf,
+    /// /sys/kernel/mm/page_idle/bitmap.
+    pub bitmap: PathBuf,
+    /// /sys/devices/system/node.
+    pub nodes: PathBuf,
+    /// /sys/kernel/mm/lru_gen/enabled.
+    pub lru_gen: PathBuf,
+}
+
+impl Roots {
+    /// Those under `root`, which is /sys outside of tests.
+    pub fn under(root: &Path) -> Self {
+        let mm = root.join("kernel/mm");
+        Roots {
+            damon: mm.join("damon/admin/kdamonds"),
+            bitmap: mm.join("page_idle/bitmap"),
+            lru_gen: mm.join("lru_gen/enabled"),
+            nodes: root.join("devices/system/node"),
+        }
+    }
+
+    /// How many nodes there may be, as far as they are looked at.
+    fn possible_nodes(&self) -> u32 {
+        // A list as `0-1,3`.
+        let text = fs::read_to_string(self.nodes.join("possible")).unwrap_or_default();
+        let last = text.trim().rsplit([',', '-']).next().and_then(|last| last.parse::<u32>().ok());
+        last.map_or(1, |last| last.saturating_add(1)).min(MAX_NODES)
+    }
+
+    /// Page cache of a node of which the kernel does not notice that it is used: with the multi-generational LRU a read()
+    /// does not clear a page's idle flag (folio_mark_accessed in mm/swap.c), so all that is not mapped seems idle.
+    /// `None` if it is not known.
+    fn unseen_bytes(&self, node: u32) -> Option<u64> {
+        let enabled = fs::read_to_string(&self.lru_gen).unwrap_or_default();
+        let enabled = enabled.trim().strip_prefix("0x").and_then(|bits| u64::from_str_radix(bits, 16).ok());
+        if enabled.is_none_or(|bits| bits & 1 == 0) {
+            return Some(0);
+        }
+        let text = fs::read_to_string(self.nodes.join(format!("node{node}/vmstat"))).ok()?;
+        let pages = |name: &str| -> Option<u64> {
+            let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
+            line.trim().parse().ok()
+        };
+        Some(pages("nr_file_pages")?.saturating_sub(pages("nr_mapped")?).saturating_mul(PAGE_BYTES))
+    }
+}
+
+/// What tells.
+#[derive(Debug)]
+enum Source {
+    Damon(Damon),
+    Bitmap(Bitmap),
+}
+
+impl Source {
+    fn open(roots: &Roots) -> io::Result<Self> {
+        match Damon::open(&roots.damon, roots.possible_nodes()) {
+            Ok(damon) => Ok(Source::Damon(damon)),
+            Err(error) => match Bitmap::open(&roots.bitmap) {
+                Ok(bitmap) => Ok(Source::Bitmap(bitmap)),
+                // Of the two it is DAMON that a kernel of today has.
+                Err(_) => Err(error),
+            },
+        }
+    }
+
+    fn look(&mut self, ranges: &[Range], now_ms: u64) -> io::Result<Vec<Found>> {
+        match self {
+            Source::Damon(damon) => damon.look(ranges, now_ms),
+            Source::Bitmap(bitmap) => Ok(bitmap.look(ranges, now_ms)),
+        }
+    }
+}
+
+/// A source in a thread of its own.
+#[derive(Debug)]
+pub struct IdleWatch {
+    damon: PathBuf,
+    ranges: SyncSender<Vec<Range>>,
+    unsent: Option<Vec<Range>>,
+    answers: Receiver<Vec<Found>>,
+    found: Vec<Found>,
+    found_ms: u64,
+}
+
+impl IdleWatch {
+    /// Starts the thread. An error if the kernel has nothing that tells, or somebody else uses it. `clock` gives the time.
+    pub fn start(roots: &Roots, stack_bytes: usize, clock: fn() -> u64) -> io::Result<Self> {
+        let mut source = Source::open(roots)?;
+        let roots = roots.clone();
+        let damon = roots.damon.clone();
+        let (ranges, inbox) = sync_channel::<Vec<Range>>(1);
+        let (outbox, answers) = sync_channel::<Vec<Found>>(1);
+        let work = move || {
+            let mut ranges = Vec::new();
+            loop {
+                match inbox.recv_timeout(Duration::from_millis(PERIOD_MS)) {
+                    Ok(new) => ranges = new,
+                    Err(RecvTimeoutError::Timeout) => {}
+                    Err(RecvTimeoutError::Disconnected) => break,
+                }
+                match source.look(&ranges, clock()) {
+                    Ok(mut found) => {
+                        found.retain_mut(|found| {
+                            let unseen_bytes = roots.unseen_bytes(found.node);
+                            found.unseen_bytes = unseen_bytes.unwrap_or(0);
+                            unseen_bytes.is_some()
+                        });
+                        drop(outbox.try_send(found));
+                    }
+                    Err(error) => {
+                        eprintln!("foreshore-agent: Idle memory is no longer looked for: {error}");
+                        break;
+                    }
+                }
+            }
+        };
+        thread::Builder::new().name("idle".into()).stack_size(stack_bytes).spawn(work)?;
+        Ok(IdleWatch { damon, ranges, unsent: None, answers, found: Vec::new(), found_ms: 0 })
+    }
+
+    /// Where memory is from now on. Never waits.
+    pub fn set_ranges(&mut self, ranges: Vec<Range>) {
+        self.unsent = Some(ranges);
+    }
+
+    /// Puts into `idle` what is known of idle memory in a guest with these zones. Never waits.
+    pub fn poll(&mut self, zones: &[Zone], now_ms: u64, idle: &mut Vec<NodeIdle>) {
+        if let Some(ranges) = self.unsent.take()
+            && let Err(TrySendError::Full(ranges)) = self.ranges.try_send(ranges)
+        {
+            self.unsent = Some(ranges);
+        }
+        if let Ok(found) = self.answers.try_recv() {
+            (self.found, self.found_ms) = (found, now_ms);
+        }
+        idle.clear();
+        if now_ms.saturating_sub(self.found_ms) < MAX_AGE_MS {
+            idle.extend(self.found.iter().filter_map(|found| found.report(zones)));
+        }
+    }
+
+    /// Leaves DAMON as it was found.
+    pub fn stop(self) {
+        Damon::stop(&self.damon);
+    }
+}
+
+/// The addresses of each node among `ranges`, for the nodes that are looked at, in ascending order.
+fn nodes_of(ranges: &[Range]) -> Vec<(u32, Vec<Range>)> {
+    let mut nodes: Vec<(u32, Vec<Range>)> = Vec::new();
+    for range in ranges.iter().filter(|range| range.node < MAX_NODES) {
+        match nodes.iter_mut().find(|(node, _)| *node == range.node) {
+            Some((_, ranges)) => ranges.push(*range),
+            None => nodes.push((range.node, vec![*range])),
+        }
+    }
+    nodes.sort_unstable_by_key(|(node, _)| *node);
+    nodes
+}
+
+fn span_bytes(ranges: &[Range]) -> u64 {
+    ranges.iter().fold(0, |sum, range| sum.saturating_add(range.end.saturating_sub(range.start)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn zone(node: u32, managed_mib: u64, free_mib: u64) -> Zone {
+        Zone {
+            node,
+            managed_pages: managed_mib * MIB / PAGE_BYTES,
+            free_pages: free_mib * MIB / PAGE_BYTES,
+            ..Zone::default()
+        }
+    }
+
+    fn idle_mib(found: Found, zones: &[Zone]) -> Option<u64> {
+        found.report(zones).map(|idle| idle.idle_bytes / MIB)
+    }
+
+    #[test]
+    fn what_is_not_there_is_not_idle_memory() {
+        let found =
+            Found { node: 1, idle_bytes: 200 * MIB, span_bytes: 256 * MIB, with_free: true, unseen_bytes: 0 };
+        let zones = [zone(0, 999, 999), zone(1, 100, 10), zone(1, 50, 0)];
+        // 106 MiB of the ranges have no memory, or memory of the kernel's.
+        assert_eq!(idle_mib(found, &zones), Some(94));
+        assert_eq!(idle_mib(Found { idle_bytes: 100 * MIB, ..found }, &zones), Some(0));
+        assert_eq!(idle_mib(Found { span_bytes: 0, ..found }, &zones), Some(150), "no more than there is");
+        assert_eq!(idle_mib(Found { node: 2, ..found }, &zones), None, "gone meanwhile");
+    }
+
+    #[test]
+    fn where_free_memory_is_not_seen_it_counts_as_idle() {
+        let found =
+            Found { node: 1, idle_bytes: 50 * MIB, span_bytes: 256 * MIB, with_free: false, unseen_bytes: 0 };
+        assert_eq!(idle_mib(found, &[zone(1, 150, 10), zone(0, 300, 300)]), Some(60));
+        assert_eq!(idle_mib(found, &[zone(1, 150, 149)]), Some(150), "no more than there is");
+    }
+
+    #[test]
+    fn the_thread_passes_on_what_it_finds_and_old_findings_are_dropped() {
+        let dir = tempfile::tempdir().expect("tempdir");
+        fs::create_dir_all(dir.path().join("kernel/mm/page_idle")).expect("mkdir");
+        fs::write(dir.path().join("kernel/mm/page_idle/bitmap"), vec![0; 4096]).expect("write");
+        let watch = IdleWatch::start(&Roots::under(dir.path()), 64 * 1024, || 5);
+        let mut watch = watch.expect("the bitmap is there");
+        let (ranges, answers) = (sync_channel(1), sync_channel(1));
+        (watch.ranges, watch.answers) = (ranges.0, answers.1);
+        watch.set_ranges(vec![Range { node: 0, start: 0, end: 4 * MIB }]);
+        let mut idle = vec![NodeIdle::default()];
+        watch.poll(&[zone(0, 4, 1)], 1_000, &mut idle);
+        assert_eq!(idle, [], "nothing found yet");
+        assert_eq!(ranges.1.recv().expect("passed on").len(), 1);
+        let found =
+            Found { node: 0, idle_bytes: 2 * MIB, span_bytes: 4 * MIB, with_free: false, unseen_bytes: 0 };
+        answers.0.send(vec![found]).expect("takes one");
+        for (now_ms, count) in [(2_000, 1), (2_000 + MAX_AGE_MS - 1, 1), (2_000 + MAX_AGE_MS, 0)] {
+            watch.poll(&[zone(0, 4, 1)], now_ms, &mut idle);
+            assert_eq!(idle.len(), count, "at {now_ms}");
+        }
+    }
+
+    #[test]
+    fn page_cache_whose_use_is_not_seen_is_not_called_idle() {
+        let found = Found {
+            node: 1,
+            idle_bytes: 200 * MIB,
+            span_bytes: 200 * MIB,
+            with_free: true,
+            unseen_bytes: 60 * MIB,
+        };
+        assert_eq!(idle_mib(found, &[zone(1, 200, 0)]), Some(140));
+        assert_eq!(idle_mib(Found { idle_bytes: 50 * MIB, ..found }, &[zone(1, 200, 0)]), Some(0));
+
+        let dir = tempfile::tempdir().expect("tempdir");
+        let roots = Roots::under(dir.path());
+        assert_eq!(roots.unseen_bytes(1), Some(0), "a kernel without such a LRU");
+        fs::create_dir_all(roots.lru_gen.parent().expect("a directory")).expect("mkdir");
+        for (enabled, unseen) in [("0x0000\n", Some(0)), ("0x0006\n", Some(0)), ("0x0007\n", None)] {
+            fs::write(&roots.lru_gen, enabled).expect("write");
+            assert_eq!(roots.unseen_bytes(1), unseen, "{enabled}");
+        }
+        fs::create_dir_all(roots.nodes.join("node1")).expect("mkdir");
+        let vmstat = "nr_mapped 100\nnr_file_pages 356\nnr_file_pages_other 9\n";
+        fs::write(roots.nodes.join("node1/vmstat"), vmstat).expect("write");
+        assert_eq!(roots.unseen_bytes(1), Some(MIB));
+        fs::write(roots.nodes.join("node1/vmstat"), "nr_mapped 100\n").expect("write");
+        assert_eq!(roots.unseen_bytes(1), None);
+    }
+
+    #[test]
+    fn nodes_that_may_come_are_counted() {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let roots = Roots::under(dir.path());
+        assert_eq!(roots.possible_nodes(), 1, "not said");
+        fs::create_dir_all(&roots.nodes).expect("mkdir");
+        for (text, nodes) in [("0\n", 1), ("0-1\n", 2), ("0-1,3\n", 4), ("0-1023\n", MAX_NODES), ("\n", 1)] {
+            fs::write(roots.nodes.join("possible"), text).expect("write");
+            assert_eq!(roots.possible_nodes(), nodes, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn a_kernel_that_has_neither_says_so() {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let error = IdleWatch::start(&Roots::under(dir.path()), 64 * 1024, || 0).expect_err("neither");
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+    }
+}
