@@ -31,12 +31,12 @@ impl Direction {
 }
 
 macro_rules! reasons {
-    ($($(#[$doc:meta])* $name:ident => $label:literal,)*) => {
+    ($($(#[doc = $doc:literal])+ $name:ident => $label:literal,)*) => {
         /// Why a plan is what it is.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
         #[serde(rename_all = "snake_case")]
         pub enum Reason {
-            $($(#[$doc])* $name,)*
+            $($(#[doc = $doc])+ $name,)*
         }
 
         impl Reason {
@@ -47,6 +47,13 @@ macro_rules! reasons {
             pub fn label(self) -> &'static str {
                 match self {
                     $(Reason::$name => $label,)*
+                }
+            }
+
+            /// What it says, for documentation.
+            pub fn about(self) -> &'static str {
+                match self {
+                    $(Reason::$name => concat!($($doc,)+).trim_ascii(),)*
                 }
             }
         }

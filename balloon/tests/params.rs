@@ -1,9 +1,10 @@
-//! docs/policy.md and the tables of parameters say the same.
+//! docs/policy.md says what the tables of parameters and the list of reasons say.
 
 use std::fmt::Write;
 
 use balloon::controller::Rules;
 use balloon::params::{Param, Unit};
+use balloon::plan::Reason;
 use balloon::policy::Policy;
 
 const DOCS: &str = include_str!("../../docs/policy.md");
@@ -51,4 +52,13 @@ fn a_table_that_has_changed_is_noticed() {
             assert!(!DOCS.contains(&documented(&table)), "{other:?}");
         }
     }
+}
+
+#[test]
+fn every_reason_is_documented() {
+    let mut text = "| reason | what it says |\n|---|---|\n".to_owned();
+    for reason in Reason::ALL {
+        writeln!(text, "| `{}` | {} |", reason.label(), reason.about()).expect("a String");
+    }
+    assert!(DOCS.contains(&text), "docs/policy.md lacks:\n{text}");
 }

@@ -1,8 +1,11 @@
 //! `pressure`: what the governor does, and what it is to do.
 
 use anyhow::{Context, Result, bail};
+use balloon::controller::Rules;
+use balloon::params::Setting;
 use clap::{Args, Subcommand, ValueEnum};
 use foreshore::api::Client;
+use foreshore::config::ParamSettings;
 use foreshore::vm::decision::{DECISIONS_KEPT, DecisionInfo, Outcome};
 use foreshore::vm::request::{PressureChange, PressureInfo};
 
@@ -24,7 +27,7 @@ pub struct Pressure {
     #[arg(long)]
     json: bool,
     #[command(flatten)]
-    set: Set,
+    set: Choice,
     /// As `pressure dry-run`
     #[arg(long, value_name = "SWITCH")]
     dry_run: Option<Switch>,
@@ -47,12 +50,18 @@ enum PressureVerb {
         /// Whether
         switch: Switch,
     },
-    /// Take another policy
-    Set(Set),
+    /// Take another policy, or other parameters
+    Set {
+        #[command(flatten)]
+        set: Choice,
+        /// A parameter of the policy or of the rules above it: idle=5s, ceiling=1G; docs/policy.md lists them
+        #[arg(value_name = "NAME=VALUE", value_parser = parameter)]
+        parameters: Vec<(String, Setting)>,
+    },
 }
 
 #[derive(Debug, Default, Args)]
-struct Set {
+struct Choice {
     /// Take another policy
     #[arg(long)]
     policy: Option<String>,
@@ -67,10 +76,31 @@ enum Switch {
     Off,
 }
 
-impl Set {
+impl Choice {
     fn change(self) -> PressureChange {
         PressureChange { policy: self.policy, size: self.size, ..PressureChange::default() }
     }
+}
+
+/// Reads NAME=VALUE. What the value may be is for the VMM to say.
+fn parameter(text: &str) -> Result<(String, Setting)> {
+    let (name, value) = text.split_once('=').context("it is not NAME=VALUE")?;
+    Ok((name.to_owned(), Setting::from(value)))
+}
+
+/// Parameters of the policy, and those of the rules above every policy.
+fn sort(parameters: Vec<(String, Setting)>) -> Result<(Option<ParamSettings>, Option<ParamSettings>)> {
+    let (mut params, mut rules) = (None, None);
+    for (name, setting) in parameters {
+        let is_rule = Rules::TABLE.iter().any(|param| param.name == name);
+        let settings: &mut ParamSettings =
+            if is_rule { &mut rules } else { &mut params }.get_or_insert_default();
+        if settings.contains_key(&name) {
+            bail!("{name} is given twice");
+        }
+        settings.insert(name, setting);
+    }
+    Ok((params, rules))
 }
 
 impl Pressure {
@@ -98,10 +128,13 @@ impl Pressure {
             Some(PressureVerb::Pause) => PressureChange { pause: Some(true), ..none },
             Some(PressureVerb::Resume { zone }) => PressureChange { resume: Some(true), zone, ..none },
             Some(PressureVerb::DryRun { switch }) => PressureChange { dry_run: Some(on(switch)), ..none },
-            Some(PressureVerb::Set(Set { policy: None, size: None })) => {
-                bail!("pressure set needs --policy")
+            Some(PressureVerb::Set { set, parameters }) => {
+                if set.policy.is_none() && set.size.is_none() && parameters.is_empty() {
+                    bail!("pressure set needs --policy or NAME=VALUE");
+                }
+                let (params, rules) = sort(parameters)?;
+                PressureChange { params, rules, ..set.change() }
             }
-            Some(PressureVerb::Set(set)) => set.change(),
             None => {
                 let asks = self.set.policy.is_some()
                     || self.set.size.is_some()
@@ -240,10 +273,22 @@ mod tests {
             (&["resume", "pm"], r#"resume=true zone="pm""#),
             (&["dry-run", "on"], "dry_run=true"),
             (&["set", "--policy", "fixed", "--size", "1G"], r#"policy="fixed" size=1073741824"#),
+            (&["set", "idle=5s", "ceiling=1G"], r#"params={"idle":"5s"} rules={"ceiling":"1G"}"#),
+            (&["set", "--policy", "amf", "reclaim=40"], r#"params={"reclaim":"40"} policy="amf""#),
         ] {
             assert_eq!(change(args).unwrap().unwrap(), expected, "{args:?}");
         }
-        for wrong in [&["set"][..], &["dry-run"], &["--log", "1001"], &["--resume", "pause"], &["fly"]] {
+        let twice = change(&["set", "idle=5s", "idle=5s"]).unwrap_err().to_string();
+        assert_eq!(twice, "idle is given twice");
+        for wrong in [
+            &["set"][..],
+            &["set", "idle"],
+            &["idle=5s"],
+            &["dry-run"],
+            &["--log", "1001"],
+            &["--resume", "pause"],
+            &["fly"],
+        ] {
             assert!(change(wrong).is_err(), "{wrong:?}");
         }
     }
