@@ -80,3 +80,39 @@ fn a_parser_that_lacks_a_check_is_found_out() {
         assert!(found, "without the check of {name} nothing fails");
     }
 }
+
+#[test]
+fn any_chain_of_a_balloon_is_pages_or_refused() {
+    try_all("balloon_request", harness::balloon_request, 10_000);
+}
+
+/// Places as if somebody had taken PM for DRAM, or the end of memory for a page further on.
+#[test]
+fn a_balloon_that_gives_back_what_it_must_not_is_found_out() {
+    use foreshore::memory::zone::Tier;
+    use foreshore::virtio::balloon::request::Place;
+    type Wrong = fn(Vec<Place>) -> Vec<Place>;
+    let wrongs: [(&str, Wrong); 3] = [
+        ("PM", |mut places| {
+            places[2].tier = Tier::Dram;
+            places
+        }),
+        ("the end", |mut places| {
+            places[0].range.len += 4096;
+            places
+        }),
+        ("the start", |mut places| {
+            places[1].range.start += 4096;
+            places[1].range.len -= 4096;
+            places
+        }),
+    ];
+    for (name, wrong) in wrongs {
+        let mut random = Random(0xbad_5eed);
+        let found = (0..10_000).any(|_| {
+            let input = random.input();
+            std::panic::catch_unwind(|| harness::balloon_request_by(&input, wrong)).is_err()
+        });
+        assert!(found, "without the check of {name} nothing fails");
+    }
+}

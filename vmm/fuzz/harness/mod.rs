@@ -1,6 +1,8 @@
 //! What the fuzz targets run, for libFuzzer and for `cargo test`.
 
+mod balloon;
 mod blk;
 mod cursor;
 
+pub use balloon::{balloon_request, balloon_request_by};
 pub use blk::{blk_request, blk_request_by};
