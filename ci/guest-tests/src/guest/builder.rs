@@ -56,6 +56,8 @@ pub enum Image {
     Ndctl,
     /// The same as basic and Debian's Redis; for the 6.12 kernel alone.
     Redis,
+    /// The same as basic and Debian's Redis, SQLite's shell and tcc; for the 6.12 kernel alone.
+    Workloads,
     /// The basic one with XFS, F2FS, Btrfs and their tools; for the generic 6.12 kernel alone.
     FileSystems,
 }
@@ -79,6 +81,7 @@ impl Image {
             Self::Basic => "basic",
             Self::Ndctl => "ndctl",
             Self::Redis => "redis",
+            Self::Workloads => "workloads",
             Self::FileSystems => "file-systems",
         };
         guests_dir().join(format!("{flavour}-{kernel}.img"))

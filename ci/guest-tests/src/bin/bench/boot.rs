@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 
-use crate::host_memory;
 use crate::samples::{Row, Samples};
 use crate::usage::{beside_guest, wait_for_rest};
 use crate::vmm::{BOOT_MIB, Extras, MIB, Vm, Vmm};
+use guest_tests::host_memory;
 
 /// What guest/image/init says before anything else.
 const INIT_LINE: &str = "foreshore-guest: init";

@@ -3,7 +3,6 @@
 //! It says what it found and never judges by exit code: a time is no test.
 
 mod boot;
-mod host_memory;
 mod plug;
 mod pressure;
 mod report;

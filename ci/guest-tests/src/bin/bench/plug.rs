@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use guest_tests::wait_until;
 
-use crate::host_memory;
 use crate::samples::{Row, Samples};
 use crate::usage::wait_for_rest;
 use crate::vmm::{Extras, MIB, Vm, Vmm};
+use guest_tests::host_memory;
 
 const PLUG_MIB: u64 = 1024;
 /// Files, which go into movable memory first: into what was plugged.

@@ -9,13 +9,14 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::host_memory;
 use guest_tests::namespace::{Kind, convert};
 use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Pool};
 
+use crate::forget;
 use crate::samples::{Row, Samples};
 use crate::vmm::{FORESHORE, MIB};
-use crate::{forget, host_memory};
 
 /// One array; each place has three.
 const ARRAY_MIB: u64 = 32;

@@ -6,10 +6,10 @@ use anyhow::{Context, Result};
 use guest_tests::runner::this_tests_dir;
 use guest_tests::wait_until;
 
-use crate::host_memory;
 use crate::samples::{Row, Samples, median};
 use crate::vmm::{Disk, Extras, Vm, Vmm};
 use crate::volume::{VOLUME_BYTES, make_pool, write_btt_file};
+use guest_tests::host_memory;
 
 /// A fiftieth of a kernel's source.
 const FILES: u32 = 1700;

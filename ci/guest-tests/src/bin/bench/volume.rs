@@ -6,6 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::host_memory;
 use guest_tests::pool::pmvol;
 use guest_tests::runner::this_tests_dir;
 use guest_tests::wait_until;
@@ -13,9 +14,9 @@ use pmem_volume::btt::{Layout, SECTOR_BYTES};
 use pmem_volume::media::MemoryMedia;
 use uuid::Uuid;
 
+use crate::forget;
 use crate::samples::{Row, Samples, median};
 use crate::vmm::{Disk, Extras, MIB, Vm, Vmm};
-use crate::{forget, host_memory};
 
 /// Size of the volumes here.
 pub const VOLUME_BYTES: u64 = 128 * MIB;

@@ -4,6 +4,7 @@ mod blocks;
 mod files;
 mod filled;
 mod hostile;
+mod load;
 mod mapped;
 mod memory;
 mod sectors;
@@ -23,6 +24,11 @@ const USAGE: &str = "\
 usage:
   guest-tool hog MIB                             hold that much memory, which does not compress
   guest-tool touch MIB                           hold that much memory and read all of it several times a second
+  guest-tool leak MIB RATE                       take that much at so many MiB/s, and hold it
+  guest-tool load NAME MIB                       a workload of that size: touch, bfs, redis, sqlite, compile; how long its
+                                                 phases took in microseconds, and a sum that is always the same
+  guest-tool watch MILLISECONDS                  what memory there is and is used, a line for each interval
+  guest-tool counters                            one such line
   guest-tool write-files DIR BYTES               write files with fsync until killed; a line per file: name hash
   guest-tool check-files DIR LIST                compare files with such lines
   guest-tool fill-files DIR SEED                 write files until there is no room, and print how many fit
@@ -73,6 +79,10 @@ fn run(arguments: &[&str]) -> Result<()> {
     match arguments {
         ["hog", mib] => memory::hog(number(mib)?),
         ["touch", mib] => memory::touch(number(mib)?),
+        ["leak", mib, rate] => load::leak(number(mib)?, number(rate)?),
+        ["load", name, mib] => load::run(name, number(mib)?),
+        ["watch", interval_ms] => load::watch(number(interval_ms)?),
+        ["counters"] => load::say_counters(),
         ["write-files", dir, bytes] => files::write(dir.as_ref(), number(bytes)?),
         ["check-files", dir, list] => files::check(dir.as_ref(), list.as_ref()),
         ["fill-files", dir, seed] => filled::fill(dir.as_ref(), number(seed)?),

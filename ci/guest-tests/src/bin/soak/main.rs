@@ -1,7 +1,8 @@
-//! What takes long: many kills of guests that write, and power cuts of the host. `ci/soak` runs it.
+//! What takes long: many kills of guests that write, power cuts of the host, guests that are too small. `ci/soak` runs it.
 
 mod kills;
 mod power;
+mod pressure;
 
 use anyhow::{Result, bail};
 
@@ -10,7 +11,9 @@ usage:
   soak kills INTERFACE KERNEL ROUNDS SEED [raw]  kill so many guests, two at a time; raw: until a sector is torn
   soak power TASK SEED HEARD                     write until the power is cut, after a look at what the last boot has left.
                                                  HEARD: what the boots before have said. TASK: write, write-and-lie
-                                                 (flushes do nothing), look, look-for-losses (what lies have left)";
+                                                 (flushes do nothing), look, look-for-losses (what lies have left)
+  soak pressure [--workload NAME,...] [--config NAME,...] [--dram PERCENT,...] [--rounds N]
+                                                 workloads in guests with less DRAM than they need, by turns";
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -22,6 +25,7 @@ fn main() -> Result<()> {
         ["power", task, seed, heard] => {
             match power::run(power::task(task)?, seed.parse()?, heard.as_ref())? {}
         }
+        ["pressure", options @ ..] => pressure::run(options),
         _ => bail!("{USAGE}"),
     }
 }

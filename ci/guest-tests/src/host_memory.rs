@@ -5,7 +5,7 @@ use std::io;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::vmm::MIB;
+const MIB: u64 = 1 << 20;
 
 /// Left free, for everybody else.
 const SPARE_BYTES: u64 = 256 * MIB;

@@ -1,0 +1,152 @@
+//! Debian's Redis, filled, and then read and written at random by turns, as YCSB's workload A does.
+//!
+//! Redis runs the operations itself, as Lua, hundreds at a time: where nested paging is emulated, each switch between a
+//! client and a server takes a millisecond, and one would measure those.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use guest_tests::content::Bytes;
+
+use super::{MIB, MemoryFiles, Phases, mixed};
+
+/// With the version before it and the string's header within 16 KiB, a size class of jemalloc.
+const VALUE_BYTES: u64 = (16 << 10) - 24;
+/// With the key and what Redis keeps of it.
+const BYTES_PER_KEY: u64 = (16 << 10) + 128;
+/// Values are pieces of it, each from another place: they do not compress.
+const BASE_BYTES: usize = 64 << 10;
+const OPERATIONS: u64 = 8_000;
+const KEYS_AT_ONCE: u64 = 1000;
+const OPERATIONS_AT_ONCE: u64 = 1000;
+const START_LIMIT: Duration = Duration::from_secs(120);
+
+/// What a key has in a version: the version, and a piece of the base.
+const COMMON: &str = "
+    local base = redis.call('GET', 'base')
+    local function value(key, version)
+        local at = (key * 7919 + version * 104729) % (#base - VALUE)
+        return string.format('%08d', version) .. string.sub(base, at + 1, at + VALUE)
+    end
+    local a, b = tonumber(ARGV[1]), tonumber(ARGV[2])";
+/// Sets the keys from the first argument on, before the second.
+const FILL: &str = "
+    for key = a, b - 1 do redis.call('SET', 'k' .. key, value(key, 0)) end
+    return b - a";
+/// As many operations as the second argument says, seeded by the first, on as many keys as the third says. The generator is
+/// Park and Miller's, whose products a double holds.
+const MIX: &str = "
+    local sum, keys = 0, tonumber(ARGV[3])
+    local function below(bound)
+        a = (a * 16807) % 2147483647
+        return a % bound
+    end
+    for i = 1, b do
+        local key = below(keys)
+        local found = redis.call('GET', 'k' .. key)
+        local version = tonumber(string.sub(found, 1, 8))
+        if below(2) == 0 then
+            if found ~= value(key, version) then return -1 end
+        else
+            version = version + 1
+            redis.call('SET', 'k' .. key, value(key, version))
+        end
+        sum = (sum * 31 + key + version) % 2147483647
+    end
+    return sum";
+
+/// Phases `fill` and `mix`.
+pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
+    let keys = mib * MIB / BYTES_PER_KEY;
+    let files = MemoryFiles::mount()?;
+    let _server = Server::start(&files.path("socket"))?;
+    let mut client = Client::connect(&files.path("socket"))?;
+    phases.begin();
+    let mut base = vec![0; BASE_BYTES];
+    Bytes::new(3).fill(&mut base);
+    client.send(&[b"SET", b"base", &base])?;
+    ensure!(client.line()? == "+OK", "Redis does not take the base");
+    for first in (0..keys).step_by(KEYS_AT_ONCE as usize) {
+        client.eval(FILL, &[first, keys.min(first + KEYS_AT_ONCE)])?;
+    }
+    phases.end("fill");
+    let mut sum = 0;
+    for batch in 0..OPERATIONS / OPERATIONS_AT_ONCE {
+        let found = client.eval(MIX, &[batch + 1, OPERATIONS_AT_ONCE, keys])?;
+        ensure!(found >= 0, "A key does not have what its version says");
+        sum = mixed(sum, found as u64);
+    }
+    phases.end("mix");
+    Ok(sum)
+}
+
+/// A cache: nothing on disk. Dropping it kills it and waits until its memory is free.
+struct Server(Child);
+
+impl Server {
+    fn start(socket: &Path) -> Result<Self> {
+        let child = Command::new("redis-server")
+            .args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"])
+            .arg(socket)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn();
+        Ok(Self(child.context("Cannot start redis-server")?))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Speaks RESP (redis.io, "Redis serialization protocol").
+struct Client(BufReader<UnixStream>);
+
+impl Client {
+    fn connect(socket: &Path) -> Result<Self> {
+        let interval = Duration::from_millis(20);
+        for _ in 0..START_LIMIT.as_millis() / interval.as_millis() {
+            if let Ok(stream) = UnixStream::connect(socket) {
+                return Ok(Self(BufReader::new(stream)));
+            }
+            thread::sleep(interval);
+        }
+        bail!("Redis does not answer at {}", socket.display())
+    }
+
+    fn send(&mut self, arguments: &[&[u8]]) -> Result<()> {
+        let mut command = format!("*{}\r\n", arguments.len()).into_bytes();
+        for argument in arguments {
+            write!(command, "${}\r\n", argument.len())?;
+            command.extend_from_slice(argument);
+            command.extend_from_slice(b"\r\n");
+        }
+        Ok(self.0.get_mut().write_all(&command)?)
+    }
+
+    fn line(&mut self) -> Result<String> {
+        let mut line = String::new();
+        self.0.by_ref().take(1 << 16).read_line(&mut line).context("Redis has gone")?;
+        Ok(line.strip_suffix("\r\n").with_context(|| format!("Redis has gone after {line:?}"))?.to_owned())
+    }
+
+    /// Runs Lua, and returns the number that it does.
+    fn eval(&mut self, script: &str, arguments: &[u64]) -> Result<i64> {
+        let script = format!("{COMMON}{script}").replace("VALUE", &VALUE_BYTES.to_string());
+        let arguments: Vec<String> = arguments.iter().map(u64::to_string).collect();
+        let mut command: Vec<&[u8]> = vec![b"EVAL", script.as_bytes(), b"0"];
+        command.extend(arguments.iter().map(String::as_bytes));
+        self.send(&command)?;
+        let answer = self.line()?;
+        let number = answer.strip_prefix(':').and_then(|number| number.parse().ok());
+        number.with_context(|| format!("Redis answers {answer:?}"))
+    }
+}

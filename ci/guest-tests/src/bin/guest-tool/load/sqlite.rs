@@ -1,0 +1,107 @@
+//! SQLite's shell on a database in memory: a table is filled, and its rows are read and written at random by turns.
+
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::content::Bytes;
+
+use super::{MIB, MemoryFiles, Phases, mixed};
+
+/// A row fills its page.
+const PAGE_BYTES: u64 = 4096;
+const BODY_BYTES: u64 = 3900;
+const OPERATIONS: u64 = 10_000;
+const OPERATIONS_PER_TRANSACTION: u64 = 100;
+
+/// Phases `fill` and `mix`.
+pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
+    let rows = mib * MIB / PAGE_BYTES;
+    let files = MemoryFiles::mount()?;
+    phases.begin();
+    sql(&files, &fill(rows))?;
+    phases.end("fill");
+    let (statements, expected) = mix(rows);
+    let found = sql(&files, &statements)?;
+    phases.end("mix");
+    ensure!(found == expected, "What was read is not what was written");
+    Ok(found.bytes().fold(0, |sum, byte| mixed(sum, byte.into())))
+}
+
+/// Bodies are pieces of one random text, each from another place: no page is another's, and none compresses.
+fn fill(rows: u64) -> String {
+    format!(
+        "CREATE TABLE t(id INTEGER PRIMARY KEY, n INTEGER NOT NULL, body BLOB NOT NULL);
+         CREATE TEMP TABLE base AS SELECT randomblob(16384) AS bytes;
+         BEGIN;
+         WITH RECURSIVE ids(id) AS (SELECT 0 UNION ALL SELECT id + 1 FROM ids WHERE id + 1 < {rows})
+         INSERT INTO t SELECT id, 0, substr(bytes, 1 + id * 7919 % 12000, {BODY_BYTES}) FROM ids, base;
+         COMMIT;"
+    )
+}
+
+/// Statements, and what they print: each read what the writes before it have made of its row, the last one the whole.
+fn mix(rows: u64) -> (String, String) {
+    let mut random = Bytes::new(4);
+    let mut written = vec![0u64; rows as usize];
+    let (mut statements, mut expected) = (String::new(), String::new());
+    for operation in 0..OPERATIONS {
+        if operation % OPERATIONS_PER_TRANSACTION == 0 {
+            statements += if operation == 0 { "BEGIN;\n" } else { "COMMIT;BEGIN;\n" };
+        }
+        let id = random.below(rows);
+        let row = &mut written[id as usize];
+        // Writing to a String cannot fail.
+        let _ = if random.below(2) == 0 {
+            let _ = writeln!(expected, "{}", *row * 10_000 + BODY_BYTES);
+            writeln!(statements, "SELECT n * 10000 + length(body) FROM t WHERE id = {id};")
+        } else {
+            *row += 1;
+            writeln!(
+                statements,
+                "UPDATE t SET n = n + 1, body = CAST(substr(body, 2) || substr(body, 1, 1) AS BLOB) WHERE id = {id};"
+            )
+        };
+    }
+    statements += "COMMIT;SELECT count(*), sum(n), sum(n * id) FROM t;\n";
+    let sum: u64 = written.iter().sum();
+    let sum_of_products: u64 = written.iter().enumerate().map(|(id, n)| id as u64 * n).sum();
+    let _ = writeln!(expected, "{rows}|{sum}|{sum_of_products}");
+    (statements, expected)
+}
+
+/// Runs statements and returns what they print. They come from a file, and that goes to one: two processes that wait for one
+/// another would be measured by their switches.
+fn sql(files: &MemoryFiles, statements: &str) -> Result<String> {
+    // What is undone after a failure is in memory as well.
+    let settings = "PRAGMA journal_mode=MEMORY; PRAGMA synchronous=OFF; PRAGMA page_size=4096;\n";
+    let (script, printed) = (files.path("script"), files.path("printed"));
+    fs::write(&script, format!("{settings}{statements}"))?;
+    let status = Command::new("sqlite3")
+        .args(["-batch", "-bail"])
+        .arg(files.path("database"))
+        .stdin(File::open(&script)?)
+        .stdout(File::create(&printed)?)
+        .status();
+    let status = status.context("Cannot start sqlite3")?;
+    ensure!(status.success(), "sqlite3 ended with {status}");
+    let printed = fs::read_to_string(&printed).context("sqlite3 does not print text")?;
+    // The first setting prints what it is now.
+    Ok(printed.strip_prefix("memory\n").context("sqlite3 keeps its journal elsewhere")?.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_expected_is_a_line_for_each_read_and_one_for_all() {
+        let (statements, expected) = mix(100);
+        let reads = statements.matches("SELECT n ").count();
+        assert_eq!(expected.lines().count(), reads + 1);
+        let writes = statements.matches("UPDATE").count();
+        assert_eq!((reads + writes) as u64, OPERATIONS);
+        assert!(expected.lines().last().unwrap().starts_with(&format!("100|{writes}|")), "{expected}");
+    }
+}

@@ -1,0 +1,64 @@
+//! What memory a guest has and uses, over time. It does not swap itself: it has to tell of guests that do.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::memory_sample::MemorySample;
+
+/// Prints a line for each interval, until it is killed.
+pub fn watch(interval_ms: u64) -> Result<()> {
+    // SAFETY: no pointers.
+    let locked = unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE) };
+    ensure!(locked == 0, "Cannot lock memory: {}", io::Error::last_os_error());
+    let mut sources = Sources::open()?;
+    let started = Instant::now();
+    for number in 1.. {
+        let at = started.elapsed();
+        let sample = sources.sample(at.as_millis() as u64)?;
+        let mut stdout = io::stdout().lock();
+        writeln!(stdout, "{sample}")?;
+        stdout.flush()?;
+        // Late ones are left out.
+        let next = Duration::from_millis(number * interval_ms);
+        thread::sleep(next.saturating_sub(started.elapsed()).max(Duration::from_millis(interval_ms / 4)));
+    }
+    Ok(())
+}
+
+/// One line of them.
+pub fn say_counters() -> Result<()> {
+    println!("{}", Sources::open()?.sample(0)?);
+    Ok(())
+}
+
+struct Sources {
+    meminfo: File,
+    vmstat: File,
+    pressure: File,
+    text: Vec<u8>,
+}
+
+impl Sources {
+    fn open() -> Result<Self> {
+        let open = |path: &str| File::open(path).with_context(|| format!("Cannot open {path}"));
+        Ok(Self {
+            meminfo: open("/proc/meminfo")?,
+            vmstat: open("/proc/vmstat")?,
+            pressure: open("/proc/pressure/memory")?,
+            text: vec![0; 64 << 10],
+        })
+    }
+
+    fn sample(&mut self, at_ms: u64) -> Result<MemorySample> {
+        let mut texts = Vec::new();
+        for file in [&self.meminfo, &self.vmstat, &self.pressure] {
+            let len = file.read_at(&mut self.text, 0)?;
+            texts.push(String::from_utf8_lossy(&self.text[..len]).into_owned());
+        }
+        MemorySample::parse(at_ms, &texts[0], &texts[1], &texts[2])
+    }
+}

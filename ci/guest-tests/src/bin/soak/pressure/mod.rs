@@ -1,0 +1,109 @@
+//! Guests with less DRAM than their workload needs, and what becomes of it under each policy and each kind of swap.
+
+mod plot;
+mod report;
+mod run;
+mod setup;
+
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use report::Row;
+use run::Outcome;
+use setup::{Config, MIB, WORKLOADS, Workload};
+
+/// More than the workload, for the guest's kernel and programs.
+const ROOM_MIB: u64 = 512;
+/// What DRAM comes in: what is needed varies a little from boot to boot.
+const DRAM_STEP_MIB: u64 = 8;
+
+struct Options {
+    workloads: Vec<Workload>,
+    configs: Vec<Config>,
+    shares: Vec<u64>,
+    rounds: usize,
+    out: PathBuf,
+}
+
+impl Options {
+    fn parse(arguments: &[&str]) -> Result<Self> {
+        let out = std::env::var_os("OUT").map_or_else(|| PathBuf::from("."), PathBuf::from);
+        let (workloads, configs) = (WORKLOADS.to_vec(), Config::all());
+        let mut options = Self { workloads, configs, shares: vec![75, 50], rounds: 1, out };
+        for pair in arguments.chunks(2) {
+            let [flag, value] = pair else { bail!("{} needs a value", pair[0]) };
+            match *flag {
+                "--workload" => options.workloads = list(value)?,
+                "--config" => options.configs = list(value)?,
+                "--dram" => options.shares = list(value)?,
+                "--rounds" => options.rounds = value.parse()?,
+                _ => bail!("unknown flag {flag}"),
+            }
+        }
+        ensure!(options.rounds > 0, "--rounds 0 measures nothing");
+        let in_range = |share: &u64| (30..=100).contains(share);
+        ensure!(options.shares.iter().all(in_range), "--dram takes percent, 30 to 100");
+        Ok(options)
+    }
+}
+
+fn list<T: std::str::FromStr>(text: &str) -> Result<Vec<T>>
+where
+    T::Err: Into<anyhow::Error>,
+{
+    text.split(',').map(|item| item.parse().map_err(Into::into)).collect()
+}
+
+/// Runs them by turns in this boot of the host. Fails if a condition did not hold; times it only tells.
+pub fn run(arguments: &[&str]) -> Result<()> {
+    let options = Options::parse(arguments)?;
+    let mut rows = Vec::new();
+    for workload in &options.workloads {
+        for round in 1..=options.rounds {
+            rows.extend(measure(&options, *workload, round)?);
+            // After each round: a run that is cut off has its figures.
+            fs::write(options.out.join("table.md"), report::markdown(&rows))?;
+        }
+    }
+    println!("{}", report::markdown(&rows));
+    let verdicts = report::verdicts(&rows);
+    for verdict in &verdicts {
+        println!("{verdict}");
+    }
+    let missed = verdicts.iter().filter(|verdict| verdict.counts && !verdict.met).count();
+    ensure!(missed == 0, "{missed} conditions were not met");
+    Ok(())
+}
+
+/// One workload in all its places, DRAM alone first: what it needs there, others have a share of.
+fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Row>> {
+    let keep = |config: &Config, share: u64, outcome: Outcome| {
+        let name = format!("{}-{share}-{config}-{round}", workload.name);
+        fs::write(options.out.join(format!("{name}.csv")), outcome.csv())?;
+        let csv = format!("{name}.csv");
+        let row = Row { workload: workload.name, share, config: config.to_string(), csv, outcome };
+        println!("{}", row.line());
+        Ok::<_, anyhow::Error>(row)
+    };
+    let whole = run::run(workload, &Config::AllDram, workload.mib + ROOM_MIB, "all")
+        .with_context(|| format!("{} with DRAM alone", workload.name))?;
+    ensure!(whole.sum.is_some(), "{} does not run with DRAM alone: {:?}", workload.name, whole.broken);
+    let need_mib = whole.peak_need_bytes / MIB;
+    let mut rows = vec![keep(&Config::AllDram, 100, whole)?];
+    for share in &options.shares {
+        for config in options.configs.iter().filter(|config| **config != Config::AllDram) {
+            let dram_mib = (need_mib * share / 100).next_multiple_of(DRAM_STEP_MIB);
+            let outcome = run::run(workload, config, dram_mib, &config.to_string())
+                .with_context(|| format!("{} with {share} % of DRAM and {config}", workload.name))?;
+            rows.push(keep(config, *share, outcome)?);
+        }
+    }
+    for share in &options.shares {
+        let drawn: Vec<&Row> = rows.iter().filter(|row| row.share == *share || row.share == 100).collect();
+        let name = format!("{}-{share}-{round}", workload.name);
+        fs::write(options.out.join(format!("{name}.gnuplot")), plot::script(&name, &drawn))?;
+    }
+    Ok(rows)
+}

@@ -1,0 +1,214 @@
+//! Tables, and what holds against the targets.
+
+use std::fmt::{self, Write as _};
+
+use super::run::{BACK_LIMIT, MOST_OVER_NEED, Outcome};
+use super::setup::MIB;
+
+/// Times of DRAM alone that psi may take: of a run, and of the two phases of `touch`.
+const MOST_RUN: f64 = 1.05;
+const MOST_FILL: f64 = 1.3;
+const MOST_TOUCH: f64 = 1.05;
+
+/// One run.
+pub struct Row {
+    pub workload: &'static str,
+    /// DRAM in percent of what is needed.
+    pub share: u64,
+    pub config: String,
+    /// The file of its time series.
+    pub csv: String,
+    pub outcome: Outcome,
+}
+
+/// Whether a target was met.
+pub struct Verdict {
+    pub what: String,
+    pub met: bool,
+    /// It is a condition; times only are said.
+    pub counts: bool,
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}: {}", if self.met { "met" } else { "NOT MET" }, self.what)
+    }
+}
+
+impl Row {
+    /// What is said while others still run.
+    pub fn line(&self) -> String {
+        let Outcome { run_s, broken, .. } = &self.outcome;
+        let end = broken.as_deref().map_or_else(|| format!("{run_s:.2} s"), str::to_owned);
+        format!("{} at {} % with {}: {end}", self.workload, self.share, self.config)
+    }
+
+    fn is(&self, other: &Row) -> bool {
+        (self.workload, self.share, &self.config) == (other.workload, other.share, &other.config)
+    }
+}
+
+/// Rows of the same kind are rounds of one.
+fn kinds(rows: &[Row]) -> Vec<Vec<&Row>> {
+    let mut kinds: Vec<Vec<&Row>> = Vec::new();
+    for row in rows {
+        match kinds.iter_mut().find(|kind| kind[0].is(row)) {
+            Some(kind) => kind.push(row),
+            None => kinds.push(vec![row]),
+        }
+    }
+    kinds
+}
+
+fn median(rows: &[&Row], value: impl Fn(&Outcome) -> f64) -> f64 {
+    let mut values: Vec<f64> = rows.iter().map(|row| value(&row.outcome)).collect();
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 }
+}
+
+fn phase(outcome: &Outcome, name: &str) -> f64 {
+    outcome.phases.iter().find(|(other, _)| other == name).map_or(f64::NAN, |(_, seconds)| *seconds)
+}
+
+/// The rounds of a workload in DRAM alone.
+fn whole<'a>(rows: &'a [Row], workload: &str) -> Vec<&'a Row> {
+    rows.iter().filter(|row| row.workload == workload && row.share == 100).collect()
+}
+
+/// A table: medians of the rounds.
+pub fn markdown(rows: &[Row]) -> String {
+    let mut text =
+        "| workload | DRAM | with | run | of DRAM alone | phases, s | swapped in, out, MiB | major faults | \
+                    stall some, full, s | need, held at peak, MiB | held at last | back after |\n"
+            .to_owned();
+    text += &"|---".repeat(12);
+    text += "|\n";
+    for kind in kinds(rows) {
+        let of = |value: &dyn Fn(&Outcome) -> f64| median(&kind, value);
+        let first = kind[0];
+        let broken = kind.iter().find_map(|row| row.outcome.broken.clone());
+        let run = broken.clone().unwrap_or_else(|| format!("{:.2} s", of(&|outcome| outcome.run_s)));
+        let dram_s = median(&whole(rows, first.workload), |outcome| outcome.run_s);
+        let ratio = match broken {
+            Some(_) => String::new(),
+            None => format!("{:.2}", of(&|outcome| outcome.run_s) / dram_s),
+        };
+        let phases: Vec<String> = first.outcome.phases.iter().map(|(name, _)| name.clone()).collect();
+        let phases: Vec<String> =
+            phases.iter().map(|name| format!("{name} {:.2}", of(&|outcome| phase(outcome, name)))).collect();
+        let mib = |bytes: u64| bytes as f64 / MIB as f64;
+        let back = match kind.iter().all(|row| row.outcome.back_s.is_some()) {
+            true => format!("{:.0} s", of(&|outcome| outcome.back_s.unwrap_or(f64::NAN))),
+            false => "not".to_owned(),
+        };
+        // Writing to a String cannot fail.
+        let _ = writeln!(
+            text,
+            "| {} | {} % | {} | {run} | {ratio} | {} | {:.1}, {:.1} | {:.0} | {:.2}, {:.2} | {:.0}, {:.0} | {:.0} | {back} |",
+            first.workload,
+            first.share,
+            first.config,
+            phases.join(", "),
+            of(&|outcome| mib(outcome.swapped_in_bytes)),
+            of(&|outcome| mib(outcome.swapped_out_bytes)),
+            of(&|outcome| outcome.major_faults as f64),
+            of(&|outcome| outcome.stall_some_s),
+            of(&|outcome| outcome.stall_full_s),
+            of(&|outcome| mib(outcome.peak_need_bytes)),
+            of(&|outcome| mib(outcome.peak_held_bytes)),
+            of(&|outcome| mib(outcome.last_held_bytes)),
+        );
+    }
+    text
+}
+
+/// What psi is held to, and every run to the same result.
+pub fn verdicts(rows: &[Row]) -> Vec<Verdict> {
+    let mut verdicts = Vec::new();
+    let mut say = |counts: bool, met: bool, what: String| verdicts.push(Verdict { what, met, counts });
+    for kind in kinds(rows) {
+        let first = kind[0];
+        let dram = whole(rows, first.workload);
+        let expected = &dram[0].outcome.sum;
+        let what = format!("{} at {} % with {}", first.workload, first.share, first.config);
+        let wrong = kind.iter().any(|row| row.outcome.sum.is_some() && row.outcome.sum != *expected);
+        if wrong {
+            say(true, false, format!("{what}: another result than with DRAM alone"));
+        }
+        if first.config != "psi" {
+            continue;
+        }
+        let broken = kind.iter().find_map(|row| row.outcome.broken.as_deref());
+        say(true, broken.is_none(), format!("{what}: runs to its end {}", broken.unwrap_or_default()));
+        let ratio = |value: &dyn Fn(&Outcome) -> f64| median(&kind, value) / median(&dram, value);
+        let mut time = |name: &str, ratio: f64, most: f64| {
+            say(
+                false,
+                ratio <= most,
+                format!("{what}: {name} takes {ratio:.2} of DRAM alone, at most {most}"),
+            );
+        };
+        if first.workload == "touch" {
+            time("filling", ratio(&|outcome| phase(outcome, "fill")), MOST_FILL);
+            time("touching", ratio(&|outcome| phase(outcome, "touch")), MOST_TOUCH);
+        } else {
+            time("it", ratio(&|outcome| outcome.run_s), MOST_RUN);
+        }
+        let most =
+            |value: &dyn Fn(&Outcome) -> u64| kind.iter().map(|row| value(&row.outcome)).max().unwrap_or(0);
+        let swapped = most(&|outcome| outcome.swapped_in_bytes) / 4096;
+        say(true, swapped == 0, format!("{what}: {swapped} pages swapped in"));
+        let kills = most(&|outcome| outcome.oom_kills);
+        say(true, kills == 0, format!("{what}: {kills} processes killed for memory"));
+        let back = kind
+            .iter()
+            .all(|row| row.outcome.back_s.is_some_and(|back_s| back_s <= BACK_LIMIT.as_secs_f64()));
+        let over = format!("within {MOST_OVER_NEED} % of need {} s after the end", BACK_LIMIT.as_secs());
+        say(true, back, format!("{what}: memory held is {over}"));
+    }
+    verdicts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(share: u64, config: &str, run_s: f64) -> Row {
+        let outcome = Outcome { run_s, sum: Some("1".to_owned()), back_s: Some(1.0), ..Outcome::default() };
+        Row { workload: "bfs", share, config: config.to_owned(), csv: String::new(), outcome }
+    }
+
+    fn missed(rows: &[Row]) -> Vec<(bool, String)> {
+        let verdicts = verdicts(rows).into_iter().filter(|verdict| !verdict.met);
+        verdicts.map(|verdict| (verdict.counts, verdict.what)).collect()
+    }
+
+    #[test]
+    fn rounds_of_a_kind_are_one_row_with_their_median() {
+        let rows = [row(100, "all-dram", 2.0), row(50, "psi", 2.0), row(50, "psi", 2.2), row(50, "psi", 9.0)];
+        let text = markdown(&rows);
+        assert!(text.contains("| bfs | 50 % | psi | 2.20 s | 1.10 |"), "{text}");
+        assert_eq!(text.lines().count(), 4, "{text}");
+    }
+
+    #[test]
+    fn a_time_is_said_and_a_condition_counts() {
+        assert!(missed(&[row(100, "all-dram", 2.0), row(50, "psi", 2.1)]).is_empty());
+        let slow = missed(&[row(100, "all-dram", 2.0), row(50, "psi", 2.2)]);
+        assert!(matches!(&slow[..], [(false, _)]), "{slow:?}");
+        for spoil in [
+            (|outcome| outcome.swapped_in_bytes = 4096) as fn(&mut Outcome),
+            |outcome| outcome.oom_kills = 1,
+            |outcome| outcome.back_s = None,
+            |outcome| outcome.back_s = Some(61.0),
+            |outcome| outcome.sum = Some("2".to_owned()),
+            |outcome| outcome.broken = Some("cut off".to_owned()),
+        ] {
+            let mut rows = [row(100, "all-dram", 2.0), row(50, "psi", 2.0)];
+            spoil(&mut rows[1].outcome);
+            let found = missed(&rows);
+            assert!(matches!(&found[..], [(true, _)]), "{found:?}");
+        }
+    }
+}

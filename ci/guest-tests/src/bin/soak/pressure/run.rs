@@ -1,0 +1,246 @@
+//! One guest, one workload: what it took, and what memory there was meanwhile.
+
+use std::fmt::Write as _;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use guest_tests::guest::Script;
+use guest_tests::memory_sample::MemorySample;
+use guest_tests::{Guest, host_memory};
+
+use super::setup::{Config, MIB, Workload, boot};
+
+/// A workload that says nothing for so long is cut off: it would take hours.
+const SILENCE_LIMIT: Duration = Duration::from_secs(180);
+/// A guest that swaps has little time for the one who watches it.
+const WATCH_LIMIT: Duration = Duration::from_secs(600);
+const WATCH_INTERVAL_MS: u64 = 250;
+/// What memory is to be back in, after the workload has ended.
+pub const BACK_LIMIT: Duration = Duration::from_secs(60);
+/// Memory held beside what is needed, in percent.
+pub const MOST_OVER_NEED: u64 = 10;
+
+/// At one moment.
+#[derive(Debug, Clone, Copy)]
+pub struct Point {
+    /// Since the workload was started; before it is below zero.
+    pub at_s: f64,
+    /// What the VM has: DRAM from boot and what is plugged.
+    pub held_bytes: u64,
+    pub guest: MemorySample,
+}
+
+/// What came of a run.
+#[derive(Debug, Clone, Default)]
+pub struct Outcome {
+    pub phases: Vec<(String, f64)>,
+    /// What it printed as its result; none if it was killed or cut off.
+    pub sum: Option<String>,
+    /// Why there is none.
+    pub broken: Option<String>,
+    pub run_s: f64,
+    pub swapped_in_bytes: u64,
+    pub swapped_out_bytes: u64,
+    pub major_faults: u64,
+    pub oom_kills: u64,
+    pub stall_some_s: f64,
+    pub stall_full_s: f64,
+    /// The most that the guest needed at once: its memory less the least that was available.
+    pub peak_need_bytes: u64,
+    pub peak_held_bytes: u64,
+    /// Held at last, and what would have been enough then.
+    pub last_held_bytes: u64,
+    pub last_need_bytes: u64,
+    /// From the end of the workload until no more was held than that and a tenth; none if it never came.
+    pub back_s: Option<f64>,
+    pub points: Vec<Point>,
+}
+
+/// Boots a guest with so much DRAM and runs the workload in it.
+pub fn run(workload: Workload, config: &Config, dram_mib: u64, name: &str) -> Result<Outcome> {
+    host_memory::even_out()?;
+    let stand = boot(config, name, dram_mib)?;
+    let watch = Watch::new(&stand.guest)?;
+    let mut outcome = std::thread::scope(|scope| {
+        let watching = scope.spawn(|| watch.follow(&stand.guest));
+        let outcome = load(&stand.guest, workload).and_then(|mut outcome| {
+            if config.is_policy() && outcome.broken.is_none() {
+                watch.until_back(stand.boot_bytes, BACK_LIMIT)?;
+            }
+            outcome.points = watch.points();
+            Ok(outcome)
+        });
+        watch.end();
+        let watched = watching.join().expect("the watch does not panic");
+        let outcome = outcome?;
+        // A guest that was cut off may not even answer that one.
+        if outcome.broken.is_none() {
+            watched?;
+        }
+        Ok::<_, anyhow::Error>(outcome)
+    })?;
+    if outcome.broken.is_none() {
+        stand.guest.no_kernel_complaints()?;
+    }
+    outcome.sum_up(stand.boot_bytes);
+    stand.tear_down()?;
+    Ok(outcome)
+}
+
+fn counters(guest: &Guest) -> Result<MemorySample> {
+    MemorySample::from_line(guest.run_within(WATCH_LIMIT, "exec guest-tool counters")?.trim_end())
+}
+
+/// Runs it to its end, or to where it is cut off.
+fn load(guest: &Guest, workload: Workload) -> Result<Outcome> {
+    let mut outcome = Outcome::default();
+    let before = counters(guest)?;
+    let command = format!("exec guest-tool load {} {}", workload.name, workload.mib);
+    let mut script = guest.start_script(SILENCE_LIMIT, &command)?;
+    let started = Instant::now();
+    let mut last_line = started;
+    while let Some(line) = script.next_line() {
+        last_line = Instant::now();
+        match line.split(' ').collect::<Vec<_>>()[..] {
+            ["phase", name, micros] => outcome.phases.push((name.to_owned(), micros.parse::<f64>()? / 1e6)),
+            ["sum", sum] => outcome.sum = Some(sum.to_owned()),
+            _ => bail!("guest-tool load says {line:?}"),
+        }
+    }
+    outcome.run_s = outcome.phases.iter().map(|(_, seconds)| seconds).sum();
+    // No line came: it has ended, or has said nothing for too long.
+    outcome.broken = if last_line.elapsed() >= SILENCE_LIMIT {
+        Some(format!("cut off after {:.0} s", started.elapsed().as_secs_f64()))
+    } else {
+        match script.finish() {
+            Ok(output) if output.code == 0 => None,
+            Ok(output) => Some(format!("ended with {}: {}", output.code, output.stderr.trim())),
+            Err(error) => Some(format!("lost: {error:#}")),
+        }
+    };
+    if outcome.broken.is_some() {
+        outcome.sum = None;
+        return Ok(outcome);
+    }
+    let after = counters(guest)?;
+    outcome.swapped_in_bytes = (after.swap_ins - before.swap_ins) * 4096;
+    outcome.swapped_out_bytes = (after.swap_outs - before.swap_outs) * 4096;
+    outcome.major_faults = after.major_faults - before.major_faults;
+    outcome.oom_kills = after.oom_kills - before.oom_kills;
+    outcome.stall_some_s = (after.stall_some_us - before.stall_some_us) as f64 / 1e6;
+    outcome.stall_full_s = (after.stall_full_us - before.stall_full_us) as f64 / 1e6;
+    Ok(outcome)
+}
+
+impl Outcome {
+    /// What the points tell.
+    fn sum_up(&mut self, boot_bytes: u64) {
+        let need = |point: &Point| point.held_bytes.saturating_sub(point.guest.available_bytes);
+        self.peak_need_bytes = self.points.iter().map(need).max().unwrap_or(0);
+        self.peak_held_bytes = self.points.iter().map(|point| point.held_bytes).max().unwrap_or(0);
+        let Some(last) = self.points.last() else { return };
+        self.last_held_bytes = last.held_bytes;
+        // What the guest was booted with cannot go.
+        self.last_need_bytes = need(last).max(boot_bytes);
+        let enough = self.last_need_bytes * (100 + MOST_OVER_NEED) / 100;
+        let over = self.points.iter().rposition(|point| point.held_bytes > enough);
+        self.back_s = match over {
+            None => Some(0.0),
+            Some(index) => self.points.get(index + 1).map(|point| (point.at_s - self.run_s).max(0.0)),
+        };
+    }
+
+    /// The time series.
+    pub fn csv(&self) -> String {
+        let mut text =
+            "elapsed_s,held_mib,total_mib,used_mib,available_mib,swapped_mib,swapped_in_mib,swapped_out_mib,\
+                        major_faults,stall_some_s,stall_full_s\n"
+                .to_owned();
+        let mib = |bytes: u64| bytes as f64 / MIB as f64;
+        let first = self.points.first().map(|point| point.guest).unwrap_or_default();
+        for Point { at_s, held_bytes, guest } in &self.points {
+            // Writing to a String cannot fail.
+            let _ = writeln!(
+                text,
+                "{at_s:.2},{:.1},{:.1},{:.1},{:.1},{:.1},{:.1},{:.1},{},{:.3},{:.3}",
+                mib(*held_bytes),
+                mib(guest.total_bytes),
+                mib(guest.used_bytes()),
+                mib(guest.available_bytes),
+                mib(guest.swapped_bytes),
+                mib((guest.swap_ins - first.swap_ins) * 4096),
+                mib((guest.swap_outs - first.swap_outs) * 4096),
+                guest.major_faults - first.major_faults,
+                (guest.stall_some_us - first.stall_some_us) as f64 / 1e6,
+                (guest.stall_full_us - first.stall_full_us) as f64 / 1e6,
+            );
+        }
+        text
+    }
+}
+
+/// Looks at a guest while something runs in it.
+struct Watch {
+    script: Mutex<Script>,
+    points: Mutex<Vec<Point>>,
+    ended: AtomicBool,
+    started: Instant,
+}
+
+impl Watch {
+    /// Once it has seen the guest for the first time.
+    fn new(guest: &Guest) -> Result<Self> {
+        let script =
+            guest.start_script(WATCH_LIMIT, &format!("exec guest-tool watch {WATCH_INTERVAL_MS}"))?;
+        let watch = Self {
+            script: Mutex::new(script),
+            points: Mutex::default(),
+            ended: AtomicBool::new(false),
+            started: Instant::now(),
+        };
+        ensure!(watch.look(guest)?, "guest-tool watch ended at once");
+        Ok(watch)
+    }
+
+    /// Takes in the next line; false if there is none.
+    fn look(&self, guest: &Guest) -> Result<bool> {
+        let Some(line) = self.script.lock().expect("no holder panics").next_line() else { return Ok(false) };
+        let sample = MemorySample::from_line(&line)?;
+        let info = guest.api("GET", "vm.info", None)?;
+        let held_bytes = info["memory_actual_size"].as_u64();
+        let held_bytes = held_bytes.with_context(|| format!("vm.info has no size: {info}"))?;
+        let point = Point { at_s: self.started.elapsed().as_secs_f64(), held_bytes, guest: sample };
+        self.points.lock().expect("no holder panics").push(point);
+        Ok(true)
+    }
+
+    fn follow(&self, guest: &Guest) -> Result<()> {
+        while !self.ended.load(Ordering::Relaxed) {
+            ensure!(self.look(guest)?, "guest-tool watch has ended");
+        }
+        Ok(())
+    }
+
+    /// Until no more is held than at boot: less there cannot be. Whether it came to that the points tell.
+    fn until_back(&self, boot_bytes: u64, limit: Duration) -> Result<()> {
+        let _in_vain = guest_tests::wait_until("all is back", limit, || {
+            Ok(self
+                .points
+                .lock()
+                .expect("no holder panics")
+                .last()
+                .is_some_and(|point| point.held_bytes <= boot_bytes))
+        });
+        Ok(())
+    }
+
+    fn points(&self) -> Vec<Point> {
+        self.points.lock().expect("no holder panics").clone()
+    }
+
+    fn end(&self) {
+        self.ended.store(true, Ordering::Relaxed);
+    }
+}

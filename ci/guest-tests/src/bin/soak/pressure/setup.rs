@@ -1,0 +1,193 @@
+//! What is compared: workloads, and what a guest that is too small for them has beside its DRAM.
+
+use std::fmt;
+use std::fs::File;
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::{Context, Error, Result, bail};
+use balloon::policy::Policy;
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Guest, Image, Pool};
+
+pub const MIB: u64 = 1 << 20;
+/// For the guest's drivers to have found a disk.
+const DEVICE_LIMIT: Duration = Duration::from_secs(60);
+/// More than any guest here lacks.
+const MORE_MIB: u64 = 768;
+/// In case a policy comes too late: it is held against using it.
+const FALLBACK_ZRAM_MIB: u64 = 256;
+/// Whole blocks of memory.
+const BLOCK_MIB: u64 = 128;
+/// Linux leaves huge pages off in a guest that is booted with less than 512 MiB (mm/huge_memory.c, hugepage_init): with DRAM
+/// alone it would have them, with a part of that not, and that difference would be all one sees.
+const CMDLINE: &str = "transparent_hugepage=always";
+
+/// A workload of guest-tool's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Workload {
+    pub name: &'static str,
+    /// Its working set, about.
+    pub mib: u64,
+}
+
+/// Those of the issue, and the one that what guests pay today was measured with.
+pub const WORKLOADS: [Workload; 5] = [
+    Workload { name: "touch", mib: 520 },
+    Workload { name: "bfs", mib: 256 },
+    Workload { name: "redis", mib: 420 },
+    Workload { name: "sqlite", mib: 420 },
+    Workload { name: "compile", mib: 420 },
+];
+
+impl FromStr for Workload {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let found = WORKLOADS.into_iter().find(|workload| workload.name == text);
+        found.with_context(|| {
+            format!("No workload {text:?}: there are {}", WORKLOADS.map(|workload| workload.name).join(", "))
+        })
+    }
+}
+
+/// Where memory comes from when DRAM has no more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Config {
+    /// DRAM has enough.
+    AllDram,
+    SwapVirtioBlk,
+    /// On a raw volume, by virtio-pmem.
+    SwapPmem,
+    Zram,
+    /// PM as memory.
+    Policy(&'static str),
+}
+
+impl Config {
+    /// All there are, policies as the program names them, the default first.
+    pub fn all() -> Vec<Self> {
+        let policies = Policy::NAMES.into_iter().filter(|name| *name != "off").map(Self::Policy);
+        [Self::AllDram]
+            .into_iter()
+            .chain(policies)
+            .chain([Self::SwapVirtioBlk, Self::SwapPmem, Self::Zram])
+            .collect()
+    }
+
+    pub fn is_policy(&self) -> bool {
+        matches!(self, Self::Policy(_))
+    }
+}
+
+impl fmt::Display for Config {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::AllDram => "all-dram",
+            Self::SwapVirtioBlk => "swap-virtio-blk",
+            Self::SwapPmem => "swap-pmem",
+            Self::Zram => "zram",
+            Self::Policy(name) => name,
+        })
+    }
+}
+
+impl FromStr for Config {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match Self::all().into_iter().find(|config| config.to_string() == text) {
+            Some(config) => Ok(config),
+            None => {
+                let names: Vec<String> = Self::all().iter().map(Self::to_string).collect();
+                bail!("No configuration {text:?}: there are {}", names.join(", "))
+            }
+        }
+    }
+}
+
+/// A guest, and what it stands on.
+pub struct Stand {
+    pub guest: Guest,
+    pub boot_bytes: u64,
+    pool: Option<Pool>,
+}
+
+impl Stand {
+    /// What is on tmpfs would be the next guest's memory.
+    pub fn tear_down(self) -> Result<()> {
+        drop(self.guest);
+        for file in self.pool.iter().map(|pool| pool.path().to_owned()).chain([swap_image()]) {
+            match std::fs::remove_file(&file) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(error).with_context(|| format!("Cannot remove {}", file.display()));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+fn swap_image() -> std::path::PathBuf {
+    this_tests_dir().join("swap")
+}
+
+/// Boots the guest with so much DRAM, ready to swap where that is what it does.
+pub fn boot(config: &Config, name: &str, dram_mib: u64) -> Result<Stand> {
+    std::fs::create_dir_all(this_tests_dir())?;
+    let guest = Guest::builder()
+        .name(name)
+        .cpus(2)
+        .image(Image::Workloads)
+        .cmdline(CMDLINE)
+        .memory(&format!("size={dram_mib}M"));
+    let mut pool = None;
+    let (guest, swap) = match config {
+        Config::AllDram => (guest.pressure("off"), None),
+        Config::Zram => (guest.pressure("off").cmdline(&format!("foreshore.zram={MORE_MIB}M")), None),
+        Config::SwapVirtioBlk => {
+            File::create(swap_image())?.set_len(MORE_MIB * MIB)?;
+            let disk = format!("path={}", swap_image().display());
+            (guest.pressure("off").argument("--disk", &disk), Some("/dev/vda"))
+        }
+        Config::SwapPmem => {
+            let pool = pool.insert(Pool::create(&format!("{}M", MORE_MIB + 64))?);
+            let volume = format!(
+                "pool={},name=swap,size={MORE_MIB}M,create=on,format=raw,interface=virtio-pmem",
+                pool.name()
+            );
+            (guest.pressure("off").pm_volume(&volume), Some("/dev/pmem0"))
+        }
+        Config::Policy(policy) => {
+            let pool = pool.insert(Pool::create(&format!("{}M", MORE_MIB + 64))?);
+            // fixed has no default; as much as any of them may give.
+            let policy =
+                if *policy == "fixed" { format!("fixed,size={MORE_MIB}M") } else { (*policy).to_owned() };
+            // DRAM without a hotplug part: docs/policy.md, What the guest must bring.
+            let cmdline = format!("movablecore={}M foreshore.zram={FALLBACK_ZRAM_MIB}M", dram_mib / 4);
+            let memory = format!("pool={},size={}M", pool.name(), MORE_MIB.next_multiple_of(BLOCK_MIB));
+            (guest.pm_memory(&memory).pressure(&policy).cmdline(&cmdline), None)
+        }
+    };
+    let guest = guest.boot()?;
+    if let Some(device) = swap {
+        guest.wait_until_run("the swap is there", DEVICE_LIMIT, &format!("test -b {device}"))?;
+        guest.run(&format!("mkswap {device} && swapon {device}"))?;
+    }
+    Ok(Stand { guest, boot_bytes: dram_mib * MIB, pool })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_configuration_is_found_by_its_name() {
+        for config in Config::all() {
+            assert_eq!(config.to_string().parse::<Config>().unwrap(), config);
+        }
+        assert!(Config::all().contains(&Config::Policy("psi")));
+        assert!("off".parse::<Config>().is_err() && "zswap".parse::<Config>().is_err());
+    }
+}
