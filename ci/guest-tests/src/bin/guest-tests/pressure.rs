@@ -9,9 +9,9 @@ use guest_tests::{Guest, Pool};
 use crate::zones::{MIB, vmstat, zone};
 
 guest_tests::tests![
-    pressure_grows_dram_first_then_pm_and_nothing_is_swapped: 300,
+    pressure_grows_dram_first_and_pm_goes_back_first: 400,
     without_the_governor_the_same_load_swaps_or_is_killed: 240,
-    pm_goes_back_first_when_the_need_is_over: 400,
+    only_who_takes_all_pm_as_well_is_killed: 300,
     a_silent_agent_is_noticed: 240,
 ];
 
@@ -20,13 +20,17 @@ const GROW_LIMIT: Duration = Duration::from_secs(120);
 /// Shrinking is slow on purpose: steps after a cool-down.
 const SHRINK_LIMIT: Duration = Duration::from_secs(240);
 
-/// 512 MiB of DRAM, of which 384 at boot, 512 MiB of PM to grow into, and a swap to avoid.
-fn small_guest(pool: &Pool) -> GuestBuilder {
+/// 512 MiB of DRAM, of which 384 at boot, and 512 MiB of PM to grow into.
+fn guest_without_swap(pool: &Pool) -> GuestBuilder {
     Guest::builder()
         .cpus(2)
         .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=128M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
-        .cmdline("foreshore.zram=256M")
+}
+
+/// The same with a swap to avoid.
+fn small_guest(pool: &Pool) -> GuestBuilder {
+    guest_without_swap(pool).cmdline("foreshore.zram=256M")
 }
 
 /// Fills guest memory with what does not compress; true if all of it was held.
@@ -42,11 +46,12 @@ fn fill(guest: &Guest, mib: u64) -> Result<(Script, bool)> {
     }
 }
 
-fn pressure_grows_dram_first_then_pm_and_nothing_is_swapped() -> Result<()> {
+fn pressure_grows_dram_first_and_pm_goes_back_first() -> Result<()> {
     let pool = Pool::create("1G")?;
     let guest = small_guest(&pool).pressure("psi").boot()?;
     ensure!(zone(&guest, "pm")?.plugged_bytes == 0, "PM is plugged before anybody needs it");
-    let (_hog, held) = fill(&guest, 640)?;
+    let idle_bytes = pool.occupied_bytes()?;
+    let (hog, held) = fill(&guest, 640)?;
     ensure!(held, "The load was killed");
     let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
     ensure!(dram.plugged_bytes == 128 * MIB, "Of DRAM {} bytes are plugged", dram.plugged_bytes);
@@ -54,26 +59,6 @@ fn pressure_grows_dram_first_then_pm_and_nothing_is_swapped() -> Result<()> {
     let swapped = vmstat(&guest, "pswpout")?;
     ensure!(swapped == 0, "{swapped} pages were swapped out");
     ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
-    guest.no_kernel_complaints()
-}
-
-/// The counterpart: if this load fits anyway, the test above shows nothing.
-fn without_the_governor_the_same_load_swaps_or_is_killed() -> Result<()> {
-    let pool = Pool::create("1G")?;
-    let guest = small_guest(&pool).pressure("off").boot()?;
-    let (_hog, held) = fill(&guest, 640)?;
-    let swapped = vmstat(&guest, "pswpout")?;
-    ensure!(!held || swapped > 0, "The load was held without the governor, and nothing was swapped");
-    ensure!(zone(&guest, "pm")?.plugged_bytes == 0, "PM was plugged with the policy off");
-    Ok(())
-}
-
-fn pm_goes_back_first_when_the_need_is_over() -> Result<()> {
-    let pool = Pool::create("1G")?;
-    let guest = small_guest(&pool).pressure("psi").boot()?;
-    let idle_bytes = pool.occupied_bytes()?;
-    let (hog, held) = fill(&guest, 640)?;
-    ensure!(held, "The load was killed");
     let top_bytes = pool.occupied_bytes()?;
     ensure!(
         top_bytes > idle_bytes + 128 * MIB,
@@ -105,6 +90,42 @@ fn pm_goes_back_first_when_the_need_is_over() -> Result<()> {
     );
     ensure!(zone(&guest, "pm")?.resident_bytes == 0, "PM is still resident in the VMM");
     guest.no_kernel_complaints()
+}
+
+/// The counterpart: if this load fits anyway, the test above shows nothing.
+fn without_the_governor_the_same_load_swaps_or_is_killed() -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let guest = small_guest(&pool).pressure("off").boot()?;
+    let (_hog, held) = fill(&guest, 640)?;
+    let swapped = vmstat(&guest, "pswpout")?;
+    ensure!(!held || swapped > 0, "The load was held without the governor, and nothing was swapped");
+    ensure!(zone(&guest, "pm")?.plugged_bytes == 0, "PM was plugged with the policy off");
+    Ok(())
+}
+
+/// Who allocates 100 MB/s for as long as there is anything never sees the OOM killer while PM is left.
+fn only_who_takes_all_pm_as_well_is_killed() -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let guest = guest_without_swap(&pool).pressure("psi").boot()?;
+    let mut leak = guest.start_script(GROW_LIMIT, "exec guest-tool leak 4096 100")?;
+    let mut held = String::new();
+    while let Some(line) = leak.next_line() {
+        held = line;
+    }
+    // Nothing shrinks for 5 s after a grow.
+    let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
+    let end = leak.finish()?;
+    ensure!(end.code == 137, "The leak was not killed, but {end:?}");
+    ensure!(vmstat(&guest, "oom_kill")? == 1, "Another one was killed");
+    ensure!(
+        dram.plugged_bytes == 128 * MIB && pm.plugged_bytes == 512 * MIB,
+        "It was killed after {held:?} MiB and ms, with {} bytes of DRAM and {} of PM plugged",
+        dram.plugged_bytes,
+        pm.plugged_bytes
+    );
+    let held_mib: u64 = held.split(' ').nth(1).and_then(|mib| mib.parse().ok()).context("It held nothing")?;
+    ensure!(held_mib >= 768, "Of 1024 MiB it had {held_mib}");
+    Ok(())
 }
 
 fn a_silent_agent_is_noticed() -> Result<()> {
