@@ -4,6 +4,7 @@
 
 mod agent;
 mod badinput;
+mod balloon;
 mod boot;
 mod btt_cross;
 mod dax;
@@ -38,6 +39,7 @@ fn main() {
         boot::TESTS,
         agent::TESTS,
         badinput::TESTS,
+        balloon::TESTS,
         memory::TESTS,
         nvdimms::TESTS,
         pressure::TESTS,
