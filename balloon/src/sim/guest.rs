@@ -721,7 +721,8 @@ impl Guest {
         let [anon_us, file_us] = [self.config.swap.in_us, FILE_READ_US].map(u128::from);
         let fault_ns = (anon * anon_us + file * file_us) * 1000 / hot;
         let touches = u128::from(us) * 1000 / (touch_ns + fault_ns).max(1);
-        let faults = |missing: u128| u64::try_from(touches * missing / hot).unwrap_or(u64::MAX);
+        // Rounded up: the last few pages are touched at some time, too.
+        let faults = |missing: u128| u64::try_from((touches * missing).div_ceil(hot)).unwrap_or(u64::MAX);
         let [anon_faults, file_faults] = [anon, file].map(faults);
         self.swap_in(anon_faults.saturating_mul(PAGE_BYTES), segment, budget);
         self.read_in(file_faults.saturating_mul(PAGE_BYTES * READ_AHEAD_PAGES), segment);

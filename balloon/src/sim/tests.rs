@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::controller::Rules;
 use crate::policy::{Policy, fixed};
+use crate::trace;
 use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
 
 /// A host's view of a VM with a quarter of its DRAM to come, and PM.
@@ -228,4 +229,70 @@ fn say_go_figure_4_run_time_stays_flat_with_pm_and_multiplies_with_swap() {
         assert!(with_pm < 1.2, "{dram_permille}: {with_pm}");
         assert!(with_swap > 1.5 && with_swap > 1.4 * with_pm, "{dram_permille}: {with_swap}");
     }
+}
+
+/// Records what happens, as the governor does.
+struct Recorder(trace::Writer<Vec<u8>>);
+
+impl Observer for Recorder {
+    fn report(&mut self, at: TimeMs, report: &foreshore_proto::Report) {
+        self.0.report(at, report).expect("a Vec takes all");
+    }
+
+    fn host(&mut self, at: TimeMs, host: &HostView) {
+        self.0.host(at, host).expect("a Vec takes all");
+    }
+
+    fn plan(&mut self, at: TimeMs, plan: &crate::plan::Plan, host: &HostView) {
+        self.0.plan(at, plan, host).expect("a Vec takes all");
+    }
+}
+
+fn recorded(setup: &VmSetup, policy: &str) -> trace::Trace {
+    let header = trace::Header {
+        vm: "recorded".to_owned(),
+        boot_bytes: setup.host.boot_bytes,
+        zones: setup.host.zones.clone(),
+    };
+    let mut recorder = Recorder(trace::Writer::new(Vec::new(), &header).expect("a Vec takes all"));
+    let governed = Governed { skip: Skip::Nothing, ..governed(policy) };
+    run_host(vec![setup.clone()], 4096 * MIB, &governed, &mut recorder).expect("in range");
+    trace::Trace::read(&recorder.0.into_inner()[..]).expect("what is written is read")
+}
+
+fn wanted_bytes(demand: &Demand, at: TimeMs) -> u64 {
+    let begun = demand.segments().iter().rev().find(|segment| segment.at <= at).expect("from 0 on");
+    begun.anon_bytes_at(at)
+}
+
+#[test]
+fn a_recorded_guest_wants_the_same_again() {
+    for workload in [Workload::Ramp, Workload::Leak, Workload::Diurnal, Workload::Sawtooth] {
+        let mut original = setup(workload, 900_000, 3);
+        // What a trace shows is anonymous memory.
+        let segments = original.demand.segments().iter().map(|s| Segment { file_bytes: 0, ..*s }).collect();
+        original.demand = Demand::new(segments, original.demand.end()).expect("in order");
+        let trace = recorded(&original, "psi");
+        let (again, pool_bytes) = replay(&trace, &original.guest, 100_000, 800).expect("long enough");
+        assert_eq!(pool_bytes, 4096 * MIB);
+        assert_eq!(again.host.zones, original.host.zones);
+        // A second lies between two reports at most; the rise at 100 MB/s is in a straight line, and a drop is not.
+        let mut far = 0;
+        for at in (0..again.demand.end().0).step_by(1_000).map(TimeMs) {
+            let (wanted, seen) = (wanted_bytes(&original.demand, at), wanted_bytes(&again.demand, at));
+            far += u64::from(wanted.abs_diff(seen) > 16 * MIB);
+        }
+        assert!(far <= 30, "{}: {far} of 900 moments", workload.name());
+        let [first, second] = [original, again].map(|setup| run(setup, "off").swap_out_gb);
+        assert!((first - second).abs() <= 0.15 * first + 0.05, "{}: {first} and {second}", workload.name());
+    }
+}
+
+#[test]
+fn a_guest_that_was_short_is_seen_with_what_it_had_in_swap() {
+    let original = setup(Workload::Ramp, 120_000, 3);
+    let trace = recorded(&original, "off");
+    let (again, _) = replay(&trace, &original.guest, 100_000, 800).expect("long enough");
+    let (wanted, seen) = (original.demand.peak_bytes(), again.demand.peak_bytes());
+    assert!(seen > wanted * 9 / 10 && seen < wanted * 11 / 10, "{} of {}", seen / MIB, wanted / MIB);
 }

@@ -1,6 +1,8 @@
 //! What has come of it, as a table, as JSON and as CSV.
 
-use serde_json::{Map, Value};
+use balloon::sim::Outcome;
+use serde::Serialize;
+use serde_json::Value;
 
 use super::run::Row;
 
@@ -59,37 +61,35 @@ pub(crate) fn text(rows: &[Row]) -> String {
     text
 }
 
-fn object(row: &Row) -> anyhow::Result<Map<String, Value>> {
-    let mut object = Map::new();
-    object.insert("policy".to_owned(), Value::from(row.label.as_str()));
-    if let Value::Object(figures) = serde_json::to_value(&row.outcome)? {
-        object.extend(figures);
-    }
-    Ok(object)
-}
-
 /// An array with an object for each policy.
 pub(crate) fn json(rows: &[Row]) -> anyhow::Result<Vec<u8>> {
-    let objects = rows.iter().map(object).collect::<anyhow::Result<Vec<_>>>()?;
-    let mut text = serde_json::to_vec_pretty(&objects)?;
+    #[derive(Serialize)]
+    struct Named<'a> {
+        policy: &'a str,
+        #[serde(flatten)]
+        outcome: &'a Outcome,
+    }
+    let named = rows.iter().map(|row| Named { policy: &row.label, outcome: &row.outcome });
+    let mut text = serde_json::to_vec_pretty(&named.collect::<Vec<_>>())?;
     text.push(b'\n');
     Ok(text)
 }
 
-/// RFC 4180: what has a comma or quotes is in quotes.
+/// RFC 4180: what has a comma or quotes is in quotes. The policy, and the figures by their names.
 pub(crate) fn csv(rows: &[Row]) -> anyhow::Result<Vec<u8>> {
     let mut text = String::new();
     for (index, row) in rows.iter().enumerate() {
-        let object = object(row)?;
+        let Value::Object(figures) = serde_json::to_value(&row.outcome)? else { continue };
         if index == 0 {
-            text += &object.keys().map(String::as_str).collect::<Vec<_>>().join(",");
+            let names = std::iter::once("policy").chain(figures.keys().map(String::as_str));
+            text += &names.collect::<Vec<_>>().join(",");
             text += "\r\n";
         }
-        let cells = object.values().map(|value| match value {
-            Value::String(text) if text.contains([',', '"']) => format!("\"{}\"", text.replace('"', "\"\"")),
-            Value::String(text) => text.clone(),
-            value => value.to_string(),
-        });
+        let label = match row.label.contains([',', '"']) {
+            true => format!("\"{}\"", row.label.replace('"', "\"\"")),
+            false => row.label.clone(),
+        };
+        let cells = std::iter::once(label).chain(figures.values().map(Value::to_string));
         text += &cells.collect::<Vec<_>>().join(",");
         text += "\r\n";
     }

@@ -1,0 +1,106 @@
+//! `foreshore-sim` from the command line.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn sim(arguments: &[&str]) -> Output {
+    let program = env!("CARGO_BIN_EXE_foreshore-sim");
+    Command::new(program).args(arguments).output().expect("the program runs")
+}
+
+fn printed(arguments: &[&str]) -> String {
+    let output = sim(arguments);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {errors}");
+    String::from_utf8(output.stdout).expect("text")
+}
+
+#[test]
+fn bad_input_is_refused_with_value_and_bound() {
+    let cases: [(&[&str], &str); 14] = [
+        (&["--duration", "10"], "'10' for '--duration <TIME>': must be a time"),
+        (&["--duration", "500ms"], "'500ms' for '--duration <TIME>': must be 1s to 87600h"),
+        (&["--dram", "32M"], "'32M' for '--dram <SIZE>': must be 64M to 16T"),
+        (&["--dram", "65M"], "'65M' for '--dram <SIZE>': must be a multiple of 2M"),
+        (&["--vms", "0"], "'0' for '--vms <COUNT>': must be 1 to 1000"),
+        (&["--refused", "1001"], "must be 0 to 1000"),
+        (&["--swap", "tape"], "[possible values: none, disk, pm]"),
+        (&["--workload", "tide"], "the workload \"tide\" is none of steady, ramp, burst"),
+        (&["--workload", "ramp,low=5"], "low is 5, must be 10 to 100000"),
+        (&["--workload", "ramp,low=900,high=800"], "high is 800, must be at least low, which is 900"),
+        (&["--workload", "ramp,depth=1"], "parameter \"depth\" is unknown; those of ramp are low, high"),
+        (&["--policy", "magic"], "the policy \"magic\" is none of psi, amf"),
+        (&["--policy", "psi,headroom=9"], "headroom is 9, must be 10 to 500"),
+        (&["--policy", "psi,headroom"], "\"headroom\" is not PARAM=VALUE"),
+    ];
+    for (arguments, expected) in cases {
+        let output = sim(arguments);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        assert!(error.contains(expected), "{arguments:?}: {error}\nlacks {expected}");
+    }
+}
+
+#[test]
+fn a_trace_that_cannot_be_replayed_is_said_with_its_line() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/trace-v1.jsonl");
+    let damaged = folder.join("damaged.jsonl");
+    let text = std::fs::read_to_string(golden).expect("golden").replace("\"at_ms\":1501", "\"at_ms\":1");
+    std::fs::write(&damaged, text).expect("written");
+    let cases = [
+        (golden, "The trace has 1 reports, must be at least 2"),
+        (damaged.to_str().expect("text"), "Line 5 of the trace: at_ms is 1, which is before the 1500"),
+        ("/nonexistent/trace", "cannot replay /nonexistent/trace: No such file"),
+    ];
+    for (path, expected) in cases {
+        let output = sim(&["--trace", path]);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{path}: {error}");
+        assert!(error.contains(expected), "{path}: {error}\nlacks {expected}");
+    }
+}
+
+#[test]
+fn all_formats_say_the_same_and_a_seed_is_a_run() {
+    let run = ["--workload", "burst", "--policy", "psi,horizon=3s", "--policy", "off", "--duration", "20m"];
+    let with = |more: &[&'static str]| printed(&[&run[..], more].concat());
+    let json: serde_json::Value = serde_json::from_str(&with(&["--format", "json"])).expect("JSON");
+    assert_eq!(json[0]["policy"], "psi,horizon=3s");
+    assert_eq!(json[1]["grows"], 0);
+    assert!(json[1]["swap_out_gb"].as_f64() > json[0]["swap_out_gb"].as_f64(), "{json:#}");
+
+    let csv = with(&["--format", "csv"]);
+    let lines: Vec<_> = csv.lines().collect();
+    assert_eq!(lines.len(), 3);
+    assert!(lines[0].starts_with("policy,") && lines[0].contains(",stall_s,"), "{}", lines[0]);
+    assert!(lines[1].starts_with("\"psi,horizon=3s\","), "{}", lines[1]);
+    assert!(lines.iter().all(|line| line.replace("psi,", "psi").split(',').count() == 21), "{csv}");
+
+    let table = with(&[]);
+    assert_eq!(table.lines().count(), 4);
+    assert_eq!(table, with(&[]), "the same again");
+    assert_ne!(table, with(&["--seed", "2"]));
+    assert_eq!(with(&["--format", "csv"]), csv);
+    // With every report the controller is called more often, and that is all.
+    assert_eq!(table, with(&["--every-report"]));
+}
+
+#[test]
+fn a_plot_has_a_panel_for_each_policy() {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join("plot.svg");
+    let file = path.to_str().expect("text");
+    printed(&["--policy", "psi", "--policy", "off", "--duration", "1m", "--plot", file]);
+    let svg = std::fs::read_to_string(&path).expect("drawn");
+    assert_eq!(svg.matches("font-weight=\"bold\"").count(), 2);
+    let output = sim(&["--duration", "1s", "--policy", "off", "--plot", "/nonexistent/plot.svg"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("cannot write /nonexistent/plot.svg: No such"));
+}
+
+#[test]
+fn it_describes_itself() {
+    assert!(printed(&["completion", "bash"]).contains("--workload"));
+    let page = printed(&["man"]);
+    assert!(page.contains(".SH EXAMPLES") && page.contains(".SH EXIT STATUS"), "{page}");
+}
