@@ -61,8 +61,8 @@ pub fn dsdt(input: &AcpiInput) -> Vec<u8> {
 
 /// The node that devices are near to, where there is more than one: the first with vCPUs.
 fn home_node(input: &AcpiInput) -> Option<u32> {
-    let home = input.nodes.iter().find(|node| !node.vcpus.is_empty())?;
-    (input.nodes.len() > 1).then_some(home.id)
+    let home = input.nodes.iter().position(|node| !node.vcpus.is_empty())?;
+    (input.nodes.len() > 1).then_some(home as u32)
 }
 
 pub fn path(name: &str) -> Path {
@@ -251,8 +251,8 @@ mod tests {
         dsdt.windows(needle.len()).any(|window| window == needle)
     }
 
-    fn node(id: u32, vcpus: &[u8]) -> NumaNode {
-        NumaNode { id, vcpus: vcpus.to_vec(), memory: vec![], performance: None }
+    fn node(vcpus: &[u8]) -> NumaNode {
+        NumaNode { vcpus: vcpus.to_vec(), memory: vec![], distances: vec![], near: 0, performance: vec![] }
     }
 
     #[test]
@@ -273,7 +273,7 @@ mod tests {
 
     #[test]
     fn the_pci_root_is_near_the_vcpus() {
-        let nodes = vec![node(1, &[]), node(3, &[0])];
+        let nodes = vec![node(&[]), node(&[]), node(&[]), node(&[0])];
         let input = AcpiInput { boot_vcpus: 1, max_vcpus: 1, nodes, ..AcpiInput::default() };
         assert!(contains(&dsdt(&input), b"_PXM\x0a\x03"));
     }

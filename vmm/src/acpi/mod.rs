@@ -63,9 +63,6 @@ pub enum AcpiError {
         /// What there is.
         limit_bytes: usize,
     },
-    /// Two nodes have one id.
-    #[error("NUMA node {0} is described twice")]
-    DuplicateNode(u32),
     /// A volume's length is no whole number of pages, or it is empty.
     #[error("The NVDIMM at {start:#x} has {size_bytes} bytes: not a whole number of pages")]
     BadNvdimm {
@@ -113,7 +110,7 @@ pub fn build(input: &AcpiInput) -> Result<AcpiTables, AcpiError> {
     // The FADT comes first, by custom of every firmware.
     let mut others = vec![fixed::fadt(dsdt), fixed::madt(input.boot_vcpus, input.max_vcpus), fixed::mcfg()];
     if input.nodes.len() > 1 {
-        others.extend(numa::tables(&input.nodes)?);
+        others.extend(numa::tables(&input.nodes));
     }
     if !input.nvdimms.is_empty() {
         others.push(nfit::nfit(&input.nvdimms)?);
@@ -191,22 +188,29 @@ mod tests {
 
     fn large() -> AcpiInput {
         let memory = |start: u64, len: u64, hotpluggable| NodeMemory { start, len, hotpluggable };
+        let performance = |latency_ns, bandwidth_mb_per_s| Performance {
+            read_latency_ns: latency_ns,
+            write_latency_ns: latency_ns,
+            bandwidth_mb_per_s,
+        };
         AcpiInput {
             boot_vcpus: 2,
             max_vcpus: 4,
             serial: true,
             nodes: vec![
                 NumaNode {
-                    id: 0,
                     vcpus: (0..4).collect(),
                     memory: vec![memory(0, 1 << 29, false), memory(1 << 32, 1 << 30, true)],
-                    performance: Some(Performance { read_latency_ns: 90, bandwidth_mb_per_s: 50_000 }),
+                    distances: vec![10, 17],
+                    near: 0,
+                    performance: vec![performance(90, 50_000)],
                 },
                 NumaNode {
-                    id: 1,
                     vcpus: vec![],
                     memory: vec![memory(8 << 30, 4 << 30, true)],
-                    performance: Some(Performance { read_latency_ns: 300, bandwidth_mb_per_s: 8_000 }),
+                    distances: vec![17, 10],
+                    near: 0,
+                    performance: vec![performance(300, 8_000)],
                 },
             ],
             nvdimms: vec![

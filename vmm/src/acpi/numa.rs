@@ -6,15 +6,11 @@
 //! acpi_tables has no affinity structure for x86 processors, and its HMAT is of revision 1, in which Linux reads
 //! latencies in other units: the bodies are written here.
 
-use super::{AcpiError, table};
+use super::table;
 
 const SRAT_REVISION: u8 = 3;
 const SLIT_REVISION: u8 = 1;
 const HMAT_REVISION: u8 = 2;
-/// A node's distance to itself, by definition (ACPI 6.5, 5.2.17).
-const LOCAL_DISTANCE: u8 = 10;
-/// Between nodes: what Linux assumes for another socket.
-const REMOTE_DISTANCE: u8 = 20;
 
 /// A range of memory that belongs to a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,52 +23,60 @@ pub struct NodeMemory {
     pub hotpluggable: bool,
 }
 
-/// What a node's memory is worth to the vCPUs.
+/// What a node's memory is worth to vCPUs of one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Performance {
     /// Time until a load has its data.
-    pub read_latency_ns: u16,
+    pub read_latency_ns: u32,
+    /// Time that a store takes.
+    pub write_latency_ns: u32,
     /// Sustained transfer.
-    pub bandwidth_mb_per_s: u32,
+    pub bandwidth_mb_per_s: u64,
 }
 
-/// A NUMA node.
+/// A NUMA node. Its proximity domain is its place among the nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NumaNode {
-    /// Proximity domain.
-    pub id: u32,
     /// Indices of its vCPUs.
     pub vcpus: Vec<u8>,
     /// Its memory.
     pub memory: Vec<NodeMemory>,
-    /// For the HMAT, which is there if every node has it.
-    pub performance: Option<Performance>,
+    /// How far each node is, from the first to the last.
+    pub distances: Vec<u8>,
+    /// The node whose vCPUs its memory's controller is attached to.
+    pub near: u32,
+    /// For the HMAT, which is there if every node with memory has it: for each node with vCPUs, from the first to the last.
+    pub performance: Vec<Performance>,
 }
 
 /// The tables for `nodes`, of which there is more than one.
-pub fn tables(nodes: &[NumaNode]) -> Result<Vec<Vec<u8>>, AcpiError> {
-    for (index, node) in nodes.iter().enumerate() {
-        if nodes[..index].iter().any(|other| other.id == node.id) {
-            return Err(AcpiError::DuplicateNode(node.id));
-        }
-    }
+///
+/// # Panics
+/// If a node does not say its distance to each.
+pub fn tables(nodes: &[NumaNode]) -> Vec<Vec<u8>> {
+    assert!(nodes.iter().all(|node| node.distances.len() == nodes.len()), "a distance to each node");
     let mut tables = vec![srat(nodes), slit(nodes)];
     tables.extend(hmat(nodes));
-    Ok(tables)
+    tables
+}
+
+fn with_ids(nodes: &[NumaNode]) -> impl Iterator<Item = (u32, &NumaNode)> {
+    (0..).zip(nodes)
 }
 
 /// System Resource Affinity Table (ACPI 6.5, 5.2.16).
 fn srat(nodes: &[NumaNode]) -> Vec<u8> {
     // Reserved: 1, and eight zeros.
     let mut body = vec![1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-    for node in nodes {
+    // Linux numbers nodes as it meets them, vCPUs before memory: so as they are numbered here.
+    for (id, node) in with_ids(nodes) {
         for &vcpu in &node.vcpus {
-            body.extend_from_slice(&processor_affinity(node.id, vcpu));
+            body.extend_from_slice(&processor_affinity(id, vcpu));
         }
     }
-    for node in nodes {
+    for (id, node) in with_ids(nodes) {
         for memory in node.memory.iter().filter(|memory| memory.len != 0) {
-            body.extend_from_slice(&memory_affinity(node.id, memory));
+            body.extend_from_slice(&memory_affinity(id, memory));
         }
     }
     table(*b"SRAT", SRAT_REVISION, &body)
@@ -102,82 +106,99 @@ fn memory_affinity(node: u32, memory: &NodeMemory) -> [u8; 40] {
     structure
 }
 
-/// System Locality Information Table (ACPI 6.5, 5.2.17): a square matrix over all ids up to the largest.
+/// System Locality Information Table (ACPI 6.5, 5.2.17): a square matrix over all nodes.
 fn slit(nodes: &[NumaNode]) -> Vec<u8> {
-    let localities = nodes.iter().map(|node| u64::from(node.id) + 1).max().unwrap_or(0);
-    let mut body = localities.to_le_bytes().to_vec();
-    for from in 0..localities {
-        body.extend((0..localities).map(|to| if from == to { LOCAL_DISTANCE } else { REMOTE_DISTANCE }));
-    }
+    let mut body = (nodes.len() as u64).to_le_bytes().to_vec();
+    body.extend(nodes.iter().flat_map(|node| &node.distances));
     table(*b"SLIT", SLIT_REVISION, &body)
+}
+
+/// What a matrix of the HMAT holds (ACPI 6.5, 5.2.27.4, data type).
+#[derive(Clone, Copy)]
+enum Figure {
+    ReadLatency = 1,
+    WriteLatency = 2,
+    AccessBandwidth = 3,
+}
+
+impl Figure {
+    const ALL: [Self; 3] = [Self::ReadLatency, Self::WriteLatency, Self::AccessBandwidth];
+
+    /// The unit of an entry: picoseconds, or MB/s.
+    fn unit(self) -> u64 {
+        match self {
+            Self::ReadLatency | Self::WriteLatency => 1000,
+            Self::AccessBandwidth => 10,
+        }
+    }
+
+    fn entry(self, of: &Performance) -> u16 {
+        /// 0 means "not given", 0xffff "unreachable".
+        const LARGEST: u64 = 0xfffe;
+        let value = match self {
+            Self::ReadLatency => u64::from(of.read_latency_ns),
+            Self::WriteLatency => u64::from(of.write_latency_ns),
+            Self::AccessBandwidth => of.bandwidth_mb_per_s / self.unit(),
+        };
+        value.clamp(1, LARGEST) as u16
+    }
 }
 
 /// Heterogeneous Memory Attribute Table (ACPI 6.5, 5.2.27).
 fn hmat(nodes: &[NumaNode]) -> Option<Vec<u8>> {
-    const ACCESS_LATENCY: u8 = 0;
-    const ACCESS_BANDWIDTH: u8 = 3;
-    /// Picoseconds.
-    const LATENCY_UNIT: u64 = 1000;
-    /// MB/s.
-    const BANDWIDTH_UNIT: u32 = 10;
-    /// 0 means "not given", 0xffff "unreachable".
-    const LARGEST_ENTRY: u32 = 0xfffe;
-
-    let targets: Vec<(u32, Performance)> =
-        nodes.iter().map(|node| Some((node.id, node.performance?))).collect::<Option<_>>()?;
     let initiators: Vec<u32> =
-        nodes.iter().filter(|node| !node.vcpus.is_empty()).map(|node| node.id).collect();
-    let mut body = vec![0; 4];
-    for &(target, _) in &targets {
-        body.extend_from_slice(&proximity_attributes(&initiators, target));
+        with_ids(nodes).filter(|(_, node)| !node.vcpus.is_empty()).map(|(id, _)| id).collect();
+    let targets: Vec<(u32, &NumaNode)> =
+        with_ids(nodes).filter(|(_, node)| !node.memory.is_empty()).collect();
+    if targets.iter().any(|(_, node)| node.performance.len() != initiators.len()) {
+        return None;
     }
-    let entry = |value: u32| value.clamp(1, LARGEST_ENTRY) as u16;
-    let latencies = targets.iter().map(|(_, p)| entry(u32::from(p.read_latency_ns))).collect();
-    let bandwidths = targets.iter().map(|(_, p)| entry(p.bandwidth_mb_per_s / BANDWIDTH_UNIT)).collect();
+    let mut body = vec![0; 4];
+    for (id, node) in &targets {
+        body.extend_from_slice(&proximity_attributes(node.near, *id));
+    }
     let ids: Vec<u32> = targets.iter().map(|&(id, _)| id).collect();
-    for (data_type, unit, entries) in
-        [(ACCESS_LATENCY, LATENCY_UNIT, latencies), (ACCESS_BANDWIDTH, u64::from(BANDWIDTH_UNIT), bandwidths)]
-    {
-        body.extend_from_slice(&locality(data_type, unit, &initiators, &ids, entries));
+    for figure in Figure::ALL {
+        let row = |initiator: usize| {
+            targets.iter().map(move |(_, node)| figure.entry(&node.performance[initiator]))
+        };
+        let entries = (0..initiators.len()).flat_map(row).collect();
+        body.extend_from_slice(&locality(figure, &initiators, &ids, entries));
     }
     Some(table(*b"HMAT", HMAT_REVISION, &body))
 }
 
 /// Memory Proximity Domain Attributes Structure (ACPI 6.5, table 5.146 of 5.2.27.3).
-fn proximity_attributes(initiators: &[u32], target: u32) -> [u8; 40] {
+fn proximity_attributes(initiator: u32, target: u32) -> [u8; 40] {
     const INITIATOR_VALID: u16 = 1;
-    // Only the node itself can be said to hold the controller; memory without vCPUs has none.
-    let initiator = initiators.iter().find(|&&initiator| initiator == target);
-    let flags = initiator.map_or(0, |_| INITIATOR_VALID);
     let mut structure = [0; 40];
     structure[4] = 40;
-    structure[8..10].copy_from_slice(&flags.to_le_bytes());
-    structure[12..16].copy_from_slice(&initiator.copied().unwrap_or(0).to_le_bytes());
+    structure[8..10].copy_from_slice(&INITIATOR_VALID.to_le_bytes());
+    structure[12..16].copy_from_slice(&initiator.to_le_bytes());
     structure[16..20].copy_from_slice(&target.to_le_bytes());
     structure
 }
 
-/// System Locality Latency and Bandwidth Information Structure (ACPI 6.5, 5.2.27.4): `entries` has one value for
-/// each target, the same for every initiator.
-fn locality(data_type: u8, unit: u64, initiators: &[u32], targets: &[u32], entries: Vec<u16>) -> Vec<u8> {
+/// System Locality Latency and Bandwidth Information Structure (ACPI 6.5, 5.2.27.4): `entries` has a row for each
+/// initiator, with a value for each target.
+fn locality(figure: Figure, initiators: &[u32], targets: &[u32], entries: Vec<u16>) -> Vec<u8> {
     const KIND: u16 = 1;
     const HEADER_BYTES: usize = 32;
-    let matrix = initiators.len() * targets.len();
-    let len = HEADER_BYTES + 4 * (initiators.len() + targets.len()) + 2 * matrix;
+    let len = HEADER_BYTES + 4 * (initiators.len() + targets.len()) + 2 * entries.len();
     let mut structure = Vec::with_capacity(len);
     structure.extend_from_slice(&KIND.to_le_bytes());
     structure.extend_from_slice(&[0; 2]);
     structure.extend_from_slice(&(len as u32).to_le_bytes());
     // Flags (memory), data type, minimum transfer size, reserved.
-    structure.extend_from_slice(&[0, data_type, 0, 0]);
+    structure.extend_from_slice(&[0, figure as u8, 0, 0]);
     structure.extend_from_slice(&(initiators.len() as u32).to_le_bytes());
     structure.extend_from_slice(&(targets.len() as u32).to_le_bytes());
     structure.extend_from_slice(&[0; 4]);
-    structure.extend_from_slice(&unit.to_le_bytes());
+    structure.extend_from_slice(&figure.unit().to_le_bytes());
     for id in initiators.iter().chain(targets) {
         structure.extend_from_slice(&id.to_le_bytes());
     }
-    for entry in initiators.iter().flat_map(|_| &entries) {
+    for entry in entries {
         structure.extend_from_slice(&entry.to_le_bytes());
     }
     structure
@@ -195,66 +216,142 @@ mod tests {
         u64::from_le_bytes(*bytes[offset..].first_chunk().unwrap())
     }
 
-    fn node(id: u32, vcpus: &[u8], memory: NodeMemory) -> NumaNode {
-        let performance = Some(Performance { read_latency_ns: 100 + id as u16, bandwidth_mb_per_s: 20_000 });
-        NumaNode { id, vcpus: vcpus.to_vec(), memory: vec![memory], performance }
+    fn u16s(bytes: &[u8]) -> Vec<u16> {
+        bytes.as_chunks().0.iter().map(|bytes| u16::from_le_bytes(*bytes)).collect()
     }
 
+    fn figures(read_latency_ns: u32, write_latency_ns: u32, bandwidth_mb_per_s: u64) -> Performance {
+        Performance { read_latency_ns, write_latency_ns, bandwidth_mb_per_s }
+    }
+
+    /// Two sockets, and PM that is near to the second.
     fn nodes() -> Vec<NumaNode> {
-        let dram = NodeMemory { start: 0, len: 1 << 29, hotpluggable: false };
-        let pm = NodeMemory { start: 8 << 30, len: 4 << 30, hotpluggable: true };
-        vec![node(0, &[0, 1], dram), node(1, &[], pm)]
+        let memory = |start: u64, len: u64, hotpluggable| NodeMemory { start, len, hotpluggable };
+        let node =
+            |vcpus: &[u8], near, distances: [u8; 3], memory: &[NodeMemory], performance: [Performance; 2]| {
+                NumaNode {
+                    vcpus: vcpus.to_vec(),
+                    memory: memory.to_vec(),
+                    distances: distances.to_vec(),
+                    near,
+                    performance: performance.to_vec(),
+                }
+            };
+        let (near, far) = (figures(90, 86, 40_000), figures(180, 172, 20_000));
+        vec![
+            node(
+                &[0, 1],
+                0,
+                [10, 20, 27],
+                &[memory(0, 1 << 29, false), memory(4 << 30, 1 << 30, true)],
+                [near, far],
+            ),
+            node(&[2], 1, [20, 10, 17], &[memory(1 << 29, 1 << 29, false)], [far, near]),
+            node(
+                &[],
+                1,
+                [27, 17, 10],
+                &[memory(8 << 30, 4 << 30, true)],
+                [figures(395, 176, 4_400), figures(305, 90, 6_600)],
+            ),
+        ]
     }
 
     #[test]
-    fn srat_lists_vcpus_and_memory_that_comes_later() {
+    fn srat_lists_vcpus_and_memory_of_each_node() {
         let srat = srat(&nodes());
-        assert_eq!(srat.len(), 48 + 2 * 16 + 2 * 40);
-        assert_eq!(u32_at(&srat, 36), 1);
-        // Table 5.57: type, length, domain, APIC id, flags from 4.
-        assert_eq!(srat[64..69], [0, 16, 0, 1, 1]);
-        // Table 5.58: domain 2, base 8, length 16, flags 28.
-        let (dram, pm) = (&srat[80..120], &srat[120..160]);
-        assert_eq!((dram[0], dram[1], u32_at(dram, 2), u32_at(dram, 28)), (1, 40, 0, 1));
-        assert_eq!((u32_at(pm, 2), u32_at(pm, 28)), (1, 3));
-        assert_eq!((u64_at(pm, 8), u64_at(pm, 16)), (8 << 30, 4 << 30));
-        assert_eq!(processor_affinity(0x0403_0201, 7)[..12], [0, 16, 1, 7, 1, 0, 0, 0, 0, 2, 3, 4]);
+        assert_eq!((&srat[..4], srat[8]), (&b"SRAT"[..], 3));
+        assert_eq!(srat.len(), 48 + 3 * 16 + 4 * 40);
+        // Table 5.56: reserved, 1, and 8 bytes of zeros.
+        assert_eq!((u32_at(&srat, 36), u64_at(&srat, 40)), (1, 0));
+        // Table 5.57: type 0, length, domain (low byte), APIC id, flags from 4.
+        let processors: Vec<&[u8]> = srat[48..96].chunks(16).collect();
+        assert_eq!(processors[1][..5], [0, 16, 0, 1, 1]);
+        assert_eq!(processors[2][..5], [0, 16, 1, 2, 1]);
+        assert_eq!(processor_affinity(0x0403_0201, 7), [0, 16, 1, 7, 1, 0, 0, 0, 0, 2, 3, 4, 0, 0, 0, 0]);
+        // Table 5.58: type 1, length, domain at 2, base at 8, length at 16, flags at 28.
+        let ranges: Vec<_> = srat[96..]
+            .chunks(40)
+            .map(|memory| {
+                assert_eq!(memory[..2], [1, 40]);
+                (u32_at(memory, 2), u64_at(memory, 8), u64_at(memory, 16), u32_at(memory, 28))
+            })
+            .collect();
+        let expected = [
+            (0, 0, 1 << 29, 1),
+            (0, 4 << 30, 1 << 30, 3),
+            (1, 1 << 29, 1 << 29, 1),
+            (2, 8 << 30, 4 << 30, 3),
+        ];
+        assert_eq!(ranges, expected);
     }
 
     #[test]
-    fn slit_is_a_square_over_all_ids() {
+    fn slit_is_a_square_over_all_nodes() {
         let slit = slit(&nodes());
-        assert_eq!(u64_at(&slit, 36), 2);
-        assert_eq!(slit[44..], [10, 20, 20, 10]);
-        let mut sparse = nodes();
-        sparse[1].id = 3;
-        assert_eq!(super::slit(&sparse).len(), 44 + 16);
+        assert_eq!((&slit[..4], slit[8], u64_at(&slit, 36)), (&b"SLIT"[..], 1, 3));
+        assert_eq!(slit[44..], [10, 20, 27, 20, 10, 17, 27, 17, 10]);
     }
 
     #[test]
-    fn hmat_gives_latency_and_bandwidth_in_revision_2_units() {
-        let hmat = hmat(&nodes()).unwrap();
-        assert_eq!(hmat[8], 2);
-        // Two proximity structures of 40 bytes, then two matrices of one initiator and two targets.
-        let (first, second) = (&hmat[40..80], &hmat[80..120]);
-        assert_eq!((first[8], u32_at(first, 12), u32_at(first, 16)), (1, 0, 0));
-        assert_eq!((second[8], u32_at(second, 16)), (0, 1));
-        let latency = &hmat[120..168];
-        assert_eq!((latency[0], u32_at(latency, 4), latency[9]), (1, 48, 0));
-        assert_eq!((u32_at(latency, 12), u32_at(latency, 16), u64_at(latency, 24)), (1, 2, 1000));
-        assert_eq!(latency[44..], [100, 0, 101, 0]);
-        let bandwidth = &hmat[168..];
-        assert_eq!((bandwidth.len(), bandwidth[9], u64_at(bandwidth, 24)), (48, 3, 10));
-        assert_eq!(u16::from_le_bytes([bandwidth[44], bandwidth[45]]), 2000);
-        let mut unknown = nodes();
-        unknown[1].performance = None;
-        assert!(super::hmat(&unknown).is_none());
-    }
-
-    #[test]
-    fn a_node_is_described_once() {
+    #[should_panic(expected = "a distance to each node")]
+    fn a_node_without_its_distances_is_no_slit() {
         let mut nodes = nodes();
-        nodes[1].id = 0;
-        assert!(matches!(tables(&nodes), Err(AcpiError::DuplicateNode(0))));
+        nodes[1].distances.pop();
+        tables(&nodes);
+    }
+
+    #[test]
+    fn hmat_says_which_node_is_near_to_which_memory() {
+        let hmat = hmat(&nodes()).unwrap();
+        assert_eq!((&hmat[..4], hmat[8], u32_at(&hmat, 36)), (&b"HMAT"[..], 2, 0));
+        // 5.2.27.3: type 0, length 40 at 4, flags at 8 (bit 0: the initiator is valid), initiator at 12, memory at 16.
+        for (structure, (initiator, memory)) in hmat[40..160].chunks(40).zip([(0, 0), (1, 1), (1, 2)]) {
+            assert_eq!(structure[..8], [0, 0, 0, 0, 40, 0, 0, 0]);
+            assert_eq!(structure[8..12], [1, 0, 0, 0]);
+            assert_eq!((u32_at(structure, 12), u32_at(structure, 16)), (initiator, memory));
+            assert!(structure[20..].iter().all(|byte| *byte == 0));
+        }
+    }
+
+    #[test]
+    fn hmat_gives_latency_and_bandwidth_from_every_node_to_every_memory_in_revision_2_units() {
+        let hmat = hmat(&nodes()).unwrap();
+        // 5.2.27.4: a header of 32 bytes, two initiators and three targets of 4, and six entries of 2.
+        let structures: Vec<&[u8]> = hmat[160..].chunks(64).collect();
+        let expected: [(u8, u64, [u16; 6]); 3] = [
+            (1, 1000, [90, 180, 395, 180, 90, 305]),
+            (2, 1000, [86, 172, 176, 172, 86, 90]),
+            (3, 10, [4000, 2000, 440, 2000, 4000, 660]),
+        ];
+        assert_eq!(structures.len(), expected.len());
+        for (structure, (data_type, unit, entries)) in structures.into_iter().zip(expected) {
+            assert_eq!(structure[..4], [1, 0, 0, 0]);
+            assert_eq!(u32_at(structure, 4), 64);
+            // Flags: memory, and not a cache of it.
+            assert_eq!(structure[8..12], [0, data_type, 0, 0]);
+            assert_eq!((u32_at(structure, 12), u32_at(structure, 16), u64_at(structure, 24)), (2, 3, unit));
+            let ids: Vec<u32> = (32..52).step_by(4).map(|at| u32_at(structure, at)).collect();
+            assert_eq!(ids, [0, 1, 0, 1, 2]);
+            assert_eq!(u16s(&structure[52..]), entries);
+        }
+    }
+
+    #[test]
+    fn figures_are_cut_to_what_an_entry_holds() {
+        let entries = |figures: Performance| Figure::ALL.map(|figure| figure.entry(&figures));
+        assert_eq!(entries(figures(0, 0, 9)), [1, 1, 1]);
+        assert_eq!(entries(figures(70_000, 65_535, 1_000_000)), [0xfffe; 3]);
+    }
+
+    #[test]
+    fn a_node_without_memory_is_no_target_and_one_without_figures_leaves_no_hmat() {
+        let mut nodes = nodes();
+        nodes[0].memory.clear();
+        // Two structures of 40 bytes, and three of two initiators and two targets.
+        assert_eq!(super::hmat(&nodes).unwrap().len(), 40 + 2 * 40 + 3 * (32 + 4 * 4 + 4 * 2));
+        nodes[2].performance.pop();
+        assert!(super::hmat(&nodes).is_none());
+        assert_eq!(tables(&nodes).len(), 2);
     }
 }

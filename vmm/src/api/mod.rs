@@ -20,4 +20,4 @@ pub use self::error::ApiError;
 pub use self::routes::router;
 pub use self::server::{Limits, Server};
 pub use self::socket::{Socket, SocketError};
-pub use self::wire::{MemoryAnswer, PingAnswer, ResizeBody, VolumesAnswer};
+pub use self::wire::{MemoryAnswer, PingAnswer, ResizeBody, ResizeZoneBody, VolumesAnswer};

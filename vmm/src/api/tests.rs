@@ -48,6 +48,10 @@ async fn own(mut requests: mpsc::Receiver<VmRequest>, asked: mpsc::UnboundedSend
                 reply.send(Ok(info)).unwrap();
             }
             VmRequest::Resize(resize, reply) => reply.send(answer_resize(&resize)).unwrap(),
+            VmRequest::ResizeZone(resize, reply) => {
+                let known = VmError::BadRequest("The VM has no zone \"x\"; its zones: dram".to_owned());
+                reply.send(if resize.id == "x" { Err(known) } else { Ok(()) }).unwrap();
+            }
             VmRequest::ResizeDisk(resize, reply) => reply.send(answer_resize_disk(&resize)).unwrap(),
             VmRequest::Memory(reply) => reply.send(Ok(vec![zone()])).unwrap(),
             VmRequest::Volumes(reply) => reply.send(Ok(vec![volume()])).unwrap(),
@@ -401,11 +405,46 @@ fn the_owners_errors_have_cloud_hypervisors_codes() {
                 404,
                 "The VM has no disk \"x\"; its disks: _disk0",
             ),
+            (
+                "vm.resize-zone",
+                r#"{"id": "x", "desired_ram": 2097152}"#,
+                400,
+                "The VM has no zone \"x\"; its zones: dram",
+            ),
             ("vm.resize", r#"{"desired_vcpus": 7}"#, 400, "desired_vcpus 7: there are 2"),
         ] {
             let (status, answer) = fixture.call("PUT", call, body).await;
             assert_eq!((status, messages(&answer)), (expected, vec![text.to_owned()]), "{call}");
         }
+    });
+}
+
+#[test]
+fn a_zone_is_resized_by_its_name() {
+    run(async |mut fixture| {
+        for bytes in [0u64, 2 << 20] {
+            let body = format!(r#"{{"id": "pm", "desired_ram": {bytes}}}"#);
+            assert_eq!(fixture.call("PUT", "vm.resize-zone", &body).await.0, 204);
+            let asked = fixture.asked.recv().await.unwrap();
+            assert!(asked.contains(&format!(r#"id: "pm", desired_ram: {bytes}"#)), "{asked}");
+        }
+        for (body, text) in [
+            (
+                r#"{"id": "pm", "desired_ram": 3145728}"#,
+                "vm.resize-zone: desired_ram is 3 MiB, which is not a multiple of 2 MiB",
+            ),
+            (
+                r#"{"id": "pm", "desired_ram": 2199023255552}"#,
+                "vm.resize-zone: desired_ram is 2 TiB, and must be at most 1 TiB",
+            ),
+        ] {
+            let (status, answer) = fixture.call("PUT", "vm.resize-zone", body).await;
+            assert_eq!((status, messages(&answer)), (400, vec![text.to_owned()]));
+        }
+        for body in [r#"{"id": "pm"}"#, r#"{"desired_ram": 2097152}"#, "{}"] {
+            assert_eq!(fixture.call("PUT", "vm.resize-zone", body).await.0, 400, "{body}");
+        }
+        assert!(fixture.asked.try_recv().is_err());
     });
 }
 

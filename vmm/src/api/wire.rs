@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::config::{ConfigError, check_size};
-use crate::vm::request::{ResizeRequest, VolumeInfo, ZoneInfo};
+use crate::vm::request::{ResizeRequest, ResizeZoneRequest, VolumeInfo, ZoneInfo};
 
 /// The answer to `vmm.ping`.
 #[derive(Debug, Serialize, Deserialize)]
@@ -50,6 +50,28 @@ impl TryFrom<ResizeBody> for ResizeRequest {
         }
         let ResizeBody { desired_vcpus, desired_ram, desired_balloon } = body;
         Ok(Self { desired_vcpus, desired_ram, desired_balloon })
+    }
+}
+
+/// The body of `vm.resize-zone`.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct ResizeZoneBody {
+    /// Which zone.
+    pub id: String,
+    /// Its size in bytes, boot part included.
+    pub desired_ram: u64,
+}
+
+impl TryFrom<ResizeZoneBody> for ResizeZoneRequest {
+    type Error = ConfigError;
+
+    fn try_from(body: ResizeZoneBody) -> Result<Self, ConfigError> {
+        let ResizeZoneBody { id, desired_ram } = body;
+        // A zone of PM has no boot part, and may be asked to have nothing at all.
+        if desired_ram != 0 {
+            check_size("vm.resize-zone", "desired_ram", desired_ram)?;
+        }
+        Ok(Self { id, desired_ram })
     }
 }
 

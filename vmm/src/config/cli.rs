@@ -9,9 +9,9 @@ use thiserror::Error;
 
 use super::error::ConfigError;
 use super::{
-    ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, MemoryConfig, MetricsAddress,
-    PayloadConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, VmConfig,
-    VsockConfig, foreign,
+    ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, MemoryConfig, MemoryZoneConfig,
+    MetricsAddress, NumaConfig, PayloadConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig,
+    RngConfig, VmConfig, VsockConfig, foreign,
 };
 
 /// What the command line asks for.
@@ -107,9 +107,15 @@ struct Flags {
     /// size=S,deflate_on_oom=on|off,free_page_reporting=on|off,statistics=on|off,floor=S,id=ID: a balloon in boot memory; the guest keeps floor [default: size=0,statistics=on, floor a quarter of boot memory]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     balloon: Option<String>,
-    /// pool=PATH,size=S,guest_numa_node=N,scrub_bandwidth=S: persistent memory that may be plugged as memory; erasing what comes back takes at most so many bytes per second, or 0 for no bound [default: scrub_bandwidth=1G]
-    #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
-    pm_memory: Option<String>,
+    /// id=ID,size=S,host_numa_node=N,hotplug_size=S,hotplugged_size=S: zones of DRAM, with --memory size=0
+    #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
+    memory_zone: Vec<String>,
+    /// guest_numa_id=N,cpus=N-N:N,distances=N@D:N@D,memory_zones=ID:ID: nodes of the guest
+    #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
+    numa: Vec<String>,
+    /// pool=PATH,size=S,id=ID,guest_numa_node=N,near=N,read_latency=NS,write_latency=NS,bandwidth=S,scrub_bandwidth=S: persistent memory that may be plugged as memory, in a node of its own that is near to another; what the guest is told of it, in nanoseconds and bytes per second; erasing what comes back takes at most so many bytes per second, or 0 for no bound [default: id=pm,read_latency=305,write_latency=90,bandwidth=6600M,scrub_bandwidth=1G]
+    #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
+    pm_memory: Vec<String>,
     /// pool=PATH,name=NAME,size=S|remaining,format=btt|raw,interface=auto|nvdimm|virtio-pmem|virtio-blk,create=on|off,readonly=on|off,force=on|off: volumes of a pool
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pm_volume: Vec<String>,
@@ -189,14 +195,19 @@ fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
     Ok(VmConfig {
         payload: PayloadConfig { kernel: flags.kernel, initramfs: flags.initramfs, cmdline: flags.cmdline },
         cpus: flags.cpus.as_deref().map_or(Ok(CpusConfig::default()), CpusConfig::parse)?,
-        memory: flags.memory.as_deref().map_or(Ok(MemoryConfig::default()), MemoryConfig::parse)?,
+        memory: memory_config(flags.memory.as_deref(), &flags.memory_zone)?,
+        numa: flags.numa.iter().map(|text| NumaConfig::parse(text)).collect::<Result<_, _>>()?,
         balloon: flags.balloon.as_deref().map(BalloonConfig::parse).transpose()?,
         disks: flags.disk.iter().map(|text| DiskConfig::parse(text)).collect::<Result<_, _>>()?,
         serial: serial.unwrap_or_else(ConsoleConfig::default_serial),
         console: console.unwrap_or_else(ConsoleConfig::default_console),
         rng: flags.rng.as_deref().map_or(Ok(RngConfig::default()), RngConfig::parse)?,
         vsock: flags.vsock.as_deref().map(VsockConfig::parse).transpose()?,
-        pm_memory: flags.pm_memory.as_deref().map(PmMemoryConfig::parse).transpose()?,
+        pm_memory: flags
+            .pm_memory
+            .iter()
+            .map(|text| PmMemoryConfig::parse(text))
+            .collect::<Result<_, _>>()?,
         pm_volumes: flags
             .pm_volume
             .iter()
@@ -205,6 +216,12 @@ fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
         pmem: flags.pmem.iter().map(|text| PmemConfig::parse(text)).collect::<Result<_, _>>()?,
         pressure: flags.pressure.as_deref().map_or(Ok(PressureConfig::default()), PressureConfig::parse)?,
     })
+}
+
+fn memory_config(memory: Option<&str>, zones: &[String]) -> Result<MemoryConfig, ConfigError> {
+    let memory = memory.map_or(Ok(MemoryConfig::default()), MemoryConfig::parse)?;
+    let zones = zones.iter().map(|text| MemoryZoneConfig::parse(text)).collect::<Result<_, _>>()?;
+    Ok(MemoryConfig { zones, ..memory })
 }
 
 /// What a VM is called that nobody has given a name: its API socket is what people know it by.
@@ -298,7 +315,7 @@ mod tests {
         assert_eq!(config.payload.cmdline.as_deref(), Some("console=hvc0 quiet"));
         assert_eq!(config.cpus.max_vcpus, 2);
         assert_eq!(config.memory.hotplug_method, HotplugMethod::VirtioMem);
-        assert_eq!(config.pm_memory.unwrap().size, 4 << 30);
+        assert_eq!(config.pm_memory[0].size, 4 << 30);
         assert_eq!(config.pm_volumes[0].size, VolumeSize::Bytes(8 << 30));
         assert_eq!(config.serial.mode, ConsoleMode::File);
         assert_eq!(config.vsock.unwrap().cid, 3);
@@ -315,6 +332,38 @@ mod tests {
         };
         assert_eq!(names(&["--pm-volume", "pool=/p,name=a", "pool=/p,name=b", "-v"]), ["a", "b"]);
         assert_eq!(names(&["--pm-volume", "pool=/p,name=a", "--pm-volume", "pool=/p,name=b"]), ["a", "b"]);
+    }
+
+    #[test]
+    fn nodes_are_given_as_in_cloud_hypervisor() {
+        let nodes = [
+            "--memory",
+            "size=0,hotplug_method=virtio-mem",
+            "--memory-zone",
+            "id=mem0,size=1G,hotplug_size=1G",
+            "id=mem1,size=1G",
+            "--cpus",
+            "boot=2",
+            "--numa",
+            "guest_numa_id=0,cpus=0,memory_zones=mem0,distances=1@15",
+            "--numa",
+            "guest_numa_id=1,cpus=1,memory_zones=mem1",
+            "--pm-memory",
+            "pool=/p,size=1G,near=1",
+        ];
+        let config = launch(&nodes).config;
+        assert_eq!((config.memory.zones.len(), config.numa.len(), config.pm_memory[0].near), (2, 2, Some(1)));
+        assert_eq!(
+            error(&nodes[2..]),
+            "--memory: size is 512 MiB, and must be 0 with --memory-zone: each zone has sizes of its own"
+        );
+        assert!(
+            error(&["--numa", "guest_numa_id=0,cpus=1"]).starts_with("--numa: cpus is 1, and must be 0 to 0")
+        );
+        assert!(
+            error(&["--memory", "size=0", "--memory-zone", "id=a,size=1G,file=/f"])
+                .starts_with("--memory-zone: file")
+        );
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
+use super::memory_zone::{MemoryZoneConfig, check_hotplug};
 use super::option_parser::{OFF, ON, Refused, Syntax};
 use super::size::{self, Size};
 
@@ -38,7 +39,7 @@ pub enum HotplugMethod {
 /// `--memory size=,hotplug_method=,hotplug_size=,hotplugged_size=`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryConfig {
-    /// Boot memory.
+    /// Boot memory; 0 with zones.
     pub size: u64,
     /// How it grows.
     #[serde(default)]
@@ -49,6 +50,9 @@ pub struct MemoryConfig {
     /// How much of that is requested at boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hotplugged_size: Option<u64>,
+    /// Zones with sizes of their own, instead of those above.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub zones: Vec<MemoryZoneConfig>,
 }
 
 impl Default for MemoryConfig {
@@ -58,6 +62,7 @@ impl Default for MemoryConfig {
             hotplug_method: HotplugMethod::Acpi,
             hotplug_size: None,
             hotplugged_size: None,
+            zones: Vec::new(),
         }
     }
 }
@@ -77,30 +82,47 @@ impl MemoryConfig {
             hotplug_method: method.unwrap_or_default(),
             hotplug_size: options.size("hotplug_size")?,
             hotplugged_size: options.size("hotplugged_size")?,
+            zones: Vec::new(),
         })
+    }
+
+    /// All boot memory.
+    pub fn boot_bytes(&self) -> u64 {
+        self.zones.iter().fold(self.size, |sum, zone| sum.saturating_add(zone.size))
+    }
+
+    /// Whether any part of it may grow.
+    fn can_grow(&self) -> bool {
+        self.hotplug_size.is_some() || self.zones.iter().any(|zone| zone.hotplug_size.is_some())
     }
 
     /// Sizes within their bounds, and a way to grow if it shall grow.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = SYNTAX.flag;
-        size::check(flag, "size", self.size)?;
-        if let Some(bytes) = self.hotplug_size {
-            size::check(flag, "hotplug_size", bytes)?;
-            if self.hotplug_method == HotplugMethod::Acpi {
-                let reason = "hotplug_size needs hotplug_method=virtio-mem: \
-                    hotplug by ACPI memory devices is not supported by foreshore";
-                return Err(ConfigError::Conflict { flag, reason: reason.to_owned() });
+        if self.zones.is_empty() {
+            size::check(flag, "size", self.size)?;
+        } else {
+            // What is said here would be of no zone.
+            let sizes = [
+                ("size", self.size),
+                ("hotplug_size", self.hotplug_size.unwrap_or(0)),
+                ("hotplugged_size", self.hotplugged_size.unwrap_or(0)),
+            ];
+            if let Some((key, bytes)) = sizes.iter().find(|(_, bytes)| *bytes != 0) {
+                let reason = format!(
+                    "{key} is {}, and must be 0 with --memory-zone: each zone has sizes of its own",
+                    Size(*bytes)
+                );
+                return Err(ConfigError::Conflict { flag, reason });
             }
+            self.zones.iter().try_for_each(MemoryZoneConfig::validate)?;
         }
-        let Some(bytes) = self.hotplugged_size.filter(|bytes| *bytes != 0) else { return Ok(()) };
-        size::check(flag, "hotplugged_size", bytes)?;
-        let most = self.hotplug_size.unwrap_or(0);
-        if bytes > most {
-            let because = ", which is hotplug_size";
-            let (value, most) = (Size(bytes), Size(most));
-            return Err(ConfigError::TooLarge { flag, key: "hotplugged_size", value, most, because });
+        if self.can_grow() && self.hotplug_method == HotplugMethod::Acpi {
+            let reason = "hotplug_size needs hotplug_method=virtio-mem: \
+                hotplug by ACPI memory devices is not supported by foreshore";
+            return Err(ConfigError::Conflict { flag, reason: reason.to_owned() });
         }
-        Ok(())
+        check_hotplug(flag, self.hotplug_size, self.hotplugged_size)
     }
 }
 
@@ -139,6 +161,30 @@ mod tests {
             "--memory: hotplugged_size is 6 MiB, and must be at most 4 MiB, which is hotplug_size"
         );
         assert!(error("size=2M,hotplugged_size=2M").contains("must be at most 0"));
+    }
+
+    #[test]
+    fn zones_have_all_the_sizes_that_there_are() {
+        let zones = |text: &str| {
+            let mut memory = MemoryConfig::parse(text).unwrap();
+            memory.zones = ["id=a,size=2M,hotplug_size=2M", "id=b,size=4M"]
+                .map(|text| MemoryZoneConfig::parse(text).unwrap())
+                .to_vec();
+            memory
+        };
+        let memory = zones("size=0,hotplug_method=virtio-mem");
+        assert!(memory.validate().is_ok());
+        assert_eq!(memory.boot_bytes(), 6 << 20);
+        let error = |text: &str| zones(text).validate().unwrap_err().to_string();
+        assert_eq!(
+            error("size=2M,hotplug_method=virtio-mem"),
+            "--memory: size is 2 MiB, and must be 0 with --memory-zone: each zone has sizes of its own"
+        );
+        assert!(
+            error("size=0,hotplug_method=virtio-mem,hotplug_size=2M")
+                .contains("hotplug_size is 2 MiB, and must be 0")
+        );
+        assert!(error("size=0").contains("hotplug_size needs hotplug_method=virtio-mem"));
     }
 
     #[test]

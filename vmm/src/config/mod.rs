@@ -13,7 +13,9 @@ mod disk;
 mod error;
 mod foreign;
 mod memory;
+mod memory_zone;
 mod name;
+mod numa;
 mod option_parser;
 mod payload;
 mod pm_memory;
@@ -23,9 +25,10 @@ mod pressure;
 mod rng;
 mod size;
 mod socket;
+mod topology;
 mod vsock;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::virtio::block::serial::serial_number;
 use crate::volume::interface::{Payload, choose};
@@ -37,8 +40,10 @@ pub use self::cpus::{CpusConfig, MAX_VCPUS};
 pub use self::disk::{DiskConfig, ImageType};
 pub use self::error::ConfigError;
 pub use self::memory::{HotplugMethod, MemoryConfig};
+pub use self::memory_zone::MemoryZoneConfig;
+pub use self::numa::{MAX_NODE, NumaConfig, NumaDistance};
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
-pub use self::pm_memory::{MAX_PM_NODE, MIN_PM_NODE, PmMemoryConfig};
+pub use self::pm_memory::{MIN_PM_NODE, PmMemoryConfig};
 pub use self::pm_volume::{PmVolumeConfig, VolumeFormat, VolumeInterface, VolumeSize};
 pub use self::pmem::PmemConfig;
 pub use self::pressure::{
@@ -47,6 +52,7 @@ pub use self::pressure::{
 pub use self::rng::RngConfig;
 pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, check as check_size, parse as parse_size};
 pub use self::socket::{ApiSocket, MAX_SOCKET_PATH_BYTES, MetricsAddress};
+pub use self::topology::{DRAM_ZONE, Node, Topology};
 pub use self::vsock::{MAX_CID, MIN_CID, VsockConfig};
 use crate::memory::layout::LINUX_MEMORY_BLOCK_BYTES;
 
@@ -79,9 +85,12 @@ pub struct VmConfig {
     /// Sockets between guest and host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vsock: Option<VsockConfig>,
-    /// The `pm` zone.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub pm_memory: Option<PmMemoryConfig>,
+    /// The guest's nodes; one, and one for each zone of PM, if there are none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub numa: Vec<NumaConfig>,
+    /// Zones of PM. One may stand alone, not in a list.
+    #[serde(default, deserialize_with = "one_or_many", skip_serializing_if = "Vec::is_empty")]
+    pub pm_memory: Vec<PmMemoryConfig>,
     /// Volumes of PM pools.
     #[serde(default)]
     pub pm_volumes: Vec<PmVolumeConfig>,
@@ -93,17 +102,35 @@ pub struct VmConfig {
     pub pressure: PressureConfig,
 }
 
+/// Clients that know of one zone of PM send it without a list around it.
+fn one_or_many<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<PmMemoryConfig>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum OneOrMany {
+        Many(Vec<PmMemoryConfig>),
+        One(PmMemoryConfig),
+        None,
+    }
+    Ok(match OneOrMany::deserialize(from)? {
+        OneOrMany::Many(zones) => zones,
+        OneOrMany::One(zone) => vec![zone],
+        OneOrMany::None => Vec::new(),
+    })
+}
+
 impl VmConfig {
     /// Checks every section, and the sections against each other.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.payload.validate()?;
         self.cpus.validate()?;
         self.memory.validate()?;
-        self.balloon.as_ref().map_or(Ok(()), |balloon| balloon.validate(self.memory.size))?;
+        self.balloon.as_ref().map_or(Ok(()), |balloon| balloon.validate(self.memory.boot_bytes()))?;
         self.serial.validate("--serial")?;
         self.console.validate("--console")?;
         self.vsock.as_ref().map_or(Ok(()), VsockConfig::validate)?;
-        self.pm_memory.as_ref().map_or(Ok(()), PmMemoryConfig::validate)?;
+        pm_memory::validate_all(&self.pm_memory)?;
+        self.numa.iter().try_for_each(NumaConfig::validate)?;
+        Topology::of(self)?;
         self.pm_volumes.iter().try_for_each(PmVolumeConfig::validate)?;
         pmem::validate_all(&self.pmem)?;
         self.pressure.validate()?;
@@ -160,22 +187,24 @@ impl VmConfig {
     /// What will work, but hardly as it was meant.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
-        let hotplug = [
-            ("--memory: hotplug_size", self.memory.hotplug_size),
-            ("--pm-memory: size", self.pm_memory.as_ref().map(|pm| pm.size)),
-        ];
-        for (name, bytes) in hotplug {
-            let Some(bytes) = bytes.filter(|bytes| !bytes.is_multiple_of(LINUX_MEMORY_BLOCK_BYTES)) else {
+        let dram = self.memory.hotplug_size.map(|bytes| ("--memory: hotplug_size".to_owned(), bytes));
+        let zones = self.memory.zones.iter().filter_map(|zone| {
+            Some((format!("--memory-zone id={}: hotplug_size", zone.id), zone.hotplug_size?))
+        });
+        let pm = self.pm_memory.iter().map(|pm| ("--pm-memory: size".to_owned(), pm.size));
+        let hotplug: Vec<(String, u64)> = dram.into_iter().chain(zones).chain(pm).collect();
+        for (name, bytes) in &hotplug {
+            if bytes.is_multiple_of(LINUX_MEMORY_BLOCK_BYTES) {
                 continue;
-            };
+            }
             warnings.push(format!(
                 "{name} is {}, which is rounded up to {}: Linux adds memory in blocks of {}",
-                Size(bytes),
+                Size(*bytes),
                 Size(bytes.next_multiple_of(LINUX_MEMORY_BLOCK_BYTES)),
                 Size(LINUX_MEMORY_BLOCK_BYTES)
             ));
         }
-        let can_grow = hotplug.iter().any(|(_, bytes)| bytes.is_some()) || self.balloon.is_some();
+        let can_grow = !hotplug.is_empty() || self.balloon.is_some();
         let is_heard =
             self.vsock.is_some() || self.balloon.as_ref().is_some_and(|balloon| balloon.statistics);
         if can_grow && !is_heard && !matches!(&*self.pressure.policy, "fixed" | "off") {
@@ -206,6 +235,7 @@ pub(crate) fn test_config() -> VmConfig {
             hotplug_method: HotplugMethod::VirtioMem,
             hotplug_size: None,
             hotplugged_size: None,
+            zones: Vec::new(),
         },
         balloon: None,
         disks: Vec::new(),
@@ -213,7 +243,8 @@ pub(crate) fn test_config() -> VmConfig {
         console: ConsoleConfig::default(),
         rng: RngConfig { src: "/dev/urandom".into() },
         vsock: None,
-        pm_memory: None,
+        numa: Vec::new(),
+        pm_memory: Vec::new(),
         pm_volumes: Vec::new(),
         pmem: Vec::new(),
         pressure: PressureConfig { policy: "off".to_owned(), ..Default::default() },
@@ -246,13 +277,29 @@ mod tests {
     #[test]
     fn json_and_back_is_the_same() {
         let mut config = least();
-        config.pm_memory = Some(PmMemoryConfig::parse("pool=/p,size=4G").unwrap());
+        config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=4G").unwrap()];
+        config.numa = vec![NumaConfig::parse("guest_numa_id=0,cpus=0,distances=1@21").unwrap()];
+        config.memory.zones = vec![MemoryZoneConfig::parse("id=a,size=2M").unwrap()];
         config.pm_volumes = vec![volume("pool=/p,name=a,size=remaining"), volume("pool=/p,name=b,size=2M")];
         config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
         config.pmem = vec![PmemConfig::parse("file=/a").unwrap()];
         config.balloon = Some(BalloonConfig::parse("size=64M,floor=32M").unwrap());
         let json = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<VmConfig>(&json).unwrap(), config);
+    }
+
+    #[test]
+    fn a_zone_of_pm_may_stand_without_a_list() {
+        let zones = |json: &str| {
+            let json = format!(r#"{{"payload": {{"kernel": "/vmlinuz"}}, "pm_memory": {json}}}"#);
+            serde_json::from_str::<VmConfig>(&json).map(|config| config.pm_memory)
+        };
+        let zone = PmMemoryConfig::parse("pool=/p,size=2M").unwrap();
+        let json = r#"{"pool": "/p", "size": 2097152}"#;
+        assert_eq!(zones(json).unwrap(), std::slice::from_ref(&zone));
+        assert_eq!(zones(&format!("[{json}, {json}]")).unwrap(), [zone.clone(), zone]);
+        assert_eq!(zones("null").unwrap(), []);
+        assert!(zones("7").is_err());
     }
 
     #[test]
@@ -330,7 +377,7 @@ mod tests {
 
     #[test]
     fn every_section_is_validated() {
-        let broken: [fn(&mut VmConfig); 11] = [
+        let broken: [fn(&mut VmConfig); 13] = [
             |c| c.balloon = Some(BalloonConfig::parse("size=1T").unwrap()),
             |c| c.payload.kernel = None,
             |c| c.cpus.boot_vcpus = 0,
@@ -339,8 +386,10 @@ mod tests {
             |c| c.vsock = Some(VsockConfig { cid: 0, socket: "/s".into() }),
             |c| {
                 c.pm_memory =
-                    Some(PmMemoryConfig { size: 0, ..PmMemoryConfig::parse("pool=/p,size=2M").unwrap() })
+                    vec![PmMemoryConfig { size: 0, ..PmMemoryConfig::parse("pool=/p,size=2M").unwrap() }]
             },
+            |c| c.numa = vec![NumaConfig { guest_numa_id: 64, ..NumaConfig::default() }],
+            |c| c.numa = vec![NumaConfig { guest_numa_id: 1, ..NumaConfig::default() }],
             |c| c.pm_volumes = vec![PmVolumeConfig::parse("pool=/p,name=a/b").unwrap()],
             |c| c.disks = vec![DiskConfig::parse("path=/d,num_queues=2").unwrap()],
             |c| c.pmem = vec![PmemConfig::parse("file=/a,size=1").unwrap()],
@@ -357,10 +406,10 @@ mod tests {
     fn what_will_be_other_than_it_was_meant_is_warned_of() {
         let mut config = least();
         config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
-        config.pm_memory = Some(PmMemoryConfig::parse("pool=/p,size=130M").unwrap());
+        config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=130M").unwrap()];
         let expected = "--pm-memory: size is 130 MiB, which is rounded up to 256 MiB: Linux adds memory in blocks of 128 MiB";
         assert_eq!(config.warnings(), [expected]);
-        config.pm_memory = Some(PmMemoryConfig::parse("pool=/p,size=128M").unwrap());
+        config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=128M").unwrap()];
         assert_eq!(config.warnings(), Vec::<String>::new());
         config.vsock = None;
         assert!(config.warnings()[0].contains("--vsock"));

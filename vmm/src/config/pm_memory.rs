@@ -1,4 +1,4 @@
-//! `--pm-memory pool=,size=,guest_numa_node=,scrub_bandwidth=`.
+//! `--pm-memory pool=,size=,id=,guest_numa_node=,near=,read_latency=,write_latency=,bandwidth=,scrub_bandwidth=`.
 
 use std::num::NonZeroU64;
 use std::path::PathBuf;
@@ -7,45 +7,90 @@ use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
+use super::name;
+use super::numa::MAX_NODE;
 use super::option_parser::Syntax;
 use super::size::{self, Size};
 
 const SYNTAX: Syntax = Syntax {
     flag: "--pm-memory",
-    keys: &["pool", "size", "guest_numa_node", "scrub_bandwidth"],
+    keys: &[
+        "pool",
+        "size",
+        "id",
+        "guest_numa_node",
+        "near",
+        "read_latency",
+        "write_latency",
+        "bandwidth",
+        "scrub_bandwidth",
+    ],
     words: &[],
     refused: &[],
 };
 
 /// Node 0 is DRAM's.
 pub const MIN_PM_NODE: u32 = 1;
-/// Nodes are counted from 0 without a gap in SLIT, whose size grows with the square of their number.
-pub const MAX_PM_NODE: u32 = 63;
+
+/// Nanoseconds that HMAT has room for in the unit that it is written in.
+const MAX_LATENCY_NS: u32 = 0xfffe;
+/// HMAT counts bandwidth in tens of MB/s.
+const MIN_BANDWIDTH: u64 = 10 << 20;
+const MAX_BANDWIDTH: u64 = MIN_BANDWIDTH * 0xfffe;
+
+/// One Optane DIMM: a random load, a store past the caches, and reading from its start to its end (Yang et
+/// al., "An Empirical Guide to the Behavior and Use of Scalable Persistent Memory", FAST 2020).
+const READ_LATENCY_NS: u32 = 305;
+const WRITE_LATENCY_NS: u32 = 90;
+const BANDWIDTH: u64 = 6600 << 20;
 
 /// The lowest bound of erasing: a chunk per second.
 const MIN_SCRUB_BANDWIDTH: u64 = size::UNIT_BYTES;
 
-/// `--pm-memory pool=,size=,guest_numa_node=,scrub_bandwidth=`.
+/// `--pm-memory`: a zone of PM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PmMemoryConfig {
     /// The pool.
     pub pool: PathBuf,
     /// The most that may be plugged.
     pub size: u64,
-    /// Its node in the guest.
-    #[serde(default = "default_node")]
-    pub guest_numa_node: u32,
+    /// The zone's name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    /// Its node in the guest; the next that is free if there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest_numa_node: Option<u32>,
+    /// The node whose vCPUs it is local to; the nearest if there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub near: Option<u32>,
+    /// Nanoseconds until a load has its data, from the node that is near.
+    #[serde(default = "default_read_latency")]
+    pub read_latency: u32,
+    /// Nanoseconds that a store takes, from there.
+    #[serde(default = "default_write_latency")]
+    pub write_latency: u32,
+    /// Bytes per second, from there.
+    #[serde(default = "default_bandwidth")]
+    pub bandwidth: u64,
     /// Bytes per second that erasing what is given back to the pool takes of the media's bandwidth at most. 0: no bound.
     #[serde(default = "default_scrub_bandwidth")]
     pub scrub_bandwidth: u64,
 }
 
-fn default_scrub_bandwidth() -> u64 {
-    DEFAULT_SCRUB_BYTES_PER_S.get()
+fn default_read_latency() -> u32 {
+    READ_LATENCY_NS
 }
 
-fn default_node() -> u32 {
-    MIN_PM_NODE
+fn default_write_latency() -> u32 {
+    WRITE_LATENCY_NS
+}
+
+fn default_bandwidth() -> u64 {
+    BANDWIDTH
+}
+
+fn default_scrub_bandwidth() -> u64 {
+    DEFAULT_SCRUB_BYTES_PER_S.get()
 }
 
 impl PmMemoryConfig {
@@ -55,9 +100,20 @@ impl PmMemoryConfig {
         Ok(Self {
             pool: options.required("pool", options.path("pool")?)?,
             size: options.required("size", options.size("size")?)?,
-            guest_numa_node: options.number("guest_numa_node")?.unwrap_or_else(default_node),
+            id: options.text("id").map(str::to_owned),
+            guest_numa_node: options.number("guest_numa_node")?,
+            near: options.number("near")?,
+            read_latency: options.number("read_latency")?.unwrap_or_else(default_read_latency),
+            write_latency: options.number("write_latency")?.unwrap_or_else(default_write_latency),
+            bandwidth: options.size("bandwidth")?.unwrap_or_else(default_bandwidth),
             scrub_bandwidth: options.size("scrub_bandwidth")?.unwrap_or_else(default_scrub_bandwidth),
         })
+    }
+
+    /// Its name, or what the `nth` zone of PM is called without one: `pm`, `pm1`, `pm2`.
+    pub fn id_or_default(&self, nth: usize) -> String {
+        let number = if nth == 0 { String::new() } else { nth.to_string() };
+        self.id.clone().unwrap_or_else(|| format!("pm{number}"))
     }
 
     /// The bound of erasing, if there is one.
@@ -65,27 +121,60 @@ impl PmMemoryConfig {
         NonZeroU64::new(self.scrub_bandwidth)
     }
 
-    /// A size within its bounds, a node of its own, and a bound that lets chunks through.
+    /// Sizes and figures within their bounds, a node that is not the first, and a bound that lets chunks through.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        size::check(SYNTAX.flag, "size", self.size)?;
+        let flag = SYNTAX.flag;
+        size::check(flag, "size", self.size)?;
+        self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))?;
         if (1..MIN_SCRUB_BANDWIDTH).contains(&self.scrub_bandwidth) {
             return Err(ConfigError::BadValue {
-                flag: SYNTAX.flag,
+                flag,
                 key: "scrub_bandwidth".to_owned(),
                 value: self.scrub_bandwidth.to_string(),
                 expected: format!("0, for no bound, or at least {} per second", Size(MIN_SCRUB_BANDWIDTH)),
             });
         }
-        if (MIN_PM_NODE..=MAX_PM_NODE).contains(&self.guest_numa_node) {
-            return Ok(());
+        if self.bandwidth < MIN_BANDWIDTH {
+            let (value, least) = (Size(self.bandwidth), Size(MIN_BANDWIDTH));
+            return Err(ConfigError::TooSmall { flag, key: "bandwidth", value, least });
         }
-        Err(ConfigError::OutOfRange {
-            flag: SYNTAX.flag,
-            key: "guest_numa_node",
-            value: u64::from(self.guest_numa_node),
-            least: u64::from(MIN_PM_NODE),
-            most: u64::from(MAX_PM_NODE),
-        })
+        if self.bandwidth > MAX_BANDWIDTH {
+            let (value, most) = (Size(self.bandwidth), Size(MAX_BANDWIDTH));
+            return Err(ConfigError::TooLarge { flag, key: "bandwidth", value, most, because: "" });
+        }
+        for (key, value, least, most) in [
+            ("guest_numa_node", self.guest_numa_node.unwrap_or(MIN_PM_NODE), MIN_PM_NODE, MAX_NODE),
+            ("near", self.near.unwrap_or(0), 0, MAX_NODE),
+            ("read_latency", self.read_latency, 1, MAX_LATENCY_NS),
+            ("write_latency", self.write_latency, 1, MAX_LATENCY_NS),
+        ] {
+            if !(least..=most).contains(&value) {
+                let [value, least, most] = [value, least, most].map(u64::from);
+                return Err(ConfigError::OutOfRange { flag, key, value, least, most });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Each zone alone, and that all of them are of one pool: the governor plans with what one pool has left.
+pub(super) fn validate_all(zones: &[PmMemoryConfig]) -> Result<(), ConfigError> {
+    zones.iter().try_for_each(PmMemoryConfig::validate)?;
+    let Some((first, others)) = zones.split_first() else { return Ok(()) };
+    let conflict = |reason| Err(ConfigError::Conflict { flag: SYNTAX.flag, reason });
+    if let Some(other) = others.iter().find(|other| other.pool != first.pool) {
+        return conflict(format!(
+            "zones of pool {:?} and of pool {:?}: all must be of one pool",
+            first.pool, other.pool
+        ));
+    }
+    match others.iter().find(|other| other.scrub_bandwidth != first.scrub_bandwidth) {
+        Some(other) => conflict(format!(
+            "scrub_bandwidth is {} in one zone and {} in another: they are of one pool, whose it is",
+            Size(first.scrub_bandwidth),
+            Size(other.scrub_bandwidth)
+        )),
+        None => Ok(()),
     }
 }
 
@@ -103,12 +192,41 @@ mod tests {
         let expected = PmMemoryConfig {
             pool: "/pm/pool".into(),
             size: 4 << 30,
-            guest_numa_node: 1,
+            id: None,
+            guest_numa_node: None,
+            near: None,
+            read_latency: 305,
+            write_latency: 90,
+            bandwidth: 6600 << 20,
             scrub_bandwidth: 1 << 30,
         };
         assert_eq!(pm, expected);
         assert!(pm.validate().is_ok());
-        assert_eq!(PmMemoryConfig::parse("pool=/p,size=2M,guest_numa_node=2").unwrap().guest_numa_node, 2);
+        assert_eq!(pm, serde_json::from_str(r#"{"pool": "/pm/pool", "size": 4294967296}"#).unwrap());
+        let text =
+            "pool=/p,size=2M,id=far,guest_numa_node=3,near=1,read_latency=400,write_latency=200,bandwidth=2G";
+        let pm = PmMemoryConfig::parse(text).unwrap();
+        assert!(pm.validate().is_ok());
+        assert_eq!((pm.guest_numa_node, pm.near), (Some(3), Some(1)));
+        assert_eq!((pm.read_latency, pm.write_latency, pm.bandwidth), (400, 200, 2 << 30));
+        assert_eq!((pm.id_or_default(0), pm.id_or_default(1)), ("far".to_owned(), "far".to_owned()));
+    }
+
+    #[test]
+    fn all_zones_are_of_one_pool() {
+        let error = |texts: &[&str]| {
+            let zones: Vec<_> = texts.iter().map(|text| PmMemoryConfig::parse(text).unwrap()).collect();
+            validate_all(&zones).map_err(|error| error.to_string())
+        };
+        assert_eq!(error(&["pool=/p,size=2M", "pool=/p,size=4M"]), Ok(()));
+        assert_eq!(
+            error(&["pool=/p,size=2M", "pool=/q,size=4M"]).unwrap_err(),
+            "--pm-memory: zones of pool \"/p\" and of pool \"/q\": all must be of one pool"
+        );
+        assert_eq!(
+            error(&["pool=/p,size=2M", "pool=/p,size=4M,scrub_bandwidth=0"]).unwrap_err(),
+            "--pm-memory: scrub_bandwidth is 1 GiB in one zone and 0 in another: they are of one pool, whose it is"
+        );
     }
 
     #[test]
@@ -141,6 +259,24 @@ mod tests {
             "--pm-memory: guest_numa_node is 0, and must be 1 to 63"
         );
         assert!(error("pool=/p,size=2M,guest_numa_node=64").contains("is 64"));
+        assert_eq!(error("pool=/p,size=2M,near=64"), "--pm-memory: near is 64, and must be 0 to 63");
+        for key in ["read_latency", "write_latency"] {
+            for value in [0, 65535] {
+                assert_eq!(
+                    error(&format!("pool=/p,size=2M,{key}={value}")),
+                    format!("--pm-memory: {key} is {value}, and must be 1 to 65534")
+                );
+            }
+        }
+        assert_eq!(
+            error("pool=/p,size=2M,bandwidth=9M"),
+            "--pm-memory: bandwidth is 9 MiB, and must be at least 10 MiB"
+        );
+        assert_eq!(
+            error("pool=/p,size=2M,bandwidth=1T"),
+            "--pm-memory: bandwidth is 1 TiB, and must be at most 655340 MiB"
+        );
+        assert!(error("pool=/p,size=2M,id=").contains("is not 1 to 64 letters"));
         assert!(error("pool=/p,size=3G,hugepages=on").contains("unknown key"));
     }
 }

@@ -77,6 +77,7 @@ pub struct Core {
     on_hello: Option<OnHello>,
     agentless: Option<Agentless>,
     recorder: Option<Recorder>,
+    distances: Distances,
 }
 
 /// The zone that is a balloon.
@@ -122,7 +123,14 @@ impl Core {
             on_hello: None,
             agentless: None,
             recorder: None,
+            distances: Distances::default(),
         })
+    }
+
+    /// How far the guest's nodes are from each other.
+    pub fn with_distances(mut self, distances: Distances) -> Self {
+        self.distances = distances;
+        self
     }
 
     /// Who else wants to know what the agent says of itself and its kernel.
@@ -324,7 +332,7 @@ impl Core {
             zones: zones.collect(),
             boot_bytes: self.boot_bytes,
             pool_free_bytes: (self.pool_free)(),
-            distances: Distances::default(),
+            distances: self.distances.clone(),
             balloon: self
                 .zones
                 .iter()

@@ -420,3 +420,20 @@ proptest! {
         prop_assert!(f.core.info(DECISIONS_KEPT, TimeMs(f.seq * 50)).decisions.len() <= DECISIONS_KEPT);
     }
 }
+
+#[test]
+fn zones_of_one_node_share_what_the_guest_says_of_it() {
+    let mut fixture = fixture("off", false, true);
+    fixture.core.zones[1].zone.guest_numa_node = 0;
+    fixture.core.zones[1].zone.boot_bytes = 384 * MIB;
+    fixture.dram.request(64 * MIB);
+    fixture.pm.request(32 * MIB);
+    fixture.greet();
+    let online = |fixture: &Fixture| ["dram", "pm"].map(|id| fixture.core.online_bytes(id));
+    assert_eq!(online(&fixture), [None, None]);
+    // The fixture's guest tells of 64 MiB beside its boot memory in node 0.
+    fixture.report(200);
+    assert_eq!(online(&fixture), [Some(64 * MIB), Some(0)]);
+    fixture.dram.request(48 * MIB);
+    assert_eq!(online(&fixture), [Some(48 * MIB), Some(16 * MIB)]);
+}

@@ -68,7 +68,7 @@ pub struct Shortfall {
 /// A zone that the governor sizes.
 #[derive(Clone)]
 pub struct GovernedZone {
-    /// `dram` or `pm`.
+    /// `dram`, `pm`, or what its flag calls it.
     pub id: String,
     /// Where its memory comes from.
     pub tier: Tier,

@@ -8,7 +8,9 @@ use thiserror::Error;
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionCollectionError, GuestRegionMmap, MmapRegion};
 
 use super::backing::resident::resident_bytes;
-use super::backing::{Access, Backing, DramBacking, MappingBudget, PmBacking, Reservation};
+use super::backing::{
+    Access, Backing, DramBacking, HostNode, HostNodeError, MappingBudget, PmBacking, Reservation,
+};
 use super::layout::{GuestRange, HOTPLUG_ALIGN, LayoutError, MemoryMap};
 use super::slots::{HOTPLUG_SLOT_BYTES, HotplugSlots, SlotError, SlotTable, Slots};
 use super::view::{GuestView, ViewError};
@@ -48,6 +50,15 @@ pub enum MemoryError {
         zone: String,
         /// What was asked for.
         size_bytes: u64,
+    },
+    /// A zone shall have memory of a node that the host has not.
+    #[error("Zone {zone:?} cannot be bound")]
+    HostNode {
+        /// The zone's name.
+        zone: String,
+        /// Why not.
+        #[source]
+        source: HostNodeError,
     },
     /// The host has no address space or memory for it.
     #[error("{len} bytes of guest memory cannot be reserved or mapped")]
@@ -112,6 +123,7 @@ pub fn build(
         }
     }
     let map = MemoryMap::new(&zones, options.address_bits)?;
+    let host_nodes = zones.iter().map(host_node).collect::<Result<Vec<_>, _>>()?;
     let slots = Arc::new(Slots::new(table, options.slot_limit));
     let budget = Arc::new(MappingBudget::of_host());
     let mut host_ranges = vec![Vec::new(); zones.len()];
@@ -120,7 +132,7 @@ pub fn build(
 
     for (index, placement) in map.zones().iter().enumerate() {
         for range in &placement.boot {
-            let reservation = reserve(*range)?;
+            let reservation = reserve(*range, host_nodes[index])?;
             let mut backing =
                 DramBacking::new(Arc::clone(&reservation), Arc::clone(&budget), options.huge_pages);
             backing
@@ -144,7 +156,7 @@ pub fn build(
 
     for (index, (placement, spec)) in map.zones().iter().zip(&zones).enumerate() {
         let Some(range) = placement.hotplug else { continue };
-        let reservation = reserve(range)?;
+        let reservation = reserve(range, host_nodes[index])?;
         host_ranges[index].push((reservation.addr(), range.len));
         parts.push((index, range, Arc::clone(&reservation)));
         let backing: Box<dyn Backing> = match (spec.tier, pool) {
@@ -232,7 +244,7 @@ impl Memory {
     ) -> Result<MappedRange, MemoryError> {
         let len = extents.iter().map(|extent| extent.len).sum();
         let range = self.map.allocate(len, HOTPLUG_ALIGN)?;
-        let reservation = reserve(range)?;
+        let reservation = reserve(range, None)?;
         let mut at = 0;
         for extent in extents {
             reservation
@@ -260,11 +272,20 @@ pub struct MappedRange {
     pub reservation: Arc<Reservation>,
 }
 
-fn reserve(range: GuestRange) -> Result<Arc<Reservation>, MemoryError> {
+fn host_node(zone: &ZoneSpec) -> Result<Option<HostNode>, MemoryError> {
+    let error = |source| MemoryError::HostNode { zone: zone.id.clone(), source };
+    zone.host_node.map(|node| HostNode::find(node).map_err(error)).transpose()
+}
+
+fn reserve(range: GuestRange, node: Option<HostNode>) -> Result<Arc<Reservation>, MemoryError> {
     // As the guest's address modulo 1 GiB is 0, so shall the host's be. Boot memory above the hole starts there
     // as well; a second zone's may not, and then loses pages of 1 GiB, not those of 2 MiB.
-    let reservation = Reservation::new(range.len, HOTPLUG_ALIGN);
-    reservation.map(Arc::new).map_err(|source| MemoryError::Map { len: range.len, source })
+    let reservation = Reservation::new(range.len, HOTPLUG_ALIGN)
+        .map_err(|source| MemoryError::Map { len: range.len, source })?;
+    if let Some(node) = node {
+        reservation.bind_to(node);
+    }
+    Ok(Arc::new(reservation))
 }
 
 fn region(range: GuestRange, reservation: &Reservation) -> Result<Arc<GuestRegionMmap>, MemoryError> {
@@ -286,6 +307,7 @@ fn region(range: GuestRange, reservation: &Reservation) -> Result<Arc<GuestRegio
 mod tests {
     use vm_memory::{Bytes, GuestAddressSpace, GuestMemoryBackend};
 
+    use super::super::backing::policy_at;
     use super::super::layout::{GIB, MIB};
     use super::super::slots::fake::FakeSlots;
     use super::*;
@@ -293,7 +315,15 @@ mod tests {
     const OPTIONS: MemoryOptions = MemoryOptions { address_bits: 40, slot_limit: 64, huge_pages: true };
 
     fn dram_zone(boot_bytes: u64, hotplug_bytes: u64) -> ZoneSpec {
-        ZoneSpec { id: "dram".into(), tier: Tier::Dram, guest_node: 0, boot_bytes, hotplug_bytes }
+        ZoneSpec {
+            id: "dram".into(),
+            tier: Tier::Dram,
+            guest_node: 0,
+            host_node: None,
+            boot_bytes,
+            hotplug_bytes,
+            hotplugged_bytes: 0,
+        }
     }
 
     #[test]
@@ -326,13 +356,52 @@ mod tests {
             id: "pm".into(),
             tier: Tier::Pm,
             guest_node: 1,
+            host_node: None,
             boot_bytes,
             hotplug_bytes: GIB,
+            hotplugged_bytes: 0,
         };
         let err = build(vec![dram_zone(GIB, 0), pm(0)], None, table(), OPTIONS).err().unwrap();
         assert!(matches!(err, MemoryError::NoPool { zone } if zone == "pm"));
         let err = build(vec![dram_zone(GIB, 0), pm(GIB)], None, table(), OPTIONS).err().unwrap();
         assert!(matches!(err, MemoryError::PmBoot { .. }));
+    }
+
+    #[test]
+    fn zones_are_bound_to_host_nodes_that_there_are() {
+        let table = || Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
+        let zones = |node| {
+            vec![ZoneSpec { host_node: Some(node), ..dram_zone(64 * MIB, GIB) }, dram_zone(64 * MIB, 0)]
+        };
+        let error = build(zones(77), None, table(), OPTIONS).err().unwrap();
+        let source = std::error::Error::source(&error).unwrap().to_string();
+        assert!(
+            error.to_string().contains("\"dram\"") && source.starts_with("host_numa_node=77: "),
+            "{error}: {source}"
+        );
+        let mut memory = build(zones(0), None, table(), OPTIONS).unwrap();
+        memory.take_hotplug()[0].backing.plug(0, 2 * MIB).unwrap();
+        let policy = |nth: usize| policy_at(memory.parts[nth].2.addr());
+        // Boot parts come first: of the first zone, of the second; then the first one's hotplug part.
+        assert_eq!(
+            [0, 1, 2].map(policy),
+            [(libc::MPOL_BIND, 1), (libc::MPOL_DEFAULT, 0), (libc::MPOL_BIND, 1)]
+        );
+    }
+
+    #[test]
+    fn zones_side_by_side_are_one_stretch_of_memory() {
+        let table = Arc::new(FakeSlots::default());
+        let zones = vec![dram_zone(64 * MIB, 0), dram_zone(64 * MIB, 0)];
+        let memory = build(zones, None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
+        let (border, text) = (GuestAddress(64 * MIB - 4), *b"over the border");
+        memory.view().memory().write_slice(&text, border).unwrap();
+        let mut read = [0; 15];
+        memory.boot().read_slice(&mut read, border).unwrap();
+        assert_eq!(read, text);
+        assert!(table.covers(128 * MIB - 1) && !table.covers(128 * MIB));
+        assert_eq!(memory.resident_bytes().unwrap().len(), 2);
+        assert!(memory.resident_bytes().unwrap().iter().all(|bytes| (4096..=2 * MIB).contains(bytes)));
     }
 
     #[test]

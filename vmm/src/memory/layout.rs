@@ -256,7 +256,15 @@ mod tests {
     use crate::memory::zone::Tier;
 
     fn zone(id: &str, tier: Tier, boot_bytes: u64, hotplug_bytes: u64) -> ZoneSpec {
-        ZoneSpec { id: id.into(), tier, guest_node: 0, boot_bytes, hotplug_bytes }
+        ZoneSpec {
+            id: id.into(),
+            tier,
+            guest_node: 0,
+            host_node: None,
+            boot_bytes,
+            hotplug_bytes,
+            hotplugged_bytes: 0,
+        }
     }
 
     #[test]
@@ -273,6 +281,37 @@ mod tests {
         assert_eq!(map.boot_end(), 5 * GIB);
         assert_eq!(map.allocate(2 * MIB, 4096).unwrap().start, 9 * GIB);
         assert_eq!(map.allocate(GIB, 4096).unwrap().start, 10 * GIB);
+    }
+
+    #[test]
+    fn several_zones_go_around_the_hole_one_after_another() {
+        let range = |start: u64, len: u64| GuestRange { start, len };
+        let boot = |zones: &[ZoneSpec]| {
+            let map = MemoryMap::new(zones, 40).unwrap();
+            map.zones().iter().map(|zone| zone.boot.clone()).collect::<Vec<_>>()
+        };
+        let dram = |boot_bytes| zone("dram", Tier::Dram, boot_bytes, 0);
+        // The second is the one that is cut, the third is above the hole whole.
+        assert_eq!(
+            boot(&[dram(2 * GIB), dram(2 * GIB), dram(GIB)]),
+            [
+                vec![range(0, 2 * GIB)],
+                vec![range(2 * GIB, GIB), range(4 * GIB, GIB)],
+                vec![range(5 * GIB, GIB)]
+            ]
+        );
+        // The first ends where the hole begins.
+        assert_eq!(boot(&[dram(3 * GIB), dram(GIB)]), [[range(0, 3 * GIB)], [range(4 * GIB, GIB)]]);
+        // Boot parts lie side by side whatever their sizes, as a kernel's memory map has them; hotplug parts at 1 GiB each.
+        let zones =
+            [zone("a", Tier::Dram, 3 * GIB + 2 * MIB, 130 * MIB), zone("b", Tier::Dram, 6 * MIB, GIB)];
+        assert_eq!(
+            boot(&zones),
+            [vec![range(0, 3 * GIB), range(4 * GIB, 2 * MIB)], vec![range(4 * GIB + 2 * MIB, 6 * MIB)]]
+        );
+        let map = MemoryMap::new(&zones, 40).unwrap();
+        let hotplug: Vec<_> = map.zones().iter().map(|zone| zone.hotplug.unwrap()).collect();
+        assert_eq!(hotplug, [range(5 * GIB, 256 * MIB), range(6 * GIB, GIB)]);
     }
 
     #[test]

@@ -39,8 +39,12 @@ pub struct ZoneSpec {
     pub tier: Tier,
     /// Its node in the guest (an ACPI proximity domain).
     pub guest_node: u32,
+    /// The host's node from which all its memory comes; wherever the host likes otherwise.
+    pub host_node: Option<u32>,
     /// The part that is there from the start.
     pub boot_bytes: u64,
     /// The most that may be plugged beyond it; 0 for a zone without a virtio-mem device.
     pub hotplug_bytes: u64,
+    /// How much of that is requested when the guest starts.
+    pub hotplugged_bytes: u64,
 }

@@ -21,7 +21,7 @@ use crate::acpi::pm::{PmEvent, PmPort};
 use crate::acpi::{self, AcpiInput};
 use crate::boot::{self, BootInfo, BootRequest};
 use crate::bus::Bus;
-use crate::config::{ConsoleMode, VmConfig};
+use crate::config::{ConfigError, ConsoleMode, Topology, VmConfig};
 use crate::cpu::brake::Brake;
 use crate::cpu::cpuid::{self, Place};
 use crate::cpu::run::{Surroundings, Vcpu};
@@ -121,11 +121,12 @@ pub fn build(
 ) -> Result<KvmMachine, BuildError> {
     // 1. What may be missing or in use elsewhere, before anything is made. Pools last: opening one marks what
     //    an earlier life left lent, and starts to erase it.
+    let topology = Topology::of(config).map_err(BuildError::device::<ConfigError>("the guest's nodes"))?;
     let hypervisor = Hypervisor::open()?;
     resources.open_pmem(config)?;
     resources.open_pools(config)?;
     // 2. Memory, because everything else lies in it or reaches it.
-    let mut memory = build_memory(config, resources, &hypervisor)?;
+    let mut memory = build_memory(config, &topology, resources, &hypervisor)?;
     // 3. The kernel: what it is decides which interface a volume gets.
     let boot = load_kernel(config, &memory)?;
     // 4. Devices. Those of memory have a loop of their own: an unplug waits for guards that the others hold.
@@ -152,7 +153,7 @@ pub fn build(
         boot_vcpus: config.cpus.boot_vcpus,
         max_vcpus: config.cpus.max_vcpus,
         serial: config.serial.mode != ConsoleMode::Off,
-        nodes: zones::numa_nodes(memory.zones(), memory.map(), config.cpus.max_vcpus),
+        nodes: zones::numa_nodes(config, &topology, memory.map()),
         nvdimms: volumes.nvdimms,
     };
     acpi::build(&input)?.write(memory.boot())?;
@@ -160,7 +161,7 @@ pub fn build(
     let vcpus = build_vcpus(config, &hypervisor, &fabric, &boot, events)?;
     // 7. The governor last: it acts on what is there.
     let governor =
-        governing::start(config, resources, &zones, balloon.as_ref(), plugged, agents, &volumes.guest_btt)?;
+        governing::start(config, &topology, resources, &zones, balloon.as_ref(), plugged, agents, &volumes.guest_btt)?;
     // 8. Nothing can be missing any more: what an earlier VM has said may go.
     files.begin().map_err(BuildError::device("--serial, --console"))?;
     resources.metrics().set_machine(MachineSources {
@@ -211,6 +212,7 @@ fn disk_metrics(disk: &BlockHandle) -> DiskMetrics {
 
 fn build_memory(
     config: &VmConfig,
+    topology: &Topology,
     resources: &Resources,
     hypervisor: &Hypervisor,
 ) -> Result<Memory, BuildError> {
@@ -219,16 +221,18 @@ fn build_memory(
         slot_limit: hypervisor.slot_limit,
         huge_pages: true,
     };
-    let pool = config.pm_memory.as_ref().map(|pm| resources.pool(&pm.pool));
-    if let (Some(pm), Some(pool)) = (&config.pm_memory, pool)
+    let pm = config.pm_memory.first();
+    let pool = pm.map(|pm| resources.pool(&pm.pool));
+    if let (Some(pm), Some(pool)) = (pm, pool)
         && is_written_back(pool.durability())
     {
         let pool = pm.pool.display();
         warn!(%pool, "The host writes memory that is lent from this pool to its disk; tmpfs or DAX would be better");
     }
     let table = Arc::clone(&hypervisor.vm) as Arc<dyn SlotTable>;
-    let flags = if config.pm_memory.is_some() { "--memory, --pm-memory" } else { "--memory" };
-    memory::build(zones::specs(config), pool, table, options).map_err(BuildError::device(flags))
+    let dram = if config.memory.zones.is_empty() { "--memory" } else { "--memory-zone" };
+    let flags = if pm.is_some() { format!("{dram}, --pm-memory") } else { dram.to_owned() };
+    memory::build(topology.zones().to_vec(), pool, table, options).map_err(BuildError::device(flags))
 }
 
 /// Whether the host's kernel writes what a guest stores to memory that is lent: it does to all that is dirty in its page
@@ -245,7 +249,7 @@ fn load_kernel(config: &VmConfig, memory: &Memory) -> Result<BootInfo, BuildErro
         kernel: config.payload.kernel.as_deref().ok_or(BuildError::NoKernel)?,
         initramfs: config.payload.initramfs.as_deref(),
         cmdline: config.payload.cmdline.as_deref().unwrap_or(""),
-        boot_memory_bytes: config.memory.size,
+        boot_memory_bytes: config.memory.boot_bytes(),
         memory_is_pluggable: memory.map().zones().iter().any(|zone| zone.hotplug.is_some()),
     };
     let started = Instant::now();

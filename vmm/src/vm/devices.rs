@@ -7,7 +7,7 @@ use tokio::sync::Notify;
 
 use super::builder::Fabric;
 use super::error::BuildError;
-use super::zones::DRAM_ZONE;
+use super::zones;
 use crate::config::{DiskConfig, VmConfig};
 use crate::event_loop::EventLoopHandle;
 use crate::governor::task::Connections;
@@ -179,11 +179,12 @@ pub(super) fn attach_memory(
             plugged.notify_one();
         });
         let (device, handle) = MemDevice::new(part, memory.view().clone(), event_loop.clone(), observer);
-        if handle.zone().id == DRAM_ZONE {
-            // The driver finds it in the configuration when it comes up.
-            let bytes = config.memory.hotplugged_size.unwrap_or(0);
-            handle.request_size(bytes).map_err(BuildError::device("--memory hotplugged_size"))?;
-        }
+        // The driver finds it in the configuration when it comes up.
+        let zone = handle.zone();
+        let flag = zones::flag(zone, config);
+        handle
+            .request_size(zone.hotplugged_bytes)
+            .map_err(BuildError::device(format!("{flag} hotplugged_size")))?;
         fabric.attach(Box::new(device), memory)?;
         handles.push(handle);
     }

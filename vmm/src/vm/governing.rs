@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use balloon::Tier as GovernedTier;
+use balloon::{Distances, Tier as GovernedTier};
 use tokio::sync::Notify;
 use tracing::{error, warn};
 
 use super::error::BuildError;
 use super::resources::Resources;
-use crate::config::{RECORD_BYTES, VmConfig};
+use crate::config::{RECORD_BYTES, Topology, VmConfig};
 use crate::governor::agentless::{Agentless, BalloonSource, Sample};
 use crate::governor::core::{BALLOON_ZONE, Core};
 use crate::governor::record::{self, Target};
@@ -108,6 +108,7 @@ fn governed_balloon(balloon: &BalloonHandle) -> GovernedZone {
 /// Starts the governor of a machine that is about to run.
 pub(super) fn start(
     config: &VmConfig,
+    topology: &Topology,
     resources: &Resources,
     handles: &[MemHandle],
     balloon: Option<&BalloonHandle>,
@@ -116,6 +117,7 @@ pub(super) fn start(
     guest_btt: &Arc<GuestBtt>,
 ) -> Result<Governor, BuildError> {
     let balloon_bytes = balloon.map_or(0, |balloon| BalloonHandle::sizes(balloon).max_bytes);
+    let zones_of = |node| topology.zones().iter().filter(move |zone| zone.guest_node == node);
     // First: within a tier, what is first grows first and shrinks last.
     let mut zones: Vec<_> = balloon.map(governed_balloon).into_iter().collect();
     zones.extend(handles.iter().map(|handle| {
@@ -127,11 +129,12 @@ pub(super) fn start(
                 Tier::Pm => GovernedTier::Pm,
             },
             guest_numa_node: spec.guest_node,
-            boot_bytes: spec.boot_bytes,
+            // The guest tells what a node has, not what a zone has.
+            boot_bytes: zones_of(spec.guest_node).map(|zone| zone.boot_bytes).sum(),
             device: Arc::new(handle.clone()),
         }
     }));
-    let pool_free: PoolFree = match &config.pm_memory {
+    let pool_free: PoolFree = match config.pm_memory.first() {
         Some(pm) => {
             // Its task ends a moment after the machine, which may open the pool anew.
             let pool = Arc::downgrade(resources.pool(&pm.pool));
@@ -140,9 +143,14 @@ pub(super) fn start(
         None => Arc::new(|| 0),
     };
     let clock = Clock::start();
-    let mut core =
-        Core::new(&config.pressure, zones, config.memory.size - balloon_bytes, pool_free, clock.now())
-            .map_err(BuildError::Pressure)?;
+    let mut core = Core::new(
+        &config.pressure,
+        zones,
+        config.memory.boot_bytes() - balloon_bytes,
+        pool_free,
+        clock.now(),
+    )
+    .map_err(BuildError::Pressure)?;
     if let Some(balloon) = balloon {
         core = core.with_statistics(Agentless::new(Arc::new(balloon.clone()), agents.is_some()));
         let target_bytes = BalloonHandle::sizes(balloon).target_bytes;
@@ -152,6 +160,7 @@ pub(super) fn start(
                 .map_err(BuildError::Pressure)?;
         }
     }
+    let core = core.with_distances(distances(topology));
     let core = match &config.pressure.record {
         Some(path) => record(core, path, config, resources, clock)?,
         None => core,
@@ -186,4 +195,14 @@ fn record(
         }
         Err(err) => Err(BuildError::device(format!("--pressure record={}", path.display()))(err)),
     }
+}
+
+/// What the guest's tables say, for who decides which zone grows first.
+fn distances(topology: &Topology) -> Distances {
+    let mut distances = Distances::default();
+    let nodes = 0..topology.nodes().len() as u32;
+    for (from, to) in nodes.clone().flat_map(|from| nodes.clone().map(move |to| (from, to))) {
+        distances.set(from, to, topology.distance(from, to));
+    }
+    distances
 }

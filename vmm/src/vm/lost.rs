@@ -9,6 +9,7 @@ use vmm_sys_util::timerfd::TimerFd;
 use super::error::BuildError;
 use super::owner::{EventSender, MachineEvent};
 use super::resources::Resources;
+use super::zones;
 use crate::config::VmConfig;
 use crate::event_loop::EventLoop;
 use crate::log::sparsely;
@@ -30,14 +31,14 @@ pub(super) fn watch_zones(
     lost: &LostMemory,
 ) -> Result<(), BuildError> {
     for (zone, reservation) in memory.parts() {
-        match (zone.tier, &config.pm_memory) {
+        let name = zones::flag(zone, config);
+        match (zone.tier, config.pm_memory.first()) {
             (Tier::Pm, Some(pm)) => {
-                let (name, pool) =
-                    (format!("--pm-memory pool={}", pm.pool.display()), resources.pool(&pm.pool));
+                let pool = resources.pool(&pm.pool);
                 lost.watch_file(name.clone(), reservation, pool.file(), pool.info().total_bytes)
                     .map_err(BuildError::device(name))?;
             }
-            _ => lost.watch("--memory".to_owned(), reservation).map_err(BuildError::device("--memory"))?,
+            _ => lost.watch(name.clone(), reservation).map_err(BuildError::device(name))?,
         }
     }
     Ok(())

@@ -9,21 +9,20 @@ use super::attached::AttachedVolume;
 use super::builder;
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
 use super::request::{
-    BalloonInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeStatus, VmError, VolumeInfo,
-    ZoneInfo,
+    BalloonInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeStatus, ResizeZoneRequest,
+    VmError, VolumeInfo, ZoneInfo,
 };
 use super::resident::Resident;
 use super::resources::Resources;
-use super::zones::DRAM_ZONE;
 use crate::acpi::ged::{Event, GenericEventDevice};
-use crate::config::VmConfig;
+use crate::config::{DRAM_ZONE, VmConfig};
 use crate::cpu::brake::Brake;
 use crate::cpu::run::{Pausing, Vcpu};
 use crate::event_loop::{EventLoop, EventLoopHandle};
 use crate::governor::core::BALLOON_ZONE;
 use crate::governor::task::Governor;
 use crate::memory::Memory;
-use crate::memory::zone::ZoneSpec;
+use crate::memory::zone::{Tier, ZoneSpec};
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::BlockHandle;
 use crate::virtio::block::backend::ResizeError;
@@ -154,19 +153,25 @@ impl Machine for KvmMachine {
     }
 
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError> {
-        let spec = &self.memory.zones()[0];
-        let (boot_bytes, most_bytes) = (spec.boot_bytes, spec.boot_bytes + spec.hotplug_bytes);
-        let Some(hotplugged) = size_bytes.checked_sub(boot_bytes).filter(|_| size_bytes <= most_bytes) else {
+        let dram: Vec<&str> = self.zone_ids(|spec| spec.tier == Tier::Dram);
+        if dram != [DRAM_ZONE] {
             return Err(VmError::BadRequest(format!(
-                "desired_ram {size_bytes}: the VM has {boot_bytes} bytes of boot memory and can have at most \
-                 {most_bytes}"
+                "desired_ram: the VM's memory is in zones; vm.resize-zone resizes each: {}",
+                dram.join(", ")
             )));
-        };
-        if spec.hotplug_bytes == 0 {
-            // The bounds leave only the size that it has.
-            return Ok(());
         }
-        self.governor.core().lock().resize(DRAM_ZONE, hotplugged, self.governor.clock().now())
+        self.resize(0, "the VM", size_bytes)
+    }
+
+    fn resize_zone(&mut self, resize: &ResizeZoneRequest) -> Result<(), VmError> {
+        let ResizeZoneRequest { id, desired_ram } = resize;
+        match self.memory.zones().iter().position(|spec| spec.id == *id) {
+            Some(nth) => self.resize(nth, &format!("zone {id}"), *desired_ram),
+            None => {
+                let known = self.zone_ids(|_| true).join(", ");
+                Err(VmError::BadRequest(format!("The VM has no zone {id:?}; its zones: {known}")))
+            }
+        }
     }
 
     fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), VmError> {
@@ -210,6 +215,27 @@ impl Machine for KvmMachine {
 }
 
 impl KvmMachine {
+    fn zone_ids(&self, of: impl Fn(&ZoneSpec) -> bool) -> Vec<&str> {
+        self.memory.zones().iter().filter(|spec| of(spec)).map(|spec| spec.id.as_str()).collect()
+    }
+
+    /// Sets the size of a zone, boot part included, which is called `what` where it cannot be.
+    fn resize(&self, nth: usize, what: &str, size_bytes: u64) -> Result<(), VmError> {
+        let spec = &self.memory.zones()[nth];
+        let (boot_bytes, most_bytes) = (spec.boot_bytes, spec.boot_bytes + spec.hotplug_bytes);
+        let Some(hotplugged) = size_bytes.checked_sub(boot_bytes).filter(|_| size_bytes <= most_bytes) else {
+            return Err(VmError::BadRequest(format!(
+                "desired_ram {size_bytes}: {what} has {boot_bytes} bytes of boot memory and can have at most \
+                 {most_bytes}"
+            )));
+        };
+        if spec.hotplug_bytes == 0 {
+            // The bounds leave only the size that it has.
+            return Ok(());
+        }
+        self.governor.core().lock().resize(&spec.id, hotplugged, self.governor.clock().now())
+    }
+
     /// All but what is resident.
     fn zone(&self, spec: &ZoneSpec) -> ZoneInfo {
         let sizes = self.zones.iter().find(|handle| handle.zone().id == spec.id).map(MemHandle::sizes);

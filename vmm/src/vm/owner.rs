@@ -14,8 +14,8 @@ use tokio::sync::mpsc;
 use tracing::{error, info, warn};
 
 use super::request::{
-    BalloonInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeRequest, VmError, VmInfo,
-    VmRequest, VmState, VolumeInfo, ZoneInfo,
+    BalloonInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeRequest, ResizeZoneRequest,
+    VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo,
 };
 use super::state::{self, RestartGuard, Verb};
 use crate::config::VmConfig;
@@ -48,6 +48,8 @@ pub trait Machine {
     fn balloon(&self) -> Option<BalloonInfo>;
     /// Sets what is in the balloon in bytes, and pins it until the governor is resumed.
     fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), VmError>;
+    /// The same of one zone, whatever it is made of.
+    fn resize_zone(&mut self, resize: &ResizeZoneRequest) -> Result<(), VmError>;
     /// Gives a disk another size, which the guest is told of.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
     /// What the governor does.
@@ -270,6 +272,7 @@ impl<F: MachineFactory> Owner<F> {
         match request {
             VmRequest::Info(reply) => answer(reply, Ok(self.info())),
             VmRequest::Resize(resize, reply) => answer(reply, self.resize(&resize)),
+            VmRequest::ResizeZone(resize, reply) => answer(reply, self.resize_zone(&resize)),
             VmRequest::ResizeDisk(resize, reply) => answer(reply, self.resize_disk(&resize)),
             VmRequest::Memory(reply) => match self.running() {
                 Ok(machine) => machine.zones(reply),
@@ -329,12 +332,17 @@ impl<F: MachineFactory> Owner<F> {
     fn info(&self) -> VmInfo {
         let memory_actual_size = match &self.machine {
             Some(machine) => machine.memory_bytes(),
-            None => self.config.memory.size,
+            None => self.config.memory.boot_bytes(),
         };
         let (config, pause_reason) = (self.config.clone(), self.failure.clone());
         let guest_kernel = self.machine.as_ref().and_then(|machine| machine.guest_kernel());
         let balloon = self.machine.as_ref().and_then(|machine| machine.balloon());
         VmInfo { config, state: self.state, memory_actual_size, pause_reason, balloon, guest_kernel }
+    }
+
+    fn resize_zone(&mut self, resize: &ResizeZoneRequest) -> Result<(), VmError> {
+        state::next(self.state, Verb::Change)?;
+        self.running()?.resize_zone(resize)
     }
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
@@ -426,6 +434,10 @@ mod tests {
         }
         fn resize_balloon(&mut self, _: u64) -> Result<(), VmError> {
             self.0.lock().push("resize balloon");
+            Ok(())
+        }
+        fn resize_zone(&mut self, _: &ResizeZoneRequest) -> Result<(), VmError> {
+            self.0.lock().push("resize zone");
             Ok(())
         }
         fn resize_disk(&mut self, _: &ResizeDiskRequest) -> Result<(), VmError> {

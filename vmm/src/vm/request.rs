@@ -71,6 +71,15 @@ pub struct ResizeRequest {
     pub desired_balloon: Option<u64>,
 }
 
+/// `vm.resize-zone`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResizeZoneRequest {
+    /// Which zone.
+    pub id: String,
+    /// Its size in bytes, boot part included.
+    pub desired_ram: u64,
+}
+
 /// `vm.resize-disk`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResizeDiskRequest {
@@ -83,7 +92,7 @@ pub struct ResizeDiskRequest {
 /// `vm.memory`: one zone's four sizes, in bytes, and how its last resize goes.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ZoneInfo {
-    /// `dram` or `pm`.
+    /// `dram`, `pm`, or what its flag calls it.
     pub id: String,
     /// Its tier's name.
     pub tier: String,
@@ -346,6 +355,8 @@ pub enum VmRequest {
     Info(Reply<VmInfo>),
     /// `vm.resize`.
     Resize(ResizeRequest, Reply<()>),
+    /// `vm.resize-zone`.
+    ResizeZone(ResizeZoneRequest, Reply<()>),
     /// `vm.resize-disk`.
     ResizeDisk(ResizeDiskRequest, Reply<()>),
     /// `vm.memory`.

@@ -94,15 +94,18 @@ impl Resources {
                 self.pools.insert(path.clone(), pool);
             }
         }
-        config.pm_memory.as_ref().map_or(Ok(()), |pm| self.check_size(pm))
+        self.check_sizes(&config.pm_memory)
     }
 
-    fn check_size(&self, pm: &PmMemoryConfig) -> Result<(), BuildError> {
+    /// All zones together are to fit into the one pool that they are of.
+    fn check_sizes(&self, zones: &[PmMemoryConfig]) -> Result<(), BuildError> {
+        let Some(pm) = zones.first() else { return Ok(()) };
         let info = self.pool(&pm.pool).info();
-        if pm.size <= info.most_memory_bytes() {
+        let wanted_bytes = zones.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.size));
+        if wanted_bytes <= info.most_memory_bytes() {
             return Ok(());
         }
-        let error = PoolError::TooSmall { wanted_bytes: pm.size, info };
+        let error = PoolError::TooSmall { wanted_bytes, info };
         Err(BuildError::device(format!("--pm-memory pool={}", pm.pool.display()))(error))
     }
 
@@ -147,9 +150,9 @@ fn is_cut_short(file: BorrowedFd<'_>, pool_bytes: u64) -> bool {
 
 /// What erasing in a pool may take: `--pm-memory` says it, of its own pool.
 fn scrub_bound(config: &VmConfig, pool: &Path) -> Option<NonZeroU64> {
-    match &config.pm_memory {
-        Some(pm) if pm.pool == pool => pm.scrub_bytes_per_s(),
-        _ => Some(DEFAULT_SCRUB_BYTES_PER_S),
+    match config.pm_memory.iter().find(|pm| pm.pool == pool) {
+        Some(pm) => pm.scrub_bytes_per_s(),
+        None => Some(DEFAULT_SCRUB_BYTES_PER_S),
     }
 }
 
@@ -163,6 +166,10 @@ mod tests {
     use crate::volume::Persist;
 
     const MIB: u64 = 1 << 20;
+
+    fn pm_zone(pool: &Path, size: u64) -> PmMemoryConfig {
+        PmMemoryConfig::parse(&format!("pool={},size={size},scrub_bandwidth=0", pool.display())).unwrap()
+    }
 
     #[test]
     fn files_stay_open_from_machine_to_machine_unless_a_flush_has_failed() {
@@ -207,12 +214,7 @@ mod tests {
         drop(pmem_volume::Pool::create(&pool, 64 * MIB, 16 * MIB).unwrap());
         let mut config = test_config();
         config.pmem = vec![PmemConfig::parse(&format!("file={},size=4M", path.display())).unwrap()];
-        config.pm_memory = Some(PmMemoryConfig {
-            pool: pool.clone(),
-            size: 2 * MIB,
-            guest_numa_node: 1,
-            scrub_bandwidth: 0,
-        });
+        config.pm_memory = vec![pm_zone(&pool, 2 * MIB)];
         let mut resources = Resources::new(Arc::new(Metrics::new("vm")));
         let pool_file = File::options().write(true).open(&pool).unwrap();
         resources.open_pmem(&config).unwrap();
@@ -234,16 +236,18 @@ mod tests {
         let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
         let pool = folder.path().join("pool");
         drop(pmem_volume::Pool::create(&pool, 64 * MIB, 16 * MIB).unwrap());
-        let open = |size| {
+        let open_all = |sizes: &[u64]| {
             let mut config = test_config();
-            config.pm_memory =
-                Some(PmMemoryConfig { pool: pool.clone(), size, guest_numa_node: 1, scrub_bandwidth: 0 });
+            config.pm_memory = sizes.iter().map(|&size| pm_zone(&pool, size)).collect();
             Resources::new(Arc::new(Metrics::new("vm"))).open_pools(&config)
         };
+        let open = |size| open_all(&[size]);
         let info = LocalPool::open(&pool, None).unwrap().info();
         let most = info.most_memory_bytes();
         assert_eq!(most, info.free_migrate_bytes, "nothing is used yet");
         open(most).unwrap();
+        open_all(&[most - 2 * MIB, 2 * MIB]).unwrap();
+        assert!(open_all(&[most, 2 * MIB]).is_err(), "zones are of one pool, and fit into it together");
         let message = crate::vm::chain(&open(most + 2 * MIB).unwrap_err());
         for part in ["--pm-memory", &pool.display().to_string(), "64 MiB", "16 MiB"] {
             assert!(message.contains(part), "nothing of {part} in: {message}");

@@ -80,7 +80,7 @@ pub(super) fn attach(
             Chosen::Nvdimm => {
                 let mapped = map(volume, opened, resources, memory, &fabric.lost)?;
                 healths.push(health(pool, mapped.watched.failure()));
-                let node = zones::volume_node(config);
+                let node = zones::volume_node(memory.zones());
                 let counters = attach_nvdimm(&mapped, node, fabric, events, &mut attached.nvdimms)?;
                 mapped.shown(counters)
             }

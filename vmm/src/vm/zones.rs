@@ -1,104 +1,187 @@
-//! Which zones a configuration asks for, and how the firmware tables name them: pure.
+//! How the firmware tables name the zones and nodes of a configuration, and how errors do: pure.
 
 use crate::acpi::{NodeMemory, NumaNode, Performance};
-use crate::config::VmConfig;
-use crate::memory::layout::{GuestRange, MemoryMap};
+use crate::config::{PmMemoryConfig, Topology, VmConfig};
+use crate::memory::layout::{GuestRange, MIB, MemoryMap};
 use crate::memory::zone::{Tier, ZoneSpec};
 
-/// The zone of DRAM.
-pub const DRAM_ZONE: &str = "dram";
-/// The zone of PM.
-pub const PM_ZONE: &str = "pm";
-/// The node of DRAM and of all vCPUs.
-const DRAM_NODE: u32 = 0;
+/// What the tables say of DRAM: what is usual. What they say of PM is in its configuration. The order is what matters, so that
+/// Linux puts PM into a lower memory tier; and that all DRAM is alike, or Linux believes none of it.
+const DRAM_PERFORMANCE: Performance =
+    Performance { read_latency_ns: 90, write_latency_ns: 86, bandwidth_mb_per_s: 40_000 };
+/// The distance that the latencies of DRAM are those of.
+const LOCAL_DISTANCE: u32 = 10;
 
-/// What the tables say of each tier, so that Linux puts PM into a lower memory tier than DRAM. The order is what
-/// matters; the figures of PM are those of one Optane DIMM (Yang et al., "An Empirical Guide to the Behavior and Use of
-/// Scalable Persistent Memory", FAST 2020), those of DRAM what is usual beside it.
-const DRAM_PERFORMANCE: Performance = Performance { read_latency_ns: 90, bandwidth_mb_per_s: 40_000 };
-const PM_PERFORMANCE: Performance = Performance { read_latency_ns: 305, bandwidth_mb_per_s: 6_600 };
-
-/// The zones of a VM: DRAM, then PM.
-pub fn specs(config: &VmConfig) -> Vec<ZoneSpec> {
-    let mut zones = vec![ZoneSpec {
-        id: DRAM_ZONE.to_owned(),
-        tier: Tier::Dram,
-        guest_node: DRAM_NODE,
-        boot_bytes: config.memory.size,
-        hotplug_bytes: config.memory.hotplug_size.unwrap_or(0),
-    }];
-    zones.extend(config.pm_memory.as_ref().map(|pm| ZoneSpec {
-        id: PM_ZONE.to_owned(),
-        tier: Tier::Pm,
-        guest_node: pm.guest_numa_node,
-        boot_bytes: 0,
-        hotplug_bytes: pm.size,
-    }));
-    zones
+/// The node in which volumes lie: that of the first zone of PM, or the first where there is none.
+pub fn volume_node(zones: &[ZoneSpec]) -> u32 {
+    zones.iter().find(|zone| zone.tier == Tier::Pm).map_or(0, |zone| zone.guest_node)
 }
 
-/// The node in which volumes lie: that of the `pm` zone, or of DRAM where there is none.
-pub fn volume_node(config: &VmConfig) -> u32 {
-    config.pm_memory.as_ref().map_or(DRAM_NODE, |pm| pm.guest_numa_node)
+/// How errors name a zone: by the flag that asks for it.
+pub fn flag(zone: &ZoneSpec, config: &VmConfig) -> String {
+    match zone.tier {
+        Tier::Dram if config.memory.zones.is_empty() => "--memory".to_owned(),
+        Tier::Dram => format!("--memory-zone id={}", zone.id),
+        Tier::Pm => {
+            let pool = config.pm_memory.first().map(|pm| pm.pool.display().to_string()).unwrap_or_default();
+            let id = if config.pm_memory.len() > 1 { format!(",id={}", zone.id) } else { String::new() };
+            format!("--pm-memory pool={pool}{id}")
+        }
+    }
 }
 
-/// The NUMA nodes of `zones`, one each. Hotplug parts are named from the start: Linux makes no node later.
-pub fn numa_nodes(zones: &[ZoneSpec], map: &MemoryMap, max_vcpus: u8) -> Vec<NumaNode> {
-    let memory =
+/// The NUMA nodes for the tables. Hotplug parts are named from the start: Linux makes no node later.
+pub fn numa_nodes(config: &VmConfig, topology: &Topology, map: &MemoryMap) -> Vec<NumaNode> {
+    let range =
         |range: &GuestRange, hotpluggable| NodeMemory { start: range.start, len: range.len, hotpluggable };
-    zones
-        .iter()
-        .zip(map.zones())
-        .map(|(zone, placement)| {
-            let boot = placement.boot.iter().map(|range| memory(range, false));
-            let hotplug = placement.hotplug.iter().map(|range| memory(range, true));
-            NumaNode {
-                id: zone.guest_node,
-                vcpus: if zone.guest_node == DRAM_NODE { (0..max_vcpus).collect() } else { Vec::new() },
-                memory: boot.chain(hotplug).collect(),
-                performance: Some(match zone.tier {
-                    Tier::Dram => DRAM_PERFORMANCE,
-                    Tier::Pm => PM_PERFORMANCE,
-                }),
-            }
-        })
-        .collect()
+    let node = |(id, node): (u32, &crate::config::Node)| {
+        let zones = topology.zones().iter().zip(map.zones()).filter(|(zone, _)| zone.guest_node == id);
+        let memory = zones.flat_map(|(_, placement)| {
+            let boot = placement.boot.iter().map(|at| range(at, false));
+            boot.chain(placement.hotplug.iter().map(|at| range(at, true)))
+        });
+        NumaNode {
+            vcpus: node.cpus.clone(),
+            memory: memory.collect(),
+            distances: (0..topology.nodes().len() as u32).map(|to| topology.distance(id, to)).collect(),
+            near: node.near,
+            performance: (0..)
+                .zip(topology.nodes())
+                .filter(|(_, from)| !from.cpus.is_empty())
+                .map(|(from, _)| performance(config, topology, from, id))
+                .collect(),
+        }
+    };
+    (0..).zip(topology.nodes()).map(node).collect()
+}
+
+/// What the memory of node `to` is worth to the vCPUs of node `from`. Its own figures are those for the node that it is near
+/// to; from elsewhere, latency grows and bandwidth shrinks with the distance.
+fn performance(config: &VmConfig, topology: &Topology, from: u32, to: u32) -> Performance {
+    let pm_zones = topology.zones().iter().filter(|zone| zone.tier == Tier::Pm);
+    let pm = pm_zones.zip(&config.pm_memory).find(|(zone, _)| zone.guest_node == to).map(|(_, pm)| pm);
+    let local = pm.map_or(DRAM_PERFORMANCE, pm_performance);
+    let distance = |from| u32::from(topology.distance(from, to));
+    let near = match pm {
+        Some(_) => distance(topology.nodes()[to as usize].near),
+        None => LOCAL_DISTANCE,
+    };
+    let away = distance(from).saturating_sub(near);
+    let latency = |local_ns: u32, dram_ns: u32| local_ns + dram_ns * away / LOCAL_DISTANCE;
+    Performance {
+        read_latency_ns: latency(local.read_latency_ns, DRAM_PERFORMANCE.read_latency_ns),
+        write_latency_ns: latency(local.write_latency_ns, DRAM_PERFORMANCE.write_latency_ns),
+        bandwidth_mb_per_s: local.bandwidth_mb_per_s * u64::from(near) / u64::from(near + away),
+    }
+}
+
+fn pm_performance(pm: &PmMemoryConfig) -> Performance {
+    Performance {
+        read_latency_ns: pm.read_latency,
+        write_latency_ns: pm.write_latency,
+        bandwidth_mb_per_s: pm.bandwidth / MIB,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{PmMemoryConfig, test_config};
+    use crate::config::{CpusConfig, MemoryZoneConfig, NumaConfig, test_config};
     use crate::memory::layout::GIB;
+
+    fn nodes(config: &VmConfig) -> Vec<NumaNode> {
+        let topology = Topology::of(config).unwrap();
+        let map = MemoryMap::new(topology.zones(), 40).unwrap();
+        numa_nodes(config, &topology, &map)
+    }
 
     fn hybrid() -> VmConfig {
         let mut config = test_config();
+        config.cpus = CpusConfig::parse("boot=2").unwrap();
         config.memory.hotplug_size = Some(GIB);
-        config.pm_memory = Some(PmMemoryConfig {
-            pool: "/pm/pool".into(),
-            size: 4 * GIB,
-            guest_numa_node: 1,
-            scrub_bandwidth: 0,
-        });
+        config.pm_memory = vec![PmMemoryConfig::parse("pool=/pm/pool,size=4G").unwrap()];
+        config
+    }
+
+    /// Two sockets with DRAM that is cut by the hole, and PM at each.
+    fn two_sockets() -> VmConfig {
+        let mut config = hybrid();
+        config.memory.size = 0;
+        config.memory.hotplug_size = None;
+        config.memory.zones = ["id=a,size=2G,hotplug_size=1G", "id=b,size=2G"]
+            .map(|text| MemoryZoneConfig::parse(text).unwrap())
+            .to_vec();
+        config.numa = ["guest_numa_id=0,cpus=0,memory_zones=a", "guest_numa_id=1,cpus=1,memory_zones=b"]
+            .map(|text| NumaConfig::parse(text).unwrap())
+            .to_vec();
+        config.pm_memory = ["near=0", "near=1,read_latency=400,write_latency=200,bandwidth=2000M"]
+            .map(|text| PmMemoryConfig::parse(&format!("pool=/pm/pool,size=4G,{text}")).unwrap())
+            .to_vec();
         config
     }
 
     #[test]
-    fn a_vm_without_pm_has_one_zone() {
-        assert_eq!(specs(&test_config()).len(), 1);
-        assert_eq!(volume_node(&test_config()), DRAM_NODE);
+    fn volumes_lie_where_the_first_zone_of_pm_does() {
+        let node = |config: &VmConfig| volume_node(Topology::of(config).unwrap().zones());
+        assert_eq!([test_config(), hybrid(), two_sockets()].map(|config| node(&config)), [0, 1, 2]);
+    }
+
+    #[test]
+    fn zones_are_named_by_their_flags() {
+        let flags = |config: &VmConfig| {
+            let topology = Topology::of(config).unwrap();
+            topology.zones().iter().map(|zone| flag(zone, config)).collect::<Vec<_>>()
+        };
+        assert_eq!(flags(&hybrid()), ["--memory", "--pm-memory pool=/pm/pool"]);
+        let expected = [
+            "--memory-zone id=a",
+            "--memory-zone id=b",
+            "--pm-memory pool=/pm/pool,id=pm",
+            "--pm-memory pool=/pm/pool,id=pm1",
+        ];
+        assert_eq!(flags(&two_sockets()), expected);
     }
 
     #[test]
     fn pm_is_a_node_of_its_own_without_vcpus_and_all_of_it_hotpluggable() {
-        let zones = specs(&hybrid());
-        let map = MemoryMap::new(&zones, 40).unwrap();
-        let nodes = numa_nodes(&zones, &map, 2);
-        assert_eq!((nodes[0].id, nodes[1].id), (0, 1));
+        let nodes = nodes(&hybrid());
+        assert_eq!(nodes.len(), 2);
         assert_eq!(nodes[0].vcpus, [0, 1]);
         assert!(nodes[1].vcpus.is_empty());
         assert!(nodes[1].memory.iter().all(|memory| memory.hotpluggable && memory.len == 4 * GIB));
         assert_eq!(nodes[0].memory.iter().filter(|memory| memory.hotpluggable).count(), 1);
-        assert_eq!(volume_node(&hybrid()), 1);
+        assert_eq!((nodes[0].performance.as_slice(), nodes[1].near), (&[DRAM_PERFORMANCE][..], 0));
+        let pm = Performance { read_latency_ns: 305, write_latency_ns: 90, bandwidth_mb_per_s: 6600 };
+        assert_eq!(nodes[1].performance, [pm]);
+    }
+
+    #[test]
+    fn each_part_of_a_zone_is_in_the_table_of_its_node() {
+        let memory = |start, len, hotpluggable| NodeMemory { start, len, hotpluggable };
+        let parts: Vec<_> = nodes(&two_sockets()).into_iter().map(|node| node.memory).collect();
+        let expected = [
+            vec![memory(0, 2 * GIB, false), memory(5 * GIB, GIB, true)],
+            vec![memory(2 * GIB, GIB, false), memory(4 * GIB, GIB, false)],
+            vec![memory(6 * GIB, 4 * GIB, true)],
+            vec![memory(10 * GIB, 4 * GIB, true)],
+        ];
+        assert_eq!(parts, expected);
+    }
+
+    #[test]
+    fn what_is_farther_is_slower_and_all_dram_is_alike() {
+        let nodes = nodes(&two_sockets());
+        let of = |node: usize| {
+            nodes[node]
+                .performance
+                .iter()
+                .map(|of| (of.read_latency_ns, of.write_latency_ns, of.bandwidth_mb_per_s))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(of(0), [(90, 86, 40_000), (180, 172, 20_000)]);
+        assert_eq!(of(1), [(180, 172, 20_000), (90, 86, 40_000)]);
+        // 17 from its own node, 27 from the other: one hop of DRAM more, and 17 parts of 27.
+        assert_eq!(of(2), [(305, 90, 6600), (395, 176, 4155)]);
+        assert_eq!(of(3), [(490, 286, 1259), (400, 200, 2000)]);
     }
 }

@@ -6,7 +6,7 @@ use axum::http::StatusCode;
 
 use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
-use crate::api::wire::{MemoryAnswer, ResizeBody};
+use crate::api::wire::{MemoryAnswer, ResizeBody, ResizeZoneBody};
 use crate::vm::request::{VmHandle, VmRequest};
 
 /// Answers as soon as the guest has been asked; `vm.memory` tells how it goes.
@@ -16,6 +16,16 @@ pub(super) async fn resize(
 ) -> Result<StatusCode, ApiError> {
     let resize = body.try_into()?;
     vm.ask(|reply| VmRequest::Resize(resize, reply)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// The same of one zone.
+pub(super) async fn resize_zone(
+    State(vm): State<VmHandle>,
+    JsonBody(body): JsonBody<ResizeZoneBody>,
+) -> Result<StatusCode, ApiError> {
+    let resize = body.try_into()?;
+    vm.ask(|reply| VmRequest::ResizeZone(resize, reply)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

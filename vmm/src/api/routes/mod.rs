@@ -28,6 +28,7 @@ pub fn router(vm: VmHandle) -> Router {
         .route("/api/v1/vm.reboot", put(vm::reboot))
         .route("/api/v1/vm.power-button", put(vm::power_button))
         .route("/api/v1/vm.resize", put(memory::resize))
+        .route("/api/v1/vm.resize-zone", put(memory::resize_zone))
         .route("/api/v1/vm.resize-disk", put(disk::resize))
         .route("/api/v1/vm.memory", get(memory::zones))
         .route("/api/v1/vm.volumes", get(vm::volumes))

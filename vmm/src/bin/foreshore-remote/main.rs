@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use anyhow::{Context, bail};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
-use foreshore::api::{Client, MemoryAnswer, ResizeBody};
+use foreshore::api::{Client, MemoryAnswer, ResizeBody, ResizeZoneBody};
 use foreshore::config::parse_size;
 use foreshore::vm::request::{ResizeDiskRequest, ResizeStatus, ZoneInfo};
 use serde_json::Value;
@@ -67,6 +67,8 @@ enum Verb {
     Resume,
     /// Give a disk another size; sizes take K, M, G or T
     ResizeDisk(ResizeDisk),
+    /// Give a memory zone another size; sizes take K, M, G or T
+    ResizeZone(ResizeZone),
     /// End the VM, keep the VMM
     Shutdown,
     /// End VM and VMM
@@ -94,6 +96,16 @@ struct ResizeDisk {
     #[arg(long, value_name = "ID")]
     disk: String,
     /// Its new size
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    size: u64,
+}
+
+#[derive(Debug, Args)]
+struct ResizeZone {
+    /// Which zone: dram, pm, or what --memory-zone or --pm-memory calls it
+    #[arg(long, value_name = "ID")]
+    id: String,
+    /// Its new size, boot memory included
     #[arg(long, value_name = "SIZE", value_parser = size)]
     size: u64,
 }
@@ -162,6 +174,10 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
         Verb::ResizeDisk(ResizeDisk { disk: id, size: desired_size }) => {
             let body = ResizeDiskRequest { id, desired_size };
             put(vmm, "vm.resize-disk", Some(serde_json::to_string(&body)?)).await
+        }
+        Verb::ResizeZone(ResizeZone { id, size: desired_ram }) => {
+            let body = ResizeZoneBody { id, desired_ram };
+            put(vmm, "vm.resize-zone", Some(serde_json::to_string(&body)?)).await
         }
         Verb::Boot => put(vmm, "vm.boot", None).await,
         Verb::Pause => put(vmm, "vm.pause", None).await,

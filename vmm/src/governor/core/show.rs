@@ -7,7 +7,7 @@ use balloon::params::Parameters;
 use balloon::{TimeMs, ZoneId};
 use serde_json::json;
 
-use super::{Core, Zone};
+use super::{BALLOON_ZONE, Core, Zone};
 use crate::governor::audit::AuditedZone;
 use crate::governor::record::Recorder;
 use crate::metrics::{PressureSample, PressureZone};
@@ -88,11 +88,26 @@ impl Core {
         Some(progress.status(offline, now))
     }
 
-    /// What the agent says is online of the hotplug part of zone `id`.
+    /// What the agent says is online of the hotplug part of zone `id`. Of zones in one node it says what they have together:
+    /// then the first ones' memory counts first.
     pub fn online_bytes(&self, id: &str) -> Option<u64> {
         let Zone { zone, .. } = self.zones.iter().find(|zone| zone.zone.id == id)?;
         let (online, _) = self.node_blocks(zone.guest_numa_node)?;
-        Some(online.saturating_sub(zone.boot_bytes))
+        let mut left = online.saturating_sub(zone.boot_bytes);
+        // A balloon's memory is boot memory.
+        let is_neighbour = |other: &&Zone| {
+            other.zone.guest_numa_node == zone.guest_numa_node && other.zone.id != BALLOON_ZONE
+        };
+        let mut neighbours = self.zones.iter().filter(is_neighbour).peekable();
+        while let Some(Zone { zone: neighbour, .. }) = neighbours.next() {
+            let is_last = neighbours.peek().is_none();
+            let its = if is_last { left } else { left.min(neighbour.device.sizes().plugged_bytes) };
+            if neighbour.id == id {
+                return Some(its);
+            }
+            left -= its;
+        }
+        None
     }
 
     /// Online and offline bytes of a node in the last report that knew of blocks.

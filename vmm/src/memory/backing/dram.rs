@@ -156,6 +156,24 @@ mod tests {
     }
 
     #[test]
+    fn memory_comes_from_the_node_that_it_is_bound_to_also_when_it_comes_back() {
+        use super::super::HostNode;
+        use super::super::host_node::tests::policy_at;
+        let policy = |reservation: &Reservation| [0, 32 * MIB].map(|at| policy_at(reservation.addr() + at));
+        let (mut backing, reservation) = backing();
+        backing.plug(0, LEN).unwrap();
+        assert_eq!(policy(&reservation), [(libc::MPOL_DEFAULT, 0); 2], "nobody has said a node");
+        let (mut backing, reservation) = self::backing();
+        reservation.bind_to(HostNode::find(0).unwrap());
+        backing.plug(0, LEN).unwrap();
+        assert_eq!(policy(&reservation), [(libc::MPOL_BIND, 1); 2]);
+        backing.detach(32 * MIB, 2 * MIB).unwrap();
+        assert_eq!(policy(&reservation), [(libc::MPOL_BIND, 1), (libc::MPOL_DEFAULT, 0)]);
+        backing.plug(32 * MIB, 2 * MIB).unwrap();
+        assert_eq!(policy(&reservation), [(libc::MPOL_BIND, 1); 2]);
+    }
+
+    #[test]
     fn plugs_over_the_mapping_budget_are_refused() {
         let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
         let budget = Arc::new(MappingBudget::new(4));

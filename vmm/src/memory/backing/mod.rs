@@ -1,6 +1,7 @@
 //! What guest memory is made of.
 
 mod dram;
+mod host_node;
 mod pm;
 mod reservation;
 pub mod resident;
@@ -13,6 +14,9 @@ use std::ops::Range;
 use thiserror::Error;
 
 pub use dram::DramBacking;
+#[cfg(test)]
+pub(crate) use host_node::tests::policy_at;
+pub use host_node::{HostNode, HostNodeError};
 pub use pm::PmBacking;
 pub use reservation::{Access, Reservation};
 pub use segments::MappingBudget;

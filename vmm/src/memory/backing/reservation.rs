@@ -6,6 +6,8 @@ use std::sync::{Arc, OnceLock};
 
 use pmem_volume::media::{OnPageLost, TooManyRanges, Watch};
 
+use super::HostNode;
+
 /// A range of addresses that belongs to one part of guest memory for as long as the VM lives.
 ///
 /// Whatever is not mapped in it is PROT_NONE and never unmapped, so that no other mapping of the process can
@@ -16,6 +18,8 @@ pub struct Reservation {
     addr: usize,
     len: usize,
     watch: OnceLock<Watch>,
+    /// Where anonymous memory comes from.
+    host_node: OnceLock<HostNode>,
     /// Whether the next calls that map or unmap work; those after them do.
     #[cfg(test)]
     script: parking_lot::Mutex<std::collections::VecDeque<bool>>,
@@ -61,6 +65,7 @@ impl Reservation {
             addr,
             len,
             watch: OnceLock::new(),
+            host_node: OnceLock::new(),
             #[cfg(test)]
             script: parking_lot::Mutex::default(),
         })
@@ -88,9 +93,26 @@ impl Reservation {
         Ok(())
     }
 
+    /// Memory that is mapped from now on comes from `node`.
+    ///
+    /// # Panics
+    /// If it has been said before.
+    pub fn bind_to(&self, node: HostNode) {
+        assert!(self.host_node.set(node).is_ok(), "a reservation has one host node");
+    }
+
     /// Maps fresh zeroed memory at `offset`.
     pub fn map_anonymous(&self, offset: u64, len: u64) -> io::Result<()> {
-        self.remap(offset, len, libc::PROT_READ | libc::PROT_WRITE, ANON, None)
+        self.remap(offset, len, libc::PROT_READ | libc::PROT_WRITE, ANON, None)?;
+        let Some(node) = self.host_node.get() else { return Ok(()) };
+        // A policy is the mapping's: each new one needs it again.
+        let addr = self.checked(offset, len);
+        // SAFETY: just mapped, in our own range.
+        let bound = unsafe { node.bind(addr, len as usize) };
+        if bound.is_err() {
+            self.unmap(offset, len)?;
+        }
+        bound
     }
 
     /// Maps `len` bytes of `file` from `file_offset` on at `offset`, shared unless `access` says otherwise.

@@ -51,8 +51,10 @@ impl Rig {
             id: id.to_owned(),
             tier,
             guest_node,
+            host_node: None,
             boot_bytes,
             hotplug_bytes: 128 * MIB,
+            hotplugged_bytes: 0,
         };
         let zones = vec![zone("dram", Tier::Dram, 0, BOOT), zone("pm", Tier::Pm, 1, 0)];
         let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(64));

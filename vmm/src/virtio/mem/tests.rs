@@ -125,8 +125,10 @@ impl Guest {
             id: id.into(),
             tier,
             guest_node: 1,
+            host_node: None,
             boot_bytes,
             hotplug_bytes,
+            hotplugged_bytes: 0,
         };
         let hotplug_bytes = blocks * BLOCK_BYTES;
         let zones = match chunks {

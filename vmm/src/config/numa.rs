@@ -1,0 +1,200 @@
+//! `--numa guest_numa_id=,cpus=,distances=,memory_zones=`.
+
+use serde::{Deserialize, Serialize};
+
+use super::error::ConfigError;
+use super::option_parser::{Refused, Syntax};
+
+pub(super) const FLAG: &str = "--numa";
+
+const SYNTAX: Syntax = Syntax {
+    flag: FLAG,
+    keys: &["guest_numa_id", "cpus", "distances", "memory_zones"],
+    words: &[],
+    refused: &[
+        Refused { key: "sgx_epc_sections", neutral: &[], why: "SGX is not implemented" },
+        Refused { key: "pci_segments", neutral: &["0", "[0]"], why: "there is one PCI segment, 0" },
+        Refused { key: "device_id", neutral: &[], why: "there is no device passthrough" },
+    ],
+};
+
+/// Nodes are counted from 0 without a gap in SLIT, whose size grows with the square of their number.
+pub const MAX_NODE: u32 = 63;
+/// A node's distance to itself, by definition; and Linux takes no other for as near (ACPI 6.5, 5.2.17).
+pub const LOCAL_DISTANCE: u8 = 10;
+/// The largest distance: 255 means that there is no way at all.
+pub const MAX_DISTANCE: u8 = 254;
+
+/// How far another node is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NumaDistance {
+    /// The other node.
+    pub destination: u32,
+    /// As in SLIT: 10 is the node itself.
+    pub distance: u8,
+}
+
+/// `--numa guest_numa_id=,cpus=,distances=,memory_zones=`: a node of the guest.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NumaConfig {
+    /// Its number.
+    pub guest_numa_id: u32,
+    /// Its vCPUs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpus: Option<Vec<u8>>,
+    /// How far other nodes are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub distances: Option<Vec<NumaDistance>>,
+    /// Its zones of DRAM.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_zones: Option<Vec<String>>,
+}
+
+impl NumaConfig {
+    /// Reads the flag's value.
+    pub fn parse(text: &str) -> Result<Self, ConfigError> {
+        let options = SYNTAX.parse(text)?;
+        Ok(Self {
+            guest_numa_id: options.required("guest_numa_id", options.number("guest_numa_id")?)?,
+            cpus: options.read("cpus", "a list of vCPUs, as 0-2:5 or [0-2,5]", |text| {
+                Some(items(text).map(range).collect::<Option<Vec<_>>>()?.concat())
+            })?,
+            distances: options.read("distances", "a list of nodes and distances, as 1@20:2@28", |text| {
+                items(text).map(distance).collect()
+            })?,
+            memory_zones: options.read("memory_zones", "a list of zones, as mem0:mem1", |text| {
+                items(text).map(|item| (!item.is_empty()).then(|| item.to_owned())).collect()
+            })?,
+        })
+    }
+
+    /// Numbers within their bounds. What several nodes must be together is [`Topology`](super::Topology)'s.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        check_node("guest_numa_id", self.guest_numa_id)?;
+        for NumaDistance { destination, distance } in self.distances() {
+            let is_self = *destination == self.guest_numa_id;
+            let (least, most) =
+                if is_self { (LOCAL_DISTANCE, LOCAL_DISTANCE) } else { (LOCAL_DISTANCE + 1, MAX_DISTANCE) };
+            if !(least..=most).contains(distance) {
+                let because = if is_self { ": a node's distance to itself is 10" } else { "" };
+                let reason = format!(
+                    "the distance of node {} to node {destination} is {distance}, and must be {least} to \
+                     {most}{because}",
+                    self.guest_numa_id
+                );
+                return Err(ConfigError::Conflict { flag: FLAG, reason });
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn cpus(&self) -> &[u8] {
+        self.cpus.as_deref().unwrap_or_default()
+    }
+
+    pub(super) fn distances(&self) -> &[NumaDistance] {
+        self.distances.as_deref().unwrap_or_default()
+    }
+
+    pub(super) fn memory_zones(&self) -> &[String] {
+        self.memory_zones.as_deref().unwrap_or_default()
+    }
+}
+
+/// Refuses a node that SLIT has no room for.
+pub(super) fn check_node(key: &'static str, node: u32) -> Result<(), ConfigError> {
+    if node <= MAX_NODE {
+        return Ok(());
+    }
+    let (value, least, most) = (u64::from(node), 0, u64::from(MAX_NODE));
+    Err(ConfigError::OutOfRange { flag: FLAG, key, value, least, most })
+}
+
+/// The items of Cloud Hypervisor's lists: `a:b`, and in newer versions `[a,b]`.
+fn items(text: &str) -> impl Iterator<Item = &str> {
+    text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text).split([':', ','])
+}
+
+fn number<T: std::str::FromStr>(text: &str) -> Option<T> {
+    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
+}
+
+/// `3` or `0-2`.
+fn range(text: &str) -> Option<Vec<u8>> {
+    let (first, last) = text.split_once('-').unwrap_or((text, text));
+    let (first, last): (u8, u8) = (number(first)?, number(last)?);
+    (first <= last).then(|| (first..=last).collect())
+}
+
+/// `1@20`.
+fn distance(text: &str) -> Option<NumaDistance> {
+    let (destination, distance) = text.split_once('@')?;
+    Some(NumaDistance { destination: number(destination)?, distance: number(distance)? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(text: &str) -> String {
+        NumaConfig::parse(text).and_then(|numa| numa.validate()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn the_flag_is_read_in_both_of_cloud_hypervisors_ways() {
+        let old = NumaConfig::parse(
+            "guest_numa_id=1,cpus=1-3:7,distances=0@15:2@25,memory_zones=mem0:mem2,pci_segments=[0]",
+        )
+        .unwrap();
+        let distance = |destination, distance| NumaDistance { destination, distance };
+        let expected = NumaConfig {
+            guest_numa_id: 1,
+            cpus: Some(vec![1, 2, 3, 7]),
+            distances: Some(vec![distance(0, 15), distance(2, 25)]),
+            memory_zones: Some(vec!["mem0".to_owned(), "mem2".to_owned()]),
+        };
+        assert_eq!(old, expected);
+        assert!(old.validate().is_ok());
+        let new = "guest_numa_id=1,cpus=[1-3,7],distances=[0@15,2@25],memory_zones=[mem0,mem2]";
+        assert_eq!(NumaConfig::parse(new).unwrap(), expected);
+        let json = serde_json::to_string(&expected).unwrap();
+        assert!(json.contains(r#"{"destination":0,"distance":15}"#), "{json}");
+        assert_eq!(serde_json::from_str::<NumaConfig>(&json).unwrap(), expected);
+    }
+
+    #[test]
+    fn what_is_no_list_is_refused() {
+        assert_eq!(error("cpus=0"), "--numa: guest_numa_id= is missing");
+        for cpus in ["", "a", "3-1", "0-", "256", "1::2", "+1"] {
+            let expected = format!("--numa: cpus={cpus:?} is not a list of vCPUs, as 0-2:5 or [0-2,5]");
+            assert_eq!(error(&format!("guest_numa_id=0,cpus={cpus}")), expected);
+        }
+        for distances in ["1", "1@", "@20", "1@256", "1@20:"] {
+            assert!(error(&format!("guest_numa_id=0,distances={distances}")).contains("as 1@20:2@28"));
+        }
+        assert!(error("guest_numa_id=0,memory_zones=").contains("a list of zones"));
+    }
+
+    #[test]
+    fn numbers_out_of_their_bounds_are_named() {
+        assert_eq!(error("guest_numa_id=64"), "--numa: guest_numa_id is 64, and must be 0 to 63");
+        for (distance, bound) in [(0, "11 to 254"), (9, "11 to 254"), (10, "11 to 254"), (255, "11 to 254")] {
+            assert_eq!(
+                error(&format!("guest_numa_id=0,distances=1@{distance}")),
+                format!("--numa: the distance of node 0 to node 1 is {distance}, and must be {bound}")
+            );
+        }
+        let to_itself =
+            "the distance of node 0 to node 0 is 20, and must be 10 to 10: a node's distance to itself is 10";
+        assert!(error("guest_numa_id=0,distances=0@20").contains(to_itself));
+        assert!(NumaConfig::parse("guest_numa_id=0,distances=0@10:1@11:2@254").unwrap().validate().is_ok());
+    }
+
+    #[test]
+    fn what_is_not_built_is_refused_with_the_reason() {
+        for option in ["sgx_epc_sections=epc0", "pci_segments=[1]", "device_id=x"] {
+            let expected = format!("--numa: {option} is not supported by foreshore: ");
+            assert!(error(&format!("guest_numa_id=0,{option}")).starts_with(&expected), "{option}");
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Nodes of the host, and memory that comes from one of them alone.
+
+use std::fs;
+use std::io;
+
+use thiserror::Error;
+
+/// Nodes that have memory, as a list of ranges: `0-1,3`.
+const HAS_MEMORY: &str = "/sys/devices/system/node/has_memory";
+/// The largest node that any kernel has (CONFIG_NODES_SHIFT is at most 10).
+const MAX_NODES: usize = 1024;
+const WORD_BITS: usize = u64::BITS as usize;
+
+/// Why memory cannot come from a node.
+#[derive(Debug, Error)]
+pub enum HostNodeError {
+    /// The host has another few.
+    #[error("host_numa_node={node}: the host has no such node with memory; it has {known}")]
+    NoSuchNode {
+        /// What was asked for.
+        node: u32,
+        /// What there is, as the kernel lists it.
+        known: String,
+    },
+    /// The kernel knows of no nodes.
+    #[error("host_numa_node={node}: the host's kernel does not list its nodes in {HAS_MEMORY}")]
+    Unknown {
+        /// What was asked for.
+        node: u32,
+        /// What reading the list has come to.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A node of the host that has memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HostNode(u32);
+
+impl HostNode {
+    /// The host's node of that number.
+    pub fn find(node: u32) -> Result<Self, HostNodeError> {
+        let list =
+            fs::read_to_string(HAS_MEMORY).map_err(|source| HostNodeError::Unknown { node, source })?;
+        Self::find_in(node, list.trim())
+    }
+
+    fn find_in(node: u32, list: &str) -> Result<Self, HostNodeError> {
+        let is_in = |range: &str| {
+            let (first, last) = range.split_once('-').unwrap_or((range, range));
+            let bounds = first.parse::<u32>().ok().zip(last.parse::<u32>().ok());
+            bounds.is_some_and(|(first, last)| (first..=last).contains(&node))
+        };
+        if (node as usize) < MAX_NODES && list.split(',').any(is_in) {
+            return Ok(Self(node));
+        }
+        Err(HostNodeError::NoSuchNode { node, known: list.to_owned() })
+    }
+
+    /// Pages that `addr..addr + len` gets from now on come from this node, or not at all (MPOL_BIND).
+    ///
+    /// # Safety
+    /// The range is mapped, and the caller's own.
+    pub(super) unsafe fn bind(self, addr: usize, len: usize) -> io::Result<()> {
+        let mut mask = [0u64; MAX_NODES / WORD_BITS];
+        mask[self.0 as usize / WORD_BITS] = 1 << (self.0 as usize % WORD_BITS);
+        // The kernel takes one bit less than it is told of.
+        let bits = MAX_NODES + 1;
+        // SAFETY: a policy for pages to come, of the caller's own range; the mask has as many bits as the kernel reads.
+        let result =
+            unsafe { libc::syscall(libc::SYS_mbind, addr, len, libc::MPOL_BIND, mask.as_ptr(), bits, 0) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// The policy of the page at `addr`, and its nodes below 64 (get_mempolicy(2)).
+    pub(crate) fn policy_at(addr: u64) -> (libc::c_int, u64) {
+        let (mut mode, mut mask) = (-1, [0u64; MAX_NODES / WORD_BITS]);
+        /// Of <linux/mempolicy.h>; libc has it not.
+        const MPOL_F_ADDR: libc::c_int = 1 << 1;
+        // SAFETY: it writes to the two that it is given, the mask with as many bits as it is told of.
+        let result = unsafe {
+            libc::syscall(libc::SYS_get_mempolicy, &mut mode, mask.as_mut_ptr(), MAX_NODES, addr, MPOL_F_ADDR)
+        };
+        assert_eq!(result, 0, "{}", io::Error::last_os_error());
+        (mode, mask[0])
+    }
+
+    #[test]
+    fn a_node_is_one_of_those_that_the_host_lists() {
+        for (node, list) in [(0, "0"), (1, "0-1"), (5, "0,2,4-6")] {
+            assert_eq!(HostNode::find_in(node, list).unwrap(), HostNode(node));
+        }
+        for (node, list) in [(1, "0"), (3, "0-2,4"), (77, "0-1"), (0, ""), (4000, "0-5000")] {
+            let error = HostNode::find_in(node, list).unwrap_err().to_string();
+            let expected =
+                format!("host_numa_node={node}: the host has no such node with memory; it has {list}");
+            assert_eq!(error, expected);
+        }
+        assert_eq!(HostNode::find(0).unwrap(), HostNode(0));
+        assert!(HostNode::find(77).unwrap_err().to_string().contains("host_numa_node=77"));
+    }
+}
