@@ -7,7 +7,7 @@
 use std::io::Cursor;
 use std::ops::Range;
 
-use vm_memory::{Address, GuestAddress, GuestMemoryBackend};
+use vm_memory::{Address, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::DecompressError;
 use super::decompress::Packed;
@@ -44,11 +44,13 @@ pub unsafe fn load<M: GuestMemoryBackend>(
     packed: &Packed,
     boot_memory_bytes: u64,
 ) -> Result<Outcome, DecompressError> {
-    let Some(window) = window(boot_memory_bytes, packed.unpacked_bytes() as u64) else {
+    let image_bytes = packed.unpacked_bytes() as u64;
+    let window = window(boot_memory_bytes, image_bytes);
+    let Some(window) = window.and_then(|window| in_one_region(memory, window, image_bytes)) else {
         return Ok(Outcome::NoRoom);
     };
     let window_bytes = (window.end - window.start) as usize;
-    // 1. The window as plain bytes. It may be in more than one region: then it is not for us.
+    // 1. The window as plain bytes.
     let Ok(slice) = memory.get_slice(GuestAddress(window.start), window_bytes) else {
         return Ok(Outcome::NoRoom);
     };
@@ -92,6 +94,18 @@ fn window(boot_memory_bytes: u64, image_bytes: u64) -> Option<Range<u64>> {
                 && end <= range.end()
         })
         .map(|range| range.start..range.end())
+}
+
+/// As much of the window as is one stretch of the VMM's memory, if the image fits into that: zones lie side by side in the
+/// guest, and not here.
+fn in_one_region<M: GuestMemoryBackend>(
+    memory: &M,
+    window: Range<u64>,
+    image_bytes: u64,
+) -> Option<Range<u64>> {
+    let region = memory.find_region(GuestAddress(window.start))?;
+    let end = window.end.min(region.last_addr().raw_value() + 1);
+    (IMAGE_START + image_bytes <= end).then_some(window.start..end)
 }
 
 fn plan_for(segments: &[Segment], image: &Range<usize>, window: &Range<u64>) -> Option<Plan> {

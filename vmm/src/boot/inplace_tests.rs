@@ -162,9 +162,27 @@ fn without_room_nothing_is_done() {
     }
     assert!(matches!(load(&memory(needed), &packed, needed).unwrap(), Outcome::Loaded(_)));
     // Room, but in two regions.
-    let ranges = [(GuestAddress(0), 15 << 20), (GuestAddress(15 * MIB), 5 << 20)];
-    let split = GuestMemoryMmap::<()>::from_ranges(&ranges).unwrap();
+    let split = split_memory(IMAGE_START + 0x1000);
     assert!(matches!(load(&split, &packed, MEMORY_BYTES).unwrap(), Outcome::NoRoom));
+}
+
+/// As much, in two regions.
+fn split_memory(at: u64) -> GuestMemoryMmap {
+    let ranges = [(GuestAddress(0), at as usize), (GuestAddress(at), (MEMORY_BYTES - at) as usize)];
+    GuestMemoryMmap::from_ranges(&ranges).unwrap()
+}
+
+#[test]
+fn of_zones_side_by_side_one_is_enough_if_the_kernel_belongs_there() {
+    let payload = zstd_payload(&kernel(&linux_parts(), 0));
+    let packed = Packed::new(&payload, Compression::Zstd).unwrap();
+    let (here, there) = (split_memory(18 * MIB), memory(MEMORY_BYTES));
+    assert!(matches!(load(&here, &packed, MEMORY_BYTES).unwrap(), Outcome::Loaded(_)));
+    unpack_beside(&there, &payload, Compression::Zstd, MEMORY_BYTES).unwrap();
+    assert!(contents(&here) == contents(&there), "memory differs");
+    // What belongs into the other one is not moved there.
+    let far = kernel(&[part(0x1000, IMAGE_START, 0x1000, 1), part(0x3000, 19 * MIB, 0x1000, 2)], 0);
+    is_left_to_the_loader(&far, MEMORY_BYTES, &split_memory(18 * MIB));
 }
 
 #[test]
