@@ -15,6 +15,7 @@ mod hostile;
 mod interfaces;
 mod lost;
 mod memory;
+mod nodes;
 mod nvdimms;
 mod pmem;
 mod pool_places;
@@ -41,6 +42,7 @@ fn main() {
         badinput::TESTS,
         balloon::TESTS,
         memory::TESTS,
+        nodes::TESTS,
         nvdimms::TESTS,
         pressure::TESTS,
         disk::TESTS,

@@ -1,0 +1,141 @@
+//! NUMA nodes: the guest's kernel sees them as they were asked for, and memory that is plugged lands in its own.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::{Guest, Kernel, Pool};
+use serde_json::json;
+
+use crate::zones::{MIB, zone};
+
+guest_tests::tests![
+    two_sockets_with_pm_each_are_seen_as_asked_for_on_6_12: 180,
+    two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1: 180,
+];
+
+const PLUG_LIMIT: Duration = Duration::from_secs(60);
+
+/// What a zone is sized to, and the node that its memory must land in.
+const PLUGGED: [(&str, u64, u32); 4] = [("a", 128, 0), ("b", 256, 1), ("pm", 128, 2), ("pm1", 256, 3)];
+
+/// Two nodes of DRAM with a vCPU each, and PM that is near to each.
+fn two_sockets(pool: &Pool, kernel: Kernel) -> Result<Guest> {
+    let near = format!("pool={},size=256M,near=0", pool.name());
+    let figures = "id=pm1,read_latency=400,write_latency=200,bandwidth=2000M";
+    let far = format!("pool={},size=256M,near=1,{figures}", pool.name());
+    Guest::builder()
+        .kernel(kernel)
+        .cpus(2)
+        .memory("size=0,hotplug_method=virtio-mem")
+        .argument("--memory-zone", "id=a,size=256M,hotplug_size=256M,hotplugged_size=128M,host_numa_node=0")
+        .argument("--memory-zone", "id=b,size=256M,hotplug_size=256M")
+        .argument("--numa", "guest_numa_id=0,cpus=0,memory_zones=a,distances=1@21")
+        .argument("--numa", "guest_numa_id=1,cpus=[1],memory_zones=b")
+        .pm_memory(&near)
+        .pm_memory(&far)
+        .pressure("off")
+        .boot()
+}
+
+/// A file of /sys/devices/system/node.
+fn node_file(guest: &Guest, file: &str) -> Result<String> {
+    let text = guest.run(&format!("cat /sys/devices/system/node/{file}"))?;
+    Ok(text.split_whitespace().collect::<Vec<_>>().join(" "))
+}
+
+fn check(guest: &Guest, files: &[(&str, &str)]) -> Result<()> {
+    for (file, expected) in files {
+        let found = node_file(guest, file)?;
+        ensure!(found == *expected, "{file} is {found:?} and not {expected:?}");
+    }
+    Ok(())
+}
+
+fn node_mib(guest: &Guest, node: u32) -> Result<u64> {
+    let meminfo = format!("/sys/devices/system/node/node{node}/meminfo");
+    let text = guest.run(&format!("awk '$3 == \"MemTotal:\" {{ print int($4 / 1024) }}' {meminfo}"))?;
+    text.trim().parse().with_context(|| format!("MemTotal of node {node}: {text:?}"))
+}
+
+fn plug_all(guest: &Guest) -> Result<()> {
+    for (id, mib, _) in PLUGGED {
+        let boot_mib = if id.starts_with("pm") { 0 } else { 256 };
+        let body = json!({ "id": id, "desired_ram": (boot_mib + mib) * MIB });
+        guest.api("PUT", "vm.resize-zone", Some(body))?;
+    }
+    for (id, mib, _) in PLUGGED {
+        guest.wait_until(&format!("{mib} MiB of {id} are plugged"), PLUG_LIMIT, || {
+            let zone = zone(guest, id)?;
+            Ok(zone.plugged_bytes == mib * MIB && zone.state == "reached")
+        })?;
+    }
+    Ok(())
+}
+
+/// Memory tiers and their nodes, the best first.
+fn tiers(guest: &Guest) -> Result<Vec<String>> {
+    let script = "cd /sys/devices/virtual/memory_tiering && for tier in $(ls -d memory_tier[0-9]* | sort -V); do \
+                  cat $tier/nodelist; done";
+    Ok(guest.run(script)?.lines().map(str::to_owned).collect())
+}
+
+fn are_seen(kernel: Kernel, tiers_of_the_kernel: &[&str]) -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let guest = two_sockets(&pool, kernel)?;
+    guest.wait_until("what is requested at boot is plugged", PLUG_LIMIT, || {
+        Ok(zone(&guest, "a")?.plugged_bytes == 128 * MIB)
+    })?;
+    let dram = [node_mib(&guest, 0)?, node_mib(&guest, 1)?];
+    check(&guest, &[("has_cpu", "0-1"), ("has_memory", "0-1"), ("possible", "0-3")])?;
+    plug_all(&guest)?;
+    check(
+        &guest,
+        &[
+            ("has_memory", "0-3"),
+            ("node0/cpulist", "0"),
+            ("node1/cpulist", "1"),
+            ("node2/cpulist", ""),
+            ("node0/distance", "10 21 17 28"),
+            ("node1/distance", "21 10 28 17"),
+            ("node2/distance", "17 28 10 28"),
+            ("node3/distance", "28 17 28 10"),
+        ],
+    )?;
+    // 1. Each zone's memory is in its node, and in no other.
+    for ((id, mib, node), before) in PLUGGED.into_iter().zip([dram[0] - 128, dram[1], 0, 0]) {
+        let after = node_mib(&guest, node)?;
+        ensure!(
+            after - before == mib,
+            "{id}: node {node} has {before} and then {after} MiB, with {mib} plugged"
+        );
+    }
+    // 2. The figures of the HMAT, from the node that is near.
+    for (node, near, read_ns, write_ns, mb_per_s) in
+        [(0, 0, 90, 86, 40_000), (1, 1, 90, 86, 40_000), (2, 0, 305, 90, 6600), (3, 1, 400, 200, 2000)]
+    {
+        let dir = format!("node{node}/access0/initiators");
+        for (file, expected) in [
+            ("read_latency", read_ns),
+            ("write_latency", write_ns),
+            ("read_bandwidth", mb_per_s),
+            ("write_bandwidth", mb_per_s),
+        ] {
+            check(&guest, &[(&format!("{dir}/{file}"), &expected.to_string())])?;
+        }
+        let initiators = guest.run(&format!("cd /sys/devices/system/node/{dir} && ls -d node*"))?;
+        ensure!(initiators.trim() == format!("node{near}"), "Near to node {node} are {initiators:?}");
+    }
+    // 3. Tiers.
+    let tiers = tiers(&guest)?;
+    ensure!(tiers == tiers_of_the_kernel, "The memory tiers are {tiers:?} and not {tiers_of_the_kernel:?}");
+    guest.no_kernel_complaints()
+}
+
+fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_12() -> Result<()> {
+    are_seen(Kernel::V6_12, &["0-1", "2", "3"])
+}
+
+/// 6.1 shows the figures, and makes tiers of what drivers say alone: virtio-mem says nothing.
+fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1() -> Result<()> {
+    are_seen(Kernel::V6_1, &["0-3"])
+}
