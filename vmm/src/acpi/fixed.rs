@@ -6,7 +6,7 @@ use acpi_tables::madt::{EnabledStatus, IoApic, LocalInterruptController, MADT, P
 use acpi_tables::mcfg::MCFG;
 
 use super::pm::{RESET_OFFSET, RESET_VALUE, SLEEP_CONTROL_OFFSET, SLEEP_STATUS_OFFSET};
-use super::{OEM_ID, OEM_REVISION, OEM_TABLE_ID, bytes_of};
+use super::{AcpiInput, OEM_ID, OEM_REVISION, OEM_TABLE_ID, bytes_of};
 use crate::memory::layout::{ACPI_PM_PORT, ECAM_START, IOAPIC_START, LAPIC_START};
 
 /// IAPC_BOOT_ARCH (ACPI 6.5, table 5.11). Bits 0 and 1 stay clear: no legacy devices, no keyboard controller,
@@ -43,14 +43,17 @@ pub fn fadt(dsdt: u64) -> Vec<u8> {
 
 /// Multiple APIC Description Table (ACPI 6.5, 5.2.12). No interrupt source overrides: without a legacy PIC there
 /// are no ISA interrupts to override, and every device in the DSDT names its GSI.
-pub fn madt(boot_vcpus: u8, max_vcpus: u8) -> Vec<u8> {
+pub fn madt(input: &AcpiInput) -> Vec<u8> {
     let lapic = LocalInterruptController::Address(LAPIC_START);
     let mut madt = MADT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION, lapic);
     // At most 255 vCPUs: ids end at 254, so none needs a Local x2APIC structure.
-    for id in 0..max_vcpus {
-        let status =
-            if id < boot_vcpus { EnabledStatus::Enabled } else { EnabledStatus::DisabledOnlineCapable };
-        madt.add_structure(ProcessorLocalApic::new(id, id, status));
+    for vcpu in 0..input.max_vcpus {
+        let status = if vcpu < input.boot_vcpus {
+            EnabledStatus::Enabled
+        } else {
+            EnabledStatus::DisabledOnlineCapable
+        };
+        madt.add_structure(ProcessorLocalApic::new(vcpu, input.apic_id(vcpu), status));
     }
     madt.add_structure(IoApic::new(0, IOAPIC_START, 0));
     bytes_of(&madt)
@@ -92,7 +95,13 @@ mod tests {
 
     #[test]
     fn madt_has_every_possible_vcpu() {
-        let madt = madt(2, 3);
+        let input = |boot_vcpus, max_vcpus, apic_ids: &[u8]| AcpiInput {
+            boot_vcpus,
+            max_vcpus,
+            apic_ids: apic_ids.to_vec(),
+            ..AcpiInput::default()
+        };
+        let madt = madt(&input(2, 3, &[]));
         assert_eq!(u32_at(&madt, 36), LAPIC_START);
         // PCAT_COMPAT clear: no dual 8259.
         assert_eq!(u32_at(&madt, 40), 0);
@@ -104,7 +113,9 @@ mod tests {
         // ACPI 6.5, table 5.24: type 1, length 12.
         assert_eq!(madt[68..72], [1, 12, 0, 0]);
         assert_eq!((u32_at(&madt, 72), u32_at(&madt, 76), madt.len()), (IOAPIC_START, 0, 80));
-        assert_eq!(super::madt(255, 255).len(), 44 + 255 * 8 + 12);
+        assert_eq!(super::madt(&input(255, 255, &[])).len(), 44 + 255 * 8 + 12);
+        // A vCPU of another package: uid 1, id 8.
+        assert_eq!(super::madt(&input(2, 2, &[0, 8]))[52..56], [0, 8, 1, 8]);
     }
 
     #[test]

@@ -40,16 +40,24 @@ const TABLE_ALIGN: usize = 16;
 /// What the tables describe.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct AcpiInput {
-    /// vCPUs that run from the start; their APIC ids are 0 and up.
+    /// vCPUs that run from the start.
     pub boot_vcpus: u8,
     /// vCPUs that may ever be.
     pub max_vcpus: u8,
+    /// The APIC ids of all of them; their indices where there are none.
+    pub apic_ids: Vec<u8>,
     /// Whether COM1 is there.
     pub serial: bool,
     /// NUMA nodes; with fewer than two, there are no tables about them.
     pub nodes: Vec<NumaNode>,
     /// NVDIMMs; number n has handle n + 1 and flush hint page n.
     pub nvdimms: Vec<Nvdimm>,
+}
+
+impl AcpiInput {
+    fn apic_id(&self, vcpu: u8) -> u8 {
+        self.apic_ids.get(usize::from(vcpu)).copied().unwrap_or(vcpu)
+    }
 }
 
 /// Why there are no tables.
@@ -108,7 +116,7 @@ pub fn build(input: &AcpiInput) -> Result<AcpiTables, AcpiError> {
     let mut xsdt = XSDT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION);
     let dsdt = tables.place(&dsdt::dsdt(input));
     // The FADT comes first, by custom of every firmware.
-    let mut others = vec![fixed::fadt(dsdt), fixed::madt(input.boot_vcpus, input.max_vcpus), fixed::mcfg()];
+    let mut others = vec![fixed::fadt(dsdt), fixed::madt(input), fixed::mcfg()];
     if input.nodes.len() > 1 {
         others.extend(numa::tables(&input.nodes));
     }
@@ -196,6 +204,7 @@ mod tests {
         AcpiInput {
             boot_vcpus: 2,
             max_vcpus: 4,
+            apic_ids: vec![],
             serial: true,
             nodes: vec![
                 NumaNode {

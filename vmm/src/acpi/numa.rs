@@ -37,7 +37,7 @@ pub struct Performance {
 /// A NUMA node. Its proximity domain is its place among the nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NumaNode {
-    /// Indices of its vCPUs.
+    /// APIC ids of its vCPUs.
     pub vcpus: Vec<u8>,
     /// Its memory.
     pub memory: Vec<NodeMemory>,

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use super::error::ConfigError;
 use super::numa::{FLAG, LOCAL_DISTANCE, MAX_DISTANCE, MAX_NODE, NumaConfig, check_node};
+use super::packages::{self, VcpuPlace};
 use super::{MemoryZoneConfig, PmMemoryConfig, VmConfig};
 use crate::governor::core::BALLOON_ZONE;
 use crate::memory::zone::{Tier, ZoneSpec};
@@ -33,6 +34,8 @@ pub struct Topology {
     nodes: Vec<Node>,
     /// Row by row.
     distances: Vec<u8>,
+    /// By the vCPUs' indices.
+    places: Vec<VcpuPlace>,
 }
 
 impl Topology {
@@ -48,9 +51,10 @@ impl Topology {
         }
         zones.extend(pm_zones(config, &zones, &cpus)?);
         let count = count(config, &zones, &cpus)?;
+        let places = places(config, &cpus)?;
         let nodes =
             (0..count).map(|id| Node { cpus: cpus.remove(&id).unwrap_or_default(), near: id }).collect();
-        let mut topology = Self { zones, nodes, distances: vec![0; (count * count) as usize] };
+        let mut topology = Self { places, zones, nodes, distances: vec![0; (count * count) as usize] };
         topology.set_distances(config)?;
         Ok(topology)
     }
@@ -63,6 +67,11 @@ impl Topology {
     /// The nodes, by their numbers.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
+    }
+
+    /// Where each vCPU stands, by its index.
+    pub fn places(&self) -> &[VcpuPlace] {
+        &self.places
     }
 
     /// How far `to` is from `from`, as in SLIT.
@@ -293,6 +302,18 @@ fn count(config: &VmConfig, zones: &[ZoneSpec], cpus: &BTreeMap<u32, Vec<u8>>) -
         ));
     }
     Ok(highest + 1)
+}
+
+fn places(config: &VmConfig, cpus: &BTreeMap<u32, Vec<u8>>) -> Result<Vec<VcpuPlace>, ConfigError> {
+    let nodes: Vec<&[u8]> = cpus.values().map(Vec::as_slice).collect();
+    packages::places(&nodes, config.cpus.boot_vcpus).ok_or_else(|| {
+        let most = nodes.iter().map(|cpus| cpus.len()).max().unwrap_or(0);
+        let reason = format!(
+            "{} nodes with up to {most} vCPUs: each is a package, and 255 APIC ids do not suffice for that",
+            nodes.len()
+        );
+        ConfigError::Conflict { flag: FLAG, reason }
+    })
 }
 
 /// The distances that are said, which are the same both ways.

@@ -192,6 +192,20 @@ fn vcpus_that_fit_no_node_are_refused() {
 }
 
 #[test]
+fn packages_without_apic_ids_are_refused() {
+    let nodes: Vec<String> = (0u8..3)
+        .map(|node| format!("--numa guest_numa_id={node},cpus={}-{}", node * 80, node * 80 + 79))
+        .collect();
+    let flags: Vec<&str> = ["--cpus boot=240"].into_iter().chain(nodes.iter().map(String::as_str)).collect();
+    assert_eq!(
+        error(&flags),
+        "--numa: 3 nodes with up to 80 vCPUs: each is a package, and 255 APIC ids do not suffice for that"
+    );
+    let ids: Vec<u8> = topology(&TWO_NODES).places().iter().map(|place| place.apic_id).collect();
+    assert_eq!(ids, [0, 1, 8, 9]);
+}
+
+#[test]
 fn nodes_are_counted_as_linux_does() {
     assert_eq!(
         error(&["--pm-memory ,guest_numa_node=2"]),

@@ -1,10 +1,12 @@
 //! What CPUID tells the guest: what KVM can do, with each vCPU's place in the topology filled in.
 //!
-//! One thread per core, all cores in one package. KVM_GET_SUPPORTED_CPUID returns the host CPU's own topology,
+//! One thread per core, a package for each node with vCPUs. KVM_GET_SUPPORTED_CPUID returns the host CPU's own topology,
 //! which is that of whichever CPU the call ran on: every field that holds an APIC id or a count of cores must be
 //! replaced, or Linux sees CPUs in the wrong packages.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
+
+use crate::config::VcpuPlace;
 
 /// Leaf 1, ECX: the local APIC timer takes deadlines in TSC ticks.
 const TSC_DEADLINE: u32 = 1 << 24;
@@ -13,23 +15,6 @@ const HYPERVISOR: u32 = 1 << 31;
 /// Leaf 1, EDX: the count of logical processors in EBX is valid.
 const HTT: u32 = 1 << 28;
 
-/// Where one vCPU stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// Its index, which is its APIC id.
-    pub index: u8,
-    /// How many vCPUs there are.
-    pub count: u8,
-    /// Whether KVM emulates the APIC timer's deadline mode (KVM_CAP_TSC_DEADLINE_TIMER): the supported leaves
-    /// never say so.
-    pub tsc_deadline: bool,
-}
-
-/// Bits of an APIC id that tell the cores of a package apart.
-fn core_bits(count: u8) -> u32 {
-    u32::from(count).next_power_of_two().trailing_zeros()
-}
-
 /// The leaves of the extended topology (Intel SDM 2A, CPUID): the same content in both.
 const EXTENDED_TOPOLOGY: [u32; 2] = [0xb, 0x1f];
 
@@ -37,12 +22,15 @@ const EXTENDED_TOPOLOGY: [u32; 2] = [0xb, 0x1f];
 ///
 /// Of the extended topology, newer hosts return subleaf 0 alone, and that zeroed: its subleaves are written here. The
 /// second of the two leaves stays out where the host does not have it, as the highest leaf says.
-pub fn place(supported: &CpuId, place: Place) -> CpuId {
+///
+/// `tsc_deadline`: whether KVM emulates the APIC timer's deadline mode (KVM_CAP_TSC_DEADLINE_TIMER); the supported leaves
+/// never say so.
+pub fn place(supported: &CpuId, place: VcpuPlace, tsc_deadline: bool) -> CpuId {
     let is_topology = |entry: &kvm_cpuid_entry2| EXTENDED_TOPOLOGY.contains(&entry.function);
     let mut entries: Vec<_> =
         supported.as_slice().iter().copied().filter(|entry| !is_topology(entry)).collect();
     for entry in &mut entries {
-        place_entry(entry, place);
+        place_entry(entry, place, tsc_deadline);
     }
     for function in EXTENDED_TOPOLOGY {
         if supported.as_slice().iter().any(|entry| entry.function == function) {
@@ -53,8 +41,8 @@ pub fn place(supported: &CpuId, place: Place) -> CpuId {
 }
 
 /// Subleaf 0 threads, 1 cores, then the end.
-fn extended_topology(function: u32, place: Place) -> [kvm_cpuid_entry2; 3] {
-    let levels = [(0, 1, 1), (core_bits(place.count), u32::from(place.count), 2), (0, 0, 0)];
+fn extended_topology(function: u32, place: VcpuPlace) -> [kvm_cpuid_entry2; 3] {
+    let levels = [(0, 1, 1), (place.core_bits, u32::from(place.cores), 2), (0, 0, 0)];
     [0, 1, 2].map(|index| {
         let (shift, logical, kind) = levels[index as usize];
         kvm_cpuid_entry2 {
@@ -64,36 +52,46 @@ fn extended_topology(function: u32, place: Place) -> [kvm_cpuid_entry2; 3] {
             eax: shift,
             ebx: logical,
             ecx: index | kind << 8,
-            edx: place.index.into(),
+            edx: place.apic_id.into(),
             ..Default::default()
         }
     })
 }
 
-fn place_entry(entry: &mut kvm_cpuid_entry2, place: Place) {
-    let (index, count) = (u32::from(place.index), u32::from(place.count));
+/// Who shares a cache, less one, where CPUID describes caches: those of level 3 the package, others one core.
+fn sharing(cache: u32, place: VcpuPlace) -> u32 {
+    let level = cache >> 5 & 7;
+    if level >= 3 { (1 << place.core_bits) - 1 } else { 0 }
+}
+
+fn place_entry(entry: &mut kvm_cpuid_entry2, place: VcpuPlace, tsc_deadline: bool) {
+    let (apic_id, cores) = (u32::from(place.apic_id), u32::from(place.cores));
+    let core_bits = place.core_bits;
     match entry.function {
         // Features and initial APIC id (bits 31 to 24), logical processors (23 to 16).
         0x1 => {
             // Eight bits hold the count: 256 does not fit, and would carry into the APIC id.
-            let logical = (1u32 << core_bits(place.count)).min(255);
-            entry.ebx = (entry.ebx & 0xffff) | index << 24 | logical << 16;
-            entry.ecx |= HYPERVISOR | if place.tsc_deadline { TSC_DEADLINE } else { 0 };
-            entry.edx = if count > 1 { entry.edx | HTT } else { entry.edx & !HTT };
+            let logical = (1u32 << core_bits).min(255);
+            entry.ebx = (entry.ebx & 0xffff) | apic_id << 24 | logical << 16;
+            entry.ecx |= HYPERVISOR | if tsc_deadline { TSC_DEADLINE } else { 0 };
+            entry.edx = if cores > 1 { entry.edx | HTT } else { entry.edx & !HTT };
         }
-        // Caches: cores in the package less one (31 to 26); who shares the cache (25 to 14): caches of level 3
-        // the package, others one core.
+        // Caches: cores in the package less one (31 to 26); who shares the cache (25 to 14).
         0x4 => {
-            let level = entry.eax >> 5 & 7;
-            let sharing = if level >= 3 { (1 << core_bits(place.count)) - 1 } else { 0 };
-            entry.eax = (entry.eax & 0x3fff) | sharing << 14 | ((1 << core_bits(place.count)) - 1) << 26;
+            let sharing = sharing(entry.eax, place);
+            entry.eax = (entry.eax & 0x3fff) | sharing << 14 | ((1 << core_bits) - 1) << 26;
         }
+        // AMD: the same without the cores.
+        0x8000_001d => entry.eax = (entry.eax & !(0xfff << 14)) | sharing(entry.eax, place) << 14,
         // Performance counters are not offered: KVM's emulation of them differs from host to host.
         0xa => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
         // AMD: cores less one (7 to 0), bits of the APIC id (15 to 12).
-        0x8000_0008 => entry.ecx = (entry.ecx & !0xf0ff) | (count - 1) | core_bits(place.count) << 12,
+        0x8000_0008 => entry.ecx = (entry.ecx & !0xf0ff) | (cores.max(1) - 1) | core_bits << 12,
         // AMD: extended APIC id, core, node.
-        0x8000_001e => (entry.eax, entry.ebx, entry.ecx) = (index, index, 0),
+        0x8000_001e => {
+            (entry.eax, entry.ebx, entry.ecx) =
+                (apic_id, apic_id & ((1 << core_bits) - 1), place.package.into());
+        }
         _ => {}
     }
 }
@@ -116,11 +114,40 @@ mod tests {
         kvm_cpuid_entry2 { function, index, eax: !0, ebx: !0, ecx: !0, edx: !0, ..Default::default() }
     }
 
+    fn one_package(apic_id: u8, cores: u8) -> VcpuPlace {
+        let core_bits = u32::from(cores).next_power_of_two().trailing_zeros();
+        VcpuPlace { apic_id, package: 0, cores, core_bits }
+    }
+
+    #[test]
+    fn a_package_ends_where_the_apic_ids_of_its_cores_do() {
+        // The second core of the second package of two with 8 ids each.
+        let second = VcpuPlace { apic_id: 9, package: 1, cores: 2, core_bits: 3 };
+        let placed = |mut entry: kvm_cpuid_entry2| {
+            place_entry(&mut entry, second, false);
+            entry
+        };
+        assert_eq!(placed(leaf(0x1, 0)).ebx, 0x0908_ffff);
+        let [_, cores, _] = extended_topology(0xb, second);
+        assert_eq!((cores.eax, cores.ebx, cores.edx), (3, 2, 9));
+        assert_eq!(placed(leaf(0x8000_0008, 0)).ecx & 0xf0ff, 0x3001);
+        let amd = placed(leaf(0x8000_001e, 0));
+        assert_eq!((amd.eax, amd.ebx, amd.ecx), (9, 1, 1));
+        // Caches of level 3 are the package's, of level 1 the core's; who shares them are bits 25 to 14.
+        for function in [0x4, 0x8000_001d] {
+            for (level, sharing) in [(1, 0), (3, 7)] {
+                let cache = kvm_cpuid_entry2 { eax: 0xfff << 14 | level << 5, ..leaf(function, 0) };
+                let eax = placed(cache).eax;
+                assert_eq!((eax >> 14 & 0xfff, eax >> 5 & 7), (sharing, level), "{function:#x}");
+            }
+        }
+    }
+
     fn placed(function: u32, subleaf: u32, index: u8, count: u8) -> kvm_cpuid_entry2 {
         // As a newer host returns it: of the extended topology subleaf 0 alone.
         let supported =
             CpuId::from_entries(&[leaf(function, if function == 0xb { 0 } else { subleaf })]).unwrap();
-        let placed = place(&supported, Place { index, count, tsc_deadline: true });
+        let placed = place(&supported, one_package(index, count), true);
         *placed.as_slice().iter().find(|entry| entry.index == subleaf).unwrap()
     }
 
@@ -158,7 +185,7 @@ mod tests {
     #[test]
     fn a_topology_leaf_that_the_host_lacks_is_not_made_up() {
         let supported = CpuId::from_entries(&[leaf(0xb, 0)]).unwrap();
-        let placed = place(&supported, Place { index: 0, count: 2, tsc_deadline: false });
+        let placed = place(&supported, one_package(0, 2), false);
         let functions: Vec<_> = placed.as_slice().iter().map(|entry| (entry.function, entry.index)).collect();
         assert_eq!(functions, [(0xb, 0), (0xb, 1), (0xb, 2)]);
     }
@@ -166,9 +193,9 @@ mod tests {
     #[test]
     fn the_deadline_timer_is_offered_only_where_kvm_has_it() {
         let mut entry = kvm_cpuid_entry2 { function: 1, ..Default::default() };
-        place_entry(&mut entry, Place { index: 0, count: 1, tsc_deadline: false });
+        place_entry(&mut entry, one_package(0, 1), false);
         assert_eq!(entry.ecx, HYPERVISOR);
-        place_entry(&mut entry, Place { index: 0, count: 1, tsc_deadline: true });
+        place_entry(&mut entry, one_package(0, 1), true);
         assert_eq!(entry.ecx, HYPERVISOR | TSC_DEADLINE);
     }
 

@@ -21,9 +21,9 @@ use crate::acpi::pm::{PmEvent, PmPort};
 use crate::acpi::{self, AcpiInput};
 use crate::boot::{self, BootInfo, BootRequest};
 use crate::bus::Bus;
-use crate::config::{ConfigError, ConsoleMode, Topology, VmConfig};
+use crate::config::{ConsoleMode, Topology, VmConfig};
 use crate::cpu::brake::Brake;
-use crate::cpu::cpuid::{self, Place};
+use crate::cpu::cpuid;
 use crate::cpu::run::{Surroundings, Vcpu};
 use crate::cpu::{CpuError, state};
 use crate::event_loop::{EventLoop, EventLoopHandle};
@@ -121,7 +121,7 @@ pub fn build(
 ) -> Result<KvmMachine, BuildError> {
     // 1. What may be missing or in use elsewhere, before anything is made. Pools last: opening one marks what
     //    an earlier life left lent, and starts to erase it.
-    let topology = Topology::of(config).map_err(BuildError::device::<ConfigError>("the guest's nodes"))?;
+    let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
     let hypervisor = Hypervisor::open()?;
     resources.open_pmem(config)?;
     resources.open_pools(config)?;
@@ -152,16 +152,17 @@ pub fn build(
     let input = AcpiInput {
         boot_vcpus: config.cpus.boot_vcpus,
         max_vcpus: config.cpus.max_vcpus,
+        apic_ids: topology.places().iter().map(|place| place.apic_id).collect(),
         serial: config.serial.mode != ConsoleMode::Off,
         nodes: zones::numa_nodes(config, &topology, memory.map()),
         nvdimms: volumes.nvdimms,
     };
     acpi::build(&input)?.write(memory.boot())?;
     // 6. vCPUs, paused: none runs before the owner resumes them all.
-    let vcpus = build_vcpus(config, &hypervisor, &fabric, &boot, events)?;
+    let vcpus = build_vcpus(config, &topology, &hypervisor, &fabric, &boot, events)?;
     // 7. The governor last: it acts on what is there.
     let governor =
-        governing::start(config, &topology, resources, &zones, balloon.as_ref(), plugged, agents, &volumes.guest_btt)?;
+        governing::start(config, resources, &zones, balloon.as_ref(), plugged, agents, &volumes.guest_btt)?;
     // 8. Nothing can be missing any more: what an earlier VM has said may go.
     files.begin().map_err(BuildError::device("--serial, --console"))?;
     resources.metrics().set_machine(MachineSources {
@@ -280,6 +281,7 @@ fn add_platform(fabric: &Fabric, events: &EventSender) -> Result<Arc<GenericEven
 
 fn build_vcpus(
     config: &VmConfig,
+    topology: &Topology,
     hypervisor: &Hypervisor,
     fabric: &Fabric,
     boot: &BootInfo,
@@ -289,9 +291,10 @@ fn build_vcpus(
     (0..count)
         .map(|index| {
             let error = |what| move |source| CpuError::Kvm { what, index, source };
-            let fd = hypervisor.vm.create_vcpu(u64::from(index)).map_err(error("create"))?;
-            let place = Place { index, count, tsc_deadline: hypervisor.tsc_deadline };
-            let leaves = cpuid::place(&hypervisor.cpuid, place);
+            let place = topology.places()[usize::from(index)];
+            // KVM takes the number that it is given for the APIC id, and 0 for the one that boots.
+            let fd = hypervisor.vm.create_vcpu(u64::from(place.apic_id)).map_err(error("create"))?;
+            let leaves = cpuid::place(&hypervisor.cpuid, place, hypervisor.tsc_deadline);
             fd.set_cpuid2(&leaves).map_err(error("set the CPUID of"))?;
             state::initialise(&fd, index)?;
             if index == 0 {

@@ -108,7 +108,6 @@ fn governed_balloon(balloon: &BalloonHandle) -> GovernedZone {
 /// Starts the governor of a machine that is about to run.
 pub(super) fn start(
     config: &VmConfig,
-    topology: &Topology,
     resources: &Resources,
     handles: &[MemHandle],
     balloon: Option<&BalloonHandle>,
@@ -117,6 +116,7 @@ pub(super) fn start(
     guest_btt: &Arc<GuestBtt>,
 ) -> Result<Governor, BuildError> {
     let balloon_bytes = balloon.map_or(0, |balloon| BalloonHandle::sizes(balloon).max_bytes);
+    let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
     let zones_of = |node| topology.zones().iter().filter(move |zone| zone.guest_node == node);
     // First: within a tier, what is first grows first and shrinks last.
     let mut zones: Vec<_> = balloon.map(governed_balloon).into_iter().collect();
@@ -160,7 +160,7 @@ pub(super) fn start(
                 .map_err(BuildError::Pressure)?;
         }
     }
-    let core = core.with_distances(distances(topology));
+    let core = core.with_distances(distances(&topology));
     let core = match &config.pressure.record {
         Some(path) => record(core, path, config, resources, clock)?,
         None => core,

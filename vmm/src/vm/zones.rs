@@ -41,7 +41,7 @@ pub fn numa_nodes(config: &VmConfig, topology: &Topology, map: &MemoryMap) -> Ve
             boot.chain(placement.hotplug.iter().map(|at| range(at, true)))
         });
         NumaNode {
-            vcpus: node.cpus.clone(),
+            vcpus: node.cpus.iter().map(|cpu| topology.places()[usize::from(*cpu)].apic_id).collect(),
             memory: memory.collect(),
             distances: (0..topology.nodes().len() as u32).map(|to| topology.distance(id, to)).collect(),
             near: node.near,
