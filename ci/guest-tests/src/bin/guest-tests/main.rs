@@ -20,6 +20,7 @@ mod nvdimms;
 mod pmem;
 mod pool_places;
 mod pressure;
+mod pressure_reliability;
 mod raw;
 mod torn;
 mod volume;
@@ -45,6 +46,7 @@ fn main() {
         nodes::TESTS,
         nvdimms::TESTS,
         pressure::TESTS,
+        pressure_reliability::TESTS,
         disk::TESTS,
         volume::TESTS,
         volume_disk::TESTS,

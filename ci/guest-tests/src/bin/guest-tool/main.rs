@@ -29,6 +29,7 @@ usage:
                                                  phases took in microseconds, and a sum that is always the same
   guest-tool watch MILLISECONDS                  what memory there is and is used, a line for each interval
   guest-tool counters                            one such line
+  guest-tool pin MIB                             hold that much memory, with a page of every 2 MiB that cannot be moved
   guest-tool write-files DIR BYTES               write files with fsync until killed; a line per file: name hash
   guest-tool check-files DIR LIST                compare files with such lines
   guest-tool fill-files DIR SEED                 write files until there is no room, and print how many fit
@@ -83,6 +84,7 @@ fn run(arguments: &[&str]) -> Result<()> {
         ["load", name, mib] => load::run(name, number(mib)?),
         ["watch", interval_ms] => load::watch(number(interval_ms)?),
         ["counters"] => load::say_counters(),
+        ["pin", mib] => memory::pin(number(mib)?),
         ["write-files", dir, bytes] => files::write(dir.as_ref(), number(bytes)?),
         ["check-files", dir, list] => files::check(dir.as_ref(), list.as_ref()),
         ["fill-files", dir, seed] => filled::fill(dir.as_ref(), number(seed)?),

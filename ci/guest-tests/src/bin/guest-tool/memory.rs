@@ -1,9 +1,11 @@
 //! Takes memory and keeps it.
 
+use std::io::{self, PipeReader, PipeWriter};
+use std::os::fd::AsRawFd;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 use guest_tests::content::Bytes;
 
@@ -38,5 +40,36 @@ pub fn touch(mib: u64) -> Result<()> {
             held.iter().step_by(PAGE).fold(0u64, |sum, byte| sum + u64::from(*std::hint::black_box(byte)));
         std::hint::black_box(sum);
         thread::sleep(Duration::from_millis(200));
+    }
+}
+
+/// A pipe has so many pages unless it is made larger, and an unprivileged one may not be.
+const PIPE_PAGES: usize = 16;
+
+/// Fills memory, and lends one page of every 2 MiB to a pipe that nobody reads: it cannot be moved until that ends.
+/// Says `pinned`, and keeps it until killed.
+pub fn pin(mib: u64) -> Result<()> {
+    let mut held: Vec<Vec<u8>> = Vec::new();
+    let mut pipes: Vec<(PipeReader, PipeWriter)> = Vec::new();
+    for index in 0..mib {
+        let mut chunk = vec![0u8; MIB];
+        Bytes::new(index).fill(&mut chunk);
+        held.push(chunk);
+    }
+    for (nth, chunk) in held.iter().step_by(2).enumerate() {
+        if nth % PIPE_PAGES == 0 {
+            pipes.push(io::pipe()?);
+        }
+        let (_, writer) = pipes.last().expect("one was just made");
+        let page = chunk.as_ptr().wrapping_add(chunk.as_ptr().align_offset(4096));
+        let piece = libc::iovec { iov_base: page.cast_mut().cast(), iov_len: 4096 };
+        // SAFETY: the page is within the chunk, which is kept as long as the pipe; the kernel only reads it.
+        let lent = unsafe { libc::vmsplice(writer.as_raw_fd(), &raw const piece, 1, 0) };
+        ensure!(lent == 4096, "A page cannot be lent: {}", io::Error::last_os_error());
+    }
+    println!("pinned");
+    loop {
+        std::hint::black_box((&held, &pipes));
+        thread::park();
     }
 }
