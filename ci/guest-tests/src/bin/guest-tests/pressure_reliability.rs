@@ -1,4 +1,5 @@
-//! The governor goes on with a guest that cannot give back, or cannot take.
+//! The governor goes on: with an agent that is stopped, killed, floods or lies, on a host without a CPU to spare, with
+//! a guest that cannot give back or cannot take.
 
 use std::time::Duration;
 
@@ -7,9 +8,10 @@ use guest_tests::guest::{GuestBuilder, Script};
 use guest_tests::{Guest, Pool};
 use serde_json::{Value, json};
 
-use crate::zones::{MIB, zone};
+use crate::zones::{MIB, vmstat, zone};
 
 guest_tests::tests![
+    decisions_come_whatever_the_agent_does: 400,
     memory_with_pinned_pages_stays_and_the_rest_goes_back: 600 (extended),
     a_guest_without_dram_for_descriptors_is_asked_again: 600 (extended),
 ];
@@ -50,6 +52,69 @@ fn fill(guest: &Guest, mib: u64) -> Result<Script> {
     let goal = format!("held {mib}");
     while hog.next_line().context("The load was killed")? != goal {}
     Ok(hog)
+}
+
+fn refused(guest: &Guest, reason: &str) -> Result<f64> {
+    Ok(guest.metrics()?.sum("foreshore_pressure_refused_reports_total", &[("reason", reason)]))
+}
+
+fn decisions_come_whatever_the_agent_does() -> Result<()> {
+    const FLOOD: u32 = 600;
+    let pool = Pool::create("1G")?;
+    let guest = small_guest(&pool).pressure("psi").boot()?;
+    wait_for_agent(&guest, "live")?;
+    for zone in pressure(&guest)?["zones"].as_array().context("No zones")? {
+        ensure!(zone["driver_ready"] == true, "The driver is not up: {zone}");
+    }
+    // 1. Every vCPU is busy, and on one CPU so is the host: the guest still gets what it needs, before it would swap.
+    let busy = guest.start_script(LIMIT, "while :; do :; done & while :; do :; done")?;
+    let hog = fill(&guest, 512)?;
+    let grown =
+        |decision: &Value| decision["direction"] == "grow" && decision["outcome"]["state"] == "reached";
+    guest.wait_until("a grow is reached", LIMIT, || has_decided(&guest, grown))?;
+    ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
+    drop((busy, hog));
+    // 2. The agent is stopped, and killed.
+    guest.run("killall -STOP foreshore-agent")?;
+    wait_for_agent(&guest, "silent")?;
+    guest.run("killall -KILL foreshore-agent")?;
+    wait_for_agent(&guest, "gone")?;
+    // 3. Somebody floods in its place. It is taken in its time, and nobody waits meanwhile.
+    let before = refused(&guest, "not_json")?;
+    guest.run(&format!("yes no-report | head -n {FLOOD} | guest-tool vsock-send 9746"))?;
+    guest.wait_until("the flood is counted", LIMIT, || {
+        Ok(refused(&guest, "not_json")? - before == f64::from(FLOOD))
+    })?;
+    // 4. Somebody lies: there is never anything left. That takes what the zones hold, and no more.
+    let uptime_s: f64 = guest.run("cut -d ' ' -f 1 /proc/uptime")?.trim().parse()?;
+    let lie = |seq: u32| {
+        let memory = json!({ "total_bytes": 384 * MIB, "free_bytes": 0, "available_bytes": 0 });
+        let zone = json!({ "node": 0, "kind": "dma32", "free_pages": 60_000, "min_pages": 0, "low_pages": 0,
+            "high_pages": 0, "managed_pages": 90_000 });
+        json!({ "type": "report", "version": 1, "seq": seq, "monotonic_ms": (uptime_s * 1000.0) as u64,
+            "memory": memory, "zones": [zone] })
+        .to_string()
+    };
+    let hello = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
+    let lies: Vec<_> = std::iter::once(hello.to_owned()).chain((1..=5).map(lie)).collect();
+    guest.run(&format!("printf '%s\\n' '{}' | guest-tool vsock-send 9746", lines(&lies)))?;
+    guest.wait_until("the lies are gone", LIMIT, || Ok(pressure(&guest)?["agent"] == "gone"))?;
+    let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
+    ensure!(dram.requested_bytes <= 128 * MIB && pm.requested_bytes <= 512 * MIB, "More than there is");
+    // 5. The agent is back.
+    guest.run("setsid foreshore-agent >/run/agent.log 2>&1 </dev/null &")?;
+    wait_for_agent(&guest, "live")?;
+    let metrics = guest.metrics()?;
+    let plan = "foreshore_pressure_report_to_plan_seconds";
+    let count = metrics.value(&format!("{plan}_count"), &[])?;
+    let quick = metrics.value(&format!("{plan}_bucket"), &[("le", "0.001")])?;
+    // For whoever reads the log: a time is no verdict.
+    println!("{quick} of {count} lines of the agent took less than 1 ms from report to plan");
+    guest.no_kernel_complaints()
+}
+
+fn lines(lines: &[String]) -> String {
+    lines.join("' '")
 }
 
 fn memory_with_pinned_pages_stays_and_the_rest_goes_back() -> Result<()> {
