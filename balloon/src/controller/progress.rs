@@ -1,7 +1,7 @@
 //! Whether a zone's guest driver follows what is asked of it.
 
 use super::Rules;
-use crate::units::round_down;
+use crate::units::{round_down, round_up};
 use crate::{TimeMs, ZoneSizes};
 
 /// Follows one zone.
@@ -64,17 +64,28 @@ impl Progress {
     /// What to request instead, if the guest has not followed for too long: half of what is missing, so that the
     /// change itself makes the driver try again; at the end, what it has. A shrink is withdrawn at once, because
     /// memory that the guest uses is not worth fighting for, and the next one is smaller.
+    ///
+    /// A balloon's guest counts in pages: what it has may lie between two blocks, and what is requested never does. A
+    /// withdrawn shrink leaves it the whole block; the last part of a block of a grow is as good as there.
     pub fn fall_back(&mut self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> Option<u64> {
         if zone.requested_bytes == zone.plugged_bytes || now.since(self.moved) < rules.progress_ms {
             return None;
         }
         let growing = zone.requested_bytes > zone.plugged_bytes;
         let missing = zone.requested_bytes.abs_diff(zone.plugged_bytes);
+        if growing && missing < zone.block_bytes {
+            return None;
+        }
         let half = round_down(missing / 2, zone.block_bytes);
         let attempt = if growing { &mut self.grow } else { &mut self.shrink };
         attempt.failed(half, zone, rules, now, growing);
         self.moved = now;
-        Some(zone.plugged_bytes + if growing { half } else { 0 })
+        let less = match growing {
+            true => round_down(zone.plugged_bytes + half, zone.block_bytes),
+            false => round_up(zone.plugged_bytes, zone.block_bytes),
+        };
+        let most = round_down(zone.max_bytes, zone.block_bytes);
+        Some(less.max(round_up(zone.floor_bytes, zone.block_bytes)).min(most))
     }
 
     /// The most that may be requested of the zone, for the guest's driver's sake.

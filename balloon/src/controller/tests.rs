@@ -349,6 +349,36 @@ fn rule_5_a_shrink_that_one_pm_zone_refuses_is_asked_of_the_other() {
     assert_eq!(second.targets[DRAM].requested_bytes, 128 * MIB);
 }
 
+/// A balloon's guest inflates and deflates by pages, and stops anywhere.
+#[test]
+fn rule_5_what_is_withdrawn_is_whole_blocks_whatever_the_guest_has() {
+    let mut rig = Rig::fixed(128);
+    rig.host.balloon = Some(ZoneId(0));
+    rig.tick(0);
+    rig.follow();
+    rig.want(64);
+    assert_eq!(rig.tick(6_000).direction, Direction::Shrink);
+    rig.host.zones[DRAM].plugged_bytes = 101 * MIB + 4096;
+    rig.tick(1_000);
+    assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
+    assert_eq!(rig.requested_mib(), (102, 0), "what it has stays, and the rest of the block");
+    // What is missing of the block is no request that has to be withdrawn.
+    rig.want(102);
+    assert_eq!(rig.tick(60_000).reason, Reason::Enough);
+
+    rig.host.zones[DRAM].max_bytes = 128 * MIB;
+    rig.want(128);
+    assert_eq!(rig.tick(1_000).direction, Direction::Grow);
+    let mut seen = Vec::new();
+    for _ in 0..5 {
+        let plan = rig.tick(5_000);
+        assert!(plan.targets.iter().all(|target| target.requested_bytes % (2 * MIB) == 0), "{plan:?}");
+        seen.push((plan.reason, rig.requested_mib().0));
+    }
+    let less = Reason::NoProgress;
+    assert_eq!(seen[..2], [(less, 112), (less, 104)], "down for a grow: {seen:?}");
+}
+
 #[test]
 fn rule_6_lost_reports_of_a_guest_that_was_well_hold() {
     let mut rig = Rig::new(Policy::default());
