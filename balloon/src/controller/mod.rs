@@ -232,8 +232,13 @@ impl Controller {
 
     fn take_report(&mut self, report: &Report, host: &HostView, now: TimeMs) {
         let state = std::mem::replace(&mut self.state, PolicyState::Empty);
-        let (state, decision) = self.policy.decide(state, Input { report, host }, now);
+        let seen = self.without_stuck(host, now);
+        let (state, mut decision) = self.policy.decide(state, Input { report, host: &seen }, now);
         self.state = state;
+        // A policy's sizes begin at what it saw requested.
+        let change =
+            |want: u64| want.saturating_add(host.requested_bytes()).saturating_sub(seen.requested_bytes());
+        decision.want_bytes = decision.want_bytes.map(change);
         self.lost = Lost::default();
         self.last = Some(LastReport {
             at: now,
@@ -241,6 +246,30 @@ impl Controller {
             carried_bytes: carried_bytes(report),
             online_policy: report.blocks().online_policy,
         });
+    }
+
+    /// What the policy is shown. Memory on its way to a zone, or from it, counts for as long as it comes, whoever asked for
+    /// it. Where nothing has come for too long, and rule 5 does not end the request, the zone stays as it is: or what a
+    /// hand has asked for would be waited for by a guest that is short.
+    fn without_stuck(&self, host: &HostView, now: TimeMs) -> HostView {
+        let mut seen = host.clone();
+        for (zone, followed) in seen.zones.iter_mut().zip(&self.zones) {
+            let grow_bytes = zone.outstanding_grow_bytes();
+            let is_left = followed.pinned || (1..zone.block_bytes).contains(&grow_bytes);
+            if is_left && followed.progress.is_stuck(zone, &self.rules, now) {
+                zone.requested_bytes = zone.plugged_bytes;
+            }
+        }
+        seen
+    }
+
+    /// Whether a zone that the loop sizes is still to follow. A hand's request is the hand's to wait for, and less than a
+    /// block of a grow is not waited for.
+    fn is_in_progress(&self, host: &HostView) -> bool {
+        let own = host.zones.iter().zip(&self.zones).filter(|(_, followed)| !followed.pinned);
+        own.map(|(zone, _)| zone).any(|zone| {
+            zone.outstanding_shrink_bytes() > 0 || zone.outstanding_grow_bytes() >= zone.block_bytes.max(1)
+        })
     }
 
     fn plan(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
@@ -350,7 +379,7 @@ impl Controller {
     fn shrink(&self, bytes: u64, reason: Reason, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
         let wanted = host.requested_bytes() - bytes;
         let hold = |reason| Plan { wanted_bytes: wanted, ..self.hold(reason, host) };
-        if host.outstanding_shrink_bytes() > 0 || host.outstanding_grow_bytes() > 0 {
+        if self.is_in_progress(host) {
             return hold(Reason::InProgress);
         }
         let cooling = self.grown_at.is_some_and(|at| now.since(at) < self.cool_down_ms)

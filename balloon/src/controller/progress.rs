@@ -68,7 +68,7 @@ impl Progress {
     /// A balloon's guest counts in pages: what it has may lie between two blocks, and what is requested never does. A
     /// withdrawn shrink leaves it the whole block; the last part of a block of a grow is as good as there.
     pub fn fall_back(&mut self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> Option<u64> {
-        if zone.requested_bytes == zone.plugged_bytes || now.since(self.moved) < rules.progress_ms {
+        if !self.is_stuck(zone, rules, now) {
             return None;
         }
         let growing = zone.requested_bytes > zone.plugged_bytes;
@@ -86,6 +86,11 @@ impl Progress {
         };
         let most = round_down(zone.max_bytes, zone.block_bytes);
         Some(less.max(round_up(zone.floor_bytes, zone.block_bytes)).min(most))
+    }
+
+    /// Whether nothing has happened for too long on what is requested.
+    pub fn is_stuck(&self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> bool {
+        zone.requested_bytes != zone.plugged_bytes && now.since(self.moved) >= rules.progress_ms
     }
 
     /// The most that may be requested of the zone, for the guest's driver's sake.

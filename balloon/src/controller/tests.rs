@@ -366,7 +366,6 @@ fn rule_5_what_is_withdrawn_is_whole_blocks_whatever_the_guest_has() {
     rig.want(102);
     assert_eq!(rig.tick(60_000).reason, Reason::Enough);
 
-    rig.host.zones[DRAM].max_bytes = 128 * MIB;
     rig.want(128);
     assert_eq!(rig.tick(1_000).direction, Direction::Grow);
     let mut seen = Vec::new();
@@ -430,6 +429,42 @@ fn rule_7_a_zone_sized_by_hand_is_left_alone_until_resumed() {
     rig.controller.resume(Some(ZoneId(1)));
     rig.tick(0);
     assert_eq!(rig.requested_mib(), (128, 472));
+}
+
+#[test]
+fn rule_7_a_hand_that_the_guest_does_not_follow_stops_no_shrink() {
+    for by_hand_mib in [100, 0] {
+        let mut rig = Rig::fixed(400);
+        rig.tick(0);
+        rig.follow();
+        rig.controller.pin(ZoneId(0), &rig.host, rig.now);
+        rig.host.zones[DRAM].requested_bytes = by_hand_mib * MIB;
+        rig.want(by_hand_mib);
+        assert_eq!(rig.tick(6_000).direction, Direction::Shrink);
+        assert_eq!(rig.requested_mib(), (by_hand_mib, 144));
+        assert_eq!(rig.tick(1_000).reason, Reason::InProgress, "its own step is waited for");
+        rig.host.zones[PM].plugged_bytes = 144 * MIB;
+        assert_eq!(rig.tick(1_000).direction, Direction::Shrink);
+    }
+}
+
+#[test]
+fn rule_7_memory_that_does_not_come_to_a_zone_sized_by_hand_is_not_waited_for() {
+    let mut rig = Rig::new(Policy::default());
+    rig.controller.pin(ZoneId(0), &rig.host, rig.now);
+    rig.host.zones[DRAM].requested_bytes = 128 * MIB;
+    assert_eq!(rig.report(1000, 10).direction, Direction::Hold, "what is on its way is enough");
+    for _ in 0..4 {
+        rig.report(1000, 10);
+    }
+    let plan = rig.report(1000, 10);
+    assert_eq!((plan.direction, plan.reason), (Direction::Grow, Reason::LowAvailable));
+    assert_eq!(rig.requested_mib().0, 128, "the hand's request stays");
+    assert!(
+        (16..128).contains(&rig.requested_mib().1),
+        "what the guest lacks, no more: {:?}",
+        rig.requested_mib()
+    );
 }
 
 #[test]
