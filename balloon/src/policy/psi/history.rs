@@ -40,6 +40,8 @@ struct Sample {
 /// What happened over the window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Rates {
+    /// There was a stretch of time in which signs of want can have been seen.
+    pub watched: bool,
     /// How fast use grows: the fastest of all stretches that end now.
     pub fill_bytes_per_s: u64,
     /// Bytes swapped out.
@@ -48,6 +50,8 @@ pub(super) struct Rates {
     pub stalled: bool,
     /// Evicted pages came back at the configured rate.
     pub refaulting: bool,
+    /// Those of anonymous memory alone did.
+    pub anon_refaulting: bool,
     /// Those of files alone did.
     pub files_refaulting: bool,
     /// How fast.
@@ -94,10 +98,12 @@ impl History {
         let swapped_in = newest.swapped_in_pages.saturating_sub(oldest.swapped_in_pages);
         let swapped_out = newest.swapped_out_pages.saturating_sub(oldest.swapped_out_pages);
         Rates {
+            watched: true,
             fill_bytes_per_s,
             swapped_out_bytes: swapped_out.saturating_mul(PAGE_BYTES),
             stalled: stalled_us >= ms.saturating_mul(params.stall_permille),
             refaulting: per_s(refaulted) >= params.refault_bytes_per_s,
+            anon_refaulting: per_s(refaulted.saturating_sub(files_refaulted)) >= params.refault_bytes_per_s,
             files_refaulting: per_s(files_refaulted) >= params.refault_bytes_per_s,
             file_refault_bytes_per_s: per_s(files_refaulted),
             swapping_in: per_s(swapped_in) >= params.refault_bytes_per_s,

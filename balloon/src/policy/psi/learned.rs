@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 use foreshore_proto::Report;
 
 use super::Params;
+use super::history::Rates;
 use crate::{HostView, Tier, TimeMs, ZoneId};
 
 /// Until it is known how long plugging takes.
@@ -28,6 +29,10 @@ const FORGIVEN_MS: u64 = 300_000;
 
 /// How long page cache counts as needed since it was last missed, doubling from the first to the second.
 const CACHE_MS: (u64, u64) = (300_000, 3_600_000);
+
+/// So many grows in a row are made for page cache that then comes back as fast as before: memory that is scanned again and
+/// again is missed until all of it fits.
+const VAIN_GROWS: u32 = 3;
 
 /// Swapped memory of which nothing moved for so long is not needed.
 const SWAP_COLD_MS: u64 = 60_000;
@@ -262,11 +267,57 @@ pub(super) struct Cache {
     needed_bytes: u64,
     missed_at: TimeMs,
     keep_ms: u64,
+    /// The last grow for it.
+    tried: Option<Tried>,
+    /// Until when no more is given for it.
+    vain_until: Option<TimeMs>,
+    vain_ms: u64,
+}
+
+/// A grow for page cache, and how many before it helped nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tried {
+    at: TimeMs,
+    /// The guest's total at that time: what never came cannot have helped.
+    total_bytes: u64,
+    refault_bytes_per_s: u64,
+    in_vain: u32,
 }
 
 impl Cache {
     pub fn is_settled(&self, now: TimeMs) -> bool {
-        self.is_forgotten(now)
+        self.is_forgotten(now) && !self.is_beyond_help(now)
+    }
+
+    /// Sees whether the last grow for it has helped: that at least a quarter less comes back.
+    pub fn learn(&mut self, total_bytes: u64, rates: &Rates, now: TimeMs) {
+        let Some(tried) = self.tried.filter(|_| rates.watched) else { return };
+        if rates.file_refault_bytes_per_s < tried.refault_bytes_per_s / 4 * 3 {
+            (self.tried, self.vain_ms) = (None, 0);
+        } else if tried.in_vain >= VAIN_GROWS
+            && total_bytes > tried.total_bytes
+            && rates.files_refaulting
+            && rates.stalled
+        {
+            self.vain_ms = self.vain_ms.saturating_mul(2).clamp(CACHE_MS.0, CACHE_MS.1);
+            (self.tried, self.vain_until) = (None, Some(now + self.vain_ms));
+            self.needed_bytes = 0;
+        }
+    }
+
+    /// The guest is given more for it.
+    pub fn tried(&mut self, total_bytes: u64, refault_bytes_per_s: u64, now: TimeMs) {
+        let before = self.tried.filter(|before| now.since(before.at) < REGRET_MS);
+        let came = before.is_none_or(|before| total_bytes > before.total_bytes);
+        let in_vain = before.map_or(0, |before| before.in_vain) + u32::from(came);
+        // The first of them is what all are held against.
+        let refault_bytes_per_s = before.map_or(refault_bytes_per_s, |before| before.refault_bytes_per_s);
+        self.tried = Some(Tried { at: now, total_bytes, refault_bytes_per_s, in_vain });
+    }
+
+    /// Memory has not helped.
+    pub fn is_beyond_help(&self, now: TimeMs) -> bool {
+        self.vain_until.is_some_and(|until| now < until)
     }
 
     /// Evicted pages come back and tasks wait for them: what is cached now is needed.

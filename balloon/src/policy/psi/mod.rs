@@ -79,28 +79,38 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     state.patience.learn(input.host, now);
 
     let rates = state.history.rates(params, state.coming_ms.min(input.report.monotonic_ms()));
-    if rates.files_refaulting && rates.stalled {
-        state.cache.missed(input.report, now);
-    }
     // What will be available once the guest has followed every request: what is now, with what is still to come,
     // without what is still to go, and without the page cache that is needed.
-    let available_bytes =
-        (memory.available_bytes - state.cache.needed_bytes(input.report, now)).saturating_add(leaving_bytes);
-    let coming_bytes =
-        available_bytes.saturating_add(input.host.requested_bytes()).saturating_sub(online_bytes);
+    let coming = |available_bytes: u64| {
+        available_bytes.saturating_add(input.host.requested_bytes()).saturating_sub(online_bytes)
+    };
+    let with_cache_bytes = memory.available_bytes.saturating_add(leaving_bytes);
+    let bare_bytes = coming(with_cache_bytes.saturating_sub(available_cache_bytes(input.report)));
+    state.cache.learn(memory.total_bytes, &rates, now);
+    let files_count = state.files_count(params, bare_bytes, input.report, now);
+    if files_count && rates.files_refaulting && rates.stalled {
+        state.cache.missed(input.report, now);
+    }
+    let available_bytes = with_cache_bytes.saturating_sub(state.cache.needed_bytes(input.report, now));
+    let coming_bytes = coming(available_bytes);
     let marks = state.marks(params, input.report, &rates, available_bytes, now);
+    let signs = Signs::new(&rates, coming_bytes < marks.tight_bytes, files_count);
+    let signs = Signs { cache_bytes: coming_bytes.saturating_sub(bare_bytes), ..signs };
 
-    let decision = match shortage(params, &marks, &rates, coming_bytes, input) {
+    let decision = match shortage(params, &marks, &signs, &rates, coming_bytes, input) {
         Some((reason, need_bytes)) => {
             state.patience.grown(params, now);
             state.refusals.grown();
             state.plug_time.asked(memory.total_bytes, now);
             state.active_at = now;
+            if signs.misses_files {
+                state.cache.tried(memory.total_bytes, rates.file_refault_bytes_per_s, now);
+            }
             let step_bytes = need_bytes.max(state.next_step(params, now));
             let want_bytes = input.host.requested_bytes().saturating_add(step_bytes);
             decided(Some(want_bytes), reason, true, &marks)
         }
-        None => match state.surplus(params, &marks, &rates, coming_bytes, input, now) {
+        None => match state.surplus(params, &marks, &signs, coming_bytes, input, now) {
             0 => decided(None, Reason::Enough, false, &marks),
             bytes => {
                 let want_bytes = input.host.requested_bytes().saturating_sub(bytes);
@@ -113,6 +123,48 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
 
 fn decided(want_bytes: Option<u64>, reason: Reason, pressure: bool, marks: &Marks) -> Decision {
     Decision { want_bytes, near: None, reason, pressure, watermark_bytes: marks.watch_bytes }
+}
+
+/// Page cache that is available: what files have, without shared memory as far as that shows.
+fn available_cache_bytes(report: &Report) -> u64 {
+    let memory = report.memory();
+    memory.cached_bytes.min(memory.available_bytes.saturating_sub(memory.free_bytes))
+}
+
+/// Rules 5 and 6: which signs of want are the guest's own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Signs {
+    swapping: bool,
+    thrashing: bool,
+    stalled: bool,
+    /// Page cache comes back for which memory helps.
+    misses_files: bool,
+    /// There are some of its own,
+    own: bool,
+    /// or there are some, and none of its own.
+    elsewhere: bool,
+    /// Page cache comes back, whoever wants it.
+    files_refaulting: bool,
+    /// What of that which is coming is page cache.
+    cache_bytes: u64,
+}
+
+impl Signs {
+    fn new(rates: &Rates, tight: bool, files_count: bool) -> Self {
+        let misses_files = files_count && rates.files_refaulting && rates.stalled;
+        let any = rates.stalled || rates.refaulting || rates.swapped_out_bytes > 0;
+        let own = any && (tight || (files_count && rates.files_refaulting));
+        Signs {
+            swapping: tight && (rates.swapped_out_bytes > 0 || rates.swapping_in),
+            thrashing: misses_files || (tight && rates.anon_refaulting && rates.stalled),
+            stalled: tight && rates.stalled,
+            misses_files,
+            own,
+            elsewhere: any && !own,
+            files_refaulting: rates.files_refaulting,
+            cache_bytes: 0,
+        }
+    }
 }
 
 /// Sizes of available memory at which something happens.
@@ -151,10 +203,7 @@ struct Needs {
 impl Marks {
     fn new(params: &Params, needs: Needs) -> Self {
         let total_bytes = needs.total_bytes;
-        let most_bytes = scale(total_bytes, params.headroom_permille, 1000).max(params.min_headroom_bytes);
-        let rest_bytes = scale(params.burst_bytes_per_s, needs.reaction_ms, 1000)
-            .clamp(params.min_headroom_bytes, most_bytes)
-            .max(needs.kswapd_bytes.saturating_mul(params.watermark_scale));
+        let rest_bytes = Self::rest_bytes(params, total_bytes, needs.kswapd_bytes, needs.reaction_ms);
         // A burst may look faster than anything can last: never provide for more than as much again as there is.
         let horizon_ms = params.horizon_ms.max(needs.reaction_ms.saturating_mul(2));
         let ahead = |rate| scale(rate, horizon_ms, 1000).min(total_bytes);
@@ -178,9 +227,30 @@ impl Marks {
             aim_bytes: with(fill_bytes).saturating_add(slack_bytes).saturating_add(swapped_bytes),
             keep_bytes: kept(keep_bytes),
             high_bytes: kept(keep_bytes.saturating_add(slack_bytes / 2)),
-            tight_bytes: rest_bytes.saturating_add(total_bytes / 4),
+            tight_bytes: Self::tight_bytes(rest_bytes, total_bytes),
             watch_bytes: with(slack_bytes / 4),
         }
+    }
+
+    fn rest_bytes(params: &Params, total_bytes: u64, kswapd_bytes: u64, reaction_ms: u64) -> u64 {
+        let most_bytes = scale(total_bytes, params.headroom_permille, 1000).max(params.min_headroom_bytes);
+        scale(params.burst_bytes_per_s, reaction_ms, 1000)
+            .clamp(params.min_headroom_bytes, most_bytes)
+            .max(kswapd_bytes.saturating_mul(params.watermark_scale))
+    }
+
+    fn tight_bytes(rest_bytes: u64, total_bytes: u64) -> u64 {
+        rest_bytes.saturating_add(total_bytes / 4)
+    }
+
+    /// Where a surplus begins and where a shrink leads beside a cgroup's own want: not to where it would be taken for
+    /// the guest's.
+    fn beside_want(&self, signs: &Signs) -> Self {
+        let half_slack_bytes = self.high_bytes - self.keep_bytes;
+        let cache_bytes = if signs.files_refaulting { signs.cache_bytes } else { 0 };
+        let tight_bytes = self.tight_bytes.saturating_add(cache_bytes);
+        let keep_bytes = self.keep_bytes.max(tight_bytes.saturating_add(half_slack_bytes));
+        Marks { keep_bytes, high_bytes: keep_bytes.saturating_add(half_slack_bytes), ..*self }
     }
 }
 
@@ -188,12 +258,13 @@ impl Marks {
 fn shortage(
     params: &Params,
     marks: &Marks,
+    signs: &Signs,
     rates: &Rates,
     coming_bytes: u64,
     input: Input<'_>,
 ) -> Option<(Reason, u64)> {
     // Page cache that tasks wait for is filled as fast as it comes back.
-    let missed_bytes = if rates.files_refaulting && rates.stalled {
+    let missed_bytes = if signs.misses_files {
         scale(rates.file_refault_bytes_per_s, params.horizon_ms, 1000).min(input.report.memory().cached_bytes)
     } else {
         0
@@ -207,14 +278,13 @@ fn shortage(
     if input.host.outstanding_grow_bytes() > 0 {
         return None;
     }
-    let tight = coming_bytes < marks.tight_bytes;
-    if tight && (rates.swapped_out_bytes > 0 || rates.swapping_in) {
+    if signs.swapping {
         return Some((Reason::Swapping, need_bytes.max(rates.swapped_out_bytes.saturating_mul(2))));
     }
-    if rates.refaulting && rates.stalled {
+    if signs.thrashing {
         return Some((Reason::Thrashing, need_bytes.max(params.min_headroom_bytes)));
     }
-    if tight && rates.stalled {
+    if signs.stalled {
         return Some((Reason::Stalled, need_bytes));
     }
     None
@@ -262,6 +332,15 @@ impl State {
         used_bytes.saturating_sub(still_bytes).min(to_go_bytes)
     }
 
+    /// Rule 6: whether page cache that comes back is one that more memory would hold. Beside plenty that is not page cache
+    /// it is a cgroup's own limit that evicts, and so it is where grow after grow changes nothing.
+    fn files_count(&self, params: &Params, bare_bytes: u64, report: &Report, now: TimeMs) -> bool {
+        let total_bytes = report.memory().total_bytes;
+        let reaction_ms = NOTICE_MS + self.plug_time.ms();
+        let rest_bytes = Marks::rest_bytes(params, total_bytes, nodes::kswapd_bytes(report), reaction_ms);
+        bare_bytes < Marks::tight_bytes(rest_bytes, total_bytes) && !self.cache.is_beyond_help(now)
+    }
+
     /// Rule 4: the least step, doubled for every grow that follows closely upon another.
     fn next_step(&mut self, params: &Params, now: TimeMs) -> u64 {
         let streak = match self.grown {
@@ -303,14 +382,15 @@ impl State {
         &mut self,
         params: &Params,
         marks: &Marks,
-        rates: &Rates,
+        signs: &Signs,
         coming_bytes: u64,
         input: Input<'_>,
         now: TimeMs,
     ) -> u64 {
-        if rates.stalled || rates.refaulting || rates.swapped_out_bytes > 0 {
+        if signs.own {
             self.patience.disturbed();
         }
+        let marks = if signs.elsewhere { marks.beside_want(signs) } else { *marks };
         let filling = marks.low_bytes - marks.rest_bytes > marks.rest_bytes / 4;
         if filling {
             self.active_at = now;

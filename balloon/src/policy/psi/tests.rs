@@ -331,6 +331,7 @@ fn rule_5_signs_of_before_a_grow_are_not_counted_again() {
 #[test]
 fn rule_6_page_cache_that_comes_back_grows_only_while_tasks_wait() {
     let mut rig = Rig::new();
+    rig.raw.memory.cached_bytes = 150 * MIB;
     rig.report(1000, 250);
     rig.counters().workingset_refault_file += 100_000;
     assert_eq!(rig.report(1000, 250).want_bytes, None, "nobody waits for it");
@@ -349,11 +350,12 @@ fn rule_6_a_guest_is_given_what_comes_back_while_more_is_plugged() {
         rig.stall().some_us += 500_000;
         want_mib(rig.report(1000, 250))
     };
-    assert_eq!(want_after(2_047, 100), None, "under 8 MiB/s");
-    // 150 are left, which is enough.
-    assert_eq!(want_after(2_048, 100), Some(32), "12 MiB in 1.5 s");
-    assert_eq!(want_after(12_800, 100), Some(75));
-    assert_eq!(want_after(25_600, 100), Some(100), "at most as much again as is cached");
+    assert_eq!(want_after(2_047, 130), None, "under 8 MiB/s");
+    // 120 are left, which is enough, and under the bridge and a quarter, which are 132.
+    assert_eq!(want_after(2_048, 130), Some(32), "12 MiB in 1.5 s");
+    assert_eq!(want_after(12_800, 130), Some(75));
+    assert_eq!(want_after(25_600, 130), Some(130), "at most as much again as is cached");
+    assert_eq!(want_after(25_600, 118), None, "132 are left: it is not the guest that evicts");
 }
 
 /// A guest in which `cached` of what is available is page cache that tasks have waited for.
@@ -383,13 +385,100 @@ fn rule_6_page_cache_that_was_missed_counts_as_used_until_it_is_forgotten() {
 #[test]
 fn rule_6_anonymous_memory_that_is_missed_makes_no_page_cache_needed() {
     let mut rig = Rig::new();
-    rig.raw.memory.cached_bytes = 220 * MIB;
-    rig.report(1000, 250);
+    rig.raw.memory.cached_bytes = 100 * MIB;
+    rig.report(1000, 131);
     rig.counters().workingset_refault_anon += 100_000;
     rig.stall().some_us += 500_000;
-    assert_eq!(rig.report(1000, 250).reason, Reason::Thrashing);
+    assert_eq!(rig.report(1000, 131).reason, Reason::Thrashing);
+    rig.report(1000, 131);
+    assert_eq!(rig.report(1000, 131).reason, Reason::Enough, "100 of 131 would be too little");
+}
+
+/// A guest with 10 GiB of PM to come, in which a cgroup of a few hundred MiB wants more than its limit.
+fn beside_plenty(pages: impl Fn(&mut Counters)) {
+    let mut rig = Rig::new();
+    rig.host.zones[1].max_bytes = 20 << 30;
+    rig.plug(10 << 10);
+    (rig.raw.memory.free_bytes, rig.raw.memory.cached_bytes) = (9 << 30, 300 * MIB);
+    let mut shrunk = 0;
+    for _ in 0..60 {
+        pages(rig.counters());
+        rig.stall().some_us += 500_000;
+        let decision = rig.report(1000, 10 << 10);
+        assert!(!decision.pressure, "{decision:?}");
+        shrunk += u32::from(decision.reason == Reason::Surplus);
+    }
+    assert!(shrunk > 50, "it goes on shrinking: {shrunk}");
+    // Not so far that the cgroup's want is taken for the guest's.
+    let mut total_mib = 10 << 10;
+    for _ in 0..60 {
+        pages(rig.counters());
+        rig.stall().some_us += 500_000;
+        let decision = rig.report(1000, total_mib);
+        assert!(!decision.pressure, "{decision:?} at {total_mib}");
+        if let Some(want) = want_mib(decision) {
+            rig.plug(want);
+            total_mib = want;
+            rig.raw.memory.free_bytes =
+                rig.raw.memory.free_bytes.min((total_mib - 1).saturating_sub(300) * MIB);
+        }
+    }
+    assert!(total_mib < 1024, "{total_mib}");
+}
+
+#[test]
+fn rule_5_a_cgroup_that_swaps_beside_plenty_neither_grows_a_guest_nor_keeps_it() {
+    beside_plenty(|counters| counters.pswpout += 900);
+}
+
+#[test]
+fn rule_6_a_cgroup_that_misses_anonymous_memory_beside_plenty_neither_grows_a_guest_nor_keeps_it() {
+    beside_plenty(|counters| counters.workingset_refault_anon += 20_000);
+}
+
+#[test]
+fn rule_6_a_cgroup_that_misses_page_cache_beside_plenty_neither_grows_a_guest_nor_keeps_it() {
+    beside_plenty(|counters| counters.workingset_refault_file += 20_000);
+}
+
+/// Grows of a guest that is full of page cache, of which so many pages come back a second after each of them.
+fn grows(pages: impl Fn(usize) -> u64) -> (Rig, usize) {
+    let mut rig = Rig::new();
+    rig.host.zones[1].max_bytes = 1 << 40;
+    rig.raw.memory.cached_bytes = 200 * MIB;
     rig.report(1000, 250);
-    assert_eq!(rig.report(1000, 250).reason, Reason::Enough, "220 of 250 would be too little");
+    let (mut grows, mut plugged_mib) = (0, 0);
+    for _ in 0..60 {
+        let refaults = pages(grows);
+        rig.counters().workingset_refault_file += refaults;
+        rig.stall().some_us += if refaults < 2_048 { 0 } else { 500_000 };
+        if let Some(want) = want_mib(rig.report(1000, 250 + plugged_mib)).filter(|want| *want > plugged_mib) {
+            grows += 1;
+            rig.plug(want);
+            plugged_mib = want;
+            rig.raw.memory.cached_bytes = (200 + want) * MIB;
+            // Reports from after it has come.
+            rig.report(3000, 250 + plugged_mib);
+        }
+    }
+    (rig, grows)
+}
+
+#[test]
+fn rule_6_page_cache_that_comes_back_as_fast_after_every_grow_gets_no_more() {
+    let (mut rig, vain) = grows(|_| 20_000);
+    assert_eq!(vain, 3);
+    assert_eq!(
+        rig.state.cache.needed_bytes(&Report::try_from(rig.raw.clone()).expect("sound"), TimeMs(0)),
+        0
+    );
+    let available_mib = rig.raw.memory.available_bytes / MIB;
+    rig.report(300_000, available_mib);
+    rig.counters().workingset_refault_file += 20_000;
+    rig.stall().some_us += 500_000;
+    assert!(rig.report(1000, available_mib).pressure, "five minutes later it is tried again");
+    let (_, helped) = grows(|grows| 20_000 * 6u64.pow(grows as u32) / 10u64.pow(grows as u32));
+    assert_eq!(helped, 5, "each has helped, until less than 8 MiB/s came back");
 }
 
 #[test]
@@ -459,10 +548,15 @@ fn rule_8_the_least_surplus_of_the_time_counts() {
 fn rule_8_nothing_goes_back_while_the_guest_fills_or_waits() {
     let mut rig = Rig::new();
     rig.plug(512);
+    rig.report(1000, 250);
+    // The bridge and a quarter of 864 MiB are 292.
     for _ in 0..10 {
         rig.stall().some_us += 200_000;
-        assert_eq!(rig.report(1000, 700).want_bytes, None);
+        assert_eq!(rig.report(1000, 250).reason, Reason::Stalled);
     }
+    let mut rig = Rig::new();
+    rig.plug(512);
+    rig.report(1000, 700);
     for available in (600..700).rev().step_by(10) {
         // 40 MiB/s are 60 MiB in 1.5 s, more than a quarter of the bridge.
         assert_eq!(rig.report(250, available).want_bytes, None);
