@@ -5,7 +5,8 @@
 //! it counts (stall time); docs/balloon.md says how, and how far it is off.
 
 use foreshore_proto::{
-    Bound, Cause, Counters, Memory, PROTOCOL_VERSION, RawReport, Refusal, Report, Stall, Zone, ZoneKind,
+    Blocks, Bound, Cause, Counters, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Refusal, Report,
+    Stall, Zone, ZoneKind,
 };
 
 use crate::TimeMs;
@@ -156,6 +157,8 @@ pub struct Estimator {
     /// report of an agent, if there was one, so that policies see one clock.
     clock: Option<(u64, TimeMs)>,
     stall: Stall,
+    /// What the guest does with memory that is plugged, as an agent said last: it goes on doing so without one.
+    online_policy: OnlinePolicy,
 }
 
 impl Estimator {
@@ -163,6 +166,7 @@ impl Estimator {
     pub fn follow(&mut self, report: &Report, now: TimeMs) {
         self.clock = Some((report.monotonic_ms(), now));
         self.stall = *report.stall();
+        self.online_policy = report.blocks().online_policy;
         self.last = None;
     }
 
@@ -199,6 +203,7 @@ impl Estimator {
             },
             stall,
             zones: vec![estimate_zone(total, free, known)],
+            blocks: Blocks { online_policy: self.online_policy, ..Blocks::default() },
             counters: counters(statistics),
             ..RawReport::default()
         };
@@ -474,6 +479,20 @@ mod tests {
         estimator.follow(&agents, TimeMs(10_000));
         let report = estimator.report(&statistics(), known(), TimeMs(22_000)).unwrap();
         assert_eq!((report.monotonic_ms(), report.stall().some_us), (89_000, 9_000));
+    }
+
+    #[test]
+    fn what_an_agent_said_of_onlining_is_so_without_it() {
+        let mut estimator = Estimator::default();
+        let policy = |report: Report| report.blocks().online_policy;
+        let first = estimator.report(&statistics(), known(), TimeMs(0)).unwrap();
+        assert_eq!(policy(first.clone()), OnlinePolicy::Unknown, "nobody has said it");
+        for said in [OnlinePolicy::Online, OnlinePolicy::Offline, OnlinePolicy::OnlineMovable] {
+            let mut raw = first.as_raw().clone();
+            raw.blocks.online_policy = said;
+            estimator.follow(&Report::try_from(raw).unwrap(), TimeMs(1000));
+            assert_eq!(policy(estimator.report(&statistics(), known(), TimeMs(2000)).unwrap()), said);
+        }
     }
 
     #[test]
