@@ -5,8 +5,9 @@ use std::sync::Arc;
 use balloon::TimeMs;
 use balloon::proto::{Refusal, Report};
 use balloon::statistics::{Estimator, Known, Statistics, correct};
-/// How long nobody hears of an agent that could be there, before statistics take its place: it may be starting, or be
-/// started again.
+
+/// How long no report comes of an agent that could be there, before statistics take its place: it may be starting, or be
+/// started again. A connection is no report: who connects and dies, over and over, must not be waited for every time.
 const PATIENCE_MS: u64 = 10_000;
 /// How often statistics are asked for.
 const REST_INTERVAL_MS: u64 = 1_000;
@@ -40,6 +41,8 @@ pub trait BalloonSource: Send + Sync {
 pub struct Agentless {
     source: Arc<dyn BalloonSource>,
     patience_ms: u64,
+    /// When an agent reported last; the start, if none has.
+    reported: TimeMs,
     estimator: Estimator,
     asked: Option<TimeMs>,
     taken: u64,
@@ -53,6 +56,7 @@ impl Agentless {
         Self {
             source,
             patience_ms: if agent_may_come { PATIENCE_MS } else { 0 },
+            reported: TimeMs(0),
             estimator: Estimator::default(),
             asked: None,
             taken: 0,
@@ -74,16 +78,16 @@ impl Agentless {
     /// An agent has reported: it is listened to from now on. Returns the report as if what is in the balloon were no memory.
     pub fn agent_reported(&mut self, report: Report, memory_bytes: u64, now: TimeMs) -> Report {
         self.is_active = false;
+        self.reported = now;
         self.estimator.follow(&report, now);
         let driver_life = self.source.sample().map_or(0, |sample| sample.driver_life);
         correct(report, self.known(driver_life, memory_bytes))
     }
 
     /// Time has passed, or statistics have come: asks for the next ones, and returns a report if they are what the guest is
-    /// sized by. `heard` is when an agent was heard last, `memory_bytes` all that the guest can have.
+    /// sized by. `memory_bytes` is all that the guest can have.
     pub fn tick(
         &mut self,
-        heard: Option<TimeMs>,
         watermark_bytes: u64,
         memory_bytes: u64,
         now: TimeMs,
@@ -96,8 +100,7 @@ impl Agentless {
         }
         let sample = sample?;
         self.taken = sample.number;
-        // An agent that has never been heard is waited for since the start.
-        if now.since(heard.unwrap_or(TimeMs(0))) < self.patience_ms {
+        if now.since(self.reported) < self.patience_ms {
             return None;
         }
         let known = self.known(sample.driver_life, memory_bytes);

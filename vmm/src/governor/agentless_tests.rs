@@ -230,13 +230,13 @@ fn statistics_wait_for_an_agent_that_may_come_and_stand_in_when_it_is_gone() {
     rig.agent_comes();
     let before = rig.reports();
     for _ in 0..12 {
-        rig.wait(1);
         rig.agent_reports();
+        rig.wait(1);
     }
     assert_eq!(rig.reports(), before + 12, "nobody but the agent is heard");
     assert_eq!(rig.details()["source"], json!("agent"));
     // Connected, and silent.
-    rig.wait(9);
+    rig.wait(8);
     assert_eq!(rig.reports(), before + 12);
     rig.wait(4);
     assert!(rig.reports() > before + 12);
@@ -244,6 +244,28 @@ fn statistics_wait_for_an_agent_that_may_come_and_stand_in_when_it_is_gone() {
     // It comes back, and what it says is taken at once.
     rig.agent_reports();
     assert_eq!(rig.details()["source"], json!("agent"));
+}
+
+#[test]
+fn an_agent_that_connects_and_dies_is_waited_for_once() {
+    let mut rig = rig(false, true);
+    rig.agent_comes();
+    rig.agent_reports();
+    let before = rig.reports();
+    for _ in 0..4 {
+        rig.wait(3);
+        rig.agent_comes();
+        rig.core.agent_gone();
+    }
+    assert!(rig.reports() > before, "12 s without a report");
+    let before = rig.reports();
+    for _ in 0..4 {
+        rig.wait(3);
+        rig.agent_comes();
+        rig.core.agent_gone();
+    }
+    assert!(rig.reports() >= before + 10, "and it goes on so");
+    assert_eq!(rig.details()["source"], json!("statistics"));
 }
 
 #[test]

@@ -270,12 +270,12 @@ impl Core {
     /// Takes statistics where there is no agent.
     fn take_statistics(&mut self, now: TimeMs) {
         let memory_bytes = self.most_memory_bytes();
-        let (heard, watermark_bytes) = (self.agent.heard, self.watermark_bytes);
+        let watermark_bytes = self.watermark_bytes;
         let Some(agentless) = &mut self.agentless else { return };
         let was_active = agentless.is_active();
-        let taken = agentless.tick(heard, watermark_bytes, memory_bytes, now);
+        let taken = agentless.tick(watermark_bytes, memory_bytes, now);
         if agentless.is_active() && !was_active {
-            info!("No agent is heard of: the balloon's statistics take its place");
+            info!("No agent reports: the balloon's statistics take its place");
         }
         match taken {
             Some(Ok(report)) => self.report(report, now),
