@@ -2,18 +2,23 @@
 //!
 //! A decision asks zones for sizes. It stays open until each has followed, or until a later decision takes back or
 //! turns round what it asked; a later one that asks for more of the same leaves it open, and the guest reaches it on
-//! its way. Decisions that ask for nothing and say what the last one said are counted there and take no place.
+//! its way. Decisions that ask for nothing and say what was said before are counted there and take no place: they come
+//! with every report, and what was asked of the guest is to stay in sight.
 
 use std::collections::VecDeque;
 
 use balloon::plan::{Direction, Plan, Reason};
 use balloon::proto::Report;
-use balloon::{HostView, TimeMs};
+use balloon::{HostView, TimeMs, ZoneSizes};
 
 use super::DeviceSizes;
 use crate::vm::decision::{
     DECISIONS_KEPT, DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome, ReportDigest,
 };
+
+/// So long a dry run's decision stands for those of its kind, whatever sizes they come to: nothing follows them, and so
+/// each report leads to other ones.
+const DRY_RUN_MS: u64 = 1_000;
 
 /// The last decisions.
 #[derive(Clone, Debug, Default)]
@@ -58,31 +63,48 @@ struct Entry {
 #[derive(Clone, Copy, Debug)]
 struct Ask {
     zone: usize,
+    /// More than was requested before: what is plugged may be more still, or less, and says nothing about that.
+    grows: bool,
+    /// What was plugged then.
     from_bytes: u64,
     target_bytes: u64,
     reached: bool,
 }
 
 impl Ask {
-    fn grows(&self) -> bool {
-        self.target_bytes > self.from_bytes
+    fn new(index: usize, zone: &ZoneSizes, target_bytes: u64) -> Self {
+        let mut ask = Self {
+            zone: index,
+            grows: target_bytes > zone.requested_bytes,
+            from_bytes: zone.plugged_bytes,
+            target_bytes,
+            reached: false,
+        };
+        ask.reached = ask.is_reached_by(zone.plugged_bytes);
+        ask
     }
 
     fn is_reached_by(&self, plugged_bytes: u64) -> bool {
-        if self.grows() { plugged_bytes >= self.target_bytes } else { plugged_bytes <= self.target_bytes }
+        if self.grows { plugged_bytes >= self.target_bytes } else { plugged_bytes <= self.target_bytes }
     }
 
     /// Whether a request for `bytes` takes back what this one asks.
     fn is_undone_by(&self, bytes: u64) -> bool {
-        !self.reached && if self.grows() { bytes < self.target_bytes } else { bytes > self.target_bytes }
+        !self.reached && if self.grows { bytes < self.target_bytes } else { bytes > self.target_bytes }
     }
 
     fn moved_bytes(&self, plugged_bytes: u64) -> u64 {
-        if self.reached {
-            return self.from_bytes.abs_diff(self.target_bytes);
+        let to_bytes = if self.reached { self.target_bytes } else { plugged_bytes };
+        if self.grows {
+            to_bytes.min(self.target_bytes).saturating_sub(self.from_bytes)
+        } else {
+            self.from_bytes.saturating_sub(to_bytes.max(self.target_bytes))
         }
-        let (low, high) = (self.from_bytes.min(self.target_bytes), self.from_bytes.max(self.target_bytes));
-        plugged_bytes.clamp(low, high).abs_diff(self.from_bytes)
+    }
+
+    /// What has to be plugged or unplugged for it.
+    fn asked_bytes(&self) -> u64 {
+        self.moved_bytes(self.target_bytes)
     }
 }
 
@@ -103,24 +125,26 @@ impl Audit {
             .zip(&plan.targets)
             .enumerate()
             .filter(|(_, (zone, target))| !plan.dry_run && zone.requested_bytes != target.requested_bytes)
-            .map(|(index, (zone, target))| Ask {
-                zone: index,
-                from_bytes: zone.plugged_bytes,
-                target_bytes: target.requested_bytes,
-                reached: zone.plugged_bytes == target.requested_bytes,
-            })
+            .map(|(index, (zone, target))| Ask::new(index, zone, target.requested_bytes))
             .collect();
         if asks.is_empty()
-            && let Some(last) = self.ring.back_mut()
-            && last.says_the_same_as(plan)
+            && let Some(earlier) = self.said_before(plan, now)
         {
-            last.times += 1;
+            earlier.times += 1;
             return false;
         }
         self.total += 1;
         let plugged: Vec<u64> = zones.iter().map(|zone| zone.plugged_bytes).collect();
         if !asks.is_empty() {
             self.undo(plan, &plugged, now);
+        }
+        let end = match () {
+            () if plan.dry_run => Some(Outcome::DryRun),
+            () if asks.is_empty() => Some(Outcome::None),
+            () if asks.iter().all(|ask| ask.reached) => Some(Outcome::Reached { after_ms: 0 }),
+            () => None,
+        };
+        if end.is_none() {
             self.open.push(self.total);
         }
         if self.ring.len() == DECISIONS_KEPT {
@@ -136,11 +160,23 @@ impl Audit {
             near: grounds.near,
             pool_free_bytes: grounds.host.pool_free_bytes,
             before: zones.iter().map(|zone| (zone.requested_bytes, zone.plugged_bytes)).collect(),
-            end: asks.is_empty().then_some(if plan.dry_run { Outcome::DryRun } else { Outcome::None }),
+            end,
             plan: plan.clone(),
             asks,
         });
         true
+    }
+
+    /// The decision in which one that asks for nothing is counted: a hold in the last one for its reason since something
+    /// else was decided, a dry run's in the last one of its kind.
+    fn said_before(&mut self, plan: &Plan, now: TimeMs) -> Option<&mut Entry> {
+        let hold = plan.direction == Direction::Hold;
+        let counts =
+            |entry: &Entry| entry.asks.is_empty() && (!hold || entry.plan.direction == Direction::Hold);
+        let mut since = self.ring.iter_mut().rev().take_while(|entry| counts(entry));
+        let same = since.find(|entry| entry.is_of_the_kind_of(plan))?;
+        let stands = hold || same.plan.targets == plan.targets || now.since(same.at) < DRY_RUN_MS;
+        stands.then_some(same)
     }
 
     /// Ends what the newest decision takes back or turns round.
@@ -188,7 +224,7 @@ impl Audit {
             let lack = entry.asks.iter().find_map(|ask| {
                 let sizes = sizes.get(ask.zone)?;
                 let has_it = ask.is_undone_by(sizes.requested_bytes)
-                    && ask.grows()
+                    && ask.grows
                     && sizes.plugged_bytes >= sizes.requested_bytes;
                 sizes.shortfall.filter(|_| has_it).map(|shortfall| shortfall.reason.to_owned())
             })?;
@@ -226,11 +262,9 @@ pub struct AuditedZone<'a> {
 }
 
 impl Entry {
-    fn says_the_same_as(&self, plan: &Plan) -> bool {
-        let (old, hold) = (&self.plan, plan.direction == Direction::Hold);
-        self.asks.is_empty()
-            && (old.direction, old.reason, old.dry_run) == (plan.direction, plan.reason, plan.dry_run)
-            && (hold || old.targets == plan.targets)
+    fn is_of_the_kind_of(&self, plan: &Plan) -> bool {
+        let old = &self.plan;
+        (old.direction, old.reason, old.dry_run) == (plan.direction, plan.reason, plan.dry_run)
     }
 
     fn moved_bytes(&self, plugged: &[u64]) -> u64 {
@@ -252,10 +286,7 @@ impl Entry {
             near: self.near,
             wanted_bytes: plan.wanted_bytes,
             requested_bytes: plan.requested_bytes(),
-            asked_bytes: self
-                .asks
-                .iter()
-                .fold(0, |sum: u64, ask| sum.saturating_add(ask.from_bytes.abs_diff(ask.target_bytes))),
+            asked_bytes: self.asks.iter().fold(0, |sum: u64, ask| sum.saturating_add(ask.asked_bytes())),
             available_bytes: self.report.as_ref().map(|report| report.available_bytes),
             dry_run: plan.dry_run,
             input: DecisionInput {

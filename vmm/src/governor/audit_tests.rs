@@ -116,7 +116,7 @@ fn more_of_the_same_leaves_a_decision_open_and_the_opposite_supersedes_it() {
     f.observe([(12, 12), (0, 0)], 95);
     assert_eq!(
         f.outcomes([12, 0], false)[1..],
-        [Outcome::Superseded { moved_bytes: 8, after_ms: 40, by: 3 }, Outcome::Reached { after_ms: 5 }]
+        [Outcome::Superseded { moved_bytes: 8, after_ms: 40, by: 3 }, Outcome::Reached { after_ms: 0 }]
     );
 }
 
@@ -133,10 +133,84 @@ fn what_the_guest_does_not_follow_is_taken_back_in_part_or_whole() {
         f.outcomes([3, 0], false),
         [
             Outcome::Withdrawn { after_ms: 5000, by: 2 },
-            Outcome::Partly { moved_bytes: 3, after_ms: 5000, by: Some(3), lack: None },
-            Outcome::Reached { after_ms: 1 },
+            // To have no more than so much plugged is what it had.
+            Outcome::Reached { after_ms: 0 },
+            Outcome::Reached { after_ms: 0 },
         ]
     );
+}
+
+#[test]
+fn what_came_of_the_first_part_is_said_when_the_rest_is_taken_back() {
+    let mut f = fixture();
+    f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
+    f.record(&plan(Direction::Hold, Reason::NoProgress, [3, 0]), [(10, 3), (0, 0)], 5000);
+    let part = Outcome::Partly { moved_bytes: 3, after_ms: 5000, by: Some(2), lack: None };
+    assert_eq!(f.outcomes([3, 0], false), [part, Outcome::Reached { after_ms: 0 }]);
+}
+
+#[test]
+fn a_grow_amid_a_shrink_is_a_grow() {
+    let mut f = fixture();
+    let shrink = plan(Direction::Shrink, Reason::Surplus, [100, 0]);
+    f.record(&shrink, [(200, 200), (0, 0)], 0);
+    // What it asks for is plugged still, and there is nothing to wait for.
+    f.record(&grow([150, 0]), [(100, 200), (0, 0)], 10);
+    let superseded = Outcome::Superseded { moved_bytes: 0, after_ms: 10, by: 2 };
+    assert_eq!(f.outcomes([200, 0], false), [superseded, Outcome::Reached { after_ms: 0 }]);
+    assert_eq!(f.0.newest(1, &[], TimeMs(10))[0].asked_bytes, 0);
+    // Beyond what is plugged, it is what lies beyond.
+    f.record(&grow([230, 0]), [(150, 200), (0, 0)], 20);
+    f.observe([(230, 190), (0, 0)], 25);
+    assert_eq!(f.outcomes([190, 0], false)[2], Outcome::Pending { moved_bytes: 0 });
+    f.observe([(230, 230), (0, 0)], 30);
+    assert_eq!(f.outcomes([230, 0], false)[2], Outcome::Reached { after_ms: 10 });
+    assert_eq!(f.0.newest(1, &[], TimeMs(30))[0].asked_bytes, 30);
+}
+
+#[test]
+fn a_shrink_amid_a_grow_is_a_shrink() {
+    let mut f = fixture();
+    f.record(&grow([200, 0]), [(0, 0), (0, 0)], 0);
+    f.record(&plan(Direction::Shrink, Reason::Surplus, [150, 0]), [(200, 100), (0, 0)], 10);
+    let superseded = Outcome::Superseded { moved_bytes: 100, after_ms: 10, by: 2 };
+    assert_eq!(f.outcomes([100, 0], false), [superseded, Outcome::Reached { after_ms: 0 }]);
+}
+
+#[test]
+fn holds_push_no_decision_out_however_they_alternate() {
+    let mut f = fixture();
+    f.record(&grow([10, 0]), [(0, 0), (0, 0)], 0);
+    for at in 0..4 * DECISIONS_KEPT as u64 {
+        let reason = [Reason::Enough, Reason::CoolDown][at as usize % 2];
+        f.record(&plan(Direction::Hold, reason, [10, 0]), [(10, 10), (0, 0)], 50 * at);
+    }
+    assert_eq!(f.0.total(), 3);
+    let times: Vec<_> = f.0.newest(10, &[], TimeMs(0)).iter().map(|entry| entry.times).collect();
+    assert_eq!(times, [2 * DECISIONS_KEPT as u64, 2 * DECISIONS_KEPT as u64, 1]);
+    // Those after the next decision are others.
+    f.record(&grow([20, 0]), [(10, 10), (0, 0)], 300_000);
+    assert!(f.record(&plan(Direction::Hold, Reason::Enough, [20, 0]), [(20, 20), (0, 0)], 300_050));
+}
+
+#[test]
+fn a_dry_run_says_once_a_second_what_it_comes_to() {
+    let mut f = fixture();
+    let said: Vec<bool> = (0..60u64)
+        .map(|at| f.record(&Plan { dry_run: true, ..grow([at, 0]) }, [(100, 100), (0, 0)], 50 * at))
+        .collect();
+    assert_eq!(said.iter().filter(|said| **said).count(), 3);
+    assert!(said[0] && said[20] && said[40]);
+    // Holds between them make no difference.
+    let mut f = fixture();
+    let mut said = 0;
+    for at in 0..60u64 {
+        let grow = Plan { dry_run: true, ..grow([at, 0]) };
+        let hold = Plan { dry_run: true, ..hold(Reason::Enough) };
+        said += u64::from(f.record(&grow, [(100, 100), (0, 0)], 50 * at));
+        said += u64::from(f.record(&hold, [(100, 100), (0, 0)], 50 * at));
+    }
+    assert_eq!(said, 6);
 }
 
 #[test]
@@ -187,8 +261,8 @@ fn what_asks_nothing_and_says_nothing_new_is_counted_and_not_kept() {
     let dry = |targets| Plan { dry_run: true, ..grow(targets) };
     assert!(f.record(&dry([10, 0]), [(0, 0); 2], 3));
     assert!(!f.record(&dry([10, 0]), [(0, 0); 2], 4));
-    assert!(f.record(&dry([20, 0]), [(0, 0); 2], 5));
-    let times: Vec<_> = f.0.newest(10, &[], TimeMs(9)).iter().map(|entry| entry.times).collect();
+    assert!(f.record(&dry([20, 0]), [(0, 0); 2], 3 + DRY_RUN_MS));
+    let times: Vec<_> = f.0.newest(10, &[], TimeMs(9_000)).iter().map(|entry| entry.times).collect();
     assert_eq!(times, [1, 2, 2]);
     assert_eq!(f.outcomes([0, 0], false), [Outcome::None, Outcome::DryRun, Outcome::DryRun]);
     assert_eq!(f.0.total(), 3);

@@ -353,9 +353,11 @@ impl Core {
                 zone.device.request(change.requested_bytes);
             }
             let after = plan.requested_bytes();
+            // What is plugged still, because the guest has not followed a shrink, need not come online.
+            let to_come = after.saturating_sub(before.max(host.plugged_bytes()));
             let total = self.last_report.as_ref().map(|(_, report)| report.memory().total_bytes);
             match total {
-                Some(total) if after > before => self.episode.grown(after - before, total, now),
+                Some(total) if to_come > 0 => self.episode.grown(to_come, total, now),
                 _ if after < before => self.episode.abandoned(),
                 _ => {}
             }

@@ -148,6 +148,33 @@ fn the_time_from_the_first_report_to_the_memory_being_online_is_measured() {
 }
 
 #[test]
+fn what_has_not_left_yet_is_not_waited_for() {
+    let mut f = fixture("off", false, false);
+    f.greet();
+    let fixed = |f: &mut Fixture, size| {
+        let size = Some(size);
+        f.core
+            .change(&PressureChange { policy: Some("fixed".to_owned()), size, ..Default::default() })
+            .unwrap();
+    };
+    // The guest was asked for half of what it has, and has given nothing of it when it is asked for more again.
+    *f.dram.sizes.lock() =
+        DeviceSizes { requested_bytes: 64 * MIB, plugged_bytes: 128 * MIB, ..f.dram.sizes() };
+    fixed(&mut f, 96 * MIB);
+    f.report(200);
+    assert_eq!(f.dram.sizes().requested_bytes, 96 * MIB);
+    f.report(200);
+    assert_eq!(f.core.sample(TimeMs(0)).report_to_online.count(), 0);
+    // Of the next 64 MiB a half is there.
+    fixed(&mut f, 160 * MIB);
+    f.report(200);
+    assert_eq!(f.pm.sizes().requested_bytes, 32 * MIB);
+    f.pm.sizes.lock().plugged_bytes = 32 * MIB;
+    f.report(200);
+    assert_eq!(f.core.sample(TimeMs(0)).report_to_online.count(), 1);
+}
+
+#[test]
 fn an_unknown_policy_is_refused_and_the_old_one_stays() {
     let mut f = fixture("psi", false, true);
     let change = PressureChange { policy: Some("magic".to_owned()), ..Default::default() };
@@ -174,10 +201,15 @@ fn fixed_keeps_its_size_without_an_agent_and_takes_another_one() {
 
 #[test]
 fn the_audit_is_bounded_numbered_and_newest_first() {
-    let mut f = fixture("psi", false, true);
+    let mut f = fixture("off", true, true);
     f.greet();
     for round in 0..2 * DECISIONS_KEPT as u64 {
-        f.report(if round % 2 == 0 { 20 } else { 300 });
+        let size = Some((1 + round % 2) * 64 * MIB);
+        let change = PressureChange { policy: Some("fixed".to_owned()), size, ..Default::default() };
+        f.core.change(&change).unwrap();
+        // A dry run says once a second what it comes to.
+        f.seq += 20;
+        f.report(300);
     }
     let info = f.core.info(DECISIONS_KEPT, TimeMs(f.seq * 50));
     assert!(info.decisions_total > DECISIONS_KEPT as u64, "{} decisions show nothing", info.decisions_total);

@@ -14,7 +14,7 @@ pub struct DecisionInfo {
     pub seq: u64,
     /// How long ago it was made.
     pub age_ms: u64,
-    /// How often it was made in a row. More than 1 only where nothing was asked of the guest.
+    /// How often it was made, with nothing asked of the guest. Those that asked for something stand for themselves.
     pub times: u64,
     /// The policy that was asked.
     pub policy: String,
