@@ -14,7 +14,7 @@ use balloon::TimeMs;
 use parking_lot::Mutex;
 use tokio::net::UnixStream;
 use tokio::sync::{Notify, mpsc, oneshot};
-use tokio::time::MissedTickBehavior;
+use tokio::time::{Interval, MissedTickBehavior};
 use tracing::debug;
 
 use super::agent;
@@ -28,6 +28,9 @@ const TICK: Duration = Duration::from_millis(500);
 
 /// The same while a guest without an agent runs short: its statistics are asked for then.
 const FAST_TICK: Duration = Duration::from_millis(FAST_INTERVAL_MS);
+
+/// Ticks are at least so far apart, whatever the guest does to cause them: this thread is before others.
+const APART: Duration = Duration::from_millis(10);
 
 /// How much before others the thread is: as much as the agent in its guest.
 const NICE: libc::c_int = -10;
@@ -139,16 +142,43 @@ fn go_before_others() {
 }
 
 async fn tick(core: &Mutex<Core>, clock: Clock, plugged: &Notify) {
-    let mut interval = tokio::time::interval(TICK);
-    interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut pace = Pace::new();
     loop {
         let is_fast = core.lock().is_fast();
-        tokio::select! {
-            _ = interval.tick() => {}
-            () = plugged.notified() => {}
-            () = tokio::time::sleep(FAST_TICK), if is_fast => {}
-        }
+        pace.wait(plugged, is_fast).await;
         core.lock().tick(clock.now());
+    }
+}
+
+/// When ticks are due.
+struct Pace {
+    rest: Interval,
+    fast: Interval,
+    apart: Interval,
+}
+
+impl Pace {
+    /// The first tick is due at once.
+    fn new() -> Self {
+        let [rest, fast, apart] = [TICK, FAST_TICK, APART].map(|period| {
+            let mut interval = tokio::time::interval(period);
+            interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            interval
+        });
+        Self { rest, fast, apart }
+    }
+
+    /// Waits until the next tick is due. News that come before it may be are one tick together: nobody waits for them until
+    /// then, so that they wake nobody either.
+    async fn wait(&mut self, plugged: &Notify, is_fast: bool) {
+        self.apart.tick().await;
+        tokio::select! {
+            _ = self.rest.tick() => {}
+            () = plugged.notified() => {}
+            _ = self.fast.tick(), if is_fast => {}
+        }
+        self.fast.reset();
+        self.apart.reset();
     }
 }
 

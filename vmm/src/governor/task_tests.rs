@@ -52,6 +52,42 @@ fn decisions_come_whatever_the_rest_of_the_vmm_does() {
     });
 }
 
+/// News come as often as a guest likes to cause them; this thread is before others.
+#[test]
+fn however_often_news_come_ticks_are_few() {
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let ticks = |apart: Duration, is_fast| {
+        runtime.block_on(async {
+            let plugged = Notify::new();
+            let guest = async {
+                loop {
+                    plugged.notify_one();
+                    tokio::time::sleep(apart).await;
+                }
+            };
+            let mut pace = Pace::new();
+            let mut count = 0;
+            let governor = async {
+                loop {
+                    pace.wait(&plugged, is_fast).await;
+                    count += 1;
+                }
+            };
+            let enough = tokio::time::sleep(Duration::from_secs(10));
+            tokio::select! { _ = guest => {} _ = governor => {} () = enough => {} }
+            count
+        })
+    };
+    let flood = ticks(Duration::from_millis(1), false);
+    assert!((800..=1_002).contains(&flood), "{flood}");
+    // Few of them delay nothing, and none at all leave the clock.
+    let few = ticks(Duration::from_millis(400), false);
+    assert!((25..=46).contains(&few), "{few}");
+    let (rest, fast) = (ticks(Duration::from_secs(60), false), ticks(Duration::from_secs(60), true));
+    assert!((19..=23).contains(&rest) && (95..=125).contains(&fast), "{rest} {fast}");
+}
+
 #[test]
 fn a_newer_agent_takes_the_older_ones_place() {
     let Fixture { core, .. } = fixture("psi", false, true);
