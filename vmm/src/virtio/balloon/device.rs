@@ -161,6 +161,7 @@ impl VirtioDevice for Balloon {
             interrupt: Arc::clone(&interrupt),
             queues,
             held: None,
+            awaited: true,
             places: Arc::clone(&self.places),
             shared: Arc::clone(&self.shared),
         };

@@ -18,7 +18,7 @@ use crate::memory::view::{GuestView, MappedMemory};
 use crate::virtio::ActiveQueue;
 
 /// Chains served before others on the event loop have their turn.
-const BATCH: usize = 16;
+const BATCH: usize = 4;
 
 const INFLATE: u32 = 0;
 const DEFLATE: u32 = 1;
@@ -44,6 +44,9 @@ pub(super) struct Worker {
     pub(super) queues: Queues,
     /// The chain that the driver gets back when it is asked for statistics (virtio 1.3, 5.5.6.4).
     pub(super) held: Option<u16>,
+    /// Whether statistics are: a driver sends its first ones by itself, and further ones when it is asked. Whoever sends
+    /// more would keep everybody busy who is told of them.
+    pub(super) awaited: bool,
     pub(super) places: Arc<Places>,
     pub(super) shared: Arc<Shared>,
 }
@@ -92,11 +95,16 @@ impl Worker {
             }
             let Some(chain) = queue.pop(&guard, &*self.interrupt) else { break };
             let head = chain.head_index();
-            match read_statistics(&guard, chain) {
-                Ok(statistics) => heard = Some(statistics),
-                Err(err) => refuse(&err, &self.shared.metrics),
+            if self.awaited {
+                match read_statistics(&guard, chain) {
+                    Ok(statistics) => {
+                        heard = Some(statistics);
+                        self.awaited = false;
+                    }
+                    Err(err) => refuse(&err, &self.shared.metrics),
+                }
             }
-            // A driver has one at a time; of several, the last is kept.
+            // A driver has one buffer at a time; of several, the last is kept.
             if let Some(earlier) = self.held.replace(head) {
                 if !queue.give_back(&guard, earlier, 0) {
                     break;
@@ -117,6 +125,7 @@ impl Worker {
     fn ask(&mut self) {
         let Some(queue) = &mut self.queues.stats else { return };
         let Some(head) = self.held.take() else { return };
+        self.awaited = true;
         if queue.give_back(&self.view.memory(), head, 0) {
             tell(&*self.interrupt, STATS_QUEUE);
         }
@@ -183,15 +192,16 @@ fn serve(
     queue: &mut ActiveQueue,
     each: impl Fn(&MappedMemory, DescriptorChain<&MappedMemory>),
 ) {
-    // One guard for the whole pass: what is plugged when a range is checked is plugged until it has been discarded.
-    let guard = view.memory();
-    let memory: &MappedMemory = &guard;
     let mut used = false;
     for count in 0.. {
         if count == BATCH {
             queue.come_back();
             break;
         }
+        // One guard for a chain: what is plugged when a range is checked is plugged until it has been discarded. And for no
+        // more than one: who plugs or unplugs waits for it.
+        let guard = view.memory();
+        let memory: &MappedMemory = &guard;
         let Some(chain) = queue.pop(memory, interrupt) else { break };
         let head = chain.head_index();
         each(memory, chain);
@@ -200,8 +210,7 @@ fn serve(
         }
         used = true;
     }
-    let is_wanted = used && queue.queue.needs_notification(memory).unwrap_or(true);
-    drop(guard);
+    let is_wanted = used && queue.queue.needs_notification(&*view.memory()).unwrap_or(true);
     if is_wanted {
         tell(interrupt, index);
     }

@@ -15,8 +15,9 @@ use crate::memory::layout::GuestRange;
 use crate::memory::view::MappedMemory;
 use crate::memory::zone::Tier;
 
-/// The most page numbers that are taken of one chain. Linux sends 256, and waits until they are used.
-pub const MAX_PAGES: usize = 16_384;
+/// The most page numbers that are taken of one chain: each may be a call to the host, and nothing is plugged or unplugged
+/// meanwhile. Linux sends 256, and waits until they are used.
+pub const MAX_PAGES: usize = 1_024;
 /// The most ranges that are taken of one chain of free pages. Linux reports 32.
 pub const MAX_RANGES: usize = 256;
 

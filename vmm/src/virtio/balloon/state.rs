@@ -28,6 +28,9 @@ pub(super) struct BalloonState {
     /// As the driver tells it.
     actual_pages: u32,
     deflates_on_oom: bool,
+    /// The lower target that the driver was on its way to when the present one was set. What it has in hand it finishes: it
+    /// tells of it once, and looks at the target again.
+    turned_from: Option<u64>,
 }
 
 impl BalloonState {
@@ -35,7 +38,14 @@ impl BalloonState {
     pub(super) fn new(max_bytes: u64, block_bytes: u64) -> Self {
         assert!(max_bytes.is_multiple_of(block_bytes) && block_bytes.is_multiple_of(PAGE_BYTES));
         assert!(max_bytes / PAGE_BYTES <= u64::from(u32::MAX), "more than the configuration can say");
-        Self { max_bytes, block_bytes, target_bytes: 0, actual_pages: 0, deflates_on_oom: false }
+        Self {
+            max_bytes,
+            block_bytes,
+            target_bytes: 0,
+            actual_pages: 0,
+            deflates_on_oom: false,
+            turned_from: None,
+        }
     }
 
     pub(super) fn max_bytes(&self) -> u64 {
@@ -62,6 +72,9 @@ impl BalloonState {
     /// Asks for `bytes`; the caller has checked them.
     pub(super) fn set_target(&mut self, bytes: u64) {
         assert!(bytes <= self.max_bytes && bytes.is_multiple_of(self.block_bytes));
+        if bytes > self.target_bytes && self.actual_bytes() > self.target_bytes {
+            self.turned_from = Some(self.target_bytes);
+        }
         self.target_bytes = bytes;
     }
 
@@ -69,6 +82,7 @@ impl BalloonState {
     pub(super) fn start(&mut self, deflates_on_oom: bool) {
         self.actual_pages = 0;
         self.deflates_on_oom = deflates_on_oom;
+        self.turned_from = None;
     }
 
     /// The driver has gone, and what was in its balloon is the guest's again. The target stays: whoever comes next, after a
@@ -85,7 +99,7 @@ impl BalloonState {
         config
     }
 
-    /// The driver writes its configuration; all but its own field is ignored.
+    /// The driver writes its configuration; all but its own field is ignored, and so is what it has told before.
     pub(super) fn write_config(&mut self, offset: u64, data: &[u8]) -> Option<Told> {
         let mut config = self.config();
         let at = usize::try_from(offset).ok().filter(|at| *at < ACTUAL.end)?;
@@ -95,16 +109,22 @@ impl BalloonState {
         }
         config[at..end].copy_from_slice(&data[..end - at]);
         let actual = config[ACTUAL].try_into().expect("four bytes");
-        Some(self.told(u32::from_le_bytes(actual)))
+        let pages = u32::from_le_bytes(actual);
+        (pages != self.actual_pages).then(|| self.told(pages))
     }
 
     fn told(&mut self, pages: u32) -> Told {
         let before_bytes = self.actual_bytes();
         self.actual_pages = pages;
         let actual_bytes = self.actual_bytes();
-        // A driver that follows never goes below the target. To ask for the same again would take from a guest what it has
+        // A driver that follows does not go below the target, except with what it had in hand when the target rose. To ask for the same again would take from a guest what it has
         // just been saved by; who wants it back asks anew.
-        if self.deflates_on_oom && actual_bytes < before_bytes && actual_bytes < self.target_bytes {
+        let was_asked_to = self.turned_from.take().is_some_and(|lower_bytes| actual_bytes >= lower_bytes);
+        if self.deflates_on_oom
+            && !was_asked_to
+            && actual_bytes < before_bytes
+            && actual_bytes < self.target_bytes
+        {
             self.target_bytes = actual_bytes - actual_bytes % self.block_bytes;
             return Told::TakenBack(before_bytes - actual_bytes);
         }
@@ -170,6 +190,39 @@ mod tests {
         // In the midst of inflating.
         assert_eq!(tell(&mut state, 8 * BLOCK), Told::TakenBack(BLOCK));
         assert_eq!(state.target_bytes(), 8 * BLOCK);
+    }
+
+    #[test]
+    fn a_driver_finishes_what_it_has_in_hand_when_the_target_rises() {
+        let mut state = state(true);
+        state.set_target(8 * BLOCK);
+        tell(&mut state, 8 * BLOCK);
+        state.set_target(4 * BLOCK);
+        assert_eq!(tell(&mut state, 7 * BLOCK), Told::Following);
+        state.set_target(10 * BLOCK);
+        state.set_target(12 * BLOCK);
+        assert_eq!(tell(&mut state, 6 * BLOCK), Told::Following, "it was on its way to 4");
+        assert_eq!(state.target_bytes(), 12 * BLOCK);
+        // By now it knows better.
+        assert_eq!(tell(&mut state, 5 * BLOCK), Told::TakenBack(BLOCK));
+        // Nobody has ever asked it to go that far.
+        state.set_target(2 * BLOCK);
+        state.set_target(12 * BLOCK);
+        assert_eq!(tell(&mut state, BLOCK), Told::TakenBack(4 * BLOCK));
+        // Once it inflates, what it gives up it has been short of.
+        state.set_target(0);
+        state.set_target(12 * BLOCK);
+        assert_eq!(tell(&mut state, 2 * BLOCK), Told::Following);
+        assert_eq!(tell(&mut state, BLOCK), Told::TakenBack(BLOCK));
+    }
+
+    #[test]
+    fn what_the_driver_has_told_before_is_no_news() {
+        let mut state = state(true);
+        tell(&mut state, BLOCK);
+        let again = ((BLOCK / PAGE_BYTES) as u32).to_le_bytes();
+        assert_eq!(state.write_config(4, &again), None);
+        assert_eq!(state.write_config(5, &again[1..3]), None);
     }
 
     #[test]

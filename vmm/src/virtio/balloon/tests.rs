@@ -330,6 +330,62 @@ fn lists_and_chains_without_end_are_cut() {
 }
 
 #[test]
+fn no_more_pages_are_taken_of_a_chain_than_may_be_made_to_wait_for() {
+    let mut rig = Rig::new(ALL);
+    let pages: Vec<u64> = (0..1_025).map(|page| 8 * MIB + page * PAGE).collect();
+    rig.list(INFLATE, &pages[..1_024]);
+    assert_eq!((rig.inflated(), rig.refused()), (4 * MIB, vec![]));
+    rig.list(INFLATE, &pages);
+    assert_eq!((rig.inflated(), rig.refused()), (8 * MIB, vec![("too_long", 1)]));
+}
+
+#[test]
+fn statistics_that_nobody_asked_for_are_told_to_nobody() {
+    let mut rig = Rig::new(F_STATS_VQ);
+    let told = rig.told.load(Ordering::Relaxed);
+    let mut last = None;
+    for round in 0..100 {
+        rig.driver.write(BUFFERS, &statistics(&[(5, (100 + round) * MIB)]));
+        let head = rig.driver.add(STATS, &[Buffer::Out(BUFFERS, 10)]);
+        rig.driver.kick(STATS);
+        while rig.handle.statistics().is_none() {
+            std::thread::yield_now();
+        }
+        if let Some(last) = last.replace(head) {
+            // With its return the device has read the next one, or has chosen not to.
+            assert_eq!(rig.driver.wait_used(STATS), (last, 0));
+        }
+    }
+    assert_eq!(rig.handle.statistics().unwrap().statistics.get(Tag::Total), Some(100 * MIB));
+    assert_eq!(rig.told.load(Ordering::Relaxed), told + 1);
+    // The next that are asked for count.
+    rig.handle.ask_statistics();
+    let head = rig.driver.wait_used(STATS).0;
+    assert_eq!(Some(head), last);
+    rig.driver.add(STATS, &[Buffer::Out(BUFFERS, 10)]);
+    rig.driver.kick(STATS);
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while rig.handle.statistics().unwrap().number < 2 {
+        assert!(std::time::Instant::now() < deadline, "no statistics");
+        std::thread::yield_now();
+    }
+    assert_eq!(rig.handle.statistics().unwrap().statistics.get(Tag::Total), Some(199 * MIB));
+}
+
+#[test]
+fn a_size_that_was_told_before_is_told_to_nobody() {
+    let mut rig = Rig::new(ALL);
+    rig.tell_actual(MIB);
+    let told = rig.told.load(Ordering::Relaxed);
+    for _ in 0..100 {
+        rig.tell_actual(MIB);
+    }
+    assert_eq!(rig.told.load(Ordering::Relaxed), told);
+    rig.tell_actual(2 * MIB);
+    assert_eq!(rig.told.load(Ordering::Relaxed), told + 1);
+}
+
+#[test]
 fn statistics_come_when_they_are_asked_for() {
     let mut rig = Rig::new(ALL);
     assert!(rig.handle.statistics().is_none());
