@@ -1,6 +1,6 @@
 //! The last reports, and the rates between them.
 
-use foreshore_proto::Report;
+use foreshore_proto::{Report, ZoneKind};
 
 use super::Params;
 
@@ -28,6 +28,8 @@ const PAGE_BYTES: u64 = 4096;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Sample {
     guest_ms: u64,
+    /// Who says it.
+    by_agent: bool,
     total_bytes: u64,
     used_bytes: u64,
     some_us: u64,
@@ -67,11 +69,11 @@ pub(super) struct History {
 }
 
 impl History {
-    /// Adds a report, of whose used memory `leaving_bytes` are about to be given back. One from a clock that started
-    /// again makes the older ones useless.
+    /// Adds a report, of whose used memory `leaving_bytes` are about to be given back. One from somebody else, or whose
+    /// clock or totals have started again, makes the older ones useless.
     pub fn push(&mut self, report: &Report, leaving_bytes: u64) {
         let sample = Sample::of(report, leaving_bytes);
-        if self.samples.back().is_some_and(|last| last.guest_ms > sample.guest_ms) {
+        if self.samples.back().is_some_and(|last| !sample.goes_on_from(last)) {
             self.samples.clear();
         }
         if self.samples.len() == LENGTH {
@@ -127,6 +129,7 @@ impl Sample {
         let (memory, counters) = (report.memory(), report.counters());
         Sample {
             guest_ms: report.monotonic_ms(),
+            by_agent: is_by_agent(report),
             total_bytes: memory.total_bytes,
             // Use, not what is available: plugging memory changes the latter.
             used_bytes: (memory.total_bytes - memory.available_bytes).saturating_sub(leaving_bytes),
@@ -136,6 +139,23 @@ impl Sample {
             refault_pages: counters.workingset_refault_anon.saturating_add(counters.workingset_refault_file),
             file_refault_pages: counters.workingset_refault_file,
         }
+    }
+
+    /// Whether what has been counted since `last` is the difference. What is estimated from balloon statistics has no
+    /// refaults, and stalls of its own count.
+    fn goes_on_from(&self, last: &Sample) -> bool {
+        let totals = |sample: &Sample| {
+            [
+                sample.guest_ms,
+                sample.some_us,
+                sample.swapped_out_pages,
+                sample.swapped_in_pages,
+                sample.refault_pages,
+                sample.file_refault_pages,
+            ]
+        };
+        let grow = totals(last).into_iter().zip(totals(self)).all(|(before, now)| before <= now);
+        grow && last.by_agent == self.by_agent
     }
 
     fn fill_since(&self, older: &Sample) -> u64 {
@@ -152,4 +172,11 @@ impl Sample {
         }
         rise.saturating_mul(1000) / (self.guest_ms - older.guest_ms).max(1)
     }
+}
+
+/// An agent sees the zones that every x86-64 guest has below 4 GiB, and its memory blocks; balloon statistics know of
+/// neither.
+fn is_by_agent(report: &Report) -> bool {
+    let is_low = |kind| matches!(kind, ZoneKind::Dma | ZoneKind::Dma32);
+    report.blocks().block_bytes > 0 || report.zones().iter().any(|zone| is_low(zone.kind))
 }

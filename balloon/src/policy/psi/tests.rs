@@ -837,6 +837,37 @@ fn a_clock_that_starts_again_is_survived() {
 }
 
 #[test]
+fn an_agent_that_comes_after_balloon_statistics_does_not_make_its_totals_news() {
+    let mut rig = Rig::new();
+    (rig.raw.memory.cached_bytes, rig.raw.zones[0].kind) = (150 * MIB, ZoneKind::Normal);
+    rig.raw.monotonic_ms = 4_000_000_000;
+    for _ in 0..3 {
+        rig.stall().some_us += 150_000;
+        rig.report(1000, 250);
+    }
+    // Since the guest has booted, days ago.
+    rig.raw.zones[0].kind = ZoneKind::Dma32;
+    rig.stall().some_us = 3_600_000_000;
+    rig.counters().workingset_refault_file = 1 << 30;
+    rig.counters().workingset_refault_anon = 1 << 30;
+    for _ in 0..3 {
+        assert_eq!(rig.report(1000, 250).reason, Reason::Enough);
+    }
+    // And back: what is less than before is not compared with it either.
+    rig.raw.zones[0].kind = ZoneKind::Normal;
+    (rig.counters().workingset_refault_file, rig.counters().workingset_refault_anon) = (0, 0);
+    assert_eq!(rig.report(1000, 250).reason, Reason::Enough);
+    rig.raw.zones[0].kind = ZoneKind::Dma32;
+    rig.counters().workingset_refault_file = 1 << 30;
+    rig.stall().some_us += 500_000;
+    assert_eq!(rig.report(1000, 250).reason, Reason::Enough, "waiting alone says nothing beside plenty");
+    // What happens from then on counts.
+    rig.counters().workingset_refault_file += 20_000;
+    rig.stall().some_us += 500_000;
+    assert_eq!(rig.report(1000, 250).reason, Reason::Thrashing);
+}
+
+#[test]
 fn parameters_out_of_range_are_named_with_their_bounds() {
     let wrong = Params { headroom_permille: 501, ..Params::default() };
     assert_eq!(wrong.validate().expect_err("too much").to_string(), "headroom is 501, must be 10 to 500");
