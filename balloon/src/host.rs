@@ -110,6 +110,11 @@ impl Distances {
         }
     }
 
+    /// Those that were set, in order of their nodes.
+    pub fn iter(&self) -> impl Iterator<Item = &NodeDistance> {
+        self.set.iter()
+    }
+
     fn find(&self, from: u32, to: u32) -> Result<usize, usize> {
         self.set.binary_search_by_key(&(from, to), |entry| (entry.from, entry.to))
     }

@@ -15,6 +15,9 @@ pub enum ReplayError {
     /// There is nothing to see.
     #[error("The trace has {0} reports, must be at least 2")]
     Reports(usize),
+    /// A balloon could take all that its guest booted with, and the simulated guest has no balloon.
+    #[error("The trace's guest booted with {0} bytes beside its balloon, must be at least 1048576")]
+    Boot(u64),
     /// No time passes.
     #[error("The trace's reports are {0} ms apart in all, must be at least 1000")]
     Short(u64),
@@ -81,7 +84,12 @@ pub fn replay(
         }
     });
     let demand = Demand::new(segments.collect(), TimeMs(last_ms)).expect("in order");
-    let mut host = HostView { boot_bytes: trace.header.boot_bytes, ..HostView::default() };
+    let boot_bytes = trace.header.boot_bytes;
+    if boot_bytes < MIB {
+        return Err(ReplayError::Boot(boot_bytes));
+    }
+    // The simulated guest's balloon, if it had one, is hotplugged memory.
+    let mut host = HostView { boot_bytes, distances: trace.header.distances.clone(), ..HostView::default() };
     host.zones = trace.header.zones.clone();
     // The run starts as a guest does: with what it booted with and what its zones never go below.
     for zone in &mut host.zones {

@@ -253,6 +253,8 @@ fn recorded(setup: &VmSetup, policy: &str) -> trace::Trace {
         vm: "recorded".to_owned(),
         boot_bytes: setup.host.boot_bytes,
         zones: setup.host.zones.clone(),
+        balloon: setup.host.balloon,
+        distances: setup.host.distances.clone(),
     };
     let mut recorder = Recorder(trace::Writer::new(Vec::new(), &header).expect("a Vec takes all"));
     let governed = Governed { skip: Skip::Nothing, ..governed(policy) };
@@ -286,6 +288,15 @@ fn a_recorded_guest_wants_the_same_again() {
         let [first, second] = [original, again].map(|setup| run(setup, "off").swap_out_gb);
         assert!((first - second).abs() <= 0.15 * first + 0.05, "{}: {first} and {second}", workload.name());
     }
+}
+
+#[test]
+fn a_guest_of_a_balloon_alone_is_not_replayed() {
+    let original = setup(Workload::Ramp, 120_000, 3);
+    let mut trace = recorded(&original, "off");
+    trace.header.boot_bytes = 0;
+    let error = replay(&trace, &original.guest, 100_000, 800).expect_err("nothing to run in");
+    assert_eq!(error, ReplayError::Boot(0));
 }
 
 #[test]

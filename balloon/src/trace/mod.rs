@@ -14,7 +14,7 @@ pub use reader::{Fault, Reader, Trace, TraceError};
 pub use writer::Writer;
 
 use crate::plan::Direction;
-use crate::{TimeMs, ZoneId, ZoneSizes};
+use crate::{Distances, TimeMs, ZoneId, ZoneSizes};
 
 /// The version of the format that this crate writes, and the only one that it reads.
 pub const TRACE_VERSION: u32 = 1;
@@ -27,10 +27,14 @@ pub const MAX_LINE_BYTES: usize = foreshore_proto::MAX_LINE_BYTES + 1024;
 pub struct Header {
     /// The VM's name, up to 128 bytes of printable ASCII. It may be empty.
     pub vm: String,
-    /// Memory that the guest booted with.
+    /// Memory that the guest booted with, without what a balloon may take of it.
     pub boot_bytes: u64,
     /// The hotplug part of every zone that has one, as it was when the trace began.
     pub zones: Vec<ZoneSizes>,
+    /// The zone among them that is a balloon.
+    pub balloon: Option<ZoneId>,
+    /// How far the guest's nodes are from each other.
+    pub distances: Distances,
 }
 
 /// The lines after the first.

@@ -5,15 +5,17 @@ use std::io::{self, BufRead, Read};
 use foreshore_proto::{Refusal, Report};
 use thiserror::Error;
 
-use super::wire::{Raw, RawDirection, RawHeader, RawHostZone, RawPlan, RawZone};
+use super::wire::{Raw, RawDirection, RawDistance, RawHeader, RawHostZone, RawPlan, RawZone};
 use super::{Entry, Header, HostZone, MAX_LINE_BYTES, RecordedPlan, TRACE_VERSION};
 use crate::plan::Direction;
-use crate::{TimeMs, ZoneId, ZoneSizes};
+use crate::{Distances, TimeMs, ZoneId, ZoneSizes};
 
 /// What four levels of page tables map of physical memory on x86-64, as in a report.
 const MAX_BYTES: u64 = 1 << 46;
 /// As many as a report may have zones.
 const MAX_ZONES: usize = 256;
+/// More than a line has room for.
+const MAX_DISTANCES: usize = 4096;
 /// Linux allows no more nodes.
 const MAX_NODE: u64 = 1023;
 /// A hundred years.
@@ -100,6 +102,9 @@ pub enum Fault {
         /// The header's.
         expected: Vec<u32>,
     },
+    /// No zone of the header.
+    #[error("the balloon is zone {0}, which there is not")]
+    NoZone(u32),
     /// A zone twice.
     #[error("zone {0} is named twice")]
     Twice(u32),
@@ -260,7 +265,8 @@ fn check_header(raw: RawHeader) -> Result<Header, Fault> {
     }
     let printable = |byte: u8| byte.is_ascii_graphic() || byte == b' ';
     text("vm", &raw.vm, MAX_NAME_BYTES, "printable ASCII", printable)?;
-    in_range("boot_bytes", raw.boot_bytes, 1 << 20, MAX_BYTES)?;
+    // A balloon may have all of it.
+    in_range("boot_bytes", raw.boot_bytes, 0, MAX_BYTES)?;
     in_range("the number of zones", raw.zones.len() as u64, 0, MAX_ZONES as u64)?;
     let mut zones: Vec<ZoneSizes> = Vec::with_capacity(raw.zones.len());
     for zone in raw.zones {
@@ -269,7 +275,21 @@ fn check_header(raw: RawHeader) -> Result<Header, Fault> {
         }
         zones.push(check_zone(zone)?);
     }
-    Ok(Header { vm: raw.vm, boot_bytes: raw.boot_bytes, zones })
+    if let Some(id) = raw.balloon
+        && zones.iter().all(|zone| zone.id.0 != id)
+    {
+        return Err(Fault::NoZone(id));
+    }
+    in_range("the number of distances", raw.distances.len() as u64, 0, MAX_DISTANCES as u64)?;
+    let mut distances = Distances::default();
+    for RawDistance { from, to, distance } in raw.distances {
+        in_range("from", from.into(), 0, MAX_NODE)?;
+        in_range("to", to.into(), 0, MAX_NODE)?;
+        in_range("distance", distance.into(), Distances::LOCAL.into(), u8::MAX.into())?;
+        distances.set(from, to, distance);
+    }
+    let balloon = raw.balloon.map(ZoneId);
+    Ok(Header { vm: raw.vm, boot_bytes: raw.boot_bytes, zones, balloon, distances })
 }
 
 fn check_zone(raw: RawZone) -> Result<ZoneSizes, Fault> {

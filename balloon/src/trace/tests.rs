@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::plan::{Plan, Reason, ZoneTarget};
-use crate::{HostView, MIB, Tier};
+use crate::{Distances, HostView, MIB, Tier};
 
 const GOLDEN: &str = include_str!("../../tests/golden/trace-v1.jsonl");
 
@@ -34,7 +34,13 @@ fn host() -> HostView {
 
 fn header() -> Header {
     let host = host();
-    Header { vm: "golden".to_owned(), boot_bytes: host.boot_bytes, zones: host.zones }
+    Header {
+        vm: "golden".to_owned(),
+        boot_bytes: host.boot_bytes,
+        zones: host.zones,
+        balloon: None,
+        distances: Distances::default(),
+    }
 }
 
 fn report() -> Report {
@@ -187,8 +193,8 @@ fn a_damaged_line_is_refused_by_number_value_and_bound() {
         (
             1,
             r#""boot_bytes":402653184"#,
-            r#""boot_bytes":7"#,
-            "boot_bytes is 7, must be 1048576 to 70368744177664",
+            r#""boot_bytes":70368744177665"#,
+            "boot_bytes is 70368744177665, must be 0 to 70368744177664",
         ),
         (1, r#""id":1"#, r#""id":0"#, "zone 0 is named twice"),
         (1, r#""block_bytes":2097152"#, r#""block_bytes":0"#, "block_bytes is 0, must be 4096 to"),
@@ -256,6 +262,27 @@ fn a_damaged_line_is_refused_by_number_value_and_bound() {
         assert!(error.starts_with(&format!("Line {line} of the trace: ")), "{error}");
         assert!(error.contains(expected), "{error}\nlacks {expected}");
         assert!(!error.contains('\n'));
+    }
+}
+
+#[test]
+fn a_balloon_and_distances_are_in_the_header() {
+    let mut distances = Distances::default();
+    distances.set(0, 1, 17);
+    distances.set(1, 0, 28);
+    // A balloon that may have all boot memory leaves none.
+    let header = Header { boot_bytes: 0, balloon: Some(ZoneId(0)), distances, ..header() };
+    let text = Writer::new(Vec::new(), &header).expect("a Vec takes all").into_inner();
+    let trace = Trace::read(&text[..]).expect("what is written is read");
+    assert_eq!(trace.header, header);
+    let text = String::from_utf8(text).expect("JSON");
+    for (from, to, message) in [
+        (r#""balloon":0"#, r#""balloon":7"#, "the balloon is zone 7, which there is not"),
+        (r#""distance":17"#, r#""distance":9"#, "distance is 9, must be 10 to 255"),
+        (r#"{"from":0"#, r#"{"from":1024"#, "from is 1024, must be 0 to 1023"),
+    ] {
+        let error = read(text.replace(from, to)).expect_err(to).to_string();
+        assert!(error.contains(message), "{error}");
     }
 }
 

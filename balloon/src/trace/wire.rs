@@ -3,7 +3,7 @@
 use foreshore_proto::RawReport;
 use serde::{Deserialize, Serialize};
 
-use crate::{Tier, ZoneSizes};
+use crate::{NodeDistance, Tier, ZoneSizes};
 
 /// A line that is read: its shape is known, its values are not.
 #[derive(Debug, Deserialize)]
@@ -46,6 +46,17 @@ pub(super) struct RawHeader {
     pub vm: String,
     pub boot_bytes: u64,
     pub zones: Vec<RawZone>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub balloon: Option<u32>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub distances: Vec<RawDistance>,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(super) struct RawDistance {
+    pub from: u32,
+    pub to: u32,
+    pub distance: u8,
 }
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -117,6 +128,12 @@ impl From<RawTier> for Tier {
             RawTier::Dram => Tier::Dram,
             RawTier::Pm => Tier::Pm,
         }
+    }
+}
+
+impl From<&NodeDistance> for RawDistance {
+    fn from(&NodeDistance { from, to, distance }: &NodeDistance) -> Self {
+        RawDistance { from, to, distance }
     }
 }
 

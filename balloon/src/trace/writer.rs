@@ -29,6 +29,8 @@ impl<W: io::Write> Writer<W> {
             vm: header.vm.clone(),
             boot_bytes: header.boot_bytes,
             zones: header.zones.iter().map(Into::into).collect(),
+            balloon: header.balloon.map(|id| id.0),
+            distances: header.distances.iter().map(Into::into).collect(),
         }))?;
         Ok(writer)
     }

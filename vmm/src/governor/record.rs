@@ -184,6 +184,8 @@ impl Recorder {
             vm: vm.take(MAX_NAME_BYTES).collect(),
             boot_bytes: host.boot_bytes,
             zones: host.zones.clone(),
+            balloon: host.balloon,
+            distances: host.distances.clone(),
         };
         let mut writer = Writer::new(queue, &header)?;
         writer.host(now, host)?;

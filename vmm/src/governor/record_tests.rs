@@ -73,6 +73,9 @@ impl Write for Broken {
 
 fn recorded<W: Write + Send + 'static>(file: W, max_bytes: u64) -> Fixture {
     let Fixture { core, dram, pm, seq } = fixture("psi", false, true);
+    let mut distances = balloon::Distances::default();
+    distances.set(0, 1, 17);
+    let core = core.with_distances(distances);
     let core = core.record(target(file, max_bytes), "db", TimeMs(0)).unwrap();
     let mut fixture = Fixture { core, dram, pm, seq };
     fixture.greet();
@@ -96,6 +99,7 @@ fn a_recording_is_a_trace_of_what_came_and_what_was_decided() {
     assert!(!trace.cut_off);
     assert_eq!((trace.header.vm.as_str(), trace.header.boot_bytes), ("db", 384 * MIB));
     assert_eq!(trace.header.zones.len(), 2);
+    assert_eq!((trace.header.distances.between(0, 1), trace.header.balloon), (17, None));
     let of = |wanted: fn(&Entry) -> bool| trace.entries.iter().filter(|entry| wanted(entry)).count();
     assert_eq!(of(|entry| matches!(entry, Entry::Report { .. })), 4);
     assert!(of(|entry| matches!(entry, Entry::Plan { plan, .. } if !plan.targets.is_empty())) > 0);
