@@ -69,6 +69,8 @@ enum Happening {
     Pin { zone: usize, mib: u64 },
     /// And lets the loop have it again.
     Resume,
+    /// The guest takes so much out of its balloon because it has nothing else left, and the device lowers its target.
+    Oom { pages: u64 },
     /// Another policy.
     Policy { index: usize },
     /// `fixed` with another size.
@@ -103,6 +105,7 @@ fn happening() -> impl Strategy<Value = Happening> {
         1 => (0u64..2000).prop_map(|mib| Happening::Pool { mib }),
         1 => (0..ZONES, 0u64..256).prop_map(|(zone, mib)| Happening::Pin { zone, mib }),
         1 => Just(Happening::Resume),
+        1 => (1u64..20_000).prop_map(|pages| Happening::Oom { pages }),
         1 => (0..POLICIES.len()).prop_map(|index| Happening::Policy { index }),
         1 => (0u64..1200).prop_map(|mib| Happening::Fix { mib }),
         1 => (0u64..400, 0u64..1000)
@@ -127,6 +130,8 @@ struct World {
     counters: Counters,
     movable: bool,
     pinned: [bool; ZONES],
+    /// Sized by hand since the last step, or not known to the loop yet.
+    by_hand: [bool; ZONES],
     late: VecDeque<Report>,
     last_grow: Option<TimeMs>,
     last_shrink: Option<TimeMs>,
@@ -286,6 +291,7 @@ impl World {
             counters: Counters::default(),
             movable: true,
             pinned: [false; ZONES],
+            by_hand: [true; ZONES],
             late: VecDeque::new(),
             last_grow: None,
             last_shrink: None,
@@ -295,6 +301,7 @@ impl World {
 
     fn step(&mut self, event: Event<'_>) -> Plan {
         let mut plan = self.controller.step(event, &self.host, self.now);
+        self.by_hand = [false; ZONES];
         if let Some(broken) = self.broken {
             broken.distort(&mut plan, self);
         }
@@ -323,15 +330,25 @@ impl World {
             Happening::Follow { zone, permille } => self.follow(zone, permille),
             Happening::Pool { mib } => self.host.pool_free_bytes = mib * MIB,
             Happening::Pin { zone, mib } => {
+                self.controller.pin(self.host.zones[zone].id, &self.host, self.now);
                 let sizes = &mut self.host.zones[zone];
                 let size = (mib * MIB).clamp(sizes.floor_bytes, sizes.max_bytes);
                 sizes.requested_bytes = size / BLOCK_BYTES * BLOCK_BYTES;
-                self.controller.pin(self.host.zones[zone].id, &self.host, self.now);
-                self.pinned[zone] = true;
+                (self.pinned[zone], self.by_hand[zone]) = (true, true);
             }
             Happening::Resume => {
                 self.controller.resume(None);
                 self.pinned = [false; ZONES];
+            }
+            Happening::Oom { pages } => {
+                let sizes = &mut self.host.zones[BALLOON];
+                sizes.plugged_bytes = (sizes.plugged_bytes + pages * 4096).min(sizes.max_bytes);
+                if sizes.plugged_bytes > sizes.requested_bytes {
+                    sizes.requested_bytes = sizes.plugged_bytes.next_multiple_of(BLOCK_BYTES);
+                    if !self.pinned[BALLOON] && !self.by_hand[BALLOON] {
+                        self.last_grow = Some(self.now);
+                    }
+                }
             }
             Happening::Policy { index } => self.controller.set_policy(policy(index)).expect("in range"),
             Happening::Fix { mib } => {

@@ -47,6 +47,8 @@ struct Followed {
     id: ZoneId,
     progress: Progress,
     pinned: bool,
+    /// Sized by hand since the last step: what has grown may be that.
+    by_hand: bool,
 }
 
 /// What is kept of the last report.
@@ -106,6 +108,9 @@ impl Controller {
     /// Decides what to do about `event`. `host` must be read after the last plan was carried out.
     pub fn step(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         self.follow(host, now);
+        for zone in &mut self.zones {
+            zone.by_hand = false;
+        }
         if let Event::Report(report) = event {
             self.take_report(report, host, now);
         }
@@ -132,7 +137,7 @@ impl Controller {
     pub fn pin(&mut self, id: ZoneId, host: &HostView, now: TimeMs) {
         self.follow(host, now);
         for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {
-            zone.pinned = true;
+            (zone.pinned, zone.by_hand) = (true, true);
         }
     }
 
@@ -212,22 +217,24 @@ impl Controller {
         }
     }
 
-    /// Brings what is known of the zones to the host's present ones, in the host's order.
+    /// Brings what is known of the zones to the host's present ones, in the host's order. A zone that has grown of itself,
+    /// as a balloon does that deflates when its guest has nothing else left, is a grow like any other: what the guest
+    /// took is not taken back at once.
     fn follow(&mut self, host: &HostView, now: TimeMs) {
         let known = std::mem::take(&mut self.zones);
-        self.zones = host
-            .zones
-            .iter()
-            .map(|zone| {
-                let mut followed = known
-                    .iter()
-                    .find(|known| known.id == zone.id)
-                    .copied()
-                    .unwrap_or(Followed { id: zone.id, progress: Progress::new(zone, now), pinned: false });
-                followed.progress.observe(zone, now);
-                followed
-            })
-            .collect();
+        let mut has_grown = false;
+        for zone in &host.zones {
+            let known = known.iter().find(|known| known.id == zone.id).copied();
+            let progress = Progress::new(zone, now);
+            let mut followed =
+                known.unwrap_or(Followed { id: zone.id, progress, pinned: false, by_hand: false });
+            let more = followed.progress.observe(zone, now);
+            has_grown |= more && !followed.pinned && !followed.by_hand;
+            self.zones.push(followed);
+        }
+        if has_grown {
+            self.has_grown(now);
+        }
     }
 
     fn take_report(&mut self, report: &Report, host: &HostView, now: TimeMs) {
@@ -446,19 +453,21 @@ impl Controller {
         match plan.direction {
             Direction::Hold => {}
             Direction::Shrink => self.shrunk_at = Some(now),
-            Direction::Grow => {
-                let undone = self.shrunk_at.filter(|at| now.since(*at) < self.rules.max_cool_down_ms);
-                // A shrink that has to be undone came too early: wait longer before the next one.
-                self.cool_down_ms = match undone {
-                    None => self.rules.cool_down_ms,
-                    Some(_) if self.shrunk_at > self.grown_at => {
-                        self.cool_down_ms.saturating_mul(2).min(self.rules.max_cool_down_ms)
-                    }
-                    Some(_) => self.cool_down_ms,
-                };
-                self.grown_at = Some(now);
-            }
+            Direction::Grow => self.has_grown(now),
         }
+    }
+
+    /// Rule 2: a shrink that has to be undone came too early: wait longer before the next one.
+    fn has_grown(&mut self, now: TimeMs) {
+        let undone = self.shrunk_at.filter(|at| now.since(*at) < self.rules.max_cool_down_ms);
+        self.cool_down_ms = match undone {
+            None => self.rules.cool_down_ms,
+            Some(_) if self.shrunk_at > self.grown_at => {
+                self.cool_down_ms.saturating_mul(2).min(self.rules.max_cool_down_ms)
+            }
+            Some(_) => self.cool_down_ms,
+        };
+        self.grown_at = Some(now);
     }
 }
 

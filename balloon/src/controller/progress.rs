@@ -38,8 +38,9 @@ impl Progress {
         }
     }
 
-    /// Takes the zone's present sizes.
-    pub fn observe(&mut self, zone: &ZoneSizes, now: TimeMs) {
+    /// Takes the zone's present sizes. Returns whether more is requested than was asked for.
+    pub fn observe(&mut self, zone: &ZoneSizes, now: TimeMs) -> bool {
+        let has_grown = zone.requested_bytes > self.requested_bytes;
         if zone.plugged_bytes > self.plugged_bytes {
             self.grow = Attempt::default();
         }
@@ -51,6 +52,7 @@ impl Progress {
         }
         self.requested_bytes = zone.requested_bytes;
         self.plugged_bytes = zone.plugged_bytes;
+        has_grown
     }
 
     /// A plan asks for this.
