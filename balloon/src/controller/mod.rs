@@ -178,7 +178,11 @@ impl Controller {
     /// Exchanges the rules' parameters. If one is out of range the present ones stay.
     pub fn set_rules(&mut self, rules: Rules) -> Result<(), ParamError> {
         rules.validate()?;
-        self.cool_down_ms = rules.cool_down_ms;
+        // What was learned stays, within the new bounds; what was not is as configured.
+        self.cool_down_ms = match self.cool_down_ms == self.rules.cool_down_ms {
+            true => rules.cool_down_ms,
+            false => self.cool_down_ms.clamp(rules.cool_down_ms, rules.max_cool_down_ms),
+        };
         self.rules = rules;
         Ok(())
     }
@@ -313,8 +317,11 @@ impl Controller {
         let mut stuck = false;
         let mut requests = Vec::with_capacity(host.zones.len());
         for (zone, followed) in host.zones.iter().zip(&mut self.zones) {
-            let less =
-                if followed.pinned { None } else { followed.progress.fall_back(zone, &self.rules, now) };
+            let mut progress = followed.progress;
+            let less = if followed.pinned { None } else { progress.fall_back(zone, &self.rules, now) };
+            if !self.rules.dry_run {
+                followed.progress = progress;
+            }
             stuck |= less.is_some();
             requests.push(less.unwrap_or(zone.requested_bytes));
         }
@@ -343,7 +350,9 @@ impl Controller {
             return self.hold(Reason::ReportsLost, host);
         }
         let step = self.rules.lost_step_bytes.saturating_mul(1 << self.lost.steps.min(32));
-        self.lost = Lost { steps: self.lost.steps + 1, at: Some(now) };
+        if !self.rules.dry_run {
+            self.lost = Lost { steps: self.lost.steps + 1, at: Some(now) };
+        }
         self.grow(step, Reason::ReportsLost, last, host, now)
     }
 

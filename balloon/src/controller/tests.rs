@@ -527,6 +527,56 @@ fn rule_8_a_dry_run_decides_and_starts_no_cool_down() {
 }
 
 #[test]
+fn rule_8_a_dry_run_leaves_no_trace_of_what_it_did_not_do() {
+    let mut rig = Rig::fixed(64);
+    rig.tick(0);
+    rig.controller.set_dry_run(true);
+    for _ in 0..60 {
+        rig.tick(1_000);
+    }
+    assert_eq!(rig.tick(0).reason, Reason::NoProgress, "what it would do");
+    rig.controller.set_dry_run(false);
+    assert_eq!(rig.tick(0).reason, Reason::NoProgress);
+    assert_eq!(rig.requested_mib().0, 32, "as if it were the first time");
+
+    let mut rig = Rig::new(Policy::default());
+    rig.report(1000, 30);
+    rig.follow();
+    rig.controller.set_dry_run(true);
+    for _ in 0..60 {
+        rig.tick(1_000);
+    }
+    rig.controller.set_dry_run(false);
+    let before = rig.host.requested_bytes();
+    assert_eq!(rig.tick(0).direction, Direction::Grow);
+    assert_eq!(rig.host.requested_bytes() - before, 64 * MIB, "the first of the steps");
+}
+
+#[test]
+fn other_rules_do_not_make_the_loop_forget() {
+    let mut rig = Rig::fixed(512);
+    rig.tick(0);
+    rig.follow();
+    rig.want(256);
+    rig.tick(6_000);
+    rig.follow();
+    rig.want(512);
+    rig.tick(1_000);
+    let mut cool_down_with = |rules| {
+        rig.controller.set_rules(rules).expect("in bounds");
+        rig.controller.status().cool_down_ms
+    };
+    assert_eq!(cool_down_with(Rules { shrink_interval_ms: 2_000, ..Rules::default() }), 10_000);
+    assert_eq!(cool_down_with(Rules { max_cool_down_ms: 8_000, ..Rules::default() }), 8_000);
+    assert_eq!(cool_down_with(Rules { cool_down_ms: 20_000, ..Rules::default() }), 20_000);
+    assert_eq!(
+        cool_down_with(Rules { cool_down_ms: 1_000, ..Rules::default() }),
+        1_000,
+        "nothing is learned"
+    );
+}
+
+#[test]
 fn a_paused_loop_holds_and_goes_on() {
     let mut rig = Rig::fixed(600);
     rig.controller.pause();
