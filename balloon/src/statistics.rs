@@ -10,9 +10,7 @@ use foreshore_proto::{
 };
 
 use crate::TimeMs;
-use crate::units::scale;
-
-const PAGE_BYTES: u64 = 4096;
+use crate::units::{PAGE_BYTES, scale};
 
 /// The bytes of one statistic: a tag of 2 and a value of 8.
 const ENTRY_BYTES: usize = 10;

@@ -6,12 +6,9 @@
 use foreshore_proto::{OnlinePolicy, Zone, ZoneKind};
 
 use super::Input;
+use super::base::Base;
 use crate::units::{PAGE_BYTES, SECTION_BYTES};
 use crate::{HostView, Tier, TimeMs};
-
-/// A total that did not move for this long, while nothing was plugged or unplugged, shows what the guest has beside
-/// its hotplugged memory.
-const SETTLE_MS: u64 = 2_000;
 
 /// A node with DRAM, and the PM that is nearest to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -137,11 +134,7 @@ fn nearest(nodes: &[NodeView], pm: u32, host: &HostView) -> Option<usize> {
 /// What has been asked for and is not online yet, and for which node's sake.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Coming {
-    /// The guest's total without its hotplugged memory, learned from reports: what the host calls plugged and what
-    /// the guest has online differ while blocks are on their way.
-    base_bytes: Option<u64>,
-    /// The total and the plugged size that have not moved, and since when.
-    still: Option<(u64, u64, TimeMs)>,
+    base: Base,
     on_way_bytes: u64,
     /// What was asked for by node.
     granted: Vec<(u32, u64)>,
@@ -151,9 +144,8 @@ impl Coming {
     /// Takes a report: what has come online is no longer on its way.
     pub fn observe(&mut self, input: Input<'_>, now: TimeMs) {
         let total_bytes = input.report.memory().total_bytes;
-        self.learn(total_bytes, input, now);
-        let base_bytes = self.base_bytes.unwrap_or(total_bytes);
-        let online_bytes = total_bytes.saturating_sub(base_bytes).min(input.host.max_bytes());
+        self.base.learn(input, now);
+        let online_bytes = self.base.online_bytes(total_bytes, input.host);
         self.on_way_bytes = input.host.requested_bytes().saturating_sub(online_bytes);
         self.granted.iter_mut().for_each(|(_, bytes)| *bytes = (*bytes).min(self.on_way_bytes));
         self.granted.retain(|(_, bytes)| *bytes > 0);
@@ -177,23 +169,6 @@ impl Coming {
         match self.granted.iter_mut().find(|(other, _)| *other == node) {
             Some((_, granted)) => *granted = granted.saturating_add(bytes),
             None => self.granted.push((node, bytes)),
-        }
-    }
-
-    fn learn(&mut self, total_bytes: u64, input: Input<'_>, now: TimeMs) {
-        let plugged_bytes = input.host.plugged_bytes();
-        let since = match self.still {
-            Some((total, plugged, since)) if (total, plugged) == (total_bytes, plugged_bytes) => since,
-            _ => now,
-        };
-        self.still = Some((total_bytes, plugged_bytes, since));
-        let first = self.base_bytes.is_none();
-        let settled = now.since(since) >= SETTLE_MS || (first && plugged_bytes == 0);
-        if settled && total_bytes > plugged_bytes {
-            self.base_bytes = Some(total_bytes - plugged_bytes);
-        } else if first {
-            // Never seen at rest: the kernel keeps a little of what it booted with to itself.
-            self.base_bytes = Some(total_bytes.min(input.host.boot_bytes / 32 * 31));
         }
     }
 }

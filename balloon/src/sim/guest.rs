@@ -5,9 +5,8 @@
 
 use super::demand::Segment;
 use super::swap::SwapDevice;
+pub(super) use crate::units::PAGE_BYTES;
 use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
-
-pub(super) const PAGE_BYTES: u64 = 4096;
 
 /// Linux has page descriptors by sections, whole even when only a block of one is plugged: 64 bytes for 4 KiB.
 const SECTION_BYTES: u64 = 128 * MIB;

@@ -3,6 +3,7 @@
 use foreshore_proto::{Report, ZoneKind};
 
 use super::Params;
+use crate::units::PAGE_BYTES;
 
 /// Enough for more than the window at 20 reports a second.
 const LENGTH: usize = 40;
@@ -21,8 +22,6 @@ const NOISE_BYTES: u64 = 4 << 20;
 
 /// At most this part of plugged memory is kept back in the guest.
 const KEPT_PART: u64 = 4;
-
-const PAGE_BYTES: u64 = 4096;
 
 /// What is kept of a report.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

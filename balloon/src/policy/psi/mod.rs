@@ -13,16 +13,11 @@ pub use params::Params;
 
 use self::history::{History, Rates};
 use self::learned::{Cache, Patience, PlugTime, Refusals, Swapped, Window};
+use super::base::Base;
 use super::{Decision, Input};
+use crate::TimeMs;
 use crate::plan::Reason;
 use crate::units::scale;
-use crate::{HostView, TimeMs};
-
-const PAGE_BYTES: u64 = 4096;
-
-/// A total that did not move for this long, while nothing was plugged or unplugged, shows what the guest has beside
-/// its hotplugged memory.
-const SETTLE_MS: u64 = 2_000;
 
 /// More doublings than this add more than any rate of growth asks for.
 const MAX_STREAK: u32 = 7;
@@ -406,38 +401,5 @@ impl State {
             }
             _ => 0,
         }
-    }
-}
-
-/// The guest's total without its hotplugged memory, learned from reports: what the host calls plugged and what the
-/// guest has online differ while blocks are on their way.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Base {
-    bytes: Option<u64>,
-    /// The total and the plugged size that have not moved, and since when.
-    still: Option<(u64, u64, TimeMs)>,
-}
-
-impl Base {
-    fn learn(&mut self, input: Input<'_>, now: TimeMs) {
-        let total = input.report.memory().total_bytes;
-        let plugged = input.host.plugged_bytes();
-        let since = match self.still {
-            Some((t, p, since)) if (t, p) == (total, plugged) => since,
-            _ => now,
-        };
-        self.still = Some((total, plugged, since));
-        let first = self.bytes.is_none();
-        let settled = now.since(since) >= SETTLE_MS || (first && plugged == 0);
-        if settled && total > plugged {
-            self.bytes = Some(total - plugged);
-        } else if first {
-            // Never seen at rest: the kernel keeps a little of what it booted with to itself.
-            self.bytes = Some(total.min(scale(input.host.boot_bytes, 31, 32)));
-        }
-    }
-
-    fn online_bytes(&self, total_bytes: u64, host: &HostView) -> u64 {
-        total_bytes.saturating_sub(self.bytes.unwrap_or(total_bytes)).min(host.max_bytes())
     }
 }

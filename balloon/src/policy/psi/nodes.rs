@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use foreshore_proto::{Report, ZoneKind};
 
-use super::PAGE_BYTES;
+use crate::units::PAGE_BYTES;
 
 /// A node is short beside the others if it has so many times less free.
 const SHORT_FACTOR: u64 = 2;

@@ -3,6 +3,8 @@
 use foreshore_proto::{Counters, Memory, NodeIdle, RawReport, Stall, Zone, ZoneKind};
 
 use super::*;
+use crate::HostView;
+use crate::units::PAGE_BYTES;
 use crate::{MIB, Tier, ZoneId, ZoneSizes};
 
 /// A guest of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to come, and a loop around `psi`.
