@@ -424,7 +424,7 @@ impl Controller {
             unmovable_permille: (!movable).then_some(self.rules.unmovable_permille),
         };
         let zones = self.zones.iter().map(|zone| (&zone.progress, zone.pinned));
-        Spread::new(host, zones, last.decision.near, limits, now)
+        Spread::new(host, zones, last.decision.near, last.decision.from, limits, now)
     }
 
     fn hold(&self, reason: Reason, host: &HostView) -> Plan {

@@ -51,11 +51,12 @@ pub(super) struct Limits {
 
 impl Spread {
     /// Starts from what is requested now. `zones` are the host's with what is known of each; `near` is the guest
-    /// node for whose sake they are sized.
+    /// node for whose sake they are sized, `from` the one whose memory is to go.
     pub fn new<'a>(
         host: &HostView,
         zones: impl Iterator<Item = (&'a Progress, bool)>,
         near: Option<u32>,
+        from: Option<u32>,
         limits: Limits,
         now: TimeMs,
     ) -> Self {
@@ -65,7 +66,13 @@ impl Spread {
             .zip(zones)
             .enumerate()
             .map(|(index, (zone, (progress, pinned)))| {
-                let distance = near.map_or(0, |near| host.distances.between(near, zone.guest_numa_node));
+                let to_zone = |node| host.distances.between(node, zone.guest_numa_node);
+                // A shrink takes from the far end.
+                let distance = match (from, near) {
+                    (Some(from), _) => u8::MAX - to_zone(from),
+                    (None, Some(near)) => to_zone(near),
+                    (None, None) => 0,
+                };
                 let is_balloon = host.balloon == Some(zone.id);
                 let unmovable_permille = limits.unmovable_permille.filter(|_| !is_balloon);
                 let limits = Limits { unmovable_permille, ..limits };
@@ -261,7 +268,7 @@ mod tests {
         let progress: Vec<_> =
             host.zones.iter().map(|zone| (Progress::new(zone, TimeMs(0)), false)).collect();
         let limits = Limits { carried_bytes: 1 << 40, room_bytes: u64::MAX, unmovable_permille: None };
-        Spread::new(host, progress.iter().map(|(p, pinned)| (p, *pinned)), near, limits, TimeMs(0))
+        Spread::new(host, progress.iter().map(|(p, pinned)| (p, *pinned)), near, None, limits, TimeMs(0))
     }
 
     fn grown_mib(near: Option<u32>, mib: u64) -> Vec<u64> {
@@ -314,6 +321,30 @@ mod tests {
     }
 
     #[test]
+    fn the_node_that_memory_is_to_go_from_is_named_whoever_is_equally_far() {
+        // Three nodes of DRAM, and PM of the same number near to each: all other distances are equal.
+        let mut host = two_sockets([0; 4]);
+        host.distances = crate::Distances::default();
+        host.zones.truncate(3);
+        for (node, zone) in (3..).zip(&mut host.zones) {
+            (zone.tier, zone.guest_numa_node, zone.max_bytes) = (Tier::Pm, node, 16 * MIB);
+            (zone.requested_bytes, zone.plugged_bytes) = (16 * MIB, 16 * MIB);
+            host.distances.set(node - 3, node, 17);
+        }
+        for from in 0..3 {
+            let progress: Vec<_> =
+                host.zones.iter().map(|zone| (Progress::new(zone, TimeMs(0)), false)).collect();
+            let limits = Limits { carried_bytes: 1 << 40, room_bytes: u64::MAX, unmovable_permille: None };
+            let zones = progress.iter().map(|(progress, pinned)| (progress, *pinned));
+            let mut spread = Spread::new(&host, zones, None, Some(from), limits, TimeMs(0));
+            assert_eq!(spread.shrink(16 * MIB), (16 * MIB, None));
+            let mut left = [16 * MIB; 3];
+            left[from as usize] = 0;
+            assert_eq!(spread.into_requests(), left, "from node {from}");
+        }
+    }
+
+    #[test]
     fn nodes_without_distances_are_equally_far_but_ones_own() {
         let mut host = two_sockets([0; 4]);
         host.distances = crate::Distances::default();
@@ -353,7 +384,8 @@ mod tests {
         let host = with_balloon([0, 0, 0, 0, 0]);
         let progress: Vec<_> = host.zones.iter().map(|zone| Progress::new(zone, TimeMs(0))).collect();
         let limits = Limits { carried_bytes: 2 * MIB, room_bytes: u64::MAX, unmovable_permille: Some(500) };
-        let mut spread = Spread::new(&host, progress.iter().map(|p| (p, false)), None, limits, TimeMs(0));
+        let mut spread =
+            Spread::new(&host, progress.iter().map(|p| (p, false)), None, None, limits, TimeMs(0));
         assert_eq!(spread.grow(80 * MIB), (66 * MIB, Some(Reason::Descriptors)));
         assert_eq!(spread.into_requests(), [64, 2, 0, 0, 0].map(|mib| mib * MIB));
     }

@@ -19,6 +19,7 @@ pub fn decide(params: &Params, host: &HostView) -> Decision {
     Decision {
         want_bytes: (!there).then_some(params.size_bytes),
         near: None,
+        from: None,
         reason: if there { Reason::Enough } else { Reason::FixedSize },
         pressure: false,
         watermark_bytes: 0,

@@ -45,6 +45,8 @@ pub struct Decision {
     /// The guest node for whose sake the change is: memory near to it comes first and goes last. `None`: the VM as
     /// a whole.
     pub near: Option<u32>,
+    /// The guest node whose memory is to go: what is nearest to it goes first, within its tier. For a shrink alone.
+    pub from: Option<u32>,
     /// Why.
     pub reason: Reason,
     /// The guest is short now: no cool-down applies, and should the reports stop here, more is given.

@@ -5,5 +5,12 @@ use crate::plan::Reason;
 
 /// Leaves everything as it is.
 pub fn decide() -> Decision {
-    Decision { want_bytes: None, near: None, reason: Reason::Off, pressure: false, watermark_bytes: 0 }
+    Decision {
+        want_bytes: None,
+        near: None,
+        from: None,
+        reason: Reason::Off,
+        pressure: false,
+        watermark_bytes: 0,
+    }
 }

@@ -46,8 +46,14 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let nodes = view::nodes(input);
     let scale = params.watermark_scale;
     let watermark_bytes = super::watch_bytes(&nodes, TABLE_2, scale, input);
-    let decided =
-        |want_bytes, near, reason, pressure| Decision { want_bytes, near, reason, pressure, watermark_bytes };
+    let decided = |want_bytes, near, reason, pressure| Decision {
+        want_bytes,
+        near,
+        from: None,
+        reason,
+        pressure,
+        watermark_bytes,
+    };
     let requested_bytes = input.host.requested_bytes();
 
     // The node that is furthest down the table is served; of equal ones the first.

@@ -10,7 +10,7 @@ use super::{Decision, Input};
 use crate::params::params;
 use crate::plan::Reason;
 use crate::units::{PAGE_BYTES, scale};
-use crate::{BLOCK_BYTES, HostView, TimeMs};
+use crate::{BLOCK_BYTES, TimeMs};
 
 params! {
     /// Parameters of `dapper`.
@@ -69,8 +69,14 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let nodes = view::nodes(input);
     let scale = params.watermark_scale;
     let watermark_bytes = super::watch_bytes(&nodes, TABLE_3, scale, input);
-    let decided =
-        |want_bytes, near, reason, pressure| Decision { want_bytes, near, reason, pressure, watermark_bytes };
+    let decided = |want_bytes, near, reason, pressure| Decision {
+        want_bytes,
+        near,
+        from: None,
+        reason,
+        pressure,
+        watermark_bytes,
+    };
 
     let short = super::shortages(&nodes, TABLE_3, scale, &state.coming);
     let missing = |short: &&super::Shortage<'_>| short.missing_bytes > 0;
@@ -86,7 +92,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     } else {
         match state.remove(params, &nodes, input) {
             Some((node, want_bytes)) => {
-                decided(Some(want_bytes), keep_near(node, &nodes, input.host), Reason::FreeShare, false)
+                Decision { from: Some(node), ..decided(Some(want_bytes), None, Reason::FreeShare, false) }
             }
             None => decided(None, None, Reason::Enough, false),
         }
@@ -116,13 +122,6 @@ fn spare_bytes(node: &NodeView, scale: u64) -> u64 {
     let kept_pages = table::first_border(TABLE_3, node, scale).saturating_add(node.dram_bytes / PAGE_BYTES);
     let spare_pages = node.own_free_pages.saturating_sub(kept_pages);
     (spare_pages * PAGE_BYTES).min(node.pm_free_bytes).min(node.pm_requested_bytes)
-}
-
-/// The zones are taken from the far end: the node for whose sake they are is the one to which the PM of `from` is
-/// furthest.
-fn keep_near(from: u32, nodes: &[NodeView], host: &HostView) -> Option<u32> {
-    let others = nodes.iter().filter(|node| node.node != from).map(|node| node.node);
-    others.max_by_key(|other| (host.distances.between(*other, from), u32::MAX - other))
 }
 
 impl State {

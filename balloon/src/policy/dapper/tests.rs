@@ -299,9 +299,9 @@ mod table_4 {
         rig.free(0, D / PAGE_BYTES);
         let decision = rig.report(1_000);
         // More is free than node 0 has PM: all of it goes. Of node 1's four times as much, a sixteenth would.
-        assert_eq!((decision.near, decision.want_bytes), (Some(1), Some(P + 2 * HIGH * PAGE_BYTES)));
+        assert_eq!((decision.from, decision.want_bytes), (Some(0), Some(P + 2 * HIGH * PAGE_BYTES)));
         rig.plug(0, 2 * HIGH * PAGE_BYTES);
         let decision = rig.report(1_000);
-        assert_eq!(decision.near, Some(0), "then it is node 1's turn");
+        assert_eq!((decision.near, decision.from), (None, Some(1)), "then it is node 1's turn");
     }
 }

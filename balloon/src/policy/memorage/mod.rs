@@ -67,7 +67,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     };
     let watermark_bytes =
         trigger_bytes.saturating_add(trigger_bytes / 2).min(input.report.memory().total_bytes / 2);
-    (state, Decision { want_bytes, near: None, reason, pressure, watermark_bytes })
+    (state, Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes })
 }
 
 /// What storage can lend, and what it must have back.

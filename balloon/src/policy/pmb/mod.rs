@@ -50,7 +50,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
         }
     };
     let watermark_bytes = watermark.saturating_add(watermark / 2).min(input.report.memory().total_bytes / 2);
-    (state, Decision { want_bytes, near: None, reason, pressure, watermark_bytes })
+    (state, Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes })
 }
 
 /// The units of PM that are wholly free. An agent that does not count them leaves an estimate: as many as there

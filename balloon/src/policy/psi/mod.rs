@@ -117,7 +117,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
 }
 
 fn decided(want_bytes: Option<u64>, reason: Reason, pressure: bool, marks: &Marks) -> Decision {
-    Decision { want_bytes, near: None, reason, pressure, watermark_bytes: marks.watch_bytes }
+    Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes: marks.watch_bytes }
 }
 
 /// Page cache that is available: what files have, without shared memory as far as that shows.
