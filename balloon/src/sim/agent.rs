@@ -1,23 +1,15 @@
 //! When the guest's agent reports, and what it says. The pace is the agent's own code.
 
 use foreshore_proto::{
-    Blocks, Cause, Counters, LARGEST_BLOCK_BYTES, Memory, NodeBlocks, OnlinePolicy, PROTOCOL_VERSION,
+    Blocks, Cause, Counters, LARGEST_BLOCK_BYTES, Memory, NodeBlocks, OnlinePolicy, PROTOCOL_VERSION, Pace,
     RawReport, Report, Settings, Stall, Zone, ZoneKind,
 };
 
-use self::pace::Pace;
 use super::guest::{Guest, PAGE_BYTES};
 use crate::TimeMs;
 
-/// It needs nothing but the protocol, and the agent is a program that runs in guests: so its file is compiled here as well.
-#[allow(dead_code, reason = "the model asks when there will be news, where the agent looks")]
-#[path = "../../../guest/agent/src/pace.rs"]
-mod pace;
-
 /// The agent looks at free memory this often when there is something to lose.
 pub(super) const LOOK_MS: u64 = 50;
-/// A fall by this part of what was available is news, as in `Pace::is_news`.
-const NEWS_PART: u64 = 8;
 /// What the pace remembers of a fall is halved by every report in which nothing has fallen.
 const FORGOTTEN_REPORTS: u64 = 64;
 /// The kernel's trigger: tasks waited for so long within such a time.
@@ -34,7 +26,6 @@ pub(super) struct Agent {
     pace: Pace,
     settings: Settings,
     reported: TimeMs,
-    available_bytes: u64,
     trigger: (TimeMs, u64),
     /// Kept, so that a report needs no memory of its own.
     report: Option<RawReport>,
@@ -79,7 +70,6 @@ impl Agent {
             pace: Pace::new(settings),
             settings,
             reported: TimeMs(0),
-            available_bytes: 0,
             trigger: (TimeMs(0), 0),
             report: None,
             seq: 0,
@@ -112,11 +102,8 @@ impl Agent {
     }
 
     /// Available memory at which there is news.
-    pub fn news_bytes(&self) -> u64 {
-        let before = self.available_bytes;
-        let watermark = self.settings.watermark_bytes;
-        let part = before - (before / NEWS_PART).max(1).min(before);
-        if before >= watermark { part.max(watermark.saturating_sub(1)) } else { part }
+    pub fn news_bytes(&self) -> Option<u64> {
+        self.pace.news_bytes()
     }
 
     /// A look at what is available: whether the VMM should know at once.
@@ -210,7 +197,6 @@ impl Agent {
             oom_kill: totals.oom_kills,
         };
         self.pace.reported(raw.memory.free_bytes, raw.memory.available_bytes, raw.monotonic_ms);
-        self.available_bytes = raw.memory.available_bytes;
         self.reported = guest.now();
         let report = Report::try_from(raw);
         report.expect("a model tells the truth")
@@ -276,7 +262,7 @@ mod tests {
             let mut agent = Agent::new();
             agent.set_watermark(watermark_bytes);
             agent.report(&guest, Cause::Rest);
-            let news = agent.news_bytes();
+            let news = agent.news_bytes().expect("there is something to lose");
             assert!(agent.is_news(news), "{watermark_bytes}");
             assert!(!agent.is_news(news + 1), "{watermark_bytes}");
         }

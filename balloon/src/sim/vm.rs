@@ -162,7 +162,8 @@ impl Vm {
         }
         if !self.guest.is_at_rest(segment) {
             // While something happens the agent looks; where everything goes evenly it is known what it will see.
-            let news = self.guest.available_falls_to(self.agent.news_bytes(), segment);
+            let news = self.agent.news_bytes();
+            let news = news.and_then(|bytes| self.guest.available_falls_to(bytes, segment));
             let look = news.unwrap_or(self.guest.now()).max(self.guest.next_look(segment)) + LOOK_MS;
             to = to.min(look);
         }

@@ -5,7 +5,6 @@ mod args;
 mod blocks;
 mod idle;
 mod kernel;
-mod pace;
 mod parse;
 mod proc;
 mod reserve;

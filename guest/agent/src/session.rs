@@ -5,14 +5,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use foreshore_proto::{
-    Cause, LineReader, NextLine, RawAgentMessage, Settings, VmmMessage, decode_vmm_message, encode_line,
-    encode_report,
+    Cause, LineReader, NextLine, Pace, RawAgentMessage, Settings, VmmMessage, decode_vmm_message,
+    encode_line, encode_report,
 };
 use thiserror::Error;
 
 use crate::agent::Agent;
 use crate::args::Address;
-use crate::pace::Pace;
 use crate::proc::ProcError;
 use crate::trigger::TRIGGERS;
 use crate::{kernel, sys};

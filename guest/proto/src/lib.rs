@@ -13,11 +13,13 @@
 //! since the guest booted.
 
 mod line;
+mod pace;
 mod refusal;
 mod verify;
 mod wire;
 
 pub use line::{LineReader, NextLine};
+pub use pace::Pace;
 pub use refusal::{Bound, Refusal};
 pub use verify::{AgentMessage, Hello, Report};
 pub use wire::{

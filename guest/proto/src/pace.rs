@@ -1,4 +1,5 @@
-//! When to look, and when to report. Pure: the caller brings the time and the figures.
+//! When the agent is to look, and when to report. Pure: the caller brings the time and the figures, so that the agent
+//! and a simulated guest go at the same pace.
 //!
 //! Two costs are weighed: a report costs the guest the formatting of four texts in /proc, a look costs one cheap
 //! system call. So at rest the agent reports once a second, but looks more often, and the sooner the less there is
@@ -7,7 +8,7 @@
 //! Between the two rates the interval follows what is at stake ([`interval_ms`]): how far it is to the watermark, and how
 //! soon it is reached if memory goes on falling as it does.
 
-use foreshore_proto::Settings;
+use crate::Settings;
 
 /// No guest fills memory faster than this for long; it sets how soon to look again.
 const FASTEST_FILL_BYTES_PER_MS: u64 = (512 << 20) / 1000;
@@ -180,10 +181,15 @@ impl Pace {
 
     /// Whether so much less is available than at the last report that the VMM should know at once.
     pub fn is_news(&self, available_bytes: u64) -> bool {
-        let before = self.reported.available_bytes;
-        let crossed =
-            available_bytes < self.settings.watermark_bytes && before >= self.settings.watermark_bytes;
-        crossed || before.saturating_sub(available_bytes) >= (before / NEWS_PART).max(1)
+        self.news_bytes().is_some_and(|news_bytes| available_bytes <= news_bytes)
+    }
+
+    /// The most available memory that is news; `None` where there is nothing left to lose.
+    pub fn news_bytes(&self) -> Option<u64> {
+        let (before, watermark) = (self.reported.available_bytes, self.settings.watermark_bytes);
+        let by_part = before.checked_sub((before / NEWS_PART).max(1));
+        let by_watermark = watermark.checked_sub(1).filter(|_| before >= watermark);
+        by_part.max(by_watermark)
     }
 
     /// What may go before there is news.
@@ -349,6 +355,23 @@ mod tests {
         assert!(pace(280, 64).is_news(59 * MIB));
         assert!(!pace(280, 59).is_news(58 * MIB), "known to be under it already");
         assert!(!pace(0, 0).is_news(0));
+    }
+
+    #[test]
+    fn the_most_that_is_news_is_known_beforehand() {
+        for (available, expected) in [
+            (0, None),
+            (1, Some(0)),
+            (59 * MIB, Some(59 * MIB - 59 * MIB / 8)),
+            (60 * MIB, Some(60 * MIB - 1)),
+            (68 * MIB, Some(60 * MIB - 1)),
+            (80 * MIB, Some(70 * MIB)),
+        ] {
+            let mut pace = pace(0, 0);
+            pace.reported(available, available, 2_000);
+            assert_eq!(pace.news_bytes(), expected, "{available} available");
+            assert!(expected.is_none_or(|most| pace.is_news(most) && !pace.is_news(most + 1)));
+        }
     }
 
     #[test]
