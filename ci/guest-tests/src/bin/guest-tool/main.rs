@@ -7,6 +7,7 @@ mod hostile;
 mod load;
 mod mapped;
 mod memory;
+mod oom;
 mod sectors;
 mod stamped;
 mod stream;

@@ -13,6 +13,7 @@ const MIB: usize = 1 << 20;
 
 /// Fills memory a MiB at a time, says `held N` after each sixteen and at the end, and keeps it until killed.
 pub fn hog(mib: u64) -> Result<()> {
+    crate::oom::volunteer()?;
     let mut held = Vec::new();
     for index in 0..mib {
         let mut chunk = vec![0u8; MIB];
@@ -33,6 +34,7 @@ pub fn hog(mib: u64) -> Result<()> {
 /// Holds that much memory, and reads every page of it several times a second until killed. Says `touching` once it does.
 pub fn touch(mib: u64) -> Result<()> {
     const PAGE: usize = 4096;
+    crate::oom::volunteer()?;
     let held = vec![1u8; usize::try_from(mib)? * MIB];
     println!("touching");
     loop {
@@ -49,6 +51,7 @@ const PIPE_PAGES: usize = 16;
 /// Fills memory, and lends one page of every 2 MiB to a pipe that nobody reads: it cannot be moved until that ends.
 /// Says `pinned`, and keeps it until killed.
 pub fn pin(mib: u64) -> Result<()> {
+    crate::oom::volunteer()?;
     let mut held: Vec<Vec<u8>> = Vec::new();
     let mut pipes: Vec<(PipeReader, PipeWriter)> = Vec::new();
     for index in 0..mib {

@@ -33,6 +33,7 @@ pub fn run(name: &str, mib: u64) -> Result<()> {
         "compile" => compile::run,
         _ => bail!("no workload {name:?}: there are touch, bfs, redis, sqlite, compile"),
     };
+    crate::oom::volunteer()?;
     // Linux refuses a mapping larger than all memory before anybody could grow the guest (docs/policy.md).
     std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;
     let sum = workload(mib, &mut Phases::new())?;

@@ -7,11 +7,11 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use guest_tests::content::Bytes;
+use guest_tests::wait_for;
 
 use super::{MIB, MemoryFiles, Phases, mixed};
 
@@ -64,8 +64,8 @@ const MIX: &str = "
 pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     let keys = mib * MIB / BYTES_PER_KEY;
     let files = MemoryFiles::mount()?;
-    let _server = Server::start(&files.path("socket"))?;
-    let mut client = Client::connect(&files.path("socket"))?;
+    let mut server = Server::start(&files.path("socket"))?;
+    let mut client = Client::connect(&mut server, &files.path("socket"))?;
     phases.begin();
     let mut base = vec![0; BASE_BYTES];
     Bytes::new(3).fill(&mut base);
@@ -111,15 +111,14 @@ impl Drop for Server {
 struct Client(BufReader<UnixStream>);
 
 impl Client {
-    fn connect(socket: &Path) -> Result<Self> {
-        let interval = Duration::from_millis(20);
-        for _ in 0..START_LIMIT.as_millis() / interval.as_millis() {
-            if let Ok(stream) = UnixStream::connect(socket) {
-                return Ok(Self(BufReader::new(stream)));
-            }
-            thread::sleep(interval);
-        }
-        bail!("Redis does not answer at {}", socket.display())
+    /// Once it answers: a guest that swaps may take its time for each attempt.
+    fn connect(server: &mut Server, socket: &Path) -> Result<Self> {
+        let stream = wait_for("Redis answers", START_LIMIT, || {
+            let ended = server.0.try_wait()?;
+            ensure!(ended.is_none(), "redis-server ended with {ended:?}");
+            Ok(UnixStream::connect(socket).ok())
+        })?;
+        Ok(Self(BufReader::new(stream)))
     }
 
     fn send(&mut self, arguments: &[&[u8]]) -> Result<()> {
@@ -148,5 +147,17 @@ impl Client {
         let answer = self.line()?;
         let number = answer.strip_prefix(':').and_then(|number| number.parse().ok());
         number.with_context(|| format!("Redis answers {answer:?}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_that_has_ended_is_not_waited_for() {
+        let mut server = Server(Command::new("false").spawn().unwrap());
+        let error = Client::connect(&mut server, Path::new("/nonexistent/socket")).err().unwrap();
+        assert!(error.to_string().contains("redis-server ended"), "{error}");
     }
 }
