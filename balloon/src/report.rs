@@ -9,36 +9,82 @@ use crate::TimeMs;
 /// the clocks side by side again.
 const MAX_CLOCK_LEAD_MS: u64 = 5_000;
 
+/// How much faster than the host's a guest's clock may be: Linux lets it be slewed by a tenth (adjtimex(2), `tick`).
+const CLOCK_SLEW_PART: u64 = 10;
+
+/// So long reports that go on from one another, but not from the last one accepted, are refused. After that they are
+/// likelier to be true than that one is, and whoever refuses the truth for good is deaf.
+const RIVAL_MS: u64 = 3_000;
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Accepted {
+struct Heard {
     seq: u64,
     guest_ms: u64,
     at: TimeMs,
 }
 
+impl Heard {
+    /// Whether what was heard later can be the next one.
+    fn check_next(&self, next: &Heard) -> Result<(), Refusal> {
+        if next.seq <= self.seq {
+            return Err(Refusal::OutOfOrder { field: "seq", value: next.seq, last: self.seq });
+        }
+        if next.guest_ms < self.guest_ms {
+            return Err(Refusal::OutOfOrder {
+                field: "monotonic_ms",
+                value: next.guest_ms,
+                last: self.guest_ms,
+            });
+        }
+        let bound = self.guest_ms.saturating_add(next.at.since(self.at)).saturating_add(MAX_CLOCK_LEAD_MS);
+        next.not_after(bound)
+    }
+
+    fn not_after(&self, bound: u64) -> Result<(), Refusal> {
+        if self.guest_ms > bound {
+            return Err(Refusal::FromTheFuture { value: self.guest_ms, bound });
+        }
+        Ok(())
+    }
+}
+
+/// Reports that were refused, each of which goes on from the one before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Rival {
+    since: TimeMs,
+    last: Heard,
+}
+
 /// The state of an agent's connection as far as it decides which reports to believe.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+///
+/// What one report says must not decide for good what is believed later: a liar would lock the honest out. So nothing
+/// is kept from one connection to the next; what bounds a first report is the host's own clock, because no guest is
+/// older than its VM. Within a connection the last accepted report bounds the next one, until a line of refused
+/// ones outweighs it.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Intake {
+    /// When the guest was started.
+    started: TimeMs,
     greeted: bool,
     /// The last report of this connection.
-    last: Option<Accepted>,
-    /// The last report of any connection.
-    clock: Option<Accepted>,
+    last: Option<Heard>,
+    /// What has been refused since.
+    rival: Option<Rival>,
 }
 
 impl Intake {
-    /// An intake for a guest that has just started.
-    pub fn new() -> Self {
-        Self::default()
+    /// An intake for a guest that is started at `now` or later.
+    pub fn new(now: TimeMs) -> Self {
+        Self { started: now, greeted: false, last: None, rival: None }
     }
 
-    /// An agent has connected: its numbers start again, the guest's clock does not jump ahead.
+    /// An agent has connected: nothing that was said before binds it.
     pub fn connected(&mut self) {
-        self.greeted = false;
-        self.last = None;
+        *self = Self::new(self.started);
     }
 
-    /// Takes one line, without its newline. A refusal changes nothing.
+    /// Takes one line, without its newline. After a refusal the next line is judged as if this one had not come,
+    /// unless too many of them make sense together.
     pub fn accept_line(&mut self, line: &[u8], now: TimeMs) -> Result<AgentMessage, Refusal> {
         let message = AgentMessage::try_from(decode_agent_message(line)?)?;
         match &message {
@@ -52,35 +98,28 @@ impl Intake {
         if !self.greeted {
             return Err(Refusal::BeforeHello);
         }
-        let (seq, guest_ms) = (report.seq(), report.monotonic_ms());
-        if let Some(last) = self.last {
-            if seq <= last.seq {
-                return Err(Refusal::OutOfOrder { field: "seq", value: seq, last: last.seq });
-            }
-            if guest_ms < last.guest_ms {
-                return Err(Refusal::OutOfOrder {
-                    field: "monotonic_ms",
-                    value: guest_ms,
-                    last: last.guest_ms,
-                });
-            }
-        }
-        // A new connection may be of a new kernel (kexec), whose clock starts again: behind is fine, ahead is not.
-        if let Some(clock) = self.clock {
-            let bound = clock.guest_ms.saturating_add(now.since(clock.at)).saturating_add(MAX_CLOCK_LEAD_MS);
-            if guest_ms > bound {
-                return Err(Refusal::FromTheFuture { value: guest_ms, bound });
+        let heard = Heard { seq: report.seq(), guest_ms: report.monotonic_ms(), at: now };
+        // The guest's kernel may have started late, or again (kexec), never before its VM.
+        let age_ms = now.since(self.started);
+        heard.not_after(age_ms.saturating_add(age_ms / CLOCK_SLEW_PART).saturating_add(MAX_CLOCK_LEAD_MS))?;
+        if let Some(Err(refusal)) = self.last.map(|last| last.check_next(&heard)) {
+            let goes_on = self.rival.filter(|rival| rival.last.check_next(&heard).is_ok());
+            let since = goes_on.map_or(now, |rival| rival.since);
+            self.rival = Some(Rival { since, last: heard });
+            if now.since(since) < RIVAL_MS {
+                return Err(refusal);
             }
         }
-        let accepted = Some(Accepted { seq, guest_ms, at: now });
-        self.last = accepted;
-        self.clock = accepted;
+        self.last = Some(heard);
+        self.rival = None;
         Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     const HELLO: &str = r#"{"type":"hello","version":1,"agent_version":"0.1.0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
@@ -95,10 +134,14 @@ mod tests {
     }
 
     fn greeted() -> Intake {
-        let mut intake = Intake::new();
-        intake.connected();
-        intake.accept_line(HELLO.as_bytes(), TimeMs(0)).expect("hello");
+        let mut intake = Intake::new(TimeMs(0));
+        greet(&mut intake, TimeMs(0));
         intake
+    }
+
+    fn greet(intake: &mut Intake, now: TimeMs) {
+        intake.connected();
+        intake.accept_line(HELLO.as_bytes(), now).expect("hello");
     }
 
     fn label(result: Result<AgentMessage, Refusal>) -> &'static str {
@@ -107,7 +150,7 @@ mod tests {
 
     #[test]
     fn a_report_before_the_hello_is_refused() {
-        let mut intake = Intake::new();
+        let mut intake = Intake::new(TimeMs(0));
         assert_eq!(label(intake.accept_line(&report_line(1, 10), TimeMs(0))), "before_hello");
     }
 
@@ -141,14 +184,142 @@ mod tests {
         }
     }
 
+    const DAY_MS: u64 = 86_400_000;
+
     #[test]
     fn an_agent_that_comes_back_starts_counting_again() {
         let mut intake = greeted();
-        assert!(intake.accept_line(&report_line(900, 50_000), TimeMs(0)).is_ok());
+        assert!(intake.accept_line(&report_line(900, 50_000), TimeMs(50_000)).is_ok());
         intake.connected();
-        assert_eq!(label(intake.accept_line(&report_line(1, 50_001), TimeMs(1))), "before_hello");
-        intake.accept_line(HELLO.as_bytes(), TimeMs(1)).expect("hello");
-        assert_eq!(label(intake.accept_line(&report_line(1, 90_000), TimeMs(1))), "from_the_future");
-        assert!(intake.accept_line(&report_line(1, 200), TimeMs(1)).is_ok(), "a new kernel's clock");
+        assert_eq!(label(intake.accept_line(&report_line(1, 50_001), TimeMs(50_001))), "before_hello");
+        intake.accept_line(HELLO.as_bytes(), TimeMs(50_001)).expect("hello");
+        assert_eq!(label(intake.accept_line(&report_line(1, 90_000), TimeMs(50_001))), "from_the_future");
+        assert!(intake.accept_line(&report_line(1, 200), TimeMs(50_001)).is_ok(), "a new kernel's clock");
+    }
+
+    #[test]
+    fn who_lied_about_the_clock_locks_nobody_out_who_comes_later() {
+        let mut intake = greeted();
+        assert!(intake.accept_line(&report_line(1, DAY_MS), TimeMs(DAY_MS)).is_ok());
+        greet(&mut intake, TimeMs(DAY_MS));
+        assert!(
+            intake.accept_line(&report_line(1, 10), TimeMs(DAY_MS)).is_ok(),
+            "far behind, or a new kernel"
+        );
+        greet(&mut intake, TimeMs(DAY_MS));
+        assert!(intake.accept_line(&report_line(1, DAY_MS), TimeMs(DAY_MS)).is_ok());
+    }
+
+    #[test]
+    fn no_guest_is_older_than_its_vm() {
+        let mut intake = Intake::new(TimeMs(700));
+        greet(&mut intake, TimeMs(DAY_MS));
+        let bound = (DAY_MS - 700) + (DAY_MS - 700) / 10 + MAX_CLOCK_LEAD_MS;
+        // However long it is insisted on.
+        for n in 1..100 {
+            let now = TimeMs(DAY_MS + n * 100);
+            let line = report_line(n, bound + 1 + n * 110);
+            assert_eq!(label(intake.accept_line(&line, now)), "from_the_future");
+        }
+        assert!(intake.accept_line(&report_line(1, bound), TimeMs(DAY_MS)).is_ok());
+    }
+
+    /// Whether reports of every 100 ms are taken, from `now` on, before `deadline_ms` has passed.
+    fn is_taken_within(intake: &mut Intake, first: Heard, deadline_ms: u64) -> bool {
+        (0..=deadline_ms / 100).any(|n| {
+            let line = report_line(first.seq + n, first.guest_ms + n * 100);
+            intake.accept_line(&line, first.at + n * 100).is_ok()
+        })
+    }
+
+    #[test]
+    fn one_false_report_does_not_outweigh_all_that_come_after_it() {
+        let now = TimeMs(DAY_MS);
+        let honest = Heard { seq: 8, guest_ms: DAY_MS, at: now };
+        for lie in [report_line(7, 10), report_line(1 << 53, DAY_MS), report_line(7, DAY_MS + 4000)] {
+            let mut intake = greeted();
+            assert!(intake.accept_line(&lie, now).is_ok());
+            assert!(intake.accept_line(&report_line(8, DAY_MS), now).is_err());
+            assert!(is_taken_within(&mut intake, honest, RIVAL_MS));
+            let next = report_line(honest.seq + 31, honest.guest_ms + 3100);
+            assert!(intake.accept_line(&next, now + 3100).is_ok(), "and all that follow");
+        }
+    }
+
+    #[test]
+    fn what_is_repeated_or_goes_round_is_never_taken_again() {
+        let mut intake = greeted();
+        assert!(intake.accept_line(&report_line(9, 1000), TimeMs(1000)).is_ok());
+        for n in 0..1000 {
+            let now = TimeMs(1000 + n * 50);
+            let (seq, guest_ms) = ([9, 9, 3, 4, 5, 3, 4, 5], [1000, 1000, 300, 400, 500, 300, 400, 500]);
+            let nth = (n % 8) as usize;
+            assert_eq!(label(intake.accept_line(&report_line(seq[nth], guest_ms[nth]), now)), "out_of_order");
+        }
+        assert!(intake.accept_line(&report_line(10, 51_000), TimeMs(51_000)).is_ok());
+    }
+
+    /// What somebody who can reach the port does.
+    #[derive(Clone, Debug)]
+    enum Deed {
+        Connect,
+        Hello,
+        Report { seq: u64, guest_ms: u64 },
+        Wait(u64),
+    }
+
+    fn deed() -> impl Strategy<Value = Deed> {
+        let clock = prop_oneof![0..20_000u64, 0..2 * DAY_MS, any::<u64>()];
+        let seq = prop_oneof![0..20u64, any::<u64>()];
+        prop_oneof![
+            1 => Just(Deed::Connect),
+            2 => Just(Deed::Hello),
+            8 => (seq, clock).prop_map(|(seq, guest_ms)| Deed::Report { seq, guest_ms }),
+            3 => (0..10_000u64).prop_map(Deed::Wait),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_was_said_before_an_honest_agent_is_believed(
+            deeds in prop::collection::vec(deed(), 0..60),
+            age_ms in 0..DAY_MS,
+            booted_after_ms in 0..DAY_MS,
+            reconnects in any::<bool>(),
+        ) {
+            let (mut intake, mut now) = (greeted(), TimeMs(age_ms));
+            let mut last: Option<Heard> = None;
+            for deed in deeds {
+                match deed {
+                    Deed::Wait(ms) => now = now + ms,
+                    Deed::Connect => {
+                        intake.connected();
+                        last = None;
+                    }
+                    Deed::Hello => drop(intake.accept_line(HELLO.as_bytes(), now)),
+                    Deed::Report { seq, guest_ms } => {
+                        let is_taken = intake.accept_line(&report_line(seq, guest_ms), now).is_ok();
+                        if is_taken {
+                            prop_assert!(guest_ms <= now.0 + now.0 / 10 + MAX_CLOCK_LEAD_MS);
+                            // Right after it nothing older is taken, nor the same again.
+                            prop_assert!(intake.accept_line(&report_line(seq, guest_ms), now).is_err());
+                            prop_assert!(intake.accept_line(&report_line(seq.saturating_sub(1), guest_ms), now).is_err());
+                            last = Some(Heard { seq, guest_ms, at: now });
+                        }
+                    }
+                }
+            }
+            // The truth: a kernel that was started some time after the VM.
+            let guest_ms = now.0.saturating_sub(booted_after_ms);
+            if reconnects {
+                greet(&mut intake, now);
+                prop_assert!(intake.accept_line(&report_line(1, guest_ms), now).is_ok());
+            } else {
+                intake.accept_line(HELLO.as_bytes(), now).expect("hello");
+                let seq = last.map_or(1, |last| last.seq / 2 + 1);
+                let first = Heard { seq, guest_ms, at: now };
+                prop_assert!(is_taken_within(&mut intake, first, RIVAL_MS));
+            }
+        }
     }
 }

@@ -107,7 +107,7 @@ impl Core {
             .collect();
         Ok(Self {
             controller,
-            intake: Intake::new(),
+            intake: Intake::new(now),
             zones,
             boot_bytes,
             pool_free,

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::*;
 use crate::governor::ZoneDevice;
-use crate::governor::fake::{BLOCK, Fixture, MIB, fixture};
+use crate::governor::fake::{BLOCK, Fixture, MIB, fixture, hello, report};
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN, Outcome};
 use crate::vm::request::ResizeStatus;
 
@@ -134,6 +134,28 @@ fn lines_that_are_no_reports_are_counted_by_reason_and_change_nothing() {
     assert_eq!(refused["too_long"], 1);
     assert_eq!(refused["wrong_version"], 1);
     assert_eq!(f.core.counters.reports, 0);
+}
+
+#[test]
+fn who_lied_about_the_clock_does_not_lock_the_agent_out() {
+    let mut f = fixture("psi", false, true);
+    let now = TimeMs(3_600_000);
+    let line = |f: &mut Fixture, line: serde_json::Value| f.core.line(Ok(line.to_string().as_bytes()), now);
+    f.core.agent_connected(now);
+    line(&mut f, hello());
+    // 50 ms after a boot that was an hour ago.
+    line(&mut f, report(1, 200, [0, 0]));
+    f.core.agent_connected(now);
+    line(&mut f, hello());
+    let mut honest = report(1, 200, [0, 0]);
+    honest["monotonic_ms"] = json!(now.0 - 100);
+    line(&mut f, honest);
+    assert_eq!((f.core.counters.reports, f.core.counters.refused.len()), (2, 0));
+    // No guest is older than its VM.
+    let mut future = report(2, 200, [0, 0]);
+    future["monotonic_ms"] = json!(2 * now.0);
+    line(&mut f, future);
+    assert_eq!(f.core.counters.refused["from_the_future"], 1);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::io;
 use std::os::unix::net::UnixStream as StdUnixStream;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use balloon::TimeMs;
 use parking_lot::Mutex;
@@ -35,20 +35,33 @@ const APART: Duration = Duration::from_millis(10);
 /// How much before others the thread is: as much as the agent in its guest.
 const NICE: libc::c_int = -10;
 
-/// Milliseconds since the governor started.
+/// Milliseconds since the governor started. Those count in which the host slept: a guest's clock may have gone on (KVM's
+/// does), and reports are not from the future for that.
 #[derive(Clone, Copy, Debug)]
-pub struct Clock(Instant);
+pub struct Clock {
+    started: Duration,
+}
 
 impl Clock {
     /// A clock that starts now.
     pub fn start() -> Self {
-        Self(Instant::now())
+        Self { started: since_boot() }
     }
 
     /// The present time.
     pub fn now(self) -> TimeMs {
-        TimeMs(u64::try_from(self.0.elapsed().as_millis()).unwrap_or(u64::MAX))
+        TimeMs(u64::try_from(since_boot().saturating_sub(self.started).as_millis()).unwrap_or(u64::MAX))
     }
+}
+
+/// CLOCK_BOOTTIME.
+fn since_boot() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is a timespec that outlives the call, which writes nothing else.
+    let result = unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &raw mut time) };
+    // Only a clock that does not exist fails, and Linux has this one since 2.6.39.
+    assert_eq!(result, 0, "{}", io::Error::last_os_error());
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
 /// Where agents' connections come from, non-blocking: one at a time is served, a new one replaces it.

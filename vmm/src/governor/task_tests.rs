@@ -1,6 +1,7 @@
 //! The governor's thread, as the VMM has it.
 
 use std::io::{BufRead, BufReader, Write};
+use std::time::Instant;
 
 use super::*;
 use crate::governor::ZoneDevice;
