@@ -133,6 +133,13 @@ impl Controller {
         self.lost = Lost::default();
     }
 
+    /// The guest's driver of a zone has come, or come back: it is asked at once, whatever was not followed before it.
+    pub fn driver_came(&mut self, id: ZoneId, now: TimeMs) {
+        for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {
+            zone.progress.begin_anew(now);
+        }
+    }
+
     /// A zone has been sized by hand: the loop leaves it alone until it is resumed.
     pub fn pin(&mut self, id: ZoneId, host: &HostView, now: TimeMs) {
         self.follow(host, now);

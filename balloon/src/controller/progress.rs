@@ -63,6 +63,13 @@ impl Progress {
         }
     }
 
+    /// A driver has come: what another one, or none, did not follow says nothing about it.
+    pub fn begin_anew(&mut self, now: TimeMs) {
+        self.moved = now;
+        self.grow = Attempt::default();
+        self.shrink = Attempt::default();
+    }
+
     /// What to request instead, if the guest has not followed for too long: half of what is missing, so that the
     /// change itself makes the driver try again; at the end, what it has. A shrink is withdrawn at once, because
     /// memory that the guest uses is not worth fighting for, and the next one is smaller.

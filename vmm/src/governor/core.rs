@@ -306,8 +306,12 @@ impl Core {
     /// Reads the devices, notes what has changed.
     fn observe(&mut self, now: TimeMs) -> HostView {
         let mut all = Vec::with_capacity(self.zones.len());
-        for Zone { zone, progress } in &mut self.zones {
+        for (Zone { zone, progress }, id) in self.zones.iter_mut().zip(0..) {
             let sizes = zone.device.sizes();
+            if progress.has_driver_come(sizes) {
+                info!(zone = zone.id, "The guest's driver is there");
+                self.controller.driver_came(ZoneId(id), now);
+            }
             if progress.observe(sizes, now) {
                 info!(zone = zone.id, plugged_bytes = sizes.plugged_bytes, "resize-reached");
             }

@@ -101,6 +101,33 @@ fn a_guest_that_does_not_follow_is_reminded_and_the_status_says_why() {
 }
 
 #[test]
+fn a_driver_that_loads_late_is_asked_with_the_next_report() {
+    let mut f = fixture("psi", false, false);
+    for device in [&f.dram, &f.pm] {
+        device.sizes.lock().driver_ready = false;
+    }
+    f.greet();
+    let asked = |f: &Fixture| f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes;
+    // Short all the time; the governor has tried, and tries ever more rarely.
+    let mut quiet_s = 0;
+    for _ in 0..200 {
+        f.seq += 19;
+        f.report(20);
+        quiet_s = if asked(&f) == 0 { quiet_s + 1 } else { 0 };
+        if quiet_s == 3 {
+            break;
+        }
+    }
+    assert_eq!(quiet_s, 3, "it is asked all the time");
+    f.dram.sizes.lock().driver_ready = true;
+    // What the device's news lead to, and the agent's next report.
+    f.core.tick(TimeMs(f.seq * 50 + 1));
+    f.report(20);
+    assert!(f.dram.sizes().requested_bytes > 0, "{:?}", f.core.info(1, TimeMs(f.seq * 50)).decisions);
+    assert_eq!(f.pm.sizes().requested_bytes, 0, "which has no driver yet");
+}
+
+#[test]
 fn a_resize_that_the_host_cannot_provide_is_stuck_until_it_is_asked_for_again() {
     let mut f = fixture("off", false, true);
     *f.pm.can_provide.lock() = 24 * MIB;

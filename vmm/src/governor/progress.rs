@@ -23,6 +23,11 @@ impl Progress {
         Self { sizes, changed_at: now, reminded_at: now }
     }
 
+    /// Whether the guest's driver has come since the zone was looked at.
+    pub fn has_driver_come(&self, sizes: DeviceSizes) -> bool {
+        sizes.driver_ready && !self.sizes.driver_ready
+    }
+
     /// Takes the zone's present sizes. True when the resize has just ended: plugged is what was requested, and not
     /// what the host had to lower that to.
     pub fn observe(&mut self, sizes: DeviceSizes, now: TimeMs) -> bool {
