@@ -139,10 +139,16 @@ impl VirtioDevice for Balloon {
             None => return,
             Some(Told::Following) => {}
             Some(Told::TakenBack(bytes)) => {
+                let emptied = self.shared.state.lock().actual_bytes() == 0;
                 sparsely!(
                     warn,
                     bytes,
-                    "The guest has nothing else left, and takes memory out of its balloon"
+                    "{}",
+                    match emptied {
+                        false => "The guest has nothing else left, and takes memory out of its balloon",
+                        true =>
+                            "The guest empties its balloon: it has nothing else left, or unloads its driver",
+                    }
                 );
                 self.shared.metrics.oom_deflated_bytes.fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
                 // The target is whole blocks: the driver goes on to it.

@@ -31,6 +31,8 @@ pub(super) struct BalloonState {
     /// The lower target that the driver was on its way to when the present one was set. What it has in hand it finishes: it
     /// tells of it once, and looks at the target again.
     turned_from: Option<u64>,
+    /// The target before the driver took the last of the balloon out unasked, if that is the last that it has told.
+    emptied_from: Option<u64>,
 }
 
 impl BalloonState {
@@ -45,6 +47,7 @@ impl BalloonState {
             actual_pages: 0,
             deflates_on_oom: false,
             turned_from: None,
+            emptied_from: None,
         }
     }
 
@@ -76,6 +79,7 @@ impl BalloonState {
             self.turned_from = Some(self.target_bytes);
         }
         self.target_bytes = bytes;
+        self.emptied_from = None;
     }
 
     /// A driver begins: its balloon is empty.
@@ -83,11 +87,14 @@ impl BalloonState {
         self.actual_pages = 0;
         self.deflates_on_oom = deflates_on_oom;
         self.turned_from = None;
+        self.emptied_from = None;
     }
 
     /// The driver has gone, and what was in its balloon is the guest's again. The target stays: whoever comes next, after a
-    /// kexec for example, is asked for it.
+    /// kexec for example, is asked for it. One that empties its balloon and then resets the device was not short of
+    /// memory, it was unloaded, or its guest hibernates (`remove_common` in Linux' drivers/virtio/virtio_balloon.c).
     pub(super) fn end(&mut self) {
+        self.target_bytes = self.emptied_from.unwrap_or(self.target_bytes);
         self.start(false);
     }
 
@@ -116,6 +123,7 @@ impl BalloonState {
     fn told(&mut self, pages: u32) -> Told {
         let before_bytes = self.actual_bytes();
         self.actual_pages = pages;
+        self.emptied_from = None;
         let actual_bytes = self.actual_bytes();
         // A driver that follows does not go below the target, except with what it had in hand when the target rose. To ask for the same again would take from a guest what it has
         // just been saved by; who wants it back asks anew.
@@ -125,6 +133,7 @@ impl BalloonState {
             && actual_bytes < before_bytes
             && actual_bytes < self.target_bytes
         {
+            self.emptied_from = (actual_bytes == 0).then_some(self.target_bytes);
             self.target_bytes = actual_bytes - actual_bytes % self.block_bytes;
             return Told::TakenBack(before_bytes - actual_bytes);
         }
@@ -242,5 +251,47 @@ mod tests {
         state.end();
         assert_eq!((state.target_bytes(), state.actual_bytes()), (8 * BLOCK, 0));
         assert!(!state.deflates_on_oom());
+    }
+
+    #[test]
+    fn a_driver_that_is_unloaded_has_not_been_short() {
+        let mut state = state(true);
+        state.set_target(8 * BLOCK);
+        tell(&mut state, 8 * BLOCK);
+        // It empties the balloon, tells so once, and resets the device.
+        assert_eq!(tell(&mut state, 0), Told::TakenBack(8 * BLOCK));
+        assert_eq!(state.target_bytes(), 0, "for all that can be known by now");
+        state.end();
+        assert_eq!((state.target_bytes(), state.actual_bytes()), (8 * BLOCK, 0));
+        // One whose balloon was not full yet.
+        state.start(true);
+        tell(&mut state, 3 * BLOCK);
+        tell(&mut state, 0);
+        state.end();
+        assert_eq!(state.target_bytes(), 8 * BLOCK);
+    }
+
+    #[test]
+    fn a_guest_that_was_short_and_is_rebooted_later_is_asked_for_a_block_at_most() {
+        let mut state = state(true);
+        state.set_target(8 * BLOCK);
+        tell(&mut state, 8 * BLOCK);
+        for half in (0..16).rev() {
+            tell(&mut state, half * BLOCK / 2);
+        }
+        assert_eq!(state.target_bytes(), 0);
+        let mut rebooted = state.clone();
+        rebooted.end();
+        assert!(rebooted.target_bytes() <= BLOCK, "{rebooted:?}");
+        // Whoever has asked or told since knows better.
+        state.set_target(2 * BLOCK);
+        state.end();
+        assert_eq!(state.target_bytes(), 2 * BLOCK);
+        state.start(true);
+        tell(&mut state, 2 * BLOCK);
+        tell(&mut state, 0);
+        state.set_target(0);
+        state.end();
+        assert_eq!(state.target_bytes(), 0);
     }
 }

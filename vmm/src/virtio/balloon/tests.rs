@@ -490,6 +490,20 @@ fn a_guest_that_saves_itself_is_not_asked_again() {
     assert!(!rig.handle.deflates_on_oom());
 }
 
+/// As Linux unloads its driver (virtballoon_remove).
+#[test]
+fn a_driver_that_is_loaded_again_is_asked_for_what_the_earlier_one_had() {
+    let mut rig = Rig::new(ALL);
+    rig.handle.set_target(8 * MIB).unwrap();
+    rig.tell_actual(8 * MIB);
+    rig.tell_actual(0);
+    rig.device.reset();
+    assert_eq!(rig.handle.sizes().target_bytes, 8 * MIB);
+    assert_eq!(rig.handle.metrics().target_bytes.load(Ordering::Relaxed), 8 * MIB);
+    rig.start(ALL, &[0, 1, 2, 4]);
+    assert_eq!(rig.target_pages(), 2048);
+}
+
 #[test]
 fn a_reset_device_touches_nothing_and_its_balloon_is_empty() {
     let mut rig = Rig::new(ALL);
