@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use pmem_volume::Durability;
 
@@ -20,6 +20,8 @@ pub struct PmemFileMetrics {
     pub size_bytes: u64,
     /// What a flush survives; `None` where writes are discarded.
     pub durability: Option<Durability>,
+    /// Whether a flush of the file has failed: from then on all do.
+    pub failed: Arc<AtomicBool>,
     /// Its counters.
     pub counters: Arc<PmemMetrics>,
 }
@@ -55,6 +57,11 @@ pub(super) fn expose(out: &mut Exposer<'_>, devices: &[PmemFileMetrics]) -> fmt:
         )
     });
     out.counters(Family("pmem_flushes", "Flushes that the guest has asked for.", None), flushes)?;
+    let failed = devices.iter().map(|device| {
+        let failed = device.failed.load(Ordering::Relaxed);
+        (device.labels(), f64::from(u8::from(failed)))
+    });
+    out.gauges(Family("pmem_failed", "1 when a flush of the file has failed.", None), failed)?;
     let persists = devices.iter().map(|device| (device.labels(), device.counters.persists.sample()));
     out.latencies(
         "pmem_flush_duration",

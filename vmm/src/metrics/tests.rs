@@ -196,6 +196,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
             file: "/img".to_owned(),
             size_bytes: 1 << 30,
             durability: None,
+            failed: Arc::new(true.into()),
             counters: Arc::default(),
         }],
         ranges: ranges(),
@@ -293,6 +294,7 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_disk_broken_queues_total{{{vm},disk="_disk0"}} 0"#),
         format!(r#"foreshore_disk_io_uring{{{vm},disk="_disk0"}} 0.0"#),
         format!(r#"foreshore_pmem_info{{{vm},pmem="_pmem0",file="/img",durability="discarded"}} 1.0"#),
+        format!(r#"foreshore_pmem_failed{{{vm},pmem="_pmem0"}} 1.0"#),
         format!(
             r#"foreshore_volume_bytes_total{{{vm},pool="/pm/pool",volume="c",interface="virtio-blk",operation="write"}} 4096"#
         ),

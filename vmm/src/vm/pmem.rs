@@ -36,6 +36,7 @@ pub(super) fn attach(
             file: config.file.display().to_string(),
             size_bytes: file.len_bytes(),
             durability: file.durability(),
+            failed: file.failure(),
             counters: device.metrics(),
         });
         fabric.attach(Box::new(device), memory)?;

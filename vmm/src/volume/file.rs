@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use pmem_volume::Durability;
@@ -88,7 +89,7 @@ pub struct PmemFile {
     len_bytes: u64,
     has_name: bool,
     /// A flush has failed: from then on all do, as nobody knows what is on the disk.
-    failed: AtomicBool,
+    failed: Arc<AtomicBool>,
 }
 
 /// What becomes of what a guest writes.
@@ -122,7 +123,7 @@ impl PmemFile {
                 Contents::Shared(media)
             }
         };
-        Ok(Self { contents, len_bytes, has_name: !is_directory, failed: AtomicBool::new(false) })
+        Ok(Self { contents, len_bytes, has_name: !is_directory, failed: Arc::default() })
     }
 
     /// What is mapped into the guest.
@@ -147,6 +148,11 @@ impl PmemFile {
         };
         let is_cut = cut_to_bytes(file, self.len_bytes).is_some();
         self.has_name && (is_cut || self.failed.load(Ordering::Relaxed))
+    }
+
+    /// Whether a flush has failed, now and whenever it is asked. Who has it does not keep the file open.
+    pub fn failure(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.failed)
     }
 
     /// How it is mapped into the guest.
@@ -379,9 +385,12 @@ mod tests {
         }
         assert_eq!(pmem.access(), Access::ReadWrite);
         pmem.persist().unwrap();
+        let failure = pmem.failure();
+        assert!(!failure.load(Ordering::Relaxed));
         File::options().write(true).open(&path).unwrap().set_len(2 * MIB).unwrap();
         let error = pmem.persist().unwrap_err();
         let text = error.to_string();
         assert!(text.contains("cut to 0x200000 bytes"), "{text}");
+        assert!(failure.load(Ordering::Relaxed));
     }
 }
