@@ -2,7 +2,7 @@
 
 mod show;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io::{self, Write};
 use std::time::Duration;
@@ -32,6 +32,8 @@ const CALL: &str = "vm.pressure";
 pub struct Counters {
     /// Plans by policy, direction and reason. What asks nothing of the guest and says nothing new is left out.
     pub plans: BTreeMap<(&'static str, &'static str, &'static str), u64>,
+    /// The policies that there have been, whether they have planned anything or not.
+    pub policies: BTreeSet<&'static str>,
     /// Reports accepted.
     pub reports: u64,
     /// Lines refused, by reason.
@@ -97,10 +99,12 @@ impl Core {
     ) -> Result<Self, VmError> {
         let (policy, rules) = (config.policy(CALL), config.rules(CALL));
         let (policy, rules) = (policy.map_err(bad_request)?, rules.map_err(bad_request)?);
+        let policy_name = policy.name();
         let mut controller = Controller::new(policy, rules).map_err(bad_request)?;
         if config.paused {
             controller.pause();
         }
+        let counters = Counters { policies: BTreeSet::from([policy_name]), ..Counters::default() };
         let zones = zones
             .into_iter()
             .map(|zone| Zone { progress: Progress::new(zone.device.sizes(), now), zone })
@@ -116,7 +120,7 @@ impl Core {
             watermark_bytes: 0,
             audit: Audit::default(),
             episode: Episode::default(),
-            counters: Counters::default(),
+            counters,
             report_to_plan: LatencyHistogram::default(),
             report_to_online: LatencyHistogram::default(),
             last_online_ms: None,
@@ -449,6 +453,7 @@ impl Core {
         let rules = self.controller.rules().with(by_name(&change.rules)).map_err(bad_request)?;
         if change.policy.is_some() || change.params.is_some() {
             self.controller.set_policy(policy).map_err(bad_request)?;
+            self.counters.policies.insert(self.controller.policy().name());
         }
         if change.rules.is_some() {
             self.controller.set_rules(rules).map_err(bad_request)?;

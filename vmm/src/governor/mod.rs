@@ -16,7 +16,7 @@ mod audit;
 pub mod core;
 mod episode;
 #[cfg(test)]
-mod fake;
+pub(crate) mod fake;
 mod progress;
 pub mod record;
 pub mod task;

@@ -1,9 +1,10 @@
 //! What the guest says of its memory, and what the governor makes of it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::Duration;
 
+use balloon::plan::{Direction, Reason};
 use balloon::proto::{Refusal, Report, Zone};
 use prometheus_client::registry::Unit;
 
@@ -19,6 +20,8 @@ const PAGE_BYTES: u64 = 4096;
 pub struct PressureSample {
     /// Plans by policy, direction and reason.
     pub plans_total: BTreeMap<(&'static str, &'static str, &'static str), u64>,
+    /// The policies that there have been.
+    pub policies: BTreeSet<&'static str>,
     /// Reports that were taken.
     pub reports_total: u64,
     /// Lines of the agent that were refused, by [`Refusal::label`].
@@ -84,11 +87,7 @@ pub(super) fn expose(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Res
 }
 
 fn expose_governor(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
-    let plans = sample.plans_total.iter().map(|((policy, direction, reason), count)| {
-        let labels = [("policy", policy), ("direction", direction), ("reason", reason)];
-        (labels.map(|(name, value)| (name, (*value).to_owned())).to_vec(), *count)
-    });
-    out.counters(Family("pressure_plans", "Plans of the governor.", None), plans)?;
+    expose_plans(out, sample)?;
     out.counters(
         Family("pressure_decisions", "Decisions that said something new.", None),
         [(vec![], sample.decisions_total)],
@@ -121,6 +120,24 @@ fn expose_governor(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Resul
         "From the first report under pressure to the memory being online.",
         [(vec![], sample.report_to_online.clone())],
     )
+}
+
+/// Every reason is there from the start, whichever way a plan goes: who counts what has been added since a scrape has to
+/// have seen the 0, or the first plan of a kind is lost.
+fn expose_plans(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
+    let of_policy = |policy: &'static str| {
+        let reasons = move |direction: Direction| {
+            Reason::ALL.iter().map(move |reason| (policy, direction.label(), reason.label()))
+        };
+        Direction::ALL.into_iter().flat_map(reasons)
+    };
+    let plans = sample.policies.iter().copied().flat_map(of_policy).map(|plan| {
+        let (policy, direction, reason) = plan;
+        let labels = [("policy", policy), ("direction", direction), ("reason", reason)];
+        let count = sample.plans_total.get(&plan).copied().unwrap_or(0);
+        (labels.map(|(name, value)| (name, value.to_owned())).to_vec(), count)
+    });
+    out.counters(Family("pressure_plans", "Plans of the governor.", None), plans)
 }
 
 fn expose_recording(out: &mut Exposer<'_>, recording: &RecordingInfo) -> fmt::Result {

@@ -40,6 +40,7 @@ impl PressureSource for FakeGovernor {
     fn sample(&self) -> PressureSample {
         PressureSample {
             plans_total: BTreeMap::from([(("psi", "grow", "low_available"), 3)]),
+            policies: BTreeSet::from(["psi"]),
             reports_total: 7,
             refused_total: BTreeMap::from([("not_json", 2)]),
             agent_connected: true,
@@ -355,6 +356,47 @@ async fn get(socket: &std::path::Path, request: &str) -> String {
     let mut answer = String::new();
     stream.read_to_string(&mut answer).await.unwrap();
     answer
+}
+
+/// A governor of a guest that has just started, and what was asked of it.
+#[derive(Debug)]
+struct JustStarted(parking_lot::Mutex<crate::governor::core::Core>);
+
+impl PressureSource for JustStarted {
+    fn sample(&self) -> PressureSample {
+        self.0.lock().sample(balloon::TimeMs(0))
+    }
+}
+
+#[test]
+fn every_reason_is_there_from_the_start() {
+    use crate::vm::request::PressureChange;
+    let core = crate::governor::fake::fixture("psi", false, true).core;
+    let governor = Arc::new(JustStarted(core.into()));
+    let metrics = Metrics::new("a");
+    let source = Arc::downgrade(&governor) as Weak<dyn PressureSource>;
+    metrics.set_machine(MachineSources { pressure: Some(source), ..Default::default() });
+    let text = metrics.encode(Vec::new()).unwrap();
+    let has = |text: &str, line: String| assert!(text.lines().any(|shown| shown == line), "{line} in {text}");
+    let plans = |text: &str, policy: &str| {
+        for direction in balloon::plan::Direction::ALL.map(|direction| direction.label()) {
+            for reason in balloon::plan::Reason::ALL.iter().map(|reason| reason.label()) {
+                let labels = format!(r#"vm="a",policy="{policy}",direction="{direction}",reason="{reason}""#);
+                has(text, format!("foreshore_pressure_plans_total{{{labels}}} 0"));
+            }
+        }
+    };
+    plans(&text, "psi");
+    assert!(!text.contains(r#"policy="amf""#), "{text}");
+    for reason in balloon::proto::Refusal::LABELS {
+        has(&text, format!(r#"foreshore_pressure_refused_reports_total{{vm="a",reason="{reason}"}} 0"#));
+    }
+    // Those of another policy come with it, and those of the first stay.
+    let change = PressureChange { policy: Some("amf".to_owned()), ..Default::default() };
+    governor.0.lock().change(&change).unwrap();
+    let text = metrics.encode(Vec::new()).unwrap();
+    plans(&text, "psi");
+    plans(&text, "amf");
 }
 
 #[test]

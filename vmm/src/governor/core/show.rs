@@ -126,6 +126,7 @@ impl Core {
         let age = |at: TimeMs| Duration::from_millis(now.since(at));
         PressureSample {
             plans_total: self.counters.plans.clone(),
+            policies: self.counters.policies.clone(),
             reports_total: self.counters.reports,
             refused_total: self.counters.refused.clone(),
             connections_total: self.counters.connections,
