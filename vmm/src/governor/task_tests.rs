@@ -4,8 +4,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::time::Instant;
 
 use super::*;
-use crate::governor::ZoneDevice;
 use crate::governor::fake::{Fixture, fixture, hello, report};
+use crate::governor::{DeviceSizes, GovernedZone, ZoneDevice};
 use crate::vm::request::AgentState;
 
 /// Reached only by a failing test.
@@ -51,6 +51,48 @@ fn decisions_come_whatever_the_rest_of_the_vmm_does() {
         wait_until("the agent's end", || state() == AgentState::Gone);
         enough.store(true, std::sync::atomic::Ordering::Relaxed);
     });
+}
+
+/// A device that notes how much before others the governor's thread is.
+#[derive(Default)]
+struct Watcher(parking_lot::Mutex<Vec<libc::c_int>>);
+
+impl ZoneDevice for Watcher {
+    fn sizes(&self) -> DeviceSizes {
+        if thread::current().name() == Some("_pressure") {
+            // SAFETY: no pointers. On Linux 0 is the calling thread.
+            self.0.lock().push(unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) });
+        }
+        DeviceSizes { block_bytes: 1, ..Default::default() }
+    }
+    fn request(&self, _: u64) {}
+    fn remind(&self) {}
+}
+
+#[test]
+fn the_governors_thread_is_before_others_where_that_is_allowed() {
+    // Root without CAP_SYS_NICE may not. On a thread of its own: what it gains goes with it.
+    let as_allowed = thread::spawn(|| {
+        // SAFETY: no pointers. On Linux 0 is the calling thread.
+        unsafe {
+            libc::setpriority(libc::PRIO_PROCESS, 0, -10);
+            libc::getpriority(libc::PRIO_PROCESS, 0)
+        }
+    });
+    let as_allowed = as_allowed.join().unwrap();
+    let device = Arc::new(Watcher::default());
+    let zone = GovernedZone {
+        id: "dram".to_owned(),
+        tier: balloon::Tier::Dram,
+        guest_numa_node: 0,
+        boot_bytes: 0,
+        device: Arc::clone(&device) as _,
+    };
+    let core = Core::new(&Default::default(), vec![zone], 384 << 20, Arc::new(|| 0), TimeMs(0)).unwrap();
+    let governor = Governor::spawn(core, Clock::start(), Arc::default(), None).unwrap();
+    wait_until("a tick", || !device.0.lock().is_empty());
+    drop(governor);
+    assert!(device.0.lock().iter().all(|nice| *nice == as_allowed), "{:?}", device.0.lock());
 }
 
 /// News come as often as a guest likes to cause them; this thread is before others.

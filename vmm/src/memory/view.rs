@@ -255,6 +255,12 @@ impl GuestView {
     pub fn exclusive(&self) -> RwLockWriteGuard<'_, MappedMemory> {
         self.memory.write()
     }
+
+    /// Whether somebody waits for exclusive access, or has it.
+    #[cfg(test)]
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.memory.try_read().is_none()
+    }
 }
 
 impl GuestAddressSpace for GuestView {

@@ -265,3 +265,43 @@ impl MutEventSubscriber for Worker {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::sync::atomic::AtomicU32;
+    use std::thread;
+
+    use super::*;
+    use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
+
+    /// Discarding the pages of a chain takes its time, and a guest may keep the queue full.
+    #[test]
+    fn who_plugs_or_unplugs_waits_for_one_chain_and_for_no_other() {
+        let mut driver = TestDriver::new(1);
+        let mut activation = driver.activation(0);
+        let view = activation.view.clone();
+        let mut queue = activation.queues[0].take().unwrap();
+        for _ in 0..BATCH {
+            driver.add(0, &[Buffer::Out(BUFFERS, 4)]);
+        }
+        let unplugs = AtomicU32::new(0);
+        let seen = RefCell::new(Vec::new());
+        thread::scope(|scope| {
+            serve(&view, &*activation.interrupt, 0, &mut queue, |_, _| {
+                let before = unplugs.load(Ordering::Relaxed);
+                scope.spawn(|| {
+                    let guard = view.exclusive();
+                    unplugs.fetch_add(1, Ordering::Relaxed);
+                    drop(guard);
+                });
+                while !view.is_awaited() {
+                    thread::yield_now();
+                }
+                seen.borrow_mut().push((before, unplugs.load(Ordering::Relaxed)));
+            });
+        });
+        // What comes in the midst of a chain has to wait, and is done before the next one.
+        assert_eq!(seen.into_inner(), [(0, 0), (1, 1), (2, 2), (3, 3)]);
+    }
+}
