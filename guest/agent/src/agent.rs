@@ -81,9 +81,10 @@ impl Agent {
         Ok(())
     }
 
-    /// Keeps some DRAM for the kernel's own needs from now on.
-    pub fn keep_reserve(&mut self, sysctl_root: &Path) -> io::Result<()> {
-        self.reserve = Some(Reserve::open(sysctl_root)?);
+    /// Keeps some DRAM for the kernel's own needs from now on, until the agent is told to end. What was there before is
+    /// on record under `run`.
+    pub fn keep_reserve(&mut self, sysctl_root: &Path, run: &Path) -> io::Result<()> {
+        self.reserve = Some(Reserve::open(sysctl_root, run)?);
         Ok(())
     }
 
@@ -142,6 +143,9 @@ impl Agent {
         self.report_to(address);
         if let Some(idle) = self.idle.take() {
             idle.stop();
+        }
+        if let Some(Err(error)) = self.reserve.take().map(Reserve::restore) {
+            eprintln!("foreshore-agent: Cannot set vm.lowmem_reserve_ratio back: {error}");
         }
     }
 
@@ -202,5 +206,34 @@ fn say_once(error: &SessionError, said: &mut String) {
     if text != *said {
         eprintln!("foreshore-agent: {text}");
         *said = text;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::io::Write;
+
+    use foreshore_proto::{Zone, ZoneKind};
+
+    use super::*;
+
+    #[test]
+    fn what_is_kept_for_the_kernel_is_given_back_at_the_end() {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let setting = dir.path().join("lowmem_reserve_ratio");
+        fs::write(&setting, "256 256 32 0 0").expect("write");
+        let mut agent = Agent::open(Path::new("/proc"), dir.path()).expect("this machine has /proc");
+        agent.keep_reserve(dir.path(), &dir.path().join("run")).expect("opens");
+        // As if these were the guest's. This machine's, which it looks at while it waits, may differ.
+        let zone = |kind, managed_pages| Zone { kind, managed_pages, ..Zone::default() };
+        let zones = [zone(ZoneKind::Dma32, 90_000), zone(ZoneKind::Movable, 32_768)];
+        agent.reserve.as_mut().expect("kept").adapt(&zones).expect("writes");
+        assert_ne!(fs::read_to_string(&setting).expect("read"), "256 256 32 0 0");
+        let (termination, mut told) = io::pipe().expect("pipe");
+        told.write_all(&[15]).expect("write");
+        agent.termination = Some(termination.into());
+        agent.run(&Address::Unix(dir.path().join("nobody")));
+        assert_eq!(fs::read_to_string(&setting).expect("read"), "256 256 32 0 0");
     }
 }

@@ -21,11 +21,14 @@ use foreshore_proto::{Cause, encode_report};
 
 use crate::agent::Agent;
 use crate::args::{Command, Options};
+use crate::reserve::Reserve;
 
 const PROC: &str = "/proc";
 const MEMORY: &str = "/sys/devices/system/memory";
 const SYS: &str = "/sys";
 const SYSCTL_VM: &str = "/proc/sys/vm";
+/// What the next agent has to know. It goes with the guest's kernel.
+const RUN: &str = "/run/foreshore-agent";
 
 fn main() -> anyhow::Result<()> {
     match args::parse(std::env::args().skip(1))? {
@@ -54,7 +57,10 @@ fn run(options: &Options) -> anyhow::Result<()> {
     try_to("raise its priority", sys::raise_priority());
     try_to("watch memory blocks", agent.watch_blocks(Path::new(MEMORY), options.online));
     if options.reserve {
-        try_to("keep memory for the kernel", agent.keep_reserve(Path::new(SYSCTL_VM)));
+        try_to("keep memory for the kernel", agent.keep_reserve(Path::new(SYSCTL_VM), Path::new(RUN)));
+    } else {
+        let left = Reserve::restore_after_another(Path::new(SYSCTL_VM), Path::new(RUN));
+        try_to("give the guest its vm.lowmem_reserve_ratio back", left);
     }
     if options.idle {
         try_to("look for idle memory", agent.watch_idle(Path::new(SYS)));

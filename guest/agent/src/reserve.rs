@@ -5,6 +5,10 @@
 //! or page descriptor takes the DRAM node under the watermark, and kswapd swaps, with gigabytes of PM free. Linux has
 //! a lever against it: `vm.lowmem_reserve_ratio` keeps pages of a zone from allocations that a higher zone of the
 //! same node could serve. Its defaults keep half a megabyte of a small guest; this sizes it to what the kernel needs.
+//!
+//! The guest gets its own setting back when the agent ends. An agent that is killed cannot do that, and the next one must
+//! not take what it finds for the guest's: so what was there, and what agents have written, is on record for as long as the
+//! guest runs. The record is written first: what is in force and not on record is the guest's own.
 
 use std::fs;
 use std::io;
@@ -22,26 +26,41 @@ const MAX_RESERVE_PAGES: u64 = (512 << 20) / PAGE_BYTES;
 /// The zones in the order of the sysctl's numbers, as far as they can serve the kernel.
 const KERNEL_ZONES: [ZoneKind; 3] = [ZoneKind::Dma, ZoneKind::Dma32, ZoneKind::Normal];
 
-/// The sysctl and what it held when the agent started.
+/// The name of the sysctl, and of the record.
+const NAME: &str = "lowmem_reserve_ratio";
+
+/// The sysctl and what it held before any agent wrote to it.
 #[derive(Debug)]
 pub struct Reserve {
     path: PathBuf,
+    record: PathBuf,
     initial: Vec<u64>,
     current: Vec<u64>,
+    /// What agents have written, as on record.
+    ours: Vec<Vec<u64>>,
     /// What the present setting was made for.
     managed: Vec<u64>,
 }
 
 impl Reserve {
-    /// Reads the setting under `root`, which is /proc/sys/vm outside of tests.
-    pub fn open(root: &Path) -> io::Result<Self> {
-        let path = root.join("lowmem_reserve_ratio");
-        let text = fs::read_to_string(&path)?;
-        let initial: Vec<u64> = text.split_whitespace().filter_map(|word| word.parse().ok()).collect();
-        if initial.len() < KERNEL_ZONES.len() {
+    /// Reads the setting under `root`, which is /proc/sys/vm outside of tests, and the record under `run`, which lasts as
+    /// long as the guest runs.
+    pub fn open(root: &Path, run: &Path) -> io::Result<Self> {
+        let (path, record) = (root.join(NAME), run.join(NAME));
+        let current = ratios_of(&fs::read_to_string(&path)?);
+        if current.len() < KERNEL_ZONES.len() {
             return Err(io::Error::from(io::ErrorKind::InvalidData));
         }
-        Ok(Reserve { path, current: initial.clone(), initial, managed: Vec::new() })
+        // The guest's setting, and then ours, each on a line.
+        let text = fs::read_to_string(&record).unwrap_or_default();
+        let mut recorded = text.lines().map(ratios_of);
+        let (initial, ours) = match recorded.next() {
+            Some(initial) if initial.len() == current.len() => (initial, recorded.collect()),
+            _ => (current.clone(), Vec::new()),
+        };
+        let is_ours = ours.contains(&current);
+        let (initial, ours) = if is_ours { (initial, ours) } else { (current.clone(), Vec::new()) };
+        Ok(Reserve { path, record, initial, current, ours, managed: Vec::new() })
     }
 
     /// Adapts the setting to the guest's zones. Does nothing while they stay as they are.
@@ -53,12 +72,61 @@ impl Reserve {
         self.managed.extend(zones.iter().map(|zone| zone.managed_pages));
         let wanted = ratios(zones, &self.initial);
         if wanted != self.current {
-            let text: Vec<String> = wanted.iter().map(u64::to_string).collect();
-            fs::write(&self.path, text.join(" "))?;
+            // Without a record the guest is served all the same; only who is killed leaves no trace.
+            if let Err(error) = self.put_on_record(&wanted) {
+                let record = self.record.display();
+                eprintln!(
+                    "foreshore-agent: Cannot note the guest's vm.lowmem_reserve_ratio in {record}: {error}"
+                );
+            }
+            fs::write(&self.path, text_of(&wanted))?;
             self.current = wanted;
         }
         Ok(())
     }
+
+    fn put_on_record(&mut self, wanted: &[u64]) -> io::Result<()> {
+        if *wanted == *self.initial || self.ours.iter().any(|ours| *ours == *wanted) {
+            return Ok(());
+        }
+        self.ours.push(wanted.to_vec());
+        let lines = std::iter::once(&self.initial).chain(&self.ours).map(|ratios| text_of(ratios) + "\n");
+        if let Some(run) = self.record.parent() {
+            fs::create_dir_all(run)?;
+        }
+        // Whole or not at all: a record of which the end is missing would make ours the guest's.
+        let new = self.record.with_extension("new");
+        fs::write(&new, lines.collect::<String>())?;
+        fs::rename(&new, &self.record)
+    }
+
+    /// Gives the guest back what an agent that was killed has not.
+    pub fn restore_after_another(root: &Path, run: &Path) -> io::Result<()> {
+        match run.join(NAME).try_exists()? {
+            true => Self::open(root, run)?.restore(),
+            false => Ok(()),
+        }
+    }
+
+    /// Gives the guest its setting back, if what is in force is ours.
+    pub fn restore(self) -> io::Result<()> {
+        let is_ours = ratios_of(&fs::read_to_string(&self.path)?) == self.current;
+        if is_ours && self.current != self.initial {
+            fs::write(&self.path, text_of(&self.initial))?;
+        }
+        match fs::remove_file(&self.record) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn ratios_of(text: &str) -> Vec<u64> {
+    text.split_whitespace().filter_map(|word| word.parse().ok()).collect()
+}
+
+fn text_of(ratios: &[u64]) -> String {
+    ratios.iter().map(u64::to_string).collect::<Vec<_>>().join(" ")
 }
 
 /// The ratios that keep the reserve in the highest kernel zone of every node that also has movable memory. A zone
@@ -119,21 +187,140 @@ mod tests {
         assert_eq!(ratios(&tiny, &DEFAULTS)[1], 1);
     }
 
+    /// A guest's sysctl, and a place for the record.
+    struct Guest(tempfile::TempDir);
+
+    impl Guest {
+        fn new() -> Self {
+            let guest = Guest(tempfile::tempdir().expect("tempdir"));
+            guest.set("256\t256\t32\t0\t0\n");
+            guest
+        }
+
+        fn set(&self, text: &str) {
+            fs::write(self.0.path().join(NAME), text).expect("write");
+        }
+
+        fn setting(&self) -> String {
+            fs::read_to_string(self.0.path().join(NAME)).expect("read")
+        }
+
+        fn reserve(&self) -> Reserve {
+            Reserve::open(self.0.path(), &self.0.path().join("run/agent")).expect("opens")
+        }
+
+        /// An agent starts, sees these zones, and is killed.
+        fn agent(&self, zones: &[Zone]) {
+            self.reserve().adapt(zones).expect("writes");
+        }
+    }
+
+    const BOOT: Zone = Zone {
+        node: 0,
+        kind: ZoneKind::Dma32,
+        free_pages: 0,
+        min_pages: 0,
+        low_pages: 0,
+        high_pages: 0,
+        managed_pages: (337 << 20) / PAGE_BYTES,
+        largest_free_blocks: None,
+    };
+
+    /// Two sizes of plugged memory, of which each wants ratios of its own.
+    fn plugged() -> [[Zone; 2]; 2] {
+        [128, 256].map(|mib| [BOOT, zone(0, ZoneKind::Movable, mib)])
+    }
+
     #[test]
     fn the_setting_is_written_when_the_zones_change_and_only_then() {
-        let dir = tempfile::tempdir().expect("tempdir");
-        let path = dir.path().join("lowmem_reserve_ratio");
-        fs::write(&path, "256\t256\t32\t0\t0\n").expect("write");
-        let mut reserve = Reserve::open(dir.path()).expect("opens");
-        reserve.adapt(&[zone(0, ZoneKind::Dma32, 337)]).expect("nothing to do");
-        assert_eq!(fs::read_to_string(&path).expect("read"), "256\t256\t32\t0\t0\n");
-        let plugged = [zone(0, ZoneKind::Dma32, 337), zone(0, ZoneKind::Movable, 128)];
+        let guest = Guest::new();
+        let mut reserve = guest.reserve();
+        reserve.adapt(&[BOOT]).expect("nothing to do");
+        assert_eq!(guest.setting(), "256\t256\t32\t0\t0\n");
+        let [plugged, _] = plugged();
         reserve.adapt(&plugged).expect("writes");
-        assert_eq!(fs::read_to_string(&path).expect("read"), "256 4 32 0 0");
-        fs::write(&path, "mine").expect("write");
+        assert_eq!(guest.setting(), "256 4 32 0 0");
+        guest.set("mine");
         reserve.adapt(&plugged).expect("nothing to do");
-        assert_eq!(fs::read_to_string(&path).expect("read"), "mine");
-        reserve.adapt(&[zone(0, ZoneKind::Dma32, 337)]).expect("writes");
-        assert_eq!(fs::read_to_string(&path).expect("read"), "256 256 32 0 0", "back to what it was");
+        assert_eq!(guest.setting(), "mine");
+        reserve.adapt(&[BOOT]).expect("writes");
+        assert_eq!(guest.setting(), "256 256 32 0 0", "back to what it was");
+    }
+
+    #[test]
+    fn an_agent_that_ends_gives_the_guest_its_setting_back() {
+        let guest = Guest::new();
+        let mut reserve = guest.reserve();
+        reserve.adapt(&plugged()[0]).expect("writes");
+        reserve.restore().expect("restores");
+        assert_eq!(guest.setting(), "256 256 32 0 0");
+        // Somebody else's is not ours to take back, and nothing is written where nothing was.
+        let mut reserve = guest.reserve();
+        reserve.adapt(&plugged()[0]).expect("writes");
+        guest.set("64 64 64 0 0");
+        reserve.restore().expect("leaves it");
+        assert_eq!(guest.setting(), "64 64 64 0 0");
+        guest.set("64\t64\t64\t0\t0\n");
+        guest.reserve().restore().expect("nothing to do");
+        assert_eq!(guest.setting(), "64\t64\t64\t0\t0\n");
+    }
+
+    #[test]
+    fn an_agent_after_one_that_was_killed_knows_what_the_guest_had() {
+        let guest = Guest::new();
+        let [small, large] = plugged();
+        for zones in [&small[..], &large, &small] {
+            guest.agent(zones);
+            assert_ne!(ratios_of(&guest.setting()), DEFAULTS);
+        }
+        // What was plugged has gone meanwhile.
+        guest.agent(&[BOOT]);
+        assert_eq!(guest.setting(), "256 256 32 0 0");
+        guest.agent(&large);
+        guest.reserve().restore().expect("restores");
+        assert_eq!(guest.setting(), "256 256 32 0 0");
+        assert!(!guest.0.path().join("run/agent").join(NAME).exists());
+    }
+
+    #[test]
+    fn what_the_guest_sets_after_an_agent_was_killed_is_the_guests() {
+        let guest = Guest::new();
+        let [small, large] = plugged();
+        guest.agent(&small);
+        guest.set("128 128 32 0 0");
+        guest.agent(&large);
+        assert_ne!(guest.setting(), "128 128 32 0 0");
+        guest.reserve().restore().expect("restores");
+        assert_eq!(guest.setting(), "128 128 32 0 0");
+    }
+
+    #[test]
+    fn a_record_that_is_none_is_not_believed_and_one_that_cannot_be_made_is_done_without() {
+        let guest = Guest::new();
+        let run = guest.0.path().join("run/agent");
+        fs::create_dir_all(&run).expect("mkdir");
+        for text in ["", "\n", "\n256 256 32 0 0\n", "7\n256 256 32 0 0\n", "junk"] {
+            fs::write(run.join(NAME), text).expect("write");
+            let reserve = guest.reserve();
+            assert_eq!((reserve.initial, reserve.ours.len()), (DEFAULTS.to_vec(), 0), "{text:?}");
+        }
+        fs::remove_dir_all(guest.0.path().join("run")).expect("rmdir");
+        fs::write(guest.0.path().join("run"), "no directory").expect("write");
+        let mut reserve = guest.reserve();
+        reserve.adapt(&plugged()[0]).expect("writes");
+        assert_eq!(guest.setting(), "256 4 32 0 0");
+        reserve.adapt(&[BOOT]).expect("writes");
+        assert_eq!(guest.setting(), "256 256 32 0 0");
+    }
+
+    #[test]
+    fn an_agent_that_keeps_nothing_gives_back_what_another_kept() {
+        let guest = Guest::new();
+        let restore = || Reserve::restore_after_another(guest.0.path(), &guest.0.path().join("run/agent"));
+        restore().expect("nothing to do");
+        assert_eq!(guest.setting(), "256\t256\t32\t0\t0\n");
+        guest.agent(&plugged()[0]);
+        restore().expect("restores");
+        assert_eq!(guest.setting(), "256 256 32 0 0");
     }
 }
