@@ -1,5 +1,6 @@
 //! What the governor decides.
 
+use foreshore_proto::Measure;
 use serde::Serialize;
 
 use crate::{HostView, ZoneId};
@@ -149,8 +150,10 @@ pub struct Plan {
     pub targets: Vec<ZoneTarget>,
     /// Decided only: the targets are not to be requested.
     pub dry_run: bool,
-    /// The available memory under which the agent should report at its fast rate.
+    /// Under so much memory the agent should report at its fast rate.
     pub watermark_bytes: u64,
+    /// What that is of.
+    pub watermark_of: Measure,
 }
 
 impl Plan {

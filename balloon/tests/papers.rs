@@ -7,7 +7,7 @@ use balloon::controller::{Controller, Event, Rules};
 use balloon::params::Setting;
 use balloon::plan::Direction;
 use balloon::policy::Policy;
-use balloon::proto::{Report, Zone, ZoneKind};
+use balloon::proto::{Measure, Report, Zone, ZoneKind};
 use balloon::{MIB, TimeMs};
 
 use crate::guest::Guest;
@@ -60,13 +60,14 @@ impl Loop {
         for _ in 0..ms {
             self.guest.live(mib_per_s * MIB as i64 / 1000);
             let (now, age) = (self.guest.now, self.guest.now.since(self.reported));
-            let fast = self.guest.available_bytes() < self.watermark_bytes;
+            let fast = self.guest.free_bytes() < self.watermark_bytes;
             if age < 1_000 && !(fast && age >= 50) {
                 continue;
             }
             self.reported = now;
             let report = self.report();
             let plan = self.controller.step(Event::Report(&report), &self.guest.host, now);
+            assert_eq!(plan.watermark_of, Measure::Free, "they decide by free pages");
             self.watermark_bytes = plan.watermark_bytes;
             for (zone, target) in self.guest.host.zones.iter_mut().zip(&plan.targets) {
                 zone.requested_bytes = target.requested_bytes;

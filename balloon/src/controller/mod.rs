@@ -6,7 +6,7 @@ mod spread;
 #[cfg(test)]
 mod tests;
 
-use foreshore_proto::{OnlinePolicy, Report, ZoneKind};
+use foreshore_proto::{Measure, OnlinePolicy, Report, ZoneKind};
 pub use rules::Rules;
 use serde::Serialize;
 
@@ -458,6 +458,7 @@ impl Controller {
                 .collect(),
             dry_run: false,
             watermark_bytes: self.last.map_or(0, |last| last.decision.watermark_bytes),
+            watermark_of: self.last.map_or_else(Measure::default, |last| last.decision.watermark_of),
         }
     }
 

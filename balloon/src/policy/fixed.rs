@@ -1,5 +1,7 @@
 //! `fixed`: one size, whatever the guest says.
 
+use foreshore_proto::Measure;
+
 use super::Decision;
 use crate::HostView;
 use crate::params::params;
@@ -23,5 +25,6 @@ pub fn decide(params: &Params, host: &HostView) -> Decision {
         reason: if there { Reason::Enough } else { Reason::FixedSize },
         pressure: false,
         watermark_bytes: 0,
+        watermark_of: Measure::default(),
     }
 }

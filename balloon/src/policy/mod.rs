@@ -18,7 +18,7 @@ mod table;
 mod testing;
 mod view;
 
-use foreshore_proto::Report;
+use foreshore_proto::{Measure, Report};
 use serde::Serialize;
 
 use self::table::Row;
@@ -51,8 +51,10 @@ pub struct Decision {
     pub reason: Reason,
     /// The guest is short now: no cool-down applies, and should the reports stop here, more is given.
     pub pressure: bool,
-    /// The available memory under which the agent should report at its fast rate.
+    /// Under so much memory the agent should report at its fast rate.
     pub watermark_bytes: u64,
+    /// What that is of: what the policy decides by.
+    pub watermark_of: Measure,
 }
 
 /// A policy with its parameters.
@@ -290,7 +292,7 @@ fn shortages<'a>(
     short.collect()
 }
 
-/// The available memory under which a table may soon ask for more. With large scales that is all there is, so it is
+/// The free memory under which a table may soon ask for more. With large scales that is all there is, so it is
 /// at most a quarter of the guest: further up a report a second is enough.
 fn watch_bytes(nodes: &[NodeView], table: &[Row], watermark_scale: u64, input: Input<'_>) -> u64 {
     let pages = nodes.iter().map(|node| table::first_border(table, node, watermark_scale));

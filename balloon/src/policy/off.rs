@@ -1,5 +1,7 @@
 //! `off`: reports are taken and shown, nothing is decided.
 
+use foreshore_proto::Measure;
+
 use super::Decision;
 use crate::plan::Reason;
 
@@ -12,5 +14,6 @@ pub fn decide() -> Decision {
         reason: Reason::Off,
         pressure: false,
         watermark_bytes: 0,
+        watermark_of: Measure::default(),
     }
 }

@@ -1,10 +1,11 @@
 //! When the guest's agent reports, and what it says. The pace is the agent's own code.
 
 use foreshore_proto::{
-    Blocks, Cause, Counters, LARGEST_BLOCK_BYTES, Memory, NodeBlocks, OnlinePolicy, PROTOCOL_VERSION, Pace,
-    RawReport, Report, Settings, Stall, Zone, ZoneKind,
+    Blocks, Cause, Counters, LARGEST_BLOCK_BYTES, Measure, Memory, NodeBlocks, OnlinePolicy,
+    PROTOCOL_VERSION, Pace, RawReport, Report, Settings, Stall, Zone, ZoneKind,
 };
 
+use super::demand::Segment;
 use super::guest::{Guest, PAGE_BYTES};
 use crate::TimeMs;
 
@@ -79,10 +80,11 @@ impl Agent {
     }
 
     /// The VMM names a watermark.
-    pub fn set_watermark(&mut self, watermark_bytes: u64) {
-        if watermark_bytes != self.settings.watermark_bytes {
-            self.settings.watermark_bytes = watermark_bytes;
-            self.pace.set(self.settings);
+    pub fn set_watermark(&mut self, watermark_bytes: u64, watermark_of: Measure) {
+        let settings = Settings { watermark_bytes, watermark_of, ..self.settings };
+        if settings != self.settings {
+            self.settings = settings;
+            self.pace.set(settings);
         }
     }
 
@@ -101,14 +103,14 @@ impl Agent {
         self.stall.basis_points == 0
     }
 
-    /// Available memory at which there is news.
-    pub fn news_bytes(&self) -> Option<u64> {
-        self.pace.news_bytes()
+    /// When there will be news, if nothing but the segment moves memory.
+    pub fn news_due(&self, guest: &Guest, segment: &Segment) -> Option<TimeMs> {
+        guest.falls_to(self.pace.measure(), self.pace.news_bytes()?, segment)
     }
 
-    /// A look at what is available: whether the VMM should know at once.
-    pub fn is_news(&self, available_bytes: u64) -> bool {
-        self.pace.is_news(available_bytes)
+    /// A look at what is there: whether the VMM should know at once.
+    pub fn is_news(&self, guest: &Guest) -> bool {
+        self.pace.is_news(guest.there_bytes(self.pace.measure()))
     }
 
     /// Whether the kernel's trigger fires.
@@ -133,9 +135,14 @@ impl Agent {
     pub fn skipped(&mut self, count: u64, guest: &Guest) {
         let interval_ms = self.interval_ms();
         self.seq += count;
+        let memory = Memory {
+            free_bytes: guest.free_bytes(),
+            available_bytes: guest.available_bytes(),
+            ..Memory::default()
+        };
         for left in (0..count.min(FORGOTTEN_REPORTS)).rev() {
             let at = self.reported + (count - left) * interval_ms;
-            self.pace.reported(guest.free_bytes(), guest.available_bytes(), at.0 + BOOTED_MS);
+            self.pace.reported(&memory, at.0 + BOOTED_MS);
         }
         self.reported = self.reported + count * interval_ms;
     }
@@ -196,7 +203,7 @@ impl Agent {
             allocstall: totals.allocstalls,
             oom_kill: totals.oom_kills,
         };
-        self.pace.reported(raw.memory.free_bytes, raw.memory.available_bytes, raw.monotonic_ms);
+        self.pace.reported(&raw.memory, raw.monotonic_ms);
         self.reported = guest.now();
         let report = Report::try_from(raw);
         report.expect("a model tells the truth")
@@ -250,21 +257,64 @@ fn fill_blocks(nodes: &mut Vec<NodeBlocks>, guest: &Guest) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::demand::Segment;
     use super::super::guest::GuestConfig;
+    use super::super::guest::Pool;
     use super::*;
 
-    #[test]
-    fn news_is_what_the_agent_takes_for_it() {
-        let segment = Segment { anon_bytes: 100 << 20, ..Segment::default() };
-        let guest = Guest::new(GuestConfig::default(), &[], &segment);
-        for watermark_bytes in [0, 10 << 20, guest.available_bytes() - 4096, guest.available_bytes() * 2] {
-            let mut agent = Agent::new();
-            agent.set_watermark(watermark_bytes);
-            agent.report(&guest, Cause::Rest);
-            let news = agent.news_bytes().expect("there is something to lose");
-            assert!(agent.is_news(news), "{watermark_bytes}");
-            assert!(!agent.is_news(news + 1), "{watermark_bytes}");
+    struct NoPool;
+
+    impl Pool for NoPool {
+        fn free_bytes(&self) -> u64 {
+            0
         }
+
+        fn take(&mut self, _: u64) -> u64 {
+            0
+        }
+
+        fn give(&mut self, _: u64) {}
+    }
+
+    #[test]
+    fn news_comes_when_it_is_due_and_not_before() {
+        for (growth, stream) in [(10 << 20, 0), (10 << 20, 30 << 20), (0, 30 << 20)] {
+            for watermark_bytes in [0, 10 << 20, 150 << 20, 1 << 30] {
+                for watermark_of in [Measure::Free, Measure::Available] {
+                    let case = format!("{growth} and {stream} to {watermark_bytes} {watermark_of:?}");
+                    let segment = Segment {
+                        anon_bytes: 100 << 20,
+                        anon_bytes_per_s: growth,
+                        stream_bytes_per_s: stream,
+                        ..Segment::default()
+                    };
+                    let mut guest = Guest::new(GuestConfig::default(), &[], &segment);
+                    let mut agent = Agent::new();
+                    agent.set_watermark(watermark_bytes, watermark_of);
+                    agent.report(&guest, Cause::Rest);
+                    // Of available memory page cache takes next to nothing.
+                    if watermark_of == Measure::Available && stream > 0 {
+                        assert_eq!(agent.news_due(&guest, &segment).is_some(), growth > 0, "{case}");
+                        continue;
+                    }
+                    let due = agent.news_due(&guest, &segment).expect(&case);
+                    guest.live(TimeMs(due.0 - 1), &segment, &mut NoPool);
+                    assert!(!agent.is_news(&guest), "{case}");
+                    guest.live(due + 1, &segment, &mut NoPool);
+                    assert!(agent.is_news(&guest), "{case}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_page_cache_cannot_take_is_not_waited_for() {
+        let segment = Segment { stream_bytes_per_s: 100 << 20, ..Segment::default() };
+        let mut guest = Guest::new(GuestConfig::default(), &[], &segment);
+        let mut agent = Agent::new();
+        agent.set_watermark(1, Measure::Free);
+        guest.live(TimeMs(10_000), &segment, &mut NoPool);
+        agent.report(&guest, Cause::Rest);
+        assert!(guest.free_bytes() < 100 << 20 && guest.available_bytes() > 200 << 20);
+        assert_eq!(agent.news_due(&guest, &segment), None);
     }
 }

@@ -3,6 +3,8 @@
 //! It lives from one moment to another in which the same is wanted. Where nothing moves, or everything moves evenly, that
 //! is one step however long it is; while memory is reclaimed, plugged or waited for, it goes in steps of milliseconds.
 
+use foreshore_proto::Measure;
+
 use super::demand::Segment;
 use super::swap::SwapDevice;
 pub(super) use crate::units::PAGE_BYTES;
@@ -444,16 +446,31 @@ impl Guest {
         room.saturating_mul(1000) / growth
     }
 
-    /// When available memory comes down to `bytes` if nothing but the segment moves it; `None`: not before what is
-    /// under way has been lived through.
-    pub fn available_falls_to(&self, bytes: u64, segment: &Segment) -> Option<TimeMs> {
-        let growth = u64::try_from(segment.anon_bytes_per_s).ok().filter(|growth| *growth > 0)?;
-        let available = self.available_bytes();
-        if !self.is_even(segment) || available <= bytes {
+    /// MemFree or MemAvailable.
+    pub(super) fn there_bytes(&self, measure: Measure) -> u64 {
+        match measure {
+            Measure::Free => self.free_bytes(),
+            Measure::Available => self.available_bytes(),
+        }
+    }
+
+    /// When free or available memory comes down to `bytes` if nothing but the segment moves it; `None`: never, or not before
+    /// what is under way has been lived through.
+    pub(super) fn falls_to(&self, measure: Measure, bytes: u64, segment: &Segment) -> Option<TimeMs> {
+        let growth = u64::try_from(segment.anon_bytes_per_s).unwrap_or(0);
+        let there = self.there_bytes(measure);
+        let fall = there.checked_sub(bytes).filter(|fall| *fall > 0)?;
+        // Files that are read take what is free down to the high watermark, and nothing of what is available.
+        let for_files = self.room_bytes().saturating_sub(self.marks_bytes(|marks| marks.high));
+        let streamed = match measure {
+            Measure::Free if growth > 0 || fall <= for_files => segment.stream_bytes_per_s,
+            _ => 0,
+        };
+        let rate = growth.saturating_add(if for_files > 0 { streamed } else { 0 });
+        if rate == 0 || !self.is_even(segment) {
             return None;
         }
-        let ms = (available - bytes).saturating_mul(1000).div_ceil(growth);
-        Some(self.now + ms)
+        Some(self.now + fall.saturating_mul(1000).div_ceil(rate))
     }
 
     /// How far it may live before something that does not go evenly should be looked at again.

@@ -141,7 +141,7 @@ impl Vm {
         } else if now >= self.agent.report_due() {
             self.report(Cause::Rest, pool, observer);
             self.skip_rest(&segment, end, pool, observer);
-        } else if self.agent.is_news(self.guest.available_bytes()) {
+        } else if self.agent.is_news(&self.guest) {
             self.agent.alert(now);
             self.report(Cause::Watermark, pool, observer);
         }
@@ -162,8 +162,7 @@ impl Vm {
         }
         if !self.guest.is_at_rest(segment) {
             // While something happens the agent looks; where everything goes evenly it is known what it will see.
-            let news = self.agent.news_bytes();
-            let news = news.and_then(|bytes| self.guest.available_falls_to(bytes, segment));
+            let news = self.agent.news_due(&self.guest, segment);
             let look = news.unwrap_or(self.guest.now()).max(self.guest.next_look(segment)) + LOOK_MS;
             to = to.min(look);
         }
@@ -195,7 +194,7 @@ impl Vm {
         let plan = self.controller.step(event, &self.host, now);
         observer.plan(now, &plan, &self.host);
         self.decided.steps += 1;
-        self.agent.set_watermark(plan.watermark_bytes);
+        self.agent.set_watermark(plan.watermark_bytes, plan.watermark_of);
         if !plan.dry_run {
             self.guest.request(plan.targets.iter().map(|target| target.requested_bytes));
         }

@@ -2,7 +2,7 @@
 
 use std::io::Cursor;
 
-use foreshore_proto::{Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKind};
+use foreshore_proto::{Measure, Memory, PROTOCOL_VERSION, RawReport, Zone, ZoneKind};
 use proptest::prelude::*;
 
 use super::*;
@@ -78,6 +78,7 @@ fn plan(requested_mib: [u64; 2]) -> Plan {
         targets: (0..).zip(requested_mib).map(target).collect(),
         dry_run: false,
         watermark_bytes: 48 * MIB,
+        watermark_of: Measure::Available,
     }
 }
 

@@ -13,7 +13,8 @@ use std::collections::VecDeque;
 use balloon::controller::{Controller, Event};
 use balloon::plan::{Direction, Plan};
 use balloon::proto::{
-    Blocks, Counters, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Stall, Zone, ZoneKind,
+    Blocks, Counters, Measure, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Stall, Zone,
+    ZoneKind,
 };
 use balloon::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
 
@@ -58,7 +59,8 @@ pub struct Guest {
 struct Agent {
     seq: u64,
     watermark_bytes: u64,
-    /// What was available at the last report, and when that was.
+    watermark_of: Measure,
+    /// What was there of that at the last report, and when that was.
     reported: (u64, TimeMs),
     /// The stall time at the begin of the present window.
     window: (u64, TimeMs),
@@ -139,7 +141,6 @@ impl Guest {
         let free_bytes = self.free_bytes().saturating_sub(leaving_bytes);
         let cached_bytes = self.files.cached_bytes();
         let available_bytes = self.available_bytes().saturating_sub(leaving_bytes);
-        self.agent.reported = (available_bytes, self.now);
         let swap = &self.processes;
         let raw = RawReport {
             version: PROTOCOL_VERSION,
@@ -174,7 +175,15 @@ impl Guest {
             blocks: Blocks { online_policy: OnlinePolicy::OnlineMovable, ..Blocks::default() },
             ..RawReport::default()
         };
+        self.agent.reported = (self.agent.watermark_of.of(&raw.memory), self.now);
         Report::try_from(raw).expect("a model tells the truth")
+    }
+
+    fn there_bytes(&self) -> u64 {
+        match self.agent.watermark_of {
+            Measure::Free => self.free_bytes(),
+            Measure::Available => self.available_bytes(),
+        }
     }
 
     /// Whether the agent would report now: once a second at rest, 20 times under the watermark, and, looking ten
@@ -184,12 +193,12 @@ impl Guest {
             self.agent.window = (self.toll.stall_us, self.now);
         }
         let (before, at) = self.agent.reported;
-        let (age, available) = (self.now.since(at), self.available_bytes());
+        let (age, there) = (self.now.since(at), self.there_bytes());
         let stalled = self.toll.stall_us - self.agent.window.0 >= STALL_TRIGGER.0 * 1_000;
         let watermark = self.agent.watermark_bytes;
-        let news = available < before - before / 8 || (available < watermark && before >= watermark);
+        let news = there < before - before / 8 || (there < watermark && before >= watermark);
         age >= 1_000
-            || (age >= 50 && (available < watermark || stalled))
+            || (age >= 50 && (there < watermark || stalled))
             || (age >= 100 && age.is_multiple_of(100) && news)
     }
 
@@ -207,7 +216,7 @@ impl Guest {
             None if self.now.0.is_multiple_of(1_000) => controller.step(Event::Tick, &self.host, self.now),
             None => return None,
         };
-        self.agent.watermark_bytes = plan.watermark_bytes;
+        (self.agent.watermark_bytes, self.agent.watermark_of) = (plan.watermark_bytes, plan.watermark_of);
         self.resizes += u64::from(plan.direction != Direction::Hold);
         for (zone, target) in self.host.zones.iter_mut().zip(&plan.targets) {
             zone.requested_bytes = target.requested_bytes;

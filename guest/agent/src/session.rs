@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use foreshore_proto::{
-    Cause, LineReader, NextLine, Pace, RawAgentMessage, Settings, VmmMessage, decode_vmm_message,
+    Cause, LineReader, Measure, NextLine, Pace, RawAgentMessage, Settings, VmmMessage, decode_vmm_message,
     encode_line, encode_report,
 };
 use thiserror::Error;
@@ -166,12 +166,18 @@ impl<'a> Session<'a> {
         Ok(Ready { readable: socket & ended != 0, writable: socket & libc::POLLOUT != 0, stalled })
     }
 
-    /// A cheap look at free memory, and a dearer one at what is available if that has fallen.
+    /// A cheap look at free memory, and a dearer one at what is available if that has fallen and counts.
     fn look(&mut self, now_ms: u64) -> Result<(), SessionError> {
         let free_bytes = sys::free_bytes().unwrap_or(0);
-        if self.pace.is_suspicious(free_bytes) && self.pace.is_news(self.agent.proc.available_bytes()?) {
-            self.pace.alert(now_ms);
-            return self.send_report(Cause::Rest);
+        if self.pace.is_suspicious(free_bytes) {
+            let there_bytes = match self.pace.measure() {
+                Measure::Free => free_bytes,
+                Measure::Available => self.agent.proc.available_bytes()?,
+            };
+            if self.pace.is_news(there_bytes) {
+                self.pace.alert(now_ms);
+                return self.send_report(Cause::Rest);
+            }
         }
         self.pace.looked(free_bytes, now_ms);
         Ok(())
@@ -181,12 +187,12 @@ impl<'a> Session<'a> {
         self.agent.take_report(cause)?;
         let report = &mut self.agent.report;
         let memory = report.memory;
-        if cause == Cause::Rest && self.pace.is_fast(memory.available_bytes, report.monotonic_ms) {
+        if cause == Cause::Rest && self.pace.is_fast(&memory, report.monotonic_ms) {
             report.cause = Cause::Watermark;
         }
         encode_report(report, &mut self.out);
         self.sent = 0;
-        self.pace.reported(memory.free_bytes, memory.available_bytes, report.monotonic_ms);
+        self.pace.reported(&memory, report.monotonic_ms);
         self.flush()
     }
 
@@ -226,7 +232,7 @@ mod tests {
     use std::path::Path;
     use std::thread;
 
-    use foreshore_proto::{AgentMessage, decode_agent_message};
+    use foreshore_proto::{AgentMessage, Memory, decode_agent_message};
 
     use super::*;
     use crate::args::Online;
@@ -295,6 +301,30 @@ mod tests {
             session.turn().expect("goes on");
         }
         vmm.join().expect("every line was whole");
+    }
+
+    #[test]
+    fn a_look_compares_what_the_vmm_has_named_with_its_watermark() {
+        let plenty = Memory { free_bytes: u64::MAX, available_bytes: u64::MAX, ..Memory::default() };
+        let nothing = Memory::default();
+        for (free, available, measure, reports) in [
+            (plenty, nothing, Measure::Free, 1),
+            (nothing, plenty, Measure::Free, 0),
+            (plenty, nothing, Measure::Available, 0),
+            (nothing, plenty, Measure::Available, 1),
+        ] {
+            let (ours, _vmm) = UnixStream::pair().expect("socketpair");
+            let mut agent = agent();
+            let mut session = Session::new(&mut agent, ours.into()).expect("begins");
+            // At the watermark, and this machine has less.
+            let settings = Settings::with_watermark(u64::MAX);
+            session.pace.set(Settings { watermark_of: measure, ..settings });
+            let now_ms = sys::monotonic_ms();
+            let memory = Memory { free_bytes: free.free_bytes, ..available };
+            session.pace.reported(&memory, now_ms);
+            session.look(now_ms).expect("looks");
+            assert_eq!(session.agent.report.seq, reports, "{measure:?} of {memory:?}");
+        }
     }
 
     #[test]

@@ -23,7 +23,7 @@ pub use pace::Pace;
 pub use refusal::{Bound, Refusal};
 pub use verify::{AgentMessage, Hello, Report};
 pub use wire::{
-    Blocks, Cause, Counters, Memory, NodeBlocks, NodeIdle, OnlinePolicy, RawAgentMessage, RawHello,
+    Blocks, Cause, Counters, Measure, Memory, NodeBlocks, NodeIdle, OnlinePolicy, RawAgentMessage, RawHello,
     RawReport, Settings, Stall, VmmMessage, Zone, ZoneKind, decode_agent_message, decode_vmm_message,
     encode_line, encode_report,
 };

@@ -5,10 +5,13 @@
 //! system call. So at rest the agent reports once a second, but looks more often, and the sooner the less there is
 //! to lose; a look that finds much gone leads to a report at once.
 //!
+//! "There" is what is available, or what is free: as the VMM says ([`Settings::watermark_of`]), because it decides by one
+//! of the two.
+//!
 //! Between the two rates the interval follows what is at stake ([`interval_ms`]): how far it is to the watermark, and how
 //! soon it is reached if memory goes on falling as it does.
 
-use crate::Settings;
+use crate::{Measure, Memory, Settings};
 
 /// No guest fills memory faster than this for long; it sets how soon to look again.
 const FASTEST_FILL_BYTES_PER_MS: u64 = (512 << 20) / 1000;
@@ -25,7 +28,7 @@ const STEADY_MS: u64 = 3_000;
 /// Under the watermark that rate is so many times slower; above it it is the one at rest.
 const STEADY_FACTOR: u64 = 5;
 
-/// A fall by this part of what was available is news.
+/// A fall by this part of what was there is news.
 const NEWS_PART: u64 = 8;
 
 /// A change by less than this part is no movement.
@@ -34,38 +37,31 @@ const STEADY_PART: u64 = 16;
 /// So many reports are made before the watermark is reached, if memory falls on as it does.
 const REPORTS_BEFORE: u64 = 5;
 
-/// What was seen at the last report or look at /proc/meminfo.
-#[derive(Clone, Copy, Debug, Default)]
-struct Seen {
-    free_bytes: u64,
-    available_bytes: u64,
-}
-
 /// Decides when to look and when to report.
 #[derive(Clone, Debug)]
 pub struct Pace {
     settings: Settings,
     /// At the last report.
-    reported: Seen,
+    reported: Memory,
     reported_ms: u64,
     /// At the last look, or report.
     free_bytes: u64,
     looked_ms: u64,
     alert_until_ms: u64,
-    /// Where available memory stays, and since when.
+    /// Where memory stays, and since when.
     steady_bytes: u64,
     steady_since_ms: u64,
     fall: Fall,
 }
 
-/// How fast available memory falls. It is forgotten slowly: a load that pauses for a moment goes on.
+/// How fast memory falls. It is forgotten slowly: a load that pauses for a moment goes on.
 #[derive(Clone, Copy, Debug, Default)]
 struct Fall {
     bytes_per_s: u64,
 }
 
 impl Fall {
-    /// Takes in that so much was available, and so long later so much.
+    /// Takes in that so much was there, and so long later so much.
     fn saw(&mut self, before_bytes: u64, now_bytes: u64, elapsed_ms: u64) {
         let fallen = u128::from(before_bytes.saturating_sub(now_bytes));
         let now = fallen.saturating_mul(1000) / u128::from(elapsed_ms.max(1));
@@ -73,16 +69,16 @@ impl Fall {
     }
 }
 
-/// The interval that fits so much available memory, falling so fast: never shorter than that under the watermark, never
+/// The interval that fits so much memory, falling so fast: never shorter than that under the watermark, never
 /// longer than that at rest.
 ///
 /// At the watermark the former, at twice the watermark the latter, in between in proportion; and short enough
 /// for some reports before the watermark is reached.
-fn interval_ms(settings: &Settings, available_bytes: u64, fall: Fall) -> u64 {
+fn interval_ms(settings: &Settings, there_bytes: u64, fall: Fall) -> u64 {
     let rest_ms = u64::from(settings.rest_interval_ms);
     let fast_ms = u64::from(settings.watermark_interval_ms).min(rest_ms);
     let watermark = settings.watermark_bytes;
-    let Some(over) = available_bytes.checked_sub(watermark) else { return fast_ms };
+    let Some(over) = there_bytes.checked_sub(watermark) else { return fast_ms };
     let part = |of: u64, numerator: u64, denominator: u64| {
         let scaled = u128::from(of) * u128::from(numerator) / u128::from(denominator.max(1));
         u64::try_from(scaled).unwrap_or(u64::MAX)
@@ -99,7 +95,7 @@ impl Pace {
     pub fn new(settings: Settings) -> Self {
         Pace {
             settings: settings.clamped(),
-            reported: Seen::default(),
+            reported: Memory::default(),
             reported_ms: 0,
             free_bytes: 0,
             looked_ms: 0,
@@ -112,21 +108,47 @@ impl Pace {
 
     /// The VMM wants something else.
     pub fn set(&mut self, settings: Settings) {
+        if settings.watermark_of != self.settings.watermark_of {
+            // What the other measure did says nothing of this one.
+            self.fall = Fall::default();
+            self.steady_bytes = settings.watermark_of.of(&self.reported);
+            self.steady_since_ms = self.reported_ms;
+        }
         self.settings = settings.clamped();
     }
 
-    /// A report has been made.
-    pub fn reported(&mut self, free_bytes: u64, available_bytes: u64, now_ms: u64) {
+    /// What the watermark is compared with.
+    pub fn measure(&self) -> Measure {
+        self.settings.watermark_of
+    }
+
+    /// A report has been made of this.
+    pub fn reported(&mut self, memory: &Memory, now_ms: u64) {
+        let there_bytes = self.measure().of(memory);
         if self.reported_ms > 0 {
             let elapsed_ms = now_ms.saturating_sub(self.reported_ms);
-            self.fall.saw(self.reported.available_bytes, available_bytes, elapsed_ms);
+            self.fall.saw(self.there_bytes(), there_bytes, elapsed_ms);
         }
-        self.reported = Seen { free_bytes, available_bytes };
+        self.reported = *memory;
         self.reported_ms = now_ms;
-        self.looked(free_bytes, now_ms);
-        if available_bytes.abs_diff(self.steady_bytes) > self.steady_bytes / STEADY_PART {
-            self.steady_bytes = available_bytes;
+        self.looked(memory.free_bytes, now_ms);
+        if there_bytes.abs_diff(self.steady_bytes) > self.whole_bytes(self.steady_bytes) / STEADY_PART {
+            self.steady_bytes = there_bytes;
             self.steady_since_ms = now_ms;
+        }
+    }
+
+    /// What was there at the last report.
+    fn there_bytes(&self) -> u64 {
+        self.measure().of(&self.reported)
+    }
+
+    /// What parts are taken of. Page cache leaves little free in every guest that has run for a while, and
+    /// every file that is read moves that little: there a part of the watermark is what counts.
+    fn whole_bytes(&self, there_bytes: u64) -> u64 {
+        match self.measure() {
+            Measure::Free => there_bytes.max(self.settings.watermark_bytes),
+            Measure::Available => there_bytes,
         }
     }
 
@@ -145,13 +167,13 @@ impl Pace {
     pub fn report_due_ms(&self) -> u64 {
         let rest_ms = u64::from(self.settings.rest_interval_ms);
         let fast_ms = u64::from(self.settings.watermark_interval_ms).min(rest_ms);
-        let available_bytes = self.reported.available_bytes;
+        let there_bytes = self.there_bytes();
         let steady = self.reported_ms.saturating_sub(self.steady_since_ms) >= STEADY_MS;
         let interval_ms = if self.reported_ms < self.alert_until_ms {
             fast_ms
         } else if !steady {
-            interval_ms(&self.settings, available_bytes, self.fall)
-        } else if available_bytes < self.settings.watermark_bytes {
+            interval_ms(&self.settings, there_bytes, self.fall)
+        } else if self.settings.is_under(&self.reported) {
             fast_ms.saturating_mul(STEADY_FACTOR).min(rest_ms)
         } else {
             // A guest is kept near its watermark: that alone is no reason to report often. Looks go on.
@@ -160,9 +182,9 @@ impl Pace {
         self.reported_ms.saturating_add(interval_ms)
     }
 
-    /// Whether a report with so much available is one of the fast ones.
-    pub fn is_fast(&self, available_bytes: u64, now_ms: u64) -> bool {
-        available_bytes < self.settings.watermark_bytes || now_ms < self.alert_until_ms
+    /// Whether a report of this is one of the fast ones.
+    pub fn is_fast(&self, memory: &Memory, now_ms: u64) -> bool {
+        self.settings.is_under(memory) || now_ms < self.alert_until_ms
     }
 
     /// When to look next.
@@ -172,31 +194,35 @@ impl Pace {
         self.looked_ms.saturating_add(until_news_ms.clamp(fast_ms, MAX_LOOK_MS.max(fast_ms)))
     }
 
-    /// Whether so little free memory makes it worth reading what is available. Where page cache takes what is
-    /// free, free memory says nothing, so it is read every time.
+    /// Whether so little free memory makes it worth reading what is there by the VMM's measure. Where page cache takes
+    /// what is free, free memory says nothing of what is available, so that is read every time.
     pub fn is_suspicious(&self, free_bytes: u64) -> bool {
+        if self.measure() == Measure::Free {
+            return self.is_news(free_bytes);
+        }
         let gone = self.free_bytes.min(self.reported.free_bytes).saturating_sub(free_bytes);
         free_bytes < self.settings.watermark_bytes || gone > self.margin_bytes() / 2
     }
 
-    /// Whether so much less is available than at the last report that the VMM should know at once.
-    pub fn is_news(&self, available_bytes: u64) -> bool {
-        self.news_bytes().is_some_and(|news_bytes| available_bytes <= news_bytes)
+    /// Whether so much less is there than at the last report that the VMM should know at once.
+    pub fn is_news(&self, there_bytes: u64) -> bool {
+        self.news_bytes().is_some_and(|news_bytes| there_bytes <= news_bytes)
     }
 
-    /// The most available memory that is news; `None` where there is nothing left to lose.
+    /// The most that may be there for it to be news; `None` where there is nothing left to lose.
     pub fn news_bytes(&self) -> Option<u64> {
-        let (before, watermark) = (self.reported.available_bytes, self.settings.watermark_bytes);
-        let by_part = before.checked_sub((before / NEWS_PART).max(1));
+        let (before, watermark) = (self.there_bytes(), self.settings.watermark_bytes);
+        let by_part = before.checked_sub((self.whole_bytes(before) / NEWS_PART).max(1));
         let by_watermark = watermark.checked_sub(1).filter(|_| before >= watermark);
         by_part.max(by_watermark)
     }
 
     /// What may go before there is news.
     fn margin_bytes(&self) -> u64 {
-        let available = self.reported.available_bytes;
-        let over = available.saturating_sub(self.settings.watermark_bytes);
-        if over == 0 { available / NEWS_PART } else { over.min(available / NEWS_PART) }
+        let there = self.there_bytes();
+        let part = self.whole_bytes(there) / NEWS_PART;
+        let over = there.saturating_sub(self.settings.watermark_bytes);
+        if over == 0 { part } else { over.min(part) }
     }
 }
 
@@ -206,10 +232,22 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
+    fn memory(free_bytes: u64, available_bytes: u64) -> Memory {
+        Memory { free_bytes, available_bytes, ..Memory::default() }
+    }
+
     /// A guest with a watermark of 60 MiB that has reported at one second.
     fn pace(free_mib: u64, available_mib: u64) -> Pace {
         let mut pace = Pace::new(Settings::with_watermark(60 * MIB));
-        pace.reported(free_mib * MIB, available_mib * MIB, 1_000);
+        pace.reported(&memory(free_mib * MIB, available_mib * MIB), 1_000);
+        pace
+    }
+
+    /// The same with the watermark of free memory.
+    fn free_pace(free_mib: u64, available_mib: u64) -> Pace {
+        let of_free = Settings { watermark_of: Measure::Free, ..Settings::with_watermark(60 * MIB) };
+        let mut pace = Pace::new(of_free);
+        pace.reported(&memory(free_mib * MIB, available_mib * MIB), 1_000);
         pace
     }
 
@@ -301,12 +339,12 @@ mod tests {
     fn a_fall_is_known_from_two_reports_and_forgotten_by_halves() {
         let mut pace = pace(8_000, 1_000);
         assert_eq!(pace.fall.bytes_per_s, 0, "one report shows none");
-        pace.reported(900 * MIB, 900 * MIB, 1_500);
+        pace.reported(&memory(900 * MIB, 900 * MIB), 1_500);
         assert_eq!(pace.fall.bytes_per_s, 200 * MIB);
         assert_eq!(pace.report_due_ms(), 1_500 + 840);
-        pace.reported(900 * MIB, 950 * MIB, 2_000);
+        pace.reported(&memory(900 * MIB, 950 * MIB), 2_000);
         assert_eq!(pace.fall.bytes_per_s, 100 * MIB, "a rise does not end it at once");
-        pace.reported(900 * MIB, 900 * MIB, 2_000);
+        pace.reported(&memory(900 * MIB, 900 * MIB), 2_000);
         assert_eq!(pace.fall.bytes_per_s, 50_000 * MIB, "no time between two is a millisecond");
         let mut fall = Fall::default();
         fall.saw(u64::MAX, 0, 0);
@@ -318,11 +356,11 @@ mod tests {
         let mut pace = pace(70, 70);
         assert!(pace.report_due_ms() < 1_300);
         for now_ms in (1_200..=4_200).step_by(200) {
-            pace.reported(70 * MIB, 70 * MIB, now_ms);
+            pace.reported(&memory(70 * MIB, 70 * MIB), now_ms);
         }
         assert_eq!(pace.report_due_ms(), 5_200);
         assert_eq!(pace.look_due_ms(), 4_250, "it looks as often as before");
-        pace.reported(64 * MIB, 64 * MIB, 4_400);
+        pace.reported(&memory(64 * MIB, 64 * MIB), 4_400);
         assert!(pace.report_due_ms() < 4_700);
     }
 
@@ -330,11 +368,11 @@ mod tests {
     fn under_the_watermark_with_nothing_moving_it_slows_down_and_any_movement_ends_that() {
         let mut pace = pace(50, 50);
         for now_ms in (1_050..=4_000).step_by(50) {
-            pace.reported(50 * MIB, 50 * MIB, now_ms);
+            pace.reported(&memory(50 * MIB, 50 * MIB), now_ms);
         }
         assert_eq!(pace.report_due_ms(), 4_250);
         assert_eq!(pace.look_due_ms(), 4_050, "it looks as often as before");
-        pace.reported(40 * MIB, 40 * MIB, 4_250);
+        pace.reported(&memory(40 * MIB, 40 * MIB), 4_250);
         assert_eq!(pace.report_due_ms(), 4_300);
     }
 
@@ -343,7 +381,7 @@ mod tests {
         let mut pace = pace(280, 280);
         pace.alert(1_000);
         assert_eq!(pace.report_due_ms(), 1_050);
-        pace.reported(280 * MIB, 280 * MIB, 2_000);
+        pace.reported(&memory(280 * MIB, 280 * MIB), 2_000);
         assert_eq!(pace.report_due_ms(), 3_000);
     }
 
@@ -368,7 +406,7 @@ mod tests {
             (80 * MIB, Some(70 * MIB)),
         ] {
             let mut pace = pace(0, 0);
-            pace.reported(available, available, 2_000);
+            pace.reported(&memory(available, available), 2_000);
             assert_eq!(pace.news_bytes(), expected, "{available} available");
             assert!(expected.is_none_or(|most| pace.is_news(most) && !pace.is_news(most + 1)));
         }
@@ -379,5 +417,46 @@ mod tests {
         assert!(!pace(280, 280).is_suspicious(270 * MIB));
         assert!(pace(280, 280).is_suspicious(262 * MIB));
         assert!(pace(20, 280).is_suspicious(20 * MIB), "page cache hides it");
+    }
+
+    #[test]
+    fn a_watermark_of_free_memory_is_not_hidden_by_what_is_available() {
+        assert_eq!(free_pace(59, 8_000).report_due_ms(), 1_050);
+        assert!(free_pace(59, 8_000).is_fast(&memory(59 * MIB, 8_000 * MIB), 1_000));
+        assert_eq!(free_pace(8_000, 59).report_due_ms(), 2_000, "nor is it one of available memory");
+        assert_eq!(free_pace(90, 0).report_due_ms(), 1_000 + 50 + 950 / 2, "in proportion above it");
+        let mut pace = free_pace(8_000, 8_000);
+        pace.reported(&memory(1_000 * MIB, 8_000 * MIB), 2_000);
+        assert_eq!(pace.fall.bytes_per_s, 7_000 * MIB, "what falls is what is free");
+    }
+
+    #[test]
+    fn free_memory_that_falls_under_its_watermark_is_news_whatever_is_available() {
+        assert!(free_pace(280, 8_000).is_suspicious(245 * MIB), "an eighth is gone");
+        assert!(!free_pace(280, 8_000).is_suspicious(246 * MIB));
+        assert!(free_pace(64, 8_000).is_suspicious(60 * MIB - 1), "under it");
+        assert!(!free_pace(64, 8_000).is_suspicious(60 * MIB));
+    }
+
+    #[test]
+    fn the_little_that_page_cache_leaves_free_comes_and_goes_without_being_news() {
+        let mut pace = free_pace(10, 8_000);
+        assert!(!pace.is_suspicious(3 * MIB), "less than an eighth of the watermark");
+        for at in 1..=80 {
+            pace.reported(&memory((10 + at % 2 * 3) * MIB, 8_000 * MIB), 1_000 + at * 50);
+        }
+        assert_eq!(pace.report_due_ms(), 5_000 + 250, "it counts as steady");
+        pace.reported(&memory(40 * MIB, 8_000 * MIB), 5_250);
+        assert_eq!(pace.report_due_ms(), 5_300, "this is movement");
+        assert!(pace.is_suspicious(32 * MIB));
+    }
+
+    #[test]
+    fn with_another_measure_it_begins_anew() {
+        let mut pace = pace(8_000, 8_000);
+        pace.reported(&memory(8_000 * MIB, 1_000 * MIB), 1_100);
+        assert_eq!(pace.report_due_ms(), 1_150, "available memory falls");
+        pace.set(Settings { watermark_of: Measure::Free, ..Settings::with_watermark(60 * MIB) });
+        assert_eq!(pace.report_due_ms(), 2_100, "what is free does not");
     }
 }

@@ -43,7 +43,7 @@ pub enum Cause {
     /// The interval at rest has passed.
     #[default]
     Rest,
-    /// Available memory is under the watermark, or falling fast.
+    /// Memory is under the watermark, or falling fast.
     Watermark,
     /// The kernel's pressure trigger fired.
     Stall,
@@ -259,13 +259,39 @@ pub enum VmmMessage {
     },
 }
 
+/// What a watermark is compared with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Measure {
+    /// Free memory: page cache counts as used.
+    Free,
+    /// Memory that can be had without swapping; also what a later version may say that this one does not know.
+    #[default]
+    #[serde(other)]
+    Available,
+}
+
+impl Measure {
+    /// So much of it there is.
+    pub fn of(self, memory: &Memory) -> u64 {
+        match self {
+            Measure::Free => memory.free_bytes,
+            Measure::Available => memory.available_bytes,
+        }
+    }
+}
+
 /// How the agent is to report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settings {
     /// [`PROTOCOL_VERSION`] of the sender.
     pub version: u32,
-    /// Report at the fast rate while less than this is available.
+    /// Report at the fast rate while there is less than this.
     pub watermark_bytes: u64,
+    /// What is to be compared with it. A VMM that does not say means what is available, and so does an agent that does not
+    /// know this field.
+    #[serde(default)]
+    pub watermark_of: Measure,
     /// The interval above the watermark.
     pub rest_interval_ms: u32,
     /// The interval below it.
@@ -278,14 +304,20 @@ impl Settings {
     /// Longest interval that an agent honours.
     pub const MAX_INTERVAL_MS: u32 = 60_000;
 
-    /// 1 Hz at rest, 20 Hz under `watermark_bytes`.
+    /// 1 Hz at rest, 20 Hz while less than `watermark_bytes` is available.
     pub fn with_watermark(watermark_bytes: u64) -> Self {
         Settings {
             version: PROTOCOL_VERSION,
             watermark_bytes,
+            watermark_of: Measure::Available,
             rest_interval_ms: 1000,
             watermark_interval_ms: 50,
         }
+    }
+
+    /// Whether `memory` is under the watermark.
+    pub fn is_under(&self, memory: &Memory) -> bool {
+        self.watermark_of.of(memory) < self.watermark_bytes
     }
 
     /// The same with both intervals inside what an agent honours, so that neither a busy loop nor silence can be
@@ -445,6 +477,39 @@ mod tests {
             refusal_of(r#"{"type":"ode","version":2,"seq":"first"}"#),
             Refusal::WrongVersion { theirs: 2, ours: PROTOCOL_VERSION }
         );
+    }
+
+    #[test]
+    fn a_watermark_is_of_available_memory_unless_both_sides_know_better() {
+        let settings = |watermark_of: &str| {
+            let line = format!(
+                r#"{{"type":"settings","version":1,"watermark_bytes":5,{watermark_of}"rest_interval_ms":1000,
+                    "watermark_interval_ms":50}}"#
+            );
+            match decode_vmm_message(line.as_bytes()) {
+                Ok(VmmMessage::Settings(settings)) => settings,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(settings(""), Settings::with_watermark(5), "a VMM that does not say");
+        assert_eq!(
+            settings(r#""watermark_of":"swapped","#),
+            Settings::with_watermark(5),
+            "one of later times"
+        );
+        let of_free = Settings { watermark_of: Measure::Free, ..Settings::with_watermark(5) };
+        assert_eq!(settings(r#""watermark_of":"free","#), of_free);
+        for (free_bytes, available_bytes, under_free, under_available) in
+            [(4, 4, true, true), (4, 5, true, false), (5, 4, false, true), (5, 5, false, false)]
+        {
+            let memory = Memory { free_bytes, available_bytes, ..Memory::default() };
+            let under = [of_free, Settings::with_watermark(5)].map(|settings| settings.is_under(&memory));
+            assert_eq!(
+                under,
+                [under_free, under_available],
+                "{free_bytes} free, {available_bytes} available"
+            );
+        }
     }
 
     #[test]

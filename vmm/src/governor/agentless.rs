@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use balloon::TimeMs;
-use balloon::proto::{Refusal, Report};
+use balloon::proto::{Memory, Refusal, Report, Settings};
 use balloon::statistics::{Estimator, Known, Statistics, correct};
 
 /// How long no report comes of an agent that could be there, before statistics take its place: it may be starting, or be
@@ -47,7 +47,7 @@ pub struct Agentless {
     asked: Option<TimeMs>,
     taken: u64,
     is_active: bool,
-    available_bytes: u64,
+    memory: Option<Memory>,
 }
 
 impl Agentless {
@@ -61,7 +61,7 @@ impl Agentless {
             asked: None,
             taken: 0,
             is_active: false,
-            available_bytes: u64::MAX,
+            memory: None,
         }
     }
 
@@ -71,8 +71,8 @@ impl Agentless {
     }
 
     /// Whether they are wanted more often than at rest.
-    pub fn is_fast(&self, watermark_bytes: u64) -> bool {
-        self.is_active && self.available_bytes < watermark_bytes
+    pub fn is_fast(&self, settings: &Settings) -> bool {
+        self.is_active && self.memory.is_some_and(|memory| settings.is_under(&memory))
     }
 
     /// An agent has reported: it is listened to from now on. Returns the report as if what is in the balloon were no memory.
@@ -88,12 +88,12 @@ impl Agentless {
     /// sized by. `memory_bytes` is all that the guest can have.
     pub fn tick(
         &mut self,
-        watermark_bytes: u64,
+        settings: &Settings,
         memory_bytes: u64,
         now: TimeMs,
     ) -> Option<Result<Report, Refusal>> {
         let sample = self.source.sample().filter(|sample| sample.number != self.taken);
-        let interval_ms = if self.is_fast(watermark_bytes) { FAST_INTERVAL_MS } else { REST_INTERVAL_MS };
+        let interval_ms = if self.is_fast(settings) { FAST_INTERVAL_MS } else { REST_INTERVAL_MS };
         if self.asked.is_none_or(|at| now.since(at) >= interval_ms) {
             self.asked = Some(now);
             self.source.ask();
@@ -107,7 +107,7 @@ impl Agentless {
         let result = self.estimator.report(&sample.statistics, known, now);
         if let Ok(report) = &result {
             self.is_active = true;
-            self.available_bytes = report.memory().available_bytes;
+            self.memory = Some(*report.memory());
         }
         Some(result)
     }

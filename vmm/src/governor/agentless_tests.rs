@@ -1,6 +1,7 @@
 //! A governor of a guest that has a balloon, and an agent only now and then.
 
 use balloon::Tier;
+use balloon::params::Setting;
 use balloon::statistics::Tag;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -27,6 +28,7 @@ struct State {
     target: u64,
     ballooned: u64,
     used: u64,
+    cached: u64,
     statistics: Option<Statistics>,
     number: u64,
     asked: u64,
@@ -34,7 +36,15 @@ struct State {
 
 impl FakeGuest {
     fn new(counted: bool) -> Arc<Self> {
-        let state = State { target: 0, ballooned: 0, used: 200 * MIB, statistics: None, number: 0, asked: 0 };
+        let state = State {
+            target: 0,
+            ballooned: 0,
+            used: 200 * MIB,
+            cached: 0,
+            statistics: None,
+            number: 0,
+            asked: 0,
+        };
         Arc::new(Self { state: Mutex::new(state), counted })
     }
 
@@ -61,7 +71,7 @@ impl FakeGuest {
         let available = Self::available(&state);
         Statistics::default()
             .with(Tag::Total, self.total(&state))
-            .with(Tag::Free, available)
+            .with(Tag::Free, available.saturating_sub(state.cached))
             .with(Tag::Available, available)
             .with(Tag::SwapIn, 0)
             .with(Tag::AllocStalls, 0)
@@ -114,6 +124,11 @@ struct Rig {
 }
 
 fn rig(counted: bool, agent_may_come: bool) -> Rig {
+    let config = PressureConfig { policy: "psi".to_owned(), ..PressureConfig::default() };
+    rig_by(&config, counted, agent_may_come)
+}
+
+fn rig_by(config: &PressureConfig, counted: bool, agent_may_come: bool) -> Rig {
     let guest = FakeGuest::new(counted);
     let zone = GovernedZone {
         id: BALLOON_ZONE.to_owned(),
@@ -122,8 +137,7 @@ fn rig(counted: bool, agent_may_come: bool) -> Rig {
         boot_bytes: 0,
         device: Arc::clone(&guest) as _,
     };
-    let config = PressureConfig { policy: "psi".to_owned(), ..PressureConfig::default() };
-    let core = Core::new(&config, vec![zone], BOOT - REGION, Arc::new(|| 0), TimeMs(0)).unwrap();
+    let core = Core::new(config, vec![zone], BOOT - REGION, Arc::new(|| 0), TimeMs(0)).unwrap();
     let core = core.with_statistics(Agentless::new(Arc::clone(&guest) as _, agent_may_come));
     Rig { core, guest, now: TimeMs(0), seq: 0 }
 }
@@ -307,6 +321,26 @@ fn statistics_are_asked_for_faster_when_memory_runs_short() {
     let before = asked(&rig);
     rig.wait(5);
     assert!(asked(&rig) - before >= 19, "with every tick");
+}
+
+#[test]
+fn page_cache_makes_a_guest_short_for_who_decides_by_free_pages_alone() {
+    for (policy, measure) in [("psi", "available"), ("pmb", "free")] {
+        let dry_run = true;
+        let mut config = PressureConfig { policy: policy.to_owned(), dry_run, ..PressureConfig::default() };
+        if policy == "pmb" {
+            config.params.insert("watermark-scale".to_owned(), Setting::from("1"));
+        }
+        let mut rig = rig_by(&config, false, false);
+        rig.guest.state.lock().cached = BOOT - KERNEL - 200 * MIB - 16 * MIB;
+        rig.wait(3);
+        assert_eq!(rig.core.is_fast(), measure == "free", "{policy}");
+        assert_eq!(rig.details()["watermark_of"], measure);
+        assert_eq!(serde_json::to_value(rig.core.settings()).unwrap()["watermark_of"], measure);
+        rig.guest.state.lock().cached = 0;
+        rig.wait(3);
+        assert!(!rig.core.is_fast(), "{policy}");
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! What comes of decisions, by hand-made plans.
 
 use balloon::plan::ZoneTarget;
+use balloon::proto::Measure;
 use balloon::{Tier, ZoneId, ZoneSizes};
 
 use super::*;
@@ -43,6 +44,7 @@ fn plan(direction: Direction, reason: Reason, targets: [u64; 2]) -> Plan {
         targets: targets.into_iter().zip(0..).map(target).collect(),
         dry_run: false,
         watermark_bytes: 0,
+        watermark_of: Measure::Available,
     }
 }
 

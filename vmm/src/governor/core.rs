@@ -69,7 +69,7 @@ pub struct Core {
     pool_free: PoolFree,
     last_report: Option<(TimeMs, Report)>,
     agent: Agent,
-    watermark_bytes: u64,
+    settings: Settings,
     audit: Audit,
     episode: Episode,
     counters: Counters,
@@ -117,7 +117,7 @@ impl Core {
             pool_free,
             last_report: None,
             agent: Agent::default(),
-            watermark_bytes: 0,
+            settings: Settings::with_watermark(0),
             audit: Audit::default(),
             episode: Episode::default(),
             counters,
@@ -202,7 +202,7 @@ impl Core {
 
     /// How the agent is to report.
     pub fn settings(&self) -> Settings {
-        Settings::with_watermark(self.watermark_bytes)
+        self.settings
     }
 
     /// A line of the agent, or what was refused before it was one.
@@ -268,16 +268,16 @@ impl Core {
 
     /// Whether the next tick is wanted sooner than usual.
     pub fn is_fast(&self) -> bool {
-        self.agentless.as_ref().is_some_and(|agentless| agentless.is_fast(self.watermark_bytes))
+        self.agentless.as_ref().is_some_and(|agentless| agentless.is_fast(&self.settings))
     }
 
     /// Takes statistics where there is no agent.
     fn take_statistics(&mut self, now: TimeMs) {
         let memory_bytes = self.most_memory_bytes();
-        let watermark_bytes = self.watermark_bytes;
+        let settings = self.settings;
         let Some(agentless) = &mut self.agentless else { return };
         let was_active = agentless.is_active();
-        let taken = agentless.tick(watermark_bytes, memory_bytes, now);
+        let taken = agentless.tick(&settings, memory_bytes, now);
         if agentless.is_active() && !was_active {
             info!("No agent reports: the balloon's statistics take its place");
         }
@@ -351,7 +351,8 @@ impl Core {
 
     fn carry_out(&mut self, plan: Plan, host: &HostView, now: TimeMs) {
         if plan.watermark_bytes != 0 {
-            self.watermark_bytes = plan.watermark_bytes;
+            self.settings.watermark_bytes = plan.watermark_bytes;
+            self.settings.watermark_of = plan.watermark_of;
         }
         let before = host.requested_bytes();
         self.note(&plan, host, now);

@@ -44,7 +44,7 @@ pub struct PressureSample {
     pub paused: bool,
     /// Decided only, not carried out.
     pub dry_run: bool,
-    /// Under so much available memory the agent reports faster; 0 before the first plan.
+    /// Under so much memory, available or free, the agent reports faster; 0 before the first plan.
     pub watermark_bytes: u64,
     /// The last report, and its age.
     pub report: Option<(Duration, Report)>,
@@ -184,7 +184,7 @@ fn expose_agent(out: &mut Exposer<'_>, sample: &PressureSample) -> fmt::Result {
     out.counters(Family("pressure_refused_reports", "Lines of the agent that were refused.", None), refused)?;
     out.bytes(
         "pressure_report_watermark",
-        "Available memory under which the agent reports faster.",
+        "Memory under which the agent reports faster: available, or free if the policy decides by that.",
         [(vec![], sample.watermark_bytes)],
     )
 }

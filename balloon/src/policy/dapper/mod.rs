@@ -4,6 +4,8 @@
 #[cfg(test)]
 mod tests;
 
+use foreshore_proto::Measure;
+
 use super::table::{self, Mark, Row, above, rest};
 use super::view::{self, Coming, NodeView};
 use super::{Decision, Input};
@@ -76,6 +78,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
         reason,
         pressure,
         watermark_bytes,
+        watermark_of: Measure::Free,
     };
 
     let short = super::shortages(&nodes, TABLE_3, scale, &state.coming);

@@ -4,6 +4,8 @@
 #[cfg(test)]
 mod tests;
 
+use foreshore_proto::Measure;
+
 use super::view::{self, Coming};
 use super::{Decision, Input};
 use crate::params::params;
@@ -67,7 +69,8 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     };
     let watermark_bytes =
         trigger_bytes.saturating_add(trigger_bytes / 2).min(input.report.memory().total_bytes / 2);
-    (state, Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes })
+    let watermark_of = Measure::Free;
+    (state, Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes, watermark_of })
 }
 
 /// What storage can lend, and what it must have back.

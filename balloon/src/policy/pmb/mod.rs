@@ -4,6 +4,8 @@
 #[cfg(test)]
 mod tests;
 
+use foreshore_proto::Measure;
+
 use super::view::{self, Coming};
 use super::{Decision, Input};
 use crate::params::params;
@@ -50,7 +52,8 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
         }
     };
     let watermark_bytes = watermark.saturating_add(watermark / 2).min(input.report.memory().total_bytes / 2);
-    (state, Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes })
+    let watermark_of = Measure::Free;
+    (state, Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes, watermark_of })
 }
 
 /// The units of PM that are wholly free. An agent that does not count them leaves an estimate: as many as there

@@ -8,7 +8,7 @@ mod params;
 #[cfg(test)]
 mod tests;
 
-use foreshore_proto::Report;
+use foreshore_proto::{Measure, Report};
 pub use params::Params;
 
 use self::history::{History, Rates};
@@ -117,7 +117,8 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
 }
 
 fn decided(want_bytes: Option<u64>, reason: Reason, pressure: bool, marks: &Marks) -> Decision {
-    Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes: marks.watch_bytes }
+    let (watermark_bytes, watermark_of) = (marks.watch_bytes, Measure::Available);
+    Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes, watermark_of }
 }
 
 /// Page cache that is available: what files have, without shared memory as far as that shows.

@@ -28,7 +28,8 @@ impl Core {
             })
             .collect();
         let mut details = BTreeMap::from([
-            ("watermark_bytes".to_owned(), json!(self.watermark_bytes)),
+            ("watermark_bytes".to_owned(), json!(self.settings.watermark_bytes)),
+            ("watermark_of".to_owned(), json!(self.settings.watermark_of)),
             ("cool_down_ms".to_owned(), json!(status.cool_down_ms)),
             ("reports".to_owned(), json!(self.counters.reports)),
             ("refused".to_owned(), json!(self.counters.refused)),
@@ -138,7 +139,7 @@ impl Core {
             paused: self.controller.status().paused,
             recording: self.recorder.as_ref().map(Recorder::info),
             dry_run: self.controller.rules().dry_run,
-            watermark_bytes: self.watermark_bytes,
+            watermark_bytes: self.settings.watermark_bytes,
             report: self.last_report.as_ref().map(|(at, report)| (age(*at), report.clone())),
             report_to_plan: self.report_to_plan.sample(),
             report_to_online: self.report_to_online.sample(),
