@@ -6,6 +6,8 @@ mod spread;
 #[cfg(test)]
 mod tests;
 
+use std::borrow::Cow;
+
 use foreshore_proto::{Measure, OnlinePolicy, Report, ZoneKind};
 pub use rules::Rules;
 use serde::Serialize;
@@ -232,16 +234,19 @@ impl Controller {
     /// as a balloon does that deflates when its guest has nothing else left, is a grow like any other: what the guest
     /// took is not taken back at once.
     fn follow(&mut self, host: &HostView, now: TimeMs) {
-        let known = std::mem::take(&mut self.zones);
+        if !host.zones.iter().map(|zone| zone.id).eq(self.zones.iter().map(|known| known.id)) {
+            let known = std::mem::take(&mut self.zones);
+            for zone in &host.zones {
+                let known = known.iter().find(|known| known.id == zone.id).copied();
+                let progress = Progress::new(zone, now);
+                let new = Followed { id: zone.id, progress, pinned: false, by_hand: false };
+                self.zones.push(known.unwrap_or(new));
+            }
+        }
         let mut has_grown = false;
-        for zone in &host.zones {
-            let known = known.iter().find(|known| known.id == zone.id).copied();
-            let progress = Progress::new(zone, now);
-            let mut followed =
-                known.unwrap_or(Followed { id: zone.id, progress, pinned: false, by_hand: false });
+        for (zone, followed) in host.zones.iter().zip(&mut self.zones) {
             let more = followed.progress.observe(zone, now);
             has_grown |= more && !followed.pinned && !followed.by_hand;
-            self.zones.push(followed);
         }
         if has_grown {
             self.has_grown(now);
@@ -269,13 +274,12 @@ impl Controller {
     /// What the policy is shown. Memory on its way to a zone, or from it, counts for as long as it comes, whoever asked for
     /// it. Where nothing has come for too long, and rule 5 does not end the request, the zone stays as it is: or what a
     /// hand has asked for would be waited for by a guest that is short.
-    fn without_stuck(&self, host: &HostView, now: TimeMs) -> HostView {
-        let mut seen = host.clone();
-        for (zone, followed) in seen.zones.iter_mut().zip(&self.zones) {
-            let grow_bytes = zone.outstanding_grow_bytes();
-            let is_left = followed.pinned || (1..zone.block_bytes).contains(&grow_bytes);
+    fn without_stuck<'a>(&self, host: &'a HostView, now: TimeMs) -> Cow<'a, HostView> {
+        let mut seen = Cow::Borrowed(host);
+        for (index, (zone, followed)) in host.zones.iter().zip(&self.zones).enumerate() {
+            let is_left = followed.pinned || (1..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
             if is_left && followed.progress.is_stuck(zone, &self.rules, now) {
-                zone.requested_bytes = zone.plugged_bytes;
+                seen.to_mut().zones[index].requested_bytes = zone.plugged_bytes;
             }
         }
         seen
@@ -321,18 +325,19 @@ impl Controller {
 
     /// Rule 5: a guest that does not follow is asked for less.
     fn fall_back(&mut self, host: &HostView, now: TimeMs) -> Option<Plan> {
-        let mut stuck = false;
-        let mut requests = Vec::with_capacity(host.zones.len());
-        for (zone, followed) in host.zones.iter().zip(&mut self.zones) {
+        // None of them, mostly.
+        let mut requests = None;
+        for (index, (zone, followed)) in host.zones.iter().zip(&mut self.zones).enumerate() {
             let mut progress = followed.progress;
             let less = if followed.pinned { None } else { progress.fall_back(zone, &self.rules, now) };
             if !self.rules.dry_run {
                 followed.progress = progress;
             }
-            stuck |= less.is_some();
-            requests.push(less.unwrap_or(zone.requested_bytes));
+            if let Some(less) = less {
+                requests.get_or_insert_with(|| requested(host).collect::<Vec<_>>())[index] = less;
+            }
         }
-        stuck.then(|| self.build(Direction::Hold, Reason::NoProgress, None, requests, host))
+        requests.map(|requests| self.build(Direction::Hold, Reason::NoProgress, None, requests, host))
     }
 
     /// Rule 3: the VM as a whole has a floor and a ceiling, whatever is reported and whoever
@@ -435,8 +440,7 @@ impl Controller {
     }
 
     fn hold(&self, reason: Reason, host: &HostView) -> Plan {
-        let requests = host.zones.iter().map(|zone| zone.requested_bytes).collect();
-        self.build(Direction::Hold, reason, None, requests, host)
+        self.build(Direction::Hold, reason, None, requested(host), host)
     }
 
     fn build(
@@ -444,7 +448,7 @@ impl Controller {
         direction: Direction,
         reason: Reason,
         limited_by: Option<Reason>,
-        requests: Vec<u64>,
+        requests: impl IntoIterator<Item = u64>,
         host: &HostView,
     ) -> Plan {
         let targets = host.zones.iter().zip(requests);
@@ -486,6 +490,11 @@ impl Controller {
         };
         self.grown_at = Some(now);
     }
+}
+
+/// What is requested of each zone.
+fn requested(host: &HostView) -> impl Iterator<Item = u64> {
+    host.zones.iter().map(|zone| zone.requested_bytes)
 }
 
 /// Rule 4: how much the guest can plug at a time. The descriptors of hotplugged pages come out of memory that is not

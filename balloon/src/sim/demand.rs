@@ -26,6 +26,9 @@ pub struct Segment {
 impl Segment {
     /// The anonymous memory wanted at a moment of the segment.
     pub fn anon_bytes_at(&self, now: TimeMs) -> u64 {
+        if self.anon_bytes_per_s == 0 {
+            return self.anon_bytes;
+        }
         let change = i128::from(self.anon_bytes_per_s) * i128::from(now.since(self.at)) / 1000;
         let wanted = i128::from(self.anon_bytes) + change;
         u64::try_from(wanted.max(0)).unwrap_or(u64::MAX)

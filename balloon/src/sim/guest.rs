@@ -328,7 +328,9 @@ impl Guest {
     /// What is on its way out and not free any more.
     fn leaving_bytes(&self) -> u64 {
         let outstanding = |(zone, plug): (&ZoneSizes, &Plug)| {
-            if self.now.since(plug.asked) < self.config.plug_delay_ms {
+            if zone.plugged_bytes <= zone.requested_bytes
+                || self.now.since(plug.asked) < self.config.plug_delay_ms
+            {
                 return 0;
             }
             zone.plugged_bytes.saturating_sub(zone.requested_bytes.max(self.stuck_bytes(zone, plug)))
@@ -419,6 +421,13 @@ impl Guest {
         segment.is_flat() && self.is_even(segment)
     }
 
+    /// A step of any length would do nothing but count.
+    fn is_still(&self, segment: &Segment) -> bool {
+        self.is_at_rest(segment)
+            && self.file_bytes <= segment.file_bytes
+            && self.room_bytes() >= self.marks_bytes(|marks| marks.low)
+    }
+
     /// Everything moves evenly: no reclaim, nothing on its way, nobody waits.
     fn is_even(&self, segment: &Segment) -> bool {
         !self.kswapd
@@ -491,6 +500,12 @@ impl Guest {
 
     /// Lives until `to`, which is in the segment.
     pub fn live(&mut self, to: TimeMs, segment: &Segment, pool: &mut impl Pool) {
+        if self.now < to && self.is_still(segment) {
+            let ms = to.since(self.now);
+            self.now = to;
+            self.stuck_ms = 0;
+            self.count(ms, segment);
+        }
         while self.now < to {
             let ms = to.since(self.now).min(self.step_ms(segment));
             self.step(ms, segment, pool);
