@@ -29,7 +29,7 @@ impl Border {
     }
 }
 
-/// A row: it is for numbers of free pages above its border that no row before it took.
+/// A row: it is for numbers of free pages above its border, up to the border of the row before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Row {
     /// `None`: all that is left.
@@ -56,13 +56,17 @@ pub(super) const fn rest(times: u64, reason: Reason) -> Row {
     Row { above: None, at: false, times, reason }
 }
 
-/// The row that a node is in.
+/// The row that a node is in. With a small scale rows overlap, because min x scale lies below high: of those that a
+/// node is in, the one that integrates most counts.
 pub(super) fn row<'a>(table: &'a [Row], node: &NodeView, scale: u64) -> &'a Row {
-    let is_in = |row: &&Row| match row.above.map(|border| border.pages(node, scale)) {
+    let is_above = |row: &Row| match row.above.map(|border| border.pages(node, scale)) {
         None => true,
         Some(border) => node.free_pages > border || (row.at && node.free_pages == border),
     };
-    table.iter().find(is_in).unwrap_or(&table[table.len() - 1])
+    let is_up_to = |index: usize| index.checked_sub(1).is_none_or(|before| !is_above(&table[before]));
+    let rows = table.iter().enumerate().filter(|(index, row)| is_above(row) && is_up_to(*index));
+    // The last row has no border of its own, so there is always one.
+    rows.map(|(_, row)| row).max_by_key(|row| row.times).unwrap_or(&table[table.len() - 1])
 }
 
 /// Whether a node is content only because there is free PM of others: then none of it can go.

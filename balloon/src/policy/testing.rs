@@ -1,8 +1,11 @@
-//! What the tests of several policies share: a guest of which every figure can be set.
+//! What the tests of several policies share: a guest of which every figure can be set, and tables' rows and edges.
 
 use foreshore_proto::{Blocks, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Zone, ZoneKind};
 
+use super::table::{self, Row};
+use super::view::NodeView;
 use super::{Decision, Input, Policy, PolicyState};
+use crate::plan::Reason;
 use crate::units::PAGE_BYTES;
 use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
 
@@ -114,6 +117,81 @@ impl Rig {
     /// What it takes.
     pub fn taken(&self, decision: Decision) -> u64 {
         decision.want_bytes.map_or(0, |want| self.host.requested_bytes().saturating_sub(want))
+    }
+}
+
+/// A table of rows, asked at some scale of a node with some watermarks.
+pub struct TableRig {
+    pub policy: fn(u64) -> Policy,
+    pub table: &'static [Row],
+    pub scale: u64,
+    /// min, low and high.
+    pub marks: [u64; 3],
+}
+
+impl TableRig {
+    /// The node's DRAM.
+    const D: u64 = 64 * GIB;
+
+    /// Asks the policy: with so many pages free so many times D are integrated, and why.
+    pub fn check(&self, free_pages: u64, times: u64) {
+        let mut rig = Rig::new((self.policy)(self.scale), &[Self::D], &[4096 * GIB]);
+        let zone = &mut rig.raw.zones[0];
+        [zone.min_pages, zone.low_pages, zone.high_pages] = self.marks;
+        rig.free(0, free_pages);
+        let decision = rig.report(1_000);
+        assert_eq!(rig.added(decision), times * Self::D, "{free_pages} pages free");
+        assert_eq!(rig.taken(decision), 0);
+        assert_eq!(decision.pressure, times > 0);
+        assert_eq!(decision.near, (times > 0).then_some(0));
+        let reason = match free_pages {
+            _ if times == 0 => Reason::Enough,
+            pages if pages > self.marks[2] => Reason::LowFree,
+            _ => Reason::AtWatermarks,
+        };
+        assert_eq!(decision.reason, reason);
+    }
+
+    fn node(&self, free_pages: u64) -> NodeView {
+        let [min_pages, low_pages, high_pages] = self.marks;
+        NodeView { free_pages, min_pages, low_pages, high_pages, ..NodeView::default() }
+    }
+
+    /// Whether the cases tell `table` from the right one.
+    fn tells(&self, cases: &[(u64, u64)], table: &[Row]) -> bool {
+        cases.iter().any(|(free, times)| table::row(table, &self.node(*free), self.scale).times != *times)
+    }
+
+    /// Whether the cases tell every table with a fault from the right one.
+    pub fn check_cases(&self, cases: &[(u64, u64)]) {
+        assert!(!self.tells(cases, self.table));
+        for index in 0..self.table.len() {
+            let mut broken = self.table.to_vec();
+            broken[index].times += 1;
+            assert!(self.tells(cases, &broken), "amount of row {index}");
+        }
+        // The last border of the paper's separates nothing: the hole below it is given as much as the row above it.
+        for index in 0..self.table.len() - 2 {
+            let mut broken = self.table.to_vec();
+            broken[index].at = true;
+            assert!(self.tells(cases, &broken), "edge of row {index}");
+            let mut broken = self.table.to_vec();
+            broken.remove(index);
+            assert!(self.tells(cases, &broken), "without row {index}");
+        }
+    }
+
+    /// Whether the cases tell a look-up that takes the first row which fits from one that knows where rows end.
+    pub fn check_overlap(&self, cases: &[(u64, u64)]) {
+        assert!(!self.tells(cases, self.table));
+        let first = |free: u64| {
+            let node = self.node(free);
+            self.table
+                .iter()
+                .find(|row| row.above.is_none_or(|border| free > border.pages(&node, self.scale)))
+        };
+        let is_wrong = |(free, times): &(u64, u64)| first(*free).is_some_and(|row| row.times != *times);
+        assert!(cases.iter().any(is_wrong));
     }
 }
 

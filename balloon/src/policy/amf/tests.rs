@@ -2,9 +2,7 @@
 
 use crate::plan::Reason;
 use crate::policy::Policy;
-use crate::policy::table::{self, Row};
-use crate::policy::testing::{GIB, HIGH, LOW, MIN, Rig, cases};
-use crate::policy::view::NodeView;
+use crate::policy::testing::{GIB, HIGH, LOW, MIN, Rig, TableRig, cases};
 use crate::units::{PAGE_BYTES, SECTION_BYTES};
 use crate::{MIB, Tier};
 
@@ -16,21 +14,10 @@ fn amf(watermark_scale: u64) -> Policy {
     Policy::Amf(super::Params { watermark_scale, ..super::Params::default() })
 }
 
-/// What is integrated, in times D, with so many pages free.
+const PAPERS: TableRig = TableRig { policy: amf, table: TABLE_2, scale: 1024, marks: [MIN, LOW, HIGH] };
+
 fn check(free_pages: u64, times: u64) {
-    let mut rig = Rig::new(amf(1024), &[D], &[1024 * GIB]);
-    rig.free(0, free_pages);
-    let decision = rig.report(1_000);
-    assert_eq!(rig.added(decision), times * D, "{free_pages} pages free");
-    assert_eq!(rig.taken(decision), 0);
-    assert_eq!(decision.pressure, times > 0);
-    assert_eq!(decision.near, (times > 0).then_some(0));
-    let reason = match free_pages {
-        _ if times == 0 => Reason::Enough,
-        pages if pages > HIGH => Reason::LowFree,
-        _ => Reason::AtWatermarks,
-    };
-    assert_eq!(decision.reason, reason);
+    PAPERS.check(free_pages, times);
 }
 
 cases! { check:
@@ -53,43 +40,74 @@ cases! { check:
     amf_table_2_hole_nothing_is_free: 0 => 5;
 }
 
-/// Whether the cases above tell a table from the right one.
-fn is_caught(table: &[Row]) -> bool {
-    CASES.iter().any(|(free_pages, times)| {
-        let node = NodeView {
-            free_pages: *free_pages,
-            min_pages: MIN,
-            low_pages: LOW,
-            high_pages: HIGH,
-            ..NodeView::default()
-        };
-        table::row(table, &node, 1024).times != *times
-    })
-}
-
 #[test]
 fn every_broken_table_2_is_caught() {
-    assert!(!is_caught(TABLE_2));
-    for index in 0..TABLE_2.len() {
-        let mut broken = TABLE_2.to_vec();
-        broken[index].times += 1;
-        assert!(is_caught(&broken), "amount of row {index}");
+    PAPERS.check_cases(CASES);
+}
+
+/// Where min x scale lies below high, the row in between is empty, and others reach into those of the kernel's own
+/// watermarks: what counts is the most.
+mod overlap {
+    use super::*;
+
+    const MARKS: [u64; 3] = [1000, 2000, 3000];
+    const TWICE: TableRig = TableRig { scale: 2, marks: MARKS, ..PAPERS };
+
+    fn check(free_pages: u64, times: u64) {
+        TWICE.check(free_pages, times);
     }
-    // The last border of the paper's separates nothing: the hole below it is given as much as the row above it.
-    for index in 0..4 {
-        let mut broken = TABLE_2.to_vec();
-        broken[index].at = true;
-        assert!(is_caught(&broken), "edge of row {index}");
-        let mut broken = TABLE_2.to_vec();
-        broken.remove(index);
-        assert!(is_caught(&broken), "without row {index}");
+
+    cases! { check:
+        amf_table_2_x2_row_above_high_x2: 7000 => 0;
+        amf_table_2_x2_edge_one_page_above_high_x2: 6001 => 0;
+        amf_table_2_x2_edge_at_high_x2: 6000 => 1;
+        amf_table_2_x2_edge_one_page_above_low_x2: 4001 => 1;
+        amf_table_2_x2_edge_at_low_x2: 4000 => 2;
+        amf_table_2_x2_edge_one_page_above_high: 3001 => 2;
+        amf_table_2_x2_edge_at_high_above_min_x2: 3000 => 5;
+        amf_table_2_x2_edge_one_page_above_min_x2: 2001 => 5;
+        amf_table_2_x2_edge_at_min_x2_and_low: 2000 => 5;
+        amf_table_2_x2_hole_one_page_below_low: 1999 => 5;
+        amf_table_2_x2_hole_nothing_is_free: 0 => 5;
+    }
+
+    #[test]
+    fn rows_that_end_nowhere_are_caught() {
+        TWICE.check_overlap(CASES);
+    }
+
+    mod at_scale_1 {
+        use super::*;
+
+        const ONCE: TableRig = TableRig { scale: 1, marks: MARKS, ..PAPERS };
+
+        fn check(free_pages: u64, times: u64) {
+            ONCE.check(free_pages, times);
+        }
+
+        cases! { check:
+            amf_table_2_x1_row_above_high: 4000 => 0;
+            amf_table_2_x1_edge_one_page_above_high: 3001 => 0;
+            amf_table_2_x1_edge_at_high: 3000 => 5;
+            amf_table_2_x1_row_low_to_high: 2500 => 5;
+            amf_table_2_x1_edge_one_page_above_low: 2001 => 5;
+            amf_table_2_x1_edge_at_low: 2000 => 5;
+            amf_table_2_x1_hole_one_page_below_low: 1999 => 5;
+            amf_table_2_x1_hole_one_page_above_min: 1001 => 5;
+            amf_table_2_x1_hole_at_min: 1000 => 5;
+        }
+
+        #[test]
+        fn rows_that_end_nowhere_are_caught() {
+            ONCE.check_overlap(CASES);
+        }
     }
 }
 
 #[test]
 fn the_scale_moves_the_borders() {
     for (scale, pages, times) in
-        [(4, 4 * HIGH + 1, 0), (4, 4 * HIGH, 1), (4, 4 * MIN, 3), (1, HIGH + 1, 0), (1, HIGH, 1), (1, MIN, 5)]
+        [(4, 4 * HIGH + 1, 0), (4, 4 * HIGH, 1), (4, 4 * MIN, 3), (1, HIGH + 1, 0), (1, HIGH, 5), (1, MIN, 5)]
     {
         let mut rig = Rig::new(amf(scale), &[D], &[1024 * GIB]);
         rig.free(0, pages);

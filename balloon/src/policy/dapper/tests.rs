@@ -12,26 +12,15 @@ fn dapper(watermark_scale: u64) -> Policy {
 
 mod table_3 {
     use super::*;
-    use crate::policy::table::{self, Row};
-    use crate::policy::testing::cases;
-    use crate::policy::view::NodeView;
+    use crate::policy::testing::{TableRig, cases};
 
     const D: u64 = 64 * GIB;
 
-    /// What is integrated, in times D, with so many pages free.
+    const PAPERS: TableRig =
+        TableRig { policy: dapper, table: TABLE_3, scale: 1024, marks: [MIN, LOW, HIGH] };
+
     fn check(free_pages: u64, times: u64) {
-        let mut rig = Rig::new(dapper(1024), &[D], &[4096 * GIB]);
-        rig.free(0, free_pages);
-        let decision = rig.report(1_000);
-        assert_eq!(rig.added(decision), times * D, "{free_pages} pages free");
-        assert_eq!(decision.pressure, times > 0);
-        assert_eq!(decision.near, (times > 0).then_some(0));
-        let reason = match free_pages {
-            _ if times == 0 => Reason::Enough,
-            pages if pages > HIGH => Reason::LowFree,
-            _ => Reason::AtWatermarks,
-        };
-        assert_eq!(decision.reason, reason);
+        PAPERS.check(free_pages, times);
     }
 
     cases! { check:
@@ -58,35 +47,69 @@ mod table_3 {
         dapper_table_3_hole_nothing_is_free: 0 => 16;
     }
 
-    fn is_caught(table: &[Row]) -> bool {
-        CASES.iter().any(|(free_pages, times)| {
-            let node = NodeView {
-                free_pages: *free_pages,
-                min_pages: MIN,
-                low_pages: LOW,
-                high_pages: HIGH,
-                ..NodeView::default()
-            };
-            table::row(table, &node, 1024).times != *times
-        })
-    }
-
     #[test]
     fn every_broken_table_3_is_caught() {
-        assert!(!is_caught(TABLE_3));
-        for index in 0..TABLE_3.len() {
-            let mut broken = TABLE_3.to_vec();
-            broken[index].times += 1;
-            assert!(is_caught(&broken), "amount of row {index}");
+        PAPERS.check_cases(CASES);
+    }
+
+    /// Where min x scale lies below high, the row in between is empty, and others reach into those of the kernel's own
+    /// watermarks: what counts is the most.
+    mod overlap {
+        use super::*;
+
+        const MARKS: [u64; 3] = [1000, 2000, 3000];
+        const TWICE: TableRig = TableRig { scale: 2, marks: MARKS, ..PAPERS };
+
+        fn check(free_pages: u64, times: u64) {
+            TWICE.check(free_pages, times);
         }
-        // The last border separates nothing: the hole below it is given as much as the row above it.
-        for index in 0..5 {
-            let mut broken = TABLE_3.to_vec();
-            broken[index].at = true;
-            assert!(is_caught(&broken), "edge of row {index}");
-            let mut broken = TABLE_3.to_vec();
-            broken.remove(index);
-            assert!(is_caught(&broken), "without row {index}");
+
+        cases! { check:
+            dapper_table_3_x2_row_above_high_x4: 13_000 => 0;
+            dapper_table_3_x2_edge_one_page_above_high_x4: 12_001 => 0;
+            dapper_table_3_x2_edge_at_high_x4: 12_000 => 1;
+            dapper_table_3_x2_edge_one_page_above_high_x2: 6001 => 1;
+            dapper_table_3_x2_edge_at_high_x2: 6000 => 2;
+            dapper_table_3_x2_edge_one_page_above_low_x2: 4001 => 2;
+            dapper_table_3_x2_edge_at_low_x2: 4000 => 4;
+            dapper_table_3_x2_edge_one_page_above_high: 3001 => 4;
+            dapper_table_3_x2_edge_at_high_above_min_x2: 3000 => 16;
+            dapper_table_3_x2_edge_one_page_above_min_x2_and_low: 2001 => 16;
+            dapper_table_3_x2_hole_at_min_x2_and_low: 2000 => 16;
+            dapper_table_3_x2_hole_nothing_is_free: 0 => 16;
+        }
+
+        #[test]
+        fn rows_that_end_nowhere_are_caught() {
+            TWICE.check_overlap(CASES);
+        }
+
+        mod at_scale_1 {
+            use super::*;
+
+            const ONCE: TableRig = TableRig { scale: 1, marks: MARKS, ..PAPERS };
+
+            fn check(free_pages: u64, times: u64) {
+                ONCE.check(free_pages, times);
+            }
+
+            cases! { check:
+                dapper_table_3_x1_row_above_high_x2: 7000 => 0;
+                dapper_table_3_x1_edge_one_page_above_high_x2: 6001 => 0;
+                dapper_table_3_x1_edge_at_high_x2: 6000 => 1;
+                dapper_table_3_x1_row_high_to_high_x2: 4500 => 1;
+                dapper_table_3_x1_edge_one_page_above_high: 3001 => 1;
+                dapper_table_3_x1_edge_at_high: 3000 => 16;
+                dapper_table_3_x1_row_low_to_high: 2500 => 16;
+                dapper_table_3_x1_edge_one_page_above_low: 2001 => 16;
+                dapper_table_3_x1_hole_at_low: 2000 => 16;
+                dapper_table_3_x1_hole_at_min: 1000 => 16;
+            }
+
+            #[test]
+            fn rows_that_end_nowhere_are_caught() {
+                ONCE.check_overlap(CASES);
+            }
         }
     }
 
