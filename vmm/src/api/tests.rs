@@ -337,7 +337,7 @@ fn bad_changes_of_pressure_are_told_and_never_reach_the_owner() {
             (r#"{"policy": "fixed", "size": 1e300}"#, "invalid type"),
             (r#"{"policy": "fixed", "size": 18446744073709551616}"#, "invalid type"),
             (r#"{"policy": "fixed", "size": 1}"#, "a multiple of 2M"),
-            (r#"{"policy": "fixed", "size": 1099513724928}"#, "at most 1T"),
+            (r#"{"policy": "fixed", "size": 70368746274816}"#, "must be 0 to 64T"),
             (r#"{"params": {"idle": -1}}"#, "a whole number, or a text"),
             (r#"{"params": {"idle": 1.5}}"#, "a whole number, or a text"),
             (r#"{"rules": {"cool_down": ["2s"]}}"#, "a whole number, or a text"),

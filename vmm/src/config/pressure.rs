@@ -6,12 +6,12 @@ use std::sync::LazyLock;
 
 use balloon::controller::Rules;
 use balloon::params::Setting;
-use balloon::policy::Policy;
+use balloon::policy::{Policy, fixed};
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
 use super::option_parser::Syntax;
-use super::size::{MAX_BYTES, Size, UNIT_BYTES};
+use super::size::{MAX_BYTES, Size};
 
 const FLAG: &str = "--pressure";
 
@@ -162,23 +162,19 @@ pub fn check_policy(flag: &'static str, policy: &str) -> Result<(), ConfigError>
     })
 }
 
-/// Checks that a size is given with the policy that takes one, with no other, and is whole blocks. `flag` is who asks.
+/// Checks that a size is given with the policy that takes one, within its bounds, and with no other. `flag` is who asks.
 pub fn check_fixed_size(flag: &'static str, policy: &str, size: Option<u64>) -> Result<(), ConfigError> {
     let Some(bytes) = size else {
         // Without one it would be 0, and nobody who writes "fixed" means that all memory is to go.
         return if policy == "fixed" { Err(ConfigError::Missing { flag, key: "size" }) } else { Ok(()) };
     };
-    let expected = if policy != "fixed" {
-        "taken by policy=fixed alone"
-    } else if !bytes.is_multiple_of(UNIT_BYTES) {
-        "a multiple of 2M"
-    } else if bytes > MAX_BYTES {
-        "at most 1T"
-    } else {
-        return Ok(());
-    };
-    let (key, value) = ("size".to_owned(), Size(bytes).to_string());
-    Err(ConfigError::BadValue { flag, key, value, expected: expected.to_owned() })
+    if policy != "fixed" {
+        let (key, value) = (SIZE.to_owned(), Size(bytes).to_string());
+        let expected = "taken by policy=fixed alone".to_owned();
+        return Err(ConfigError::BadValue { flag, key, value, expected });
+    }
+    let fixed = Policy::Fixed(fixed::Params::default()).with([(SIZE, &Setting::Number(bytes))]);
+    fixed.map(drop).map_err(|error| ConfigError::Parameter { flag, error })
 }
 
 #[cfg(test)]
@@ -201,9 +197,16 @@ mod tests {
         let parsed = |text| PressureConfig::parse(text).unwrap().validate().map_err(|err| err.to_string());
         assert_eq!(parsed("policy=fixed,size=256M"), Ok(()));
         assert_eq!(parsed("policy=fixed,size=0"), Ok(()));
-        for text in ["policy=psi,size=256M", "policy=fixed,size=3M", "policy=fixed,size=32T"] {
-            let error = parsed(text).unwrap_err();
-            assert!(error.starts_with("--pressure: size="), "{error}");
+        assert_eq!(parsed("policy=fixed,size=64T"), Ok(()));
+        for (text, message) in [
+            ("policy=psi,size=256M", r#"--pressure: size="256 MiB" is not taken by policy=fixed alone"#),
+            (
+                "policy=fixed,size=3M",
+                "--pressure: size is 3145728, must be a multiple of 2M: bytes, or a number with K, M, G or T",
+            ),
+            ("policy=fixed,size=65T", "--pressure: size is 65T, must be 0 to 64T"),
+        ] {
+            assert_eq!(parsed(text), Err(message.to_owned()));
         }
         assert_eq!(parsed("policy=fixed"), Err("--pressure: size= is missing".to_owned()));
     }
