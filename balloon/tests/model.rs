@@ -9,7 +9,8 @@ use balloon::params::Setting;
 use balloon::plan::{Direction, Plan, Reason};
 use balloon::policy::{Policy, fixed};
 use balloon::proto::{
-    Blocks, Counters, Memory, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Stall, Zone, ZoneKind,
+    Blocks, Counters, Memory, NodeIdle, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Stall, Zone,
+    ZoneKind,
 };
 use balloon::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
 use proptest::prelude::*;
@@ -54,7 +55,9 @@ enum Happening {
         free_permille: [u64; ZONES],
         cached_permille: u64,
         stall_ms: u64,
-        swapped_pages: u64,
+        counted: Counted,
+        swap_used_mib: u64,
+        idle: Idle,
         late: bool,
     },
     /// The first of the late reports arrives.
@@ -67,8 +70,12 @@ enum Happening {
     Pool { mib: u64 },
     /// Somebody resizes a zone.
     Pin { zone: usize, mib: u64 },
-    /// And lets the loop have it again.
-    Resume,
+    /// And lets the loop have it again, or all of them, and the loop go on.
+    Resume { zone: Option<usize> },
+    /// The loop is stopped, or goes on with every zone as it is pinned.
+    Pause { on: bool },
+    /// Nothing is carried out, or everything again.
+    DryRun { on: bool },
     /// The guest takes so much out of its balloon because it has nothing else left, and the device lowers its target.
     Oom { pages: u64 },
     /// Another policy.
@@ -77,19 +84,45 @@ enum Happening {
     Fix { mib: u64 },
     /// Another floor and ceiling of all zones together.
     Bounds { floor_mib: u64, more_mib: u64 },
+    /// Somebody sizes these zones so that all together leave their bounds, which are set to that end as well.
+    Squeeze { zones: [bool; ZONES], above: bool },
     /// The guest's onlining is right or wrong.
     Online { movable: bool },
 }
 
+/// So many pages more than at the last report.
+#[derive(Clone, Copy, Debug, Default)]
+struct Counted {
+    swapped_out: u64,
+    swapped_in: u64,
+    anon_refaults: u64,
+    file_refaults: u64,
+}
+
+/// What of all memory is idle, in thousandths, for so long, if it is known at all.
+type Idle = Option<(u64, u64)>;
+
 fn report() -> impl Strategy<Value = Happening> {
-    let swapped_pages = prop_oneof![3 => Just(0u64), 1 => 0u64..5000];
+    let pages = || prop_oneof![3 => Just(0u64), 1 => 0u64..5000];
+    let counted = (pages(), pages(), pages(), pages()).prop_map(
+        |(swapped_out, swapped_in, anon_refaults, file_refaults)| Counted {
+            swapped_out,
+            swapped_in,
+            anon_refaults,
+            file_refaults,
+        },
+    );
+    let swap_used_mib = prop_oneof![2 => Just(0u64), 1 => 0u64..4096];
+    let idle = prop::option::of((0u64..=1000, 1u64..20_000));
     let free = prop::array::uniform4(prop_oneof![1 => Just(0u64), 1 => 0u64..60, 2 => 0u64..=1000]);
-    (free, 0u64..=1000, 0u64..400, swapped_pages, prop::bool::weighted(0.2)).prop_map(
-        |(free_permille, cached_permille, stall_ms, swapped_pages, late)| Happening::Report {
+    (free, 0u64..=1000, 0u64..400, counted, swap_used_mib, idle, prop::bool::weighted(0.2)).prop_map(
+        |(free_permille, cached_permille, stall_ms, counted, swap_used_mib, idle, late)| Happening::Report {
             free_permille,
             cached_permille,
             stall_ms: if stall_ms > 300 { stall_ms } else { 0 },
-            swapped_pages,
+            counted,
+            swap_used_mib,
+            idle,
             late,
         },
     )
@@ -104,7 +137,11 @@ fn happening() -> impl Strategy<Value = Happening> {
             .prop_map(|(zone, permille)| Happening::Follow { zone, permille }),
         1 => (0u64..2000).prop_map(|mib| Happening::Pool { mib }),
         1 => (0..ZONES, 0u64..256).prop_map(|(zone, mib)| Happening::Pin { zone, mib }),
-        1 => Just(Happening::Resume),
+        1 => prop::option::of(0..ZONES).prop_map(|zone| Happening::Resume { zone }),
+        1 => prop::bool::weighted(0.3).prop_map(|on| Happening::Pause { on }),
+        1 => prop::bool::weighted(0.3).prop_map(|on| Happening::DryRun { on }),
+        1 => (any::<[bool; ZONES]>(), any::<bool>())
+            .prop_map(|(zones, above)| Happening::Squeeze { zones, above }),
         1 => (1u64..20_000).prop_map(|pages| Happening::Oom { pages }),
         1 => (0..POLICIES.len()).prop_map(|index| Happening::Policy { index }),
         1 => (0u64..1200).prop_map(|mib| Happening::Fix { mib }),
@@ -128,11 +165,21 @@ struct World {
     seq: u64,
     stall: Stall,
     counters: Counters,
+    swap_used_mib: u64,
+    idle: Idle,
     movable: bool,
+    paused: bool,
+    dry_run: bool,
     pinned: [bool; ZONES],
+    /// Each zone's requested and plugged size when it last moved, and when that was.
+    moved: [(u64, u64, TimeMs); ZONES],
     /// Sized by hand since the last step, or not known to the loop yet.
     by_hand: [bool; ZONES],
     late: VecDeque<Report>,
+    /// The report that the last step was about, and when it came.
+    arrived: Option<(TimeMs, Report)>,
+    /// When the guest counted swapping, refaults and stalls, on its clock.
+    counted_ms: [Vec<u64>; 3],
     last_grow: Option<TimeMs>,
     last_shrink: Option<TimeMs>,
     broken: Option<Broken>,
@@ -165,11 +212,23 @@ enum Broken {
     DramFirst,
     /// A zone that was sized by hand is resized.
     Hands,
+    /// A loop that is paused goes on.
+    Unpaused,
+    /// A dry run is none.
+    NoDryRun,
+    /// All zones together stay outside of their bounds.
+    StaysOut,
+    /// A guest that is short gives back.
+    ShortShrink,
+    /// Memory that is touched goes.
+    TakesTouched,
+    /// A grow is said to be for swapping, for refaults or for stalls where there are none.
+    Unseen(Reason),
     /// It never rests.
     Restless,
 }
 
-const LIVES: [Broken; 12] = [
+const LIVES: [Broken; 20] = [
     Broken::ZoneFloor,
     Broken::ZoneCeiling,
     Broken::HalfBlock,
@@ -182,6 +241,14 @@ const LIVES: [Broken; 12] = [
     Broken::HoldReason,
     Broken::DramFirst,
     Broken::Hands,
+    Broken::Unpaused,
+    Broken::NoDryRun,
+    Broken::StaysOut,
+    Broken::ShortShrink,
+    Broken::TakesTouched,
+    Broken::Unseen(Reason::Swapping),
+    Broken::Unseen(Reason::Thrashing),
+    Broken::Unseen(Reason::Stalled),
 ];
 
 impl Broken {
@@ -243,6 +310,31 @@ impl Broken {
                     plan.targets[zone].requested_bytes = world.host.zones[zone].floor_bytes;
                 }
             }
+            Broken::StaysOut
+                if !(rules.floor_bytes..=rules.ceiling_bytes).contains(&world.host.requested_bytes()) =>
+            {
+                (plan.direction, plan.reason) = (Direction::Hold, Reason::Quiet);
+                for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
+                    target.requested_bytes = zone.requested_bytes;
+                }
+            }
+            Broken::ShortShrink if idle && world.is_short() => {
+                let zone = (0..2).find(|i| unpinned(i) && world.host.zones[*i].requested_bytes >= 64 * MIB);
+                if let (Some(zone), Some(reason)) = (zone, own.1.first()) {
+                    plan.targets[zone].requested_bytes -= BLOCK_BYTES;
+                    (plan.direction, plan.reason) = (Direction::Shrink, *reason);
+                }
+            }
+            Broken::TakesTouched if plan.reason == Reason::Surplus => {
+                if let Some(zone) = (0..2).find(|zone| unpinned(zone)) {
+                    let sizes = &world.host.zones[zone];
+                    let least = sizes.requested_bytes.saturating_sub(96 * MIB).max(sizes.floor_bytes);
+                    plan.targets[zone].requested_bytes = least.min(plan.targets[zone].requested_bytes);
+                }
+            }
+            Broken::Unseen(reason) if [Reason::LowAvailable, Reason::Filling].contains(&plan.reason) => {
+                plan.reason = reason
+            }
             Broken::Restless if idle && world.now.0 / 60_000 != (world.now.0 - 1_000) / 60_000 => {
                 let up = (world.now.0 / 60_000).is_multiple_of(2);
                 let (sizes, bytes) = (&world.host.zones[0], &mut plan.targets[0].requested_bytes);
@@ -289,10 +381,17 @@ impl World {
             seq: 0,
             stall: Stall::default(),
             counters: Counters::default(),
+            swap_used_mib: 0,
+            idle: None,
             movable: true,
+            paused: false,
+            dry_run: false,
             pinned: [false; ZONES],
+            moved: [(0, 0, TimeMs(0)); ZONES],
             by_hand: [true; ZONES],
             late: VecDeque::new(),
+            arrived: None,
+            counted_ms: Default::default(),
             last_grow: None,
             last_shrink: None,
             broken,
@@ -300,6 +399,16 @@ impl World {
     }
 
     fn step(&mut self, event: Event<'_>) -> Plan {
+        match self.broken {
+            Some(Broken::Unpaused) => self.controller.unpause(),
+            Some(Broken::NoDryRun) => self.controller.set_dry_run(false),
+            _ => {}
+        }
+        self.see_sizes();
+        self.arrived = match event {
+            Event::Report(report) => Some((self.now, report.clone())),
+            Event::Tick => None,
+        };
         let mut plan = self.controller.step(event, &self.host, self.now);
         self.by_hand = [false; ZONES];
         if let Some(broken) = self.broken {
@@ -310,9 +419,17 @@ impl World {
 
     fn happen(&mut self, happening: &Happening) -> Option<Plan> {
         match *happening {
-            Happening::Report { free_permille, cached_permille, stall_ms, swapped_pages, late } => {
-                self.stall.some_us += stall_ms * 1000;
-                self.counters.pswpout += swapped_pages;
+            Happening::Report {
+                free_permille,
+                cached_permille,
+                stall_ms,
+                counted,
+                swap_used_mib,
+                idle,
+                late,
+            } => {
+                self.count(stall_ms, counted);
+                (self.swap_used_mib, self.idle) = (swap_used_mib, idle);
                 let pages = self.managed_pages();
                 let free_pages = std::array::from_fn(|zone| pages[zone] * free_permille[zone] / 1000);
                 let report = self.report(free_pages, cached_permille);
@@ -331,14 +448,31 @@ impl World {
             Happening::Pool { mib } => self.host.pool_free_bytes = mib * MIB,
             Happening::Pin { zone, mib } => {
                 self.controller.pin(self.host.zones[zone].id, &self.host, self.now);
-                let sizes = &mut self.host.zones[zone];
-                let size = (mib * MIB).clamp(sizes.floor_bytes, sizes.max_bytes);
-                sizes.requested_bytes = size / BLOCK_BYTES * BLOCK_BYTES;
-                (self.pinned[zone], self.by_hand[zone]) = (true, true);
+                self.size_by_hand(zone, mib * MIB);
             }
-            Happening::Resume => {
-                self.controller.resume(None);
-                self.pinned = [false; ZONES];
+            Happening::Resume { zone } => {
+                self.controller.resume(zone.map(|zone| self.host.zones[zone].id));
+                (0..ZONES)
+                    .filter(|i| zone.is_none_or(|zone| zone == *i))
+                    .for_each(|i| self.pinned[i] = false);
+                self.paused = self.paused && zone.is_some();
+            }
+            Happening::Pause { on } => {
+                self.paused = on;
+                if on { self.controller.pause() } else { self.controller.unpause() }
+            }
+            Happening::DryRun { on } => {
+                self.dry_run = on;
+                self.controller.set_dry_run(on);
+            }
+            Happening::Squeeze { zones, above } => {
+                for zone in (0..ZONES).filter(|zone| zones[*zone]) {
+                    self.controller.pin(self.host.zones[zone].id, &self.host, self.now);
+                    self.size_by_hand(zone, if above { u64::MAX } else { 0 });
+                }
+                let all_blocks = self.host.requested_bytes() / BLOCK_BYTES;
+                let (floor, ceiling) = if above { (0, all_blocks / 2) } else { (all_blocks + 32, 1 << 20) };
+                self.set_bounds(floor * BLOCK_BYTES, ceiling * BLOCK_BYTES);
             }
             Happening::Oom { pages } => {
                 let sizes = &mut self.host.zones[BALLOON];
@@ -358,13 +492,54 @@ impl World {
             }
             Happening::Bounds { floor_mib, more_mib } => {
                 let blocks = |mib: u64| mib * MIB / BLOCK_BYTES * BLOCK_BYTES;
-                let (floor_bytes, ceiling_bytes) = (blocks(floor_mib), blocks(floor_mib + more_mib));
-                let rules = Rules { floor_bytes, ceiling_bytes, ..Rules::default() };
-                self.controller.set_rules(rules).expect("in range");
+                self.set_bounds(blocks(floor_mib), blocks(floor_mib + more_mib));
             }
             Happening::Online { movable } => self.movable = movable,
         }
         None
+    }
+
+    fn size_by_hand(&mut self, zone: usize, bytes: u64) {
+        let sizes = &mut self.host.zones[zone];
+        sizes.requested_bytes = bytes.clamp(sizes.floor_bytes, sizes.max_bytes) / BLOCK_BYTES * BLOCK_BYTES;
+        (self.pinned[zone], self.by_hand[zone]) = (true, true);
+    }
+
+    fn set_bounds(&mut self, floor_bytes: u64, ceiling_bytes: u64) {
+        let rules = Rules { floor_bytes, ceiling_bytes, dry_run: self.dry_run, ..Rules::default() };
+        self.controller.set_rules(rules).expect("in range");
+    }
+
+    fn count(&mut self, stall_ms: u64, counted: Counted) {
+        self.stall.some_us += stall_ms * 1000;
+        self.counters.pswpout += counted.swapped_out;
+        self.counters.pswpin += counted.swapped_in;
+        self.counters.workingset_refault_anon += counted.anon_refaults;
+        self.counters.workingset_refault_file += counted.file_refaults;
+        let swapped = counted.swapped_out + counted.swapped_in;
+        let refaulted = counted.anon_refaults + counted.file_refaults;
+        for (times, count) in self.counted_ms.iter_mut().zip([swapped, refaulted, stall_ms]) {
+            times.extend((count > 0).then_some(self.now.0));
+        }
+    }
+
+    /// Whether the last report showed want.
+    fn is_short(&self) -> bool {
+        self.controller.status().last_decision.is_some_and(|decision| decision.pressure)
+    }
+
+    /// Whether a zone's request, if it is a hand's, has not moved for too long: nobody waits for it.
+    fn is_stuck(&self, zone: usize) -> bool {
+        let progress_ms = self.controller.rules().progress_ms;
+        self.pinned[zone] && self.now.since(self.moved[zone].2) >= progress_ms
+    }
+
+    fn see_sizes(&mut self) {
+        for (zone, moved) in self.host.zones.iter().zip(&mut self.moved) {
+            if (moved.0, moved.1) != (zone.requested_bytes, zone.plugged_bytes) {
+                *moved = (zone.requested_bytes, zone.plugged_bytes, self.now);
+            }
+        }
     }
 
     fn follow(&mut self, zone: usize, permille: u64) {
@@ -402,6 +577,15 @@ impl World {
                 largest_free_blocks: self.seq.is_multiple_of(2).then_some(free_pages[index] / 1024),
             }
         };
+        let idle = self.idle.map_or(vec![], |(permille, span_ms)| {
+            let of_node = |index: usize| NodeIdle {
+                node: self.host.zones[index].guest_numa_node,
+                idle_bytes: managed_pages[index] * permille / 1000 * 4096,
+                span_ms: span_ms.min(self.now.0),
+            };
+            // In the order of their numbers.
+            [2, 3, 1, 0].map(of_node).to_vec()
+        });
         Report::try_from(RawReport {
             version: PROTOCOL_VERSION,
             seq: self.seq,
@@ -412,10 +596,12 @@ impl World {
                 available_bytes: (free_bytes + cached_bytes).saturating_sub(8 * MIB),
                 cached_bytes,
                 swap_total_bytes: 1 << 40,
+                swap_free_bytes: (1 << 40) - self.swap_used_mib * MIB,
                 ..Memory::default()
             },
             stall: Stall { some_us: self.stall.some_us.min(self.now.0 * 1000), ..self.stall },
             zones: (0..ZONES).map(zone).collect(),
+            idle,
             counters: self.counters,
             blocks: Blocks { online_policy, ..Blocks::default() },
             ..RawReport::default()
@@ -433,11 +619,78 @@ impl World {
             prop_assert!(bytes >= zone.floor_bytes && bytes <= zone.max_bytes, "{:?}: {}", zone, bytes);
             prop_assert!(!pinned || bytes == zone.requested_bytes, "a zone sized by hand is left alone");
         }
+        prop_assert_eq!(plan.dry_run, self.dry_run);
+        if self.paused {
+            prop_assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::Paused));
+            prop_assert!(plan.changes(&self.host).next().is_none(), "a loop that is paused changes nothing");
+        }
+        self.check_bounds(plan)?;
         match plan.direction {
             Direction::Grow => self.check_grow(plan),
             Direction::Shrink => self.check_shrink(plan),
             Direction::Hold => self.check_hold(plan),
         }
+    }
+
+    /// What all zones together have outside of their bounds, whoever asked for it, is taken back as far as that can be.
+    fn check_bounds(&self, plan: &Plan) -> Result<(), TestCaseError> {
+        let (rules, requested) = (self.controller.rules(), self.host.requested_bytes());
+        let hold = [Reason::Paused, Reason::Off, Reason::NoProgress, Reason::Pinned];
+        let (ways, what): (&[Reason], _) = if requested < rules.floor_bytes {
+            (
+                &[
+                    Reason::BelowFloor,
+                    Reason::AtCeiling,
+                    Reason::PoolEmpty,
+                    Reason::Descriptors,
+                    Reason::OnlinePolicy,
+                ],
+                "below the floor",
+            )
+        } else if requested > rules.ceiling_bytes {
+            (
+                &[Reason::AboveCeiling, Reason::InProgress, Reason::CoolDown, Reason::AtFloor],
+                "above the ceiling",
+            )
+        } else {
+            return Ok(());
+        };
+        let is_held = plan.direction == Direction::Hold && hold.contains(&plan.reason);
+        prop_assert!(is_held || ways.contains(&plan.reason), "stays {}: {:?}", what, plan);
+        Ok(())
+    }
+
+    /// `psi` says what it has seen.
+    fn check_seen(&self, plan: &Plan) -> Result<(), TestCaseError> {
+        let kind = match plan.reason {
+            Reason::Swapping => 0,
+            Reason::Thrashing => 1,
+            Reason::Stalled => 2,
+            _ => return Ok(()),
+        };
+        let until_ms = self.arrived.as_ref().map_or(0, |(_, report)| report.monotonic_ms());
+        // It looks back two seconds and a half.
+        let seen =
+            self.counted_ms[kind].iter().any(|ms| (until_ms.saturating_sub(2_500)..=until_ms).contains(ms));
+        prop_assert!(seen, "{:?} was not seen: {:?}", plan.reason, self.counted_ms[kind]);
+        Ok(())
+    }
+
+    /// Where it is known of every node what is idle, `psi` takes no more than that, or what is free.
+    fn check_idle(&self, plan: &Plan) -> Result<(), TestCaseError> {
+        let (Policy::Psi(params), Some((at, report))) = (self.controller.policy(), &self.arrived) else {
+            return Ok(());
+        };
+        let is_known = report.idle().iter().any(|idle| idle.span_ms >= params.idle_ms);
+        // A late report shows what has changed since.
+        if plan.reason != Reason::Surplus || !is_known || report.monotonic_ms() != at.0 {
+            return Ok(());
+        }
+        let idle_bytes: u64 = report.idle().iter().map(|idle| idle.idle_bytes).sum();
+        let taken = self.host.requested_bytes() - plan.requested_bytes();
+        let bound = idle_bytes.max(report.memory().free_bytes);
+        prop_assert!(taken <= bound, "{} of {} that nobody touches", taken, bound);
+        Ok(())
     }
 
     fn check_grow(&self, plan: &Plan) -> Result<(), TestCaseError> {
@@ -446,10 +699,11 @@ impl World {
         prop_assert!(own.contains(&plan.reason) || rules.contains(&plan.reason), "{:?}", plan);
         prop_assert!(plan.requested_bytes() > self.host.requested_bytes());
         prop_assert!(plan.requested_bytes() <= self.controller.rules().ceiling_bytes, "above the ceiling");
+        self.check_seen(plan)?;
         let (mut new_pm, mut owed) = (0, 0);
-        for (zone, target) in self.host.zones.iter().zip(&plan.targets) {
+        for (index, (zone, target)) in self.host.zones.iter().zip(&plan.targets).enumerate() {
             prop_assert!(target.requested_bytes >= zone.requested_bytes, "nothing shrinks in a grow");
-            if zone.tier == Tier::Pm {
+            if zone.tier == Tier::Pm && !self.is_stuck(index) {
                 new_pm += target.requested_bytes.saturating_sub(zone.plugged_bytes);
                 owed += zone.outstanding_grow_bytes();
             }
@@ -457,15 +711,21 @@ impl World {
         prop_assert!(new_pm <= self.host.pool_free_bytes.max(owed), "more PM than the pool has");
         let undone =
             self.last_shrink.is_some_and(|at| self.now.since(at) < self.controller.rules().cool_down_ms);
-        let pressure = self.controller.status().last_decision.is_some_and(|decision| decision.pressure);
         let by_order = [Reason::ReportsLost, Reason::BelowFloor, Reason::FixedSize].contains(&plan.reason);
-        prop_assert!(!undone || pressure || by_order, "given back without pressure: {:?}", plan.reason);
+        prop_assert!(
+            !undone || self.is_short() || by_order,
+            "given back without pressure: {:?}",
+            plan.reason
+        );
         Ok(())
     }
 
     fn check_shrink(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let (_, own) = self.controller.policy().reasons();
         prop_assert!(own.contains(&plan.reason) || plan.reason == Reason::AboveCeiling, "{:?}", plan);
+        self.check_idle(plan)?;
+        let by_order = [Reason::AboveCeiling, Reason::FixedSize].contains(&plan.reason);
+        prop_assert!(by_order || !self.is_short(), "a guest that is short gives back: {:?}", plan.reason);
         prop_assert!(plan.requested_bytes() < self.host.requested_bytes());
         prop_assert!(plan.requested_bytes() >= self.controller.rules().floor_bytes, "below the floor");
         let taken = self.host.requested_bytes() - plan.requested_bytes();
@@ -510,6 +770,9 @@ impl World {
     }
 
     fn carry_out(&mut self, plan: &Plan) {
+        if plan.dry_run {
+            return;
+        }
         match plan.direction {
             Direction::Grow => self.last_grow = Some(self.now),
             Direction::Shrink => self.last_shrink = Some(self.now),
@@ -518,6 +781,7 @@ impl World {
         for (zone, target) in self.host.zones.iter_mut().zip(&plan.targets) {
             zone.requested_bytes = target.requested_bytes;
         }
+        self.see_sizes();
     }
 
     fn live(&mut self, life: &[(Happening, u64)]) -> Result<(), TestCaseError> {
@@ -533,7 +797,8 @@ impl World {
 
     /// A guest that uses as much as ever and follows every request: after a while nothing changes any more.
     fn comes_to_rest(&mut self, used_mib: u64) -> Result<(), TestCaseError> {
-        self.happen(&Happening::Resume);
+        self.happen(&Happening::Resume { zone: None });
+        self.happen(&Happening::DryRun { on: false });
         self.movable = true;
         let mut changed = Vec::new();
         for second in 0..1_500 {
