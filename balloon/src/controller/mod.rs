@@ -436,7 +436,15 @@ impl Controller {
             unmovable_permille: (!movable).then_some(self.rules.unmovable_permille),
         };
         let zones = self.zones.iter().map(|zone| (&zone.progress, zone.pinned));
-        Spread::new(host, zones, last.decision.near, last.decision.from, limits, now)
+        Spread::new(
+            host,
+            &self.without_stuck(host, now),
+            zones,
+            last.decision.near,
+            last.decision.from,
+            limits,
+            now,
+        )
     }
 
     fn hold(&self, reason: Reason, host: &HostView) -> Plan {

@@ -50,10 +50,12 @@ pub(super) struct Limits {
 }
 
 impl Spread {
-    /// Starts from what is requested now. `zones` are the host's with what is known of each; `near` is the guest
-    /// node for whose sake they are sized, `from` the one whose memory is to go.
+    /// Starts from what is requested now. `awaited` is the host without requests of which nothing comes any more: those
+    /// keep nothing from others. `zones` are the host's with what is known of each; `near` is the guest node for whose
+    /// sake they are sized, `from` the one whose memory is to go.
     pub fn new<'a>(
         host: &HostView,
+        awaited: &HostView,
         zones: impl Iterator<Item = (&'a Progress, bool)>,
         near: Option<u32>,
         from: Option<u32>,
@@ -81,16 +83,12 @@ impl Spread {
             .collect();
         // DRAM first; within a tier what is near, and what is equally near in the host's order.
         shares.sort_by_key(|share| (share.tier, share.distance, share.index));
-        let owed_pm = host
-            .zones
-            .iter()
-            .filter(|zone| zone.tier == Tier::Pm)
-            .fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
-        let owed = host
-            .zones
-            .iter()
-            .filter(|zone| host.balloon != Some(zone.id))
-            .fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
+        let owed = |is_owed: &dyn Fn(&ZoneSizes) -> bool| {
+            let zones = awaited.zones.iter().filter(|zone| is_owed(zone));
+            zones.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()))
+        };
+        let owed_pm = owed(&|zone| zone.tier == Tier::Pm);
+        let owed = owed(&|zone| host.balloon != Some(zone.id));
         Spread {
             shares,
             pool_bytes: host.pool_free_bytes.saturating_sub(owed_pm),
@@ -268,7 +266,15 @@ mod tests {
         let progress: Vec<_> =
             host.zones.iter().map(|zone| (Progress::new(zone, TimeMs(0)), false)).collect();
         let limits = Limits { carried_bytes: 1 << 40, room_bytes: u64::MAX, unmovable_permille: None };
-        Spread::new(host, progress.iter().map(|(p, pinned)| (p, *pinned)), near, None, limits, TimeMs(0))
+        Spread::new(
+            host,
+            host,
+            progress.iter().map(|(p, pinned)| (p, *pinned)),
+            near,
+            None,
+            limits,
+            TimeMs(0),
+        )
     }
 
     fn grown_mib(near: Option<u32>, mib: u64) -> Vec<u64> {
@@ -336,7 +342,7 @@ mod tests {
                 host.zones.iter().map(|zone| (Progress::new(zone, TimeMs(0)), false)).collect();
             let limits = Limits { carried_bytes: 1 << 40, room_bytes: u64::MAX, unmovable_permille: None };
             let zones = progress.iter().map(|(progress, pinned)| (progress, *pinned));
-            let mut spread = Spread::new(&host, zones, None, Some(from), limits, TimeMs(0));
+            let mut spread = Spread::new(&host, &host, zones, None, Some(from), limits, TimeMs(0));
             assert_eq!(spread.shrink(16 * MIB), (16 * MIB, None));
             let mut left = [16 * MIB; 3];
             left[from as usize] = 0;
@@ -385,7 +391,7 @@ mod tests {
         let progress: Vec<_> = host.zones.iter().map(|zone| Progress::new(zone, TimeMs(0))).collect();
         let limits = Limits { carried_bytes: 2 * MIB, room_bytes: u64::MAX, unmovable_permille: Some(500) };
         let mut spread =
-            Spread::new(&host, progress.iter().map(|p| (p, false)), None, None, limits, TimeMs(0));
+            Spread::new(&host, &host, progress.iter().map(|p| (p, false)), None, None, limits, TimeMs(0));
         assert_eq!(spread.grow(80 * MIB), (66 * MIB, Some(Reason::Descriptors)));
         assert_eq!(spread.into_requests(), [64, 2, 0, 0, 0].map(|mib| mib * MIB));
     }

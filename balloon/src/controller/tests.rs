@@ -536,6 +536,37 @@ fn rule_7_memory_that_does_not_come_to_a_zone_sized_by_hand_is_not_waited_for() 
     );
 }
 
+/// A guest that is short, in which a hand asks for a zone that does not come: until when it keeps `reason` from another.
+fn hand_that_keeps_others_waiting(mut rig: Rig, by_hand: usize, reason: Reason) {
+    rig.controller.pin(rig.host.zones[by_hand].id, &rig.host, rig.now);
+    rig.host.zones[by_hand].requested_bytes = 128 * MIB;
+    rig.want(256);
+    for ms in [0, 1_000, 2_000, 1_999] {
+        let plan = rig.tick(ms);
+        assert_eq!((plan.direction, plan.reason), (Direction::Hold, reason));
+    }
+    let plan = rig.tick(1);
+    assert_eq!((plan.direction, plan.requested_bytes()), (Direction::Grow, 256 * MIB), "{:?}", plan.reason);
+    assert_eq!(plan.targets[by_hand].requested_bytes, 128 * MIB, "the hand's request stays");
+}
+
+#[test]
+fn rule_7_a_hand_that_the_guest_does_not_follow_keeps_no_descriptors_from_others() {
+    let mut rig = Rig::new(Policy::Off);
+    // Room for the descriptors of one section.
+    rig.raw.zones[0].free_pages = 0;
+    rig.report(0, 280);
+    hand_that_keeps_others_waiting(rig, DRAM, Reason::Descriptors);
+}
+
+#[test]
+fn rule_7_a_hand_that_the_guest_does_not_follow_keeps_no_space_in_the_pool_from_others() {
+    let mut rig = Rig::new(Policy::Off);
+    rig.host.zones[DRAM].tier = Tier::Pm;
+    rig.host.pool_free_bytes = 128 * MIB;
+    hand_that_keeps_others_waiting(rig, DRAM, Reason::PoolEmpty);
+}
+
 #[test]
 fn rule_8_a_dry_run_decides_and_starts_no_cool_down() {
     let mut rig = Rig::fixed(600);
