@@ -30,6 +30,7 @@ pub mod memory_sample;
 pub mod metrics;
 pub mod namespace;
 pub mod pool;
+pub mod pressure;
 pub mod qemu;
 pub mod runner;
 pub mod sectors;

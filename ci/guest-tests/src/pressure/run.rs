@@ -6,17 +6,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use guest_tests::guest::Script;
-use guest_tests::memory_sample::MemorySample;
-use guest_tests::{Guest, host_memory};
 
 use super::setup::{Config, MIB, Workload, boot};
+use crate::Guest;
+use crate::guest::Script;
+use crate::memory_sample::MemorySample;
 
 /// A workload that says nothing for so long is cut off: it would take hours.
 const SILENCE_LIMIT: Duration = Duration::from_secs(180);
 /// A guest that swaps has little time for the one who watches it.
 const WATCH_LIMIT: Duration = Duration::from_secs(600);
 const WATCH_INTERVAL_MS: u64 = 250;
+/// The first looks after the end may show what was before it.
+const STALE_LOOKS: usize = 2;
 /// What memory is to be back in, after the workload has ended.
 pub const BACK_LIMIT: Duration = Duration::from_secs(60);
 /// Memory held beside what is needed, in percent.
@@ -29,55 +31,123 @@ pub struct Point {
     pub at_s: f64,
     /// What the VM has: DRAM from boot and what is plugged.
     pub held_bytes: u64,
+    /// As the guest sees it.
     pub guest: MemorySample,
+}
+
+impl Point {
+    /// What would be enough: what is in use, or what the guest was booted with, which cannot go.
+    fn need_bytes(&self, boot_bytes: u64) -> u64 {
+        self.in_use_bytes().max(boot_bytes)
+    }
+
+    fn in_use_bytes(&self) -> u64 {
+        self.held_bytes.saturating_sub(self.guest.available_bytes)
+    }
+}
+
+/// The most that may be held where so much is needed.
+fn most_for(need_bytes: u64) -> u64 {
+    need_bytes * (100 + MOST_OVER_NEED) / 100
+}
+
+/// How long a guest with a policy is watched after its workload has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Watched {
+    /// Until all is back, or [`BACK_LIMIT`].
+    UntilAllIsBack,
+    /// Until no more is held than may be, or [`BACK_LIMIT`].
+    UntilEnoughIsBack,
+}
+
+/// Something that a run under `psi` must have, whatever the time it took.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Condition {
+    /// Whether it has.
+    pub met: bool,
+    /// What it is about.
+    pub about: About,
+    /// In words.
+    pub what: String,
+}
+
+/// What a condition is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum About {
+    /// It ran to its end.
+    End,
+    /// Its result is that of DRAM alone.
+    Result,
+    /// Nothing was swapped in.
+    SwapIns,
+    /// Nobody was killed.
+    Kills,
+    /// What was held went back in time.
+    Back,
 }
 
 /// What came of a run.
 #[derive(Debug, Clone, Default)]
 pub struct Outcome {
+    /// Names and seconds.
     pub phases: Vec<(String, f64)>,
     /// What it printed as its result; none if it was killed or cut off.
     pub sum: Option<String>,
     /// Why there is none.
     pub broken: Option<String>,
+    /// All phases.
     pub run_s: f64,
+    /// Read back from the swap.
     pub swapped_in_bytes: u64,
+    /// Written to it.
     pub swapped_out_bytes: u64,
+    /// Faults that waited for a transfer.
     pub major_faults: u64,
+    /// Processes that the OOM killer has ended.
     pub oom_kills: u64,
+    /// How long some task has waited for memory.
     pub stall_some_s: f64,
+    /// How long all of them have.
     pub stall_full_s: f64,
     /// The most that the guest needed at once: its memory less the least that was available.
     pub peak_need_bytes: u64,
+    /// The most that the VM had at once.
     pub peak_held_bytes: u64,
     /// Held at last, and what would have been enough then.
     pub last_held_bytes: u64,
+    /// See there.
     pub last_need_bytes: u64,
     /// From the end of the workload until no more was held than that and a tenth; none if it never came.
     pub back_s: Option<f64>,
+    /// What was seen meanwhile.
     pub points: Vec<Point>,
 }
 
 /// Boots a guest with so much DRAM and runs the workload in it.
-pub fn run(workload: Workload, config: &Config, dram_mib: u64, name: &str) -> Result<Outcome> {
-    host_memory::even_out()?;
+pub fn run(
+    workload: Workload,
+    config: &Config,
+    dram_mib: u64,
+    name: &str,
+    watched: Watched,
+) -> Result<Outcome> {
     let stand = boot(config, name, dram_mib)?;
     let watch = Watch::new(&stand.guest)?;
     let mut outcome = std::thread::scope(|scope| {
         let watching = scope.spawn(|| watch.follow(&stand.guest));
         let outcome = load(&stand.guest, workload).and_then(|mut outcome| {
             if config.is_policy() && outcome.broken.is_none() {
-                watch.until_back(stand.boot_bytes, BACK_LIMIT)?;
+                watch.until_back(stand.boot_bytes, watched)?;
             }
             outcome.points = watch.points();
             Ok(outcome)
         });
         watch.end();
-        let watched = watching.join().expect("the watch does not panic");
+        let ended = watching.join().expect("the watch does not panic");
         let outcome = outcome?;
         // A guest that was cut off may not even answer that one.
         if outcome.broken.is_none() {
-            watched?;
+            ended?;
         }
         Ok::<_, anyhow::Error>(outcome)
     })?;
@@ -137,19 +207,52 @@ fn load(guest: &Guest, workload: Workload) -> Result<Outcome> {
 impl Outcome {
     /// What the points tell.
     fn sum_up(&mut self, boot_bytes: u64) {
-        let need = |point: &Point| point.held_bytes.saturating_sub(point.guest.available_bytes);
-        self.peak_need_bytes = self.points.iter().map(need).max().unwrap_or(0);
+        self.peak_need_bytes = self.points.iter().map(Point::in_use_bytes).max().unwrap_or(0);
         self.peak_held_bytes = self.points.iter().map(|point| point.held_bytes).max().unwrap_or(0);
         let Some(last) = self.points.last() else { return };
         self.last_held_bytes = last.held_bytes;
-        // What the guest was booted with cannot go.
-        self.last_need_bytes = need(last).max(boot_bytes);
-        let enough = self.last_need_bytes * (100 + MOST_OVER_NEED) / 100;
+        self.last_need_bytes = last.need_bytes(boot_bytes);
+        let enough = most_for(self.last_need_bytes);
         let over = self.points.iter().rposition(|point| point.held_bytes > enough);
         self.back_s = match over {
             None => Some(0.0),
             Some(index) => self.points.get(index + 1).map(|point| (point.at_s - self.run_s).max(0.0)),
         };
+    }
+
+    /// What a run under `psi` must have beside one with DRAM alone. A time is none of it.
+    pub fn conditions(&self, alone: &Outcome) -> Vec<Condition> {
+        let condition = |about: About, met: bool, what: String| Condition { met, about, what };
+        let swapped = self.swapped_in_bytes / 4096;
+        let (over, limit_s) = (MOST_OVER_NEED, BACK_LIMIT.as_secs_f64());
+        vec![
+            condition(
+                About::End,
+                self.broken.is_none(),
+                format!("runs to its end {}", self.broken.as_deref().unwrap_or_default()),
+            ),
+            condition(
+                About::Result,
+                !self.contradicts(alone),
+                "the same result as with DRAM alone".to_owned(),
+            ),
+            condition(About::SwapIns, swapped == 0, format!("{swapped} pages swapped in")),
+            condition(
+                About::Kills,
+                self.oom_kills == 0,
+                format!("{} processes killed for memory", self.oom_kills),
+            ),
+            condition(
+                About::Back,
+                self.back_s.is_some_and(|back_s| back_s <= limit_s),
+                format!("memory held is within {over} % of need {limit_s:.0} s after the end"),
+            ),
+        ]
+    }
+
+    /// Whether it has a result, and that is another one.
+    pub fn contradicts(&self, alone: &Outcome) -> bool {
+        self.sum.is_some() && self.sum != alone.sum
     }
 
     /// The time series.
@@ -223,15 +326,18 @@ impl Watch {
         Ok(())
     }
 
-    /// Until no more is held than at boot: less there cannot be. Whether it came to that the points tell.
-    fn until_back(&self, boot_bytes: u64, limit: Duration) -> Result<()> {
-        let _in_vain = guest_tests::wait_until("all is back", limit, || {
-            Ok(self
-                .points
-                .lock()
-                .expect("no holder panics")
-                .last()
-                .is_some_and(|point| point.held_bytes <= boot_bytes))
+    /// Until that is back which is waited for. Whether it came to that the points tell.
+    fn until_back(&self, boot_bytes: u64, watched: Watched) -> Result<()> {
+        let fresh = self.points().len() + STALE_LOOKS;
+        let _in_vain = crate::wait_until("memory is back", BACK_LIMIT, || {
+            let points = self.points.lock().expect("no holder panics");
+            Ok(points.last().filter(|_| points.len() > fresh).is_some_and(|point| {
+                let most = match watched {
+                    Watched::UntilAllIsBack => boot_bytes,
+                    Watched::UntilEnoughIsBack => most_for(point.need_bytes(boot_bytes)),
+                };
+                point.held_bytes <= most
+            }))
         });
         Ok(())
     }
@@ -242,5 +348,53 @@ impl Watch {
 
     fn end(&self) {
         self.ended.store(true, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn unmet(outcome: &Outcome) -> Vec<About> {
+        let alone = Outcome { sum: Some("1".to_owned()), ..Outcome::default() };
+        outcome.conditions(&alone).iter().filter(|found| !found.met).map(|found| found.about).collect()
+    }
+
+    #[test]
+    fn each_condition_is_found_unmet_by_itself() {
+        let good = Outcome { sum: Some("1".to_owned()), back_s: Some(1.0), run_s: 1e6, ..Outcome::default() };
+        assert!(unmet(&good).is_empty());
+        type Spoil = fn(&mut Outcome);
+        let spoilt: [(About, Spoil); 6] = [
+            (About::End, |outcome| outcome.broken = Some("cut off".to_owned())),
+            (About::Result, |outcome| outcome.sum = Some("2".to_owned())),
+            (About::SwapIns, |outcome| outcome.swapped_in_bytes = 4096),
+            (About::Kills, |outcome| outcome.oom_kills = 1),
+            (About::Back, |outcome| outcome.back_s = Some(61.0)),
+            (About::Back, |outcome| outcome.back_s = None),
+        ];
+        for (about, spoil) in spoilt {
+            let mut outcome = good.clone();
+            spoil(&mut outcome);
+            assert_eq!(unmet(&outcome), [about]);
+        }
+    }
+
+    #[test]
+    fn what_is_held_is_measured_against_what_is_in_use_and_what_cannot_go() {
+        let point = |at_s: f64, held_mib: u64, available_mib: u64| Point {
+            at_s,
+            held_bytes: held_mib * MIB,
+            guest: MemorySample { available_bytes: available_mib * MIB, ..MemorySample::default() },
+        };
+        let outcome = |points: Vec<Point>| {
+            let mut outcome = Outcome { points, run_s: 10.0, ..Outcome::default() };
+            outcome.sum_up(300 * MIB);
+            outcome
+        };
+        let back = outcome(vec![point(5.0, 600, 0), point(11.0, 600, 500), point(14.0, 330, 200)]);
+        assert_eq!((back.peak_need_bytes, back.last_need_bytes), (600 * MIB, 300 * MIB));
+        assert_eq!(back.back_s, Some(4.0));
+        assert_eq!(outcome(vec![point(5.0, 600, 0), point(14.0, 331, 200)]).back_s, None);
     }
 }

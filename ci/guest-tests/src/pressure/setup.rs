@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Error, Result, bail};
 use balloon::policy::Policy;
-use guest_tests::runner::this_tests_dir;
-use guest_tests::{Guest, Image, Pool};
 
+use crate::runner::this_tests_dir;
+use crate::{Guest, Image, Pool};
+
+/// A MiB in bytes.
 pub const MIB: u64 = 1 << 20;
 /// For the guest's drivers to have found a disk.
 const DEVICE_LIMIT: Duration = Duration::from_secs(60);
@@ -26,6 +28,7 @@ const CMDLINE: &str = "transparent_hugepage=always";
 /// A workload of guest-tool's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Workload {
+    /// As guest-tool knows it.
     pub name: &'static str,
     /// Its working set, about.
     pub mib: u64,
@@ -56,9 +59,11 @@ impl FromStr for Workload {
 pub enum Config {
     /// DRAM has enough.
     AllDram,
+    /// On a disk.
     SwapVirtioBlk,
     /// On a raw volume, by virtio-pmem.
     SwapPmem,
+    /// Compressed, in DRAM.
     Zram,
     /// PM as memory.
     Policy(&'static str),
@@ -75,6 +80,7 @@ impl Config {
             .collect()
     }
 
+    /// Whether it is a policy that gives it memory.
     pub fn is_policy(&self) -> bool {
         matches!(self, Self::Policy(_))
     }
@@ -108,7 +114,9 @@ impl FromStr for Config {
 
 /// A guest, and what it stands on.
 pub struct Stand {
+    /// Booted, its swap on.
     pub guest: Guest,
+    /// Its DRAM.
     pub boot_bytes: u64,
     pool: Option<Pool>,
 }

@@ -22,6 +22,7 @@ mod pool_places;
 mod pressure;
 mod pressure_reliability;
 mod raw;
+mod too_small;
 mod torn;
 mod volume;
 mod volume_damaged;
@@ -47,6 +48,7 @@ fn main() {
         nvdimms::TESTS,
         pressure::TESTS,
         pressure_reliability::TESTS,
+        too_small::TESTS,
         disk::TESTS,
         volume::TESTS,
         volume_disk::TESTS,

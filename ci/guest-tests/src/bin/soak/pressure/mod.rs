@@ -2,17 +2,16 @@
 
 mod plot;
 mod report;
-mod run;
-mod setup;
 
 use std::fs;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
+use guest_tests::host_memory;
+use guest_tests::pressure::run::{self, Outcome, Watched};
+use guest_tests::pressure::{Config, MIB, WORKLOADS, Workload};
 
 use report::Row;
-use run::Outcome;
-use setup::{Config, MIB, WORKLOADS, Workload};
 
 /// More than the workload, for the guest's kernel and programs.
 const ROOM_MIB: u64 = 512;
@@ -87,7 +86,11 @@ fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Ro
         println!("{}", row.line());
         Ok::<_, anyhow::Error>(row)
     };
-    let whole = run::run(workload, &Config::AllDram, workload.mib + ROOM_MIB, "all")
+    let run = |config: &Config, dram_mib: u64, name: &str| {
+        host_memory::even_out()?;
+        run::run(workload, config, dram_mib, name, Watched::UntilAllIsBack)
+    };
+    let whole = run(&Config::AllDram, workload.mib + ROOM_MIB, "all")
         .with_context(|| format!("{} with DRAM alone", workload.name))?;
     ensure!(whole.sum.is_some(), "{} does not run with DRAM alone: {:?}", workload.name, whole.broken);
     let need_mib = whole.peak_need_bytes / MIB;
@@ -95,7 +98,7 @@ fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Ro
     for share in &options.shares {
         for config in options.configs.iter().filter(|config| **config != Config::AllDram) {
             let dram_mib = (need_mib * share / 100).next_multiple_of(DRAM_STEP_MIB);
-            let outcome = run::run(workload, config, dram_mib, &config.to_string())
+            let outcome = run(config, dram_mib, &config.to_string())
                 .with_context(|| format!("{} with {share} % of DRAM and {config}", workload.name))?;
             rows.push(keep(config, *share, outcome)?);
         }

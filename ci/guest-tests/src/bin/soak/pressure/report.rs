@@ -2,8 +2,7 @@
 
 use std::fmt::{self, Write as _};
 
-use super::run::{BACK_LIMIT, MOST_OVER_NEED, Outcome};
-use super::setup::MIB;
+use guest_tests::pressure::{Condition, MIB, Outcome};
 
 /// Times of DRAM alone that psi may take: of a run, and of the two phases of `touch`.
 const MOST_RUN: f64 = 1.05;
@@ -130,17 +129,14 @@ pub fn verdicts(rows: &[Row]) -> Vec<Verdict> {
     for kind in kinds(rows) {
         let first = kind[0];
         let dram = whole(rows, first.workload);
-        let expected = &dram[0].outcome.sum;
+        let alone = &dram[0].outcome;
         let what = format!("{} at {} % with {}", first.workload, first.share, first.config);
-        let wrong = kind.iter().any(|row| row.outcome.sum.is_some() && row.outcome.sum != *expected);
-        if wrong {
-            say(true, false, format!("{what}: another result than with DRAM alone"));
-        }
         if first.config != "psi" {
+            if kind.iter().any(|row| row.outcome.contradicts(alone)) {
+                say(true, false, format!("{what}: another result than with DRAM alone"));
+            }
             continue;
         }
-        let broken = kind.iter().find_map(|row| row.outcome.broken.as_deref());
-        say(true, broken.is_none(), format!("{what}: runs to its end {}", broken.unwrap_or_default()));
         let ratio = |value: &dyn Fn(&Outcome) -> f64| median(&kind, value) / median(&dram, value);
         let mut time = |name: &str, ratio: f64, most: f64| {
             say(
@@ -155,17 +151,13 @@ pub fn verdicts(rows: &[Row]) -> Vec<Verdict> {
         } else {
             time("it", ratio(&|outcome| outcome.run_s), MOST_RUN);
         }
-        let most =
-            |value: &dyn Fn(&Outcome) -> u64| kind.iter().map(|row| value(&row.outcome)).max().unwrap_or(0);
-        let swapped = most(&|outcome| outcome.swapped_in_bytes) / 4096;
-        say(true, swapped == 0, format!("{what}: {swapped} pages swapped in"));
-        let kills = most(&|outcome| outcome.oom_kills);
-        say(true, kills == 0, format!("{what}: {kills} processes killed for memory"));
-        let back = kind
-            .iter()
-            .all(|row| row.outcome.back_s.is_some_and(|back_s| back_s <= BACK_LIMIT.as_secs_f64()));
-        let over = format!("within {MOST_OVER_NEED} % of need {} s after the end", BACK_LIMIT.as_secs());
-        say(true, back, format!("{what}: memory held is {over}"));
+        // Of each condition the round that did not meet it, if there is one.
+        let rounds: Vec<Vec<Condition>> = kind.iter().map(|row| row.outcome.conditions(alone)).collect();
+        for index in 0..rounds[0].len() {
+            let worst = rounds.iter().map(|round| &round[index]).min_by_key(|condition| condition.met);
+            let Condition { met, what: condition, .. } = worst.expect("a kind has a row");
+            say(true, *met, format!("{what}: {condition}"));
+        }
     }
     verdicts
 }
