@@ -182,6 +182,36 @@ fn a_fleet_comes_to_the_same_on_any_number_of_threads() {
 }
 
 #[test]
+fn a_burst_is_noticed_when_it_is_seen_however_even_it_is() {
+    #[derive(Default, Debug)]
+    struct First(Option<TimeMs>);
+    impl Observer for First {
+        fn report(&mut self, at: TimeMs, report: &foreshore_proto::Report) {
+            if at > TimeMs(10_100) && report.cause() == foreshore_proto::Cause::Watermark {
+                self.0.get_or_insert(at);
+            }
+        }
+    }
+    for file_bytes in [0, 1024 * MIB] {
+        // Some hundred milliseconds of the burst fit into what the guest has.
+        let rest =
+            Segment { anon_bytes: 64 * MIB, hot_permille: 1000, touches_per_s: 1, ..Segment::default() };
+        // Files that do not fit are read without end: nothing is even.
+        let rest = Segment { file_bytes, ..rest };
+        let burst = Segment { at: TimeMs(10_100), anon_bytes_per_s: 512 << 20, ..rest };
+        let setup = VmSetup {
+            guest: GuestConfig { boot_bytes: 512 * MIB, ..GuestConfig::default() },
+            host: view(512 * MIB, 1024 * MIB),
+            demand: Demand::new(vec![rest, burst], TimeMs(12_000)).expect("in order"),
+        };
+        let mut first = First::default();
+        run_host(vec![setup], 1024 * MIB, &governed("psi"), &mut first).expect("in range");
+        // An eighth of what is available, at 512 MiB/s, and one look.
+        assert!(first.0.is_some_and(|at| at <= TimeMs(10_100 + 110 + 100)), "{file_bytes}: {first:?}");
+    }
+}
+
+#[test]
 fn a_guest_without_swap_that_leaks_is_killed_without_pm_and_not_with_it() {
     let no_swap = |mut setup: VmSetup| {
         setup.guest.swap = SwapDevice::from_name("none", 0).expect("listed");

@@ -161,10 +161,10 @@ impl Vm {
             to = to.min(self.ticked + TICK_MS);
         }
         if !self.guest.is_at_rest(segment) {
-            // While something happens the agent looks; where everything goes evenly it is known what it will see.
-            let news = self.agent.news_due(&self.guest, segment);
-            let look = news.unwrap_or(self.guest.now()).max(self.guest.next_look(segment)) + LOOK_MS;
-            to = to.min(look);
+            // While something happens the agent looks; as long as everything goes evenly it is known when it will see news.
+            let even = self.guest.next_look(segment);
+            let look = self.agent.news_due(&self.guest, segment).map_or(even, |news| news.min(even));
+            to = to.min(look + LOOK_MS);
         }
         to.max(self.guest.now())
     }
