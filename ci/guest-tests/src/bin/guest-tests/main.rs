@@ -10,6 +10,7 @@ mod btt_cross;
 mod dax;
 mod disk;
 mod file_systems;
+mod governor;
 mod harness;
 mod hostile;
 mod interfaces;
@@ -48,6 +49,7 @@ fn main() {
         nvdimms::TESTS,
         pressure::TESTS,
         pressure_reliability::TESTS,
+        governor::TESTS,
         too_small::TESTS,
         disk::TESTS,
         volume::TESTS,

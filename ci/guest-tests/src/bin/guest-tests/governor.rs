@@ -1,0 +1,168 @@
+//! The governor as its users hold it: paused by the API, whatever the guest does; its recording, read by whoever wants to
+//! know what another policy would have done.
+
+use std::fs::File;
+use std::io::BufReader;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use balloon::plan::Direction;
+use balloon::trace::{Entry, Trace};
+use guest_tests::guest::{Script, program};
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Guest, Pool};
+use serde_json::{Value, json};
+
+use crate::zones::{MIB, vmstat, zone};
+
+guest_tests::tests![
+    a_pause_outlasts_the_guests_reboot: 240,
+    a_recording_is_a_trace_of_each_boot: 240,
+];
+
+/// For what takes the guest seconds when all is well.
+const LIMIT: Duration = Duration::from_secs(120);
+const BOOT_MIB: u64 = 384;
+/// Below what any policy leaves a guest of that size: it would grow.
+const LITTLE_MIB: u64 = 36;
+
+/// Fills guest memory until so much is available, and holds it.
+fn fill_but(guest: &Guest, left_mib: u64) -> Result<Script> {
+    let available: u64 =
+        guest.run("awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo")?.trim().parse()?;
+    let mib = available.checked_sub(left_mib).context("It has less than that already")?;
+    let mut hog = guest.start_script(LIMIT, &format!("exec guest-tool hog {mib}"))?;
+    let goal = format!("held {mib}");
+    while hog.next_line().context("The load was killed")? != goal {}
+    Ok(hog)
+}
+
+fn pressure(guest: &Guest) -> Result<Value> {
+    guest.api("GET", "vm.pressure?decisions=1000", None)
+}
+
+/// Waits for a decision that is like that.
+fn wait_for_decision(guest: &Guest, what: &str, is_it: impl Fn(&Value) -> bool) -> Result<()> {
+    guest.wait_until(what, LIMIT, || {
+        let info = pressure(guest)?;
+        Ok(info["decisions"].as_array().context("No decisions")?.iter().any(&is_it))
+    })
+}
+
+fn a_pause_outlasts_the_guests_reboot() -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let guest = Guest::builder()
+        .cpus(2)
+        .memory(&format!("size={BOOT_MIB}M"))
+        .pm_memory(&format!("pool={},size=512M", pool.name()))
+        .cmdline("movablecore=96M")
+        .pressure("psi")
+        .boot()?;
+    guest.wait_until("the agent is live", LIMIT, || Ok(pressure(&guest)?["agent"] == "live"))?;
+    guest.api("PUT", "vm.pressure", Some(json!({ "pause": true })))?;
+    guest.reboot_from_inside()?;
+    guest.wait_until("the next boot's agent is live", LIMIT, || Ok(pressure(&guest)?["agent"] == "live"))?;
+    let is_paused = || guest.metrics()?.value("foreshore_pressure_paused", &[]);
+    ensure!(pressure(&guest)?["paused"] == true && is_paused()? == 1.0, "The reboot has ended the pause");
+    // In want, and nothing is decided however many reports say so.
+    let hog = fill_but(&guest, LITTLE_MIB)?;
+    let held_times = |info: &Value| {
+        let decisions = info["decisions"].as_array()?;
+        decisions.iter().find(|decision| decision["reason"] == "paused")?["times"].as_u64()
+    };
+    let before = held_times(&pressure(&guest)?).context("Nothing was held for the pause")?;
+    guest.wait_until("reports of want are held", LIMIT, || {
+        Ok(held_times(&pressure(&guest)?).is_some_and(|times| times >= before + 20))
+    })?;
+    let pm = zone(&guest, "pm")?;
+    ensure!(
+        pm.requested_bytes == 0,
+        "{} bytes were asked for during the pause: {}",
+        pm.requested_bytes,
+        pressure(&guest)?
+    );
+    // The same want, and no pause.
+    guest.api("PUT", "vm.pressure", Some(json!({ "pause": false })))?;
+    wait_for_decision(&guest, "the guest has grown", |decision| {
+        decision["direction"] == "grow" && decision["outcome"]["state"] == "reached"
+    })?;
+    ensure!(zone(&guest, "pm")?.plugged_bytes > 0 && is_paused()? == 0.0, "It has grown by nothing");
+    ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
+    drop(hog);
+    guest.no_kernel_complaints()
+}
+
+fn read(path: &Path) -> Result<Trace> {
+    let file = File::open(path).with_context(|| format!("Cannot open {}", path.display()))?;
+    let trace = Trace::read(BufReader::new(file)).with_context(|| format!("{}", path.display()))?;
+    ensure!(!trace.cut_off, "The last line of {} is cut off", path.display());
+    ensure!(trace.header.boot_bytes == BOOT_MIB * MIB, "Another guest: {:?}", trace.header);
+    ensure!(trace.header.zones.len() == 1, "Not one zone: {:?}", trace.header.zones);
+    Ok(trace)
+}
+
+fn a_recording_is_a_trace_of_each_boot() -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let file = this_tests_dir().join("trace");
+    let guest = Guest::builder()
+        .cpus(2)
+        .memory(&format!("size={BOOT_MIB}M"))
+        .pm_memory(&format!("pool={},size=512M", pool.name()))
+        .cmdline("movablecore=96M")
+        .pressure(&format!("psi,record={}", file.display()))
+        .boot()?;
+    guest.wait_until("the agent is live", LIMIT, || Ok(pressure(&guest)?["agent"] == "live"))?;
+    let hog = fill_but(&guest, 4)?;
+    wait_for_decision(&guest, "the guest has grown", |decision| {
+        decision["direction"] == "grow" && decision["outcome"]["state"] == "reached"
+    })?;
+    let grown_bytes = zone(&guest, "pm")?.plugged_bytes;
+    let info = pressure(&guest)?;
+    let recording = &info["recording"];
+    ensure!(recording["status"]["state"] == "recording" && recording["lost_lines"] == 0, "{recording}");
+    let reports = guest.metrics()?.value("foreshore_pressure_reports_total", &[])?;
+    drop(hog);
+    // A guest that starts anew is another one, with a trace of its own.
+    guest.reboot_from_inside()?;
+    guest.wait_until("the next boot's agent is live", LIMIT, || Ok(pressure(&guest)?["agent"] == "live"))?;
+    guest.power_off()?;
+
+    let first = read(&file)?;
+    let (mut recorded, mut grown, mut most_plugged) = (0, 0, 0);
+    for entry in &first.entries {
+        match entry {
+            Entry::Report { report, .. } => {
+                recorded += 1;
+                ensure!(report.memory().total_bytes >= 256 * MIB, "A report of nobody's: {report:?}");
+            }
+            Entry::Host { zones, .. } => most_plugged = most_plugged.max(zones[0].plugged_bytes),
+            Entry::Plan { plan, .. } if plan.direction == Direction::Grow => {
+                grown += 1;
+                ensure!(!plan.reason.is_empty() && !plan.targets.is_empty(), "It grows by nothing: {plan:?}");
+            }
+            Entry::Plan { .. } => {}
+        }
+    }
+    ensure!(f64::from(recorded) >= reports, "{recorded} of at least {reports} reports are in the trace");
+    ensure!(
+        grown > 0 && most_plugged >= grown_bytes,
+        "{grown} grows up to {most_plugged} bytes, where the guest had {grown_bytes}"
+    );
+    let mut second = file.clone().into_os_string();
+    second.push(".2");
+    let second = read(second.as_ref())?;
+    let reports = second.entries.iter().filter(|entry| matches!(entry, Entry::Report { .. })).count();
+    ensure!(reports > 0, "The second boot's trace has no report");
+    // And the simulator replays it.
+    let output = Command::new(program("foreshore-sim"))
+        .arg("--trace")
+        .arg(&file)
+        .args(["--policy", "psi"])
+        .output()
+        .context("Cannot start foreshore-sim")?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    ensure!(output.status.success() && said.contains("psi"), "foreshore-sim says {output:?}");
+    Ok(())
+}
