@@ -13,15 +13,20 @@ use super::task::Clock;
 
 /// Bytes taken from the socket at a time.
 const READ_BYTES: usize = 8192;
-/// Lines that one connection may send in a second; what is more waits in the guest, and costs the host nothing.
+/// Lines that all connections together may send in a second, each beginning counted as one; what is more waits in the guest, and
+/// costs the host nothing.
 const MAX_LINES_PER_SECOND: u32 = 200;
 
 /// Serves one connection until it ends.
-pub async fn serve(mut stream: UnixStream, core: &Mutex<Core>, clock: Clock) -> io::Result<()> {
+pub async fn serve(
+    mut stream: UnixStream,
+    core: &Mutex<Core>,
+    clock: Clock,
+    budget: &mut LineBudget,
+) -> io::Result<()> {
     let mut reader = LineReader::new();
     let mut buffer = vec![0; READ_BYTES];
     let mut sent = None;
-    let mut budget = LineBudget::new();
     send_settings(&mut stream, core, &mut sent).await?;
     loop {
         let len = stream.read(&mut buffer).await?;
@@ -65,19 +70,21 @@ async fn send_settings(
     Ok(())
 }
 
-/// A bound on the work that an agent can cause.
-struct LineBudget {
+/// A bound on the work that agents can cause.
+#[derive(Debug)]
+pub struct LineBudget {
     second: Instant,
     left: u32,
 }
 
 impl LineBudget {
-    fn new() -> Self {
+    /// A whole second's lines.
+    pub fn new() -> Self {
         Self { second: Instant::now(), left: MAX_LINES_PER_SECOND }
     }
 
     /// Waits until the next second when this one's lines are used up.
-    async fn spend(&mut self) {
+    pub async fn spend(&mut self) {
         let second = std::time::Duration::from_secs(1);
         if self.second.elapsed() >= second {
             *self = Self::new();

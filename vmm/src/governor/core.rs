@@ -21,6 +21,7 @@ use super::progress::Progress;
 use super::record::{Recorder, Target};
 use super::{DeviceSizes, GovernedZone, PoolFree};
 use crate::config::{ParamSettings, PressureConfig};
+use crate::log::sparsely;
 use crate::metrics::LatencyHistogram;
 use crate::vm::request::{AgentState, PressureChange, VmError};
 
@@ -166,14 +167,14 @@ impl Core {
         self.intake.connected();
         self.agent = Agent { connected: true, heard: Some(now), said: Some(AgentState::Live) };
         self.counters.connections += 1;
-        info!("The guest's agent is connected");
+        sparsely!(info, "The guest's agent is connected");
     }
 
     /// Its connection has ended.
     pub fn agent_gone(&mut self) {
         self.agent.connected = false;
         self.agent.said = Some(AgentState::Gone);
-        warn!("The guest's agent is gone");
+        sparsely!(warn, "The guest's agent is gone");
     }
 
     /// How the agent is. Who is connected and says nothing that can be believed is silent.
@@ -209,7 +210,8 @@ impl Core {
     pub fn line(&mut self, line: Result<&[u8], Refusal>, now: TimeMs) {
         match line.and_then(|line| self.intake.accept_line(line, now)) {
             Ok(AgentMessage::Hello(hello)) => {
-                info!(
+                sparsely!(
+                    info,
                     agent = hello.agent_version(),
                     kernel = hello.kernel_release(),
                     preemption = hello.preemption(),

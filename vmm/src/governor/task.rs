@@ -17,7 +17,7 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::{Interval, MissedTickBehavior};
 use tracing::debug;
 
-use super::agent;
+use super::agent::{self, LineBudget};
 use super::agentless::FAST_INTERVAL_MS;
 use super::core::Core;
 use crate::log::sparsely;
@@ -198,9 +198,13 @@ impl Pace {
 /// Serves agents for as long as any can come, and then waits for the end.
 async fn listen(core: &Mutex<Core>, clock: Clock, agents: Option<Connections>) {
     let Some(mut agents) = agents else { return pending().await };
+    // Of all connections: or who connects anew for each line would have no bound.
+    let mut budget = LineBudget::new();
     let mut next = agents.recv().await;
     while let Some(stream) = next {
-        let connection = async { agent::serve(UnixStream::from_std(stream)?, core, clock).await };
+        budget.spend().await;
+        let connection =
+            async { agent::serve(UnixStream::from_std(stream)?, core, clock, &mut budget).await };
         core.lock().agent_connected(clock.now());
         next = tokio::select! {
             result = connection => {

@@ -131,6 +131,34 @@ fn however_often_news_come_ticks_are_few() {
     assert!((19..=23).contains(&rest) && (95..=125).contains(&fast), "{rest} {fast}");
 }
 
+/// Who connects anew for each line is no quicker than who stays.
+#[test]
+fn a_flood_of_connections_is_taken_a_bounded_number_at_a_time() {
+    const CONNECTIONS: u64 = 1_000;
+    let core = Mutex::new(fixture("psi", false, true).core);
+    // A clock that jumps as soon as everybody waits.
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    runtime.block_on(async {
+        let (agents, connections) = mpsc::channel(1);
+        let begin = tokio::time::Instant::now();
+        let flood = async {
+            for _ in 0..CONNECTIONS {
+                let (mut agent, vmm) = StdUnixStream::pair().unwrap();
+                vmm.set_nonblocking(true).unwrap();
+                writeln!(agent, "no report").unwrap();
+                drop(agent);
+                agents.send(vmm).await.unwrap();
+            }
+            while core.lock().sample(TimeMs(0)).connections_total < CONNECTIONS {
+                tokio::time::sleep(APART).await;
+            }
+        };
+        tokio::select! { () = listen(&core, Clock::start(), Some(connections)) => {} () = flood => {} }
+        assert!(begin.elapsed() >= Duration::from_secs(4), "{:?}", begin.elapsed());
+    });
+}
+
 #[test]
 fn a_newer_agent_takes_the_older_ones_place() {
     let Fixture { core, .. } = fixture("psi", false, true);
