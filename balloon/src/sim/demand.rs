@@ -1,5 +1,7 @@
 //! What a guest's processes want of its memory, over time.
 
+use std::sync::Arc;
+
 use thiserror::Error;
 
 use crate::TimeMs;
@@ -69,7 +71,8 @@ pub enum DemandError {
 /// What a guest's processes want from its start to the end of the run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Demand {
-    segments: Vec<Segment>,
+    /// Those of a recorded guest may be a million, and many guests may have them.
+    segments: Arc<Vec<Segment>>,
     end: TimeMs,
 }
 
@@ -89,7 +92,7 @@ impl Demand {
             return Err(DemandError::Hot { index, value: segment.hot_permille });
         }
         segments.retain(|segment| segment.at < end || segment.at == TimeMs(0));
-        Ok(Demand { segments, end })
+        Ok(Demand { segments: Arc::new(segments), end })
     }
 
     /// The segments, in order.

@@ -131,6 +131,7 @@ pub struct Reader<R> {
     line: u64,
     last: TimeMs,
     ended: bool,
+    cut_off: bool,
 }
 
 impl<R: BufRead> Reader<R> {
@@ -145,7 +146,7 @@ impl<R: BufRead> Reader<R> {
             Raw::Trace(raw) => check_header(raw).map_err(at_line)?,
             _ => return Err(at_line(Fault::Order("the first line must be of type trace"))),
         };
-        Ok(Reader { input, header, buffer, line: 1, last: TimeMs(0), ended: false })
+        Ok(Reader { input, header, buffer, line: 1, last: TimeMs(0), ended: false, cut_off: false })
     }
 
     /// Of whom the trace is.
@@ -156,6 +157,11 @@ impl<R: BufRead> Reader<R> {
     /// The number of the line that was read last, from 1.
     pub fn line(&self) -> u64 {
         self.line
+    }
+
+    /// Whether the last line was not whole, and has been left out: the recorder was ended amid it.
+    pub fn is_cut_off(&self) -> bool {
+        self.cut_off
     }
 
     fn next_entry(&mut self) -> Result<Option<Entry>, TraceError> {
@@ -180,7 +186,13 @@ impl<R: BufRead> Iterator for Reader<R> {
         if self.ended {
             return None;
         }
-        let next = self.next_entry().transpose();
+        let next = match self.next_entry().transpose() {
+            Some(Err(TraceError::Line { fault: Fault::CutOff { .. }, .. })) => {
+                self.cut_off = true;
+                None
+            }
+            next => next,
+        };
         self.ended = !matches!(next, Some(Ok(_)));
         next
     }
@@ -198,19 +210,11 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Reads all of a trace.
+    /// Reads all of a trace. Who does not need all of it at a time goes through a [`Reader`]: traces are long.
     pub fn read(input: impl BufRead) -> Result<Self, TraceError> {
         let mut reader = Reader::new(input)?;
-        let mut entries = Vec::new();
-        let mut cut_off = false;
-        for entry in &mut reader {
-            match entry {
-                Ok(entry) => entries.push(entry),
-                Err(TraceError::Line { fault: Fault::CutOff { .. }, .. }) => cut_off = true,
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(Trace { header: reader.header, entries, cut_off })
+        let entries = reader.by_ref().collect::<Result<_, _>>()?;
+        Ok(Trace { cut_off: reader.cut_off, header: reader.header, entries })
     }
 }
 

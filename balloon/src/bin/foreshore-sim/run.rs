@@ -11,7 +11,7 @@ use balloon::sim::{
     Governed, GuestConfig, Outcome, Random, Series, Skip, SwapDevice, VmSetup, WorkloadParams, replay,
     run_fleet, run_host,
 };
-use balloon::trace::Trace;
+use balloon::trace::Reader;
 use balloon::{BLOCK_BYTES, HostView, Tier, ZoneId, ZoneSizes};
 
 use super::args::{Format, NamedPolicy, Scenario};
@@ -131,13 +131,13 @@ fn generated(scenario: &Scenario, host: usize) -> (Vec<VmSetup>, u64) {
 fn read_trace(scenario: &Scenario, path: &Path) -> anyhow::Result<(VmSetup, u64)> {
     let failed = || format!("cannot replay {}", path.display());
     let file = File::open(path).with_context(failed)?;
-    let trace = Trace::read(BufReader::new(file)).with_context(failed)?;
-    if trace.cut_off {
-        eprintln!("foreshore-sim: the last line of {} is cut off, and left out", path.display());
-    }
+    let mut trace = Reader::new(BufReader::new(file)).with_context(failed)?;
     // A trace does not show what is touched: what a workload has that says nothing.
     let touched = WorkloadParams::default();
-    let (setup, pool_bytes) =
-        replay(&trace, &guest(scenario), touched.touches_per_s, touched.hot_permille).with_context(failed)?;
+    let replayed = replay(&mut trace, &guest(scenario), touched.touches_per_s, touched.hot_permille);
+    if trace.is_cut_off() {
+        eprintln!("foreshore-sim: the last line of {} is cut off, and left out", path.display());
+    }
+    let (setup, pool_bytes) = replayed.with_context(failed)?;
     Ok((setup, scenario.pool.unwrap_or(pool_bytes.saturating_mul(scenario.vms))))
 }
