@@ -4,9 +4,8 @@ use foreshore_proto::{AgentMessage, Refusal, Report, decode_agent_message};
 
 use crate::TimeMs;
 
-/// How much further than the host's clock a guest's may run between two reports. Reports may be delivered in a
-/// burst after a delay, so the bound is loose; it catches lies and not drift, because every accepted report sets
-/// the clocks side by side again.
+/// How much further than the host's clock a guest's may run between two reports: loose, because it is to catch lies and
+/// not drift.
 const MAX_CLOCK_LEAD_MS: u64 = 5_000;
 
 /// How much faster than the host's a guest's clock may be: Linux lets it be slewed by a tenth (adjtimex(2), `tick`).
@@ -24,20 +23,9 @@ struct Heard {
 }
 
 impl Heard {
-    /// Whether what was heard later can be the next one.
-    fn check_next(&self, next: &Heard) -> Result<(), Refusal> {
-        if next.seq <= self.seq {
-            return Err(Refusal::OutOfOrder { field: "seq", value: next.seq, last: self.seq });
-        }
-        if next.guest_ms < self.guest_ms {
-            return Err(Refusal::OutOfOrder {
-                field: "monotonic_ms",
-                value: next.guest_ms,
-                last: self.guest_ms,
-            });
-        }
-        let bound = self.guest_ms.saturating_add(next.at.since(self.at)).saturating_add(MAX_CLOCK_LEAD_MS);
-        next.not_after(bound)
+    /// Where the guest's clock would stand at `now` if this report had come without delay.
+    fn clock_at(&self, now: TimeMs) -> u64 {
+        self.guest_ms.saturating_add(now.since(self.at))
     }
 
     fn not_after(&self, bound: u64) -> Result<(), Refusal> {
@@ -48,11 +36,38 @@ impl Heard {
     }
 }
 
-/// Reports that were refused, each of which goes on from the one before.
+/// Reports each of which goes on from the one before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Rival {
-    since: TimeMs,
+struct Line {
     last: Heard,
+    /// The one that had the least delay, which the clocks are held side by side by. Whoever is held up on the way makes the guest's
+    /// clock seem slow, and what comes in time behind it would seem to be from the future.
+    quickest: Heard,
+    since: TimeMs,
+}
+
+impl Line {
+    fn begin(heard: Heard) -> Self {
+        Self { last: heard, quickest: heard, since: heard.at }
+    }
+
+    fn go_on(&self, next: Heard) -> Result<Self, Refusal> {
+        let last = self.last;
+        if next.seq <= last.seq {
+            return Err(Refusal::OutOfOrder { field: "seq", value: next.seq, last: last.seq });
+        }
+        if next.guest_ms < last.guest_ms {
+            return Err(Refusal::OutOfOrder {
+                field: "monotonic_ms",
+                value: next.guest_ms,
+                last: last.guest_ms,
+            });
+        }
+        let clock = self.quickest.clock_at(next.at);
+        next.not_after(clock.saturating_add(MAX_CLOCK_LEAD_MS))?;
+        let quickest = if next.guest_ms >= clock { next } else { self.quickest };
+        Ok(Self { last: next, quickest, ..*self })
+    }
 }
 
 /// The state of an agent's connection as far as it decides which reports to believe.
@@ -66,16 +81,16 @@ pub struct Intake {
     /// When the guest was started.
     started: TimeMs,
     greeted: bool,
-    /// The last report of this connection.
-    last: Option<Heard>,
-    /// What has been refused since.
-    rival: Option<Rival>,
+    /// The reports of this connection.
+    accepted: Option<Line>,
+    /// Those that have been refused since, as far as they make sense together.
+    rival: Option<Line>,
 }
 
 impl Intake {
     /// An intake for a guest that is started at `now` or later.
     pub fn new(now: TimeMs) -> Self {
-        Self { started: now, greeted: false, last: None, rival: None }
+        Self { started: now, greeted: false, accepted: None, rival: None }
     }
 
     /// An agent has connected: nothing that was said before binds it.
@@ -102,15 +117,20 @@ impl Intake {
         // The guest's kernel may have started late, or again (kexec), never before its VM.
         let age_ms = now.since(self.started);
         heard.not_after(age_ms.saturating_add(age_ms / CLOCK_SLEW_PART).saturating_add(MAX_CLOCK_LEAD_MS))?;
-        if let Some(Err(refusal)) = self.last.map(|last| last.check_next(&heard)) {
-            let goes_on = self.rival.filter(|rival| rival.last.check_next(&heard).is_ok());
-            let since = goes_on.map_or(now, |rival| rival.since);
-            self.rival = Some(Rival { since, last: heard });
-            if now.since(since) < RIVAL_MS {
-                return Err(refusal);
+        let accepted = match self.accepted.map(|line| line.go_on(heard)) {
+            None => Line::begin(heard),
+            Some(Ok(line)) => line,
+            Some(Err(refusal)) => {
+                let rival = self.rival.and_then(|line| line.go_on(heard).ok());
+                let rival = rival.unwrap_or_else(|| Line::begin(heard));
+                self.rival = Some(rival);
+                if now.since(rival.since) < RIVAL_MS {
+                    return Err(refusal);
+                }
+                rival
             }
-        }
-        self.last = Some(heard);
+        };
+        self.accepted = Some(accepted);
         self.rival = None;
         Ok(())
     }
@@ -185,6 +205,18 @@ mod tests {
     }
 
     const DAY_MS: u64 = 86_400_000;
+
+    #[test]
+    fn a_report_that_was_held_up_does_not_make_the_next_one_come_from_the_future() {
+        let mut intake = greeted();
+        assert!(intake.accept_line(&report_line(1, 1000), TimeMs(1000)).is_ok());
+        // Three minutes in which nobody took what the guest sent.
+        assert!(intake.accept_line(&report_line(2, 2000), TimeMs(180_000)).is_ok());
+        assert!(intake.accept_line(&report_line(3, 180_040), TimeMs(180_050)).is_ok());
+        let bound = 180_060 + MAX_CLOCK_LEAD_MS;
+        assert_eq!(label(intake.accept_line(&report_line(4, bound + 1), TimeMs(180_060))), "from_the_future");
+        assert!(intake.accept_line(&report_line(4, bound), TimeMs(180_060)).is_ok());
+    }
 
     #[test]
     fn an_agent_that_comes_back_starts_counting_again() {
