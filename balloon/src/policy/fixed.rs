@@ -1,7 +1,5 @@
 //! `fixed`: one size, whatever the guest says.
 
-use foreshore_proto::Measure;
-
 use super::Decision;
 use crate::HostView;
 use crate::params::params;
@@ -17,14 +15,8 @@ params! {
 
 /// Wants the one size. It needs no report.
 pub fn decide(params: &Params, host: &HostView) -> Decision {
-    let there = host.requested_bytes() == params.size_bytes;
-    Decision {
-        want_bytes: (!there).then_some(params.size_bytes),
-        near: None,
-        from: None,
-        reason: if there { Reason::Enough } else { Reason::FixedSize },
-        pressure: false,
-        watermark_bytes: 0,
-        watermark_of: Measure::default(),
+    match host.requested_bytes() == params.size_bytes {
+        true => Decision::hold(Reason::Enough),
+        false => Decision::want(params.size_bytes, Reason::FixedSize),
     }
 }

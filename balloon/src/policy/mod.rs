@@ -21,11 +21,8 @@ mod view;
 use foreshore_proto::{Measure, Report};
 use serde::Serialize;
 
-use self::table::Row;
-use self::view::{Coming, NodeView};
 use crate::params::{Param, Parameters, Setting, Unit};
 use crate::plan::Reason;
-use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, ParamError, TimeMs};
 
 /// What a policy sees.
@@ -55,6 +52,37 @@ pub struct Decision {
     pub watermark_bytes: u64,
     /// What that is of: what the policy decides by.
     pub watermark_of: Measure,
+}
+
+impl Decision {
+    /// Nothing is to change, for this reason.
+    fn hold(reason: Reason) -> Self {
+        Decision {
+            want_bytes: None,
+            near: None,
+            from: None,
+            reason,
+            pressure: false,
+            watermark_bytes: 0,
+            watermark_of: Measure::default(),
+        }
+    }
+
+    /// So much is to be there in all, for this reason.
+    fn want(bytes: u64, reason: Reason) -> Self {
+        Decision { want_bytes: Some(bytes), ..Decision::hold(reason) }
+    }
+
+    /// The same with fast reports while less than this is free.
+    fn watching_free(self, watermark_bytes: u64) -> Self {
+        Decision { watermark_bytes, watermark_of: Measure::Free, ..self }
+    }
+
+    /// The same for a policy with one watermark: it is to be seen coming, but not by most of the guest's memory.
+    fn watching_one(self, watermark_bytes: u64, input: Input<'_>) -> Self {
+        let watch_bytes = watermark_bytes.saturating_add(watermark_bytes / 2);
+        self.watching_free(watch_bytes.min(input.report.memory().total_bytes / 2))
+    }
 }
 
 /// A policy with its parameters.
@@ -265,39 +293,6 @@ impl Policy {
             Policy::Off => (PolicyState::Empty, off::decide()),
         }
     }
-}
-
-/// A node that a table integrates memory for.
-#[derive(Clone, Copy, Debug)]
-struct Shortage<'a> {
-    node: u32,
-    row: &'a Row,
-    /// What of the row's amount is not on its way yet: one shortage is answered once, however often it is reported.
-    missing_bytes: u64,
-}
-
-/// The nodes that a table integrates memory for, in order of their numbers.
-fn shortages<'a>(
-    nodes: &[NodeView],
-    table: &'a [Row],
-    watermark_scale: u64,
-    coming: &Coming,
-) -> Vec<Shortage<'a>> {
-    let short = nodes.iter().filter_map(|node| {
-        let row = table::row(table, node, watermark_scale);
-        let wanted_bytes = node.dram_bytes.saturating_mul(row.times);
-        let missing_bytes = wanted_bytes.saturating_sub(coming.for_node(node.node));
-        (row.times > 0).then_some(Shortage { node: node.node, row, missing_bytes })
-    });
-    short.collect()
-}
-
-/// The free memory under which a table may soon ask for more. With large scales that is all there is, so it is
-/// at most a quarter of the guest: further up a report a second is enough.
-fn watch_bytes(nodes: &[NodeView], table: &[Row], watermark_scale: u64, input: Input<'_>) -> u64 {
-    let pages = nodes.iter().map(|node| table::first_border(table, node, watermark_scale));
-    let bytes = pages.fold(0u64, |sum, pages| sum.saturating_add(pages)).saturating_mul(PAGE_BYTES);
-    bytes.min(scale(input.report.memory().total_bytes, 1, 4))
 }
 
 #[cfg(test)]

@@ -1,7 +1,11 @@
-//! Tables that say how much to integrate at which number of free pages, as AMF and Dapper have them.
+//! Tables that say how much to integrate at which number of free pages, as AMF and Dapper have them, and what both of
+//! them do with one.
 
-use super::view::NodeView;
+use super::view::{self, Coming, NodeView};
+use super::{Decision, Input};
+use crate::TimeMs;
 use crate::plan::Reason;
+use crate::units::{PAGE_BYTES, scale};
 
 /// One of the node's watermarks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,4 +82,74 @@ pub(super) fn leans_on_others(table: &[Row], node: &NodeView, scale: u64) -> boo
 /// The border above which a table integrates nothing, in pages.
 pub(super) fn first_border(table: &[Row], node: &NodeView, scale: u64) -> u64 {
     table[0].above.map_or(0, |border| border.pages(node, scale))
+}
+
+/// A node that a table integrates memory for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shortage<'a> {
+    pub node: u32,
+    pub row: &'a Row,
+    /// What of the row's amount is not on its way yet: one shortage is answered once, however often it is reported.
+    pub missing_bytes: u64,
+}
+
+/// A table that has been asked about a report.
+pub(super) struct Asked<'a> {
+    /// The guest's nodes, in order of their numbers.
+    pub nodes: Vec<NodeView>,
+    /// Those of them that the table integrates memory for, in the same order.
+    pub short: Vec<Shortage<'a>>,
+    requested_bytes: u64,
+    watermark_bytes: u64,
+}
+
+impl<'a> Asked<'a> {
+    /// Asks `table`, as far as what is on its way leaves a shortage.
+    pub fn new(
+        table: &'a [Row],
+        scale: u64,
+        coming: &mut Coming,
+        input: Input<'_>,
+        now: TimeMs,
+    ) -> Asked<'a> {
+        coming.observe(input, now);
+        let nodes = view::nodes(input);
+        let short = nodes.iter().filter_map(|node| {
+            let row = row(table, node, scale);
+            let wanted_bytes = node.dram_bytes.saturating_mul(row.times);
+            let missing_bytes = wanted_bytes.saturating_sub(coming.for_node(node.node));
+            (row.times > 0).then_some(Shortage { node: node.node, row, missing_bytes })
+        });
+        let short = short.collect();
+        let requested_bytes = input.host.requested_bytes();
+        let watermark_bytes = watch_bytes(&nodes, table, scale, input);
+        Asked { nodes, short, requested_bytes, watermark_bytes }
+    }
+
+    /// The guest is given what `served` misses; where what is on its way is enough for all, nothing.
+    pub fn serve(&self, served: Option<&Shortage<'_>>, coming: &mut Coming) -> Decision {
+        let Some(short) = served else { return self.hold(Reason::InProgress) };
+        coming.grant(short.node, short.missing_bytes);
+        let want_bytes = self.requested_bytes.saturating_add(short.missing_bytes);
+        let grow = Decision::want(want_bytes, short.row.reason).watching_free(self.watermark_bytes);
+        Decision { near: Some(short.node), pressure: true, ..grow }
+    }
+
+    /// Nothing changes.
+    pub fn hold(&self, reason: Reason) -> Decision {
+        Decision::hold(reason).watching_free(self.watermark_bytes)
+    }
+
+    /// The guest gives back, until it has so much in all.
+    pub fn shrink(&self, want_bytes: u64, reason: Reason) -> Decision {
+        Decision::want(want_bytes, reason).watching_free(self.watermark_bytes)
+    }
+}
+
+/// The free memory under which a table may soon ask for more. With large scales that is all there is, so it is
+/// at most a quarter of the guest: further up a report a second is enough.
+fn watch_bytes(nodes: &[NodeView], table: &[Row], watermark_scale: u64, input: Input<'_>) -> u64 {
+    let pages = nodes.iter().map(|node| first_border(table, node, watermark_scale));
+    let bytes = pages.fold(0u64, |sum, pages| sum.saturating_add(pages)).saturating_mul(PAGE_BYTES);
+    bytes.min(scale(input.report.memory().total_bytes, 1, 4))
 }

@@ -4,10 +4,8 @@
 #[cfg(test)]
 mod tests;
 
-use foreshore_proto::Measure;
-
-use super::table::{self, Mark, Row, above, from, rest};
-use super::view::{self, Coming, NodeView};
+use super::table::{self, Asked, Mark, Row, above, from, rest};
+use super::view::{Coming, NodeView};
 use super::{Decision, Input};
 use crate::TimeMs;
 use crate::params::params;
@@ -44,44 +42,23 @@ pub struct State {
 
 /// Decides on one report.
 pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
-    state.coming.observe(input, now);
-    let nodes = view::nodes(input);
-    let scale = params.watermark_scale;
-    let watermark_bytes = super::watch_bytes(&nodes, TABLE_2, scale, input);
-    let decided = |want_bytes, near, reason, pressure| Decision {
-        want_bytes,
-        near,
-        from: None,
-        reason,
-        pressure,
-        watermark_bytes,
-        watermark_of: Measure::Free,
-    };
-    let requested_bytes = input.host.requested_bytes();
-
-    // The node that is furthest down the table is served; of equal ones the first.
-    let served = super::shortages(&nodes, TABLE_2, scale, &state.coming)
-        .into_iter()
-        .max_by_key(|shortage| (shortage.missing_bytes > 0, shortage.row.times, u32::MAX - shortage.node));
-    let decision = match served {
-        Some(short) if short.missing_bytes > 0 => {
-            state.reclaiming = false;
-            state.coming.grant(short.node, short.missing_bytes);
-            let want_bytes = requested_bytes.saturating_add(short.missing_bytes);
-            decided(Some(want_bytes), Some(short.node), short.row.reason, true)
-        }
-        Some(_) => {
-            state.reclaiming = false;
-            decided(None, None, Reason::InProgress, false)
-        }
-        None => match state.removable_bytes(params, &nodes) {
-            0 => decided(None, None, Reason::Enough, false),
+    let asked = Asked::new(TABLE_2, params.watermark_scale, &mut state.coming, input, now);
+    let decision = if asked.short.is_empty() {
+        match state.removable_bytes(params, &asked.nodes) {
+            0 => asked.hold(Reason::Enough),
             bytes => {
-                let least = nodes.iter().min_by_key(|node| spare_pages(node, scale));
-                let want_bytes = requested_bytes.saturating_sub(bytes);
-                decided(Some(want_bytes), least.map(|node| node.node), Reason::DescriptorSpace, false)
+                let least = asked.nodes.iter().min_by_key(|node| spare_pages(node, params.watermark_scale));
+                let want_bytes = input.host.requested_bytes().saturating_sub(bytes);
+                let shrink = asked.shrink(want_bytes, Reason::DescriptorSpace);
+                Decision { near: least.map(|node| node.node), ..shrink }
             }
-        },
+        }
+    } else {
+        state.reclaiming = false;
+        // The node that is furthest down the table is served; of equal ones the first.
+        let missing = asked.short.iter().filter(|short| short.missing_bytes > 0);
+        let served = missing.max_by_key(|short| (short.row.times, u32::MAX - short.node));
+        asked.serve(served, &mut state.coming)
     };
     (state, decision)
 }

@@ -4,10 +4,8 @@
 #[cfg(test)]
 mod tests;
 
-use foreshore_proto::Measure;
-
-use super::table::{self, Mark, Row, above, rest};
-use super::view::{self, Coming, NodeView};
+use super::table::{self, Asked, Mark, Row, above, rest};
+use super::view::{Coming, NodeView};
 use super::{Decision, Input};
 use crate::params::params;
 use crate::plan::Reason;
@@ -67,38 +65,20 @@ struct Removing {
 
 /// Decides on one report.
 pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
-    state.coming.observe(input, now);
-    let nodes = view::nodes(input);
-    let scale = params.watermark_scale;
-    let watermark_bytes = super::watch_bytes(&nodes, TABLE_3, scale, input);
-    let decided = |want_bytes, near, reason, pressure| Decision {
-        want_bytes,
-        near,
-        from: None,
-        reason,
-        pressure,
-        watermark_bytes,
-        watermark_of: Measure::Free,
-    };
-
-    let short = super::shortages(&nodes, TABLE_3, scale, &state.coming);
-    let missing = |short: &&super::Shortage<'_>| short.missing_bytes > 0;
-    let decision = if let Some(short) = in_turn(&short, |short| short.node, state.served).find(missing) {
-        state.removing = None;
-        state.served = Some(short.node);
-        state.coming.grant(short.node, short.missing_bytes);
-        let want_bytes = input.host.requested_bytes().saturating_add(short.missing_bytes);
-        decided(Some(want_bytes), Some(short.node), short.row.reason, true)
-    } else if !short.is_empty() {
-        state.removing = None;
-        decided(None, None, Reason::InProgress, false)
-    } else {
-        match state.remove(params, &nodes, input) {
+    let asked = Asked::new(TABLE_3, params.watermark_scale, &mut state.coming, input, now);
+    let decision = if asked.short.is_empty() {
+        match state.remove(params, &asked.nodes, input) {
             Some((node, want_bytes)) => {
-                Decision { from: Some(node), ..decided(Some(want_bytes), None, Reason::FreeShare, false) }
+                Decision { from: Some(node), ..asked.shrink(want_bytes, Reason::FreeShare) }
             }
-            None => decided(None, None, Reason::Enough, false),
+            None => asked.hold(Reason::Enough),
         }
+    } else {
+        state.removing = None;
+        let mut in_turn = in_turn(&asked.short, |short| short.node, state.served);
+        let served = in_turn.find(|short| short.missing_bytes > 0);
+        state.served = served.map(|short| short.node).or(state.served);
+        asked.serve(served, &mut state.coming)
     };
     (state, decision)
 }

@@ -4,8 +4,6 @@
 #[cfg(test)]
 mod tests;
 
-use foreshore_proto::Measure;
-
 use super::view::{self, Coming};
 use super::{Decision, Input};
 use crate::params::params;
@@ -50,27 +48,27 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let requested_bytes = host.requested_bytes();
     let surplus_bytes = state.surplus(params, trigger_bytes, free_bytes, now);
     let storage = Storage::new(params, host);
-    let (want_bytes, reason, pressure) = if storage.owed_bytes > 0 {
+    let decision = if storage.owed_bytes > 0 {
         // Storage runs short: memory gives back first, also while the guest is short.
-        (Some(requested_bytes - storage.owed_bytes), Reason::StorageShort, false)
+        Decision::want(requested_bytes - storage.owed_bytes, Reason::StorageShort)
     } else if free_bytes < trigger_bytes {
         let units = (trigger_bytes - free_bytes).div_ceil(params.unit_bytes);
         let bytes = units.saturating_mul(params.unit_bytes).min(storage.lendable_bytes);
         match bytes {
             // The guest has to swap.
-            0 if storage.has_room => (None, Reason::StorageShort, false),
-            0 => (None, Reason::AtCeiling, false),
-            _ => (Some(requested_bytes.saturating_add(bytes)), Reason::LowFree, true),
+            0 if storage.has_room => Decision::hold(Reason::StorageShort),
+            0 => Decision::hold(Reason::AtCeiling),
+            _ => {
+                let grow = Decision::want(requested_bytes.saturating_add(bytes), Reason::LowFree);
+                Decision { pressure: true, ..grow }
+            }
         }
     } else if surplus_bytes >= BLOCK_BYTES && requested_bytes > 0 {
-        (Some(requested_bytes.saturating_sub(surplus_bytes)), Reason::Calm, false)
+        Decision::want(requested_bytes.saturating_sub(surplus_bytes), Reason::Calm)
     } else {
-        (None, Reason::Enough, false)
+        Decision::hold(Reason::Enough)
     };
-    let watermark_bytes =
-        trigger_bytes.saturating_add(trigger_bytes / 2).min(input.report.memory().total_bytes / 2);
-    let watermark_of = Measure::Free;
-    (state, Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes, watermark_of })
+    (state, decision.watching_one(trigger_bytes, input))
 }
 
 /// What storage can lend, and what it must have back.

@@ -4,8 +4,6 @@
 #[cfg(test)]
 mod tests;
 
-use foreshore_proto::Measure;
-
 use super::view::{self, Coming};
 use super::{Decision, Input};
 use crate::params::params;
@@ -38,22 +36,21 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let watermark = view::scaled_high_bytes(&view::nodes(input), params.watermark_scale);
     let free_bytes = input.report.memory().free_bytes.saturating_add(state.coming.bytes());
     let requested_bytes = input.host.requested_bytes();
-    let (want_bytes, reason, pressure) = if free_bytes < watermark {
+    let decision = if free_bytes < watermark {
         // As many migrations as the allocator would have come to by now.
         let units = (watermark - free_bytes) / params.unit_bytes + 1;
         let bytes = units.saturating_mul(params.unit_bytes);
-        (Some(requested_bytes.saturating_add(bytes)), Reason::LowFree, true)
+        let grow = Decision::want(requested_bytes.saturating_add(bytes), Reason::LowFree);
+        Decision { pressure: true, ..grow }
     } else {
         // Twice the watermark stays, or the next few pages would bring back what has gone.
         let spare_bytes = free_bytes.saturating_sub(watermark.saturating_mul(2));
         match free_units_bytes(params, input).min(spare_bytes) / params.unit_bytes * params.unit_bytes {
-            0 => (None, Reason::Enough, false),
-            bytes => (Some(requested_bytes.saturating_sub(bytes)), Reason::FreeUnits, false),
+            0 => Decision::hold(Reason::Enough),
+            bytes => Decision::want(requested_bytes.saturating_sub(bytes), Reason::FreeUnits),
         }
     };
-    let watermark_bytes = watermark.saturating_add(watermark / 2).min(input.report.memory().total_bytes / 2);
-    let watermark_of = Measure::Free;
-    (state, Decision { want_bytes, near: None, from: None, reason, pressure, watermark_bytes, watermark_of })
+    (state, decision.watching_one(watermark, input))
 }
 
 /// The units of PM that are wholly free. An agent that does not count them leaves an estimate: as many as there
