@@ -394,9 +394,13 @@ impl Guest {
     pub fn request(&mut self, sizes: impl IntoIterator<Item = u64>) {
         for ((zone, plug), requested_bytes) in self.zones.iter_mut().zip(&mut self.plugs).zip(sizes) {
             if zone.requested_bytes != requested_bytes {
+                // A driver that is at work takes the new size up; one that rests, or has to turn round, begins.
+                let way = |requested: u64| requested.cmp(&zone.plugged_bytes);
+                if way(zone.requested_bytes) != way(requested_bytes) {
+                    plug.asked = self.now;
+                    plug.done_us = 0;
+                }
                 zone.requested_bytes = requested_bytes;
-                plug.asked = self.now;
-                plug.done_us = 0;
             }
         }
     }

@@ -59,3 +59,40 @@ fn a_guest_in_which_something_is_to_happen_is_not_still() {
     full.stream_bytes += full.room_bytes();
     assert!(!full.is_still(&segment), "kswapd wakes");
 }
+
+/// What is plugged every 10 ms of a second, of 256 MiB that are asked for at its begin, and of `then` bytes after half of it.
+fn plugged(then: u64) -> Vec<u64> {
+    let zone = ZoneSizes {
+        id: crate::ZoneId(0),
+        tier: Tier::Dram,
+        guest_numa_node: 0,
+        block_bytes: BLOCK_BYTES,
+        floor_bytes: 0,
+        max_bytes: 512 * MIB,
+        requested_bytes: 0,
+        plugged_bytes: 0,
+    };
+    let segment = Segment { anon_bytes: 64 * MIB, hot_permille: 1000, ..Segment::default() };
+    // A block in 4 ms.
+    let config = GuestConfig { plug_delay_ms: 100, plug_block_us: 4_000, ..GuestConfig::default() };
+    let mut guest = Guest::new(config, &[zone], &segment);
+    let at = |ms: u64| {
+        guest.live(TimeMs(ms), &segment, &mut HostPool(0));
+        match ms {
+            0 => guest.request([256 * MIB]),
+            500 => guest.request([then]),
+            _ => {}
+        }
+        guest.plugged_bytes() / MIB
+    };
+    (0..=1_000).step_by(10).map(at).collect()
+}
+
+#[test]
+fn a_driver_that_is_at_work_takes_a_new_size_up_and_one_that_turns_round_begins() {
+    let same = plugged(256 * MIB);
+    assert_eq!((same[10], same[50], same[100]), (0, 200, 256));
+    assert_eq!(plugged(512 * MIB)[..=61], same[..=61], "no pause");
+    let back = plugged(0);
+    assert_eq!((back[59], back[100] < 200), (200, true), "a pause, and back");
+}
