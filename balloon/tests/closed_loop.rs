@@ -1,88 +1,84 @@
 //! The whole loop around a model of a guest: what the policies are for.
 
-mod guest;
+mod rig;
 
-use balloon::controller::{Controller, Rules};
 use balloon::plan::Direction;
 use balloon::policy::{Policy, psi};
+use balloon::sim::{Channel, SwapDevice};
 use balloon::{MIB, TimeMs};
 
-use crate::guest::Guest;
-use crate::guest::workload::{bridge_bytes, run, workloads};
-
-fn controller(policy: &str) -> Controller {
-    Controller::new(Policy::from_name(policy).expect("known"), Rules::default()).expect("defaults")
-}
+use crate::rig::workload::{Figures, LATE_REPORTS_MS, TO_SWAP, Workload, bridge_bytes, workloads};
+use crate::rig::{IDLE_BYTES, Rig, config};
 
 #[test]
 fn a_ramp_far_beyond_dram_swaps_nothing_with_psi() {
     for mib_per_s in [10, 50, 100, 200, 400] {
-        let (mut guest, mut psi) = (Guest::new(), controller("psi"));
-        run(&mut guest, &mut psi, 3_000, 0);
-        run(&mut guest, &mut psi, 900_000 / mib_per_s as u64, mib_per_s);
-        run(&mut guest, &mut psi, 5_000, 0);
-        assert!(guest.processes.wanted_bytes > 900 * MIB);
-        assert_eq!(guest.toll.swapped_out_bytes, 0, "at {mib_per_s} MiB/s");
-        let pm = &guest.host.zones[1];
+        let mut psi = Rig::of("psi");
+        psi.run(3_000, 0);
+        psi.run(900_000 / mib_per_s as u64, mib_per_s);
+        psi.run(5_000, 0);
+        assert!(psi.guest().wanted_bytes() > 900 * MIB);
+        assert_eq!(psi.totals().swapped_out_bytes, 0, "at {mib_per_s} MiB/s");
+        let pm = &psi.guest().zones()[1];
         assert!(pm.plugged_bytes >= 400 * MIB, "at {mib_per_s} MiB/s: {}", pm.plugged_bytes / MIB);
     }
 }
 
 #[test]
 fn the_same_ramp_swaps_with_off() {
-    let (mut guest, mut off) = (Guest::new(), controller("off"));
-    run(&mut guest, &mut off, 3_000, 0);
-    run(&mut guest, &mut off, 9_000, 100);
-    assert!(guest.toll.swapped_out_bytes > 400 * MIB);
-    assert_eq!(guest.host.requested_bytes(), 0);
+    let mut off = Rig::of("off");
+    off.run(3_000, 0);
+    off.run(9_000, 100);
+    assert!(off.totals().swapped_out_bytes > 400 * MIB);
+    assert_eq!(off.requested_bytes(), 0);
 }
 
 #[test]
 fn slow_plugging_is_foreseen() {
-    let (mut guest, mut psi) = (Guest::new(), controller("psi"));
-    guest.plugging.delay_ms = 600;
-    guest.plugging.block_us = 4_000;
-    run(&mut guest, &mut psi, 3_000, 0);
-    run(&mut guest, &mut psi, 9_000, 100);
-    assert_eq!(guest.toll.swapped_out_bytes, 0);
+    let mut config = config();
+    (config.plug_delay_ms, config.plug_block_us) = (600, 4_000);
+    let mut psi = Rig::new(Policy::default(), config);
+    psi.run(3_000, 0);
+    psi.run(9_000, 100);
+    assert_eq!(psi.totals().swapped_out_bytes, 0);
 }
 
 #[test]
 fn after_the_need_memory_goes_back_pm_first_and_nothing_is_swapped() {
-    let (mut guest, mut psi) = (Guest::new(), controller("psi"));
-    run(&mut guest, &mut psi, 3_000, 0);
-    run(&mut guest, &mut psi, 9_000, 100);
-    run(&mut guest, &mut psi, 10_000, 0);
+    let mut psi = Rig::of("psi");
+    psi.run(3_000, 0);
+    psi.run(9_000, 100);
+    psi.run(10_000, 0);
     let mut pm_had_left = false;
     for _ in 0..60 {
-        for plan in run(&mut guest, &mut psi, 1_000, -900) {
+        for plan in psi.run(1_000, -900) {
             assert_eq!(plan.direction, Direction::Shrink);
             let [dram, pm] = [plan.targets[0].requested_bytes, plan.targets[1].requested_bytes];
             pm_had_left |= pm == 0;
             assert!(dram == 128 * MIB || pm_had_left, "DRAM stays while PM is there");
         }
     }
-    assert_eq!(guest.host.plugged_bytes(), 0, "all of it inside a minute");
-    assert_eq!(guest.toll.swapped_out_bytes, 0);
+    assert_eq!(psi.guest().plugged_bytes(), 0, "all of it inside a minute");
+    assert_eq!(psi.totals().swapped_out_bytes, 0);
 }
 
 #[test]
 fn a_guest_whose_need_is_constant_comes_to_rest() {
     for mib in [100, 250, 330, 500, 900, 1_200] {
-        let (mut guest, mut psi) = (Guest::new(), controller("psi"));
-        run(&mut guest, &mut psi, 3_000, 0);
-        run(&mut guest, &mut psi, mib * 10, 100);
-        run(&mut guest, &mut psi, 60_000, 0);
-        let late = run(&mut guest, &mut psi, 120_000, 0);
+        let mut psi = Rig::of("psi");
+        psi.run(3_000, 0);
+        psi.run(mib * 10, 100);
+        psi.run(60_000, 0);
+        let late = psi.run(120_000, 0);
         assert!(late.is_empty(), "{mib} MiB: {late:?}");
-        assert_eq!(guest.toll.swapped_out_bytes, 0, "{mib} MiB");
+        assert_eq!(psi.totals().swapped_out_bytes, 0, "{mib} MiB");
     }
 }
 
 /// Where a guest that was left alone for a minute may be: a tenth over what it needs with the bridge.
-fn may_hold_over_bytes(guest: &Guest) -> u64 {
-    let need_bytes = guest.need_bytes() + bridge_bytes(guest);
-    bridge_bytes(guest) + need_bytes / 10
+fn may_hold_over_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
+    let bridge_bytes = bridge_bytes(rig, report_delay_ms);
+    bridge_bytes + (rig.need_bytes() + bridge_bytes) / 10
 }
 
 #[test]
@@ -94,7 +90,7 @@ fn every_workload_is_served_and_little_is_held_for_it() {
     );
     for workload in workloads() {
         let name = workload.name;
-        let (guest, f) = workload.run(&mut controller("psi"));
+        let (rig, f) = workload.run(Policy::default());
         println!(
             "{name:24}{:>9}{:>9}{:>9}{:>5}{:>12.2}{:>10.1}{:>9}",
             f.swapped_out_mib,
@@ -105,204 +101,219 @@ fn every_workload_is_served_and_little_is_held_for_it() {
             f.over_end_permille as f64 / 10.0,
             f.resizes
         );
-        assert_eq!((f.swapped_out_mib, f.oom_kills), (0, 0), "{name}");
+        // It is faster than what `psi` is to hold a bridge for, and may wake kswapd.
+        let swap_bound_mib = if name == "hard burst after rest" { 2 } else { 0 };
+        assert!(f.swapped_out_mib <= swap_bound_mib, "{name}: {} MiB swapped out", f.swapped_out_mib);
+        assert_eq!(f.oom_kills, 0, "{name}");
         let stall_bound_ms = match name {
-            // A disk of 250 MiB/s must read 600 MiB, and what a small guest evicts meanwhile once more.
-            "files read again" => 3_000,
-            // 280 MiB come back at 100 MiB/s, whatever the host does.
-            "swapped before" => 2_900,
+            // A disk of 32 KiB in 180 us must read 600 MiB.
+            "files read again" => 4_000,
+            // What is in swap comes back at 4 KiB in 180 us, whatever the host does.
+            "swapped before" => f.swapped_in_mib * 256 * 180 / 1_000 + 50,
             _ => 0,
         };
         assert!(f.stall_ms <= stall_bound_ms, "{name}: {} ms of waiting", f.stall_ms);
+        let may_hold_bytes =
+            may_hold_over_bytes(&rig, if name == "late reports" { LATE_REPORTS_MS } else { 0 });
         let over_bound_bytes = match name {
-            "pinned pages" => 128 * MIB + guest.plugging.pinned_bytes[1],
+            "pinned pages" => 128 * MIB + refused_bytes(&rig),
             // It is at its lowest, and keeps what the next tooth needs.
-            "sawtooth of 5 s" | "sawtooth of 40 s" => 400 * MIB + may_hold_over_bytes(&guest) * 2,
-            _ => may_hold_over_bytes(&guest),
+            "sawtooth of 5 s" | "sawtooth of 40 s" => 400 * MIB + may_hold_bytes * 2,
+            _ => may_hold_bytes,
         };
-        assert!(guest.over_bytes() <= over_bound_bytes, "{name}: {} MiB over", guest.over_bytes() / MIB);
+        assert!(rig.over_bytes() <= over_bound_bytes, "{name}: {} MiB over", rig.over_bytes() / MIB);
         assert!(f.resizes <= 45, "{name}: {} resizes", f.resizes);
     }
+}
+
+/// What does not leave of the PM that was ever plugged.
+fn refused_bytes(rig: &Rig) -> u64 {
+    rig.totals().plugged_in_bytes[1] / 1000 * rig.guest().config().refused_permille + 2 * MIB
+}
+
+fn workload(name: &str) -> Workload {
+    workloads().into_iter().find(|workload| workload.name == name).expect("is there")
 }
 
 #[test]
 fn twice_the_slack_would_be_seen() {
     // The broken variant of the test above.
-    let policy = psi::Params { slack_permille: 130, ..psi::Params::default() };
-    let mut controller = Controller::new(Policy::Psi(policy), Rules::default()).expect("in range");
-    let ramp =
-        workloads().into_iter().find(|workload| workload.name == "ramp 10 MiB/s, rest").expect("is there");
-    let (guest, _) = ramp.run(&mut controller);
-    assert!(guest.over_bytes() > may_hold_over_bytes(&guest));
+    let policy = Policy::Psi(psi::Params { slack_permille: 130, ..psi::Params::default() });
+    let (rig, _) = workload("ramp 10 MiB/s, rest").run(policy);
+    assert!(rig.over_bytes() > may_hold_over_bytes(&rig, 0));
 }
 
 #[test]
 fn page_cache_that_is_read_once_grows_nothing() {
-    let (mut guest, mut psi) = (Guest::new(), controller("psi"));
-    guest.files.read_once_bytes_per_ms = MIB / 4;
-    let plans = run(&mut guest, &mut psi, 300_000, 0);
+    let mut psi = Rig::of("psi");
+    psi.habits.stream_bytes_per_s = 256 * MIB;
+    let plans = psi.run(300_000, 0);
     assert!(plans.is_empty(), "{plans:?}");
-    assert!(guest.files.once_bytes > 200 * MIB, "it fills the memory that is there");
+    assert!(psi.guest().cached_bytes() > 200 * MIB, "it fills the memory that is there");
     // Who goes by free pages gives it all there is.
-    let (mut guest, mut pmb) = (Guest::new(), controller("pmb"));
-    guest.files.read_once_bytes_per_ms = MIB / 4;
-    run(&mut guest, &mut pmb, 60_000, 0);
-    assert_eq!(guest.host.plugged_bytes(), guest.host.max_bytes());
+    let mut pmb = Rig::of("pmb");
+    pmb.habits.stream_bytes_per_s = 256 * MIB;
+    pmb.run(60_000, 0);
+    assert_eq!(pmb.guest().plugged_bytes(), 1152 * MIB);
 }
 
 #[test]
 fn page_cache_that_is_read_again_comes_to_fit_and_stays() {
-    let (mut guest, mut psi) = (Guest::new(), controller("psi"));
-    (guest.files.hot_bytes, guest.files.reread_bytes_per_ms) = (600 * MIB, MIB);
-    run(&mut guest, &mut psi, 60_000, 0);
-    let (before, plugged) = (guest.toll, guest.host.plugged_bytes());
-    run(&mut guest, &mut psi, 200_000, 0);
-    assert_eq!(guest.toll.refault_bytes, before.refault_bytes, "nothing has to be read again");
-    assert_eq!(guest.host.plugged_bytes(), plugged);
+    let read_again = |rig: &mut Rig| {
+        (rig.habits.file_bytes, rig.habits.touches_per_s) = (600 * MIB, 250_000);
+    };
+    let mut psi = Rig::of("psi");
+    read_again(&mut psi);
+    psi.run(60_000, 0);
+    let (before, plugged) = (*psi.totals(), psi.guest().plugged_bytes());
+    psi.run(200_000, 0);
+    assert_eq!(psi.totals().stall_us, before.stall_us, "nothing has to be read again");
+    assert_eq!(psi.totals().refaulted_bytes, before.refaulted_bytes);
+    assert_eq!(psi.guest().plugged_bytes(), plugged);
     // The same without psi: the disk is read for as long as there are readers.
-    let (mut guest, mut off) = (Guest::new(), controller("off"));
-    (guest.files.hot_bytes, guest.files.reread_bytes_per_ms) = (600 * MIB, MIB);
-    run(&mut guest, &mut off, 260_000, 0);
-    assert!(guest.toll.stall_us > 20_000_000, "{} us", guest.toll.stall_us);
+    let mut off = Rig::of("off");
+    read_again(&mut off);
+    off.run(260_000, 0);
+    assert!(off.totals().stall_us > 20_000_000, "{} us", off.totals().stall_us);
 }
 
 #[test]
 fn who_allocates_for_as_long_as_there_is_anything_meets_the_oom_killer_after_the_last_pm() {
-    for block_us in [2_000, 8_000] {
-        let (mut guest, mut psi) = (Guest::new(), controller("psi"));
-        guest.processes.swap_bytes = 0;
-        guest.plugging.block_us = block_us;
-        run(&mut guest, &mut psi, 3_000, 0);
-        while guest.toll.oom_kills == 0 {
-            assert!(guest.now < TimeMs(60_000), "1.5 GiB last for 15 s");
-            run(&mut guest, &mut psi, 1, 100);
-        }
-        for zone in &guest.host.zones {
-            assert_eq!(zone.plugged_bytes, zone.max_bytes, "killed while there was memory, at {}", guest.now);
+    for plug_block_us in [2_000, 8_000] {
+        let swap = SwapDevice::from_name("none", 0).expect("listed");
+        let mut psi =
+            Rig::new(Policy::default(), balloon::sim::GuestConfig { swap, plug_block_us, ..config() });
+        psi.run(3_000, 0);
+        psi.run_until(57_000, 100, |vm| vm.guest().totals().oom_kills > 0);
+        assert!(psi.guest().now() < TimeMs(60_000), "1.5 GiB last for 15 s");
+        for zone in psi.guest().zones() {
+            let now = psi.guest().now();
+            assert_eq!(zone.plugged_bytes, zone.max_bytes, "killed while there was memory, at {now}");
         }
     }
 }
 
 #[test]
 fn the_same_guest_is_killed_with_pm_left_where_nobody_acts() {
-    let (mut guest, mut off) = (Guest::new(), controller("off"));
-    guest.processes.swap_bytes = 0;
-    run(&mut guest, &mut off, 10_000, 100);
-    assert!(guest.toll.oom_kills > 0);
-    assert_eq!(guest.host.plugged_bytes(), 0);
-}
-
-/// A guest that has rested for five minutes at 600 MiB.
-fn rested() -> (Guest, Controller) {
-    let (mut guest, mut psi) = (Guest::new(), controller("psi"));
-    run(&mut guest, &mut psi, 3_000, 0);
-    run(&mut guest, &mut psi, 5_600, 100);
-    run(&mut guest, &mut psi, 300_000, 0);
-    (guest, psi)
+    let swap = SwapDevice::from_name("none", 0).expect("listed");
+    let mut off = Rig::new(Policy::Off, balloon::sim::GuestConfig { swap, ..config() });
+    off.run(10_000, 100);
+    assert!(off.totals().oom_kills > 0);
+    assert_eq!(off.guest().plugged_bytes(), 0);
 }
 
 #[test]
 fn a_burst_is_answered_within_a_tenth_of_a_second() {
     let mut took = Vec::new();
-    let rested = rested();
+    // A guest that has rested for five minutes at 600 MiB.
+    let mut rested = Rig::of("psi");
+    rested.run(3_000, 0);
+    rested.run(5_600, 100);
+    rested.run(300_000, 0);
     for phase_ms in (0..1_000).step_by(37) {
-        let (mut guest, mut psi) = rested.clone();
-        run(&mut guest, &mut psi, phase_ms, 0);
-        let begin = guest.now;
-        while guest.host.outstanding_grow_bytes() == 0 {
-            run(&mut guest, &mut psi, 1, 256);
-        }
-        took.push(guest.now.since(begin));
+        let mut psi = rested.clone();
+        psi.run(phase_ms, 0);
+        let (begin, requested) = (psi.guest().now(), psi.requested_bytes());
+        let is_asked = |vm: &balloon::sim::Vm| {
+            vm.guest().zones().iter().map(|zone| zone.requested_bytes).sum::<u64>() > requested
+        };
+        psi.run_until(1_000, 256, is_asked);
+        took.push(psi.guest().now().since(begin));
     }
     took.sort_unstable();
-    assert!(took[took.len() / 2] <= 100, "{took:?}");
+    // An eighth of what is available is gone after 50 ms, and the model's agent looks as late as it can, 50 ms after that.
+    assert!(took[took.len() / 2] <= 105, "{took:?}");
     assert!(took[took.len() - 1] <= 150, "{took:?}");
 }
 
 #[test]
 fn reports_that_are_lost_for_two_seconds_cost_nothing() {
     for lost_from_ms in (0..8_000).step_by(500) {
-        let (mut guest, mut psi) = (Guest::new(), controller("psi"));
-        run(&mut guest, &mut psi, 3_000, 0);
-        run(&mut guest, &mut psi, lost_from_ms, 50);
-        guest.is_mute = true;
-        run(&mut guest, &mut psi, 2_000, 50);
-        guest.is_mute = false;
-        run(&mut guest, &mut psi, 8_000, 50);
-        assert_eq!(guest.toll.swapped_out_bytes, 0, "lost from {lost_from_ms} ms on");
+        let mut psi = Rig::of("psi");
+        psi.run(3_000, 0);
+        psi.run(lost_from_ms, 50);
+        psi.vm.set_channel(Channel { loses_all: true, ..Channel::default() });
+        psi.run(2_000, 50);
+        psi.vm.set_channel(Channel::default());
+        psi.run(8_000, 50);
+        assert_eq!(psi.totals().swapped_out_bytes, 0, "lost from {lost_from_ms} ms on");
     }
 }
 
 #[test]
 fn memory_that_does_not_come_back_is_asked_for_less_and_less_often() {
-    let (mut guest, mut psi) = (Guest::new(), controller("psi"));
-    guest.plugging.pinned_bytes = [0, 256 * MIB];
-    run(&mut guest, &mut psi, 3_000, 0);
-    run(&mut guest, &mut psi, 9_000, 100);
-    run(&mut guest, &mut psi, 1_000, -900);
+    let mut psi =
+        Rig::new(Policy::default(), balloon::sim::GuestConfig { refused_permille: 400, ..config() });
+    psi.run(3_000, 0);
+    psi.run(9_000, 100);
+    let peak_bytes = psi.guest().zones()[1].plugged_bytes;
+    psi.run(1_000, -900);
     let mut asked = [0, 0];
     for part in &mut asked {
-        let plans = run(&mut guest, &mut psi, 300_000, 0);
+        let plans = psi.run(300_000, 0);
         *part = plans.iter().filter(|plan| plan.direction == Direction::Shrink).count();
     }
-    assert_eq!(guest.host.zones[1].plugged_bytes, 256 * MIB, "what can go has gone");
+    let left_bytes = psi.guest().zones()[1].plugged_bytes;
+    assert_eq!(left_bytes, (peak_bytes / 1000 * 400).next_multiple_of(2 * MIB), "what can go has gone");
     assert!(asked[1] * 3 <= asked[0] && asked[1] <= 2, "{asked:?}");
     // What did not go serves the next who want it, at once.
-    let plans = run(&mut guest, &mut psi, 1_000, 100);
+    let plans = psi.run(1_000, 100);
     assert!(plans.is_empty(), "{plans:?}");
+}
+
+/// A guest that wants 600 MiB and has some of that in swap, of which nothing is touched.
+fn swapped() -> Rig {
+    let mut rig = Rig::of("off");
+    TO_SWAP.into_iter().for_each(|(ms, mib_per_s)| drop(rig.run(ms, mib_per_s)));
+    assert!(rig.guest().wanted_bytes() == 600 * MIB && rig.guest().swapped_bytes() > 200 * MIB);
+    rig
 }
 
 #[test]
 fn swapped_memory_that_comes_back_finds_room() {
-    let (mut guest, mut psi) = (Guest::new(), controller("psi"));
-    let processes = &mut guest.processes;
-    (processes.wanted_bytes, processes.resident_bytes) = (600 * MIB, 320 * MIB);
-    (processes.swapped_bytes, processes.touch_bytes_per_ms) = (280 * MIB, MIB);
-    let first = run(&mut guest, &mut psi, 100, 0);
-    assert_eq!(first.len(), 1, "it is short in its first report");
-    assert!(first[0].requested_bytes() >= 280 * MIB, "{} MiB", first[0].requested_bytes() / MIB);
-    run(&mut guest, &mut psi, 60_000, 0);
-    assert_eq!(guest.toll.swapped_out_bytes, 0, "nothing has to go to make room");
-    assert!(guest.processes.swapped_bytes < MIB);
+    let mut psi = swapped();
+    let (swapped, before) = (psi.guest().swapped_bytes(), Figures::of(&psi));
+    psi.habits.touches_per_s = 250_000;
+    psi.vm.set_policy(Policy::default()).expect("in range");
+    let first = psi.run(1_000, 0);
+    assert!(!first.is_empty(), "it is short in its first report");
+    assert!(first[0].requested_bytes() >= swapped, "{} MiB", first[0].requested_bytes() / MIB);
+    psi.run(60_000, 0);
+    assert_eq!(Figures::of(&psi).swapped_out_mib, before.swapped_out_mib, "nothing has to go to make room");
+    assert!(psi.guest().swapped_bytes() < MIB);
 }
 
 #[test]
 fn swapped_memory_that_nobody_wants_holds_nothing() {
-    let (mut guest, mut psi) = (Guest::new(), controller("psi"));
-    let processes = &mut guest.processes;
-    (processes.wanted_bytes, processes.resident_bytes, processes.swapped_bytes) =
-        (600 * MIB, 320 * MIB, 280 * MIB);
-    run(&mut guest, &mut psi, 120_000, 0);
-    let over_bytes = guest.total_bytes() - guest.processes.resident_bytes;
-    assert!(over_bytes < may_hold_over_bytes(&guest), "{} MiB", over_bytes / MIB);
+    let mut psi = swapped();
+    psi.vm.set_policy(Policy::default()).expect("in range");
+    psi.run(120_000, 0);
+    assert!(psi.guest().swapped_bytes() > 200 * MIB, "it is there");
+    let over_bytes = psi.guest().total_bytes() - psi.guest().resident_bytes();
+    assert!(over_bytes < may_hold_over_bytes(&psi, 0), "{} MiB", over_bytes / MIB);
 }
 
 #[test]
 fn a_sawtooth_does_not_swap_and_does_not_resize_at_every_tooth() {
-    let (mut guest, mut psi) = (Guest::new(), controller("psi"));
-    run(&mut guest, &mut psi, 3_000, 0);
-    run(&mut guest, &mut psi, 5_000, 100);
+    let mut psi = Rig::of("psi");
+    psi.run(3_000, 0);
+    psi.run(5_000, 100);
     let mut shrinks = 0;
     for _ in 0..60 {
-        shrinks += run(&mut guest, &mut psi, 2_000, -150)
-            .iter()
-            .filter(|p| p.direction == Direction::Shrink)
-            .count();
-        shrinks +=
-            run(&mut guest, &mut psi, 3_000, 100).iter().filter(|p| p.direction == Direction::Shrink).count();
+        for (ms, mib_per_s) in [(2_000, -150), (3_000, 100)] {
+            let plans = psi.run(ms, mib_per_s);
+            shrinks += plans.iter().filter(|plan| plan.direction == Direction::Shrink).count();
+        }
     }
-    assert_eq!(guest.toll.swapped_out_bytes, 0);
+    assert_eq!(psi.totals().swapped_out_bytes, 0);
     assert!(shrinks <= 10, "{shrinks} shrinks in 60 teeth");
+    assert!(psi.guest().wanted_bytes() > IDLE_BYTES);
 }
 
 #[test]
 fn the_same_sawtooth_resizes_at_many_teeth_without_patience() {
-    let policy = psi::Params { max_idle_ms: 3_000, ..psi::Params::default() };
-    let mut patient = [0, 0];
-    for (resizes, policy) in patient.iter_mut().zip([psi::Params::default(), policy]) {
-        let mut controller = Controller::new(Policy::Psi(policy), Rules::default()).expect("in range");
-        let saw = workloads().into_iter().find(|workload| workload.name == "sawtooth of 40 s");
-        *resizes = saw.expect("is there").run(&mut controller).1.resizes;
-    }
-    assert!(patient[0] * 3 <= patient[1] * 2, "{patient:?}");
+    let impatient = psi::Params { max_idle_ms: 3_000, ..psi::Params::default() };
+    let resizes = [psi::Params::default(), impatient]
+        .map(|params| workload("sawtooth of 40 s").run(Policy::Psi(params)).1.resizes);
+    assert!(resizes[0] * 3 <= resizes[1] * 2, "{resizes:?}");
 }

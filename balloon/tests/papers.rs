@@ -1,26 +1,19 @@
 //! The papers' policies around a model of a guest: that they serve, come to rest, and give back.
 
-#[allow(dead_code)]
-mod guest;
+#[allow(dead_code, reason = "it has more than these policies need")]
+mod rig;
 
-use balloon::controller::{Controller, Event, Rules};
+use balloon::MIB;
 use balloon::params::Setting;
 use balloon::plan::Direction;
 use balloon::policy::Policy;
-use balloon::proto::{Measure, Report, Zone, ZoneKind};
-use balloon::{MIB, TimeMs};
+use balloon::proto::Measure;
 
-use crate::guest::Guest;
+use crate::rig::{Rig, config};
 
-const PAGE_BYTES: u64 = 4096;
-
-/// A guest whose reports have a zone for its PM, and its loop.
+/// A guest, and what was asked of it, each time that changed.
 struct Loop {
-    guest: Guest,
-    controller: Controller,
-    watermark_bytes: u64,
-    reported: TimeMs,
-    /// What was asked for, each time that changed.
+    rig: Rig,
     asked: Vec<(Direction, u64)>,
 }
 
@@ -29,53 +22,17 @@ impl Loop {
         let settings: Vec<_> = params.iter().map(|(name, text)| (*name, Setting::from(*text))).collect();
         let policy = Policy::from_name(policy).expect("known");
         let policy = policy.with(settings.iter().map(|(name, setting)| (*name, setting))).expect("in bounds");
-        Loop {
-            guest: Guest::new(),
-            controller: Controller::new(policy, Rules::default()).expect("in bounds"),
-            watermark_bytes: 0,
-            reported: TimeMs(0),
-            asked: Vec::new(),
-        }
-    }
-
-    /// The model's report, in which what is free lies in PM first: processes that run on DRAM's node take DRAM first.
-    fn report(&mut self) -> Report {
-        let mut raw = self.guest.report().as_raw().clone();
-        let pm_bytes = self.guest.host.zones[1].plugged_bytes;
-        let in_pm = raw.memory.free_bytes.min(pm_bytes);
-        raw.zones[0].managed_pages = (raw.memory.total_bytes - pm_bytes) / PAGE_BYTES;
-        raw.zones[0].free_pages = (raw.memory.free_bytes - in_pm) / PAGE_BYTES;
-        raw.zones.push(Zone {
-            node: 1,
-            kind: ZoneKind::Movable,
-            free_pages: in_pm / PAGE_BYTES,
-            managed_pages: pm_bytes / PAGE_BYTES,
-            largest_free_blocks: Some(in_pm / (4 * MIB)),
-            ..Zone::default()
-        });
-        Report::try_from(raw).expect("a model tells the truth")
+        Loop { rig: Rig::new(policy, config()), asked: Vec::new() }
     }
 
     fn run(&mut self, ms: u64, mib_per_s: i64) {
-        for _ in 0..ms {
-            self.guest.live(mib_per_s * MIB as i64 / 1000);
-            let (now, age) = (self.guest.now, self.guest.now.since(self.reported));
-            let fast = self.guest.free_bytes() < self.watermark_bytes;
-            if age < 1_000 && !(fast && age >= 50) {
-                continue;
-            }
-            self.reported = now;
-            let report = self.report();
-            let plan = self.controller.step(Event::Report(&report), &self.guest.host, now);
-            assert_eq!(plan.watermark_of, Measure::Free, "they decide by free pages");
-            self.watermark_bytes = plan.watermark_bytes;
-            for (zone, target) in self.guest.host.zones.iter_mut().zip(&plan.targets) {
-                zone.requested_bytes = target.requested_bytes;
-            }
-            if plan.direction != Direction::Hold {
-                self.asked.push((plan.direction, plan.requested_bytes()));
-            }
-        }
+        let plans = self.rig.run(ms, mib_per_s);
+        assert!(plans.iter().all(|plan| plan.watermark_of == Measure::Free), "they decide by free pages");
+        self.asked.extend(plans.iter().map(|plan| (plan.direction, plan.requested_bytes())));
+    }
+
+    fn swapped_out_mib(&self) -> u64 {
+        self.rig.totals().swapped_out_bytes / MIB
     }
 
     fn shrinks(&self) -> usize {
@@ -104,9 +61,9 @@ fn a_ramp_far_beyond_dram_swaps_nothing_with_their_defaults() {
         papers.run(3_000, 0);
         papers.run(9_000, 100);
         papers.run(5_000, 0);
-        assert!(papers.guest.processes.wanted_bytes > 900 * MIB);
-        assert_eq!(papers.guest.toll.swapped_out_bytes / MIB, 0, "{policy}");
-        assert!(papers.guest.host.zones[1].plugged_bytes >= 400 * MIB, "{policy}");
+        assert!(papers.rig.guest().wanted_bytes() > 900 * MIB);
+        assert_eq!(papers.swapped_out_mib(), 0, "{policy}");
+        assert!(papers.rig.guest().zones()[1].plugged_bytes >= 400 * MIB, "{policy}");
     }
 }
 
@@ -115,7 +72,7 @@ fn at_the_papers_scale_memorage_comes_after_kswapd() {
     let mut papers = Loop::new("memorage", &[("watermark-scale", "1")]);
     papers.run(3_000, 0);
     papers.run(9_000, 100);
-    assert!(papers.guest.toll.swapped_out_bytes > 0, "which is why the default is another");
+    assert!(papers.swapped_out_mib() > 0, "which is why the default is another");
 }
 
 #[test]
@@ -129,7 +86,7 @@ fn a_guest_whose_need_is_constant_comes_to_rest() {
             papers.asked.clear();
             papers.run(120_000, 0);
             assert_eq!(papers.asked, [], "{policy} after {seconds} s");
-            assert_eq!(papers.guest.toll.swapped_out_bytes / MIB, 0, "{policy} after {seconds} s");
+            assert_eq!(papers.swapped_out_mib(), 0, "{policy} after {seconds} s");
         }
     }
 }
@@ -141,13 +98,13 @@ fn what_is_free_goes_back_as_the_paper_says_and_nothing_is_swapped() {
         papers.run(3_000, 0);
         papers.run(8_000, 100);
         papers.run(5_000, 0);
-        let before = papers.guest.host.requested_bytes();
+        let before = papers.rig.requested_bytes();
         papers.run(1_000, -900);
         papers.run(180_000, 0);
-        let left = papers.guest.host.requested_bytes();
+        let left = papers.rig.requested_bytes();
         assert!(papers.shrinks() > 0, "{policy} of {}", before / MIB);
         assert!(left / MIB <= left_mib, "{policy}: {} of {} MiB are left", left / MIB, before / MIB);
-        assert_eq!(papers.guest.toll.swapped_out_bytes / MIB, 0, "{policy}");
+        assert_eq!(papers.swapped_out_mib(), 0, "{policy}");
         papers.asked.clear();
         papers.run(120_000, 0);
         assert_eq!(papers.asked, [], "{policy}");

@@ -95,6 +95,26 @@ impl Demand {
         Ok(Demand { segments: Arc::new(segments), end })
     }
 
+    /// Goes on after the end for so long: what is wanted then begins with what was wanted last, and is as `segment` says
+    /// apart from that.
+    pub fn go_on(&mut self, segment: Segment, ms: u64) {
+        if ms == 0 {
+            return;
+        }
+        let last = self.segments[self.segments.len() - 1];
+        Arc::make_mut(&mut self.segments).push(Segment {
+            at: self.end,
+            anon_bytes: last.anon_bytes_at(self.end),
+            ..segment
+        });
+        self.end = self.end + ms;
+    }
+
+    /// Ends at a moment of the last segment.
+    pub fn end_at(&mut self, at: TimeMs) {
+        self.end = self.end.min(at);
+    }
+
     /// The segments, in order.
     pub fn segments(&self) -> &[Segment] {
         &self.segments

@@ -31,5 +31,5 @@ pub use random::Random;
 pub use replay::{ReplayError, replay};
 pub use series::{Point, Series};
 pub use swap::SwapDevice;
-pub use vm::{Decided, Observer, Skip, Vm};
+pub use vm::{Channel, Decided, Observer, Skip, Vm};
 pub use workload::{Params as WorkloadParams, Workload};

@@ -212,6 +212,57 @@ fn a_burst_is_noticed_when_it_is_seen_however_even_it_is() {
 }
 
 #[test]
+fn reports_may_be_lost_or_late_and_a_vm_goes_on_as_it_is_told() {
+    /// When the guest reported, and what was decided.
+    #[derive(Default)]
+    struct Log(Vec<TimeMs>, Vec<(TimeMs, crate::plan::Reason)>);
+    impl Observer for Log {
+        fn report(&mut self, at: TimeMs, _: &foreshore_proto::Report) {
+            self.0.push(at);
+        }
+
+        fn plan(&mut self, at: TimeMs, plan: &crate::plan::Plan, _: &HostView) {
+            self.1.push((at, plan.reason));
+        }
+    }
+    let flat = Segment { anon_bytes: 64 * MIB, hot_permille: 1000, ..Segment::default() };
+    let start = || {
+        let demand = Demand::new(vec![flat], TimeMs(1_500)).expect("in order");
+        let guest = GuestConfig { boot_bytes: 512 * MIB, ..GuestConfig::default() };
+        let host = view(512 * MIB, 1024 * MIB);
+        Vm::new(guest, host, demand, Policy::default(), Rules::default(), Skip::AtRest).expect("in bounds")
+    };
+    let (mut pool, mut log) = (HostPool(0), Log::default());
+    let mut run = |vm: &mut Vm, log: &mut Log| {
+        while vm.now().is_some() {
+            vm.turn(&mut pool, log);
+        }
+    };
+    let mut vm = start();
+    vm.set_channel(Channel { delay_ms: 300, ..Channel::default() });
+    run(&mut vm, &mut log);
+    let decided = |log: &Log| {
+        let enough = log.1.iter().filter(|(_, reason)| *reason == crate::plan::Reason::Enough);
+        enough.map(|(at, _)| *at).collect::<Vec<_>>()
+    };
+    assert_eq!((&log.0[..], decided(&log)), (&[0, 1_000].map(TimeMs)[..], [300, 1_300].map(TimeMs).to_vec()));
+
+    let (mut vm, mut log) = (start(), Log::default());
+    run(&mut vm, &mut log);
+    assert_eq!(decided(&log), [0, 1_000].map(TimeMs));
+    vm.set_channel(Channel { loses_all: true, ..Channel::default() });
+    vm.go_on(Segment { anon_bytes: 0, anon_bytes_per_s: 1 << 20, ..flat }, 10_000);
+    run(&mut vm, &mut log);
+    assert_eq!(vm.guest().wanted_bytes(), 74 * MIB, "it begins where it was");
+    assert_eq!(decided(&log).len(), 2);
+    assert!(log.0.len() >= 11 && log.1.iter().any(|(_, reason)| *reason == crate::plan::Reason::ReportsLost));
+    vm.go_on(flat, 10_000);
+    vm.turn(&mut HostPool(0), &mut ());
+    vm.stop();
+    assert_eq!((vm.now(), vm.guest().now() < TimeMs(20_000)), (None, true));
+}
+
+#[test]
 fn a_guest_without_swap_that_leaks_is_killed_without_pm_and_not_with_it() {
     let no_swap = |mut setup: VmSetup| {
         setup.guest.swap = SwapDevice::from_name("none", 0).expect("listed");

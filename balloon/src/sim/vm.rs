@@ -1,5 +1,7 @@
 //! A VM: a guest, its agent, and the controller that the VMM has.
 
+use std::collections::VecDeque;
+
 use foreshore_proto::{Cause, Report};
 
 use super::agent::{Agent, LOOK_MS};
@@ -51,6 +53,15 @@ pub struct Decided {
     pub shrinks: u64,
 }
 
+/// What becomes of reports.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Channel {
+    /// They do not arrive.
+    pub loses_all: bool,
+    /// How long they take.
+    pub delay_ms: u64,
+}
+
 /// A VM and how far it has come.
 ///
 /// **Reports that are left out.** While a guest is at rest (the same is wanted, nothing is on its way, nothing is reclaimed or
@@ -71,6 +82,8 @@ pub struct Vm {
     segment: usize,
     host: HostView,
     skip: Skip,
+    channel: Channel,
+    on_their_way: VecDeque<(TimeMs, Report)>,
     settle_ms: u64,
     rest_since: Option<TimeMs>,
     ticked: TimeMs,
@@ -96,6 +109,8 @@ impl Vm {
             segment: 0,
             host,
             skip,
+            channel: Channel::default(),
+            on_their_way: VecDeque::new(),
             rest_since: None,
             ticked: TimeMs(0),
             decided: Decided::default(),
@@ -117,6 +132,30 @@ impl Vm {
         &self.demand
     }
 
+    /// Goes on wanting, see [`Demand::go_on`].
+    pub fn go_on(&mut self, segment: Segment, ms: u64) {
+        self.demand.go_on(segment, ms);
+    }
+
+    /// Wants nothing that was to come from now on.
+    pub fn stop(&mut self) {
+        self.demand.end_at(self.guest.now());
+        self.segment = self.demand.segments().len();
+        self.rest_since = None;
+    }
+
+    /// Changes what becomes of reports. Where it is not what it should be none is left out.
+    pub fn set_channel(&mut self, channel: Channel) {
+        self.channel = channel;
+    }
+
+    /// Exchanges the policy.
+    pub fn set_policy(&mut self, policy: Policy) -> Result<(), ParamError> {
+        self.settle_ms = policy.settle_ms();
+        self.rest_since = None;
+        self.controller.set_policy(policy)
+    }
+
     /// How far it has come; `None` at the end.
     pub fn now(&self) -> Option<TimeMs> {
         (self.segment < self.demand.segments().len()).then(|| self.guest.now())
@@ -135,6 +174,9 @@ impl Vm {
         self.guest.live(to, &segment, pool);
         observer.lived(&self.guest, &segment);
         let now = self.guest.now();
+        while let Some((_, report)) = self.on_their_way.pop_front_if(|(due, _)| *due <= now) {
+            self.step(Some(&report), pool, observer);
+        }
         if self.agent.is_stalled(&self.guest) {
             self.agent.alert(now);
             self.report(Cause::Stall, pool, observer);
@@ -157,6 +199,9 @@ impl Vm {
 
     fn next_event(&self, segment: &Segment, end: TimeMs) -> TimeMs {
         let mut to = end.min(self.agent.report_due());
+        if let Some((due, _)) = self.on_their_way.front() {
+            to = to.min(*due);
+        }
         if self.is_followed() {
             to = to.min(self.ticked + TICK_MS);
         }
@@ -169,15 +214,24 @@ impl Vm {
         to.max(self.guest.now())
     }
 
-    /// A request that has not been followed yet: the VMM watches.
+    /// A request that has not been followed yet, or reports that may be lost: the VMM watches.
     fn is_followed(&self) -> bool {
-        self.guest.zones().iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
+        self.channel != Channel::default()
+            || self.guest.zones().iter().any(|zone| zone.requested_bytes != zone.plugged_bytes)
             || self.controller.policy().name() == "fixed" && self.decided.steps == 0
     }
 
     fn report(&mut self, cause: Cause, pool: &mut impl Pool, observer: &mut impl Observer) {
         let report = self.agent.report(&self.guest, cause);
         observer.report(self.guest.now(), &report);
+        if self.channel != Channel::default() {
+            self.rest_since = None;
+            match self.channel.loses_all {
+                true => self.agent.take_back(report),
+                false => self.on_their_way.push_back((self.guest.now() + self.channel.delay_ms, report)),
+            }
+            return;
+        }
         let held = self.step(Some(&report), pool, observer);
         self.agent.take_back(report);
         let (segment, _) = self.segment();
