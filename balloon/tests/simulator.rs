@@ -61,6 +61,33 @@ fn a_trace_that_cannot_be_replayed_is_said_with_its_line() {
     }
 }
 
+/// `--pressure policy=psi,record=` in a guest of 384 MiB in which a process fills 640 MiB, holds them, and ends.
+const RECORDED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/recorded-load.jsonl");
+
+/// The guest test of the same load says that it is held without swapping under `psi`, and swaps or is killed under `off`.
+#[test]
+fn what_a_vmm_has_recorded_is_replayed_under_every_policy_and_comes_to_what_it_came_to() {
+    let figures = |more: &[&str]| -> Vec<serde_json::Value> {
+        let text = printed(&[&["--trace", RECORDED, "--format", "json"], more].concat());
+        serde_json::from_str(&text).expect("JSON")
+    };
+    let all = figures(&[]);
+    assert_eq!(all.len(), 7);
+    for row in &all {
+        let swapped_gb = row["swap_out_gb"].as_f64().expect("a number");
+        // 640 MiB in the 300 MiB that the guest has without help.
+        let expected_gb = if row["policy"] == "off" { 0.3..0.6 } else { 0.0..0.001 };
+        assert!(expected_gb.contains(&swapped_gb), "{row:#}");
+        assert_eq!(row["oom_kills"], 0, "{row:#}");
+        assert_eq!(row["grows"] == 0, row["policy"] == "off", "{row:#}");
+        assert!((17.0..19.0).contains(&row["run_s"].as_f64().expect("a number")), "{row:#}");
+    }
+    let without_swap = figures(&["--swap", "none", "--policy", "psi", "--policy", "off"]);
+    let kills = |row: usize| without_swap[row]["oom_kills"].as_u64();
+    assert_eq!(kills(0), Some(0), "{without_swap:#?}");
+    assert!(kills(1) > Some(0), "{without_swap:#?}");
+}
+
 #[test]
 fn all_formats_say_the_same_and_a_seed_is_a_run() {
     let run = ["--workload", "burst", "--policy", "psi,horizon=3s", "--policy", "off", "--duration", "20m"];
