@@ -1,0 +1,164 @@
+//! Loops that are wrong, each in one way.
+
+use super::*;
+
+/// A way in which a loop may be wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Broken {
+    /// A zone is taken below its floor.
+    ZoneFloor,
+    /// Or asked for more than it has.
+    ZoneCeiling,
+    /// Half a block is asked for.
+    HalfBlock,
+    /// All zones together are taken below their floor.
+    Floor,
+    /// Or grown above their ceiling.
+    Ceiling,
+    /// A shrink does not wait for the cool-down.
+    EarlyShrink,
+    /// What has just gone comes back though nobody is short.
+    GrowBack,
+    /// A grow has a reason for a shrink, or one of another policy.
+    GrowReason,
+    /// A shrink has a reason for a grow.
+    ShrinkReason,
+    /// A hold has a reason of a policy that does not decide.
+    HoldReason,
+    /// DRAM goes before PM.
+    DramFirst,
+    /// A zone that was sized by hand is resized.
+    Hands,
+    /// A loop that is paused goes on.
+    Unpaused,
+    /// A dry run is none.
+    NoDryRun,
+    /// All zones together stay outside of their bounds.
+    StaysOut,
+    /// A guest that is short gives back.
+    ShortShrink,
+    /// Memory that is touched goes.
+    TakesTouched,
+    /// A grow is said to be for swapping, for refaults or for stalls where there are none.
+    Unseen(Reason),
+    /// It never rests.
+    Restless,
+}
+
+pub(super) const LIVES: [Broken; 20] = [
+    Broken::ZoneFloor,
+    Broken::ZoneCeiling,
+    Broken::HalfBlock,
+    Broken::Floor,
+    Broken::Ceiling,
+    Broken::EarlyShrink,
+    Broken::GrowBack,
+    Broken::GrowReason,
+    Broken::ShrinkReason,
+    Broken::HoldReason,
+    Broken::DramFirst,
+    Broken::Hands,
+    Broken::Unpaused,
+    Broken::NoDryRun,
+    Broken::StaysOut,
+    Broken::ShortShrink,
+    Broken::TakesTouched,
+    Broken::Unseen(Reason::Swapping),
+    Broken::Unseen(Reason::Thrashing),
+    Broken::Unseen(Reason::Stalled),
+];
+
+impl Broken {
+    /// Breaks a plan, where it applies.
+    pub(super) fn distort(self, plan: &mut Plan, world: &World) {
+        let rules = world.controller.rules();
+        let own = world.controller.policy().reasons();
+        let since = |at: Option<TimeMs>| at.map(|at| world.now.since(at));
+        let unpinned = |zone: &usize| !world.pinned[*zone];
+        let idle = plan.direction == Direction::Hold && plan.reason != Reason::NoProgress;
+        match self {
+            Broken::ZoneFloor => {
+                plan.targets[3].requested_bytes = world.host.zones[3].floor_bytes - BLOCK_BYTES
+            }
+            Broken::ZoneCeiling => {
+                plan.targets[2].requested_bytes = world.host.zones[2].max_bytes + BLOCK_BYTES
+            }
+            Broken::HalfBlock => plan.targets[0].requested_bytes |= MIB,
+            Broken::Floor if plan.direction == Direction::Shrink && rules.floor_bytes > 0 => {
+                for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
+                    target.requested_bytes = target.requested_bytes.min(zone.floor_bytes);
+                }
+            }
+            Broken::Ceiling if plan.direction == Direction::Grow => {
+                let pm = (0..2).find(unpinned).unwrap_or(0);
+                plan.targets[pm].requested_bytes = world.host.zones[pm].max_bytes;
+            }
+            Broken::EarlyShrink
+                if idle && since(world.last_grow).is_some_and(|ms| ms < rules.cool_down_ms) =>
+            {
+                let zone = (0..ZONES).find(|i| unpinned(i) && plan.targets[*i].requested_bytes >= 64 * MIB);
+                if let (Some(zone), Some(reason)) = (zone, own.1.first()) {
+                    plan.targets[zone].requested_bytes -= BLOCK_BYTES;
+                    (plan.direction, plan.reason) = (Direction::Shrink, *reason);
+                }
+            }
+            Broken::GrowBack
+                if idle && since(world.last_shrink).is_some_and(|ms| ms < rules.cool_down_ms) =>
+            {
+                if let (Some(zone), Some(reason)) = ((2..ZONES).find(unpinned), own.0.first()) {
+                    let bytes = &mut plan.targets[zone].requested_bytes;
+                    *bytes = (*bytes + BLOCK_BYTES).min(world.host.zones[zone].max_bytes);
+                    (plan.direction, plan.reason) = (Direction::Grow, *reason);
+                }
+            }
+            Broken::GrowReason if plan.direction == Direction::Grow => plan.reason = Reason::Enough,
+            Broken::ShrinkReason if plan.direction == Direction::Shrink => plan.reason = Reason::LowAvailable,
+            Broken::HoldReason if idle => plan.reason = Reason::DescriptorSpace,
+            Broken::DramFirst if plan.direction == Direction::Shrink => {
+                for zone in (0..ZONES).filter(unpinned) {
+                    let sizes = &world.host.zones[zone];
+                    let step = if sizes.tier == Tier::Dram { BLOCK_BYTES } else { 0 };
+                    plan.targets[zone].requested_bytes =
+                        (sizes.requested_bytes - step.min(sizes.requested_bytes)).max(sizes.floor_bytes);
+                }
+            }
+            Broken::Hands => {
+                if let Some(zone) = (0..ZONES).find(|zone| world.pinned[*zone]) {
+                    plan.targets[zone].requested_bytes = world.host.zones[zone].floor_bytes;
+                }
+            }
+            Broken::StaysOut
+                if !(rules.floor_bytes..=rules.ceiling_bytes).contains(&world.host.requested_bytes()) =>
+            {
+                (plan.direction, plan.reason) = (Direction::Hold, Reason::Quiet);
+                for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
+                    target.requested_bytes = zone.requested_bytes;
+                }
+            }
+            Broken::ShortShrink if idle && world.is_short() => {
+                let zone = (0..2).find(|i| unpinned(i) && world.host.zones[*i].requested_bytes >= 64 * MIB);
+                if let (Some(zone), Some(reason)) = (zone, own.1.first()) {
+                    plan.targets[zone].requested_bytes -= BLOCK_BYTES;
+                    (plan.direction, plan.reason) = (Direction::Shrink, *reason);
+                }
+            }
+            Broken::TakesTouched if plan.reason == Reason::Surplus => {
+                if let Some(zone) = (0..2).find(|zone| unpinned(zone)) {
+                    let sizes = &world.host.zones[zone];
+                    let least = sizes.requested_bytes.saturating_sub(96 * MIB).max(sizes.floor_bytes);
+                    plan.targets[zone].requested_bytes = least.min(plan.targets[zone].requested_bytes);
+                }
+            }
+            Broken::Unseen(reason) if [Reason::LowAvailable, Reason::Filling].contains(&plan.reason) => {
+                plan.reason = reason
+            }
+            Broken::Restless if idle && world.now.0 / 60_000 != (world.now.0 - 1_000) / 60_000 => {
+                let up = (world.now.0 / 60_000).is_multiple_of(2);
+                let (sizes, bytes) = (&world.host.zones[0], &mut plan.targets[0].requested_bytes);
+                *bytes = if up { *bytes + BLOCK_BYTES } else { *bytes - BLOCK_BYTES.min(*bytes) };
+                *bytes = (*bytes).clamp(sizes.floor_bytes, sizes.max_bytes);
+            }
+            _ => {}
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! What must hold of a plan.
+
+use super::*;
+
+impl World {
+    pub(super) fn check(&self, plan: &Plan) -> Result<(), TestCaseError> {
+        let zones = &self.host.zones;
+        prop_assert_eq!(plan.targets.len(), zones.len());
+        for ((zone, target), pinned) in zones.iter().zip(&plan.targets).zip(self.pinned) {
+            let bytes = target.requested_bytes;
+            prop_assert_eq!(zone.id, target.zone);
+            prop_assert_eq!(bytes % zone.block_bytes, 0, "whole blocks");
+            prop_assert!(bytes >= zone.floor_bytes && bytes <= zone.max_bytes, "{:?}: {}", zone, bytes);
+            prop_assert!(!pinned || bytes == zone.requested_bytes, "a zone sized by hand is left alone");
+        }
+        prop_assert_eq!(plan.dry_run, self.dry_run);
+        if self.paused {
+            prop_assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::Paused));
+            prop_assert!(plan.changes(&self.host).next().is_none(), "a loop that is paused changes nothing");
+        }
+        self.check_bounds(plan)?;
+        match plan.direction {
+            Direction::Grow => self.check_grow(plan),
+            Direction::Shrink => self.check_shrink(plan),
+            Direction::Hold => self.check_hold(plan),
+        }
+    }
+
+    /// What all zones together have outside of their bounds, whoever asked for it, is taken back as far as that can be.
+    fn check_bounds(&self, plan: &Plan) -> Result<(), TestCaseError> {
+        let (rules, requested) = (self.controller.rules(), self.host.requested_bytes());
+        let hold = [Reason::Paused, Reason::Off, Reason::NoProgress, Reason::Pinned];
+        let (ways, what): (&[Reason], _) = if requested < rules.floor_bytes {
+            (
+                &[
+                    Reason::BelowFloor,
+                    Reason::AtCeiling,
+                    Reason::PoolEmpty,
+                    Reason::Descriptors,
+                    Reason::OnlinePolicy,
+                ],
+                "below the floor",
+            )
+        } else if requested > rules.ceiling_bytes {
+            (
+                &[Reason::AboveCeiling, Reason::InProgress, Reason::CoolDown, Reason::AtFloor],
+                "above the ceiling",
+            )
+        } else {
+            return Ok(());
+        };
+        let is_held = plan.direction == Direction::Hold && hold.contains(&plan.reason);
+        prop_assert!(is_held || ways.contains(&plan.reason), "stays {}: {:?}", what, plan);
+        Ok(())
+    }
+
+    /// `psi` says what it has seen.
+    fn check_seen(&self, plan: &Plan) -> Result<(), TestCaseError> {
+        let kind = match plan.reason {
+            Reason::Swapping => 0,
+            Reason::Thrashing => 1,
+            Reason::Stalled => 2,
+            _ => return Ok(()),
+        };
+        let until_ms = self.arrived.as_ref().map_or(0, |(_, report)| report.monotonic_ms());
+        // It looks back two seconds and a half.
+        let seen =
+            self.counted_ms[kind].iter().any(|ms| (until_ms.saturating_sub(2_500)..=until_ms).contains(ms));
+        prop_assert!(seen, "{:?} was not seen: {:?}", plan.reason, self.counted_ms[kind]);
+        Ok(())
+    }
+
+    /// Where it is known of every node what is idle, `psi` takes no more than that, or what is free.
+    fn check_idle(&self, plan: &Plan) -> Result<(), TestCaseError> {
+        let (Policy::Psi(params), Some((at, report))) = (self.controller.policy(), &self.arrived) else {
+            return Ok(());
+        };
+        let is_known = report.idle().iter().any(|idle| idle.span_ms >= params.idle_ms);
+        // A late report shows what has changed since.
+        if plan.reason != Reason::Surplus || !is_known || report.monotonic_ms() != at.0 {
+            return Ok(());
+        }
+        let idle_bytes: u64 = report.idle().iter().map(|idle| idle.idle_bytes).sum();
+        let taken = self.host.requested_bytes() - plan.requested_bytes();
+        let bound = idle_bytes.max(report.memory().free_bytes);
+        prop_assert!(taken <= bound, "{} of {} that nobody touches", taken, bound);
+        Ok(())
+    }
+
+    fn check_grow(&self, plan: &Plan) -> Result<(), TestCaseError> {
+        let (own, _) = self.controller.policy().reasons();
+        let rules = [Reason::ReportsLost, Reason::BelowFloor];
+        prop_assert!(own.contains(&plan.reason) || rules.contains(&plan.reason), "{:?}", plan);
+        prop_assert!(plan.requested_bytes() > self.host.requested_bytes());
+        prop_assert!(plan.requested_bytes() <= self.controller.rules().ceiling_bytes, "above the ceiling");
+        self.check_seen(plan)?;
+        let (mut new_pm, mut owed) = (0, 0);
+        for (index, (zone, target)) in self.host.zones.iter().zip(&plan.targets).enumerate() {
+            prop_assert!(target.requested_bytes >= zone.requested_bytes, "nothing shrinks in a grow");
+            if zone.tier == Tier::Pm && !self.is_stuck(index) {
+                new_pm += target.requested_bytes.saturating_sub(zone.plugged_bytes);
+                owed += zone.outstanding_grow_bytes();
+            }
+        }
+        prop_assert!(new_pm <= self.host.pool_free_bytes.max(owed), "more PM than the pool has");
+        let undone =
+            self.last_shrink.is_some_and(|at| self.now.since(at) < self.controller.rules().cool_down_ms);
+        let by_order = [Reason::ReportsLost, Reason::BelowFloor, Reason::FixedSize].contains(&plan.reason);
+        prop_assert!(
+            !undone || self.is_short() || by_order,
+            "given back without pressure: {:?}",
+            plan.reason
+        );
+        Ok(())
+    }
+
+    fn check_shrink(&self, plan: &Plan) -> Result<(), TestCaseError> {
+        let (_, own) = self.controller.policy().reasons();
+        prop_assert!(own.contains(&plan.reason) || plan.reason == Reason::AboveCeiling, "{:?}", plan);
+        self.check_idle(plan)?;
+        let by_order = [Reason::AboveCeiling, Reason::FixedSize].contains(&plan.reason);
+        prop_assert!(by_order || !self.is_short(), "a guest that is short gives back: {:?}", plan.reason);
+        prop_assert!(plan.requested_bytes() < self.host.requested_bytes());
+        prop_assert!(plan.requested_bytes() >= self.controller.rules().floor_bytes, "below the floor");
+        let taken = self.host.requested_bytes() - plan.requested_bytes();
+        prop_assert!(taken <= (128 * MIB).max(self.host.plugged_bytes() / 8), "a step of {}", taken);
+        let own = self.host.zones.iter().zip(self.pinned).filter(|(_, pinned)| !pinned);
+        let mut outstanding =
+            own.map(|(zone, _)| (zone.outstanding_grow_bytes(), zone.outstanding_shrink_bytes()));
+        let followed = outstanding.all(|(grow, shrink)| grow < BLOCK_BYTES && shrink == 0);
+        prop_assert!(followed, "the last step has not been followed");
+        let cooled = self.last_grow.is_none_or(|at| self.now.since(at) >= Rules::default().cool_down_ms);
+        prop_assert!(cooled, "taken back too soon after a grow");
+        let dram_taken =
+            self.host.zones.iter().zip(&plan.targets).any(|(zone, target)| {
+                zone.tier == Tier::Dram && target.requested_bytes < zone.requested_bytes
+            });
+        let pm_is_left = (0..ZONES).any(|zone| {
+            let sizes = &self.host.zones[zone];
+            sizes.tier == Tier::Pm
+                && !self.pinned[zone]
+                && plan.targets[zone].requested_bytes > sizes.floor_bytes
+        });
+        prop_assert!(!(dram_taken && pm_is_left), "DRAM before PM");
+        Ok(())
+    }
+
+    /// A hold asks for nothing new: at most it comes nearer to what the guest has. Its reason is no other policy's.
+    fn check_hold(&self, plan: &Plan) -> Result<(), TestCaseError> {
+        let own = self.controller.policy().reasons();
+        let is_of = |(grow, shrink): (&[Reason], &[Reason])| [grow, shrink].concat().contains(&plan.reason);
+        let policies = Policy::NAMES.into_iter().filter_map(Policy::from_name);
+        let foreign = policies.map(|policy| policy.reasons()).any(is_of) && !is_of(own);
+        prop_assert!(!foreign, "{:?} of {}", plan.reason, self.controller.policy().name());
+        for (zone, target) in self.host.zones.iter().zip(&plan.targets) {
+            let (now, then) = (zone.requested_bytes, target.requested_bytes);
+            if then != now {
+                prop_assert_eq!(plan.reason, Reason::NoProgress);
+                let (left, was) = (then.abs_diff(zone.plugged_bytes), now.abs_diff(zone.plugged_bytes));
+                prop_assert!(left < was || left < BLOCK_BYTES, "{:?}: {}", zone, then);
+            }
+        }
+        Ok(())
+    }
+}
