@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use balloon::TimeMs;
 use balloon::proto::{Memory, Refusal, Report, Settings};
-use balloon::statistics::{Estimator, Known, Statistics, correct};
+use balloon::statistics::{Estimator, Known, Placing, Statistics, correct};
+use balloon::{HostView, TimeMs};
 
 /// How long no report comes of an agent that could be there, before statistics take its place: it may be starting, or be
 /// started again. A connection is no report: who connects and dies, over and over, must not be waited for every time.
@@ -44,6 +44,7 @@ pub struct Agentless {
     /// When an agent reported last; the start, if none has.
     reported: TimeMs,
     estimator: Estimator,
+    placing: Placing,
     asked: Option<TimeMs>,
     taken: u64,
     is_active: bool,
@@ -58,6 +59,7 @@ impl Agentless {
             patience_ms: if agent_may_come { PATIENCE_MS } else { 0 },
             reported: TimeMs(0),
             estimator: Estimator::default(),
+            placing: Placing::default(),
             asked: None,
             taken: 0,
             is_active: false,
@@ -110,6 +112,15 @@ impl Agentless {
             self.memory = Some(*report.memory());
         }
         Some(result)
+    }
+
+    /// Where statistics are listened to: their report with what the host knows of where memory lies.
+    pub fn place(&mut self, report: Report, host: &HostView) -> Report {
+        if self.is_active {
+            return self.placing.place(report, host);
+        }
+        self.placing.learn(&report, host);
+        report
     }
 
     fn known(&self, driver_life: u64, memory_bytes: u64) -> Known {

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use super::*;
 use crate::config::PressureConfig;
 use crate::governor::core::{BALLOON_ZONE, Core};
+use crate::governor::fake::FakeDevice;
 use crate::governor::{DeviceSizes, GovernedZone, ZoneDevice};
 
 const MIB: u64 = 1 << 20;
@@ -21,6 +22,8 @@ const KERNEL: u64 = 100 * MIB;
 struct FakeGuest {
     state: Mutex<State>,
     counted: bool,
+    /// PM beside the balloon.
+    pm: Option<Arc<FakeDevice>>,
 }
 
 #[derive(Clone, Copy)]
@@ -35,7 +38,7 @@ struct State {
 }
 
 impl FakeGuest {
-    fn new(counted: bool) -> Arc<Self> {
+    fn new(counted: bool, pm: Option<Arc<FakeDevice>>) -> Arc<Self> {
         let state = State {
             target: 0,
             ballooned: 0,
@@ -45,15 +48,19 @@ impl FakeGuest {
             number: 0,
             asked: 0,
         };
-        Arc::new(Self { state: Mutex::new(state), counted })
+        Arc::new(Self { state: Mutex::new(state), counted, pm })
     }
 
     fn total(&self, state: &State) -> u64 {
-        BOOT - KERNEL - if self.counted { 0 } else { state.ballooned }
+        BOOT - KERNEL + self.pm_bytes() - if self.counted { 0 } else { state.ballooned }
     }
 
-    fn available(state: &State) -> u64 {
-        (BOOT - KERNEL).saturating_sub(state.ballooned + state.used)
+    fn available(&self, state: &State) -> u64 {
+        (BOOT - KERNEL + self.pm_bytes()).saturating_sub(state.ballooned + state.used)
+    }
+
+    fn pm_bytes(&self) -> u64 {
+        self.pm.as_ref().map_or(0, |pm| pm.sizes().plugged_bytes)
     }
 
     fn ballooned(&self) -> u64 {
@@ -68,7 +75,7 @@ impl FakeGuest {
 
     fn truth(&self) -> Statistics {
         let state = *self.state.lock();
-        let available = Self::available(&state);
+        let available = self.available(&state);
         Statistics::default()
             .with(Tag::Total, self.total(&state))
             .with(Tag::Free, available.saturating_sub(state.cached))
@@ -129,7 +136,16 @@ fn rig(counted: bool, agent_may_come: bool) -> Rig {
 }
 
 fn rig_by(config: &PressureConfig, counted: bool, agent_may_come: bool) -> Rig {
-    let guest = FakeGuest::new(counted);
+    rig_with(config, counted, agent_may_come, None)
+}
+
+fn rig_with(
+    config: &PressureConfig,
+    counted: bool,
+    agent_may_come: bool,
+    pm: Option<Arc<FakeDevice>>,
+) -> Rig {
+    let guest = FakeGuest::new(counted, pm.clone());
     let zone = GovernedZone {
         id: BALLOON_ZONE.to_owned(),
         tier: Tier::Dram,
@@ -137,7 +153,15 @@ fn rig_by(config: &PressureConfig, counted: bool, agent_may_come: bool) -> Rig {
         boot_bytes: 0,
         device: Arc::clone(&guest) as _,
     };
-    let core = Core::new(config, vec![zone], BOOT - REGION, Arc::new(|| 0), TimeMs(0)).unwrap();
+    let pm = pm.map(|device| GovernedZone {
+        id: "pm".to_owned(),
+        tier: Tier::Pm,
+        guest_numa_node: 1,
+        boot_bytes: 0,
+        device,
+    });
+    let zones = [zone].into_iter().chain(pm).collect();
+    let core = Core::new(config, zones, BOOT - REGION, Arc::new(|| 1 << 40), TimeMs(0)).unwrap();
     let core = core.with_statistics(Agentless::new(Arc::clone(&guest) as _, agent_may_come));
     Rig { core, guest, now: TimeMs(0), seq: 0 }
 }
@@ -173,7 +197,7 @@ impl Rig {
     fn agent_reports(&mut self) {
         self.seq += 1;
         let state = *self.guest.state.lock();
-        let (total, available) = (self.guest.total(&state), FakeGuest::available(&state));
+        let (total, available) = (self.guest.total(&state), self.guest.available(&state));
         let line = json!({
             "type": "report", "version": 1, "seq": self.seq, "monotonic_ms": self.now.0,
             "memory": {"total_bytes": total, "free_bytes": available, "available_bytes": available},
@@ -199,7 +223,7 @@ fn an_idle_guest_without_an_agent_gives_memory_and_gets_it_back_when_it_needs_it
         let busy = rig.guest.ballooned();
         assert!(busy + 500 * MIB < idle, "{} of {} MiB, counted: {counted}", busy / MIB, idle / MIB);
         let state = *rig.guest.state.lock();
-        assert!(FakeGuest::available(&state) > 256 * MIB);
+        assert!(rig.guest.available(&state) > 256 * MIB);
         // And gives it again when the need is over.
         rig.guest.state.lock().used = 200 * MIB;
         rig.wait(120);
@@ -341,6 +365,23 @@ fn page_cache_makes_a_guest_short_for_who_decides_by_free_pages_alone() {
         rig.wait(3);
         assert!(!rig.core.is_fast(), "{policy}");
     }
+}
+
+#[test]
+fn pm_that_nobody_counts_goes_back_all_the_same() {
+    let mut config = PressureConfig { policy: "pmb".to_owned(), ..PressureConfig::default() };
+    config.params.insert("watermark-scale".to_owned(), Setting::from("1"));
+    let pm = FakeDevice::new(1024 * MIB, true);
+    let mut rig = rig_with(&config, false, false, Some(Arc::clone(&pm)));
+    rig.wait(5);
+    assert_eq!(pm.sizes().plugged_bytes, 0);
+    rig.guest.state.lock().used = BOOT - KERNEL + 300 * MIB;
+    rig.wait(30);
+    assert!(pm.sizes().plugged_bytes > 300 * MIB, "{} MiB", pm.sizes().plugged_bytes / MIB);
+    rig.guest.state.lock().used = 200 * MIB;
+    rig.wait(60);
+    assert_eq!(pm.sizes().plugged_bytes, 0);
+    assert_eq!(rig.guest.ballooned(), 0, "DRAM stays");
 }
 
 #[test]

@@ -253,6 +253,10 @@ impl Core {
             self.last_online_ms = Some(took_ms);
         }
         let host = self.observe(now);
+        let report = match &mut self.agentless {
+            Some(agentless) => agentless.place(report, &host),
+            None => report,
+        };
         if let Some(recorder) = &mut self.recorder {
             recorder.report(&report, &host, now);
             recorder.host(&host, now);

@@ -23,7 +23,7 @@ pub struct FakeDevice {
 }
 
 impl FakeDevice {
-    fn new(region_bytes: u64, follows: bool) -> Arc<Self> {
+    pub fn new(region_bytes: u64, follows: bool) -> Arc<Self> {
         let sizes =
             DeviceSizes { block_bytes: BLOCK, region_bytes, driver_ready: true, ..Default::default() };
         Arc::new(Self {

@@ -1,0 +1,192 @@
+//! Which memory of a guest is PM, and how much of that is free, where statistics tell of memory as a whole alone.
+
+use foreshore_proto::{RawReport, Report, Zone, ZoneKind};
+
+use crate::units::{PAGE_BYTES, scale};
+use crate::{HostView, Tier};
+
+/// Splits the one zone of such reports into DRAM and PM, by what the host knows and by how Linux fills memory.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Placing {
+    /// What the guest had beside its hotplugged memory while no PM was plugged.
+    bare_bytes: Option<u64>,
+}
+
+impl Placing {
+    /// Takes a report of whomever.
+    pub fn learn(&mut self, report: &Report, host: &HostView) {
+        if plugged_bytes(host, Tier::Pm) == 0 {
+            let bare_bytes = report.memory().total_bytes.saturating_sub(plugged_bytes(host, Tier::Dram));
+            // What is plugged may not be online yet: then it looks like less.
+            self.bare_bytes = self.bare_bytes.max(Some(bare_bytes));
+        }
+    }
+
+    /// A report made of statistics, with a zone for the PM of each node.
+    ///
+    /// Of what is plugged, so much is online as the total has beyond everything else: at least, because the kernel may keep
+    /// some. Processes fill DRAM down to kswapd's watermark before they take PM, so PM is the last that is used, and
+    /// what is free above that watermark is taken to lie there. Where it does not, pages lie in PM for which
+    /// there is room in DRAM, and the guest's driver moves them there when the PM is to go.
+    pub fn place(&mut self, report: Report, host: &HostView) -> Report {
+        self.learn(&report, host);
+        let plugged_pm_bytes = plugged_bytes(host, Tier::Pm);
+        let dram_bytes =
+            self.bare_bytes.unwrap_or(host.boot_bytes).saturating_add(plugged_bytes(host, Tier::Dram));
+        let pm_pages =
+            report.memory().total_bytes.saturating_sub(dram_bytes).min(plugged_pm_bytes) / PAGE_BYTES;
+        let [whole] = report.zones() else { return report };
+        if pm_pages == 0 || pm_pages >= whole.managed_pages {
+            return report;
+        }
+        let kept_pages = whole.free_pages.min(whole.high_pages);
+        let pm_free_pages = (whole.free_pages - kept_pages).min(pm_pages);
+        let mut zones = vec![Zone {
+            free_pages: whole.free_pages - pm_free_pages,
+            managed_pages: whole.managed_pages - pm_pages,
+            ..*whole
+        }];
+        for zone in host.zones.iter().filter(|zone| zone.tier == Tier::Pm && zone.plugged_bytes > 0) {
+            let share = |pages: u64| scale(pages, zone.plugged_bytes, plugged_pm_bytes);
+            zones.push(Zone {
+                node: zone.guest_numa_node,
+                kind: ZoneKind::Movable,
+                free_pages: share(pm_free_pages),
+                managed_pages: share(pm_pages),
+                ..Zone::default()
+            });
+        }
+        // Every value is inside its bound, being a part of one that was; if not, the report as it came is better than none.
+        let raw = RawReport { zones, ..report.as_raw().clone() };
+        Report::try_from(raw).unwrap_or(report)
+    }
+}
+
+fn plugged_bytes(host: &HostView, tier: Tier) -> u64 {
+    let zones = host.zones.iter().filter(|zone| zone.tier == tier);
+    zones.fold(0u64, |sum, zone| sum.saturating_add(zone.plugged_bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Estimator, Known, Statistics, Tag};
+    use super::*;
+    use crate::policy::{Input, Policy};
+    use crate::{BLOCK_BYTES, MIB, TimeMs, ZoneId, ZoneSizes};
+
+    const BOOT: u64 = 512 * MIB;
+    const KERNEL: u64 = 32 * MIB;
+
+    /// A guest with zones of DRAM, of PM in node 1 and of PM in node 2, and so much of each plugged.
+    fn host(plugged_mib: [u64; 3]) -> HostView {
+        let zones = [(Tier::Dram, 0), (Tier::Pm, 1), (Tier::Pm, 2)].into_iter().zip(plugged_mib).zip(0..);
+        let zone = |(((tier, guest_numa_node), mib), id)| ZoneSizes {
+            id: ZoneId(id),
+            tier,
+            guest_numa_node,
+            block_bytes: BLOCK_BYTES,
+            floor_bytes: 0,
+            max_bytes: 4096 * MIB,
+            requested_bytes: mib * MIB,
+            plugged_bytes: mib * MIB,
+        };
+        HostView { zones: zones.map(zone).collect(), boot_bytes: BOOT, ..HostView::default() }
+    }
+
+    fn report(total_mib: u64, free_mib: u64) -> Report {
+        let statistics = Statistics::default()
+            .with(Tag::Total, total_mib * MIB)
+            .with(Tag::Free, free_mib * MIB)
+            .with(Tag::Available, free_mib * MIB);
+        let known = Known { driver_life: 1, memory_bytes: 1 << 40, ..Known::default() };
+        Estimator::default().report(&statistics, known, TimeMs(60_000)).expect("sound")
+    }
+
+    /// Node, managed MiB and free MiB of each zone.
+    fn zones(report: &Report) -> Vec<(u32, u64, u64)> {
+        let mib = |pages| pages * PAGE_BYTES / MIB;
+        report.zones().iter().map(|zone| (zone.node, mib(zone.managed_pages), mib(zone.free_pages))).collect()
+    }
+
+    /// A guest that was seen before anything was plugged.
+    fn seen_bare() -> Placing {
+        let mut placing = Placing::default();
+        placing.learn(&report(480, 400), &host([0, 0, 0]));
+        placing
+    }
+
+    #[test]
+    fn pm_that_is_online_is_a_zone_and_free_last() {
+        let (mut placing, host) = (seen_bare(), host([128, 1024, 0]));
+        let high_mib = report(1632, 0).zones()[0].high_pages * PAGE_BYTES / MIB;
+        assert!(high_mib > 20);
+        for (free_mib, in_pm) in [(0, 0), (high_mib, 0), (500, 500 - high_mib), (1500, 1024)] {
+            let placed = placing.place(report(1632, free_mib), &host);
+            assert_eq!(zones(&placed), [(0, 608, free_mib - in_pm), (1, 1024, in_pm)], "{free_mib} MiB free");
+            assert_eq!(placed.memory(), report(1632, free_mib).memory(), "what was said stays");
+            let marks = |report: &Report| report.zones().iter().map(|zone| zone.high_pages).sum::<u64>();
+            assert_eq!(marks(&placed), marks(&report(1632, free_mib)));
+        }
+    }
+
+    #[test]
+    fn what_is_plugged_and_not_online_is_not_there() {
+        let (mut placing, host) = (seen_bare(), host([0, 1024, 0]));
+        assert_eq!(zones(&placing.place(report(480, 300), &host)), [(0, 480, 300)]);
+        assert_eq!(zones(&placing.place(report(736, 700), &host)), [(0, 480, 444), (1, 256, 256)]);
+        // A guest that has more than it was given to have is not believed to have it in PM.
+        assert_eq!(zones(&placing.place(report(4000, 4000), &host)), [(0, 2976, 2976), (1, 1024, 1024)]);
+    }
+
+    #[test]
+    fn nodes_share_by_what_is_plugged() {
+        let placed = seen_bare().place(report(480 + 1024, 1200), &host([0, 256, 768]));
+        assert_eq!(zones(&placed), [(0, 480, 176), (1, 256, 256), (2, 768, 768)]);
+    }
+
+    #[test]
+    fn of_a_guest_that_was_never_seen_bare_the_least_is_taken() {
+        let host = host([0, 1024, 0]);
+        let placed = Placing::default().place(report((BOOT - KERNEL) / MIB + 1024, 1200), &host);
+        // What the kernel keeps of boot memory is not known.
+        assert_eq!(zones(&placed)[1], (1, 1024 - KERNEL / MIB, 1024 - KERNEL / MIB));
+    }
+
+    #[test]
+    fn memory_that_comes_online_late_does_not_make_the_bare_guest_smaller() {
+        let mut placing = seen_bare();
+        placing.learn(&report(480, 400), &host([128, 0, 0]));
+        assert_eq!(zones(&placing.place(report(1504, 1000), &host([0, 1024, 0])))[1].1, 1024);
+    }
+
+    #[test]
+    fn reports_of_an_agent_and_guests_without_pm_stay_as_they_are() {
+        let mut placing = seen_bare();
+        let plain = report(608, 300);
+        assert_eq!(placing.place(plain.clone(), &host([128, 0, 0])), plain);
+        let mut raw = report(1504, 300).as_raw().clone();
+        raw.zones.push(Zone { node: 1, ..raw.zones[0] });
+        let of_agent = Report::try_from(raw).expect("sound");
+        assert_eq!(placing.place(of_agent.clone(), &host([0, 1024, 0])), of_agent);
+    }
+
+    #[test]
+    fn the_papers_policies_give_back_what_they_added() {
+        let host = host([0, 2048, 0]);
+        for (name, param) in [("amf", Some(("reclaim", "10"))), ("dapper", None), ("pmb", None)] {
+            let params = [Some(("watermark-scale", "1")), param].into_iter().flatten();
+            let params: Vec<_> = params.map(|(name, text)| (name, text.into())).collect();
+            let policy = Policy::from_name(name).expect("known");
+            let policy = policy.with(params.iter().map(|(name, value)| (*name, value))).expect("in bounds");
+            let want = |report: &Report| {
+                let input = Input { report, host: &host };
+                let (_, decision) = policy.decide(policy.initial_state(), input, TimeMs(60_000));
+                decision.want_bytes
+            };
+            let whole = report(480 + 2048, 2200);
+            assert_eq!(want(&whole), None, "{name} knows of no PM");
+            let placed = seen_bare().place(whole, &host);
+            assert!(want(&placed).is_some_and(|want| want < 2048 * MIB), "{name}");
+        }
+    }
+}
