@@ -14,6 +14,7 @@ use crate::reserve::Reserve;
 use crate::session::{Session, SessionError};
 use crate::sys;
 use crate::trigger::Triggers;
+use crate::tune::Tuning;
 
 /// First and longest wait before another attempt to connect.
 const FIRST_BACK_OFF_MS: u64 = 100;
@@ -36,6 +37,7 @@ pub struct Agent {
     /// Becomes readable when the agent is to end.
     pub(crate) termination: Option<OwnedFd>,
     reserve: Option<Reserve>,
+    tuning: Option<Tuning>,
     idle: Option<IdleWatch>,
     pub(crate) report: RawReport,
     observed_ms: u64,
@@ -56,6 +58,7 @@ impl Agent {
             triggers: None,
             termination: None,
             reserve: None,
+            tuning: None,
             idle: None,
             report,
             observed_ms: 0,
@@ -86,6 +89,11 @@ impl Agent {
     pub fn keep_reserve(&mut self, sysctl_root: &Path, run: &Path) -> io::Result<()> {
         self.reserve = Some(Reserve::open(sysctl_root, run)?);
         Ok(())
+    }
+
+    /// Adapts settings of the kernel to memory of two kinds from now on.
+    pub fn tune(&mut self, root: &Path) {
+        self.tuning = Some(Tuning::open(root));
     }
 
     /// Looks for idle memory from now on, where memory blocks say that there is memory.
@@ -125,6 +133,12 @@ impl Agent {
             eprintln!("foreshore-agent: Cannot set vm.lowmem_reserve_ratio: {error}");
             self.reserve = None;
         }
+        let total_bytes = self.report.memory.total_bytes;
+        let tuned = self.tuning.as_mut().map(|tuning| tuning.adapt(&self.report.zones, total_bytes));
+        if let Some(Err(error)) = tuned {
+            eprintln!("foreshore-agent: Cannot adapt settings of the kernel: {error}");
+            self.tuning = None;
+        }
         Ok(())
     }
 
@@ -141,6 +155,9 @@ impl Agent {
     /// Reports until it is told to end.
     pub fn run(&mut self, address: &Address) {
         self.report_to(address);
+        if let Some(Err(error)) = self.tuning.as_mut().map(Tuning::restore) {
+            eprintln!("foreshore-agent: Cannot put settings of the kernel back: {error}");
+        }
         if let Some(idle) = self.idle.take() {
             idle.stop();
         }

@@ -18,6 +18,8 @@ Options:
                    again; auto, as the kernel sees fit; none, as it does without
                    the agent [default: movable]
   --reserve on|off Keep some DRAM for the kernel's own needs [default: on]
+  --tune on|off    Adapt settings of the kernel to memory of two kinds
+                   [default: on]
   --idle on|off    Report what memory is idle [default: on]
   --once           Print one report to standard output and exit
   --version        Print the version and exit
@@ -61,6 +63,8 @@ pub struct Options {
     pub online: Online,
     /// Whether DRAM is kept for the kernel.
     pub reserve: bool,
+    /// Whether settings of the kernel are adapted to memory of two kinds.
+    pub tune: bool,
     /// Whether idle memory is looked for.
     pub idle: bool,
 }
@@ -110,7 +114,7 @@ pub enum ArgsError {
 /// Understands the arguments, without the program's name.
 pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Command, ArgsError> {
     let (mut cid, mut port, mut unix, mut once) = (HOST_CID, VSOCK_PORT, None, false);
-    let (mut online, mut reserve, mut idle) = (Online::Movable, true, true);
+    let (mut online, mut reserve, mut tune, mut idle) = (Online::Movable, true, true, true);
     let mut args = args.into_iter();
     while let Some(arg) = args.next() {
         let (name, inline) = match arg.split_once('=') {
@@ -124,6 +128,7 @@ pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Command, ArgsErro
             "--unix" => unix = Some(PathBuf::from(value("--unix")?)),
             "--online" => online = policy(value("--online")?)?,
             "--reserve" => reserve = switch("--reserve", value("--reserve")?)?,
+            "--tune" => tune = switch("--tune", value("--tune")?)?,
             "--idle" => idle = switch("--idle", value("--idle")?)?,
             "--once" if inline.is_none() => once = true,
             "--version" if inline.is_none() => return Ok(Command::Version),
@@ -135,7 +140,7 @@ pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Command, ArgsErro
         return Ok(Command::Once);
     }
     let address = unix.map_or(Address::Vsock { cid, port }, Address::Unix);
-    Ok(Command::Run(Options { address, online, reserve, idle }))
+    Ok(Command::Run(Options { address, online, reserve, tune, idle }))
 }
 
 fn number(option: &'static str, value: String) -> Result<u32, ArgsError> {
@@ -182,6 +187,7 @@ mod tests {
             address: Address::Vsock { cid: 2, port: 9746 },
             online: Online::Movable,
             reserve: true,
+            tune: true,
             idle: true,
         };
         assert_eq!(options(""), defaults);
@@ -191,6 +197,7 @@ mod tests {
         assert_eq!(options("--online=auto").online, Online::Auto);
         assert_eq!(options("--online none --reserve off").online, Online::None);
         assert!(!options("--idle=off").idle && options("--idle off --idle on").idle);
+        assert!(!options("--tune=off").tune && options("--tune on").tune);
         assert!(!options("--reserve=off").reserve && options("--reserve on").reserve);
         assert_eq!(parsed("--once"), Ok(Command::Once));
         assert_eq!(parsed("--version"), Ok(Command::Version));

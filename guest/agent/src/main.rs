@@ -11,6 +11,7 @@ mod reserve;
 mod session;
 mod sys;
 mod trigger;
+mod tune;
 
 use std::fs;
 use std::io::{self, Write};
@@ -61,6 +62,9 @@ fn run(options: &Options) -> anyhow::Result<()> {
     } else {
         let left = Reserve::restore_after_another(Path::new(SYSCTL_VM), Path::new(RUN));
         try_to("give the guest its vm.lowmem_reserve_ratio back", left);
+    }
+    if options.tune {
+        agent.tune(Path::new("/"));
     }
     if options.idle {
         try_to("look for idle memory", agent.watch_idle(Path::new(SYS)));

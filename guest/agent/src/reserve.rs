@@ -138,10 +138,17 @@ fn ratios(zones: &[Zone], initial: &[u64]) -> Vec<u64> {
         let same_node = || zones.iter().filter(|zone| zone.node == movable.node);
         let top =
             same_node().filter_map(|zone| KERNEL_ZONES.iter().position(|kind| *kind == zone.kind)).max();
-        let Some(ratio) = top.and_then(|top| ratios.get_mut(top)) else { continue };
+        let Some(top) = top else { continue };
+        let Some(ratio) = ratios.get_mut(top) else { continue };
         let total_pages = same_node().fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
         let reserve_pages = (total_pages / RESERVE_PART).clamp(MIN_RESERVE_PAGES, MAX_RESERVE_PAGES);
-        *ratio = (*ratio).min((movable.managed_pages / reserve_pages).max(1));
+        // Above the watermark that kswapd restores: what is below it is not to be had.
+        let high_pages = same_node()
+            .filter(|zone| zone.kind == KERNEL_ZONES[top])
+            .map(|zone| zone.high_pages)
+            .sum::<u64>();
+        let kept_pages = reserve_pages.saturating_add(high_pages);
+        *ratio = (*ratio).min((movable.managed_pages / kept_pages).max(1));
     }
     ratios
 }
@@ -166,6 +173,14 @@ mod tests {
         ];
         // 480 MiB / 16 = 30 MiB; 128 / 30 = 4, which keeps 32 MiB of DMA32.
         assert_eq!(ratios(&zones, &DEFAULTS), [256, 4, 32, 0, 0]);
+    }
+
+    #[test]
+    fn what_is_kept_lies_above_kswapds_watermark() {
+        let mut zones = [zone(0, ZoneKind::Dma32, 115), zone(0, ZoneKind::Movable, 50)];
+        assert_eq!(ratios(&zones, &DEFAULTS)[1], 4, "a sixteenth, 10 MiB: 12.5 MiB are kept");
+        zones[0].high_pages = (8 << 20) / PAGE_BYTES;
+        assert_eq!(ratios(&zones, &DEFAULTS)[1], 2, "25 MiB, of which 8 are kswapd's");
     }
 
     #[test]

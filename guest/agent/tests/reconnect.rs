@@ -17,7 +17,7 @@ struct Agent(Child, BufReader<ChildStderr>);
 impl Agent {
     fn start(socket: &Path) -> Self {
         let program = env!("CARGO_BIN_EXE_foreshore-agent");
-        let arguments = ["--online", "none", "--reserve", "off", "--idle", "off", "--unix"];
+        let arguments = ["--online", "none", "--reserve", "off", "--tune", "off", "--idle", "off", "--unix"];
         let mut command = Command::new(program);
         let mut child = command.args(arguments).arg(socket).stderr(Stdio::piped()).spawn().expect("starts");
         let stderr = child.stderr.take().expect("piped");

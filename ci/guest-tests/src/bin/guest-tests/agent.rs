@@ -1,6 +1,7 @@
 //! The agent in a guest: what it costs at rest, that it comes back to a VMM that was away, and what it says of memory that
 //! nobody touches. Its VMM is the test itself, on a port of its own.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
@@ -8,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use guest_tests::{Guest, Kernel, Pool};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::zones::MIB;
 
@@ -16,6 +17,8 @@ guest_tests::tests![
     the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away: 240,
     an_agent_on_6_1_is_small_and_does_without_what_that_lacks: 240,
     tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none: 240,
+    huge_pages_come_from_pm_as_well: 240,
+    huge_pages_come_from_pm_as_well_on_6_1: 240,
     memory_that_nobody_touches_is_reported_and_what_is_touched_is_not: 600 (extended),
 ];
 
@@ -219,5 +222,82 @@ fn memory_that_nobody_touches_is_reported_and_what_is_touched_is_not() -> Result
     let ticks =
         guest.run("awk '{ print $14 + $15 }' /proc/$(cat /sys/kernel/mm/damon/admin/kdamonds/0/pid)/stat")?;
     println!("the monitor has taken {} ticks of 10 ms", ticks.trim());
+    guest.no_kernel_complaints()
+}
+
+/// What the agent adapts to memory of two kinds.
+const SETTINGS: &str = "cd /sys/kernel/mm/transparent_hugepage && \
+    cat enabled defrag khugepaged/defrag /proc/sys/vm/watermark_boost_factor";
+/// More than the guest's DRAM.
+const LOAD_MIB: u64 = 300;
+
+/// Faults that got a huge page, and that did not, in a load that wants more than DRAM has; the kernel reclaims nothing for it.
+fn huge_faults(guest: &Guest) -> Result<(u64, u64)> {
+    let counters = || -> Result<BTreeMap<String, u64>> {
+        let text = guest.run("cat /proc/vmstat")?;
+        let counter =
+            |line: &str| Some((line.split_once(' ')?.0.to_owned(), line.split_once(' ')?.1.parse().ok()?));
+        Ok(text.lines().filter_map(counter).collect())
+    };
+    let before = counters()?;
+    guest.run_within(LIMIT, &format!("exec guest-tool load touch {LOAD_MIB}"))?;
+    let after = counters()?;
+    let rise = |name: &str| {
+        let known = after
+            .get(name)
+            .zip(before.get(name))
+            .with_context(|| format!("The kernel does not count {name}"));
+        known.map(|(after, before)| after - before)
+    };
+    for name in ["pswpout", "pgscan_kswapd", "pgscan_direct"] {
+        ensure!(rise(name)? == 0, "{name} rose by {} with PM free", rise(name)?);
+    }
+    Ok((rise("thp_fault_alloc")?, rise("thp_fault_fallback")?))
+}
+
+fn huge_pages_come_from_pm_as_well() -> Result<()> {
+    huge_pages_come_from_pm(Kernel::V6_12)
+}
+
+fn huge_pages_come_from_pm_as_well_on_6_1() -> Result<()> {
+    huge_pages_come_from_pm(Kernel::V6_1)
+}
+
+fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
+    let pool = Pool::create("512M")?;
+    // Linux gives huge pages to no guest that boots with less than 512 MiB.
+    let guest = Guest::builder()
+        .kernel(kernel)
+        .cpus(2)
+        .memory("size=256M")
+        .cmdline("transparent_hugepage=always movablecore=64M foreshore.zram=64M")
+        .pm_memory(&format!("pool={},size=384M", pool.name()))
+        .pressure("fixed,size=384M")
+        .boot()?;
+    let set = |what: &str, want: &[&str]| {
+        guest.wait_until(what, LIMIT, || {
+            let text = guest.run(SETTINGS)?;
+            // Where there is a choice it is in brackets.
+            let chosen = |line: &str| match line.split_once('[') {
+                Some((_, rest)) => rest.split(']').next().unwrap_or_default().to_owned(),
+                None => line.trim().to_owned(),
+            };
+            Ok(text.lines().map(chosen).eq(want.iter().copied()))
+        })
+    };
+    set("settings are those for PM", &["always", "always", "0", "0"])?;
+    let online = "awk '/MemTotal/ { exit !($2 > 550 * 1024) }' /proc/meminfo";
+    guest.wait_until_run("all of PM is online", LIMIT, online)?;
+    let (huge, small) = huge_faults(&guest)?;
+    println!("{huge} faults got a huge page, {small} did not");
+    ensure!(huge > 8 * small && huge > LOAD_MIB / 4, "Of {} faults {small} got small pages", huge + small);
+    // With the kernel's own setting PM serves small ones alone.
+    guest.run("echo madvise >/sys/kernel/mm/transparent_hugepage/defrag")?;
+    let (huge, small) = huge_faults(&guest)?;
+    println!("{huge} and {small} by the kernel's own setting");
+    ensure!(small > huge, "The kernel needs no setting: {huge} and {small} without");
+    // Somebody else's setting stays, the others go back with the memory.
+    guest.api("PUT", "vm.pressure", Some(json!({ "policy": "fixed", "size": 0 })))?;
+    set("settings are the kernel's again", &["always", "madvise", "1", "15000"])?;
     guest.no_kernel_complaints()
 }
