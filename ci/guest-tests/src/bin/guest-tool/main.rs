@@ -30,7 +30,8 @@ usage:
                                                  phases took in microseconds, and a sum that is always the same
   guest-tool watch MILLISECONDS                  what memory there is and is used, a line for each interval
   guest-tool counters                            one such line
-  guest-tool pin MIB                             hold that much memory, with a page of every 2 MiB that cannot be moved
+  guest-tool pin MIB                             fill that much memory and give it back, but for a page of every 2 MiB that
+                                                 cannot be moved
   guest-tool write-files DIR BYTES               write files with fsync until killed; a line per file: name hash
   guest-tool check-files DIR LIST                compare files with such lines
   guest-tool fill-files DIR SEED                 write files until there is no room, and print how many fit
