@@ -291,7 +291,6 @@ impl World {
             Happening::Follow { zone, permille } => self.follow(zone, permille),
             Happening::Pool { mib } => self.host.pool_free_bytes = mib * MIB,
             Happening::Pin { zone, mib } => {
-                self.controller.pin(self.host.zones[zone].id, &self.host, self.now);
                 self.size_by_hand(zone, mib * MIB);
             }
             Happening::Resume { zone } => {
@@ -311,7 +310,6 @@ impl World {
             }
             Happening::Squeeze { zones, above } => {
                 for zone in (0..ZONES).filter(|zone| zones[*zone]) {
-                    self.controller.pin(self.host.zones[zone].id, &self.host, self.now);
                     self.size_by_hand(zone, if above { u64::MAX } else { 0 });
                 }
                 let all_blocks = self.host.requested_bytes() / BLOCK_BYTES;
@@ -344,6 +342,9 @@ impl World {
     }
 
     fn size_by_hand(&mut self, zone: usize, bytes: u64) {
+        self.controller.pin(self.host.zones[zone].id, &self.host, self.now);
+        // The loop looks at all zones then.
+        self.see_sizes();
         let sizes = &mut self.host.zones[zone];
         sizes.requested_bytes = bytes.clamp(sizes.floor_bytes, sizes.max_bytes) / BLOCK_BYTES * BLOCK_BYTES;
         (self.pinned[zone], self.by_hand[zone]) = (true, true);
