@@ -1,44 +1,285 @@
 //! A guest that runs short: how long until the governor has decided, and until the memory is there.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use guest_tests::guest::Script;
 use guest_tests::runner::this_tests_dir;
-use guest_tests::{Guest, Metrics, Pool};
+use guest_tests::{Guest, Metrics, Pool, host_memory, wait_for};
+use serde_json::{Value, json};
 
 use crate::forget;
-use crate::samples::{Row, Samples};
-use crate::vmm::FORESHORE;
+use crate::samples::{Row, Samples, median};
+use crate::vmm::{FORESHORE, MIB};
 
 const FILL_MIB: u64 = 640;
-const FILL_LIMIT: Duration = Duration::from_secs(120);
+const LIMIT: Duration = Duration::from_secs(120);
 
-/// Fills a guest of 384 MiB that may have 128 MiB of DRAM and 512 MiB of PM more. The samples are the means of
-/// what the VMM's histograms have seen meanwhile.
+/// What the guest of the bursts uses all the time: more than its DRAM has for it, so that the policy has sized it.
+const BASE_MIB: u64 = 300;
+/// More than it has at rest, whatever that is.
+const BURST_MIB: u64 = 192;
+const BURSTS: usize = 16;
+/// A guest whose size nobody changes for so long is at rest: a surplus would have gone back.
+const REST: Duration = Duration::from_secs(4);
+/// A burst for which nothing was added by so long after it has its memory was none that anything was needed for.
+const ENOUGH: Duration = Duration::from_secs(3);
+/// By how many lines the clocks of host and guest are compared.
+const TICKS: usize = 8;
+
 pub fn measure(samples: &mut Samples) -> Result<()> {
+    fill(samples)?;
+    bursts(samples)
+}
+
+fn pool() -> Result<Pool> {
     forget(&this_tests_dir().join("pool"))?;
-    let pool = Pool::create("1G")?;
+    Pool::create("1G")
+}
+
+/// Starts a load in the guest and waits until it says that it has all it wants.
+fn load(guest: &Guest, command: &str, goal: &str) -> Result<Script> {
+    let mut script = guest.start_script(LIMIT, command)?;
+    while !script.next_line().context("The load was killed")?.starts_with(goal) {}
+    Ok(script)
+}
+
+/// Fills a guest of 384 MiB that may have 128 MiB of DRAM and 512 MiB of PM more.
+fn fill(samples: &mut Samples) -> Result<()> {
+    let pool = pool()?;
     let guest = Guest::builder()
         .cpus(2)
         .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=128M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
         .pressure("psi")
         .boot()?;
-    let mut hog = guest.start_script(FILL_LIMIT, &format!("exec guest-tool hog {FILL_MIB}"))?;
-    let goal = format!("held {FILL_MIB}");
-    while hog.next_line().context("The load was killed")? != goal {}
-    let online = "foreshore_pressure_report_to_online_seconds";
-    guest.wait_until("memory has come online", FILL_LIMIT, || {
-        Ok(guest.metrics()?.value(&format!("{online}_count"), &[])? > 0.0)
+    let _hog = load(&guest, &format!("exec guest-tool hog {FILL_MIB}"), &format!("held {FILL_MIB}"))?;
+    let took_ms = wait_for("memory has come online", LIMIT, || {
+        let info = guest.api("GET", "vm.pressure", None)?;
+        Ok(info["details"]["report_to_online_ms"].as_f64())
     })?;
-    let metrics = guest.metrics()?;
-    samples.add(Row::ReportToPlan, FORESHORE, mean(&metrics, "foreshore_pressure_report_to_plan_seconds")?);
-    samples.add(Row::ReportToOnline, FORESHORE, mean(&metrics, online)?);
+    samples.add(Row::ReportToOnline, FORESHORE, took_ms / 1e3);
     Ok(())
 }
 
-fn mean(metrics: &Metrics, histogram: &str) -> Result<f64> {
+/// In one guest, by turns: a burst of allocation that the policy has to grow it for, and as much plugged by the API with
+/// nothing else going on. Both until the first of it is online: from then on the guest can use it.
+fn bursts(samples: &mut Samples) -> Result<()> {
+    host_memory::even_out()?;
+    let pool = pool()?;
+    let guest = Guest::builder()
+        .cpus(2)
+        .memory("size=384M")
+        .pm_memory(&format!("pool={},size=768M", pool.name()))
+        .cmdline("movablecore=96M")
+        .pressure("psi")
+        .boot()?;
+    let _base = load(&guest, &format!("exec guest-tool hog {BASE_MIB}"), &format!("held {BASE_MIB}"))?;
+    let (mut bursts, mut requests) = (Vec::new(), Vec::new());
+    let mut enough = 0;
+    while bursts.len() < BURSTS {
+        let before_bytes = wait_for_rest(&guest)?;
+        let Some(burst) = burst_to_online(&guest)? else {
+            enough += 1;
+            ensure!(enough < BURSTS, "The guest has enough for a burst, again and again");
+            continue;
+        };
+        resize(&guest, before_bytes)?;
+        let request = request_to_online(&guest, before_bytes + burst.asked_bytes)?;
+        resize(&guest, before_bytes)?;
+        guest.api("PUT", "vm.pressure", Some(json!({ "resume": true, "zone": "pm" })))?;
+        eprintln!("bench:     {} MiB asked for on top of {}", burst.asked_bytes / MIB, before_bytes / MIB);
+        samples.add(Row::BurstToPlan, FORESHORE, burst.to_plan.as_secs_f64());
+        samples.add(Row::BurstToOnline, FORESHORE, burst.to_online.as_secs_f64());
+        samples.add(Row::RequestToOnline, FORESHORE, request.as_secs_f64());
+        bursts.push(burst.to_online.as_secs_f64());
+        requests.push(request.as_secs_f64());
+    }
+    let (burst, request) = (median(&bursts).context("no burst")?, median(&requests).context("no request")?);
+    samples.add(Row::BurstOverRequest, FORESHORE, burst - request);
+    let metrics = guest.metrics()?;
+    for (row, share) in [(Row::ReportToPlan, 0.5), (Row::ReportToPlanP99, 0.99)] {
+        samples.add(row, FORESHORE, quantile(&metrics, "foreshore_pressure_report_to_plan_seconds", share)?);
+    }
+    Ok(())
+}
+
+fn plugged_and_requested(guest: &Guest) -> Result<(u64, u64)> {
+    let info = guest.api("GET", "vm.memory", None)?;
+    let zones = info["zones"].as_array().context("vm.memory has no zones")?;
+    let zone = zones.iter().find(|zone| zone["id"] == "pm").context("vm.memory has no PM")?;
+    let number = |key: &str| zone[key].as_u64().with_context(|| format!("No {key}: {zone}"));
+    Ok((number("plugged_bytes")?, number("requested_bytes")?))
+}
+
+/// Waits until the policy has nothing more to do, and returns what is plugged then.
+fn wait_for_rest(guest: &Guest) -> Result<u64> {
+    let mut since = (Instant::now(), 0);
+    wait_for("the guest has its size", LIMIT, || {
+        let (plugged, requested) = plugged_and_requested(guest)?;
+        if plugged != requested || plugged != since.1 {
+            since = (Instant::now(), plugged);
+        }
+        Ok((since.0.elapsed() >= REST).then_some(plugged))
+    })
+}
+
+/// By hand, until it is so.
+fn resize(guest: &Guest, bytes: u64) -> Result<()> {
+    guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": bytes })))?;
+    guest.wait_until("the zone has its size", LIMIT, || Ok(plugged_and_requested(guest)?.0 == bytes))
+}
+
+/// What came of a burst, from its first page on.
+struct Burst {
+    to_plan: Duration,
+    to_online: Duration,
+    asked_bytes: u64,
+}
+
+/// A burst until the first memory is online, by the guest's clock. The plan is the first that asked for something. None if the
+/// guest had enough for it: a policy may hold more for a while after it was wrong.
+fn burst_to_online(guest: &Guest) -> Result<Option<Burst>> {
+    let last = guest.api("GET", "vm.pressure?decisions=1", None)?["decisions_total"].as_u64();
+    let last = last.context("vm.pressure counts no decisions")?;
+    let mut clocks = Clocks::new();
+    let mut script = guest.start_script(LIMIT, &format!("exec guest-tool burst {BURST_MIB}"))?;
+    let (mut begun, mut held) = (None, None);
+    let online = loop {
+        match clocks.next(&mut script).context("While the burst went on")? {
+            (Line::Begin, at) => begun = Some(at),
+            (Line::Total, at) => break at,
+            (Line::Held, at) => held = Some(at),
+            (Line::Tick, at) if held.is_some_and(|held| at > held + ENOUGH) => return Ok(None),
+            (Line::Tick, at) => ensure!(at < LIMIT, "The burst has not come to its end in {at:?}"),
+        }
+    };
+    let begun = begun.context("Memory came before the burst")?;
+    let info = guest.api("GET", "vm.pressure?decisions=1000", None)?;
+    let asked_at = clocks.started.elapsed();
+    let decisions = info["decisions"].as_array().context("No decisions")?;
+    let is_grow = |decision: &&Value| {
+        decision["direction"] == "grow" && decision["seq"].as_u64() > Some(last) && asked(decision) > 0
+    };
+    // The newest is the first in the list.
+    let grow = decisions.iter().rev().find(is_grow);
+    let grow = grow.with_context(|| format!("Memory came, and nobody decided it: {info}"))?;
+    let age = grow["age_ms"].as_u64().map(Duration::from_millis).context("A decision without an age")?;
+    drop(script);
+    guest.wait_until_run("the burst's memory is free", LIMIT, "! pgrep -f '^guest-tool burst'")?;
+    Ok(Some(Burst {
+        to_plan: asked_at.saturating_sub(age).saturating_sub(begun + clocks.offset),
+        to_online: online - begun,
+        asked_bytes: asked(grow),
+    }))
+}
+
+fn asked(decision: &Value) -> u64 {
+    decision["asked_bytes"].as_u64().unwrap_or(0)
+}
+
+/// From the request to the first memory online, when nothing else goes on.
+fn request_to_online(guest: &Guest, bytes: u64) -> Result<Duration> {
+    let mut clocks = Clocks::new();
+    let mut script = guest.start_script(LIMIT, "exec guest-tool burst 0")?;
+    for _ in 0..TICKS {
+        let (line, _) = clocks.next(&mut script)?;
+        ensure!(line != Line::Total, "Memory came that nobody asked for");
+    }
+    let requested = clocks.started.elapsed();
+    guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": bytes })))?;
+    let online = loop {
+        let (line, at) = clocks.next(&mut script)?;
+        if line == Line::Total {
+            break at;
+        }
+        ensure!(at < LIMIT, "Nothing has come online in {at:?}");
+    };
+    Ok((online + clocks.offset).saturating_sub(requested))
+}
+
+/// The host's clock and that of `guest-tool burst`, which begins later. The line that came quickest of many says by how much: it
+/// cannot have come before it was written, and what it took, some tenths of a millisecond, is the error.
+struct Clocks {
+    started: Instant,
+    offset: Duration,
+}
+
+impl Clocks {
+    /// Before the program is started.
+    fn new() -> Self {
+        Self { started: Instant::now(), offset: Duration::MAX }
+    }
+
+    /// What is said, and when by the guest's clock.
+    fn next(&mut self, script: &mut Script) -> Result<(Line, Duration)> {
+        let line = script.next_line().context("guest-tool burst has ended")?;
+        let now = self.started.elapsed();
+        let (line, at) = Line::parse(&line)?;
+        self.offset = self.offset.min(now.saturating_sub(at));
+        Ok((line, at))
+    }
+}
+
+/// What `guest-tool burst` says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Line {
+    Begin,
+    Held,
+    Total,
+    Tick,
+}
+
+impl Line {
+    /// And when, since it began to count.
+    fn parse(line: &str) -> Result<(Self, Duration)> {
+        let (what, at) = match line.split(' ').collect::<Vec<_>>()[..] {
+            ["begin", at] => (Self::Begin, at),
+            ["held", at] => (Self::Held, at),
+            ["total", at, _] => (Self::Total, at),
+            ["tick", at] => (Self::Tick, at),
+            _ => bail!("guest-tool burst says {line:?}"),
+        };
+        Ok((what, Duration::from_micros(at.parse()?)))
+    }
+}
+
+/// The upper bound of the bucket in which that share of the observations ends: it was no more than that.
+fn quantile(metrics: &Metrics, histogram: &str, share: f64) -> Result<f64> {
     let count = metrics.value(&format!("{histogram}_count"), &[])?;
     ensure!(count > 0.0, "{histogram} has seen nothing");
-    Ok(metrics.value(&format!("{histogram}_sum"), &[])? / count)
+    let bucket = format!("{histogram}_bucket");
+    let of_it = metrics.samples().iter().filter(|sample| sample.name == bucket);
+    let mut bounds = of_it
+        .map(|sample| match sample.labels.get("le").map(String::as_str) {
+            Some("+Inf") => Ok((f64::INFINITY, sample.value)),
+            Some(bound) => Ok((bound.parse()?, sample.value)),
+            None => bail!("A bucket without a bound: {sample:?}"),
+        })
+        .collect::<Result<Vec<(f64, f64)>>>()?;
+    bounds.sort_by(|one, other| one.0.total_cmp(&other.0));
+    let reached = bounds.iter().find(|(_, below)| *below >= share * count);
+    Ok(reached.context("A histogram without an end")?.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_quantile_is_the_bound_that_it_is_not_above() {
+        let text = "h_bucket{le=\"0.001\"} 98\nh_bucket{le=\"0.0001\"} 50\nh_bucket{le=\"0.005\"} 99\n\
+                    h_bucket{le=\"+Inf\"} 100\nh_count 100\nh_sum 1\n# EOF\n";
+        let metrics = Metrics::parse(text).unwrap();
+        let of = |share| quantile(&metrics, "h", share).unwrap();
+        assert_eq!((of(0.5), of(0.51), of(0.99), of(1.0)), (0.0001, 0.001, 0.005, f64::INFINITY));
+        assert!(quantile(&metrics, "nothing", 0.5).is_err());
+    }
+
+    #[test]
+    fn lines_have_a_time() {
+        assert_eq!(Line::parse("total 1500 4096").unwrap(), (Line::Total, Duration::from_micros(1500)));
+        assert_eq!(Line::parse("tick 7").unwrap(), (Line::Tick, Duration::from_micros(7)));
+        assert!(Line::parse("total 1500").is_err() && Line::parse("tick x").is_err());
+    }
 }

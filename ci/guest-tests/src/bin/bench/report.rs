@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde_json::{Map, Value, json};
 
-use crate::samples::{Row, Samples, Target, bounds, median};
+use crate::samples::{Row, Samples, Target, median, p99, smallest};
 use crate::vmm::{FORESHORE, QEMU};
 
 /// Writes bench.md and bench.json into `dir`.
@@ -23,11 +23,12 @@ pub fn write(samples: &Samples, rounds: usize, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A table: medians, in parentheses the smallest and the largest.
+/// A table: medians, in parentheses the smallest and the 99th percentile.
 pub fn markdown(samples: &Samples, rounds: usize) -> String {
     let vmms = samples.vmms();
     let mut text = format!(
-        "Medians of {rounds} rounds (smallest to largest), the VMMs taking turns in one boot of the host.\n\n"
+        "Medians of {rounds} rounds (smallest to 99th percentile, which is the largest of fewer than 100 values), the VMMs \
+         taking turns in one boot of the host.\n\n"
     );
     let rule = "|---".repeat(vmms.len() + 4);
     let _ = writeln!(text, "| | {} | ratio | target | met |\n{rule}|", vmms.join(" | "));
@@ -42,9 +43,10 @@ pub fn markdown(samples: &Samples, rounds: usize) -> String {
 
 fn cell(samples: &Samples, row: Row, vmm: &str) -> String {
     let values = values(samples, row, vmm);
-    let (Some(median), Some((min, max))) = (median(values), bounds(values)) else { return String::new() };
+    let all = (median(values), smallest(values), p99(values));
+    let (Some(median), Some(smallest), Some(p99)) = all else { return String::new() };
     let unit = row.unit();
-    format!("{} ({} to {})", unit.show(median), unit.show(min), unit.show(max))
+    format!("{} ({} to {})", unit.show(median), unit.show(smallest), unit.show(p99))
 }
 
 /// A peer's figures may stand in another row.
@@ -81,7 +83,7 @@ fn as_json(samples: &Samples, rounds: usize) -> Value {
                 .into_iter()
                 .map(|vmm| {
                     let values = samples.of(row, &vmm);
-                    (vmm, json!({ "median": median(values), "samples": values }))
+                    (vmm, json!({ "median": median(values), "p99": p99(values), "samples": values }))
                 })
                 .collect();
             let (target, met) = verdict(samples, row);

@@ -27,7 +27,12 @@ pub enum Row {
     EngineUntar,
     EngineTar,
     ReportToPlan,
+    ReportToPlanP99,
     ReportToOnline,
+    BurstToPlan,
+    BurstToOnline,
+    RequestToOnline,
+    BurstOverRequest,
     StreamCopy,
     StreamScale,
     StreamAdd,
@@ -58,7 +63,7 @@ pub enum Unit {
 }
 
 impl Row {
-    pub const ALL: [Self; 29] = [
+    pub const ALL: [Self; 34] = [
         Self::Boot,
         Self::VmmMemory,
         Self::Plug,
@@ -81,7 +86,12 @@ impl Row {
         Self::EngineUntar,
         Self::EngineTar,
         Self::ReportToPlan,
+        Self::ReportToPlanP99,
         Self::ReportToOnline,
+        Self::BurstToPlan,
+        Self::BurstToOnline,
+        Self::RequestToOnline,
+        Self::BurstOverRequest,
         Self::StreamCopy,
         Self::StreamScale,
         Self::StreamAdd,
@@ -114,8 +124,13 @@ impl Row {
             Self::VirtioPmemTar => "virtio_pmem_tar_seconds",
             Self::EngineUntar => "virtio_blk_btt_untar_seconds",
             Self::EngineTar => "virtio_blk_btt_tar_seconds",
-            Self::ReportToPlan => "report_to_plan_seconds",
+            Self::ReportToPlan => "report_to_plan_median_seconds",
+            Self::ReportToPlanP99 => "report_to_plan_p99_seconds",
             Self::ReportToOnline => "report_to_online_seconds",
+            Self::BurstToPlan => "burst_to_plan_seconds",
+            Self::BurstToOnline => "burst_to_online_seconds",
+            Self::RequestToOnline => "request_to_online_seconds",
+            Self::BurstOverRequest => "burst_over_request_seconds",
             Self::StreamCopy => "stream_copy_devdax_ratio",
             Self::StreamScale => "stream_scale_devdax_ratio",
             Self::StreamAdd => "stream_add_devdax_ratio",
@@ -149,8 +164,13 @@ impl Row {
             Self::VirtioPmemTar => "F2FS on BTT, virtio-pmem on tmpfs: tar it",
             Self::EngineUntar => "F2FS on BTT, virtio-blk on tmpfs: untar a tree",
             Self::EngineTar => "F2FS on BTT, virtio-blk on tmpfs: tar it",
-            Self::ReportToPlan => "report to plan",
+            Self::ReportToPlan => "report to plan, median, no more than",
+            Self::ReportToPlanP99 => "report to plan, 99th percentile, no more than",
             Self::ReportToOnline => "first report under pressure to online",
+            Self::BurstToPlan => "burst of allocation to plan",
+            Self::BurstToOnline => "burst of allocation to memory online",
+            Self::RequestToOnline => "request of as much by the API to memory online",
+            Self::BurstOverRequest => "the burst's median less the request's",
             Self::StreamCopy => "STREAM copy, raw volume by devdax: time of that in the pool's memory",
             Self::StreamScale => "STREAM scale, the same",
             Self::StreamAdd => "STREAM add, the same",
@@ -174,7 +194,12 @@ impl Row {
             | Self::EngineUntar
             | Self::EngineTar
             | Self::ReportToPlan
-            | Self::ReportToOnline => Unit::Seconds,
+            | Self::ReportToPlanP99
+            | Self::ReportToOnline
+            | Self::BurstToPlan
+            | Self::BurstToOnline
+            | Self::RequestToOnline
+            | Self::BurstOverRequest => Unit::Seconds,
             Self::StreamCopy
             | Self::StreamScale
             | Self::StreamAdd
@@ -196,6 +221,8 @@ impl Row {
             Self::StreamCopy | Self::StreamScale | Self::StreamAdd | Self::StreamTriad => {
                 Target::AtMost(1.01)
             }
+            Self::ReportToPlan | Self::ReportToPlanP99 => Target::AtMost(0.001),
+            Self::BurstOverRequest => Target::AtMost(0.1),
             Self::BlockWrite | Self::BlockRead => Target::TimesQemu(1.0),
             _ => Target::Open,
         }
@@ -243,6 +270,7 @@ impl Samples {
 impl Unit {
     pub fn show(self, value: f64) -> String {
         match self {
+            Self::Seconds if value < 0.01 => format!("{:.2} ms", value * 1e3),
             Self::Seconds if value < 0.1 => format!("{:.1} ms", value * 1e3),
             Self::Seconds => format!("{value:.2} s"),
             Self::Microseconds => format!("{value:.0} µs"),
@@ -264,10 +292,17 @@ pub fn median(values: &[f64]) -> Option<f64> {
     }
 }
 
-/// Smallest and largest.
-pub fn bounds(values: &[f64]) -> Option<(f64, f64)> {
-    let min = values.iter().copied().min_by(f64::total_cmp)?;
-    Some((min, values.iter().copied().max_by(f64::total_cmp)?))
+/// The smallest.
+pub fn smallest(values: &[f64]) -> Option<f64> {
+    values.iter().copied().min_by(f64::total_cmp)
+}
+
+/// The smallest that at least 99 of 100 are no larger than: the largest of fewer than a hundred.
+pub fn p99(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let rank = (sorted.len() * 99).div_ceil(100);
+    sorted.get(rank.checked_sub(1)?).copied()
 }
 
 #[cfg(test)]
@@ -279,6 +314,15 @@ mod tests {
         assert_eq!(median(&[]), None);
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), Some(2.5));
-        assert_eq!(bounds(&[3.0, 1.0, 2.0]), Some((1.0, 3.0)));
+        assert_eq!(smallest(&[3.0, 1.0, 2.0]), Some(1.0));
+    }
+
+    #[test]
+    fn one_of_a_hundred_is_above_the_99th_percentile() {
+        let up_to = |last: u32| (1..=last).rev().map(f64::from).collect::<Vec<f64>>();
+        assert_eq!(p99(&[]), None);
+        for (last, expected) in [(1, 1.0), (20, 20.0), (99, 99.0), (100, 99.0), (101, 100.0), (1000, 990.0)] {
+            assert_eq!(p99(&up_to(last)), Some(expected), "of {last}");
+        }
     }
 }

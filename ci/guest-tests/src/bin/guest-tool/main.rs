@@ -1,6 +1,7 @@
 //! Runs in the guest: what a test needs there that a shell cannot do.
 
 mod blocks;
+mod burst;
 mod files;
 mod filled;
 mod hostile;
@@ -25,6 +26,8 @@ const USAGE: &str = "\
 usage:
   guest-tool hog MIB                             hold that much memory, which does not compress
   guest-tool touch MIB                           hold that much memory and read all of it several times a second
+  guest-tool burst MIB                           touch that much at once, and hold it; when it began and memory was added, in
+                                                 microseconds. 0: only when memory was added
   guest-tool leak MIB RATE                       take that much at so many MiB/s, and hold it
   guest-tool load NAME MIB                       a workload of that size: touch, bfs, redis, sqlite, compile; how long its
                                                  phases took in microseconds, and a sum that is always the same
@@ -82,6 +85,7 @@ fn run(arguments: &[&str]) -> Result<()> {
     match arguments {
         ["hog", mib] => memory::hog(number(mib)?),
         ["touch", mib] => memory::touch(number(mib)?),
+        ["burst", mib] => burst::burst(number(mib)?),
         ["leak", mib, rate] => load::leak(number(mib)?, number(rate)?),
         ["load", name, mib] => load::run(name, number(mib)?),
         ["watch", interval_ms] => load::watch(number(interval_ms)?),

@@ -1,0 +1,86 @@
+//! Memory taken all at once, and the moment at which there is more of it: by one clock, the guest's.
+
+use std::io::{self, Write};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+const MIB: usize = 1 << 20;
+const PAGE: usize = 4096;
+/// How exact the moment is.
+const LOOK_INTERVAL: Duration = Duration::from_millis(1);
+/// Whoever reads along learns from these how the two clocks lie.
+const TICK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Touches that much memory as fast as it can and keeps it until killed; says `begin MICROSECONDS`, `held MICROSECONDS`, and for
+/// each rise of the guest's memory `total MICROSECONDS BYTES`. Beside that `tick MICROSECONDS` now and then. With 0 it only
+/// watches, from `begin` on.
+pub fn burst(mib: u64) -> Result<()> {
+    crate::oom::volunteer()?;
+    std::fs::write("/proc/sys/vm/overcommit_memory", "1").context("Cannot allow overcommit")?;
+    let started = Instant::now();
+    // The kernel gives pages as they are touched.
+    let mut held = vec![0u8; usize::try_from(mib)? * MIB];
+    let before = total_bytes()?;
+    thread::spawn(move || {
+        if let Err(error) = watch(started, before) {
+            eprintln!("Error: {error:#}");
+            std::process::exit(1);
+        }
+    });
+    say(&format!("begin {}", started.elapsed().as_micros()))?;
+    for page in held.chunks_exact_mut(PAGE) {
+        page[0] = 1;
+    }
+    say(&format!("held {}", started.elapsed().as_micros()))?;
+    loop {
+        std::hint::black_box(&held);
+        thread::park();
+    }
+}
+
+fn watch(started: Instant, mut total: u64) -> Result<()> {
+    let mut ticked = Duration::ZERO;
+    loop {
+        let now_total = total_bytes()?;
+        let now = started.elapsed();
+        if now_total > total {
+            say(&format!("total {} {now_total}", now.as_micros()))?;
+        }
+        total = now_total;
+        if now >= ticked + TICK_INTERVAL {
+            say(&format!("tick {}", now.as_micros()))?;
+            ticked = now;
+        }
+        thread::sleep(LOOK_INTERVAL);
+    }
+}
+
+fn say(line: &str) -> Result<()> {
+    let mut stdout = io::stdout().lock();
+    writeln!(stdout, "{line}")?;
+    Ok(stdout.flush()?)
+}
+
+/// MemTotal, by the cheapest call that tells.
+fn total_bytes() -> Result<u64> {
+    // SAFETY: a sysinfo of zeros is valid.
+    let mut info: libc::sysinfo = unsafe { std::mem::zeroed() };
+    // SAFETY: the structure lives through the call.
+    let told = unsafe { libc::sysinfo(&raw mut info) };
+    ensure!(told == 0, "sysinfo: {}", io::Error::last_os_error());
+    Ok(info.totalram * u64::from(info.mem_unit))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_total_is_that_of_proc_meminfo() {
+        let text = std::fs::read_to_string("/proc/meminfo").unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB"));
+        assert_eq!(total_bytes().unwrap(), line.unwrap().parse::<u64>().unwrap() * 1024);
+    }
+}
