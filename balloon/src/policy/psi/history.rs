@@ -33,6 +33,8 @@ struct Sample {
     used_bytes: u64,
     some_us: u64,
     swapped_out_pages: u64,
+    /// What kswapd and allocating tasks have looked at.
+    scanned_pages: u64,
     swapped_in_pages: u64,
     refault_pages: u64,
     file_refault_pages: u64,
@@ -97,11 +99,10 @@ impl History {
         let refaulted = newest.refault_pages.saturating_sub(oldest.refault_pages);
         let files_refaulted = newest.file_refault_pages.saturating_sub(oldest.file_refault_pages);
         let swapped_in = newest.swapped_in_pages.saturating_sub(oldest.swapped_in_pages);
-        let swapped_out = newest.swapped_out_pages.saturating_sub(oldest.swapped_out_pages);
         Rates {
             watched: true,
             fill_bytes_per_s,
-            swapped_out_bytes: swapped_out.saturating_mul(PAGE_BYTES),
+            swapped_out_bytes: newest.swapped_out_since(oldest),
             stalled: stalled_us >= ms.saturating_mul(params.stall_permille),
             refaulting: per_s(refaulted) >= params.refault_bytes_per_s,
             anon_refaulting: per_s(refaulted.saturating_sub(files_refaulted)) >= params.refault_bytes_per_s,
@@ -114,11 +115,16 @@ impl History {
     /// The newest report, and those before it that it can be compared with, oldest first.
     fn newest_and_older(&self) -> Option<(&Sample, impl Iterator<Item = &Sample> + Clone)> {
         let newest = self.samples.back()?;
-        let age = |sample: &Sample| newest.guest_ms - sample.guest_ms;
+        // In the order of the guest's clock: push() sees to that.
+        let first_within =
+            |ms: u64| self.samples.partition_point(|sample| newest.guest_ms - sample.guest_ms > ms);
+        let end = self.samples.partition_point(|sample| newest.guest_ms - sample.guest_ms >= MIN_GAP_MS);
         // At rest nothing lies in the window: stretch it as far as the report before.
-        let inside = self.samples.iter().any(|s| (MIN_GAP_MS..=WINDOW_MS).contains(&age(s)));
-        let reach_ms = if inside { WINDOW_MS } else { STRETCH_MS };
-        let older = self.samples.iter().filter(move |s| (MIN_GAP_MS..=reach_ms).contains(&age(s)));
+        let begin = match first_within(WINDOW_MS) {
+            begin if begin < end => begin,
+            _ => first_within(STRETCH_MS).min(end),
+        };
+        let older = self.samples.range(begin..end);
         Some((newest, older))
     }
 }
@@ -134,6 +140,7 @@ impl Sample {
             used_bytes: (memory.total_bytes - memory.available_bytes).saturating_sub(leaving_bytes),
             some_us: report.stall().some_us,
             swapped_out_pages: counters.pswpout,
+            scanned_pages: counters.pgscan_kswapd.saturating_add(counters.pgscan_direct),
             swapped_in_pages: counters.pswpin,
             refault_pages: counters.workingset_refault_anon.saturating_add(counters.workingset_refault_file),
             file_refault_pages: counters.workingset_refault_file,
@@ -148,6 +155,7 @@ impl Sample {
                 sample.guest_ms,
                 sample.some_us,
                 sample.swapped_out_pages,
+                sample.scanned_pages,
                 sample.swapped_in_pages,
                 sample.refault_pages,
                 sample.file_refault_pages,
@@ -157,10 +165,19 @@ impl Sample {
         grow && last.by_agent == self.by_agent
     }
 
+    /// Bytes swapped out for the guest's sake. Whoever swaps for it has looked at as many pages at least; those that a
+    /// cgroup's own limit swaps Linux does not count as looked at (mm/vmscan.c, shrink_inactive_list: cgroup_reclaim). A
+    /// balloon's statistics do not always have that count.
+    fn swapped_out_since(&self, older: &Sample) -> u64 {
+        let pages = self.swapped_out_pages.saturating_sub(older.swapped_out_pages);
+        let looked_at = self.scanned_pages.saturating_sub(older.scanned_pages);
+        let pages = if self.by_agent { pages.min(looked_at) } else { pages };
+        pages.saturating_mul(PAGE_BYTES)
+    }
+
     fn fill_since(&self, older: &Sample) -> u64 {
         // What went to swap meanwhile was filled as well.
-        let swapped =
-            self.swapped_out_pages.saturating_sub(older.swapped_out_pages).saturating_mul(PAGE_BYTES);
+        let swapped = self.swapped_out_since(older);
         // Of memory that was plugged meanwhile not all became available: page descriptors, watermarks and what is
         // kept for the kernel are no fill.
         let kept = self.total_bytes.saturating_sub(older.total_bytes) / KEPT_PART;

@@ -200,9 +200,10 @@ impl Marks {
     fn new(params: &Params, needs: Needs) -> Self {
         let total_bytes = needs.total_bytes;
         let rest_bytes = Self::rest_bytes(params, total_bytes, needs.kswapd_bytes, needs.reaction_ms);
-        // A burst may look faster than anything can last: never provide for more than as much again as there is.
+        // A burst may look faster than anything can last, and what is plugged in vain costs the guest's time twice: what an
+        // aim, which has two of these, provides for the rate is never more than there is.
         let horizon_ms = params.horizon_ms.max(needs.reaction_ms.saturating_mul(2));
-        let ahead = |rate| scale(rate, horizon_ms, 1000).min(total_bytes);
+        let ahead = |rate| scale(rate, horizon_ms, 1000).min(total_bytes / 2);
         let fill_bytes = ahead(needs.fill_bytes_per_s);
         let low_bytes = rest_bytes.saturating_add(fill_bytes);
         let need_bytes = needs.used_bytes.saturating_add(rest_bytes);

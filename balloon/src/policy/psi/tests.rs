@@ -81,6 +81,12 @@ impl Rig {
         &mut self.raw.counters
     }
 
+    /// 40 MiB, by kswapd, which looks at pages before it swaps them.
+    fn swapped_out(&mut self) {
+        let counters = self.counters();
+        (counters.pswpout, counters.pgscan_kswapd) = (10_240, 10_240);
+    }
+
     fn stall(&mut self) -> &mut Stall {
         &mut self.raw.stall
     }
@@ -157,6 +163,17 @@ fn rule_2_a_guest_that_fills_fast_is_given_more_before_it_is_short() {
     assert_eq!(decision.reason, Reason::Filling);
     let want = want_mib(decision).expect("grows");
     assert!((130..=180).contains(&want), "44 + 2 x 150 - 189 and a little, not {want}");
+}
+
+#[test]
+fn rule_2_a_rate_that_cannot_last_asks_for_no_more_than_there_is() {
+    let marks = |fill_bytes_per_s| {
+        let needs = Needs { total_bytes: 400 * MIB, fill_bytes_per_s, reaction_ms: 50, ..Needs::default() };
+        let marks = Marks::new(&Params::default(), needs);
+        (marks.low_bytes - marks.rest_bytes) / MIB
+    };
+    assert_eq!(marks(100 * MIB), 150);
+    assert_eq!((marks(134 * MIB), marks(2048 * MIB)), (200, 200), "a grow provides for twice as much");
 }
 
 #[test]
@@ -286,7 +303,7 @@ fn rule_5_swapping_grows_where_little_is_available() {
     let mut rig = Rig::new();
     rig.params.horizon_ms = 0;
     rig.report(1000, 131);
-    rig.counters().pswpout = 10_240;
+    rig.swapped_out();
     // The bridge and a quarter of 352 MiB are 132.
     let decision = rig.report(1000, 131);
     assert_eq!(decision.reason, Reason::Swapping);
@@ -298,8 +315,29 @@ fn rule_5_swapping_beside_plenty_is_a_cgroups_own_limit() {
     let mut rig = Rig::new();
     rig.params.horizon_ms = 0;
     rig.report(1000, 132);
-    rig.counters().pswpout = 10_240;
+    rig.swapped_out();
     assert_eq!(rig.report(1000, 132).want_bytes, None);
+}
+
+#[test]
+fn rule_5_what_a_cgroups_own_limit_swaps_out_is_no_fill_and_no_want() {
+    let mut rig = Rig::new();
+    rig.report(1000, 120);
+    // A MiB and more in every stretch of time, and nobody looks at pages.
+    for _ in 0..4 {
+        rig.counters().pswpout += 10_240;
+        assert_eq!(rig.report(1000, 120).want_bytes, None);
+    }
+    // Of what goes out while a page is looked at, no more than that page is the guest's.
+    let grows_by_mib = |looked_at| {
+        let mut rig = Rig::new();
+        rig.report(1000, 120);
+        rig.counters().pswpout += 10_240;
+        rig.counters().pgscan_kswapd += looked_at;
+        want_mib(rig.report(1000, 120))
+    };
+    assert_eq!(grows_by_mib(1), Some(16), "the least step");
+    assert!(grows_by_mib(10_240) >= Some(80), "{:?}", grows_by_mib(10_240));
 }
 
 #[test]
