@@ -17,7 +17,7 @@ use crate::{Measure, Memory, Settings};
 const FASTEST_FILL_BYTES_PER_MS: u64 = (512 << 20) / 1000;
 
 /// Look at least this often: how soon a shortage is noticed in a guest that had plenty.
-const MAX_LOOK_MS: u64 = 250;
+const MAX_LOOK_MS: u64 = 100;
 
 /// Report at the fast rate for this long after something was seen, to show how it goes on.
 const ALERT_MS: u64 = 1_000;
@@ -260,7 +260,7 @@ mod tests {
     fn a_guest_at_rest_reports_once_a_second_and_looks_in_between() {
         let pace = pace(8_000, 8_000);
         assert_eq!(pace.report_due_ms(), 2_000);
-        assert_eq!(pace.look_due_ms(), 1_250);
+        assert_eq!(pace.look_due_ms(), 1_100);
     }
 
     #[test]
