@@ -17,8 +17,11 @@ impl Placing {
     pub fn learn(&mut self, report: &Report, host: &HostView) {
         if plugged_bytes(host, Tier::Pm) == 0 {
             let bare_bytes = report.memory().total_bytes.saturating_sub(plugged_bytes(host, Tier::Dram));
-            // What is plugged may not be online yet: then it looks like less.
-            self.bare_bytes = self.bare_bytes.max(Some(bare_bytes));
+            // What is plugged may not be online yet: then it looks like less. A report from before an unplug that is
+            // taken after it tells of more, and nothing would ever correct that. What no guest has is not learned.
+            if bare_bytes <= host.boot_bytes {
+                self.bare_bytes = self.bare_bytes.max(Some(bare_bytes));
+            }
         }
     }
 
@@ -157,6 +160,53 @@ mod tests {
         let mut placing = seen_bare();
         placing.learn(&report(480, 400), &host([128, 0, 0]));
         assert_eq!(zones(&placing.place(report(1504, 1000), &host([0, 1024, 0])))[1].1, 1024);
+    }
+
+    #[test]
+    fn a_report_from_before_an_unplug_does_not_make_the_bare_guest_larger() {
+        let after_unplug = host([0, 0, 0]);
+        for mut placing in [seen_bare(), Placing::default()] {
+            for late_mib in [480 + 1024, 480 + 128, 480 + 34] {
+                placing.learn(&report(late_mib, 400), &after_unplug);
+            }
+            placing.learn(&report(480, 400), &after_unplug);
+            assert_eq!(zones(&placing.place(report(1504, 1200), &host([0, 1024, 0])))[1], (1, 1024, 1024));
+        }
+    }
+
+    /// The same guest, whose boot memory has a balloon of 1 GiB at most beside what stays, as the governor has it.
+    fn host_with_balloon(ballooned_mib: u64, pm_mib: u64) -> HostView {
+        let mut host = host([0, pm_mib, 0]);
+        let balloon = &mut host.zones[0];
+        balloon.max_bytes = 1024 * MIB;
+        balloon.plugged_bytes = (1024 - ballooned_mib) * MIB;
+        balloon.requested_bytes = balloon.plugged_bytes;
+        host.balloon = Some(balloon.id);
+        host
+    }
+
+    #[test]
+    fn what_is_in_a_balloon_is_neither_dram_nor_pm() {
+        for seen_with_mib in [0, 256, 1024] {
+            let mut placing = Placing::default();
+            placing.learn(&report(480 + 1024 - seen_with_mib, 400), &host_with_balloon(seen_with_mib, 0));
+            // Made before the balloon was inflated, taken after that.
+            placing.learn(&report(480 + 1024, 400), &host_with_balloon(1024, 0));
+            for ballooned_mib in [0, 512, 1024] {
+                let dram_mib = 480 + 1024 - ballooned_mib;
+                let placed =
+                    placing.place(report(dram_mib + 2048, 2200), &host_with_balloon(ballooned_mib, 2048));
+                assert_eq!(zones(&placed), [(0, dram_mib, 152), (1, 2048, 2048)], "{ballooned_mib} MiB");
+            }
+        }
+    }
+
+    #[test]
+    fn two_pm_zones_of_one_node_are_a_zone_each() {
+        let mut host = host([0, 256, 768]);
+        host.zones[2].guest_numa_node = 1;
+        let placed = seen_bare().place(report(480 + 1024, 1200), &host);
+        assert_eq!(zones(&placed), [(0, 480, 176), (1, 256, 256), (1, 768, 768)]);
     }
 
     #[test]
