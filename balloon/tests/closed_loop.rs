@@ -312,7 +312,7 @@ fn a_sawtooth_does_not_swap_and_does_not_resize_at_every_tooth() {
 
 #[test]
 fn the_same_sawtooth_resizes_at_many_teeth_without_patience() {
-    let impatient = psi::Params { max_idle_ms: 3_000, ..psi::Params::default() };
+    let impatient = psi::Params { idle_ms: 3_000, max_idle_ms: 3_000, ..psi::Params::default() };
     let resizes = [psi::Params::default(), impatient]
         .map(|params| workload("sawtooth of 40 s").run(Policy::Psi(params)).1.resizes);
     assert!(resizes[0] * 3 <= resizes[1] * 2, "{resizes:?}");

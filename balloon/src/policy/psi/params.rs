@@ -27,7 +27,7 @@ params! {
         /// Evicted pages coming back at this rate, in bytes a second, is pressure, if tasks wait as well.
         refault_bytes_per_s: "refault", Bytes, 4096 => 1 << 50, 8 * MIB;
         /// Memory is surplus once it has been idle for this long.
-        idle_ms: "idle", Ms, 100 => 86_400_000, 3_000;
+        idle_ms: "idle", Ms, 100 => 86_400_000, 10_000;
         /// The longest that this becomes for a guest that wants back what went.
         max_idle_ms: "max_idle", Ms, 100 => 86_400_000, 30_000;
     }
