@@ -44,11 +44,13 @@ struct Line {
     /// clock seem slow, and what comes in time behind it would seem to be from the future.
     quickest: Heard,
     since: TimeMs,
+    /// It has been insisted on, for long enough, that the guest is older than its VM.
+    is_elder: bool,
 }
 
 impl Line {
     fn begin(heard: Heard) -> Self {
-        Self { last: heard, quickest: heard, since: heard.at }
+        Self { last: heard, quickest: heard, since: heard.at, is_elder: false }
     }
 
     fn go_on(&self, next: Heard) -> Result<Self, Refusal> {
@@ -73,9 +75,10 @@ impl Line {
 /// The state of an agent's connection as far as it decides which reports to believe.
 ///
 /// What one report says must not decide for good what is believed later: a liar would lock the honest out. So nothing
-/// is kept from one connection to the next; what bounds a first report is the host's own clock, because no guest is
-/// older than its VM. Within a connection the last accepted report bounds the next one, until a line of refused
-/// ones outweighs it.
+/// is kept from one connection to the next; what bounds a first report is the host's own clock, because a guest that was
+/// booted in its VM is not older than that. One that was hibernated elsewhere is: its clock goes on from the image.
+/// Within a connection the last accepted report bounds the next one. A line of refused reports outweighs either bound:
+/// a lie harms its own guest alone, and so would deafness.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Intake {
     /// When the guest was started.
@@ -114,25 +117,35 @@ impl Intake {
             return Err(Refusal::BeforeHello);
         }
         let heard = Heard { seq: report.seq(), guest_ms: report.monotonic_ms(), at: now };
-        // The guest's kernel may have started late, or again (kexec), never before its VM.
-        let age_ms = now.since(self.started);
-        heard.not_after(age_ms.saturating_add(age_ms / CLOCK_SLEW_PART).saturating_add(MAX_CLOCK_LEAD_MS))?;
-        let accepted = match self.accepted.map(|line| line.go_on(heard)) {
-            None => Line::begin(heard),
-            Some(Ok(line)) => line,
-            Some(Err(refusal)) => {
+        let accepted = match self.judge(heard) {
+            Ok(line) => line,
+            Err(refusal) => {
                 let rival = self.rival.and_then(|line| line.go_on(heard).ok());
                 let rival = rival.unwrap_or_else(|| Line::begin(heard));
                 self.rival = Some(rival);
                 if now.since(rival.since) < RIVAL_MS {
                     return Err(refusal);
                 }
-                rival
+                Line { is_elder: self.check_age(heard).is_err(), ..rival }
             }
         };
         self.accepted = Some(accepted);
         self.rival = None;
         Ok(())
+    }
+
+    /// The accepted line with this report.
+    fn judge(&self, heard: Heard) -> Result<Line, Refusal> {
+        if !self.accepted.is_some_and(|line| line.is_elder) {
+            self.check_age(heard)?;
+        }
+        self.accepted.map_or_else(|| Ok(Line::begin(heard)), |line| line.go_on(heard))
+    }
+
+    /// A guest that was booted in its VM may have a kernel that started late, or again (kexec), never before that.
+    fn check_age(&self, heard: Heard) -> Result<(), Refusal> {
+        let age_ms = heard.at.since(self.started);
+        heard.not_after(age_ms.saturating_add(age_ms / CLOCK_SLEW_PART).saturating_add(MAX_CLOCK_LEAD_MS))
     }
 }
 
@@ -243,17 +256,43 @@ mod tests {
     }
 
     #[test]
-    fn no_guest_is_older_than_its_vm() {
+    fn a_guest_that_seems_older_than_its_vm_is_not_believed_at_once() {
         let mut intake = Intake::new(TimeMs(700));
         greet(&mut intake, TimeMs(DAY_MS));
         let bound = (DAY_MS - 700) + (DAY_MS - 700) / 10 + MAX_CLOCK_LEAD_MS;
-        // However long it is insisted on.
+        // However often, by reports that do not go on from one another.
         for n in 1..100 {
             let now = TimeMs(DAY_MS + n * 100);
-            let line = report_line(n, bound + 1 + n * 110);
+            let line = report_line(n, bound + 1 + n * 110 + (n % 2) * DAY_MS);
             assert_eq!(label(intake.accept_line(&line, now)), "from_the_future");
         }
         assert!(intake.accept_line(&report_line(1, bound), TimeMs(DAY_MS)).is_ok());
+    }
+
+    #[test]
+    fn a_guest_that_was_hibernated_elsewhere_is_believed_when_it_insists() {
+        // The agent's connection has ended with the VM before; here it speaks once a second.
+        let mut intake = greeted();
+        let speak = |intake: &mut Intake, n: u64| {
+            intake.accept_line(&report_line(n, 30 * DAY_MS + n * 1000), TimeMs(n * 1000)).is_ok()
+        };
+        let taken: Vec<bool> = (1..60).map(|n| speak(&mut intake, n)).collect();
+        let deaf = (RIVAL_MS / 1000) as usize;
+        assert_eq!(taken.iter().filter(|taken| !**taken).count(), deaf, "{taken:?}");
+        assert!(taken[deaf..].iter().all(|taken| *taken), "and all that follow");
+        // Such a guest's clock is bound by the host's as any other's is.
+        let bound = 30 * DAY_MS + 60_000 + MAX_CLOCK_LEAD_MS;
+        assert_eq!(label(intake.accept_line(&report_line(60, bound + 1), TimeMs(60_000))), "from_the_future");
+        assert!(speak(&mut intake, 60));
+        // Who lied so is outweighed by the truth, and is bound by the VM's age again.
+        let honest = Heard { seq: 1, guest_ms: 61_000, at: TimeMs(61_000) };
+        assert!(is_taken_within(&mut intake, honest, RIVAL_MS));
+        let climb = |n: u64| (100 + n, 64_000 + n * 4_000);
+        let age_bound = 64_000 + 6_400 + MAX_CLOCK_LEAD_MS;
+        for (seq, guest_ms) in (1..6).map(climb) {
+            let is_taken = intake.accept_line(&report_line(seq, guest_ms), TimeMs(64_000)).is_ok();
+            assert_eq!(is_taken, guest_ms <= age_bound, "{guest_ms}");
+        }
     }
 
     /// Whether reports of every 100 ms are taken, from `now` on, before `deadline_ms` has passed.
@@ -320,19 +359,22 @@ mod tests {
             reconnects in any::<bool>(),
         ) {
             let (mut intake, mut now) = (greeted(), TimeMs(age_ms));
+            let mut connected = TimeMs(0);
             let mut last: Option<Heard> = None;
             for deed in deeds {
                 match deed {
                     Deed::Wait(ms) => now = now + ms,
                     Deed::Connect => {
                         intake.connected();
+                        connected = now;
                         last = None;
                     }
                     Deed::Hello => drop(intake.accept_line(HELLO.as_bytes(), now)),
                     Deed::Report { seq, guest_ms } => {
                         let is_taken = intake.accept_line(&report_line(seq, guest_ms), now).is_ok();
                         if is_taken {
-                            prop_assert!(guest_ms <= now.0 + now.0 / 10 + MAX_CLOCK_LEAD_MS);
+                            let is_old_enough = guest_ms <= now.0 + now.0 / 10 + MAX_CLOCK_LEAD_MS;
+                            prop_assert!(is_old_enough || now.since(connected) >= RIVAL_MS);
                             // Right after it nothing older is taken, nor the same again.
                             prop_assert!(intake.accept_line(&report_line(seq, guest_ms), now).is_err());
                             prop_assert!(intake.accept_line(&report_line(seq.saturating_sub(1), guest_ms), now).is_err());

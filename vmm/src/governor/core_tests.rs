@@ -180,7 +180,7 @@ fn who_lied_about_the_clock_does_not_lock_the_agent_out() {
     honest["monotonic_ms"] = json!(now.0 - 100);
     line(&mut f, honest);
     assert_eq!((f.core.counters.reports, f.core.counters.refused.len()), (2, 0));
-    // No guest is older than its VM.
+    // A guest that seems older than its VM has to insist.
     let mut future = report(2, 200, [0, 0]);
     future["monotonic_ms"] = json!(2 * now.0);
     line(&mut f, future);
