@@ -91,9 +91,10 @@ impl Agent {
         Ok(())
     }
 
-    /// Adapts settings of the kernel to memory of two kinds from now on.
-    pub fn tune(&mut self, root: &Path) {
-        self.tuning = Some(Tuning::open(root));
+    /// Adapts settings of the kernel to memory of two kinds from now on, until the agent is told to end. What was there
+    /// before is on record under `run`.
+    pub fn tune(&mut self, root: &Path, run: &Path) {
+        self.tuning = Some(Tuning::open(root, run));
     }
 
     /// Looks for idle memory from now on, where memory blocks say that there is memory.
@@ -136,8 +137,8 @@ impl Agent {
         let total_bytes = self.report.memory.total_bytes;
         let tuned = self.tuning.as_mut().map(|tuning| tuning.adapt(&self.report.zones, total_bytes));
         if let Some(Err(error)) = tuned {
+            // What has been written is to go back at the end.
             eprintln!("foreshore-agent: Cannot adapt settings of the kernel: {error}");
-            self.tuning = None;
         }
         Ok(())
     }
@@ -252,5 +253,26 @@ mod tests {
         agent.termination = Some(termination.into());
         agent.run(&Address::Unix(dir.path().join("nobody")));
         assert_eq!(fs::read_to_string(&setting).expect("read"), "256 256 32 0 0");
+    }
+
+    #[test]
+    fn settings_that_were_written_before_another_failed_are_put_back_at_the_end() {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let path = |path: &str| dir.path().join(path);
+        let defrag = path("sys/kernel/mm/transparent_hugepage/defrag");
+        fs::create_dir_all(path("sys/kernel/mm/transparent_hugepage/khugepaged/defrag")).expect("no file");
+        fs::create_dir_all(path("sys/devices/system/node")).expect("mkdir");
+        // Where all memory is on nodes without CPUs.
+        fs::write(path("sys/devices/system/node/has_cpu"), "\n").expect("write");
+        fs::write(&defrag, "madvise").expect("write");
+        let mut agent = Agent::open(Path::new("/proc"), dir.path()).expect("this machine has /proc");
+        agent.tune(dir.path(), &path("run"));
+        agent.take_report(Cause::Rest).expect("reports");
+        assert_eq!(fs::read_to_string(&defrag).expect("read"), "always");
+        let (termination, mut told) = io::pipe().expect("pipe");
+        told.write_all(&[15]).expect("write");
+        agent.termination = Some(termination.into());
+        agent.run(&Address::Unix(path("nobody")));
+        assert_eq!(fs::read_to_string(&defrag).expect("read"), "madvise");
     }
 }

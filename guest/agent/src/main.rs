@@ -7,6 +7,7 @@ mod idle;
 mod kernel;
 mod parse;
 mod proc;
+mod record;
 mod reserve;
 mod session;
 mod sys;
@@ -23,7 +24,9 @@ use foreshore_proto::{Cause, encode_report};
 use crate::agent::Agent;
 use crate::args::{Command, Options};
 use crate::reserve::Reserve;
+use crate::tune::Tuning;
 
+const ROOT: &str = "/";
 const PROC: &str = "/proc";
 const MEMORY: &str = "/sys/devices/system/memory";
 const SYS: &str = "/sys";
@@ -64,7 +67,10 @@ fn run(options: &Options) -> anyhow::Result<()> {
         try_to("give the guest its vm.lowmem_reserve_ratio back", left);
     }
     if options.tune {
-        agent.tune(Path::new("/"));
+        agent.tune(Path::new(ROOT), Path::new(RUN));
+    } else {
+        let left = Tuning::restore_after_another(Path::new(ROOT), Path::new(RUN));
+        try_to("give the guest its kernel's settings back", left);
     }
     if options.idle {
         try_to("look for idle memory", agent.watch_idle(Path::new(SYS)));

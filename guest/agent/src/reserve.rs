@@ -16,6 +16,8 @@ use std::path::{Path, PathBuf};
 
 use foreshore_proto::{Zone, ZoneKind};
 
+use crate::record;
+
 const PAGE_BYTES: u64 = 4096;
 
 /// The part of a node's memory that is kept: page descriptors of PM four times as large as DRAM take a sixteenth.
@@ -91,13 +93,7 @@ impl Reserve {
         }
         self.ours.push(wanted.to_vec());
         let lines = std::iter::once(&self.initial).chain(&self.ours).map(|ratios| text_of(ratios) + "\n");
-        if let Some(run) = self.record.parent() {
-            fs::create_dir_all(run)?;
-        }
-        // Whole or not at all: a record of which the end is missing would make ours the guest's.
-        let new = self.record.with_extension("new");
-        fs::write(&new, lines.collect::<String>())?;
-        fs::rename(&new, &self.record)
+        record::replace(&self.record, &lines.collect::<String>())
     }
 
     /// Gives the guest back what an agent that was killed has not.
@@ -114,10 +110,7 @@ impl Reserve {
         if is_ours && self.current != self.initial {
             fs::write(&self.path, text_of(&self.initial))?;
         }
-        match fs::remove_file(&self.record) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        }
+        record::replace(&self.record, "")
     }
 }
 

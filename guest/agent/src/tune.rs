@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 
 use foreshore_proto::Zone;
 
+use crate::record;
+
 /// What Linux has by itself, and what a guest needs while a node without CPUs, which is how PM looks, has memory.
 ///
 /// 1. A fault takes a huge page from the node that it happens on, and from another one only if it may compact
@@ -38,66 +40,78 @@ struct Setting {
     beside_pm: &'static str,
 }
 
+/// The name of the record, which has a line for each setting that the agent has changed: its path, and what was there.
+const NAME: &str = "settings";
+
 /// Adapts the kernel's settings to what memory the guest has.
+///
+/// An agent that is killed leaves them so, and what it leaves is what an owner may have set too. So what was there is on
+/// record for as long as the guest runs, and is put there before a setting is written.
 #[derive(Debug)]
 pub struct Tuning {
     root: PathBuf,
-    /// Of `SETTINGS`, those that are changed now.
-    changed: [bool; SETTINGS.len()],
+    record: PathBuf,
+    /// Of each of `SETTINGS` that is changed now: what was there.
+    was: [Option<String>; SETTINGS.len()],
     /// The nodes at the last look.
     nodes: Vec<u32>,
-    /// What the guest would have had of huge pages, had it booted with more memory.
-    huge_pages: Option<HugePages>,
+    huge_pages: HugePages,
 }
 
-/// Which huge pages a guest gets that was too small for them at boot.
+/// Whether a guest that was too small for huge pages at boot is to get them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct HugePages {
-    /// The word for `enabled`.
-    word: &'static str,
-    /// From this size on.
-    from_bytes: u64,
+enum HugePages {
+    /// It was not, it has them, or somebody else has chosen.
+    Settled,
+    /// It was. `has_begun` where writing the settings has, so that they do not look untouched any more; and what the
+    /// command line says.
+    LeftOut { has_begun: bool, by_command_line: Option<Option<&'static str>> },
 }
 
 impl Tuning {
-    /// Reads what is set under `root`, which is / outside of tests. What a kernel does not have is left out.
-    pub fn open(root: &Path) -> Self {
-        let read = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
-        let has_been_left_out = is_off_by_size(&read(ENABLED), &read(DEFRAG), &read(ZERO_PAGE));
-        let config = format!("boot/config-{}", read("proc/sys/kernel/osrelease").trim());
-        let huge_pages = HugePages::wanted(&read("proc/cmdline"), &read(&config));
-        // Nobody else sets all of them so: an agent that was killed has left them.
-        let is_ours = |setting: &Setting| chosen(&read(setting.path)) == setting.beside_pm;
-        let changed = [SETTINGS.iter().all(is_ours); SETTINGS.len()];
-        Self {
+    /// Reads what is set under `root`, which is / outside of tests, and the record under `run`, which lasts as long as the
+    /// guest runs.
+    pub fn open(root: &Path, run: &Path) -> Self {
+        let mut tuning = Self {
             root: root.to_owned(),
-            changed,
+            record: run.join(NAME),
+            was: [const { None }; SETTINGS.len()],
             nodes: Vec::new(),
-            huge_pages: huge_pages.filter(|_| has_been_left_out),
+            huge_pages: HugePages::Settled,
+        };
+        let text = fs::read_to_string(&tuning.record).unwrap_or_default();
+        let recorded = |path: &str| {
+            let mut lines = text.lines().filter_map(|line| line.split_once(' '));
+            lines.find(|(recorded, was)| *recorded == path && !was.is_empty()).map(|(_, was)| was.to_owned())
+        };
+        for (index, setting) in SETTINGS.iter().enumerate() {
+            // On record, and not in force: the kill came before the setting was written, or the owner after it.
+            tuning.was[index] =
+                recorded(setting.path).filter(|_| chosen(&tuning.read(setting.path)) == setting.beside_pm);
         }
+        let has_begun = recorded(ENABLED).is_some();
+        if has_begun || tuning.has_been_left_out() {
+            let by_command_line = word_of_command_line(&tuning.read("proc/cmdline"));
+            tuning.huge_pages = HugePages::LeftOut { has_begun, by_command_line };
+        }
+        if tuning.text_of_record() != text {
+            tuning.put_on_record();
+        }
+        tuning
     }
 
-    /// Adapts them to the guest's zones and size. Does nothing while these stay as they are.
+    /// Adapts them to the guest's zones and size. Does nothing while these stay as they are. What fails is tried again when
+    /// they change.
     pub fn adapt(&mut self, zones: &[Zone], total_bytes: u64) -> io::Result<()> {
-        if let Some(huge_pages) = self.huge_pages.filter(|huge_pages| total_bytes >= huge_pages.from_bytes) {
-            self.huge_pages = None;
-            self.write(DEFRAG, "madvise")?;
-            self.write(COLLAPSE_DEFRAG, "1")?;
-            self.write(ZERO_PAGE, "1")?;
-            self.write(ENABLED, huge_pages.word)?;
-            // Defrag is to be looked at again.
-            self.nodes.clear();
-        }
+        let huge_pages = self.give_huge_pages(total_bytes);
         let mut nodes: Vec<u32> = zones.iter().map(|zone| zone.node).collect();
         nodes.dedup();
         if nodes == self.nodes {
-            return Ok(());
+            return huge_pages;
         }
         self.nodes = nodes;
-        let with_cpus = fs::read_to_string(self.root.join("sys/devices/system/node/has_cpu"))?;
-        let with_cpus = node_list(&with_cpus).ok_or(io::ErrorKind::InvalidData)?;
-        let has_pm = self.nodes.iter().any(|node| !with_cpus.iter().any(|range| range.contains(node)));
-        self.set(has_pm)
+        let has_pm = self.has_pm().and_then(|has_pm| self.set(has_pm));
+        huge_pages.and(has_pm)
     }
 
     /// Puts everything back that depends on what is plugged.
@@ -106,29 +120,130 @@ impl Tuning {
         self.set(false)
     }
 
-    /// What somebody else has set stays.
+    /// Gives the guest back what an agent that was killed has not.
+    pub fn restore_after_another(root: &Path, run: &Path) -> io::Result<()> {
+        Self::open(root, run).restore()
+    }
+
+    /// Linux looks at the guest's size at boot only. Whatever else decides is read here and not at the start: then
+    /// /boot may not be mounted, and nobody has set anything yet.
+    fn give_huge_pages(&mut self, total_bytes: u64) -> io::Result<()> {
+        let HugePages::LeftOut { has_begun, by_command_line } = self.huge_pages else { return Ok(()) };
+        if by_command_line.is_none() && total_bytes < HUGE_PAGES_FROM_BYTES {
+            return Ok(());
+        }
+        let config = format!("boot/config-{}", self.read("proc/sys/kernel/osrelease").trim());
+        let word = match by_command_line {
+            Some(word) => word,
+            None => match fs::read_to_string(self.root.join(config)) {
+                Ok(config) => word_of_config(&config),
+                // It may be mounted yet.
+                Err(_) => return Ok(()),
+            },
+        };
+        self.huge_pages = HugePages::Settled;
+        let is_ours_to_choose = match has_begun {
+            true => chosen(&self.read(ENABLED)) == "never",
+            false => self.has_been_left_out(),
+        };
+        let word = word.filter(|_| is_ours_to_choose);
+        let written = word.map_or(Ok(()), |word| {
+            self.huge_pages = HugePages::LeftOut { has_begun: true, by_command_line };
+            self.put_on_record();
+            self.huge_pages = HugePages::Settled;
+            // Defrag is to be looked at again.
+            self.nodes.clear();
+            self.write(DEFRAG, "madvise")?;
+            self.write(COLLAPSE_DEFRAG, "1")?;
+            self.write(ZERO_PAGE, "1")?;
+            self.write(ENABLED, word)
+        });
+        if has_begun || word.is_some() {
+            self.put_on_record();
+        }
+        written
+    }
+
+    /// Whether huge pages are off for the guest's size at boot: then Linux clears all of these, while
+    /// `transparent_hugepage=never` and whoever switches them off later touch the first only.
+    fn has_been_left_out(&self) -> bool {
+        chosen(&self.read(ENABLED)) == "never"
+            && chosen(&self.read(DEFRAG)) == "never"
+            && self.read(ZERO_PAGE).trim() == "0"
+    }
+
+    /// Whether a node without CPUs has memory.
+    fn has_pm(&self) -> io::Result<bool> {
+        let with_cpus = match fs::read_to_string(self.root.join("sys/devices/system/node/has_cpu")) {
+            // A kernel without NUMA has one node, with all CPUs.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            with_cpus => with_cpus?,
+        };
+        let with_cpus = node_list(&with_cpus).ok_or(io::ErrorKind::InvalidData)?;
+        Ok(self.nodes.iter().any(|node| !with_cpus.iter().any(|range| range.contains(node))))
+    }
+
+    /// What somebody else has set stays. One setting that fails keeps none of the others from being set.
     fn set(&mut self, has_pm: bool) -> io::Result<()> {
-        for (index, setting) in SETTINGS.iter().enumerate() {
-            if self.changed[index] == has_pm {
-                continue;
-            }
-            let (from, to) = match has_pm {
-                true => (setting.usual, setting.beside_pm),
-                false => (setting.beside_pm, setting.usual),
-            };
-            let path = self.root.join(setting.path);
-            match fs::read_to_string(path) {
-                Ok(text) if chosen(&text) == from => {
-                    self.write(setting.path, to)?;
-                    self.changed[index] = has_pm;
-                }
-                Ok(_) => self.changed[index] = false,
-                // Kernels without it do not do what it is about.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => return Err(error),
+        let mut result = Ok(());
+        for index in 0..SETTINGS.len() {
+            if self.was[index].is_some() != has_pm {
+                result = result.and(if has_pm { self.change(index) } else { self.put_back(index) });
             }
         }
+        result
+    }
+
+    fn change(&mut self, index: usize) -> io::Result<()> {
+        let setting = &SETTINGS[index];
+        let text = match fs::read_to_string(self.root.join(setting.path)) {
+            // Kernels without it do not do what it is about.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            text => text?,
+        };
+        if chosen(&text) != setting.usual {
+            return Ok(());
+        }
+        self.was[index] = Some(setting.usual.to_owned());
+        self.put_on_record();
+        let written = self.write(setting.path, setting.beside_pm);
+        if written.is_err() {
+            self.was[index] = None;
+            self.put_on_record();
+        }
+        written
+    }
+
+    fn put_back(&mut self, index: usize) -> io::Result<()> {
+        let setting = &SETTINGS[index];
+        let text = fs::read_to_string(self.root.join(setting.path))?;
+        if let Some(was) = self.was[index].as_deref().filter(|_| chosen(&text) == setting.beside_pm) {
+            self.write(setting.path, was)?;
+        }
+        self.was[index] = None;
+        self.put_on_record();
         Ok(())
+    }
+
+    /// Without a record the guest is served all the same; only who is killed leaves no trace.
+    fn put_on_record(&self) {
+        if let Err(error) = record::replace(&self.record, &self.text_of_record()) {
+            let record = self.record.display();
+            eprintln!("foreshore-agent: Cannot note the guest's settings in {record}: {error}");
+        }
+    }
+
+    fn text_of_record(&self) -> String {
+        let changed = SETTINGS.iter().zip(&self.was);
+        let changed = changed.filter_map(|(setting, was)| Some((setting.path, was.as_deref()?)));
+        let has_begun = matches!(self.huge_pages, HugePages::LeftOut { has_begun: true, .. });
+        let begun = has_begun.then_some((ENABLED, "never"));
+        changed.chain(begun).map(|(path, was)| format!("{path} {was}\n")).collect()
+    }
+
+    /// Nothing where there is nothing to read.
+    fn read(&self, path: &str) -> String {
+        fs::read_to_string(self.root.join(path)).unwrap_or_default()
     }
 
     fn write(&self, path: &str, value: &str) -> io::Result<()> {
@@ -136,28 +251,22 @@ impl Tuning {
     }
 }
 
-impl HugePages {
-    /// By the kernel's command line, at once; else as the kernel was built, from the size on at which it would have had
-    /// them itself.
-    fn wanted(command_line: &str, config: &str) -> Option<Self> {
-        const WORDS: [&str; 2] = ["always", "madvise"];
-        let words = command_line.split_whitespace();
-        if let Some(word) = words.filter_map(|word| word.strip_prefix("transparent_hugepage=")).next_back() {
-            let word = WORDS.into_iter().find(|known| *known == word)?;
-            return Some(Self { word, from_bytes: 0 });
-        }
-        let word = WORDS.into_iter().find(|word| {
-            let line = format!("CONFIG_TRANSPARENT_HUGEPAGE_{}=y", word.to_uppercase());
-            config.lines().any(|other| other == line)
-        })?;
-        Some(Self { word, from_bytes: HUGE_PAGES_FROM_BYTES })
-    }
+/// What gives huge pages, for some memory or for all.
+const WORDS: [&str; 2] = ["always", "madvise"];
+
+/// What the command line says of huge pages, if anything: none, if neither of `WORDS`.
+fn word_of_command_line(command_line: &str) -> Option<Option<&'static str>> {
+    let words = command_line.split_whitespace();
+    let word = words.filter_map(|word| word.strip_prefix("transparent_hugepage=")).next_back()?;
+    Some(WORDS.into_iter().find(|known| *known == word))
 }
 
-/// Whether huge pages are off for the guest's size at boot: then Linux clears all of these, while
-/// `transparent_hugepage=never` and whoever switches them off later touch the first only.
-fn is_off_by_size(enabled: &str, defrag: &str, zero_page: &str) -> bool {
-    chosen(enabled) == "never" && chosen(defrag) == "never" && zero_page.trim() == "0"
+/// What a kernel that was built so has by itself.
+fn word_of_config(config: &str) -> Option<&'static str> {
+    WORDS.into_iter().find(|word| {
+        let line = format!("CONFIG_TRANSPARENT_HUGEPAGE_{}=y", word.to_uppercase());
+        config.lines().any(|other| other == line)
+    })
 }
 
 /// The word in brackets, or all there is.
@@ -230,8 +339,12 @@ mod tests {
             SETTINGS.map(|setting| self.get(setting.path))
         }
 
+        fn run(&self) -> PathBuf {
+            self.0.path().join("run/agent")
+        }
+
         fn tuning(&self) -> Tuning {
-            Tuning::open(self.0.path())
+            Tuning::open(self.0.path(), &self.run())
         }
     }
 
@@ -330,14 +443,142 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_agent_has_changed_the_next_one_puts_back() {
+    fn what_decides_is_read_when_it_is_to_be_written() {
+        // /boot is mounted after the agent has started.
+        let guest = Guest::small(&[]);
+        let mut tuning = guest.tuning();
+        tuning.adapt(&zones(&[0]), GIB).expect("adapts");
+        assert_eq!(guest.get(ENABLED), "never", "how the kernel was built is not known");
+        let config = ("boot/config-6.12.1-cloud", "CONFIG_TRANSPARENT_HUGEPAGE_ALWAYS=y\n");
+        guest.put(config.0, config.1);
+        tuning.adapt(&zones(&[0]), GIB).expect("adapts");
+        assert_eq!(guest.get(ENABLED), "always");
+        // tmpfiles.d chooses before the guest grows.
+        let guest = Guest::small(&[config]);
+        let mut tuning = guest.tuning();
+        tuning.adapt(&zones(&[0]), 1 << 20).expect("adapts");
+        guest.put(ENABLED, "always [madvise] never\n");
+        tuning.adapt(&zones(&[0]), GIB).expect("adapts");
+        assert_eq!([guest.get(ENABLED), guest.get(DEFRAG)], ["madvise", "never"]);
+    }
+
+    #[test]
+    fn huge_pages_come_also_where_a_kill_came_while_they_were_switched_on() {
+        let guest = Guest::small(&[("proc/cmdline", "transparent_hugepage=always\n")]);
+        guest.put(&format!("run/agent/{NAME}"), &format!("{ENABLED} never\n"));
+        guest.put(DEFRAG, "madvise\n");
+        guest.tuning().adapt(&zones(&[0]), 1 << 20).expect("adapts");
+        assert_eq!([guest.get(ENABLED), guest.get(ZERO_PAGE)], ["always", "1"]);
+        assert!(!guest.run().join(NAME).exists());
+        // Who switches them off later has the last word.
+        guest.put(ENABLED, "always madvise [never]\n");
+        guest.tuning().adapt(&zones(&[0]), 1 << 20).expect("adapts");
+        assert_eq!(guest.get(ENABLED), "never");
+    }
+
+    #[test]
+    fn an_agent_after_one_that_was_killed_knows_what_is_whose() {
+        // Of each setting: the kernel's, somebody else's, somebody else's that looks like ours, and none.
+        let foreign = [("defer", "always"), ("7", "0"), ("20000", "0")];
+        for which in 0..SETTINGS.len() {
+            let (other, like_ours) = foreign[which];
+            for theirs in [Some(other), Some(like_ours), None] {
+                let guest = Guest::new(&[]);
+                let path = SETTINGS[which].path;
+                match theirs {
+                    Some(theirs) => guest.put(path, theirs),
+                    None => fs::remove_file(guest.0.path().join(path)).expect("removes"),
+                }
+                let others = |want: fn(&Setting) -> &'static str| {
+                    let others = SETTINGS.iter().filter(|setting| setting.path != path);
+                    others
+                        .for_each(|setting| assert_eq!(guest.get(setting.path), want(setting), "{theirs:?}"));
+                };
+                guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
+                // The next one as well.
+                guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
+                others(|setting| setting.beside_pm);
+                // What was plugged has gone meanwhile.
+                guest.tuning().adapt(&zones(&[0]), GIB).expect("adapts");
+                others(|setting| setting.usual);
+                assert!(theirs.is_none_or(|theirs| guest.get(path) == theirs), "{theirs:?} is not ours");
+                assert!(!guest.run().join(NAME).exists());
+            }
+        }
+    }
+
+    #[test]
+    fn a_kill_between_two_settings_leaves_none_of_them_to_the_guest() {
+        for killed_after in 0..=SETTINGS.len() {
+            for has_noted in [false, true] {
+                let guest = Guest::new(&[]);
+                let mut tuning = guest.tuning();
+                (0..killed_after).for_each(|index| tuning.change(index).expect("writes"));
+                if let Some(setting) = SETTINGS.get(killed_after).filter(|_| has_noted) {
+                    tuning.was[killed_after] = Some(setting.usual.to_owned());
+                    tuning.put_on_record();
+                }
+                Tuning::restore_after_another(guest.0.path(), &guest.run()).expect("restores");
+                assert_eq!(guest.settings(), ["madvise", "1", "15000"], "{killed_after}");
+                assert!(!guest.run().join(NAME).exists());
+            }
+        }
+    }
+
+    #[test]
+    fn what_an_owner_sets_after_a_kill_is_the_owners() {
         let guest = Guest::new(&[]);
         guest.tuning().adapt(&zones(&[0, 1]), GIB).expect("adapts");
-        guest.tuning().adapt(&zones(&[0]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000"]);
+        guest.put(SETTINGS[2].path, "20000\n");
+        let mut tuning = guest.tuning();
+        // It is forgotten at once that the agent had once changed it.
         guest.put(SETTINGS[2].path, "0\n");
-        guest.tuning().adapt(&zones(&[0]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["madvise", "1", "0"], "one alone is somebody else's");
+        tuning.adapt(&zones(&[0, 1]), GIB).expect("adapts");
+        guest.tuning().restore().expect("restores");
+        assert_eq!(guest.settings(), ["madvise", "1", "0"]);
+    }
+
+    #[test]
+    fn a_record_that_is_none_is_not_believed_and_one_that_cannot_be_made_is_done_without() {
+        let guest = Guest::new(&[]);
+        let all_ours = || {
+            SETTINGS.iter().for_each(|setting| guest.put(setting.path, setting.beside_pm));
+        };
+        for text in ["", "\n", "junk", " 1\n", "x y\n", &format!("{DEFRAG}\n"), &format!("{DEFRAG} \n")] {
+            all_ours();
+            guest.put(&format!("run/agent/{NAME}"), text);
+            guest.tuning().restore().expect("nothing to do");
+            assert_eq!(guest.settings(), ["always", "0", "0"], "{text:?}");
+        }
+        let guest = Guest::new(&[("run", "no directory")]);
+        let mut tuning = guest.tuning();
+        tuning.adapt(&zones(&[0, 1]), GIB).expect("adapts");
+        assert_eq!(guest.settings(), ["always", "0", "0"]);
+        tuning.restore().expect("restores");
+        assert_eq!(guest.settings(), ["madvise", "1", "15000"]);
+    }
+
+    #[test]
+    fn a_setting_that_fails_keeps_no_other_from_being_set_and_put_back() {
+        let guest = Guest::new(&[]);
+        let path = guest.0.path().join(SETTINGS[1].path);
+        fs::remove_file(&path).expect("removes");
+        fs::create_dir(&path).expect("mkdir");
+        let mut tuning = guest.tuning();
+        tuning.adapt(&zones(&[0, 1]), GIB).expect_err("a directory");
+        tuning.adapt(&zones(&[0, 1]), GIB).expect("not again while nothing changes");
+        let others = || [guest.get(DEFRAG), guest.get(SETTINGS[2].path)];
+        assert_eq!(others(), ["always", "0"]);
+        tuning.restore().expect("the one that failed was not changed");
+        assert_eq!(others(), ["madvise", "15000"]);
+    }
+
+    #[test]
+    fn a_kernel_without_numa_has_no_pm() {
+        let guest = Guest::new(&[]);
+        fs::remove_file(guest.0.path().join("sys/devices/system/node/has_cpu")).expect("removes");
+        guest.tuning().adapt(&zones(&[0]), GIB).expect("has none");
+        assert_eq!(guest.settings(), ["madvise", "1", "15000"]);
     }
 
     #[test]
