@@ -318,8 +318,8 @@ impl Core {
         let mut all = Vec::with_capacity(self.zones.len());
         for (Zone { zone, progress }, id) in self.zones.iter_mut().zip(0..) {
             let sizes = zone.device.sizes();
-            if progress.has_driver_come(sizes) {
-                info!(zone = zone.id, "The guest's driver is there");
+            if progress.has_driver_come(sizes, now) {
+                sparsely!(info, zone = zone.id, "The guest's driver is there");
                 self.controller.driver_came(ZoneId(id), now);
             }
             if progress.observe(sizes, now) {

@@ -130,6 +130,29 @@ fn a_driver_that_loads_late_is_asked_with_the_next_report() {
 }
 
 #[test]
+fn a_driver_that_comes_and_goes_all_the_time_is_given_up() {
+    let mut f = fixture("psi", false, false);
+    f.greet();
+    // It is short all the time, takes nothing, and resets its devices every second.
+    let (mut owed, mut given_up) = (0, 0);
+    for round in 0..240 {
+        for device in [&f.dram, &f.pm] {
+            device.sizes.lock().driver_ready = round % 2 == 0;
+        }
+        f.seq += 19;
+        f.report(20);
+        f.core.tick(TimeMs(f.seq * 50 + 1));
+        let asked = f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes;
+        if asked >= 32 * MIB {
+            owed += 1;
+        } else {
+            given_up += 1;
+        }
+    }
+    assert!(given_up > owed, "{owed} s of 240 much of the pool is owed to it");
+}
+
+#[test]
 fn a_resize_that_the_host_cannot_provide_is_stuck_until_it_is_asked_for_again() {
     let mut f = fixture("off", false, true);
     *f.pm.can_provide.lock() = 24 * MIB;

@@ -8,6 +8,9 @@ use crate::vm::request::ResizeStatus;
 /// Without progress for this long, a resize is stuck, and the guest is reminded.
 pub const PATIENCE_MS: u64 = 5_000;
 
+/// A driver that comes again sooner than this is not waited for anew: a guest can reset a device as often as it likes.
+pub const ANEW_MS: u64 = 60_000;
+
 /// What has been seen of a zone.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {
@@ -15,22 +18,33 @@ pub struct Progress {
     /// When a size changed last, or the guest was asked for something new.
     changed_at: TimeMs,
     reminded_at: TimeMs,
+    /// When the driver came, and was waited for anew.
+    came_at: Option<TimeMs>,
 }
 
 impl Progress {
     /// A zone as it is first seen.
     pub fn new(sizes: DeviceSizes, now: TimeMs) -> Self {
-        Self { sizes, changed_at: now, reminded_at: now }
+        Self { sizes, changed_at: now, reminded_at: now, came_at: None }
     }
 
-    /// Whether the guest's driver has come since the zone was looked at.
-    pub fn has_driver_come(&self, sizes: DeviceSizes) -> bool {
-        sizes.driver_ready && !self.sizes.driver_ready
+    /// Whether the guest's driver has come since the zone was looked at: then it is waited for anew, once in
+    /// [`ANEW_MS`] at most.
+    pub fn has_driver_come(&mut self, sizes: DeviceSizes, now: TimeMs) -> bool {
+        let has_come = sizes.driver_ready
+            && !self.sizes.driver_ready
+            && self.came_at.is_none_or(|at| now.since(at) >= ANEW_MS);
+        if has_come {
+            (self.came_at, self.changed_at) = (Some(now), now);
+        }
+        has_come
     }
 
     /// Takes the zone's present sizes. True when the resize has just ended: plugged is what was requested, and not
     /// what the host had to lower that to.
     pub fn observe(&mut self, sizes: DeviceSizes, now: TimeMs) -> bool {
+        // A driver that comes or goes is no progress.
+        self.sizes.driver_ready = sizes.driver_ready;
         if sizes == self.sizes {
             return false;
         }
@@ -143,6 +157,22 @@ mod tests {
         assert!(reason(stuck(sizes(0, 10, true), 0)).contains("cannot move"));
         assert!(reason(stuck(sizes(10, 0, true), 5)).contains("5 bytes"));
         assert!(reason(stuck(sizes(10, 0, true), 0)).contains("page descriptors"));
+    }
+
+    #[test]
+    fn a_driver_that_comes_and_goes_is_waited_for_anew_once_a_minute() {
+        let mut progress = Progress::new(sizes(10, 0, false), TimeMs(0));
+        let mut came = Vec::new();
+        for now in (0..150_000).step_by(1000) {
+            let flapping = sizes(10, 0, now % 2000 == 1000);
+            if progress.has_driver_come(flapping, TimeMs(now)) {
+                came.push(now);
+            }
+            progress.observe(flapping, TimeMs(now));
+            let waited_ms = now - came.last().copied().unwrap_or(0);
+            assert_eq!(progress.is_late(TimeMs(now)), waited_ms >= PATIENCE_MS, "{now}");
+        }
+        assert_eq!(came, [1_000, 61_000, 121_000]);
     }
 
     #[test]
