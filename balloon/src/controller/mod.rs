@@ -392,7 +392,8 @@ impl Controller {
 
     /// Rules 1, 2 and 4: at once, DRAM first, as far as the guest can carry it.
     fn grow(&self, bytes: u64, reason: Reason, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
-        let mut spread = self.spread(last, host, now);
+        // Where memory was to go from is nothing to a grow, which a floor or lost reports may ask for after it.
+        let mut spread = self.spread(last, None, host, now);
         let (added, limit) = spread.grow(bytes);
         let wanted = host.requested_bytes().saturating_add(bytes);
         let requests = spread.into_requests();
@@ -417,7 +418,7 @@ impl Controller {
         }
         let step = self.rules.shrink_step_bytes.max(host.plugged_bytes() / 8);
         let over = host.requested_bytes().saturating_sub(self.rules.floor_bytes);
-        let mut spread = self.spread(last, host, now);
+        let mut spread = self.spread(last, last.decision.from, host, now);
         let (taken, limit) = spread.shrink(bytes.min(step).min(over));
         let limit = limit.or((over < bytes.min(step)).then_some(Reason::AtFloor));
         let requests = spread.into_requests();
@@ -428,7 +429,7 @@ impl Controller {
         Plan { wanted_bytes: wanted, ..plan }
     }
 
-    fn spread(&self, last: LastReport, host: &HostView, now: TimeMs) -> Spread {
+    fn spread(&self, last: LastReport, from: Option<u32>, host: &HostView, now: TimeMs) -> Spread {
         let movable = matches!(last.online_policy, OnlinePolicy::OnlineMovable | OnlinePolicy::Unknown);
         let limits = Limits {
             carried_bytes: last.carried_bytes,
@@ -436,15 +437,7 @@ impl Controller {
             unmovable_permille: (!movable).then_some(self.rules.unmovable_permille),
         };
         let zones = self.zones.iter().map(|zone| (&zone.progress, zone.pinned));
-        Spread::new(
-            host,
-            &self.without_stuck(host, now),
-            zones,
-            last.decision.near,
-            last.decision.from,
-            limits,
-            now,
-        )
+        Spread::new(host, &self.without_stuck(host, now), zones, last.decision.near, from, limits, now)
     }
 
     fn hold(&self, reason: Reason, host: &HostView) -> Plan {

@@ -250,6 +250,38 @@ fn rule_3_floors_and_ceilings_hold() {
     assert_eq!(rig.tick(6_000).reason, Reason::AtFloor);
 }
 
+/// Memory in two nodes of PM beside DRAM that is full, the last shrink from node 1.
+fn shrunk_from_node_1() -> Rig {
+    let mut rig = Rig::new(Policy::default());
+    rig.host.zones[DRAM].requested_bytes = 128 * MIB;
+    rig.host.zones[PM].requested_bytes = 256 * MIB;
+    let other = ZoneSizes { id: ZoneId(2), guest_numa_node: 2, ..rig.host.zones[PM] };
+    rig.host.zones.push(other);
+    rig.follow();
+    rig.report(1_000, 280);
+    rig.controller.last.as_mut().expect("reported").decision.from = Some(1);
+    rig
+}
+
+#[test]
+fn rule_3_where_memory_was_to_go_from_is_nothing_to_a_floors_grow() {
+    for ceiling_mib in [None, Some(576)] {
+        let mut rig = shrunk_from_node_1();
+        let bounds = match ceiling_mib {
+            None => Rules { floor_bytes: 704 * MIB, ..Rules::default() },
+            Some(mib) => Rules { ceiling_bytes: mib * MIB, ..Rules::default() },
+        };
+        rig.controller.set_rules(bounds).expect("in bounds");
+        let plan = rig.tick(100);
+        let pm = [PM, PM + 1].map(|zone| rig.host.zones[zone].requested_bytes / MIB);
+        match ceiling_mib {
+            // In the host's order, as for any grow of the VM as a whole.
+            None => assert_eq!((plan.reason, pm), (Reason::BelowFloor, [320, 256])),
+            Some(_) => assert_eq!((plan.reason, pm), (Reason::AboveCeiling, [192, 256])),
+        }
+    }
+}
+
 #[test]
 fn rule_3_an_empty_pool_limits_pm_and_is_said() {
     let mut rig = Rig::fixed(1152);
