@@ -25,7 +25,8 @@ impl Placing {
         }
     }
 
-    /// A report made of statistics, with a zone for the PM of each node.
+    /// A report made of statistics, which has one zone, with one more for the PM of each node. An agent's is not to be
+    /// given here: a guest of its may have one zone too.
     ///
     /// Of what is plugged, so much is online as the total has beyond everything else: at least, because the kernel may keep
     /// some. Processes fill DRAM down to kswapd's watermark before they take PM, so PM is the last that is used, and

@@ -25,6 +25,15 @@ pub struct Sample {
     pub driver_life: u64,
 }
 
+/// Who tells how the guest's memory is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Teller {
+    /// Its agent, which knows of zones.
+    Agent,
+    /// The balloon's statistics, which know of memory as a whole.
+    Statistics,
+}
+
 /// What the governor needs of a balloon beside its sizes.
 pub trait BalloonSource: Send + Sync {
     /// Has the driver asked for statistics.
@@ -114,13 +123,15 @@ impl Agentless {
         Some(result)
     }
 
-    /// Where statistics are listened to: their report with what the host knows of where memory lies.
-    pub fn place(&mut self, report: Report, host: &HostView) -> Report {
-        if self.is_active {
-            return self.placing.place(report, host);
+    /// A report of statistics with what the host knows of where memory lies. An agent's stays as it is, and is learned from.
+    pub fn place(&mut self, report: Report, teller: Teller, host: &HostView) -> Report {
+        match teller {
+            Teller::Statistics => self.placing.place(report, host),
+            Teller::Agent => {
+                self.placing.learn(&report, host);
+                report
+            }
         }
-        self.placing.learn(&report, host);
-        report
     }
 
     fn known(&self, driver_life: u64, memory_bytes: u64) -> Known {

@@ -257,6 +257,32 @@ fn what_an_agents_guest_onlines_is_no_matter_for_a_balloon() {
 }
 
 #[test]
+fn pm_is_told_from_dram_where_statistics_tell_and_not_where_an_agent_does() {
+    let guest = FakeGuest::new(false, Some(FakeDevice::new(1024 * MIB, true)));
+    guest.pm.as_ref().unwrap().request(1024 * MIB);
+    let mut agentless = Agentless::new(Arc::clone(&guest) as _, false);
+    let pm = balloon::ZoneSizes {
+        id: balloon::ZoneId(0),
+        tier: Tier::Pm,
+        guest_numa_node: 1,
+        block_bytes: 2 * MIB,
+        floor_bytes: 0,
+        max_bytes: 1024 * MIB,
+        requested_bytes: 1024 * MIB,
+        plugged_bytes: 1024 * MIB,
+    };
+    let host = HostView { zones: vec![pm], boot_bytes: BOOT, ..HostView::default() };
+    guest.ask();
+    let settings = Settings::with_watermark(0);
+    let report = agentless.tick(&settings, 1 << 40, TimeMs(1000)).expect("statistics").expect("sound");
+    assert!(agentless.is_active());
+    // It is one zone, whoever says it.
+    assert_eq!(agentless.place(report.clone(), Teller::Agent, &host), report);
+    let nodes = |report: &Report| report.zones().iter().map(|zone| zone.node).collect::<Vec<_>>();
+    assert_eq!(nodes(&agentless.place(report, Teller::Statistics, &host)), [0, 1]);
+}
+
+#[test]
 fn statistics_wait_for_an_agent_that_may_come_and_stand_in_when_it_is_gone() {
     let mut rig = rig(false, true);
     rig.wait(9);

@@ -14,7 +14,7 @@ use balloon::proto::{AgentMessage, Hello, Refusal, Report, Settings};
 use balloon::{Distances, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
 use tracing::{info, warn};
 
-use super::agentless::Agentless;
+use super::agentless::{Agentless, Teller};
 use super::audit::{Audit, Grounds};
 use super::episode::{Ended, Episode};
 use super::progress::Progress;
@@ -228,7 +228,7 @@ impl Core {
                     Some(agentless) => agentless.agent_reported(report, memory_bytes, now),
                     None => report,
                 };
-                self.report(report, now);
+                self.report(report, Teller::Agent, now);
             }
             Err(refusal) => self.refused(&refusal, "A line of the agent is refused"),
         }
@@ -244,7 +244,7 @@ impl Core {
         }
     }
 
-    fn report(&mut self, report: Report, now: TimeMs) {
+    fn report(&mut self, report: Report, teller: Teller, now: TimeMs) {
         self.counters.reports += 1;
         if let Some(Ended { took_ms, grown_bytes }) = self.episode.reported(report.memory().total_bytes, now)
         {
@@ -254,7 +254,7 @@ impl Core {
         }
         let host = self.observe(now);
         let report = match &mut self.agentless {
-            Some(agentless) => agentless.place(report, &host),
+            Some(agentless) => agentless.place(report, teller, &host),
             None => report,
         };
         if let Some(recorder) = &mut self.recorder {
@@ -288,7 +288,7 @@ impl Core {
             info!("No agent reports: the balloon's statistics take its place");
         }
         match taken {
-            Some(Ok(report)) => self.report(report, now),
+            Some(Ok(report)) => self.report(report, Teller::Statistics, now),
             Some(Err(refusal)) => self.refused(&refusal, "Statistics of the balloon are refused"),
             None => {}
         }
