@@ -1,0 +1,275 @@
+//! Rules 1 to 5: how much a guest that is short is given.
+
+use super::*;
+
+#[test]
+fn rule_1_a_guest_with_headroom_is_left_alone() {
+    let mut rig = Rig::new();
+    for _ in 0..20 {
+        let decision = rig.report(1000, 280);
+        assert_eq!((decision.want_bytes, decision.reason), (None, Reason::Enough));
+    }
+}
+
+#[test]
+fn rule_1_less_than_the_bridge_grows() {
+    let mut rig = Rig::new();
+    // 256 MiB/s for 0.3 s would be more than an eighth of 352 MiB, which is 44.
+    assert_eq!(rig.report(1000, 44).want_bytes, None);
+    let decision = rig.report(3000, 43);
+    assert_eq!(decision.reason, Reason::LowAvailable);
+    assert!(decision.pressure);
+    assert_eq!(want_mib(decision), Some(17), "a slack beyond the bridge would be 60");
+}
+
+#[test]
+fn rule_1_the_bridge_is_what_a_burst_takes_until_more_is_there() {
+    let params = Params::default();
+    let bridge_mib = |needs| Marks::new(&params, needs).rest_bytes / MIB;
+    let needs = Needs { total_bytes: 4096 * MIB, reaction_ms: 300, ..Needs::default() };
+    assert_eq!(bridge_mib(needs), 76, "256 MiB/s for 0.3 s");
+    assert_eq!(bridge_mib(Needs { reaction_ms: 700, ..needs }), 179, "plugging is slow");
+    assert_eq!(bridge_mib(Needs { total_bytes: 608 * MIB, ..needs }), 76, "an eighth of it");
+    assert_eq!(bridge_mib(Needs { total_bytes: 512 * MIB, ..needs }), 64, "no more than an eighth");
+    assert_eq!(bridge_mib(Needs { total_bytes: 128 * MIB, ..needs }), 32, "but no less than that");
+    assert_eq!(bridge_mib(Needs { kswapd_bytes: 77 * MIB, ..needs }), 77, "nor than kswapd's watermarks");
+}
+
+#[test]
+fn rule_1_how_long_plugging_takes_is_learned() {
+    let mut rig = Rig::new();
+    assert_eq!(rig.state.plug_time.ms(), 250, "until it is known");
+    rig.report(1000, 43);
+    for _ in 0..12 {
+        rig.host.zones[1].requested_bytes = 16 * MIB;
+        rig.report(50, 43);
+    }
+    rig.plug(16);
+    rig.report(50, 59);
+    assert_eq!(rig.state.plug_time.ms(), 650, "a slower one counts at once");
+    // Grown again, and there before the next report, which comes a second later.
+    rig.report(3000, 40);
+    rig.host.zones[1].requested_bytes = 32 * MIB;
+    rig.plug(32);
+    rig.report(1000, 56);
+    assert_eq!(rig.state.plug_time.ms(), 500, "a faster one by a quarter: 650 - (650 - 50) / 4");
+    // Not carried out: nothing is learned from what comes by hand later.
+    rig.report(3000, 40);
+    rig.report(5000, 40);
+    assert_eq!(rig.state.plug_time.ms(), 500);
+}
+
+#[test]
+fn rule_2_a_guest_that_fills_fast_is_given_more_before_it_is_short() {
+    let mut rig = Rig::new();
+    rig.report(1000, 200);
+    assert_eq!(rig.report(100, 199).reason, Reason::Enough, "a megabyte is noise");
+    // 100 MiB/s for 1.5 s is 150 MiB, with 44 MiB of a bridge.
+    let decision = rig.report(100, 189);
+    assert_eq!(decision.reason, Reason::Filling);
+    let want = want_mib(decision).expect("grows");
+    assert!((130..=180).contains(&want), "44 + 2 x 150 - 189 and a little, not {want}");
+}
+
+#[test]
+fn rule_2_a_rate_that_cannot_last_asks_for_no_more_than_there_is() {
+    let marks = |fill_bytes_per_s| {
+        let needs = Needs { total_bytes: 400 * MIB, fill_bytes_per_s, reaction_ms: 50, ..Needs::default() };
+        let marks = Marks::new(&Params::default(), needs);
+        (marks.low_bytes - marks.rest_bytes) / MIB
+    };
+    assert_eq!(marks(100 * MIB), 150);
+    assert_eq!((marks(134 * MIB), marks(2048 * MIB)), (200, 200), "a grow provides for twice as much");
+}
+
+#[test]
+fn rule_2_slow_plugging_looks_further_ahead() {
+    let params = Params::default();
+    let low_mib = |reaction_ms| {
+        let needs =
+            Needs { total_bytes: 8192 * MIB, reaction_ms, fill_bytes_per_s: 100 * MIB, ..Needs::default() };
+        let marks = Marks::new(&params, needs);
+        (marks.low_bytes - marks.rest_bytes) / MIB
+    };
+    assert_eq!((low_mib(300), low_mib(750), low_mib(1_000)), (150, 150, 200));
+}
+
+#[test]
+fn rule_2_the_fill_is_bounded_by_the_guests_own_size() {
+    let mut rig = Rig::new();
+    rig.report(1000, 350);
+    let want = want_mib(rig.report(100, 1)).expect("grows");
+    assert!(want <= 44 + 2 * 352 + 25, "{want}");
+}
+
+#[test]
+fn rule_2_what_the_guest_keeps_of_plugged_memory_is_no_fill() {
+    let mut rig = Rig::new();
+    rig.report(1000, 280);
+    rig.plug(128);
+    // 26 of 128 MiB went to page descriptors and reserves.
+    assert_eq!(rig.report(100, 382).reason, Reason::Enough);
+}
+
+#[test]
+fn rule_3_what_is_on_its_way_counts_as_available() {
+    let mut rig = Rig::new();
+    rig.report(1000, 60);
+    let want = rig.report(3000, 30).want_bytes.expect("grows");
+    rig.host.zones[1].requested_bytes = want;
+    for _ in 0..5 {
+        assert_eq!(rig.report(50, 40).want_bytes, None, "asked for already");
+    }
+    // Half of it is online: the sum is the same.
+    rig.host.zones[1].plugged_bytes = want;
+    rig.raw.memory.total_bytes += want / 2;
+    assert_eq!(rig.report(50, 40 + want / 2 / MIB).want_bytes, None);
+}
+
+#[test]
+fn rule_3_what_is_on_its_way_back_does_not() {
+    let mut rig = Rig::new();
+    rig.plug(512);
+    for _ in 0..5 {
+        rig.report(1000, 200);
+    }
+    rig.host.zones[1].requested_bytes = 256 * MIB;
+    // 200 MiB are available, of which 256 are to go.
+    let decision = rig.report(50, 200);
+    assert_eq!(decision.reason, Reason::LowAvailable);
+    assert!(decision.want_bytes > Some(256 * MIB));
+}
+
+#[test]
+fn rule_3_memory_that_is_about_to_leave_is_neither_fill_nor_missing_twice() {
+    let mut rig = Rig::new();
+    rig.report(1000, 280);
+    rig.plug(512);
+    for _ in 0..3 {
+        rig.report(1000, 400);
+    }
+    // 128 MiB are asked back; Linux takes them out of the free pages, then out of the total.
+    rig.host.zones[1].requested_bytes = 384 * MIB;
+    for available in [400, 350, 272, 272] {
+        let decision = rig.report(50, available);
+        assert_eq!((decision.want_bytes, decision.reason), (None, Reason::Enough), "at {available}");
+    }
+    rig.plug(384);
+    assert_eq!(rig.report(50, 272).want_bytes, None);
+    assert_eq!(rig.report(1000, 272).want_bytes, None);
+}
+
+#[test]
+fn rule_3_use_that_exceeds_what_is_about_to_leave_is_seen() {
+    let mut rig = Rig::new();
+    rig.report(1000, 280);
+    rig.plug(512);
+    for _ in 0..3 {
+        rig.report(1000, 400);
+    }
+    rig.host.zones[1].requested_bytes = 384 * MIB;
+    rig.report(50, 400);
+    assert!(rig.report(200, 180).pressure);
+}
+
+#[test]
+fn rule_4_grows_that_follow_closely_double() {
+    let mut rig = Rig::new();
+    rig.params.horizon_ms = 0;
+    let mut steps = Vec::new();
+    let mut requested = 0;
+    for _ in 0..5 {
+        // Available stays where it is, whatever is given: somebody eats it all.
+        rig.raw.memory.total_bytes = 352 * MIB + requested;
+        let want = rig.report(1000, 30).want_bytes.expect("grows");
+        steps.push((want - requested) / MIB);
+        requested = want;
+        rig.host.zones[1].requested_bytes = want;
+        rig.host.zones[1].plugged_bytes = want;
+    }
+    assert!(steps.windows(2).all(|pair| pair[1] >= pair[0]), "{steps:?}");
+    assert!(steps[4] >= 16 << 4, "{steps:?}");
+}
+
+#[test]
+fn rule_4_a_grow_after_a_pause_starts_small_again() {
+    let mut rig = Rig::new();
+    rig.params.horizon_ms = 0;
+    rig.report(1000, 46);
+    for _ in 0..4 {
+        rig.report(900, 43);
+    }
+    rig.report(500, 44);
+    assert_eq!(want_mib(rig.report(501, 43)), Some(17), "1,001 ms after the last: up to 60");
+    assert_eq!(want_mib(rig.report(1000, 43)), Some(32), "1,000 ms after the last");
+}
+
+#[test]
+fn rule_5_swapping_grows_where_little_is_available() {
+    let mut rig = Rig::new();
+    rig.params.horizon_ms = 0;
+    rig.report(1000, 131);
+    rig.swapped_out();
+    // The bridge and a quarter of 352 MiB are 132.
+    let decision = rig.report(1000, 131);
+    assert_eq!(decision.reason, Reason::Swapping);
+    assert_eq!(want_mib(decision), Some(80), "twice what was swapped");
+}
+
+#[test]
+fn rule_5_swapping_beside_plenty_is_a_cgroups_own_limit() {
+    let mut rig = Rig::new();
+    rig.params.horizon_ms = 0;
+    rig.report(1000, 132);
+    rig.swapped_out();
+    assert_eq!(rig.report(1000, 132).want_bytes, None);
+}
+
+#[test]
+fn rule_5_what_a_cgroups_own_limit_swaps_out_is_no_fill_and_no_want() {
+    let mut rig = Rig::new();
+    rig.report(1000, 120);
+    // A MiB and more in every stretch of time, and nobody looks at pages.
+    for _ in 0..4 {
+        rig.counters().pswpout += 10_240;
+        assert_eq!(rig.report(1000, 120).want_bytes, None);
+    }
+    // Of what goes out while a page is looked at, no more than that page is the guest's.
+    let grows_by_mib = |looked_at| {
+        let mut rig = Rig::new();
+        rig.report(1000, 120);
+        rig.counters().pswpout += 10_240;
+        rig.counters().pgscan_kswapd += looked_at;
+        want_mib(rig.report(1000, 120))
+    };
+    assert_eq!(grows_by_mib(1), Some(16), "the least step");
+    assert!(grows_by_mib(10_240) >= Some(80), "{:?}", grows_by_mib(10_240));
+}
+
+#[test]
+fn rule_5_waiting_tasks_grow_where_little_is_available() {
+    let mut rig = Rig::new();
+    rig.report(1000, 120);
+    rig.stall().some_us += 99_000;
+    assert_eq!(rig.report(1000, 120).want_bytes, None, "under a tenth of the time");
+    rig.report(3000, 120);
+    rig.stall().some_us += 101_000;
+    assert_eq!(rig.report(1000, 120).reason, Reason::Stalled);
+}
+
+#[test]
+fn rule_5_signs_of_before_a_grow_are_not_counted_again() {
+    let mut rig = Rig::new();
+    rig.report(1000, 100);
+    rig.stall().some_us += 500_000;
+    assert_eq!(want_mib(rig.report(1000, 100)), Some(16));
+    rig.host.zones[1].requested_bytes = 16 * MIB;
+    assert_eq!(rig.report(50, 100).want_bytes, None, "on its way");
+    rig.plug(16);
+    for _ in 0..10 {
+        // Still tight: the bridge and a quarter of 368 MiB are 138.
+        assert_eq!(rig.report(100, 116).want_bytes, None, "has come");
+    }
+    rig.stall().some_us += 500_000;
+    assert_eq!(rig.report(100, 116).reason, Reason::Stalled, "new ones are");
+}

@@ -1,0 +1,186 @@
+//! Rules 6 and 7, and what a cgroup misses at its own limit: memory that comes back.
+
+use super::*;
+
+#[test]
+fn rule_6_page_cache_that_comes_back_grows_only_while_tasks_wait() {
+    let mut rig = Rig::new();
+    rig.raw.memory.cached_bytes = 150 * MIB;
+    rig.report(1000, 250);
+    rig.counters().workingset_refault_file += 100_000;
+    assert_eq!(rig.report(1000, 250).want_bytes, None, "nobody waits for it");
+    rig.counters().workingset_refault_file += 100_000;
+    rig.stall().some_us += 500_000;
+    assert_eq!(rig.report(1000, 250).reason, Reason::Thrashing);
+}
+
+#[test]
+fn rule_6_a_guest_is_given_what_comes_back_while_more_is_plugged() {
+    let want_after = |pages, cached_mib| {
+        let mut rig = Rig::new();
+        rig.raw.memory.cached_bytes = cached_mib * MIB;
+        rig.report(1000, 250);
+        rig.counters().workingset_refault_file += pages;
+        rig.stall().some_us += 500_000;
+        want_mib(rig.report(1000, 250))
+    };
+    assert_eq!(want_after(2_047, 130), None, "under 8 MiB/s");
+    // 120 are left, which is enough, and under the bridge and a quarter, which are 132.
+    assert_eq!(want_after(2_048, 130), Some(32), "12 MiB in 1.5 s");
+    assert_eq!(want_after(12_800, 130), Some(75));
+    assert_eq!(want_after(25_600, 130), Some(130), "at most as much again as is cached");
+    assert_eq!(want_after(25_600, 118), None, "132 are left: it is not the guest that evicts");
+}
+
+/// A guest in which `cached` of what is available is page cache that tasks have waited for.
+fn missed(rig: &mut Rig, cached_mib: u64) -> Decision {
+    rig.raw.memory.cached_bytes = cached_mib * MIB;
+    rig.counters().workingset_refault_file += 100_000;
+    rig.stall().some_us += 500_000;
+    rig.report(1000, 250)
+}
+
+#[test]
+fn rule_6_page_cache_that_was_missed_counts_as_used_until_it_is_forgotten() {
+    let mut rig = Rig::new();
+    rig.report(1000, 250);
+    let decision = missed(&mut rig, 220);
+    assert_eq!(decision.reason, Reason::LowAvailable, "250 less 220 are left");
+    for _ in 0..299 {
+        assert_eq!(rig.report(1000, 250).reason, Reason::LowAvailable);
+    }
+    assert_eq!(rig.report(1000, 250).reason, Reason::Enough, "after five minutes");
+    // Missed again, so it is remembered for twice as long.
+    missed(&mut rig, 220);
+    assert_eq!(rig.report(599_000, 250).reason, Reason::LowAvailable);
+    assert_eq!(rig.report(1_000, 250).reason, Reason::Enough);
+}
+
+#[test]
+fn rule_6_anonymous_memory_that_is_missed_makes_no_page_cache_needed() {
+    let mut rig = Rig::new();
+    rig.raw.memory.cached_bytes = 100 * MIB;
+    rig.report(1000, 131);
+    rig.counters().workingset_refault_anon += 100_000;
+    rig.stall().some_us += 500_000;
+    assert_eq!(rig.report(1000, 131).reason, Reason::Thrashing);
+    rig.report(1000, 131);
+    assert_eq!(rig.report(1000, 131).reason, Reason::Enough, "100 of 131 would be too little");
+}
+
+/// A guest with 10 GiB of PM to come, in which a cgroup of a few hundred MiB wants more than its limit.
+fn beside_plenty(pages: impl Fn(&mut Counters)) {
+    let mut rig = Rig::new();
+    rig.host.zones[1].max_bytes = 20 << 30;
+    rig.plug(10 << 10);
+    (rig.raw.memory.free_bytes, rig.raw.memory.cached_bytes) = (9 << 30, 300 * MIB);
+    let mut shrunk = 0;
+    for _ in 0..60 {
+        pages(rig.counters());
+        rig.stall().some_us += 500_000;
+        let decision = rig.report(1000, 10 << 10);
+        assert!(!decision.pressure, "{decision:?}");
+        shrunk += u32::from(decision.reason == Reason::Surplus);
+    }
+    assert!(shrunk > 50, "it goes on shrinking: {shrunk}");
+    // Not so far that the cgroup's want is taken for the guest's.
+    let mut total_mib = 10 << 10;
+    for _ in 0..60 {
+        pages(rig.counters());
+        rig.stall().some_us += 500_000;
+        let decision = rig.report(1000, total_mib);
+        assert!(!decision.pressure, "{decision:?} at {total_mib}");
+        if let Some(want) = want_mib(decision) {
+            rig.plug(want);
+            total_mib = want;
+            rig.raw.memory.free_bytes =
+                rig.raw.memory.free_bytes.min((total_mib - 1).saturating_sub(300) * MIB);
+        }
+    }
+    assert!(total_mib < 1024, "{total_mib}");
+}
+
+#[test]
+fn rule_5_a_cgroup_that_swaps_beside_plenty_neither_grows_a_guest_nor_keeps_it() {
+    beside_plenty(|counters| counters.pswpout += 900);
+}
+
+#[test]
+fn rule_6_a_cgroup_that_misses_anonymous_memory_beside_plenty_neither_grows_a_guest_nor_keeps_it() {
+    beside_plenty(|counters| counters.workingset_refault_anon += 20_000);
+}
+
+#[test]
+fn rule_6_a_cgroup_that_misses_page_cache_beside_plenty_neither_grows_a_guest_nor_keeps_it() {
+    beside_plenty(|counters| counters.workingset_refault_file += 20_000);
+}
+
+/// Grows of a guest that is full of page cache, of which so many pages come back a second after each of them.
+fn grows(pages: impl Fn(usize) -> u64) -> (Rig, usize) {
+    let mut rig = Rig::new();
+    rig.host.zones[1].max_bytes = 1 << 40;
+    rig.raw.memory.cached_bytes = 200 * MIB;
+    rig.report(1000, 250);
+    let (mut grows, mut plugged_mib) = (0, 0);
+    for _ in 0..60 {
+        let refaults = pages(grows);
+        rig.counters().workingset_refault_file += refaults;
+        rig.stall().some_us += if refaults < 2_048 { 0 } else { 500_000 };
+        if let Some(want) = want_mib(rig.report(1000, 250 + plugged_mib)).filter(|want| *want > plugged_mib) {
+            grows += 1;
+            rig.plug(want);
+            plugged_mib = want;
+            rig.raw.memory.cached_bytes = (200 + want) * MIB;
+            // Reports from after it has come.
+            rig.report(3000, 250 + plugged_mib);
+        }
+    }
+    (rig, grows)
+}
+
+#[test]
+fn rule_6_page_cache_that_comes_back_as_fast_after_every_grow_gets_no_more() {
+    let (mut rig, vain) = grows(|_| 20_000);
+    assert_eq!(vain, 3);
+    assert_eq!(
+        rig.state.cache.needed_bytes(&Report::try_from(rig.raw.clone()).expect("sound"), TimeMs(0)),
+        0
+    );
+    let available_mib = rig.raw.memory.available_bytes / MIB;
+    rig.report(300_000, available_mib);
+    rig.counters().workingset_refault_file += 20_000;
+    rig.stall().some_us += 500_000;
+    assert!(rig.report(1000, available_mib).pressure, "five minutes later it is tried again");
+    let (_, helped) = grows(|grows| 20_000 * 6u64.pow(grows as u32) / 10u64.pow(grows as u32));
+    assert_eq!(helped, 5, "each has helped, until less than 8 MiB/s came back");
+}
+
+#[test]
+fn rule_6_page_cache_that_nobody_misses_counts_as_available() {
+    let mut rig = Rig::new();
+    rig.raw.memory.cached_bytes = 250 * MIB;
+    rig.raw.memory.free_bytes = 2 * MIB;
+    for _ in 0..20 {
+        assert_eq!(rig.report(1000, 250).want_bytes, None);
+    }
+}
+
+#[test]
+fn rule_7_what_is_swapped_counts_as_need_until_it_is_cold() {
+    let mut rig = Rig::new();
+    rig.raw.memory.swap_total_bytes = 1024 * MIB;
+    rig.raw.memory.swap_free_bytes = 904 * MIB;
+    // The first report of a guest whose swap has filled before anybody looked.
+    assert_eq!(want_mib(rig.report(1000, 43)), Some(60 + 120 - 43));
+    rig.plug(512);
+    rig.raw.memory.swap_free_bytes = 904 * MIB;
+    let mut warm = rig.clone();
+    // With 60 MiB of it back there is surplus beyond what is still to come, and a minute later beyond that as well.
+    let left_after =
+        |rig: &mut Rig, ms| rig.report(ms, 430).want_bytes.map(|want| (want + 430 * MIB) / MIB - 512);
+    warm.counters().pswpin += 1;
+    warm.report(1000, 430);
+    let before = left_after(&mut warm, 59_000).expect("shrinks");
+    let after = left_after(&mut warm, 1_000).expect("shrinks");
+    assert_eq!(before - after, 120);
+}

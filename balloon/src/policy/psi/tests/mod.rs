@@ -1,0 +1,225 @@
+//! The rules of docs/policy.md, one by one.
+
+mod growing;
+mod missing;
+mod shrinking;
+
+use foreshore_proto::{Counters, Memory, NodeIdle, RawReport, Stall, Zone, ZoneKind};
+
+use super::*;
+use crate::HostView;
+use crate::units::PAGE_BYTES;
+use crate::{MIB, Tier, ZoneId, ZoneSizes};
+
+/// A guest of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to come, and a loop around `psi`.
+#[derive(Clone)]
+struct Rig {
+    params: Params,
+    state: State,
+    host: HostView,
+    raw: RawReport,
+}
+
+impl Rig {
+    fn new() -> Self {
+        let zone = |id, tier, max_mib| ZoneSizes {
+            id: ZoneId(id),
+            tier,
+            guest_numa_node: id,
+            block_bytes: 2 * MIB,
+            floor_bytes: 0,
+            max_bytes: max_mib * MIB,
+            requested_bytes: 0,
+            plugged_bytes: 0,
+        };
+        let total_bytes = 352 * MIB;
+        Rig {
+            // Short: rules 8 and 9 count in these.
+            params: Params { idle_ms: 3_000, ..Params::default() },
+            state: State::default(),
+            host: HostView {
+                zones: vec![zone(0, Tier::Dram, 128), zone(1, Tier::Pm, 1024)],
+                boot_bytes: 384 * MIB,
+                pool_free_bytes: 1024 * MIB,
+                ..HostView::default()
+            },
+            raw: RawReport {
+                version: foreshore_proto::PROTOCOL_VERSION,
+                seq: 0,
+                monotonic_ms: 10_000,
+                memory: Memory { total_bytes, available_bytes: 280 * MIB, ..Memory::default() },
+                zones: vec![Zone {
+                    kind: ZoneKind::Dma32,
+                    free_pages: 50_000,
+                    min_pages: 500,
+                    low_pages: 625,
+                    high_pages: 750,
+                    managed_pages: total_bytes / PAGE_BYTES,
+                    ..Zone::default()
+                }],
+                ..RawReport::default()
+            },
+        }
+    }
+
+    /// Sets what is available, and reports `ms` after the report before.
+    fn report(&mut self, ms: u64, available_mib: u64) -> Decision {
+        self.raw.seq += 1;
+        self.raw.monotonic_ms += ms;
+        self.raw.memory.available_bytes = available_mib * MIB;
+        let report = Report::try_from(self.raw.clone()).expect("sound");
+        let input = Input { report: &report, host: &self.host };
+        let now = TimeMs(self.raw.monotonic_ms);
+        let (state, decision) = decide(&self.params, self.state.clone(), input, now);
+        self.state = state;
+        decision
+    }
+
+    /// The guest has `mib` of PM, online and available.
+    fn plug(&mut self, mib: u64) {
+        self.host.zones[1].requested_bytes = mib * MIB;
+        self.host.zones[1].plugged_bytes = mib * MIB;
+        self.raw.memory.total_bytes = (352 + mib) * MIB;
+    }
+
+    fn counters(&mut self) -> &mut Counters {
+        &mut self.raw.counters
+    }
+
+    /// 40 MiB, by kswapd, which looks at pages before it swaps them.
+    fn swapped_out(&mut self) {
+        let counters = self.counters();
+        (counters.pswpout, counters.pgscan_kswapd) = (10_240, 10_240);
+    }
+
+    fn stall(&mut self) -> &mut Stall {
+        &mut self.raw.stall
+    }
+}
+
+fn want_mib(decision: Decision) -> Option<u64> {
+    decision.want_bytes.map(|bytes| bytes / MIB)
+}
+
+#[test]
+fn rule_11_what_one_decision_leaves_does_not_lead_to_the_opposite_one() {
+    let params = Params::default();
+    for total in [100, 352, 600, 1500, 9000, 1 << 20] {
+        for used in [0, total / 2, total] {
+            for swapped in [0, 100, total] {
+                let needs = Needs {
+                    total_bytes: total * MIB,
+                    used_bytes: used * MIB,
+                    swapped_bytes: swapped * MIB,
+                    reaction_ms: 300,
+                    is_at_rest: true,
+                    ..Needs::default()
+                };
+                let marks = Marks::new(&params, needs);
+                assert!(marks.low_bytes < marks.watch_bytes && marks.watch_bytes < marks.keep_bytes);
+                let grown = Marks::new(&params, Needs { is_at_rest: false, ..needs });
+                let least_step_bytes = marks.low_bytes + params.min_step_bytes;
+                for grown_bytes in [grown.aim_bytes, least_step_bytes] {
+                    assert!(marks.low_bytes < grown_bytes && grown_bytes < marks.high_bytes);
+                }
+                assert!(marks.low_bytes < marks.keep_bytes && marks.keep_bytes < marks.high_bytes);
+                assert!(marks.high_bytes < grown.high_bytes);
+            }
+        }
+    }
+}
+
+#[test]
+fn rule_11_at_rest_a_guest_holds_less_than_a_tenth_over_need() {
+    let params = Params::default();
+    for need_mib in [352, 700, 1024, 65_536] {
+        let needs = Needs {
+            total_bytes: need_mib * MIB * 11 / 10,
+            reaction_ms: 300,
+            is_at_rest: true,
+            ..Needs::default()
+        };
+        let bridge_bytes = Marks::new(&params, needs).rest_bytes;
+        let marks = Marks::new(&params, Needs { used_bytes: need_mib * MIB - bridge_bytes, ..needs });
+        assert!(marks.high_bytes - marks.rest_bytes <= need_mib * MIB / 10, "{need_mib} MiB");
+    }
+}
+
+#[test]
+fn rule_12_the_agent_reports_fast_before_the_guest_is_short() {
+    let mut rig = Rig::new();
+    // The bridge of 44 MiB and a quarter of the least slack.
+    assert_eq!(rig.report(1000, 280).watermark_bytes, (44 + 4) * MIB);
+}
+
+#[test]
+fn rule_13_what_is_near_the_node_that_is_short_comes_first() {
+    let zone = |node, kind, free_pages| Zone {
+        node,
+        kind,
+        free_pages,
+        high_pages: 1_000,
+        managed_pages: 100_000,
+        ..Zone::default()
+    };
+    let near = |zones: &[Zone]| {
+        let mut rig = Rig::new();
+        rig.raw.zones = zones.to_vec();
+        rig.report(1000, 280).near
+    };
+    let (first, second) = (zone(0, ZoneKind::Normal, 11_000), zone(1, ZoneKind::Normal, 5_999));
+    assert_eq!(near(&[first]), None, "one node alone");
+    assert_eq!(near(&[first, second]), Some(1), "4,999 and 10,000 above the watermark");
+    assert_eq!(near(&[first, zone(1, ZoneKind::Normal, 6_000)]), None, "half as much is not short");
+    assert_eq!(near(&[first, zone(2, ZoneKind::Movable, 1_000)]), None, "a node of PM is none to be near to");
+    let hotplugged = zone(1, ZoneKind::Movable, 9_000);
+    assert_eq!(near(&[first, second, hotplugged]), None, "it has movable memory as well");
+}
+
+#[test]
+fn a_clock_that_starts_again_is_survived() {
+    let mut rig = Rig::new();
+    rig.report(1000, 200);
+    rig.raw.monotonic_ms = 0;
+    assert_eq!(rig.report(5, 200).want_bytes, None);
+    assert_eq!(rig.report(1000, 200).want_bytes, None);
+}
+
+#[test]
+fn an_agent_that_comes_after_balloon_statistics_does_not_make_its_totals_news() {
+    let mut rig = Rig::new();
+    (rig.raw.memory.cached_bytes, rig.raw.zones[0].kind) = (150 * MIB, ZoneKind::Normal);
+    rig.raw.monotonic_ms = 4_000_000_000;
+    for _ in 0..3 {
+        rig.stall().some_us += 150_000;
+        rig.report(1000, 250);
+    }
+    // Since the guest has booted, days ago.
+    rig.raw.zones[0].kind = ZoneKind::Dma32;
+    rig.stall().some_us = 3_600_000_000;
+    rig.counters().workingset_refault_file = 1 << 30;
+    rig.counters().workingset_refault_anon = 1 << 30;
+    for _ in 0..3 {
+        assert_eq!(rig.report(1000, 250).reason, Reason::Enough);
+    }
+    // And back: what is less than before is not compared with it either.
+    rig.raw.zones[0].kind = ZoneKind::Normal;
+    (rig.counters().workingset_refault_file, rig.counters().workingset_refault_anon) = (0, 0);
+    assert_eq!(rig.report(1000, 250).reason, Reason::Enough);
+    rig.raw.zones[0].kind = ZoneKind::Dma32;
+    rig.counters().workingset_refault_file = 1 << 30;
+    rig.stall().some_us += 500_000;
+    assert_eq!(rig.report(1000, 250).reason, Reason::Enough, "waiting alone says nothing beside plenty");
+    // What happens from then on counts.
+    rig.counters().workingset_refault_file += 20_000;
+    rig.stall().some_us += 500_000;
+    assert_eq!(rig.report(1000, 250).reason, Reason::Thrashing);
+}
+
+#[test]
+fn parameters_out_of_range_are_named_with_their_bounds() {
+    let wrong = Params { headroom_permille: 501, ..Params::default() };
+    assert_eq!(wrong.validate().expect_err("too much").to_string(), "headroom is 501, must be 10 to 500");
+    let wrong = Params { watermark_scale: 0, ..Params::default() };
+    assert!(wrong.validate().expect_err("none").to_string().starts_with("watermark-scale is 0,"));
+}

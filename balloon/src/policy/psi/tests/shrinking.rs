@@ -1,0 +1,244 @@
+//! Rules 8 to 10: what goes back, and when.
+
+use super::*;
+
+#[test]
+fn rule_8_a_surplus_goes_back_after_it_has_been_idle() {
+    let mut rig = Rig::new();
+    rig.plug(512);
+    let mut shrunk_after = None;
+    for second in 0..10 {
+        let decision = rig.report(1000, 500);
+        if let Some(want) = decision.want_bytes {
+            assert_eq!(decision.reason, Reason::Surplus);
+            assert!(!decision.pressure);
+            // The bridge is 76.8 MiB, and 16 of slack are kept.
+            assert_eq!(want.div_ceil(MIB), 512 - 500 + 93);
+            shrunk_after = Some(second);
+            break;
+        }
+    }
+    assert_eq!(shrunk_after, Some(3));
+}
+
+#[test]
+fn rule_8_the_least_surplus_of_the_time_counts() {
+    let mut rig = Rig::new();
+    rig.plug(512);
+    rig.report(1000, 500);
+    rig.report(1000, 403);
+    rig.report(9000, 400);
+    rig.report(1000, 700);
+    let want = rig.report(1000, 700).want_bytes.expect("shrinks");
+    assert_eq!(want.div_ceil(MIB), 512 - 400 + 93);
+    rig.report(1000, 700);
+    assert_eq!(rig.report(1, 700).want_bytes, Some(0), "3,001 ms after it");
+}
+
+#[test]
+fn rule_8_nothing_goes_back_while_the_guest_fills_or_waits() {
+    let mut rig = Rig::new();
+    rig.plug(512);
+    rig.report(1000, 250);
+    // The bridge and a quarter of 864 MiB are 292.
+    for _ in 0..10 {
+        rig.stall().some_us += 200_000;
+        assert_eq!(rig.report(1000, 250).reason, Reason::Stalled);
+    }
+    let mut rig = Rig::new();
+    rig.plug(512);
+    rig.report(1000, 700);
+    for available in (600..700).rev().step_by(10) {
+        // 40 MiB/s are 60 MiB in 1.5 s, more than a quarter of the bridge.
+        assert_eq!(rig.report(250, available).want_bytes, None);
+    }
+}
+
+#[test]
+fn rule_8_a_surplus_begins_half_a_slack_above_what_it_leaves() {
+    let surplus = |available| {
+        let mut rig = Rig::new();
+        rig.plug(512);
+        (0..5).find_map(|_| rig.report(1000, available).want_bytes)
+    };
+    // The bridge is 76.8 MiB; a slack is 31 thousandths of it and of 864 - 103 used: 26.
+    assert_eq!(surplus(115), None);
+    assert_eq!(surplus(117).map(|want| (512 * MIB - want) / MIB), Some(14));
+}
+
+#[test]
+fn rule_8_a_guest_that_grows_keeps_four_slacks() {
+    let params = Params::default();
+    let kept_mib = |is_at_rest| {
+        let needs = Needs { used_bytes: 968 * MIB, is_at_rest, ..Needs::default() };
+        let marks = Marks::new(&params, needs);
+        ((marks.keep_bytes - marks.low_bytes) / MIB, (marks.high_bytes - marks.low_bytes) / MIB)
+    };
+    assert_eq!((kept_mib(false), kept_mib(true)), ((124, 139), (31, 46)));
+}
+
+#[test]
+fn rule_8_a_guest_that_has_filled_fast_of_late_keeps_what_it_would_fill_again() {
+    let params = Params::default();
+    let keep_bytes = |filled_mib| {
+        let filled_bytes_per_s = filled_mib * MIB;
+        let needs =
+            Needs { total_bytes: 1024 * MIB, reaction_ms: 300, filled_bytes_per_s, ..Needs::default() };
+        Marks::new(&params, needs).keep_bytes
+    };
+    assert_eq!(keep_bytes(100) - keep_bytes(0), 150 * MIB);
+}
+
+#[test]
+fn rule_8_page_cache_that_is_touched_is_no_surplus() {
+    let surplus_mib = |idle: &[(u64, u64)]| {
+        let mut rig = Rig::new();
+        rig.plug(512);
+        (rig.raw.memory.free_bytes, rig.raw.memory.cached_bytes) = (100 * MIB, 400 * MIB);
+        let idle = idle.iter().map(|&(mib, span_ms)| NodeIdle { node: 0, idle_bytes: mib * MIB, span_ms });
+        rig.raw.idle = idle.collect();
+        let want = (0..5).find_map(|_| rig.report(1000, 500).want_bytes);
+        want.map_or(0, |want| (512 * MIB - want) / MIB)
+    };
+    let all = surplus_mib(&[]);
+    assert_eq!(all, 407, "500 less the bridge and a slack");
+    assert_eq!(surplus_mib(&[(500, 9_000)]), all, "idle, all of it");
+    assert_eq!(surplus_mib(&[(300, 9_000)]), all - 200);
+    assert_eq!(surplus_mib(&[(300, 2_999)]), all, "not known for long enough");
+    assert_eq!(surplus_mib(&[(50, 9_000)]), 0, "what is free is 100, and all else is touched");
+}
+
+#[test]
+fn rule_9_what_was_taken_too_early_is_left_for_longer() {
+    let mut rig = Rig::new();
+    let ms = |rig: &Rig| rig.state.patience.ms(&rig.params);
+    rig.plug(512);
+    rig.report(1000, 200);
+    rig.plug(400);
+    rig.report(1000, 100);
+    assert_eq!(ms(&rig), 3_000);
+    rig.report(58_999, 60);
+    assert_eq!(ms(&rig), 30_000, "undone inside a minute, and as long after the last grow as counts");
+    for _ in 0..2 {
+        rig.report(299_999, 300);
+        rig.report(1, 300);
+    }
+    assert_eq!(ms(&rig), 7_500, "halved every five minutes without a regret");
+}
+
+#[test]
+fn rule_9_a_grow_long_after_a_shrink_is_no_regret() {
+    let mut rig = Rig::new();
+    rig.plug(512);
+    rig.report(1000, 200);
+    rig.plug(400);
+    rig.report(1000, 100);
+    rig.report(60_000, 60);
+    assert_eq!(rig.state.patience.ms(&rig.params), 3_000);
+}
+
+#[test]
+fn rule_9_patience_doubles_at_least() {
+    let mut patience = Patience::default();
+    let (params, mut rig) = (Params::default(), Rig::new());
+    let mut steps = Vec::new();
+    for round in 1..6u64 {
+        // Taken and asked for again within a second.
+        let now = TimeMs(100_000 + round * 1_000);
+        rig.plug(64);
+        patience.learn(&rig.host, now);
+        rig.plug(32);
+        patience.learn(&rig.host, now);
+        patience.grown(&params, now);
+        steps.push(patience.ms(&params));
+    }
+    // The first is longer after the last grow than anything that counts.
+    assert_eq!(steps, [30_000; 5]);
+    let mut patience = Patience::default();
+    patience.grown(&params, TimeMs(1_000));
+    rig.plug(64);
+    patience.learn(&rig.host, TimeMs(1_500));
+    rig.plug(32);
+    patience.learn(&rig.host, TimeMs(2_000));
+    patience.grown(&params, TimeMs(2_500));
+    assert_eq!(patience.ms(&params), 20_000);
+}
+
+/// The guest has been asked for `mib` of PM, gives nothing more back, and the request is withdrawn.
+fn refuse(rig: &mut Rig, mib: u64, available_mib: u64) {
+    rig.host.zones[1].requested_bytes = mib * MIB;
+    rig.report(1000, available_mib);
+    rig.host.zones[1].requested_bytes = rig.host.zones[1].plugged_bytes;
+    rig.report(1000, available_mib);
+}
+
+#[test]
+fn rule_10_what_was_refused_is_not_asked_for_again_for_a_while() {
+    let mut rig = Rig::new();
+    rig.plug(512);
+    for _ in 0..5 {
+        rig.report(1000, 500);
+    }
+    for (pause_ms, round) in [(10_000, 1), (20_000, 2), (40_000, 3)] {
+        refuse(&mut rig, 384, 500);
+        assert_eq!(rig.report(pause_ms - 1, 500).want_bytes, None, "round {round}");
+        assert!(rig.report(1, 500).want_bytes.is_some(), "round {round}");
+    }
+    // Given after all.
+    rig.host.zones[1].requested_bytes = 384 * MIB;
+    rig.report(1000, 500);
+    rig.plug(384);
+    assert!(rig.report(1000, 372).want_bytes.is_some());
+    refuse(&mut rig, 256, 372);
+    assert_eq!(rig.report(9_999, 372).want_bytes, None);
+    assert!(rig.report(1, 372).want_bytes.is_some(), "the pauses begin anew");
+}
+
+#[test]
+fn rule_10_of_what_was_refused_in_part_only_that_part_stays() {
+    let mut rig = Rig::new();
+    rig.plug(512);
+    for _ in 0..5 {
+        rig.report(1000, 500);
+    }
+    rig.host.zones[1].requested_bytes = 384 * MIB;
+    rig.report(1000, 500);
+    rig.plug(400);
+    refuse(&mut rig, 384, 388);
+    // It has 64 MiB more for a while: those go, and no more.
+    rig.plug(464);
+    assert_eq!(rig.report(5_000, 452).want_bytes, Some(400 * MIB));
+}
+
+#[test]
+fn rule_10_no_dram_in_place_of_pm_that_stays() {
+    let mut rig = Rig::new();
+    rig.plug(256);
+    rig.host.zones[0].requested_bytes = 128 * MIB;
+    rig.host.zones[0].plugged_bytes = 128 * MIB;
+    rig.raw.memory.total_bytes += 128 * MIB;
+    for _ in 0..5 {
+        rig.report(1000, 600);
+    }
+    refuse(&mut rig, 128, 600);
+    assert_eq!(rig.report(9_000, 600).want_bytes, None);
+    assert!(rig.report(1_000, 600).want_bytes.is_some());
+}
+
+#[test]
+fn rule_10_a_grow_in_place_of_a_shrink_is_no_refusal() {
+    let mut rig = Rig::new();
+    rig.plug(512);
+    for _ in 0..5 {
+        rig.report(1000, 500);
+    }
+    rig.host.zones[1].requested_bytes = 384 * MIB;
+    // The guest needs it itself.
+    assert!(rig.report(1000, 150).pressure);
+    rig.host.zones[1].requested_bytes = 512 * MIB;
+    rig.report(1000, 150);
+    for _ in 0..30 {
+        rig.report(1000, 500);
+    }
+    assert!(rig.report(1000, 500).want_bytes.is_some());
+}
