@@ -183,7 +183,7 @@ impl Rig {
     }
 
     fn line(&mut self, line: &Value) {
-        self.core.line(Ok(line.to_string().as_bytes()), self.now);
+        self.core.line(Ok(line.to_string().as_bytes()), self.now, self.now);
     }
 
     fn agent_comes(&mut self) {

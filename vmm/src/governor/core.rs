@@ -206,9 +206,10 @@ impl Core {
         self.settings
     }
 
-    /// A line of the agent, or what was refused before it was one.
-    pub fn line(&mut self, line: Result<&[u8], Refusal>, now: TimeMs) {
-        match line.and_then(|line| self.intake.accept_line(line, now)) {
+    /// A line of the agent, or what was refused before it was one. The guest's clock is held against `with_sleep`, which is
+    /// `now` with the time in which the host slept.
+    pub fn line(&mut self, line: Result<&[u8], Refusal>, now: TimeMs, with_sleep: TimeMs) {
+        match line.and_then(|line| self.intake.accept_line(line, with_sleep)) {
             Ok(AgentMessage::Hello(hello)) => {
                 sparsely!(
                     info,

@@ -177,9 +177,9 @@ fn a_resize_that_the_host_cannot_provide_is_stuck_until_it_is_asked_for_again() 
 fn lines_that_are_no_reports_are_counted_by_reason_and_change_nothing() {
     let mut f = fixture("psi", false, true);
     f.greet();
-    f.core.line(Ok(b"\xff"), TimeMs(0));
-    f.core.line(Ok(b"{}"), TimeMs(0));
-    f.core.line(Err(Refusal::TooLong { bound_bytes: 1 }), TimeMs(0));
+    f.bytes(Ok(b"\xff"), TimeMs(0));
+    f.bytes(Ok(b"{}"), TimeMs(0));
+    f.bytes(Err(Refusal::TooLong { bound_bytes: 1 }), TimeMs(0));
     f.line(&json!({"type": "report", "version": 99}));
     let refused = &f.core.counters.refused;
     assert_eq!(refused.values().sum::<u64>(), 4);
@@ -192,7 +192,7 @@ fn lines_that_are_no_reports_are_counted_by_reason_and_change_nothing() {
 fn who_lied_about_the_clock_does_not_lock_the_agent_out() {
     let mut f = fixture("psi", false, true);
     let now = TimeMs(3_600_000);
-    let line = |f: &mut Fixture, line: serde_json::Value| f.core.line(Ok(line.to_string().as_bytes()), now);
+    let line = |f: &mut Fixture, line: serde_json::Value| f.bytes(Ok(line.to_string().as_bytes()), now);
     f.core.agent_connected(now);
     line(&mut f, hello());
     // 50 ms after a boot that was an hour ago.
@@ -208,6 +208,26 @@ fn who_lied_about_the_clock_does_not_lock_the_agent_out() {
     future["monotonic_ms"] = json!(2 * now.0);
     line(&mut f, future);
     assert_eq!(f.core.counters.refused["from_the_future"], 1);
+}
+
+/// Eight hours in which nobody could report or follow: only the guest's clock has gone on.
+#[test]
+fn a_host_that_has_slept_takes_its_guest_neither_for_a_liar_nor_for_late() {
+    const SLEPT_MS: u64 = 8 * 3_600_000;
+    let mut f = fixture("psi", false, false);
+    f.greet();
+    f.report(20);
+    let asked = f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes;
+    assert!(asked > 0);
+    let now = TimeMs(f.seq * 50 + 50);
+    f.core.tick(now);
+    assert_eq!(f.core.agent_state(now), AgentState::Live);
+    let mut next = report(f.seq + 1, 20, [0, 0]);
+    next["monotonic_ms"] = json!(now.0 + SLEPT_MS);
+    f.core.line(Ok(next.to_string().as_bytes()), now, now + SLEPT_MS);
+    assert_eq!((f.core.counters.reports, f.core.counters.refused.len()), (2, 0));
+    assert_eq!(f.core.counters.reminders, 0);
+    assert!(f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes >= asked, "it is still to follow");
 }
 
 #[test]
@@ -366,7 +386,7 @@ fn an_agent_is_never_there_then_live_then_silent_then_live_then_gone() {
     assert_eq!(state(&f, at + 2_999), AgentState::Live);
     assert_eq!(state(&f, at + 3_000), AgentState::Silent);
     // What cannot be believed does not count.
-    f.core.line(Ok(b"{}"), TimeMs(at + 3_000));
+    f.bytes(Ok(b"{}"), TimeMs(at + 3_000));
     assert_eq!(state(&f, at + 3_000), AgentState::Silent);
     f.core.tick(TimeMs(at + 3_000));
     f.seq = 100;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use balloon::proto::Refusal;
 use balloon::{Tier, TimeMs};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -86,7 +87,12 @@ impl Fixture {
     }
 
     pub fn line(&mut self, line: &Value) {
-        self.core.line(Ok(line.to_string().as_bytes()), TimeMs(self.seq * 50));
+        self.bytes(Ok(line.to_string().as_bytes()), TimeMs(self.seq * 50));
+    }
+
+    /// A line, or none, of an agent on a host that has never slept.
+    pub fn bytes(&mut self, line: Result<&[u8], Refusal>, now: TimeMs) {
+        self.core.line(line, now, now);
     }
 
     /// A report of a guest that has `available` of what it has in all.

@@ -35,31 +35,41 @@ const APART: Duration = Duration::from_millis(10);
 /// How much before others the thread is: as much as the agent in its guest.
 const NICE: libc::c_int = -10;
 
-/// Milliseconds since the governor started. Those count in which the host slept: a guest's clock may have gone on (KVM's
-/// does), and reports are not from the future for that.
+/// Milliseconds since the governor started.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
     started: Duration,
+    started_with_sleep: Duration,
 }
 
 impl Clock {
     /// A clock that starts now.
     pub fn start() -> Self {
-        Self { started: since_boot() }
+        Self { started: read(libc::CLOCK_MONOTONIC), started_with_sleep: read(libc::CLOCK_BOOTTIME) }
     }
 
-    /// The present time.
+    /// The present time, without that in which the host slept: nobody could report then, nor follow a request, and nobody
+    /// is late for that.
     pub fn now(self) -> TimeMs {
-        TimeMs(u64::try_from(since_boot().saturating_sub(self.started).as_millis()).unwrap_or(u64::MAX))
+        since(self.started, libc::CLOCK_MONOTONIC)
+    }
+
+    /// The same with the time in which the host slept: a guest's clock may have gone on (KVM's does), and reports are not
+    /// from the future for that.
+    pub fn with_sleep(self) -> TimeMs {
+        since(self.started_with_sleep, libc::CLOCK_BOOTTIME)
     }
 }
 
-/// CLOCK_BOOTTIME.
-fn since_boot() -> Duration {
+fn since(started: Duration, clock: libc::clockid_t) -> TimeMs {
+    TimeMs(u64::try_from(read(clock).saturating_sub(started).as_millis()).unwrap_or(u64::MAX))
+}
+
+fn read(clock: libc::clockid_t) -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is a timespec that outlives the call, which writes nothing else.
-    let result = unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &raw mut time) };
-    // Only a clock that does not exist fails, and Linux has this one since 2.6.39.
+    let result = unsafe { libc::clock_gettime(clock, &raw mut time) };
+    // Only a clock that does not exist fails, and Linux has both since 2.6.39.
     assert_eq!(result, 0, "{}", io::Error::last_os_error());
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
