@@ -20,12 +20,15 @@ pub struct Progress {
     reminded_at: TimeMs,
     /// When the driver came, and was waited for anew.
     came_at: Option<TimeMs>,
+    /// What was requested last has not been reached yet.
+    is_awaited: bool,
 }
 
 impl Progress {
     /// A zone as it is first seen.
     pub fn new(sizes: DeviceSizes, now: TimeMs) -> Self {
-        Self { sizes, changed_at: now, reminded_at: now, came_at: None }
+        let is_awaited = !is_reached(&sizes);
+        Self { sizes, changed_at: now, reminded_at: now, came_at: None, is_awaited }
     }
 
     /// Whether the guest's driver has come since the zone was looked at: then it is waited for anew, once in
@@ -41,19 +44,20 @@ impl Progress {
     }
 
     /// Takes the zone's present sizes. True when the resize has just ended: plugged is what was requested, and not
-    /// what the host had to lower that to.
+    /// what the host had to lower that to. Once for each size that is requested: a guest may give memory back and take it again
+    /// as often as it likes.
     pub fn observe(&mut self, sizes: DeviceSizes, now: TimeMs) -> bool {
         // A driver that comes or goes is no progress.
         self.sizes.driver_ready = sizes.driver_ready;
         if sizes == self.sizes {
             return false;
         }
-        let reached =
-            |sizes: &DeviceSizes| sizes.plugged_bytes == sizes.requested_bytes && sizes.shortfall.is_none();
-        let was_pending = !reached(&self.sizes);
+        let was_awaited = self.is_awaited;
+        let is_new = sizes.requested_bytes != self.sizes.requested_bytes;
+        self.is_awaited = (was_awaited || is_new) && !is_reached(&sizes);
         self.sizes = sizes;
         self.changed_at = now;
-        was_pending && reached(&sizes)
+        was_awaited && !self.is_awaited
     }
 
     /// Whether the guest is to be reminded now: once for each span of patience without progress.
@@ -101,6 +105,10 @@ impl Progress {
     }
 }
 
+fn is_reached(sizes: &DeviceSizes) -> bool {
+    sizes.plugged_bytes == sizes.requested_bytes && sizes.shortfall.is_none()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -144,6 +152,16 @@ mod tests {
         assert_eq!(progress.status(0, TimeMs(109_998)), ResizeStatus::Pending);
         assert!(progress.observe(sizes(10, 10, true), TimeMs(109_998)));
         assert_eq!(progress.status(0, TimeMs(200_000)), ResizeStatus::Reached);
+    }
+
+    #[test]
+    fn a_size_is_reached_once_however_often_the_guest_leaves_it() {
+        let mut progress = Progress::new(sizes(0, 0, true), TimeMs(0));
+        let plugged = [(10, 0), (10, 10), (10, 8), (10, 10), (10, 8), (10, 10), (12, 10), (12, 8), (12, 12)];
+        let reached = plugged.map(|(requested, plugged)| {
+            progress.observe(sizes(requested, plugged, true), TimeMs(0)).then_some(requested)
+        });
+        assert_eq!(reached.into_iter().flatten().collect::<Vec<_>>(), [10, 12]);
     }
 
     #[test]
