@@ -81,6 +81,9 @@ fn may_hold_over_bytes(rig: &Rig, report_delay_ms: u64) -> u64 {
     bridge_bytes + (rig.need_bytes() + bridge_bytes) / 10
 }
 
+/// What [`TO_SWAP`] leaves in swap, whoever governs then: the model has no chance in it.
+const SWAPPED_MIB: u64 = 309;
+
 #[test]
 fn every_workload_is_served_and_little_is_held_for_it() {
     // With --nocapture this is the table to compare a change by.
@@ -101,15 +104,16 @@ fn every_workload_is_served_and_little_is_held_for_it() {
             f.over_end_permille as f64 / 10.0,
             f.resizes
         );
-        // It is faster than what `psi` is to hold a bridge for, and may wake kswapd.
-        let swap_bound_mib = if name == "hard burst after rest" { 2 } else { 0 };
-        assert!(f.swapped_out_mib <= swap_bound_mib, "{name}: {} MiB swapped out", f.swapped_out_mib);
+        assert_eq!(f.swapped_out_mib, 0, "{name}");
+        // What was in swap before comes back once, and nothing else was ever there.
+        let swapped_in_bound_mib = if name == "swapped before" { SWAPPED_MIB } else { 0 };
+        assert!(f.swapped_in_mib <= swapped_in_bound_mib, "{name}: {} MiB swapped in", f.swapped_in_mib);
         assert_eq!(f.oom_kills, 0, "{name}");
         let stall_bound_ms = match name {
-            // A disk of 32 KiB in 180 us must read 600 MiB.
-            "files read again" => 4_000,
+            // A disk of 32 KiB in 180 us must read 600 MiB, 3.5 s; an eighth more is read before the guest has grown.
+            "files read again" => 3_900,
             // What is in swap comes back at 4 KiB in 180 us, whatever the host does.
-            "swapped before" => f.swapped_in_mib * 256 * 180 / 1_000 + 50,
+            "swapped before" => SWAPPED_MIB * 256 * 180 / 1_000,
             _ => 0,
         };
         assert!(f.stall_ms <= stall_bound_ms, "{name}: {} ms of waiting", f.stall_ms);
@@ -122,7 +126,7 @@ fn every_workload_is_served_and_little_is_held_for_it() {
             _ => may_hold_bytes,
         };
         assert!(rig.over_bytes() <= over_bound_bytes, "{name}: {} MiB over", rig.over_bytes() / MIB);
-        assert!(f.resizes <= 45, "{name}: {} resizes", f.resizes);
+        assert!(f.resizes <= 32, "{name}: {} resizes", f.resizes);
     }
 }
 
@@ -221,9 +225,9 @@ fn a_burst_is_answered_within_a_tenth_of_a_second() {
         took.push(psi.guest().now().since(begin));
     }
     took.sort_unstable();
-    // An eighth of what is available is gone after 50 ms, and the model's agent looks as late as it can, 50 ms after that.
-    assert!(took[took.len() / 2] <= 105, "{took:?}");
-    assert!(took[took.len() - 1] <= 150, "{took:?}");
+    // An eighth of what is available is gone after 50 ms, and so little is left that the next look comes 50 ms later at most.
+    assert!(took[took.len() / 2] <= 80, "{took:?}");
+    assert!(took[took.len() - 1] <= 100, "{took:?}");
 }
 
 #[test]
@@ -265,7 +269,8 @@ fn memory_that_does_not_come_back_is_asked_for_less_and_less_often() {
 fn swapped() -> Rig {
     let mut rig = Rig::of("off");
     TO_SWAP.into_iter().for_each(|(ms, mib_per_s)| drop(rig.run(ms, mib_per_s)));
-    assert!(rig.guest().wanted_bytes() == 600 * MIB && rig.guest().swapped_bytes() > 200 * MIB);
+    assert_eq!(rig.guest().wanted_bytes(), 600 * MIB);
+    assert_eq!(rig.guest().swapped_bytes().div_ceil(MIB), SWAPPED_MIB);
     rig
 }
 

@@ -9,8 +9,6 @@ use super::demand::Segment;
 use super::guest::{Guest, PAGE_BYTES};
 use crate::TimeMs;
 
-/// The agent looks at free memory this often when there is something to lose.
-pub(super) const LOOK_MS: u64 = 50;
 /// What the pace remembers of a fall is halved by every report in which nothing has fallen.
 const FORGOTTEN_REPORTS: u64 = 64;
 /// The kernel's trigger: tasks waited for so long within such a time.
@@ -27,6 +25,8 @@ pub(super) struct Agent {
     pace: Pace,
     settings: Settings,
     reported: TimeMs,
+    /// The last look, or report: looks are counted from there.
+    looked: TimeMs,
     trigger: (TimeMs, u64),
     /// Kept, so that a report needs no memory of its own.
     report: Option<RawReport>,
@@ -67,10 +67,13 @@ impl StallAverage {
 impl Agent {
     pub fn new() -> Self {
         let settings = Settings::with_watermark(0);
+        let mut pace = Pace::new(settings);
+        pace.looked(0, BOOTED_MS);
         Agent {
-            pace: Pace::new(settings),
+            pace,
             settings,
             reported: TimeMs(0),
+            looked: TimeMs(0),
             trigger: (TimeMs(0), 0),
             report: None,
             seq: 0,
@@ -103,14 +106,43 @@ impl Agent {
         self.stall.basis_points == 0
     }
 
-    /// When there will be news, if nothing but the segment moves memory.
+    /// When there will be news, if nothing but the segment moves memory; whether anybody looks is another matter.
     pub fn news_due(&self, guest: &Guest, segment: &Segment) -> Option<TimeMs> {
+        if self.is_news(guest) {
+            return Some(guest.now());
+        }
         guest.falls_to(self.pace.measure(), self.pace.news_bytes()?, segment)
     }
 
-    /// A look at what is there: whether the VMM should know at once.
-    pub fn is_news(&self, guest: &Guest) -> bool {
+    fn is_news(&self, guest: &Guest) -> bool {
         self.pace.is_news(guest.there_bytes(self.pace.measure()))
+    }
+
+    fn look_ms(&self) -> u64 {
+        TimeMs(self.pace.look_due_ms() - BOOTED_MS).since(self.looked)
+    }
+
+    /// The next look after `now` that is worth living to: the first one at `at` or later, and before it the one
+    /// that it is compared with.
+    pub fn look_due(&self, at: TimeMs, now: TimeMs) -> TimeMs {
+        let look_ms = self.look_ms();
+        let due = self.looked + at.max(now + 1).since(self.looked).div_ceil(look_ms) * look_ms;
+        if due.since(now) > look_ms { TimeMs(due.0 - look_ms) } else { due }
+    }
+
+    /// Looks, if a look is due at this moment: whether the VMM should know at once.
+    pub fn looks(&mut self, guest: &Guest) -> bool {
+        let (now, look_ms) = (guest.now(), self.look_ms());
+        if now == self.looked || !now.since(self.looked).is_multiple_of(look_ms) {
+            return false;
+        }
+        let free_bytes = guest.free_bytes();
+        if self.pace.is_suspicious(free_bytes) && self.is_news(guest) {
+            return true;
+        }
+        self.pace.looked(free_bytes, now.0 + BOOTED_MS);
+        self.looked = now;
+        false
     }
 
     /// Whether the kernel's trigger fires.
@@ -145,6 +177,7 @@ impl Agent {
             self.pace.reported(&memory, at.0 + BOOTED_MS);
         }
         self.reported = self.reported + count * interval_ms;
+        self.looked = self.reported;
     }
 
     /// Hands a report back, for its memory.
@@ -205,6 +238,7 @@ impl Agent {
         };
         self.pace.reported(&raw.memory, raw.monotonic_ms);
         self.reported = guest.now();
+        self.looked = self.reported;
         let report = Report::try_from(raw);
         report.expect("a model tells the truth")
     }
@@ -304,6 +338,54 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// A guest of 1 GiB that fills so many bytes a second, and has reported at its start.
+    fn filling(anon_bytes_per_s: i64, watermark_bytes: u64) -> (Guest, Agent, Segment) {
+        let segment = Segment { anon_bytes: 100 << 20, anon_bytes_per_s, ..Segment::default() };
+        let config = GuestConfig { boot_bytes: 1 << 30, ..GuestConfig::default() };
+        let guest = Guest::new(config, &[], &segment);
+        let mut agent = Agent::new();
+        agent.set_watermark(watermark_bytes, Measure::Available);
+        agent.report(&guest, Cause::Rest);
+        (guest, agent, segment)
+    }
+
+    /// When it sees news, from one look that is worth it to the next.
+    fn seen_at((mut guest, mut agent, segment): (Guest, Agent, Segment)) -> u64 {
+        while guest.now() < TimeMs(1_000) {
+            let news = agent.news_due(&guest, &segment).expect("it fills");
+            guest.live(agent.look_due(news, guest.now()), &segment, &mut NoPool);
+            if agent.looks(&guest) {
+                return guest.now().0;
+            }
+        }
+        panic!("a report is due");
+    }
+
+    #[test]
+    fn news_is_seen_by_a_look_of_the_pace_and_between_looks_nothing_is() {
+        let (mut guest, mut agent, segment) = filling(512 << 20, 0);
+        let news = agent.news_due(&guest, &segment).expect("it fills");
+        assert!((101..199).contains(&news.0), "with plenty the looks are 100 ms apart: {news}");
+        assert_eq!(seen_at((guest.clone(), agent.clone(), segment)), 200);
+        guest.live(TimeMs(199), &segment, &mut NoPool);
+        assert!(agent.is_news(&guest) && !agent.looks(&guest), "nobody looks at this moment");
+        // 30 MiB over the watermark they are 58 ms apart.
+        let watermark_bytes = filling(512 << 20, 0).0.available_bytes() - (30 << 20);
+        assert_eq!(seen_at(filling(512 << 20, watermark_bytes)), 116);
+    }
+
+    #[test]
+    fn a_fall_that_no_look_finds_suspicious_is_not_seen() {
+        // Half of an eighth is more than what goes from one look to the next: that is left to the next report.
+        let (mut guest, mut agent, segment) = filling(300 << 20, 0);
+        let news = agent.news_due(&guest, &segment).expect("it fills");
+        for look_ms in (100..1_000).step_by(100) {
+            guest.live(TimeMs(look_ms), &segment, &mut NoPool);
+            assert!(!agent.looks(&guest), "at {look_ms} ms, with news at {news}");
+        }
+        assert!(agent.is_news(&guest), "it was there from {news} on");
     }
 
     #[test]

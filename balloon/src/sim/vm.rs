@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use foreshore_proto::{Cause, Report};
 
-use super::agent::{Agent, LOOK_MS};
+use super::agent::Agent;
 use super::demand::{Demand, Segment};
 use super::guest::{Guest, GuestConfig, Pool};
 use crate::controller::{Controller, Event, Rules};
@@ -183,7 +183,7 @@ impl Vm {
         } else if now >= self.agent.report_due() {
             self.report(Cause::Rest, pool, observer);
             self.skip_rest(&segment, end, pool, observer);
-        } else if self.agent.is_news(&self.guest) {
+        } else if self.agent.looks(&self.guest) {
             self.agent.alert(now);
             self.report(Cause::Watermark, pool, observer);
         }
@@ -205,11 +205,11 @@ impl Vm {
         if self.is_followed() {
             to = to.min(self.ticked + TICK_MS);
         }
-        if !self.guest.is_at_rest(segment) {
-            // While something happens the agent looks; as long as everything goes evenly it is known when it will see news.
-            let even = self.guest.next_look(segment);
-            let look = self.agent.news_due(&self.guest, segment).map_or(even, |news| news.min(even));
-            to = to.min(look + LOOK_MS);
+        // The agent looks all the time; as long as everything goes evenly it is known when it will see news.
+        let even = (!self.guest.is_at_rest(segment)).then(|| self.guest.next_look(segment));
+        let news = self.agent.news_due(&self.guest, segment);
+        if let Some(at) = news.into_iter().chain(even).min() {
+            to = to.min(self.agent.look_due(at.min(to), self.guest.now()));
         }
         to.max(self.guest.now())
     }
