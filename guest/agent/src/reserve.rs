@@ -125,6 +125,10 @@ fn text_of(ratios: &[u64]) -> String {
 /// The ratios that keep the reserve in the highest kernel zone of every node that also has movable memory. A zone
 /// keeps the pages above it divided by its ratio; one ratio serves all nodes, so the largest need decides. Never less
 /// is kept than with the `initial` ratios.
+///
+/// Watermarks do not count. Linux adds what is kept to the one that it looks at (mm/page_alloc.c, zone_watermark_fast:
+/// `mark + z->lowmem_reserve[highest_zoneidx]`): user pages stop that much above `low`, and the kernel has all of it before
+/// it comes to `low` and wakes kswapd.
 fn ratios(zones: &[Zone], initial: &[u64]) -> Vec<u64> {
     let mut ratios = initial.to_vec();
     for movable in zones.iter().filter(|zone| zone.kind == ZoneKind::Movable) {
@@ -135,13 +139,7 @@ fn ratios(zones: &[Zone], initial: &[u64]) -> Vec<u64> {
         let Some(ratio) = ratios.get_mut(top) else { continue };
         let total_pages = same_node().fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
         let reserve_pages = (total_pages / RESERVE_PART).clamp(MIN_RESERVE_PAGES, MAX_RESERVE_PAGES);
-        // Above the watermark that kswapd restores: what is below it is not to be had.
-        let high_pages = same_node()
-            .filter(|zone| zone.kind == KERNEL_ZONES[top])
-            .map(|zone| zone.high_pages)
-            .sum::<u64>();
-        let kept_pages = reserve_pages.saturating_add(high_pages);
-        *ratio = (*ratio).min((movable.managed_pages / kept_pages).max(1));
+        *ratio = (*ratio).min((movable.managed_pages / reserve_pages).max(1));
     }
     ratios
 }
@@ -169,11 +167,17 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_lies_above_kswapds_watermark() {
+    fn watermarks_are_linuxs_to_add_and_one_that_moves_changes_nothing() {
+        let guest = Guest::new();
+        let mut reserve = guest.reserve();
         let mut zones = [zone(0, ZoneKind::Dma32, 115), zone(0, ZoneKind::Movable, 50)];
-        assert_eq!(ratios(&zones, &DEFAULTS)[1], 4, "a sixteenth, 10 MiB: 12.5 MiB are kept");
+        reserve.adapt(&zones).expect("writes");
+        assert_eq!(guest.setting(), "256 4 32 0 0", "a sixteenth, 10 MiB: 12.5 MiB are kept");
         zones[0].high_pages = (8 << 20) / PAGE_BYTES;
-        assert_eq!(ratios(&zones, &DEFAULTS)[1], 2, "25 MiB, of which 8 are kswapd's");
+        zones[0].low_pages = (6 << 20) / PAGE_BYTES;
+        reserve.adapt(&zones).expect("nothing to do");
+        assert_eq!(guest.setting(), "256 4 32 0 0");
+        assert_eq!(ratios(&zones, &DEFAULTS)[1], 4, "an agent that starts now wants the same");
     }
 
     #[test]
