@@ -296,8 +296,23 @@ fn huge_pages_come_from_pm(kernel: Kernel) -> Result<()> {
     let (huge, small) = huge_faults(&guest)?;
     println!("{huge} and {small} by the kernel's own setting");
     ensure!(small > huge, "The kernel needs no setting: {huge} and {small} without");
-    // Somebody else's setting stays, the others go back with the memory.
+    // Somebody else's setting stays. The others go back when the agent ends, and, when it has been killed, by the next one,
+    // with the memory.
+    guest.run("echo defer >/sys/kernel/mm/transparent_hugepage/defrag")?;
+    let (beside_pm, usual) = (["always", "defer", "0", "0"], ["always", "defer", "1", "15000"]);
+    let end = |signal: &str| {
+        guest.run(&format!("killall -{signal} foreshore-agent"))?;
+        guest.wait_until_run("the agent has ended", LIMIT, "! pidof foreshore-agent")
+    };
+    let start = || guest.run("foreshore-agent >>/run/agent.log 2>&1 & echo");
+    end("TERM")?;
+    set("settings go back with the agent", &usual)?;
+    start()?;
+    set("settings are those for PM again", &beside_pm)?;
+    end("KILL")?;
+    set("settings outlast an agent that is killed", &beside_pm)?;
+    start()?;
     guest.api("PUT", "vm.pressure", Some(json!({ "policy": "fixed", "size": 0 })))?;
-    set("settings are the kernel's again", &["always", "madvise", "1", "15000"])?;
+    set("settings go back with the memory", &usual)?;
     guest.no_kernel_complaints()
 }
