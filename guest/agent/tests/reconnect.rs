@@ -7,7 +7,7 @@ use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use foreshore_proto::{AgentMessage, Settings, VmmMessage, decode_agent_message, encode_line};
+use foreshore_proto::{AgentMessage, Report, Settings, VmmMessage, decode_agent_message, encode_line};
 
 /// Against a test that never ends: nothing here takes that long.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -40,6 +40,13 @@ impl Agent {
         while !std::fs::read_to_string(&stat).expect("reads").contains(") T ") {
             thread::yield_now();
         }
+    }
+
+    /// How often it has slept until now.
+    fn wakes(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).expect("reads");
+        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        line.and_then(|count| count.trim().parse().ok()).expect("Linux counts them")
     }
 
     fn signal(&self, signal: libc::c_int) {
@@ -82,16 +89,27 @@ impl Vmm {
         assert!(matches!(message, AgentMessage::Hello(_)), "{message:?}");
     }
 
-    fn report_seq(&mut self) -> u64 {
+    fn report(&mut self) -> Report {
         match self.next() {
-            AgentMessage::Report(report) => report.seq(),
+            AgentMessage::Report(report) => report,
             AgentMessage::Hello(hello) => panic!("a second hello: {hello:?}"),
         }
     }
 
+    fn report_seq(&mut self) -> u64 {
+        self.report().seq()
+    }
+
+    fn report_ms(&mut self) -> u64 {
+        self.report().monotonic_ms()
+    }
+
     /// The fastest that an agent can be asked for.
     fn ask_for_many(&mut self) {
-        let settings = Settings { rest_interval_ms: 20, ..Settings::with_watermark(0) };
+        self.ask(Settings { rest_interval_ms: 20, ..Settings::with_watermark(0) });
+    }
+
+    fn ask(&mut self, settings: Settings) {
         let mut line = Vec::new();
         encode_line(&VmmMessage::Settings(settings), &mut line);
         self.0.get_mut().write_all(&line).expect("writes");
@@ -210,4 +228,27 @@ fn one_that_is_killed_and_started_again_begins_anew() {
         let mut rest = Vec::new();
         while vmm.0.read_until(b'\n', &mut rest).expect("an end within the limit") > 0 {}
     }
+}
+
+/// What it costs is above all how often it wakes up; the time that it takes depends on the machine.
+#[test]
+fn at_rest_it_wakes_up_ten_times_a_second_and_once_to_report() {
+    const REPORTS: u64 = 3;
+    let dir = tempfile::tempdir().expect("tempdir");
+    let listener = UnixListener::bind(socket_in(&dir)).expect("binds");
+    let agent = Agent::start(&socket_in(&dir));
+    let mut vmm = Vmm::accept(&listener);
+    vmm.ask(Settings::with_watermark(0));
+    vmm.hello();
+    // On a machine that is not at rest itself a report may come early, and then some do.
+    let at_rest = (0..LIMIT.as_secs()).find_map(|_| {
+        let (since_ms, before) = (vmm.report_ms(), agent.wakes());
+        let until_ms = (0..REPORTS).map(|_| vmm.report_ms()).last()?;
+        let wakes = agent.wakes() - before;
+        (until_ms - since_ms >= REPORTS * 1_000).then_some((wakes, until_ms - since_ms))
+    });
+    let (wakes, elapsed_ms) = at_rest.expect("it comes to rest");
+    let most = elapsed_ms.div_ceil(1_000) * (10 + 1) + REPORTS;
+    assert!(wakes > 0 && wakes <= most, "{wakes} times in {elapsed_ms} ms");
+    assert!(agent.end().success());
 }
