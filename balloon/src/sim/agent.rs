@@ -27,8 +27,6 @@ pub(super) struct Agent {
     reported: TimeMs,
     /// The last look, or report: looks are counted from there.
     looked: TimeMs,
-    /// What was free then, and what had been reclaimed.
-    seen: (u64, u64),
     trigger: (TimeMs, u64),
     /// Kept, so that a report needs no memory of its own.
     report: Option<RawReport>,
@@ -76,7 +74,6 @@ impl Agent {
             settings,
             reported: TimeMs(0),
             looked: TimeMs(0),
-            seen: (0, 0),
             trigger: (TimeMs(0), 0),
             report: None,
             seq: 0,
@@ -139,13 +136,7 @@ impl Agent {
         if now == self.looked || !now.since(self.looked).is_multiple_of(look_ms) {
             return false;
         }
-        let mut free_bytes = guest.free_bytes();
-        let reclaimed_bytes = guest.totals().kswapd_bytes + guest.totals().direct_bytes;
-        // The model gives back to the byte what was taken; Linux reclaims 32 pages at a time, and is never so exact.
-        if free_bytes == self.seen.0 && reclaimed_bytes != self.seen.1 {
-            free_bytes += PAGE_BYTES;
-        }
-        self.seen = (free_bytes, reclaimed_bytes);
+        let free_bytes = guest.free_bytes();
         if self.pace.is_suspicious(free_bytes) && self.is_news(guest) {
             return true;
         }
@@ -248,7 +239,6 @@ impl Agent {
         self.pace.reported(&raw.memory, raw.monotonic_ms);
         self.reported = guest.now();
         self.looked = self.reported;
-        self.seen = (guest.free_bytes(), totals.kswapd_bytes + totals.direct_bytes);
         let report = Report::try_from(raw);
         report.expect("a model tells the truth")
     }
