@@ -179,7 +179,7 @@ impl<'a> Session<'a> {
                 return self.send_report(Cause::Rest);
             }
         }
-        self.pace.looked(free_bytes, now_ms);
+        self.pace.looked(now_ms);
         Ok(())
     }
 

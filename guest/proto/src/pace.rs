@@ -45,7 +45,6 @@ pub struct Pace {
     reported: Memory,
     reported_ms: u64,
     /// At the last look, or report.
-    free_bytes: u64,
     looked_ms: u64,
     alert_until_ms: u64,
     /// Where memory stays, and since when.
@@ -97,7 +96,6 @@ impl Pace {
             settings: settings.clamped(),
             reported: Memory::default(),
             reported_ms: 0,
-            free_bytes: 0,
             looked_ms: 0,
             alert_until_ms: 0,
             steady_bytes: 0,
@@ -131,7 +129,7 @@ impl Pace {
         }
         self.reported = *memory;
         self.reported_ms = now_ms;
-        self.looked(memory.free_bytes, now_ms);
+        self.looked_ms = now_ms;
         if there_bytes.abs_diff(self.steady_bytes) > self.whole_bytes(self.steady_bytes) / STEADY_PART {
             self.steady_bytes = there_bytes;
             self.steady_since_ms = now_ms;
@@ -153,8 +151,7 @@ impl Pace {
     }
 
     /// A look has shown nothing new.
-    pub fn looked(&mut self, free_bytes: u64, now_ms: u64) {
-        self.free_bytes = free_bytes;
+    pub fn looked(&mut self, now_ms: u64) {
         self.looked_ms = now_ms;
     }
 
@@ -200,7 +197,8 @@ impl Pace {
         if self.measure() == Measure::Free {
             return self.is_news(free_bytes);
         }
-        let gone = self.free_bytes.min(self.reported.free_bytes).saturating_sub(free_bytes);
+        // Since the report, and not since the last look: a fall may be spread over many.
+        let gone = self.reported.free_bytes.saturating_sub(free_bytes);
         free_bytes < self.settings.watermark_bytes || gone > self.margin_bytes() / 2
     }
 
@@ -417,6 +415,16 @@ mod tests {
         assert!(!pace(280, 280).is_suspicious(270 * MIB));
         assert!(pace(280, 280).is_suspicious(262 * MIB));
         assert!(pace(20, 280).is_suspicious(20 * MIB), "page cache hides it");
+    }
+
+    #[test]
+    fn a_fall_that_is_spread_over_looks_is_suspicious() {
+        let mut pace = pace(280, 280);
+        for free in [274, 268, 263] {
+            assert!(!pace.is_suspicious(free * MIB));
+            pace.looked(1_100);
+        }
+        assert!(pace.is_suspicious(262 * MIB), "more than a sixteenth in four looks");
     }
 
     #[test]
