@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use balloon::controller::Rules;
 use balloon::policy::Policy;
 use balloon::sim::{Governed, GuestConfig, Random, Skip, VmSetup, Workload, run_fleet, run_host};
-use balloon::{BLOCK_BYTES, HostView, MIB, Tier, ZoneId, ZoneSizes};
+use balloon::{HostView, MIB, Tier, ZoneSizes};
 use criterion::{Criterion, Throughput, criterion_group};
 
 const DAY_MS: u64 = 86_400_000;
@@ -14,16 +14,7 @@ const VMS_PER_HOST: usize = 10;
 
 fn setup(vm: usize) -> VmSetup {
     let dram_bytes = 1024 * MIB;
-    let zone = |id, tier, max_bytes| ZoneSizes {
-        id: ZoneId(id),
-        tier,
-        guest_numa_node: id,
-        block_bytes: BLOCK_BYTES,
-        floor_bytes: 0,
-        max_bytes,
-        requested_bytes: 0,
-        plugged_bytes: 0,
-    };
+    let zone = ZoneSizes::empty;
     let mut host = HostView { boot_bytes: dram_bytes, ..HostView::default() };
     host.zones = vec![zone(0, Tier::Dram, 256 * MIB), zone(1, Tier::Pm, 4096 * MIB)];
     let workload = Workload::Diurnal;

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::Serialize;
 
+use crate::units::BLOCK_BYTES;
+
 /// Where a zone's memory comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -56,6 +58,20 @@ pub struct ZoneSizes {
 }
 
 impl ZoneSizes {
+    /// A zone in blocks of 2 MiB that has nothing plugged, seen on the node of its own number.
+    pub fn empty(id: u32, tier: Tier, max_bytes: u64) -> Self {
+        ZoneSizes {
+            id: ZoneId(id),
+            tier,
+            guest_numa_node: id,
+            block_bytes: BLOCK_BYTES,
+            floor_bytes: 0,
+            max_bytes,
+            requested_bytes: 0,
+            plugged_bytes: 0,
+        }
+    }
+
     /// Asked for and not plugged yet.
     pub fn outstanding_grow_bytes(&self) -> u64 {
         self.requested_bytes.saturating_sub(self.plugged_bytes)

@@ -19,16 +19,7 @@ struct Rig {
 
 impl Rig {
     fn new(policy: Policy) -> Self {
-        let zone = |id, tier, max_mib| ZoneSizes {
-            id: ZoneId(id),
-            tier,
-            guest_numa_node: id,
-            block_bytes: 2 * MIB,
-            floor_bytes: 0,
-            max_bytes: max_mib * MIB,
-            requested_bytes: 0,
-            plugged_bytes: 0,
-        };
+        let zone = |id, tier, max_mib| ZoneSizes::empty(id, tier, max_mib * MIB);
         Rig {
             controller: Controller::new(policy, Rules::default()).expect("defaults"),
             host: HostView {

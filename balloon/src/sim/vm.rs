@@ -293,7 +293,7 @@ mod tests {
     use super::super::random::Random;
     use super::super::workload::Workload;
     use super::*;
-    use crate::{BLOCK_BYTES, MIB, Tier, ZoneId, ZoneSizes};
+    use crate::{MIB, Tier, ZoneSizes};
 
     /// What a run has come to: every plan that asked for something, and every figure but how often it was asked.
     #[derive(Default, PartialEq, Debug)]
@@ -312,16 +312,7 @@ mod tests {
 
     fn setup(workload: Workload, seed: u64) -> VmSetup {
         let dram_bytes = 512 * MIB;
-        let zone = |id, tier, max_bytes| ZoneSizes {
-            id: ZoneId(id),
-            tier,
-            guest_numa_node: id,
-            block_bytes: BLOCK_BYTES,
-            floor_bytes: 0,
-            max_bytes,
-            requested_bytes: 0,
-            plugged_bytes: 0,
-        };
+        let zone = ZoneSizes::empty;
         let mut host = HostView { boot_bytes: dram_bytes, ..HostView::default() };
         host.zones = vec![zone(0, Tier::Dram, 128 * MIB), zone(1, Tier::Pm, 1024 * MIB)];
         let mut params = workload.defaults();

@@ -12,16 +12,7 @@ use crate::{Distances, HostView, MIB, Tier};
 const GOLDEN: &str = include_str!("../../tests/golden/trace-v1.jsonl");
 
 fn zone(id: u32, tier: Tier, max_mib: u64) -> ZoneSizes {
-    ZoneSizes {
-        id: ZoneId(id),
-        tier,
-        guest_numa_node: id,
-        block_bytes: 2 * MIB,
-        floor_bytes: 0,
-        max_bytes: max_mib * MIB,
-        requested_bytes: 0,
-        plugged_bytes: 0,
-    }
+    ZoneSizes::empty(id, tier, max_mib * MIB)
 }
 
 fn host() -> HostView {

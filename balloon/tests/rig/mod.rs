@@ -7,7 +7,7 @@ use balloon::controller::Rules;
 use balloon::plan::{Direction, Plan};
 use balloon::policy::Policy;
 use balloon::sim::{Demand, Guest, GuestConfig, HostPool, Observer, Segment, Skip, SwapDevice, Totals, Vm};
-use balloon::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
+use balloon::{HostView, MIB, Tier, TimeMs, ZoneSizes};
 
 /// What init and the agent use.
 pub const IDLE_BYTES: u64 = 40 * MIB;
@@ -46,16 +46,7 @@ pub fn config() -> GuestConfig {
 impl Rig {
     /// 128 MiB more of DRAM to come, and 1 GiB of PM.
     pub fn new(policy: Policy, config: GuestConfig) -> Self {
-        let zone = |id, tier, max_bytes| ZoneSizes {
-            id: ZoneId(id),
-            tier,
-            guest_numa_node: id,
-            block_bytes: BLOCK_BYTES,
-            floor_bytes: 0,
-            max_bytes,
-            requested_bytes: 0,
-            plugged_bytes: 0,
-        };
+        let zone = ZoneSizes::empty;
         let host = HostView {
             zones: vec![zone(0, Tier::Dram, 128 * MIB), zone(1, Tier::Pm, 1024 * MIB)],
             boot_bytes: config.boot_bytes,

@@ -12,7 +12,7 @@ use balloon::sim::{
     run_fleet, run_host,
 };
 use balloon::trace::Reader;
-use balloon::{BLOCK_BYTES, HostView, Tier, ZoneId, ZoneSizes};
+use balloon::{BLOCK_BYTES, HostView, Tier, ZoneSizes};
 
 use super::args::{Format, NamedPolicy, Scenario};
 use super::{plot, table};
@@ -105,16 +105,7 @@ fn guest(scenario: &Scenario) -> GuestConfig {
 /// The VMs of a host and its pool.
 fn generated(scenario: &Scenario, host: usize) -> (Vec<VmSetup>, u64) {
     let tiers = [Tier::Dram, Tier::Pm].into_iter().zip(hotplug_and_pm(scenario)).zip(0..);
-    let zone = |((tier, max_bytes), id)| ZoneSizes {
-        id: ZoneId(id),
-        tier,
-        guest_numa_node: id,
-        block_bytes: BLOCK_BYTES,
-        floor_bytes: 0,
-        max_bytes,
-        requested_bytes: 0,
-        plugged_bytes: 0,
-    };
+    let zone = |((tier, max_bytes), id)| ZoneSizes::empty(id, tier, max_bytes);
     let mut view = HostView { boot_bytes: scenario.dram, ..HostView::default() };
     view.zones = tiers.map(zone).filter(|zone| zone.max_bytes > 0).collect();
     let (workload, params) = &scenario.workload;

@@ -9,7 +9,7 @@ use foreshore_proto::{Counters, Memory, NodeIdle, RawReport, Stall, Zone, ZoneKi
 use super::*;
 use crate::HostView;
 use crate::units::PAGE_BYTES;
-use crate::{MIB, Tier, ZoneId, ZoneSizes};
+use crate::{MIB, Tier, ZoneSizes};
 
 /// A guest of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to come, and a loop around `psi`.
 #[derive(Clone)]
@@ -22,16 +22,7 @@ struct Rig {
 
 impl Rig {
     fn new() -> Self {
-        let zone = |id, tier, max_mib| ZoneSizes {
-            id: ZoneId(id),
-            tier,
-            guest_numa_node: id,
-            block_bytes: 2 * MIB,
-            floor_bytes: 0,
-            max_bytes: max_mib * MIB,
-            requested_bytes: 0,
-            plugged_bytes: 0,
-        };
+        let zone = |id, tier, max_mib| ZoneSizes::empty(id, tier, max_mib * MIB);
         let total_bytes = 352 * MIB;
         Rig {
             // Short: rules 8 and 9 count in these.
