@@ -59,13 +59,20 @@ pub fn try_lock(file: &File, kind: LockKind) -> io::Result<Result<(), Holder>> {
     }
 }
 
+/// How often /proc/locks is read until the holder is in it.
+const LOOKS: u32 = 16;
+
 /// Finds a holder of a lock on the file in /proc/locks.
 pub(crate) fn holder(file: &File) -> Option<Holder> {
     let metadata = file.metadata().ok()?;
-    let locks = fs::read_to_string("/proc/locks").ok()?;
     // Devices' nodes are in devtmpfs, which shows what stat() does, and where inodes have small numbers.
     let is_exact = !metadata.is_file();
-    let pid = pid_in_locks(&locks, metadata.dev(), metadata.ino(), is_exact)?;
+    // The kernel writes that file a piece at a time and goes on by the number of the line (Linux fs/locks.c, locks_next): when
+    // somebody unlocks between two pieces, all lines move up, and one is in neither.
+    let pid = (0..LOOKS).find_map(|_| {
+        let locks = fs::read_to_string("/proc/locks").ok()?;
+        pid_in_locks(&locks, metadata.dev(), metadata.ino(), is_exact)
+    })?;
     let program = fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim_end().to_owned());
     Some(Holder { pid: Some(pid), program })
 }
@@ -92,7 +99,15 @@ fn pid_in_locks(locks: &str, device: u64, inode: u64, is_exact: bool) -> Option<
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
+
     use super::*;
+
+    fn unlock(file: &File) {
+        // SAFETY: takes numbers only; the descriptor lives as long as `file`.
+        assert_eq!(unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_UN) }, 0);
+    }
 
     #[test]
     fn a_second_open_in_the_same_process_is_refused_by_name() {
@@ -104,6 +119,33 @@ mod tests {
         assert!(holder.program.is_some());
         drop(file);
         assert!(try_lock(&again, LockKind::Exclusive).unwrap().is_ok(), "the lock died with its holder");
+    }
+
+    #[test]
+    fn a_holder_is_found_while_others_lock_and_unlock() {
+        let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+        // Some before it and some after it, so that it is at the edge of a piece now and then.
+        let others: Vec<_> = (0..120).map(|_| tempfile::tempfile_in("/dev/shm").unwrap()).collect();
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    for other in &others {
+                        assert!(try_lock(other, LockKind::Exclusive).unwrap().is_ok());
+                    }
+                    others.iter().for_each(unlock);
+                }
+            });
+            let missed = (0..500).filter(|_| {
+                assert!(try_lock(file.as_file(), LockKind::Exclusive).unwrap().is_ok());
+                let holder = holder(file.as_file());
+                unlock(file.as_file());
+                holder.and_then(|holder| holder.pid) != Some(std::process::id())
+            });
+            let missed = missed.count();
+            is_over.store(true, Ordering::Relaxed);
+            assert_eq!(missed, 0);
+        });
     }
 
     #[test]
