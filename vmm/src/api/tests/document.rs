@@ -1,0 +1,196 @@
+//! docs/api.md against what is answered: examples, fields, and the names of states.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::*;
+use crate::vm::decision::{
+    DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome, ReportDigest,
+};
+use crate::vm::request::{RecordingInfo, RecordingState};
+
+const DOCUMENT: &str = include_str!("../../../../docs/api.md");
+
+/// What is said of one call.
+fn section(call: &str) -> &'static str {
+    let heading = format!("\n## {call}\n");
+    let (_, rest) = DOCUMENT.split_once(&heading).unwrap_or_else(|| panic!("no section {call}"));
+    rest.split_once("\n## ").map_or(rest, |(section, _)| section)
+}
+
+/// The examples of a section: what is indented by four spaces.
+fn examples(section: &str) -> Vec<String> {
+    let mut examples = vec![String::new()];
+    for line in section.lines() {
+        match line.strip_prefix("    ") {
+            Some(line) => *examples.last_mut().unwrap() += line,
+            None => examples.push(String::new()),
+        }
+    }
+    examples.retain(|example| !example.is_empty());
+    examples
+}
+
+/// An example that nothing was left out of.
+#[track_caller]
+fn assert_whole<T: Serialize + DeserializeOwned>(example: &str) {
+    let example: Value = serde_json::from_str(example).unwrap_or_else(|error| panic!("{error}: {example}"));
+    let read: T =
+        serde_json::from_value(example.clone()).unwrap_or_else(|error| panic!("{error}: {example}"));
+    assert_eq!(serde_json::to_value(read).unwrap(), example);
+}
+
+/// Whether `example` has only what `answer` has as well, of the same kind, whatever the values of numbers and texts are.
+fn is_part(example: &Value, answer: &Value) -> bool {
+    match (example, answer) {
+        (Value::Object(example), Value::Object(answer)) => {
+            example.iter().all(|(key, value)| answer.get(key).is_some_and(|answer| is_part(value, answer)))
+        }
+        (Value::Array(example), Value::Array(answer)) => {
+            example.iter().all(|value| answer.iter().any(|answer| is_part(value, answer)))
+        }
+        _ => std::mem::discriminant(example) == std::mem::discriminant(answer),
+    }
+}
+
+fn decision() -> DecisionInfo {
+    let report = ReportDigest {
+        seq: 97,
+        age_ms: 0,
+        monotonic_ms: 1,
+        total_bytes: 380 << 20,
+        available_bytes: 20 << 20,
+        free_bytes: 0,
+        swap_used_bytes: 0,
+        stall_some_us: 0,
+        stall_full_us: 0,
+        pswpin: 0,
+        pswpout: 0,
+    };
+    let pm = || "pm".to_owned();
+    DecisionInfo {
+        seq: 42,
+        age_ms: 1250,
+        times: 1,
+        policy: "psi".to_owned(),
+        direction: "grow".to_owned(),
+        reason: "low_available".to_owned(),
+        limited_by: None,
+        near: None,
+        wanted_bytes: 256 << 20,
+        requested_bytes: 256 << 20,
+        asked_bytes: 128 << 20,
+        available_bytes: Some(20 << 20),
+        dry_run: false,
+        input: DecisionInput {
+            report: Some(report),
+            pool_free_bytes: 1 << 30,
+            zones: vec![DecisionSizes { zone: pm(), requested_bytes: 0, plugged_bytes: 0 }],
+        },
+        targets: vec![DecisionTarget { zone: pm(), requested_bytes: 128 << 20 }],
+        outcome: Outcome::Reached { after_ms: 85 },
+    }
+}
+
+#[test]
+fn examples_are_what_is_answered() {
+    #[derive(serde::Serialize, serde::Deserialize)]
+    struct Memory {
+        zones: Vec<ZoneInfo>,
+    }
+    #[derive(serde::Serialize, serde::Deserialize)]
+    struct Volumes {
+        volumes: Vec<VolumeInfo>,
+    }
+    let [memory] = &examples(section("vm.memory"))[..] else { panic!("not one example") };
+    assert_whole::<Memory>(memory);
+    let [volumes] = &examples(section("vm.volumes"))[..] else { panic!("not one example") };
+    assert_whole::<Volumes>(volumes);
+    let [made, recording] = &examples(section("vm.pressure"))[..] else { panic!("not two examples") };
+    assert_whole::<RecordingInfo>(recording);
+    // What is left out of this one it says.
+    let made: Value = serde_json::from_str(&made.replace(", ...", "")).unwrap();
+    assert!(is_part(&made, &serde_json::to_value(decision()).unwrap()), "{made}");
+}
+
+#[test]
+fn fields_of_vm_pressure_are_those_of_the_document() {
+    let recording = RecordingInfo {
+        file: PathBuf::from("/tmp/trace"),
+        written_bytes: 0,
+        lost_lines: 0,
+        status: RecordingState::Recording,
+    };
+    let answer = serde_json::to_value(PressureInfo { recording: Some(recording), ..pressure() }).unwrap();
+    let mut fields: Vec<_> = answer.as_object().unwrap().keys().map(String::as_str).collect();
+    fields.sort_unstable();
+    let (_, table) = section("vm.pressure").split_once("| field | |\n|---|---|\n").unwrap();
+    let rows = table.lines().map_while(|line| line.strip_prefix("| ")?.split_once(" | "));
+    let mut documented: Vec<_> =
+        rows.flat_map(|(names, _)| names.split(", ").map(|name| name.trim_matches('`'))).collect();
+    documented.sort_unstable();
+    assert_eq!(documented, fields);
+}
+
+/// A status as it is answered has its state by name, and that name is in the section.
+#[track_caller]
+fn assert_named<T: Serialize>(call: &str, statuses: &[T]) {
+    for status in statuses {
+        let answer = serde_json::to_value(status).unwrap();
+        let state = answer["state"].as_str().unwrap_or_else(|| panic!("{answer} has no state"));
+        assert!(section(call).contains(&format!("`{state}`")), "{call} says nothing of {state:?}");
+    }
+}
+
+#[test]
+fn states_have_the_names_of_the_document() {
+    let why = || "why".to_owned();
+    let (moved_bytes, after_ms, by) = (0, 0, 1);
+    assert_named(
+        "vm.memory",
+        &[ResizeStatus::Reached, ResizeStatus::Pending, ResizeStatus::NoDriver, ResizeStatus::Stuck(why())],
+    );
+    assert_named("vm.volumes", &[VolumeStatus::Ok, VolumeStatus::Failed(why())]);
+    assert_named(
+        "vm.pressure",
+        &[RecordingState::Recording, RecordingState::Full, RecordingState::Failed(why())],
+    );
+    assert_named(
+        "vm.pressure",
+        &[
+            Outcome::None,
+            Outcome::DryRun,
+            Outcome::Pending { moved_bytes },
+            Outcome::Stuck { moved_bytes },
+            Outcome::Reached { after_ms },
+            Outcome::Partly { moved_bytes, after_ms, by: Some(by), lack: None },
+            Outcome::Withdrawn { after_ms, by },
+            Outcome::Superseded { moved_bytes, after_ms, by },
+            Outcome::ByHand { moved_bytes, after_ms },
+        ],
+    );
+    for agent in AgentState::ALL {
+        assert!(section("vm.pressure").contains(&format!("`{}`", agent.label())), "{agent:?}");
+    }
+}
+
+#[test]
+fn every_call_of_the_document_is_there() {
+    let calls: Vec<_> = DOCUMENT
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `")?.split_once("` | `vm"))
+        .map(|(method, rest)| (method, format!("vm{}", rest.split_once('`').unwrap().0)))
+        .collect();
+    assert!(calls.len() >= 11, "{calls:?}");
+    run(async |fixture| {
+        // The VMM's end is last.
+        let (end, others): (Vec<_>, _) = calls.into_iter().partition(|(_, call)| call == "vmm.shutdown");
+        for (method, call) in others.iter().chain(&end) {
+            let (status, body) = fixture.call(method, call, "").await;
+            assert!(
+                !body.contains("There is no call") && !body.contains("does not take"),
+                "{call}: {status} {body}"
+            );
+        }
+    });
+}
