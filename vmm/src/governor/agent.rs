@@ -42,8 +42,7 @@ pub async fn serve(
             };
             let begin = std::time::Instant::now();
             let mut core = core.lock();
-            core.line(line, clock.now(), clock.with_sleep());
-            core.line_took(begin.elapsed());
+            core.line(line, clock.now(), clock.with_sleep(), || begin.elapsed());
         }
         send_settings(&mut stream, core, &mut sent).await?;
     }

@@ -1,5 +1,7 @@
 //! A governor of a guest that has a balloon, and an agent only now and then.
 
+use std::time::Duration;
+
 use balloon::Tier;
 use balloon::params::Setting;
 use balloon::statistics::Tag;
@@ -183,7 +185,7 @@ impl Rig {
     }
 
     fn line(&mut self, line: &Value) {
-        self.core.line(Ok(line.to_string().as_bytes()), self.now, self.now);
+        self.core.line(Ok(line.to_string().as_bytes()), self.now, self.now, Duration::default);
     }
 
     fn agent_comes(&mut self) {

@@ -77,10 +77,23 @@ pub struct Core {
     report_to_plan: LatencyHistogram,
     report_to_online: LatencyHistogram,
     last_online_ms: Option<u64>,
+    /// Zones that have reached what was requested of them, and how much that is: to be logged.
+    reached: Vec<(usize, u64)>,
     on_hello: Option<OnHello>,
     agentless: Option<Agentless>,
     recorder: Option<Recorder>,
     distances: Distances,
+}
+
+/// What is to be written down of a decision.
+struct Noted {
+    plan: Plan,
+    /// The sizes that it was made for.
+    host: HostView,
+    /// What has come online with the report.
+    ended: Option<Ended>,
+    /// The last report led to it.
+    has_reported: bool,
 }
 
 /// The zone that is a balloon.
@@ -125,6 +138,7 @@ impl Core {
             report_to_plan: LatencyHistogram::default(),
             report_to_online: LatencyHistogram::default(),
             last_online_ms: None,
+            reached: Vec::new(),
             on_hello: None,
             agentless: None,
             recorder: None,
@@ -207,8 +221,14 @@ impl Core {
     }
 
     /// A line of the agent, or what was refused before it was one. The guest's clock is held against `with_sleep`, which is
-    /// `now` with the time in which the host slept.
-    pub fn line(&mut self, line: Result<&[u8], Refusal>, now: TimeMs, with_sleep: TimeMs) {
+    /// `now` with the time in which the host slept. `took` tells how long it is, whenever it is called, since the line came.
+    pub fn line(
+        &mut self,
+        line: Result<&[u8], Refusal>,
+        now: TimeMs,
+        with_sleep: TimeMs,
+        took: impl FnOnce() -> Duration,
+    ) {
         match line.and_then(|line| self.intake.accept_line(line, with_sleep)) {
             Ok(AgentMessage::Hello(hello)) => {
                 sparsely!(
@@ -229,7 +249,9 @@ impl Core {
                     Some(agentless) => agentless.agent_reported(report, memory_bytes, now),
                     None => report,
                 };
-                self.report(report, Teller::Agent, now);
+                let noted = self.report(report, Teller::Agent, now);
+                self.report_to_plan.observe(took());
+                self.write_down(&noted, now);
             }
             Err(refusal) => self.refused(&refusal, "A line of the agent is refused"),
         }
@@ -245,26 +267,19 @@ impl Core {
         }
     }
 
-    fn report(&mut self, report: Report, teller: Teller, now: TimeMs) {
+    /// Decides upon a report, and asks the devices. The guest waits for that; what is to be written down comes after it.
+    fn report(&mut self, report: Report, teller: Teller, now: TimeMs) -> Noted {
         self.counters.reports += 1;
-        if let Some(Ended { took_ms, grown_bytes }) = self.episode.reported(report.memory().total_bytes, now)
-        {
-            info!(took_ms, grown_bytes, "The memory that the guest was short of is online");
-            self.report_to_online.observe(Duration::from_millis(took_ms));
-            self.last_online_ms = Some(took_ms);
-        }
+        let ended = self.episode.reported(report.memory().total_bytes, now);
         let host = self.observe(now);
         let report = match &mut self.agentless {
             Some(agentless) => agentless.place(report, teller, &host),
             None => report,
         };
-        if let Some(recorder) = &mut self.recorder {
-            recorder.report(&report, &host, now);
-            recorder.host(&host, now);
-        }
         let plan = self.controller.step(Event::Report(&report), &host, now);
         self.last_report = Some((now, report));
-        self.carry_out(plan, &host, now);
+        self.carry_out(&plan, &host, now);
+        Noted { plan, host, ended, has_reported: true }
     }
 
     /// Boot memory, and the most that all zones can have: no guest has more.
@@ -289,7 +304,10 @@ impl Core {
             info!("No agent reports: the balloon's statistics take its place");
         }
         match taken {
-            Some(Ok(report)) => self.report(report, Teller::Statistics, now),
+            Some(Ok(report)) => {
+                let noted = self.report(report, Teller::Statistics, now);
+                self.write_down(&noted, now);
+            }
             Some(Err(refusal)) => self.refused(&refusal, "Statistics of the balloon are refused"),
             None => {}
         }
@@ -307,11 +325,9 @@ impl Core {
                 zone.zone.device.remind();
             }
         }
-        if let Some(recorder) = &mut self.recorder {
-            recorder.host(&host, now);
-        }
         let plan = self.controller.step(Event::Tick, &host, now);
-        self.carry_out(plan, &host, now);
+        self.carry_out(&plan, &host, now);
+        self.write_down(&Noted { plan, host, ended: None, has_reported: false }, now);
     }
 
     /// Reads the devices, notes what has changed.
@@ -324,7 +340,7 @@ impl Core {
                 self.controller.driver_came(ZoneId(id), now);
             }
             if progress.observe(sizes, now) {
-                info!(zone = zone.id, plugged_bytes = sizes.plugged_bytes, "resize-reached");
+                self.reached.push((id as usize, sizes.plugged_bytes));
             }
             all.push(sizes);
         }
@@ -356,31 +372,54 @@ impl Core {
         }
     }
 
-    fn carry_out(&mut self, plan: Plan, host: &HostView, now: TimeMs) {
+    fn carry_out(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
         if plan.watermark_bytes != 0 {
             self.settings.watermark_bytes = plan.watermark_bytes;
             self.settings.watermark_of = plan.watermark_of;
         }
-        let before = host.requested_bytes();
-        self.note(&plan, host, now);
-        if !plan.dry_run {
-            for change in plan.changes(host) {
-                let zone = &self.zones[change.zone.0 as usize].zone;
-                zone.device.request(change.requested_bytes);
-            }
-            let after = plan.requested_bytes();
-            // What is plugged still, because the guest has not followed a shrink, need not come online.
-            let to_come = after.saturating_sub(before.max(host.plugged_bytes()));
-            let total = self.last_report.as_ref().map(|(_, report)| report.memory().total_bytes);
-            match total {
-                Some(total) if to_come > 0 => self.episode.grown(to_come, total, now),
-                _ if after < before => self.episode.abandoned(),
-                _ => {}
-            }
+        if plan.dry_run {
+            return;
+        }
+        for change in plan.changes(host) {
+            let zone = &self.zones[change.zone.0 as usize].zone;
+            zone.device.request(change.requested_bytes);
+        }
+        let (before, after) = (host.requested_bytes(), plan.requested_bytes());
+        // What is plugged still, because the guest has not followed a shrink, need not come online.
+        let to_come = after.saturating_sub(before.max(host.plugged_bytes()));
+        let total = self.last_report.as_ref().map(|(_, report)| report.memory().total_bytes);
+        match total {
+            Some(total) if to_come > 0 => self.episode.grown(to_come, total, now),
+            _ if after < before => self.episode.abandoned(),
+            _ => {}
         }
     }
 
-    /// Notes a plan, before it is carried out.
+    /// Records, notes and logs what was seen and decided, once nobody waits for it any more.
+    fn write_down(&mut self, noted: &Noted, now: TimeMs) {
+        let Noted { plan, host, ended, has_reported } = noted;
+        if let Some(Ended { took_ms, grown_bytes }) = *ended {
+            info!(took_ms, grown_bytes, "The memory that the guest was short of is online");
+            self.report_to_online.observe(Duration::from_millis(took_ms));
+            self.last_online_ms = Some(took_ms);
+        }
+        self.say_reached();
+        if let Some(recorder) = &mut self.recorder {
+            if let Some((_, report)) = self.last_report.as_ref().filter(|_| *has_reported) {
+                recorder.report(report, host, now);
+            }
+            recorder.host(host, now);
+        }
+        self.note(plan, host, now);
+    }
+
+    fn say_reached(&mut self) {
+        for (index, plugged_bytes) in self.reached.drain(..) {
+            info!(zone = self.zones[index].zone.id, plugged_bytes, "resize-reached");
+        }
+    }
+
+    /// Notes a plan that was carried out.
     fn note(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
         let policy = self.controller.policy().name();
         let report = self.last_report.as_ref().map(|(at, report)| (*at, report));
@@ -436,6 +475,7 @@ impl Core {
         }
         // The next tick counts its patience from here.
         self.observe(now);
+        self.say_reached();
         Ok(())
     }
 
@@ -478,11 +518,6 @@ impl Core {
             None => {}
         }
         Ok(())
-    }
-
-    /// How long it took to take one line in, decide, and ask the devices.
-    pub fn line_took(&mut self, took: Duration) {
-        self.report_to_plan.observe(took);
     }
 }
 

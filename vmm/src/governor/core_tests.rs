@@ -224,7 +224,7 @@ fn a_host_that_has_slept_takes_its_guest_neither_for_a_liar_nor_for_late() {
     assert_eq!(f.core.agent_state(now), AgentState::Live);
     let mut next = report(f.seq + 1, 20, [0, 0]);
     next["monotonic_ms"] = json!(now.0 + SLEPT_MS);
-    f.core.line(Ok(next.to_string().as_bytes()), now, now + SLEPT_MS);
+    f.core.line(Ok(next.to_string().as_bytes()), now, now + SLEPT_MS, Duration::default);
     assert_eq!((f.core.counters.reports, f.core.counters.refused.len()), (2, 0));
     assert_eq!(f.core.counters.reminders, 0);
     assert!(f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes >= asked, "it is still to follow");
@@ -562,4 +562,88 @@ fn zones_of_one_node_share_what_the_guest_says_of_it() {
     assert_eq!(online(&fixture), [Some(64 * MIB), Some(0)]);
     fixture.dram.request(48 * MIB);
     assert_eq!(online(&fixture), [Some(48 * MIB), Some(16 * MIB)]);
+}
+
+/// A device that notes when it is asked.
+struct Noting(Mutex<crate::governor::DeviceSizes>, Arc<Mutex<Vec<&'static str>>>);
+
+impl ZoneDevice for Noting {
+    fn sizes(&self) -> crate::governor::DeviceSizes {
+        *self.0.lock()
+    }
+    fn request(&self, size_bytes: u64) {
+        self.0.lock().requested_bytes = size_bytes;
+        self.1.lock().push("asked");
+    }
+    fn remind(&self) {}
+}
+
+/// A log that notes which of these lines it is given.
+#[derive(Clone)]
+struct NotingLog(Arc<Mutex<Vec<&'static str>>>);
+
+const LOGGED: [&str; 4] = ["is online", "resize-reached", "recording", "Plan"];
+
+impl std::io::Write for NotingLog {
+    fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+        let text = String::from_utf8_lossy(line);
+        self.0.lock().extend(LOGGED.into_iter().find(|what| text.contains(what)));
+        Ok(line.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn devices_are_asked_before_anything_is_written_down() {
+    /// The header and the first sizes, and no report behind them.
+    const RECORD_BYTES: u64 = 600;
+    let noted = Arc::new(Mutex::new(Vec::new()));
+    let sizes = crate::governor::DeviceSizes {
+        block_bytes: BLOCK,
+        region_bytes: 1024 * MIB,
+        driver_ready: true,
+        ..Default::default()
+    };
+    let device = Arc::new(Noting(Mutex::new(sizes), Arc::clone(&noted)));
+    let zone = GovernedZone {
+        id: "pm".to_owned(),
+        tier: balloon::Tier::Pm,
+        guest_numa_node: 1,
+        boot_bytes: 0,
+        device: Arc::clone(&device) as _,
+    };
+    let free: PoolFree = Arc::new(|| 1024 * MIB);
+    let core = Core::new(&PressureConfig::default(), vec![zone], 384 * MIB, free, TimeMs(0)).unwrap();
+    // That it has come to its end is logged as soon as it is to take a line.
+    let target = Target { path: "/trace".into(), file: std::io::sink(), max_bytes: RECORD_BYTES };
+    let mut core = core.record(target, "db", TimeMs(0)).unwrap();
+    core.agent_connected(TimeMs(0));
+    let log = NotingLog(Arc::clone(&noted));
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || log.clone()).finish();
+    tracing::subscriber::with_default(subscriber, || {
+        let line = |core: &mut Core, line: serde_json::Value, now| {
+            let took = || {
+                noted.lock().push("took");
+                Duration::from_millis(3)
+            };
+            core.line(Ok(line.to_string().as_bytes()), now, now, took);
+        };
+        line(&mut core, hello(), TimeMs(0));
+        assert_eq!(noted.lock().split_off(0), [""; 0], "a hello leads to no plan");
+        line(&mut core, report(1, 20, [0, 0]), TimeMs(50));
+        assert_eq!(noted.lock().split_off(0), ["asked", "took", "recording", "Plan"]);
+        core.tick(TimeMs(60));
+        let plugged = {
+            let mut sizes = device.0.lock();
+            sizes.plugged_bytes = sizes.requested_bytes;
+            sizes.plugged_bytes
+        };
+        noted.lock().clear();
+        line(&mut core, report(2, 20 + plugged / MIB, [0, plugged]), TimeMs(100));
+        assert_eq!(noted.lock().split_off(0), ["took", "is online", "resize-reached"]);
+    });
+    let quick = core.sample(TimeMs(100)).report_to_plan;
+    assert_eq!((quick.count(), quick.sum_ns), (2, 6_000_000), "reports, and nothing else");
 }

@@ -1,6 +1,7 @@
 //! Devices that do as they are told, or do not, and a governor that has two of them. For tests.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use balloon::proto::Refusal;
 use balloon::{Tier, TimeMs};
@@ -92,7 +93,7 @@ impl Fixture {
 
     /// A line, or none, of an agent on a host that has never slept.
     pub fn bytes(&mut self, line: Result<&[u8], Refusal>, now: TimeMs) {
-        self.core.line(line, now, now);
+        self.core.line(line, now, now, Duration::default);
     }
 
     /// A report of a guest that has `available` of what it has in all.
