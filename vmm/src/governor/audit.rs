@@ -6,6 +6,7 @@
 //! with every report, and what was asked of the guest is to stay in sight.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use balloon::plan::{Direction, Plan, Reason};
 use balloon::proto::Report;
@@ -23,7 +24,8 @@ const DRY_RUN_MS: u64 = 1_000;
 /// The last decisions.
 #[derive(Clone, Debug, Default)]
 pub struct Audit {
-    ring: VecDeque<Entry>,
+    /// Shared with whoever shows them, which takes its time.
+    ring: VecDeque<Arc<Entry>>,
     /// How many there have been; also the number of the newest.
     total: u64,
     /// Numbers of those that the guest has not followed yet, oldest first.
@@ -43,8 +45,9 @@ pub struct Grounds<'a> {
     pub host: &'a HostView,
 }
 
+/// A decision as it was, and as it is when it changes: whoever has it sees it as it was when it was taken.
 #[derive(Clone, Debug)]
-struct Entry {
+pub struct Entry {
     seq: u64,
     at: TimeMs,
     times: u64,
@@ -151,7 +154,7 @@ impl Audit {
             let oldest = self.ring.pop_front().map(|entry| entry.seq);
             self.open.retain(|seq| Some(*seq) != oldest);
         }
-        self.ring.push_back(Entry {
+        self.ring.push_back(Arc::new(Entry {
             seq: self.total,
             at: now,
             times: 1,
@@ -163,7 +166,7 @@ impl Audit {
             end,
             plan: plan.clone(),
             asks,
-        });
+        }));
         true
     }
 
@@ -176,7 +179,7 @@ impl Audit {
         let mut since = self.ring.iter_mut().rev().take_while(|entry| counts(entry));
         let same = since.find(|entry| entry.is_of_the_kind_of(plan))?;
         let stands = hold || same.plan.targets == plan.targets || now.since(same.at) < DRY_RUN_MS;
-        stands.then_some(same)
+        stands.then(|| Arc::make_mut(same))
     }
 
     /// Ends what the newest decision takes back or turns round.
@@ -238,15 +241,15 @@ impl Audit {
         let first = self.ring.front().map_or(0, |entry| entry.seq);
         let ring = &mut self.ring;
         self.open.retain(|seq| {
-            let entry = &mut ring[(seq - first) as usize];
+            let entry = Arc::make_mut(&mut ring[(seq - first) as usize]);
             entry.end = end(entry);
             entry.end.is_none()
         });
     }
 
     /// The last decisions, newest first.
-    pub fn newest(&self, count: usize, zones: &[AuditedZone<'_>], now: TimeMs) -> Vec<DecisionInfo> {
-        self.ring.iter().rev().take(count).map(|entry| entry.info(zones, now)).collect()
+    pub fn newest(&self, count: usize) -> Vec<Arc<Entry>> {
+        self.ring.iter().rev().take(count).cloned().collect()
     }
 }
 
@@ -272,7 +275,8 @@ impl Entry {
         self.asks.iter().map(moved).fold(0, u64::saturating_add)
     }
 
-    fn info(&self, zones: &[AuditedZone<'_>], now: TimeMs) -> DecisionInfo {
+    /// How it is shown, with the zones as they are.
+    pub fn info(&self, zones: &[AuditedZone<'_>], now: TimeMs) -> DecisionInfo {
         let id = |index: usize| zones.get(index).map_or_else(String::new, |zone| zone.id.to_owned());
         let plan = &self.plan;
         DecisionInfo {

@@ -73,7 +73,12 @@ impl Fixture {
     fn outcomes(&self, plugged: [u64; 2], late: bool) -> Vec<Outcome> {
         let zone = |(id, plugged_bytes)| AuditedZone { id, plugged_bytes, late };
         let zones = [("dram", plugged[0]), ("pm", plugged[1])].map(zone);
-        self.0.newest(usize::MAX, &zones, TimeMs(0)).into_iter().rev().map(|entry| entry.outcome).collect()
+        self.0
+            .newest(usize::MAX)
+            .into_iter()
+            .rev()
+            .map(|entry| entry.info(&zones, TimeMs(0)).outcome)
+            .collect()
     }
 }
 
@@ -160,14 +165,14 @@ fn a_grow_amid_a_shrink_is_a_grow() {
     f.record(&grow([150, 0]), [(100, 200), (0, 0)], 10);
     let superseded = Outcome::Superseded { moved_bytes: 0, after_ms: 10, by: 2 };
     assert_eq!(f.outcomes([200, 0], false), [superseded, Outcome::Reached { after_ms: 0 }]);
-    assert_eq!(f.0.newest(1, &[], TimeMs(10))[0].asked_bytes, 0);
+    assert_eq!(f.0.newest(1)[0].info(&[], TimeMs(10)).asked_bytes, 0);
     // Beyond what is plugged, it is what lies beyond.
     f.record(&grow([230, 0]), [(150, 200), (0, 0)], 20);
     f.observe([(230, 190), (0, 0)], 25);
     assert_eq!(f.outcomes([190, 0], false)[2], Outcome::Pending { moved_bytes: 0 });
     f.observe([(230, 230), (0, 0)], 30);
     assert_eq!(f.outcomes([230, 0], false)[2], Outcome::Reached { after_ms: 10 });
-    assert_eq!(f.0.newest(1, &[], TimeMs(30))[0].asked_bytes, 30);
+    assert_eq!(f.0.newest(1)[0].info(&[], TimeMs(30)).asked_bytes, 30);
 }
 
 #[test]
@@ -188,7 +193,7 @@ fn holds_push_no_decision_out_however_they_alternate() {
         f.record(&plan(Direction::Hold, reason, [10, 0]), [(10, 10), (0, 0)], 50 * at);
     }
     assert_eq!(f.0.total(), 3);
-    let times: Vec<_> = f.0.newest(10, &[], TimeMs(0)).iter().map(|entry| entry.times).collect();
+    let times: Vec<_> = f.0.newest(10).iter().map(|entry| entry.times).collect();
     assert_eq!(times, [2 * DECISIONS_KEPT as u64, 2 * DECISIONS_KEPT as u64, 1]);
     // Those after the next decision are others.
     f.record(&grow([20, 0]), [(10, 10), (0, 0)], 300_000);
@@ -264,7 +269,7 @@ fn what_asks_nothing_and_says_nothing_new_is_counted_and_not_kept() {
     assert!(f.record(&dry([10, 0]), [(0, 0); 2], 3));
     assert!(!f.record(&dry([10, 0]), [(0, 0); 2], 4));
     assert!(f.record(&dry([20, 0]), [(0, 0); 2], 3 + DRY_RUN_MS));
-    let times: Vec<_> = f.0.newest(10, &[], TimeMs(9_000)).iter().map(|entry| entry.times).collect();
+    let times: Vec<_> = f.0.newest(10).iter().map(|entry| entry.times).collect();
     assert_eq!(times, [1, 2, 2]);
     assert_eq!(f.outcomes([0, 0], false), [Outcome::None, Outcome::DryRun, Outcome::DryRun]);
     assert_eq!(f.0.total(), 3);
@@ -283,5 +288,5 @@ fn the_oldest_are_dropped_and_what_was_open_of_them_with_them() {
     assert!(f.0.open.is_empty());
     let outcomes = f.outcomes([2000, 0], false);
     assert!(outcomes.iter().all(|outcome| matches!(outcome, Outcome::Reached { .. })));
-    assert_eq!(f.0.newest(1, &[], TimeMs(0))[0].seq, DECISIONS_KEPT as u64 + 10);
+    assert_eq!(f.0.newest(1)[0].seq, DECISIONS_KEPT as u64 + 10);
 }

@@ -13,7 +13,7 @@ use crate::governor::agent::{LineBudget, serve};
 use crate::governor::fake::{BLOCK, Fixture, MIB, fixture, hello, report};
 use crate::governor::task::Clock;
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN, Outcome};
-use crate::vm::request::ResizeStatus;
+use crate::vm::request::{PressureInfo, ResizeStatus};
 
 #[test]
 fn a_guest_that_fills_gets_dram_first_and_then_pm() {
@@ -646,4 +646,23 @@ fn devices_are_asked_before_anything_is_written_down() {
     });
     let quick = core.sample(TimeMs(100)).report_to_plan;
     assert_eq!((quick.count(), quick.sum_ns), (2, 6_000_000), "reports, and nothing else");
+}
+
+#[test]
+fn what_is_shown_of_decisions_is_not_copied_and_stays_as_it_was() {
+    let mut f = fixture("psi", false, false);
+    f.greet();
+    f.report(20);
+    let view = f.core.view(DECISIONS_KEPT, TimeMs(50));
+    let again = f.core.view(DECISIONS_KEPT, TimeMs(50));
+    assert!(view.shares_decisions_with(&again));
+    for device in [&f.dram, &f.pm] {
+        let mut sizes = device.sizes.lock();
+        sizes.plugged_bytes = sizes.requested_bytes;
+    }
+    f.core.tick(TimeMs(60));
+    let outcome = |info: PressureInfo| info.decisions.last().unwrap().outcome.clone();
+    let reached = outcome(f.core.info(DECISIONS_KEPT, TimeMs(60)));
+    assert!(matches!(reached, Outcome::Reached { after_ms: 10 }), "{reached:?}");
+    assert_eq!(outcome(view.info()), Outcome::Pending { moved_bytes: 0 });
 }

@@ -206,7 +206,8 @@ impl Machine for KvmMachine {
     }
 
     fn pressure(&self, decisions: usize) -> PressureInfo {
-        self.governor.core().lock().info(decisions, self.governor.clock().now())
+        let view = self.governor.core().lock().view(decisions, self.governor.clock().now());
+        view.info()
     }
 
     fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
@@ -239,7 +240,11 @@ impl KvmMachine {
     /// All but what is resident.
     fn zone(&self, spec: &ZoneSpec) -> ZoneInfo {
         let sizes = self.zones.iter().find(|handle| handle.zone().id == spec.id).map(MemHandle::sizes);
-        let (core, now) = (self.governor.core().lock(), self.governor.clock().now());
+        let now = self.governor.clock().now();
+        let (online_bytes, status) = {
+            let core = self.governor.core().lock();
+            (core.online_bytes(&spec.id), core.resize_status(&spec.id, now))
+        };
         ZoneInfo {
             id: spec.id.clone(),
             tier: spec.tier.as_str().to_owned(),
@@ -248,9 +253,9 @@ impl KvmMachine {
             hotplug_bytes: spec.hotplug_bytes,
             requested_bytes: sizes.map_or(0, |sizes| sizes.requested_bytes),
             plugged_bytes: sizes.map_or(0, |sizes| sizes.plugged_bytes),
-            online_bytes: core.online_bytes(&spec.id),
+            online_bytes,
             resident_bytes: 0,
-            status: core.resize_status(&spec.id, now).unwrap_or(ResizeStatus::Reached),
+            status: status.unwrap_or(ResizeStatus::Reached),
         }
     }
 }

@@ -1,72 +1,150 @@
 //! What the governor shows of itself: to the API, and to metrics.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
+use balloon::controller::{Rules, Status};
 use balloon::params::Parameters;
+use balloon::policy::Policy;
+use balloon::proto::{Report, Settings};
 use balloon::{TimeMs, ZoneId};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{BALLOON_ZONE, Core, Zone};
-use crate::governor::audit::AuditedZone;
+use crate::governor::agentless::Agentless;
+use crate::governor::audit::{AuditedZone, Entry};
 use crate::governor::record::Recorder;
 use crate::metrics::{PressureSample, PressureZone};
-use crate::vm::request::{GovernedZoneInfo, PressureInfo, ResizeStatus};
+use crate::vm::request::{AgentState, GovernedZoneInfo, PressureInfo, RecordingInfo, ResizeStatus};
 
-impl Core {
+/// The governor at one moment, for `vm.pressure`. Nothing of it has been made into text yet: that takes ten times as long
+/// as a decision does, and more with each that is shown, and no decision is to wait for it.
+pub struct View {
+    now: TimeMs,
+    status: Status,
+    policy: Policy,
+    rules: Rules,
+    zones: Vec<ViewedZone>,
+    agent: AgentState,
+    agent_connected: bool,
+    last_report: Option<(TimeMs, Report)>,
+    settings: Settings,
+    reports: u64,
+    refused: BTreeMap<&'static str, u64>,
+    source: Option<&'static str>,
+    last_online_ms: Option<u64>,
+    decisions_total: u64,
+    decisions: Vec<Arc<Entry>>,
+    recording: Option<RecordingInfo>,
+}
+
+struct ViewedZone {
+    id: ZoneId,
+    info: GovernedZoneInfo,
+    plugged_bytes: u64,
+    late: bool,
+}
+
+impl View {
+    /// Whether both show the same memory.
+    #[cfg(test)]
+    pub fn shares_decisions_with(&self, other: &View) -> bool {
+        let pairs = self.decisions.iter().zip(&other.decisions);
+        !self.decisions.is_empty() && pairs.into_iter().all(|(one, other)| Arc::ptr_eq(one, other))
+    }
+
     /// What `vm.pressure` answers.
-    pub fn info(&self, decisions: usize, now: TimeMs) -> PressureInfo {
-        let status = self.controller.status();
-        let name = |id: &ZoneId| self.zones[id.0 as usize].zone.id.clone();
+    pub fn info(self) -> PressureInfo {
         let audited: Vec<_> = self
             .zones
             .iter()
-            .map(|Zone { zone, progress }| AuditedZone {
-                id: &zone.id,
-                plugged_bytes: zone.device.sizes().plugged_bytes,
-                late: progress.is_late(now),
-            })
+            .map(|zone| AuditedZone { id: &zone.info.id, plugged_bytes: zone.plugged_bytes, late: zone.late })
             .collect();
+        let decisions = self.decisions.iter().map(|entry| entry.info(&audited, self.now)).collect();
+        let pinned = self.zones.iter().filter(|zone| self.status.pinned.contains(&zone.id));
+        PressureInfo {
+            policy: self.status.policy.to_owned(),
+            dry_run: self.status.dry_run,
+            paused: self.status.paused,
+            pinned_zones: pinned.map(|zone| zone.info.id.clone()).collect(),
+            agent: self.agent,
+            agent_connected: self.agent_connected,
+            report_age_ms: self.last_report.as_ref().map(|(at, _)| self.now.since(*at)),
+            decisions_total: self.decisions_total,
+            decisions,
+            details: self.details(),
+            zones: self.zones.into_iter().map(|zone| zone.info).collect(),
+            recording: self.recording,
+        }
+    }
+
+    fn details(&self) -> BTreeMap<String, Value> {
         let mut details = BTreeMap::from([
             ("watermark_bytes".to_owned(), json!(self.settings.watermark_bytes)),
             ("watermark_of".to_owned(), json!(self.settings.watermark_of)),
-            ("cool_down_ms".to_owned(), json!(status.cool_down_ms)),
-            ("reports".to_owned(), json!(self.counters.reports)),
-            ("refused".to_owned(), json!(self.counters.refused)),
+            ("cool_down_ms".to_owned(), json!(self.status.cool_down_ms)),
+            ("reports".to_owned(), json!(self.reports)),
+            ("refused".to_owned(), json!(self.refused)),
         ]);
         let values = |params: &dyn Parameters| {
             let values =
                 params.table().iter().filter_map(|param| Some((param.name, params.get(param.name)?)));
             json!(values.collect::<BTreeMap<_, _>>())
         };
-        details.insert("params".to_owned(), self.controller.policy().parameters().map_or(json!({}), values));
-        details.insert("rules".to_owned(), values(self.controller.rules()));
+        details.insert("params".to_owned(), self.policy.parameters().map_or(json!({}), values));
+        details.insert("rules".to_owned(), values(&self.rules));
         if let Some((_, report)) = &self.last_report {
             details.insert("memory".to_owned(), json!(report.memory()));
             details.insert("stall".to_owned(), json!(report.stall()));
             details.insert("counters".to_owned(), json!(report.counters()));
         }
-        if let Some(agentless) = &self.agentless {
-            let source = if agentless.is_active() { "statistics" } else { "agent" };
+        if let Some(source) = self.source {
             details.insert("source".to_owned(), json!(source));
         }
         if let Some(took_ms) = self.last_online_ms {
             details.insert("report_to_online_ms".to_owned(), json!(took_ms));
         }
-        PressureInfo {
-            policy: status.policy.to_owned(),
-            dry_run: status.dry_run,
-            paused: status.paused,
-            pinned_zones: status.pinned.iter().map(name).collect(),
+        details
+    }
+}
+
+impl Core {
+    /// What `vm.pressure` answers, [`View::info`], with so many of the last decisions.
+    pub fn view(&self, decisions: usize, now: TimeMs) -> View {
+        let progress = self.zones.iter().map(|zone| &zone.progress);
+        let zones =
+            self.governed_zones().zip(progress).zip(0..).map(|(((_, info), progress), id)| ViewedZone {
+                id: ZoneId(id),
+                plugged_bytes: self.zones[id as usize].zone.device.sizes().plugged_bytes,
+                late: progress.is_late(now),
+                info,
+            });
+        let source = |agentless: &Agentless| if agentless.is_active() { "statistics" } else { "agent" };
+        View {
+            now,
+            status: self.controller.status(),
+            policy: self.controller.policy().clone(),
+            rules: self.controller.rules().clone(),
+            zones: zones.collect(),
             agent: self.agent_state(now),
             agent_connected: self.agent.connected,
-            report_age_ms: self.last_report.as_ref().map(|(at, _)| now.since(*at)),
-            zones: self.governed_zones().map(|(_, zone)| zone).collect(),
+            last_report: self.last_report.clone(),
+            settings: self.settings,
+            reports: self.counters.reports,
+            refused: self.counters.refused.clone(),
+            source: self.agentless.as_ref().map(source),
+            last_online_ms: self.last_online_ms,
             decisions_total: self.audit.total(),
-            decisions: self.audit.newest(decisions, &audited, now),
+            decisions: self.audit.newest(decisions),
             recording: self.recorder.as_ref().map(Recorder::info),
-            details,
         }
+    }
+
+    /// [`Core::view`] and what is made of it, where nobody waits.
+    #[cfg(test)]
+    pub fn info(&self, decisions: usize, now: TimeMs) -> PressureInfo {
+        self.view(decisions, now).info()
     }
 
     /// Tier and state of each zone.
