@@ -27,6 +27,8 @@ pub(super) struct Agent {
     reported: TimeMs,
     /// The last look, or report: looks are counted from there.
     looked: TimeMs,
+    /// What had been reclaimed when what is there was read last.
+    read_reclaimed_bytes: u64,
     trigger: (TimeMs, u64),
     /// Kept, so that a report needs no memory of its own.
     report: Option<RawReport>,
@@ -74,6 +76,7 @@ impl Agent {
             settings,
             reported: TimeMs(0),
             looked: TimeMs(0),
+            read_reclaimed_bytes: 0,
             trigger: (TimeMs(0), 0),
             report: None,
             seq: 0,
@@ -136,11 +139,19 @@ impl Agent {
         if now == self.looked || !now.since(self.looked).is_multiple_of(look_ms) {
             return false;
         }
+        let reclaimed_bytes = reclaimed_bytes(guest);
+        // The model gives back to the byte what was taken. Linux reclaims 32 pages at a time, and what is free moves.
+        let moved_bytes = if reclaimed_bytes == self.read_reclaimed_bytes { 0 } else { PAGE_BYTES };
         let free_bytes = guest.free_bytes();
-        if self.pace.is_suspicious(free_bytes) && self.is_news(guest) {
+        let now_ms = now.0 + BOOTED_MS;
+        if !self.pace.is_suspicious(free_bytes + moved_bytes, now_ms) {
+            self.pace.looked(now_ms);
+        } else if self.is_news(guest) {
             return true;
+        } else {
+            self.pace.read(free_bytes, now_ms);
+            self.read_reclaimed_bytes = reclaimed_bytes;
         }
-        self.pace.looked(now.0 + BOOTED_MS);
         self.looked = now;
         false
     }
@@ -239,6 +250,7 @@ impl Agent {
         self.pace.reported(&raw.memory, raw.monotonic_ms);
         self.reported = guest.now();
         self.looked = self.reported;
+        self.read_reclaimed_bytes = reclaimed_bytes(guest);
         let report = Report::try_from(raw);
         report.expect("a model tells the truth")
     }
@@ -271,6 +283,11 @@ impl Agent {
             ));
         }
     }
+}
+
+fn reclaimed_bytes(guest: &Guest) -> u64 {
+    let totals = guest.totals();
+    totals.kswapd_bytes + totals.direct_bytes + totals.refaulted_bytes
 }
 
 fn fill_blocks(nodes: &mut Vec<NodeBlocks>, guest: &Guest) {

@@ -169,17 +169,19 @@ impl<'a> Session<'a> {
     /// A cheap look at free memory, and a dearer one at what is available if that has fallen and counts.
     fn look(&mut self, now_ms: u64) -> Result<(), SessionError> {
         let free_bytes = sys::free_bytes().unwrap_or(0);
-        if self.pace.is_suspicious(free_bytes) {
-            let there_bytes = match self.pace.measure() {
-                Measure::Free => free_bytes,
-                Measure::Available => self.agent.proc.available_bytes()?,
-            };
-            if self.pace.is_news(there_bytes) {
-                self.pace.alert(now_ms);
-                return self.send_report(Cause::Rest);
-            }
+        if !self.pace.is_suspicious(free_bytes, now_ms) {
+            self.pace.looked(now_ms);
+            return Ok(());
         }
-        self.pace.looked(now_ms);
+        let there_bytes = match self.pace.measure() {
+            Measure::Free => free_bytes,
+            Measure::Available => self.agent.proc.available_bytes()?,
+        };
+        if self.pace.is_news(there_bytes) {
+            self.pace.alert(now_ms);
+            return self.send_report(Cause::Rest);
+        }
+        self.pace.read(free_bytes, now_ms);
         Ok(())
     }
 

@@ -19,6 +19,10 @@ const FASTEST_FILL_BYTES_PER_MS: u64 = (512 << 20) / 1000;
 /// Look at least this often: how soon a shortage is noticed in a guest that had plenty.
 const MAX_LOOK_MS: u64 = 100;
 
+/// Where free memory stays to the page what it was, what page cache hides is read again after so long: reclaim frees 32 pages
+/// at a time, and is hardly ever as exact as that.
+const UNMOVED_MS: u64 = 500;
+
 /// Report at the fast rate for this long after something was seen, to show how it goes on.
 const ALERT_MS: u64 = 1_000;
 
@@ -46,6 +50,9 @@ pub struct Pace {
     reported_ms: u64,
     /// At the last look, or report.
     looked_ms: u64,
+    /// When what is there was read last, and what was free then.
+    read_ms: u64,
+    read_free_bytes: u64,
     alert_until_ms: u64,
     /// Where memory stays, and since when.
     steady_bytes: u64,
@@ -97,6 +104,8 @@ impl Pace {
             reported: Memory::default(),
             reported_ms: 0,
             looked_ms: 0,
+            read_ms: 0,
+            read_free_bytes: 0,
             alert_until_ms: 0,
             steady_bytes: 0,
             steady_since_ms: 0,
@@ -129,7 +138,7 @@ impl Pace {
         }
         self.reported = *memory;
         self.reported_ms = now_ms;
-        self.looked_ms = now_ms;
+        self.read(memory.free_bytes, now_ms);
         if there_bytes.abs_diff(self.steady_bytes) > self.whole_bytes(self.steady_bytes) / STEADY_PART {
             self.steady_bytes = there_bytes;
             self.steady_since_ms = now_ms;
@@ -153,6 +162,12 @@ impl Pace {
     /// A look has shown nothing new.
     pub fn looked(&mut self, now_ms: u64) {
         self.looked_ms = now_ms;
+    }
+
+    /// Neither has reading what is there, with so much free.
+    pub fn read(&mut self, free_bytes: u64, now_ms: u64) {
+        self.looked_ms = now_ms;
+        (self.read_free_bytes, self.read_ms) = (free_bytes, now_ms);
     }
 
     /// Something has been seen: report fast for a while.
@@ -191,15 +206,19 @@ impl Pace {
         self.looked_ms.saturating_add(until_news_ms.clamp(fast_ms, MAX_LOOK_MS.max(fast_ms)))
     }
 
-    /// Whether so little free memory makes it worth reading what is there by the VMM's measure. Where page cache takes
-    /// what is free, free memory says nothing of what is available, so that is read every time.
-    pub fn is_suspicious(&self, free_bytes: u64) -> bool {
+    /// Whether so little free memory makes it worth reading what is there by the VMM's measure, which costs many times what a
+    /// look does. Where page cache takes what is free, free memory says nothing of what is available; but as long as
+    /// it is to the page what it was when that was read, nobody has taken anything.
+    pub fn is_suspicious(&self, free_bytes: u64, now_ms: u64) -> bool {
         if self.measure() == Measure::Free {
             return self.is_news(free_bytes);
         }
         // Since the report, and not since the last look: a fall may be spread over many.
         let gone = self.reported.free_bytes.saturating_sub(free_bytes);
-        free_bytes < self.settings.watermark_bytes || gone > self.margin_bytes() / 2
+        let is_hidden = free_bytes < self.settings.watermark_bytes;
+        let has_moved = free_bytes != self.read_free_bytes;
+        (is_hidden || gone > self.margin_bytes() / 2)
+            && (has_moved || now_ms.saturating_sub(self.read_ms) >= UNMOVED_MS)
     }
 
     /// Whether so much less is there than at the last report that the VMM should know at once.
@@ -412,19 +431,72 @@ mod tests {
 
     #[test]
     fn free_memory_that_falls_is_worth_a_second_look() {
-        assert!(!pace(280, 280).is_suspicious(270 * MIB));
-        assert!(pace(280, 280).is_suspicious(262 * MIB));
-        assert!(pace(20, 280).is_suspicious(20 * MIB), "page cache hides it");
+        assert!(!pace(280, 280).is_suspicious(270 * MIB, 1_050));
+        assert!(pace(280, 280).is_suspicious(262 * MIB, 1_050));
+        assert!(pace(20, 280).is_suspicious(20 * MIB - 4096, 1_050), "page cache hides it");
+        assert!(
+            pace(20, 280).is_suspicious(20 * MIB + 4096, 1_050),
+            "and kswapd makes more free than somebody takes"
+        );
+    }
+
+    /// How often a guest reads what is there in ten seconds beside its reports, where so much is free at each look.
+    fn reads_in_ten_seconds(available_mib: u64, free_bytes: impl Fn(u64) -> u64) -> u64 {
+        let mut pace = pace(20, available_mib);
+        let mut reads = 0;
+        let mut now_ms = 1_000;
+        while now_ms < 11_000 {
+            now_ms = pace.look_due_ms().min(pace.report_due_ms());
+            let free_bytes = free_bytes(now_ms);
+            let memory = memory(free_bytes, available_mib * MIB);
+            if now_ms >= pace.report_due_ms() {
+                pace.reported(&memory, now_ms);
+            } else if pace.is_suspicious(free_bytes, now_ms) {
+                assert!(!pace.is_news(available_mib * MIB));
+                pace.read(free_bytes, now_ms);
+                reads += 1;
+            } else {
+                pace.looked(now_ms);
+            }
+        }
+        reads
+    }
+
+    #[test]
+    fn a_guest_full_of_page_cache_reads_little_more_than_it_reports_while_nothing_moves() {
+        for available_mib in [70, 280, 8_000] {
+            let at_rest = reads_in_ten_seconds(available_mib, |_| 20 * MIB);
+            assert!(at_rest <= 2 * 10, "{available_mib} MiB available: {at_rest} reads at rest");
+            // Somebody writes a line into a log now and then.
+            let hardly = reads_in_ten_seconds(available_mib, |now_ms| 20 * MIB - now_ms / 1_000 * 4096);
+            assert!(
+                hardly <= 3 * 10,
+                "{available_mib} MiB available: {hardly} reads, and hardly anything moves"
+            );
+            // While something moves, each look is one at what is there: some ten or twenty a second, as before.
+            let moving = reads_in_ten_seconds(available_mib, |now_ms| 20 * MIB + now_ms % 7_919 * 4096);
+            assert!((80..=200).contains(&moving), "{available_mib} MiB available: {moving} reads");
+        }
+    }
+
+    #[test]
+    fn what_page_cache_hides_is_read_again_after_a_while_also_where_nothing_seems_to_move() {
+        let mut pace = pace(20, 280);
+        assert!(!pace.is_suspicious(20 * MIB, 1_499) && pace.is_suspicious(20 * MIB, 1_500));
+        pace.read(20 * MIB, 1_500);
+        assert_eq!(pace.look_due_ms(), 1_568, "it was a look as well");
+        assert!(!pace.is_suspicious(20 * MIB, 1_999) && pace.is_suspicious(20 * MIB, 2_000));
+        assert!(pace.is_suspicious(19 * MIB, 1_550));
     }
 
     #[test]
     fn a_fall_that_is_spread_over_looks_is_suspicious() {
         let mut pace = pace(280, 280);
         for free in [274, 268, 263] {
-            assert!(!pace.is_suspicious(free * MIB));
+            assert!(!pace.is_suspicious(free * MIB, 1_100));
             pace.looked(1_100);
         }
-        assert!(pace.is_suspicious(262 * MIB), "more than a sixteenth in four looks");
+        assert!(pace.is_suspicious(262 * MIB, 1_100), "more than a sixteenth in four looks");
     }
 
     #[test]
@@ -440,23 +512,23 @@ mod tests {
 
     #[test]
     fn free_memory_that_falls_under_its_watermark_is_news_whatever_is_available() {
-        assert!(free_pace(280, 8_000).is_suspicious(245 * MIB), "an eighth is gone");
-        assert!(!free_pace(280, 8_000).is_suspicious(246 * MIB));
-        assert!(free_pace(64, 8_000).is_suspicious(60 * MIB - 1), "under it");
-        assert!(!free_pace(64, 8_000).is_suspicious(60 * MIB));
+        assert!(free_pace(280, 8_000).is_suspicious(245 * MIB, 1_050), "an eighth is gone");
+        assert!(!free_pace(280, 8_000).is_suspicious(246 * MIB, 1_050));
+        assert!(free_pace(64, 8_000).is_suspicious(60 * MIB - 1, 1_050), "under it");
+        assert!(!free_pace(64, 8_000).is_suspicious(60 * MIB, 1_050));
     }
 
     #[test]
     fn the_little_that_page_cache_leaves_free_comes_and_goes_without_being_news() {
         let mut pace = free_pace(10, 8_000);
-        assert!(!pace.is_suspicious(3 * MIB), "less than an eighth of the watermark");
+        assert!(!pace.is_suspicious(3 * MIB, 1_050), "less than an eighth of the watermark");
         for at in 1..=80 {
             pace.reported(&memory((10 + at % 2 * 3) * MIB, 8_000 * MIB), 1_000 + at * 50);
         }
         assert_eq!(pace.report_due_ms(), 5_000 + 250, "it counts as steady");
         pace.reported(&memory(40 * MIB, 8_000 * MIB), 5_250);
         assert_eq!(pace.report_due_ms(), 5_300, "this is movement");
-        assert!(pace.is_suspicious(32 * MIB));
+        assert!(pace.is_suspicious(32 * MIB, 1_050));
     }
 
     #[test]
