@@ -56,6 +56,8 @@ pub struct Tuning {
     /// The nodes at the last look.
     nodes: Vec<u32>,
     huge_pages: HugePages,
+    /// The size at which it was not known how the kernel was built, and how often that has been so.
+    unknown_at: (u64, u64),
 }
 
 /// Whether a guest that was too small for huge pages at boot is to get them.
@@ -78,6 +80,7 @@ impl Tuning {
             was: [const { None }; SETTINGS.len()],
             nodes: Vec::new(),
             huge_pages: HugePages::Settled,
+            unknown_at: (0, 0),
         };
         let text = fs::read_to_string(&tuning.record).unwrap_or_default();
         let recorded = |path: &str| {
@@ -132,13 +135,11 @@ impl Tuning {
         if by_command_line.is_none() && total_bytes < HUGE_PAGES_FROM_BYTES {
             return Ok(());
         }
-        let config = format!("boot/config-{}", self.read("proc/sys/kernel/osrelease").trim());
         let word = match by_command_line {
             Some(word) => word,
-            None => match fs::read_to_string(self.root.join(config)) {
-                Ok(config) => word_of_config(&config),
-                // It may be mounted yet.
-                Err(_) => return Ok(()),
+            None => match self.config(total_bytes) {
+                Some(config) => word_of_config(&config),
+                None => return Ok(()),
             },
         };
         self.huge_pages = HugePages::Settled;
@@ -162,6 +163,19 @@ impl Tuning {
             self.put_on_record();
         }
         written
+    }
+
+    /// How the kernel was built, where that is said. /boot may be mounted yet, or never: where it is missing it is looked for
+    /// again when the guest's size changes, and else after once, twice, four times as many reports.
+    fn config(&mut self, total_bytes: u64) -> Option<String> {
+        let (at_bytes, times) = self.unknown_at;
+        let times = if total_bytes == at_bytes { times + 1 } else { 1 };
+        self.unknown_at = (total_bytes, times);
+        if !times.is_power_of_two() {
+            return None;
+        }
+        let path = format!("boot/config-{}", self.read("proc/sys/kernel/osrelease").trim());
+        fs::read_to_string(self.root.join(path)).ok()
     }
 
     /// Whether huge pages are off for the guest's size at boot: then Linux clears all of these, while
@@ -460,6 +474,25 @@ mod tests {
         guest.put(ENABLED, "always [madvise] never\n");
         tuning.adapt(&zones(&[0]), GIB).expect("adapts");
         assert_eq!([guest.get(ENABLED), guest.get(DEFRAG)], ["madvise", "never"]);
+    }
+
+    #[test]
+    fn a_guest_without_boot_is_asked_for_it_less_and_less_and_when_its_size_changes() {
+        let config = ("boot/config-6.12.1-cloud", "CONFIG_TRANSPARENT_HUGEPAGE_ALWAYS=y\n");
+        let given_after = |missing: u64, total_bytes| {
+            let guest = Guest::small(&[]);
+            let mut tuning = guest.tuning();
+            (0..missing).for_each(|_| tuning.adapt(&zones(&[0]), GIB).expect("adapts"));
+            guest.put(config.0, config.1);
+            (1..=100_000).find(|_| {
+                tuning.adapt(&zones(&[0]), total_bytes).expect("adapts");
+                guest.get(ENABLED) == "always"
+            })
+        };
+        for (missing, later) in [(0, 1), (1, 1), (2, 2), (5, 3), (100, 28), (1_000, 24), (20_000, 12_768)] {
+            assert_eq!(given_after(missing, GIB), Some(later), "{missing} reports without");
+            assert_eq!(given_after(missing, 2 * GIB), Some(1), "another size");
+        }
     }
 
     #[test]
