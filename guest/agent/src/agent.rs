@@ -116,7 +116,7 @@ impl Agent {
     fn observe(&mut self) -> Result<(), ProcError> {
         // Also where it fails: it is not tried again at once.
         self.observed_ms = sys::monotonic_ms();
-        self.proc.fill(&mut self.report)?;
+        self.proc.fill(&mut self.report, self.observed_ms)?;
         self.observed_ms = sys::monotonic_ms();
         if let Some(watch) = &mut self.blocks {
             let total_bytes = self.report.memory.total_bytes;

@@ -4,7 +4,7 @@
 //! the total has changed, and then at most so often that it costs a twentieth of the time. And writing to one waits
 //! for as long as the kernel is plugging, which is just when reports matter most: so a thread of its own does both.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -256,7 +256,8 @@ pub const STACK_BYTES: usize = 64 * 1024;
 /// A [`BlockReader`] in a thread of its own.
 #[derive(Debug)]
 pub struct BlockWatch {
-    root: PathBuf,
+    /// The directory of all blocks, kept open: a path takes the kernel many times as long.
+    root: Option<File>,
     requests: SyncSender<Request>,
     answers: Receiver<Answer>,
     busy: bool,
@@ -284,7 +285,7 @@ struct Answer {
 impl BlockWatch {
     /// Starts the thread. `clock` gives the time.
     pub fn start(mut reader: BlockReader, clock: fn() -> u64) -> io::Result<Self> {
-        let root = reader.root.clone();
+        let root = File::open(&reader.root).ok();
         let (requests, inbox) = sync_channel::<Request>(1);
         let (outbox, answers) = sync_channel::<Answer>(1);
         let mut failed = 0;
@@ -313,7 +314,8 @@ impl BlockWatch {
             self.busy = false;
             self.ask_again_ms = answer.ask_again_ms;
         }
-        let links = fs::metadata(&self.root).map_or(0, |metadata| metadata.nlink());
+        let metadata = self.root.as_ref().and_then(|root| root.metadata().ok());
+        let links = metadata.map_or(0, |metadata| metadata.nlink());
         let signs = Signs { total_bytes, links };
         if !self.busy && (*take_charge || signs != self.asked || now_ms >= self.ask_again_ms) {
             let request = Request { signs, take_charge: *take_charge };

@@ -16,6 +16,16 @@ const FIRST_BUFFER_BYTES: usize = 32 * 1024;
 /// No text is longer than this: zoneinfo takes 150 bytes per zone and CPU.
 const MAX_BUFFER_BYTES: usize = 16 << 20;
 
+/// The kernel hands out whole pieces of a text as long as a page has room for the next one (seq_read_iter in fs/seq_file.c).
+const PAGE_BYTES: usize = 4096;
+
+/// Watermarks and sizes of zones are read again after so long, or when there is another amount of memory.
+const MAX_ZONES_AGE_MS: u64 = 1_000;
+
+/// What free memory by buddyinfo and by meminfo may differ by: each is counted at its own moment. A block of pages that is about
+/// to leave is on the free lists, but not free; one has 2 MiB at least.
+const FREE_SLACK_BYTES: u64 = (2 << 20) - 1;
+
 /// Why a text could not be had.
 #[derive(Debug, Error)]
 pub enum ProcError {
@@ -38,6 +48,29 @@ pub enum ProcError {
 struct Text {
     path: PathBuf,
     file: File,
+    pieces: Pieces,
+}
+
+/// What the kernel makes a text of.
+#[derive(Clone, Copy, Debug)]
+enum Pieces {
+    /// It is one.
+    One,
+    /// Each is at most so long.
+    UpTo(usize),
+    /// They may be longer than a page.
+    Long,
+}
+
+impl Pieces {
+    /// Whether the text ends where a read ended that had room for more.
+    fn is_whole(self, count: usize) -> bool {
+        match self {
+            Pieces::One => true,
+            Pieces::UpTo(piece_bytes) => count + piece_bytes < PAGE_BYTES,
+            Pieces::Long => false,
+        }
+    }
 }
 
 /// The files that a report is made of.
@@ -51,38 +84,68 @@ pub struct Proc {
     /// Not there if the kernel keeps no pressure information.
     pressure: Option<Text>,
     buffer: Vec<u8>,
+    /// When zones were read, and how much memory there was.
+    zones_read: Option<(u64, u64)>,
 }
 
 impl Proc {
     /// Opens the files under `root`, which is /proc outside of tests.
     pub fn open(root: &Path) -> Result<Self, ProcError> {
         Ok(Proc {
-            meminfo: Text::open(root.join("meminfo"))?,
-            zoneinfo: Text::open(root.join("zoneinfo"))?,
-            vmstat: Text::open(root.join("vmstat"))?,
-            buddyinfo: Text::open(root.join("buddyinfo")).ok(),
-            pressure: Text::open(root.join("pressure/memory")).ok(),
+            meminfo: Text::open(root.join("meminfo"), Pieces::One)?,
+            // A node each.
+            zoneinfo: Text::open(root.join("zoneinfo"), Pieces::Long)?,
+            // A line each.
+            vmstat: Text::open(root.join("vmstat"), Pieces::UpTo(100))?,
+            // A node each: a line for each of its zones, with eleven numbers.
+            buddyinfo: Text::open(root.join("buddyinfo"), Pieces::UpTo(1024)).ok(),
+            pressure: Text::open(root.join("pressure/memory"), Pieces::One).ok(),
             buffer: vec![0; FIRST_BUFFER_BYTES],
+            zones_read: None,
         })
     }
 
     /// Fills in everything of a report that comes from /proc.
-    pub fn fill(&mut self, report: &mut RawReport) -> Result<(), ProcError> {
+    pub fn fill(&mut self, report: &mut RawReport, now_ms: u64) -> Result<(), ProcError> {
         report.memory = parse::meminfo(self.meminfo.read(&mut self.buffer)?)?;
-        parse::zoneinfo(self.zoneinfo.read(&mut self.buffer)?, &mut report.zones)?;
-        if let Some(buddyinfo) = &self.buddyinfo {
-            let read = buddyinfo.read(&mut self.buffer)?;
-            if parse::buddyinfo(read, &mut report.zones).is_err() {
-                // A report without it is worth more than none.
-                report.zones.iter_mut().for_each(|zone| zone.largest_free_blocks = None);
-                self.buddyinfo = None;
-            }
+        let total_bytes = report.memory.total_bytes;
+        let are_known = self.zones_read.is_some_and(|(at_ms, of_bytes)| {
+            of_bytes == total_bytes && now_ms.saturating_sub(at_ms) < MAX_ZONES_AGE_MS
+        });
+        if !(are_known && self.fill_free_pages(report)?) {
+            parse::zoneinfo(self.zoneinfo.read(&mut self.buffer)?, &mut report.zones)?;
+            self.zones_read = Some((now_ms, total_bytes));
+            self.fill_free_blocks(report)?;
         }
         report.counters = parse::vmstat(self.vmstat.read(&mut self.buffer)?)?;
         report.stall = match &self.pressure {
             Some(pressure) => parse::pressure(pressure.read(&mut self.buffer)?)?,
             None => Stall::default(),
         };
+        Ok(())
+    }
+
+    /// Fills in all that moves fast in zones, by the shorter text of the two that tell of it: zoneinfo has five lines for each
+    /// zone and CPU. False if it does not fit to what is known of them.
+    fn fill_free_pages(&mut self, report: &mut RawReport) -> Result<bool, ProcError> {
+        let Some(buddyinfo) = &self.buddyinfo else { return Ok(false) };
+        let text = buddyinfo.read(&mut self.buffer)?;
+        let free_bytes = match parse::free_pages(text, &mut report.zones) {
+            Ok(Some(free_pages)) => free_pages.saturating_mul(PAGE_BYTES as u64),
+            _ => return Ok(false),
+        };
+        let fits = free_bytes.abs_diff(report.memory.free_bytes) <= FREE_SLACK_BYTES;
+        Ok(fits && parse::buddyinfo(text, &mut report.zones).is_ok())
+    }
+
+    fn fill_free_blocks(&mut self, report: &mut RawReport) -> Result<(), ProcError> {
+        let Some(buddyinfo) = &self.buddyinfo else { return Ok(()) };
+        let text = buddyinfo.read(&mut self.buffer)?;
+        if parse::buddyinfo(text, &mut report.zones).is_err() {
+            // A report without it is worth more than none.
+            report.zones.iter_mut().for_each(|zone| zone.largest_free_blocks = None);
+            self.buddyinfo = None;
+        }
         Ok(())
     }
 
@@ -98,9 +161,9 @@ impl Proc {
 }
 
 impl Text {
-    fn open(path: PathBuf) -> Result<Self, ProcError> {
+    fn open(path: PathBuf, pieces: Pieces) -> Result<Self, ProcError> {
         match File::open(&path) {
-            Ok(file) => Ok(Text { path, file }),
+            Ok(file) => Ok(Text { path, file, pieces }),
             Err(source) => Err(ProcError::Read { path, source }),
         }
     }
@@ -115,10 +178,14 @@ impl Text {
                 }
                 buffer.resize(length * 2, 0);
             }
-            // seq_file hands out a page or so at a time, so one read is not the whole of it.
             match self.file.read_at(&mut buffer[length..], length as u64) {
                 Ok(0) => return Ok(&buffer[..length]),
-                Ok(count) => length += count,
+                Ok(count) => {
+                    length += count;
+                    if length < buffer.len() && self.pieces.is_whole(count) {
+                        return Ok(&buffer[..length]);
+                    }
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(self.failed(error)),
             }
@@ -140,7 +207,7 @@ mod tests {
     fn a_report_of_this_machine_passes_verification() {
         let mut report =
             RawReport { version: PROTOCOL_VERSION, monotonic_ms: 1 << 40, ..RawReport::default() };
-        Proc::open(Path::new("/proc")).expect("open").fill(&mut report).expect("fill");
+        Proc::open(Path::new("/proc")).expect("open").fill(&mut report, 0).expect("fill");
         let report = Report::try_from(report).expect("verifies");
         assert!(report.memory().total_bytes > 0 && !report.zones().is_empty());
     }
@@ -151,9 +218,97 @@ mod tests {
         let path = dir.path().join("long");
         std::fs::write(&path, "x".repeat(3 * FIRST_BUFFER_BYTES + 1)).expect("write");
         let mut buffer = vec![0; FIRST_BUFFER_BYTES];
-        let text = Text::open(path).expect("open");
+        let text = Text::open(path, Pieces::Long).expect("open");
         assert_eq!(text.read(&mut buffer).expect("read").len(), 3 * FIRST_BUFFER_BYTES + 1);
         assert_eq!(text.read(&mut buffer).expect("again").len(), 3 * FIRST_BUFFER_BYTES + 1);
+    }
+
+    #[test]
+    fn a_text_ends_where_no_piece_of_it_is_left() {
+        for (pieces, count, whole) in [
+            (Pieces::One, 1, true),
+            (Pieces::One, 9_000, true),
+            (Pieces::UpTo(100), 3_995, true),
+            (Pieces::UpTo(100), 3_996, false),
+            (Pieces::Long, 1, false),
+        ] {
+            assert_eq!(pieces.is_whole(count), whole, "{pieces:?} {count}");
+        }
+        // On the machine that the test runs on: what is not asked for would have been the end.
+        let proc = Proc::open(Path::new("/proc")).expect("open");
+        let texts =
+            [Some(&proc.meminfo), Some(&proc.vmstat), proc.buddyinfo.as_ref(), proc.pressure.as_ref()];
+        for text in texts.into_iter().flatten() {
+            let mut buffer = vec![0; FIRST_BUFFER_BYTES];
+            let length = text.read(&mut buffer).expect("read").len();
+            let rest = text.file.read_at(&mut buffer, length as u64).expect("read");
+            assert_eq!(rest, 0, "{:?} has more than {length} bytes", text.path);
+        }
+    }
+
+    /// A /proc of files, with the texts of a guest.
+    fn guest() -> tempfile::TempDir {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
+        for (from, name) in
+            [("6.12-two-nodes", "vmstat"), ("6.12-filled", "zoneinfo"), ("6.12-filled", "buddyinfo")]
+        {
+            std::fs::copy(data.join(from).join(name), dir.path().join(name)).expect("copy");
+        }
+        put_meminfo(&dir, 1_000_000, 335_488);
+        dir
+    }
+
+    fn put_meminfo(dir: &tempfile::TempDir, total_kib: u64, free_kib: u64) {
+        let text = format!("MemTotal: {total_kib} kB\nMemFree: {free_kib} kB\nMemAvailable: {free_kib} kB\n");
+        std::fs::write(dir.path().join("meminfo"), text).expect("write");
+    }
+
+    /// What each zone has free, and its low watermark: by zoneinfo 2.
+    fn zones_at(proc: &mut Proc, report: &mut RawReport, now_ms: u64) -> Vec<(u64, u64)> {
+        proc.fill(report, now_ms).expect("fill");
+        report.zones.iter().map(|zone| (zone.free_pages, zone.low_pages)).collect()
+    }
+
+    #[test]
+    fn sizes_of_zones_are_read_once_a_second_and_what_is_free_each_time() {
+        let dir = guest();
+        let (mut proc, mut report) = (Proc::open(dir.path()).expect("open"), RawReport::default());
+        let by_zoneinfo = zones_at(&mut proc, &mut report, 1_000);
+        let marks: Vec<u64> = by_zoneinfo.iter().map(|(_, low_pages)| *low_pages).collect();
+        let by_buddyinfo: Vec<_> = [465, 10_022, 345, 73_040].into_iter().zip(marks).collect();
+        assert_ne!(by_zoneinfo, by_buddyinfo);
+        assert_eq!(report.zones[3].largest_free_blocks, Some(71));
+        assert_eq!(zones_at(&mut proc, &mut report, 1_050), by_buddyinfo);
+        assert_eq!(report.zones[3].largest_free_blocks, Some(71));
+        assert_eq!(zones_at(&mut proc, &mut report, 1_999), by_buddyinfo);
+        assert_eq!(zones_at(&mut proc, &mut report, 2_000), by_zoneinfo, "a second later");
+        assert_eq!(zones_at(&mut proc, &mut report, 2_050), by_buddyinfo);
+        put_meminfo(&dir, 1_000_004, 335_488);
+        assert_eq!(zones_at(&mut proc, &mut report, 2_100), by_zoneinfo, "memory has come");
+        // Blocks that are about to leave are on the lists: by two MiB more than is free.
+        put_meminfo(&dir, 1_000_004, 335_488 - 2_048);
+        assert_eq!(zones_at(&mut proc, &mut report, 2_150), by_zoneinfo, "what is free does not fit");
+        put_meminfo(&dir, 1_000_004, 335_488 + 2_047);
+        assert_eq!(zones_at(&mut proc, &mut report, 2_200), by_buddyinfo);
+        // A zone has come.
+        let buddyinfo = std::fs::read_to_string(dir.path().join("buddyinfo")).expect("read");
+        let more = format!("{buddyinfo}Node 2, zone Movable 0 0 0 0 0 0 0 0 0 0 0\n");
+        std::fs::write(dir.path().join("buddyinfo"), more).expect("write");
+        assert_eq!(zones_at(&mut proc, &mut report, 2_250), by_zoneinfo);
+    }
+
+    #[test]
+    fn a_kernel_without_buddyinfo_has_its_zones_read_each_time() {
+        let dir = guest();
+        std::fs::remove_file(dir.path().join("buddyinfo")).expect("remove");
+        let (mut proc, mut report) = (Proc::open(dir.path()).expect("open"), RawReport::default());
+        let before = zones_at(&mut proc, &mut report, 1_000);
+        let text = std::fs::read_to_string(dir.path().join("zoneinfo")).expect("read");
+        std::fs::write(dir.path().join("zoneinfo"), text.replace("free     10002", "free     10003"))
+            .expect("write");
+        let after = zones_at(&mut proc, &mut report, 1_050);
+        assert_eq!((before[1].0, after[1].0, &before[2..]), (10_002, 10_003, &after[2..]));
     }
 
     #[test]

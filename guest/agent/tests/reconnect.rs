@@ -49,6 +49,13 @@ impl Agent {
         line.and_then(|count| count.trim().parse().ok()).expect("Linux counts them")
     }
 
+    /// How many read calls it has made until now.
+    fn reads(&self) -> u64 {
+        let io = std::fs::read_to_string(format!("/proc/{}/io", self.0.id())).expect("reads");
+        let line = io.lines().find_map(|line| line.strip_prefix("syscr: "));
+        line.and_then(|count| count.parse().ok()).expect("Linux counts them")
+    }
+
     fn signal(&self, signal: libc::c_int) {
         let pid = libc::pid_t::try_from(self.0.id()).expect("a pid");
         // SAFETY: kill reads and writes no memory; the process is our child and has not been waited for.
@@ -250,5 +257,25 @@ fn at_rest_it_wakes_up_ten_times_a_second_and_once_to_report() {
     let (wakes, elapsed_ms) = at_rest.expect("it comes to rest");
     let most = elapsed_ms.div_ceil(1_000) * (10 + 1) + REPORTS;
     assert!(wakes > 0 && wakes <= most, "{wakes} times in {elapsed_ms} ms");
+    assert!(agent.end().success());
+}
+
+/// Each text once, and the longest of them once a second, if what is free adds up; no text to its end and once more.
+#[test]
+fn while_it_reports_fast_it_makes_fewer_than_two_reads_for_each_text() {
+    const REPORTS: u64 = 50;
+    const TEXTS: u64 = 5;
+    let dir = tempfile::tempdir().expect("tempdir");
+    let listener = UnixListener::bind(socket_in(&dir)).expect("binds");
+    let agent = Agent::start(&socket_in(&dir));
+    let mut vmm = Vmm::accept(&listener);
+    vmm.ask_for_many();
+    vmm.hello();
+    vmm.report();
+    let (first, before) = (vmm.report_seq(), agent.reads());
+    while vmm.report_seq() < first + REPORTS {}
+    let reads = agent.reads() - before;
+    // What the last of them was read for may be sent, and one more be under way.
+    assert!((REPORTS..2 * TEXTS * REPORTS).contains(&reads), "{reads} reads for {REPORTS} reports");
     assert!(agent.end().success());
 }

@@ -35,6 +35,27 @@ pub fn buddyinfo(text: &[u8], zones: &mut [Zone]) -> Result<(), ParseError> {
     Ok(())
 }
 
+/// Fills in how many pages each of `zones` has free, and returns how many that are in all. `None` if the text does not tell of
+/// exactly these zones.
+pub fn free_pages(text: &[u8], zones: &mut [Zone]) -> Result<Option<u64>, ParseError> {
+    let (mut count, mut sum) = (0, 0u64);
+    for line in lines(text).filter(|line| line.starts_with(b"Node ")) {
+        let (node, kind) = zone_of(line, FILE)?;
+        let Some(zone) = zones.iter_mut().find(|zone| (zone.node, zone.kind) == (node, kind)) else {
+            return Ok(None);
+        };
+        zone.free_pages = 0;
+        for (order, word) in words(line).skip(4).enumerate() {
+            let blocks = number(word).ok_or(ParseError::NotANumber { file: FILE, field: "count" })?;
+            let pages = blocks.saturating_mul(1u64.checked_shl(order as u32).unwrap_or(u64::MAX));
+            zone.free_pages = zone.free_pages.saturating_add(pages);
+        }
+        count += 1;
+        sum = sum.saturating_add(zone.free_pages);
+    }
+    Ok((count == zones.len()).then_some(sum))
+}
+
 #[cfg(test)]
 mod tests {
     use foreshore_proto::ZoneKind;
@@ -99,6 +120,33 @@ mod tests {
         assert_eq!(blocks_of("Node 0, zone Normal 0 0 0 0 0 0 0 0 0 0 9\n", 8 * 1024), Some(8));
         assert_eq!(blocks_of("Node 1, zone Normal 0 0 0 0 0 0 0 0 0 0 9\n", 8 * 1024), None, "another node");
         assert_eq!(blocks_of("", 8 * 1024), None);
+    }
+
+    #[test]
+    fn free_pages_are_those_of_all_orders() {
+        let mut zones = Vec::new();
+        zoneinfo(include_bytes!("../../tests/data/6.12-filled/zoneinfo"), &mut zones).expect("parses");
+        let text = include_bytes!("../../tests/data/6.12-filled/buddyinfo");
+        let by_zoneinfo: Vec<u64> = zones.iter().map(|zone| zone.free_pages).collect();
+        let sum = free_pages(text, &mut zones).expect("parses").expect("the same zones");
+        let by_orders: Vec<u64> = zones.iter().map(|zone| zone.free_pages).collect();
+        assert_eq!(by_zoneinfo, [464, 10_002, 318, 73_040]);
+        // The two texts were read one after the other.
+        assert_eq!((by_orders, sum), (vec![465, 10_022, 345, 73_040], 83_872));
+    }
+
+    #[test]
+    fn a_text_of_other_zones_tells_nothing() {
+        let line = "Node 0, zone Normal 1 1 1\n";
+        let free = |text: &str, zones: &mut [Zone]| free_pages(text.as_bytes(), zones);
+        assert_eq!(free(line, &mut [zone(8)]), Ok(Some(7)));
+        assert_eq!(free(line, &mut [zone(8), Zone { node: 1, ..zone(8) }]), Ok(None), "one has gone");
+        assert_eq!(free(line, &mut [Zone { node: 1, ..zone(8) }]), Ok(None));
+        assert_eq!(free(&format!("{line}Node 1, zone Normal 1\n"), &mut [zone(8)]), Ok(None), "one has come");
+        assert_eq!(free("", &mut [zone(8)]), Ok(None));
+        assert!(free("Node 0, zone Normal 1 x\n", &mut [zone(8)]).is_err());
+        let most = format!("Node 0, zone Normal {0} {0}\n", u64::MAX);
+        assert_eq!(free(&most, &mut [zone(8)]), Ok(Some(u64::MAX)));
     }
 
     #[test]

@@ -11,6 +11,10 @@ pub fn meminfo(text: &[u8]) -> Result<Memory, ParseError> {
     let mut memory = Memory::default();
     let (mut total, mut free, mut available) = (None, None, None);
     for line in lines(text) {
+        // Some fifty lines, of which eight are ours.
+        if !matches!(line.first(), Some(b'M' | b'B' | b'C' | b'A' | b'S')) {
+            continue;
+        }
         let mut words = words(line);
         let Some(key) = words.next() else { continue };
         // The bytes of the field, which is needed only where the key is one of ours.

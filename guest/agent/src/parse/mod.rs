@@ -6,7 +6,9 @@ mod pressure;
 mod vmstat;
 mod zoneinfo;
 
-pub use buddyinfo::buddyinfo;
+use std::io::BufRead;
+
+pub use buddyinfo::{buddyinfo, free_pages};
 pub use meminfo::{available_bytes, meminfo};
 pub use pressure::pressure;
 use thiserror::Error;
@@ -34,9 +36,14 @@ pub enum ParseError {
     },
 }
 
-/// The lines of a text.
-fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
-    text.split(|&byte| byte == b'\n')
+/// The lines of a text. std looks for their ends some bytes at a time.
+fn lines(mut text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    std::iter::from_fn(move || {
+        let all = text;
+        let length = text.skip_until(b'\n').ok().filter(|length| *length > 0)?;
+        let line = &all[..length];
+        Some(line.strip_suffix(b"\n").unwrap_or(line))
+    })
 }
 
 /// The words of a line.
@@ -63,6 +70,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn lines_end_where_the_text_says() {
+        let of = |text: &'static str| lines(text.as_bytes()).map(<[u8]>::to_vec).collect::<Vec<_>>();
+        assert_eq!(of(""), [b""; 0]);
+        assert_eq!(of("a\n\nbc"), [&b"a"[..], b"", b"bc"]);
+        assert_eq!(of("a\nb\n"), [b"a", b"b"]);
+    }
+
+    #[test]
     fn numbers_are_whole_words_that_fit() {
         assert_eq!(number(b"0"), Some(0));
         assert_eq!(number(b"18446744073709551615"), Some(u64::MAX));
@@ -81,6 +96,7 @@ mod tests {
             let _ = vmstat(&text);
             let _ = zoneinfo(&text, &mut zones);
             let _ = buddyinfo(&text, &mut [Zone::default()]);
+            let _ = free_pages(&text, &mut [Zone::default()]);
         }
 
         #[test]
@@ -97,6 +113,7 @@ mod tests {
                 let _ = vmstat(cut);
                 let _ = zoneinfo(cut, &mut zones);
                 let _ = buddyinfo(cut, &mut zones);
+                let _ = free_pages(cut, &mut zones);
             }
         }
     }

@@ -18,16 +18,16 @@ pub fn zoneinfo(text: &[u8], zones: &mut Vec<Zone>) -> Result<(), ParseError> {
             continue;
         }
         let Some(current) = zone.as_mut() else { continue };
-        // Sizes are indented by eight columns, or follow `pages`; all else is indented by six, or has a colon.
-        if !(line.starts_with(b"        ") || line.starts_with(b"  pages free")) {
-            continue;
-        }
-        let mut words = words(line);
+        // Sizes are indented by eight columns, or follow `pages`; all else is indented by other numbers of them, and most lines are
+        // each CPU's.
+        let rest = match line {
+            [b' ', b' ', b'p', b'a', rest @ ..] => rest.strip_prefix(b"ges "),
+            _ => line.strip_prefix(b"        ").filter(|rest| matches!(rest, [b'm' | b'l' | b'h', ..])),
+        };
+        let Some(rest) = rest else { continue };
+        let mut words = words(rest);
         let (place, field): (&mut u64, _) = match words.next() {
-            Some(b"pages") => {
-                words.next();
-                (&mut current.free_pages, "free")
-            }
+            Some(b"free") => (&mut current.free_pages, "free"),
             Some(b"min") => (&mut current.min_pages, "min"),
             Some(b"low") => (&mut current.low_pages, "low"),
             Some(b"high") => (&mut current.high_pages, "high"),
