@@ -38,31 +38,36 @@ const NICE: libc::c_int = -10;
 /// Milliseconds since the governor started.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
+    read: Read,
     started: Duration,
     started_with_sleep: Duration,
 }
 
+/// Reads one of the host's clocks.
+type Read = fn(libc::clockid_t) -> Duration;
+
 impl Clock {
     /// A clock that starts now.
     pub fn start() -> Self {
-        Self { started: read(libc::CLOCK_MONOTONIC), started_with_sleep: read(libc::CLOCK_BOOTTIME) }
+        let [started, started_with_sleep] = [libc::CLOCK_MONOTONIC, libc::CLOCK_BOOTTIME].map(read);
+        Self { read, started, started_with_sleep }
     }
 
     /// The present time, without that in which the host slept: nobody could report then, nor follow a request, and nobody
     /// is late for that.
     pub fn now(self) -> TimeMs {
-        since(self.started, libc::CLOCK_MONOTONIC)
+        self.since(self.started, libc::CLOCK_MONOTONIC)
     }
 
     /// The same with the time in which the host slept: a guest's clock may have gone on (KVM's does), and reports are not
     /// from the future for that.
     pub fn with_sleep(self) -> TimeMs {
-        since(self.started_with_sleep, libc::CLOCK_BOOTTIME)
+        self.since(self.started_with_sleep, libc::CLOCK_BOOTTIME)
     }
-}
 
-fn since(started: Duration, clock: libc::clockid_t) -> TimeMs {
-    TimeMs(u64::try_from(read(clock).saturating_sub(started).as_millis()).unwrap_or(u64::MAX))
+    fn since(self, started: Duration, clock: libc::clockid_t) -> TimeMs {
+        TimeMs(u64::try_from((self.read)(clock).saturating_sub(started).as_millis()).unwrap_or(u64::MAX))
+    }
 }
 
 fn read(clock: libc::clockid_t) -> Duration {

@@ -19,6 +19,57 @@ fn wait_until(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
+/// The clocks of a host that has been awake for 100 s, and asleep for eight hours.
+fn slept(clock: libc::clockid_t) -> Duration {
+    match clock {
+        libc::CLOCK_MONOTONIC => Duration::from_secs(100),
+        libc::CLOCK_BOOTTIME => Duration::from_secs(8 * 3_600 + 100),
+        other => panic!("clock {other}"),
+    }
+}
+
+#[test]
+fn a_guests_clock_is_held_against_one_that_goes_on_while_the_host_sleeps() {
+    let clock = Clock { read: slept, started: Duration::ZERO, started_with_sleep: Duration::ZERO };
+    assert_eq!((clock.now(), clock.with_sleep()), (TimeMs(100_000), TimeMs(28_900_000)));
+    let Fixture { core, .. } = fixture("psi", false, true);
+    let core = Mutex::new(core);
+    let (mut agent, vmm) = StdUnixStream::pair().unwrap();
+    let mut report = report(1, 200, [0, 0]);
+    report["monotonic_ms"] = serde_json::json!(28_900_000);
+    writeln!(agent, "{}\n{report}", hello()).unwrap();
+    drop(agent);
+    vmm.set_nonblocking(true).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let stream = UnixStream::from_std(vmm).unwrap();
+        agent::serve(stream, &core, clock, &mut LineBudget::new()).await.unwrap();
+    });
+    let sample = core.lock().sample(clock.now());
+    assert_eq!((sample.reports_total, sample.refused_total.len()), (1, 0), "{:?}", sample.refused_total);
+    // It has come by the clock without sleep, by which it would seem to be of times to come.
+    assert_eq!(sample.report.map(|(age, _)| age), Some(Duration::ZERO));
+}
+
+#[test]
+fn the_hosts_clocks_are_those_of_their_names() {
+    // Linux shows its CLOCK_BOOTTIME there, in hundredths of a second.
+    let uptime = || {
+        let text = std::fs::read_to_string("/proc/uptime").unwrap();
+        Duration::from_secs_f64(text.split(' ').next().unwrap().parse().unwrap())
+    };
+    let (before, clock, after) = (uptime(), Clock::start(), uptime() + Duration::from_millis(10));
+    assert!((before..=after).contains(&clock.started_with_sleep), "{before:?}, {clock:?}, {after:?}");
+    assert!(clock.started <= clock.started_with_sleep, "{clock:?}");
+    let before = read(libc::CLOCK_BOOTTIME);
+    let with_sleep = clock.with_sleep();
+    let [before, after] = [before, read(libc::CLOCK_BOOTTIME)].map(|at| {
+        let since = at - clock.started_with_sleep;
+        since.as_millis() as u64
+    });
+    assert!((before..=after).contains(&with_sleep.0), "{before}, {with_sleep:?}, {after}");
+}
+
 /// Nobody here runs a runtime, as if the VMM's own were busy for good, and threads take every CPU.
 #[test]
 fn decisions_come_whatever_the_rest_of_the_vmm_does() {
