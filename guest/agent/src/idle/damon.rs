@@ -63,13 +63,16 @@ impl Damon {
         let damon = Damon { root: root.to_owned(), monitors: vec![Monitor::default(); nodes as usize] };
         let count = count_of(root)?;
         if !(0..count).all(|number| is_ours(root, number)) {
-            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "DAMON is in somebody else's use"));
+            // Not "busy", which is what passes.
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "DAMON is in somebody else's use"));
         }
         // Ours, of an agent that was killed.
         Damon::stop(root);
         damon.write("nr_kdamonds", nodes)?;
-        for number in 0..nodes {
-            damon.prepare(number)?;
+        if let Err(error) = (0..nodes).try_for_each(|number| damon.prepare(number)) {
+            // What is prepared in part nobody would know for ours.
+            let _ = damon.write("nr_kdamonds", 0);
+            return Err(error);
         }
         Ok(damon)
     }
@@ -94,12 +97,12 @@ impl Damon {
     /// All that does not change: everything but the addresses.
     fn prepare(&self, number: u32) -> io::Result<()> {
         let context = format!("{number}/contexts/0");
-        self.write(&format!("{number}/contexts/nr_contexts"), 1)?;
-        self.write(&format!("{context}/operations"), "paddr")?;
         let attributes = format!("{context}/monitoring_attrs");
+        self.write(&format!("{number}/contexts/nr_contexts"), 1)?;
+        self.write(&format!("{attributes}/intervals/update_us"), OURS_US)?;
+        self.write(&format!("{context}/operations"), "paddr")?;
         self.write(&format!("{attributes}/intervals/sample_us"), SAMPLE_US)?;
         self.write(&format!("{attributes}/intervals/aggr_us"), AGGREGATION_US)?;
-        self.write(&format!("{attributes}/intervals/update_us"), OURS_US)?;
         self.write(&format!("{attributes}/nr_regions/min"), MIN_REGIONS)?;
         self.write(&format!("{attributes}/nr_regions/max"), MAX_REGIONS)?;
         self.write(&format!("{context}/targets/nr_targets"), 1)?;
@@ -218,13 +221,13 @@ fn pieces(ranges: &[Range]) -> Vec<Range> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
 
     /// What the kernel makes when the numbers of things are written. `taken`: monitors of somebody else's.
-    fn sysfs(taken: u32) -> tempfile::TempDir {
+    pub fn sysfs(taken: u32) -> tempfile::TempDir {
         let dir = tempfile::tempdir().expect("tempdir");
         fs::write(dir.path().join("nr_kdamonds"), format!("{taken}\n")).expect("write");
         for number in 0..MAX_NODES {
@@ -341,6 +344,17 @@ mod tests {
         next.look(&ranges, 0).expect("writes");
         Damon::stop(dir.path());
         assert_eq!((read(&dir, "0/state"), read(&dir, "nr_kdamonds")), ("off".into(), "0".into()));
+    }
+
+    #[test]
+    fn what_could_be_prepared_in_part_only_is_given_back() {
+        let dir = sysfs(0);
+        let operations = dir.path().join("1/contexts/0/operations");
+        fs::create_dir(&operations).expect("a directory cannot be written");
+        Damon::open(dir.path(), 2).expect_err("the second cannot be prepared");
+        assert_eq!(read(&dir, "nr_kdamonds"), "0");
+        fs::remove_dir(&operations).expect("rmdir");
+        Damon::open(dir.path(), 2).expect("later it can");
     }
 
     #[test]

@@ -145,6 +145,63 @@ impl Source {
     }
 }
 
+/// A source that may have to be waited for.
+///
+/// Linux takes one write to DAMON's files at a time, refuses others as busy, and may answer the one only with the next
+/// sample: an agent that was killed meanwhile is in the way of the one that follows it.
+struct Seeker<O> {
+    open: O,
+    source: Option<Source>,
+    has_said_so: bool,
+}
+
+/// What a look has come to.
+#[derive(Debug)]
+enum Looked {
+    Found(Vec<Found>),
+    /// It is busy: nothing is known, and it is to be tried again.
+    Later,
+    Never(io::Error),
+}
+
+impl<O: FnMut() -> io::Result<Source>> Seeker<O> {
+    /// Opens the source. An error if that cannot succeed later either.
+    fn start(open: O) -> io::Result<Self> {
+        let mut seeker = Seeker { open, source: None, has_said_so: false };
+        match (seeker.open)() {
+            Ok(source) => seeker.source = Some(source),
+            Err(error) if is_busy(&error) => seeker.say(&error),
+            Err(error) => return Err(error),
+        }
+        Ok(seeker)
+    }
+
+    fn say(&mut self, error: &io::Error) {
+        if !std::mem::replace(&mut self.has_said_so, true) {
+            eprintln!("foreshore-agent: Idle memory will be looked for later: {error}");
+        }
+    }
+
+    fn look(&mut self, ranges: &[Range], now_ms: u64) -> Looked {
+        let source = match &mut self.source {
+            Some(source) => Ok(source),
+            none => (self.open)().map(|source| none.insert(source)),
+        };
+        match source.and_then(|source| source.look(ranges, now_ms)) {
+            Ok(found) => Looked::Found(found),
+            Err(error) if is_busy(&error) => {
+                self.say(&error);
+                Looked::Later
+            }
+            Err(error) => Looked::Never(error),
+        }
+    }
+}
+
+fn is_busy(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::ResourceBusy
+}
+
 /// A source in a thread of its own.
 #[derive(Debug)]
 pub struct IdleWatch {
@@ -159,9 +216,11 @@ pub struct IdleWatch {
 impl IdleWatch {
     /// Starts the thread. An error if the kernel has nothing that tells, or somebody else uses it. `clock` gives the time.
     pub fn start(roots: &Roots, stack_bytes: usize, clock: fn() -> u64) -> io::Result<Self> {
-        let mut source = Source::open(roots)?;
-        let roots = roots.clone();
-        let damon = roots.damon.clone();
+        let (roots, damon) = (roots.clone(), roots.damon.clone());
+        let mut source = Seeker::start({
+            let roots = roots.clone();
+            move || Source::open(&roots)
+        })?;
         let (ranges, inbox) = sync_channel::<Vec<Range>>(1);
         let (outbox, answers) = sync_channel::<Vec<Found>>(1);
         let work = move || {
@@ -173,7 +232,7 @@ impl IdleWatch {
                     Err(RecvTimeoutError::Disconnected) => break,
                 }
                 match source.look(&ranges, clock()) {
-                    Ok(mut found) => {
+                    Looked::Found(mut found) => {
                         found.retain_mut(|found| {
                             let unseen_bytes = roots.unseen_bytes(found.node);
                             found.unseen_bytes = unseen_bytes.unwrap_or(0);
@@ -181,7 +240,8 @@ impl IdleWatch {
                         });
                         drop(outbox.try_send(found));
                     }
-                    Err(error) => {
+                    Looked::Later => {}
+                    Looked::Never(error) => {
                         eprintln!("foreshore-agent: Idle memory is no longer looked for: {error}");
                         break;
                     }
@@ -336,6 +396,52 @@ mod tests {
             fs::write(roots.nodes.join("possible"), text).expect("write");
             assert_eq!(roots.possible_nodes(), nodes, "{text:?}");
         }
+    }
+
+    #[test]
+    fn a_source_that_is_busy_is_tried_again_and_one_that_is_not_there_is_not() {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let bitmap = dir.path().join("bitmap");
+        fs::write(&bitmap, vec![0; 4096]).expect("write");
+        let busy = || Err(io::Error::from_raw_os_error(libc::EBUSY));
+        let mut tries = 0;
+        let opened_at = |at| {
+            let bitmap = &bitmap;
+            move || {
+                tries += 1;
+                if tries < at { busy() } else { Bitmap::open(bitmap).map(Source::Bitmap) }
+            }
+        };
+        let mut seeker = Seeker::start(opened_at(1)).expect("opens");
+        assert!(matches!(seeker.look(&[], 0), Looked::Found(_)));
+        let mut seeker = Seeker::start(opened_at(4)).expect("it may come");
+        for _ in 0..2 {
+            assert!(matches!(seeker.look(&[], 0), Looked::Later));
+            assert!(seeker.has_said_so, "once");
+        }
+        for _ in 0..2 {
+            assert!(matches!(seeker.look(&[], 0), Looked::Found(_)));
+        }
+        let missing = || Err(io::Error::from_raw_os_error(libc::ENOENT));
+        assert!(Seeker::start(missing).is_err());
+        let mut seeker = Seeker { open: missing, source: None, has_said_so: false };
+        assert!(matches!(seeker.look(&[], 0), Looked::Never(_)), "it has gone meanwhile");
+    }
+
+    #[test]
+    fn a_monitor_that_is_busy_is_told_again_what_to_look_at() {
+        // A thing that cannot be written stands for one that is busy: what comes of it is the same but for the error.
+        let dir = damon::tests::sysfs(0);
+        let state = dir.path().join("0/state");
+        fs::create_dir(&state).expect("mkdir");
+        let mut source = Source::Damon(Damon::open(dir.path(), 1).expect("opens"));
+        let ranges = [Range { node: 0, start: 0, end: 4 * MIB }];
+        source.look(&ranges, 0).expect_err("it does not go on");
+        fs::remove_dir(&state).expect("rmdir");
+        source.look(&ranges, 20_000).expect("goes on");
+        let region = dir.path().join("0/contexts/0/targets/0/regions/0/end");
+        assert_eq!(fs::read_to_string(region).expect("read"), (2 * MIB).to_string());
+        assert_eq!(fs::read_to_string(state).expect("read"), "update_schemes_stats");
     }
 
     #[test]
