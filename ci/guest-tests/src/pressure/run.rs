@@ -121,6 +121,8 @@ pub struct Outcome {
     pub back_s: Option<f64>,
     /// What was seen meanwhile.
     pub points: Vec<Point>,
+    /// What the policy was told and decided, as foreshore-sim reads it; none without one.
+    pub trace: Option<Vec<u8>>,
 }
 
 /// Boots a guest with so much DRAM and runs the workload in it.
@@ -155,7 +157,7 @@ pub fn run(
         stand.guest.no_kernel_complaints()?;
     }
     outcome.sum_up(stand.boot_bytes);
-    stand.tear_down()?;
+    outcome.trace = stand.tear_down()?;
     Ok(outcome)
 }
 

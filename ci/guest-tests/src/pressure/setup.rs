@@ -23,7 +23,10 @@ const FALLBACK_ZRAM_MIB: u64 = 256;
 const BLOCK_MIB: u64 = 128;
 /// Linux leaves huge pages off in a guest that is booted with less than 512 MiB (mm/huge_memory.c, hugepage_init): with DRAM
 /// alone it would have them, with a part of that not, and that difference would be all one sees.
-const CMDLINE: &str = "transparent_hugepage=always";
+///
+/// Where QEMU counts the instructions of the emulated host (`ci/nested/host --counted`), a guest with timers of high resolution
+/// stands still in one of some ten boots: it spins, interrupts off, for the lock of its own timer queue.
+const CMDLINE: &str = "transparent_hugepage=always highres=off nohz=off";
 
 /// A workload of guest-tool's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,10 +125,14 @@ pub struct Stand {
 }
 
 impl Stand {
-    /// What is on tmpfs would be the next guest's memory.
-    pub fn tear_down(self) -> Result<()> {
+    /// What is on tmpfs would be the next guest's memory. What is left of a guest with a policy is the trace of its decisions.
+    pub fn tear_down(self) -> Result<Option<Vec<u8>>> {
         drop(self.guest);
-        for file in self.pool.iter().map(|pool| pool.path().to_owned()).chain([swap_image()]) {
+        let trace = match std::fs::read(trace_file()) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+            read => Some(read.with_context(|| format!("Cannot read {}", trace_file().display()))?),
+        };
+        for file in self.pool.iter().map(|pool| pool.path().to_owned()).chain([swap_image(), trace_file()]) {
             match std::fs::remove_file(&file) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                     return Err(error).with_context(|| format!("Cannot remove {}", file.display()));
@@ -133,8 +140,12 @@ impl Stand {
                 _ => {}
             }
         }
-        Ok(())
+        Ok(trace)
     }
+}
+
+fn trace_file() -> std::path::PathBuf {
+    this_tests_dir().join("trace")
 }
 
 fn swap_image() -> std::path::PathBuf {
@@ -146,7 +157,6 @@ pub fn boot(config: &Config, name: &str, dram_mib: u64) -> Result<Stand> {
     std::fs::create_dir_all(this_tests_dir())?;
     let guest = Guest::builder()
         .name(name)
-        .cpus(2)
         .image(Image::Workloads)
         .cmdline(CMDLINE)
         .memory(&format!("size={dram_mib}M"));
@@ -170,8 +180,8 @@ pub fn boot(config: &Config, name: &str, dram_mib: u64) -> Result<Stand> {
         Config::Policy(policy) => {
             let pool = pool.insert(Pool::create(&format!("{}M", MORE_MIB + 64))?);
             // fixed has no default; as much as any of them may give.
-            let policy =
-                if *policy == "fixed" { format!("fixed,size={MORE_MIB}M") } else { (*policy).to_owned() };
+            let size = if *policy == "fixed" { format!(",size={MORE_MIB}M") } else { String::new() };
+            let policy = format!("{policy}{size},record={}", trace_file().display());
             // DRAM without a hotplug part: docs/policy.md, What the guest must bring.
             let cmdline = format!("movablecore={}M foreshore.zram={FALLBACK_ZRAM_MIB}M", dram_mib / 4);
             let memory = format!("pool={},size={}M", pool.name(), MORE_MIB.next_multiple_of(BLOCK_MIB));

@@ -81,6 +81,9 @@ fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Ro
     let keep = |config: &Config, share: u64, outcome: Outcome| {
         let name = format!("{}-{share}-{config}-{round}", workload.name);
         fs::write(options.out.join(format!("{name}.csv")), outcome.csv())?;
+        if let Some(trace) = &outcome.trace {
+            fs::write(options.out.join(format!("{name}.trace")), trace)?;
+        }
         let csv = format!("{name}.csv");
         let row = Row { workload: workload.name, share, config: config.to_string(), csv, outcome };
         println!("{}", row.line());
