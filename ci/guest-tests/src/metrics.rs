@@ -53,6 +53,24 @@ impl Metrics {
         self.matching(name, labels).map(|sample| sample.value).sum()
     }
 
+    /// Of a histogram: the upper bound of the bucket in which that share of the observations ends. It was no more than that.
+    pub fn quantile(&self, histogram: &str, share: f64) -> Result<f64> {
+        let count = self.value(&format!("{histogram}_count"), &[])?;
+        ensure!(count > 0.0, "{histogram} has seen nothing");
+        let bucket = format!("{histogram}_bucket");
+        let mut bounds = self
+            .matching(&bucket, &[])
+            .map(|sample| match sample.labels.get("le").map(String::as_str) {
+                Some("+Inf") => Ok((f64::INFINITY, sample.value)),
+                Some(bound) => Ok((bound.parse()?, sample.value)),
+                None => bail!("A bucket without a bound: {sample:?}"),
+            })
+            .collect::<Result<Vec<(f64, f64)>>>()?;
+        bounds.sort_by(|one, other| one.0.total_cmp(&other.0));
+        let reached = bounds.iter().find(|(_, below)| *below >= share * count);
+        Ok(reached.context("A histogram without an end")?.0)
+    }
+
     /// All samples.
     pub fn samples(&self) -> &[Sample] {
         &self.samples
@@ -165,5 +183,15 @@ foreshore_plug_seconds_bucket{le=\"+Inf\"} 2
         ] {
             assert!(Metrics::parse(text).is_err(), "{text:?}");
         }
+    }
+
+    #[test]
+    fn a_quantile_is_the_bound_that_it_is_not_above() {
+        let text = "h_bucket{le=\"0.001\"} 98\nh_bucket{le=\"0.0001\"} 50\nh_bucket{le=\"0.005\"} 99\n\
+                    h_bucket{le=\"+Inf\"} 100\nh_count 100\nh_sum 1\n# EOF\n";
+        let metrics = Metrics::parse(text).unwrap();
+        let of = |share| metrics.quantile("h", share).unwrap();
+        assert_eq!((of(0.5), of(0.51), of(0.99), of(1.0)), (0.0001, 0.001, 0.005, f64::INFINITY));
+        assert!(metrics.quantile("nothing", 0.5).is_err());
     }
 }

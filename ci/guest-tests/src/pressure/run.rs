@@ -119,6 +119,8 @@ pub struct Outcome {
     pub last_need_bytes: u64,
     /// From the end of the workload until no more was held than that and a tenth; none if it never came.
     pub back_s: Option<f64>,
+    /// From a report to its plan, in 99 of 100: no more than that; none without a policy that is told anything.
+    pub report_to_plan_s: Option<f64>,
     /// What was seen meanwhile.
     pub points: Vec<Point>,
     /// What the policy was told and decided, as foreshore-sim reads it; none without one.
@@ -155,6 +157,12 @@ pub fn run(
     })?;
     if outcome.broken.is_none() {
         stand.guest.no_kernel_complaints()?;
+        if config.is_policy() {
+            let metrics = stand.guest.metrics()?;
+            // fixed acts without a report.
+            outcome.report_to_plan_s =
+                metrics.quantile("foreshore_pressure_report_to_plan_seconds", 0.99).ok();
+        }
     }
     outcome.sum_up(stand.boot_bytes);
     outcome.trace = stand.tear_down()?;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use guest_tests::guest::Script;
 use guest_tests::runner::this_tests_dir;
-use guest_tests::{Guest, Metrics, Pool, host_memory, wait_for};
+use guest_tests::{Guest, Pool, host_memory, wait_for};
 use serde_json::{Value, json};
 
 use crate::forget;
@@ -100,7 +100,7 @@ fn bursts(samples: &mut Samples) -> Result<()> {
     samples.add(Row::BurstOverRequest, FORESHORE, burst - request);
     let metrics = guest.metrics()?;
     for (row, share) in [(Row::ReportToPlan, 0.5), (Row::ReportToPlanP99, 0.99)] {
-        samples.add(row, FORESHORE, quantile(&metrics, "foreshore_pressure_report_to_plan_seconds", share)?);
+        samples.add(row, FORESHORE, metrics.quantile("foreshore_pressure_report_to_plan_seconds", share)?);
     }
     Ok(())
 }
@@ -245,37 +245,9 @@ impl Line {
     }
 }
 
-/// The upper bound of the bucket in which that share of the observations ends: it was no more than that.
-fn quantile(metrics: &Metrics, histogram: &str, share: f64) -> Result<f64> {
-    let count = metrics.value(&format!("{histogram}_count"), &[])?;
-    ensure!(count > 0.0, "{histogram} has seen nothing");
-    let bucket = format!("{histogram}_bucket");
-    let of_it = metrics.samples().iter().filter(|sample| sample.name == bucket);
-    let mut bounds = of_it
-        .map(|sample| match sample.labels.get("le").map(String::as_str) {
-            Some("+Inf") => Ok((f64::INFINITY, sample.value)),
-            Some(bound) => Ok((bound.parse()?, sample.value)),
-            None => bail!("A bucket without a bound: {sample:?}"),
-        })
-        .collect::<Result<Vec<(f64, f64)>>>()?;
-    bounds.sort_by(|one, other| one.0.total_cmp(&other.0));
-    let reached = bounds.iter().find(|(_, below)| *below >= share * count);
-    Ok(reached.context("A histogram without an end")?.0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_quantile_is_the_bound_that_it_is_not_above() {
-        let text = "h_bucket{le=\"0.001\"} 98\nh_bucket{le=\"0.0001\"} 50\nh_bucket{le=\"0.005\"} 99\n\
-                    h_bucket{le=\"+Inf\"} 100\nh_count 100\nh_sum 1\n# EOF\n";
-        let metrics = Metrics::parse(text).unwrap();
-        let of = |share| quantile(&metrics, "h", share).unwrap();
-        assert_eq!((of(0.5), of(0.51), of(0.99), of(1.0)), (0.0001, 0.001, 0.005, f64::INFINITY));
-        assert!(quantile(&metrics, "nothing", 0.5).is_err());
-    }
 
     #[test]
     fn lines_have_a_time() {

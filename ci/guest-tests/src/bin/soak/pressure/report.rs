@@ -8,6 +8,8 @@ use guest_tests::pressure::{Condition, MIB, Outcome};
 const MOST_RUN: f64 = 1.05;
 const MOST_FILL: f64 = 1.3;
 const MOST_TOUCH: f64 = 1.05;
+/// What 99 of 100 reports may take until they are a plan.
+const MOST_TO_PLAN_S: f64 = 0.001;
 
 /// One run.
 pub struct Row {
@@ -79,9 +81,9 @@ fn whole<'a>(rows: &'a [Row], workload: &str) -> Vec<&'a Row> {
 pub fn markdown(rows: &[Row]) -> String {
     let mut text =
         "| workload | DRAM | with | run | of DRAM alone | phases, s | swapped in, out, MiB | major faults | \
-                    stall some, full, s | need, held at peak, MiB | held at last | back after |\n"
+                    stall some, full, s | need, held at peak, MiB | held at last | back after | report to plan, p99 |\n"
             .to_owned();
-    text += &"|---".repeat(12);
+    text += &"|---".repeat(13);
     text += "|\n";
     for kind in kinds(rows) {
         let of = |value: &dyn Fn(&Outcome) -> f64| median(&kind, value);
@@ -101,10 +103,12 @@ pub fn markdown(rows: &[Row]) -> String {
             true => format!("{:.0} s", of(&|outcome| outcome.back_s.unwrap_or(f64::NAN))),
             false => "not".to_owned(),
         };
+        let to_plan = kind.iter().filter_map(|row| row.outcome.report_to_plan_s).max_by(f64::total_cmp);
+        let to_plan = to_plan.map_or_else(String::new, |to_plan_s| format!("{} ms", to_plan_s * 1e3));
         // Writing to a String cannot fail.
         let _ = writeln!(
             text,
-            "| {} | {} % | {} | {run} | {ratio} | {} | {:.1}, {:.1} | {:.0} | {:.2}, {:.2} | {:.0}, {:.0} | {:.0} | {back} |",
+            "| {} | {} % | {} | {run} | {ratio} | {} | {:.1}, {:.1} | {:.0} | {:.2}, {:.2} | {:.0}, {:.0} | {:.0} | {back} | {to_plan} |",
             first.workload,
             first.share,
             first.config,
@@ -151,6 +155,17 @@ pub fn verdicts(rows: &[Row]) -> Vec<Verdict> {
         } else {
             time("it", ratio(&|outcome| outcome.run_s), MOST_RUN);
         }
+        if let Some(to_plan_s) =
+            kind.iter().filter_map(|row| row.outcome.report_to_plan_s).max_by(f64::total_cmp)
+        {
+            let ms = |seconds: f64| seconds * 1e3;
+            let text = format!(
+                "{what}: from report to plan {} ms in 99 of 100, at most {}",
+                ms(to_plan_s),
+                ms(MOST_TO_PLAN_S)
+            );
+            say(false, to_plan_s <= MOST_TO_PLAN_S, text);
+        }
         // Of each condition the round that did not meet it, if there is one.
         let rounds: Vec<Vec<Condition>> = kind.iter().map(|row| row.outcome.conditions(alone)).collect();
         for index in 0..rounds[0].len() {
@@ -189,6 +204,11 @@ mod tests {
         assert!(missed(&[row(100, "all-dram", 2.0), row(50, "psi", 2.1)]).is_empty());
         let slow = missed(&[row(100, "all-dram", 2.0), row(50, "psi", 2.2)]);
         assert!(matches!(&slow[..], [(false, _)]), "{slow:?}");
+        let mut late = [row(100, "all-dram", 2.0), row(50, "psi", 2.0), row(50, "psi", 2.0)];
+        late[2].outcome.report_to_plan_s = Some(0.005);
+        assert!(matches!(&missed(&late)[..], [(false, what)] if what.contains("plan 5 ms")));
+        late[2].outcome.report_to_plan_s = Some(0.001);
+        assert!(missed(&late).is_empty());
         for spoil in [
             (|outcome| outcome.swapped_in_bytes = 4096) as fn(&mut Outcome),
             |outcome| outcome.oom_kills = 1,
