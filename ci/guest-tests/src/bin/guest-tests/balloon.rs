@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::Guest;
 use guest_tests::guest::{Kernel, Script};
-use serde_json::json;
+use guest_tests::{Guest, Pool};
+use serde_json::{Value, json};
 
-use crate::zones::{MIB, vmstat};
+use crate::zones::{MIB, vmstat, zone};
 
 guest_tests::tests![
     a_balloon_saves_a_guest_from_the_oom_killer_on_6_1: 300,
@@ -16,10 +16,16 @@ guest_tests::tests![
     free_pages_go_back_where_they_are_reported_on_6_12: 240,
     a_guest_without_an_agent_is_sized_by_statistics_on_6_1: 300,
     a_guest_without_an_agent_is_sized_by_statistics_on_6_12: 300,
+    a_guest_without_an_agent_is_given_pm: 400,
 ];
 
 /// For a driver to follow, under emulation.
 const FOLLOW_LIMIT: Duration = Duration::from_secs(120);
+
+/// Shrinks wait for cool-downs.
+const SHRINK_LIMIT: Duration = Duration::from_secs(240);
+/// A block of the guest's memory, which goes as a whole.
+const BLOCK_MIB: u64 = 128;
 
 /// A line of /proc/meminfo.
 fn meminfo_mib(guest: &Guest, what: &str) -> Result<u64> {
@@ -232,4 +238,76 @@ fn sized_by_statistics(kernel: Kernel) -> Result<()> {
     }
     back.and(again)?;
     guest.no_kernel_complaints()
+}
+
+/// What was decided since, newest first.
+fn decisions_since(guest: &Guest, before: u64) -> Result<Vec<Value>> {
+    let info = guest.api("GET", "vm.pressure?decisions=1000", None)?;
+    let decisions = info["decisions"].as_array().with_context(|| format!("No decisions: {info}"))?;
+    Ok(decisions.iter().filter(|decision| decision["seq"].as_u64() > Some(before)).cloned().collect())
+}
+
+/// Under a policy that goes by what is available, and under one that goes by what is free.
+fn a_guest_without_an_agent_is_given_pm() -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let guest = Guest::builder()
+        .cpus(2)
+        .memory("size=768M")
+        .pm_memory(&format!("pool={},size=512M", pool.name()))
+        // What it booted with stays with it: this is about PM.
+        .argument("--balloon", "floor=768M")
+        .cmdline("foreshore.agent=off movablecore=192M foreshore.zram=128M")
+        .pressure("off")
+        .boot()?;
+    for (policy, params, give_back) in [
+        ("psi", json!({}), "surplus"),
+        ("amf", json!({ "watermark-scale": 2, "reclaim": 5 }), "descriptor_space"),
+    ] {
+        let followed = is_given_pm(&guest, policy, &params, give_back);
+        if followed.is_err() {
+            // What a person would ask next.
+            println!("{}", guest.api("GET", "vm.memory", None)?);
+            println!("{}", guest.api("GET", "vm.pressure", None)?);
+            println!("{}", guest.run("cat /proc/meminfo; dmesg | tail -n 20")?);
+        }
+        followed.with_context(|| policy.to_owned())?;
+    }
+    guest.no_kernel_complaints()
+}
+
+fn is_given_pm(guest: &Guest, policy: &str, params: &Value, give_back: &str) -> Result<()> {
+    const MORE_MIB: u64 = 200;
+    let pressure = || guest.api("GET", "vm.pressure", None);
+    let before = pressure()?["decisions_total"].as_u64().context("No decisions_total")?;
+    guest.api("PUT", "vm.pressure", Some(json!({ "policy": policy, "params": params })))?;
+    guest.wait_until("statistics are listened to", FOLLOW_LIMIT, || {
+        let info = pressure()?;
+        Ok(info["agent"] == "never" && info["details"]["source"] == "statistics")
+    })?;
+    let plugged = || Ok::<_, anyhow::Error>(zone(guest, "pm")?.plugged_bytes);
+    ensure!(plugged()? == 0, "PM is plugged before anybody needs it");
+    // 1. More than there is, and not faster than statistics come.
+    let need_mib = meminfo_mib(guest, "MemAvailable")? + MORE_MIB;
+    let mut load = guest.start_script(FOLLOW_LIMIT, &format!("exec guest-tool leak {need_mib} 60"))?;
+    let goal = format!("held {need_mib} ");
+    while !load.next_line().context("The load was killed")?.starts_with(&goal) {}
+    let (given, swapped) = (plugged()?, vmstat(guest, "pswpout")?);
+    println!("{policy}: {} MiB of PM for a load of {need_mib} MiB, {swapped} pages swapped out", given / MIB);
+    ensure!(given >= MORE_MIB / 2 * MIB, "Of PM {given} bytes are plugged");
+    ensure!(vmstat(guest, "oom_kill")? == 0, "Something was killed");
+    let grows = |decision: &&Value| decision["direction"] == "grow";
+    let decisions = decisions_since(guest, before)?;
+    ensure!(decisions.iter().any(|decision| grows(&decision)), "Nobody has decided that: {decisions:?}");
+    // 2. It goes back.
+    drop(load);
+    guest.wait_until("PM goes back", SHRINK_LIMIT, || Ok(plugged()? < BLOCK_MIB * MIB))?;
+    let decisions = decisions_since(guest, before)?;
+    let shrinks = || decisions.iter().filter(|decision| decision["direction"] == "shrink");
+    ensure!(
+        shrinks().count() > 0 && shrinks().all(|decision| decision["reason"] == give_back),
+        "It gives back for another reason than {give_back}: {decisions:?}"
+    );
+    ensure!(pressure()?["details"]["refused"] == json!({}), "{}", pressure()?);
+    guest.api("PUT", "vm.pressure", Some(json!({ "policy": "fixed", "size": 0 })))?;
+    guest.wait_until("all PM is back", SHRINK_LIMIT, || Ok(plugged()? == 0))
 }
