@@ -19,6 +19,7 @@ mod memory;
 mod nodes;
 mod nvdimms;
 mod pmem;
+mod policies;
 mod pool_places;
 mod pressure;
 mod pressure_reliability;
@@ -50,6 +51,7 @@ fn main() {
         pressure::TESTS,
         pressure_reliability::TESTS,
         governor::TESTS,
+        policies::TESTS,
         too_small::TESTS,
         disk::TESTS,
         volume::TESTS,

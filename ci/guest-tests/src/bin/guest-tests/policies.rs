@@ -1,0 +1,289 @@
+//! The papers' policies in an unpatched guest, whose agent watches what is free, as they do: page cache takes that, and leaves
+//! as much available as there was.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::BufReader;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use balloon::proto::Cause;
+use balloon::trace::{Entry, Trace};
+use guest_tests::guest::Script;
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Guest, Pool};
+use serde_json::{Value, json};
+
+use crate::zones::{MIB, vmstat, zone};
+
+guest_tests::tests![tables_are_followed_where_page_cache_takes_what_is_free: 400];
+
+/// For what takes the guest seconds when all is well.
+const LIMIT: Duration = Duration::from_secs(120);
+/// Shrinks wait for cool-downs.
+const SHRINK_LIMIT: Duration = Duration::from_secs(240);
+const PM_MIB: u64 = 640;
+/// More than is left of DRAM, and less than a row brings.
+const LOAD_MIB: u64 = 250;
+/// So many reports under the agent's watermark are enough to see how it goes on.
+const LOOKED_AT: u64 = 6;
+
+/// What tables are asked about: the guest's, summed over the zones of its DRAM.
+#[derive(Debug)]
+struct Marks {
+    min: u64,
+    low: u64,
+    high: u64,
+    /// D.
+    dram: u64,
+}
+
+impl Marks {
+    fn read(guest: &Guest) -> Result<Self> {
+        const SUMS: &str = "awk '$1 == \"Node\" { node = $2 } \
+            node == \"0,\" && $1 ~ /^(min|low|high|managed)$/ { sum[$1] += $2 } \
+            END { print sum[\"min\"], sum[\"low\"], sum[\"high\"], sum[\"managed\"] }' /proc/zoneinfo";
+        let text = guest.run(SUMS)?;
+        let pages = text.split_whitespace().map(str::parse).collect::<Result<Vec<u64>, _>>();
+        match pages.with_context(|| format!("/proc/zoneinfo comes to {text:?}"))?[..] {
+            [min, low, high, dram] => {
+                Ok(Self { min: min * 4096, low: low * 4096, high: high * 4096, dram: dram * 4096 })
+            }
+            _ => bail!("/proc/zoneinfo comes to {text:?}"),
+        }
+    }
+}
+
+/// A row of a table: where what is free lies in it, how often D comes then.
+struct Row {
+    above: u64,
+    up_to: u64,
+    times: u64,
+}
+
+impl Row {
+    fn middle(&self) -> u64 {
+        self.above.midpoint(self.up_to)
+    }
+}
+
+struct Paper {
+    policy: &'static str,
+    params: Value,
+    /// From its table, further down from row to row.
+    rows: fn(&Marks) -> Vec<Row>,
+    gives_back: &'static str,
+}
+
+/// Above which nothing is integrated.
+fn border(rows: &[Row]) -> u64 {
+    rows[0].up_to
+}
+
+fn pressure(guest: &Guest) -> Result<Value> {
+    guest.api("GET", "vm.pressure?decisions=1000", None)
+}
+
+/// Decisions of a direction since one with that number, newest first.
+fn decisions(guest: &Guest, since: u64, direction: &str) -> Result<Vec<Value>> {
+    let info = pressure(guest)?;
+    let all = info["decisions"].as_array().context("No decisions")?.clone();
+    let found =
+        |decision: &Value| decision["seq"].as_u64() > Some(since) && decision["direction"] == direction;
+    Ok(all.into_iter().filter(found).collect())
+}
+
+fn decisions_total(guest: &Guest) -> Result<u64> {
+    pressure(guest)?["decisions_total"].as_u64().context("No decisions_total")
+}
+
+/// What a decision was made upon.
+fn free_bytes(decision: &Value) -> Result<u64> {
+    let bytes = decision["input"]["report"]["free_bytes"].as_u64();
+    bytes.with_context(|| format!("Upon what? {decision}"))
+}
+
+/// Reads a file in the guest, which is a hole and costs no time, until so much memory is free.
+struct Cache(Script);
+
+impl Cache {
+    /// Everything that follows goes on from what has been read before.
+    fn open(guest: &Guest) -> Result<Self> {
+        guest.run("grep -q /mnt /proc/mounts || { mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt; }")?;
+        guest.run("truncate -s 4G /mnt/hole; rm -f /run/until; mkfifo /run/until")?;
+        const SCRIPT: &str = "exec 3</mnt/hole 4<>/run/until
+            free() { awk '/^MemFree/ { print $2 }' /proc/meminfo; }
+            echo open
+            while read until <&4; do
+                while [ $(free) -gt $((until + 16384)) ]; do dd bs=1M count=8 <&3 of=/dev/null 2>/dev/null; done
+                while [ $(free) -gt $until ]; do dd bs=256K count=2 <&3 of=/dev/null 2>/dev/null; done
+                echo read
+            done";
+        let mut script = guest.start_script(LIMIT, SCRIPT)?;
+        ensure!(script.next_line().as_deref() == Some("open"), "Nobody reads");
+        Ok(Self(script))
+    }
+
+    fn read_until(&mut self, guest: &Guest, free_bytes: u64) -> Result<()> {
+        guest.run(&format!("echo {} >/run/until", free_bytes / 1024))?;
+        ensure!(self.0.next_line().as_deref() == Some("read"), "What is read takes nothing that is free");
+        Ok(())
+    }
+}
+
+/// Fills guest memory with what does not compress.
+fn fill(guest: &Guest, mib: u64) -> Result<Script> {
+    let mut hog = guest.start_script(LIMIT, &format!("exec guest-tool hog {mib}"))?;
+    let goal = format!("held {mib}");
+    while hog.next_line().context("The load was killed")? != goal {}
+    Ok(hog)
+}
+
+fn tables_are_followed_where_page_cache_takes_what_is_free() -> Result<()> {
+    let pool = Pool::create("768M")?;
+    let (disk, trace) = (this_tests_dir().join("disk"), this_tests_dir().join("trace"));
+    File::create(&disk)?.set_len(64 * MIB)?;
+    let guest = Guest::builder()
+        .cpus(2)
+        .memory("size=256M")
+        .pm_memory(&format!("pool={},size={PM_MIB}M", pool.name()))
+        .argument("--disk", &format!("path={}", disk.display()))
+        // Huge pages, which the agent switches on in a guest that has grown, would move the watermarks.
+        .cmdline("movablecore=64M transparent_hugepage=never foreshore.zram=64M")
+        .pressure(&format!("off,dry_run=on,record={}", trace.display()))
+        .boot()?;
+    guest.wait_until_run("the disk is there", LIMIT, "test -b /dev/vda")?;
+    guest.wait_until("the agent is live", LIMIT, || Ok(pressure(&guest)?["agent"] == "live"))?;
+    // Tables 2 and 3 (docs/policy.md), their first rows.
+    let amf = Paper {
+        policy: "amf",
+        // Two free sections are enough of them.
+        params: json!({ "watermark-scale": 20, "reclaim": 15 }),
+        rows: |marks| {
+            vec![
+                Row { above: marks.low * 20, up_to: marks.high * 20, times: 1 },
+                Row { above: marks.min * 20, up_to: marks.low * 20, times: 2 },
+            ]
+        },
+        gives_back: "descriptor_space",
+    };
+    let dapper = Paper {
+        policy: "dapper",
+        params: json!({ "watermark-scale": 16 }),
+        rows: |marks| {
+            vec![
+                Row { above: marks.high * 16, up_to: marks.high * 32, times: 1 },
+                Row { above: marks.low * 16, up_to: marks.high * 16, times: 2 },
+            ]
+        },
+        gives_back: "free_share",
+    };
+    let followed =
+        follows(&guest, &amf).context("amf").and_then(|()| follows(&guest, &dapper).context("dapper"));
+    if followed.is_err() {
+        // What a person would ask next.
+        println!("{}", guest.api("GET", "vm.memory", None)?);
+        println!("{}", pressure(&guest)?);
+        println!("{}", guest.run("cat /proc/meminfo; dmesg | tail -n 20; cat /run/agent.log")?);
+    }
+    followed?;
+    for counter in ["oom_kill", "pswpout"] {
+        ensure!(vmstat(&guest, counter)? == 0, "{counter} is {}", vmstat(&guest, counter)?);
+    }
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    was_told_at_once(&trace)
+}
+
+fn follows(guest: &Guest, paper: &Paper) -> Result<()> {
+    let marks = Marks::read(guest)?;
+    let rows = (paper.rows)(&marks);
+    let mib = |bytes: u64| bytes as f64 / MIB as f64;
+    println!("{}: {marks:?}, integrates up to {:.1} MiB free", paper.policy, mib(border(&rows)));
+    let set = |change: Value| guest.api("PUT", "vm.pressure", Some(change));
+    let decide = || set(json!({ "policy": paper.policy, "params": paper.params, "dry_run": true }));
+    let (off, before) = (json!({ "policy": "off" }), decisions_total(guest)?);
+    // 1. Above the first border nothing is integrated.
+    decide()?;
+    guest.wait_until("there is enough", LIMIT, || {
+        Ok(decisions(guest, before, "hold")?.iter().any(|decision| decision["reason"] == "enough"))
+    })?;
+    let early = decisions(guest, before, "grow")?;
+    ensure!(early.is_empty(), "There was enough, and it grew: {early:?}");
+    // 2. In each row, what the table says; nothing of it happens yet, so that what is free stays in the row.
+    let mut cache = Cache::open(guest)?;
+    for row in &rows {
+        // Reports on the way there may be of two moments.
+        set(off.clone())?;
+        cache.read_until(guest, row.middle())?;
+        let before = decisions_total(guest)?;
+        decide()?;
+        guest.wait_until("the row is decided upon", LIMIT, || {
+            let times = |decision: &Value| decision["times"].as_u64() >= Some(LOOKED_AT);
+            Ok(decisions(guest, before, "grow")?.iter().any(times))
+        })?;
+        for decision in decisions(guest, before, "grow")? {
+            let free = free_bytes(&decision)?;
+            let wanted = decision["wanted_bytes"].as_u64().context("Nothing wanted")?;
+            println!("{:.1} MiB free: {:.1} MiB wanted", mib(free), mib(wanted));
+            ensure!(
+                free > row.above && free < row.up_to,
+                "It is not in the row up to {:.1}: {decision}",
+                mib(row.up_to)
+            );
+            ensure!(
+                wanted.abs_diff(row.times * marks.dram) <= 2 * MIB && decision["reason"] == "low_free",
+                "It is not {} times {} bytes that are wanted: {decision}",
+                row.times,
+                marks.dram
+            );
+        }
+    }
+    let details = &pressure(guest)?["details"];
+    ensure!(details["watermark_of"] == "free", "The agent watches {}", details["watermark_of"]);
+    ensure!(zone(guest, "pm")?.requested_bytes == 0, "A dry run has asked for PM");
+    // 3. The same for real: what the last row says comes.
+    let before = decisions_total(guest)?;
+    set(json!({ "dry_run": false }))?;
+    guest.wait_until("PM comes", LIMIT, || {
+        let grown =
+            |decision: &Value| decision["reason"] == "low_free" && decision["outcome"]["state"] == "reached";
+        Ok(decisions(guest, before, "grow")?.iter().any(grown))
+    })?;
+    let top = zone(guest, "pm")?.plugged_bytes;
+    // 4. It is used, and free again: then it goes.
+    let hog = fill(guest, LOAD_MIB)?;
+    let used = zone(guest, "pm")?.resident_bytes;
+    println!("{} MiB of PM are plugged and {} used", top / MIB, used / MIB);
+    ensure!(used >= LOAD_MIB / 2 * MIB, "Of PM {used} bytes are used by a load of {LOAD_MIB} MiB");
+    drop((hog, cache));
+    guest.run("echo 3 >/proc/sys/vm/drop_caches")?;
+    guest.wait_until("PM goes", SHRINK_LIMIT, || {
+        let shrunk = |decision: &Value| decision["outcome"]["state"] == "reached";
+        Ok(decisions(guest, before, "shrink")?.iter().any(shrunk))
+    })?;
+    let shrinks = decisions(guest, before, "shrink")?;
+    ensure!(
+        shrinks.iter().all(|decision| decision["reason"] == paper.gives_back),
+        "It gives back for another reason: {shrinks:?}"
+    );
+    set(json!({ "policy": "fixed", "size": 0 }))?;
+    guest.wait_until("all PM is back", SHRINK_LIMIT, || Ok(zone(guest, "pm")?.plugged_bytes == 0))
+}
+
+/// Under the watermark of free memory the agent said so with every report, however much was available.
+fn was_told_at_once(trace: &std::path::Path) -> Result<()> {
+    let trace = Trace::read(BufReader::new(File::open(trace)?))?;
+    let mut causes: BTreeMap<String, u32> = BTreeMap::new();
+    for entry in &trace.entries {
+        let Entry::Report { report, .. } = entry else { continue };
+        let memory = report.memory();
+        if memory.free_bytes < memory.total_bytes / 5 && memory.available_bytes > memory.total_bytes / 2 {
+            *causes.entry(format!("{:?}", report.cause())).or_default() += 1;
+        }
+    }
+    println!("{causes:?}");
+    let fast = causes.get(&format!("{:?}", Cause::Watermark)).copied().unwrap_or(0);
+    ensure!(fast >= 5, "Of reports with little free and much available: {causes:?}");
+    Ok(())
+}
