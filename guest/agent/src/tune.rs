@@ -107,12 +107,12 @@ impl Tuning {
     /// they change.
     pub fn adapt(&mut self, zones: &[Zone], total_bytes: u64) -> io::Result<()> {
         let huge_pages = self.give_huge_pages(total_bytes);
-        let mut nodes: Vec<u32> = zones.iter().map(|zone| zone.node).collect();
-        nodes.dedup();
-        if nodes == self.nodes {
+        let nodes = zones.chunk_by(|one, next| one.node == next.node).map(|zones| zones[0].node);
+        if nodes.clone().eq(self.nodes.iter().copied()) {
             return huge_pages;
         }
-        self.nodes = nodes;
+        self.nodes.clear();
+        self.nodes.extend(nodes);
         let has_pm = self.has_pm().and_then(|has_pm| self.set(has_pm));
         huge_pages.and(has_pm)
     }
