@@ -78,7 +78,8 @@ pub struct RawReport {
     #[serde(default)]
     pub blocks: Blocks,
     /// Memory that nobody touches, per node, in ascending order of nodes. Nothing of a node that is not looked at, and
-    /// from agents that look at none. Older than the rest by up to half a minute.
+    /// from agents that look at none. Older than the rest by half a minute as a rule, and by three minutes at
+    /// most.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub idle: Vec<NodeIdle>,
 }

@@ -9,7 +9,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{Found, MAX_NODES, SPAN_MS, nodes_of, span_bytes};
+use super::{Found, MAX_NODES, PERIOD_MS, SPAN_MS, nodes_of, span_bytes};
 use crate::blocks::Range;
 
 /// Each region has one page sampled this often: with at most [`MAX_REGIONS`] regions a few hundred microseconds of a CPU
@@ -25,6 +25,9 @@ const MIN_AGE: u64 = SPAN_MS * 1000 / AGGREGATION_US;
 /// An interval that means nothing for physical addresses, and by which the agent knows its own monitors again after it
 /// was killed.
 const OURS_US: u64 = 59_746_059;
+
+/// What was found is held for so long while a monitor says nothing new: two looks.
+const STALE_MS: u64 = 2 * PERIOD_MS;
 
 /// More ranges than this are taken as one: what lies between them is no memory, and is never accessed.
 const MAX_RANGES: usize = 32;
@@ -53,6 +56,8 @@ struct Monitor {
     /// What the schemes had counted at the last look.
     counted: [u64; 2],
     found: Option<Found>,
+    /// When that was.
+    found_ms: u64,
 }
 
 impl Damon {
@@ -126,6 +131,9 @@ impl Damon {
             let ranges = nodes.iter().find(|(node, _)| *node == number).map(|(_, ranges)| bounded(ranges));
             self.watch(number, ranges.unwrap_or_default(), now_ms)?;
             self.count(number, now_ms);
+            // Schemes that count no more, or cannot be read, say nothing of now. One look in vain is forgiven.
+            let monitor = &mut self.monitors[number as usize];
+            monitor.found = monitor.found.filter(|_| now_ms.saturating_sub(monitor.found_ms) <= STALE_MS);
         }
         Ok(self.monitors.iter().filter_map(|monitor| monitor.found).collect())
     }
@@ -180,6 +188,7 @@ impl Damon {
             let idle_bytes = u64::try_from(idle_bytes).unwrap_or(u64::MAX);
             monitor.found =
                 Some(Found { node: number, idle_bytes, span_bytes, with_free: true, unseen_bytes: 0 });
+            monitor.found_ms = now_ms;
         }
     }
 
@@ -310,6 +319,14 @@ pub(super) mod tests {
         };
         assert_eq!(damon.look(&ranges, 80_000).expect("writes"), [found(128, 512)]);
         assert_eq!(damon.look(&ranges, 100_000).expect("writes"), [found(128, 512)], "nothing new");
+        assert_eq!(damon.look(&ranges, 120_000).expect("writes"), [found(128, 512)], "once more");
+        assert_eq!(
+            damon.look(&ranges, 140_000).expect("writes"),
+            [],
+            "of which nobody knows whether it holds"
+        );
+        count(&dir, 1, 400 * MIB, 2600 * MIB);
+        assert_eq!(damon.look(&ranges, 160_000).expect("writes"), [found(128, 512)]);
         count(&dir, 1, 100 * MIB, 200 * MIB);
         assert_eq!(damon.look(&ranges, 120_000).expect("writes"), [found(128, 512)], "counted anew");
         count(&dir, 1, 300 * MIB, 400 * MIB);
