@@ -17,7 +17,7 @@ fn printed(arguments: &[&str]) -> String {
 
 #[test]
 fn bad_input_is_refused_with_value_and_bound() {
-    let cases: [(&[&str], &str); 14] = [
+    let cases: [(&[&str], &str); 20] = [
         (&["--duration", "10"], "'10' for '--duration <TIME>': must be a time"),
         (&["--duration", "500ms"], "'500ms' for '--duration <TIME>': must be 1s to 87600h"),
         (&["--dram", "32M"], "'32M' for '--dram <SIZE>': must be 64M to 16T"),
@@ -32,6 +32,12 @@ fn bad_input_is_refused_with_value_and_bound() {
         (&["--policy", "magic"], "the policy \"magic\" is none of psi, amf"),
         (&["--policy", "psi,headroom=9"], "headroom is 9, must be 10 to 500"),
         (&["--policy", "psi,headroom"], "\"headroom\" is not PARAM=VALUE"),
+        (&["--policy", "psi,cool_down=5ms"], "cool_down is 5ms, must be 100ms to 24h"),
+        (&["--policy", "psi,horizon=3s,ceiling=1M"], "ceiling is \"1M\", must be a multiple of 2M"),
+        (&["--policy", "off,floor=4G,ceiling=2G"], "ceiling is 2G, must be at least floor, which is 4G"),
+        (&["--policy", "psi,cool_down=2m"], "max_cool_down is 1m, must be at least cool_down, which is 2m"),
+        (&["--policy", "psi,depth=1"], "; those of the rules are floor, ceiling, cool_down"),
+        (&["--policy", "psi,lost=2s,lost=3s"], "lost is given twice"),
     ];
     for (arguments, expected) in cases {
         let output = sim(arguments);
@@ -111,6 +117,48 @@ fn all_formats_say_the_same_and_a_seed_is_a_run() {
     assert_eq!(with(&["--format", "csv"]), csv);
     // With every report the controller is called more often, and that is all.
     assert_eq!(table, with(&["--every-report"]));
+}
+
+/// What the guest holds on the average.
+fn held_gb(row: &serde_json::Value) -> f64 {
+    row["held_gb_h"].as_f64().expect("a number") * 3600.0 / row["run_s"].as_f64().expect("a number")
+}
+
+/// `--pressure policy=psi,cool_down=2s,ceiling=256M,...` is a policy and rules above it.
+#[test]
+fn rules_are_chosen_as_parameters_are_and_rule_in_replays_and_in_generated_runs() {
+    let policies = [
+        "psi",
+        "psi,cool_down=100ms,shrink_interval=0ms,idle=1s,shrink_step=1G",
+        "psi,ceiling=128M",
+        "off,ceiling=128M",
+        "fixed,size=64M,floor=256M",
+        "psi,floor=512M,horizon=3s,ceiling=1G,lost=2s",
+    ];
+    let named: Vec<&str> = policies.iter().flat_map(|policy| ["--policy", policy]).collect();
+    let sawtooth = ["--workload", "sawtooth,rate=1G", "--duration", "10m", "--format", "json"];
+    for run in [&sawtooth[..], &["--trace", RECORDED, "--format", "json"]] {
+        let text = printed(&[run, &named].concat());
+        let rows: Vec<serde_json::Value> = serde_json::from_str(&text).expect("JSON");
+        assert!(rows.iter().map(|row| row["policy"].as_str()).eq(policies.map(Some)), "{text}");
+        let held: Vec<f64> = rows.iter().map(held_gb).collect();
+        assert!(held[1] < held[0], "what is taken back sooner is not held: {held:?}");
+        assert!(held[2] > 0.0 && held[2] <= 0.125 && held[2] < held[0], "never above the ceiling: {held:?}");
+        assert_eq!(held[3], 0.0, "off stays off");
+        // Plugging takes a part of a second.
+        assert!(held[4] > 0.2 && held[4] <= 0.25, "never below the floor: {held:?}");
+        assert!(held[5] > 0.4 && held[5] <= 1.0, "both: {held:?}");
+        // What is left out of reports changes nothing under such rules either.
+        assert_eq!(
+            without_steps(&text),
+            without_steps(&printed(&[run, &named, &["--every-report"]].concat()))
+        );
+    }
+}
+
+/// Every figure but how often the controller was asked.
+fn without_steps(json: &str) -> Vec<&str> {
+    json.lines().filter(|line| !["\"steps\"", "\"skipped\""].iter().any(|name| line.contains(name))).collect()
 }
 
 #[test]

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use balloon::ParamError;
+use balloon::controller::Rules;
 use balloon::params::{Parameters, Setting, Unit};
 use balloon::policy::Policy;
 use balloon::sim::{SwapDevice, Workload, WorkloadParams};
@@ -16,6 +18,8 @@ Examples:
                                                        what `foreshore --pressure record=trace.jsonl` has seen
   foreshore-sim --workload burst --vms 8 --pool 4G     eight VMs that share a pool which is too small for all
   foreshore-sim --workload sawtooth,rate=500M --policy psi --policy psi,horizon=3s --plot sawtooth.svg
+  foreshore-sim --policy psi,cool_down=2s,ceiling=1G --policy psi
+                                                       rules above the policy, as `--pressure` takes them
   foreshore-sim --workload diurnal --hosts 1000 --vms 10 --duration 24h --format json
 
 Sizes are whole numbers with an optional K, M, G or T (powers of 1024), times have ms, s, m or h.";
@@ -57,8 +61,8 @@ pub(crate) struct Scenario {
     /// Replay what a guest used, as `--pressure record=` has recorded it
     #[arg(long, value_name = "FILE", conflicts_with_all = ["dram", "hotplug", "pm", "duration"])]
     pub(crate) trace: Option<PathBuf>,
-    /// A policy, with parameters as `--pressure` takes them; may be given again. All of them with their defaults if none is
-    /// given
+    /// A policy, with its parameters and those of the rules above it (floor, ceiling, cool_down, ...), as `--pressure` takes
+    /// them; may be given again. All of them with their defaults if none is given
     #[arg(long, value_name = "NAME[,PARAM=VALUE...]", value_parser = parse_policy)]
     pub(crate) policy: Vec<NamedPolicy>,
     /// For how long the guest lives: 1s to 10 years
@@ -130,6 +134,8 @@ pub(crate) struct NamedPolicy {
     /// What the user wrote.
     pub(crate) label: String,
     pub(crate) policy: Policy,
+    /// What stands above it.
+    pub(crate) rules: Rules,
 }
 
 /// clap names the flag and quotes the value.
@@ -174,7 +180,22 @@ fn parse_policy(text: &str) -> Result<NamedPolicy, String> {
     let policy = Policy::from_name(name)
         .ok_or_else(|| format!("the policy {name:?} is none of {}", Policy::NAMES.join(", ")))?;
     let settings = settings.collect::<Result<Vec<_>, _>>()?;
+    for (index, (key, _)) in settings.iter().enumerate() {
+        if settings[..index].iter().any(|(other, _)| other == key) {
+            return Err(format!("{key} is given twice"));
+        }
+    }
     let settings = settings.iter().map(|(key, value)| (*key, value));
-    let policy = policy.with(settings).map_err(|error| error.to_string())?;
-    Ok(NamedPolicy { label: text.to_owned(), policy })
+    let is_rule = |name: &str| Rules::TABLE.iter().any(|rule| rule.name == name);
+    let (rules, params): (Vec<_>, Vec<_>) = settings.partition(|(name, _)| is_rule(name));
+    let policy = policy.with(params).map_err(|error| match error {
+        ParamError::Unknown { .. } => format!("{error}; those of the rules are {}", rule_names()),
+        error => error.to_string(),
+    })?;
+    let rules = Rules::default().with(rules).map_err(|error| error.to_string())?;
+    Ok(NamedPolicy { label: text.to_owned(), policy, rules })
+}
+
+fn rule_names() -> String {
+    Rules::TABLE.iter().map(|rule| rule.name).collect::<Vec<_>>().join(", ")
 }

@@ -36,9 +36,9 @@ pub(crate) fn run(scenario: &Scenario) -> anyhow::Result<Vec<u8>> {
     let mut rows = Vec::new();
     let mut panels = Vec::new();
     let mut duration_ms = 0;
-    for NamedPolicy { label, policy } in policies(scenario, all_bytes) {
+    for NamedPolicy { label, policy, rules } in policies(scenario, all_bytes) {
         let skip = if scenario.every_report { Skip::Nothing } else { Skip::AtRest };
-        let governed = Governed { policy, rules: Rules::default(), skip };
+        let governed = Governed { policy, rules, skip };
         let setup = |host| match &recorded {
             Some((setup, pool_bytes)) => (vec![setup.clone(); scenario.vms as usize], *pool_bytes),
             None => generated(scenario, host),
@@ -79,7 +79,7 @@ fn policies(scenario: &Scenario, all_bytes: u64) -> Vec<NamedPolicy> {
             }
             policy => policy,
         };
-        Some(NamedPolicy { label: name.to_owned(), policy })
+        Some(NamedPolicy { label: name.to_owned(), policy, rules: Rules::default() })
     });
     named.collect()
 }
