@@ -242,7 +242,7 @@ impl Agent {
             workingset_refault_file: pages(totals.refaulted_bytes),
             pgscan_kswapd: pages(totals.kswapd_bytes),
             pgscan_direct: pages(totals.direct_bytes),
-            pgsteal_kswapd: pages(totals.kswapd_bytes),
+            pgsteal_kswapd: pages(totals.kswapd_bytes + totals.replaced_bytes),
             pgsteal_direct: pages(totals.direct_bytes),
             allocstall: totals.allocstalls,
             oom_kill: totals.oom_kills,

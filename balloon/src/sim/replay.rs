@@ -2,17 +2,23 @@
 
 use std::io::BufRead;
 
-use foreshore_proto::{Report, ZoneKind};
+use foreshore_proto::{Counters, Report, ZoneKind};
 use thiserror::Error;
 
 use super::demand::{Demand, Segment};
 use super::guest::GuestConfig;
 use super::host::VmSetup;
 use crate::trace::{Entry, Reader, TraceError};
+use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, MIB, Tier, TimeMs};
 
 /// So many moments of a trace are kept at most: a recording of the default size has no more.
 const MOST_MOMENTS: usize = 1 << 20;
+
+/// Files that came back count as read again and again for about so long.
+const AGAIN_MS: u64 = 3_600_000;
+/// Those that come back, again and again, in so long have no room beside what is in the page cache.
+const THRASH_MS: u64 = 1_000;
 
 /// A trace that cannot be replayed.
 #[derive(Debug, Error)]
@@ -32,10 +38,59 @@ pub enum ReplayError {
 }
 
 /// What a report shows of the demand.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Seen {
     at_ms: u64,
     anon_bytes: u64,
+    /// Files that are read again and again.
+    file_bytes: u64,
+    /// What of others has been read since the trace began.
+    streamed_bytes: u64,
+}
+
+/// What reports show of files, from one to the next.
+#[derive(Debug, Default)]
+struct Files {
+    last: Option<(u64, Counters)>,
+    /// What was evicted and has not come back. Less than nothing, if it was evicted before the first report.
+    gone_bytes: i128,
+    /// What came back of late: so much at least is read again.
+    again_bytes: u64,
+    /// What came back just now.
+    thrashing_bytes: u64,
+    file_bytes: u64,
+    /// By how much that has ever risen. It is read, too, and is no other file.
+    risen_bytes: i128,
+    streamed_bytes: u64,
+}
+
+impl Files {
+    /// Takes in a report. Every page that comes into the page cache is there, or was evicted; if it was evicted before, it comes
+    /// back. The rest was read for the first time. What is dropped because its file goes is not seen: files of that size that are
+    /// read later take its place.
+    fn see(&mut self, at_ms: u64, cached_bytes: u64, counters: &Counters) {
+        if let Some((last_ms, last)) = &self.last {
+            // Of a kernel that has booted again the counters begin at nothing.
+            let bytes = |count: fn(&Counters) -> u64| {
+                count(counters).saturating_sub(count(last)).saturating_mul(PAGE_BYTES)
+            };
+            let back_bytes = bytes(|counters| counters.workingset_refault_file);
+            let reclaimed_bytes = bytes(|counters| counters.pgsteal_kswapd)
+                .saturating_add(bytes(|counters| counters.pgsteal_direct));
+            let evicted_bytes = reclaimed_bytes.saturating_sub(bytes(|counters| counters.pswpout));
+            self.gone_bytes += i128::from(evicted_bytes) - i128::from(back_bytes);
+            let passed_ms = at_ms.saturating_sub(*last_ms);
+            for (sum, ms) in [(&mut self.again_bytes, AGAIN_MS), (&mut self.thrashing_bytes, THRASH_MS)] {
+                *sum = (*sum - scale(*sum, passed_ms.min(ms), ms)).saturating_add(back_bytes);
+            }
+        }
+        self.last = Some((at_ms, *counters));
+        let file_bytes = self.again_bytes.min(cached_bytes.saturating_add(self.thrashing_bytes));
+        self.risen_bytes += i128::from(file_bytes.saturating_sub(self.file_bytes));
+        self.file_bytes = file_bytes;
+        let read_bytes = i128::from(cached_bytes) + self.gone_bytes - self.risen_bytes;
+        self.streamed_bytes = self.streamed_bytes.max(u64::try_from(read_bytes).unwrap_or(0));
+    }
 }
 
 /// The demand as reports show it, in no more than so many moments however many reports there are.
@@ -86,7 +141,8 @@ impl Moments {
 /// trace does not say. However long the trace is, no more than a part of it is held.
 ///
 /// A guest that was short had less than it wanted, and what it waited for is not seen: its demand is at least this. What it had
-/// in swap counts as wanted. Page cache is not demand, but for what came back soon after it had been evicted.
+/// in swap counts as wanted. Files that came back after they had been evicted are read again and again; what else came into the page
+/// cache is read once.
 pub fn replay(
     trace: &mut Reader<impl BufRead>,
     guest: &GuestConfig,
@@ -99,13 +155,18 @@ pub fn replay(
     let has_dram = header.zones.iter().any(|zone| zone.tier == Tier::Dram && zone.max_bytes > 0);
     let reserve_part = if has_dram { 16 } else { 4 };
     let (mut reports, mut first, mut pool_free_bytes) = (0, None, None);
+    let mut files = Files::default();
     for entry in trace {
         match entry? {
             Entry::Report { at, report } => {
                 reports += 1;
                 let start = *first.get_or_insert(at);
-                let anon_bytes = used_bytes(&report, reserve_part);
-                moments.push(Seen { at_ms: at.since(start), anon_bytes });
+                let (at_ms, used) = (at.since(start), Used::of(&report, reserve_part));
+                files.see(at_ms, used.cached_bytes, report.counters());
+                let Files { file_bytes, streamed_bytes, .. } = files;
+                // What is in the page cache when the trace begins is read in its first moments.
+                let streamed_bytes = if reports == 1 { 0 } else { streamed_bytes };
+                moments.push(Seen { at_ms, anon_bytes: used.anon_bytes, file_bytes, streamed_bytes });
             }
             Entry::Host { pool_free_bytes: free, .. } => {
                 pool_free_bytes.get_or_insert(free);
@@ -123,13 +184,14 @@ pub fn replay(
     }
     let segments = seen.iter().zip(seen.iter().skip(1)).map(|(from, to)| {
         let change = i128::from(to.anon_bytes) - i128::from(from.anon_bytes);
-        let bytes_per_s = change * 1000 / i128::from(to.at_ms - from.at_ms);
+        let ms = to.at_ms - from.at_ms;
+        let bytes_per_s = change * 1000 / i128::from(ms);
         Segment {
             at: TimeMs(from.at_ms),
             anon_bytes: from.anon_bytes,
             anon_bytes_per_s: i64::try_from(bytes_per_s).unwrap_or(0),
-            file_bytes: 0,
-            stream_bytes_per_s: 0,
+            file_bytes: from.file_bytes,
+            stream_bytes_per_s: scale(to.streamed_bytes - from.streamed_bytes, 1000, ms),
             touches_per_s,
             hot_permille: hot_permille.min(1000),
         }
@@ -153,21 +215,39 @@ pub fn replay(
     Ok((VmSetup { guest, host, demand }, pool_bytes))
 }
 
-/// Memory in use that is not the kernel's own: what is neither available nor kept back by the kernel, and what is in swap.
-fn used_bytes(report: &Report, reserve_part: u64) -> u64 {
-    let memory = report.memory();
-    let swapped = memory.swap_total_bytes - memory.swap_free_bytes;
-    let (mut high_pages, mut lowmem_pages, mut descriptors) = (0, 0, 0);
-    for zone in report.zones() {
-        high_pages += zone.high_pages;
-        match zone.kind {
-            ZoneKind::Movable => descriptors += (zone.managed_pages * 4096).div_ceil(128 * MIB) * 2 * MIB,
-            _ => lowmem_pages += zone.managed_pages,
+/// What a report says of its guest's memory.
+struct Used {
+    /// Memory in use that is neither the kernel's own nor page cache, and what is in swap.
+    anon_bytes: u64,
+    /// Page cache of files, without memory that processes share.
+    cached_bytes: u64,
+}
+
+impl Used {
+    fn of(report: &Report, reserve_part: u64) -> Self {
+        let memory = report.memory();
+        let swapped = memory.swap_total_bytes - memory.swap_free_bytes;
+        let (mut high_pages, mut low_pages, mut lowmem_pages, mut descriptors) = (0, 0, 0, 0);
+        for zone in report.zones() {
+            high_pages += zone.high_pages;
+            low_pages += zone.low_pages;
+            match zone.kind {
+                ZoneKind::Movable => descriptors += (zone.managed_pages * 4096).div_ceil(128 * MIB) * 2 * MIB,
+                _ => lowmem_pages += zone.managed_pages,
+            }
         }
+        // MemAvailable leaves out the watermarks and what is kept of boot memory; of page cache it leaves out half, or the low
+        // watermarks if that is less (mm/show_mem.c, si_mem_available()). Memory that processes share is not in it.
+        let left_out = high_pages * 4096 + lowmem_pages * 4096 / reserve_part;
+        let low_bytes = low_pages * 4096;
+        let beside_free = memory.available_bytes.saturating_add(left_out).saturating_sub(memory.free_bytes);
+        let cached_bytes = memory.cached_bytes.min(beside_free.saturating_add(beside_free.min(low_bytes)));
+        let cached_left_out = (cached_bytes / 2).min(low_bytes);
+        // Descriptors are used by the kernel.
+        let kept = left_out + cached_left_out + descriptors;
+        let anon_bytes = (memory.total_bytes - memory.available_bytes + swapped).saturating_sub(kept);
+        Used { anon_bytes, cached_bytes }
     }
-    // MemAvailable leaves out the watermarks and what is kept of boot memory; descriptors are used by the kernel.
-    let kept = high_pages * 4096 + lowmem_pages * 4096 / reserve_part + descriptors;
-    (memory.total_bytes - memory.available_bytes + swapped).saturating_sub(kept)
 }
 
 #[cfg(test)]
@@ -177,7 +257,7 @@ mod tests {
     fn pushed(most: usize, seen: impl Iterator<Item = (u64, u64)>) -> Vec<Seen> {
         let mut moments = Moments::new(most);
         for (at_ms, anon_bytes) in seen {
-            moments.push(Seen { at_ms, anon_bytes });
+            moments.push(Seen { at_ms, anon_bytes, ..Seen::default() });
             assert!(moments.seen.len() <= most, "{} of {most}", moments.seen.len());
         }
         moments.seen
@@ -202,12 +282,55 @@ mod tests {
         let spikes = [(1_234, 900), (50_001, 800), (99_998, 700), (70_000, 1)];
         let level = |at: u64| spikes.iter().find(|(spike, _)| *spike == at).map_or(100 + at % 3, |(_, v)| *v);
         let kept = pushed(64, (0..100_000).map(|at| (at * 1_000, level(at))));
-        assert_eq!(kept[0], Seen { at_ms: 0, anon_bytes: level(0) });
-        assert_eq!(kept.last(), Some(&Seen { at_ms: 99_999_000, anon_bytes: level(99_999) }));
+        assert_eq!(kept[0], Seen { anon_bytes: level(0), ..Seen::default() });
+        assert_eq!(
+            kept.last(),
+            Some(&Seen { at_ms: 99_999_000, anon_bytes: level(99_999), ..Seen::default() })
+        );
         for (at, anon_bytes) in spikes {
-            assert!(kept.contains(&Seen { at_ms: at * 1_000, anon_bytes }), "{at}");
+            assert!(kept.contains(&Seen { at_ms: at * 1_000, anon_bytes, ..Seen::default() }), "{at}");
         }
         assert!(kept.windows(2).all(|pair| pair[0].at_ms < pair[1].at_ms), "in order");
         assert!(kept.len() > 16, "there is something in between: {}", kept.len());
+    }
+
+    /// What is seen of files in reports of every second: cached MiB, and what was reclaimed and came back since the last one.
+    fn seen_of(reports: &[(u64, u64, u64)]) -> Vec<(u64, u64)> {
+        let (mut files, mut counters) = (Files::default(), Counters::default());
+        let mut see = |(nth, (cached, reclaimed, back)): (usize, &(u64, u64, u64))| {
+            counters.pgsteal_kswapd += reclaimed * 256;
+            counters.workingset_refault_file += back * 256;
+            files.see(nth as u64 * 1_000, cached * MIB, &counters);
+            (files.file_bytes.div_ceil(MIB), files.streamed_bytes / MIB)
+        };
+        reports.iter().enumerate().map(&mut see).collect()
+    }
+
+    #[test]
+    fn files_that_came_back_are_read_again_and_others_once() {
+        // 10 MiB a second fill the page cache, and then take each other's place.
+        let filling = seen_of(&[(100, 0, 0), (110, 0, 0), (110, 10, 0), (110, 10, 0)]);
+        assert_eq!(filling, [(0, 100), (0, 110), (0, 120), (0, 130)]);
+        // A file that is deleted and written anew is no more page cache than before.
+        assert_eq!(seen_of(&[(100, 0, 0), (60, 0, 0), (100, 0, 0), (101, 0, 0)]).last(), Some(&(0, 101)));
+        // 30 MiB take each other's place and come back: nothing is new of that.
+        let thrashing =
+            seen_of(&[(20, 0, 0), (20, 10, 10), (20, 10, 10), (20, 10, 10), (20, 10, 10), (20, 0, 0)]);
+        assert!(thrashing.iter().map(|seen| seen.0).eq([0, 10, 20, 30, 30, 20]), "{thrashing:?}");
+        assert!(thrashing.iter().all(|seen| seen.1 == 20), "{thrashing:?}");
+        // A kernel that has booted again begins to count at nothing.
+        let (mut files, mut counters) = (Files::default(), Counters::default());
+        counters.pgsteal_kswapd = 1_000;
+        files.see(0, 0, &counters);
+        files.see(1_000, 0, &Counters::default());
+        assert_eq!((files.file_bytes, files.streamed_bytes), (0, 0));
+    }
+
+    #[test]
+    fn after_an_hour_without_it_nothing_is_read_again_for_sure() {
+        let mut reports = vec![(40, 0, 0), (40, 40, 40)];
+        reports.resize(5 * 3_600, (40, 0, 0));
+        let seen = seen_of(&reports);
+        assert_eq!((seen[1].0, seen[3_600].0 < 16, seen[5 * 3_600 - 1].0), (40, true, 1));
     }
 }

@@ -356,10 +356,7 @@ fn wanted_bytes(demand: &Demand, at: TimeMs) -> u64 {
 #[test]
 fn a_recorded_guest_wants_the_same_again() {
     for workload in [Workload::Ramp, Workload::Leak, Workload::Diurnal, Workload::Sawtooth] {
-        let mut original = setup(workload, 900_000, 3);
-        // What a trace shows is anonymous memory.
-        let segments = original.demand.segments().iter().map(|s| Segment { file_bytes: 0, ..*s }).collect();
-        original.demand = Demand::new(segments, original.demand.end()).expect("in order");
+        let original = setup(workload, 900_000, 3);
         let trace = recorded(&original, "psi");
         let (again, pool_bytes) = replayed(&trace, &original.guest).expect("long enough");
         assert_eq!(pool_bytes, 4096 * MIB);
@@ -371,9 +368,56 @@ fn a_recorded_guest_wants_the_same_again() {
             far += u64::from(wanted.abs_diff(seen) > 16 * MIB);
         }
         assert!(far <= 30, "{}: {far} of 900 moments", workload.name());
-        let [first, second] = [original, again].map(|setup| run(setup, "off").swap_out_gb);
+        // With `psi` no file that was needed was evicted, and the trace does not show that it was.
+        let mut without_files = original;
+        let segments = without_files.demand.segments().iter().map(|s| Segment { file_bytes: 0, ..*s });
+        without_files.demand = Demand::new(segments.collect(), without_files.demand.end()).expect("in order");
+        let [first, second] = [without_files, again].map(|setup| run(setup, "off").swap_out_gb);
         assert!((first - second).abs() <= 0.15 * first + 0.05, "{}: {first} and {second}", workload.name());
     }
+}
+
+/// What a policy has held at most, and how often it grew the guest.
+fn most_held(setup: VmSetup, policy: &str) -> (u64, u64) {
+    #[derive(Default)]
+    struct Most(u64);
+    impl Observer for Most {
+        fn lived(&mut self, guest: &Guest, _: &Segment) {
+            self.0 = self.0.max(guest.plugged_bytes());
+        }
+    }
+    let mut most = Most::default();
+    let vms = run_host(vec![setup], 4096 * MIB, &governed(policy), &mut most).expect("in range");
+    (most.0, vms[0].decided().grows)
+}
+
+/// `psi` gives files that are read once little; the others grow for them.
+#[test]
+fn page_cache_is_replayed_and_who_grows_for_it_does() {
+    let original = setup(Workload::CacheHeavy, 900_000, 3);
+    let trace = recorded(&original, "psi");
+    let (again, _) = replayed(&trace, &original.guest).expect("long enough");
+    for policy in ["psi", "amf", "dapper", "pmb", "memorage"] {
+        let [(first, first_grows), (second, second_grows)] =
+            [&original, &again].map(|setup| most_held(setup.clone(), policy));
+        assert!(first_grows > 0 && second_grows > 0, "{policy}: {first_grows} and {second_grows}");
+        // What `psi` needs depends on which of the files are read again.
+        let is_near = policy == "psi" || first.abs_diff(second) <= first / 4 + 32 * MIB;
+        assert!(is_near, "{policy}: {} and {} MiB", first / MIB, second / MIB);
+    }
+}
+
+/// A guest that evicts files which it needs, and reads them again.
+#[test]
+fn files_that_came_back_come_back_in_a_replay() {
+    let original = setup(Workload::CacheHeavy, 900_000, 3);
+    let trace = recorded(&original, "off");
+    let (again, _) = replayed(&trace, &original.guest).expect("long enough");
+    let [first, second] = [&original, &again].map(|setup| run(setup.clone(), "off"));
+    let shares = [second.refault_gb / first.refault_gb, second.stall_s / first.stall_s];
+    assert!(first.refault_gb > 1.0 && shares.iter().all(|share| (0.4..2.5).contains(share)), "{shares:?}");
+    let cured = run(again, "psi");
+    assert!(cured.refault_gb < 0.1 * second.refault_gb && cured.grows > 0, "{cured:?}");
 }
 
 #[test]

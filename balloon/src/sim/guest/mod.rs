@@ -120,6 +120,8 @@ pub struct Totals {
     pub swapped_out_bytes: u64,
     /// File pages that were evicted and came back.
     pub refaulted_bytes: u64,
+    /// Page cache whose place other pages took at once.
+    pub replaced_bytes: u64,
     /// What reclaim has freed, by kswapd and by tasks themselves.
     pub kswapd_bytes: u64,
     /// See there.
@@ -593,6 +595,7 @@ impl Guest {
         // Page cache that nobody reads again makes room for what moves.
         let clean = (bytes + high).saturating_sub(self.room_bytes()).min(self.stream_bytes);
         self.stream_bytes -= clean;
+        self.totals.replaced_bytes += clean;
         let bytes = bytes.min(self.room_bytes().saturating_sub(high));
         let bytes = bytes - bytes % zone.block_bytes;
         self.zones[index].plugged_bytes -= bytes;

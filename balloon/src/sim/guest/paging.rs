@@ -196,10 +196,12 @@ impl Guest {
         let bytes = bytes.min(self.missing_file_bytes(segment));
         let high = self.marks_bytes(|marks| marks.high);
         let needed = bytes.saturating_sub(self.room_bytes().saturating_sub(high));
-        self.stream_bytes -= needed.min(self.stream_bytes);
+        let streamed = needed.min(self.stream_bytes);
+        self.stream_bytes -= streamed;
         let added = bytes.min(self.room_bytes().saturating_sub(high));
         self.file_bytes += added;
         self.totals.refaulted_bytes += bytes - added;
+        self.totals.replaced_bytes += streamed + bytes - added;
     }
 
     /// Files that are read once fill what is free down to the high watermark, and then take each other's place.
