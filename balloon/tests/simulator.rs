@@ -17,13 +17,15 @@ fn printed(arguments: &[&str]) -> String {
 
 #[test]
 fn bad_input_is_refused_with_value_and_bound() {
-    let cases: [(&[&str], &str); 20] = [
+    let cases: [(&[&str], &str); 22] = [
         (&["--duration", "10"], "'10' for '--duration <TIME>': must be a time"),
         (&["--duration", "500ms"], "'500ms' for '--duration <TIME>': must be 1s to 87600h"),
         (&["--dram", "32M"], "'32M' for '--dram <SIZE>': must be 64M to 16T"),
         (&["--dram", "65M"], "'65M' for '--dram <SIZE>': must be a multiple of 2M"),
         (&["--vms", "0"], "'0' for '--vms <COUNT>': must be 1 to 1000"),
         (&["--refused", "1001"], "must be 0 to 1000"),
+        (&["--storage-writes", "0"], "'0' for '--storage-writes <SIZE>': must be 1M to 1024T"),
+        (&["--endurance", "0"], "'0' for '--endurance <COUNT>': must be 1 to 1000000"),
         (&["--swap", "tape"], "[possible values: none, disk, pm]"),
         (&["--workload", "tide"], "the workload \"tide\" is none of steady, ramp, burst"),
         (&["--workload", "ramp,low=5"], "low is 5, must be 10 to 100000"),
@@ -108,10 +110,19 @@ fn all_formats_say_the_same_and_a_seed_is_a_run() {
     assert_eq!(lines.len(), 3);
     assert!(lines[0].starts_with("policy,") && lines[0].contains(",stall_s,"), "{}", lines[0]);
     assert!(lines[1].starts_with("\"psi,horizon=3s\","), "{}", lines[1]);
-    assert!(lines.iter().all(|line| line.replace("psi,", "psi").split(',').count() == 21), "{csv}");
+    assert!(lines.iter().all(|line| line.replace("psi,", "psi").split(',').count() == 23), "{csv}");
 
     let table = with(&[]);
     assert_eq!(table.lines().count(), 4);
+    // Memorage's equations: nothing is lent under `off`.
+    let last = |line: usize| table.lines().nth(line).expect("a line").split_whitespace().rev().take(3);
+    assert!(last(1).eq(["x", "x", "x"]) && last(3).take(2).eq(["1.00", "1.00"]), "{table}");
+    assert!(last(2).all(|figure| figure.parse::<f64>().is_ok_and(|figure| figure > 1.0)), "{table}");
+    let written = [json[0]["storage_wear"].as_f64(), json[0]["pooled_lifetime"].as_f64()];
+    let heavy = with(&["--format", "json", "--storage-writes", "1T", "--endurance", "100"]);
+    let heavy: serde_json::Value = serde_json::from_str(&heavy).expect("JSON");
+    let heavy = [heavy[0]["storage_wear"].as_f64(), heavy[0]["pooled_lifetime"].as_f64()];
+    assert!(heavy[0] < written[0] && heavy[1] < written[1], "{heavy:?} and {written:?}");
     assert_eq!(table, with(&[]), "the same again");
     assert_ne!(table, with(&["--seed", "2"]));
     assert_eq!(with(&["--format", "csv"]), csv);

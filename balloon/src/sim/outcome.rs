@@ -48,8 +48,13 @@ pub struct Outcome {
     pub pm_written_gb: f64,
     /// The share of memory that rested on PM, in the mean: Memorage's h.
     pub lent_share: f64,
-    /// How many times as long DRAM's share lasts for it, if it wears as PM does: equation 2, left.
+    /// How many times as long the guest's memory lasts if it wears as PM does and its writes go over memory and PM evenly:
+    /// Memorage's equation 1. Of several VMs, the mean.
+    pub pooled_lifetime: f64,
+    /// How many times as long it lasts for the share that rested on PM: equation 2, left.
     pub memory_lifetime: f64,
+    /// How many times as fast PM wears for what was lent of it: equation 2, right. Of several VMs, the mean.
+    pub storage_wear: f64,
     /// Calls of the controller.
     pub steps: u64,
     /// Reports that could not have changed anything and were left out.
@@ -85,7 +90,7 @@ impl Outcome {
             ..Outcome::default()
         };
         outcome.account_energy(guest, touches);
-        outcome.account_wear(guest, touches[1]);
+        outcome.account_wear(guest, touches);
         outcome
     }
 
@@ -116,9 +121,9 @@ impl Outcome {
         self.amf_energy_kj = energy::AMF.joules(active_byte_s, idle_byte_s, activated as f64) / 1e3;
     }
 
-    fn account_wear(&mut self, guest: &Guest, pm_touches: f64) {
+    fn account_wear(&mut self, guest: &Guest, touches: [f64; 2]) {
         let (totals, config) = (guest.totals(), guest.config());
-        let mut written = pm_touches * LINE_BYTES * config.write_permille as f64 / 1e3;
+        let mut written = touches[1] * LINE_BYTES * config.write_permille as f64 / 1e3;
         // Memory is zeroed or filled when it comes.
         written += totals.plugged_in_bytes[1] as f64;
         if config.swap.is_pm {
@@ -129,6 +134,36 @@ impl Outcome {
         let all = config.boot_bytes as f64 * self.run_s * 1e3 + dram + pm;
         self.lent_share = if all > 0.0 { pm / all } else { 0.0 };
         self.memory_lifetime = memory_lifetime(self.lent_share);
+        self.account_equations(guest, touches);
+    }
+
+    /// Memorage's equations 1 and 2, with what is written to memory in the run, and to PM as storage by its volumes and as swap.
+    fn account_equations(&mut self, guest: &Guest, touches: [f64; 2]) {
+        let (totals, config) = (guest.totals(), guest.config());
+        let days = self.run_s / 86_400.0;
+        let filled: u64 = totals.plugged_in_bytes.iter().sum();
+        let touched = touches.iter().sum::<f64>() * LINE_BYTES * config.write_permille as f64 / 1e3;
+        let swapped = if config.swap.is_pm { totals.swapped_out_bytes as f64 } else { 0.0 };
+        let storage_bytes = (config.storage_bytes_per_day as f64 * days + swapped).max(1.0);
+        let bandwidth = (touched + filled as f64) / storage_bytes;
+        let most = |tier| {
+            let zones = guest.zones().iter().filter(move |zone| zone.tier == tier);
+            zones.map(|zone| zone.max_bytes as f64).sum::<f64>()
+        };
+        let capacity = most(crate::Tier::Pm) / (config.boot_bytes as f64 + most(crate::Tier::Dram));
+        let endurance = config.endurance.max(1) as f64;
+        self.pooled_lifetime = wear::Ratios { capacity, bandwidth, endurance }.pooled_lifetime();
+        // In the mean of the run.
+        let pm_bytes = totals.plugged_byte_ms[1] as f64 / (self.run_s * 1e3).max(1.0);
+        let lending = wear::Lending {
+            share: self.lent_share,
+            bandwidth,
+            memory_bytes: if self.lent_share > 0.0 { pm_bytes / self.lent_share } else { 0.0 },
+            storage_bytes_per_day: storage_bytes / days.max(f64::MIN_POSITIVE),
+            // What is lent has been lent anew so often.
+            exchange_days: pm_bytes * days / (totals.plugged_in_bytes[1] as f64).max(1.0),
+        };
+        self.storage_wear = if self.lent_share > 0.0 { lending.storage_wear() } else { 1.0 };
     }
 
     /// Takes another VM's in.
@@ -154,7 +189,9 @@ impl Outcome {
             amf_energy_kj: self.amf_energy_kj + other.amf_energy_kj,
             pm_written_gb: self.pm_written_gb + other.pm_written_gb,
             lent_share,
+            pooled_lifetime: mean(self.pooled_lifetime, other.pooled_lifetime),
             memory_lifetime: memory_lifetime(lent_share),
+            storage_wear: mean(self.storage_wear, other.storage_wear),
             steps: self.steps + other.steps,
             skipped: self.skipped + other.skipped,
         };

@@ -453,3 +453,44 @@ fn amf_swaps_and_faults_less_than_a_guest_without() {
     assert!(without.swap_out_gb > 0.1 && fused.swap_out_gb < 0.705 * without.swap_out_gb, "{fused:?}");
     assert!(without.swap_in_gb > 0.1 && fused.swap_in_gb < 0.539 * without.swap_in_gb, "{fused:?}");
 }
+
+#[test]
+fn wear_is_by_memorages_equations() {
+    let governed = governed("fixed");
+    let figures = |setup: VmSetup, governed: &Governed| {
+        let vms = run_host(vec![setup], 4096 * MIB, governed, &mut ()).expect("in range");
+        (Outcome::of(&vms[0]), *vms[0].guest().totals())
+    };
+    let (outcome, totals) = figures(deficit(500, "disk"), &governed);
+    // A minute of 200,000 touches a second, half of which write 64 bytes, and what is filled as it is plugged.
+    let [dram, pm] = totals.plugged_in_bytes.map(|bytes| bytes as f64);
+    let written = 60.0 * 100_000.0 * 64.0 + dram + pm;
+    let stored = (12u64 << 30) as f64 * 60.0 / 86_400.0;
+    let bandwidth = written / stored;
+    // 1 GiB of PM beside 256 MiB and a quarter of them, whose cells bear ten times as much.
+    let pooled = (1.0 + 3.2 / 10.0) * bandwidth / (1.0 + bandwidth);
+    assert!(
+        (outcome.pooled_lifetime / pooled - 1.0).abs() < 1e-9,
+        "{} and {pooled}",
+        outcome.pooled_lifetime
+    );
+    let share = outcome.lent_share;
+    assert!(share > 0.2, "{share}");
+    assert!((outcome.memory_lifetime * (1.0 - share) - 1.0).abs() < 1e-9);
+    let wear = 1.0 + bandwidth * share + 2.0 * pm / stored;
+    assert!((outcome.storage_wear / wear - 1.0).abs() < 1e-9, "{} and {wear}", outcome.storage_wear);
+
+    let mut bears_more = deficit(500, "disk");
+    (bears_more.guest.endurance, bears_more.guest.storage_bytes_per_day) = (5, 120 << 30);
+    let (busy, _) = figures(bears_more, &governed);
+    assert!(busy.storage_wear - 1.0 < 0.11 * (outcome.storage_wear - 1.0), "{}", busy.storage_wear);
+    let bandwidth = bandwidth / 10.0;
+    let pooled = (1.0 + 3.2 / 5.0) * bandwidth / (1.0 + bandwidth);
+    assert!((busy.pooled_lifetime / pooled - 1.0).abs() < 1e-9, "{} and {pooled}", busy.pooled_lifetime);
+
+    let (without, _) = figures(deficit(500, "disk"), &Governed { policy: Policy::Off, ..governed });
+    assert_eq!((without.memory_lifetime, without.storage_wear), (1.0, 1.0));
+    let mut both = outcome.clone();
+    both.add(&without);
+    assert_eq!(both.storage_wear, (outcome.storage_wear + 1.0) / 2.0);
+}

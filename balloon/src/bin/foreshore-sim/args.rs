@@ -104,6 +104,12 @@ pub(crate) struct Scenario {
     /// The part of what was ever plugged of a zone that does not come back, in thousandths
     #[arg(long, value_name = "PERMILLE", default_value = "0", value_parser = bounded(Unit::Permille, 0, 1000))]
     pub(crate) refused: u64,
+    /// What a VM's volumes write to PM in a day, for its wear
+    #[arg(long, value_name = "SIZE", default_value = "12G", value_parser = bounded(Unit::Bytes, 1 << 20, 1 << 50))]
+    pub(crate) storage_writes: u64,
+    /// How many times as many writes the cells of memory bear as those of PM, for its wear
+    #[arg(long, value_name = "COUNT", default_value = "10", value_parser = bounded(Unit::Count, 1, 1_000_000))]
+    pub(crate) endurance: u64,
     /// What is random is so by this number
     #[arg(long, value_name = "NUMBER", default_value = "1")]
     pub(crate) seed: u64,

@@ -9,7 +9,7 @@ use super::run::Row;
 /// The columns of the table: heading, unit, figure.
 type Column = (&'static str, &'static str, fn(&Row) -> String);
 
-const COLUMNS: [Column; 12] = [
+const COLUMNS: [Column; 15] = [
     ("stall", "s", |row| figure(row.outcome.stall_s)),
     ("slower", "s", |row| figure(row.outcome.pm_slower_s)),
     ("swap in", "GB", |row| figure(row.outcome.swap_in_gb)),
@@ -22,6 +22,9 @@ const COLUMNS: [Column; 12] = [
     ("OOM", "", |row| row.outcome.oom_kills.to_string()),
     ("energy", "kJ", |row| figure(row.outcome.energy_kj)),
     ("PM writes", "GB", |row| figure(row.outcome.pm_written_gb)),
+    ("pooled", "x", |row| figure(row.outcome.pooled_lifetime)),
+    ("lent", "x", |row| figure(row.outcome.memory_lifetime)),
+    ("PM wear", "x", |row| figure(row.outcome.storage_wear)),
 ];
 
 /// Three digits that count, and no more than two behind the point.

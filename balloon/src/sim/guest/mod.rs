@@ -46,6 +46,10 @@ pub struct GuestConfig {
     pub write_permille: u64,
     /// How much longer an access to PM takes than one to DRAM.
     pub pm_slower_ns: u64,
+    /// What is written to PM in a day by volumes: what it is for, apart from lending.
+    pub storage_bytes_per_day: u64,
+    /// How many times as many writes the cells of memory bear as those of PM.
+    pub endurance: u64,
 }
 
 impl Default for GuestConfig {
@@ -62,6 +66,8 @@ impl Default for GuestConfig {
             refused_permille: 0,
             write_permille,
             pm_slower_ns: PRAM.slower_ns(&DRAM, write_permille),
+            storage_bytes_per_day: 12 << 30,
+            endurance: 10,
         }
     }
 }
