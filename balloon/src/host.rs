@@ -150,6 +150,8 @@ pub struct HostView {
     /// The zone that is a balloon in boot memory, if one is: what it grows by is the guest's already, and needs neither
     /// page descriptors nor onlining.
     pub balloon: Option<ZoneId>,
+    /// Zones of which the host could not provide all that was requested last: what is requested has been lowered since.
+    pub short: Vec<ZoneId>,
 }
 
 impl HostView {

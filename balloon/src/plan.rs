@@ -112,6 +112,8 @@ reasons! {
     InProgress => "in_progress",
     /// The guest did not follow a request in time: it is reduced, or withdrawn for a while.
     NoProgress => "no_progress",
+    /// The host could not provide what was asked for: others are asked, and the zone is left alone for a while.
+    HostShort => "host_short",
     /// Every zone has all it may have.
     AtCeiling => "at_ceiling",
     /// Every zone is down to what it keeps.

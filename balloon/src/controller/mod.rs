@@ -109,14 +109,14 @@ impl Controller {
 
     /// Decides what to do about `event`. `host` must be read after the last plan was carried out.
     pub fn step(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
-        self.follow(host, now);
+        let lacks_bytes = self.follow(host, now);
         for zone in &mut self.zones {
             zone.by_hand = false;
         }
         if let Event::Report(report) = event {
             self.take_report(report, host, now);
         }
-        let mut plan = self.plan(event, host, now);
+        let mut plan = self.plan(event, lacks_bytes, host, now);
         plan.dry_run = self.rules.dry_run;
         if !plan.dry_run {
             self.note(&plan, now);
@@ -232,8 +232,8 @@ impl Controller {
 
     /// Brings what is known of the zones to the host's present ones, in the host's order. A zone that has grown of itself,
     /// as a balloon does that deflates when its guest has nothing else left, is a grow like any other: what the guest
-    /// took is not taken back at once.
-    fn follow(&mut self, host: &HostView, now: TimeMs) {
+    /// took is not taken back at once. Returns what the loop has asked for and the host could not provide.
+    fn follow(&mut self, host: &HostView, now: TimeMs) -> u64 {
         if !host.zones.iter().map(|zone| zone.id).eq(self.zones.iter().map(|known| known.id)) {
             let known = std::mem::take(&mut self.zones);
             for zone in &host.zones {
@@ -243,14 +243,23 @@ impl Controller {
                 self.zones.push(known.unwrap_or(new));
             }
         }
-        let mut has_grown = false;
+        let (mut has_grown, mut all_lack_bytes) = (false, 0u64);
         for (zone, followed) in host.zones.iter().zip(&mut self.zones) {
-            let more = followed.progress.observe(zone, now);
-            has_grown |= more && !followed.pinned && !followed.by_hand;
+            let is_short = host.short.contains(&zone.id);
+            let seen = followed.progress.observe(zone, is_short, now);
+            if followed.pinned || followed.by_hand {
+                continue;
+            }
+            has_grown |= seen.has_grown;
+            if seen.lacks_bytes > 0 {
+                followed.progress.fell_short(&self.rules, now);
+                all_lack_bytes = all_lack_bytes.saturating_add(seen.lacks_bytes);
+            }
         }
         if has_grown {
             self.has_grown(now);
         }
+        all_lack_bytes
     }
 
     fn take_report(&mut self, report: &Report, host: &HostView, now: TimeMs) {
@@ -294,7 +303,7 @@ impl Controller {
         })
     }
 
-    fn plan(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
+    fn plan(&mut self, event: Event<'_>, lacks_bytes: u64, host: &HostView, now: TimeMs) -> Plan {
         if self.paused {
             return self.hold(Reason::Paused, host);
         }
@@ -306,6 +315,9 @@ impl Controller {
         }
         if let Some(plan) = self.come_within_bounds(host, now) {
             return plan;
+        }
+        if lacks_bytes > 0 {
+            return self.go_elsewhere(event, lacks_bytes, host, now);
         }
         if let Policy::Fixed(params) = &self.policy {
             let last = self.unreported(fixed::decide(params, host), host, now);
@@ -338,6 +350,21 @@ impl Controller {
             }
         }
         requests.map(|requests| self.build(Direction::Hold, Reason::NoProgress, None, requests, host))
+    }
+
+    /// Rule 5: what the host could not provide is asked of other zones, at once, and with what has come to be wanted since.
+    fn go_elsewhere(&self, event: Event<'_>, lacks_bytes: u64, host: &HostView, now: TimeMs) -> Plan {
+        let last = self.last.unwrap_or_else(|| self.unreported(off::decide(), host, now));
+        let more = match event {
+            Event::Report(_) => {
+                last.decision.want_bytes.map_or(0, |want| want.saturating_sub(host.requested_bytes()))
+            }
+            Event::Tick => 0,
+        };
+        let reason = Reason::HostShort;
+        let plan = self.grow(lacks_bytes.max(more), reason, last, host, now);
+        // Also where nobody has it: what stood in the way of others is not what happened.
+        Plan { reason, ..plan }
     }
 
     /// Rule 3: the VM as a whole has a floor and a ceiling, whatever is reported and whoever

@@ -13,9 +13,20 @@ pub(super) struct Progress {
     moved: TimeMs,
     grow: Attempt,
     shrink: Attempt,
+    /// Grows, for the host's sake.
+    host: Attempt,
 }
 
-/// How much may be asked at a time, after the guest has not followed.
+/// What has become of a zone since it was looked at.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Seen {
+    /// More is requested than was asked for.
+    pub has_grown: bool,
+    /// What was asked for and the host could not provide.
+    pub lacks_bytes: u64,
+}
+
+/// How much may be asked at a time, after the guest has not followed, or the host could not provide it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Attempt {
     /// At most this may be outstanding; `None`: no limit.
@@ -35,14 +46,21 @@ impl Progress {
             moved: now,
             grow: Attempt::default(),
             shrink: Attempt::default(),
+            host: Attempt::default(),
         }
     }
 
-    /// Takes the zone's present sizes. Returns whether more is requested than was asked for.
-    pub fn observe(&mut self, zone: &ZoneSizes, now: TimeMs) -> bool {
+    /// Takes the zone's present sizes. `is_short`: the host could not provide all of what was requested last.
+    pub fn observe(&mut self, zone: &ZoneSizes, is_short: bool, now: TimeMs) -> Seen {
         let has_grown = zone.requested_bytes > self.requested_bytes;
+        let lacks_bytes =
+            if is_short { self.requested_bytes.saturating_sub(zone.requested_bytes) } else { 0 };
         if zone.plugged_bytes > self.plugged_bytes {
             self.grow = Attempt::default();
+            // What comes after the host had to lower the request is what it had left.
+            if !is_short {
+                self.host = Attempt::default();
+            }
         }
         if zone.plugged_bytes < self.plugged_bytes {
             self.shrink = Attempt::default();
@@ -52,7 +70,12 @@ impl Progress {
         }
         self.requested_bytes = zone.requested_bytes;
         self.plugged_bytes = zone.plugged_bytes;
-        has_grown
+        Seen { has_grown, lacks_bytes }
+    }
+
+    /// The host could not provide what was asked for: not before the next try is it asked again.
+    pub fn fell_short(&mut self, rules: &Rules, now: TimeMs) {
+        self.host.pause(rules, now);
     }
 
     /// A plan asks for this.
@@ -110,7 +133,15 @@ impl Progress {
         }
     }
 
-    /// The most that may be taken back from the zone at a time, for the same reason.
+    /// The most that may be requested of the zone, for the host's sake.
+    pub fn host_ceiling_bytes(&self, zone: &ZoneSizes, now: TimeMs) -> u64 {
+        match self.host.allowed(now) {
+            Some(cap) => zone.plugged_bytes.saturating_add(cap),
+            None => u64::MAX,
+        }
+    }
+
+    /// The most that may be taken back from the zone at a time, for the guest's driver's sake.
     pub fn shrink_cap_bytes(&self, now: TimeMs) -> u64 {
         self.shrink.allowed(now).unwrap_or(u64::MAX)
     }
@@ -122,6 +153,10 @@ impl Attempt {
         if at_once && half_bytes > 0 {
             return;
         }
+        self.pause(rules, now);
+    }
+
+    fn pause(&mut self, rules: &Rules, now: TimeMs) {
         self.pause_ms = self.pause_ms.saturating_mul(2).clamp(rules.progress_ms, rules.max_retry_ms);
         self.retry_at = Some(now + self.pause_ms);
     }

@@ -189,6 +189,7 @@ impl Share {
             ceiling = ceiling.min_by_bytes((part, Reason::OnlinePolicy));
         }
         ceiling = ceiling.min_by_bytes((progress.ceiling_bytes(zone, now), Reason::NoProgress));
+        ceiling = ceiling.min_by_bytes((progress.host_ceiling_bytes(zone, now), Reason::HostShort));
         Share {
             index: 0,
             tier: zone.tier,

@@ -79,9 +79,20 @@ impl Rig {
         if !plan.dry_run {
             for (zone, target) in self.host.zones.iter_mut().zip(&plan.targets) {
                 assert_eq!(zone.id, target.zone);
-                zone.requested_bytes = target.requested_bytes;
+                if zone.requested_bytes != target.requested_bytes {
+                    zone.requested_bytes = target.requested_bytes;
+                    self.host.short.retain(|id| *id != zone.id);
+                }
             }
         }
+    }
+
+    /// The host has no more than this for a zone, and the device lowers what is requested.
+    fn host_has(&mut self, zone: usize, mib: u64) {
+        let zone = &mut self.host.zones[zone];
+        assert!(zone.requested_bytes > mib * MIB);
+        zone.requested_bytes = mib * MIB;
+        self.host.short.push(zone.id);
     }
 
     /// The guest's driver does what it was asked.
@@ -468,6 +479,76 @@ fn rule_5_what_is_withdrawn_is_whole_blocks_whatever_the_guest_has() {
     }
     let less = Reason::NoProgress;
     assert_eq!(seen[..2], [(less, 112), (less, 104)], "down for a grow: {seen:?}");
+}
+
+#[test]
+fn rule_5_what_the_host_cannot_provide_is_asked_of_another_zone_at_once() {
+    let mut rig = Rig::fixed(100);
+    rig.tick(0);
+    assert_eq!(rig.requested_mib(), (100, 0));
+    rig.host_has(DRAM, 24);
+    let plan = rig.tick(10);
+    assert_eq!((plan.direction, plan.reason, plan.limited_by), (Direction::Grow, Reason::HostShort, None));
+    assert_eq!(rig.requested_mib(), (24, 76));
+    // What it got comes, and says nothing about what it did not get.
+    rig.follow();
+    rig.want(110);
+    assert_eq!(rig.tick(4_990).reason, Reason::FixedSize);
+    assert_eq!(rig.requested_mib(), (24, 86));
+    rig.follow();
+    rig.want(120);
+    rig.tick(10);
+    assert_eq!(rig.requested_mib(), (34, 86), "asked again");
+    // It comes: the host has memory again.
+    rig.follow();
+    rig.want(128);
+    rig.tick(10);
+    assert_eq!(rig.requested_mib(), (42, 86));
+}
+
+#[test]
+fn rule_5_a_host_that_has_nothing_is_asked_ever_more_rarely() {
+    let mut rig = Rig::fixed(64);
+    rig.host.zones.truncate(1);
+    let mut asked_s = Vec::new();
+    for second in 0..200 {
+        let plan = rig.tick(1_000);
+        match rig.host.requested_bytes() {
+            0 => assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::HostShort), "{second}"),
+            _ => {
+                asked_s.push(second);
+                rig.host_has(DRAM, 0);
+            }
+        }
+    }
+    assert_eq!(asked_s, [0, 6, 17, 38, 79, 140]);
+}
+
+/// A report may come before the devices' news: it has its say as well.
+#[test]
+fn rule_5_what_is_wanted_meanwhile_is_asked_with_what_the_host_could_not_provide() {
+    let mut rig = Rig::new(Policy::default());
+    rig.report(1000, 20);
+    let (asked, _) = rig.requested_mib();
+    assert!((1..128).contains(&asked), "{asked}");
+    rig.host_has(DRAM, 0);
+    let plan = rig.report(50, 10);
+    assert_eq!((plan.direction, plan.reason), (Direction::Grow, Reason::HostShort));
+    assert!(rig.requested_mib().1 >= asked, "{:?}", rig.requested_mib());
+}
+
+#[test]
+fn rule_5_what_the_host_could_not_provide_to_a_hand_is_the_hands_affair() {
+    let mut rig = Rig::fixed(24);
+    rig.tick(0);
+    rig.follow();
+    let (host, now) = (rig.host.clone(), rig.now);
+    rig.controller.pin(ZoneId(0), &host, now);
+    rig.host.zones[DRAM].requested_bytes = 100 * MIB;
+    rig.tick(10);
+    rig.host_has(DRAM, 24);
+    assert_eq!(rig.tick(10).reason, Reason::Enough);
+    assert_eq!(rig.requested_mib(), (24, 0));
 }
 
 #[test]

@@ -369,6 +369,12 @@ impl Core {
                 .iter()
                 .position(|zone| zone.zone.id == BALLOON_ZONE)
                 .map(|at| ZoneId(at as u32)),
+            short: (0..)
+                .map(ZoneId)
+                .zip(sizes)
+                .filter(|(_, zone)| zone.shortfall.is_some())
+                .map(|(id, _)| id)
+                .collect(),
         }
     }
 

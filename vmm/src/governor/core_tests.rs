@@ -173,6 +173,30 @@ fn a_resize_that_the_host_cannot_provide_is_stuck_until_it_is_asked_for_again() 
     assert_eq!(f.pm.sizes().plugged_bytes, 64 * MIB);
 }
 
+/// DRAM that its host does not have must not keep the guest from PM, nor its host busy.
+#[test]
+fn what_the_host_cannot_provide_is_asked_of_another_tier_and_not_all_the_time() {
+    let mut f = fixture("psi", false, true);
+    f.dram.sizes.lock().region_bytes = 8192 * MIB;
+    *f.dram.can_provide.lock() = 0;
+    f.greet();
+    for _ in 0..200 {
+        f.report(20);
+    }
+    assert_eq!(f.dram.sizes().plugged_bytes, 0);
+    assert_eq!(f.pm.sizes().plugged_bytes, 1024 * MIB, "{:?}", f.core.counters.plans);
+    let info = f.core.info(DECISIONS_KEPT, TimeMs(f.seq * 50));
+    assert!(info.decisions_total < 20, "{:?}", f.core.counters.plans);
+    assert!(f.core.counters.plans.keys().any(|key| key.2 == "host_short"), "{:?}", f.core.counters.plans);
+    // What the host has again is asked for again.
+    *f.dram.can_provide.lock() = 256 * MIB;
+    for _ in 0..70 {
+        f.seq += 19;
+        f.report(20);
+    }
+    assert_eq!(f.dram.sizes().plugged_bytes, 256 * MIB, "{:?}", f.core.counters.plans);
+}
+
 #[test]
 fn lines_that_are_no_reports_are_counted_by_reason_and_change_nothing() {
     let mut f = fixture("psi", false, true);

@@ -17,6 +17,7 @@ use crate::governor::task::{Clock, Connections, Governor};
 use crate::governor::{DeviceSizes, GovernedZone, PoolFree, Shortfall, ZoneDevice};
 use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::Tier;
+use crate::pool::PoolInfo;
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::mem::MemHandle;
 use crate::volume::guest_btt::GuestBtt;
@@ -105,6 +106,11 @@ fn governed_balloon(balloon: &BalloonHandle) -> GovernedZone {
     }
 }
 
+/// What a pool can still lend: one that has failed has memory, and gives none of it.
+fn offered_bytes(pool: &PoolInfo) -> u64 {
+    if pool.failed { 0 } else { pool.lendable_bytes }
+}
+
 /// Starts the governor of a machine that is about to run.
 pub(super) fn start(
     config: &VmConfig,
@@ -138,7 +144,7 @@ pub(super) fn start(
         Some(pm) => {
             // Its task ends a moment after the machine, which may open the pool anew.
             let pool = Arc::downgrade(resources.pool(&pm.pool));
-            Arc::new(move || pool.upgrade().map_or(0, |pool| pool.info().lendable_bytes))
+            Arc::new(move || pool.upgrade().map_or(0, |pool| offered_bytes(&pool.info())))
         }
         None => Arc::new(|| 0),
     };
@@ -205,4 +211,16 @@ fn distances(topology: &Topology) -> Distances {
         distances.set(from, to, topology.distance(from, to));
     }
     distances
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pool_that_has_failed_offers_nothing_whatever_it_has() {
+        let pool = PoolInfo { lendable_bytes: 64 << 20, ..PoolInfo::default() };
+        assert_eq!(offered_bytes(&pool), 64 << 20);
+        assert_eq!(offered_bytes(&PoolInfo { failed: true, ..pool }), 0);
+    }
 }
