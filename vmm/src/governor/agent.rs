@@ -21,7 +21,7 @@ const MAX_LINES_PER_SECOND: u32 = 200;
 pub async fn serve(
     mut stream: UnixStream,
     core: &Mutex<Core>,
-    clock: Clock,
+    clock: &Clock,
     budget: &mut LineBudget,
 ) -> io::Result<()> {
     let mut reader = LineReader::new();

@@ -464,7 +464,7 @@ fn lines_of_an_agent_that_has_closed_its_end_count() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let stream = tokio::net::UnixStream::from_std(vmm).unwrap();
-        serve(stream, &core, Clock::start(), &mut LineBudget::new()).await.unwrap();
+        serve(stream, &core, &Clock::start(), &mut LineBudget::new()).await.unwrap();
     });
     assert_eq!(core.lock().counters.refused.values().sum::<u64>(), 2);
 }
@@ -485,7 +485,7 @@ fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
     runtime.block_on(async {
         let stream = tokio::net::UnixStream::from_std(vmm).unwrap();
         let begin = tokio::time::Instant::now();
-        serve(stream, &core, Clock::start(), &mut LineBudget::new()).await.unwrap();
+        serve(stream, &core, &Clock::start(), &mut LineBudget::new()).await.unwrap();
         assert!(begin.elapsed() >= Duration::from_secs(4), "{:?}", begin.elapsed());
     });
     assert_eq!(core.lock().counters.refused.values().sum::<u64>(), 1_000);

@@ -35,12 +35,22 @@ const APART: Duration = Duration::from_millis(10);
 /// How much before others the thread is: as much as the agent in its guest.
 const NICE: libc::c_int = -10;
 
-/// Milliseconds since the governor started.
-#[derive(Clone, Copy, Debug)]
+/// Milliseconds since the governor started. Clones are the same clock.
+#[derive(Clone, Debug)]
 pub struct Clock {
     read: Read,
     started: Duration,
     started_with_sleep: Duration,
+    held: Arc<Mutex<Held>>,
+}
+
+/// The time in which the VM was paused.
+#[derive(Debug, Default)]
+struct Held {
+    /// When the present pause began, by the host's clock.
+    since: Option<Duration>,
+    /// What earlier ones took.
+    before: Duration,
 }
 
 /// Reads one of the host's clocks.
@@ -50,24 +60,40 @@ impl Clock {
     /// A clock that starts now.
     pub fn start() -> Self {
         let [started, started_with_sleep] = [libc::CLOCK_MONOTONIC, libc::CLOCK_BOOTTIME].map(read);
-        Self { read, started, started_with_sleep }
+        Self { read, started, started_with_sleep, held: Arc::default() }
     }
 
-    /// The present time, without that in which the host slept: nobody could report then, nor follow a request, and nobody
-    /// is late for that.
-    pub fn now(self) -> TimeMs {
-        self.since(self.started, libc::CLOCK_MONOTONIC)
+    /// The present time, without that in which the host slept or the VM was paused: nobody could report then, nor follow a
+    /// request, and nobody is late for that.
+    pub fn now(&self) -> TimeMs {
+        let held = self.held.lock();
+        let now = held.since.unwrap_or_else(|| (self.read)(libc::CLOCK_MONOTONIC));
+        millis(now.saturating_sub(self.started + held.before))
     }
 
-    /// The same with the time in which the host slept: a guest's clock may have gone on (KVM's does), and reports are not
-    /// from the future for that.
-    pub fn with_sleep(self) -> TimeMs {
-        self.since(self.started_with_sleep, libc::CLOCK_BOOTTIME)
+    /// The same with all of that time: a guest's clock may have gone on (KVM's does), and reports are not from the future
+    /// for that.
+    pub fn with_sleep(&self) -> TimeMs {
+        millis((self.read)(libc::CLOCK_BOOTTIME).saturating_sub(self.started_with_sleep))
     }
 
-    fn since(self, started: Duration, clock: libc::clockid_t) -> TimeMs {
-        TimeMs(u64::try_from((self.read)(clock).saturating_sub(started).as_millis()).unwrap_or(u64::MAX))
+    /// The VM is paused: time stands still.
+    pub fn hold(&self) {
+        let mut held = self.held.lock();
+        held.since.get_or_insert_with(|| (self.read)(libc::CLOCK_MONOTONIC));
     }
+
+    /// The VM goes on, and time with it.
+    pub fn release(&self) {
+        let mut held = self.held.lock();
+        if let Some(since) = held.since.take() {
+            held.before += (self.read)(libc::CLOCK_MONOTONIC).saturating_sub(since);
+        }
+    }
+}
+
+fn millis(time: Duration) -> TimeMs {
+    TimeMs(u64::try_from(time.as_millis()).unwrap_or(u64::MAX))
 }
 
 fn read(clock: libc::clockid_t) -> Duration {
@@ -104,19 +130,19 @@ impl Governor {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         let (end, ended) = oneshot::channel();
         let thread = thread::Builder::new().name("_pressure".to_owned()).spawn({
-            let core = Arc::clone(&core);
+            let (core, clock) = (Arc::clone(&core), clock.clone());
             move || {
                 go_before_others();
                 runtime.block_on(async {
                     tokio::select! {
                         _ = ended => {}
-                        () = tick(&core, clock, &plugged) => {}
-                        () = listen(&core, clock, agents) => {}
+                        () = tick(&core, &clock, &plugged) => {}
+                        () = listen(&core, &clock, agents) => {}
                     }
                 });
             }
         })?;
-        let source = Arc::new(Source { core: Arc::clone(&core), clock });
+        let source = Arc::new(Source { core: Arc::clone(&core), clock: clock.clone() });
         Ok(Self { core, clock, source, thread: Some(thread), end: Some(end) })
     }
 
@@ -126,8 +152,8 @@ impl Governor {
     }
 
     /// The governor's clock.
-    pub fn clock(&self) -> Clock {
-        self.clock
+    pub fn clock(&self) -> &Clock {
+        &self.clock
     }
 
     /// What metrics are made of; gone with the governor.
@@ -169,7 +195,7 @@ fn go_before_others() {
     }
 }
 
-async fn tick(core: &Mutex<Core>, clock: Clock, plugged: &Notify) {
+async fn tick(core: &Mutex<Core>, clock: &Clock, plugged: &Notify) {
     let mut pace = Pace::new();
     loop {
         let is_fast = core.lock().is_fast();
@@ -211,7 +237,7 @@ impl Pace {
 }
 
 /// Serves agents for as long as any can come, and then waits for the end.
-async fn listen(core: &Mutex<Core>, clock: Clock, agents: Option<Connections>) {
+async fn listen(core: &Mutex<Core>, clock: &Clock, agents: Option<Connections>) {
     let Some(mut agents) = agents else { return pending().await };
     // Of all connections: or who connects anew for each line would have no bound.
     let mut budget = LineBudget::new();

@@ -1,12 +1,13 @@
 //! The governor's thread, as the VMM has it.
 
 use std::io::{BufRead, BufReader, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use super::*;
 use crate::governor::fake::{Fixture, fixture, hello, report};
 use crate::governor::{DeviceSizes, GovernedZone, ZoneDevice};
-use crate::vm::request::AgentState;
+use crate::vm::request::{AgentState, ResizeStatus};
 
 /// Reached only by a failing test.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -28,9 +29,14 @@ fn slept(clock: libc::clockid_t) -> Duration {
     }
 }
 
+/// A clock that started when the host's were at zero.
+fn from_zero(read: Read) -> Clock {
+    Clock { read, started: Duration::ZERO, started_with_sleep: Duration::ZERO, held: Arc::default() }
+}
+
 #[test]
 fn a_guests_clock_is_held_against_one_that_goes_on_while_the_host_sleeps() {
-    let clock = Clock { read: slept, started: Duration::ZERO, started_with_sleep: Duration::ZERO };
+    let clock = from_zero(slept);
     assert_eq!((clock.now(), clock.with_sleep()), (TimeMs(100_000), TimeMs(28_900_000)));
     let Fixture { core, .. } = fixture("psi", false, true);
     let core = Mutex::new(core);
@@ -43,12 +49,63 @@ fn a_guests_clock_is_held_against_one_that_goes_on_while_the_host_sleeps() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let stream = UnixStream::from_std(vmm).unwrap();
-        agent::serve(stream, &core, clock, &mut LineBudget::new()).await.unwrap();
+        agent::serve(stream, &core, &clock, &mut LineBudget::new()).await.unwrap();
     });
     let sample = core.lock().sample(clock.now());
     assert_eq!((sample.reports_total, sample.refused_total.len()), (1, 0), "{:?}", sample.refused_total);
     // It has come by the clock without sleep, by which it would seem to be of times to come.
     assert_eq!(sample.report.map(|(age, _)| age), Some(Duration::ZERO));
+}
+
+/// The clocks of a host on which so much time has gone by.
+static GONE_BY_MS: AtomicU64 = AtomicU64::new(0);
+
+fn gone_by(_: libc::clockid_t) -> Duration {
+    Duration::from_millis(GONE_BY_MS.load(Ordering::Relaxed))
+}
+
+/// A guest that stands still says nothing and follows nothing, which is neither its agent's end nor its own refusal.
+#[test]
+fn a_paused_vm_is_neither_silent_nor_late_and_goes_on_where_it_was() {
+    let mut f = fixture("psi", false, false);
+    let clock = from_zero(gone_by);
+    let pass = |ms| GONE_BY_MS.fetch_add(ms, Ordering::Relaxed);
+    let requested = |f: &Fixture| f.dram.sizes().requested_bytes + f.pm.sizes().requested_bytes;
+    f.greet();
+    pass(50);
+    f.report(20);
+    let asked = requested(&f);
+    assert!(asked > 0);
+    pass(1_950);
+    for _ in 0..2 {
+        clock.hold();
+    }
+    for _ in 0..180 {
+        pass(500);
+        f.core.tick(clock.now());
+    }
+    assert_eq!(clock.now(), TimeMs(2_000));
+    assert_eq!(clock.with_sleep(), TimeMs(92_000), "the guest's own may have gone on");
+    assert_eq!(requested(&f), asked, "{:?}", f.core.info(10, clock.now()).decisions);
+    let sample = f.core.sample(clock.now());
+    assert_eq!((sample.reminders_total, sample.agent), (0, Some(AgentState::Live)));
+    assert_eq!(f.core.resize_status("dram", clock.now()), Some(ResizeStatus::Pending));
+    // What it was asked is still to be done, in the time that was left for it.
+    for _ in 0..2 {
+        clock.release();
+    }
+    pass(999);
+    f.core.tick(clock.now());
+    assert_eq!((clock.now(), requested(&f)), (TimeMs(2_999), asked));
+    pass(51);
+    f.core.tick(clock.now());
+    assert_eq!(f.core.agent_state(clock.now()), AgentState::Silent);
+    assert!(requested(&f) > asked, "lost reports fail open once time goes on");
+    // And a second pause is like the first.
+    clock.hold();
+    pass(60_000);
+    clock.release();
+    assert_eq!(clock.now(), TimeMs(3_050));
 }
 
 #[test]
@@ -205,7 +262,8 @@ fn a_flood_of_connections_is_taken_a_bounded_number_at_a_time() {
                 tokio::time::sleep(APART).await;
             }
         };
-        tokio::select! { () = listen(&core, Clock::start(), Some(connections)) => {} () = flood => {} }
+        let clock = Clock::start();
+        tokio::select! { () = listen(&core, &clock, Some(connections)) => {} () = flood => {} }
         assert!(begin.elapsed() >= Duration::from_secs(4), "{:?}", begin.elapsed());
     });
 }

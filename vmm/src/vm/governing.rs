@@ -168,7 +168,7 @@ pub(super) fn start(
     }
     let core = core.with_distances(distances(&topology));
     let core = match &config.pressure.record {
-        Some(path) => record(core, path, config, resources, clock)?,
+        Some(path) => record(core, path, config, resources, &clock)?,
         None => core,
     };
     let guest_btt = Arc::clone(guest_btt);
@@ -185,7 +185,7 @@ fn record(
     path: &Path,
     config: &VmConfig,
     resources: &Resources,
-    clock: Clock,
+    clock: &Clock,
 ) -> Result<Core, BuildError> {
     let nth = resources.machines();
     match record::open(path, nth) {

@@ -98,6 +98,7 @@ impl Drop for KvmMachine {
 
 impl Machine for KvmMachine {
     fn resume(&mut self) {
+        self.governor.clock().release();
         self.work.release();
         self.vcpus.iter().for_each(Vcpu::resume);
     }
@@ -107,6 +108,8 @@ impl Machine for KvmMachine {
         let vcpus: Vec<_> = self.vcpus.iter().map(Vcpu::pause).collect();
         // Now it is this pause that holds them.
         self.brake.release();
+        // Who stands still is not late.
+        self.governor.clock().hold();
         let (work, since) = (Arc::clone(&self.work), *self.work.releases.lock());
         Box::new(move || {
             vcpus.into_iter().for_each(Pausing::wait);

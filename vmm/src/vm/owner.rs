@@ -724,6 +724,17 @@ mod tests {
     }
 
     #[test]
+    fn a_governor_can_be_changed_while_its_vm_is_paused() {
+        run(async {
+            let vm = start(None).await;
+            vm.handle.ask(VmRequest::Pause).await.unwrap();
+            let change = PressureChange { pause: Some(true), ..Default::default() };
+            vm.handle.ask(|reply| VmRequest::ChangePressure(change, reply)).await.unwrap();
+            assert_eq!(vm.state().await, VmState::Paused);
+        });
+    }
+
+    #[test]
     fn a_vm_that_is_paused_by_hand_and_fails_meanwhile_stays_paused() {
         run(async {
             let vm = start(None).await;

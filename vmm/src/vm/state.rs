@@ -17,7 +17,7 @@ pub enum Verb {
     Shutdown,
     /// End it and start it again.
     Reboot,
-    /// Change its memory or its governor.
+    /// Change its memory. Its governor may be changed also while it is paused.
     Change,
 }
 
