@@ -2,7 +2,7 @@
 
 use std::io;
 
-use balloon::proto::{LineReader, NextLine, Settings, VmmMessage, encode_line};
+use balloon::proto::{LineReader, MAX_LINE_BYTES, NextLine, Settings, VmmMessage, encode_line};
 use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
@@ -15,7 +15,10 @@ use super::task::Clock;
 const READ_BYTES: usize = 8192;
 /// Lines that all connections together may send in a second, each beginning counted as one; what is more waits in the guest, and
 /// costs the host nothing.
-const MAX_LINES_PER_SECOND: u32 = 200;
+const MAX_LINES_PER_SECOND: usize = 200;
+/// Bytes that all connections together may send in a second: what so many lines may have. A line that never ends is none that
+/// could be counted.
+const MAX_BYTES_PER_SECOND: usize = MAX_LINES_PER_SECOND * MAX_LINE_BYTES;
 
 /// Serves one connection until it ends.
 pub async fn serve(
@@ -33,6 +36,7 @@ pub async fn serve(
         if len == 0 {
             return Ok(());
         }
+        budget.spend_bytes(len).await;
         let mut input = &buffer[..len];
         while let Some(next) = reader.next(&mut input) {
             budget.spend().await;
@@ -73,24 +77,35 @@ async fn send_settings(
 #[derive(Debug)]
 pub struct LineBudget {
     second: Instant,
-    left: u32,
+    lines_left: usize,
+    bytes_left: usize,
 }
 
 impl LineBudget {
-    /// A whole second's lines.
+    /// A whole second's.
     pub fn new() -> Self {
-        Self { second: Instant::now(), left: MAX_LINES_PER_SECOND }
+        Self { second: Instant::now(), lines_left: MAX_LINES_PER_SECOND, bytes_left: MAX_BYTES_PER_SECOND }
     }
 
     /// Waits until the next second when this one's lines are used up.
     pub async fn spend(&mut self) {
+        self.take(1, 0).await;
+    }
+
+    /// The same for bytes, of which no more come at a time than a second has.
+    pub async fn spend_bytes(&mut self, bytes: usize) {
+        self.take(0, bytes).await;
+    }
+
+    async fn take(&mut self, lines: usize, bytes: usize) {
         let second = std::time::Duration::from_secs(1);
         if self.second.elapsed() >= second {
             *self = Self::new();
-        } else if self.left == 0 {
+        } else if self.lines_left < lines || self.bytes_left < bytes {
             tokio::time::sleep_until(self.second + second).await;
             *self = Self::new();
         }
-        self.left -= 1;
+        self.lines_left -= lines;
+        self.bytes_left -= bytes;
     }
 }

@@ -491,6 +491,33 @@ fn a_flood_is_taken_a_bounded_number_of_lines_at_a_time() {
     assert_eq!(core.lock().counters.refused.values().sum::<u64>(), 1_000);
 }
 
+/// A line that never ends is no line that could be counted, and costs the host no more than lines do.
+#[test]
+fn an_endless_line_is_taken_a_bounded_number_of_bytes_at_a_time() {
+    use std::io::Write;
+    /// Four seconds' worth, of which the first is there at once.
+    const FLOOD_BYTES: usize = 4 * 200 * 64 * 1024;
+    let core = Mutex::new(fixture("psi", false, true).core);
+    let (mut agent, vmm) = std::os::unix::net::UnixStream::pair().unwrap();
+    vmm.set_nonblocking(true).unwrap();
+    let flood = std::thread::spawn(move || {
+        let piece = [b'x'; 64 * 1024];
+        (0..FLOOD_BYTES / piece.len()).for_each(|_| agent.write_all(&piece).unwrap());
+        agent.shutdown(std::net::Shutdown::Write).unwrap();
+        agent
+    });
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    runtime.block_on(async {
+        let stream = tokio::net::UnixStream::from_std(vmm).unwrap();
+        let begin = tokio::time::Instant::now();
+        serve(stream, &core, &Clock::start(), &mut LineBudget::new()).await.unwrap();
+        assert!(begin.elapsed() >= Duration::from_secs(3), "{:?}", begin.elapsed());
+    });
+    flood.join().unwrap();
+    assert_eq!(core.lock().counters.refused, BTreeMap::from([("too_long", 1)]));
+}
+
 /// A change with these parameters, as a client writes it.
 fn change(json: serde_json::Value) -> PressureChange {
     serde_json::from_value(json).unwrap()
