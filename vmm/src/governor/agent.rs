@@ -6,6 +6,7 @@ use balloon::proto::{LineReader, MAX_LINE_BYTES, NextLine, Settings, VmmMessage,
 use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
+use tokio::net::unix::WriteHalf;
 use tokio::time::Instant;
 
 use super::core::Core;
@@ -29,10 +30,18 @@ pub async fn serve(
 ) -> io::Result<()> {
     let mut reader = LineReader::new();
     let mut buffer = vec![0; READ_BYTES];
-    let mut sent = None;
-    send_settings(&mut stream, core, &mut sent).await?;
+    let (mut from, mut to) = stream.split();
+    let mut outgoing = Outgoing::default();
     loop {
-        let len = stream.read(&mut buffer).await?;
+        outgoing.tell(core.lock().settings());
+        let len = tokio::select! {
+            biased;
+            written = outgoing.write(&mut to), if outgoing.is_waiting() => {
+                written?;
+                continue;
+            }
+            len = from.read(&mut buffer) => len?,
+        };
         if len == 0 {
             return Ok(());
         }
@@ -48,29 +57,45 @@ pub async fn serve(
             let mut core = core.lock();
             core.line(line, clock.now(), clock.with_sleep(), || begin.elapsed());
         }
-        send_settings(&mut stream, core, &mut sent).await?;
     }
 }
 
-/// Tells the agent how to report, if that has changed.
-async fn send_settings(
-    stream: &mut UnixStream,
-    core: &Mutex<Core>,
-    sent: &mut Option<Settings>,
-) -> io::Result<()> {
-    let settings = core.lock().settings();
-    if *sent == Some(settings) {
-        return Ok(());
+/// What the agent is told of how to report. It may read as late as it likes: one line waits for it, and what it says is heard.
+#[derive(Debug, Default)]
+struct Outgoing {
+    /// What `line` says, or said.
+    told: Option<Settings>,
+    line: Vec<u8>,
+    /// Bytes of `line` that are on their way.
+    written: usize,
+}
+
+impl Outgoing {
+    /// Has these settings told, if they are new. They take the place of what waits; a line that has been begun is ended first.
+    fn tell(&mut self, settings: Settings) {
+        let is_begun = self.is_waiting() && self.written > 0;
+        if is_begun || self.told == Some(settings) {
+            return;
+        }
+        self.line.clear();
+        encode_line(&VmmMessage::Settings(settings), &mut self.line);
+        (self.told, self.written) = (Some(settings), 0);
     }
-    let mut line = Vec::new();
-    encode_line(&VmmMessage::Settings(settings), &mut line);
-    match stream.write_all(&line).await {
-        // It has closed its end already. The lines that it sent before that count, and the end comes after them.
-        Err(err) if err.kind() == io::ErrorKind::BrokenPipe => {}
-        result => result?,
+
+    fn is_waiting(&self) -> bool {
+        self.written < self.line.len()
     }
-    *sent = Some(settings);
-    Ok(())
+
+    /// Writes as much as there is room for, and waits if there is none. Dropped meanwhile, it has written nothing.
+    async fn write(&mut self, to: &mut WriteHalf<'_>) -> io::Result<()> {
+        match to.write(&self.line[self.written..]).await {
+            Ok(len) => self.written += len,
+            // It has closed its end already. The lines that it sent before that count, and the end comes after them.
+            Err(err) if err.kind() == io::ErrorKind::BrokenPipe => self.written = self.line.len(),
+            Err(err) => return Err(err),
+        }
+        Ok(())
+    }
 }
 
 /// A bound on the work that agents can cause.

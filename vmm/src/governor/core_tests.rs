@@ -518,6 +518,57 @@ fn an_endless_line_is_taken_a_bounded_number_of_bytes_at_a_time() {
     assert_eq!(core.lock().counters.refused, BTreeMap::from([("too_long", 1)]));
 }
 
+/// What it is told waits for it, the newest alone, and keeps nobody from hearing what it says.
+#[test]
+fn an_agent_that_does_not_read_is_heard_all_the_same() {
+    use std::os::fd::AsRawFd;
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt};
+    const LINES: u64 = 100;
+    const LAST: u64 = LINES << 20;
+    let core = Mutex::new(fixture("off", false, true).core);
+    let [agent, vmm] = {
+        let (agent, vmm) = std::os::unix::net::UnixStream::pair().unwrap();
+        // The least that Linux gives: a few lines.
+        let bytes: libc::c_int = 1;
+        // SAFETY: the socket is open, and `bytes` is an int that outlives the call.
+        let result = unsafe {
+            let (at, len) = ((&raw const bytes).cast(), size_of::<libc::c_int>() as u32);
+            libc::setsockopt(vmm.as_raw_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, at, len)
+        };
+        assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+        [agent, vmm]
+    };
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    runtime.block_on(async {
+        let [agent, vmm] = [agent, vmm].map(|stream| {
+            stream.set_nonblocking(true).unwrap();
+            tokio::net::UnixStream::from_std(stream).unwrap()
+        });
+        let (from, mut to) = agent.into_split();
+        let talk = async {
+            for line in 1..=LINES {
+                core.lock().settings = Settings::with_watermark(line << 20);
+                to.write_all(b"no report\n").await.unwrap();
+                while core.lock().counters.refused.values().sum::<u64>() < line {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+            }
+            let mut told = tokio::io::BufReader::new(from).lines();
+            let mut count = 1;
+            while !told.next_line().await.unwrap().unwrap().contains(&LAST.to_string()) {
+                count += 1;
+            }
+            assert!(count < LINES, "{count} lines waited for it");
+        };
+        let (clock, mut budget) = (Clock::start(), LineBudget::new());
+        tokio::select! {
+            result = serve(vmm, &core, &clock, &mut budget) => panic!("{result:?}"),
+            heard = tokio::time::timeout(Duration::from_secs(60), talk) => heard.expect("it is heard"),
+        }
+    });
+}
+
 /// A change with these parameters, as a client writes it.
 fn change(json: serde_json::Value) -> PressureChange {
     serde_json::from_value(json).unwrap()
