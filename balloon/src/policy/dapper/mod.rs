@@ -115,7 +115,10 @@ impl State {
             return None;
         }
         let requested_bytes = input.host.requested_bytes();
-        self.removing = self.removing.filter(|removing| requested_bytes > removing.until_bytes);
+        // A node of DRAM that was plugged may go, and with it what was to leave for its sake.
+        self.removing = self.removing.filter(|removing| {
+            requested_bytes > removing.until_bytes && nodes.iter().any(|node| node.node == removing.node)
+        });
         if self.removing.is_none() {
             let free_bytes = input.report.memory().free_bytes;
             self.removing = in_turn(nodes, |node| node.node, self.served).find_map(|node| {

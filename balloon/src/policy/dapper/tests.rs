@@ -327,4 +327,19 @@ mod table_4 {
         let decision = rig.report(1_000);
         assert_eq!((decision.near, decision.from), (None, Some(1)), "then it is node 1's turn");
     }
+
+    #[test]
+    fn a_removal_ends_with_its_node() {
+        let mut rig = Rig::new(dapper(1), &[D, D], &[P, P]);
+        rig.plug(0, P);
+        rig.plug(1, P);
+        rig.free(2, 0);
+        assert_eq!(rig.report(1_000).from, Some(1), "of node 0's PM nothing is free");
+        // Node 1's DRAM is a hotplug part, and has gone.
+        rig.raw.zones[1].managed_pages = 0;
+        rig.free(1, 0);
+        rig.free(2, P / PAGE_BYTES);
+        let decision = rig.report(1_000);
+        assert_eq!((decision.from, decision.reason), (Some(0), Reason::FreeShare), "now it is node 0's turn");
+    }
 }
