@@ -216,6 +216,16 @@ fn sections_stay_until_their_descriptors_take_three_percent_of_dram() {
 }
 
 #[test]
+fn sections_whose_descriptors_take_three_percent_to_the_byte_stay() {
+    // 3 % of 8000 MiB are 240 MiB: the descriptors of 120 sections.
+    for (sections, want_bytes) in [(120, None), (121, Some(0))] {
+        let mut rig = Rig::new(amf(64), &[8000 * MIB], &[1024 * GIB]);
+        rig.plug(0, sections * SECTION_BYTES);
+        assert_eq!(rig.report(1_000).want_bytes, want_bytes, "{sections} sections");
+    }
+}
+
+#[test]
 fn the_share_is_a_parameter() {
     let mut rig = with_free_sections(50);
     rig.policy = rig.policy.with([("reclaim", &"10".into())]).expect("in bounds");
