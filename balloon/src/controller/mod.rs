@@ -16,8 +16,8 @@ use self::progress::Progress;
 use self::spread::{Limits, Spread};
 use crate::plan::{Direction, Plan, Reason, ZoneTarget};
 use crate::policy::{Decision, Input, Policy, PolicyState, fixed, off};
-use crate::units::{PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES};
-use crate::{HostView, ParamError, TimeMs, ZoneId};
+use crate::units::{PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES, round_up};
+use crate::{HostView, ParamError, Tier, TimeMs, ZoneId, ZoneSizes};
 
 /// Why the controller is called.
 #[derive(Clone, Copy, Debug)]
@@ -287,7 +287,8 @@ impl Controller {
         let mut seen = Cow::Borrowed(host);
         for (index, (zone, followed)) in host.zones.iter().zip(&self.zones).enumerate() {
             let is_left = followed.pinned || (1..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
-            if is_left && followed.progress.is_stuck(zone, &self.rules, now) {
+            let is_stuck = followed.progress.is_stuck(zone, &self.rules, now);
+            if (is_left && is_stuck) || followed.progress.is_kept() {
                 seen.to_mut().zones[index].requested_bytes = zone.plugged_bytes;
             }
         }
@@ -337,19 +338,55 @@ impl Controller {
 
     /// Rule 5: a guest that does not follow is asked for less.
     fn fall_back(&mut self, host: &HostView, now: TimeMs) -> Option<Plan> {
+        let has_failed = |(zone, followed): (&ZoneSizes, &Followed)| {
+            !followed.pinned && followed.progress.has_failed(zone, &self.rules, now)
+        };
         // None of them, mostly.
-        let mut requests = None;
-        for (index, (zone, followed)) in host.zones.iter().zip(&mut self.zones).enumerate() {
-            let mut progress = followed.progress;
-            let less = if followed.pinned { None } else { progress.fall_back(zone, &self.rules, now) };
-            if !self.rules.dry_run {
-                followed.progress = progress;
-            }
-            if let Some(less) = less {
-                requests.get_or_insert_with(|| requested(host).collect::<Vec<_>>())[index] = less;
+        if !host.zones.iter().zip(&self.zones).any(has_failed) {
+            return None;
+        }
+        let before = self.zones.clone();
+        let mut asked = host.clone();
+        let mut is_news = false;
+        for (zone, followed) in asked.zones.iter_mut().zip(&mut self.zones).filter(|(_, zone)| !zone.pinned) {
+            let was_kept = followed.progress.is_kept();
+            if let Some(less) = followed.progress.fall_back(zone, &self.rules, now) {
+                zone.requested_bytes = less;
+                is_news |= !was_kept;
             }
         }
-        requests.map(|requests| self.build(Direction::Hold, Reason::NoProgress, None, requests, host))
+        self.keep_floor(&mut asked, host, now);
+        if self.rules.dry_run {
+            self.zones = before;
+        }
+        is_news |= !requested(&asked).eq(requested(host));
+        is_news.then(|| self.build(Direction::Hold, Reason::NoProgress, None, requested(&asked), host))
+    }
+
+    /// Rule 3 against rule 5: what of the floor is no longer asked of one zone is asked of others, and where they have none
+    /// it stays asked for.
+    fn keep_floor(&mut self, asked: &mut HostView, host: &HostView, now: TimeMs) {
+        let floor = self.rules.floor_bytes.min(host.requested_bytes());
+        let missing = floor.saturating_sub(asked.requested_bytes());
+        if missing == 0 {
+            return;
+        }
+        let last = self.last.unwrap_or_else(|| self.unreported(off::decide(), host, now));
+        let mut spread = self.spread(last, None, asked, now);
+        let (added, _) = spread.grow(missing);
+        for (zone, bytes) in asked.zones.iter_mut().zip(spread.into_requests()) {
+            zone.requested_bytes = bytes;
+        }
+        let mut missing = missing - added;
+        for ((zone, before), followed) in asked.zones.iter_mut().zip(&host.zones).zip(&mut self.zones) {
+            let taken = before.requested_bytes.saturating_sub(zone.requested_bytes);
+            let back = taken.min(round_up(missing, zone.block_bytes));
+            zone.requested_bytes += back;
+            missing = missing.saturating_sub(back);
+            if back > 0 {
+                followed.progress.keep(zone.requested_bytes);
+            }
+        }
     }
 
     /// Rule 5: what the host could not provide is asked of other zones, at once, and with what has come to be wanted since.
@@ -464,7 +501,13 @@ impl Controller {
             unmovable_permille: (!movable).then_some(self.rules.unmovable_permille),
         };
         let zones = self.zones.iter().map(|zone| (&zone.progress, zone.pinned));
+        let is_kept_pm = |(zone, followed): &(&ZoneSizes, &Followed)| {
+            zone.tier == Tier::Pm && !followed.pinned && followed.progress.is_kept()
+        };
+        let kept = host.zones.iter().zip(&self.zones).filter(is_kept_pm);
+        let kept_bytes = kept.fold(0u64, |sum, (zone, _)| sum.saturating_add(zone.outstanding_grow_bytes()));
         Spread::new(host, &self.without_stuck(host, now), zones, last.decision.near, from, limits, now)
+            .owing(kept_bytes)
     }
 
     fn hold(&self, reason: Reason, host: &HostView) -> Plan {

@@ -15,6 +15,8 @@ pub(super) struct Progress {
     shrink: Attempt,
     /// Grows, for the host's sake.
     host: Attempt,
+    /// What the guest does not follow is asked for all the same, for the floor's sake.
+    kept: bool,
 }
 
 /// What has become of a zone since it was looked at.
@@ -47,6 +49,7 @@ impl Progress {
             grow: Attempt::default(),
             shrink: Attempt::default(),
             host: Attempt::default(),
+            kept: false,
         }
     }
 
@@ -67,6 +70,7 @@ impl Progress {
         }
         if (zone.requested_bytes, zone.plugged_bytes) != (self.requested_bytes, self.plugged_bytes) {
             self.moved = now;
+            self.kept = false;
         }
         self.requested_bytes = zone.requested_bytes;
         self.plugged_bytes = zone.plugged_bytes;
@@ -83,7 +87,19 @@ impl Progress {
         if requested_bytes != self.requested_bytes {
             self.requested_bytes = requested_bytes;
             self.moved = now;
+            self.kept = false;
         }
+    }
+
+    /// This is asked for after all, though [`Progress::fall_back`] has taken it.
+    pub fn keep(&mut self, requested_bytes: u64) {
+        self.requested_bytes = requested_bytes;
+        self.kept = true;
+    }
+
+    /// Whether that is so, and nothing has happened on it since.
+    pub fn is_kept(&self) -> bool {
+        self.kept
     }
 
     /// A driver has come: what another one, or none, did not follow says nothing about it.
@@ -91,6 +107,7 @@ impl Progress {
         self.moved = now;
         self.grow = Attempt::default();
         self.shrink = Attempt::default();
+        self.kept = false;
     }
 
     /// What to request instead, if the guest has not followed for too long: half of what is missing, so that the
@@ -100,24 +117,28 @@ impl Progress {
     /// A balloon's guest counts in pages: what it has may lie between two blocks, and what is requested never does. A
     /// withdrawn shrink leaves it the whole block; the last part of a block of a grow is as good as there.
     pub fn fall_back(&mut self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> Option<u64> {
-        if !self.is_stuck(zone, rules, now) {
+        if !self.has_failed(zone, rules, now) {
             return None;
         }
         let growing = zone.requested_bytes > zone.plugged_bytes;
         let missing = zone.requested_bytes.abs_diff(zone.plugged_bytes);
-        if growing && missing < zone.block_bytes {
-            return None;
-        }
         let half = round_down(missing / 2, zone.block_bytes);
         let attempt = if growing { &mut self.grow } else { &mut self.shrink };
         attempt.failed(half, zone, rules, now, growing);
         self.moved = now;
+        self.kept = false;
         let less = match growing {
             true => round_down(zone.plugged_bytes + half, zone.block_bytes),
             false => round_up(zone.plugged_bytes, zone.block_bytes),
         };
         let most = round_down(zone.max_bytes, zone.block_bytes);
         Some(less.max(round_up(zone.floor_bytes, zone.block_bytes)).min(most))
+    }
+
+    /// Whether the guest has not followed for too long.
+    pub fn has_failed(&self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> bool {
+        let is_there = (0..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
+        self.is_stuck(zone, rules, now) && !(is_there && zone.requested_bytes > zone.plugged_bytes)
     }
 
     /// Whether nothing has happened for too long on what is requested.

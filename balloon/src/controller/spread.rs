@@ -97,6 +97,12 @@ impl Spread {
         }
     }
 
+    /// So much of the pool is asked for beside what is awaited, and may still be taken.
+    pub fn owing(mut self, pm_bytes: u64) -> Self {
+        self.pool_bytes = self.pool_bytes.saturating_sub(pm_bytes);
+        self
+    }
+
     /// Adds `bytes`, and says what stood in the way if less could be added.
     pub fn grow(&mut self, mut bytes: u64) -> (u64, Option<Reason>) {
         let wanted = bytes;

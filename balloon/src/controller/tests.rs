@@ -401,6 +401,47 @@ fn rule_5_progress_makes_whole_again() {
     assert_eq!(rig.requested_mib(), (64, 0));
 }
 
+/// A loop whose zones together have a floor of 64 MiB, asked for it and not followed.
+fn floor_that_nobody_follows(zones: usize, pool_mib: u64) -> Rig {
+    let mut rig = Rig::new(Policy::default());
+    rig.host.zones.truncate(zones);
+    rig.host.pool_free_bytes = pool_mib * MIB;
+    let rules = Rules { floor_bytes: 64 * MIB, ..Rules::default() };
+    rig.controller.set_rules(rules).expect("in range");
+    assert_eq!(rig.tick(0).reason, Reason::BelowFloor);
+    assert_eq!(rig.tick(4_900).reason, Reason::NoReport);
+    rig
+}
+
+#[test]
+fn rule_5_what_the_floor_asks_for_stays_where_nobody_else_has_any() {
+    let mut rig = floor_that_nobody_follows(1, 0);
+    let said = (0..600).filter(|_| rig.tick(100).reason == Reason::NoProgress).count();
+    assert_eq!(rig.host.requested_bytes(), 64 * MIB);
+    assert_eq!(said, 1, "once for as long as nothing happens");
+    // A guest that is short does not wait for it.
+    let mut rig = floor_that_nobody_follows(2, 0);
+    assert_eq!(rig.tick(100).reason, Reason::NoProgress);
+    assert_eq!(rig.requested_mib(), (64, 0));
+    rig.host.pool_free_bytes = 4096 * MIB;
+    let plan = rig.report(1_000, 10);
+    assert_eq!((plan.direction, plan.reason), (Direction::Grow, Reason::LowAvailable));
+    assert!(rig.requested_mib().1 > 0);
+}
+
+#[test]
+fn rule_5_what_the_floor_asks_for_is_asked_of_another_zone() {
+    let mut rig = floor_that_nobody_follows(2, 4096);
+    let mut seen = Vec::new();
+    for _ in 0..40 {
+        if rig.tick(1_000).reason == Reason::NoProgress {
+            seen.push(rig.requested_mib());
+        }
+        rig.host.zones[PM].plugged_bytes = rig.host.zones[PM].requested_bytes;
+    }
+    assert_eq!(seen, [(32, 32), (16, 48), (8, 56), (4, 60), (2, 62), (0, 64)]);
+}
+
 #[test]
 fn rule_5_slow_progress_is_progress() {
     let mut rig = Rig::fixed(64);
