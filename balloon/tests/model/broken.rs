@@ -41,11 +41,15 @@ pub(super) enum Broken {
     TakesTouched,
     /// A grow is said to be for swapping, for refaults or for stalls where there are none.
     Unseen(Reason),
+    /// Rule 5 takes what the floor asks for.
+    FallsBelowFloor,
+    /// What is left over goes, and what the guest is to have at hand with it.
+    GivesAll,
     /// It never rests.
     Restless,
 }
 
-pub(super) const LIVES: [Broken; 20] = [
+pub(super) const LIVES: [Broken; 21] = [
     Broken::ZoneFloor,
     Broken::ZoneCeiling,
     Broken::HalfBlock,
@@ -66,6 +70,7 @@ pub(super) const LIVES: [Broken; 20] = [
     Broken::Unseen(Reason::Swapping),
     Broken::Unseen(Reason::Thrashing),
     Broken::Unseen(Reason::Stalled),
+    Broken::FallsBelowFloor,
 ];
 
 impl Broken {
@@ -135,7 +140,7 @@ impl Broken {
                     target.requested_bytes = zone.requested_bytes;
                 }
             }
-            Broken::ShortShrink if idle && world.is_short() => {
+            Broken::ShortShrink if idle && world.says_short() => {
                 let zone = (0..2).find(|i| unpinned(i) && world.host.zones[*i].requested_bytes >= 64 * MIB);
                 if let (Some(zone), Some(reason)) = (zone, own.1.first()) {
                     plan.targets[zone].requested_bytes -= BLOCK_BYTES;
@@ -151,6 +156,21 @@ impl Broken {
             }
             Broken::Unseen(reason) if [Reason::LowAvailable, Reason::Filling].contains(&plan.reason) => {
                 plan.reason = reason
+            }
+            Broken::FallsBelowFloor if plan.reason == Reason::NoProgress => {
+                for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
+                    let there = zone.plugged_bytes.next_multiple_of(BLOCK_BYTES);
+                    target.requested_bytes = target.requested_bytes.min(there.max(zone.floor_bytes));
+                }
+            }
+            Broken::GivesAll if plan.reason == Reason::Surplus => {
+                let taken = world.host.requested_bytes() - plan.requested_bytes();
+                let mut more = (128 * MIB).saturating_sub(taken);
+                for zone in (0..2).filter(unpinned) {
+                    let bytes = &mut plan.targets[zone].requested_bytes;
+                    let less = (*bytes - world.host.zones[zone].floor_bytes).min(more);
+                    (*bytes, more) = (*bytes - less, more - less);
+                }
             }
             Broken::Restless if idle && world.now.0 / 60_000 != (world.now.0 - 1_000) / 60_000 => {
                 let up = (world.now.0 / 60_000).is_multiple_of(2);

@@ -4,6 +4,7 @@
 
 mod broken;
 mod checks;
+mod want;
 
 use std::collections::VecDeque;
 
@@ -181,12 +182,16 @@ struct World {
     /// Sized by hand since the last step, or not known to the loop yet.
     by_hand: [bool; ZONES],
     late: VecDeque<Report>,
+    /// A late report has come: what a policy took it for is its own affair.
+    misled: bool,
     /// The report that the last step was about, and when it came.
     arrived: Option<(TimeMs, Report)>,
     /// When the guest counted swapping, refaults and stalls, on its clock.
     counted_ms: [Vec<u64>; 3],
     last_grow: Option<TimeMs>,
     last_shrink: Option<TimeMs>,
+    /// What the last shrink left to come, by the report that it was for.
+    left_bytes: Option<u64>,
     broken: Option<Broken>,
 }
 
@@ -234,10 +239,12 @@ impl World {
             moved: [(0, 0, TimeMs(0)); ZONES],
             by_hand: [true; ZONES],
             late: VecDeque::new(),
+            misled: false,
             arrived: None,
             counted_ms: Default::default(),
             last_grow: None,
             last_shrink: None,
+            left_bytes: None,
             broken,
         }
     }
@@ -285,6 +292,7 @@ impl World {
             }
             Happening::Arrival => {
                 let report = self.late.pop_front()?;
+                self.misled = true;
                 return Some(self.step(Event::Report(&report)));
             }
             Happening::Tick => return Some(self.step(Event::Tick)),
@@ -326,7 +334,11 @@ impl World {
                     }
                 }
             }
-            Happening::Policy { index } => self.controller.set_policy(policy(index)).expect("in range"),
+            Happening::Policy { index } => {
+                // It may want more.
+                self.left_bytes = None;
+                self.controller.set_policy(policy(index)).expect("in range")
+            }
             Happening::Fix { mib } => {
                 let size_bytes = mib * MIB / BLOCK_BYTES * BLOCK_BYTES;
                 let fixed = Policy::Fixed(fixed::Params { size_bytes });
@@ -368,8 +380,8 @@ impl World {
         }
     }
 
-    /// Whether the last report showed want.
-    fn is_short(&self) -> bool {
+    /// Whether the policy says that the last report showed want. What it showed is in `want.rs`.
+    fn says_short(&self) -> bool {
         self.controller.status().last_decision.is_some_and(|decision| decision.pressure)
     }
 
@@ -460,7 +472,10 @@ impl World {
         }
         match plan.direction {
             Direction::Grow => self.last_grow = Some(self.now),
-            Direction::Shrink => self.last_shrink = Some(self.now),
+            Direction::Shrink => {
+                self.last_shrink = Some(self.now);
+                self.left_bytes = self.left_bytes(plan);
+            }
             Direction::Hold => {}
         }
         for (zone, target) in self.host.zones.iter_mut().zip(&plan.targets) {
@@ -497,6 +512,7 @@ impl World {
             }
             let report = self.report(free, 0);
             let plan = self.step(Event::Report(&report));
+            self.check(&plan)?;
             if plan.changes(&self.host).next().is_some() {
                 changed.push((second, plan.direction, plan.reason, plan.requested_bytes() / MIB));
             }
@@ -600,6 +616,18 @@ fn every_broken_loop_is_caught() {
     for broken in LIVES {
         let caught = is_caught(broken, |index, life| World::new(policy(index), Some(broken)).live(life));
         assert!(caught, "{broken:?} goes unnoticed");
+    }
+}
+
+#[test]
+fn a_policy_that_gives_back_all_that_is_left_over_is_caught() {
+    for broken in [None, Some(Broken::GivesAll)] {
+        let mut world = World::new(policy(0), broken);
+        // What a guest no longer uses is left over.
+        let lived = world.comes_to_rest(1_400).and_then(|()| world.comes_to_rest(600));
+        assert_eq!(lived.is_err(), broken.is_some(), "{broken:?}: {lived:?}");
+        let wrong = lived.err().map(|error| error.to_string());
+        assert!(wrong.is_none_or(|wrong| wrong.contains("given back without pressure")));
     }
 }
 
