@@ -24,6 +24,46 @@ fn a_ramp_far_beyond_dram_swaps_nothing_with_psi() {
     }
 }
 
+/// Ramps of this rate from several moments of a guest that has rested at what it needs: how much kswapd has taken.
+fn taken_by_kswapd_bytes(policy: Policy, mib_per_s: i64) -> u64 {
+    let mut rested = Rig::new(policy, config());
+    for (ms, mib_per_s) in [(3_000, 0), (5_600, 100), (300_000, 0)] {
+        rested.run(ms, mib_per_s);
+    }
+    let taken = (0..1_000).step_by(87).map(|phase_ms| {
+        let mut psi = rested.clone();
+        psi.run(phase_ms, 0);
+        psi.run(600_000 / mib_per_s as u64, mib_per_s);
+        psi.totals().kswapd_bytes - rested.totals().kswapd_bytes
+    });
+    taken.sum()
+}
+
+#[test]
+fn a_ramp_of_up_to_256_mib_a_second_is_served_before_kswapd_works() {
+    for mib_per_s in [10, 50, 100, 200, 256] {
+        assert_eq!(taken_by_kswapd_bytes(Policy::default(), mib_per_s), 0, "at {mib_per_s} MiB/s");
+    }
+}
+
+/// `psi` with so many thousandths of the bridge.
+fn with_bridge_of(permille: u64) -> Policy {
+    let part = |whole: u64| whole * permille / 1000;
+    let whole = psi::Params::default();
+    Policy::Psi(psi::Params {
+        burst_bytes_per_s: part(whole.burst_bytes_per_s),
+        min_headroom_bytes: part(whole.min_headroom_bytes),
+        headroom_permille: part(whole.headroom_permille),
+        ..whole
+    })
+}
+
+#[test]
+fn kswapd_works_where_the_bridge_is_half_as_long() {
+    // A third less is made up for by the slack that a guest at rest has beside it.
+    assert!(taken_by_kswapd_bytes(with_bridge_of(500), 256) > 0);
+}
+
 #[test]
 fn the_same_ramp_swaps_with_off() {
     let mut off = Rig::of("off");
