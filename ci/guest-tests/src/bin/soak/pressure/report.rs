@@ -97,7 +97,7 @@ pub fn markdown(rows: &[Row]) -> String {
         };
         let phases: Vec<String> = first.outcome.phases.iter().map(|(name, _)| name.clone()).collect();
         let phases: Vec<String> =
-            phases.iter().map(|name| format!("{name} {:.2}", of(&|outcome| phase(outcome, name)))).collect();
+            phases.iter().map(|name| format!("{name} {:.3}", of(&|outcome| phase(outcome, name)))).collect();
         let mib = |bytes: u64| bytes as f64 / MIB as f64;
         let back = match kind.iter().all(|row| row.outcome.back_s.is_some()) {
             true => format!("{:.0} s", of(&|outcome| outcome.back_s.unwrap_or(f64::NAN))),
