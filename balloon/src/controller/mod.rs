@@ -265,7 +265,8 @@ impl Controller {
     fn take_report(&mut self, report: &Report, host: &HostView, now: TimeMs) {
         let state = std::mem::replace(&mut self.state, PolicyState::Empty);
         let seen = self.without_stuck(host, now);
-        let (state, mut decision) = self.policy.decide(state, Input { report, host: &seen }, now);
+        let (state, mut decision) =
+            self.policy.decide(state, Input { report, host: &seen, dry_run: self.rules.dry_run }, now);
         self.state = state;
         // A policy's sizes begin at what it saw requested.
         let change =

@@ -32,6 +32,8 @@ pub struct Input<'a> {
     pub report: &'a Report,
     /// The VM's zones.
     pub host: &'a HostView,
+    /// What is decided is not carried out: it is no grow that another one follows upon.
+    pub dry_run: bool,
 }
 
 /// What a policy wants.

@@ -103,7 +103,7 @@ impl Rig {
         self.raw.seq += 1;
         self.raw.monotonic_ms = self.now.0;
         let report = Report::try_from(self.raw.clone()).expect("sound");
-        let input = Input { report: &report, host: &self.host };
+        let input = Input { report: &report, host: &self.host, dry_run: false };
         let (state, decision) = self.policy.decide(self.state.clone(), input, self.now);
         self.state = state;
         decision

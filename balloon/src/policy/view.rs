@@ -38,7 +38,7 @@ pub(super) struct NodeView {
 
 /// The guest's nodes that have DRAM, in order of their numbers.
 pub(super) fn nodes(input: Input<'_>) -> Vec<NodeView> {
-    let Input { report, host } = input;
+    let Input { report, host, .. } = input;
     let mut nodes: Vec<NodeView> = Vec::new();
     for zone in report.zones().iter().filter(|zone| zone.managed_pages > 0 && !is_pm(zone, input)) {
         let index = match nodes.binary_search_by_key(&zone.node, |node| node.node) {
@@ -182,7 +182,7 @@ mod tests {
 
     fn view(rig: &Rig) -> Vec<NodeView> {
         let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
-        nodes(Input { report: &report, host: &rig.host })
+        nodes(Input { report: &report, host: &rig.host, dry_run: false })
     }
 
     fn rig() -> Rig {
@@ -262,7 +262,7 @@ mod tests {
         let mut coming = Coming::default();
         let observe = |rig: &Rig, coming: &mut Coming, at| {
             let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
-            coming.observe(Input { report: &report, host: &rig.host }, TimeMs(at));
+            coming.observe(Input { report: &report, host: &rig.host, dry_run: false }, TimeMs(at));
         };
         observe(&rig, &mut coming, 0);
         assert_eq!((coming.bytes(), coming.for_node(0)), (0, 0));
@@ -286,7 +286,7 @@ mod tests {
         let mut coming = Coming::default();
         let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
         for at in [0, 1_000, 2_000] {
-            coming.observe(Input { report: &report, host: &rig.host }, TimeMs(at));
+            coming.observe(Input { report: &report, host: &rig.host, dry_run: false }, TimeMs(at));
         }
         assert_eq!(coming.bytes(), 0);
     }

@@ -94,14 +94,19 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
 
     let decision = match shortage(params, &marks, &signs, &rates, coming_bytes, input) {
         Some((reason, need_bytes)) => {
-            state.patience.grown(params, now);
-            state.refusals.grown();
-            state.plug_time.asked(memory.total_bytes, now);
             state.active_at = now;
-            if signs.misses_files {
-                state.cache.tried(memory.total_bytes, rates.file_refault_bytes_per_s, now);
+            let step = state.next_step(params, now);
+            // What is not carried out teaches nothing: the next decision is the first one again.
+            if !input.dry_run {
+                state.grown = Some(step);
+                state.patience.grown(params, now);
+                state.refusals.grown();
+                state.plug_time.asked(memory.total_bytes, now);
+                if signs.misses_files {
+                    state.cache.tried(memory.total_bytes, rates.file_refault_bytes_per_s, now);
+                }
             }
-            let step_bytes = need_bytes.max(state.next_step(params, now));
+            let step_bytes = need_bytes.max(params.min_step_bytes.saturating_mul(1 << step.streak));
             let want_bytes = input.host.requested_bytes().saturating_add(step_bytes);
             decided(Some(want_bytes), reason, true, &marks)
         }
@@ -338,16 +343,15 @@ impl State {
         bare_bytes < Marks::tight_bytes(rest_bytes, total_bytes) && !self.cache.is_beyond_help(now)
     }
 
-    /// Rule 4: the least step, doubled for every grow that follows closely upon another.
-    fn next_step(&mut self, params: &Params, now: TimeMs) -> u64 {
+    /// Rule 4: how many grows this one follows closely upon. For each the least step is doubled.
+    fn next_step(&self, params: &Params, now: TimeMs) -> Grown {
         let streak = match self.grown {
             Some(grown) if now.since(grown.at) < SAME_GROW_MS => grown.streak,
             Some(grown) if now.since(grown.at) <= params.streak_ms => (grown.streak + 1).min(MAX_STREAK),
             _ => 0,
         };
         let same = self.grown.filter(|grown| now.since(grown.at) < SAME_GROW_MS);
-        self.grown = Some(Grown { at: same.map_or(now, |grown| grown.at), streak });
-        params.min_step_bytes.saturating_mul(1 << streak)
+        Grown { at: same.map_or(now, |grown| grown.at), streak }
     }
 
     /// The marks of this moment.
