@@ -12,6 +12,7 @@ pub mod off;
 pub mod pmb;
 pub mod psi;
 
+mod arriving;
 mod base;
 mod table;
 #[cfg(test)]

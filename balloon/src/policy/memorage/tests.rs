@@ -53,6 +53,7 @@ fn memorage_a_unit_on_its_way_is_not_lent_again() {
         assert_eq!(rig.report(50).want_bytes, None);
     }
     rig.plug(0, UNIT);
+    assert_eq!(rig.report(50).want_bytes, None, "it is there");
     rig.free(1, HIGH - 1);
     let decision = rig.report(50);
     assert_eq!(rig.added(decision), UNIT, "it is used up: the next one");
@@ -76,6 +77,7 @@ fn memorage_never_more_than_the_zones_have() {
     assert_eq!(rig.added(decision), GIB);
     rig.plug(0, 16 * GIB);
     rig.free(1, 0);
+    assert_eq!(rig.report(50).want_bytes, None);
     let decision = rig.report(3_000);
     assert_eq!((decision.want_bytes, decision.reason, decision.pressure), (None, Reason::AtCeiling, false));
 }
