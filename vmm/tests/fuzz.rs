@@ -116,3 +116,28 @@ fn a_balloon_that_gives_back_what_it_must_not_is_found_out() {
         assert!(found, "without the check of {name} nothing fails");
     }
 }
+
+#[test]
+fn whatever_an_agent_says_no_plan_leaves_its_bounds() {
+    try_all("agent_report", harness::agent_report, 40_000);
+}
+
+/// A controller as if a check of its plans were missing.
+#[test]
+fn a_controller_that_lacks_a_bound_is_found_out() {
+    use balloon::controller::Rules;
+    type Wrong = fn(Rules) -> Rules;
+    let wrongs: [(&str, Wrong); 3] = [
+        ("the ceiling", |rules| Rules { ceiling_bytes: 1 << 46, ..rules }),
+        ("the floor", |rules| Rules { floor_bytes: 0, ..rules }),
+        ("the step", |rules| Rules { shrink_step_bytes: 1 << 46, ..rules }),
+    ];
+    for (name, wrong) in wrongs {
+        let mut random = Random(0xbad_5eed);
+        let found = (0..10_000).any(|_| {
+            let input = random.input();
+            std::panic::catch_unwind(|| harness::agent_report_by(&input, wrong)).is_err()
+        });
+        assert!(found, "without {name} nothing fails");
+    }
+}

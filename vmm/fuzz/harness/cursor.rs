@@ -18,6 +18,17 @@ impl<'a> Cursor<'a> {
         u64::from_le_bytes(word)
     }
 
+    /// Whether there are only zeros left.
+    pub fn is_done(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
+    /// One of them, to keep.
+    pub fn pick_of<T, const COUNT: usize>(&mut self, all: [T; COUNT]) -> T {
+        let nth = self.number(1) as usize % COUNT;
+        all.into_iter().nth(nth).expect("less than COUNT")
+    }
+
     /// One of them.
     pub fn pick<T: Copy>(&mut self, all: &[T]) -> T {
         all[self.number(1) as usize % all.len()]

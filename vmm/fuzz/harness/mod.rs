@@ -1,8 +1,10 @@
 //! What the fuzz targets run, for libFuzzer and for `cargo test`.
 
+mod agent;
 mod balloon;
 mod blk;
 mod cursor;
 
+pub use agent::{agent_report, agent_report_by};
 pub use balloon::{balloon_request, balloon_request_by};
 pub use blk::{blk_request, blk_request_by};
