@@ -24,8 +24,8 @@ const BLOCK_MIB: u64 = 128;
 /// Linux leaves huge pages off in a guest that is booted with less than 512 MiB (mm/huge_memory.c, hugepage_init): with DRAM
 /// alone it would have them, with a part of that not, and that difference would be all one sees.
 ///
-/// Where QEMU counts the instructions of the emulated host (`ci/nested/host --counted`), a guest with timers of high resolution
-/// stands still in one of some ten boots, and one without in fewer (docs/testing.md, A KVM host anywhere).
+/// Timers of high resolution are off, as they were when what docs/benchmarks.md has was measured: without ci/nested/mend-qemu
+/// guests with them stand still where instructions are counted.
 const CMDLINE: &str = "transparent_hugepage=always highres=off";
 
 /// A workload of guest-tool's.
