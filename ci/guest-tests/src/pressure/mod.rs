@@ -6,4 +6,4 @@ pub mod run;
 pub mod setup;
 
 pub use run::{About, Condition, Outcome, Watched};
-pub use setup::{Config, MIB, WORKLOADS, Workload};
+pub use setup::{Config, GuestSize, MIB, WORKLOADS, Workload};

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::setup::{Config, MIB, Workload, boot};
+use super::setup::{Config, GuestSize, MIB, Workload, boot};
 use crate::Guest;
 use crate::guest::Script;
 use crate::memory_sample::MemorySample;
@@ -127,15 +127,15 @@ pub struct Outcome {
     pub trace: Option<Vec<u8>>,
 }
 
-/// Boots a guest with so much DRAM and runs the workload in it.
+/// Boots a guest of that size and runs the workload in it.
 pub fn run(
     workload: Workload,
     config: &Config,
-    dram_mib: u64,
+    size: GuestSize,
     name: &str,
     watched: Watched,
 ) -> Result<Outcome> {
-    let stand = boot(config, name, dram_mib)?;
+    let stand = boot(config, name, size)?;
     let watch = Watch::new(&stand.guest)?;
     let mut outcome = std::thread::scope(|scope| {
         let watching = scope.spawn(|| watch.follow(&stand.guest));

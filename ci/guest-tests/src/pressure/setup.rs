@@ -152,11 +152,22 @@ fn swap_image() -> std::path::PathBuf {
     this_tests_dir().join("swap")
 }
 
-/// Boots the guest with so much DRAM, ready to swap where that is what it does.
-pub fn boot(config: &Config, name: &str, dram_mib: u64) -> Result<Stand> {
+/// What a guest is booted with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GuestSize {
+    /// vCPUs.
+    pub cpus: u32,
+    /// DRAM.
+    pub dram_mib: u64,
+}
+
+/// Boots the guest, ready to swap where that is what it does.
+pub fn boot(config: &Config, name: &str, size: GuestSize) -> Result<Stand> {
+    let GuestSize { cpus, dram_mib } = size;
     std::fs::create_dir_all(this_tests_dir())?;
     let guest = Guest::builder()
         .name(name)
+        .cpus(cpus)
         .image(Image::Workloads)
         .cmdline(CMDLINE)
         .memory(&format!("size={dram_mib}M"));

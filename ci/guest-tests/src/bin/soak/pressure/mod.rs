@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail, ensure};
 use guest_tests::host_memory;
 use guest_tests::pressure::run::{self, Outcome, Watched};
-use guest_tests::pressure::{Config, MIB, WORKLOADS, Workload};
+use guest_tests::pressure::{Config, GuestSize, MIB, WORKLOADS, Workload};
 
 use report::Row;
 
@@ -91,7 +91,8 @@ fn measure(options: &Options, workload: Workload, round: usize) -> Result<Vec<Ro
     };
     let run = |config: &Config, dram_mib: u64, name: &str| {
         host_memory::even_out()?;
-        run::run(workload, config, dram_mib, name, Watched::UntilAllIsBack)
+        // Two vCPUs on the one CPU that can be counted would wait for each other.
+        run::run(workload, config, GuestSize { cpus: 1, dram_mib }, name, Watched::UntilAllIsBack)
     };
     let whole = run(&Config::AllDram, workload.mib + ROOM_MIB, "all")
         .with_context(|| format!("{} with DRAM alone", workload.name))?;
