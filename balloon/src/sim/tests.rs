@@ -6,22 +6,13 @@ use super::*;
 use crate::controller::Rules;
 use crate::policy::{Policy, fixed};
 use crate::trace;
-use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
+use crate::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneSizes};
 
 /// A host's view of a VM with a quarter of its DRAM to come, and PM.
 fn view(dram_bytes: u64, pm_bytes: u64) -> HostView {
     let mut host = HostView { boot_bytes: dram_bytes, ..HostView::default() };
     for (id, tier, max_bytes) in [(0, Tier::Dram, dram_bytes / 4), (1, Tier::Pm, pm_bytes)] {
-        host.zones.push(ZoneSizes {
-            id: ZoneId(id),
-            tier,
-            guest_numa_node: id,
-            block_bytes: BLOCK_BYTES,
-            floor_bytes: 0,
-            max_bytes,
-            requested_bytes: 0,
-            plugged_bytes: 0,
-        });
+        host.zones.push(ZoneSizes::empty(id, tier, max_bytes));
     }
     host
 }
