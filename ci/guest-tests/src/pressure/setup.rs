@@ -23,10 +23,7 @@ const FALLBACK_ZRAM_MIB: u64 = 256;
 const BLOCK_MIB: u64 = 128;
 /// Linux leaves huge pages off in a guest that is booted with less than 512 MiB (mm/huge_memory.c, hugepage_init): with DRAM
 /// alone it would have them, with a part of that not, and that difference would be all one sees.
-///
-/// Timers of high resolution are off, as they were when what docs/benchmarks.md has was measured: without ci/nested/mend-qemu
-/// guests with them stand still where instructions are counted.
-const CMDLINE: &str = "transparent_hugepage=always highres=off";
+const CMDLINE: &str = "transparent_hugepage=always";
 
 /// A workload of guest-tool's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
