@@ -124,17 +124,6 @@ impl Controller {
         plan
     }
 
-    /// The guest has rebooted, or was replaced: what was learned of it is void. Pins and parameters stay.
-    pub fn guest_restarted(&mut self) {
-        self.state = self.policy.initial_state();
-        self.zones.retain(|zone| zone.pinned);
-        self.last = None;
-        self.grown_at = None;
-        self.shrunk_at = None;
-        self.cool_down_ms = self.rules.cool_down_ms;
-        self.lost = Lost::default();
-    }
-
     /// The guest's driver of a zone has come, or come back: it is asked at once, whatever was not followed before it.
     pub fn driver_came(&mut self, id: ZoneId, now: TimeMs) {
         for zone in self.zones.iter_mut().filter(|zone| zone.id == id) {

@@ -810,15 +810,6 @@ fn pressure_takes_back_a_shrink_that_the_guest_has_not_followed() {
 }
 
 #[test]
-fn a_guest_that_restarts_is_a_new_one() {
-    let mut rig = Rig::new(Policy::default());
-    rig.report(1000, 10);
-    rig.controller.guest_restarted();
-    rig.host.zones.iter_mut().for_each(|zone| (zone.requested_bytes, zone.plugged_bytes) = (0, 0));
-    assert_eq!(rig.tick(60_000).reason, Reason::NoReport);
-}
-
-#[test]
 fn parameters_out_of_range_leave_the_old_ones() {
     let mut rig = Rig::new(Policy::default());
     let wrong = Rules { cool_down_ms: 0, ..Rules::default() };
