@@ -1,0 +1,137 @@
+//! Rule 3: floors, ceilings, and what the pool has.
+
+use super::*;
+
+#[test]
+fn rule_3_floors_and_ceilings_hold() {
+    let mut rig = Rig::fixed(4096);
+    assert_eq!(rig.tick(0).limited_by, Some(Reason::AtCeiling));
+    assert_eq!(rig.requested_mib(), (128, 1024));
+    rig.follow();
+    assert_eq!(rig.tick(1_000).reason, Reason::AtCeiling);
+
+    rig.host.zones[PM].floor_bytes = 1000 * MIB;
+    rig.host.zones[DRAM].floor_bytes = 128 * MIB;
+    rig.want(0);
+    assert_eq!(rig.tick(6_000).limited_by, Some(Reason::AtFloor));
+    assert_eq!(rig.requested_mib(), (128, 1000));
+    rig.follow();
+    assert_eq!(rig.tick(6_000).reason, Reason::AtFloor);
+}
+
+/// Memory in two nodes of PM beside DRAM that is full, the last shrink from node 1.
+fn shrunk_from_node_1() -> Rig {
+    let mut rig = Rig::new(Policy::default());
+    rig.host.zones[DRAM].requested_bytes = 128 * MIB;
+    rig.host.zones[PM].requested_bytes = 256 * MIB;
+    let other = ZoneSizes { id: ZoneId(2), guest_numa_node: 2, ..rig.host.zones[PM] };
+    rig.host.zones.push(other);
+    rig.follow();
+    rig.report(1_000, 280);
+    rig.controller.last.as_mut().expect("reported").decision.from = Some(1);
+    rig
+}
+
+#[test]
+fn rule_3_where_memory_was_to_go_from_is_nothing_to_a_floors_grow() {
+    for ceiling_mib in [None, Some(576)] {
+        let mut rig = shrunk_from_node_1();
+        let bounds = match ceiling_mib {
+            None => Rules { floor_bytes: 704 * MIB, ..Rules::default() },
+            Some(mib) => Rules { ceiling_bytes: mib * MIB, ..Rules::default() },
+        };
+        rig.controller.set_rules(bounds).expect("in bounds");
+        let plan = rig.tick(100);
+        let pm = [PM, PM + 1].map(|zone| rig.host.zones[zone].requested_bytes / MIB);
+        match ceiling_mib {
+            // In the host's order, as for any grow of the VM as a whole.
+            None => assert_eq!((plan.reason, pm), (Reason::BelowFloor, [320, 256])),
+            Some(_) => assert_eq!((plan.reason, pm), (Reason::AboveCeiling, [192, 256])),
+        }
+    }
+}
+
+#[test]
+fn rule_3_an_empty_pool_limits_pm_and_is_said() {
+    let mut rig = Rig::fixed(1152);
+    rig.host.pool_free_bytes = 101 * MIB;
+    assert_eq!(rig.tick(0).limited_by, Some(Reason::PoolEmpty));
+    assert_eq!(rig.requested_mib(), (128, 100));
+    // What is requested and not plugged will still be taken from the pool.
+    assert_eq!(rig.tick(1_000).reason, Reason::PoolEmpty);
+    assert_eq!(rig.requested_mib(), (128, 100));
+}
+
+#[test]
+fn rule_3_memory_that_would_not_come_back_is_lent_sparingly() {
+    let mut rig = Rig::new(Policy::default());
+    rig.raw.blocks.online_policy = OnlinePolicy::Online;
+    rig.raw.memory.total_bytes = 352 * MIB;
+    let plan = rig.report(1000, 0);
+    assert_eq!(rig.requested_mib(), (32, 28));
+    assert_eq!(plan.reason, Reason::LowAvailable);
+    rig.follow();
+    rig.raw.memory.total_bytes += 60 * MIB;
+    rig.raw.memory.available_bytes = 0;
+    for _ in 0..9 {
+        rig.report(1000, 0);
+        rig.follow();
+    }
+    assert_eq!(rig.requested_mib(), (32, 256), "a quarter of each");
+    assert_eq!(rig.report(1000, 0).reason, Reason::OnlinePolicy);
+}
+
+#[test]
+fn rule_3_all_zones_together_have_a_floor_and_a_ceiling() {
+    let mut rig = Rig::new(Policy::default());
+    let rules = Rules { floor_bytes: 200 * MIB, ceiling_bytes: 300 * MIB, ..Rules::default() };
+    rig.controller.set_rules(rules).expect("in bounds");
+    // The floor needs neither report nor pressure.
+    let plan = rig.tick(0);
+    assert_eq!((plan.direction, plan.reason), (Direction::Grow, Reason::BelowFloor));
+    assert_eq!(rig.requested_mib(), (128, 72));
+    rig.follow();
+    rig.want(1000);
+    let plan = rig.tick(1_000);
+    assert_eq!((plan.direction, plan.limited_by), (Direction::Grow, Some(Reason::AtCeiling)));
+    assert_eq!(rig.requested_mib(), (128, 172));
+    rig.follow();
+    assert_eq!(rig.tick(1_000).reason, Reason::AtCeiling);
+    rig.want(0);
+    let plan = rig.tick(6_000);
+    assert_eq!((plan.direction, plan.limited_by), (Direction::Shrink, Some(Reason::AtFloor)));
+    assert_eq!(rig.requested_mib(), (128, 72));
+    rig.follow();
+    assert_eq!(rig.tick(6_000).reason, Reason::AtFloor);
+}
+
+#[test]
+fn rule_3_a_ceiling_that_is_lowered_is_come_down_to_in_steps() {
+    let mut rig = Rig::fixed(800);
+    rig.tick(0);
+    rig.follow();
+    let rules = Rules { ceiling_bytes: 500 * MIB, ..Rules::default() };
+    rig.controller.set_rules(rules).expect("in bounds");
+    assert_eq!(rig.tick(1_000).reason, Reason::CoolDown);
+    let mut seen = Vec::new();
+    for _ in 0..4 {
+        let plan = rig.tick(6_000);
+        seen.push((plan.reason, rig.host.requested_bytes() / MIB));
+        rig.follow();
+    }
+    let above = Reason::AboveCeiling;
+    assert_eq!(seen, [(above, 672), (above, 544), (above, 500), (Reason::AtCeiling, 500)]);
+}
+
+#[test]
+fn rule_3_lost_reports_do_not_lead_above_the_ceiling() {
+    let mut rig = Rig::new(Policy::default());
+    let rules = Rules { ceiling_bytes: 100 * MIB, ..Rules::default() };
+    rig.controller.set_rules(rules).expect("in bounds");
+    rig.report(1000, 0);
+    for _ in 0..60 {
+        rig.follow();
+        rig.tick(1_000);
+    }
+    assert_eq!(rig.requested_mib(), (100, 0));
+}

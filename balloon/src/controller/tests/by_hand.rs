@@ -1,0 +1,85 @@
+//! Rule 7: zones that were sized by hand.
+
+use super::*;
+
+#[test]
+fn rule_7_a_zone_sized_by_hand_is_left_alone_until_resumed() {
+    let mut rig = Rig::fixed(600);
+    rig.host.zones[PM].requested_bytes = 30 * MIB;
+    rig.controller.pin(ZoneId(1), &rig.host, rig.now);
+    assert_eq!(rig.tick(0).limited_by, Some(Reason::AtCeiling));
+    assert_eq!(rig.requested_mib(), (128, 30));
+    rig.controller.pin(ZoneId(0), &rig.host, rig.now);
+    assert_eq!(rig.tick(0).reason, Reason::Pinned);
+    assert_eq!(rig.controller.status().pinned, [ZoneId(0), ZoneId(1)]);
+    rig.controller.resume(Some(ZoneId(1)));
+    rig.tick(0);
+    assert_eq!(rig.requested_mib(), (128, 472));
+}
+
+#[test]
+fn rule_7_a_hand_that_the_guest_does_not_follow_stops_no_shrink() {
+    for by_hand_mib in [100, 0] {
+        let mut rig = Rig::fixed(400);
+        rig.tick(0);
+        rig.follow();
+        rig.controller.pin(ZoneId(0), &rig.host, rig.now);
+        rig.host.zones[DRAM].requested_bytes = by_hand_mib * MIB;
+        rig.want(by_hand_mib);
+        assert_eq!(rig.tick(6_000).direction, Direction::Shrink);
+        assert_eq!(rig.requested_mib(), (by_hand_mib, 144));
+        assert_eq!(rig.tick(1_000).reason, Reason::InProgress, "its own step is waited for");
+        rig.host.zones[PM].plugged_bytes = 144 * MIB;
+        assert_eq!(rig.tick(1_000).direction, Direction::Shrink);
+    }
+}
+
+#[test]
+fn rule_7_memory_that_does_not_come_to_a_zone_sized_by_hand_is_not_waited_for() {
+    let mut rig = Rig::new(Policy::default());
+    rig.controller.pin(ZoneId(0), &rig.host, rig.now);
+    rig.host.zones[DRAM].requested_bytes = 128 * MIB;
+    assert_eq!(rig.report(1000, 10).direction, Direction::Hold, "what is on its way is enough");
+    for _ in 0..4 {
+        rig.report(1000, 10);
+    }
+    let plan = rig.report(1000, 10);
+    assert_eq!((plan.direction, plan.reason), (Direction::Grow, Reason::LowAvailable));
+    assert_eq!(rig.requested_mib().0, 128, "the hand's request stays");
+    assert!(
+        (16..128).contains(&rig.requested_mib().1),
+        "what the guest lacks, no more: {:?}",
+        rig.requested_mib()
+    );
+}
+
+/// A guest that is short, in which a hand asks for a zone that does not come: until when it keeps `reason` from another.
+fn hand_that_keeps_others_waiting(mut rig: Rig, by_hand: usize, reason: Reason) {
+    rig.controller.pin(rig.host.zones[by_hand].id, &rig.host, rig.now);
+    rig.host.zones[by_hand].requested_bytes = 128 * MIB;
+    rig.want(256);
+    for ms in [0, 1_000, 2_000, 1_999] {
+        let plan = rig.tick(ms);
+        assert_eq!((plan.direction, plan.reason), (Direction::Hold, reason));
+    }
+    let plan = rig.tick(1);
+    assert_eq!((plan.direction, plan.requested_bytes()), (Direction::Grow, 256 * MIB), "{:?}", plan.reason);
+    assert_eq!(plan.targets[by_hand].requested_bytes, 128 * MIB, "the hand's request stays");
+}
+
+#[test]
+fn rule_7_a_hand_that_the_guest_does_not_follow_keeps_no_descriptors_from_others() {
+    let mut rig = Rig::new(Policy::Off);
+    // Room for the descriptors of one section.
+    rig.raw.zones[0].free_pages = 0;
+    rig.report(0, 280);
+    hand_that_keeps_others_waiting(rig, DRAM, Reason::Descriptors);
+}
+
+#[test]
+fn rule_7_a_hand_that_the_guest_does_not_follow_keeps_no_space_in_the_pool_from_others() {
+    let mut rig = Rig::new(Policy::Off);
+    rig.host.zones[DRAM].tier = Tier::Pm;
+    rig.host.pool_free_bytes = 128 * MIB;
+    hand_that_keeps_others_waiting(rig, DRAM, Reason::PoolEmpty);
+}

@@ -1,0 +1,118 @@
+//! The rules above every policy, one by one.
+
+mod bounds;
+mod by_hand;
+mod changes;
+mod descriptors;
+mod dry_run;
+mod growing;
+mod lost_reports;
+mod progress;
+mod shrinking;
+
+use foreshore_proto::{Blocks, Memory, PROTOCOL_VERSION, RawReport, Zone};
+
+use super::*;
+use crate::policy::{fixed, psi};
+use crate::{MIB, Tier, ZoneSizes};
+
+const DRAM: usize = 0;
+const PM: usize = 1;
+
+/// A VM of 384 MiB with 128 MiB of DRAM and 1 GiB of PM to come, and its loop.
+struct Rig {
+    controller: Controller,
+    host: HostView,
+    raw: RawReport,
+    now: TimeMs,
+}
+
+impl Rig {
+    fn new(policy: Policy) -> Self {
+        let zone = |id, tier, max_mib| ZoneSizes::empty(id, tier, max_mib * MIB);
+        Rig {
+            controller: Controller::new(policy, Rules::default()).expect("defaults"),
+            host: HostView {
+                zones: vec![zone(0, Tier::Dram, 128), zone(1, Tier::Pm, 1024)],
+                boot_bytes: 384 * MIB,
+                pool_free_bytes: 4096 * MIB,
+                ..HostView::default()
+            },
+            raw: RawReport {
+                version: PROTOCOL_VERSION,
+                monotonic_ms: 10_000,
+                memory: Memory { total_bytes: 352 * MIB, available_bytes: 280 * MIB, ..Memory::default() },
+                zones: vec![Zone {
+                    kind: ZoneKind::Dma32,
+                    free_pages: 70_000,
+                    high_pages: 750,
+                    managed_pages: 90_000,
+                    ..Zone::default()
+                }],
+                blocks: Blocks { online_policy: OnlinePolicy::OnlineMovable, ..Blocks::default() },
+                ..RawReport::default()
+            },
+            now: TimeMs(10_000),
+        }
+    }
+
+    fn fixed(mib: u64) -> Self {
+        Self::new(Policy::Fixed(fixed::Params { size_bytes: mib * MIB }))
+    }
+
+    fn want(&mut self, mib: u64) {
+        let policy = Policy::Fixed(fixed::Params { size_bytes: mib * MIB });
+        self.controller.set_policy(policy).expect("in range");
+    }
+
+    /// Time passes, and the controller is called without a report. The plan is carried out.
+    fn tick(&mut self, ms: u64) -> Plan {
+        self.now = self.now + ms;
+        let plan = self.controller.step(Event::Tick, &self.host, self.now);
+        self.carry_out(&plan);
+        plan
+    }
+
+    /// Time passes, and the guest reports. The plan is carried out.
+    fn report(&mut self, ms: u64, available_mib: u64) -> Plan {
+        self.now = self.now + ms;
+        self.raw.seq += 1;
+        self.raw.monotonic_ms = self.now.0;
+        self.raw.memory.available_bytes = available_mib * MIB;
+        let report = Report::try_from(self.raw.clone()).expect("sound");
+        let plan = self.controller.step(Event::Report(&report), &self.host, self.now);
+        self.carry_out(&plan);
+        plan
+    }
+
+    fn carry_out(&mut self, plan: &Plan) {
+        if !plan.dry_run {
+            for (zone, target) in self.host.zones.iter_mut().zip(&plan.targets) {
+                assert_eq!(zone.id, target.zone);
+                if zone.requested_bytes != target.requested_bytes {
+                    zone.requested_bytes = target.requested_bytes;
+                    self.host.short.retain(|id| *id != zone.id);
+                }
+            }
+        }
+    }
+
+    /// The host has no more than this for a zone, and the device lowers what is requested.
+    fn host_has(&mut self, zone: usize, mib: u64) {
+        let zone = &mut self.host.zones[zone];
+        assert!(zone.requested_bytes > mib * MIB);
+        zone.requested_bytes = mib * MIB;
+        self.host.short.push(zone.id);
+    }
+
+    /// The guest's driver does what it was asked.
+    fn follow(&mut self) {
+        for zone in &mut self.host.zones {
+            zone.plugged_bytes = zone.requested_bytes;
+        }
+    }
+
+    fn requested_mib(&self) -> (u64, u64) {
+        (self.host.zones[DRAM].requested_bytes / MIB, self.host.zones[PM].requested_bytes / MIB)
+    }
+}

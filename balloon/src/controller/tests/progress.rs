@@ -1,0 +1,248 @@
+//! Rule 5: guests that do not follow, and hosts that have nothing.
+
+use super::*;
+
+#[test]
+fn rule_5_a_guest_without_a_driver_is_asked_for_less_and_less_and_then_left_alone() {
+    let mut rig = Rig::fixed(64);
+    rig.tick(0);
+    let mut seen = Vec::new();
+    for _ in 0..60 {
+        let plan = rig.tick(1_000);
+        if plan.reason == Reason::NoProgress {
+            seen.push(rig.requested_mib());
+        }
+    }
+    // DRAM is tried with less; what it does not take is asked of PM, with which it is the same.
+    assert!(seen.len() > 10, "{seen:?}");
+    assert!(seen.iter().any(|(dram, _)| *dram == 32) && seen.iter().any(|(dram, _)| *dram == 0), "{seen:?}");
+    assert!(seen.iter().any(|(_, pm)| *pm > 0), "{seen:?}");
+    assert!(rig.host.requested_bytes() <= 64 * MIB + 4 * MIB);
+}
+
+#[test]
+fn rule_5_a_driver_that_comes_late_is_asked_at_once() {
+    let mut rig = Rig::fixed(64);
+    rig.host.zones.truncate(1);
+    let mut alone_s = 0;
+    // Until it is asked no more than once in a while.
+    for _ in 0..300 {
+        rig.tick(1_000);
+        alone_s = if rig.host.requested_bytes() == 0 { alone_s + 1 } else { 0 };
+        if alone_s == 12 {
+            break;
+        }
+    }
+    assert_eq!(alone_s, 12, "it is never left alone");
+    rig.tick(10);
+    assert_eq!(rig.host.requested_bytes(), 0, "and is still");
+    let now = rig.now;
+    rig.controller.driver_came(ZoneId(0), now);
+    assert_eq!(rig.tick(10).direction, Direction::Grow);
+    assert_eq!(rig.host.requested_bytes(), 64 * MIB);
+    // It has as long to follow as any.
+    assert_ne!(rig.tick(4_900).reason, Reason::NoProgress);
+    assert_eq!(rig.tick(100).reason, Reason::NoProgress);
+}
+
+#[test]
+fn rule_5_progress_makes_whole_again() {
+    let mut rig = Rig::fixed(64);
+    rig.tick(0);
+    assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
+    assert_eq!(rig.requested_mib().0, 32);
+    rig.host.zones[DRAM].plugged_bytes = 32 * MIB;
+    rig.tick(100);
+    assert_eq!(rig.requested_mib(), (64, 0));
+}
+
+/// A loop whose zones together have a floor of 64 MiB, asked for it and not followed.
+fn floor_that_nobody_follows(zones: usize, pool_mib: u64) -> Rig {
+    let mut rig = Rig::new(Policy::default());
+    rig.host.zones.truncate(zones);
+    rig.host.pool_free_bytes = pool_mib * MIB;
+    let rules = Rules { floor_bytes: 64 * MIB, ..Rules::default() };
+    rig.controller.set_rules(rules).expect("in range");
+    assert_eq!(rig.tick(0).reason, Reason::BelowFloor);
+    assert_eq!(rig.tick(4_900).reason, Reason::NoReport);
+    rig
+}
+
+#[test]
+fn rule_5_what_the_floor_asks_for_stays_where_nobody_else_has_any() {
+    let mut rig = floor_that_nobody_follows(1, 0);
+    let said = (0..600).filter(|_| rig.tick(100).reason == Reason::NoProgress).count();
+    assert_eq!(rig.host.requested_bytes(), 64 * MIB);
+    assert_eq!(said, 1, "once for as long as nothing happens");
+    // A guest that is short does not wait for it.
+    let mut rig = floor_that_nobody_follows(2, 0);
+    assert_eq!(rig.tick(100).reason, Reason::NoProgress);
+    assert_eq!(rig.requested_mib(), (64, 0));
+    rig.host.pool_free_bytes = 4096 * MIB;
+    let plan = rig.report(1_000, 10);
+    assert_eq!((plan.direction, plan.reason), (Direction::Grow, Reason::LowAvailable));
+    assert!(rig.requested_mib().1 > 0);
+}
+
+#[test]
+fn rule_5_what_the_floor_asks_for_is_asked_of_another_zone() {
+    let mut rig = floor_that_nobody_follows(2, 4096);
+    let mut seen = Vec::new();
+    for _ in 0..40 {
+        if rig.tick(1_000).reason == Reason::NoProgress {
+            seen.push(rig.requested_mib());
+        }
+        rig.host.zones[PM].plugged_bytes = rig.host.zones[PM].requested_bytes;
+    }
+    assert_eq!(seen, [(32, 32), (16, 48), (8, 56), (4, 60), (2, 62), (0, 64)]);
+}
+
+#[test]
+fn rule_5_slow_progress_is_progress() {
+    let mut rig = Rig::fixed(64);
+    rig.tick(0);
+    for step in 1..=32 {
+        rig.host.zones[DRAM].plugged_bytes = step * 2 * MIB;
+        assert_ne!(rig.tick(4_900).reason, Reason::NoProgress);
+    }
+}
+
+#[test]
+fn rule_5_a_shrink_that_the_guest_refuses_is_withdrawn_and_dram_is_not_taken_instead() {
+    let mut rig = Rig::fixed(400);
+    rig.tick(0);
+    rig.follow();
+    rig.want(0);
+    rig.tick(6_000);
+    assert_eq!(rig.requested_mib(), (128, 144));
+    assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
+    assert_eq!(rig.requested_mib(), (128, 272), "withdrawn");
+    assert_eq!(rig.tick(2_000).reason, Reason::NoProgress, "left alone for a while");
+    let plan = rig.tick(3_500);
+    assert_eq!(plan.direction, Direction::Shrink);
+    assert_eq!(rig.requested_mib(), (128, 208), "half as much");
+}
+
+#[test]
+fn rule_5_a_shrink_that_one_pm_zone_refuses_is_asked_of_the_other() {
+    let mut rig = Rig::fixed(128 + 1024 + 64);
+    rig.host.zones.push(ZoneSizes { id: ZoneId(2), max_bytes: 64 * MIB, ..rig.host.zones[PM] });
+    for _ in 0..4 {
+        rig.tick(1_000);
+        rig.follow();
+    }
+    assert_eq!(rig.host.zones[2].plugged_bytes, 64 * MIB);
+    // The zone that goes first does not let go of anything.
+    rig.want(1024);
+    let first = rig.tick(10_000);
+    assert_eq!(first.targets[2].requested_bytes, 0);
+    let refused = 64 * MIB;
+    rig.host.zones[PM].plugged_bytes = rig.host.zones[PM].requested_bytes;
+    let plugged = rig.host.zones[PM].plugged_bytes;
+    assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
+    assert_eq!(rig.host.zones[2].requested_bytes, refused, "withdrawn");
+    let second = rig.tick(1_000);
+    assert_eq!(second.direction, Direction::Shrink);
+    assert_eq!(second.targets[2].requested_bytes, refused, "left alone");
+    assert!(second.targets[PM].requested_bytes < plugged, "the other is asked");
+    assert_eq!(second.targets[DRAM].requested_bytes, 128 * MIB);
+}
+
+/// A balloon's guest inflates and deflates by pages, and stops anywhere.
+#[test]
+fn rule_5_what_is_withdrawn_is_whole_blocks_whatever_the_guest_has() {
+    let mut rig = Rig::fixed(128);
+    rig.host.balloon = Some(ZoneId(0));
+    rig.tick(0);
+    rig.follow();
+    rig.want(64);
+    assert_eq!(rig.tick(6_000).direction, Direction::Shrink);
+    rig.host.zones[DRAM].plugged_bytes = 101 * MIB + 4096;
+    rig.tick(1_000);
+    assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
+    assert_eq!(rig.requested_mib(), (102, 0), "what it has stays, and the rest of the block");
+    // What is missing of the block is no request that has to be withdrawn.
+    rig.want(102);
+    assert_eq!(rig.tick(60_000).reason, Reason::Enough);
+
+    rig.want(128);
+    assert_eq!(rig.tick(1_000).direction, Direction::Grow);
+    let mut seen = Vec::new();
+    for _ in 0..5 {
+        let plan = rig.tick(5_000);
+        assert!(plan.targets.iter().all(|target| target.requested_bytes % (2 * MIB) == 0), "{plan:?}");
+        seen.push((plan.reason, rig.requested_mib().0));
+    }
+    let less = Reason::NoProgress;
+    assert_eq!(seen[..2], [(less, 112), (less, 104)], "down for a grow: {seen:?}");
+}
+
+#[test]
+fn rule_5_what_the_host_cannot_provide_is_asked_of_another_zone_at_once() {
+    let mut rig = Rig::fixed(100);
+    rig.tick(0);
+    assert_eq!(rig.requested_mib(), (100, 0));
+    rig.host_has(DRAM, 24);
+    let plan = rig.tick(10);
+    assert_eq!((plan.direction, plan.reason, plan.limited_by), (Direction::Grow, Reason::HostShort, None));
+    assert_eq!(rig.requested_mib(), (24, 76));
+    // What it got comes, and says nothing about what it did not get.
+    rig.follow();
+    rig.want(110);
+    assert_eq!(rig.tick(4_990).reason, Reason::FixedSize);
+    assert_eq!(rig.requested_mib(), (24, 86));
+    rig.follow();
+    rig.want(120);
+    rig.tick(10);
+    assert_eq!(rig.requested_mib(), (34, 86), "asked again");
+    // It comes: the host has memory again.
+    rig.follow();
+    rig.want(128);
+    rig.tick(10);
+    assert_eq!(rig.requested_mib(), (42, 86));
+}
+
+#[test]
+fn rule_5_a_host_that_has_nothing_is_asked_ever_more_rarely() {
+    let mut rig = Rig::fixed(64);
+    rig.host.zones.truncate(1);
+    let mut asked_s = Vec::new();
+    for second in 0..200 {
+        let plan = rig.tick(1_000);
+        match rig.host.requested_bytes() {
+            0 => assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::HostShort), "{second}"),
+            _ => {
+                asked_s.push(second);
+                rig.host_has(DRAM, 0);
+            }
+        }
+    }
+    assert_eq!(asked_s, [0, 6, 17, 38, 79, 140]);
+}
+
+/// A report may come before the devices' news: it has its say as well.
+#[test]
+fn rule_5_what_is_wanted_meanwhile_is_asked_with_what_the_host_could_not_provide() {
+    let mut rig = Rig::new(Policy::default());
+    rig.report(1000, 20);
+    let (asked, _) = rig.requested_mib();
+    assert!((1..128).contains(&asked), "{asked}");
+    rig.host_has(DRAM, 0);
+    let plan = rig.report(50, 10);
+    assert_eq!((plan.direction, plan.reason), (Direction::Grow, Reason::HostShort));
+    assert!(rig.requested_mib().1 >= asked, "{:?}", rig.requested_mib());
+}
+
+#[test]
+fn rule_5_what_the_host_could_not_provide_to_a_hand_is_the_hands_affair() {
+    let mut rig = Rig::fixed(24);
+    rig.tick(0);
+    rig.follow();
+    let (host, now) = (rig.host.clone(), rig.now);
+    rig.controller.pin(ZoneId(0), &host, now);
+    rig.host.zones[DRAM].requested_bytes = 100 * MIB;
+    rig.tick(10);
+    rig.host_has(DRAM, 24);
+    assert_eq!(rig.tick(10).reason, Reason::Enough);
+    assert_eq!(rig.requested_mib(), (24, 0));
+}

@@ -1,0 +1,112 @@
+//! Rule 2: shrinks come later and in steps.
+
+use super::*;
+
+#[test]
+fn rule_2_a_shrink_waits_goes_in_steps_and_takes_pm_first() {
+    let mut rig = Rig::fixed(400);
+    rig.tick(0);
+    rig.follow();
+    rig.want(0);
+    assert_eq!(rig.tick(4_900).reason, Reason::CoolDown);
+    let mut seen = Vec::new();
+    for _ in 0..4 {
+        let plan = rig.tick(1_000);
+        assert_eq!(plan.direction, Direction::Shrink);
+        rig.follow();
+        seen.push(rig.requested_mib());
+        let left = rig.host.requested_bytes() > 0;
+        let reason = if left { Reason::CoolDown } else { Reason::Enough };
+        assert_eq!(rig.tick(500).reason, reason, "half a second after a step");
+    }
+    assert_eq!(seen, [(128, 144), (128, 16), (128, 0), (0, 0)], "never both tiers in one step");
+}
+
+#[test]
+fn rule_2_the_next_step_waits_for_the_last_one() {
+    let mut rig = Rig::fixed(512);
+    rig.tick(0);
+    rig.follow();
+    rig.want(0);
+    rig.tick(6_000);
+    let plan = rig.tick(2_000);
+    assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::InProgress));
+}
+
+#[test]
+fn rule_2_a_large_guest_shrinks_in_larger_steps() {
+    let mut rig = Rig::fixed(64 << 10);
+    rig.host.zones[PM].max_bytes = 128 << 30;
+    rig.host.pool_free_bytes = 128 << 30;
+    rig.host.boot_bytes = 64 << 30;
+    rig.tick(0);
+    rig.follow();
+    rig.want(0);
+    rig.tick(6_000);
+    assert_eq!(rig.requested_mib().1, (56 << 10) - 128);
+}
+
+#[test]
+fn rule_2_a_shrink_that_had_to_be_undone_doubles_the_cool_down() {
+    let mut rig = Rig::fixed(512);
+    rig.tick(0);
+    rig.follow();
+    rig.want(256);
+    rig.tick(6_000);
+    rig.follow();
+    rig.want(512);
+    rig.tick(1_000);
+    rig.follow();
+    assert_eq!(rig.controller.status().cool_down_ms, 10_000);
+    rig.want(256);
+    assert_eq!(rig.tick(9_000).reason, Reason::CoolDown);
+    assert_eq!(rig.tick(1_500).direction, Direction::Shrink);
+    rig.follow();
+    rig.want(512);
+    rig.tick(61_000);
+    assert_eq!(rig.controller.status().cool_down_ms, 5_000, "forgotten after a minute");
+}
+
+/// Seconds at which a balloon is inflated whose guest takes it all back a second later, as its device does on OOM.
+fn fought_at(rig: &mut Rig) -> Vec<u64> {
+    let mut at = Vec::new();
+    for second in 1..=200 {
+        let plan = rig.tick(1_000);
+        if plan.direction == Direction::Shrink {
+            at.push(second);
+            rig.follow();
+        } else {
+            let zone = &mut rig.host.zones[DRAM];
+            (zone.requested_bytes, zone.plugged_bytes) = (zone.max_bytes, zone.max_bytes);
+        }
+    }
+    at
+}
+
+#[test]
+fn rule_2_memory_that_a_guest_takes_out_of_its_balloon_is_fought_for_ever_more_rarely() {
+    let ceiling = Rules { ceiling_bytes: 64 * MIB, ..Rules::default() };
+    for (size_mib, rules) in [(64, Rules::default()), (128, ceiling)] {
+        let mut rig = Rig::fixed(size_mib);
+        rig.host.balloon = Some(ZoneId(0));
+        rig.host.zones[DRAM].requested_bytes = 128 * MIB;
+        rig.follow();
+        rig.controller.set_rules(rules).expect("in bounds");
+        // A second until it is taken back, one more until that is seen, and the cool-down: 10, 20, 40 and 60 s.
+        assert_eq!(fought_at(&mut rig), [1, 13, 35, 77, 139], "fixed at {size_mib} MiB");
+        assert_eq!(rig.controller.status().cool_down_ms, 60_000);
+    }
+}
+
+#[test]
+fn rule_2_what_a_hand_adds_is_no_grow_of_the_guests() {
+    let mut rig = Rig::fixed(64);
+    rig.tick(0);
+    rig.follow();
+    rig.tick(60_000);
+    rig.controller.pin(ZoneId(0), &rig.host, rig.now);
+    rig.host.zones[DRAM].requested_bytes = 128 * MIB;
+    rig.follow();
+    rig.controller.resume(None);
+    assert_eq!(rig.tick(100).direction, Direction::Shrink);
+}
