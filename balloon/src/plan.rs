@@ -96,7 +96,7 @@ reasons! {
     BelowFloor => "below_floor",
     /// More is requested than the guest may have in all.
     AboveCeiling => "above_ceiling",
-    /// The guest has what it needs.
+    /// The guest has what it needs, all that was asked for included.
     Enough => "enough",
     /// The policy decides nothing.
     Off => "off",

@@ -440,6 +440,10 @@ impl Controller {
         match last.decision.want_bytes {
             Some(want) if want > requested => self.grow(want - requested, reason, last, host, now),
             Some(want) if want < requested => self.shrink(requested - want, reason, last, host, now),
+            // What is on its way counts as there: the guest will have enough, and has not got it yet.
+            _ if reason == Reason::Enough && self.is_in_progress(&self.without_stuck(host, now)) => {
+                self.hold(Reason::InProgress, host)
+            }
             _ => self.hold(reason, host),
         }
     }

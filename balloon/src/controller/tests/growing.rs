@@ -35,3 +35,22 @@ fn pressure_takes_back_a_shrink_that_the_guest_has_not_followed() {
     rig.tick(100);
     assert_eq!(rig.requested_mib(), (128, 372));
 }
+
+#[test]
+fn rule_1_what_is_asked_for_is_in_progress_until_it_is_there() {
+    let mut rig = Rig::fixed(64);
+    assert_eq!(rig.tick(0).reason, Reason::FixedSize);
+    assert_eq!(rig.tick(100).reason, Reason::InProgress);
+    rig.host.zones[DRAM].plugged_bytes = 62 * MIB;
+    assert_eq!(rig.tick(100).reason, Reason::InProgress);
+    rig.follow();
+    assert_eq!(rig.tick(100).reason, Reason::Enough);
+    // A hand's request is not the loop's, and nobody waits for what is kept of a zone that does not follow.
+    rig.controller.pin(ZoneId(1), &rig.host, rig.now);
+    rig.host.zones[PM].requested_bytes = 64 * MIB;
+    rig.want(128);
+    assert_eq!(rig.tick(100).reason, Reason::Enough);
+    let mut rig = Rig::new(Policy::default());
+    assert_eq!(rig.report(1_000, 40).reason, Reason::LowAvailable);
+    assert_eq!(rig.report(50, 40).reason, Reason::InProgress);
+}
