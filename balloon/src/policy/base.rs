@@ -11,7 +11,7 @@ const SETTLE_MS: u64 = 2_000;
 
 /// What is known of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Base {
+pub(crate) struct Base {
     bytes: Option<u64>,
     /// The total and the plugged size that have not moved, and since when.
     still: Option<(u64, u64, TimeMs)>,

@@ -13,7 +13,7 @@ pub mod pmb;
 pub mod psi;
 
 mod arriving;
-mod base;
+pub(crate) mod base;
 mod table;
 #[cfg(test)]
 mod testing;

@@ -8,7 +8,9 @@ use thiserror::Error;
 use super::demand::{Demand, Segment};
 use super::guest::GuestConfig;
 use super::host::VmSetup;
-use crate::trace::{Entry, Reader, TraceError};
+use crate::policy::Input;
+use crate::policy::base::Base;
+use crate::trace::{Entry, Header, HostZone, Reader, RecordedPlan, TraceError};
 use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, MIB, Tier, TimeMs};
 
@@ -93,6 +95,56 @@ impl Files {
     }
 }
 
+/// Memory that its guest is about to give back. Linux takes a block out of the free pages first and out of the total last
+/// (docs/policy.md, Coming); in between it looks used, and nobody wants it.
+struct Leaving {
+    host: HostView,
+    base: Base,
+    /// What was used beside anonymous memory when nothing was to go.
+    still_bytes: Option<i128>,
+}
+
+impl Leaving {
+    fn new(header: &Header) -> Self {
+        let mut host = HostView { boot_bytes: header.boot_bytes, ..HostView::default() };
+        host.zones = header.zones.clone();
+        Leaving { host, base: Base::default(), still_bytes: None }
+    }
+
+    /// The host's sizes are these.
+    fn sizes(&mut self, zones: &[HostZone]) {
+        for (zone, sizes) in self.host.zones.iter_mut().zip(zones) {
+            zone.requested_bytes = sizes.requested_bytes;
+            zone.plugged_bytes = sizes.plugged_bytes;
+        }
+    }
+
+    /// A plan was carried out.
+    fn asked(&mut self, plan: &RecordedPlan) {
+        for (zone, (_, requested_bytes)) in self.host.zones.iter_mut().zip(&plan.targets) {
+            zone.requested_bytes = *requested_bytes;
+        }
+    }
+
+    /// Takes in a report, and says how much of what it shows as used is on its way out: what is not anonymous memory, and was
+    /// not there before, as far as there is something to go. A report of the balloon's statistics has no anonymous memory: there
+    /// any rise is.
+    fn see(&mut self, at: TimeMs, used: &Used, report: &Report) -> u64 {
+        let memory = report.memory();
+        self.base.learn(Input { report, host: &self.host, dry_run: false }, at);
+        let online_bytes = self.base.online_bytes(memory.total_bytes, &self.host);
+        let to_go_bytes = online_bytes.saturating_sub(self.host.requested_bytes());
+        let swapped_bytes = memory.swap_total_bytes - memory.swap_free_bytes;
+        let known_bytes = memory.anon_bytes.saturating_add(swapped_bytes);
+        let other_bytes = i128::from(used.anon_bytes) - i128::from(known_bytes);
+        if to_go_bytes == 0 {
+            self.still_bytes = Some(other_bytes);
+        }
+        let risen_bytes = other_bytes - *self.still_bytes.get_or_insert(other_bytes);
+        u64::try_from(risen_bytes).unwrap_or(0).min(to_go_bytes).min(used.anon_bytes)
+    }
+}
+
 /// The demand as reports show it, in no more than so many moments however many reports there are.
 struct Moments {
     seen: Vec<Seen>,
@@ -155,24 +207,38 @@ pub fn replay(
     let has_dram = header.zones.iter().any(|zone| zone.tier == Tier::Dram && zone.max_bytes > 0);
     let reserve_part = if has_dram { 16 } else { 4 };
     let (mut reports, mut first, mut pool_free_bytes) = (0, None, None);
-    let mut files = Files::default();
+    let (mut files, mut leaving) = (Files::default(), Leaving::new(&header));
+    let mut see = |at: TimeMs, report: &Report, leaving: &mut Leaving| {
+        reports += 1;
+        let start = *first.get_or_insert(at);
+        let (at_ms, used) = (at.since(start), Used::of(report, reserve_part));
+        files.see(at_ms, used.cached_bytes, report.counters());
+        let Files { file_bytes, streamed_bytes, .. } = files;
+        // What is in the page cache when the trace begins is read in its first moments.
+        let streamed_bytes = if reports == 1 { 0 } else { streamed_bytes };
+        let anon_bytes = used.anon_bytes - leaving.see(at, &used, report);
+        moments.push(Seen { at_ms, anon_bytes, file_bytes, streamed_bytes });
+    };
+    // A report is followed by the sizes of its moment, if they have changed, and by the plan that was made on it.
+    let mut last: Option<(TimeMs, Box<Report>)> = None;
     for entry in trace {
-        match entry? {
-            Entry::Report { at, report } => {
-                reports += 1;
-                let start = *first.get_or_insert(at);
-                let (at_ms, used) = (at.since(start), Used::of(&report, reserve_part));
-                files.see(at_ms, used.cached_bytes, report.counters());
-                let Files { file_bytes, streamed_bytes, .. } = files;
-                // What is in the page cache when the trace begins is read in its first moments.
-                let streamed_bytes = if reports == 1 { 0 } else { streamed_bytes };
-                moments.push(Seen { at_ms, anon_bytes: used.anon_bytes, file_bytes, streamed_bytes });
-            }
-            Entry::Host { pool_free_bytes: free, .. } => {
+        let entry = entry?;
+        let is_of_last = matches!((&entry, &last), (Entry::Host { at, .. }, Some((of, _))) if at == of);
+        if !is_of_last && let Some((at, report)) = last.take() {
+            see(at, &report, &mut leaving);
+        }
+        match entry {
+            Entry::Report { at, report } => last = Some((at, report)),
+            Entry::Host { zones, pool_free_bytes: free, .. } => {
+                leaving.sizes(&zones);
                 pool_free_bytes.get_or_insert(free);
             }
+            Entry::Plan { plan, .. } if !plan.dry_run => leaving.asked(&plan),
             Entry::Plan { .. } => {}
         }
+    }
+    if let Some((at, report)) = last {
+        see(at, &report, &mut leaving);
     }
     let seen = moments.seen;
     if reports < 2 {
@@ -332,5 +398,116 @@ mod tests {
         reports.resize(5 * 3_600, (40, 0, 0));
         let seen = seen_of(&reports);
         assert_eq!((seen[1].0, seen[3_600].0 < 16, seen[5 * 3_600 - 1].0), (40, true, 1));
+    }
+
+    /// A line of a trace, in MiB: a report's total, what is available and anonymous of it; sizes; a plan.
+    enum Line {
+        Report(u64, [u64; 3]),
+        Sizes(u64, [u64; 2]),
+        Plan(u64, u64, bool),
+    }
+    use Line::{Plan, Report, Sizes};
+
+    /// What a guest of 1 GiB with 512 MiB of hotplugged DRAM wants at each report, in MiB more or less than at the first.
+    fn wanted(lines: &[Line]) -> Vec<i64> {
+        let zone = r#""id":0,"tier":"dram","guest_numa_node":0,"block_bytes":2097152,"floor_bytes":0,"max_bytes":536870912"#;
+        let mut text = format!(
+            r#"{{"type":"trace","version":1,"boot_bytes":1073741824,"zones":[{{{zone},"requested_bytes":536870912,"plugged_bytes":536870912}}]}}"#
+        );
+        let mib = |mib: &u64| mib * MIB;
+        for (line, seq) in lines.iter().zip(1..) {
+            text += "\n";
+            text += &match line {
+                Report(at, [total, available, anon]) => format!(
+                    r#"{{"type":"report","at_ms":{at},"report":{{"version":1,"seq":{seq},"monotonic_ms":{at},"memory":{{"total_bytes":{},"free_bytes":{free},"available_bytes":{free},"anon_bytes":{}}},"zones":[{{"node":0,"kind":"normal","free_pages":0,"min_pages":0,"low_pages":0,"high_pages":0,"managed_pages":262144}}]}}}}"#,
+                    mib(total),
+                    mib(anon),
+                    free = mib(available),
+                ),
+                Sizes(at, [requested, plugged]) => format!(
+                    r#"{{"type":"host","at_ms":{at},"pool_free_bytes":0,"zones":[{{"id":0,"requested_bytes":{},"plugged_bytes":{}}}]}}"#,
+                    mib(requested),
+                    mib(plugged),
+                ),
+                Plan(at, requested, dry_run) => format!(
+                    r#"{{"type":"plan","at_ms":{at},"direction":"shrink","reason":"surplus","wanted_bytes":0,"dry_run":{dry_run},"zones":[{{"id":0,"requested_bytes":{}}}]}}"#,
+                    mib(requested),
+                ),
+            };
+        }
+        text += "\n";
+        let mut reader = Reader::new(text.as_bytes()).expect("sound");
+        let (setup, _) = replay(&mut reader, &GuestConfig::default(), 0, 0).expect("sound");
+        let (segments, end) = (setup.demand.segments(), setup.demand.end());
+        let last = segments[segments.len() - 1].anon_bytes_at(end);
+        let all = segments.iter().map(|segment| segment.anon_bytes).chain([last]);
+        // To the nearest: a rate is in whole bytes a second.
+        all.map(|bytes| (bytes as i64 - segments[0].anon_bytes as i64 + 1000) / MIB as i64).collect()
+    }
+
+    #[test]
+    fn memory_on_its_way_out_is_not_wanted() {
+        // Of 1536 MiB 500 are in use. A block is taken from the free pages, and 100 ms later from the total.
+        let shrinking = |plan, sizes| {
+            wanted(&[
+                Report(1_000, [1536, 1036, 400]),
+                Report(4_000, [1536, 1036, 400]),
+                plan,
+                Report(4_500, [1536, 908, 400]),
+                Report(4_550, [1536, 908, 400]),
+                Report(4_600, [1408, 908, 400]),
+                Sizes(4_610, sizes),
+            ])
+        };
+        assert_eq!(shrinking(Plan(4_000, 384, false), [384, 384]), [0; 5]);
+        // The broken variants: nobody asked for it,
+        assert_eq!(shrinking(Plan(4_000, 384, true), [512, 512]), [0, 0, 128, 128, 0]);
+        assert_eq!(shrinking(Plan(4_000, 512, false), [512, 512]), [0, 0, 128, 128, 0]);
+        // or for less.
+        assert_eq!(shrinking(Plan(4_000, 448, false), [448, 384]), [0, 0, 64, 64, 0]);
+    }
+
+    #[test]
+    fn what_is_filled_while_memory_is_on_its_way_out_is_wanted() {
+        let filling = wanted(&[
+            Report(1_000, [1536, 1036, 400]),
+            Report(4_000, [1536, 1036, 400]),
+            Plan(4_000, 384, false),
+            Report(4_500, [1536, 808, 500]),
+            Report(4_600, [1408, 808, 500]),
+            Sizes(4_600, [256, 384]),
+            Report(5_000, [1408, 608, 572]),
+            // What is withdrawn does not leave.
+            Sizes(5_100, [384, 384]),
+            Report(5_200, [1408, 736, 572]),
+        ]);
+        assert_eq!(filling, [0, 0, 100, 100, 172, 172]);
+        // Without anonymous memory nobody can tell, until it has left.
+        let unknown = wanted(&[
+            Report(1_000, [1536, 1036, 0]),
+            Report(4_000, [1536, 1036, 0]),
+            Plan(4_000, 384, false),
+            Report(4_500, [1536, 808, 0]),
+            Report(4_600, [1408, 808, 0]),
+            Sizes(4_610, [384, 384]),
+        ]);
+        assert_eq!(unknown, [0, 0, 100, 100]);
+    }
+
+    #[test]
+    fn sizes_of_a_reports_moment_come_after_it() {
+        // Somebody has asked for less by hand: no plan says so.
+        let by_hand = wanted(&[
+            Report(1_000, [1536, 1036, 400]),
+            Report(4_000, [1536, 1036, 400]),
+            Report(4_500, [1536, 908, 400]),
+            Sizes(4_500, [384, 512]),
+            Report(4_550, [1536, 908, 400]),
+            Sizes(4_560, [384, 384]),
+            // Under way when the block went.
+            Report(4_561, [1536, 908, 400]),
+            Report(4_600, [1408, 908, 400]),
+        ]);
+        assert_eq!(by_hand, [0; 6]);
     }
 }
