@@ -1,5 +1,6 @@
 //! The governor's state: what the guest said, what was decided, what was asked of the devices.
 
+mod present;
 mod show;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,6 +15,7 @@ use balloon::proto::{AgentMessage, Hello, Refusal, Report, Settings};
 use balloon::{Distances, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
 use tracing::{info, warn};
 
+use self::present::Present;
 use super::agentless::{Agentless, Teller};
 use super::audit::{Audit, Grounds};
 use super::episode::{Ended, Episode};
@@ -444,6 +446,7 @@ impl Core {
                 policy,
                 direction,
                 reason,
+                dry_run = plan.dry_run,
                 requested_bytes = plan.requested_bytes(),
                 available_bytes = report.map(|(_, report)| report.memory().available_bytes),
                 "Plan"
@@ -492,8 +495,15 @@ impl Core {
             .ok_or_else(|| VmError::BadRequest(format!("There is no zone {id:?} that can be resized")))
     }
 
-    /// Changes what the governor does.
+    /// Changes what the governor does, and says what was changed.
     pub fn change(&mut self, change: &PressureChange) -> Result<(), VmError> {
+        let before = Present::of(&self.controller);
+        self.make(change)?;
+        before.say_changes(&Present::of(&self.controller), |zone| &self.zones[zone.0 as usize].zone.id);
+        Ok(())
+    }
+
+    fn make(&mut self, change: &PressureChange) -> Result<(), VmError> {
         // All or nothing: what can be wrong is found before anything changes.
         let resumed = change.zone.as_deref().map(|id| self.find(id)).transpose()?;
         let policy = match &change.policy {

@@ -1,0 +1,131 @@
+//! What a change of the governor by hand is in the log: a line for each thing that is another one than before.
+
+use std::collections::BTreeSet;
+
+use balloon::ZoneId;
+use balloon::controller::{Controller, Rules, Status};
+use balloon::params::Parameters;
+use balloon::policy::Policy;
+use tracing::info;
+
+/// What can be set of a governor, as it is.
+pub(super) struct Present {
+    status: Status,
+    policy: Policy,
+    rules: Rules,
+}
+
+impl Present {
+    pub(super) fn of(controller: &Controller) -> Self {
+        let (policy, rules) = (controller.policy().clone(), controller.rules().clone());
+        Self { status: controller.status(), policy, rules }
+    }
+
+    /// Says how `now` differs. `id` names a zone.
+    pub(super) fn say_changes<'a>(&self, now: &Self, id: impl Fn(ZoneId) -> &'a str) {
+        for (what, from, to) in self.changes(now) {
+            info!(what, from, to, "The governor is set anew");
+        }
+        let after: BTreeSet<_> = now.status.pinned.iter().collect();
+        for zone in self.status.pinned.iter().filter(|zone| !after.contains(zone)) {
+            info!(zone = id(*zone), "The zone is the governor's again");
+        }
+    }
+
+    fn changes(&self, now: &Self) -> Vec<(&'static str, String, String)> {
+        let on = |on| if on { "on" } else { "off" };
+        let texts = |from: &str, to: &str| (from.to_owned(), to.to_owned());
+        let mut all = vec![
+            ("policy", texts(self.policy.name(), now.policy.name())),
+            ("dry_run", texts(on(self.status.dry_run), on(now.status.dry_run))),
+            ("paused", texts(on(self.status.paused), on(now.status.paused))),
+        ];
+        // Another policy's parameters are set against what it has by itself.
+        let same = self.policy.name() == now.policy.name();
+        let before = if same { Some(self.policy.clone()) } else { Policy::from_name(now.policy.name()) };
+        if let Some((from, to)) = before.as_ref().and_then(Policy::parameters).zip(now.policy.parameters()) {
+            all.extend(parameters(from, to));
+        }
+        all.extend(parameters(&self.rules, &now.rules));
+        let changed = all.into_iter().filter(|(_, (from, to))| from != to);
+        changed.map(|(what, (from, to))| (what, from, to)).collect()
+    }
+}
+
+/// The values of two sets with the same table.
+fn parameters<'a>(
+    from: &'a dyn Parameters,
+    to: &'a dyn Parameters,
+) -> impl Iterator<Item = (&'static str, (String, String))> + 'a {
+    from.table().iter().enumerate().map(move |(index, param)| {
+        let shown = |params: &dyn Parameters| param.unit.show(params.value(index));
+        (param.name, (shown(from), shown(to)))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::Arc;
+
+    use balloon::TimeMs;
+    use parking_lot::Mutex;
+    use serde_json::json;
+
+    use crate::governor::fake::{BLOCK, fixture};
+
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<String>>);
+
+    impl io::Write for Log {
+        fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+            self.0.lock().push_str(&String::from_utf8_lossy(text));
+            Ok(text.len())
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn each_thing_that_is_changed_by_hand_is_one_line_with_what_it_was() {
+        let mut f = fixture("psi", false, true);
+        let log = Log::default();
+        let writer = log.clone();
+        let subscriber =
+            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+        tracing::subscriber::with_default(subscriber, || {
+            f.core.resize("pm", BLOCK, TimeMs(0)).unwrap();
+            log.0.lock().clear();
+            let mut said = |change| {
+                let _ = f.core.change(&serde_json::from_value(change).unwrap());
+                let text = std::mem::take(&mut *log.0.lock());
+                let fields = text.lines().map(|line| {
+                    assert!(line.contains(" INFO "), "{line}");
+                    line.split_once(": ").unwrap().1.to_owned()
+                });
+                fields.collect::<Vec<_>>()
+            };
+            let line =
+                |what, from, to| format!(r#"The governor is set anew what="{what}" from="{from}" to="{to}""#);
+            assert_eq!(said(json!({"dry_run": true})), [line("dry_run", "off", "on")]);
+            assert_eq!(said(json!({"dry_run": true})), [""; 0], "the same again is no change");
+            assert_eq!(said(json!({"pause": true})), [line("paused", "off", "on")]);
+            assert_eq!(
+                said(json!({"params": {"idle": "9s", "stall": 100}, "rules": {"cool_down": "2s"}})),
+                [line("idle", "10s", "9s"), line("cool_down", "5s", "2s")]
+            );
+            assert_eq!(said(json!({"params": {"idle": "1s"}, "rules": {"moon": 1}})), [""; 0], "refused");
+            assert_eq!(
+                said(json!({"policy": "amf", "params": {"reclaim": 40}, "dry_run": false})),
+                [line("policy", "psi", "amf"), line("dry_run", "on", "off"), line("reclaim", "30", "40")]
+            );
+            assert_eq!(
+                said(json!({"resume": true, "zone": "pm"})),
+                ["The zone is the governor's again zone=\"pm\""]
+            );
+            assert_eq!(said(json!({"resume": true})), [line("paused", "on", "off")]);
+            assert_eq!(said(json!({"policy": "off"})), [line("policy", "amf", "off")]);
+        });
+    }
+}
