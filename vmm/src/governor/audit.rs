@@ -131,7 +131,7 @@ impl Audit {
             .map(|(index, (zone, target))| Ask::new(index, zone, target.requested_bytes))
             .collect();
         if asks.is_empty()
-            && let Some(earlier) = self.said_before(plan, now)
+            && let Some(earlier) = self.said_before(plan, grounds.policy, now)
         {
             earlier.times += 1;
             return false;
@@ -170,14 +170,14 @@ impl Audit {
         true
     }
 
-    /// The decision in which one that asks for nothing is counted: a hold in the last one for its reason since something
-    /// else was decided, a dry run's in the last one of its kind.
-    fn said_before(&mut self, plan: &Plan, now: TimeMs) -> Option<&mut Entry> {
+    /// The policy's decision in which one that asks for nothing is counted: a hold in the last one for its reason since
+    /// something else was decided, a dry run's in the last one of its kind.
+    fn said_before(&mut self, plan: &Plan, policy: &str, now: TimeMs) -> Option<&mut Entry> {
         let hold = plan.direction == Direction::Hold;
         let counts =
             |entry: &Entry| entry.asks.is_empty() && (!hold || entry.plan.direction == Direction::Hold);
         let mut since = self.ring.iter_mut().rev().take_while(|entry| counts(entry));
-        let same = since.find(|entry| entry.is_of_the_kind_of(plan))?;
+        let same = since.find(|entry| entry.policy == policy && entry.is_of_the_kind_of(plan))?;
         let stands = hold || same.plan.targets == plan.targets || now.since(same.at) < DRY_RUN_MS;
         stands.then(|| Arc::make_mut(same))
     }

@@ -60,8 +60,12 @@ struct Fixture(Audit);
 
 impl Fixture {
     fn record(&mut self, plan: &Plan, zones: [(u64, u64); 2], now: u64) -> bool {
+        self.record_of("psi", plan, zones, now)
+    }
+
+    fn record_of(&mut self, policy: &'static str, plan: &Plan, zones: [(u64, u64); 2], now: u64) -> bool {
         let host = host(zones);
-        let grounds = Grounds { policy: "psi", report: None, near: None, host: &host };
+        let grounds = Grounds { policy, report: None, near: None, host: &host };
         self.0.record(plan, grounds, TimeMs(now))
     }
 
@@ -198,6 +202,20 @@ fn holds_push_no_decision_out_however_they_alternate() {
     // Those after the next decision are others.
     f.record(&grow([20, 0]), [(10, 10), (0, 0)], 300_000);
     assert!(f.record(&plan(Direction::Hold, Reason::Enough, [20, 0]), [(20, 20), (0, 0)], 300_050));
+}
+
+#[test]
+fn what_a_policy_says_is_not_counted_to_another_one() {
+    let dry = Plan { dry_run: true, ..grow([10, 0]) };
+    for plan in [hold(Reason::CoolDown), dry] {
+        let mut f = fixture();
+        for (policy, is_new) in [("psi", true), ("amf", true), ("amf", false), ("psi", false)] {
+            assert_eq!(f.record_of(policy, &plan, [(0, 0); 2], 0), is_new, "{policy}");
+        }
+        let said = f.0.newest(10);
+        let times: Vec<_> = said.iter().map(|entry| (entry.policy, entry.times)).collect();
+        assert_eq!(times, [("amf", 2), ("psi", 2)]);
+    }
 }
 
 #[test]

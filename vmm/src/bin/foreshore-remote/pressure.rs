@@ -173,14 +173,15 @@ fn show(info: &PressureInfo) -> String {
     if info.decisions.is_empty() {
         return text;
     }
-    let header = ["DECISION", "AGO", "TIMES", "WHAT", "AVAILABLE", "ASKED", "REQUESTED", "WHY", "OUTCOME"];
+    let header =
+        ["DECISION", "AGO", "TIMES", "POLICY", "WHAT", "AVAILABLE", "ASKED", "REQUESTED", "WHY", "OUTCOME"];
     // Newest last, as in a log.
     text.push('\n');
     text.push_str(&decisions(header, &info.decisions));
     text
 }
 
-fn decisions(header: [&str; 9], decisions: &[DecisionInfo]) -> String {
+fn decisions(header: [&str; 10], decisions: &[DecisionInfo]) -> String {
     let rows = decisions.iter().rev().map(|decision| {
         let why = match &decision.limited_by {
             Some(limit) => format!("{} ({limit})", decision.reason),
@@ -190,6 +191,7 @@ fn decisions(header: [&str; 9], decisions: &[DecisionInfo]) -> String {
             decision.seq.to_string(),
             span(decision.age_ms),
             decision.times.to_string(),
+            decision.policy.clone(),
             decision.direction.clone(),
             decision.available_bytes.map_or_else(|| "-".to_owned(), mib),
             mib(decision.asked_bytes),
@@ -320,6 +322,7 @@ mod tests {
             seq: 6,
             age_ms: 8_000_000,
             times: 12,
+            policy: "amf".to_owned(),
             direction: "hold".to_owned(),
             reason: "enough".to_owned(),
             limited_by: None,
@@ -349,9 +352,9 @@ paused: nothing is decided
 ZONE  DRIVER  PINNED
 pm    yes     yes
 
-DECISION     AGO  TIMES  WHAT  AVAILABLE    ASKED  REQUESTED                          WHY  OUTCOME
-       6     2 h     12  hold          -    0 MiB    128 MiB                       enough  -
-       7  61.2 s      1  grow     20 MiB  128 MiB    256 MiB  low_available (descriptors)  reached after 85 ms
+DECISION     AGO  TIMES  POLICY  WHAT  AVAILABLE    ASKED  REQUESTED                          WHY  OUTCOME
+       6     2 h     12     amf  hold          -    0 MiB    128 MiB                       enough  -
+       7  61.2 s      1     psi  grow     20 MiB  128 MiB    256 MiB  low_available (descriptors)  reached after 85 ms
 ";
         assert_eq!(show(&info), expected);
     }
