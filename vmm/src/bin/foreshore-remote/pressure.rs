@@ -1,8 +1,11 @@
 //! `pressure`: what the governor does, and what it is to do.
 
+use std::fmt;
+
 use anyhow::{Context, Result, bail};
 use balloon::controller::Rules;
-use balloon::params::Setting;
+use balloon::params::{Param, Setting};
+use balloon::policy::Policy;
 use clap::{Args, Subcommand, ValueEnum};
 use foreshore::api::Client;
 use foreshore::config::ParamSettings;
@@ -26,6 +29,9 @@ pub struct Pressure {
     /// As JSON, with everything that each decision was made upon
     #[arg(long)]
     json: bool,
+    /// Show every parameter of the policy and of the rules above it
+    #[arg(long, conflicts_with_all = ["log", "json"])]
+    params: bool,
     #[command(flatten)]
     set: Choice,
     /// As `pressure dry-run`
@@ -106,7 +112,7 @@ fn sort(parameters: Vec<(String, Setting)>) -> Result<(Option<ParamSettings>, Op
 impl Pressure {
     /// Does what is asked; returns what to print.
     pub async fn execute(self, vmm: &Client) -> Result<String> {
-        let (log, json) = (self.log.unwrap_or(SHOWN), self.json);
+        let (log, json, params) = (self.log.unwrap_or(SHOWN), self.json, self.params);
         match self.change()? {
             Some(change) => put(vmm, "vm.pressure", Some(serde_json::to_string(&change)?)).await,
             None => {
@@ -115,7 +121,7 @@ impl Pressure {
                     return pretty(&answer);
                 }
                 let info = serde_json::from_slice(&answer).context("The answer is not vm.pressure's")?;
-                Ok(show(&info))
+                Ok(if params { parameters_table(&info) } else { show(&info) })
             }
         }
     }
@@ -166,6 +172,10 @@ fn show(info: &PressureInfo) -> String {
     if info.dry_run {
         text.push_str("dry run: nothing is asked of the guest\n");
     }
+    let set: Vec<_> = parameters(info).filter(Parameter::is_set).map(|set| set.to_string()).collect();
+    if !set.is_empty() {
+        text.push_str(&format!("set: {} (--params shows all)\n", set.join(" ")));
+    }
     let yes_or_no = |yes| if yes { "yes" } else { "no" }.to_owned();
     let zones =
         info.zones.iter().map(|zone| [zone.id.clone(), yes_or_no(zone.driver_ready), yes_or_no(zone.pinned)]);
@@ -179,6 +189,48 @@ fn show(info: &PressureInfo) -> String {
     text.push('\n');
     text.push_str(&decisions(header, &info.decisions));
     text
+}
+
+/// A parameter as the VMM has it.
+struct Parameter {
+    /// Whose it is.
+    of: String,
+    param: &'static Param,
+    value: u64,
+}
+
+impl Parameter {
+    fn is_set(&self) -> bool {
+        self.value != self.param.default
+    }
+}
+
+/// As `pressure set` takes it.
+impl fmt::Display for Parameter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.param.name, self.param.unit.show(self.value))
+    }
+}
+
+/// Those of the policy, then those of the rules. What a VMM of another version has besides is in its JSON alone.
+fn parameters(info: &PressureInfo) -> impl Iterator<Item = Parameter> {
+    let policy = Policy::from_name(&info.policy).map_or(&[][..], |policy| policy.table());
+    let tables = [(info.policy.as_str(), "params", policy), ("the rules", "rules", Rules::TABLE)];
+    tables.into_iter().flat_map(|(of, key, table)| {
+        let values = info.details.get(key);
+        table.iter().filter_map(move |param| {
+            let value = values?.get(param.name)?.as_u64()?;
+            Some(Parameter { of: of.to_owned(), param, value })
+        })
+    })
+}
+
+fn parameters_table(info: &PressureInfo) -> String {
+    let rows = parameters(info).map(|Parameter { of, param, value }| {
+        let [value, default] = [value, param.default].map(|value| param.unit.show(value));
+        [param.name.to_owned(), of, value, default, param.about.trim().to_owned()]
+    });
+    table(["PARAMETER", "OF", "VALUE", "DEFAULT", "WHAT"], 2, rows)
 }
 
 fn decisions(header: [&str; 10], decisions: &[DecisionInfo]) -> String {
@@ -264,7 +316,7 @@ mod tests {
 
     #[test]
     fn pressure_changes_only_what_is_asked() {
-        for shown in [&[][..], &["--log", "1000"], &["--json"]] {
+        for shown in [&[][..], &["--log", "1000"], &["--json"], &["--params"]] {
             assert_eq!(change(shown).unwrap(), None, "{shown:?}");
         }
         for (args, expected) in [
@@ -289,6 +341,7 @@ mod tests {
             &["dry-run"],
             &["--log", "1001"],
             &["--resume", "pause"],
+            &["--params", "--json"],
             &["fly"],
         ] {
             assert!(change(wrong).is_err(), "{wrong:?}");
@@ -357,6 +410,56 @@ DECISION     AGO  TIMES  POLICY  WHAT  AVAILABLE    ASKED  REQUESTED            
        7  61.2 s      1     psi  grow     20 MiB  128 MiB    256 MiB  low_available (descriptors)  reached after 85 ms
 ";
         assert_eq!(show(&info), expected);
+    }
+
+    fn info_with(policy: &str, details: serde_json::Value) -> PressureInfo {
+        PressureInfo {
+            policy: policy.to_owned(),
+            dry_run: false,
+            paused: false,
+            pinned_zones: Vec::new(),
+            agent: AgentState::Never,
+            agent_connected: false,
+            report_age_ms: None,
+            zones: Vec::new(),
+            decisions_total: 0,
+            decisions: Vec::new(),
+            recording: None,
+            details: serde_json::from_value(details).unwrap(),
+        }
+    }
+
+    #[test]
+    fn parameters_that_are_not_the_default_are_shown_as_they_are_set() {
+        let shown = |policy, details| {
+            let text = show(&info_with(policy, details));
+            text.lines().find_map(|line| line.strip_prefix("set: ")).map(str::to_owned)
+        };
+        let default = serde_json::json!({"params": {"idle": 10_000}, "rules": {"ceiling": 1u64 << 46}});
+        assert_eq!(shown("psi", default), None);
+        let set = serde_json::json!({"params": {"idle": 9_000, "stall": 100}, "rules": {"ceiling": 1 << 30}});
+        assert_eq!(shown("psi", set).unwrap(), "idle=9s ceiling=1G (--params shows all)");
+        let fixed = serde_json::json!({"params": {"size": 256 << 20}, "rules": {}});
+        assert_eq!(shown("fixed", fixed).unwrap(), "size=256M (--params shows all)");
+        // A VMM of another version: what it has not, and what is not known here.
+        let other = serde_json::json!({"params": {"tide": 7}});
+        assert_eq!(shown("psi", other.clone()), None);
+        assert_eq!(shown("moon", other), None);
+    }
+
+    #[test]
+    fn all_parameters_are_shown_in_columns_on_demand() {
+        let info = info_with(
+            "amf",
+            serde_json::json!({"params": {"watermark-scale": 1024, "reclaim": 40}, "rules": {"lost": 3_000}}),
+        );
+        let expected = "\
+PARAMETER        OF         VALUE  DEFAULT  WHAT
+watermark-scale  amf         1024     1024  What watermarks are multiplied by to make the borders of Table 2.
+reclaim          amf           40       30  Sections go back when the page descriptors of all that are free take more than this share of DRAM.
+lost             the rules     3s       3s  No report for this long means that reports are lost.
+";
+        assert_eq!(parameters_table(&info), expected);
     }
 
     #[test]
