@@ -17,7 +17,7 @@ fn printed(arguments: &[&str]) -> String {
 
 #[test]
 fn bad_input_is_refused_with_value_and_bound() {
-    let cases: [(&[&str], &str); 22] = [
+    let cases: [(&[&str], &str); 24] = [
         (&["--duration", "10"], "'10' for '--duration <TIME>': must be a time"),
         (&["--duration", "500ms"], "'500ms' for '--duration <TIME>': must be 1s to 87600h"),
         (&["--dram", "32M"], "'32M' for '--dram <SIZE>': must be 64M to 16T"),
@@ -40,6 +40,8 @@ fn bad_input_is_refused_with_value_and_bound() {
         (&["--policy", "psi,cool_down=2m"], "max_cool_down is 1m, must be at least cool_down, which is 2m"),
         (&["--policy", "psi,depth=1"], "; those of the rules are floor, ceiling, cool_down"),
         (&["--policy", "psi,lost=2s,lost=3s"], "lost is given twice"),
+        (&["--policy", "fixed"], "'fixed' for '--policy <NAME[,PARAM=VALUE...]>': size= is missing"),
+        (&["--policy", "fixed,floor=64M"], "size= is missing"),
     ];
     for (arguments, expected) in cases {
         let output = sim(arguments);

@@ -194,6 +194,10 @@ fn parse_policy(text: &str) -> Result<NamedPolicy, String> {
     let settings = settings.iter().map(|(key, value)| (*key, value));
     let is_rule = |name: &str| Rules::TABLE.iter().any(|rule| rule.name == name);
     let (rules, params): (Vec<_>, Vec<_>) = settings.partition(|(name, _)| is_rule(name));
+    // As in `--pressure`: without one it would be 0, and nobody who writes "fixed" means that all memory is to go.
+    if matches!(policy, Policy::Fixed(_)) && !params.iter().any(|(name, _)| *name == "size") {
+        return Err("size= is missing".to_owned());
+    }
     let policy = policy.with(params).map_err(|error| match error {
         ParamError::Unknown { .. } => format!("{error}; those of the rules are {}", rule_names()),
         error => error.to_string(),
