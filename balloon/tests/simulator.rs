@@ -3,6 +3,8 @@
 use std::path::Path;
 use std::process::{Command, Output};
 
+use balloon::policy::Policy;
+
 fn sim(arguments: &[&str]) -> Output {
     let program = env!("CARGO_BIN_EXE_foreshore-sim");
     Command::new(program).args(arguments).output().expect("the program runs")
@@ -17,7 +19,7 @@ fn printed(arguments: &[&str]) -> String {
 
 #[test]
 fn bad_input_is_refused_with_value_and_bound() {
-    let cases: [(&[&str], &str); 24] = [
+    let cases: [(&[&str], &str); 27] = [
         (&["--duration", "10"], "'10' for '--duration <TIME>': must be a time"),
         (&["--duration", "500ms"], "'500ms' for '--duration <TIME>': must be 1s to 87600h"),
         (&["--dram", "32M"], "'32M' for '--dram <SIZE>': must be 64M to 16T"),
@@ -31,6 +33,18 @@ fn bad_input_is_refused_with_value_and_bound() {
         (&["--workload", "ramp,low=5"], "low is 5, must be 10 to 100000"),
         (&["--workload", "ramp,low=900,high=800"], "high is 800, must be at least low, which is 900"),
         (&["--workload", "ramp,depth=1"], "parameter \"depth\" is unknown; those of ramp are low, high"),
+        (
+            &["--workload", "leak,period=1m"],
+            "\"period\" is unknown; those of leak are low, high, touches, hot, files, stream",
+        ),
+        (
+            &["--workload", "steady,depth=1"],
+            "those of steady are low, high, rate, touches, hot, files, stream\n",
+        ),
+        (
+            &["--plot", "day.png"],
+            "'day.png' for '--plot <FILE.svg>': day.png is no name of an SVG, must end in .svg",
+        ),
         (&["--policy", "magic"], "the policy \"magic\" is none of psi, amf"),
         (&["--policy", "psi,headroom=9"], "headroom is 9, must be 10 to 500"),
         (&["--policy", "psi,headroom"], "\"headroom\" is not PARAM=VALUE"),
@@ -48,6 +62,24 @@ fn bad_input_is_refused_with_value_and_bound() {
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
         assert!(error.contains(expected), "{arguments:?}: {error}\nlacks {expected}");
+    }
+}
+
+/// Those of the policy that was named, and of no other.
+#[test]
+fn an_unknown_parameter_is_told_with_those_of_its_policy() {
+    for name in Policy::NAMES {
+        let policy = Policy::from_name(name).expect("listed");
+        let table = policy.parameters().map_or(&[][..], |parameters| parameters.table());
+        let known: Vec<_> = table.iter().map(|parameter| parameter.name).collect();
+        let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+        let given = format!("{name},size=64M,depth=1");
+        let given = if name == "fixed" { given } else { given.replace(",size=64M", "") };
+        let error = String::from_utf8(sim(&["--policy", &given]).stderr).expect("text");
+        let expected = format!(
+            "parameter \"depth\" is unknown; those of {name} are {known}; those of the rules are floor,"
+        );
+        assert!(error.contains(&expected), "{error}\nlacks {expected}");
     }
 }
 
@@ -181,6 +213,8 @@ fn a_plot_has_a_panel_for_each_policy() {
     printed(&["--policy", "psi", "--policy", "off", "--duration", "1m", "--plot", file]);
     let svg = std::fs::read_to_string(&path).expect("drawn");
     assert_eq!(svg.matches("font-weight=\"bold\"").count(), 2);
+    // To a pipe, for one.
+    printed(&["--duration", "1s", "--policy", "off", "--plot", "/dev/null"]);
     let output = sim(&["--duration", "1s", "--policy", "off", "--plot", "/nonexistent/plot.svg"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&output.stderr).contains("cannot write /nonexistent/plot.svg: No such"));

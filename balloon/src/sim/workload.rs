@@ -98,6 +98,15 @@ impl Workload {
         }
     }
 
+    /// Parameters that would change nothing.
+    pub fn ignores(self) -> &'static [&'static str] {
+        match self {
+            Workload::Steady | Workload::CacheHeavy => &["period"],
+            Workload::Leak => &["rate", "period"],
+            Workload::Ramp | Workload::Burst | Workload::Sawtooth | Workload::Diurnal => &[],
+        }
+    }
+
     /// What a guest with so much DRAM wants for so long. Whatever is not regular comes from `random`.
     pub fn demand(self, params: &Params, dram_bytes: u64, duration_ms: u64, random: &mut Random) -> Demand {
         let mut track = Track::new(params, dram_bytes, duration_ms);
@@ -242,6 +251,7 @@ impl<'a> Track<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::params::Parameters;
 
     const DAY_MS: u64 = 86_400_000;
     const DRAM: u64 = 1 << 30;
@@ -298,5 +308,24 @@ mod tests {
         assert_eq!(demand.segments().len(), 1);
         let short = demand.peak_bytes().abs_diff(DRAM * 3 / 2 + DRAM / 20);
         assert!(short < MIB, "{short}");
+    }
+
+    #[test]
+    fn every_parameter_but_the_ignored_ones_changes_what_is_wanted() {
+        for workload in Workload::ALL {
+            for (index, param) in Params::TABLE.iter().enumerate() {
+                let mut params = workload.defaults();
+                *params.slot(index) = params.value(index) * 9 / 10 + 1;
+                let changed = workload.demand(&params, DRAM, DAY_MS, &mut Random::new(1, 0));
+                let same = changed == demand(workload, DAY_MS, 1);
+                assert_eq!(
+                    same,
+                    workload.ignores().contains(&param.name),
+                    "{} of {}",
+                    param.name,
+                    workload.name()
+                );
+            }
+        }
     }
 }

@@ -117,7 +117,7 @@ pub(crate) struct Scenario {
     #[arg(long)]
     pub(crate) every_report: bool,
     /// Draw the first VM over time under each policy: memory held, used, available, and swap
-    #[arg(long, value_name = "FILE.svg")]
+    #[arg(long, value_name = "FILE.svg", value_parser = clap::builder::PathBufValueParser::new().try_map(svg_path))]
     pub(crate) plot: Option<PathBuf>,
     /// How to print
     #[arg(long, value_enum, default_value_t = Format::Table)]
@@ -155,6 +155,16 @@ fn bounded(unit: Unit, low: u64, high: u64) -> impl TypedValueParser<Value = u64
     })
 }
 
+/// A file of another name would be taken for what it is not. What has no extension, such as a pipe, is nobody's guess.
+fn svg_path(path: PathBuf) -> Result<PathBuf, String> {
+    match path.extension() {
+        Some(extension) if !extension.eq_ignore_ascii_case("svg") => {
+            Err(format!("{} is no name of an SVG, must end in .svg", path.display()))
+        }
+        _ => Ok(path),
+    }
+}
+
 /// `name,key=value,key=value`.
 fn split(text: &str) -> (&str, impl Iterator<Item = Result<(&str, Setting), String>>) {
     let mut parts = text.split(',');
@@ -175,10 +185,25 @@ fn parse_workload(text: &str) -> Result<(Workload, WorkloadParams), String> {
     let mut params = workload.defaults();
     for setting in settings {
         let (key, value) = setting?;
-        params.set(workload.name(), key, &value).map_err(|error| error.to_string())?;
+        if workload.ignores().contains(&key) {
+            let (name, known) = (key.to_owned(), workload_parameters(workload));
+            return Err(ParamError::Unknown { name, of: workload.name(), known }.to_string());
+        }
+        params.set(workload.name(), key, &value).map_err(|error| match error {
+            ParamError::Unknown { name, of, .. } => {
+                ParamError::Unknown { name, of, known: workload_parameters(workload) }.to_string()
+            }
+            error => error.to_string(),
+        })?;
     }
     params.validate().map_err(|error| error.to_string())?;
     Ok((workload, params))
+}
+
+/// Those that it takes.
+fn workload_parameters(workload: Workload) -> String {
+    let names = WorkloadParams::TABLE.iter().map(|param| param.name);
+    names.filter(|name| !workload.ignores().contains(name)).collect::<Vec<_>>().join(", ")
 }
 
 fn parse_policy(text: &str) -> Result<NamedPolicy, String> {
