@@ -11,37 +11,65 @@ use crate::TimeMs;
 /// has been filled.
 const ARRIVING_MS: u64 = 100;
 
+/// What came since a report that is older has had that time: a guest that reports no faster is not to wait for another of its
+/// reports.
+const GAP_MS: u64 = 250;
+
 /// What has come into the total and has not been seen free.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Arriving {
-    /// The total and what was free, in the last report.
-    last: Option<(u64, u64)>,
-    /// Oldest first, each with the time of the report that had it first.
-    parts: Vec<(TimeMs, u64)>,
+    last: Option<Last>,
+    /// Oldest first.
+    parts: Vec<Part>,
+}
+
+/// Of the last report.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Last {
+    at: TimeMs,
+    total_bytes: u64,
+    free_bytes: u64,
+}
+
+/// What one report had in the total for the first time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Part {
+    since: TimeMs,
+    /// What of it has not been seen free.
+    unseen_bytes: u64,
 }
 
 impl Arriving {
     /// Takes a report, and says how much of `total_bytes` may yet become free.
     pub fn learn(&mut self, total_bytes: u64, free_bytes: u64, now: TimeMs) -> u64 {
-        let (last_total, last_free) = self.last.unwrap_or((total_bytes, free_bytes));
-        self.last = Some((total_bytes, free_bytes));
-        self.parts.retain(|(since, _)| now.since(*since) < ARRIVING_MS);
-        let came_bytes = total_bytes.saturating_sub(last_total);
-        if came_bytes > 0 {
+        let report = Last { at: now, total_bytes, free_bytes };
+        let last = self.last.replace(report).unwrap_or(report);
+        self.parts.retain(|part| now.since(part.since) < ARRIVING_MS);
+        let freed_bytes = self.see(free_bytes.saturating_sub(last.free_bytes));
+        let came_bytes = total_bytes.saturating_sub(last.total_bytes);
+        let unseen_bytes = came_bytes.saturating_sub(freed_bytes);
+        // A block is free all at once: of one that is free for the most part the rest has been used already.
+        if unseen_bytes > came_bytes / 2 && now.since(last.at) <= GAP_MS {
             match self.parts.last_mut() {
                 // No more parts than there are milliseconds, however often a guest reports.
-                Some((since, bytes)) if *since == now => *bytes = bytes.saturating_add(came_bytes),
-                _ => self.parts.push((now, came_bytes)),
+                Some(part) if part.since == now => {
+                    part.unseen_bytes = part.unseen_bytes.saturating_add(unseen_bytes);
+                }
+                _ => self.parts.push(Part { since: now, unseen_bytes }),
             }
         }
-        let mut freed_bytes = free_bytes.saturating_sub(last_free);
-        for (_, bytes) in &mut self.parts {
-            let seen_bytes = freed_bytes.min(*bytes);
-            *bytes -= seen_bytes;
+        self.parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.unseen_bytes))
+    }
+
+    /// `freed_bytes` have become free: of the oldest parts first. What is over is returned.
+    fn see(&mut self, mut freed_bytes: u64) -> u64 {
+        for part in &mut self.parts {
+            let seen_bytes = freed_bytes.min(part.unseen_bytes);
+            part.unseen_bytes -= seen_bytes;
             freed_bytes -= seen_bytes;
         }
-        self.parts.retain(|(_, bytes)| *bytes > 0);
-        self.parts.iter().fold(0u64, |sum, (_, bytes)| sum.saturating_add(*bytes))
+        self.parts.retain(|part| part.unseen_bytes > 0);
+        freed_bytes
     }
 }
 
@@ -66,16 +94,26 @@ mod tests {
         let reports = [(0, 500, 30), (50, 564, 30), (99, 628, 20), (100, 628, 148), (150, 628, 148)];
         assert_eq!(arriving(&reports), [0, 64, 128, 0, 0]);
         assert_eq!(arriving(&[(0, 500, 30), (50, 628, 158)]), [0, 0], "free at once");
-        assert_eq!(arriving(&[(0, 500, 30), (50, 628, 130)]), [0, 28], "some of it");
+        assert_eq!(arriving(&[(0, 500, 30), (50, 628, 95), (99, 628, 140)]), [0, 0, 0], "most of it");
+        assert_eq!(
+            arriving(&[(0, 500, 30), (50, 756, 90), (99, 756, 200)]),
+            [0, 196, 86],
+            "one of two, in part"
+        );
     }
 
     #[test]
     fn a_block_that_does_not_become_free_has_been_filled() {
         let reports = [(0, 500, 30), (50, 628, 30), (149, 628, 30), (150, 628, 30)];
         assert_eq!(arriving(&reports), [0, 128, 128, 0]);
-        assert_eq!(arriving(&[(0, 500, 30), (1_000, 628, 30), (2_000, 628, 30)]), [0, 128, 0]);
+        assert_eq!(arriving(&[(0, 500, 30), (250, 628, 30), (500, 628, 30)]), [0, 128, 0]);
         // Each block has its own time: those that follow do not lengthen it.
         let reports = [(0, 500, 30), (50, 628, 30), (100, 756, 30), (150, 884, 30), (200, 884, 30)];
         assert_eq!(arriving(&reports), [0, 128, 256, 256, 128]);
+    }
+
+    #[test]
+    fn what_came_between_reports_far_apart_has_had_the_time() {
+        assert_eq!(arriving(&[(0, 500, 30), (250, 628, 30), (501, 756, 30)]), [0, 128, 0]);
     }
 }

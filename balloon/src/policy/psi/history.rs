@@ -31,6 +31,8 @@ struct Sample {
     by_agent: bool,
     total_bytes: u64,
     used_bytes: u64,
+    /// What of that may yet become available.
+    arriving_bytes: u64,
     some_us: u64,
     swapped_out_pages: u64,
     /// What kswapd and allocating tasks have looked at.
@@ -70,10 +72,10 @@ pub(super) struct History {
 }
 
 impl History {
-    /// Adds a report, of whose used memory `leaving_bytes` are about to be given back. One from somebody else, or whose
-    /// clock or totals have started again, makes the older ones useless.
-    pub fn push(&mut self, report: &Report, leaving_bytes: u64) {
-        let sample = Sample::of(report, leaving_bytes);
+    /// Adds a report, of whose used memory `leaving_bytes` are about to be given back and `arriving_bytes` have come and are
+    /// not available yet. One from somebody else, or whose clock or totals have started again, makes the older ones useless.
+    pub fn push(&mut self, report: &Report, leaving_bytes: u64, arriving_bytes: u64) {
+        let sample = Sample { arriving_bytes, ..Sample::of(report, leaving_bytes) };
         if self.samples.back().is_some_and(|last| !sample.goes_on_from(last)) {
             self.samples.clear();
         }
@@ -138,6 +140,7 @@ impl Sample {
             total_bytes: memory.total_bytes,
             // Use, not what is available: plugging memory changes the latter.
             used_bytes: (memory.total_bytes - memory.available_bytes).saturating_sub(leaving_bytes),
+            arriving_bytes: 0,
             some_us: report.stall().some_us,
             swapped_out_pages: counters.pswpout,
             scanned_pages: counters.pgscan_kswapd.saturating_add(counters.pgscan_direct),
@@ -181,8 +184,9 @@ impl Sample {
         // Of memory that was plugged meanwhile not all became available: page descriptors, watermarks and what is
         // kept for the kernel are no fill.
         let kept = self.total_bytes.saturating_sub(older.total_bytes) / KEPT_PART;
-        let rise =
-            self.used_bytes.saturating_add(swapped).saturating_sub(older.used_bytes.saturating_add(kept));
+        // What is arriving counts as used in the older one: what is kept of it stays so, and is no fill later either.
+        let used_bytes = self.used_bytes.saturating_sub(self.arriving_bytes);
+        let rise = used_bytes.saturating_add(swapped).saturating_sub(older.used_bytes.saturating_add(kept));
         if rise < NOISE_BYTES {
             return 0;
         }

@@ -13,6 +13,7 @@ pub use params::Params;
 
 use self::history::{History, Rates};
 use self::learned::{Cache, Patience, PlugTime, Refusals, Swapped, Window};
+use super::arriving::Arriving;
 use super::base::Base;
 use super::{Decision, Input};
 use crate::TimeMs;
@@ -36,6 +37,7 @@ const SAME_GROW_MS: u64 = 250;
 pub struct State {
     history: History,
     base: Base,
+    arriving: Arriving,
     grown: Option<Grown>,
     /// The guest's clock when memory was last on its way to it.
     coming_ms: u64,
@@ -65,7 +67,8 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     state.base.learn(input, now);
     let online_bytes = state.base.online_bytes(memory.total_bytes, input.host);
     let leaving_bytes = state.leaving(input, online_bytes);
-    state.history.push(input.report, leaving_bytes);
+    let arriving_bytes = state.arriving.learn(memory.total_bytes, memory.available_bytes, now);
+    state.history.push(input.report, leaving_bytes, arriving_bytes);
     if input.host.outstanding_grow_bytes() > 0 {
         state.coming_ms = input.report.monotonic_ms();
     }
@@ -79,7 +82,8 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     let coming = |available_bytes: u64| {
         available_bytes.saturating_add(input.host.requested_bytes()).saturating_sub(online_bytes)
     };
-    let with_cache_bytes = memory.available_bytes.saturating_add(leaving_bytes);
+    let with_cache_bytes =
+        memory.available_bytes.saturating_add(leaving_bytes).saturating_add(arriving_bytes);
     let bare_bytes = coming(with_cache_bytes.saturating_sub(available_cache_bytes(input.report)));
     state.cache.learn(memory.total_bytes, &rates, now);
     let files_count = state.files_count(params, bare_bytes, input.report, now);
@@ -300,6 +304,7 @@ impl State {
             // All that looks back at these is within the five seconds, or sees when something happened that is no rest.
             history: _,
             base: _,
+            arriving: _,
             grown: _,
             coming_ms: _,
             still_used_bytes: _,

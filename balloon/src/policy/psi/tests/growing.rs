@@ -126,6 +126,54 @@ fn rule_3_what_is_on_its_way_counts_as_available() {
     assert_eq!(rig.report(50, 40 + want / 2 / MIB).want_bytes, None);
 }
 
+/// A guest that has filled slowly and is below the bridge, with 128 MiB on their way to it; of those `online_mib` are in its total and
+/// none is available yet.
+fn short_with_a_block_arriving(online_mib: u64) -> Rig {
+    let mut rig = Rig::new();
+    rig.report(1000, 45);
+    rig.report(1000, 45);
+    assert!(rig.report(1000, 43).pressure);
+    rig.host.zones[1].requested_bytes = 128 * MIB;
+    assert_eq!(rig.report(50, 43).want_bytes, None, "asked for already");
+    rig.host.zones[1].plugged_bytes = 128 * MIB;
+    rig.raw.memory.total_bytes += online_mib * MIB;
+    rig
+}
+
+#[test]
+fn rule_3_a_block_that_is_not_available_yet_is_neither_fill_nor_missing() {
+    for online_mib in [64, 128] {
+        let mut rig = short_with_a_block_arriving(online_mib);
+        for _ in 0..2 {
+            let decision = rig.report(50, 43);
+            assert_eq!((decision.want_bytes, decision.reason), (None, Reason::Enough), "{online_mib} MiB");
+        }
+        // 26 of 128 MiB went to page descriptors and reserves: that is no fill later either.
+        rig.plug(128);
+        for _ in 0..40 {
+            assert_eq!(rig.report(50, 43 + 102).want_bytes, None);
+        }
+    }
+}
+
+#[test]
+fn rule_3_a_block_that_is_filled_is_missing_two_fast_reports_later() {
+    let mut rig = short_with_a_block_arriving(128);
+    assert_eq!(rig.report(50, 43).want_bytes, None);
+    assert_eq!(rig.report(50, 43).want_bytes, None);
+    let decision = rig.report(50, 43);
+    assert!(decision.pressure);
+    assert!(decision.want_bytes > Some(128 * MIB));
+    // What has been available and is filled, at once.
+    let mut rig = short_with_a_block_arriving(128);
+    assert_eq!(rig.report(50, 43 + 128).want_bytes, None);
+    assert!(rig.report(50, 43).pressure);
+    // More than the block is missing: at once as well.
+    let mut rig = short_with_a_block_arriving(128);
+    assert!(rig.report(50, 3).pressure);
+    assert!(short_with_a_block_arriving(128).report(251, 43).pressure, "by a report that comes late");
+}
+
 #[test]
 fn rule_3_what_is_on_its_way_back_does_not() {
     let mut rig = Rig::new();
