@@ -87,7 +87,7 @@ pub(super) fn first_border(table: &[Row], node: &NodeView, scale: u64) -> u64 {
 /// A node that a table integrates memory for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shortage<'a> {
-    pub node: u32,
+    pub node: NodeView,
     pub row: &'a Row,
     /// What of the row's amount is not on its way yet: one shortage is answered once, however often it is reported.
     pub missing_bytes: u64,
@@ -117,8 +117,8 @@ impl<'a> Asked<'a> {
         let short = nodes.iter().filter_map(|node| {
             let row = row(table, node, scale);
             let wanted_bytes = node.dram_bytes.saturating_mul(row.times);
-            let missing_bytes = wanted_bytes.saturating_sub(coming.for_node(node.node));
-            (row.times > 0).then_some(Shortage { node: node.node, row, missing_bytes })
+            let missing_bytes = wanted_bytes.saturating_sub(coming.for_node(node));
+            (row.times > 0).then_some(Shortage { node: *node, row, missing_bytes })
         });
         let short = short.collect();
         let requested_bytes = input.host.requested_bytes();
@@ -129,10 +129,10 @@ impl<'a> Asked<'a> {
     /// The guest is given what `served` misses; where what is on its way is enough for all, nothing.
     pub fn serve(&self, served: Option<&Shortage<'_>>, coming: &mut Coming) -> Decision {
         let Some(short) = served else { return self.hold(Reason::InProgress) };
-        coming.grant(short.node, short.missing_bytes);
+        coming.grant(&short.node, short.missing_bytes);
         let want_bytes = self.requested_bytes.saturating_add(short.missing_bytes);
         let grow = Decision::want(want_bytes, short.row.reason).watching_free(self.watermark_bytes);
-        Decision { near: Some(short.node), pressure: true, ..grow }
+        Decision { near: Some(short.node.node), pressure: true, ..grow }
     }
 
     /// Nothing changes.

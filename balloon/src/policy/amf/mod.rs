@@ -57,7 +57,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
         state.reclaiming = false;
         // The node that is furthest down the table is served; of equal ones the first.
         let missing = asked.short.iter().filter(|short| short.missing_bytes > 0);
-        let served = missing.max_by_key(|short| (short.row.times, u32::MAX - short.node));
+        let served = missing.max_by_key(|short| (short.row.times, u32::MAX - short.node.node));
         asked.serve(served, &mut state.coming)
     };
     (state, decision)

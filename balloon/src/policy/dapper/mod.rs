@@ -75,9 +75,9 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
         }
     } else {
         state.removing = None;
-        let mut in_turn = in_turn(&asked.short, |short| short.node, state.served);
+        let mut in_turn = in_turn(&asked.short, |short| short.node.node, state.served);
         let served = in_turn.find(|short| short.missing_bytes > 0);
-        state.served = served.map(|short| short.node).or(state.served);
+        state.served = served.map(|short| short.node.node).or(state.served);
         asked.serve(served, &mut state.coming)
     };
     (state, decision)
