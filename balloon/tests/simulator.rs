@@ -116,10 +116,10 @@ fn what_a_vmm_has_recorded_is_replayed_under_every_policy_and_comes_to_what_it_c
     let all = figures(&[]);
     assert_eq!(all.len(), 7);
     for row in &all {
-        let swapped_gb = row["swap_out_gb"].as_f64().expect("a number");
+        let swapped_gib = row["swap_out_gib"].as_f64().expect("a number");
         // 640 MiB in the 300 MiB that the guest has without help.
-        let expected_gb = if row["policy"] == "off" { 0.3..0.6 } else { 0.0..0.001 };
-        assert!(expected_gb.contains(&swapped_gb), "{row:#}");
+        let expected_gib = if row["policy"] == "off" { 0.3..0.6 } else { 0.0..0.001 };
+        assert!(expected_gib.contains(&swapped_gib), "{row:#}");
         assert_eq!(row["oom_kills"], 0, "{row:#}");
         assert_eq!(row["grows"] == 0, row["policy"] == "off", "{row:#}");
         assert!((17.0..19.0).contains(&row["run_s"].as_f64().expect("a number")), "{row:#}");
@@ -137,7 +137,7 @@ fn all_formats_say_the_same_and_a_seed_is_a_run() {
     let json: serde_json::Value = serde_json::from_str(&with(&["--format", "json"])).expect("JSON");
     assert_eq!(json[0]["policy"], "psi,horizon=3s");
     assert_eq!(json[1]["grows"], 0);
-    assert!(json[1]["swap_out_gb"].as_f64() > json[0]["swap_out_gb"].as_f64(), "{json:#}");
+    assert!(json[1]["swap_out_gib"].as_f64() > json[0]["swap_out_gib"].as_f64(), "{json:#}");
 
     let csv = with(&["--format", "csv"]);
     let lines: Vec<_> = csv.lines().collect();
@@ -164,9 +164,42 @@ fn all_formats_say_the_same_and_a_seed_is_a_run() {
     assert_eq!(table, with(&["--every-report"]));
 }
 
+/// The keys of docs/simulator.md, each with its heading in the table.
+fn documented() -> Vec<(&'static str, &'static str)> {
+    let docs = include_str!("../../docs/simulator.md");
+    let (_, from) = docs.split_once("| key | in the table | |\n|---|---|---|\n").expect("the table");
+    let (table, _) = from.split_once("\n\n").expect("its end");
+    let cells = |row: &'static str| {
+        let mut cells = row.split('|').map(str::trim);
+        let key = cells.nth(1).and_then(|key| key.strip_prefix('`')?.strip_suffix('`')).expect(row);
+        (key, cells.next().expect(row))
+    };
+    table.lines().map(cells).collect()
+}
+
+#[test]
+fn every_key_is_documented_and_there_are_no_others() {
+    let with = |format| printed(&["--policy", "off", "--duration", "1m", "--format", format]);
+    let json: Vec<serde_json::Map<String, serde_json::Value>> =
+        serde_json::from_str(&with("json")).expect("JSON");
+    let mut keys: Vec<_> = documented().iter().map(|(key, _)| *key).collect();
+    keys.sort_unstable();
+    assert!(json[0].keys().eq(keys.iter()), "{:?} are not {keys:?}", json[0]);
+    let csv = with("csv");
+    let (policy, figures): (Vec<&str>, Vec<&str>) = keys.iter().partition(|key| **key == "policy");
+    assert_eq!(csv.lines().next(), Some([policy, figures].concat().join(",").as_str()));
+    let table = with("table");
+    let mut headings = table.lines().next().expect("a line");
+    for (_, heading) in documented() {
+        headings =
+            headings.trim_start().strip_prefix(heading).unwrap_or_else(|| panic!("{heading}: {headings}"));
+    }
+    assert_eq!(headings, "");
+}
+
 /// What the guest holds on the average.
-fn held_gb(row: &serde_json::Value) -> f64 {
-    row["held_gb_h"].as_f64().expect("a number") * 3600.0 / row["run_s"].as_f64().expect("a number")
+fn held_gib(row: &serde_json::Value) -> f64 {
+    row["held_gib_h"].as_f64().expect("a number") * 3600.0 / row["run_s"].as_f64().expect("a number")
 }
 
 /// `--pressure policy=psi,cool_down=2s,ceiling=256M,...` is a policy and rules above it.
@@ -186,7 +219,7 @@ fn rules_are_chosen_as_parameters_are_and_rule_in_replays_and_in_generated_runs(
         let text = printed(&[run, &named].concat());
         let rows: Vec<serde_json::Value> = serde_json::from_str(&text).expect("JSON");
         assert!(rows.iter().map(|row| row["policy"].as_str()).eq(policies.map(Some)), "{text}");
-        let held: Vec<f64> = rows.iter().map(held_gb).collect();
+        let held: Vec<f64> = rows.iter().map(held_gib).collect();
         assert!(held[1] < held[0], "what is taken back sooner is not held: {held:?}");
         assert!(held[2] > 0.0 && held[2] <= 0.125 && held[2] < held[0], "never above the ceiling: {held:?}");
         assert_eq!(held[3], 0.0, "off stays off");

@@ -4,8 +4,8 @@
 //! Their figures cannot be compared with each other: the first has memory that is idle cost as much as its technology
 //! takes to keep it, the second knows one technology.
 
-/// A gigabyte as the papers have it; they do not say which, and this is what a module of "1 GB" holds.
-const GB: f64 = (1u64 << 30) as f64;
+/// What the papers call GB: they do not say which, and this is what a module of "1 GB" holds.
+const GIB: f64 = (1u64 << 30) as f64;
 const BITS_PER_BYTE: f64 = 8.0;
 const JOULES_PER_NANOJOULE: f64 = 1e-9;
 
@@ -20,13 +20,18 @@ pub struct Technology {
     pub read_nj_per_bit: f64,
     /// For a bit that is written.
     pub write_nj_per_bit: f64,
-    /// To keep a gigabyte.
-    pub idle_w_per_gb: f64,
+    /// To keep a GiB.
+    pub idle_w_per_gib: f64,
 }
 
 /// 002, Table 2.
-pub const DRAM: Technology =
-    Technology { read_ns: 50, write_ns: 50, read_nj_per_bit: 0.1, write_nj_per_bit: 0.1, idle_w_per_gb: 1.0 };
+pub const DRAM: Technology = Technology {
+    read_ns: 50,
+    write_ns: 50,
+    read_nj_per_bit: 0.1,
+    write_nj_per_bit: 0.1,
+    idle_w_per_gib: 1.0,
+};
 
 /// 002, Table 2.
 pub const PRAM: Technology = Technology {
@@ -34,13 +39,13 @@ pub const PRAM: Technology = Technology {
     write_ns: 1_000,
     read_nj_per_bit: 0.05,
     write_nj_per_bit: 0.5,
-    idle_w_per_gb: 0.005,
+    idle_w_per_gib: 0.005,
 };
 
 impl Technology {
     /// Joules to keep so much for so long.
     pub fn idle_joules(&self, byte_seconds: f64) -> f64 {
-        self.idle_w_per_gb * byte_seconds / GB
+        self.idle_w_per_gib * byte_seconds / GIB
     }
 
     /// Joules to read and to write so much.
@@ -62,25 +67,25 @@ impl Technology {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct States {
     /// A gigabyte that nobody uses.
-    pub idle_w_per_gb: f64,
+    pub idle_w_per_gib: f64,
     /// A gigabyte in use.
-    pub active_w_per_gb: f64,
+    pub active_w_per_gib: f64,
     /// A gigabyte that becomes active, while it does.
-    pub transition_w_per_gb: f64,
+    pub transition_w_per_gib: f64,
     /// For how long it does. The paper does not say; a second is of the order of onlining a section and using it.
     pub transition_s: f64,
 }
 
 /// 004, section 6.2, after Micron.
 pub const AMF: States =
-    States { idle_w_per_gb: 0.23, active_w_per_gb: 1.34, transition_w_per_gb: 0.76, transition_s: 1.0 };
+    States { idle_w_per_gib: 0.23, active_w_per_gib: 1.34, transition_w_per_gib: 0.76, transition_s: 1.0 };
 
 impl States {
     /// Joules of memory that was so much active and so much idle, and of which so much became active.
     pub fn joules(&self, active_byte_seconds: f64, idle_byte_seconds: f64, activated_bytes: f64) -> f64 {
-        let transition = self.transition_w_per_gb * self.transition_s * activated_bytes;
-        (self.active_w_per_gb * active_byte_seconds + self.idle_w_per_gb * idle_byte_seconds + transition)
-            / GB
+        let transition = self.transition_w_per_gib * self.transition_s * activated_bytes;
+        (self.active_w_per_gib * active_byte_seconds + self.idle_w_per_gib * idle_byte_seconds + transition)
+            / GIB
     }
 }
 
@@ -113,8 +118,8 @@ mod tests {
 
     #[test]
     fn pram_table_idle_power() {
-        about(DRAM.idle_joules(GB * DAY_S), 86_400.0);
-        about(PRAM.idle_joules(GB * DAY_S), 432.0);
+        about(DRAM.idle_joules(GIB * DAY_S), 86_400.0);
+        about(PRAM.idle_joules(GIB * DAY_S), 432.0);
     }
 
     #[test]
@@ -127,21 +132,21 @@ mod tests {
 
     #[test]
     fn amf_states() {
-        about(AMF.joules(GB, 0.0, 0.0), 1.34);
-        about(AMF.joules(0.0, GB, 0.0), 0.23);
-        about(AMF.joules(0.0, 0.0, GB), 0.76);
-        about(AMF.joules(10.0 * GB, 100.0 * GB, 5.0 * GB), 13.4 + 23.0 + 3.8);
+        about(AMF.joules(GIB, 0.0, 0.0), 1.34);
+        about(AMF.joules(0.0, GIB, 0.0), 0.23);
+        about(AMF.joules(0.0, 0.0, GIB), 0.76);
+        about(AMF.joules(10.0 * GIB, 100.0 * GIB, 5.0 * GIB), 13.4 + 23.0 + 3.8);
     }
 
     #[test]
     fn amf_saves_by_what_it_leaves_idle() {
         // A day of 64 GB that are used for a quarter of it, integrated once and given back once.
-        let always = AMF.joules(64.0 * GB * DAY_S, 0.0, 0.0);
-        let lazily = AMF.joules(16.0 * GB * DAY_S, 48.0 * GB * DAY_S, 64.0 * GB);
+        let always = AMF.joules(64.0 * GIB * DAY_S, 0.0, 0.0);
+        let lazily = AMF.joules(16.0 * GIB * DAY_S, 48.0 * GIB * DAY_S, 64.0 * GIB);
         about(always, 64.0 * 1.34 * DAY_S);
         assert!(lazily < always * 0.4, "{lazily} of {always}");
         // Becoming active costs less than what 0.7 s of it take: only a resize every second would eat the saving.
-        let restless = AMF.joules(16.0 * GB * DAY_S, 48.0 * GB * DAY_S, 64.0 * GB * DAY_S);
+        let restless = AMF.joules(16.0 * GIB * DAY_S, 48.0 * GIB * DAY_S, 64.0 * GIB * DAY_S);
         assert!(restless > lazily * 1.5);
     }
 }

@@ -55,11 +55,11 @@ impl Lending {
 mod tests {
     use super::*;
 
-    const GB: f64 = (1u64 << 30) as f64;
+    const GIB: f64 = (1u64 << 30) as f64;
 
     /// The paper's setting: 8 GB of memory whose cells last ten times as long as the storage's.
-    fn paper(storage_gb: f64, bandwidth: f64) -> f64 {
-        Ratios { capacity: storage_gb / 8.0, bandwidth, endurance: 10.0 }.pooled_lifetime()
+    fn paper(storage_gib: f64, bandwidth: f64) -> f64 {
+        Ratios { capacity: storage_gib / 8.0, bandwidth, endurance: 10.0 }.pooled_lifetime()
     }
 
     /// Rounded down to a tenth: 6.96 is 6.9 in the paper.
@@ -90,8 +90,8 @@ mod tests {
         Lending {
             share,
             bandwidth: 4.0,
-            memory_bytes: 8.0 * GB,
-            storage_bytes_per_day: 80.0 * GB,
+            memory_bytes: 8.0 * GIB,
+            storage_bytes_per_day: 80.0 * GIB,
             exchange_days: 1.0,
         }
     }
@@ -119,7 +119,7 @@ mod tests {
         let figure = |share, exchange_days| Lending {
             share,
             bandwidth: 720.0,
-            storage_bytes_per_day: 12.0 * GB,
+            storage_bytes_per_day: 12.0 * GIB,
             exchange_days,
             ..lending(share)
         };

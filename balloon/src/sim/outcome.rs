@@ -6,7 +6,7 @@ use super::guest::{Guest, PAGE_BYTES};
 use super::vm::Vm;
 use crate::model::{energy, wear};
 
-const GB: f64 = (1u64 << 30) as f64;
+const GIB: f64 = (1u64 << 30) as f64;
 /// A touch is one access to a cache line.
 const LINE_BYTES: f64 = 64.0;
 const MS_PER_HOUR: f64 = 3_600_000.0;
@@ -23,17 +23,17 @@ pub struct Outcome {
     /// Time that accesses to PM took longer than to DRAM.
     pub pm_slower_s: f64,
     /// What came from swap.
-    pub swap_in_gb: f64,
+    pub swap_in_gib: f64,
     /// What went there.
-    pub swap_out_gb: f64,
+    pub swap_out_gib: f64,
     /// File pages that were evicted and came back.
-    pub refault_gb: f64,
+    pub refault_gib: f64,
     /// Hotplugged memory held, all of it and the part that nobody needed.
-    pub held_gb_h: f64,
+    pub held_gib_h: f64,
     /// See there.
-    pub over_gb_h: f64,
+    pub over_gib_h: f64,
     /// Memory that was needed and not there.
-    pub short_gb_h: f64,
+    pub short_gib_h: f64,
     /// Plans that grew a guest.
     pub grows: u64,
     /// Plans that shrank one.
@@ -45,7 +45,7 @@ pub struct Outcome {
     /// Energy by states (AMF).
     pub amf_energy_kj: f64,
     /// What was written to PM, as memory and as swap.
-    pub pm_written_gb: f64,
+    pub pm_written_gib: f64,
     /// The share of memory that rested on PM, in the mean: Memorage's h.
     pub lent_share: f64,
     /// How many times as long the guest's memory lasts if it wears as PM does and its writes go over memory and PM evenly:
@@ -66,8 +66,8 @@ impl Outcome {
     pub fn of(vm: &Vm) -> Self {
         let guest = vm.guest();
         let (totals, decided, config) = (guest.totals(), vm.decided(), guest.config());
-        let gb = |bytes: u64| bytes as f64 / GB;
-        let gb_h = |byte_ms: u128| byte_ms as f64 / GB / MS_PER_HOUR;
+        let gib = |bytes: u64| bytes as f64 / GIB;
+        let gib_h = |byte_ms: u128| byte_ms as f64 / GIB / MS_PER_HOUR;
         let run_ms = guest.now().0;
         // Thousandths, times milliseconds, of touches in a second are millionths of touches.
         let touches = totals.touches_ms.map(|sum| sum as f64 / 1e6);
@@ -76,12 +76,12 @@ impl Outcome {
             run_s: run_ms as f64 / 1e3,
             stall_s: totals.stall_us as f64 / 1e6,
             pm_slower_s: touches[1] * config.pm_slower_ns as f64 / 1e9,
-            swap_in_gb: gb(totals.swapped_in_bytes),
-            swap_out_gb: gb(totals.swapped_out_bytes),
-            refault_gb: gb(totals.refaulted_bytes),
-            held_gb_h: gb_h(totals.plugged_byte_ms[0] + totals.plugged_byte_ms[1]),
-            over_gb_h: gb_h(totals.over_byte_ms),
-            short_gb_h: gb_h(totals.short_byte_ms),
+            swap_in_gib: gib(totals.swapped_in_bytes),
+            swap_out_gib: gib(totals.swapped_out_bytes),
+            refault_gib: gib(totals.refaulted_bytes),
+            held_gib_h: gib_h(totals.plugged_byte_ms[0] + totals.plugged_byte_ms[1]),
+            over_gib_h: gib_h(totals.over_byte_ms),
+            short_gib_h: gib_h(totals.short_byte_ms),
             grows: decided.grows,
             shrinks: decided.shrinks,
             oom_kills: totals.oom_kills,
@@ -129,7 +129,7 @@ impl Outcome {
         if config.swap.is_pm {
             written += (totals.swapped_out_bytes / PAGE_BYTES * PAGE_BYTES) as f64;
         }
-        self.pm_written_gb = written / GB;
+        self.pm_written_gib = written / GIB;
         let [dram, pm] = totals.plugged_byte_ms.map(|sum| sum as f64);
         let all = config.boot_bytes as f64 * self.run_s * 1e3 + dram + pm;
         self.lent_share = if all > 0.0 { pm / all } else { 0.0 };
@@ -176,18 +176,18 @@ impl Outcome {
             run_s: self.run_s + other.run_s,
             stall_s: self.stall_s + other.stall_s,
             pm_slower_s: self.pm_slower_s + other.pm_slower_s,
-            swap_in_gb: self.swap_in_gb + other.swap_in_gb,
-            swap_out_gb: self.swap_out_gb + other.swap_out_gb,
-            refault_gb: self.refault_gb + other.refault_gb,
-            held_gb_h: self.held_gb_h + other.held_gb_h,
-            over_gb_h: self.over_gb_h + other.over_gb_h,
-            short_gb_h: self.short_gb_h + other.short_gb_h,
+            swap_in_gib: self.swap_in_gib + other.swap_in_gib,
+            swap_out_gib: self.swap_out_gib + other.swap_out_gib,
+            refault_gib: self.refault_gib + other.refault_gib,
+            held_gib_h: self.held_gib_h + other.held_gib_h,
+            over_gib_h: self.over_gib_h + other.over_gib_h,
+            short_gib_h: self.short_gib_h + other.short_gib_h,
             grows: self.grows + other.grows,
             shrinks: self.shrinks + other.shrinks,
             oom_kills: self.oom_kills + other.oom_kills,
             energy_kj: self.energy_kj + other.energy_kj,
             amf_energy_kj: self.amf_energy_kj + other.amf_energy_kj,
-            pm_written_gb: self.pm_written_gb + other.pm_written_gb,
+            pm_written_gib: self.pm_written_gib + other.pm_written_gib,
             lent_share,
             pooled_lifetime: mean(self.pooled_lifetime, other.pooled_lifetime),
             memory_lifetime: memory_lifetime(lent_share),

@@ -262,7 +262,7 @@ fn a_guest_without_swap_that_leaks_is_killed_without_pm_and_not_with_it() {
     let leak = || no_swap(setup(Workload::Leak, 600_000, 1));
     assert!(run(leak(), "off").oom_kills > 0);
     let psi = run(leak(), "psi");
-    assert_eq!((psi.oom_kills, psi.swap_out_gb), (0, 0.0));
+    assert_eq!((psi.oom_kills, psi.swap_out_gib), (0, 0.0));
 }
 
 /// The time that a run takes whose tasks wait for so long.
@@ -363,7 +363,7 @@ fn a_recorded_guest_wants_the_same_again() {
         let mut without_files = original;
         let segments = without_files.demand.segments().iter().map(|s| Segment { file_bytes: 0, ..*s });
         without_files.demand = Demand::new(segments.collect(), without_files.demand.end()).expect("in order");
-        let [first, second] = [without_files, again].map(|setup| run(setup, "off").swap_out_gb);
+        let [first, second] = [without_files, again].map(|setup| run(setup, "off").swap_out_gib);
         assert!((first - second).abs() <= 0.15 * first + 0.05, "{}: {first} and {second}", workload.name());
     }
 }
@@ -410,10 +410,10 @@ fn files_that_came_back_come_back_in_a_replay() {
     let trace = recorded(&original, "off");
     let (again, _) = replayed(&trace, &original.guest).expect("long enough");
     let [first, second] = [&original, &again].map(|setup| run(setup.clone(), "off"));
-    let shares = [second.refault_gb / first.refault_gb, second.stall_s / first.stall_s];
-    assert!(first.refault_gb > 1.0 && shares.iter().all(|share| (0.4..2.5).contains(share)), "{shares:?}");
+    let shares = [second.refault_gib / first.refault_gib, second.stall_s / first.stall_s];
+    assert!(first.refault_gib > 1.0 && shares.iter().all(|share| (0.4..2.5).contains(share)), "{shares:?}");
     let cured = run(again, "psi");
-    assert!(cured.refault_gb < 0.1 * second.refault_gb && cured.grows > 0, "{cured:?}");
+    assert!(cured.refault_gib < 0.1 * second.refault_gib && cured.grows > 0, "{cured:?}");
 }
 
 /// A guest that `psi` shrank from 978 MiB to 466, in blocks of 128 MiB.
@@ -458,8 +458,8 @@ fn memorage_under_a_deficit_of_a_fifth_runs_shorter_than_swap_on_the_same_memory
 fn amf_swaps_and_faults_less_than_a_guest_without() {
     let [fused, without] = ["amf", "off"].map(|policy| run(deficit(750, "disk"), policy));
     // 29.5 % less swap, 46.1 % fewer faults in the paper's mean; here PM is enough for all.
-    assert!(without.swap_out_gb > 0.1 && fused.swap_out_gb < 0.705 * without.swap_out_gb, "{fused:?}");
-    assert!(without.swap_in_gb > 0.1 && fused.swap_in_gb < 0.539 * without.swap_in_gb, "{fused:?}");
+    assert!(without.swap_out_gib > 0.1 && fused.swap_out_gib < 0.705 * without.swap_out_gib, "{fused:?}");
+    assert!(without.swap_in_gib > 0.1 && fused.swap_in_gib < 0.539 * without.swap_in_gib, "{fused:?}");
 }
 
 #[test]
