@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use balloon::controller::Rules;
-use balloon::params::{Param, Unit};
+use balloon::params::{Param, Parameters, Unit};
 use balloon::plan::Reason;
 use balloon::policy::Policy;
 
@@ -51,6 +51,17 @@ fn a_table_that_has_changed_is_noticed() {
             table[index] = other;
             assert!(!DOCS.contains(&documented(&table)), "{other:?}");
         }
+    }
+}
+
+#[test]
+fn every_pair_of_parameters_is_documented() {
+    let policies: Vec<_> = Policy::NAMES.into_iter().filter_map(Policy::from_name).collect();
+    let of_policies = policies.iter().filter_map(Policy::parameters).flat_map(Parameters::order);
+    let pairs: Vec<_> = of_policies.chain(Rules::default().order()).copied().collect();
+    assert!(pairs.contains(&("floor", "ceiling")) && pairs.contains(&("idle", "max_idle")), "{pairs:?}");
+    for (lesser, greater) in pairs {
+        assert!(DOCS.contains(&format!("`{lesser}` <= `{greater}`")), "{lesser}, {greater}");
     }
 }
 

@@ -49,7 +49,7 @@ pub use self::pm_memory::{MIN_PM_NODE, PmMemoryConfig};
 pub use self::pm_volume::{PmVolumeConfig, VolumeFormat, VolumeInterface, VolumeSize};
 pub use self::pmem::PmemConfig;
 pub use self::pressure::{
-    POLICIES, ParamSettings, PressureConfig, RECORD_BYTES, check_fixed_size, check_policy,
+    FIXED_SIZE, POLICIES, ParamSettings, PressureConfig, RECORD_BYTES, check_fixed_size, check_policy,
 };
 pub use self::rng::RngConfig;
 pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, check as check_size, parse as parse_size};

@@ -117,11 +117,11 @@ impl PressureConfig {
     /// The policy with its parameters. `flag` is who asks.
     pub fn policy(&self, flag: &'static str) -> Result<Policy, ConfigError> {
         check_policy(flag, &self.policy)?;
-        if !self.params.contains_key(SIZE) {
+        if !self.params.contains_key(FIXED_SIZE) {
             check_fixed_size(flag, &self.policy, self.size)?;
         }
         let policy = Policy::from_name(&self.policy).unwrap_or_default();
-        let size = self.size.map(|bytes| (SIZE.to_owned(), Setting::Number(bytes)));
+        let size = self.size.map(|bytes| (FIXED_SIZE.to_owned(), Setting::Number(bytes)));
         let settings = size.iter().map(|(name, size)| (name.as_str(), size));
         let params = self.params.iter().map(|(name, setting)| (name.as_str(), setting));
         policy.with(settings.chain(params)).map_err(|error| ConfigError::Parameter { flag, error })
@@ -147,7 +147,7 @@ impl PressureConfig {
 }
 
 /// The parameter of `fixed` that is a key of its own as well.
-const SIZE: &str = "size";
+pub const FIXED_SIZE: &str = "size";
 
 /// Checks that there is a policy of this name. `flag` is who asks.
 pub fn check_policy(flag: &'static str, policy: &str) -> Result<(), ConfigError> {
@@ -169,11 +169,11 @@ pub fn check_fixed_size(flag: &'static str, policy: &str, size: Option<u64>) -> 
         return if policy == "fixed" { Err(ConfigError::Missing { flag, key: "size" }) } else { Ok(()) };
     };
     if policy != "fixed" {
-        let (key, value) = (SIZE.to_owned(), Size(bytes).to_string());
-        let expected = "taken by policy=fixed alone".to_owned();
+        let (key, value) = (FIXED_SIZE.to_owned(), Size(bytes).to_string());
+        let expected = format!("taken by policy {policy}, but by fixed alone");
         return Err(ConfigError::BadValue { flag, key, value, expected });
     }
-    let fixed = Policy::Fixed(fixed::Params::default()).with([(SIZE, &Setting::Number(bytes))]);
+    let fixed = Policy::Fixed(fixed::Params::default()).with([(FIXED_SIZE, &Setting::Number(bytes))]);
     fixed.map(drop).map_err(|error| ConfigError::Parameter { flag, error })
 }
 
@@ -199,7 +199,10 @@ mod tests {
         assert_eq!(parsed("policy=fixed,size=0"), Ok(()));
         assert_eq!(parsed("policy=fixed,size=64T"), Ok(()));
         for (text, message) in [
-            ("policy=psi,size=256M", r#"--pressure: size="256 MiB" is not taken by policy=fixed alone"#),
+            (
+                "policy=psi,size=256M",
+                r#"--pressure: size="256 MiB" is not taken by policy psi, but by fixed alone"#,
+            ),
             (
                 "policy=fixed,size=3M",
                 "--pressure: size is 3145728, must be a multiple of 2M: bytes, or a number with K, M, G or T",

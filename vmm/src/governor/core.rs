@@ -1,5 +1,7 @@
 //! The governor's state: what the guest said, what was decided, what was asked of the devices.
 
+#[cfg(test)]
+mod bounds_tests;
 mod present;
 mod show;
 
@@ -8,11 +10,13 @@ use std::fmt;
 use std::io::{self, Write};
 use std::time::Duration;
 
-use balloon::controller::{Controller, Event};
-use balloon::params::Setting;
+use balloon::controller::{Controller, Event, Rules};
+use balloon::params::{Setting, Unit};
 use balloon::plan::{Direction, Plan};
+use balloon::policy::Policy;
 use balloon::proto::{AgentMessage, Hello, Refusal, Report, Settings};
 use balloon::{Distances, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
+use thiserror::Error;
 use tracing::{info, warn};
 
 use self::present::Present;
@@ -22,7 +26,7 @@ use super::episode::{Ended, Episode};
 use super::progress::Progress;
 use super::record::{Recorder, Target};
 use super::{DeviceSizes, GovernedZone, PoolFree};
-use crate::config::{ParamSettings, PressureConfig};
+use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig};
 use crate::log::sparsely;
 use crate::metrics::LatencyHistogram;
 use crate::vm::request::{AgentState, PressureChange, VmError};
@@ -101,6 +105,29 @@ struct Noted {
 /// The zone that is a balloon.
 pub const BALLOON_ZONE: &str = "balloon";
 
+/// A size that there cannot be.
+#[derive(Debug, Error)]
+#[error("{name} is {}, must be at most {}, which is what all zones can have", Unit::Bytes.show(*.bytes), Unit::Bytes.show(*.most_bytes))]
+struct AboveZones {
+    /// The parameter.
+    name: &'static str,
+    bytes: u64,
+    most_bytes: u64,
+}
+
+/// Whether what must be there in any case can be.
+fn fit(policy: &Policy, rules: &Rules, most_bytes: u64) -> Result<(), AboveZones> {
+    let kept_bytes = match policy {
+        Policy::Fixed(params) => params.size_bytes,
+        _ => 0,
+    };
+    let sizes = [(FIXED_SIZE, kept_bytes), ("floor", rules.floor_bytes)];
+    match sizes.into_iter().find(|(_, bytes)| *bytes > most_bytes) {
+        Some((name, bytes)) => Err(AboveZones { name, bytes, most_bytes }),
+        None => Ok(()),
+    }
+}
+
 /// Called with each hello of an agent.
 pub type OnHello = Box<dyn Fn(&Hello) + Send>;
 
@@ -115,6 +142,9 @@ impl Core {
     ) -> Result<Self, VmError> {
         let (policy, rules) = (config.policy(CALL), config.rules(CALL));
         let (policy, rules) = (policy.map_err(bad_request)?, rules.map_err(bad_request)?);
+        let most_bytes =
+            zones.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.device.sizes().region_bytes));
+        fit(&policy, &rules, most_bytes).map_err(bad_request)?;
         let policy_name = policy.name();
         let mut controller = Controller::new(policy, rules).map_err(bad_request)?;
         if config.paused {
@@ -284,10 +314,15 @@ impl Core {
         Noted { plan, host, ended, has_reported: true }
     }
 
-    /// Boot memory, and the most that all zones can have: no guest has more.
-    fn most_memory_bytes(&self) -> u64 {
+    /// The most that all zones can have.
+    fn region_bytes(&self) -> u64 {
         let regions = self.zones.iter().map(|zone| zone.zone.device.sizes().region_bytes);
-        regions.fold(self.boot_bytes, u64::saturating_add)
+        regions.fold(0, u64::saturating_add)
+    }
+
+    /// That and boot memory: no guest has more.
+    fn most_memory_bytes(&self) -> u64 {
+        self.boot_bytes.saturating_add(self.region_bytes())
     }
 
     /// Whether the next tick is wanted sooner than usual.
@@ -512,10 +547,16 @@ impl Core {
                 let config = PressureConfig { policy, params, size: change.size, ..Default::default() };
                 config.policy(CALL).map_err(bad_request)?
             }
-            None => self.controller.policy().with(by_name(&change.params)).map_err(bad_request)?,
+            None => {
+                let size = change.size.map(|bytes| (FIXED_SIZE, Setting::Number(bytes)));
+                let size = size.iter().map(|(name, setting)| (*name, setting));
+                let settings = size.chain(by_name(&change.params));
+                self.controller.policy().with(settings).map_err(bad_request)?
+            }
         };
         let rules = self.controller.rules().with(by_name(&change.rules)).map_err(bad_request)?;
-        if change.policy.is_some() || change.params.is_some() {
+        fit(&policy, &rules, self.region_bytes()).map_err(bad_request)?;
+        if change.policy.is_some() || change.params.is_some() || change.size.is_some() {
             self.controller.set_policy(policy).map_err(bad_request)?;
             self.counters.policies.insert(self.controller.policy().name());
         }

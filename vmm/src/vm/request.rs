@@ -11,7 +11,7 @@ use thiserror::Error;
 use tokio::sync::{mpsc, oneshot};
 
 use super::decision::DecisionInfo;
-use crate::config::{ParamSettings, PressureConfig, VmConfig};
+use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig, VmConfig};
 use crate::volume::kernel_gate::{GuestKernel, Verdict};
 
 /// Where a VM is in its life.
@@ -263,7 +263,7 @@ pub enum RecordingState {
 pub struct PressureChange {
     /// Another policy.
     pub policy: Option<String>,
-    /// With policy `fixed`: the hotplugged memory to keep in bytes.
+    /// With policy `fixed`, or while that is in force: the hotplugged memory to keep in bytes.
     pub size: Option<u64>,
     /// Decide only.
     pub dry_run: Option<bool>,
@@ -284,8 +284,13 @@ impl PressureChange {
     pub fn apply(&self, config: &mut PressureConfig) {
         if let Some(policy) = &self.policy {
             config.policy.clone_from(policy);
-            config.size = self.size;
+            config.size = None;
             config.params.clear();
+        }
+        // It has two names, and what is set last counts.
+        if self.size.is_some() || self.params.as_ref().is_some_and(|params| params.contains_key(FIXED_SIZE)) {
+            config.size = self.size;
+            config.params.remove(FIXED_SIZE);
         }
         config.params.extend(self.params.clone().into_iter().flatten());
         config.rules.extend(self.rules.clone().into_iter().flatten());

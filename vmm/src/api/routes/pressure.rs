@@ -6,7 +6,7 @@ use axum::http::{StatusCode, Uri};
 
 use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
-use crate::config::{ConfigError, check_fixed_size, check_policy};
+use crate::config::{ConfigError, FIXED_SIZE, check_fixed_size, check_policy};
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN};
 use crate::vm::request::{PressureChange, PressureInfo, VmHandle, VmRequest};
 
@@ -29,11 +29,15 @@ pub(super) async fn change(
 
 /// What can be seen without the VM.
 fn check(change: &PressureChange) -> Result<(), ConfigError> {
+    let has_param = change.params.as_ref().is_some_and(|params| params.contains_key(FIXED_SIZE));
+    if change.size.is_some() && has_param {
+        return Err(ConfigError::Duplicate { flag: CALL, key: FIXED_SIZE.to_owned() });
+    }
     if let Some(policy) = &change.policy {
         check_policy(CALL, policy)?;
-    }
-    if !change.params.as_ref().is_some_and(|params| params.contains_key("size")) {
-        check_fixed_size(CALL, change.policy.as_deref().unwrap_or_default(), change.size)?;
+        if !has_param {
+            check_fixed_size(CALL, policy, change.size)?;
+        }
     }
     let refused = |key: &str, value: &str, expected: &str| {
         Err(ConfigError::BadValue {
