@@ -31,6 +31,19 @@ static KEYS: LazyLock<Vec<&'static str>> = LazyLock::new(|| {
     keys
 });
 
+/// Of the keys that an error about an unknown one lists: those that the policy in `text` takes.
+fn of_policy(error: ConfigError, text: &str) -> ConfigError {
+    let ConfigError::UnknownKey { flag, key, .. } = error else { return error };
+    let named = text.split(',').find_map(|part| part.strip_prefix("policy="));
+    let named =
+        named.map_or_else(|| Some(Policy::default()), |name| Policy::from_name(name.trim_matches('"')));
+    let own = named.as_ref().map_or(&[][..], Policy::table).iter().map(|param| param.name);
+    let rules = Rules::TABLE.iter().map(|param| param.name);
+    let keys = OWN_KEYS.into_iter().filter(|key| *key != FIXED_SIZE).chain(own).chain(rules);
+    let known = keys.map(|key| format!("{key}=")).collect::<Vec<_>>().join(", ");
+    ConfigError::UnknownKey { flag, key, known }
+}
+
 /// Parameters as they were given.
 pub type ParamSettings = BTreeMap<String, Setting>;
 
@@ -89,7 +102,7 @@ impl PressureConfig {
     /// Reads the flag's value.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let syntax = Syntax { flag: FLAG, keys: KEYS.as_slice(), words: &[], refused: &[] };
-        let options = syntax.parse(text)?;
+        let options = syntax.parse(text).map_err(|error| of_policy(error, text))?;
         let default = Self::default();
         let settings = options.given().filter(|(key, _)| !OWN_KEYS.contains(key));
         let settings = settings.map(|(key, value)| (key.to_owned(), Setting::from(value)));
@@ -250,10 +263,28 @@ mod tests {
         ] {
             assert_eq!(error(text), message);
         }
-        let unknown = error("tide=high");
-        for key in ["policy=", "dry_run=", "watermark-scale=", "storage_floor=", "cool_down=", "ceiling="] {
-            assert!(unknown.contains(key), "{unknown}");
+    }
+
+    #[test]
+    fn an_unknown_key_is_told_with_those_of_the_policy_that_is_named() {
+        let known = |text| {
+            let error = PressureConfig::parse(text).unwrap_err().to_string();
+            let known = error.strip_prefix(r#"--pressure: unknown key "tide"; the keys are "#);
+            known.unwrap_or_else(|| panic!("{error}")).to_owned()
+        };
+        let own = "policy=, dry_run=, record=, record_size=, ";
+        let rules = "floor=, ceiling=, cool_down=, ";
+        for (text, its) in [
+            ("policy=amf,tide=high", "watermark-scale=, reclaim=, "),
+            ("tide=high,policy=\"pmb\"", "watermark-scale=, unit=, "),
+            ("policy=fixed,size=0,tide=high", "size=, "),
+            ("policy=off,tide=high", ""),
+            ("policy=magic,tide=high", ""),
+        ] {
+            let all = known(text);
+            assert!(all.starts_with(&format!("{own}{its}{rules}")), "{text}: {all}");
         }
+        assert!(known("tide=high").starts_with(&format!("{own}burst=, ")));
     }
 
     #[test]
