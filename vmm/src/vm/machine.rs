@@ -283,3 +283,77 @@ impl MachineFactory for KvmFactory {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::governor::fake::fixture;
+    use crate::governor::task::Clock;
+    use crate::memory::slots::fake::FakeSlots;
+    use crate::memory::{MemoryOptions, build};
+
+    /// A machine without vCPUs and devices, whose loops and governor run: it needs no KVM.
+    fn machine() -> KvmMachine {
+        let spec = ZoneSpec {
+            id: DRAM_ZONE.to_owned(),
+            tier: Tier::Dram,
+            guest_node: 0,
+            host_node: None,
+            boot_bytes: 64 << 20,
+            hotplug_bytes: 0,
+            hotplugged_bytes: 0,
+        };
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64, huge_pages: false };
+        let memory = build(vec![spec], None, Arc::<FakeSlots>::default(), options).unwrap();
+        let loops = ["one", "two", "three"].map(|name| EventLoop::spawn(name).unwrap());
+        let core = fixture("psi", false, true).core;
+        KvmMachine {
+            vcpus: Vec::new(),
+            brake: Arc::new(Brake::new(0)),
+            governor: Governor::spawn(core, Clock::start(), Arc::default(), None).unwrap(),
+            virtio: Vec::new(),
+            work: DeviceWork::new(loops.iter().map(EventLoop::handle).collect()),
+            _loops: loops,
+            ged: Arc::new(GenericEventDevice::new(|| Ok(()))),
+            zones: Vec::new(),
+            balloon: None,
+            disks: Vec::new(),
+            resident: Resident::new(|| Ok(Vec::new())),
+            volumes: Vec::new(),
+            guest_btt: Arc::new(GuestBtt::new(Vec::new(), 1)),
+            memory,
+        }
+    }
+
+    /// Until so much time has gone by on the host.
+    fn pass(span: Duration) {
+        let begin = Instant::now();
+        while begin.elapsed() < span {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn the_governors_time_stands_still_while_the_machine_is_paused_and_goes_on_with_it() {
+        const SPAN: Duration = Duration::from_millis(20);
+        let mut machine = machine();
+        machine.resume();
+        let clock = machine.governor.clock().clone();
+        // A second pause is like the first.
+        for _ in 0..2 {
+            let begin = clock.now();
+            pass(SPAN);
+            assert!(clock.now().since(begin) >= 19, "it runs before");
+            machine.pause()();
+            let held = clock.now();
+            pass(SPAN);
+            assert_eq!(clock.now(), held, "somebody would be late for the time in which nobody could move");
+            machine.resume();
+            pass(SPAN);
+            let gone_by = clock.now().since(held);
+            assert!(gone_by >= 19, "it stands still for good");
+        }
+    }
+}
