@@ -242,7 +242,9 @@ fn parse(line: &[u8]) -> Result<Raw, Fault> {
         let reason = reason.split(" at line ").next().unwrap_or_default();
         let printable = |c: char| if c.is_control() { ' ' } else { c };
         let reason: String = reason.chars().take(MAX_QUOTED_CHARS).map(printable).collect();
-        Fault::Shape(format!("{reason} (byte {column})"))
+        // What is missing, or of the wrong kind, in a line that is JSON has no place.
+        let place = if column == 0 { String::new() } else { format!(" (byte {column})") };
+        Fault::Shape(format!("{reason}{place}"))
     })
 }
 
