@@ -1,0 +1,56 @@
+//! docs/format.md names every key of a report.
+
+use std::collections::BTreeSet;
+
+use balloon::proto::{Cause, NodeBlocks, NodeIdle, OnlinePolicy, RawReport, Zone, ZoneKind};
+use serde::Serialize;
+use serde_json::Value;
+
+const DOCS: &str = include_str!("../../docs/format.md");
+
+/// One with everything in it that may be left out.
+fn full() -> RawReport {
+    let mut report = RawReport {
+        zones: vec![Zone { largest_free_blocks: Some(1), ..Zone::default() }],
+        idle: vec![NodeIdle::default()],
+        ..RawReport::default()
+    };
+    report.blocks.nodes = vec![NodeBlocks::default()];
+    report
+}
+
+fn keys_of(value: &Value, keys: &mut BTreeSet<String>) {
+    match value {
+        Value::Object(fields) => fields.iter().for_each(|(key, value)| {
+            keys.insert(key.clone());
+            keys_of(value, keys);
+        }),
+        Value::Array(values) => values.iter().for_each(|value| keys_of(value, keys)),
+        _ => {}
+    }
+}
+
+/// What is in backquotes in the table.
+fn documented() -> BTreeSet<String> {
+    let (_, section) = DOCS.split_once("\n### A report\n").expect("a section");
+    let rows = section.lines().filter(|line| line.starts_with("| `"));
+    rows.flat_map(|row| row.split('`').skip(1).step_by(2)).map(str::to_owned).collect()
+}
+
+/// A value as it is written.
+fn word(value: impl Serialize) -> String {
+    let value = serde_json::to_value(value).expect("a word");
+    value.as_str().expect("a word").to_owned()
+}
+
+#[test]
+fn every_key_of_a_report_is_documented_and_no_other() {
+    let mut known = BTreeSet::new();
+    keys_of(&serde_json::to_value(full()).expect("JSON"), &mut known);
+    known.extend([Cause::Rest, Cause::Watermark, Cause::Stall, Cause::Other].map(word));
+    let kinds = [ZoneKind::Dma, ZoneKind::Dma32, ZoneKind::Normal, ZoneKind::Movable];
+    known.extend(kinds.into_iter().chain([ZoneKind::Device, ZoneKind::Other]).map(word));
+    let online = [OnlinePolicy::Offline, OnlinePolicy::Online, OnlinePolicy::OnlineKernel];
+    known.extend(online.into_iter().chain([OnlinePolicy::OnlineMovable, OnlinePolicy::Unknown]).map(word));
+    assert_eq!(documented(), known);
+}
