@@ -106,7 +106,8 @@ fn examples_are_what_is_answered() {
     assert_whole::<Memory>(memory);
     let [volumes] = &examples(section("vm.volumes"))[..] else { panic!("not one example") };
     assert_whole::<Volumes>(volumes);
-    let [made, recording] = &examples(section("vm.pressure"))[..] else { panic!("not two examples") };
+    let made = examples(section("vm.pressure")).into_iter().filter(|example| !example.starts_with("curl "));
+    let [made, recording] = &made.collect::<Vec<_>>()[..] else { panic!("not two examples") };
     assert_whole::<RecordingInfo>(recording);
     // What is left out of this one it says.
     let made: Value = serde_json::from_str(&made.replace(", ...", "")).unwrap();
@@ -130,6 +131,50 @@ fn fields_of_vm_pressure_are_those_of_the_document() {
         rows.flat_map(|(names, _)| names.split(", ").map(|name| name.trim_matches('`'))).collect();
     documented.sort_unstable();
     assert_eq!(documented, fields);
+}
+
+#[test]
+fn details_of_vm_pressure_are_those_of_the_document() {
+    let mut governed = crate::governor::fake::fixture("psi", false, true);
+    governed.greet();
+    // What the first leads to is online with the second.
+    governed.report(20);
+    governed.report(200);
+    let info = governed.core.info(0, balloon::TimeMs(100));
+    let mut details: Vec<_> = info.details.keys().map(String::as_str).chain(["source"]).collect();
+    details.sort_unstable();
+    let (_, table) = section("vm.pressure").split_once("| in `details` | |\n|---|---|\n").unwrap();
+    let rows = table.lines().map_while(|line| line.strip_prefix("| ")?.split_once(" | "));
+    let mut documented: Vec<_> =
+        rows.flat_map(|(names, _)| names.split(", ").map(|name| name.trim_matches('`'))).collect();
+    documented.sort_unstable();
+    assert_eq!(documented, details);
+}
+
+/// Calls as somebody would try them: what each asks for is there, and is answered.
+#[test]
+fn calls_that_the_document_shows_are_answered() {
+    run(async |mut fixture| {
+        let shown: Vec<_> =
+            examples(section("vm.pressure")).into_iter().filter(|text| text.starts_with("curl ")).collect();
+        assert_eq!(shown.len(), 2);
+        for text in shown {
+            let (_, call) = text.split_once("http://localhost/api/v1/").unwrap();
+            let call = call.split([' ', '\'']).next().unwrap();
+            let body = text.split_once("-d '").map_or("", |(_, body)| body.strip_suffix('\'').unwrap());
+            let (method, status) = if text.contains(" -X PUT ") { ("PUT", 204) } else { ("GET", 200) };
+            assert_eq!(fixture.call(method, call, body).await.0, status, "{text}");
+            if !body.is_empty() {
+                let asked = fixture.asked.recv().await.unwrap();
+                let change: crate::vm::request::PressureChange = serde_json::from_str(body).unwrap();
+                assert!(asked.contains(&format!("{change:?}")), "{asked}");
+                let mut governed = crate::governor::fake::fixture("psi", false, true);
+                governed.core.change(&change).unwrap();
+            } else {
+                fixture.asked.recv().await.unwrap();
+            }
+        }
+    });
 }
 
 /// A status as it is answered has its state by name, and that name is in the section.
