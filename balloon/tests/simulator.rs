@@ -253,6 +253,45 @@ fn a_plot_has_a_panel_for_each_policy() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("cannot write /nonexistent/plot.svg: No such"));
 }
 
+/// A guest of 1 GiB that uses 100 MiB all day, and once, for a second, 600 MiB.
+#[test]
+fn a_burst_of_a_second_is_in_the_plot_of_a_day() {
+    const NOON_MS: u64 = 43_200_000;
+    const MIB: u64 = 1 << 20;
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let day = |burst_mib: u64| {
+        let mut trace = r#"{"type":"trace","version":1,"boot_bytes":1073741824,"zones":[]}"#.to_owned();
+        let reports =
+            [(0, 100), (NOON_MS - 500, 100), (NOON_MS, burst_mib), (NOON_MS + 500, 100), (2 * NOON_MS, 100)];
+        for ((at, used_mib), seq) in reports.into_iter().zip(1..) {
+            let free = (960 - used_mib) * MIB;
+            trace += &format!(
+                "\n{{\"type\":\"report\",\"at_ms\":{at},\"report\":{{\"version\":1,\"seq\":{seq},\"monotonic_ms\":{at},\
+                 \"memory\":{{\"total_bytes\":{},\"free_bytes\":{free},\"available_bytes\":{free}}},\"zones\":[{{\"node\":0,\
+                 \"kind\":\"normal\",\"free_pages\":0,\"min_pages\":0,\"low_pages\":0,\"high_pages\":0,\"managed_pages\":0}}]}}}}",
+                960 * MIB,
+            );
+        }
+        let (from, to) = (folder.join("day.jsonl"), folder.join("day.svg"));
+        std::fs::write(&from, trace + "\n").expect("written");
+        let [from, to] = [from.to_str().expect("text"), to.to_str().expect("text")];
+        printed(&["--trace", from, "--policy", "off", "--plot", to]);
+        let svg = std::fs::read_to_string(to).expect("drawn");
+        // The lowest and the highest place of the black curve; what is up is little.
+        let curve = svg.lines().find(|line| line.contains("<title>used</title>")).expect("a curve");
+        let (_, path) = curve.split_once("d=\"M").expect("a path");
+        let (path, _) = path.split_once("H860\"").expect("to the right end");
+        let places = path.split('L').flat_map(|place| place.split(' ').nth(1).expect("y").split('V'));
+        let places: Vec<f64> = places.map(|y| y.parse().expect("a number")).collect();
+        let most = |a: f64, b: &f64| a.max(*b);
+        (140.0 - places.iter().fold(140.0, |a: f64, b| a.min(*b)), 140.0 - places.iter().fold(0.0, most))
+    };
+    let (highest, lowest) = day(600);
+    assert!(highest > 5.5 * lowest && lowest > 0.0, "{highest} and {lowest}");
+    let (highest, lowest) = day(100);
+    assert!(highest == lowest, "{highest} and {lowest}");
+}
+
 #[test]
 fn it_describes_itself() {
     assert!(printed(&["completion", "bash"]).contains("--workload"));

@@ -29,7 +29,7 @@ pub use host::{Governed, HostPool, VmSetup, run_fleet, run_host};
 pub use outcome::Outcome;
 pub use random::Random;
 pub use replay::{ReplayError, replay};
-pub use series::{Point, Series};
+pub use series::{Extremes, Point, Series};
 pub use swap::SwapDevice;
 pub use vm::{Channel, Decided, Observer, Skip, Vm};
 pub use workload::{Params as WorkloadParams, Workload};

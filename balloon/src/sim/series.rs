@@ -5,19 +5,63 @@ use super::guest::Guest;
 use super::vm::Observer;
 use crate::TimeMs;
 
-/// The guest over a stretch of the run: the extremes, so that no peak is lost.
+/// The least and the most of a figure in a stretch of the run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Extremes {
+    /// The least.
+    pub least: u64,
+    /// The most.
+    pub most: u64,
+}
+
+impl Extremes {
+    fn with(self, value: u64) -> Self {
+        Extremes { least: self.least.min(value), most: self.most.max(value) }
+    }
+}
+
+impl From<u64> for Extremes {
+    fn from(value: u64) -> Self {
+        Extremes { least: value, most: value }
+    }
+}
+
+/// The guest over a stretch of the run: the extremes, so that neither a peak nor a dip is lost however short it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Point {
     /// When the stretch begins.
     pub at: TimeMs,
-    /// The most that was used: wanted and there, without page cache.
-    pub used_bytes: u64,
-    /// The most that the guest held, its boot memory included.
-    pub held_bytes: u64,
-    /// The least that was available.
-    pub available_bytes: u64,
-    /// The most that was in swap.
-    pub swapped_bytes: u64,
+    /// What was used: wanted and there, without page cache.
+    pub used_bytes: Extremes,
+    /// The guest's memory in all, its boot memory included.
+    pub total_bytes: Extremes,
+    /// What was available.
+    pub available_bytes: Extremes,
+    /// What was in swap.
+    pub swapped_bytes: Extremes,
+}
+
+impl Point {
+    fn of(guest: &Guest, at: TimeMs) -> Self {
+        Point {
+            at,
+            used_bytes: guest.resident_bytes().into(),
+            total_bytes: guest.total_bytes().into(),
+            available_bytes: guest.available_bytes().into(),
+            swapped_bytes: guest.swapped_bytes().into(),
+        }
+    }
+
+    /// With what is seen at a moment, whose least and most are the same.
+    fn with(self, seen: &Point) -> Self {
+        Point {
+            at: self.at,
+            used_bytes: self.used_bytes.with(seen.used_bytes.least),
+            total_bytes: self.total_bytes.with(seen.total_bytes.least),
+            available_bytes: self.available_bytes.with(seen.available_bytes.least),
+            swapped_bytes: self.swapped_bytes.with(seen.swapped_bytes.least),
+        }
+    }
 }
 
 /// The points of a run.
@@ -25,14 +69,14 @@ pub struct Point {
 pub struct Series {
     stretch_ms: u64,
     points: Vec<Point>,
-    last: Point,
+    last: Option<Point>,
 }
 
 impl Series {
     /// A run of so long, in so many stretches.
     pub fn new(duration_ms: u64, stretches: u64) -> Self {
         let stretch_ms = duration_ms.div_ceil(stretches.max(1)).max(1);
-        Series { stretch_ms, points: Vec::new(), last: Point::default() }
+        Series { stretch_ms, points: Vec::new(), last: None }
     }
 
     /// The points so far, one for each stretch.
@@ -43,30 +87,18 @@ impl Series {
 
 impl Observer for Series {
     fn lived(&mut self, guest: &Guest, _: &Segment) {
-        let seen = Point {
-            at: guest.now(),
-            used_bytes: guest.resident_bytes(),
-            held_bytes: guest.total_bytes(),
-            available_bytes: guest.available_bytes(),
-            swapped_bytes: guest.swapped_bytes(),
-        };
+        let seen = Point::of(guest, guest.now());
+        // Stretches in which nothing was seen, and the beginning of this one: nothing had moved.
+        let before = self.last.unwrap_or(seen);
         let stretch = guest.now().0 / self.stretch_ms;
-        // Stretches in which nothing was seen: nothing moved.
         while (self.points.len() as u64) <= stretch {
             let at = TimeMs(self.points.len() as u64 * self.stretch_ms);
-            let before = if self.points.len() as u64 == stretch { seen } else { self.last };
             self.points.push(Point { at, ..before });
         }
         if let Some(point) = self.points.last_mut() {
-            *point = Point {
-                at: point.at,
-                used_bytes: point.used_bytes.max(seen.used_bytes),
-                held_bytes: point.held_bytes.max(seen.held_bytes),
-                available_bytes: point.available_bytes.min(seen.available_bytes),
-                swapped_bytes: point.swapped_bytes.max(seen.swapped_bytes),
-            };
+            *point = point.with(&seen);
         }
-        self.last = seen;
+        self.last = Some(seen);
     }
 }
 
@@ -87,9 +119,13 @@ mod tests {
             guest.live(TimeMs(to), segment, &mut HostPool(0));
             series.lived(&guest, segment);
         }
-        let used: Vec<u64> = series.points().iter().map(|point| point.used_bytes / MIB).collect();
-        assert_eq!(used[2..], [90, 50, 50, 50, 50, 50, 50, 50]);
+        let used = |point: &Point| (point.used_bytes.least / MIB, point.used_bytes.most / MIB);
+        let all: Vec<_> = series.points().iter().map(used).collect();
+        let rest = (50, 50);
+        assert_eq!(all, [rest, rest, (50, 90), rest, rest, rest, rest, rest, rest, rest]);
         assert_eq!(series.points()[5].at, TimeMs(5_000));
-        assert!(series.points()[2].available_bytes + 40 * MIB <= series.points()[3].available_bytes);
+        let available = |index: usize| series.points()[index].available_bytes;
+        assert!(available(2).least + 40 * MIB <= available(3).least);
+        assert_eq!(available(2).most, available(3).most);
     }
 }

@@ -116,7 +116,7 @@ pub(crate) struct Scenario {
     /// Hand every report to the controller, also those that cannot change anything: slower, and the same
     #[arg(long)]
     pub(crate) every_report: bool,
-    /// Draw the first VM over time under each policy: memory held, used, available, and swap
+    /// Draw the first VM over time under each policy: its memory in all, used and available, and swap
     #[arg(long, value_name = "FILE.svg", value_parser = clap::builder::PathBufValueParser::new().try_map(svg_path))]
     pub(crate) plot: Option<PathBuf>,
     /// How to print

@@ -5,16 +5,16 @@
 use std::fmt::Write;
 
 use balloon::MIB;
-use balloon::sim::Point;
+use balloon::sim::{Extremes, Point};
 
 /// A line of the plot: what it is, its colour, and what of a point it shows. Colours that are told apart by those who do not
-/// see red and green as others do (Okabe and Ito).
-type Curve = (&'static str, &'static str, fn(&Point) -> u64);
+/// see red and green as others do (Okabe and Ito). Later ones are drawn over earlier ones, which shine through.
+type Curve = (&'static str, &'static str, fn(&Point) -> Extremes);
 
 const CURVES: [Curve; 4] = [
-    ("held", "#0072b2", |point| point.held_bytes),
-    ("used", "#000000", |point| point.used_bytes),
+    ("total", "#0072b2", |point| point.total_bytes),
     ("available", "#009e73", |point| point.available_bytes),
+    ("used", "#000000", |point| point.used_bytes),
     ("swap", "#d55e00", |point| point.swapped_bytes),
 ];
 
@@ -50,8 +50,10 @@ const TIME_STEPS: [u64; 17] = [
 
 /// The drawing of runs of so long, each with its name.
 pub(crate) fn svg(panels: &[(String, Vec<Point>)], duration_ms: u64) -> String {
-    let most =
-        panels.iter().flat_map(|(_, points)| points).flat_map(|point| CURVES.map(|curve| curve.2(point)));
+    let most = panels
+        .iter()
+        .flat_map(|(_, points)| points)
+        .flat_map(|point| CURVES.map(|curve| curve.2(point).most));
     let most_bytes = most.max().unwrap_or(0).max(MIB);
     let height = PANEL * panels.len() as u64;
     let mut out = format!(
@@ -85,19 +87,37 @@ fn panel(out: &mut String, label: &str, points: &[Point], y: u64, duration_ms: u
         let _ = writeln!(out, "<text x=\"{at}\" y=\"{y}\" text-anchor=\"middle\">{}</text>", time(ms));
     }
     for (name, colour, value) in CURVES {
-        let mut path = String::new();
-        for (point, index) in points.iter().zip(0..) {
-            let command = if index == 0 { 'M' } else { 'L' };
-            let (x, y) = (along(point.at.0, duration_ms), up(value(point), most_bytes));
-            let _ = write!(path, "{command}{x} {y}");
-        }
+        let path = path(points, value, duration_ms, most_bytes);
         let _ = writeln!(
             out,
-            "<path d=\"{path}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.5\"><title>{name}</title></path>"
+            "<path d=\"{path}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.5\" stroke-opacity=\"0.75\"><title>{name}</title></path>"
         );
     }
     let _ = writeln!(out, "<path d=\"M0 0V{PLOT_HEIGHT}H{PLOT_WIDTH}\" fill=\"none\" stroke=\"#000000\"/>");
     out.push_str("</g>\n");
+}
+
+/// From point to point, at each from the extreme that is nearer to the one before to the other: what went up and down within a
+/// stretch is as high and as low as it was.
+fn path(points: &[Point], value: fn(&Point) -> Extremes, duration_ms: u64, most_bytes: u64) -> String {
+    let mut path = String::new();
+    let mut before = None;
+    for point in points {
+        let Extremes { least, most } = value(point);
+        let is_down = before.is_some_and(|before: u64| before.abs_diff(most) < before.abs_diff(least));
+        let (first, second) = if is_down { (most, least) } else { (least, most) };
+        let command = if before.is_none() { 'M' } else { 'L' };
+        let _ = write!(path, "{command}{} {}", along(point.at.0, duration_ms), up(first, most_bytes));
+        if second != first {
+            let _ = write!(path, "V{}", up(second, most_bytes));
+        }
+        before = Some(second);
+    }
+    // The last stretch has no end of its own.
+    if !path.is_empty() {
+        let _ = write!(path, "H{PLOT_WIDTH}");
+    }
+    path
 }
 
 /// A place on an axis, to a tenth of a pixel.
@@ -156,7 +176,8 @@ mod tests {
     use super::*;
 
     fn point(at_s: u64, mib: u64) -> Point {
-        Point { at: TimeMs(at_s * 1000), used_bytes: mib * MIB, held_bytes: 1024 * MIB, ..Point::default() }
+        let (used_bytes, total_bytes) = ((mib * MIB).into(), (1024 * MIB).into());
+        Point { at: TimeMs(at_s * 1000), used_bytes, total_bytes, ..Point::default() }
     }
 
     #[test]
@@ -183,9 +204,19 @@ mod tests {
         assert_eq!(svg.matches("<g ").count(), 2);
         assert!(svg.contains(">psi,idle&lt;3s&amp;</text>"));
         // Used: from the lower left corner over the middle to the upper right one.
-        assert!(svg.contains("M0 140L430 70L860 0"), "{svg}");
-        // Held: along the upper edge.
-        assert!(svg.contains("M0 0L430 0L860 0"));
+        assert!(svg.contains("M0 140L430 70L860 0H860\""), "{svg}");
+        // All of it: along the upper edge.
+        assert!(svg.contains("M0 0L430 0L860 0H860\""));
+    }
+
+    #[test]
+    fn a_burst_and_a_dip_within_a_stretch_are_drawn_to_their_ends() {
+        let extremes = |least, most| Extremes { least: least * MIB, most: most * MIB };
+        let points = [(0, 256, 256), (1, 256, 1024), (2, 512, 768), (3, 0, 256), (4, 0, 0)];
+        let points = points
+            .map(|(at_s, least, most)| Point { used_bytes: extremes(least, most), ..point(at_s * 2, 0) });
+        let path = path(&points, |point| point.used_bytes, 10_000, 1024 * MIB);
+        assert_eq!(path, "M0 105L172 105V0L344 35V70L516 105V140L688 140H860");
     }
 
     /// Every element that is opened is closed, in order, and no attribute is left open.

@@ -17,7 +17,7 @@ use balloon::{BLOCK_BYTES, HostView, Tier, ZoneSizes};
 use super::args::{Format, NamedPolicy, Scenario};
 use super::{plot, table};
 
-/// A plot is about so many pixels wide.
+/// A plot is so many pixels wide: of each the least and the most are drawn.
 const STRETCHES: u64 = 860;
 
 /// What one policy has come to.
