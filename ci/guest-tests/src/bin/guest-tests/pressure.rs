@@ -11,6 +11,8 @@ use crate::zones::{MIB, vmstat, zone};
 guest_tests::tests![
     pressure_grows_dram_first_and_pm_goes_back_first: 400,
     without_the_governor_the_same_load_swaps_or_is_killed: 240,
+    a_ramp_is_served_before_kswapd_works: 240,
+    without_the_governor_kswapd_works_for_that_ramp: 240 (extended),
     only_who_takes_all_pm_as_well_is_killed: 300,
     a_silent_agent_is_noticed: 240,
 ];
@@ -100,6 +102,59 @@ fn without_the_governor_the_same_load_swaps_or_is_killed() -> Result<()> {
     let swapped = vmstat(&guest, "pswpout")?;
     ensure!(!held || swapped > 0, "The load was held without the governor, and nothing was swapped");
     ensure!(zone(&guest, "pm")?.plugged_bytes == 0, "PM was plugged with the policy off");
+    Ok(())
+}
+
+/// What it took to fill guest memory without haste.
+struct Ramp {
+    held: bool,
+    /// Pages that kswapd has looked at, to take them away.
+    scanned_by_kswapd: u64,
+    /// Those that who allocates has.
+    scanned_directly: u64,
+    swapped_out: u64,
+}
+
+impl Ramp {
+    /// As much as [`fill`] has where DRAM does not do, in half a minute.
+    fn climb(guest: &Guest) -> Result<Self> {
+        const COUNTERS: [&str; 3] = ["pgscan_kswapd", "pgscan_direct", "pswpout"];
+        let count = || COUNTERS.iter().map(|counter| vmstat(guest, counter)).collect::<Result<Vec<u64>>>();
+        let before = count()?;
+        let mut leak = guest.start_script(GROW_LIMIT, "exec guest-tool leak 640 24")?;
+        let mut held = false;
+        while !held && let Some(line) = leak.next_line() {
+            held = line.starts_with("held 640 ");
+        }
+        let after = count()?;
+        let [scanned_by_kswapd, scanned_directly, swapped_out] =
+            std::array::from_fn(|index| after[index] - before[index]);
+        Ok(Self { held, scanned_by_kswapd, scanned_directly, swapped_out })
+    }
+}
+
+/// The governor is to be first: kswapd takes page cache that is in use as well, and swaps.
+fn a_ramp_is_served_before_kswapd_works() -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let guest = small_guest(&pool).pressure("psi").boot()?;
+    guest.wait_until("the agent is live", GROW_LIMIT, || {
+        Ok(guest.api("GET", "vm.pressure", None)?["agent"] == "live")
+    })?;
+    let ramp = Ramp::climb(&guest)?;
+    ensure!(ramp.held, "The load was killed");
+    ensure!(ramp.scanned_by_kswapd == 0, "kswapd has looked at {} pages", ramp.scanned_by_kswapd);
+    ensure!(ramp.scanned_directly == 0, "Who allocated has looked at {} pages", ramp.scanned_directly);
+    ensure!(ramp.swapped_out == 0, "{} pages were swapped out", ramp.swapped_out);
+    ensure!(zone(&guest, "pm")?.plugged_bytes >= 192 * MIB, "It had memory enough without PM");
+    guest.no_kernel_complaints()
+}
+
+/// The counterpart: if kswapd has nothing to do for that anyway, the test above shows nothing.
+fn without_the_governor_kswapd_works_for_that_ramp() -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let guest = small_guest(&pool).pressure("off").boot()?;
+    let ramp = Ramp::climb(&guest)?;
+    ensure!(ramp.scanned_by_kswapd > 0, "kswapd has looked at nothing; the load was held: {}", ramp.held);
     Ok(())
 }
 
