@@ -1,4 +1,4 @@
-//! docs/policy.md says what the tables of parameters and the list of reasons say.
+//! docs/policy.md says what the tables of parameters and the list of reasons say, and docs/simulator.md what workloads have.
 
 use std::fmt::Write;
 
@@ -6,8 +6,10 @@ use balloon::controller::Rules;
 use balloon::params::{Param, Parameters, Unit};
 use balloon::plan::Reason;
 use balloon::policy::Policy;
+use balloon::sim::{Workload, WorkloadParams};
 
 const DOCS: &str = include_str!("../../docs/policy.md");
+const SIMULATOR_DOCS: &str = include_str!("../../docs/simulator.md");
 
 /// A table as the documentation has it.
 fn documented(table: &[Param]) -> String {
@@ -72,4 +74,36 @@ fn every_reason_is_documented() {
         writeln!(text, "| `{}` | {} |", reason.label(), reason.about()).expect("a String");
     }
     assert!(DOCS.contains(&text), "docs/policy.md lacks:\n{text}");
+}
+
+/// What stands in the cell of a row that begins so.
+fn cell(begin: &str, nth: usize) -> Option<&'static str> {
+    let row = SIMULATOR_DOCS.lines().find(|line| line.starts_with(begin))?;
+    row.split('|').nth(nth).map(str::trim)
+}
+
+#[test]
+fn every_parameter_of_workloads_is_documented_with_its_bounds_and_defaults() {
+    for param in WorkloadParams::TABLE {
+        let begin = format!("| `{}` | ", param.name);
+        for (value, nth) in [(param.low, 3), (param.high, 4), (param.default, 5)] {
+            assert_eq!(cell(&begin, nth), Some(param.unit.show(value).as_str()), "{} {nth}", param.name);
+        }
+    }
+    for workload in Workload::ALL {
+        let begin = format!("| `{}` | ", workload.name());
+        let ignored: Vec<_> = workload.ignores().iter().map(|name| format!("`{name}`")).collect();
+        assert_eq!(cell(&begin, 3), Some(ignored.join(", ").as_str()), "{}", workload.name());
+        let defaults = workload.defaults();
+        let own = WorkloadParams::TABLE.iter().enumerate().filter_map(|(index, param)| {
+            let value = defaults.value(index);
+            (value != param.default).then(|| format!("`{}` {}", param.name, param.unit.show(value)))
+        });
+        let mut own: Vec<_> = own.collect();
+        let documented = cell(&begin, 4).expect("a cell");
+        let mut found: Vec<_> = documented.split(", ").filter(|text| !text.is_empty()).collect();
+        own.sort_unstable();
+        found.sort_unstable();
+        assert_eq!(found, own, "{}", workload.name());
+    }
 }

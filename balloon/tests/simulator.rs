@@ -130,6 +130,15 @@ fn what_a_vmm_has_recorded_is_replayed_under_every_policy_and_comes_to_what_it_c
     assert!(kills(1) > Some(0), "{without_swap:#?}");
 }
 
+/// The same guest, which rests and is shrunk by 512 MiB: what went was not wanted.
+#[test]
+fn a_recorded_guest_that_shrinks_is_not_grown_for_what_goes() {
+    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/recorded-shrinking.jsonl");
+    let text = printed(&["--trace", trace, "--policy", "psi", "--format", "json"]);
+    let rows: Vec<serde_json::Value> = serde_json::from_str(&text).expect("JSON");
+    assert_eq!((&rows[0]["grows"], &rows[0]["held_gib_h"]), (&0.into(), &0.0.into()), "{rows:#?}");
+}
+
 #[test]
 fn all_formats_say_the_same_and_a_seed_is_a_run() {
     let run = ["--workload", "burst", "--policy", "psi,horizon=3s", "--policy", "off", "--duration", "20m"];
