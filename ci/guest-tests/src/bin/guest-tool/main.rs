@@ -2,6 +2,7 @@
 
 mod blocks;
 mod burst;
+mod dried;
 mod files;
 mod filled;
 mod hostile;
@@ -35,6 +36,8 @@ usage:
   guest-tool counters                            one such line
   guest-tool pin MIB                             fill that much memory and give it back, but for a page of every 2 MiB that
                                                  cannot be moved
+  guest-tool dry KIB                             take what the guest's kernel has left for itself, but for so much, and what
+                                                 becomes free later; `dried` once there is no more
   guest-tool write-files DIR BYTES               write files with fsync until killed; a line per file: name hash
   guest-tool check-files DIR LIST                compare files with such lines
   guest-tool fill-files DIR SEED                 write files until there is no room, and print how many fit
@@ -91,6 +94,7 @@ fn run(arguments: &[&str]) -> Result<()> {
         ["watch", interval_ms] => load::watch(number(interval_ms)?),
         ["counters"] => load::say_counters(),
         ["pin", mib] => memory::pin(number(mib)?),
+        ["dry", left_kib] => dried::dry(number(left_kib)?),
         ["write-files", dir, bytes] => files::write(dir.as_ref(), number(bytes)?),
         ["check-files", dir, list] => files::check(dir.as_ref(), list.as_ref()),
         ["fill-files", dir, seed] => filled::fill(dir.as_ref(), number(seed)?),
