@@ -1,10 +1,19 @@
 //! The short form of `ci/soak --only pressure`: a guest with half of the DRAM that its workload needs.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result, ensure};
+use guest_tests::Guest;
+use guest_tests::guest::Image;
 use guest_tests::pressure::run::run;
 use guest_tests::pressure::{About, Config, GuestSize, MIB, Outcome, Watched, Workload};
 
-guest_tests::tests![a_guest_with_half_of_its_dram_runs_as_with_all_of_it: 240];
+use crate::zones::vmstat;
+
+guest_tests::tests![
+    a_guest_with_half_of_its_dram_runs_as_with_all_of_it: 240,
+    what_is_killed_for_memory_is_the_load: 400,
+];
 
 const WORKLOAD: Workload = Workload { name: "touch", mib: 320 };
 /// More than the workload, for the guest's kernel and programs.
@@ -49,5 +58,45 @@ fn a_guest_with_half_of_its_dram_runs_as_with_all_of_it() -> Result<()> {
     let missed = unmet("swap", &swap, &alone);
     let seen = missed.iter().any(|(about, _)| *about == About::SwapIns);
     ensure!(seen, "A guest that swaps has swapped nothing in, or nobody saw it: {missed:?}");
+    Ok(())
+}
+
+/// A guest that has no more, also no more swap: the programs that a load consists of are taken, and not who tells of it.
+fn what_is_killed_for_memory_is_the_load() -> Result<()> {
+    /// Until a guest that swaps to its last page kills somebody.
+    const LIMIT: Duration = Duration::from_secs(300);
+    let guest = Guest::builder()
+        .cpus(2)
+        .image(Image::Workloads)
+        .memory("size=256M")
+        .cmdline("foreshore.zram=32M")
+        .pressure("off")
+        .boot()?;
+    let others = || guest.run("pidof guest-shell foreshore-agent");
+    let before = others()?;
+    // What compilers need beside their source comes when that is there.
+    for (load, mib, programs) in
+        [("redis", 400, &["redis-server", "guest-tool"][..]), ("compile", 190, &["tcc", "guest-tool"])]
+    {
+        let kills = vmstat(&guest, "oom_kill")?;
+        guest.run("dmesg -c >/dev/null")?;
+        let end = guest.try_run(LIMIT, &format!("guest-tool load {load} {mib}"))?;
+        ensure!(end.code != 0, "{load} has found {mib} MiB: {end:?}");
+        let log = guest.run("dmesg")?;
+        // mm/oom_kill.c: Out of memory: Killed process 197 (redis-server) total-vm:...
+        let killed = log.lines().filter_map(|line| {
+            line.split_once("Killed process ")?.1.split_once('(')?.1.split_once(')').map(|(name, _)| name)
+        });
+        let killed: Vec<&str> = killed.collect();
+        println!("{load} of {mib} MiB ended with {}, killed: {killed:?}", end.code);
+        let counted = vmstat(&guest, "oom_kill")? - kills;
+        ensure!(counted == killed.len() as u64 && counted > 0, "{counted} kills, in the log {killed:?}");
+        ensure!(killed.iter().all(|name| programs.contains(name)), "{load} had {killed:?} killed");
+        ensure!(others()? == before, "The guest's shell and agent were {before:?} and are {:?}", others()?);
+        guest.wait_until_run("its programs have gone", LIMIT, "! pidof redis-server tcc guest-tool")?;
+    }
+    // What it leaves in files the next one takes away.
+    guest.run_within(LIMIT, "guest-tool load compile 30")?;
+    guest.run("! grep /run/load /proc/mounts")?;
     Ok(())
 }

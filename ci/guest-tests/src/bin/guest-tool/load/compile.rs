@@ -8,7 +8,7 @@ use std::process::{Child, Command};
 use anyhow::{Context, Result, ensure};
 use guest_tests::content::Bytes;
 
-use super::{MIB, MemoryFiles, Phases, mixed};
+use super::{MIB, MemoryFiles, Phases, mixed, program};
 
 /// As `make -j` would.
 const JOBS: u64 = 4;
@@ -48,7 +48,7 @@ pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
     ensure!(linked.context("Cannot start tcc")?.success(), "tcc has not linked it");
     phases.end("link");
     let expected = expected_sum(functions);
-    let status = Command::new(files.path("program")).status().context("Cannot start the program")?;
+    let status = program(files.path("program")).status().context("Cannot start the program")?;
     ensure!(status.code() == Some(i32::from(expected as u8)), "The program ended with {status}");
     phases.end("run");
     Ok(mixed(0, expected.into()))
@@ -56,7 +56,7 @@ pub fn run(mib: u64, phases: &mut Phases) -> Result<u64> {
 
 /// Nothing of the C library is needed, so none is there.
 fn tcc() -> Command {
-    let mut command = Command::new("tcc");
+    let mut command = program("tcc");
     command.arg("-nostdinc");
     command
 }

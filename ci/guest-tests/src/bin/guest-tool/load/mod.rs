@@ -10,6 +10,9 @@ mod sqlite;
 mod touch;
 mod watch;
 
+use std::ffi::CString;
+use std::io;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
@@ -61,12 +64,29 @@ impl Phases {
     }
 }
 
+/// A program of a workload, which ends with it, also when that is killed.
+fn program(name: impl AsRef<std::ffi::OsStr>) -> Command {
+    let mut command = Command::new(name);
+    // SAFETY: prctl is async-signal-safe, and has no pointers here.
+    unsafe {
+        command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        });
+    }
+    command
+}
+
 /// A file system in memory for a workload's files. Dropping it takes it away with all that is in it.
 struct MemoryFiles;
 
 impl MemoryFiles {
     fn mount() -> Result<Self> {
         std::fs::create_dir_all(DIR)?;
+        // A load that was killed has left its own.
+        let dir = CString::new(DIR).expect("no NUL in it");
+        // SAFETY: a string that lives through the call.
+        while unsafe { libc::umount2(dir.as_ptr(), libc::MNT_DETACH) } == 0 {}
         // A tmpfs is half of what the memory was when it was mounted, if nobody says otherwise.
         let status = Command::new("mount").args(["-t", "tmpfs", "-o", "size=4g", "load", DIR]).status();
         ensure!(status.context("Cannot start mount")?.success(), "Cannot mount a tmpfs on {DIR}");

@@ -6,14 +6,14 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::content::Bytes;
 use guest_tests::wait_for;
 
-use super::{MIB, MemoryFiles, Phases, mixed};
+use super::{MIB, MemoryFiles, Phases, mixed, program};
 
 /// With the version before it and the string's header within 16 KiB, a size class of jemalloc.
 const VALUE_BYTES: u64 = (16 << 10) - 24;
@@ -90,7 +90,7 @@ struct Server(Child);
 
 impl Server {
     fn start(socket: &Path) -> Result<Self> {
-        let child = Command::new("redis-server")
+        let child = program("redis-server")
             .args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"])
             .arg(socket)
             .stdin(Stdio::null())
@@ -152,6 +152,8 @@ impl Client {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::*;
 
     #[test]

@@ -2,12 +2,11 @@
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
-use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::content::Bytes;
 
-use super::{MIB, MemoryFiles, Phases, mixed};
+use super::{MIB, MemoryFiles, Phases, mixed, program};
 
 /// A row fills its page.
 const PAGE_BYTES: u64 = 4096;
@@ -78,7 +77,7 @@ fn sql(files: &MemoryFiles, statements: &str) -> Result<String> {
     let settings = "PRAGMA journal_mode=MEMORY; PRAGMA synchronous=OFF; PRAGMA page_size=4096;\n";
     let (script, printed) = (files.path("script"), files.path("printed"));
     fs::write(&script, format!("{settings}{statements}"))?;
-    let status = Command::new("sqlite3")
+    let status = program("sqlite3")
         .args(["-batch", "-bail"])
         .arg(files.path("database"))
         .stdin(File::open(&script)?)
