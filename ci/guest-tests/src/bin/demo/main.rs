@@ -1,4 +1,4 @@
-//! What Foreshore is for, shown once from beginning to end on a real KVM host: `demo METRICS METRICS_OFF`.
+//! What Foreshore is for, shown once from beginning to end on a real KVM host: `demo METRICS METRICS_OFF SECONDS`.
 //!
 //! Runs where the VMs run; ci/demo has Prometheus scrape the two addresses meanwhile. Every claim is looked at and
 //! fails the demo if it does not hold. A line that begins with `* ` is an event, which ci/demo marks on the timeline.
@@ -13,8 +13,11 @@ mod sizes;
 mod volume;
 
 use std::fs;
-use std::path::PathBuf;
-use std::process::ExitCode;
+use std::path::{Path, PathBuf};
+use std::process::{ExitCode, exit};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use guest_tests::guest::GuestBuilder;
@@ -23,8 +26,13 @@ use guest_tests::{Guest, Image, Pool};
 
 use crate::shrink::Spent;
 
-const USAGE: &str =
-    "usage: demo ADDRESS:PORT ADDRESS:PORT (metrics of the VM governed, and of the VM policy-off)";
+const USAGE: &str = "usage: demo ADDRESS:PORT ADDRESS:PORT SECONDS (metrics of the VM governed, and of the VM \
+     policy-off; after so long it is cut off)";
+
+/// As timeout(1) has it.
+const CUT_OFF: i32 = 124;
+/// Of each log, where nobody may be able to look at all of it.
+const LAST_LINES: usize = 12;
 
 /// What Prometheus and the logs call them.
 const GOVERNED: &str = "governed";
@@ -44,7 +52,9 @@ fn main() -> ExitCode {
 
 fn demo() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [metrics, metrics_off] = arguments.as_slice() else { bail!("{USAGE}") };
+    let [metrics, metrics_off, seconds] = arguments.as_slice() else { bail!("{USAGE}") };
+    let limit = Duration::from_secs(seconds.parse().with_context(|| USAGE)?);
+    let _in_time = cut_off_after(limit);
     let pool = Pool::create("1280M")?;
     let vm = hybrid_guest(&pool, GOVERNED, metrics).pressure("psi");
 
@@ -53,6 +63,22 @@ fn demo() -> Result<()> {
     pressure::show(&guest, &policy_off(metrics_off))?;
     shrink::show(&guest, &pool, &before)?;
     volume::show(guest, &vm, &pool)
+}
+
+/// Ends the demo after so long, unless what is returned has been dropped by then. Whoever ends it from outside gets no logs.
+fn cut_off_after(limit: Duration) -> Sender<()> {
+    let (in_time, ended) = mpsc::channel();
+    thread::spawn(move || {
+        if ended.recv_timeout(limit) != Err(RecvTimeoutError::Timeout) {
+            return;
+        }
+        println!("  NOT SEEN: cut off after {} s", limit.as_secs());
+        if let Err(error) = print_last_lines().and_then(|()| keep_logs()) {
+            println!("  its logs are lost: {error:#}");
+        }
+        exit(CUT_OFF);
+    });
+    in_time
 }
 
 /// 512 MiB of DRAM, 384 of them at boot, 1 GiB of PM to grow into, and a swap to avoid.
@@ -101,18 +127,43 @@ fn phase(number: u32, what: &str) {
     println!("== {number}/5 {what}");
 }
 
-/// Consoles, the VMMs' logs and the list of acknowledged files, to where ci/nested/host brings them back from.
-fn keep_logs() -> Result<()> {
-    let Some(out) = std::env::var_os("OUT").map(PathBuf::from) else { return Ok(()) };
+/// Consoles, the VMMs' logs and the list of acknowledged files: under which names they are kept, and where they are.
+fn logs() -> Result<Vec<(String, PathBuf)>> {
+    let mut logs = Vec::new();
     for entry in fs::read_dir(this_tests_dir())? {
         let path = entry?.path();
         if path.extension().is_some_and(|extension| extension == "log") {
             let name = path.file_name().and_then(|name| name.to_str()).context("A file without a name")?;
-            fs::copy(&path, out.join(plain_name(name)))
-                .with_context(|| format!("Cannot keep {}", path.display()))?;
+            logs.push((plain_name(name), path));
         }
     }
+    logs.sort();
+    Ok(logs)
+}
+
+/// To where ci/nested/host brings them back from.
+fn keep_logs() -> Result<()> {
+    let Some(out) = std::env::var_os("OUT").map(PathBuf::from) else { return Ok(()) };
+    for (name, path) in logs()? {
+        fs::copy(&path, out.join(name)).with_context(|| format!("Cannot keep {}", path.display()))?;
+    }
     Ok(())
+}
+
+fn print_last_lines() -> Result<()> {
+    for (name, path) in logs()? {
+        println!("  the last lines of {name}:");
+        print!("{}", last_lines(&path)?);
+    }
+    Ok(())
+}
+
+fn last_lines(log: &Path) -> Result<String> {
+    let bytes = fs::read(log).with_context(|| format!("Cannot read {}", log.display()))?;
+    let text = String::from_utf8_lossy(&bytes).replace('\r', "");
+    let lines: Vec<&str> = text.lines().collect();
+    let last = &lines[lines.len().saturating_sub(LAST_LINES)..];
+    Ok(last.iter().map(|line| format!("    | {line}\n")).collect())
 }
 
 /// `governed.console.log` for `governed0.console.log`: a VM's files have the number of its start in their name, and
@@ -131,5 +182,16 @@ mod tests {
         assert_eq!(plain_name("governed0.console.log"), "governed.console.log");
         assert_eq!(plain_name("restarted-nvdimm12.vmm.log"), "restarted-nvdimm.vmm.log");
         assert_eq!(plain_name("acknowledged.log"), "acknowledged.log");
+    }
+
+    #[test]
+    fn last_lines_are_the_last() {
+        let log = std::env::temp_dir().join(format!("demo-log-{}", std::process::id()));
+        let text: String = (0..20).map(|number| format!("line {number}\r\n")).collect();
+        fs::write(&log, text).unwrap();
+        let said = last_lines(&log).unwrap();
+        fs::remove_file(log).unwrap();
+        assert_eq!(said.lines().count(), LAST_LINES);
+        assert!(said.starts_with("    | line 8\n") && said.ends_with("    | line 19\n"), "{said}");
     }
 }
