@@ -180,7 +180,8 @@ fn a_guest_without_dram_for_descriptors_is_asked_again() -> Result<()> {
     ensure!(reminders >= 1.0, "The guest was not reminded");
     let online_bytes = metrics.value("foreshore_memory_online_bytes", &[("zone", "pm")])?;
     ensure!(online_bytes == 0.0, "It has found descriptors of {online_bytes} bytes");
-    ensure!(info["agent"] == "live", "The agent is {}", info["agent"]);
+    // It may be late on a busy host, and not be gone.
+    guest.wait_until("the agent reports", LIMIT, || Ok(pressure(&guest)?["agent"] == "live"))?;
     drop(dry);
     guest.wait_until("it has everything", LIMIT, || Ok(zone(&guest, "pm")?.plugged_bytes == 512 * MIB))?;
     guest.run("pidof foreshore-agent").context("The agent was killed")?;
