@@ -31,6 +31,10 @@ const STALL_US: u64 = 1000;
 /// What a page takes that is swapped in, from a disk that is no worse than an SSD.
 const SWAP_IN_US: u64 = 100;
 
+/// So long sets that go on from one another, but not from the last one accepted, are refused. After that they are likelier
+/// to be true than that one is, and whoever refuses the truth for good is deaf.
+const RIVAL_MS: u64 = 3_000;
+
 /// The span over which `avg10` forgets.
 const AVERAGE_MS: u64 = 10_000;
 
@@ -149,10 +153,23 @@ pub struct Known {
     pub counted: bool,
 }
 
+/// Sets of one driver each of which goes on from the one before, none of them from the last one accepted.
+#[derive(Clone, Copy, Debug)]
+struct Rival {
+    driver_life: u64,
+    last: Statistics,
+    since: TimeMs,
+}
+
 /// Makes reports of statistics.
+///
+/// The last set accepted bounds the next one's counters. One lie would do so for good: it is outweighed by a line of refused
+/// sets, as an agent's reports are ([`crate::Intake`]).
 #[derive(Clone, Debug, Default)]
 pub struct Estimator {
     last: Option<(u64, Statistics)>,
+    /// Those that have been refused since, as far as they make sense together.
+    rival: Option<Rival>,
     seq: u64,
     /// The guest's clock as far as it can be known, and when it stood there. Nobody tells it to us: it goes on from the last
     /// report of an agent, if there was one, so that policies see one clock.
@@ -168,10 +185,11 @@ impl Estimator {
         self.clock = Some((report.monotonic_ms(), now));
         self.stall = *report.stall();
         self.online_policy = report.blocks().online_policy;
-        self.last = None;
+        (self.last, self.rival) = (None, None);
     }
 
-    /// The report that an agent would have made, as far as `statistics` tell. A refusal changes nothing.
+    /// The report that an agent would have made, as far as `statistics` tell. After a refusal the next set is judged as if
+    /// this one had not come, unless too many of them make sense together.
     pub fn report(&mut self, statistics: &Statistics, known: Known, now: TimeMs) -> Result<Report, Refusal> {
         let need = |tag: Tag| {
             let missing = || Refusal::WrongShape { reason: format!("no statistic {}", tag.label()) };
@@ -182,9 +200,13 @@ impl Estimator {
             let bound = Bound::AtMost(known.memory_bytes);
             return Err(Refusal::OutOfRange { field: "total_bytes", value: total, bound });
         }
-        let before = self.last.filter(|(life, _)| *life == known.driver_life).map(|(_, before)| before);
-        if let Some(before) = &before {
-            check_order(before, statistics)?;
+        let mut before = self.last.filter(|(life, _)| *life == known.driver_life).map(|(_, before)| before);
+        if let Some(Err(refusal)) = before.map(|before| check_order(&before, statistics)) {
+            if !self.is_insisted_on(statistics, known.driver_life, now) {
+                return Err(refusal);
+            }
+            // What was counted since the lie is not known.
+            before = None;
         }
         let guest_ms = self.clock.map_or(now.0, |(guest_ms, at)| guest_ms.saturating_add(now.since(at)));
         let elapsed_ms = self.clock.map_or(0, |(_, at)| now.since(at));
@@ -211,9 +233,19 @@ impl Estimator {
         let report = Report::try_from(raw)?;
         self.seq += 1;
         self.last = Some((known.driver_life, *statistics));
+        self.rival = None;
         self.clock = Some((guest_ms, now));
         self.stall = stall;
         Ok(correct(report, known))
+    }
+
+    /// Whether a set that does not go on from the last one accepted ends a long enough line of such sets.
+    fn is_insisted_on(&mut self, statistics: &Statistics, driver_life: u64, now: TimeMs) -> bool {
+        let goes_on =
+            |rival: &Rival| rival.driver_life == driver_life && check_order(&rival.last, statistics).is_ok();
+        let since = self.rival.filter(goes_on).map_or(now, |rival| rival.since);
+        self.rival = Some(Rival { driver_life, last: *statistics, since });
+        now.since(since) >= RIVAL_MS
     }
 
     fn estimate_stall(&self, before: Option<&Statistics>, now: &Statistics, elapsed_ms: u64) -> Stall {
@@ -433,6 +465,42 @@ mod tests {
         // Another driver counts anew.
         let other = Known { driver_life: 2, ..known() };
         assert!(estimator.report(&statistics().with(Tag::SwapIn, 0), other, TimeMs(1000)).is_ok());
+    }
+
+    #[test]
+    fn one_lie_does_not_keep_the_honest_out_for_longer_than_it_takes_to_insist() {
+        let mut estimator = Estimator::default();
+        let mut is_taken = |swap_in, at_s: u64| {
+            let statistics = statistics().with(Tag::SwapIn, swap_in);
+            estimator.report(&statistics, known(), TimeMs(at_s * 1000))
+        };
+        is_taken(8 * MIB, 1).unwrap();
+        let lie = is_taken(1 << 60, 2).unwrap();
+        let deaf = (3..3_600).filter(|at_s| is_taken(8 * MIB + at_s, *at_s).is_err()).count();
+        assert_eq!(deaf as u64, RIVAL_MS / 1000, "of the hour after");
+        // What the lie made of the stall time stays, and nothing is added for it.
+        let honest = is_taken(8 * MIB + 3_600, 3_600).unwrap();
+        assert_eq!(honest.stall().some_us, lie.stall().some_us);
+        assert_eq!(honest.counters().pswpin, 2048);
+    }
+
+    #[test]
+    fn sets_of_which_none_goes_on_from_another_are_not_insisted_on() {
+        let mut estimator = Estimator::default();
+        let mut label = |swap_in, at_s: u64, driver_life| {
+            let statistics = statistics().with(Tag::SwapIn, swap_in);
+            let known = Known { driver_life, ..known() };
+            estimator.report(&statistics, known, TimeMs(at_s * 1000)).err().map(|refusal| refusal.label())
+        };
+        assert_eq!(label(1 << 40, 0, 1), None);
+        for at_s in 1..60 {
+            assert_eq!(label(MIB * (60 - at_s), at_s, 1), Some("out_of_order"), "each counts less: {at_s} s");
+        }
+        // A set that goes on from what was accepted ends what was begun; so does another driver.
+        assert_eq!(label(1 << 40, 60, 1), None);
+        assert_eq!(label(MIB, 61, 1), Some("out_of_order"));
+        assert_eq!(label(1 << 40, 62, 2), None);
+        assert_eq!(label(MIB, 64, 2), Some("out_of_order"));
     }
 
     #[test]
