@@ -65,6 +65,18 @@ struct Agent {
 struct Zone {
     zone: GovernedZone,
     progress: Progress,
+    /// What a plan has asked of it, as far as its device has not been seen to lower that; `None`: no plan has, or a hand has
+    /// since.
+    asked_bytes: Option<u64>,
+}
+
+impl Zone {
+    /// What the host could not provide of a plan since the zone was looked at.
+    fn lacks_bytes(&mut self, sizes: DeviceSizes) -> u64 {
+        let Some(asked_bytes) = &mut self.asked_bytes else { return 0 };
+        let before = std::mem::replace(asked_bytes, sizes.requested_bytes);
+        if sizes.shortfall.is_some() { before.saturating_sub(sizes.requested_bytes) } else { 0 }
+    }
 }
 
 /// The state of one VM's governor.
@@ -153,7 +165,7 @@ impl Core {
         let counters = Counters { policies: BTreeSet::from([policy_name]), ..Counters::default() };
         let zones = zones
             .into_iter()
-            .map(|zone| Zone { progress: Progress::new(zone.device.sizes(), now), zone })
+            .map(|zone| Zone { progress: Progress::new(zone.device.sizes(), now), zone, asked_bytes: None })
             .collect();
         Ok(Self {
             controller,
@@ -370,8 +382,10 @@ impl Core {
     /// Reads the devices, notes what has changed.
     fn observe(&mut self, now: TimeMs) -> HostView {
         let mut all = Vec::with_capacity(self.zones.len());
-        for (Zone { zone, progress }, id) in self.zones.iter_mut().zip(0..) {
-            let sizes = zone.device.sizes();
+        for (governed, id) in self.zones.iter_mut().zip(0..) {
+            let sizes = governed.zone.device.sizes();
+            self.episode.lacks(governed.lacks_bytes(sizes));
+            let Zone { zone, progress, .. } = governed;
             if progress.has_driver_come(sizes, now) {
                 sparsely!(info, zone = zone.id, "The guest's driver is there");
                 self.controller.driver_came(ZoneId(id), now);
@@ -424,8 +438,9 @@ impl Core {
             return;
         }
         for change in plan.changes(host) {
-            let zone = &self.zones[change.zone.0 as usize].zone;
-            zone.device.request(change.requested_bytes);
+            let zone = &mut self.zones[change.zone.0 as usize];
+            zone.asked_bytes = Some(change.requested_bytes);
+            zone.zone.device.request(change.requested_bytes);
         }
         let (before, after) = (host.requested_bytes(), plan.requested_bytes());
         // What is plugged still, because the guest has not followed a shrink, need not come online.
@@ -517,6 +532,7 @@ impl Core {
             device.request(size_bytes);
             info!(zone = id, size_bytes, "Resized by hand; the zone is pinned");
         }
+        self.zones[index].asked_bytes = None;
         // The next tick counts its patience from here.
         self.observe(now);
         self.say_reached();

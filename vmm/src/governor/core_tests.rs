@@ -188,6 +188,8 @@ fn what_the_host_cannot_provide_is_asked_of_another_tier_and_not_all_the_time() 
     let info = f.core.info(DECISIONS_KEPT, TimeMs(f.seq * 50));
     assert!(info.decisions_total < 20, "{:?}", f.core.counters.plans);
     assert!(f.core.counters.plans.keys().any(|key| key.2 == "host_short"), "{:?}", f.core.counters.plans);
+    // What came from PM ends the wait: it is not waited for twice.
+    assert!(f.core.sample(TimeMs(f.seq * 50)).report_to_online.count() >= 1);
     // What the host has again is asked for again.
     *f.dram.can_provide.lock() = 256 * MIB;
     for _ in 0..70 {

@@ -38,6 +38,14 @@ impl Episode {
         self.running.get_or_insert(start).grown_bytes += bytes;
     }
 
+    /// So much of it the host could not provide. The guest waits for as much from elsewhere, if it is to have that, since it
+    /// began to be short.
+    pub fn lacks(&mut self, bytes: u64) {
+        if let Some(running) = &mut self.running {
+            running.grown_bytes = running.grown_bytes.saturating_sub(bytes);
+        }
+    }
+
     /// The guest was asked for less again: what it has not got it will not get.
     pub fn abandoned(&mut self) {
         self.running = None;
@@ -46,6 +54,11 @@ impl Episode {
     /// The guest reports a total of `total_bytes`.
     pub fn reported(&mut self, total_bytes: u64, now: TimeMs) -> Option<Ended> {
         let running = self.running?;
+        if running.grown_bytes == 0 {
+            // Nobody had any of it, and nobody was asked instead: nothing is waited for.
+            self.running = None;
+            return None;
+        }
         let need = running.grown_bytes - running.grown_bytes / 100 * TOLERANCE_PERCENT;
         if total_bytes.saturating_sub(running.from_bytes) < need {
             return None;
@@ -69,6 +82,26 @@ mod tests {
         assert_eq!(episode.reported(1900, TimeMs(30)), None);
         assert_eq!(episode.reported(1990, TimeMs(40)), Some(Ended { took_ms: 30, grown_bytes: 1000 }));
         assert_eq!(episode.reported(1990, TimeMs(50)), None);
+    }
+
+    #[test]
+    fn what_the_host_did_not_have_is_waited_for_from_elsewhere_alone() {
+        let mut episode = Episode::default();
+        episode.grown(500, 1000, TimeMs(10));
+        episode.lacks(400);
+        episode.grown(400, 1000, TimeMs(20));
+        assert_eq!(episode.reported(1400, TimeMs(30)), None);
+        assert_eq!(episode.reported(1500, TimeMs(40)), Some(Ended { took_ms: 30, grown_bytes: 500 }));
+    }
+
+    #[test]
+    fn what_nobody_had_is_no_episode_and_begins_none() {
+        let mut episode = Episode::default();
+        episode.grown(500, 1000, TimeMs(10));
+        episode.lacks(600);
+        assert_eq!(episode.reported(1000, TimeMs(20)), None);
+        episode.grown(300, 1000, TimeMs(9_000));
+        assert_eq!(episode.reported(1300, TimeMs(9_100)), Some(Ended { took_ms: 100, grown_bytes: 300 }));
     }
 
     #[test]

@@ -162,7 +162,7 @@ impl Core {
 
     /// How the last resize of zone `id` goes; `None` if the governor does not size it.
     pub fn resize_status(&self, id: &str, now: TimeMs) -> Option<ResizeStatus> {
-        let Zone { zone, progress } = self.zones.iter().find(|zone| zone.zone.id == id)?;
+        let Zone { zone, progress, .. } = self.zones.iter().find(|zone| zone.zone.id == id)?;
         let offline = self.node_blocks(zone.guest_numa_node).map_or(0, |(_, offline)| offline);
         Some(progress.status(offline, now))
     }
