@@ -137,6 +137,8 @@ fn nearest(nodes: &[NodeView], pm: u32, host: &HostView) -> Option<usize> {
 pub(super) struct Coming {
     base: Base,
     arriving: Arriving,
+    /// As of the last report.
+    requested_bytes: u64,
     on_way_bytes: u64,
     granted: Vec<Grant>,
 }
@@ -146,12 +148,20 @@ pub(super) struct Coming {
 struct Grant {
     node: u32,
     asked_bytes: u64,
+    /// What of that the table has said upon the last report: the next one shows how much the guest was asked for.
+    said_bytes: u64,
     on_way_bytes: u64,
     /// What the node had free without it.
     free_bytes: u64,
 }
 
 impl Grant {
+    /// Not so much is on its way after all, and never was to come.
+    fn lose(&mut self, bytes: u64) {
+        self.asked_bytes = self.asked_bytes.saturating_sub(bytes);
+        self.on_way_bytes = self.on_way_bytes.saturating_sub(bytes);
+    }
+
     /// What of it has come and is free, when the node has so much free: one that uses that up is short anew.
     fn free_of_it(&self, free_bytes: u64) -> u64 {
         let came_bytes = self.asked_bytes.saturating_sub(self.on_way_bytes);
@@ -172,10 +182,28 @@ impl Coming {
         let arriving_bytes = self.arriving.learn(memory.total_bytes, free_bytes, now);
         let requested_bytes = input.host.requested_bytes();
         self.on_way_bytes = requested_bytes.saturating_add(arriving_bytes).saturating_sub(online_bytes);
-        self.granted
-            .iter_mut()
-            .for_each(|grant| grant.on_way_bytes = grant.on_way_bytes.min(self.on_way_bytes));
+        self.follow_requests(requested_bytes);
+        for grant in &mut self.granted {
+            grant.on_way_bytes = grant.on_way_bytes.min(self.on_way_bytes);
+        }
         self.granted.retain(|grant| grant.on_way_bytes > 0);
+    }
+
+    /// A grant is what was asked of the guest: of what a table says, the rules above it may ask for less, and take back
+    /// what they asked for. Neither has come.
+    fn follow_requests(&mut self, requested_bytes: u64) {
+        let before_bytes = std::mem::replace(&mut self.requested_bytes, requested_bytes);
+        let mut risen_bytes = requested_bytes.saturating_sub(before_bytes);
+        let mut fallen_bytes = before_bytes.saturating_sub(requested_bytes);
+        for grant in &mut self.granted {
+            let said_bytes = std::mem::take(&mut grant.said_bytes);
+            let asked_bytes = said_bytes.min(risen_bytes);
+            risen_bytes -= asked_bytes;
+            grant.lose(said_bytes - asked_bytes);
+            let taken_bytes = grant.on_way_bytes.saturating_sub(self.on_way_bytes).min(fallen_bytes);
+            fallen_bytes -= taken_bytes;
+            grant.lose(taken_bytes);
+        }
     }
 
     /// What is on its way to the guest.
@@ -203,11 +231,13 @@ impl Coming {
             Some(grant) => {
                 grant.free_bytes = free_bytes.saturating_sub(grant.free_of_it(free_bytes));
                 grant.asked_bytes = grant.asked_bytes.saturating_add(bytes);
+                grant.said_bytes = grant.said_bytes.saturating_add(bytes);
                 grant.on_way_bytes = grant.on_way_bytes.saturating_add(bytes);
             }
             None => self.granted.push(Grant {
                 node: node.node,
                 asked_bytes: bytes,
+                said_bytes: bytes,
                 on_way_bytes: bytes,
                 free_bytes,
             }),
@@ -411,6 +441,30 @@ mod tests {
             assert_eq!(rig.report(50).want_bytes, None);
             let decision = rig.report(1_000);
             assert_eq!(rig.added(decision), online_bytes, "{}: one slow report later", rig.policy.name());
+        }
+    }
+
+    /// Of what a table says the controller asks for less, again and again, or takes it back: neither has come when the guest
+    /// frees pages of its own.
+    #[test]
+    fn what_is_not_asked_of_the_guest_has_not_come() {
+        for is_taken_back in [false, true] {
+            for (mut rig, wanted_bytes, _) in short().into_iter().take(2) {
+                let name = rig.policy.name();
+                let decision = rig.report(50);
+                assert_eq!(rig.added(decision), wanted_bytes, "{name}");
+                if is_taken_back {
+                    rig.host.zones[0].requested_bytes = wanted_bytes;
+                    assert_eq!(rig.report(50).want_bytes, None, "{name}");
+                }
+                rig.host.zones[0].requested_bytes = 64 * MIB;
+                // 35 MiB are in the row of 33.
+                for free_mib in [33, 33, 33, 35, 35] {
+                    rig.free(0, free_mib * MIB / PAGE_BYTES);
+                    let decision = rig.report(50);
+                    assert_eq!(rig.added(decision), wanted_bytes - 64 * MIB, "{name}, {is_taken_back}");
+                }
+            }
         }
     }
 
