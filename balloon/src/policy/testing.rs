@@ -23,6 +23,8 @@ pub struct Rig {
     pub host: HostView,
     pub raw: RawReport,
     pub now: TimeMs,
+    /// What is decided is not carried out.
+    pub dry_run: bool,
 }
 
 impl Rig {
@@ -68,7 +70,7 @@ impl Rig {
             }
         }
         let state = policy.initial_state();
-        let mut rig = Rig { policy, state, host, raw, now: TimeMs(10_000) };
+        let mut rig = Rig { policy, state, host, raw, now: TimeMs(10_000), dry_run: false };
         rig.sum_up();
         rig
     }
@@ -103,7 +105,7 @@ impl Rig {
         self.raw.seq += 1;
         self.raw.monotonic_ms = self.now.0;
         let report = Report::try_from(self.raw.clone()).expect("sound");
-        let input = Input { report: &report, host: &self.host, dry_run: false };
+        let input = Input { report: &report, host: &self.host, dry_run: self.dry_run };
         let (state, decision) = self.policy.decide(self.state.clone(), input, self.now);
         self.state = state;
         decision

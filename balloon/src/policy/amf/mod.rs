@@ -60,6 +60,8 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
         let served = missing.max_by_key(|short| (short.row.times, u32::MAX - short.node.node));
         asked.serve(served, &mut state.coming)
     };
+    // What was not done is not under way.
+    state.reclaiming &= !input.dry_run;
     (state, decision)
 }
 

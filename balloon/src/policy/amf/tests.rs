@@ -220,6 +220,16 @@ fn sections_stay_until_their_descriptors_take_three_percent_of_dram() {
 }
 
 #[test]
+fn a_dry_run_leaves_no_sections_on_their_way() {
+    let mut rig = with_free_sections(123);
+    rig.dry_run = true;
+    assert_eq!(rig.report(1_000).want_bytes, Some(0));
+    rig.plug(0, 50 * SECTION_BYTES);
+    rig.dry_run = false;
+    assert_eq!(rig.report(1_000).want_bytes, None, "it begins at 3 %");
+}
+
+#[test]
 fn sections_whose_descriptors_take_three_percent_to_the_byte_stay() {
     // 3 % of 8000 MiB are 240 MiB: the descriptors of 120 sections.
     for (sections, want_bytes) in [(120, None), (121, Some(0))] {

@@ -66,6 +66,7 @@ struct Removing {
 /// Decides on one report.
 pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
     let asked = Asked::new(TABLE_3, params.watermark_scale, &mut state.coming, input, now);
+    let served_before = state.served;
     let decision = if asked.short.is_empty() {
         match state.remove(params, &asked.nodes, input) {
             Some((node, want_bytes)) => {
@@ -80,6 +81,10 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
         state.served = served.map(|short| short.node.node).or(state.served);
         asked.serve(served, &mut state.coming)
     };
+    if input.dry_run {
+        // Nothing was taken and nobody served: Table 4 is asked anew, and whose turn it is stays.
+        (state.removing, state.served) = (None, served_before);
+    }
     (state, decision)
 }
 

@@ -275,6 +275,38 @@ mod table_4 {
     }
 
     #[test]
+    fn a_dry_run_leaves_no_removal_under_way() {
+        let mut rig = Rig::new(dapper(1), &[4 * GIB], &[P]);
+        rig.plug(0, P);
+        rig.dry_run = true;
+        let decision = rig.report(1_000);
+        assert!(rig.taken(decision) > P / 2, "all is free");
+        rig.free(0, 0);
+        rig.free(1, 7 * GIB / PAGE_BYTES);
+        rig.dry_run = false;
+        let decision = rig.report(3_600_000);
+        assert_eq!(rig.taken(decision), P / 16 * 2, "what the table says now");
+    }
+
+    #[test]
+    fn a_dry_run_takes_nobodys_turn() {
+        let mut rig = Rig::new(dapper(1), &[D, D], &[P, P]);
+        rig.plug(0, P);
+        rig.plug(1, P);
+        for dry_run in [true, true, false] {
+            rig.dry_run = dry_run;
+            assert_eq!(rig.report(1_000).from, Some(0));
+        }
+        let mut rig = Rig::new(dapper(1), &[D, D], &[P, P]);
+        rig.free(0, 0);
+        rig.free(1, 0);
+        for dry_run in [true, true, false] {
+            rig.dry_run = dry_run;
+            assert_eq!(rig.report(1_000).near, Some(0));
+        }
+    }
+
+    #[test]
     fn table_3_goes_before_table_4_and_ends_a_removal() {
         let mut rig = idle();
         assert_eq!(rig.report(1_000).reason, Reason::FreeShare);
