@@ -55,6 +55,8 @@ pub struct ZoneSizes {
     pub requested_bytes: u64,
     /// What it has plugged.
     pub plugged_bytes: u64,
+    /// The guest has a driver for it that is up, as far as the host can tell.
+    pub ready: bool,
 }
 
 impl ZoneSizes {
@@ -69,6 +71,7 @@ impl ZoneSizes {
             max_bytes,
             requested_bytes: 0,
             plugged_bytes: 0,
+            ready: true,
         }
     }
 

@@ -274,15 +274,33 @@ impl Controller {
     /// it. Where nothing has come for too long, and rule 5 does not end the request, the zone stays as it is: or what a
     /// hand has asked for would be waited for by a guest that is short.
     fn without_stuck<'a>(&self, host: &'a HostView, now: TimeMs) -> Cow<'a, HostView> {
+        let passes_over = self.passes_over_driverless(host, now);
         let mut seen = Cow::Borrowed(host);
         for (index, (zone, followed)) in host.zones.iter().zip(&self.zones).enumerate() {
             let is_left = followed.pinned || (1..zone.block_bytes).contains(&zone.outstanding_grow_bytes());
             let is_stuck = followed.progress.is_stuck(zone, &self.rules, now);
-            if (is_left && is_stuck) || followed.progress.is_kept() {
+            // Nobody is there to take it, and somebody else is.
+            let is_passed_over =
+                passes_over && !zone.ready && !followed.pinned && zone.outstanding_grow_bytes() > 0;
+            if (is_left && is_stuck) || followed.progress.is_kept() || is_passed_over {
                 seen.to_mut().zones[index].requested_bytes = zone.plugged_bytes;
             }
         }
         seen
+    }
+
+    /// Rule 5: whether zones without a driver are asked last, and not waited for: where another zone can be asked. Where none
+    /// can, they are asked as if somebody were there, for the driver that may come.
+    fn passes_over_driverless(&self, host: &HostView, now: TimeMs) -> bool {
+        let zones = self.zones.iter().map(|zone| (&zone.progress, zone.pinned));
+        let online_policy = self.last.map_or(OnlinePolicy::Unknown, |last| last.online_policy);
+        spread::has_live_room(host, zones, self.unmovable_permille(online_policy), now)
+    }
+
+    /// The share of a zone that may be lent to a guest that onlines memory like this.
+    fn unmovable_permille(&self, online_policy: OnlinePolicy) -> Option<u64> {
+        let movable = matches!(online_policy, OnlinePolicy::OnlineMovable | OnlinePolicy::Unknown);
+        (!movable).then_some(self.rules.unmovable_permille)
     }
 
     /// Whether a zone that the loop sizes is still to follow. A hand's request is the hand's to wait for, and less than a
@@ -488,11 +506,11 @@ impl Controller {
     }
 
     fn spread(&self, last: LastReport, from: Option<u32>, host: &HostView, now: TimeMs) -> Spread {
-        let movable = matches!(last.online_policy, OnlinePolicy::OnlineMovable | OnlinePolicy::Unknown);
         let limits = Limits {
             carried_bytes: last.carried_bytes,
             room_bytes: self.rules.ceiling_bytes.saturating_sub(host.requested_bytes()),
-            unmovable_permille: (!movable).then_some(self.rules.unmovable_permille),
+            unmovable_permille: self.unmovable_permille(last.online_policy),
+            driverless_last: self.passes_over_driverless(host, now),
         };
         let zones = self.zones.iter().map(|zone| (&zone.progress, zone.pinned));
         let is_kept_pm = |(zone, followed): &(&ZoneSizes, &Followed)| {

@@ -24,6 +24,8 @@ pub(super) struct Share {
     shrink_cap_bytes: u64,
     pinned: bool,
     is_balloon: bool,
+    /// It has no driver, and another zone that has one has room: it is the last to grow.
+    is_last: bool,
 }
 
 /// The zones while they are being sized.
@@ -47,6 +49,49 @@ pub(super) struct Limits {
     pub room_bytes: u64,
     /// The share of a zone that may be lent, in thousandths, if the guest does not online it movable.
     pub unmovable_permille: Option<u64>,
+    /// Zones without a driver are asked last, see [`has_live_room`].
+    pub driverless_last: bool,
+}
+
+/// Whether some zone has no driver that is up, and another that has one can be asked for more now. Never more is
+/// said to be there than [`Spread::grow`] finds: what it did not find would be asked of a zone without a driver, with
+/// every report anew.
+pub(super) fn has_live_room<'a>(
+    host: &HostView,
+    zones: impl Iterator<Item = (&'a Progress, bool)>,
+    unmovable_permille: Option<u64>,
+    now: TimeMs,
+) -> bool {
+    if host.zones.iter().all(|zone| zone.ready) {
+        return false;
+    }
+    let pm = host.zones.iter().filter(|zone| zone.tier == Tier::Pm);
+    let owed = pm.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()));
+    let pool_bytes = host.pool_free_bytes.saturating_sub(owed);
+    host.zones.iter().zip(zones).any(|(zone, (progress, pinned))| {
+        let unmovable_permille = unmovable_permille.filter(|_| host.balloon != Some(zone.id));
+        let (ceiling_bytes, _) = ceiling(zone, progress, unmovable_permille, now);
+        let room_bytes = ceiling_bytes.saturating_sub(zone.requested_bytes);
+        let pool_bytes = if zone.tier == Tier::Pm { pool_bytes } else { u64::MAX };
+        zone.ready && !pinned && room_bytes.min(pool_bytes) >= zone.block_bytes.max(1)
+    })
+}
+
+/// The most that may be requested of a zone, in whole blocks, and what sets that.
+fn ceiling(
+    zone: &ZoneSizes,
+    progress: &Progress,
+    unmovable_permille: Option<u64>,
+    now: TimeMs,
+) -> (u64, Reason) {
+    let mut ceiling = (zone.max_bytes, Reason::AtCeiling);
+    if let Some(permille) = unmovable_permille {
+        let part = crate::units::scale(zone.max_bytes, permille, 1000);
+        ceiling = ceiling.min_by_bytes((part, Reason::OnlinePolicy));
+    }
+    ceiling = ceiling.min_by_bytes((progress.ceiling_bytes(zone, now), Reason::NoProgress));
+    ceiling = ceiling.min_by_bytes((progress.host_ceiling_bytes(zone, now), Reason::HostShort));
+    (round_down(ceiling.0, zone.block_bytes.max(1)), ceiling.1)
 }
 
 impl Spread {
@@ -113,9 +158,11 @@ impl Spread {
             bytes -= share.add(round_down(back.min(self.room_bytes), share.block_bytes), bytes);
             self.room_bytes -= share.requested_bytes - before;
         }
-        // 2. DRAM, then PM.
+        // 2. DRAM, then PM; after that what has nobody to take it, and may have.
         let mut limit = None;
-        for share in self.shares.iter_mut().filter(|share| !share.pinned) {
+        let free = self.shares.iter_mut().filter(|share| !share.pinned);
+        let (last, first): (Vec<_>, Vec<_>) = free.partition(|share| share.is_last);
+        for share in first.into_iter().chain(last) {
             let room = share.ceiling_bytes.saturating_sub(share.requested_bytes);
             let pool = if share.tier == Tier::Pm { self.pool_bytes } else { u64::MAX };
             let descriptors = if share.is_balloon { u64::MAX } else { self.descriptor_bytes };
@@ -189,13 +236,7 @@ impl Spread {
 impl Share {
     fn new(zone: &ZoneSizes, progress: &Progress, pinned: bool, limits: Limits, now: TimeMs) -> Self {
         let block_bytes = zone.block_bytes.max(1);
-        let mut ceiling = (zone.max_bytes, Reason::AtCeiling);
-        if let Some(permille) = limits.unmovable_permille {
-            let part = crate::units::scale(zone.max_bytes, permille, 1000);
-            ceiling = ceiling.min_by_bytes((part, Reason::OnlinePolicy));
-        }
-        ceiling = ceiling.min_by_bytes((progress.ceiling_bytes(zone, now), Reason::NoProgress));
-        ceiling = ceiling.min_by_bytes((progress.host_ceiling_bytes(zone, now), Reason::HostShort));
+        let (ceiling_bytes, ceiling_reason) = ceiling(zone, progress, limits.unmovable_permille, now);
         Share {
             index: 0,
             tier: zone.tier,
@@ -204,11 +245,12 @@ impl Share {
             floor_bytes: zone.floor_bytes.min(zone.max_bytes),
             plugged_bytes: zone.plugged_bytes,
             requested_bytes: zone.requested_bytes,
-            ceiling_bytes: round_down(ceiling.0, block_bytes),
-            ceiling_reason: ceiling.1,
+            ceiling_bytes,
+            ceiling_reason,
             shrink_cap_bytes: progress.shrink_cap_bytes(now),
             pinned,
             is_balloon: false,
+            is_last: limits.driverless_last && !zone.ready,
         }
     }
 
@@ -259,6 +301,7 @@ mod tests {
                 max_bytes: if tier == Tier::Dram { 4 * MIB } else { 16 * MIB },
                 requested_bytes: requested_mib * MIB,
                 plugged_bytes: requested_mib * MIB,
+                ready: true,
             });
         }
         for (socket, pm) in [(0, 2), (1, 3)] {
@@ -272,7 +315,12 @@ mod tests {
     fn spread(host: &HostView, near: Option<u32>) -> Spread {
         let progress: Vec<_> =
             host.zones.iter().map(|zone| (Progress::new(zone, TimeMs(0)), false)).collect();
-        let limits = Limits { carried_bytes: 1 << 40, room_bytes: u64::MAX, unmovable_permille: None };
+        let limits = Limits {
+            carried_bytes: 1 << 40,
+            room_bytes: u64::MAX,
+            unmovable_permille: None,
+            driverless_last: false,
+        };
         Spread::new(
             host,
             host,
@@ -347,7 +395,12 @@ mod tests {
         for from in 0..3 {
             let progress: Vec<_> =
                 host.zones.iter().map(|zone| (Progress::new(zone, TimeMs(0)), false)).collect();
-            let limits = Limits { carried_bytes: 1 << 40, room_bytes: u64::MAX, unmovable_permille: None };
+            let limits = Limits {
+                carried_bytes: 1 << 40,
+                room_bytes: u64::MAX,
+                unmovable_permille: None,
+                driverless_last: false,
+            };
             let zones = progress.iter().map(|(progress, pinned)| (progress, *pinned));
             let mut spread = Spread::new(&host, &host, zones, None, Some(from), limits, TimeMs(0));
             assert_eq!(spread.shrink(16 * MIB), (16 * MIB, None));
@@ -396,7 +449,12 @@ mod tests {
     fn what_a_balloon_gives_back_needs_no_descriptors_and_no_onlining() {
         let host = with_balloon([0, 0, 0, 0, 0]);
         let progress: Vec<_> = host.zones.iter().map(|zone| Progress::new(zone, TimeMs(0))).collect();
-        let limits = Limits { carried_bytes: 2 * MIB, room_bytes: u64::MAX, unmovable_permille: Some(500) };
+        let limits = Limits {
+            carried_bytes: 2 * MIB,
+            room_bytes: u64::MAX,
+            unmovable_permille: Some(500),
+            driverless_last: false,
+        };
         let mut spread =
             Spread::new(&host, &host, progress.iter().map(|p| (p, false)), None, None, limits, TimeMs(0));
         assert_eq!(spread.grow(80 * MIB), (66 * MIB, Some(Reason::Descriptors)));

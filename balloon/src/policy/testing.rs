@@ -63,6 +63,7 @@ impl Rig {
                 max_bytes: *bytes,
                 requested_bytes: 0,
                 plugged_bytes: 0,
+                ready: true,
             });
             raw.zones.push(Zone { node, kind: ZoneKind::Movable, ..Zone::default() });
             for from in 0..first_pm {

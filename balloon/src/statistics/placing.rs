@@ -93,6 +93,7 @@ mod tests {
             max_bytes: 4096 * MIB,
             requested_bytes: mib * MIB,
             plugged_bytes: mib * MIB,
+            ready: true,
         };
         HostView { zones: zones.map(zone).collect(), boot_bytes: BOOT, ..HostView::default() }
     }

@@ -312,6 +312,8 @@ fn check_zone(raw: RawZone) -> Result<ZoneSizes, Fault> {
         max_bytes: raw.max_bytes,
         requested_bytes: raw.requested_bytes,
         plugged_bytes: raw.plugged_bytes,
+        // Traces do not tell of drivers.
+        ready: true,
     };
     check_size("requested_bytes", raw.requested_bytes, &sizes)?;
     check_size("plugged_bytes", raw.plugged_bytes, &sizes)?;

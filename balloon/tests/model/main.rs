@@ -206,6 +206,7 @@ impl World {
             max_bytes: max * MIB,
             requested_bytes: floor * MIB,
             plugged_bytes: floor * MIB,
+            ready: true,
         };
         let mut host = HostView {
             zones: vec![

@@ -272,6 +272,7 @@ fn pm_is_told_from_dram_where_statistics_tell_and_not_where_an_agent_does() {
         max_bytes: 1024 * MIB,
         requested_bytes: 1024 * MIB,
         plugged_bytes: 1024 * MIB,
+        ready: true,
     };
     let host = HostView { zones: vec![pm], boot_bytes: BOOT, ..HostView::default() };
     guest.ask();

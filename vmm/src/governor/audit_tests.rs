@@ -30,6 +30,7 @@ fn host(zones: [(u64, u64); 2]) -> HostView {
         max_bytes: 1000,
         requested_bytes,
         plugged_bytes,
+        ready: true,
     });
     HostView { zones: zones.collect(), ..HostView::default() }
 }

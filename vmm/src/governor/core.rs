@@ -409,6 +409,7 @@ impl Core {
             max_bytes: sizes.region_bytes,
             requested_bytes: sizes.requested_bytes,
             plugged_bytes: sizes.plugged_bytes,
+            ready: sizes.driver_ready,
         });
         HostView {
             zones: zones.collect(),

@@ -130,6 +130,34 @@ fn a_driver_that_loads_late_is_asked_with_the_next_report() {
 }
 
 #[test]
+fn a_zone_that_has_no_driver_does_not_keep_a_short_guest_waiting() {
+    let mut f = fixture("psi", false, true);
+    f.dram.sizes.lock().driver_ready = false;
+    f.greet();
+    for _ in 0..4 {
+        f.report(20);
+    }
+    let pm = f.pm.sizes();
+    assert!(pm.requested_bytes > 0, "nothing in 200 ms: {:?}", f.core.info(4, TimeMs(f.seq * 50)).decisions);
+    assert_eq!(pm.requested_bytes, pm.plugged_bytes);
+    assert_eq!(f.dram.sizes().requested_bytes, 0, "PM has room");
+    // With a driver, it is the first again.
+    f.dram.sizes.lock().driver_ready = true;
+    for _ in 0..4 {
+        f.report(20);
+    }
+    assert!(f.dram.sizes().plugged_bytes > 0);
+    // One that goes with a request under way leaves that to others.
+    let mut f = fixture("psi", false, false);
+    f.greet();
+    f.report(20);
+    assert!(f.dram.sizes().requested_bytes > 0);
+    f.dram.sizes.lock().driver_ready = false;
+    f.report(20);
+    assert!(f.pm.sizes().requested_bytes > 0);
+}
+
+#[test]
 fn a_driver_that_comes_and_goes_all_the_time_is_given_up() {
     let mut f = fixture("psi", false, false);
     f.greet();

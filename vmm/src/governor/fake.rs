@@ -15,7 +15,7 @@ use crate::config::PressureConfig;
 pub const MIB: u64 = 1 << 20;
 pub const BLOCK: u64 = 2 * MIB;
 
-/// A device whose guest follows at once, or not at all.
+/// A device whose guest follows at once, as long as it has a driver, or not at all.
 pub struct FakeDevice {
     pub sizes: Mutex<DeviceSizes>,
     follows: bool,
@@ -48,7 +48,7 @@ impl ZoneDevice for FakeDevice {
         sizes.requested_bytes = size_bytes.min(can_provide);
         let shortfall = Shortfall { reason: "pool-full", wanted_bytes: size_bytes };
         sizes.shortfall = (size_bytes > can_provide).then_some(shortfall);
-        if self.follows {
+        if self.follows && sizes.driver_ready {
             sizes.plugged_bytes = sizes.requested_bytes;
         }
     }

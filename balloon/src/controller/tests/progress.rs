@@ -56,6 +56,74 @@ fn rule_5_progress_makes_whole_again() {
     assert_eq!(rig.requested_mib(), (64, 0));
 }
 
+#[test]
+fn rule_5_a_zone_without_a_driver_is_asked_last() {
+    let asked = |mib, ready: [bool; 2]| {
+        let mut rig = Rig::fixed(mib);
+        for (zone, ready) in rig.host.zones.iter_mut().zip(ready) {
+            zone.ready = ready;
+        }
+        rig.tick(0);
+        rig.requested_mib()
+    };
+    assert_eq!(asked(64, [false, true]), (0, 64));
+    assert_eq!(asked(1100, [false, true]), (76, 1024), "what PM has no room for");
+    // Nobody is there: whoever comes is asked as ever.
+    assert_eq!(asked(64, [false, false]), (64, 0));
+    assert_eq!(asked(64, [true, false]), (64, 0));
+    // And it is no reason to take DRAM back before PM.
+    let mut rig = Rig::fixed(64);
+    for zone in &mut rig.host.zones {
+        (zone.requested_bytes, zone.plugged_bytes) = (64 * MIB, 64 * MIB);
+    }
+    rig.host.zones[DRAM].ready = false;
+    rig.tick(0);
+    assert_eq!(rig.requested_mib(), (64, 0));
+}
+
+#[test]
+fn rule_5_what_a_zone_without_a_driver_was_asked_for_is_not_waited_for_where_another_has_room() {
+    let mut rig = Rig::new(Policy::default());
+    rig.report(0, 20);
+    let (dram, pm) = rig.requested_mib();
+    assert!(dram > 0 && pm == 0);
+    rig.host.zones[DRAM].ready = false;
+    rig.report(50, 20);
+    let (left, pm) = rig.requested_mib();
+    assert!(pm > 0 && left == dram, "{left} and {pm} MiB");
+    // Of PM it is asked once.
+    assert_eq!(rig.report(50, 20).reason, Reason::InProgress);
+    assert_eq!(rig.requested_mib(), (dram, pm));
+}
+
+#[test]
+fn rule_5_where_no_other_zone_has_room_one_without_a_driver_is_asked_as_if_it_had_one() {
+    let asked = |ready, without_room: fn(&mut Rig)| {
+        let mut rig = Rig::new(Policy::default());
+        rig.host.zones[DRAM].ready = ready;
+        without_room(&mut rig);
+        let mut asked = Vec::new();
+        for _ in 0..300 {
+            rig.report(50, 20);
+            asked.push(rig.requested_mib());
+        }
+        asked
+    };
+    let cases: [fn(&mut Rig); 3] = [
+        |rig| rig.host.pool_free_bytes = 0,
+        |rig| rig.host.zones[PM].max_bytes = 0,
+        |rig| rig.host.zones[PM].ready = false,
+    ];
+    for without_room in cases {
+        assert_eq!(asked(false, without_room), asked(true, without_room));
+    }
+    // Nor does little room have it asked for more and more.
+    let little: fn(&mut Rig) = |rig| rig.host.pool_free_bytes = 4 * MIB;
+    let (most, as_ever) = (asked(false, little), asked(true, little));
+    let sum = |asked: &[(u64, u64)]| asked.iter().map(|(dram, pm)| dram + pm).max();
+    assert!(sum(&most) <= sum(&as_ever), "{most:?}");
+}
+
 /// A loop whose zones together have a floor of 64 MiB, asked for it and not followed.
 fn floor_that_nobody_follows(zones: usize, pool_mib: u64) -> Rig {
     let mut rig = Rig::new(Policy::default());
