@@ -7,13 +7,17 @@
 
 use crate::TimeMs;
 
-/// For so long after the first report that has it in the total: at the fast rate two reports. What is not free by then
-/// has been filled.
+/// For so long after the first report that has it in the total, and in so many reports. What is not free by then has been
+/// filled.
 const ARRIVING_MS: u64 = 100;
+const ARRIVING_REPORTS: u32 = 2;
+
+/// However few reports there are: a guest that is short waits no longer.
+const MAX_ARRIVING_MS: u64 = 500;
 
 /// What came since a report that is older has had that time: a guest that reports no faster is not to wait for another of its
-/// reports.
-const GAP_MS: u64 = 250;
+/// reports. More than the 250 ms of an agent that has no reason to hurry, and that wakes a little late.
+const GAP_MS: u64 = 300;
 
 /// What has come into the total and has not been seen free.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -35,8 +39,17 @@ struct Last {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Part {
     since: TimeMs,
+    /// So many have had it.
+    reports: u32,
     /// What of it has not been seen free.
     unseen_bytes: u64,
+}
+
+impl Part {
+    fn has_had_time(&self, now: TimeMs) -> bool {
+        let ms = now.since(self.since);
+        (ms >= ARRIVING_MS && self.reports > ARRIVING_REPORTS) || ms >= MAX_ARRIVING_MS
+    }
 }
 
 impl Arriving {
@@ -44,7 +57,10 @@ impl Arriving {
     pub fn learn(&mut self, total_bytes: u64, free_bytes: u64, now: TimeMs) -> u64 {
         let report = Last { at: now, total_bytes, free_bytes };
         let last = self.last.replace(report).unwrap_or(report);
-        self.parts.retain(|part| now.since(part.since) < ARRIVING_MS);
+        for part in &mut self.parts {
+            part.reports = part.reports.saturating_add(1);
+        }
+        self.parts.retain(|part| !part.has_had_time(now));
         let freed_bytes = self.see(free_bytes.saturating_sub(last.free_bytes));
         let came_bytes = total_bytes.saturating_sub(last.total_bytes);
         let unseen_bytes = came_bytes.saturating_sub(freed_bytes);
@@ -55,7 +71,7 @@ impl Arriving {
                 Some(part) if part.since == now => {
                     part.unseen_bytes = part.unseen_bytes.saturating_add(unseen_bytes);
                 }
-                _ => self.parts.push(Part { since: now, unseen_bytes }),
+                _ => self.parts.push(Part { since: now, reports: 1, unseen_bytes }),
             }
         }
         self.parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.unseen_bytes))
@@ -106,7 +122,17 @@ mod tests {
     fn a_block_that_does_not_become_free_has_been_filled() {
         let reports = [(0, 500, 30), (50, 628, 30), (149, 628, 30), (150, 628, 30)];
         assert_eq!(arriving(&reports), [0, 128, 128, 0]);
-        assert_eq!(arriving(&[(0, 500, 30), (250, 628, 30), (500, 628, 30)]), [0, 128, 0]);
+        // Reports each 5 ms get the time, slower ones the number.
+        let reports: Vec<_> = (0..=21).map(|at| (at * 5, if at > 0 { 628 } else { 500 }, 30)).collect();
+        let fast = arriving(&reports);
+        assert_eq!((fast[0], &fast[1..21], fast[21]), (0, [128; 20].as_slice(), 0));
+        for ms in [50, 100, 200, 249] {
+            let at = |reports: u64| (reports * ms, if reports > 0 { 628 } else { 500 }, 30);
+            assert_eq!(arriving(&[0, 1, 2, 3].map(at)), [0, 128, 128, 0], "each {ms} ms");
+        }
+        // But not for longer than half a second.
+        assert_eq!(arriving(&[(0, 500, 30), (50, 628, 30), (549, 628, 30)]), [0, 128, 128]);
+        assert_eq!(arriving(&[(0, 500, 30), (50, 628, 30), (550, 628, 30)]), [0, 128, 0]);
         // Each block has its own time: those that follow do not lengthen it.
         let reports = [(0, 500, 30), (50, 628, 30), (100, 756, 30), (150, 884, 30), (200, 884, 30)];
         assert_eq!(arriving(&reports), [0, 128, 256, 256, 128]);
@@ -114,6 +140,27 @@ mod tests {
 
     #[test]
     fn what_came_between_reports_far_apart_has_had_the_time() {
-        assert_eq!(arriving(&[(0, 500, 30), (250, 628, 30), (501, 756, 30)]), [0, 128, 0]);
+        assert_eq!(arriving(&[(0, 500, 30), (300, 628, 30), (601, 756, 30)]), [0, 128, 128]);
+        assert_eq!(arriving(&[(0, 500, 30), (1_000, 628, 30), (2_000, 756, 30)]), [0, 0, 0]);
+    }
+
+    #[test]
+    fn an_agents_steady_pace_is_no_gap() {
+        for ms in 250..=260 {
+            let reports = [(0, 500, 30), (ms, 628, 30), (2 * ms, 628, 158)];
+            assert_eq!(arriving(&reports), [0, 128, 0], "each {ms} ms");
+        }
+    }
+
+    /// A total that swings, and grows, and is never free.
+    #[test]
+    fn nothing_is_arriving_for_long() {
+        for ms in [1, 20, 50, 100, 250, 1_000] {
+            let swings = (0..200).map(|at| (at * ms, 500 + at % 2 * 128, 30));
+            let mut reports: Vec<_> = swings.collect();
+            let last = (200 * ms, 628, 30);
+            reports.extend([last, (200 * ms + MAX_ARRIVING_MS, 628, 30)]);
+            assert_eq!(arriving(&reports).last(), Some(&0), "each {ms} ms");
+        }
     }
 }

@@ -171,7 +171,13 @@ fn rule_3_a_block_that_is_filled_is_missing_two_fast_reports_later() {
     // More than the block is missing: at once as well.
     let mut rig = short_with_a_block_arriving(128);
     assert!(rig.report(50, 3).pressure);
-    assert!(short_with_a_block_arriving(128).report(251, 43).pressure, "by a report that comes late");
+    // By reports that come late.
+    for ms in [301, 1_000] {
+        assert!(short_with_a_block_arriving(128).report(ms, 43).pressure, "{ms} ms");
+    }
+    let mut rig = short_with_a_block_arriving(128);
+    assert_eq!(rig.report(50, 43).want_bytes, None);
+    assert!(rig.report(500, 43).pressure, "half a second is enough");
 }
 
 #[test]
