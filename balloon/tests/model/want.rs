@@ -19,6 +19,8 @@ impl World {
                 let coming_bytes = self.coming_bytes(report, false);
                 // What a shrink has left is enough until something is taken of it.
                 let taken = self.left_bytes.is_none_or(|left_bytes| coming_bytes < left_bytes);
+                // It fills from the most that there was since.
+                let filled = self.had_bytes.is_none_or(|had_bytes| coming_bytes < had_bytes);
                 let until_ms = report.monotonic_ms();
                 let swapped = self.counted_ms[0]
                     .iter()
@@ -26,7 +28,7 @@ impl World {
                 match reason {
                     Reason::LowAvailable => taken && coming_bytes < bridge_bytes,
                     // It fills at most half of what there is in time; what is swapped out counts.
-                    Reason::Filling => (taken || swapped) && coming_bytes < bridge_bytes + total_bytes / 2,
+                    Reason::Filling => (filled || swapped) && coming_bytes < bridge_bytes + total_bytes / 2,
                     Reason::Swapping | Reason::Stalled => coming_bytes < bridge_bytes + total_bytes / 4,
                     // Refaults that are waited for, which `check_seen` looks for.
                     _ => reason == Reason::Thrashing,
@@ -76,6 +78,11 @@ impl World {
         let (_, report) = self.arrived.as_ref().filter(|_| plan.reason == Reason::Surplus)?;
         let taken_bytes = self.host.requested_bytes().saturating_sub(plan.requested_bytes());
         Some(self.coming_bytes(report, true).saturating_sub(taken_bytes))
+    }
+
+    /// What is coming by the report that has just arrived.
+    pub(super) fn had_bytes_now(&self) -> u64 {
+        self.arrived.as_ref().map_or(0, |(_, report)| self.coming_bytes(report, true))
     }
 
     /// What will be available once the guest has followed. The least that a policy may take it for: without what has not
