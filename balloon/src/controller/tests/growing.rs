@@ -54,3 +54,42 @@ fn rule_1_what_is_asked_for_is_in_progress_until_it_is_there() {
     assert_eq!(rig.report(1_000, 40).reason, Reason::LowAvailable);
     assert_eq!(rig.report(50, 40).reason, Reason::InProgress);
 }
+
+/// What is asked for by a guest that is short, and whose reports nobody has acted upon for 5 s.
+fn asked_after(mut rig: Rig, act: impl Fn(&mut Rig)) -> u64 {
+    for _ in 0..100 {
+        rig.report(50, 30);
+        assert_eq!(rig.requested_mib(), (0, 0));
+    }
+    act(&mut rig);
+    rig.report(50, 30);
+    rig.host.requested_bytes()
+}
+
+#[test]
+fn psi_doubles_no_step_that_was_not_asked_of_the_guest() {
+    let fresh = asked_after_nothing();
+    let mut paused = Rig::new(Policy::default());
+    paused.controller.pause();
+    assert_eq!(asked_after(paused, |rig| rig.controller.unpause()), fresh);
+    let mut dry = Rig::new(Policy::default());
+    dry.controller.set_dry_run(true);
+    assert_eq!(asked_after(dry, |rig| rig.controller.set_dry_run(false)), fresh);
+    let mut nobody_has_any = Rig::new(Policy::default());
+    nobody_has_any.host.pool_free_bytes = 0;
+    nobody_has_any.host.zones[DRAM].max_bytes = 0;
+    let has_some = |rig: &mut Rig| rig.host.pool_free_bytes = 4096 * MIB;
+    assert_eq!(asked_after(nobody_has_any, has_some), fresh);
+    let mut bounded = Rig::new(Policy::default());
+    let rules = Rules { ceiling_bytes: 0, ..Rules::default() };
+    bounded.controller.set_rules(rules).expect("in range");
+    let no_bound = |rig: &mut Rig| rig.controller.set_rules(Rules::default()).expect("in range");
+    assert_eq!(asked_after(bounded, no_bound), fresh);
+}
+
+/// What is asked for at once.
+fn asked_after_nothing() -> u64 {
+    let mut rig = Rig::new(Policy::default());
+    rig.report(50, 30);
+    rig.host.requested_bytes()
+}

@@ -16,9 +16,9 @@ use self::learned::{Cache, Patience, PlugTime, Refusals, Swapped, Window};
 use super::arriving::Arriving;
 use super::base::Base;
 use super::{Decision, Input};
-use crate::TimeMs;
 use crate::plan::Reason;
 use crate::units::scale;
+use crate::{HostView, TimeMs};
 
 /// More doublings than this add more than any rate of growth asks for.
 const MAX_STREAK: u32 = 7;
@@ -39,6 +39,8 @@ pub struct State {
     base: Base,
     arriving: Arriving,
     grown: Option<Grown>,
+    /// What the last decision asked for, of which the next report says whether the guest was asked.
+    asked: Option<Asked>,
     /// The guest's clock when memory was last on its way to it.
     coming_ms: u64,
     /// What was used when nothing was on its way back.
@@ -61,9 +63,22 @@ struct Grown {
     streak: u32,
 }
 
+/// A grow that was decided on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Asked {
+    at: TimeMs,
+    step: Grown,
+    /// What was requested before it.
+    requested_bytes: u64,
+    total_bytes: u64,
+    /// For page cache, which comes back at this rate.
+    file_refault_bytes_per_s: Option<u64>,
+}
+
 /// Decides on one report.
 pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
     let memory = input.report.memory();
+    state.learn_grow(params, input.host);
     state.base.learn(input, now);
     let online_bytes = state.base.online_bytes(memory.total_bytes, input.host);
     let leaving_bytes = state.leaving(input, online_bytes);
@@ -100,16 +115,13 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
         Some((reason, need_bytes)) => {
             state.active_at = now;
             let step = state.next_step(params, now);
-            // What is not carried out teaches nothing: the next decision is the first one again.
-            if !input.dry_run {
-                state.grown = Some(step);
-                state.patience.grown(params, now);
-                state.refusals.grown();
-                state.plug_time.asked(memory.total_bytes, now);
-                if signs.misses_files {
-                    state.cache.tried(memory.total_bytes, rates.file_refault_bytes_per_s, now);
-                }
-            }
+            state.asked = Some(Asked {
+                at: now,
+                step,
+                requested_bytes: input.host.requested_bytes(),
+                total_bytes: memory.total_bytes,
+                file_refault_bytes_per_s: signs.misses_files.then_some(rates.file_refault_bytes_per_s),
+            });
             let step_bytes = need_bytes.max(params.min_step_bytes.saturating_mul(1 << step.streak));
             let want_bytes = input.host.requested_bytes().saturating_add(step_bytes);
             decided(Some(want_bytes), reason, true, &marks)
@@ -306,6 +318,7 @@ impl State {
             base: _,
             arriving: _,
             grown: _,
+            asked: _,
             coming_ms: _,
             still_used_bytes: _,
             active_at,
@@ -346,6 +359,22 @@ impl State {
         let reaction_ms = NOTICE_MS + self.plug_time.ms();
         let rest_bytes = Marks::rest_bytes(params, total_bytes, nodes::kswapd_bytes(report), reaction_ms);
         bare_bytes < Marks::tight_bytes(rest_bytes, total_bytes) && !self.cache.is_beyond_help(now)
+    }
+
+    /// Rule 4: what is not carried out teaches nothing, be it for a dry run, a pause, a bound, or that nobody has any: the next
+    /// decision is the first one again.
+    fn learn_grow(&mut self, params: &Params, host: &HostView) {
+        let Some(asked) = self.asked.take() else { return };
+        if host.requested_bytes() <= asked.requested_bytes {
+            return;
+        }
+        self.grown = Some(asked.step);
+        self.patience.grown(params, asked.at);
+        self.refusals.grown();
+        self.plug_time.asked(asked.total_bytes, asked.at);
+        if let Some(bytes_per_s) = asked.file_refault_bytes_per_s {
+            self.cache.tried(asked.total_bytes, bytes_per_s, asked.at);
+        }
     }
 
     /// Rule 4: how many grows this one follows closely upon. For each the least step is doubled.

@@ -118,9 +118,11 @@ fn rule_9_what_was_taken_too_early_is_left_for_longer() {
     rig.report(1000, 100);
     assert_eq!(ms(&rig), 3_000);
     rig.report(58_999, 60);
+    rig.plug(402);
+    rig.report(1, 60);
     assert_eq!(ms(&rig), 30_000, "undone inside a minute, and as long after the last grow as counts");
-    for _ in 0..2 {
-        rig.report(299_999, 300);
+    for ms in [299_998, 299_999] {
+        rig.report(ms, 300);
         rig.report(1, 300);
     }
     assert_eq!(ms(&rig), 7_500, "halved every five minutes without a regret");
