@@ -287,6 +287,23 @@ fn reports_that_are_lost_for_two_seconds_cost_nothing() {
 }
 
 #[test]
+fn an_agent_that_dies_in_a_burst_leaves_a_guest_that_is_given_more() {
+    for dies_after_ms in [50, 100, 150] {
+        let mut psi = Rig::of("psi");
+        psi.run(3_000, 0);
+        let is_asked = |vm: &balloon::sim::Vm| {
+            vm.guest().zones().iter().map(|zone| zone.requested_bytes).sum::<u64>() > 0
+        };
+        psi.run_until(5_000, 256, is_asked);
+        psi.run(dies_after_ms, 256);
+        psi.vm.set_channel(Channel { loses_all: true, ..Channel::default() });
+        let asked_bytes = psi.requested_bytes();
+        psi.run(20_000, 0);
+        assert!(psi.requested_bytes() > asked_bytes, "{dies_after_ms} ms");
+    }
+}
+
+#[test]
 fn memory_that_does_not_come_back_is_asked_for_less_and_less_often() {
     let mut psi =
         Rig::new(Policy::default(), balloon::sim::GuestConfig { refused_permille: 400, ..config() });

@@ -19,6 +19,9 @@ use crate::policy::{Decision, Input, Policy, PolicyState, fixed, off};
 use crate::units::{PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES, round_up};
 use crate::{HostView, ParamError, Tier, TimeMs, ZoneId, ZoneSizes};
 
+/// Rule 6: a guest that was short so recently may be so still, when its reports stop.
+const SHORT_MS: u64 = 1_000;
+
 /// Why the controller is called.
 #[derive(Clone, Copy, Debug)]
 pub enum Event<'a> {
@@ -58,6 +61,8 @@ struct Followed {
 struct LastReport {
     at: TimeMs,
     decision: Decision,
+    /// When the guest was last known to be short, if that is not long ago.
+    short_at: Option<TimeMs>,
     carried_bytes: u64,
     online_policy: OnlinePolicy,
 }
@@ -262,9 +267,14 @@ impl Controller {
             |want: u64| want.saturating_add(host.requested_bytes()).saturating_sub(seen.requested_bytes());
         decision.want_bytes = decision.want_bytes.map(change);
         self.lost = Lost::default();
+        // A grow that is under way ends a policy's want, and not yet the guest's.
+        let was_short_at = self.last.and_then(|last| last.short_at);
+        let is_short = decision.pressure || (was_short_at.is_some() && self.is_growing(host));
+        let short_at = if is_short { Some(now) } else { was_short_at };
         self.last = Some(LastReport {
             at: now,
             decision,
+            short_at: short_at.filter(|at| now.since(*at) < SHORT_MS),
             carried_bytes: carried_bytes(report),
             online_policy: report.blocks().online_policy,
         });
@@ -310,6 +320,12 @@ impl Controller {
         own.map(|(zone, _)| zone).any(|zone| {
             zone.outstanding_shrink_bytes() > 0 || zone.outstanding_grow_bytes() >= zone.block_bytes.max(1)
         })
+    }
+
+    /// Whether memory that the loop has asked for is on its way to the guest.
+    fn is_growing(&self, host: &HostView) -> bool {
+        let own = host.zones.iter().zip(&self.zones).filter(|(_, followed)| !followed.pinned);
+        own.map(|(zone, _)| zone).any(|zone| zone.outstanding_grow_bytes() >= zone.block_bytes.max(1))
     }
 
     fn plan(&mut self, event: Event<'_>, lacks_bytes: u64, host: &HostView, now: TimeMs) -> Plan {
@@ -430,7 +446,7 @@ impl Controller {
     /// Rule 6: reports are lost. Hold; if the guest was short when they stopped, give it a little more.
     fn plan_without_reports(&mut self, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
         let due = now.since(self.lost.at.unwrap_or(last.at)) >= self.rules.lost_ms;
-        if !last.decision.pressure || self.lost.steps >= self.rules.lost_steps || !due {
+        if last.short_at.is_none() || self.lost.steps >= self.rules.lost_steps || !due {
             return self.hold(Reason::ReportsLost, host);
         }
         let step = self.rules.lost_step_bytes.saturating_mul(1 << self.lost.steps.min(32));
@@ -447,6 +463,7 @@ impl Controller {
         LastReport {
             at: now,
             decision,
+            short_at: None,
             carried_bytes: self.last.map_or(carried_bytes, |last| last.carried_bytes),
             online_policy: self.last.map_or(OnlinePolicy::Unknown, |last| last.online_policy),
         }

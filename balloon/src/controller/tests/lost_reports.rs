@@ -39,3 +39,58 @@ fn rule_6_a_guest_that_never_reported_is_left_alone() {
         assert_eq!(rig.tick(1_000).reason, Reason::NoReport);
     }
 }
+
+/// A guest with 5 MiB available and next to nothing free, under a policy.
+fn short(policy: &str) -> Rig {
+    let mut rig = Rig::new(Policy::from_name(policy).expect("listed"));
+    let zone = &mut rig.raw.zones[0];
+    (zone.free_pages, zone.min_pages, zone.low_pages) = (200, 400, 500);
+    rig
+}
+
+/// What is added in a minute without reports, if the guest takes at once what it is asked to.
+fn added_without_reports(rig: &mut Rig) -> u64 {
+    let before = rig.host.requested_bytes();
+    for _ in 0..60 {
+        rig.follow();
+        rig.tick(1_000);
+    }
+    (rig.host.requested_bytes() - before) / MIB
+}
+
+#[test]
+fn rule_6_a_guest_whose_agent_dies_while_memory_comes_was_short() {
+    for policy in ["psi", "amf", "dapper", "pmb", "memorage"] {
+        let mut rig = short(policy);
+        assert_eq!(rig.report(1000, 5).direction, Direction::Grow, "{policy}");
+        // What has been asked for is coming: the policy wants no more, and may have been the last to know.
+        assert_ne!(rig.report(50, 5).reason, Reason::ReportsLost);
+        assert_ne!(added_without_reports(&mut rig), 0, "{policy}");
+    }
+}
+
+#[test]
+fn rule_6_a_guest_that_got_what_it_was_short_of_is_well() {
+    let mut rig = Rig::new(Policy::default());
+    assert_eq!(rig.report(1000, 30).direction, Direction::Grow);
+    rig.follow();
+    rig.raw.memory.total_bytes += rig.host.requested_bytes();
+    for _ in 0..20 {
+        rig.report(50, 280);
+    }
+    assert_eq!(added_without_reports(&mut rig), 0);
+}
+
+#[test]
+fn rule_6_a_guest_that_does_not_follow_is_asked_again_after_its_agent_has_died() {
+    let mut rig = short("psi");
+    rig.report(1000, 5);
+    rig.report(50, 5);
+    let mut asked = Vec::new();
+    for _ in 0..60 {
+        if rig.tick(1_000).direction == Direction::Grow {
+            asked.push(rig.requested_mib());
+        }
+    }
+    assert!(asked.last().is_some_and(|(_, pm_mib)| *pm_mib > 0), "{asked:?}");
+}
