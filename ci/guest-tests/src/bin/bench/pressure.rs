@@ -72,8 +72,9 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         .memory("size=384M")
         .pm_memory(&format!("pool={},size=768M", pool.name()))
         .cmdline("movablecore=96M")
-        // Else it waits longer than REST before it gives back what the last burst has left, and holds enough for the next.
-        .pressure("psi,idle=1s")
+        // Else it waits longer than REST before it gives back what the last burst has left, and holds enough for the next: also
+        // where it has learned patience, of a grow while the guest boots and a shrink after that.
+        .pressure("psi,idle=1s,max_idle=1s")
         .boot()?;
     let _base = load(&guest, &format!("exec guest-tool hog {BASE_MIB}"), &format!("held {BASE_MIB}"))?;
     let (mut bursts, mut requests) = (Vec::new(), Vec::new());
