@@ -50,6 +50,7 @@ pub use self::pm_volume::{PmVolumeConfig, VolumeFormat, VolumeInterface, VolumeS
 pub use self::pmem::PmemConfig;
 pub use self::pressure::{
     FIXED_SIZE, POLICIES, ParamSettings, PressureConfig, RECORD_BYTES, check_fixed_size, check_policy,
+    rules_as_well,
 };
 pub use self::rng::RngConfig;
 pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, check as check_size, parse as parse_size};

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::LazyLock;
 
 use balloon::controller::Rules;
-use balloon::params::Setting;
+use balloon::params::{ParamError, Setting};
 use balloon::policy::{Policy, fixed};
 use serde::{Deserialize, Serialize};
 
@@ -137,7 +137,8 @@ impl PressureConfig {
         let size = self.size.map(|bytes| (FIXED_SIZE.to_owned(), Setting::Number(bytes)));
         let settings = size.iter().map(|(name, size)| (name.as_str(), size));
         let params = self.params.iter().map(|(name, setting)| (name.as_str(), setting));
-        policy.with(settings.chain(params)).map_err(|error| ConfigError::Parameter { flag, error })
+        let policy = policy.with(settings.chain(params));
+        policy.map_err(|error| ConfigError::Parameter { flag, error: rules_as_well(error) })
     }
 
     /// The rules above it. `flag` is who asks.
@@ -161,6 +162,14 @@ impl PressureConfig {
 
 /// The parameter of `fixed` that is a key of its own as well.
 pub const FIXED_SIZE: &str = "size";
+
+/// Of the names that an error about an unknown parameter of a policy lists: those of the rules, too. What is none of theirs is
+/// taken for the policy's, and a rule may be what was meant.
+pub fn rules_as_well(error: ParamError) -> ParamError {
+    let ParamError::Unknown { name, of, known } = error else { return error };
+    let rules = Rules::TABLE.iter().map(|param| param.name).collect::<Vec<_>>().join(", ");
+    ParamError::Unknown { name, of, known: format!("{known}; those of the rules are {rules}") }
+}
 
 /// Checks that there is a policy of this name. `flag` is who asks.
 pub fn check_policy(flag: &'static str, policy: &str) -> Result<(), ConfigError> {
@@ -254,14 +263,18 @@ mod tests {
                 "floor=1M",
                 r#"--pressure: floor is "1M", must be a multiple of 2M: bytes, or a number with K, M, G or T"#,
             ),
-            (
-                "policy=amf,idle=3s",
-                r#"--pressure: parameter "idle" is unknown; those of amf are watermark-scale, reclaim"#,
-            ),
-            ("policy=off,idle=3s", r#"--pressure: parameter "idle" is unknown; those of off are none"#),
             ("idle=3s,idle=3s", "--pressure: idle is given twice"),
         ] {
             assert_eq!(error(text), message);
+        }
+        for (text, its) in [
+            ("policy=amf,idle=3s", "those of amf are watermark-scale, reclaim"),
+            ("policy=off,idle=3s", "those of off are none"),
+        ] {
+            let known = format!(
+                r#"--pressure: parameter "idle" is unknown; {its}; those of the rules are floor, ceiling, cool_down, "#
+            );
+            assert!(error(text).starts_with(&known), "{}", error(text));
         }
     }
 

@@ -26,7 +26,7 @@ use super::episode::{Ended, Episode};
 use super::progress::Progress;
 use super::record::{Recorder, Target};
 use super::{DeviceSizes, GovernedZone, PoolFree};
-use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig};
+use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig, rules_as_well};
 use crate::log::sparsely;
 use crate::metrics::LatencyHistogram;
 use crate::vm::request::{AgentState, PressureChange, VmError};
@@ -568,7 +568,8 @@ impl Core {
                 let size = change.size.map(|bytes| (FIXED_SIZE, Setting::Number(bytes)));
                 let size = size.iter().map(|(name, setting)| (*name, setting));
                 let settings = size.chain(by_name(&change.params));
-                self.controller.policy().with(settings).map_err(bad_request)?
+                let policy = self.controller.policy().with(settings);
+                policy.map_err(|error| bad_request(rules_as_well(error)))?
             }
         };
         let rules = self.controller.rules().with(by_name(&change.rules)).map_err(bad_request)?;

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 use foreshore::api::{Client, MemoryAnswer, ResizeBody, ResizeZoneBody};
 use foreshore::config::parse_size;
@@ -26,6 +26,7 @@ Examples:
   foreshore-remote --api-socket /run/vm.sock resize-disk --disk _disk0 --size 20G
   foreshore-remote --api-socket /run/vm.sock memory
   foreshore-remote --api-socket /run/vm.sock pressure --log 100
+  foreshore-remote --api-socket /run/vm.sock pressure set policy=amf,reclaim=40,ceiling=1G
   foreshore-remote --api-socket /run/vm.sock pressure resume pm";
 
 /// Talks to a running foreshore.
@@ -135,7 +136,7 @@ fn run(args: Vec<OsString>) -> anyhow::Result<String> {
         Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
             return Ok(error.render().to_string());
         }
-        Err(error) => bail!(first_line(&error.render().to_string())),
+        Err(error) => bail!("{}{}", first_line(&error.render().to_string()), hint(&error)),
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
     runtime.block_on(execute(&Client::new(&flags.api_socket), flags.verb))
@@ -146,6 +147,16 @@ fn first_line(usage: &str) -> String {
     let said = usage.lines().map(str::trim).take_while(|line| !line.is_empty());
     let text = said.collect::<Vec<_>>().join(" ");
     format!("{}; see --help", text.strip_prefix("error: ").unwrap_or(&text))
+}
+
+/// `pressure policy=amf` looks like the VMM's own flag: where that goes here.
+fn hint(error: &clap::Error) -> &'static str {
+    match error.get(ContextKind::InvalidSubcommand) {
+        Some(ContextValue::String(verb)) if verb.contains('=') => {
+            "; what is to be changed goes behind `pressure set`"
+        }
+        _ => "",
+    }
 }
 
 /// Does what is asked; returns what to print.
@@ -278,6 +289,8 @@ dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  stuck: busy 
         assert!(error(&["--api-socket", "/s", "fly"]).contains("fly"));
         assert!(error(&["--api-socket", "/s", "resize", "--memory", "1Q"]).contains("not a size"));
         assert!(error(&["--api-socket", "/s", "resize"]).contains("at least one of"));
+        assert!(error(&["--api-socket", "/s", "pressure", "policy=amf"]).ends_with("`pressure set`"));
+        assert!(!error(&["--api-socket", "/s", "pressure", "fly"]).contains("`pressure set`"));
         assert!(
             error(&["--api-socket", "/nowhere/s", "ping"])
                 .starts_with("Cannot reach a VMM at \"/nowhere/s\"")

@@ -8,7 +8,7 @@ use balloon::params::{Param, Setting};
 use balloon::policy::Policy;
 use clap::{Args, Subcommand, ValueEnum};
 use foreshore::api::Client;
-use foreshore::config::ParamSettings;
+use foreshore::config::{FIXED_SIZE, ParamSettings};
 use foreshore::vm::decision::{DECISIONS_KEPT, DecisionInfo, Outcome};
 use foreshore::vm::request::{PressureChange, PressureInfo};
 
@@ -60,16 +60,17 @@ enum PressureVerb {
     Set {
         #[command(flatten)]
         set: Choice,
-        /// A parameter of the policy or of the rules above it: idle=5s, ceiling=1G; docs/policy.md lists them
-        #[arg(value_name = "NAME=VALUE", value_parser = parameter)]
-        parameters: Vec<(String, Setting)>,
+        /// As the VMM's --pressure takes it, with commas or as arguments of their own: policy=amf, dry_run=on, parameters of
+        /// the policy and of the rules above it (idle=5s, ceiling=1G); `pressure --params` lists these
+        #[arg(value_name = "NAME=VALUE")]
+        settings: Vec<String>,
     },
 }
 
 #[derive(Debug, Default, Args)]
 struct Choice {
-    /// Take another policy
-    #[arg(long)]
+    /// Take another policy, with parameters behind commas: amf,reclaim=40
+    #[arg(long, value_name = "POLICY")]
     policy: Option<String>,
     /// With --policy fixed: the hotplugged memory to keep
     #[arg(long, value_name = "SIZE", value_parser = size)]
@@ -83,30 +84,47 @@ enum Switch {
 }
 
 impl Choice {
-    fn change(self) -> PressureChange {
-        PressureChange { policy: self.policy, size: self.size, ..PressureChange::default() }
-    }
-}
-
-/// Reads NAME=VALUE. What the value may be is for the VMM to say.
-fn parameter(text: &str) -> Result<(String, Setting)> {
-    let (name, value) = text.split_once('=').context("it is not NAME=VALUE")?;
-    Ok((name.to_owned(), Setting::from(value)))
-}
-
-/// Parameters of the policy, and those of the rules above every policy.
-fn sort(parameters: Vec<(String, Setting)>) -> Result<(Option<ParamSettings>, Option<ParamSettings>)> {
-    let (mut params, mut rules) = (None, None);
-    for (name, setting) in parameters {
-        let is_rule = Rules::TABLE.iter().any(|param| param.name == name);
-        let settings: &mut ParamSettings =
-            if is_rule { &mut rules } else { &mut params }.get_or_insert_default();
-        if settings.contains_key(&name) {
-            bail!("{name} is given twice");
+    /// What is chosen, `more` with it: all in the syntax of the VMM's `--pressure`. What a value may be is for the VMM to say.
+    fn change(self, more: &[String]) -> Result<PressureChange> {
+        let mut change = PressureChange { size: self.size, ..PressureChange::default() };
+        let policy = self.policy.map(|policy| format!("policy={policy}"));
+        for setting in policy.iter().chain(more).flat_map(|text| text.split(',')) {
+            let known = setting.split_once('=').filter(|(name, _)| !name.is_empty());
+            let (name, value) = known
+                .with_context(|| format!("{setting:?} is not NAME=VALUE, such as policy=amf or idle=5s"))?;
+            set(&mut change, name, value)?;
         }
-        settings.insert(name, setting);
+        Ok(change)
     }
-    Ok((params, rules))
+}
+
+/// Takes one setting into a change: the policy's, one of its parameters, or one of the rules above every policy.
+fn set(change: &mut PressureChange, name: &str, value: &str) -> Result<()> {
+    let is_rule = Rules::TABLE.iter().any(|param| param.name == name);
+    let new = match name {
+        "policy" => change.policy.replace(value.to_owned()).is_none(),
+        "dry_run" => change.dry_run.replace(switch(name, value)?).is_none(),
+        "record" | "record_size" => bail!("{name}= is for the command line of the VMM alone"),
+        _ => {
+            let settings: &mut ParamSettings =
+                if is_rule { &mut change.rules } else { &mut change.params }.get_or_insert_default();
+            let new = settings.insert(name.to_owned(), Setting::from(value)).is_none();
+            // `--size` is the same.
+            new && (name != FIXED_SIZE || change.size.is_none())
+        }
+    };
+    if !new {
+        bail!("{name} is given twice");
+    }
+    Ok(())
+}
+
+fn switch(name: &str, value: &str) -> Result<bool> {
+    match value {
+        "on" | "true" => Ok(true),
+        "off" | "false" => Ok(false),
+        _ => bail!("{name}={value:?} is not on or off"),
+    }
 }
 
 impl Pressure {
@@ -134,12 +152,11 @@ impl Pressure {
             Some(PressureVerb::Pause) => PressureChange { pause: Some(true), ..none },
             Some(PressureVerb::Resume { zone }) => PressureChange { resume: Some(true), zone, ..none },
             Some(PressureVerb::DryRun { switch }) => PressureChange { dry_run: Some(on(switch)), ..none },
-            Some(PressureVerb::Set { set, parameters }) => {
-                if set.policy.is_none() && set.size.is_none() && parameters.is_empty() {
-                    bail!("pressure set needs --policy or NAME=VALUE");
+            Some(PressureVerb::Set { set, settings }) => {
+                if set.policy.is_none() && set.size.is_none() && settings.is_empty() {
+                    bail!("pressure set needs NAME=VALUE, such as policy=amf or idle=5s");
                 }
-                let (params, rules) = sort(parameters)?;
-                PressureChange { params, rules, ..set.change() }
+                set.change(&settings)?
             }
             None => {
                 let asks = self.set.policy.is_some()
@@ -152,7 +169,7 @@ impl Pressure {
                 PressureChange {
                     dry_run: self.dry_run.map(on),
                     resume: self.resume.then_some(true),
-                    ..self.set.change()
+                    ..self.set.change(&[])?
                 }
             }
         }))
@@ -328,16 +345,11 @@ mod tests {
             (&["dry-run", "on"], "dry_run=true"),
             (&["set", "--policy", "fixed", "--size", "1G"], r#"policy="fixed" size=1073741824"#),
             (&["set", "idle=5s", "ceiling=1G"], r#"params={"idle":"5s"} rules={"ceiling":"1G"}"#),
-            (&["set", "--policy", "amf", "reclaim=40"], r#"params={"reclaim":"40"} policy="amf""#),
         ] {
             assert_eq!(change(args).unwrap().unwrap(), expected, "{args:?}");
         }
-        let twice = change(&["set", "idle=5s", "idle=5s"]).unwrap_err().to_string();
-        assert_eq!(twice, "idle is given twice");
         for wrong in [
-            &["set"][..],
-            &["set", "idle"],
-            &["idle=5s"],
+            &["idle=5s"][..],
             &["dry-run"],
             &["--log", "1001"],
             &["--resume", "pause"],
@@ -345,6 +357,41 @@ mod tests {
             &["fly"],
         ] {
             assert!(change(wrong).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn settings_are_taken_as_the_vmm_takes_them_on_its_command_line() {
+        let expected = r#"dry_run=true params={"reclaim":"40"} policy="amf" rules={"ceiling":"1G"}"#;
+        for args in [
+            &["set", "policy=amf,reclaim=40,ceiling=1G,dry_run=on"][..],
+            &["set", "policy=amf", "reclaim=40", "ceiling=1G,dry_run=true"],
+            // As the simulator has it.
+            &["set", "--policy", "amf,reclaim=40,ceiling=1G,dry_run=on"],
+            &["set", "--policy", "amf", "reclaim=40", "ceiling=1G", "dry_run=on"],
+            &["--policy", "amf,reclaim=40,ceiling=1G", "--dry-run", "on"],
+        ] {
+            assert_eq!(change(args).unwrap().unwrap(), expected, "{args:?}");
+        }
+        let fixed = change(&["set", "policy=fixed,size=1G"]).unwrap().unwrap();
+        assert_eq!(fixed, r#"params={"size":"1G"} policy="fixed""#);
+    }
+
+    #[test]
+    fn settings_that_are_wrong_are_told_with_the_right_form() {
+        let form = "such as policy=amf or idle=5s";
+        for (args, message) in [
+            (&["set"][..], format!("pressure set needs NAME=VALUE, {form}")),
+            (&["set", "amf"], format!(r#""amf" is not NAME=VALUE, {form}"#)),
+            (&["set", "idle=5s,"], format!(r#""" is not NAME=VALUE, {form}"#)),
+            (&["set", "=5s"], format!(r#""=5s" is not NAME=VALUE, {form}"#)),
+            (&["set", "idle=5s", "idle=5s"], "idle is given twice".to_owned()),
+            (&["set", "--policy", "psi", "policy=amf"], "policy is given twice".to_owned()),
+            (&["set", "--size", "1G", "policy=fixed,size=1G"], "size is given twice".to_owned()),
+            (&["set", "dry_run=maybe"], r#"dry_run="maybe" is not on or off"#.to_owned()),
+            (&["set", "record=/t"], "record= is for the command line of the VMM alone".to_owned()),
+        ] {
+            assert_eq!(change(args).unwrap_err().to_string(), message, "{args:?}");
         }
     }
 

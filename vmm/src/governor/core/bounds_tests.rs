@@ -51,6 +51,25 @@ fn a_machine_is_not_built_with_a_floor_that_it_cannot_have() {
 }
 
 #[test]
+fn a_name_that_is_unknown_is_told_with_those_of_the_policy_in_force_and_of_the_rules() {
+    let mut f = fixture("psi", false, true);
+    f.core.change(&change(json!({"policy": "amf"}))).unwrap();
+    let names = Rules::TABLE.iter().map(|param| param.name).collect::<Vec<_>>().join(", ");
+    let expected = |name| {
+        format!(
+            "parameter {name:?} is unknown; those of amf are watermark-scale, reclaim; those of the rules are {names}"
+        )
+    };
+    // Misspelt, another policy's, and a rule in the wrong place.
+    for name in ["cooldown", "idle", "ceiling"] {
+        let refused = f.core.change(&change(json!({"params": {name: "1G"}}))).unwrap_err().to_string();
+        assert_eq!(refused, expected(name));
+        let refused = f.core.change(&change(json!({"policy": "amf", "params": {name: "1G"}}))).unwrap_err();
+        assert_eq!(refused.to_string(), format!("vm.pressure: {}", expected(name)));
+    }
+}
+
+#[test]
 fn the_size_of_fixed_may_be_set_alone_while_that_is_the_policy() {
     let mut f = fixture("psi", false, true);
     let refused = f.core.change(&change(json!({"size": 64 * MIB}))).unwrap_err().to_string();
