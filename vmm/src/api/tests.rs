@@ -1,6 +1,5 @@
 //! The API over a real unix socket, in raw bytes, against an owner that answers as it is told.
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -127,17 +126,9 @@ fn volume() -> VolumeInfo {
 fn pressure() -> PressureInfo {
     PressureInfo {
         policy: "psi".to_owned(),
-        dry_run: false,
-        paused: false,
-        pinned_zones: Vec::new(),
-        agent: AgentState::Never,
         agent_connected: true,
         report_age_ms: Some(20),
-        zones: Vec::new(),
-        decisions_total: 0,
-        decisions: Vec::new(),
-        recording: None,
-        details: BTreeMap::new(),
+        ..PressureInfo::default()
     }
 }
 

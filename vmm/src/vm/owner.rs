@@ -386,7 +386,6 @@ mod tests {
 
     use super::*;
     use crate::config::PressureConfig;
-    use crate::vm::request::AgentState;
     use crate::vm::request::VmHandle;
 
     /// What happened to the machines that were built, in order.
@@ -445,20 +444,7 @@ mod tests {
             Ok(())
         }
         fn pressure(&self, _: usize) -> PressureInfo {
-            PressureInfo {
-                policy: "off".to_owned(),
-                dry_run: false,
-                paused: false,
-                pinned_zones: Vec::new(),
-                agent: AgentState::Never,
-                agent_connected: false,
-                report_age_ms: None,
-                zones: Vec::new(),
-                decisions_total: 0,
-                decisions: Vec::new(),
-                recording: None,
-                details: BTreeMap::new(),
-            }
+            PressureInfo { policy: "off".to_owned(), ..PressureInfo::default() }
         }
         fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
             match change.policy.as_deref() {

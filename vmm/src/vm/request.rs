@@ -162,8 +162,8 @@ pub enum ResizeStatus {
     Stuck(String),
 }
 
-/// `vm.pressure`, as it is answered.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+/// `vm.pressure`, as it is answered. The default is that of no policy, before anything has happened.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PressureInfo {
     /// The policy's name.
     pub policy: String,
@@ -193,10 +193,11 @@ pub struct PressureInfo {
 }
 
 /// How the guest's agent is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AgentState {
     /// None has been there since the VM was started or last rebooted.
+    #[default]
     Never,
     /// It reports.
     Live,

@@ -312,8 +312,6 @@ fn span(ms: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
     use clap::Parser;
     use foreshore::vm::decision::{DecisionInput, DecisionTarget};
     use foreshore::vm::request::{AgentState, GovernedZoneInfo};
@@ -434,7 +432,6 @@ mod tests {
         };
         let info = PressureInfo {
             policy: "psi".to_owned(),
-            dry_run: false,
             paused: true,
             pinned_zones: vec!["pm".to_owned()],
             agent: AgentState::Silent,
@@ -443,8 +440,7 @@ mod tests {
             zones: vec![GovernedZoneInfo { id: "pm".to_owned(), driver_ready: true, pinned: true }],
             decisions_total: 7,
             decisions: vec![decision(), older],
-            recording: None,
-            details: BTreeMap::new(),
+            ..PressureInfo::default()
         };
         let expected = "\
 policy psi, agent silent, last report 4.2 s ago
@@ -462,17 +458,8 @@ DECISION     AGO  TIMES  POLICY  WHAT  AVAILABLE    ASKED  REQUESTED            
     fn info_with(policy: &str, details: serde_json::Value) -> PressureInfo {
         PressureInfo {
             policy: policy.to_owned(),
-            dry_run: false,
-            paused: false,
-            pinned_zones: Vec::new(),
-            agent: AgentState::Never,
-            agent_connected: false,
-            report_age_ms: None,
-            zones: Vec::new(),
-            decisions_total: 0,
-            decisions: Vec::new(),
-            recording: None,
             details: serde_json::from_value(details).unwrap(),
+            ..PressureInfo::default()
         }
     }
 
