@@ -25,30 +25,38 @@ BUILD_NEWS_S=30
 # run_cargo ARGUMENT...: on a terminal cargo shows how far it is. Elsewhere that would be a line for each of many
 # crates: a line now and then stands for them; warnings and errors come through.
 run_cargo() {
-    if [ -t 2 ]; then cargo "$@"; else CARGO_TERM_COLOR=never cargo "$@" 2>&1 | cargo_news; fi
+    if [ -t 2 ]; then cargo "$@"; return; fi
+    # Its bar is the one place where it says of how many steps.
+    CARGO_TERM_COLOR=never CARGO_TERM_PROGRESS_WHEN=always CARGO_TERM_PROGRESS_WIDTH=80 cargo "$@" 2>&1 | cargo_news
 }
 
+# A bar looks so, and the next one, or a line, is written over it: "    Building [===>      ] 3/19: serde(build)   \r".
+CARGO_BAR='Building \[[^]]*\] ([0-9]+)/([0-9]+):'
+
 cargo_news() {
-    local line='' part status=0 crates=0 crate='' began=$SECONDS said=$SECONDS
+    local line='' part status=0 crates=0 crate='' steps='' began=$SECONDS said=$SECONDS
     until [ "$status" = 1 ]; do
         status=0
         # Above 128: nothing came, or no whole line. 1: the end.
         IFS= read -r -t 1 part || status=$?
         line+=$part
+        # The last of several: what is before it is as long as can be.
+        if [[ $line =~ .*$CARGO_BAR ]]; then steps="${BASH_REMATCH[1]} of ${BASH_REMATCH[2]} steps done, "; fi
+        line=${line##*$'\r'}
         if [ "$status" -le 1 ]; then
             case $line in
                 '   Compiling '* | '    Checking '*)
                     crates=$((crates + 1))
                     read -r _ crate _ <<<"$line" ;;
                 # The other things cargo says of itself.
-                '' | '    Finished '* | '    Updating '* | '  Downloaded '* | ' Downloading '* | '  Executable '*) ;;
+                '' | '    Finished '* | '    Building ['* | '    Updating '* | '  Downloaded '* | ' Downloading '* | '  Executable '*) ;;
                 *) printf '%s\n' "$line" >&2 ;;
             esac
             line=''
         fi
         if [ $((SECONDS - said)) -ge "$BUILD_NEWS_S" ]; then
             said=$SECONDS
-            say "cargo is at work: $crates crates begun in $((SECONDS - began)) s${crate:+, the last of them $crate}"
+            say "cargo is at work: $steps$crates crates begun in $((SECONDS - began)) s${crate:+, the last of them $crate}"
         fi
     done
     [ "$said" = "$began" ] || say "cargo is done: $crates crates in $((SECONDS - began)) s"
