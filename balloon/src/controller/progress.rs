@@ -4,6 +4,11 @@ use super::Rules;
 use crate::units::{round_down, round_up};
 use crate::{TimeMs, ZoneSizes};
 
+/// What has been plugged is progress once it has stayed for so long. A guest without memory for page descriptors plugs a block,
+/// fails to add it, and unplugs it again within some 10 ms (drivers/virtio/virtio_mem.c, virtio_mem_mb_plug_and_add), of
+/// which the host may see any moment.
+const STAYS_MS: u64 = 1_000;
+
 /// Follows one zone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Progress {
@@ -11,11 +16,22 @@ pub(super) struct Progress {
     plugged_bytes: u64,
     /// The last time that either of them moved.
     moved: TimeMs,
+    /// More has been plugged, and it is not known yet whether it stays.
+    rise: Option<Rise>,
     grow: Attempt,
     shrink: Attempt,
     /// Grows, for the host's sake.
     host: Attempt,
     /// What the guest does not follow is asked for all the same, for the floor's sake.
+    kept: bool,
+}
+
+/// What was before something was plugged that may not stay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Rise {
+    at: TimeMs,
+    from_bytes: u64,
+    moved: TimeMs,
     kept: bool,
 }
 
@@ -46,6 +62,7 @@ impl Progress {
             requested_bytes: zone.requested_bytes,
             plugged_bytes: zone.plugged_bytes,
             moved: now,
+            rise: None,
             grow: Attempt::default(),
             shrink: Attempt::default(),
             host: Attempt::default(),
@@ -58,23 +75,51 @@ impl Progress {
         let has_grown = zone.requested_bytes > self.requested_bytes;
         let lacks_bytes =
             if is_short { self.requested_bytes.saturating_sub(zone.requested_bytes) } else { 0 };
+        let before = (self.moved, self.kept);
+        let is_asked_anew = zone.requested_bytes != self.requested_bytes;
+        if is_asked_anew || zone.plugged_bytes != self.plugged_bytes {
+            (self.moved, self.kept) = (now, false);
+        }
         if zone.plugged_bytes > self.plugged_bytes {
-            self.grow = Attempt::default();
+            let (moved, kept) = before;
+            self.rise.get_or_insert(Rise { at: now, from_bytes: self.plugged_bytes, moved, kept });
             // What comes after the host had to lower the request is what it had left.
             if !is_short {
                 self.host = Attempt::default();
             }
         }
-        if zone.plugged_bytes < self.plugged_bytes {
-            self.shrink = Attempt::default();
+        if is_asked_anew {
+            self.rise_is_awaited_since(now);
         }
-        if (zone.requested_bytes, zone.plugged_bytes) != (self.requested_bytes, self.plugged_bytes) {
-            self.moved = now;
-            self.kept = false;
+        if zone.plugged_bytes < self.plugged_bytes {
+            match self.requested_bytes.min(zone.requested_bytes) < self.plugged_bytes {
+                true => (self.shrink, self.rise) = (Attempt::default(), None),
+                false => self.sank(zone.plugged_bytes),
+            }
+        }
+        if self.rise.is_some_and(|rise| now.since(rise.at) >= STAYS_MS) {
+            self.rise = None;
+            self.grow = Attempt::default();
         }
         self.requested_bytes = zone.requested_bytes;
         self.plugged_bytes = zone.plugged_bytes;
         Seen { has_grown, lacks_bytes }
+    }
+
+    /// What came has gone again, or some of it, and nobody has asked it back.
+    fn sank(&mut self, plugged_bytes: u64) {
+        match self.rise {
+            Some(rise) if plugged_bytes > rise.from_bytes => self.moved = rise.at,
+            Some(rise) => (self.moved, self.kept, self.rise) = (rise.moved, rise.kept, None),
+            None => {}
+        }
+    }
+
+    /// What is requested has changed: what sinks now was not asked before.
+    fn rise_is_awaited_since(&mut self, now: TimeMs) {
+        if let Some(rise) = &mut self.rise {
+            (rise.moved, rise.kept) = (now, false);
+        }
     }
 
     /// The host could not provide what was asked for: not before the next try is it asked again.
@@ -88,6 +133,7 @@ impl Progress {
             self.requested_bytes = requested_bytes;
             self.moved = now;
             self.kept = false;
+            self.rise_is_awaited_since(now);
         }
     }
 
@@ -105,6 +151,7 @@ impl Progress {
     /// A driver has come: what another one, or none, did not follow says nothing about it.
     pub fn begin_anew(&mut self, now: TimeMs) {
         self.moved = now;
+        self.rise = None;
         self.grow = Attempt::default();
         self.shrink = Attempt::default();
         self.kept = false;
@@ -149,7 +196,7 @@ impl Progress {
     /// The most that may be requested of the zone, for the guest's driver's sake.
     pub fn ceiling_bytes(&self, zone: &ZoneSizes, now: TimeMs) -> u64 {
         match self.grow.allowed(now) {
-            Some(cap) => zone.plugged_bytes.saturating_add(cap),
+            Some(cap) => self.rise.map_or(zone.plugged_bytes, |rise| rise.from_bytes).saturating_add(cap),
             None => u64::MAX,
         }
     }

@@ -48,12 +48,64 @@ fn rule_5_a_driver_that_comes_late_is_asked_at_once() {
 #[test]
 fn rule_5_progress_makes_whole_again() {
     let mut rig = Rig::fixed(64);
+    rig.host.zones.truncate(1);
     rig.tick(0);
     assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
-    assert_eq!(rig.requested_mib().0, 32);
+    assert_eq!(rig.host.requested_bytes(), 32 * MIB);
     rig.host.zones[DRAM].plugged_bytes = 32 * MIB;
     rig.tick(100);
-    assert_eq!(rig.requested_mib(), (64, 0));
+    assert_eq!(rig.host.requested_bytes(), 32 * MIB, "if it stays");
+    rig.tick(1_000);
+    assert_eq!(rig.host.requested_bytes(), 64 * MIB);
+}
+
+/// What is requested of the PM of a guest that wants 256 MiB, whenever that changes. `takes`: what its driver has plugged for a
+/// moment after it was asked, of what it was asked. There is no memory for page descriptors: it is unplugged again.
+fn asked_of_a_guest_that_keeps_nothing(takes: impl Fn(u64) -> u64) -> Vec<(TimeMs, u64)> {
+    let mut rig = Rig::fixed(256);
+    rig.host.zones[DRAM].max_bytes = 0;
+    let mut asked = Vec::new();
+    let mut last = 0;
+    while rig.now < TimeMs(400_000) {
+        rig.tick(10);
+        let requested = rig.host.zones[PM].requested_bytes;
+        rig.host.zones[PM].plugged_bytes = if requested == last { 0 } else { takes(requested) };
+        if requested != last {
+            asked.push((rig.now, requested));
+        }
+        last = requested;
+    }
+    asked
+}
+
+#[test]
+fn rule_5_what_is_unplugged_again_at_once_is_no_progress() {
+    let nothing = asked_of_a_guest_that_keeps_nothing(|_| 0);
+    assert!(nothing.len() < 40, "{nothing:?}");
+    assert_eq!(asked_of_a_guest_that_keeps_nothing(|requested| requested), nothing);
+    assert_eq!(asked_of_a_guest_that_keeps_nothing(|requested| requested.min(128 * MIB)), nothing);
+}
+
+#[test]
+fn rule_5_what_stays_of_what_is_unplugged_again_is_progress() {
+    let mut rig = Rig::fixed(256);
+    rig.host.zones[DRAM].max_bytes = 0;
+    rig.tick(0);
+    // One section of two finds memory for its descriptors.
+    for plugged_mib in [128, 256, 128] {
+        rig.host.zones[PM].plugged_bytes = plugged_mib * MIB;
+        rig.tick(10);
+    }
+    // 5 s since the first came, and not since the second came and went.
+    assert_eq!(rig.tick(4_970).reason, Reason::InProgress);
+    assert_eq!(rig.tick(10).reason, Reason::NoProgress);
+    assert_eq!(rig.requested_mib(), (0, 192), "half of what is missing");
+    // It takes that, and keeps it: all is asked for again.
+    rig.host.zones[PM].plugged_bytes = 192 * MIB;
+    rig.tick(10);
+    rig.tick(1_000);
+    assert_eq!(rig.requested_mib(), (0, 256));
+    assert_ne!(rig.tick(4_990).reason, Reason::NoProgress);
 }
 
 #[test]
