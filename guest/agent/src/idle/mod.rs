@@ -445,6 +445,30 @@ mod tests {
     }
 
     #[test]
+    fn of_both_damon_is_taken_and_the_bitmap_where_that_is_missing_or_somebody_elses() {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let bitmap = dir.path().join("bitmap");
+        fs::write(&bitmap, vec![0; 4096]).expect("write");
+        let (free, taken) = (damon::tests::sysfs(0), damon::tests::sysfs(1));
+        let open = |damon: &Path, bitmap: &Path| {
+            let (damon, bitmap) = (damon.to_owned(), bitmap.to_owned());
+            Source::open(&Roots { damon, bitmap, ..Roots::under(dir.path()) })
+        };
+        assert!(matches!(open(free.path(), &bitmap), Ok(Source::Damon(_))));
+        let missing = dir.path().join("missing");
+        for damon in [taken.path(), &missing] {
+            let mut source = open(damon, &bitmap).expect("the bitmap");
+            assert!(matches!(source, Source::Bitmap(_)), "{damon:?}");
+            let ranges = [Range { node: 0, start: 0, end: 4 * MIB }];
+            assert_eq!(source.look(&ranges, 0).expect("marks"), []);
+            // A file keeps what is marked: nothing is touched.
+            let found = source.look(&ranges, SPAN_MS).expect("reads");
+            assert_eq!(found[0].report(&[zone(0, 4, 1)]).expect("a node").idle_bytes, 4 * MIB);
+            open(damon, &missing).expect_err("neither");
+        }
+    }
+
+    #[test]
     fn a_kernel_that_has_neither_says_so() {
         let dir = tempfile::tempdir().expect("tempdir");
         let error = IdleWatch::start(&Roots::under(dir.path()), 64 * 1024, || 0).expect_err("neither");
