@@ -2,6 +2,8 @@
 
 use thiserror::Error;
 
+use crate::memory::zone::{Tier, ZoneSpec};
+
 /// x86's COMMAND_LINE_SIZE less the terminating zero; Linux cuts a longer line off without a word.
 const MAX_BYTES: usize = 2047;
 /// What a guest is told whose memory can be plugged, unless the user says something else.
@@ -10,6 +12,38 @@ const MAX_BYTES: usize = 2047;
 /// - Memory that may come above 4 GiB makes x86 reserve 64 MiB of bounce buffers for devices that cannot reach it
 ///   (arch/x86/kernel/pci-dma.c). There are none: every device here takes 64-bit addresses.
 const DEFAULTS: [(&str, &str); 2] = [("memhp_default_state", "online_movable"), ("swiotlb", "noforce")];
+
+/// What a guest is told beside that, all of whose DRAM is there at boot. PM serves programs alone, and they fill DRAM first. DRAM
+/// of its own for them is what the rest can be kept by for the kernel (mm/page_alloc.c, lowmem_reserve counts the movable
+/// zone of the same node); docs/decisions/0017.
+const MOVABLE_DRAM: (&str, &str) = ("movablecore", "25%");
+/// What also says where DRAM is movable.
+const KERNEL_DRAM: &str = "kernelcore";
+/// The same, a word without a value: what the firmware calls hot-pluggable.
+const MOVABLE_NODE: &str = "movable_node";
+
+/// The memory that a guest can be given after it has booted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pluggable {
+    /// None.
+    Nothing,
+    /// PM, and no DRAM.
+    PmAlone,
+    /// DRAM, and perhaps PM.
+    Dram,
+}
+
+impl Pluggable {
+    /// What the guest's zones can be given.
+    pub fn of(zones: &[ZoneSpec]) -> Self {
+        let can_grow = |tier| zones.iter().any(|zone| zone.tier == tier && zone.hotplug_bytes > 0);
+        match (can_grow(Tier::Dram), can_grow(Tier::Pm)) {
+            (true, _) => Self::Dram,
+            (false, true) => Self::PmAlone,
+            (false, false) => Self::Nothing,
+        }
+    }
+}
 
 /// Why a command line is refused.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -30,44 +64,70 @@ pub enum CommandLineError {
     },
 }
 
-/// The guest's command line: `user`'s, with [`DEFAULTS`] where memory can be plugged.
-pub fn compose(user: &str, memory_is_pluggable: bool) -> Result<String, CommandLineError> {
+/// The guest's command line: `user`'s, with what goes with the memory that can be plugged.
+pub fn compose(user: &str, pluggable: Pluggable) -> Result<String, CommandLineError> {
     // A tab is white space to the kernel; any other control character is a mistake that would cut the line.
     let control = |c: char| c.is_control() && c != '\t';
     if let Some((at, character)) = user.char_indices().find(|&(_, c)| control(c)) {
         return Err(CommandLineError::ControlCharacter { character, at });
     }
-    let defaults: &[(&str, &str)] = if memory_is_pluggable { &DEFAULTS } else { &[] };
-    // Kernel parameters end at " -- "; what follows it is init's.
     let (kernel, init) = split_at_init_arguments(user.trim());
-    let mut words = vec![kernel.trim_end().to_owned()];
-    let unset = defaults.iter().filter(|(name, _)| !sets(kernel, name));
-    words.extend(unset.map(|(name, value)| format!("{name}={value}")));
-    words.push(init.to_owned());
-    words.retain(|word| !word.is_empty());
-    let line = words.join(" ");
+    let mut parts = vec![kernel.trim_end().to_owned()];
+    let unset = defaults(kernel, pluggable).filter(|(name, _)| !sets(kernel, name));
+    parts.extend(unset.map(|(name, value)| format!("{name}={value}")));
+    parts.push(init.to_owned());
+    parts.retain(|part| !part.is_empty());
+    let line = parts.join(" ");
     if line.len() > MAX_BYTES {
         return Err(CommandLineError::TooLong { actual_bytes: line.len() });
     }
     Ok(line)
 }
 
-fn split_at_init_arguments(line: &str) -> (&str, &str) {
-    if line.starts_with("-- ") || line == "--" {
-        return ("", line);
-    }
-    match line.find(" -- ") {
-        Some(at) => (&line[..at], &line[at + 1..]),
-        None => line.strip_suffix(" --").map_or((line, ""), |kernel| (kernel, "--")),
-    }
+/// What is said of the memory that can be plugged, where the user does not.
+fn defaults(kernel: &str, pluggable: Pluggable) -> impl Iterator<Item = (&'static str, &'static str)> {
+    let of_all: &[_] = if pluggable == Pluggable::Nothing { &[] } else { &DEFAULTS };
+    let is_said = || sets(kernel, KERNEL_DRAM) || has(kernel, MOVABLE_NODE);
+    let of_dram = (pluggable == Pluggable::PmAlone && !is_said()).then_some(MOVABLE_DRAM);
+    of_all.iter().copied().chain(of_dram)
 }
 
-/// Whether the kernel's part of a line sets parameter `name`. Linux takes `-` for `_` in names.
+/// Kernel parameters end at the word `--`; what follows it is init's.
+fn split_at_init_arguments(line: &str) -> (&str, &str) {
+    line.split_at(words(line).find(|(_, word)| *word == "--").map_or(line.len(), |(at, _)| at))
+}
+
+/// The words of a line, and where they begin, as Linux takes it apart (lib/cmdline.c, next_arg): white space between quotation
+/// marks is part of a word.
+fn words(line: &str) -> impl Iterator<Item = (usize, &str)> {
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        let rest = line[at..].trim_start();
+        let begin = line.len() - rest.len();
+        let mut is_quoted = false;
+        let end = rest.find(|c: char| {
+            is_quoted ^= c == '"';
+            c.is_ascii_whitespace() && !is_quoted
+        });
+        let word = &rest[..end.unwrap_or(rest.len())];
+        at = begin + word.len();
+        (!word.is_empty()).then_some((begin, word))
+    })
+}
+
+/// Whether the kernel's part of a line sets parameter `name`.
 fn sets(kernel: &str, name: &str) -> bool {
-    kernel
-        .split_ascii_whitespace()
-        .filter_map(|word| word.split_once('='))
-        .any(|(key, _)| key.replace('-', "_") == name)
+    words(kernel).filter_map(|(_, word)| word.split_once('=')).any(|(key, _)| is_called(key, name))
+}
+
+/// Whether it has `name` as a word.
+fn has(kernel: &str, name: &str) -> bool {
+    words(kernel).any(|(_, word)| is_called(word.trim_end_matches('"'), name))
+}
+
+/// Linux takes `-` for `_` in names, and a word may be in quotation marks as a whole.
+fn is_called(key: &str, name: &str) -> bool {
+    key.strip_prefix('"').unwrap_or(key).replace('-', "_") == name
 }
 
 #[cfg(test)]
@@ -78,51 +138,106 @@ mod tests {
 
     #[test]
     fn a_guest_with_pluggable_memory_is_told_how_to_treat_it() {
-        assert_eq!(compose("console=ttyS0", true).unwrap(), format!("console=ttyS0 {OURS}"));
-        assert_eq!(compose("", true).unwrap(), OURS);
+        assert_eq!(compose("console=ttyS0", Pluggable::Dram).unwrap(), format!("console=ttyS0 {OURS}"));
+        assert_eq!(compose("", Pluggable::Dram).unwrap(), OURS);
         // Not the parameter, only words that look like it.
         for user in ["xmemhp_default_state=offline", "init=/swiotlb", "swiotlb"] {
-            assert_eq!(compose(user, true).unwrap(), format!("{user} {OURS}"));
+            assert_eq!(compose(user, Pluggable::Dram).unwrap(), format!("{user} {OURS}"));
         }
     }
 
     #[test]
     fn what_the_user_sets_stays() {
-        let line = compose("memhp_default_state=offline quiet", true).unwrap();
+        let line = compose("memhp_default_state=offline quiet", Pluggable::Dram).unwrap();
         assert_eq!(line, "memhp_default_state=offline quiet swiotlb=noforce");
-        let line = compose("memhp-default-state=online_kernel swiotlb=4096", true).unwrap();
+        let line = compose("memhp-default-state=online_kernel swiotlb=4096", Pluggable::Dram).unwrap();
         assert_eq!(line, "memhp-default-state=online_kernel swiotlb=4096");
     }
 
     #[test]
+    fn what_can_be_plugged_is_what_the_zones_can_be_given() {
+        let zone = |tier, hotplug_bytes| ZoneSpec {
+            id: String::new(),
+            tier,
+            guest_node: 0,
+            host_node: None,
+            boot_bytes: 1,
+            hotplug_bytes,
+            hotplugged_bytes: 0,
+        };
+        let [dram, more_dram, pm] = [zone(Tier::Dram, 0), zone(Tier::Dram, 1), zone(Tier::Pm, 1)];
+        assert_eq!(Pluggable::of(&[]), Pluggable::Nothing);
+        assert_eq!(Pluggable::of(std::slice::from_ref(&dram)), Pluggable::Nothing);
+        assert_eq!(Pluggable::of(&[dram.clone(), pm.clone()]), Pluggable::PmAlone);
+        assert_eq!(Pluggable::of(std::slice::from_ref(&more_dram)), Pluggable::Dram);
+        assert_eq!(Pluggable::of(&[dram, pm, more_dram]), Pluggable::Dram, "of one node of several");
+    }
+
+    #[test]
+    fn where_no_dram_can_be_plugged_part_of_it_is_for_programs_alone() {
+        let alone = |user: &str| compose(user, Pluggable::PmAlone).unwrap();
+        assert_eq!(alone("quiet -- single"), format!("quiet {OURS} movablecore=25% -- single"));
+        assert_eq!(compose("", Pluggable::Dram).unwrap(), OURS);
+        for user in ["movablecore=0", "kernelcore=384M", "movable_node", "movable-node", "\"kernelcore=50%\""]
+        {
+            assert_eq!(alone(user), format!("{user} {OURS}"), "it is the user's to say");
+        }
+        // Not the parameter, only words that look like it.
+        for user in ["movablecore", "xmovablecore=1", "init=/kernelcore=1", "movable_nodes", "kernelcore"] {
+            assert_eq!(alone(user), format!("{user} {OURS} movablecore=25%"));
+        }
+        for text in ["kernelcore=1", "movable_node", "a -- b", "--"] {
+            let user = format!("foreshore.run=\"echo {text} x\" quiet");
+            assert_eq!(
+                alone(&user),
+                format!("{user} {OURS} movablecore=25%"),
+                "in the midst of another word"
+            );
+        }
+        assert_eq!(alone("-- movablecore=1"), format!("{OURS} movablecore=25% -- movablecore=1"));
+    }
+
+    #[test]
+    fn a_line_is_taken_apart_as_linux_does() {
+        let taken = |line| words(line).map(|(_, word)| word).collect::<Vec<_>>();
+        assert_eq!(taken("  a\tb=\"c d\"e  "), ["a", "b=\"c d\"e"]);
+        assert_eq!(taken("a=\"b c"), ["a=\"b c"], "an open quotation goes on to the end");
+        assert_eq!(taken(" \t "), [""; 0]);
+        assert_eq!(split_at_init_arguments("a \"b -- c\" -- d -- e"), ("a \"b -- c\" ", "-- d -- e"));
+    }
+
+    #[test]
     fn nothing_is_added_where_nothing_can_be_plugged() {
-        assert_eq!(compose(" console=hvc0 root=/dev/vda ", false).unwrap(), "console=hvc0 root=/dev/vda");
-        assert_eq!(compose("quiet -- single", false).unwrap(), "quiet -- single");
-        assert_eq!(compose("", false).unwrap(), "");
+        assert_eq!(
+            compose(" console=hvc0 root=/dev/vda ", Pluggable::Nothing).unwrap(),
+            "console=hvc0 root=/dev/vda"
+        );
+        assert_eq!(compose("quiet -- single", Pluggable::Nothing).unwrap(), "quiet -- single");
+        assert_eq!(compose("", Pluggable::Nothing).unwrap(), "");
     }
 
     #[test]
     fn what_belongs_to_init_stays_behind_the_dashes() {
-        assert_eq!(compose("quiet -- single", true).unwrap(), format!("quiet {OURS} -- single"));
-        assert_eq!(compose("-- single", true).unwrap(), format!("{OURS} -- single"));
-        assert_eq!(compose("quiet --", true).unwrap(), format!("quiet {OURS} --"));
-        let to_init = compose("quiet -- swiotlb=1", true).unwrap();
+        assert_eq!(compose("quiet -- single", Pluggable::Dram).unwrap(), format!("quiet {OURS} -- single"));
+        assert_eq!(compose("-- single", Pluggable::Dram).unwrap(), format!("{OURS} -- single"));
+        assert_eq!(compose("quiet --", Pluggable::Dram).unwrap(), format!("quiet {OURS} --"));
+        let to_init = compose("quiet -- swiotlb=1", Pluggable::Dram).unwrap();
         assert_eq!(to_init, format!("quiet {OURS} -- swiotlb=1"));
     }
 
     #[test]
     fn the_limit_counts_what_is_added() {
         let user = "x".repeat(MAX_BYTES);
-        assert_eq!(compose(&user, false).unwrap().len(), MAX_BYTES);
+        assert_eq!(compose(&user, Pluggable::Nothing).unwrap().len(), MAX_BYTES);
         let actual_bytes = MAX_BYTES + 1 + OURS.len();
-        assert_eq!(compose(&user, true), Err(CommandLineError::TooLong { actual_bytes }));
+        assert_eq!(compose(&user, Pluggable::Dram), Err(CommandLineError::TooLong { actual_bytes }));
     }
 
     #[test]
     fn control_characters_are_refused() {
-        let refused = compose("quiet\0console=ttyS0", false);
+        let refused = compose("quiet\0console=ttyS0", Pluggable::Nothing);
         assert_eq!(refused, Err(CommandLineError::ControlCharacter { character: '\0', at: 5 }));
-        assert!(compose("a\nb", true).is_err());
-        assert!(compose("a\tb", true).is_ok());
+        assert!(compose("a\nb", Pluggable::Dram).is_err());
+        assert!(compose("a\tb", Pluggable::Dram).is_ok());
     }
 }

@@ -30,7 +30,7 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 use vm_memory::GuestMemoryBackend;
 
-pub use cmdline::CommandLineError;
+pub use cmdline::{CommandLineError, Pluggable};
 pub use decompress::{Compression, DecompressError};
 pub use elf::ElfError;
 pub use initramfs::Initramfs;
@@ -49,8 +49,8 @@ pub struct BootRequest<'a> {
     /// Boot memory in bytes: below [`LOW_RAM_END`](crate::memory::layout::LOW_RAM_END) first, the rest from
     /// [`HIGH_RAM_START`](crate::memory::layout::HIGH_RAM_START).
     pub boot_memory_bytes: u64,
-    /// Whether memory can be plugged later: the guest is then told to online it so that it can leave again.
-    pub memory_is_pluggable: bool,
+    /// The memory that can be plugged later: the guest is told what to make of it.
+    pub pluggable: Pluggable,
 }
 
 /// What was loaded, and how it starts.
@@ -168,7 +168,7 @@ pub enum BootError {
 /// Nobody else reads or writes that memory meanwhile: no vCPU runs, and no device is there. It is anonymous, or mapped
 /// shared: pages of a private mapping of a file would have the file's contents again when they are given back.
 pub unsafe fn load<M: GuestMemoryBackend>(memory: &M, request: &BootRequest) -> Result<BootInfo, BootError> {
-    let cmdline = cmdline::compose(request.cmdline, request.memory_is_pluggable)?;
+    let cmdline = cmdline::compose(request.cmdline, request.pluggable)?;
     // SAFETY: the same contract.
     let kernel = unsafe { kernel::load(memory, request.kernel, request.boot_memory_bytes) }?;
     let initramfs = request

@@ -217,13 +217,6 @@ impl VmConfig {
                 self.pressure.policy
             ));
         }
-        if self.leaves_kernel_no_dram() {
-            warnings.push(
-                "--pm-memory: DRAM has no hotplug part, and the guest's programs fill all of it before they use PM: its \
-                 kernel may run out while PM is free. Give --memory a hotplug_size, or --cmdline movablecore=25%"
-                    .to_owned(),
-            );
-        }
         for volume in self.pm_volumes.iter().filter(|volume| volume.force) {
             warnings.push(format!(
                 "--pm-volume: volume {} is attached with force=on: its content may be damaged",
@@ -231,17 +224,6 @@ impl VmConfig {
             ));
         }
         warnings
-    }
-
-    /// Whether nothing keeps programs from the DRAM that the kernel needs for itself: they go to ZONE_MOVABLE first, as
-    /// far as there is any, and the agent's reserve counts on it, too (docs/policy.md, What the guest must bring).
-    fn leaves_kernel_no_dram(&self) -> bool {
-        let zones = self.memory.zones.iter().map(|zone| zone.hotplug_size);
-        let has_more_dram = zones.chain([self.memory.hotplug_size]).flatten().any(|bytes| bytes > 0);
-        let cmdline = self.payload.cmdline.as_deref().unwrap_or_default();
-        let is_split =
-            ["movablecore=", "kernelcore=", "movable_node"].iter().any(|word| cmdline.contains(word));
-        !self.pm_memory.is_empty() && self.pressure.policy != "off" && !has_more_dram && !is_split
     }
 }
 
@@ -428,17 +410,10 @@ mod tests {
         let mut config = least();
         config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=130M").unwrap()];
-        config.payload.cmdline = Some("movablecore=25%".to_owned());
         let expected = "--pm-memory: size is 130 MiB, which is rounded up to 256 MiB: Linux adds memory in blocks of 128 MiB";
         assert_eq!(config.warnings(), [expected]);
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=128M").unwrap()];
         assert_eq!(config.warnings(), Vec::<String>::new());
-        config.payload.cmdline = Some("console=hvc0".to_owned());
-        assert!(config.warnings()[0].contains("movablecore=25%"));
-        config.memory.hotplug_size = Some(128 << 20);
-        assert_eq!(config.warnings(), Vec::<String>::new());
-        config.memory.hotplug_size = None;
-        config.payload.cmdline = Some("kernelcore=256M".to_owned());
         config.vsock = None;
         assert!(config.warnings()[0].contains("--vsock"));
         config.pressure.policy = "off".to_owned();

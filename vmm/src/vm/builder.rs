@@ -19,7 +19,7 @@ use super::{devices, governing, lost, pmem, volumes, zones};
 use crate::acpi::ged::GenericEventDevice;
 use crate::acpi::pm::{PmEvent, PmPort};
 use crate::acpi::{self, AcpiInput};
-use crate::boot::{self, BootInfo, BootRequest};
+use crate::boot::{self, BootInfo, BootRequest, Pluggable};
 use crate::bus::Bus;
 use crate::config::{ConsoleMode, Topology, VmConfig};
 use crate::cpu::brake::Brake;
@@ -128,7 +128,7 @@ pub fn build(
     // 2. Memory, because everything else lies in it or reaches it.
     let mut memory = build_memory(config, &topology, resources, &hypervisor)?;
     // 3. The kernel: what it is decides which interface a volume gets.
-    let boot = load_kernel(config, &memory)?;
+    let boot = load_kernel(config, &topology, &memory)?;
     // 4. Devices. Those of memory have a loop of their own: an unplug waits for guards that the others hold.
     let mut fabric = Fabric::new(Arc::clone(&hypervisor.vm), config.cpus.boot_vcpus, &memory)?;
     lost::watch_zones(config, resources, &memory, &fabric.lost)?;
@@ -245,13 +245,13 @@ fn is_written_back(durability: Durability) -> bool {
     }
 }
 
-fn load_kernel(config: &VmConfig, memory: &Memory) -> Result<BootInfo, BuildError> {
+fn load_kernel(config: &VmConfig, topology: &Topology, memory: &Memory) -> Result<BootInfo, BuildError> {
     let request = BootRequest {
         kernel: config.payload.kernel.as_deref().ok_or(BuildError::NoKernel)?,
         initramfs: config.payload.initramfs.as_deref(),
         cmdline: config.payload.cmdline.as_deref().unwrap_or(""),
         boot_memory_bytes: config.memory.boot_bytes(),
-        memory_is_pluggable: memory.map().zones().iter().any(|zone| zone.hotplug.is_some()),
+        pluggable: Pluggable::of(topology.zones()),
     };
     let started = Instant::now();
     // SAFETY: there are no vCPUs and no devices yet (`build`, steps 3, 4 and 6), and boot memory is anonymous

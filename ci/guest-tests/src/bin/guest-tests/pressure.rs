@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::guest::{GuestBuilder, Script};
+use guest_tests::guest::{GuestBuilder, Kernel, Script};
 use guest_tests::{Guest, Pool};
 
 use crate::zones::{MIB, vmstat, zone};
@@ -14,6 +14,9 @@ guest_tests::tests![
     a_ramp_is_served_before_kswapd_works: 240,
     without_the_governor_kswapd_works_for_that_ramp: 240 (extended),
     only_who_takes_all_pm_as_well_is_killed: 300,
+    beside_pm_the_kernel_has_dram_of_its_own: 400,
+    beside_pm_the_kernel_of_6_1_has_dram_of_its_own: 400 (extended),
+    without_dram_of_its_own_the_kernel_swaps_or_kills: 400 (extended),
     a_silent_agent_is_noticed: 240,
 ];
 
@@ -180,6 +183,61 @@ fn only_who_takes_all_pm_as_well_is_killed() -> Result<()> {
     );
     let held_mib: u64 = held.split(' ').nth(1).and_then(|mib| mib.parse().ok()).context("It held nothing")?;
     ensure!(held_mib >= 768, "Of 1024 MiB it had {held_mib}");
+    Ok(())
+}
+
+/// DRAM without a hotplug part. PM serves programs alone.
+fn guest_of_fixed_dram(pool: &Pool) -> GuestBuilder {
+    Guest::builder()
+        .cpus(2)
+        .memory("size=384M")
+        .pm_memory(&format!("pool={},size=768M", pool.name()))
+        .cmdline("foreshore.zram=256M")
+        .pressure("psi")
+}
+
+/// Writes a file to memory, which nobody can be killed for; true if all of it was written.
+fn write_to_memory(guest: &Guest, mib: u64) -> Result<bool> {
+    let write = format!(
+        "mkdir -p /run/load && mount -t tmpfs -o size=2G load /run/load && \
+         dd if=/dev/urandom of=/run/load/fill bs=1M count={mib} 2>/dev/null && stat -c %s /run/load/fill"
+    );
+    let written = guest.run_within(GROW_LIMIT, &write)?;
+    Ok(written.trim().parse::<u64>()? == mib * MIB)
+}
+
+fn the_kernel_has_dram_of_its_own(kernel: Kernel) -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let guest = guest_of_fixed_dram(&pool).kernel(kernel).boot()?;
+    // Page tables, descriptors, stacks and slabs beside a load that leaves no DRAM: twice as much as there is.
+    ensure!(write_to_memory(&guest, 700)?, "Not all was written");
+    let pm = zone(&guest, "pm")?;
+    ensure!(pm.plugged_bytes >= 384 * MIB, "It had memory enough with {} bytes of PM", pm.plugged_bytes);
+    for counter in ["pswpout", "oom_kill", "allocstall_dma32"] {
+        let count = vmstat(&guest, counter)?;
+        ensure!(count == 0, "{counter} is {count}");
+    }
+    // All that is movable leaves again.
+    guest.run("umount /run/load")?;
+    guest.wait_until("all PM is back", SHRINK_LIMIT, || Ok(zone(&guest, "pm")?.plugged_bytes == 0))?;
+    guest.no_kernel_complaints()
+}
+
+fn beside_pm_the_kernel_has_dram_of_its_own() -> Result<()> {
+    the_kernel_has_dram_of_its_own(Kernel::V6_12)
+}
+
+fn beside_pm_the_kernel_of_6_1_has_dram_of_its_own() -> Result<()> {
+    the_kernel_has_dram_of_its_own(Kernel::V6_1)
+}
+
+/// The counterpart: if that load does well without, the tests above show nothing.
+fn without_dram_of_its_own_the_kernel_swaps_or_kills() -> Result<()> {
+    let pool = Pool::create("1G")?;
+    let guest = guest_of_fixed_dram(&pool).cmdline("movablecore=0").boot()?;
+    // At worst it panics, and there is nobody left to ask.
+    let held = write_to_memory(&guest, 700).unwrap_or(false);
+    ensure!(!held || vmstat(&guest, "pswpout")? > 0, "All was held, and nothing was swapped");
     Ok(())
 }
 

@@ -161,6 +161,7 @@ fn a_guest_without_dram_for_descriptors_is_asked_again() -> Result<()> {
         .cpus(2)
         .memory("size=384M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
+        .cmdline("movablecore=0")
         .pressure("off")
         .boot()?;
     wait_for_agent(&guest, "live")?;
