@@ -22,6 +22,9 @@ use crate::{HostView, ParamError, Tier, TimeMs, ZoneId, ZoneSizes};
 /// Rule 6: a guest that was short so recently may be so still, when its reports stop.
 const SHORT_MS: u64 = 1_000;
 
+/// Rule 5: what the host could not provide is asked of others for so long, and then what is wanted is another question.
+const LACKING_MS: u64 = 1_000;
+
 /// Why the controller is called.
 #[derive(Clone, Copy, Debug)]
 pub enum Event<'a> {
@@ -44,6 +47,27 @@ pub struct Controller {
     shrunk_at: Option<TimeMs>,
     cool_down_ms: u64,
     lost: Lost,
+    lacking: Lacking,
+}
+
+/// What the host could not provide, and nobody else has been asked for.
+#[derive(Clone, Copy, Debug, Default)]
+struct Lacking {
+    bytes: u64,
+    at: TimeMs,
+}
+
+impl Lacking {
+    /// How much of it still counts.
+    fn bytes_at(&self, now: TimeMs) -> u64 {
+        if now.since(self.at) < LACKING_MS { self.bytes } else { 0 }
+    }
+
+    fn add(&mut self, bytes: u64, now: TimeMs) {
+        if bytes > 0 {
+            *self = Lacking { bytes: self.bytes_at(now).saturating_add(bytes), at: now };
+        }
+    }
 }
 
 /// A zone and what the loop knows of it.
@@ -109,19 +133,21 @@ impl Controller {
             grown_at: None,
             shrunk_at: None,
             lost: Lost::default(),
+            lacking: Lacking::default(),
         })
     }
 
     /// Decides what to do about `event`. `host` must be read after the last plan was carried out.
     pub fn step(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         let lacks_bytes = self.follow(host, now);
+        self.lacking.add(lacks_bytes, now);
         for zone in &mut self.zones {
             zone.by_hand = false;
         }
         if let Event::Report(report) = event {
             self.take_report(report, host, now);
         }
-        let mut plan = self.plan(event, lacks_bytes, host, now);
+        let mut plan = self.plan(event, host, now);
         plan.dry_run = self.rules.dry_run;
         if !plan.dry_run {
             self.note(&plan, now);
@@ -328,7 +354,7 @@ impl Controller {
         own.map(|(zone, _)| zone).any(|zone| zone.outstanding_grow_bytes() >= zone.block_bytes.max(1))
     }
 
-    fn plan(&mut self, event: Event<'_>, lacks_bytes: u64, host: &HostView, now: TimeMs) -> Plan {
+    fn plan(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
         if self.paused {
             return self.hold(Reason::Paused, host);
         }
@@ -341,6 +367,8 @@ impl Controller {
         if let Some(plan) = self.come_within_bounds(host, now) {
             return plan;
         }
+        // While the loop is paused, or does something else first, it is kept.
+        let lacks_bytes = self.lacking.bytes_at(now);
         if lacks_bytes > 0 {
             return self.go_elsewhere(event, lacks_bytes, host, now);
         }
@@ -570,6 +598,10 @@ impl Controller {
     fn note(&mut self, plan: &Plan, now: TimeMs) {
         for (zone, target) in self.zones.iter_mut().zip(&plan.targets) {
             zone.progress.asked(target.requested_bytes, now);
+        }
+        // Others have been asked for it, or are for what has come to be missing since.
+        if plan.direction == Direction::Grow || plan.reason == Reason::HostShort {
+            self.lacking = Lacking::default();
         }
         match plan.direction {
             Direction::Hold => {}

@@ -354,6 +354,41 @@ fn rule_5_what_is_wanted_meanwhile_is_asked_with_what_the_host_could_not_provide
 }
 
 #[test]
+fn rule_5_what_the_host_could_not_provide_is_kept_for_a_moment() {
+    // 128 MiB are asked of DRAM, of which the host has 24, while the loop is paused for so long.
+    let paused_for = |ms| {
+        let mut rig = Rig::fixed(128);
+        rig.tick(0);
+        rig.controller.set_policy(Policy::default()).expect("defaults");
+        rig.controller.pause();
+        rig.host_has(DRAM, 24);
+        assert_eq!(rig.tick(10).reason, Reason::Paused);
+        assert_eq!(rig.tick(ms).reason, Reason::Paused);
+        rig.controller.unpause();
+        (rig.tick(0).reason, rig.requested_mib())
+    };
+    assert_eq!(paused_for(990), (Reason::HostShort, (24, 104)));
+    assert_eq!(paused_for(1_000), (Reason::NoReport, (24, 0)), "what is wanted is another question by then");
+}
+
+#[test]
+fn rule_5_what_the_host_could_not_provide_outlasts_a_request_that_is_withdrawn() {
+    let mut rig = Rig::fixed(128 + 512);
+    rig.tick(0);
+    rig.host.zones[DRAM].plugged_bytes = 64 * MIB;
+    rig.tick(100);
+    assert_eq!(rig.requested_mib(), (128, 512));
+    rig.controller.set_policy(Policy::default()).expect("defaults");
+    // PM does not come, and in the same moment the host has no more DRAM.
+    rig.host_has(DRAM, 64);
+    assert_eq!(rig.tick(4_900).reason, Reason::NoProgress);
+    assert_eq!(rig.requested_mib(), (64, 256));
+    let plan = rig.tick(10);
+    assert_eq!((plan.reason, rig.requested_mib().0), (Reason::HostShort, 64));
+    assert_eq!(rig.tick(10).reason, Reason::NoReport, "and is asked for once");
+}
+
+#[test]
 fn rule_5_what_the_host_could_not_provide_to_a_hand_is_the_hands_affair() {
     let mut rig = Rig::fixed(24);
     rig.tick(0);
