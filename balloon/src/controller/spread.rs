@@ -223,7 +223,12 @@ impl Spread {
         if bytes < left_over {
             return (wanted - bytes, None);
         }
-        (wanted - bytes, Some(limit.unwrap_or(Reason::Pinned)))
+        // Not everything is down to what it keeps while a hand holds some of it.
+        let is_held = |share: &Share| share.pinned && share.requested_bytes > share.floor_bytes;
+        if limit.is_none_or(|limit| limit == Reason::AtFloor) && self.shares.iter().any(is_held) {
+            limit = Some(Reason::Pinned);
+        }
+        (wanted - bytes, Some(limit.unwrap_or(Reason::AtFloor)))
     }
 
     /// The sizes to request, in the host's order.

@@ -18,6 +18,28 @@ fn rule_7_a_zone_sized_by_hand_is_left_alone_until_resumed() {
 }
 
 #[test]
+fn rule_7_a_shrink_that_a_hand_alone_stands_in_the_way_of_says_so() {
+    let said = |pinned: &[usize]| {
+        let mut rig = Rig::fixed(400);
+        rig.tick(0);
+        rig.follow();
+        for zone in pinned {
+            rig.controller.pin(rig.host.zones[*zone].id, &rig.host, rig.now);
+        }
+        rig.want(0);
+        for _ in 0..10 {
+            rig.tick(6_000);
+            rig.follow();
+        }
+        (rig.tick(6_000).reason, rig.requested_mib())
+    };
+    assert_eq!(said(&[]), (Reason::Enough, (0, 0)));
+    assert_eq!(said(&[PM]), (Reason::Pinned, (0, 272)), "DRAM is at its floor, and PM is not");
+    assert_eq!(said(&[DRAM]), (Reason::Pinned, (128, 0)));
+    assert_eq!(said(&[DRAM, PM]), (Reason::Pinned, (128, 272)));
+}
+
+#[test]
 fn rule_7_a_hand_that_the_guest_does_not_follow_stops_no_shrink() {
     for by_hand_mib in [100, 0] {
         let mut rig = Rig::fixed(400);
