@@ -74,6 +74,11 @@ impl Arriving {
                 _ => self.parts.push(Part { since: now, reports: 1, unseen_bytes }),
             }
         }
+        self.bytes()
+    }
+
+    /// What the last report made of it.
+    pub fn bytes(&self) -> u64 {
         self.parts.iter().fold(0u64, |sum, part| sum.saturating_add(part.unseen_bytes))
     }
 

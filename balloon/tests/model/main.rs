@@ -4,6 +4,7 @@
 
 mod broken;
 mod checks;
+mod lives;
 mod want;
 
 use std::collections::VecDeque;
@@ -643,7 +644,7 @@ fn a_policy_that_gives_back_all_that_is_left_over_is_caught() {
         let lived = world.comes_to_rest(1_400).and_then(|()| world.comes_to_rest(600));
         assert_eq!(lived.is_err(), broken.is_some(), "{broken:?}: {lived:?}");
         let wrong = lived.err().map(|error| error.to_string());
-        assert!(wrong.is_none_or(|wrong| wrong.contains("given back without pressure")));
+        assert!(wrong.is_none_or(|wrong| wrong.contains("less than it wants")));
     }
 }
 

@@ -2,9 +2,6 @@
 
 use super::*;
 
-/// More than a kernel keeps to itself of what it booted with, by which a policy may be wrong about what is online.
-const KEPT_BYTES: u64 = 16 * MIB;
-
 impl World {
     /// Whether the report that the last step was about shows want that a plan may name as its reason.
     pub(super) fn wants(&self, reason: Reason) -> bool {
@@ -48,12 +45,13 @@ impl World {
         let Some((_, report)) = self.arrived.as_ref().filter(|_| !by_order && !self.misled) else {
             return Ok(());
         };
-        let free_bytes = report.memory().free_bytes + self.host.outstanding_grow_bytes();
+        // What is on its way is not there yet.
+        let free_bytes = report.memory().free_bytes;
         let (has_bytes, wants_bytes) = match self.controller.policy() {
             Policy::Psi(params) => {
                 let least_bytes =
                     params.min_headroom_bytes.max(self.high_bytes(true) * params.watermark_scale);
-                (self.coming_bytes(report, true) + KEPT_BYTES, least_bytes)
+                (report.memory().available_bytes, least_bytes)
             }
             Policy::Amf(params) => (free_bytes, self.high_bytes(false) * params.watermark_scale),
             Policy::Dapper(params) => (free_bytes, self.high_bytes(false) * params.watermark_scale * 2),

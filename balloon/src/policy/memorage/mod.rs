@@ -44,15 +44,17 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     state.coming.observe(input, now);
     let host = input.host;
     let trigger_bytes = view::scaled_high_bytes(&view::nodes(input), params.watermark_scale);
-    let free_bytes = input.report.memory().free_bytes.saturating_add(state.coming.bytes());
+    let free_bytes = input.report.memory().free_bytes;
+    let coming_bytes = free_bytes.saturating_add(state.coming.bytes());
     let requested_bytes = host.requested_bytes();
+    // What is on its way answers a shortage, and is no surplus: who waits for it may fill it as it comes.
     let surplus_bytes = state.surplus(params, trigger_bytes, free_bytes, now);
     let storage = Storage::new(params, host);
     let decision = if storage.owed_bytes > 0 {
         // Storage runs short: memory gives back first, also while the guest is short.
         Decision::want(requested_bytes - storage.owed_bytes, Reason::StorageShort)
-    } else if free_bytes < trigger_bytes {
-        let units = (trigger_bytes - free_bytes).div_ceil(params.unit_bytes);
+    } else if coming_bytes < trigger_bytes {
+        let units = (trigger_bytes - coming_bytes).div_ceil(params.unit_bytes);
         let bytes = units.saturating_mul(params.unit_bytes).min(storage.lendable_bytes);
         match bytes {
             // The guest has to swap.

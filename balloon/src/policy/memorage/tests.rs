@@ -148,6 +148,25 @@ fn memorage_gives_back_in_the_background_when_there_has_been_no_pressure() {
     assert_eq!(rig.report(1_000).want_bytes, None, "it comes to rest");
 }
 
+/// A guest with nothing free waits for a unit, and has filled the first of it when that is in the total.
+#[test]
+fn memorage_what_has_not_been_free_is_not_taken_back() {
+    let mut rig = with(rig(), "calm", "5s");
+    rig.free(0, 0);
+    rig.host.zones[0].requested_bytes = rig.report(50).want_bytes.expect("a unit");
+    for _ in 0..100 {
+        assert_eq!(rig.report(50).want_bytes, None);
+    }
+    rig.plug(0, UNIT);
+    rig.free(1, 0);
+    assert_eq!(rig.report(50).want_bytes, None, "it may yet become free");
+    rig.free(1, UNIT / PAGE_BYTES);
+    assert_eq!(rig.report(50).want_bytes, None, "it has become that");
+    assert_eq!(rig.report(4_900).want_bytes, None);
+    let decision = rig.report(100);
+    assert_eq!(decision.reason, Reason::Calm, "and has been that for long enough");
+}
+
 #[test]
 fn memorage_the_least_of_the_calm_time_counts_and_pressure_begins_it_anew() {
     let mut rig = with(rig(), "calm", "5s");

@@ -34,16 +34,18 @@ pub struct State {
 pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) -> (State, Decision) {
     state.coming.observe(input, now);
     let watermark = view::scaled_high_bytes(&view::nodes(input), params.watermark_scale);
-    let free_bytes = input.report.memory().free_bytes.saturating_add(state.coming.bytes());
+    let free_bytes = input.report.memory().free_bytes;
+    let coming_bytes = free_bytes.saturating_add(state.coming.bytes());
     let requested_bytes = input.host.requested_bytes();
-    let decision = if free_bytes < watermark {
+    let decision = if coming_bytes < watermark {
         // As many migrations as the allocator would have come to by now.
-        let units = (watermark - free_bytes) / params.unit_bytes + 1;
+        let units = (watermark - coming_bytes) / params.unit_bytes + 1;
         let bytes = units.saturating_mul(params.unit_bytes);
         let grow = Decision::want(requested_bytes.saturating_add(bytes), Reason::LowFree);
         Decision { pressure: true, ..grow }
     } else {
-        // Twice the watermark stays, or the next few pages would bring back what has gone.
+        // Twice the watermark stays, or the next few pages would bring back what has gone: of what has been seen free, as who
+        // waits for what is on its way may fill it as it comes.
         let spare_bytes = free_bytes.saturating_sub(watermark.saturating_mul(2));
         match free_units_bytes(params, input).min(spare_bytes) / params.unit_bytes * params.unit_bytes {
             0 => Decision::hold(Reason::Enough),

@@ -131,3 +131,17 @@ fn pmb_twice_the_watermark_stays_so_that_units_do_not_go_to_and_fro() {
     rig.free(1, W - 1);
     assert!(rig.report(50).pressure);
 }
+
+/// Of a large block that comes a few units are free already, and who waits for it fills the rest.
+#[test]
+fn pmb_what_has_not_been_free_is_not_left_in_place_of_units_that_go() {
+    let mut rig = rig();
+    rig.report(1_000);
+    rig.host.zones[0].requested_bytes = GIB;
+    rig.free(0, 0);
+    assert_eq!(rig.report(50).want_bytes, None, "enough is on its way");
+    rig.plug(0, GIB);
+    rig.raw.zones[1].largest_free_blocks = Some(16);
+    rig.free(1, 16 * UNIT_PAGES);
+    assert_eq!(rig.report(50).want_bytes, None, "it is all that there is");
+}

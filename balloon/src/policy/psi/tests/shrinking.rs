@@ -66,6 +66,19 @@ fn rule_8_a_surplus_begins_half_a_slack_above_what_it_leaves() {
     assert_eq!(surplus(117).map(|want| (512 * MIB - want) / MIB), Some(14));
 }
 
+/// A guest with next to nothing waits for longer than `idle` for what somebody has asked for in its place.
+#[test]
+fn rule_8_what_has_not_become_available_yet_is_no_surplus() {
+    let mut rig = Rig::new();
+    rig.host.zones[1].requested_bytes = 512 * MIB;
+    for _ in 0..100 {
+        assert_eq!(want_mib(rig.report(50, 10)), None, "it is on its way");
+    }
+    rig.plug(512);
+    assert_eq!(want_mib(rig.report(50, 10)), None, "whoever waits for it may have filled it");
+    assert_eq!(rig.report(50, 522).reason, Reason::Surplus, "nobody has");
+}
+
 #[test]
 fn rule_8_a_guest_that_grows_keeps_four_slacks() {
     let params = Params::default();
