@@ -2,23 +2,27 @@
 
 use super::*;
 
-/// What a guest says: how much of each zone is free and how much of the rest is cached, in thousandths, and what is idle.
+/// What a guest says: how much of each zone is free and how much of the rest is cached, in thousandths, and what has been
+/// counted since.
 #[derive(Default)]
 struct Said {
     free_permille: [u64; ZONES],
     cached_permille: u64,
+    stall_ms: u64,
+    file_refaults: u64,
     idle: Idle,
+    late: bool,
 }
 
 fn said(said: Said) -> Happening {
     Happening::Report {
         free_permille: said.free_permille,
         cached_permille: said.cached_permille,
-        stall_ms: 0,
-        counted: Counted::default(),
+        stall_ms: said.stall_ms,
+        counted: Counted { file_refaults: said.file_refaults, ..Counted::default() },
         swap_used_mib: 0,
         idle: said.idle,
-        late: false,
+        late: said.late,
     }
 }
 
@@ -86,6 +90,55 @@ fn what_is_on_its_way_is_not_idle() {
         (Happening::Pin { zone: 1, mib: 76 }, 6_567),
         (follow(3), 2),
         (touched, 3_430),
+    ];
+    lived(0, &life);
+}
+
+/// Page cache that was missed counts as used, all of it: the model took what is free for what is left.
+#[test]
+fn a_guest_that_misses_its_page_cache_has_less_than_what_is_free() {
+    let missing = said(Said { cached_permille: 139, file_refaults: 256, ..Said::default() });
+    let free_permille = [59, 0, 0, 642];
+    let waiting = said(Said { free_permille, cached_permille: 165, stall_ms: 301, ..Said::default() });
+    let life = [
+        (follow(0), 1),
+        (Happening::Oom { pages: 16_163 }, 1),
+        (free([0; ZONES], 111), 1),
+        (free([0, 0, 0, 434], 256), 1_875),
+        (missing, 76),
+        (waiting, 49),
+    ];
+    lived(1, &life);
+}
+
+/// A late report is behind what is plugged, and the one after it seems to bring that.
+#[test]
+fn after_a_late_report_nobody_knows_what_is_idle() {
+    let late = said(Said { late: true, ..Said::default() });
+    let touched = said(Said { idle: Some((0, 1_000)), ..Said::default() });
+    let life = [
+        (squeeze(1), 1),
+        (resume(), 1),
+        (full(), 1),
+        (full(), 2_451),
+        (late, 101),
+        (full(), 2_268),
+        (full(), 180),
+        (Happening::Oom { pages: 13_360 }, 1),
+        (resume(), 1),
+        (Happening::Oom { pages: 18_242 }, 1),
+        (full(), 1),
+        (follow(1), 1),
+        (Happening::Policy { index: 1 }, 1),
+        (Happening::Pin { zone: 3, mib: 36 }, 1),
+        (resume(), 1),
+        (Happening::Tick, 1),
+        (full(), 1),
+        (full(), 1),
+        (Happening::Bounds { floor_mib: 0, more_mib: 496 }, 1),
+        (Happening::Arrival, 4_796),
+        (follow(3), 180),
+        (touched, 16),
     ];
     lived(0, &life);
 }

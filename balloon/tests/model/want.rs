@@ -89,7 +89,7 @@ impl World {
         let memory = report.memory();
         let has_missed = self.counted_ms[1].iter().any(|ms| *ms <= report.monotonic_ms());
         let available_bytes = if has_missed && !most {
-            memory.available_bytes.min(memory.free_bytes)
+            memory.available_bytes.saturating_sub(memory.cached_bytes)
         } else {
             memory.available_bytes
         };
