@@ -285,8 +285,9 @@ impl Controller {
     fn take_report(&mut self, report: &Report, host: &HostView, now: TimeMs) {
         let state = std::mem::replace(&mut self.state, PolicyState::Empty);
         let seen = self.without_stuck(host, now);
-        let (state, mut decision) =
-            self.policy.decide(state, Input { report, host: &seen, dry_run: self.rules.dry_run }, now);
+        let is_carried_out = !self.rules.dry_run && !self.paused;
+        let input = Input { report, host: &seen, is_carried_out };
+        let (state, mut decision) = self.policy.decide(state, input, now);
         self.state = state;
         // A policy's sizes begin at what it saw requested.
         let change =

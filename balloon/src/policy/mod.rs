@@ -33,8 +33,9 @@ pub struct Input<'a> {
     pub report: &'a Report,
     /// The VM's zones.
     pub host: &'a HostView,
-    /// What is decided is not carried out: it is no grow that another one follows upon.
-    pub dry_run: bool,
+    /// What is decided is carried out, as far as the rules above let it. Else, in a dry run or a pause, nothing that takes
+    /// several steps begins.
+    pub is_carried_out: bool,
 }
 
 /// What a policy wants.

@@ -106,7 +106,7 @@ impl Rig {
         self.raw.seq += 1;
         self.raw.monotonic_ms = self.now.0;
         let report = Report::try_from(self.raw.clone()).expect("sound");
-        let input = Input { report: &report, host: &self.host, dry_run: self.dry_run };
+        let input = Input { report: &report, host: &self.host, is_carried_out: !self.dry_run };
         let (state, decision) = self.policy.decide(self.state.clone(), input, self.now);
         self.state = state;
         decision

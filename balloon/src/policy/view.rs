@@ -254,7 +254,7 @@ mod tests {
 
     fn view(rig: &Rig) -> Vec<NodeView> {
         let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
-        nodes(Input { report: &report, host: &rig.host, dry_run: false })
+        nodes(Input { report: &report, host: &rig.host, is_carried_out: true })
     }
 
     fn rig() -> Rig {
@@ -334,7 +334,7 @@ mod tests {
         let mut coming = Coming::default();
         let observe = |rig: &Rig, coming: &mut Coming, at| {
             let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
-            coming.observe(Input { report: &report, host: &rig.host, dry_run: false }, TimeMs(at));
+            coming.observe(Input { report: &report, host: &rig.host, is_carried_out: true }, TimeMs(at));
         };
         observe(&rig, &mut coming, 0);
         let nodes = view(&rig);
@@ -363,7 +363,7 @@ mod tests {
         let mut coming = Coming::default();
         let report = foreshore_proto::Report::try_from(rig.raw.clone()).expect("sound");
         for at in [0, 1_000, 2_000] {
-            coming.observe(Input { report: &report, host: &rig.host, dry_run: false }, TimeMs(at));
+            coming.observe(Input { report: &report, host: &rig.host, is_carried_out: true }, TimeMs(at));
         }
         assert_eq!(coming.bytes(), 0);
     }

@@ -131,7 +131,7 @@ impl Leaving {
     /// any rise is.
     fn see(&mut self, at: TimeMs, used: &Used, report: &Report) -> u64 {
         let memory = report.memory();
-        self.base.learn(Input { report, host: &self.host, dry_run: false }, at);
+        self.base.learn(Input { report, host: &self.host, is_carried_out: true }, at);
         let online_bytes = self.base.online_bytes(memory.total_bytes, &self.host);
         let to_go_bytes = online_bytes.saturating_sub(self.host.requested_bytes());
         let swapped_bytes = memory.swap_total_bytes - memory.swap_free_bytes;

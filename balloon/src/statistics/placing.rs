@@ -231,7 +231,7 @@ mod tests {
             let policy = Policy::from_name(name).expect("known");
             let policy = policy.with(params.iter().map(|(name, value)| (*name, value))).expect("in bounds");
             let want = |report: &Report| {
-                let input = Input { report, host: &host, dry_run: false };
+                let input = Input { report, host: &host, is_carried_out: true };
                 let (_, decision) = policy.decide(policy.initial_state(), input, TimeMs(60_000));
                 decision.want_bytes
             };

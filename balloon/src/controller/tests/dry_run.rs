@@ -42,3 +42,43 @@ fn rule_8_a_dry_run_leaves_no_trace_of_what_it_did_not_do() {
     assert_eq!(rig.tick(0).direction, Direction::Grow);
     assert_eq!(rig.host.requested_bytes() - before, 64 * MIB, "the first of the steps");
 }
+
+/// Of a removal that `dapper` decides on while nothing is carried out, nothing is left when that is over: the table is asked
+/// what it says by then.
+#[test]
+fn rule_8_a_removal_that_a_dry_run_or_a_pause_held_up_is_not_under_way() {
+    let begin: [fn(&mut Controller); 2] = [Controller::pause, |controller| controller.set_dry_run(true)];
+    for begin in begin {
+        let policy = Policy::from_name("dapper").expect("listed");
+        let mut rig = Rig::new(policy.with([("watermark-scale", &"1".into())]).expect("in bounds"));
+        rig.host.zones[PM].requested_bytes = 1024 * MIB;
+        rig.follow();
+        let free = |rig: &mut Rig, dram_pages: u64, pm_mib: u64| {
+            let pm_pages = pm_mib * MIB / PAGE_BYTES;
+            let managed_pages = 1024 * MIB / PAGE_BYTES;
+            let kind = ZoneKind::Movable;
+            rig.raw.zones.truncate(1);
+            rig.raw.zones[0].free_pages = dram_pages;
+            rig.raw.zones.push(Zone {
+                node: 1,
+                kind,
+                free_pages: pm_pages,
+                managed_pages,
+                ..Zone::default()
+            });
+            rig.raw.memory.total_bytes = (352 + 1024) * MIB;
+            rig.raw.memory.free_bytes = (dram_pages + pm_pages) * PAGE_BYTES;
+        };
+        begin(&mut rig.controller);
+        // All of PM could go.
+        free(&mut rig, 70_000, 1024);
+        rig.report(1_000, 1_200);
+        assert_eq!(rig.requested_mib().1, 1024);
+        rig.controller.unpause();
+        rig.controller.set_dry_run(false);
+        free(&mut rig, 0, 640);
+        let plan = rig.report(3_600_000, 640);
+        assert_eq!((plan.direction, plan.reason), (Direction::Shrink, Reason::FreeShare));
+        assert_eq!(plan.wanted_bytes, (1024 - 256) * MIB, "a quarter, with between 8 and 12 sixteenths free");
+    }
+}

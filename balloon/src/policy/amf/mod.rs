@@ -61,7 +61,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
         asked.serve(served, &mut state.coming)
     };
     // What was not done is not under way.
-    state.reclaiming &= !input.dry_run;
+    state.reclaiming &= input.is_carried_out;
     (state, decision)
 }
 

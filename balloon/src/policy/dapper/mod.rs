@@ -81,7 +81,7 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
         state.served = served.map(|short| short.node.node).or(state.served);
         asked.serve(served, &mut state.coming)
     };
-    if input.dry_run {
+    if !input.is_carried_out {
         // Nothing was taken and nobody served: Table 4 is asked anew, and whose turn it is stays.
         (state.removing, state.served) = (None, served_before);
     }

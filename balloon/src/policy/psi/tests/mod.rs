@@ -18,7 +18,6 @@ struct Rig {
     state: State,
     host: HostView,
     raw: RawReport,
-    dry_run: bool,
 }
 
 impl Rig {
@@ -29,7 +28,6 @@ impl Rig {
             // Short: rules 8 and 9 count in these.
             params: Params { idle_ms: 3_000, ..Params::default() },
             state: State::default(),
-            dry_run: false,
             host: HostView {
                 zones: vec![zone(0, Tier::Dram, 128), zone(1, Tier::Pm, 1024)],
                 boot_bytes: 384 * MIB,
@@ -61,7 +59,7 @@ impl Rig {
         self.raw.monotonic_ms += ms;
         self.raw.memory.available_bytes = available_mib * MIB;
         let report = Report::try_from(self.raw.clone()).expect("sound");
-        let input = Input { report: &report, host: &self.host, dry_run: self.dry_run };
+        let input = Input { report: &report, host: &self.host, is_carried_out: true };
         let now = TimeMs(self.raw.monotonic_ms);
         let (state, decision) = decide(&self.params, self.state.clone(), input, now);
         self.state = state;
