@@ -340,19 +340,20 @@ impl Controller {
         (!movable).then_some(self.rules.unmovable_permille)
     }
 
-    /// Whether a zone that the loop sizes is still to follow. A hand's request is the hand's to wait for, and less than a
-    /// block of a grow is not waited for.
-    fn is_in_progress(&self, host: &HostView) -> bool {
-        let own = host.zones.iter().zip(&self.zones).filter(|(_, followed)| !followed.pinned);
-        own.map(|(zone, _)| zone).any(|zone| {
-            zone.outstanding_shrink_bytes() > 0 || zone.outstanding_grow_bytes() >= zone.block_bytes.max(1)
-        })
+    /// The zones that the loop sizes: a hand's request is the hand's to wait for.
+    fn own<'a>(&'a self, host: &'a HostView) -> impl Iterator<Item = &'a ZoneSizes> {
+        let zones = host.zones.iter().zip(&self.zones);
+        zones.filter(|(_, followed)| !followed.pinned).map(|(zone, _)| zone)
     }
 
-    /// Whether memory that the loop has asked for is on its way to the guest.
+    /// Whether a zone that the loop sizes is still to follow.
+    fn is_in_progress(&self, host: &HostView) -> bool {
+        self.is_growing(host) || self.own(host).any(|zone| zone.outstanding_shrink_bytes() > 0)
+    }
+
+    /// Whether memory that the loop has asked for is on its way to the guest. Less than a block is not waited for.
     fn is_growing(&self, host: &HostView) -> bool {
-        let own = host.zones.iter().zip(&self.zones).filter(|(_, followed)| !followed.pinned);
-        own.map(|(zone, _)| zone).any(|zone| zone.outstanding_grow_bytes() >= zone.block_bytes.max(1))
+        self.own(host).any(|zone| zone.outstanding_grow_bytes() >= zone.block_bytes.max(1))
     }
 
     fn plan(&mut self, event: Event<'_>, host: &HostView, now: TimeMs) -> Plan {
