@@ -133,6 +133,20 @@ package_tree() {
 # cached_deb PACKAGE: the newest .deb of it in the cache, or nothing.
 cached_deb() { find "$DEB_CACHE" -maxdepth 1 -name "$1_*.deb" -printf '%T@ %p\n' 2>/dev/null | sort -n | tail -1 | cut -d' ' -f2-; }
 
+# measured_on: what figures are measured on, in a line: our programs by their commit and, where the host is emulated, by which
+# QEMU: a mended one (ci/nested/mend-qemu) says of itself that it is the other.
+measured_on() {
+    local ours qemu
+    ours="foreshore $(git -C "$ROOT" describe --always --dirty --abbrev=12 2>/dev/null || echo 'of no commit')"
+    if [ "$("$ROOT/ci/nested/host" --which)" = direct ]; then
+        echo "$ours; this machine: $(awk -F ': ' '/^model name/ { print $2; exit }' /proc/cpuinfo), Linux $(uname -r)"
+        return
+    fi
+    qemu=$("$ROOT/ci/nested/mend-qemu")
+    echo "$ours; emulated, Linux $(kernel_field 6.12 version), $("$qemu" --version | head -n 1)$(
+        [ "$qemu" = "$(command -v qemu-system-x86_64)" ] || echo ', mended'), sha256 $(sha256sum <"$qemu" | cut -d ' ' -f 1)"
+}
+
 # kernel_names: the names in the lock, in its order.
 kernel_names() { awk '!/^#/ && NF { print $1 }' "$KERNELS_LOCK"; }
 

@@ -10,6 +10,11 @@ use serde_json::{Map, Value, json};
 use crate::samples::{Row, Samples, Target, median, p99, smallest};
 use crate::vmm::{FORESHORE, QEMU};
 
+/// What it was measured on, as ci/nested/host says.
+fn measured_on() -> String {
+    std::env::var("FORESHORE_MEASURED_ON").unwrap_or_else(|_| "nobody has said what".to_owned())
+}
+
 /// Writes bench.md and bench.json into `dir`.
 pub fn write(samples: &Samples, rounds: usize, dir: &Path) -> Result<()> {
     let files = [
@@ -38,6 +43,7 @@ pub fn markdown(samples: &Samples, rounds: usize) -> String {
         let (target, met) = verdict(samples, row);
         let _ = writeln!(text, "| {} | {} | {ratio} | {target} | {met} |", row.title(), cells.join(" | "));
     }
+    let _ = writeln!(text, "\nMeasured on: {}.", measured_on());
     text
 }
 
@@ -91,7 +97,7 @@ fn as_json(samples: &Samples, rounds: usize) -> Value {
             (row.key().to_owned(), value)
         })
         .collect();
-    json!({ "rounds": rounds, "rows": rows })
+    json!({ "rounds": rounds, "measured_on": measured_on(), "rows": rows })
 }
 
 #[cfg(test)]
