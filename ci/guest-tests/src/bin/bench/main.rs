@@ -2,6 +2,7 @@
 //!
 //! It says what it found and never judges by exit code: a time is no test.
 
+mod agent;
 mod boot;
 mod plug;
 mod pressure;
@@ -22,7 +23,7 @@ use samples::Samples;
 use vmm::Vmm;
 
 const USAGE: &str = "\
-usage: bench [--rounds N] [--only boot,plug,volume,tree,pressure,stream] [--out DIR]
+usage: bench [--rounds N] [--only boot,plug,volume,tree,pressure,agent,stream] [--out DIR]
   FORESHORE_TEST_BENCH_VMM=NAME   one more VMM, with Cloud Hypervisor's flags and API";
 
 /// A group of measurements that share a guest.
@@ -33,15 +34,17 @@ enum Group {
     Volume,
     Tree,
     Pressure,
+    Agent,
     Stream,
 }
 
-const GROUPS: [(&str, Group); 6] = [
+const GROUPS: [(&str, Group); 7] = [
     ("boot", Group::Boot),
     ("plug", Group::Plug),
     ("volume", Group::Volume),
     ("tree", Group::Tree),
     ("pressure", Group::Pressure),
+    ("agent", Group::Agent),
     ("stream", Group::Stream),
 ];
 
@@ -115,6 +118,7 @@ fn run(group: Group, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
         Group::Volume => volume::measure(vmms, samples),
         Group::Tree => tree::measure(vmms, samples),
         Group::Pressure => pressure::measure(samples),
+        Group::Agent => agent::measure(samples),
         Group::Stream => stream::measure(samples),
     }
 }

@@ -33,6 +33,9 @@ pub enum Row {
     BurstToOnline,
     RequestToOnline,
     BurstOverRequest,
+    AgentCpu,
+    MonitorsCpu,
+    AgentRss,
     StreamCopy,
     StreamScale,
     StreamAdd,
@@ -60,10 +63,11 @@ pub enum Unit {
     Mebibytes,
     /// Of two times.
     Ratio,
+    Percent,
 }
 
 impl Row {
-    pub const ALL: [Self; 34] = [
+    pub const ALL: [Self; 37] = [
         Self::Boot,
         Self::VmmMemory,
         Self::Plug,
@@ -92,6 +96,9 @@ impl Row {
         Self::BurstToOnline,
         Self::RequestToOnline,
         Self::BurstOverRequest,
+        Self::AgentCpu,
+        Self::MonitorsCpu,
+        Self::AgentRss,
         Self::StreamCopy,
         Self::StreamScale,
         Self::StreamAdd,
@@ -131,6 +138,9 @@ impl Row {
             Self::BurstToOnline => "burst_to_online_seconds",
             Self::RequestToOnline => "request_to_online_seconds",
             Self::BurstOverRequest => "burst_over_request_seconds",
+            Self::AgentCpu => "agent_at_rest_cpu_percent",
+            Self::MonitorsCpu => "agent_at_rest_damon_cpu_percent",
+            Self::AgentRss => "agent_at_rest_resident_mebibytes",
             Self::StreamCopy => "stream_copy_devdax_ratio",
             Self::StreamScale => "stream_scale_devdax_ratio",
             Self::StreamAdd => "stream_add_devdax_ratio",
@@ -171,6 +181,9 @@ impl Row {
             Self::BurstToOnline => "burst of allocation to memory online",
             Self::RequestToOnline => "request of as much by the API to memory online",
             Self::BurstOverRequest => "the burst's median less the request's",
+            Self::AgentCpu => "agent at rest, of a CPU",
+            Self::MonitorsCpu => "DAMON on its behalf, of a CPU",
+            Self::AgentRss => "agent at rest, resident",
             Self::StreamCopy => "STREAM copy, raw volume by devdax: time of that in the pool's memory",
             Self::StreamScale => "STREAM scale, the same",
             Self::StreamAdd => "STREAM add, the same",
@@ -182,7 +195,8 @@ impl Row {
 
     pub fn unit(self) -> Unit {
         match self {
-            Self::VmmMemory => Unit::Mebibytes,
+            Self::VmmMemory | Self::AgentRss => Unit::Mebibytes,
+            Self::AgentCpu | Self::MonitorsCpu => Unit::Percent,
             Self::Boot
             | Self::Plug
             | Self::Unplug
@@ -223,6 +237,8 @@ impl Row {
             }
             Self::ReportToPlan | Self::ReportToPlanP99 => Target::AtMost(0.001),
             Self::BurstOverRequest => Target::AtMost(0.1),
+            Self::AgentCpu => Target::AtMost(0.2),
+            Self::AgentRss => Target::AtMost(3.0),
             Self::BlockWrite | Self::BlockRead => Target::TimesQemu(1.0),
             _ => Target::Open,
         }
@@ -276,6 +292,7 @@ impl Unit {
             Self::Microseconds => format!("{value:.0} µs"),
             Self::Mebibytes => format!("{value:.1} MiB"),
             Self::Ratio => format!("{value:.3}"),
+            Self::Percent => format!("{value:.3} %"),
         }
     }
 }

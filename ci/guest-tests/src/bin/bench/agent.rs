@@ -1,0 +1,85 @@
+//! What the agent takes in a guest at rest, by the guest's own counters and clock.
+
+use anyhow::{Context, Result, bail};
+use guest_tests::Guest;
+
+use crate::samples::{Row, Samples};
+use crate::vmm::FORESHORE;
+
+/// So long is looked at: thirty reports, and more than once at what has been idle.
+const SPAN_S: u64 = 30;
+/// An agent at rest reports once a second. More in that time, and one or two may come early of a guest that does nothing.
+const MOST_REPORTS: u64 = SPAN_S + 3;
+/// Until the guest has come to rest after its boot.
+const MOST_SPANS: usize = 10;
+
+/// What has been spent so far, in nanoseconds of a CPU.
+struct Spent {
+    uptime_s: f64,
+    agent_ns: f64,
+    monitors_ns: f64,
+}
+
+/// Uptime; the time of all threads of the agent; that of DAMON's, which look for idle memory on its behalf.
+const SPENT: &str = "sum() { awk '{ ns += $1 } END { printf \"%.0f\\n\", ns }'; }; \
+    cut -d ' ' -f 1 /proc/uptime; cat /proc/$(pidof foreshore-agent)/task/*/schedstat | sum; \
+    for comm in $(grep -ls ^kdamond /proc/[0-9]*/comm); do cat ${comm%comm}schedstat; done | sum";
+
+impl Spent {
+    fn read(guest: &Guest) -> Result<Self> {
+        Self::parse(&guest.run(SPENT)?)
+    }
+
+    fn parse(text: &str) -> Result<Self> {
+        let numbers = text.split_whitespace().map(str::parse).collect::<Result<Vec<f64>, _>>();
+        match numbers.with_context(|| format!("What was spent comes to {text:?}"))?[..] {
+            [uptime_s, agent_ns, monitors_ns] => Ok(Self { uptime_s, agent_ns, monitors_ns }),
+            _ => bail!("What was spent comes to {text:?}"),
+        }
+    }
+
+    /// Percent of a CPU since `before`: of the agent, and of the monitors.
+    fn since(&self, before: &Self) -> (f64, f64) {
+        let percent = |ns: f64| ns / 1e9 / (self.uptime_s - before.uptime_s) * 100.0;
+        (percent(self.agent_ns - before.agent_ns), percent(self.monitors_ns - before.monitors_ns))
+    }
+}
+
+pub fn measure(samples: &mut Samples) -> Result<()> {
+    let guest = Guest::builder().memory("size=1G").pressure("psi").boot()?;
+    let reports = || -> Result<u64> {
+        let info = guest.api("GET", "vm.pressure", None)?;
+        info["details"]["reports"].as_u64().with_context(|| format!("No number of reports: {info}"))
+    };
+    for _ in 0..MOST_SPANS {
+        let (before, reports_before) = (Spent::read(&guest)?, reports()?);
+        guest.run(&format!("sleep {SPAN_S}"))?;
+        let (reported, after) = (reports()? - reports_before, Spent::read(&guest)?);
+        if reported > MOST_REPORTS {
+            eprintln!("bench:     {reported} reports in {SPAN_S} s: the agent is not at rest yet");
+            continue;
+        }
+        let (agent, monitors) = after.since(&before);
+        samples.add(Row::AgentCpu, FORESHORE, agent);
+        samples.add(Row::MonitorsCpu, FORESHORE, monitors);
+        let rss = guest.run("awk '/^VmRSS:/ { print $2 }' /proc/$(pidof foreshore-agent)/status")?;
+        let rss_kib: f64 = rss.trim().parse().with_context(|| format!("VmRSS is {rss:?}"))?;
+        samples.add(Row::AgentRss, FORESHORE, rss_kib / 1024.0);
+        return Ok(());
+    }
+    bail!("The agent does not come to rest")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_spent_is_a_share_of_the_time_between() {
+        let before = Spent::parse("10.00\n1000000\n0\n").unwrap();
+        let after = Spent::parse("40.00\n31000000\n3000000\n").unwrap();
+        let (agent, monitors) = after.since(&before);
+        assert!((agent - 0.1).abs() < 1e-9 && (monitors - 0.01).abs() < 1e-9, "{agent} {monitors}");
+        assert!(Spent::parse("10.00\n\n0\n").is_err());
+    }
+}
