@@ -214,6 +214,12 @@ impl GuestBuilder {
         self
     }
 
+    /// `-v`: its log says what it does, and not only what is wrong.
+    pub fn verbose(mut self) -> Self {
+        self.arguments.push("-v".to_owned());
+        self
+    }
+
     /// Leaves a flag of the builder's out: `--vsock`, `--metrics`, `--kernel`.
     pub fn without(mut self, flag: &'static str) -> Self {
         self.without.push(flag);

@@ -90,6 +90,7 @@ fn hybrid_guest(pool: &Pool, vm_name: &str, metrics: &str) -> GuestBuilder {
         .pm_memory(&format!("pool={},size=1G", pool.name()))
         .cmdline("foreshore.zram=256M")
         .metrics(&format!("{metrics},vm={vm_name}"))
+        .verbose()
 }
 
 /// A disk out of the pool that also lends the guest its memory.
