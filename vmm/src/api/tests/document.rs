@@ -7,7 +7,7 @@ use super::*;
 use crate::vm::decision::{
     DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome, ReportDigest,
 };
-use crate::vm::request::{RecordingInfo, RecordingState};
+use crate::vm::request::{PressureChange, RecordingInfo, RecordingState};
 
 const DOCUMENT: &str = include_str!("../../../../docs/api.md");
 
@@ -29,6 +29,23 @@ fn examples(section: &str) -> Vec<String> {
     }
     examples.retain(|example| !example.is_empty());
     examples
+}
+
+/// The calls of a section, as they may be typed: comments beside them are for the reader.
+fn calls(section: &str) -> Vec<String> {
+    let mut calls: Vec<String> = Vec::new();
+    let lines = section.lines().filter_map(|line| line.strip_prefix("    "));
+    let mut in_call = false;
+    for line in lines {
+        if line.starts_with("curl ") {
+            calls.push(String::new());
+        } else if !in_call {
+            continue;
+        }
+        in_call = line.ends_with('\\');
+        *calls.last_mut().unwrap() += line.trim_end_matches('\\');
+    }
+    calls
 }
 
 /// An example that nothing was left out of.
@@ -106,7 +123,7 @@ fn examples_are_what_is_answered() {
     assert_whole::<Memory>(memory);
     let [volumes] = &examples(section("vm.volumes"))[..] else { panic!("not one example") };
     assert_whole::<Volumes>(volumes);
-    let made = examples(section("vm.pressure")).into_iter().filter(|example| !example.starts_with("curl "));
+    let made = examples(section("vm.pressure")).into_iter().filter(|example| example.starts_with('{'));
     let [made, recording] = &made.collect::<Vec<_>>()[..] else { panic!("not two examples") };
     assert_whole::<RecordingInfo>(recording);
     // What is left out of this one it says.
@@ -151,30 +168,47 @@ fn details_of_vm_pressure_are_those_of_the_document() {
     assert_eq!(documented, details);
 }
 
-/// Calls as somebody would try them: what each asks for is there, and is answered.
+/// Calls as somebody would try them, one after the other: what each asks for is there, and is answered.
 #[test]
 fn calls_that_the_document_shows_are_answered() {
     run(async |mut fixture| {
-        let shown: Vec<_> =
-            examples(section("vm.pressure")).into_iter().filter(|text| text.starts_with("curl ")).collect();
-        assert_eq!(shown.len(), 2);
-        for text in shown {
+        let mut governed = crate::governor::fake::fixture("psi", false, true);
+        let mut changed = PressureChange::default();
+        for text in calls(section("vm.pressure")) {
             let (_, call) = text.split_once("http://localhost/api/v1/").unwrap();
             let call = call.split([' ', '\'']).next().unwrap();
             let body = text.split_once("-d '").map_or("", |(_, body)| body.strip_suffix('\'').unwrap());
             let (method, status) = if text.contains(" -X PUT ") { ("PUT", 204) } else { ("GET", 200) };
             assert_eq!(fixture.call(method, call, body).await.0, status, "{text}");
-            if !body.is_empty() {
-                let asked = fixture.asked.recv().await.unwrap();
-                let change: crate::vm::request::PressureChange = serde_json::from_str(body).unwrap();
-                assert!(asked.contains(&format!("{change:?}")), "{asked}");
-                let mut governed = crate::governor::fake::fixture("psi", false, true);
-                governed.core.change(&change).unwrap();
-            } else {
-                fixture.asked.recv().await.unwrap();
+            let asked = fixture.asked.recv().await.unwrap();
+            if body.is_empty() {
+                continue;
             }
+            let change: PressureChange = serde_json::from_str(body).unwrap();
+            assert!(asked.contains(&format!("{change:?}")), "{asked}");
+            governed.core.change(&change).unwrap_or_else(|error| panic!("{text}: {error}"));
+            note(&mut changed, change);
         }
+        let shown = serde_json::to_value(&changed).unwrap();
+        let missing: Vec<_> =
+            shown.as_object().unwrap().iter().filter(|(_, value)| value.is_null()).collect();
+        assert!(missing.is_empty(), "no example has {missing:?}");
     });
+}
+
+/// Of both, what either says.
+fn note(all: &mut PressureChange, one: PressureChange) {
+    let PressureChange { policy, size, dry_run, pause, resume, zone, params, rules } = std::mem::take(all);
+    *all = PressureChange {
+        policy: one.policy.or(policy),
+        size: one.size.or(size),
+        dry_run: one.dry_run.or(dry_run),
+        pause: one.pause.or(pause),
+        resume: one.resume.or(resume),
+        zone: one.zone.or(zone),
+        params: one.params.or(params),
+        rules: one.rules.or(rules),
+    };
 }
 
 /// A status as it is answered has its state by name, and that name is in the section.
