@@ -29,8 +29,8 @@ const MOST_RSS_KIB: u64 = 3 * 1024;
 const REST_REPORTS: u64 = 15;
 /// A second has ten looks, of which one is a report; twenty would be too many.
 const MOST_SLEEPS: f64 = 13.0;
-/// Of one CPU, and loose. It is 0.1 % with hardware virtualisation, where nobody measures here. Emulated it is 1 to 2 %, and what
-/// else runs on the machine takes from the vCPU without the guest's kernel seeing it.
+/// Of one CPU, and loose: it is there for an agent that spins. Emulated it is 1 to 2 %, and what else runs on the machine takes from
+/// the vCPU without the guest's kernel seeing it. The figure, by instructions and beside its target, is `ci/bench --only agent`'s.
 const MOST_CPU: f64 = 0.1;
 const MONITORS: &str = "/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds";
 
