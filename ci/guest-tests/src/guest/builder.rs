@@ -324,13 +324,15 @@ mod tests {
 
     #[test]
     fn a_builder_says_what_it_was_told() {
-        let builder = Guest::builder().cpus(2).max_cpus(4).memory("size=1G").pressure("off").cmdline("a=b");
+        let builder =
+            Guest::builder().cpus(2).max_cpus(4).memory("size=1G").pressure("off").cmdline("a=b").verbose();
         let arguments = arguments(&builder);
         assert_eq!(value(&arguments, "--cpus"), Some("boot=2,max=4"));
         assert_eq!(value(&arguments, "--memory"), Some("size=1G"));
         assert_eq!(value(&arguments, "--pressure"), Some("policy=off"));
         assert_eq!(value(&arguments, "--vsock"), Some("cid=3,socket=/t/vm0.vsock"));
         assert!(value(&arguments, "--cmdline").unwrap().ends_with(" a=b"));
+        assert!(arguments.contains(&"-v".to_owned()));
     }
 
     #[test]
