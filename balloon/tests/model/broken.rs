@@ -19,6 +19,12 @@ pub(super) enum Broken {
     EarlyShrink,
     /// What has just gone comes back though nobody is short.
     GrowBack,
+    /// It comes back for a fill though nothing was filled.
+    FillsNothing,
+    /// When nobody is heard, memory goes,
+    FailsShut,
+    /// or a guest that was short is left as it is.
+    HoldsShut,
     /// A grow has a reason for a shrink, or one of another policy.
     GrowReason,
     /// A shrink has a reason for a grow.
@@ -49,7 +55,7 @@ pub(super) enum Broken {
     Restless,
 }
 
-pub(super) const LIVES: [Broken; 21] = [
+pub(super) const LIVES: [Broken; 23] = [
     Broken::ZoneFloor,
     Broken::ZoneCeiling,
     Broken::HalfBlock,
@@ -57,6 +63,8 @@ pub(super) const LIVES: [Broken; 21] = [
     Broken::Ceiling,
     Broken::EarlyShrink,
     Broken::GrowBack,
+    Broken::FailsShut,
+    Broken::HoldsShut,
     Broken::GrowReason,
     Broken::ShrinkReason,
     Broken::HoldReason,
@@ -114,6 +122,41 @@ impl Broken {
                     let bytes = &mut plan.targets[zone].requested_bytes;
                     *bytes = (*bytes + BLOCK_BYTES).min(world.host.zones[zone].max_bytes);
                     (plan.direction, plan.reason) = (Direction::Grow, *reason);
+                }
+            }
+            Broken::FillsNothing
+                if idle
+                    && !world.paused
+                    && world.may_fill()
+                    && since(world.last_shrink).is_some_and(|ms| ms < rules.cool_down_ms)
+                    && world.host.requested_bytes() + BLOCK_BYTES <= rules.ceiling_bytes =>
+            {
+                let has_room = |zone: &ZoneSizes| zone.requested_bytes + BLOCK_BYTES <= zone.max_bytes;
+                let zone = (2..ZONES).find(|i| unpinned(i) && has_room(&world.host.zones[*i]));
+                if let Some(zone) = zone {
+                    plan.targets[zone].requested_bytes += BLOCK_BYTES;
+                    (plan.direction, plan.reason) = (Direction::Grow, Reason::Filling);
+                }
+            }
+            Broken::FailsShut
+                if plan.reason == Reason::ReportsLost
+                    && world.has_followed()
+                    && since(world.last_grow).is_none_or(|ms| ms >= rules.cool_down_ms)
+                    && world.host.requested_bytes() >= rules.floor_bytes + BLOCK_BYTES =>
+            {
+                let zone = (0..2).find(|i| unpinned(i) && world.host.zones[*i].requested_bytes >= 64 * MIB);
+                if let (Some(zone), Some(reason)) = (zone, own.1.first()) {
+                    for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
+                        target.requested_bytes = zone.requested_bytes;
+                    }
+                    plan.targets[zone].requested_bytes -= BLOCK_BYTES;
+                    (plan.direction, plan.reason) = (Direction::Shrink, *reason);
+                }
+            }
+            Broken::HoldsShut if plan.reason == Reason::ReportsLost => {
+                plan.direction = Direction::Hold;
+                for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
+                    target.requested_bytes = zone.requested_bytes;
                 }
             }
             Broken::GrowReason if plan.direction == Direction::Grow => plan.reason = Reason::Enough,

@@ -19,6 +19,7 @@ impl World {
             prop_assert!(plan.changes(&self.host).next().is_none(), "a loop that is paused changes nothing");
         }
         self.check_bounds(plan)?;
+        self.check_unheard(plan)?;
         match plan.direction {
             Direction::Grow => self.check_grow(plan),
             Direction::Shrink => self.check_shrink(plan),
@@ -57,6 +58,28 @@ impl World {
         let is_held = plan.direction == Direction::Hold && hold.contains(&plan.reason);
         prop_assert!(is_held || ways.contains(&plan.reason), "stays {}: {:?}", what, plan);
         Ok(())
+    }
+
+    /// While nobody is heard nothing goes but what a size or a bound says, and a guest that was short is given more.
+    fn check_unheard(&self, plan: &Plan) -> Result<(), TestCaseError> {
+        if self.arrived.is_some() {
+            return Ok(());
+        }
+        let by_order = [Reason::AboveCeiling, Reason::FixedSize].contains(&plan.reason);
+        let is_taken = plan.direction == Direction::Shrink;
+        prop_assert!(!is_taken || by_order, "{:?} of a guest that is not heard", plan.reason);
+        let was_short = self.heard.is_some_and(|(_, was_short)| was_short);
+        let is_owed = was_short && self.is_unheard() && !self.tried_unheard;
+        prop_assert!(!(is_owed && is_held_unheard(plan)), "a guest that was short is left alone");
+        Ok(())
+    }
+
+    /// Whether all that the loop has asked for is there, or gone.
+    pub(super) fn has_followed(&self) -> bool {
+        let own = self.host.zones.iter().zip(self.pinned).filter(|(_, pinned)| !pinned);
+        let mut outstanding =
+            own.map(|(zone, _)| (zone.outstanding_grow_bytes(), zone.outstanding_shrink_bytes()));
+        outstanding.all(|(grow, shrink)| grow < BLOCK_BYTES && shrink == 0)
     }
 
     /// `psi` says what it has seen.
@@ -125,11 +148,7 @@ impl World {
         prop_assert!(plan.requested_bytes() >= self.controller.rules().floor_bytes, "below the floor");
         let taken = self.host.requested_bytes() - plan.requested_bytes();
         prop_assert!(taken <= (128 * MIB).max(self.host.plugged_bytes() / 8), "a step of {}", taken);
-        let own = self.host.zones.iter().zip(self.pinned).filter(|(_, pinned)| !pinned);
-        let mut outstanding =
-            own.map(|(zone, _)| (zone.outstanding_grow_bytes(), zone.outstanding_shrink_bytes()));
-        let followed = outstanding.all(|(grow, shrink)| grow < BLOCK_BYTES && shrink == 0);
-        prop_assert!(followed, "the last step has not been followed");
+        prop_assert!(self.has_followed(), "the last step has not been followed");
         let cooled = self.last_grow.is_none_or(|at| self.now.since(at) >= Rules::default().cool_down_ms);
         prop_assert!(cooled, "taken back too soon after a grow");
         let dram_taken =

@@ -9,10 +9,8 @@ impl World {
         let free_bytes = report.memory().free_bytes;
         match self.controller.policy() {
             Policy::Psi(params) => {
-                let total_bytes = report.memory().total_bytes;
-                let least_bytes =
-                    params.min_headroom_bytes.max(self.high_bytes(true) * params.watermark_scale);
-                let bridge_bytes = (total_bytes / 1000 * params.headroom_permille).max(least_bytes);
+                let (total_bytes, bridge_bytes) =
+                    (report.memory().total_bytes, self.bridge_bytes(params, report));
                 let coming_bytes = self.coming_bytes(report, false);
                 // What a shrink has left is enough until something is taken of it.
                 let taken = self.left_bytes.is_none_or(|left_bytes| coming_bytes < left_bytes);
@@ -24,8 +22,8 @@ impl World {
                     .any(|ms| (until_ms.saturating_sub(2_500)..=until_ms).contains(ms));
                 match reason {
                     Reason::LowAvailable => taken && coming_bytes < bridge_bytes,
-                    // It fills at most half of what there is in time; what is swapped out counts.
-                    Reason::Filling => (filled || swapped) && coming_bytes < bridge_bytes + total_bytes / 2,
+                    // What is swapped out counts.
+                    Reason::Filling => (filled || swapped) && self.may_fill(),
                     Reason::Swapping | Reason::Stalled => coming_bytes < bridge_bytes + total_bytes / 4,
                     // Refaults that are waited for, which `check_seen` looks for.
                     _ => reason == Reason::Thrashing,
@@ -37,6 +35,21 @@ impl World {
             Policy::Memorage(params) => free_bytes < self.high_bytes(false) * params.watermark_scale,
             Policy::Fixed(_) | Policy::Off => false,
         }
+    }
+
+    /// Whether `psi` may provide for a fill, if there is one: it fills at most half of what there is in time.
+    pub(super) fn may_fill(&self) -> bool {
+        let (Policy::Psi(params), Some((_, report))) = (self.controller.policy(), &self.arrived) else {
+            return false;
+        };
+        let most_bytes = self.bridge_bytes(params, report) + report.memory().total_bytes / 2;
+        self.coming_bytes(report, false) < most_bytes
+    }
+
+    /// The most that `psi` takes for a bridge.
+    fn bridge_bytes(&self, params: &psi::Params, report: &Report) -> u64 {
+        let least_bytes = params.min_headroom_bytes.max(self.high_bytes(true) * params.watermark_scale);
+        (report.memory().total_bytes / 1000 * params.headroom_permille).max(least_bytes)
     }
 
     /// A shrink leaves what the guest would ask for again.
