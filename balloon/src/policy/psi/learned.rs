@@ -217,10 +217,13 @@ impl Patience {
         params.idle_ms.max(self.longer_ms).min(params.max_idle_ms)
     }
 
-    /// Sees whether memory was given back since the last report.
+    /// Sees whether memory was given back since the last report. What a guest unplugs that is to have more was not asked of it:
+    /// Linux does that where it lacks the page descriptors, and tries again.
     pub fn learn(&mut self, host: &HostView, now: TimeMs) {
         let plugged_bytes = host.plugged_bytes();
-        if plugged_bytes < self.plugged_bytes {
+        let is_growing =
+            host.zones.iter().any(|zone| zone.outstanding_grow_bytes() >= zone.block_bytes.max(1));
+        if plugged_bytes < self.plugged_bytes && !is_growing {
             self.shrunk_at = Some(now);
         }
         self.plugged_bytes = plugged_bytes;

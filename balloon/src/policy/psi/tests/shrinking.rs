@@ -152,6 +152,23 @@ fn rule_9_a_grow_long_after_a_shrink_is_no_regret() {
     assert_eq!(rig.state.patience.ms(&rig.params), 3_000);
 }
 
+/// A guest without room for page descriptors unplugs again what it has just plugged, and plugs it later.
+#[test]
+fn rule_9_what_the_guest_unplugs_while_it_is_to_grow_was_not_taken() {
+    let mut rig = Rig::new();
+    assert!(rig.report(1000, 30).pressure);
+    rig.host.zones[1].requested_bytes = 128 * MIB;
+    for plugged_mib in [8, 0, 8, 0] {
+        rig.host.zones[1].plugged_bytes = plugged_mib * MIB;
+        assert_eq!(rig.report(50, 30).want_bytes, None, "on its way");
+    }
+    rig.plug(128);
+    rig.report(1000, 30);
+    rig.host.zones[1].requested_bytes += 16 * MIB;
+    rig.report(50, 30);
+    assert_eq!(rig.state.patience.ms(&rig.params), 3_000, "nothing was asked back");
+}
+
 #[test]
 fn rule_9_patience_doubles_at_least() {
     let mut patience = Patience::default();
