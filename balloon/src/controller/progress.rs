@@ -75,6 +75,12 @@ impl Progress {
         let has_grown = zone.requested_bytes > self.requested_bytes;
         let lacks_bytes =
             if is_short { self.requested_bytes.saturating_sub(zone.requested_bytes) } else { 0 };
+        if zone.plugged_bytes >= self.plugged_bytes
+            && self.rise.is_some_and(|rise| now.since(rise.at) >= STAYS_MS)
+        {
+            self.rise = None;
+            self.grow = Attempt::default();
+        }
         let before = (self.moved, self.kept);
         let is_asked_anew = zone.requested_bytes != self.requested_bytes;
         if is_asked_anew || zone.plugged_bytes != self.plugged_bytes {
@@ -96,10 +102,6 @@ impl Progress {
                 true => (self.shrink, self.rise) = (Attempt::default(), None),
                 false => self.sank(zone.plugged_bytes),
             }
-        }
-        if self.rise.is_some_and(|rise| now.since(rise.at) >= STAYS_MS) {
-            self.rise = None;
-            self.grow = Attempt::default();
         }
         self.requested_bytes = zone.requested_bytes;
         self.plugged_bytes = zone.plugged_bytes;

@@ -87,6 +87,22 @@ fn rule_5_what_is_unplugged_again_at_once_is_no_progress() {
 }
 
 #[test]
+fn rule_5_what_came_earlier_and_stays_does_not_vouch_for_what_comes_later() {
+    let mut rig = Rig::fixed(256);
+    rig.host.zones[DRAM].max_bytes = 0;
+    rig.tick(0);
+    rig.host.zones[PM].plugged_bytes = 128 * MIB;
+    rig.tick(10);
+    // A moment more than a second later, and no step between.
+    rig.host.zones[PM].plugged_bytes = 256 * MIB;
+    rig.tick(1_500);
+    rig.host.zones[PM].plugged_bytes = 128 * MIB;
+    rig.tick(10);
+    assert_eq!(rig.tick(3_480).reason, Reason::InProgress);
+    assert_eq!(rig.tick(10).reason, Reason::NoProgress, "5 s since the first came");
+}
+
+#[test]
 fn rule_5_what_stays_of_what_is_unplugged_again_is_progress() {
     let mut rig = Rig::fixed(256);
     rig.host.zones[DRAM].max_bytes = 0;
