@@ -13,6 +13,7 @@ use balloon::proto::Report;
 use balloon::{HostView, TimeMs, ZoneSizes};
 
 use super::DeviceSizes;
+use super::progress::STAYS_MS;
 use crate::vm::decision::{
     DECISIONS_KEPT, DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome, ReportDigest,
 };
@@ -30,6 +31,8 @@ pub struct Audit {
     total: u64,
     /// Numbers of those that the guest has not followed yet, oldest first.
     open: Vec<u64>,
+    /// Numbers of those that it has just followed, and may not have for good.
+    fresh: Vec<(u64, TimeMs)>,
 }
 
 /// What a decision was made upon.
@@ -71,20 +74,31 @@ struct Ask {
     /// What was plugged then.
     from_bytes: u64,
     target_bytes: u64,
-    reached: bool,
+    reached: Option<TimeMs>,
 }
 
 impl Ask {
-    fn new(index: usize, zone: &ZoneSizes, target_bytes: u64) -> Self {
+    fn new(index: usize, zone: &ZoneSizes, target_bytes: u64, now: TimeMs) -> Self {
         let mut ask = Self {
             zone: index,
             grows: target_bytes > zone.requested_bytes,
             from_bytes: zone.plugged_bytes,
             target_bytes,
-            reached: false,
+            reached: None,
         };
-        ask.reached = ask.is_reached_by(zone.plugged_bytes);
+        ask.reached = ask.is_reached_by(zone.plugged_bytes).then_some(now);
         ask
+    }
+
+    /// Takes the zone's present sizes. What is unplugged again at once, though it is asked for, has not been reached.
+    fn observe(&mut self, sizes: &DeviceSizes, now: TimeMs) {
+        let is_reached = self.is_reached_by(sizes.plugged_bytes);
+        let is_asked = self.grows && sizes.requested_bytes >= self.target_bytes;
+        match self.reached {
+            None if is_reached => self.reached = Some(now),
+            Some(at) if !is_reached && is_asked && now.since(at) < STAYS_MS => self.reached = None,
+            _ => {}
+        }
     }
 
     fn is_reached_by(&self, plugged_bytes: u64) -> bool {
@@ -93,11 +107,12 @@ impl Ask {
 
     /// Whether a request for `bytes` takes back what this one asks.
     fn is_undone_by(&self, bytes: u64) -> bool {
-        !self.reached && if self.grows { bytes < self.target_bytes } else { bytes > self.target_bytes }
+        self.reached.is_none()
+            && if self.grows { bytes < self.target_bytes } else { bytes > self.target_bytes }
     }
 
     fn moved_bytes(&self, plugged_bytes: u64) -> u64 {
-        let to_bytes = if self.reached { self.target_bytes } else { plugged_bytes };
+        let to_bytes = if self.reached.is_some() { self.target_bytes } else { plugged_bytes };
         if self.grows {
             to_bytes.min(self.target_bytes).saturating_sub(self.from_bytes)
         } else {
@@ -128,7 +143,7 @@ impl Audit {
             .zip(&plan.targets)
             .enumerate()
             .filter(|(_, (zone, target))| !plan.dry_run && zone.requested_bytes != target.requested_bytes)
-            .map(|(index, (zone, target))| Ask::new(index, zone, target.requested_bytes))
+            .map(|(index, (zone, target))| Ask::new(index, zone, target.requested_bytes, now))
             .collect();
         if asks.is_empty()
             && let Some(earlier) = self.said_before(plan, grounds.policy, now)
@@ -144,7 +159,7 @@ impl Audit {
         let end = match () {
             () if plan.dry_run => Some(Outcome::DryRun),
             () if asks.is_empty() => Some(Outcome::None),
-            () if asks.iter().all(|ask| ask.reached) => Some(Outcome::Reached { after_ms: 0 }),
+            () if asks.iter().all(|ask| ask.reached.is_some()) => Some(Outcome::Reached { after_ms: 0 }),
             () => None,
         };
         if end.is_none() {
@@ -203,7 +218,7 @@ impl Audit {
     pub fn sized_by_hand(&mut self, zone: usize, sizes: &[DeviceSizes], now: TimeMs) {
         let plugged: Vec<u64> = sizes.iter().map(|sizes| sizes.plugged_bytes).collect();
         self.close(|entry| {
-            let undone = entry.asks.iter().any(|ask| ask.zone == zone && !ask.reached);
+            let undone = entry.asks.iter().any(|ask| ask.zone == zone && ask.reached.is_none());
             let (moved_bytes, after_ms) = (entry.moved_bytes(&plugged), now.since(entry.at));
             undone.then_some(Outcome::ByHand { moved_bytes, after_ms })
         });
@@ -211,16 +226,17 @@ impl Audit {
 
     /// Takes the zones' present sizes.
     pub fn observe(&mut self, sizes: &[DeviceSizes], now: TimeMs) {
+        self.reopen(sizes, now);
         if self.open.is_empty() {
             return;
         }
         let plugged: Vec<u64> = sizes.iter().map(|sizes| sizes.plugged_bytes).collect();
+        let mut fresh = Vec::new();
         self.close(|entry| {
-            for ask in &mut entry.asks {
-                ask.reached |= plugged.get(ask.zone).is_some_and(|bytes| ask.is_reached_by(*bytes));
-            }
+            entry.observe(sizes, now);
             let after_ms = now.since(entry.at);
-            if entry.asks.iter().all(|ask| ask.reached) {
+            if entry.is_reached() {
+                fresh.push((entry.seq, now));
                 return Some(Outcome::Reached { after_ms });
             }
             // The host could provide less, the device has lowered the request, and the guest has that.
@@ -233,6 +249,25 @@ impl Audit {
             })?;
             let moved_bytes = entry.moved_bytes(&plugged);
             Some(Outcome::Partly { moved_bytes, after_ms, by: None, lack: Some(lack) })
+        });
+        self.fresh.append(&mut fresh);
+    }
+
+    /// Opens what had been reached, and has not stayed so, anew.
+    fn reopen(&mut self, sizes: &[DeviceSizes], now: TimeMs) {
+        let first = self.ring.front().map_or(0, |entry| entry.seq);
+        let (ring, open) = (&mut self.ring, &mut self.open);
+        self.fresh.retain(|&(seq, at)| {
+            if seq < first || now.since(at) >= STAYS_MS {
+                return false;
+            }
+            let entry = Arc::make_mut(&mut ring[(seq - first) as usize]);
+            entry.observe(sizes, now);
+            if !entry.is_reached() {
+                entry.end = None;
+                open.push(seq);
+            }
+            entry.is_reached()
         });
     }
 
@@ -268,6 +303,18 @@ impl Entry {
     fn is_of_the_kind_of(&self, plan: &Plan) -> bool {
         let old = &self.plan;
         (old.direction, old.reason, old.dry_run) == (plan.direction, plan.reason, plan.dry_run)
+    }
+
+    fn observe(&mut self, sizes: &[DeviceSizes], now: TimeMs) {
+        for ask in &mut self.asks {
+            if let Some(sizes) = sizes.get(ask.zone) {
+                ask.observe(sizes, now);
+            }
+        }
+    }
+
+    fn is_reached(&self) -> bool {
+        self.asks.iter().all(|ask| ask.reached.is_some())
     }
 
     fn moved_bytes(&self, plugged: &[u64]) -> u64 {
@@ -319,7 +366,8 @@ impl Entry {
             outcome: self.end.clone().unwrap_or_else(|| {
                 let plugged: Vec<u64> = zones.iter().map(|zone| zone.plugged_bytes).collect();
                 let moved_bytes = self.moved_bytes(&plugged);
-                let late = |ask: &Ask| !ask.reached && zones.get(ask.zone).is_some_and(|zone| zone.late);
+                let late =
+                    |ask: &Ask| ask.reached.is_none() && zones.get(ask.zone).is_some_and(|zone| zone.late);
                 if self.asks.iter().any(late) {
                     Outcome::Stuck { moved_bytes }
                 } else {

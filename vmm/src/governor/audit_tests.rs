@@ -100,9 +100,41 @@ fn a_decision_is_reached_when_every_zone_has_followed() {
     assert_eq!(f.outcomes([10, 5], true), [Outcome::Stuck { moved_bytes: 15 }]);
     f.observe([(10, 10), (20, 20)], 180);
     assert_eq!(f.outcomes([10, 20], false), [Outcome::Reached { after_ms: 80 }]);
-    // And stays so, whatever comes after.
-    f.observe([(10, 0), (20, 0)], 200);
+    // And once that has stayed so, it does, whatever comes after.
+    f.observe([(10, 10), (20, 20)], 1_180);
+    f.observe([(10, 0), (20, 0)], 1_180);
     assert_eq!(f.outcomes([0, 0], true), [Outcome::Reached { after_ms: 80 }]);
+}
+
+#[test]
+fn a_grow_that_is_unplugged_again_at_once_has_not_been_reached() {
+    let mut f = fixture();
+    f.record(&grow([10, 20]), [(0, 0), (0, 0)], 100);
+    f.observe([(10, 10), (20, 20)], 150);
+    assert_eq!(f.outcomes([10, 20], false), [Outcome::Reached { after_ms: 50 }]);
+    f.observe([(10, 10), (20, 0)], 160);
+    assert_eq!(f.outcomes([10, 0], false), [Outcome::Pending { moved_bytes: 10 }]);
+    assert_eq!(f.outcomes([10, 0], true), [Outcome::Stuck { moved_bytes: 10 }]);
+    // The other one, while this one is waited for.
+    f.observe([(10, 4), (20, 0)], 170);
+    assert_eq!(f.outcomes([4, 0], false), [Outcome::Pending { moved_bytes: 4 }]);
+    f.observe([(10, 10), (20, 20)], 500);
+    assert_eq!(f.outcomes([10, 20], false), [Outcome::Reached { after_ms: 400 }]);
+    f.observe([(10, 10), (20, 0)], 510);
+    let withdrawn = plan(Direction::Hold, Reason::NoProgress, [10, 0]);
+    assert!(f.record(&withdrawn, [(10, 10), (20, 0)], 5_100));
+    let partly = Outcome::Partly { moved_bytes: 10, after_ms: 5_000, by: Some(2), lack: None };
+    assert_eq!(f.outcomes([10, 0], false), [partly, Outcome::Reached { after_ms: 0 }]);
+}
+
+#[test]
+fn what_is_asked_back_of_a_grow_that_was_reached_leaves_it_so() {
+    let mut f = fixture();
+    f.record(&grow([10, 0]), [(0, 0), (0, 0)], 100);
+    f.observe([(10, 10), (0, 0)], 150);
+    f.record(&plan(Direction::Shrink, Reason::Surplus, [4, 0]), [(10, 10), (0, 0)], 200);
+    f.observe([(4, 6), (0, 0)], 210);
+    assert_eq!(f.outcomes([6, 0], false)[0], Outcome::Reached { after_ms: 50 });
 }
 
 #[test]

@@ -23,7 +23,7 @@ use self::present::Present;
 use super::agentless::{Agentless, Teller};
 use super::audit::{Audit, Grounds};
 use super::episode::{Ended, Episode};
-use super::progress::Progress;
+use super::progress::{Progress, Reminder};
 use super::record::{Recorder, Target};
 use super::{DeviceSizes, GovernedZone, PoolFree};
 use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig, rules_as_well};
@@ -368,8 +368,10 @@ impl Core {
         self.take_statistics(now);
         let host = self.observe(now);
         for zone in &mut self.zones {
-            if zone.progress.remind(now) {
-                warn!(zone = zone.zone.id, "No progress; the guest is reminded");
+            if let Some(reminder) = zone.progress.remind(now) {
+                if reminder == Reminder::First {
+                    warn!(zone = zone.zone.id, "No progress; the guest is reminded, ever more rarely");
+                }
                 self.counters.reminders += 1;
                 zone.zone.device.remind();
             }

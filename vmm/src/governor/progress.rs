@@ -8,6 +8,14 @@ use crate::vm::request::ResizeStatus;
 /// Without progress for this long, a resize is stuck, and the guest is reminded.
 pub const PATIENCE_MS: u64 = 5_000;
 
+/// One that does not stir is reminded ever more rarely, and at the end so often: as often as a loop that withdraws what is not
+/// followed asks anew.
+const MOST_PATIENCE_MS: u64 = 60_000;
+
+/// What is plugged has come once it has stayed for so long. A guest without memory for page descriptors unplugs it again within
+/// some 10 ms.
+pub const STAYS_MS: u64 = 1_000;
+
 /// A driver that comes again sooner than this is not waited for anew: a guest can reset a device as often as it likes.
 pub const ANEW_MS: u64 = 60_000;
 
@@ -18,17 +26,40 @@ pub struct Progress {
     /// When a size changed last, or the guest was asked for something new.
     changed_at: TimeMs,
     reminded_at: TimeMs,
+    /// How long it is then left alone.
+    pause_ms: u64,
+    /// More has been plugged, and it is not known yet whether it stays.
+    rise: Option<Rise>,
     /// When the driver came, and was waited for anew.
     came_at: Option<TimeMs>,
     /// What was requested last has not been reached yet.
     is_awaited: bool,
 }
 
+/// What was before something was plugged that may not stay.
+#[derive(Clone, Copy, Debug)]
+struct Rise {
+    at: TimeMs,
+    from_bytes: u64,
+    changed_at: TimeMs,
+    pause_ms: u64,
+}
+
+/// A reminder that is due.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reminder {
+    /// The first since something changed: worth a word.
+    First,
+    /// Nothing has changed since the last.
+    Again,
+}
+
 impl Progress {
     /// A zone as it is first seen.
     pub fn new(sizes: DeviceSizes, now: TimeMs) -> Self {
         let is_awaited = !is_reached(&sizes);
-        Self { sizes, changed_at: now, reminded_at: now, came_at: None, is_awaited }
+        let (changed_at, reminded_at, pause_ms) = (now, now, PATIENCE_MS);
+        Self { sizes, changed_at, reminded_at, pause_ms, rise: None, came_at: None, is_awaited }
     }
 
     /// Whether the guest's driver has come since the zone was looked at: then it is waited for anew, once in
@@ -38,35 +69,67 @@ impl Progress {
             && !self.sizes.driver_ready
             && self.came_at.is_none_or(|at| now.since(at) >= ANEW_MS);
         if has_come {
-            (self.came_at, self.changed_at) = (Some(now), now);
+            (self.came_at, self.rise) = (Some(now), None);
+            self.has_changed(now);
         }
         has_come
     }
 
-    /// Takes the zone's present sizes. True when the resize has just ended: plugged is what was requested, and not
+    /// Takes the zone's present sizes. True when the resize has just ended: plugged is what was requested, and stays, and is not
     /// what the host had to lower that to. Once for each size that is requested: a guest may give memory back and take it again
     /// as often as it likes.
     pub fn observe(&mut self, sizes: DeviceSizes, now: TimeMs) -> bool {
         // A driver that comes or goes is no progress.
         self.sizes.driver_ready = sizes.driver_ready;
-        if sizes == self.sizes {
-            return false;
+        self.rise = self.rise.filter(|rise| now.since(rise.at) < STAYS_MS);
+        if sizes != self.sizes {
+            self.take(sizes, now);
         }
-        let was_awaited = self.is_awaited;
-        let is_new = sizes.requested_bytes != self.sizes.requested_bytes;
-        self.is_awaited = (was_awaited || is_new) && !is_reached(&sizes);
-        self.sizes = sizes;
-        self.changed_at = now;
-        was_awaited && !self.is_awaited
+        let has_ended = self.is_awaited && self.rise.is_none() && is_reached(&self.sizes);
+        self.is_awaited &= !has_ended;
+        has_ended
     }
 
-    /// Whether the guest is to be reminded now: once for each span of patience without progress.
-    pub fn remind(&mut self, now: TimeMs) -> bool {
-        let due = self.is_late(now) && now.since(self.reminded_at) >= PATIENCE_MS && self.sizes.driver_ready;
-        if due {
-            self.reminded_at = now;
+    fn take(&mut self, sizes: DeviceSizes, now: TimeMs) {
+        let before = self.sizes;
+        let is_new = sizes.requested_bytes != before.requested_bytes;
+        self.is_awaited |= is_new && !is_reached(&sizes);
+        self.sizes = sizes;
+        if sizes.plugged_bytes > before.plugged_bytes {
+            let (changed_at, pause_ms) = (self.changed_at, self.pause_ms);
+            let from_bytes = before.plugged_bytes;
+            self.rise.get_or_insert(Rise { at: now, from_bytes, changed_at, pause_ms });
         }
-        due
+        let has_sunk = sizes.plugged_bytes < before.plugged_bytes
+            && before.plugged_bytes <= sizes.requested_bytes.min(before.requested_bytes);
+        match self.rise {
+            // It has not stayed: nothing has changed.
+            Some(rise) if has_sunk && !is_new && sizes.plugged_bytes <= rise.from_bytes => {
+                (self.changed_at, self.pause_ms, self.rise) = (rise.changed_at, rise.pause_ms, None);
+            }
+            _ => self.has_changed(now),
+        }
+        if is_new && let Some(rise) = &mut self.rise {
+            (rise.changed_at, rise.pause_ms) = (now, PATIENCE_MS);
+        }
+    }
+
+    fn has_changed(&mut self, now: TimeMs) {
+        (self.changed_at, self.pause_ms) = (now, PATIENCE_MS);
+    }
+
+    /// Whether the guest is to be reminded now: after a span of patience without progress, and then ever more rarely.
+    pub fn remind(&mut self, now: TimeMs) -> Option<Reminder> {
+        let is_due = self.is_late(now)
+            && now.since(self.reminded_at.max(self.changed_at)) >= self.pause_ms
+            && self.sizes.driver_ready;
+        if !is_due {
+            return None;
+        }
+        let is_first = self.pause_ms == PATIENCE_MS;
+        self.reminded_at = now;
+        self.pause_ms = self.pause_ms.saturating_mul(2).min(MOST_PATIENCE_MS);
+        Some(if is_first { Reminder::First } else { Reminder::Again })
     }
 
     /// Whether it makes no progress.
@@ -135,10 +198,11 @@ mod tests {
         let ResizeStatus::Stuck(reason) = progress.status(0, TimeMs(200)) else { panic!("{progress:?}") };
         assert!(reason.starts_with("pool-full: ") && reason.contains("10 bytes"), "{reason}");
         // The driver needs no reminder: there is nothing left for it to do.
-        assert!(!progress.remind(TimeMs(60_000)));
+        assert_eq!(progress.remind(TimeMs(60_000)), None);
         // Asked for again, with the host's trouble over.
         assert!(!progress.observe(sizes(10, 6, true), TimeMs(60_000)));
-        assert!(progress.observe(sizes(10, 10, true), TimeMs(60_100)));
+        assert!(!progress.observe(sizes(10, 10, true), TimeMs(60_100)));
+        assert!(progress.observe(sizes(10, 10, true), TimeMs(61_100)));
         assert_eq!(progress.status(0, TimeMs(60_100)), ResizeStatus::Reached);
     }
 
@@ -150,7 +214,8 @@ mod tests {
         assert_eq!(progress.status(0, TimeMs(104_999)), ResizeStatus::Pending);
         assert!(!progress.observe(sizes(10, 2, true), TimeMs(104_999)));
         assert_eq!(progress.status(0, TimeMs(109_998)), ResizeStatus::Pending);
-        assert!(progress.observe(sizes(10, 10, true), TimeMs(109_998)));
+        assert!(!progress.observe(sizes(10, 10, true), TimeMs(109_998)));
+        assert!(progress.observe(sizes(10, 10, true), TimeMs(110_998)), "it has stayed");
         assert_eq!(progress.status(0, TimeMs(200_000)), ResizeStatus::Reached);
     }
 
@@ -158,8 +223,12 @@ mod tests {
     fn a_size_is_reached_once_however_often_the_guest_leaves_it() {
         let mut progress = Progress::new(sizes(0, 0, true), TimeMs(0));
         let plugged = [(10, 0), (10, 10), (10, 8), (10, 10), (10, 8), (10, 10), (12, 10), (12, 8), (12, 12)];
+        let mut now = 0;
         let reached = plugged.map(|(requested, plugged)| {
-            progress.observe(sizes(requested, plugged, true), TimeMs(0)).then_some(requested)
+            now += 2 * STAYS_MS;
+            let at_once = progress.observe(sizes(requested, plugged, true), TimeMs(now));
+            let then = progress.observe(sizes(requested, plugged, true), TimeMs(now + STAYS_MS));
+            (at_once || then).then_some(requested)
         });
         assert_eq!(reached.into_iter().flatten().collect::<Vec<_>>(), [10, 12]);
     }
@@ -194,15 +263,48 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_is_reminded_once_for_each_span_of_patience() {
-        let mut progress = Progress::new(sizes(10, 0, true), TimeMs(0));
+    fn what_is_unplugged_again_at_once_is_neither_reached_nor_a_change() {
+        let mut progress = Progress::new(sizes(0, 0, true), TimeMs(0));
+        progress.observe(sizes(10, 0, true), TimeMs(0));
         let mut reminders = Vec::new();
-        for now in (0..=16_000).step_by(1000) {
-            if progress.remind(TimeMs(now)) {
-                reminders.push(now);
+        for now in (0..=80_000).step_by(10) {
+            if let Some(reminder) = progress.remind(TimeMs(now)) {
+                reminders.push((now, reminder));
+                // It tries, and has no memory for page descriptors.
+                assert!(!progress.observe(sizes(10, 10, true), TimeMs(now)));
+            } else {
+                assert!(!progress.observe(sizes(10, 0, true), TimeMs(now)));
             }
         }
-        assert_eq!(reminders, [5_000, 10_000, 15_000]);
-        assert!(!Progress::new(sizes(10, 0, false), TimeMs(0)).remind(TimeMs(60_000)));
+        let again = [15_000, 35_000, 75_000].map(|now| (now, Reminder::Again));
+        assert_eq!(reminders, [&[(5_000, Reminder::First)], &again[..]].concat());
+        let ResizeStatus::Stuck(_) = progress.status(0, TimeMs(80_000)) else { panic!("{progress:?}") };
+        // What stays is one.
+        assert!(!progress.observe(sizes(10, 8, true), TimeMs(80_000)));
+        assert!(!progress.is_late(TimeMs(84_990)));
+        assert_eq!(progress.remind(TimeMs(85_000)), Some(Reminder::First));
+    }
+
+    #[test]
+    fn what_goes_back_because_less_is_requested_is_a_change() {
+        let mut progress = Progress::new(sizes(0, 0, true), TimeMs(0));
+        progress.observe(sizes(10, 0, true), TimeMs(0));
+        progress.observe(sizes(10, 10, true), TimeMs(100));
+        progress.observe(sizes(4, 10, true), TimeMs(200));
+        assert!(!progress.observe(sizes(4, 6, true), TimeMs(5_000)));
+        assert!(!progress.is_late(TimeMs(9_999)));
+        assert!(progress.observe(sizes(4, 4, true), TimeMs(9_999)), "a shrink is reached at once");
+    }
+
+    #[test]
+    fn a_guest_that_does_not_stir_is_reminded_ever_more_rarely() {
+        let mut progress = Progress::new(sizes(10, 0, true), TimeMs(0));
+        let mut reminders = Vec::new();
+        for now in (0..=200_000).step_by(1000) {
+            reminders.extend(progress.remind(TimeMs(now)).map(|reminder| (now, reminder)));
+        }
+        let again = [15_000, 35_000, 75_000, 135_000, 195_000].map(|now| (now, Reminder::Again));
+        assert_eq!(reminders, [&[(5_000, Reminder::First)], &again[..]].concat());
+        assert_eq!(Progress::new(sizes(10, 0, false), TimeMs(0)).remind(TimeMs(60_000)), None);
     }
 }
