@@ -14,6 +14,7 @@ pub mod psi;
 
 mod arriving;
 pub(crate) mod base;
+pub(crate) mod leaving;
 mod table;
 #[cfg(test)]
 mod testing;

@@ -10,6 +10,7 @@ use super::guest::GuestConfig;
 use super::host::VmSetup;
 use crate::policy::Input;
 use crate::policy::base::Base;
+use crate::policy::leaving::Leaving;
 use crate::trace::{Entry, Header, HostZone, Reader, RecordedPlan, TraceError};
 use crate::units::{PAGE_BYTES, scale};
 use crate::{HostView, MIB, Tier, TimeMs};
@@ -95,20 +96,18 @@ impl Files {
     }
 }
 
-/// Memory that its guest is about to give back. Linux takes a block out of the free pages first and out of the total last
-/// (docs/policy.md, Coming); in between it looks used, and nobody wants it.
-struct Leaving {
+/// Memory that its guest is about to give back looks used, and nobody wants it.
+struct Unwanted {
     host: HostView,
     base: Base,
-    /// What was used beside anonymous memory when nothing was to go.
-    still_bytes: Option<i128>,
+    leaving: Leaving,
 }
 
-impl Leaving {
+impl Unwanted {
     fn new(header: &Header) -> Self {
         let mut host = HostView { boot_bytes: header.boot_bytes, ..HostView::default() };
         host.zones = header.zones.clone();
-        Leaving { host, base: Base::default(), still_bytes: None }
+        Unwanted { host, base: Base::default(), leaving: Leaving::default() }
     }
 
     /// The host's sizes are these.
@@ -137,11 +136,7 @@ impl Leaving {
         let swapped_bytes = memory.swap_total_bytes - memory.swap_free_bytes;
         let known_bytes = memory.anon_bytes.saturating_add(swapped_bytes);
         let other_bytes = i128::from(used.anon_bytes) - i128::from(known_bytes);
-        if to_go_bytes == 0 {
-            self.still_bytes = Some(other_bytes);
-        }
-        let risen_bytes = other_bytes - *self.still_bytes.get_or_insert(other_bytes);
-        u64::try_from(risen_bytes).unwrap_or(0).min(to_go_bytes).min(used.anon_bytes)
+        self.leaving.learn(other_bytes, to_go_bytes).min(used.anon_bytes)
     }
 }
 
@@ -207,8 +202,8 @@ pub fn replay(
     let has_dram = header.zones.iter().any(|zone| zone.tier == Tier::Dram && zone.max_bytes > 0);
     let reserve_part = if has_dram { 16 } else { 4 };
     let (mut reports, mut first, mut pool_free_bytes) = (0, None, None);
-    let (mut files, mut leaving) = (Files::default(), Leaving::new(&header));
-    let mut see = |at: TimeMs, report: &Report, leaving: &mut Leaving| {
+    let (mut files, mut unwanted) = (Files::default(), Unwanted::new(&header));
+    let mut see = |at: TimeMs, report: &Report, unwanted: &mut Unwanted| {
         reports += 1;
         let start = *first.get_or_insert(at);
         let (at_ms, used) = (at.since(start), Used::of(report, reserve_part));
@@ -216,7 +211,7 @@ pub fn replay(
         let Files { file_bytes, streamed_bytes, .. } = files;
         // What is in the page cache when the trace begins is read in its first moments.
         let streamed_bytes = if reports == 1 { 0 } else { streamed_bytes };
-        let anon_bytes = used.anon_bytes - leaving.see(at, &used, report);
+        let anon_bytes = used.anon_bytes - unwanted.see(at, &used, report);
         moments.push(Seen { at_ms, anon_bytes, file_bytes, streamed_bytes });
     };
     // A report is followed by the sizes of its moment, if they have changed, and by the plan that was made on it.
@@ -225,20 +220,20 @@ pub fn replay(
         let entry = entry?;
         let is_of_last = matches!((&entry, &last), (Entry::Host { at, .. }, Some((of, _))) if at == of);
         if !is_of_last && let Some((at, report)) = last.take() {
-            see(at, &report, &mut leaving);
+            see(at, &report, &mut unwanted);
         }
         match entry {
             Entry::Report { at, report } => last = Some((at, report)),
             Entry::Host { zones, pool_free_bytes: free, .. } => {
-                leaving.sizes(&zones);
+                unwanted.sizes(&zones);
                 pool_free_bytes.get_or_insert(free);
             }
-            Entry::Plan { plan, .. } if !plan.dry_run => leaving.asked(&plan),
+            Entry::Plan { plan, .. } if !plan.dry_run => unwanted.asked(&plan),
             Entry::Plan { .. } => {}
         }
     }
     if let Some((at, report)) = last {
-        see(at, &report, &mut leaving);
+        see(at, &report, &mut unwanted);
     }
     let seen = moments.seen;
     if reports < 2 {

@@ -15,6 +15,7 @@ use self::history::{History, Rates};
 use self::learned::{Cache, Patience, PlugTime, Refusals, Swapped, Window};
 use super::arriving::Arriving;
 use super::base::Base;
+use super::leaving::Leaving;
 use super::{Decision, Input};
 use crate::plan::Reason;
 use crate::units::scale;
@@ -43,8 +44,7 @@ pub struct State {
     asked: Option<Asked>,
     /// The guest's clock when memory was last on its way to it.
     coming_ms: u64,
-    /// What was used when nothing was on its way back.
-    still_used_bytes: Option<u64>,
+    leaving: Leaving,
     /// When the guest last grew, or was seen to fill.
     active_at: TimeMs,
     plug_time: PlugTime,
@@ -81,7 +81,9 @@ pub fn decide(params: &Params, mut state: State, input: Input<'_>, now: TimeMs) 
     state.learn_grow(params, input.host);
     state.base.learn(input, now);
     let online_bytes = state.base.online_bytes(memory.total_bytes, input.host);
-    let leaving_bytes = state.leaving(input, online_bytes);
+    let used_bytes = memory.total_bytes - memory.available_bytes;
+    let to_go_bytes = online_bytes.saturating_sub(input.host.requested_bytes());
+    let leaving_bytes = state.leaving.learn(used_bytes.into(), to_go_bytes);
     let arriving_bytes = state.arriving.learn(memory.total_bytes, memory.available_bytes, now);
     state.history.push(input.report, leaving_bytes, arriving_bytes);
     if input.host.outstanding_grow_bytes() > 0 {
@@ -320,7 +322,7 @@ impl State {
             grown: _,
             asked: _,
             coming_ms: _,
-            still_used_bytes: _,
+            leaving: _,
             active_at,
             plug_time,
             refusals,
@@ -336,20 +338,6 @@ impl State {
             && fills.is_settled()
             && cache.is_settled(now)
             && swapped.is_settled(now)
-    }
-
-    /// Memory that the guest is about to give back: Linux takes it out of what is free first, and out of the total
-    /// only at the end. A rise in use while memory is to go is taken for that, as far as it goes: if it is use after
-    /// all, what was to go is still there to serve it.
-    fn leaving(&mut self, input: Input<'_>, online_bytes: u64) -> u64 {
-        let memory = input.report.memory();
-        let used_bytes = memory.total_bytes - memory.available_bytes;
-        let to_go_bytes = online_bytes.saturating_sub(input.host.requested_bytes());
-        if to_go_bytes == 0 {
-            self.still_used_bytes = Some(used_bytes);
-        }
-        let still_bytes = *self.still_used_bytes.get_or_insert(used_bytes);
-        used_bytes.saturating_sub(still_bytes).min(to_go_bytes)
     }
 
     /// Rule 6: whether page cache that comes back is one that more memory would hold. Beside plenty that is not page cache
