@@ -1,0 +1,385 @@
+//! The owner with machines that only say what is done to them.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use balloon::params::Setting;
+
+use super::*;
+use crate::config::PressureConfig;
+use crate::vm::request::VmHandle;
+
+/// What happened to the machines that were built, in order.
+type Log = Arc<Mutex<Vec<&'static str>>>;
+
+/// What keeps a machine from standing still, until its sender is gone.
+type Moves = Arc<Mutex<Option<std::sync::mpsc::Receiver<()>>>>;
+
+struct FakeMachine(Log, Moves);
+
+impl Machine for FakeMachine {
+    fn resume(&mut self) {
+        self.0.lock().push("resume");
+    }
+    fn pause(&mut self) -> Standstill {
+        self.0.lock().push("pause");
+        let moves = self.1.lock().take();
+        Box::new(move || {
+            // Its sender is gone.
+            let _ = moves.map(|moves| moves.recv());
+        })
+    }
+    fn press_power_button(&mut self) {
+        self.0.lock().push("power button");
+    }
+    fn zones(&self, reply: Reply<Vec<ZoneInfo>>) {
+        self.0.lock().push("zones");
+        answer(reply, Ok(Vec::new()));
+    }
+    fn memory_bytes(&self) -> u64 {
+        3 << 30
+    }
+    fn volumes(&self) -> Vec<VolumeInfo> {
+        Vec::new()
+    }
+    fn guest_kernel(&self) -> Option<GuestKernel> {
+        None
+    }
+    fn resize_dram(&mut self, _: u64) -> Result<(), VmError> {
+        self.0.lock().push("resize");
+        Ok(())
+    }
+    fn balloon(&self) -> Option<BalloonInfo> {
+        None
+    }
+    fn resize_balloon(&mut self, _: u64) -> Result<(), VmError> {
+        self.0.lock().push("resize balloon");
+        Ok(())
+    }
+    fn resize_zone(&mut self, _: &ResizeZoneRequest) -> Result<(), VmError> {
+        self.0.lock().push("resize zone");
+        Ok(())
+    }
+    fn resize_disk(&mut self, _: &ResizeDiskRequest) -> Result<(), VmError> {
+        self.0.lock().push("resize disk");
+        Ok(())
+    }
+    fn pressure(&self, _: usize) -> PressureInfo {
+        PressureInfo { policy: "off".to_owned(), ..PressureInfo::default() }
+    }
+    fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
+        match change.policy.as_deref() {
+            Some("magic") => Err(VmError::BadRequest("magic".to_owned())),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for FakeMachine {
+    fn drop(&mut self) {
+        self.0.lock().push("drop");
+    }
+}
+
+#[derive(Default)]
+struct FakeFactory {
+    log: Log,
+    senders: Arc<Mutex<Vec<EventSender>>>,
+    /// What each machine was built with.
+    pressure: Arc<Mutex<Vec<PressureConfig>>>,
+    fail_from: Option<usize>,
+    moves: Moves,
+}
+
+impl MachineFactory for FakeFactory {
+    fn build(&mut self, config: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError> {
+        self.pressure.lock().push(config.pressure.clone());
+        let mut senders = self.senders.lock();
+        if self.fail_from.is_some_and(|count| senders.len() >= count) {
+            return Err(VmError::Failed("no memory".to_owned()));
+        }
+        senders.push(events);
+        self.log.lock().push("build");
+        Ok(Box::new(FakeMachine(Arc::clone(&self.log), Arc::clone(&self.moves))))
+    }
+}
+
+struct Fixture {
+    handle: VmHandle,
+    log: Log,
+    senders: Arc<Mutex<Vec<EventSender>>>,
+    pressure: Arc<Mutex<Vec<PressureConfig>>>,
+    moves: Moves,
+    end: tokio::task::JoinHandle<Result<(), RunError>>,
+}
+
+/// Starts an owner on the test's runtime; its first machine is built when this returns.
+async fn start(fail_from: Option<usize>) -> Fixture {
+    let factory = FakeFactory { fail_from, ..Default::default() };
+    let (log, senders) = (Arc::clone(&factory.log), Arc::clone(&factory.senders));
+    let (pressure, moves) = (Arc::clone(&factory.pressure), Arc::clone(&factory.moves));
+    let (handle, requests) = VmHandle::channel();
+    let owner = Owner::new(factory, crate::config::test_config());
+    let end = tokio::task::spawn_local(owner.run(requests));
+    let fixture = Fixture { handle, log, senders, pressure, moves, end };
+    if fail_from != Some(0) {
+        assert_eq!(fixture.state().await, VmState::Running);
+    }
+    fixture
+}
+
+impl Fixture {
+    async fn state(&self) -> VmState {
+        self.handle.ask(VmRequest::Info).await.unwrap().state
+    }
+
+    fn send(&self, machine: usize, event: MachineEvent) {
+        self.senders.lock()[machine].send(event);
+    }
+
+    fn log(&self) -> Vec<&'static str> {
+        self.log.lock().clone()
+    }
+}
+
+fn run(test: impl Future<Output = ()>) {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    tokio::task::LocalSet::new().block_on(&runtime, test);
+}
+
+fn triple_fault() -> MachineEvent {
+    MachineEvent::Vcpu(VcpuEvent::TripleFault { index: 0, rip: 0x1000 })
+}
+
+#[test]
+fn a_reboot_ends_the_old_machine_before_the_new_one_is_built() {
+    run(async {
+        let vm = start(None).await;
+        vm.send(0, MachineEvent::GuestReset);
+        assert_eq!(vm.state().await, VmState::Running);
+        assert_eq!(vm.log(), ["build", "resume", "drop", "build", "resume"]);
+    });
+}
+
+#[test]
+fn a_pause_is_answered_when_everything_stands_still_and_others_do_not_wait() {
+    run(async {
+        let vm = start(None).await;
+        let (moves, stands_still) = std::sync::mpsc::channel();
+        *vm.moves.lock() = Some(stands_still);
+        let handle = vm.handle.clone();
+        let pause = tokio::task::spawn_local(async move { handle.ask(VmRequest::Pause).await });
+        // The owner takes one request after the other: when this one is answered, it has done what it does for a pause.
+        while vm.state().await != VmState::Paused {}
+        assert_eq!(vm.state().await, VmState::Paused);
+        assert!(!pause.is_finished());
+        drop(moves);
+        pause.await.unwrap().unwrap();
+    });
+}
+
+#[test]
+fn info_has_the_memory_without_looking_for_what_is_resident() {
+    run(async {
+        let vm = start(None).await;
+        let info = vm.handle.ask(VmRequest::Info).await.unwrap();
+        assert_eq!(info.memory_actual_size, 3 << 30);
+        assert!(!vm.log().contains(&"zones"));
+    });
+}
+
+#[test]
+fn events_of_a_machine_that_has_been_replaced_are_dropped() {
+    run(async {
+        let vm = start(None).await;
+        vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        vm.send(0, MachineEvent::GuestShutdown);
+        vm.send(0, triple_fault());
+        assert_eq!(vm.state().await, VmState::Running);
+        assert_eq!(vm.senders.lock().len(), 2);
+    });
+}
+
+#[test]
+fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
+    run(async {
+        let vm = start(None).await;
+        let change = async |change| vm.handle.ask(|reply| VmRequest::ChangePressure(change, reply)).await;
+        let fixed = PressureChange {
+            policy: Some("fixed".to_owned()),
+            size: Some(256 << 20),
+            ..PressureChange::default()
+        };
+        change(fixed).await.unwrap();
+        change(PressureChange { dry_run: Some(true), ..PressureChange::default() }).await.unwrap();
+        let set = PressureConfig {
+            policy: "fixed".to_owned(),
+            size: Some(256 << 20),
+            dry_run: true,
+            ..PressureConfig::default()
+        };
+        assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure, set);
+        vm.send(0, MachineEvent::GuestReset);
+        assert_eq!(vm.state().await, VmState::Running);
+        // So is a pause, and its end.
+        let pause = |pause| PressureChange { pause: Some(pause), ..PressureChange::default() };
+        change(pause(true)).await.unwrap();
+        assert!(vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure.paused);
+        vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        let zone =
+            PressureChange { resume: Some(true), zone: Some("pm".to_owned()), ..PressureChange::default() };
+        change(zone).await.unwrap();
+        assert!(vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure.paused);
+        change(PressureChange { resume: Some(true), ..PressureChange::default() }).await.unwrap();
+        // So are parameters, until another policy takes its own with it.
+        let named = |json| serde_json::from_value::<PressureChange>(json).unwrap();
+        let params = serde_json::json!({"policy": "amf", "params": {"reclaim": 40}});
+        change(named(params)).await.unwrap();
+        let more = serde_json::json!({"params": {"watermark-scale": 64}, "rules": {"cool_down": "2s"}});
+        change(named(more)).await.unwrap();
+        vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        // Another policy takes the size with it; one that is refused changes nothing.
+        let off = PressureChange { policy: Some("off".to_owned()), ..PressureChange::default() };
+        change(off).await.unwrap();
+        let magic = PressureChange { policy: Some("magic".to_owned()), ..PressureChange::default() };
+        assert!(change(magic).await.is_err());
+        vm.handle.ask(VmRequest::Shutdown).await.unwrap();
+        vm.handle.ask(VmRequest::Boot).await.unwrap();
+        let rules = BTreeMap::from([("cool_down".to_owned(), Setting::from("2s"))]);
+        let params = [("reclaim", 40), ("watermark-scale", 64)];
+        let params = params.map(|(name, value)| (name.to_owned(), Setting::Number(value)));
+        let none = PressureConfig { rules, dry_run: true, ..PressureConfig::default() };
+        let amf = PressureConfig { policy: "amf".to_owned(), params: params.into(), ..none.clone() };
+        let off = PressureConfig { policy: "off".to_owned(), ..none };
+        let configured = crate::config::test_config().pressure;
+        assert_ne!(configured, set);
+        let paused = PressureConfig { paused: true, ..set.clone() };
+        assert_eq!(*vm.pressure.lock(), [configured, set, paused, amf, off]);
+    });
+}
+
+#[test]
+fn a_guest_that_switches_itself_off_ends_the_run_well() {
+    run(async {
+        let vm = start(None).await;
+        vm.send(0, MachineEvent::GuestShutdown);
+        assert!(vm.end.await.unwrap().is_ok());
+        assert_eq!(vm.log.lock().last(), Some(&"drop"));
+    });
+}
+
+#[test]
+fn an_access_to_unplugged_memory_ends_the_run_with_its_reason() {
+    run(async {
+        let vm = start(None).await;
+        vm.send(0, MachineEvent::Vcpu(VcpuEvent::UnpluggedAccess { index: 1, rip: 0xabc }));
+        let error = vm.end.await.unwrap().unwrap_err().to_string();
+        assert!(error.contains("unplugged-access") && error.contains("0xabc"), "{error}");
+    });
+}
+
+#[test]
+fn triple_faults_restart_the_guest_until_it_keeps_faulting() {
+    run(async {
+        let vm = start(None).await;
+        vm.send(0, triple_fault());
+        assert_eq!(vm.state().await, VmState::Running);
+        vm.send(1, triple_fault());
+        assert_eq!(vm.state().await, VmState::Running);
+        vm.send(2, triple_fault());
+        assert!(matches!(vm.end.await.unwrap(), Err(RunError::KeepsFaulting { .. })));
+    });
+}
+
+#[test]
+fn a_failed_flush_pauses_and_is_not_the_end() {
+    run(async {
+        let vm = start(None).await;
+        vm.send(0, MachineEvent::MustPause { reason: "flush failed".to_owned() });
+        assert_eq!(vm.state().await, VmState::Paused);
+        assert_eq!(vm.log(), ["build", "resume", "pause"]);
+        vm.send(0, MachineEvent::MustPause { reason: "flush failed again".to_owned() });
+        assert_eq!(vm.state().await, VmState::Paused);
+        assert_eq!(vm.log(), ["build", "resume", "pause", "pause"]);
+    });
+}
+
+#[test]
+fn a_vm_that_was_paused_for_a_failure_tells_why_and_never_goes_on() {
+    run(async {
+        let vm = start(None).await;
+        for reason in ["flush of data failed: no room", "flush of more failed"] {
+            vm.send(0, MachineEvent::MustPause { reason: reason.to_owned() });
+        }
+        let info = vm.handle.ask(VmRequest::Info).await.unwrap();
+        // The first reason: what follows comes of it.
+        assert_eq!(info.pause_reason.unwrap(), "flush of data failed: no room");
+        let refused = vm.handle.ask(VmRequest::Resume).await.unwrap_err();
+        assert!(matches!(&refused, VmError::CannotResume { reason } if reason.contains("no room")));
+        assert_eq!(vm.state().await, VmState::Paused);
+        assert_eq!(vm.log(), ["build", "resume", "pause", "pause"]);
+        // Another machine has not failed.
+        vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().pause_reason, None);
+        vm.handle.ask(VmRequest::Pause).await.unwrap();
+        vm.handle.ask(VmRequest::Resume).await.unwrap();
+        assert_eq!(vm.state().await, VmState::Running);
+    });
+}
+
+#[test]
+fn a_governor_can_be_changed_while_its_vm_is_paused() {
+    run(async {
+        let vm = start(None).await;
+        vm.handle.ask(VmRequest::Pause).await.unwrap();
+        let change = PressureChange { pause: Some(true), ..Default::default() };
+        vm.handle.ask(|reply| VmRequest::ChangePressure(change, reply)).await.unwrap();
+        assert_eq!(vm.state().await, VmState::Paused);
+    });
+}
+
+#[test]
+fn a_vm_that_is_paused_by_hand_and_fails_meanwhile_stays_paused() {
+    run(async {
+        let vm = start(None).await;
+        vm.handle.ask(VmRequest::Pause).await.unwrap();
+        assert!(matches!(vm.handle.ask(VmRequest::Pause).await, Err(VmError::WrongState { .. })));
+        vm.send(0, MachineEvent::MustPause { reason: "flush failed".to_owned() });
+        assert!(matches!(vm.handle.ask(VmRequest::Resume).await, Err(VmError::CannotResume { .. })));
+        assert_eq!(vm.log(), ["build", "resume", "pause", "pause"]);
+    });
+}
+
+#[test]
+fn a_vm_that_is_shut_down_can_be_booted_again_but_not_resized() {
+    run(async {
+        let vm = start(None).await;
+        vm.handle.ask(VmRequest::Shutdown).await.unwrap();
+        assert_eq!(vm.state().await, VmState::Shutdown);
+        let resize = ResizeRequest { desired_ram: Some(1 << 30), ..Default::default() };
+        let refused = vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await;
+        assert!(matches!(refused, Err(VmError::WrongState { .. })));
+        vm.handle.ask(VmRequest::Boot).await.unwrap();
+        assert_eq!(vm.state().await, VmState::Running);
+    });
+}
+
+#[test]
+fn a_boot_that_fails_is_the_runs_error() {
+    run(async {
+        let vm = start(Some(0)).await;
+        assert!(matches!(vm.end.await.unwrap(), Err(RunError::Boot(VmError::Failed(_)))));
+    });
+}
+
+#[test]
+fn the_vm_is_gone_before_the_vmm_says_that_it_ends() {
+    run(async {
+        let vm = start(None).await;
+        vm.handle.ask(VmRequest::ShutdownVmm).await.unwrap();
+        assert_eq!(vm.log.lock().last(), Some(&"drop"));
+        assert!(vm.end.await.unwrap().is_ok());
+    });
+}
