@@ -39,7 +39,7 @@ pub mod torn;
 pub mod wait;
 
 pub use disk::{Disk, FileSystem, LoopDevice};
-pub use guest::{Guest, GuestBuilder, Image, Kernel, Output};
+pub use guest::{BOOT_LIMIT, Guest, GuestBuilder, Image, Kernel, Output};
 pub use metrics::Metrics;
 pub use pool::Pool;
 pub use runner::skip;

@@ -5,7 +5,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use thiserror::Error;
 
-use crate::config::ConfigError;
+use crate::config::{ConfigError, JsonError};
 use crate::vm::request::VmError;
 
 /// Why a request fails.
@@ -41,6 +41,15 @@ pub enum ApiError {
     Vm(#[from] VmError),
 }
 
+impl From<JsonError> for ApiError {
+    fn from(error: JsonError) -> Self {
+        match error {
+            JsonError::Json(error) => Self::Json(error.to_string()),
+            JsonError::Config(error) => Self::Config(error),
+        }
+    }
+}
+
 impl ApiError {
     /// The status code, as Cloud Hypervisor has it: 404 without a VM or a disk, 405 in the wrong state.
     pub fn status(&self) -> StatusCode {
@@ -48,7 +57,9 @@ impl ApiError {
             Self::UnknownCall(_) | Self::Vm(VmError::NotCreated | VmError::NoSuchDisk { .. }) => {
                 StatusCode::NOT_FOUND
             }
-            Self::WrongMethod { .. } | Self::Vm(VmError::WrongState { .. }) => StatusCode::METHOD_NOT_ALLOWED,
+            Self::WrongMethod { .. } | Self::Vm(VmError::WrongState { .. } | VmError::AlreadyCreated) => {
+                StatusCode::METHOD_NOT_ALLOWED
+            }
             Self::Vm(VmError::CannotResume { .. }) => StatusCode::CONFLICT,
             Self::Body { status, .. } => *status,
             Self::Json(_) | Self::Config(_) | Self::Vm(VmError::BadRequest(_)) => StatusCode::BAD_REQUEST,

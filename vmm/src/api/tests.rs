@@ -1,6 +1,6 @@
 //! The API over a real unix socket, in raw bytes, against an owner that answers as it is told.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -48,6 +48,11 @@ async fn own(mut requests: mpsc::Receiver<VmRequest>, asked: mpsc::UnboundedSend
                 };
                 reply.send(Ok(info)).unwrap();
             }
+            VmRequest::Create(config, reply) => {
+                let created = config.payload.kernel.as_deref() == Some(Path::new("/created"));
+                reply.send(if created { Err(VmError::AlreadyCreated) } else { Ok(()) }).unwrap();
+            }
+            VmRequest::Delete(reply) => reply.send(Ok(())).unwrap(),
             VmRequest::Resize(resize, reply) => reply.send(answer_resize(&resize)).unwrap(),
             VmRequest::ResizeZone(resize, reply) => {
                 let known = VmError::BadRequest("The VM has no zone \"x\"; its zones: dram".to_owned());
@@ -381,11 +386,38 @@ fn so_many_decisions_are_asked_for_as_the_client_wants() {
 }
 
 #[test]
+fn a_vm_is_created_from_what_is_valid_and_deleted() {
+    run(async |mut fixture| {
+        let created = fixture.call("PUT", "vm.create", r#"{"payload": {"kernel": "/vmlinux"}}"#).await;
+        assert_eq!(created, (204, String::new()));
+        assert!(fixture.asked.recv().await.unwrap().contains(r#"kernel: Some("/vmlinux")"#));
+        for (body, text) in [
+            ("", "it is empty"),
+            ("[]", "it is not a JSON object"),
+            ("{", "EOF"),
+            ("{}", "missing field `payload`"),
+            (r#"{"payload": {"kernel": "/k"}, "memory": {"size": 1}}"#, "--memory: size is 1"),
+            (r#"{"payload": {"kernel": "/k"}, "fs": [{}]}"#, "--fs is not supported by foreshore"),
+        ] {
+            let (status, answer) = fixture.call("PUT", "vm.create", body).await;
+            assert_eq!(status, 400, "{body}");
+            assert!(messages(&answer)[0].contains(text), "{body}: {answer}");
+        }
+        assert!(fixture.asked.try_recv().is_err(), "what is wrong never reaches the owner");
+        let (status, answer) =
+            fixture.call("PUT", "vm.create", r#"{"payload": {"kernel": "/created"}}"#).await;
+        assert_eq!(status, 405);
+        assert_eq!(messages(&answer), ["The VM is already created; vm.delete ends it"]);
+        assert_eq!(fixture.call("PUT", "vm.delete", "").await, (204, String::new()));
+    });
+}
+
+#[test]
 fn the_owners_errors_have_cloud_hypervisors_codes() {
     run(async |fixture| {
         for (call, body, expected, text) in [
             ("vm.boot", "", 405, "The VM is Running, and vm.boot needs it created"),
-            ("vm.shutdown", "", 404, "There is no VM"),
+            ("vm.shutdown", "", 404, "The VM is not created"),
             ("vm.reboot", "", 500, "no memory"),
             (
                 "vm.resume",

@@ -7,7 +7,7 @@ use super::name;
 use super::option_parser::{Refused, Syntax};
 use super::size::{Size, UNIT_BYTES};
 
-const SYNTAX: Syntax = Syntax {
+pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--balloon",
     keys: &["size", "deflate_on_oom", "free_page_reporting", "statistics", "floor", "id"],
     words: &[],

@@ -13,6 +13,7 @@ use super::{
     MetricsAddress, NumaConfig, PayloadConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig,
     RngConfig, VmConfig, VsockConfig, foreign,
 };
+use crate::vm::owner::AtGuestShutdown;
 
 /// What the command line asks for.
 #[derive(Debug, PartialEq, Eq)]
@@ -26,8 +27,10 @@ pub enum Command {
 /// A VM to run, and how the VMM is reached meanwhile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// The VM. It has been validated.
-    pub config: VmConfig,
+    /// The VM, which has been validated; without one the VMM waits for `vm.create`.
+    pub config: Option<VmConfig>,
+    /// What follows when the guest switches itself off.
+    pub at_guest_shutdown: AtGuestShutdown,
     /// Where the API is served.
     pub api_socket: Option<ApiSocket>,
     /// Where metrics are served.
@@ -148,7 +151,10 @@ struct Flags {
     /// ADDRESS:PORT|unix:PATH[,vm=NAME]: OpenMetrics, and what they call the VM [default: the API socket's name]
     #[arg(long, value_name = "ADDRESS", help_heading = "Control")]
     metrics: Option<String>,
-    /// true|false|log: accepted for Cloud Hypervisor's sake; there is no filter yet
+    /// Keep the VMM when the guest switches itself off
+    #[arg(long, help_heading = "Control")]
+    no_shutdown: bool,
+    /// true|false|log|errno: accepted for Cloud Hypervisor's sake; there is no filter yet
     #[arg(long, value_name = "MODE", help_heading = "Control")]
     seccomp: Option<String>,
     /// Log to a file [default: standard error]
@@ -183,10 +189,30 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     };
     let vm_name = vm_name.unwrap_or_else(|| default_name(api_socket.as_ref()));
     let log = LogConfig { file: flags.log_file.clone(), verbosity: flags.v };
-    let config = vm_config(flags)?;
-    config.validate()?;
-    warnings.extend(config.warnings());
-    Ok(Command::Launch(Box::new(Launch { config, api_socket, metrics, vm_name, log, warnings })))
+    let at_guest_shutdown = if flags.no_shutdown { AtGuestShutdown::Stay } else { AtGuestShutdown::End };
+    let config = match api_socket {
+        Some(_) if !flags.says_something_of_a_vm() => None,
+        _ => Some(vm_config(flags)?),
+    };
+    if let Some(config) = &config {
+        config.validate()?;
+        warnings.extend(config.warnings());
+    }
+    let launch = Launch { config, at_guest_shutdown, api_socket, metrics, vm_name, log, warnings };
+    Ok(Command::Launch(Box::new(launch)))
+}
+
+impl Flags {
+    /// Whether any flag is about the VM, and not about the VMM alone.
+    fn says_something_of_a_vm(&self) -> bool {
+        let Self { kernel, initramfs, cmdline, cpus, memory, balloon, memory_zone, numa, pm_memory, .. } =
+            self;
+        let Self { pm_volume, disk, pmem, pressure, serial, console, rng, vsock, .. } = self;
+        let paths = [kernel, initramfs].into_iter().any(Option::is_some);
+        let texts = [cmdline, cpus, memory, balloon, pressure, serial, console, rng, vsock];
+        let lists = [memory_zone, numa, pm_memory, pm_volume, disk, pmem];
+        paths || texts.into_iter().any(Option::is_some) || lists.into_iter().any(|list| !list.is_empty())
+    }
 }
 
 fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
@@ -237,13 +263,13 @@ fn default_name(api_socket: Option<&ApiSocket>) -> String {
 fn check_seccomp(mode: Option<&str>, warnings: &mut Vec<String>) -> Result<(), ConfigError> {
     match mode {
         None | Some("false") => Ok(()),
-        Some(mode @ ("true" | "log")) => {
+        Some(mode @ ("true" | "log" | "errno")) => {
             warnings.push(format!("--seccomp {mode}: there is no system call filter yet; none is installed"));
             Ok(())
         }
         Some(mode) => Err(ConfigError::Conflict {
             flag: "--seccomp",
-            reason: format!("{mode:?} is not one of true, false and log"),
+            reason: format!("{mode:?} is not one of true, false, log and errno"),
         }),
     }
 }
@@ -268,6 +294,11 @@ mod tests {
 
     fn parse(args: &[&str]) -> Result<Command, CliError> {
         parse_command_line(std::iter::once("foreshore").chain(args.iter().copied()).map(OsString::from))
+    }
+
+    /// What the launch of a VM has.
+    fn config(args: &[&str]) -> VmConfig {
+        launch(args).config.unwrap()
     }
 
     fn launch(args: &[&str]) -> Launch {
@@ -310,7 +341,7 @@ mod tests {
             "--cmdline",
             "console=hvc0 quiet",
         ]);
-        let config = launch.config;
+        let config = launch.config.clone().unwrap();
         assert_eq!(config.payload.initramfs, Some("img".into()));
         assert_eq!(config.payload.cmdline.as_deref(), Some("console=hvc0 quiet"));
         assert_eq!(config.cpus.max_vcpus, 2);
@@ -328,7 +359,7 @@ mod tests {
     #[test]
     fn volumes_may_follow_one_flag_or_have_one_each() {
         let names = |args: &[&str]| -> Vec<String> {
-            launch(args).config.pm_volumes.into_iter().map(|volume| volume.name).collect()
+            config(args).pm_volumes.into_iter().map(|volume| volume.name).collect()
         };
         assert_eq!(names(&["--pm-volume", "pool=/p,name=a", "pool=/p,name=b", "-v"]), ["a", "b"]);
         assert_eq!(names(&["--pm-volume", "pool=/p,name=a", "--pm-volume", "pool=/p,name=b"]), ["a", "b"]);
@@ -351,7 +382,7 @@ mod tests {
             "--pm-memory",
             "pool=/p,size=1G,near=1",
         ];
-        let config = launch(&nodes).config;
+        let config = config(&nodes);
         assert_eq!((config.memory.zones.len(), config.numa.len(), config.pm_memory[0].near), (2, 2, Some(1)));
         assert_eq!(
             error(&nodes[2..]),
@@ -368,7 +399,7 @@ mod tests {
 
     #[test]
     fn disks_may_follow_one_flag_or_have_one_each() {
-        let config = launch(&["--disk", "path=/a", "path=/b", "--disk", "path=/c,readonly=on"]).config;
+        let config = config(&["--disk", "path=/a", "path=/b", "--disk", "path=/c,readonly=on"]);
         let paths: Vec<_> = config.disks.iter().map(|disk| disk.path.display().to_string()).collect();
         assert_eq!(paths, ["/a", "/b", "/c"]);
         assert!(config.disks[2].readonly);
@@ -378,7 +409,7 @@ mod tests {
     #[test]
     fn persistent_memory_is_given_as_in_cloud_hypervisor() {
         let files = |args: &[&str]| -> Vec<String> {
-            launch(args).config.pmem.iter().map(|pmem| pmem.file.display().to_string()).collect()
+            config(args).pmem.iter().map(|pmem| pmem.file.display().to_string()).collect()
         };
         assert_eq!(files(&["--pmem", "file=/a", "file=/b,discard_writes=on"]), ["/a", "/b"]);
         assert_eq!(files(&["--pmem", "file=/a", "--pmem", "file=/b"]), ["/a", "/b"]);
@@ -391,6 +422,27 @@ mod tests {
         assert_eq!(launch(&["--api-socket", "/run/web.sock"]).vm_name, "web");
         assert_eq!(launch(&["--api-socket", "fd=9", "--metrics", "unix:/m,vm=db"]).vm_name, "db");
         assert!(error(&["--metrics", "unix:/m,vm="]).starts_with("--metrics: vm="));
+    }
+
+    #[test]
+    fn with_an_api_socket_alone_there_is_no_vm_yet() {
+        let bare = |args: &[&str]| match parse(args) {
+            Ok(Command::Launch(launch)) => *launch,
+            other => panic!("{other:?}"),
+        };
+        let launch = bare(&["--api-socket", "/run/vm.sock", "-v", "--no-shutdown", "--seccomp", "false"]);
+        assert_eq!((launch.config, launch.at_guest_shutdown), (None, AtGuestShutdown::Stay));
+        assert_eq!(bare(&["--api-socket", "fd=7"]).at_guest_shutdown, AtGuestShutdown::End);
+        // Whoever describes a VM means to have one.
+        for described in
+            [["--cpus", "boot=2"], ["--console", "off"], ["--disk", "path=/a"], ["--cmdline", "x"]]
+        {
+            let args = [&["--api-socket", "/run/vm.sock"], &described[..]].concat();
+            assert!(
+                parse(&args).unwrap_err().to_string().starts_with("--kernel is missing"),
+                "{described:?}"
+            );
+        }
     }
 
     #[test]

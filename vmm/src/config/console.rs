@@ -13,8 +13,10 @@ const REFUSED: &[Refused] = &[
     Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
 ];
 const WORDS: &[&str] = &["off", "null", "tty"];
-const SERIAL: Syntax = Syntax { flag: "--serial", keys: &["file"], words: WORDS, refused: REFUSED };
-const CONSOLE: Syntax = Syntax { flag: "--console", keys: &["file"], words: WORDS, refused: REFUSED };
+pub(super) const SERIAL: Syntax =
+    Syntax { flag: "--serial", keys: &["file"], words: WORDS, refused: REFUSED };
+pub(super) const CONSOLE: Syntax =
+    Syntax { flag: "--console", keys: &["file"], words: WORDS, refused: REFUSED };
 
 /// Where a console's bytes go.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -3,9 +3,9 @@
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
-use super::option_parser::{OFF, Refused, Syntax};
+use super::option_parser::{OFF, ON, Refused, Syntax};
 
-const SYNTAX: Syntax = Syntax {
+pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--cpus",
     keys: &["boot", "max"],
     words: &[],
@@ -19,8 +19,8 @@ const SYNTAX: Syntax = Syntax {
         },
         Refused { key: "affinity", neutral: &[], why: "use taskset on the vcpuN threads" },
         Refused { key: "features", neutral: &[], why: "the guest has the host's CPU features" },
-        Refused { key: "nested", neutral: &[], why: "the guest has the host's CPU features" },
-        Refused { key: "core_scheduling", neutral: &["off"], why: "it is not implemented" },
+        Refused { key: "nested", neutral: ON, why: "the guest has the host's CPU features" },
+        Refused { key: "core_scheduling", neutral: OFF, why: "it is not implemented" },
     ],
 };
 

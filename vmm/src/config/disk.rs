@@ -14,7 +14,7 @@ const QUEUE_SIZES: (u16, u16) = (4, 1024);
 /// virtio-blk has room for so many bytes (virtio 1.3, 5.2.6).
 const MAX_SERIAL_BYTES: usize = 20;
 
-const SYNTAX: Syntax = Syntax {
+pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--disk",
     keys: &["path", "readonly", "direct", "num_queues", "queue_size", "serial", "id", "image_type", "sparse"],
     words: &[],
@@ -27,6 +27,7 @@ const SYNTAX: Syntax = Syntax {
         Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
         Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
         Refused { key: "rate_limit_group", neutral: &[], why: "there are no rate limits" },
+        Refused { key: "rate_limiter_config", neutral: &[], why: "there are no rate limits" },
         Refused { key: "bw_size", neutral: &["0"], why: "there are no rate limits" },
         Refused { key: "bw_one_time_burst", neutral: &["0"], why: "there are no rate limits" },
         Refused { key: "bw_refill_time", neutral: &["0"], why: "there are no rate limits" },
@@ -44,9 +45,9 @@ const SYNTAX: Syntax = Syntax {
 
 /// What an image file is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
 pub enum ImageType {
     /// The disk's bytes, whatever it begins with.
+    #[serde(alias = "raw")]
     Raw,
 }
 

@@ -35,6 +35,14 @@ pub enum ConfigError {
         /// Why not.
         why: &'static str,
     },
+    /// A section of Cloud Hypervisor's configuration that has no meaning here.
+    #[error("{flag} is not supported by foreshore: {why}")]
+    ForeignSection {
+        /// The flag that fills it.
+        flag: &'static str,
+        /// Why not.
+        why: &'static str,
+    },
     /// A key that is there twice.
     #[error("{flag}: {key} is given twice")]
     Duplicate {

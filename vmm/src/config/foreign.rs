@@ -3,6 +3,9 @@
 
 /// Flag and reason.
 const FLAGS: &[(&str, &str)] = &[
+    ("--dbus-object-path", "there is no D-Bus interface; see --api-socket"),
+    ("--dbus-service-name", "there is no D-Bus interface; see --api-socket"),
+    ("--dbus-system-bus", "there is no D-Bus interface; see --api-socket"),
     ("--debug-console", "use --serial or --console"),
     ("--device", "there is no device passthrough"),
     ("--event-monitor", "events are not implemented; see --log-file and --metrics"),
@@ -11,22 +14,70 @@ const FLAGS: &[(&str, &str)] = &[
     ("--gdb", "there is no debug stub"),
     ("--generic-vhost-user", "vhost-user is not implemented"),
     ("--host-data", "confidential guests are not supported"),
+    ("--fw-cfg-config", "there is no firmware configuration device"),
     ("--igvm", "confidential guests are not supported"),
+    ("--ivshmem", "it is not implemented"),
     ("--landlock", "it is not implemented"),
     ("--landlock-rules", "it is not implemented"),
     ("--net", "virtio-net is not implemented; see --vsock"),
     ("--pci-segment", "there is one PCI segment"),
     ("--platform", "it is not implemented"),
+    ("--pvmemcontrol", "it is not implemented"),
     ("--pvpanic", "it is not implemented"),
     ("--rate-limit-group", "there is nothing to limit yet"),
     ("--restore", "snapshots are not implemented"),
+    ("--rtc", "it is not implemented"),
+    ("--sgx-epc", "SGX is not implemented"),
     ("--tpm", "it is not implemented"),
     ("--user-device", "there is no device passthrough"),
     ("--vdpa", "it is not implemented"),
     ("--watchdog", "it is not implemented"),
 ];
 
+/// Sections of Cloud Hypervisor's configuration that foreshore does not have, and the flags that fill them.
+const SECTIONS: &[(&str, &str)] = &[
+    ("debug_console", "--debug-console"),
+    ("devices", "--device"),
+    ("fs", "--fs"),
+    ("generic_vhost_user", "--generic-vhost-user"),
+    ("iommu", "--platform"),
+    ("ivshmem", "--ivshmem"),
+    ("landlock_enable", "--landlock"),
+    ("landlock_rules", "--landlock-rules"),
+    ("net", "--net"),
+    ("pci_segments", "--pci-segment"),
+    ("platform", "--platform"),
+    ("pvmemcontrol", "--pvmemcontrol"),
+    ("pvpanic", "--pvpanic"),
+    ("rate_limit_groups", "--rate-limit-group"),
+    ("rtc", "--rtc"),
+    ("sgx_epc", "--sgx-epc"),
+    ("tpm", "--tpm"),
+    ("user_devices", "--user-device"),
+    ("vdpa", "--vdpa"),
+    ("watchdog", "--watchdog"),
+];
+
 /// Why `flag` is refused, if it is one of Cloud Hypervisor's.
 pub(super) fn reason(flag: &str) -> Option<&'static str> {
     FLAGS.iter().find(|(name, _)| *name == flag).map(|(_, reason)| *reason)
+}
+
+/// The flag that fills the section `name` of a configuration, and why it is refused, if foreshore has none like it.
+pub(super) fn section(name: &str) -> Option<(&'static str, &'static str)> {
+    let (_, flag) = SECTIONS.iter().find(|(section, _)| *section == name)?;
+    Some((flag, reason(flag).expect("every section's flag has a reason")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_section_has_the_reason_of_its_flag() {
+        for (name, flag) in SECTIONS {
+            assert_eq!(section(name), Some((*flag, reason(flag).unwrap())));
+        }
+        assert_eq!(section("memory"), None);
+    }
 }

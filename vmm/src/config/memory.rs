@@ -7,7 +7,7 @@ use super::memory_zone::{MemoryZoneConfig, check_hotplug};
 use super::option_parser::{OFF, ON, Refused, Syntax};
 use super::size::{self, Size};
 
-const SYNTAX: Syntax = Syntax {
+pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--memory",
     keys: &["size", "hotplug_method", "hotplug_size", "hotplugged_size"],
     words: &[],

@@ -7,7 +7,7 @@ use super::name;
 use super::option_parser::{OFF, Refused, Syntax};
 use super::size::{self, Size};
 
-const SYNTAX: Syntax = Syntax {
+pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--memory-zone",
     keys: &["id", "size", "host_numa_node", "hotplug_size", "hotplugged_size"],
     words: &[],

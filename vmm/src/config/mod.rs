@@ -12,6 +12,7 @@ mod cpus;
 mod disk;
 mod error;
 mod foreign;
+mod json;
 mod memory;
 mod memory_zone;
 mod name;
@@ -40,6 +41,7 @@ pub use self::console::{ConsoleConfig, ConsoleMode};
 pub use self::cpus::{CpusConfig, MAX_VCPUS};
 pub use self::disk::{DiskConfig, ImageType};
 pub use self::error::ConfigError;
+pub use self::json::JsonError;
 pub use self::memory::{HotplugMethod, MemoryConfig};
 pub use self::memory_zone::MemoryZoneConfig;
 pub use self::numa::{MAX_NODE, NumaConfig, NumaDistance};
@@ -231,7 +233,7 @@ impl VmConfig {
 #[cfg(test)]
 pub(crate) fn test_config() -> VmConfig {
     VmConfig {
-        payload: PayloadConfig::default(),
+        payload: PayloadConfig { kernel: Some("/vmlinux".into()), ..PayloadConfig::default() },
         cpus: CpusConfig { boot_vcpus: 1, max_vcpus: 1 },
         memory: MemoryConfig {
             size: 512 << 20,

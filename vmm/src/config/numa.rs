@@ -7,7 +7,7 @@ use super::option_parser::{Refused, Syntax};
 
 pub(super) const FLAG: &str = "--numa";
 
-const SYNTAX: Syntax = Syntax {
+pub(super) const SYNTAX: Syntax = Syntax {
     flag: FLAG,
     keys: &["guest_numa_id", "cpus", "distances", "memory_zones"],
     words: &[],

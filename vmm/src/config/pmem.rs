@@ -8,7 +8,7 @@ use super::error::ConfigError;
 use super::option_parser::{OFF, Refused, Syntax};
 use super::{name, size};
 
-const SYNTAX: Syntax = Syntax {
+pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--pmem",
     keys: &["file", "size", "discard_writes", "id"],
     words: &[],

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::error::ConfigError;
 use super::option_parser::{OFF, Refused, Syntax};
 
-const SYNTAX: Syntax = Syntax {
+pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--rng",
     keys: &["src"],
     words: &[],

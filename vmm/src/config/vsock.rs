@@ -8,7 +8,7 @@ use super::error::ConfigError;
 use super::option_parser::{OFF, Refused, Syntax};
 use super::socket;
 
-const SYNTAX: Syntax = Syntax {
+pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--vsock",
     keys: &["cid", "socket"],
     words: &[],

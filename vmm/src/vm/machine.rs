@@ -23,6 +23,7 @@ use crate::governor::core::BALLOON_ZONE;
 use crate::governor::task::Governor;
 use crate::memory::Memory;
 use crate::memory::zone::{Tier, ZoneSpec};
+use crate::metrics::MachineSources;
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::BlockHandle;
 use crate::virtio::block::backend::ResizeError;
@@ -281,6 +282,12 @@ impl MachineFactory for KvmFactory {
             Ok(machine) => Ok(Box::new(machine)),
             Err(err) => Err(VmError::Failed(super::chain(&err))),
         }
+    }
+
+    fn release(&mut self) {
+        let metrics = Arc::clone(self.resources.metrics());
+        metrics.set_machine(MachineSources::default());
+        self.resources = Resources::new(metrics);
     }
 }
 

@@ -62,6 +62,18 @@ pub trait Machine {
 pub trait MachineFactory {
     /// Builds a machine, its vCPUs stopped.
     fn build(&mut self, config: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError>;
+    /// Closes what outlives machines: there is no VM any more.
+    fn release(&mut self);
+}
+
+/// What follows when a guest switches itself off.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AtGuestShutdown {
+    /// The VMM ends.
+    #[default]
+    End,
+    /// The VM is shut down, and the VMM serves on (`--no-shutdown`).
+    Stay,
 }
 
 /// What happens to a machine by itself.
@@ -121,74 +133,37 @@ enum Flow {
     End(Result<(), RunError>),
 }
 
-/// The owner of a VM.
-pub struct Owner<F> {
-    factory: F,
+/// A VM: what it shall be, and its machine while it has one.
+struct Vm {
     config: VmConfig,
     state: VmState,
     machine: Option<Box<dyn Machine>>,
-    generation: u64,
-    events: mpsc::UnboundedReceiver<(u64, MachineEvent)>,
-    sender: mpsc::UnboundedSender<(u64, MachineEvent)>,
     started: Instant,
     restarts: RestartGuard,
     /// Why the machine was paused by itself: it must not go on.
     failure: Option<String>,
 }
 
-impl<F: MachineFactory> Owner<F> {
-    /// An owner of a VM that is created, not booted.
-    pub fn new(factory: F, config: VmConfig) -> Self {
-        let (sender, events) = mpsc::unbounded_channel();
+impl Vm {
+    fn new(config: VmConfig) -> Self {
         Self {
-            factory,
             config,
             state: VmState::Created,
             machine: None,
-            generation: 0,
-            events,
-            sender,
             started: Instant::now(),
             restarts: RestartGuard::default(),
             failure: None,
         }
     }
 
-    /// Boots the VM, then serves until the VMM shall end.
-    pub async fn run(mut self, mut requests: mpsc::Receiver<VmRequest>) -> Result<(), RunError> {
-        self.boot().map_err(RunError::Boot)?;
-        loop {
-            // What has happened comes before what is asked: an answer never shows a state that is over.
-            let flow = tokio::select! {
-                biased;
-                Some(event) = self.events.recv() => self.handle_event(event),
-                request = requests.recv() => match request {
-                    Some(request) => self.serve(request),
-                    None => Flow::End(Ok(())),
-                },
-            };
-            if let Flow::End(result) = flow {
-                return result;
-            }
-        }
-    }
-
-    fn boot(&mut self) -> Result<(), VmError> {
-        let next = state::next(self.state, Verb::Boot)?;
-        self.start()?;
-        self.state = next;
-        Ok(())
-    }
-
-    fn start(&mut self) -> Result<(), VmError> {
-        self.generation += 1;
-        self.failure = None;
-        let events = EventSender { generation: self.generation, events: self.sender.clone() };
-        let mut machine = self.factory.build(&self.config, events)?;
-        machine.resume();
-        self.machine = Some(machine);
-        self.started = Instant::now();
-        Ok(())
+    /// The machine, while there is one.
+    fn running(&mut self) -> Result<&mut Box<dyn Machine>, VmError> {
+        let state = self.state;
+        self.machine.as_mut().ok_or(VmError::WrongState {
+            verb: "this call",
+            state,
+            needs: "running or paused",
+        })
     }
 
     fn pause(&mut self) -> Result<Standstill, VmError> {
@@ -218,112 +193,6 @@ impl<F: MachineFactory> Owner<F> {
         Ok(())
     }
 
-    /// Ends the machine and builds it anew: what was plugged has gone back, the guest boots on DRAM.
-    fn reboot(&mut self) -> Result<(), VmError> {
-        let next = state::next(self.state, Verb::Reboot)?;
-        self.machine = None;
-        let result = self.start();
-        self.state = if result.is_ok() { next } else { VmState::Shutdown };
-        result
-    }
-
-    fn handle_event(&mut self, (generation, event): (u64, MachineEvent)) -> Flow {
-        if generation != self.generation || self.machine.is_none() {
-            return Flow::Continue;
-        }
-        match event {
-            MachineEvent::GuestShutdown => {
-                info!("The guest has switched itself off");
-                Flow::End(Ok(()))
-            }
-            MachineEvent::GuestReset => {
-                info!("The guest restarts");
-                self.restart()
-            }
-            MachineEvent::Vcpu(event @ VcpuEvent::TripleFault { .. }) => {
-                if !self.restarts.may_restart(self.started.elapsed()) {
-                    return Flow::End(Err(RunError::KeepsFaulting { event, count: RestartGuard::LIMIT }));
-                }
-                warn!(%event, "The guest restarts");
-                self.restart()
-            }
-            MachineEvent::Vcpu(event) => Flow::End(Err(RunError::Vm(event))),
-            MachineEvent::MustPause { reason } => {
-                error!(%reason, "The VM is paused");
-                // Also when it is paused already: the vCPU that sent this has pulled the brake again.
-                if let Some(machine) = &mut self.machine {
-                    tokio::task::spawn_blocking(machine.pause());
-                    self.state = VmState::Paused;
-                    self.failure.get_or_insert(reason);
-                }
-                Flow::Continue
-            }
-        }
-    }
-
-    fn restart(&mut self) -> Flow {
-        match self.reboot() {
-            Ok(()) => Flow::Continue,
-            Err(err) => Flow::End(Err(RunError::Boot(err))),
-        }
-    }
-
-    fn serve(&mut self, request: VmRequest) -> Flow {
-        match request {
-            VmRequest::Info(reply) => answer(reply, Ok(self.info())),
-            VmRequest::Resize(resize, reply) => answer(reply, self.resize(&resize)),
-            VmRequest::ResizeZone(resize, reply) => answer(reply, self.resize_zone(&resize)),
-            VmRequest::ResizeDisk(resize, reply) => answer(reply, self.resize_disk(&resize)),
-            VmRequest::Memory(reply) => match self.running() {
-                Ok(machine) => machine.zones(reply),
-                Err(err) => answer(reply, Err(err)),
-            },
-            VmRequest::Volumes(reply) => answer(reply, self.running().map(|machine| machine.volumes())),
-            VmRequest::Pressure(decisions, reply) => {
-                answer(reply, self.running().map(|machine| machine.pressure(decisions)));
-            }
-            VmRequest::ChangePressure(change, reply) => {
-                answer(reply, self.change_pressure(change));
-            }
-            VmRequest::Boot(reply) => answer(reply, self.boot()),
-            VmRequest::Pause(reply) => match self.pause() {
-                // Elsewhere: a device may wait for a disk, and nobody else shall.
-                Ok(standstill) => drop(tokio::task::spawn_blocking(move || {
-                    standstill();
-                    answer(reply, Ok(()));
-                })),
-                Err(err) => answer(reply, Err(err)),
-            },
-            VmRequest::Resume(reply) => answer(reply, self.resume()),
-            VmRequest::Shutdown(reply) => answer(reply, self.shut_down()),
-            VmRequest::Reboot(reply) => answer(reply, self.reboot()),
-            VmRequest::PowerButton(reply) => answer(reply, self.press_power_button()),
-            VmRequest::ShutdownVmm(reply) => {
-                // The VM goes first: whoever gets the answer may use its pool at once.
-                self.machine = None;
-                answer(reply, Ok(()));
-                return Flow::End(Ok(()));
-            }
-        }
-        Flow::Continue
-    }
-
-    fn running(&mut self) -> Result<&mut Box<dyn Machine>, VmError> {
-        let state = self.state;
-        self.machine.as_mut().ok_or(VmError::WrongState {
-            verb: "this call",
-            state,
-            needs: "running or paused",
-        })
-    }
-
-    /// The configuration follows: the machine that a reboot builds goes on with what was set.
-    fn change_pressure(&mut self, change: PressureChange) -> Result<(), VmError> {
-        self.running()?.change_pressure(&change)?;
-        change.apply(&mut self.config.pressure);
-        Ok(())
-    }
-
     fn press_power_button(&mut self) -> Result<(), VmError> {
         state::next(self.state, Verb::Change)?;
         self.running().map(|machine| machine.press_power_button())
@@ -340,17 +209,18 @@ impl<F: MachineFactory> Owner<F> {
         VmInfo { config, state: self.state, memory_actual_size, pause_reason, balloon, guest_kernel }
     }
 
-    fn resize_zone(&mut self, resize: &ResizeZoneRequest) -> Result<(), VmError> {
-        state::next(self.state, Verb::Change)?;
-        self.running()?.resize_zone(resize)
+    /// The configuration follows: the machine that a reboot builds goes on with what was set.
+    fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
+        self.running()?.change_pressure(change)?;
+        change.apply(&mut self.config.pressure);
+        Ok(())
     }
 
-    fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
-        state::next(self.state, Verb::Change)?;
-        self.running()?.resize_disk(resize)
-    }
-
+    /// Of a VM without a machine it is the configuration that is resized: the next boot has it.
     fn resize(&mut self, resize: &ResizeRequest) -> Result<(), VmError> {
+        if self.machine.is_none() {
+            return self.reconfigure(|config| resize.apply(config));
+        }
         state::next(self.state, Verb::Change)?;
         if let Some(vcpus) = resize.desired_vcpus
             && vcpus != self.config.cpus.boot_vcpus
@@ -367,6 +237,219 @@ impl<F: MachineFactory> Owner<F> {
             Some(size_bytes) => self.running()?.resize_balloon(size_bytes),
             None => Ok(()),
         }
+    }
+
+    /// The same of one zone.
+    fn resize_zone(&mut self, resize: &ResizeZoneRequest) -> Result<(), VmError> {
+        if self.machine.is_none() {
+            return self.reconfigure(|config| resize.apply(config));
+        }
+        state::next(self.state, Verb::Change)?;
+        self.running()?.resize_zone(resize)
+    }
+
+    fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
+        state::next(self.state, Verb::Change)?;
+        self.running()?.resize_disk(resize)
+    }
+
+    /// Changes the configuration as a whole or, if it would not be a valid one, not at all.
+    fn reconfigure(
+        &mut self,
+        change: impl FnOnce(&mut VmConfig) -> Result<(), VmError>,
+    ) -> Result<(), VmError> {
+        let mut config = self.config.clone();
+        change(&mut config)?;
+        config.validate().map_err(|error| VmError::BadRequest(error.to_string()))?;
+        self.config = config;
+        Ok(())
+    }
+}
+
+/// The owner of a VM, or of none as yet.
+pub struct Owner<F> {
+    factory: F,
+    vm: Option<Vm>,
+    at_guest_shutdown: AtGuestShutdown,
+    generation: u64,
+    events: mpsc::UnboundedReceiver<(u64, MachineEvent)>,
+    sender: mpsc::UnboundedSender<(u64, MachineEvent)>,
+}
+
+impl<F: MachineFactory> Owner<F> {
+    /// An owner without a VM.
+    pub fn new(factory: F, at_guest_shutdown: AtGuestShutdown) -> Self {
+        let (sender, events) = mpsc::unbounded_channel();
+        Self { factory, vm: None, at_guest_shutdown, generation: 0, events, sender }
+    }
+
+    /// Boots the VM, if there is to be one from the start, then serves until the VMM shall end.
+    pub async fn run(
+        mut self,
+        config: Option<VmConfig>,
+        mut requests: mpsc::Receiver<VmRequest>,
+    ) -> Result<(), RunError> {
+        if let Some(config) = config {
+            self.create(config).and_then(|()| self.boot()).map_err(RunError::Boot)?;
+        }
+        loop {
+            // What has happened comes before what is asked: an answer never shows a state that is over.
+            let flow = tokio::select! {
+                biased;
+                Some(event) = self.events.recv() => self.handle_event(event),
+                request = requests.recv() => match request {
+                    Some(request) => self.serve(request),
+                    None => Flow::End(Ok(())),
+                },
+            };
+            if let Flow::End(result) = flow {
+                return result;
+            }
+        }
+    }
+
+    fn vm(&mut self) -> Result<&mut Vm, VmError> {
+        self.vm.as_mut().ok_or(VmError::NotCreated)
+    }
+
+    fn create(&mut self, config: VmConfig) -> Result<(), VmError> {
+        if self.vm.is_some() {
+            return Err(VmError::AlreadyCreated);
+        }
+        self.vm = Some(Vm::new(config));
+        Ok(())
+    }
+
+    /// Ends the VM, whatever it is doing, and closes what it had open: the next one shares nothing with it. Without a VM there
+    /// is nothing to do.
+    fn delete(&mut self) {
+        if self.vm.take().is_some() {
+            self.factory.release();
+        }
+    }
+
+    fn boot(&mut self) -> Result<(), VmError> {
+        let next = state::next(self.vm()?.state, Verb::Boot)?;
+        self.start()?;
+        self.vm()?.state = next;
+        Ok(())
+    }
+
+    fn start(&mut self) -> Result<(), VmError> {
+        self.generation += 1;
+        let events = EventSender { generation: self.generation, events: self.sender.clone() };
+        let vm = self.vm.as_mut().ok_or(VmError::NotCreated)?;
+        vm.failure = None;
+        let mut machine = self.factory.build(&vm.config, events)?;
+        machine.resume();
+        vm.machine = Some(machine);
+        vm.started = Instant::now();
+        Ok(())
+    }
+
+    /// Ends the machine and builds it anew: what was plugged has gone back, the guest boots on DRAM.
+    fn reboot(&mut self) -> Result<(), VmError> {
+        let vm = self.vm()?;
+        let next = state::next(vm.state, Verb::Reboot)?;
+        vm.machine = None;
+        let result = self.start();
+        self.vm()?.state = if result.is_ok() { next } else { VmState::Shutdown };
+        result
+    }
+
+    fn handle_event(&mut self, (generation, event): (u64, MachineEvent)) -> Flow {
+        let is_now = generation == self.generation;
+        let Some(vm) = self.vm.as_mut().filter(|vm| is_now && vm.machine.is_some()) else {
+            return Flow::Continue;
+        };
+        match event {
+            MachineEvent::GuestShutdown => {
+                info!("The guest has switched itself off");
+                match self.at_guest_shutdown {
+                    AtGuestShutdown::End => Flow::End(Ok(())),
+                    AtGuestShutdown::Stay => {
+                        vm.shut_down().expect("a VM with a machine can be shut down");
+                        Flow::Continue
+                    }
+                }
+            }
+            MachineEvent::GuestReset => {
+                info!("The guest restarts");
+                self.restart()
+            }
+            MachineEvent::Vcpu(event @ VcpuEvent::TripleFault { .. }) => {
+                if !vm.restarts.may_restart(vm.started.elapsed()) {
+                    return Flow::End(Err(RunError::KeepsFaulting { event, count: RestartGuard::LIMIT }));
+                }
+                warn!(%event, "The guest restarts");
+                self.restart()
+            }
+            MachineEvent::Vcpu(event) => Flow::End(Err(RunError::Vm(event))),
+            MachineEvent::MustPause { reason } => {
+                error!(%reason, "The VM is paused");
+                // Also when it is paused already: the vCPU that sent this has pulled the brake again.
+                if let Some(machine) = &mut vm.machine {
+                    tokio::task::spawn_blocking(machine.pause());
+                    vm.state = VmState::Paused;
+                    vm.failure.get_or_insert(reason);
+                }
+                Flow::Continue
+            }
+        }
+    }
+
+    fn restart(&mut self) -> Flow {
+        match self.reboot() {
+            Ok(()) => Flow::Continue,
+            Err(err) => Flow::End(Err(RunError::Boot(err))),
+        }
+    }
+
+    fn serve(&mut self, request: VmRequest) -> Flow {
+        match request {
+            VmRequest::Create(config, reply) => answer(reply, self.create(*config)),
+            VmRequest::Delete(reply) => {
+                self.delete();
+                answer(reply, Ok(()));
+            }
+            VmRequest::Info(reply) => self.of_vm(reply, |vm| Ok(vm.info())),
+            VmRequest::Resize(resize, reply) => self.of_vm(reply, |vm| vm.resize(&resize)),
+            VmRequest::ResizeZone(resize, reply) => self.of_vm(reply, |vm| vm.resize_zone(&resize)),
+            VmRequest::ResizeDisk(resize, reply) => self.of_vm(reply, |vm| vm.resize_disk(&resize)),
+            VmRequest::Memory(reply) => match self.vm().and_then(Vm::running) {
+                Ok(machine) => machine.zones(reply),
+                Err(err) => answer(reply, Err(err)),
+            },
+            VmRequest::Volumes(reply) => self.of_vm(reply, |vm| Ok(vm.running()?.volumes())),
+            VmRequest::Pressure(decisions, reply) => {
+                self.of_vm(reply, |vm| Ok(vm.running()?.pressure(decisions)));
+            }
+            VmRequest::ChangePressure(change, reply) => self.of_vm(reply, |vm| vm.change_pressure(&change)),
+            VmRequest::Boot(reply) => answer(reply, self.boot()),
+            VmRequest::Pause(reply) => match self.vm().and_then(Vm::pause) {
+                // Elsewhere: a device may wait for a disk, and nobody else shall.
+                Ok(standstill) => drop(tokio::task::spawn_blocking(move || {
+                    standstill();
+                    answer(reply, Ok(()));
+                })),
+                Err(err) => answer(reply, Err(err)),
+            },
+            VmRequest::Resume(reply) => self.of_vm(reply, Vm::resume),
+            VmRequest::Shutdown(reply) => self.of_vm(reply, Vm::shut_down),
+            VmRequest::Reboot(reply) => answer(reply, self.reboot()),
+            VmRequest::PowerButton(reply) => self.of_vm(reply, Vm::press_power_button),
+            VmRequest::ShutdownVmm(reply) => {
+                // The VM goes first: whoever gets the answer may use its pool at once.
+                self.delete();
+                answer(reply, Ok(()));
+                return Flow::End(Ok(()));
+            }
+        }
+        Flow::Continue
+    }
+
+    fn of_vm<T>(&mut self, reply: Reply<T>, ask: impl FnOnce(&mut Vm) -> Result<T, VmError>) {
+        answer(reply, self.vm().and_then(ask));
     }
 }
 

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use balloon::params::Setting;
 
 use super::*;
-use crate::config::PressureConfig;
+use crate::config::{PressureConfig, test_config};
 use crate::vm::request::VmHandle;
 
 /// What happened to the machines that were built, in order.
@@ -104,6 +104,10 @@ impl MachineFactory for FakeFactory {
         self.log.lock().push("build");
         Ok(Box::new(FakeMachine(Arc::clone(&self.log), Arc::clone(&self.moves))))
     }
+
+    fn release(&mut self) {
+        self.log.lock().push("release");
+    }
 }
 
 struct Fixture {
@@ -117,17 +121,22 @@ struct Fixture {
 
 /// Starts an owner on the test's runtime; its first machine is built when this returns.
 async fn start(fail_from: Option<usize>) -> Fixture {
-    let factory = FakeFactory { fail_from, ..Default::default() };
-    let (log, senders) = (Arc::clone(&factory.log), Arc::clone(&factory.senders));
-    let (pressure, moves) = (Arc::clone(&factory.pressure), Arc::clone(&factory.moves));
-    let (handle, requests) = VmHandle::channel();
-    let owner = Owner::new(factory, crate::config::test_config());
-    let end = tokio::task::spawn_local(owner.run(requests));
-    let fixture = Fixture { handle, log, senders, pressure, moves, end };
+    let fixture = serve(fail_from, Some(test_config()), AtGuestShutdown::End);
     if fail_from != Some(0) {
         assert_eq!(fixture.state().await, VmState::Running);
     }
     fixture
+}
+
+/// Starts an owner with this VM from the start, or none.
+fn serve(fail_from: Option<usize>, config: Option<VmConfig>, at_guest_shutdown: AtGuestShutdown) -> Fixture {
+    let factory = FakeFactory { fail_from, ..Default::default() };
+    let (log, senders) = (Arc::clone(&factory.log), Arc::clone(&factory.senders));
+    let (pressure, moves) = (Arc::clone(&factory.pressure), Arc::clone(&factory.moves));
+    let (handle, requests) = VmHandle::channel();
+    let owner = Owner::new(factory, at_guest_shutdown);
+    let end = tokio::task::spawn_local(owner.run(config, requests));
+    Fixture { handle, log, senders, pressure, moves, end }
 }
 
 impl Fixture {
@@ -253,7 +262,7 @@ fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
         let none = PressureConfig { rules, dry_run: true, ..PressureConfig::default() };
         let amf = PressureConfig { policy: "amf".to_owned(), params: params.into(), ..none.clone() };
         let off = PressureConfig { policy: "off".to_owned(), ..none };
-        let configured = crate::config::test_config().pressure;
+        let configured = test_config().pressure;
         assert_ne!(configured, set);
         let paused = PressureConfig { paused: true, ..set.clone() };
         assert_eq!(*vm.pressure.lock(), [configured, set, paused, amf, off]);
@@ -353,14 +362,14 @@ fn a_vm_that_is_paused_by_hand_and_fails_meanwhile_stays_paused() {
 }
 
 #[test]
-fn a_vm_that_is_shut_down_can_be_booted_again_but_not_resized() {
+fn a_vm_that_is_shut_down_is_resized_in_its_configuration_and_booted_again() {
     run(async {
         let vm = start(None).await;
         vm.handle.ask(VmRequest::Shutdown).await.unwrap();
         assert_eq!(vm.state().await, VmState::Shutdown);
         let resize = ResizeRequest { desired_ram: Some(1 << 30), ..Default::default() };
-        let refused = vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await;
-        assert!(matches!(refused, Err(VmError::WrongState { .. })));
+        vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await.unwrap();
+        assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size, 1 << 30);
         vm.handle.ask(VmRequest::Boot).await.unwrap();
         assert_eq!(vm.state().await, VmState::Running);
     });
@@ -379,7 +388,98 @@ fn the_vm_is_gone_before_the_vmm_says_that_it_ends() {
     run(async {
         let vm = start(None).await;
         vm.handle.ask(VmRequest::ShutdownVmm).await.unwrap();
-        assert_eq!(vm.log.lock().last(), Some(&"drop"));
+        assert_eq!(vm.log.lock().last(), Some(&"release"));
         assert!(vm.end.await.unwrap().is_ok());
+    });
+}
+
+#[test]
+fn a_vmm_without_a_vm_serves_until_there_is_one() {
+    run(async {
+        let vm = serve(None, None, AtGuestShutdown::End);
+        for nothing in [
+            vm.handle.ask(VmRequest::Info).await.map(drop),
+            vm.handle.ask(VmRequest::Boot).await,
+            vm.handle.ask(VmRequest::Pause).await,
+            vm.handle.ask(VmRequest::Shutdown).await,
+            vm.handle.ask(VmRequest::Reboot).await,
+            vm.handle.ask(VmRequest::Memory).await.map(drop),
+        ] {
+            assert!(matches!(nothing, Err(VmError::NotCreated)), "{nothing:?}");
+        }
+        vm.handle.ask(VmRequest::Delete).await.unwrap();
+        let create = async || vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await;
+        create().await.unwrap();
+        assert_eq!(vm.state().await, VmState::Created);
+        assert!(matches!(create().await, Err(VmError::AlreadyCreated)));
+        assert!(vm.log().is_empty(), "nothing is built before it is booted");
+        vm.handle.ask(VmRequest::Boot).await.unwrap();
+        assert_eq!(vm.state().await, VmState::Running);
+        assert!(matches!(create().await, Err(VmError::AlreadyCreated)));
+        // Deleting ends it; another one may follow.
+        vm.handle.ask(VmRequest::Delete).await.unwrap();
+        assert!(matches!(vm.handle.ask(VmRequest::Info).await, Err(VmError::NotCreated)));
+        create().await.unwrap();
+        // What the first one has still to say is about nobody.
+        vm.send(0, MachineEvent::GuestShutdown);
+        vm.handle.ask(VmRequest::Boot).await.unwrap();
+        vm.send(0, triple_fault());
+        assert_eq!(vm.state().await, VmState::Running);
+        assert_eq!(vm.log(), ["build", "resume", "drop", "release", "build", "resume"]);
+    });
+}
+
+#[test]
+fn a_boot_that_fails_leaves_the_vm_created() {
+    run(async {
+        let vm = serve(Some(0), None, AtGuestShutdown::End);
+        vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
+        assert!(matches!(vm.handle.ask(VmRequest::Boot).await, Err(VmError::Failed(_))));
+        assert_eq!(vm.state().await, VmState::Created);
+        vm.handle.ask(VmRequest::Delete).await.unwrap();
+    });
+}
+
+#[test]
+fn a_vm_that_does_not_run_is_resized_in_its_configuration() {
+    run(async {
+        let vm = serve(None, None, AtGuestShutdown::End);
+        vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
+        let resize = async |resize| vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await;
+        let more =
+            ResizeRequest { desired_ram: Some(1 << 30), desired_vcpus: Some(1), desired_balloon: Some(0) };
+        resize(more).await.unwrap();
+        let info = vm.handle.ask(VmRequest::Info).await.unwrap();
+        assert_eq!((info.config.memory.size, info.memory_actual_size), (1 << 30, 1 << 30));
+        // All of it or nothing.
+        for wrong in [
+            ResizeRequest { desired_vcpus: Some(3), ..ResizeRequest::default() },
+            ResizeRequest {
+                desired_ram: Some(2 << 30),
+                desired_balloon: Some(1 << 30),
+                ..ResizeRequest::default()
+            },
+            ResizeRequest { desired_ram: Some(0), ..ResizeRequest::default() },
+        ] {
+            assert!(matches!(resize(wrong).await, Err(VmError::BadRequest(_))));
+        }
+        let zone = ResizeZoneRequest { id: "pm".to_owned(), desired_ram: 0 };
+        let refused = vm.handle.ask(|reply| VmRequest::ResizeZone(zone, reply)).await;
+        assert!(matches!(refused, Err(VmError::BadRequest(_))));
+        assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size, 1 << 30);
+        assert!(vm.log().is_empty());
+    });
+}
+
+#[test]
+fn with_no_shutdown_the_vmm_outlives_its_guest() {
+    run(async {
+        let vm = serve(None, Some(test_config()), AtGuestShutdown::Stay);
+        assert_eq!(vm.state().await, VmState::Running);
+        vm.send(0, MachineEvent::GuestShutdown);
+        assert_eq!(vm.state().await, VmState::Shutdown);
+        vm.handle.ask(VmRequest::Boot).await.unwrap();
+        assert_eq!(vm.state().await, VmState::Running);
+        assert_eq!(vm.log(), ["build", "resume", "drop", "build", "resume"]);
     });
 }

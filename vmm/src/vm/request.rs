@@ -71,6 +71,27 @@ pub struct ResizeRequest {
     pub desired_balloon: Option<u64>,
 }
 
+impl ResizeRequest {
+    /// Makes the change in the configuration of a VM that does not run: what it will boot with.
+    pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
+        if let Some(vcpus) = self.desired_vcpus {
+            config.cpus.boot_vcpus = vcpus;
+        }
+        if let Some(size_bytes) = self.desired_ram {
+            config.memory.size = size_bytes;
+        }
+        match (self.desired_balloon, &mut config.balloon) {
+            (None, _) | (Some(0), None) => {}
+            (Some(size_bytes), Some(balloon)) => balloon.size = size_bytes,
+            (Some(size_bytes), None) => {
+                let reason = format!("desired_balloon {size_bytes}: the VM has no balloon");
+                return Err(VmError::BadRequest(reason));
+            }
+        }
+        Ok(())
+    }
+}
+
 /// `vm.resize-zone`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResizeZoneRequest {
@@ -78,6 +99,24 @@ pub struct ResizeZoneRequest {
     pub id: String,
     /// Its size in bytes, boot part included.
     pub desired_ram: u64,
+}
+
+impl ResizeZoneRequest {
+    /// Makes the change in the configuration of a VM that does not run. Zones of PM boot with nothing.
+    pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
+        let zones = &mut config.memory.zones;
+        match zones.iter_mut().find(|zone| zone.id == self.id) {
+            Some(zone) => zone.size = self.desired_ram,
+            None => {
+                let known = zones.iter().map(|zone| &*zone.id).collect::<Vec<_>>().join(", ");
+                return Err(VmError::BadRequest(format!(
+                    "The VM, which does not run, has no zone {:?} of DRAM; its zones: {known}",
+                    self.id
+                )));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// `vm.resize-disk`.
@@ -332,8 +371,11 @@ pub enum VmError {
         known: String,
     },
     /// There is no VM.
-    #[error("There is no VM")]
+    #[error("The VM is not created")]
     NotCreated,
+    /// There is one, and a VMM has one at most.
+    #[error("The VM is already created; vm.delete ends it")]
+    AlreadyCreated,
     /// What it was paused for is still so.
     #[error("The VM cannot go on: {reason}. Reboot it or shut it down; what was not flushed is lost")]
     CannotResume {
@@ -357,6 +399,10 @@ pub type Reply<T> = oneshot::Sender<Result<T, VmError>>;
 /// One thing asked of the VM's owner.
 #[derive(Debug)]
 pub enum VmRequest {
+    /// `vm.create`; the configuration has been validated.
+    Create(Box<VmConfig>, Reply<()>),
+    /// `vm.delete`.
+    Delete(Reply<()>),
     /// `vm.info`.
     Info(Reply<VmInfo>),
     /// `vm.resize`.

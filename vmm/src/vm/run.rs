@@ -53,7 +53,7 @@ pub fn run(launch: Launch) -> Result<(), RunError> {
         };
         tokio::spawn(end_on_signals(handle)?);
         let factory = KvmFactory::new(Resources::new(metrics));
-        let result = Owner::new(factory, launch.config).run(requests).await;
+        let result = Owner::new(factory, launch.at_guest_shutdown).run(launch.config, requests).await;
         for server in [server, exposition].into_iter().flatten() {
             server.stop().await;
         }

@@ -141,6 +141,11 @@ impl Guest {
         self.paths.vsock()
     }
 
+    /// Where the serial console is written.
+    pub fn console_file(&self) -> PathBuf {
+        self.paths.console()
+    }
+
     /// Where the metrics are served.
     pub fn metrics_address(&self) -> &str {
         &self.metrics_address

@@ -20,6 +20,8 @@ pub fn router(vm: VmHandle) -> Router {
     Router::new()
         .route("/api/v1/vmm.ping", get(vmm::ping))
         .route("/api/v1/vmm.shutdown", put(vmm::shutdown))
+        .route("/api/v1/vm.create", put(vm::create))
+        .route("/api/v1/vm.delete", put(vm::delete))
         .route("/api/v1/vm.info", get(vm::info))
         .route("/api/v1/vm.boot", put(vm::boot))
         .route("/api/v1/vm.pause", put(vm::pause))

@@ -3,10 +3,33 @@
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use serde_json::{Map, Value};
 
+use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
 use crate::api::wire::VolumesAnswer;
+use crate::config::VmConfig;
 use crate::vm::request::{VmHandle, VmInfo, VmRequest};
+
+/// Validates what it is given; whether files are there is found out by `vm.boot`.
+pub(super) async fn create(
+    State(vm): State<VmHandle>,
+    JsonBody(json): JsonBody<Map<String, Value>>,
+) -> Result<StatusCode, ApiError> {
+    let config = VmConfig::from_json(json)?;
+    let warnings = config.warnings();
+    vm.ask(|reply| VmRequest::Create(Box::new(config), reply)).await?;
+    for warning in warnings {
+        tracing::warn!("{warning}");
+    }
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Ends the VM first if it runs; without a VM there is nothing to do, and nothing wrong.
+pub(super) async fn delete(State(vm): State<VmHandle>) -> Result<StatusCode, ApiError> {
+    vm.ask(VmRequest::Delete).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
 
 pub(super) async fn info(State(vm): State<VmHandle>) -> Result<Json<VmInfo>, ApiError> {
     Ok(Json(vm.ask(VmRequest::Info).await?))

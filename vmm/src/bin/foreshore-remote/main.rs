@@ -5,7 +5,7 @@ mod table;
 
 use std::ffi::OsString;
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, bail};
@@ -42,8 +42,16 @@ struct Flags {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Boot a VM that has been shut down
+    /// Boot a VM that has been created, or shut down
     Boot,
+    /// Create a VM from a configuration in JSON, as info shows it
+    Create {
+        /// Where it is [default: standard input]
+        #[arg(value_name = "PATH", default_value = "-", hide_default_value = true)]
+        path: PathBuf,
+    },
+    /// End the VM and forget its configuration
+    Delete,
     /// Show the VM's configuration and state, as JSON
     Info,
     /// Show every memory zone: requested, plugged, online, resident
@@ -190,6 +198,8 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
             let body = ResizeZoneBody { id, desired_ram };
             put(vmm, "vm.resize-zone", Some(serde_json::to_string(&body)?)).await
         }
+        Verb::Create { path } => put(vmm, "vm.create", Some(read(&path)?)).await,
+        Verb::Delete => put(vmm, "vm.delete", None).await,
         Verb::Boot => put(vmm, "vm.boot", None).await,
         Verb::Pause => put(vmm, "vm.pause", None).await,
         Verb::Resume => put(vmm, "vm.resume", None).await,
@@ -198,6 +208,14 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
         Verb::Shutdown => put(vmm, "vm.shutdown", None).await,
         Verb::ShutdownVmm => put(vmm, "vmm.shutdown", None).await,
     }
+}
+
+/// A file's text; `-` is standard input.
+fn read(path: &Path) -> anyhow::Result<String> {
+    if path == Path::new("-") {
+        return io::read_to_string(io::stdin()).context("Cannot read standard input");
+    }
+    std::fs::read_to_string(path).with_context(|| format!("Cannot read {path:?}"))
 }
 
 async fn put(vmm: &Client, call: &str, body: Option<String>) -> anyhow::Result<String> {
@@ -288,6 +306,9 @@ dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  stuck: busy 
         assert!(error(&["ping"]).contains("--api-socket"));
         assert!(error(&["--api-socket", "/s", "fly"]).contains("fly"));
         assert!(error(&["--api-socket", "/s", "resize", "--memory", "1Q"]).contains("not a size"));
+        assert!(
+            error(&["--api-socket", "/s", "create", "/nowhere/c"]).starts_with("Cannot read \"/nowhere/c\"")
+        );
         assert!(error(&["--api-socket", "/s", "resize"]).contains("at least one of"));
         assert!(error(&["--api-socket", "/s", "pressure", "policy=amf"]).ends_with("`pressure set`"));
         assert!(!error(&["--api-socket", "/s", "pressure", "fly"]).contains("`pressure set`"));

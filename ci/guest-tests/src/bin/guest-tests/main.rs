@@ -3,6 +3,7 @@
 //! `guest-tests [--list] [--jobs N] [--within SECONDS] [FILTER...]`
 
 mod agent;
+mod api;
 mod badinput;
 mod balloon;
 mod boot;
@@ -43,6 +44,7 @@ fn main() {
         harness::TESTS,
         boot::TESTS,
         agent::TESTS,
+        api::TESTS,
         badinput::TESTS,
         balloon::TESTS,
         memory::TESTS,

@@ -1,0 +1,105 @@
+//! A VM that is made by the API, as Cloud Hypervisor's clients make theirs.
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use guest_tests::{BOOT_LIMIT, Guest, Image, Kernel, Pool};
+use serde_json::{Value, json};
+
+guest_tests::tests![
+    a_vm_is_created_booted_deleted_and_created_again_by_the_api,
+    a_deleted_vm_has_given_its_pool_and_sockets_back,
+];
+
+/// Until a VMM that has nothing to build serves its API.
+const START_LIMIT: Duration = Duration::from_secs(20);
+
+/// A VMM that was told of no VM.
+fn empty_vmm() -> Result<Guest> {
+    let flags = [
+        "--kernel",
+        "--initramfs",
+        "--cmdline",
+        "--cpus",
+        "--memory",
+        "--serial",
+        "--console",
+        "--rng",
+        "--vsock",
+    ];
+    let builder = flags.into_iter().fold(Guest::builder(), |builder, flag| builder.without(flag));
+    let vmm = builder.start()?;
+    vmm.wait_until("the VMM answers", START_LIMIT, || Ok(vmm.api("GET", "vmm.ping", None).is_ok()))?;
+    Ok(vmm)
+}
+
+/// What a client would send, defaults written out.
+fn config(vmm: &Guest) -> Value {
+    json!({
+        "payload": {
+            "kernel": Kernel::V6_12.path(),
+            "initramfs": Image::Basic.path(Kernel::V6_12),
+            "cmdline": "console=ttyS0 loglevel=5",
+            "firmware": null,
+        },
+        "cpus": {"boot_vcpus": 1, "max_vcpus": 1, "topology": null, "kvm_hyperv": false},
+        "memory": {"size": 512 << 20, "mergeable": false, "shared": false, "hugepages": false, "zones": null},
+        "serial": {"mode": "File", "file": vmm.console_file(), "iommu": false},
+        "console": {"mode": "Off"},
+        "vsock": {"cid": 3, "socket": vmm.vsock_socket(), "iommu": false},
+        "net": null,
+        "watchdog": false,
+    })
+}
+
+fn status(vmm: &Guest, method: &str, call: &str) -> Result<u16> {
+    Ok(vmm.try_api(method, call, None)?.status)
+}
+
+fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
+    let vmm = empty_vmm()?;
+    for (method, call) in
+        [("GET", "vm.info"), ("PUT", "vm.boot"), ("PUT", "vm.shutdown"), ("GET", "vm.memory")]
+    {
+        ensure!(status(&vmm, method, call)? == 404, "{call} without a VM");
+    }
+    vmm.metrics()?;
+    vmm.api("PUT", "vm.create", Some(config(&vmm)))?;
+    let created = vmm.api("GET", "vm.info", None)?;
+    ensure!(created["state"] == "Created", "{created}");
+    ensure!(status(&vmm, "PUT", "vm.pause")? == 405, "a VM that does not run is paused");
+    ensure!(vmm.try_api("PUT", "vm.create", Some(config(&vmm)))?.status == 405, "it is created twice");
+    // What boots is what the configuration was made to be.
+    vmm.api("PUT", "vm.resize", Some(json!({"desired_ram": 640 << 20})))?;
+    vmm.api("PUT", "vm.boot", None)?;
+    vmm.wait_for_shell(BOOT_LIMIT)?;
+    let mib: u64 = vmm.run("awk '/MemTotal/ { print int($2 / 1024) }' /proc/meminfo")?.trim().parse()?;
+    ensure!((580..=640).contains(&mib), "MemTotal is {mib} MiB");
+    let running = vmm.api("GET", "vm.info", None)?;
+    ensure!(running["state"] == "Running" && running["memory_actual_size"] == 640 << 20, "{running}");
+    // What is shown can be given to create the same VM again.
+    vmm.api("PUT", "vm.delete", None)?;
+    ensure!(status(&vmm, "GET", "vm.info")? == 404, "a deleted VM is shown");
+    vmm.api("PUT", "vm.create", Some(running["config"].clone()))?;
+    vmm.api("PUT", "vm.boot", None)?;
+    vmm.wait_for_shell(BOOT_LIMIT)?;
+    vmm.no_kernel_complaints()?;
+    vmm.power_off()
+}
+
+fn a_deleted_vm_has_given_its_pool_and_sockets_back() -> Result<()> {
+    let pool = Pool::create("64M")?;
+    let vmm = empty_vmm()?;
+    let mut config = config(&vmm);
+    config["pm_volumes"] = json!([{"pool": pool.path(), "name": "data", "size": 32 << 20, "create": true}]);
+    vmm.api("PUT", "vm.create", Some(config))?;
+    vmm.api("PUT", "vm.boot", None)?;
+    ensure!(pool.check().is_err(), "the pool is free while a VM has it");
+    vmm.api("PUT", "vm.delete", None)?;
+    pool.check()?;
+    ensure!(!vmm.vsock_socket().exists(), "the socket of vsock is left");
+    vmm.api("PUT", "vmm.shutdown", None)?;
+    let ended = vmm.wait_for_exit(START_LIMIT)?;
+    ensure!(ended.success(), "the VMM ended with {ended}");
+    Ok(())
+}

@@ -1,0 +1,250 @@
+//! A VM's configuration as the API takes it, in JSON.
+//!
+//! Field names are Cloud Hypervisor's. What a client says that foreshore has nothing for is refused with the reason,
+//! as the same flag is, unless it asks for what is the case anyway: clients write out defaults. Names that neither knows
+//! are passed over, as Cloud Hypervisor does.
+
+use serde_json::{Map, Value};
+use thiserror::Error;
+
+use super::error::ConfigError;
+use super::option_parser::Syntax;
+use super::{
+    VmConfig, balloon, console, cpus, disk, foreign, memory, memory_zone, numa, payload, pmem, rng, vsock,
+};
+
+/// Sections, with what the flag of the same meaning takes.
+const SECTIONS: [(&str, &Syntax); 10] = [
+    ("payload", &payload::SYNTAX),
+    ("cpus", &cpus::SYNTAX),
+    ("memory", &memory::SYNTAX),
+    ("balloon", &balloon::SYNTAX),
+    ("disks", &disk::SYNTAX),
+    ("serial", &console::SERIAL),
+    ("console", &console::CONSOLE),
+    ("rng", &rng::SYNTAX),
+    ("vsock", &vsock::SYNTAX),
+    ("pmem", &pmem::SYNTAX),
+];
+
+/// Why a configuration in JSON is refused.
+#[derive(Debug, Error)]
+pub enum JsonError {
+    /// It is not one.
+    #[error(transparent)]
+    Json(#[from] serde_json::Error),
+    /// It has something that is not supported, or is no valid configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+}
+
+impl VmConfig {
+    /// Reads and validates a configuration.
+    pub fn from_json(mut json: Map<String, Value>) -> Result<Self, JsonError> {
+        strip_nulls(&mut json);
+        check(&json)?;
+        let config: Self = serde_json::from_value(Value::Object(json))?;
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+/// A field that is null is as good as left out.
+fn strip_nulls(fields: &mut Map<String, Value>) {
+    fields.retain(|_, value| !value.is_null());
+    fields.values_mut().for_each(strip_nulls_within);
+}
+
+fn strip_nulls_within(value: &mut Value) {
+    match value {
+        Value::Object(fields) => strip_nulls(fields),
+        Value::Array(values) => values.iter_mut().for_each(strip_nulls_within),
+        _ => {}
+    }
+}
+
+fn check(config: &Map<String, Value>) -> Result<(), ConfigError> {
+    for (name, value) in config {
+        if let Some((flag, why)) = foreign::section(name)
+            && !asks_for_nothing(value, &[])
+        {
+            return Err(ConfigError::ForeignSection { flag, why });
+        }
+    }
+    for (name, syntax) in SECTIONS {
+        objects(config.get(name)).try_for_each(|section| check_section(syntax, section))?;
+    }
+    let zones = objects(config.get("memory").and_then(|memory| memory.get("zones")));
+    zones.into_iter().try_for_each(|zone| check_section(&memory_zone::SYNTAX, zone))?;
+    objects(config.get("numa")).try_for_each(|node| check_section(&numa::SYNTAX, node))
+}
+
+/// A section's object, or all of them.
+fn objects(section: Option<&Value>) -> impl Iterator<Item = &Map<String, Value>> {
+    let (one, many) = match section {
+        Some(Value::Object(object)) => (Some(object), &[][..]),
+        Some(Value::Array(list)) => (None, &list[..]),
+        _ => (None, &[][..]),
+    };
+    one.into_iter().chain(many.iter().filter_map(Value::as_object))
+}
+
+fn check_section(syntax: &Syntax, section: &Map<String, Value>) -> Result<(), ConfigError> {
+    for refused in syntax.refused {
+        if let Some(value) = section.get(refused.key)
+            && !asks_for_nothing(value, refused.neutral)
+        {
+            return Err(ConfigError::Unsupported {
+                flag: syntax.flag,
+                key: refused.key,
+                value: format!("={value}"),
+                why: refused.why,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Whether a value is one of the `neutral` ones, or has nothing in it; without neutral ones, whether it is a switch that is off.
+fn asks_for_nothing(value: &Value, neutral: &[&str]) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Array(values) => values.is_empty(),
+        Value::Object(fields) => fields.values().all(|value| asks_for_nothing(value, &[])),
+        Value::String(text) => neutral.iter().any(|neutral| neutral.eq_ignore_ascii_case(text)),
+        Value::Bool(false) if neutral.is_empty() => true,
+        Value::Bool(_) | Value::Number(_) => neutral.contains(&&*value.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+    use crate::config::{ConsoleMode, HotplugMethod};
+
+    fn read(json: Value) -> Result<VmConfig, JsonError> {
+        let Value::Object(fields) = json else { panic!("{json} is no object") };
+        VmConfig::from_json(fields)
+    }
+
+    fn error(json: Value) -> String {
+        read(json).unwrap_err().to_string()
+    }
+
+    /// A VM with these sections as well.
+    fn with(more: Value) -> Value {
+        let mut config = json!({"payload": {"kernel": "/vmlinux"}});
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config
+    }
+
+    #[test]
+    fn what_clients_write_out_as_a_default_is_taken() {
+        let config = read(json!({
+            "payload": {"kernel": "/vmlinux", "firmware": null, "cmdline": "quiet"},
+            "cpus": {"boot_vcpus": 1, "max_vcpus": 2, "topology": null, "kvm_hyperv": false, "affinity": null,
+                     "features": {"amx": false}},
+            "memory": {"size": 536870912, "mergeable": false, "hotplug_method": "VirtioMem", "hotplug_size": null,
+                       "shared": false, "hugepages": false, "hugepage_size": null, "prefault": false, "thp": true,
+                       "zones": null},
+            "disks": [{"path": "/disk", "iommu": false, "vhost_user": false, "rate_limiter_config": null,
+                       "pci_segment": 0, "image_type": "Raw"}],
+            "net": [], "fs": null, "devices": null, "pci_segments": [], "watchdog": false, "iommu": false,
+            "rng": {"src": "/dev/urandom", "iommu": false},
+            "serial": {"mode": "Null", "file": null, "iommu": false, "socket": null},
+            "console": {"mode": "Off"},
+            "a_field_of_later_years": {"x": 1}
+        }))
+        .unwrap();
+        assert_eq!(config.memory.hotplug_method, HotplugMethod::VirtioMem);
+        assert_eq!((config.cpus.max_vcpus, config.console.mode), (2, ConsoleMode::Off));
+        assert_eq!(config.disks.len(), 1);
+        // And what is shown can be given again.
+        let shown = serde_json::to_value(&config).unwrap();
+        assert_eq!(read(shown).unwrap(), config);
+    }
+
+    #[test]
+    fn what_is_not_supported_is_refused_with_the_reason_of_its_flag() {
+        for (more, text) in [
+            (json!({"fs": [{"tag": "a", "socket": "/s"}]}), "--fs is not supported by foreshore: "),
+            (json!({"watchdog": true}), "--watchdog is not supported by foreshore: "),
+            (json!({"platform": {"num_pci_segments": 2}}), "--platform is not supported by foreshore: "),
+            (
+                json!({"memory": {"size": 536870912, "shared": true}}),
+                "--memory: shared=true is not supported",
+            ),
+            (json!({"memory": {"size": 536870912, "thp": false}}), "--memory: thp=false is not supported"),
+            (
+                json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "features": {"amx": true}}}),
+                "--cpus: features=",
+            ),
+            (json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "nested": false}}), "--cpus: nested=false"),
+            (json!({"disks": [{"path": "/a"}, {"path": "/b", "iommu": true}]}), "--disk: iommu=true"),
+            (
+                json!({"disks": [{"path": "/a", "rate_limiter_config": {"bandwidth": {"size": 1}}}]}),
+                "--disk: rate",
+            ),
+            (json!({"payload": {"firmware": "/fw"}}), "payload: firmware=\"/fw\" is not supported"),
+            (
+                json!({"memory": {"size": 0, "zones": [{"id": "a", "size": 536870912, "file": "/f"}]}}),
+                "--memory-zone: file=",
+            ),
+            (json!({"numa": [{"guest_numa_id": 0, "device_id": "x"}]}), "--numa: device_id="),
+        ] {
+            let message = error(with(more.clone()));
+            assert!(message.starts_with(text), "{more}: {message}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_configuration_is_told() {
+        assert!(error(json!({})).contains("payload"));
+        assert!(error(with(json!({"cpus": {"boot_vcpus": -1, "max_vcpus": 1}}))).contains("invalid value"));
+        assert!(
+            error(with(json!({"cpus": {"boot_vcpus": 300, "max_vcpus": 300}}))).contains("invalid value")
+        );
+        assert!(error(with(json!({"memory": {"size": "512M"}}))).contains("invalid type"));
+        assert_eq!(
+            error(with(json!({"memory": {"size": 3}}))),
+            "--memory: size is 3 bytes, which is not a multiple of 2 MiB"
+        );
+        assert!(error(json!({"payload": {}})).starts_with("--kernel is missing"));
+    }
+
+    /// Any JSON under names that are known, and some that are not.
+    fn anything() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            any::<f64>().prop_map(Value::from),
+            "[a-z/]{0,8}".prop_map(Value::from),
+        ];
+        let name = prop_oneof![
+            prop::sample::select(SECTIONS.map(|(name, _)| name.to_owned()).to_vec()),
+            prop::sample::select(memory::SYNTAX.keys).prop_map(str::to_owned),
+            prop::sample::select(vec!["zones", "numa", "net", "boot_vcpus", "kernel", "pm_memory", "x"])
+                .prop_map(str::to_owned),
+        ];
+        leaf.prop_recursive(4, 48, 6, move |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+                prop::collection::hash_map(name.clone(), inner, 0..6)
+                    .prop_map(|fields| Value::Object(fields.into_iter().collect())),
+            ]
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn no_json_panics(json in anything()) {
+            if let Value::Object(fields) = json {
+                let _ = VmConfig::from_json(fields);
+            }
+        }
+    }
+}
