@@ -67,7 +67,7 @@ async fn own(mut requests: mpsc::Receiver<VmRequest>, asked: mpsc::UnboundedSend
                 reply.send(Err(VmError::CannotResume { reason })).unwrap();
             }
             VmRequest::Pressure(_, reply) => reply.send(Ok(pressure())).unwrap(),
-            VmRequest::ChangePressure(_, reply) | VmRequest::PowerButton(reply) => {
+            VmRequest::ChangePressure(_, reply) | VmRequest::PowerButton(reply) | VmRequest::Nmi(reply) => {
                 reply.send(Ok(())).unwrap();
             }
             VmRequest::Boot(reply) => {

@@ -93,6 +93,8 @@ struct Shared {
     is_out: AtomicBool,
     changed: Condvar,
     brake: Arc<Brake>,
+    /// An NMI is to be delivered before the guest goes on.
+    nmi: AtomicBool,
     /// The `immediate_exit` byte of the shared page; `None` once the thread is done with it.
     immediate_exit: Mutex<Option<ImmediateExit>>,
 }
@@ -111,6 +113,7 @@ impl Shared {
             is_out: AtomicBool::new(true),
             changed: Condvar::new(),
             brake,
+            nmi: AtomicBool::new(false),
             immediate_exit: Mutex::new(None),
         }
     }
@@ -214,14 +217,28 @@ impl Vcpu {
     fn set(&self, wanted: Wanted) {
         self.shared.want(wanted);
         if wanted != Wanted::Run {
-            self.shared.set_immediate_exit(1);
-            if let Some(thread) = &self.thread {
-                // The thread may have ended by itself; then there is nobody to interrupt.
-                if let Err(err) = thread.kill(SIGRTMIN()) {
-                    debug!(%err, "vCPU thread is gone");
-                }
+            self.interrupt();
+        }
+    }
+
+    /// Brings the vCPU out of the guest, into which it may go again.
+    fn interrupt(&self) {
+        self.shared.set_immediate_exit(1);
+        if let Some(thread) = &self.thread {
+            // The thread may have ended by itself; then there is nobody to interrupt.
+            if let Err(err) = thread.kill(SIGRTMIN()) {
+                debug!(%err, "vCPU thread is gone");
             }
         }
+    }
+
+    /// Sends the vCPU a non-maskable interrupt; one that is paused gets it when it goes on.
+    ///
+    /// 1. It is noted, 2. the vCPU is brought out. Before it enters the guest again it lets 2. be over, and then looks for 1.:
+    ///    it either sees the note, or is brought out once more.
+    pub fn send_nmi(&self) {
+        self.shared.nmi.store(true, Ordering::SeqCst);
+        self.interrupt();
     }
 
     /// Lets the vCPU run.
@@ -292,12 +309,22 @@ impl Runner {
         // Dropped before `self`, and so before the page is unmapped, also when this thread panics.
         let _clear = ClearOnDrop(&shared);
         while self.shared.wait_until_wanted() {
-            if let Next::Park(event) = self.run_once() {
+            if let Next::Park(event) = self.deliver_nmi().unwrap_or_else(|| self.run_once()) {
                 error!(%event, "vCPU stops");
                 self.shared.park();
                 (self.events)(event);
             }
         }
+    }
+
+    /// Delivers an NMI, if there is one; what follows if that fails.
+    fn deliver_nmi(&mut self) -> Option<Next> {
+        if !self.shared.nmi.swap(false, Ordering::SeqCst) {
+            return None;
+        }
+        let failed = self.fd.nmi().err()?;
+        let what = format!("KVM_NMI: {failed}");
+        Some(Next::Park(VcpuEvent::Failed { index: self.index, what }))
     }
 
     fn run_once(&mut self) -> Next {

@@ -124,6 +124,10 @@ impl Machine for KvmMachine {
         }
     }
 
+    fn send_nmi(&mut self) {
+        self.vcpus.iter().for_each(Vcpu::send_nmi);
+    }
+
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>) {
         let zones = self.memory.zones().iter().map(|spec| self.zone(spec)).collect();
         Arc::clone(&self.resident).answer(zones, reply);

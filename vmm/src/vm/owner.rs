@@ -34,6 +34,8 @@ pub trait Machine {
     fn pause(&mut self) -> Standstill;
     /// The power button of the guest.
     fn press_power_button(&mut self);
+    /// A non-maskable interrupt for every vCPU.
+    fn send_nmi(&mut self);
     /// Boot memory and what is plugged, all zones together, without what is in a balloon.
     fn memory_bytes(&self) -> u64;
     /// Answers, maybe later, with every zone and its sizes; what is resident may be a second old.
@@ -196,6 +198,11 @@ impl Vm {
     fn press_power_button(&mut self) -> Result<(), VmError> {
         state::next(self.state, Verb::Change)?;
         self.running().map(|machine| machine.press_power_button())
+    }
+
+    fn send_nmi(&mut self) -> Result<(), VmError> {
+        state::next(self.state, Verb::Change)?;
+        self.running().map(|machine| machine.send_nmi())
     }
 
     fn info(&self) -> VmInfo {
@@ -438,6 +445,7 @@ impl<F: MachineFactory> Owner<F> {
             VmRequest::Shutdown(reply) => self.of_vm(reply, Vm::shut_down),
             VmRequest::Reboot(reply) => answer(reply, self.reboot()),
             VmRequest::PowerButton(reply) => self.of_vm(reply, Vm::press_power_button),
+            VmRequest::Nmi(reply) => self.of_vm(reply, Vm::send_nmi),
             VmRequest::ShutdownVmm(reply) => {
                 // The VM goes first: whoever gets the answer may use its pool at once.
                 self.delete();

@@ -34,6 +34,9 @@ impl Machine for FakeMachine {
     fn press_power_button(&mut self) {
         self.0.lock().push("power button");
     }
+    fn send_nmi(&mut self) {
+        self.0.lock().push("nmi");
+    }
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>) {
         self.0.lock().push("zones");
         answer(reply, Ok(Vec::new()));
@@ -426,6 +429,20 @@ fn a_vmm_without_a_vm_serves_until_there_is_one() {
         vm.send(0, triple_fault());
         assert_eq!(vm.state().await, VmState::Running);
         assert_eq!(vm.log(), ["build", "resume", "drop", "release", "build", "resume"]);
+    });
+}
+
+#[test]
+fn buttons_and_interrupts_are_for_a_guest_that_runs() {
+    run(async {
+        let vm = start(None).await;
+        vm.handle.ask(VmRequest::PowerButton).await.unwrap();
+        vm.handle.ask(VmRequest::Nmi).await.unwrap();
+        assert_eq!(vm.log(), ["build", "resume", "power button", "nmi"]);
+        vm.handle.ask(VmRequest::Pause).await.unwrap();
+        for refused in [vm.handle.ask(VmRequest::PowerButton).await, vm.handle.ask(VmRequest::Nmi).await] {
+            assert!(matches!(refused, Err(VmError::WrongState { .. })));
+        }
     });
 }
 

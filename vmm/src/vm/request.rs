@@ -431,6 +431,8 @@ pub enum VmRequest {
     Reboot(Reply<()>),
     /// `vm.power-button`.
     PowerButton(Reply<()>),
+    /// `vm.nmi`.
+    Nmi(Reply<()>),
     /// `vmm.shutdown`.
     ShutdownVmm(Reply<()>),
 }

@@ -29,6 +29,7 @@ pub fn router(vm: VmHandle) -> Router {
         .route("/api/v1/vm.shutdown", put(vm::shutdown))
         .route("/api/v1/vm.reboot", put(vm::reboot))
         .route("/api/v1/vm.power-button", put(vm::power_button))
+        .route("/api/v1/vm.nmi", put(vm::nmi))
         .route("/api/v1/vm.resize", put(memory::resize))
         .route("/api/v1/vm.resize-zone", put(memory::resize_zone))
         .route("/api/v1/vm.resize-disk", put(disk::resize))

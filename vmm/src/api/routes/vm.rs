@@ -68,3 +68,9 @@ pub(super) async fn power_button(State(vm): State<VmHandle>) -> Result<StatusCod
     vm.ask(VmRequest::PowerButton).await?;
     Ok(StatusCode::NO_CONTENT)
 }
+
+/// Every vCPU gets one, as a debugger or a watchdog would send it.
+pub(super) async fn nmi(State(vm): State<VmHandle>) -> Result<StatusCode, ApiError> {
+    vm.ask(VmRequest::Nmi).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

@@ -60,6 +60,8 @@ enum Verb {
         #[arg(long)]
         json: bool,
     },
+    /// Send every vCPU a non-maskable interrupt
+    Nmi,
     /// Stop the vCPUs, keep everything
     Pause,
     /// See whether the VMM answers
@@ -204,6 +206,7 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
         Verb::Pause => put(vmm, "vm.pause", None).await,
         Verb::Resume => put(vmm, "vm.resume", None).await,
         Verb::PowerButton => put(vmm, "vm.power-button", None).await,
+        Verb::Nmi => put(vmm, "vm.nmi", None).await,
         Verb::Reboot => put(vmm, "vm.reboot", None).await,
         Verb::Shutdown => put(vmm, "vm.shutdown", None).await,
         Verb::ShutdownVmm => put(vmm, "vmm.shutdown", None).await,

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 guest_tests::tests![
     a_vm_is_created_booted_deleted_and_created_again_by_the_api,
     a_deleted_vm_has_given_its_pool_and_sockets_back,
+    an_nmi_reaches_every_vcpu,
 ];
 
 /// Until a VMM that has nothing to build serves its API.
@@ -101,5 +102,17 @@ fn a_deleted_vm_has_given_its_pool_and_sockets_back() -> Result<()> {
     vmm.api("PUT", "vmm.shutdown", None)?;
     let ended = vmm.wait_for_exit(START_LIMIT)?;
     ensure!(ended.success(), "the VMM ended with {ended}");
+    Ok(())
+}
+
+/// Of an NMI that no device has sent Linux says so, and goes on (arch/x86/kernel/nmi.c, unknown_nmi_error).
+fn an_nmi_reaches_every_vcpu() -> Result<()> {
+    let guest = Guest::builder().cpus(2).boot()?;
+    guest.api("PUT", "vm.nmi", None)?;
+    for cpu in 0..2 {
+        let said = format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
+        guest.wait_until_run("the vCPU has got its NMI", START_LIMIT, &said)?;
+    }
+    guest.run("true")?;
     Ok(())
 }
