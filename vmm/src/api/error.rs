@@ -14,6 +14,14 @@ pub enum ApiError {
     /// There is no such call.
     #[error("There is no call {0}")]
     UnknownCall(String),
+    /// A call of Cloud Hypervisor that is not there.
+    #[error("{call} is not supported by foreshore: {why}")]
+    Unsupported {
+        /// The call.
+        call: &'static str,
+        /// Why not.
+        why: &'static str,
+    },
     /// The call exists, with another method.
     #[error("{path} does not take {method}")]
     WrongMethod {
@@ -60,6 +68,7 @@ impl ApiError {
             Self::WrongMethod { .. } | Self::Vm(VmError::WrongState { .. } | VmError::AlreadyCreated) => {
                 StatusCode::METHOD_NOT_ALLOWED
             }
+            Self::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
             Self::Vm(VmError::CannotResume { .. }) => StatusCode::CONFLICT,
             Self::Body { status, .. } => *status,
             Self::Json(_) | Self::Config(_) | Self::Vm(VmError::BadRequest(_)) => StatusCode::BAD_REQUEST,

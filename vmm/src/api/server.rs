@@ -115,6 +115,8 @@ where
 {
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(limits.idle).max_buf_size(BUFFER_BYTES);
+    // Some clients look for `Content-Length` as it is spelt here.
+    http.title_case_headers(true);
     // A client may end its side once it has asked, as `nc -N` does, and is answered all the same.
     http.half_close(true);
     let stream = WriteTimeout::new(stream, limits.unread);

@@ -11,6 +11,7 @@ use tokio::net::UnixStream;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
+use super::routes::REFUSED;
 use super::{ClientError, Limits, Server, Socket, router};
 use crate::config::{ApiSocket, test_config};
 use crate::vm::request::{
@@ -214,6 +215,45 @@ fn messages(body: &str) -> Vec<String> {
     serde_json::from_str(body).unwrap_or_else(|error| panic!("{body:?}: {error}"))
 }
 
+/// What Cloud Hypervisor's own client, and Kata Containers' with it, makes of an answer's head: the status is all that stands
+/// between the version and the end of the line, and the length has its name in title case.
+fn as_api_client_reads(head: &str) -> Option<(u16, usize)> {
+    let (status, headers) = head.strip_prefix("HTTP/1.1 ")?.split_once("\r\n")?;
+    let length = match headers.split_once("Content-Length: ") {
+        Some((_, rest)) => rest.split("\r\n").next()?.trim().parse().ok()?,
+        None => 0,
+    };
+    Some((status.trim().parse().ok()?, length))
+}
+
+#[test]
+fn answers_are_such_that_cloud_hypervisors_client_can_read_them() {
+    run(async |fixture| {
+        for (method, call, body, expected) in [
+            ("GET", "vmm.ping", "", 200),
+            ("GET", "vm.info", "", 200),
+            ("PUT", "vm.pause", "", 204),
+            ("PUT", "vm.boot", "", 405),
+            ("PUT", "vm.reboot", "", 500),
+            ("PUT", "vm.create", "{", 400),
+            ("GET", "vm.nonsense", "", 404),
+            ("GET", "vm.pause", "", 405),
+        ] {
+            let mut client = fixture.connect().await;
+            client.send(request(method, &format!("/api/v1/{call}"), body)).await;
+            let mut head = String::new();
+            while !head.ends_with("\r\n\r\n") {
+                assert_ne!(client.0.read_line(&mut head).await.unwrap(), 0, "{head:?}");
+            }
+            let (status, length) = as_api_client_reads(&head).unwrap_or_else(|| panic!("{head:?}"));
+            assert_eq!(status, expected, "{call}");
+            let mut body = vec![0; length];
+            client.0.read_exact(&mut body).await.unwrap();
+            assert_eq!(status == 204, body.is_empty(), "{call}: {body:?}");
+        }
+    });
+}
+
 #[test]
 fn ping_tells_the_version_and_the_process() {
     run(async |fixture| {
@@ -382,6 +422,21 @@ fn so_many_decisions_are_asked_for_as_the_client_wants() {
             let asked = fixture.asked.recv().await.unwrap();
             assert!(asked.starts_with(&format!("Pressure({count}, ")), "{asked}");
         }
+    });
+}
+
+#[test]
+fn calls_that_are_not_supported_are_refused_by_name_whatever_their_body() {
+    run(async |mut fixture| {
+        for (call, why) in REFUSED {
+            for body in ["", "{}", "nonsense"] {
+                let (status, answer) = fixture.call("PUT", call, body).await;
+                let expected = format!("{call} is not supported by foreshore: {why}");
+                assert_eq!((status, messages(&answer)), (501, vec![expected]));
+            }
+            assert_eq!(fixture.call("GET", call, "").await.0, 405);
+        }
+        assert!(fixture.asked.try_recv().is_err());
     });
 }
 

@@ -360,7 +360,7 @@ impl<F: MachineFactory> Owner<F> {
         let next = state::next(vm.state, Verb::Reboot)?;
         vm.machine = None;
         let result = self.start();
-        self.vm()?.state = if result.is_ok() { next } else { VmState::Shutdown };
+        self.vm()?.state = if result.is_ok() { next } else { VmState::Created };
         result
     }
 

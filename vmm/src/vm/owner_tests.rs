@@ -369,7 +369,7 @@ fn a_vm_that_is_shut_down_is_resized_in_its_configuration_and_booted_again() {
     run(async {
         let vm = start(None).await;
         vm.handle.ask(VmRequest::Shutdown).await.unwrap();
-        assert_eq!(vm.state().await, VmState::Shutdown);
+        assert_eq!(vm.state().await, VmState::Created);
         let resize = ResizeRequest { desired_ram: Some(1 << 30), ..Default::default() };
         vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await.unwrap();
         assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size, 1 << 30);
@@ -494,7 +494,7 @@ fn with_no_shutdown_the_vmm_outlives_its_guest() {
         let vm = serve(None, Some(test_config()), AtGuestShutdown::Stay);
         assert_eq!(vm.state().await, VmState::Running);
         vm.send(0, MachineEvent::GuestShutdown);
-        assert_eq!(vm.state().await, VmState::Shutdown);
+        assert_eq!(vm.state().await, VmState::Created);
         vm.handle.ask(VmRequest::Boot).await.unwrap();
         assert_eq!(vm.state().await, VmState::Running);
         assert_eq!(vm.log(), ["build", "resume", "drop", "build", "resume"]);

@@ -17,14 +17,12 @@ use crate::volume::kernel_gate::{GuestKernel, Verdict};
 /// Where a VM is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum VmState {
-    /// Configured, not running.
+    /// Configured, without a machine: not booted yet, or shut down.
     Created,
     /// Its vCPUs run.
     Running,
     /// Its vCPUs are stopped, and will go on.
     Paused,
-    /// It has ended; its configuration is kept.
-    Shutdown,
 }
 
 /// `vm.info`.

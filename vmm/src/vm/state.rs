@@ -36,7 +36,7 @@ impl Verb {
     /// The states in which this may be asked, in words for the error.
     const fn needs(self) -> &'static str {
         match self {
-            Self::Boot => "created or shut down",
+            Self::Boot => "created and not booted",
             Self::Resume => "paused",
             Self::Pause | Self::Change => "running",
             Self::Shutdown | Self::Reboot => "running or paused",
@@ -46,12 +46,12 @@ impl Verb {
 
 /// The state that `verb` leads to from `state`, or why it may not be asked.
 pub fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
-    use VmState::{Created, Paused, Running, Shutdown};
+    use VmState::{Created, Paused, Running};
     match (verb, state) {
-        (Verb::Boot, Created | Shutdown) | (Verb::Resume, Paused) => Ok(Running),
+        (Verb::Boot, Created) | (Verb::Resume, Paused) => Ok(Running),
         (Verb::Pause, Running) => Ok(Paused),
         (Verb::Change, Running) => Ok(Running),
-        (Verb::Shutdown, Running | Paused) => Ok(Shutdown),
+        (Verb::Shutdown, Running | Paused) => Ok(Created),
         (Verb::Reboot, Running | Paused) => Ok(Running),
         _ => Err(VmError::WrongState { verb: verb.name(), state, needs: verb.needs() }),
     }
@@ -83,17 +83,17 @@ mod tests {
 
     #[test]
     fn the_table_of_transitions() {
-        use VmState::{Created, Paused, Running, Shutdown};
+        use VmState::{Created, Paused, Running};
         let table = [
-            (Verb::Boot, [Some(Running), None, None, Some(Running)]),
-            (Verb::Pause, [None, Some(Paused), None, None]),
-            (Verb::Resume, [None, None, Some(Running), None]),
-            (Verb::Shutdown, [None, Some(Shutdown), Some(Shutdown), None]),
-            (Verb::Reboot, [None, Some(Running), Some(Running), None]),
-            (Verb::Change, [None, Some(Running), None, None]),
+            (Verb::Boot, [Some(Running), None, None]),
+            (Verb::Pause, [None, Some(Paused), None]),
+            (Verb::Resume, [None, None, Some(Running)]),
+            (Verb::Shutdown, [None, Some(Created), Some(Created)]),
+            (Verb::Reboot, [None, Some(Running), Some(Running)]),
+            (Verb::Change, [None, Some(Running), None]),
         ];
         for (verb, expected) in table {
-            for (state, expected) in [Created, Running, Paused, Shutdown].into_iter().zip(expected) {
+            for (state, expected) in [Created, Running, Paused].into_iter().zip(expected) {
                 assert_eq!(next(state, verb).ok(), expected, "{verb:?} in {state:?}");
             }
         }

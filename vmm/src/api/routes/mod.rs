@@ -3,13 +3,20 @@
 mod disk;
 mod memory;
 mod pressure;
+mod refused;
 mod vm;
 mod vmm;
+
+#[cfg(test)]
+pub(super) use self::refused::REFUSED;
 
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
 use axum::http::{Method, Uri};
+use axum::middleware::map_response;
+use axum::response::Response;
 use axum::routing::{get, put};
+use hyper::ext::ReasonPhrase;
 
 use super::body::MAX_BODY_BYTES;
 use super::error::ApiError;
@@ -17,7 +24,7 @@ use crate::vm::request::VmHandle;
 
 /// Every call of the API, answered by the owner behind `vm`.
 pub fn router(vm: VmHandle) -> Router {
-    Router::new()
+    let calls = Router::new()
         .route("/api/v1/vmm.ping", get(vmm::ping))
         .route("/api/v1/vmm.shutdown", put(vmm::shutdown))
         .route("/api/v1/vm.create", put(vm::create))
@@ -35,12 +42,21 @@ pub fn router(vm: VmHandle) -> Router {
         .route("/api/v1/vm.resize-disk", put(disk::resize))
         .route("/api/v1/vm.memory", get(memory::zones))
         .route("/api/v1/vm.volumes", get(vm::volumes))
-        .route("/api/v1/vm.pressure", get(pressure::show).put(pressure::change))
+        .route("/api/v1/vm.pressure", get(pressure::show).put(pressure::change));
+    refused::with_refused(calls)
         .fallback(async |uri: Uri| ApiError::UnknownCall(uri.path().to_owned()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| ApiError::WrongMethod {
             method: method.to_string(),
             path: uri.path().to_owned(),
         })
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
+        .layer(map_response(without_reason))
         .with_state(vm)
+}
+
+/// Cloud Hypervisor's server has nothing behind the status (RFC 9112, 4: the phrase may be empty), and its client takes all that
+/// stands there for the number.
+async fn without_reason<B>(mut response: Response<B>) -> Response<B> {
+    response.extensions_mut().insert(ReasonPhrase::from_static(b""));
+    response
 }
