@@ -11,6 +11,7 @@ pub mod bus;
 pub mod config;
 pub mod cpu;
 pub mod event_loop;
+pub mod events;
 pub mod governor;
 pub mod host_console;
 pub mod interrupt;

@@ -4,7 +4,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use axum::body::{Body, Bytes, to_bytes};
-use axum::http::{Method, Request, StatusCode, header};
+use axum::http::{Method, Request, Response, StatusCode, header};
+use futures_util::StreamExt;
+use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use thiserror::Error;
@@ -65,10 +67,35 @@ impl Client {
         self.call(Method::PUT, call, body).await
     }
 
-    async fn call(&self, method: Method, call: &str, body: Option<String>) -> Result<Bytes, ClientError> {
-        let stream = UnixStream::connect(&self.path)
+    /// Follows: gives `take` what `GET /api/v1/CALL` answers, piece by piece as it comes, until the VMM ends it or `take` fails.
+    pub async fn follow(
+        &self,
+        call: &str,
+        mut take: impl FnMut(&[u8]) -> io::Result<()>,
+    ) -> Result<(), ClientError> {
+        let stream = self.connect().await?;
+        let answer = send(stream, Method::GET, call, None).await.map_err(|error| self.unreadable(error))?;
+        let status = answer.status();
+        if !status.is_success() {
+            let body = collect(answer).await.map_err(|error| self.unreadable(error))?;
+            return Err(ClientError::Refused { status, reason: reason_of(&body) });
+        }
+        let mut pieces = Body::new(answer.into_body()).into_data_stream();
+        while let Some(piece) = pieces.next().await {
+            let piece = piece.map_err(|error| self.unreadable(error.into()))?;
+            take(&piece).map_err(|error| self.unreadable(error.into()))?;
+        }
+        Ok(())
+    }
+
+    async fn connect(&self) -> Result<UnixStream, ClientError> {
+        UnixStream::connect(&self.path)
             .await
-            .map_err(|source| ClientError::Connect { path: self.path.clone(), source })?;
+            .map_err(|source| ClientError::Connect { path: self.path.clone(), source })
+    }
+
+    async fn call(&self, method: Method, call: &str, body: Option<String>) -> Result<Bytes, ClientError> {
+        let stream = self.connect().await?;
         let (status, body) =
             exchange(stream, method, call, body).await.map_err(|error| self.unreadable(error))?;
         if status.is_success() {
@@ -77,31 +104,43 @@ impl Client {
         Err(ClientError::Refused { status, reason: reason_of(&body) })
     }
 
-    fn unreadable(&self, error: Box<dyn std::error::Error + Send + Sync>) -> ClientError {
+    fn unreadable(&self, error: AnyError) -> ClientError {
         ClientError::Answer { path: self.path.clone(), reason: error.to_string() }
     }
 }
+
+type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
 async fn exchange(
     stream: UnixStream,
     method: Method,
     call: &str,
     body: Option<String>,
-) -> Result<(StatusCode, Bytes), Box<dyn std::error::Error + Send + Sync>> {
+) -> Result<(StatusCode, Bytes), AnyError> {
+    let answer = send(stream, method, call, body).await?;
+    Ok((answer.status(), collect(answer).await?))
+}
+
+async fn send(
+    stream: UnixStream,
+    method: Method,
+    call: &str,
+    body: Option<String>,
+) -> Result<Response<Incoming>, AnyError> {
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
-    // The connection ends with the sender; what goes wrong on it is seen in the answer.
-    let driver = tokio::spawn(connection);
+    // The connection ends with the answer; what goes wrong on it is seen there.
+    tokio::spawn(connection);
     let request = Request::builder()
         .method(method)
         .uri(format!("/api/v1/{call}"))
         .header(header::HOST, "localhost")
         .header(header::CONTENT_TYPE, "application/json")
         .body(body.map_or_else(Body::empty, Body::from))?;
-    let answer = sender.send_request(request).await?;
-    let status = answer.status();
-    let body = to_bytes(Body::new(answer.into_body()), MAX_ANSWER_BYTES).await?;
-    driver.abort();
-    Ok((status, body))
+    Ok(sender.send_request(request).await?)
+}
+
+async fn collect(answer: Response<Incoming>) -> Result<Bytes, AnyError> {
+    Ok(to_bytes(Body::new(answer.into_body()), MAX_ANSWER_BYTES).await?)
 }
 
 /// The errors of an answer, which are a JSON list, in one line.

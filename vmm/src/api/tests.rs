@@ -14,6 +14,7 @@ use tokio::time::timeout;
 use super::routes::REFUSED;
 use super::{ClientError, Limits, Server, Socket, router};
 use crate::config::{ApiSocket, test_config};
+use crate::events::{Event, Events};
 use crate::vm::request::{
     AgentState, PressureInfo, ResizeDiskRequest, ResizeRequest, ResizeStatus, VmError, VmHandle, VmInfo,
     VmRequest, VmState, VolumeInfo, VolumeStatus, ZoneInfo,
@@ -28,6 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 struct Fixture {
     server: Server,
     path: PathBuf,
+    events: Events,
     /// What the owner was asked, in words.
     asked: mpsc::UnboundedReceiver<String>,
     _dir: TempDir,
@@ -149,11 +151,12 @@ fn run_within<F: Future<Output = ()>>(limits: Limits, test: impl FnOnce(Fixture)
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("api");
         let (vm, requests) = VmHandle::channel();
+        let events = Events::start();
         let (sender, asked) = mpsc::unbounded_channel();
         tokio::spawn(own(requests, sender));
         let socket = Socket::for_api(&ApiSocket::Path(path.clone())).unwrap();
-        let server = Server::start(socket, router(vm), limits).unwrap();
-        timeout(PATIENCE, test(Fixture { server, path, asked, _dir: dir })).await.expect("an answer");
+        let server = Server::start(socket, router(vm, events.clone()), limits).unwrap();
+        timeout(PATIENCE, test(Fixture { server, path, events, asked, _dir: dir })).await.expect("an answer");
     });
 }
 
@@ -426,6 +429,32 @@ fn so_many_decisions_are_asked_for_as_the_client_wants() {
 }
 
 #[test]
+fn events_are_followed_until_the_vmm_ends() {
+    run(async |fixture| {
+        let mut client = fixture.connect().await;
+        client.send(request("GET", "/api/v1/vmm.events", "")).await;
+        let mut head = String::new();
+        while !head.ends_with("\r\n\r\n") {
+            client.0.read_line(&mut head).await.unwrap();
+        }
+        assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+        fixture.events.tell(Event::VmBooted);
+        fixture.events.tell(Event::Failed { reason: "flush failed" });
+        fixture.events.end();
+        let mut body = String::new();
+        while !body.ends_with("0\r\n\r\n") {
+            assert_ne!(client.0.read_line(&mut body).await.unwrap(), 0, "{body}");
+        }
+        let events: Vec<Value> = body.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+        let events: Vec<_> = events.iter().filter(|event| event.is_object()).collect();
+        assert_eq!((&events[0]["source"], &events[0]["event"]), (&json!("vm"), &json!("booted")));
+        assert_eq!(events[0]["properties"], Value::Null);
+        assert_eq!(events[1]["properties"], json!({"reason": "flush failed"}));
+        assert_eq!(events.len(), 2);
+    });
+}
+
+#[test]
 fn calls_that_are_not_supported_are_refused_by_name_whatever_their_body() {
     run(async |mut fixture| {
         for (call, why) in REFUSED {
@@ -684,7 +713,7 @@ fn the_vmms_end_is_answered_before_the_server_stops() {
         half.send("GET /").await;
         let mut client = fixture.connect().await;
         client.send(request("PUT", "/api/v1/vmm.shutdown", "")).await;
-        let Fixture { server, path, mut asked, _dir } = fixture;
+        let Fixture { server, path, mut asked, _dir, .. } = fixture;
         assert!(asked.recv().await.unwrap().contains("ShutdownVmm"));
         server.stop().await;
         assert_eq!(client.receive().await.unwrap().0, 204);

@@ -9,9 +9,9 @@ use thiserror::Error;
 
 use super::error::ConfigError;
 use super::{
-    ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, MemoryConfig, MemoryZoneConfig,
-    MetricsAddress, NumaConfig, PayloadConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig, PressureConfig,
-    RngConfig, VmConfig, VsockConfig, foreign,
+    ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, EventMonitor, MemoryConfig,
+    MemoryZoneConfig, MetricsAddress, NumaConfig, PayloadConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig,
+    PressureConfig, RngConfig, VmConfig, VsockConfig, foreign,
 };
 use crate::vm::owner::AtGuestShutdown;
 
@@ -33,6 +33,8 @@ pub struct Launch {
     pub at_guest_shutdown: AtGuestShutdown,
     /// Where the API is served.
     pub api_socket: Option<ApiSocket>,
+    /// Where events are written.
+    pub event_monitor: Option<EventMonitor>,
     /// Where metrics are served.
     pub metrics: Option<MetricsAddress>,
     /// What metrics call the VM.
@@ -151,6 +153,9 @@ struct Flags {
     /// ADDRESS:PORT|unix:PATH[,vm=NAME]: OpenMetrics, and what they call the VM [default: the API socket's name]
     #[arg(long, value_name = "ADDRESS", help_heading = "Control")]
     metrics: Option<String>,
+    /// path=PATH|fd=N: what happens, as JSON; a FIFO is waited for until it is read
+    #[arg(long, value_name = "TARGET", help_heading = "Control")]
+    event_monitor: Option<String>,
     /// Keep the VMM when the guest switches itself off
     #[arg(long, help_heading = "Control")]
     no_shutdown: bool,
@@ -183,6 +188,7 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     let mut warnings = Vec::new();
     check_seccomp(flags.seccomp.as_deref(), &mut warnings)?;
     let api_socket = flags.api_socket.as_deref().map(ApiSocket::parse).transpose()?;
+    let event_monitor = flags.event_monitor.as_deref().map(EventMonitor::parse).transpose()?;
     let (metrics, vm_name) = match flags.metrics.as_deref() {
         Some(text) => MetricsAddress::parse_named(text).map(|(address, name)| (Some(address), name))?,
         None => (None, None),
@@ -198,7 +204,8 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         config.validate()?;
         warnings.extend(config.warnings());
     }
-    let launch = Launch { config, at_guest_shutdown, api_socket, metrics, vm_name, log, warnings };
+    let launch =
+        Launch { config, at_guest_shutdown, api_socket, event_monitor, metrics, vm_name, log, warnings };
     Ok(Command::Launch(Box::new(launch)))
 }
 
@@ -468,6 +475,8 @@ mod tests {
         assert!(error(&["stray"]).contains("stray"));
         assert!(error(&["--metrics", "here"]).starts_with("--metrics:"));
         assert!(error(&["--api-socket", "fd=0"]).starts_with("--api-socket:"));
+        assert!(error(&["--event-monitor", "fd=1"]).starts_with("--event-monitor: fd="));
+        assert!(error(&["--event-monitor", "/events"]).contains("neither path=PATH nor fd=N"));
         assert!(error(&["--seccomp", "maybe"]).starts_with("--seccomp:"));
         assert!(error(&["--pressure", "policy=magic"]).starts_with("--pressure:"));
         assert!(error(&["--serial", "tty"]).starts_with("--serial:"));

@@ -8,7 +8,6 @@ const FLAGS: &[(&str, &str)] = &[
     ("--dbus-system-bus", "there is no D-Bus interface; see --api-socket"),
     ("--debug-console", "use --serial or --console"),
     ("--device", "there is no device passthrough"),
-    ("--event-monitor", "events are not implemented; see --log-file and --metrics"),
     ("--firmware", "guests are booted by --kernel"),
     ("--fs", "virtio-fs is not implemented"),
     ("--gdb", "there is no debug stub"),

@@ -56,7 +56,7 @@ pub use self::pressure::{
 };
 pub use self::rng::RngConfig;
 pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, check as check_size, parse as parse_size};
-pub use self::socket::{ApiSocket, MAX_SOCKET_PATH_BYTES, MetricsAddress};
+pub use self::socket::{ApiSocket, EventMonitor, MAX_SOCKET_PATH_BYTES, MetricsAddress};
 pub use self::topology::{DRAM_ZONE, Node, Topology};
 pub use self::vsock::{MAX_CID, MIN_CID, VsockConfig};
 use crate::memory::layout::LINUX_MEMORY_BLOCK_BYTES;

@@ -1,5 +1,6 @@
 //! Where the VMM listens: `--api-socket`, `--metrics`, and the bound that all unix sockets have.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::os::unix::ffi::OsStrExt;
@@ -24,18 +25,55 @@ impl ApiSocket {
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let flag = "--api-socket";
         if let Some(number) = text.strip_prefix("fd=") {
-            let fd = number.parse().ok().filter(|fd| *fd > libc::STDERR_FILENO);
-            return fd.map(Self::Fd).ok_or_else(|| ConfigError::BadValue {
-                flag,
-                key: "fd".to_owned(),
-                value: number.to_owned(),
-                expected: "the number of an inherited file descriptor, 3 and up".to_owned(),
-            });
+            return inherited_fd(flag, number).map(Self::Fd);
         }
         let path = PathBuf::from(text.strip_prefix("path=").unwrap_or(text));
         check_path(flag, &path)?;
         Ok(Self::Path(path))
     }
+}
+
+/// `--event-monitor path=PATH|fd=N`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EventMonitor {
+    /// A file, which is made or emptied, or a FIFO.
+    Path(PathBuf),
+    /// A descriptor that was handed over by who started the VMM.
+    Fd(RawFd),
+}
+
+impl EventMonitor {
+    /// Reads the flag's value.
+    pub fn parse(text: &str) -> Result<Self, ConfigError> {
+        let flag = "--event-monitor";
+        match (text.strip_prefix("fd="), text.strip_prefix("path=")) {
+            (Some(number), _) => inherited_fd(flag, number).map(Self::Fd),
+            (None, Some(path)) if !path.is_empty() => Ok(Self::Path(path.into())),
+            _ => {
+                Err(ConfigError::Conflict { flag, reason: format!("{text:?} is neither path=PATH nor fd=N") })
+            }
+        }
+    }
+}
+
+impl fmt::Display for EventMonitor {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path(path) => write!(out, "{}", path.display()),
+            Self::Fd(fd) => write!(out, "fd={fd}"),
+        }
+    }
+}
+
+/// A descriptor that was handed over, by its number.
+fn inherited_fd(flag: &'static str, number: &str) -> Result<RawFd, ConfigError> {
+    let fd = number.parse().ok().filter(|fd| *fd > libc::STDERR_FILENO);
+    fd.ok_or_else(|| ConfigError::BadValue {
+        flag,
+        key: "fd".to_owned(),
+        value: number.to_owned(),
+        expected: "the number of an inherited file descriptor, 3 and up".to_owned(),
+    })
 }
 
 /// `--metrics ADDRESS:PORT|unix:PATH`.

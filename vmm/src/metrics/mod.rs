@@ -39,6 +39,7 @@ pub use self::pressure::{PressureSample, PressureSource, PressureZone};
 pub use self::serve::router;
 pub use self::volume::{VolumeCounters, VolumeMetrics};
 use crate::bus::BusMetrics;
+use crate::events::EventCounters;
 use crate::memory::backing::MappingBudget;
 use crate::memory::lost::GuestRange;
 use crate::virtio::balloon::BalloonMetrics;
@@ -85,6 +86,7 @@ pub struct MachineSources {
 #[derive(Debug, Default)]
 struct Sources {
     machine: Mutex<MachineSources>,
+    events: Arc<EventCounters>,
     zones: Mutex<Vec<ZoneInfo>>,
 }
 
@@ -92,7 +94,7 @@ impl Collector for Sources {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut out = Exposer::new(encoder);
         let machine = self.machine.lock();
-        process::expose(&mut out)?;
+        process::expose(&mut out, &self.events)?;
         memory::expose(&mut out, &self.zones.lock(), &machine.plugs)?;
         machine.mappings.as_ref().map_or(Ok(()), |budget| memory::expose_mappings(&mut out, budget))?;
         memory::expose_lost(&mut out, &machine.ranges)?;
@@ -122,9 +124,9 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Metrics of a VM called `vm`, without sources as yet.
-    pub fn new(vm: &str) -> Self {
-        let sources = Arc::new(Sources::default());
+    /// Metrics of a VM called `vm`, and of the events that are told; without other sources as yet.
+    pub fn new(vm: &str, events: Arc<EventCounters>) -> Self {
+        let sources = Arc::new(Sources { events, ..Sources::default() });
         let label = (Cow::Borrowed("vm"), Cow::Owned(vm.to_owned()));
         let mut registry = Registry::with_prefix_and_labels("foreshore", std::iter::once(label));
         registry.register_collector(Box::new(Arc::clone(&sources)));

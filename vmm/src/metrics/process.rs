@@ -3,14 +3,21 @@
 use std::fmt;
 
 use super::expose::{Exposer, Family};
+use crate::events::EventCounters;
 
-pub(super) fn expose(out: &mut Exposer<'_>) -> fmt::Result {
+pub(super) fn expose(out: &mut Exposer<'_>, events: &EventCounters) -> fmt::Result {
     let version = vec![("version", env!("CARGO_PKG_VERSION").to_owned())];
     out.gauges(Family("build_info", "The version that runs; always 1.", None), [(version, 1.0)])?;
     // Without /proc there is nothing to tell, and the other metrics still count.
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let samples = resident(&status).into_iter().map(|(kind, bytes)| (vec![("kind", kind.to_owned())], bytes));
-    out.bytes("process_resident", "The VMM's resident memory, that of the guest included.", samples)
+    out.bytes("process_resident", "The VMM's resident memory, that of the guest included.", samples)?;
+    let told = events.told().into_iter().map(|((source, event), count)| {
+        (vec![("source", source.to_owned()), ("event", event.to_owned())], count)
+    });
+    out.counters(Family("events", "Events that were told.", None), told)?;
+    let lost = Family("events_lost", "Events that somebody who watches was too slow for.", None);
+    out.counters(lost, [(Vec::new(), events.lost())])
 }
 
 /// Resident memory by kind, from the text of proc_pid_status(5).

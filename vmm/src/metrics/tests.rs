@@ -15,6 +15,7 @@ use tokio::net::UnixStream;
 use super::*;
 use crate::api::{Limits, Server, Socket};
 use crate::config::MetricsAddress;
+use crate::events::{Event, Events};
 use crate::memory::backing::{MappingBudget, Reservation};
 use crate::memory::lost::{GuestRange, LossFlag, LostMemory};
 use crate::nvdimm::FlushHintMetrics;
@@ -145,7 +146,7 @@ type Others = (Arc<dyn PressureSource>, Arc<dyn Sectors>);
 
 /// Metrics with a source of every kind, and what must be kept alive for them.
 fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
-    let metrics = Metrics::new("vm \"1\"");
+    let metrics = Metrics::new("vm \"1\"", told());
     let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(8));
     pool.alloc_memory(2 * CHUNK_BYTES).unwrap();
     let again = pool.alloc_memory(CHUNK_BYTES).unwrap();
@@ -249,6 +250,13 @@ fn label_names(sample: &str) -> Vec<String> {
 }
 
 /// The same, from the rows of the document's tables: name, type, labels.
+/// Of one event.
+fn told() -> Arc<EventCounters> {
+    let events = Events::start();
+    events.tell(Event::VmBooted);
+    events.counters()
+}
+
 fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {
     DOC.lines()
         .filter_map(|line| line.strip_prefix("| `foreshore_"))
@@ -272,6 +280,8 @@ fn a_scrape_shows_what_the_sources_say() {
     let text = text();
     let vm = r#"vm="vm \"1\"""#;
     for line in [
+        format!(r#"foreshore_events_total{{{vm},source="vm",event="booted"}} 1"#),
+        format!(r#"foreshore_events_lost_total{{{vm}}} 0"#),
         format!(r#"foreshore_memory_requested_bytes{{{vm},zone="dram",tier="dram"}} 67108864"#),
         format!(r#"foreshore_memory_plugged_bytes{{{vm},zone="pm",tier="pm"}} 33554432"#),
         format!(r#"foreshore_memory_online_bytes{{{vm},zone="dram",tier="dram"}} 33554432"#),
@@ -373,7 +383,7 @@ fn every_reason_is_there_from_the_start() {
     use crate::vm::request::PressureChange;
     let core = crate::governor::fake::fixture("psi", false, true).core;
     let governor = Arc::new(JustStarted(core.into()));
-    let metrics = Metrics::new("a");
+    let metrics = Metrics::new("a", Arc::default());
     let source = Arc::downgrade(&governor) as Weak<dyn PressureSource>;
     metrics.set_machine(MachineSources { pressure: Some(source), ..Default::default() });
     let text = metrics.encode(Vec::new()).unwrap();
@@ -416,7 +426,7 @@ fn metrics_are_served_over_http() {
         let server = Server::start(socket, router(Arc::new(metrics), vm), Limits::METRICS).unwrap();
         let answer = get(&path, "GET /metrics").await;
         assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
-        assert!(answer.contains("content-type: application/openmetrics-text; version=1.0.0"), "{answer}");
+        assert!(answer.contains("Content-Type: application/openmetrics-text; version=1.0.0"), "{answer}");
         assert!(answer.contains("foreshore_memory_boot_bytes{") && answer.ends_with("# EOF\n"), "{answer}");
         assert!(get(&path, "GET /").await.contains("href=\"/metrics\""));
         assert!(get(&path, "GET /other").await.starts_with("HTTP/1.1 404 "));

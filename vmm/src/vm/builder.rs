@@ -141,7 +141,9 @@ pub fn build(
     let vsock = devices::attach_vsock(config, &mut fabric, &memory, &device_loop.handle())?;
     let (agents, vsock_metrics) = vsock.unzip();
     let plugged = Arc::new(Notify::new());
-    let zones = devices::attach_memory(config, &mut fabric, &mut memory, &memory_loop.handle(), &plugged)?;
+    let signals =
+        devices::MemorySignals { plugged: Arc::clone(&plugged), events: resources.events().clone() };
+    let zones = devices::attach_memory(config, &mut fabric, &mut memory, &memory_loop.handle(), &signals)?;
     let balloon = devices::attach_balloon(config, &mut fabric, &memory, &device_loop.handle(), &plugged)?;
     let disks = devices::attach_disks(config, &mut fabric, &memory)?;
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };

@@ -10,6 +10,7 @@ use super::error::BuildError;
 use super::zones;
 use crate::config::{DiskConfig, VmConfig};
 use crate::event_loop::EventLoopHandle;
+use crate::events::{Event, Events};
 use crate::governor::task::Connections;
 use crate::host_console::{ConsoleFiles, HostConsole};
 use crate::log::sparsely;
@@ -153,19 +154,19 @@ pub(super) fn attach_balloon(
     Ok(Some(handle))
 }
 
-/// A virtio-mem device for each hotplug part. `plugged` is notified when something changes.
-pub(super) fn attach_memory(
-    config: &VmConfig,
-    fabric: &mut Fabric,
-    memory: &mut Memory,
-    event_loop: &EventLoopHandle,
-    plugged: &Arc<Notify>,
-) -> Result<Vec<MemHandle>, BuildError> {
-    let mut handles = Vec::new();
-    for part in memory.take_hotplug() {
-        let plugged = Arc::clone(plugged);
-        let observer = Arc::new(move |zone: &str, event| {
-            if let MemEvent::HostFailure { reason, plugged_bytes, requested_bytes } = event {
+/// Who hears of what becomes of a zone.
+#[derive(Clone)]
+pub(super) struct MemorySignals {
+    /// Notified when something changes.
+    pub plugged: Arc<Notify>,
+    /// Told what has come of a request.
+    pub events: Events,
+}
+
+impl MemorySignals {
+    fn hear(&self, zone: &str, event: MemEvent) {
+        match event {
+            MemEvent::HostFailure { reason, plugged_bytes, requested_bytes } => {
                 let reason = reason.as_str();
                 sparsely!(
                     warn,
@@ -175,9 +176,29 @@ pub(super) fn attach_memory(
                     requested_bytes,
                     "The host cannot plug what it was asked for"
                 );
+                self.events.tell(Event::MemoryRefused { zone, reason, requested_bytes });
             }
-            plugged.notify_one();
-        });
+            MemEvent::TargetReached { requested_bytes: plugged_bytes } => {
+                self.events.tell(Event::MemoryReached { zone, plugged_bytes });
+            }
+            _ => {}
+        }
+        self.plugged.notify_one();
+    }
+}
+
+/// A virtio-mem device for each hotplug part.
+pub(super) fn attach_memory(
+    config: &VmConfig,
+    fabric: &mut Fabric,
+    memory: &mut Memory,
+    event_loop: &EventLoopHandle,
+    signals: &MemorySignals,
+) -> Result<Vec<MemHandle>, BuildError> {
+    let mut handles = Vec::new();
+    for part in memory.take_hotplug() {
+        let signals = signals.clone();
+        let observer = Arc::new(move |zone: &str, event| signals.hear(zone, event));
         let (device, handle) = MemDevice::new(part, memory.view().clone(), event_loop.clone(), observer);
         // The driver finds it in the configuration when it comes up.
         let zone = handle.zone();

@@ -289,9 +289,8 @@ impl MachineFactory for KvmFactory {
     }
 
     fn release(&mut self) {
-        let metrics = Arc::clone(self.resources.metrics());
-        metrics.set_machine(MachineSources::default());
-        self.resources = Resources::new(metrics);
+        self.resources.metrics().set_machine(MachineSources::default());
+        self.resources = self.resources.anew();
     }
 }
 

@@ -20,6 +20,7 @@ use super::request::{
 use super::state::{self, RestartGuard, Verb};
 use crate::config::VmConfig;
 use crate::cpu::run::VcpuEvent;
+use crate::events::{Event, Events};
 use crate::volume::kernel_gate::GuestKernel;
 
 /// Waits until everything of a machine stands still, or the machine has been resumed or dropped.
@@ -177,11 +178,16 @@ impl Vm {
 
     /// What a failed flush should have made durable is lost: the kernel reports a page that it could not write once,
     /// and drops it. There is nothing to try again, so a guest that was paused for that never goes on.
-    fn resume(&mut self) -> Result<(), VmError> {
+    fn may_resume(&self) -> Result<VmState, VmError> {
         let next = state::next(self.state, Verb::Resume)?;
-        if let Some(reason) = &self.failure {
-            return Err(VmError::CannotResume { reason: reason.clone() });
+        match &self.failure {
+            Some(reason) => Err(VmError::CannotResume { reason: reason.clone() }),
+            None => Ok(next),
         }
+    }
+
+    fn resume(&mut self) -> Result<(), VmError> {
+        let next = self.may_resume()?;
         self.running()?.resume();
         self.state = next;
         Ok(())
@@ -278,16 +284,17 @@ pub struct Owner<F> {
     factory: F,
     vm: Option<Vm>,
     at_guest_shutdown: AtGuestShutdown,
+    told: Events,
     generation: u64,
     events: mpsc::UnboundedReceiver<(u64, MachineEvent)>,
     sender: mpsc::UnboundedSender<(u64, MachineEvent)>,
 }
 
 impl<F: MachineFactory> Owner<F> {
-    /// An owner without a VM.
-    pub fn new(factory: F, at_guest_shutdown: AtGuestShutdown) -> Self {
+    /// An owner without a VM, who tells what happens.
+    pub fn new(factory: F, at_guest_shutdown: AtGuestShutdown, told: Events) -> Self {
         let (sender, events) = mpsc::unbounded_channel();
-        Self { factory, vm: None, at_guest_shutdown, generation: 0, events, sender }
+        Self { factory, vm: None, at_guest_shutdown, told, generation: 0, events, sender }
     }
 
     /// Boots the VM, if there is to be one from the start, then serves until the VMM shall end.
@@ -330,16 +337,68 @@ impl<F: MachineFactory> Owner<F> {
     /// Ends the VM, whatever it is doing, and closes what it had open: the next one shares nothing with it. Without a VM there
     /// is nothing to do.
     fn delete(&mut self) {
-        if self.vm.take().is_some() {
-            self.factory.release();
+        let Some(vm) = self.vm.take() else { return };
+        let ran = vm.machine.is_some();
+        drop(vm);
+        self.factory.release();
+        if ran {
+            self.told.tell(Event::VmShutdown);
         }
+        self.told.tell(Event::VmDeleted);
     }
 
     fn boot(&mut self) -> Result<(), VmError> {
         let next = state::next(self.vm()?.state, Verb::Boot)?;
+        self.told.tell(Event::VmBooting);
         self.start()?;
         self.vm()?.state = next;
+        self.told.tell(Event::VmBooted);
         Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), VmError> {
+        let told = self.told.clone();
+        let vm = self.vm()?;
+        vm.may_resume()?;
+        told.tell(Event::VmResuming);
+        vm.resume()?;
+        told.tell(Event::VmResumed);
+        Ok(())
+    }
+
+    fn shut_down(&mut self) -> Result<(), VmError> {
+        self.vm()?.shut_down()?;
+        self.told.tell(Event::VmShutdown);
+        Ok(())
+    }
+
+    fn resize(&mut self, resize: impl FnOnce(&mut Vm) -> Result<(), VmError>) -> Result<(), VmError> {
+        let told = self.told.clone();
+        let vm = self.vm()?;
+        if vm.machine.is_none() {
+            return resize(vm);
+        }
+        told.tell(Event::VmResizing);
+        resize(vm)?;
+        told.tell(Event::VmResized);
+        Ok(())
+    }
+
+    /// Answers once everything stands still.
+    fn pause(&mut self, reply: Reply<()>) {
+        let told = self.told.clone();
+        match self.vm().and_then(Vm::pause) {
+            // Elsewhere: a device may wait for a disk, and nobody else shall.
+            Ok(standstill) => {
+                told.tell(Event::VmPausing);
+                drop(tokio::task::spawn_blocking(move || {
+                    standstill();
+                    told.tell(Event::VmPaused);
+                    answer(reply, Ok(()));
+                }));
+            }
+            Err(err) => answer(reply, Err(err)),
+        }
     }
 
     fn start(&mut self) -> Result<(), VmError> {
@@ -358,9 +417,13 @@ impl<F: MachineFactory> Owner<F> {
     fn reboot(&mut self) -> Result<(), VmError> {
         let vm = self.vm()?;
         let next = state::next(vm.state, Verb::Reboot)?;
-        vm.machine = None;
+        self.told.tell(Event::VmRebooting);
+        self.vm()?.machine = None;
         let result = self.start();
         self.vm()?.state = if result.is_ok() { next } else { VmState::Created };
+        if result.is_ok() {
+            self.told.tell(Event::VmRebooted);
+        }
         result
     }
 
@@ -373,9 +436,12 @@ impl<F: MachineFactory> Owner<F> {
             MachineEvent::GuestShutdown => {
                 info!("The guest has switched itself off");
                 match self.at_guest_shutdown {
-                    AtGuestShutdown::End => Flow::End(Ok(())),
+                    AtGuestShutdown::End => {
+                        self.delete();
+                        Flow::End(Ok(()))
+                    }
                     AtGuestShutdown::Stay => {
-                        vm.shut_down().expect("a VM with a machine can be shut down");
+                        self.shut_down().expect("a VM with a machine can be shut down");
                         Flow::Continue
                     }
                 }
@@ -394,6 +460,7 @@ impl<F: MachineFactory> Owner<F> {
             MachineEvent::Vcpu(event) => Flow::End(Err(RunError::Vm(event))),
             MachineEvent::MustPause { reason } => {
                 error!(%reason, "The VM is paused");
+                self.told.tell(Event::Failed { reason: &reason });
                 // Also when it is paused already: the vCPU that sent this has pulled the brake again.
                 if let Some(machine) = &mut vm.machine {
                     tokio::task::spawn_blocking(machine.pause());
@@ -420,8 +487,8 @@ impl<F: MachineFactory> Owner<F> {
                 answer(reply, Ok(()));
             }
             VmRequest::Info(reply) => self.of_vm(reply, |vm| Ok(vm.info())),
-            VmRequest::Resize(resize, reply) => self.of_vm(reply, |vm| vm.resize(&resize)),
-            VmRequest::ResizeZone(resize, reply) => self.of_vm(reply, |vm| vm.resize_zone(&resize)),
+            VmRequest::Resize(resize, reply) => answer(reply, self.resize(|vm| vm.resize(&resize))),
+            VmRequest::ResizeZone(resize, reply) => answer(reply, self.resize(|vm| vm.resize_zone(&resize))),
             VmRequest::ResizeDisk(resize, reply) => self.of_vm(reply, |vm| vm.resize_disk(&resize)),
             VmRequest::Memory(reply) => match self.vm().and_then(Vm::running) {
                 Ok(machine) => machine.zones(reply),
@@ -433,16 +500,9 @@ impl<F: MachineFactory> Owner<F> {
             }
             VmRequest::ChangePressure(change, reply) => self.of_vm(reply, |vm| vm.change_pressure(&change)),
             VmRequest::Boot(reply) => answer(reply, self.boot()),
-            VmRequest::Pause(reply) => match self.vm().and_then(Vm::pause) {
-                // Elsewhere: a device may wait for a disk, and nobody else shall.
-                Ok(standstill) => drop(tokio::task::spawn_blocking(move || {
-                    standstill();
-                    answer(reply, Ok(()));
-                })),
-                Err(err) => answer(reply, Err(err)),
-            },
-            VmRequest::Resume(reply) => self.of_vm(reply, Vm::resume),
-            VmRequest::Shutdown(reply) => self.of_vm(reply, Vm::shut_down),
+            VmRequest::Pause(reply) => self.pause(reply),
+            VmRequest::Resume(reply) => answer(reply, self.resume()),
+            VmRequest::Shutdown(reply) => answer(reply, self.shut_down()),
             VmRequest::Reboot(reply) => answer(reply, self.reboot()),
             VmRequest::PowerButton(reply) => self.of_vm(reply, Vm::press_power_button),
             VmRequest::Nmi(reply) => self.of_vm(reply, Vm::send_nmi),

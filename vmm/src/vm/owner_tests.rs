@@ -9,6 +9,7 @@ use balloon::params::Setting;
 
 use super::*;
 use crate::config::{PressureConfig, test_config};
+use crate::events::{Seen, Watcher};
 use crate::vm::request::VmHandle;
 
 /// What happened to the machines that were built, in order.
@@ -114,6 +115,8 @@ impl MachineFactory for FakeFactory {
 }
 
 struct Fixture {
+    events: Events,
+    told: Watcher,
     handle: VmHandle,
     log: Log,
     senders: Arc<Mutex<Vec<EventSender>>>,
@@ -137,9 +140,11 @@ fn serve(fail_from: Option<usize>, config: Option<VmConfig>, at_guest_shutdown: 
     let (log, senders) = (Arc::clone(&factory.log), Arc::clone(&factory.senders));
     let (pressure, moves) = (Arc::clone(&factory.pressure), Arc::clone(&factory.moves));
     let (handle, requests) = VmHandle::channel();
-    let owner = Owner::new(factory, at_guest_shutdown);
+    let events = Events::start();
+    let told = events.watch();
+    let owner = Owner::new(factory, at_guest_shutdown, events.clone());
     let end = tokio::task::spawn_local(owner.run(config, requests));
-    Fixture { handle, log, senders, pressure, moves, end }
+    Fixture { events, told, handle, log, senders, pressure, moves, end }
 }
 
 impl Fixture {
@@ -149,6 +154,16 @@ impl Fixture {
 
     fn send(&self, machine: usize, event: MachineEvent) {
         self.senders.lock()[machine].send(event);
+    }
+
+    /// What was told, all of it.
+    async fn told(mut self) -> Vec<&'static str> {
+        self.events.end();
+        let mut told = Vec::new();
+        while let Some(Seen::Event(event)) = self.told.next().await {
+            told.push(event.event);
+        }
+        told
     }
 
     fn log(&self) -> Vec<&'static str> {
@@ -278,7 +293,7 @@ fn a_guest_that_switches_itself_off_ends_the_run_well() {
         let vm = start(None).await;
         vm.send(0, MachineEvent::GuestShutdown);
         assert!(vm.end.await.unwrap().is_ok());
-        assert_eq!(vm.log.lock().last(), Some(&"drop"));
+        assert_eq!(vm.log.lock().last(), Some(&"release"));
     });
 }
 
@@ -485,6 +500,42 @@ fn a_vm_that_does_not_run_is_resized_in_its_configuration() {
         assert!(matches!(refused, Err(VmError::BadRequest(_))));
         assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size, 1 << 30);
         assert!(vm.log().is_empty());
+    });
+}
+
+#[test]
+fn what_happens_is_told_in_its_order() {
+    run(async {
+        let vm = start(None).await;
+        vm.handle.ask(VmRequest::Pause).await.unwrap();
+        vm.handle.ask(VmRequest::Resume).await.unwrap();
+        let resize = ResizeRequest { desired_ram: Some(1 << 30), ..ResizeRequest::default() };
+        vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await.unwrap();
+        vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        vm.handle.ask(VmRequest::Shutdown).await.unwrap();
+        // What is refused is not told.
+        assert!(vm.handle.ask(VmRequest::Pause).await.is_err());
+        assert!(vm.handle.ask(VmRequest::Resume).await.is_err());
+        vm.handle.ask(VmRequest::Boot).await.unwrap();
+        vm.send(2, MachineEvent::MustPause { reason: "no room".to_owned() });
+        assert!(vm.handle.ask(VmRequest::Resume).await.is_err());
+        vm.handle.ask(VmRequest::Delete).await.unwrap();
+        let expected = [
+            "booting booted pausing paused resuming resumed resizing resized rebooting rebooted shutdown",
+            "booting booted failed shutdown deleted",
+        ];
+        assert_eq!(vm.told().await.join(" "), expected.join(" "));
+        // A boot that fails only begins; a guest that switches itself off takes all with it.
+        let vm = serve(Some(0), None, AtGuestShutdown::End);
+        vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
+        assert!(vm.handle.ask(VmRequest::Boot).await.is_err());
+        assert_eq!(vm.told().await, ["booting"]);
+        let vm = start(None).await;
+        vm.send(0, MachineEvent::GuestShutdown);
+        while !vm.end.is_finished() {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(vm.told().await, ["booting", "booted", "shutdown", "deleted"]);
     });
 }
 

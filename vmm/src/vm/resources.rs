@@ -12,6 +12,7 @@ use tracing::warn;
 
 use super::error::BuildError;
 use crate::config::{PmMemoryConfig, PmemConfig, VmConfig};
+use crate::events::Events;
 use crate::host_console::FileStart;
 use crate::memory::lost::cut_to_bytes;
 use crate::metrics::{Metrics, PoolMetrics};
@@ -24,13 +25,19 @@ pub struct Resources {
     /// In the order of the configuration.
     pmem: Vec<(PmemConfig, Arc<PmemFile>)>,
     metrics: Arc<Metrics>,
+    events: Events,
     machines: u64,
 }
 
 impl Resources {
     /// Nothing is open yet.
-    pub fn new(metrics: Arc<Metrics>) -> Self {
-        Self { pools: BTreeMap::new(), pmem: Vec::new(), metrics, machines: 0 }
+    pub fn new(metrics: Arc<Metrics>, events: Events) -> Self {
+        Self { pools: BTreeMap::new(), pmem: Vec::new(), metrics, events, machines: 0 }
+    }
+
+    /// The same for another VM: nothing is open.
+    pub fn anew(&self) -> Self {
+        Self::new(Arc::clone(&self.metrics), self.events.clone())
     }
 
     /// Opens every file of `--pmem`. They stay open, and locked, as long as the VMM lives: a file without a name is still
@@ -127,6 +134,11 @@ impl Resources {
         &self.metrics
     }
 
+    /// Where events are told.
+    pub fn events(&self) -> &Events {
+        &self.events
+    }
+
     /// Counts a machine that was built; the first one's console files start empty, later ones' go on.
     pub fn file_start(&self) -> FileStart {
         if self.machines == 0 { FileStart::Empty } else { FileStart::Continue }
@@ -167,6 +179,11 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
+    fn resources() -> Resources {
+        let events = Events::start();
+        Resources::new(Arc::new(Metrics::new("vm", events.counters())), events)
+    }
+
     fn pm_zone(pool: &Path, size: u64) -> PmMemoryConfig {
         PmMemoryConfig::parse(&format!("pool={},size={size},scrub_bandwidth=0", pool.display())).unwrap()
     }
@@ -181,7 +198,7 @@ mod tests {
         let unnamed = PmemConfig::parse(&format!("file={},size=2M", folder.path().display())).unwrap();
         let named = PmemConfig::parse(&format!("file={}", path.display())).unwrap();
         config.pmem = vec![unnamed.clone(), named, unnamed];
-        let mut resources = Resources::new(Arc::new(Metrics::new("vm")));
+        let mut resources = resources();
         resources.open_pmem(&config).unwrap();
         let files = |resources: &Resources| {
             resources.pmem().iter().map(|(_, file)| Arc::as_ptr(file)).collect::<Vec<_>>()
@@ -215,7 +232,7 @@ mod tests {
         let mut config = test_config();
         config.pmem = vec![PmemConfig::parse(&format!("file={},size=4M", path.display())).unwrap()];
         config.pm_memory = vec![pm_zone(&pool, 2 * MIB)];
-        let mut resources = Resources::new(Arc::new(Metrics::new("vm")));
+        let mut resources = resources();
         let pool_file = File::options().write(true).open(&pool).unwrap();
         resources.open_pmem(&config).unwrap();
         resources.open_pools(&config).unwrap();
@@ -239,7 +256,7 @@ mod tests {
         let open_all = |sizes: &[u64]| {
             let mut config = test_config();
             config.pm_memory = sizes.iter().map(|&size| pm_zone(&pool, size)).collect();
-            Resources::new(Arc::new(Metrics::new("vm"))).open_pools(&config)
+            resources().open_pools(&config)
         };
         let open = |size| open_all(&[size]);
         let info = LocalPool::open(&pool, None).unwrap().info();

@@ -13,6 +13,7 @@ use super::request::{VmHandle, VmRequest};
 use super::resources::Resources;
 use crate::api::{self, Limits, Server, Socket, SocketError};
 use crate::config::Launch;
+use crate::events::{Event, Events, Monitor, MonitorError};
 use crate::metrics::{self, Metrics};
 
 /// Why a run did not end well.
@@ -21,6 +22,9 @@ pub enum RunError {
     /// A socket cannot be listened on.
     #[error(transparent)]
     Socket(#[from] SocketError),
+    /// Events cannot be written.
+    #[error(transparent)]
+    Monitor(#[from] MonitorError),
     /// The runtime, a signal handler or a server cannot be set up.
     #[error("Cannot start the VMM's own tasks")]
     Io(#[from] io::Error),
@@ -35,15 +39,35 @@ pub enum RunError {
 /// before anything is created.
 pub fn run(launch: Launch) -> Result<(), RunError> {
     let api = launch.api_socket.as_ref().map(Socket::for_api).transpose()?;
+    let events = Events::start();
+    let monitor = launch.event_monitor.as_ref().map(|target| Monitor::start(target, &events)).transpose()?;
+    events.tell(Event::VmmStarting);
     let metrics_socket = launch.metrics.as_ref().map(Socket::for_metrics).transpose()?;
+    let result = serve(launch, api, metrics_socket, &events);
+    events.end();
+    if let Some(monitor) = monitor {
+        monitor.finish();
+    }
+    result
+}
+
+/// Serves until the VM, or somebody, ends the VMM.
+fn serve(
+    launch: Launch,
+    api: Option<Socket>,
+    metrics_socket: Option<Socket>,
+    events: &Events,
+) -> Result<(), RunError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let (handle, requests) = VmHandle::channel();
         let server = match api {
-            Some(socket) => Some(Server::start(socket, api::router(handle.clone()), Limits::API)?),
+            Some(socket) => {
+                Some(Server::start(socket, api::router(handle.clone(), events.clone()), Limits::API)?)
+            }
             None => None,
         };
-        let metrics = Arc::new(Metrics::new(&launch.vm_name));
+        let metrics = Arc::new(Metrics::new(&launch.vm_name, events.counters()));
         let exposition = match metrics_socket {
             Some(socket) => {
                 let router = metrics::router(Arc::clone(&metrics), handle.clone());
@@ -52,8 +76,12 @@ pub fn run(launch: Launch) -> Result<(), RunError> {
             None => None,
         };
         tokio::spawn(end_on_signals(handle)?);
-        let factory = KvmFactory::new(Resources::new(metrics));
-        let result = Owner::new(factory, launch.at_guest_shutdown).run(launch.config, requests).await;
+        let factory = KvmFactory::new(Resources::new(metrics, events.clone()));
+        let result =
+            Owner::new(factory, launch.at_guest_shutdown, events.clone()).run(launch.config, requests).await;
+        // The last that anybody hears: libvirt takes it for our end, and who follows by the API is let go.
+        events.tell(Event::VmmShutdown);
+        events.end();
         for server in [server, exposition].into_iter().flatten() {
             server.stop().await;
         }

@@ -20,13 +20,15 @@ use hyper::ext::ReasonPhrase;
 
 use super::body::MAX_BODY_BYTES;
 use super::error::ApiError;
+use crate::events::Events;
 use crate::vm::request::VmHandle;
 
-/// Every call of the API, answered by the owner behind `vm`.
-pub fn router(vm: VmHandle) -> Router {
+/// Every call of the API, answered by the owner behind `vm`, and what is told by `events`.
+pub fn router(vm: VmHandle, events: Events) -> Router {
     let calls = Router::new()
         .route("/api/v1/vmm.ping", get(vmm::ping))
         .route("/api/v1/vmm.shutdown", put(vmm::shutdown))
+        .route("/api/v1/vmm.events", get(async move || vmm::events(&events)))
         .route("/api/v1/vm.create", put(vm::create))
         .route("/api/v1/vm.delete", put(vm::delete))
         .route("/api/v1/vm.info", get(vm::info))

@@ -1,15 +1,40 @@
 //! Calls about the VMM itself.
 
+use std::convert::Infallible;
+
 use axum::Json;
+use axum::body::Body;
 use axum::extract::State;
 use axum::http::StatusCode;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::{IntoResponse, Response};
+use futures_util::stream;
+use serde_json::json;
 
 use crate::api::error::ApiError;
 use crate::api::wire::PingAnswer;
+use crate::events::{Events, Seen};
 use crate::vm::request::{VmHandle, VmRequest};
 
 pub(super) async fn ping() -> Json<PingAnswer> {
     Json(PingAnswer::of_this_process())
+}
+
+/// Every event from now on, one line of JSON each, until the client goes or the VMM ends.
+pub(super) fn events(events: &Events) -> Response {
+    let lines = stream::unfold(events.watch(), async |mut watcher| {
+        let line = line_of(watcher.next().await?);
+        Some((Ok::<_, Infallible>(line), watcher))
+    });
+    ([(CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(lines)).into_response()
+}
+
+fn line_of(seen: Seen) -> String {
+    let json = match seen {
+        Seen::Event(told) => serde_json::to_string(&*told).expect("texts and numbers are JSON"),
+        Seen::Lost(count) => json!({"lost": count}).to_string(),
+    };
+    json + "\n"
 }
 
 pub(super) async fn shutdown(State(vm): State<VmHandle>) -> Result<StatusCode, ApiError> {

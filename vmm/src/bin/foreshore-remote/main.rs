@@ -52,6 +52,8 @@ enum Verb {
     },
     /// End the VM and forget its configuration
     Delete,
+    /// Show what happens from now on, one line of JSON for each event, until the VMM ends
+    Events,
     /// Show the VM's configuration and state, as JSON
     Info,
     /// Show every memory zone: requested, plugged, online, resident
@@ -200,6 +202,7 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
             let body = ResizeZoneBody { id, desired_ram };
             put(vmm, "vm.resize-zone", Some(serde_json::to_string(&body)?)).await
         }
+        Verb::Events => follow(vmm).await,
         Verb::Create { path } => put(vmm, "vm.create", Some(read(&path)?)).await,
         Verb::Delete => put(vmm, "vm.delete", None).await,
         Verb::Boot => put(vmm, "vm.boot", None).await,
@@ -211,6 +214,16 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
         Verb::Shutdown => put(vmm, "vm.shutdown", None).await,
         Verb::ShutdownVmm => put(vmm, "vmm.shutdown", None).await,
     }
+}
+
+async fn follow(vmm: &Client) -> anyhow::Result<String> {
+    let mut out = io::stdout();
+    vmm.follow("vmm.events", |piece| {
+        out.write_all(piece)?;
+        out.flush()
+    })
+    .await?;
+    Ok(String::new())
 }
 
 /// A file's text; `-` is standard input.

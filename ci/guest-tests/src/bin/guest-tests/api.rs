@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use guest_tests::runner::this_tests_dir;
 use guest_tests::{BOOT_LIMIT, Guest, Image, Kernel, Pool};
 use serde_json::{Value, json};
 
@@ -10,6 +11,7 @@ guest_tests::tests![
     a_vm_is_created_booted_deleted_and_created_again_by_the_api,
     a_deleted_vm_has_given_its_pool_and_sockets_back,
     an_nmi_reaches_every_vcpu,
+    events_tell_of_a_vms_life_and_of_resizes_that_are_reached,
 ];
 
 /// Until a VMM that has nothing to build serves its API.
@@ -114,5 +116,31 @@ fn an_nmi_reaches_every_vcpu() -> Result<()> {
         guest.wait_until_run("the vCPU has got its NMI", START_LIMIT, &said)?;
     }
     guest.run("true")?;
+    Ok(())
+}
+
+fn events_tell_of_a_vms_life_and_of_resizes_that_are_reached() -> Result<()> {
+    let file = this_tests_dir().join("events");
+    let guest = Guest::builder()
+        .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=128M")
+        .pressure("off")
+        .argument("--event-monitor", &format!("path={}", file.display()))
+        .boot()?;
+    guest.api("PUT", "vm.resize", Some(json!({"desired_ram": 512 << 20})))?;
+    guest.wait_until("the resize is reached", BOOT_LIMIT, || {
+        Ok(std::fs::read_to_string(&file)?.contains("\"plugged_bytes\": \"134217728\""))
+    })?;
+    guest.power_off()?;
+    let text = std::fs::read_to_string(&file)?;
+    let events: Vec<Value> =
+        serde_json::Deserializer::from_str(&text).into_iter().collect::<Result<_, _>>()?;
+    let names: Vec<_> = events
+        .iter()
+        .filter(|event| event["event"] != "memory-reached")
+        .map(|event| format!("{}:{}", event["source"], event["event"]).replace('"', ""))
+        .collect();
+    let expected =
+        "vmm:starting vm:booting vm:booted vm:resizing vm:resized vm:shutdown vm:deleted vmm:shutdown";
+    ensure!(names.join(" ") == expected, "{names:?}");
     Ok(())
 }

@@ -1,0 +1,168 @@
+//! Every event there is.
+
+use std::collections::BTreeMap;
+
+/// The longest text in an event, in characters.
+const MAX_TEXT: usize = 500;
+
+/// What happens. Names and properties are Cloud Hypervisor's, unless the source is `foreshore`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event<'a> {
+    /// The VMM has read its command line.
+    VmmStarting,
+    /// The VMM ends; always the last.
+    VmmShutdown,
+    /// The VM is being built.
+    VmBooting,
+    /// Its vCPUs run; what the guest makes of that it says itself.
+    VmBooted,
+    /// It is about to stand still.
+    VmPausing,
+    /// vCPUs and devices stand still.
+    VmPaused,
+    /// It is about to go on.
+    VmResuming,
+    /// It goes on.
+    VmResumed,
+    /// It has ended, and its configuration is kept.
+    VmShutdown,
+    /// It is about to be built anew.
+    VmRebooting,
+    /// It has been.
+    VmRebooted,
+    /// Its configuration is forgotten.
+    VmDeleted,
+    /// A resize has been asked for.
+    VmResizing,
+    /// The guest has been asked to follow it.
+    VmResized,
+    /// The VM was paused by itself, for something that the guest cannot be told.
+    Failed {
+        /// Why.
+        reason: &'a str,
+    },
+    /// A zone has what was requested of it.
+    MemoryReached {
+        /// Which zone.
+        zone: &'a str,
+        /// What it has plugged now.
+        plugged_bytes: u64,
+    },
+    /// The host cannot provide what was requested of a zone.
+    MemoryRefused {
+        /// Which zone.
+        zone: &'a str,
+        /// What kept it.
+        reason: &'a str,
+        /// What is requested now.
+        requested_bytes: u64,
+    },
+}
+
+impl Event<'_> {
+    /// Source and name.
+    pub fn name(&self) -> (&'static str, &'static str) {
+        match self {
+            Self::VmmStarting => ("vmm", "starting"),
+            Self::VmmShutdown => ("vmm", "shutdown"),
+            Self::VmBooting => ("vm", "booting"),
+            Self::VmBooted => ("vm", "booted"),
+            Self::VmPausing => ("vm", "pausing"),
+            Self::VmPaused => ("vm", "paused"),
+            Self::VmResuming => ("vm", "resuming"),
+            Self::VmResumed => ("vm", "resumed"),
+            Self::VmShutdown => ("vm", "shutdown"),
+            Self::VmRebooting => ("vm", "rebooting"),
+            Self::VmRebooted => ("vm", "rebooted"),
+            Self::VmDeleted => ("vm", "deleted"),
+            Self::VmResizing => ("vm", "resizing"),
+            Self::VmResized => ("vm", "resized"),
+            Self::Failed { .. } => ("foreshore", "failed"),
+            Self::MemoryReached { .. } => ("foreshore", "memory-reached"),
+            Self::MemoryRefused { .. } => ("foreshore", "memory-refused"),
+        }
+    }
+
+    /// What else there is to say.
+    pub(super) fn properties(&self) -> Option<BTreeMap<&'static str, String>> {
+        let properties = match self {
+            Self::Failed { reason } => vec![("reason", without_braces(reason))],
+            Self::MemoryReached { zone, plugged_bytes } => {
+                vec![("zone", without_braces(zone)), ("plugged_bytes", plugged_bytes.to_string())]
+            }
+            Self::MemoryRefused { zone, reason, requested_bytes } => vec![
+                ("zone", without_braces(zone)),
+                ("reason", without_braces(reason)),
+                ("requested_bytes", requested_bytes.to_string()),
+            ],
+            _ => return None,
+        };
+        Some(properties.into_iter().collect())
+    }
+}
+
+/// libvirt finds the end of an event by counting braces, those within texts as well. And what is longer is cut, so that an event
+/// stays within what a FIFO takes at once.
+fn without_braces(text: &str) -> String {
+    text.chars().take(MAX_TEXT).collect::<String>().replace('{', "(").replace('}', ")")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DOCUMENT: &str = include_str!("../../../docs/events.md");
+
+    /// One of each kind.
+    const ALL: [Event<'_>; 17] = [
+        Event::VmmStarting,
+        Event::VmmShutdown,
+        Event::VmBooting,
+        Event::VmBooted,
+        Event::VmPausing,
+        Event::VmPaused,
+        Event::VmResuming,
+        Event::VmResumed,
+        Event::VmShutdown,
+        Event::VmRebooting,
+        Event::VmRebooted,
+        Event::VmDeleted,
+        Event::VmResizing,
+        Event::VmResized,
+        Event::Failed { reason: "r" },
+        Event::MemoryReached { zone: "z", plugged_bytes: 1 },
+        Event::MemoryRefused { zone: "z", reason: "r", requested_bytes: 1 },
+    ];
+
+    #[test]
+    fn the_document_lists_every_event_with_its_properties_and_no_other() {
+        let names =
+            |cell: &str| -> Vec<String> { cell.split('`').skip(1).step_by(2).map(str::to_owned).collect() };
+        let mut documented = Vec::new();
+        for row in DOCUMENT.lines().filter(|line| line.starts_with("| `")) {
+            let cells: Vec<_> = row.split('|').map(str::trim).collect();
+            let (source, mut properties) = (names(cells[1]).remove(0), names(cells[3]));
+            properties.sort();
+            documented
+                .extend(names(cells[2]).into_iter().map(|name| (source.clone(), name, properties.clone())));
+        }
+        let mut told: Vec<_> = ALL
+            .iter()
+            .map(|event| {
+                let (source, name) = event.name();
+                let properties = event.properties().into_iter().flatten().map(|(key, _)| key.to_owned());
+                (source.to_owned(), name.to_owned(), properties.collect::<Vec<_>>())
+            })
+            .collect();
+        documented.sort();
+        told.sort();
+        assert_eq!(documented, told);
+    }
+
+    #[test]
+    fn no_property_has_a_brace() {
+        let failed = Event::Failed { reason: "flush of {a} failed}" };
+        assert_eq!(failed.properties().unwrap()["reason"], "flush of (a) failed)");
+        assert_eq!(Event::VmBooted.properties(), None);
+    }
+}

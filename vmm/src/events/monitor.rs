@@ -1,0 +1,227 @@
+//! `--event-monitor`: events in a file, a FIFO or a descriptor that was handed over.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::thread::JoinHandle;
+
+use thiserror::Error;
+use tracing::{debug, warn};
+
+use super::{Events, Seen, Told, Watcher};
+use crate::config::EventMonitor;
+
+/// Why events cannot be written.
+#[derive(Debug, Error)]
+#[error("--event-monitor: cannot write events to {target}")]
+pub struct MonitorError {
+    target: EventMonitor,
+    #[source]
+    source: io::Error,
+}
+
+/// Writes every event, on a thread of its own.
+#[derive(Debug)]
+pub struct Monitor {
+    thread: JoinHandle<()>,
+}
+
+impl Monitor {
+    /// Writes what is told from now on. A FIFO is waited for until somebody reads it: libvirt opens its end once we run.
+    pub fn start(target: &EventMonitor, events: &Events) -> Result<Self, MonitorError> {
+        let failed = |source| MonitorError { target: target.clone(), source };
+        let file = open(target).map_err(failed)?;
+        set_nonblocking(&file).map_err(failed)?;
+        let watcher = events.watch();
+        let thread = std::thread::Builder::new()
+            .name("_events".to_owned())
+            .spawn(move || write_all(file, watcher))
+            .map_err(failed)?;
+        Ok(Self { thread })
+    }
+
+    /// Waits until everything has been written that will be; after [`Events::end`].
+    pub fn finish(self) {
+        if self.thread.join().is_err() {
+            warn!("The thread that writes events has panicked");
+        }
+    }
+}
+
+fn open(target: &EventMonitor) -> io::Result<File> {
+    match target {
+        EventMonitor::Path(path) => OpenOptions::new().write(true).create(true).truncate(true).open(path),
+        EventMonitor::Fd(fd) => {
+            // SAFETY: F_GETFD reads a flag of whatever the number names, or fails.
+            if unsafe { libc::fcntl(*fd, libc::F_GETFD) } < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            // SAFETY: it is open (above), and who started us has given it to us: nothing else here uses that number.
+            Ok(unsafe { OwnedFd::from_raw_fd(*fd) }.into())
+        }
+    }
+}
+
+/// Whoever does not read shall not keep the VMM from ending.
+fn set_nonblocking(file: &File) -> io::Result<()> {
+    let fd = file.as_raw_fd();
+    // SAFETY: a system call that takes numbers, on a descriptor that is open.
+    let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
+    // SAFETY: the same.
+    if flags < 0 || unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+fn write_all(mut file: File, mut watcher: Watcher) {
+    while let Some(seen) = watcher.next_blocking() {
+        match seen {
+            Seen::Event(told) => {
+                if let Err(error) = write(&mut file, &told) {
+                    watcher.counters.add_lost(1);
+                    debug!(%error, event = told.event, "An event is lost");
+                }
+            }
+            Seen::Lost(count) => debug!(count, "Events are lost"),
+        }
+    }
+}
+
+/// One write: what is not longer than PIPE_BUF a FIFO takes whole or not at all (pipe(7)), and events are a few hundred bytes.
+fn write(file: &mut File, told: &Told) -> io::Result<()> {
+    let mut text = serde_json::to_string_pretty(told)?;
+    text.push_str("\n\n");
+    let written = file.write(text.as_bytes())?;
+    if written < text.len() { Err(ErrorKind::WriteZero.into()) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CString;
+    use std::fs;
+    use std::io::Read;
+    use std::path::Path;
+
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::events::Event;
+
+    fn fifo(dir: &TempDir) -> std::path::PathBuf {
+        let path = dir.path().join("fifo");
+        let name = CString::new(path.to_str().unwrap()).unwrap();
+        // SAFETY: the name ends with a zero.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        path
+    }
+
+    /// As libvirt does: an event ends where its braces do.
+    fn events_in(text: &str) -> Vec<String> {
+        let (mut depth, mut begin, mut found) = (0, 0, Vec::new());
+        for (at, character) in text.char_indices() {
+            match character {
+                '{' => {
+                    if depth == 0 {
+                        begin = at;
+                    }
+                    depth += 1;
+                }
+                '}' => {
+                    depth -= 1;
+                    if depth == 0 {
+                        let event: serde_json::Value = serde_json::from_str(&text[begin..=at]).unwrap();
+                        found.push(event["event"].as_str().unwrap().to_owned());
+                    }
+                }
+                _ => {}
+            }
+        }
+        assert_eq!(depth, 0, "{text}");
+        found
+    }
+
+    #[test]
+    fn a_file_has_every_event_once_the_monitor_has_finished() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("events");
+        fs::write(&path, "what was there").unwrap();
+        let events = Events::start();
+        let monitor = Monitor::start(&EventMonitor::Path(path.clone()), &events).unwrap();
+        events.tell(Event::VmBooting);
+        events.tell(Event::Failed { reason: "{{ \"quoted\" }" });
+        events.tell(Event::VmmShutdown);
+        events.end();
+        monitor.finish();
+        let text = fs::read_to_string(&path).unwrap();
+        assert_eq!(events_in(&text), ["booting", "failed", "shutdown"]);
+        assert!(text.ends_with("}\n\n"));
+    }
+
+    #[test]
+    fn a_fifo_is_waited_for_until_somebody_reads_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = fifo(&dir);
+        let reader = {
+            let path = path.clone();
+            std::thread::spawn(move || {
+                let mut text = String::new();
+                File::open(path).unwrap().read_to_string(&mut text).unwrap();
+                text
+            })
+        };
+        let events = Events::start();
+        let monitor = Monitor::start(&EventMonitor::Path(path), &events).unwrap();
+        events.tell(Event::VmmStarting);
+        events.end();
+        monitor.finish();
+        assert_eq!(events_in(&reader.join().unwrap()), ["starting"]);
+    }
+
+    /// Opens the reading end without waiting for a writer.
+    fn open_without_reading(path: &Path) -> File {
+        use std::os::unix::fs::OpenOptionsExt;
+        OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).unwrap()
+    }
+
+    #[test]
+    fn who_does_not_read_or_has_gone_holds_nobody_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = fifo(&dir);
+        let mut reader = open_without_reading(&path);
+        let events = Events::start();
+        let monitor = Monitor::start(&EventMonitor::Path(path.clone()), &events).unwrap();
+        let reason = "x".repeat(400);
+        // Four times what a FIFO takes.
+        for told in 0..640 {
+            events.tell(Event::Failed { reason: &reason });
+            // A watcher that lags would lose them elsewhere.
+            while told % 256 == 255 && !events.queue.is_empty() {
+                std::thread::yield_now();
+            }
+        }
+        events.end();
+        monitor.finish();
+        let lost = events.counters().lost();
+        assert!(lost > 300, "{lost}");
+        // What has arrived is whole.
+        let mut text = String::new();
+        reader.read_to_string(&mut text).unwrap();
+        assert_eq!(events_in(&text).len() as u64, 640 - lost);
+        // One who has gone.
+        let monitor = Monitor::start(&EventMonitor::Path(path), &events).unwrap();
+        drop(reader);
+        events.tell(Event::VmBooted);
+        events.end();
+        monitor.finish();
+        assert_eq!(events.counters().lost(), lost + 1);
+    }
+
+    #[test]
+    fn what_cannot_be_opened_is_named() {
+        let start = |target: &EventMonitor| Monitor::start(target, &Events::start()).unwrap_err().to_string();
+        let path = EventMonitor::Path("/nowhere/events".into());
+        assert_eq!(start(&path), "--event-monitor: cannot write events to /nowhere/events");
+        assert_eq!(start(&EventMonitor::Fd(9999)), "--event-monitor: cannot write events to fd=9999");
+    }
+}
