@@ -7,6 +7,7 @@
 mod body;
 mod client;
 mod error;
+mod fd_stream;
 mod routes;
 mod server;
 mod socket;

@@ -5,16 +5,20 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::serve::Listener as AcceptIo;
+use hyper::Request;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, UnixListener};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::timeout;
 use tracing::{debug, warn};
 
+use super::fd_stream::{Descriptors, FdStream};
 use super::socket::{Listener, Socket, SocketFile};
 use super::write_timeout::WriteTimeout;
 
@@ -85,12 +89,28 @@ impl Drop for Server {
     }
 }
 
-async fn accept_loop<L: AcceptIo>(
-    mut listener: L,
-    router: Router,
-    limits: Limits,
-    mut stopped: watch::Receiver<()>,
-) {
+/// A connection that was accepted.
+trait Accepted: Send + 'static {
+    /// Bytes; descriptors that come with them wait in `waiting`, where there can be any.
+    fn stream(self, waiting: Descriptors) -> impl AsyncRead + AsyncWrite + Unpin + Send + 'static;
+}
+
+impl Accepted for UnixStream {
+    fn stream(self, waiting: Descriptors) -> impl AsyncRead + AsyncWrite + Unpin + Send + 'static {
+        FdStream::new(self, waiting)
+    }
+}
+
+impl Accepted for TcpStream {
+    fn stream(self, _waiting: Descriptors) -> impl AsyncRead + AsyncWrite + Unpin + Send + 'static {
+        self
+    }
+}
+
+async fn accept_loop<L>(mut listener: L, router: Router, limits: Limits, mut stopped: watch::Receiver<()>)
+where
+    L: AcceptIo<Io: Accepted>,
+{
     let mut connections = JoinSet::new();
     loop {
         tokio::select! {
@@ -109,18 +129,32 @@ async fn accept_loop<L: AcceptIo>(
     }
 }
 
-async fn serve_connection<S>(stream: S, router: Router, limits: Limits, mut stopped: watch::Receiver<()>)
-where
-    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-{
+async fn serve_connection<A: Accepted>(
+    accepted: A,
+    router: Router,
+    limits: Limits,
+    mut stopped: watch::Receiver<()>,
+) {
+    let waiting = Descriptors::default();
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(limits.idle).max_buf_size(BUFFER_BYTES);
     // Some clients look for `Content-Length` as it is spelt here.
     http.title_case_headers(true);
     // A client may end its side once it has asked, as `nc -N` does, and is answered all the same.
     http.half_close(true);
-    let stream = WriteTimeout::new(stream, limits.unread);
-    let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    let stream = WriteTimeout::new(accepted.stream(waiting.clone()), limits.unread);
+    let calls = TowerToHyperService::new(router);
+    let service = service_fn(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(waiting.clone());
+        let (answer, waiting) = (calls.call(request), waiting.clone());
+        async move {
+            let answer = answer.await;
+            // What the call has not taken is nobody's.
+            drop(waiting.take());
+            answer
+        }
+    });
+    let connection = http.serve_connection(TokioIo::new(stream), service);
     tokio::pin!(connection);
     let result = tokio::select! {
         result = connection.as_mut() => result,

@@ -1,0 +1,261 @@
+//! A unix stream that also receives file descriptors (unix(7), SCM_RIGHTS).
+//!
+//! Clients send those of a tap beside the request that adds it. The kernel never gives data from behind a message with descriptors
+//! with that message, so without pipelining they are of the request whose bytes they came with. They wait until a call takes them; what
+//! no call has taken is closed when its answer is given.
+
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use parking_lot::Mutex;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
+use tokio::net::UnixStream;
+
+/// The kernel sends no more with one message (SCM_MAX_FD, include/net/scm.h).
+const MAX_PER_MESSAGE: usize = 253;
+/// No call takes more: a queue pair each of a network device.
+const MAX_WAITING: usize = 32;
+
+/// Descriptors that have come on a connection and wait for the call that takes them.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Descriptors(Arc<Mutex<Vec<OwnedFd>>>);
+
+impl Descriptors {
+    /// Takes all of them, in the order in which they were sent.
+    pub(super) fn take(&self) -> Vec<OwnedFd> {
+        std::mem::take(&mut self.0.lock())
+    }
+
+    fn add(&self, fds: impl Iterator<Item = OwnedFd>) -> io::Result<()> {
+        let mut waiting = self.0.lock();
+        waiting.extend(fds);
+        if waiting.len() > MAX_WAITING {
+            let reason =
+                format!("{} file descriptors wait for a call, at most {MAX_WAITING} may", waiting.len());
+            waiting.clear();
+            return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+        }
+        Ok(())
+    }
+}
+
+/// The stream.
+#[derive(Debug)]
+pub(super) struct FdStream {
+    stream: UnixStream,
+    waiting: Descriptors,
+}
+
+impl FdStream {
+    /// Puts what comes into `waiting`.
+    pub(super) fn new(stream: UnixStream, waiting: Descriptors) -> Self {
+        Self { stream, waiting }
+    }
+
+    fn receive(&self, bytes: &mut [u8]) -> io::Result<usize> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_PER_MESSAGE))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::CMSG_CLOEXEC;
+        let received = recvmsg(&self.stream, &mut [IoSliceMut::new(bytes)], &mut control, flags)?;
+        let fds = control.drain().filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+            _ => None,
+        });
+        self.waiting.add(fds.flatten())?;
+        if received.flags.contains(ReturnFlags::CTRUNC) {
+            let reason = "file descriptors were sent that this process has no room for";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+        }
+        Ok(received.bytes)
+    }
+}
+
+impl AsyncRead for FdStream {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        loop {
+            ready!(self.stream.poll_read_ready(context))?;
+            let bytes = buffer.initialize_unfilled();
+            match self.stream.try_io(Interest::READABLE, || self.receive(bytes)) {
+                Ok(count) => {
+                    buffer.advance(count);
+                    return Poll::Ready(Ok(()));
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Poll::Ready(Err(error)),
+            }
+        }
+    }
+}
+
+impl AsyncWrite for FdStream {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        parts: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(context, parts)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::{IoSlice, Read, Write};
+    use std::os::fd::AsFd;
+    use std::time::Duration;
+
+    use axum::extract::Request;
+    use axum::routing::put;
+    use axum::{Extension, Router};
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+    use std::os::unix::net::UnixStream as BlockingStream;
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::api::{Limits, Server, Socket};
+    use crate::config::ApiSocket;
+
+    /// A server with a call that reads its body, takes what has come and says what that is, and one that takes nothing.
+    fn serve(test: impl FnOnce(&std::path::Path) + Send + 'static) {
+        let dir: TempDir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let take = async |Extension(waiting): Extension<Descriptors>, _body: String| {
+                let read = |fd: OwnedFd| {
+                    let mut text = String::new();
+                    File::from(fd).read_to_string(&mut text).unwrap();
+                    text
+                };
+                waiting.take().into_iter().map(read).collect::<Vec<_>>().join(",")
+            };
+            let router =
+                Router::new().route("/take", put(take)).route("/leave", put(async |_: Request| "left"));
+            let socket = Socket::for_api(&ApiSocket::Path(path.clone())).unwrap();
+            let server = Server::start(socket, router, Limits::API).unwrap();
+            tokio::task::spawn_blocking(move || test(&path)).await.unwrap();
+            server.stop().await;
+        });
+    }
+
+    /// A file that says what it is when it is read.
+    fn file(text: &str) -> File {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+        std::io::Seek::rewind(&mut file).unwrap();
+        file
+    }
+
+    fn send(stream: &BlockingStream, bytes: &str, files: &[&File]) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_PER_MESSAGE))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
+        if !fds.is_empty() {
+            assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        }
+        let parts = [IoSlice::new(bytes.as_bytes())];
+        assert_eq!(sendmsg(stream, &parts, &mut control, SendFlags::empty()).unwrap(), bytes.len());
+    }
+
+    /// The body of one answer; `None` if the server has closed.
+    fn receive(stream: &mut BlockingStream) -> Option<String> {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            let mut byte = [0];
+            stream.read_exact(&mut byte).ok()?;
+            head.push(byte[0]);
+        }
+        let head = String::from_utf8(head).unwrap();
+        let (_, length) = head.split_once("Content-Length: ").unwrap();
+        let mut body = vec![0; length.split("\r\n").next().unwrap().parse().unwrap()];
+        stream.read_exact(&mut body).unwrap();
+        Some(String::from_utf8(body).unwrap())
+    }
+
+    fn request(call: &str, body: &str) -> String {
+        format!("PUT /{call} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+    }
+
+    /// Whether everybody else closes the descriptor that `send` is given: only then does a pipe's reader see the end.
+    #[track_caller]
+    fn assert_closed(send: impl FnOnce(&File)) {
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        send(&File::from(OwnedFd::from(writer)));
+        let (ended, end) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let read = reader.read(&mut [0]).unwrap();
+            let _ = ended.send(read);
+        });
+        assert_eq!(end.recv_timeout(Duration::from_secs(20)), Ok(0), "a copy is open");
+    }
+
+    #[test]
+    fn descriptors_reach_the_call_whatever_part_of_the_request_they_come_with() {
+        serve(|path| {
+            let mut stream = BlockingStream::connect(path).unwrap();
+            let (a, b) = (file("a"), file("b"));
+            // All at once, as libvirt sends them.
+            send(&stream, &request("take", "{}"), &[&a, &b]);
+            assert_eq!(receive(&mut stream).unwrap(), "a,b");
+            // With the first line, as Cloud Hypervisor's client does; the same connection goes on.
+            let (c, whole) = (file("c"), request("take", "{}"));
+            send(&stream, &whole[..10], &[&c]);
+            send(&stream, &whole[10..], &[]);
+            assert_eq!(receive(&mut stream).unwrap(), "c");
+            // With the last byte of the body.
+            let (d, split) = (file("d"), whole.len() - 1);
+            send(&stream, &whole[..split], &[]);
+            send(&stream, &whole[split..], &[&d]);
+            assert_eq!(receive(&mut stream).unwrap(), "d");
+            send(&stream, &whole, &[]);
+            assert_eq!(receive(&mut stream).unwrap(), "", "none is left from before");
+        });
+    }
+
+    #[test]
+    fn what_no_call_takes_is_closed_and_too_many_end_the_connection() {
+        serve(|path| {
+            let mut stream = BlockingStream::connect(path).unwrap();
+            assert_closed(|file| {
+                send(&stream, &request("leave", ""), &[file; 3]);
+                assert_eq!(receive(&mut stream).unwrap(), "left");
+            });
+            assert_closed(|file| {
+                send(&stream, "PUT ", &[file; MAX_WAITING]);
+                send(&stream, "/take ", &[file]);
+                assert_eq!(receive(&mut stream), None);
+            });
+            // Who hangs up in the middle leaves nothing behind.
+            assert_closed(|file| send(&BlockingStream::connect(path).unwrap(), "PUT /ta", &[file; 30]));
+        });
+    }
+}
