@@ -3,6 +3,8 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+#[cfg(test)]
+use clap::CommandFactory;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{ArgAction, Parser};
 use thiserror::Error;
@@ -10,8 +12,8 @@ use thiserror::Error;
 use super::error::ConfigError;
 use super::{
     ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, EventMonitor, MemoryConfig,
-    MemoryZoneConfig, MetricsAddress, NumaConfig, PayloadConfig, PmMemoryConfig, PmVolumeConfig, PmemConfig,
-    PressureConfig, RngConfig, VmConfig, VsockConfig, foreign,
+    MemoryZoneConfig, MetricsAddress, NumaConfig, PayloadConfig, PlatformConfig, PmMemoryConfig,
+    PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, VmConfig, VsockConfig, foreign,
 };
 use crate::vm::owner::AtGuestShutdown;
 
@@ -73,6 +75,9 @@ pub enum CliError {
     Config(#[from] ConfigError),
 }
 
+/// The version of Cloud Hypervisor whose flags and API are known here.
+const COMPATIBLE_WITH: &str = "54.0.0";
+
 const EXAMPLES: &str = "\
 Sizes are in bytes, or take one of K, M, G, T (powers of 1024). Flags follow Cloud Hypervisor's syntax.
 
@@ -105,6 +110,10 @@ struct Flags {
     /// boot=N,max=N: vCPUs at boot, and at most [default: boot=1]
     #[arg(long, value_name = "OPTIONS", help_heading = "Guest")]
     cpus: Option<String>,
+
+    /// num_pci_segments=N: accepted for Cloud Hypervisor's sake; there is one
+    #[arg(long, value_name = "OPTIONS", help_heading = "Guest")]
+    platform: Option<String>,
 
     /// size=S,hotplug_method=acpi|virtio-mem,hotplug_size=S,hotplugged_size=S: DRAM [default: size=512M]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
@@ -141,7 +150,7 @@ struct Flags {
     #[arg(long, value_name = "MODE", help_heading = "Devices")]
     console: Option<String>,
     /// src=PATH: entropy [default: src=/dev/urandom]
-    #[arg(long, value_name = "OPTIONS", help_heading = "Devices")]
+    #[arg(long, value_name = "OPTIONS", num_args = 0..=1, default_missing_value = "", help_heading = "Devices")]
     rng: Option<String>,
     /// cid=N,socket=PATH: sockets between guest and host, which the agent needs
     #[arg(long, value_name = "OPTIONS", help_heading = "Devices")]
@@ -165,6 +174,9 @@ struct Flags {
     /// Log to a file [default: standard error]
     #[arg(long, value_name = "PATH", help_heading = "Control")]
     log_file: Option<PathBuf>,
+    /// Accepted for Cloud Hypervisor's sake; lines have one format
+    #[arg(long, value_name = "FORMAT", help_heading = "Control")]
+    log_format: Option<String>,
     /// Log more: -v information, -vv debugging, -vvv everything
     #[arg(short, action = ArgAction::Count, help_heading = "Control")]
     v: u8,
@@ -177,7 +189,7 @@ struct Flags {
 pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Command, CliError> {
     let flags = match Flags::try_parse_from(args) {
         Ok(flags) if flags.version => {
-            return Ok(Command::Print(format!("foreshore v{}\n", env!("CARGO_PKG_VERSION"))));
+            return Ok(Command::Print(version()));
         }
         Ok(flags) => flags,
         Err(error) if error.kind() == ErrorKind::DisplayHelp => {
@@ -187,6 +199,9 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     };
     let mut warnings = Vec::new();
     check_seccomp(flags.seccomp.as_deref(), &mut warnings)?;
+    if flags.log_format.is_some() {
+        warnings.push("--log-format: log lines have one format, which it does not change".to_owned());
+    }
     let api_socket = flags.api_socket.as_deref().map(ApiSocket::parse).transpose()?;
     let event_monitor = flags.event_monitor.as_deref().map(EventMonitor::parse).transpose()?;
     let (metrics, vm_name) = match flags.metrics.as_deref() {
@@ -214,12 +229,18 @@ impl Flags {
     fn says_something_of_a_vm(&self) -> bool {
         let Self { kernel, initramfs, cmdline, cpus, memory, balloon, memory_zone, numa, pm_memory, .. } =
             self;
-        let Self { pm_volume, disk, pmem, pressure, serial, console, rng, vsock, .. } = self;
+        let Self { pm_volume, disk, pmem, pressure, serial, console, rng, vsock, platform, .. } = self;
         let paths = [kernel, initramfs].into_iter().any(Option::is_some);
-        let texts = [cmdline, cpus, memory, balloon, pressure, serial, console, rng, vsock];
+        let texts = [cmdline, cpus, memory, balloon, pressure, serial, console, rng, vsock, platform];
         let lists = [memory_zone, numa, pm_memory, pm_volume, disk, pmem];
         paths || texts.into_iter().any(Option::is_some) || lists.into_iter().any(|list| !list.is_empty())
     }
+}
+
+/// libvirt takes a program for Cloud Hypervisor, and what it may ask of it from the number, by how the first line begins.
+fn version() -> String {
+    let ours = env!("CARGO_PKG_VERSION");
+    format!("cloud-hypervisor v{COMPATIBLE_WITH} (foreshore v{ours})\nforeshore v{ours}\n")
 }
 
 fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
@@ -236,6 +257,7 @@ fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
         console: console.unwrap_or_else(ConsoleConfig::default_console),
         rng: flags.rng.as_deref().map_or(Ok(RngConfig::default()), RngConfig::parse)?,
         vsock: flags.vsock.as_deref().map(VsockConfig::parse).transpose()?,
+        platform: flags.platform.as_deref().map(PlatformConfig::parse).transpose()?,
         pm_memory: flags
             .pm_memory
             .iter()
@@ -458,7 +480,12 @@ mod tests {
             Ok(Command::Print(text)) => text,
             other => panic!("{other:?}"),
         };
-        assert_eq!(print("--version"), format!("foreshore v{}\n", env!("CARGO_PKG_VERSION")));
+        let ours = env!("CARGO_PKG_VERSION");
+        let version = print("--version");
+        assert_eq!(version, format!("cloud-hypervisor v54.0.0 (foreshore v{ours})\nforeshore v{ours}\n"));
+        // As libvirt reads it: a number behind the `v`, and what it needs for each feature is at most 40.
+        let number = version.strip_prefix("cloud-hypervisor v").unwrap().split(['.', ' ']).next().unwrap();
+        assert!(number.parse::<u32>().unwrap() >= 40);
         let help = print("--help");
         for text in ["Guest:", "Memory and storage:", "Devices:", "Control:", "Examples:", "--pm-volume"] {
             assert!(help.contains(text), "{text}");
@@ -480,6 +507,80 @@ mod tests {
         assert!(error(&["--seccomp", "maybe"]).starts_with("--seccomp:"));
         assert!(error(&["--pressure", "policy=magic"]).starts_with("--pressure:"));
         assert!(error(&["--serial", "tty"]).starts_with("--serial:"));
+    }
+
+    /// Every flag of Cloud Hypervisor's program.
+    const CLOUD_HYPERVISORS: [&str; 48] = [
+        "--api-socket",
+        "--balloon",
+        "--cmdline",
+        "--console",
+        "--cpus",
+        "--dbus-object-path",
+        "--dbus-service-name",
+        "--dbus-system-bus",
+        "--debug-console",
+        "--device",
+        "--disk",
+        "--event-monitor",
+        "--firmware",
+        "--fs",
+        "--fw-cfg-config",
+        "--gdb",
+        "--generic-vhost-user",
+        "--help",
+        "--host-data",
+        "--igvm",
+        "--initramfs",
+        "--ivshmem",
+        "--kernel",
+        "--landlock",
+        "--landlock-rules",
+        "--log-file",
+        "--log-format",
+        "--memory",
+        "--memory-zone",
+        "--net",
+        "--no-shutdown",
+        "--numa",
+        "--pci-segment",
+        "--platform",
+        "--pmem",
+        "--pvmemcontrol",
+        "--pvpanic",
+        "--rate-limit-group",
+        "--restore",
+        "--rng",
+        "--rtc",
+        "--seccomp",
+        "--serial",
+        "--tpm",
+        "--user-device",
+        "--vdpa",
+        "--version",
+        "--watchdog",
+    ];
+
+    #[test]
+    fn every_flag_of_cloud_hypervisor_is_known() {
+        let ours = Flags::command();
+        for flag in CLOUD_HYPERVISORS {
+            let is_ours = ours.get_arguments().any(|argument| argument.get_long() == Some(&flag[2..]));
+            let is_refused = foreign::reason(flag).is_some();
+            assert!(
+                (is_ours || flag == "--help") != is_refused,
+                "{flag} is neither here nor refused, or both"
+            );
+            if is_refused {
+                assert!(error(&[flag, "x"]).starts_with(&format!("{flag} is not supported by foreshore: ")));
+            }
+        }
+    }
+
+    #[test]
+    fn what_says_nothing_is_taken() {
+        assert_eq!(config(&["--rng"]).rng, RngConfig::default());
+        assert!(launch(&["--log-format", "{msg}"]).warnings[0].starts_with("--log-format"));
     }
 
     #[test]

@@ -10,11 +10,12 @@ use thiserror::Error;
 use super::error::ConfigError;
 use super::option_parser::Syntax;
 use super::{
-    VmConfig, balloon, console, cpus, disk, foreign, memory, memory_zone, numa, payload, pmem, rng, vsock,
+    VmConfig, balloon, console, cpus, disk, foreign, memory, memory_zone, numa, payload, platform, pmem, rng,
+    vsock,
 };
 
 /// Sections, with what the flag of the same meaning takes.
-const SECTIONS: [(&str, &Syntax); 10] = [
+const SECTIONS: [(&str, &Syntax); 11] = [
     ("payload", &payload::SYNTAX),
     ("cpus", &cpus::SYNTAX),
     ("memory", &memory::SYNTAX),
@@ -25,6 +26,7 @@ const SECTIONS: [(&str, &Syntax); 10] = [
     ("rng", &rng::SYNTAX),
     ("vsock", &vsock::SYNTAX),
     ("pmem", &pmem::SYNTAX),
+    ("platform", &platform::SYNTAX),
 ];
 
 /// Why a configuration in JSON is refused.
@@ -152,6 +154,7 @@ mod tests {
                        "zones": null},
             "disks": [{"path": "/disk", "iommu": false, "vhost_user": false, "rate_limiter_config": null,
                        "pci_segment": 0, "image_type": "Raw"}],
+            "platform": {"num_pci_segments": 2, "iommufd": false, "oem_strings": null},
             "net": [], "fs": null, "devices": null, "pci_segments": [], "watchdog": false, "iommu": false,
             "rng": {"src": "/dev/urandom", "iommu": false},
             "serial": {"mode": "Null", "file": null, "iommu": false, "socket": null},
@@ -172,7 +175,7 @@ mod tests {
         for (more, text) in [
             (json!({"fs": [{"tag": "a", "socket": "/s"}]}), "--fs is not supported by foreshore: "),
             (json!({"watchdog": true}), "--watchdog is not supported by foreshore: "),
-            (json!({"platform": {"num_pci_segments": 2}}), "--platform is not supported by foreshore: "),
+            (json!({"platform": {"num_pci_segments": 2, "uuid": "x"}}), "--platform: uuid="),
             (
                 json!({"memory": {"size": 536870912, "shared": true}}),
                 "--memory: shared=true is not supported",

@@ -20,6 +20,7 @@ mod numa;
 mod option_parser;
 mod packages;
 mod payload;
+mod platform;
 mod pm_memory;
 mod pm_volume;
 mod pmem;
@@ -47,6 +48,7 @@ pub use self::memory_zone::MemoryZoneConfig;
 pub use self::numa::{MAX_NODE, NumaConfig, NumaDistance};
 pub use self::packages::VcpuPlace;
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
+pub use self::platform::PlatformConfig;
 pub use self::pm_memory::{MIN_PM_NODE, PmMemoryConfig};
 pub use self::pm_volume::{PmVolumeConfig, VolumeFormat, VolumeInterface, VolumeSize};
 pub use self::pmem::PmemConfig;
@@ -90,6 +92,9 @@ pub struct VmConfig {
     /// Sockets between guest and host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vsock: Option<VsockConfig>,
+    /// What the machine is like as a whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub platform: Option<PlatformConfig>,
     /// The guest's nodes; one, and one for each zone of PM, if there are none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub numa: Vec<NumaConfig>,
@@ -133,6 +138,7 @@ impl VmConfig {
         self.serial.validate("--serial")?;
         self.console.validate("--console")?;
         self.vsock.as_ref().map_or(Ok(()), VsockConfig::validate)?;
+        self.platform.as_ref().map_or(Ok(()), PlatformConfig::validate)?;
         pm_memory::validate_all(&self.pm_memory)?;
         self.numa.iter().try_for_each(NumaConfig::validate)?;
         Topology::of(self)?;
@@ -219,6 +225,9 @@ impl VmConfig {
                 self.pressure.policy
             ));
         }
+        if self.platform.as_ref().is_some_and(PlatformConfig::wants_more_segments) {
+            warnings.push("--platform: there is one PCI segment, whatever num_pci_segments says".to_owned());
+        }
         for volume in self.pm_volumes.iter().filter(|volume| volume.force) {
             warnings.push(format!(
                 "--pm-volume: volume {} is attached with force=on: its content may be damaged",
@@ -248,6 +257,7 @@ pub(crate) fn test_config() -> VmConfig {
         console: ConsoleConfig::default(),
         rng: RngConfig { src: "/dev/urandom".into() },
         vsock: None,
+        platform: None,
         numa: Vec::new(),
         pm_memory: Vec::new(),
         pm_volumes: Vec::new(),

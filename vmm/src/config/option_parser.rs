@@ -183,7 +183,10 @@ fn split<'a>(flag: &'static str, text: &'a str) -> Result<Vec<&'a str>, ConfigEr
     if depth != 0 {
         return Err(unbalanced("bracket"));
     }
-    parts.push(&text[start..]);
+    // Nothing at all is no part, as a flag without a value is.
+    if !text.is_empty() {
+        parts.push(&text[start..]);
+    }
     Ok(parts)
 }
 
@@ -234,7 +237,7 @@ mod tests {
             r#"--thing: unknown key "sise"; the keys are tty, size=, count=, path=, shared=, list="#
         );
         assert!(error("tty=1").contains(r#"unknown key "tty""#));
-        assert!(error("").contains(r#"unknown key """#));
+        assert!(SYNTAX.parse("").unwrap().given().next().is_none());
         assert!(error("size=4M,").contains(r#"unknown key """#));
         assert_eq!(error("size"), r#"--thing: size="" is not a value"#);
     }
