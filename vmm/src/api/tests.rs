@@ -63,6 +63,10 @@ async fn own(mut requests: mpsc::Receiver<VmRequest>, asked: mpsc::UnboundedSend
             }
             VmRequest::ResizeDisk(resize, reply) => reply.send(answer_resize_disk(&resize)).unwrap(),
             VmRequest::Memory(reply) => reply.send(Ok(vec![zone()])).unwrap(),
+            VmRequest::Counters(reply) => {
+                let disk = [("read_ops", 7), ("write_ops", 0)].into();
+                reply.send(Ok([("_disk0".to_owned(), disk)].into())).unwrap();
+            }
             VmRequest::Volumes(reply) => reply.send(Ok(vec![volume()])).unwrap(),
             VmRequest::Pause(reply) => reply.send(Ok(())).unwrap(),
             VmRequest::Resume(reply) => {
@@ -291,6 +295,14 @@ fn memory_tells_every_size_and_why_a_resize_is_stuck() {
         assert_eq!((status, &zone["requested_bytes"]), (200, &json!(2 << 20)));
         assert_eq!(zone["online_bytes"], Value::Null);
         assert_eq!(zone["status"], json!({"state": "stuck", "reason": "busy pages"}));
+    });
+}
+
+#[test]
+fn counters_are_by_device_and_name() {
+    run(async |fixture| {
+        let (status, body) = fixture.call("GET", "vm.counters", "").await;
+        assert_eq!((status, &*body), (200, r#"{"_disk0":{"read_ops":7,"write_ops":0}}"#));
     });
 }
 

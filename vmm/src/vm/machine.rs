@@ -7,6 +7,7 @@ use tracing::warn;
 
 use super::attached::AttachedVolume;
 use super::builder;
+use super::counters::{self, Counters};
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
 use super::request::{
     BalloonInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeStatus, ResizeZoneRequest,
@@ -138,6 +139,10 @@ impl Machine for KvmMachine {
         let plugged_bytes: u64 = self.zones.iter().map(|handle| handle.sizes().plugged_bytes).sum();
         let ballooned_bytes = self.balloon.as_ref().map_or(0, |balloon| balloon.sizes().actual_bytes);
         (boot_bytes + plugged_bytes).saturating_sub(ballooned_bytes)
+    }
+
+    fn counters(&self) -> Counters {
+        self.disks.iter().map(|disk| (disk.id().to_owned(), counters::of_disk(&disk.metrics()))).collect()
     }
 
     fn balloon(&self) -> Option<BalloonInfo> {

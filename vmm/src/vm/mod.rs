@@ -3,6 +3,7 @@
 mod attached;
 mod builder;
 mod cached;
+pub mod counters;
 pub mod decision;
 mod devices;
 pub mod error;

@@ -13,6 +13,7 @@ use thiserror::Error;
 use tokio::sync::mpsc;
 use tracing::{error, info, warn};
 
+use super::counters::Counters;
 use super::request::{
     BalloonInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeRequest, ResizeZoneRequest,
     VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo,
@@ -47,6 +48,8 @@ pub trait Machine {
     fn guest_kernel(&self) -> Option<GuestKernel>;
     /// Sets the DRAM in bytes, boot part included, and pins the zone until the governor is resumed.
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError>;
+    /// What its devices have counted.
+    fn counters(&self) -> Counters;
     /// Its balloon, if it has one.
     fn balloon(&self) -> Option<BalloonInfo>;
     /// Sets what is in the balloon in bytes, and pins it until the governor is resumed.
@@ -494,6 +497,7 @@ impl<F: MachineFactory> Owner<F> {
                 Ok(machine) => machine.zones(reply),
                 Err(err) => answer(reply, Err(err)),
             },
+            VmRequest::Counters(reply) => self.of_vm(reply, |vm| Ok(vm.running()?.counters())),
             VmRequest::Volumes(reply) => self.of_vm(reply, |vm| Ok(vm.running()?.volumes())),
             VmRequest::Pressure(decisions, reply) => {
                 self.of_vm(reply, |vm| Ok(vm.running()?.pressure(decisions)));

@@ -38,6 +38,9 @@ impl Machine for FakeMachine {
     fn send_nmi(&mut self) {
         self.0.lock().push("nmi");
     }
+    fn counters(&self) -> Counters {
+        Counters::new()
+    }
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>) {
         self.0.lock().push("zones");
         answer(reply, Ok(Vec::new()));

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use tokio::sync::{mpsc, oneshot};
 
+use super::counters::Counters;
 use super::decision::DecisionInfo;
 use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig, VmConfig};
 use crate::volume::kernel_gate::{GuestKernel, Verdict};
@@ -411,6 +412,8 @@ pub enum VmRequest {
     ResizeDisk(ResizeDiskRequest, Reply<()>),
     /// `vm.memory`.
     Memory(Reply<Vec<ZoneInfo>>),
+    /// `vm.counters`.
+    Counters(Reply<Counters>),
     /// `vm.volumes`.
     Volumes(Reply<Vec<VolumeInfo>>),
     /// `vm.pressure`, read, with so many decisions.

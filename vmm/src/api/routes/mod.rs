@@ -32,6 +32,7 @@ pub fn router(vm: VmHandle, events: Events) -> Router {
         .route("/api/v1/vm.create", put(vm::create))
         .route("/api/v1/vm.delete", put(vm::delete))
         .route("/api/v1/vm.info", get(vm::info))
+        .route("/api/v1/vm.counters", get(vm::counters))
         .route("/api/v1/vm.boot", put(vm::boot))
         .route("/api/v1/vm.pause", put(vm::pause))
         .route("/api/v1/vm.resume", put(vm::resume))

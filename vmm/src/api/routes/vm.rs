@@ -9,6 +9,7 @@ use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
 use crate::api::wire::VolumesAnswer;
 use crate::config::VmConfig;
+use crate::vm::counters::Counters;
 use crate::vm::request::{VmHandle, VmInfo, VmRequest};
 
 /// Validates what it is given; whether files are there is found out by `vm.boot`.
@@ -73,4 +74,8 @@ pub(super) async fn power_button(State(vm): State<VmHandle>) -> Result<StatusCod
 pub(super) async fn nmi(State(vm): State<VmHandle>) -> Result<StatusCode, ApiError> {
     vm.ask(VmRequest::Nmi).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+pub(super) async fn counters(State(vm): State<VmHandle>) -> Result<Json<Counters>, ApiError> {
+    Ok(Json(vm.ask(VmRequest::Counters).await?))
 }

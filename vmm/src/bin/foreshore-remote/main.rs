@@ -44,6 +44,8 @@ struct Flags {
 enum Verb {
     /// Boot a VM that has been created, or shut down
     Boot,
+    /// Show what disks have counted, as JSON
+    Counters,
     /// Create a VM from a configuration in JSON, as info shows it
     Create {
         /// Where it is [default: standard input]
@@ -175,6 +177,7 @@ fn hint(error: &clap::Error) -> &'static str {
 async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
     match verb {
         Verb::Info => pretty(&vmm.get("vm.info").await?),
+        Verb::Counters => pretty(&vmm.get("vm.counters").await?),
         Verb::Volumes => pretty(&vmm.get("vm.volumes").await?),
         Verb::Ping => pretty(&vmm.get("vmm.ping").await?),
         Verb::Memory { json } => {

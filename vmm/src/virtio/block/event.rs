@@ -235,7 +235,11 @@ impl Worker {
     ) -> Option<Step> {
         self.free.push(token);
         self.held_bytes -= held_bytes(job.request());
-        self.end(memory, job.request(), Kind::from(&job.request().operation), result);
+        let kind = Kind::from(&job.request().operation);
+        if result.is_ok() {
+            self.disk.metrics().took(kind, job.taken().elapsed());
+        }
+        self.end(memory, job.request(), kind, result);
         None
     }
 

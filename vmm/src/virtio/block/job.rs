@@ -37,6 +37,8 @@ pub struct Job {
     begun: u64,
     /// The step that makes a write durable was given out.
     flushed: bool,
+    /// When the request was taken.
+    taken: Instant,
     /// When the step that is under way was given out.
     since: Instant,
 }
@@ -44,7 +46,13 @@ pub struct Job {
 impl Job {
     /// Nothing is done yet.
     pub fn new(request: Request, writes_through: bool) -> Self {
-        Self { request, writes_through, range: 0, begun: 0, flushed: false, since: Instant::now() }
+        let taken = Instant::now();
+        Self { request, writes_through, range: 0, begun: 0, flushed: false, taken, since: taken }
+    }
+
+    /// When the request was taken.
+    pub fn taken(&self) -> Instant {
+        self.taken
     }
 
     /// The request.

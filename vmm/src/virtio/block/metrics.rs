@@ -1,6 +1,7 @@
 //! What a disk counts.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use super::request::Operation;
 use crate::metrics::LatencyHistogram;
@@ -53,6 +54,46 @@ impl From<&Operation> for Kind {
     }
 }
 
+/// Durations, in microseconds.
+#[derive(Debug)]
+pub struct DurationRange {
+    least_us: AtomicU64,
+    most_us: AtomicU64,
+    sum_us: AtomicU64,
+    count: AtomicU64,
+}
+
+impl Default for DurationRange {
+    fn default() -> Self {
+        Self {
+            least_us: AtomicU64::new(u64::MAX),
+            most_us: AtomicU64::new(0),
+            sum_us: AtomicU64::new(0),
+            count: AtomicU64::new(0),
+        }
+    }
+}
+
+impl DurationRange {
+    fn observe(&self, duration: Duration) {
+        let us = u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
+        self.least_us.fetch_min(us, Ordering::Relaxed);
+        self.most_us.fetch_max(us, Ordering::Relaxed);
+        self.sum_us.fetch_add(us, Ordering::Relaxed);
+        self.count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The shortest, the longest and the mean; zeros while there was none.
+    pub fn least_most_mean_us(&self) -> [u64; 3] {
+        let count = self.count.load(Ordering::Relaxed);
+        if count == 0 {
+            return [0; 3];
+        }
+        let sum_us = self.sum_us.load(Ordering::Relaxed);
+        [self.least_us.load(Ordering::Relaxed), self.most_us.load(Ordering::Relaxed), sum_us / count]
+    }
+}
+
 /// Counters of one disk; they only grow.
 #[derive(Debug, Default)]
 pub struct BlockMetrics {
@@ -73,6 +114,10 @@ pub struct BlockMetrics {
     pub passes: AtomicU64,
     /// The queues that were started last work by io_uring.
     pub io_uring: AtomicBool,
+    /// From taking a read out of the ring to its answer, of those that went well.
+    pub reads: DurationRange,
+    /// The same of writes.
+    pub writes: DurationRange,
     /// Time that the media took for a flush, good or bad.
     pub flushes: LatencyHistogram,
     /// Set by the first flush that failed: nothing is written from then on.
@@ -84,6 +129,15 @@ impl BlockMetrics {
     pub fn finished(&self, kind: Kind, ok: bool) {
         let counters = if ok { &self.done } else { &self.failed };
         counters[kind as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts what a request has taken that went well.
+    pub fn took(&self, kind: Kind, duration: Duration) {
+        match kind {
+            Kind::Read => self.reads.observe(duration),
+            Kind::Write => self.writes.observe(duration),
+            Kind::Flush | Kind::Discard | Kind::WriteZeroes | Kind::GetId => {}
+        }
     }
 
     /// Counts what went from or to the disk.
@@ -103,5 +157,22 @@ impl BlockMetrics {
     /// Requests answered with an error, because memory or media failed.
     pub fn failed(&self, kind: Kind) -> u64 {
         self.failed[kind as usize].load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_have_a_least_a_most_and_a_mean_once_there_is_one() {
+        let metrics = BlockMetrics::default();
+        assert_eq!(metrics.reads.least_most_mean_us(), [0; 3]);
+        for us in [30, 10, 50] {
+            metrics.took(Kind::Read, Duration::from_micros(us));
+        }
+        metrics.took(Kind::Flush, Duration::from_secs(1));
+        assert_eq!(metrics.reads.least_most_mean_us(), [10, 50, 30]);
+        assert_eq!(metrics.writes.least_most_mean_us(), [0; 3]);
     }
 }
