@@ -18,6 +18,7 @@ pub mod interrupt;
 pub mod log;
 pub mod memory;
 pub mod metrics;
+pub mod nmi_status;
 pub mod nvdimm;
 pub mod open_files;
 pub mod pci;

@@ -36,6 +36,7 @@ use crate::memory::lost::LostMemory;
 use crate::memory::slots::SlotTable;
 use crate::memory::{self, Memory, MemoryOptions};
 use crate::metrics::{DiskMetrics, MachineSources, PlugMetrics};
+use crate::nmi_status::{NMI_STATUS_LEN, NMI_STATUS_PORT, NmiStatus};
 use crate::pci::RootBus;
 use crate::pool::Durability;
 use crate::virtio::VirtioDevice;
@@ -275,6 +276,7 @@ fn add_platform(fabric: &Fabric, events: &EventSender) -> Result<Arc<GenericEven
         });
     });
     fabric.ports.insert(u64::from(ACPI_PM_PORT), u64::from(ACPI_PM_LEN), Arc::new(pm))?;
+    fabric.ports.insert(NMI_STATUS_PORT, NMI_STATUS_LEN, Arc::new(NmiStatus))?;
     let line = fabric.line(GED_GSI)?;
     let ged = Arc::new(GenericEventDevice::new(move || line.write(1)));
     fabric.mmio.insert(GED_START, GED_LEN, Arc::clone(&ged) as _)?;

@@ -1,0 +1,41 @@
+//! Port 0x61, by which a PC says why there was a non-maskable interrupt.
+//!
+//! A port that nobody answers reads as all ones: a memory parity error and an I/O check, which Linux then takes `vm.nmi` for
+//! (arch/x86/kernel/nmi.c, default_do_nmi). There never is one. Bit 5, the output of timer 2, is set: who waits for it without a timer
+//! that could set it (arch/x86/kernel/tsc.c, pit_hpet_ptimer_calibrate_cpu) shall not wait for ever.
+
+use crate::bus::BusDevice;
+
+/// The port.
+pub const NMI_STATUS_PORT: u64 = 0x61;
+/// Its length.
+pub const NMI_STATUS_LEN: u64 = 1;
+
+const TIMER_2_OUTPUT: u8 = 1 << 5;
+
+/// The port's device, which has no state.
+#[derive(Debug)]
+pub struct NmiStatus;
+
+impl BusDevice for NmiStatus {
+    fn read(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(TIMER_2_OUTPUT);
+    }
+
+    /// What is enabled and cleared here is not there.
+    fn write(&self, _offset: u64, _data: &[u8]) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neither_memory_nor_a_device_is_ever_the_reason() {
+        let mut data = [0xff];
+        NmiStatus.write(0, &[0xff]);
+        NmiStatus.read(0, &mut data);
+        assert_eq!(data[0] & 0xc0, 0);
+        assert_ne!(data[0] & TIMER_2_OUTPUT, 0);
+    }
+}
