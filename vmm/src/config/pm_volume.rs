@@ -52,9 +52,9 @@ impl fmt::Display for VolumeFormat {
     }
 }
 
-/// How large a volume shall be.
+/// How large a volume shall be. In JSON bytes, or `"remaining"`, as the flag has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[serde(into = "Option<SizeJson>", from = "Option<SizeJson>")]
 pub enum VolumeSize {
     /// What it is.
     #[default]
@@ -65,6 +65,45 @@ pub enum VolumeSize {
     Remaining,
 }
 
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum SizeJson {
+    Bytes(u64),
+    Word(SizeWord),
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum SizeWord {
+    Remaining,
+}
+
+impl VolumeSize {
+    fn is_existing(&self) -> bool {
+        *self == Self::Existing
+    }
+}
+
+impl From<VolumeSize> for Option<SizeJson> {
+    fn from(size: VolumeSize) -> Self {
+        match size {
+            VolumeSize::Existing => None,
+            VolumeSize::Bytes(bytes) => Some(SizeJson::Bytes(bytes)),
+            VolumeSize::Remaining => Some(SizeJson::Word(SizeWord::Remaining)),
+        }
+    }
+}
+
+impl From<Option<SizeJson>> for VolumeSize {
+    fn from(size: Option<SizeJson>) -> Self {
+        match size {
+            None => Self::Existing,
+            Some(SizeJson::Bytes(bytes)) => Self::Bytes(bytes),
+            Some(SizeJson::Word(SizeWord::Remaining)) => Self::Remaining,
+        }
+    }
+}
+
 /// `--pm-volume pool=,name=,size=,format=,interface=,create=,readonly=,force=`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PmVolumeConfig {
@@ -73,7 +112,7 @@ pub struct PmVolumeConfig {
     /// The volume's name in it.
     pub name: String,
     /// Its size: another one than the volume has is an error.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "VolumeSize::is_existing")]
     pub size: VolumeSize,
     /// Its format: another one than the volume has is an error, since who maps raw bytes must know that they tear.
     #[serde(default)]
@@ -152,6 +191,24 @@ mod tests {
 
     fn error(text: &str) -> String {
         PmVolumeConfig::parse(text).and_then(|volume| volume.validate()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_size_in_json_is_what_the_flag_says() {
+        for (text, json) in [
+            ("pool=/p,name=a,size=2M", r#"{"pool":"/p","name":"a","size":2097152}"#),
+            ("pool=/p,name=a,size=remaining", r#"{"pool":"/p","name":"a","size":"remaining"}"#),
+            ("pool=/p,name=a", r#"{"pool":"/p","name":"a"}"#),
+        ] {
+            let volume = PmVolumeConfig::parse(text).unwrap();
+            assert_eq!(serde_json::from_str::<PmVolumeConfig>(json).unwrap(), volume);
+            let shown = serde_json::to_string(&volume).unwrap();
+            assert!(shown.starts_with(json.trim_end_matches('}')), "{shown}");
+        }
+        for wrong in [r#""2M""#, "-1", "1.5", "[]"] {
+            let json = format!(r#"{{"pool": "/p", "name": "a", "size": {wrong}}}"#);
+            assert!(serde_json::from_str::<PmVolumeConfig>(&json).is_err(), "{wrong}");
+        }
     }
 
     #[test]
