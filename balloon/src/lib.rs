@@ -22,6 +22,7 @@ pub mod model;
 pub mod params;
 pub mod plan;
 pub mod policy;
+pub mod rise;
 pub mod sim;
 pub mod statistics;
 pub mod trace;

@@ -71,7 +71,7 @@ impl Lacking {
 }
 
 /// A zone and what the loop knows of it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Followed {
     id: ZoneId,
     progress: Progress,
@@ -257,7 +257,7 @@ impl Controller {
         if !host.zones.iter().map(|zone| zone.id).eq(self.zones.iter().map(|known| known.id)) {
             let known = std::mem::take(&mut self.zones);
             for zone in &host.zones {
-                let known = known.iter().find(|known| known.id == zone.id).copied();
+                let known = known.iter().find(|known| known.id == zone.id).cloned();
                 let progress = Progress::new(zone, now);
                 let new = Followed { id: zone.id, progress, pinned: false, by_hand: false };
                 self.zones.push(known.unwrap_or(new));

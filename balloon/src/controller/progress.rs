@@ -1,37 +1,23 @@
 //! Whether a zone's guest driver follows what is asked of it.
 
 use super::Rules;
+use crate::rise::Rise;
 use crate::units::{round_down, round_up};
 use crate::{TimeMs, ZoneSizes};
 
-/// What has been plugged is progress once it has stayed for so long. A guest without memory for page descriptors plugs a block,
-/// fails to add it, and unplugs it again within some 10 ms (drivers/virtio/virtio_mem.c, virtio_mem_mb_plug_and_add), of
-/// which the host may see any moment.
-const STAYS_MS: u64 = 1_000;
-
 /// Follows one zone.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Progress {
     requested_bytes: u64,
     plugged_bytes: u64,
-    /// The last time that either of them moved.
+    /// The last time that either of them moved, and that is not taken back any more.
     moved: TimeMs,
-    /// More has been plugged, and it is not known yet whether it stays.
-    rise: Option<Rise>,
+    rise: Rise,
     grow: Attempt,
     shrink: Attempt,
     /// Grows, for the host's sake.
     host: Attempt,
     /// What the guest does not follow is asked for all the same, for the floor's sake.
-    kept: bool,
-}
-
-/// What was before something was plugged that may not stay.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Rise {
-    at: TimeMs,
-    from_bytes: u64,
-    moved: TimeMs,
     kept: bool,
 }
 
@@ -62,7 +48,7 @@ impl Progress {
             requested_bytes: zone.requested_bytes,
             plugged_bytes: zone.plugged_bytes,
             moved: now,
-            rise: None,
+            rise: Rise::default(),
             grow: Attempt::default(),
             shrink: Attempt::default(),
             host: Attempt::default(),
@@ -75,53 +61,26 @@ impl Progress {
         let has_grown = zone.requested_bytes > self.requested_bytes;
         let lacks_bytes =
             if is_short { self.requested_bytes.saturating_sub(zone.requested_bytes) } else { 0 };
-        if zone.plugged_bytes >= self.plugged_bytes
-            && self.rise.is_some_and(|rise| now.since(rise.at) >= STAYS_MS)
-        {
-            self.rise = None;
-            self.grow = Attempt::default();
-        }
-        let before = (self.moved, self.kept);
-        let is_asked_anew = zone.requested_bytes != self.requested_bytes;
-        if is_asked_anew || zone.plugged_bytes != self.plugged_bytes {
+        let asked_bytes = self.requested_bytes.min(zone.requested_bytes);
+        // What goes without being asked back is no progress.
+        let has_left = zone.plugged_bytes < self.plugged_bytes && asked_bytes < self.plugged_bytes;
+        if zone.requested_bytes != self.requested_bytes || has_left {
             (self.moved, self.kept) = (now, false);
         }
-        if zone.plugged_bytes > self.plugged_bytes {
-            let (moved, kept) = before;
-            self.rise.get_or_insert(Rise { at: now, from_bytes: self.plugged_bytes, moved, kept });
-            // What comes after the host had to lower the request is what it had left.
-            if !is_short {
+        if has_left {
+            self.shrink = Attempt::default();
+        }
+        if let Some(since) = self.rise.observe(asked_bytes, zone.plugged_bytes, now) {
+            (self.moved, self.kept) = (self.moved.max(since), false);
+            self.grow = Attempt::default();
+            // What comes before the host is asked again is what it had left.
+            if !is_short && self.host.allowed(since) != Some(0) {
                 self.host = Attempt::default();
-            }
-        }
-        if is_asked_anew {
-            self.rise_is_awaited_since(now);
-        }
-        if zone.plugged_bytes < self.plugged_bytes {
-            match self.requested_bytes.min(zone.requested_bytes) < self.plugged_bytes {
-                true => (self.shrink, self.rise) = (Attempt::default(), None),
-                false => self.sank(zone.plugged_bytes),
             }
         }
         self.requested_bytes = zone.requested_bytes;
         self.plugged_bytes = zone.plugged_bytes;
         Seen { has_grown, lacks_bytes }
-    }
-
-    /// What came has gone again, or some of it, and nobody has asked it back.
-    fn sank(&mut self, plugged_bytes: u64) {
-        match self.rise {
-            Some(rise) if plugged_bytes > rise.from_bytes => self.moved = rise.at,
-            Some(rise) => (self.moved, self.kept, self.rise) = (rise.moved, rise.kept, None),
-            None => {}
-        }
-    }
-
-    /// What is requested has changed: what sinks now was not asked before.
-    fn rise_is_awaited_since(&mut self, now: TimeMs) {
-        if let Some(rise) = &mut self.rise {
-            (rise.moved, rise.kept) = (now, false);
-        }
     }
 
     /// The host could not provide what was asked for: not before the next try is it asked again.
@@ -135,7 +94,6 @@ impl Progress {
             self.requested_bytes = requested_bytes;
             self.moved = now;
             self.kept = false;
-            self.rise_is_awaited_since(now);
         }
     }
 
@@ -147,13 +105,13 @@ impl Progress {
 
     /// Whether that is so, and nothing has happened on it since.
     pub fn is_kept(&self) -> bool {
-        self.kept
+        self.kept && self.rise.pending_since().is_none()
     }
 
     /// A driver has come: what another one, or none, did not follow says nothing about it.
     pub fn begin_anew(&mut self, now: TimeMs) {
         self.moved = now;
-        self.rise = None;
+        self.rise = Rise::default();
         self.grow = Attempt::default();
         self.shrink = Attempt::default();
         self.kept = false;
@@ -174,6 +132,8 @@ impl Progress {
         let half = round_down(missing / 2, zone.block_bytes);
         let attempt = if growing { &mut self.grow } else { &mut self.shrink };
         attempt.failed(half, zone, rules, now, growing);
+        // Nor does what came before it undo the failure by staying.
+        self.rise.settle();
         self.moved = now;
         self.kept = false;
         let less = match growing {
@@ -192,13 +152,14 @@ impl Progress {
 
     /// Whether nothing has happened for too long on what is requested.
     pub fn is_stuck(&self, zone: &ZoneSizes, rules: &Rules, now: TimeMs) -> bool {
-        zone.requested_bytes != zone.plugged_bytes && now.since(self.moved) >= rules.progress_ms
+        let moved = self.rise.pending_since().map_or(self.moved, |since| since.max(self.moved));
+        zone.requested_bytes != zone.plugged_bytes && now.since(moved) >= rules.progress_ms
     }
 
     /// The most that may be requested of the zone, for the guest's driver's sake.
     pub fn ceiling_bytes(&self, zone: &ZoneSizes, now: TimeMs) -> u64 {
         match self.grow.allowed(now) {
-            Some(cap) => self.rise.map_or(zone.plugged_bytes, |rise| rise.from_bytes).saturating_add(cap),
+            Some(cap) => self.rise.stayed_bytes(zone.plugged_bytes).saturating_add(cap),
             None => u64::MAX,
         }
     }

@@ -103,6 +103,59 @@ fn rule_5_what_came_earlier_and_stays_does_not_vouch_for_what_comes_later() {
 }
 
 #[test]
+fn rule_5_each_block_has_to_stay_for_itself() {
+    let mut rig = Rig::fixed(256);
+    rig.host.zones[DRAM].max_bytes = 0;
+    rig.tick(0);
+    rig.host.zones[PM].plugged_bytes = 128 * MIB;
+    rig.tick(10);
+    rig.host.zones[PM].plugged_bytes = 256 * MIB;
+    rig.tick(995);
+    // The first has stayed for a second by now, and the second for 5 ms.
+    rig.tick(5);
+    rig.host.zones[PM].plugged_bytes = 128 * MIB;
+    rig.tick(10);
+    assert_eq!(rig.tick(3_980).reason, Reason::InProgress);
+    assert_eq!(rig.tick(10).reason, Reason::NoProgress, "5 s since the first came");
+}
+
+#[test]
+fn rule_5_a_block_that_comes_and_goes_for_ever_is_no_progress() {
+    let mut rig = Rig::fixed(256);
+    rig.host.zones[DRAM].max_bytes = 0;
+    let mut asked = vec![(0, 256)];
+    for ms in (0..20_000).step_by(100) {
+        // It stays for more than a second each time.
+        rig.host.zones[PM].plugged_bytes = if ms % 1_200 == 0 { 0 } else { 2 * MIB };
+        rig.tick(100);
+        let (_, requested_mib) = rig.requested_mib();
+        if asked.last().is_none_or(|(_, last)| *last != requested_mib) {
+            asked.push((ms, requested_mib));
+        }
+    }
+    // Since it was there first.
+    assert_eq!(asked, [(0, 256), (5_100, 128), (10_100, 64), (15_100, 32)]);
+}
+
+#[test]
+fn rule_5_what_came_before_a_failure_does_not_undo_it() {
+    let mut rig = Rig::fixed(256);
+    rig.host.zones[DRAM].max_bytes = 0;
+    let rules = Rules { progress_ms: 900, ..Rules::default() };
+    rig.controller.set_rules(rules).expect("in range");
+    rig.tick(0);
+    rig.host.zones[PM].plugged_bytes = 128 * MIB;
+    rig.tick(10);
+    assert_eq!(rig.tick(900).reason, Reason::NoProgress);
+    rig.tick(100);
+    assert_eq!(rig.requested_mib(), (0, 192), "the first has stayed for a second, and that is no news");
+    rig.follow();
+    rig.tick(10);
+    rig.tick(1_000);
+    assert_eq!(rig.requested_mib(), (0, 256), "what came since has stayed");
+}
+
+#[test]
 fn rule_5_what_stays_of_what_is_unplugged_again_is_progress() {
     let mut rig = Rig::fixed(256);
     rig.host.zones[DRAM].max_bytes = 0;
@@ -354,6 +407,32 @@ fn rule_5_a_host_that_has_nothing_is_asked_ever_more_rarely() {
         }
     }
     assert_eq!(asked_s, [0, 6, 17, 38, 79, 140]);
+}
+
+#[test]
+fn rule_5_what_is_unplugged_again_at_once_does_not_say_that_the_host_has_memory_again() {
+    // A host that has nothing, and a guest that plugs so much of what is asked, and unplugs it again.
+    let asked_s = |plugs_mib| {
+        let mut rig = Rig::fixed(64);
+        rig.host.zones.truncate(1);
+        let mut asked_s = Vec::new();
+        for second in 0..200 {
+            rig.tick(980);
+            let is_asked = rig.host.requested_bytes() > 0;
+            for plugged_mib in [plugs_mib, 0] {
+                rig.host.zones[DRAM].plugged_bytes = if is_asked { plugged_mib * MIB } else { 0 };
+                rig.tick(10);
+            }
+            if is_asked {
+                asked_s.push(second);
+                rig.host_has(DRAM, 0);
+            }
+        }
+        asked_s
+    };
+    let nothing = asked_s(0);
+    assert!(nothing.len() < 8, "{nothing:?}");
+    assert_eq!(asked_s(2), nothing);
 }
 
 /// A report may come before the devices' news: it has its say as well.

@@ -1,0 +1,158 @@
+//! What a guest has plugged, and how much of that stays.
+//!
+//! A guest without memory for page descriptors plugs a block, fails to add it, and unplugs it again within some 10 ms
+//! (drivers/virtio/virtio_mem.c, virtio_mem_mb_plug_and_add), of which the host may see any moment.
+
+use crate::TimeMs;
+
+/// What has been plugged has come once it has stayed for so long.
+pub const STAYS_MS: u64 = 1_000;
+
+/// Follows what is plugged of one zone. Whatever is plugged counts from when there was so much of it: what came earlier does not
+/// vouch for what comes later. What has stayed once, goes without being asked back, and comes again, is nothing new.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Rise {
+    /// The most that has stayed of what is requested; `None`: nothing has been seen yet.
+    stayed_bytes: Option<u64>,
+    /// What is plugged beyond that, and since when there has been so much at least: least and oldest first.
+    levels: Vec<Level>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Level {
+    since: TimeMs,
+    bytes: u64,
+}
+
+impl Rise {
+    /// Takes what is plugged now; `asked_bytes` is the least that has been requested since the last time. If more has stayed for
+    /// long enough than ever did, says since when it has been there. What is plugged at first is nothing new.
+    pub fn observe(&mut self, asked_bytes: u64, plugged_bytes: u64, now: TimeMs) -> Option<TimeMs> {
+        // What is asked back and goes may come again later, and is new then.
+        let most_bytes = asked_bytes.max(plugged_bytes);
+        let mut stayed_bytes = self.stayed_bytes.unwrap_or(plugged_bytes).min(most_bytes);
+        if let Some(gone) = self.levels.iter().position(|level| level.bytes > plugged_bytes) {
+            // So much of the first of what has gone is left.
+            self.levels.truncate(gone + 1);
+            self.levels[gone].bytes = plugged_bytes;
+            self.levels.dedup_by_key(|level| level.bytes);
+        }
+        let stay = self.levels.partition_point(|level| now.since(level.since) >= STAYS_MS);
+        let has_stayed = self.levels.drain(..stay).rfind(|level| level.bytes > stayed_bytes);
+        if let Some(level) = has_stayed {
+            stayed_bytes = level.bytes;
+        }
+        self.stayed_bytes = Some(stayed_bytes);
+        self.levels.retain(|level| level.bytes > stayed_bytes);
+        if plugged_bytes > self.levels.last().map_or(stayed_bytes, |level| level.bytes) {
+            // No more of them than there are milliseconds.
+            self.levels.pop_if(|level| level.since == now);
+            self.levels.push(Level { since: now, bytes: plugged_bytes });
+        }
+        has_stayed.map(|level| level.since)
+    }
+
+    /// Since when there has been as much as now, if it is not known yet whether that stays.
+    pub fn pending_since(&self) -> Option<TimeMs> {
+        self.levels.last().map(|level| level.since)
+    }
+
+    /// What is there for certain.
+    pub fn stayed_bytes(&self, plugged_bytes: u64) -> u64 {
+        self.stayed_bytes.map_or(plugged_bytes, |stayed_bytes| stayed_bytes.min(plugged_bytes))
+    }
+
+    /// What is plugged now is no news any more, whether it stays or not.
+    pub fn settle(&mut self) {
+        if let Some(level) = self.levels.pop() {
+            self.stayed_bytes = Some(level.bytes);
+        }
+        self.levels.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is said to have stayed, of a zone with 256 requested of which so much is plugged at these times.
+    fn stayed(plugged: &[(u64, u64)]) -> Vec<Option<u64>> {
+        let mut rise = Rise::default();
+        let observe = |&(at, bytes): &(u64, u64)| rise.observe(256, bytes, TimeMs(at)).map(|since| since.0);
+        plugged.iter().map(observe).collect()
+    }
+
+    #[test]
+    fn what_stays_for_a_second_has_come() {
+        assert_eq!(
+            stayed(&[(0, 0), (100, 8), (1_099, 8), (1_100, 8), (9_000, 8)]),
+            [None, None, None, Some(100), None]
+        );
+        assert_eq!(stayed(&[(0, 8), (5_000, 8)]), [None, None], "what was there at first");
+        assert_eq!(stayed(&[(0, 0), (100, 8), (110, 0), (1_200, 0)]), [None; 4], "it has gone");
+        assert_eq!(
+            stayed(&[(0, 0), (100, 8), (110, 0), (120, 8), (1_100, 8), (1_120, 8)])[4..],
+            [None, Some(120)]
+        );
+    }
+
+    #[test]
+    fn what_came_earlier_does_not_vouch_for_what_comes_later() {
+        let mut rise = Rise::default();
+        for (at, bytes) in [(0, 0), (10, 128), (1_005, 256)] {
+            assert_eq!(rise.observe(256, bytes, TimeMs(at)), None);
+        }
+        assert_eq!(rise.observe(256, 256, TimeMs(1_010)), Some(TimeMs(10)), "the first of them");
+        assert_eq!((rise.stayed_bytes(256), rise.pending_since()), (128, Some(TimeMs(1_005))));
+        // Of the second a part goes: what is left came with it.
+        assert_eq!(rise.observe(256, 200, TimeMs(1_020)), None);
+        assert_eq!(rise.pending_since(), Some(TimeMs(1_005)));
+        assert_eq!(rise.observe(256, 200, TimeMs(2_005)), Some(TimeMs(1_005)));
+        assert_eq!((rise.stayed_bytes(200), rise.pending_since()), (200, None));
+        for (at, bytes) in [(3_000, 220), (3_100, 256), (3_110, 220)] {
+            rise.observe(256, bytes, TimeMs(at));
+        }
+        assert_eq!(rise.pending_since(), Some(TimeMs(3_000)), "all of the second has gone");
+    }
+
+    #[test]
+    fn what_goes_unasked_and_comes_again_is_nothing_new() {
+        let drops =
+            [(0, 0), (100, 2), (1_200, 2), (1_210, 0), (1_220, 2), (2_300, 2), (2_310, 0), (2_320, 4)];
+        let said = stayed(&drops);
+        assert_eq!(said[2], Some(100));
+        assert_eq!(said[3..], [None; 5]);
+        assert_eq!(
+            stayed(&[&drops[..], &[(3_320, 4)]].concat()).last(),
+            Some(&Some(2_320)),
+            "more than before"
+        );
+    }
+
+    #[test]
+    fn what_is_asked_back_and_comes_again_is_new() {
+        let mut rise = Rise::default();
+        rise.observe(256, 256, TimeMs(0));
+        // A shrink by half is withdrawn after a part of it.
+        rise.observe(128, 200, TimeMs(100));
+        assert_eq!((rise.observe(128, 200, TimeMs(5_000)), rise.pending_since()), (None, None));
+        rise.observe(200, 256, TimeMs(5_100));
+        assert_eq!(rise.observe(256, 256, TimeMs(6_100)), Some(TimeMs(5_100)));
+        // Less is requested of what has gone by itself.
+        rise.observe(256, 0, TimeMs(6_200));
+        rise.observe(0, 0, TimeMs(6_300));
+        rise.observe(0, 2, TimeMs(6_400));
+        assert_eq!(rise.pending_since(), Some(TimeMs(6_400)));
+    }
+
+    #[test]
+    fn what_is_settled_is_not_news_later() {
+        let mut rise = Rise::default();
+        for (at, bytes) in [(0, 0), (10, 128), (500, 256)] {
+            rise.observe(256, bytes, TimeMs(at));
+        }
+        rise.settle();
+        assert_eq!((rise.stayed_bytes(256), rise.pending_since()), (256, None));
+        assert_eq!(rise.observe(256, 256, TimeMs(2_000)), None);
+    }
+}
