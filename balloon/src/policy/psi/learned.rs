@@ -198,6 +198,8 @@ pub(super) struct Patience {
     calm_since: Option<TimeMs>,
     /// What would be available with nothing plugged: what was asked for in the meantime makes no difference to it.
     available: Window,
+    /// What of it was there, whatever was asked for.
+    there: Window,
     /// Longer than configured, because it was too short.
     longer_ms: u64,
     regretted_at: TimeMs,
@@ -209,7 +211,7 @@ pub(super) struct Patience {
 impl Patience {
     pub fn is_settled(&self, params: &Params, now: TimeMs) -> bool {
         let is_over = self.calm_since.is_some_and(|since| now.since(since) >= self.ms(params));
-        self.longer_ms == 0 && is_over && self.available.is_settled()
+        self.longer_ms == 0 && is_over && self.available.is_settled() && self.there.is_settled()
     }
 
     /// How long memory must have been idle.
@@ -249,18 +251,20 @@ impl Patience {
         self.calm_since = None;
     }
 
-    /// The least of what is coming over the time of patience, once it has passed.
+    /// The least of what is coming over the time of patience, once it has passed, and no more than was there for all of it.
     pub fn least_bytes(
         &mut self,
         params: &Params,
         coming_bytes: u64,
+        there_bytes: u64,
         requested_bytes: u64,
         now: TimeMs,
     ) -> Option<u64> {
         let (since, ms) = (*self.calm_since.get_or_insert(now), self.ms(params));
         // Bytes of memory: far from the bounds of either type.
         let least = self.available.least(coming_bytes as i64 - requested_bytes as i64, ms, now);
-        (now.since(since) >= ms).then(|| requested_bytes.saturating_add_signed(least))
+        let there_bytes = self.there.least(there_bytes as i64, ms, now) as u64;
+        (now.since(since) >= ms).then(|| requested_bytes.saturating_add_signed(least).min(there_bytes))
     }
 }
 

@@ -423,13 +423,12 @@ impl State {
         let idle_bytes = nodes::idle_bytes(input.report, params.idle_ms).unwrap_or(u64::MAX);
         let touched_bytes = memory.available_bytes.saturating_sub(idle_bytes.max(memory.free_bytes));
         let spare_bytes = coming_bytes.saturating_sub(touched_bytes);
-        // Nor is what is not there yet: who waits for it may fill it as it comes.
+        // Nor is what has not been there for as long: who waits for it may fill it as it comes.
         let requested_bytes = input.host.requested_bytes();
         let online_bytes = self.base.online_bytes(memory.total_bytes, input.host);
         let on_way_bytes = requested_bytes.saturating_sub(online_bytes).saturating_add(self.arriving.bytes());
         let there_bytes = spare_bytes.saturating_sub(on_way_bytes);
-        let least_bytes = self.patience.least_bytes(params, spare_bytes, requested_bytes, now);
-        match least_bytes.map(|least| least.min(there_bytes)) {
+        match self.patience.least_bytes(params, spare_bytes, there_bytes, requested_bytes, now) {
             Some(least) if !filling && least > marks.high_bytes => {
                 (least - marks.keep_bytes).min(self.refusals.givable_bytes(input.host, now))
             }

@@ -76,7 +76,10 @@ fn rule_8_what_has_not_become_available_yet_is_no_surplus() {
     }
     rig.plug(512);
     assert_eq!(want_mib(rig.report(50, 10)), None, "whoever waits for it may have filled it");
-    assert_eq!(rig.report(50, 522).reason, Reason::Surplus, "nobody has");
+    // Nobody has, and the time on its way is none in which it lay idle.
+    assert_eq!(want_mib(rig.report(50, 522)), None);
+    assert_eq!(want_mib(rig.report(2_950, 522)), None);
+    assert_eq!(rig.report(1, 522).reason, Reason::Surplus, "3,001 ms after it was not there");
 }
 
 #[test]
