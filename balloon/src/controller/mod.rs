@@ -68,6 +68,11 @@ impl Lacking {
             *self = Lacking { bytes: self.bytes_at(now).saturating_add(bytes), at: now };
         }
     }
+
+    /// Others have been asked for so much.
+    fn is_asked(&mut self, bytes: u64) {
+        self.bytes = self.bytes.saturating_sub(bytes);
+    }
 }
 
 /// A zone and what the loop knows of it.
@@ -150,7 +155,7 @@ impl Controller {
         let mut plan = self.plan(event, host, now);
         plan.dry_run = self.rules.dry_run;
         if !plan.dry_run {
-            self.note(&plan, now);
+            self.note(&plan, host, now);
         }
         plan
     }
@@ -201,6 +206,8 @@ impl Controller {
             self.state = policy.initial_state();
         }
         self.policy = policy;
+        // What is wanted is another question now.
+        self.lacking = Lacking::default();
         Ok(())
     }
 
@@ -369,9 +376,9 @@ impl Controller {
         if let Some(plan) = self.come_within_bounds(host, now) {
             return plan;
         }
-        // While the loop is paused, or does something else first, it is kept.
+        // While the loop is paused, or does something else first, it is kept. A dry run asks nobody, and would ask for ever.
         let lacks_bytes = self.lacking.bytes_at(now);
-        if lacks_bytes > 0 {
+        if lacks_bytes > 0 && !self.rules.dry_run {
             return self.go_elsewhere(event, lacks_bytes, host, now);
         }
         if let Policy::Fixed(params) = &self.policy {
@@ -597,13 +604,17 @@ impl Controller {
     }
 
     /// Remembers what a plan that is carried out means for the ones to come.
-    fn note(&mut self, plan: &Plan, now: TimeMs) {
+    fn note(&mut self, plan: &Plan, host: &HostView, now: TimeMs) {
         for (zone, target) in self.zones.iter_mut().zip(&plan.targets) {
             zone.progress.asked(target.requested_bytes, now);
         }
-        // Others have been asked for it, or are for what has come to be missing since.
-        if plan.direction == Direction::Grow || plan.reason == Reason::HostShort {
-            self.lacking = Lacking::default();
+        match (plan.reason, plan.direction) {
+            // It has been answered, as far as it can be.
+            (Reason::HostShort, _) => self.lacking = Lacking::default(),
+            (_, Direction::Grow) => {
+                self.lacking.is_asked(plan.requested_bytes().saturating_sub(host.requested_bytes()));
+            }
+            _ => {}
         }
         match plan.direction {
             Direction::Hold => {}

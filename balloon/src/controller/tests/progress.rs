@@ -484,6 +484,50 @@ fn rule_5_what_the_host_could_not_provide_outlasts_a_request_that_is_withdrawn()
 }
 
 #[test]
+fn rule_5_what_the_host_could_not_provide_outlasts_a_grow_to_the_floor() {
+    let mut rig = Rig::fixed(800);
+    rig.host.zones[DRAM].max_bytes = 512 * MIB;
+    rig.tick(0);
+    assert_eq!(rig.requested_mib(), (512, 288));
+    let rules = Rules { floor_bytes: 512 * MIB, ..Rules::default() };
+    rig.controller.set_rules(rules).expect("in range");
+    rig.controller.set_policy(Policy::default()).expect("defaults");
+    rig.host_has(DRAM, 212);
+    assert_eq!(rig.tick(10).reason, Reason::BelowFloor);
+    assert_eq!(rig.requested_mib(), (212, 300), "12 of 300");
+    assert_eq!(rig.tick(10).reason, Reason::HostShort);
+    assert_eq!(rig.requested_mib(), (212, 588), "and the others");
+    assert_eq!(rig.tick(10).reason, Reason::NoReport, "once");
+}
+
+#[test]
+fn rule_5_what_the_host_could_not_provide_is_not_asked_for_another_policys_sake() {
+    let mut rig = Rig::fixed(100);
+    rig.tick(0);
+    rig.controller.pause();
+    rig.host_has(DRAM, 24);
+    assert_eq!(rig.tick(10).reason, Reason::Paused);
+    rig.want(24);
+    rig.controller.unpause();
+    assert_ne!(rig.tick(10).reason, Reason::HostShort);
+    assert_eq!(rig.requested_mib(), (24, 0));
+}
+
+#[test]
+fn rule_8_a_dry_run_says_what_the_policy_decides_and_not_what_the_host_could_not_provide() {
+    let mut rig = Rig::fixed(100);
+    rig.tick(0);
+    rig.controller.set_dry_run(true);
+    rig.host_has(DRAM, 24);
+    for _ in 0..3 {
+        let plan = rig.tick(10);
+        assert_eq!((plan.reason, plan.requested_bytes()), (Reason::FixedSize, 100 * MIB));
+    }
+    rig.controller.set_dry_run(false);
+    assert_eq!((rig.tick(10).reason, rig.requested_mib()), (Reason::HostShort, (24, 76)));
+}
+
+#[test]
 fn rule_5_what_the_host_could_not_provide_to_a_hand_is_the_hands_affair() {
     let mut rig = Rig::fixed(24);
     rig.tick(0);
