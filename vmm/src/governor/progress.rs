@@ -20,7 +20,7 @@ pub const STAYS_MS: u64 = 1_000;
 pub const ANEW_MS: u64 = 60_000;
 
 /// What has been seen of a zone.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Progress {
     sizes: DeviceSizes,
     /// When a size changed last, or the guest was asked for something new.
@@ -28,13 +28,16 @@ pub struct Progress {
     reminded_at: TimeMs,
     /// How long it is then left alone.
     pause_ms: u64,
-    /// More has been plugged, and it is not known yet whether it stays.
-    rise: Option<Rise>,
+    /// What has been plugged and is not known yet to stay, oldest first: [`MOST_RISES`] at most.
+    rises: Vec<Rise>,
     /// When the driver came, and was waited for anew.
     came_at: Option<TimeMs>,
     /// What was requested last has not been reached yet.
     is_awaited: bool,
 }
+
+/// The first of those that may not stay, and the last: the driver plugs a block at a time, and only the last one can be about to go.
+const MOST_RISES: usize = 2;
 
 /// What was before something was plugged that may not stay.
 #[derive(Clone, Copy, Debug)]
@@ -59,7 +62,7 @@ impl Progress {
     pub fn new(sizes: DeviceSizes, now: TimeMs) -> Self {
         let is_awaited = !is_reached(&sizes);
         let (changed_at, reminded_at, pause_ms) = (now, now, PATIENCE_MS);
-        Self { sizes, changed_at, reminded_at, pause_ms, rise: None, came_at: None, is_awaited }
+        Self { sizes, changed_at, reminded_at, pause_ms, rises: Vec::new(), came_at: None, is_awaited }
     }
 
     /// Whether the guest's driver has come since the zone was looked at: then it is waited for anew, once in
@@ -69,7 +72,8 @@ impl Progress {
             && !self.sizes.driver_ready
             && self.came_at.is_none_or(|at| now.since(at) >= ANEW_MS);
         if has_come {
-            (self.came_at, self.rise) = (Some(now), None);
+            self.came_at = Some(now);
+            self.rises.clear();
             self.has_changed(now);
         }
         has_come
@@ -81,11 +85,14 @@ impl Progress {
     pub fn observe(&mut self, sizes: DeviceSizes, now: TimeMs) -> bool {
         // A driver that comes or goes is no progress.
         self.sizes.driver_ready = sizes.driver_ready;
-        self.rise = self.rise.filter(|rise| now.since(rise.at) < STAYS_MS);
+        // What has sunk when it is looked at again was not seen to stay.
+        if sizes.plugged_bytes >= self.sizes.plugged_bytes {
+            self.rises.retain(|rise| now.since(rise.at) < STAYS_MS);
+        }
         if sizes != self.sizes {
             self.take(sizes, now);
         }
-        let has_ended = self.is_awaited && self.rise.is_none() && is_reached(&self.sizes);
+        let has_ended = self.is_awaited && self.rises.is_empty() && is_reached(&self.sizes);
         self.is_awaited &= !has_ended;
         has_ended
     }
@@ -96,21 +103,38 @@ impl Progress {
         self.is_awaited |= is_new && !is_reached(&sizes);
         self.sizes = sizes;
         if sizes.plugged_bytes > before.plugged_bytes {
-            let (changed_at, pause_ms) = (self.changed_at, self.pause_ms);
-            let from_bytes = before.plugged_bytes;
-            self.rise.get_or_insert(Rise { at: now, from_bytes, changed_at, pause_ms });
+            self.rose(before.plugged_bytes, now);
         }
-        let has_sunk = sizes.plugged_bytes < before.plugged_bytes
-            && before.plugged_bytes <= sizes.requested_bytes.min(before.requested_bytes);
-        match self.rise {
-            // It has not stayed: nothing has changed.
-            Some(rise) if has_sunk && !is_new && sizes.plugged_bytes <= rise.from_bytes => {
-                (self.changed_at, self.pause_ms, self.rise) = (rise.changed_at, rise.pause_ms, None);
+        let is_asked_back = before.plugged_bytes > sizes.requested_bytes.min(before.requested_bytes);
+        let has_sunk = sizes.plugged_bytes < before.plugged_bytes;
+        if has_sunk && is_asked_back {
+            self.rises.clear();
+        }
+        if has_sunk && !is_asked_back && !is_new && !self.rises.is_empty() {
+            self.sank(sizes.plugged_bytes);
+        } else {
+            self.has_changed(now);
+        }
+        if is_new {
+            for rise in &mut self.rises {
+                (rise.changed_at, rise.pause_ms) = (now, PATIENCE_MS);
             }
-            _ => self.has_changed(now),
         }
-        if is_new && let Some(rise) = &mut self.rise {
-            (rise.changed_at, rise.pause_ms) = (now, PATIENCE_MS);
+    }
+
+    fn rose(&mut self, from_bytes: u64, now: TimeMs) {
+        self.rises.truncate(MOST_RISES - 1);
+        let (changed_at, pause_ms) = (self.changed_at, self.pause_ms);
+        self.rises.push(Rise { at: now, from_bytes, changed_at, pause_ms });
+    }
+
+    /// What came has gone again, or some of it, and nobody has asked it back: only what is left has changed anything.
+    fn sank(&mut self, plugged_bytes: u64) {
+        while let Some(rise) = self.rises.pop_if(|rise| plugged_bytes <= rise.from_bytes) {
+            (self.changed_at, self.pause_ms) = (rise.changed_at, rise.pause_ms);
+        }
+        if let Some(rise) = self.rises.last() {
+            (self.changed_at, self.pause_ms) = (rise.at, PATIENCE_MS);
         }
     }
 
@@ -283,6 +307,42 @@ mod tests {
         assert!(!progress.observe(sizes(10, 8, true), TimeMs(80_000)));
         assert!(!progress.is_late(TimeMs(84_990)));
         assert_eq!(progress.remind(TimeMs(85_000)), Some(Reminder::First));
+    }
+
+    #[test]
+    fn what_came_earlier_and_stays_does_not_vouch_for_what_comes_later() {
+        let mut progress = Progress::new(sizes(20, 0, true), TimeMs(0));
+        progress.observe(sizes(20, 10, true), TimeMs(10));
+        // All of it comes, and is looked at again a moment after the first part has stayed.
+        for (plugged, now) in [(20, 1_000), (20, 1_010), (10, 1_020)] {
+            assert!(!progress.observe(sizes(20, plugged, true), TimeMs(now)), "reached at {now}");
+        }
+        assert_eq!(progress.remind(TimeMs(5_009)), None);
+        assert_eq!(progress.remind(TimeMs(5_010)), Some(Reminder::First), "5 s since the first part came");
+        // And what comes now has to stay for a second of its own.
+        assert!(!progress.observe(sizes(20, 18, true), TimeMs(6_000)));
+        assert!(!progress.observe(sizes(20, 20, true), TimeMs(6_990)));
+        assert!(!progress.observe(sizes(20, 20, true), TimeMs(7_989)));
+        assert!(progress.observe(sizes(20, 20, true), TimeMs(7_990)));
+    }
+
+    #[test]
+    fn what_is_looked_at_less_than_once_a_second_is_no_change_if_it_has_gone_again() {
+        let mut progress = Progress::new(sizes(10, 0, true), TimeMs(0));
+        for now in (0..5_000).step_by(1_200) {
+            let plugged = if now % 2_400 == 0 { 10 } else { 0 };
+            assert!(!progress.observe(sizes(10, plugged, true), TimeMs(now)), "reached at {now}");
+        }
+        progress.observe(sizes(10, 0, true), TimeMs(5_000));
+        assert!(progress.is_late(TimeMs(5_000)));
+    }
+
+    #[test]
+    fn what_a_shrink_leaves_is_reached_at_once_whatever_came_before() {
+        let mut progress = Progress::new(sizes(10, 0, true), TimeMs(0));
+        progress.observe(sizes(10, 10, true), TimeMs(100));
+        assert!(!progress.observe(sizes(4, 10, true), TimeMs(200)));
+        assert!(progress.observe(sizes(4, 4, true), TimeMs(300)));
     }
 
     #[test]
