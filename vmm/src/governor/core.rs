@@ -370,7 +370,11 @@ impl Core {
         for zone in &mut self.zones {
             if let Some(reminder) = zone.progress.remind(now) {
                 if reminder == Reminder::First {
-                    warn!(zone = zone.zone.id, "No progress; the guest is reminded, ever more rarely");
+                    sparsely!(
+                        warn,
+                        zone = zone.zone.id,
+                        "No progress; the guest is reminded, ever more rarely"
+                    );
                 }
                 self.counters.reminders += 1;
                 zone.zone.device.remind();
