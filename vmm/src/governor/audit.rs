@@ -2,7 +2,8 @@
 //!
 //! A decision asks zones for sizes. It stays open until each has followed, or until a later decision takes back or
 //! turns round what it asked; a later one that asks for more of the same leaves it open, and the guest reaches it on
-//! its way. Decisions that ask for nothing and say what was said before are counted there and take no place: they come
+//! its way. One that was reached is open again if that does not stay for a second, unless something else has been asked of
+//! the zone meanwhile. Decisions that ask for nothing and say what was said before are counted there and take no place: they come
 //! with every report, and what was asked of the guest is to stay in sight.
 
 use std::collections::VecDeque;
@@ -75,6 +76,8 @@ struct Ask {
     from_bytes: u64,
     target_bytes: u64,
     reached: Option<TimeMs>,
+    /// It was reached, and something else was asked of the zone since: what becomes of that says nothing about this.
+    is_over: bool,
 }
 
 impl Ask {
@@ -85,6 +88,7 @@ impl Ask {
             from_bytes: zone.plugged_bytes,
             target_bytes,
             reached: None,
+            is_over: false,
         };
         ask.reached = ask.is_reached_by(zone.plugged_bytes).then_some(now);
         ask
@@ -96,7 +100,9 @@ impl Ask {
         let is_asked = self.grows && sizes.requested_bytes >= self.target_bytes;
         match self.reached {
             None if is_reached => self.reached = Some(now),
-            Some(at) if !is_reached && is_asked && now.since(at) < STAYS_MS => self.reached = None,
+            Some(at) if !self.is_over && !is_reached && is_asked && now.since(at) < STAYS_MS => {
+                self.reached = None
+            }
             _ => {}
         }
     }
@@ -107,8 +113,12 @@ impl Ask {
 
     /// Whether a request for `bytes` takes back what this one asks.
     fn is_undone_by(&self, bytes: u64) -> bool {
-        self.reached.is_none()
-            && if self.grows { bytes < self.target_bytes } else { bytes > self.target_bytes }
+        self.reached.is_none() && self.is_turned_by(bytes)
+    }
+
+    /// Whether a request for `bytes` goes the other way.
+    fn is_turned_by(&self, bytes: u64) -> bool {
+        if self.grows { bytes < self.target_bytes } else { bytes > self.target_bytes }
     }
 
     fn moved_bytes(&self, plugged_bytes: u64) -> u64 {
@@ -199,12 +209,15 @@ impl Audit {
 
     /// Ends what the newest decision takes back or turns round.
     fn undo(&mut self, plan: &Plan, plugged: &[u64], now: TimeMs) {
+        let target = |ask: &Ask| plan.targets.get(ask.zone);
+        self.end_watch(|ask| target(ask).is_some_and(|target| ask.is_turned_by(target.requested_bytes)));
         let by = self.total;
         let withdraws = plan.reason == Reason::NoProgress;
         self.close(|entry| {
-            let undone = entry.asks.iter().any(|ask| {
-                plan.targets.get(ask.zone).is_some_and(|target| ask.is_undone_by(target.requested_bytes))
-            });
+            let undone = entry
+                .asks
+                .iter()
+                .any(|ask| target(ask).is_some_and(|target| ask.is_undone_by(target.requested_bytes)));
             let (moved_bytes, after_ms) = (entry.moved_bytes(plugged), now.since(entry.at));
             undone.then_some(match (withdraws, moved_bytes) {
                 (false, _) => Outcome::Superseded { moved_bytes, after_ms, by },
@@ -216,6 +229,7 @@ impl Audit {
 
     /// A zone has been sized by hand.
     pub fn sized_by_hand(&mut self, zone: usize, sizes: &[DeviceSizes], now: TimeMs) {
+        self.end_watch(|ask| ask.zone == zone);
         let plugged: Vec<u64> = sizes.iter().map(|sizes| sizes.plugged_bytes).collect();
         self.close(|entry| {
             let undone = entry.asks.iter().any(|ask| ask.zone == zone && ask.reached.is_none());
@@ -253,6 +267,20 @@ impl Audit {
         self.fresh.append(&mut fresh);
     }
 
+    /// What such an ask has reached it has reached for good: something else has been asked of its zone.
+    fn end_watch(&mut self, is_over: impl Fn(&Ask) -> bool) {
+        let first = self.ring.front().map_or(0, |entry| entry.seq);
+        let fresh = self.fresh.iter().map(|&(seq, _)| seq);
+        for seq in self.open.iter().copied().chain(fresh).filter(|seq| *seq >= first) {
+            let entry = &mut self.ring[(seq - first) as usize];
+            let is_it = |ask: &Ask| ask.reached.is_some() && !ask.is_over && is_over(ask);
+            if entry.asks.iter().any(is_it) {
+                let asks = &mut Arc::make_mut(entry).asks;
+                asks.iter_mut().filter(|ask| is_it(ask)).for_each(|ask| ask.is_over = true);
+            }
+        }
+    }
+
     /// Opens what had been reached, and has not stayed so, anew.
     fn reopen(&mut self, sizes: &[DeviceSizes], now: TimeMs) {
         let first = self.ring.front().map_or(0, |entry| entry.seq);
@@ -265,7 +293,8 @@ impl Audit {
             entry.observe(sizes, now);
             if !entry.is_reached() {
                 entry.end = None;
-                open.push(seq);
+                // A later one may be open by now.
+                open.insert(open.partition_point(|other| *other < seq), seq);
             }
             entry.is_reached()
         });

@@ -138,6 +138,51 @@ fn what_is_asked_back_of_a_grow_that_was_reached_leaves_it_so() {
 }
 
 #[test]
+fn what_was_reached_before_it_was_turned_round_is_not_opened_by_what_is_asked_next() {
+    let reached = |after_ms| Outcome::Reached { after_ms };
+    let mut f = fixture();
+    f.record(&grow([10, 0]), [(0, 0), (0, 0)], 100);
+    f.observe([(10, 10), (0, 0)], 150);
+    f.record(&plan(Direction::Shrink, Reason::Surplus, [4, 0]), [(10, 10), (0, 0)], 200);
+    f.observe([(4, 4), (0, 0)], 250);
+    f.record(&grow([10, 0]), [(4, 4), (0, 0)], 300);
+    f.observe([(10, 4), (0, 0)], 310);
+    let pending = Outcome::Pending { moved_bytes: 0 };
+    assert_eq!(f.outcomes([4, 0], false), [reached(50), reached(50), pending.clone()]);
+    // Nor by what a hand asks for.
+    let mut f = fixture();
+    f.record(&grow([10, 0]), [(0, 0), (0, 0)], 100);
+    f.observe([(10, 10), (0, 0)], 150);
+    f.0.sized_by_hand(0, &sizes([(12, 10), (0, 0)]), TimeMs(200));
+    f.observe([(12, 8), (0, 0)], 210);
+    assert_eq!(f.outcomes([8, 0], false), [reached(50)]);
+    // Nor is the part of one whose other part is open still.
+    let mut f = fixture();
+    f.record(&grow([10, 20]), [(0, 0), (0, 0)], 100);
+    f.observe([(10, 10), (20, 0)], 150);
+    f.record(&plan(Direction::Shrink, Reason::Surplus, [4, 20]), [(10, 10), (20, 0)], 200);
+    f.observe([(4, 4), (20, 0)], 250);
+    f.record(&grow([10, 20]), [(4, 4), (20, 0)], 300);
+    f.observe([(10, 4), (20, 20)], 310);
+    assert_eq!(f.outcomes([4, 20], false), [reached(210), reached(50), pending]);
+}
+
+#[test]
+fn more_of_the_same_does_not_keep_a_decision_reached_that_does_not_stay_so() {
+    let mut f = fixture();
+    f.record(&grow([10, 0]), [(0, 0), (0, 0)], 100);
+    f.observe([(10, 10), (0, 0)], 150);
+    f.record(&grow([30, 0]), [(10, 10), (0, 0)], 200);
+    f.observe([(30, 4), (0, 0)], 210);
+    assert_eq!(f.0.open, [1, 2], "oldest first");
+    f.observe([(30, 30), (0, 0)], 300);
+    assert_eq!(
+        f.outcomes([30, 0], false),
+        [Outcome::Reached { after_ms: 200 }, Outcome::Reached { after_ms: 100 }]
+    );
+}
+
+#[test]
 fn a_shrink_is_reached_too() {
     let mut f = fixture();
     f.record(&plan(Direction::Shrink, Reason::Surplus, [10, 4]), [(10, 10), (20, 20)], 0);
