@@ -2,6 +2,8 @@
 
 #[cfg(test)]
 mod bounds_tests;
+#[cfg(test)]
+mod kexec_tests;
 mod present;
 mod show;
 
