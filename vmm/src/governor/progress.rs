@@ -12,9 +12,8 @@ pub const PATIENCE_MS: u64 = 5_000;
 /// followed asks anew.
 const MOST_PATIENCE_MS: u64 = 60_000;
 
-/// What is plugged has come once it has stayed for so long. A guest without memory for page descriptors unplugs it again within
-/// some 10 ms.
-pub const STAYS_MS: u64 = 1_000;
+/// What is plugged has come once it has stayed for so long: to the log and the audit as to the controller.
+pub const STAYS_MS: u64 = balloon::rise::STAYS_MS;
 
 /// A driver that comes again sooner than this is not waited for anew: a guest can reset a device as often as it likes.
 pub const ANEW_MS: u64 = 60_000;
