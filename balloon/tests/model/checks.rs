@@ -42,6 +42,7 @@ impl World {
                     Reason::BelowFloor,
                     Reason::AtCeiling,
                     Reason::PoolEmpty,
+                    Reason::HostShort,
                     Reason::Descriptors,
                     Reason::OnlinePolicy,
                 ],
@@ -117,7 +118,7 @@ impl World {
 
     fn check_grow(&self, plan: &Plan) -> Result<(), TestCaseError> {
         let (own, _) = self.controller.policy().reasons();
-        let rules = [Reason::ReportsLost, Reason::BelowFloor];
+        let rules = [Reason::ReportsLost, Reason::BelowFloor, Reason::HostShort];
         prop_assert!(own.contains(&plan.reason) || rules.contains(&plan.reason), "{:?}", plan);
         prop_assert!(plan.requested_bytes() > self.host.requested_bytes());
         prop_assert!(plan.requested_bytes() <= self.controller.rules().ceiling_bytes, "above the ceiling");
@@ -133,7 +134,8 @@ impl World {
         prop_assert!(new_pm <= self.host.pool_free_bytes.max(owed), "more PM than the pool has");
         let undone =
             self.last_shrink.is_some_and(|at| self.now.since(at) < self.controller.rules().cool_down_ms);
-        let by_order = [Reason::ReportsLost, Reason::BelowFloor, Reason::FixedSize].contains(&plan.reason);
+        let by_order = [Reason::ReportsLost, Reason::BelowFloor, Reason::FixedSize, Reason::HostShort]
+            .contains(&plan.reason);
         let justified = by_order || self.misled || self.wants(plan.reason);
         prop_assert!(!undone || justified, "given back without pressure: {:?}", plan.reason);
         Ok(())

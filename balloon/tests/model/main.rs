@@ -73,6 +73,10 @@ enum Happening {
     Tick,
     /// The guest follows a zone's request, by this share.
     Follow { zone: usize, permille: u64 },
+    /// It plugs what is asked of a zone, and unplugs it again so much later, of which the loop sees each.
+    Flap { zone: usize, ms: u64 },
+    /// The host has only a part of what a zone is to have, and the device lowers the request.
+    Short { zone: usize, permille: u64 },
     /// The pool's free space changes.
     Pool { mib: u64 },
     /// Somebody resizes a zone.
@@ -142,6 +146,9 @@ fn happening() -> impl Strategy<Value = Happening> {
         3 => Just(Happening::Tick),
         6 => (0..ZONES, prop_oneof![Just(1000u64), 0u64..=1000])
             .prop_map(|(zone, permille)| Happening::Follow { zone, permille }),
+        1 => (0..ZONES, prop_oneof![1u64..100, 1_000u64..2_000])
+            .prop_map(|(zone, ms)| Happening::Flap { zone, ms }),
+        1 => (0..ZONES, 0u64..1000).prop_map(|(zone, permille)| Happening::Short { zone, permille }),
         1 => (0u64..2000).prop_map(|mib| Happening::Pool { mib }),
         1 => (0..ZONES, 0u64..256).prop_map(|(zone, mib)| Happening::Pin { zone, mib }),
         1 => prop::option::of(0..ZONES).prop_map(|zone| Happening::Resume { zone }),
@@ -199,6 +206,8 @@ struct World {
     left_bytes: Option<u64>,
     /// The most that was coming since then.
     had_bytes: Option<u64>,
+    /// A zone that plugs for a while: what it had before, and until when.
+    flapped: Option<(usize, u64, TimeMs)>,
     broken: Option<Broken>,
 }
 
@@ -256,6 +265,7 @@ impl World {
             last_shrink: None,
             left_bytes: None,
             had_bytes: None,
+            flapped: None,
             broken,
         }
     }
@@ -266,6 +276,7 @@ impl World {
             Some(Broken::NoDryRun) => self.controller.set_dry_run(false),
             _ => {}
         }
+        self.end_flap();
         self.see_sizes();
         self.arrived = match event {
             Event::Report(report) => Some((self.now, report.clone())),
@@ -312,6 +323,16 @@ impl World {
             }
             Happening::Tick => return Some(self.step(Event::Tick)),
             Happening::Follow { zone, permille } => self.follow(zone, permille),
+            Happening::Flap { zone, ms } => {
+                let before = self.host.zones[zone].plugged_bytes;
+                if self.host.zones[zone].outstanding_grow_bytes() == 0 || self.flapped.is_some() {
+                    return None;
+                }
+                self.follow(zone, 1000);
+                self.flapped = Some((zone, before, self.now + ms));
+                return Some(self.step(Event::Tick));
+            }
+            Happening::Short { zone, permille } => self.fall_short(zone, permille),
             Happening::Pool { mib } => self.host.pool_free_bytes = mib * MIB,
             Happening::Pin { zone, mib } => {
                 self.size_by_hand(zone, mib * MIB);
@@ -374,7 +395,29 @@ impl World {
         self.see_sizes();
         let sizes = &mut self.host.zones[zone];
         sizes.requested_bytes = bytes.clamp(sizes.floor_bytes, sizes.max_bytes) / BLOCK_BYTES * BLOCK_BYTES;
+        self.host.short.retain(|id| *id != sizes.id);
         (self.pinned[zone], self.by_hand[zone]) = (true, true);
+    }
+
+    fn fall_short(&mut self, zone: usize, permille: u64) {
+        let sizes = &mut self.host.zones[zone];
+        let least_bytes = sizes.plugged_bytes.next_multiple_of(BLOCK_BYTES).max(sizes.floor_bytes);
+        let missing_bytes = sizes.requested_bytes.saturating_sub(least_bytes);
+        let has_bytes = missing_bytes * permille / 1000 / BLOCK_BYTES * BLOCK_BYTES;
+        if has_bytes < missing_bytes {
+            sizes.requested_bytes = least_bytes + has_bytes;
+            self.host.short.push(sizes.id);
+        }
+    }
+
+    /// What was plugged for a while has gone again, unless less is requested by now.
+    fn end_flap(&mut self) {
+        if let Some((zone, before, _)) = self.flapped.take_if(|(.., until)| *until <= self.now) {
+            let sizes = &mut self.host.zones[zone];
+            if sizes.plugged_bytes > before && sizes.requested_bytes >= sizes.plugged_bytes {
+                sizes.plugged_bytes = before;
+            }
+        }
     }
 
     fn set_bounds(&mut self, floor_bytes: u64, ceiling_bytes: u64) {
@@ -501,7 +544,10 @@ impl World {
             Direction::Hold => {}
         }
         for (zone, target) in self.host.zones.iter_mut().zip(&plan.targets) {
-            zone.requested_bytes = target.requested_bytes;
+            if zone.requested_bytes != target.requested_bytes {
+                zone.requested_bytes = target.requested_bytes;
+                self.host.short.retain(|id| *id != zone.id);
+            }
         }
         self.see_sizes();
     }
