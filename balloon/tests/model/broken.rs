@@ -47,6 +47,8 @@ pub(super) enum Broken {
     TakesTouched,
     /// A grow is said to be for swapping, for refaults or for stalls where there are none.
     Unseen(Reason),
+    /// What the host lacks is asked of others for as long as it is short.
+    AsksAgain,
     /// Rule 5 takes what the floor asks for.
     FallsBelowFloor,
     /// What is left over goes, and what the guest is to have at hand with it.
@@ -55,7 +57,7 @@ pub(super) enum Broken {
     Restless,
 }
 
-pub(super) const LIVES: [Broken; 23] = [
+pub(super) const LIVES: [Broken; 24] = [
     Broken::ZoneFloor,
     Broken::ZoneCeiling,
     Broken::HalfBlock,
@@ -78,6 +80,7 @@ pub(super) const LIVES: [Broken; 23] = [
     Broken::Unseen(Reason::Swapping),
     Broken::Unseen(Reason::Thrashing),
     Broken::Unseen(Reason::Stalled),
+    Broken::AsksAgain,
     Broken::FallsBelowFloor,
 ];
 
@@ -199,6 +202,14 @@ impl Broken {
             }
             Broken::Unseen(reason) if [Reason::LowAvailable, Reason::Filling].contains(&plan.reason) => {
                 plan.reason = reason
+            }
+            Broken::AsksAgain if idle && !world.paused && !world.host.short.is_empty() => {
+                let has_room = |zone: &ZoneSizes| zone.requested_bytes + BLOCK_BYTES <= zone.max_bytes;
+                let zone = (2..ZONES).find(|i| unpinned(i) && has_room(&world.host.zones[*i]));
+                if let Some(zone) = zone {
+                    plan.targets[zone].requested_bytes += BLOCK_BYTES;
+                    (plan.direction, plan.reason) = (Direction::Grow, Reason::HostShort);
+                }
             }
             Broken::FallsBelowFloor if plan.reason == Reason::NoProgress => {
                 for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {

@@ -122,6 +122,8 @@ impl World {
         prop_assert!(own.contains(&plan.reason) || rules.contains(&plan.reason), "{:?}", plan);
         prop_assert!(plan.requested_bytes() > self.host.requested_bytes());
         prop_assert!(plan.requested_bytes() <= self.controller.rules().ceiling_bytes, "above the ceiling");
+        let is_asked_twice = plan.reason == Reason::HostShort && !self.is_lacking;
+        prop_assert!(!is_asked_twice, "what the host lacks is asked for again: {:?}", plan);
         self.check_seen(plan)?;
         let (mut new_pm, mut owed) = (0, 0);
         for (index, (zone, target)) in self.host.zones.iter().zip(&plan.targets).enumerate() {

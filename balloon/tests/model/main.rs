@@ -206,6 +206,8 @@ struct World {
     left_bytes: Option<u64>,
     /// The most that was coming since then.
     had_bytes: Option<u64>,
+    /// The host has fallen short since others were asked last for what it lacks.
+    is_lacking: bool,
     /// A zone that plugs for a while: what it had before, and until when.
     flapped: Option<(usize, u64, TimeMs)>,
     broken: Option<Broken>,
@@ -265,6 +267,7 @@ impl World {
             last_shrink: None,
             left_bytes: None,
             had_bytes: None,
+            is_lacking: false,
             flapped: None,
             broken,
         }
@@ -407,6 +410,7 @@ impl World {
         if has_bytes < missing_bytes {
             sizes.requested_bytes = least_bytes + has_bytes;
             self.host.short.push(sizes.id);
+            self.is_lacking = true;
         }
     }
 
@@ -535,7 +539,10 @@ impl World {
             return;
         }
         match plan.direction {
-            Direction::Grow => self.last_grow = Some(self.now),
+            Direction::Grow => {
+                self.last_grow = Some(self.now);
+                self.is_lacking &= plan.reason != Reason::HostShort;
+            }
             Direction::Shrink => {
                 self.last_shrink = Some(self.now);
                 self.left_bytes = self.left_bytes(plan);
