@@ -203,7 +203,12 @@ impl Broken {
             Broken::Unseen(reason) if [Reason::LowAvailable, Reason::Filling].contains(&plan.reason) => {
                 plan.reason = reason
             }
-            Broken::AsksAgain if idle && !world.paused && !world.host.short.is_empty() => {
+            Broken::AsksAgain
+                if idle
+                    && !world.paused
+                    && !world.host.short.is_empty()
+                    && world.host.requested_bytes() + BLOCK_BYTES <= rules.ceiling_bytes =>
+            {
                 let has_room = |zone: &ZoneSizes| zone.requested_bytes + BLOCK_BYTES <= zone.max_bytes;
                 let zone = (2..ZONES).find(|i| unpinned(i) && has_room(&world.host.zones[*i]));
                 if let Some(zone) = zone {
