@@ -83,6 +83,8 @@ pub const NVDIMM_HEALTH_LEN: u64 = 0x1000;
 /// The length of one.
 pub const NVDIMM_HEALTH_REGISTER_LEN: u64 = 4;
 const _: () = assert!(NVDIMM_HEALTH_START >= GED_START + GED_LEN);
+/// Slots of the PCI bus; the host bridge has number 0.
+pub const PCI_SLOTS: u8 = 32;
 const _: () = assert!(MAX_NVDIMMS as u64 * NVDIMM_HEALTH_REGISTER_LEN <= NVDIMM_HEALTH_LEN);
 /// The first interrupt that may be given to PCI INTx or MSI routes: 0 to 23 are the I/O APIC's pins.
 pub const FIRST_MSI_GSI: u32 = 24;

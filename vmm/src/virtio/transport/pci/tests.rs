@@ -425,6 +425,36 @@ fn accesses() -> impl Strategy<Value = Vec<Access>> {
     prop::collection::vec(access, 0..100)
 }
 
+/// Also while their driver has them: it may be a guest that does not ask.
+#[test]
+fn devices_that_come_and_go_leave_nothing_behind() {
+    let rig = Rig::new();
+    let router = MsiRouter::new(rig.controller.clone());
+    for round in 0..1_000 {
+        drop(rig.root.remove(1).unwrap());
+        assert!(rig.io_events.registered.lock().is_empty(), "round {round}");
+        assert!(rig.log.lock().active.is_none(), "round {round}");
+        let calls = rig.controller.take_calls();
+        let count = |wanted: fn(&Call) -> bool| calls.iter().filter(|call| wanted(call)).count();
+        let registered = count(|call| matches!(call, Call::Register(_)));
+        assert_eq!(registered, count(|call| matches!(call, Call::Unregister(_))), "round {round}");
+        let gsis = calls.iter().filter_map(|call| match call {
+            Call::Register(gsi) => Some(*gsi),
+            _ => None,
+        });
+        assert!(gsis.into_iter().all(|gsi| gsi < 27), "a GSI is not given back: {calls:?}");
+        let ram = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), MEMORY_LEN as usize)]).unwrap();
+        let device = Box::new(FakeDevice(rig.log.clone()));
+        let device =
+            VirtioPciDevice::new(device, GuestView::new(ram), &router, rig.io_events.clone()).unwrap();
+        rig.root.add(Some(1), device).unwrap();
+        rig.write_config(4, &6u16.to_le_bytes());
+        rig.start();
+        let active = rig.log.lock().active.as_ref().unwrap().interrupt.clone();
+        active.signal_queue(0).unwrap();
+    }
+}
+
 proptest! {
     #[test]
     fn any_access_in_any_order_is_survived(accesses in accesses()) {
