@@ -18,6 +18,8 @@ use crate::bus::BusDevice;
 pub enum Event {
     /// The power button was pressed.
     PowerButton = 1 << 0,
+    /// Something has come into a PCI slot, or is to go.
+    Pci = 1 << 1,
 }
 
 /// The device.

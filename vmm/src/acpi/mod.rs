@@ -1,4 +1,4 @@
-//! The guest's ACPI tables, hardware-reduced (ACPI 6.5, 4.1), and the two devices that they describe.
+//! The guest's ACPI tables, hardware-reduced (ACPI 6.5, 4.1), and the devices that they describe.
 //!
 //! [`build`] is a pure function of [`AcpiInput`]: it knows neither KVM nor guest memory. The tables lie in the
 //! range that the memory map reserves, the RSDP first:
@@ -15,6 +15,7 @@
 mod dsdt;
 mod fixed;
 pub mod ged;
+pub mod hotplug;
 mod nfit;
 mod numa;
 pub mod pm;

@@ -9,6 +9,7 @@
 //! | 0xe900_0000, 4 KiB each | NVDIMM flush hint pages: no memory, no BAR, no other resource may lie there |
 //! | 0xe910_0000, 4 KiB | generic event device |
 //! | 0xe910_1000, 4 KiB | NVDIMM health registers |
+//! | 0xe910_2000, 4 KiB | hotplug registers |
 //! | 0xfec0_0000, 0xfee0_0000 | I/O APIC, local APIC |
 //! | 4 GiB and up | boot memory, high part; then hotplug parts, volumes, each aligned to 1 GiB |
 
@@ -83,6 +84,11 @@ pub const NVDIMM_HEALTH_LEN: u64 = 0x1000;
 /// The length of one.
 pub const NVDIMM_HEALTH_REGISTER_LEN: u64 = 4;
 const _: () = assert!(NVDIMM_HEALTH_START >= GED_START + GED_LEN);
+/// The registers of hotplug.
+pub const HOTPLUG_START: u64 = 0xe910_2000;
+/// Their page's length in bytes.
+pub const HOTPLUG_LEN: u64 = 0x1000;
+const _: () = assert!(HOTPLUG_START >= NVDIMM_HEALTH_START + NVDIMM_HEALTH_LEN);
 /// Slots of the PCI bus; the host bridge has number 0.
 pub const PCI_SLOTS: u8 = 32;
 const _: () = assert!(MAX_NVDIMMS as u64 * NVDIMM_HEALTH_REGISTER_LEN <= NVDIMM_HEALTH_LEN);

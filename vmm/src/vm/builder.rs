@@ -17,6 +17,7 @@ use super::resident::Resident;
 use super::resources::Resources;
 use super::{devices, governing, lost, pmem, volumes, zones};
 use crate::acpi::ged::GenericEventDevice;
+use crate::acpi::hotplug::HotplugPage;
 use crate::acpi::pm::{PmEvent, PmPort};
 use crate::acpi::{self, AcpiInput};
 use crate::boot::{self, BootInfo, BootRequest, Pluggable};
@@ -31,7 +32,9 @@ use crate::host_console::ConsoleFiles;
 use crate::interrupt::MsiController;
 use crate::interrupt::router::MsiRouter;
 use crate::memory::backing::resident::resident_bytes;
-use crate::memory::layout::{ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START};
+use crate::memory::layout::{
+    ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START, HOTPLUG_LEN, HOTPLUG_START,
+};
 use crate::memory::lost::LostMemory;
 use crate::memory::slots::SlotTable;
 use crate::memory::{self, Memory, MemoryOptions};
@@ -280,6 +283,9 @@ fn add_platform(fabric: &Fabric, events: &EventSender) -> Result<Arc<GenericEven
     let line = fabric.line(GED_GSI)?;
     let ged = Arc::new(GenericEventDevice::new(move || line.write(1)));
     fabric.mmio.insert(GED_START, GED_LEN, Arc::clone(&ged) as _)?;
+    let pci = Arc::clone(&fabric.pci);
+    let page = Arc::new(HotplugPage::new(move |slot| drop(pci.remove(slot))));
+    fabric.mmio.insert(HOTPLUG_START, HOTPLUG_LEN, page)?;
     Ok(ged)
 }
 

@@ -1,10 +1,11 @@
 //! The DSDT: what a guest cannot find out by itself.
 
+mod pci;
+
 use acpi_tables::aml::{
-    AddressSpace, AddressSpaceCacheable, And, Arg, CreateDWordField, Device, EISAName, Else, Equal, Field,
-    FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, IO, If, Interrupt, Local, Memory32Fixed,
-    Method, Name, Notify, ONE, OpRegion, OpRegionSpace, Or, Package, Path, ResourceTemplate, Return, Scope,
-    Store, Uuid, ZERO,
+    And, Device, EISAName, Equal, Field, FieldAccessType, FieldEntry, FieldLockRule, FieldUpdateRule, IO, If,
+    Interrupt, Local, Memory32Fixed, Method, MethodCall, Name, Notify, ONE, OpRegion, OpRegionSpace, Package,
+    Path, ResourceTemplate, Scope, Store, ZERO,
 };
 use acpi_tables::{Aml, AmlSink};
 
@@ -12,7 +13,7 @@ use super::ged::Event;
 use super::pm::S5_SLEEP_TYPE;
 use super::{AcpiInput, nfit, table};
 use crate::memory::layout::{
-    ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START, MMIO32_LEN, MMIO32_START,
+    ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START, HOTPLUG_LEN, HOTPLUG_START,
     NVDIMM_HEALTH_LEN, NVDIMM_HEALTH_START, SERIAL_GSI, SERIAL_PORT,
 };
 
@@ -22,9 +23,6 @@ const REVISION: u8 = 2;
 const PRESENT: u8 = 0xf;
 /// "Status changed", which a power button means by being pressed (ACPI 6.5, table 5.162).
 const NOTIFY_STATUS_CHANGED: u8 = 0x80;
-/// The configuration ports (PCI 3.0, 3.2.2.3.2).
-const PCI_CONFIG_PORT: u16 = 0xcf8;
-const PCI_CONFIG_PORTS: u8 = 8;
 const SERIAL_PORTS: u8 = 8;
 
 /// Finished AML.
@@ -39,7 +37,7 @@ impl Aml for Raw {
 /// Differentiated System Description Table (ACPI 6.5, 5.2.11.1).
 pub fn dsdt(input: &AcpiInput) -> Vec<u8> {
     let mut system_bus = Vec::new();
-    pci_root(&mut system_bus, home_node(input));
+    pci::root(&mut system_bus, home_node(input));
     motherboard(&mut system_bus);
     if input.serial {
         serial_port(&mut system_bus);
@@ -74,70 +72,6 @@ fn addresses(start: u64, len: u64) -> Memory32Fixed {
     Memory32Fixed::new(true, below_4_gib(start), below_4_gib(len))
 }
 
-/// The root bus: PCI Express by its id, plain PCI for those who do not know that.
-fn pci_root(sink: &mut Vec<u8>, node: Option<u32>) {
-    let mut proximity = Vec::new();
-    if let Some(node) = node {
-        Name::new(path("_PXM"), &node).to_aml_bytes(&mut proximity);
-    }
-    let window_end = u32::try_from(MMIO32_START + MMIO32_LEN - 1).expect("a window below 4 GiB");
-    let window = AddressSpace::new_memory(
-        AddressSpaceCacheable::NotCacheable,
-        true,
-        MMIO32_START as u32,
-        window_end,
-        None,
-    );
-    Device::new(
-        path("PCI0"),
-        vec![
-            &Name::new(path("_HID"), &EISAName::new("PNP0A08")),
-            &Name::new(path("_CID"), &EISAName::new("PNP0A03")),
-            &Name::new(path("_UID"), &ZERO),
-            &Name::new(path("_SEG"), &ZERO),
-            &Name::new(path("_BBN"), &ZERO),
-            &Raw(proximity),
-            &Name::new(
-                path("_CRS"),
-                &ResourceTemplate::new(vec![
-                    &AddressSpace::new_bus_number(0u16, 0u16),
-                    &IO::new(PCI_CONFIG_PORT, PCI_CONFIG_PORT, 1, PCI_CONFIG_PORTS),
-                    &window,
-                ]),
-            ),
-            // No INTx: every function has MSI-X.
-            &Name::new(path("_PRT"), &Package::new(vec![])),
-            &operating_system_capabilities(),
-        ],
-    )
-    .to_aml_bytes(sink);
-}
-
-/// `_OSC` of the host bridge (PCI Firmware 3.3, 4.5.1). There is no firmware that could want to keep a feature, so
-/// the guest gets what it asks for.
-fn operating_system_capabilities() -> Raw {
-    const HOST_BRIDGE: &str = "33DB4D5B-1FF7-401C-9657-7441C03DD766";
-    const UNRECOGNIZED_UUID: u8 = 1 << 2;
-    let mut aml = Vec::new();
-    let status = path("CDW1");
-    Method::new(
-        path("_OSC"),
-        4,
-        // It makes a name, which two threads must not do at once.
-        true,
-        vec![
-            &If::new(&Equal::new(&Arg(0), &Uuid::new(HOST_BRIDGE)), vec![&Return::new(&Arg(3))]),
-            &Else::new(vec![
-                &CreateDWordField::new(&status, &Arg(3), &ZERO),
-                &Or::new(&status, &status, &UNRECOGNIZED_UUID),
-                &Return::new(&Arg(3)),
-            ]),
-        ],
-    )
-    .to_aml_bytes(&mut aml);
-    Raw(aml)
-}
-
 /// What belongs to no device but must not be given to any. Linux uses configuration space through ECAM only if
 /// it is reserved here or in the memory map. The flush hint pages are absent: the guest's NVDIMM driver
 /// wants to reserve them itself.
@@ -154,6 +88,7 @@ fn motherboard(sink: &mut Vec<u8>) {
                     &addresses(ECAM_START, ECAM_LEN),
                     &addresses(GED_START, GED_LEN),
                     &addresses(NVDIMM_HEALTH_START, NVDIMM_HEALTH_LEN),
+                    &addresses(HOTPLUG_START, HOTPLUG_LEN),
                     &IO::new(ACPI_PM_PORT, ACPI_PM_PORT, 1, pm_ports),
                 ]),
             ),
@@ -193,7 +128,7 @@ fn power_button(sink: &mut Vec<u8>) {
 fn event_device(sink: &mut Vec<u8>) {
     const REGISTER_BYTES: u32 = 4;
     let events = path("ESEL");
-    let pressed = Event::PowerButton as u32;
+    let (pressed, slots) = (Event::PowerButton as u32, Event::Pci as u32);
     Device::new(
         path("GED_"),
         vec![
@@ -221,6 +156,11 @@ fn event_device(sink: &mut Vec<u8>) {
                     &If::new(
                         &Equal::new(&Local(1), &pressed),
                         vec![&Notify::new(&path("\\_SB_.PWRB"), &NOTIFY_STATUS_CHANGED)],
+                    ),
+                    &And::new(&Local(1), &Local(0), &slots),
+                    &If::new(
+                        &Equal::new(&Local(1), &slots),
+                        vec![&MethodCall::new(path(pci::CHANGED), vec![])],
                     ),
                 ],
             ),
@@ -298,7 +238,12 @@ mod tests {
                 (word(4), word(4) + word(8))
             })
             .collect();
-        let ours = [(ECAM_START, ECAM_LEN), (GED_START, GED_LEN), (NVDIMM_HEALTH_START, NVDIMM_HEALTH_LEN)];
+        let ours = [
+            (ECAM_START, ECAM_LEN),
+            (GED_START, GED_LEN),
+            (NVDIMM_HEALTH_START, NVDIMM_HEALTH_LEN),
+            (HOTPLUG_START, HOTPLUG_LEN),
+        ];
         assert_eq!(ranges, ours.map(|(start, len)| (start, start + len)));
         let hint = crate::acpi::Nvdimm::flush_hint_address(0);
         assert!(ranges.iter().all(|&(start, end)| hint + 0x1000 <= start || end <= hint));

@@ -1,0 +1,205 @@
+//! The hotplug page: what the DSDT's methods ask when something comes or goes in a running guest.
+//!
+//! Nobody but our own AML reads it, so the layout is ours. All registers have 4 bytes; other accesses read 0 and write
+//! nothing.
+//!
+//! | offset | access | what |
+//! |---|---|---|
+//! | 0x00 | read | PCI slots in which something has been put, bit n for slot n; reading clears them |
+//! | 0x04 | read | PCI slots that the guest is to let go, likewise |
+//! | 0x08 | write | PCI slots that the guest has let go |
+
+use std::fmt;
+
+use parking_lot::Mutex;
+
+use crate::bus::BusDevice;
+use crate::memory::layout::PCI_SLOTS;
+
+/// Offset of the slots in which something has been put.
+pub const PCI_UP: u64 = 0x00;
+/// Offset of the slots that are to be let go.
+pub const PCI_DOWN: u64 = 0x04;
+/// Offset of the slots that have been let go.
+pub const PCI_EJECT: u64 = 0x08;
+/// The registers' length in bytes.
+pub const REGISTERS_LEN: u64 = 0x0c;
+
+/// What is said and not yet heard, and what is asked and not yet answered. Pure.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PciSlots {
+    up: u32,
+    down: u32,
+    /// Asked to go, by a guest that may or may not have heard of it.
+    leaving: u32,
+}
+
+impl PciSlots {
+    /// Something has been put into `slot`.
+    pub fn put(&mut self, slot: u8) {
+        self.up |= bit(slot);
+    }
+
+    /// What is in `slot` is to go. Whoever asks again has the guest told again.
+    pub fn ask(&mut self, slot: u8) {
+        self.down |= bit(slot);
+        self.leaving |= bit(slot);
+    }
+
+    /// Whether `slot` was asked for, and the guest has not let it go.
+    pub fn is_leaving(&self, slot: u8) -> bool {
+        self.leaving & bit(slot) != 0
+    }
+
+    /// The guest reads a register.
+    pub fn read(&mut self, offset: u64) -> u32 {
+        match offset {
+            PCI_UP => std::mem::take(&mut self.up),
+            PCI_DOWN => std::mem::take(&mut self.down),
+            _ => 0,
+        }
+    }
+
+    /// The guest writes a register: the slots that are free by that. A guest may let go what it was not asked for, as by a
+    /// write to a slot's `power` file: that stays, and it finds it there again.
+    pub fn write(&mut self, offset: u64, value: u32) -> Vec<u8> {
+        if offset != PCI_EJECT {
+            return Vec::new();
+        }
+        let gone = value & self.leaving;
+        self.leaving &= !gone;
+        self.down &= !gone;
+        self.up &= !gone;
+        (0..PCI_SLOTS).filter(|&slot| gone & bit(slot) != 0).collect()
+    }
+}
+
+fn bit(slot: u8) -> u32 {
+    assert!(slot < PCI_SLOTS, "there is no slot {slot}");
+    1 << slot
+}
+
+/// The page as vCPUs see it.
+pub struct HotplugPage {
+    slots: Mutex<PciSlots>,
+    eject: Box<dyn Fn(u8) + Send + Sync>,
+}
+
+impl HotplugPage {
+    /// `eject` takes out what is in a slot, before the guest goes on: it looks at once. It runs on a vCPU's thread.
+    pub fn new(eject: impl Fn(u8) + Send + Sync + 'static) -> Self {
+        Self { slots: Mutex::default(), eject: Box::new(eject) }
+    }
+
+    /// Looks at or changes what the guest is told.
+    pub fn slots<T>(&self, act: impl FnOnce(&mut PciSlots) -> T) -> T {
+        act(&mut self.slots.lock())
+    }
+}
+
+impl fmt::Debug for HotplugPage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HotplugPage").field("slots", &self.slots).finish_non_exhaustive()
+    }
+}
+
+impl BusDevice for HotplugPage {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        match <&mut [u8; 4]>::try_from(&mut *data) {
+            Ok(register) => *register = self.slots.lock().read(offset).to_le_bytes(),
+            Err(_) => data.fill(0),
+        }
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        let Ok(value) = data.try_into() else { return };
+        let gone = self.slots.lock().write(offset, u32::from_le_bytes(value));
+        gone.into_iter().for_each(&self.eject);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn what_is_said_is_heard_once() {
+        let mut slots = PciSlots::default();
+        slots.put(3);
+        slots.put(31);
+        slots.ask(5);
+        assert_eq!((slots.read(PCI_UP), slots.read(PCI_UP)), (1 << 3 | 1 << 31, 0));
+        assert_eq!((slots.read(PCI_DOWN), slots.read(PCI_DOWN)), (1 << 5, 0));
+        assert!(slots.is_leaving(5) && !slots.is_leaving(3));
+        // Not heard, or not followed: it is asked again.
+        slots.ask(5);
+        assert_eq!(slots.read(PCI_DOWN), 1 << 5);
+        assert_eq!((slots.read(PCI_EJECT), slots.read(2), slots.read(0x100)), (0, 0, 0));
+    }
+
+    #[test]
+    fn a_guest_lets_go_what_it_was_asked_for_and_nothing_else() {
+        let mut slots = PciSlots::default();
+        slots.ask(5);
+        slots.ask(7);
+        assert!(slots.write(PCI_EJECT, 1 << 6).is_empty());
+        assert!(slots.write(PCI_DOWN, u32::MAX).is_empty());
+        assert_eq!(slots.write(PCI_EJECT, u32::MAX), [5, 7]);
+        assert!(slots.write(PCI_EJECT, u32::MAX).is_empty());
+        assert_eq!(slots, PciSlots::default());
+    }
+
+    #[test]
+    fn the_page_takes_whole_registers_and_empties_a_slot_within_the_write() {
+        let gone = Arc::new(Mutex::new(Vec::new()));
+        let page = HotplugPage::new({
+            let gone = Arc::clone(&gone);
+            move |slot| gone.lock().push(slot)
+        });
+        page.slots(|slots| {
+            slots.put(1);
+            slots.ask(2);
+        });
+        let mut byte = [0xff];
+        page.read(PCI_UP, &mut byte);
+        let mut long = [0xff; 8];
+        page.read(PCI_UP, &mut long);
+        assert_eq!((byte, long), ([0], [0; 8]));
+        let mut register = [0xff; 4];
+        page.read(PCI_UP, &mut register);
+        assert_eq!(u32::from_le_bytes(register), 1 << 1);
+        page.write(PCI_EJECT, &[4]);
+        page.write(PCI_EJECT, &[4; 8]);
+        assert!(gone.lock().is_empty());
+        page.write(PCI_EJECT, &[4, 0, 0, 0]);
+        assert_eq!(*gone.lock(), [2]);
+    }
+
+    proptest! {
+        /// Whatever a guest reads and writes, a slot is freed as often as it was asked for, at most.
+        #[test]
+        fn no_slot_is_freed_that_was_not_asked_for(steps in prop::collection::vec((0u8..4, 0u64..0x10, any::<u32>()), 0..60)) {
+            let mut slots = PciSlots::default();
+            let mut asked = 0u32;
+            for (kind, offset, value) in steps {
+                let slot = (value % 32) as u8;
+                match kind {
+                    0 => slots.put(slot),
+                    1 => { slots.ask(slot); asked |= 1 << slot; }
+                    2 => drop(slots.read(offset)),
+                    _ => for freed in slots.write(offset, value) {
+                        prop_assert!(asked & 1 << freed != 0 && value & 1 << freed != 0);
+                        asked &= !(1 << freed);
+                    },
+                }
+                for slot in 0..32 {
+                    prop_assert_eq!(slots.is_leaving(slot), asked & 1 << slot != 0);
+                }
+            }
+        }
+    }
+}
