@@ -181,6 +181,11 @@ impl EventLoopHandle {
         self.gate.set_closed(false);
     }
 
+    /// Whether both are of one loop.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.gate, &other.gate)
+    }
+
     /// For subscribers that have something under way when they return.
     pub fn gate(&self) -> Arc<Gate> {
         Arc::clone(&self.gate)

@@ -62,16 +62,21 @@ impl ApiError {
     /// The status code, as Cloud Hypervisor has it: 404 without a VM or a disk, 405 in the wrong state.
     pub fn status(&self) -> StatusCode {
         match self {
-            Self::UnknownCall(_) | Self::Vm(VmError::NotCreated | VmError::NoSuchDisk { .. }) => {
+            Self::UnknownCall(_)
+            | Self::Vm(VmError::NotCreated | VmError::NoSuchDisk { .. } | VmError::NoSuchDevice { .. }) => {
                 StatusCode::NOT_FOUND
             }
             Self::WrongMethod { .. } | Self::Vm(VmError::WrongState { .. } | VmError::AlreadyCreated) => {
                 StatusCode::METHOD_NOT_ALLOWED
             }
             Self::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
-            Self::Vm(VmError::CannotResume { .. }) => StatusCode::CONFLICT,
+            Self::Vm(VmError::CannotResume { .. } | VmError::IdTaken { .. })
+            | Self::Config(ConfigError::IdTaken { .. })
+            | Self::Vm(VmError::Config(ConfigError::IdTaken { .. })) => StatusCode::CONFLICT,
             Self::Body { status, .. } => *status,
-            Self::Json(_) | Self::Config(_) | Self::Vm(VmError::BadRequest(_)) => StatusCode::BAD_REQUEST,
+            Self::Json(_) | Self::Config(_) | Self::Vm(VmError::BadRequest(_) | VmError::Config(_)) => {
+                StatusCode::BAD_REQUEST
+            }
             Self::Vm(VmError::Failed(_)) => StatusCode::INTERNAL_SERVER_ERROR,
             Self::Vm(VmError::Ending) => StatusCode::SERVICE_UNAVAILABLE,
         }

@@ -13,14 +13,15 @@ use tokio::time::timeout;
 
 use super::routes::REFUSED;
 use super::{ClientError, Limits, Server, Socket, router};
-use crate::config::{ApiSocket, test_config};
+use crate::config::{ApiSocket, ConfigError, DeviceConfig, test_config};
 use crate::events::{Event, Events};
 use crate::vm::request::{
-    AgentState, PressureInfo, ResizeDiskRequest, ResizeRequest, ResizeStatus, VmError, VmHandle, VmInfo,
-    VmRequest, VmState, VolumeInfo, VolumeStatus, ZoneInfo,
+    AgentState, PciDeviceInfo, PressureInfo, ResizeDiskRequest, ResizeRequest, ResizeStatus, VmError,
+    VmHandle, VmInfo, VmRequest, VmState, VolumeInfo, VolumeStatus, ZoneInfo,
 };
 use crate::volume::kernel_gate::Verdict;
 
+mod devices;
 mod document;
 
 /// Longer than any answer takes; reached only by a failing test.
@@ -62,6 +63,11 @@ async fn own(mut requests: mpsc::Receiver<VmRequest>, asked: mpsc::UnboundedSend
                 reply.send(if resize.id == "x" { Err(known) } else { Ok(()) }).unwrap();
             }
             VmRequest::ResizeDisk(resize, reply) => reply.send(answer_resize_disk(&resize)).unwrap(),
+            VmRequest::AddDevice(device, reply) => reply.send(answer_add(&device)).unwrap(),
+            VmRequest::RemoveDevice(id, reply) => {
+                let known = id == "_disk0";
+                reply.send(if known { Ok(()) } else { Err(VmError::NoSuchDevice { id }) }).unwrap();
+            }
             VmRequest::Memory(reply) => reply.send(Ok(vec![zone()])).unwrap(),
             VmRequest::Counters(reply) => {
                 let disk = [("read_ops", 7), ("write_ops", 0)].into();
@@ -96,6 +102,23 @@ fn answer_resize(resize: &ResizeRequest) -> Result<(), VmError> {
     match resize.desired_vcpus {
         Some(7) => Err(VmError::BadRequest("desired_vcpus 7: there are 2".to_owned())),
         _ => Ok(()),
+    }
+}
+
+/// The VM runs for disks, and not for others.
+fn answer_add(device: &DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
+    match device {
+        DeviceConfig::Disk(disk) if disk.id.as_deref() == Some("taken") => {
+            Err(ConfigError::IdTaken { flag: "--disk", id: "taken".to_owned() }.into())
+        }
+        DeviceConfig::Disk(disk) if disk.num_queues > 1 => {
+            let (flag, key, value) = ("--disk", "num_queues", disk.num_queues.into());
+            Err(ConfigError::OutOfRange { flag, key, value, least: 1, most: 1 }.into())
+        }
+        DeviceConfig::Disk(_) => {
+            Ok(Some(PciDeviceInfo { id: "_disk0".to_owned(), bdf: "0000:00:06.0".to_owned() }))
+        }
+        DeviceConfig::Pmem(_) | DeviceConfig::Vsock(_) => Ok(None),
     }
 }
 

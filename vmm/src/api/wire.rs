@@ -75,6 +75,13 @@ impl TryFrom<ResizeZoneBody> for ResizeZoneRequest {
     }
 }
 
+/// The body of `vm.remove-device`.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct RemoveDeviceBody {
+    /// Which device.
+    pub id: String,
+}
+
 /// The answer to `vm.memory`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct MemoryAnswer {

@@ -161,6 +161,14 @@ pub enum ConfigError {
         /// The bound.
         most: usize,
     },
+    /// A name that something else has.
+    #[error("{flag}: the id {id} is taken")]
+    IdTaken {
+        /// The flag.
+        flag: &'static str,
+        /// The name.
+        id: String,
+    },
     /// Two parts of a configuration that exclude each other.
     #[error("{flag}: {reason}")]
     Conflict {

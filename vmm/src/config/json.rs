@@ -52,7 +52,7 @@ impl VmConfig {
 }
 
 /// A field that is null is as good as left out.
-fn strip_nulls(fields: &mut Map<String, Value>) {
+pub(super) fn strip_nulls(fields: &mut Map<String, Value>) {
     fields.retain(|_, value| !value.is_null());
     fields.values_mut().for_each(strip_nulls_within);
 }
@@ -91,7 +91,7 @@ fn objects(section: Option<&Value>) -> impl Iterator<Item = &Map<String, Value>>
     one.into_iter().chain(many.iter().filter_map(Value::as_object))
 }
 
-fn check_section(syntax: &Syntax, section: &Map<String, Value>) -> Result<(), ConfigError> {
+pub(super) fn check_section(syntax: &Syntax, section: &Map<String, Value>) -> Result<(), ConfigError> {
     for refused in syntax.refused {
         if let Some(value) = section.get(refused.key)
             && !asks_for_nothing(value, refused.neutral)

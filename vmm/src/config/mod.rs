@@ -9,6 +9,7 @@ mod balloon;
 mod cli;
 mod console;
 mod cpus;
+mod devices;
 mod disk;
 mod error;
 mod foreign;
@@ -40,6 +41,7 @@ pub use self::balloon::BalloonConfig;
 pub use self::cli::{CliError, Command, Launch, LogConfig, parse_command_line};
 pub use self::console::{ConsoleConfig, ConsoleMode};
 pub use self::cpus::{CpusConfig, MAX_VCPUS};
+pub use self::devices::DeviceConfig;
 pub use self::disk::{DiskConfig, ImageType};
 pub use self::error::ConfigError;
 pub use self::json::JsonError;
@@ -398,7 +400,7 @@ mod tests {
             |c| c.cpus.boot_vcpus = 0,
             |c| c.memory.size = 1,
             |c| c.serial.mode = ConsoleMode::File,
-            |c| c.vsock = Some(VsockConfig { cid: 0, socket: "/s".into() }),
+            |c| c.vsock = Some(VsockConfig { cid: 0, socket: "/s".into(), id: None }),
             |c| {
                 c.pm_memory =
                     vec![PmMemoryConfig { size: 0, ..PmMemoryConfig::parse("pool=/p,size=2M").unwrap() }]

@@ -1,4 +1,4 @@
-//! `--vsock cid=,socket=`.
+//! `--vsock cid=,socket=,id=`.
 
 use std::path::PathBuf;
 
@@ -6,15 +6,14 @@ use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
 use super::option_parser::{OFF, Refused, Syntax};
-use super::socket;
+use super::{name, socket};
 
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--vsock",
-    keys: &["cid", "socket"],
+    keys: &["cid", "socket", "id"],
     words: &[],
     refused: &[
         Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
-        Refused { key: "id", neutral: &[], why: "there is only one vsock device" },
         Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
     ],
 };
@@ -24,13 +23,16 @@ pub const MIN_CID: u32 = 3;
 /// The last one: the next is `VMADDR_CID_ANY`.
 pub const MAX_CID: u32 = u32::MAX - 1;
 
-/// `--vsock cid=,socket=`.
+/// `--vsock cid=,socket=,id=`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VsockConfig {
     /// The guest's context id, 3 and up.
     pub cid: u32,
     /// The unix socket of the host's side.
     pub socket: PathBuf,
+    /// What the API calls it; `_vsock0` otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
 }
 
 impl VsockConfig {
@@ -40,6 +42,7 @@ impl VsockConfig {
         Ok(Self {
             cid: options.required("cid", options.number("cid")?)?,
             socket: options.required("socket", options.path("socket")?)?,
+            id: options.text("id").map(str::to_owned),
         })
     }
 
@@ -49,6 +52,7 @@ impl VsockConfig {
             let (value, least, most) = (u64::from(self.cid), u64::from(MIN_CID), u64::from(MAX_CID));
             return Err(ConfigError::OutOfRange { flag: SYNTAX.flag, key: "cid", value, least, most });
         }
+        self.id.as_ref().map_or(Ok(()), |id| name::check(SYNTAX.flag, "id", id))?;
         socket::check_path(SYNTAX.flag, &self.socket)
     }
 }
@@ -63,8 +67,9 @@ mod tests {
 
     #[test]
     fn the_flag_is_read() {
-        let vsock = VsockConfig::parse("cid=3,socket=/run/vm.vsock,iommu=off").unwrap();
-        assert_eq!(vsock, VsockConfig { cid: 3, socket: "/run/vm.vsock".into() });
+        let vsock = VsockConfig::parse("cid=3,socket=/run/vm.vsock,id=v,iommu=off").unwrap();
+        let id = Some("v".to_owned());
+        assert_eq!(vsock, VsockConfig { cid: 3, socket: "/run/vm.vsock".into(), id });
         assert!(vsock.validate().is_ok());
     }
 

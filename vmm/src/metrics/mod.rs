@@ -7,6 +7,7 @@
 mod devices;
 mod disk;
 mod expose;
+mod hotplug;
 mod latency;
 mod memory;
 mod pmem;
@@ -31,6 +32,7 @@ use prometheus_client::registry::Registry;
 
 pub use self::disk::DiskMetrics;
 use self::expose::Exposer;
+pub use self::hotplug::HotplugMetrics;
 pub use self::latency::{LATENCY_BOUNDS_NS, LatencyHistogram, LatencySample};
 pub use self::memory::PlugMetrics;
 pub use self::pmem::PmemFileMetrics;
@@ -73,6 +75,8 @@ pub struct MachineSources {
     pub mappings: Option<Arc<MappingBudget>>,
     /// What vCPUs reach, by the name of the address space.
     pub buses: Vec<(&'static str, Arc<BusMetrics>)>,
+    /// What comes and goes.
+    pub hotplug: Option<Arc<HotplugMetrics>>,
     /// The vsock device.
     pub vsock: Option<Arc<VsockMetrics>>,
     /// The entropy device.
@@ -108,6 +112,7 @@ impl Collector for Sources {
         machine.balloon.as_ref().map_or(Ok(()), |counters| devices::expose_balloon(&mut out, counters))?;
         machine.console.as_ref().map_or(Ok(()), |counters| devices::expose_console(&mut out, counters))?;
         vcpu::expose(&mut out, &machine.buses)?;
+        machine.hotplug.as_ref().map_or(Ok(()), |counters| hotplug::expose(&mut out, counters))?;
         match machine.pressure.as_ref().and_then(Weak::upgrade) {
             Some(pressure) => pressure::expose(&mut out, &pressure.sample()),
             None => Ok(()),
@@ -141,6 +146,11 @@ impl Metrics {
     /// Says what the VM that has just been built has; what an earlier one had is forgotten.
     pub fn set_machine(&self, machine: MachineSources) {
         *self.sources.machine.lock() = machine;
+    }
+
+    /// Says what the VM has got since, or lost.
+    pub fn change_machine(&self, change: impl FnOnce(&mut MachineSources)) {
+        change(&mut self.sources.machine.lock());
     }
 
     /// Everything in OpenMetrics text, with `zones` as they are now.

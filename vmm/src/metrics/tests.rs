@@ -129,6 +129,16 @@ fn zone(id: &str, online_bytes: Option<u64>) -> ZoneInfo {
     }
 }
 
+/// A disk that was added, and is asked for again.
+fn hotplug() -> Arc<HotplugMetrics> {
+    let hotplug = HotplugMetrics::default();
+    hotplug.devices.store(4, Ordering::Relaxed);
+    hotplug.pending.store(1, Ordering::Relaxed);
+    hotplug.count("disk", "add", "ok");
+    hotplug.count("disk", "remove", "asked");
+    Arc::new(hotplug)
+}
+
 /// Two parts of boot memory, one of which is lost, and a part of something else.
 fn ranges() -> Vec<Arc<GuestRange>> {
     let lost = LostMemory::new(Arc::default(), LossFlag::default()).unwrap();
@@ -205,6 +215,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
         guest_btt: Arc::new(GuestBtt::new(vec![(translated, Chosen::Nvdimm)], 1)),
         plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
         mappings: Some(Arc::new(MappingBudget::new(57_339))),
+        hotplug: Some(hotplug()),
         buses: vec![("port", Arc::new(ports)), ("mmio", Arc::default())],
         vsock: Some(Arc::new(vsock)),
         rng: Some(Arc::default()),
@@ -337,6 +348,9 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="port",direction="read"}} 6"#),
         format!(r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="mmio",direction="write"}} 0"#),
         format!(r#"foreshore_vsock_bytes_total{{{vm},direction="to-guest"}} 9"#),
+        format!(r#"foreshore_pci_devices{{{vm}}} 4.0"#),
+        format!(r#"foreshore_hotplug_pending{{{vm}}} 1.0"#),
+        format!(r#"foreshore_hotplug_total{{{vm},kind="disk",action="remove",result="asked"}} 1"#),
         format!(r#"foreshore_guest_swapped_pages_total{{{vm},direction="out"}} 4"#),
     ] {
         assert!(text.lines().any(|shown| shown == line), "{line}\nis not in\n{text}");

@@ -4,14 +4,14 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvm_ioctls::VmFd;
 use tokio::sync::Notify;
 use tracing::{debug, warn};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::error::BuildError;
+use super::fabric::Fabric;
+use super::hotplug::{self, Leaving};
 use super::kvm::Hypervisor;
-use super::machine::{DeviceWork, KvmMachine};
+use super::machine::KvmMachine;
 use super::owner::{EventSender, MachineEvent};
 use super::resident::Resident;
 use super::resources::Resources;
@@ -21,101 +21,25 @@ use crate::acpi::hotplug::HotplugPage;
 use crate::acpi::pm::{PmEvent, PmPort};
 use crate::acpi::{self, AcpiInput};
 use crate::boot::{self, BootInfo, BootRequest, Pluggable};
-use crate::bus::Bus;
 use crate::config::{ConsoleMode, Topology, VmConfig};
-use crate::cpu::brake::Brake;
 use crate::cpu::cpuid;
 use crate::cpu::run::{Surroundings, Vcpu};
 use crate::cpu::{CpuError, state};
-use crate::event_loop::{EventLoop, EventLoopHandle};
+use crate::event_loop::EventLoop;
 use crate::host_console::ConsoleFiles;
-use crate::interrupt::MsiController;
-use crate::interrupt::router::MsiRouter;
 use crate::memory::backing::resident::resident_bytes;
 use crate::memory::layout::{
-    ACPI_PM_LEN, ACPI_PM_PORT, ECAM_LEN, ECAM_START, GED_GSI, GED_LEN, GED_START, HOTPLUG_LEN, HOTPLUG_START,
+    ACPI_PM_LEN, ACPI_PM_PORT, GED_GSI, GED_LEN, GED_START, HOTPLUG_LEN, HOTPLUG_START,
 };
-use crate::memory::lost::LostMemory;
 use crate::memory::slots::SlotTable;
 use crate::memory::{self, Memory, MemoryOptions};
 use crate::metrics::{DiskMetrics, MachineSources, PlugMetrics};
 use crate::nmi_status::{NMI_STATUS_LEN, NMI_STATUS_PORT, NmiStatus};
-use crate::pci::RootBus;
 use crate::pool::Durability;
-use crate::virtio::VirtioDevice;
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::BlockHandle;
 use crate::virtio::mem::MemHandle;
-use crate::virtio::transport::pci::{IoEvents, VirtioPciDevice};
 use crate::volume::interface::Payload;
-
-/// The legacy way into PCI configuration space: address and data, 4 ports each.
-const PCI_CONFIG_PORT: u64 = 0xcf8;
-const PCI_CONFIG_LEN: u64 = 8;
-
-/// What all devices of a VM are attached to.
-pub(super) struct Fabric {
-    pub(super) vm: Arc<VmFd>,
-    pub(super) ports: Arc<Bus>,
-    pub(super) mmio: Arc<Bus>,
-    pub(super) pci: Arc<RootBus>,
-    pub(super) router: Arc<MsiRouter>,
-    /// For devices whose failure the guest cannot be told.
-    pub(super) brake: Arc<Brake>,
-    /// For memory that may be lost.
-    pub(super) lost: Arc<LostMemory>,
-    /// Everything on the PCI bus, to be stopped when the VM ends.
-    pub(super) virtio: Vec<Arc<VirtioPciDevice>>,
-    /// The threads of devices that have some of their own.
-    loops: Vec<EventLoopHandle>,
-}
-
-impl Fabric {
-    fn new(vm: Arc<VmFd>, vcpus: u8, memory: &Memory) -> Result<Self, BuildError> {
-        let (ports, mmio) = (Arc::new(Bus::default()), Arc::new(Bus::default()));
-        let pci = RootBus::new(&mmio);
-        mmio.insert(ECAM_START, ECAM_LEN, pci.ecam())?;
-        ports.insert(PCI_CONFIG_PORT, PCI_CONFIG_LEN, pci.ports())?;
-        let router = MsiRouter::new(Arc::clone(&vm) as Arc<dyn MsiController>);
-        let brake = Arc::new(Brake::new(vcpus));
-        let lost = LostMemory::new(Arc::clone(&brake), memory.view().loss())
-            .map_err(BuildError::device("the event of lost memory"))?;
-        Ok(Self {
-            vm,
-            ports,
-            mmio,
-            pci,
-            router,
-            brake,
-            lost: Arc::new(lost),
-            virtio: Vec::new(),
-            loops: Vec::new(),
-        })
-    }
-
-    /// Puts a virtio device on the PCI bus.
-    pub(super) fn attach(
-        &mut self,
-        device: Box<dyn VirtioDevice>,
-        memory: &Memory,
-    ) -> Result<(), BuildError> {
-        let view = memory.view().clone();
-        let events = Arc::clone(&self.vm) as Arc<dyn IoEvents>;
-        self.loops.extend(device.loops());
-        let device = VirtioPciDevice::new(device, view, &self.router, events)?;
-        self.pci.add(None, Arc::clone(&device) as _)?;
-        self.virtio.push(device);
-        Ok(())
-    }
-
-    /// An event that raises the interrupt `gsi` of the I/O APIC.
-    pub(super) fn line(&self, gsi: u32) -> Result<EventFd, BuildError> {
-        let line = EventFd::new(EFD_NONBLOCK).map_err(BuildError::device("an interrupt line"))?;
-        MsiController::register_irqfd(&*self.vm, &line, gsi)
-            .map_err(BuildError::device("an interrupt line"))?;
-        Ok(line)
-    }
-}
 
 /// Builds the machine that `config`, which has been validated, asks for. Its vCPUs are stopped.
 pub fn build(
@@ -134,10 +58,11 @@ pub fn build(
     // 3. The kernel: what it is decides which interface a volume gets.
     let boot = load_kernel(config, &topology, &memory)?;
     // 4. Devices. Those of memory have a loop of their own: an unplug waits for guards that the others hold.
-    let mut fabric = Fabric::new(Arc::clone(&hypervisor.vm), config.cpus.boot_vcpus, &memory)?;
+    let vm = &hypervisor.vm;
+    let mut fabric = Fabric::new(Arc::clone(vm) as _, Arc::clone(vm) as _, config.cpus.boot_vcpus, &memory)?;
     lost::watch_zones(config, resources, &memory, &fabric.lost)?;
     let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
-    let ged = add_platform(&fabric, events)?;
+    let (ged, page) = add_platform(&fabric, events)?;
     let mut files = ConsoleFiles::new(resources.file_start());
     devices::attach_serial(config, &mut files, &fabric, &device_loop.handle())?;
     let console = devices::attach_console(config, &mut files, &mut fabric, &memory, &device_loop.handle())?;
@@ -171,7 +96,9 @@ pub fn build(
         governing::start(config, resources, &zones, balloon.as_ref(), plugged, agents, &volumes.guest_btt)?;
     // 8. Nothing can be missing any more: what an earlier VM has said may go.
     files.begin().map_err(BuildError::device("--serial, --console"))?;
+    let hotplug = hotplug::metrics(&fabric.virtio);
     resources.metrics().set_machine(MachineSources {
+        hotplug: Some(Arc::clone(&hotplug)),
         pressure: Some(Arc::downgrade(&governor.pressure_source())),
         pools: resources.pool_metrics(),
         volumes: volumes.metrics,
@@ -188,16 +115,18 @@ pub fn build(
         mappings: Some(Arc::clone(memory.mapping_budget())),
     });
     resources.machine_built();
-    fabric.loops.extend([device_loop.handle(), memory_loop.handle()]);
+    fabric.work.add(&[device_loop.handle(), memory_loop.handle()]);
     let host_ranges = memory.host_ranges().to_vec();
     Ok(KvmMachine {
         vcpus,
-        brake: fabric.brake,
         governor,
-        virtio: fabric.virtio,
+        fabric,
+        leaving: Leaving::default(),
         _loops: [device_loop, memory_loop, lost_loop],
-        work: DeviceWork::new(fabric.loops),
         ged,
+        page,
+        hotplug,
+        metrics: Arc::clone(resources.metrics()),
         zones,
         balloon,
         disks: disks.into_iter().chain(volumes.disks).collect(),
@@ -269,11 +198,14 @@ fn load_kernel(config: &VmConfig, topology: &Topology, memory: &Memory) -> Resul
     Ok(boot)
 }
 
-/// Power management: how the guest ends itself, and how it is told to.
-fn add_platform(fabric: &Fabric, events: &EventSender) -> Result<Arc<GenericEventDevice>, BuildError> {
-    let events = events.clone();
+/// Power management: how the guest ends itself, and how it is told to; and of what comes and goes.
+fn add_platform(
+    fabric: &Fabric,
+    events: &EventSender,
+) -> Result<(Arc<GenericEventDevice>, Arc<HotplugPage>), BuildError> {
+    let sender = events.clone();
     let pm = PmPort::new(move |event| {
-        events.send(match event {
+        sender.send(match event {
             PmEvent::Shutdown => MachineEvent::GuestShutdown,
             PmEvent::Reset => MachineEvent::GuestReset,
         });
@@ -283,10 +215,14 @@ fn add_platform(fabric: &Fabric, events: &EventSender) -> Result<Arc<GenericEven
     let line = fabric.line(GED_GSI)?;
     let ged = Arc::new(GenericEventDevice::new(move || line.write(1)));
     fabric.mmio.insert(GED_START, GED_LEN, Arc::clone(&ged) as _)?;
-    let pci = Arc::clone(&fabric.pci);
-    let page = Arc::new(HotplugPage::new(move |slot| drop(pci.remove(slot))));
-    fabric.mmio.insert(HOTPLUG_START, HOTPLUG_LEN, page)?;
-    Ok(ged)
+    let (pci, sender) = (Arc::clone(&fabric.pci), events.clone());
+    let page = Arc::new(HotplugPage::new(move |slot| {
+        // The machine has the device as well: its end is not for a vCPU.
+        drop(pci.remove(slot));
+        sender.send(MachineEvent::Ejected { slot });
+    }));
+    fabric.mmio.insert(HOTPLUG_START, HOTPLUG_LEN, Arc::clone(&page) as _)?;
+    Ok((ged, page))
 }
 
 fn build_vcpus(

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use balloon::proto::VSOCK_PORT;
 use tokio::sync::Notify;
 
-use super::builder::Fabric;
 use super::error::BuildError;
+use super::fabric::Fabric;
 use super::zones;
 use crate::config::{DiskConfig, VmConfig};
 use crate::event_loop::EventLoopHandle;
@@ -99,11 +99,11 @@ pub(super) fn attach_disks(
     fabric: &mut Fabric,
     memory: &Memory,
 ) -> Result<Vec<BlockHandle>, BuildError> {
-    (0..).zip(&config.disks).map(|(nth, disk)| attach_disk(nth, disk, fabric, memory)).collect()
+    config.disks.iter().map(|disk| attach_disk(disk, fabric, memory)).collect()
 }
 
-fn attach_disk(
-    nth: usize,
+/// An image file or block device that has an id (`VmConfig::name_devices`).
+pub(super) fn attach_disk(
     config: &DiskConfig,
     fabric: &mut Fabric,
     memory: &Memory,
@@ -115,16 +115,16 @@ fn attach_disk(
         surely_raw: config.image_type.is_some(),
     };
     let image = RawImage::open(&config.path, options).map_err(BuildError::device("--disk"))?;
-    let id = config.id_or_default(nth);
+    let id = config.id.clone().expect("a VM's devices have ids");
     let shape = DiskShape {
         serial: config.serial.clone().unwrap_or_else(|| id.clone()),
-        id,
+        id: id.clone(),
         queues: config.num_queues,
         queue_size: config.queue_size,
     };
     let device = Block::new(shape, Box::new(image))?;
     let handle = device.handle();
-    fabric.attach(Box::new(device), memory)?;
+    fabric.attach_removable(&id, "disk", Box::new(device), memory)?;
     Ok(handle)
 }
 

@@ -2,46 +2,49 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use tracing::warn;
 
 use super::attached::AttachedVolume;
 use super::builder;
 use super::counters::{self, Counters};
+use super::fabric::Fabric;
+use super::hotplug::Leaving;
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
 use super::request::{
-    BalloonInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeStatus, ResizeZoneRequest,
-    VmError, VolumeInfo, ZoneInfo,
+    BalloonInfo, PciDeviceInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeStatus,
+    ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
 };
 use super::resident::Resident;
 use super::resources::Resources;
 use crate::acpi::ged::{Event, GenericEventDevice};
-use crate::config::{DRAM_ZONE, VmConfig};
-use crate::cpu::brake::Brake;
+use crate::acpi::hotplug::HotplugPage;
+use crate::config::{DRAM_ZONE, DeviceConfig, VmConfig};
 use crate::cpu::run::{Pausing, Vcpu};
-use crate::event_loop::{EventLoop, EventLoopHandle};
+use crate::event_loop::EventLoop;
 use crate::governor::core::BALLOON_ZONE;
 use crate::governor::task::Governor;
 use crate::memory::Memory;
 use crate::memory::zone::{Tier, ZoneSpec};
-use crate::metrics::MachineSources;
+use crate::metrics::{HotplugMetrics, MachineSources, Metrics};
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::BlockHandle;
 use crate::virtio::block::backend::ResizeError;
 use crate::virtio::mem::MemHandle;
-use crate::virtio::transport::pci::VirtioPciDevice;
 use crate::volume::guest_btt::GuestBtt;
 use crate::volume::kernel_gate::GuestKernel;
 
 /// A VM on KVM. The order of the fields is the order in which they are dropped.
 pub struct KvmMachine {
     pub(super) vcpus: Vec<Vcpu>,
-    pub(super) brake: Arc<Brake>,
     pub(super) governor: Governor,
-    pub(super) virtio: Vec<Arc<VirtioPciDevice>>,
+    pub(super) fabric: Fabric,
+    /// Devices that the guest has let go.
+    pub(super) leaving: Leaving,
     pub(super) _loops: [EventLoop; 3],
-    pub(super) work: Arc<DeviceWork>,
     pub(super) ged: Arc<GenericEventDevice>,
+    pub(super) page: Arc<HotplugPage>,
+    pub(super) hotplug: Arc<HotplugMetrics>,
+    pub(super) metrics: Arc<Metrics>,
     pub(super) zones: Vec<MemHandle>,
     pub(super) balloon: Option<BalloonHandle>,
     pub(super) disks: Vec<BlockHandle>,
@@ -52,56 +55,26 @@ pub struct KvmMachine {
     pub(super) memory: Memory,
 }
 
-/// The threads on which devices work. They stand still while the VM is paused.
-pub struct DeviceWork {
-    loops: Vec<EventLoopHandle>,
-    /// How often the VM has gone on: a pause that comes late sees that it is over.
-    releases: Mutex<u64>,
-}
-
-impl DeviceWork {
-    /// That of these loops.
-    pub(super) fn new(loops: Vec<EventLoopHandle>) -> Arc<Self> {
-        Arc::new(Self { loops, releases: Mutex::new(0) })
-    }
-
-    /// Holds what has not gone on since there were so many releases, and waits until it stands still.
-    fn hold(&self, since: u64) {
-        {
-            let releases = self.releases.lock();
-            if *releases != since {
-                return;
-            }
-            self.loops.iter().for_each(EventLoopHandle::hold);
-        }
-        self.loops.iter().for_each(EventLoopHandle::wait_until_held);
-    }
-
-    fn release(&self) {
-        let mut releases = self.releases.lock();
-        *releases += 1;
-        self.loops.iter().for_each(EventLoopHandle::release);
-    }
-}
-
 impl Drop for KvmMachine {
     /// 1. The vCPUs leave the guest, all of them before any is waited for. Some may wait for devices, which are let go.
     /// 2. Devices give their queues and workers back.
-    /// 3. What is left, memory last, goes in the order of the fields.
+    /// 3. So have those that were removed, and their files: the next machine may want them.
+    /// 4. What is left, memory last, goes in the order of the fields.
     fn drop(&mut self) {
         drop(self.pause());
-        self.work.release();
+        self.fabric.work.release();
         self.vcpus.clear();
-        for device in &self.virtio {
-            device.stop();
+        for attached in &self.fabric.virtio {
+            attached.device.stop();
         }
+        self.leaving.wait();
     }
 }
 
 impl Machine for KvmMachine {
     fn resume(&mut self) {
         self.governor.clock().release();
-        self.work.release();
+        self.fabric.work.release();
         self.vcpus.iter().for_each(Vcpu::resume);
     }
 
@@ -109,10 +82,10 @@ impl Machine for KvmMachine {
     fn pause(&mut self) -> Standstill {
         let vcpus: Vec<_> = self.vcpus.iter().map(Vcpu::pause).collect();
         // Now it is this pause that holds them.
-        self.brake.release();
+        self.fabric.brake.release();
         // Who stands still is not late.
         self.governor.clock().hold();
-        let (work, since) = (Arc::clone(&self.work), *self.work.releases.lock());
+        let (work, since) = (Arc::clone(&self.fabric.work), self.fabric.work.releases());
         Box::new(move || {
             vcpus.into_iter().for_each(Pausing::wait);
             work.hold(since);
@@ -218,6 +191,22 @@ impl Machine for KvmMachine {
         })
     }
 
+    fn device_ids(&self) -> Vec<String> {
+        self.fabric.virtio.iter().map(|attached| attached.id.clone()).collect()
+    }
+
+    fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {
+        self.add(id, device)
+    }
+
+    fn remove_device(&mut self, id: &str) -> Result<(), VmError> {
+        self.ask_to_let_go(id)
+    }
+
+    fn ejected(&mut self, slot: u8) {
+        self.let_go(slot);
+    }
+
     fn pressure(&self, decisions: usize) -> PressureInfo {
         let view = self.governor.core().lock().view(decisions, self.governor.clock().now());
         view.info()
@@ -300,17 +289,32 @@ impl MachineFactory for KvmFactory {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
     use crate::governor::fake::fixture;
     use crate::governor::task::Clock;
+    use crate::interrupt::testing::FakeController;
     use crate::memory::slots::fake::FakeSlots;
     use crate::memory::{MemoryOptions, build};
+    use crate::virtio::transport::pci::IoEvents;
+    use vmm_sys_util::eventfd::EventFd;
+
+    /// Every notification is an exit.
+    struct NoIoEvents;
+
+    impl IoEvents for NoIoEvents {
+        fn register(&self, _: &EventFd, _: u64) -> std::io::Result<()> {
+            Ok(())
+        }
+        fn unregister(&self, _: &EventFd, _: u64) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
 
     /// A machine without vCPUs and devices, whose loops and governor run: it needs no KVM.
-    fn machine() -> KvmMachine {
+    pub(crate) fn machine() -> KvmMachine {
         let spec = ZoneSpec {
             id: DRAM_ZONE.to_owned(),
             tier: Tier::Dram,
@@ -324,14 +328,19 @@ mod tests {
         let memory = build(vec![spec], None, Arc::<FakeSlots>::default(), options).unwrap();
         let loops = ["one", "two", "three"].map(|name| EventLoop::spawn(name).unwrap());
         let core = fixture("psi", false, true).core;
+        let (io_events, interrupts) = (Arc::new(NoIoEvents), FakeController::new());
+        let fabric = Fabric::new(io_events, interrupts, 0, &memory).unwrap();
+        fabric.work.add(&loops.each_ref().map(EventLoop::handle));
         KvmMachine {
             vcpus: Vec::new(),
-            brake: Arc::new(Brake::new(0)),
             governor: Governor::spawn(core, Clock::start(), Arc::default(), None).unwrap(),
-            virtio: Vec::new(),
-            work: DeviceWork::new(loops.iter().map(EventLoop::handle).collect()),
+            fabric,
+            leaving: Leaving::default(),
             _loops: loops,
             ged: Arc::new(GenericEventDevice::new(|| Ok(()))),
+            page: Arc::new(HotplugPage::new(|_| ())),
+            hotplug: Arc::default(),
+            metrics: Arc::new(Metrics::new("vm", crate::events::Events::start().counters())),
             zones: Vec::new(),
             balloon: None,
             disks: Vec::new(),

@@ -7,7 +7,9 @@ pub mod counters;
 pub mod decision;
 mod devices;
 pub mod error;
+mod fabric;
 mod governing;
+mod hotplug;
 pub mod kvm;
 mod lost;
 mod machine;
@@ -19,6 +21,7 @@ mod resources;
 mod run;
 pub mod state;
 mod volumes;
+mod work;
 mod zones;
 
 pub use self::run::{RunError, run};

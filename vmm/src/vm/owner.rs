@@ -15,11 +15,11 @@ use tracing::{error, info, warn};
 
 use super::counters::Counters;
 use super::request::{
-    BalloonInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeRequest, ResizeZoneRequest,
-    VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo,
+    BalloonInfo, PciDeviceInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeRequest,
+    ResizeZoneRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo,
 };
 use super::state::{self, RestartGuard, Verb};
-use crate::config::VmConfig;
+use crate::config::{DeviceConfig, VmConfig};
 use crate::cpu::run::VcpuEvent;
 use crate::events::{Event, Events};
 use crate::volume::kernel_gate::GuestKernel;
@@ -58,6 +58,14 @@ pub trait Machine {
     fn resize_zone(&mut self, resize: &ResizeZoneRequest) -> Result<(), VmError>;
     /// Gives a disk another size, which the guest is told of.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
+    /// What its devices are called, those that the guest has not let go yet among them.
+    fn device_ids(&self) -> Vec<String>;
+    /// Adds a device that nothing else is called like, and tells the guest.
+    fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError>;
+    /// Asks the guest to let a device go. It is there until the guest has done so.
+    fn remove_device(&mut self, id: &str) -> Result<(), VmError>;
+    /// The guest has let go what is in a PCI slot, and finds nothing there any more.
+    fn ejected(&mut self, slot: u8);
     /// What the governor does.
     fn pressure(&self, decisions: usize) -> PressureInfo;
     /// Changes what the governor does.
@@ -91,6 +99,11 @@ pub enum MachineEvent {
     GuestReset,
     /// A vCPU cannot go on.
     Vcpu(VcpuEvent),
+    /// The guest has let go what was in a PCI slot.
+    Ejected {
+        /// The slot.
+        slot: u8,
+    },
     /// Something that the guest cannot be told has failed: it is paused, and the reason said.
     MustPause {
         /// Why.
@@ -269,6 +282,35 @@ impl Vm {
         self.running()?.resize_disk(resize)
     }
 
+    /// Adds a device to the configuration, and to the machine if there is one; the next boot has it as well.
+    fn add_device(&mut self, device: DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
+        let mut config = self.config.clone();
+        let in_use = self.machine.as_ref().map_or_else(Vec::new, |machine| machine.device_ids());
+        let id = config.add_device(device, &in_use)?;
+        let info = match &mut self.machine {
+            Some(machine) => {
+                let device = config.device(&id).expect("the device that was added");
+                Some(machine.add_device(&id, &device)?)
+            }
+            None => None,
+        };
+        self.config = config;
+        Ok(info)
+    }
+
+    /// The configuration does without the device at once, whenever the guest lets it go.
+    fn remove_device(&mut self, id: &str) -> Result<(), VmError> {
+        if let Some(machine) = &mut self.machine {
+            machine.remove_device(id)?;
+            self.config.remove_device(id);
+            return Ok(());
+        }
+        match self.config.remove_device(id) {
+            true => Ok(()),
+            false => Err(VmError::NoSuchDevice { id: id.to_owned() }),
+        }
+    }
+
     /// Changes the configuration as a whole or, if it would not be a valid one, not at all.
     fn reconfigure(
         &mut self,
@@ -409,6 +451,7 @@ impl<F: MachineFactory> Owner<F> {
         let events = EventSender { generation: self.generation, events: self.sender.clone() };
         let vm = self.vm.as_mut().ok_or(VmError::NotCreated)?;
         vm.failure = None;
+        vm.config.name_devices();
         let mut machine = self.factory.build(&vm.config, events)?;
         machine.resume();
         vm.machine = Some(machine);
@@ -461,6 +504,10 @@ impl<F: MachineFactory> Owner<F> {
                 self.restart()
             }
             MachineEvent::Vcpu(event) => Flow::End(Err(RunError::Vm(event))),
+            MachineEvent::Ejected { slot } => {
+                vm.machine.iter_mut().for_each(|machine| machine.ejected(slot));
+                Flow::Continue
+            }
             MachineEvent::MustPause { reason } => {
                 error!(%reason, "The VM is paused");
                 self.told.tell(Event::Failed { reason: &reason });
@@ -493,6 +540,8 @@ impl<F: MachineFactory> Owner<F> {
             VmRequest::Resize(resize, reply) => answer(reply, self.resize(|vm| vm.resize(&resize))),
             VmRequest::ResizeZone(resize, reply) => answer(reply, self.resize(|vm| vm.resize_zone(&resize))),
             VmRequest::ResizeDisk(resize, reply) => self.of_vm(reply, |vm| vm.resize_disk(&resize)),
+            VmRequest::AddDevice(device, reply) => self.of_vm(reply, |vm| vm.add_device(*device)),
+            VmRequest::RemoveDevice(id, reply) => self.of_vm(reply, |vm| vm.remove_device(&id)),
             VmRequest::Memory(reply) => match self.vm().and_then(Vm::running) {
                 Ok(machine) => machine.zones(reply),
                 Err(err) => answer(reply, Err(err)),

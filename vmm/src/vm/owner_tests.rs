@@ -73,6 +73,25 @@ impl Machine for FakeMachine {
         self.0.lock().push("resize disk");
         Ok(())
     }
+    fn device_ids(&self) -> Vec<String> {
+        vec!["_disk1".to_owned()]
+    }
+    fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {
+        self.0.lock().push("add device");
+        match device {
+            DeviceConfig::Disk(disk) if disk.path.ends_with("missing") => {
+                Err(VmError::Failed("no such file".to_owned()))
+            }
+            _ => Ok(PciDeviceInfo { id: id.to_owned(), bdf: "0000:00:05.0".to_owned() }),
+        }
+    }
+    fn remove_device(&mut self, id: &str) -> Result<(), VmError> {
+        self.0.lock().push("remove device");
+        if id == "nobody" { Err(VmError::NoSuchDevice { id: id.to_owned() }) } else { Ok(()) }
+    }
+    fn ejected(&mut self, _: u8) {
+        self.0.lock().push("ejected");
+    }
     fn pressure(&self, _: usize) -> PressureInfo {
         PressureInfo { policy: "off".to_owned(), ..PressureInfo::default() }
     }
@@ -190,6 +209,75 @@ fn a_reboot_ends_the_old_machine_before_the_new_one_is_built() {
         vm.send(0, MachineEvent::GuestReset);
         assert_eq!(vm.state().await, VmState::Running);
         assert_eq!(vm.log(), ["build", "resume", "drop", "build", "resume"]);
+    });
+}
+
+fn disk(text: &str) -> Box<DeviceConfig> {
+    Box::new(DeviceConfig::Disk(crate::config::DiskConfig::parse(text).unwrap()))
+}
+
+async fn add(vm: &Fixture, text: &str) -> Result<Option<PciDeviceInfo>, VmError> {
+    vm.handle.ask(|reply| VmRequest::AddDevice(disk(text), reply)).await
+}
+
+async fn remove(vm: &Fixture, id: &str) -> Result<(), VmError> {
+    vm.handle.ask(|reply| VmRequest::RemoveDevice(id.to_owned(), reply)).await
+}
+
+async fn disk_ids(vm: &Fixture) -> Vec<Option<String>> {
+    let info = vm.handle.ask(VmRequest::Info).await.unwrap();
+    info.config.disks.into_iter().map(|disk| disk.id).collect()
+}
+
+#[test]
+fn devices_of_a_vm_that_does_not_run_are_its_configuration() {
+    run(async {
+        let vm = serve(None, None, AtGuestShutdown::End);
+        assert!(matches!(add(&vm, "path=/d").await, Err(VmError::NotCreated)));
+        assert!(matches!(remove(&vm, "d").await, Err(VmError::NotCreated)));
+        vm.handle.ask(|reply| VmRequest::Create(Box::new(test_config()), reply)).await.unwrap();
+        assert_eq!(add(&vm, "path=/d,id=d").await.unwrap(), None);
+        assert!(matches!(add(&vm, "path=/e,id=d").await, Err(VmError::Config(_))));
+        assert!(matches!(add(&vm, "path=/e,num_queues=9").await, Err(VmError::Config(_))));
+        assert_eq!(disk_ids(&vm).await, [Some("d".to_owned())]);
+        assert!(matches!(remove(&vm, "x").await, Err(VmError::NoSuchDevice { .. })));
+        remove(&vm, "d").await.unwrap();
+        assert_eq!(disk_ids(&vm).await, []);
+        assert_eq!(vm.log(), Vec::<&str>::new());
+    });
+}
+
+#[test]
+fn devices_of_a_vm_that_runs_are_the_next_boots_as_well() {
+    run(async {
+        let vm = start(None).await;
+        let info = add(&vm, "path=/d").await.unwrap().unwrap();
+        assert_eq!(info, PciDeviceInfo { id: "_disk0".to_owned(), bdf: "0000:00:05.0".to_owned() });
+        // What the machine refuses is not in the configuration either.
+        assert!(matches!(add(&vm, "path=/missing,id=m").await, Err(VmError::Failed(_))));
+        assert!(matches!(add(&vm, "path=/e,id=_disk0").await, Err(VmError::Config(_))));
+        assert_eq!(disk_ids(&vm).await, [Some("_disk0".to_owned())]);
+        // In a VM that is paused as well; and the configuration does not wait for the guest.
+        let _ = vm.handle.ask(VmRequest::Pause).await;
+        assert!(add(&vm, "path=/e,id=e").await.unwrap().is_some());
+        remove(&vm, "_disk0").await.unwrap();
+        assert_eq!(disk_ids(&vm).await, [Some("e".to_owned())]);
+        // The guest still has one that was removed: its name is not given to another.
+        for id in ["_disk0", "_disk2"] {
+            assert_eq!(add(&vm, "path=/f").await.unwrap().unwrap().id, id);
+        }
+        for id in ["_disk0", "_disk2"] {
+            remove(&vm, id).await.unwrap();
+        }
+        // It may be asked again until it is gone: the machine knows.
+        remove(&vm, "_disk0").await.unwrap();
+        assert!(matches!(remove(&vm, "nobody").await, Err(VmError::NoSuchDevice { .. })));
+        vm.send(0, MachineEvent::Ejected { slot: 5 });
+        vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        // One of a machine that was replaced.
+        vm.send(0, MachineEvent::Ejected { slot: 5 });
+        assert_eq!(disk_ids(&vm).await, [Some("e".to_owned())]);
+        assert_eq!(vm.log().iter().filter(|entry| **entry == "ejected").count(), 1);
     });
 }
 

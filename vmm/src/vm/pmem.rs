@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::builder::Fabric;
 use super::error::BuildError;
+use super::fabric::Fabric;
 use super::resources::Resources;
 use crate::config::PmemConfig;
 use crate::memory::Memory;

@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::counters::Counters;
 use super::decision::DecisionInfo;
-use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig, VmConfig};
+use crate::config::{ConfigError, DeviceConfig, FIXED_SIZE, ParamSettings, PressureConfig, VmConfig};
 use crate::volume::kernel_gate::{GuestKernel, Verdict};
 
 /// Where a VM is in its life.
@@ -184,6 +184,15 @@ pub enum VolumeStatus {
     Ok,
     /// It is not any more, and why: a flush has failed, or another write to the pool.
     Failed(String),
+}
+
+/// Where a device was added.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PciDeviceInfo {
+    /// What it is called.
+    pub id: String,
+    /// Segment, bus, device and function, as `lspci -D` writes them.
+    pub bdf: String,
 }
 
 /// How a resize goes.
@@ -369,6 +378,18 @@ pub enum VmError {
         /// What could have been.
         known: String,
     },
+    /// The VM has no device of that name.
+    #[error("The VM has no device {id:?}")]
+    NoSuchDevice {
+        /// What was named.
+        id: String,
+    },
+    /// A name that something else of the VM has, or has not let go yet.
+    #[error("The id {id} is taken")]
+    IdTaken {
+        /// The name.
+        id: String,
+    },
     /// There is no VM.
     #[error("The VM is not created")]
     NotCreated,
@@ -384,6 +405,9 @@ pub enum VmError {
     /// The request names something out of its bounds.
     #[error("{0}")]
     BadRequest(String),
+    /// With what was asked for it would be no valid VM.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     /// The VM could not be built or changed.
     #[error("{0}")]
     Failed(String),
@@ -410,6 +434,10 @@ pub enum VmRequest {
     ResizeZone(ResizeZoneRequest, Reply<()>),
     /// `vm.resize-disk`.
     ResizeDisk(ResizeDiskRequest, Reply<()>),
+    /// `vm.add-disk`, `vm.add-pmem`, `vm.add-vsock`; the answer is `None` if the VM does not run.
+    AddDevice(Box<DeviceConfig>, Reply<Option<PciDeviceInfo>>),
+    /// `vm.remove-device`.
+    RemoveDevice(String, Reply<()>),
     /// `vm.memory`.
     Memory(Reply<Vec<ZoneInfo>>),
     /// `vm.counters`.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use pmem_volume::Durability;
 
 use super::attached::{AttachedVolume, Opened};
-use super::builder::Fabric;
 use super::error::BuildError;
+use super::fabric::Fabric;
 use super::owner::{EventSender, MachineEvent};
 use super::resources::Resources;
 use super::zones;

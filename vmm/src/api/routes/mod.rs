@@ -1,5 +1,6 @@
 //! From calls to requests, one file per area.
 
+mod devices;
 mod disk;
 mod memory;
 mod pressure;
@@ -42,6 +43,10 @@ pub fn router(vm: VmHandle, events: Events) -> Router {
         .route("/api/v1/vm.nmi", put(vm::nmi))
         .route("/api/v1/vm.resize", put(memory::resize))
         .route("/api/v1/vm.resize-zone", put(memory::resize_zone))
+        .route("/api/v1/vm.add-disk", put(devices::add_disk))
+        .route("/api/v1/vm.add-pmem", put(devices::add_pmem))
+        .route("/api/v1/vm.add-vsock", put(devices::add_vsock))
+        .route("/api/v1/vm.remove-device", put(devices::remove))
         .route("/api/v1/vm.resize-disk", put(disk::resize))
         .route("/api/v1/vm.memory", get(memory::zones))
         .route("/api/v1/vm.volumes", get(vm::volumes))

@@ -14,6 +14,7 @@ mod file_systems;
 mod governor;
 mod harness;
 mod hostile;
+mod hotplug;
 mod interfaces;
 mod lost;
 mod memory;
@@ -45,6 +46,7 @@ fn main() {
         boot::TESTS,
         agent::TESTS,
         api::TESTS,
+        hotplug::TESTS,
         badinput::TESTS,
         balloon::TESTS,
         memory::TESTS,

@@ -1,0 +1,334 @@
+//! Devices that come and go while the guest runs, on Debian's stock drivers.
+
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::guest::GuestBuilder;
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{BOOT_LIMIT, Guest, Kernel};
+use serde_json::{Value, json};
+
+guest_tests::tests![
+    slots_are_registered,
+    slots_are_registered_on_6_1,
+    a_disk_comes_is_used_and_goes: 240,
+    a_disk_comes_is_used_and_goes_on_6_1: 240,
+    a_hundred_disks_leave_nothing_behind: 900,
+    a_disk_goes_while_the_guest_writes: 240,
+    a_guest_that_does_not_answer_keeps_its_disk: 240,
+    a_reboot_keeps_what_was_added_and_forgets_what_was_removed: 300,
+    what_cannot_be_added_or_removed_is_refused: 240,
+];
+
+const LIMIT: Duration = Duration::from_secs(60);
+const IO_LIMIT: Duration = Duration::from_secs(120);
+const MIB: u64 = 1 << 20;
+
+fn image(name: &str) -> Result<PathBuf> {
+    fs::create_dir_all(this_tests_dir())?;
+    let path = this_tests_dir().join(name);
+    File::create(&path)
+        .and_then(|file| file.set_len(64 * MIB))
+        .with_context(|| format!("Cannot make {}", path.display()))?;
+    Ok(path)
+}
+
+fn builder() -> GuestBuilder {
+    Guest::builder().memory("size=384M").pressure("off")
+}
+
+fn slots_of(kernel: Kernel) -> Result<()> {
+    let guest = builder().kernel(kernel).boot()?;
+    let slots = guest.run("ls /sys/bus/pci/slots")?;
+    let mut numbers: Vec<u32> = slots.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
+    numbers.sort_unstable();
+    ensure!(numbers == (1..32).collect::<Vec<_>>(), "The guest has the slots {slots}");
+    // A slot without a hotplug driver has no such file.
+    guest.run("test -w /sys/bus/pci/slots/31/power && test $(cat /sys/bus/pci/slots/31/power) = 0")?;
+    guest.run("test $(cat /sys/bus/pci/slots/1/power) = 1")?;
+    guest.no_kernel_complaints()
+}
+
+fn slots_are_registered() -> Result<()> {
+    slots_of(Kernel::V6_12)
+}
+
+fn slots_are_registered_on_6_1() -> Result<()> {
+    slots_of(Kernel::V6_1)
+}
+
+/// The slot that a device was put into.
+fn slot_of(added: &Value) -> Result<u32> {
+    let bdf = added["bdf"].as_str().with_context(|| format!("No bdf: {added}"))?;
+    let slot = bdf.strip_prefix("0000:00:").and_then(|rest| rest.strip_suffix(".0"));
+    Ok(u32::from_str_radix(slot.with_context(|| format!("No bdf on bus 0: {bdf}"))?, 16)?)
+}
+
+fn add_disk(guest: &Guest, path: &PathBuf, id: &str) -> Result<Value> {
+    let added = guest.api("PUT", "vm.add-disk", Some(json!({ "path": path, "id": id })))?;
+    ensure!(added["id"] == id, "{added}");
+    Ok(added)
+}
+
+fn remove(guest: &Guest, id: &str) -> Result<u16> {
+    Ok(guest.try_api("PUT", "vm.remove-device", Some(json!({ "id": id })))?.status)
+}
+
+/// The disk with that serial number; the guest finds it in its own time.
+fn wait_for_disk(guest: &Guest, serial: &str) -> Result<String> {
+    let find = format!("grep -lx {serial} /sys/block/vd*/serial");
+    guest.wait_until_run("the guest has the disk", LIMIT, &find)?;
+    let found = guest.run(&find)?;
+    let node = found.trim().split('/').nth(3).context("No name")?.to_owned();
+    guest.wait_until_run("it has a node", LIMIT, &format!("test -b /dev/{node}"))?;
+    Ok(node)
+}
+
+/// Neither the guest nor the VMM has it any more.
+fn wait_until_gone(guest: &Guest, id: &str, bdf: &Value) -> Result<()> {
+    let bdf = bdf.as_str().context("No bdf")?;
+    guest.wait_until_run("the guest has let go", LIMIT, &format!("! test -e /sys/bus/pci/devices/{bdf}"))?;
+    guest.wait_until("the VMM has let go", LIMIT, || {
+        let metrics = guest.metrics()?;
+        let pending = metrics.value("foreshore_hotplug_pending", &[])?;
+        Ok(pending == 0.0 && metrics.value("foreshore_disk_size_bytes", &[("disk", id)]).is_err())
+    })
+}
+
+fn comes_and_goes(kernel: Kernel) -> Result<()> {
+    let path = image("disk")?;
+    let guest = builder().kernel(kernel).boot()?;
+    let devices = guest.metrics()?.value("foreshore_pci_devices", &[])?;
+    let added = add_disk(&guest, &path, "harbour")?;
+    ensure!(slot_of(&added)? == devices as u32 + 1, "{added} with {devices} devices");
+    let node = wait_for_disk(&guest, "harbour")?;
+    guest.run_within(
+        IO_LIMIT,
+        &format!("mkfs.ext4 -q /dev/{node} && mkdir -p /mnt/d && mount -t ext4 /dev/{node} /mnt/d"),
+    )?;
+    guest.run_within(
+        IO_LIMIT,
+        "dd if=/dev/urandom of=/mnt/d/file bs=1M count=20 && sync && sha256sum /mnt/d/file >/tmp/sum",
+    )?;
+    guest.run_within(IO_LIMIT, "umount /mnt/d")?;
+    let metrics = guest.metrics()?;
+    ensure!(metrics.value("foreshore_pci_devices", &[])? == devices + 1.0, "It is not counted");
+    let written = [("disk", "harbour"), ("operation", "write"), ("result", "ok")];
+    ensure!(metrics.value("foreshore_disk_operations_total", &written)? > 0.0, "Nothing was written");
+    let info = guest.api("GET", "vm.info", None)?;
+    ensure!(info["config"]["disks"][0]["id"] == "harbour", "{info}");
+    ensure!(remove(&guest, "harbour")? == 204, "It is not removed");
+    let info = guest.api("GET", "vm.info", None)?;
+    ensure!(info["config"]["disks"] == json!([]), "{info}");
+    wait_until_gone(&guest, "harbour", &added["bdf"])?;
+    ensure!(remove(&guest, "harbour")? == 404, "It can be removed twice");
+    ensure!(guest.metrics()?.value("foreshore_pci_devices", &[])? == devices, "It is still counted");
+    // Once more, and it has what was written; with the API's own name.
+    let again =
+        guest.api("PUT", "vm.add-disk", Some(json!({"path": path, "serial": "again", "num_queues": 1})))?;
+    ensure!(again["id"] == "_disk0" && again["bdf"] == added["bdf"], "{again}, and before {added}");
+    let node = wait_for_disk(&guest, "again")?;
+    guest.run_within(
+        IO_LIMIT,
+        &format!("mount -t ext4 /dev/{node} /mnt/d && sha256sum -c /tmp/sum && umount /mnt/d"),
+    )?;
+    ensure!(remove(&guest, "_disk0")? == 204, "It is not removed");
+    wait_until_gone(&guest, "_disk0", &again["bdf"])?;
+    guest.no_kernel_complaints()
+}
+
+fn a_disk_comes_is_used_and_goes() -> Result<()> {
+    comes_and_goes(Kernel::V6_12)
+}
+
+fn a_disk_comes_is_used_and_goes_on_6_1() -> Result<()> {
+    comes_and_goes(Kernel::V6_1)
+}
+
+/// What a process has, guest memory aside.
+#[derive(Clone, Copy, Debug)]
+struct Holdings {
+    files: usize,
+    threads: usize,
+    mappings: usize,
+    own_bytes: u64,
+}
+
+/// Guest memory is mapped in pieces larger than anything else.
+const OWN_MAPPING_MAX: u64 = 64 * MIB;
+
+fn holdings(pid: u32) -> Result<Holdings> {
+    let count = |what: &str| Ok::<_, anyhow::Error>(fs::read_dir(format!("/proc/{pid}/{what}"))?.count());
+    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps"))?;
+    let number = |line: &str, key: &str| {
+        line.strip_prefix(key).and_then(|rest| rest.trim().strip_suffix(" kB")?.parse::<u64>().ok())
+    };
+    let (mut mappings, mut own_bytes, mut size) = (0, 0, 0);
+    for line in smaps.lines() {
+        if let Some(kib) = number(line, "Size:") {
+            (mappings, size) = (mappings + 1, kib << 10);
+        } else if let Some(kib) = number(line, "Rss:")
+            && size < OWN_MAPPING_MAX
+        {
+            own_bytes += kib << 10;
+        }
+    }
+    Ok(Holdings { files: count("fd")?, threads: count("task")?, mappings, own_bytes })
+}
+
+fn a_hundred_disks_leave_nothing_behind() -> Result<()> {
+    let path = image("disk")?;
+    let guest = builder().boot()?;
+    let mut before = None;
+    for nth in 0..100 {
+        let id = format!("disk-{nth}");
+        let added = add_disk(&guest, &path, &id)?;
+        let node = wait_for_disk(&guest, &id)?;
+        guest.run(&format!("dd if=/dev/urandom of=/dev/{node} bs=64k count=4 oflag=direct 2>/dev/null"))?;
+        ensure!(remove(&guest, &id)? == 204, "{id} is not removed");
+        wait_until_gone(&guest, &id, &added["bdf"])?;
+        // The first ones leave what is made once.
+        if nth == 9 {
+            before = Some((holdings(guest.pid())?, slot_of(&added)?));
+        }
+        if let Some((_, slot)) = before {
+            ensure!(slot_of(&added)? == slot, "{id} is in another slot: {added}");
+        }
+    }
+    let (before, _) = before.context("No rounds")?;
+    // The last one's thread may not have ended.
+    guest.wait_until("the VMM has what it had before", LIMIT, || {
+        let now = holdings(guest.pid())?;
+        Ok(now.files == before.files && now.threads == before.threads && now.mappings <= before.mappings + 4)
+    })?;
+    let now = holdings(guest.pid())?;
+    ensure!(now.own_bytes <= before.own_bytes + 4 * MIB, "{now:?}, and before {before:?}");
+    let removed = [("kind", "disk"), ("action", "remove"), ("result", "ok")];
+    ensure!(guest.metrics()?.value("foreshore_hotplug_total", &removed)? == 100.0, "Not 100 were removed");
+    guest.no_kernel_complaints()
+}
+
+fn a_disk_goes_while_the_guest_writes() -> Result<()> {
+    let path = image("disk")?;
+    let guest = builder().cpus(2).boot()?;
+    for round in 0..3 {
+        let id = format!("disk-{round}");
+        let added = add_disk(&guest, &path, &id)?;
+        let node = wait_for_disk(&guest, &id)?;
+        let writes = format!(
+            "while dd if=/dev/zero of=/dev/{node} bs=64k count=64 oflag=direct 2>/dev/null; do :; done; echo over"
+        );
+        let writer = guest.start_script(IO_LIMIT, &writes)?;
+        let written = [("disk", id.as_str()), ("operation", "write"), ("result", "ok")];
+        guest.wait_until("the guest writes", LIMIT, || {
+            Ok(guest.metrics()?.value("foreshore_disk_operations_total", &written)? > 50.0)
+        })?;
+        ensure!(remove(&guest, &id)? == 204, "{id} is not removed");
+        // The kernel takes the disk from who writes, and each write after that is an error.
+        wait_until_gone(&guest, &id, &added["bdf"])?;
+        ensure!(writer.finish()?.stdout.contains("over"), "The writer goes on");
+        guest.run(&format!("rm -f /dev/{node}"))?;
+    }
+    ensure!(guest.api("GET", "vm.info", None)?["state"] == "Running", "The VM does not run");
+    guest.run("true")?;
+    Ok(())
+}
+
+fn a_guest_that_does_not_answer_keeps_its_disk() -> Result<()> {
+    let path = image("disk")?;
+    let guest = builder().boot()?;
+    let added = add_disk(&guest, &path, "harbour")?;
+    let node = wait_for_disk(&guest, "harbour")?;
+    guest.api("PUT", "vm.pause", None)?;
+    // Asked twice, it is asked once.
+    for _ in 0..2 {
+        ensure!(remove(&guest, "harbour")? == 204, "It is not asked for");
+    }
+    let pending = |guest: &Guest| guest.metrics()?.value("foreshore_hotplug_pending", &[]);
+    ensure!(pending(&guest)? == 1.0, "{} are pending", pending(&guest)?);
+    let same = guest.try_api("PUT", "vm.add-disk", Some(json!({"path": path, "id": "harbour"})))?;
+    ensure!(same.status == 409 && same.body.contains("harbour"), "{same:?}");
+    // Others come meanwhile.
+    let other = add_disk(&guest, &image("other")?, "other")?;
+    ensure!(other["bdf"] != added["bdf"], "{other}");
+    guest.api("PUT", "vm.resume", None)?;
+    wait_until_gone(&guest, "harbour", &added["bdf"])?;
+    guest.run(&format!("! test -e /sys/block/{node} || grep -qx other /sys/block/{node}/serial"))?;
+    wait_for_disk(&guest, "other")?;
+    // And what is paused when it is gone can end.
+    ensure!(remove(&guest, "other")? == 204, "It is not removed");
+    wait_until_gone(&guest, "other", &other["bdf"])?;
+    guest.no_kernel_complaints()
+}
+
+fn a_reboot_keeps_what_was_added_and_forgets_what_was_removed() -> Result<()> {
+    let guest = builder().boot()?;
+    for id in ["stays", "goes", "slow"] {
+        add_disk(&guest, &image(id)?, id)?;
+        wait_for_disk(&guest, id)?;
+    }
+    ensure!(remove(&guest, "goes")? == 204, "It is not removed");
+    guest.wait_until("it is gone", LIMIT, || {
+        Ok(guest.metrics()?.value("foreshore_hotplug_pending", &[])? == 0.0)
+    })?;
+    // This one's guest is not asked before it ends.
+    guest.api("PUT", "vm.pause", None)?;
+    ensure!(remove(&guest, "slow")? == 204, "It is not asked for");
+    guest.api("PUT", "vm.reboot", None)?;
+    guest.wait_for_shell(BOOT_LIMIT)?;
+    wait_for_disk(&guest, "stays")?;
+    let serials = guest.run("cat /sys/block/vd*/serial")?;
+    ensure!(serials.trim() == "stays", "After a reboot the guest has {serials}");
+    let info = guest.api("GET", "vm.info", None)?;
+    ensure!(info["config"]["disks"].as_array().is_some_and(|disks| disks.len() == 1), "{info}");
+    ensure!(guest.metrics()?.value("foreshore_hotplug_pending", &[])? == 0.0, "Something is pending");
+    // All three files are free, or the VM's.
+    add_disk(&guest, &this_tests_dir().join("goes"), "goes")?;
+    add_disk(&guest, &this_tests_dir().join("slow"), "slow")?;
+    wait_for_disk(&guest, "slow")?;
+    guest.no_kernel_complaints()
+}
+
+fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
+    let (first, second) = (image("first")?, image("second")?);
+    let guest = builder().argument("--disk", &format!("path={}", first.display())).boot()?;
+    let devices = guest.metrics()?.value("foreshore_pci_devices", &[])?;
+    for (body, status, text) in [
+        (json!({"path": second, "id": "_disk0"}), 409, "_disk0"),
+        (json!({"path": second, "num_queues": 2}), 400, "num_queues is 2"),
+        (json!({"path": second, "iommu": true}), 400, "iommu"),
+        (json!({"id": "x"}), 400, "path"),
+        (json!({"path": "/nowhere", "id": "x"}), 500, "/nowhere"),
+        (json!({"path": first, "id": "x"}), 500, "in use"),
+    ] {
+        let answer = guest.try_api("PUT", "vm.add-disk", Some(body.clone()))?;
+        ensure!(answer.status == status && answer.body.contains(text), "{body}: {answer:?}");
+    }
+    for (id, status) in [("nobody", 404), ("rng", 500)] {
+        ensure!(remove(&guest, id)? == status, "{id} is removed with {}", remove(&guest, id)?);
+    }
+    ensure!(guest.metrics()?.value("foreshore_pci_devices", &[])? == devices, "Something was added");
+    // One that was there from the start goes as well.
+    let node = wait_for_disk(&guest, "_disk0")?;
+    ensure!(remove(&guest, "_disk0")? == 204, "It is not removed");
+    guest.wait_until_run("it is gone", LIMIT, &format!("! test -e /sys/block/{node}"))?;
+    // Until the bus is full.
+    let mut count = 0;
+    let refused = loop {
+        let path = image(&format!("full-{count}"))?;
+        let answer = guest.try_api("PUT", "vm.add-disk", Some(json!({ "path": path })))?;
+        if answer.status != 200 {
+            break answer;
+        }
+        count += 1;
+    };
+    ensure!(refused.status == 500 && refused.body.contains("31 slots"), "{refused:?}");
+    guest.wait_until_run(
+        "all are there",
+        LIMIT,
+        &format!("test $(ls /sys/block | grep -c ^vd) = {count}"),
+    )?;
+    guest.no_kernel_complaints()
+}

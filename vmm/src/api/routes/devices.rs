@@ -1,0 +1,49 @@
+//! Calls that add devices and remove them.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde_json::{Map, Value};
+
+use crate::api::body::JsonBody;
+use crate::api::error::ApiError;
+use crate::api::wire::RemoveDeviceBody;
+use crate::config::DeviceConfig;
+use crate::vm::request::{VmHandle, VmRequest};
+
+/// Answers where the device is, or nothing if the VM does not run: then it will have it when it boots.
+async fn add(vm: VmHandle, device: DeviceConfig) -> Result<Response, ApiError> {
+    let added = vm.ask(|reply| VmRequest::AddDevice(Box::new(device), reply)).await?;
+    Ok(added.map_or_else(|| StatusCode::NO_CONTENT.into_response(), |info| Json(info).into_response()))
+}
+
+pub(super) async fn add_disk(
+    State(vm): State<VmHandle>,
+    JsonBody(json): JsonBody<Map<String, Value>>,
+) -> Result<Response, ApiError> {
+    add(vm, DeviceConfig::disk(json)?).await
+}
+
+pub(super) async fn add_pmem(
+    State(vm): State<VmHandle>,
+    JsonBody(json): JsonBody<Map<String, Value>>,
+) -> Result<Response, ApiError> {
+    add(vm, DeviceConfig::pmem(json)?).await
+}
+
+pub(super) async fn add_vsock(
+    State(vm): State<VmHandle>,
+    JsonBody(json): JsonBody<Map<String, Value>>,
+) -> Result<Response, ApiError> {
+    add(vm, DeviceConfig::vsock(json)?).await
+}
+
+/// Answers when the guest has been asked; it has the device until it lets it go.
+pub(super) async fn remove(
+    State(vm): State<VmHandle>,
+    JsonBody(body): JsonBody<RemoveDeviceBody>,
+) -> Result<StatusCode, ApiError> {
+    vm.ask(|reply| VmRequest::RemoveDevice(body.id, reply)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

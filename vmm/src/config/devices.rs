@@ -1,0 +1,229 @@
+//! Devices by their ids: what comes and goes in a VM that is there.
+
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use super::error::ConfigError;
+use super::json::{self, JsonError};
+use super::option_parser::Syntax;
+use super::{DiskConfig, PmemConfig, VmConfig, VsockConfig, disk, pmem, vsock};
+
+/// A device that may be added to a VM and removed from it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DeviceConfig {
+    /// `vm.add-disk`.
+    Disk(DiskConfig),
+    /// `vm.add-pmem`.
+    Pmem(PmemConfig),
+    /// `vm.add-vsock`.
+    Vsock(VsockConfig),
+}
+
+impl DeviceConfig {
+    /// Reads a disk.
+    pub fn disk(json: Map<String, Value>) -> Result<Self, JsonError> {
+        read(&disk::SYNTAX, json).map(Self::Disk)
+    }
+
+    /// Reads a file or device that is persistent memory.
+    pub fn pmem(json: Map<String, Value>) -> Result<Self, JsonError> {
+        read(&pmem::SYNTAX, json).map(Self::Pmem)
+    }
+
+    /// Reads a vsock device.
+    pub fn vsock(json: Map<String, Value>) -> Result<Self, JsonError> {
+        read(&vsock::SYNTAX, json).map(Self::Vsock)
+    }
+
+    /// What it is, in one word.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Disk(_) => "disk",
+            Self::Pmem(_) => "pmem",
+            Self::Vsock(_) => "vsock",
+        }
+    }
+
+    fn flag(&self) -> &'static str {
+        match self {
+            Self::Disk(_) => disk::SYNTAX.flag,
+            Self::Pmem(_) => pmem::SYNTAX.flag,
+            Self::Vsock(_) => vsock::SYNTAX.flag,
+        }
+    }
+
+    fn id_mut(&mut self) -> &mut Option<String> {
+        match self {
+            Self::Disk(disk) => &mut disk.id,
+            Self::Pmem(pmem) => &mut pmem.id,
+            Self::Vsock(vsock) => &mut vsock.id,
+        }
+    }
+}
+
+/// One device as the API takes it, by the rules of a whole configuration.
+fn read<T: DeserializeOwned>(syntax: &Syntax, mut json: Map<String, Value>) -> Result<T, JsonError> {
+    json::strip_nulls(&mut json);
+    json::check_section(syntax, &json)?;
+    Ok(serde_json::from_value(Value::Object(json))?)
+}
+
+/// The first of `_disk0`, `_disk1` and so on that nothing is called.
+fn free_name(kind: &str, taken: &[String]) -> String {
+    let mut names = (0u32..).map(|nth| format!("_{kind}{nth}"));
+    names.find(|name| !taken.contains(name)).expect("fewer devices than numbers")
+}
+
+impl VmConfig {
+    /// Gives every device that has no id one. Their places in the configuration change when others come and go; ids do not.
+    pub fn name_devices(&mut self) {
+        let mut taken = self.ids();
+        let devices = (self.disks.iter_mut().map(|disk| ("disk", &mut disk.id)))
+            .chain(self.pmem.iter_mut().map(|pmem| ("pmem", &mut pmem.id)))
+            .chain(self.vsock.iter_mut().map(|vsock| ("vsock", &mut vsock.id)));
+        for (kind, id) in devices.filter(|(_, id)| id.is_none()) {
+            let name = free_name(kind, &taken);
+            taken.push(name.clone());
+            *id = Some(name);
+        }
+    }
+
+    /// What is called something: devices, and zones of memory.
+    fn ids(&self) -> Vec<String> {
+        let given = (self.disks.iter().filter_map(|disk| disk.id.as_deref()))
+            .chain(self.pmem.iter().filter_map(|pmem| pmem.id.as_deref()))
+            .chain(self.vsock.iter().filter_map(|vsock| vsock.id.as_deref()))
+            .chain(self.balloon.iter().map(|balloon| balloon.id_or_default()))
+            .chain(self.memory.zones.iter().map(|zone| &*zone.id))
+            .chain(self.pm_memory.iter().filter_map(|zone| zone.id.as_deref()));
+        given.map(str::to_owned).collect()
+    }
+
+    /// Adds a device and returns its id, which is none of those `in_use` by devices that the guest has not let go yet. Of one
+    /// that cannot be added nothing is left.
+    pub fn add_device(&mut self, mut device: DeviceConfig, in_use: &[String]) -> Result<String, ConfigError> {
+        let mut config = self.clone();
+        config.name_devices();
+        let (mut taken, flag, kind) = (config.ids(), device.flag(), device.kind());
+        taken.extend_from_slice(in_use);
+        let id = device.id_mut().get_or_insert_with(|| free_name(kind, &taken)).clone();
+        if taken.contains(&id) {
+            return Err(ConfigError::IdTaken { flag, id });
+        }
+        match device {
+            DeviceConfig::Disk(disk) => config.disks.push(disk),
+            DeviceConfig::Pmem(pmem) => config.pmem.push(pmem),
+            DeviceConfig::Vsock(vsock) => {
+                if config.vsock.is_some() {
+                    let reason = "a VM has one vsock device, and this one has it".to_owned();
+                    return Err(ConfigError::Conflict { flag, reason });
+                }
+                config.vsock = Some(vsock);
+            }
+        }
+        config.validate()?;
+        *self = config;
+        Ok(id)
+    }
+
+    /// The device that is called `id`, if one that can be added is.
+    pub fn device(&self, id: &str) -> Option<DeviceConfig> {
+        let is_it = |given: &Option<String>| given.as_deref() == Some(id);
+        let disk = self.disks.iter().find(|disk| is_it(&disk.id)).cloned().map(DeviceConfig::Disk);
+        let pmem = || self.pmem.iter().find(|pmem| is_it(&pmem.id)).cloned().map(DeviceConfig::Pmem);
+        let vsock = || self.vsock.iter().find(|vsock| is_it(&vsock.id)).cloned().map(DeviceConfig::Vsock);
+        disk.or_else(pmem).or_else(vsock)
+    }
+
+    /// Takes out the device that is called `id`; false if none is that can be added.
+    pub fn remove_device(&mut self, id: &str) -> bool {
+        let Some(device) = self.device(id) else { return false };
+        let stays = |given: &Option<String>| given.as_deref() != Some(id);
+        match device {
+            DeviceConfig::Disk(_) => self.disks.retain(|disk| stays(&disk.id)),
+            DeviceConfig::Pmem(_) => self.pmem.retain(|pmem| stays(&pmem.id)),
+            DeviceConfig::Vsock(_) => self.vsock = None,
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::config::{BalloonConfig, MemoryZoneConfig, test_config};
+
+    fn disk(text: &str) -> DeviceConfig {
+        DeviceConfig::Disk(DiskConfig::parse(text).unwrap())
+    }
+
+    fn add(config: &mut VmConfig, device: DeviceConfig) -> Result<String, String> {
+        config.add_device(device, &["_disk8".to_owned()]).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn ids_are_given_once_and_stay() {
+        let mut config = test_config();
+        config.disks =
+            ["path=/a", "path=/b,id=_disk0", "path=/c"].map(|text| DiskConfig::parse(text).unwrap()).to_vec();
+        config.name_devices();
+        let ids =
+            |config: &VmConfig| config.disks.iter().map(|disk| disk.id.clone().unwrap()).collect::<Vec<_>>();
+        assert_eq!(ids(&config), ["_disk1", "_disk0", "_disk2"]);
+        assert!(config.remove_device("_disk0"));
+        assert_eq!(add(&mut config, disk("path=/d")), Ok("_disk0".to_owned()));
+        assert_eq!(add(&mut config, disk("path=/e")), Ok("_disk3".to_owned()));
+        assert_eq!(ids(&config), ["_disk1", "_disk2", "_disk0", "_disk3"]);
+        // What the guest has not let go yet is nobody else's.
+        (4..8).for_each(|nth| assert_eq!(add(&mut config, disk("path=/f")), Ok(format!("_disk{nth}"))));
+        assert_eq!(add(&mut config, disk("path=/g")), Ok("_disk9".to_owned()));
+        assert!(add(&mut config, disk("path=/h,id=_disk8")).is_err());
+        let before = config.clone();
+        config.name_devices();
+        assert_eq!(config, before);
+    }
+
+    #[test]
+    fn an_id_is_one_things_whatever_it_is() {
+        let mut config = test_config();
+        config.balloon = Some(BalloonConfig::parse("size=0,id=air").unwrap());
+        config.memory.zones = vec![MemoryZoneConfig::parse("id=left,size=512M").unwrap()];
+        config.memory.size = 0;
+        add(&mut config, DeviceConfig::Pmem(PmemConfig::parse("file=/p,id=p").unwrap())).unwrap();
+        let before = config.clone();
+        for id in ["air", "left", "p"] {
+            let error = add(&mut config, disk(&format!("path=/d,id={id}"))).unwrap_err();
+            assert_eq!(error, format!("--disk: the id {id} is taken"));
+        }
+        assert_eq!(config, before);
+    }
+
+    #[test]
+    fn what_is_no_device_for_this_vm_changes_nothing() {
+        let mut config = test_config();
+        let vsock = |cid| DeviceConfig::Vsock(VsockConfig::parse(&format!("cid={cid},socket=/s")).unwrap());
+        assert!(add(&mut config, disk("path=/d,num_queues=2")).unwrap_err().contains("num_queues is 2"));
+        assert!(add(&mut config, vsock(2)).unwrap_err().contains("cid is 2"));
+        assert_eq!(config, test_config());
+        assert_eq!(add(&mut config, vsock(3)), Ok("_vsock0".to_owned()));
+        assert!(add(&mut config, vsock(4)).unwrap_err().contains("one vsock device"));
+        assert!(!config.remove_device("_vsock1") && config.remove_device("_vsock0"));
+        assert_eq!(config, test_config());
+    }
+
+    #[test]
+    fn a_devices_json_is_read_by_the_rules_of_a_configuration() {
+        let read = |json: Value| DeviceConfig::disk(json.as_object().unwrap().clone());
+        let json =
+            json!({"path": "/d", "readonly": true, "image_type": "Raw", "vhost_user": false, "serial": null});
+        assert_eq!(read(json).unwrap(), disk("path=/d,readonly=on,image_type=raw"));
+        let error = |json| read(json).unwrap_err().to_string();
+        assert!(
+            error(json!({"path": "/d", "iommu": true})).starts_with("--disk: iommu=true is not supported")
+        );
+        assert!(error(json!({})).contains("path"));
+        assert!(error(json!({"path": 7})).contains("invalid type"));
+    }
+}

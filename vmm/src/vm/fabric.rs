@@ -1,0 +1,131 @@
+//! What devices are attached to, and which are.
+
+use std::sync::Arc;
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::error::BuildError;
+use super::work::DeviceWork;
+use crate::bus::Bus;
+use crate::cpu::brake::Brake;
+use crate::event_loop::EventLoopHandle;
+use crate::interrupt::MsiController;
+use crate::interrupt::router::MsiRouter;
+use crate::memory::Memory;
+use crate::memory::layout::{ECAM_LEN, ECAM_START};
+use crate::memory::lost::LostMemory;
+use crate::pci::RootBus;
+use crate::virtio::VirtioDevice;
+use crate::virtio::transport::pci::{IoEvents, VirtioPciDevice};
+
+/// The legacy way into PCI configuration space: address and data, 4 ports each.
+const PCI_CONFIG_PORT: u64 = 0xcf8;
+const PCI_CONFIG_LEN: u64 = 8;
+
+/// What all devices of a VM are attached to.
+pub(super) struct Fabric {
+    io_events: Arc<dyn IoEvents>,
+    interrupts: Arc<dyn MsiController>,
+    pub(super) ports: Arc<Bus>,
+    pub(super) mmio: Arc<Bus>,
+    pub(super) pci: Arc<RootBus>,
+    router: Arc<MsiRouter>,
+    /// For devices whose failure the guest cannot be told.
+    pub(super) brake: Arc<Brake>,
+    /// For memory that may be lost.
+    pub(super) lost: Arc<LostMemory>,
+    /// Everything on the PCI bus, to be stopped when the VM ends.
+    pub(super) virtio: Vec<Attached>,
+    /// The threads of devices.
+    pub(super) work: Arc<DeviceWork>,
+}
+
+/// A device on the PCI bus.
+pub(super) struct Attached {
+    /// What the API calls it.
+    pub(super) id: String,
+    pub(super) slot: u8,
+    pub(super) device: Arc<VirtioPciDevice>,
+    /// Threads of its own.
+    pub(super) loops: Vec<EventLoopHandle>,
+    /// What it is in metrics, if it can be removed.
+    pub(super) removable: Option<&'static str>,
+    /// The guest was asked to let it go.
+    pub(super) is_leaving: bool,
+}
+
+impl Fabric {
+    /// Nothing is attached.
+    pub(super) fn new(
+        io_events: Arc<dyn IoEvents>,
+        interrupts: Arc<dyn MsiController>,
+        vcpus: u8,
+        memory: &Memory,
+    ) -> Result<Self, BuildError> {
+        let (ports, mmio) = (Arc::new(Bus::default()), Arc::new(Bus::default()));
+        let pci = RootBus::new(&mmio);
+        mmio.insert(ECAM_START, ECAM_LEN, pci.ecam())?;
+        ports.insert(PCI_CONFIG_PORT, PCI_CONFIG_LEN, pci.ports())?;
+        let router = MsiRouter::new(Arc::clone(&interrupts));
+        let brake = Arc::new(Brake::new(vcpus));
+        let lost = LostMemory::new(Arc::clone(&brake), memory.view().loss())
+            .map_err(BuildError::device("the event of lost memory"))?;
+        Ok(Self {
+            io_events,
+            interrupts,
+            ports,
+            mmio,
+            pci,
+            router,
+            brake,
+            lost: Arc::new(lost),
+            virtio: Vec::new(),
+            work: DeviceWork::new(Vec::new()),
+        })
+    }
+
+    /// Puts a virtio device on the PCI bus, for as long as the VM lives.
+    pub(super) fn attach(
+        &mut self,
+        device: Box<dyn VirtioDevice>,
+        memory: &Memory,
+    ) -> Result<(), BuildError> {
+        let id = device.name().to_owned();
+        self.put(id, None, device, memory).map(drop)
+    }
+
+    /// Puts one on the bus that may be removed again, called `id` by the API and `kind` in metrics. Returns its slot.
+    pub(super) fn attach_removable(
+        &mut self,
+        id: &str,
+        kind: &'static str,
+        device: Box<dyn VirtioDevice>,
+        memory: &Memory,
+    ) -> Result<u8, BuildError> {
+        self.put(id.to_owned(), Some(kind), device, memory)
+    }
+
+    fn put(
+        &mut self,
+        id: String,
+        removable: Option<&'static str>,
+        device: Box<dyn VirtioDevice>,
+        memory: &Memory,
+    ) -> Result<u8, BuildError> {
+        let view = memory.view().clone();
+        let events = Arc::clone(&self.io_events);
+        let loops = device.loops();
+        let device = VirtioPciDevice::new(device, view, &self.router, events)?;
+        let slot = self.pci.add(None, Arc::clone(&device) as _)?;
+        self.work.add(&loops);
+        self.virtio.push(Attached { id, slot, device, loops, removable, is_leaving: false });
+        Ok(slot)
+    }
+
+    /// An event that raises the interrupt `gsi` of the I/O APIC.
+    pub(super) fn line(&self, gsi: u32) -> Result<EventFd, BuildError> {
+        let line = EventFd::new(EFD_NONBLOCK).map_err(BuildError::device("an interrupt line"))?;
+        self.interrupts.register_irqfd(&line, gsi).map_err(BuildError::device("an interrupt line"))?;
+        Ok(line)
+    }
+}

@@ -1,0 +1,268 @@
+//! Devices that come and go while the guest runs.
+//!
+//! **Adding.** Whatever may be refused is refused before the guest hears of anything:
+//! 1. the owner has checked the configuration, and that nothing has the id;
+//! 2. the host's files are opened, and the device is made with its threads;
+//! 3. it is put into a free slot of the PCI bus, where a guest that looked would find it;
+//! 4. who pauses, resizes and counts devices knows it;
+//! 5. the guest is told: the slot's bit, then the interrupt.
+//!
+//! **Removing.** The guest is asked, and takes its time; nobody waits for it:
+//! 1. the slot's bit and the interrupt; the call is answered, and the next boot does without the device;
+//! 2. the guest's driver lets go, and its firmware's method writes the eject register;
+//! 3. within that exit the slot is emptied: the guest looks again at once (`RootBus::remove`);
+//! 4. the owner hears of it, and nobody who pauses, resizes or counts devices knows it any more;
+//! 5. a thread of its own stops the device, which may wait for a disk, and closes its files. The machine's end waits for it:
+//!    the next one may have the same files.
+//!
+//! A guest that does not answer keeps its device until it does, or ends.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+
+use tracing::{error, info, warn};
+
+use super::devices;
+use super::error::BuildError;
+use super::fabric::Attached;
+use super::machine::KvmMachine;
+use super::request::{PciDeviceInfo, VmError};
+use crate::acpi::ged::Event;
+use crate::config::DeviceConfig;
+use crate::metrics::{DiskMetrics, HotplugMetrics};
+
+/// Where a slot's device is, as PCI counts.
+pub(super) fn bdf(slot: u8) -> String {
+    format!("0000:00:{slot:02x}.0")
+}
+
+/// Devices that are gone for the guest, each being stopped by a thread of its own.
+#[derive(Default)]
+pub(super) struct Leaving(Vec<JoinHandle<()>>);
+
+impl Leaving {
+    /// Ends `device` elsewhere.
+    fn end(&mut self, device: Attached) {
+        self.0.retain(|thread| !thread.is_finished());
+        let id = device.id.clone();
+        let end = move || {
+            device.device.stop();
+            info!(id = device.id, bdf = bdf(device.slot), "The device is removed");
+        };
+        match std::thread::Builder::new().name("_removed".to_owned()).spawn(end) {
+            Ok(thread) => self.0.push(thread),
+            // Its end was dropped with the thread, and the device with it: that has ended it here.
+            Err(err) => warn!(%err, id, "A device that was removed is waited for"),
+        }
+    }
+
+    /// Waits until all are.
+    pub(super) fn wait(&mut self) {
+        for thread in self.0.drain(..) {
+            if thread.join().is_err() {
+                error!("The end of a device has panicked");
+            }
+        }
+    }
+}
+
+impl KvmMachine {
+    /// Steps 2 to 5 of adding.
+    pub(super) fn add(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {
+        if self.fabric.virtio.iter().any(|attached| attached.id == id) {
+            // One that was asked to go, and has not gone yet.
+            return Err(VmError::IdTaken { id: id.to_owned() });
+        }
+        let kind = device.kind();
+        let slot = self.attach(device).map_err(|err| {
+            self.hotplug.count(kind, "add", "error");
+            VmError::Failed(super::chain(&err))
+        })?;
+        self.hotplug.count(kind, "add", "ok");
+        self.page.slots(|slots| slots.put(slot));
+        self.tell_slots();
+        info!(id, bdf = bdf(slot), "A {kind} is added");
+        Ok(PciDeviceInfo { id: id.to_owned(), bdf: bdf(slot) })
+    }
+
+    /// Steps 2 to 4. Returns the slot.
+    fn attach(&mut self, device: &DeviceConfig) -> Result<u8, BuildError> {
+        match device {
+            DeviceConfig::Disk(disk) => {
+                let disk = devices::attach_disk(disk, &mut self.fabric, &self.memory)?;
+                let sample = DiskMetrics { disk: disk.id().to_owned(), counters: disk.metrics() };
+                self.metrics.change_machine(|sources| sources.disks.push(sample));
+                self.disks.push(disk);
+            }
+            DeviceConfig::Pmem(_) | DeviceConfig::Vsock(_) => {
+                let reason = format!("a {} cannot be added to a running VM yet", device.kind());
+                return Err(BuildError::device("the device")(reason));
+            }
+        }
+        let attached = self.fabric.virtio.last().expect("what was attached");
+        self.hotplug.devices.store(self.fabric.virtio.len() as u64, Ordering::Relaxed);
+        Ok(attached.slot)
+    }
+
+    /// Step 1 of removing.
+    pub(super) fn ask_to_let_go(&mut self, id: &str) -> Result<(), VmError> {
+        let Some(attached) = self.fabric.virtio.iter_mut().find(|attached| attached.id == id) else {
+            return Err(VmError::NoSuchDevice { id: id.to_owned() });
+        };
+        let Some(kind) = attached.removable else {
+            return Err(VmError::Failed(format!("{id} is not a device that can be removed")));
+        };
+        if !std::mem::replace(&mut attached.is_leaving, true) {
+            self.hotplug.count(kind, "remove", "asked");
+            self.hotplug.pending.fetch_add(1, Ordering::Relaxed);
+        }
+        let slot = attached.slot;
+        self.page.slots(|slots| slots.ask(slot));
+        self.tell_slots();
+        Ok(())
+    }
+
+    /// Steps 4 and 5.
+    pub(super) fn let_go(&mut self, slot: u8) {
+        // Another device may be in the slot by now.
+        let gone = self.fabric.virtio.extract_if(.., |attached| attached.slot == slot && attached.is_leaving);
+        for attached in gone.collect::<Vec<_>>() {
+            let (id, kind) = (&attached.id, attached.removable.unwrap_or("device"));
+            self.hotplug.count(kind, "remove", "ok");
+            self.hotplug.pending.fetch_sub(1, Ordering::Relaxed);
+            self.disks.retain(|disk| disk.id() != id);
+            self.metrics.change_machine(|sources| sources.disks.retain(|disk| disk.disk != *id));
+            self.fabric.work.remove(&attached.loops);
+            self.leaving.end(attached);
+        }
+        self.hotplug.devices.store(self.fabric.virtio.len() as u64, Ordering::Relaxed);
+    }
+
+    fn tell_slots(&self) {
+        if let Err(err) = self.ged.notify(Event::Pci) {
+            warn!(%err, "The guest does not hear of a PCI slot");
+        }
+    }
+}
+
+/// Counters of a machine that has these devices.
+pub(super) fn metrics(devices: &[Attached]) -> Arc<HotplugMetrics> {
+    let metrics = HotplugMetrics::default();
+    metrics.devices.store(devices.len() as u64, Ordering::Relaxed);
+    Arc::new(metrics)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::acpi::hotplug::{PCI_DOWN, PCI_UP};
+    use crate::config::DiskConfig;
+    use crate::vm::machine::tests::machine;
+
+    struct Rig {
+        folder: TempDir,
+        machine: KvmMachine,
+    }
+
+    impl Rig {
+        fn new() -> Self {
+            Self { folder: TempDir::new().unwrap(), machine: machine() }
+        }
+
+        fn disk(&self, name: &str) -> DeviceConfig {
+            let path = self.folder.path().join(name);
+            File::create(&path).unwrap().set_len(1 << 20).unwrap();
+            DeviceConfig::Disk(DiskConfig::parse(&format!("path={},id={name}", path.display())).unwrap())
+        }
+
+        fn add(&mut self, name: &str) -> Result<PciDeviceInfo, VmError> {
+            let disk = self.disk(name);
+            self.machine.add(name, &disk)
+        }
+
+        /// As the guest does it.
+        fn eject(&mut self, slot: u8) {
+            drop(self.machine.fabric.pci.remove(slot));
+            self.machine.let_go(slot);
+        }
+
+        fn register(&self, offset: u64) -> u32 {
+            self.machine.page.slots(|slots| slots.read(offset))
+        }
+
+        /// Devices on the bus, disks, and what is waited for.
+        fn counts(&self) -> (usize, usize, u64) {
+            let pending = self.machine.hotplug.pending.load(Ordering::Relaxed);
+            (self.machine.fabric.pci.used() - 1, self.machine.disks.len(), pending)
+        }
+    }
+
+    #[test]
+    fn a_disk_is_there_until_the_guest_lets_it_go() {
+        let mut rig = Rig::new();
+        let added = rig.add("a").unwrap();
+        assert_eq!(added, PciDeviceInfo { id: "a".to_owned(), bdf: "0000:00:01.0".to_owned() });
+        assert_eq!((rig.register(PCI_UP), rig.counts()), (1 << 1, (1, 1, 0)));
+        assert!(matches!(rig.machine.ask_to_let_go("b"), Err(VmError::NoSuchDevice { .. })));
+        for _ in 0..2 {
+            rig.machine.ask_to_let_go("a").unwrap();
+            assert_eq!((rig.register(PCI_DOWN), rig.counts()), (1 << 1, (1, 1, 1)));
+        }
+        // As long as it is there, it has its name and its file.
+        assert!(matches!(rig.add("a"), Err(VmError::IdTaken { .. })));
+        rig.eject(1);
+        assert_eq!(rig.counts(), (0, 0, 0));
+        rig.machine.leaving.wait();
+        rig.add("a").unwrap();
+    }
+
+    #[test]
+    fn an_ejection_that_comes_late_takes_nothing_from_who_has_the_slot_now() {
+        let mut rig = Rig::new();
+        rig.add("a").unwrap();
+        rig.machine.ask_to_let_go("a").unwrap();
+        // The slot is empty before the owner hears of it.
+        drop(rig.machine.fabric.pci.remove(1));
+        assert_eq!(rig.add("b").unwrap().bdf, "0000:00:01.0");
+        rig.machine.let_go(1);
+        rig.machine.let_go(1);
+        assert_eq!(rig.machine.disks.iter().map(|disk| disk.id()).collect::<Vec<_>>(), ["b"]);
+        assert_eq!(rig.counts(), (1, 1, 0));
+    }
+
+    #[test]
+    fn what_cannot_be_added_leaves_nothing() {
+        let mut rig = Rig::new();
+        let disk = DeviceConfig::Disk(DiskConfig::parse("path=/nowhere/disk,id=a").unwrap());
+        assert!(matches!(rig.machine.add("a", &disk), Err(VmError::Failed(_))));
+        for nth in 0..31 {
+            rig.add(&format!("disk{nth}")).unwrap();
+        }
+        let before = rig.machine.fabric.work.count();
+        let error = rig.add("one-more").unwrap_err().to_string();
+        assert!(error.contains("31 slots"), "{error}");
+        assert_eq!((rig.counts(), rig.machine.fabric.work.count()), ((31, 31, 0), before));
+        rig.machine.ask_to_let_go("disk7").unwrap();
+        rig.eject(8);
+        assert_eq!(rig.machine.fabric.work.count(), before - 1);
+        // Its file is free, and so is its slot.
+        assert_eq!(rig.add("one-more").unwrap().bdf, "0000:00:08.0");
+    }
+
+    #[test]
+    fn a_machine_that_ends_waits_for_what_was_removed() {
+        let mut rig = Rig::new();
+        let disk = rig.disk("a");
+        for _ in 0..20 {
+            rig.machine.add("a", &disk).unwrap();
+            rig.machine.ask_to_let_go("a").unwrap();
+            rig.eject(1);
+            rig.machine = machine();
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! The threads on which devices work.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::event_loop::EventLoopHandle;
+
+/// The threads on which devices work. They stand still while the VM is paused.
+pub struct DeviceWork {
+    state: Mutex<State>,
+}
+
+struct State {
+    loops: Vec<EventLoopHandle>,
+    /// How often the VM has gone on: a pause that comes late sees that it is over.
+    releases: u64,
+}
+
+impl DeviceWork {
+    /// That of these loops.
+    pub(super) fn new(loops: Vec<EventLoopHandle>) -> Arc<Self> {
+        Arc::new(Self { state: Mutex::new(State { loops, releases: 0 }) })
+    }
+
+    /// Those of another device. While the VM is paused its driver does not begin anything.
+    pub(super) fn add(&self, loops: &[EventLoopHandle]) {
+        self.state.lock().loops.extend_from_slice(loops);
+    }
+
+    /// Those of a device that the guest has let go: whoever stops it waits for them, also while the VM is paused.
+    pub(super) fn remove(&self, loops: &[EventLoopHandle]) {
+        let mut state = self.state.lock();
+        state.loops.retain(|known| !loops.iter().any(|gone| gone.is_same(known)));
+        loops.iter().for_each(EventLoopHandle::release);
+    }
+
+    /// How many threads there are.
+    #[cfg(test)]
+    pub(super) fn count(&self) -> usize {
+        self.state.lock().loops.len()
+    }
+
+    /// How often the VM has gone on.
+    pub(super) fn releases(&self) -> u64 {
+        self.state.lock().releases
+    }
+
+    /// Holds what has not gone on since there were so many releases, and waits until it stands still.
+    pub(super) fn hold(&self, since: u64) {
+        let loops = {
+            let state = self.state.lock();
+            if state.releases != since {
+                return;
+            }
+            state.loops.iter().for_each(EventLoopHandle::hold);
+            state.loops.clone()
+        };
+        loops.iter().for_each(EventLoopHandle::wait_until_held);
+    }
+
+    pub(super) fn release(&self) {
+        let mut state = self.state.lock();
+        state.releases += 1;
+        state.loops.iter().for_each(EventLoopHandle::release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::event_loop::EventLoop;
+
+    #[test]
+    fn a_device_that_goes_while_the_vm_is_paused_can_be_stopped() {
+        let [stays, goes] = ["stays", "goes"].map(|name| EventLoop::spawn(name).unwrap());
+        let work = DeviceWork::new(vec![stays.handle()]);
+        work.add(&[goes.handle()]);
+        work.hold(work.releases());
+        assert!(stays.handle().gate().is_closed() && goes.handle().gate().is_closed());
+        work.remove(&[goes.handle()]);
+        assert!(stays.handle().gate().is_closed() && !goes.handle().gate().is_closed());
+        // It is nobody's any more.
+        work.hold(work.releases());
+        assert!(!goes.handle().gate().is_closed());
+        work.release();
+        assert!(!stays.handle().gate().is_closed());
+    }
+}
