@@ -244,6 +244,20 @@ impl Memory {
     ) -> Result<MappedRange, MemoryError> {
         let len = extents.iter().map(|extent| extent.len).sum();
         let range = self.map.allocate(len, HOTPLUG_ALIGN)?;
+        let result = self.show_file(range, file, extents, access);
+        if result.is_err() {
+            self.map.give_back(range);
+        }
+        result
+    }
+
+    fn show_file(
+        &self,
+        range: GuestRange,
+        file: BorrowedFd<'_>,
+        extents: &[Extent],
+        access: Access,
+    ) -> Result<MappedRange, MemoryError> {
         let reservation = reserve(range, None)?;
         let mut at = 0;
         for extent in extents {
@@ -258,8 +272,24 @@ impl Memory {
             memory.forbid_writes(range.start, range.len);
         }
         drop(memory);
-        self.slots.add(range, &reservation, 0, access)?;
-        Ok(MappedRange { guest: range, reservation })
+        match self.slots.add(range, &reservation, 0, access) {
+            Ok(slot) => Ok(MappedRange { guest: range, reservation, slot }),
+            Err(err) => {
+                self.view.exclusive().remove_region(GuestAddress(range.start), range.len, &reservation);
+                Err(err.into())
+            }
+        }
+    }
+
+    /// Takes a range back that [`Self::add_file_range`] made: the guest cannot reach it any more, nor can a device. Waits for
+    /// accesses of devices that are under way. What KVM keeps stays mapped.
+    pub fn remove_file_range(&mut self, range: &MappedRange) -> Result<(), MemoryError> {
+        // 1. The guest, 2. devices, 3. the next one may have the addresses.
+        self.slots.remove(range.slot)?;
+        let MappedRange { guest, reservation, .. } = range;
+        self.view.exclusive().remove_region(GuestAddress(guest.start), guest.len, reservation);
+        self.map.give_back(*guest);
+        Ok(())
     }
 }
 
@@ -270,6 +300,8 @@ pub struct MappedRange {
     pub guest: GuestRange,
     /// Where this process does.
     pub reservation: Arc<Reservation>,
+    /// KVM's slot.
+    slot: u32,
 }
 
 fn host_node(zone: &ZoneSpec) -> Result<Option<HostNode>, MemoryError> {
@@ -428,5 +460,34 @@ mod tests {
         assert_eq!(read(4 * GIB, 5), b"first");
         assert_eq!(read(4 * GIB + 2 * MIB, 6), b"second");
         assert!(guard.write_obj(1u8, GuestAddress(4 * GIB)).is_err());
+    }
+
+    #[test]
+    fn a_file_that_comes_and_goes_leaves_nothing_in_guest_memory() {
+        use std::os::fd::AsFd;
+        let table = Arc::new(FakeSlots::default());
+        let mut memory =
+            build(vec![dram_zone(GIB, 0)], None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(2 * MIB).unwrap();
+        let extents = [Extent { offset: 0, len: 2 * MIB }];
+        let used = memory.slots().used();
+        for access in [Access::Read, Access::ReadWrite, Access::ReadWrite] {
+            let range = memory.add_file_range(file.as_fd(), &extents, access).unwrap();
+            assert_eq!(range.guest, GuestRange { start: 4 * GIB, len: 2 * MIB });
+            let at = GuestAddress(4 * GIB);
+            assert_eq!(memory.view().memory().write_obj(7u8, at).is_ok(), access == Access::ReadWrite);
+            memory.remove_file_range(&range).unwrap();
+            assert_eq!(Arc::strong_count(&range.reservation), 1, "somebody keeps it mapped");
+            assert!(memory.view().memory().read_obj::<u8>(at).is_err() && !table.covers(4 * GIB));
+            assert_eq!(memory.slots().used(), used);
+        }
+        // One that KVM does not take leaves nothing either.
+        *table.calls_left.lock() = Some(0);
+        memory.add_file_range(file.as_fd(), &extents, Access::ReadWrite).unwrap_err();
+        *table.calls_left.lock() = None;
+        assert!(memory.view().memory().read_obj::<u8>(GuestAddress(4 * GIB)).is_err());
+        let range = memory.add_file_range(file.as_fd(), &extents, Access::ReadWrite).unwrap();
+        assert_eq!(range.guest.start, 4 * GIB);
     }
 }

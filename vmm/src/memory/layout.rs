@@ -179,6 +179,8 @@ pub struct ZonePlacement {
 pub struct MemoryMap {
     zones: Vec<ZonePlacement>,
     next_free: u64,
+    /// Further ranges that were given back, in whole units of [`HOTPLUG_ALIGN`], none next to another.
+    given_back: Vec<GuestRange>,
     address_bits: u8,
 }
 
@@ -196,7 +198,8 @@ impl MemoryMap {
         if boot_bytes < MIN_BOOT_BYTES {
             return Err(LayoutError::BootTooSmall { size_bytes: boot_bytes });
         }
-        let mut map = Self { zones: Vec::new(), next_free: HIGH_RAM_START, address_bits };
+        let mut map =
+            Self { zones: Vec::new(), next_free: HIGH_RAM_START, given_back: Vec::new(), address_bits };
         // Boot memory fills the low part, skips the hole, and goes on above it.
         let mut low_used = 0;
         for zone in zones {
@@ -226,13 +229,39 @@ impl MemoryMap {
         &self.zones
     }
 
-    /// A further range behind everything else, for a volume or for 64-bit BARs. It is not given back: a VM's
-    /// volumes come at its start, and addresses do not run short.
+    /// A further range behind everything else, for a volume or a file.
     pub fn allocate(&mut self, len: u64, align: u64) -> Result<GuestRange, LayoutError> {
         if len == 0 || !len.is_multiple_of(4096) || !align.is_power_of_two() {
             return Err(LayoutError::BadRange { len, align });
         }
-        self.take(len, align.max(HOTPLUG_ALIGN), || "A further range".to_owned())
+        let align = align.max(HOTPLUG_ALIGN);
+        let whole = len.checked_next_multiple_of(HOTPLUG_ALIGN);
+        let fits = |range: &GuestRange| {
+            range.start.is_multiple_of(align) && whole.is_some_and(|whole| whole <= range.len)
+        };
+        if let (Some(nth), Some(whole)) = (self.given_back.iter().position(fits), whole) {
+            let range = &mut self.given_back[nth];
+            let start = range.start;
+            *range = GuestRange { start: start + whole, len: range.len - whole };
+            if range.len == 0 {
+                self.given_back.remove(nth);
+            }
+            return Ok(GuestRange { start, len });
+        }
+        self.take(len, align, || "A further range".to_owned())
+    }
+
+    /// Takes back what [`Self::allocate`] gave, for whoever comes next.
+    pub fn give_back(&mut self, range: GuestRange) {
+        let mut range = GuestRange { len: range.len.next_multiple_of(HOTPLUG_ALIGN), ..range };
+        for next in self
+            .given_back
+            .extract_if(.., |other| other.end() == range.start || range.end() == other.start)
+            .collect::<Vec<_>>()
+        {
+            range = GuestRange { start: range.start.min(next.start), len: range.len + next.len };
+        }
+        self.given_back.push(range);
     }
 
     /// The first address behind the last boot memory: the end of what SRAT calls not hot-pluggable.
@@ -289,6 +318,40 @@ mod tests {
         assert_eq!(map.boot_end(), 5 * GIB);
         assert_eq!(map.allocate(2 * MIB, 4096).unwrap().start, 9 * GIB);
         assert_eq!(map.allocate(GIB, 4096).unwrap().start, 10 * GIB);
+    }
+
+    #[test]
+    fn ranges_that_come_and_go_take_no_more_addresses() {
+        let mut map = MemoryMap::new(&[zone("dram", Tier::Dram, GIB, 0)], 36).unwrap();
+        let kept = map.allocate(2 * MIB, 4096).unwrap();
+        for _ in 0..100 {
+            let [small, large] = [4 * MIB, 3 * GIB].map(|len| map.allocate(len, 4096).unwrap());
+            assert_eq!((small.start, large.start), (kept.start + GIB, kept.start + 2 * GIB));
+            map.give_back(large);
+            map.give_back(small);
+            // Side by side they are one.
+            let both = map.allocate(4 * GIB, 4096).unwrap();
+            assert_eq!(both.start, small.start);
+            map.give_back(both);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn ranges_in_use_never_overlap(steps in prop::collection::vec((any::<bool>(), 1u64..3000, any::<prop::sample::Index>()), 0..80)) {
+            let mut map = MemoryMap::new(&[zone("dram", Tier::Dram, GIB, 0)], 46).unwrap();
+            let mut used: Vec<GuestRange> = Vec::new();
+            for (add, mib, index) in steps {
+                if add || used.is_empty() {
+                    let range = map.allocate(mib * MIB, HOTPLUG_ALIGN).unwrap();
+                    prop_assert!(range.start >= HIGH_RAM_START && range.start.is_multiple_of(GIB) && range.len == mib * MIB);
+                    prop_assert!(used.iter().all(|other| other.end() <= range.start || range.end() <= other.start));
+                    used.push(range);
+                } else {
+                    map.give_back(used.swap_remove(index.index(used.len())));
+                }
+            }
+        }
     }
 
     #[test]

@@ -152,7 +152,7 @@ impl LostMemory {
 
     /// Watches memory that is nobody else's to lose: it may be bad.
     pub fn watch(&self, name: String, reservation: &Reservation) -> Result<(), WatchError> {
-        self.add(name, reservation, None)
+        self.add(name, reservation, None).map(drop)
     }
 
     /// Watches memory of a file or device, of which the first `mapped_bytes` have to be there.
@@ -162,9 +162,14 @@ impl LostMemory {
         reservation: &Reservation,
         file: BorrowedFd<'_>,
         mapped_bytes: u64,
-    ) -> Result<(), WatchError> {
+    ) -> Result<Arc<GuestRange>, WatchError> {
         let file = File::from(file.try_clone_to_owned().map_err(WatchError::File)?);
         self.add(name, reservation, Some((file, mapped_bytes)))
+    }
+
+    /// Does not look at memory any more that the guest does not have any more.
+    pub fn forget(&self, range: &Arc<GuestRange>) {
+        self.ranges.lock().retain(|(known, _)| !Arc::ptr_eq(known, range));
     }
 
     fn add(
@@ -172,7 +177,7 @@ impl LostMemory {
         name: String,
         reservation: &Reservation,
         file: Option<(File, u64)>,
-    ) -> Result<(), WatchError> {
+    ) -> Result<Arc<GuestRange>, WatchError> {
         let (file, mapped_bytes) = file.unzip();
         let range = Arc::new(GuestRange {
             name,
@@ -182,8 +187,8 @@ impl LostMemory {
             alarm: Arc::clone(&self.alarm),
         });
         reservation.watch(Arc::clone(&range) as Arc<dyn OnPageLost>)?;
-        self.ranges.lock().push((range, file.map(Arc::new)));
-        Ok(())
+        self.ranges.lock().push((Arc::clone(&range), file.map(Arc::new)));
+        Ok(range)
     }
 
     /// Raised when memory is lost.

@@ -116,6 +116,17 @@ impl MappedMemory {
         Ok(())
     }
 
+    /// Takes back what [`Self::add_region`] added, all of it.
+    ///
+    /// # Panics
+    /// If there is no such region.
+    pub fn remove_region(&mut self, start: GuestAddress, len: u64, reservation: &Arc<Reservation>) {
+        let removed = self.regions.remove_region(start, len);
+        (self.regions, _) = removed.expect("a region that was added");
+        self.reservations.retain(|kept| !Arc::ptr_eq(kept, reservation));
+        self.read_only.retain(|&(from, _)| from != start.raw_value());
+    }
+
     /// Keeps what the regions given to [`GuestView::new`] point into as long as there is a view of them.
     pub fn keep(&mut self, reservation: Arc<Reservation>) {
         self.reservations.push(reservation);
