@@ -36,6 +36,20 @@ pub enum Event<'a> {
     VmResizing,
     /// The guest has been asked to follow it.
     VmResized,
+    /// A device was added to the running guest.
+    DeviceAdded {
+        /// What it is called.
+        id: &'a str,
+        /// Where it is on the PCI bus.
+        bdf: &'a str,
+    },
+    /// The guest has let a device go, and its files are closed.
+    DeviceRemoved {
+        /// What it was called.
+        id: &'a str,
+        /// Where it was.
+        bdf: &'a str,
+    },
     /// The VM was paused by itself, for something that the guest cannot be told.
     Failed {
         /// Why.
@@ -77,6 +91,8 @@ impl Event<'_> {
             Self::VmDeleted => ("vm", "deleted"),
             Self::VmResizing => ("vm", "resizing"),
             Self::VmResized => ("vm", "resized"),
+            Self::DeviceAdded { .. } => ("foreshore", "device-added"),
+            Self::DeviceRemoved { .. } => ("vm", "device-removed"),
             Self::Failed { .. } => ("foreshore", "failed"),
             Self::MemoryReached { .. } => ("foreshore", "memory-reached"),
             Self::MemoryRefused { .. } => ("foreshore", "memory-refused"),
@@ -86,6 +102,9 @@ impl Event<'_> {
     /// What else there is to say.
     pub(super) fn properties(&self) -> Option<BTreeMap<&'static str, String>> {
         let properties = match self {
+            Self::DeviceAdded { id, bdf } | Self::DeviceRemoved { id, bdf } => {
+                vec![("id", without_braces(id)), ("bdf", without_braces(bdf))]
+            }
             Self::Failed { reason } => vec![("reason", without_braces(reason))],
             Self::MemoryReached { zone, plugged_bytes } => {
                 vec![("zone", without_braces(zone)), ("plugged_bytes", plugged_bytes.to_string())]
@@ -114,7 +133,7 @@ mod tests {
     const DOCUMENT: &str = include_str!("../../../docs/events.md");
 
     /// One of each kind.
-    const ALL: [Event<'_>; 17] = [
+    const ALL: [Event<'_>; 19] = [
         Event::VmmStarting,
         Event::VmmShutdown,
         Event::VmBooting,
@@ -129,6 +148,8 @@ mod tests {
         Event::VmDeleted,
         Event::VmResizing,
         Event::VmResized,
+        Event::DeviceAdded { id: "i", bdf: "b" },
+        Event::DeviceRemoved { id: "i", bdf: "b" },
         Event::Failed { reason: "r" },
         Event::MemoryReached { zone: "z", plugged_bytes: 1 },
         Event::MemoryRefused { zone: "z", reason: "r", requested_bytes: 1 },

@@ -108,6 +108,9 @@ fn read(clock: libc::clockid_t) -> Duration {
 /// Where agents' connections come from, non-blocking: one at a time is served, a new one replaces it.
 pub type Connections = mpsc::Receiver<StdUnixStream>;
 
+/// Where who accepts agents' connections hands them on.
+pub type Agents = mpsc::Sender<StdUnixStream>;
+
 /// A running governor. Dropping it ends its thread; what it has requested stays requested.
 pub struct Governor {
     core: Arc<Mutex<Core>>,

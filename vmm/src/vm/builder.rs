@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, mpsc};
 use tracing::{debug, warn};
 
 use super::error::BuildError;
@@ -39,6 +39,7 @@ use crate::pool::Durability;
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::BlockHandle;
 use crate::virtio::mem::MemHandle;
+use crate::virtio::vsock::IN_PROCESS_BACKLOG;
 use crate::volume::interface::Payload;
 
 /// Builds the machine that `config`, which has been validated, asks for. Its vCPUs are stopped.
@@ -51,7 +52,7 @@ pub fn build(
     //    an earlier life left lent, and starts to erase it.
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
     let hypervisor = Hypervisor::open()?;
-    resources.open_pmem(config)?;
+    resources.pmem().open(config)?;
     resources.open_pools(config)?;
     // 2. Memory, because everything else lies in it or reaches it.
     let mut memory = build_memory(config, &topology, resources, &hypervisor)?;
@@ -67,8 +68,11 @@ pub fn build(
     devices::attach_serial(config, &mut files, &fabric, &device_loop.handle())?;
     let console = devices::attach_console(config, &mut files, &mut fabric, &memory, &device_loop.handle())?;
     let rng = devices::attach_rng(config, &mut fabric, &memory, &device_loop.handle())?;
-    let vsock = devices::attach_vsock(config, &mut fabric, &memory, &device_loop.handle())?;
-    let (agents, vsock_metrics) = vsock.unzip();
+    // A vsock device may come later: the governor listens in any case.
+    let (agents, connections) = mpsc::channel(IN_PROCESS_BACKLOG);
+    let attach_vsock =
+        |vsock| devices::attach_vsock(vsock, &mut fabric, &memory, &device_loop.handle(), &agents);
+    let vsock_metrics = config.vsock.as_ref().map(attach_vsock).transpose()?;
     let plugged = Arc::new(Notify::new());
     let signals =
         devices::MemorySignals { plugged: Arc::clone(&plugged), events: resources.events().clone() };
@@ -77,7 +81,7 @@ pub fn build(
     let disks = devices::attach_disks(config, &mut fabric, &memory)?;
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
     let volumes = volumes::attach(config, payload, resources, &mut memory, &mut fabric, events)?;
-    let pmem = pmem::attach(resources, &mut memory, &mut fabric)?;
+    let (pmem_metrics, pmem) = pmem::attach(resources.pmem(), &mut memory, &mut fabric)?;
     let lost_loop = lost::watch(&fabric.lost, events)?;
     // 5. The tables, which describe all of that.
     let input = AcpiInput {
@@ -92,8 +96,15 @@ pub fn build(
     // 6. vCPUs, paused: none runs before the owner resumes them all.
     let vcpus = build_vcpus(config, &topology, &hypervisor, &fabric, &boot, events)?;
     // 7. The governor last: it acts on what is there.
-    let governor =
-        governing::start(config, resources, &zones, balloon.as_ref(), plugged, agents, &volumes.guest_btt)?;
+    let governor = governing::start(
+        config,
+        resources,
+        &zones,
+        balloon.as_ref(),
+        plugged,
+        connections,
+        &volumes.guest_btt,
+    )?;
     // 8. Nothing can be missing any more: what an earlier VM has said may go.
     files.begin().map_err(BuildError::device("--serial, --console"))?;
     let hotplug = hotplug::metrics(&fabric.virtio);
@@ -102,7 +113,7 @@ pub fn build(
         pressure: Some(Arc::downgrade(&governor.pressure_source())),
         pools: resources.pool_metrics(),
         volumes: volumes.metrics,
-        pmem,
+        pmem: pmem_metrics,
         ranges: fabric.lost.ranges(),
         guest_btt: Arc::clone(&volumes.guest_btt),
         buses: vec![("port", fabric.ports.metrics()), ("mmio", fabric.mmio.metrics())],
@@ -122,13 +133,19 @@ pub fn build(
         governor,
         fabric,
         leaving: Leaving::default(),
-        _loops: [device_loop, memory_loop, lost_loop],
+        loops: [device_loop, memory_loop],
+        lost_loop,
+        events: events.clone(),
+        agents,
         ged,
         page,
         hotplug,
         metrics: Arc::clone(resources.metrics()),
+        told: resources.events().clone(),
         zones,
         balloon,
+        pmem,
+        pmem_files: resources.pmem().clone(),
         disks: disks.into_iter().chain(volumes.disks).collect(),
         resident: Resident::new(move || resident_bytes(&host_ranges)),
         volumes: volumes.volumes,

@@ -8,10 +8,10 @@ use tokio::sync::Notify;
 use super::error::BuildError;
 use super::fabric::Fabric;
 use super::zones;
-use crate::config::{DiskConfig, VmConfig};
+use crate::config::{DiskConfig, VmConfig, VsockConfig};
 use crate::event_loop::EventLoopHandle;
 use crate::events::{Event, Events};
-use crate::governor::task::Connections;
+use crate::governor::task::Agents;
 use crate::host_console::{ConsoleFiles, HostConsole};
 use crate::log::sparsely;
 use crate::memory::Memory;
@@ -76,21 +76,23 @@ pub(super) fn attach_console(
 
 /// Sockets between guest and host; the agent's port ends in this process.
 pub(super) fn attach_vsock(
-    config: &VmConfig,
+    vsock: &VsockConfig,
     fabric: &mut Fabric,
     memory: &Memory,
     event_loop: &EventLoopHandle,
-) -> Result<Option<(Connections, Arc<VsockMetrics>)>, BuildError> {
-    let Some(vsock) = &config.vsock else { return Ok(None) };
+    agents: &Agents,
+) -> Result<Arc<VsockMetrics>, BuildError> {
     let mut ports = VsockPorts::new();
     // Reports move memory: they are believed of the agent, not of every process in the guest.
-    let agents =
-        ports.listen_in_process(VSOCK_PORT, GuestPorts::Privileged).map_err(BuildError::device("--vsock"))?;
+    ports
+        .listen(VSOCK_PORT, GuestPorts::Privileged, agents.clone())
+        .map_err(BuildError::device("--vsock"))?;
     let device = VsockDevice::new(vsock.cid, &vsock.socket, ports, event_loop.clone())
         .map_err(BuildError::device("--vsock"))?;
     let metrics = device.metrics();
-    fabric.attach(Box::new(device), memory)?;
-    Ok(Some((agents, metrics)))
+    let id = vsock.id.as_deref().expect("a VM's devices have ids");
+    fabric.attach_removable(id, "vsock", Box::new(device), memory)?;
+    Ok(metrics)
 }
 
 /// Image files and block devices, each with threads of its own.

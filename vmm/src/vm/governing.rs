@@ -118,7 +118,7 @@ pub(super) fn start(
     handles: &[MemHandle],
     balloon: Option<&BalloonHandle>,
     plugged: Arc<Notify>,
-    agents: Option<Connections>,
+    agents: Connections,
     guest_btt: &Arc<GuestBtt>,
 ) -> Result<Governor, BuildError> {
     let balloon_bytes = balloon.map_or(0, |balloon| BalloonHandle::sizes(balloon).max_bytes);
@@ -158,7 +158,7 @@ pub(super) fn start(
     )
     .map_err(BuildError::Pressure)?;
     if let Some(balloon) = balloon {
-        core = core.with_statistics(Agentless::new(Arc::new(balloon.clone()), agents.is_some()));
+        core = core.with_statistics(Agentless::new(Arc::new(balloon.clone()), config.vsock.is_some()));
         let target_bytes = BalloonHandle::sizes(balloon).target_bytes;
         if target_bytes > 0 {
             // A size that was given is one by hand: it stays until somebody says otherwise.
@@ -175,7 +175,7 @@ pub(super) fn start(
     let core = core.on_hello(Box::new(move |hello| {
         guest_btt.hello(hello);
     }));
-    Governor::spawn(core, clock, plugged, agents).map_err(BuildError::device("the governor"))
+    Governor::spawn(core, clock, plugged, Some(agents)).map_err(BuildError::device("the governor"))
 }
 
 /// Records what the governor sees. A machine that follows upon another does without a recording that cannot be had:

@@ -23,13 +23,14 @@ use std::thread::JoinHandle;
 
 use tracing::{error, info, warn};
 
-use super::devices;
 use super::error::BuildError;
 use super::fabric::Attached;
 use super::machine::KvmMachine;
 use super::request::{PciDeviceInfo, VmError};
-use crate::acpi::ged::Event;
-use crate::config::DeviceConfig;
+use super::{devices, lost, pmem};
+use crate::acpi::ged;
+use crate::config::{DeviceConfig, PmemConfig};
+use crate::events::{Event, Events};
 use crate::metrics::{DiskMetrics, HotplugMetrics};
 
 /// Where a slot's device is, as PCI counts.
@@ -42,13 +43,17 @@ pub(super) fn bdf(slot: u8) -> String {
 pub(super) struct Leaving(Vec<JoinHandle<()>>);
 
 impl Leaving {
-    /// Ends `device` elsewhere.
-    fn end(&mut self, device: Attached) {
+    /// Ends `device` elsewhere, and then tells of it.
+    fn end(&mut self, device: Attached, told: Events) {
         self.0.retain(|thread| !thread.is_finished());
         let id = device.id.clone();
         let end = move || {
-            device.device.stop();
-            info!(id = device.id, bdf = bdf(device.slot), "The device is removed");
+            let Attached { id, slot, device, .. } = device;
+            device.stop();
+            drop(device);
+            let bdf = bdf(slot);
+            info!(id, bdf, "The device is removed");
+            told.tell(Event::DeviceRemoved { id: &id, bdf: &bdf });
         };
         match std::thread::Builder::new().name("_removed".to_owned()).spawn(end) {
             Ok(thread) => self.0.push(thread),
@@ -82,8 +87,10 @@ impl KvmMachine {
         self.hotplug.count(kind, "add", "ok");
         self.page.slots(|slots| slots.put(slot));
         self.tell_slots();
-        info!(id, bdf = bdf(slot), "A {kind} is added");
-        Ok(PciDeviceInfo { id: id.to_owned(), bdf: bdf(slot) })
+        let bdf = bdf(slot);
+        info!(id, bdf, "A {kind} is added");
+        self.told.tell(Event::DeviceAdded { id, bdf: &bdf });
+        Ok(PciDeviceInfo { id: id.to_owned(), bdf })
     }
 
     /// Steps 2 to 4. Returns the slot.
@@ -95,14 +102,57 @@ impl KvmMachine {
                 self.metrics.change_machine(|sources| sources.disks.push(sample));
                 self.disks.push(disk);
             }
-            DeviceConfig::Pmem(_) | DeviceConfig::Vsock(_) => {
-                let reason = format!("a {} cannot be added to a running VM yet", device.kind());
-                return Err(BuildError::device("the device")(reason));
+            DeviceConfig::Pmem(config) => self.attach_pmem(config)?,
+            DeviceConfig::Vsock(config) => {
+                let event_loop = self.loops[0].handle();
+                let counters =
+                    devices::attach_vsock(config, &mut self.fabric, &self.memory, &event_loop, &self.agents)?;
+                self.metrics.change_machine(|sources| sources.vsock = Some(counters));
             }
         }
         let attached = self.fabric.virtio.last().expect("what was attached");
         self.hotplug.devices.store(self.fabric.virtio.len() as u64, Ordering::Relaxed);
         Ok(attached.slot)
+    }
+
+    fn attach_pmem(&mut self, config: &PmemConfig) -> Result<(), BuildError> {
+        let had_files = self.fabric.lost.has_files();
+        let file = self.pmem_files.add(config)?;
+        let result = pmem::attach_file(config, &file, &mut self.memory, &mut self.fabric);
+        let (sample, attached) = match result {
+            Ok(attached) => attached,
+            Err(err) => {
+                self.pmem_files.remove(config.id.as_deref().unwrap_or_default());
+                return Err(err);
+            }
+        };
+        if !had_files {
+            // Without files it does not look at any.
+            match lost::watch(&self.fabric.lost, &self.events) {
+                Ok(watcher) => self.lost_loop = watcher,
+                Err(err) => warn!(%err, "A file that is cut short is not noticed at once"),
+            }
+        }
+        self.pmem.push(attached);
+        let ranges = self.fabric.lost.ranges();
+        self.metrics.change_machine(|sources| {
+            sources.pmem.push(sample);
+            sources.ranges = ranges;
+        });
+        Ok(())
+    }
+
+    /// Nothing is left of a file in guest memory; it is closed when its device has ended.
+    fn detach_pmem(&mut self, id: &str) {
+        for attached in self.pmem.extract_if(.., |attached| attached.id == id).collect::<Vec<_>>() {
+            pmem::detach(&attached, &mut self.memory, &self.fabric);
+            self.pmem_files.remove(id);
+            let ranges = self.fabric.lost.ranges();
+            self.metrics.change_machine(|sources| {
+                sources.pmem.retain(|file| file.name != id);
+                sources.ranges = ranges;
+            });
+        }
     }
 
     /// Step 1 of removing.
@@ -131,16 +181,22 @@ impl KvmMachine {
             let (id, kind) = (&attached.id, attached.removable.unwrap_or("device"));
             self.hotplug.count(kind, "remove", "ok");
             self.hotplug.pending.fetch_sub(1, Ordering::Relaxed);
-            self.disks.retain(|disk| disk.id() != id);
-            self.metrics.change_machine(|sources| sources.disks.retain(|disk| disk.disk != *id));
+            match kind {
+                "disk" => {
+                    self.disks.retain(|disk| disk.id() != id);
+                    self.metrics.change_machine(|sources| sources.disks.retain(|disk| disk.disk != *id));
+                }
+                "pmem" => self.detach_pmem(id),
+                _ => self.metrics.change_machine(|sources| sources.vsock = None),
+            }
             self.fabric.work.remove(&attached.loops);
-            self.leaving.end(attached);
+            self.leaving.end(attached, self.told.clone());
         }
         self.hotplug.devices.store(self.fabric.virtio.len() as u64, Ordering::Relaxed);
     }
 
     fn tell_slots(&self) {
-        if let Err(err) = self.ged.notify(Event::Pci) {
+        if let Err(err) = self.ged.notify(ged::Event::Pci) {
             warn!(%err, "The guest does not hear of a PCI slot");
         }
     }
@@ -161,8 +217,9 @@ mod tests {
 
     use super::*;
     use crate::acpi::hotplug::{PCI_DOWN, PCI_UP};
-    use crate::config::DiskConfig;
+    use crate::config::{DiskConfig, VsockConfig};
     use crate::vm::machine::tests::machine;
+    use crate::vm::resources::PmemFiles;
 
     struct Rig {
         folder: TempDir,
@@ -219,6 +276,48 @@ mod tests {
         assert_eq!(rig.counts(), (0, 0, 0));
         rig.machine.leaving.wait();
         rig.add("a").unwrap();
+    }
+
+    #[test]
+    fn a_file_comes_into_guest_memory_and_leaves_it() {
+        let mut rig = Rig::new();
+        let path = rig.folder.path().join("pmem");
+        File::create(&path).unwrap().set_len(4 << 20).unwrap();
+        let config = PmemConfig::parse(&format!("file={},id=p", path.display())).unwrap();
+        let device = DeviceConfig::Pmem(config.clone());
+        let before = (rig.machine.memory.slots().used(), rig.machine.fabric.lost.ranges().len());
+        for _ in 0..20 {
+            assert_eq!(rig.machine.add("p", &device).unwrap().bdf, "0000:00:01.0");
+            assert_eq!(rig.machine.memory.slots().used(), before.0 + 1);
+            assert!(rig.machine.fabric.lost.has_files());
+            rig.machine.ask_to_let_go("p").unwrap();
+            rig.eject(1);
+            rig.machine.leaving.wait();
+            assert_eq!((rig.machine.memory.slots().used(), rig.machine.fabric.lost.ranges().len()), before);
+            assert!(rig.machine.pmem_files.list().is_empty() && rig.machine.pmem.is_empty());
+        }
+        // On a bus that is full nothing of it is left either.
+        for nth in 0..31 {
+            rig.add(&format!("disk{nth}")).unwrap();
+        }
+        assert!(matches!(rig.machine.add("p", &device), Err(VmError::Failed(_))));
+        assert_eq!((rig.machine.memory.slots().used(), rig.machine.fabric.lost.ranges().len()), before);
+        drop(PmemFiles::default().add(&config).unwrap());
+    }
+
+    #[test]
+    fn a_vsock_device_comes_and_goes_with_its_socket() {
+        let mut rig = Rig::new();
+        let socket = rig.folder.path().join("vsock");
+        let config = VsockConfig::parse(&format!("cid=3,socket={},id=v", socket.display())).unwrap();
+        for _ in 0..3 {
+            rig.machine.add("v", &DeviceConfig::Vsock(config.clone())).unwrap();
+            assert!(socket.exists());
+            rig.machine.ask_to_let_go("v").unwrap();
+            rig.eject(1);
+            rig.machine.leaving.wait();
+            assert!(!socket.exists());
+        }
     }
 
     #[test]

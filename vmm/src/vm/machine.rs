@@ -10,19 +10,21 @@ use super::counters::{self, Counters};
 use super::fabric::Fabric;
 use super::hotplug::Leaving;
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
+use super::pmem::AttachedPmem;
 use super::request::{
     BalloonInfo, PciDeviceInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeStatus,
     ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
 };
 use super::resident::Resident;
-use super::resources::Resources;
+use super::resources::{PmemFiles, Resources};
 use crate::acpi::ged::{Event, GenericEventDevice};
 use crate::acpi::hotplug::HotplugPage;
 use crate::config::{DRAM_ZONE, DeviceConfig, VmConfig};
 use crate::cpu::run::{Pausing, Vcpu};
 use crate::event_loop::EventLoop;
+use crate::events::Events;
 use crate::governor::core::BALLOON_ZONE;
-use crate::governor::task::Governor;
+use crate::governor::task::{Agents, Governor};
 use crate::memory::Memory;
 use crate::memory::zone::{Tier, ZoneSpec};
 use crate::metrics::{HotplugMetrics, MachineSources, Metrics};
@@ -40,14 +42,23 @@ pub struct KvmMachine {
     pub(super) fabric: Fabric,
     /// Devices that the guest has let go.
     pub(super) leaving: Leaving,
-    pub(super) _loops: [EventLoop; 3],
+    /// Of devices without threads of their own, and of memory.
+    pub(super) loops: [EventLoop; 2],
+    /// Watches files, if there were some when it was made.
+    pub(super) lost_loop: EventLoop,
+    pub(super) events: EventSender,
+    /// Takes agents of a vsock device that comes.
+    pub(super) agents: Agents,
     pub(super) ged: Arc<GenericEventDevice>,
     pub(super) page: Arc<HotplugPage>,
     pub(super) hotplug: Arc<HotplugMetrics>,
     pub(super) metrics: Arc<Metrics>,
+    pub(super) told: Events,
     pub(super) zones: Vec<MemHandle>,
     pub(super) balloon: Option<BalloonHandle>,
     pub(super) disks: Vec<BlockHandle>,
+    pub(super) pmem: Vec<AttachedPmem>,
+    pub(super) pmem_files: PmemFiles,
     pub(super) resident: Arc<Resident>,
     pub(super) volumes: Vec<AttachedVolume>,
     pub(super) guest_btt: Arc<GuestBtt>,
@@ -326,8 +337,9 @@ pub(super) mod tests {
         };
         let options = MemoryOptions { address_bits: 40, slot_limit: 64, huge_pages: false };
         let memory = build(vec![spec], None, Arc::<FakeSlots>::default(), options).unwrap();
-        let loops = ["one", "two", "three"].map(|name| EventLoop::spawn(name).unwrap());
+        let loops = ["one", "two"].map(|name| EventLoop::spawn(name).unwrap());
         let core = fixture("psi", false, true).core;
+        let told = Events::start();
         let (io_events, interrupts) = (Arc::new(NoIoEvents), FakeController::new());
         let fabric = Fabric::new(io_events, interrupts, 0, &memory).unwrap();
         fabric.work.add(&loops.each_ref().map(EventLoop::handle));
@@ -336,14 +348,20 @@ pub(super) mod tests {
             governor: Governor::spawn(core, Clock::start(), Arc::default(), None).unwrap(),
             fabric,
             leaving: Leaving::default(),
-            _loops: loops,
+            lost_loop: EventLoop::spawn("lost").unwrap(),
+            events: EventSender::to_nobody(),
+            agents: tokio::sync::mpsc::channel(1).0,
+            loops,
             ged: Arc::new(GenericEventDevice::new(|| Ok(()))),
             page: Arc::new(HotplugPage::new(|_| ())),
             hotplug: Arc::default(),
-            metrics: Arc::new(Metrics::new("vm", crate::events::Events::start().counters())),
+            metrics: Arc::new(Metrics::new("vm", told.counters())),
+            told,
             zones: Vec::new(),
             balloon: None,
             disks: Vec::new(),
+            pmem: Vec::new(),
+            pmem_files: PmemFiles::default(),
             resident: Resident::new(|| Ok(Vec::new())),
             volumes: Vec::new(),
             guest_btt: Arc::new(GuestBtt::new(Vec::new(), 1)),

@@ -119,6 +119,12 @@ pub struct EventSender {
 }
 
 impl EventSender {
+    /// Whose events nobody hears.
+    #[cfg(test)]
+    pub(crate) fn to_nobody() -> Self {
+        Self { generation: 0, events: mpsc::unbounded_channel().0 }
+    }
+
     /// Sends `event` to the owner. From any thread; never blocks. The queue is bounded by what sends: each
     /// vCPU and device reports an end once.
     pub fn send(&self, event: MachineEvent) {

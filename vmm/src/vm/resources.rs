@@ -7,6 +7,7 @@ use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use tracing::warn;
 
@@ -22,8 +23,7 @@ use crate::volume::file::PmemFile;
 /// What a VMM has beside its machine.
 pub struct Resources {
     pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
-    /// In the order of the configuration.
-    pmem: Vec<(PmemConfig, Arc<PmemFile>)>,
+    pmem: PmemFiles,
     metrics: Arc<Metrics>,
     events: Events,
     machines: u64,
@@ -32,7 +32,7 @@ pub struct Resources {
 impl Resources {
     /// Nothing is open yet.
     pub fn new(metrics: Arc<Metrics>, events: Events) -> Self {
-        Self { pools: BTreeMap::new(), pmem: Vec::new(), metrics, events, machines: 0 }
+        Self { pools: BTreeMap::new(), pmem: PmemFiles::default(), metrics, events, machines: 0 }
     }
 
     /// The same for another VM: nothing is open.
@@ -40,36 +40,8 @@ impl Resources {
         Self::new(Arc::clone(&self.metrics), self.events.clone())
     }
 
-    /// Opens every file of `--pmem`. They stay open, and locked, as long as the VMM lives: a file without a name is still
-    /// the same one after a reboot. One of which a flush has failed is opened anew, as a pool is.
-    pub fn open_pmem(&mut self, config: &VmConfig) -> Result<(), BuildError> {
-        self.pmem.retain(|(config, file)| {
-            let failed = file.wants_to_be_opened_anew();
-            if failed {
-                warn!(file = %config.file.display(), "A flush of the file had failed, or it was cut short; it is opened anew");
-            }
-            !failed
-        });
-        // They stay here until all are open: what has no name must outlive an attempt that fails.
-        let mut earlier: Vec<_> = self.pmem.iter().collect();
-        let mut opened = Vec::with_capacity(config.pmem.len());
-        for pmem in &config.pmem {
-            let kept = earlier.iter().position(|(config, _)| config == pmem);
-            let file = match kept {
-                Some(nth) => Arc::clone(&earlier.remove(nth).1),
-                None => {
-                    let flag = format!("--pmem file={}", pmem.file.display());
-                    Arc::new(PmemFile::open(pmem).map_err(BuildError::device(flag))?)
-                }
-            };
-            opened.push((pmem.clone(), file));
-        }
-        self.pmem = opened;
-        Ok(())
-    }
-
-    /// The files of `--pmem`, in the order of the configuration that [`Resources::open_pmem`] was given.
-    pub fn pmem(&self) -> &[(PmemConfig, Arc<PmemFile>)] {
+    /// The files of `--pmem`.
+    pub fn pmem(&self) -> &PmemFiles {
         &self.pmem
     }
 
@@ -155,6 +127,64 @@ impl Resources {
     }
 }
 
+/// The files of `--pmem`: those of the VM's configuration, in its order. Shared with the machine, to which they are added and
+/// from which they are removed.
+#[derive(Clone, Default)]
+pub struct PmemFiles(Arc<Mutex<Vec<NamedFile>>>);
+
+/// A file, and what was asked for.
+pub type NamedFile = (PmemConfig, Arc<PmemFile>);
+
+impl PmemFiles {
+    /// Opens every file of `config`. They stay open, and locked, as long as the VM has them: a file without a name is still
+    /// the same one after a reboot. One of which a flush has failed is opened anew, as a pool is.
+    pub fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
+        let mut files = self.0.lock();
+        files.retain(|(config, file)| {
+            let failed = file.wants_to_be_opened_anew();
+            if failed {
+                warn!(file = %config.file.display(), "A flush of the file had failed, or it was cut short; it is opened anew");
+            }
+            !failed
+        });
+        // They stay here until all are open: what has no name must outlive an attempt that fails.
+        let mut earlier: Vec<_> = files.iter().collect();
+        let mut opened = Vec::with_capacity(config.pmem.len());
+        for pmem in &config.pmem {
+            let kept = earlier.iter().position(|(config, _)| config == pmem);
+            let file = match kept {
+                Some(nth) => Arc::clone(&earlier.remove(nth).1),
+                None => open_file(pmem)?,
+            };
+            opened.push((pmem.clone(), file));
+        }
+        *files = opened;
+        Ok(())
+    }
+
+    /// Opens one more.
+    pub fn add(&self, config: &PmemConfig) -> Result<Arc<PmemFile>, BuildError> {
+        let file = open_file(config)?;
+        self.0.lock().push((config.clone(), Arc::clone(&file)));
+        Ok(file)
+    }
+
+    /// Closes the one that is called `id`, when nobody has it any more.
+    pub fn remove(&self, id: &str) {
+        self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
+    }
+
+    /// All of them.
+    pub fn list(&self) -> Vec<NamedFile> {
+        self.0.lock().clone()
+    }
+}
+
+fn open_file(config: &PmemConfig) -> Result<Arc<PmemFile>, BuildError> {
+    let flag = format!("--pmem file={}", config.file.display());
+    PmemFile::open(config).map(Arc::new).map_err(BuildError::device(flag))
+}
+
 /// Whether a part of a pool is gone: opening it says so, and what to do.
 fn is_cut_short(file: BorrowedFd<'_>, pool_bytes: u64) -> bool {
     file.try_clone_to_owned().is_ok_and(|file| cut_to_bytes(&File::from(file), pool_bytes).is_some())
@@ -198,28 +228,28 @@ mod tests {
         let unnamed = PmemConfig::parse(&format!("file={},size=2M", folder.path().display())).unwrap();
         let named = PmemConfig::parse(&format!("file={}", path.display())).unwrap();
         config.pmem = vec![unnamed.clone(), named, unnamed];
-        let mut resources = resources();
-        resources.open_pmem(&config).unwrap();
+        let resources = resources();
+        resources.pmem().open(&config).unwrap();
         let files = |resources: &Resources| {
-            resources.pmem().iter().map(|(_, file)| Arc::as_ptr(file)).collect::<Vec<_>>()
+            resources.pmem().list().iter().map(|(_, file)| Arc::as_ptr(file)).collect::<Vec<_>>()
         };
         let first = files(&resources);
-        resources.open_pmem(&config).unwrap();
+        resources.pmem().open(&config).unwrap();
         assert_eq!(files(&resources), first);
         file.set_len(MIB).unwrap();
-        let failed = resources.pmem()[1].1.persist().is_err();
+        let failed = resources.pmem().list()[1].1.persist().is_err();
         file.set_len(4 * MIB).unwrap();
-        resources.open_pmem(&config).unwrap();
+        resources.pmem().open(&config).unwrap();
         let then = files(&resources);
         assert_eq!((then[0], then[2]), (first[0], first[2]));
         // What cannot be opened costs nobody else's file.
         let mut with_one_more = config.clone();
         with_one_more.pmem.push(PmemConfig::parse(&format!("file={}.none", path.display())).unwrap());
-        resources.open_pmem(&with_one_more).unwrap_err();
+        resources.pmem().open(&with_one_more).unwrap_err();
         assert_eq!(files(&resources), then);
         // On tmpfs a flush is nothing that could fail.
-        assert_eq!(failed, resources.pmem()[1].1.durability() == Some(Durability::PageCache));
-        resources.pmem()[1].1.persist().unwrap();
+        assert_eq!(failed, resources.pmem().list()[1].1.durability() == Some(Durability::PageCache));
+        resources.pmem().list()[1].1.persist().unwrap();
     }
 
     #[test]
@@ -234,17 +264,17 @@ mod tests {
         config.pm_memory = vec![pm_zone(&pool, 2 * MIB)];
         let mut resources = resources();
         let pool_file = File::options().write(true).open(&pool).unwrap();
-        resources.open_pmem(&config).unwrap();
+        resources.pmem().open(&config).unwrap();
         resources.open_pools(&config).unwrap();
         file.set_len(2 * MIB).unwrap();
         pool_file.set_len(32 * MIB).unwrap();
-        let message = crate::vm::chain(&resources.open_pmem(&config).unwrap_err());
+        let message = crate::vm::chain(&resources.pmem().open(&config).unwrap_err());
         assert!(message.contains("2 MiB"), "{message}");
         let message = crate::vm::chain(&resources.open_pools(&config).unwrap_err());
         assert!(message.contains("cut short"), "{message}");
         file.set_len(4 * MIB).unwrap();
         pool_file.set_len(64 * MIB).unwrap();
-        resources.open_pmem(&config).unwrap();
+        resources.pmem().open(&config).unwrap();
         resources.open_pools(&config).unwrap();
     }
 

@@ -17,7 +17,7 @@ use tracing::{debug, warn};
 use super::packet::{GuestPort, HostPort, Link};
 
 /// Connections to a port of this process that wait to be taken; more are refused.
-const IN_PROCESS_BACKLOG: usize = 16;
+pub const IN_PROCESS_BACKLOG: usize = 16;
 
 /// The highest port that takes a privilege of the guest: Linux gives those up to this one only to who has
 /// CAP_NET_BIND_SERVICE, in the guest's first user namespace, and takes others for who names none (LAST_RESERVED_PORT
@@ -110,12 +110,23 @@ impl VsockPorts {
         port: u32,
         guests: GuestPorts,
     ) -> Result<mpsc::Receiver<UnixStream>, VsockError> {
+        let (sender, receiver) = mpsc::channel(IN_PROCESS_BACKLOG);
+        self.listen(port, guests, sender)?;
+        Ok(receiver)
+    }
+
+    /// The same with a receiver that outlives the device.
+    pub fn listen(
+        &mut self,
+        port: u32,
+        guests: GuestPorts,
+        sender: mpsc::Sender<UnixStream>,
+    ) -> Result<(), VsockError> {
         if self.listeners.contains_key(&HostPort(port)) {
             return Err(VsockError::PortTaken { port });
         }
-        let (sender, receiver) = mpsc::channel(IN_PROCESS_BACKLOG);
         self.listeners.insert(HostPort(port), Listener { sender, guests });
-        Ok(receiver)
+        Ok(())
     }
 }
 

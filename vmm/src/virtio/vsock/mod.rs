@@ -27,7 +27,7 @@ mod muxer;
 mod packet;
 
 pub use device::VsockDevice;
-pub use host::{GuestPorts, VsockError, VsockPorts};
+pub use host::{GuestPorts, IN_PROCESS_BACKLOG, VsockError, VsockPorts};
 pub use metrics::VsockMetrics;
 
 /// Queue indexes (virtio 1.3, 5.10.2).

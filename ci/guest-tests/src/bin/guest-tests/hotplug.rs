@@ -20,6 +20,10 @@ guest_tests::tests![
     a_guest_that_does_not_answer_keeps_its_disk: 240,
     a_reboot_keeps_what_was_added_and_forgets_what_was_removed: 300,
     what_cannot_be_added_or_removed_is_refused: 240,
+    a_file_comes_as_pmem_is_used_and_goes: 240,
+    a_file_comes_as_pmem_is_used_and_goes_on_6_1: 240,
+    a_hundred_files_leave_nothing_behind: 900,
+    a_vsock_device_goes_and_comes: 240,
 ];
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -98,8 +102,9 @@ fn wait_until_gone(guest: &Guest, id: &str, bdf: &Value) -> Result<()> {
 }
 
 fn comes_and_goes(kernel: Kernel) -> Result<()> {
-    let path = image("disk")?;
-    let guest = builder().kernel(kernel).boot()?;
+    let (path, events) = (image("disk")?, this_tests_dir().join("events"));
+    let monitor = format!("path={}", events.display());
+    let guest = builder().kernel(kernel).argument("--event-monitor", &monitor).boot()?;
     let devices = guest.metrics()?.value("foreshore_pci_devices", &[])?;
     let added = add_disk(&guest, &path, "harbour")?;
     ensure!(slot_of(&added)? == devices as u32 + 1, "{added} with {devices} devices");
@@ -119,11 +124,18 @@ fn comes_and_goes(kernel: Kernel) -> Result<()> {
     ensure!(metrics.value("foreshore_disk_operations_total", &written)? > 0.0, "Nothing was written");
     let info = guest.api("GET", "vm.info", None)?;
     ensure!(info["config"]["disks"][0]["id"] == "harbour", "{info}");
+    let counters = guest.api("GET", "vm.counters", None)?;
+    ensure!(counters["harbour"]["write_ops"].as_u64() > Some(0), "{counters}");
+    let told = |event: &str| Ok(fs::read_to_string(&events)?.contains(event));
+    guest.wait_until("it is told", LIMIT, || told("device-added"))?;
+    ensure!(!told("device-removed")?, "A removal is told before there was one");
     ensure!(remove(&guest, "harbour")? == 204, "It is not removed");
     let info = guest.api("GET", "vm.info", None)?;
     ensure!(info["config"]["disks"] == json!([]), "{info}");
     wait_until_gone(&guest, "harbour", &added["bdf"])?;
+    guest.wait_until("it is told", LIMIT, || told("device-removed"))?;
     ensure!(remove(&guest, "harbour")? == 404, "It can be removed twice");
+    ensure!(guest.api("GET", "vm.counters", None)? == json!({}), "It still counts");
     ensure!(guest.metrics()?.value("foreshore_pci_devices", &[])? == devices, "It is still counted");
     // Once more, and it has what was written; with the API's own name.
     let again =
@@ -181,14 +193,109 @@ fn holdings(pid: u32) -> Result<Holdings> {
 fn a_hundred_disks_leave_nothing_behind() -> Result<()> {
     let path = image("disk")?;
     let guest = builder().boot()?;
+    a_hundred_leave_nothing_behind(&guest, "disk", |id| {
+        let added = add_disk(&guest, &path, id)?;
+        let node = wait_for_disk(&guest, id)?;
+        guest.run(&format!("dd if=/dev/urandom of=/dev/{node} bs=64k count=4 oflag=direct 2>/dev/null"))?;
+        Ok(added)
+    })
+}
+
+fn a_hundred_files_leave_nothing_behind() -> Result<()> {
+    let path = image("pmem")?;
+    let guest = builder().boot()?;
+    a_hundred_leave_nothing_behind(&guest, "pmem", |id| {
+        let added = add_pmem(&guest, &path, id)?;
+        let node = wait_for_pmem(&guest)?;
+        guest.run(&format!("dd if=/dev/urandom of=/dev/{node} bs=64k count=4 conv=fsync 2>/dev/null"))?;
+        Ok(added)
+    })
+}
+
+fn add_pmem(guest: &Guest, path: &PathBuf, id: &str) -> Result<Value> {
+    let added = guest.api("PUT", "vm.add-pmem", Some(json!({ "file": path, "id": id })))?;
+    ensure!(added["id"] == id, "{added}");
+    Ok(added)
+}
+
+fn wait_for_pmem(guest: &Guest) -> Result<String> {
+    guest.wait_until_run("the guest has the file", LIMIT, "test -b /dev/pmem*")?;
+    let node = guest.run("ls /dev | grep ^pmem")?.trim().to_owned();
+    ensure!(!node.contains(char::is_whitespace), "The guest has {node}");
+    Ok(node)
+}
+
+fn pmem_comes_and_goes(kernel: Kernel) -> Result<()> {
+    let path = image("pmem")?;
+    let guest = builder().kernel(kernel).boot()?;
+    let mut added = add_pmem(&guest, &path, "quay")?;
+    let node = wait_for_pmem(&guest)?;
+    guest.run_within(
+        IO_LIMIT,
+        &format!(
+            "dd if=/dev/urandom of=/dev/{node} bs=1M count=16 conv=fsync && sha256sum /dev/{node} >/tmp/sum"
+        ),
+    )?;
+    let flushes = [("pmem", "quay"), ("result", "ok")];
+    ensure!(guest.metrics()?.value("foreshore_pmem_flushes_total", &flushes)? > 0.0, "No flush");
+    // It is the file that has it, the guest's memory no more, and the next device again.
+    for _ in 0..2 {
+        ensure!(remove(&guest, "quay")? == 204, "It is not removed");
+        wait_until_gone(&guest, "quay", &added["bdf"])?;
+        ensure!(
+            guest.metrics()?.value("foreshore_pmem_size_bytes", &[("pmem", "quay")]).is_err(),
+            "It is counted"
+        );
+        guest.wait_until("it is not mapped any more", LIMIT, || {
+            Ok(!fs::read_to_string(format!("/proc/{}/maps", guest.pid()))?
+                .contains(&path.display().to_string()))
+        })?;
+        added = add_pmem(&guest, &path, "quay")?;
+        ensure!(wait_for_pmem(&guest)? == node, "Its name is another");
+        guest.run_within(IO_LIMIT, "sha256sum -c /tmp/sum")?;
+    }
+    guest.no_kernel_complaints()
+}
+
+fn a_file_comes_as_pmem_is_used_and_goes() -> Result<()> {
+    pmem_comes_and_goes(Kernel::V6_12)
+}
+
+fn a_file_comes_as_pmem_is_used_and_goes_on_6_1() -> Result<()> {
+    pmem_comes_and_goes(Kernel::V6_1)
+}
+
+/// The tests' own shell is behind it: it answers again when the device is back.
+fn a_vsock_device_goes_and_comes() -> Result<()> {
+    let guest = builder().boot()?;
+    let vsock = guest.api("GET", "vm.info", None)?["config"]["vsock"].clone();
+    ensure!(vsock["id"] == "_vsock0", "{vsock}");
+    let second = guest.try_api("PUT", "vm.add-vsock", Some(json!({"cid": 4, "socket": "/tmp/other"})))?;
+    ensure!(second.status == 400 && second.body.contains("one vsock device"), "{second:?}");
+    for _ in 0..3 {
+        ensure!(remove(&guest, "_vsock0")? == 204, "It is not removed");
+        guest.wait_until("the guest has let go", LIMIT, || Ok(!guest.vsock_socket().exists()))?;
+        ensure!(guest.metrics()?.value("foreshore_hotplug_pending", &[])? == 0.0, "It is pending");
+        let added = guest.api("PUT", "vm.add-vsock", Some(vsock.clone()))?;
+        ensure!(added["id"] == "_vsock0", "{added}");
+        guest.wait_for_shell(LIMIT)?;
+        guest.run("true")?;
+    }
+    guest.no_kernel_complaints()
+}
+
+/// Each is added, used by `add`, and removed.
+fn a_hundred_leave_nothing_behind(
+    guest: &Guest,
+    kind: &str,
+    add: impl Fn(&str) -> Result<Value>,
+) -> Result<()> {
     let mut before = None;
     for nth in 0..100 {
-        let id = format!("disk-{nth}");
-        let added = add_disk(&guest, &path, &id)?;
-        let node = wait_for_disk(&guest, &id)?;
-        guest.run(&format!("dd if=/dev/urandom of=/dev/{node} bs=64k count=4 oflag=direct 2>/dev/null"))?;
-        ensure!(remove(&guest, &id)? == 204, "{id} is not removed");
-        wait_until_gone(&guest, &id, &added["bdf"])?;
+        let id = format!("{kind}-{nth}");
+        let added = add(&id)?;
+        ensure!(remove(guest, &id)? == 204, "{id} is not removed");
+        wait_until_gone(guest, &id, &added["bdf"])?;
         // The first ones leave what is made once.
         if nth == 9 {
             before = Some((holdings(guest.pid())?, slot_of(&added)?));
@@ -205,7 +312,7 @@ fn a_hundred_disks_leave_nothing_behind() -> Result<()> {
     })?;
     let now = holdings(guest.pid())?;
     ensure!(now.own_bytes <= before.own_bytes + 4 * MIB, "{now:?}, and before {before:?}");
-    let removed = [("kind", "disk"), ("action", "remove"), ("result", "ok")];
+    let removed = [("kind", kind), ("action", "remove"), ("result", "ok")];
     ensure!(guest.metrics()?.value("foreshore_hotplug_total", &removed)? == 100.0, "Not 100 were removed");
     guest.no_kernel_complaints()
 }
