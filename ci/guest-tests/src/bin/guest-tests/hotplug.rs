@@ -417,6 +417,14 @@ fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
         ensure!(remove(&guest, id)? == status, "{id} is removed with {}", remove(&guest, id)?);
     }
     ensure!(guest.metrics()?.value("foreshore_pci_devices", &[])? == devices, "Something was added");
+    // What the guest lets go without being asked stays in its slot, and is found there again.
+    let node = wait_for_disk(&guest, "_disk0")?;
+    let power = format!(
+        "bdf=$(basename $(dirname $(readlink -f /sys/block/{node}/device))) && \
+         echo /sys/bus/pci/slots/$((0x$(echo $bdf | cut -c9-10)))/power"
+    );
+    let power = guest.run(&power)?.trim().to_owned();
+    guest.run_within(LIMIT, &format!("echo 0 >{power} && ! test -e /sys/block/{node} && echo 1 >{power}"))?;
     // One that was there from the start goes as well.
     let node = wait_for_disk(&guest, "_disk0")?;
     ensure!(remove(&guest, "_disk0")? == 204, "It is not removed");
