@@ -82,6 +82,32 @@ fn a_parser_that_lacks_a_check_is_found_out() {
 }
 
 #[test]
+fn any_chain_is_a_frame_or_a_place_for_one_or_refused() {
+    try_all("net_request", harness::net_request, 10_000);
+}
+
+/// A parser that takes longer chains, or what was not agreed on, as if a check were missing.
+#[test]
+fn a_parser_of_frames_that_lacks_a_check_is_found_out() {
+    use foreshore::virtio::net::header::Offloads;
+    use foreshore::virtio::net::request::Limits;
+    type Wrong = fn(Limits) -> Limits;
+    let wrongs: [(&str, Wrong); 3] = [
+        ("descriptors", |limits| Limits { max_descriptors: 16, ..limits }),
+        ("checksums", |limits| Limits { offloads: Offloads { csum: true, ..limits.offloads }, ..limits }),
+        ("segmentation", |limits| Limits { offloads: Offloads { tso4: true, ..limits.offloads }, ..limits }),
+    ];
+    for (name, wrong) in wrongs {
+        let mut random = Random(0xbad_5eed);
+        let found = (0..40_000).any(|_| {
+            let input = random.input();
+            std::panic::catch_unwind(|| harness::net_request_by(&input, wrong)).is_err()
+        });
+        assert!(found, "without the check of {name} nothing fails");
+    }
+}
+
+#[test]
 fn any_chain_of_a_balloon_is_pages_or_refused() {
     try_all("balloon_request", harness::balloon_request, 10_000);
 }

@@ -4,7 +4,9 @@ mod agent;
 mod balloon;
 mod blk;
 mod cursor;
+mod net;
 
 pub use agent::{agent_report, agent_report_by};
 pub use balloon::{balloon_request, balloon_request_by};
 pub use blk::{blk_request, blk_request_by};
+pub use net::{net_request, net_request_by};

@@ -7,6 +7,7 @@ pub mod balloon;
 pub mod block;
 pub mod console;
 pub mod mem;
+pub mod net;
 pub mod pmem;
 pub mod rng;
 #[cfg(test)]

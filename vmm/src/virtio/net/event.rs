@@ -1,0 +1,399 @@
+//! The worker of one pair of queues, on a thread of its own: frames of the guest to the host's interface and back.
+//!
+//! A guard of guest memory is held to copy frames, never while the host's kernel has one.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use tracing::debug;
+use virtio_bindings::virtio_net::VIRTIO_NET_F_MRG_RXBUF;
+use virtio_queue::QueueT;
+use vm_memory::GuestAddressSpace;
+
+use super::frames::{FRAME_LEN_MIN, FRAMES_MAX, Frames};
+use super::header::{self, HEADER_LEN, Offloads};
+use super::metrics::{Direction, DropReason};
+use super::request::{self, DESCRIPTORS_MAX, Fit, Hand, Limits};
+use super::state::Interface;
+use super::tap::HostQueue;
+use super::used;
+use crate::event_loop::Interest;
+use crate::interrupt::VirtioInterrupt;
+use crate::log::sparsely;
+use crate::memory::view::{GuestView, MappedMemory};
+use crate::virtio::ActiveQueue;
+
+const RECEIVE_KICK: u32 = 0;
+const TRANSMIT_KICK: u32 = 1;
+const INPUT: u32 = 2;
+const ROOM: u32 = 3;
+const WAKE: u32 = 4;
+
+/// Rounds of [`FRAMES_MAX`] frames before the other direction has its turn.
+const PASSES: usize = 4;
+
+/// What a worker is made with.
+pub(super) struct Worker {
+    net: Arc<Interface>,
+    pair: u16,
+    view: GuestView,
+    interrupt: Arc<dyn VirtioInterrupt>,
+    receive: ActiveQueue,
+    transmit: ActiveQueue,
+    host: Box<dyn HostQueue>,
+    is_mergeable: bool,
+    /// What may be left to the driver.
+    to_driver: Offloads,
+    limits: Limits,
+    /// From the host, and not yet in the driver's buffers.
+    incoming: Frames,
+    hand: Hand,
+    /// From the driver, and not yet the host's.
+    outgoing: Frames,
+    /// Chains that are given back together.
+    used: Vec<(u16, u32)>,
+    /// There are frames, and no buffers for them: the driver's notification brings us back.
+    is_starving: bool,
+    /// Frames are waited for while there is some place to put them.
+    input: Interest,
+    /// Room is waited for while there are frames without it.
+    room: Interest,
+}
+
+impl Worker {
+    pub(super) fn new(
+        net: Arc<Interface>,
+        pair: u16,
+        (view, interrupt): (GuestView, Arc<dyn VirtioInterrupt>),
+        [receive, transmit]: [ActiveQueue; 2],
+        features: u64,
+    ) -> io::Result<Self> {
+        let host = net.host().queue(pair)?;
+        let max_descriptors = transmit.queue.size().min(DESCRIPTORS_MAX);
+        Ok(Self {
+            net,
+            pair,
+            view,
+            interrupt,
+            receive,
+            transmit,
+            host,
+            is_mergeable: features & 1 << VIRTIO_NET_F_MRG_RXBUF != 0,
+            to_driver: Offloads::of_device(features),
+            limits: Limits { max_descriptors, offloads: Offloads::of_driver(features) },
+            incoming: Frames::default(),
+            hand: Hand::default(),
+            outgoing: Frames::default(),
+            used: Vec::with_capacity(FRAMES_MAX),
+            is_starving: false,
+            input: Interest::new("frames of a network interface", INPUT, EventSet::IN),
+            room: Interest::new("room of a network interface", ROOM, EventSet::OUT),
+        })
+    }
+
+    fn count_pass(&self) {
+        #[cfg(test)]
+        self.net.metrics().passes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    // From the guest.
+
+    fn serve_transmit(&mut self, ops: &mut EventOps) {
+        for _ in 0..PASSES {
+            self.count_pass();
+            // Frames that the host has no room for keep the driver's in its ring.
+            if !self.send(ops) {
+                return;
+            }
+            let more = self.gather();
+            if !self.send(ops) || !more {
+                return;
+            }
+        }
+        self.transmit.come_back();
+    }
+
+    /// Gives what was gathered to the host; false if it has no room for all.
+    fn send(&mut self, ops: &mut EventOps) -> bool {
+        let metrics = self.net.metrics();
+        while let Some(packet) = self.outgoing.first() {
+            let len = packet.len() - HEADER_LEN;
+            match self.host.send(packet) {
+                Ok(()) => metrics.passed(Direction::FromGuest, len),
+                Err(err) if err.kind() == io::ErrorKind::WouldBlock => {
+                    self.room.set(true, &self.host.output(), ops);
+                    return false;
+                }
+                Err(err) => {
+                    debug!(net = self.net.shape().id, %err, "The host does not take a frame");
+                    metrics.dropped(Direction::FromGuest, DropReason::Host, 1);
+                }
+            }
+            self.outgoing.pop();
+        }
+        self.room.set(false, &self.host.output(), ops);
+        true
+    }
+
+    /// Takes frames out of the ring, under one guard, and gives their chains back: what they say is copied. True if there
+    /// are more.
+    fn gather(&mut self) -> bool {
+        let view = self.view.clone();
+        let guard = view.memory();
+        let memory: &MappedMemory = &guard;
+        let (old, was_broken) = (self.transmit.queue.next_used(), self.transmit.is_broken());
+        self.be_quiet(memory);
+        self.used.clear();
+        let is_empty = self.take_packets(memory);
+        // What was copied is believed only if all of it was there.
+        if memory.check_whole().is_err() {
+            let frames = self.outgoing.len() as u64;
+            self.net.metrics().dropped(Direction::FromGuest, DropReason::Memory, frames);
+            self.outgoing.clear();
+        }
+        self.count_broken(was_broken, self.transmit.is_broken());
+        if let Err(err) = used::give_back(&mut self.transmit.queue, memory, &self.used) {
+            debug!(net = self.net.shape().id, %err, "A device's used ring cannot be written");
+            // What is taken now would be lost as well. The next notification tries again.
+            return false;
+        }
+        let tell = used::wants_interrupt(&self.transmit.queue, memory, old);
+        let more = !is_empty || self.transmit.wait_for_more(memory);
+        drop(guard);
+        if tell {
+            self.signal(2 * self.pair + 1);
+        }
+        more
+    }
+
+    /// Until there are no more, which is true, or as many as are taken at a time. What is refused counts as well.
+    fn take_packets(&mut self, memory: &MappedMemory) -> bool {
+        while self.used.len() < FRAMES_MAX
+            && let Some(room) = self.outgoing.room()
+        {
+            let Some(mut chain) = self.transmit.pop(memory, &*self.interrupt) else { return true };
+            self.used.push((chain.head_index(), 0));
+            match request::read_packet(memory, &mut chain, &self.limits, room) {
+                Ok(len) => self.outgoing.push(len),
+                Err(err) => {
+                    self.net.metrics().bad_requests.fetch_add(1, Ordering::Relaxed);
+                    debug!(net = self.net.shape().id, %err, "A frame is refused");
+                }
+            }
+        }
+        false
+    }
+
+    fn be_quiet(&mut self, memory: &MappedMemory) {
+        if let Err(err) = self.transmit.queue.disable_notification(memory) {
+            debug!(%err, "The driver cannot be told to be quiet");
+        }
+    }
+
+    // To the guest.
+
+    fn serve_receive(&mut self, ops: &mut EventOps) {
+        self.is_starving = false;
+        for _ in 0..PASSES {
+            self.count_pass();
+            // A detached queue has no frames, and says so in another way.
+            if !self.net.is_active(self.pair) {
+                return self.watch_input(false, ops);
+            }
+            let outcome = self.fetch();
+            if !self.deliver() {
+                self.is_starving = true;
+                return self.watch_input(false, ops);
+            }
+            match outcome {
+                Fetched::All => return self.watch_input(true, ops),
+                Fetched::Some => {}
+                Fetched::Gone => {
+                    // It may have been detached since it was looked at.
+                    if self.net.is_active(self.pair) {
+                        self.net.lose_link();
+                    }
+                    return self.watch_input(false, ops);
+                }
+            }
+        }
+        // There are more: that brings us back.
+        self.watch_input(true, ops);
+    }
+
+    fn watch_input(&mut self, on: bool, ops: &mut EventOps) {
+        self.input.set(on, &self.host.input(), ops);
+    }
+
+    /// Takes what the host has, as far as there is room.
+    fn fetch(&mut self) -> Fetched {
+        // Frames that are dropped count as well.
+        for _ in 0..FRAMES_MAX {
+            let Some(room) = self.incoming.room() else { return Fetched::Some };
+            let reason = match self.host.receive(room) {
+                Ok(len) if len >= HEADER_LEN + FRAME_LEN_MIN => {
+                    let header = room.first_chunk_mut::<HEADER_LEN>().expect("a header");
+                    match header::check_received(header, self.to_driver) {
+                        Ok(()) => {
+                            self.incoming.push(len);
+                            continue;
+                        }
+                        Err(_) => DropReason::Offload,
+                    }
+                }
+                Ok(_) => DropReason::Host,
+                Err(err) if err.kind() == io::ErrorKind::WouldBlock => return Fetched::All,
+                Err(err) if err.raw_os_error() == Some(libc::EBADFD) => return Fetched::Gone,
+                Err(err) => {
+                    debug!(net = self.net.shape().id, %err, "The host does not give a frame");
+                    DropReason::Host
+                }
+            };
+            self.net.metrics().dropped(Direction::ToGuest, reason, 1);
+        }
+        Fetched::Some
+    }
+
+    /// Moves frames into the driver's buffers, under one guard; false if it has too few, or its ring cannot be used.
+    fn deliver(&mut self) -> bool {
+        if self.incoming.is_empty() {
+            return true;
+        }
+        let view = self.view.clone();
+        let guard = view.memory();
+        let memory: &MappedMemory = &guard;
+        let (old, was_broken) = (self.receive.queue.next_used(), self.receive.is_broken());
+        if let Err(err) = self.receive.queue.disable_notification(memory) {
+            debug!(%err, "The driver cannot be told to be quiet");
+        }
+        // Chains that are refused cost time as well, and another vCPU may give them again as fast as they are taken.
+        let mut chains_left = usize::from(self.receive.queue.size());
+        let mut is_given = true;
+        while !self.incoming.is_empty() && is_given {
+            let has_all = self.fill_buffers(memory, &mut chains_left);
+            is_given = self.give_back(memory);
+            if !has_all && (chains_left == 0 || !is_given || !self.receive.wait_for_more(memory)) {
+                break;
+            }
+        }
+        self.count_broken(was_broken, self.receive.is_broken());
+        let tell = is_given && used::wants_interrupt(&self.receive.queue, memory, old);
+        drop(guard);
+        if tell {
+            self.signal(2 * self.pair);
+        }
+        if chains_left == 0 && !self.incoming.is_empty() {
+            self.receive.come_back();
+        }
+        self.incoming.is_empty()
+    }
+
+    /// Fills buffers with frames until one of the two is used up. True if that is the frames.
+    fn fill_buffers(&mut self, memory: &MappedMemory, chains_left: &mut usize) -> bool {
+        let chains_max = usize::from(self.receive.queue.size());
+        let metrics = self.net.metrics();
+        self.used.clear();
+        while let Some(packet) = self.incoming.first() {
+            match self.hand.fit(packet.len(), chains_max, self.is_mergeable) {
+                Fit::Chains(count) => {
+                    match self.hand.write(memory, packet, count, &mut self.used) {
+                        Ok(()) => metrics.passed(Direction::ToGuest, packet.len() - HEADER_LEN),
+                        Err(err) => {
+                            debug!(net = self.net.shape().id, %err, "A frame has no place");
+                            metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
+                            metrics.dropped(Direction::ToGuest, DropReason::Buffers, 1);
+                        }
+                    }
+                    self.incoming.pop();
+                }
+                Fit::Never => {
+                    metrics.dropped(Direction::ToGuest, DropReason::Buffers, 1);
+                    self.incoming.pop();
+                }
+                Fit::More => {
+                    if *chains_left == 0 {
+                        return false;
+                    }
+                    let Some(mut chain) = self.receive.pop(memory, &*self.interrupt) else { return false };
+                    *chains_left -= 1;
+                    let head = chain.head_index();
+                    if let Err(err) = self.hand.take(&mut chain, self.limits.max_descriptors) {
+                        debug!(net = self.net.shape().id, %err, "A buffer is refused");
+                        metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
+                        self.used.push((head, 0));
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    /// Gives back what was filled, all at once; false if the ring cannot be written.
+    fn give_back(&mut self, memory: &MappedMemory) -> bool {
+        let result = used::give_back(&mut self.receive.queue, memory, &self.used);
+        if let Err(err) = &result {
+            debug!(net = self.net.shape().id, %err, "A device's used ring cannot be written");
+            self.net.metrics().dropped(Direction::ToGuest, DropReason::Ring, 1);
+        }
+        result.is_ok()
+    }
+
+    fn count_broken(&self, was_broken: bool, is_broken: bool) {
+        if is_broken && !was_broken {
+            self.net.metrics().broken_queues.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn signal(&self, queue: u16) {
+        if let Err(err) = self.interrupt.signal_queue(queue) {
+            sparsely!(warn, net = self.net.shape().id, %err, "A network interface cannot interrupt");
+        }
+    }
+}
+
+/// What was there of frames.
+enum Fetched {
+    /// All of them were fetched.
+    All,
+    /// There may be more.
+    Some,
+    /// There will be none.
+    Gone,
+}
+
+impl MutEventSubscriber for Worker {
+    fn init(&mut self, ops: &mut EventOps) {
+        self.receive.watch(RECEIVE_KICK, ops);
+        self.transmit.watch(TRANSMIT_KICK, ops);
+        if let Err(err) = ops.add(Events::with_data(self.net.wake(self.pair), WAKE, EventSet::IN)) {
+            sparsely!(error, ?err, net = self.net.shape().id, "Cannot wait for a change of queues");
+        }
+        self.serve_transmit(ops);
+        self.serve_receive(ops);
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        match events.data() {
+            TRANSMIT_KICK => {
+                self.transmit.clear_kick();
+                self.serve_transmit(ops);
+            }
+            ROOM => self.serve_transmit(ops),
+            RECEIVE_KICK => {
+                self.receive.clear_kick();
+                // Buffers that nothing waits for are found when there is something.
+                if self.is_starving {
+                    self.serve_receive(ops);
+                }
+            }
+            WAKE => {
+                // Fails only when somebody else has seen it.
+                let _ = self.net.wake(self.pair).read();
+                self.serve_receive(ops);
+            }
+            _ => self.serve_receive(ops),
+        }
+    }
+}

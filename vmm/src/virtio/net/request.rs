@@ -1,0 +1,445 @@
+//! Chains of the virtio-net driver (virtio 1.3, 5.1.6): what they say is read once, and is bounded by the longest frame.
+//!
+//! The driver may cut a frame into descriptors as it likes (2.7.4.1), so nothing here depends on where one ends.
+
+use thiserror::Error;
+use virtio_queue::DescriptorChain;
+use virtio_queue::desc::split::Descriptor;
+use vm_memory::{Bytes, GuestAddress, GuestMemory};
+
+use super::frames::{FRAME_LEN_MIN, PACKET_LEN_MAX};
+use super::header::{self, HEADER_LEN, HeaderError, Offloads};
+
+/// Descriptors of one chain: a frame of Linux's has at most 19.
+pub const DESCRIPTORS_MAX: u16 = 1024;
+
+/// Why a chain is refused.
+#[derive(Debug, Error)]
+pub enum RequestError {
+    /// The chain does not end as it says.
+    #[error("The chain is broken after {descriptors} descriptors")]
+    Broken {
+        /// How many could be read.
+        descriptors: u16,
+    },
+    /// More descriptors than the device takes.
+    #[error("The chain has more than {max} descriptors")]
+    TooManyDescriptors {
+        /// The bound.
+        max: u16,
+    },
+    /// A descriptor that the device is to write where it reads, or the other way round.
+    #[error("A descriptor goes the wrong way")]
+    Direction,
+    /// Not even the shortest frame, or no room for a header.
+    #[error("The chain has {len} bytes, at least {least} are needed")]
+    TooShort {
+        /// Its length.
+        len: usize,
+        /// The bound.
+        least: usize,
+    },
+    /// More than the longest frame.
+    #[error("The chain has more than {PACKET_LEN_MAX} bytes")]
+    TooLong,
+    /// A buffer is not in memory.
+    #[error("A buffer cannot be reached")]
+    Memory(#[source] vm_memory::guest_memory::Error),
+    /// The header asks for what was not agreed on, or makes no sense.
+    #[error(transparent)]
+    Header(#[from] HeaderError),
+}
+
+/// What chains are held against.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// The most descriptors of one chain.
+    pub max_descriptors: u16,
+    /// What the driver may leave to the device.
+    pub offloads: Offloads,
+}
+
+/// Hands each descriptor of a chain to `each`, until it has had enough.
+fn walk<M: GuestMemory>(
+    chain: &mut DescriptorChain<&M>,
+    max: u16,
+    mut each: impl FnMut(Descriptor) -> Result<(), RequestError>,
+) -> Result<(), RequestError> {
+    let (mut descriptors, mut goes_on) = (0, true);
+    for descriptor in chain {
+        if descriptors == max {
+            return Err(RequestError::TooManyDescriptors { max });
+        }
+        descriptors += 1;
+        goes_on = descriptor.has_next();
+        each(descriptor)?;
+    }
+    // The iterator ends without a word at a loop, at a descriptor that is none, and at a table within a table.
+    if goes_on { Err(RequestError::Broken { descriptors }) } else { Ok(()) }
+}
+
+/// Copies what a driver sends to `room`, its header as the tap is to have it. Returns the length of both.
+pub fn read_packet<M: GuestMemory>(
+    memory: &M,
+    chain: &mut DescriptorChain<&M>,
+    limits: &Limits,
+    room: &mut [u8; PACKET_LEN_MAX],
+) -> Result<usize, RequestError> {
+    let mut len = 0;
+    walk(chain, limits.max_descriptors, |descriptor| {
+        if descriptor.is_write_only() {
+            return Err(RequestError::Direction);
+        }
+        let end = len + descriptor.len() as usize;
+        let part = room.get_mut(len..end).ok_or(RequestError::TooLong)?;
+        if !part.is_empty() {
+            memory.read_slice(part, descriptor.addr()).map_err(RequestError::Memory)?;
+        }
+        len = end;
+        Ok(())
+    })?;
+    let least = HEADER_LEN + FRAME_LEN_MIN;
+    if len < least {
+        return Err(RequestError::TooShort { len, least });
+    }
+    let header = room.first_chunk_mut::<HEADER_LEN>().expect("a header");
+    header::check_sent(header, len - HEADER_LEN, limits.offloads)?;
+    Ok(len)
+}
+
+/// Consecutive bytes of guest memory, if they are there.
+#[derive(Clone, Copy, Debug)]
+struct Segment {
+    address: GuestAddress,
+    len: usize,
+}
+
+/// A chain for the device to write.
+#[derive(Clone, Copy, Debug)]
+struct Taken {
+    head: u16,
+    /// How many of the segments.
+    segments: usize,
+    /// Bytes that fit, up to the longest frame.
+    capacity: usize,
+}
+
+/// Chains that were taken to be filled, in their order. They are as many as one frame needs: what is kept of them is
+/// bounded by its length.
+#[derive(Default)]
+pub struct Hand {
+    segments: Vec<Segment>,
+    chains: Vec<Taken>,
+    /// Of all chains.
+    capacity: usize,
+}
+
+/// What the chains in hand are to a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fit {
+    /// It goes into the first so many.
+    Chains(usize),
+    /// It needs another one.
+    More,
+    /// It does not fit, whatever comes.
+    Never,
+}
+
+impl Hand {
+    /// Takes one chain. After an error it is not in hand, and is to be given back.
+    pub fn take<M: GuestMemory>(
+        &mut self,
+        chain: &mut DescriptorChain<&M>,
+        max_descriptors: u16,
+    ) -> Result<(), RequestError> {
+        let (head, first, mut capacity) = (chain.head_index(), self.segments.len(), 0);
+        let result = walk(chain, max_descriptors, |descriptor| {
+            if !descriptor.is_write_only() {
+                return Err(RequestError::Direction);
+            }
+            let len = (descriptor.len() as usize).min(PACKET_LEN_MAX - capacity);
+            if len > 0 {
+                self.segments.push(Segment { address: descriptor.addr(), len });
+                capacity += len;
+            }
+            Ok(())
+        });
+        let short = RequestError::TooShort { len: capacity, least: HEADER_LEN };
+        let result = result.and(if capacity < HEADER_LEN { Err(short) } else { Ok(()) });
+        if result.is_err() {
+            self.segments.truncate(first);
+            return result;
+        }
+        self.chains.push(Taken { head, segments: self.segments.len() - first, capacity });
+        self.capacity += capacity;
+        Ok(())
+    }
+
+    /// Where a packet of `len` bytes goes. `chains_max` are all that the ring has; without merging, each takes a packet of
+    /// its own.
+    pub fn fit(&self, len: usize, chains_max: usize, is_mergeable: bool) -> Fit {
+        if !is_mergeable {
+            return match self.chains.first() {
+                None => Fit::More,
+                Some(chain) if chain.capacity >= len => Fit::Chains(1),
+                Some(_) => Fit::Never,
+            };
+        }
+        if self.capacity < len {
+            return if self.chains.len() < chains_max { Fit::More } else { Fit::Never };
+        }
+        let mut room = 0;
+        let mut chains = self.chains.iter();
+        let before = chains.position(|chain| {
+            room += chain.capacity;
+            room >= len
+        });
+        Fit::Chains(before.expect("the capacity of all chains") + 1)
+    }
+
+    /// Writes `packet` to the first `count` chains, which [`Hand::fit`] has found. They are not in hand any more: head and
+    /// length of each is added to `used`. After an error nothing that the driver may believe is in them.
+    pub fn write<M: GuestMemory>(
+        &mut self,
+        memory: &M,
+        packet: &mut [u8],
+        count: usize,
+        used: &mut Vec<(u16, u32)>,
+    ) -> Result<(), RequestError> {
+        let buffers = u16::try_from(count).expect("no more chains than a ring has");
+        header::set_num_buffers(packet, buffers);
+        let (first, mut rest, mut result) = (used.len(), &*packet, Ok(()));
+        let mut segments = self.segments.iter();
+        for chain in &self.chains[..count] {
+            let (part, later) = rest.split_at(rest.len().min(chain.capacity));
+            rest = later;
+            used.push((chain.head, part.len() as u32));
+            result = result.and(write_part(memory, part, segments.by_ref().take(chain.segments)));
+        }
+        assert!(rest.is_empty() || result.is_err(), "a packet that fits");
+        let gone: usize = self.chains[..count].iter().map(|chain| chain.segments).sum();
+        self.capacity -= self.chains[..count].iter().map(|chain| chain.capacity).sum::<usize>();
+        self.segments.drain(..gone);
+        self.chains.drain(..count);
+        if result.is_err() {
+            used[first..].iter_mut().for_each(|(_, len)| *len = 0);
+        }
+        result
+    }
+}
+
+fn write_part<'s, M: GuestMemory>(
+    memory: &M,
+    part: &[u8],
+    segments: impl Iterator<Item = &'s Segment>,
+) -> Result<(), RequestError> {
+    let (mut rest, mut result) = (part, Ok(()));
+    // All of them are taken from the iterator, also after an error.
+    for segment in segments {
+        let (now, later) = rest.split_at(rest.len().min(segment.len));
+        rest = later;
+        if result.is_ok() && !now.is_empty() {
+            result = memory.write_slice(now, segment.address).map_err(RequestError::Memory);
+        }
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use virtio_queue::QueueT;
+    use vm_memory::GuestAddressSpace;
+
+    use super::*;
+    use crate::memory::view::MappedMemory;
+    use crate::virtio::testing::{BUFFERS, Buffer, MEMORY_LEN, TestDriver};
+
+    const LIMITS: Limits = Limits {
+        max_descriptors: 8,
+        offloads: Offloads { csum: true, tso4: false, tso6: false, ecn: false, ufo: false },
+    };
+
+    /// Parses the one chain that the driver makes of these.
+    fn read(driver: &mut TestDriver, buffers: &[Buffer]) -> Result<Vec<u8>, RequestError> {
+        with_chain(driver, buffers, |memory, chain| {
+            let mut room = [0xaa; PACKET_LEN_MAX];
+            read_packet(memory, chain, &LIMITS, &mut room).map(|len| room[..len].to_vec())
+        })
+    }
+
+    fn with_chain<R>(
+        driver: &mut TestDriver,
+        buffers: &[Buffer],
+        run: impl FnOnce(&MappedMemory, &mut DescriptorChain<&MappedMemory>) -> R,
+    ) -> R {
+        let mut activation = driver.activation(0);
+        let mut queue = activation.queues.remove(0).unwrap().queue;
+        driver.add(0, buffers);
+        let guard = activation.view.memory();
+        let memory: &MappedMemory = &guard;
+        let mut chain = queue.pop_descriptor_chain(memory).unwrap();
+        run(memory, &mut chain)
+    }
+
+    #[test]
+    fn a_frame_may_be_cut_anywhere() {
+        let mut driver = TestDriver::new(1);
+        let packet: Vec<u8> = (0..100).map(|nth| if nth < 12 { 0 } else { nth }).collect();
+        driver.write(BUFFERS, &packet);
+        for cuts in [vec![100], vec![12, 88], vec![5, 0, 20, 75], vec![1, 1, 1, 1, 1, 1, 1, 93]] {
+            let mut at = BUFFERS;
+            let buffers: Vec<_> = cuts
+                .iter()
+                .map(|len| {
+                    at += u64::from(*len);
+                    Buffer::Out(at - u64::from(*len), *len)
+                })
+                .collect();
+            assert_eq!(read(&mut driver, &buffers).unwrap(), packet, "{cuts:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_frame_is_refused() {
+        let mut driver = TestDriver::new(1);
+        let mut error = |buffers: &[Buffer]| read(&mut driver, buffers).unwrap_err().to_string();
+        assert!(error(&[Buffer::Out(BUFFERS, 25)]).contains("25 bytes, at least 26"));
+        assert!(error(&[Buffer::Out(BUFFERS, 12), Buffer::In(BUFFERS, 100)]).contains("wrong way"));
+        assert!(error(&[Buffer::Out(BUFFERS, PACKET_LEN_MAX as u32 + 1)]).contains("more than"));
+        assert!(error(&[Buffer::Out(BUFFERS, 60_000), Buffer::Out(BUFFERS, 6000)]).contains("more than"));
+        assert!(error(&[Buffer::Out(BUFFERS, u32::MAX)]).contains("more than"));
+        assert!(error(&[Buffer::Out(MEMORY_LEN - 10, 26)]).contains("cannot be reached"));
+        assert!(error(&[Buffer::Out(u64::MAX - 10, 26)]).contains("cannot be reached"));
+        assert!(error(&[Buffer::Out(BUFFERS, 8); 9]).contains("more than 8 descriptors"));
+        driver.write(BUFFERS, &[1, 1, 0, 0, 0, 5]);
+        assert!(matches!(
+            read(&mut driver, &[Buffer::Out(BUFFERS, 100)]),
+            Err(RequestError::Header(HeaderError::Gso { gso_type: 1 }))
+        ));
+    }
+
+    #[test]
+    fn what_cannot_be_filled_is_refused() {
+        let mut driver = TestDriver::new(1);
+        let mut hand = Hand::default();
+        let mut take = |buffers: &[Buffer]| {
+            with_chain(&mut driver, buffers, |_, chain| hand.take(chain, 4)).unwrap_err().to_string()
+        };
+        assert!(take(&[Buffer::Out(BUFFERS, 100)]).contains("wrong way"));
+        assert!(take(&[Buffer::In(BUFFERS, 50), Buffer::Out(BUFFERS, 50)]).contains("wrong way"));
+        assert!(take(&[Buffer::In(BUFFERS, 11)]).contains("11 bytes, at least 12"));
+        assert!(take(&[Buffer::In(BUFFERS, 100); 5]).contains("more than 4"));
+        assert_eq!((hand.segments.len(), hand.chains.len()), (0, 0));
+    }
+
+    #[test]
+    fn what_is_kept_of_a_chain_is_bounded() {
+        let mut driver = TestDriver::new(1);
+        let mut hand = Hand::default();
+        with_chain(
+            &mut driver,
+            &[Buffer::In(0, 0), Buffer::In(0, 60_000), Buffer::In(0, u32::MAX - 60_000)],
+            |_, chain| hand.take(chain, 4),
+        )
+        .unwrap();
+        assert_eq!((hand.segments.len(), hand.chains[0].capacity), (2, PACKET_LEN_MAX));
+    }
+
+    #[test]
+    fn a_frame_that_fits_nowhere_is_known_as_such() {
+        let hand = |capacities: &[usize]| Hand {
+            segments: Vec::new(),
+            chains: capacities.iter().map(|&capacity| Taken { head: 0, segments: 0, capacity }).collect(),
+            capacity: capacities.iter().sum(),
+        };
+        assert_eq!(hand(&[]).fit(100, 4, true), Fit::More);
+        assert_eq!(hand(&[]).fit(100, 4, false), Fit::More);
+        assert_eq!(hand(&[60, 40, 10]).fit(100, 4, true), Fit::Chains(2));
+        assert_eq!(hand(&[60, 40, 10]).fit(100, 4, false), Fit::Never);
+        assert_eq!(hand(&[20, 20, 20]).fit(100, 4, true), Fit::More);
+        assert_eq!(hand(&[20, 20, 20, 20]).fit(100, 4, true), Fit::Never);
+    }
+
+    #[test]
+    fn a_buffer_that_is_gone_costs_its_frame_and_nothing_else() {
+        let mut driver = TestDriver::new(1);
+        let mut hand = Hand::default();
+        let mut packet = [7; 40];
+        let (mut used, at) = (vec![(9, 9)], BUFFERS);
+        for buffers in [[Buffer::In(MEMORY_LEN, 20)], [Buffer::In(at, 30)], [Buffer::In(at + 100, 40)]] {
+            with_chain(&mut driver, &buffers, |memory, chain| {
+                hand.take(chain, 4).unwrap();
+                if hand.fit(40, 32, true) == Fit::Chains(2) {
+                    hand.write(memory, &mut packet, 2, &mut used).unwrap_err();
+                } else if hand.chains.len() == 1 && used.len() > 1 {
+                    hand.write(memory, &mut packet, 1, &mut used).unwrap();
+                }
+            });
+        }
+        // Each activation begins with head 0.
+        assert_eq!(used, [(9, 9), (0, 0), (0, 0), (0, 40)]);
+        assert_eq!(driver.read(at + 112, 28), [7; 28]);
+    }
+
+    proptest! {
+        /// Whatever the driver's buffers are like, it finds the frame by putting together what it was told.
+        #[test]
+        fn a_frame_is_whole_however_it_is_split(
+            chains in prop::collection::vec(prop::collection::vec(0u32..600, 1..4), 1..16),
+            len in 12usize..4000,
+        ) {
+            let mut driver = TestDriver::new(1);
+            let mut activation = driver.activation(0);
+            let mut queue = activation.queues.remove(0).unwrap().queue;
+            let mut at = BUFFERS;
+            let mut places = Vec::new();
+            let mut descriptors = 0;
+            for lens in &chains {
+                descriptors += lens.len();
+                if descriptors > 32 {
+                    break;
+                }
+                let buffers: Vec<_> = lens.iter().map(|&len| {
+                    at += 1000;
+                    Buffer::In(at, len)
+                }).collect();
+                driver.add(0, &buffers);
+                places.push(buffers);
+            }
+            let guard = activation.view.memory();
+            let memory: &MappedMemory = &guard;
+            let (mut hand, mut used) = (Hand::default(), Vec::new());
+            let mut packet: Vec<u8> = (0..len).map(|nth| (nth % 251) as u8).collect();
+            // The head of a chain, where it is no answer to a chain that is refused.
+            let mut of_head = std::collections::HashMap::new();
+            let fit = loop {
+                match hand.fit(len, 32, true) {
+                    Fit::More => {}
+                    fit => break Some(fit),
+                }
+                let Some(mut chain) = queue.pop_descriptor_chain(memory) else { break None };
+                of_head.insert(chain.head_index(), places.remove(0));
+                let _ = hand.take(&mut chain, 4);
+            };
+            if let Some(Fit::Chains(count)) = fit {
+                hand.write(memory, &mut packet, count, &mut used).unwrap();
+                prop_assert_eq!(used.len(), count);
+                let mut found = Vec::new();
+                for (head, written) in &used {
+                    let mut left = *written;
+                    for buffer in &of_head[head] {
+                        let Buffer::In(at, len) = *buffer else { unreachable!() };
+                        let part = left.min(len);
+                        found.extend(driver.read(at, part));
+                        left -= part;
+                    }
+                    prop_assert_eq!(left, 0);
+                }
+                prop_assert_eq!(&found, &packet);
+                prop_assert_eq!(usize::from(u16::from_le_bytes([found[10], found[11]])), count);
+                prop_assert!(hand.chains.is_empty() && hand.segments.is_empty());
+            }
+        }
+    }
+}

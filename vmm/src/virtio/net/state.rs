@@ -1,0 +1,258 @@
+//! What an interface's front and its workers share.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+
+use parking_lot::Mutex;
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_net::{
+    VIRTIO_NET_F_CSUM, VIRTIO_NET_F_CTRL_GUEST_OFFLOADS, VIRTIO_NET_F_CTRL_VQ, VIRTIO_NET_F_GUEST_CSUM,
+    VIRTIO_NET_F_GUEST_ECN, VIRTIO_NET_F_GUEST_TSO4, VIRTIO_NET_F_GUEST_TSO6, VIRTIO_NET_F_GUEST_UFO,
+    VIRTIO_NET_F_HOST_ECN, VIRTIO_NET_F_HOST_TSO4, VIRTIO_NET_F_HOST_TSO6, VIRTIO_NET_F_HOST_UFO,
+    VIRTIO_NET_F_MAC, VIRTIO_NET_F_MQ, VIRTIO_NET_F_MRG_RXBUF, VIRTIO_NET_F_MTU, VIRTIO_NET_F_STATUS,
+    VIRTIO_NET_S_LINK_UP,
+};
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::header::Offloads;
+use super::metrics::NetMetrics;
+use super::tap::HostInterface;
+use crate::interrupt::VirtioInterrupt;
+use crate::log::sparsely;
+
+/// `struct virtio_net_config` as far as there is something in it (virtio 1.3, 5.1.4).
+const CONFIG_LEN: usize = 12;
+
+/// How the guest sees an interface, apart from what it is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NetShape {
+    /// What the VMM calls it: in logs, metrics, thread names and the API.
+    pub id: String,
+    /// Its Ethernet address.
+    pub mac: [u8; 6],
+    /// The longest frame's payload, if the driver is to be told.
+    pub mtu: Option<u16>,
+    /// Pairs of queues.
+    pub pairs: u16,
+    /// Descriptors of each queue.
+    pub queue_size: u16,
+    /// Checksums may be left to the other side.
+    pub csum: bool,
+    /// TCP in long pieces; needs `csum`.
+    pub tso: bool,
+    /// UDP likewise.
+    pub ufo: bool,
+}
+
+/// An interface.
+pub struct Interface {
+    shape: NetShape,
+    host: Arc<dyn HostInterface>,
+    metrics: Arc<NetMetrics>,
+    /// Pairs that frames come to: the driver says how many (5.1.6.5.5).
+    active_pairs: AtomicU16,
+    /// By pair: raised when that has changed.
+    wakes: Vec<EventFd>,
+    is_up: AtomicBool,
+    /// Set while the driver is there.
+    interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
+}
+
+impl Interface {
+    /// One that has `host` on its other end.
+    pub fn new(shape: NetShape, host: Arc<dyn HostInterface>) -> io::Result<Self> {
+        let wake = |_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
+        let wakes = (0..shape.pairs).map(wake).collect::<Result<_, _>>()?;
+        let (metrics, interrupt) = (Arc::default(), Mutex::default());
+        let (active_pairs, is_up) = (AtomicU16::new(0), AtomicBool::new(true));
+        Ok(Self { shape, host, metrics, active_pairs, wakes, is_up, interrupt })
+    }
+
+    /// How the guest sees it.
+    pub fn shape(&self) -> &NetShape {
+        &self.shape
+    }
+
+    /// What it is made of.
+    pub fn host(&self) -> &dyn HostInterface {
+        &*self.host
+    }
+
+    /// What it counts.
+    pub fn metrics(&self) -> &Arc<NetMetrics> {
+        &self.metrics
+    }
+
+    /// What is offered (5.1.3).
+    pub fn features(&self) -> u64 {
+        let NetShape { csum, tso, ufo, mtu, pairs, .. } = self.shape;
+        let bits = |on: bool, bits: &[u32]| bits.iter().filter(|_| on).fold(0, |all, bit| all | 1u64 << bit);
+        bits(
+            true,
+            &[
+                VIRTIO_F_VERSION_1,
+                VIRTIO_RING_F_INDIRECT_DESC,
+                VIRTIO_RING_F_EVENT_IDX,
+                VIRTIO_NET_F_MAC,
+                VIRTIO_NET_F_STATUS,
+                VIRTIO_NET_F_MRG_RXBUF,
+                VIRTIO_NET_F_CTRL_VQ,
+            ],
+        ) | bits(csum, &[VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_CTRL_GUEST_OFFLOADS])
+            | bits(
+                csum && tso,
+                &[
+                    VIRTIO_NET_F_HOST_TSO4,
+                    VIRTIO_NET_F_HOST_TSO6,
+                    VIRTIO_NET_F_HOST_ECN,
+                    VIRTIO_NET_F_GUEST_TSO4,
+                    VIRTIO_NET_F_GUEST_TSO6,
+                    VIRTIO_NET_F_GUEST_ECN,
+                ],
+            )
+            | bits(csum && ufo, &[VIRTIO_NET_F_HOST_UFO, VIRTIO_NET_F_GUEST_UFO])
+            | bits(mtu.is_some(), &[VIRTIO_NET_F_MTU])
+            | bits(pairs > 1, &[VIRTIO_NET_F_MQ])
+    }
+
+    /// Whether a driver may have these: some lean on others (5.1.3.1).
+    pub fn accepts(features: u64) -> bool {
+        let has = |bit: u32| features & 1 << bit != 0;
+        let control = [VIRTIO_NET_F_MQ, VIRTIO_NET_F_CTRL_GUEST_OFFLOADS];
+        has(VIRTIO_F_VERSION_1)
+            && Offloads::of_driver(features).is_consistent()
+            && Offloads::of_device(features).is_consistent()
+            && (has(VIRTIO_NET_F_CTRL_VQ) || !control.into_iter().any(has))
+    }
+
+    /// The index of the control queue, with `features` agreed on (5.1.2).
+    pub fn control_queue(&self, features: u64) -> Option<u16> {
+        let has = |bit: u32| features & 1 << bit != 0;
+        let pairs = if has(VIRTIO_NET_F_MQ) { self.shape.pairs } else { 1 };
+        has(VIRTIO_NET_F_CTRL_VQ).then_some(2 * pairs)
+    }
+
+    /// The configuration space as it is now.
+    pub fn config(&self) -> [u8; CONFIG_LEN] {
+        let mut config = [0; CONFIG_LEN];
+        let mut put = |at: usize, bytes: &[u8]| config[at..at + bytes.len()].copy_from_slice(bytes);
+        let status = if self.is_up.load(Ordering::Acquire) { VIRTIO_NET_S_LINK_UP as u16 } else { 0 };
+        put(0, &self.shape.mac);
+        put(6, &status.to_le_bytes());
+        put(8, &self.shape.pairs.to_le_bytes());
+        put(10, &self.shape.mtu.unwrap_or(0).to_le_bytes());
+        config
+    }
+
+    /// Whether frames come to a pair.
+    pub fn is_active(&self, pair: u16) -> bool {
+        pair < self.active_pairs.load(Ordering::Acquire)
+    }
+
+    /// Has frames come to the first so many pairs alone. A queue is attached before its worker looks at it, and not looked at
+    /// any more when it is detached: the kernel says of a detached one what it says of an interface that is gone.
+    pub fn set_pairs(&self, pairs: u16) -> io::Result<()> {
+        let before = self.active_pairs.fetch_min(pairs, Ordering::AcqRel);
+        let result = self.host.set_pairs(pairs);
+        let now = if result.is_ok() { pairs } else { before.min(pairs) };
+        self.active_pairs.store(now, Ordering::Release);
+        for wake in &self.wakes {
+            // Fails only when the counter is full, and then it wakes anyway.
+            let _ = wake.write(1);
+        }
+        result
+    }
+
+    /// What is raised when [`Interface::is_active`] may have changed.
+    pub fn wake(&self, pair: u16) -> &EventFd {
+        &self.wakes[usize::from(pair)]
+    }
+
+    /// The host's interface is gone.
+    pub fn lose_link(&self) {
+        if self.is_up.swap(false, Ordering::AcqRel) {
+            let id = &self.shape.id;
+            sparsely!(warn, net = id, "The host's interface is gone: the link is down");
+            let interrupt = self.interrupt.lock().clone();
+            if let Some(interrupt) = interrupt
+                && let Err(err) = interrupt.signal_config()
+            {
+                sparsely!(warn, net = id, %err, "The driver cannot be told that the link is down");
+            }
+        }
+    }
+
+    /// A driver is there.
+    pub fn set_driver(&self, interrupt: Arc<dyn VirtioInterrupt>) {
+        *self.interrupt.lock() = Some(interrupt);
+    }
+
+    /// There is none any more.
+    pub fn forget_driver(&self) {
+        *self.interrupt.lock() = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tap::fake::FakeTap;
+    use super::*;
+
+    fn shape() -> NetShape {
+        NetShape {
+            id: "_net0".to_owned(),
+            mac: [2, 0, 0, 0, 0, 1],
+            mtu: Some(1500),
+            pairs: 4,
+            queue_size: 256,
+            csum: true,
+            tso: true,
+            ufo: true,
+        }
+    }
+
+    fn interface(shape: NetShape) -> Interface {
+        Interface::new(shape, Arc::new(FakeTap::new(4).0)).unwrap()
+    }
+
+    #[test]
+    fn the_configuration_is_as_the_driver_reads_it() {
+        let net = interface(shape());
+        assert_eq!(net.config(), [2, 0, 0, 0, 0, 1, 1, 0, 4, 0, 0xdc, 5]);
+        net.lose_link();
+        assert_eq!(net.config()[6], 0);
+    }
+
+    #[test]
+    fn what_leans_on_something_else_is_not_offered_alone() {
+        let all = interface(shape()).features();
+        for shape in [
+            shape(),
+            NetShape { csum: false, ..shape() },
+            NetShape { tso: false, ufo: false, ..shape() },
+            NetShape { mtu: None, pairs: 1, ..shape() },
+        ] {
+            let features = interface(shape.clone()).features();
+            assert!(Interface::accepts(features), "{shape:?}");
+            assert_eq!(features & 1 << VIRTIO_NET_F_MQ != 0, shape.pairs > 1);
+            assert_eq!(features & 1 << VIRTIO_NET_F_MTU != 0, shape.mtu.is_some());
+            assert_eq!(features & 1 << VIRTIO_NET_F_HOST_TSO4 != 0, shape.csum && shape.tso);
+        }
+        for without in [VIRTIO_F_VERSION_1, VIRTIO_NET_F_CSUM, VIRTIO_NET_F_GUEST_CSUM, VIRTIO_NET_F_CTRL_VQ]
+        {
+            assert!(!Interface::accepts(all & !(1 << without)), "without {without}");
+        }
+        assert!(Interface::accepts(all & !(1 << VIRTIO_NET_F_MQ)));
+    }
+
+    #[test]
+    fn the_control_queue_is_behind_those_that_are_used() {
+        let net = interface(shape());
+        let all = net.features();
+        assert_eq!(net.control_queue(all), Some(8));
+        assert_eq!(net.control_queue(all & !(1 << VIRTIO_NET_F_MQ)), Some(2));
+        assert_eq!(net.control_queue(all & !(1 << VIRTIO_NET_F_CTRL_VQ)), None);
+    }
+}

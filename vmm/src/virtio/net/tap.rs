@@ -1,0 +1,500 @@
+//! Tap interfaces of the host (Linux Documentation/networking/tuntap.rst).
+
+use std::ffi::CString;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, UdpSocket};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
+
+use libc::{
+    IFF_DETACH_QUEUE, IFF_MULTI_QUEUE, IFF_NO_PI, IFF_TAP, IFF_VNET_HDR, c_int, c_short, c_ulong, ifreq,
+};
+use parking_lot::Mutex;
+use thiserror::Error;
+
+use super::header::{HEADER_LEN, Offloads};
+
+const DEVICE: &str = "/dev/net/tun";
+/// The kernel puts a number in.
+const DEFAULT_NAME: &str = "vmtap%d";
+/// `IFF_ATTACH_QUEUE` of linux/if_tun.h.
+const IFF_ATTACH_QUEUE: c_int = 0x0200;
+
+/// A host's side of a virtio-net device.
+pub trait HostInterface: Send + Sync {
+    /// One of its queues. It is read by one worker at a time.
+    fn queue(&self, pair: u16) -> io::Result<Box<dyn HostQueue>>;
+    /// What may be left to the guest.
+    fn set_offloads(&self, offloads: Offloads) -> io::Result<()>;
+    /// Has frames come to the first so many queues alone.
+    fn set_pairs(&self, pairs: u16) -> io::Result<()>;
+}
+
+/// One queue of it. Neither call waits.
+pub trait HostQueue: Send {
+    /// Takes a frame, behind its header; `EBADFD`: the interface is gone, or the queue is detached.
+    fn receive(&mut self, packet: &mut [u8]) -> io::Result<usize>;
+    /// Gives a frame, behind its header.
+    fn send(&mut self, packet: &[u8]) -> io::Result<()>;
+    /// Readable when there is a frame.
+    fn input(&self) -> RawFd;
+    /// Writable when there is room for one; another descriptor than `input`, as each is waited for by itself.
+    fn output(&self) -> RawFd;
+}
+
+/// Why there is no interface.
+#[derive(Debug, Error)]
+pub enum TapError {
+    /// The device cannot be opened.
+    #[error("Cannot open {DEVICE}: is the module tun loaded?")]
+    Open(#[source] io::Error),
+    /// The interface cannot be had.
+    #[error("Cannot attach to the interface {name}{hint}")]
+    Attach {
+        /// Its name.
+        name: String,
+        /// What it may be, after a colon.
+        hint: &'static str,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
+    },
+    /// A setting is not taken.
+    #[error("Cannot set {what} of the interface {name}")]
+    Set {
+        /// What.
+        what: &'static str,
+        /// Its name.
+        name: String,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
+    },
+    /// A descriptor that was given is none.
+    #[error("fd {fd} is no tap interface")]
+    NoTap {
+        /// The descriptor.
+        fd: RawFd,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
+    },
+    /// One that was opened in another way.
+    #[error("fd {fd} is a tap interface opened {lacks}")]
+    Lacks {
+        /// The descriptor.
+        fd: RawFd,
+        /// What is missing or too much.
+        lacks: &'static str,
+    },
+    /// Queues of several interfaces.
+    #[error("fd {fd} is a queue of {name}, and the one before is of {first}")]
+    Mixed {
+        /// The descriptor.
+        fd: RawFd,
+        /// Its interface.
+        name: String,
+        /// The other one.
+        first: String,
+    },
+}
+
+/// What to make, or to find.
+#[derive(Clone, Debug, Default)]
+pub struct TapOptions {
+    /// The interface.
+    pub name: Option<String>,
+    /// Queues that send and receive.
+    pub pairs: u16,
+    /// The host's address and mask, of an interface that is made.
+    pub address: Option<(Ipv4Addr, Ipv4Addr)>,
+    /// The host's Ethernet address.
+    pub host_mac: Option<[u8; 6]>,
+    /// The longest frame's payload.
+    pub mtu: Option<u16>,
+}
+
+/// A tap interface with its queues.
+#[derive(Debug)]
+pub struct Tap {
+    name: String,
+    queues: Vec<File>,
+    mtu: Option<u16>,
+    /// Queues that frames come to.
+    attached: Mutex<u16>,
+}
+
+impl Tap {
+    /// Attaches to an interface, or makes one.
+    pub fn open(options: &TapOptions) -> Result<Self, TapError> {
+        let wanted = options.name.as_deref().unwrap_or(DEFAULT_NAME);
+        let is_there = options.name.as_deref().is_some_and(exists);
+        let multi_queue = if options.pairs > 1 { IFF_MULTI_QUEUE } else { 0 };
+        let (first, name) = match attach(wanted, multi_queue) {
+            // One that is there, and made for several queues, is so by the first as well.
+            Err(TapError::Attach { source, .. })
+                if is_there && multi_queue == 0 && source.raw_os_error() == Some(libc::EINVAL) =>
+            {
+                attach(wanted, IFF_MULTI_QUEUE)?
+            }
+            result => result?,
+        };
+        let mut queues = vec![first];
+        for _ in 1..options.pairs {
+            queues.push(attach(&name, multi_queue)?.0);
+        }
+        let mut tap = Self::new(name, queues)?;
+        tap.configure(options, is_there)?;
+        Ok(tap)
+    }
+
+    /// Takes queues that somebody else has opened. Of what they are of nothing is changed but what the device needs: whose it
+    /// is may have it in a network namespace of its own.
+    pub fn from_fds(fds: Vec<OwnedFd>, mtu: Option<u16>) -> Result<Self, TapError> {
+        let mut name = None::<String>;
+        let several = fds.len() > 1;
+        for fd in &fds {
+            let found = check_given(fd, several)?;
+            match &name {
+                Some(first) if *first != found => {
+                    let (fd, first) = (fd.as_raw_fd(), first.clone());
+                    return Err(TapError::Mixed { fd, name: found, first });
+                }
+                _ => name = Some(found),
+            }
+        }
+        let tap = Self::new(name.unwrap_or_default(), fds.into_iter().map(File::from).collect())?;
+        Ok(Self { mtu, ..tap })
+    }
+
+    fn new(name: String, queues: Vec<File>) -> Result<Self, TapError> {
+        let attached = Mutex::new(u16::try_from(queues.len()).expect("no more queues than a device has"));
+        let tap = Self { name, queues, mtu: None, attached };
+        let set = |what| tap.failed(what);
+        for queue in &tap.queues {
+            set_nonblocking(queue).map_err(set("the mode"))?;
+            let len = HEADER_LEN as c_int;
+            // SAFETY: the kernel reads one `int`.
+            check(unsafe { libc::ioctl(queue.as_raw_fd(), libc::TUNSETVNETHDRSZ, &raw const len) })
+                .map_err(set("the header's length"))?;
+        }
+        tap.set_offloads(Offloads::default()).map_err(set("the offloads"))?;
+        Ok(tap)
+    }
+
+    fn failed(&self, what: &'static str) -> impl Fn(io::Error) -> TapError + use<'_> {
+        move |source| TapError::Set { what, name: self.name.clone(), source }
+    }
+
+    /// Sets what can be set by name, and brings the interface up. One that was there keeps its addresses.
+    fn configure(&mut self, options: &TapOptions, was_there: bool) -> Result<(), TapError> {
+        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(self.failed("anything"))?;
+        let set = |what: &'static str, request: c_ulong, fill: &dyn Fn(&mut ifreq)| {
+            let mut interface = named(&self.name);
+            fill(&mut interface);
+            call(&socket, request, &mut interface).map_err(self.failed(what)).map(|()| interface)
+        };
+        if let Some(mac) = options.host_mac {
+            set("the Ethernet address", libc::SIOCSIFHWADDR, &|interface| {
+                interface.ifr_ifru.ifru_hwaddr = ethernet(mac);
+            })?;
+        }
+        if let Some((address, mask)) = options.address.filter(|_| !was_there) {
+            set("the address", libc::SIOCSIFADDR, &|interface| interface.ifr_ifru.ifru_addr = ipv4(address))?;
+            set("the mask", libc::SIOCSIFNETMASK, &|interface| {
+                interface.ifr_ifru.ifru_netmask = ipv4(mask);
+            })?;
+        }
+        if let Some(mtu) = options.mtu {
+            set("the MTU", libc::SIOCSIFMTU, &|interface| interface.ifr_ifru.ifru_mtu = mtu.into())?;
+        }
+        let found = set("the MTU", libc::SIOCGIFMTU, &|_| {})?;
+        // SAFETY: the kernel has filled this member of the union.
+        let mtu = unsafe { found.ifr_ifru.ifru_mtu };
+        let found = set("the state", libc::SIOCGIFFLAGS, &|_| {})?;
+        // SAFETY: as above.
+        let flags = unsafe { found.ifr_ifru.ifru_flags };
+        // Also of one's own interface it needs a privilege to change that.
+        if c_int::from(flags) & libc::IFF_UP == 0 {
+            set("the state", libc::SIOCSIFFLAGS, &|interface| {
+                interface.ifr_ifru.ifru_flags = flags | libc::IFF_UP as c_short;
+            })?;
+        }
+        self.mtu = u16::try_from(mtu).ok();
+        Ok(())
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The longest frame's payload, if that is known.
+    pub fn mtu(&self) -> Option<u16> {
+        self.mtu
+    }
+}
+
+impl HostInterface for Tap {
+    fn queue(&self, pair: u16) -> io::Result<Box<dyn HostQueue>> {
+        let queue = &self.queues[usize::from(pair)];
+        Ok(Box::new(TapQueue { input: queue.try_clone()?, output: queue.try_clone()? }))
+    }
+
+    fn set_offloads(&self, offloads: Offloads) -> io::Result<()> {
+        let Offloads { csum, tso4, tso6, ecn, ufo } = offloads;
+        let flags = [
+            (csum, libc::TUN_F_CSUM),
+            (tso4, libc::TUN_F_TSO4),
+            (tso6, libc::TUN_F_TSO6),
+            (ecn, libc::TUN_F_TSO_ECN),
+            (ufo, libc::TUN_F_UFO),
+        ];
+        let flags = flags.iter().filter(|(on, _)| *on).fold(0, |all, (_, flag)| all | flag);
+        let queue = self.queues[0].as_raw_fd();
+        // SAFETY: the argument is a number.
+        check(unsafe { libc::ioctl(queue, libc::TUNSETOFFLOAD, c_ulong::from(flags)) })
+    }
+
+    fn set_pairs(&self, pairs: u16) -> io::Result<()> {
+        let mut attached = self.attached.lock();
+        let set = |nth: u16, flag: c_int| {
+            let mut interface = named("");
+            interface.ifr_ifru.ifru_flags = flag as c_short;
+            call(&self.queues[usize::from(nth)], libc::TUNSETQUEUE, &mut interface)
+        };
+        while *attached > pairs {
+            set(*attached - 1, IFF_DETACH_QUEUE)?;
+            *attached -= 1;
+        }
+        while *attached < pairs {
+            set(*attached, IFF_ATTACH_QUEUE)?;
+            *attached += 1;
+        }
+        Ok(())
+    }
+}
+
+struct TapQueue {
+    input: File,
+    output: File,
+}
+
+impl HostQueue for TapQueue {
+    fn receive(&mut self, packet: &mut [u8]) -> io::Result<usize> {
+        self.input.read(packet)
+    }
+
+    fn send(&mut self, packet: &[u8]) -> io::Result<()> {
+        // The kernel takes a frame whole or not at all.
+        self.output.write(packet).map(|_| ())
+    }
+
+    fn input(&self) -> RawFd {
+        self.input.as_raw_fd()
+    }
+
+    fn output(&self) -> RawFd {
+        self.output.as_raw_fd()
+    }
+}
+
+/// Whether there is an interface of this name.
+fn exists(name: &str) -> bool {
+    // SAFETY: the string ends with a zero and lives as long as the call.
+    CString::new(name).is_ok_and(|name| unsafe { libc::if_nametoindex(name.as_ptr()) } != 0)
+}
+
+/// A queue of the interface `name`, and what the kernel calls that.
+fn attach(name: &str, flags: c_int) -> Result<(File, String), TapError> {
+    let mut options = OpenOptions::new();
+    let options = options.read(true).write(true).custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC);
+    let file = options.open(DEVICE).map_err(TapError::Open)?;
+    let mut interface = named(name);
+    interface.ifr_ifru.ifru_flags = (IFF_TAP | IFF_NO_PI | IFF_VNET_HDR | flags) as c_short;
+    call(&file, libc::TUNSETIFF, &mut interface).map_err(|source| {
+        let hint = match source.raw_os_error() {
+            Some(libc::EPERM) => {
+                ": making one needs CAP_NET_ADMIN, and one that is there must be this user's"
+            }
+            Some(libc::EBUSY) => ": somebody else has it",
+            Some(libc::EINVAL) => ": it is no tap, or not made for several queues",
+            _ => "",
+        };
+        TapError::Attach { name: name.to_owned(), hint, source }
+    })?;
+    Ok((file, name_of(&interface)))
+}
+
+/// Refuses a descriptor on which a device would not work. Returns the interface's name.
+fn check_given(fd: &OwnedFd, several: bool) -> Result<String, TapError> {
+    let mut interface = named("");
+    let raw = fd.as_raw_fd();
+    call(fd, libc::TUNGETIFF, &mut interface).map_err(|source| TapError::NoTap { fd: raw, source })?;
+    // SAFETY: the kernel has filled this member of the union.
+    let flags = c_int::from(unsafe { interface.ifr_ifru.ifru_flags });
+    let lacks = match flags {
+        _ if flags & IFF_TAP == 0 => "as tun, which has no Ethernet",
+        _ if flags & IFF_NO_PI == 0 => "without IFF_NO_PI",
+        _ if flags & IFF_VNET_HDR == 0 => "without IFF_VNET_HDR",
+        _ if several && flags & IFF_MULTI_QUEUE == 0 => "without IFF_MULTI_QUEUE",
+        _ => return Ok(name_of(&interface)),
+    };
+    Err(TapError::Lacks { fd: raw, lacks })
+}
+
+/// Duplicates descriptors that were given by their numbers: whose they are keeps them.
+pub fn duplicate(fds: &[RawFd]) -> Result<Vec<OwnedFd>, TapError> {
+    fds.iter()
+        .map(|&fd| {
+            // SAFETY: it is only duplicated, which fails where there is none. That nobody else closes it and opens
+            // something else is for who has given its number.
+            unsafe { BorrowedFd::borrow_raw(fd) }
+                .try_clone_to_owned()
+                .map_err(|source| TapError::NoTap { fd, source })
+        })
+        .collect()
+}
+
+fn set_nonblocking(file: &File) -> io::Result<()> {
+    // SAFETY: the descriptor is open, and neither call has to do with memory.
+    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+    check(flags)?;
+    // SAFETY: as above.
+    check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) })
+}
+
+/// A request about the interface `name`, which has been found to fit.
+fn named(name: &str) -> ifreq {
+    // SAFETY: it has numbers and arrays of them, for which zeros are fine.
+    let mut interface: ifreq = unsafe { std::mem::zeroed() };
+    let last = interface.ifr_name.len() - 1;
+    for (to, from) in interface.ifr_name[..last].iter_mut().zip(name.bytes()) {
+        *to = from as libc::c_char;
+    }
+    interface
+}
+
+fn name_of(interface: &ifreq) -> String {
+    let bytes = interface.ifr_name.iter().take_while(|byte| **byte != 0).map(|byte| *byte as u8);
+    String::from_utf8_lossy(&bytes.collect::<Vec<_>>()).into_owned()
+}
+
+fn ethernet(mac: [u8; 6]) -> libc::sockaddr {
+    let mut address = libc::sockaddr { sa_family: libc::ARPHRD_ETHER, sa_data: [0; 14] };
+    for (to, from) in address.sa_data.iter_mut().zip(mac) {
+        *to = from as libc::c_char;
+    }
+    address
+}
+
+/// As `sockaddr_in` has it: a port of two bytes, and the address.
+fn ipv4(ip: Ipv4Addr) -> libc::sockaddr {
+    let mut address = libc::sockaddr { sa_family: libc::AF_INET as libc::sa_family_t, sa_data: [0; 14] };
+    for (to, from) in address.sa_data[2..].iter_mut().zip(ip.octets()) {
+        *to = from as libc::c_char;
+    }
+    address
+}
+
+fn call(file: &impl AsRawFd, request: c_ulong, interface: &mut ifreq) -> io::Result<()> {
+    // SAFETY: all requests that are made here read and write one `ifreq`.
+    check(unsafe { libc::ioctl(file.as_raw_fd(), request, std::ptr::from_mut(interface)) })
+}
+
+fn check(result: c_int) -> io::Result<()> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// A pair of sockets in place of a tap interface.
+#[cfg(test)]
+pub mod fake {
+    use std::os::unix::net::UnixDatagram;
+    use std::sync::Arc;
+
+    use super::*;
+
+    /// The interface of the device under test.
+    #[derive(Clone)]
+    pub struct FakeTap {
+        queues: Arc<Vec<UnixDatagram>>,
+        /// What was set last.
+        pub offloads: Arc<Mutex<Offloads>>,
+        /// Likewise.
+        pub pairs: Arc<Mutex<u16>>,
+    }
+
+    impl FakeTap {
+        /// With so many queues; the host's ends of them.
+        pub fn new(pairs: u16) -> (Self, Vec<UnixDatagram>) {
+            let (ours, theirs): (Vec<_>, Vec<_>) = (0..pairs)
+                .map(|_| {
+                    let (ours, theirs) = UnixDatagram::pair().unwrap();
+                    ours.set_nonblocking(true).unwrap();
+                    (ours, theirs)
+                })
+                .unzip();
+            let tap =
+                Self { queues: Arc::new(ours), offloads: Arc::default(), pairs: Arc::new(Mutex::new(pairs)) };
+            (tap, theirs)
+        }
+    }
+
+    struct FakeQueue {
+        input: UnixDatagram,
+        output: UnixDatagram,
+    }
+
+    impl HostInterface for FakeTap {
+        fn queue(&self, pair: u16) -> io::Result<Box<dyn HostQueue>> {
+            let queue = &self.queues[usize::from(pair)];
+            Ok(Box::new(FakeQueue { input: queue.try_clone()?, output: queue.try_clone()? }))
+        }
+        fn set_offloads(&self, offloads: Offloads) -> io::Result<()> {
+            *self.offloads.lock() = offloads;
+            Ok(())
+        }
+        fn set_pairs(&self, pairs: u16) -> io::Result<()> {
+            *self.pairs.lock() = pairs;
+            Ok(())
+        }
+    }
+
+    impl HostQueue for FakeQueue {
+        fn receive(&mut self, packet: &mut [u8]) -> io::Result<usize> {
+            self.input.recv(packet)
+        }
+        fn send(&mut self, packet: &[u8]) -> io::Result<()> {
+            self.output.send(packet).map(|_| ())
+        }
+        fn input(&self) -> RawFd {
+            self.input.as_raw_fd()
+        }
+        fn output(&self) -> RawFd {
+            self.output.as_raw_fd()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_tap_is_refused() {
+        let file = tempfile::tempfile().unwrap();
+        let fds = duplicate(&[file.as_raw_fd()]).unwrap();
+        assert!(matches!(Tap::from_fds(fds, None), Err(TapError::NoTap { .. })));
+        assert!(matches!(duplicate(&[i32::MAX]), Err(TapError::NoTap { fd: i32::MAX, .. })));
+    }
+
+    #[test]
+    fn requests_are_as_the_kernel_has_them() {
+        let interface = named("a-name-of-15-byt-and-more");
+        assert_eq!(name_of(&interface), "a-name-of-15-by");
+        let address = ipv4([10, 1, 2, 3].into());
+        assert_eq!((i32::from(address.sa_family), &address.sa_data[..6]), (2, &[0, 0, 10, 1, 2, 3][..]));
+        assert_eq!(ethernet([2, 0, 0, 0, 0, 9]).sa_data[..6], [2, 0, 0, 0, 0, 9]);
+    }
+}
