@@ -12,7 +12,7 @@ use thiserror::Error;
 use super::error::ConfigError;
 use super::{
     ApiSocket, BalloonConfig, ConsoleConfig, CpusConfig, DiskConfig, EventMonitor, MemoryConfig,
-    MemoryZoneConfig, MetricsAddress, NumaConfig, PayloadConfig, PlatformConfig, PmMemoryConfig,
+    MemoryZoneConfig, MetricsAddress, NetConfig, NumaConfig, PayloadConfig, PlatformConfig, PmMemoryConfig,
     PmVolumeConfig, PmemConfig, PressureConfig, RngConfig, VmConfig, VsockConfig, foreign,
 };
 use crate::vm::owner::AtGuestShutdown;
@@ -143,6 +143,9 @@ struct Flags {
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     pressure: Option<String>,
 
+    /// tap=NAME,ip=ADDRESS,mask=MASK,mac=MAC,host_mac=MAC,mtu=N,fd=[N,N],num_queues=N,queue_size=N,id=ID,offload_tso=on|off,offload_ufo=on|off,offload_csum=on|off: network interfaces, each a tap of the host: one that is there, one that is made with ip, mask and host_mac, or one that is given opened [default: num_queues=2,queue_size=256, offloads on, a random mac]
+    #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Devices")]
+    net: Vec<String>,
     /// off|null|tty|file=PATH: COM1, ttyS0 [default: null]
     #[arg(long, value_name = "MODE", help_heading = "Devices")]
     serial: Option<String>,
@@ -229,10 +232,10 @@ impl Flags {
     fn says_something_of_a_vm(&self) -> bool {
         let Self { kernel, initramfs, cmdline, cpus, memory, balloon, memory_zone, numa, pm_memory, .. } =
             self;
-        let Self { pm_volume, disk, pmem, pressure, serial, console, rng, vsock, platform, .. } = self;
+        let Self { pm_volume, disk, net, pmem, pressure, serial, console, rng, vsock, platform, .. } = self;
         let paths = [kernel, initramfs].into_iter().any(Option::is_some);
         let texts = [cmdline, cpus, memory, balloon, pressure, serial, console, rng, vsock, platform];
-        let lists = [memory_zone, numa, pm_memory, pm_volume, disk, pmem];
+        let lists = [memory_zone, numa, pm_memory, pm_volume, disk, net, pmem];
         paths || texts.into_iter().any(Option::is_some) || lists.into_iter().any(|list| !list.is_empty())
     }
 }
@@ -253,6 +256,7 @@ fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
         numa: flags.numa.iter().map(|text| NumaConfig::parse(text)).collect::<Result<_, _>>()?,
         balloon: flags.balloon.as_deref().map(BalloonConfig::parse).transpose()?,
         disks: flags.disk.iter().map(|text| DiskConfig::parse(text)).collect::<Result<_, _>>()?,
+        net: flags.net.iter().map(|text| NetConfig::parse(text)).collect::<Result<_, _>>()?,
         serial: serial.unwrap_or_else(ConsoleConfig::default_serial),
         console: console.unwrap_or_else(ConsoleConfig::default_console),
         rng: flags.rng.as_deref().map_or(Ok(RngConfig::default()), RngConfig::parse)?,
@@ -436,6 +440,22 @@ mod tests {
     }
 
     #[test]
+    fn network_interfaces_are_given_as_in_cloud_hypervisor() {
+        let config = config(&[
+            "--net",
+            "tap=tap0",
+            "tap=,mac=,ip=,mask=",
+            "--net",
+            "fd=[7,8],num_queues=4",
+            "--cpus",
+            "boot=2",
+        ]);
+        let taps: Vec<_> = config.net.iter().map(|net| net.tap.as_deref()).collect();
+        assert_eq!((taps, &*config.net[2].fds), (vec![Some("tap0"), None, None], &[7, 8][..]));
+        assert!(error(&["--net", "tap=tap0,num_queues=4"]).starts_with("--net: num_queues is 4"));
+    }
+
+    #[test]
     fn persistent_memory_is_given_as_in_cloud_hypervisor() {
         let files = |args: &[&str]| -> Vec<String> {
             config(args).pmem.iter().map(|pmem| pmem.file.display().to_string()).collect()
@@ -586,8 +606,8 @@ mod tests {
     #[test]
     fn flags_of_cloud_hypervisor_are_refused_with_the_reason() {
         assert_eq!(
-            error(&["--net", "tap=tap0"]),
-            "--net is not supported by foreshore: virtio-net is not implemented; see --vsock"
+            error(&["--fs", "tag=a,socket=/s"]),
+            "--fs is not supported by foreshore: virtio-fs is not implemented"
         );
         assert!(error(&["--watchdog"]).starts_with("--watchdog is not supported"));
     }

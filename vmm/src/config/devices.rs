@@ -80,6 +80,7 @@ impl VmConfig {
         let mut taken = self.ids();
         let devices = (self.disks.iter_mut().map(|disk| ("disk", &mut disk.id)))
             .chain(self.pmem.iter_mut().map(|pmem| ("pmem", &mut pmem.id)))
+            .chain(self.net.iter_mut().map(|net| ("net", &mut net.id)))
             .chain(self.vsock.iter_mut().map(|vsock| ("vsock", &mut vsock.id)));
         for (kind, id) in devices.filter(|(_, id)| id.is_none()) {
             let name = free_name(kind, &taken);
@@ -92,6 +93,7 @@ impl VmConfig {
     fn ids(&self) -> Vec<String> {
         let given = (self.disks.iter().filter_map(|disk| disk.id.as_deref()))
             .chain(self.pmem.iter().filter_map(|pmem| pmem.id.as_deref()))
+            .chain(self.net.iter().filter_map(|net| net.id.as_deref()))
             .chain(self.vsock.iter().filter_map(|vsock| vsock.id.as_deref()))
             .chain(self.balloon.iter().map(|balloon| balloon.id_or_default()))
             .chain(self.memory.zones.iter().map(|zone| &*zone.id))

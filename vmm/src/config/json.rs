@@ -10,17 +10,18 @@ use thiserror::Error;
 use super::error::ConfigError;
 use super::option_parser::Syntax;
 use super::{
-    VmConfig, balloon, console, cpus, disk, foreign, memory, memory_zone, numa, payload, platform, pmem, rng,
-    vsock,
+    VmConfig, balloon, console, cpus, disk, foreign, memory, memory_zone, net, numa, payload, platform, pmem,
+    rng, vsock,
 };
 
 /// Sections, with what the flag of the same meaning takes.
-const SECTIONS: [(&str, &Syntax); 11] = [
+const SECTIONS: [(&str, &Syntax); 12] = [
     ("payload", &payload::SYNTAX),
     ("cpus", &cpus::SYNTAX),
     ("memory", &memory::SYNTAX),
     ("balloon", &balloon::SYNTAX),
     ("disks", &disk::SYNTAX),
+    ("net", &net::SYNTAX),
     ("serial", &console::SERIAL),
     ("console", &console::CONSOLE),
     ("rng", &rng::SYNTAX),
@@ -155,7 +156,10 @@ mod tests {
             "disks": [{"path": "/disk", "iommu": false, "vhost_user": false, "rate_limiter_config": null,
                        "pci_segment": 0, "image_type": "Raw"}],
             "platform": {"num_pci_segments": 2, "iommufd": false, "oem_strings": null},
-            "net": [], "fs": null, "devices": null, "pci_segments": [], "watchdog": false, "iommu": false,
+            "net": [{"tap": null, "ip": "10.0.0.1", "mask": "255.255.255.0", "mac": "02:00:00:00:00:01", "num_queues": 2,
+                     "vhost_user": false, "vhost_mode": "Client", "vhost_socket": null, "fds": null, "iommu": false,
+                     "rate_limiter_config": null, "pci_segment": 0}],
+            "fs": null, "devices": null, "pci_segments": [], "watchdog": false, "iommu": false,
             "rng": {"src": "/dev/urandom", "iommu": false},
             "serial": {"mode": "Null", "file": null, "iommu": false, "socket": null},
             "console": {"mode": "Off"},
@@ -174,6 +178,8 @@ mod tests {
     fn what_is_not_supported_is_refused_with_the_reason_of_its_flag() {
         for (more, text) in [
             (json!({"fs": [{"tag": "a", "socket": "/s"}]}), "--fs is not supported by foreshore: "),
+            (json!({"net": [{"vhost_user": true}]}), "--net: vhost_user=true is not supported"),
+            (json!({"net": [{"fds": [3]}]}), "--net: fds=[3] is not supported"),
             (json!({"watchdog": true}), "--watchdog is not supported by foreshore: "),
             (json!({"platform": {"num_pci_segments": 2, "uuid": "x"}}), "--platform: uuid="),
             (

@@ -17,6 +17,7 @@ mod json;
 mod memory;
 mod memory_zone;
 mod name;
+mod net;
 mod numa;
 mod option_parser;
 mod packages;
@@ -47,6 +48,7 @@ pub use self::error::ConfigError;
 pub use self::json::JsonError;
 pub use self::memory::{HotplugMethod, MemoryConfig};
 pub use self::memory_zone::MemoryZoneConfig;
+pub use self::net::{BadMacAddress, MacAddress, NetConfig};
 pub use self::numa::{MAX_NODE, NumaConfig, NumaDistance};
 pub use self::packages::VcpuPlace;
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
@@ -82,6 +84,9 @@ pub struct VmConfig {
     /// Disks.
     #[serde(default)]
     pub disks: Vec<DiskConfig>,
+    /// Network interfaces.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub net: Vec<NetConfig>,
     /// COM1.
     #[serde(default = "ConsoleConfig::default_serial")]
     pub serial: ConsoleConfig,
@@ -148,6 +153,7 @@ impl VmConfig {
         pmem::validate_all(&self.pmem)?;
         self.pressure.validate()?;
         self.disks.iter().try_for_each(|disk| disk.validate(self.cpus.boot_vcpus))?;
+        net::validate_all(&self.net, self.cpus.boot_vcpus)?;
         self.check_terminal()?;
         self.check_disks()?;
         self.check_volumes()
@@ -255,6 +261,7 @@ pub(crate) fn test_config() -> VmConfig {
         },
         balloon: None,
         disks: Vec::new(),
+        net: Vec::new(),
         serial: ConsoleConfig::default(),
         console: ConsoleConfig::default(),
         rng: RngConfig { src: "/dev/urandom".into() },
@@ -301,6 +308,7 @@ mod tests {
         config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
         config.pmem = vec![PmemConfig::parse("file=/a").unwrap()];
         config.balloon = Some(BalloonConfig::parse("size=64M,floor=32M").unwrap());
+        config.net = vec![NetConfig::parse("tap=a,mtu=1500").unwrap()];
         let json = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<VmConfig>(&json).unwrap(), config);
     }
@@ -394,7 +402,7 @@ mod tests {
 
     #[test]
     fn every_section_is_validated() {
-        let broken: [fn(&mut VmConfig); 13] = [
+        let broken: [fn(&mut VmConfig); 14] = [
             |c| c.balloon = Some(BalloonConfig::parse("size=1T").unwrap()),
             |c| c.payload.kernel = None,
             |c| c.cpus.boot_vcpus = 0,
@@ -409,6 +417,7 @@ mod tests {
             |c| c.numa = vec![NumaConfig { guest_numa_id: 1, ..NumaConfig::default() }],
             |c| c.pm_volumes = vec![PmVolumeConfig::parse("pool=/p,name=a/b").unwrap()],
             |c| c.disks = vec![DiskConfig::parse("path=/d,num_queues=2").unwrap()],
+            |c| c.net = vec![NetConfig::parse("num_queues=4").unwrap()],
             |c| c.pmem = vec![PmemConfig::parse("file=/a,size=1").unwrap()],
             |c| c.pressure.policy = "none".to_owned(),
         ];

@@ -100,6 +100,12 @@ impl Options {
         self.text(word).is_some()
     }
 
+    /// The same, as if keys without a value had not been given.
+    pub fn without_empty(mut self) -> Self {
+        self.given.retain(|(_, value)| !value.is_empty());
+        self
+    }
+
     /// The keys that were given, with their values as they were written.
     pub fn given(&self) -> impl Iterator<Item = (&'static str, &str)> {
         self.given.iter().map(|(key, value)| (*key, value.as_str()))

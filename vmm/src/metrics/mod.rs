@@ -10,6 +10,7 @@ mod expose;
 mod hotplug;
 mod latency;
 mod memory;
+mod net;
 mod pmem;
 mod pool;
 mod pressure;
@@ -35,6 +36,7 @@ use self::expose::Exposer;
 pub use self::hotplug::HotplugMetrics;
 pub use self::latency::{LATENCY_BOUNDS_NS, LatencyHistogram, LatencySample};
 pub use self::memory::PlugMetrics;
+pub use self::net::NetDeviceMetrics;
 pub use self::pmem::PmemFileMetrics;
 pub use self::pool::PoolMetrics;
 pub use self::pressure::{PressureSample, PressureSource, PressureZone};
@@ -63,6 +65,8 @@ pub struct MachineSources {
     pub volumes: Vec<VolumeMetrics>,
     /// Disks that are attached.
     pub disks: Vec<DiskMetrics>,
+    /// Network interfaces.
+    pub net: Vec<NetDeviceMetrics>,
     /// Files of `--pmem`.
     pub pmem: Vec<PmemFileMetrics>,
     /// Memory that the guest has, and may lose.
@@ -105,6 +109,7 @@ impl Collector for Sources {
         pool::expose(&mut out, &machine.pools)?;
         volume::expose(&mut out, &machine.volumes)?;
         disk::expose(&mut out, &machine.disks)?;
+        net::expose(&mut out, &machine.net)?;
         pmem::expose(&mut out, &machine.pmem)?;
         volume::expose_guest_btt(&mut out, &machine.guest_btt)?;
         machine.vsock.as_ref().map_or(Ok(()), |counters| vsock::expose(&mut out, counters))?;

@@ -202,6 +202,7 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
             ),
             volume("b", VolumeCounters::Nvdimm(Arc::new(FlushHintMetrics::default()))),
         ],
+        net: vec![NetDeviceMetrics { net: "_net0".to_owned(), counters: Arc::default() }],
         disks: vec![DiskMetrics { disk: "_disk0".to_owned(), counters: disk }],
         pmem: vec![PmemFileMetrics {
             name: "_pmem0".to_owned(),

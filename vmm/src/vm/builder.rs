@@ -52,6 +52,7 @@ pub fn build(
     //    an earlier life left lent, and starts to erase it.
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
     let hypervisor = Hypervisor::open()?;
+    resources.open_taps(config)?;
     resources.pmem().open(config)?;
     resources.open_pools(config)?;
     // 2. Memory, because everything else lies in it or reaches it.
@@ -79,6 +80,7 @@ pub fn build(
     let zones = devices::attach_memory(config, &mut fabric, &mut memory, &memory_loop.handle(), &signals)?;
     let balloon = devices::attach_balloon(config, &mut fabric, &memory, &device_loop.handle(), &plugged)?;
     let disks = devices::attach_disks(config, &mut fabric, &memory)?;
+    let net = devices::attach_net(resources, &mut fabric, &memory)?;
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
     let volumes = volumes::attach(config, payload, resources, &mut memory, &mut fabric, events)?;
     let (pmem_metrics, pmem) = pmem::attach(resources.pmem(), &mut memory, &mut fabric)?;
@@ -122,6 +124,7 @@ pub fn build(
         balloon: balloon.as_ref().map(BalloonHandle::metrics),
         console,
         disks: disks.iter().map(disk_metrics).collect(),
+        net,
         plugs: zones.iter().map(plug_metrics).collect(),
         mappings: Some(Arc::clone(memory.mapping_budget())),
     });

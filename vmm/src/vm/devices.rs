@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use balloon::proto::VSOCK_PORT;
 use tokio::sync::Notify;
+use tracing::info;
 
 use super::error::BuildError;
 use super::fabric::Fabric;
+use super::resources::Resources;
 use super::zones;
 use crate::config::{DiskConfig, VmConfig, VsockConfig};
 use crate::event_loop::EventLoopHandle;
@@ -16,12 +18,15 @@ use crate::host_console::{ConsoleFiles, HostConsole};
 use crate::log::sparsely;
 use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
+use crate::metrics::NetDeviceMetrics;
 use crate::serial::Serial;
 use crate::virtio::balloon::{Balloon, BalloonHandle, BalloonOptions};
 use crate::virtio::block::backend::image::{ImageOptions, RawImage};
 use crate::virtio::block::{Block, BlockHandle, DiskShape};
 use crate::virtio::console::{Console, ConsoleMetrics};
 use crate::virtio::mem::{MemDevice, MemEvent, MemHandle};
+use crate::virtio::net::tap::HostInterface;
+use crate::virtio::net::{Net, NetShape};
 use crate::virtio::rng::{EntropySource, Rng, RngMetrics};
 use crate::virtio::vsock::{GuestPorts, VsockDevice, VsockMetrics, VsockPorts};
 
@@ -128,6 +133,34 @@ pub(super) fn attach_disk(
     let handle = device.handle();
     fabric.attach_removable(&id, "disk", Box::new(device), memory)?;
     Ok(handle)
+}
+
+/// Network interfaces, each with threads of its own. Resources keep the host's side of them.
+pub(super) fn attach_net(
+    resources: &Resources,
+    fabric: &mut Fabric,
+    memory: &Memory,
+) -> Result<Vec<NetDeviceMetrics>, BuildError> {
+    let mut metrics = Vec::new();
+    for (nth, (config, tap)) in resources.taps().iter().enumerate() {
+        let id = config.id_or_default(nth);
+        info!(net = id, tap = tap.name(), "A network interface of the guest is this one of the host");
+        let shape = NetShape {
+            id: id.clone(),
+            mac: config.mac.bytes(),
+            mtu: tap.mtu(),
+            pairs: config.pairs(),
+            queue_size: config.queue_size,
+            csum: config.offload_csum,
+            tso: config.offload_tso,
+            ufo: config.offload_ufo,
+        };
+        let device = Net::new(shape, Arc::clone(tap) as Arc<dyn HostInterface>)
+            .map_err(BuildError::device(format!("--net id={id}")))?;
+        metrics.push(NetDeviceMetrics { net: id, counters: device.metrics() });
+        fabric.attach(Box::new(device), memory)?;
+    }
+    Ok(metrics)
 }
 
 /// A balloon. `plugged` is notified when something changes.

@@ -1,0 +1,461 @@
+//! `--net tap=,ip=,mask=,mac=,host_mac=,mtu=,fd=,num_queues=,queue_size=,id=,offload_tso=,offload_ufo=,offload_csum=`.
+
+use std::fmt;
+use std::net::Ipv4Addr;
+use std::os::fd::RawFd;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::error::ConfigError;
+use super::name;
+use super::option_parser::{OFF, Options, Refused, Syntax};
+
+const VHOST_USER: &str = "vhost-user is not implemented";
+const RATE_LIMITS: &str = "there are no rate limits";
+
+pub(super) const SYNTAX: Syntax = Syntax {
+    flag: "--net",
+    keys: &[
+        "tap",
+        "ip",
+        "mask",
+        "mac",
+        "host_mac",
+        "mtu",
+        "fd",
+        "num_queues",
+        "queue_size",
+        "id",
+        "offload_tso",
+        "offload_ufo",
+        "offload_csum",
+    ],
+    words: &[],
+    refused: &[
+        Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
+        Refused { key: "vhost_user", neutral: OFF, why: VHOST_USER },
+        Refused { key: "socket", neutral: &[], why: VHOST_USER },
+        Refused { key: "vhost_socket", neutral: &[], why: VHOST_USER },
+        Refused { key: "vhost_mode", neutral: &["client", "Client"], why: VHOST_USER },
+        // Numbers in a request say nothing of this process's files; clients write out what they were shown.
+        Refused { key: "fds", neutral: &[], why: "file descriptors do not travel in JSON; give --net fd=" },
+        Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
+        Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
+        Refused { key: "rate_limit_group", neutral: &[], why: RATE_LIMITS },
+        Refused { key: "rate_limiter_config", neutral: &[], why: RATE_LIMITS },
+        Refused { key: "bw_size", neutral: &["0"], why: RATE_LIMITS },
+        Refused { key: "bw_one_time_burst", neutral: &["0"], why: RATE_LIMITS },
+        Refused { key: "bw_refill_time", neutral: &["0"], why: RATE_LIMITS },
+        Refused { key: "ops_size", neutral: &["0"], why: RATE_LIMITS },
+        Refused { key: "ops_one_time_burst", neutral: &["0"], why: RATE_LIMITS },
+        Refused { key: "ops_refill_time", neutral: &["0"], why: RATE_LIMITS },
+    ],
+};
+
+/// Descriptors of a queue. Linux's driver stops a queue that has no room for the most fragments of a frame and two more,
+/// 19, and would never start a smaller one again; virtio has no larger one.
+const QUEUE_SIZES: (u16, u16) = (32, 1 << 15);
+/// What IPv6 needs, as in Cloud Hypervisor.
+const MIN_MTU: u16 = 1280;
+/// Bytes of an interface's name, without the zero at its end.
+const MAX_TAP_BYTES: usize = 15;
+
+/// An Ethernet address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct MacAddress([u8; 6]);
+
+/// What is no Ethernet address.
+#[derive(Debug, Error)]
+#[error("{0:?} is not six bytes in hexadecimal with colons between them")]
+pub struct BadMacAddress(String);
+
+impl MacAddress {
+    /// Its bytes.
+    pub fn bytes(self) -> [u8; 6] {
+        self.0
+    }
+
+    /// One of nobody's: locally administered (IEEE 802, 8.2.2), and a single station's.
+    pub fn random() -> Self {
+        let mut bytes = [0u8; 6];
+        // SAFETY: the buffer is ours, and as long as is said.
+        let len = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+        // Of up to 256 bytes it gives all, on every kernel that has KVM.
+        assert_eq!(len, 6, "getrandom");
+        bytes[0] = bytes[0] & !3 | 2;
+        Self(bytes)
+    }
+
+    fn is_of_one_station(self) -> bool {
+        self.0[0] & 1 == 0 && self.0 != [0; 6]
+    }
+}
+
+impl FromStr for MacAddress {
+    type Err = BadMacAddress;
+
+    fn from_str(text: &str) -> Result<Self, BadMacAddress> {
+        let bad = || BadMacAddress(text.to_owned());
+        let mut bytes = [0; 6];
+        let mut parts = text.split(':');
+        for byte in &mut bytes {
+            let part = parts.next().filter(|part| part.len() == 2 && part.is_ascii()).ok_or_else(bad)?;
+            *byte = u8::from_str_radix(part, 16).map_err(|_| bad())?;
+        }
+        if parts.next().is_some() || text.contains('+') { Err(bad()) } else { Ok(Self(bytes)) }
+    }
+}
+
+impl fmt::Display for MacAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, e, g] = self.0;
+        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+impl TryFrom<String> for MacAddress {
+    type Error = BadMacAddress;
+
+    fn try_from(text: String) -> Result<Self, BadMacAddress> {
+        text.parse()
+    }
+}
+
+impl From<MacAddress> for String {
+    fn from(address: MacAddress) -> Self {
+        address.to_string()
+    }
+}
+
+/// `--net tap=,ip=,mask=,mac=,host_mac=,mtu=,fd=,num_queues=,queue_size=,id=,offload_tso=,offload_ufo=,offload_csum=`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NetConfig {
+    /// The host's interface; `vmtap0` and so on otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tap: Option<String>,
+    /// The host's address on it, if the interface is made here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ip: Option<Ipv4Addr>,
+    /// And the network's mask.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mask: Option<Ipv4Addr>,
+    /// The guest's Ethernet address.
+    #[serde(default = "MacAddress::random")]
+    pub mac: MacAddress,
+    /// The host's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_mac: Option<MacAddress>,
+    /// The longest frame's payload; what the interface has otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mtu: Option<u16>,
+    /// Queues of a tap interface that somebody else has opened. Not in JSON: they are this process's.
+    #[serde(skip)]
+    pub fds: Vec<RawFd>,
+    /// Queues, two for each pair.
+    #[serde(default = "NetConfig::default_num_queues")]
+    pub num_queues: u16,
+    /// Descriptors of each queue.
+    #[serde(default = "NetConfig::default_queue_size")]
+    pub queue_size: u16,
+    /// What the API and the metrics call it; `_net0` and so on otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    /// TCP segments may be longer than frames.
+    #[serde(default = "NetConfig::default_offload")]
+    pub offload_tso: bool,
+    /// So may UDP datagrams.
+    #[serde(default = "NetConfig::default_offload")]
+    pub offload_ufo: bool,
+    /// Checksums may be left to the other side; without it neither of the two above is offered.
+    #[serde(default = "NetConfig::default_offload")]
+    pub offload_csum: bool,
+}
+
+impl NetConfig {
+    fn default_num_queues() -> u16 {
+        2
+    }
+
+    fn default_queue_size() -> u16 {
+        256
+    }
+
+    fn default_offload() -> bool {
+        true
+    }
+
+    /// Reads one of the flag's values. A key without a value asks for its default, as in Cloud Hypervisor, whose manual has
+    /// `tap=,mac=,ip=,mask=`.
+    pub fn parse(text: &str) -> Result<Self, ConfigError> {
+        let options = SYNTAX.parse(text)?.without_empty();
+        let word = |key| options.read(key, "a name", |text| Some(text.to_owned()));
+        let offload = |key| {
+            let given = options.switch(key)?;
+            Ok::<_, ConfigError>(given.unwrap_or_else(Self::default_offload))
+        };
+        Ok(Self {
+            tap: word("tap")?,
+            ip: address(&options, "ip")?,
+            mask: address(&options, "mask")?,
+            mac: mac(&options, "mac")?.unwrap_or_else(MacAddress::random),
+            host_mac: mac(&options, "host_mac")?,
+            mtu: options.number("mtu")?,
+            fds: options.read("fd", "a descriptor, or several as [3,4]", descriptors)?.unwrap_or_default(),
+            num_queues: options.number("num_queues")?.unwrap_or_else(Self::default_num_queues),
+            queue_size: options.number("queue_size")?.unwrap_or_else(Self::default_queue_size),
+            id: word("id")?,
+            offload_tso: offload("offload_tso")?,
+            offload_ufo: offload("offload_ufo")?,
+            offload_csum: offload("offload_csum")?,
+        })
+    }
+
+    /// Queues that `vcpus` can use, and an interface that can be made or found.
+    pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
+        let flag = SYNTAX.flag;
+        let in_range = |key, value: u16, least: u16, most: u16| match (least..=most).contains(&value) {
+            true => Ok(()),
+            false => Err(ConfigError::OutOfRange {
+                flag,
+                key,
+                value: value.into(),
+                least: least.into(),
+                most: most.into(),
+            }),
+        };
+        let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });
+        in_range("num_queues", self.num_queues, 2, 2 * u16::from(vcpus))?;
+        if !self.num_queues.is_multiple_of(2) {
+            return conflict(format!("num_queues is {}, and there are two for each pair", self.num_queues));
+        }
+        in_range("queue_size", self.queue_size, QUEUE_SIZES.0, QUEUE_SIZES.1)?;
+        if !self.queue_size.is_power_of_two() {
+            return conflict(format!("queue_size is {}, which is no power of two", self.queue_size));
+        }
+        self.mtu.map_or(Ok(()), |mtu| in_range("mtu", mtu, MIN_MTU, u16::MAX))?;
+        self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))?;
+        for (key, mac) in [("mac", Some(self.mac)), ("host_mac", self.host_mac)] {
+            if let Some(mac) = mac.filter(|mac| !mac.is_of_one_station()) {
+                return conflict(format!("{key} is {mac}, which is no single station's address"));
+            }
+        }
+        if self.ip.is_some() != self.mask.is_some() {
+            return conflict("ip and mask are given together, or not at all".to_owned());
+        }
+        self.check_tap()?;
+        self.check_descriptors()
+    }
+
+    fn check_tap(&self) -> Result<(), ConfigError> {
+        let Some(tap) = &self.tap else { return Ok(()) };
+        // What Linux takes for a name, and no pattern.
+        let is_name = !matches!(&**tap, "." | "..")
+            && !tap.contains(|c: char| c.is_whitespace() || c.is_control() || "/:%".contains(c));
+        if (1..=MAX_TAP_BYTES).contains(&tap.len()) && is_name {
+            return Ok(());
+        }
+        Err(ConfigError::BadValue {
+            flag: SYNTAX.flag,
+            key: "tap".to_owned(),
+            value: tap.clone(),
+            expected: format!("the name of an interface, at most {MAX_TAP_BYTES} bytes"),
+        })
+    }
+
+    fn check_descriptors(&self) -> Result<(), ConfigError> {
+        let fds = &self.fds;
+        let conflict = |reason: String| Err(ConfigError::Conflict { flag: SYNTAX.flag, reason });
+        if fds.is_empty() {
+            return Ok(());
+        }
+        if let Some(fd) = fds.iter().find(|fd| **fd <= libc::STDERR_FILENO) {
+            return conflict(format!("fd {fd} is standard input, output or error"));
+        }
+        if let Some((_, fd)) = fds.iter().enumerate().find(|(nth, fd)| fds[..*nth].contains(fd)) {
+            return conflict(format!("fd {fd} is given twice"));
+        }
+        if fds.len() != usize::from(self.pairs()) {
+            let (count, pairs) = (fds.len(), self.pairs());
+            return conflict(format!("fd has {count} descriptors, and num_queues asks for {pairs}"));
+        }
+        if self.tap.is_some() || self.ip.is_some() || self.host_mac.is_some() {
+            return conflict("tap, ip, mask and host_mac are whose fd it is to set".to_owned());
+        }
+        Ok(())
+    }
+
+    /// Pairs of a queue that receives and one that sends.
+    pub fn pairs(&self) -> u16 {
+        self.num_queues / 2
+    }
+
+    /// What the device is called that is the `nth`, counted from 0.
+    pub fn id_or_default(&self, nth: usize) -> String {
+        self.id.clone().unwrap_or_else(|| format!("_net{nth}"))
+    }
+}
+
+fn address(options: &Options, key: &'static str) -> Result<Option<Ipv4Addr>, ConfigError> {
+    options.read(key, "an IPv4 address", |text| text.parse().ok())
+}
+
+fn mac(options: &Options, key: &'static str) -> Result<Option<MacAddress>, ConfigError> {
+    options.read(key, "six bytes in hexadecimal with colons between them", |text| text.parse().ok())
+}
+
+/// One number, or several within brackets.
+fn descriptors(text: &str) -> Option<Vec<RawFd>> {
+    let list = text.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(text);
+    list.split(',').map(|fd| fd.parse().ok().filter(|fd| *fd >= 0)).collect()
+}
+
+/// Names and descriptors are each one device's.
+pub(super) fn validate_all(nets: &[NetConfig], vcpus: u8) -> Result<(), ConfigError> {
+    nets.iter().try_for_each(|net| net.validate(vcpus))?;
+    let conflict = |reason| Err(ConfigError::Conflict { flag: SYNTAX.flag, reason });
+    for (nth, net) in nets.iter().enumerate() {
+        let id = net.id_or_default(nth);
+        let mut earlier = nets[..nth].iter().enumerate();
+        if earlier.any(|(nth, net)| net.id_or_default(nth) == id) {
+            return conflict(format!("two devices have the id {id}"));
+        }
+        let mut earlier = nets[..nth].iter();
+        if let Some(other) = earlier.find(|other| net.tap.is_some() && other.tap == net.tap) {
+            return conflict(format!(
+                "two devices have the interface {}",
+                other.tap.as_deref().unwrap_or("")
+            ));
+        }
+        if let Some(fd) = net.fds.iter().find(|fd| nets[..nth].iter().any(|other| other.fds.contains(fd))) {
+            return conflict(format!("fd {fd} is given twice"));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn error(text: &str) -> String {
+        NetConfig::parse(text).and_then(|net| net.validate(4)).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn the_flag_is_read() {
+        let net = NetConfig::parse(
+            "tap=tap0,ip=10.0.0.1,mask=255.255.255.0,mac=02:00:00:00:00:0a,host_mac=02:00:00:00:00:0B,mtu=9000,\
+             num_queues=4,queue_size=1024,id=lan,offload_tso=off,offload_ufo=off,offload_csum=off,iommu=off,\
+             vhost_user=false,vhost_mode=client",
+        )
+        .unwrap();
+        let expected = NetConfig {
+            tap: Some("tap0".to_owned()),
+            ip: Some([10, 0, 0, 1].into()),
+            mask: Some([255, 255, 255, 0].into()),
+            mac: MacAddress([2, 0, 0, 0, 0, 10]),
+            host_mac: Some(MacAddress([2, 0, 0, 0, 0, 11])),
+            mtu: Some(9000),
+            fds: Vec::new(),
+            num_queues: 4,
+            queue_size: 1024,
+            id: Some("lan".to_owned()),
+            offload_tso: false,
+            offload_ufo: false,
+            offload_csum: false,
+        };
+        assert_eq!(net, expected);
+        assert!(net.validate(4).is_ok());
+        let json = serde_json::to_string(&net).unwrap();
+        assert!(json.contains(r#""mac":"02:00:00:00:00:0a""#), "{json}");
+        assert_eq!(serde_json::from_str::<NetConfig>(&json).unwrap(), net);
+    }
+
+    #[test]
+    fn what_is_not_said_is_as_in_cloud_hypervisor() {
+        let net = NetConfig::parse("tap=,mac=,ip=,mask=").unwrap();
+        assert_eq!((&net.tap, net.ip, net.mask, net.mtu, &net.id), (&None, None, None, None, &None));
+        assert_eq!((net.num_queues, net.queue_size), (2, 256));
+        assert!(net.offload_tso && net.offload_ufo && net.offload_csum && net.validate(1).is_ok());
+        let json: NetConfig = serde_json::from_str("{}").unwrap();
+        assert_eq!(NetConfig { mac: net.mac, ..json.clone() }, net);
+        // Each has an address of its own, which keeps its two bits.
+        assert_ne!(json.mac, net.mac);
+        for _ in 0..100 {
+            assert_eq!(MacAddress::random().bytes()[0] & 3, 2);
+        }
+    }
+
+    #[test]
+    fn descriptors_are_read_alone_and_in_a_list() {
+        assert_eq!(NetConfig::parse("fd=3").unwrap().fds, [3]);
+        let net = NetConfig::parse("fd=[3,7],num_queues=4").unwrap();
+        assert_eq!(net.fds, [3, 7]);
+        assert!(net.validate(2).is_ok());
+        for text in ["fd=[3,", "fd=-1", "fd=[]", "fd=x", "fd=[3,,4]"] {
+            assert!(NetConfig::parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn errors_name_flag_value_and_bound() {
+        assert_eq!(error("num_queues=3"), "--net: num_queues is 3, and there are two for each pair");
+        assert_eq!(error("num_queues=10"), "--net: num_queues is 10, and must be 2 to 8");
+        assert_eq!(error("queue_size=16"), "--net: queue_size is 16, and must be 32 to 32768");
+        assert_eq!(error("queue_size=100"), "--net: queue_size is 100, which is no power of two");
+        assert_eq!(error("mtu=1000"), "--net: mtu is 1000, and must be 1280 to 65535");
+        assert!(error("mac=01:00:00:00:00:00").contains("no single station's"));
+        assert!(error("host_mac=00:00:00:00:00:00").contains("no single station's"));
+        assert!(error("mac=1:2:3:4:5:6").contains("six bytes in hexadecimal"));
+        assert!(error("ip=10.0.0.1").contains("together"));
+        assert!(error("ip=fe80::1,mask=255.0.0.0").contains("not an IPv4 address"));
+        assert!(error("fd=2").contains("standard"));
+        assert!(error("fd=[3,3],num_queues=4").contains("twice"));
+        assert!(error("fd=[3,4]").contains("num_queues asks for 1"));
+        assert!(error("fd=3,tap=tap0").contains("whose fd it is"));
+        for tap in ["a b", "a/b", "..", "tap%d", &"t".repeat(16)] {
+            assert!(error(&format!("tap={tap}")).contains("at most 15 bytes"), "{tap}");
+        }
+        assert!(error("vhost_user=on,socket=/s").contains("vhost-user is not implemented"));
+        assert!(error("bw_size=1000").contains("no rate limits"));
+    }
+
+    #[test]
+    fn devices_share_neither_names_nor_interfaces() {
+        let all = |texts: &[&str]| {
+            let nets: Vec<_> = texts.iter().map(|text| NetConfig::parse(text).unwrap()).collect();
+            validate_all(&nets, 4).map_err(|error| error.to_string())
+        };
+        assert_eq!(
+            all(&["", "", "tap=a", "tap=b", "fd=3", "fd=4"].map(|text| if text.is_empty() {
+                "id="
+            } else {
+                text
+            })),
+            Ok(())
+        );
+        assert!(all(&["tap=a", "id=_net0"]).unwrap_err().contains("the id _net0"));
+        assert!(all(&["tap=a", "tap=a"]).unwrap_err().contains("the interface a"));
+        assert!(all(&["fd=3", "fd=3"]).unwrap_err().contains("fd 3"));
+    }
+
+    proptest! {
+        #[test]
+        fn an_address_is_the_same_when_it_is_read_again(bytes: [u8; 6]) {
+            let mac = MacAddress(bytes);
+            prop_assert_eq!(mac.to_string().parse::<MacAddress>().unwrap(), mac);
+        }
+
+        #[test]
+        fn no_text_panics(text in "[0-9a-f:+ü]{0,20}") {
+            if let Ok(mac) = text.parse::<MacAddress>() {
+                prop_assert_eq!(mac.to_string(), text.to_lowercase());
+            }
+        }
+    }
+}
