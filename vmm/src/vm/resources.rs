@@ -52,8 +52,11 @@ impl Resources {
     /// Opens every interface of `--net`. They stay as long as the VM does: what was made of one that is ours, such as a
     /// bridge's port, is still so after a reboot, and descriptors that were given cannot be opened again.
     pub fn open_taps(&mut self, config: &VmConfig) -> Result<(), BuildError> {
-        // What is not there any more goes first: another one may have its name.
-        self.taps.retain(|(earlier, _)| config.net.contains(earlier));
+        // What is not wanted any more goes first: another one may have its name. What somebody has removed is made again, but
+        // for descriptors, which would be no others.
+        self.taps.retain(|(earlier, tap)| {
+            config.net.contains(earlier) && (!earlier.fds.is_empty() || tap.is_there())
+        });
         let mut earlier = self.taps.clone();
         let mut opened = Vec::with_capacity(config.net.len());
         for (nth, net) in config.net.iter().enumerate() {

@@ -225,6 +225,11 @@ impl Tap {
         Ok(())
     }
 
+    /// Whether there still is one: somebody may have removed it.
+    pub fn is_there(&self) -> bool {
+        call(&self.queues[0], libc::TUNGETIFF, &mut named("")).is_ok()
+    }
+
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name
