@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use guest_tests::guest::{GuestBuilder, Script};
-use guest_tests::{Guest, Pool};
+use guest_tests::{Guest, Pool, skip};
 use serde_json::json;
 
 use crate::zones::{MIB, zone};
@@ -16,10 +16,12 @@ guest_tests::tests![
     garbage_from_the_mem_driver_is_survived,
     garbage_from_the_pmem_driver_is_survived,
     garbage_from_the_blk_driver_is_survived,
+    garbage_from_the_net_driver_is_survived,
     a_touch_of_unplugged_memory_finds_nothing,
 ];
 
 // PCI device ids: 0x1040 and the device's type (virtio 1.3, 4.1.2 and 5).
+const NET: &str = "0x1041";
 const BLK: &str = "0x1042";
 const RNG: &str = "0x1044";
 const VSOCK: &str = "0x1053";
@@ -151,6 +153,17 @@ fn garbage_from_the_blk_driver_is_survived() -> Result<()> {
     garbage_is_survived(&guest, BLK)?;
     let sent = guest.metrics()?.value("foreshore_disk_bad_requests_total", &[("disk", "_disk0")])?;
     ensure!(sent > 0.0, "No request was refused");
+    Ok(())
+}
+
+fn garbage_from_the_net_driver_is_survived() -> Result<()> {
+    if !crate::net::has_tun() {
+        return skip(crate::net::NO_TUN);
+    }
+    let guest = target().argument("--net", "tap=fstap8").boot()?;
+    garbage_is_survived(&guest, NET)?;
+    let refused = guest.metrics()?.value("foreshore_net_bad_requests_total", &[("net", "_net0")])?;
+    ensure!(refused > 0.0, "No request was refused");
     Ok(())
 }
 

@@ -18,6 +18,7 @@ mod hotplug;
 mod interfaces;
 mod lost;
 mod memory;
+mod net;
 mod nodes;
 mod nvdimms;
 mod pmem;
@@ -50,6 +51,7 @@ fn main() {
         badinput::TESTS,
         balloon::TESTS,
         memory::TESTS,
+        net::TESTS,
         nodes::TESTS,
         nvdimms::TESTS,
         pressure::TESTS,

@@ -1,0 +1,338 @@
+//! `--net`: tap interfaces of the host as virtio-net, on Debian's stock driver.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::path::Path;
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use guest_tests::guest::{GuestBuilder, Script};
+use guest_tests::runner::skip;
+use guest_tests::{Guest, Kernel};
+
+guest_tests::tests![
+    a_guest_and_its_host_talk_over_a_tap: 300,
+    a_guest_and_its_host_talk_over_a_tap_on_6_1: 300,
+    frames_pass_without_offloads_and_with_small_rings: 300,
+    several_queues_are_used_and_put_aside: 300,
+    two_guests_talk_over_a_bridge_before_and_after_a_reboot: 420,
+    a_tap_that_goes_away_is_a_link_that_is_down: 180,
+    what_is_no_tap_is_refused,
+];
+
+const IO_LIMIT: Duration = Duration::from_secs(120);
+const TRANSFER_BYTES: usize = 64 << 20;
+/// What `yes` makes a stream of.
+const LINE: &[u8] = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
+
+/// The other end of a guest.
+struct Net {
+    tap: String,
+    host: Ipv4Addr,
+    guest: Ipv4Addr,
+}
+
+impl Net {
+    /// Each test has a network of its own: they run side by side.
+    fn new(nth: u8) -> Result<Option<Self>> {
+        if !has_tun() {
+            return Ok(None);
+        }
+        let address = |last| Ipv4Addr::new(172, 30, nth, last);
+        Ok(Some(Self { tap: format!("fstap{nth}"), host: address(1), guest: address(2) }))
+    }
+
+    fn option(&self, more: &str) -> String {
+        let Self { tap, host, .. } = self;
+        format!("tap={tap},ip={host},mask=255.255.255.0,mac=02:f5:00:00:00:01{more}")
+    }
+
+    fn builder(&self, more: &str) -> GuestBuilder {
+        Guest::builder().memory("size=384M").pressure("off").argument("--net", &self.option(more))
+    }
+
+    fn bring_up(&self, guest: &Guest) -> Result<()> {
+        bring_up(guest, self.guest)
+    }
+}
+
+/// Whether this host makes tap interfaces.
+pub fn has_tun() -> bool {
+    for module in ["tun", "bridge"] {
+        // It may be built in.
+        let _ = Command::new("modprobe").arg(module).status();
+    }
+    Path::new("/dev/net/tun").exists()
+}
+
+/// Why a test is skipped where it does not.
+pub const NO_TUN: &str = "no /dev/net/tun here";
+
+/// The guest's stock driver has found the interface, which gets an address.
+fn bring_up(guest: &Guest, address: Ipv4Addr) -> Result<()> {
+    guest.wait_until_run("eth0 is there", IO_LIMIT, "test -e /sys/class/net/eth0")?;
+    guest.run(&format!("ip addr add {address}/24 dev eth0 && ip link set eth0 up"))?;
+    Ok(())
+}
+
+/// What the guest sends is what the host gets.
+fn from_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
+    let listener = TcpListener::bind((net.host, 0)).context("Cannot listen on the tap's address")?;
+    let port = listener.local_addr()?.port();
+    let reader = thread::spawn(move || -> Result<usize> {
+        let (mut stream, _) = listener.accept()?;
+        stream.set_read_timeout(Some(IO_LIMIT))?;
+        check_stream(&mut stream)
+    });
+    let line = std::str::from_utf8(LINE)?.trim();
+    guest.run_within(IO_LIMIT, &format!("yes {line} | head -c {bytes} | nc {} {port}", net.host))?;
+    let received = reader.join().expect("the reader does not panic")?;
+    ensure!(received == bytes, "{received} bytes of {bytes} have come from the guest");
+    Ok(())
+}
+
+fn check_stream(stream: &mut impl Read) -> Result<usize> {
+    let mut buffer = vec![0; 1 << 20];
+    let expected: Vec<u8> = LINE.iter().copied().cycle().take(buffer.len() + LINE.len()).collect();
+    let mut received = 0;
+    loop {
+        let len = stream.read(&mut buffer)?;
+        if len == 0 {
+            return Ok(received);
+        }
+        ensure!(buffer[..len] == expected[received % LINE.len()..][..len], "Wrong bytes after {received}");
+        received += len;
+    }
+}
+
+/// A guest that listens, and compares what it gets. It has nothing to say, and does not say so: at the end of what it hears
+/// busybox' nc at the other side would stop.
+fn listen(guest: &Guest, bytes: usize) -> Result<Script> {
+    let line = std::str::from_utf8(LINE)?.trim();
+    let script = format!(
+        "test -p /tmp/silence || mkfifo /tmp/silence; nc -l -p 5001 0<>/tmp/silence >/tmp/got && \
+         yes {line} | head -c {bytes} | cmp - /tmp/got"
+    );
+    let reader = guest.start_script(IO_LIMIT, &script)?;
+    guest.wait_until_run("the guest listens", IO_LIMIT, "netstat -ltn | grep -q :5001")?;
+    Ok(reader)
+}
+
+/// What the host sends is what the guest gets.
+fn to_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
+    let line = std::str::from_utf8(LINE)?.trim();
+    let check =
+        format!("nc -l -p 5001 </dev/null >/tmp/got && yes {line} | head -c {bytes} | cmp - /tmp/got");
+    let reader = guest.start_script(IO_LIMIT, &check)?;
+    guest.wait_until_run("the guest listens", IO_LIMIT, "netstat -ltn | grep -q :5001")?;
+    let mut stream = TcpStream::connect((net.guest, 5001))?;
+    let block: Vec<u8> = LINE.iter().copied().cycle().take(LINE.len() << 14).collect();
+    let mut left = bytes;
+    while left > 0 {
+        let now = left.min(block.len());
+        stream.write_all(&block[..now])?;
+        left -= now;
+    }
+    drop(stream);
+    let output = reader.finish()?;
+    ensure!(output.code == 0, "The guest has got something else: {}", output.stderr);
+    guest.run("rm /tmp/got")?;
+    Ok(())
+}
+
+fn ping_host(guest: &Guest, net: &Net) -> Result<()> {
+    guest.run_within(IO_LIMIT, &format!("ping -c 5 -W 20 {}", net.host))?;
+    guest.run_within(IO_LIMIT, &format!("ping -c 3 -W 20 -s 20000 {}", net.host))?;
+    Ok(())
+}
+
+/// Both directions have passed something, and nothing was wrong.
+fn check_metrics(guest: &Guest, least_bytes: usize) -> Result<()> {
+    let metrics = guest.metrics()?;
+    for direction in ["from-guest", "to-guest"] {
+        let labels = [("net", "_net0"), ("direction", direction)];
+        let bytes = metrics.value("foreshore_net_bytes_total", &labels)?;
+        ensure!(bytes >= least_bytes as f64, "{bytes} bytes {direction}");
+        ensure!(metrics.value("foreshore_net_frames_total", &labels)? > 0.0, "no frames {direction}");
+    }
+    for counter in ["foreshore_net_bad_requests_total", "foreshore_net_broken_queues_total"] {
+        ensure!(metrics.value(counter, &[("net", "_net0")])? == 0.0, "{counter}");
+    }
+    Ok(())
+}
+
+fn talks(kernel: Kernel, nth: u8) -> Result<()> {
+    let Some(net) = Net::new(nth)? else { return skip(NO_TUN) };
+    let guest = net.builder("").kernel(kernel).boot()?;
+    net.bring_up(&guest)?;
+    let sys = |file: &str| {
+        Ok::<_, anyhow::Error>(guest.run(&format!("cat /sys/class/net/eth0/{file}"))?.trim().to_owned())
+    };
+    ensure!(sys("address")? == "02:f5:00:00:00:01", "The address is {}", sys("address")?);
+    ensure!(
+        (sys("mtu")?, sys("carrier")?) == ("1500".to_owned(), "1".to_owned()),
+        "{} {}",
+        sys("mtu")?,
+        sys("carrier")?
+    );
+    ping_host(&guest, &net)?;
+    from_guest(&guest, &net, TRANSFER_BYTES)?;
+    to_guest(&guest, &net, TRANSFER_BYTES)?;
+    check_metrics(&guest, TRANSFER_BYTES)?;
+    // Segments longer than a frame, or there would be one for each 1448 bytes.
+    let metrics = guest.metrics()?;
+    for direction in ["from-guest", "to-guest"] {
+        let labels = [("net", "_net0"), ("direction", direction)];
+        let bytes = metrics.value("foreshore_net_bytes_total", &labels)?;
+        let frames = metrics.value("foreshore_net_frames_total", &labels)?;
+        println!("{direction}: {bytes} bytes in {frames} frames");
+    }
+    let info = guest.api("GET", "vm.info", None)?;
+    ensure!(info["config"]["net"][0]["tap"] == net.tap.as_str(), "{info}");
+    // Paused, it does nothing, and goes on where it was.
+    guest.api("PUT", "vm.pause", None)?;
+    guest.api("PUT", "vm.resume", None)?;
+    ping_host(&guest, &net)?;
+    // A driver that lets go and comes back finds the device as new.
+    guest.run("echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name")?;
+    guest.run("cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/unbind && ! test -e /sys/class/net/eth0")?;
+    guest.run("cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/bind")?;
+    net.bring_up(&guest)?;
+    ping_host(&guest, &net)?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()
+}
+
+fn a_guest_and_its_host_talk_over_a_tap() -> Result<()> {
+    talks(Kernel::V6_12, 1)
+}
+
+fn a_guest_and_its_host_talk_over_a_tap_on_6_1() -> Result<()> {
+    talks(Kernel::V6_1, 2)
+}
+
+fn frames_pass_without_offloads_and_with_small_rings() -> Result<()> {
+    let Some(net) = Net::new(3)? else { return skip(NO_TUN) };
+    let options = ",mtu=4000,queue_size=32,offload_csum=off,offload_tso=off,offload_ufo=off";
+    let guest = net.builder(options).boot()?;
+    net.bring_up(&guest)?;
+    ensure!(guest.run("cat /sys/class/net/eth0/mtu")?.trim() == "4000", "The MTU");
+    ping_host(&guest, &net)?;
+    from_guest(&guest, &net, TRANSFER_BYTES / 8)?;
+    to_guest(&guest, &net, TRANSFER_BYTES / 8)?;
+    check_metrics(&guest, TRANSFER_BYTES / 8)?;
+    guest.no_kernel_complaints()
+}
+
+fn several_queues_are_used_and_put_aside() -> Result<()> {
+    let Some(net) = Net::new(4)? else { return skip(NO_TUN) };
+    let guest = net.builder(",num_queues=4").cpus(2).boot()?;
+    net.bring_up(&guest)?;
+    // As many as there are CPUs, by the driver's own choice.
+    ensure!(guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?.trim() == "2", "Not two queues");
+    ping_host(&guest, &net)?;
+    thread::scope(|scope| -> Result<()> {
+        let each = [0, 1].map(|_| scope.spawn(|| from_guest(&guest, &net, TRANSFER_BYTES / 8)));
+        each.into_iter().try_for_each(|one| one.join().expect("a transfer does not panic"))
+    })?;
+    to_guest(&guest, &net, TRANSFER_BYTES / 8)?;
+    let threads: Vec<_> = std::fs::read_dir(format!("/proc/{}/task", guest.pid()))?
+        .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok())
+        .map(|name| name.trim().to_owned())
+        .collect();
+    for name in ["_net0_qp0", "_net0_qp1"] {
+        ensure!(threads.iter().any(|thread| thread == name), "No thread {name} among {threads:?}");
+    }
+    guest.no_kernel_complaints()
+}
+
+/// Runs a program of the host.
+fn host(command: &str) -> Result<()> {
+    let status = Command::new("sh").args(["-c", command]).status()?;
+    if !status.success() {
+        bail!("{command:?} ended with {status}");
+    }
+    Ok(())
+}
+
+/// Removes it however the test ends.
+struct Bridge(&'static str);
+
+impl Drop for Bridge {
+    fn drop(&mut self) {
+        let _ = host(&format!("ip link set {0} down; brctl delbr {0}", self.0));
+    }
+}
+
+fn two_guests_talk_over_a_bridge_before_and_after_a_reboot() -> Result<()> {
+    let Some(_) = Net::new(5)? else { return skip(NO_TUN) };
+    host("brctl addbr fsbr5")?;
+    let _bridge = Bridge("fsbr5");
+    host("ip link set fsbr5 up")?;
+    let boot = |name: &str, tap: &str, mac: &str, kernel| {
+        let option = format!("tap={tap},mac={mac}");
+        Guest::builder()
+            .name(name)
+            .kernel(kernel)
+            .memory("size=384M")
+            .pressure("off")
+            .argument("--net", &option)
+            .boot()
+    };
+    let (address_a, address_b) = (Ipv4Addr::new(172, 30, 5, 10), Ipv4Addr::new(172, 30, 5, 11));
+    let a = boot("a", "fsa5", "02:f5:00:00:05:0a", Kernel::V6_12)?;
+    let b = boot("b", "fsb5", "02:f5:00:00:05:0b", Kernel::V6_1)?;
+    host("brctl addif fsbr5 fsa5 && brctl addif fsbr5 fsb5")?;
+    bring_up(&a, address_a)?;
+    bring_up(&b, address_b)?;
+    let talk = || -> Result<()> {
+        a.run_within(IO_LIMIT, &format!("ping -c 5 -W 20 {address_b}"))?;
+        let line = std::str::from_utf8(LINE)?.trim();
+        for (from, to, to_address) in [(&a, &b, address_b), (&b, &a, address_a)] {
+            let bytes = TRANSFER_BYTES / 4;
+            let reader = listen(to, bytes)?;
+            from.run_within(IO_LIMIT, &format!("yes {line} | head -c {bytes} | nc {to_address} 5001"))?;
+            let output = reader.finish()?;
+            ensure!(output.code == 0, "A guest has got something else: {}", output.stderr);
+        }
+        Ok(())
+    };
+    talk()?;
+    // The tap stays in the bridge: it is the VM's, not the machine's.
+    a.reboot_from_inside()?;
+    bring_up(&a, address_a)?;
+    talk()?;
+    a.no_kernel_complaints()?;
+    b.no_kernel_complaints()
+}
+
+fn a_tap_that_goes_away_is_a_link_that_is_down() -> Result<()> {
+    let Some(net) = Net::new(6)? else { return skip(NO_TUN) };
+    let guest = net.builder("").boot()?;
+    net.bring_up(&guest)?;
+    ping_host(&guest, &net)?;
+    host(&format!("ip link del {}", net.tap))?;
+    guest.wait_until_run("the link is down", IO_LIMIT, "test $(cat /sys/class/net/eth0/carrier) = 0")?;
+    guest.no_kernel_complaints()?;
+    // The next boot makes it anew.
+    guest.reboot_from_inside()?;
+    net.bring_up(&guest)?;
+    ping_host(&guest, &net)?;
+    guest.power_off()
+}
+
+fn what_is_no_tap_is_refused() -> Result<()> {
+    let Some(_) = Net::new(7)? else { return skip(NO_TUN) };
+    for (option, text) in [
+        ("tap=lo", "Cannot attach to the interface lo"),
+        ("fd=1000", "fd 1000 is no tap interface"),
+        ("num_queues=4", "num_queues is 4"),
+        ("vhost_user=on", "vhost-user is not implemented"),
+    ] {
+        let refusal = Guest::builder().argument("--net", option).expect_refusal()?;
+        ensure!(refusal.message.contains(text), "{option}: {}", refusal.message);
+    }
+    Ok(())
+}
