@@ -15,14 +15,14 @@ guest_tests::tests![
     slots_are_registered_on_6_1,
     a_disk_comes_is_used_and_goes: 240,
     a_disk_comes_is_used_and_goes_on_6_1: 240,
-    a_hundred_disks_leave_nothing_behind: 900,
+    a_hundred_disks_leave_nothing_behind: 900 (extended),
     a_disk_goes_while_the_guest_writes: 240,
-    a_guest_that_does_not_answer_keeps_its_disk: 240,
+    a_guest_that_does_not_answer_keeps_its_disk: 240 (extended),
     a_reboot_keeps_what_was_added_and_forgets_what_was_removed: 300,
     what_cannot_be_added_or_removed_is_refused: 240,
     a_file_comes_as_pmem_is_used_and_goes: 240,
-    a_file_comes_as_pmem_is_used_and_goes_on_6_1: 240,
-    a_hundred_files_leave_nothing_behind: 900,
+    a_file_comes_as_pmem_is_used_and_goes_on_6_1: 240 (extended),
+    a_hundred_files_leave_nothing_behind: 900 (extended),
     a_vsock_device_goes_and_comes: 240,
 ];
 

@@ -14,10 +14,10 @@ use guest_tests::{Guest, Kernel};
 
 guest_tests::tests![
     a_guest_and_its_host_talk_over_a_tap: 300,
-    a_guest_and_its_host_talk_over_a_tap_on_6_1: 300,
-    frames_pass_without_offloads_and_with_small_rings: 300,
+    a_guest_and_its_host_talk_over_a_tap_on_6_1: 300 (extended),
+    frames_pass_without_offloads_and_with_small_rings: 300 (extended),
     several_queues_are_used_and_put_aside: 300,
-    two_guests_talk_over_a_bridge_before_and_after_a_reboot: 420,
+    two_guests_talk_over_a_bridge_before_and_after_a_reboot: 420 (extended),
     a_tap_that_goes_away_is_a_link_that_is_down: 180,
     what_is_no_tap_is_refused,
 ];
