@@ -51,13 +51,15 @@ pub(super) enum Broken {
     AsksAgain,
     /// Rule 5 takes what the floor asks for.
     FallsBelowFloor,
+    /// What bounces as soon as it is plugged is taken for progress.
+    FlapIsProgress,
     /// What is left over goes, and what the guest is to have at hand with it.
     GivesAll,
     /// It never rests.
     Restless,
 }
 
-pub(super) const LIVES: [Broken; 24] = [
+pub(super) const LIVES: [Broken; 25] = [
     Broken::ZoneFloor,
     Broken::ZoneCeiling,
     Broken::HalfBlock,
@@ -82,6 +84,7 @@ pub(super) const LIVES: [Broken; 24] = [
     Broken::Unseen(Reason::Stalled),
     Broken::AsksAgain,
     Broken::FallsBelowFloor,
+    Broken::FlapIsProgress,
 ];
 
 impl Broken {
@@ -220,6 +223,16 @@ impl Broken {
                 for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
                     let there = zone.plugged_bytes.next_multiple_of(BLOCK_BYTES);
                     target.requested_bytes = target.requested_bytes.min(there.max(zone.floor_bytes));
+                }
+            }
+            Broken::FlapIsProgress
+                if plan.reason == Reason::NoProgress
+                    && (0..ZONES).all(|zone| !world.is_due(zone) || world.waits[zone].has_flapped)
+                    && (0..ZONES).any(|zone| world.is_due(zone)) =>
+            {
+                plan.reason = Reason::InProgress;
+                for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
+                    target.requested_bytes = zone.requested_bytes;
                 }
             }
             Broken::GivesAll if plan.reason == Reason::Surplus => {

@@ -20,6 +20,7 @@ impl World {
         }
         self.check_bounds(plan)?;
         self.check_unheard(plan)?;
+        self.check_waits(plan)?;
         match plan.direction {
             Direction::Grow => self.check_grow(plan),
             Direction::Shrink => self.check_shrink(plan),
@@ -58,6 +59,19 @@ impl World {
         };
         let is_held = plan.direction == Direction::Hold && hold.contains(&plan.reason);
         prop_assert!(is_held || ways.contains(&plan.reason), "stays {}: {:?}", what, plan);
+        Ok(())
+    }
+
+    /// What a guest does not follow it is not asked for as before: what bounces as soon as it is plugged is no progress.
+    fn check_waits(&self, plan: &Plan) -> Result<(), TestCaseError> {
+        let decides = !self.paused && !self.dry_run && *self.controller.policy() != Policy::Off;
+        // For the floor's sake it may be.
+        if !decides || plan.reason == Reason::NoProgress || self.controller.rules().floor_bytes > 0 {
+            return Ok(());
+        }
+        for zone in 0..ZONES {
+            prop_assert!(!self.is_due(zone), "{:?} is waited for: {:?}", self.host.zones[zone], plan);
+        }
         Ok(())
     }
 

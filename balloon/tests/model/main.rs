@@ -17,6 +17,7 @@ use balloon::proto::{
     Blocks, Counters, Memory, NodeIdle, OnlinePolicy, PROTOCOL_VERSION, RawReport, Report, Stall, Zone,
     ZoneKind,
 };
+use balloon::rise::STAYS_MS;
 use balloon::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestError, TestRunner};
@@ -52,6 +53,19 @@ fn policy(index: usize) -> Policy {
     let settings: Vec<_> = params.iter().map(|(name, text)| (*name, Setting::from(*text))).collect();
     let policy = Policy::from_name(name).expect("known");
     policy.with(settings.iter().map(|(name, setting)| (*name, setting))).expect("in bounds")
+}
+
+/// What has been asked of a zone, and what it had then.
+#[derive(Clone, Copy, Debug, Default)]
+struct Wait {
+    requested_bytes: u64,
+    plugged_bytes: u64,
+    /// When either of them changed last, but for what was plugged and went again at once.
+    since: TimeMs,
+    /// The same, or when the loop gave it up.
+    anew: TimeMs,
+    /// That has happened meanwhile.
+    has_flapped: bool,
 }
 
 /// What happens to a VM.
@@ -185,8 +199,6 @@ struct World {
     paused: bool,
     dry_run: bool,
     pinned: [bool; ZONES],
-    /// Each zone's requested and plugged size when it last moved, and when that was.
-    moved: [(u64, u64, TimeMs); ZONES],
     /// Sized by hand since the last step, or not known to the loop yet.
     by_hand: [bool; ZONES],
     late: VecDeque<Report>,
@@ -210,6 +222,8 @@ struct World {
     is_lacking: bool,
     /// A zone that plugs for a while: what it had before, and until when.
     flapped: Option<(usize, u64, TimeMs)>,
+    /// What was asked of each zone and the guest does not follow.
+    waits: [Wait; ZONES],
     broken: Option<Broken>,
 }
 
@@ -255,7 +269,6 @@ impl World {
             paused: false,
             dry_run: false,
             pinned: [false; ZONES],
-            moved: [(0, 0, TimeMs(0)); ZONES],
             by_hand: [true; ZONES],
             late: VecDeque::new(),
             misled: false,
@@ -269,6 +282,7 @@ impl World {
             had_bytes: None,
             is_lacking: false,
             flapped: None,
+            waits: [Wait::default(); ZONES],
             broken,
         }
     }
@@ -331,8 +345,12 @@ impl World {
                 if self.host.zones[zone].outstanding_grow_bytes() == 0 || self.flapped.is_some() {
                     return None;
                 }
+                self.see_sizes();
                 self.follow(zone, 1000);
                 self.flapped = Some((zone, before, self.now + ms));
+                if ms < STAYS_MS {
+                    self.waits[zone].plugged_bytes = self.host.zones[zone].plugged_bytes;
+                }
                 return Some(self.step(Event::Tick));
             }
             Happening::Short { zone, permille } => self.fall_short(zone, permille),
@@ -393,6 +411,7 @@ impl World {
     }
 
     fn size_by_hand(&mut self, zone: usize, bytes: u64) {
+        self.end_flap();
         self.controller.pin(self.host.zones[zone].id, &self.host, self.now);
         // The loop looks at all zones then.
         self.see_sizes();
@@ -419,6 +438,10 @@ impl World {
         if let Some((zone, before, _)) = self.flapped.take_if(|(.., until)| *until <= self.now) {
             let sizes = &mut self.host.zones[zone];
             if sizes.plugged_bytes > before && sizes.requested_bytes >= sizes.plugged_bytes {
+                let wait = &mut self.waits[zone];
+                if wait.plugged_bytes == sizes.plugged_bytes {
+                    (wait.plugged_bytes, wait.has_flapped) = (before, true);
+                }
                 sizes.plugged_bytes = before;
             }
         }
@@ -450,7 +473,7 @@ impl World {
     /// Whether a zone's request, if it is a hand's, has not moved for too long: nobody waits for it.
     fn is_stuck(&self, zone: usize) -> bool {
         let progress_ms = self.controller.rules().progress_ms;
-        self.pinned[zone] && self.now.since(self.moved[zone].2) >= progress_ms
+        self.pinned[zone] && self.now.since(self.waits[zone].since) >= progress_ms
     }
 
     /// Whether nothing has been heard of the guest for too long.
@@ -458,12 +481,32 @@ impl World {
         self.heard.is_some_and(|(at, _)| self.now.since(at) >= self.controller.rules().lost_ms)
     }
 
+    /// Whatever may be progress ends a wait, and what is plugged and bounces at once is none.
     fn see_sizes(&mut self) {
-        for (zone, moved) in self.host.zones.iter().zip(&mut self.moved) {
-            if (moved.0, moved.1) != (zone.requested_bytes, zone.plugged_bytes) {
-                *moved = (zone.requested_bytes, zone.plugged_bytes, self.now);
+        for (zone, wait) in self.host.zones.iter().zip(&mut self.waits) {
+            let sizes = (zone.requested_bytes, zone.plugged_bytes);
+            if sizes != (wait.requested_bytes, wait.plugged_bytes) {
+                let (requested_bytes, plugged_bytes) = sizes;
+                *wait = Wait {
+                    requested_bytes,
+                    plugged_bytes,
+                    since: self.now,
+                    anew: self.now,
+                    has_flapped: false,
+                };
             }
         }
+    }
+
+    /// Whether the loop has waited too long for what it has asked of a zone.
+    fn is_due(&self, zone: usize) -> bool {
+        let is_flapping = self.flapped.is_some_and(|(flapped, ..)| flapped == zone);
+        let outstanding = self.host.zones[zone].outstanding_grow_bytes();
+        let waited_ms = self.now.since(self.waits[zone].anew);
+        !self.pinned[zone]
+            && !is_flapping
+            && outstanding >= BLOCK_BYTES
+            && waited_ms >= self.controller.rules().progress_ms
     }
 
     fn follow(&mut self, zone: usize, permille: u64) {
@@ -554,6 +597,14 @@ impl World {
             if zone.requested_bytes != target.requested_bytes {
                 zone.requested_bytes = target.requested_bytes;
                 self.host.short.retain(|id| *id != zone.id);
+            }
+        }
+        if plan.reason == Reason::NoProgress || self.controller.rules().floor_bytes > 0 {
+            // It begins to wait anew, also for what it goes on to ask for; for the floor's sake it does not say so each time.
+            for zone in 0..ZONES {
+                if self.is_due(zone) {
+                    self.waits[zone].anew = self.now;
+                }
             }
         }
         self.see_sizes();
@@ -726,6 +777,37 @@ fn a_policy_that_takes_or_gives_without_a_reason_where_much_is_left_over_is_caug
         let wrong = wrong_where_much_is_left_over(Some(broken));
         assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains(what)), "{broken:?}: {wrong:?}");
     }
+}
+
+/// What is wrong in the life of a guest that is short and whose last zone of DRAM goes again as often as it is plugged.
+fn wrong_where_what_is_plugged_bounces(broken: Option<Broken>) -> Option<String> {
+    let mut world = World::new(policy(0), broken);
+    let short = Happening::Report {
+        free_permille: [0; ZONES],
+        cached_permille: 0,
+        stall_ms: 0,
+        counted: Counted::default(),
+        swap_used_mib: 0,
+        idle: None,
+        late: false,
+    };
+    let round = [
+        (short, 300),
+        (Happening::Follow { zone: 0, permille: 1000 }, 1),
+        (Happening::Follow { zone: 1, permille: 1000 }, 1),
+        (Happening::Follow { zone: BALLOON, permille: 1000 }, 1),
+        (Happening::Flap { zone: 3, ms: 10 }, 700),
+        (Happening::Tick, 20),
+    ];
+    let lived = (0..30).try_for_each(|_| world.live(&round));
+    lived.err().map(|error| error.to_string())
+}
+
+#[test]
+fn a_loop_that_takes_for_progress_what_bounces_is_caught() {
+    assert_eq!(wrong_where_what_is_plugged_bounces(None), None);
+    let wrong = wrong_where_what_is_plugged_bounces(Some(Broken::FlapIsProgress));
+    assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("is waited for")), "{wrong:?}");
 }
 
 #[test]

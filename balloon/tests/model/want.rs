@@ -108,8 +108,8 @@ impl World {
         };
         let online_bytes = memory.total_bytes - (BOOT_MIB[0] + BOOT_MIB[1]) * MIB;
         let progress_ms = self.controller.rules().progress_ms;
-        let asked = self.host.zones.iter().zip(self.moved).map(|(zone, (.., moved))| {
-            match !most && self.now.since(moved) >= progress_ms {
+        let asked = self.host.zones.iter().zip(self.waits).map(|(zone, wait)| {
+            match !most && self.now.since(wait.since) >= progress_ms {
                 true => zone.requested_bytes.min(zone.plugged_bytes),
                 false => zone.requested_bytes,
             }

@@ -11,10 +11,10 @@ use std::sync::Arc;
 
 use balloon::plan::{Direction, Plan, Reason};
 use balloon::proto::Report;
+use balloon::rise::STAYS_MS;
 use balloon::{HostView, TimeMs, ZoneSizes};
 
 use super::DeviceSizes;
-use super::progress::STAYS_MS;
 use crate::vm::decision::{
     DECISIONS_KEPT, DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome, ReportDigest,
 };

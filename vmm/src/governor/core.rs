@@ -1,6 +1,8 @@
 //! The governor's state: what the guest said, what was decided, what was asked of the devices.
 
 #[cfg(test)]
+mod agent_tests;
+#[cfg(test)]
 mod bounds_tests;
 #[cfg(test)]
 mod kexec_tests;

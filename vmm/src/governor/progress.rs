@@ -1,6 +1,7 @@
 //! How a resize of one zone goes: pure.
 
 use balloon::TimeMs;
+use balloon::rise::Rise;
 
 use super::{DeviceSizes, Shortfall};
 use crate::vm::request::ResizeStatus;
@@ -12,9 +13,6 @@ pub const PATIENCE_MS: u64 = 5_000;
 /// followed asks anew.
 const MOST_PATIENCE_MS: u64 = 60_000;
 
-/// What is plugged has come once it has stayed for so long: to the log and the audit as to the controller.
-pub const STAYS_MS: u64 = balloon::rise::STAYS_MS;
-
 /// A driver that comes again sooner than this is not waited for anew: a guest can reset a device as often as it likes.
 pub const ANEW_MS: u64 = 60_000;
 
@@ -22,29 +20,17 @@ pub const ANEW_MS: u64 = 60_000;
 #[derive(Clone, Debug)]
 pub struct Progress {
     sizes: DeviceSizes,
-    /// When a size changed last, or the guest was asked for something new.
+    /// What has been plugged, as far as it stays, by the same rule as the controller's.
+    rise: Rise,
+    /// When a size changed last and that was not taken back, or the guest was asked for something new.
     changed_at: TimeMs,
     reminded_at: TimeMs,
     /// How long it is then left alone.
     pause_ms: u64,
-    /// What has been plugged and is not known yet to stay, oldest first: [`MOST_RISES`] at most.
-    rises: Vec<Rise>,
     /// When the driver came, and was waited for anew.
     came_at: Option<TimeMs>,
     /// What was requested last has not been reached yet.
     is_awaited: bool,
-}
-
-/// The first of those that may not stay, and the last: the driver plugs a block at a time, and only the last one can be about to go.
-const MOST_RISES: usize = 2;
-
-/// What was before something was plugged that may not stay.
-#[derive(Clone, Copy, Debug)]
-struct Rise {
-    at: TimeMs,
-    from_bytes: u64,
-    changed_at: TimeMs,
-    pause_ms: u64,
 }
 
 /// A reminder that is due.
@@ -61,7 +47,8 @@ impl Progress {
     pub fn new(sizes: DeviceSizes, now: TimeMs) -> Self {
         let is_awaited = !is_reached(&sizes);
         let (changed_at, reminded_at, pause_ms) = (now, now, PATIENCE_MS);
-        Self { sizes, changed_at, reminded_at, pause_ms, rises: Vec::new(), came_at: None, is_awaited }
+        let rise = rise_from(&sizes, now);
+        Self { sizes, rise, changed_at, reminded_at, pause_ms, came_at: None, is_awaited }
     }
 
     /// Whether the guest's driver has come since the zone was looked at: then it is waited for anew, once in
@@ -72,7 +59,7 @@ impl Progress {
             && self.came_at.is_none_or(|at| now.since(at) >= ANEW_MS);
         if has_come {
             self.came_at = Some(now);
-            self.rises.clear();
+            self.rise = rise_from(&self.sizes, now);
             self.has_changed(now);
         }
         has_come
@@ -84,80 +71,61 @@ impl Progress {
     pub fn observe(&mut self, sizes: DeviceSizes, now: TimeMs) -> bool {
         // A driver that comes or goes is no progress.
         self.sizes.driver_ready = sizes.driver_ready;
-        // What has sunk when it is looked at again was not seen to stay.
-        if sizes.plugged_bytes >= self.sizes.plugged_bytes {
-            self.rises.retain(|rise| now.since(rise.at) < STAYS_MS);
+        let before = std::mem::replace(&mut self.sizes, sizes);
+        self.is_awaited |= sizes.requested_bytes != before.requested_bytes && !is_reached(&sizes);
+        let asked_bytes = before.requested_bytes.min(sizes.requested_bytes);
+        let was_settled = self.rise.pending_since().is_none();
+        let has_stayed = self.rise.observe(asked_bytes, sizes.plugged_bytes, now);
+        if let Some(since) = has_stayed.filter(|since| *since >= self.changed_at) {
+            self.has_changed(since);
         }
-        if sizes != self.sizes {
-            self.take(sizes, now);
-        }
-        let has_ended = self.is_awaited && self.rises.is_empty() && is_reached(&self.sizes);
-        self.is_awaited &= !has_ended;
-        has_ended
-    }
-
-    fn take(&mut self, sizes: DeviceSizes, now: TimeMs) {
-        let before = self.sizes;
-        let is_new = sizes.requested_bytes != before.requested_bytes;
-        self.is_awaited |= is_new && !is_reached(&sizes);
-        self.sizes = sizes;
-        if sizes.plugged_bytes > before.plugged_bytes {
-            self.rose(before.plugged_bytes, now);
-        }
-        let is_asked_back = before.plugged_bytes > sizes.requested_bytes.min(before.requested_bytes);
         let has_sunk = sizes.plugged_bytes < before.plugged_bytes;
-        if has_sunk && is_asked_back {
-            self.rises.clear();
+        let is_asked_back = has_sunk && before.plugged_bytes > asked_bytes;
+        if is_asked_back {
+            // What is left of it is what was asked for, whatever came before.
+            self.rise.settle();
         }
-        if has_sunk && !is_asked_back && !is_new && !self.rises.is_empty() {
-            self.sank(sizes.plugged_bytes);
-        } else {
+        // A guest that sinks unasked has done nothing of what it is to do. It is waited for where all of it was there.
+        let has_left = has_sunk && was_settled && is_reached(&before);
+        let else_before = DeviceSizes { plugged_bytes: sizes.plugged_bytes, ..before };
+        if sizes != else_before || is_asked_back || has_left {
             self.has_changed(now);
         }
-        if is_new {
-            for rise in &mut self.rises {
-                (rise.changed_at, rise.pause_ms) = (now, PATIENCE_MS);
-            }
-        }
-    }
-
-    fn rose(&mut self, from_bytes: u64, now: TimeMs) {
-        self.rises.truncate(MOST_RISES - 1);
-        let (changed_at, pause_ms) = (self.changed_at, self.pause_ms);
-        self.rises.push(Rise { at: now, from_bytes, changed_at, pause_ms });
-    }
-
-    /// What came has gone again, or some of it, and nobody has asked it back: only what is left has changed anything.
-    fn sank(&mut self, plugged_bytes: u64) {
-        while let Some(rise) = self.rises.pop_if(|rise| plugged_bytes <= rise.from_bytes) {
-            (self.changed_at, self.pause_ms) = (rise.changed_at, rise.pause_ms);
-        }
-        if let Some(rise) = self.rises.last() {
-            (self.changed_at, self.pause_ms) = (rise.at, PATIENCE_MS);
-        }
+        let has_ended = self.is_awaited && self.rise.pending_since().is_none() && is_reached(&sizes);
+        self.is_awaited &= !has_ended;
+        has_ended
     }
 
     fn has_changed(&mut self, now: TimeMs) {
         (self.changed_at, self.pause_ms) = (now, PATIENCE_MS);
     }
 
+    /// Since when nothing has changed, if what came last stays, and how long the guest is then left alone.
+    fn rests(&self) -> (TimeMs, u64) {
+        match self.rise.pending_since() {
+            Some(since) if since > self.changed_at => (since, PATIENCE_MS),
+            _ => (self.changed_at, self.pause_ms),
+        }
+    }
+
     /// Whether the guest is to be reminded now: after a span of patience without progress, and then ever more rarely.
     pub fn remind(&mut self, now: TimeMs) -> Option<Reminder> {
+        let (changed_at, pause_ms) = self.rests();
         let is_due = self.is_late(now)
-            && now.since(self.reminded_at.max(self.changed_at)) >= self.pause_ms
+            && now.since(self.reminded_at.max(changed_at)) >= pause_ms
             && self.sizes.driver_ready;
         if !is_due {
             return None;
         }
-        let is_first = self.pause_ms == PATIENCE_MS;
+        let is_first = pause_ms == PATIENCE_MS;
         self.reminded_at = now;
-        self.pause_ms = self.pause_ms.saturating_mul(2).min(MOST_PATIENCE_MS);
+        self.pause_ms = pause_ms.saturating_mul(2).min(MOST_PATIENCE_MS);
         Some(if is_first { Reminder::First } else { Reminder::Again })
     }
 
     /// Whether it makes no progress.
     pub fn is_late(&self, now: TimeMs) -> bool {
-        self.sizes.plugged_bytes != self.sizes.requested_bytes && now.since(self.changed_at) >= PATIENCE_MS
+        self.sizes.plugged_bytes != self.sizes.requested_bytes && now.since(self.rests().0) >= PATIENCE_MS
     }
 
     /// How the resize goes; `offline_bytes` is what the agent last said of the zone's node.
@@ -191,12 +159,21 @@ impl Progress {
     }
 }
 
+/// What comes from now on is a rise.
+fn rise_from(sizes: &DeviceSizes, now: TimeMs) -> Rise {
+    let mut rise = Rise::default();
+    rise.observe(sizes.requested_bytes, sizes.plugged_bytes, now);
+    rise
+}
+
 fn is_reached(sizes: &DeviceSizes) -> bool {
     sizes.plugged_bytes == sizes.requested_bytes && sizes.shortfall.is_none()
 }
 
 #[cfg(test)]
 mod tests {
+    use balloon::rise::STAYS_MS;
+
     use super::*;
 
     fn sizes(requested_bytes: u64, plugged_bytes: u64, driver_ready: bool) -> DeviceSizes {
@@ -334,6 +311,33 @@ mod tests {
         }
         progress.observe(sizes(10, 0, true), TimeMs(5_000));
         assert!(progress.is_late(TimeMs(5_000)));
+    }
+
+    #[test]
+    fn what_has_stayed_and_goes_unasked_is_no_change_when_it_comes_again() {
+        let mut progress = Progress::new(sizes(10, 0, true), TimeMs(0));
+        for now in (0..8_000).step_by(200) {
+            progress.observe(sizes(10, if now % 2_000 < 1_400 { 8 } else { 6 }, true), TimeMs(now));
+            assert_eq!(
+                progress.is_late(TimeMs(now)),
+                now >= 5_000,
+                "{now}: it came at the beginning, and stayed"
+            );
+        }
+        // More than ever is progress.
+        assert!(!progress.observe(sizes(10, 9, true), TimeMs(8_000)));
+        assert!(!progress.is_late(TimeMs(12_900)));
+    }
+
+    #[test]
+    fn what_was_reached_and_goes_unasked_is_waited_for() {
+        let mut progress = Progress::new(sizes(10, 0, true), TimeMs(0));
+        progress.observe(sizes(10, 10, true), TimeMs(100));
+        assert!(progress.observe(sizes(10, 10, true), TimeMs(1_100)));
+        assert!(!progress.observe(sizes(10, 4, true), TimeMs(60_000)));
+        assert_eq!(progress.status(0, TimeMs(64_999)), ResizeStatus::Pending);
+        assert!(progress.is_late(TimeMs(65_000)));
+        assert!(!progress.observe(sizes(10, 10, true), TimeMs(65_000)), "it was reached before");
     }
 
     #[test]
