@@ -16,7 +16,7 @@ const NO_PCIE_ASPM: u16 = 1 << 4;
 const CMOS_RTC_NOT_PRESENT: u16 = 1 << 5;
 
 /// Fixed ACPI Description Table (ACPI 6.5, 5.2.9).
-pub fn fadt(dsdt: u64) -> Vec<u8> {
+pub fn fadt(dsdt: u64, rtc: bool) -> Vec<u8> {
     let port = |offset: u64| {
         let address = u64::from(ACPI_PM_PORT) + offset;
         GAS::new(AddressSpace::SystemIo, 8, 0, AccessSize::ByteAccess, address)
@@ -32,7 +32,8 @@ pub fn fadt(dsdt: u64) -> Vec<u8> {
         .flag(Flags::ResetRegSup)
         .flag(Flags::Headless)
         .flag(Flags::HwReducedAcpi);
-    fadt.iapc_boot_arch = (VGA_NOT_PRESENT | NO_PCIE_ASPM | CMOS_RTC_NOT_PRESENT).into();
+    let without_rtc = if rtc { 0 } else { CMOS_RTC_NOT_PRESENT };
+    fadt.iapc_boot_arch = (VGA_NOT_PRESENT | NO_PCIE_ASPM | without_rtc).into();
     fadt.reset_reg = port(RESET_OFFSET);
     fadt.reset_value = RESET_VALUE;
     fadt.sleep_control_reg = port(SLEEP_CONTROL_OFFSET);
@@ -77,7 +78,9 @@ mod tests {
     #[test]
     fn fadt_fields_are_where_the_specification_has_them() {
         // ACPI 6.5, table 5.9.
-        let fadt = fadt(0xa_0040);
+        let with_rtc = fadt(0xa_0040, true);
+        assert_eq!(u16::from_le_bytes([with_rtc[109], with_rtc[110]]), 0b01_0100);
+        let fadt = fadt(0xa_0040, false);
         assert_eq!((fadt.len(), fadt[8]), (276, 6));
         let boot_arch = u16::from_le_bytes([fadt[109], fadt[110]]);
         assert_eq!(boot_arch, 0b11_0100);

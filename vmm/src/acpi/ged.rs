@@ -20,6 +20,10 @@ pub enum Event {
     PowerButton = 1 << 0,
     /// Something has come into a PCI slot, or is to go.
     Pci = 1 << 1,
+    /// A vCPU has come, or is to go.
+    Cpus = 1 << 2,
+    /// A DIMM has come.
+    Memory = 1 << 3,
 }
 
 /// The device.

@@ -8,11 +8,16 @@
 //! | 0x00 | read | PCI slots in which something has been put, bit n for slot n; reading clears them |
 //! | 0x04 | read | PCI slots that the guest is to let go, likewise |
 //! | 0x08 | write | PCI slots that the guest has let go |
+//! | 0x20 to 0x2c | | vCPUs: see [`super::hotplug_cpus`] |
+//! | 0x40 to 0x5c | | DIMMs: see [`super::dimms`] |
 
 use std::fmt;
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use super::dimms::{DIMMS_LEN, DIMMS_OFFSET, DimmRegisters};
+use super::hotplug_cpus::{CPUS_LEN, CPUS_OFFSET, CpuRegisters};
 use crate::bus::BusDevice;
 use crate::memory::layout::PCI_SLOTS;
 
@@ -79,22 +84,46 @@ fn bit(slot: u8) -> u32 {
     1 << slot
 }
 
-/// The page as vCPUs see it.
+/// The part as vCPUs see it.
 pub struct HotplugPage {
     slots: Mutex<PciSlots>,
+    dimms: Mutex<DimmRegisters>,
+    cpus: Option<Arc<CpuRegisters>>,
     eject: Box<dyn Fn(u8) + Send + Sync>,
 }
 
 impl HotplugPage {
     /// `eject` takes out what is in a slot, before the guest goes on: it looks at once. It runs on a vCPU's thread.
     pub fn new(eject: impl Fn(u8) + Send + Sync + 'static) -> Self {
-        Self { slots: Mutex::default(), eject: Box::new(eject) }
+        Self { slots: Mutex::default(), dimms: Mutex::default(), cpus: None, eject: Box::new(eject) }
+    }
+
+    /// With the part of vCPUs.
+    pub fn with_cpus(self, cpus: Arc<CpuRegisters>) -> Self {
+        Self { cpus: Some(cpus), ..self }
     }
 
     /// Looks at or changes what the guest is told.
     pub fn slots<T>(&self, act: impl FnOnce(&mut PciSlots) -> T) -> T {
         act(&mut self.slots.lock())
     }
+
+    /// The same of DIMMs.
+    pub fn dimms<T>(&self, act: impl FnOnce(&mut DimmRegisters) -> T) -> T {
+        act(&mut self.dimms.lock())
+    }
+
+    fn register(&self, offset: u64) -> u32 {
+        match in_dimms(offset) {
+            Some(offset) => self.dimms.lock().read(offset),
+            None => self.slots.lock().read(offset),
+        }
+    }
+}
+
+/// Where among the registers of DIMMs `offset` is.
+fn in_dimms(offset: u64) -> Option<u64> {
+    offset.checked_sub(DIMMS_OFFSET).filter(|offset| *offset < DIMMS_LEN)
 }
 
 impl fmt::Debug for HotplugPage {
@@ -103,28 +132,59 @@ impl fmt::Debug for HotplugPage {
     }
 }
 
+/// Where in the part of vCPUs.
+fn in_cpus(offset: u64) -> Option<u64> {
+    offset.checked_sub(CPUS_OFFSET).filter(|offset| *offset < CPUS_LEN)
+}
+
 impl BusDevice for HotplugPage {
     fn read(&self, offset: u64, data: &mut [u8]) {
+        if let (Some(offset), Some(cpus)) = (in_cpus(offset), &self.cpus) {
+            return cpus.read(offset, data);
+        }
         match <&mut [u8; 4]>::try_from(&mut *data) {
-            Ok(register) => *register = self.slots.lock().read(offset).to_le_bytes(),
+            Ok(register) => *register = self.register(offset).to_le_bytes(),
             Err(_) => data.fill(0),
         }
     }
 
     fn write(&self, offset: u64, data: &[u8]) {
+        if let (Some(offset), Some(cpus)) = (in_cpus(offset), &self.cpus) {
+            return cpus.write(offset, data);
+        }
         let Ok(value) = data.try_into() else { return };
-        let gone = self.slots.lock().write(offset, u32::from_le_bytes(value));
+        let value = u32::from_le_bytes(value);
+        if let Some(offset) = in_dimms(offset) {
+            return self.dimms.lock().write(offset, value);
+        }
+        let gone = self.slots.lock().write(offset, value);
         gone.into_iter().for_each(&self.eject);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use proptest::prelude::*;
 
     use super::*;
+    use crate::acpi::hotplug_cpus::{CPU_SELECT, CPU_STATUS};
+    use crate::cpu::plug::Plug;
+    use crate::memory::layout::GuestRange;
+
+    #[test]
+    fn vcpus_have_a_part_of_the_page() {
+        let cpus = Arc::new(CpuRegisters::new(Plug::new(2, 2), |_| ()));
+        let page = HotplugPage::new(|_| ()).with_cpus(Arc::clone(&cpus));
+        page.slots(|slots| slots.ask(1));
+        page.write(CPUS_OFFSET + CPU_SELECT, &[1, 0, 0, 0]);
+        let mut register = [0; 4];
+        page.read(CPUS_OFFSET + CPU_STATUS, &mut register);
+        assert_eq!(register, [1, 0, 0, 0]);
+        cpus.plug(|plug| plug.ask(1..2));
+        page.write(CPUS_OFFSET + CPU_STATUS, &[1, 0, 0, 0]);
+        assert!(!cpus.plug(|plug| plug.is_there(1)));
+        assert!(page.slots(|slots| slots.is_leaving(1)), "no slot is meant");
+    }
 
     #[test]
     fn what_is_said_is_heard_once() {
@@ -177,6 +237,21 @@ mod tests {
         assert!(gone.lock().is_empty());
         page.write(PCI_EJECT, &[4, 0, 0, 0]);
         assert_eq!(*gone.lock(), [2]);
+    }
+
+    #[test]
+    fn dimms_have_their_part_of_the_page() {
+        let page = HotplugPage::new(|_| ());
+        page.dimms(|dimms| dimms.put(GuestRange { start: 1 << 32, len: 1 << 27 }, 0));
+        page.slots(|slots| slots.put(1));
+        let read = |offset| {
+            let mut register = [0; 4];
+            page.read(offset, &mut register);
+            u32::from_le_bytes(register)
+        };
+        assert_eq!([0x5c, 0x5c, 0x48, 0x4c, 0x58].map(read), [0, u32::MAX, 1, 1 << 27, 1]);
+        page.write(0x40, &7u32.to_le_bytes());
+        assert_eq!([0x40, 0x58, 0x60, PCI_UP].map(read), [7, 0, 0, 2]);
     }
 
     proptest! {

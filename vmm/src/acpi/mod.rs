@@ -8,14 +8,16 @@
 //! | FADT | no legacy hardware; the sleep and reset registers of [`pm::PmPort`] |
 //! | MADT | one local APIC for each possible vCPU, one I/O APIC |
 //! | MCFG | configuration space of bus 0 |
-//! | DSDT | PCI root, serial port, vCPUs, power button, NVDIMM root |
+//! | DSDT | PCI root, serial port, vCPUs, power button, NVDIMM root, DIMMs that may come |
 //! | SRAT, SLIT, HMAT | which memory and vCPUs belong to which node, where there is more than one |
 //! | NFIT | NVDIMMs, where there are any |
 
+pub mod dimms;
 mod dsdt;
 mod fixed;
 pub mod ged;
 pub mod hotplug;
+pub mod hotplug_cpus;
 mod nfit;
 mod numa;
 pub mod pm;
@@ -49,6 +51,10 @@ pub struct AcpiInput {
     pub apic_ids: Vec<u8>,
     /// Whether COM1 is there.
     pub serial: bool,
+    /// Whether memory may come as DIMMs.
+    pub dimms: bool,
+    /// Whether there is a real-time clock.
+    pub rtc: bool,
     /// NUMA nodes; with fewer than two, there are no tables about them.
     pub nodes: Vec<NumaNode>,
     /// NVDIMMs; number n has handle n + 1 and flush hint page n.
@@ -117,7 +123,7 @@ pub fn build(input: &AcpiInput) -> Result<AcpiTables, AcpiError> {
     let mut xsdt = XSDT::new(OEM_ID, OEM_TABLE_ID, OEM_REVISION);
     let dsdt = tables.place(&dsdt::dsdt(input));
     // The FADT comes first, by custom of every firmware.
-    let mut others = vec![fixed::fadt(dsdt), fixed::madt(input), fixed::mcfg()];
+    let mut others = vec![fixed::fadt(dsdt, input.rtc), fixed::madt(input), fixed::mcfg()];
     if input.nodes.len() > 1 {
         others.extend(numa::tables(&input.nodes));
     }
@@ -206,7 +212,9 @@ mod tests {
             boot_vcpus: 2,
             max_vcpus: 4,
             apic_ids: vec![],
+            dimms: true,
             serial: true,
+            rtc: false,
             nodes: vec![
                 NumaNode {
                     vcpus: (0..4).collect(),

@@ -18,6 +18,9 @@ use crate::memory::layout::{MMIO32_LEN, MMIO32_START, PCI_SLOTS};
 const SLOTS: usize = PCI_SLOTS as usize;
 /// Registers of the BARs of a type 0 header.
 const BAR_REGISTERS: [u16; 6] = [0x10, 0x14, 0x18, 0x1c, 0x20, 0x24];
+/// The command register, and its bit that makes memory BARs answer (PCI Local Bus 3.0, 6.2.2).
+const COMMAND: u16 = 4;
+const COMMAND_MEMORY: u16 = 1 << 1;
 /// A BAR smaller than a page would share its page with a neighbour.
 const BAR_ALIGN_MIN: u64 = 0x1000;
 
@@ -78,6 +81,8 @@ impl Slot {
 
 struct Slots {
     slots: [Option<Arc<Slot>>; SLOTS],
+    /// Not for who wants any.
+    reserved: [bool; SLOTS],
     addresses: AddressAllocator,
 }
 
@@ -95,7 +100,15 @@ impl RootBus {
         let addresses = AddressAllocator::new(MMIO32_START, MMIO32_LEN).expect("a window that is not empty");
         let mut slots = [const { None }; SLOTS];
         slots[0] = Some(Slot::new(Arc::new(HostBridge::new()), Vec::new()));
-        Arc::new(Self { memory: Arc::downgrade(memory), slots: Mutex::new(Slots { slots, addresses }) })
+        let slots = Slots { slots, reserved: [false; SLOTS], addresses };
+        Arc::new(Self { memory: Arc::downgrade(memory), slots: Mutex::new(slots) })
+    }
+
+    /// Keeps `slot` for a device that asks for it.
+    pub fn reserve(&self, slot: u8) {
+        if let Some(reserved) = self.slots.lock().reserved.get_mut(usize::from(slot)) {
+            *reserved = true;
+        }
     }
 
     /// Puts `device` in `slot`, or in the first free one, and gives its BARs addresses as firmware would: there is
@@ -110,7 +123,10 @@ impl RootBus {
                 return Err(PciError::SlotTaken { slot });
             }
             Some(slot) => slot,
-            None => slots.slots.iter().position(Option::is_none).ok_or(PciError::Full)? as u8,
+            None => {
+                let is_free = |at: &usize| slots.slots[*at].is_none() && !slots.reserved[*at];
+                (0..SLOTS).find(is_free).ok_or(PciError::Full)? as u8
+            }
         };
         let given = place_bars(&*device, &mut slots.addresses)?;
         slots.slots[usize::from(slot)] = Some(Slot::new(device, given));
@@ -130,6 +146,18 @@ impl RootBus {
         removed.mapped.lock().is_removed = true;
         self.follow(&removed);
         Some(Arc::clone(&removed.device))
+    }
+
+    /// Makes the BARs of every function answer, as a firmware would leave them. A kernel does that by itself, and takes them
+    /// away while it looks how large they are, which costs the less if they are not there yet.
+    pub fn decode_memory(&self) {
+        for slot in 1..PCI_SLOTS {
+            let command = FunctionAddress { slot, function: 0, register: COMMAND };
+            let mut value = [0; 2];
+            self.read_config(command, &mut value);
+            let value = u16::from_le_bytes(value) | COMMAND_MEMORY;
+            self.write_config(command, &value.to_le_bytes());
+        }
     }
 
     /// How many slots have a function, the host bridge among them.

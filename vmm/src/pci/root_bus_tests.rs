@@ -580,3 +580,23 @@ fn a_bus_that_keeps_bars_is_found_out() {
     let error = bus_gives_back(&steps, keeps).unwrap_err();
     assert!(error.contains("it is at"), "{error}");
 }
+
+#[test]
+fn a_firmware_finds_bars_that_answer() {
+    let machine = Machine::new();
+    let slots = [0x1042, 0x1044].map(|device| machine.root.add(None, Function::new(device)).unwrap());
+    let bases = slots.map(|slot| u64::from(machine.read(slot.into(), 0x10) & !0xf));
+    assert!(bases.iter().all(|base| !machine.answers(*base)), "a kernel makes them answer");
+    machine.root.decode_memory();
+    assert!(bases.iter().all(|base| machine.answers(*base)));
+}
+
+#[test]
+fn a_slot_that_is_reserved_is_for_who_asks_for_it() {
+    let machine = Machine::new();
+    machine.root.reserve(1);
+    machine.root.reserve(200);
+    assert_eq!(machine.root.add(None, Function::new(1)).unwrap(), 2);
+    assert_eq!(machine.root.add(Some(1), Function::new(2)).unwrap(), 1);
+    assert!(matches!(machine.root.add(Some(1), Function::new(3)), Err(PciError::SlotTaken { slot: 1 })));
+}

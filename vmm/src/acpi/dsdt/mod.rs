@@ -1,5 +1,7 @@
 //! The DSDT: what a guest cannot find out by itself.
 
+mod cpus;
+mod memory;
 mod pci;
 
 use acpi_tables::aml::{
@@ -21,7 +23,11 @@ use crate::memory::layout::{
 const REVISION: u8 = 2;
 /// A present, enabled, functioning device that is shown (ACPI 6.5, 6.3.7).
 const PRESENT: u8 = 0xf;
-/// "Status changed", which a power button means by being pressed (ACPI 6.5, table 5.162).
+/// "Device check": something may have come (ACPI 6.5, table 5.162).
+const NOTIFY_DEVICE_CHECK: u8 = 1;
+/// "Ejection request".
+const NOTIFY_EJECT_REQUEST: u8 = 3;
+/// "Status changed", which a power button means by being pressed.
 const NOTIFY_STATUS_CHANGED: u8 = 0x80;
 const SERIAL_PORTS: u8 = 8;
 
@@ -43,10 +49,11 @@ pub fn dsdt(input: &AcpiInput) -> Vec<u8> {
         serial_port(&mut system_bus);
     }
     power_button(&mut system_bus);
-    event_device(&mut system_bus);
-    for index in 0..input.max_vcpus {
-        processor(&mut system_bus, index, index < input.boot_vcpus);
+    event_device(&mut system_bus, input.dimms);
+    if input.dimms {
+        memory::controller(&mut system_bus);
     }
+    cpus::processors(&mut system_bus, input);
     if !input.nvdimms.is_empty() {
         nfit::root_device(&mut system_bus, &input.nvdimms);
     }
@@ -125,10 +132,18 @@ fn power_button(sink: &mut Vec<u8>) {
 }
 
 /// The generic event device: its method reads which events are pending, once, and passes them on.
-fn event_device(sink: &mut Vec<u8>) {
+fn event_device(sink: &mut Vec<u8>, has_dimms: bool) {
     const REGISTER_BYTES: u32 = 4;
     let events = path("ESEL");
-    let (pressed, slots) = (Event::PowerButton as u32, Event::Pci as u32);
+    let mut passed_on = Vec::new();
+    Store::new(&Local(0), &events).to_aml_bytes(&mut passed_on);
+    let button = path("\\_SB_.PWRB");
+    on_event(&mut passed_on, Event::PowerButton, &Notify::new(&button, &NOTIFY_STATUS_CHANGED));
+    on_event(&mut passed_on, Event::Pci, &MethodCall::new(path(pci::CHANGED), vec![]));
+    on_event(&mut passed_on, Event::Cpus, &MethodCall::new(path(cpus::CHANGED), vec![]));
+    if has_dimms {
+        on_event(&mut passed_on, Event::Memory, &MethodCall::new(path(memory::CHANGED), vec![]));
+    }
     Device::new(
         path("GED_"),
         vec![
@@ -146,40 +161,17 @@ fn event_device(sink: &mut Vec<u8>) {
                 FieldUpdateRule::WriteAsZeroes,
                 vec![FieldEntry::Named(*b"ESEL", 8 * REGISTER_BYTES as usize)],
             ),
-            &Method::new(
-                path("_EVT"),
-                1,
-                true,
-                vec![
-                    &Store::new(&Local(0), &events),
-                    &And::new(&Local(1), &Local(0), &pressed),
-                    &If::new(
-                        &Equal::new(&Local(1), &pressed),
-                        vec![&Notify::new(&path("\\_SB_.PWRB"), &NOTIFY_STATUS_CHANGED)],
-                    ),
-                    &And::new(&Local(1), &Local(0), &slots),
-                    &If::new(
-                        &Equal::new(&Local(1), &slots),
-                        vec![&MethodCall::new(path(pci::CHANGED), vec![])],
-                    ),
-                ],
-            ),
+            &Method::new(path("_EVT"), 1, true, vec![&Raw(passed_on)]),
         ],
     )
     .to_aml_bytes(sink);
 }
 
-fn processor(sink: &mut Vec<u8>, index: u8, present: bool) {
-    let status = if present { PRESENT } else { 0 };
-    Device::new(
-        path(&format!("C{index:03X}")),
-        vec![
-            &Name::new(path("_HID"), &"ACPI0007"),
-            &Name::new(path("_UID"), &index),
-            &Name::new(path("_STA"), &status),
-        ],
-    )
-    .to_aml_bytes(sink);
+/// Does `act` if `event` is among those in Local0.
+fn on_event(sink: &mut Vec<u8>, event: Event, act: &dyn Aml) {
+    let bit = event as u32;
+    And::new(&Local(1), &Local(0), &bit).to_aml_bytes(sink);
+    If::new(&Equal::new(&Local(1), &bit), vec![act]).to_aml_bytes(sink);
 }
 
 #[cfg(test)]
@@ -207,8 +199,9 @@ mod tests {
         }
         input.serial = true;
         assert!(contains(&dsdt(&input), b"COM1"));
-        // The second vCPU is possible, not present: _STA (Zero).
-        assert!(contains(&small, b"_UID\x01\x08_STA\x00"));
+        assert!(!contains(&small, b"MHPC"), "neither the device nor its method is called");
+        input.dimms = true;
+        assert!(contains(&dsdt(&input), b"MHPCMSCN") && contains(&dsdt(&input), b"M03F"));
     }
 
     #[test]

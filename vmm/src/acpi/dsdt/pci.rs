@@ -8,17 +8,13 @@ use acpi_tables::aml::{
     ZERO,
 };
 
-use super::{Raw, path};
+use super::{NOTIFY_DEVICE_CHECK, NOTIFY_EJECT_REQUEST, Raw, path};
 use crate::acpi::hotplug::{PCI_DOWN, PCI_EJECT, PCI_UP, REGISTERS_LEN};
 use crate::memory::layout::{HOTPLUG_START, MMIO32_LEN, MMIO32_START, PCI_SLOTS};
 
 /// The configuration ports (PCI 3.0, 3.2.2.3.2).
 const PCI_CONFIG_PORT: u16 = 0xcf8;
 const PCI_CONFIG_PORTS: u8 = 8;
-/// "Device check": something may have come (ACPI 6.5, table 5.162).
-const NOTIFY_DEVICE_CHECK: u8 = 1;
-/// "Ejection request".
-const NOTIFY_EJECT_REQUEST: u8 = 3;
 /// The method that looks which slots have changed.
 pub(super) const CHANGED: &str = "\\_SB_.PCI0.PCNT";
 

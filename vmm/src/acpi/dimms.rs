@@ -1,0 +1,99 @@
+//! The part of the hotplug page that tells of DIMMs. Pure.
+//!
+//! | offset | access | what |
+//! |---|---|---|
+//! | 0x40 | read, write | the DIMM that the following registers are of |
+//! | 0x44, 0x48 | read | its guest-physical address, low and high half |
+//! | 0x4c, 0x50 | read | its length in bytes, likewise |
+//! | 0x54 | read | its node |
+//! | 0x58 | read | bit 0: it is there |
+//! | 0x5c | read | the next DIMM that has come and has not been told of, [`NONE`] without one; reading tells of it |
+
+use std::collections::VecDeque;
+
+use crate::memory::dimms::MAX_DIMMS;
+use crate::memory::layout::GuestRange;
+
+/// Where the registers begin in the page.
+pub const DIMMS_OFFSET: u64 = 0x40;
+/// Their length in bytes.
+pub const DIMMS_LEN: u64 = 0x20;
+/// No DIMM.
+pub const NONE: u32 = u32::MAX;
+
+/// DIMMs that are there, and what the guest has heard of them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DimmRegisters {
+    dimms: Vec<GuestRange>,
+    node: u32,
+    selected: u32,
+    untold: VecDeque<u32>,
+}
+
+impl DimmRegisters {
+    /// One has come, in `node`.
+    ///
+    /// # Panics
+    /// If there are more than the guest has devices for.
+    pub fn put(&mut self, dimm: GuestRange, node: u32) {
+        assert!(self.dimms.len() < MAX_DIMMS, "a DIMM without a device");
+        self.untold.push_back(self.dimms.len() as u32);
+        self.dimms.push(dimm);
+        self.node = node;
+    }
+
+    /// The guest reads the register at `offset` of these.
+    pub fn read(&mut self, offset: u64) -> u32 {
+        let dimm = usize::try_from(self.selected).ok().and_then(|index| self.dimms.get(index));
+        let [start, len] = dimm.map_or([0, 0], |dimm| [dimm.start, dimm.len]);
+        let (low, high) = (|value: u64| value as u32, |value: u64| (value >> 32) as u32);
+        match offset {
+            0x00 => self.selected,
+            0x04 => low(start),
+            0x08 => high(start),
+            0x0c => low(len),
+            0x10 => high(len),
+            0x14 => self.node,
+            0x18 => u32::from(dimm.is_some()),
+            0x1c => self.untold.pop_front().unwrap_or(NONE),
+            _ => 0,
+        }
+    }
+
+    /// The guest writes it.
+    pub fn write(&mut self, offset: u64, value: u32) {
+        if offset == 0 {
+            self.selected = value;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(registers: &mut DimmRegisters, dimm: u32) -> [u32; 6] {
+        registers.write(0, dimm);
+        [0x04, 0x08, 0x0c, 0x10, 0x14, 0x18].map(|offset| registers.read(offset))
+    }
+
+    #[test]
+    fn a_dimm_is_told_of_once_and_shown_as_often_as_it_is_asked_for() {
+        let mut registers = DimmRegisters::default();
+        assert_eq!((registers.read(0x1c), of(&mut registers, 0)), (NONE, [0; 6]));
+        registers.put(GuestRange { start: 0x1_8000_0000, len: 0x800_0000 }, 0);
+        registers.put(GuestRange { start: 0x1_8800_0000, len: 0x2_0000_0000 }, 0);
+        assert_eq!([0x1c; 3].map(|offset| registers.read(offset)), [0, 1, NONE]);
+        assert_eq!(of(&mut registers, 0), [0x8000_0000, 1, 0x800_0000, 0, 0, 1]);
+        assert_eq!(of(&mut registers, 1), [0x8800_0000, 1, 0, 2, 0, 1]);
+        for dimm in [2, MAX_DIMMS as u32, NONE] {
+            assert_eq!(of(&mut registers, dimm), [0; 6], "DIMM {dimm}");
+            assert_eq!(registers.read(0), dimm);
+        }
+        // Nothing else can be written, and nothing is there.
+        let before = registers.clone();
+        (1..0x40).for_each(|offset| registers.write(offset, 0));
+        assert_eq!((registers.read(2), registers.read(0x20)), (0, 0));
+        assert_eq!(registers, before);
+    }
+}

@@ -1,0 +1,200 @@
+//! The vCPUs' part of the hotplug page, from 0x20 on: what the DSDT's methods ask when a vCPU comes or goes in a running guest.
+//!
+//! Nobody but our own AML reads it, so the layout is ours. All registers have 4 bytes; other accesses read 0 and write
+//! nothing.
+//!
+//! | offset | access | what |
+//! |---|---|---|
+//! | 0x00 | read, write | the vCPU that 0x04 is about |
+//! | 0x04 | read | 1: it is there; 0: it is not |
+//! | 0x04 | write | bit 0: the guest has let it go |
+//! | 0x08 | read | a vCPU that has come, which is taken off the list; 0xffff_ffff: no more |
+//! | 0x0c | read | one that is to go, likewise |
+
+use std::fmt;
+
+use parking_lot::Mutex;
+
+use crate::bus::BusDevice;
+use crate::cpu::plug::Plug;
+
+/// Where the part begins in the page.
+pub const CPUS_OFFSET: u64 = 0x20;
+/// How long it is.
+pub const CPUS_LEN: u64 = 0x20;
+
+/// Offset in the part of the selection.
+pub const CPU_SELECT: u64 = 0x00;
+/// Offset of the selected one's status.
+pub const CPU_STATUS: u64 = 0x04;
+/// Offset of the list of those that have come.
+pub const CPU_ADDED: u64 = 0x08;
+/// Offset of the list of those that are to go.
+pub const CPU_ASKED: u64 = 0x0c;
+/// The registers' length in bytes.
+pub const CPU_REGISTERS_LEN: u64 = 0x10;
+
+/// What ends a list.
+const NONE: u32 = u32::MAX;
+/// Bit 0 of the status that is written.
+const EJECT: u32 = 1;
+
+struct Registers {
+    plug: Plug,
+    /// As the guest wrote it: there need be no such vCPU.
+    selected: u32,
+}
+
+/// The part as vCPUs see it.
+pub struct CpuRegisters {
+    registers: Mutex<Registers>,
+    gone: Box<dyn Fn(u8) + Send + Sync>,
+}
+
+impl CpuRegisters {
+    /// `gone` hears of a vCPU that the guest has let go, on a vCPU's thread: maybe that vCPU's own.
+    pub fn new(plug: Plug, gone: impl Fn(u8) + Send + Sync + 'static) -> Self {
+        Self { registers: Mutex::new(Registers { plug, selected: 0 }), gone: Box::new(gone) }
+    }
+
+    /// Looks at or changes which vCPUs there are.
+    pub fn plug<T>(&self, act: impl FnOnce(&mut Plug) -> T) -> T {
+        act(&mut self.registers.lock().plug)
+    }
+}
+
+impl fmt::Debug for CpuRegisters {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CpuRegisters").finish_non_exhaustive()
+    }
+}
+
+impl Registers {
+    fn selected(&self) -> Option<u8> {
+        u8::try_from(self.selected).ok()
+    }
+
+    fn read(&mut self, offset: u64) -> u32 {
+        match offset {
+            CPU_SELECT => self.selected,
+            CPU_STATUS => self.selected().is_some_and(|index| self.plug.is_there(index)).into(),
+            CPU_ADDED => self.plug.next_added().map_or(NONE, u32::from),
+            CPU_ASKED => self.plug.next_asked().map_or(NONE, u32::from),
+            _ => 0,
+        }
+    }
+
+    /// The vCPU that is gone by it.
+    fn write(&mut self, offset: u64, value: u32) -> Option<u8> {
+        match offset {
+            CPU_SELECT => self.selected = value,
+            CPU_STATUS if value & EJECT != 0 => {
+                return self.selected().filter(|&index| self.plug.let_go(index));
+            }
+            _ => {}
+        }
+        None
+    }
+}
+
+impl BusDevice for CpuRegisters {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        match <&mut [u8; 4]>::try_from(&mut *data) {
+            Ok(register) => *register = self.registers.lock().read(offset).to_le_bytes(),
+            Err(_) => data.fill(0),
+        }
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        let Ok(value) = data.try_into() else { return };
+        let gone = self.registers.lock().write(offset, u32::from_le_bytes(value));
+        gone.into_iter().for_each(&self.gone);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn registers(boot: u8, max: u8) -> (CpuRegisters, Arc<Mutex<Vec<u8>>>) {
+        let gone = Arc::new(Mutex::new(Vec::new()));
+        let heard = Arc::clone(&gone);
+        (CpuRegisters::new(Plug::new(boot, max), move |index| heard.lock().push(index)), gone)
+    }
+
+    fn read(registers: &CpuRegisters, offset: u64) -> u32 {
+        let mut register = [0; 4];
+        registers.read(offset, &mut register);
+        u32::from_le_bytes(register)
+    }
+
+    fn write(registers: &CpuRegisters, offset: u64, value: u32) {
+        registers.write(offset, &value.to_le_bytes());
+    }
+
+    #[test]
+    fn a_guest_hears_of_each_vcpu_once_and_lets_it_go_by_its_number() {
+        let (registers, gone) = registers(1, 4);
+        registers.plug(|plug| plug.put(1..3));
+        assert_eq!([(); 3].map(|()| read(&registers, CPU_ADDED)), [1, 2, NONE]);
+        assert_eq!(read(&registers, CPU_ASKED), NONE);
+        let status = |index| {
+            write(&registers, CPU_SELECT, index);
+            read(&registers, CPU_STATUS)
+        };
+        assert_eq!([0, 1, 2, 3, 4, 255, 256, u32::MAX].map(status), [1, 1, 1, 0, 0, 0, 0, 0]);
+        registers.plug(|plug| plug.ask(1..3));
+        assert_eq!([(); 3].map(|()| read(&registers, CPU_ASKED)), [2, 1, NONE]);
+        assert_eq!(status(2), 1, "it is there until it is let go");
+        write(&registers, CPU_STATUS, !EJECT);
+        assert!(gone.lock().is_empty());
+        write(&registers, CPU_STATUS, EJECT);
+        assert_eq!((read(&registers, CPU_STATUS), gone.lock().clone()), (0, vec![2]));
+    }
+
+    #[test]
+    fn accesses_that_are_no_registers_do_nothing() {
+        let (registers, gone) = registers(2, 2);
+        registers.plug(|plug| plug.ask(1..2));
+        write(&registers, CPU_SELECT, 1);
+        let mut byte = [0xff];
+        registers.read(CPU_STATUS, &mut byte);
+        let mut long = [0xff; 8];
+        registers.read(CPU_STATUS, &mut long);
+        assert_eq!((byte, long), ([0], [0; 8]));
+        registers.write(CPU_STATUS, &[1]);
+        registers.write(CPU_STATUS, &[1; 8]);
+        write(&registers, CPU_ASKED, 1);
+        assert_eq!((read(&registers, 2), read(&registers, 0x1c)), (0, 0));
+        assert!(gone.lock().is_empty());
+    }
+
+    proptest! {
+        /// Whatever a guest reads and writes, only those go that were asked to, each once.
+        #[test]
+        fn a_guest_takes_nobody_that_was_not_asked_to_go(
+            boot in 1u8..8, down_to in 1u8..8, accesses in prop::collection::vec((0u64..0x14, any::<bool>(), 0u32..10), 0..200)
+        ) {
+            let (registers, gone) = registers(boot, 8);
+            let asked = down_to.min(boot)..boot;
+            registers.plug(|plug| plug.ask(asked.clone()));
+            for (offset, writes, value) in accesses {
+                match writes {
+                    true => write(&registers, offset, value),
+                    false => drop(read(&registers, offset)),
+                }
+            }
+            let gone = gone.lock().clone();
+            for index in 0..8 {
+                let times = gone.iter().filter(|&&one| one == index).count();
+                prop_assert!(times <= usize::from(asked.contains(&index)));
+                let there = registers.plug(|plug| plug.is_there(index));
+                prop_assert_eq!(there, index < boot && times == 0);
+            }
+        }
+    }
+}
