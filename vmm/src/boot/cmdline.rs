@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::memory::zone::{Tier, ZoneSpec};
+use crate::memory::zone::{Growth, Tier, ZoneSpec};
 
 /// x86's COMMAND_LINE_SIZE less the terminating zero; Linux cuts a longer line off without a word.
 const MAX_BYTES: usize = 2047;
@@ -12,6 +12,8 @@ const MAX_BYTES: usize = 2047;
 /// - Memory that may come above 4 GiB makes x86 reserve 64 MiB of bounce buffers for devices that cannot reach it
 ///   (arch/x86/kernel/pci-dma.c). There are none: every device here takes 64-bit addresses.
 const DEFAULTS: [(&str, &str); 2] = [("memhp_default_state", "online_movable"), ("swiotlb", "noforce")];
+/// The same for memory that comes and never goes: it is the kernel's as well.
+const DIMM_DEFAULTS: [(&str, &str); 2] = [("memhp_default_state", "online"), ("swiotlb", "noforce")];
 
 /// What a guest is told beside that, all of whose DRAM is there at boot. PM serves programs alone, and they fill DRAM first. DRAM
 /// of its own for them is what the rest can be kept by for the kernel (mm/page_alloc.c, lowmem_reserve counts the movable
@@ -27,19 +29,26 @@ const MOVABLE_NODE: &str = "movable_node";
 pub enum Pluggable {
     /// None.
     Nothing,
+    /// DRAM that stays, as DIMMs.
+    Dimms,
     /// PM, and no DRAM.
     PmAlone,
-    /// DRAM, and perhaps PM.
+    /// DRAM, and perhaps PM. With PM, DIMMs count as DRAM that goes: the guest is told one thing for all.
     Dram,
 }
 
 impl Pluggable {
     /// What the guest's zones can be given.
     pub fn of(zones: &[ZoneSpec]) -> Self {
-        let can_grow = |tier| zones.iter().any(|zone| zone.tier == tier && zone.hotplug_bytes > 0);
-        match (can_grow(Tier::Dram), can_grow(Tier::Pm)) {
+        let grows = |tier, growth| {
+            zones.iter().any(|zone| zone.tier == tier && zone.growth == growth && zone.hotplug_bytes > 0)
+        };
+        let has_dimms = grows(Tier::Dram, Growth::Dimms);
+        match (grows(Tier::Dram, Growth::VirtioMem), grows(Tier::Pm, Growth::VirtioMem)) {
             (true, _) => Self::Dram,
+            (false, true) if has_dimms => Self::Dram,
             (false, true) => Self::PmAlone,
+            (false, false) if has_dimms => Self::Dimms,
             (false, false) => Self::Nothing,
         }
     }
@@ -86,7 +95,11 @@ pub fn compose(user: &str, pluggable: Pluggable) -> Result<String, CommandLineEr
 
 /// What is said of the memory that can be plugged, where the user does not.
 fn defaults(kernel: &str, pluggable: Pluggable) -> impl Iterator<Item = (&'static str, &'static str)> {
-    let of_all: &[_] = if pluggable == Pluggable::Nothing { &[] } else { &DEFAULTS };
+    let of_all: &[_] = match pluggable {
+        Pluggable::Nothing => &[],
+        Pluggable::Dimms => &DIMM_DEFAULTS,
+        Pluggable::PmAlone | Pluggable::Dram => &DEFAULTS,
+    };
     let is_said = || sets(kernel, KERNEL_DRAM) || has(kernel, MOVABLE_NODE);
     let of_dram = (pluggable == Pluggable::PmAlone && !is_said()).then_some(MOVABLE_DRAM);
     of_all.iter().copied().chain(of_dram)
@@ -147,6 +160,11 @@ mod tests {
     }
 
     #[test]
+    fn memory_that_stays_is_the_kernels_as_well() {
+        assert_eq!(compose("", Pluggable::Dimms).unwrap(), "memhp_default_state=online swiotlb=noforce");
+    }
+
+    #[test]
     fn what_the_user_sets_stays() {
         let line = compose("memhp_default_state=offline quiet", Pluggable::Dram).unwrap();
         assert_eq!(line, "memhp_default_state=offline quiet swiotlb=noforce");
@@ -160,6 +178,8 @@ mod tests {
             id: String::new(),
             tier,
             guest_node: 0,
+            host: crate::memory::zone::HostMemory::default(),
+            growth: Growth::VirtioMem,
             host_node: None,
             boot_bytes: 1,
             hotplug_bytes,
@@ -170,6 +190,9 @@ mod tests {
         assert_eq!(Pluggable::of(std::slice::from_ref(&dram)), Pluggable::Nothing);
         assert_eq!(Pluggable::of(&[dram.clone(), pm.clone()]), Pluggable::PmAlone);
         assert_eq!(Pluggable::of(std::slice::from_ref(&more_dram)), Pluggable::Dram);
+        let dimms = ZoneSpec { growth: Growth::Dimms, ..more_dram.clone() };
+        assert_eq!(Pluggable::of(std::slice::from_ref(&dimms)), Pluggable::Dimms);
+        assert_eq!(Pluggable::of(&[dimms, pm.clone()]), Pluggable::Dram, "PM is to go again");
         assert_eq!(Pluggable::of(&[dram, pm, more_dram]), Pluggable::Dram, "of one node of several");
     }
 

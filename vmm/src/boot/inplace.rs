@@ -221,8 +221,9 @@ fn clear(bytes: &mut [u8]) {
     let len = aligned.len() / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     if len != 0 {
         // SAFETY: the range is part of `bytes`, which nobody else uses. The advice may be refused, and it changes
-        // no contents: anonymous memory, which is zero when it is new, and a shared mapping, which keeps what was
-        // written, both read as zeros afterwards. The caller of `load` promises that it is one of the two.
+        // no contents: anonymous memory, which is zero when it is new, a shared mapping, which keeps what was
+        // written, and a private one of a file without data read as zeros afterwards. The caller of `load` promises that it
+        // is one of them.
         unsafe { libc::madvise(aligned.as_mut_ptr().cast(), len, libc::MADV_DONTNEED) };
     }
 }

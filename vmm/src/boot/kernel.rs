@@ -16,6 +16,7 @@ const HEAD_BYTES: usize = 0x280;
 /// Boot protocol 2.08 brought payload_offset and payload_length.
 const FIRST_PROTOCOL: u16 = 0x0208;
 const SECTOR_BYTES: u64 = 512;
+const ELF_MAGIC: &[u8] = b"\x7fELF";
 
 /// A kernel in guest memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -69,13 +70,10 @@ pub unsafe fn load<M: GuestMemoryBackend>(
     boot_memory_bytes: u64,
 ) -> Result<LoadedKernel, BootError> {
     let read_error = |source| BootError::Read { flag: "--kernel", path: path.to_path_buf(), source };
-    let elf_error = |source| BootError::Elf { path: path.to_path_buf(), source };
-    let mut file = File::open(path).map_err(read_error)?;
-    let file_bytes = file.metadata().map_err(read_error)?.len();
-    let mut head = Vec::with_capacity(HEAD_BYTES);
-    (&mut file).take(HEAD_BYTES as u64).read_to_end(&mut head).map_err(read_error)?;
+    let elf_error = |source| BootError::Elf { flag: "--kernel", path: path.to_path_buf(), source };
+    let (mut file, file_bytes, head) = open(path).map_err(read_error)?;
 
-    if head.starts_with(b"\x7fELF") {
+    if head.starts_with(ELF_MAGIC) {
         let loaded = elf::load(memory, &mut file, file_bytes, boot_memory_bytes).map_err(elf_error)?;
         let elf::LoadedElf { entry, end, is_linux } = loaded;
         return Ok(LoadedKernel { entry, end, is_linux, bzimage: None });
@@ -94,6 +92,32 @@ pub unsafe fn load<M: GuestMemoryBackend>(
     };
     let elf::LoadedElf { entry, end, .. } = loaded;
     Ok(LoadedKernel { entry, end, is_linux: true, bzimage: Some(compression) })
+}
+
+/// Loads the firmware in `path`.
+pub fn load_firmware<M: GuestMemoryBackend>(
+    memory: &M,
+    path: &Path,
+    boot_memory_bytes: u64,
+) -> Result<LoadedKernel, BootError> {
+    let (flag, path) = ("--firmware", path.to_path_buf());
+    let (mut file, file_bytes, head) =
+        open(&path).map_err(|source| BootError::Read { flag, path: path.clone(), source })?;
+    if !head.starts_with(ELF_MAGIC) {
+        return Err(BootError::NotAFirmware { path, found: describe(&head) });
+    }
+    let elf::LoadedElf { entry, end, is_linux } = elf::load(memory, &mut file, file_bytes, boot_memory_bytes)
+        .map_err(|source| BootError::Elf { flag, path, source })?;
+    Ok(LoadedKernel { entry, end, is_linux, bzimage: None })
+}
+
+/// Opens a file: how long it is, and its first bytes.
+fn open(path: &Path) -> io::Result<(File, u64, Vec<u8>)> {
+    let mut file = File::open(path)?;
+    let file_bytes = file.metadata()?.len();
+    let mut head = Vec::with_capacity(HEAD_BYTES);
+    (&mut file).take(HEAD_BYTES as u64).read_to_end(&mut head)?;
+    Ok((file, file_bytes, head))
 }
 
 fn read_payload(

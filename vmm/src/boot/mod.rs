@@ -40,8 +40,10 @@ pub use pvh::{MemoryRange, PvhEntry, RangeKind, Segment, memory_map};
 /// What to boot, and the machine it is booted on.
 #[derive(Clone, Copy, Debug)]
 pub struct BootRequest<'a> {
-    /// An ELF kernel with a PVH note, or a bzImage.
+    /// An ELF kernel with a PVH note, or a bzImage; or a firmware.
     pub kernel: &'a Path,
+    /// It is a firmware: an ELF file with a PVH note, which gets neither a command line nor an initial RAM file system.
+    pub is_firmware: bool,
     /// Initial RAM file system.
     pub initramfs: Option<&'a Path>,
     /// The command line as the user wrote it.
@@ -87,6 +89,14 @@ pub enum BootError {
         /// What its first bytes are.
         found: String,
     },
+    /// Not an ELF file.
+    #[error("--firmware {} is no firmware for PVH: expected an ELF file, found {found}", path.display())]
+    NotAFirmware {
+        /// The file.
+        path: PathBuf,
+        /// What its first bytes are.
+        found: String,
+    },
     /// A bzImage of a boot protocol without `payload_offset`.
     #[error(
         "--kernel {} is a bzImage of boot protocol {}.{:02}; 2.08 (Linux 2.6.26) is the first that says where its payload is",
@@ -120,8 +130,10 @@ pub enum BootError {
         source: DecompressError,
     },
     /// The ELF file, or the one inside the bzImage, cannot be loaded.
-    #[error("--kernel {}: cannot be loaded", path.display())]
+    #[error("{flag} {}: cannot be loaded", path.display())]
     Elf {
+        /// What named the file.
+        flag: &'static str,
         /// The file.
         path: PathBuf,
         /// Why.
@@ -165,14 +177,22 @@ pub enum BootError {
 /// [`RSDP_START`](crate::memory::layout::RSDP_START).
 ///
 /// # Safety
-/// Nobody else reads or writes that memory meanwhile: no vCPU runs, and no device is there. It is anonymous, or mapped
-/// shared: pages of a private mapping of a file would have the file's contents again when they are given back.
+/// Nobody else reads or writes that memory meanwhile: no vCPU runs, and no device is there. It is anonymous, mapped shared, or
+/// a private mapping of a file that has no data: pages of one would have the file's contents again when they are given back.
 pub unsafe fn load<M: GuestMemoryBackend>(memory: &M, request: &BootRequest) -> Result<BootInfo, BootError> {
-    let cmdline = cmdline::compose(request.cmdline, request.pluggable)?;
-    // SAFETY: the same contract.
-    let kernel = unsafe { kernel::load(memory, request.kernel, request.boot_memory_bytes) }?;
+    // What a firmware boots has a command line of its own.
+    let cmdline = match request.is_firmware {
+        true => String::new(),
+        false => cmdline::compose(request.cmdline, request.pluggable)?,
+    };
+    let kernel = match request.is_firmware {
+        true => kernel::load_firmware(memory, request.kernel, request.boot_memory_bytes)?,
+        // SAFETY: the same contract.
+        false => unsafe { kernel::load(memory, request.kernel, request.boot_memory_bytes) }?,
+    };
     let initramfs = request
         .initramfs
+        .filter(|_| !request.is_firmware)
         .map(|path| initramfs::load(memory, path, kernel.end, request.boot_memory_bytes))
         .transpose()?;
     let handover = pvh::Handover {

@@ -2,6 +2,8 @@
 
 pub mod brake;
 pub mod cpuid;
+pub mod placement;
+pub mod plug;
 pub mod run;
 pub mod state;
 
@@ -28,6 +30,17 @@ pub enum CpuError {
     Thread {
         /// Which vCPU.
         index: u8,
+        /// What the operating system says.
+        #[source]
+        source: io::Error,
+    },
+    /// The thread of a vCPU cannot run where it is to.
+    #[error("Cannot let vCPU {index} run on the host's CPUs {host_cpus:?} alone (--cpus affinity=)")]
+    Pin {
+        /// Which vCPU.
+        index: u8,
+        /// Where it was to run.
+        host_cpus: Vec<usize>,
         /// What the operating system says.
         #[source]
         source: io::Error,

@@ -13,14 +13,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
 use std::thread::{Builder, JoinHandle};
 
+use kvm_bindings::{KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_UNINITIALIZED};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use parking_lot::{Condvar, Mutex};
 use thiserror::Error;
-use tracing::{debug, error};
+use tracing::{debug, error, warn};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
 use super::CpuError;
 use super::brake::Brake;
+use super::placement::{self, Cores};
+use super::state::Fresh;
 use crate::bus::Bus;
 use crate::log::sparsely;
 
@@ -57,7 +60,12 @@ pub enum VcpuEvent {
 /// Where vCPU events go; called on vCPU threads.
 pub type EventSink = Arc<dyn Fn(VcpuEvent) + Send + Sync>;
 
+/// How often KVM may want something more for the instruction that a vCPU stopped in: it comes up for air after 1,024 rounds of
+/// one that repeats.
+const MOST_ROUNDS: usize = 4096;
+
 /// What a vCPU's exits reach.
+#[derive(Clone)]
 pub struct Surroundings {
     /// Port I/O.
     pub ports: Arc<Bus>,
@@ -93,8 +101,12 @@ struct Shared {
     is_out: AtomicBool,
     changed: Condvar,
     brake: Arc<Brake>,
+    /// It has waited since it was in the guest, which knows nothing of that.
+    has_waited: AtomicBool,
     /// An NMI is to be delivered before the guest goes on.
     nmi: AtomicBool,
+    /// It is to be as if it had never run before the guest goes on.
+    afresh: AtomicBool,
     /// The `immediate_exit` byte of the shared page; `None` once the thread is done with it.
     immediate_exit: Mutex<Option<ImmediateExit>>,
 }
@@ -113,7 +125,9 @@ impl Shared {
             is_out: AtomicBool::new(true),
             changed: Condvar::new(),
             brake,
+            has_waited: AtomicBool::new(false),
             nmi: AtomicBool::new(false),
+            afresh: AtomicBool::new(false),
             immediate_exit: Mutex::new(None),
         }
     }
@@ -124,6 +138,7 @@ impl Shared {
         // The brake is released once the vCPU is paused: `changed` comes with what follows.
         while wanted_waits(*wanted, self.brake.is_pulled()) {
             self.is_out.store(true, Ordering::Relaxed);
+            self.has_waited.store(true, Ordering::Relaxed);
             self.changed.notify_all();
             self.changed.wait(&mut wanted);
         }
@@ -172,10 +187,25 @@ impl Shared {
     }
 }
 
+/// Where the thread of a vCPU runs.
+#[derive(Clone, Debug)]
+pub struct Placement {
+    /// On which CPUs of the host; on any, if there are none.
+    pub host_cpus: Vec<usize>,
+    /// With whom it shares a core.
+    pub cores: Cores,
+}
+
 /// A vCPU that was asked to pause.
 pub struct Pausing(Arc<Shared>);
 
 impl Pausing {
+    /// That of a vCPU that does not run.
+    #[cfg(test)]
+    pub(crate) fn over() -> Self {
+        Self(Arc::new(Shared::new(Arc::default())))
+    }
+
     /// Waits until it is out of the guest and of its exit, or is wanted for something else.
     pub fn wait(self) {
         self.0.wait_until_out();
@@ -201,17 +231,34 @@ pub(super) fn install_handler() -> Result<(), CpuError> {
 
 impl Vcpu {
     /// Makes the thread of `fd`, paused: [`Vcpu::resume`] lets it run.
-    pub fn spawn(fd: VcpuFd, index: u8, surroundings: Surroundings) -> Result<Self, CpuError> {
+    ///
+    /// `fresh` is what it begins as again after [`Vcpu::begin_afresh`], if it may.
+    pub fn spawn(
+        fd: VcpuFd,
+        index: u8,
+        fresh: Option<Fresh>,
+        placement: Placement,
+        surroundings: Surroundings,
+    ) -> Result<Self, CpuError> {
         install_handler()?;
         let Surroundings { ports, mmio, events, brake, memory_is_lost } = surroundings;
         let shared = Arc::new(Shared::new(brake));
-        let runner = Runner { fd, index, ports, mmio, events, memory_is_lost, shared: Arc::clone(&shared) };
+        let Placement { host_cpus, cores } = placement;
+        let shared_too = Arc::clone(&shared);
+        let runner = Runner { fd, index, fresh, ports, mmio, events, memory_is_lost, shared: shared_too };
         // The name is what libvirt looks for when it pins vCPUs.
         let thread = Builder::new()
             .name(format!("vcpu{index}"))
-            .spawn(move || runner.run())
+            .spawn(move || {
+                cores.claim(index);
+                runner.run();
+            })
             .map_err(|source| CpuError::Thread { index, source })?;
-        Ok(Self { shared, thread: Some(thread) })
+        let pinned = placement::pin(thread.as_pthread_t(), &host_cpus);
+        // If it is not, dropping this ends the thread.
+        let vcpu = Self { shared, thread: Some(thread) };
+        pinned.map_err(|source| CpuError::Pin { index, host_cpus, source })?;
+        Ok(vcpu)
     }
 
     fn set(&self, wanted: Wanted) {
@@ -239,6 +286,13 @@ impl Vcpu {
     pub fn send_nmi(&self) {
         self.shared.nmi.store(true, Ordering::SeqCst);
         self.interrupt();
+    }
+
+    /// One that was paused, and that nobody has resumed since, waits for the guest to start it when it goes on, as if it had
+    /// never run.
+    pub fn begin_afresh(&self) {
+        self.shared.nmi.store(false, Ordering::SeqCst);
+        self.shared.afresh.store(true, Ordering::SeqCst);
     }
 
     /// Lets the vCPU run.
@@ -278,6 +332,7 @@ impl Drop for Vcpu {
 struct Runner {
     fd: VcpuFd,
     index: u8,
+    fresh: Option<Fresh>,
     ports: Arc<Bus>,
     mmio: Arc<Bus>,
     events: EventSink,
@@ -309,6 +364,15 @@ impl Runner {
         // Dropped before `self`, and so before the page is unmapped, also when this thread panics.
         let _clear = ClearOnDrop(&shared);
         while self.shared.wait_until_wanted() {
+            if self.shared.afresh.swap(false, Ordering::SeqCst) {
+                self.begin_afresh();
+                // Whoever wants it to pause is heard before it enters the guest.
+                continue;
+            }
+            if self.shared.has_waited.swap(false, Ordering::Relaxed) {
+                // A guest without that clock has nothing to be told by.
+                let _ = self.fd.kvmclock_ctrl();
+            }
             if let Next::Park(event) = self.deliver_nmi().unwrap_or_else(|| self.run_once()) {
                 error!(%event, "vCPU stops");
                 self.shared.park();
@@ -317,9 +381,27 @@ impl Runner {
         }
     }
 
-    /// Delivers an NMI, if there is one; what follows if that fails.
+    /// KVM goes on with the instruction that an exit was about when the vCPU runs next, whatever its registers are by then. So
+    /// that is finished first, without the guest: a run that is to end at once does no more.
+    fn begin_afresh(&mut self) {
+        self.shared.set_immediate_exit(1);
+        let is_over = (0..MOST_ROUNDS).any(|_| self.fd.run().is_err());
+        let Some(fresh) = &self.fresh else { return };
+        if let Err(err) = fresh.restore(&self.fd, self.index) {
+            // A guest can leave it in a state that KVM does not take it out of. It has still to be started by the guest, whose
+            // INIT clears most of what is left.
+            warn!(index = self.index, is_over, %err, "A vCPU comes back as the guest has left it");
+        }
+    }
+
+    /// Delivers an NMI, if there is one; what follows if that fails. A processor that has not been started ignores it, and KVM
+    /// would spin about it.
     fn deliver_nmi(&mut self) -> Option<Next> {
         if !self.shared.nmi.swap(false, Ordering::SeqCst) {
+            return None;
+        }
+        let waits = [KVM_MP_STATE_UNINITIALIZED, KVM_MP_STATE_INIT_RECEIVED];
+        if self.fd.get_mp_state().is_ok_and(|state| waits.contains(&state.mp_state)) {
             return None;
         }
         let failed = self.fd.nmi().err()?;

@@ -4,7 +4,10 @@
 //! paging off, EBX pointing at the start info. The others wait for the kernel's INIT and SIPI, which KVM's local
 //! APIC handles.
 
-use kvm_bindings::{Msrs, kvm_msr_entry, kvm_regs, kvm_segment};
+use kvm_bindings::{
+    KVM_MP_STATE_UNINITIALIZED, Msrs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_segment,
+    kvm_sregs, kvm_vcpu_events,
+};
 use kvm_ioctls::VcpuFd;
 
 use super::CpuError;
@@ -23,6 +26,27 @@ const APIC_LVT_LINT1: usize = 0x360;
 /// Delivery modes of the local vector table, bits 10 to 8.
 const DELIVERY_EXTINT: u32 = 7 << 8;
 const DELIVERY_NMI: u32 = 4 << 8;
+
+/// MSRs that an INIT leaves as they are, and those by which KVM writes to guest memory. The time stamp counter is not among
+/// them: it stays in step with the others'.
+const KEPT_BY_INIT: [u32; 16] = [
+    0x48,  // IA32_SPEC_CTRL
+    0x174, // IA32_SYSENTER_CS
+    0x175, // IA32_SYSENTER_ESP
+    0x176, // IA32_SYSENTER_EIP
+    MSR_IA32_MISC_ENABLE,
+    0x277, // IA32_PAT
+    MSR_MTRR_DEF_TYPE,
+    0xc000_0081, // STAR
+    0xc000_0082, // LSTAR
+    0xc000_0083, // CSTAR
+    0xc000_0084, // SFMASK
+    0xc000_0103, // TSC_AUX
+    0x4b56_4d01, // MSR_KVM_SYSTEM_TIME_NEW
+    0x4b56_4d02, // MSR_KVM_ASYNC_PF_EN
+    0x4b56_4d03, // MSR_KVM_STEAL_TIME
+    0x4b56_4d04, // MSR_KVM_PV_EOI_EN
+];
 
 fn segment(segment: Segment) -> kvm_segment {
     kvm_segment {
@@ -77,4 +101,56 @@ pub fn enter_pvh(vcpu: &VcpuFd, index: u8, entry: &PvhEntry) -> Result<(), CpuEr
     vcpu.set_sregs(&sregs).map_err(error("set the system registers of"))?;
     let regs = kvm_regs { rip: entry.rip, rbx: entry.rbx, rflags: entry.rflags, ..Default::default() };
     vcpu.set_regs(&regs).map_err(error("set the registers of"))
+}
+
+/// What a vCPU was before the guest ran it, for when it comes back to the guest: KVM cannot take one away and make it anew.
+pub struct Fresh {
+    sregs: kvm_sregs,
+    regs: kvm_regs,
+    events: kvm_vcpu_events,
+    lapic: kvm_lapic_state,
+    msrs: Vec<kvm_msr_entry>,
+}
+
+impl Fresh {
+    /// What `vcpu` is now.
+    pub fn of(vcpu: &VcpuFd, index: u8) -> Result<Self, CpuError> {
+        let error = |what| move |source| CpuError::Kvm { what, index, source };
+        let msr = |&number: &u32| {
+            let entry = kvm_msr_entry { index: number, ..Default::default() };
+            let mut one = Msrs::from_entries(&[entry]).expect("one entry fits");
+            // One that this processor has not needs no care.
+            matches!(vcpu.get_msrs(&mut one), Ok(1)).then(|| one.as_slice()[0])
+        };
+        Ok(Self {
+            sregs: vcpu.get_sregs().map_err(error("read the system registers of"))?,
+            regs: vcpu.get_regs().map_err(error("read the registers of"))?,
+            events: vcpu.get_vcpu_events().map_err(error("read the pending events of"))?,
+            lapic: vcpu.get_lapic().map_err(error("read the local APIC of"))?,
+            msrs: KEPT_BY_INIT.iter().filter_map(msr).collect(),
+        })
+    }
+
+    /// Makes `vcpu`, which no exit is to be finished of, wait for INIT and SIPI as if it had never run.
+    ///
+    /// 1. KVM looks whether an INIT or SIPI is latched when it is asked for the state, and acts on it: none is left over.
+    /// 2. Nothing runs, should one of the next steps fail: registers of reset point at memory that is not there.
+    /// 3. The system registers say how the APIC is addressed, so its registers follow them.
+    /// 4. The state once more, as the steps before may have changed it.
+    pub fn restore(&self, vcpu: &VcpuFd, index: u8) -> Result<(), CpuError> {
+        let error = |what| move |source| CpuError::Kvm { what, index, source };
+        let waiting = kvm_mp_state { mp_state: KVM_MP_STATE_UNINITIALIZED };
+        vcpu.get_mp_state().map_err(error("read the state of"))?;
+        vcpu.set_mp_state(waiting).map_err(error("set the state of"))?;
+        vcpu.set_sregs(&self.sregs).map_err(error("set the system registers of"))?;
+        vcpu.set_regs(&self.regs).map_err(error("set the registers of"))?;
+        let msrs = Msrs::from_entries(&self.msrs).expect("as many as were read");
+        let (given, taken) = (self.msrs.len(), vcpu.set_msrs(&msrs).map_err(error("set the MSRs of"))?);
+        if taken != given {
+            return Err(CpuError::Msrs { index, taken, given });
+        }
+        vcpu.set_vcpu_events(&self.events).map_err(error("set the pending events of"))?;
+        vcpu.set_lapic(&self.lapic).map_err(error("set the local APIC of"))?;
+        vcpu.set_mp_state(waiting).map_err(error("set the state of"))
+    }
 }

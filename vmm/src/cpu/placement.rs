@@ -1,0 +1,142 @@
+//! Where the thread of a vCPU runs, and with whom it shares a core of the host.
+
+use std::io;
+use std::mem;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tracing::{debug, warn};
+
+use crate::config::CoreScheduling;
+
+/// prctl(2): Linux 5.14. Libraries of C do not name all of it.
+const PR_SCHED_CORE: libc::c_int = 62;
+const PR_SCHED_CORE_CREATE: libc::c_ulong = 1;
+const PR_SCHED_CORE_SHARE_FROM: libc::c_ulong = 3;
+/// `PIDTYPE_PID`: a thread, not its process.
+const SCOPE_THREAD: libc::c_ulong = 0;
+
+/// With whom vCPUs of a VM share a core: the kernel lets only threads with the same cookie run on one core at a time.
+#[derive(Clone, Debug)]
+pub enum Cores {
+    /// With whoever comes.
+    Anybody,
+    /// With nobody: each thread has a cookie of its own.
+    Nobody,
+    /// With the VM's: the first thread makes the cookie, and the others take it from that one.
+    Vm(Arc<Mutex<Option<libc::pid_t>>>),
+}
+
+impl Cores {
+    /// As it was asked for.
+    pub fn new(scheduling: CoreScheduling) -> Self {
+        match scheduling {
+            CoreScheduling::Off => Self::Anybody,
+            CoreScheduling::Vcpu => Self::Nobody,
+            CoreScheduling::Vm => Self::Vm(Arc::default()),
+        }
+    }
+
+    /// Gives the calling thread, which is that of vCPU `index`, its cookie.
+    pub fn claim(&self, index: u8) {
+        match self {
+            Self::Anybody => {}
+            Self::Nobody => {
+                if let Err(err) = core_scheduling(PR_SCHED_CORE_CREATE, 0) {
+                    warn!(index, %err, "A vCPU may share a core of the host: there is no core scheduling");
+                }
+            }
+            Self::Vm(first) => {
+                let mut first = first.lock();
+                let result = match *first {
+                    Some(thread) => core_scheduling(PR_SCHED_CORE_SHARE_FROM, thread),
+                    None => core_scheduling(PR_SCHED_CORE_CREATE, 0),
+                };
+                match result {
+                    // The threads of vCPUs live as long as the VM.
+                    // SAFETY: a system call without arguments.
+                    Ok(()) => drop(first.get_or_insert_with(|| unsafe { libc::gettid() })),
+                    // The default: many a host has no threads to share a core.
+                    Err(err) => debug!(index, %err, "There is no core scheduling"),
+                }
+            }
+        }
+    }
+}
+
+fn core_scheduling(command: libc::c_ulong, thread: libc::pid_t) -> io::Result<()> {
+    let (no_cookie, thread) = (0 as libc::c_ulong, libc::c_ulong::from(thread.unsigned_abs()));
+    // SAFETY: a system call that takes numbers, and writes nothing with these commands.
+    match unsafe { libc::prctl(PR_SCHED_CORE, command, thread, SCOPE_THREAD, no_cookie) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Lets a thread run on these CPUs of the host alone, each below `CPU_SETSIZE`; on any, if there are none.
+pub fn pin(thread: libc::pthread_t, host_cpus: &[usize]) -> io::Result<()> {
+    if host_cpus.is_empty() {
+        return Ok(());
+    }
+    // SAFETY: it is a set of bits, and zero is the empty one.
+    let mut set: libc::cpu_set_t = unsafe { mem::zeroed() };
+    for &cpu in host_cpus {
+        assert!(cpu < libc::CPU_SETSIZE as usize, "CPU {cpu} of the host");
+        // SAFETY: the bit is in the set, as was just looked.
+        unsafe { libc::CPU_SET(cpu, &mut set) };
+    }
+    // SAFETY: the thread is one that has not been joined (the caller holds its handle), and the set is read.
+    match unsafe { libc::pthread_setaffinity_np(thread, mem::size_of_val(&set), &raw const set) } {
+        0 => Ok(()),
+        errno => Err(io::Error::from_raw_os_error(errno)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::thread::JoinHandleExt;
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+
+    /// The CPUs that this thread may run on.
+    fn allowed() -> Vec<usize> {
+        // SAFETY: as in `pin`.
+        let mut set: libc::cpu_set_t = unsafe { mem::zeroed() };
+        // SAFETY: the kernel writes the set, and no more than that.
+        let result = unsafe { libc::sched_getaffinity(0, mem::size_of_val(&set), &raw mut set) };
+        assert_eq!(result, 0);
+        // SAFETY: each is in the set.
+        (0..libc::CPU_SETSIZE as usize).filter(|&cpu| unsafe { libc::CPU_ISSET(cpu, &set) }).collect()
+    }
+
+    #[test]
+    fn a_thread_runs_where_it_is_let() {
+        let (go, wait) = mpsc::channel::<()>();
+        let thread = thread::spawn(move || {
+            wait.recv().unwrap();
+            allowed()
+        });
+        let here = allowed();
+        let last = *here.last().unwrap();
+        // No CPU, or none that there is.
+        pin(thread.as_pthread_t(), &[]).unwrap();
+        assert!(pin(thread.as_pthread_t(), &[1023]).is_err() || here.contains(&1023));
+        pin(thread.as_pthread_t(), &[last]).unwrap();
+        go.send(()).unwrap();
+        assert_eq!(thread.join().unwrap(), [last]);
+        assert_eq!(allowed(), here, "another thread is not concerned");
+    }
+
+    #[test]
+    fn a_host_without_core_scheduling_runs_vcpus_all_the_same() {
+        for scheduling in [CoreScheduling::Off, CoreScheduling::Vcpu, CoreScheduling::Vm] {
+            let cores = Cores::new(scheduling);
+            for index in 0..2 {
+                let cores = cores.clone();
+                thread::spawn(move || cores.claim(index)).join().unwrap();
+            }
+        }
+    }
+}

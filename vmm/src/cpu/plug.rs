@@ -1,0 +1,243 @@
+//! Which vCPUs a guest has, and which are on their way to it or from it. Pure.
+//!
+//! ```text
+//!            put              ask                  let_go              parked
+//!   Absent ───────► Present ───────► Leaving ────────────────► Gone ─────────► Absent
+//!           (owner)          (owner)          (guest's write)        (owner)
+//! ```
+//!
+//! Those that are present are always the first ones: it is the highest that go, and nothing is put or asked as long as one is
+//! on its way out. vCPU 0 boots, and never goes.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// The guest does not have it.
+    Absent,
+    /// It has.
+    Present,
+    /// It was asked to let it go.
+    Leaving,
+    /// It has let it go, and the owner does not know yet.
+    Gone,
+}
+
+/// What a change of the count comes to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// The guest has so many, or has been asked for so many.
+    Nothing,
+    /// These come.
+    Come(Range<u8>),
+    /// These are to go.
+    Go(Range<u8>),
+}
+
+/// Some are on their way out: what they are, ascending.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pending(pub Vec<u8>);
+
+/// The vCPUs of a guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plug {
+    /// By index; as many as may ever be.
+    states: Vec<State>,
+    /// Put, and the guest has not been told.
+    added: BTreeSet<u8>,
+    /// Asked to go, likewise.
+    asked: BTreeSet<u8>,
+}
+
+impl Plug {
+    /// A guest that boots with `boot` of `max`.
+    pub fn new(boot: u8, max: u8) -> Self {
+        let state = |index| if index < boot { State::Present } else { State::Absent };
+        Self { states: (0..max).map(state).collect(), added: BTreeSet::new(), asked: BTreeSet::new() }
+    }
+
+    fn of(&self, state: State) -> impl Iterator<Item = u8> {
+        (0..).zip(&self.states).filter(move |(_, is)| **is == state).map(|(index, _)| index)
+    }
+
+    /// How many the guest has that it may keep.
+    pub fn present(&self) -> u8 {
+        self.of(State::Present).count() as u8
+    }
+
+    /// Those that are on their way out, ascending.
+    pub fn pending(&self) -> Vec<u8> {
+        let is_pending = |state: &State| matches!(state, State::Leaving | State::Gone);
+        (0..).zip(&self.states).filter(|(_, state)| is_pending(state)).map(|(index, _)| index).collect()
+    }
+
+    /// What it takes to have `desired` of them, which is 1 to the most.
+    pub fn step(&self, desired: u8) -> Result<Step, Pending> {
+        let present = self.present();
+        let pending = self.pending();
+        match desired {
+            same if same == present => Ok(Step::Nothing),
+            _ if !pending.is_empty() => Err(Pending(pending)),
+            more if more > present => Ok(Step::Come(present..more)),
+            fewer => Ok(Step::Go(fewer..present)),
+        }
+    }
+
+    /// These have come.
+    pub fn put(&mut self, come: Range<u8>) {
+        for index in come {
+            self.set(index, State::Absent, State::Present);
+            self.added.insert(index);
+        }
+    }
+
+    /// These are to go.
+    pub fn ask(&mut self, go: Range<u8>) {
+        for index in go {
+            assert_ne!(index, 0, "vCPU 0 stays");
+            self.set(index, State::Present, State::Leaving);
+            self.added.remove(&index);
+            self.asked.insert(index);
+        }
+    }
+
+    /// Those that were asked to go, and have not gone, are to be asked again; whether there are any.
+    pub fn ask_again(&mut self) -> bool {
+        self.asked = self.of(State::Leaving).collect();
+        !self.asked.is_empty()
+    }
+
+    fn set(&mut self, index: u8, from: State, to: State) {
+        let state = &mut self.states[usize::from(index)];
+        assert_eq!(*state, from, "vCPU {index} becomes {to:?}");
+        *state = to;
+    }
+
+    /// The owner has stopped one that the guest has let go.
+    pub fn parked(&mut self, index: u8) {
+        self.set(index, State::Gone, State::Absent);
+    }
+
+    /// The guest has let one go, it says; false if nobody asked it to: then it stays.
+    pub fn let_go(&mut self, index: u8) -> bool {
+        let Some(state) = self.states.get_mut(usize::from(index)) else { return false };
+        if *state != State::Leaving {
+            return false;
+        }
+        *state = State::Gone;
+        self.asked.remove(&index);
+        true
+    }
+
+    /// Whether the guest finds it there. There need be no such vCPU.
+    pub fn is_there(&self, index: u8) -> bool {
+        let state = self.states.get(usize::from(index));
+        matches!(state, Some(State::Present | State::Leaving))
+    }
+
+    /// The lowest that has come and that the guest has not been told of, which it now is.
+    pub fn next_added(&mut self) -> Option<u8> {
+        self.added.pop_first()
+    }
+
+    /// The highest that is to go, likewise.
+    pub fn next_asked(&mut self) -> Option<u8> {
+        self.asked.pop_last()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn they_come_and_go_by_their_numbers() {
+        let mut plug = Plug::new(1, 4);
+        assert_eq!(plug.step(1), Ok(Step::Nothing));
+        assert_eq!(plug.step(4), Ok(Step::Come(1..4)));
+        plug.put(1..4);
+        assert_eq!((plug.present(), plug.step(4)), (4, Ok(Step::Nothing)));
+        assert_eq!([(); 4].map(|()| plug.next_added()), [Some(1), Some(2), Some(3), None]);
+        assert_eq!(plug.step(2), Ok(Step::Go(2..4)));
+        plug.ask(2..4);
+        assert_eq!([(); 3].map(|()| plug.next_asked()), [Some(3), Some(2), None]);
+        assert_eq!((plug.present(), plug.pending()), (2, vec![2, 3]));
+    }
+
+    #[test]
+    fn nothing_else_changes_while_one_is_on_its_way_out() {
+        let mut plug = Plug::new(4, 4);
+        plug.ask(2..4);
+        assert_eq!(plug.step(2), Ok(Step::Nothing), "to say it twice does no harm");
+        for desired in [1, 3, 4] {
+            assert_eq!(plug.step(desired), Err(Pending(vec![2, 3])));
+        }
+        assert!(plug.let_go(3) && plug.is_there(2) && !plug.is_there(3));
+        // The owner has not stopped it yet.
+        assert_eq!(plug.step(4), Err(Pending(vec![2, 3])));
+        plug.parked(3);
+        assert_eq!(plug.step(4), Err(Pending(vec![2])));
+        assert!(plug.let_go(2));
+        plug.parked(2);
+        assert_eq!((plug.pending(), plug.step(4)), (vec![], Ok(Step::Come(2..4))));
+    }
+
+    #[test]
+    fn a_guest_that_has_not_followed_is_asked_again() {
+        let mut plug = Plug::new(3, 3);
+        assert!(!plug.ask_again());
+        plug.ask(1..3);
+        assert_eq!([plug.next_asked(), plug.next_asked()], [Some(2), Some(1)]);
+        assert!(plug.let_go(2) && plug.ask_again());
+        assert_eq!([plug.next_asked(), plug.next_asked()], [Some(1), None]);
+    }
+
+    #[test]
+    fn one_that_goes_before_the_guest_has_heard_of_it_is_not_announced() {
+        let mut plug = Plug::new(1, 2);
+        plug.put(1..2);
+        plug.ask(1..2);
+        assert_eq!((plug.next_added(), plug.next_asked()), (None, Some(1)));
+    }
+
+    #[test]
+    fn nobody_goes_unasked() {
+        let mut plug = Plug::new(2, 3);
+        let before = plug.clone();
+        for index in 0..=255 {
+            assert!(!plug.let_go(index), "vCPU {index}");
+        }
+        assert_eq!(plug, before);
+        plug.ask(1..2);
+        assert!(plug.let_go(1) && !plug.let_go(1), "it goes once");
+    }
+
+    proptest! {
+        /// Resizes, and a guest that lets go what it likes: those present are always the first, and what can be asked for is
+        /// what there is.
+        #[test]
+        fn those_present_are_the_first(acts in prop::collection::vec((any::<bool>(), 0u8..8), 0..100)) {
+            let mut plug = Plug::new(3, 6);
+            for (resizes, number) in acts {
+                if resizes {
+                    let desired = 1 + number % 6;
+                    match plug.step(desired) {
+                        Ok(Step::Come(come)) => plug.put(come),
+                        Ok(Step::Go(go)) => plug.ask(go),
+                        Ok(Step::Nothing) => {}
+                        Err(Pending(pending)) => prop_assert!(!pending.is_empty()),
+                    }
+                } else if plug.let_go(number) {
+                    plug.parked(number);
+                }
+                let present = plug.present();
+                prop_assert!(present >= 1);
+                prop_assert!((0..present).all(|index| plug.is_there(index)));
+                prop_assert!(plug.pending().iter().all(|&index| index >= present));
+            }
+        }
+    }
+}
