@@ -1,7 +1,9 @@
 //! Composes zones, reservations, slots and the view.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use thiserror::Error;
@@ -9,12 +11,16 @@ use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionCollectionError, Guest
 
 use super::backing::resident::resident_bytes;
 use super::backing::{
-    Access, Backing, DramBacking, HostNode, HostNodeError, MappingBudget, PmBacking, Reservation,
+    Access, Backing, BackingError, DramBacking, DramError, DramSource, HostNode, HostNodeError,
+    MappingBudget, PmBacking, Reservation, ZoneFile, ZoneFileError, free_huge_pages,
 };
+use super::dimms::{DimmPlan, Dimms};
 use super::layout::{GuestRange, HOTPLUG_ALIGN, LayoutError, MemoryMap};
+use super::populate::populate;
 use super::slots::{HOTPLUG_SLOT_BYTES, HotplugSlots, SlotError, SlotTable, Slots};
 use super::view::{GuestView, ViewError};
-use super::zone::{Tier, ZoneSpec};
+use super::zone::{Growth, Tier, ZoneSpec};
+use crate::config::Size;
 use crate::pool::{Extent, PmPool};
 
 /// The unit of plugging: the pool's chunk, and the host's and guest's huge page.
@@ -27,8 +33,6 @@ pub struct MemoryOptions {
     pub address_bits: u8,
     /// KVM_CAP_NR_MEMSLOTS.
     pub slot_limit: u32,
-    /// Ask for transparent huge pages.
-    pub huge_pages: bool,
 }
 
 /// Why a VM gets no memory.
@@ -59,6 +63,55 @@ pub enum MemoryError {
         /// Why not.
         #[source]
         source: HostNodeError,
+    },
+    /// A zone shall have memory that there cannot be.
+    #[error("Zone {zone:?}")]
+    Dram {
+        /// The zone's name.
+        zone: String,
+        /// What is wrong.
+        #[source]
+        source: DramError,
+    },
+    /// The host has too few huge pages.
+    #[error(
+        "Zone {zone:?}: {} of huge pages of {} cannot be had{}; vm.nr_hugepages sets some aside",
+        Size(*len), Size(*page_bytes), free_text(*free)
+    )]
+    HugePages {
+        /// The zone's name.
+        zone: String,
+        /// What is wanted.
+        len: u64,
+        /// The size of a page.
+        page_bytes: u64,
+        /// How many the host has free, if it says.
+        free: Option<u64>,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
+    },
+    /// A zone shall be of a file that it cannot be of.
+    #[error("Zone {zone:?}: file={}", path.display())]
+    File {
+        /// The zone's name.
+        zone: String,
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: ZoneFileError,
+    },
+    /// The host cannot find the memory that is wanted at once.
+    #[error("Zone {zone:?}: {} cannot be found at once (prefault=on)", Size(*len))]
+    Prefault {
+        /// The zone's name.
+        zone: String,
+        /// Its boot memory.
+        len: u64,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
     },
     /// The host has no address space or memory for it.
     #[error("{len} bytes of guest memory cannot be reserved or mapped")]
@@ -92,19 +145,32 @@ pub struct HotplugPart {
     pub slots: HotplugSlots,
 }
 
+/// What a part of a zone lies in.
+struct Part {
+    /// The zone's index.
+    zone: usize,
+    /// Where the guest has it.
+    range: GuestRange,
+    reservation: Arc<Reservation>,
+    /// What is to be found before the guest runs.
+    prefault: bool,
+    /// A file that somebody may cut short.
+    file: Option<Arc<ZoneFile>>,
+}
+
 /// The memory of one VM. Drop it after the vCPUs have ended.
 pub struct Memory {
     map: MemoryMap,
     zones: Vec<ZoneSpec>,
     /// Where the parts of each zone are in this process.
     host_ranges: Vec<Vec<(u64, u64)>>,
-    /// What they lie in, with the zone's index, and where the guest has it.
-    parts: Vec<(usize, GuestRange, Arc<Reservation>)>,
+    parts: Vec<Part>,
     boot: GuestMemoryMmap,
     view: GuestView,
     slots: Arc<Slots>,
     budget: Arc<MappingBudget>,
     hotplug: Vec<HotplugPart>,
+    dimms: Option<Dimms>,
 }
 
 /// Makes the memory that `zones` ask for: boot memory mapped and in KVM, hotplug parts reserved and empty.
@@ -128,20 +194,30 @@ pub fn build(
     let budget = Arc::new(MappingBudget::of_host());
     let mut host_ranges = vec![Vec::new(); zones.len()];
     let mut boot = Vec::new();
-    let (mut hotplug, mut parts) = (Vec::new(), Vec::new());
+    let (mut hotplug, mut dimms, mut parts) = (Vec::new(), None, Vec::new());
 
-    for (index, placement) in map.zones().iter().enumerate() {
+    for (index, (placement, spec)) in map.zones().iter().zip(&zones).enumerate() {
+        let file = open_file(spec)?;
+        let mut in_file = 0;
         for range in &placement.boot {
             let reservation = reserve(*range, host_nodes[index])?;
-            let mut backing =
-                DramBacking::new(Arc::clone(&reservation), Arc::clone(&budget), options.huge_pages);
-            backing
-                .plug(0, range.len)
-                .map_err(|err| MemoryError::Map { len: range.len, source: io::Error::other(err) })?;
+            let source =
+                DramSource::of_boot(&spec.host, range.len, file.as_deref().map(|file| (file, in_file)));
+            let source = source.map_err(|source| MemoryError::Dram { zone: spec.id.clone(), source })?;
+            let huge_page_bytes = source.huge_page_bytes();
+            let mut backing = DramBacking::new(Arc::clone(&reservation), Arc::clone(&budget), source);
+            backing.plug(0, range.len).map_err(|err| not_mapped(spec, range.len, huge_page_bytes, err))?;
             slots.add(*range, &reservation, 0, Access::ReadWrite)?;
             host_ranges[index].push((reservation.addr(), range.len));
-            parts.push((index, *range, Arc::clone(&reservation)));
+            parts.push(Part {
+                zone: index,
+                range: *range,
+                reservation: Arc::clone(&reservation),
+                prefault: spec.host.prefault,
+                file: file.clone(),
+            });
             boot.push((*range, reservation));
+            in_file += range.len;
         }
     }
     let regions: Result<Vec<_>, _> =
@@ -158,24 +234,37 @@ pub fn build(
         let Some(range) = placement.hotplug else { continue };
         let reservation = reserve(range, host_nodes[index])?;
         host_ranges[index].push((reservation.addr(), range.len));
-        parts.push((index, range, Arc::clone(&reservation)));
-        let backing: Box<dyn Backing> = match (spec.tier, pool) {
-            (Tier::Pm, Some(pool)) => {
-                Box::new(PmBacking::new(Arc::clone(pool), Arc::clone(&reservation), Arc::clone(&budget)))
-            }
-            _ => {
-                Box::new(DramBacking::new(Arc::clone(&reservation), Arc::clone(&budget), options.huge_pages))
-            }
-        };
+        let (of, prefault) = (Arc::clone(&reservation), false);
+        parts.push(Part { zone: index, range, reservation: of, prefault, file: None });
         {
             let mut memory = view.exclusive();
             memory.add_region(region(range, &reservation)?, Arc::clone(&reservation))?;
             memory.add_pluggable(GuestAddress(range.start), range.len, BLOCK_BYTES)?;
         }
+        if spec.tier == Tier::Dram && spec.growth == Growth::Dimms {
+            let source = DramSource::of_dimms(&spec.host, range.len)
+                .map_err(|source| MemoryError::Dram { zone: spec.id.clone(), source })?;
+            let page_bytes = source.huge_page_bytes().unwrap_or(0);
+            let backing = DramBacking::new(Arc::clone(&reservation), Arc::clone(&budget), source);
+            let plan = DimmPlan::new(range, spec.hotplug_bytes, map.boot_end(), page_bytes);
+            let (slots, view) = (Arc::clone(&slots), view.clone());
+            dimms = Some(Dimms::new(spec.clone(), plan, backing, reservation, slots, view));
+            continue;
+        }
+        let backing: Box<dyn Backing> = match (spec.tier, pool) {
+            (Tier::Pm, Some(pool)) => {
+                Box::new(PmBacking::new(Arc::clone(pool), Arc::clone(&reservation), Arc::clone(&budget)))
+            }
+            _ => {
+                let source = DramSource::of_hotplug(&spec.host, range.len, BLOCK_BYTES)
+                    .map_err(|source| MemoryError::Dram { zone: spec.id.clone(), source })?;
+                Box::new(DramBacking::new(Arc::clone(&reservation), Arc::clone(&budget), source))
+            }
+        };
         let slots = HotplugSlots::new(Arc::clone(&slots), range, reservation, HOTPLUG_SLOT_BYTES);
         hotplug.push(HotplugPart { spec: spec.clone(), range, backing, slots });
     }
-    Ok(Memory { map, zones, host_ranges, parts, boot: boot_regions, view, slots, budget, hotplug })
+    Ok(Memory { map, zones, host_ranges, parts, boot: boot_regions, view, slots, budget, hotplug, dimms })
 }
 
 impl Memory {
@@ -189,6 +278,13 @@ impl Memory {
         &self.zones
     }
 
+    /// Whether the next boot could have `boot_bytes` as boot memory of the zone `nth`, and all else as it is.
+    pub fn could_boot_with(&self, nth: usize, boot_bytes: u64) -> Result<(), LayoutError> {
+        let mut next = self.zones.clone();
+        next[nth].boot_bytes = boot_bytes;
+        self.map.has_room_for(&self.zones, &next)
+    }
+
     /// Each part of a zone in this process, whatever of it is plugged.
     pub fn parts(&self) -> impl Iterator<Item = (&ZoneSpec, &Arc<Reservation>)> {
         self.placed_parts().map(|(zone, _, reservation)| (zone, reservation))
@@ -196,7 +292,27 @@ impl Memory {
 
     /// The same with the range at which the guest has each of them.
     pub fn placed_parts(&self) -> impl Iterator<Item = (&ZoneSpec, GuestRange, &Arc<Reservation>)> {
-        self.parts.iter().map(|(zone, range, reservation)| (&self.zones[*zone], *range, reservation))
+        self.parts.iter().map(|part| (&self.zones[part.zone], part.range, &part.reservation))
+    }
+
+    /// The file that a part is of, if somebody may cut it short.
+    pub fn file_of(&self, reservation: &Reservation) -> Option<&File> {
+        let part = self.parts.iter().find(|part| std::ptr::eq(&*part.reservation, reservation))?;
+        part.file.as_deref().map(|file| &**file.file())
+    }
+
+    /// Finds all pages of boot memory of zones that want them at once; what is in them stays.
+    pub fn prefault(&self) -> Result<(), MemoryError> {
+        for part in self.parts.iter().filter(|part| part.prefault) {
+            let zone = || self.zones[part.zone].id.clone();
+            let len = part.range.len;
+            populate(&part.reservation, len).map_err(|source| MemoryError::Prefault {
+                zone: zone(),
+                len,
+                source,
+            })?;
+        }
+        Ok(())
     }
 
     /// Boot memory alone, for loaders. It is never unplugged, so it needs no guard; it must not outlive this.
@@ -222,6 +338,11 @@ impl Memory {
     /// The hotplug parts, each for one virtio-mem device; empty when taken before.
     pub fn take_hotplug(&mut self) -> Vec<HotplugPart> {
         std::mem::take(&mut self.hotplug)
+    }
+
+    /// The zone that grows by DIMMs, if there is one; none when taken before.
+    pub fn take_dimms(&mut self) -> Option<Dimms> {
+        self.dimms.take()
     }
 
     /// What the host holds of each zone, in their order. See [`resident_bytes`] for what it costs.
@@ -304,6 +425,28 @@ pub struct MappedRange {
     slot: u32,
 }
 
+fn open_file(zone: &ZoneSpec) -> Result<Option<Arc<ZoneFile>>, MemoryError> {
+    let Some(path) = &zone.host.file else { return Ok(None) };
+    let file = ZoneFile::open(path, zone.boot_bytes, zone.host.shared);
+    let error = |source| MemoryError::File { zone: zone.id.clone(), path: path.clone(), source };
+    file.map(|file| Some(Arc::new(file))).map_err(error)
+}
+
+/// Why boot memory is not there.
+fn not_mapped(zone: &ZoneSpec, len: u64, huge_page_bytes: Option<u64>, err: BackingError) -> MemoryError {
+    match (huge_page_bytes, err) {
+        (Some(page_bytes), BackingError::Map { source, .. }) => {
+            let (zone, free) = (zone.id.clone(), free_huge_pages(page_bytes));
+            MemoryError::HugePages { zone, len, page_bytes, free, source }
+        }
+        (_, err) => MemoryError::Map { len, source: io::Error::other(err) },
+    }
+}
+
+fn free_text(free: Option<u64>) -> String {
+    free.map_or_else(String::new, |free| format!(", the host has {free} of them free"))
+}
+
 fn host_node(zone: &ZoneSpec) -> Result<Option<HostNode>, MemoryError> {
     let error = |source| MemoryError::HostNode { zone: zone.id.clone(), source };
     zone.host_node.map(|node| HostNode::find(node).map_err(error)).transpose()
@@ -342,15 +485,18 @@ mod tests {
     use super::super::backing::policy_at;
     use super::super::layout::{GIB, MIB};
     use super::super::slots::fake::FakeSlots;
+    use super::super::zone::{HostMemory, HostPages};
     use super::*;
 
-    const OPTIONS: MemoryOptions = MemoryOptions { address_bits: 40, slot_limit: 64, huge_pages: true };
+    const OPTIONS: MemoryOptions = MemoryOptions { address_bits: 40, slot_limit: 64 };
 
     fn dram_zone(boot_bytes: u64, hotplug_bytes: u64) -> ZoneSpec {
         ZoneSpec {
             id: "dram".into(),
             tier: Tier::Dram,
             guest_node: 0,
+            host: HostMemory::default(),
+            growth: Growth::VirtioMem,
             host_node: None,
             boot_bytes,
             hotplug_bytes,
@@ -388,6 +534,8 @@ mod tests {
             id: "pm".into(),
             tier: Tier::Pm,
             guest_node: 1,
+            host: HostMemory::default(),
+            growth: Growth::VirtioMem,
             host_node: None,
             boot_bytes,
             hotplug_bytes: GIB,
@@ -413,12 +561,72 @@ mod tests {
         );
         let mut memory = build(zones(0), None, table(), OPTIONS).unwrap();
         memory.take_hotplug()[0].backing.plug(0, 2 * MIB).unwrap();
-        let policy = |nth: usize| policy_at(memory.parts[nth].2.addr());
+        let policy = |nth: usize| policy_at(memory.parts[nth].reservation.addr());
         // Boot parts come first: of the first zone, of the second; then the first one's hotplug part.
         assert_eq!(
             [0, 1, 2].map(policy),
             [(libc::MPOL_BIND, 1), (libc::MPOL_DEFAULT, 0), (libc::MPOL_BIND, 1)]
         );
+    }
+
+    #[test]
+    fn what_is_wanted_at_once_is_there_when_the_kernel_has_been_loaded() {
+        let table = || Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
+        for shared in [false, true] {
+            let host = HostMemory { prefault: true, shared, ..HostMemory::default() };
+            let zones = vec![ZoneSpec { host, ..dram_zone(65 * MIB, 0) }, dram_zone(64 * MIB, 0)];
+            let memory = build(zones, None, table(), OPTIONS).unwrap();
+            memory.boot().write_obj(7u64, GuestAddress(64 * MIB)).unwrap();
+            memory.prefault().unwrap();
+            assert_eq!(memory.resident_bytes().unwrap(), [65 * MIB, 0]);
+            assert_eq!(memory.boot().read_obj::<u64>(GuestAddress(64 * MIB)).unwrap(), 7);
+        }
+    }
+
+    #[test]
+    fn the_boot_part_alone_is_of_the_file_on_both_sides_of_the_hole() {
+        use std::os::unix::fs::FileExt;
+        let file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+        file.as_file().set_len(4 * GIB).unwrap();
+        let of = |file: &std::path::Path, shared| {
+            let host = HostMemory { file: Some(file.to_owned()), shared, ..HostMemory::default() };
+            let zone = ZoneSpec { host, ..dram_zone(4 * GIB, GIB) };
+            build(vec![zone], None, Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>, OPTIONS)
+        };
+        let mut memory = of(file.path(), true).unwrap();
+        for (at, in_file) in [(MIB, MIB), (4 * GIB + MIB, 3 * GIB + MIB)] {
+            memory.boot().write_obj(at, GuestAddress(at)).unwrap();
+            let mut bytes = [0; 8];
+            file.as_file().read_exact_at(&mut bytes, in_file).unwrap();
+            assert_eq!(u64::from_ne_bytes(bytes), at);
+        }
+        memory.take_hotplug()[0].backing.plug(0, 2 * MIB).unwrap();
+        let reservations: Vec<_> = memory.parts().map(|(_, reservation)| Arc::clone(reservation)).collect();
+        let has_file = |nth: usize| memory.file_of(&reservations[nth]).is_some();
+        assert_eq!([0, 1, 2].map(has_file), [true, true, false]);
+        drop((memory, reservations));
+        // What the guest left is nothing to one that does not write to it: that is told, and shared it is emptied.
+        let error = of(file.path(), false).err().unwrap();
+        let source = std::error::Error::source(&error).unwrap().to_string();
+        assert!(error.to_string().starts_with("Zone \"dram\": file=/dev/shm/"), "{error}");
+        assert!(source.starts_with("there is data in it at 1048576"), "{source}");
+        let memory = of(file.path(), true).unwrap();
+        assert_eq!(memory.boot().read_obj::<u64>(GuestAddress(MIB)).unwrap(), 0);
+    }
+
+    #[test]
+    fn huge_pages_that_the_host_has_not_are_named() {
+        let host = HostMemory { pages: HostPages::Huge(2 * MIB), ..HostMemory::default() };
+        // More than any host that runs this sets aside.
+        let zones = vec![ZoneSpec { host, ..dram_zone(1 << 40, 0) }];
+        let table = Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
+        let options = MemoryOptions { address_bits: 48, ..OPTIONS };
+        let error = build(zones, None, table, options).err().unwrap().to_string();
+        assert!(error.starts_with("Zone \"dram\": 3 GiB of huge pages of 2 MiB cannot be had"), "{error}");
+        let host = HostMemory { pages: HostPages::Huge(GIB), ..HostMemory::default() };
+        let zones = vec![ZoneSpec { host, ..dram_zone(GIB, GIB) }];
+        let table = Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
+        assert!(build(zones, None, table, OPTIONS).is_err());
     }
 
     #[test]
@@ -489,5 +697,27 @@ mod tests {
         assert!(memory.view().memory().read_obj::<u8>(GuestAddress(4 * GIB)).is_err());
         let range = memory.add_file_range(file.as_fd(), &extents, Access::ReadWrite).unwrap();
         assert_eq!(range.guest.start, 4 * GIB);
+    }
+    #[test]
+    fn a_dimm_is_there_for_the_guest_and_its_devices_when_it_comes() {
+        let table = Arc::new(FakeSlots::default());
+        let zone = ZoneSpec { growth: Growth::Dimms, ..dram_zone(GIB, GIB) };
+        let mut memory = build(vec![zone], None, Arc::clone(&table) as Arc<dyn SlotTable>, OPTIONS).unwrap();
+        assert!(memory.take_hotplug().is_empty(), "no virtio-mem device has it");
+        let mut dimms = memory.take_dimms().unwrap();
+        let at = |address| memory.view().memory().write_obj(7u64, GuestAddress(address)).is_ok();
+        assert!(!at(4 * GIB) && !table.covers(4 * GIB));
+        assert_eq!(dimms.add(128 * MIB).unwrap(), GuestRange { start: 4 * GIB, len: 128 * MIB });
+        assert!(at(4 * GIB) && at(4 * GIB + 128 * MIB - 8) && !at(4 * GIB + 128 * MIB));
+        assert!(table.covers(4 * GIB + 128 * MIB - 1) && !table.covers(4 * GIB + 128 * MIB));
+        // One that KVM does not take leaves nothing, and its place is the next one's.
+        *table.calls_left.lock() = Some(0);
+        let error = dimms.add(256 * MIB).unwrap_err();
+        assert!(error.is_the_hosts(), "{error}");
+        *table.calls_left.lock() = None;
+        assert!(!at(4 * GIB + 128 * MIB));
+        assert_eq!(dimms.add(256 * MIB).unwrap().start, 4 * GIB + 128 * MIB);
+        assert!(at(4 * GIB + 384 * MIB - 8) && at(4 * GIB + 128 * MIB));
+        assert_eq!(dimms.plan().used_bytes(), 384 * MIB);
     }
 }

@@ -16,7 +16,8 @@
 use thiserror::Error;
 use vm_memory::GuestAddress;
 
-use crate::memory::zone::ZoneSpec;
+use crate::config::{PAGE_BYTES, Size, UNIT_BYTES};
+use crate::memory::zone::{Growth, ZoneSpec};
 
 /// Bytes in a MiB.
 pub const MIB: u64 = 1 << 20;
@@ -102,19 +103,24 @@ pub const LINUX_MEMORY_BLOCK_BYTES: u64 = 128 * MIB;
 /// Alignment of everything behind the boot memory: the largest page that host and guest may map it with.
 pub const HOTPLUG_ALIGN: u64 = GIB;
 
+/// Alignment of DIMMs' range: Linux's largest block of memory, in which a guest of 64 GiB and more takes them.
+pub const DIMM_ALIGN: u64 = 2 * GIB;
+
 /// The smallest boot memory: less than this holds no kernel.
 pub const MIN_BOOT_BYTES: u64 = 16 * MIB;
 
 /// Why zones cannot be laid out, or a further range cannot be had.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum LayoutError {
-    /// A size is off the page grid of 2 MiB.
-    #[error("Size {size_bytes} bytes of zone {zone:?} is not a multiple of 2 MiB")]
+    /// A size is off its grid.
+    #[error("Size {size_bytes} bytes of zone {zone:?} is not a multiple of {}", Size(*unit_bytes))]
     Unaligned {
         /// The zone's name.
         zone: String,
         /// What was asked for.
         size_bytes: u64,
+        /// What it should be a multiple of.
+        unit_bytes: u64,
     },
     /// There is too little memory to boot with.
     #[error("Boot memory of {size_bytes} bytes is below the minimum of {MIN_BOOT_BYTES} bytes")]
@@ -188,9 +194,14 @@ impl MemoryMap {
     /// Lays `zones` out, boot parts first and in order, for guest-physical addresses of `address_bits` bits.
     pub fn new(zones: &[ZoneSpec], address_bits: u8) -> Result<Self, LayoutError> {
         for zone in zones {
-            for size_bytes in [zone.boot_bytes, zone.hotplug_bytes] {
-                if !size_bytes.is_multiple_of(2 * MIB) {
-                    return Err(LayoutError::Unaligned { zone: zone.id.clone(), size_bytes });
+            let unit_bytes = match zone.growth {
+                Growth::VirtioMem => UNIT_BYTES,
+                Growth::Dimms => PAGE_BYTES,
+            };
+            for (size_bytes, unit_bytes) in [(zone.boot_bytes, PAGE_BYTES), (zone.hotplug_bytes, unit_bytes)]
+            {
+                if !size_bytes.is_multiple_of(unit_bytes) {
+                    return Err(LayoutError::Unaligned { zone: zone.id.clone(), size_bytes, unit_bytes });
                 }
             }
         }
@@ -211,7 +222,8 @@ impl MemoryMap {
             }
             if zone.boot_bytes > low {
                 let len = zone.boot_bytes - low;
-                boot.push(map.take(len, 2 * MIB, || format!("Boot memory of zone {:?}", zone.id))?);
+                // Side by side, as the kernel's memory map has them.
+                boot.push(map.take(len, PAGE_BYTES, || format!("Boot memory of zone {:?}", zone.id))?);
             }
             map.zones.push(ZonePlacement { boot, hotplug: None });
         }
@@ -219,7 +231,11 @@ impl MemoryMap {
             let what = || format!("The hotplug part of zone {:?}", zone.id);
             let len =
                 zone.hotplug_bytes.checked_next_multiple_of(LINUX_MEMORY_BLOCK_BYTES).unwrap_or(u64::MAX);
-            map.zones[index].hotplug = Some(map.take(len, HOTPLUG_ALIGN, what)?);
+            let align = match zone.growth {
+                Growth::VirtioMem => HOTPLUG_ALIGN,
+                Growth::Dimms => DIMM_ALIGN,
+            };
+            map.zones[index].hotplug = Some(map.take(len, align, what)?);
         }
         Ok(map)
     }
@@ -249,6 +265,14 @@ impl MemoryMap {
             return Ok(GuestRange { start, len });
         }
         self.take(len, align, || "A further range".to_owned())
+    }
+
+    /// Whether a machine with `next` for its `zones` had room as well for all that lies behind them.
+    pub fn has_room_for(&self, zones: &[ZoneSpec], next: &[ZoneSpec]) -> Result<(), LayoutError> {
+        let behind_bytes = self.next_free - Self::new(zones, self.address_bits)?.next_free;
+        let mut next = Self::new(next, self.address_bits)?;
+        next.take(behind_bytes, HOTPLUG_ALIGN, || "What lies behind the VM's memory".to_owned())?;
+        Ok(())
     }
 
     /// Takes back what [`Self::allocate`] gave, for whoever comes next.
@@ -290,13 +314,15 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::memory::zone::Tier;
+    use crate::memory::zone::{HostMemory, Tier};
 
     fn zone(id: &str, tier: Tier, boot_bytes: u64, hotplug_bytes: u64) -> ZoneSpec {
         ZoneSpec {
             id: id.into(),
             tier,
             guest_node: 0,
+            host: HostMemory::default(),
+            growth: Growth::VirtioMem,
             host_node: None,
             boot_bytes,
             hotplug_bytes,
@@ -375,14 +401,36 @@ mod tests {
         assert_eq!(boot(&[dram(3 * GIB), dram(GIB)]), [[range(0, 3 * GIB)], [range(4 * GIB, GIB)]]);
         // Boot parts lie side by side whatever their sizes, as a kernel's memory map has them; hotplug parts at 1 GiB each.
         let zones =
-            [zone("a", Tier::Dram, 3 * GIB + 2 * MIB, 130 * MIB), zone("b", Tier::Dram, 6 * MIB, GIB)];
+            [zone("a", Tier::Dram, 3 * GIB + 3 * MIB, 130 * MIB), zone("b", Tier::Dram, 6 * MIB, GIB)];
         assert_eq!(
             boot(&zones),
-            [vec![range(0, 3 * GIB), range(4 * GIB, 2 * MIB)], vec![range(4 * GIB + 2 * MIB, 6 * MIB)]]
+            [vec![range(0, 3 * GIB), range(4 * GIB, 3 * MIB)], vec![range(4 * GIB + 3 * MIB, 6 * MIB)]]
         );
         let map = MemoryMap::new(&zones, 40).unwrap();
         let hotplug: Vec<_> = map.zones().iter().map(|zone| zone.hotplug.unwrap()).collect();
         assert_eq!(hotplug, [range(5 * GIB, 256 * MIB), range(6 * GIB, GIB)]);
+    }
+
+    #[test]
+    fn dimms_lie_where_linux_takes_its_largest_blocks() {
+        let mut dimms = zone("dram", Tier::Dram, 4 * GIB + MIB, 200 * MIB + 4096);
+        dimms.growth = Growth::Dimms;
+        let map = MemoryMap::new(&[dimms], 40).unwrap();
+        assert_eq!(map.zones()[0].hotplug, Some(GuestRange { start: 6 * GIB, len: 256 * MIB }));
+    }
+
+    #[test]
+    fn another_size_must_leave_room_for_what_lies_behind() {
+        let zones = |boot_bytes| [zone("dram", Tier::Dram, boot_bytes, 32 * GIB)];
+        let mut map = MemoryMap::new(&zones(GIB), 36).unwrap();
+        let next = |map: &MemoryMap, boot_bytes| map.has_room_for(&zones(GIB), &zones(boot_bytes));
+        // Around the hole: 64 GiB less what is behind 4 GiB and of the hotplug part.
+        assert_eq!(next(&map, 31 * GIB), Ok(()));
+        assert!(matches!(next(&map, 32 * GIB), Err(LayoutError::AddressSpace { .. })));
+        map.allocate(4 * GIB, 4096).unwrap();
+        assert_eq!(next(&map, 27 * GIB), Ok(()));
+        assert!(matches!(next(&map, 28 * GIB), Err(LayoutError::AddressSpace { .. })));
+        assert_eq!(next(&map, MIB), Err(LayoutError::BootTooSmall { size_bytes: MIB }));
     }
 
     #[test]
@@ -394,7 +442,7 @@ mod tests {
             LayoutError::AddressSpace { what, size_bytes: 1 << 36, address_bits: 36 }
         );
         let err = MemoryMap::new(&[zone("dram", Tier::Dram, GIB, MIB)], 36).unwrap_err();
-        assert_eq!(err, LayoutError::Unaligned { zone: "dram".into(), size_bytes: MIB });
+        assert_eq!(err, LayoutError::Unaligned { zone: "dram".into(), size_bytes: MIB, unit_bytes: 2 * MIB });
         let err = MemoryMap::new(&[zone("dram", Tier::Dram, 0, GIB)], 36).unwrap_err();
         assert_eq!(err, LayoutError::BootTooSmall { size_bytes: 0 });
         let mut map = MemoryMap::new(&[zone("dram", Tier::Dram, GIB, 0)], 36).unwrap();
@@ -412,7 +460,7 @@ mod tests {
         ) {
             let zones: Vec<_> = sizes
                 .iter()
-                .map(|(boot, hotplug)| zone("z", Tier::Dram, boot * 2 * MIB, hotplug * 2 * MIB))
+                .map(|(boot, hotplug)| zone("z", Tier::Dram, boot * 1025 * 4096, hotplug * 2 * MIB))
                 .collect();
             let Ok(mut map) = MemoryMap::new(&zones, address_bits) else { return Ok(()) };
             let mut behind: Vec<_> = map.zones().iter().filter_map(|zone| zone.hotplug).collect();

@@ -2,8 +2,10 @@
 
 pub mod backing;
 mod build;
+pub mod dimms;
 pub mod layout;
 pub mod lost;
+mod populate;
 pub mod slots;
 pub mod view;
 pub mod zone;

@@ -1,6 +1,7 @@
 //! Memory zones: ranges of guest-physical memory with one tier and one guest NUMA node.
 
 use std::fmt;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
@@ -30,6 +31,47 @@ impl fmt::Display for Tier {
     }
 }
 
+/// The host's pages that DRAM is of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HostPages {
+    /// Small ones, and huge ones where the host likes to (transparent huge pages).
+    #[default]
+    Transparent,
+    /// Small ones alone.
+    Small,
+    /// Huge ones that the host has set aside, of the size that is usual there.
+    HugeAsUsual,
+    /// The same, of so many bytes.
+    Huge(u64),
+}
+
+/// How a zone grows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Growth {
+    /// By the blocks of a virtio-mem device, which come and go.
+    #[default]
+    VirtioMem,
+    /// By DIMMs, which ACPI tells of, and which stay.
+    Dimms,
+}
+
+/// What the host is asked for where a zone is of DRAM.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HostMemory {
+    /// The size of its pages.
+    pub pages: HostPages,
+    /// Others can map it.
+    pub shared: bool,
+    /// Pages are found when memory comes, not when it is touched.
+    pub prefault: bool,
+    /// It is counted as taken when it comes, and refused if there is not as much.
+    pub reserve: bool,
+    /// Pages of the same content may be one.
+    pub mergeable: bool,
+    /// What the boot part is of, if not of memory alone.
+    pub file: Option<PathBuf>,
+}
+
 /// What a zone shall be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ZoneSpec {
@@ -39,11 +81,15 @@ pub struct ZoneSpec {
     pub tier: Tier,
     /// Its node in the guest (an ACPI proximity domain).
     pub guest_node: u32,
+    /// What the host is asked for.
+    pub host: HostMemory,
     /// The host's node from which all its memory comes; wherever the host likes otherwise.
     pub host_node: Option<u32>,
     /// The part that is there from the start.
     pub boot_bytes: u64,
-    /// The most that may be plugged beyond it; 0 for a zone without a virtio-mem device.
+    /// How it grows.
+    pub growth: Growth,
+    /// The most that may be plugged beyond it; 0 for a zone that does not grow.
     pub hotplug_bytes: u64,
     /// How much of that is requested when the guest starts.
     pub hotplugged_bytes: u64,

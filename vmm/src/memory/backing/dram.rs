@@ -1,4 +1,4 @@
-//! DRAM of the host: private and anonymous.
+//! DRAM of the host.
 
 use std::io;
 use std::ops::Range;
@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::reservation::PAGE_BYTES;
 use super::segments::{Ledger, Source};
+use super::source::DramSource;
 use super::{Backing, BackingError, MappingBudget, Reservation};
 
 /// How much one call looks through for pages: as much as Linux unplugs at once, with a byte for each page.
@@ -16,33 +17,44 @@ const LOOK_BYTES: u64 = 128 << 20;
 pub struct DramBacking {
     reservation: Arc<Reservation>,
     ledger: Ledger,
-    huge_pages: bool,
+    source: DramSource,
+    /// Of a file: mapped no more, and not given back yet.
+    detached: Vec<Range<u64>>,
 }
 
 impl DramBacking {
     /// Backs `reservation`, of which nothing is mapped yet.
-    pub fn new(reservation: Arc<Reservation>, budget: Arc<MappingBudget>, huge_pages: bool) -> Self {
+    pub fn new(reservation: Arc<Reservation>, budget: Arc<MappingBudget>, source: DramSource) -> Self {
         let ledger = Ledger::new(reservation.len_bytes(), budget);
-        Self { reservation, ledger, huge_pages }
+        source.prepare(&reservation);
+        Self { reservation, ledger, source, detached: Vec::new() }
+    }
+
+    /// Gives back what has been detached; what fails stays.
+    fn give_back(&mut self) -> io::Result<()> {
+        while let Some(range) = self.detached.last() {
+            self.source.give_back(range.start, range.end - range.start)?;
+            self.detached.pop();
+        }
+        Ok(())
     }
 }
 
 impl Backing for DramBacking {
     fn plug(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
-        let reservation = &self.reservation;
+        // What comes is zeros, whatever was there before.
+        self.give_back().map_err(|source| BackingError::Map { offset, len, source })?;
+        let (reservation, source) = (&self.reservation, &self.source);
         self.ledger.map(1, |segments| {
-            reservation.map_anonymous(offset, len).map_err(|source| BackingError::Map {
+            source.map(reservation, offset, len).map_err(|source| BackingError::Map {
                 offset,
                 len,
                 source,
             })?;
-            segments.set(offset, len, Source::Anonymous);
+            let of = source.in_file(offset).map_or(Source::Anonymous, |offset| Source::File { offset });
+            segments.set(offset, len, of);
             Ok(())
-        })?;
-        if self.huge_pages {
-            self.reservation.advise_huge_pages(offset, len);
-        }
-        Ok(())
+        })
     }
 
     fn detach(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
@@ -51,12 +63,17 @@ impl Backing for DramBacking {
             reservation.unmap(offset, len).map_err(|source| BackingError::Map { offset, len, source })?;
             segments.set(offset, len, Source::Nothing);
             Ok(())
-        })
+        })?;
+        if self.source.in_file(offset).is_some() {
+            self.detached.push(offset..offset + len);
+        }
+        Ok(())
     }
 
     /// Anonymous memory is gone with its mapping.
     fn free_detached(&mut self) -> Result<(), BackingError> {
-        Ok(())
+        let Some(Range { start: offset, end }) = self.detached.last().cloned() else { return Ok(()) };
+        self.give_back().map_err(|source| BackingError::Map { offset, len: end - offset, source })
     }
 
     fn populated_blocks(&self, run: &Range<u64>, block_bytes: u64) -> Vec<bool> {
@@ -80,6 +97,7 @@ impl Backing for DramBacking {
 mod tests {
     use super::super::resident::resident_bytes;
     use super::*;
+    use crate::memory::zone::{HostMemory, HostPages};
 
     const MIB: u64 = 1 << 20;
     const LEN: u64 = 64 * MIB;
@@ -87,7 +105,7 @@ mod tests {
     fn backing() -> (DramBacking, Arc<Reservation>) {
         let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
         let budget = Arc::new(MappingBudget::new(100));
-        (DramBacking::new(Arc::clone(&reservation), budget, false), reservation)
+        (DramBacking::new(Arc::clone(&reservation), budget, DramSource::anonymous(false)), reservation)
     }
 
     fn fill(reservation: &Reservation, offset: u64, len: u64, value: u8) {
@@ -138,8 +156,11 @@ mod tests {
     fn pages_of_a_long_run_are_found_where_they_are() {
         const BLOCKS: u64 = 2 * LOOK_BYTES / (2 * MIB) + 3;
         let reservation = Arc::new(Reservation::new(BLOCKS * 2 * MIB, 2 * MIB).unwrap());
-        let mut backing =
-            DramBacking::new(Arc::clone(&reservation), Arc::new(MappingBudget::new(100)), false);
+        let mut backing = DramBacking::new(
+            Arc::clone(&reservation),
+            Arc::new(MappingBudget::new(100)),
+            DramSource::anonymous(false),
+        );
         backing.plug(0, BLOCKS * 2 * MIB).unwrap();
         // Around where one look ends and the next begins, and at the end.
         let touched = [1, BLOCKS / 2 - 2, BLOCKS / 2 - 1, BLOCKS - 4, BLOCKS - 3, BLOCKS - 1];
@@ -177,12 +198,118 @@ mod tests {
     fn plugs_over_the_mapping_budget_are_refused() {
         let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
         let budget = Arc::new(MappingBudget::new(4));
-        let mut backing = DramBacking::new(reservation, Arc::clone(&budget), false);
+        let mut backing = DramBacking::new(reservation, Arc::clone(&budget), DramSource::anonymous(false));
         backing.plug(4 * MIB, 2 * MIB).unwrap();
         assert!(matches!(backing.plug(12 * MIB, 2 * MIB), Err(BackingError::MappingBudget { .. })));
         assert_eq!(budget.used(), 3);
         backing.detach(4 * MIB, 2 * MIB).unwrap();
         assert_eq!(budget.used(), 1);
         backing.plug(12 * MIB, 2 * MIB).unwrap();
+    }
+    /// A backing of a file, as shared memory is.
+    fn shared() -> (DramBacking, Arc<Reservation>) {
+        let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
+        let host = HostMemory { shared: true, ..HostMemory::default() };
+        let source = DramSource::of_hotplug(&host, LEN, 2 * MIB).unwrap();
+        (DramBacking::new(Arc::clone(&reservation), Arc::new(MappingBudget::new(100)), source), reservation)
+    }
+
+    #[test]
+    fn shared_memory_is_counted_once_and_leaves_its_file_when_it_goes() {
+        use std::os::unix::fs::MetadataExt;
+        let (mut backing, reservation) = shared();
+        let file = Arc::clone(backing.source.file().unwrap());
+        let file_bytes = || file.metadata().unwrap().blocks() * 512;
+        let range = (reservation.addr(), reservation.len_bytes());
+        backing.plug(0, LEN).unwrap();
+        assert_eq!(file_bytes(), 0);
+        fill(&reservation, 0, LEN, 0xa5);
+        assert_eq!((file_bytes(), resident_bytes(&[[range]]).unwrap()), (LEN, vec![LEN]));
+        backing.detach(2 * MIB, 40 * MIB).unwrap();
+        backing.free_detached().unwrap();
+        assert_eq!(
+            (file_bytes(), resident_bytes(&[[range]]).unwrap()),
+            (LEN - 40 * MIB, vec![LEN - 40 * MIB])
+        );
+        backing.plug(2 * MIB, 40 * MIB).unwrap();
+        assert_eq!((byte_at(&reservation, 2 * MIB), byte_at(&reservation, 42 * MIB)), (0, 0xa5));
+        // A balloon's pages as well.
+        let before = file_bytes();
+        reservation.discard(42 * MIB, 4 * MIB).unwrap();
+        assert_eq!((before - file_bytes(), byte_at(&reservation, 42 * MIB)), (4 * MIB, 0));
+    }
+
+    #[test]
+    fn what_has_not_been_given_back_is_zeros_when_it_comes_again() {
+        let (mut backing, reservation) = shared();
+        backing.plug(0, 4 * MIB).unwrap();
+        fill(&reservation, 0, 4 * MIB, 0xa5);
+        backing.detach(0, 4 * MIB).unwrap();
+        backing.plug(2 * MIB, 2 * MIB).unwrap();
+        assert_eq!(byte_at(&reservation, 2 * MIB), 0);
+    }
+
+    #[test]
+    fn pages_are_found_at_once_where_they_are_wanted_at_once() {
+        for shared in [false, true] {
+            let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
+            let host = HostMemory { shared, prefault: true, reserve: true, ..HostMemory::default() };
+            let source = DramSource::of_hotplug(&host, LEN, 2 * MIB).unwrap();
+            let mut backing =
+                DramBacking::new(Arc::clone(&reservation), Arc::new(MappingBudget::new(100)), source);
+            backing.plug(4 * MIB, 8 * MIB).unwrap();
+            let range = (reservation.addr(), reservation.len_bytes());
+            assert_eq!(resident_bytes(&[[range]]).unwrap(), [8 * MIB]);
+        }
+    }
+
+    /// The flags of the mapping at `addr`, as /proc/self/smaps has them.
+    fn flags_at(addr: u64) -> Vec<String> {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&format!("{addr:x}-")));
+        let flags = lines.find_map(|line| line.strip_prefix("VmFlags:")).unwrap();
+        flags.split_whitespace().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn the_kernel_is_told_what_the_memory_is_for() {
+        for (host, has, has_not) in [
+            (HostMemory { reserve: true, ..HostMemory::default() }, "ac", "nr"),
+            (HostMemory::default(), "nr", "mg"),
+            (HostMemory { pages: HostPages::Small, ..HostMemory::default() }, "nh", "hg"),
+            (HostMemory { mergeable: true, ..HostMemory::default() }, "mg", "nh"),
+        ] {
+            // A kernel without transparent huge pages, or without KSM, cannot be told of them.
+            let is_known = match has {
+                "nh" => std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists(),
+                "mg" => std::path::Path::new("/sys/kernel/mm/ksm").exists(),
+                _ => true,
+            };
+            if !is_known {
+                continue;
+            }
+            let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
+            let source = DramSource::of_hotplug(&host, LEN, 2 * MIB).unwrap();
+            let mut backing =
+                DramBacking::new(Arc::clone(&reservation), Arc::new(MappingBudget::new(100)), source);
+            backing.plug(4 * MIB, 8 * MIB).unwrap();
+            let flags = flags_at(reservation.addr() + 4 * MIB);
+            let is_there = |flag: &str| flags.iter().any(|other| other == flag);
+            assert!(is_there(has) && !is_there(has_not), "{host:?}: {flags:?}");
+        }
+    }
+
+    #[test]
+    fn huge_pages_are_refused_where_they_cannot_be() {
+        let huge = |page_bytes| HostMemory { pages: HostPages::Huge(page_bytes), ..HostMemory::default() };
+        let error = |page_bytes, len| {
+            DramSource::of_hotplug(&huge(page_bytes), len, 2 * MIB).unwrap_err().to_string()
+        };
+        assert_eq!(
+            error(2 * MIB, 3 * MIB),
+            "3 MiB of memory, which is not a whole number of huge pages of 2 MiB"
+        );
+        // x86-64 has none of that size.
+        assert_eq!(error(32 * MIB, LEN), "the host has no huge pages of 32 MiB");
     }
 }

@@ -6,6 +6,8 @@ mod pm;
 mod reservation;
 pub mod resident;
 mod segments;
+mod source;
+mod zone_file;
 
 use std::fmt::Debug;
 use std::io;
@@ -20,6 +22,8 @@ pub use host_node::{HostNode, HostNodeError};
 pub use pm::PmBacking;
 pub use reservation::{Access, Reservation};
 pub use segments::MappingBudget;
+pub use source::{DramError, DramSource, free_huge_pages};
+pub use zone_file::{ZoneFile, ZoneFileError};
 
 use crate::pool::PoolError;
 

@@ -18,8 +18,12 @@ pub struct Reservation {
     addr: usize,
     len: usize,
     watch: OnceLock<Watch>,
-    /// Where anonymous memory comes from.
+    /// Where memory comes from.
     host_node: OnceLock<HostNode>,
+    /// What is mapped is counted as taken.
+    set_aside: OnceLock<()>,
+    /// What is mapped is of a file that others may have mapped.
+    shared: OnceLock<()>,
     /// Whether the next calls that map or unmap work; those after them do.
     #[cfg(test)]
     script: parking_lot::Mutex<std::collections::VecDeque<bool>>,
@@ -66,6 +70,8 @@ impl Reservation {
             len,
             watch: OnceLock::new(),
             host_node: OnceLock::new(),
+            set_aside: OnceLock::new(),
+            shared: OnceLock::new(),
             #[cfg(test)]
             script: parking_lot::Mutex::default(),
         })
@@ -101,9 +107,24 @@ impl Reservation {
         assert!(self.host_node.set(node).is_ok(), "a reservation has one host node");
     }
 
+    /// Memory that is mapped from now on is counted as taken when it is mapped, or refused.
+    pub fn set_aside(&self) {
+        let _ = self.set_aside.set(());
+    }
+
+    /// Files that are mapped from now on are memory: what is discarded is gone from them as well.
+    pub fn share(&self) {
+        let _ = self.shared.set(());
+    }
+
     /// Maps fresh zeroed memory at `offset`.
     pub fn map_anonymous(&self, offset: u64, len: u64) -> io::Result<()> {
         self.remap(offset, len, libc::PROT_READ | libc::PROT_WRITE, ANON, None)?;
+        self.bind(offset, len)
+    }
+
+    /// Has what was just mapped at `offset` come from the node that it shall come from.
+    fn bind(&self, offset: u64, len: u64) -> io::Result<()> {
         let Some(node) = self.host_node.get() else { return Ok(()) };
         // A policy is the mapping's: each new one needs it again.
         let addr = self.checked(offset, len);
@@ -133,7 +154,8 @@ impl Reservation {
             }
             Access::ReadWritePrivate => (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE),
         };
-        self.remap(offset, len, prot, kind, Some((file, file_offset)))
+        self.remap(offset, len, prot, kind, Some((file, file_offset)))?;
+        self.bind(offset, len)
     }
 
     /// Takes the pages at `offset` away: accesses fault, the memory is the host's again.
@@ -155,7 +177,9 @@ impl Reservation {
         if self.script.lock().pop_front() == Some(false) {
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
         }
-        map(addr, len as usize, prot, kind | libc::MAP_NORESERVE | libc::MAP_FIXED, file).map(drop)
+        let is_set_aside = prot != libc::PROT_NONE && self.set_aside.get().is_some();
+        let reserve = if is_set_aside { 0 } else { libc::MAP_NORESERVE };
+        map(addr, len as usize, prot, kind | reserve | libc::MAP_FIXED, file).map(drop)
     }
 
     /// Says which of the next calls that map or unmap work. A test that breaks the kernel cannot do it otherwise.
@@ -167,11 +191,32 @@ impl Reservation {
     /// Tells the kernel that huge pages are welcome in what is mapped at `offset`. Not every kernel has them;
     /// memory works without.
     pub fn advise_huge_pages(&self, offset: u64, len: u64) {
+        if let Err(err) = self.advise(offset, len, libc::MADV_HUGEPAGE) {
+            tracing::debug!(%err, "No transparent huge pages");
+        }
+    }
+
+    /// Tells the kernel that they are not. One that has none need not be told.
+    pub fn advise_small_pages(&self, offset: u64, len: u64) {
+        if let Err(err) = self.advise(offset, len, libc::MADV_NOHUGEPAGE) {
+            tracing::debug!(%err, "No transparent huge pages in any case");
+        }
+    }
+
+    /// Tells the kernel that pages of the same content may be one page (KSM).
+    pub fn advise_merging(&self, offset: u64, len: u64) {
+        if let Err(err) = self.advise(offset, len, libc::MADV_MERGEABLE) {
+            tracing::warn!(%err, "The host's kernel does not merge pages");
+        }
+    }
+
+    /// Advice that changes no content.
+    fn advise(&self, offset: u64, len: u64, advice: libc::c_int) -> io::Result<()> {
         let addr = self.checked(offset, len);
-        // SAFETY: advice about our own range (checked above); it changes no content.
-        let result = unsafe { libc::madvise(addr as *mut _, len as usize, libc::MADV_HUGEPAGE) };
-        if result != 0 {
-            tracing::debug!(err = %io::Error::last_os_error(), "No transparent huge pages");
+        // SAFETY: advice about our own range (checked above); the callers pass such as changes no content.
+        match unsafe { libc::madvise(addr as *mut _, len as usize, advice) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
         }
     }
 
@@ -185,13 +230,15 @@ impl Reservation {
         }
     }
 
-    /// Gives the host the pages back that are at `offset`, where anonymous memory is mapped: it reads as zeros then, until
-    /// it is written again.
+    /// Gives the host the pages back that are at `offset`, where memory is mapped: it reads as zeros then, until it is written
+    /// again.
     pub fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         let addr = self.checked(offset, len);
+        // Pages of a file stay in it unless they are taken out of it.
+        let advice = if self.shared.get().is_some() { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
         // SAFETY: our own range (checked above); guest memory is reached by volatile accesses, and nobody relies on what
         // was there.
-        match unsafe { libc::madvise(addr as *mut _, len as usize, libc::MADV_DONTNEED) } {
+        match unsafe { libc::madvise(addr as *mut _, len as usize, advice) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
         }

@@ -13,6 +13,9 @@ pub fn resident_bytes<R: AsRef<[(u64, u64)]>>(zones: &[R]) -> io::Result<Vec<u64
     resident_bytes_in(BufReader::with_capacity(1 << 16, File::open("/proc/self/smaps")?), zones)
 }
 
+/// Huge pages that the host has set aside are not in the first.
+const RESIDENT: [&str; 3] = ["Rss:", "Private_Hugetlb:", "Shared_Hugetlb:"];
+
 fn resident_bytes_in<R: AsRef<[(u64, u64)]>>(smaps: impl BufRead, zones: &[R]) -> io::Result<Vec<u64>> {
     let mut totals = vec![0; zones.len()];
     // The zone that the mapping at hand is in.
@@ -23,7 +26,7 @@ fn resident_bytes_in<R: AsRef<[(u64, u64)]>>(smaps: impl BufRead, zones: &[R]) -
             let meets = |&(addr, len): &(u64, u64)| addr < end && start < addr + len;
             inside = zones.iter().position(|zone| zone.as_ref().iter().any(meets));
         } else if let Some(zone) = inside
-            && let Some(rest) = line.strip_prefix("Rss:")
+            && let Some(rest) = RESIDENT.iter().find_map(|name| line.strip_prefix(name))
         {
             let kib = rest.trim().trim_end_matches(" kB").parse::<u64>();
             totals[zone] += kib.map_err(|err| io::Error::new(io::ErrorKind::InvalidData, err))? * 1024;
@@ -50,6 +53,10 @@ Pss:                   4 kB
 VmFlags: rd wr mr mw me ac sd 
 5000-9000 rw-s 00000000 00:13 7 /dev/shm/pool
 Rss:                  16 kB
+400000-800000 rw-s 00000000 00:13 8 /memfd:foreshore-dram (deleted)
+Rss:                   0 kB
+Shared_Hugetlb:        0 kB
+Private_Hugetlb:    2048 kB
 ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]
 Rss:                   0 kB
 ";
@@ -61,6 +68,7 @@ Rss:                   0 kB
         assert_eq!(resident(&[(0x5000, 0x4000)]), [16384]);
         assert_eq!(resident(&[(0x1000, 0x2000), (0x5000, 0x4000)]), [20480]);
         assert_eq!(resident(&[(0x3000, 0x2000)]), [0]);
+        assert_eq!(resident(&[(0x40_0000, 0x40_0000)]), [2 << 20]);
         assert_eq!(resident(&[]), [0]);
     }
 

@@ -1,0 +1,261 @@
+//! Where a part of DRAM comes from: memory of this process alone, memory of a file that has no name, or a file of the
+//! user's.
+//!
+//! A file without a name is always mapped shared. A private mapping of one would have two pages for one of the guest's: that
+//! of the file, which a fault finds first, and the copy that is written to.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd};
+use std::sync::Arc;
+
+use thiserror::Error;
+use tracing::warn;
+
+use super::zone_file::ZoneFile;
+use super::{Access, Reservation};
+use crate::config::Size;
+use crate::memory::zone::{HostMemory, HostPages};
+
+/// Why memory cannot be had as it is asked for.
+#[derive(Debug, Error)]
+pub enum DramError {
+    /// The kernel gives no file for memory that is shared.
+    #[error("the host has no file for shared memory (memfd_create)")]
+    NoFile(#[source] io::Error),
+    /// The kernel has none of that size.
+    #[error("the host has no huge pages of {}", Size(*page_bytes))]
+    NoSuchSize {
+        /// The size.
+        page_bytes: u64,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
+    },
+    /// The kernel does not say what size is usual.
+    #[error("the host does not say how large its huge pages are (Hugepagesize in /proc/meminfo)")]
+    Unknown(#[source] io::Error),
+    /// A part is no whole number of them.
+    #[error("{} of memory, which is not a whole number of huge pages of {}", Size(*len), Size(*page_bytes))]
+    NotWhole {
+        /// The part's length.
+        len: u64,
+        /// The size.
+        page_bytes: u64,
+    },
+    /// They are too large to come and go in blocks.
+    #[error(
+        "huge pages of {} are too large for hotplug_method=virtio-mem, whose blocks are of {}",
+        Size(*page_bytes),
+        Size(*block_bytes)
+    )]
+    LargerThanBlock {
+        /// The size.
+        page_bytes: u64,
+        /// What comes and goes.
+        block_bytes: u64,
+    },
+}
+
+/// Where the memory of one reservation comes from, and what the kernel is asked for it.
+#[derive(Clone, Debug)]
+pub struct DramSource {
+    file: Option<Mapped>,
+    pages: Pages,
+    /// Its pages are found when it comes.
+    prefault: bool,
+    reserve: bool,
+    mergeable: bool,
+}
+
+/// A file, of which offset 0 of the reservation is at `offset`.
+#[derive(Clone, Debug)]
+struct Mapped {
+    file: Arc<File>,
+    offset: u64,
+    access: Access,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pages {
+    Transparent,
+    Small,
+    Huge(u64),
+}
+
+impl DramSource {
+    /// Memory of this process alone.
+    pub fn anonymous(transparent_huge_pages: bool) -> Self {
+        let pages = if transparent_huge_pages { Pages::Transparent } else { Pages::Small };
+        Self { file: None, pages, prefault: false, reserve: false, mergeable: false }
+    }
+
+    /// What `host` asks for, for a part of `len` bytes that is there from the start. `file` is what the zone's boot memory is
+    /// of, if it is of a file, and where in it this part is.
+    pub fn of_boot(host: &HostMemory, len: u64, file: Option<(&ZoneFile, u64)>) -> Result<Self, DramError> {
+        // Its pages are found when the kernel has been loaded, which gives some back.
+        let host = HostMemory { prefault: false, ..host.clone() };
+        let Some((zone_file, offset)) = file else { return Self::new(&host, len) };
+        let huge = zone_file.huge_page_bytes();
+        if let Some(page_bytes) = huge.filter(|page_bytes| !len.is_multiple_of(*page_bytes)) {
+            return Err(DramError::NotWhole { len, page_bytes });
+        }
+        let mapped = Mapped { file: Arc::clone(zone_file.file()), offset, access: zone_file.access() };
+        let source = Self::new(&HostMemory { shared: false, ..host }, len)?;
+        let pages = huge.map_or(source.pages, Pages::Huge);
+        Ok(Self { file: Some(mapped), pages, ..source })
+    }
+
+    /// The same for a part of `len` bytes whose memory comes and goes in blocks of `block_bytes`, none of which is there yet.
+    pub fn of_hotplug(host: &HostMemory, len: u64, block_bytes: u64) -> Result<Self, DramError> {
+        let source = Self::new(host, len)?;
+        match source.huge_page_bytes() {
+            Some(page_bytes) if page_bytes > block_bytes => {
+                Err(DramError::LargerThanBlock { page_bytes, block_bytes })
+            }
+            _ => Ok(source),
+        }
+    }
+
+    /// The same for a part of `len` bytes in which DIMMs come, whole pages each, and stay.
+    pub fn of_dimms(host: &HostMemory, len: u64) -> Result<Self, DramError> {
+        Self::new(host, len)
+    }
+
+    fn new(host: &HostMemory, len: u64) -> Result<Self, DramError> {
+        let pages = match host.pages {
+            HostPages::Transparent => Pages::Transparent,
+            HostPages::Small => Pages::Small,
+            HostPages::Huge(page_bytes) => Pages::Huge(page_bytes),
+            HostPages::HugeAsUsual => Pages::Huge(usual_huge_page_bytes().map_err(DramError::Unknown)?),
+        };
+        let file = match pages {
+            Pages::Huge(page_bytes) if !len.is_multiple_of(page_bytes) => {
+                return Err(DramError::NotWhole { len, page_bytes });
+            }
+            Pages::Huge(page_bytes) => {
+                let shift = page_bytes.trailing_zeros();
+                let flags = libc::MFD_HUGETLB | shift << libc::MFD_HUGE_SHIFT;
+                let file = memory_file(len, flags);
+                Some(file.map_err(|source| DramError::NoSuchSize { page_bytes, source })?)
+            }
+            _ if host.shared => Some(memory_file(len, 0).map_err(DramError::NoFile)?),
+            _ => None,
+        };
+        let file = file.map(|file| Mapped { file: Arc::new(file), offset: 0, access: Access::ReadWrite });
+        let HostMemory { prefault, reserve, mergeable, .. } = *host;
+        Ok(Self { file, pages, prefault, reserve, mergeable })
+    }
+
+    /// The size of its pages, if they are huge ones that were set aside.
+    pub fn huge_page_bytes(&self) -> Option<u64> {
+        match self.pages {
+            Pages::Huge(page_bytes) => Some(page_bytes),
+            Pages::Transparent | Pages::Small => None,
+        }
+    }
+
+    /// Has `reservation`, of which nothing is mapped yet, mapped as this memory wants to be.
+    pub(super) fn prepare(&self, reservation: &Reservation) {
+        let is_shared = self.file.as_ref().is_some_and(|mapped| mapped.access == Access::ReadWrite);
+        if is_shared {
+            reservation.share();
+        }
+        // A huge page that is not there when the guest touches it is SIGBUS, not a wait: none is promised twice.
+        if self.reserve || self.huge_page_bytes().is_some() {
+            reservation.set_aside();
+        }
+    }
+
+    /// Maps what belongs at `offset`.
+    pub(super) fn map(&self, reservation: &Reservation, offset: u64, len: u64) -> io::Result<()> {
+        match &self.file {
+            None => reservation.map_anonymous(offset, len)?,
+            Some(Mapped { file, offset: at, access }) => {
+                reservation.map_file(offset, len, file.as_fd(), at + offset, *access)?;
+            }
+        }
+        match self.pages {
+            Pages::Transparent => reservation.advise_huge_pages(offset, len),
+            Pages::Small => reservation.advise_small_pages(offset, len),
+            Pages::Huge(_) => {}
+        }
+        if self.mergeable {
+            reservation.advise_merging(offset, len);
+        }
+        if !self.prefault {
+            return Ok(());
+        }
+        reservation.populate(offset, len).inspect_err(|_| {
+            if let Err(err) = reservation.unmap(offset, len) {
+                warn!(%err, "Memory that could not be found stays mapped");
+            }
+        })
+    }
+
+    /// Where in its file what is at `offset` of the reservation is, if there is one.
+    pub(super) fn in_file(&self, offset: u64) -> Option<u64> {
+        self.file.as_ref().map(|mapped| mapped.offset + offset)
+    }
+
+    /// The file itself.
+    #[cfg(test)]
+    pub(super) fn file(&self) -> Option<&Arc<File>> {
+        self.file.as_ref().map(|mapped| &mapped.file)
+    }
+
+    /// Makes a range of the reservation that is mapped no more a hole of its file, which reads as zeros and costs nothing.
+    /// Other memory is gone with its mapping.
+    pub(super) fn give_back(&self, offset: u64, len: u64) -> io::Result<()> {
+        match &self.file {
+            Some(Mapped { file, offset: at, .. }) => punch_hole(file, at + offset, len),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A file in memory that has no name.
+fn memory_file(len: u64, flags: libc::c_uint) -> io::Result<File> {
+    // SAFETY: a name that ends with a zero.
+    let fd = unsafe { libc::memfd_create(c"foreshore-dram".as_ptr(), libc::MFD_CLOEXEC | flags) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: just opened, and nobody else's.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(len)?;
+    Ok(file)
+}
+
+/// Takes the pages of `offset..offset + len` out of a file.
+pub(super) fn punch_hole(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    let invalid = |_| io::Error::from(io::ErrorKind::InvalidInput);
+    let (offset, len) = (offset.try_into().map_err(invalid)?, len.try_into().map_err(invalid)?);
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    loop {
+        // SAFETY: no memory is passed; the file is open.
+        if unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, len) } == 0 {
+            return Ok(());
+        }
+        let err = io::Error::last_os_error();
+        if err.kind() != io::ErrorKind::Interrupted {
+            return Err(err);
+        }
+    }
+}
+
+/// The size of huge pages that nobody has said a size of.
+fn usual_huge_page_bytes() -> io::Result<u64> {
+    let meminfo = fs::read_to_string("/proc/meminfo")?;
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("Hugepagesize:")?.trim().strip_suffix("kB"));
+    let kib = line.ok_or(io::ErrorKind::Unsupported)?.trim().parse::<u64>().map_err(io::Error::other)?;
+    Ok(kib * 1024)
+}
+
+/// How many huge pages of that size the host has free, as far as it says.
+pub fn free_huge_pages(page_bytes: u64) -> Option<u64> {
+    let folder = format!("/sys/kernel/mm/hugepages/hugepages-{}kB", page_bytes / 1024);
+    let read = |name: &str| fs::read_to_string(format!("{folder}/{name}")).ok()?.trim().parse::<u64>().ok();
+    // Those that somebody has been promised are among the free.
+    read("free_hugepages")?.checked_sub(read("resv_hugepages")?)
+}

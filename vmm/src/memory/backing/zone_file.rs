@@ -1,0 +1,207 @@
+//! The file that `--memory-zone file=` names, as the boot memory of a zone.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Arc;
+
+use thiserror::Error;
+
+use super::Access;
+use super::source::punch_hole;
+use crate::config::Size;
+
+/// Why a file cannot be a zone's memory.
+#[derive(Debug, Error)]
+pub enum ZoneFileError {
+    /// It cannot be opened, or made in the directory.
+    #[error("it cannot be opened")]
+    Open(#[source] io::Error),
+    /// It is a device, a pipe or a socket.
+    #[error("it is {what}, and has to be a file or a directory")]
+    NotAFile {
+        /// What it is.
+        what: &'static str,
+    },
+    /// Some other VM has it.
+    #[error("another process has it locked")]
+    InUse(#[source] io::Error),
+    /// It is shorter than the zone.
+    #[error("it has {}, and the zone's size is {}", Size(*file_bytes), Size(*size_bytes))]
+    TooShort {
+        /// Its length.
+        file_bytes: u64,
+        /// What is wanted.
+        size_bytes: u64,
+    },
+    /// Something is in it, and it is not to be written.
+    #[error(
+        "there is data in it at {at}: memory begins as zeros, and only with shared=on is the file the guest's to write"
+    )]
+    HasData {
+        /// Where, in bytes.
+        at: u64,
+    },
+    /// It cannot be made zeros.
+    #[error("its file system cannot empty it (fallocate, punch hole)")]
+    Empty(#[source] io::Error),
+}
+
+/// A file, open, of which the first bytes read as zeros.
+#[derive(Debug)]
+pub struct ZoneFile {
+    file: Arc<File>,
+    access: Access,
+    huge_page_bytes: Option<u64>,
+}
+
+impl ZoneFile {
+    /// Opens `path` for a zone of `size_bytes`. In a directory a file is made that has no name and ends with its last mapping:
+    /// nobody else has it, so it need not be mapped privately. A file that is `shared` is the guest's from now on, and emptied;
+    /// another one is only read from: what the guest writes is in memory.
+    pub fn open(path: &Path, size_bytes: u64, shared: bool) -> Result<Self, ZoneFileError> {
+        let kind = path.metadata().map_err(ZoneFileError::Open)?.file_type();
+        let what = [
+            (kind.is_block_device() || kind.is_char_device(), "a device"),
+            (kind.is_fifo(), "a pipe"),
+            (kind.is_socket(), "a socket"),
+        ];
+        if let Some((_, what)) = what.into_iter().find(|(is_so, _)| *is_so) {
+            return Err(ZoneFileError::NotAFile { what });
+        }
+        let mut options = OpenOptions::new();
+        options.read(true).write(shared || kind.is_dir());
+        if kind.is_dir() {
+            options.custom_flags(libc::O_TMPFILE).mode(0o600);
+        } else {
+            // What was put in its place since, a pipe for one, must not keep us waiting.
+            options.custom_flags(libc::O_NONBLOCK);
+        }
+        let file = options.open(path).map_err(ZoneFileError::Open)?;
+        if !file.metadata().map_err(ZoneFileError::Open)?.is_file() {
+            return Err(ZoneFileError::NotAFile { what: "something else by now" });
+        }
+        if kind.is_dir() {
+            file.set_len(size_bytes).map_err(ZoneFileError::Open)?;
+        } else {
+            Self::check(&file, size_bytes, shared)?;
+        }
+        let access = if shared || kind.is_dir() { Access::ReadWrite } else { Access::ReadWritePrivate };
+        let huge_page_bytes = huge_page_bytes(&file).map_err(ZoneFileError::Open)?;
+        Ok(Self { file: Arc::new(file), access, huge_page_bytes })
+    }
+
+    fn check(file: &File, size_bytes: u64, shared: bool) -> Result<(), ZoneFileError> {
+        let file_bytes = file.metadata().map_err(ZoneFileError::Open)?.len();
+        if file_bytes < size_bytes {
+            return Err(ZoneFileError::TooShort { file_bytes, size_bytes });
+        }
+        if !shared {
+            return match first_data(file).map_err(ZoneFileError::Open)?.filter(|at| *at < size_bytes) {
+                Some(at) => Err(ZoneFileError::HasData { at }),
+                None => Ok(()),
+            };
+        }
+        // Released with the last mapping's file, at the end of the machine.
+        file.try_lock().map_err(|err| ZoneFileError::InUse(err.into()))?;
+        punch_hole(file, 0, size_bytes).map_err(ZoneFileError::Empty)
+    }
+
+    /// The file itself.
+    pub fn file(&self) -> &Arc<File> {
+        &self.file
+    }
+
+    /// How it is mapped.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    /// The size of its pages, if it is on hugetlbfs.
+    pub fn huge_page_bytes(&self) -> Option<u64> {
+        self.huge_page_bytes
+    }
+}
+
+/// Where a file begins to have data.
+fn first_data(file: &File) -> io::Result<Option<u64>> {
+    // SAFETY: no memory is passed; the file is open.
+    let at = unsafe { libc::lseek(file.as_raw_fd(), 0, libc::SEEK_DATA) };
+    match u64::try_from(at) {
+        Ok(at) => Ok(Some(at)),
+        Err(_) => match io::Error::last_os_error() {
+            // There is none.
+            err if err.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+            err => Err(err),
+        },
+    }
+}
+
+fn huge_page_bytes(file: &File) -> io::Result<Option<u64>> {
+    // SAFETY: a structure of integers, which may all be 0.
+    let mut system: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the file is open, and the structure is what the call fills in.
+    if unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut system) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let is_huge = system.f_type == libc::HUGETLBFS_MAGIC;
+    Ok(is_huge.then_some(system.f_bsize as u64))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+
+    use super::*;
+
+    const SIZE: u64 = 1 << 20;
+
+    fn error(path: &Path, shared: bool) -> String {
+        ZoneFile::open(path, SIZE, shared).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_directory_gets_a_file_without_a_name() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        for shared in [false, true] {
+            let zone = ZoneFile::open(folder.path(), SIZE, shared).unwrap();
+            assert_eq!((zone.file().metadata().unwrap().len(), zone.access()), (SIZE, Access::ReadWrite));
+            assert_eq!(zone.huge_page_bytes(), None);
+            assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_shared_begins_as_zeros_and_is_one_vms() {
+        let mut file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+        file.write_all(&[7; 4096]).unwrap();
+        assert!(error(file.path(), true).contains("it has 4 KiB, and the zone's size is 1 MiB"));
+        file.as_file().set_len(2 * SIZE).unwrap();
+        let zone = ZoneFile::open(file.path(), SIZE, true).unwrap();
+        assert_eq!(zone.access(), Access::ReadWrite);
+        let mut bytes = [0xff; 4096];
+        File::open(file.path()).unwrap().read_exact(&mut bytes).unwrap();
+        assert_eq!(bytes, [0; 4096]);
+        assert!(error(file.path(), true).contains("locked"));
+        drop(zone);
+        ZoneFile::open(file.path(), SIZE, true).unwrap();
+    }
+
+    #[test]
+    fn a_file_that_is_not_shared_is_left_alone() {
+        let mut file = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
+        file.as_file().set_len(SIZE).unwrap();
+        let zone = ZoneFile::open(file.path(), SIZE, false).unwrap();
+        assert_eq!(zone.access(), Access::ReadWritePrivate);
+        file.write_all(b"data").unwrap();
+        assert!(error(file.path(), false).starts_with("there is data in it at 0"));
+    }
+
+    #[test]
+    fn what_is_no_file_is_told() {
+        assert!(error(Path::new("/dev/null"), true).contains("it is a device"));
+        assert!(error(Path::new("/nowhere/at/all"), true).contains("cannot be opened"));
+    }
+}

@@ -1,0 +1,237 @@
+//! Memory that comes by ACPI: DIMMs in one range behind boot memory, side by side, which never go.
+
+use std::sync::Arc;
+
+use thiserror::Error;
+use vm_memory::GuestAddress;
+
+use super::backing::{Access, Backing, BackingError, DramBacking, Reservation};
+use super::layout::{GIB, GuestRange, LINUX_MEMORY_BLOCK_BYTES};
+use super::slots::{SlotError, Slots};
+use super::view::GuestView;
+use super::zone::ZoneSpec;
+use crate::config::Size;
+
+/// As many as the guest has devices for. They are all there in the tables, without memory.
+pub const MAX_DIMMS: usize = 64;
+
+/// Guests that boot with as much have larger blocks of memory.
+const LARGE_BLOCKS_FROM: u64 = 64 * GIB;
+/// The largest of those.
+const MAX_BLOCK_BYTES: u64 = 2 * GIB;
+
+/// Why a DIMM does not come.
+#[derive(Debug, Error)]
+pub enum DimmError {
+    /// It is no whole number of blocks.
+    #[error(
+        "{} more is not a multiple of {}, the blocks in which memory comes",
+        Size(*wanted_bytes),
+        Size(*block_bytes)
+    )]
+    NotWhole {
+        /// What is wanted.
+        wanted_bytes: u64,
+        /// What the guest takes at a time, or a page of the host has.
+        block_bytes: u64,
+    },
+    /// There is no device left for it.
+    #[error(
+        "all {MAX_DIMMS} DIMMs are there; the size after the next boot can be set while the VM does not run"
+    )]
+    NoneLeft,
+    /// The range ends before.
+    #[error(
+        "{} more, of which hotplug_size leaves {}",
+        Size(*wanted_bytes),
+        Size(*left_bytes)
+    )]
+    TooLarge {
+        /// What is wanted.
+        wanted_bytes: u64,
+        /// What there is.
+        left_bytes: u64,
+    },
+    /// The host has no memory for it.
+    #[error("the host cannot map it")]
+    Backing(#[from] BackingError),
+    /// KVM does not take it.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+}
+
+impl DimmError {
+    /// Whether it is the host that cannot, and not the request that is wrong.
+    pub fn is_the_hosts(&self) -> bool {
+        matches!(self, Self::Backing(_) | Self::Slot(_))
+    }
+}
+
+/// Where DIMMs lie in a range, and where the next one would. Pure.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DimmPlan {
+    range: GuestRange,
+    /// What of the range may be used.
+    most_bytes: u64,
+    block_bytes: u64,
+    dimms: Vec<GuestRange>,
+}
+
+impl DimmPlan {
+    /// For a guest that boots with memory up to `boot_end`, on a host whose pages have `page_bytes` at the most. `range` is rounded
+    /// up; of it `most_bytes` may be used.
+    pub fn new(range: GuestRange, most_bytes: u64, boot_end: u64, page_bytes: u64) -> Self {
+        assert!(most_bytes <= range.len && range.start.is_multiple_of(MAX_BLOCK_BYTES));
+        let block_bytes = block_bytes(boot_end).max(page_bytes);
+        Self { range, most_bytes, block_bytes, dimms: Vec::new() }
+    }
+
+    /// The memory of all DIMMs.
+    pub fn used_bytes(&self) -> u64 {
+        self.dimms.iter().map(|dimm| dimm.len).sum()
+    }
+
+    /// All DIMMs, the first one first.
+    pub fn dimms(&self) -> &[GuestRange] {
+        &self.dimms
+    }
+
+    /// Where the next DIMM would be, if it had `len` bytes, more than none.
+    pub fn place(&self, len: u64) -> Result<GuestRange, DimmError> {
+        let used = self.used_bytes();
+        let left_bytes = self.most_bytes - used;
+        if !len.is_multiple_of(self.block_bytes) {
+            return Err(DimmError::NotWhole { wanted_bytes: len, block_bytes: self.block_bytes });
+        }
+        if len > left_bytes {
+            return Err(DimmError::TooLarge { wanted_bytes: len, left_bytes });
+        }
+        if self.dimms.len() == MAX_DIMMS {
+            return Err(DimmError::NoneLeft);
+        }
+        Ok(GuestRange { start: self.range.start + used, len })
+    }
+
+    /// The DIMM that was placed is there.
+    fn put(&mut self, dimm: GuestRange) {
+        self.dimms.push(dimm);
+    }
+}
+
+/// In which blocks a guest takes memory that boots with memory up to `boot_end` (Linux arch/x86/mm/init_64.c,
+/// `probe_memory_block_size`).
+fn block_bytes(boot_end: u64) -> u64 {
+    if boot_end < LARGE_BLOCKS_FROM {
+        return LINUX_MEMORY_BLOCK_BYTES;
+    }
+    (1u64 << boot_end.trailing_zeros()).clamp(LINUX_MEMORY_BLOCK_BYTES, MAX_BLOCK_BYTES)
+}
+
+/// The DIMMs of a zone.
+pub struct Dimms {
+    spec: ZoneSpec,
+    plan: DimmPlan,
+    backing: DramBacking,
+    reservation: Arc<Reservation>,
+    slots: Arc<Slots>,
+    view: GuestView,
+}
+
+impl Dimms {
+    /// None yet, in a range that `view` has as pluggable.
+    pub(super) fn new(
+        spec: ZoneSpec,
+        plan: DimmPlan,
+        backing: DramBacking,
+        reservation: Arc<Reservation>,
+        slots: Arc<Slots>,
+        view: GuestView,
+    ) -> Self {
+        Self { spec, plan, backing, reservation, slots, view }
+    }
+
+    /// Their zone.
+    pub fn zone(&self) -> &ZoneSpec {
+        &self.spec
+    }
+
+    /// Where they are.
+    pub fn plan(&self) -> &DimmPlan {
+        &self.plan
+    }
+
+    /// Makes one of `len` bytes: mapped, in KVM and in reach of devices. Nobody has told the guest yet.
+    pub fn add(&mut self, len: u64) -> Result<GuestRange, DimmError> {
+        let dimm = self.plan.place(len)?;
+        let offset = self.plan.used_bytes();
+        self.backing.plug(offset, len)?;
+        if let Err(err) = self.slots.add(dimm, &self.reservation, offset, Access::ReadWrite) {
+            let undone = self.backing.detach(offset, len).and_then(|()| self.backing.free_detached());
+            if let Err(err) = undone {
+                tracing::error!(%err, "Memory of a DIMM that did not come stays with the VM");
+            }
+            return Err(err.into());
+        }
+        self.view.exclusive().set_plugged(GuestAddress(dimm.start), len, true);
+        self.plan.put(dimm);
+        Ok(dimm)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::layout::MIB;
+    use super::*;
+
+    fn plan(most_bytes: u64) -> DimmPlan {
+        let len = most_bytes.next_multiple_of(LINUX_MEMORY_BLOCK_BYTES);
+        DimmPlan::new(GuestRange { start: 4 * GIB, len }, most_bytes, GIB, 0)
+    }
+
+    #[test]
+    fn dimms_lie_side_by_side_until_the_range_ends() {
+        let mut plan = plan(GIB + MIB);
+        for (len, start) in
+            [(128 * MIB, 4 * GIB), (512 * MIB, 4 * GIB + 128 * MIB), (384 * MIB, 4 * GIB + 640 * MIB)]
+        {
+            let dimm = plan.place(len).unwrap();
+            assert_eq!(dimm, GuestRange { start, len });
+            plan.put(dimm);
+        }
+        assert_eq!((plan.used_bytes(), plan.dimms().len()), (GIB, 3));
+        // What is left is less than a block, though the range has been rounded up to one.
+        let error = plan.place(128 * MIB).unwrap_err();
+        assert_eq!(error.to_string(), "128 MiB more, of which hotplug_size leaves 1 MiB");
+        assert!(!error.is_the_hosts());
+    }
+
+    #[test]
+    fn a_dimm_is_whole_blocks_and_there_are_as_many_as_devices() {
+        let mut plan = plan(64 * GIB);
+        let error = plan.place(100 * MIB).unwrap_err().to_string();
+        assert_eq!(error, "100 MiB more is not a multiple of 128 MiB, the blocks in which memory comes");
+        let of_large_pages = DimmPlan::new(plan.range, GIB, GIB, GIB);
+        let error = of_large_pages.place(128 * MIB).unwrap_err().to_string();
+        assert!(error.contains("not a multiple of 1 GiB"), "{error}");
+        for _ in 0..MAX_DIMMS {
+            let dimm = plan.place(128 * MIB).unwrap();
+            plan.put(dimm);
+        }
+        assert!(plan.place(128 * MIB).unwrap_err().to_string().starts_with("all 64 DIMMs are there"));
+    }
+
+    #[test]
+    fn blocks_are_as_large_as_linux_makes_them() {
+        for (boot_end, expected) in [
+            (512 * MIB, 128 * MIB),
+            (64 * GIB - MIB, 128 * MIB),
+            (64 * GIB, 2 * GIB),
+            (65 * GIB, GIB),
+            (65 * GIB + 256 * MIB, 256 * MIB),
+            (65 * GIB + MIB, 128 * MIB),
+            (1 << 40, 2 * GIB),
+        ] {
+            assert_eq!(block_bytes(boot_end), expected, "{boot_end:#x}");
+        }
+    }
+}
