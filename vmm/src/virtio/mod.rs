@@ -14,6 +14,7 @@ pub mod rng;
 pub mod testing;
 pub mod transport;
 pub mod vsock;
+pub mod watchdog;
 mod worker;
 
 use std::sync::Arc;

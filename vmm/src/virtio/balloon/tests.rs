@@ -11,7 +11,7 @@ use super::*;
 use crate::event_loop::EventLoop;
 use crate::memory::slots::SlotTable;
 use crate::memory::slots::fake::FakeSlots;
-use crate::memory::zone::{Tier, ZoneSpec};
+use crate::memory::zone::{Growth, HostMemory, Tier, ZoneSpec};
 use crate::memory::{BLOCK_BYTES, HotplugPart, Memory, MemoryOptions, build};
 use crate::pool::PmPool;
 use crate::pool::fake::FakePool;
@@ -51,6 +51,8 @@ impl Rig {
             id: id.to_owned(),
             tier,
             guest_node,
+            host: HostMemory::default(),
+            growth: Growth::VirtioMem,
             host_node: None,
             boot_bytes,
             hotplug_bytes: 128 * MIB,
@@ -58,7 +60,7 @@ impl Rig {
         };
         let zones = vec![zone("dram", Tier::Dram, 0, BOOT), zone("pm", Tier::Pm, 1, 0)];
         let pool: Arc<dyn PmPool> = Arc::new(FakePool::new(64));
-        let options = MemoryOptions { address_bits: 40, slot_limit: 64, huge_pages: false };
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64 };
         let table = Arc::new(FakeSlots::default()) as Arc<dyn SlotTable>;
         let mut memory = build(zones, Some(&pool), table, options).unwrap();
         let mut parts = memory.take_hotplug();

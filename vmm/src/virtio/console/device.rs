@@ -43,7 +43,7 @@ impl VirtioDevice for Console {
     }
 
     fn name(&self) -> &str {
-        "console"
+        "__console"
     }
 
     fn queue_sizes(&self) -> &[u16] {

@@ -23,7 +23,7 @@ use crate::memory::backing::{Backing, BackingError};
 use crate::memory::layout::{GIB, MIB};
 use crate::memory::slots::SlotTable;
 use crate::memory::slots::fake::FakeSlots;
-use crate::memory::zone::{Tier, ZoneSpec};
+use crate::memory::zone::{Growth, HostMemory, Tier, ZoneSpec};
 use crate::memory::{BLOCK_BYTES, Memory, MemoryOptions, build};
 use crate::pool::fake::FakePool;
 use crate::pool::{PmPool, PoolInfo};
@@ -125,6 +125,8 @@ impl Guest {
             id: id.into(),
             tier,
             guest_node: 1,
+            host: HostMemory::default(),
+            growth: Growth::VirtioMem,
             host_node: None,
             boot_bytes,
             hotplug_bytes,
@@ -135,7 +137,7 @@ impl Guest {
             Some(_) => vec![zone("dram", Tier::Dram, 16 * MIB, 0), zone("pm", Tier::Pm, 0, hotplug_bytes)],
             None => vec![zone("dram", Tier::Dram, 16 * MIB, hotplug_bytes)],
         };
-        let options = MemoryOptions { address_bits: 40, slot_limit: 64, huge_pages: false };
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64 };
         let slots: Arc<dyn SlotTable> = table.clone();
         let mut memory = build(zones, Some(&dyn_pool), slots, options).unwrap();
         let event_loop = EventLoop::spawn("test_mem").unwrap();

@@ -149,22 +149,11 @@ impl Tap {
         Ok(tap)
     }
 
-    /// Takes queues that somebody else has opened. Of what they are of nothing is changed but what the device needs: whose it
-    /// is may have it in a network namespace of its own.
-    pub fn from_fds(fds: Vec<OwnedFd>, mtu: Option<u16>) -> Result<Self, TapError> {
-        let mut name = None::<String>;
-        let several = fds.len() > 1;
-        for fd in &fds {
-            let found = check_given(fd, several)?;
-            match &name {
-                Some(first) if *first != found => {
-                    let (fd, first) = (fd.as_raw_fd(), first.clone());
-                    return Err(TapError::Mixed { fd, name: found, first });
-                }
-                _ => name = Some(found),
-            }
-        }
-        let tap = Self::new(name.unwrap_or_default(), fds.into_iter().map(File::from).collect())?;
+    /// Takes queues that somebody else has opened, by their numbers: copies of them. Of what they are of nothing is changed but
+    /// what the device needs: whose it is may have it in a network namespace of its own.
+    pub fn from_fds(given: &[RawFd], mtu: Option<u16>) -> Result<Self, TapError> {
+        let (name, fds) = check_given(given)?;
+        let tap = Self::new(name, fds.into_iter().map(File::from).collect())?;
         Ok(Self { mtu, ..tap })
     }
 
@@ -264,11 +253,7 @@ impl HostInterface for Tap {
 
     fn set_pairs(&self, pairs: u16) -> io::Result<()> {
         let mut attached = self.attached.lock();
-        let set = |nth: u16, flag: c_int| {
-            let mut interface = named("");
-            interface.ifr_ifru.ifru_flags = flag as c_short;
-            call(&self.queues[usize::from(nth)], libc::TUNSETQUEUE, &mut interface)
-        };
+        let set = |nth: u16, flag: c_int| set_queue(&self.queues[usize::from(nth)], flag);
         while *attached > pairs {
             set(*attached - 1, IFF_DETACH_QUEUE)?;
             *attached -= 1;
@@ -332,34 +317,63 @@ fn attach(name: &str, flags: c_int) -> Result<(File, String), TapError> {
     Ok((file, name_of(&interface)))
 }
 
-/// Refuses a descriptor on which a device would not work. Returns the interface's name.
-fn check_given(fd: &OwnedFd, several: bool) -> Result<String, TapError> {
-    let mut interface = named("");
-    let raw = fd.as_raw_fd();
-    call(fd, libc::TUNGETIFF, &mut interface).map_err(|source| TapError::NoTap { fd: raw, source })?;
-    // SAFETY: the kernel has filled this member of the union.
-    let flags = c_int::from(unsafe { interface.ifr_ifru.ifru_flags });
-    let lacks = match flags {
-        _ if flags & IFF_TAP == 0 => "as tun, which has no Ethernet",
-        _ if flags & IFF_NO_PI == 0 => "without IFF_NO_PI",
-        _ if flags & IFF_VNET_HDR == 0 => "without IFF_VNET_HDR",
-        _ if several && flags & IFF_MULTI_QUEUE == 0 => "without IFF_MULTI_QUEUE",
-        _ => return Ok(name_of(&interface)),
-    };
-    Err(TapError::Lacks { fd: raw, lacks })
+/// Refuses descriptors on which a device would not work: all are queues of one interface. Returns its name and copies of them.
+pub fn check_given(given: &[RawFd]) -> Result<(String, Vec<OwnedFd>), TapError> {
+    let several = given.len() > 1;
+    let (mut name, mut copies) = (String::new(), Vec::with_capacity(given.len()));
+    for &fd in given {
+        let copy = duplicate(fd)?;
+        if several {
+            // Another VM's driver may have put it aside. Fails where there is nothing to be done.
+            let _ = set_queue(&copy, IFF_ATTACH_QUEUE);
+        }
+        let found = check_queue(fd, &copy, several)?;
+        if !copies.is_empty() && found != name {
+            return Err(TapError::Mixed { fd, name: found, first: name });
+        }
+        name = found;
+        copies.push(copy);
+    }
+    Ok((name, copies))
 }
 
-/// Duplicates descriptors that were given by their numbers: whose they are keeps them.
-pub fn duplicate(fds: &[RawFd]) -> Result<Vec<OwnedFd>, TapError> {
-    fds.iter()
-        .map(|&fd| {
-            // SAFETY: it is only duplicated, which fails where there is none. That nobody else closes it and opens
-            // something else is for who has given its number.
-            unsafe { BorrowedFd::borrow_raw(fd) }
-                .try_clone_to_owned()
-                .map_err(|source| TapError::NoTap { fd, source })
-        })
-        .collect()
+/// Refuses one, which is `fd` to who has given it. Returns its interface's name.
+fn check_queue(fd: RawFd, queue: &OwnedFd, several: bool) -> Result<String, TapError> {
+    let mut interface = named("");
+    call(queue, libc::TUNGETIFF, &mut interface).map_err(|source| TapError::NoTap { fd, source })?;
+    // SAFETY: the kernel has filled this member of the union.
+    let flags = c_int::from(unsafe { interface.ifr_ifru.ifru_flags });
+    match lacks(flags, several) {
+        Some(lacks) => Err(TapError::Lacks { fd, lacks }),
+        None => Ok(name_of(&interface)),
+    }
+}
+
+/// What a queue that was opened with these flags is not fit for.
+fn lacks(flags: c_int, several: bool) -> Option<&'static str> {
+    match flags {
+        _ if flags & IFF_TAP == 0 => Some("as tun, which has no Ethernet"),
+        _ if flags & IFF_NO_PI == 0 => Some("without IFF_NO_PI"),
+        _ if flags & IFF_VNET_HDR == 0 => Some("without IFF_VNET_HDR"),
+        _ if several && flags & IFF_MULTI_QUEUE == 0 => Some("without IFF_MULTI_QUEUE"),
+        _ => None,
+    }
+}
+
+/// Duplicates a descriptor that was given by its number: whose it is keeps it.
+fn duplicate(fd: RawFd) -> Result<OwnedFd, TapError> {
+    // SAFETY: it is only duplicated, which fails where there is none. That nobody else closes it and opens something else
+    // is for who has given its number.
+    unsafe { BorrowedFd::borrow_raw(fd) }
+        .try_clone_to_owned()
+        .map_err(|source| TapError::NoTap { fd, source })
+}
+
+/// Has frames come to a queue, or no more.
+fn set_queue(queue: &impl AsRawFd, flag: c_int) -> io::Result<()> {
+    let mut interface = named("");
+    interface.ifr_ifru.ifru_flags = flag as c_short;
+    call(queue, libc::TUNSETQUEUE, &mut interface)
 }
 
 fn set_nonblocking(file: &File) -> io::Result<()> {
@@ -489,9 +503,21 @@ mod tests {
     #[test]
     fn what_is_no_tap_is_refused() {
         let file = tempfile::tempfile().unwrap();
-        let fds = duplicate(&[file.as_raw_fd()]).unwrap();
-        assert!(matches!(Tap::from_fds(fds, None), Err(TapError::NoTap { .. })));
-        assert!(matches!(duplicate(&[i32::MAX]), Err(TapError::NoTap { fd: i32::MAX, .. })));
+        let fd = file.as_raw_fd();
+        assert!(matches!(Tap::from_fds(&[fd], None), Err(TapError::NoTap { fd: found, .. }) if found == fd));
+        assert!(matches!(check_given(&[i32::MAX]), Err(TapError::NoTap { fd: i32::MAX, .. })));
+    }
+
+    #[test]
+    fn a_queue_was_opened_as_the_device_needs_it() {
+        let all = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR;
+        assert_eq!((lacks(all, false), lacks(all | IFF_MULTI_QUEUE, true)), (None, None));
+        // One queue of several is one.
+        assert_eq!(lacks(all | IFF_MULTI_QUEUE, false), None);
+        assert_eq!(lacks(all, true), Some("without IFF_MULTI_QUEUE"));
+        assert_eq!(lacks(all & !IFF_VNET_HDR, false), Some("without IFF_VNET_HDR"));
+        assert_eq!(lacks(all & !IFF_NO_PI, false), Some("without IFF_NO_PI"));
+        assert!(lacks(libc::IFF_TUN | IFF_NO_PI | IFF_VNET_HDR, false).unwrap().starts_with("as tun"));
     }
 
     #[test]

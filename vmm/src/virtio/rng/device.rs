@@ -38,7 +38,7 @@ impl VirtioDevice for Rng {
     }
 
     fn name(&self) -> &str {
-        "rng"
+        "__rng"
     }
 
     fn queue_sizes(&self) -> &[u16] {

@@ -1,0 +1,130 @@
+//! The device: it has one queue and no configuration.
+
+use std::sync::Arc;
+
+use super::event::{QUEUE, Worker};
+use super::metrics::WatchdogMetrics;
+use crate::event_loop::EventLoopHandle;
+use crate::virtio::worker::WorkerSlot;
+use crate::virtio::{ActivateError, Activation, VirtioDevice};
+
+/// Device type (virtio 1.3, 5: "watchdog").
+const TYPE_WATCHDOG: u16 = 35;
+const QUEUE_SIZES: [u16; 1] = [8];
+
+/// Told when a guest has been silent for too long.
+pub type OnSilence = Arc<dyn Fn() + Send + Sync>;
+
+/// A watchdog.
+pub struct Watchdog {
+    on_silence: OnSilence,
+    metrics: Arc<WatchdogMetrics>,
+    worker: WorkerSlot,
+}
+
+impl Watchdog {
+    /// A watchdog that tells `on_silence`, once until the guest pings again.
+    pub fn new(on_silence: OnSilence, event_loop: EventLoopHandle) -> Self {
+        Self { on_silence, metrics: Arc::default(), worker: WorkerSlot::new(event_loop) }
+    }
+
+    /// The device's counters.
+    pub fn metrics(&self) -> Arc<WatchdogMetrics> {
+        Arc::clone(&self.metrics)
+    }
+}
+
+impl VirtioDevice for Watchdog {
+    fn device_type(&self) -> u16 {
+        TYPE_WATCHDOG
+    }
+
+    fn name(&self) -> &str {
+        "watchdog"
+    }
+
+    fn queue_sizes(&self) -> &[u16] {
+        &QUEUE_SIZES
+    }
+
+    fn activate(&mut self, mut activation: Activation) -> Result<(), ActivateError> {
+        let queue = activation.take_queue(QUEUE)?;
+        let (view, interrupt) = (activation.view, activation.interrupt);
+        let (metrics, on_silence) = (Arc::clone(&self.metrics), Arc::clone(&self.on_silence));
+        self.worker.start(Box::new(Worker::new(view, interrupt, queue, metrics, on_silence)?))
+    }
+
+    /// A driver that is unloaded has nothing to ping with: the countdown ends.
+    fn reset(&mut self) {
+        self.worker.stop();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::event_loop::EventLoop;
+    use crate::virtio::testing::{BUFFERS, Buffer, MEMORY_LEN, TestDriver};
+
+    struct Rig {
+        _event_loop: EventLoop,
+        watchdog: Watchdog,
+        driver: TestDriver,
+    }
+
+    impl Rig {
+        fn new() -> Self {
+            let event_loop = EventLoop::spawn("test").unwrap();
+            let mut watchdog = Watchdog::new(Arc::new(|| {}), event_loop.handle());
+            let mut driver = TestDriver::new(1);
+            watchdog.activate(driver.activation(watchdog.features())).unwrap();
+            Self { _event_loop: event_loop, watchdog, driver }
+        }
+
+        fn ping(&mut self, buffer: Buffer) -> (u16, u32) {
+            self.driver.add(0, &[buffer]);
+            self.driver.kick(0);
+            self.driver.wait_used(0)
+        }
+
+        fn counted(&self) -> (u64, u64) {
+            let metrics = self.watchdog.metrics();
+            (metrics.pings.load(Ordering::Relaxed), metrics.bad_requests.load(Ordering::Relaxed))
+        }
+    }
+
+    #[test]
+    fn each_ping_is_answered_with_a_one() {
+        let mut rig = Rig::new();
+        for _ in 0..3 {
+            rig.driver.write(BUFFERS, &[0, 7]);
+            assert_eq!(rig.ping(Buffer::In(BUFFERS, 1)).1, 1);
+            assert_eq!(rig.driver.read(BUFFERS, 2), [1, 7]);
+        }
+        assert_eq!(rig.counted(), (3, 0));
+        rig.watchdog.reset();
+        let activation = rig.driver.activation(rig.watchdog.features());
+        rig.watchdog.activate(activation).unwrap();
+        assert_eq!(rig.ping(Buffer::In(BUFFERS, 1)).1, 1);
+    }
+
+    #[test]
+    fn what_cannot_be_written_is_no_ping() {
+        let mut rig = Rig::new();
+        assert_eq!(rig.ping(Buffer::Out(BUFFERS, 1)).1, 0);
+        assert_eq!(rig.ping(Buffer::In(MEMORY_LEN, 1)).1, 0);
+        assert_eq!(rig.counted(), (0, 2));
+    }
+
+    #[test]
+    fn without_its_queue_it_does_not_start() {
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let mut watchdog = Watchdog::new(Arc::new(|| {}), event_loop.handle());
+        let mut activation = TestDriver::new(1).activation(watchdog.features());
+        activation.queues[0] = None;
+        let error = watchdog.activate(activation).unwrap_err();
+        assert!(matches!(error, ActivateError::QueueMissing { index: 0 }));
+    }
+}

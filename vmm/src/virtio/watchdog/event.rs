@@ -1,0 +1,164 @@
+//! The worker: pings from the queue, ticks from a timer that runs once there was one.
+
+use std::io::{self, Write};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use tracing::warn;
+use virtio_queue::{DescriptorChain, QueueT, Writer};
+use vm_memory::GuestAddressSpace;
+use vmm_sys_util::timerfd::TimerFd;
+
+use super::countdown::{Countdown, TICK};
+use super::device::OnSilence;
+use super::metrics::WatchdogMetrics;
+use crate::interrupt::VirtioInterrupt;
+use crate::log::sparsely;
+use crate::memory::view::{GuestView, MappedMemory};
+use crate::virtio::ActiveQueue;
+
+pub(super) const QUEUE: u16 = 0;
+/// What a driver reads that has been heard.
+const HEARD: [u8; 1] = [1];
+/// Pings before others on the event loop have their turn.
+const BATCH: usize = 64;
+
+const KICK: u32 = 0;
+const TICKED: u32 = 1;
+
+pub(super) struct Worker {
+    view: GuestView,
+    interrupt: Arc<dyn VirtioInterrupt>,
+    queue: ActiveQueue,
+    timer: TimerFd,
+    countdown: Countdown,
+    metrics: Arc<WatchdogMetrics>,
+    on_silence: OnSilence,
+}
+
+impl Worker {
+    pub(super) fn new(
+        view: GuestView,
+        interrupt: Arc<dyn VirtioInterrupt>,
+        queue: ActiveQueue,
+        metrics: Arc<WatchdogMetrics>,
+        on_silence: OnSilence,
+    ) -> io::Result<Self> {
+        let (timer, countdown) = (TimerFd::new()?, Countdown::default());
+        Ok(Self { view, interrupt, queue, timer, countdown, metrics, on_silence })
+    }
+
+    fn serve(&mut self) {
+        let (mut pinged, mut used) = (false, false);
+        let guard = self.view.memory();
+        let memory: &MappedMemory = &guard;
+        for count in 0.. {
+            if count == BATCH {
+                self.queue.come_back();
+                break;
+            }
+            let Some(chain) = self.queue.pop(memory, &*self.interrupt) else { break };
+            let head = chain.head_index();
+            let is_ping = answer(memory, chain);
+            let counter = if is_ping { &self.metrics.pings } else { &self.metrics.bad_requests };
+            counter.fetch_add(1, Ordering::Relaxed);
+            pinged |= is_ping;
+            if !self.queue.give_back(memory, head, if is_ping { HEARD.len() as u32 } else { 0 }) {
+                break;
+            }
+            used = true;
+        }
+        let tell = used && self.queue.queue.needs_notification(memory).unwrap_or(true);
+        drop(guard);
+        // Before the driver hears that it was heard.
+        if pinged && self.countdown.ping() {
+            self.begin();
+        }
+        if tell && let Err(err) = self.interrupt.signal_queue(QUEUE) {
+            sparsely!(warn, %err, "The watchdog cannot interrupt");
+        }
+    }
+
+    fn begin(&mut self) {
+        if let Err(err) = self.timer.reset(TICK, Some(TICK)) {
+            warn!(%err, "The watchdog has no timer: a guest that hangs is not restarted");
+        }
+    }
+
+    fn tick(&mut self) {
+        if self.countdown.tick() {
+            warn!("The guest has not pinged its watchdog for too long");
+            (self.on_silence)();
+        }
+        if !self.countdown.is_on()
+            && let Err(err) = self.timer.clear()
+        {
+            warn!(%err, "The watchdog's timer does not stop");
+        }
+    }
+}
+
+/// Says in the driver's byte that it was heard. False if there is none.
+fn answer(memory: &MappedMemory, chain: DescriptorChain<&MappedMemory>) -> bool {
+    Writer::new(memory, chain).is_ok_and(|mut writer| writer.write_all(&HEARD).is_ok())
+}
+
+impl MutEventSubscriber for Worker {
+    fn init(&mut self, ops: &mut EventOps) {
+        self.queue.watch(KICK, ops);
+        if let Err(err) = ops.add(Events::with_data(&self.timer, TICKED, EventSet::IN)) {
+            warn!(?err, "Cannot wait for the watchdog's timer");
+        }
+        self.serve();
+    }
+
+    fn process(&mut self, events: Events, _ops: &mut EventOps) {
+        match events.data() {
+            TICKED => {
+                // However often it has rung: who stood still meanwhile could not ping.
+                if self.timer.wait().is_ok() {
+                    self.tick();
+                }
+            }
+            _ => {
+                self.queue.clear_kick();
+                self.serve();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU32;
+
+    use super::*;
+    use crate::virtio::testing::{BUFFERS, Buffer, TestDriver};
+
+    #[test]
+    fn a_guest_that_has_pinged_and_stops_is_told_of_once() {
+        let mut driver = TestDriver::new(1);
+        let mut activation = driver.activation(0);
+        let queue = activation.queues.pop().flatten().unwrap();
+        let silences = Arc::new(AtomicU32::new(0));
+        let counter = Arc::clone(&silences);
+        let on_silence: OnSilence = Arc::new(move || {
+            counter.fetch_add(1, Ordering::Relaxed);
+        });
+        let mut worker =
+            Worker::new(activation.view, activation.interrupt, queue, Arc::default(), on_silence).unwrap();
+        let ticks = |worker: &mut Worker| (0..100).for_each(|_| worker.tick());
+        ticks(&mut worker);
+        assert_eq!(silences.load(Ordering::Relaxed), 0, "nobody has begun to ping");
+        assert!(!worker.timer.is_armed().unwrap());
+        for expected in 1..3 {
+            driver.add(0, &[Buffer::In(BUFFERS, 1)]);
+            worker.serve();
+            assert!(worker.timer.is_armed().unwrap());
+            ticks(&mut worker);
+            assert_eq!(silences.load(Ordering::Relaxed), expected);
+            assert!(!worker.timer.is_armed().unwrap(), "a timer that is of no use does not ring");
+        }
+    }
+}
