@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use tracing::warn;
 
-use super::ConsoleError;
+use super::{ConsoleError, Lines};
 
 /// What becomes of a file that is there already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,10 +20,10 @@ pub enum FileStart {
 
 /// The console files of a VM that is being built. Dropped before [`Self::begin`] has succeeded, those that were not
 /// there are gone again; dropped before it is called, none is emptied.
-#[derive(Debug)]
 pub struct ConsoleFiles {
     start: FileStart,
     opened: Vec<Opened>,
+    lines: Lines,
 }
 
 #[derive(Debug)]
@@ -35,9 +35,13 @@ struct Opened {
 }
 
 impl ConsoleFiles {
-    /// No file as yet.
-    pub fn new(start: FileStart) -> Self {
-        Self { start, opened: Vec::new() }
+    /// No file as yet. Pseudo terminals and sockets are in `lines`, and stay there whatever becomes of the VM.
+    pub fn new(start: FileStart, lines: Lines) -> Self {
+        Self { start, opened: Vec::new(), lines }
+    }
+
+    pub(super) fn lines(&self) -> &Lines {
+        &self.lines
     }
 
     /// Opens a file to append to it: serial and virtio console may share one, and logs may be truncated while they
@@ -107,6 +111,10 @@ mod tests {
 
     use super::*;
 
+    fn files(start: FileStart) -> ConsoleFiles {
+        ConsoleFiles::new(start, Lines::default())
+    }
+
     fn folder_with(name: &str, text: &str) -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
@@ -117,7 +125,7 @@ mod tests {
     #[test]
     fn a_file_is_emptied_when_its_vm_begins_and_not_before() {
         let (_folder, path) = folder_with("console", "of an earlier VM");
-        let mut files = ConsoleFiles::new(FileStart::Empty);
+        let mut files = files(FileStart::Empty);
         let mut file = files.open(&path).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), "of an earlier VM");
         files.begin().unwrap();
@@ -128,7 +136,7 @@ mod tests {
     #[test]
     fn a_file_goes_on_after_a_reboot() {
         let (_folder, path) = folder_with("console", "one ");
-        let mut files = ConsoleFiles::new(FileStart::Continue);
+        let mut files = files(FileStart::Continue);
         let mut file = files.open(&path).unwrap();
         files.begin().unwrap();
         file.write_all(b"two").unwrap();
@@ -141,7 +149,7 @@ mod tests {
         let [new, link, target, replaced] =
             ["new", "link", "target", "replaced"].map(|name| folder.path().join(name));
         std::os::unix::fs::symlink(&target, &link).unwrap();
-        let mut files = ConsoleFiles::new(FileStart::Empty);
+        let mut files = files(FileStart::Empty);
         for path in [&old, &new, &new, &link, &replaced] {
             files.open(path).unwrap();
         }
@@ -173,7 +181,7 @@ mod tests {
         assert_eq!(result, 0);
         let folder = tempfile::tempdir().unwrap();
         let new = folder.path().join("new");
-        let mut files = ConsoleFiles::new(FileStart::Empty);
+        let mut files = files(FileStart::Empty);
         files.open(&new).unwrap();
         files.open(&path_of(&sealed)).unwrap();
         let error = files.begin().unwrap_err();
@@ -193,7 +201,7 @@ mod tests {
             deep = File::open(below).unwrap();
         }
         let new = path_of(&deep).join("new");
-        let mut files = ConsoleFiles::new(FileStart::Empty);
+        let mut files = files(FileStart::Empty);
         files.open(&new).unwrap_err();
         assert!(new.exists(), "it has been made");
         drop(files);
@@ -203,7 +211,7 @@ mod tests {
     #[test]
     fn two_consoles_share_a_file() {
         let (_folder, path) = folder_with("console", "of an earlier VM");
-        let mut files = ConsoleFiles::new(FileStart::Empty);
+        let mut files = files(FileStart::Empty);
         let [mut one, mut two] = [(); 2].map(|()| files.open(&path).unwrap());
         files.begin().unwrap();
         one.write_all(b"one ").unwrap();

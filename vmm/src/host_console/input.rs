@@ -69,7 +69,6 @@ impl AsRawFd for ConsoleInput {
 }
 
 /// A pipe or a socket.
-#[cfg(test)]
 impl From<File> for ConsoleInput {
     fn from(file: File) -> Self {
         Self { file, _raw: None }

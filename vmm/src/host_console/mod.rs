@@ -1,7 +1,8 @@
-//! The host's side of a guest's console: a file, the terminal, or nothing.
+//! The host's side of a guest's console: a file, the terminal, a pseudo terminal, a socket, or nothing.
 
 mod files;
 mod input;
+mod line;
 mod output;
 mod raw_mode;
 mod readiness;
@@ -13,9 +14,12 @@ use thiserror::Error;
 
 pub use files::{ConsoleFiles, FileStart};
 pub use input::{ConsoleInput, Read};
+pub use line::{Lines, Port};
 pub use output::{ConsoleOutput, Lost};
 
+use crate::api::SocketError;
 use crate::config::{ConsoleConfig, ConsoleMode};
+use crate::event_loop::EventLoopError;
 
 /// Why a console cannot be opened.
 #[derive(Debug, Error)]
@@ -41,6 +45,21 @@ pub enum ConsoleError {
     /// No path came with mode file.
     #[error("The console goes to a file, but no file is named")]
     NoFile,
+    /// No path came with mode socket.
+    #[error("The console goes to a socket, but no socket is named")]
+    NoSocket,
+    /// The socket cannot be listened on.
+    #[error(transparent)]
+    Socket(#[from] SocketError),
+    /// There is no pseudo terminal.
+    #[error("Cannot open a pseudo terminal")]
+    Pty(#[source] io::Error),
+    /// No pipe or eventfd between a console and who comes to it.
+    #[error("Cannot set up a console that somebody can come to")]
+    Line(#[source] io::Error),
+    /// No thread for it.
+    #[error("Cannot start the thread of consoles that somebody can come to")]
+    Worker(#[source] EventLoopError),
     /// Standard input or output cannot be used.
     #[error("Cannot use the terminal as console")]
     Terminal(#[source] io::Error),
@@ -56,7 +75,11 @@ pub struct HostConsole {
 
 impl HostConsole {
     /// Opens what `config` names, files as some of `files`; `None` if the guest shall have no such device.
-    pub fn open(config: &ConsoleConfig, files: &mut ConsoleFiles) -> Result<Option<Self>, ConsoleError> {
+    pub fn open(
+        port: Port,
+        config: &ConsoleConfig,
+        files: &mut ConsoleFiles,
+    ) -> Result<Option<Self>, ConsoleError> {
         let console = match config.mode {
             ConsoleMode::Off => return Ok(None),
             ConsoleMode::Null => Self { output: ConsoleOutput::null(), input: None },
@@ -64,6 +87,7 @@ impl HostConsole {
                 output: ConsoleOutput::stdout().map_err(ConsoleError::Terminal)?,
                 input: ConsoleInput::stdin().map_err(ConsoleError::Terminal)?,
             },
+            ConsoleMode::Pty | ConsoleMode::Socket => files.lines().open(port, config)?,
             ConsoleMode::File => {
                 let path = config.file.as_ref().ok_or(ConsoleError::NoFile)?;
                 let file =
@@ -90,20 +114,23 @@ mod tests {
     use super::*;
 
     fn files() -> ConsoleFiles {
-        ConsoleFiles::new(FileStart::Empty)
+        ConsoleFiles::new(FileStart::Empty, Lines::default())
     }
 
     #[test]
     fn a_file_that_cannot_be_opened_is_named() {
         let path = Some("/nowhere/at/all".into());
-        let config = ConsoleConfig { mode: ConsoleMode::File, file: path };
-        let error = HostConsole::open(&config, &mut files()).err().unwrap();
+        let config = ConsoleConfig { mode: ConsoleMode::File, file: path, socket: None };
+        let error = HostConsole::open(Port::Serial, &config, &mut files()).err().unwrap();
         assert_eq!(error.to_string(), r#"Cannot open the console's file "/nowhere/at/all""#);
     }
 
     #[test]
     fn off_is_no_device_and_null_is_a_silent_one() {
-        let open = |mode| HostConsole::open(&ConsoleConfig { mode, file: None }, &mut files()).unwrap();
+        let open = |mode| {
+            let config = ConsoleConfig { mode, ..ConsoleConfig::default() };
+            HostConsole::open(Port::Console, &config, &mut files()).unwrap()
+        };
         assert!(open(ConsoleMode::Off).is_none());
         let null = open(ConsoleMode::Null).unwrap();
         assert!(null.output.is_null() && null.input.is_none());

@@ -4,8 +4,10 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::line::ring::Ring;
 use super::readiness::ready;
 
 /// What waits for a reader who is late. More is lost: a guest's thread, or the thread of all devices, does not
@@ -19,10 +21,12 @@ const PIPE_STEP_LEN: usize = 4096;
 /// A pseudo terminal with room has room for 256 bytes, the unit in which Linux extends its buffer.
 const TERMINAL_STEP_LEN: usize = 128;
 
-/// A file, standard output, or nothing. Nothing that is sent to it waits, except for a disk.
+/// A file, standard output, whoever comes, or nothing. Nothing that is sent to it waits, except for a disk.
 #[derive(Debug)]
 pub struct ConsoleOutput {
     target: Option<Target>,
+    /// For who comes, instead.
+    line: Option<Arc<Ring>>,
     /// Sent, and not yet written.
     backlog: VecDeque<u8>,
 }
@@ -103,7 +107,12 @@ impl Target {
 impl ConsoleOutput {
     /// Throws everything away.
     pub fn null() -> Self {
-        Self { target: None, backlog: VecDeque::new() }
+        Self { target: None, line: None, backlog: VecDeque::new() }
+    }
+
+    /// For who comes: what is sent is kept until then, the newest of it.
+    pub(super) fn line(ring: Arc<Ring>) -> Self {
+        Self { target: None, line: Some(ring), backlog: VecDeque::new() }
     }
 
     /// Standard output, without the buffer of the standard library.
@@ -113,12 +122,15 @@ impl ConsoleOutput {
 
     /// Whether nobody listens.
     pub fn is_null(&self) -> bool {
-        self.target.is_none()
+        self.target.is_none() && self.line.is_none()
     }
 
     /// Writes what waits and `data`, as far as that goes without waiting, and keeps the rest if it is not too much.
     /// Says what was lost.
     pub fn send(&mut self, data: &[u8]) -> Lost {
+        if let Some(ring) = &self.line {
+            return Lost { len: ring.push(data), error: None };
+        }
         if self.is_null() {
             return Lost::default();
         }
@@ -157,7 +169,7 @@ impl ConsoleOutput {
 
 impl From<File> for ConsoleOutput {
     fn from(file: File) -> Self {
-        Self { target: Some(Target::new(file)), backlog: VecDeque::new() }
+        Self { target: Some(Target::new(file)), line: None, backlog: VecDeque::new() }
     }
 }
 

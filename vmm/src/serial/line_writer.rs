@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tracing::warn;
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::metrics::SerialMetrics;
 use crate::host_console::ConsoleOutput;
+use crate::log::sparsely;
 
 /// A line that is longer goes out in parts.
 const LINE_LEN_MAX: usize = 512;
@@ -55,7 +55,8 @@ impl LineWriter {
         self.line.clear();
         self.metrics.lost_bytes.fetch_add(lost.len as u64, Ordering::Relaxed);
         if lost.len > 0 && !self.losing {
-            warn!(err = ?lost.error, "Output of the serial port is lost");
+            // Not each time: beside a slow reader, a guest finds places and loses them as often as it likes.
+            sparsely!(warn, err = ?lost.error, "Output of the serial port is lost");
         }
         // It ends when the reader has caught up, not with each line that finds a place.
         self.losing = lost.len > 0 || self.losing && self.output.is_behind();

@@ -1,0 +1,307 @@
+//! Between a guest's console and whoever is there: nobody at times, and never more than one.
+
+use std::fs::File;
+use std::io::{self, PipeWriter, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use tracing::{debug, warn};
+use vmm_sys_util::timerfd::TimerFd;
+
+use super::super::readiness::ready;
+use super::pty::{Pty, is_hung_up};
+use super::ring::Ring;
+use crate::api::SocketFile;
+use crate::event_loop::Interest;
+use crate::log::sparsely;
+
+const FILLED: u32 = 0;
+const ARRIVAL: u32 = 1;
+const INPUT: u32 = 2;
+const OUTPUT: u32 = 3;
+const ROOM: u32 = 4;
+const AGAIN: u32 = 5;
+
+/// The most that is written at once.
+const OUTPUT_LEN_MAX: usize = 16 << 10;
+/// The most that is read at once: what goes into a pipe whole or not at all (pipe(7), PIPE_BUF), so that a pipe with room has
+/// room for it.
+const INPUT_LEN_MAX: usize = 4096;
+/// Reads or writes before others on the event loop have their turn.
+const BATCH: usize = 16;
+/// When nobody can come, because there are no files for it, for example: until somebody may try again.
+const AGAIN_DELAY: Duration = Duration::from_secs(1);
+/// How long the end waits for a reader who is late.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Where people come.
+pub(super) enum End {
+    Pty(Pty),
+    Socket {
+        listener: UnixListener,
+        /// After the listener: nobody shall find a path on which nobody answers.
+        _file: SocketFile,
+    },
+}
+
+/// Moves bytes between a line's end and the guest.
+pub(super) struct Bridge {
+    peer: Option<Peer>,
+    ring: Arc<Ring>,
+    /// Taken from the ring, and not written yet.
+    said: Vec<u8>,
+    /// Where the guest reads.
+    typing: PipeWriter,
+    /// Read, and not yet on its way to the guest.
+    typed: Vec<u8>,
+    room: Interest,
+    end: End,
+    listening: Interest,
+    again: TimerFd,
+}
+
+/// Whoever is there.
+struct Peer {
+    /// The same file twice: each is waited for by itself.
+    reader: File,
+    writer: File,
+    reading: Interest,
+    writing: Interest,
+    /// It has said all it will say.
+    is_silent: bool,
+}
+
+impl Peer {
+    /// `files` are the same one, and do not block.
+    fn new([reader, writer]: [File; 2]) -> Self {
+        let reading = Interest::new("input of a console's line", INPUT, EventSet::IN);
+        let writing = Interest::new("output of a console's line", OUTPUT, EventSet::OUT);
+        Self { reader, writer, reading, writing, is_silent: false }
+    }
+
+    fn forget(&mut self, ops: &mut EventOps) {
+        self.reading.set(false, &self.reader, ops);
+        self.writing.set(false, &self.writer, ops);
+    }
+}
+
+impl Bridge {
+    pub(super) fn new(end: End, ring: Arc<Ring>, typing: PipeWriter) -> io::Result<Self> {
+        fcntl_setfl(&typing, fcntl_getfl(&typing)? | OFlags::NONBLOCK)?;
+        let room = Interest::new("room for input of a console's line", ROOM, EventSet::OUT);
+        let listening = Interest::new("who comes to a console's line", ARRIVAL, EventSet::IN);
+        let (said, typed, again) = (Vec::new(), Vec::new(), TimerFd::new()?);
+        Ok(Self { peer: None, ring, said, typing, typed, room, end, listening, again })
+    }
+
+    fn listen(&mut self, on: bool, ops: &mut EventOps) {
+        match &self.end {
+            End::Pty(pty) => self.listening.set(on, &pty.arrivals(), ops),
+            End::Socket { listener, .. } => self.listening.set(on, listener, ops),
+        }
+    }
+
+    /// Somebody may have come.
+    fn look(&mut self, ops: &mut EventOps) {
+        match self.newcomer() {
+            Ok(Some(files)) => {
+                self.leave(ops);
+                self.peer = Some(Peer::new(files));
+                self.serve_input(ops);
+                self.serve_output(ops);
+            }
+            Ok(None) => {}
+            Err(err) => {
+                sparsely!(warn, %err, "Nobody can come to a console's line");
+                // It is still there, and would keep the loop busy.
+                self.listen(false, ops);
+                if let Err(err) = self.again.reset(AGAIN_DELAY, None) {
+                    warn!(%err, "Nobody can come to a console's line any more");
+                }
+            }
+        }
+    }
+
+    /// The files of who is there now, if that is another one.
+    fn newcomer(&mut self) -> io::Result<Option<[File; 2]>> {
+        match &mut self.end {
+            End::Pty(pty) => match pty.look()? && self.peer.is_none() {
+                true => Ok(Some([pty.side()?, pty.side()?])),
+                false => Ok(None),
+            },
+            End::Socket { listener, .. } => {
+                let mut newest = None;
+                // The last one has it: who has lost his terminal wants to come back.
+                for _ in 0..BATCH {
+                    match listener.accept() {
+                        Ok((stream, _)) => newest = Some(stream),
+                        Err(err) if err.kind() == io::ErrorKind::WouldBlock => break,
+                        Err(err) => return Err(err),
+                    }
+                }
+                let Some(stream) = newest else { return Ok(None) };
+                stream.set_nonblocking(true)?;
+                let file = |stream| File::from(OwnedFd::from(stream));
+                Ok(Some([file(stream.try_clone()?), file(stream)]))
+            }
+        }
+    }
+
+    /// Nobody is there any more.
+    fn leave(&mut self, ops: &mut EventOps) {
+        if let Some(mut peer) = self.peer.take() {
+            peer.forget(ops);
+            debug!("Nobody is at a console's line");
+        }
+        self.ring.put_back(&std::mem::take(&mut self.said));
+    }
+
+    fn serve_output(&mut self, ops: &mut EventOps) {
+        let Some(peer) = &mut self.peer else { return };
+        for _ in 0..BATCH {
+            match write_some(&self.ring, &mut self.said, &mut peer.writer) {
+                Ok(Written::Some) => {}
+                Ok(Written::All) => return peer.writing.set(false, &peer.writer, ops),
+                Ok(Written::NoRoom) => break,
+                Err(err) => {
+                    debug!(%err, "Whoever was at a console's line has gone");
+                    return self.leave(ops);
+                }
+            }
+        }
+        peer.writing.set(true, &peer.writer, ops);
+    }
+
+    fn serve_input(&mut self, ops: &mut EventOps) {
+        for _ in 0..BATCH {
+            if !self.pass_on(ops) {
+                return;
+            }
+            let Some(peer) = self.peer.as_mut().filter(|peer| !peer.is_silent) else { return };
+            let mut data = [0; INPUT_LEN_MAX];
+            match peer.reader.read(&mut data) {
+                Ok(0) => {
+                    peer.is_silent = true;
+                    peer.reading.set(false, &peer.reader, ops);
+                    // It may still listen, as `echo date | socat - UNIX:...` does.
+                    if is_hung_up(&peer.reader).unwrap_or(true) {
+                        self.leave(ops);
+                    }
+                    return;
+                }
+                Ok(len) => self.typed.extend(&data[..len]),
+                Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
+                Err(err) if err.kind() == io::ErrorKind::WouldBlock => break,
+                Err(_) => return self.leave(ops),
+            }
+        }
+        if self.pass_on(ops)
+            && let Some(peer) = &mut self.peer
+        {
+            peer.reading.set(true, &peer.reader, ops);
+        }
+    }
+
+    /// Gives the guest what was typed. False if there is no room: the guest does not read.
+    fn pass_on(&mut self, ops: &mut EventOps) -> bool {
+        while !self.typed.is_empty() {
+            match self.typing.write(&self.typed) {
+                Ok(len) => drop(self.typed.drain(..len)),
+                Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
+                Err(err) => {
+                    if err.kind() != io::ErrorKind::WouldBlock {
+                        sparsely!(warn, %err, "What is typed does not reach the guest");
+                    }
+                    if let Some(peer) = &mut self.peer {
+                        peer.reading.set(false, &peer.reader, ops);
+                    }
+                    self.room.set(true, &self.typing, ops);
+                    return false;
+                }
+            }
+        }
+        self.room.set(false, &self.typing, ops);
+        true
+    }
+}
+
+enum Written {
+    Some,
+    All,
+    NoRoom,
+}
+
+/// Writes some of what was said.
+fn write_some(ring: &Ring, said: &mut Vec<u8>, writer: &mut File) -> io::Result<Written> {
+    if said.is_empty() {
+        *said = ring.take(OUTPUT_LEN_MAX);
+        if said.is_empty() {
+            return Ok(Written::All);
+        }
+    }
+    match writer.write(said) {
+        Ok(0) => Err(io::ErrorKind::WriteZero.into()),
+        Ok(len) => {
+            said.drain(..len);
+            Ok(Written::Some)
+        }
+        Err(err) if err.kind() == io::ErrorKind::Interrupted => Ok(Written::Some),
+        Err(err) if err.kind() == io::ErrorKind::WouldBlock => Ok(Written::NoRoom),
+        Err(err) => Err(err),
+    }
+}
+
+impl MutEventSubscriber for Bridge {
+    fn init(&mut self, ops: &mut EventOps) {
+        if let Err(err) = ops.add(Events::with_data(self.ring.filled(), FILLED, EventSet::IN)) {
+            warn!(?err, "Cannot wait for output of a console");
+        }
+        if let Err(err) = ops.add(Events::with_data(&self.again, AGAIN, EventSet::IN)) {
+            warn!(?err, "Cannot wait for a timer of a console");
+        }
+        self.listen(true, ops);
+        self.look(ops);
+    }
+
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        match events.data() {
+            FILLED => {
+                // Several tellings count as one.
+                let _ = self.ring.filled().read();
+                self.serve_output(ops);
+            }
+            OUTPUT => self.serve_output(ops),
+            ARRIVAL => self.look(ops),
+            AGAIN => {
+                // Only reading the timer can fail, which only means that it has not rung.
+                let _ = self.again.wait();
+                self.listen(true, ops);
+            }
+            _ => self.serve_input(ops),
+        }
+    }
+}
+
+impl Drop for Bridge {
+    /// The last words of a guest are worth a moment, but who does not read must not keep its VM alive.
+    fn drop(&mut self) {
+        let Some(peer) = &mut self.peer else { return };
+        let deadline = Instant::now() + LINGER;
+        loop {
+            match write_some(&self.ring, &mut self.said, &mut peer.writer) {
+                Ok(Written::Some) => {}
+                Ok(Written::All) | Err(_) => return,
+                Ok(Written::NoRoom) => {
+                    let patience = deadline.saturating_duration_since(Instant::now());
+                    if patience.is_zero() || ready(peer.writer.as_fd(), libc::POLLOUT, patience).is_err() {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}

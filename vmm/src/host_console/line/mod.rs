@@ -1,0 +1,131 @@
+//! Consoles that somebody comes to and leaves: pseudo terminals and sockets. They outlive machines, so that whoever is there
+//! stays there over a reboot.
+//!
+//! ```text
+//!  device ── what the guest says ──► Ring ──► Bridge ◄──► pseudo terminal, or the socket's last client
+//!         ◄───── what is typed ──── pipe ◄──┘
+//! ```
+
+mod bridge;
+mod pty;
+pub(super) mod ring;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, PipeReader};
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use event_manager::SubscriberId;
+use parking_lot::Mutex;
+
+use self::bridge::{Bridge, End};
+use self::pty::Pty;
+use self::ring::Ring;
+use super::{ConsoleError, ConsoleInput, ConsoleOutput, HostConsole};
+use crate::api::Socket;
+use crate::config::{ConsoleConfig, ConsoleMode};
+use crate::event_loop::{EventLoop, EventLoopHandle};
+
+/// Which of a VM's consoles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Port {
+    /// COM1.
+    Serial,
+    /// hvc0.
+    Console,
+}
+
+impl Port {
+    fn flag(self) -> &'static str {
+        match self {
+            Self::Serial => "--serial",
+            Self::Console => "--console",
+        }
+    }
+}
+
+/// The lines of a VM, as long as it is one.
+#[derive(Clone, Default)]
+pub struct Lines(Arc<Mutex<Open>>);
+
+#[derive(Default)]
+struct Open {
+    /// Before the loop: each takes its bridge back.
+    lines: BTreeMap<Port, Line>,
+    /// Begun with the first line.
+    event_loop: Option<EventLoop>,
+}
+
+struct Line {
+    config: ConsoleConfig,
+    /// Of a pseudo terminal.
+    path: Option<PathBuf>,
+    ring: Arc<Ring>,
+    keyboard: PipeReader,
+    event_loop: EventLoopHandle,
+    bridge: SubscriberId,
+}
+
+impl Lines {
+    /// A machine's end of the line that `config` asks for, which is opened if it is not yet.
+    pub(super) fn open(&self, port: Port, config: &ConsoleConfig) -> Result<HostConsole, ConsoleError> {
+        let mut open = self.0.lock();
+        let open = &mut *open;
+        if open.lines.get(&port).is_none_or(|line| !line.is_of(config)) {
+            // What is there goes first: it may have the path.
+            open.lines.remove(&port);
+            if open.event_loop.is_none() {
+                open.event_loop = Some(EventLoop::spawn("_console").map_err(ConsoleError::Worker)?);
+            }
+            let event_loop = open.event_loop.as_ref().expect("it was begun").handle();
+            open.lines.insert(port, Line::open(port, config, event_loop)?);
+        }
+        let line = &open.lines[&port];
+        line.machines_end().map_err(ConsoleError::Line)
+    }
+
+    /// Where the pseudo terminal of a console is, if it has one.
+    pub fn path(&self, port: Port) -> Option<PathBuf> {
+        self.0.lock().lines.get(&port)?.path.clone()
+    }
+}
+
+impl Line {
+    fn open(port: Port, config: &ConsoleConfig, event_loop: EventLoopHandle) -> Result<Self, ConsoleError> {
+        let (end, path) = if config.mode == ConsoleMode::Pty {
+            let pty = Pty::open().map_err(ConsoleError::Pty)?;
+            let path = pty.path().to_owned();
+            (End::Pty(pty), Some(path))
+        } else {
+            let socket = config.socket.as_ref().ok_or(ConsoleError::NoSocket)?;
+            let (listener, file) = Socket::for_console(port.flag(), socket)?;
+            (End::Socket { listener, _file: file }, None)
+        };
+        let pipe = || -> io::Result<_> { Ok((io::pipe()?, Arc::new(Ring::new()?))) };
+        let ((keyboard, typing), ring) = pipe().map_err(ConsoleError::Line)?;
+        let bridge = Bridge::new(end, Arc::clone(&ring), typing).map_err(ConsoleError::Line)?;
+        let bridge = event_loop.add(Box::new(bridge)).map_err(ConsoleError::Worker)?;
+        Ok(Self { config: config.clone(), path, ring, keyboard, event_loop, bridge })
+    }
+
+    fn is_of(&self, config: &ConsoleConfig) -> bool {
+        (self.config.mode, &self.config.socket) == (config.mode, &config.socket)
+    }
+
+    fn machines_end(&self) -> io::Result<HostConsole> {
+        let keyboard = File::from(OwnedFd::from(self.keyboard.try_clone()?));
+        let input = Some(ConsoleInput::from(keyboard));
+        Ok(HostConsole { output: ConsoleOutput::line(Arc::clone(&self.ring)), input })
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        // Its end says what is left. The loop may have ended, and dropped it, before.
+        let _ = self.event_loop.remove(self.bridge);
+    }
+}

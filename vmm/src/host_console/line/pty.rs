@@ -1,0 +1,178 @@
+//! A pseudo terminal, and whether anybody has it open.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl, inotify};
+use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, ptsname, unlockpt};
+use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
+use tracing::debug;
+use vmm_sys_util::timerfd::TimerFd;
+
+/// How often is looked who is there, where the kernel has no watch to spare for it.
+const LOOK_INTERVAL: Duration = Duration::from_millis(500);
+
+/// A pseudo terminal: its master's side, and where the other one is.
+#[derive(Debug)]
+pub(super) struct Pty {
+    master: File,
+    path: PathBuf,
+    arrivals: Arrivals,
+}
+
+/// Readable when somebody may have opened the terminal. Linux wakes nobody who waits for the master then.
+#[derive(Debug)]
+enum Arrivals {
+    /// The kernel says that the file was opened.
+    Watch(File),
+    /// Users have few of those; time is always there.
+    Timer(TimerFd),
+}
+
+impl Pty {
+    /// A new one: raw, because the guest has a line discipline of its own, and with nobody there.
+    pub(super) fn open() -> io::Result<Self> {
+        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
+        grantpt(&master)?;
+        unlockpt(&master)?;
+        let path = PathBuf::from(String::from_utf8_lossy(ptsname(&master, Vec::new())?.as_bytes()).as_ref());
+        // From when this is closed the master says that nobody is there. Settings stay.
+        let peer =
+            ioctl_tiocgptpeer(&master, OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
+        let mut settings = tcgetattr(&peer)?;
+        settings.make_raw();
+        tcsetattr(&peer, OptionalActions::Now, &settings)?;
+        fcntl_setfl(&master, fcntl_getfl(&master)? | OFlags::NONBLOCK)?;
+        let arrivals = Arrivals::at(&path)?;
+        Ok(Self { master: master.into(), path, arrivals })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The master's side, not blocking: to read or to write.
+    pub(super) fn side(&self) -> io::Result<File> {
+        self.master.try_clone()
+    }
+
+    /// To be waited for; then call [`Self::look`].
+    pub(super) fn arrivals(&self) -> RawFd {
+        match &self.arrivals {
+            Arrivals::Watch(watch) => watch.as_raw_fd(),
+            Arrivals::Timer(timer) => timer.as_raw_fd(),
+        }
+    }
+
+    /// Whether somebody has it open now. What has come before is no news any more.
+    pub(super) fn look(&mut self) -> io::Result<bool> {
+        self.arrivals.clear()?;
+        Ok(!is_hung_up(&self.master)?)
+    }
+}
+
+impl Arrivals {
+    fn at(path: &Path) -> io::Result<Self> {
+        match watch(path) {
+            Ok(watch) => Ok(Self::Watch(watch.into())),
+            Err(err) => {
+                debug!(%err, "No watch for a pseudo terminal: it is looked at from time to time");
+                let mut timer = TimerFd::new()?;
+                timer.reset(LOOK_INTERVAL, Some(LOOK_INTERVAL))?;
+                Ok(Self::Timer(timer))
+            }
+        }
+    }
+
+    fn clear(&mut self) -> io::Result<()> {
+        match self {
+            Self::Watch(watch) => {
+                let mut events = [0; 4096];
+                loop {
+                    match watch.read(&mut events) {
+                        Ok(0) => return Ok(()),
+                        Ok(_) => {}
+                        Err(err) if err.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                        Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
+                        Err(err) => return Err(err),
+                    }
+                }
+            }
+            Self::Timer(timer) => Ok(timer.wait().map(drop)?),
+        }
+    }
+}
+
+fn watch(path: &Path) -> io::Result<OwnedFd> {
+    let watch = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC)?;
+    inotify::add_watch(&watch, path, inotify::WatchFlags::OPEN)?;
+    Ok(watch)
+}
+
+/// Whether whoever was at the other end of a terminal or a socket has closed it.
+pub(super) fn is_hung_up(file: &impl AsFd) -> io::Result<bool> {
+    let mut poll = libc::pollfd { fd: file.as_fd().as_raw_fd(), events: 0, revents: 0 };
+    // SAFETY: `poll` is one valid entry, which lives over the call.
+    match unsafe { libc::poll(&raw mut poll, 1, 0) } {
+        count if count >= 0 => Ok(poll.revents & (libc::POLLHUP | libc::POLLERR) != 0),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::fs::OpenOptionsExt as _;
+
+    use super::super::super::readiness::ready;
+    use super::*;
+
+    fn open(pty: &Pty) -> File {
+        File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(pty.path()).unwrap()
+    }
+
+    #[test]
+    fn it_knows_whether_somebody_is_there_and_when_somebody_comes() {
+        let mut pty = Pty::open().unwrap();
+        assert!(matches!(pty.arrivals, Arrivals::Watch(_)), "this system has no watches to spare");
+        for _ in 0..2 {
+            assert!(!pty.look().unwrap());
+            let somebody = open(&pty);
+            let Arrivals::Watch(watch) = &pty.arrivals else { unreachable!() };
+            assert!(ready(watch.as_fd(), libc::POLLIN, Duration::from_secs(20)).unwrap());
+            assert!(pty.look().unwrap());
+            drop(somebody);
+        }
+    }
+
+    #[test]
+    fn without_a_watch_it_is_looked_at_from_time_to_time() {
+        let mut pty = Pty::open().unwrap();
+        pty.arrivals = Arrivals::at(Path::new("/nowhere")).unwrap();
+        assert!(matches!(pty.arrivals, Arrivals::Timer(_)));
+        assert!(!pty.look().unwrap());
+        let _somebody = open(&pty);
+        assert!(pty.look().unwrap());
+    }
+
+    #[test]
+    fn bytes_pass_as_they_are() {
+        let pty = Pty::open().unwrap();
+        let (mut master, mut somebody) = (pty.side().unwrap(), open(&pty));
+        let all: Vec<u8> = (0..=255).collect();
+        let mut got = [0; 256];
+        master.write_all(&all).unwrap();
+        somebody.read_exact(&mut got).unwrap();
+        assert_eq!(got[..], all);
+        somebody.write_all(&all).unwrap();
+        let mut len = 0;
+        while len < got.len() {
+            assert!(ready(master.as_fd(), libc::POLLIN, Duration::from_secs(20)).unwrap());
+            len += master.read(&mut got[len..]).unwrap();
+        }
+        assert_eq!(got[..], all);
+    }
+}

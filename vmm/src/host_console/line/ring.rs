@@ -1,0 +1,124 @@
+//! What a guest has said and nobody has read yet: the newest of it.
+
+use std::collections::VecDeque;
+use std::io;
+
+use parking_lot::Mutex;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+/// So much is kept for who comes late. Who looks at a guest wants to know how it is, not how it was: the oldest goes.
+pub(in crate::host_console) const LEN_MAX: usize = 256 << 10;
+
+/// Filled by a device, which it never stops, and emptied by the bridge.
+#[derive(Debug)]
+pub(in crate::host_console) struct Ring {
+    kept: Mutex<Kept>,
+    filled: EventFd,
+}
+
+#[derive(Debug, Default)]
+struct Kept {
+    bytes: VecDeque<u8>,
+    /// Lost, and nobody was told.
+    untold_len: usize,
+}
+
+impl Kept {
+    /// Makes room for `len` more bytes, at most [`LEN_MAX`].
+    fn make_room(&mut self, len: usize) {
+        let excess = (self.bytes.len() + len).saturating_sub(LEN_MAX);
+        self.bytes.drain(..excess);
+        self.untold_len += excess;
+    }
+}
+
+impl Ring {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self { kept: Mutex::default(), filled: EventFd::new(EFD_NONBLOCK)? })
+    }
+
+    /// Appends `data`. Says how much was lost since the last call.
+    pub(in crate::host_console) fn push(&self, data: &[u8]) -> usize {
+        let (too_much, newest) = data.split_at(data.len().saturating_sub(LEN_MAX));
+        let mut kept = self.kept.lock();
+        let was_empty = kept.bytes.is_empty();
+        kept.make_room(newest.len());
+        kept.bytes.extend(newest);
+        let is_filled = was_empty && !kept.bytes.is_empty();
+        let lost_len = too_much.len() + std::mem::take(&mut kept.untold_len);
+        drop(kept);
+        if is_filled {
+            // Fails only when the counter is full, that is when the bridge has been told already.
+            let _ = self.filled.write(1);
+        }
+        lost_len
+    }
+
+    /// Takes at most `len_max` of the oldest bytes.
+    pub(super) fn take(&self, len_max: usize) -> Vec<u8> {
+        let mut kept = self.kept.lock();
+        let len = kept.bytes.len().min(len_max);
+        kept.bytes.drain(..len).collect()
+    }
+
+    /// What was taken and nobody has got. The oldest of it goes if there is no room any more.
+    pub(super) fn put_back(&self, taken: &[u8]) {
+        let mut kept = self.kept.lock();
+        let room = LEN_MAX - kept.bytes.len();
+        let (too_much, rest) = taken.split_at(taken.len().saturating_sub(room));
+        kept.untold_len += too_much.len();
+        rest.iter().rev().for_each(|byte| kept.bytes.push_front(*byte));
+    }
+
+    /// Readable once something is there after there was nothing.
+    pub(super) fn filled(&self) -> &EventFd {
+        &self.filled
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ring() -> Ring {
+        Ring::new().unwrap()
+    }
+
+    #[test]
+    fn the_oldest_goes_and_is_counted() {
+        let ring = ring();
+        assert_eq!(ring.push(&[1; 10]), 0);
+        assert_eq!(ring.push(&vec![2; LEN_MAX - 5]), 5);
+        let all = ring.take(usize::MAX);
+        assert_eq!((all.len(), all[..6].to_vec()), (LEN_MAX, vec![1, 1, 1, 1, 1, 2]));
+        assert_eq!(ring.push(&vec![3; LEN_MAX + 7]), 7);
+        assert_eq!(ring.take(usize::MAX).len(), LEN_MAX);
+    }
+
+    #[test]
+    fn it_tells_once_until_it_was_empty() {
+        let ring = ring();
+        ring.push(b"a");
+        ring.push(b"b");
+        assert_eq!(ring.filled().read().unwrap(), 1);
+        ring.push(b"");
+        assert_eq!(ring.take(2), b"ab");
+        ring.push(b"");
+        assert!(ring.filled().read().is_err(), "nothing is no news");
+        ring.push(b"c");
+        assert_eq!(ring.filled().read().unwrap(), 1);
+    }
+
+    #[test]
+    fn what_is_put_back_is_the_first_again_as_far_as_there_is_room() {
+        let ring = ring();
+        ring.push(b"hello");
+        let taken = ring.take(3);
+        ring.put_back(&taken[1..]);
+        assert_eq!(ring.take(usize::MAX), b"ello");
+        ring.push(&vec![0; LEN_MAX - 2]);
+        ring.put_back(b"abcde");
+        assert!(ring.take(3).starts_with(b"de"));
+        assert_eq!(ring.push(b"x"), 3, "what did not fit is told with the next loss");
+    }
+}

@@ -1,0 +1,242 @@
+//! A machine at one end, somebody at the other.
+
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use event_manager::SubscriberOps as _;
+
+use super::super::readiness::ready;
+use super::super::{ConsoleFiles, FileStart, Read};
+use super::ring::LEN_MAX;
+use super::*;
+
+/// For what comes at once. Who waits as long has found a fault.
+const LIMIT: Duration = Duration::from_secs(20);
+
+fn pty() -> ConsoleConfig {
+    ConsoleConfig { mode: ConsoleMode::Pty, ..ConsoleConfig::default() }
+}
+
+fn socket(path: &Path) -> ConsoleConfig {
+    ConsoleConfig { mode: ConsoleMode::Socket, socket: Some(path.to_owned()), file: None }
+}
+
+fn machine(lines: &Lines, config: &ConsoleConfig) -> HostConsole {
+    HostConsole::open(Port::Serial, config, &mut ConsoleFiles::new(FileStart::Empty, lines.clone()))
+        .unwrap()
+        .unwrap()
+}
+
+fn sit_down(lines: &Lines) -> File {
+    sit_down_at(&lines.path(Port::Serial).unwrap())
+}
+
+fn sit_down_at(path: &Path) -> File {
+    File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(path).unwrap()
+}
+
+/// Reads until `end` was read.
+fn read_to(mut from: impl std::io::Read + AsFd, end: &[u8]) -> Vec<u8> {
+    let mut got = Vec::new();
+    while !got.ends_with(end) {
+        assert!(ready(from.as_fd(), libc::POLLIN, LIMIT).unwrap(), "after {got:?}");
+        let mut byte = [0];
+        assert_eq!(from.read(&mut byte).unwrap(), 1, "after {got:?}");
+        got.push(byte[0]);
+    }
+    got
+}
+
+/// What the guest reads, until `end` was read.
+fn typed(console: &mut HostConsole, end: &[u8]) -> Vec<u8> {
+    let input = console.input.as_mut().unwrap();
+    let (mut got, since) = (Vec::new(), Instant::now());
+    while !got.ends_with(end) {
+        let mut byte = [0];
+        match input.read(&mut byte).unwrap() {
+            Read::Bytes(_) => got.push(byte[0]),
+            Read::Nothing => assert!(since.elapsed() < LIMIT, "after {got:?}"),
+            Read::End => panic!("the end of input after {got:?}"),
+        }
+    }
+    got
+}
+
+#[test]
+fn a_pseudo_terminal_keeps_the_newest_for_who_comes_and_stays_the_same_over_a_reboot() {
+    let lines = Lines::default();
+    let mut first = machine(&lines, &pty());
+    let path = lines.path(Port::Serial).unwrap();
+    assert_eq!(first.output.send(b"lost").len, 0);
+    // What nobody reads is bounded, and the oldest goes.
+    assert_eq!(first.output.send(&vec![b'x'; LEN_MAX]).len, 4);
+    assert_eq!(first.output.send(b"login: ").len, 7);
+    let mut somebody = sit_down(&lines);
+    assert_eq!(read_to(&somebody, b"login: ").len(), LEN_MAX);
+    somebody.write_all(b"root\r").unwrap();
+    assert_eq!(typed(&mut first, b"\r"), b"root\r");
+    drop(first);
+    let mut second = machine(&lines, &pty());
+    assert_eq!(lines.path(Port::Serial).unwrap(), path);
+    second.output.send(b"again");
+    assert_eq!(read_to(&somebody, b"again"), b"again");
+    somebody.write_all(b"ls\r").unwrap();
+    assert_eq!(typed(&mut second, b"\r"), b"ls\r");
+}
+
+#[test]
+fn who_leaves_a_pseudo_terminal_misses_nothing_but_the_oldest() {
+    let lines = Lines::default();
+    let mut console = machine(&lines, &pty());
+    for round in 0..3 {
+        let mut somebody = sit_down(&lines);
+        somebody.write_all(b"x").unwrap();
+        typed(&mut console, b"x");
+        let text = format!("while somebody is there {round}.");
+        console.output.send(text.as_bytes());
+        assert!(read_to(&somebody, text.as_bytes()).ends_with(text.as_bytes()));
+        drop(somebody);
+        console.output.send(b"while nobody is.");
+    }
+    // What was said last is still to be had, once.
+    let somebody = sit_down(&lines);
+    read_to(&somebody, b"while nobody is.");
+    assert!(!ready(somebody.as_fd(), libc::POLLIN, Duration::ZERO).unwrap());
+}
+
+#[test]
+fn a_terminal_that_nobody_is_at_costs_nothing() {
+    let ring = Arc::new(Ring::new().unwrap());
+    let pty = Pty::open().unwrap();
+    let path = pty.path().to_owned();
+    let (_keyboard, typing) = io::pipe().unwrap();
+    let bridge = Bridge::new(End::Pty(pty), Arc::clone(&ring), typing).unwrap();
+    let mut manager = event_manager::EventManager::new().unwrap();
+    manager.add_subscriber(bridge);
+    let mut run_until_idle = || {
+        let events = (0..).find(|_| manager.run_with_timeout(0).unwrap() == 0).unwrap();
+        // Somebody who comes, or goes, or something that is said is a few events.
+        assert!(events < 20, "{events}");
+    };
+    run_until_idle();
+    for _ in 0..3 {
+        let somebody = sit_down_at(&path);
+        run_until_idle();
+        drop(somebody);
+        run_until_idle();
+        ring.push(b"to nobody");
+        run_until_idle();
+    }
+}
+
+#[test]
+fn a_socket_has_one_client_who_is_replaced_by_the_next() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("serial");
+    let lines = Lines::default();
+    let mut console = machine(&lines, &socket(&path));
+    assert_eq!(lines.path(Port::Serial), None);
+    console.output.send(b"before anybody came.");
+    let mut first = UnixStream::connect(&path).unwrap();
+    assert_eq!(read_to(&first, b"."), b"before anybody came.");
+    first.write_all(b"one\n").unwrap();
+    assert_eq!(typed(&mut console, b"\n"), b"one\n");
+    let mut second = UnixStream::connect(&path).unwrap();
+    second.write_all(b"two\n").unwrap();
+    assert_eq!(typed(&mut console, b"\n"), b"two\n");
+    assert_eq!(first.read(&mut [0]).unwrap(), 0, "the first one was let go");
+    console.output.send(b"hello.");
+    assert_eq!(read_to(&second, b"."), b"hello.");
+    drop(second);
+    // Who has gone takes nothing along, once that is known.
+    let mut third = UnixStream::connect(&path).unwrap();
+    third.write_all(b"three\n").unwrap();
+    assert_eq!(typed(&mut console, b"\n"), b"three\n");
+    console.output.send(b"bye.");
+    drop(console);
+    drop(lines);
+    assert_eq!(read_to(&third, b"."), b"bye.");
+    assert_eq!(third.read(&mut [0]).unwrap(), 0);
+    assert!(!path.exists(), "the socket goes with the VM");
+}
+
+#[test]
+fn who_has_said_all_still_listens() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("serial");
+    let lines = Lines::default();
+    let mut console = machine(&lines, &socket(&path));
+    let mut client = UnixStream::connect(&path).unwrap();
+    client.write_all(b"date\n").unwrap();
+    client.shutdown(std::net::Shutdown::Write).unwrap();
+    assert_eq!(typed(&mut console, b"\n"), b"date\n");
+    console.output.send(b"today.");
+    assert_eq!(read_to(&client, b"."), b"today.");
+}
+
+#[test]
+fn what_the_guest_does_not_read_stops_who_types_and_is_whole_in_the_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("serial");
+    let lines = Lines::default();
+    let mut console = machine(&lines, &socket(&path));
+    let client = UnixStream::connect(&path).unwrap();
+    client.set_nonblocking(true).unwrap();
+    let text: Vec<u8> = (0..4 << 20).map(|n: u32| (n % 251) as u8).collect();
+    let mut sent = 0;
+    let mut got: Vec<u8> = Vec::new();
+    let since = Instant::now();
+    let mut was_stopped = false;
+    while got.len() < text.len() {
+        while sent < text.len() {
+            match (&client).write(&text[sent..]) {
+                Ok(len) => sent += len,
+                Err(err) => {
+                    assert_eq!(err.kind(), io::ErrorKind::WouldBlock);
+                    was_stopped = true;
+                    break;
+                }
+            }
+        }
+        let mut data = [0; 4096];
+        match console.input.as_mut().unwrap().read(&mut data).unwrap() {
+            Read::Bytes(len) => got.extend(&data[..len]),
+            _ => assert!(since.elapsed() < LIMIT, "after {} bytes", got.len()),
+        }
+    }
+    assert!(was_stopped && got == text);
+}
+
+#[test]
+fn a_client_who_does_not_read_stops_nobody() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("serial");
+    let lines = Lines::default();
+    let mut console = machine(&lines, &socket(&path));
+    let mut client = UnixStream::connect(&path).unwrap();
+    client.write_all(b"x").unwrap();
+    typed(&mut console, b"x");
+    let mut lost = 0;
+    while lost == 0 {
+        lost += console.output.send(&[b'y'; 1000]).len;
+    }
+    // Nor the end.
+    drop(console);
+    drop(lines);
+}
+
+#[test]
+fn a_path_that_is_there_is_not_taken() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("serial");
+    std::fs::write(&path, "mine").unwrap();
+    let mut files = ConsoleFiles::new(FileStart::Empty, Lines::default());
+    let error = HostConsole::open(Port::Console, &socket(&path), &mut files).err().unwrap().to_string();
+    assert!(error.starts_with("--console: ") && error.ends_with("is not a socket"), "{error}");
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "mine");
+}
