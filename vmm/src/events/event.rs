@@ -36,6 +36,18 @@ pub enum Event<'a> {
     VmResizing,
     /// The guest has been asked to follow it.
     VmResized,
+    /// A guest's driver has made a virtio device ready.
+    DeviceActivated {
+        /// What it is called.
+        id: &'a str,
+    },
+    /// A guest's driver has let it go.
+    DeviceReset {
+        /// What it is called.
+        id: &'a str,
+    },
+    /// The guest has not pinged its watchdog for too long, and is restarted.
+    WatchdogExpired,
     /// A device was added to the running guest.
     DeviceAdded {
         /// What it is called.
@@ -49,6 +61,11 @@ pub enum Event<'a> {
         id: &'a str,
         /// Where it was.
         bdf: &'a str,
+    },
+    /// The guest has as many vCPUs as it was to have.
+    VcpusResized {
+        /// How many.
+        vcpus: u8,
     },
     /// The VM was paused by itself, for something that the guest cannot be told.
     Failed {
@@ -91,8 +108,12 @@ impl Event<'_> {
             Self::VmDeleted => ("vm", "deleted"),
             Self::VmResizing => ("vm", "resizing"),
             Self::VmResized => ("vm", "resized"),
+            Self::DeviceActivated { .. } => ("virtio-device", "activated"),
+            Self::DeviceReset { .. } => ("virtio-device", "reset"),
+            Self::WatchdogExpired => ("foreshore", "watchdog-expired"),
             Self::DeviceAdded { .. } => ("foreshore", "device-added"),
             Self::DeviceRemoved { .. } => ("vm", "device-removed"),
+            Self::VcpusResized { .. } => ("foreshore", "vcpus-resized"),
             Self::Failed { .. } => ("foreshore", "failed"),
             Self::MemoryReached { .. } => ("foreshore", "memory-reached"),
             Self::MemoryRefused { .. } => ("foreshore", "memory-refused"),
@@ -102,9 +123,11 @@ impl Event<'_> {
     /// What else there is to say.
     pub(super) fn properties(&self) -> Option<BTreeMap<&'static str, String>> {
         let properties = match self {
+            Self::DeviceActivated { id } | Self::DeviceReset { id } => vec![("id", without_braces(id))],
             Self::DeviceAdded { id, bdf } | Self::DeviceRemoved { id, bdf } => {
                 vec![("id", without_braces(id)), ("bdf", without_braces(bdf))]
             }
+            Self::VcpusResized { vcpus } => vec![("vcpus", vcpus.to_string())],
             Self::Failed { reason } => vec![("reason", without_braces(reason))],
             Self::MemoryReached { zone, plugged_bytes } => {
                 vec![("zone", without_braces(zone)), ("plugged_bytes", plugged_bytes.to_string())]
@@ -133,7 +156,7 @@ mod tests {
     const DOCUMENT: &str = include_str!("../../../docs/events.md");
 
     /// One of each kind.
-    const ALL: [Event<'_>; 19] = [
+    const ALL: [Event<'_>; 23] = [
         Event::VmmStarting,
         Event::VmmShutdown,
         Event::VmBooting,
@@ -148,8 +171,12 @@ mod tests {
         Event::VmDeleted,
         Event::VmResizing,
         Event::VmResized,
+        Event::DeviceActivated { id: "i" },
+        Event::DeviceReset { id: "i" },
+        Event::WatchdogExpired,
         Event::DeviceAdded { id: "i", bdf: "b" },
         Event::DeviceRemoved { id: "i", bdf: "b" },
+        Event::VcpusResized { vcpus: 4 },
         Event::Failed { reason: "r" },
         Event::MemoryReached { zone: "z", plugged_bytes: 1 },
         Event::MemoryRefused { zone: "z", reason: "r", requested_bytes: 1 },

@@ -4,6 +4,7 @@
 //! Who tells never waits: what a watcher is too slow for is lost to that watcher, and counted. docs/events.md lists every event.
 
 mod event;
+mod memory;
 mod monitor;
 
 use std::collections::BTreeMap;
@@ -16,6 +17,7 @@ use serde::Serialize;
 use tokio::sync::broadcast;
 
 pub use self::event::Event;
+pub use self::memory::{Verdict, ZoneDigest, ZoneNews};
 pub use self::monitor::{Monitor, MonitorError};
 
 /// So many events may wait for a watcher. A boot tells some twenty.
@@ -48,6 +50,7 @@ pub struct Events {
 pub struct EventCounters {
     told: Mutex<BTreeMap<(&'static str, &'static str), u64>>,
     lost: AtomicU64,
+    withheld: AtomicU64,
 }
 
 impl EventCounters {
@@ -59,6 +62,16 @@ impl EventCounters {
     /// How many watchers have missed, all together.
     pub fn lost(&self) -> u64 {
         self.lost.load(Ordering::Relaxed)
+    }
+
+    /// How many a guest has caused too often to be told.
+    pub fn withheld(&self) -> u64 {
+        self.withheld.load(Ordering::Relaxed)
+    }
+
+    /// Counts one more.
+    pub fn add_withheld(&self) {
+        self.withheld.fetch_add(1, Ordering::Relaxed);
     }
 
     fn add_lost(&self, count: u64) {

@@ -7,9 +7,11 @@ use balloon::statistics::Tag;
 use prometheus_client::registry::Unit;
 
 use super::expose::{Exposer, Family, one};
+use crate::serial::SerialMetrics;
 use crate::virtio::balloon::{BalloonMetrics, Refusal};
 use crate::virtio::console::ConsoleMetrics;
 use crate::virtio::rng::RngMetrics;
+use crate::virtio::watchdog::WatchdogMetrics;
 
 fn get(counter: &AtomicU64) -> u64 {
     counter.load(Ordering::Relaxed)
@@ -31,6 +33,28 @@ pub(super) fn expose_rng(out: &mut Exposer<'_>, counters: &RngMetrics) -> fmt::R
     out.counters(
         Family("rng_source_failures", "Times that the source failed or ended.", None),
         [(vec![], get(&counters.source_failures))],
+    )
+}
+
+pub(super) fn expose_watchdog(out: &mut Exposer<'_>, counters: &WatchdogMetrics) -> fmt::Result {
+    out.counters(Family("watchdog_pings", "Pings of the guest.", None), [(vec![], get(&counters.pings))])?;
+    out.counters(
+        Family("watchdog_bad_requests", "Requests without a byte that can be written.", None),
+        [(vec![], get(&counters.bad_requests))],
+    )
+}
+
+pub(super) fn expose_serial(out: &mut Exposer<'_>, counters: &SerialMetrics) -> fmt::Result {
+    out.counters(
+        Family("serial", "Bytes of COM1.", Some(Unit::Bytes)),
+        [
+            (one("direction", "from-guest"), get(&counters.output_bytes)),
+            (one("direction", "to-guest"), get(&counters.input_bytes)),
+        ],
+    )?;
+    out.counters(
+        Family("serial_lost", "Output of COM1 that could not be written.", Some(Unit::Bytes)),
+        [(vec![], get(&counters.lost_bytes))],
     )
 }
 

@@ -41,15 +41,18 @@ pub use self::pmem::PmemFileMetrics;
 pub use self::pool::PoolMetrics;
 pub use self::pressure::{PressureSample, PressureSource, PressureZone};
 pub use self::serve::router;
+pub use self::vcpu::VcpuMetrics;
 pub use self::volume::{VolumeCounters, VolumeMetrics};
 use crate::bus::BusMetrics;
 use crate::events::EventCounters;
 use crate::memory::backing::MappingBudget;
 use crate::memory::lost::GuestRange;
+use crate::serial::SerialMetrics;
 use crate::virtio::balloon::BalloonMetrics;
 use crate::virtio::console::ConsoleMetrics;
 use crate::virtio::rng::RngMetrics;
 use crate::virtio::vsock::VsockMetrics;
+use crate::virtio::watchdog::WatchdogMetrics;
 use crate::vm::request::ZoneInfo;
 use crate::volume::guest_btt::GuestBtt;
 
@@ -79,6 +82,8 @@ pub struct MachineSources {
     pub mappings: Option<Arc<MappingBudget>>,
     /// What vCPUs reach, by the name of the address space.
     pub buses: Vec<(&'static str, Arc<BusMetrics>)>,
+    /// vCPUs.
+    pub vcpus: Option<Arc<VcpuMetrics>>,
     /// What comes and goes.
     pub hotplug: Option<Arc<HotplugMetrics>>,
     /// The vsock device.
@@ -87,6 +92,10 @@ pub struct MachineSources {
     pub rng: Option<Arc<RngMetrics>>,
     /// The balloon.
     pub balloon: Option<Arc<BalloonMetrics>>,
+    /// The watchdog.
+    pub watchdog: Option<Arc<WatchdogMetrics>>,
+    /// The serial port.
+    pub serial: Option<Arc<SerialMetrics>>,
     /// The console device.
     pub console: Option<Arc<ConsoleMetrics>>,
 }
@@ -115,8 +124,11 @@ impl Collector for Sources {
         machine.vsock.as_ref().map_or(Ok(()), |counters| vsock::expose(&mut out, counters))?;
         machine.rng.as_ref().map_or(Ok(()), |counters| devices::expose_rng(&mut out, counters))?;
         machine.balloon.as_ref().map_or(Ok(()), |counters| devices::expose_balloon(&mut out, counters))?;
+        machine.watchdog.as_ref().map_or(Ok(()), |counters| devices::expose_watchdog(&mut out, counters))?;
+        machine.serial.as_ref().map_or(Ok(()), |counters| devices::expose_serial(&mut out, counters))?;
         machine.console.as_ref().map_or(Ok(()), |counters| devices::expose_console(&mut out, counters))?;
         vcpu::expose(&mut out, &machine.buses)?;
+        machine.vcpus.as_ref().map_or(Ok(()), |counts| vcpu::expose_counts(&mut out, counts))?;
         machine.hotplug.as_ref().map_or(Ok(()), |counters| hotplug::expose(&mut out, counters))?;
         match machine.pressure.as_ref().and_then(Weak::upgrade) {
             Some(pressure) => pressure::expose(&mut out, &pressure.sample()),

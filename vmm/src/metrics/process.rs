@@ -17,7 +17,10 @@ pub(super) fn expose(out: &mut Exposer<'_>, events: &EventCounters) -> fmt::Resu
     });
     out.counters(Family("events", "Events that were told.", None), told)?;
     let lost = Family("events_lost", "Events that somebody who watches was too slow for.", None);
-    out.counters(lost, [(Vec::new(), events.lost())])
+    out.counters(lost, [(Vec::new(), events.lost())])?;
+    let withheld =
+        Family("events_withheld", "Events of memory that a guest caused too often to be told.", None);
+    out.counters(withheld, [(Vec::new(), events.withheld())])
 }
 
 /// Resident memory by kind, from the text of proc_pid_status(5).

@@ -130,6 +130,13 @@ fn zone(id: &str, online_bytes: Option<u64>) -> ZoneInfo {
 }
 
 /// A disk that was added, and is asked for again.
+fn vcpus() -> Arc<VcpuMetrics> {
+    let vcpus = VcpuMetrics::default();
+    vcpus.present.store(3, Ordering::Relaxed);
+    vcpus.leaving.store(1, Ordering::Relaxed);
+    Arc::new(vcpus)
+}
+
 fn hotplug() -> Arc<HotplugMetrics> {
     let hotplug = HotplugMetrics::default();
     hotplug.devices.store(4, Ordering::Relaxed);
@@ -164,6 +171,10 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
     let plugs = MemMetrics::default();
     plugs.plug.done(2 << 20, Duration::from_millis(3));
     plugs.failed(FailureReason::PoolFull);
+    let watchdog = WatchdogMetrics::default();
+    watchdog.pings.store(81, Ordering::Relaxed);
+    let serial = SerialMetrics::default();
+    serial.lost_bytes.store(79, Ordering::Relaxed);
     let console = ConsoleMetrics::default();
     console.output_bytes.store(80, Ordering::Relaxed);
     let ports = BusMetrics::default();
@@ -217,10 +228,13 @@ fn everything() -> (Metrics, Arc<dyn PmPool>, Others) {
         plugs: vec![PlugMetrics { zone: "pm".to_owned(), tier: "pm".to_owned(), counters: Arc::new(plugs) }],
         mappings: Some(Arc::new(MappingBudget::new(57_339))),
         hotplug: Some(hotplug()),
+        vcpus: Some(vcpus()),
         buses: vec![("port", Arc::new(ports)), ("mmio", Arc::default())],
         vsock: Some(Arc::new(vsock)),
         rng: Some(Arc::default()),
         balloon: Some(Arc::new(balloon)),
+        watchdog: Some(Arc::new(watchdog)),
+        serial: Some(Arc::new(serial)),
         console: Some(Arc::new(console)),
     });
     (metrics, pool, (governor, sectors))
@@ -294,6 +308,7 @@ fn a_scrape_shows_what_the_sources_say() {
     for line in [
         format!(r#"foreshore_events_total{{{vm},source="vm",event="booted"}} 1"#),
         format!(r#"foreshore_events_lost_total{{{vm}}} 0"#),
+        format!(r#"foreshore_events_withheld_total{{{vm}}} 0"#),
         format!(r#"foreshore_memory_requested_bytes{{{vm},zone="dram",tier="dram"}} 67108864"#),
         format!(r#"foreshore_memory_plugged_bytes{{{vm},zone="pm",tier="pm"}} 33554432"#),
         format!(r#"foreshore_memory_online_bytes{{{vm},zone="dram",tier="dram"}} 33554432"#),
@@ -341,6 +356,8 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_pressure_pinned{{{vm},zone="pm",tier="pm"}} 0.0"#),
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="not_json"}} 2"#),
         format!(r#"foreshore_pressure_refused_reports_total{{{vm},reason="too_long"}} 0"#),
+        format!("foreshore_watchdog_pings_total{{{vm}}} 81"),
+        format!("foreshore_serial_lost_bytes_total{{{vm}}} 79"),
         format!(r#"foreshore_console_bytes_total{{{vm},direction="from-guest"}} 80"#),
         format!(r#"foreshore_balloon_actual_bytes{{{vm}}} 67108864"#),
         format!(r#"foreshore_balloon_guest_bytes{{{vm},statistic="caches"}} 11"#),
@@ -349,6 +366,9 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="port",direction="read"}} 6"#),
         format!(r#"foreshore_vcpu_unanswered_accesses_total{{{vm},space="mmio",direction="write"}} 0"#),
         format!(r#"foreshore_vsock_bytes_total{{{vm},direction="to-guest"}} 9"#),
+        format!(r#"foreshore_vcpus{{{vm},state="present"}} 3.0"#),
+        format!(r#"foreshore_vcpus{{{vm},state="leaving"}} 1.0"#),
+        format!(r#"foreshore_vcpus{{{vm},state="parked"}} 0.0"#),
         format!(r#"foreshore_pci_devices{{{vm}}} 4.0"#),
         format!(r#"foreshore_hotplug_pending{{{vm}}} 1.0"#),
         format!(r#"foreshore_hotplug_total{{{vm},kind="disk",action="remove",result="asked"}} 1"#),
