@@ -1,6 +1,8 @@
 //! The API's other side: one call, one connection.
 
-use std::io;
+use std::io::{self, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, RawFd};
 use std::path::{Path, PathBuf};
 
 use axum::body::{Body, Bytes, to_bytes};
@@ -9,11 +11,15 @@ use futures_util::StreamExt;
 use hyper::body::Incoming;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use thiserror::Error;
+use tokio::io::Interest;
 use tokio::net::UnixStream;
 
 /// The longest answer that is read: many times what any call answers.
 const MAX_ANSWER_BYTES: usize = 16 << 20;
+/// No call takes more.
+const MAX_DESCRIPTORS: usize = 32;
 
 /// Why a call fails.
 #[derive(Debug, Error)]
@@ -34,6 +40,15 @@ pub enum ClientError {
         path: PathBuf,
         /// Why.
         reason: String,
+    },
+    /// What shall be sent cannot be.
+    #[error("File descriptors cannot be sent to {path:?}")]
+    Descriptors {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
     },
     /// The VMM refuses.
     #[error("{status}: {reason}")]
@@ -67,6 +82,15 @@ impl Client {
         self.call(Method::PUT, call, body).await
     }
 
+    /// The same with the descriptors of these numbers beside it.
+    pub async fn put_with(&self, call: &str, body: String, fds: &[RawFd]) -> Result<Bytes, ClientError> {
+        let stream = self.connect().await?;
+        if !fds.is_empty() {
+            send_descriptors(&stream, fds).await.map_err(|error| self.unsent(error))?;
+        }
+        self.finish(stream, Method::PUT, call, Some(body)).await
+    }
+
     /// Follows: gives `take` what `GET /api/v1/CALL` answers, piece by piece as it comes, until the VMM ends it or `take` fails.
     pub async fn follow(
         &self,
@@ -96,6 +120,16 @@ impl Client {
 
     async fn call(&self, method: Method, call: &str, body: Option<String>) -> Result<Bytes, ClientError> {
         let stream = self.connect().await?;
+        self.finish(stream, method, call, body).await
+    }
+
+    async fn finish(
+        &self,
+        stream: UnixStream,
+        method: Method,
+        call: &str,
+        body: Option<String>,
+    ) -> Result<Bytes, ClientError> {
         let (status, body) =
             exchange(stream, method, call, body).await.map_err(|error| self.unreadable(error))?;
         if status.is_success() {
@@ -104,12 +138,42 @@ impl Client {
         Err(ClientError::Refused { status, reason: reason_of(&body) })
     }
 
+    fn unsent(&self, source: io::Error) -> ClientError {
+        ClientError::Descriptors { path: self.path.clone(), source }
+    }
+
     fn unreadable(&self, error: AnyError) -> ClientError {
         ClientError::Answer { path: self.path.clone(), reason: error.to_string() }
     }
 }
 
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Sends them with an empty line, which a server passes over in front of a request (RFC 9112, 2.2): they wait for the request
+/// that follows.
+async fn send_descriptors(stream: &UnixStream, fds: &[RawFd]) -> io::Result<()> {
+    // SAFETY: they are only sent, which fails where there is none. That nobody else closes one and opens something else is
+    // for who has given its number.
+    let fds: Vec<_> = fds.iter().map(|&fd| unsafe { BorrowedFd::borrow_raw(fd) }).collect();
+    loop {
+        stream.writable().await?;
+        let sent = stream.try_io(Interest::WRITABLE, || {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+                let reason = format!("{} are more than a call takes, {MAX_DESCRIPTORS}", fds.len());
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
+            }
+            Ok(sendmsg(stream, &[IoSlice::new(b"\r\n")], &mut control, SendFlags::NOSIGNAL)?)
+        });
+        match sent {
+            Ok(2) => return Ok(()),
+            Ok(_) => return Err(io::ErrorKind::WriteZero.into()),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
 
 async fn exchange(
     stream: UnixStream,

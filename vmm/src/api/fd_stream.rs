@@ -13,8 +13,9 @@ use std::task::{Context, Poll, ready};
 
 use parking_lot::Mutex;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, recvmsg};
-use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
+use tokio::io::{AsyncRead, Interest, Join, ReadBuf, join};
 use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 
 /// The kernel sends no more with one message (SCM_MAX_FD, include/net/scm.h).
 const MAX_PER_MESSAGE: usize = 253;
@@ -44,24 +45,28 @@ impl Descriptors {
     }
 }
 
-/// The stream.
+/// The half of a stream that is read.
 #[derive(Debug)]
-pub(super) struct FdStream {
-    stream: UnixStream,
+struct FdReader {
+    stream: OwnedReadHalf,
     waiting: Descriptors,
 }
 
-impl FdStream {
-    /// Puts what comes into `waiting`.
-    pub(super) fn new(stream: UnixStream, waiting: Descriptors) -> Self {
-        Self { stream, waiting }
-    }
+/// A stream that puts the descriptors that come into `waiting`.
+pub(super) fn receiving(
+    stream: UnixStream,
+    waiting: Descriptors,
+) -> Join<impl AsyncRead + Unpin, OwnedWriteHalf> {
+    let (stream, writer) = stream.into_split();
+    join(FdReader { stream, waiting }, writer)
+}
 
+impl FdReader {
     fn receive(&self, bytes: &mut [u8]) -> io::Result<usize> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_PER_MESSAGE))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::CMSG_CLOEXEC;
-        let received = recvmsg(&self.stream, &mut [IoSliceMut::new(bytes)], &mut control, flags)?;
+        let received = recvmsg(self.stream.as_ref(), &mut [IoSliceMut::new(bytes)], &mut control, flags)?;
         let fds = control.drain().filter_map(|message| match message {
             RecvAncillaryMessage::ScmRights(fds) => Some(fds),
             _ => None,
@@ -75,16 +80,17 @@ impl FdStream {
     }
 }
 
-impl AsyncRead for FdStream {
+impl AsyncRead for FdReader {
     fn poll_read(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         loop {
-            ready!(self.stream.poll_read_ready(context))?;
+            let stream: &UnixStream = self.stream.as_ref();
+            ready!(stream.poll_read_ready(context))?;
             let bytes = buffer.initialize_unfilled();
-            match self.stream.try_io(Interest::READABLE, || self.receive(bytes)) {
+            match stream.try_io(Interest::READABLE, || self.receive(bytes)) {
                 Ok(count) => {
                     buffer.advance(count);
                     return Poll::Ready(Ok(()));
@@ -93,36 +99,6 @@ impl AsyncRead for FdStream {
                 Err(error) => return Poll::Ready(Err(error)),
             }
         }
-    }
-}
-
-impl AsyncWrite for FdStream {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        parts: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(context, parts)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
     }
 }
 

@@ -8,6 +8,7 @@ mod body;
 mod client;
 mod error;
 mod fd_stream;
+mod path_lock;
 mod routes;
 mod server;
 mod socket;
@@ -18,7 +19,7 @@ mod write_timeout;
 
 pub use self::client::{Client, ClientError};
 pub use self::error::ApiError;
-pub use self::routes::router;
+pub use self::routes::{call_names, router};
 pub use self::server::{Limits, Server};
-pub use self::socket::{Socket, SocketError};
+pub use self::socket::{Socket, SocketError, SocketFile};
 pub use self::wire::{MemoryAnswer, PingAnswer, ResizeBody, ResizeZoneBody, VolumesAnswer};

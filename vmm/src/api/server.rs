@@ -18,7 +18,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::timeout;
 use tracing::{debug, warn};
 
-use super::fd_stream::{Descriptors, FdStream};
+use super::fd_stream::{self, Descriptors};
 use super::socket::{Listener, Socket, SocketFile};
 use super::write_timeout::WriteTimeout;
 
@@ -97,7 +97,7 @@ trait Accepted: Send + 'static {
 
 impl Accepted for UnixStream {
     fn stream(self, waiting: Descriptors) -> impl AsyncRead + AsyncWrite + Unpin + Send + 'static {
-        FdStream::new(self, waiting)
+        fd_stream::receiving(self, waiting)
     }
 }
 

@@ -16,13 +16,15 @@ use super::{ClientError, Limits, Server, Socket, router};
 use crate::config::{ApiSocket, ConfigError, DeviceConfig, test_config};
 use crate::events::{Event, Events};
 use crate::vm::request::{
-    AgentState, PciDeviceInfo, PressureInfo, ResizeDiskRequest, ResizeRequest, ResizeStatus, VmError,
-    VmHandle, VmInfo, VmRequest, VmState, VolumeInfo, VolumeStatus, ZoneInfo,
+    AgentState, PciDeviceInfo, PressureInfo, Requests, ResizeDiskRequest, ResizeRequest, ResizeStatus,
+    VmError, VmHandle, VmInfo, VmRequest, VmState, VolumeInfo, VolumeStatus, ZoneInfo,
 };
 use crate::volume::kernel_gate::Verdict;
 
+mod campaign;
 mod devices;
 mod document;
+mod live;
 
 /// Longer than any answer takes; reached only by a failing test.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -37,7 +39,7 @@ struct Fixture {
 }
 
 /// An owner with a running VM; `vm.boot` is refused for its state, `vm.reboot` fails, `vm.shutdown` finds none.
-async fn own(mut requests: mpsc::Receiver<VmRequest>, asked: mpsc::UnboundedSender<String>) {
+async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
     while let Some(request) = requests.recv().await {
         asked.send(format!("{request:?}")).unwrap();
         match request {
@@ -49,6 +51,7 @@ async fn own(mut requests: mpsc::Receiver<VmRequest>, asked: mpsc::UnboundedSend
                     pause_reason: Some("flush of data failed".to_owned()),
                     balloon: None,
                     guest_kernel: None,
+                    device_tree: None,
                 };
                 reply.send(Ok(info)).unwrap();
             }
@@ -118,7 +121,7 @@ fn answer_add(device: &DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
         DeviceConfig::Disk(_) => {
             Ok(Some(PciDeviceInfo { id: "_disk0".to_owned(), bdf: "0000:00:06.0".to_owned() }))
         }
-        DeviceConfig::Pmem(_) | DeviceConfig::Vsock(_) => Ok(None),
+        DeviceConfig::Net(_) | DeviceConfig::Pmem(_) | DeviceConfig::Vsock(_) => Ok(None),
     }
 }
 
@@ -305,7 +308,9 @@ fn info_has_cloud_hypervisors_fields() {
         assert_eq!(info["memory_actual_size"], json!(512 << 20));
         assert_eq!(info["config"]["memory"]["size"], json!(512 << 20));
         assert_eq!(info["config"]["memory"]["hotplug_method"], json!("VirtioMem"));
-        assert_eq!(info["config"]["cpus"], json!({"boot_vcpus": 1, "max_vcpus": 1}));
+        let cpus = json!({"boot_vcpus": 1, "max_vcpus": 1, "max_phys_bits": 46, "features": {"amx": false},
+                          "nested": true, "core_scheduling": "Vm"});
+        assert_eq!(info["config"]["cpus"], cpus);
     });
 }
 
@@ -575,12 +580,12 @@ fn a_zone_is_resized_by_its_name() {
         }
         for (body, text) in [
             (
-                r#"{"id": "pm", "desired_ram": 3145728}"#,
-                "vm.resize-zone: desired_ram is 3 MiB, which is not a multiple of 2 MiB",
+                r#"{"id": "pm", "desired_ram": 3145729}"#,
+                "vm.resize-zone: desired_ram is 3145729 bytes, which is not a multiple of 4 KiB",
             ),
             (
-                r#"{"id": "pm", "desired_ram": 2199023255552}"#,
-                "vm.resize-zone: desired_ram is 2 TiB, and must be at most 1 TiB",
+                r#"{"id": "pm", "desired_ram": 9007199254740992}"#,
+                "vm.resize-zone: desired_ram is 8192 TiB, and must be at most 4096 TiB",
             ),
         ] {
             let (status, answer) = fixture.call("PUT", "vm.resize-zone", body).await;
@@ -597,14 +602,14 @@ fn a_zone_is_resized_by_its_name() {
 fn sizes_out_of_bounds_never_reach_the_owner() {
     run(async |mut fixture| {
         for (body, text) in [
-            (r#"{"desired_ram": 0}"#, "vm.resize: desired_ram is 0, and must be at least 2 MiB"),
+            (r#"{"desired_ram": 0}"#, "vm.resize: desired_ram is 0, and must be at least 4 KiB"),
             (
-                r#"{"desired_ram": 3145728}"#,
-                "vm.resize: desired_ram is 3 MiB, which is not a multiple of 2 MiB",
+                r#"{"desired_ram": 3145729}"#,
+                "vm.resize: desired_ram is 3145729 bytes, which is not a multiple of 4 KiB",
             ),
             (
-                r#"{"desired_ram": 2199023255552}"#,
-                "vm.resize: desired_ram is 2 TiB, and must be at most 1 TiB",
+                r#"{"desired_ram": 9007199254740992}"#,
+                "vm.resize: desired_ram is 8192 TiB, and must be at most 4096 TiB",
             ),
         ] {
             let (status, answer) = fixture.call("PUT", "vm.resize", body).await;

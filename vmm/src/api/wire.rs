@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::{ConfigError, check_size};
+use crate::config::{ConfigError, check_pages};
 use crate::vm::request::{ResizeRequest, ResizeZoneRequest, VolumeInfo, ZoneInfo};
 
 /// The answer to `vmm.ping`.
@@ -46,7 +46,7 @@ impl TryFrom<ResizeBody> for ResizeRequest {
 
     fn try_from(body: ResizeBody) -> Result<Self, ConfigError> {
         if let Some(bytes) = body.desired_ram {
-            check_size("vm.resize", "desired_ram", bytes)?;
+            check_pages("vm.resize", "desired_ram", bytes)?;
         }
         let ResizeBody { desired_vcpus, desired_ram, desired_balloon } = body;
         Ok(Self { desired_vcpus, desired_ram, desired_balloon })
@@ -69,7 +69,7 @@ impl TryFrom<ResizeZoneBody> for ResizeZoneRequest {
         let ResizeZoneBody { id, desired_ram } = body;
         // A zone of PM has no boot part, and may be asked to have nothing at all.
         if desired_ram != 0 {
-            check_size("vm.resize-zone", "desired_ram", desired_ram)?;
+            check_pages("vm.resize-zone", "desired_ram", desired_ram)?;
         }
         Ok(Self { id, desired_ram })
     }

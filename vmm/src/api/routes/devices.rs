@@ -1,13 +1,14 @@
 //! Calls that add devices and remove them.
 
-use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
 use serde_json::{Map, Value};
 
 use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
+use crate::api::fd_stream::Descriptors;
 use crate::api::wire::RemoveDeviceBody;
 use crate::config::DeviceConfig;
 use crate::vm::request::{VmHandle, VmRequest};
@@ -23,6 +24,15 @@ pub(super) async fn add_disk(
     JsonBody(json): JsonBody<Map<String, Value>>,
 ) -> Result<Response, ApiError> {
     add(vm, DeviceConfig::disk(json)?).await
+}
+
+/// The interface's queues may come as file descriptors beside the request.
+pub(super) async fn add_net(
+    State(vm): State<VmHandle>,
+    Extension(descriptors): Extension<Descriptors>,
+    JsonBody(json): JsonBody<Map<String, Value>>,
+) -> Result<Response, ApiError> {
+    add(vm, DeviceConfig::net(json, descriptors.take())?).await
 }
 
 pub(super) async fn add_pmem(

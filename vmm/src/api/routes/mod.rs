@@ -8,7 +8,6 @@ mod refused;
 mod vm;
 mod vmm;
 
-#[cfg(test)]
 pub(super) use self::refused::REFUSED;
 
 use axum::Router;
@@ -16,7 +15,7 @@ use axum::extract::DefaultBodyLimit;
 use axum::http::{Method, Uri};
 use axum::middleware::map_response;
 use axum::response::Response;
-use axum::routing::{get, put};
+use axum::routing::{MethodRouter, get, put};
 use hyper::ext::ReasonPhrase;
 
 use super::body::MAX_BODY_BYTES;
@@ -24,33 +23,50 @@ use super::error::ApiError;
 use crate::events::Events;
 use crate::vm::request::VmHandle;
 
+/// Every call that is answered, by its name, with what answers it.
+fn calls(events: Events) -> Vec<(&'static str, MethodRouter<VmHandle>)> {
+    vec![
+        ("vmm.ping", get(vmm::ping)),
+        ("vmm.shutdown", put(vmm::shutdown)),
+        ("vmm.events", get(async move || vmm::events(&events))),
+        ("vm.create", put(vm::create)),
+        ("vm.delete", put(vm::delete)),
+        ("vm.info", get(vm::info)),
+        ("vm.counters", get(vm::counters)),
+        ("vm.boot", put(vm::boot)),
+        ("vm.pause", put(vm::pause)),
+        ("vm.resume", put(vm::resume)),
+        ("vm.shutdown", put(vm::shutdown)),
+        ("vm.reboot", put(vm::reboot)),
+        ("vm.power-button", put(vm::power_button)),
+        ("vm.nmi", put(vm::nmi)),
+        // As descriptions before 0.3.0 call it, and clients that were made from them.
+        ("vmm.nmi", put(vm::nmi)),
+        ("vm.resize", put(memory::resize)),
+        ("vm.resize-zone", put(memory::resize_zone)),
+        ("vm.add-disk", put(devices::add_disk)),
+        ("vm.add-net", put(devices::add_net)),
+        ("vm.add-pmem", put(devices::add_pmem)),
+        ("vm.add-vsock", put(devices::add_vsock)),
+        ("vm.remove-device", put(devices::remove)),
+        ("vm.resize-disk", put(disk::resize)),
+        ("vm.memory", get(memory::zones)),
+        ("vm.volumes", get(vm::volumes)),
+        ("vm.pressure", get(pressure::show).put(pressure::change)),
+    ]
+}
+
+/// The names of all calls there are, those among them that are refused.
+pub fn call_names() -> Vec<&'static str> {
+    let answered = calls(Events::start()).into_iter().map(|(call, _)| call);
+    answered.chain(REFUSED.iter().map(|(call, _)| *call)).collect()
+}
+
 /// Every call of the API, answered by the owner behind `vm`, and what is told by `events`.
 pub fn router(vm: VmHandle, events: Events) -> Router {
-    let calls = Router::new()
-        .route("/api/v1/vmm.ping", get(vmm::ping))
-        .route("/api/v1/vmm.shutdown", put(vmm::shutdown))
-        .route("/api/v1/vmm.events", get(async move || vmm::events(&events)))
-        .route("/api/v1/vm.create", put(vm::create))
-        .route("/api/v1/vm.delete", put(vm::delete))
-        .route("/api/v1/vm.info", get(vm::info))
-        .route("/api/v1/vm.counters", get(vm::counters))
-        .route("/api/v1/vm.boot", put(vm::boot))
-        .route("/api/v1/vm.pause", put(vm::pause))
-        .route("/api/v1/vm.resume", put(vm::resume))
-        .route("/api/v1/vm.shutdown", put(vm::shutdown))
-        .route("/api/v1/vm.reboot", put(vm::reboot))
-        .route("/api/v1/vm.power-button", put(vm::power_button))
-        .route("/api/v1/vm.nmi", put(vm::nmi))
-        .route("/api/v1/vm.resize", put(memory::resize))
-        .route("/api/v1/vm.resize-zone", put(memory::resize_zone))
-        .route("/api/v1/vm.add-disk", put(devices::add_disk))
-        .route("/api/v1/vm.add-pmem", put(devices::add_pmem))
-        .route("/api/v1/vm.add-vsock", put(devices::add_vsock))
-        .route("/api/v1/vm.remove-device", put(devices::remove))
-        .route("/api/v1/vm.resize-disk", put(disk::resize))
-        .route("/api/v1/vm.memory", get(memory::zones))
-        .route("/api/v1/vm.volumes", get(vm::volumes))
-        .route("/api/v1/vm.pressure", get(pressure::show).put(pressure::change));
+    let calls = calls(events)
+        .into_iter()
+        .fold(Router::new(), |router, (call, methods)| router.route(&format!("/api/v1/{call}"), methods));
     refused::with_refused(calls)
         .fallback(async |uri: Uri| ApiError::UnknownCall(uri.path().to_owned()))
         .method_not_allowed_fallback(async |method: Method, uri: Uri| ApiError::WrongMethod {

@@ -33,7 +33,7 @@ pub(super) async fn delete(State(vm): State<VmHandle>) -> Result<StatusCode, Api
 }
 
 pub(super) async fn info(State(vm): State<VmHandle>) -> Result<Json<VmInfo>, ApiError> {
-    Ok(Json(vm.ask(VmRequest::Info).await?))
+    Ok(Json(vm.info().await?))
 }
 
 pub(super) async fn boot(State(vm): State<VmHandle>) -> Result<StatusCode, ApiError> {

@@ -1,21 +1,24 @@
 //! The client for the API of a VMM, with ch-remote's verbs and ours.
 
+mod devices;
 mod pressure;
 mod table;
 
 use std::ffi::OsString;
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::LazyLock;
 
 use anyhow::{Context, bail};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 use foreshore::api::{Client, MemoryAnswer, ResizeBody, ResizeZoneBody};
-use foreshore::config::parse_size;
+use foreshore::config::{COMPATIBLE_WITH, parse_size};
 use foreshore::vm::request::{ResizeDiskRequest, ResizeStatus, ZoneInfo};
 use serde_json::Value;
 
+use self::devices::Device;
 use self::pressure::Pressure;
 use self::table::{mib, table};
 
@@ -23,6 +26,8 @@ const EXAMPLES: &str = "\
 Examples:
   foreshore-remote --api-socket /run/vm.sock info
   foreshore-remote --api-socket /run/vm.sock resize --memory 768M
+  foreshore-remote --api-socket /run/vm.sock add-disk path=/d.raw,id=d
+  foreshore-remote --api-socket /run/vm.sock remove-device d
   foreshore-remote --api-socket /run/vm.sock resize-disk --disk _disk0 --size 20G
   foreshore-remote --api-socket /run/vm.sock memory
   foreshore-remote --api-socket /run/vm.sock pressure --log 100
@@ -31,7 +36,7 @@ Examples:
 
 /// Talks to a running foreshore.
 #[derive(Debug, Parser)]
-#[command(name = "foreshore-remote", after_help = EXAMPLES, version, disable_help_subcommand = true)]
+#[command(name = "foreshore-remote", after_help = EXAMPLES, disable_help_subcommand = true, version = VERSION.as_str())]
 struct Flags {
     /// The VMM's API socket
     #[arg(long, value_name = "PATH")]
@@ -40,8 +45,20 @@ struct Flags {
     verb: Verb,
 }
 
+/// As the VMM says it: what it is, and what it can be taken for.
+static VERSION: LazyLock<String> =
+    LazyLock::new(|| format!("v{} (ch-remote v{COMPATIBLE_WITH})", env!("CARGO_PKG_VERSION")));
+
 #[derive(Debug, Subcommand)]
 enum Verb {
+    /// Add a disk: what --disk takes
+    AddDisk(Device),
+    /// Add a network interface: what --net takes; descriptors of fd= are sent
+    AddNet(Device),
+    /// Add a file or device as persistent memory: what --pmem takes
+    AddPmem(Device),
+    /// Add the vsock device: what --vsock takes
+    AddVsock(Device),
     /// Boot a VM that has been created, or shut down
     Boot,
     /// Show what disks have counted, as JSON
@@ -55,7 +72,11 @@ enum Verb {
     /// End the VM and forget its configuration
     Delete,
     /// Show what happens from now on, one line of JSON for each event, until the VMM ends
-    Events,
+    Events {
+        /// It always does
+        #[arg(long)]
+        follow: bool,
+    },
     /// Show the VM's configuration and state, as JSON
     Info,
     /// Show every memory zone: requested, plugged, online, resident
@@ -76,6 +97,11 @@ enum Verb {
     Pressure(Pressure),
     /// Restart the VM
     Reboot,
+    /// Ask the guest to let a device go
+    RemoveDevice {
+        /// Which: what its flag, or the answer to its adding, calls it
+        id: String,
+    },
     /// Change the VM's size; sizes take K, M, G or T
     Resize(Resize),
     /// Let the vCPUs of a paused VM go on
@@ -90,6 +116,59 @@ enum Verb {
     ShutdownVmm,
     /// Show every volume, as JSON: interface, durability, whether it has failed
     Volumes,
+    /// Verbs of ch-remote whose calls the VMM refuses, with its reason
+    #[command(flatten)]
+    Refused(Refused),
+}
+
+/// Verbs of ch-remote for what foreshore does not have.
+#[derive(Debug, Subcommand)]
+#[command(hide = true)]
+enum Refused {
+    #[command(hide = true)]
+    AddDevice(Ignored),
+    #[command(hide = true)]
+    AddFs(Ignored),
+    #[command(hide = true)]
+    AddGenericVhostUser(Ignored),
+    #[command(hide = true)]
+    AddUserDevice(Ignored),
+    #[command(hide = true)]
+    AddVdpa(Ignored),
+    #[command(hide = true)]
+    Coredump(Ignored),
+    #[command(hide = true)]
+    ReceiveMigration(Ignored),
+    #[command(hide = true)]
+    Restore(Ignored),
+    #[command(hide = true)]
+    SendMigration(Ignored),
+    #[command(hide = true)]
+    Snapshot(Ignored),
+}
+
+/// What is not looked at.
+#[derive(Debug, Args)]
+struct Ignored {
+    #[arg(num_args = 0.., allow_hyphen_values = true, trailing_var_arg = true)]
+    _arguments: Vec<String>,
+}
+
+impl Refused {
+    fn call(&self) -> &'static str {
+        match self {
+            Self::AddDevice(_) => "vm.add-device",
+            Self::AddFs(_) => "vm.add-fs",
+            Self::AddGenericVhostUser(_) => "vm.add-generic-vhost-user",
+            Self::AddUserDevice(_) => "vm.add-user-device",
+            Self::AddVdpa(_) => "vm.add-vdpa",
+            Self::Coredump(_) => "vm.coredump",
+            Self::ReceiveMigration(_) => "vm.receive-migration",
+            Self::Restore(_) => "vm.restore",
+            Self::SendMigration(_) => "vm.send-migration",
+            Self::Snapshot(_) => "vm.snapshot",
+        }
+    }
 }
 
 #[derive(Debug, Args)]
@@ -176,14 +255,14 @@ fn hint(error: &clap::Error) -> &'static str {
 /// Does what is asked; returns what to print.
 async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
     match verb {
-        Verb::Info => pretty(&vmm.get("vm.info").await?),
-        Verb::Counters => pretty(&vmm.get("vm.counters").await?),
-        Verb::Volumes => pretty(&vmm.get("vm.volumes").await?),
-        Verb::Ping => pretty(&vmm.get("vmm.ping").await?),
+        Verb::Info => text_of(&vmm.get("vm.info").await?),
+        Verb::Counters => text_of(&vmm.get("vm.counters").await?),
+        Verb::Volumes => text_of(&vmm.get("vm.volumes").await?),
+        Verb::Ping => text_of(&vmm.get("vmm.ping").await?),
         Verb::Memory { json } => {
             let answer = vmm.get("vm.memory").await?;
             if json {
-                return pretty(&answer);
+                return text_of(&answer);
             }
             let memory: MemoryAnswer =
                 serde_json::from_slice(&answer).context("The answer is not a list of zones")?;
@@ -205,7 +284,13 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
             let body = ResizeZoneBody { id, desired_ram };
             put(vmm, "vm.resize-zone", Some(serde_json::to_string(&body)?)).await
         }
-        Verb::Events => follow(vmm).await,
+        Verb::Events { follow: _ } => follow(vmm).await,
+        Verb::AddDisk(device) => device.add_disk(vmm).await,
+        Verb::AddNet(device) => device.add_net(vmm).await,
+        Verb::AddPmem(device) => device.add_pmem(vmm).await,
+        Verb::AddVsock(device) => device.add_vsock(vmm).await,
+        Verb::RemoveDevice { id } => devices::remove(vmm, &id).await,
+        Verb::Refused(verb) => put(vmm, verb.call(), None).await,
         Verb::Create { path } => put(vmm, "vm.create", Some(read(&path)?)).await,
         Verb::Delete => put(vmm, "vm.delete", None).await,
         Verb::Boot => put(vmm, "vm.boot", None).await,
@@ -238,13 +323,24 @@ fn read(path: &Path) -> anyhow::Result<String> {
 }
 
 async fn put(vmm: &Client, call: &str, body: Option<String>) -> anyhow::Result<String> {
-    vmm.put(call, body).await?;
-    Ok(String::new())
+    text_of(&vmm.put(call, body).await?)
 }
 
-fn pretty(answer: &[u8]) -> anyhow::Result<String> {
-    let value: Value = serde_json::from_slice(answer).context("The answer is not JSON")?;
-    Ok(format!("{value:#}\n"))
+/// An answer as it came, for programs; a terminal's reader gets it with line breaks.
+fn text_of(answer: &[u8]) -> anyhow::Result<String> {
+    shown(answer, io::stdout().is_terminal())
+}
+
+fn shown(answer: &[u8], to_a_terminal: bool) -> anyhow::Result<String> {
+    let text = std::str::from_utf8(answer).context("The answer is not text")?;
+    match to_a_terminal {
+        _ if text.is_empty() => Ok(String::new()),
+        true => {
+            let value: Value = serde_json::from_str(text).context("The answer is not JSON")?;
+            Ok(format!("{value:#}\n"))
+        }
+        false => Ok(format!("{text}\n")),
+    }
 }
 
 /// Zones in columns, sizes in MiB.
@@ -314,6 +410,34 @@ dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  stuck: busy 
     }
 
     #[test]
+    fn an_answer_is_printed_as_it_came_and_for_people_with_line_breaks() {
+        assert_eq!(shown(br#"{"a":1}"#, false).unwrap(), "{\"a\":1}\n");
+        assert_eq!(shown(br#"{"a":1}"#, true).unwrap(), "{\n  \"a\": 1\n}\n");
+        for to_a_terminal in [false, true] {
+            assert_eq!(shown(b"", to_a_terminal).unwrap(), "");
+        }
+    }
+
+    #[test]
+    fn verbs_are_ch_remotes() {
+        assert!(matches!(verb(&["add-disk", "path=/d"]), Verb::AddDisk(_)));
+        assert!(matches!(verb(&["add-net", "fd=[3,4]"]), Verb::AddNet(_)));
+        assert!(matches!(verb(&["remove-device", "d"]), Verb::RemoveDevice { id } if id == "d"));
+        assert!(matches!(verb(&["events", "--follow"]), Verb::Events { follow: true }));
+        for (args, call) in [
+            (&["snapshot", "file:///s"][..], "vm.snapshot"),
+            (&["restore", "source_url=file:///s"], "vm.restore"),
+            (&["add-fs", "tag=a,socket=/s"], "vm.add-fs"),
+            (&["send-migration", "unix:/m", "--local"], "vm.send-migration"),
+        ] {
+            let Verb::Refused(refused) = verb(args) else { panic!("{args:?}") };
+            assert_eq!(refused.call(), call);
+        }
+        let error = run(["foreshore-remote", "--version"].map(OsString::from).to_vec()).unwrap();
+        assert!(error.contains("ch-remote v"), "{error}");
+    }
+
+    #[test]
     fn every_error_is_one_line() {
         let error = |args: &[&str]| {
             let args = [&["foreshore-remote"], args].concat();
@@ -329,6 +453,7 @@ dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  stuck: busy 
             error(&["--api-socket", "/s", "create", "/nowhere/c"]).starts_with("Cannot read \"/nowhere/c\"")
         );
         assert!(error(&["--api-socket", "/s", "resize"]).contains("at least one of"));
+        assert!(error(&["--api-socket", "/s", "add-disk", "readonly=on"]).contains("disk: path= is missing"));
         assert!(error(&["--api-socket", "/s", "pressure", "policy=amf"]).ends_with("`pressure set`"));
         assert!(!error(&["--api-socket", "/s", "pressure", "fly"]).contains("`pressure set`"));
         assert!(

@@ -13,7 +13,7 @@ use foreshore::vm::decision::{DECISIONS_KEPT, DecisionInfo, Outcome};
 use foreshore::vm::request::{PressureChange, PressureInfo};
 
 use crate::table::{mib, table};
-use crate::{pretty, put, size};
+use crate::{put, size, text_of};
 
 /// So many decisions are shown with the state, unless another number is asked for.
 const SHOWN: u64 = 10;
@@ -136,7 +136,7 @@ impl Pressure {
             None => {
                 let answer = vmm.get(&format!("vm.pressure?decisions={log}")).await?;
                 if json {
-                    return pretty(&answer);
+                    return text_of(&answer);
                 }
                 let info = serde_json::from_slice(&answer).context("The answer is not vm.pressure's")?;
                 Ok(if params { parameters_table(&info) } else { show(&info) })

@@ -1,0 +1,118 @@
+//! One owner at a time of a path that is listened on.
+//!
+//! A socket whose owner was killed stays in the file system, and looks like one that is about to be listened on. The lock tells them
+//! apart: it dies with its holder. It is one of the open file (fcntl(2), F_OFD_SETLK) on `PATH.lock`, as Cloud Hypervisor's is.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// Whoever has it, has the path. Its file goes with it.
+#[derive(Debug)]
+pub(super) struct PathLock {
+    path: PathBuf,
+    _file: File,
+}
+
+impl PathLock {
+    /// Takes it; `None` if somebody else has it.
+    pub(super) fn take(path: &Path) -> io::Result<Option<Self>> {
+        let path = lock_path(path);
+        loop {
+            let mut options = OpenOptions::new();
+            options.write(true).create(true).truncate(false).mode(0o600);
+            let file = options.custom_flags(libc::O_CLOEXEC | libc::O_NOFOLLOW).open(&path)?;
+            if !try_lock(&file)? {
+                return Ok(None);
+            }
+            // Who had it may have removed the file since it was opened here: then it locks nothing.
+            if is_at(&file, &path)? {
+                return Ok(Some(Self { path, _file: file }));
+            }
+        }
+    }
+}
+
+impl Drop for PathLock {
+    /// Before the lock is let go: whoever waits for it looks again.
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_file(&self.path) {
+            tracing::debug!(path = ?self.path, %error, "A lock is left behind");
+        }
+    }
+}
+
+fn lock_path(path: &Path) -> PathBuf {
+    let mut name = OsString::from(path);
+    name.push(".lock");
+    name.into()
+}
+
+fn try_lock(file: &File) -> io::Result<bool> {
+    // SAFETY: it has numbers, for which zeros are fine. A length of 0 is the whole file.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = libc::F_WRLCK as libc::c_short;
+    lock.l_whence = libc::SEEK_SET as libc::c_short;
+    // SAFETY: the kernel reads one `flock`; the descriptor is open.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } == 0 {
+        return Ok(true);
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EAGAIN | libc::EACCES) => Ok(false),
+        _ => Err(error),
+    }
+}
+
+fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let ours = file.metadata()?;
+    match fs::symlink_metadata(path) {
+        Ok(there) => Ok((there.dev(), there.ino()) == (ours.dev(), ours.ino())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_has_it_and_the_next_when_that_has_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let first = PathLock::take(&path).unwrap().unwrap();
+        assert!(dir.path().join("api.lock").exists());
+        assert!(PathLock::take(&path).unwrap().is_none());
+        drop(first);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        // A file that was left is as good as none.
+        fs::write(lock_path(&path), "").unwrap();
+        assert!(PathLock::take(&path).unwrap().is_some());
+    }
+
+    #[test]
+    fn many_who_come_and_go_never_have_it_together() {
+        use std::sync::atomic::{AtomicU32, Ordering};
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let inside = AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..500 {
+                        if let Some(lock) = PathLock::take(&path).unwrap() {
+                            assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
+                            std::thread::yield_now();
+                            inside.fetch_sub(1, Ordering::SeqCst);
+                            drop(lock);
+                        }
+                    }
+                });
+            }
+        });
+    }
+}

@@ -1,0 +1,267 @@
+//! What no client should send: every field of every body with every kind of value, in every state, from many at once. Each is answered,
+//! with a reason where it is refused, and the VMM goes on.
+
+use std::io::Write;
+
+use super::live::{Raw, with_vmm};
+use super::*;
+use crate::config::fields;
+
+/// Requests of [`so_many_requests_are_answered`]; more with `FORESHORE_API_REQUESTS`.
+const REQUESTS: usize = 2000;
+
+/// What a field may be. Each is wrong for most fields, and right for some.
+fn values() -> Vec<Value> {
+    vec![
+        Value::Null,
+        json!(true),
+        json!(0),
+        json!(-1),
+        json!(7),
+        json!(u64::MAX),
+        serde_json::from_str("18446744073709551616").unwrap(),
+        json!(1e300),
+        json!(0.5),
+        json!(""),
+        json!("a,b=\"[\u{0}\n"),
+        json!("x".repeat(4000)),
+        json!([]),
+        json!([[null]]),
+        json!([-1, "x", {}]),
+        json!({}),
+        json!({"a": {"b": [1]}}),
+    ]
+}
+
+/// A VM that can be created, with `fields` over its own.
+fn vm(fields: Value) -> String {
+    let mut config = json!({"payload": {"kernel": "/vmlinux"}});
+    config.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    config.to_string()
+}
+
+/// The answer is one that the table of docs/api.md has for such a request, and says why.
+#[track_caller]
+fn check(what: &str, (status, body): &Answer, allowed: &[u16]) {
+    assert!(allowed.contains(status), "{what}: {status} {body}");
+    if *status >= 400 {
+        assert!(messages(body).iter().any(|message| !message.is_empty()), "{what}: {body}");
+    }
+}
+
+/// A body for each field of the section and each value, beside what else must be there.
+fn bodies(section: &str, names: &[&str], needed: &Value) -> Vec<Value> {
+    let mut all = values();
+    // The section itself may be anything.
+    all.extend(names.iter().flat_map(|name| {
+        let with = move |value: Value| {
+            let mut object = needed.clone();
+            object.as_object_mut().unwrap().insert((*name).to_owned(), value);
+            object
+        };
+        values().into_iter().map(with)
+    }));
+    // And a field may be missing, or be one that nobody knows.
+    all.push(json!({"no such field": 1}));
+    all.extend(needed.as_object().unwrap().keys().map(|missing| {
+        let mut object = needed.clone();
+        object.as_object_mut().unwrap().remove(missing);
+        object
+    }));
+    let is_list = ["disks", "net", "pmem"].contains(&section);
+    all.into_iter().map(|body| if is_list { json!([body]) } else { body }).collect()
+}
+
+/// What must be in a section so that the rest of it is looked at.
+fn needed(section: &str) -> Value {
+    match section {
+        "payload" => json!({"kernel": "/vmlinux"}),
+        "cpus" => json!({"boot_vcpus": 1, "max_vcpus": 1}),
+        "memory" => json!({"size": 512 << 20}),
+        "disks" => json!({"path": "/d"}),
+        "pmem" => json!({"file": "/p"}),
+        "vsock" => json!({"cid": 3, "socket": "/s"}),
+        "serial" | "console" => json!({"mode": "Null"}),
+        "rng" => json!({"src": "/dev/urandom"}),
+        _ => json!({}),
+    }
+}
+
+#[test]
+fn every_field_of_a_vm_may_be_anything_and_is_taken_or_refused() {
+    with_vmm(|path| {
+        let mut client = Raw::connect(path);
+        let (mut taken, mut refused) = (0, 0);
+        for (section, names) in fields() {
+            for body in bodies(section, &names, &needed(section)) {
+                let body = vm(json!({ section: body }));
+                let answer = client.call("PUT", "vm.create", &body);
+                check(&body, &answer, &[204, 400, 409]);
+                if answer.0 == 204 {
+                    taken += 1;
+                    check(&body, &client.call("GET", "vm.info", ""), &[200]);
+                    check(&body, &client.call("PUT", "vm.delete", ""), &[204]);
+                } else {
+                    refused += 1;
+                }
+            }
+        }
+        // It is neither that all was refused for something else, nor that nothing was looked at.
+        assert!(taken > 300 && refused > 1500, "{taken} taken, {refused} refused");
+        check("ping", &client.call("GET", "vmm.ping", ""), &[200]);
+    });
+}
+
+#[test]
+fn every_field_of_a_device_or_resize_may_be_anything_in_every_state() {
+    with_vmm(|path| {
+        let mut client = Raw::connect(path);
+        let sections = fields();
+        let names = |section: &str| sections.iter().find(|(name, _)| *name == section).unwrap().1.clone();
+        let device = |call, section: &str| (call, names(section), needed(section));
+        let fixed = |call, names: &[&'static str], needed| (call, names.to_vec(), needed);
+        let calls = [
+            device("vm.add-disk", "disks"),
+            device("vm.add-net", "net"),
+            device("vm.add-pmem", "pmem"),
+            device("vm.add-vsock", "vsock"),
+            fixed("vm.remove-device", &["id"], json!({"id": "nobody"})),
+            fixed("vm.resize", &["desired_vcpus", "desired_ram", "desired_balloon"], json!({})),
+            fixed("vm.resize-zone", &["id", "desired_ram"], json!({"id": "x", "desired_ram": 2 << 20})),
+            fixed("vm.resize-disk", &["id", "desired_size"], json!({"id": "x", "desired_size": 1})),
+            fixed(
+                "vm.pressure",
+                &["policy", "size", "params", "rules", "dry_run", "pause", "zone"],
+                json!({}),
+            ),
+        ];
+        for state in ["none", "Created", "Running", "Paused"] {
+            let mut before = None;
+            for (call, names, needed) in &calls {
+                for body in bodies("", names, needed) {
+                    // As long as everything is refused it is the same VM.
+                    let shown = before.get_or_insert_with(|| vm_that_is(state, &mut client));
+                    let answer = client.call("PUT", call, &body.to_string());
+                    let what = format!("{call} {body} of a VM that is {state}");
+                    check(&what, &answer, &[200, 204, 400, 404, 405, 409]);
+                    if answer.0 >= 400 {
+                        assert_eq!(client.call("GET", "vm.info", ""), *shown, "{what}: {answer:?}");
+                    } else {
+                        before = None;
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// Makes one anew, and shows it.
+fn vm_that_is(state: &str, client: &mut Raw) -> Answer {
+    let steps = ["none", "Created", "Running", "Paused"].iter().position(|known| *known == state).unwrap();
+    check("delete", &client.call("PUT", "vm.delete", ""), &[204]);
+    for call in ["vm.create", "vm.boot", "vm.pause"].iter().take(steps) {
+        let body = if *call == "vm.create" { vm(json!({})) } else { String::new() };
+        check(call, &client.call("PUT", call, &body), &[204]);
+    }
+    client.call("GET", "vm.info", "")
+}
+
+#[test]
+fn bodies_that_are_no_object_or_too_long_are_refused() {
+    with_vmm(|path| {
+        let long = format!(r#"{{"payload": {{"kernel": "{}"}}}}"#, "x".repeat(10 << 20));
+        let deep = "[".repeat(60_000);
+        let nested = format!(r#"{{"payload": {}"#, r#"{"a":"#.repeat(10_000));
+        for call in ["vm.create", "vm.add-disk", "vm.add-net", "vm.resize", "vm.pressure", "vm.remove-device"]
+        {
+            for body in
+                ["", " ", "{", "[]", "7", "null", "\"{}\"", "{}{}", "{\"a\": }", "\u{feff}{}", &deep, &nested]
+            {
+                let answer = Raw::connect(path).call("PUT", call, body);
+                check(&format!("{call} {:.20}", body), &answer, &[400, 404]);
+            }
+            // It says so before all of it has come, and need not read the rest.
+            let mut client = Raw::connect(path);
+            client.send(&request("PUT", &format!("/api/v1/{call}"), &long)[..2000], &[]);
+            check(call, &client.receive(), &[413]);
+        }
+        check("ping", &Raw::connect(path).call("GET", "vmm.ping", ""), &[200]);
+    });
+}
+
+#[test]
+fn two_who_create_and_delete_at_once_are_both_answered() {
+    with_vmm(|path| {
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    let mut client = Raw::connect(path);
+                    for _ in 0..300 {
+                        check("create", &client.call("PUT", "vm.create", &vm(json!({}))), &[204, 405]);
+                        check("boot", &client.call("PUT", "vm.boot", ""), &[204, 404, 405]);
+                        check("info", &client.call("GET", "vm.info", ""), &[200, 404]);
+                        check("delete", &client.call("PUT", "vm.delete", ""), &[204]);
+                    }
+                });
+            }
+        });
+        let mut client = Raw::connect(path);
+        check("info", &client.call("GET", "vm.info", ""), &[404]);
+        check("create", &client.call("PUT", "vm.create", &vm(json!({}))), &[204]);
+    });
+}
+
+#[test]
+fn who_sends_half_a_request_and_nothing_more_keeps_nobody_waiting() {
+    with_vmm(|path| {
+        let whole = request("PUT", "/api/v1/vm.create", &vm(json!({})));
+        let silent: Vec<_> = (1..100)
+            .map(|nth| {
+                let mut stream = std::os::unix::net::UnixStream::connect(path).unwrap();
+                stream.write_all(&whole.as_bytes()[..whole.len() * nth / 100]).unwrap();
+                stream
+            })
+            .collect();
+        let mut client = Raw::connect(path);
+        check("create", &client.call("PUT", "vm.create", &vm(json!({}))), &[204]);
+        check("info", &client.call("GET", "vm.info", ""), &[200]);
+        // Those who go in the middle change nothing either.
+        drop(silent);
+        check("delete", &client.call("PUT", "vm.delete", ""), &[204]);
+        check("info", &client.call("GET", "vm.info", ""), &[404]);
+    });
+}
+
+#[test]
+fn so_many_requests_are_answered() {
+    let requests = match std::env::var("FORESHORE_API_REQUESTS") {
+        Ok(number) => number.parse().expect("FORESHORE_API_REQUESTS is a number"),
+        Err(_) => REQUESTS,
+    };
+    with_vmm(move |path| {
+        let mut one = Raw::connect(path);
+        check("create", &one.call("PUT", "vm.create", &vm(json!({}))), &[204]);
+        let before = one.call("GET", "vm.info", "");
+        let files = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+        let files_before = files();
+        let ask = |nth: usize, client: &mut Raw| match nth % 4 {
+            0 => check("info", &client.call("GET", "vm.info", ""), &[200]),
+            1 => check("add", &client.call("PUT", "vm.add-disk", r#"{"path": 7}"#), &[400]),
+            2 => check("pause", &client.call("PUT", "vm.pause", ""), &[405]),
+            _ => check("call", &client.call("GET", "vm.nonsense", ""), &[404]),
+        };
+        for nth in 0..requests / 2 {
+            ask(nth, &mut one);
+        }
+        for nth in 0..requests / 2 {
+            ask(nth, &mut Raw::connect(path));
+        }
+        assert_eq!(one.call("GET", "vm.info", ""), before);
+        // Of connections that have gone the server may see the end a little later. Other tests have files as well.
+        let begin = std::time::Instant::now();
+        while files() > files_before + requests / 4 {
+            assert!(begin.elapsed() < PATIENCE, "{} files, {files_before} before", files());
+            std::thread::yield_now();
+        }
+    });
+}

@@ -1,0 +1,179 @@
+//! Clients against the owner that the VMM has, whose machines are fakes: sequences, byte by byte.
+
+use std::io::{IoSlice, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream as BlockingStream;
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+use super::*;
+use crate::vm::owner::tests::FakeFactory;
+use crate::vm::owner::{AtGuestShutdown, Owner};
+
+/// Runs a test, which may block, beside a VMM without a VM.
+pub(super) fn with_vmm(test: impl FnOnce(&Path) + Send + 'static) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    tokio::task::LocalSet::new().block_on(&runtime, async {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let (vm, requests) = VmHandle::channel();
+        let events = Events::start();
+        let owner = Owner::new(FakeFactory::default(), AtGuestShutdown::End, events.clone());
+        let owner = tokio::task::spawn_local(owner.run(None, requests));
+        let socket = Socket::for_api(&ApiSocket::Path(path.clone())).unwrap();
+        let server = Server::start(socket, router(vm, events), Limits::API).unwrap();
+        tokio::task::spawn_blocking(move || test(&path)).await.unwrap();
+        server.stop().await;
+        owner.abort();
+    });
+}
+
+/// One connection.
+pub(super) struct Raw(BlockingStream);
+
+impl Raw {
+    pub(super) fn connect(path: &Path) -> Self {
+        let stream = BlockingStream::connect(path).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        Self(stream)
+    }
+
+    /// Sends all of it at once, with descriptors.
+    pub(super) fn send(&self, bytes: &str, fds: &[&OwnedFd]) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+        if !fds.is_empty() {
+            assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        }
+        let parts = [IoSlice::new(bytes.as_bytes())];
+        assert_eq!(sendmsg(&self.0, &parts, &mut control, SendFlags::empty()).unwrap(), bytes.len());
+    }
+
+    /// One answer.
+    pub(super) fn receive(&mut self) -> Answer {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            let mut byte = [0];
+            self.0.read_exact(&mut byte).unwrap();
+            head.push(byte[0]);
+        }
+        let head = String::from_utf8(head).unwrap();
+        let (status, len) = as_api_client_reads(&head).unwrap_or_else(|| panic!("{head:?}"));
+        let mut body = vec![0; len];
+        self.0.read_exact(&mut body).unwrap();
+        (status, String::from_utf8(body).unwrap())
+    }
+
+    pub(super) fn call(&mut self, method: &str, call: &str, body: &str) -> Answer {
+        self.send(&request(method, &format!("/api/v1/{call}"), body), &[]);
+        self.receive()
+    }
+}
+
+/// The end of a pipe that stands for a queue, and what sees it closed.
+fn queue() -> (std::io::PipeReader, OwnedFd) {
+    let (reader, writer) = std::io::pipe().unwrap();
+    (reader, writer.into())
+}
+
+fn info(path: &Path) -> Value {
+    let (status, body) = Raw::connect(path).call("GET", "vm.info", "");
+    assert_eq!(status, 200, "{body}");
+    serde_json::from_str(&body).unwrap()
+}
+
+/// libvirt 10 (src/ch/ch_monitor.c and ch_process.c): its requests by curl, those with descriptors by hand, all of these on one
+/// connection.
+#[test]
+fn libvirt_adds_its_interfaces_before_the_vm_boots() {
+    with_vmm(|path| {
+        let by_curl = |call: &str, body: &str| {
+            let bytes = format!(
+                "PUT /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\nAccept: application/json\r\n\
+                 Content-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+                body.len()
+            );
+            let mut curl = Raw::connect(path);
+            curl.send(&bytes, &[]);
+            curl.receive()
+        };
+        let vm = r#"{"console":{"mode":"Null"},"serial":{"mode":"Null"},"cpus":{"boot_vcpus":2,"max_vcpus":2},
+                     "memory":{"size":1073741824},"payload":{"kernel":"/vmlinux","cmdline":"console=ttyS0"},
+                     "disks":[{"path":"/disk.raw"}]}"#;
+        assert_eq!(by_curl("vm.create", vm), (204, String::new()));
+        let (mut readers, mut connection) = (Vec::new(), Raw::connect(path));
+        for (nth, queues) in [(0, 1), (1, 2), (2, 1)] {
+            let (sees, fds): (Vec<_>, Vec<_>) = (0..queues).map(|_| queue()).unzip();
+            let body = format!(
+                r#"{{"id":"net_{nth}","ip":"192.168.{nth}.2","mask":"255.255.255.0","mac":"52:54:00:aa:bb:0{nth}","num_queues":{},"queue_size":256}}"#,
+                2 * queues
+            );
+            let bytes = format!(
+                "PUT /api/v1/vm.add-net HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
+                 Content-Length: {}\r\n\r\n{body}",
+                body.len()
+            );
+            connection.send(&bytes, &fds.iter().collect::<Vec<_>>());
+            assert_eq!(connection.receive(), (204, String::new()), "{nth}");
+            readers.extend(sees);
+        }
+        let shown = info(path);
+        let net = |key: &str| -> Vec<Value> {
+            shown["config"]["net"].as_array().unwrap().iter().map(|net| net[key].clone()).collect()
+        };
+        assert_eq!(net("id"), ["net_0", "net_1", "net_2"]);
+        assert_eq!(net("fds"), [json!([-1]), json!([-1, -1]), json!([-1])]);
+        assert_eq!(net("ip")[1], "192.168.1.2");
+        assert_eq!(by_curl("vm.boot", ""), (204, String::new()));
+        assert_eq!(info(path)["state"], "Running");
+        // What is shown cannot be had again without them.
+        assert_eq!(by_curl("vm.delete", ""), (204, String::new()));
+        let (status, body) = by_curl("vm.create", &shown["config"].to_string());
+        assert!(status == 400 && body.contains("fds=[-1] is not supported"), "{body}");
+        // They are closed by now.
+        for mut reader in readers {
+            assert_eq!(reader.read(&mut [0]).unwrap(), 0);
+        }
+    });
+}
+
+/// Kata Containers' hypervisor for Cloud Hypervisor, virtcontainers/clh.go: the request as Go's http.DumpRequest writes it.
+#[test]
+fn kata_adds_interfaces_to_a_vm_that_runs_as_well() {
+    with_vmm(|path| {
+        let vm = r#"{"payload":{"kernel":"/vmlinux"},"cpus":{"boot_vcpus":1,"max_vcpus":4}}"#;
+        assert_eq!(Raw::connect(path).call("PUT", "vm.create", vm).0, 204);
+        let body = r#"{"id":"eth0","mac":"02:42:ac:11:00:02","num_queues":2}"#;
+        let add = |body: &str, fds: &[&OwnedFd]| {
+            let bytes = format!(
+                "PUT /api/v1/vm.add-net HTTP/1.1\r\nHost: localhost\r\nAccept: application/json\r\n\
+                 Content-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
+                body.len()
+            );
+            let mut connection = Raw::connect(path);
+            connection.send(&bytes, fds);
+            connection.receive()
+        };
+        let (_sees, fd) = queue();
+        assert_eq!(add(body, &[&fd]), (204, String::new()));
+        assert_eq!(Raw::connect(path).call("PUT", "vm.boot", "").0, 204);
+        let (status, answer) = add(&body.replace("eth0", "eth1"), &[&fd]);
+        let answer: Value = serde_json::from_str(&answer).unwrap();
+        assert_eq!((status, answer), (200, json!({"id": "eth1", "bdf": "0000:00:05.0"})));
+        for (body, fds, status, text) in [
+            (body, &[&fd][..], 409, "the id eth0 is taken"),
+            (r#"{"id":"x"}"#, &[&fd, &fd][..], 400, "fd has 2 descriptors, and num_queues asks for 1"),
+            (r#"{"id":"x","num_queues":10}"#, &[&fd][..], 400, "num_queues is 10"),
+            (r#"{"id":"x","tap":"tap0"}"#, &[&fd][..], 400, "fd is one that is open"),
+            (r#"{"id":"__x"}"#, &[&fd][..], 400, "__"),
+            (r#"{"id":"x","fds":[3]}"#, &[][..], 400, "do not travel in JSON"),
+            (r#"{"id":"x","mac":"02"}"#, &[&fd][..], 400, "six bytes"),
+        ] {
+            let (found, answer) = add(body, fds);
+            assert!(found == status && answer.contains(text), "{body}: {found} {answer}");
+        }
+        assert_eq!(info(path)["config"]["net"].as_array().unwrap().len(), 2);
+    });
+}
