@@ -8,6 +8,7 @@ pub mod acpi;
 pub mod api;
 pub mod boot;
 pub mod bus;
+pub mod cmos;
 pub mod config;
 pub mod cpu;
 pub mod event_loop;

@@ -4,18 +4,25 @@ use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
 use super::name;
-use super::option_parser::{Refused, Syntax};
-use super::size::{Size, UNIT_BYTES};
+use super::option_parser::{OFF, Refused, Syntax};
+use super::size::{PAGE_BYTES, Size, UNIT_BYTES};
 
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--balloon",
     keys: &["size", "deflate_on_oom", "free_page_reporting", "statistics", "floor", "id"],
     words: &[],
-    refused: &[Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" }],
+    refused: &[
+        Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
+        Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
+        Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
+    ],
 };
 
 /// The least that a guest keeps if nothing else is said; a quarter of its boot memory if that is more.
 const MIN_FLOOR_BYTES: u64 = 64 << 20;
+
+/// The most that a balloon's driver can be asked for: pages, in 32 bits.
+const MOST_BYTES: u64 = u32::MAX as u64 * PAGE_BYTES;
 
 /// `--balloon size=,...`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,7 +73,9 @@ impl BalloonConfig {
     /// The most that may be in it, of a VM that boots with `boot_bytes`.
     pub fn max_bytes(&self, boot_bytes: u64) -> u64 {
         let usual = (boot_bytes / 4).next_multiple_of(UNIT_BYTES).max(MIN_FLOOR_BYTES);
-        boot_bytes.saturating_sub(self.floor.unwrap_or(usual))
+        // Of boot memory that is no whole number of blocks the guest keeps the rest.
+        let most = boot_bytes.saturating_sub(self.floor.unwrap_or(usual)).min(MOST_BYTES);
+        most / UNIT_BYTES * UNIT_BYTES
     }
 
     /// Sizes in whole blocks, and a balloon that leaves the guest what it keeps.
@@ -140,6 +149,8 @@ mod tests {
         assert_eq!(most("floor=1G", 512), 0);
         // Whole blocks, whatever a quarter is.
         assert_eq!(most("size=0", 1022), 766);
+        assert_eq!(most("floor=32M", 513), 480);
+        assert_eq!(most("size=0", 1 << 30), (16 << 20) - 2, "no more than 2^32 pages can be asked for");
     }
 
     #[test]

@@ -76,7 +76,7 @@ pub enum CliError {
 }
 
 /// The version of Cloud Hypervisor whose flags and API are known here.
-const COMPATIBLE_WITH: &str = "54.0.0";
+pub const COMPATIBLE_WITH: &str = "54.0.0";
 
 const EXAMPLES: &str = "\
 Sizes are in bytes, or take one of K, M, G, T (powers of 1024). Flags follow Cloud Hypervisor's syntax.
@@ -101,6 +101,9 @@ struct Flags {
     /// Kernel to boot: an ELF file with a PVH note, or a bzImage
     #[arg(long, value_name = "PATH", help_heading = "Guest")]
     kernel: Option<PathBuf>,
+    /// Firmware that boots from a disk, instead of a kernel: an ELF file with a PVH note
+    #[arg(long, value_name = "PATH", help_heading = "Guest")]
+    firmware: Option<PathBuf>,
     /// Initial RAM file system
     #[arg(long, value_name = "PATH", help_heading = "Guest")]
     initramfs: Option<PathBuf>,
@@ -115,13 +118,13 @@ struct Flags {
     #[arg(long, value_name = "OPTIONS", help_heading = "Guest")]
     platform: Option<String>,
 
-    /// size=S,hotplug_method=acpi|virtio-mem,hotplug_size=S,hotplugged_size=S: DRAM [default: size=512M]
+    /// size=S,hotplug_method=acpi|virtio-mem,hotplug_size=S,hotplugged_size=S,shared=on|off,hugepages=on|off,hugepage_size=S,prefault=on|off,reserve=on|off,mergeable=on|off,thp=on|off: DRAM [default: size=512M,thp=on]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     memory: Option<String>,
     /// size=S,deflate_on_oom=on|off,free_page_reporting=on|off,statistics=on|off,floor=S,id=ID: a balloon in boot memory; the guest keeps floor [default: size=0,statistics=on, floor a quarter of boot memory]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     balloon: Option<String>,
-    /// id=ID,size=S,host_numa_node=N,hotplug_size=S,hotplugged_size=S: zones of DRAM, with --memory size=0
+    /// id=ID,size=S,host_numa_node=N,hotplug_size=S,hotplugged_size=S,file=PATH and the switches of --memory: zones of DRAM, with --memory size=0
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     memory_zone: Vec<String>,
     /// guest_numa_id=N,cpus=N-N:N,distances=N@D:N@D,memory_zones=ID:ID: nodes of the guest
@@ -133,7 +136,7 @@ struct Flags {
     /// pool=PATH,name=NAME,size=S|remaining,format=btt|raw,interface=auto|nvdimm|virtio-pmem|virtio-blk,create=on|off,readonly=on|off,force=on|off: volumes of a pool
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pm_volume: Vec<String>,
-    /// path=PATH,readonly=on|off,direct=on|off,num_queues=N,queue_size=N,serial=TEXT,id=ID,image_type=raw,sparse=on|off: raw image files and block devices as virtio-blk disks [default: num_queues=1,queue_size=128,sparse=on]
+    /// path=PATH,readonly=on|off,direct=on|off,num_queues=N,queue_size=N,serial=TEXT,id=ID,image_type=raw,sparse=on|off,pci_device_id=SLOT: raw image files and block devices as virtio-blk disks [default: num_queues=1,queue_size=128,sparse=on]
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     disk: Vec<String>,
     /// file=PATH,size=S,discard_writes=on|off,id=NAME: files and devices as persistent memory, /dev/pmem0 and on; size in a directory, in which a file is made
@@ -146,12 +149,15 @@ struct Flags {
     /// tap=NAME,ip=ADDRESS,mask=MASK,mac=MAC,host_mac=MAC,mtu=N,fd=[N,N],num_queues=N,queue_size=N,id=ID,offload_tso=on|off,offload_ufo=on|off,offload_csum=on|off: network interfaces, each a tap of the host: one that is there, one that is made with ip, mask and host_mac, or one that is given opened [default: num_queues=2,queue_size=256, offloads on, a random mac]
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Devices")]
     net: Vec<String>,
-    /// off|null|tty|file=PATH: COM1, ttyS0 [default: null]
+    /// off|null|tty|pty|file=PATH|socket=PATH: COM1, ttyS0 [default: null]
     #[arg(long, value_name = "MODE", help_heading = "Devices")]
     serial: Option<String>,
-    /// off|null|tty|file=PATH: virtio-console, hvc0 [default: tty]
+    /// off|null|tty|pty|file=PATH|socket=PATH: virtio-console, hvc0 [default: tty]
     #[arg(long, value_name = "MODE", help_heading = "Devices")]
     console: Option<String>,
+    /// A virtio watchdog: a guest that pings it and stops for 20 s is restarted
+    #[arg(long, help_heading = "Devices")]
+    watchdog: bool,
     /// src=PATH: entropy [default: src=/dev/urandom]
     #[arg(long, value_name = "OPTIONS", num_args = 0..=1, default_missing_value = "", help_heading = "Devices")]
     rng: Option<String>,
@@ -220,6 +226,7 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
     };
     if let Some(config) = &config {
         config.validate()?;
+        check_event_monitor(config, event_monitor.as_ref())?;
         warnings.extend(config.warnings());
     }
     let launch =
@@ -230,13 +237,40 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
 impl Flags {
     /// Whether any flag is about the VM, and not about the VMM alone.
     fn says_something_of_a_vm(&self) -> bool {
-        let Self { kernel, initramfs, cmdline, cpus, memory, balloon, memory_zone, numa, pm_memory, .. } =
-            self;
-        let Self { pm_volume, disk, net, pmem, pressure, serial, console, rng, vsock, platform, .. } = self;
-        let paths = [kernel, initramfs].into_iter().any(Option::is_some);
+        let Self {
+            firmware,
+            kernel,
+            initramfs,
+            cmdline,
+            cpus,
+            memory,
+            balloon,
+            memory_zone,
+            numa,
+            pm_memory,
+            ..
+        } = self;
+        let Self {
+            pm_volume,
+            disk,
+            net,
+            pmem,
+            pressure,
+            serial,
+            console,
+            rng,
+            vsock,
+            platform,
+            watchdog,
+            ..
+        } = self;
+        let paths = [firmware, kernel, initramfs].into_iter().any(Option::is_some);
         let texts = [cmdline, cpus, memory, balloon, pressure, serial, console, rng, vsock, platform];
         let lists = [memory_zone, numa, pm_memory, pm_volume, disk, net, pmem];
-        paths || texts.into_iter().any(Option::is_some) || lists.into_iter().any(|list| !list.is_empty())
+        *watchdog
+            || paths
+            || texts.into_iter().any(Option::is_some)
+            || lists.into_iter().any(|list| !list.is_empty())
     }
 }
 
@@ -250,7 +284,12 @@ fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
     let serial = flags.serial.as_deref().map(ConsoleConfig::parse_serial).transpose()?;
     let console = flags.console.as_deref().map(ConsoleConfig::parse_console).transpose()?;
     Ok(VmConfig {
-        payload: PayloadConfig { kernel: flags.kernel, initramfs: flags.initramfs, cmdline: flags.cmdline },
+        payload: PayloadConfig {
+            firmware: flags.firmware,
+            kernel: flags.kernel,
+            initramfs: flags.initramfs,
+            cmdline: flags.cmdline,
+        },
         cpus: flags.cpus.as_deref().map_or(Ok(CpusConfig::default()), CpusConfig::parse)?,
         memory: memory_config(flags.memory.as_deref(), &flags.memory_zone)?,
         numa: flags.numa.iter().map(|text| NumaConfig::parse(text)).collect::<Result<_, _>>()?,
@@ -260,6 +299,7 @@ fn vm_config(flags: Flags) -> Result<VmConfig, ConfigError> {
         serial: serial.unwrap_or_else(ConsoleConfig::default_serial),
         console: console.unwrap_or_else(ConsoleConfig::default_console),
         rng: flags.rng.as_deref().map_or(Ok(RngConfig::default()), RngConfig::parse)?,
+        watchdog: flags.watchdog,
         vsock: flags.vsock.as_deref().map(VsockConfig::parse).transpose()?,
         platform: flags.platform.as_deref().map(PlatformConfig::parse).transpose()?,
         pm_memory: flags
@@ -305,6 +345,16 @@ fn check_seccomp(mode: Option<&str>, warnings: &mut Vec<String>) -> Result<(), C
             reason: format!("{mode:?} is not one of true, false, log and errno"),
         }),
     }
+}
+
+/// A descriptor is one flag's: whoever has it closes it.
+fn check_event_monitor(config: &VmConfig, monitor: Option<&EventMonitor>) -> Result<(), ConfigError> {
+    let Some(EventMonitor::Fd(fd)) = monitor else { return Ok(()) };
+    if config.net.iter().flat_map(|net| &net.fds).any(|given| given.number() == *fd) {
+        let reason = format!("fd {fd} is a network interface's (--net)");
+        return Err(ConfigError::Conflict { flag: "--event-monitor", reason });
+    }
+    Ok(())
 }
 
 /// clap explains itself in several lines; ours is one.
@@ -425,8 +475,8 @@ mod tests {
             error(&["--numa", "guest_numa_id=0,cpus=1"]).starts_with("--numa: cpus is 1, and must be 0 to 0")
         );
         assert!(
-            error(&["--memory", "size=0", "--memory-zone", "id=a,size=1G,file=/f"])
-                .starts_with("--memory-zone: file")
+            error(&["--memory", "size=0", "--memory-zone", "id=a,size=1G,file=/f,hugepages=on"])
+                .starts_with("--memory-zone: file=/f and hugepages=on")
         );
     }
 
@@ -451,7 +501,8 @@ mod tests {
             "boot=2",
         ]);
         let taps: Vec<_> = config.net.iter().map(|net| net.tap.as_deref()).collect();
-        assert_eq!((taps, &*config.net[2].fds), (vec![Some("tap0"), None, None], &[7, 8][..]));
+        let fds: Vec<_> = config.net[2].fds.iter().map(|fd| fd.number()).collect();
+        assert_eq!((taps, fds), (vec![Some("tap0"), None, None], vec![7, 8]));
         assert!(error(&["--net", "tap=tap0,num_queues=4"]).starts_with("--net: num_queues is 4"));
     }
 
@@ -526,7 +577,7 @@ mod tests {
         assert!(error(&["--event-monitor", "/events"]).contains("neither path=PATH nor fd=N"));
         assert!(error(&["--seccomp", "maybe"]).starts_with("--seccomp:"));
         assert!(error(&["--pressure", "policy=magic"]).starts_with("--pressure:"));
-        assert!(error(&["--serial", "tty"]).starts_with("--serial:"));
+        assert!(error(&["--serial", "tty,pty"]).starts_with("--serial:"));
     }
 
     /// Every flag of Cloud Hypervisor's program.
@@ -609,7 +660,7 @@ mod tests {
             error(&["--fs", "tag=a,socket=/s"]),
             "--fs is not supported by foreshore: virtio-fs is not implemented"
         );
-        assert!(error(&["--watchdog"]).starts_with("--watchdog is not supported"));
+        assert!(error(&["--tpm"]).starts_with("--tpm is not supported"));
     }
 
     #[test]

@@ -6,17 +6,18 @@ use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
 use super::option_parser::{OFF, Refused, Syntax};
+use super::socket;
 
 const REFUSED: &[Refused] = &[
-    Refused { key: "pty", neutral: &[], why: "use tty or file=PATH" },
-    Refused { key: "socket", neutral: &[], why: "use tty or file=PATH" },
     Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
+    Refused { key: "id", neutral: &["__console"], why: "it has one already" },
+    Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
+    Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
 ];
-const WORDS: &[&str] = &["off", "null", "tty"];
-pub(super) const SERIAL: Syntax =
-    Syntax { flag: "--serial", keys: &["file"], words: WORDS, refused: REFUSED };
-pub(super) const CONSOLE: Syntax =
-    Syntax { flag: "--console", keys: &["file"], words: WORDS, refused: REFUSED };
+const WORDS: &[&str] = &["off", "null", "tty", "pty"];
+const KEYS: &[&str] = &["file", "socket"];
+pub(super) const SERIAL: Syntax = Syntax { flag: "--serial", keys: KEYS, words: WORDS, refused: REFUSED };
+pub(super) const CONSOLE: Syntax = Syntax { flag: "--console", keys: KEYS, words: WORDS, refused: REFUSED };
 
 /// Where a console's bytes go.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,8 +29,12 @@ pub enum ConsoleMode {
     Null,
     /// Standard input and output.
     Tty,
+    /// A pseudo terminal of its own.
+    Pty,
     /// Output to a file.
     File,
+    /// Whoever connects to a socket.
+    Socket,
 }
 
 /// `--serial`, `--console`.
@@ -37,20 +42,24 @@ pub enum ConsoleMode {
 pub struct ConsoleConfig {
     /// Where it goes.
     pub mode: ConsoleMode,
-    /// The file, with [`ConsoleMode::File`].
+    /// The file, with [`ConsoleMode::File`]. With [`ConsoleMode::Pty`], where the terminal is, which nobody can choose: what was
+    /// shown may be given again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<PathBuf>,
+    /// The socket, with [`ConsoleMode::Socket`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub socket: Option<PathBuf>,
 }
 
 impl ConsoleConfig {
     /// COM1 when nothing is said of it: there, and silent.
     pub fn default_serial() -> Self {
-        Self { mode: ConsoleMode::Null, file: None }
+        Self { mode: ConsoleMode::Null, ..Self::default() }
     }
 
     /// hvc0 when nothing is said of it: the terminal.
     pub fn default_console() -> Self {
-        Self { mode: ConsoleMode::Tty, file: None }
+        Self { mode: ConsoleMode::Tty, ..Self::default() }
     }
 
     /// Reads `--serial`'s value.
@@ -65,23 +74,26 @@ impl ConsoleConfig {
 
     fn parse(syntax: &'static Syntax, text: &str) -> Result<Self, ConfigError> {
         let options = syntax.parse(text)?;
-        let file = options.path("file")?;
-        let mut modes = WORDS.iter().filter(|word| options.has(word)).map(|word| mode_of(word));
-        let mode = match (modes.next(), modes.next(), &file) {
-            (Some(mode), None, None) => mode,
-            (None, None, Some(_)) => ConsoleMode::File,
-            _ => return Err(one_of(syntax.flag, text)),
-        };
-        Ok(Self { mode, file })
+        let (file, socket) = (options.path("file")?, options.path("socket")?);
+        let words = WORDS.iter().filter(|word| options.has(word)).map(|word| mode_of(word));
+        let paths = [file.as_ref().map(|_| ConsoleMode::File), socket.as_ref().map(|_| ConsoleMode::Socket)];
+        let mut modes = words.chain(paths.into_iter().flatten());
+        match (modes.next(), modes.next()) {
+            (Some(mode), None) => Ok(Self { mode, file, socket }),
+            _ => Err(one_of(syntax.flag, text)),
+        }
     }
 
-    /// A file where there must be one, and only there.
+    /// A file or a socket where there must be one, and only there.
     pub fn validate(&self, flag: &'static str) -> Result<(), ConfigError> {
-        if (self.mode == ConsoleMode::File) == self.file.is_some() {
-            return Ok(());
+        let file_fits =
+            (self.mode == ConsoleMode::File) == self.file.is_some() || self.mode == ConsoleMode::Pty;
+        if !file_fits || (self.mode == ConsoleMode::Socket) != self.socket.is_some() {
+            let Self { mode, file, socket } = self;
+            let reason = format!("mode {mode:?}, file {file:?} and socket {socket:?} contradict each other");
+            return Err(ConfigError::Conflict { flag, reason });
         }
-        let reason = format!("mode {:?} and file {:?} contradict each other", self.mode, self.file);
-        Err(ConfigError::Conflict { flag, reason })
+        self.socket.as_ref().map_or(Ok(()), |path| socket::check_path(flag, path))
     }
 }
 
@@ -89,12 +101,16 @@ fn mode_of(word: &str) -> ConsoleMode {
     match word {
         "null" => ConsoleMode::Null,
         "tty" => ConsoleMode::Tty,
+        "pty" => ConsoleMode::Pty,
         _ => ConsoleMode::Off,
     }
 }
 
 fn one_of(flag: &'static str, text: &str) -> ConfigError {
-    ConfigError::Conflict { flag, reason: format!("{text:?} is not one of off, null, tty and file=PATH") }
+    ConfigError::Conflict {
+        flag,
+        reason: format!("{text:?} is not one of off, null, tty, pty, file=PATH and socket=PATH"),
+    }
 }
 
 #[cfg(test)]
@@ -107,20 +123,38 @@ mod tests {
         assert_eq!(serial("off").mode, ConsoleMode::Off);
         assert_eq!(serial("null").mode, ConsoleMode::Null);
         assert_eq!(serial("tty").mode, ConsoleMode::Tty);
-        let file = ConsoleConfig { mode: ConsoleMode::File, file: Some("/log".into()) };
+        assert_eq!(serial("pty").mode, ConsoleMode::Pty);
+        let file = ConsoleConfig { mode: ConsoleMode::File, file: Some("/log".into()), socket: None };
         assert_eq!(serial("file=/log"), file);
         assert!(file.validate("--serial").is_ok());
+        let socket = ConsoleConfig { mode: ConsoleMode::Socket, file: None, socket: Some("/s".into()) };
+        assert_eq!(serial("socket=/s"), socket);
+        assert!(socket.validate("--serial").is_ok());
+        let json = |text| serde_json::from_str::<ConsoleConfig>(text).unwrap();
+        assert_eq!(json(r#"{"mode":"Socket","socket":"/s"}"#), socket);
+        // As it is shown while the VM runs.
+        assert!(json(r#"{"mode":"Pty","file":"/dev/pts/3"}"#).validate("--serial").is_ok());
+        assert_eq!(json(r#"{"mode":"Pty"}"#), serial("pty"));
     }
 
     #[test]
     fn anything_else_is_refused() {
         let error = |text| ConsoleConfig::parse_console(text).unwrap_err().to_string();
-        assert_eq!(error("off,tty"), r#"--console: "off,tty" is not one of off, null, tty and file=PATH"#);
-        assert!(error("tty,file=/log").contains("is not one of"));
+        let modes = "off, null, tty, pty, file=PATH and socket=PATH";
+        for text in ["off,tty", "tty,file=/log", "pty,socket=/s", "file=/log,socket=/s"] {
+            assert_eq!(error(text), format!("--console: {text:?} is not one of {modes}"));
+        }
         assert!(error("file=").contains("is not a path"));
-        assert_eq!(error("pty"), "--console: pty is not supported by foreshore: use tty or file=PATH");
-        assert!(error("loud").contains("the keys are off, null, tty, file="));
-        let wrong = ConsoleConfig { mode: ConsoleMode::File, file: None };
-        assert!(wrong.validate("--serial").unwrap_err().to_string().starts_with("--serial: mode File"));
+        assert!(error("loud").contains("the keys are off, null, tty, pty, file=, socket="));
+        assert!(error("pty,iommu=on").contains("no virtual IOMMU"));
+        let wrong = |mode, file: Option<&str>, socket: Option<&str>| {
+            let config = ConsoleConfig { mode, file: file.map(Into::into), socket: socket.map(Into::into) };
+            config.validate("--serial").unwrap_err().to_string()
+        };
+        assert!(wrong(ConsoleMode::File, None, None).starts_with("--serial: mode File"));
+        assert!(wrong(ConsoleMode::Socket, Some("/f"), None).starts_with("--serial: mode Socket"));
+        assert!(wrong(ConsoleMode::Pty, None, Some("/s")).starts_with("--serial: mode Pty"));
+        let long = "x".repeat(108);
+        assert!(wrong(ConsoleMode::Socket, None, Some(&long)).contains("107"));
     }
 }

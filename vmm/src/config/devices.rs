@@ -1,18 +1,26 @@
 //! Devices by their ids: what comes and goes in a VM that is there.
 
+use std::collections::BTreeSet;
+use std::os::fd::OwnedFd;
+
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::error::ConfigError;
 use super::json::{self, JsonError};
 use super::option_parser::Syntax;
-use super::{DiskConfig, PmemConfig, VmConfig, VsockConfig, disk, pmem, vsock};
+use super::{
+    DiskConfig, GivenFd, MacAddress, NetConfig, PmemConfig, VmConfig, VsockConfig, balloon, disk,
+    memory_zone, net, pm_memory, pmem, vsock,
+};
 
 /// A device that may be added to a VM and removed from it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceConfig {
     /// `vm.add-disk`.
     Disk(DiskConfig),
+    /// `vm.add-net`.
+    Net(NetConfig),
     /// `vm.add-pmem`.
     Pmem(PmemConfig),
     /// `vm.add-vsock`.
@@ -23,6 +31,17 @@ impl DeviceConfig {
     /// Reads a disk.
     pub fn disk(json: Map<String, Value>) -> Result<Self, JsonError> {
         read(&disk::SYNTAX, json).map(Self::Disk)
+    }
+
+    /// Reads a network interface, to which `fds` came, which are its queues.
+    pub fn net(mut json: Map<String, Value>, fds: Vec<OwnedFd>) -> Result<Self, JsonError> {
+        if !fds.is_empty() {
+            // Numbers say nothing of what has come.
+            json.remove("fds");
+        }
+        let mut net: NetConfig = read(&net::SYNTAX, json)?;
+        net.fds = fds.into_iter().map(GivenFd::from).collect();
+        Ok(Self::Net(net))
     }
 
     /// Reads a file or device that is persistent memory.
@@ -39,6 +58,7 @@ impl DeviceConfig {
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Disk(_) => "disk",
+            Self::Net(_) => "net",
             Self::Pmem(_) => "pmem",
             Self::Vsock(_) => "vsock",
         }
@@ -47,6 +67,7 @@ impl DeviceConfig {
     fn flag(&self) -> &'static str {
         match self {
             Self::Disk(_) => disk::SYNTAX.flag,
+            Self::Net(_) => net::SYNTAX.flag,
             Self::Pmem(_) => pmem::SYNTAX.flag,
             Self::Vsock(_) => vsock::SYNTAX.flag,
         }
@@ -55,6 +76,7 @@ impl DeviceConfig {
     fn id_mut(&mut self) -> &mut Option<String> {
         match self {
             Self::Disk(disk) => &mut disk.id,
+            Self::Net(net) => &mut net.id,
             Self::Pmem(pmem) => &mut pmem.id,
             Self::Vsock(vsock) => &mut vsock.id,
         }
@@ -89,16 +111,38 @@ impl VmConfig {
         }
     }
 
-    /// What is called something: devices, and zones of memory.
+    /// Gives every interface that has no Ethernet address one that is drawn.
+    pub fn address_devices(&mut self, mut draw: impl FnMut() -> MacAddress) {
+        for net in &mut self.net {
+            net.mac.get_or_insert_with(&mut draw);
+        }
+    }
+
+    /// Devices and zones of memory that are called something, each with its flag.
+    fn named(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        let by = |flag| move |id| (flag, id);
+        (self.disks.iter().filter_map(|disk| disk.id.as_deref()).map(by(disk::SYNTAX.flag)))
+            .chain(self.pmem.iter().filter_map(|pmem| pmem.id.as_deref()).map(by(pmem::SYNTAX.flag)))
+            .chain(self.net.iter().filter_map(|net| net.id.as_deref()).map(by(net::SYNTAX.flag)))
+            .chain(self.vsock.iter().filter_map(|vsock| vsock.id.as_deref()).map(by(vsock::SYNTAX.flag)))
+            .chain(self.balloon.iter().map(|balloon| balloon.id_or_default()).map(by(balloon::SYNTAX.flag)))
+            .chain(self.memory.zones.iter().map(|zone| &*zone.id).map(by(memory_zone::SYNTAX.flag)))
+            .chain(
+                self.pm_memory.iter().filter_map(|zone| zone.id.as_deref()).map(by(pm_memory::SYNTAX.flag)),
+            )
+    }
+
     fn ids(&self) -> Vec<String> {
-        let given = (self.disks.iter().filter_map(|disk| disk.id.as_deref()))
-            .chain(self.pmem.iter().filter_map(|pmem| pmem.id.as_deref()))
-            .chain(self.net.iter().filter_map(|net| net.id.as_deref()))
-            .chain(self.vsock.iter().filter_map(|vsock| vsock.id.as_deref()))
-            .chain(self.balloon.iter().map(|balloon| balloon.id_or_default()))
-            .chain(self.memory.zones.iter().map(|zone| &*zone.id))
-            .chain(self.pm_memory.iter().filter_map(|zone| zone.id.as_deref()));
-        given.map(str::to_owned).collect()
+        self.named().map(|(_, id)| id.to_owned()).collect()
+    }
+
+    /// An id is one thing's, whatever that is.
+    pub(super) fn check_ids(&self) -> Result<(), ConfigError> {
+        let mut earlier = BTreeSet::new();
+        match self.named().find(|(_, id)| !earlier.insert(*id)) {
+            Some((flag, id)) => Err(ConfigError::IdTaken { flag, id: id.to_owned() }),
+            None => Ok(()),
+        }
     }
 
     /// Adds a device and returns its id, which is none of those `in_use` by devices that the guest has not let go yet. Of one
@@ -114,6 +158,7 @@ impl VmConfig {
         }
         match device {
             DeviceConfig::Disk(disk) => config.disks.push(disk),
+            DeviceConfig::Net(net) => config.net.push(net),
             DeviceConfig::Pmem(pmem) => config.pmem.push(pmem),
             DeviceConfig::Vsock(vsock) => {
                 if config.vsock.is_some() {
@@ -132,9 +177,10 @@ impl VmConfig {
     pub fn device(&self, id: &str) -> Option<DeviceConfig> {
         let is_it = |given: &Option<String>| given.as_deref() == Some(id);
         let disk = self.disks.iter().find(|disk| is_it(&disk.id)).cloned().map(DeviceConfig::Disk);
+        let net = || self.net.iter().find(|net| is_it(&net.id)).cloned().map(DeviceConfig::Net);
         let pmem = || self.pmem.iter().find(|pmem| is_it(&pmem.id)).cloned().map(DeviceConfig::Pmem);
         let vsock = || self.vsock.iter().find(|vsock| is_it(&vsock.id)).cloned().map(DeviceConfig::Vsock);
-        disk.or_else(pmem).or_else(vsock)
+        disk.or_else(net).or_else(pmem).or_else(vsock)
     }
 
     /// Takes out the device that is called `id`; false if none is that can be added.
@@ -143,6 +189,7 @@ impl VmConfig {
         let stays = |given: &Option<String>| given.as_deref() != Some(id);
         match device {
             DeviceConfig::Disk(_) => self.disks.retain(|disk| stays(&disk.id)),
+            DeviceConfig::Net(_) => self.net.retain(|net| stays(&net.id)),
             DeviceConfig::Pmem(_) => self.pmem.retain(|pmem| stays(&pmem.id)),
             DeviceConfig::Vsock(_) => self.vsock = None,
         }
@@ -200,6 +247,48 @@ mod tests {
             assert_eq!(error, format!("--disk: the id {id} is taken"));
         }
         assert_eq!(config, before);
+    }
+
+    #[test]
+    fn a_configuration_in_which_two_things_have_an_id_is_none() {
+        let mut config = test_config();
+        config.net = vec![NetConfig::parse("id=a").unwrap()];
+        config.disks =
+            vec![DiskConfig::parse("path=/d").unwrap(), DiskConfig::parse("path=/e,id=_disk0").unwrap()];
+        // The one without an id gets another.
+        assert_eq!(config.validate(), Ok(()));
+        config.disks[0].id = Some("a".to_owned());
+        let taken = ConfigError::IdTaken { flag: "--net", id: "a".to_owned() };
+        assert_eq!(config.validate(), Err(taken));
+        // And some are nobody's to give.
+        config.net.clear();
+        config.disks[0].id = Some("__rng".to_owned());
+        assert!(config.validate().unwrap_err().to_string().contains("__"));
+    }
+
+    #[test]
+    fn a_network_interface_has_the_descriptors_that_came_with_it() {
+        let fd = || OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+        let net = |json: Value, fds| DeviceConfig::net(json.as_object().unwrap().clone(), fds);
+        let read = net(json!({"id": "n", "ip": "10.0.0.1", "mask": "255.0.0.0", "fds": [3, 4]}), vec![fd()]);
+        let DeviceConfig::Net(given) = read.unwrap() else { panic!() };
+        assert!(given.fds.len() == 1 && given.fds[0].is_kept());
+        let error = net(json!({"fds": [-1]}), Vec::new()).unwrap_err().to_string();
+        assert!(
+            error.starts_with("--net: fds=[-1] is not supported") && error.contains("vm.add-net"),
+            "{error}"
+        );
+        let mut config = test_config();
+        assert_eq!(add(&mut config, DeviceConfig::Net(given.clone())), Ok("n".to_owned()));
+        let two = net(json!({}), vec![fd(), fd()]).unwrap();
+        assert!(
+            add(&mut config, two).unwrap_err().contains("fd has 2 descriptors, and num_queues asks for 1")
+        );
+        config.address_devices(|| MacAddress::local([4; 6]));
+        assert_eq!(config.net[0].mac, Some(MacAddress::local([4; 6])));
+        config.address_devices(|| panic!("all have one"));
+        assert!(matches!(config.device("n"), Some(DeviceConfig::Net(net)) if net.fds == given.fds));
+        assert!(config.remove_device("n") && config.net.is_empty());
     }
 
     #[test]

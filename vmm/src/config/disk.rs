@@ -1,4 +1,4 @@
-//! `--disk path=,readonly=,direct=,num_queues=,queue_size=,serial=,id=,image_type=,sparse=`.
+//! `--disk path=,readonly=,direct=,num_queues=,queue_size=,serial=,id=,image_type=,sparse=,pci_device_id=`.
 
 use std::path::PathBuf;
 
@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::error::ConfigError;
 use super::name;
 use super::option_parser::{OFF, Refused, Syntax};
+use crate::memory::layout::PCI_SLOTS;
 use crate::virtio::block::serial::serial_number;
 
 /// Descriptors of a queue: two are not data, and the largest is what other VMMs have as well.
@@ -16,7 +17,18 @@ const MAX_SERIAL_BYTES: usize = 20;
 
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--disk",
-    keys: &["path", "readonly", "direct", "num_queues", "queue_size", "serial", "id", "image_type", "sparse"],
+    keys: &[
+        "path",
+        "readonly",
+        "direct",
+        "num_queues",
+        "queue_size",
+        "serial",
+        "id",
+        "image_type",
+        "sparse",
+        "pci_device_id",
+    ],
     words: &[],
     refused: &[
         Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
@@ -25,7 +37,6 @@ pub(super) const SYNTAX: Syntax = Syntax {
         Refused { key: "vhost_socket", neutral: &[], why: "vhost-user is not implemented" },
         Refused { key: "backing_files", neutral: OFF, why: "raw images have none" },
         Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
-        Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
         Refused { key: "rate_limit_group", neutral: &[], why: "there are no rate limits" },
         Refused { key: "rate_limiter_config", neutral: &[], why: "there are no rate limits" },
         Refused { key: "bw_size", neutral: &["0"], why: "there are no rate limits" },
@@ -39,19 +50,61 @@ pub(super) const SYNTAX: Syntax = Syntax {
             neutral: &["[]"],
             why: "pin the threads by their names, such as _disk0_q0",
         },
-        Refused { key: "lock_granularity", neutral: &["full"], why: "the whole image is locked" },
+        // A range that is the whole image is the same.
+        Refused {
+            key: "lock_granularity",
+            neutral: &["full", "byte-range", "ByteRange"],
+            why: "the whole image is locked",
+        },
     ],
 };
 
 /// What an image file is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ImageType {
+    /// A raw one, unless it begins as images of other types do.
+    #[default]
+    #[serde(alias = "unknown")]
+    Unknown,
     /// The disk's bytes, whatever it begins with.
     #[serde(alias = "raw")]
     Raw,
+    /// Not served.
+    #[serde(alias = "qcow2")]
+    Qcow2,
+    /// Not served.
+    #[serde(alias = "vhd")]
+    FixedVhd,
+    /// Not served.
+    #[serde(alias = "vhdx")]
+    Vhdx,
 }
 
-/// `--disk path=,readonly=,direct=,num_queues=,queue_size=,serial=,id=,image_type=,sparse=`.
+impl ImageType {
+    /// The words of the command line.
+    fn parse(text: &str) -> Option<Self> {
+        Some(match text.to_ascii_lowercase().as_str() {
+            "unknown" => Self::Unknown,
+            "raw" => Self::Raw,
+            "qcow2" => Self::Qcow2,
+            "vhd" | "fixed-vhd" | "fixedvhd" => Self::FixedVhd,
+            "vhdx" => Self::Vhdx,
+            _ => return None,
+        })
+    }
+
+    /// What is called so elsewhere and not served here.
+    fn foreign_name(self) -> Option<&'static str> {
+        match self {
+            Self::Unknown | Self::Raw => None,
+            Self::Qcow2 => Some("qcow2"),
+            Self::FixedVhd => Some("vhd"),
+            Self::Vhdx => Some("vhdx"),
+        }
+    }
+}
+
+/// `--disk path=,readonly=,direct=,num_queues=,queue_size=,serial=,id=,image_type=,sparse=,pci_device_id=`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskConfig {
     /// An image file or a block device.
@@ -75,11 +128,14 @@ pub struct DiskConfig {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
     /// Given, nothing is guessed from what the file begins with.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub image_type: Option<ImageType>,
+    #[serde(default)]
+    pub image_type: ImageType,
     /// What the guest discards is given back to the file system.
     #[serde(default = "DiskConfig::default_sparse")]
     pub sparse: bool,
+    /// Its slot on the PCI bus; a free one otherwise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pci_device_id: Option<u8>,
 }
 
 impl DiskConfig {
@@ -98,9 +154,7 @@ impl DiskConfig {
     /// Reads one of the flag's values.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let options = SYNTAX.parse(text)?;
-        let image_type = options.read("image_type", "raw: images of other types are not served", |text| {
-            text.eq_ignore_ascii_case("raw").then_some(ImageType::Raw)
-        })?;
+        let image_type = options.read("image_type", "raw, or a type that is refused", ImageType::parse)?;
         let words = |key| options.read(key, "a name", |text| (!text.is_empty()).then(|| text.to_owned()));
         Ok(Self {
             path: options.required("path", options.path("path")?)?,
@@ -110,8 +164,9 @@ impl DiskConfig {
             queue_size: options.number("queue_size")?.unwrap_or_else(Self::default_queue_size),
             serial: words("serial")?,
             id: words("id")?,
-            image_type,
+            image_type: image_type.unwrap_or_default(),
             sparse: options.switch("sparse")?.unwrap_or_else(Self::default_sparse),
+            pci_device_id: options.number("pci_device_id")?,
         })
     }
 
@@ -134,6 +189,17 @@ impl DiskConfig {
         let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });
         if !self.queue_size.is_power_of_two() {
             return conflict(format!("queue_size is {}, which is no power of two", self.queue_size));
+        }
+        if let Some(slot) = self.pci_device_id {
+            in_range("pci_device_id", slot.into(), 1, (PCI_SLOTS - 1).into())?;
+        }
+        if let Some(name) = self.image_type.foreign_name() {
+            return Err(ConfigError::Unsupported {
+                flag,
+                key: "image_type",
+                value: format!("={name}"),
+                why: "only raw images are served; `qemu-img convert -O raw` makes one",
+            });
         }
         self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))?;
         match &self.serial {
@@ -168,7 +234,7 @@ mod tests {
     fn the_flag_is_read() {
         let disk = DiskConfig::parse(
             "path=/d,readonly=on,direct=on,num_queues=4,queue_size=256,serial=abc,id=root,image_type=raw,\
-             sparse=off,iommu=off,backing_files=off",
+             sparse=off,iommu=off,backing_files=off,pci_device_id=31,lock_granularity=byte-range",
         )
         .unwrap();
         let expected = DiskConfig {
@@ -179,8 +245,9 @@ mod tests {
             queue_size: 256,
             serial: Some("abc".to_owned()),
             id: Some("root".to_owned()),
-            image_type: Some(ImageType::Raw),
+            image_type: ImageType::Raw,
             sparse: false,
+            pci_device_id: Some(31),
         };
         assert_eq!(disk, expected);
         assert!(disk.validate(4).is_ok());
@@ -193,6 +260,15 @@ mod tests {
         assert!(disk.sparse && disk.validate(1).is_ok());
         assert_eq!((disk.id_or_default(0), disk.id_or_default(2)), ("_disk0".into(), "_disk2".into()));
         assert_eq!(serde_json::from_str::<DiskConfig>(r#"{"path": "/d"}"#).unwrap(), disk);
+        let of_type = |name: &str| {
+            let json = format!(r#"{{"path": "/d", "image_type": "{name}"}}"#);
+            serde_json::from_str::<DiskConfig>(&json).unwrap()
+        };
+        assert_eq!(of_type("Unknown"), disk);
+        assert_eq!(of_type("Raw"), DiskConfig::parse("path=/d,image_type=Raw").unwrap());
+        for name in ["Qcow2", "FixedVhd", "Vhdx"] {
+            assert!(of_type(name).validate(1).unwrap_err().to_string().contains("only raw images"), "{name}");
+        }
     }
 
     #[test]
@@ -206,7 +282,14 @@ mod tests {
         for id in ["a b", "a\\nb", "ü", &"a".repeat(65)] {
             assert!(error(&format!("path=/d,id={id}")).contains("1 to 64 letters"), "{id}");
         }
-        assert!(error("path=/d,image_type=qcow2").contains("other types are not served"));
+        assert_eq!(error("path=/d,pci_device_id=0"), "--disk: pci_device_id is 0, and must be 1 to 31");
+        assert_eq!(error("path=/d,pci_device_id=32"), "--disk: pci_device_id is 32, and must be 1 to 31");
+        for name in ["qcow2", "vhd", "vhdx"] {
+            let refusal =
+                format!("--disk: image_type={name} is not supported by foreshore: only raw images are");
+            assert!(error(&format!("path=/d,image_type={name}")).starts_with(&refusal), "{name}");
+        }
+        assert!(error("path=/d,image_type=iso").contains("is not raw"));
         assert!(error("path=/d,vhost_user=on").contains("vhost-user is not implemented"));
         assert!(error("path=/d,bw_size=1000").contains("no rate limits"));
     }

@@ -8,7 +8,6 @@ const FLAGS: &[(&str, &str)] = &[
     ("--dbus-system-bus", "there is no D-Bus interface; see --api-socket"),
     ("--debug-console", "use --serial or --console"),
     ("--device", "there is no device passthrough"),
-    ("--firmware", "guests are booted by --kernel"),
     ("--fs", "virtio-fs is not implemented"),
     ("--gdb", "there is no debug stub"),
     ("--generic-vhost-user", "vhost-user is not implemented"),
@@ -28,7 +27,6 @@ const FLAGS: &[(&str, &str)] = &[
     ("--tpm", "it is not implemented"),
     ("--user-device", "there is no device passthrough"),
     ("--vdpa", "it is not implemented"),
-    ("--watchdog", "it is not implemented"),
 ];
 
 /// Sections of Cloud Hypervisor's configuration that foreshore does not have, and the flags that fill them.
@@ -50,7 +48,6 @@ const SECTIONS: &[(&str, &str)] = &[
     ("tpm", "--tpm"),
     ("user_devices", "--user-device"),
     ("vdpa", "--vdpa"),
-    ("watchdog", "--watchdog"),
 ];
 
 /// Why `flag` is refused, if it is one of Cloud Hypervisor's.

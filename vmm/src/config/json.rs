@@ -120,6 +120,18 @@ fn asks_for_nothing(value: &Value, neutral: &[&str]) -> bool {
     }
 }
 
+/// Every section with the names of its fields, those among them that are refused.
+#[cfg(test)]
+pub(crate) fn fields() -> Vec<(&'static str, Vec<&'static str>)> {
+    let names = |syntax: &Syntax| {
+        let refused = syntax.refused.iter().map(|refused| refused.key);
+        // Some are called otherwise in JSON.
+        let json = ["boot_vcpus", "max_vcpus", "mode", "zones", "affinity", "num_queues", "fds"];
+        syntax.keys.iter().copied().chain(refused).chain(json).collect()
+    };
+    SECTIONS.iter().map(|(section, syntax)| (*section, names(syntax))).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -180,27 +192,26 @@ mod tests {
             (json!({"fs": [{"tag": "a", "socket": "/s"}]}), "--fs is not supported by foreshore: "),
             (json!({"net": [{"vhost_user": true}]}), "--net: vhost_user=true is not supported"),
             (json!({"net": [{"fds": [3]}]}), "--net: fds=[3] is not supported"),
-            (json!({"watchdog": true}), "--watchdog is not supported by foreshore: "),
+            (json!({"pvpanic": true}), "--pvpanic is not supported by foreshore: "),
             (json!({"platform": {"num_pci_segments": 2, "uuid": "x"}}), "--platform: uuid="),
             (
-                json!({"memory": {"size": 536870912, "shared": true}}),
-                "--memory: shared=true is not supported",
+                json!({"memory": {"size": 536870912, "shared": true, "mergeable": true}}),
+                "--memory: mergeable=on goes with",
             ),
-            (json!({"memory": {"size": 536870912, "thp": false}}), "--memory: thp=false is not supported"),
             (
-                json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "features": {"amx": true}}}),
-                "--cpus: features=",
+                json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "kvm_hyperv": true}}),
+                "--cpus: kvm_hyperv=true is not supported",
             ),
-            (json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "nested": false}}), "--cpus: nested=false"),
+            (json!({"cpus": {"boot_vcpus": 1, "max_vcpus": 1, "profile": "Other"}}), "--cpus: profile="),
             (json!({"disks": [{"path": "/a"}, {"path": "/b", "iommu": true}]}), "--disk: iommu=true"),
             (
                 json!({"disks": [{"path": "/a", "rate_limiter_config": {"bandwidth": {"size": 1}}}]}),
                 "--disk: rate",
             ),
-            (json!({"payload": {"firmware": "/fw"}}), "payload: firmware=\"/fw\" is not supported"),
+            (json!({"payload": {"kernel": "/k", "igvm": "/i"}}), "payload: igvm=\"/i\" is not supported"),
             (
-                json!({"memory": {"size": 0, "zones": [{"id": "a", "size": 536870912, "file": "/f"}]}}),
-                "--memory-zone: file=",
+                json!({"memory": {"size": 0, "zones": [{"id": "a", "size": 536870912, "hugepage_size": 2097152}]}}),
+                "--memory-zone: hugepage_size needs hugepages=on",
             ),
             (json!({"numa": [{"guest_numa_id": 0, "device_id": "x"}]}), "--numa: device_id="),
         ] {
@@ -219,7 +230,7 @@ mod tests {
         assert!(error(with(json!({"memory": {"size": "512M"}}))).contains("invalid type"));
         assert_eq!(
             error(with(json!({"memory": {"size": 3}}))),
-            "--memory: size is 3 bytes, which is not a multiple of 2 MiB"
+            "--memory: size is 3 bytes, which is not a multiple of 4 KiB"
         );
         assert!(error(json!({"payload": {}})).starts_with("--kernel is missing"));
     }

@@ -1,29 +1,29 @@
-//! `--memory size=,hotplug_method=,hotplug_size=,hotplugged_size=`.
+//! `--memory size=,shared=,hugepages=,hotplug_method=,hotplug_size=,...`.
 
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
-use super::memory_zone::{MemoryZoneConfig, check_hotplug};
-use super::option_parser::{OFF, ON, Refused, Syntax};
-use super::size::{self, Size};
+use super::memory_zone::{HostPages, MemoryZoneConfig, check_hotplug};
+use super::option_parser::Syntax;
+use super::size::{self, Size, UNIT_BYTES};
 
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--memory",
-    keys: &["size", "hotplug_method", "hotplug_size", "hotplugged_size"],
-    words: &[],
-    refused: &[
-        Refused { key: "shared", neutral: OFF, why: "no device here shares DRAM with another process" },
-        Refused { key: "mergeable", neutral: OFF, why: "it is not implemented" },
-        Refused {
-            key: "hugepages",
-            neutral: OFF,
-            why: "DRAM has transparent huge pages; hugetlbfs is not implemented",
-        },
-        Refused { key: "hugepage_size", neutral: &[], why: "hugetlbfs is not implemented" },
-        Refused { key: "prefault", neutral: OFF, why: "it is not implemented" },
-        Refused { key: "reserve", neutral: OFF, why: "it is not implemented" },
-        Refused { key: "thp", neutral: ON, why: "DRAM always has transparent huge pages" },
+    keys: &[
+        "size",
+        "mergeable",
+        "shared",
+        "hugepages",
+        "hugepage_size",
+        "prefault",
+        "reserve",
+        "thp",
+        "hotplug_method",
+        "hotplug_size",
+        "hotplugged_size",
     ],
+    words: &[],
+    refused: &[],
 };
 
 /// How DRAM grows.
@@ -36,11 +36,32 @@ pub enum HotplugMethod {
     VirtioMem,
 }
 
-/// `--memory size=,hotplug_method=,hotplug_size=,hotplugged_size=`.
+/// `--memory size=,shared=,hugepages=,hotplug_method=,hotplug_size=,...`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryConfig {
     /// Boot memory; 0 with zones.
     pub size: u64,
+    /// The host may keep pages of the same content once.
+    #[serde(default)]
+    pub mergeable: bool,
+    /// Other processes can map it.
+    #[serde(default)]
+    pub shared: bool,
+    /// It is of huge pages that the host has set aside.
+    #[serde(default)]
+    pub hugepages: bool,
+    /// How large they are; the host's usual ones if that is not said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hugepage_size: Option<u64>,
+    /// The host finds all its pages before the guest runs.
+    #[serde(default)]
+    pub prefault: bool,
+    /// The host counts all of it as taken at once.
+    #[serde(default)]
+    pub reserve: bool,
+    /// The host is asked for transparent huge pages.
+    #[serde(default = "default_thp")]
+    pub thp: bool,
     /// How it grows.
     #[serde(default)]
     pub hotplug_method: HotplugMethod,
@@ -55,10 +76,21 @@ pub struct MemoryConfig {
     pub zones: Vec<MemoryZoneConfig>,
 }
 
+fn default_thp() -> bool {
+    true
+}
+
 impl Default for MemoryConfig {
     fn default() -> Self {
         Self {
             size: 512 << 20,
+            mergeable: false,
+            shared: false,
+            hugepages: false,
+            hugepage_size: None,
+            prefault: false,
+            reserve: false,
+            thp: default_thp(),
             hotplug_method: HotplugMethod::Acpi,
             hotplug_size: None,
             hotplugged_size: None,
@@ -77,8 +109,16 @@ impl MemoryConfig {
             _ => None,
         })?;
         let default = Self::default();
+        let switch = |key, default| options.switch(key).map(|value| value.unwrap_or(default));
         Ok(Self {
             size: options.size("size")?.unwrap_or(default.size),
+            mergeable: switch("mergeable", false)?,
+            shared: switch("shared", false)?,
+            hugepages: switch("hugepages", false)?,
+            hugepage_size: options.size("hugepage_size")?,
+            prefault: switch("prefault", false)?,
+            reserve: switch("reserve", false)?,
+            thp: switch("thp", default.thp)?,
             hotplug_method: method.unwrap_or_default(),
             hotplug_size: options.size("hotplug_size")?,
             hotplugged_size: options.size("hotplugged_size")?,
@@ -91,38 +131,103 @@ impl MemoryConfig {
         self.zones.iter().fold(self.size, |sum, zone| sum.saturating_add(zone.size))
     }
 
-    /// Whether any part of it may grow.
-    fn can_grow(&self) -> bool {
-        self.hotplug_size.is_some() || self.zones.iter().any(|zone| zone.hotplug_size.is_some())
-    }
-
-    /// Sizes within their bounds, and a way to grow if it shall grow.
+    /// Sizes within their bounds, a way to grow if it shall grow, and memory that there can be.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let flag = SYNTAX.flag;
         if self.zones.is_empty() {
-            size::check(flag, "size", self.size)?;
+            size::check_pages(flag, "size", self.size)?;
         } else {
-            // What is said here would be of no zone.
-            let sizes = [
-                ("size", self.size),
-                ("hotplug_size", self.hotplug_size.unwrap_or(0)),
-                ("hotplugged_size", self.hotplugged_size.unwrap_or(0)),
-            ];
-            if let Some((key, bytes)) = sizes.iter().find(|(_, bytes)| *bytes != 0) {
+            self.check_zones()?;
+        }
+        match self.hotplug_method {
+            HotplugMethod::VirtioMem => check_hotplug(flag, self.hotplug_size, self.hotplugged_size)?,
+            HotplugMethod::Acpi => self.check_dimms()?,
+        }
+        self.pages().validate(flag)?;
+        self.check_blocks()
+    }
+
+    fn pages(&self) -> HostPages {
+        HostPages {
+            shared: self.shared,
+            mergeable: self.mergeable,
+            hugepages: self.hugepages,
+            hugepage_size: self.hugepage_size,
+            sizes: [("size", self.size), ("hotplug_size", self.hotplug_size.unwrap_or(0))],
+        }
+    }
+
+    /// ACPI adds memory to `--memory` alone, and as it is asked for.
+    fn check_dimms(&self) -> Result<(), ConfigError> {
+        let flag = SYNTAX.flag;
+        if let Some(zone) = self.zones.iter().find(|zone| zone.hotplug_size.is_some()) {
+            let reason = format!(
+                "hotplug_size of --memory-zone id={} needs hotplug_method=virtio-mem: ACPI adds memory to no zone",
+                zone.id
+            );
+            return Err(ConfigError::Conflict { flag, reason });
+        }
+        if let Some(bytes) = self.hotplugged_size.filter(|bytes| *bytes != 0) {
+            let reason = format!(
+                "hotplugged_size is {}, which needs hotplug_method=virtio-mem: ACPI adds memory when it is asked for, by vm.resize",
+                Size(bytes)
+            );
+            return Err(ConfigError::Conflict { flag, reason });
+        }
+        self.hotplug_size.map_or(Ok(()), |bytes| size::check_pages(flag, "hotplug_size", bytes))
+    }
+
+    /// Whether vm.resize adds memory by ACPI, and else sets what the next boot has.
+    pub fn resizes_by_acpi(&self) -> bool {
+        self.zones.is_empty() && self.hotplug_method == HotplugMethod::Acpi
+    }
+
+    /// What is said here would be of no zone.
+    fn check_zones(&self) -> Result<(), ConfigError> {
+        let flag = SYNTAX.flag;
+        let sizes = [
+            ("size", self.size),
+            ("hotplug_size", self.hotplug_size.unwrap_or(0)),
+            ("hotplugged_size", self.hotplugged_size.unwrap_or(0)),
+            ("hugepage_size", self.hugepage_size.unwrap_or(0)),
+        ];
+        if let Some((key, bytes)) = sizes.iter().find(|(_, bytes)| *bytes != 0) {
+            let reason = format!(
+                "{key} is {}, and must be 0 with --memory-zone: each zone has sizes of its own",
+                Size(*bytes)
+            );
+            return Err(ConfigError::Conflict { flag, reason });
+        }
+        let switches = [
+            ("shared", self.shared),
+            ("mergeable", self.mergeable),
+            ("hugepages", self.hugepages),
+            ("prefault", self.prefault),
+            ("reserve", self.reserve),
+        ];
+        if let Some((key, _)) = switches.iter().find(|(_, is_on)| *is_on) {
+            let reason = format!("{key}=on is of no zone with --memory-zone: it is a key of each zone");
+            return Err(ConfigError::Conflict { flag, reason });
+        }
+        self.zones.iter().try_for_each(MemoryZoneConfig::validate)
+    }
+
+    /// Blocks of virtio-mem come and go one by one, and a page must not be of several.
+    fn check_blocks(&self) -> Result<(), ConfigError> {
+        let zones = self.zones.iter().map(|zone| (zone.hotplug_size, zone.hugepage_size));
+        let mut parts = zones.chain([(self.hotplug_size, self.hugepage_size)]);
+        let too_large = |page_bytes: &u64| *page_bytes > UNIT_BYTES;
+        match parts.find_map(|(hotplug, page)| hotplug.and(page).filter(too_large)) {
+            Some(page_bytes) if self.hotplug_method == HotplugMethod::VirtioMem => {
                 let reason = format!(
-                    "{key} is {}, and must be 0 with --memory-zone: each zone has sizes of its own",
-                    Size(*bytes)
+                    "hugepage_size={} and hotplug_method=virtio-mem: its blocks are of {}, and a huge page cannot be given back in part",
+                    Size(page_bytes),
+                    Size(UNIT_BYTES)
                 );
-                return Err(ConfigError::Conflict { flag, reason });
+                Err(ConfigError::Conflict { flag: SYNTAX.flag, reason })
             }
-            self.zones.iter().try_for_each(MemoryZoneConfig::validate)?;
+            _ => Ok(()),
         }
-        if self.can_grow() && self.hotplug_method == HotplugMethod::Acpi {
-            let reason = "hotplug_size needs hotplug_method=virtio-mem: \
-                hotplug by ACPI memory devices is not supported by foreshore";
-            return Err(ConfigError::Conflict { flag, reason: reason.to_owned() });
-        }
-        check_hotplug(flag, self.hotplug_size, self.hotplugged_size)
     }
 }
 
@@ -137,21 +242,23 @@ mod tests {
     #[test]
     fn the_flag_is_read() {
         let memory = MemoryConfig::parse(
-            "size=384M,hotplug_method=virtio-mem,hotplug_size=128M,hotplugged_size=0,shared=off,thp=on",
+            "size=384M,hotplug_method=virtio-mem,hotplug_size=128M,hotplugged_size=0,shared=off,thp=off,prefault=on",
         )
         .unwrap();
         assert_eq!(memory.size, 384 << 20);
         assert_eq!(memory.hotplug_method, HotplugMethod::VirtioMem);
         assert_eq!((memory.hotplug_size, memory.hotplugged_size), (Some(128 << 20), Some(0)));
         assert!(memory.validate().is_ok());
+        assert!(memory.prefault && !memory.thp && !memory.shared);
         assert_eq!(MemoryConfig::parse("hotplug_method=acpi"), Ok(MemoryConfig::default()));
     }
 
     #[test]
     fn sizes_out_of_bounds_are_named() {
-        assert_eq!(error("size=0"), "--memory: size is 0, and must be at least 2 MiB");
-        assert_eq!(error("size=3M"), "--memory: size is 3 MiB, which is not a multiple of 2 MiB");
-        assert_eq!(error("size=2T"), "--memory: size is 2 TiB, and must be at most 1 TiB");
+        assert_eq!(error("size=0"), "--memory: size is 0, and must be at least 4 KiB");
+        assert_eq!(error("size=5000"), "--memory: size is 5000 bytes, which is not a multiple of 4 KiB");
+        assert_eq!(error("size=8192T"), "--memory: size is 8192 TiB, and must be at most 4096 TiB");
+        assert_eq!(MemoryConfig::parse("size=2049M").unwrap().validate(), Ok(()));
         assert_eq!(
             error("size=2M,hotplug_method=virtio-mem,hotplug_size=0"),
             "--memory: hotplug_size is 0, and must be at least 2 MiB"
@@ -160,7 +267,7 @@ mod tests {
             error("size=2M,hotplug_method=virtio-mem,hotplug_size=4M,hotplugged_size=6M"),
             "--memory: hotplugged_size is 6 MiB, and must be at most 4 MiB, which is hotplug_size"
         );
-        assert!(error("size=2M,hotplugged_size=2M").contains("must be at most 0"));
+        assert!(error("size=2M,hotplug_method=virtio-mem,hotplugged_size=2M").contains("must be at most 0"));
     }
 
     #[test]
@@ -184,14 +291,66 @@ mod tests {
             error("size=0,hotplug_method=virtio-mem,hotplug_size=2M")
                 .contains("hotplug_size is 2 MiB, and must be 0")
         );
-        assert!(error("size=0").contains("hotplug_size needs hotplug_method=virtio-mem"));
+        assert!(
+            error("size=0").contains("hotplug_size of --memory-zone id=a needs hotplug_method=virtio-mem")
+        );
+        assert!(
+            error("size=0,shared=on,hotplug_method=virtio-mem").contains("shared=on is of no zone"),
+            "it would be ignored"
+        );
     }
 
     #[test]
-    fn what_is_not_built_is_refused_with_the_reason() {
-        assert!(error("size=2M,hotplug_size=2M").contains("needs hotplug_method=virtio-mem"));
-        assert!(error("size=2M,hugepages=on").starts_with("--memory: hugepages=on is not supported"));
-        assert!(error("size=2M,shared=on").contains("no device here shares DRAM"));
+    fn what_cannot_be_is_refused_with_the_reason() {
+        assert!(
+            error("size=2M,hotplug_size=2M,hotplugged_size=2M")
+                .contains("hotplugged_size is 2 MiB, which needs")
+        );
+        assert!(error("size=2M,hotplug_size=5000").contains("not a multiple of 4 KiB"));
+        // What Kata says: all of the host's memory, whatever that is.
+        assert_eq!(MemoryConfig::parse("size=2049M,hotplug_size=1572863M").unwrap().validate(), Ok(()));
+        let virtio_mem = "hotplug_method=virtio-mem,hotplug_size=1G";
+        let large = format!("size=1G,{virtio_mem},hugepages=on,hugepage_size=1G");
+        assert!(
+            error(&large)
+                .contains("hugepage_size=1 GiB and hotplug_method=virtio-mem: its blocks are of 2 MiB")
+        );
+        let small = format!("size=1G,{virtio_mem},hugepages=on,hugepage_size=2M");
+        assert_eq!(MemoryConfig::parse(&small).unwrap().validate(), Ok(()));
+        assert!(error("size=3M,hugepages=on,hugepage_size=2M").contains("not a multiple of 2 MiB"));
+        assert!(error("size=2M,mergeable=on,shared=on").starts_with("--memory: mergeable=on goes with"));
         assert!(error("size=2M,hotplug_method=balloon").contains("acpi or virtio-mem"));
+    }
+    /// What the containerd shims of Kata send, in Go and in Rust: with nulls, and sizes that are whole MiB and no more.
+    #[test]
+    fn what_kata_asks_for_is_taken_and_shown_as_cloud_hypervisor_does() {
+        let go = r#"{"size":2148532224,"hotplug_size":1649266655232,"mergeable":false,"hotplug_method":"Acpi","shared":true,"hugepages":false,"prefault":false,"thp":true}"#;
+        let rust = r#"{
+  "size": 2148532224,
+  "mergeable": false,
+  "hotplug_method": "Acpi",
+  "hotplug_size": 1649266655232,
+  "hotplugged_size": null,
+  "shared": true,
+  "hugepages": false,
+  "hugepage_size": null,
+  "prefault": false,
+  "zones": null,
+  "thp": true
+}"#;
+        for body in [go, rust] {
+            let mut vm = serde_json::json!({"payload": {"kernel": "/vmlinux"}});
+            vm["memory"] = serde_json::from_str(body).unwrap();
+            let serde_json::Value::Object(vm) = vm else { panic!("an object") };
+            let memory = crate::config::VmConfig::from_json(vm).unwrap().memory;
+            assert!(memory.shared && memory.resizes_by_acpi());
+            assert_eq!((memory.size, memory.hotplug_size), (2049 << 20, Some(1649266655232)));
+            let shown = serde_json::to_value(&memory).unwrap();
+            for (key, value) in
+                [("hotplug_method", "\"Acpi\""), ("prefault", "false"), ("thp", "true"), ("reserve", "false")]
+            {
+                assert_eq!(shown[key].to_string(), value, "{key}");
+            }
+        }
     }
 }

@@ -1,38 +1,56 @@
-//! `--memory-zone id=,size=,host_numa_node=,hotplug_size=,hotplugged_size=`.
+//! `--memory-zone id=,size=,file=,shared=,...`.
+
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
 use super::name;
-use super::option_parser::{OFF, Refused, Syntax};
-use super::size::{self, Size};
+use super::option_parser::Syntax;
+use super::size::{self, Size, UNIT_BYTES};
 
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--memory-zone",
-    keys: &["id", "size", "host_numa_node", "hotplug_size", "hotplugged_size"],
-    words: &[],
-    refused: &[
-        Refused { key: "file", neutral: &[], why: "DRAM is anonymous memory; see --pm-memory" },
-        Refused { key: "shared", neutral: OFF, why: "no device here shares DRAM with another process" },
-        Refused { key: "mergeable", neutral: OFF, why: "it is not implemented" },
-        Refused {
-            key: "hugepages",
-            neutral: OFF,
-            why: "DRAM has transparent huge pages; hugetlbfs is not implemented",
-        },
-        Refused { key: "hugepage_size", neutral: &[], why: "hugetlbfs is not implemented" },
-        Refused { key: "prefault", neutral: OFF, why: "it is not implemented" },
-        Refused { key: "reserve", neutral: OFF, why: "it is not implemented" },
+    keys: &[
+        "id",
+        "size",
+        "file",
+        "shared",
+        "hugepages",
+        "hugepage_size",
+        "host_numa_node",
+        "hotplug_size",
+        "hotplugged_size",
+        "mergeable",
+        "prefault",
+        "reserve",
     ],
+    words: &[],
+    refused: &[],
 };
 
-/// `--memory-zone id=,size=,host_numa_node=,hotplug_size=,hotplugged_size=`: a zone of DRAM.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// A file system on which one page would be larger than this is not known.
+const MAX_PAGE_BYTES: u64 = 1 << 40;
+
+/// `--memory-zone id=,size=,file=,shared=,...`: a zone of DRAM.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryZoneConfig {
     /// Its name.
     pub id: String,
     /// Its boot memory.
     pub size: u64,
+    /// What its boot memory is of: a file, or a directory in which one without a name is made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<PathBuf>,
+    /// Other processes can map it.
+    #[serde(default)]
+    pub shared: bool,
+    /// It is of huge pages that the host has set aside.
+    #[serde(default)]
+    pub hugepages: bool,
+    /// How large they are; the host's usual ones if that is not said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hugepage_size: Option<u64>,
     /// The host's node from which all its memory comes; wherever the host likes otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_numa_node: Option<u32>,
@@ -42,26 +60,101 @@ pub struct MemoryZoneConfig {
     /// How much of that is requested at boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hotplugged_size: Option<u64>,
+    /// The host may keep pages of the same content once.
+    #[serde(default)]
+    pub mergeable: bool,
+    /// The host finds all its pages before the guest runs.
+    #[serde(default)]
+    pub prefault: bool,
+    /// The host counts all of it as taken at once.
+    #[serde(default)]
+    pub reserve: bool,
 }
 
 impl MemoryZoneConfig {
     /// Reads the flag's value.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let options = SYNTAX.parse(text)?;
+        let switch = |key| options.switch(key).map(|value| value.unwrap_or(false));
         Ok(Self {
             id: options.required("id", options.text("id").map(str::to_owned))?,
             size: options.required("size", options.size("size")?)?,
+            file: options.path("file")?,
+            shared: switch("shared")?,
+            hugepages: switch("hugepages")?,
+            hugepage_size: options.size("hugepage_size")?,
             host_numa_node: options.number("host_numa_node")?,
             hotplug_size: options.size("hotplug_size")?,
             hotplugged_size: options.size("hotplugged_size")?,
+            mergeable: switch("mergeable")?,
+            prefault: switch("prefault")?,
+            reserve: switch("reserve")?,
         })
     }
 
-    /// A name, and sizes within their bounds.
+    /// A name, sizes within their bounds, and memory that there can be.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        name::check(SYNTAX.flag, "id", &self.id)?;
-        size::check(SYNTAX.flag, "size", self.size)?;
-        check_hotplug(SYNTAX.flag, self.hotplug_size, self.hotplugged_size)
+        let flag = SYNTAX.flag;
+        name::check(flag, "id", &self.id)?;
+        size::check_pages(flag, "size", self.size)?;
+        check_hotplug(flag, self.hotplug_size, self.hotplugged_size)?;
+        if let (Some(file), true) = (&self.file, self.hugepages) {
+            let file = file.display();
+            let reason = format!(
+                "file={file} and hugepages=on: a file has the pages of its file system; one on hugetlbfs has huge ones"
+            );
+            return Err(ConfigError::Conflict { flag, reason });
+        }
+        HostPages::of_zone(self).validate(flag)
+    }
+}
+
+/// What `--memory` and `--memory-zone` say alike of the host's pages.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct HostPages {
+    pub shared: bool,
+    pub mergeable: bool,
+    pub hugepages: bool,
+    pub hugepage_size: Option<u64>,
+    /// Sizes that are a whole number of pages, by their keys.
+    pub sizes: [(&'static str, u64); 2],
+}
+
+impl HostPages {
+    pub(super) fn of_zone(zone: &MemoryZoneConfig) -> Self {
+        Self {
+            shared: zone.shared,
+            mergeable: zone.mergeable,
+            hugepages: zone.hugepages,
+            hugepage_size: zone.hugepage_size,
+            sizes: [("size", zone.size), ("hotplug_size", zone.hotplug_size.unwrap_or(0))],
+        }
+    }
+
+    /// Pages that there can be, and sizes in whole ones.
+    pub(super) fn validate(&self, flag: &'static str) -> Result<(), ConfigError> {
+        let conflict = |reason: &str| Err(ConfigError::Conflict { flag, reason: reason.to_owned() });
+        if self.mergeable && (self.shared || self.hugepages) {
+            return conflict(
+                "mergeable=on goes with neither shared=on nor hugepages=on: Linux merges pages of private memory alone, and small ones",
+            );
+        }
+        let Some(page_bytes) = self.hugepage_size else { return Ok(()) };
+        if !self.hugepages {
+            return conflict("hugepage_size needs hugepages=on");
+        }
+        if !page_bytes.is_power_of_two() || !(UNIT_BYTES / 2..=MAX_PAGE_BYTES).contains(&page_bytes) {
+            let value = Size(page_bytes).to_string();
+            let expected = "a size that huge pages have: 2M or 1G".to_owned();
+            return Err(ConfigError::BadValue { flag, key: "hugepage_size".to_owned(), value, expected });
+        }
+        match self.sizes.iter().find(|(_, bytes)| !bytes.is_multiple_of(page_bytes)) {
+            Some(&(key, bytes)) => {
+                let (value, unit) = (Size(bytes), Size(page_bytes));
+                Err(ConfigError::NotMultiple { flag, key, value, unit })
+            }
+            None => Ok(()),
+        }
     }
 }
 
@@ -96,23 +189,31 @@ mod tests {
     #[test]
     fn the_flag_is_read() {
         let zone = MemoryZoneConfig::parse(
-            "id=mem0,size=1G,hotplug_size=2G,hotplugged_size=512M,host_numa_node=1,shared=off,prefault=off",
+            "id=mem0,size=1G,hotplug_size=2G,hotplugged_size=512M,host_numa_node=1,shared=on,hugepages=on,\
+             hugepage_size=2M,prefault=on,reserve=on,mergeable=off",
         )
         .unwrap();
         let expected = MemoryZoneConfig {
             id: "mem0".to_owned(),
             size: 1 << 30,
+            file: None,
+            shared: true,
+            hugepages: true,
+            hugepage_size: Some(2 << 20),
             host_numa_node: Some(1),
             hotplug_size: Some(2 << 30),
             hotplugged_size: Some(512 << 20),
+            mergeable: false,
+            prefault: true,
+            reserve: true,
         };
         assert_eq!(zone, expected);
         assert!(zone.validate().is_ok());
         // As Cloud Hypervisor's clients send it.
-        let json = r#"{"id": "mem0", "size": 2097152, "shared": false, "host_numa_node": null}"#;
+        let json = r#"{"id": "mem0", "size": 2097152, "shared": false, "file": "/f", "mergeable": true}"#;
         assert_eq!(
             serde_json::from_str::<MemoryZoneConfig>(json).unwrap(),
-            MemoryZoneConfig::parse("id=mem0,size=2M").unwrap()
+            MemoryZoneConfig::parse("id=mem0,size=2M,file=/f,mergeable=on").unwrap()
         );
     }
 
@@ -120,7 +221,7 @@ mod tests {
     fn errors_name_flag_value_and_bound() {
         assert_eq!(error("size=1G"), "--memory-zone: id= is missing");
         assert_eq!(error("id=a"), "--memory-zone: size= is missing");
-        assert_eq!(error("id=a,size=0"), "--memory-zone: size is 0, and must be at least 2 MiB");
+        assert_eq!(error("id=a,size=0"), "--memory-zone: size is 0, and must be at least 4 KiB");
         assert_eq!(
             error("id=a,size=2M,hotplug_size=3M"),
             "--memory-zone: hotplug_size is 3 MiB, which is not a multiple of 2 MiB"
@@ -134,12 +235,18 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_built_is_refused_with_the_reason() {
-        for option in
-            ["file=/a", "shared=on", "mergeable=on", "hugepages=on", "hugepage_size=1G", "prefault=on"]
-        {
-            let expected = format!("--memory-zone: {option} is not supported by foreshore: ");
-            assert!(error(&format!("id=a,size=2M,{option}")).starts_with(&expected), "{option}");
+    fn pages_that_there_cannot_be_are_refused() {
+        for (more, text) in [
+            ("mergeable=on,shared=on", "mergeable=on goes with neither"),
+            ("mergeable=on,hugepages=on", "mergeable=on goes with neither"),
+            ("hugepage_size=2M", "hugepage_size needs hugepages=on"),
+            ("hugepages=on,hugepage_size=3M", r#"hugepage_size="3 MiB" is not a size that huge pages have"#),
+            ("hugepages=on,hugepage_size=4K", r#"hugepage_size="4 KiB" is not"#),
+            ("hugepages=on,hugepage_size=1G", "size is 2 MiB, which is not a multiple of 1 GiB"),
+            ("hugepages=on,file=/f", "file=/f and hugepages=on"),
+        ] {
+            let message = error(&format!("id=a,size=2M,{more}"));
+            assert!(message.starts_with("--memory-zone: ") && message.contains(text), "{more}: {message}");
         }
     }
 }

@@ -39,18 +39,20 @@ use crate::virtio::block::serial::serial_number;
 use crate::volume::interface::{Payload, choose};
 
 pub use self::balloon::BalloonConfig;
-pub use self::cli::{CliError, Command, Launch, LogConfig, parse_command_line};
+pub use self::cli::{COMPATIBLE_WITH, CliError, Command, Launch, LogConfig, parse_command_line};
 pub use self::console::{ConsoleConfig, ConsoleMode};
-pub use self::cpus::{CpusConfig, MAX_VCPUS};
+pub use self::cpus::{CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, CpusConfig, MAX_VCPUS};
 pub use self::devices::DeviceConfig;
 pub use self::disk::{DiskConfig, ImageType};
 pub use self::error::ConfigError;
 pub use self::json::JsonError;
+#[cfg(test)]
+pub(crate) use self::json::fields;
 pub use self::memory::{HotplugMethod, MemoryConfig};
 pub use self::memory_zone::MemoryZoneConfig;
-pub use self::net::{BadMacAddress, MacAddress, NetConfig};
+pub use self::net::{BadMacAddress, GivenFd, MacAddress, NetConfig};
 pub use self::numa::{MAX_NODE, NumaConfig, NumaDistance};
-pub use self::packages::VcpuPlace;
+pub use self::packages::{Level, Shape, VcpuPlace};
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};
 pub use self::platform::PlatformConfig;
 pub use self::pm_memory::{MIN_PM_NODE, PmMemoryConfig};
@@ -61,7 +63,7 @@ pub use self::pressure::{
     rules_as_well,
 };
 pub use self::rng::RngConfig;
-pub use self::size::{MAX_BYTES, Size, UNIT_BYTES, check as check_size, parse as parse_size};
+pub use self::size::{MAX_BYTES, PAGE_BYTES, Size, UNIT_BYTES, check_pages, parse as parse_size};
 pub use self::socket::{ApiSocket, EventMonitor, MAX_SOCKET_PATH_BYTES, MetricsAddress};
 pub use self::topology::{DRAM_ZONE, Node, Topology};
 pub use self::vsock::{MAX_CID, MIN_CID, VsockConfig};
@@ -96,6 +98,9 @@ pub struct VmConfig {
     /// Entropy source.
     #[serde(default)]
     pub rng: RngConfig,
+    /// A watchdog.
+    #[serde(default)]
+    pub watchdog: bool,
     /// Sockets between guest and host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vsock: Option<VsockConfig>,
@@ -142,6 +147,7 @@ impl VmConfig {
         self.cpus.validate()?;
         self.memory.validate()?;
         self.balloon.as_ref().map_or(Ok(()), |balloon| balloon.validate(self.memory.boot_bytes()))?;
+        self.check_balloon_pages()?;
         self.serial.validate("--serial")?;
         self.console.validate("--console")?;
         self.vsock.as_ref().map_or(Ok(()), VsockConfig::validate)?;
@@ -152,33 +158,45 @@ impl VmConfig {
         self.pm_volumes.iter().try_for_each(PmVolumeConfig::validate)?;
         pmem::validate_all(&self.pmem)?;
         self.pressure.validate()?;
-        self.disks.iter().try_for_each(|disk| disk.validate(self.cpus.boot_vcpus))?;
-        net::validate_all(&self.net, self.cpus.boot_vcpus)?;
-        self.check_terminal()?;
-        self.check_disks()?;
+        self.disks.iter().try_for_each(|disk| disk.validate(self.cpus.max_vcpus))?;
+        net::validate_all(&self.net, self.cpus.max_vcpus)?;
+        self.check_ids()?;
+        self.check_slots()?;
+        self.check_serial_numbers()?;
         self.check_volumes()
     }
 
-    /// There is one terminal, and it cannot be two devices' input.
-    fn check_terminal(&self) -> Result<(), ConfigError> {
-        if self.serial.mode == ConsoleMode::Tty && self.console.mode == ConsoleMode::Tty {
-            let reason =
-                "--serial and --console cannot both be tty; the console is, unless --console says otherwise";
-            return Err(ConfigError::Conflict { flag: "--serial", reason: reason.to_owned() });
+    /// What a balloon gives back are pages of 4 KiB, and a huge page does not go in parts.
+    fn check_balloon_pages(&self) -> Result<(), ConfigError> {
+        let has_huge_pages = self.memory.hugepages || self.memory.zones.iter().any(|zone| zone.hugepages);
+        if self.balloon.is_none() || !has_huge_pages {
+            return Ok(());
         }
-        Ok(())
+        let reason =
+            "hugepages=on: a balloon gives pages of 4 KiB back, and the host cannot take parts of huge pages";
+        Err(ConfigError::Conflict { flag: "--balloon", reason: reason.to_owned() })
     }
 
-    /// Names are what the API and the metrics tell disks by.
-    fn check_disks(&self) -> Result<(), ConfigError> {
-        let ids: Vec<_> = (0..).zip(&self.disks).map(|(nth, disk)| disk.id_or_default(nth)).collect();
-        let conflict = |reason| Err(ConfigError::Conflict { flag: "--disk", reason });
-        if let Some((_, id)) = ids.iter().enumerate().find(|(nth, id)| ids[..*nth].contains(id)) {
-            return conflict(format!("two disks have the id {id}"));
+    /// A slot that is asked for is one disk's.
+    fn check_slots(&self) -> Result<(), ConfigError> {
+        let slots: Vec<_> = self.disks.iter().filter_map(|disk| disk.pci_device_id).collect();
+        match slots.iter().enumerate().find(|(nth, slot)| slots[..*nth].contains(slot)) {
+            Some((_, slot)) => {
+                let reason = format!("two disks have the pci_device_id {slot}");
+                Err(ConfigError::Conflict { flag: "--disk", reason })
+            }
+            None => Ok(()),
         }
-        // And serial numbers are what a guest tells them by, volumes among them.
+    }
+
+    /// They are what a guest tells disks by, volumes among them.
+    fn check_serial_numbers(&self) -> Result<(), ConfigError> {
+        let conflict = |reason| Err(ConfigError::Conflict { flag: "--disk", reason });
         let volumes = self.pm_volumes.iter().filter(|volume| volume.interface == VolumeInterface::VirtioBlk);
-        let serials: Vec<_> = ((0..).zip(&self.disks).map(|(nth, disk)| disk.serial_or_default(nth)))
+        // They are the ids of those without.
+        let mut named = self.clone();
+        named.name_devices();
+        let serials: Vec<_> = ((0..).zip(&named.disks).map(|(nth, disk)| disk.serial_or_default(nth)))
             .chain(volumes.map(|volume| serial_number(&volume.name)))
             .collect();
         match serials.iter().enumerate().find(|(nth, serial)| serials[..*nth].contains(serial)) {
@@ -205,8 +223,10 @@ impl VmConfig {
 
     /// What will work, but hardly as it was meant.
     pub fn warnings(&self) -> Vec<String> {
-        let mut warnings = Vec::new();
-        let dram = self.memory.hotplug_size.map(|bytes| ("--memory: hotplug_size".to_owned(), bytes));
+        let mut warnings = self.payload.warnings();
+        let grows_by_acpi = self.memory.resizes_by_acpi() && self.memory.hotplug_size.is_some();
+        let of_dram = self.memory.hotplug_size.filter(|_| !grows_by_acpi);
+        let dram = of_dram.map(|bytes| ("--memory: hotplug_size".to_owned(), bytes));
         let zones = self.memory.zones.iter().filter_map(|zone| {
             Some((format!("--memory-zone id={}: hotplug_size", zone.id), zone.hotplug_size?))
         });
@@ -233,8 +253,32 @@ impl VmConfig {
                 self.pressure.policy
             ));
         }
+        let usual = PressureConfig::default().policy;
+        if grows_by_acpi && !can_grow && ![&*usual, "off"].contains(&&*self.pressure.policy) {
+            warnings.push(format!(
+                "--pressure: policy={} resizes nothing: memory that comes by ACPI stays, and comes by vm.resize alone; \
+                 hotplug_method=virtio-mem lets a policy resize it",
+                self.pressure.policy
+            ));
+        }
+        if self.memory.reserve && self.memory.shared && !self.memory.prefault {
+            warnings.push(
+                "--memory: reserve=on counts private memory; what is shared is counted as it is used"
+                    .to_owned(),
+            );
+        }
         if self.platform.as_ref().is_some_and(PlatformConfig::wants_more_segments) {
             warnings.push("--platform: there is one PCI segment, whatever num_pci_segments says".to_owned());
+        }
+        if self.net.iter().any(NetConfig::is_idle_of_given) {
+            warnings.push(
+                "--net: ip, mask and host_mac are whose fd it is to set; they are only shown".to_owned(),
+            );
+        }
+        if self.serial.mode == ConsoleMode::Tty && self.console.mode == ConsoleMode::Tty {
+            let warning = "--serial and --console are both tty: what is typed goes to the console; with --console off it goes \
+                           to the serial port";
+            warnings.push(warning.to_owned());
         }
         for volume in self.pm_volumes.iter().filter(|volume| volume.force) {
             warnings.push(format!(
@@ -251,13 +295,11 @@ impl VmConfig {
 pub(crate) fn test_config() -> VmConfig {
     VmConfig {
         payload: PayloadConfig { kernel: Some("/vmlinux".into()), ..PayloadConfig::default() },
-        cpus: CpusConfig { boot_vcpus: 1, max_vcpus: 1 },
+        cpus: CpusConfig::default(),
         memory: MemoryConfig {
             size: 512 << 20,
             hotplug_method: HotplugMethod::VirtioMem,
-            hotplug_size: None,
-            hotplugged_size: None,
-            zones: Vec::new(),
+            ..MemoryConfig::default()
         },
         balloon: None,
         disks: Vec::new(),
@@ -265,6 +307,7 @@ pub(crate) fn test_config() -> VmConfig {
         serial: ConsoleConfig::default(),
         console: ConsoleConfig::default(),
         rng: RngConfig { src: "/dev/urandom".into() },
+        watchdog: false,
         vsock: None,
         platform: None,
         numa: Vec::new(),
@@ -303,7 +346,7 @@ mod tests {
         let mut config = least();
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=4G").unwrap()];
         config.numa = vec![NumaConfig::parse("guest_numa_id=0,cpus=0,distances=1@21").unwrap()];
-        config.memory.zones = vec![MemoryZoneConfig::parse("id=a,size=2M").unwrap()];
+        config.memory.zones = vec![MemoryZoneConfig::parse("id=a,size=2M,file=/f,shared=on").unwrap()];
         config.pm_volumes = vec![volume("pool=/p,name=a,size=remaining"), volume("pool=/p,name=b,size=2M")];
         config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
         config.pmem = vec![PmemConfig::parse("file=/a").unwrap()];
@@ -331,9 +374,11 @@ mod tests {
     fn the_terminal_has_one_reader() {
         let mut config = least();
         config.serial = ConsoleConfig::parse_serial("tty").unwrap();
-        assert!(config.validate().unwrap_err().to_string().contains("cannot both be tty"));
-        config.console = ConsoleConfig::parse_console("off").unwrap();
         assert!(config.validate().is_ok());
+        let warned = |config: &VmConfig| config.warnings().iter().any(|warning| warning.contains("both tty"));
+        assert!(warned(&config));
+        config.console = ConsoleConfig::parse_console("off").unwrap();
+        assert!(!warned(&config));
     }
 
     #[test]
@@ -372,12 +417,12 @@ mod tests {
     }
 
     #[test]
-    fn disks_have_names_of_their_own() {
+    fn a_slot_that_is_asked_for_is_one_disks() {
         let mut config = least();
-        config.disks = ["path=/a", "path=/b,id=b", "path=/c,id=_disk0"]
+        config.disks = ["path=/a,pci_device_id=7", "path=/b", "path=/c,pci_device_id=7"]
             .map(|text| DiskConfig::parse(text).unwrap())
             .to_vec();
-        assert_eq!(config.validate().unwrap_err().to_string(), "--disk: two disks have the id _disk0");
+        assert_eq!(config.validate().unwrap_err().to_string(), "--disk: two disks have the pci_device_id 7");
         config.disks.pop();
         assert!(config.validate().is_ok());
     }
@@ -402,8 +447,12 @@ mod tests {
 
     #[test]
     fn every_section_is_validated() {
-        let broken: [fn(&mut VmConfig); 14] = [
+        let broken: [fn(&mut VmConfig); 15] = [
             |c| c.balloon = Some(BalloonConfig::parse("size=1T").unwrap()),
+            |c| {
+                c.balloon = Some(BalloonConfig::parse("size=0").unwrap());
+                c.memory.hugepages = true;
+            },
             |c| c.payload.kernel = None,
             |c| c.cpus.boot_vcpus = 0,
             |c| c.memory.size = 1,

@@ -2,10 +2,11 @@
 
 use std::fmt;
 use std::net::Ipv4Addr;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::str::FromStr;
+use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use thiserror::Error;
 
 use super::error::ConfigError;
@@ -40,7 +41,11 @@ pub(super) const SYNTAX: Syntax = Syntax {
         Refused { key: "vhost_socket", neutral: &[], why: VHOST_USER },
         Refused { key: "vhost_mode", neutral: &["client", "Client"], why: VHOST_USER },
         // Numbers in a request say nothing of this process's files; clients write out what they were shown.
-        Refused { key: "fds", neutral: &[], why: "file descriptors do not travel in JSON; give --net fd=" },
+        Refused {
+            key: "fds",
+            neutral: &[],
+            why: "file descriptors do not travel in JSON; send them beside vm.add-net, or give --net fd=",
+        },
         Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
         Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
         Refused { key: "rate_limit_group", neutral: &[], why: RATE_LIMITS },
@@ -78,13 +83,9 @@ impl MacAddress {
         self.0
     }
 
-    /// One of nobody's: locally administered (IEEE 802, 8.2.2), and a single station's.
-    pub fn random() -> Self {
-        let mut bytes = [0u8; 6];
-        // SAFETY: the buffer is ours, and as long as is said.
-        let len = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-        // Of up to 256 bytes it gives all, on every kernel that has KVM.
-        assert_eq!(len, 6, "getrandom");
+    /// One of nobody's, made of bytes that were drawn: locally administered (IEEE 802, 8.2.2), and a single station's.
+    pub fn local(drawn: [u8; 6]) -> Self {
+        let mut bytes = drawn;
         bytes[0] = bytes[0] & !3 | 2;
         Self(bytes)
     }
@@ -130,6 +131,53 @@ impl From<MacAddress> for String {
     }
 }
 
+/// A queue of a tap interface that somebody else has opened. Nothing of it is in JSON but that there is one: a number says nothing
+/// outside of this process.
+#[derive(Clone, Debug)]
+pub struct GivenFd {
+    number: RawFd,
+    /// Closed with the last copy of this configuration. A number on the command line is nobody's until it is kept.
+    kept: Option<Arc<OwnedFd>>,
+}
+
+impl GivenFd {
+    /// The one of this number, whoever it belongs to.
+    pub fn named(number: RawFd) -> Self {
+        Self { number, kept: None }
+    }
+
+    /// Its number.
+    pub fn number(&self) -> RawFd {
+        self.number
+    }
+
+    /// Whether it is closed with this configuration.
+    pub fn is_kept(&self) -> bool {
+        self.kept.is_some()
+    }
+}
+
+impl From<OwnedFd> for GivenFd {
+    fn from(fd: OwnedFd) -> Self {
+        Self { number: fd.as_raw_fd(), kept: Some(Arc::new(fd)) }
+    }
+}
+
+/// Descriptors that are open have different numbers.
+impl PartialEq for GivenFd {
+    fn eq(&self, other: &Self) -> bool {
+        self.number == other.number
+    }
+}
+
+impl Eq for GivenFd {}
+
+impl Serialize for GivenFd {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_i32(-1)
+    }
+}
+
 /// `--net tap=,ip=,mask=,mac=,host_mac=,mtu=,fd=,num_queues=,queue_size=,id=,offload_tso=,offload_ufo=,offload_csum=`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetConfig {
@@ -142,18 +190,18 @@ pub struct NetConfig {
     /// And the network's mask.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mask: Option<Ipv4Addr>,
-    /// The guest's Ethernet address.
-    #[serde(default = "MacAddress::random")]
-    pub mac: MacAddress,
+    /// The guest's Ethernet address; one is drawn for a VM that is created without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac: Option<MacAddress>,
     /// The host's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_mac: Option<MacAddress>,
     /// The longest frame's payload; what the interface has otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u16>,
-    /// Queues of a tap interface that somebody else has opened. Not in JSON: they are this process's.
-    #[serde(skip)]
-    pub fds: Vec<RawFd>,
+    /// Queues of a tap interface that somebody else has opened.
+    #[serde(skip_deserializing, skip_serializing_if = "Vec::is_empty")]
+    pub fds: Vec<GivenFd>,
     /// Queues, two for each pair.
     #[serde(default = "NetConfig::default_num_queues")]
     pub num_queues: u16,
@@ -200,7 +248,7 @@ impl NetConfig {
             tap: word("tap")?,
             ip: address(&options, "ip")?,
             mask: address(&options, "mask")?,
-            mac: mac(&options, "mac")?.unwrap_or_else(MacAddress::random),
+            mac: mac(&options, "mac")?,
             host_mac: mac(&options, "host_mac")?,
             mtu: options.number("mtu")?,
             fds: options.read("fd", "a descriptor, or several as [3,4]", descriptors)?.unwrap_or_default(),
@@ -237,7 +285,7 @@ impl NetConfig {
         }
         self.mtu.map_or(Ok(()), |mtu| in_range("mtu", mtu, MIN_MTU, u16::MAX))?;
         self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))?;
-        for (key, mac) in [("mac", Some(self.mac)), ("host_mac", self.host_mac)] {
+        for (key, mac) in [("mac", self.mac), ("host_mac", self.host_mac)] {
             if let Some(mac) = mac.filter(|mac| !mac.is_of_one_station()) {
                 return conflict(format!("{key} is {mac}, which is no single station's address"));
             }
@@ -271,30 +319,32 @@ impl NetConfig {
         if fds.is_empty() {
             return Ok(());
         }
-        if let Some(fd) = fds.iter().find(|fd| **fd <= libc::STDERR_FILENO) {
+        let mut numbers: Vec<RawFd> = fds.iter().map(GivenFd::number).collect();
+        if let Some(fd) = numbers.iter().find(|fd| **fd <= libc::STDERR_FILENO) {
             return conflict(format!("fd {fd} is standard input, output or error"));
         }
-        if let Some((_, fd)) = fds.iter().enumerate().find(|(nth, fd)| fds[..*nth].contains(fd)) {
-            return conflict(format!("fd {fd} is given twice"));
+        numbers.sort_unstable();
+        if let Some(twice) = numbers.windows(2).find(|two| two[0] == two[1]) {
+            return conflict(format!("fd {} is given twice", twice[0]));
         }
         if fds.len() != usize::from(self.pairs()) {
             let (count, pairs) = (fds.len(), self.pairs());
             return conflict(format!("fd has {count} descriptors, and num_queues asks for {pairs}"));
         }
-        if self.tap.is_some() || self.ip.is_some() || self.host_mac.is_some() {
-            return conflict("tap, ip, mask and host_mac are whose fd it is to set".to_owned());
+        match self.tap {
+            Some(_) => conflict("tap names an interface, and fd is one that is open".to_owned()),
+            None => Ok(()),
         }
-        Ok(())
+    }
+
+    /// What was said of an interface that is given open: who opened it sets that.
+    pub fn is_idle_of_given(&self) -> bool {
+        !self.fds.is_empty() && (self.ip.is_some() || self.host_mac.is_some())
     }
 
     /// Pairs of a queue that receives and one that sends.
     pub fn pairs(&self) -> u16 {
         self.num_queues / 2
-    }
-
-    /// What the device is called that is the `nth`, counted from 0.
-    pub fn id_or_default(&self, nth: usize) -> String {
-        self.id.clone().unwrap_or_else(|| format!("_net{nth}"))
     }
 }
 
@@ -307,30 +357,24 @@ fn mac(options: &Options, key: &'static str) -> Result<Option<MacAddress>, Confi
 }
 
 /// One number, or several within brackets.
-fn descriptors(text: &str) -> Option<Vec<RawFd>> {
+fn descriptors(text: &str) -> Option<Vec<GivenFd>> {
     let list = text.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(text);
-    list.split(',').map(|fd| fd.parse().ok().filter(|fd| *fd >= 0)).collect()
+    list.split(',').map(|fd| fd.parse().ok().filter(|fd| *fd >= 0).map(GivenFd::named)).collect()
 }
 
-/// Names and descriptors are each one device's.
+/// Interfaces and descriptors are each one device's.
 pub(super) fn validate_all(nets: &[NetConfig], vcpus: u8) -> Result<(), ConfigError> {
     nets.iter().try_for_each(|net| net.validate(vcpus))?;
     let conflict = |reason| Err(ConfigError::Conflict { flag: SYNTAX.flag, reason });
     for (nth, net) in nets.iter().enumerate() {
-        let id = net.id_or_default(nth);
-        let mut earlier = nets[..nth].iter().enumerate();
-        if earlier.any(|(nth, net)| net.id_or_default(nth) == id) {
-            return conflict(format!("two devices have the id {id}"));
+        let earlier = &nets[..nth];
+        if let Some(tap) = &net.tap
+            && earlier.iter().any(|other| other.tap.as_ref() == Some(tap))
+        {
+            return conflict(format!("two devices have the interface {tap}"));
         }
-        let mut earlier = nets[..nth].iter();
-        if let Some(other) = earlier.find(|other| net.tap.is_some() && other.tap == net.tap) {
-            return conflict(format!(
-                "two devices have the interface {}",
-                other.tap.as_deref().unwrap_or("")
-            ));
-        }
-        if let Some(fd) = net.fds.iter().find(|fd| nets[..nth].iter().any(|other| other.fds.contains(fd))) {
-            return conflict(format!("fd {fd} is given twice"));
+        if let Some(fd) = net.fds.iter().find(|fd| earlier.iter().any(|other| other.fds.contains(fd))) {
+            return conflict(format!("fd {} is given twice", fd.number()));
         }
     }
     Ok(())
@@ -358,7 +402,7 @@ mod tests {
             tap: Some("tap0".to_owned()),
             ip: Some([10, 0, 0, 1].into()),
             mask: Some([255, 255, 255, 0].into()),
-            mac: MacAddress([2, 0, 0, 0, 0, 10]),
+            mac: Some(MacAddress([2, 0, 0, 0, 0, 10])),
             host_mac: Some(MacAddress([2, 0, 0, 0, 0, 11])),
             mtu: Some(9000),
             fds: Vec::new(),
@@ -383,19 +427,37 @@ mod tests {
         assert_eq!((net.num_queues, net.queue_size), (2, 256));
         assert!(net.offload_tso && net.offload_ufo && net.offload_csum && net.validate(1).is_ok());
         let json: NetConfig = serde_json::from_str("{}").unwrap();
-        assert_eq!(NetConfig { mac: net.mac, ..json.clone() }, net);
-        // Each has an address of its own, which keeps its two bits.
-        assert_ne!(json.mac, net.mac);
-        for _ in 0..100 {
-            assert_eq!(MacAddress::random().bytes()[0] & 3, 2);
+        assert_eq!((json, net.mac), (net.clone(), None));
+    }
+
+    #[test]
+    fn an_address_that_is_drawn_is_one_stations_and_nobody_elses() {
+        for first in 0..=u8::MAX {
+            let mac = MacAddress::local([first, 1, 2, 3, 4, 5]);
+            assert_eq!((mac.bytes()[0] & 3, mac.bytes()[0] & !3), (2, first & !3));
+            assert!(mac.is_of_one_station());
         }
     }
 
     #[test]
+    fn of_descriptors_there_is_only_their_count_in_json() {
+        let net = NetConfig::parse("fd=[30,70],num_queues=4,ip=10.0.0.1,mask=255.0.0.0").unwrap();
+        assert!(net.validate(2).is_ok() && net.is_idle_of_given());
+        let json = serde_json::to_value(&net).unwrap();
+        assert_eq!(
+            (&json["fds"], &json["ip"]),
+            (&serde_json::json!([-1, -1]), &serde_json::json!("10.0.0.1"))
+        );
+        assert_eq!(serde_json::from_value::<NetConfig>(json).unwrap().fds, []);
+        assert_eq!(serde_json::to_value(NetConfig::parse("tap=a").unwrap()).unwrap().get("fds"), None);
+    }
+
+    #[test]
     fn descriptors_are_read_alone_and_in_a_list() {
-        assert_eq!(NetConfig::parse("fd=3").unwrap().fds, [3]);
+        let numbers = |net: &NetConfig| net.fds.iter().map(GivenFd::number).collect::<Vec<_>>();
+        assert_eq!(numbers(&NetConfig::parse("fd=3").unwrap()), [3]);
         let net = NetConfig::parse("fd=[3,7],num_queues=4").unwrap();
-        assert_eq!(net.fds, [3, 7]);
+        assert_eq!(numbers(&net), [3, 7]);
         assert!(net.validate(2).is_ok());
         for text in ["fd=[3,", "fd=-1", "fd=[]", "fd=x", "fd=[3,,4]"] {
             assert!(NetConfig::parse(text).is_err(), "{text}");
@@ -417,7 +479,7 @@ mod tests {
         assert!(error("fd=2").contains("standard"));
         assert!(error("fd=[3,3],num_queues=4").contains("twice"));
         assert!(error("fd=[3,4]").contains("num_queues asks for 1"));
-        assert!(error("fd=3,tap=tap0").contains("whose fd it is"));
+        assert!(error("fd=3,tap=tap0").contains("fd is one that is open"));
         for tap in ["a b", "a/b", "..", "tap%d", &"t".repeat(16)] {
             assert!(error(&format!("tap={tap}")).contains("at most 15 bytes"), "{tap}");
         }
@@ -426,20 +488,12 @@ mod tests {
     }
 
     #[test]
-    fn devices_share_neither_names_nor_interfaces() {
+    fn devices_share_no_interface() {
         let all = |texts: &[&str]| {
             let nets: Vec<_> = texts.iter().map(|text| NetConfig::parse(text).unwrap()).collect();
             validate_all(&nets, 4).map_err(|error| error.to_string())
         };
-        assert_eq!(
-            all(&["", "", "tap=a", "tap=b", "fd=3", "fd=4"].map(|text| if text.is_empty() {
-                "id="
-            } else {
-                text
-            })),
-            Ok(())
-        );
-        assert!(all(&["tap=a", "id=_net0"]).unwrap_err().contains("the id _net0"));
+        assert_eq!(all(&["id=", "id=", "tap=a", "tap=b", "fd=3", "fd=4"]), Ok(()));
         assert!(all(&["tap=a", "tap=a"]).unwrap_err().contains("the interface a"));
         assert!(all(&["fd=3", "fd=3"]).unwrap_err().contains("fd 3"));
     }

@@ -1,6 +1,8 @@
-//! Where each vCPU stands in the guest's processors: every node with vCPUs is a package. Pure.
+//! Where each vCPU stands in the guest's processors: as `--cpus topology=` says, or every node with vCPUs is a package. Pure.
 //!
 //! Linux takes vCPUs of one package, or of one last-level cache, for neighbours, and warns if they are in two nodes.
+
+use super::cpus::CpuTopology;
 
 /// The largest APIC id of 8 bits that is no broadcast.
 const MAX_APIC_ID: u32 = 254;
@@ -8,39 +10,116 @@ const MAX_APIC_ID: u32 = 254;
 /// (arch/x86/kernel/cpu/cacheinfo.c): packages of fewer would share one.
 const LEAST_CORE_BITS: u32 = 3;
 
+/// Units of a level in one of the next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Level {
+    /// How many there may ever be.
+    pub count: u8,
+    /// Bits of an APIC id that tell them apart.
+    pub bits: u32,
+}
+
+impl Level {
+    /// With no more bits than it takes.
+    pub fn of(count: u8) -> Self {
+        Self { count, bits: u32::from(count).next_power_of_two().trailing_zeros() }
+    }
+}
+
+/// What a package is like; all of a VM's are alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Threads in a core.
+    pub threads: Level,
+    /// Cores in a die.
+    pub cores: Level,
+    /// Dies in a package.
+    pub dies: Level,
+}
+
+impl Default for Shape {
+    /// One of each.
+    fn default() -> Self {
+        Self { threads: Level::of(1), cores: Level::of(1), dies: Level::of(1) }
+    }
+}
+
+impl Shape {
+    /// An id shifted by so much is a core's.
+    pub fn core_shift(&self) -> u32 {
+        self.threads.bits
+    }
+
+    /// A die's.
+    pub fn die_shift(&self) -> u32 {
+        self.core_shift() + self.cores.bits
+    }
+
+    /// A package's.
+    pub fn package_shift(&self) -> u32 {
+        self.die_shift() + self.dies.bits
+    }
+
+    /// Threads in a package.
+    pub fn logical(&self) -> u32 {
+        [self.threads, self.cores, self.dies].iter().map(|level| u32::from(level.count)).product()
+    }
+}
+
 /// Where a vCPU stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VcpuPlace {
-    /// Its APIC id: the package above `core_bits`, the core below.
+    /// Its APIC id: the package in the highest bits, then die, core and thread.
     pub apic_id: u8,
     /// Which package. That of vCPU 0, which boots, is 0.
     pub package: u8,
-    /// The vCPUs that its package has at boot.
-    pub cores: u8,
-    /// Bits of an APIC id that tell the cores of a package apart.
-    pub core_bits: u32,
+    /// What its package is like.
+    pub shape: Shape,
 }
 
 /// The places of all vCPUs, by their indices; `nodes` are the vCPUs of each node that has some, ascending. `None` if APIC ids
 /// do not suffice.
-pub(super) fn places(nodes: &[&[u8]], boot_vcpus: u8) -> Option<Vec<VcpuPlace>> {
+pub(super) fn places(nodes: &[&[u8]]) -> Option<Vec<VcpuPlace>> {
     let mut packages = nodes.to_vec();
     packages.sort_by_key(|cpus| cpus.first().copied());
     let most = packages.iter().map(|cpus| cpus.len() as u32).max()?;
     let needed_bits = most.next_power_of_two().trailing_zeros();
     let last_id = |bits: u32| ((packages.len() as u32 - 1) << bits) + most - 1;
     let wanted_bits = if packages.len() > 1 { needed_bits.max(LEAST_CORE_BITS) } else { needed_bits };
-    let core_bits = [wanted_bits, needed_bits].into_iter().find(|bits| last_id(*bits) <= MAX_APIC_ID)?;
+    let bits = [wanted_bits, needed_bits].into_iter().find(|bits| last_id(*bits) <= MAX_APIC_ID)?;
     let mut places: Vec<(u8, VcpuPlace)> = Vec::new();
     for (package, cpus) in (0..).zip(&packages) {
-        let cores = cpus.iter().filter(|cpu| **cpu < boot_vcpus).count() as u8;
+        let shape = Shape { cores: Level { count: cpus.len() as u8, bits }, ..Shape::default() };
         for (core, &cpu) in (0..).zip(*cpus) {
-            let apic_id = u8::try_from((u32::from(package) << core_bits) + core).ok()?;
-            places.push((cpu, VcpuPlace { apic_id, package, cores, core_bits }));
+            let apic_id = u8::try_from((u32::from(package) << bits) + core).ok()?;
+            places.push((cpu, VcpuPlace { apic_id, package, shape }));
         }
     }
     places.sort_by_key(|(cpu, _)| *cpu);
     Some(places.into_iter().map(|(_, place)| place).collect())
+}
+
+/// The places as `topology`, which has been validated, has them: vCPUs are counted through the threads of a core, then through the
+/// cores of a die, and so on. `None` if APIC ids do not suffice.
+pub(super) fn places_of(topology: &CpuTopology) -> Option<Vec<VcpuPlace>> {
+    let level = |count| Some(Level::of(u8::try_from(count).ok()?));
+    let threads = level(topology.threads_per_core)?;
+    let cores = level(topology.cores_per_die)?;
+    let dies = level(topology.dies_per_package)?;
+    let shape = Shape { threads, cores, dies };
+    let vcpus = shape.logical() * u32::from(topology.packages);
+    let place = |vcpu: u32| {
+        let (mut rest, mut apic_id, mut shift) = (vcpu, 0, 0);
+        for level in [threads, cores, dies] {
+            apic_id |= (rest % u32::from(level.count)) << shift;
+            rest /= u32::from(level.count);
+            shift += level.bits;
+        }
+        apic_id |= rest.checked_shl(shift)?;
+        let apic_id = u8::try_from(apic_id).ok().filter(|&id| u32::from(id) <= MAX_APIC_ID)?;
+        Some(VcpuPlace { apic_id, package: rest as u8, shape })
+    };
+    (0..vcpus).map(place).collect()
 }
 
 #[cfg(test)]
@@ -48,8 +127,12 @@ mod tests {
     use super::*;
 
     fn ids(nodes: &[&[u8]]) -> Vec<u8> {
-        let vcpus = nodes.iter().map(|cpus| cpus.len()).sum::<usize>() as u8;
-        places(nodes, vcpus).unwrap().iter().map(|place| place.apic_id).collect()
+        places(nodes).unwrap().iter().map(|place| place.apic_id).collect()
+    }
+
+    fn place(apic_id: u8, package: u8, count: u8, bits: u32) -> VcpuPlace {
+        let shape = Shape { cores: Level { count, bits }, ..Shape::default() };
+        VcpuPlace { apic_id, package, shape }
     }
 
     #[test]
@@ -57,17 +140,15 @@ mod tests {
         assert_eq!(ids(&[&[0, 1, 2]]), [0, 1, 2]);
         let all: Vec<u8> = (0..=253).collect();
         assert_eq!(ids(&[&all]), all);
-        let place = |cores, core_bits| VcpuPlace { apic_id: 0, package: 0, cores, core_bits };
-        assert_eq!(places(&[&[0]], 1).unwrap(), [place(1, 0)]);
-        assert_eq!(places(&[&[0, 1, 2]], 2).unwrap()[0], place(2, 2));
+        assert_eq!(places(&[&[0]]).unwrap(), [place(0, 0, 1, 0)]);
+        assert_eq!(places(&[&[0, 1, 2]]).unwrap()[0], place(0, 0, 3, 2));
     }
 
     #[test]
     fn each_node_is_a_package_with_a_cache_of_its_own() {
         assert_eq!(ids(&[&[0, 1], &[2, 3]]), [0, 1, 8, 9]);
         assert_eq!(ids(&[&[0, 2], &[1, 3]]), [0, 8, 1, 9]);
-        let place = places(&[&[0, 1], &[2, 3]], 3).unwrap()[3];
-        assert_eq!(place, VcpuPlace { apic_id: 9, package: 1, cores: 1, core_bits: 3 });
+        assert_eq!(places(&[&[0, 1], &[2, 3]]).unwrap()[3], place(9, 1, 2, 3));
         let (low, high): (Vec<u8>, Vec<u8>) = ((0..9).collect(), (9..18).collect());
         assert_eq!(ids(&[&low, &high])[9..11], [16, 17]);
     }
@@ -85,6 +166,35 @@ mod tests {
         let halves: [Vec<u8>; 2] = [(0..127).collect(), (127..254).collect()];
         assert_eq!(ids(&[&halves[0], &halves[1]])[253], 254);
         let uneven: [Vec<u8>; 3] = [(0..80).collect(), (80..160).collect(), (160..240).collect()];
-        assert_eq!(places(&[&uneven[0], &uneven[1], &uneven[2]], 240), None);
+        assert_eq!(places(&[&uneven[0], &uneven[1], &uneven[2]]), None);
+    }
+
+    fn ids_of(numbers: [u16; 4]) -> Option<Vec<u8>> {
+        let [threads_per_core, cores_per_die, dies_per_package, packages] = numbers;
+        let topology = CpuTopology { threads_per_core, cores_per_die, dies_per_package, packages };
+        Some(places_of(&topology)?.iter().map(|place| place.apic_id).collect())
+    }
+
+    #[test]
+    fn a_topology_counts_threads_first() {
+        assert_eq!(ids_of([1, 4, 1, 1]).unwrap(), [0, 1, 2, 3]);
+        assert_eq!(ids_of([2, 2, 2, 1]).unwrap(), (0..8).collect::<Vec<u8>>());
+        // Three cores take two bits, so every fourth core's ids are nobody's.
+        assert_eq!(ids_of([2, 3, 1, 2]).unwrap(), [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13]);
+        assert_eq!(ids_of([1, 1, 3, 2]).unwrap(), [0, 1, 2, 4, 5, 6]);
+        let topology =
+            CpuTopology { threads_per_core: 2, cores_per_die: 3, dies_per_package: 1, packages: 2 };
+        let last = places_of(&topology).unwrap()[11];
+        assert_eq!((last.package, last.shape.package_shift(), last.shape.logical()), (1, 3, 6));
+    }
+
+    #[test]
+    fn a_topology_whose_ids_do_not_suffice_has_no_places() {
+        assert_eq!(ids_of([1, 254, 1, 1]).unwrap().last(), Some(&253));
+        assert_eq!(ids_of([1, 1, 1, 254]).unwrap().last(), Some(&253));
+        // 3 of 4, and 7 of 8: the ids in between are nobody's.
+        assert_eq!(ids_of([1, 3, 7, 4]).unwrap().last(), Some(&122));
+        assert_eq!(ids_of([1, 5, 5, 5]), None);
+        assert_eq!(ids_of([1, 65, 1, 3]), None);
     }
 }

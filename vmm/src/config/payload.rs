@@ -1,4 +1,4 @@
-//! `--kernel`, `--initramfs`, `--cmdline`.
+//! `--firmware` or `--kernel`, `--initramfs`, `--cmdline`.
 
 use std::path::PathBuf;
 
@@ -10,10 +10,9 @@ use super::option_parser::{OFF, Refused, Syntax};
 /// What the API's section may have beside the fields below; on the command line each is a flag of its own.
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "payload",
-    keys: &["kernel", "initramfs", "cmdline"],
+    keys: &["firmware", "kernel", "initramfs", "cmdline"],
     words: &[],
     refused: &[
-        Refused { key: "firmware", neutral: &[], why: "guests are booted by kernel" },
         Refused { key: "fw_cfg_config", neutral: &[], why: "there is no firmware configuration device" },
         Refused { key: "igvm", neutral: &[], why: "confidential guests are not supported" },
         Refused { key: "host_data", neutral: &[], why: "confidential guests are not supported" },
@@ -24,9 +23,12 @@ pub(super) const SYNTAX: Syntax = Syntax {
 /// The longest command line that Linux takes on x86 (COMMAND_LINE_SIZE), its end mark included.
 pub const MAX_CMDLINE_BYTES: usize = 2048;
 
-/// `--kernel`, `--initramfs`, `--cmdline`.
+/// `--firmware` or `--kernel`, `--initramfs`, `--cmdline`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PayloadConfig {
+    /// An ELF file with a PVH note that finds by itself what to boot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub firmware: Option<PathBuf>,
     /// An ELF kernel with a PVH note, or a bzImage.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kernel: Option<PathBuf>,
@@ -39,13 +41,21 @@ pub struct PayloadConfig {
 }
 
 impl PayloadConfig {
-    /// There is a kernel, and the command line fits into what it can take.
+    /// There is a kernel or a firmware, and the command line fits into what a kernel can take.
     pub fn validate(&self) -> Result<(), ConfigError> {
-        if self.kernel.is_none() {
-            return Err(ConfigError::MissingFlag {
-                flag: "--kernel",
-                why: "there is no firmware to boot from a disk with",
-            });
+        match (&self.kernel, &self.firmware) {
+            (None, None) => {
+                return Err(ConfigError::MissingFlag {
+                    flag: "--kernel",
+                    why: "a VM boots a kernel, or what a --firmware finds",
+                });
+            }
+            (Some(_), Some(_)) => {
+                let reason =
+                    "a VM boots a --kernel or what a --firmware finds, and cannot do both".to_owned();
+                return Err(ConfigError::Conflict { flag: "--firmware", reason });
+            }
+            _ => {}
         }
         let cmdline = self.cmdline.as_deref().unwrap_or_default();
         if cmdline.len() >= MAX_CMDLINE_BYTES {
@@ -66,6 +76,15 @@ impl PayloadConfig {
         }
         Ok(())
     }
+
+    /// What is there and not used.
+    pub fn warnings(&self) -> Vec<String> {
+        let unused = [("--initramfs", self.initramfs.is_some()), ("--cmdline", self.cmdline.is_some())];
+        let unused = unused.into_iter().filter(|(_, is_there)| self.firmware.is_some() && *is_there);
+        unused
+            .map(|(flag, _)| format!("{flag}: it is for a --kernel; a --firmware looks for its own"))
+            .collect()
+    }
 }
 
 #[cfg(test)]
@@ -73,13 +92,33 @@ mod tests {
     use super::*;
 
     fn with_cmdline(cmdline: &str) -> PayloadConfig {
-        PayloadConfig { kernel: Some("/k".into()), initramfs: None, cmdline: Some(cmdline.to_owned()) }
+        PayloadConfig {
+            kernel: Some("/k".into()),
+            cmdline: Some(cmdline.to_owned()),
+            ..PayloadConfig::default()
+        }
     }
 
     #[test]
     fn a_kernel_is_needed() {
         let error = PayloadConfig::default().validate().unwrap_err();
         assert!(error.to_string().starts_with("--kernel is missing"), "{error}");
+    }
+
+    #[test]
+    fn a_firmware_stands_for_kernel_initramfs_and_cmdline() {
+        let mut payload = PayloadConfig { firmware: Some("/f".into()), ..PayloadConfig::default() };
+        assert!(payload.validate().is_ok() && payload.warnings().is_empty());
+        payload.cmdline = Some("quiet".to_owned());
+        payload.initramfs = Some("/i".into());
+        assert!(payload.validate().is_ok());
+        let warnings = payload.warnings();
+        assert!(warnings[0].starts_with("--initramfs: ") && warnings[1].starts_with("--cmdline: "));
+        payload.kernel = Some("/k".into());
+        let error = payload.validate().unwrap_err().to_string();
+        assert!(error.starts_with("--firmware: ") && error.contains("--kernel"), "{error}");
+        payload.firmware = None;
+        assert!(payload.warnings().is_empty());
     }
 
     #[test]

@@ -12,8 +12,11 @@ pub(super) const SYNTAX: Syntax = Syntax {
     refused: &[
         Refused { key: "iommu_segments", neutral: &["[]"], why: IOMMU },
         Refused { key: "iommu_address_width", neutral: &[], why: IOMMU },
+        Refused { key: "iommu_address_width_bits", neutral: &[], why: IOMMU },
         Refused { key: "iommufd", neutral: OFF, why: PASSTHROUGH },
-        Refused { key: "vfio_p2p_dma", neutral: OFF, why: PASSTHROUGH },
+        Refused { key: "iommufd_fd", neutral: &[], why: PASSTHROUGH },
+        // Without passthrough it is all the same.
+        Refused { key: "vfio_p2p_dma", neutral: &["on", "off", "true", "false"], why: PASSTHROUGH },
         Refused { key: "serial_number", neutral: &[], why: SMBIOS },
         Refused { key: "uuid", neutral: &[], why: SMBIOS },
         Refused { key: "oem_strings", neutral: &["[]"], why: SMBIOS },

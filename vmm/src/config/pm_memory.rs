@@ -12,7 +12,7 @@ use super::numa::MAX_NODE;
 use super::option_parser::Syntax;
 use super::size::{self, Size};
 
-const SYNTAX: Syntax = Syntax {
+pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--pm-memory",
     keys: &[
         "pool",

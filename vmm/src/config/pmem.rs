@@ -111,7 +111,7 @@ mod tests {
         assert_eq!(error("file=,size=2M"), r#"--pmem: file="" is not a path"#);
         assert_eq!(error("file=/a,size=0"), "--pmem: size is 0, and must be at least 2 MiB");
         assert_eq!(error("file=/a,size=3M"), "--pmem: size is 3 MiB, which is not a multiple of 2 MiB");
-        assert!(error("file=/a,size=2T").contains("at most 1 TiB"));
+        assert!(error("file=/a,size=8192T").contains("at most 4096 TiB"));
         assert!(error("file=/a,discard_writes=maybe").contains("on or off"));
         assert!(error("file=/a,iommu=on").contains("there is no virtual IOMMU"));
         assert!(error("file=/a,pci_segment=1").contains("one PCI segment"));

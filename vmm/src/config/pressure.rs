@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
 use super::option_parser::Syntax;
-use super::size::{MAX_BYTES, Size};
+use super::size::Size;
 
 const FLAG: &str = "--pressure";
 
@@ -51,6 +51,8 @@ pub type ParamSettings = BTreeMap<String, Setting>;
 pub const RECORD_BYTES: u64 = 1 << 30;
 /// Less would be minutes.
 const LEAST_RECORD_BYTES: u64 = 1 << 20;
+/// More would be centuries.
+const MOST_RECORD_BYTES: u64 = 1 << 40;
 
 /// The policies by name.
 pub const POLICIES: &[&str] = &Policy::NAMES;
@@ -152,7 +154,7 @@ impl PressureConfig {
         let Some(bytes) = self.record_size else { return Ok(()) };
         let expected = match self.record {
             None => "taken without record=",
-            Some(_) if !(LEAST_RECORD_BYTES..=MAX_BYTES).contains(&bytes) => "from 1M to 1T",
+            Some(_) if !(LEAST_RECORD_BYTES..=MOST_RECORD_BYTES).contains(&bytes) => "from 1M to 1T",
             Some(_) => return Ok(()),
         };
         let (key, value) = ("record_size".to_owned(), Size(bytes).to_string());

@@ -11,7 +11,12 @@ pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--rng",
     keys: &["src"],
     words: &[],
-    refused: &[Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" }],
+    refused: &[
+        Refused { key: "id", neutral: &[], why: "it is neither removed nor counted, and needs no name" },
+        Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
+        Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
+        Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
+    ],
 };
 
 /// `--rng src=`.

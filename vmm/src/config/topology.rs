@@ -7,7 +7,7 @@ use super::numa::{FLAG, LOCAL_DISTANCE, MAX_DISTANCE, MAX_NODE, NumaConfig, chec
 use super::packages::{self, VcpuPlace};
 use super::{MemoryZoneConfig, PmMemoryConfig, VmConfig};
 use crate::governor::core::BALLOON_ZONE;
-use crate::memory::zone::{Tier, ZoneSpec};
+use crate::memory::zone::{Growth, HostMemory, HostPages, Tier, ZoneSpec};
 
 /// The zone of DRAM where there is no `--memory-zone`.
 pub const DRAM_ZONE: &str = "dram";
@@ -170,9 +170,15 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
     let whole = || MemoryZoneConfig {
         id: DRAM_ZONE.to_owned(),
         size: memory.size,
-        host_numa_node: None,
+        shared: memory.shared,
+        hugepages: memory.hugepages,
+        hugepage_size: memory.hugepage_size,
         hotplug_size: memory.hotplug_size,
         hotplugged_size: memory.hotplugged_size,
+        mergeable: memory.mergeable,
+        prefault: memory.prefault,
+        reserve: memory.reserve,
+        ..MemoryZoneConfig::default()
     };
     let zones = if memory.zones.is_empty() { vec![whole()] } else { memory.zones.clone() };
     let mut places: BTreeMap<&str, u32> = BTreeMap::new();
@@ -193,6 +199,7 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
             }
         }
     }
+    let growth = if memory.resizes_by_acpi() { Growth::Dimms } else { Growth::VirtioMem };
     let in_node = |zone: MemoryZoneConfig| {
         // `--memory` alone need not be named: it is in the first node.
         let node = places.get(zone.id.as_str()).copied();
@@ -200,9 +207,12 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
         let Some(guest_node) = node else {
             return conflict(format!("zone {} is in no node: memory_zones= of one must name it", zone.id));
         };
+        let host = host_memory(&zone, memory.thp);
         Ok(ZoneSpec {
             id: zone.id,
             tier: Tier::Dram,
+            host,
+            growth,
             guest_node,
             host_node: zone.host_numa_node,
             boot_bytes: zone.size,
@@ -211,6 +221,24 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
         })
     };
     zones.into_iter().map(in_node).collect()
+}
+
+/// What the host is asked for.
+fn host_memory(zone: &MemoryZoneConfig, thp: bool) -> HostMemory {
+    let pages = match (zone.hugepages, zone.hugepage_size) {
+        (true, Some(page_bytes)) => HostPages::Huge(page_bytes),
+        (true, None) => HostPages::HugeAsUsual,
+        (false, _) if thp => HostPages::Transparent,
+        (false, _) => HostPages::Small,
+    };
+    HostMemory {
+        pages,
+        shared: zone.shared,
+        prefault: zone.prefault,
+        reserve: zone.reserve,
+        mergeable: zone.mergeable,
+        file: zone.file.clone(),
+    }
 }
 
 /// The vCPUs of each node that has some; none at all where no node names any.
@@ -268,6 +296,8 @@ fn pm_zones(
         Ok(ZoneSpec {
             id,
             tier: Tier::Pm,
+            host: HostMemory::default(),
+            growth: Growth::VirtioMem,
             guest_node,
             host_node: None,
             boot_bytes: 0,
@@ -305,8 +335,14 @@ fn count(config: &VmConfig, zones: &[ZoneSpec], cpus: &BTreeMap<u32, Vec<u8>>) -
 }
 
 fn places(config: &VmConfig, cpus: &BTreeMap<u32, Vec<u8>>) -> Result<Vec<VcpuPlace>, ConfigError> {
+    if let Some(topology) = &config.cpus.topology {
+        return packages::places_of(topology).ok_or_else(|| {
+            let reason = "topology leaves gaps in the APIC ids, and 255 do not suffice for it".to_owned();
+            ConfigError::Conflict { flag: "--cpus", reason }
+        });
+    }
     let nodes: Vec<&[u8]> = cpus.values().map(Vec::as_slice).collect();
-    packages::places(&nodes, config.cpus.boot_vcpus).ok_or_else(|| {
+    packages::places(&nodes).ok_or_else(|| {
         let most = nodes.iter().map(|cpus| cpus.len()).max().unwrap_or(0);
         let reason = format!(
             "{} nodes with up to {most} vCPUs: each is a package, and 255 APIC ids do not suffice for that",

@@ -142,6 +142,8 @@ fn what_a_zone_says_is_in_its_specification() {
         id: "a".to_owned(),
         tier: Tier::Dram,
         guest_node: 0,
+        host: HostMemory::default(),
+        growth: Growth::VirtioMem,
         host_node: Some(1),
         boot_bytes: GIB,
         hotplug_bytes: 2 * GIB,

@@ -15,6 +15,7 @@ pub(super) const SYNTAX: Syntax = Syntax {
     refused: &[
         Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
         Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
+        Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
     ],
 };
 

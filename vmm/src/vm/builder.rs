@@ -7,6 +7,7 @@ use std::time::Instant;
 use tokio::sync::{Notify, mpsc};
 use tracing::{debug, warn};
 
+use super::clock::GuestClock;
 use super::error::BuildError;
 use super::fabric::Fabric;
 use super::hotplug::{self, Leaving};
@@ -15,16 +16,22 @@ use super::machine::KvmMachine;
 use super::owner::{EventSender, MachineEvent};
 use super::resident::Resident;
 use super::resources::Resources;
+use super::vcpus::Vcpus;
 use super::{devices, governing, lost, pmem, volumes, zones};
 use crate::acpi::ged::GenericEventDevice;
 use crate::acpi::hotplug::HotplugPage;
+use crate::acpi::hotplug_cpus::CpuRegisters;
 use crate::acpi::pm::{PmEvent, PmPort};
 use crate::acpi::{self, AcpiInput};
 use crate::boot::{self, BootInfo, BootRequest, Pluggable};
+use crate::cmos::{CMOS_LEN, CMOS_PORT, Cmos, wall_clock};
 use crate::config::{ConsoleMode, Topology, VmConfig};
-use crate::cpu::cpuid;
-use crate::cpu::run::{Surroundings, Vcpu};
-use crate::cpu::{CpuError, state};
+use crate::cpu::CpuError;
+use crate::cpu::cpuid::{self, Traits};
+use crate::cpu::placement::Cores;
+use crate::cpu::plug::Plug;
+use crate::cpu::run::{Placement, Surroundings, Vcpu};
+use crate::cpu::state::{self, Fresh};
 use crate::event_loop::EventLoop;
 use crate::host_console::ConsoleFiles;
 use crate::memory::backing::resident::resident_bytes;
@@ -51,24 +58,31 @@ pub fn build(
     // 1. What may be missing or in use elsewhere, before anything is made. Pools last: opening one marks what
     //    an earlier life left lent, and starts to erase it.
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
-    let hypervisor = Hypervisor::open()?;
-    resources.open_taps(config)?;
+    let hypervisor = Hypervisor::open(config.cpus.features.amx)?;
+    resources.taps().open(config)?;
     resources.pmem().open(config)?;
     resources.open_pools(config)?;
     // 2. Memory, because everything else lies in it or reaches it.
     let mut memory = build_memory(config, &topology, resources, &hypervisor)?;
     // 3. The kernel: what it is decides which interface a volume gets.
     let boot = load_kernel(config, &topology, &memory)?;
+    memory.prefault().map_err(BuildError::device("prefault"))?;
     // 4. Devices. Those of memory have a loop of their own: an unplug waits for guards that the others hold.
     let vm = &hypervisor.vm;
-    let mut fabric = Fabric::new(Arc::clone(vm) as _, Arc::clone(vm) as _, config.cpus.boot_vcpus, &memory)?;
+    let told = resources.events().clone();
+    let mut fabric =
+        Fabric::new(Arc::clone(vm) as _, Arc::clone(vm) as _, config.cpus.max_vcpus, &memory, told)?;
+    config.disks.iter().filter_map(|disk| disk.pci_device_id).for_each(|slot| fabric.pci.reserve(slot));
     lost::watch_zones(config, resources, &memory, &fabric.lost)?;
     let (device_loop, memory_loop) = (EventLoop::spawn("_device")?, EventLoop::spawn("_mem")?);
-    let (ged, page) = add_platform(&fabric, events)?;
-    let mut files = ConsoleFiles::new(resources.file_start());
-    devices::attach_serial(config, &mut files, &fabric, &device_loop.handle())?;
+    let cpu_registers = cpu_registers(config, events);
+    let (ged, page) = add_platform(&fabric, Arc::clone(&cpu_registers), events)?;
+    let mut files = ConsoleFiles::new(resources.file_start(), resources.lines().clone());
+    let serial = devices::attach_serial(config, &mut files, &fabric, &device_loop.handle())?;
     let console = devices::attach_console(config, &mut files, &mut fabric, &memory, &device_loop.handle())?;
     let rng = devices::attach_rng(config, &mut fabric, &memory, &device_loop.handle())?;
+    let watchdog =
+        devices::attach_watchdog(config, &mut fabric, &memory, &device_loop.handle(), resources, events)?;
     // A vsock device may come later: the governor listens in any case.
     let (agents, connections) = mpsc::channel(IN_PROCESS_BACKLOG);
     let attach_vsock =
@@ -78,25 +92,32 @@ pub fn build(
     let signals =
         devices::MemorySignals { plugged: Arc::clone(&plugged), events: resources.events().clone() };
     let zones = devices::attach_memory(config, &mut fabric, &mut memory, &memory_loop.handle(), &signals)?;
+    let dimms = memory.take_dimms();
     let balloon = devices::attach_balloon(config, &mut fabric, &memory, &device_loop.handle(), &plugged)?;
     let disks = devices::attach_disks(config, &mut fabric, &memory)?;
-    let net = devices::attach_net(resources, &mut fabric, &memory)?;
+    let nets = devices::attach_nets(resources.taps(), &mut fabric, &memory)?;
     let payload = if boot.kernel.is_linux { Payload::Linux } else { Payload::Unknown };
     let volumes = volumes::attach(config, payload, resources, &mut memory, &mut fabric, events)?;
     let (pmem_metrics, pmem) = pmem::attach(resources.pmem(), &mut memory, &mut fabric)?;
     let lost_loop = lost::watch(&fabric.lost, events)?;
+    if config.payload.firmware.is_some() {
+        add_for_firmware(&fabric)?;
+    }
     // 5. The tables, which describe all of that.
     let input = AcpiInput {
         boot_vcpus: config.cpus.boot_vcpus,
         max_vcpus: config.cpus.max_vcpus,
         apic_ids: topology.places().iter().map(|place| place.apic_id).collect(),
         serial: config.serial.mode != ConsoleMode::Off,
+        dimms: dimms.is_some(),
+        rtc: config.payload.firmware.is_some(),
         nodes: zones::numa_nodes(config, &topology, memory.map()),
         nvdimms: volumes.nvdimms,
     };
     acpi::build(&input)?.write(memory.boot())?;
     // 6. vCPUs, paused: none runs before the owner resumes them all.
-    let vcpus = build_vcpus(config, &topology, &hypervisor, &fabric, &boot, events)?;
+    let clock = Arc::new(GuestClock::new(Arc::clone(&hypervisor.vm)));
+    let vcpus = build_vcpus(config, &topology, hypervisor, &fabric, &boot, cpu_registers, events)?;
     // 7. The governor last: it acts on what is there.
     let governor = governing::start(
         config,
@@ -112,6 +133,7 @@ pub fn build(
     let hotplug = hotplug::metrics(&fabric.virtio);
     resources.metrics().set_machine(MachineSources {
         hotplug: Some(Arc::clone(&hotplug)),
+        vcpus: Some(vcpus.metrics()),
         pressure: Some(Arc::downgrade(&governor.pressure_source())),
         pools: resources.pool_metrics(),
         volumes: volumes.metrics,
@@ -121,10 +143,12 @@ pub fn build(
         buses: vec![("port", fabric.ports.metrics()), ("mmio", fabric.mmio.metrics())],
         vsock: vsock_metrics,
         rng: Some(rng),
+        watchdog,
         balloon: balloon.as_ref().map(BalloonHandle::metrics),
+        serial,
         console,
         disks: disks.iter().map(disk_metrics).collect(),
-        net,
+        net: nets.clone(),
         plugs: zones.iter().map(plug_metrics).collect(),
         mappings: Some(Arc::clone(memory.mapping_budget())),
     });
@@ -133,6 +157,7 @@ pub fn build(
     let host_ranges = memory.host_ranges().to_vec();
     Ok(KvmMachine {
         vcpus,
+        clock,
         governor,
         fabric,
         leaving: Leaving::default(),
@@ -146,10 +171,14 @@ pub fn build(
         metrics: Arc::clone(resources.metrics()),
         told: resources.events().clone(),
         zones,
+        dimms,
         balloon,
         pmem,
         pmem_files: resources.pmem().clone(),
+        lines: resources.lines().clone(),
         disks: disks.into_iter().chain(volumes.disks).collect(),
+        nets,
+        taps: resources.taps().clone(),
         resident: Resident::new(move || resident_bytes(&host_ranges)),
         volumes: volumes.volumes,
         guest_btt: volumes.guest_btt,
@@ -173,9 +202,8 @@ fn build_memory(
     hypervisor: &Hypervisor,
 ) -> Result<Memory, BuildError> {
     let options = MemoryOptions {
-        address_bits: cpuid::physical_address_bits(&hypervisor.cpuid),
+        address_bits: cpuid::physical_address_bits(&hypervisor.cpuid).min(config.cpus.max_phys_bits),
         slot_limit: hypervisor.slot_limit,
-        huge_pages: true,
     };
     let pm = config.pm_memory.first();
     let pool = pm.map(|pm| resources.pool(&pm.pool));
@@ -201,16 +229,18 @@ fn is_written_back(durability: Durability) -> bool {
 }
 
 fn load_kernel(config: &VmConfig, topology: &Topology, memory: &Memory) -> Result<BootInfo, BuildError> {
+    let firmware = config.payload.firmware.as_deref();
     let request = BootRequest {
-        kernel: config.payload.kernel.as_deref().ok_or(BuildError::NoKernel)?,
+        kernel: firmware.or(config.payload.kernel.as_deref()).ok_or(BuildError::NoKernel)?,
+        is_firmware: firmware.is_some(),
         initramfs: config.payload.initramfs.as_deref(),
         cmdline: config.payload.cmdline.as_deref().unwrap_or(""),
         boot_memory_bytes: config.memory.boot_bytes(),
         pluggable: Pluggable::of(topology.zones()),
     };
     let started = Instant::now();
-    // SAFETY: there are no vCPUs and no devices yet (`build`, steps 3, 4 and 6), and boot memory is anonymous
-    // (`DramBacking`).
+    // SAFETY: there are no vCPUs and no devices yet (`build`, steps 3, 4 and 6), and boot memory is anonymous, mapped shared,
+    // or of a file without data (`ZoneFile`).
     let boot = unsafe { boot::load(memory.boot(), &request) }?;
     // Unpacking the kernel is most of what a VMM does before the guest runs.
     let loading_ms = started.elapsed().as_millis();
@@ -221,6 +251,7 @@ fn load_kernel(config: &VmConfig, topology: &Topology, memory: &Memory) -> Resul
 /// Power management: how the guest ends itself, and how it is told to; and of what comes and goes.
 fn add_platform(
     fabric: &Fabric,
+    cpus: Arc<CpuRegisters>,
     events: &EventSender,
 ) -> Result<(Arc<GenericEventDevice>, Arc<HotplugPage>), BuildError> {
     let sender = events.clone();
@@ -236,47 +267,73 @@ fn add_platform(
     let ged = Arc::new(GenericEventDevice::new(move || line.write(1)));
     fabric.mmio.insert(GED_START, GED_LEN, Arc::clone(&ged) as _)?;
     let (pci, sender) = (Arc::clone(&fabric.pci), events.clone());
-    let page = Arc::new(HotplugPage::new(move |slot| {
+    let page = HotplugPage::new(move |slot| {
         // The machine has the device as well: its end is not for a vCPU.
         drop(pci.remove(slot));
         sender.send(MachineEvent::Ejected { slot });
-    }));
+    });
+    let page = Arc::new(page.with_cpus(cpus));
     fabric.mmio.insert(HOTPLUG_START, HOTPLUG_LEN, Arc::clone(&page) as _)?;
     Ok((ged, page))
 }
 
+/// What a firmware wants of a PC, and a kernel that is entered without one does not.
+fn add_for_firmware(fabric: &Fabric) -> Result<(), BuildError> {
+    fabric.ports.insert(CMOS_PORT, CMOS_LEN, Arc::new(Cmos::new(wall_clock)))?;
+    fabric.pci.decode_memory();
+    Ok(())
+}
+
+/// Which vCPUs there are, as the guest asks and says.
+fn cpu_registers(config: &VmConfig, events: &EventSender) -> Arc<CpuRegisters> {
+    let (plug, sender) = (Plug::new(config.cpus.boot_vcpus, config.cpus.max_vcpus), events.clone());
+    Arc::new(CpuRegisters::new(plug, move |index| sender.send(MachineEvent::VcpuEjected { index })))
+}
+
+/// Those that the guest boots with. Others are made when it is to have them.
 fn build_vcpus(
     config: &VmConfig,
     topology: &Topology,
-    hypervisor: &Hypervisor,
+    hypervisor: Hypervisor,
     fabric: &Fabric,
     boot: &BootInfo,
+    registers: Arc<CpuRegisters>,
     events: &EventSender,
-) -> Result<Vec<Vcpu>, BuildError> {
-    let count = config.cpus.boot_vcpus;
-    (0..count)
-        .map(|index| {
-            let error = |what| move |source| CpuError::Kvm { what, index, source };
-            let place = topology.places()[usize::from(index)];
-            // KVM takes the number that it is given for the APIC id, and 0 for the one that boots.
-            let fd = hypervisor.vm.create_vcpu(u64::from(place.apic_id)).map_err(error("create"))?;
-            let leaves = cpuid::place(&hypervisor.cpuid, place, hypervisor.tsc_deadline);
-            fd.set_cpuid2(&leaves).map_err(error("set the CPUID of"))?;
-            state::initialise(&fd, index)?;
-            if index == 0 {
-                state::enter_pvh(&fd, index, &boot.entry)?;
-            }
-            let sink = events.clone();
-            let events = Arc::new(move |event| sink.send(MachineEvent::Vcpu(event)));
-            let lost = Arc::clone(&fabric.lost);
-            let surroundings = Surroundings {
-                ports: Arc::clone(&fabric.ports),
-                mmio: Arc::clone(&fabric.mmio),
-                events,
-                brake: Arc::clone(&fabric.brake),
-                memory_is_lost: Arc::new(move || lost.explains_a_fault()),
-            };
-            Ok(Vcpu::spawn(fd, index, surroundings)?)
-        })
-        .collect()
+) -> Result<Vcpus, BuildError> {
+    let (sink, lost) = (events.clone(), Arc::clone(&fabric.lost));
+    let surroundings = Surroundings {
+        ports: Arc::clone(&fabric.ports),
+        mmio: Arc::clone(&fabric.mmio),
+        events: Arc::new(move |event| sink.send(MachineEvent::Vcpu(event))),
+        brake: Arc::clone(&fabric.brake),
+        memory_is_lost: Arc::new(move || lost.explains_a_fault()),
+    };
+    let (places, entry) = (topology.places().to_vec(), boot.entry);
+    let (cpus, cores) = (config.cpus.clone(), Cores::new(config.cpus.core_scheduling));
+    let make = move |index: u8| {
+        let error = |what| move |source| CpuError::Kvm { what, index, source };
+        let place = places[usize::from(index)];
+        // KVM takes the number that it is given for the APIC id, and 0 for the one that boots.
+        let fd = hypervisor.vm.create_vcpu(u64::from(place.apic_id)).map_err(error("create"))?;
+        let traits = Traits {
+            tsc_deadline: hypervisor.tsc_deadline,
+            tsc_khz: fd.get_tsc_khz().ok(),
+            nested: cpus.nested,
+            max_phys_bits: cpus.max_phys_bits,
+            amx: cpus.features.amx,
+        };
+        let leaves = cpuid::place(&hypervisor.cpuid, place, traits);
+        fd.set_cpuid2(&leaves).map_err(error("set the CPUID of"))?;
+        state::initialise(&fd, index)?;
+        // The one that boots never goes.
+        let fresh = if index == 0 {
+            state::enter_pvh(&fd, index, &entry)?;
+            None
+        } else {
+            Some(Fresh::of(&fd, index)?)
+        };
+        let placement = Placement { host_cpus: cpus.host_cpus(index).to_vec(), cores: cores.clone() };
+        Vcpu::spawn(fd, index, fresh, placement, surroundings.clone())
+    };
+    Ok(Vcpus::new(Box::new(make), registers)?)
 }

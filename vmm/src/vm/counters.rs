@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
 use crate::virtio::block::{BlockMetrics, Kind};
+use crate::virtio::net::NetMetrics;
+use crate::virtio::net::metrics::Direction;
 
 /// The counters of each device that has some, by the device's name.
 pub type Counters = BTreeMap<String, DeviceCounters>;
@@ -27,6 +29,22 @@ pub(super) fn of_disk(metrics: &BlockMetrics) -> DeviceCounters {
         ("write_latency_max", write_most),
         ("write_latency_avg", write_mean),
     ];
+    signed(counters)
+}
+
+/// Those of a network interface, as its guest sees them.
+pub(super) fn of_net(metrics: &NetMetrics) -> DeviceCounters {
+    let counters = [
+        ("rx_bytes", metrics.bytes(Direction::ToGuest)),
+        ("rx_frames", metrics.frames(Direction::ToGuest)),
+        ("tx_bytes", metrics.bytes(Direction::FromGuest)),
+        ("tx_frames", metrics.frames(Direction::FromGuest)),
+    ];
+    signed(counters)
+}
+
+/// None is above what a signed number holds.
+fn signed<const N: usize>(counters: [(&'static str, u64); N]) -> DeviceCounters {
     counters.map(|(name, value)| (name, value.min(i64::MAX as u64))).into()
 }
 
@@ -47,5 +65,15 @@ mod tests {
         assert_eq!(counters.len(), 10);
         assert_eq!((counters["write_ops"], counters["write_latency_min"], counters["read_ops"]), (1, 7, 0));
         assert_eq!(counters["write_bytes"], i64::MAX as u64);
+    }
+
+    #[test]
+    fn what_the_guest_receives_is_rx() {
+        let metrics = NetMetrics::default();
+        metrics.passed(Direction::ToGuest, 100);
+        metrics.passed(Direction::FromGuest, 60);
+        metrics.passed(Direction::FromGuest, 60);
+        let expected = [("rx_bytes", 100), ("rx_frames", 1), ("tx_bytes", 120), ("tx_frames", 2)];
+        assert_eq!(of_net(&metrics), expected.into());
     }
 }

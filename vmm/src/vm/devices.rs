@@ -1,34 +1,39 @@
 //! Attaches devices that need no more than a configuration and an event loop.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use balloon::proto::VSOCK_PORT;
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tracing::info;
 
 use super::error::BuildError;
 use super::fabric::Fabric;
+use super::owner::{EventSender, MachineEvent};
 use super::resources::Resources;
+use super::taps::Taps;
 use super::zones;
-use crate::config::{DiskConfig, VmConfig, VsockConfig};
+use crate::config::{ConsoleMode, DiskConfig, ImageType, NetConfig, VmConfig, VsockConfig};
 use crate::event_loop::EventLoopHandle;
-use crate::events::{Event, Events};
+use crate::events::{Event, Events, Verdict, ZoneDigest, ZoneNews};
 use crate::governor::task::Agents;
-use crate::host_console::{ConsoleFiles, HostConsole};
+use crate::host_console::{ConsoleFiles, HostConsole, Port};
 use crate::log::sparsely;
 use crate::memory::Memory;
 use crate::memory::layout::{SERIAL_GSI, SERIAL_PORT};
 use crate::metrics::NetDeviceMetrics;
-use crate::serial::Serial;
+use crate::serial::{Serial, SerialMetrics};
 use crate::virtio::balloon::{Balloon, BalloonHandle, BalloonOptions};
 use crate::virtio::block::backend::image::{ImageOptions, RawImage};
 use crate::virtio::block::{Block, BlockHandle, DiskShape};
 use crate::virtio::console::{Console, ConsoleMetrics};
-use crate::virtio::mem::{MemDevice, MemEvent, MemHandle};
-use crate::virtio::net::tap::HostInterface;
+use crate::virtio::mem::{MemDevice, MemEvent, MemHandle, MemObserver};
+use crate::virtio::net::tap::{HostInterface, Tap};
 use crate::virtio::net::{Net, NetShape};
 use crate::virtio::rng::{EntropySource, Rng, RngMetrics};
 use crate::virtio::vsock::{GuestPorts, VsockDevice, VsockMetrics, VsockPorts};
+use crate::virtio::watchdog::{Watchdog, WatchdogMetrics};
 
 /// Registers of a 16550.
 const SERIAL_LEN: u64 = 8;
@@ -39,14 +44,19 @@ pub(super) fn attach_serial(
     files: &mut ConsoleFiles,
     fabric: &Fabric,
     event_loop: &EventLoopHandle,
-) -> Result<(), BuildError> {
-    let console = HostConsole::open(&config.serial, files).map_err(BuildError::device("--serial"))?;
-    if let Some(console) = console {
-        let serial = Serial::new(console, fabric.line(SERIAL_GSI)?, event_loop)
-            .map_err(BuildError::device("--serial"))?;
-        fabric.ports.insert(u64::from(SERIAL_PORT), SERIAL_LEN, serial)?;
+) -> Result<Option<Arc<SerialMetrics>>, BuildError> {
+    let console =
+        HostConsole::open(Port::Serial, &config.serial, files).map_err(BuildError::device("--serial"))?;
+    let Some(mut console) = console else { return Ok(None) };
+    if [config.serial.mode, config.console.mode] == [ConsoleMode::Tty; 2] {
+        // There is one keyboard, and it is the console's.
+        console.input = None;
     }
-    Ok(())
+    let serial =
+        Serial::new(console, fabric.line(SERIAL_GSI)?, event_loop).map_err(BuildError::device("--serial"))?;
+    let metrics = serial.metrics();
+    fabric.ports.insert(u64::from(SERIAL_PORT), SERIAL_LEN, serial)?;
+    Ok(Some(metrics))
 }
 
 /// Entropy.
@@ -71,11 +81,35 @@ pub(super) fn attach_console(
     memory: &Memory,
     event_loop: &EventLoopHandle,
 ) -> Result<Option<Arc<ConsoleMetrics>>, BuildError> {
-    let console = HostConsole::open(&config.console, files).map_err(BuildError::device("--console"))?;
+    let console =
+        HostConsole::open(Port::Console, &config.console, files).map_err(BuildError::device("--console"))?;
     let Some(console) = console else { return Ok(None) };
     let console = Console::new(console, event_loop.clone());
     let metrics = console.metrics();
     fabric.attach(Box::new(console), memory)?;
+    Ok(Some(metrics))
+}
+
+/// A watchdog, if there is to be one. A guest that it gives up is restarted as if it had asked for it.
+pub(super) fn attach_watchdog(
+    config: &VmConfig,
+    fabric: &mut Fabric,
+    memory: &Memory,
+    event_loop: &EventLoopHandle,
+    resources: &Resources,
+    events: &EventSender,
+) -> Result<Option<Arc<WatchdogMetrics>>, BuildError> {
+    if !config.watchdog {
+        return Ok(None);
+    }
+    let (told, events) = (resources.events().clone(), events.clone());
+    let on_silence = Arc::new(move || {
+        told.tell(Event::WatchdogExpired);
+        events.send(MachineEvent::GuestReset);
+    });
+    let watchdog = Watchdog::new(on_silence, event_loop.clone());
+    let metrics = watchdog.metrics();
+    fabric.attach(Box::new(watchdog), memory)?;
     Ok(Some(metrics))
 }
 
@@ -119,7 +153,7 @@ pub(super) fn attach_disk(
         readonly: config.readonly,
         direct: config.direct,
         sparse: config.sparse,
-        surely_raw: config.image_type.is_some(),
+        surely_raw: config.image_type == ImageType::Raw,
     };
     let image = RawImage::open(&config.path, options).map_err(BuildError::device("--disk"))?;
     let id = config.id.clone().expect("a VM's devices have ids");
@@ -131,35 +165,42 @@ pub(super) fn attach_disk(
     };
     let device = Block::new(shape, Box::new(image))?;
     let handle = device.handle();
-    fabric.attach_removable(&id, "disk", Box::new(device), memory)?;
+    fabric.attach_removable_at(config.pci_device_id, &id, "disk", Box::new(device), memory)?;
     Ok(handle)
 }
 
-/// Network interfaces, each with threads of its own. Resources keep the host's side of them.
-pub(super) fn attach_net(
-    resources: &Resources,
+/// Network interfaces. Resources keep the host's side of them.
+pub(super) fn attach_nets(
+    taps: &Taps,
     fabric: &mut Fabric,
     memory: &Memory,
 ) -> Result<Vec<NetDeviceMetrics>, BuildError> {
-    let mut metrics = Vec::new();
-    for (nth, (config, tap)) in resources.taps().iter().enumerate() {
-        let id = config.id_or_default(nth);
-        info!(net = id, tap = tap.name(), "A network interface of the guest is this one of the host");
-        let shape = NetShape {
-            id: id.clone(),
-            mac: config.mac.bytes(),
-            mtu: tap.mtu(),
-            pairs: config.pairs(),
-            queue_size: config.queue_size,
-            csum: config.offload_csum,
-            tso: config.offload_tso,
-            ufo: config.offload_ufo,
-        };
-        let device = Net::new(shape, Arc::clone(tap) as Arc<dyn HostInterface>)
-            .map_err(BuildError::device(format!("--net id={id}")))?;
-        metrics.push(NetDeviceMetrics { net: id, counters: device.metrics() });
-        fabric.attach(Box::new(device), memory)?;
-    }
+    taps.list().iter().map(|(config, tap)| attach_net(config, tap, fabric, memory)).collect()
+}
+
+/// One, with threads of its own.
+pub(super) fn attach_net(
+    config: &NetConfig,
+    tap: &Arc<Tap>,
+    fabric: &mut Fabric,
+    memory: &Memory,
+) -> Result<NetDeviceMetrics, BuildError> {
+    let id = config.id.clone().expect("a VM's devices have ids");
+    info!(net = id, tap = tap.name(), "A network interface of the guest is this one of the host");
+    let shape = NetShape {
+        id: id.clone(),
+        mac: config.mac.expect("a VM's interfaces have addresses").bytes(),
+        mtu: tap.mtu(),
+        pairs: config.pairs(),
+        queue_size: config.queue_size,
+        csum: config.offload_csum,
+        tso: config.offload_tso,
+        ufo: config.offload_ufo,
+    };
+    let device = Net::new(shape, Arc::clone(tap) as Arc<dyn HostInterface>)
+        .map_err(BuildError::device(format!("--net id={id}")))?;
+    let metrics = NetDeviceMetrics { net: id.clone(), counters: device.metrics() };
+    fabric.attach_removable(&id, "net", Box::new(device), memory)?;
     Ok(metrics)
 }
 
@@ -189,7 +230,7 @@ pub(super) fn attach_balloon(
     Ok(Some(handle))
 }
 
-/// Who hears of what becomes of a zone.
+/// Who hears of what becomes of zones.
 #[derive(Clone)]
 pub(super) struct MemorySignals {
     /// Notified when something changes.
@@ -199,26 +240,50 @@ pub(super) struct MemorySignals {
 }
 
 impl MemorySignals {
-    fn hear(&self, zone: &str, event: MemEvent) {
-        match event {
-            MemEvent::HostFailure { reason, plugged_bytes, requested_bytes } => {
-                let reason = reason.as_str();
-                sparsely!(
-                    warn,
-                    zone,
-                    reason,
-                    plugged_bytes,
-                    requested_bytes,
-                    "The host cannot plug what it was asked for"
-                );
-                self.events.tell(Event::MemoryRefused { zone, reason, requested_bytes });
+    /// Of one zone, which is not told of more often than is good for who writes it down.
+    fn observer(&self) -> MemObserver {
+        let (plugged, events) = (Arc::clone(&self.plugged), self.events.clone());
+        let digest = Mutex::new(ZoneDigest::new(Instant::now()));
+        Arc::new(move |zone: &str, event| {
+            if let Some(news) = news_of(zone, event) {
+                match digest.lock().hear(news, Instant::now()) {
+                    Verdict::Tell => events.tell(event_of(zone, news)),
+                    Verdict::Known => {}
+                    Verdict::Withhold => events.counters().add_withheld(),
+                }
             }
-            MemEvent::TargetReached { requested_bytes: plugged_bytes } => {
-                self.events.tell(Event::MemoryReached { zone, plugged_bytes });
-            }
-            _ => {}
+            plugged.notify_one();
+        })
+    }
+}
+
+fn news_of(zone: &str, event: MemEvent) -> Option<ZoneNews> {
+    match event {
+        MemEvent::HostFailure { reason, plugged_bytes, requested_bytes } => {
+            let reason = reason.as_str();
+            sparsely!(
+                warn,
+                zone,
+                reason,
+                plugged_bytes,
+                requested_bytes,
+                "The host cannot plug what it was asked for"
+            );
+            Some(ZoneNews::Refused { reason, requested_bytes })
         }
-        self.plugged.notify_one();
+        MemEvent::TargetReached { requested_bytes: plugged_bytes } => {
+            Some(ZoneNews::Reached { plugged_bytes })
+        }
+        _ => None,
+    }
+}
+
+fn event_of(zone: &str, news: ZoneNews) -> Event<'_> {
+    match news {
+        ZoneNews::Reached { plugged_bytes } => Event::MemoryReached { zone, plugged_bytes },
+        ZoneNews::Refused { reason, requested_bytes } => {
+            Event::MemoryRefused { zone, reason, requested_bytes }
+        }
     }
 }
 
@@ -232,9 +297,8 @@ pub(super) fn attach_memory(
 ) -> Result<Vec<MemHandle>, BuildError> {
     let mut handles = Vec::new();
     for part in memory.take_hotplug() {
-        let signals = signals.clone();
-        let observer = Arc::new(move |zone: &str, event| signals.hear(zone, event));
-        let (device, handle) = MemDevice::new(part, memory.view().clone(), event_loop.clone(), observer);
+        let (device, handle) =
+            MemDevice::new(part, memory.view().clone(), event_loop.clone(), signals.observer());
         // The driver finds it in the configuration when it comes up.
         let zone = handle.zone();
         let flag = zones::flag(zone, config);
@@ -245,4 +309,34 @@ pub(super) fn attach_memory(
         handles.push(handle);
     }
     Ok(handles)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::Seen;
+
+    #[test]
+    fn a_driver_that_repeats_itself_is_told_of_once_and_one_that_goes_up_and_down_not_for_ever() {
+        let (plugged, events) = (Arc::default(), Events::start());
+        let mut watcher = events.watch();
+        let observer = MemorySignals { plugged: Arc::clone(&plugged), events: events.clone() }.observer();
+        for nth in 0..20_000u64 {
+            let requested_bytes = if nth < 10_000 { 0 } else { nth % 2 };
+            observer("pm", MemEvent::TargetReached { requested_bytes });
+        }
+        events.end();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let told = runtime.block_on(async {
+            let mut told = 0u64;
+            while let Some(seen) = watcher.next().await {
+                assert!(matches!(&seen, Seen::Event(told) if told.event == "memory-reached"), "{seen:?}");
+                told += 1;
+            }
+            told
+        });
+        assert!((2..100).contains(&told), "{told}");
+        // Of the second half one of the two is news, whichever was told last.
+        assert!(events.counters().withheld() > 4900, "{}", events.counters().withheld());
+    }
 }

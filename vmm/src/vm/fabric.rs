@@ -5,10 +5,12 @@ use std::sync::Arc;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::error::BuildError;
+use super::told::Teller;
 use super::work::DeviceWork;
 use crate::bus::Bus;
 use crate::cpu::brake::Brake;
 use crate::event_loop::EventLoopHandle;
+use crate::events::Events;
 use crate::interrupt::MsiController;
 use crate::interrupt::router::MsiRouter;
 use crate::memory::Memory;
@@ -38,6 +40,7 @@ pub(super) struct Fabric {
     pub(super) virtio: Vec<Attached>,
     /// The threads of devices.
     pub(super) work: Arc<DeviceWork>,
+    pub(super) teller: Teller,
 }
 
 /// A device on the PCI bus.
@@ -61,6 +64,7 @@ impl Fabric {
         interrupts: Arc<dyn MsiController>,
         vcpus: u8,
         memory: &Memory,
+        events: Events,
     ) -> Result<Self, BuildError> {
         let (ports, mmio) = (Arc::new(Bus::default()), Arc::new(Bus::default()));
         let pci = RootBus::new(&mmio);
@@ -81,6 +85,7 @@ impl Fabric {
             lost: Arc::new(lost),
             virtio: Vec::new(),
             work: DeviceWork::new(Vec::new()),
+            teller: Teller::new(events),
         })
     }
 
@@ -91,7 +96,7 @@ impl Fabric {
         memory: &Memory,
     ) -> Result<(), BuildError> {
         let id = device.name().to_owned();
-        self.put(id, None, device, memory).map(drop)
+        self.put(None, id, None, device, memory).map(drop)
     }
 
     /// Puts one on the bus that may be removed again, called `id` by the API and `kind` in metrics. Returns its slot.
@@ -102,11 +107,24 @@ impl Fabric {
         device: Box<dyn VirtioDevice>,
         memory: &Memory,
     ) -> Result<u8, BuildError> {
-        self.put(id.to_owned(), Some(kind), device, memory)
+        self.attach_removable_at(None, id, kind, device, memory)
+    }
+
+    /// The same in a slot that was asked for.
+    pub(super) fn attach_removable_at(
+        &mut self,
+        slot: Option<u8>,
+        id: &str,
+        kind: &'static str,
+        device: Box<dyn VirtioDevice>,
+        memory: &Memory,
+    ) -> Result<u8, BuildError> {
+        self.put(slot, id.to_owned(), Some(kind), device, memory)
     }
 
     fn put(
         &mut self,
+        slot: Option<u8>,
         id: String,
         removable: Option<&'static str>,
         device: Box<dyn VirtioDevice>,
@@ -115,8 +133,9 @@ impl Fabric {
         let view = memory.view().clone();
         let events = Arc::clone(&self.io_events);
         let loops = device.loops();
+        let device = self.teller.wrap(&id, device);
         let device = VirtioPciDevice::new(device, view, &self.router, events)?;
-        let slot = self.pci.add(None, Arc::clone(&device) as _)?;
+        let slot = self.pci.add(slot, Arc::clone(&device) as _)?;
         self.work.add(&loops);
         self.virtio.push(Attached { id, slot, device, loops, removable, is_leaving: false });
         Ok(slot)

@@ -29,7 +29,7 @@ use super::machine::KvmMachine;
 use super::request::{PciDeviceInfo, VmError};
 use super::{devices, lost, pmem};
 use crate::acpi::ged;
-use crate::config::{DeviceConfig, PmemConfig};
+use crate::config::{DeviceConfig, NetConfig, PmemConfig};
 use crate::events::{Event, Events};
 use crate::metrics::{DiskMetrics, HotplugMetrics};
 
@@ -102,6 +102,7 @@ impl KvmMachine {
                 self.metrics.change_machine(|sources| sources.disks.push(sample));
                 self.disks.push(disk);
             }
+            DeviceConfig::Net(config) => self.attach_net(config)?,
             DeviceConfig::Pmem(config) => self.attach_pmem(config)?,
             DeviceConfig::Vsock(config) => {
                 let event_loop = self.loops[0].handle();
@@ -113,6 +114,15 @@ impl KvmMachine {
         let attached = self.fabric.virtio.last().expect("what was attached");
         self.hotplug.devices.store(self.fabric.virtio.len() as u64, Ordering::Relaxed);
         Ok(attached.slot)
+    }
+
+    fn attach_net(&mut self, config: &NetConfig) -> Result<(), BuildError> {
+        let tap = self.taps.add(config)?;
+        let attached = devices::attach_net(config, &tap, &mut self.fabric, &self.memory);
+        let sample = attached.inspect_err(|_| self.taps.remove(config.id.as_deref().unwrap_or_default()))?;
+        self.metrics.change_machine(|sources| sources.net.push(sample.clone()));
+        self.nets.push(sample);
+        Ok(())
     }
 
     fn attach_pmem(&mut self, config: &PmemConfig) -> Result<(), BuildError> {
@@ -185,6 +195,11 @@ impl KvmMachine {
                 "disk" => {
                     self.disks.retain(|disk| disk.id() != id);
                     self.metrics.change_machine(|sources| sources.disks.retain(|disk| disk.disk != *id));
+                }
+                "net" => {
+                    self.nets.retain(|net| net.net != *id);
+                    self.taps.remove(id);
+                    self.metrics.change_machine(|sources| sources.net.retain(|net| net.net != *id));
                 }
                 "pmem" => self.detach_pmem(id),
                 _ => self.metrics.change_machine(|sources| sources.vsock = None),

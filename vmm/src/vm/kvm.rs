@@ -1,6 +1,7 @@
 //! The hypervisor: opening it, and refusing one that cannot run a stock guest.
 
 use std::fs;
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -9,6 +10,7 @@ use kvm_ioctls::{Cap, Kvm, VmFd};
 use thiserror::Error;
 use tracing::debug;
 
+use crate::cpu::cpuid;
 use crate::memory::layout::{KVM_IDENTITY_MAP_START, KVM_TSS_START};
 use crate::memory::slots::disable_zap_all;
 
@@ -44,6 +46,9 @@ pub enum KvmError {
         /// What is missing.
         capability: &'static str,
     },
+    /// AMX was asked for.
+    #[error("--cpus: features=amx: this host has no AMX for guests")]
+    NoAmx(#[source] Option<io::Error>),
     /// A call failed.
     #[error("KVM refuses to {what}")]
     Call {
@@ -86,9 +91,24 @@ fn shows_hardware_virtualisation(cpuinfo: &str) -> bool {
         .any(|line| line.split_ascii_whitespace().any(|flag| flag == "svm" || flag == "vmx"))
 }
 
+/// Has the kernel let guests of this process use the state of AMX's tiles (Documentation/arch/x86/xstate.rst).
+fn permit_amx() -> io::Result<()> {
+    const ARCH_REQ_XCOMP_GUEST_PERM: libc::c_ulong = 0x1025;
+    const XFEATURE_XTILEDATA: libc::c_ulong = 18;
+    // SAFETY: a system call that takes numbers.
+    match unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_GUEST_PERM, XFEATURE_XTILEDATA) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 impl Hypervisor {
-    /// Opens KVM and makes an empty VM with its in-kernel interrupt controllers.
-    pub fn open() -> Result<Self, KvmError> {
+    /// Opens KVM and makes an empty VM with its in-kernel interrupt controllers. With `amx` its vCPUs may use that: what KVM supports
+    /// depends on whether the process may let guests use it, once and for all.
+    pub fn open(amx: bool) -> Result<Self, KvmError> {
+        if amx {
+            permit_amx().map_err(|err| KvmError::NoAmx(Some(err)))?;
+        }
         let call = |what| move |source| KvmError::Call { what, source };
         let kvm = Kvm::new().map_err(|source| KvmError::Open { path: DEVICE.into(), source })?;
         if kvm.get_api_version() != KVM_API_VERSION as i32 {
@@ -107,6 +127,9 @@ impl Hypervisor {
         }
         let cpuid =
             kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(call("tell what CPUID it supports"))?;
+        if amx && !cpuid::has_amx(&cpuid) {
+            return Err(KvmError::NoAmx(None));
+        }
         let tsc_deadline = kvm.check_extension(Cap::TscDeadlineTimer);
         let slot_limit = u32::try_from(kvm.get_nr_memslots()).unwrap_or(u32::MAX);
         let vm = kvm.create_vm().map_err(call("create a VM"))?;

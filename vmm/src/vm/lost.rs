@@ -1,5 +1,6 @@
 //! Watches all memory that the guest has, and stops the guest when some of it is gone.
 
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use crate::config::VmConfig;
 use crate::event_loop::EventLoop;
 use crate::log::sparsely;
 use crate::memory::Memory;
+use crate::memory::backing::Reservation;
 use crate::memory::lost::LostMemory;
 use crate::memory::zone::Tier;
 
@@ -38,10 +40,27 @@ pub(super) fn watch_zones(
                 lost.watch_file(name.clone(), reservation, pool.file(), pool.info().total_bytes)
                     .map_err(BuildError::device(name))?;
             }
-            _ => lost.watch(name.clone(), reservation).map_err(BuildError::device(name))?,
+            _ => watch_dram(memory, reservation, name, lost)?,
         }
     }
     Ok(())
+}
+
+/// A part of a zone of DRAM may be of a file, which somebody may cut short.
+fn watch_dram(
+    memory: &Memory,
+    reservation: &Reservation,
+    name: String,
+    lost: &LostMemory,
+) -> Result<(), BuildError> {
+    let error = BuildError::device(name.clone());
+    match memory.file_of(reservation) {
+        Some(file) => {
+            let mapped_bytes = file.metadata().map_err(BuildError::device(name.clone()))?.len();
+            lost.watch_file(name, reservation, file.as_fd(), mapped_bytes).map(drop).map_err(error)
+        }
+        None => lost.watch(name, reservation).map_err(error),
+    }
 }
 
 /// Waits for a loss, and tells the owner.

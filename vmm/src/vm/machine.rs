@@ -6,9 +6,10 @@ use tracing::warn;
 
 use super::attached::AttachedVolume;
 use super::builder;
+use super::clock::GuestClock;
 use super::counters::{self, Counters};
-use super::fabric::Fabric;
-use super::hotplug::Leaving;
+use super::fabric::{Attached, Fabric};
+use super::hotplug::{Leaving, bdf};
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
 use super::pmem::AttachedPmem;
 use super::request::{
@@ -17,17 +18,21 @@ use super::request::{
 };
 use super::resident::Resident;
 use super::resources::{PmemFiles, Resources};
+use super::taps::{self, Taps};
+use super::vcpus::Vcpus;
 use crate::acpi::ged::{Event, GenericEventDevice};
 use crate::acpi::hotplug::HotplugPage;
-use crate::config::{DRAM_ZONE, DeviceConfig, VmConfig};
-use crate::cpu::run::{Pausing, Vcpu};
+use crate::config::{ConsoleMode, DRAM_ZONE, DeviceConfig, Size, UNIT_BYTES, VmConfig};
+use crate::cpu::run::Pausing;
 use crate::event_loop::EventLoop;
 use crate::events::Events;
 use crate::governor::core::BALLOON_ZONE;
 use crate::governor::task::{Agents, Governor};
+use crate::host_console::{Lines, Port};
 use crate::memory::Memory;
-use crate::memory::zone::{Tier, ZoneSpec};
-use crate::metrics::{HotplugMetrics, MachineSources, Metrics};
+use crate::memory::dimms::Dimms;
+use crate::memory::zone::{Growth, Tier, ZoneSpec};
+use crate::metrics::{HotplugMetrics, MachineSources, Metrics, NetDeviceMetrics};
 use crate::virtio::balloon::BalloonHandle;
 use crate::virtio::block::BlockHandle;
 use crate::virtio::block::backend::ResizeError;
@@ -37,7 +42,8 @@ use crate::volume::kernel_gate::GuestKernel;
 
 /// A VM on KVM. The order of the fields is the order in which they are dropped.
 pub struct KvmMachine {
-    pub(super) vcpus: Vec<Vcpu>,
+    pub(super) vcpus: Vcpus,
+    pub(super) clock: Arc<GuestClock>,
     pub(super) governor: Governor,
     pub(super) fabric: Fabric,
     /// Devices that the guest has let go.
@@ -55,10 +61,14 @@ pub struct KvmMachine {
     pub(super) metrics: Arc<Metrics>,
     pub(super) told: Events,
     pub(super) zones: Vec<MemHandle>,
+    pub(super) dimms: Option<Dimms>,
     pub(super) balloon: Option<BalloonHandle>,
     pub(super) disks: Vec<BlockHandle>,
+    pub(super) nets: Vec<NetDeviceMetrics>,
+    pub(super) taps: Taps,
     pub(super) pmem: Vec<AttachedPmem>,
     pub(super) pmem_files: PmemFiles,
+    pub(super) lines: Lines,
     pub(super) resident: Arc<Resident>,
     pub(super) volumes: Vec<AttachedVolume>,
     pub(super) guest_btt: Arc<GuestBtt>,
@@ -73,8 +83,9 @@ impl Drop for KvmMachine {
     /// 4. What is left, memory last, goes in the order of the fields.
     fn drop(&mut self) {
         drop(self.pause());
+        self.fabric.teller.fall_silent();
         self.fabric.work.release();
-        self.vcpus.clear();
+        self.vcpus.end();
         for attached in &self.fabric.virtio {
             attached.device.stop();
         }
@@ -86,19 +97,22 @@ impl Machine for KvmMachine {
     fn resume(&mut self) {
         self.governor.clock().release();
         self.fabric.work.release();
-        self.vcpus.iter().for_each(Vcpu::resume);
+        self.clock.release();
+        self.vcpus.resume();
     }
 
     /// The devices stand still when the vCPUs do: an exit may wait for a device's worker.
     fn pause(&mut self) -> Standstill {
-        let vcpus: Vec<_> = self.vcpus.iter().map(Vcpu::pause).collect();
+        let vcpus = self.vcpus.pause();
         // Now it is this pause that holds them.
         self.fabric.brake.release();
         // Who stands still is not late.
         self.governor.clock().hold();
         let (work, since) = (Arc::clone(&self.fabric.work), self.fabric.work.releases());
+        let (clock, pause) = (Arc::clone(&self.clock), self.clock.pause());
         Box::new(move || {
             vcpus.into_iter().for_each(Pausing::wait);
+            clock.hold(pause);
             work.hold(since);
         })
     }
@@ -110,7 +124,7 @@ impl Machine for KvmMachine {
     }
 
     fn send_nmi(&mut self) {
-        self.vcpus.iter().for_each(Vcpu::send_nmi);
+        self.vcpus.send_nmi();
     }
 
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>) {
@@ -122,11 +136,14 @@ impl Machine for KvmMachine {
         let boot_bytes: u64 = self.memory.zones().iter().map(|spec| spec.boot_bytes).sum();
         let plugged_bytes: u64 = self.zones.iter().map(|handle| handle.sizes().plugged_bytes).sum();
         let ballooned_bytes = self.balloon.as_ref().map_or(0, |balloon| balloon.sizes().actual_bytes);
-        (boot_bytes + plugged_bytes).saturating_sub(ballooned_bytes)
+        let dimm_bytes = self.dimms.as_ref().map_or(0, |dimms| dimms.plan().used_bytes());
+        (boot_bytes + plugged_bytes + dimm_bytes).saturating_sub(ballooned_bytes)
     }
 
     fn counters(&self) -> Counters {
-        self.disks.iter().map(|disk| (disk.id().to_owned(), counters::of_disk(&disk.metrics()))).collect()
+        let disks = self.disks.iter().map(|disk| (disk.id().to_owned(), counters::of_disk(&disk.metrics())));
+        let nets = self.nets.iter().map(|net| (net.net.clone(), counters::of_net(&net.counters)));
+        disks.chain(nets).collect()
     }
 
     fn balloon(&self) -> Option<BalloonInfo> {
@@ -145,6 +162,14 @@ impl Machine for KvmMachine {
         self.volumes.iter().map(|volume| volume.info(verdict(volume))).collect()
     }
 
+    fn complete(&self, config: &mut VmConfig) {
+        for (port, console) in [(Port::Serial, &mut config.serial), (Port::Console, &mut config.console)] {
+            if console.mode == ConsoleMode::Pty {
+                console.file = self.lines.path(port);
+            }
+        }
+    }
+
     fn guest_kernel(&self) -> Option<GuestKernel> {
         self.guest_btt.kernel()
     }
@@ -157,12 +182,18 @@ impl Machine for KvmMachine {
                 dram.join(", ")
             )));
         }
+        if self.memory.zones()[0].growth == Growth::Dimms {
+            return self.grow_by_dimms(size_bytes);
+        }
         self.resize(0, "the VM", size_bytes)
     }
 
     fn resize_zone(&mut self, resize: &ResizeZoneRequest) -> Result<(), VmError> {
         let ResizeZoneRequest { id, desired_ram } = resize;
         match self.memory.zones().iter().position(|spec| spec.id == *id) {
+            Some(nth) if self.memory.zones()[nth].growth == Growth::Dimms => Err(VmError::BadRequest(
+                format!("desired_ram {desired_ram}: zone {id} grows by ACPI: vm.resize adds memory to it"),
+            )),
             Some(nth) => self.resize(nth, &format!("zone {id}"), *desired_ram),
             None => {
                 let known = self.zone_ids(|_| true).join(", ");
@@ -202,8 +233,9 @@ impl Machine for KvmMachine {
         })
     }
 
-    fn device_ids(&self) -> Vec<String> {
-        self.fabric.virtio.iter().map(|attached| attached.id.clone()).collect()
+    fn devices(&self) -> Vec<PciDeviceInfo> {
+        let info = |attached: &Attached| PciDeviceInfo { id: attached.id.clone(), bdf: bdf(attached.slot) };
+        self.fabric.virtio.iter().map(info).collect()
     }
 
     fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {
@@ -216,6 +248,14 @@ impl Machine for KvmMachine {
 
     fn ejected(&mut self, slot: u8) {
         self.let_go(slot);
+    }
+
+    fn resize_vcpus(&mut self, desired: u8) -> Result<(), VmError> {
+        self.change_vcpus(desired)
+    }
+
+    fn vcpu_ejected(&mut self, index: u8) {
+        self.park_vcpu(index);
     }
 
     fn pressure(&self, decisions: usize) -> PressureInfo {
@@ -243,6 +283,12 @@ impl KvmMachine {
                  {most_bytes}"
             )));
         };
+        if !hotplugged.is_multiple_of(UNIT_BYTES) {
+            return Err(VmError::BadRequest(format!(
+                "desired_ram {size_bytes}: {hotplugged} bytes beyond boot memory are not a multiple of {}",
+                Size(UNIT_BYTES)
+            )));
+        }
         if spec.hotplug_bytes == 0 {
             // The bounds leave only the size that it has.
             return Ok(());
@@ -253,6 +299,8 @@ impl KvmMachine {
     /// All but what is resident.
     fn zone(&self, spec: &ZoneSpec) -> ZoneInfo {
         let sizes = self.zones.iter().find(|handle| handle.zone().id == spec.id).map(MemHandle::sizes);
+        let dimms = self.dimms.as_ref().filter(|dimms| dimms.zone().id == spec.id);
+        let dimm_bytes = dimms.map_or(0, |dimms| dimms.plan().used_bytes());
         let now = self.governor.clock().now();
         let (online_bytes, status) = {
             let core = self.governor.core().lock();
@@ -264,8 +312,8 @@ impl KvmMachine {
             guest_numa_node: spec.guest_node,
             boot_bytes: spec.boot_bytes,
             hotplug_bytes: spec.hotplug_bytes,
-            requested_bytes: sizes.map_or(0, |sizes| sizes.requested_bytes),
-            plugged_bytes: sizes.map_or(0, |sizes| sizes.plugged_bytes),
+            requested_bytes: sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.requested_bytes),
+            plugged_bytes: sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.plugged_bytes),
             online_bytes,
             resident_bytes: 0,
             status: status.unwrap_or(ResizeStatus::Reached),
@@ -293,6 +341,19 @@ impl MachineFactory for KvmFactory {
         }
     }
 
+    fn check(&self, device: &DeviceConfig) -> Result<(), VmError> {
+        match device {
+            DeviceConfig::Net(net) => {
+                taps::check(net).map_err(|err| VmError::BadRequest(format!("--net: {}", super::chain(&err))))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn keep(&mut self, config: &VmConfig) {
+        self.resources.keep(config);
+    }
+
     fn release(&mut self) {
         self.resources.metrics().set_machine(MachineSources::default());
         self.resources = self.resources.anew();
@@ -301,6 +362,7 @@ impl MachineFactory for KvmFactory {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use std::sync::atomic::AtomicU64;
     use std::time::{Duration, Instant};
 
     use super::*;
@@ -330,21 +392,24 @@ pub(super) mod tests {
             id: DRAM_ZONE.to_owned(),
             tier: Tier::Dram,
             guest_node: 0,
+            host: crate::memory::zone::HostMemory::default(),
+            growth: Growth::VirtioMem,
             host_node: None,
             boot_bytes: 64 << 20,
             hotplug_bytes: 0,
             hotplugged_bytes: 0,
         };
-        let options = MemoryOptions { address_bits: 40, slot_limit: 64, huge_pages: false };
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64 };
         let memory = build(vec![spec], None, Arc::<FakeSlots>::default(), options).unwrap();
         let loops = ["one", "two"].map(|name| EventLoop::spawn(name).unwrap());
         let core = fixture("psi", false, true).core;
         let told = Events::start();
         let (io_events, interrupts) = (Arc::new(NoIoEvents), FakeController::new());
-        let fabric = Fabric::new(io_events, interrupts, 0, &memory).unwrap();
+        let fabric = Fabric::new(io_events, interrupts, 0, &memory, told.clone()).unwrap();
         fabric.work.add(&loops.each_ref().map(EventLoop::handle));
         KvmMachine {
-            vcpus: Vec::new(),
+            vcpus: Vcpus::none(),
+            clock: Arc::new(GuestClock::new(Arc::<AtomicU64>::default())),
             governor: Governor::spawn(core, Clock::start(), Arc::default(), None).unwrap(),
             fabric,
             leaving: Leaving::default(),
@@ -358,10 +423,14 @@ pub(super) mod tests {
             metrics: Arc::new(Metrics::new("vm", told.counters())),
             told,
             zones: Vec::new(),
+            dimms: None,
             balloon: None,
             disks: Vec::new(),
+            nets: Vec::new(),
+            taps: Taps::default(),
             pmem: Vec::new(),
             pmem_files: PmemFiles::default(),
+            lines: Lines::default(),
             resident: Resident::new(|| Ok(Vec::new())),
             volumes: Vec::new(),
             guest_btt: Arc::new(GuestBtt::new(Vec::new(), 1)),

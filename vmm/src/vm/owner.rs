@@ -10,15 +10,16 @@
 use std::time::Instant;
 
 use thiserror::Error;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tracing::{error, info, warn};
 
 use super::counters::Counters;
 use super::request::{
-    BalloonInfo, PciDeviceInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeRequest,
-    ResizeZoneRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo,
+    BalloonInfo, PciDeviceInfo, PressureChange, PressureInfo, Reply, Requests, ResizeDiskRequest,
+    ResizeRequest, ResizeZoneRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo, device_tree,
 };
 use super::state::{self, RestartGuard, Verb};
+use super::taps;
 use crate::config::{DeviceConfig, VmConfig};
 use crate::cpu::run::VcpuEvent;
 use crate::events::{Event, Events};
@@ -48,6 +49,8 @@ pub trait Machine {
     fn guest_kernel(&self) -> Option<GuestKernel>;
     /// Sets the DRAM in bytes, boot part included, and pins the zone until the governor is resumed.
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError>;
+    /// Fills in what of the configuration only the machine knows, such as where a pseudo terminal is.
+    fn complete(&self, _config: &mut VmConfig) {}
     /// What its devices have counted.
     fn counters(&self) -> Counters;
     /// Its balloon, if it has one.
@@ -58,14 +61,18 @@ pub trait Machine {
     fn resize_zone(&mut self, resize: &ResizeZoneRequest) -> Result<(), VmError>;
     /// Gives a disk another size, which the guest is told of.
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError>;
-    /// What its devices are called, those that the guest has not let go yet among them.
-    fn device_ids(&self) -> Vec<String>;
+    /// Its devices, those that the guest has not let go yet among them.
+    fn devices(&self) -> Vec<PciDeviceInfo>;
     /// Adds a device that nothing else is called like, and tells the guest.
     fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError>;
     /// Asks the guest to let a device go. It is there until the guest has done so.
     fn remove_device(&mut self, id: &str) -> Result<(), VmError>;
     /// The guest has let go what is in a PCI slot, and finds nothing there any more.
     fn ejected(&mut self, slot: u8);
+    /// Has the guest have so many vCPUs, of those that may ever be: it is given more, or asked to let some go.
+    fn resize_vcpus(&mut self, desired: u8) -> Result<(), VmError>;
+    /// The guest has let a vCPU go.
+    fn vcpu_ejected(&mut self, index: u8);
     /// What the governor does.
     fn pressure(&self, decisions: usize) -> PressureInfo;
     /// Changes what the governor does.
@@ -76,6 +83,10 @@ pub trait Machine {
 pub trait MachineFactory {
     /// Builds a machine, its vCPUs stopped.
     fn build(&mut self, config: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError>;
+    /// Refuses a device whose files cannot be what they are said to be; more is seen when it is made.
+    fn check(&self, device: &DeviceConfig) -> Result<(), VmError>;
+    /// Closes what was kept for the next machine and this configuration has not any more; there is no machine.
+    fn keep(&mut self, config: &VmConfig);
     /// Closes what outlives machines: there is no VM any more.
     fn release(&mut self);
 }
@@ -103,6 +114,11 @@ pub enum MachineEvent {
     Ejected {
         /// The slot.
         slot: u8,
+    },
+    /// The guest has let a vCPU go.
+    VcpuEjected {
+        /// Which.
+        index: u8,
     },
     /// Something that the guest cannot be told has failed: it is paused, and the reason said.
     MustPause {
@@ -170,7 +186,8 @@ struct Vm {
 }
 
 impl Vm {
-    fn new(config: VmConfig) -> Self {
+    fn new(mut config: VmConfig) -> Self {
+        config.address_devices(taps::draw_address);
         Self {
             config,
             state: VmState::Created,
@@ -238,10 +255,13 @@ impl Vm {
             Some(machine) => machine.memory_bytes(),
             None => self.config.memory.boot_bytes(),
         };
-        let (config, pause_reason) = (self.config.clone(), self.failure.clone());
+        let (mut config, pause_reason) = (self.config.clone(), self.failure.clone());
+        self.machine.iter().for_each(|machine| machine.complete(&mut config));
         let guest_kernel = self.machine.as_ref().and_then(|machine| machine.guest_kernel());
         let balloon = self.machine.as_ref().and_then(|machine| machine.balloon());
-        VmInfo { config, state: self.state, memory_actual_size, pause_reason, balloon, guest_kernel }
+        let device_tree = self.machine.as_ref().map(|machine| device_tree(machine.devices()));
+        let state = self.state;
+        VmInfo { config, state, memory_actual_size, pause_reason, balloon, guest_kernel, device_tree }
     }
 
     /// The configuration follows: the machine that a reboot builds goes on with what was set.
@@ -257,21 +277,46 @@ impl Vm {
             return self.reconfigure(|config| resize.apply(config));
         }
         state::next(self.state, Verb::Change)?;
-        if let Some(vcpus) = resize.desired_vcpus
-            && vcpus != self.config.cpus.boot_vcpus
-        {
-            return Err(VmError::BadRequest(format!(
-                "desired_vcpus {vcpus}: vCPU hotplug is not supported, the VM has {}",
-                self.config.cpus.boot_vcpus
-            )));
+        if let Some(vcpus) = resize.desired_vcpus {
+            self.resize_vcpus(vcpus)?;
         }
         if let Some(size_bytes) = resize.desired_ram {
-            self.running()?.resize_dram(size_bytes)?;
+            self.resize_ram(size_bytes)?;
         }
         match resize.desired_balloon {
             Some(size_bytes) => self.running()?.resize_balloon(size_bytes),
             None => Ok(()),
         }
+    }
+
+    /// Memory that comes by ACPI stays: the next boot has it as boot memory, or does without what was to go.
+    fn resize_ram(&mut self, size_bytes: u64) -> Result<(), VmError> {
+        if !self.config.memory.resizes_by_acpi() {
+            return self.running()?.resize_dram(size_bytes);
+        }
+        let mut config = self.config.clone();
+        config.memory.size = size_bytes;
+        config.validate().map_err(|error| VmError::BadRequest(error.to_string()))?;
+        self.running()?.resize_dram(size_bytes)?;
+        self.config = config;
+        Ok(())
+    }
+
+    /// The configuration follows at once, whenever the guest does: it boots with as many the next time.
+    fn resize_vcpus(&mut self, desired: u8) -> Result<(), VmError> {
+        let most = self.config.cpus.max_vcpus;
+        if !(1..=most).contains(&desired) {
+            let reason = format!("desired_vcpus {desired}: the VM can have 1 to {most} vCPUs");
+            return Err(VmError::BadRequest(reason));
+        }
+        let mut config = self.config.clone();
+        config.cpus.boot_vcpus = desired;
+        config
+            .validate()
+            .map_err(|error| VmError::BadRequest(format!("desired_vcpus {desired}: {error}")))?;
+        self.running()?.resize_vcpus(desired)?;
+        self.config = config;
+        Ok(())
     }
 
     /// The same of one zone.
@@ -291,8 +336,10 @@ impl Vm {
     /// Adds a device to the configuration, and to the machine if there is one; the next boot has it as well.
     fn add_device(&mut self, device: DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
         let mut config = self.config.clone();
-        let in_use = self.machine.as_ref().map_or_else(Vec::new, |machine| machine.device_ids());
+        let in_use = self.machine.as_ref().map_or_else(Vec::new, |machine| machine.devices());
+        let in_use: Vec<_> = in_use.into_iter().map(|device| device.id).collect();
         let id = config.add_device(device, &in_use)?;
+        config.address_devices(taps::draw_address);
         let info = match &mut self.machine {
             Some(machine) => {
                 let device = config.device(&id).expect("the device that was added");
@@ -339,21 +386,21 @@ pub struct Owner<F> {
     generation: u64,
     events: mpsc::UnboundedReceiver<(u64, MachineEvent)>,
     sender: mpsc::UnboundedSender<(u64, MachineEvent)>,
+    /// What the VM is like, while nothing is served.
+    busy: watch::Sender<Option<VmInfo>>,
 }
 
 impl<F: MachineFactory> Owner<F> {
     /// An owner without a VM, who tells what happens.
     pub fn new(factory: F, at_guest_shutdown: AtGuestShutdown, told: Events) -> Self {
         let (sender, events) = mpsc::unbounded_channel();
-        Self { factory, vm: None, at_guest_shutdown, told, generation: 0, events, sender }
+        let busy = watch::channel(None).0;
+        Self { factory, vm: None, at_guest_shutdown, told, generation: 0, events, sender, busy }
     }
 
     /// Boots the VM, if there is to be one from the start, then serves until the VMM shall end.
-    pub async fn run(
-        mut self,
-        config: Option<VmConfig>,
-        mut requests: mpsc::Receiver<VmRequest>,
-    ) -> Result<(), RunError> {
+    pub async fn run(mut self, config: Option<VmConfig>, mut requests: Requests) -> Result<(), RunError> {
+        self.busy = requests.busy();
         if let Some(config) = config {
             self.create(config).and_then(|()| self.boot()).map_err(RunError::Boot)?;
         }
@@ -371,6 +418,14 @@ impl<F: MachineFactory> Owner<F> {
                 return result;
             }
         }
+    }
+
+    /// Does what takes a machine's time to be built or to end. Whoever asks meanwhile how the VM is need not wait for it.
+    fn busily<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
+        self.busy.send_replace(self.vm.as_ref().map(Vm::info));
+        let result = work(self);
+        self.busy.send_replace(None);
+        result
     }
 
     fn vm(&mut self) -> Result<&mut Vm, VmError> {
@@ -432,6 +487,21 @@ impl<F: MachineFactory> Owner<F> {
         told.tell(Event::VmResizing);
         resize(vm)?;
         told.tell(Event::VmResized);
+        Ok(())
+    }
+
+    fn add_device(&mut self, device: DeviceConfig) -> Result<Option<PciDeviceInfo>, VmError> {
+        self.vm()?;
+        self.factory.check(&device)?;
+        self.vm()?.add_device(device)
+    }
+
+    fn remove_device(&mut self, id: &str) -> Result<(), VmError> {
+        let vm = self.vm.as_mut().ok_or(VmError::NotCreated)?;
+        vm.remove_device(id)?;
+        if vm.machine.is_none() {
+            self.factory.keep(&vm.config);
+        }
         Ok(())
     }
 
@@ -514,6 +584,10 @@ impl<F: MachineFactory> Owner<F> {
                 vm.machine.iter_mut().for_each(|machine| machine.ejected(slot));
                 Flow::Continue
             }
+            MachineEvent::VcpuEjected { index } => {
+                vm.machine.iter_mut().for_each(|machine| machine.vcpu_ejected(index));
+                Flow::Continue
+            }
             MachineEvent::MustPause { reason } => {
                 error!(%reason, "The VM is paused");
                 self.told.tell(Event::Failed { reason: &reason });
@@ -529,7 +603,7 @@ impl<F: MachineFactory> Owner<F> {
     }
 
     fn restart(&mut self) -> Flow {
-        match self.reboot() {
+        match self.busily(Self::reboot) {
             Ok(()) => Flow::Continue,
             Err(err) => Flow::End(Err(RunError::Boot(err))),
         }
@@ -539,15 +613,18 @@ impl<F: MachineFactory> Owner<F> {
         match request {
             VmRequest::Create(config, reply) => answer(reply, self.create(*config)),
             VmRequest::Delete(reply) => {
-                self.delete();
+                self.busily(Self::delete);
                 answer(reply, Ok(()));
             }
             VmRequest::Info(reply) => self.of_vm(reply, |vm| Ok(vm.info())),
-            VmRequest::Resize(resize, reply) => answer(reply, self.resize(|vm| vm.resize(&resize))),
+            // A DIMM of memory that is found at once takes as long as the host takes to find it.
+            VmRequest::Resize(resize, reply) => {
+                answer(reply, self.busily(|owner| owner.resize(|vm| vm.resize(&resize))))
+            }
             VmRequest::ResizeZone(resize, reply) => answer(reply, self.resize(|vm| vm.resize_zone(&resize))),
             VmRequest::ResizeDisk(resize, reply) => self.of_vm(reply, |vm| vm.resize_disk(&resize)),
-            VmRequest::AddDevice(device, reply) => self.of_vm(reply, |vm| vm.add_device(*device)),
-            VmRequest::RemoveDevice(id, reply) => self.of_vm(reply, |vm| vm.remove_device(&id)),
+            VmRequest::AddDevice(device, reply) => answer(reply, self.add_device(*device)),
+            VmRequest::RemoveDevice(id, reply) => answer(reply, self.remove_device(&id)),
             VmRequest::Memory(reply) => match self.vm().and_then(Vm::running) {
                 Ok(machine) => machine.zones(reply),
                 Err(err) => answer(reply, Err(err)),
@@ -558,16 +635,16 @@ impl<F: MachineFactory> Owner<F> {
                 self.of_vm(reply, |vm| Ok(vm.running()?.pressure(decisions)));
             }
             VmRequest::ChangePressure(change, reply) => self.of_vm(reply, |vm| vm.change_pressure(&change)),
-            VmRequest::Boot(reply) => answer(reply, self.boot()),
+            VmRequest::Boot(reply) => answer(reply, self.busily(Self::boot)),
             VmRequest::Pause(reply) => self.pause(reply),
             VmRequest::Resume(reply) => answer(reply, self.resume()),
-            VmRequest::Shutdown(reply) => answer(reply, self.shut_down()),
-            VmRequest::Reboot(reply) => answer(reply, self.reboot()),
+            VmRequest::Shutdown(reply) => answer(reply, self.busily(Self::shut_down)),
+            VmRequest::Reboot(reply) => answer(reply, self.busily(Self::reboot)),
             VmRequest::PowerButton(reply) => self.of_vm(reply, Vm::press_power_button),
             VmRequest::Nmi(reply) => self.of_vm(reply, Vm::send_nmi),
             VmRequest::ShutdownVmm(reply) => {
                 // The VM goes first: whoever gets the answer may use its pool at once.
-                self.delete();
+                self.busily(Self::delete);
                 answer(reply, Ok(()));
                 return Flow::End(Ok(()));
             }
@@ -587,4 +664,4 @@ fn answer<T>(reply: Reply<T>, result: Result<T, VmError>) {
 
 #[cfg(test)]
 #[path = "owner_tests.rs"]
-mod tests;
+pub(crate) mod tests;

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use balloon::params::Setting;
 
 use super::*;
-use crate::config::{PressureConfig, test_config};
+use crate::config::{MemoryConfig, PressureConfig, test_config};
 use crate::events::{Seen, Watcher};
 use crate::vm::request::VmHandle;
 
@@ -73,8 +73,8 @@ impl Machine for FakeMachine {
         self.0.lock().push("resize disk");
         Ok(())
     }
-    fn device_ids(&self) -> Vec<String> {
-        vec!["_disk1".to_owned()]
+    fn devices(&self) -> Vec<PciDeviceInfo> {
+        vec![PciDeviceInfo { id: "_disk1".to_owned(), bdf: "0000:00:04.0".to_owned() }]
     }
     fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {
         self.0.lock().push("add device");
@@ -91,6 +91,13 @@ impl Machine for FakeMachine {
     }
     fn ejected(&mut self, _: u8) {
         self.0.lock().push("ejected");
+    }
+    fn resize_vcpus(&mut self, desired: u8) -> Result<(), VmError> {
+        self.0.lock().push("resize vcpus");
+        if desired == 3 { Err(VmError::VcpusLeaving { leaving: "2".to_owned() }) } else { Ok(()) }
+    }
+    fn vcpu_ejected(&mut self, _: u8) {
+        self.0.lock().push("vcpu ejected");
     }
     fn pressure(&self, _: usize) -> PressureInfo {
         PressureInfo { policy: "off".to_owned(), ..PressureInfo::default() }
@@ -110,18 +117,25 @@ impl Drop for FakeMachine {
 }
 
 #[derive(Default)]
-struct FakeFactory {
+pub(crate) struct FakeFactory {
     log: Log,
     senders: Arc<Mutex<Vec<EventSender>>>,
     /// What each machine was built with.
     pressure: Arc<Mutex<Vec<PressureConfig>>>,
     fail_from: Option<usize>,
     moves: Moves,
+    /// What keeps a machine from being built, until its sender is gone.
+    delay: Moves,
 }
 
 impl MachineFactory for FakeFactory {
     fn build(&mut self, config: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError> {
         self.pressure.lock().push(config.pressure.clone());
+        if let Some(delay) = self.delay.lock().take() {
+            self.log.lock().push("delay");
+            // Its sender is gone.
+            let _ = delay.recv();
+        }
         let mut senders = self.senders.lock();
         if self.fail_from.is_some_and(|count| senders.len() >= count) {
             return Err(VmError::Failed("no memory".to_owned()));
@@ -129,6 +143,19 @@ impl MachineFactory for FakeFactory {
         senders.push(events);
         self.log.lock().push("build");
         Ok(Box::new(FakeMachine(Arc::clone(&self.log), Arc::clone(&self.moves))))
+    }
+
+    fn check(&self, device: &DeviceConfig) -> Result<(), VmError> {
+        match device {
+            DeviceConfig::Net(net) if net.queue_size == 32 => {
+                Err(VmError::BadRequest("no tap interface".to_owned()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn keep(&mut self, _: &VmConfig) {
+        self.log.lock().push("keep");
     }
 
     fn release(&mut self) {
@@ -243,7 +270,106 @@ fn devices_of_a_vm_that_does_not_run_are_its_configuration() {
         assert!(matches!(remove(&vm, "x").await, Err(VmError::NoSuchDevice { .. })));
         remove(&vm, "d").await.unwrap();
         assert_eq!(disk_ids(&vm).await, []);
-        assert_eq!(vm.log(), Vec::<&str>::new());
+        // What was open for it is closed.
+        assert_eq!(vm.log(), ["keep"]);
+    });
+}
+
+/// An interface whose one queue is this pipe's end.
+fn net_of(text: &str, fd: std::os::fd::OwnedFd) -> Box<DeviceConfig> {
+    let mut net = crate::config::NetConfig::parse(text).unwrap();
+    net.fds = vec![fd.into()];
+    Box::new(DeviceConfig::Net(net))
+}
+
+/// Whether somebody has the other end of it.
+fn is_open(reader: &mut std::io::PipeReader) -> bool {
+    rustix::io::ioctl_fionbio(&*reader, true).unwrap();
+    std::io::Read::read(reader, &mut [0]).is_err()
+}
+
+#[test]
+fn descriptors_of_an_interface_are_kept_over_reboots_and_closed_when_it_goes() {
+    run(async {
+        let vm = serve(None, None, AtGuestShutdown::End);
+        vm.handle.ask(|reply| VmRequest::Create(Box::new(test_config()), reply)).await.unwrap();
+        let add = async |text, fd| vm.handle.ask(|reply| VmRequest::AddDevice(net_of(text, fd), reply)).await;
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        assert_eq!(add("id=n", writer.into()).await.unwrap(), None);
+        let net = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.net;
+        let given = net().await;
+        assert!(given[0].mac.is_some() && given[0].fds.len() == 1);
+        vm.handle.ask(VmRequest::Boot).await.unwrap();
+        vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        assert_eq!(net().await, given);
+        assert!(is_open(&mut reader));
+        // What is refused is closed.
+        let (mut other, writer) = std::io::pipe().unwrap();
+        assert!(matches!(add("id=n", writer.into()).await, Err(VmError::Config(_))));
+        assert!(!is_open(&mut other));
+        let (mut other, writer) = std::io::pipe().unwrap();
+        assert!(matches!(add("queue_size=32", writer.into()).await, Err(VmError::BadRequest(_))));
+        assert!(!is_open(&mut other));
+        drop(given);
+        remove(&vm, "n").await.unwrap();
+        assert_eq!(net().await, []);
+        assert!(!is_open(&mut reader));
+        // So are those of a VM that is deleted.
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        assert!(add("", writer.into()).await.unwrap().is_some());
+        assert!(is_open(&mut reader));
+        vm.handle.ask(VmRequest::Delete).await.unwrap();
+        assert!(!is_open(&mut reader));
+    });
+}
+
+/// The owner is on a thread of its own here, as it is for the API's.
+#[test]
+fn info_is_answered_while_a_machine_is_built_as_it_was_before() {
+    let (building, delay) = std::sync::mpsc::channel();
+    let factory = FakeFactory { delay: Arc::new(Mutex::new(Some(delay))), ..Default::default() };
+    let log = Arc::clone(&factory.log);
+    let (handle, requests) = VmHandle::channel();
+    let owner = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(Owner::new(factory, AtGuestShutdown::End, Events::start()).run(None, requests))
+    });
+    run(async {
+        handle.ask(|reply| VmRequest::Create(Box::new(test_config()), reply)).await.unwrap();
+        let boot = {
+            let handle = handle.clone();
+            tokio::task::spawn_local(async move { handle.ask(VmRequest::Boot).await })
+        };
+        while log.lock().is_empty() {
+            tokio::task::yield_now().await;
+        }
+        for _ in 0..3 {
+            assert_eq!(handle.info().await.unwrap().state, VmState::Created);
+        }
+        assert!(!boot.is_finished());
+        drop(building);
+        boot.await.unwrap().unwrap();
+        assert_eq!(handle.info().await.unwrap().state, VmState::Running);
+        handle.ask(VmRequest::ShutdownVmm).await.unwrap();
+        assert!(matches!(handle.info().await, Err(VmError::Ending)));
+    });
+    owner.join().unwrap().unwrap();
+}
+
+#[test]
+fn info_has_a_tree_of_devices_while_there_is_a_machine() {
+    run(async {
+        let vm = start(None).await;
+        let tree = async || vm.handle.ask(VmRequest::Info).await.unwrap().device_tree;
+        let found = serde_json::to_value(tree().await).unwrap();
+        let expected = serde_json::json!({
+            "_disk1": {"id": "_disk1", "resources": [], "parent": "_virtio-pci-_disk1", "children": [], "pci_bdf": null},
+            "_virtio-pci-_disk1":
+                {"id": "_virtio-pci-_disk1", "resources": [], "parent": null, "children": ["_disk1"], "pci_bdf": "0000:00:04.0"},
+        });
+        assert_eq!(found, expected);
+        vm.handle.ask(VmRequest::Shutdown).await.unwrap();
+        assert_eq!(tree().await, None);
     });
 }
 
@@ -591,6 +717,57 @@ fn a_vm_that_does_not_run_is_resized_in_its_configuration() {
         assert!(matches!(refused, Err(VmError::BadRequest(_))));
         assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size, 1 << 30);
         assert!(vm.log().is_empty());
+    });
+}
+
+#[test]
+fn the_next_boot_has_what_has_come_by_acpi() {
+    run(async {
+        let mut config = test_config();
+        config.memory = MemoryConfig::parse("size=512M,hotplug_size=1G").unwrap();
+        let vm = serve(None, Some(config), AtGuestShutdown::End);
+        let resize = async |bytes| {
+            let resize = ResizeRequest { desired_ram: Some(bytes), ..ResizeRequest::default() };
+            vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await
+        };
+        let size = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size;
+        for bytes in [1 << 30, 256 << 20] {
+            resize(bytes).await.unwrap();
+            assert_eq!(size().await, bytes);
+        }
+        // What could not be booted is refused, and the machine is not asked.
+        assert!(matches!(resize(5000).await, Err(VmError::BadRequest(_))));
+        assert_eq!(size().await, 256 << 20);
+        assert_eq!(vm.log(), ["build", "resume", "resize", "resize"]);
+    });
+}
+
+#[test]
+fn the_configuration_has_the_vcpus_that_the_guest_was_asked_to_have() {
+    run(async {
+        let mut config = test_config();
+        config.cpus.max_vcpus = 4;
+        let vm = serve(None, Some(config), AtGuestShutdown::End);
+        let resize = async |vcpus| {
+            let resize = ResizeRequest { desired_vcpus: Some(vcpus), ..ResizeRequest::default() };
+            vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await
+        };
+        let count = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.cpus.boot_vcpus;
+        resize(4).await.unwrap();
+        assert_eq!(count().await, 4);
+        for wrong in [0, 5, 255] {
+            let refused = resize(wrong).await.unwrap_err().to_string();
+            assert_eq!(refused, format!("desired_vcpus {wrong}: the VM can have 1 to 4 vCPUs"));
+        }
+        assert!(matches!(resize(3).await, Err(VmError::VcpusLeaving { .. })));
+        assert_eq!(count().await, 4);
+        vm.send(0, MachineEvent::VcpuEjected { index: 2 });
+        vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        // Of an earlier machine.
+        vm.send(0, MachineEvent::VcpuEjected { index: 1 });
+        assert_eq!(count().await, 4);
+        let expected = "build, resume, resize vcpus, resize vcpus, vcpu ejected, drop, build, resume";
+        assert_eq!(vm.log().join(", "), expected);
     });
 }
 

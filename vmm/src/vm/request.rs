@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use super::counters::Counters;
 use super::decision::DecisionInfo;
@@ -29,7 +29,8 @@ pub enum VmState {
 /// `vm.info`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct VmInfo {
-    /// The configuration, with what `vm.pressure` has changed since; resizes do not change it.
+    /// The configuration, with what `vm.pressure` has changed since, and the vCPUs, and the memory where it grows by ACPI, that the
+    /// next boot has; other resizes do not change it.
     pub config: VmConfig,
     /// Where it is in its life.
     pub state: VmState,
@@ -44,6 +45,42 @@ pub struct VmInfo {
     /// The guest's kernel, as its agent says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guest_kernel: Option<GuestKernel>,
+    /// Its machine's devices, if it has one, by their ids.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_tree: Option<DeviceTree>,
+}
+
+/// `vm.info`: devices by their ids. As in Cloud Hypervisor each is two nodes: itself, and above it its PCI function.
+pub type DeviceTree = BTreeMap<String, DeviceNode>;
+
+/// `vm.info`: a node of the tree.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceNode {
+    /// What it is called.
+    pub id: String,
+    /// Nothing: clients look for the list.
+    pub resources: Vec<String>,
+    /// The node above it.
+    pub parent: Option<String>,
+    /// The nodes below it.
+    pub children: Vec<String>,
+    /// Where it is on the PCI bus.
+    pub pci_bdf: Option<String>,
+}
+
+/// The tree of these devices.
+pub fn device_tree(devices: Vec<PciDeviceInfo>) -> DeviceTree {
+    let nodes = devices.into_iter().flat_map(|PciDeviceInfo { id, bdf }| {
+        let function = format!("_virtio-pci-{id}");
+        let (resources, children) = (Vec::new(), Vec::new());
+        let device =
+            DeviceNode { id: id.clone(), resources, parent: Some(function.clone()), children, pci_bdf: None };
+        let (resources, children) = (Vec::new(), vec![id.clone()]);
+        let above =
+            DeviceNode { id: function.clone(), resources, parent: None, children, pci_bdf: Some(bdf) };
+        [(id, device), (function, above)]
+    });
+    nodes.collect()
 }
 
 /// `vm.info`: the balloon.
@@ -390,6 +427,14 @@ pub enum VmError {
         /// The name.
         id: String,
     },
+    /// vCPUs are on their way out, and until they have gone their number does not change otherwise.
+    #[error(
+        "The guest has been asked to let vCPUs go, and has not: {leaving}. Try again later; a reboot makes it so"
+    )]
+    VcpusLeaving {
+        /// Which.
+        leaving: String,
+    },
     /// There is no VM.
     #[error("The VM is not created")]
     NotCreated,
@@ -434,7 +479,7 @@ pub enum VmRequest {
     ResizeZone(ResizeZoneRequest, Reply<()>),
     /// `vm.resize-disk`.
     ResizeDisk(ResizeDiskRequest, Reply<()>),
-    /// `vm.add-disk`, `vm.add-pmem`, `vm.add-vsock`; the answer is `None` if the VM does not run.
+    /// `vm.add-disk`, `vm.add-net`, `vm.add-pmem`, `vm.add-vsock`; the answer is `None` if the VM does not run.
     AddDevice(Box<DeviceConfig>, Reply<Option<PciDeviceInfo>>),
     /// `vm.remove-device`.
     RemoveDevice(String, Reply<()>),
@@ -470,19 +515,51 @@ pub enum VmRequest {
 #[derive(Clone, Debug)]
 pub struct VmHandle {
     requests: mpsc::Sender<VmRequest>,
+    busy: watch::Receiver<Option<VmInfo>>,
+}
+
+/// What is asked of the owner: its end of a [`VmHandle`].
+#[derive(Debug)]
+pub struct Requests {
+    queue: mpsc::Receiver<VmRequest>,
+    busy: watch::Sender<Option<VmInfo>>,
+}
+
+impl Requests {
+    /// The next one; `None` when nobody will ask any more.
+    pub async fn recv(&mut self) -> Option<VmRequest> {
+        self.queue.recv().await
+    }
+
+    /// What the owner is before and after a time in which it takes no requests.
+    pub(super) fn busy(&self) -> watch::Sender<Option<VmInfo>> {
+        self.busy.clone()
+    }
 }
 
 impl VmHandle {
     /// A handle and the end that the owner serves.
-    pub fn channel() -> (Self, mpsc::Receiver<VmRequest>) {
-        let (requests, served) = mpsc::channel(64);
-        (Self { requests }, served)
+    pub fn channel() -> (Self, Requests) {
+        let (requests, queue) = mpsc::channel(64);
+        let (sender, busy) = watch::channel(None);
+        (Self { requests, busy }, Requests { queue, busy: sender })
     }
 
-    /// Asks and waits for the answer: `handle.ask(VmRequest::Info).await`.
+    /// Asks and waits for the answer: `handle.ask(VmRequest::Resume).await`.
     pub async fn ask<T>(&self, request: impl FnOnce(Reply<T>) -> VmRequest) -> Result<T, VmError> {
         let (reply, answer) = oneshot::channel();
         self.requests.send(request(reply)).await.map_err(|_| VmError::Ending)?;
         answer.await.map_err(|_| VmError::Ending)?
+    }
+
+    /// `vm.info`. While the owner builds a machine or ends one, which takes seconds, it is as it was when that began: so it will be
+    /// until it is done.
+    pub async fn info(&self) -> Result<VmInfo, VmError> {
+        let mut busy = self.busy.clone();
+        tokio::select! {
+            biased;
+            answer = self.ask(VmRequest::Info) => answer,
+            Ok(info) = busy.wait_for(Option::is_some) => Ok(info.clone().expect("that was waited for")),
+        }
     }
 }

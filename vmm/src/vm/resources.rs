@@ -12,21 +12,21 @@ use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use tracing::warn;
 
 use super::error::BuildError;
-use crate::config::{MacAddress, NetConfig, PmMemoryConfig, PmemConfig, VmConfig};
+use super::taps::Taps;
+use crate::config::{PmMemoryConfig, PmemConfig, VmConfig};
 use crate::events::Events;
-use crate::host_console::FileStart;
+use crate::host_console::{FileStart, Lines};
 use crate::memory::lost::cut_to_bytes;
 use crate::metrics::{Metrics, PoolMetrics};
 use crate::pool::{LocalPool, PmPool, PoolError};
-use crate::virtio::net::tap::{Tap, TapError, TapOptions, duplicate};
 use crate::volume::file::PmemFile;
 
 /// What a VMM has beside its machine.
 pub struct Resources {
     pools: BTreeMap<PathBuf, Arc<dyn PmPool>>,
     pmem: PmemFiles,
-    /// In the order of the configuration.
-    taps: Vec<(NetConfig, Arc<Tap>)>,
+    taps: Taps,
+    lines: Lines,
     metrics: Arc<Metrics>,
     events: Events,
     machines: u64,
@@ -35,8 +35,8 @@ pub struct Resources {
 impl Resources {
     /// Nothing is open yet.
     pub fn new(metrics: Arc<Metrics>, events: Events) -> Self {
-        let pmem = PmemFiles::default();
-        Self { pools: BTreeMap::new(), pmem, taps: Vec::new(), metrics, events, machines: 0 }
+        let (pools, pmem, taps, lines) = Default::default();
+        Self { pools, pmem, taps, lines, metrics, events, machines: 0 }
     }
 
     /// The same for another VM: nothing is open.
@@ -44,39 +44,25 @@ impl Resources {
         Self::new(Arc::clone(&self.metrics), self.events.clone())
     }
 
+    /// Consoles that somebody can come to.
+    pub fn lines(&self) -> &Lines {
+        &self.lines
+    }
+
     /// The files of `--pmem`.
     pub fn pmem(&self) -> &PmemFiles {
         &self.pmem
     }
 
-    /// Opens every interface of `--net`. They stay as long as the VM does: what was made of one that is ours, such as a
-    /// bridge's port, is still so after a reboot, and descriptors that were given cannot be opened again.
-    pub fn open_taps(&mut self, config: &VmConfig) -> Result<(), BuildError> {
-        // What is not wanted any more goes first: another one may have its name. What somebody has removed is made again, but
-        // for descriptors, which would be no others.
-        self.taps.retain(|(earlier, tap)| {
-            config.net.contains(earlier) && (!earlier.fds.is_empty() || tap.is_there())
-        });
-        let mut earlier = self.taps.clone();
-        let mut opened = Vec::with_capacity(config.net.len());
-        for (nth, net) in config.net.iter().enumerate() {
-            let kept = earlier.iter().position(|(config, _)| config == net);
-            let tap = match kept {
-                Some(nth) => earlier.remove(nth).1,
-                None => {
-                    let flag = format!("--net id={}", net.id_or_default(nth));
-                    Arc::new(open_tap(net).map_err(BuildError::device(flag))?)
-                }
-            };
-            opened.push((net.clone(), tap));
-        }
-        self.taps = opened;
-        Ok(())
+    /// The interfaces of `--net`.
+    pub fn taps(&self) -> &Taps {
+        &self.taps
     }
 
-    /// The interfaces of `--net`, in the order of the configuration that [`Resources::open_taps`] was given.
-    pub fn taps(&self) -> &[(NetConfig, Arc<Tap>)] {
-        &self.taps
+    /// Closes what was kept for a next machine and `config` has not; there is no machine.
+    pub fn keep(&self, config: &VmConfig) {
+        self.taps.keep(config);
+        self.pmem.keep(config);
     }
 
     /// Opens every pool that `config` names and that is not open yet. They stay open, and locked, as long as the
@@ -208,6 +194,11 @@ impl PmemFiles {
         self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
     }
 
+    /// Closes those that `config` has not; there is no machine.
+    fn keep(&self, config: &VmConfig) {
+        self.0.lock().retain(|(earlier, _)| config.pmem.contains(earlier));
+    }
+
     /// All of them.
     pub fn list(&self) -> Vec<NamedFile> {
         self.0.lock().clone()
@@ -217,19 +208,6 @@ impl PmemFiles {
 fn open_file(config: &PmemConfig) -> Result<Arc<PmemFile>, BuildError> {
     let flag = format!("--pmem file={}", config.file.display());
     PmemFile::open(config).map(Arc::new).map_err(BuildError::device(flag))
-}
-
-fn open_tap(config: &NetConfig) -> Result<Tap, TapError> {
-    if !config.fds.is_empty() {
-        return Tap::from_fds(duplicate(&config.fds)?, config.mtu);
-    }
-    Tap::open(&TapOptions {
-        name: config.tap.clone(),
-        pairs: config.pairs(),
-        address: config.ip.zip(config.mask),
-        host_mac: config.host_mac.map(MacAddress::bytes),
-        mtu: config.mtu,
-    })
 }
 
 /// Whether a part of a pool is gone: opening it says so, and what to do.

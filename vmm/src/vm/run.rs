@@ -11,10 +11,12 @@ use super::machine::KvmFactory;
 use super::owner::{self, Owner};
 use super::request::{VmHandle, VmRequest};
 use super::resources::Resources;
+use super::taps;
 use crate::api::{self, Limits, Server, Socket, SocketError};
 use crate::config::Launch;
 use crate::events::{Event, Events, Monitor, MonitorError};
 use crate::metrics::{self, Metrics};
+use crate::virtio::net::tap::TapError;
 
 /// Why a run did not end well.
 #[derive(Debug, Error)]
@@ -28,6 +30,9 @@ pub enum RunError {
     /// The runtime, a signal handler or a server cannot be set up.
     #[error("Cannot start the VMM's own tasks")]
     Io(#[from] io::Error),
+    /// What is no network interface was handed over.
+    #[error("--net")]
+    Net(#[from] TapError),
     /// The VM could not be built, or could not go on.
     #[error(transparent)]
     Vm(#[from] owner::RunError),
@@ -37,7 +42,8 @@ pub enum RunError {
 ///
 /// Sockets are bound first: a VM whose API nobody can reach is not started, and a socket in use is found out
 /// before anything is created.
-pub fn run(launch: Launch) -> Result<(), RunError> {
+pub fn run(mut launch: Launch) -> Result<(), RunError> {
+    launch.config.as_mut().map_or(Ok(()), taps::keep_named)?;
     let api = launch.api_socket.as_ref().map(Socket::for_api).transpose()?;
     let events = Events::start();
     let monitor = launch.event_monitor.as_ref().map(|target| Monitor::start(target, &events)).transpose()?;
@@ -58,7 +64,10 @@ fn serve(
     metrics_socket: Option<Socket>,
     events: &Events,
 ) -> Result<(), RunError> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    // The owner is on this thread, which a machine that is built or ends keeps for seconds. Servers are on one of their own, and
+    // answer meanwhile what they can.
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    let runtime = runtime.worker_threads(1).thread_name("_api").enable_all().build()?;
     runtime.block_on(async {
         let (handle, requests) = VmHandle::channel();
         let server = match api {

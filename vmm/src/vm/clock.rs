@@ -1,0 +1,145 @@
+//! The guest's clock (kvmclock), which stands still while the VM is paused.
+//!
+//! A guest that was paused for a minute would find a minute gone: its timers would all be late, and whoever watches it for hanging would
+//! believe that it did. So what the clock says when all vCPUs are out of the guest it says again when they go on. Each vCPU is told
+//! besides that it was stopped (`KVM_KVMCLOCK_CTRL`).
+
+use std::sync::Arc;
+
+use kvm_ioctls::VmFd;
+use parking_lot::Mutex;
+use tracing::debug;
+
+/// Nanoseconds that the guest has seen go by.
+pub(super) trait Source: Send + Sync {
+    /// What it says now.
+    fn get_ns(&self) -> Result<u64, kvm_ioctls::Error>;
+    /// What it is to say from now on.
+    fn set_ns(&self, ns: u64) -> Result<(), kvm_ioctls::Error>;
+}
+
+impl Source for Arc<VmFd> {
+    fn get_ns(&self) -> Result<u64, kvm_ioctls::Error> {
+        self.get_clock().map(|data| data.clock)
+    }
+
+    fn set_ns(&self, ns: u64) -> Result<(), kvm_ioctls::Error> {
+        self.set_clock(&kvm_bindings::kvm_clock_data { clock: ns, ..Default::default() })
+    }
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    /// Which pause, or time in between, it is.
+    era: u64,
+    /// What it said when the vCPUs were out.
+    ns: Option<u64>,
+}
+
+/// The clock of a VM.
+pub(super) struct GuestClock {
+    source: Box<dyn Source>,
+    held: Mutex<Held>,
+}
+
+/// A pause that has been asked for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pause(u64);
+
+impl GuestClock {
+    pub(super) fn new(source: impl Source + 'static) -> Self {
+        Self { source: Box::new(source), held: Mutex::default() }
+    }
+
+    /// vCPUs are told to pause.
+    pub(super) fn pause(&self) -> Pause {
+        let mut held = self.held.lock();
+        held.era += 1;
+        Pause(held.era)
+    }
+
+    /// They are out of the guest, unless they were told otherwise since: then it is of no interest any more what the clock says.
+    pub(super) fn hold(&self, pause: Pause) {
+        let mut held = self.held.lock();
+        if held.era == pause.0 && held.ns.is_none() {
+            held.ns = self.source.get_ns().inspect_err(|err| debug!(%err, "The guest's clock goes on")).ok();
+        }
+    }
+
+    /// They are about to go on.
+    pub(super) fn release(&self) {
+        let mut held = self.held.lock();
+        held.era += 1;
+        if let Some(ns) = held.ns.take()
+            && let Err(err) = self.source.set_ns(ns)
+        {
+            debug!(%err, "The guest's clock has gone on");
+        }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+
+    /// A clock that goes on when it is told.
+    impl Source for Arc<AtomicU64> {
+        fn get_ns(&self) -> Result<u64, kvm_ioctls::Error> {
+            Ok(self.load(Ordering::Relaxed))
+        }
+
+        fn set_ns(&self, ns: u64) -> Result<(), kvm_ioctls::Error> {
+            self.store(ns, Ordering::Relaxed);
+            Ok(())
+        }
+    }
+
+    fn clock() -> (GuestClock, impl Fn(u64) -> u64) {
+        let now = Arc::new(AtomicU64::new(0));
+        // Lets time go by, and tells what it is then.
+        let pass = {
+            let now = Arc::clone(&now);
+            move |ns| now.fetch_add(ns, Ordering::Relaxed) + ns
+        };
+        (GuestClock::new(now), pass)
+    }
+
+    #[test]
+    fn a_pause_takes_no_time() {
+        let (clock, pass) = clock();
+        clock.release();
+        assert_eq!(pass(10), 10);
+        for _ in 0..2 {
+            let before = pass(5);
+            clock.hold(clock.pause());
+            pass(60);
+            clock.release();
+            assert_eq!(pass(0), before);
+        }
+    }
+
+    #[test]
+    fn a_second_pause_is_part_of_the_first() {
+        let (clock, pass) = clock();
+        clock.hold(clock.pause());
+        pass(60);
+        clock.hold(clock.pause());
+        pass(60);
+        clock.release();
+        assert_eq!(pass(0), 0);
+    }
+
+    #[test]
+    fn time_does_not_go_back_to_a_pause_that_was_over_before_it_held() {
+        let (clock, pass) = clock();
+        let late = clock.pause();
+        clock.release();
+        pass(10);
+        clock.hold(late);
+        pass(10);
+        clock.release();
+        assert_eq!(pass(0), 20);
+    }
+}

@@ -1,0 +1,145 @@
+//! DRAM that grows by ACPI.
+
+use tracing::{info, warn};
+
+use super::machine::KvmMachine;
+use super::request::VmError;
+use crate::acpi::ged::Event;
+use crate::config::Size;
+
+/// What counts DIMMs that have come, or not.
+const KIND: &str = "dimm";
+
+impl KvmMachine {
+    /// Adds what is missing to `size_bytes` as one DIMM, and tells the guest. Memory that has come by ACPI does not go: for less
+    /// than there is nothing happens before the next boot.
+    pub(super) fn grow_by_dimms(&mut self, size_bytes: u64) -> Result<(), VmError> {
+        // What is asked for is what the next boot begins with. A guest that reboots into a layout that cannot be would end its VM.
+        self.memory.could_boot_with(0, size_bytes).map_err(|err| {
+            VmError::BadRequest(format!("desired_ram {size_bytes}: the VM could not boot again: {err}"))
+        })?;
+        let zone = &self.memory.zones()[0];
+        let (boot_bytes, node) = (zone.boot_bytes, zone.guest_node);
+        let there = boot_bytes + self.dimms.as_ref().map_or(0, |dimms| dimms.plan().used_bytes());
+        let more = size_bytes.saturating_sub(there);
+        if more == 0 {
+            if size_bytes < there {
+                let (wanted, there) = (Size(size_bytes), Size(there));
+                warn!(%wanted, %there, "Memory that was there at boot or came by ACPI does not go: the next boot has less");
+            }
+            return Ok(());
+        }
+        let Some(dimms) = &mut self.dimms else {
+            return Err(VmError::BadRequest(format!(
+                "desired_ram {size_bytes}: the VM has {boot_bytes} bytes of boot memory and no hotplug_size"
+            )));
+        };
+        let dimm = dimms.add(more).map_err(|err| {
+            self.hotplug.count(KIND, "add", "error");
+            let text = format!("desired_ram {size_bytes}: {}", super::chain(&err));
+            if err.is_the_hosts() { VmError::Failed(text) } else { VmError::BadRequest(text) }
+        })?;
+        self.hotplug.count(KIND, "add", "ok");
+        self.page.dimms(|registers| registers.put(dimm, node));
+        // A guest without an interrupt finds it when it looks next: it is there.
+        if let Err(err) = self.ged.notify(Event::Memory) {
+            warn!(%err, "The guest is not told that memory has come");
+        }
+        info!(start = dimm.start, bytes = dimm.len, "A DIMM has come");
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::acpi::dimms::NONE;
+    use crate::memory::slots::SlotTable;
+    use crate::memory::slots::fake::FakeSlots;
+    use crate::memory::zone::{Growth, HostMemory, Tier, ZoneSpec};
+    use crate::memory::{MemoryOptions, build};
+    use crate::vm::machine::tests::machine;
+    use crate::vm::owner::Machine;
+    use crate::vm::request::ResizeZoneRequest;
+
+    const MIB: u64 = 1 << 20;
+
+    fn growing(hotplug_bytes: u64) -> (KvmMachine, Arc<FakeSlots>) {
+        let spec = ZoneSpec {
+            id: crate::config::DRAM_ZONE.to_owned(),
+            tier: Tier::Dram,
+            guest_node: 0,
+            host: HostMemory::default(),
+            growth: Growth::Dimms,
+            host_node: None,
+            boot_bytes: 65 * MIB,
+            hotplug_bytes,
+            hotplugged_bytes: 0,
+        };
+        let table = Arc::new(FakeSlots::default());
+        let options = MemoryOptions { address_bits: 40, slot_limit: 64 };
+        let mut memory = build(vec![spec], None, Arc::clone(&table) as Arc<dyn SlotTable>, options).unwrap();
+        let mut machine = machine();
+        machine.dimms = memory.take_dimms();
+        machine.memory = memory;
+        (machine, table)
+    }
+
+    fn told(machine: &KvmMachine) -> u32 {
+        machine.page.dimms(|registers| registers.read(0x1c))
+    }
+
+    #[test]
+    fn what_is_more_comes_as_a_dimm_and_what_is_less_changes_nothing() {
+        let (mut machine, _table) = growing(1024 * MIB);
+        machine.resize_dram((65 + 256) * MIB).unwrap();
+        assert_eq!((machine.memory_bytes(), told(&machine), told(&machine)), ((65 + 256) * MIB, 0, NONE));
+        for mib in [65 + 256, 65 + 128, 65, 16] {
+            machine.resize_dram(mib * MIB).unwrap();
+        }
+        assert_eq!((machine.memory_bytes(), told(&machine)), ((65 + 256) * MIB, NONE));
+        machine.resize_dram((65 + 1024) * MIB).unwrap();
+        assert_eq!((machine.memory_bytes(), told(&machine)), ((65 + 1024) * MIB, 1));
+    }
+
+    #[test]
+    fn a_size_that_no_boot_could_have_is_refused() {
+        let (mut machine, _table) = growing(1024 * MIB);
+        for (size_bytes, text) in [(MIB, "below the minimum"), (1 << 50, "40-bit physical address space")] {
+            let error = machine.resize_dram(size_bytes).unwrap_err();
+            assert!(
+                matches!(&error, VmError::BadRequest(reason) if reason.contains("boot again") && reason.contains(text)),
+                "{error}"
+            );
+        }
+        assert_eq!((machine.memory_bytes(), told(&machine)), (65 * MIB, NONE));
+    }
+
+    #[test]
+    fn what_cannot_come_is_refused_and_the_guest_not_told() {
+        let (mut machine, table) = growing(1024 * MIB);
+        for (mib, text) in [
+            (66, "desired_ram 69206016: 1 MiB more is not a multiple of 128 MiB"),
+            (65 + 1024 + 128, "1152 MiB more, of which hotplug_size leaves 1 GiB"),
+        ] {
+            let error = machine.resize_dram(mib * MIB).unwrap_err();
+            assert!(matches!(&error, VmError::BadRequest(reason) if reason.contains(text)), "{error}");
+        }
+        let zone = ResizeZoneRequest { id: "dram".to_owned(), desired_ram: 193 * MIB };
+        assert!(matches!(machine.resize_zone(&zone), Err(VmError::BadRequest(_))));
+        *table.calls_left.lock() = Some(0);
+        let error = machine.resize_dram(193 * MIB).unwrap_err();
+        assert!(matches!(&error, VmError::Failed(reason) if reason.contains("KVM does not take")), "{error}");
+        *table.calls_left.lock() = None;
+        assert_eq!((machine.memory_bytes(), told(&machine)), (65 * MIB, NONE));
+        let (mut machine, _table) = growing(0);
+        let error = machine.resize_dram(193 * MIB).unwrap_err();
+        assert!(
+            matches!(&error, VmError::BadRequest(reason) if reason.contains("no hotplug_size")),
+            "{error}"
+        );
+        machine.resize_dram(32 * MIB).unwrap();
+    }
+}

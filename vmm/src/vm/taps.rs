@@ -1,0 +1,146 @@
+//! The host's interfaces that a VM has. They outlive its machines.
+
+use std::io;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::error::BuildError;
+use crate::config::{GivenFd, MacAddress, NetConfig, VmConfig};
+use crate::virtio::net::tap::{Tap, TapError, TapOptions, check_given};
+
+/// The interfaces of `--net`: those of the VM's configuration, in its order. Shared with the machine, to which they are added
+/// and from which they are removed.
+///
+/// They stay as long as the VM has them: what was made of one that is ours, such as a bridge's port, is still so after a reboot,
+/// and descriptors that were given cannot be opened again.
+#[derive(Clone, Default)]
+pub struct Taps(Arc<Mutex<Vec<NamedTap>>>);
+
+/// An interface, and what was asked for.
+pub type NamedTap = (NetConfig, Arc<Tap>);
+
+impl Taps {
+    /// Opens every interface of `config`. The machine before it has ended: nobody else reads one that is kept.
+    pub fn open(&self, config: &VmConfig) -> Result<(), BuildError> {
+        let mut taps = self.0.lock();
+        // What is not wanted any more goes first: another one may have its name. What somebody has removed is made again, but
+        // for descriptors, which would be no others.
+        taps.retain(|(earlier, tap)| {
+            config.net.contains(earlier) && (!earlier.fds.is_empty() || tap.is_there())
+        });
+        let mut earlier = taps.clone();
+        let mut opened = Vec::with_capacity(config.net.len());
+        for net in &config.net {
+            let kept = earlier.iter().position(|(config, _)| config == net);
+            let tap = match kept {
+                Some(nth) => earlier.remove(nth).1,
+                None => open(net)?,
+            };
+            opened.push((net.clone(), tap));
+        }
+        *taps = opened;
+        Ok(())
+    }
+
+    /// Opens one more.
+    pub fn add(&self, config: &NetConfig) -> Result<Arc<Tap>, BuildError> {
+        let tap = open(config)?;
+        self.0.lock().push((config.clone(), Arc::clone(&tap)));
+        Ok(tap)
+    }
+
+    /// Closes the one that is called `id`, when nobody has it any more.
+    pub fn remove(&self, id: &str) {
+        self.0.lock().retain(|(config, _)| config.id.as_deref() != Some(id));
+    }
+
+    /// Closes those that `config` has not; there is no machine.
+    pub fn keep(&self, config: &VmConfig) {
+        self.0.lock().retain(|(earlier, _)| config.net.contains(earlier));
+    }
+
+    /// All of them.
+    pub fn list(&self) -> Vec<NamedTap> {
+        self.0.lock().clone()
+    }
+}
+
+fn open(net: &NetConfig) -> Result<Arc<Tap>, BuildError> {
+    let flag = format!("--net id={}", net.id.as_deref().unwrap_or_default());
+    open_tap(net).map(Arc::new).map_err(BuildError::device(flag))
+}
+
+fn open_tap(config: &NetConfig) -> Result<Tap, TapError> {
+    if !config.fds.is_empty() {
+        return Tap::from_fds(&numbers(config), config.mtu);
+    }
+    Tap::open(&TapOptions {
+        name: config.tap.clone(),
+        pairs: config.pairs(),
+        address: config.ip.zip(config.mask),
+        host_mac: config.host_mac.map(MacAddress::bytes),
+        mtu: config.mtu,
+    })
+}
+
+fn numbers(config: &NetConfig) -> Vec<RawFd> {
+    config.fds.iter().map(GivenFd::number).collect()
+}
+
+/// Refuses descriptors on which a device would not work.
+pub fn check(config: &NetConfig) -> Result<(), TapError> {
+    check_given(&numbers(config)).map(drop)
+}
+
+/// Keeps the descriptors that the command line names: they are the VM's from now on, and closed when it does without them.
+pub fn keep_named(config: &mut VmConfig) -> Result<(), TapError> {
+    for net in &mut config.net {
+        check(net)?;
+        for fd in net.fds.iter_mut().filter(|fd| !fd.is_kept()) {
+            // SAFETY: it is a queue of a tap interface, as was seen, and nothing in this process has opened one yet: whoever
+            // started it has given it away. No number is given twice (`NetConfig::validate`), and the only other flag that
+            // takes any descriptor does not take this one (`parse_command_line`).
+            let owned = unsafe { OwnedFd::from_raw_fd(fd.number()) };
+            *fd = GivenFd::from(owned);
+        }
+    }
+    Ok(())
+}
+
+/// An Ethernet address that nobody has.
+pub fn draw_address() -> MacAddress {
+    let mut bytes = [0u8; 6];
+    // SAFETY: the buffer is ours, and as long as is said.
+    let len = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+    // Of up to 256 bytes it gives all, on every kernel that has KVM (getrandom(2)).
+    assert_eq!(len, 6, "getrandom: {}", io::Error::last_os_error());
+    MacAddress::local(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use super::*;
+    use crate::config::test_config;
+
+    #[test]
+    fn addresses_that_are_drawn_differ() {
+        assert_ne!(draw_address(), draw_address());
+    }
+
+    #[test]
+    fn what_is_no_queue_of_a_tap_is_neither_opened_nor_kept() {
+        let file = tempfile::tempfile().unwrap();
+        let mut config = test_config();
+        config.net = vec![NetConfig::parse(&format!("id=n,fd={}", file.as_raw_fd())).unwrap()];
+        assert!(matches!(keep_named(&mut config), Err(TapError::NoTap { fd, .. }) if fd == file.as_raw_fd()));
+        assert!(!config.net[0].fds[0].is_kept());
+        let taps = Taps::default();
+        let message = crate::vm::chain(&taps.open(&config).unwrap_err());
+        assert!(message.starts_with("Cannot set up --net id=n: fd "), "{message}");
+        assert!(taps.add(&config.net[0]).is_err() && taps.list().is_empty());
+    }
+}

@@ -1,0 +1,370 @@
+//! The vCPUs of a machine: those that the guest has, and those that wait for it to want them again.
+//!
+//! KVM makes vCPUs and never takes one away. What the guest has let go keeps its thread, and does not run; when the guest is to
+//! have it again it begins as if it had never run.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use tracing::{info, warn};
+
+use super::machine::KvmMachine;
+use super::request::VmError;
+use crate::acpi::ged;
+use crate::acpi::hotplug_cpus::CpuRegisters;
+use crate::cpu::CpuError;
+use crate::cpu::plug::{Pending, Step};
+use crate::cpu::run::{Pausing, Vcpu};
+use crate::events::Event;
+use crate::metrics::VcpuMetrics;
+
+/// What is in metrics of vCPUs that come and go.
+const KIND: &str = "vcpu";
+
+/// A thread that runs a vCPU.
+pub(super) trait Processor {
+    fn resume(&self);
+    fn pause(&self) -> Pausing;
+    fn send_nmi(&self);
+    fn begin_afresh(&self);
+}
+
+impl Processor for Vcpu {
+    fn resume(&self) {
+        Self::resume(self);
+    }
+
+    fn pause(&self) -> Pausing {
+        Self::pause(self)
+    }
+
+    fn send_nmi(&self) {
+        Self::send_nmi(self);
+    }
+
+    fn begin_afresh(&self) {
+        Self::begin_afresh(self);
+    }
+}
+
+/// Makes the vCPU of that index, paused.
+pub(super) type Maker<P> = Box<dyn Fn(u8) -> Result<P, CpuError> + Send>;
+
+struct Made<P> {
+    processor: P,
+    /// The guest has it not, or not any more.
+    is_parked: bool,
+}
+
+/// All of them.
+pub(super) struct Vcpus<P = Vcpu> {
+    made: BTreeMap<u8, Made<P>>,
+    make: Maker<P>,
+    registers: Arc<CpuRegisters>,
+    metrics: Arc<VcpuMetrics>,
+    /// Those that the guest has are to run.
+    run: bool,
+}
+
+impl<P: Processor> Vcpus<P> {
+    /// Those that the guest boots with, paused.
+    pub(super) fn new(make: Maker<P>, registers: Arc<CpuRegisters>) -> Result<Self, CpuError> {
+        let metrics = Arc::new(VcpuMetrics::default());
+        let mut vcpus = Self { made: BTreeMap::new(), make, registers, metrics, run: false };
+        for index in 0..vcpus.registers.plug(|plug| plug.present()) {
+            vcpus.make(index)?;
+            vcpus.unpark(index);
+        }
+        vcpus.count();
+        Ok(vcpus)
+    }
+
+    pub(super) fn metrics(&self) -> Arc<VcpuMetrics> {
+        Arc::clone(&self.metrics)
+    }
+
+    /// Makes one that has never been, for later.
+    fn make(&mut self, index: u8) -> Result<(), CpuError> {
+        if !self.made.contains_key(&index) {
+            let processor = (self.make)(index)?;
+            self.made.insert(index, Made { processor, is_parked: true });
+        }
+        Ok(())
+    }
+
+    fn unpark(&mut self, index: u8) {
+        let made = self.made.get_mut(&index).expect("one that has been made");
+        made.is_parked = false;
+        if self.run {
+            made.processor.resume();
+        }
+    }
+
+    fn count(&self) {
+        let (present, pending) = self.registers.plug(|plug| (plug.present(), plug.pending().len()));
+        self.metrics.present.store(present.into(), Ordering::Relaxed);
+        self.metrics.leaving.store(pending as u64, Ordering::Relaxed);
+        let parked = self.made.values().filter(|made| made.is_parked).count();
+        self.metrics.parked.store(parked as u64, Ordering::Relaxed);
+    }
+
+    fn running(&self) -> impl Iterator<Item = &P> {
+        self.made.values().filter(|made| !made.is_parked).map(|made| &made.processor)
+    }
+
+    pub(super) fn resume(&mut self) {
+        self.run = true;
+        self.running().for_each(P::resume);
+    }
+
+    /// Asks all to stop: one that has been parked may be in an exit yet.
+    pub(super) fn pause(&mut self) -> Vec<Pausing> {
+        self.run = false;
+        self.made.values().map(|made| made.processor.pause()).collect()
+    }
+
+    pub(super) fn send_nmi(&self) {
+        self.running().for_each(P::send_nmi);
+    }
+
+    /// Ends their threads.
+    pub(super) fn end(&mut self) {
+        self.made.clear();
+    }
+
+    /// Gives the guest `come`: all of them, or none.
+    fn give(&mut self, come: std::ops::Range<u8>) -> Result<(), CpuError> {
+        come.clone().try_for_each(|index| self.make(index))?;
+        // They wait for the guest to start them, which it does when it has heard of them.
+        come.clone().for_each(|index| self.unpark(index));
+        self.registers.plug(|plug| plug.put(come));
+        self.count();
+        Ok(())
+    }
+
+    /// The guest has let one go: it will not run any more. How many there are if that was the last to go.
+    fn park(&mut self, index: u8) -> Option<u8> {
+        let made = self.made.get_mut(&index).expect("one that the guest had");
+        made.is_parked = true;
+        // Nobody waits for it: it may be in an exit that takes its time. It begins afresh whenever it comes out of that.
+        drop(made.processor.pause());
+        made.processor.begin_afresh();
+        let left = self.registers.plug(|plug| {
+            plug.parked(index);
+            plug.pending().is_empty().then(|| plug.present())
+        });
+        self.count();
+        left
+    }
+}
+
+impl KvmMachine {
+    /// Has the guest have `desired` vCPUs: those that come are there at once, those that go are asked for.
+    pub(super) fn change_vcpus(&mut self, desired: u8) -> Result<(), VmError> {
+        let registers = Arc::clone(&self.vcpus.registers);
+        let step = registers.plug(|plug| plug.step(desired)).map_err(|Pending(leaving)| {
+            self.hotplug.count(KIND, "resize", "pending");
+            VmError::VcpusLeaving {
+                leaving: leaving.iter().map(u8::to_string).collect::<Vec<_>>().join(", "),
+            }
+        })?;
+        match step {
+            Step::Nothing => {
+                if registers.plug(|plug| plug.ask_again()) {
+                    self.tell_vcpus();
+                }
+            }
+            Step::Come(come) => {
+                let count = come.len();
+                let result = self.vcpus.give(come);
+                let counted = if result.is_ok() { "ok" } else { "error" };
+                (0..count).for_each(|_| self.hotplug.count(KIND, "add", counted));
+                result.map_err(|err| VmError::Failed(super::chain(&err)))?;
+                self.tell_vcpus();
+                info!(vcpus = desired, "vCPUs are added");
+                self.told.tell(Event::VcpusResized { vcpus: desired });
+            }
+            Step::Go(go) => {
+                go.clone().for_each(|_| self.hotplug.count(KIND, "remove", "asked"));
+                registers.plug(|plug| plug.ask(go));
+                self.vcpus.count();
+                self.tell_vcpus();
+            }
+        }
+        Ok(())
+    }
+
+    /// The guest has let a vCPU go.
+    pub(super) fn park_vcpu(&mut self, index: u8) {
+        self.hotplug.count(KIND, "remove", "ok");
+        if let Some(vcpus) = self.vcpus.park(index) {
+            info!(vcpus, "vCPUs are removed");
+            self.told.tell(Event::VcpusResized { vcpus });
+        }
+    }
+
+    fn tell_vcpus(&self) {
+        if let Err(err) = self.ged.notify(ged::Event::Cpus) {
+            warn!(%err, "The guest does not hear of vCPUs");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::mem;
+
+    use parking_lot::Mutex;
+
+    use super::*;
+    use crate::acpi::hotplug_cpus::{CPU_SELECT, CPU_STATUS};
+    use crate::bus::BusDevice;
+    use crate::cpu::plug::Plug;
+
+    impl Vcpus {
+        /// Of a machine that has none.
+        pub(in crate::vm) fn none() -> Self {
+            let make = |_| unreachable!("a machine without vCPUs");
+            Self::new(Box::new(make), Arc::new(CpuRegisters::new(Plug::new(0, 0), |_| ()))).unwrap()
+        }
+    }
+
+    /// What vCPUs were told: index and verb.
+    type Told = Arc<Mutex<Vec<(u8, &'static str)>>>;
+
+    struct Fake {
+        index: u8,
+        told: Told,
+    }
+
+    impl Fake {
+        fn tell(&self, verb: &'static str) {
+            self.told.lock().push((self.index, verb));
+        }
+    }
+
+    impl Processor for Fake {
+        fn resume(&self) {
+            self.tell("resume");
+        }
+
+        fn pause(&self) -> Pausing {
+            self.tell("pause");
+            Pausing::over()
+        }
+
+        fn send_nmi(&self) {
+            self.tell("nmi");
+        }
+
+        fn begin_afresh(&self) {
+            self.tell("afresh");
+        }
+    }
+
+    struct Rig {
+        vcpus: Vcpus<Fake>,
+        told: Told,
+        /// The index that cannot be made.
+        broken: Arc<Mutex<Option<u8>>>,
+    }
+
+    impl Rig {
+        fn new(boot: u8, max: u8) -> Self {
+            let (told, broken) = (Told::default(), Arc::new(Mutex::new(None)));
+            let (tell, refuses) = (Arc::clone(&told), Arc::clone(&broken));
+            let make = move |index| {
+                if *refuses.lock() == Some(index) {
+                    let source = kvm_ioctls::Error::new(libc::ENOMEM);
+                    return Err(CpuError::Kvm { what: "create", index, source });
+                }
+                let fake = Fake { index, told: Arc::clone(&tell) };
+                fake.tell("make");
+                Ok(fake)
+            };
+            let registers = Arc::new(CpuRegisters::new(Plug::new(boot, max), |_| ()));
+            Self { vcpus: Vcpus::new(Box::new(make), registers).unwrap(), told, broken }
+        }
+
+        /// What they were told since the last look.
+        fn told(&self) -> Vec<(u8, &'static str)> {
+            mem::take(&mut *self.told.lock())
+        }
+
+        /// Asks the guest, which lets it go, and the owner hears of it.
+        fn take(&mut self, index: u8) -> Option<u8> {
+            let registers = &self.vcpus.registers;
+            registers.plug(|plug| plug.ask(index..index + 1));
+            registers.write(CPU_SELECT, &u32::from(index).to_le_bytes());
+            registers.write(CPU_STATUS, &[1, 0, 0, 0]);
+            self.vcpus.park(index)
+        }
+
+        fn counts(&self) -> [u64; 3] {
+            let metrics = &self.vcpus.metrics;
+            [&metrics.present, &metrics.leaving, &metrics.parked].map(|gauge| gauge.load(Ordering::Relaxed))
+        }
+    }
+
+    #[test]
+    fn a_vcpu_that_comes_back_is_the_one_that_went_and_begins_afresh() {
+        let mut rig = Rig::new(1, 3);
+        rig.vcpus.resume();
+        assert_eq!(rig.told(), [(0, "make"), (0, "resume")]);
+        rig.vcpus.give(1..3).unwrap();
+        assert_eq!(rig.told(), [(1, "make"), (2, "make"), (1, "resume"), (2, "resume")]);
+        assert_eq!(rig.counts(), [3, 0, 0]);
+        assert_eq!(rig.take(2), Some(2));
+        assert_eq!(rig.told(), [(2, "pause"), (2, "afresh")]);
+        assert_eq!(rig.counts(), [2, 0, 1]);
+        rig.vcpus.give(2..3).unwrap();
+        assert_eq!(rig.told(), [(2, "resume")]);
+        assert_eq!(rig.counts(), [3, 0, 0]);
+    }
+
+    #[test]
+    fn one_that_is_parked_neither_runs_nor_hears_of_anything() {
+        let mut rig = Rig::new(2, 2);
+        rig.vcpus.resume();
+        rig.take(1);
+        rig.told();
+        rig.vcpus.send_nmi();
+        assert_eq!(rig.vcpus.pause().len(), 2, "it may be in its last exit");
+        rig.vcpus.resume();
+        assert_eq!(rig.told(), [(0, "nmi"), (0, "pause"), (1, "pause"), (0, "resume")]);
+    }
+
+    #[test]
+    fn what_comes_while_the_vm_is_paused_runs_with_the_others() {
+        let mut rig = Rig::new(1, 2);
+        rig.vcpus.give(1..2).unwrap();
+        assert_eq!(rig.told(), [(0, "make"), (1, "make")]);
+        rig.vcpus.resume();
+        assert_eq!(rig.told(), [(0, "resume"), (1, "resume")]);
+    }
+
+    #[test]
+    fn all_of_them_come_or_none() {
+        let mut rig = Rig::new(1, 4);
+        rig.vcpus.resume();
+        *rig.broken.lock() = Some(3);
+        assert!(rig.vcpus.give(1..4).is_err());
+        assert_eq!(rig.vcpus.registers.plug(|plug| (plug.present(), plug.next_added())), (1, None));
+        rig.told();
+        *rig.broken.lock() = None;
+        rig.vcpus.give(1..4).unwrap();
+        assert_eq!(rig.told(), [(3, "make"), (1, "resume"), (2, "resume"), (3, "resume")]);
+    }
+
+    #[test]
+    fn the_last_to_go_says_how_many_are_left() {
+        let mut rig = Rig::new(3, 3);
+        rig.vcpus.registers.plug(|plug| plug.ask(1..3));
+        for (index, left) in [(2u32, None), (1, Some(1))] {
+            rig.vcpus.registers.write(CPU_SELECT, &index.to_le_bytes());
+            rig.vcpus.registers.write(CPU_STATUS, &[1, 0, 0, 0]);
+            assert_eq!(rig.vcpus.park(index as u8), left);
+        }
+    }
+}

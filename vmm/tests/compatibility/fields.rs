@@ -1,0 +1,191 @@
+//! Fields of a configuration, tried on the parser of JSON.
+
+use foreshore::config::{JsonError, VmConfig};
+use serde_json::{Map, Value, json};
+
+use crate::calls::Json;
+use crate::names::{of_kind, samples};
+use crate::verdict::{Verdict, of_json_error};
+
+/// Where a schema of the description is in a configuration, and what must be there with it.
+struct Place {
+    schema: &'static str,
+    /// A path as in RFC 6901 to an object that has what it must have.
+    path: &'static str,
+    /// Sections that a configuration needs for it.
+    base: Json,
+}
+
+const PLACES: &[Place] = &[
+    Place { schema: "VmConfig", path: "", base: || json!({}) },
+    Place { schema: "PayloadConfig", path: "/payload", base: || json!({}) },
+    Place { schema: "CpusConfig", path: "/cpus", base: || json!({}) },
+    Place { schema: "CpuFeatures", path: "/cpus/features", base: || cpus(json!({"features": {}})) },
+    Place { schema: "CpuTopology", path: "/cpus/topology", base: || cpus(json!({"topology": topology()})) },
+    Place {
+        schema: "CpuAffinity",
+        path: "/cpus/affinity/0",
+        base: || cpus(json!({"affinity": [{"vcpu": 0, "host_cpus": [0]}]})),
+    },
+    Place { schema: "MemoryConfig", path: "/memory", base: || json!({"memory": {"size": HALF_GIB}}) },
+    Place { schema: "MemoryZoneConfig", path: "/memory/zones/0", base: || zones("z") },
+    Place { schema: "PlatformConfig", path: "/platform", base: || json!({"platform": {}}) },
+    Place { schema: "DiskConfig", path: "/disks/0", base: || json!({"disks": [{"path": "/d"}]}) },
+    Place { schema: "NetConfig", path: "/net/0", base: || json!({"net": [{"tap": "t"}]}) },
+    Place { schema: "RngConfig", path: "/rng", base: || json!({"rng": {"src": "/dev/urandom"}}) },
+    Place { schema: "BalloonConfig", path: "/balloon", base: || json!({"balloon": {"size": 0}}) },
+    Place { schema: "PmemConfig", path: "/pmem/0", base: || json!({"pmem": [{"file": "/p"}]}) },
+    Place { schema: "ConsoleConfig", path: "/console", base: || json!({"console": {"mode": "Off"}}) },
+    Place { schema: "SerialConfig", path: "/serial", base: || json!({"serial": {"mode": "Off"}}) },
+    Place { schema: "VsockConfig", path: "/vsock", base: || json!({"vsock": {"cid": 3, "socket": "/s"}}) },
+    Place { schema: "NumaConfig", path: "/numa/0", base: nodes },
+    Place { schema: "NumaDistance", path: "/numa/0/distances/0", base: nodes },
+];
+
+/// What a field needs beside it.
+const WITH: &[(&str, Json)] = &[
+    ("ConsoleConfig.file", || json!({"mode": "File"})),
+    ("ConsoleConfig.socket", || json!({"mode": "Socket"})),
+    ("CpuTopology.cores_per_die", || json!({"threads_per_core": 2})),
+    ("CpuTopology.dies_per_package", || json!({"cores_per_die": 2})),
+    ("CpuTopology.packages", || json!({"cores_per_die": 2})),
+    ("CpuTopology.threads_per_core", || json!({"cores_per_die": 2})),
+    ("MemoryConfig.hotplug_size", || json!({"hotplug_method": "VirtioMem"})),
+    ("MemoryConfig.hotplugged_size", || json!({"hotplug_method": "VirtioMem", "hotplug_size": 1u64 << 30})),
+    ("MemoryConfig.hugepage_size", || json!({"hugepages": true})),
+    ("MemoryConfig.zones", || json!({"size": 0})),
+    ("MemoryZoneConfig.hotplugged_size", || json!({"hotplug_size": 1u64 << 30})),
+    ("MemoryZoneConfig.hugepage_size", || json!({"hugepages": true})),
+    ("NetConfig.host_mac", || json!({"ip": "10.0.0.1", "mask": "255.0.0.0"})),
+    ("NetConfig.ip", || json!({"mask": "255.0.0.0"})),
+    ("NetConfig.mask", || json!({"ip": "10.0.0.1"})),
+    ("PayloadConfig.firmware", || json!({"kernel": null})),
+    ("SerialConfig.file", || json!({"mode": "File"})),
+    ("SerialConfig.socket", || json!({"mode": "Socket"})),
+];
+
+const HALF_GIB: u64 = 512 << 20;
+
+fn topology() -> Value {
+    json!({"threads_per_core": 1, "cores_per_die": 4, "dies_per_package": 1, "packages": 1})
+}
+
+fn cpus(more: Value) -> Value {
+    let mut cpus = json!({"boot_vcpus": 2, "max_vcpus": 4});
+    merge(&mut cpus, more);
+    json!({ "cpus": cpus })
+}
+
+fn zones(id: &str) -> Value {
+    json!({"memory": {"size": 0, "hotplug_method": "VirtioMem", "zones": [{"id": id, "size": HALF_GIB}]}})
+}
+
+/// Two nodes, each with memory and vCPUs.
+fn nodes() -> Value {
+    let zones = ["a", "b"].map(|id| json!({"id": id, "size": HALF_GIB}));
+    let distances = json!([{"destination": 1, "distance": 21}]);
+    let near = json!({"guest_numa_id": 0, "cpus": [0], "memory_zones": ["a"], "distances": distances});
+    let far = json!({"guest_numa_id": 1, "cpus": [1, 2, 3], "memory_zones": ["b"]});
+    json!({"memory": {"size": 0, "zones": zones}, "numa": [near, far]})
+}
+
+fn merge(object: &mut Value, more: Value) {
+    let more = more.as_object().expect("an object").clone();
+    object.as_object_mut().expect("an object").extend(more);
+}
+
+/// A VM that has a place for the fields of a schema.
+fn base(place: &Place) -> Map<String, Value> {
+    let mut config = json!({"payload": {"kernel": "/k"}, "cpus": {"boot_vcpus": 2, "max_vcpus": 4}});
+    merge(&mut config, (place.base)());
+    config.as_object().expect("an object").clone()
+}
+
+fn shown(config: Map<String, Value>) -> Result<Value, JsonError> {
+    Ok(serde_json::to_value(VmConfig::from_json(config)?).expect("a configuration is JSON"))
+}
+
+fn object_of<'a>(config: &'a mut Value, place: &Place) -> &'a mut Map<String, Value> {
+    config.pointer_mut(place.path).and_then(Value::as_object_mut).expect("a place")
+}
+
+fn attempt(place: &Place, name: &str, field: &str, value: &Value) -> Verdict {
+    let mut plain = Value::Object(base(place));
+    let object = plain.pointer_mut(place.path).expect("a place");
+    if let Some((_, with)) = WITH.iter().find(|(with, _)| *with == name) {
+        merge(object, with());
+    }
+    let with = |value: &Value| {
+        let mut tried = plain.clone();
+        merge(tried.pointer_mut(place.path).expect("a place"), json!({field: value}));
+        tried
+    };
+    let (tried, nonsense) = (with(value), with(&json!("nonsense")));
+    object_of(&mut plain, place).remove(field);
+    let without = shown(plain.as_object().expect("an object").clone());
+    match shown(tried.as_object().expect("an object").clone()) {
+        Ok(tried) if without.is_ok_and(|plain| plain == tried) => {
+            // What is known is not just anything.
+            let is_known = shown(nonsense.as_object().expect("an object").clone()).is_err();
+            let (known, unknown) = ("it is so anyway".to_owned(), "it is passed over".to_owned());
+            if is_known { Verdict::Neutral(known) } else { Verdict::NotThere(unknown) }
+        }
+        Ok(_) => Verdict::Implemented,
+        Err(error) => {
+            of_json_error(&error).unwrap_or_else(|| panic!("{name}: {tried} is no fair try: {error}"))
+        }
+    }
+}
+
+fn parse(name: &str, text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{name}: {text:?}: {error}"))
+}
+
+fn verdict(place: &Place, name: &str, field: &str, text: &'static str) -> Verdict {
+    let samples = samples(text);
+    let verdict = attempt(place, name, field, &parse(name, samples.other));
+    if let (Verdict::Refused(_), Some(default)) = (&verdict, samples.default)
+        && !matches!(attempt(place, name, field, &parse(name, default)), Verdict::Refused(_))
+    {
+        return verdict.and(&format!("`{default}` is taken"));
+    }
+    verdict
+}
+
+/// The verdict on a field of a configuration; none if the schema is of something else.
+pub fn of_config(name: &str, text: &'static str) -> Option<Verdict> {
+    let (schema, field) = name.split_once('.').expect("a schema and a field");
+    let place = PLACES.iter().find(|place| place.schema == schema)?;
+    Some(verdict(place, name, field, text))
+}
+
+/// To be mended by who works on them.
+const NOT_YET: &[&str] = &[
+    "ConsoleConfig.id",
+    "ConsoleConfig.pci_device_id",
+    "ConsoleConfig.pci_segment",
+    "CpusConfig.core_scheduling",
+];
+
+/// What is passed over is not done, and nobody is told: every field of Cloud Hypervisor's is done or refused.
+#[test]
+fn no_field_is_passed_over() {
+    let fields = of_kind("field").filter_map(|(name, text)| Some((name, of_config(name, text?)?)));
+    let passed_over =
+        fields.filter(|(_, verdict)| matches!(verdict, Verdict::NotThere(_))).map(|(name, _)| name);
+    let passed_over: Vec<_> = passed_over.filter(|name| !NOT_YET.contains(name)).collect();
+    assert_eq!(passed_over, Vec::<&str>::new());
+}
+
+/// Clients write out what is the default anyway.
+#[test]
+fn defaults_of_fields_are_taken() {
+    for (name, text) in of_kind("field") {
+        let (schema, field) = name.split_once('.').unwrap();
+        let Some(place) = PLACES.iter().find(|place| place.schema == schema) else { continue };
+        let Some(default) = samples(text.unwrap()).default else { continue };
+        let verdict = attempt(place, name, field, &parse(name, default));
+        let taken = !matches!(verdict, Verdict::Refused(_)) || NOT_YET.contains(&name);
+        assert!(taken, "{name}: {default}: {verdict:?}");
+    }
+}

@@ -1,0 +1,163 @@
+//! docs/openapi.json against the server's calls and the types that are read and answered.
+
+use std::collections::BTreeSet;
+use std::fmt::Debug;
+
+use foreshore::api::{MemoryAnswer, VolumesAnswer, call_names};
+use foreshore::config::{PmMemoryConfig, PmVolumeConfig, PressureConfig, VmConfig};
+use foreshore::events::Event;
+use foreshore::vm::decision::{DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, ReportDigest};
+use foreshore::vm::request::{
+    BalloonInfo, GovernedZoneInfo, PressureChange, PressureInfo, RecordingInfo, VmInfo, VolumeInfo, ZoneInfo,
+};
+use foreshore::volume::kernel_gate::GuestKernel;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value, json};
+
+use crate::calls::Api;
+use crate::names::of_kind;
+use crate::verdict::Verdict;
+
+fn document() -> Value {
+    serde_json::from_str(include_str!("../../../docs/openapi.json")).expect("JSON")
+}
+
+fn names(object: &Value) -> BTreeSet<&str> {
+    object.as_object().expect("an object").keys().map(String::as_str).collect()
+}
+
+#[test]
+fn calls_are_those_of_the_server() {
+    let document = document();
+    let paths = &document["paths"];
+    let described: BTreeSet<_> = names(paths).into_iter().map(|path| path.trim_start_matches('/')).collect();
+    assert_eq!(described, call_names().into_iter().collect());
+    Api::run(async |api| {
+        for call in described {
+            let described = &paths[&format!("/{call}")];
+            for (method, name) in [("GET", "get"), ("PUT", "put")] {
+                // What never ends is looked at by hand.
+                let verdict = match (call, method) {
+                    ("vmm.events", "GET") => Verdict::Implemented,
+                    _ => api.verdict(method, call).await,
+                };
+                let statuses = described.get(name).map(|operation| names(&operation["responses"]));
+                match verdict {
+                    Verdict::NotThere(_) => assert_eq!(statuses, None, "{method} {call}"),
+                    Verdict::Refused(_) => assert_eq!(statuses, Some(["501"].into()), "{method} {call}"),
+                    _ => assert!(statuses.is_some_and(|all| !all.contains("501")), "{method} {call}"),
+                }
+            }
+        }
+    });
+}
+
+/// A value that has all that a schema tells of.
+fn sample(document: &Value, schema: &Value) -> Value {
+    if let Some(example) = schema.get("example") {
+        return example.clone();
+    }
+    if let Some(path) = schema.get("$ref") {
+        let path = path.as_str().and_then(|path| path.strip_prefix('#')).expect("a schema of this document");
+        return sample(document, document.pointer(path).unwrap_or_else(|| panic!("no schema {path}")));
+    }
+    if let Some(values) = schema.get("enum") {
+        return values[0].clone();
+    }
+    match schema["type"].as_str() {
+        Some("object") => {
+            let properties = schema["properties"].as_object().expect("properties");
+            properties.iter().map(|(name, schema)| (name.clone(), sample(document, schema))).collect()
+        }
+        Some("array") => json!([sample(document, &schema["items"])]),
+        Some("integer") => json!(1),
+        Some("boolean") => json!(true),
+        Some("string") => json!("text"),
+        other => panic!("{other:?} in {schema}"),
+    }
+}
+
+/// The names of a struct's fields, those among them that JSON leaves out when there is nothing to say.
+fn fields(value: &impl Debug) -> BTreeSet<String> {
+    let lines = format!("{value:#?}");
+    let fields = lines.lines().filter_map(|line| line.strip_prefix("    ")?.split_once(": "));
+    fields.map(|(name, _)| name).filter(|name| !name.starts_with(' ')).map(str::to_owned).collect()
+}
+
+/// Holds a type against its schema: each has what the other has.
+#[track_caller]
+fn check<T: Serialize + DeserializeOwned + Debug>(schema: &str) {
+    let document = document();
+    let described = &document["components"]["schemas"][schema];
+    let whole = sample(&document, described);
+    let read: T =
+        serde_json::from_value(whole.clone()).unwrap_or_else(|error| panic!("{schema}: {error}: {whole}"));
+    assert_eq!(serde_json::to_value(&read).unwrap(), whole, "{schema}: something is not read");
+    let described_fields = names(&described["properties"]).into_iter().map(str::to_owned).collect();
+    assert_eq!(fields(&read), described_fields, "{schema}");
+    // What it says must be there, must; and what need not be, need not.
+    let required: BTreeSet<_> =
+        described["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let least: Map<_, _> = whole
+        .as_object()
+        .unwrap()
+        .clone()
+        .into_iter()
+        .filter(|(name, _)| required.contains(&**name))
+        .collect();
+    assert!(serde_json::from_value::<T>(Value::Object(least)).is_ok(), "{schema}: more is required");
+}
+
+#[test]
+fn schemas_are_those_of_what_is_read_and_answered() {
+    check::<BalloonInfo>("BalloonInfo");
+    check::<GuestKernel>("GuestKernel");
+    check::<PmMemoryConfig>("PmMemoryConfig");
+    check::<PmVolumeConfig>("PmVolumeConfig");
+    check::<PressureConfig>("PressureConfig");
+    check::<MemoryAnswer>("MemoryAnswer");
+    check::<ZoneInfo>("ZoneInfo");
+    check::<VolumesAnswer>("VolumesAnswer");
+    check::<VolumeInfo>("VolumeInfo");
+    check::<PressureInfo>("PressureInfo");
+    check::<GovernedZoneInfo>("GovernedZone");
+    check::<DecisionInfo>("Decision");
+    check::<DecisionInput>("DecisionInput");
+    check::<ReportDigest>("Report");
+    check::<DecisionSizes>("DecisionSizes");
+    check::<DecisionTarget>("DecisionTarget");
+    check::<RecordingInfo>("Recording");
+    check::<PressureChange>("PressureChange");
+}
+
+/// Of what is Cloud Hypervisor's, the description has what we add, and all of it.
+#[test]
+fn what_is_added_is_described() {
+    let document = document();
+    let config =
+        VmConfig::from_json(json!({"payload": {"kernel": "/k"}}).as_object().unwrap().clone()).unwrap();
+    let info = json!({"config": config, "state": "Running", "memory_actual_size": 1});
+    let info: VmInfo = serde_json::from_value(info).unwrap();
+    for (schema, fields) in [("VmConfig", fields(&config)), ("VmInfo", fields(&info))] {
+        let theirs: BTreeSet<_> =
+            of_kind("field").filter_map(|(name, _)| name.strip_prefix(schema)?.strip_prefix('.')).collect();
+        let ours: BTreeSet<_> =
+            fields.iter().map(String::as_str).filter(|field| !theirs.contains(field)).collect();
+        assert_eq!(names(&document["components"]["schemas"][schema]["properties"]), ours, "{schema}");
+    }
+}
+
+#[test]
+fn events_are_as_they_are_described() {
+    let document = document();
+    let described = sample(&document, &document["components"]["schemas"]["Event"]);
+    let (events, _runtime) = (foreshore::events::Events::start(), ());
+    let mut watcher = events.watch();
+    events.tell(Event::VmBooted);
+    let seen = tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(watcher.next());
+    let Some(foreshore::events::Seen::Event(told)) = seen else { panic!("{seen:?}") };
+    let told = serde_json::to_value(&*told).unwrap();
+    assert_eq!(names(&told), names(&described));
+    assert_eq!(names(&told["timestamp"]), names(&described["timestamp"]));
+}
