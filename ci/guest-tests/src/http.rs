@@ -1,5 +1,6 @@
 //! As much of an HTTP client as the API and the metrics need: one request per connection.
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
@@ -7,6 +8,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+
+use crate::tap;
 
 /// No answer takes longer, unless something hangs.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
@@ -43,6 +46,18 @@ pub fn send_raw_unix(socket: &Path, bytes: &[u8]) -> Result<Response> {
     stream.write_all(bytes)?;
     stream.shutdown(std::net::Shutdown::Write)?;
     read_response(&mut stream)
+}
+
+/// One request on a connection that stays, with descriptors beside it, and its answer.
+pub fn request_with(stream: &mut UnixStream, call: &str, body: &str, files: &[File]) -> Result<Response> {
+    stream.set_read_timeout(Some(ANSWER_LIMIT))?;
+    let request = format!(
+        "PUT /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n\
+         {body}",
+        body.len()
+    );
+    tap::send_with(stream, request.as_bytes(), files)?;
+    read_response(stream).with_context(|| format!("No answer to {call}"))
 }
 
 fn exchange(

@@ -35,11 +35,12 @@ pub mod qemu;
 pub mod runner;
 pub mod sectors;
 pub mod shell_protocol;
+pub mod tap;
 pub mod torn;
 pub mod wait;
 
 pub use disk::{Disk, FileSystem, LoopDevice};
-pub use guest::{BOOT_LIMIT, Guest, GuestBuilder, Image, Kernel, Output};
+pub use guest::{BOOT_LIMIT, Guest, GuestBuilder, Image, Kernel, Output, program};
 pub use metrics::Metrics;
 pub use pool::Pool;
 pub use runner::skip;

@@ -29,6 +29,7 @@ pub struct QemuBuilder {
     hotplug_mib: u64,
     nvdimm: Option<(PathBuf, u64)>,
     disk: Option<PathBuf>,
+    tap: Option<String>,
     cmdline: String,
 }
 
@@ -50,6 +51,7 @@ impl Default for QemuBuilder {
             hotplug_mib: 0,
             nvdimm: None,
             disk: None,
+            tap: None,
             cmdline: "console=ttyS0 loglevel=5 memhp_default_state=online_movable".to_owned(),
         }
     }
@@ -89,6 +91,12 @@ impl QemuBuilder {
     /// A raw image as a virtio-blk disk.
     pub fn disk(mut self, file: &Path) -> Self {
         self.disk = Some(file.to_owned());
+        self
+    }
+
+    /// A tap of the host as a virtio-net interface; one that is not there is made, without an address.
+    pub fn tap(mut self, name: &str) -> Self {
+        self.tap = Some(name.to_owned());
         self
     }
 
@@ -156,6 +164,15 @@ impl QemuBuilder {
                 "virtio-blk-pci,drive=d0".to_owned(),
             ]);
         }
+        if let Some(tap) = &self.tap {
+            arguments.extend([
+                "-netdev".to_owned(),
+                format!("tap,id=n0,ifname={tap},script=no,downscript=no"),
+                "-device".to_owned(),
+                // Nothing is booted from it.
+                "virtio-net-pci,netdev=n0,romfile=".to_owned(),
+            ]);
+        }
         arguments.extend(["-append".to_owned(), self.cmdline.clone()]);
         arguments
     }
@@ -217,6 +234,11 @@ impl QemuGuest {
     pub fn plugged_bytes(&self) -> Result<u64> {
         let size = self.qmp("qom-get", json!({ "path": "vm0", "property": "size" }))?;
         size.as_u64().with_context(|| format!("The size of vm0 is {size}"))
+    }
+
+    /// Where QMP is spoken.
+    pub fn qmp_socket(&self) -> &Path {
+        &self.qmp
     }
 
     /// One command over QMP. A connection per command: nothing is kept between them.

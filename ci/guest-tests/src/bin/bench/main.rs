@@ -3,7 +3,10 @@
 //! It says what it found and never judges by exit code: a time is no test.
 
 mod agent;
+mod api;
 mod boot;
+mod disk;
+mod net;
 mod plug;
 mod pressure;
 mod report;
@@ -23,7 +26,7 @@ use samples::Samples;
 use vmm::Vmm;
 
 const USAGE: &str = "\
-usage: bench [--rounds N] [--only boot,plug,volume,tree,pressure,agent,stream] [--out DIR]
+usage: bench [--rounds N] [--only boot,plug,disk,net,api,volume,tree,pressure,agent,stream|peers] [--out DIR]
   FORESHORE_TEST_BENCH_VMM=NAME   one more VMM, with Cloud Hypervisor's flags and API";
 
 /// A group of measurements that share a guest.
@@ -31,6 +34,9 @@ usage: bench [--rounds N] [--only boot,plug,volume,tree,pressure,agent,stream] [
 enum Group {
     Boot,
     Plug,
+    Disk,
+    Net,
+    Api,
     Volume,
     Tree,
     Pressure,
@@ -38,9 +44,15 @@ enum Group {
     Stream,
 }
 
-const GROUPS: [(&str, Group); 7] = [
+/// What every VMM has, by one name.
+const PEERS: [Group; 5] = [Group::Boot, Group::Plug, Group::Disk, Group::Net, Group::Api];
+
+const GROUPS: [(&str, Group); 10] = [
     ("boot", Group::Boot),
     ("plug", Group::Plug),
+    ("disk", Group::Disk),
+    ("net", Group::Net),
+    ("api", Group::Api),
     ("volume", Group::Volume),
     ("tree", Group::Tree),
     ("pressure", Group::Pressure),
@@ -62,13 +74,25 @@ impl Options {
             let value = arguments.next().with_context(|| format!("{flag} needs a value\n{USAGE}"))?;
             match flag.as_str() {
                 "--rounds" => options.rounds = value.parse().ok().filter(|n| *n > 0).context(USAGE)?,
-                "--only" => options.groups = value.split(',').map(group).collect::<Result<_>>()?,
+                "--only" => options.groups = groups(&value)?,
                 "--out" => options.out = value.into(),
                 _ => bail!("unknown flag {flag}\n{USAGE}"),
             }
         }
         Ok(options)
     }
+}
+
+/// Those that are named, each once.
+fn groups(names: &str) -> Result<Vec<Group>> {
+    let mut groups = Vec::new();
+    for name in names.split(',') {
+        match name {
+            "peers" => groups.extend(PEERS),
+            name => groups.push(group(name)?),
+        }
+    }
+    Ok(groups)
 }
 
 fn group(name: &str) -> Result<Group> {
@@ -115,6 +139,9 @@ fn run(group: Group, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
     match group {
         Group::Boot => vmms.iter().try_for_each(|vmm| boot::measure(vmm, samples)),
         Group::Plug => vmms.iter().try_for_each(|vmm| plug::measure(vmm, samples)),
+        Group::Disk => vmms.iter().try_for_each(|vmm| disk::measure(vmm, samples)),
+        Group::Net => vmms.iter().try_for_each(|vmm| net::measure(vmm, samples)),
+        Group::Api => vmms.iter().try_for_each(|vmm| api::measure(vmm, samples)),
         Group::Volume => volume::measure(vmms, samples),
         Group::Tree => tree::measure(vmms, samples),
         Group::Pressure => pressure::measure(samples),

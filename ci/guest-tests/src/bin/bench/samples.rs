@@ -16,6 +16,14 @@ pub enum Row {
     HintsRead,
     VirtioPmemWrite,
     VirtioPmemRead,
+    DiskRead,
+    DiskWrite,
+    DiskReadDeep,
+    DiskWriteDeep,
+    NetToGuest,
+    NetFromGuest,
+    NetRoundTrip,
+    ApiP99,
     BlockWrite,
     BlockRead,
     EngineWrite,
@@ -67,12 +75,20 @@ pub enum Unit {
 }
 
 impl Row {
-    pub const ALL: [Self; 37] = [
+    pub const ALL: [Self; 45] = [
         Self::Boot,
         Self::VmmMemory,
         Self::Plug,
         Self::Unplug,
         Self::UnplugUsed,
+        Self::DiskRead,
+        Self::DiskWrite,
+        Self::DiskReadDeep,
+        Self::DiskWriteDeep,
+        Self::NetToGuest,
+        Self::NetFromGuest,
+        Self::NetRoundTrip,
+        Self::ApiP99,
         Self::NvdimmWrite,
         Self::NvdimmRead,
         Self::HintsWrite,
@@ -115,6 +131,14 @@ impl Row {
             Self::Plug => "plug_1_gib_seconds",
             Self::Unplug => "unplug_1_gib_seconds",
             Self::UnplugUsed => "unplug_1_gib_used_seconds",
+            Self::DiskRead => "disk_read_4_kib_depth_1_microseconds",
+            Self::DiskWrite => "disk_write_4_kib_depth_1_microseconds",
+            Self::DiskReadDeep => "disk_read_4_kib_depth_32_microseconds",
+            Self::DiskWriteDeep => "disk_write_4_kib_depth_32_microseconds",
+            Self::NetToGuest => "net_host_to_guest_64_mib_seconds",
+            Self::NetFromGuest => "net_guest_to_host_64_mib_seconds",
+            Self::NetRoundTrip => "net_round_trip_microseconds",
+            Self::ApiP99 => "api_state_p99_microseconds",
             Self::NvdimmWrite => "nvdimm_write_4_kib_microseconds",
             Self::NvdimmRead => "nvdimm_read_4_kib_microseconds",
             Self::HintsWrite => "nvdimm_flush_hints_write_4_kib_microseconds",
@@ -158,6 +182,14 @@ impl Row {
             Self::Plug => "plug 1 GiB",
             Self::Unplug => "unplug 1 GiB, never used",
             Self::UnplugUsed => "unplug 1 GiB, 700 MiB of it used before",
+            Self::DiskRead => "disk on tmpfs: random read of 4 KiB, one at a time",
+            Self::DiskWrite => "disk on tmpfs: random write of 4 KiB, one at a time",
+            Self::DiskReadDeep => "disk on tmpfs: random read of 4 KiB, each of 32 at a time",
+            Self::DiskWriteDeep => "disk on tmpfs: random write of 4 KiB, each of 32 at a time",
+            Self::NetToGuest => "TCP over a tap: 64 MiB to the guest",
+            Self::NetFromGuest => "TCP over a tap: 64 MiB from the guest",
+            Self::NetRoundTrip => "TCP over a tap: a byte to the guest and back",
+            Self::ApiP99 => "vm.info (QEMU: query-status), 99th percentile of a run",
             Self::NvdimmWrite => "BTT, nvdimm on tmpfs: write 4 KiB",
             Self::NvdimmRead => "BTT, nvdimm on tmpfs: read 4 KiB",
             Self::HintsWrite => "BTT, nvdimm with flush hints on ext4: write 4 KiB",
@@ -201,6 +233,8 @@ impl Row {
             | Self::Plug
             | Self::Unplug
             | Self::UnplugUsed
+            | Self::NetToGuest
+            | Self::NetFromGuest
             | Self::NvdimmUntar
             | Self::NvdimmTar
             | Self::VirtioPmemUntar

@@ -1,5 +1,6 @@
 //! The VMMs that are compared, with the same guest.
 
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -46,11 +47,19 @@ pub enum Disk {
     NvdimmFile(PathBuf, u64),
 }
 
+/// A tap between guest and host, which each VMM makes itself.
+#[derive(Debug, Clone)]
+pub struct Net {
+    pub tap: String,
+    pub host: Ipv4Addr,
+}
+
 /// What a guest has beside its boot memory.
 #[derive(Debug, Clone, Default)]
 pub struct Extras {
     pub hotplug_mib: u64,
     pub disk: Disk,
+    pub net: Option<Net>,
     /// A kernel and an image with more file systems.
     pub file_systems: bool,
 }
@@ -112,6 +121,12 @@ fn cli(extras: &Extras, program: &Path) -> GuestBuilder {
     let (kernel, image) = extras.kernel_and_image();
     let builder = Guest::builder().program(program).kernel(kernel).image(image);
     let builder = builder.memory(&memory).cmdline(CMDLINE).without("--rng");
+    let builder = match &extras.net {
+        Some(Net { tap, host }) => {
+            builder.argument("--net", &format!("tap={tap},ip={host},mask=255.255.255.0"))
+        }
+        None => builder,
+    };
     match &extras.disk {
         Disk::Volume(options) => builder.pm_volume(options),
         Disk::Image(file) => builder.argument("--disk", &format!("path={}", file.display())),
@@ -126,6 +141,10 @@ fn qemu(extras: &Extras) -> QemuBuilder {
         .image(image)
         .memory_mib(BOOT_MIB, extras.hotplug_mib)
         .cmdline(&format!("console=ttyS0 loglevel=5 {CMDLINE}"));
+    let builder = match &extras.net {
+        Some(Net { tap, .. }) => builder.tap(tap),
+        None => builder,
+    };
     match &extras.disk {
         Disk::NvdimmFile(file, bytes) => builder.nvdimm(file, *bytes),
         Disk::Image(file) => builder.disk(file),

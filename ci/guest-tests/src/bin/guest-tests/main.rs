@@ -8,11 +8,18 @@ mod badinput;
 mod balloon;
 mod boot;
 mod btt_cross;
+mod clients;
+mod console;
+mod cpus;
 mod dax;
+mod dimms;
 mod disk;
+mod esp;
 mod file_systems;
+mod firmware;
 mod governor;
 mod harness;
+mod host_pages;
 mod hostile;
 mod hotplug;
 mod interfaces;
@@ -47,10 +54,16 @@ fn main() {
         boot::TESTS,
         agent::TESTS,
         api::TESTS,
+        clients::TESTS,
         hotplug::TESTS,
+        cpus::TESTS,
         badinput::TESTS,
+        console::TESTS,
+        firmware::TESTS,
         balloon::TESTS,
         memory::TESTS,
+        dimms::TESTS,
+        host_pages::TESTS,
         net::TESTS,
         nodes::TESTS,
         nvdimms::TESTS,

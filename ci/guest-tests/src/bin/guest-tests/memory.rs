@@ -71,7 +71,7 @@ fn a_resize_to_the_present_size_is_no_error() -> Result<()> {
 
 fn a_resize_beyond_the_bounds_is_refused() -> Result<()> {
     let guest = resizable().boot()?;
-    for mib in [382, 898, 383] {
+    for mib in [382, 898, 383, 385] {
         let response = guest.try_api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB })))?;
         ensure!(response.status == 400, "{mib} MiB: status {}: {}", response.status, response.body);
     }

@@ -1,7 +1,9 @@
 //! `--net`: tap interfaces of the host as virtio-net, on Debian's stock driver.
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 use std::thread;
@@ -9,8 +11,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use guest_tests::guest::{GuestBuilder, Script};
+use guest_tests::http::{self, Response};
 use guest_tests::runner::skip;
-use guest_tests::{Guest, Kernel};
+use guest_tests::{BOOT_LIMIT, Guest, Kernel, tap};
+use serde_json::{Value, json};
+
+use crate::{api, hotplug};
 
 guest_tests::tests![
     a_guest_and_its_host_talk_over_a_tap: 300,
@@ -19,7 +25,12 @@ guest_tests::tests![
     several_queues_are_used_and_put_aside: 300,
     two_guests_talk_over_a_bridge_before_and_after_a_reboot: 420 (extended),
     a_tap_that_goes_away_is_a_link_that_is_down: 180,
-    what_is_no_tap_is_refused,
+    what_is_no_tap_is_refused: 180,
+    given_queues_are_there_from_the_first_boot_to_their_removal: 420,
+    an_interface_comes_carries_traffic_and_goes: 300,
+    an_interface_comes_carries_traffic_and_goes_on_6_1: 300,
+    a_hundred_interfaces_leave_nothing_behind: 1800 (extended),
+    a_hundred_interfaces_leave_nothing_behind_on_6_1: 1800 (extended),
 ];
 
 const IO_LIMIT: Duration = Duration::from_secs(120);
@@ -35,6 +46,18 @@ struct Net {
 }
 
 impl Net {
+    /// A tap of the test's own, which lives as long as somebody has its queues.
+    fn open(&self, queues: usize) -> Result<Vec<File>> {
+        let files = tap::open(&self.tap, queues)?;
+        let Self { tap, host: address, .. } = self;
+        host(&format!("ip addr add {address}/24 dev {tap} && ip link set {tap} up"))?;
+        Ok(files)
+    }
+
+    fn is_there(&self) -> bool {
+        Path::new("/sys/class/net").join(&self.tap).exists()
+    }
+
     /// Each test has a network of its own: they run side by side.
     fn new(nth: u8) -> Result<Option<Self>> {
         if !has_tun() {
@@ -334,5 +357,149 @@ fn what_is_no_tap_is_refused() -> Result<()> {
         let refusal = Guest::builder().argument("--net", option).expect_refusal()?;
         ensure!(refusal.message.contains(text), "{option}: {}", refusal.message);
     }
-    Ok(())
+    // Nor to a VM that is there, whether it runs or not.
+    let vmm = api::empty_vmm()?;
+    vmm.api("PUT", "vm.create", Some(api::config(&vmm)))?;
+    for boots in [true, false] {
+        let file = || File::open("/dev/null").map(|file| vec![file]);
+        let plain = |name| tap::open_with(name, 1, 0);
+        for (body, files, text) in [
+            (json!({}), file()?, "is no tap interface"),
+            (json!({}), plain("fstap7")?, "without IFF_VNET_HDR"),
+            (json!({"fds": [3]}), Vec::new(), "do not travel in JSON"),
+        ] {
+            let answer = add_with(&mut connect(&vmm)?, &body, &files)?;
+            ensure!(answer.status == 400 && answer.body.contains(text), "{body}: {answer:?}");
+        }
+        let info = vmm.api("GET", "vm.info", None)?;
+        ensure!(info["config"]["net"].as_array().is_none_or(Vec::is_empty), "{info}");
+        if boots {
+            vmm.api("PUT", "vm.boot", None)?;
+        }
+    }
+    vmm.wait_until("everything is closed", IO_LIMIT, || Ok(!Path::new("/sys/class/net/fstap7").exists()))
+}
+
+fn connect(vmm: &Guest) -> Result<UnixStream> {
+    UnixStream::connect(vmm.api_socket()).context("Cannot connect to the API")
+}
+
+fn add_with(stream: &mut UnixStream, body: &Value, files: &[File]) -> Result<Response> {
+    http::request_with(stream, "vm.add-net", &body.to_string(), files)
+}
+
+/// As libvirt does it, on one connection.
+fn given_queues_are_there_from_the_first_boot_to_their_removal() -> Result<()> {
+    let (Some(first), Some(second)) = (Net::new(8)?, Net::new(9)?) else { return skip(NO_TUN) };
+    let vmm = api::empty_vmm()?;
+    vmm.api("PUT", "vm.create", Some(api::config(&vmm)))?;
+    let mut connection = connect(&vmm)?;
+    for (id, net, mac) in [("net_0", &first, "02:f5:00:00:08:01"), ("net_1", &second, "02:f5:00:00:08:02")] {
+        let body = json!({"id": id, "ip": net.host, "mask": "255.255.255.0", "mac": mac, "num_queues": 2});
+        let answer = add_with(&mut connection, &body, &net.open(1)?)?;
+        ensure!((answer.status, &*answer.body) == (204, ""), "{answer:?}");
+    }
+    vmm.api("PUT", "vm.boot", None)?;
+    vmm.wait_for_shell(BOOT_LIMIT)?;
+    let info = vmm.api("GET", "vm.info", None)?;
+    ensure!(info["config"]["net"][1]["fds"] == json!([-1]), "{info}");
+    ensure!(info["device_tree"]["net_1"]["parent"] == "_virtio-pci-net_1", "{info}");
+    first.bring_up(&vmm)?;
+    ping_host(&vmm, &first)?;
+    for round in 0..3 {
+        if round == 1 {
+            vmm.api("PUT", "vm.shutdown", None)?;
+            ensure!(first.is_there(), "Its queues are closed");
+            vmm.api("PUT", "vm.boot", None)?;
+        } else {
+            vmm.api("PUT", "vm.reboot", None)?;
+        }
+        vmm.wait_for_shell(BOOT_LIMIT)?;
+        first.bring_up(&vmm)?;
+        ping_host(&vmm, &first)?;
+        from_guest(&vmm, &first, TRANSFER_BYTES / 16)?;
+    }
+    // One goes while the guest has it, the other without a guest.
+    let remove = |id: &str| vmm.api("PUT", "vm.remove-device", Some(json!({ "id": id })));
+    remove("net_1")?;
+    vmm.wait_until("its queues are closed", IO_LIMIT, || Ok(!second.is_there()))?;
+    ping_host(&vmm, &first)?;
+    vmm.no_kernel_complaints()?;
+    vmm.api("PUT", "vm.shutdown", None)?;
+    remove("net_0")?;
+    vmm.wait_until("its queues are closed", IO_LIMIT, || Ok(!first.is_there()))
+}
+
+fn builder() -> GuestBuilder {
+    Guest::builder().memory("size=384M").pressure("off")
+}
+
+/// A NIC by name, or by a queue that is given.
+fn add_net(guest: &Guest, net: &Net, id: &str, by_fd: bool) -> Result<Value> {
+    // Nobody has the one before any more.
+    guest.wait_until("the interface is free", IO_LIMIT, || Ok(!net.is_there()))?;
+    if by_fd {
+        let body = json!({"id": id, "mac": "02:f5:00:00:00:01"});
+        let answer = add_with(&mut connect(guest)?, &body, &net.open(1)?)?;
+        ensure!(answer.status == 200, "{answer:?}");
+        return Ok(serde_json::from_str(&answer.body)?);
+    }
+    let body = json!({"id": id, "tap": net.tap, "ip": net.host, "mask": "255.255.255.0"});
+    guest.api("PUT", "vm.add-net", Some(body))
+}
+
+fn comes_and_goes(kernel: Kernel, nth: u8) -> Result<()> {
+    let Some(net) = Net::new(nth)? else { return skip(NO_TUN) };
+    let guest = builder().kernel(kernel).boot()?;
+    for by_fd in [true, false, true] {
+        let added = add_net(&guest, &net, "lan", by_fd)?;
+        ensure!(added["id"] == "lan", "{added}");
+        net.bring_up(&guest)?;
+        ping_host(&guest, &net)?;
+        from_guest(&guest, &net, TRANSFER_BYTES / 16)?;
+        to_guest(&guest, &net, TRANSFER_BYTES / 16)?;
+        let counters = guest.api("GET", "vm.counters", None)?;
+        for name in ["rx_bytes", "tx_bytes"] {
+            ensure!(counters["lan"][name].as_u64() > Some(TRANSFER_BYTES as u64 / 16), "{name}: {counters}");
+        }
+        ensure!(counters["lan"]["rx_frames"].as_u64() > Some(0), "{counters}");
+        let frames = [("net", "lan"), ("direction", "to-guest")];
+        ensure!(guest.metrics()?.value("foreshore_net_frames_total", &frames)? > 0.0, "No frames");
+        guest.api("PUT", "vm.remove-device", Some(json!({"id": "lan"})))?;
+        guest.wait_until_run("the guest has let go", IO_LIMIT, "! test -e /sys/class/net/eth0")?;
+        guest.wait_until("the tap has gone", IO_LIMIT, || Ok(!net.is_there()))?;
+        ensure!(guest.metrics()?.value("foreshore_net_frames_total", &frames).is_err(), "It is counted");
+        ensure!(guest.api("GET", "vm.counters", None)? == json!({}), "It still counts");
+    }
+    guest.no_kernel_complaints()
+}
+
+fn an_interface_comes_carries_traffic_and_goes() -> Result<()> {
+    comes_and_goes(Kernel::V6_12, 10)
+}
+
+fn an_interface_comes_carries_traffic_and_goes_on_6_1() -> Result<()> {
+    comes_and_goes(Kernel::V6_1, 11)
+}
+
+fn a_hundred(kernel: Kernel, nth: u8) -> Result<()> {
+    let Some(net) = Net::new(nth)? else { return skip(NO_TUN) };
+    let guest = builder().kernel(kernel).boot()?;
+    let mut by_fd = false;
+    hotplug::a_hundred_leave_nothing_behind(&guest, "net", |id| {
+        by_fd = !by_fd;
+        let added = add_net(&guest, &net, id, by_fd)?;
+        net.bring_up(&guest)?;
+        guest.run_within(IO_LIMIT, &format!("ping -c 2 -W 20 {}", net.host))?;
+        from_guest(&guest, &net, TRANSFER_BYTES / 256)?;
+        Ok(added)
+    })
+}
+
+fn a_hundred_interfaces_leave_nothing_behind() -> Result<()> {
+    a_hundred(Kernel::V6_12, 12)
+}
+
+fn a_hundred_interfaces_leave_nothing_behind_on_6_1() -> Result<()> {
+    a_hundred(Kernel::V6_1, 13)
 }

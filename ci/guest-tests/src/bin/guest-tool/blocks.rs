@@ -3,6 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -122,22 +123,36 @@ fn verify(range: &Range, seed: u64, rounds: &[u64]) -> Result<()> {
     Ok(())
 }
 
-/// Times COUNT direct transfers, one at a time, at shuffled places of the device's first 16 MiB.
-pub fn time(device: &str, what: &str, count: u64) -> Result<()> {
+/// Times COUNT direct transfers, DEPTH of them at a time, at shuffled places of the device's first 16 MiB.
+pub fn time(device: &str, what: &str, count: u64, depth: u64) -> Result<()> {
+    ensure!((1..=256).contains(&depth), "a depth of {depth}");
     let range = Range::open(device, Mode::Direct, 0, 4096)?;
+    let places: Vec<u64> = range.shuffled(1237).cycle_to(count);
+    let each = places.len().div_ceil(usize::try_from(depth)?).max(1);
+    let started = Instant::now();
+    thread::scope(|scope| {
+        // One at a time waits for itself: no thread is between.
+        let (first, others) = places.split_at(each.min(places.len()));
+        let threads: Vec<_> =
+            others.chunks(each).map(|places| scope.spawn(|| transfer(&range, what, places))).collect();
+        transfer(&range, what, first)?;
+        threads.into_iter().try_for_each(|thread| thread.join().expect("a transfer does not panic"))
+    })?;
+    println!("{}", started.elapsed().as_micros());
+    Ok(())
+}
+
+fn transfer(range: &Range, what: &str, places: &[u64]) -> Result<()> {
     let mut block = Aligned::zeroed(BLOCK_BYTES);
     fill(&mut block, 0, 0, 0);
-    let places: Vec<u64> = range.shuffled(1237).cycle_to(count);
-    let started = Instant::now();
     for index in places {
         match what {
-            "write" => range.device.write_all_at(&block, range.offset(index)),
-            "read" => range.device.read_exact_at(&mut block, range.offset(index)),
+            "write" => range.device.write_all_at(&block, range.offset(*index)),
+            "read" => range.device.read_exact_at(&mut block, range.offset(*index)),
             other => bail!("neither read nor write: {other:?}"),
         }
         .with_context(|| format!("Cannot {what} block {index}"))?;
     }
-    println!("{}", started.elapsed().as_micros());
     Ok(())
 }
 

@@ -9,6 +9,7 @@ mod hostile;
 mod load;
 mod mapped;
 mod memory;
+mod net;
 mod oom;
 mod sectors;
 mod stamped;
@@ -50,7 +51,9 @@ usage:
                                                  write and flush 4 KiB sectors that say what they are until killed:
                                                  threads with COUNT of them each, LONGEST between two flushes; a line
                                                  per flush
-  guest-tool time-blocks DEVICE read|write COUNT time direct 4 KiB transfers, one at a time: microseconds
+  guest-tool time-blocks DEVICE read|write COUNT [DEPTH]
+                                                 time direct 4 KiB transfers, so many (1) at a time: microseconds
+  guest-tool net-serve PORT                      the other end of what is timed on a network
   guest-tool write-sectors DEVICE PROGRAM        run a seeded program: writes:SEED:OPERATIONS:THREADS[:FIRST-END];
                                                  direct:... does not use the page cache, discards:... discards as well
   guest-tool check-sectors DEVICE [HISTORY...]
@@ -113,7 +116,11 @@ fn run(arguments: &[&str]) -> Result<()> {
             let area = Area { first: number(first)?, per_thread: number(count)?, threads: number(threads)? };
             stamped::write(&stamped::Target::new(device, area, number(longest)?)?, number(seed)?)
         }
-        ["time-blocks", device, what, count] => blocks::time(device, what, number(count)?),
+        ["time-blocks", device, what, count] => blocks::time(device, what, number(count)?, 1),
+        ["time-blocks", device, what, count, depth] => {
+            blocks::time(device, what, number(count)?, number(depth)?)
+        }
+        ["net-serve", port] => net::serve(u16::try_from(number(port)?)?),
         ["write-sectors", device, program] => sectors::write(device, program),
         ["check-sectors", device, history @ ..] => sectors::check(device, history),
         ["map-store", file, offset, bytes, seed] => {

@@ -1,0 +1,54 @@
+//! One client against a VMM: `client-tests CLIENT API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK DISK PMEM`.
+//!
+//! Where the client needs the guest to be up, it says `until up`, and goes on when it is told so by a line.
+
+use std::io::{BufRead, stdin};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, bail, ensure};
+use client_tests::vm::Vm;
+use client_tests::{every_call, replay};
+
+fn until_up() -> Result<()> {
+    println!("until up");
+    let read = stdin().lock().read_line(&mut String::new())?;
+    ensure!(read > 0, "Nobody says that the guest is up");
+    Ok(())
+}
+
+fn run() -> Result<()> {
+    let mut args = std::env::args().skip(1);
+    let client = args.next().context("Which client?")?;
+    let paths: Vec<PathBuf> = args.map(PathBuf::from).collect();
+    let [api_socket, kernel, initramfs, console, vsock, first, second, pmem] = &paths[..] else {
+        bail!("API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK DISK PMEM are wanted, and not {paths:?}");
+    };
+    let vm = Vm {
+        api_socket: api_socket.clone(),
+        kernel: kernel.clone(),
+        initramfs: initramfs.clone(),
+        console: console.clone(),
+        vsock: vsock.clone(),
+        disks: [first.clone(), second.clone()],
+        pmem: pmem.clone(),
+    };
+    if client == "every-call" {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let calls = runtime.block_on(every_call::run(&vm, &until_up))?;
+        println!("{} calls", calls.len());
+        return Ok(());
+    }
+    let (_, replay) = replay::ALL.iter().find(|(name, _)| *name == client).context("No such client")?;
+    replay(&vm, &until_up)
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("client-tests: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! curl with `--unix-socket`, several URLs in one run: it keeps the connection.
+
+use anyhow::{Result, ensure};
+use serde_json::json;
+
+use crate::vm::{UntilUp, Vm};
+use crate::wire::{Connection, Style};
+
+const STYLE: Style = Style {
+    base: "",
+    headers: "Host: localhost\r\nUser-Agent: curl/7.88.1\r\nAccept: */*\r\n",
+    // What it says of a body that is given by `-d`, unless it is told otherwise.
+    with_body: "Content-Type: application/x-www-form-urlencoded\r\n",
+    says_empty: false,
+};
+
+pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
+    let mut curl = Connection::open(&vm.api_socket)?;
+    for _ in 0..2 {
+        curl.expect(200, &STYLE.get("vmm.ping"))?;
+    }
+    curl.expect(404, &STYLE.get("vm.info"))?;
+    let config = json!({
+        "payload": {"kernel": vm.kernel, "initramfs": vm.initramfs, "cmdline": Vm::CMDLINE},
+        "serial": {"mode": "File", "file": vm.console}, "console": {"mode": "Off"},
+        "vsock": {"cid": 3, "socket": vm.vsock},
+    });
+    curl.expect(204, &STYLE.put("vm.create", &config.to_string()))?;
+    curl.expect(204, &STYLE.put("vm.boot", ""))?;
+    until_up()?;
+    // The connection was kept while the guest came up.
+    let info = curl.expect(200, &STYLE.get("vm.info"))?.json()?;
+    ensure!(info["state"] == "Running", "{info}");
+    curl.expect(405, &STYLE.put("vm.boot", ""))?;
+    curl.expect(204, &STYLE.put("vm.delete", ""))?;
+    Ok(())
+}

@@ -1,0 +1,92 @@
+//! Kata Containers' runtime-rs (hypervisor/src/ch): Cloud Hypervisor's own api_client, one connection for all, a request in several
+//! pieces, and JSON with every `null` written out.
+
+use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
+
+use crate::vm::{UntilUp, Vm};
+use crate::wire::{Answer, Connection};
+
+/// api_client writes head, length, end and body apart.
+fn call(stream: &mut Connection, method: &str, call: &str, body: Option<&Value>) -> Result<Answer> {
+    stream.write(&format!("{method} /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n"))?;
+    let body = body.map(serde_json::to_string_pretty).transpose()?;
+    if let Some(body) = &body {
+        stream.write(&format!("Content-Length: {}\r\n", body.len()))?;
+    }
+    stream.write("\r\n")?;
+    if let Some(body) = &body {
+        stream.write(body)?;
+    }
+    let answer = stream.answer()?;
+    ensure!([200, 204].contains(&answer.status), "{call}: {answer:?}");
+    Ok(answer)
+}
+
+fn config(vm: &Vm) -> Value {
+    let disk = json!({"path": vm.disks[0], "readonly": true, "direct": false, "iommu": false, "num_queues": 1,
+                      "queue_size": 128, "vhost_user": false, "vhost_socket": null, "rate_limiter_config": null,
+                      "id": null, "disable_io_uring": false, "disable_aio": false, "rate_limit_group": null,
+                      "pci_segment": 0, "image_type": "Raw"});
+    json!({
+        "cpus": {"boot_vcpus": 1, "max_vcpus": 2,
+                 "topology": {"threads_per_core": 1, "cores_per_die": 2, "dies_per_package": 1, "packages": 1},
+                 "kvm_hyperv": false, "max_phys_bits": 46, "affinity": null, "features": {}},
+        "memory": {"size": 512u64 << 20, "mergeable": false, "hotplug_method": "Acpi",
+                   "hotplug_size": 1u64 << 30, "hotplugged_size": null, "shared": true, "hugepages": false,
+                   "hugepage_size": null, "prefault": false, "zones": null, "thp": true},
+        "payload": {"firmware": null, "kernel": vm.kernel, "cmdline": Vm::CMDLINE, "initramfs": vm.initramfs},
+        "rate_limit_groups": null, "disks": [disk], "net": null,
+        "rng": {"src": "/dev/urandom", "iommu": false},
+        "balloon": null, "fs": null, "pmem": null,
+        "serial": {"file": vm.console, "mode": "File", "iommu": false, "socket": null},
+        "console": {"file": null, "mode": "Off", "iommu": false, "socket": null},
+        "devices": null, "user_devices": null, "vdpa": null,
+        "vsock": {"cid": 3, "socket": vm.vsock, "iommu": false, "id": null, "pci_segment": 0},
+        "iommu": false, "sgx_epc": null, "numa": null, "watchdog": false, "pvpanic": false,
+        "pci_segments": null, "platform": null, "tpm": null,
+    })
+}
+
+/// What it reads of `vm.info`, all of which must be there.
+fn check(info: &Value) -> Result<()> {
+    for path in [
+        "/state",
+        "/config/cpus/boot_vcpus",
+        "/config/cpus/max_vcpus",
+        "/config/cpus/max_phys_bits",
+        "/config/memory/size",
+        "/config/payload/kernel",
+        "/config/serial/mode",
+        "/config/console/mode",
+        "/config/disks/0/path",
+        "/config/disks/0/num_queues",
+        "/config/disks/0/queue_size",
+        "/config/vsock/cid",
+    ] {
+        ensure!(info.pointer(path).is_some(), "vm.info lacks {path}: {info}");
+    }
+    Ok(())
+}
+
+pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
+    let mut stream = Connection::open(&vm.api_socket)?;
+    call(&mut stream, "GET", "vmm.ping", None)?;
+    call(&mut stream, "PUT", "vm.create", Some(&config(vm)))?;
+    call(&mut stream, "PUT", "vm.boot", None)?;
+    until_up()?;
+    let info = call(&mut stream, "GET", "vm.info", None)?.json()?;
+    ensure!(info["state"] == "Running", "{info}");
+    check(&info)?;
+    let disk = json!({"path": vm.disks[1], "readonly": false, "direct": false, "iommu": false, "num_queues": 1,
+                      "queue_size": 1024, "vhost_user": false, "vhost_socket": null, "rate_limiter_config": null,
+                      "id": null, "rate_limit_group": null, "pci_segment": 0});
+    let added = call(&mut stream, "PUT", "vm.add-disk", Some(&disk))?.json()?;
+    let id = added["id"].as_str().with_context(|| format!("{added} has no id"))?;
+    call(&mut stream, "PUT", "vm.remove-device", Some(&json!({ "id": id })))?;
+    let resize = json!({"desired_vcpus": null, "desired_ram": (512u64 + 128) << 20, "desired_balloon": null});
+    call(&mut stream, "PUT", "vm.resize", Some(&resize))?;
+    call(&mut stream, "PUT", "vm.shutdown", None)?;
+    call(&mut stream, "PUT", "vmm.shutdown", None)?;
+    Ok(())
+}

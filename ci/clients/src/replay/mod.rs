@@ -1,0 +1,28 @@
+//! Clients that are no crates: what they send, in their order and byte by byte but for the VM's own paths, and what they make of
+//! the answers.
+
+mod curl;
+mod flintlock;
+mod hypeman;
+mod kata_go;
+mod kata_runtime_rs;
+mod libvirt;
+mod virtink;
+
+use anyhow::Result;
+
+use crate::vm::{UntilUp, Vm};
+
+/// A client, which leaves no VM.
+pub type Replay = fn(&Vm, UntilUp) -> Result<()>;
+
+/// All of them by name.
+pub const ALL: &[(&str, Replay)] = &[
+    ("curl", curl::run),
+    ("flintlock", flintlock::run),
+    ("hypeman", hypeman::run),
+    ("kata-go", kata_go::run),
+    ("kata-runtime-rs", kata_runtime_rs::run),
+    ("libvirt", libvirt::run),
+    ("virtink", virtink::run),
+];

@@ -1,0 +1,145 @@
+//! HTTP as clients of Cloud Hypervisor write and read it themselves.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::vm::PATIENCE;
+
+/// A status and a body.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// The status code.
+    pub status: u16,
+    /// The body, empty if there is none.
+    pub body: String,
+}
+
+impl Answer {
+    /// The body, which must be JSON.
+    pub fn json(&self) -> Result<Value> {
+        serde_json::from_str(&self.body).with_context(|| format!("{self:?} is no JSON"))
+    }
+}
+
+/// One connection, which its client keeps.
+#[derive(Debug)]
+pub struct Connection(UnixStream);
+
+impl Connection {
+    /// Connects to a VMM.
+    pub fn open(path: &Path) -> Result<Self> {
+        let stream = UnixStream::connect(path).with_context(|| format!("Cannot connect to {path:?}"))?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        Ok(Self(stream))
+    }
+
+    /// Writes one piece of a request.
+    pub fn write(&mut self, bytes: &str) -> Result<()> {
+        Ok(self.0.write_all(bytes.as_bytes())?)
+    }
+
+    /// Reads an answer by the rules of Cloud Hypervisor's own client, which Kata Containers' runtime-rs shares: all that stands
+    /// between the version and the first `\r` is the status, and the length has its name in title case. Others take less
+    /// literally what they are sent.
+    pub fn answer(&mut self) -> Result<Answer> {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            let mut byte = [0];
+            self.0.read_exact(&mut byte).context("The connection ended before the answer's head did")?;
+            head.push(byte[0]);
+        }
+        let head = String::from_utf8(head)?;
+        let (status, len) =
+            parse(&head).with_context(|| format!("An answer that cannot be read: {head:?}"))?;
+        let mut body = vec![0; len];
+        self.0.read_exact(&mut body).context("The connection ended before the answer's body did")?;
+        Ok(Answer { status, body: String::from_utf8(body)? })
+    }
+
+    /// A request in one piece, and its answer.
+    pub fn call(&mut self, request: &str) -> Result<Answer> {
+        self.write(request)?;
+        self.answer()
+    }
+
+    /// The same, with the only status that its client takes for consent.
+    pub fn expect(&mut self, status: u16, request: &str) -> Result<Answer> {
+        let answer = self.call(request)?;
+        ensure!(answer.status == status, "{request:?} is answered by {answer:?}, not by {status}");
+        Ok(answer)
+    }
+}
+
+fn parse(head: &str) -> Option<(u16, usize)> {
+    let (status, headers) = head.strip_prefix("HTTP/1.1 ")?.split_once("\r\n")?;
+    let len = match headers.split_once("Content-Length: ") {
+        Some((_, rest)) => rest.split("\r\n").next()?.trim().parse().ok()?,
+        None => 0,
+    };
+    Some((status.trim().parse().ok()?, len))
+}
+
+/// How a client writes its requests.
+#[derive(Clone, Copy, Debug)]
+pub struct Style {
+    /// What is before the path.
+    pub base: &'static str,
+    /// The headers that it always sends, each with its end.
+    pub headers: &'static str,
+    /// What it sends beside with a body.
+    pub with_body: &'static str,
+    /// Whether it says `Content-Length: 0` where a PUT has no body.
+    pub says_empty: bool,
+}
+
+impl Style {
+    /// A request in one piece.
+    pub fn request(&self, method: &str, call: &str, body: &str) -> String {
+        let mut request = format!("{method} {}/api/v1/{call} HTTP/1.1\r\n{}", self.base, self.headers);
+        if !body.is_empty() {
+            request += &format!("{}Content-Length: {}\r\n", self.with_body, body.len());
+        } else if self.says_empty && method == "PUT" {
+            request += "Content-Length: 0\r\n";
+        }
+        request + "\r\n" + body
+    }
+
+    /// A call that changes something.
+    pub fn put(&self, call: &str, body: &str) -> String {
+        self.request("PUT", call, body)
+    }
+
+    /// A call that reads.
+    pub fn get(&self, call: &str) -> String {
+        self.request("GET", call, "")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn heads_are_read_as_literally_as_cloud_hypervisors_client_does() {
+        assert_eq!(parse("HTTP/1.1 204 \r\nDate: x\r\n\r\n"), Some((204, 0)));
+        assert_eq!(parse("HTTP/1.1 200 \r\nContent-Length: 7\r\n\r\n"), Some((200, 7)));
+        assert_eq!(parse("HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n"), None);
+        assert_eq!(parse("HTTP/1.1 200 \r\ncontent-length: 7\r\n\r\n"), Some((200, 0)));
+    }
+
+    #[test]
+    fn requests_are_written_in_a_style() {
+        let style = Style { base: "", headers: "Host: a\r\n", with_body: "Type: b\r\n", says_empty: true };
+        assert_eq!(style.get("vm.info"), "GET /api/v1/vm.info HTTP/1.1\r\nHost: a\r\n\r\n");
+        assert_eq!(
+            style.put("vm.boot", ""),
+            "PUT /api/v1/vm.boot HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
+        );
+        let expected = "PUT /api/v1/x HTTP/1.1\r\nHost: a\r\nType: b\r\nContent-Length: 2\r\n\r\n{}";
+        assert_eq!(style.put("x", "{}"), expected);
+    }
+}

@@ -1,0 +1,177 @@
+//! Every client against the server, with an owner that has no machine but answers as if it had.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::thread;
+
+use client_tests::vm::Vm;
+use client_tests::{every_call, replay};
+use foreshore::api::{Limits, Server, Socket, router};
+use foreshore::config::{ApiSocket, VmConfig};
+use foreshore::events::Events;
+use foreshore::vm::request::{
+    PciDeviceInfo, Reply, Requests, ResizeRequest, VmError, VmHandle, VmInfo, VmRequest, VmState,
+};
+use serde_json::json;
+
+/// A VM of which there is only what is said of it.
+struct Said {
+    config: Box<VmConfig>,
+    state: VmState,
+    memory_bytes: u64,
+    devices: usize,
+}
+
+#[derive(Default)]
+struct Owner(Option<Said>);
+
+impl Owner {
+    fn said(&mut self) -> Result<&mut Said, VmError> {
+        self.0.as_mut().ok_or(VmError::NotCreated)
+    }
+
+    /// Goes from a state to another.
+    fn go(&mut self, verb: &'static str, from: &[VmState], to: VmState) -> Result<(), VmError> {
+        let said = self.said()?;
+        if !from.contains(&said.state) {
+            return Err(VmError::WrongState { verb, state: said.state, needs: "another" });
+        }
+        said.state = to;
+        Ok(())
+    }
+
+    fn info(&mut self) -> Result<VmInfo, VmError> {
+        let said = self.said()?;
+        let state = format!("{:?}", said.state);
+        let info = json!({"config": said.config, "state": state, "memory_actual_size": said.memory_bytes});
+        Ok(serde_json::from_value(info).expect("vm.info's fields"))
+    }
+
+    fn create(&mut self, config: Box<VmConfig>) -> Result<(), VmError> {
+        if self.0.is_some() {
+            return Err(VmError::AlreadyCreated);
+        }
+        let memory_bytes = config.memory.size;
+        self.0 = Some(Said { config, state: VmState::Created, memory_bytes, devices: 0 });
+        Ok(())
+    }
+
+    fn add(&mut self) -> Result<Option<PciDeviceInfo>, VmError> {
+        let said = self.said()?;
+        said.devices += 1;
+        // The first one that the strict client adds to a VM that runs has a name.
+        let id = if said.devices == 2 { "disk1".to_owned() } else { format!("_device{}", said.devices) };
+        let bdf = format!("0000:00:{:02x}.0", said.devices);
+        Ok((said.state != VmState::Created).then_some(PciDeviceInfo { id, bdf }))
+    }
+
+    fn resize(&mut self, resize: &ResizeRequest) -> Result<(), VmError> {
+        let said = self.said()?;
+        said.memory_bytes = resize.desired_ram.unwrap_or(said.memory_bytes);
+        if said.config.memory.resizes_by_acpi() {
+            said.config.memory.size = said.memory_bytes;
+        }
+        Ok(())
+    }
+
+    /// False at the end.
+    fn serve(&mut self, request: VmRequest) -> bool {
+        use VmState::{Created, Paused, Running};
+        fn answer<T>(reply: Reply<T>, result: Result<T, VmError>) {
+            let _ = reply.send(result);
+        }
+        match request {
+            VmRequest::Create(config, reply) => answer(reply, self.create(config)),
+            VmRequest::Delete(reply) => {
+                self.0 = None;
+                answer(reply, Ok(()));
+            }
+            VmRequest::Info(reply) => answer(reply, self.info()),
+            VmRequest::Boot(reply) => answer(reply, self.go("vm.boot", &[Created], Running)),
+            VmRequest::Pause(reply) => answer(reply, self.go("vm.pause", &[Running], Paused)),
+            VmRequest::Resume(reply) => answer(reply, self.go("vm.resume", &[Paused], Running)),
+            VmRequest::Shutdown(reply) => answer(reply, self.go("vm.shutdown", &[Running, Paused], Created)),
+            VmRequest::Reboot(reply) => answer(reply, self.go("vm.reboot", &[Running, Paused], Running)),
+            VmRequest::PowerButton(reply) | VmRequest::Nmi(reply) => {
+                answer(reply, self.go("a change", &[Running], Running));
+            }
+            VmRequest::Resize(resize, reply) => answer(reply, self.resize(&resize)),
+            VmRequest::ResizeZone(resize, reply) => {
+                let resize = ResizeRequest { desired_ram: Some(resize.desired_ram), ..Default::default() };
+                answer(reply, self.resize(&resize));
+            }
+            VmRequest::ResizeDisk(_, reply) => answer(reply, Ok(())),
+            VmRequest::AddDevice(_, reply) => answer(reply, self.add()),
+            VmRequest::RemoveDevice(_, reply) => answer(reply, Ok(())),
+            VmRequest::Counters(reply) => {
+                let disk = [("read_bytes", 1), ("write_bytes", 0)].into();
+                answer(reply, Ok([("disk0".to_owned(), disk)].into()));
+            }
+            VmRequest::ShutdownVmm(reply) => {
+                answer(reply, Ok(()));
+                return false;
+            }
+            // No client asks for what is our own.
+            other => panic!("{other:?}"),
+        }
+        true
+    }
+}
+
+async fn own(mut requests: Requests) {
+    let mut owner = Owner::default();
+    while let Some(request) = requests.recv().await {
+        if !owner.serve(request) {
+            break;
+        }
+    }
+}
+
+/// Runs a client, which may block, beside a VMM.
+fn against<T: Send + 'static>(client: impl FnOnce(&Vm) -> T + Send + 'static) -> T {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| -> PathBuf { dir.path().join(name) };
+    let vm = Vm {
+        api_socket: path("api"),
+        kernel: path("vmlinuz"),
+        initramfs: path("initrd"),
+        console: path("console"),
+        vsock: path("vsock"),
+        disks: [path("disk0"), path("disk1")],
+        pmem: path("pmem"),
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let (handle, requests) = VmHandle::channel();
+        let owner = tokio::spawn(own(requests));
+        let socket = Socket::for_api(&ApiSocket::Path(vm.api_socket.clone())).unwrap();
+        let server = Server::start(socket, router(handle, Events::start()), Limits::API).unwrap();
+        let client = thread::spawn(move || client(&vm));
+        while !client.is_finished() {
+            tokio::time::sleep(client_tests::vm::LOOK).await;
+        }
+        server.stop().await;
+        owner.abort();
+        client.join().expect("the client")
+    })
+}
+
+#[test]
+fn every_call_of_the_description_is_made_and_read() {
+    let made = against(|vm| {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(every_call::run(vm, &|| Ok(()))).unwrap()
+    });
+    let names = include_str!("../../../vmm/tests/compatibility/cloud-hypervisor-0.3.0.names");
+    let all = names.lines().filter_map(|line| line.strip_prefix("call ")?.split(' ').nth(1));
+    let missing: Vec<_> = all.filter(|call| !made.contains(call)).collect();
+    assert_eq!(missing, [] as [&str; 0]);
+    assert!(made.iter().collect::<BTreeSet<_>>().len() >= 30);
+}
+
+#[test]
+fn every_replay_is_understood() {
+    for (name, replay) in replay::ALL {
+        against(|vm| replay(vm, &|| Ok(()))).unwrap_or_else(|error| panic!("{name}: {error:#}"));
+    }
+}

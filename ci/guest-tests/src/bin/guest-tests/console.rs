@@ -1,0 +1,191 @@
+//! Consoles that somebody comes to: pseudo terminals and sockets, with a shell of the guest on them.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use guest_tests::{Guest, GuestBuilder, Kernel};
+
+guest_tests::tests![
+    a_shell_on_a_serial_pty_outlives_its_visitors_and_a_reboot,
+    a_shell_on_a_consoles_pty_is_there_on_both_kernels,
+    a_shell_on_a_serial_socket_takes_the_newest_client,
+    a_console_that_nobody_reads_stops_no_guest,
+    both_consoles_may_be_the_terminal,
+];
+
+/// Until a shell has answered, or a guest has booted.
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+
+/// Whoever is at a console.
+struct Visitor<F> {
+    line: F,
+    heard: String,
+}
+
+impl<F: Read + Write + AsFd> Visitor<F> {
+    fn new(line: F) -> Self {
+        Self { line, heard: String::new() }
+    }
+
+    fn say(&mut self, text: &str) -> Result<()> {
+        self.line.write_all(text.as_bytes()).context("Cannot type")
+    }
+
+    /// Reads until `what` was heard, and forgets all before its end.
+    fn hear(&mut self, what: &str) -> Result<String> {
+        let since = Instant::now();
+        loop {
+            if let Some(at) = self.heard.find(what) {
+                let rest = self.heard.split_off(at + what.len());
+                return Ok(std::mem::replace(&mut self.heard, rest));
+            }
+            ensure!(since.elapsed() < ANSWER_LIMIT, "Waited in vain for {what:?} after:\n{}", self.heard);
+            let mut poll =
+                libc::pollfd { fd: self.line.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: one valid entry that lives over the call.
+            if unsafe { libc::poll(&raw mut poll, 1, 1000) } <= 0 {
+                continue;
+            }
+            let mut data = [0; 4096];
+            match self.line.read(&mut data)? {
+                0 => bail!("The line ended before {what:?}, after:\n{}", self.heard),
+                len => self.heard += &String::from_utf8_lossy(&data[..len]),
+            }
+        }
+    }
+
+    /// Has the guest's shell compute something: an echo of what was typed is no answer.
+    fn ask_the_shell(&mut self, a: u32, b: u32) -> Result<()> {
+        // A shell that is not there yet does not see what is typed, but finds it.
+        self.say(&format!("echo sum-$(({a} + {b}))-\n"))?;
+        self.hear(&format!("sum-{}-", a + b)).map(drop)
+    }
+}
+
+fn with_shell(console: &str) -> GuestBuilder {
+    let mut builder = Guest::builder();
+    if console == "hvc0" {
+        builder = builder.cmdline("console=hvc0");
+    }
+    builder.cmdline("foreshore.shell=on")
+}
+
+/// Where the API says that a console is.
+fn path_of(guest: &Guest, section: &str) -> Result<PathBuf> {
+    let info = guest.api("GET", "vm.info", None)?;
+    let path = info["config"][section]["file"].as_str().with_context(|| format!("No file in {info}"))?;
+    Ok(PathBuf::from(path))
+}
+
+fn sit_down(path: &Path) -> Result<Visitor<File>> {
+    let line = File::options().read(true).write(true).custom_flags(libc::O_NOCTTY).open(path);
+    Ok(Visitor::new(line.with_context(|| format!("Cannot open {}", path.display()))?))
+}
+
+fn a_shell_on_a_serial_pty_outlives_its_visitors_and_a_reboot() -> Result<()> {
+    let guest = with_shell("ttyS0").argument("--serial", "pty").boot()?;
+    let path = path_of(&guest, "serial")?;
+    ensure!(path.starts_with("/dev/pts"), "The terminal is {}", path.display());
+    let mut visitor = sit_down(&path)?;
+    // What was said before anybody came.
+    visitor.hear("foreshore-guest: ready")?;
+    visitor.ask_the_shell(40, 2)?;
+    drop(visitor);
+    guest.run("echo while-nobody-listened >/dev/ttyS0")?;
+    let mut visitor = sit_down(&path)?;
+    visitor.hear("while-nobody-listened")?;
+    visitor.ask_the_shell(100, 1)?;
+    guest.reboot_from_inside()?;
+    ensure!(path_of(&guest, "serial")? == path, "It is another terminal after the reboot");
+    visitor.hear("foreshore-guest: ready")?;
+    visitor.ask_the_shell(1000, 1)?;
+    guest.power_off()?;
+    ensure!(!path.exists(), "The terminal is still there");
+    Ok(())
+}
+
+fn a_shell_on_a_consoles_pty_is_there_on_both_kernels() -> Result<()> {
+    for kernel in [Kernel::V6_12, Kernel::V6_1] {
+        let guest = with_shell("hvc0").kernel(kernel).argument("--console", "pty").boot()?;
+        let mut visitor = sit_down(&path_of(&guest, "console")?)?;
+        visitor.ask_the_shell(40, 2)?;
+        visitor.say("seq 300; echo done-$((1 + 1))\n")?;
+        let all = visitor.hear("done-2")?;
+        let lines = all.lines().filter(|line| line.parse::<u32>().is_ok()).count();
+        ensure!(lines == 300, "{kernel}: {lines} lines of 300 came");
+        guest.no_kernel_complaints()?;
+    }
+    Ok(())
+}
+
+fn a_shell_on_a_serial_socket_takes_the_newest_client() -> Result<()> {
+    let builder = with_shell("ttyS0");
+    let socket = PathBuf::from(format!("/tmp/foreshore-console-{}", std::process::id()));
+    let guest = builder.argument("--serial", &format!("socket={}", socket.display())).boot()?;
+    let connect = || -> Result<_> { Ok(Visitor::new(UnixStream::connect(&socket)?)) };
+    let mut first = connect()?;
+    first.hear("foreshore-guest: ready")?;
+    first.ask_the_shell(40, 2)?;
+    let mut second = connect()?;
+    second.ask_the_shell(100, 1)?;
+    first.line.set_read_timeout(Some(ANSWER_LIMIT))?;
+    let mut rest = String::new();
+    first.line.read_to_string(&mut rest).context("The first client was not let go")?;
+    drop(second);
+    let mut third = connect()?;
+    third.ask_the_shell(7, 8)?;
+    guest.reboot_from_inside()?;
+    third.hear("foreshore-guest: ready")?;
+    third.ask_the_shell(1000, 1)?;
+    let info = guest.api("GET", "vm.info", None)?;
+    let config = &info["config"]["serial"];
+    ensure!(config["mode"] == "Socket" && config["socket"] == socket.display().to_string(), "{config}");
+    // Another VM does not take it.
+    let refusal =
+        Guest::builder().argument("--serial", &format!("socket={}", socket.display())).expect_refusal()?;
+    ensure!(refusal.message.contains("in use"), "{}", refusal.message);
+    third.ask_the_shell(2000, 1)?;
+    guest.power_off()?;
+    ensure!(!socket.exists(), "The socket is still there");
+    Ok(())
+}
+
+fn a_console_that_nobody_reads_stops_no_guest() -> Result<()> {
+    let guest = Guest::builder().argument("--serial", "pty").boot()?;
+    let path = path_of(&guest, "serial")?;
+    // More than the kernel keeps of a pseudo terminal. Every byte is an exit.
+    let flood = |name: &str| {
+        guest.run_within(
+            ANSWER_LIMIT,
+            &format!(
+                "yes 0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcde | head -n 1600 >/dev/ttyS0; \
+                 echo the-end-of-{name} >/dev/ttyS0"
+            ),
+        )
+    };
+    // Somebody who has it open and reads nothing, and then nobody.
+    let idle = sit_down(&path)?;
+    flood("one-who-does-not-read")?;
+    drop(idle);
+    flood("nobody")?;
+    let mut visitor = sit_down(&path)?;
+    visitor.hear("the-end-of-nobody")?;
+    guest.no_kernel_complaints()
+}
+
+fn both_consoles_may_be_the_terminal() -> Result<()> {
+    let guest = Guest::builder().argument("--serial", "tty").argument("--console", "tty").boot()?;
+    guest.run("echo from-the-port >/dev/ttyS0; echo from-the-console >/dev/hvc0")?;
+    guest.wait_until("both have been heard", ANSWER_LIMIT, || {
+        let log = guest.vmm_log()?;
+        Ok(log.contains("from-the-port") && log.contains("from-the-console"))
+    })?;
+    ensure!(guest.vmm_log()?.contains("both tty"), "No warning that they share a keyboard");
+    Ok(())
+}

@@ -1,0 +1,334 @@
+//! vCPUs: how they look, and how they come and go while the guest runs, on Debian's stock kernels.
+
+use std::fs;
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use guest_tests::guest::{GuestBuilder, Script};
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{BOOT_LIMIT, Guest, Kernel};
+use serde_json::json;
+
+guest_tests::tests![
+    vcpus_come_run_and_go: 400,
+    vcpus_come_run_and_go_on_6_1: 400,
+    vcpus_come_and_go_twenty_times: 1200 (extended),
+    vcpus_come_and_go_twenty_times_on_6_1: 1200 (extended),
+    a_guest_that_keeps_its_vcpus_has_them_until_a_reboot: 300,
+    a_pause_an_nmi_and_a_reboot_are_for_the_vcpus_that_there_are: 300,
+    a_guest_takes_no_vcpu_that_was_not_to_go: 240,
+    a_topology_is_seen_as_it_was_asked_for: 300,
+    a_topology_is_seen_as_it_was_asked_for_on_6_1: 300,
+    what_comes_has_its_place_in_the_topology: 240,
+    a_guest_sees_what_it_may_and_runs_where_it_may: 240,
+    a_paused_minute_locks_nothing_up: 400 (extended),
+];
+
+/// Until a guest has started a vCPU, or let it go: four of them share what the emulated host has.
+const LIMIT: Duration = Duration::from_secs(100);
+/// Where it is, the load ends.
+const STOP: &str = "/run/load-is-over";
+/// The registers (vmm/src/acpi/hotplug_cpus.rs).
+const SELECT: &str = "0xe9102020";
+const STATUS: &str = "0xe9102024";
+
+fn builder(cpus: u32) -> GuestBuilder {
+    Guest::builder().cpus(cpus).max_cpus(4).memory("size=384M").pressure("off")
+}
+
+/// The status of the answer.
+fn resize(guest: &Guest, vcpus: u32) -> Result<u16> {
+    Ok(guest.try_api("PUT", "vm.resize", Some(json!({ "desired_vcpus": vcpus })))?.status)
+}
+
+/// Present, leaving and parked ones.
+fn counts(guest: &Guest) -> Result<[f64; 3]> {
+    let metrics = guest.metrics()?;
+    let count = |state| metrics.value("foreshore_vcpus", &[("state", state)]);
+    Ok([count("present")?, count("leaving")?, count("parked")?])
+}
+
+/// Gives the guest more, and has it start them, as udev would: 0 to `to` - 1 run after that.
+fn grow(guest: &Guest, from: u32, to: u32) -> Result<()> {
+    ensure!(resize(guest, to)? == 204, "{to} vCPUs are refused");
+    for cpu in from..to {
+        let online = format!("/sys/devices/system/cpu/cpu{cpu}/online");
+        guest.wait_until_run("the guest has the vCPU", LIMIT, &format!("test -e {online}"))?;
+        guest.run_within(LIMIT, &format!("echo 1 >{online}"))?;
+    }
+    let online = guest.run("cat /sys/devices/system/cpu/online")?;
+    ensure!(online.trim() == format!("0-{}", to - 1), "Of {to} vCPUs there are {online}");
+    // Each runs what it is given.
+    for cpu in 0..to {
+        guest.run_within(LIMIT, &format!("taskset {:x} true", 1 << cpu))?;
+    }
+    Ok(())
+}
+
+/// Asks for fewer, and waits until the guest has let the last of them go.
+fn shrink(guest: &Guest, to: u32) -> Result<()> {
+    ensure!(resize(guest, to)? == 204, "{to} vCPUs are refused");
+    guest.wait_until("the guest lets them go", LIMIT, || {
+        let [present, leaving, _] = counts(guest)?;
+        Ok(present == f64::from(to) && leaving == 0.0)
+    })?;
+    let wanted = if to == 1 { "0".to_owned() } else { format!("0-{}", to - 1) };
+    guest.wait_until_run(
+        "the guest has no others",
+        LIMIT,
+        &format!("test $(cat /sys/devices/system/cpu/present) = {wanted}"),
+    )
+}
+
+/// Something for every vCPU to do.
+fn load(guest: &Guest) -> Result<Script> {
+    let loops = format!("for i in 1 2 3 4; do while ! test -e {STOP}; do :; done & done; wait");
+    guest.start_script(Duration::from_secs(1200), &loops)
+}
+
+fn boot_vcpus(guest: &Guest) -> Result<u64> {
+    let info = guest.api("GET", "vm.info", None)?;
+    Ok(info["config"]["cpus"]["boot_vcpus"].as_u64().unwrap_or_default())
+}
+
+fn come_and_go(kernel: Kernel, rounds: u32) -> Result<()> {
+    let events = this_tests_dir().join("events");
+    let monitor = format!("path={}", events.display());
+    let guest = builder(1).kernel(kernel).argument("--event-monitor", &monitor).boot()?;
+    ensure!(counts(&guest)? == [1.0, 0.0, 0.0], "The guest boots with one");
+    let load = load(&guest)?;
+    for round in 0..rounds {
+        grow(&guest, 1, 4)?;
+        ensure!(counts(&guest)? == [4.0, 0.0, 0.0] && boot_vcpus(&guest)? == 4, "Four in round {round}");
+        shrink(&guest, 1)?;
+        ensure!(counts(&guest)? == [1.0, 0.0, 3.0] && boot_vcpus(&guest)? == 1, "One in round {round}");
+    }
+    // By steps, and not all of them.
+    grow(&guest, 1, 3)?;
+    shrink(&guest, 2)?;
+    grow(&guest, 2, 4)?;
+    guest.run(&format!("touch {STOP}"))?;
+    let output = load.finish()?;
+    ensure!(output.code == 0, "The load has ended with {}", output.code);
+    let told = fs::read_to_string(&events)?;
+    let resized = told.matches("vcpus-resized").count();
+    ensure!(resized == 2 * rounds as usize + 3, "{resized} resizes are told:\n{told}");
+    guest.no_kernel_complaints()
+}
+
+fn vcpus_come_run_and_go() -> Result<()> {
+    come_and_go(Kernel::V6_12, 3)
+}
+
+fn vcpus_come_run_and_go_on_6_1() -> Result<()> {
+    come_and_go(Kernel::V6_1, 3)
+}
+
+fn vcpus_come_and_go_twenty_times() -> Result<()> {
+    come_and_go(Kernel::V6_12, 20)
+}
+
+fn vcpus_come_and_go_twenty_times_on_6_1() -> Result<()> {
+    come_and_go(Kernel::V6_1, 20)
+}
+
+/// Has the guest ignore what it is asked for (drivers/acpi/scan.c, acpi_device_hotplug).
+fn refuse_to_let_go(guest: &Guest) -> Result<()> {
+    guest.run("echo 0 >/sys/firmware/acpi/hotplug/processor/enabled").map(drop)
+}
+
+fn a_guest_that_keeps_its_vcpus_has_them_until_a_reboot() -> Result<()> {
+    let guest = builder(4).boot()?;
+    for (vcpus, what) in [(0, "none"), (5, "more than may be")] {
+        ensure!(resize(&guest, vcpus)? == 400, "{what} is not refused");
+    }
+    refuse_to_let_go(&guest)?;
+    ensure!(resize(&guest, 2)? == 204, "2 are refused");
+    let said = "dmesg | grep -q 'Eject disabled'";
+    guest.wait_until_run("the guest has refused", LIMIT, said)?;
+    ensure!(counts(&guest)? == [2.0, 2.0, 0.0], "They have not left");
+    for vcpus in [1, 3, 4] {
+        ensure!(resize(&guest, vcpus)? == 429, "{vcpus} are not refused while some are leaving");
+    }
+    ensure!(resize(&guest, 2)? == 204, "To say it twice does harm");
+    ensure!(guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-3", "They do not run any more");
+    ensure!(boot_vcpus(&guest)? == 2, "The configuration does not say so");
+    guest.api("PUT", "vm.reboot", None)?;
+    guest.wait_for_shell(BOOT_LIMIT)?;
+    ensure!(guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-1", "It did not boot with 2");
+    ensure!(counts(&guest)? == [2.0, 0.0, 0.0], "Some are leaving yet");
+    grow(&guest, 2, 3)?;
+    guest.no_kernel_complaints()
+}
+
+fn a_pause_an_nmi_and_a_reboot_are_for_the_vcpus_that_there_are() -> Result<()> {
+    let guest = builder(1).boot()?;
+    grow(&guest, 1, 4)?;
+    shrink(&guest, 3)?;
+    // One is parked, one runs, and one is there and has not been started.
+    guest.run("echo 0 >/sys/devices/system/cpu/cpu2/online")?;
+    for _ in 0..5 {
+        guest.api("PUT", "vm.pause", None)?;
+        guest.api("PUT", "vm.resume", None)?;
+    }
+    guest.run("taskset 2 true")?;
+    guest.run("echo 1 >/sys/devices/system/cpu/cpu2/online")?;
+    shrink(&guest, 2)?;
+    guest.no_kernel_complaints()?;
+    guest.api("PUT", "vm.nmi", None)?;
+    for cpu in 0..2 {
+        let said = format!("dmesg | grep -q 'NMI received for unknown reason .* on CPU {cpu}'");
+        guest.wait_until_run("the vCPU has got its NMI", LIMIT, &said)?;
+    }
+    // The parked ones come back without it.
+    grow(&guest, 2, 4)?;
+    guest.run("! dmesg | grep 'NMI received for unknown reason .* on CPU [23]'")?;
+    guest.reboot_from_inside()?;
+    ensure!(guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-3", "It did not boot with 4");
+    shrink(&guest, 1)?;
+    guest.no_kernel_complaints()
+}
+
+fn a_guest_takes_no_vcpu_that_was_not_to_go() -> Result<()> {
+    // With a table of page attributes Linux maps the registers, which ACPI has mapped, no second time.
+    let guest = builder(3).cmdline("nopat").boot()?;
+    let eject = |index: &str| format!("devmem {SELECT} 32 {index} && devmem {STATUS} 32 1");
+    // Itself among them: nobody has asked for any.
+    for index in ["0", "1", "2", "3", "4", "255", "256", "0xffffffff"] {
+        guest.run(&eject(index))?;
+    }
+    ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "One has gone that nobody asked for");
+    guest.run("for cpu in 1 2 4; do taskset $cpu true; done")?;
+    // One that was asked for, by that one itself, without having stopped it.
+    refuse_to_let_go(&guest)?;
+    ensure!(resize(&guest, 2)? == 204, "2 are refused");
+    let _last_words = guest.start_script(LIMIT, &format!("taskset 4 sh -c '{}'", eject("2")))?;
+    guest.wait_until("it is parked", LIMIT, || Ok(counts(&guest)? == [2.0, 0.0, 1.0]))?;
+    guest.still_running()?;
+    // It comes back as one that the guest has to start, whatever it was in the middle of.
+    ensure!(resize(&guest, 3)? == 204, "3 are refused");
+    ensure!(counts(&guest)? == [3.0, 0.0, 0.0], "There are not 3");
+    guest.api("PUT", "vm.reboot", None)?;
+    guest.wait_for_shell(BOOT_LIMIT)?;
+    ensure!(guest.run("cat /sys/devices/system/cpu/online")?.trim() == "0-2", "It did not boot with 3");
+    guest.no_kernel_complaints()
+}
+
+/// What the guest makes of a shape: threads in a core, cores in a package, and packages.
+fn shape(guest: &Guest) -> Result<[usize; 3]> {
+    let distinct = |file: &str| -> Result<Vec<String>> {
+        let text = guest.run(&format!("cat /sys/devices/system/cpu/cpu[0-9]*/topology/{file}"))?;
+        let mut lines: Vec<_> = text.lines().map(str::to_owned).collect();
+        lines.sort();
+        lines.dedup();
+        Ok(lines)
+    };
+    let threads = guest.run("cat /sys/devices/system/cpu/cpu0/topology/thread_siblings_list")?;
+    let packages = distinct("physical_package_id")?.len();
+    let cores = distinct("core_cpus_list")?.len();
+    Ok([numbers(&threads), cores / packages, packages])
+}
+
+/// How many a list of the kernel's has: `0-1,4`.
+fn numbers(list: &str) -> usize {
+    let count = |part: &str| {
+        let mut ends = part.split('-').map(|number| number.trim().parse::<usize>().unwrap_or_default());
+        let first = ends.next().unwrap_or_default();
+        ends.next().unwrap_or(first) - first + 1
+    };
+    list.trim().split(',').map(count).sum()
+}
+
+fn seen_as(kernel: Kernel) -> Result<()> {
+    for (topology, expected) in
+        [("1:4:1:1", [1, 4, 1]), ("2:2:1:1", [2, 2, 1]), ("2:1:1:2", [2, 1, 2]), ("1:1:1:4", [1, 1, 4])]
+    {
+        let guest = shaped(4, &format!("boot=4,max=4,topology={topology}")).kernel(kernel).boot()?;
+        let (seen, [threads, cores, packages]) = (shape(&guest)?, expected);
+        // Linux before its parser of 6.9 knows an AMD core's threads by TOPOEXT alone (arch/x86/kernel/cpu/amd.c, amd_get_topology),
+        // which the emulated host's processor has not: it takes them for cores.
+        let flat = kernel == Kernel::V6_1 && amd_without_topoext(&guest)?;
+        let to_be_seen = if flat { [1, threads * cores, packages] } else { expected };
+        ensure!(seen == to_be_seen, "{topology} is seen as {seen:?} and not {to_be_seen:?}");
+        let info = guest.api("GET", "vm.info", None)?;
+        let said = &info["config"]["cpus"]["topology"];
+        ensure!(said["threads_per_core"] == expected[0] && said["packages"] == expected[2], "{info}");
+        guest.no_kernel_complaints()?;
+    }
+    Ok(())
+}
+
+/// Whether the guest's processor is AMD's and does not say which threads share a core in leaf 0x8000_001e.
+fn amd_without_topoext(guest: &Guest) -> Result<bool> {
+    let info = guest.run("cat /proc/cpuinfo")?;
+    Ok(info.contains("AuthenticAMD") && !info.split_whitespace().any(|word| word == "topoext"))
+}
+
+/// A guest with these vCPUs.
+fn shaped(cpus: u32, flag: &str) -> GuestBuilder {
+    Guest::builder().cpus(cpus).without("--cpus").argument("--cpus", flag).memory("size=384M").pressure("off")
+}
+
+fn a_topology_is_seen_as_it_was_asked_for() -> Result<()> {
+    seen_as(Kernel::V6_12)
+}
+
+fn a_topology_is_seen_as_it_was_asked_for_on_6_1() -> Result<()> {
+    seen_as(Kernel::V6_1)
+}
+
+fn what_comes_has_its_place_in_the_topology() -> Result<()> {
+    let guest = shaped(1, "boot=1,max=4,topology=2:2:1:1").boot()?;
+    grow(&guest, 1, 4)?;
+    ensure!(shape(&guest)? == [2, 2, 1], "The guest sees {:?}", shape(&guest)?);
+    shrink(&guest, 1)?;
+    guest.no_kernel_complaints()
+}
+
+/// That CPUID's words reach the guest, and threads their CPUs.
+fn a_guest_sees_what_it_may_and_runs_where_it_may() -> Result<()> {
+    let flags = |guest: &Guest| guest.run("grep -m1 ^flags /proc/cpuinfo");
+    let has = |flags: &str, flag: &str| flags.split_whitespace().any(|word| word == flag);
+    let with = shaped(1, "boot=1,max_phys_bits=38").boot()?;
+    let seen = flags(&with)?;
+    ensure!(has(&seen, "svm") || has(&seen, "vmx"), "The guest cannot run guests: {seen}");
+    with.run("grep -q '^address sizes.*: 38 bits physical' /proc/cpuinfo")?;
+    let clock = with.run("cat /sys/devices/system/clocksource/clocksource0/available_clocksource")?;
+    ensure!(has(&clock, "kvm-clock"), "There is no kvm-clock among {clock}");
+    drop(with);
+    let without = shaped(1, "boot=1,nested=off,affinity=[0@[0]]").boot()?;
+    let seen = flags(&without)?;
+    ensure!(!has(&seen, "svm") && !has(&seen, "vmx"), "The guest can run guests: {seen}");
+    for task in fs::read_dir(format!("/proc/{}/task", without.pid()))? {
+        let status = fs::read_to_string(task?.path().join("status"))?;
+        if status.starts_with("Name:\tvcpu0\n") {
+            ensure!(status.contains("Cpus_allowed_list:\t0\n"), "vCPU 0 runs elsewhere: {status}");
+        }
+    }
+    without.no_kernel_complaints()?;
+    drop(without);
+    let refusal = shaped(1, "boot=1,affinity=[0@[1000]]").expect_refusal()?;
+    ensure!(refusal.message.contains("affinity="), "{}", refusal.message);
+    let refusal = shaped(1, "boot=1,features=amx").expect_refusal()?;
+    ensure!(refusal.message.contains("no AMX for guests"), "{}", refusal.message);
+    Ok(())
+}
+
+/// Longer than the guest's watchdog of vCPUs that hang lets any (2 x watchdog_thresh, which is 10 s).
+const PAUSE: Duration = Duration::from_secs(60);
+
+fn a_paused_minute_locks_nothing_up() -> Result<()> {
+    for clock in ["kvm-clock", "tsc"] {
+        let guest = builder(2).cmdline(&format!("clocksource={clock}")).boot()?;
+        let load = load(&guest)?;
+        guest.api("PUT", "vm.pause", None)?;
+        // What is tested is time that goes by.
+        thread::sleep(PAUSE);
+        guest.api("PUT", "vm.resume", None)?;
+        guest.run_within(LIMIT, &format!("touch {STOP}"))?;
+        ensure!(load.finish()?.code == 0, "{clock}: The load has not survived it");
+        guest.no_kernel_complaints()?;
+    }
+    Ok(())
+}

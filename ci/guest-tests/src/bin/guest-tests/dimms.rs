@@ -1,0 +1,169 @@
+//! DRAM that grows by ACPI: it comes, it stays, and a reboot has it as boot memory.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use guest_tests::{Guest, GuestBuilder, Kernel, Pool};
+use serde_json::{Value, json};
+
+use crate::zones::{MIB, mem_total_mib, zone};
+
+guest_tests::tests![
+    memory_comes_by_acpi_on_6_12: 240,
+    memory_comes_by_acpi_on_6_1: 240,
+    a_reboot_has_dimms_as_boot_memory: 180,
+    less_memory_is_there_after_the_next_boot: 180,
+    what_is_no_dimm_is_refused,
+    dimms_stay_where_pm_comes_and_goes: 240,
+    all_dimms_can_be_used_up: 300,
+];
+
+const ONLINE_LIMIT: Duration = Duration::from_secs(60);
+
+/// Without a method: ACPI is what Cloud Hypervisor takes then.
+fn growing() -> GuestBuilder {
+    Guest::builder().memory("size=384M,hotplug_size=2G")
+}
+
+fn try_resize(guest: &Guest, mib: u64) -> Result<u16> {
+    let response = guest.try_api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB })))?;
+    Ok(response.status)
+}
+
+fn resize_to(guest: &Guest, mib: u64) -> Result<()> {
+    guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB }))).map(drop)
+}
+
+fn info(guest: &Guest, path: &str) -> Result<u64> {
+    let info = guest.api("GET", "vm.info", None)?;
+    info.pointer(path).and_then(Value::as_u64).with_context(|| format!("vm.info has no {path}: {info}"))
+}
+
+/// What the guest has and what the API says of it.
+fn wait_until_online(guest: &Guest, total_mib: u64) -> Result<()> {
+    guest.wait_until(&format!("MemTotal is {total_mib} MiB"), ONLINE_LIMIT, || {
+        Ok(mem_total_mib(guest)? == total_mib)
+    })
+}
+
+fn grows(kernel: Kernel) -> Result<()> {
+    let guest = growing().kernel(kernel).boot()?;
+    let before = mem_total_mib(&guest)?;
+    resize_to(&guest, 512)?;
+    wait_until_online(&guest, before + 128)?;
+    resize_to(&guest, 1536)?;
+    wait_until_online(&guest, before + 1152)?;
+    ensure!(info(&guest, "/config/memory/size")? == 1536 * MIB, "The configuration does not follow");
+    ensure!(info(&guest, "/memory_actual_size")? == 1536 * MIB, "DIMMs are not counted");
+    let dram = zone(&guest, "dram")?;
+    ensure!(dram.plugged_bytes == 1152 * MIB && dram.state == "reached", "{} bytes", dram.plugged_bytes);
+    let metrics = guest.metrics()?;
+    ensure!(metrics.value("foreshore_memory_plugged_bytes", &[("zone", "dram")])? == 1152.0 * MIB as f64);
+    let added = metrics.value("foreshore_hotplug_total", &[("kind", "dimm"), ("result", "ok")])?;
+    ensure!(added == 2.0, "{added} DIMMs are counted");
+    // More than the guest booted with: it is real memory.
+    let mut hog = guest.start_script(ONLINE_LIMIT, "exec guest-tool hog 1100")?;
+    while hog.next_line().context("The hog ended")? != "held 1100" {}
+    let resident = zone(&guest, "dram")?.resident_bytes;
+    ensure!(resident >= 1100 * MIB, "{resident} bytes are resident with 1100 MiB in use");
+    drop(hog);
+    guest.no_kernel_complaints()
+}
+
+fn memory_comes_by_acpi_on_6_12() -> Result<()> {
+    grows(Kernel::V6_12)
+}
+
+fn memory_comes_by_acpi_on_6_1() -> Result<()> {
+    grows(Kernel::V6_1)
+}
+
+fn a_reboot_has_dimms_as_boot_memory() -> Result<()> {
+    let guest = growing().boot()?;
+    let before = mem_total_mib(&guest)?;
+    resize_to(&guest, 768)?;
+    wait_until_online(&guest, before + 384)?;
+    guest.reboot_from_inside()?;
+    let dram = zone(&guest, "dram")?;
+    ensure!(dram.plugged_bytes == 0, "{} bytes are plugged after the reboot", dram.plugged_bytes);
+    ensure!(info(&guest, "/memory_actual_size")? == 768 * MIB, "not what was asked for");
+    // Boot memory: the kernel keeps some of it for itself before it counts.
+    let booted = mem_total_mib(&guest)?;
+    ensure!(booted > before + 350, "MemTotal was {before} MiB, and is {booted} after the reboot");
+    // And there is room for more.
+    resize_to(&guest, 896)?;
+    wait_until_online(&guest, booted + 128)?;
+    guest.no_kernel_complaints()
+}
+
+fn less_memory_is_there_after_the_next_boot() -> Result<()> {
+    let guest = growing().boot()?;
+    let before = mem_total_mib(&guest)?;
+    resize_to(&guest, 512)?;
+    wait_until_online(&guest, before + 128)?;
+    resize_to(&guest, 256)?;
+    ensure!(info(&guest, "/config/memory/size")? == 256 * MIB, "The configuration does not follow");
+    ensure!(info(&guest, "/memory_actual_size")? == 512 * MIB, "Memory that nobody took is not counted");
+    ensure!(guest.vmm_log()?.contains("the next boot has less"), "Nobody is told that nothing happens");
+    // Up to what is there nothing has to come.
+    resize_to(&guest, 512)?;
+    ensure!(zone(&guest, "dram")?.plugged_bytes == 128 * MIB, "A DIMM came for memory that was there");
+    resize_to(&guest, 256)?;
+    ensure!(mem_total_mib(&guest)? == before + 128, "Memory has gone");
+    guest.reboot_from_inside()?;
+    let after = mem_total_mib(&guest)?;
+    ensure!(after < before - 100, "MemTotal was {before} MiB, and is {after} after the reboot");
+    guest.no_kernel_complaints()
+}
+
+fn what_is_no_dimm_is_refused() -> Result<()> {
+    let refusal =
+        Guest::builder().memory("size=384M,hotplug_size=1G,hotplugged_size=128M").expect_refusal()?;
+    ensure!(refusal.message.contains("hotplugged_size is 128 MiB"), "{}", refusal.message);
+    let guest = growing().boot()?;
+    for mib in [385, 484, 384 + 2048 + 128] {
+        let status = try_resize(&guest, mib)?;
+        ensure!(status == 400, "{mib} MiB: status {status}");
+    }
+    let by_zone = json!({ "id": "dram", "desired_ram": 512 * MIB });
+    ensure!(guest.try_api("PUT", "vm.resize-zone", Some(by_zone))?.status == 400);
+    ensure!(info(&guest, "/config/memory/size")? == 384 * MIB, "A refused resize has changed something");
+    ensure!(zone(&guest, "dram")?.plugged_bytes == 0, "A refused resize has added something");
+    guest.no_kernel_complaints()
+}
+
+fn dimms_stay_where_pm_comes_and_goes() -> Result<()> {
+    let pool = Pool::create("512M")?;
+    let guest = growing().pm_memory(&format!("pool={},size=256M", pool.name())).pressure("off").boot()?;
+    let before = mem_total_mib(&guest)?;
+    resize_to(&guest, 512)?;
+    wait_until_online(&guest, before + 128)?;
+    let resize_pm = |mib: u64| {
+        guest.api("PUT", "vm.resize-zone", Some(json!({ "id": "pm", "desired_ram": mib * MIB })))?;
+        guest.wait_until(&format!("{mib} MiB of PM are plugged"), ONLINE_LIMIT, || {
+            Ok(zone(&guest, "pm")?.plugged_bytes == mib * MIB)
+        })
+    };
+    resize_pm(256)?;
+    wait_until_online(&guest, before + 128 + 256)?;
+    ensure!(info(&guest, "/memory_actual_size")? == (512 + 256) * MIB, "not all is counted");
+    // The guest brings both online alike, so that PM can go again.
+    resize_pm(0)?;
+    wait_until_online(&guest, before + 128)?;
+    ensure!(zone(&guest, "dram")?.plugged_bytes == 128 * MIB, "The DIMM has gone with PM");
+    guest.no_kernel_complaints()
+}
+
+fn all_dimms_can_be_used_up() -> Result<()> {
+    const DIMMS: u64 = 64;
+    let guest = Guest::builder().memory("size=512M,hotplug_size=10G").boot()?;
+    let before = mem_total_mib(&guest)?;
+    for dimm in 1..=DIMMS {
+        resize_to(&guest, 512 + 128 * dimm)?;
+    }
+    wait_until_online(&guest, before + 128 * DIMMS)?;
+    let status = try_resize(&guest, 512 + 128 * (DIMMS + 1))?;
+    ensure!(status == 400, "One more: status {status}");
+    guest.no_kernel_complaints()
+}

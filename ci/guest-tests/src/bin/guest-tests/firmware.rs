@@ -1,0 +1,320 @@
+//! Firmware: ours, which says what it finds, and a user's, which boots a Debian kernel from a disk.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Guest, Image, Kernel, skip};
+
+use crate::esp;
+
+guest_tests::tests![
+    a_firmware_finds_the_machine_that_it_looks_for,
+    what_is_no_firmware_is_refused,
+    a_users_firmware_boots_debian_from_a_disk: 600,
+];
+
+/// A firmware looks at every slot, and its guest's kernel is unpacked in the guest.
+const BOOT_LIMIT: Duration = Duration::from_secs(240);
+const END_LIMIT: Duration = Duration::from_secs(60);
+
+/// Where our firmware is in guest memory, and in its file.
+const LOAD_ADDRESS: u64 = 0x10_0000;
+const CODE_OFFSET: u64 = 0x1000;
+
+// Entered by PVH in 32-bit protected mode, with the start info in EBX. Says on COM1 what it finds, and switches the machine off. It is not
+// run where it is assembled: addresses are of LOAD_ADDRESS + CODE_OFFSET, which is 0x101000.
+std::arch::global_asm!(
+    r#"
+    .pushsection .rodata.test_firmware, "a"
+    .code32
+test_firmware:
+    mov $0x80000, %esp
+    mov %ebx, %ebp
+    cld
+    cmpl $0x336ec578, (%ebp)
+    jne 9f
+    mov $(test_firmware_started - test_firmware + 0x101000), %esi
+    call test_firmware_puts
+    // The number of entries of the memory map, and of their usable bytes those of the last.
+    mov 48(%ebp), %eax
+    call test_firmware_put_number
+    // The tables.
+    mov 32(%ebp), %edi
+    mov (%edi), %eax
+    call test_firmware_put_number
+    // The command line, which is empty.
+    mov 24(%ebp), %edi
+    movzbl (%edi), %eax
+    call test_firmware_put_number
+    mov $(test_firmware_newline - test_firmware + 0x101000), %esi
+    call test_firmware_puts
+    // Configuration space by ports, slot after slot.
+    xor %ecx, %ecx
+2:
+    mov %ecx, %eax
+    shl $11, %eax
+    or $0x80000000, %eax
+    mov $0xcf8, %dx
+    out %eax, %dx
+    mov $0xcfc, %dx
+    in %dx, %eax
+    cmp $0xffffffff, %eax
+    je 3f
+    mov %eax, %ebx
+    mov $(test_firmware_slot - test_firmware + 0x101000), %esi
+    call test_firmware_puts
+    mov %ebx, %eax
+    call test_firmware_put_number
+    // BAR 0 as it is, and the byte at 0x14 there: of virtio, the status of a device that was reset, which is 0.
+    mov %ecx, %eax
+    shl $11, %eax
+    or $0x80000010, %eax
+    mov $0xcf8, %dx
+    out %eax, %dx
+    mov $0xcfc, %dx
+    in %dx, %eax
+    and $0xfffffff0, %eax
+    jz 4f
+    mov 0x14(%eax), %eax
+    movzbl %al, %eax
+    call test_firmware_put_number
+4:
+    mov $(test_firmware_newline - test_firmware + 0x101000), %esi
+    call test_firmware_puts
+3:
+    inc %ecx
+    cmp $32, %ecx
+    jne 2b
+    // The century, and whether the time is just changing.
+    mov $(test_firmware_clock - test_firmware + 0x101000), %esi
+    call test_firmware_puts
+    mov $0x32, %al
+    out %al, $0x70
+    in $0x71, %al
+    movzbl %al, %eax
+    call test_firmware_put_number
+    mov $0x0a, %al
+    out %al, $0x70
+    in $0x71, %al
+    and $0x80, %eax
+    call test_firmware_put_number
+    mov $(test_firmware_newline - test_firmware + 0x101000), %esi
+    call test_firmware_puts
+    mov $(test_firmware_done - test_firmware + 0x101000), %esi
+    call test_firmware_puts
+9:
+    // Sleep state 5.
+    mov $0x34, %al
+    mov $0x600, %dx
+    out %al, %dx
+8:
+    hlt
+    jmp 8b
+
+test_firmware_puts:
+    mov $0x3f8, %dx
+5:
+    lodsb
+    test %al, %al
+    jz 6f
+    out %al, %dx
+    jmp 5b
+6:
+    ret
+
+// EAX in hexadecimal after a space.
+test_firmware_put_number:
+    push %ecx
+    push %ebx
+    mov %eax, %ebx
+    mov $0x3f8, %dx
+    mov $0x20, %al
+    out %al, %dx
+    mov $8, %ecx
+7:
+    rol $4, %ebx
+    mov %bl, %al
+    and $15, %al
+    add $0x30, %al
+    cmp $0x3a, %al
+    jb 1f
+    add $0x27, %al
+1:
+    out %al, %dx
+    loop 7b
+    pop %ebx
+    pop %ecx
+    ret
+
+test_firmware_started: .asciz "firmware: started"
+test_firmware_slot: .asciz "firmware: slot"
+test_firmware_clock: .asciz "firmware: clock"
+test_firmware_done: .asciz "firmware: done\n"
+test_firmware_newline: .asciz "\n"
+test_firmware_end:
+    .code64
+    .global TEST_FIRMWARE_BYTES
+    .global TEST_FIRMWARE_LEN
+    .popsection
+    .pushsection .data.test_firmware, "aw"
+    .balign 8
+TEST_FIRMWARE_BYTES: .quad test_firmware
+TEST_FIRMWARE_LEN: .quad test_firmware_end - test_firmware
+    .popsection
+    "#,
+    options(att_syntax)
+);
+
+unsafe extern "C" {
+    static TEST_FIRMWARE_BYTES: *const u8;
+    static TEST_FIRMWARE_LEN: usize;
+}
+
+fn code() -> &'static [u8] {
+    // SAFETY: both are constants that the assembler has written: where the code begins, in read-only data, and how long it is.
+    unsafe { std::slice::from_raw_parts(TEST_FIRMWARE_BYTES, TEST_FIRMWARE_LEN) }
+}
+
+/// An ELF file of `code` with the note by which PVH finds its entry point: one segment, and in it one note.
+fn elf(code: &[u8]) -> Vec<u8> {
+    const NOTE_OFFSET: u64 = 0x200;
+    const NOTE_LEN: u64 = 20;
+    const PHYS32_ENTRY: u32 = 18;
+    let entry = LOAD_ADDRESS + CODE_OFFSET;
+    let len = CODE_OFFSET + code.len() as u64;
+    let mut file = Vec::new();
+    file.extend([0x7f, b'E', b'L', b'F', 2, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+    let halves = |file: &mut Vec<u8>, values: &[u16]| {
+        values.iter().for_each(|value| file.extend(value.to_le_bytes()));
+    };
+    let words = |file: &mut Vec<u8>, values: &[u32]| {
+        values.iter().for_each(|value| file.extend(value.to_le_bytes()));
+    };
+    let longs = |file: &mut Vec<u8>, values: &[u64]| {
+        values.iter().for_each(|value| file.extend(value.to_le_bytes()));
+    };
+    // An executable for x86-64, with two program headers behind the file header.
+    halves(&mut file, &[2, 62]);
+    words(&mut file, &[1]);
+    longs(&mut file, &[entry, 64, 0]);
+    words(&mut file, &[0]);
+    halves(&mut file, &[64, 56, 2, 64, 0, 0]);
+    // PT_LOAD and PT_NOTE: kind, flags, offset, addresses, lengths, alignment.
+    for (kind, offset, len) in [(1, 0, len), (4, NOTE_OFFSET, NOTE_LEN)] {
+        words(&mut file, &[kind, 7]);
+        longs(&mut file, &[offset, LOAD_ADDRESS + offset, LOAD_ADDRESS + offset, len, len, 4]);
+    }
+    file.resize(NOTE_OFFSET as usize, 0);
+    words(&mut file, &[4, 4, PHYS32_ENTRY]);
+    file.extend(b"Xen\0");
+    words(&mut file, &[entry as u32]);
+    file.resize(CODE_OFFSET as usize, 0);
+    file.extend(code);
+    file
+}
+
+fn write(name: &str, bytes: &[u8]) -> Result<PathBuf> {
+    let dir = this_tests_dir();
+    fs::create_dir_all(&dir)?;
+    let path = dir.join(name);
+    fs::write(&path, bytes).with_context(|| format!("Cannot write {}", path.display()))?;
+    Ok(path)
+}
+
+fn with_firmware(path: &Path) -> guest_tests::GuestBuilder {
+    let builder = Guest::builder().argument("--firmware", &path.display().to_string());
+    ["--kernel", "--initramfs", "--cmdline"].into_iter().fold(builder, |builder, flag| builder.without(flag))
+}
+
+/// The numbers of the lines of our firmware that begin with `what`.
+fn numbers(log: &str, what: &str) -> Result<Vec<Vec<u32>>> {
+    let lines = log.lines().filter_map(|line| line.strip_prefix(what));
+    let numbers = |line: &str| line.split_whitespace().map(|text| u32::from_str_radix(text, 16)).collect();
+    Ok(lines.map(numbers).collect::<Result<_, _>>()?)
+}
+
+fn a_firmware_finds_the_machine_that_it_looks_for() -> Result<()> {
+    let path = write("firmware.elf", &elf(code()))?;
+    let disk = this_tests_dir().join("disk.raw");
+    File::create(&disk)?.set_len(1 << 20)?;
+    let guest = with_firmware(&path).argument("--disk", &format!("path={}", disk.display())).start()?;
+    let console = guest.console_file();
+    let log = guest.vmm_log()?;
+    let status = guest.wait_for_exit(END_LIMIT).with_context(|| log)?;
+    let text = fs::read_to_string(&console)?;
+    ensure!(status.success() && text.contains("firmware: done"), "{status}, and it said:\n{text}");
+    let started = numbers(&text, "firmware: started")?;
+    // Up to 640 KiB, the tables, the rest, and what is reserved above.
+    ensure!(started == [[4, u32::from_le_bytes(*b"RSD "), 0]], "{started:x?}");
+    let slots = numbers(&text, "firmware: slot")?;
+    // The host bridge has no BAR.
+    let (bridge, devices) = slots.split_first().context("No slots")?;
+    ensure!(bridge.len() == 1, "{slots:x?}");
+    // Entropy, sockets and the disk, each with a BAR that answers as a device that was reset.
+    for kind in [0x1044, 0x1053, 0x1042] {
+        let wanted = [kind << 16 | 0x1af4, 0];
+        ensure!(
+            devices.iter().any(|device| *device == wanted),
+            "No device {kind:x} that answers: {slots:x?}"
+        );
+    }
+    ensure!(devices.iter().all(|device| device[1] == 0), "A BAR does not answer: {slots:x?}");
+    let clock = numbers(&text, "firmware: clock")?;
+    ensure!(clock == [[0x20, 0]], "{clock:x?}");
+    Ok(())
+}
+
+fn what_is_no_firmware_is_refused() -> Result<()> {
+    let text = write("text", b"no firmware at all")?;
+    let refused = with_firmware(&text).expect_refusal()?;
+    ensure!(refused.message.contains("no firmware for PVH"), "{refused:?}");
+    let firmware = write("firmware.elf", &elf(code()))?;
+    let both = Guest::builder().argument("--firmware", &firmware.display().to_string()).expect_refusal()?;
+    ensure!(both.message.contains("--firmware") && both.message.contains("--kernel"), "{both:?}");
+    // Without its note nobody knows where it begins.
+    let mut without_note = elf(code());
+    without_note[0x20c] = b'x';
+    let without_note = write("without-note", &without_note)?;
+    let refused = with_firmware(&without_note).expect_refusal()?;
+    ensure!(refused.message.contains("PVH note"), "{refused:?}");
+    Ok(())
+}
+
+/// The firmware of FORESHORE_TEST_FIRMWARE, such as rust-hypervisor-firmware: none is in a package that could be had here.
+fn a_users_firmware_boots_debian_from_a_disk() -> Result<()> {
+    let Some(firmware) = std::env::var_os("FORESHORE_TEST_FIRMWARE") else {
+        return skip("FORESHORE_TEST_FIRMWARE names no firmware");
+    };
+    let firmware = fs::canonicalize(&firmware).with_context(|| format!("Cannot find {firmware:?}"))?;
+    for kernel in [Kernel::V6_12, Kernel::V6_1] {
+        let disk = this_tests_dir().join(format!("disk-{kernel}.raw"));
+        fs::create_dir_all(this_tests_dir())?;
+        let entry =
+            "title Debian\nlinux /vmlinuz\ninitrd /initrd.img\noptions console=ttyS0 loglevel=5 from=disk\n";
+        let image = esp::disk(&[
+            ("vmlinuz", &fs::read(kernel.path())?),
+            ("initrd.img", &fs::read(Image::Basic.path(kernel))?),
+            ("loader/loader.conf", b"default debian.conf\n"),
+            ("loader/entries/debian.conf", entry.as_bytes()),
+        ]);
+        File::create(&disk)?.write_all_at(&image, 0)?;
+        let guest = with_firmware(&firmware)
+            .memory("size=768M")
+            .argument("--disk", &format!("path={},image_type=raw", disk.display()))
+            .boot_limit(BOOT_LIMIT)
+            .boot()?;
+        ensure!(
+            guest.run("cat /proc/cmdline")?.contains("from=disk"),
+            "{kernel}: it was not booted from the disk"
+        );
+        ensure!(guest.run("uname -r")?.starts_with(&format!("{kernel}.")), "It is another kernel");
+        guest.no_kernel_complaints()?;
+        guest.power_off()?;
+        fs::remove_file(&disk)?;
+    }
+    Ok(())
+}

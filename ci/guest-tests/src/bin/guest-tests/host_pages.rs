@@ -1,0 +1,300 @@
+//! What the host's memory behind a guest is like: shared, of huge pages, there from the start, of a file.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::runner::this_tests_dir;
+use guest_tests::{Guest, skip};
+use serde_json::json;
+
+use crate::zones::{MIB, mem_total_mib, zone};
+
+guest_tests::tests![
+    a_size_of_odd_mebibytes_is_all_the_guests,
+    shared_memory_is_counted_once_and_goes_back: 180,
+    a_balloon_gives_shared_memory_back: 120,
+    memory_is_there_from_the_start_where_it_is_wanted: 120,
+    the_host_is_told_what_the_memory_is_for: 120,
+    a_guest_runs_in_huge_pages: 180,
+    boot_memory_is_of_a_file: 180,
+];
+
+const LIMIT: Duration = Duration::from_secs(60);
+const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+
+/// The mappings of guest memory in the VMM: those of `least_bytes` and more that can be written.
+struct Mapping {
+    name: String,
+    flags: Vec<String>,
+    fields: Vec<(String, u64)>,
+}
+
+impl Mapping {
+    fn bytes(&self, field: &str) -> Result<u64> {
+        let found = self.fields.iter().find(|(name, _)| name == field);
+        Ok(found.with_context(|| format!("{} has no {field}", self.name))?.1)
+    }
+
+    fn has(&self, flag: &str) -> bool {
+        self.flags.iter().any(|other| other == flag)
+    }
+}
+
+fn mappings(guest: &Guest, least_bytes: u64) -> Result<Vec<Mapping>> {
+    let smaps = fs::read_to_string(format!("/proc/{}/smaps", guest.pid()))?;
+    let mut found: Vec<Mapping> = Vec::new();
+    for line in smaps.lines() {
+        let first = line.split_whitespace().next().unwrap_or_default();
+        match (first.strip_suffix(':'), found.last_mut()) {
+            (None, _) => {
+                let name = line.split_whitespace().skip(5).collect::<Vec<_>>().join(" ");
+                found.push(Mapping { name, flags: Vec::new(), fields: Vec::new() });
+            }
+            (Some("VmFlags"), Some(mapping)) => {
+                mapping.flags = line.split_whitespace().skip(1).map(str::to_owned).collect();
+            }
+            (Some(field), Some(mapping)) => {
+                let kib = line.split_whitespace().nth(1).and_then(|text| text.parse::<u64>().ok());
+                mapping.fields.extend(kib.map(|kib| (field.to_owned(), kib * 1024)));
+            }
+            (Some(_), None) => {}
+        }
+    }
+    let is_large = |mapping: &Mapping| mapping.bytes("Size").is_ok_and(|bytes| bytes >= least_bytes);
+    found.retain(|mapping| mapping.has("wr") && is_large(mapping));
+    ensure!(!found.is_empty(), "The VMM has no mapping of {least_bytes} bytes and more");
+    Ok(found)
+}
+
+fn a_size_of_odd_mebibytes_is_all_the_guests() -> Result<()> {
+    for keys in ["size=385M", "size=385M,shared=on"] {
+        let guest = Guest::builder().memory(keys).boot()?;
+        let last = guest.run("grep 'System RAM' /proc/iomem | tail -n 1")?;
+        ensure!(last.contains("-180fffff"), "{keys}: the last memory is at {last:?}");
+        ensure!(mem_total_mib(&guest)? > 300, "{keys}");
+        let shown = guest.api("GET", "vm.info", None)?["memory_actual_size"].as_u64();
+        ensure!(shown == Some(385 * MIB), "{keys}: vm.info says {shown:?}");
+        guest.no_kernel_complaints()?;
+    }
+    Ok(())
+}
+
+/// Of memory of files without names.
+fn of_memory_files(guest: &Guest, field: &str) -> Result<u64> {
+    let all = mappings(guest, 2 * MIB)?;
+    all.iter().filter(|mapping| mapping.name.starts_with("/memfd:")).map(|mapping| mapping.bytes(field)).sum()
+}
+
+/// What the host holds in files without names that the VMM has open: those of memory that comes and goes.
+fn in_memory_files(guest: &Guest) -> Result<u64> {
+    let is_memory = |path: &Path| {
+        fs::read_link(path).is_ok_and(|to| to.as_os_str().as_encoded_bytes().starts_with(b"/memfd:foreshore"))
+    };
+    let (mut bytes, mut files) = (0, 0);
+    for file in fs::read_dir(format!("/proc/{}/fd", guest.pid()))? {
+        let path = file?.path();
+        if is_memory(&path) {
+            bytes += fs::metadata(&path)?.blocks() * 512;
+            files += 1;
+        }
+    }
+    ensure!(files > 0, "The VMM has no file of shared memory");
+    Ok(bytes)
+}
+
+fn shared_memory_is_counted_once_and_goes_back() -> Result<()> {
+    let memory = "size=256M,shared=on,hotplug_method=virtio-mem,hotplug_size=512M";
+    let guest = Guest::builder().memory(memory).pressure("off").boot()?;
+    let plugged = |mib: u64| {
+        guest.wait_until(&format!("{mib} MiB are plugged"), LIMIT, || {
+            Ok(zone(&guest, "dram")?.plugged_bytes == mib * MIB)
+        })
+    };
+    guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": 768 * MIB })))?;
+    plugged(512)?;
+    let mut hog = guest.start_script(LIMIT, "exec guest-tool hog 500")?;
+    while hog.next_line().context("The hog ended")? != "held 500" {}
+    let [rss, pss] = ["Rss", "Pss"].map(|field| of_memory_files(&guest, field));
+    let (rss, pss) = (rss?, pss?);
+    ensure!(rss >= 500 * MIB && rss == pss, "Rss is {rss}, Pss {pss}: somebody has them twice");
+    // Beside them there is what the VMM itself takes, and no second copy.
+    let beside = guest.rss_bytes()?.saturating_sub(rss);
+    ensure!(beside < 100 * MIB, "{beside} bytes are resident beside the guest's memory");
+    let plugged_in = in_memory_files(&guest)?;
+    ensure!(plugged_in >= 200 * MIB, "{plugged_in} bytes are in the file of what is plugged");
+    drop(hog);
+    guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": 256 * MIB })))?;
+    plugged(0)?;
+    let left = of_memory_files(&guest, "Rss")?;
+    ensure!(left <= 256 * MIB, "{left} bytes of shared memory are left of 256 MiB");
+    // Not only out of the page tables: out of the file.
+    let left = in_memory_files(&guest)?;
+    ensure!(left == 0, "{left} bytes of what was plugged are left in its file");
+    guest.no_kernel_complaints()
+}
+
+fn a_balloon_gives_shared_memory_back() -> Result<()> {
+    let builder = Guest::builder().memory("size=513M,shared=on").argument("--balloon", "size=0");
+    let guest = builder.pressure("off").boot()?;
+    let mut hog = guest.start_script(LIMIT, "exec guest-tool hog 300")?;
+    while hog.next_line().context("The hog ended")? != "held 300" {}
+    drop(hog);
+    let before = zone(&guest, "dram")?.resident_bytes;
+    ensure!(before >= 300 * MIB, "{before} bytes are resident");
+    guest.api("PUT", "vm.resize", Some(json!({ "desired_balloon": 256 * MIB })))?;
+    guest.wait_until("what is in the balloon is the host's", LIMIT, || {
+        Ok(zone(&guest, "dram")?.resident_bytes + 150 * MIB <= before)
+    })?;
+    let failed = guest.metrics()?.value("foreshore_balloon_discard_failures_total", &[])?;
+    ensure!(failed == 0.0, "{failed} times the host did not take pages");
+    guest.no_kernel_complaints()
+}
+
+fn memory_is_there_from_the_start_where_it_is_wanted() -> Result<()> {
+    for (keys, least, most) in [
+        ("size=256M,prefault=on", 256, 256),
+        ("size=256M,prefault=on,shared=on", 256, 256),
+        ("size=256M", 20, 200),
+    ] {
+        let guest = Guest::builder().memory(keys).boot()?;
+        let resident = zone(&guest, "dram")?.resident_bytes;
+        ensure!(
+            (least * MIB..=most * MIB).contains(&resident),
+            "{keys}: {resident} bytes are resident, expected {least} to {most} MiB"
+        );
+    }
+    // What is plugged comes whole as well.
+    let memory = "size=256M,prefault=on,hotplug_method=virtio-mem,hotplug_size=128M,hotplugged_size=128M";
+    let guest = Guest::builder().memory(memory).pressure("off").boot()?;
+    guest.wait_until(
+        "128 MiB are plugged",
+        LIMIT,
+        || Ok(zone(&guest, "dram")?.plugged_bytes == 128 * MIB),
+    )?;
+    let resident = zone(&guest, "dram")?.resident_bytes;
+    ensure!(resident == 384 * MIB, "{resident} bytes are resident");
+    Ok(())
+}
+
+fn the_host_is_told_what_the_memory_is_for() -> Result<()> {
+    for (keys, there, not_there) in [
+        ("mergeable=on", "mg", ""),
+        ("thp=off", "nh", "hg"),
+        ("thp=on", "hg", "nh"),
+        ("reserve=on", "ac", "nr"),
+        ("reserve=off", "nr", "mg"),
+    ] {
+        let guest = Guest::builder().memory(&format!("size=256M,{keys}")).boot()?;
+        for mapping in mappings(&guest, 256 * MIB)? {
+            ensure!(
+                mapping.has(there) && !mapping.has(not_there),
+                "{keys}: {} {:?}",
+                mapping.name,
+                mapping.flags
+            );
+            let huge = mapping.bytes("AnonHugePages")?;
+            ensure!(keys != "thp=off" || huge == 0, "thp=off: {huge} bytes are of huge pages");
+        }
+    }
+    Ok(())
+}
+
+/// Huge pages of 2 MiB that the host has set aside, until they are dropped.
+struct SetAside;
+
+impl SetAside {
+    fn pages(count: u64) -> Result<Option<Self>> {
+        let path = format!("{HUGE_PAGES}/nr_hugepages");
+        fs::write(&path, count.to_string()).with_context(|| format!("Cannot write {path}"))?;
+        let aside = Self;
+        let got = number("nr_hugepages")?;
+        Ok((got == count).then_some(aside))
+    }
+}
+
+impl Drop for SetAside {
+    fn drop(&mut self) {
+        // The next test's host has as many as it had; if not, its own checks say so.
+        let _ = fs::write(format!("{HUGE_PAGES}/nr_hugepages"), "0");
+    }
+}
+
+fn number(name: &str) -> Result<u64> {
+    let text = fs::read_to_string(format!("{HUGE_PAGES}/{name}"))?;
+    text.trim().parse().with_context(|| format!("{name}: {text:?}"))
+}
+
+fn a_guest_runs_in_huge_pages() -> Result<()> {
+    if !Path::new(HUGE_PAGES).exists() {
+        return skip("the host has no huge pages of 2 MiB".to_owned());
+    }
+    let keys = "hugepages=on,hugepage_size=2M,hotplug_method=virtio-mem,hotplug_size=128M";
+    let builder = |size| Guest::builder().memory(&format!("size={size},{keys}")).pressure("off");
+    let refusal = builder("256M").expect_refusal()?;
+    ensure!(
+        refusal.message.contains("256 MiB of huge pages of 2 MiB cannot be had, the host has 0 of them free"),
+        "{}",
+        refusal.message
+    );
+    let Some(_aside) = SetAside::pages(176)? else {
+        return skip("the host does not find 352 MiB of huge pages".to_owned());
+    };
+    let guest = builder("256M").boot()?;
+    ensure!(number("free_hugepages")? - number("resv_hugepages")? == 48, "The guest's are not set aside");
+    guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": 352 * MIB })))?;
+    guest.wait_until("96 MiB are plugged", LIMIT, || Ok(zone(&guest, "dram")?.plugged_bytes == 96 * MIB))?;
+    let mut hog = guest.start_script(LIMIT, "exec guest-tool hog 220")?;
+    while hog.next_line().context("The hog ended")? != "held 220" {}
+    let used = 176 - number("free_hugepages")?;
+    ensure!(used * 2 >= 220, "{used} huge pages are in use by a guest that uses 220 MiB");
+    guest.wait_until("all huge pages in use count as resident", LIMIT, || {
+        let used = 176 - number("free_hugepages")?;
+        let resident = zone(&guest, "dram")?.resident_bytes;
+        // A page that the VMM has written and the guest has not touched yet may be in the file alone.
+        Ok((used * 2 - 8..=used * 2).contains(&(resident / MIB)))
+    })?;
+    drop(hog);
+    guest.no_kernel_complaints()
+}
+
+fn boot_memory_is_of_a_file() -> Result<()> {
+    let dir = this_tests_dir();
+    let file = dir.join("memory");
+    let mib_in = |file: &Path| Ok::<_, anyhow::Error>(fs::metadata(file)?.blocks() * 512 / MIB);
+    let builder = |keys: &str| {
+        let zone = format!("id=mem0,size=257M,{keys}");
+        Guest::builder().memory("size=0").argument("--memory-zone", &zone)
+    };
+    let of_file = format!("file={},shared=on", file.display());
+    let refusal = builder(&of_file).expect_refusal()?;
+    ensure!(refusal.message.contains("memory") && refusal.message.contains("cannot be opened"));
+    fs::File::create(&file)?.set_len(257 * MIB)?;
+    let guest = builder(&of_file).boot()?;
+    ensure!(mib_in(&file)? >= 20, "The guest is not in the file");
+    let mapping = &mappings(&guest, 257 * MIB)?[0];
+    ensure!(mapping.name == file.display().to_string(), "The guest's memory is of {}", mapping.name);
+    // A second guest must not have it.
+    let refusal = builder(&of_file).expect_refusal()?;
+    ensure!(refusal.message.contains("locked"), "{}", refusal.message);
+    guest.reboot_from_inside()?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    // Not shared, it is not written, and so must not have anything in it.
+    let unshared = format!("file={}", file.display());
+    let refusal = builder(&unshared).expect_refusal()?;
+    ensure!(refusal.message.contains("there is data in it"), "{}", refusal.message);
+    fs::File::create(&file)?.set_len(257 * MIB)?;
+    let guest = builder(&unshared).boot()?;
+    guest.run("head -c 20000000 /dev/urandom > /tmp/data && md5sum /tmp/data")?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    // In a directory it has no name.
+    let guest = builder(&format!("file={}", dir.display())).boot()?;
+    let mapping = &mappings(&guest, 257 * MIB)?[0];
+    ensure!(mapping.name.contains("(deleted)"), "The guest's memory is of {}", mapping.name);
+    ensure!(mapping.bytes("Rss")? == mapping.bytes("Pss")?, "It is there twice");
+    guest.no_kernel_complaints()
+}
