@@ -6,6 +6,7 @@ mod agent;
 mod api;
 mod boot;
 mod disk;
+mod idle;
 mod net;
 mod plug;
 mod pressure;

@@ -9,7 +9,8 @@ use guest_tests::{Guest, Pool, host_memory, wait_for};
 use serde_json::{Value, json};
 
 use crate::forget;
-use crate::samples::{Row, Samples, median};
+use crate::idle::{IdleThread, Woken};
+use crate::samples::{Row, Samples, median, p99};
 use crate::vmm::{FORESHORE, MIB};
 
 const FILL_MIB: u64 = 640;
@@ -77,11 +78,12 @@ fn bursts(samples: &mut Samples) -> Result<()> {
         .pressure("psi,idle=1s,max_idle=1s")
         .boot()?;
     let _base = load(&guest, &format!("exec guest-tool hog {BASE_MIB}"), &format!("held {BASE_MIB}"))?;
+    let idle = IdleThread::start()?;
     let (mut bursts, mut requests) = (Vec::new(), Vec::new());
     let mut enough = 0;
     while bursts.len() < BURSTS {
         let before_bytes = wait_for_rest(&guest)?;
-        let Some(burst) = burst_to_online(&guest)? else {
+        let Some(burst) = idle.during(|| burst_to_online(&guest))? else {
             enough += 1;
             ensure!(enough < BURSTS, "The guest has enough for a burst, again and again");
             continue;
@@ -102,6 +104,22 @@ fn bursts(samples: &mut Samples) -> Result<()> {
     let metrics = guest.metrics()?;
     for (row, share) in [(Row::ReportToPlan, 0.5), (Row::ReportToPlanP99, 0.99)] {
         samples.add(row, FORESHORE, metrics.quantile("foreshore_pressure_report_to_plan_seconds", share)?);
+    }
+    add_idle(samples, &idle.finish()?)
+}
+
+/// What an idle thread took in the same moments: that much of a report's way to a plan is the host's.
+fn add_idle(samples: &mut Samples, times: &[Woken]) -> Result<()> {
+    eprintln!("bench:     an idle thread was woken {} times", times.len());
+    let wake: Vec<f64> = times.iter().map(|time| time.wake_s).collect();
+    let decide: Vec<f64> = times.iter().map(|time| time.decide_s).collect();
+    for (row, value) in [
+        (Row::IdleWake, median(&wake)),
+        (Row::IdleWakeP99, p99(&wake)),
+        (Row::IdleDecide, median(&decide)),
+        (Row::IdleDecideP99, p99(&decide)),
+    ] {
+        samples.add(row, FORESHORE, value.context("The idle thread was never woken")?);
     }
     Ok(())
 }

@@ -36,6 +36,10 @@ pub enum Row {
     EngineTar,
     ReportToPlan,
     ReportToPlanP99,
+    IdleWake,
+    IdleWakeP99,
+    IdleDecide,
+    IdleDecideP99,
     ReportToOnline,
     BurstToPlan,
     BurstToOnline,
@@ -75,7 +79,7 @@ pub enum Unit {
 }
 
 impl Row {
-    pub const ALL: [Self; 45] = [
+    pub const ALL: [Self; 49] = [
         Self::Boot,
         Self::VmmMemory,
         Self::Plug,
@@ -107,6 +111,10 @@ impl Row {
         Self::EngineTar,
         Self::ReportToPlan,
         Self::ReportToPlanP99,
+        Self::IdleWake,
+        Self::IdleWakeP99,
+        Self::IdleDecide,
+        Self::IdleDecideP99,
         Self::ReportToOnline,
         Self::BurstToPlan,
         Self::BurstToOnline,
@@ -157,6 +165,10 @@ impl Row {
             Self::EngineTar => "virtio_blk_btt_tar_seconds",
             Self::ReportToPlan => "report_to_plan_median_seconds",
             Self::ReportToPlanP99 => "report_to_plan_p99_seconds",
+            Self::IdleWake => "idle_thread_wake_median_seconds",
+            Self::IdleWakeP99 => "idle_thread_wake_p99_seconds",
+            Self::IdleDecide => "idle_thread_decide_median_seconds",
+            Self::IdleDecideP99 => "idle_thread_decide_p99_seconds",
             Self::ReportToOnline => "report_to_online_seconds",
             Self::BurstToPlan => "burst_to_plan_seconds",
             Self::BurstToOnline => "burst_to_online_seconds",
@@ -208,6 +220,10 @@ impl Row {
             Self::EngineTar => "F2FS on BTT, virtio-blk on tmpfs: tar it",
             Self::ReportToPlan => "report to plan, median, no more than",
             Self::ReportToPlanP99 => "report to plan, 99th percentile, no more than",
+            Self::IdleWake => "idle thread of the host in the bursts: until it runs, median",
+            Self::IdleWakeP99 => "idle thread: until it runs, 99th percentile",
+            Self::IdleDecide => "idle thread: to read a report and decide, median",
+            Self::IdleDecideP99 => "idle thread: to read a report and decide, 99th percentile",
             Self::ReportToOnline => "first report under pressure to online",
             Self::BurstToPlan => "burst of allocation to plan",
             Self::BurstToOnline => "burst of allocation to memory online",
@@ -243,6 +259,10 @@ impl Row {
             | Self::EngineTar
             | Self::ReportToPlan
             | Self::ReportToPlanP99
+            | Self::IdleWake
+            | Self::IdleWakeP99
+            | Self::IdleDecide
+            | Self::IdleDecideP99
             | Self::ReportToOnline
             | Self::BurstToPlan
             | Self::BurstToOnline

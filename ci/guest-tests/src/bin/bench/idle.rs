@@ -1,0 +1,234 @@
+//! What the host alone takes of a time: a thread beside the guest that has nothing to do but what is asked of it, now and then.
+//!
+//! The governor's thread is one like that. From when it has a report until the devices are asked it has to be run, and to
+//! read and decide; here another one with its priority is woken by a pipe, and then reads a report and decides upon it, with no VM
+//! behind it. What that takes in the same moments is none of the VMM's doing: that is how soon, and how fast,
+//! this host runs a thread.
+
+use std::io::{self, PipeReader, PipeWriter, Read, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, SyncSender};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use balloon::controller::{Controller, Event, Rules};
+use balloon::policy::Policy;
+use balloon::proto::{
+    AgentMessage, Blocks, Memory, NodeBlocks, PROTOCOL_VERSION, RawAgentMessage, RawHello, RawReport, Zone,
+    encode_line,
+};
+use balloon::{HostView, Intake, MIB, Tier, TimeMs, ZoneSizes};
+
+/// More often would be work beside the guest's, less often would leave few of them in a burst.
+const INTERVAL: Duration = Duration::from_millis(20);
+/// As the governor's thread (vmm/src/governor/task.rs).
+const NICE: libc::c_int = -10;
+const PAGE: u64 = 4096;
+/// How far reports are apart: no report is too early.
+const REPORT_MS: u64 = 50;
+
+/// One time that it was woken.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Woken {
+    /// From the write until it ran.
+    pub wake_s: f64,
+    /// What it then took to read a report and to decide.
+    pub decide_s: f64,
+}
+
+/// The idle thread, and one that wakes it while somebody wants to know.
+pub struct IdleThread {
+    shared: Arc<Shared>,
+    waker: JoinHandle<Result<()>>,
+}
+
+#[derive(Default)]
+struct Shared {
+    is_wanted: AtomicBool,
+    is_over: AtomicBool,
+    times: Mutex<Vec<Woken>>,
+}
+
+impl IdleThread {
+    /// Starts both. Until [`IdleThread::during`] nobody is woken.
+    pub fn start() -> Result<Self> {
+        let shared = Arc::new(Shared::default());
+        let (told, tell) = io::pipe().context("No pipe")?;
+        let (answers, answered) = mpsc::sync_channel(1);
+        let started = Instant::now();
+        thread::spawn(move || answers.send(idle(told, started, &answers)));
+        let waker = thread::spawn({
+            let shared = Arc::clone(&shared);
+            move || wake(tell, started, &answered, &shared)
+        });
+        Ok(Self { shared, waker })
+    }
+
+    /// Wakes it again and again while `work` is done.
+    pub fn during<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.shared.is_wanted.store(true, Ordering::Relaxed);
+        let result = work();
+        self.shared.is_wanted.store(false, Ordering::Relaxed);
+        result
+    }
+
+    /// All times that it was woken.
+    pub fn finish(self) -> Result<Vec<Woken>> {
+        self.shared.is_over.store(true, Ordering::Relaxed);
+        self.waker.join().map_err(|_| anyhow!("The thread that wakes the idle one has panicked"))??;
+        Ok(std::mem::take(&mut *self.shared.times.lock().expect("nobody panics with it")))
+    }
+}
+
+/// A time, or why there are no more.
+type Answer = Result<Option<Woken>>;
+
+/// It is told the next time once it has answered the last one: it is idle then.
+fn wake(mut tell: PipeWriter, started: Instant, answered: &Receiver<Answer>, shared: &Shared) -> Result<()> {
+    while !shared.is_over.load(Ordering::Relaxed) {
+        thread::sleep(INTERVAL);
+        if !shared.is_wanted.load(Ordering::Relaxed) {
+            continue;
+        }
+        let now_ns = u64::try_from(started.elapsed().as_nanos())?;
+        tell.write_all(&now_ns.to_ne_bytes())?;
+        let answer = answered.recv().context("The idle thread is gone")??;
+        shared.times.lock().expect("nobody panics with it").extend(answer);
+    }
+    Ok(())
+}
+
+/// Until the other end of the pipe is closed.
+fn idle(mut told: PipeReader, started: Instant, answers: &SyncSender<Answer>) -> Answer {
+    // SAFETY: no pointers. On Linux 0 is the calling thread. Without the right to do so it is one among others, as the
+    // governor's is.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+    let mut governor = Governor::new()?;
+    let mut line = governor.next_line();
+    let mut told_ns = [0; 8];
+    while told.read(&mut told_ns)? == told_ns.len() {
+        let woken = started.elapsed();
+        governor.decide(&line)?;
+        let decided = started.elapsed();
+        let wake_s = woken.saturating_sub(Duration::from_nanos(u64::from_ne_bytes(told_ns))).as_secs_f64();
+        let decide_s = (decided - woken).as_secs_f64();
+        line = governor.next_line();
+        if answers.send(Ok(Some(Woken { wake_s, decide_s }))).is_err() {
+            break;
+        }
+    }
+    Ok(None)
+}
+
+/// What of the governor needs no VM.
+struct Governor {
+    controller: Controller,
+    intake: Intake,
+    host: HostView,
+    seq: u64,
+}
+
+impl Governor {
+    fn new() -> Result<Self> {
+        let policy = Policy::from_name("psi").context("No policy psi")?;
+        let zones = vec![ZoneSizes::empty(0, Tier::Pm, 768 * MIB)];
+        let host = HostView { boot_bytes: 384 * MIB, zones, pool_free_bytes: 1 << 30, ..HostView::default() };
+        let controller = Controller::new(policy, Rules::default())?;
+        let mut governor = Self { controller, intake: Intake::new(TimeMs(0)), host, seq: 0 };
+        let hello = RawHello {
+            version: PROTOCOL_VERSION,
+            agent_version: "0.1.0".to_owned(),
+            kernel_release: "6.12".to_owned(),
+            preemption: "voluntary".to_owned(),
+            page_size_bytes: PAGE,
+            ..RawHello::default()
+        };
+        governor.decide(&line(&RawAgentMessage::Hello(hello)))?;
+        Ok(governor)
+    }
+
+    /// A guest of 384 MiB that has enough, some time later.
+    fn next_line(&mut self) -> Vec<u8> {
+        self.seq += 1;
+        let pages = |mib: u64| mib * MIB / PAGE;
+        let zone = Zone {
+            free_pages: pages(200),
+            min_pages: 500,
+            low_pages: 700,
+            high_pages: 900,
+            managed_pages: pages(360),
+            ..Zone::default()
+        };
+        let node = NodeBlocks { online_bytes: 384 * MIB, ..NodeBlocks::default() };
+        line(&RawAgentMessage::Report(RawReport {
+            version: PROTOCOL_VERSION,
+            seq: self.seq,
+            monotonic_ms: self.seq * REPORT_MS,
+            memory: Memory {
+                total_bytes: 360 * MIB,
+                free_bytes: 200 * MIB,
+                available_bytes: 220 * MIB,
+                ..Memory::default()
+            },
+            zones: vec![zone],
+            blocks: Blocks { block_bytes: 128 * MIB, nodes: vec![node], ..Blocks::default() },
+            ..RawReport::default()
+        }))
+    }
+
+    fn decide(&mut self, line: &[u8]) -> Result<()> {
+        let now = TimeMs(self.seq * REPORT_MS);
+        match self.intake.accept_line(line, now) {
+            Ok(AgentMessage::Report(report)) => {
+                let plan = self.controller.step(Event::Report(&report), &self.host, now);
+                std::hint::black_box(plan);
+                Ok(())
+            }
+            Ok(AgentMessage::Hello(_)) => Ok(()),
+            Err(refusal) => bail!("A report is refused: {refusal}"),
+        }
+    }
+}
+
+/// As it is sent, without the newline.
+fn line(message: &RawAgentMessage) -> Vec<u8> {
+    let mut line = Vec::new();
+    encode_line(message, &mut line);
+    line.pop();
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use guest_tests::wait_until;
+
+    use super::*;
+
+    #[test]
+    fn a_thread_says_how_long_it_took_to_wake_and_to_decide() {
+        let thread = IdleThread::start().unwrap();
+        let count = || thread.shared.times.lock().unwrap().len();
+        thread
+            .during(|| wait_until("it was woken three times", Duration::from_secs(60), || Ok(count() >= 3)))
+            .unwrap();
+        let times = thread.finish().unwrap();
+        assert!(times.iter().all(|time| time.wake_s > 0.0 && time.decide_s > 0.0), "{times:?}");
+    }
+
+    #[test]
+    fn a_thread_that_nobody_asks_is_not_woken() {
+        assert_eq!(IdleThread::start().unwrap().finish().unwrap(), []);
+    }
+
+    #[test]
+    fn reports_are_accepted_one_after_the_other() {
+        let mut governor = Governor::new().unwrap();
+        for _ in 0..100 {
+            let line = governor.next_line();
+            governor.decide(&line).unwrap();
+        }
+        assert!(governor.decide(b"no report").is_err());
+    }
+}
