@@ -36,6 +36,7 @@ pub mod runner;
 pub mod sectors;
 pub mod shell_protocol;
 pub mod tap;
+pub mod timed_net;
 pub mod torn;
 pub mod wait;
 

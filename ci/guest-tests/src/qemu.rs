@@ -14,8 +14,8 @@ use crate::guest::{BOOT_LIMIT, Endpoint, Image, Kernel, Output, Script, VmmProce
 use crate::runner::this_tests_dir;
 use crate::wait::wait_for;
 
-/// Address of the one QEMU guest that runs at a time. Ours have 3 by a socket of their own; this one is the host's.
-const CID: u32 = 100;
+/// Address of the first QEMU guest that runs at a time. Ours have 3 by a socket of their own; these are the host's.
+const FIRST_CID: u32 = 100;
 
 const RUN_LIMIT: Duration = Duration::from_secs(60);
 
@@ -30,6 +30,7 @@ pub struct QemuBuilder {
     nvdimm: Option<(PathBuf, u64)>,
     disk: Option<PathBuf>,
     tap: Option<String>,
+    nth: u8,
     cmdline: String,
 }
 
@@ -37,6 +38,7 @@ pub struct QemuBuilder {
 #[derive(Debug)]
 pub struct QemuGuest {
     process: VmmProcess,
+    endpoint: Endpoint,
     qmp: PathBuf,
     console: PathBuf,
 }
@@ -52,6 +54,7 @@ impl Default for QemuBuilder {
             nvdimm: None,
             disk: None,
             tap: None,
+            nth: 0,
             cmdline: "console=ttyS0 loglevel=5 memhp_default_state=online_movable".to_owned(),
         }
     }
@@ -100,6 +103,12 @@ impl QemuBuilder {
         self
     }
 
+    /// Which one of several at a time it is: 0, 1, and so on.
+    pub fn nth(mut self, nth: u8) -> Self {
+        self.nth = nth;
+        self
+    }
+
     /// The kernel's command line.
     pub fn cmdline(mut self, cmdline: &str) -> Self {
         self.cmdline = cmdline.to_owned();
@@ -117,11 +126,24 @@ impl QemuBuilder {
     pub fn start(&self) -> Result<QemuGuest> {
         let dir = this_tests_dir();
         std::fs::create_dir_all(&dir).with_context(|| format!("Cannot make {}", dir.display()))?;
-        let (qmp, console) = (dir.join("qemu.qmp"), dir.join("qemu.console.log"));
+        let (qmp, console) = (self.file("qmp"), self.console());
         let mut command = Command::new(program("qemu-system-x86_64"));
         command.args(self.arguments(&qmp, &console));
-        let process = VmmProcess::start(&mut command, &dir.join("qemu.log"))?;
-        Ok(QemuGuest { process, qmp, console })
+        let process = VmmProcess::start(&mut command, &self.file("log"))?;
+        Ok(QemuGuest { process, endpoint: Endpoint::Vhost { cid: self.cid() }, qmp, console })
+    }
+
+    /// What its guest writes to the serial console comes here.
+    pub fn console(&self) -> PathBuf {
+        self.file("console.log")
+    }
+
+    fn file(&self, ending: &str) -> PathBuf {
+        this_tests_dir().join(format!("qemu{}.{ending}", self.nth))
+    }
+
+    fn cid(&self) -> u32 {
+        FIRST_CID + u32::from(self.nth)
     }
 
     fn arguments(&self, qmp: &Path, console: &Path) -> Vec<String> {
@@ -134,7 +156,7 @@ impl QemuBuilder {
             format!("-kernel {}", self.kernel.path().display()),
             format!("-initrd {}", self.image.path(self.kernel).display()),
             format!("-serial file:{} -qmp unix:{},server=on,wait=off", console.display(), qmp.display()),
-            format!("-device vhost-vsock-pci,guest-cid={CID}"),
+            format!("-device vhost-vsock-pci,guest-cid={}", self.cid()),
         ]
         .iter()
         .flat_map(|part| part.split(' '))
@@ -170,7 +192,7 @@ impl QemuBuilder {
                 format!("tap,id=n0,ifname={tap},script=no,downscript=no"),
                 "-device".to_owned(),
                 // Nothing is booted from it.
-                "virtio-net-pci,netdev=n0,romfile=".to_owned(),
+                format!("virtio-net-pci,netdev=n0,romfile=,mac=52:54:00:12:34:{:02x}", self.nth),
             ]);
         }
         arguments.extend(["-append".to_owned(), self.cmdline.clone()]);
@@ -178,14 +200,12 @@ impl QemuBuilder {
     }
 }
 
-const ENDPOINT: Endpoint = Endpoint::Vhost { cid: CID };
-
 impl QemuGuest {
     /// Waits until the guest serves commands.
     pub fn wait_for_shell(&self) -> Result<()> {
         let answer = wait_for("the guest under QEMU serves commands", BOOT_LIMIT, || {
             self.process.still_running()?;
-            Ok(Script::start(&ENDPOINT, RUN_LIMIT, "echo up").and_then(Script::finish).ok())
+            Ok(Script::start(&self.endpoint, RUN_LIMIT, "echo up").and_then(Script::finish).ok())
         })?;
         ensure!(answer.stdout == "up\n", "The guest's shell answers {answer:?}");
         Ok(())
@@ -211,7 +231,7 @@ impl QemuGuest {
 
     /// Starts a shell command in the guest, to read what it writes while it runs. Dropping the script kills it.
     pub fn start_script(&self, silence_limit: Duration, command: &str) -> Result<Script> {
-        Script::start(&ENDPOINT, silence_limit, command)
+        Script::start(&self.endpoint, silence_limit, command)
     }
 
     /// QEMU's process.

@@ -1,102 +1,132 @@
-//! TCP between guest and host, over a tap.
+//! TCP over taps: between a guest and the host, and between two guests, whose taps are in one bridge.
 
-use std::io::{Read, Write};
-use std::net::{Ipv4Addr, Shutdown, TcpStream};
+use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
+use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::{host_memory, wait_for, wait_until};
+use guest_tests::{host_memory, timed_net, wait_for, wait_until};
 
-use crate::samples::{Row, Samples, median};
+use crate::samples::{Row, Samples, Unit, median};
 use crate::vmm::{Extras, MIB, Net, Vm, Vmm};
 
 const TRANSFER_BYTES: usize = 64 * MIB as usize;
-const BLOCK_BYTES: usize = 64 << 10;
 const ROUND_TRIPS: usize = 2000;
 const REPEATS: usize = 3;
 const PORT: u16 = 5001;
 const LIMIT: Duration = Duration::from_secs(120);
-const GUEST: Ipv4Addr = Ipv4Addr::new(172, 29, 0, 2);
 const HOST: Ipv4Addr = Ipv4Addr::new(172, 29, 0, 1);
-const TAP: &str = "bench0";
+/// Of the guests.
+const ADDRESSES: [Ipv4Addr; 2] = [Ipv4Addr::new(172, 29, 0, 2), Ipv4Addr::new(172, 29, 0, 3)];
+const TAPS: [&str; 2] = ["bench0", "bench1"];
+const BRIDGE: &str = "benchbr";
 
-/// Each row is the median of some runs of one guest.
+/// Each row is the median of some runs of one guest, or of one pair of guests.
 pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
-    // It may be built in.
-    let _ = Command::new("modprobe").arg("tun").status();
+    for module in ["tun", "bridge"] {
+        // It may be built in.
+        let _ = Command::new("modprobe").arg(module).status();
+    }
+    with_host(vmm, samples)?;
+    between_guests(vmm, samples)
+}
+
+/// From the host to a guest and back.
+fn with_host(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
-    let vm =
-        vmm.start(&Extras { net: Some(Net { tap: TAP.to_owned(), host: HOST }), ..Extras::default() })?;
-    vm.wait_for_shell()?;
+    let vm = start(vmm, 0, Some(HOST))?;
     // The VMMs set it up, but for QEMU, which leaves that to scripts.
-    let set_up = format!("ifconfig {TAP} {HOST} netmask 255.255.255.0 up");
-    ensure!(Command::new("sh").args(["-c", &set_up]).status()?.success(), "`{set_up}` has failed");
+    host(&format!("ifconfig {} {HOST} netmask 255.255.255.0 up", TAPS[0]))?;
+    bring_up(&vm, ADDRESSES[0])?;
+    serve(&vm)?;
+    let server = SocketAddrV4::new(ADDRESSES[0], PORT);
+    wait_for("the guest listens", LIMIT, || Ok(TcpStream::connect(server).ok()))?;
+    add(samples, Row::NetToGuest, vmm, || timed_net::send(server, TRANSFER_BYTES))?;
+    add(samples, Row::NetFromGuest, vmm, || timed_net::receive(server, TRANSFER_BYTES))?;
+    add(samples, Row::NetRoundTrip, vmm, || timed_net::round_trip(server, ROUND_TRIPS))?;
+    stop([vm])
+}
+
+/// From one guest to another of the same VMM and back, by the sender's clock.
+fn between_guests(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
+    host_memory::even_out()?;
+    let _bridge = Bridge::make()?;
+    let [from, to] = [start(vmm, 0, None)?, start(vmm, 1, None)?];
+    for tap in TAPS {
+        host(&format!("ip link set {tap} up && brctl addif {BRIDGE} {tap}"))?;
+    }
+    bring_up(&from, ADDRESSES[0])?;
+    bring_up(&to, ADDRESSES[1])?;
+    serve(&to)?;
+    let server = SocketAddrV4::new(ADDRESSES[1], PORT);
+    let time = |what: &str, count: usize| -> Result<Duration> {
+        let took = from.run(&format!("guest-tool net-time {server} {what} {count}"))?;
+        let took_us = took.trim().parse().with_context(|| format!("net-time says {took:?}"))?;
+        Ok(Duration::from_micros(took_us))
+    };
+    wait_for("the other guest answers", LIMIT, || Ok(time("round-trip", 1).ok()))?;
+    add(samples, Row::NetBetween, vmm, || time("send", TRANSFER_BYTES))?;
+    add(samples, Row::NetBetweenRoundTrip, vmm, || time("round-trip", ROUND_TRIPS))?;
+    stop([from, to])
+}
+
+/// A guest with a tap, which serves commands.
+fn start(vmm: &Vmm, nth: u8, host: Option<Ipv4Addr>) -> Result<Vm> {
+    let net = Net { tap: TAPS[usize::from(nth)].to_owned(), host, nth };
+    let vm = vmm.start(&Extras { net: Some(net), ..Extras::default() })?;
+    vm.wait_for_shell()?;
+    Ok(vm)
+}
+
+fn bring_up(vm: &Vm, address: Ipv4Addr) -> Result<()> {
     wait_until("eth0 is there", LIMIT, || Ok(vm.try_run("test -e /sys/class/net/eth0")?.code == 0))?;
-    vm.run(&format!("ip addr add {GUEST}/24 dev eth0 && ip link set eth0 up"))?;
-    vm.run(&format!("guest-tool net-serve {PORT} >/dev/null 2>&1 </dev/null &"))?;
-    wait_for("the guest listens", LIMIT, || Ok(TcpStream::connect((GUEST, PORT)).ok()))?;
-    for (row, timed) in [
-        (Row::NetToGuest, to_guest as fn() -> Result<f64>),
-        (Row::NetFromGuest, from_guest),
-        (Row::NetRoundTrip, round_trip_us),
-    ] {
-        timed()?;
-        let values = (0..REPEATS).map(|_| timed()).collect::<Result<Vec<_>>>()?;
-        samples.add(row, vmm.name(), median(&values).context("No repeats")?);
+    vm.run(&format!("ip addr add {address}/24 dev eth0 && ip link set eth0 up")).map(drop)
+}
+
+fn serve(vm: &Vm) -> Result<()> {
+    vm.run(&format!("guest-tool net-serve {PORT} >/dev/null 2>&1 </dev/null &")).map(drop)
+}
+
+/// The median of some times, after one that counts for nothing.
+fn add(samples: &mut Samples, row: Row, vmm: &Vmm, timed: impl Fn() -> Result<Duration>) -> Result<()> {
+    timed()?;
+    let in_unit = |took: Duration| match row.unit() {
+        Unit::Microseconds => took.as_secs_f64() * 1e6,
+        _ => took.as_secs_f64(),
+    };
+    let values = (0..REPEATS).map(|_| timed().map(in_unit)).collect::<Result<Vec<_>>>()?;
+    samples.add(row, vmm.name(), median(&values).context("No repeats")?);
+    Ok(())
+}
+
+/// The next VMM makes the taps anew.
+fn stop<const COUNT: usize>(vms: [Vm; COUNT]) -> Result<()> {
+    drop(vms);
+    let is_there = |tap: &&str| Path::new("/sys/class/net").join(tap).exists();
+    wait_until("the taps are gone", LIMIT, || Ok(!TAPS.iter().any(&is_there)))
+}
+
+/// Runs a command of the host.
+fn host(command: &str) -> Result<()> {
+    ensure!(Command::new("sh").args(["-c", command]).status()?.success(), "`{command}` has failed");
+    Ok(())
+}
+
+/// Goes however the measurement ends.
+struct Bridge;
+
+impl Bridge {
+    fn make() -> Result<Self> {
+        host(&format!("brctl addbr {BRIDGE}"))?;
+        let made = Self;
+        host(&format!("ip link set {BRIDGE} up"))?;
+        Ok(made)
     }
-    stop(vm)
 }
 
-/// The next VMM makes the tap anew.
-fn stop(vm: Vm) -> Result<()> {
-    drop(vm);
-    let is_gone = || Ok(!std::path::Path::new("/sys/class/net").join(TAP).exists());
-    wait_until("the tap is gone", LIMIT, is_gone)
-}
-
-fn connect(wanted: u8) -> Result<TcpStream> {
-    let mut stream = TcpStream::connect((GUEST, PORT))?;
-    stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(LIMIT))?;
-    stream.write_all(&[wanted])?;
-    Ok(stream)
-}
-
-/// Until the guest says that it has all of it.
-fn to_guest() -> Result<f64> {
-    let (mut stream, block) = (connect(b's')?, vec![1; BLOCK_BYTES]);
-    let started = Instant::now();
-    for _ in 0..TRANSFER_BYTES / BLOCK_BYTES {
-        stream.write_all(&block)?;
+impl Drop for Bridge {
+    fn drop(&mut self) {
+        let _ = host(&format!("ip link set {BRIDGE} down; brctl delbr {BRIDGE}"));
     }
-    stream.shutdown(Shutdown::Write)?;
-    stream.read_exact(&mut [0])?;
-    Ok(started.elapsed().as_secs_f64())
-}
-
-fn from_guest() -> Result<f64> {
-    let (mut stream, mut block) = (connect(b'g')?, vec![0; BLOCK_BYTES]);
-    let started = Instant::now();
-    stream.write_all(&(TRANSFER_BYTES as u64).to_le_bytes())?;
-    let mut left = TRANSFER_BYTES;
-    while left > 0 {
-        let len = stream.read(&mut block)?;
-        ensure!(len > 0, "{left} bytes have not come");
-        left -= len;
-    }
-    Ok(started.elapsed().as_secs_f64())
-}
-
-/// The median of many.
-fn round_trip_us() -> Result<f64> {
-    let mut stream = connect(b'e')?;
-    let mut times_us = Vec::with_capacity(ROUND_TRIPS);
-    for _ in 0..ROUND_TRIPS {
-        let started = Instant::now();
-        stream.write_all(&[1])?;
-        stream.read_exact(&mut [0])?;
-        times_us.push(started.elapsed().as_secs_f64() * 1e6);
-    }
-    median(&times_us).context("No round trips")
 }

@@ -23,6 +23,8 @@ pub enum Row {
     NetToGuest,
     NetFromGuest,
     NetRoundTrip,
+    NetBetween,
+    NetBetweenRoundTrip,
     ApiP99,
     BlockWrite,
     BlockRead,
@@ -79,7 +81,7 @@ pub enum Unit {
 }
 
 impl Row {
-    pub const ALL: [Self; 49] = [
+    pub const ALL: [Self; 51] = [
         Self::Boot,
         Self::VmmMemory,
         Self::Plug,
@@ -92,6 +94,8 @@ impl Row {
         Self::NetToGuest,
         Self::NetFromGuest,
         Self::NetRoundTrip,
+        Self::NetBetween,
+        Self::NetBetweenRoundTrip,
         Self::ApiP99,
         Self::NvdimmWrite,
         Self::NvdimmRead,
@@ -146,6 +150,8 @@ impl Row {
             Self::NetToGuest => "net_host_to_guest_64_mib_seconds",
             Self::NetFromGuest => "net_guest_to_host_64_mib_seconds",
             Self::NetRoundTrip => "net_round_trip_microseconds",
+            Self::NetBetween => "net_guest_to_guest_64_mib_seconds",
+            Self::NetBetweenRoundTrip => "net_guest_to_guest_round_trip_microseconds",
             Self::ApiP99 => "api_state_p99_microseconds",
             Self::NvdimmWrite => "nvdimm_write_4_kib_microseconds",
             Self::NvdimmRead => "nvdimm_read_4_kib_microseconds",
@@ -201,6 +207,8 @@ impl Row {
             Self::NetToGuest => "TCP over a tap: 64 MiB to the guest",
             Self::NetFromGuest => "TCP over a tap: 64 MiB from the guest",
             Self::NetRoundTrip => "TCP over a tap: a byte to the guest and back",
+            Self::NetBetween => "TCP over two taps and a bridge: 64 MiB from guest to guest",
+            Self::NetBetweenRoundTrip => "TCP over two taps and a bridge: a byte to the other guest and back",
             Self::ApiP99 => "vm.info (QEMU: query-status), 99th percentile of a run",
             Self::NvdimmWrite => "BTT, nvdimm on tmpfs: write 4 KiB",
             Self::NvdimmRead => "BTT, nvdimm on tmpfs: read 4 KiB",
@@ -251,6 +259,7 @@ impl Row {
             | Self::UnplugUsed
             | Self::NetToGuest
             | Self::NetFromGuest
+            | Self::NetBetween
             | Self::NvdimmUntar
             | Self::NvdimmTar
             | Self::VirtioPmemUntar

@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use guest_tests::guest::{GuestBuilder, program};
 use guest_tests::qemu::{QemuBuilder, QemuGuest};
-use guest_tests::runner::this_tests_dir;
 use guest_tests::{Guest, Image, Kernel, Output};
 use serde_json::json;
 
@@ -47,11 +46,14 @@ pub enum Disk {
     NvdimmFile(PathBuf, u64),
 }
 
-/// A tap between guest and host, which each VMM makes itself.
+/// A tap of the host, which each VMM makes itself.
 #[derive(Debug, Clone)]
 pub struct Net {
     pub tap: String,
-    pub host: Ipv4Addr,
+    /// The host's own address on it; none where it is in a bridge.
+    pub host: Option<Ipv4Addr>,
+    /// Which one of several guests at a time has it.
+    pub nth: u8,
 }
 
 /// What a guest has beside its boot memory.
@@ -103,8 +105,9 @@ impl Vmm {
         match self {
             Self::Qemu => {
                 // QEMU empties it when it opens it: until then, it would show the last guest's output.
-                forget(&this_tests_dir().join("qemu.console.log"))?;
-                Ok(Vm::Qemu(qemu(extras).start()?))
+                let builder = qemu(extras);
+                forget(&builder.console())?;
+                Ok(Vm::Qemu(builder.start()?))
             }
             Self::Foreshore => Ok(Vm::Cli(cli(extras, &program("foreshore")).pressure("off").start()?)),
             Self::Other { program, .. } => Ok(Vm::Cli(cli(extras, program).without("--metrics").start()?)),
@@ -122,8 +125,9 @@ fn cli(extras: &Extras, program: &Path) -> GuestBuilder {
     let builder = Guest::builder().program(program).kernel(kernel).image(image);
     let builder = builder.memory(&memory).cmdline(CMDLINE).without("--rng");
     let builder = match &extras.net {
-        Some(Net { tap, host }) => {
-            builder.argument("--net", &format!("tap={tap},ip={host},mask=255.255.255.0"))
+        Some(Net { tap, host, nth }) => {
+            let address = host.map_or(String::new(), |host| format!(",ip={host},mask=255.255.255.0"));
+            builder.argument("--net", &format!("tap={tap},mac=02:f5:00:00:00:{nth:02x}{address}"))
         }
         None => builder,
     };
@@ -142,7 +146,7 @@ fn qemu(extras: &Extras) -> QemuBuilder {
         .memory_mib(BOOT_MIB, extras.hotplug_mib)
         .cmdline(&format!("console=ttyS0 loglevel=5 {CMDLINE}"));
     let builder = match &extras.net {
-        Some(Net { tap, .. }) => builder.tap(tap),
+        Some(Net { tap, nth, .. }) => builder.tap(tap).nth(*nth),
         None => builder,
     };
     match &extras.disk {

@@ -9,7 +9,6 @@ mod hostile;
 mod load;
 mod mapped;
 mod memory;
-mod net;
 mod oom;
 mod sectors;
 mod stamped;
@@ -17,11 +16,13 @@ mod stream;
 mod tree;
 mod vsock;
 
+use std::net::{Ipv4Addr, SocketAddrV4, TcpListener};
 use std::process::{Command, exit};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use guest_tests::runner::StoredWrong;
+use guest_tests::timed_net;
 use guest_tests::torn::report::Area;
 
 const USAGE: &str = "\
@@ -54,6 +55,10 @@ usage:
   guest-tool time-blocks DEVICE read|write COUNT [DEPTH]
                                                  time direct 4 KiB transfers, so many (1) at a time: microseconds
   guest-tool net-serve PORT                      the other end of what is timed on a network
+  guest-tool net-time ADDRESS:PORT send|receive BYTES
+                                                 time a transfer to or from such an end: microseconds
+  guest-tool net-time ADDRESS:PORT round-trip COUNT
+                                                 the median of so many bytes there and back
   guest-tool write-sectors DEVICE PROGRAM        run a seeded program: writes:SEED:OPERATIONS:THREADS[:FIRST-END];
                                                  direct:... does not use the page cache, discards:... discards as well
   guest-tool check-sectors DEVICE [HISTORY...]
@@ -120,7 +125,8 @@ fn run(arguments: &[&str]) -> Result<()> {
         ["time-blocks", device, what, count, depth] => {
             blocks::time(device, what, number(count)?, number(depth)?)
         }
-        ["net-serve", port] => net::serve(u16::try_from(number(port)?)?),
+        ["net-serve", port] => net_serve(u16::try_from(number(port)?)?),
+        ["net-time", server, what, count] => net_time(server, what, usize::try_from(number(count)?)?),
         ["write-sectors", device, program] => sectors::write(device, program),
         ["check-sectors", device, history @ ..] => sectors::check(device, history),
         ["map-store", file, offset, bytes, seed] => {
@@ -165,6 +171,24 @@ fn time(command: &str) -> Result<()> {
     let elapsed = started.elapsed();
     ensure!(status.success(), "`{command}` ended with {status}");
     println!("{}", elapsed.as_micros());
+    Ok(())
+}
+
+fn net_serve(port: u16) -> Result<()> {
+    let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).context("Cannot listen")?;
+    println!("listening");
+    timed_net::serve(&listener)
+}
+
+fn net_time(server: &str, what: &str, count: usize) -> Result<()> {
+    let server: SocketAddrV4 = server.parse().with_context(|| format!("not ADDRESS:PORT: {server:?}"))?;
+    let took: Duration = match what {
+        "send" => timed_net::send(server, count)?,
+        "receive" => timed_net::receive(server, count)?,
+        "round-trip" => timed_net::round_trip(server, count)?,
+        other => bail!("neither send, receive nor round-trip: {other:?}"),
+    };
+    println!("{}", took.as_micros());
     Ok(())
 }
 

@@ -1,0 +1,123 @@
+//! TCP that is timed: one end serves, the other measures. Which of both is a guest, and which the host, makes no difference.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddrV4, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+const BLOCK_BYTES: usize = 64 << 10;
+/// Of an answer that does not come.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Serves connections for ever, one at a time. A connection's first byte says what is wanted: `e`, every byte back; `s`, all of
+/// it taken, and then a byte back; `g`, eight bytes that say how much is wanted, and then so much.
+pub fn serve(listener: &TcpListener) -> Result<()> {
+    for stream in listener.incoming() {
+        answer(&mut stream?)?;
+    }
+    Ok(())
+}
+
+fn answer(stream: &mut TcpStream) -> Result<()> {
+    stream.set_nodelay(true)?;
+    let (mut wanted, mut block) = ([0], vec![0; BLOCK_BYTES]);
+    if stream.read(&mut wanted)? == 0 {
+        return Ok(());
+    }
+    match wanted[0] {
+        b'e' => {
+            while stream.read(&mut wanted)? > 0 {
+                stream.write_all(&wanted)?;
+            }
+        }
+        b'g' => {
+            let mut bytes = [0; 8];
+            stream.read_exact(&mut bytes)?;
+            let mut left = usize::try_from(u64::from_le_bytes(bytes))?;
+            while left > 0 {
+                let len = left.min(BLOCK_BYTES);
+                stream.write_all(&block[..len])?;
+                left -= len;
+            }
+        }
+        b's' => {
+            while stream.read(&mut block)? > 0 {}
+            stream.write_all(&wanted)?;
+        }
+        other => bail!("{other:#x} is nothing that could be wanted"),
+    }
+    Ok(())
+}
+
+fn connect(server: SocketAddrV4, wanted: u8) -> Result<TcpStream> {
+    let mut stream = TcpStream::connect(server).with_context(|| format!("Cannot connect to {server}"))?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(LIMIT))?;
+    stream.write_all(&[wanted])?;
+    Ok(stream)
+}
+
+/// How long so many bytes take, until the server says that it has all of them.
+pub fn send(server: SocketAddrV4, bytes: usize) -> Result<Duration> {
+    let (mut stream, block) = (connect(server, b's')?, vec![1; BLOCK_BYTES]);
+    let started = Instant::now();
+    let mut left = bytes;
+    while left > 0 {
+        let len = left.min(BLOCK_BYTES);
+        stream.write_all(&block[..len])?;
+        left -= len;
+    }
+    stream.shutdown(Shutdown::Write)?;
+    stream.read_exact(&mut [0])?;
+    Ok(started.elapsed())
+}
+
+/// How long so many bytes of the server's take, from asking for them on.
+pub fn receive(server: SocketAddrV4, bytes: usize) -> Result<Duration> {
+    let (mut stream, mut block) = (connect(server, b'g')?, vec![0; BLOCK_BYTES]);
+    let started = Instant::now();
+    stream.write_all(&(bytes as u64).to_le_bytes())?;
+    let mut left = bytes;
+    while left > 0 {
+        let len = stream.read(&mut block)?;
+        ensure!((1..=left).contains(&len), "{len} bytes have come where {left} are left");
+        left -= len;
+    }
+    Ok(started.elapsed())
+}
+
+/// How long a byte takes to the server and back: the median of so many, one after the other.
+pub fn round_trip(server: SocketAddrV4, count: usize) -> Result<Duration> {
+    let mut stream = connect(server, b'e')?;
+    let mut times = Vec::with_capacity(count);
+    for _ in 0..count {
+        let started = Instant::now();
+        stream.write_all(&[1])?;
+        stream.read_exact(&mut [0])?;
+        times.push(started.elapsed());
+    }
+    times.sort();
+    times.get(count / 2).copied().context("No round trips")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn all_of_it_goes_both_ways() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let server = SocketAddrV4::new(Ipv4Addr::LOCALHOST, listener.local_addr().unwrap().port());
+        thread::spawn(move || serve(&listener));
+        // No whole number of blocks.
+        let bytes = 3 * BLOCK_BYTES + 17;
+        assert!(send(server, bytes).unwrap() > Duration::ZERO);
+        assert!(receive(server, bytes).unwrap() > Duration::ZERO);
+        assert!(round_trip(server, 10).unwrap() > Duration::ZERO);
+        assert!(round_trip(server, 0).is_err());
+    }
+}
