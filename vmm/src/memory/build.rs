@@ -12,7 +12,7 @@ use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionCollectionError, Guest
 use super::backing::resident::resident_bytes;
 use super::backing::{
     Access, Backing, BackingError, DramBacking, DramError, DramSource, HostNode, HostNodeError,
-    MappingBudget, PmBacking, Reservation, ZoneFile, ZoneFileError, free_huge_pages,
+    MappingBudget, PmBacking, Reservation, ZoneFile, ZoneFileError,
 };
 use super::dimms::{DimmPlan, Dimms};
 use super::layout::{GuestRange, HOTPLUG_ALIGN, LayoutError, MemoryMap};
@@ -75,8 +75,8 @@ pub enum MemoryError {
     },
     /// The host has too few huge pages.
     #[error(
-        "Zone {zone:?}: {} of huge pages of {} cannot be had{}; vm.nr_hugepages sets some aside",
-        Size(*len), Size(*page_bytes), free_text(*free)
+        "Zone {zone:?}: {} of huge pages of {} cannot be had, the host has {free} of them free; vm.nr_hugepages sets some aside",
+        Size(*len), Size(*page_bytes)
     )]
     HugePages {
         /// The zone's name.
@@ -85,8 +85,8 @@ pub enum MemoryError {
         len: u64,
         /// The size of a page.
         page_bytes: u64,
-        /// How many the host has free, if it says.
-        free: Option<u64>,
+        /// How many the host has free.
+        free: u64,
         /// What the kernel says.
         #[source]
         source: io::Error,
@@ -204,9 +204,8 @@ pub fn build(
             let source =
                 DramSource::of_boot(&spec.host, range.len, file.as_deref().map(|file| (file, in_file)));
             let source = source.map_err(|source| MemoryError::Dram { zone: spec.id.clone(), source })?;
-            let huge_page_bytes = source.huge_page_bytes();
             let mut backing = DramBacking::new(Arc::clone(&reservation), Arc::clone(&budget), source);
-            backing.plug(0, range.len).map_err(|err| not_mapped(spec, range.len, huge_page_bytes, err))?;
+            backing.plug(0, range.len).map_err(|err| not_mapped(spec, range.len, err))?;
             slots.add(*range, &reservation, 0, Access::ReadWrite)?;
             host_ranges[index].push((reservation.addr(), range.len));
             parts.push(Part {
@@ -433,18 +432,14 @@ fn open_file(zone: &ZoneSpec) -> Result<Option<Arc<ZoneFile>>, MemoryError> {
 }
 
 /// Why boot memory is not there.
-fn not_mapped(zone: &ZoneSpec, len: u64, huge_page_bytes: Option<u64>, err: BackingError) -> MemoryError {
-    match (huge_page_bytes, err) {
-        (Some(page_bytes), BackingError::Map { source, .. }) => {
-            let (zone, free) = (zone.id.clone(), free_huge_pages(page_bytes));
+fn not_mapped(zone: &ZoneSpec, len: u64, err: BackingError) -> MemoryError {
+    match err {
+        BackingError::HugePages { page_bytes, available_bytes, source, .. } => {
+            let (zone, free) = (zone.id.clone(), available_bytes / page_bytes);
             MemoryError::HugePages { zone, len, page_bytes, free, source }
         }
-        (_, err) => MemoryError::Map { len, source: io::Error::other(err) },
+        err => MemoryError::Map { len, source: io::Error::other(err) },
     }
-}
-
-fn free_text(free: Option<u64>) -> String {
-    free.map_or_else(String::new, |free| format!(", the host has {free} of them free"))
 }
 
 fn host_node(zone: &ZoneSpec) -> Result<Option<HostNode>, MemoryError> {

@@ -46,11 +46,7 @@ impl Backing for DramBacking {
         self.give_back().map_err(|source| BackingError::Map { offset, len, source })?;
         let (reservation, source) = (&self.reservation, &self.source);
         self.ledger.map(1, |segments| {
-            source.map(reservation, offset, len).map_err(|source| BackingError::Map {
-                offset,
-                len,
-                source,
-            })?;
+            source.map(reservation, offset, len).map_err(|err| source.refusal(offset, len, err))?;
             let of = source.in_file(offset).map_or(Source::Anonymous, |offset| Source::File { offset });
             segments.set(offset, len, of);
             Ok(())
@@ -309,6 +305,14 @@ mod tests {
             error(2 * MIB, 3 * MIB),
             "3 MiB of memory, which is not a whole number of huge pages of 2 MiB"
         );
+        // More than any host that runs this sets aside.
+        let len = 64 << 30;
+        let reservation = Arc::new(Reservation::new(len, 2 * MIB).unwrap());
+        let source = DramSource::of_hotplug(&huge(2 * MIB), len, 2 * MIB).unwrap();
+        let mut backing = DramBacking::new(reservation, Arc::new(MappingBudget::new(100)), source);
+        let err = backing.plug(0, len).unwrap_err();
+        let BackingError::HugePages { wanted_bytes, available_bytes, .. } = err else { panic!("{err:?}") };
+        assert!(wanted_bytes == len && available_bytes < len, "{available_bytes} of {wanted_bytes}");
         // x86-64 has none of that size.
         assert_eq!(error(32 * MIB, LEN), "the host has no huge pages of 32 MiB");
     }

@@ -22,9 +22,10 @@ pub use host_node::{HostNode, HostNodeError};
 pub use pm::PmBacking;
 pub use reservation::{Access, Reservation};
 pub use segments::MappingBudget;
-pub use source::{DramError, DramSource, free_huge_pages};
+pub use source::{DramError, DramSource};
 pub use zone_file::{ZoneFile, ZoneFileError};
 
+use crate::config::Size;
 use crate::pool::PoolError;
 
 /// Why a run of blocks has no memory behind it now. All of it is the host's affair: the guest is told BUSY.
@@ -45,6 +46,22 @@ pub enum BackingError {
         offset: u64,
         /// Length in bytes.
         len: u64,
+        /// What the kernel says.
+        #[source]
+        source: io::Error,
+    },
+    /// The host has fewer huge pages than that.
+    #[error(
+        "{} of huge pages of {} are wanted, the host has {} of them free",
+        Size(*wanted_bytes), Size(*page_bytes), Size(*available_bytes)
+    )]
+    HugePages {
+        /// What was asked for.
+        wanted_bytes: u64,
+        /// The size of a page.
+        page_bytes: u64,
+        /// What nobody has been promised.
+        available_bytes: u64,
         /// What the kernel says.
         #[source]
         source: io::Error,

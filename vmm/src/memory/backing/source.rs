@@ -13,7 +13,7 @@ use thiserror::Error;
 use tracing::warn;
 
 use super::zone_file::ZoneFile;
-use super::{Access, Reservation};
+use super::{Access, BackingError, Reservation};
 use crate::config::Size;
 use crate::memory::zone::{HostMemory, HostPages};
 
@@ -193,6 +193,20 @@ impl DramSource {
         })
     }
 
+    /// What `err`, of mapping what belongs at `offset`, comes down to.
+    pub(super) fn refusal(&self, offset: u64, len: u64, err: io::Error) -> BackingError {
+        let lacks_pages = err.raw_os_error() == Some(libc::ENOMEM);
+        match self.huge_page_bytes().filter(|_| lacks_pages) {
+            Some(page_bytes) => BackingError::HugePages {
+                wanted_bytes: len,
+                page_bytes,
+                available_bytes: free_huge_pages(page_bytes).unwrap_or(0) * page_bytes,
+                source: err,
+            },
+            None => BackingError::Map { offset, len, source: err },
+        }
+    }
+
     /// Where in its file what is at `offset` of the reservation is, if there is one.
     pub(super) fn in_file(&self, offset: u64) -> Option<u64> {
         self.file.as_ref().map(|mapped| mapped.offset + offset)
@@ -253,7 +267,7 @@ fn usual_huge_page_bytes() -> io::Result<u64> {
 }
 
 /// How many huge pages of that size the host has free, as far as it says.
-pub fn free_huge_pages(page_bytes: u64) -> Option<u64> {
+fn free_huge_pages(page_bytes: u64) -> Option<u64> {
     let folder = format!("/sys/kernel/mm/hugepages/hugepages-{}kB", page_bytes / 1024);
     let read = |name: &str| fs::read_to_string(format!("{folder}/{name}")).ok()?.trim().parse::<u64>().ok();
     // Those that somebody has been promised are among the free.

@@ -83,13 +83,15 @@ impl ZoneFile {
         if !file.metadata().map_err(ZoneFileError::Open)?.is_file() {
             return Err(ZoneFileError::NotAFile { what: "something else by now" });
         }
+        let huge_page_bytes = huge_page_bytes(&file).map_err(ZoneFileError::Open)?;
         if kind.is_dir() {
-            file.set_len(size_bytes).map_err(ZoneFileError::Open)?;
+            // hugetlbfs has no other lengths. Whether they are the zone's, who maps it says, with the size of the pages.
+            let len = size_bytes.next_multiple_of(huge_page_bytes.unwrap_or(1));
+            file.set_len(len).map_err(ZoneFileError::Open)?;
         } else {
             Self::check(&file, size_bytes, shared)?;
         }
         let access = if shared || kind.is_dir() { Access::ReadWrite } else { Access::ReadWritePrivate };
-        let huge_page_bytes = huge_page_bytes(&file).map_err(ZoneFileError::Open)?;
         Ok(Self { file: Arc::new(file), access, huge_page_bytes })
     }
 

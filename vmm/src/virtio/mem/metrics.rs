@@ -37,6 +37,8 @@ pub enum FailureReason {
     MappingBudget,
     /// The kernel does not map memory.
     Map,
+    /// The host has too few huge pages.
+    HugePages,
     /// The pool has too little left.
     PoolFull,
     /// The pool fails.
@@ -47,13 +49,15 @@ pub enum FailureReason {
 
 impl FailureReason {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::MappingBudget, Self::Map, Self::PoolFull, Self::Pool, Self::Slot];
+    pub const ALL: [Self; 6] =
+        [Self::MappingBudget, Self::Map, Self::HugePages, Self::PoolFull, Self::Pool, Self::Slot];
 
     /// The value of the metric label `reason`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::MappingBudget => "mapping-budget",
             Self::Map => "map",
+            Self::HugePages => "huge-pages",
             Self::PoolFull => "pool-full",
             Self::Pool => "pool",
             Self::Slot => "slot",
@@ -66,6 +70,7 @@ impl From<&BackingError> for FailureReason {
         match err {
             BackingError::MappingBudget { .. } => Self::MappingBudget,
             BackingError::Map { .. } => Self::Map,
+            BackingError::HugePages { .. } => Self::HugePages,
             BackingError::PoolFull { .. } => Self::PoolFull,
             BackingError::Pool(_) => Self::Pool,
         }
@@ -127,6 +132,6 @@ mod tests {
         for (index, reason) in FailureReason::ALL.into_iter().enumerate() {
             (0..=index).for_each(|_| metrics.failed(reason));
         }
-        assert_eq!(FailureReason::ALL.map(|reason| metrics.busy(reason)), [1, 2, 3, 4, 5]);
+        assert_eq!(FailureReason::ALL.map(|reason| metrics.busy(reason)), [1, 2, 3, 4, 5, 6]);
     }
 }

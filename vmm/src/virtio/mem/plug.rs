@@ -166,7 +166,10 @@ impl Executor {
             }
             Err(err) => {
                 let left = match &err {
-                    HostError::Backing(BackingError::PoolFull { available_bytes, .. }) => *available_bytes,
+                    HostError::Backing(
+                        BackingError::PoolFull { available_bytes, .. }
+                        | BackingError::HugePages { available_bytes, .. },
+                    ) => *available_bytes,
                     _ => 0,
                 };
                 self.lower_requested(left.min(len - 1), err.reason());

@@ -2,12 +2,14 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::guest::{GuestBuilder, Script};
 use guest_tests::runner::this_tests_dir;
-use guest_tests::{Guest, skip};
+use guest_tests::{Guest, skip, wait_until};
 use serde_json::json;
 
 use crate::zones::{MIB, mem_total_mib, zone};
@@ -19,6 +21,9 @@ guest_tests::tests![
     memory_is_there_from_the_start_where_it_is_wanted: 120,
     the_host_is_told_what_the_memory_is_for: 120,
     a_guest_runs_in_huge_pages: 180,
+    huge_pages_run_out_and_go_back: 300,
+    huge_pages_are_there_from_the_start_where_it_is_wanted: 180,
+    boot_memory_is_of_a_file_of_huge_pages: 300,
     boot_memory_is_of_a_file: 180,
 ];
 
@@ -203,15 +208,40 @@ fn the_host_is_told_what_the_memory_is_for() -> Result<()> {
 }
 
 /// Huge pages of 2 MiB that the host has set aside, until they are dropped.
-struct SetAside;
+struct SetAside {
+    pages: u64,
+}
 
 impl SetAside {
-    fn pages(count: u64) -> Result<Option<Self>> {
+    /// None where the host has no such pages, or not so many together.
+    fn pages(pages: u64) -> Result<Option<Self>> {
+        if !Path::new(HUGE_PAGES).exists() {
+            return Ok(None);
+        }
         let path = format!("{HUGE_PAGES}/nr_hugepages");
-        fs::write(&path, count.to_string()).with_context(|| format!("Cannot write {path}"))?;
-        let aside = Self;
-        let got = number("nr_hugepages")?;
-        Ok((got == count).then_some(aside))
+        fs::write(&path, pages.to_string()).with_context(|| format!("Cannot write {path}"))?;
+        let aside = Self { pages };
+        Ok((Self::number("nr_hugepages")? == pages).then_some(aside))
+    }
+
+    fn number(name: &str) -> Result<u64> {
+        let text = fs::read_to_string(format!("{HUGE_PAGES}/{name}"))?;
+        text.trim().parse().with_context(|| format!("{name}: {text:?}"))
+    }
+
+    /// Those that something is in.
+    fn used(&self) -> Result<u64> {
+        Ok(self.pages - Self::number("free_hugepages")?)
+    }
+
+    /// Those that nobody has, nor has been promised.
+    fn available(&self) -> Result<u64> {
+        Ok(Self::number("free_hugepages")? - Self::number("resv_hugepages")?)
+    }
+
+    /// After the end of the VM.
+    fn all_are_back(&self) -> Result<()> {
+        wait_until("all huge pages are the host's again", LIMIT, || Ok(self.available()? == self.pages))
     }
 }
 
@@ -222,42 +252,158 @@ impl Drop for SetAside {
     }
 }
 
-fn number(name: &str) -> Result<u64> {
-    let text = fs::read_to_string(format!("{HUGE_PAGES}/{name}"))?;
-    text.trim().parse().with_context(|| format!("{name}: {text:?}"))
+/// Why a test is skipped where the host has no huge pages, or not so many.
+const NO_HUGE_PAGES: &str = "the host does not find so many huge pages of 2 MiB";
+
+fn in_huge_pages(keys: &str) -> GuestBuilder {
+    Guest::builder().memory(&format!("hugepages=on,hugepage_size=2M,{keys}")).pressure("off")
+}
+
+fn hold(guest: &Guest, mib: u64) -> Result<Script> {
+    let mut hog = guest.start_script(LIMIT, &format!("exec guest-tool hog {mib}"))?;
+    while hog.next_line().context("The hog ended")? != format!("held {mib}") {}
+    Ok(hog)
 }
 
 fn a_guest_runs_in_huge_pages() -> Result<()> {
-    if !Path::new(HUGE_PAGES).exists() {
-        return skip("the host has no huge pages of 2 MiB".to_owned());
-    }
-    let keys = "hugepages=on,hugepage_size=2M,hotplug_method=virtio-mem,hotplug_size=128M";
-    let builder = |size| Guest::builder().memory(&format!("size={size},{keys}")).pressure("off");
-    let refusal = builder("256M").expect_refusal()?;
+    let builder = in_huge_pages("size=256M,hotplug_method=virtio-mem,hotplug_size=128M");
+    let Some(none) = SetAside::pages(0)? else { return skip(NO_HUGE_PAGES) };
+    let refusal = builder.expect_refusal()?;
     ensure!(
         refusal.message.contains("256 MiB of huge pages of 2 MiB cannot be had, the host has 0 of them free"),
         "{}",
         refusal.message
     );
-    let Some(_aside) = SetAside::pages(176)? else {
-        return skip("the host does not find 352 MiB of huge pages".to_owned());
-    };
-    let guest = builder("256M").boot()?;
-    ensure!(number("free_hugepages")? - number("resv_hugepages")? == 48, "The guest's are not set aside");
+    drop(none);
+    let Some(aside) = SetAside::pages(176)? else { return skip(NO_HUGE_PAGES) };
+    let guest = builder.boot()?;
+    ensure!(aside.available()? == 48, "The guest's are not set aside");
     guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": 352 * MIB })))?;
     guest.wait_until("96 MiB are plugged", LIMIT, || Ok(zone(&guest, "dram")?.plugged_bytes == 96 * MIB))?;
-    let mut hog = guest.start_script(LIMIT, "exec guest-tool hog 220")?;
-    while hog.next_line().context("The hog ended")? != "held 220" {}
-    let used = 176 - number("free_hugepages")?;
+    let hog = hold(&guest, 220)?;
+    let used = aside.used()?;
     ensure!(used * 2 >= 220, "{used} huge pages are in use by a guest that uses 220 MiB");
     guest.wait_until("all huge pages in use count as resident", LIMIT, || {
-        let used = 176 - number("free_hugepages")?;
+        let used = aside.used()?;
         let resident = zone(&guest, "dram")?.resident_bytes;
         // A page that the VMM has written and the guest has not touched yet may be in the file alone.
         Ok((used * 2 - 8..=used * 2).contains(&(resident / MIB)))
     })?;
     drop(hog);
-    guest.no_kernel_complaints()
+    guest.no_kernel_complaints()?;
+    // As they are, however the VM ends.
+    drop(guest);
+    aside.all_are_back()
+}
+
+fn huge_pages_run_out_and_go_back() -> Result<()> {
+    let Some(aside) = SetAside::pages(176)? else { return skip(NO_HUGE_PAGES) };
+    let guest = in_huge_pages("size=256M,hotplug_method=virtio-mem,hotplug_size=256M").boot()?;
+    let resize = |mib: u64| guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB })));
+    let plugged = |mib: u64| {
+        guest.wait_until(&format!("{mib} MiB are plugged"), LIMIT, || {
+            Ok(zone(&guest, "dram")?.plugged_bytes == mib * MIB)
+        })
+    };
+    // 1. More than there is: the guest gets what there is, and whoever asked is told.
+    resize(512)?;
+    plugged(96)?;
+    ensure!(zone(&guest, "dram")?.state == "stuck", "A size that the host has not is reached");
+    let shown = guest.api("GET", "vm.memory", None)?.to_string();
+    let reason = format!("huge-pages: the host cannot provide the {} bytes", 256 * MIB);
+    ensure!(shown.contains(&reason), "{shown}");
+    let refused = guest
+        .metrics()?
+        .value("foreshore_memory_refused_requests_total", &[("zone", "dram"), ("reason", "huge-pages")])?;
+    ensure!(refused >= 1.0, "No refused request is counted");
+    ensure!(aside.available()? == 0, "The host has huge pages left");
+    let hog = hold(&guest, 220)?;
+    drop(hog);
+    // 2. Unplugged, they are the host's.
+    resize(256)?;
+    plugged(0)?;
+    ensure!(aside.available()? == 48, "{} of 48 huge pages are back", aside.available()?);
+    // 3. Plugged again they are zeros, and work.
+    resize(352)?;
+    plugged(96)?;
+    drop(hold(&guest, 220)?);
+    guest.no_kernel_complaints()?;
+    // 4. There are not enough for two machines: a reboot has those of the one before.
+    guest.reboot_from_inside()?;
+    guest.power_off()?;
+    aside.all_are_back()
+}
+
+fn huge_pages_are_there_from_the_start_where_it_is_wanted() -> Result<()> {
+    let Some(aside) = SetAside::pages(192)? else { return skip(NO_HUGE_PAGES) };
+    let keys = "size=256M,prefault=on,hotplug_method=virtio-mem,hotplug_size=128M";
+    let guest = in_huge_pages(keys).boot()?;
+    ensure!(aside.used()? == 128, "{} huge pages are in use, not 128", aside.used()?);
+    guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": 320 * MIB })))?;
+    guest.wait_until("64 MiB are plugged", LIMIT, || Ok(zone(&guest, "dram")?.plugged_bytes == 64 * MIB))?;
+    ensure!(aside.used()? == 160, "{} huge pages are in use, not 160", aside.used()?);
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    aside.all_are_back()
+}
+
+/// Huge pages as files: unmounted when dropped.
+struct HugeFiles(PathBuf);
+
+impl HugeFiles {
+    fn mount() -> Result<Self> {
+        let dir = this_tests_dir().join("huge");
+        fs::create_dir_all(&dir)?;
+        let mount = format!("mount -t hugetlbfs -o pagesize=2M none {}", dir.display());
+        ensure!(Command::new("sh").args(["-c", &mount]).status()?.success(), "`{mount}` has failed");
+        Ok(Self(dir))
+    }
+}
+
+impl Drop for HugeFiles {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).status();
+    }
+}
+
+fn boot_memory_is_of_a_file_of_huge_pages() -> Result<()> {
+    let Some(aside) = SetAside::pages(144)? else { return skip(NO_HUGE_PAGES) };
+    let files = HugeFiles::mount()?;
+    let builder = |size: &str, file: &Path, keys: &str| {
+        let zone = format!("id=mem0,size={size},file={}{keys}", file.display());
+        Guest::builder().memory("size=0").argument("--memory-zone", &zone).pressure("off")
+    };
+    // More than there is, and no whole number of pages.
+    let refusal = builder("512M", &files.0, "").expect_refusal()?;
+    ensure!(
+        refusal.message.contains("512 MiB of huge pages of 2 MiB cannot be had, the host has 144 of them"),
+        "{}",
+        refusal.message
+    );
+    let refusal = builder("257M", &files.0, "").expect_refusal()?;
+    ensure!(refusal.message.contains("not a whole number of huge pages of 2 MiB"), "{}", refusal.message);
+    // 1. In the directory: a file without a name, gone with the VM.
+    let guest = builder("256M", &files.0, "").boot()?;
+    ensure!(aside.available()? == 16, "The guest's are not set aside");
+    let name = mappings(&guest, 256 * MIB)?.remove(0).name;
+    ensure!(name.contains("(deleted)") && name.starts_with(&files.0.display().to_string()), "{name}");
+    drop(hold(&guest, 100)?);
+    ensure!(aside.used()? * 2 >= 100, "{} huge pages are in use", aside.used()?);
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    aside.all_are_back()?;
+    // 2. A file that is the guest's as long as the VM is there, and keeps its pages until it is removed.
+    let file = files.0.join("memory");
+    fs::File::create(&file)?.set_len(256 * MIB)?;
+    let guest = builder("256M", &file, ",shared=on,prefault=on").boot()?;
+    ensure!(aside.used()? == 128, "{} huge pages are in use, not 128", aside.used()?);
+    let refusal = builder("256M", &file, ",shared=on").expect_refusal()?;
+    ensure!(refusal.message.contains("locked"), "{}", refusal.message);
+    guest.reboot_from_inside()?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()?;
+    fs::remove_file(&file)?;
+    aside.all_are_back()
 }
 
 fn boot_memory_is_of_a_file() -> Result<()> {
