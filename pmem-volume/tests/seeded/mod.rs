@@ -1,0 +1,53 @@
+//! Seeded inputs for fuzz targets, where there is no fuzzer.
+
+use std::path::Path;
+
+/// xorshift64*.
+pub struct Random(pub u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % bound
+    }
+
+    /// Few edits mostly: many leave nothing that opens.
+    pub fn input(&mut self) -> Vec<u8> {
+        let length = 1 << self.below(8);
+        (0..length).map(|_| self.below(256) as u8).collect()
+    }
+}
+
+/// Inputs of a length as the fuzzer's are, then mutations of them, then what the crate's fuzzer has found.
+pub fn try_all(target: &str, run: fn(&[u8]), inputs: u64) {
+    let mut random = Random(0x5eed_0000 + inputs);
+    let mut said = Said { target, input: vec![] };
+    for _ in 0..inputs / 2 {
+        said.input = random.input();
+        run(&said.input);
+        let at = random.below(said.input.len() as u64) as usize;
+        said.input[at] ^= 1 << random.below(8);
+        run(&said.input);
+    }
+    let found = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/found").join(target);
+    for entry in std::fs::read_dir(found).into_iter().flatten() {
+        said.input = std::fs::read(entry.unwrap().path()).unwrap();
+        run(&said.input);
+    }
+}
+
+/// Prints the input that a run panics with: it goes into fuzz/found.
+struct Said<'a> {
+    target: &'a str,
+    input: Vec<u8>,
+}
+
+impl Drop for Said<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{} panics with {:02x?}", self.target, self.input);
+        }
+    }
+}
