@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use guest_tests::host_memory;
 
-use crate::samples::{Row, Samples, p99};
+use crate::samples::{Row, Samples, median, p99};
 use crate::usage::wait_for_rest;
 use crate::vmm::{Extras, Vm, Vmm};
 
@@ -25,6 +25,7 @@ pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
         Vm::Cli(guest) => rest(&guest.api_socket())?,
         Vm::Qemu(guest) => qmp(guest.qmp_socket())?,
     };
+    samples.add(Row::ApiMedian, vmm.name(), median(&times_us).context("No calls")?);
     samples.add(Row::ApiP99, vmm.name(), p99(&times_us).context("No calls")?);
     Ok(())
 }

@@ -25,6 +25,7 @@ pub enum Row {
     NetRoundTrip,
     NetBetween,
     NetBetweenRoundTrip,
+    ApiMedian,
     ApiP99,
     BlockWrite,
     BlockRead,
@@ -81,7 +82,7 @@ pub enum Unit {
 }
 
 impl Row {
-    pub const ALL: [Self; 51] = [
+    pub const ALL: [Self; 52] = [
         Self::Boot,
         Self::VmmMemory,
         Self::Plug,
@@ -96,6 +97,7 @@ impl Row {
         Self::NetRoundTrip,
         Self::NetBetween,
         Self::NetBetweenRoundTrip,
+        Self::ApiMedian,
         Self::ApiP99,
         Self::NvdimmWrite,
         Self::NvdimmRead,
@@ -152,6 +154,7 @@ impl Row {
             Self::NetRoundTrip => "net_round_trip_microseconds",
             Self::NetBetween => "net_guest_to_guest_64_mib_seconds",
             Self::NetBetweenRoundTrip => "net_guest_to_guest_round_trip_microseconds",
+            Self::ApiMedian => "api_state_median_microseconds",
             Self::ApiP99 => "api_state_p99_microseconds",
             Self::NvdimmWrite => "nvdimm_write_4_kib_microseconds",
             Self::NvdimmRead => "nvdimm_read_4_kib_microseconds",
@@ -209,6 +212,7 @@ impl Row {
             Self::NetRoundTrip => "TCP over a tap: a byte to the guest and back",
             Self::NetBetween => "TCP over two taps and a bridge: 64 MiB from guest to guest",
             Self::NetBetweenRoundTrip => "TCP over two taps and a bridge: a byte to the other guest and back",
+            Self::ApiMedian => "vm.info (QEMU: query-status), median of a run",
             Self::ApiP99 => "vm.info (QEMU: query-status), 99th percentile of a run",
             Self::NvdimmWrite => "BTT, nvdimm on tmpfs: write 4 KiB",
             Self::NvdimmRead => "BTT, nvdimm on tmpfs: read 4 KiB",
