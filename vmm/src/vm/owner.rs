@@ -663,5 +663,4 @@ fn answer<T>(reply: Reply<T>, result: Result<T, VmError>) {
 }
 
 #[cfg(test)]
-#[path = "owner_tests.rs"]
 pub(crate) mod tests;

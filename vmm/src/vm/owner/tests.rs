@@ -1,5 +1,10 @@
 //! The owner with machines that only say what is done to them.
 
+mod busy;
+mod devices;
+mod sizes;
+mod told;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -8,7 +13,7 @@ use parking_lot::Mutex;
 use balloon::params::Setting;
 
 use super::*;
-use crate::config::{MemoryConfig, PressureConfig, test_config};
+use crate::config::{PressureConfig, test_config};
 use crate::events::{Seen, Watcher};
 use crate::vm::request::VmHandle;
 
@@ -239,201 +244,6 @@ fn a_reboot_ends_the_old_machine_before_the_new_one_is_built() {
     });
 }
 
-fn disk(text: &str) -> Box<DeviceConfig> {
-    Box::new(DeviceConfig::Disk(crate::config::DiskConfig::parse(text).unwrap()))
-}
-
-async fn add(vm: &Fixture, text: &str) -> Result<Option<PciDeviceInfo>, VmError> {
-    vm.handle.ask(|reply| VmRequest::AddDevice(disk(text), reply)).await
-}
-
-async fn remove(vm: &Fixture, id: &str) -> Result<(), VmError> {
-    vm.handle.ask(|reply| VmRequest::RemoveDevice(id.to_owned(), reply)).await
-}
-
-async fn disk_ids(vm: &Fixture) -> Vec<Option<String>> {
-    let info = vm.handle.ask(VmRequest::Info).await.unwrap();
-    info.config.disks.into_iter().map(|disk| disk.id).collect()
-}
-
-#[test]
-fn devices_of_a_vm_that_does_not_run_are_its_configuration() {
-    run(async {
-        let vm = serve(None, None, AtGuestShutdown::End);
-        assert!(matches!(add(&vm, "path=/d").await, Err(VmError::NotCreated)));
-        assert!(matches!(remove(&vm, "d").await, Err(VmError::NotCreated)));
-        vm.handle.ask(|reply| VmRequest::Create(Box::new(test_config()), reply)).await.unwrap();
-        assert_eq!(add(&vm, "path=/d,id=d").await.unwrap(), None);
-        assert!(matches!(add(&vm, "path=/e,id=d").await, Err(VmError::Config(_))));
-        assert!(matches!(add(&vm, "path=/e,num_queues=9").await, Err(VmError::Config(_))));
-        assert_eq!(disk_ids(&vm).await, [Some("d".to_owned())]);
-        assert!(matches!(remove(&vm, "x").await, Err(VmError::NoSuchDevice { .. })));
-        remove(&vm, "d").await.unwrap();
-        assert_eq!(disk_ids(&vm).await, []);
-        // What was open for it is closed.
-        assert_eq!(vm.log(), ["keep"]);
-    });
-}
-
-/// An interface whose one queue is this pipe's end.
-fn net_of(text: &str, fd: std::os::fd::OwnedFd) -> Box<DeviceConfig> {
-    let mut net = crate::config::NetConfig::parse(text).unwrap();
-    net.fds = vec![fd.into()];
-    Box::new(DeviceConfig::Net(net))
-}
-
-/// Whether somebody has the other end of it.
-fn is_open(reader: &mut std::io::PipeReader) -> bool {
-    rustix::io::ioctl_fionbio(&*reader, true).unwrap();
-    std::io::Read::read(reader, &mut [0]).is_err()
-}
-
-#[test]
-fn descriptors_of_an_interface_are_kept_over_reboots_and_closed_when_it_goes() {
-    run(async {
-        let vm = serve(None, None, AtGuestShutdown::End);
-        vm.handle.ask(|reply| VmRequest::Create(Box::new(test_config()), reply)).await.unwrap();
-        let add = async |text, fd| vm.handle.ask(|reply| VmRequest::AddDevice(net_of(text, fd), reply)).await;
-        let (mut reader, writer) = std::io::pipe().unwrap();
-        assert_eq!(add("id=n", writer.into()).await.unwrap(), None);
-        let net = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.net;
-        let given = net().await;
-        assert!(given[0].mac.is_some() && given[0].fds.len() == 1);
-        vm.handle.ask(VmRequest::Boot).await.unwrap();
-        vm.handle.ask(VmRequest::Reboot).await.unwrap();
-        assert_eq!(net().await, given);
-        assert!(is_open(&mut reader));
-        // What is refused is closed.
-        let (mut other, writer) = std::io::pipe().unwrap();
-        assert!(matches!(add("id=n", writer.into()).await, Err(VmError::Config(_))));
-        assert!(!is_open(&mut other));
-        let (mut other, writer) = std::io::pipe().unwrap();
-        assert!(matches!(add("queue_size=32", writer.into()).await, Err(VmError::BadRequest(_))));
-        assert!(!is_open(&mut other));
-        drop(given);
-        remove(&vm, "n").await.unwrap();
-        assert_eq!(net().await, []);
-        assert!(!is_open(&mut reader));
-        // So are those of a VM that is deleted.
-        let (mut reader, writer) = std::io::pipe().unwrap();
-        assert!(add("", writer.into()).await.unwrap().is_some());
-        assert!(is_open(&mut reader));
-        vm.handle.ask(VmRequest::Delete).await.unwrap();
-        assert!(!is_open(&mut reader));
-    });
-}
-
-/// The owner is on a thread of its own here, as it is for the API's.
-#[test]
-fn info_is_answered_while_a_machine_is_built_as_it_was_before() {
-    let (building, delay) = std::sync::mpsc::channel();
-    let factory = FakeFactory { delay: Arc::new(Mutex::new(Some(delay))), ..Default::default() };
-    let log = Arc::clone(&factory.log);
-    let (handle, requests) = VmHandle::channel();
-    let owner = std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        runtime.block_on(Owner::new(factory, AtGuestShutdown::End, Events::start()).run(None, requests))
-    });
-    run(async {
-        handle.ask(|reply| VmRequest::Create(Box::new(test_config()), reply)).await.unwrap();
-        let boot = {
-            let handle = handle.clone();
-            tokio::task::spawn_local(async move { handle.ask(VmRequest::Boot).await })
-        };
-        while log.lock().is_empty() {
-            tokio::task::yield_now().await;
-        }
-        for _ in 0..3 {
-            assert_eq!(handle.info().await.unwrap().state, VmState::Created);
-        }
-        assert!(!boot.is_finished());
-        drop(building);
-        boot.await.unwrap().unwrap();
-        assert_eq!(handle.info().await.unwrap().state, VmState::Running);
-        handle.ask(VmRequest::ShutdownVmm).await.unwrap();
-        assert!(matches!(handle.info().await, Err(VmError::Ending)));
-    });
-    owner.join().unwrap().unwrap();
-}
-
-#[test]
-fn info_has_a_tree_of_devices_while_there_is_a_machine() {
-    run(async {
-        let vm = start(None).await;
-        let tree = async || vm.handle.ask(VmRequest::Info).await.unwrap().device_tree;
-        let found = serde_json::to_value(tree().await).unwrap();
-        let expected = serde_json::json!({
-            "_disk1": {"id": "_disk1", "resources": [], "parent": "_virtio-pci-_disk1", "children": [], "pci_bdf": null},
-            "_virtio-pci-_disk1":
-                {"id": "_virtio-pci-_disk1", "resources": [], "parent": null, "children": ["_disk1"], "pci_bdf": "0000:00:04.0"},
-        });
-        assert_eq!(found, expected);
-        vm.handle.ask(VmRequest::Shutdown).await.unwrap();
-        assert_eq!(tree().await, None);
-    });
-}
-
-#[test]
-fn devices_of_a_vm_that_runs_are_the_next_boots_as_well() {
-    run(async {
-        let vm = start(None).await;
-        let info = add(&vm, "path=/d").await.unwrap().unwrap();
-        assert_eq!(info, PciDeviceInfo { id: "_disk0".to_owned(), bdf: "0000:00:05.0".to_owned() });
-        // What the machine refuses is not in the configuration either.
-        assert!(matches!(add(&vm, "path=/missing,id=m").await, Err(VmError::Failed(_))));
-        assert!(matches!(add(&vm, "path=/e,id=_disk0").await, Err(VmError::Config(_))));
-        assert_eq!(disk_ids(&vm).await, [Some("_disk0".to_owned())]);
-        // In a VM that is paused as well; and the configuration does not wait for the guest.
-        let _ = vm.handle.ask(VmRequest::Pause).await;
-        assert!(add(&vm, "path=/e,id=e").await.unwrap().is_some());
-        remove(&vm, "_disk0").await.unwrap();
-        assert_eq!(disk_ids(&vm).await, [Some("e".to_owned())]);
-        // The guest still has one that was removed: its name is not given to another.
-        for id in ["_disk0", "_disk2"] {
-            assert_eq!(add(&vm, "path=/f").await.unwrap().unwrap().id, id);
-        }
-        for id in ["_disk0", "_disk2"] {
-            remove(&vm, id).await.unwrap();
-        }
-        // It may be asked again until it is gone: the machine knows.
-        remove(&vm, "_disk0").await.unwrap();
-        assert!(matches!(remove(&vm, "nobody").await, Err(VmError::NoSuchDevice { .. })));
-        vm.send(0, MachineEvent::Ejected { slot: 5 });
-        vm.handle.ask(VmRequest::Reboot).await.unwrap();
-        // One of a machine that was replaced.
-        vm.send(0, MachineEvent::Ejected { slot: 5 });
-        assert_eq!(disk_ids(&vm).await, [Some("e".to_owned())]);
-        assert_eq!(vm.log().iter().filter(|entry| **entry == "ejected").count(), 1);
-    });
-}
-
-#[test]
-fn a_pause_is_answered_when_everything_stands_still_and_others_do_not_wait() {
-    run(async {
-        let vm = start(None).await;
-        let (moves, stands_still) = std::sync::mpsc::channel();
-        *vm.moves.lock() = Some(stands_still);
-        let handle = vm.handle.clone();
-        let pause = tokio::task::spawn_local(async move { handle.ask(VmRequest::Pause).await });
-        // The owner takes one request after the other: when this one is answered, it has done what it does for a pause.
-        while vm.state().await != VmState::Paused {}
-        assert_eq!(vm.state().await, VmState::Paused);
-        assert!(!pause.is_finished());
-        drop(moves);
-        pause.await.unwrap().unwrap();
-    });
-}
-
-#[test]
-fn info_has_the_memory_without_looking_for_what_is_resident() {
-    run(async {
-        let vm = start(None).await;
-        let info = vm.handle.ask(VmRequest::Info).await.unwrap();
-        assert_eq!(info.memory_actual_size, 3 << 30);
-        assert!(!vm.log().contains(&"zones"));
-    });
-}
-
 #[test]
 fn events_of_a_machine_that_has_been_replaced_are_dropped() {
     run(async {
@@ -597,20 +407,6 @@ fn a_vm_that_is_paused_by_hand_and_fails_meanwhile_stays_paused() {
 }
 
 #[test]
-fn a_vm_that_is_shut_down_is_resized_in_its_configuration_and_booted_again() {
-    run(async {
-        let vm = start(None).await;
-        vm.handle.ask(VmRequest::Shutdown).await.unwrap();
-        assert_eq!(vm.state().await, VmState::Created);
-        let resize = ResizeRequest { desired_ram: Some(1 << 30), ..Default::default() };
-        vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await.unwrap();
-        assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size, 1 << 30);
-        vm.handle.ask(VmRequest::Boot).await.unwrap();
-        assert_eq!(vm.state().await, VmState::Running);
-    });
-}
-
-#[test]
 fn a_boot_that_fails_is_the_runs_error() {
     run(async {
         let vm = start(Some(0)).await;
@@ -686,124 +482,6 @@ fn a_boot_that_fails_leaves_the_vm_created() {
         assert!(matches!(vm.handle.ask(VmRequest::Boot).await, Err(VmError::Failed(_))));
         assert_eq!(vm.state().await, VmState::Created);
         vm.handle.ask(VmRequest::Delete).await.unwrap();
-    });
-}
-
-#[test]
-fn a_vm_that_does_not_run_is_resized_in_its_configuration() {
-    run(async {
-        let vm = serve(None, None, AtGuestShutdown::End);
-        vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
-        let resize = async |resize| vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await;
-        let more =
-            ResizeRequest { desired_ram: Some(1 << 30), desired_vcpus: Some(1), desired_balloon: Some(0) };
-        resize(more).await.unwrap();
-        let info = vm.handle.ask(VmRequest::Info).await.unwrap();
-        assert_eq!((info.config.memory.size, info.memory_actual_size), (1 << 30, 1 << 30));
-        // All of it or nothing.
-        for wrong in [
-            ResizeRequest { desired_vcpus: Some(3), ..ResizeRequest::default() },
-            ResizeRequest {
-                desired_ram: Some(2 << 30),
-                desired_balloon: Some(1 << 30),
-                ..ResizeRequest::default()
-            },
-            ResizeRequest { desired_ram: Some(0), ..ResizeRequest::default() },
-        ] {
-            assert!(matches!(resize(wrong).await, Err(VmError::BadRequest(_))));
-        }
-        let zone = ResizeZoneRequest { id: "pm".to_owned(), desired_ram: 0 };
-        let refused = vm.handle.ask(|reply| VmRequest::ResizeZone(zone, reply)).await;
-        assert!(matches!(refused, Err(VmError::BadRequest(_))));
-        assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size, 1 << 30);
-        assert!(vm.log().is_empty());
-    });
-}
-
-#[test]
-fn the_next_boot_has_what_has_come_by_acpi() {
-    run(async {
-        let mut config = test_config();
-        config.memory = MemoryConfig::parse("size=512M,hotplug_size=1G").unwrap();
-        let vm = serve(None, Some(config), AtGuestShutdown::End);
-        let resize = async |bytes| {
-            let resize = ResizeRequest { desired_ram: Some(bytes), ..ResizeRequest::default() };
-            vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await
-        };
-        let size = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size;
-        for bytes in [1 << 30, 256 << 20] {
-            resize(bytes).await.unwrap();
-            assert_eq!(size().await, bytes);
-        }
-        // What could not be booted is refused, and the machine is not asked.
-        assert!(matches!(resize(5000).await, Err(VmError::BadRequest(_))));
-        assert_eq!(size().await, 256 << 20);
-        assert_eq!(vm.log(), ["build", "resume", "resize", "resize"]);
-    });
-}
-
-#[test]
-fn the_configuration_has_the_vcpus_that_the_guest_was_asked_to_have() {
-    run(async {
-        let mut config = test_config();
-        config.cpus.max_vcpus = 4;
-        let vm = serve(None, Some(config), AtGuestShutdown::End);
-        let resize = async |vcpus| {
-            let resize = ResizeRequest { desired_vcpus: Some(vcpus), ..ResizeRequest::default() };
-            vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await
-        };
-        let count = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.cpus.boot_vcpus;
-        resize(4).await.unwrap();
-        assert_eq!(count().await, 4);
-        for wrong in [0, 5, 255] {
-            let refused = resize(wrong).await.unwrap_err().to_string();
-            assert_eq!(refused, format!("desired_vcpus {wrong}: the VM can have 1 to 4 vCPUs"));
-        }
-        assert!(matches!(resize(3).await, Err(VmError::VcpusLeaving { .. })));
-        assert_eq!(count().await, 4);
-        vm.send(0, MachineEvent::VcpuEjected { index: 2 });
-        vm.handle.ask(VmRequest::Reboot).await.unwrap();
-        // Of an earlier machine.
-        vm.send(0, MachineEvent::VcpuEjected { index: 1 });
-        assert_eq!(count().await, 4);
-        let expected = "build, resume, resize vcpus, resize vcpus, vcpu ejected, drop, build, resume";
-        assert_eq!(vm.log().join(", "), expected);
-    });
-}
-
-#[test]
-fn what_happens_is_told_in_its_order() {
-    run(async {
-        let vm = start(None).await;
-        vm.handle.ask(VmRequest::Pause).await.unwrap();
-        vm.handle.ask(VmRequest::Resume).await.unwrap();
-        let resize = ResizeRequest { desired_ram: Some(1 << 30), ..ResizeRequest::default() };
-        vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await.unwrap();
-        vm.handle.ask(VmRequest::Reboot).await.unwrap();
-        vm.handle.ask(VmRequest::Shutdown).await.unwrap();
-        // What is refused is not told.
-        assert!(vm.handle.ask(VmRequest::Pause).await.is_err());
-        assert!(vm.handle.ask(VmRequest::Resume).await.is_err());
-        vm.handle.ask(VmRequest::Boot).await.unwrap();
-        vm.send(2, MachineEvent::MustPause { reason: "no room".to_owned() });
-        assert!(vm.handle.ask(VmRequest::Resume).await.is_err());
-        vm.handle.ask(VmRequest::Delete).await.unwrap();
-        let expected = [
-            "booting booted pausing paused resuming resumed resizing resized rebooting rebooted shutdown",
-            "booting booted failed shutdown deleted",
-        ];
-        assert_eq!(vm.told().await.join(" "), expected.join(" "));
-        // A boot that fails only begins; a guest that switches itself off takes all with it.
-        let vm = serve(Some(0), None, AtGuestShutdown::End);
-        vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
-        assert!(vm.handle.ask(VmRequest::Boot).await.is_err());
-        assert_eq!(vm.told().await, ["booting"]);
-        let vm = start(None).await;
-        vm.send(0, MachineEvent::GuestShutdown);
-        while !vm.end.is_finished() {
-            tokio::task::yield_now().await;
-        }
-        assert_eq!(vm.told().await, ["booting", "booted", "shutdown", "deleted"]);
     });
 }
 

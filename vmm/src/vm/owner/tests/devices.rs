@@ -1,0 +1,138 @@
+//! Devices that come and go, before boot and after it.
+
+use super::*;
+
+fn disk(text: &str) -> Box<DeviceConfig> {
+    Box::new(DeviceConfig::Disk(crate::config::DiskConfig::parse(text).unwrap()))
+}
+
+async fn add(vm: &Fixture, text: &str) -> Result<Option<PciDeviceInfo>, VmError> {
+    vm.handle.ask(|reply| VmRequest::AddDevice(disk(text), reply)).await
+}
+
+async fn remove(vm: &Fixture, id: &str) -> Result<(), VmError> {
+    vm.handle.ask(|reply| VmRequest::RemoveDevice(id.to_owned(), reply)).await
+}
+
+async fn disk_ids(vm: &Fixture) -> Vec<Option<String>> {
+    let info = vm.handle.ask(VmRequest::Info).await.unwrap();
+    info.config.disks.into_iter().map(|disk| disk.id).collect()
+}
+
+#[test]
+fn devices_of_a_vm_that_does_not_run_are_its_configuration() {
+    run(async {
+        let vm = serve(None, None, AtGuestShutdown::End);
+        assert!(matches!(add(&vm, "path=/d").await, Err(VmError::NotCreated)));
+        assert!(matches!(remove(&vm, "d").await, Err(VmError::NotCreated)));
+        vm.handle.ask(|reply| VmRequest::Create(Box::new(test_config()), reply)).await.unwrap();
+        assert_eq!(add(&vm, "path=/d,id=d").await.unwrap(), None);
+        assert!(matches!(add(&vm, "path=/e,id=d").await, Err(VmError::Config(_))));
+        assert!(matches!(add(&vm, "path=/e,num_queues=9").await, Err(VmError::Config(_))));
+        assert_eq!(disk_ids(&vm).await, [Some("d".to_owned())]);
+        assert!(matches!(remove(&vm, "x").await, Err(VmError::NoSuchDevice { .. })));
+        remove(&vm, "d").await.unwrap();
+        assert_eq!(disk_ids(&vm).await, []);
+        // What was open for it is closed.
+        assert_eq!(vm.log(), ["keep"]);
+    });
+}
+
+/// An interface whose one queue is this pipe's end.
+fn net_of(text: &str, fd: std::os::fd::OwnedFd) -> Box<DeviceConfig> {
+    let mut net = crate::config::NetConfig::parse(text).unwrap();
+    net.fds = vec![fd.into()];
+    Box::new(DeviceConfig::Net(net))
+}
+
+/// Whether somebody has the other end of it.
+fn is_open(reader: &mut std::io::PipeReader) -> bool {
+    rustix::io::ioctl_fionbio(&*reader, true).unwrap();
+    std::io::Read::read(reader, &mut [0]).is_err()
+}
+
+#[test]
+fn descriptors_of_an_interface_are_kept_over_reboots_and_closed_when_it_goes() {
+    run(async {
+        let vm = serve(None, None, AtGuestShutdown::End);
+        vm.handle.ask(|reply| VmRequest::Create(Box::new(test_config()), reply)).await.unwrap();
+        let add = async |text, fd| vm.handle.ask(|reply| VmRequest::AddDevice(net_of(text, fd), reply)).await;
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        assert_eq!(add("id=n", writer.into()).await.unwrap(), None);
+        let net = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.net;
+        let given = net().await;
+        assert!(given[0].mac.is_some() && given[0].fds.len() == 1);
+        vm.handle.ask(VmRequest::Boot).await.unwrap();
+        vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        assert_eq!(net().await, given);
+        assert!(is_open(&mut reader));
+        // What is refused is closed.
+        let (mut other, writer) = std::io::pipe().unwrap();
+        assert!(matches!(add("id=n", writer.into()).await, Err(VmError::Config(_))));
+        assert!(!is_open(&mut other));
+        let (mut other, writer) = std::io::pipe().unwrap();
+        assert!(matches!(add("queue_size=32", writer.into()).await, Err(VmError::BadRequest(_))));
+        assert!(!is_open(&mut other));
+        drop(given);
+        remove(&vm, "n").await.unwrap();
+        assert_eq!(net().await, []);
+        assert!(!is_open(&mut reader));
+        // So are those of a VM that is deleted.
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        assert!(add("", writer.into()).await.unwrap().is_some());
+        assert!(is_open(&mut reader));
+        vm.handle.ask(VmRequest::Delete).await.unwrap();
+        assert!(!is_open(&mut reader));
+    });
+}
+
+#[test]
+fn info_has_a_tree_of_devices_while_there_is_a_machine() {
+    run(async {
+        let vm = start(None).await;
+        let tree = async || vm.handle.ask(VmRequest::Info).await.unwrap().device_tree;
+        let found = serde_json::to_value(tree().await).unwrap();
+        let expected = serde_json::json!({
+            "_disk1": {"id": "_disk1", "resources": [], "parent": "_virtio-pci-_disk1", "children": [], "pci_bdf": null},
+            "_virtio-pci-_disk1":
+                {"id": "_virtio-pci-_disk1", "resources": [], "parent": null, "children": ["_disk1"], "pci_bdf": "0000:00:04.0"},
+        });
+        assert_eq!(found, expected);
+        vm.handle.ask(VmRequest::Shutdown).await.unwrap();
+        assert_eq!(tree().await, None);
+    });
+}
+
+#[test]
+fn devices_of_a_vm_that_runs_are_the_next_boots_as_well() {
+    run(async {
+        let vm = start(None).await;
+        let info = add(&vm, "path=/d").await.unwrap().unwrap();
+        assert_eq!(info, PciDeviceInfo { id: "_disk0".to_owned(), bdf: "0000:00:05.0".to_owned() });
+        // What the machine refuses is not in the configuration either.
+        assert!(matches!(add(&vm, "path=/missing,id=m").await, Err(VmError::Failed(_))));
+        assert!(matches!(add(&vm, "path=/e,id=_disk0").await, Err(VmError::Config(_))));
+        assert_eq!(disk_ids(&vm).await, [Some("_disk0".to_owned())]);
+        // In a VM that is paused as well; and the configuration does not wait for the guest.
+        let _ = vm.handle.ask(VmRequest::Pause).await;
+        assert!(add(&vm, "path=/e,id=e").await.unwrap().is_some());
+        remove(&vm, "_disk0").await.unwrap();
+        assert_eq!(disk_ids(&vm).await, [Some("e".to_owned())]);
+        // The guest still has one that was removed: its name is not given to another.
+        for id in ["_disk0", "_disk2"] {
+            assert_eq!(add(&vm, "path=/f").await.unwrap().unwrap().id, id);
+        }
+        for id in ["_disk0", "_disk2"] {
+            remove(&vm, id).await.unwrap();
+        }
+        // It may be asked again until it is gone: the machine knows.
+        remove(&vm, "_disk0").await.unwrap();
+        assert!(matches!(remove(&vm, "nobody").await, Err(VmError::NoSuchDevice { .. })));
+        vm.send(0, MachineEvent::Ejected { slot: 5 });
+        vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        // One of a machine that was replaced.
+        vm.send(0, MachineEvent::Ejected { slot: 5 });
+        assert_eq!(disk_ids(&vm).await, [Some("e".to_owned())]);
+        assert_eq!(vm.log().iter().filter(|entry| **entry == "ejected").count(), 1);
+    });
+}

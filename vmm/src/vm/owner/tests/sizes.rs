@@ -1,0 +1,100 @@
+//! Memory and vCPUs of another size, and what the next boot has of it.
+
+use super::*;
+use crate::config::MemoryConfig;
+
+#[test]
+fn a_vm_that_is_shut_down_is_resized_in_its_configuration_and_booted_again() {
+    run(async {
+        let vm = start(None).await;
+        vm.handle.ask(VmRequest::Shutdown).await.unwrap();
+        assert_eq!(vm.state().await, VmState::Created);
+        let resize = ResizeRequest { desired_ram: Some(1 << 30), ..Default::default() };
+        vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await.unwrap();
+        assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size, 1 << 30);
+        vm.handle.ask(VmRequest::Boot).await.unwrap();
+        assert_eq!(vm.state().await, VmState::Running);
+    });
+}
+
+#[test]
+fn a_vm_that_does_not_run_is_resized_in_its_configuration() {
+    run(async {
+        let vm = serve(None, None, AtGuestShutdown::End);
+        vm.handle.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
+        let resize = async |resize| vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await;
+        let more =
+            ResizeRequest { desired_ram: Some(1 << 30), desired_vcpus: Some(1), desired_balloon: Some(0) };
+        resize(more).await.unwrap();
+        let info = vm.handle.ask(VmRequest::Info).await.unwrap();
+        assert_eq!((info.config.memory.size, info.memory_actual_size), (1 << 30, 1 << 30));
+        // All of it or nothing.
+        for wrong in [
+            ResizeRequest { desired_vcpus: Some(3), ..ResizeRequest::default() },
+            ResizeRequest {
+                desired_ram: Some(2 << 30),
+                desired_balloon: Some(1 << 30),
+                ..ResizeRequest::default()
+            },
+            ResizeRequest { desired_ram: Some(0), ..ResizeRequest::default() },
+        ] {
+            assert!(matches!(resize(wrong).await, Err(VmError::BadRequest(_))));
+        }
+        let zone = ResizeZoneRequest { id: "pm".to_owned(), desired_ram: 0 };
+        let refused = vm.handle.ask(|reply| VmRequest::ResizeZone(zone, reply)).await;
+        assert!(matches!(refused, Err(VmError::BadRequest(_))));
+        assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size, 1 << 30);
+        assert!(vm.log().is_empty());
+    });
+}
+
+#[test]
+fn the_next_boot_has_what_has_come_by_acpi() {
+    run(async {
+        let mut config = test_config();
+        config.memory = MemoryConfig::parse("size=512M,hotplug_size=1G").unwrap();
+        let vm = serve(None, Some(config), AtGuestShutdown::End);
+        let resize = async |bytes| {
+            let resize = ResizeRequest { desired_ram: Some(bytes), ..ResizeRequest::default() };
+            vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await
+        };
+        let size = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.memory.size;
+        for bytes in [1 << 30, 256 << 20] {
+            resize(bytes).await.unwrap();
+            assert_eq!(size().await, bytes);
+        }
+        // What could not be booted is refused, and the machine is not asked.
+        assert!(matches!(resize(5000).await, Err(VmError::BadRequest(_))));
+        assert_eq!(size().await, 256 << 20);
+        assert_eq!(vm.log(), ["build", "resume", "resize", "resize"]);
+    });
+}
+
+#[test]
+fn the_configuration_has_the_vcpus_that_the_guest_was_asked_to_have() {
+    run(async {
+        let mut config = test_config();
+        config.cpus.max_vcpus = 4;
+        let vm = serve(None, Some(config), AtGuestShutdown::End);
+        let resize = async |vcpus| {
+            let resize = ResizeRequest { desired_vcpus: Some(vcpus), ..ResizeRequest::default() };
+            vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await
+        };
+        let count = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.cpus.boot_vcpus;
+        resize(4).await.unwrap();
+        assert_eq!(count().await, 4);
+        for wrong in [0, 5, 255] {
+            let refused = resize(wrong).await.unwrap_err().to_string();
+            assert_eq!(refused, format!("desired_vcpus {wrong}: the VM can have 1 to 4 vCPUs"));
+        }
+        assert!(matches!(resize(3).await, Err(VmError::VcpusLeaving { .. })));
+        assert_eq!(count().await, 4);
+        vm.send(0, MachineEvent::VcpuEjected { index: 2 });
+        vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        // Of an earlier machine.
+        vm.send(0, MachineEvent::VcpuEjected { index: 1 });
+        assert_eq!(count().await, 4);
+        let expected = "build, resume, resize vcpus, resize vcpus, vcpu ejected, drop, build, resume";
+        assert_eq!(vm.log().join(", "), expected);
+    });
+}
