@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use super::limiter::Source;
+
 /// The longest text in an event, in characters.
 const MAX_TEXT: usize = 500;
 
@@ -117,6 +119,17 @@ impl Event<'_> {
             Self::Failed { .. } => ("foreshore", "failed"),
             Self::MemoryReached { .. } => ("foreshore", "memory-reached"),
             Self::MemoryRefused { .. } => ("foreshore", "memory-refused"),
+        }
+    }
+
+    /// Whose events it is counted among, if a guest may cause it as often as it likes.
+    pub(super) fn concerns(&self) -> Source {
+        match self {
+            Self::DeviceActivated { id } | Self::DeviceReset { id } => Source::Device((*id).to_owned()),
+            Self::MemoryReached { zone, .. } | Self::MemoryRefused { zone, .. } => {
+                Source::Zone((*zone).to_owned())
+            }
+            _ => Source::Vm,
         }
     }
 

@@ -1,10 +1,11 @@
 //! What happens to the VM and the VMM, told to whoever watches: a file or FIFO (`--event-monitor`), and clients of
 //! `vmm.events`.
 //!
-//! Who tells never waits: what a watcher is too slow for is lost to that watcher, and counted. docs/events.md lists every event.
+//! Who tells never waits: what a watcher is too slow for is lost to that watcher, and counted. What a guest causes is told as often
+//! as [`limiter`] allows. docs/events.md lists every event.
 
 mod event;
-mod memory;
+mod limiter;
 mod monitor;
 
 use std::collections::BTreeMap;
@@ -14,10 +15,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use serde::Serialize;
-use tokio::sync::broadcast;
+use tokio::sync::{Notify, broadcast};
 
 pub use self::event::Event;
-pub use self::memory::{Verdict, ZoneDigest, ZoneNews};
+use self::limiter::{Bounds, Limiter, Source, Verdict};
 pub use self::monitor::{Monitor, MonitorError};
 
 /// So many events may wait for a watcher. A boot tells some twenty.
@@ -43,6 +44,25 @@ pub struct Events {
     /// `None` is the end.
     queue: broadcast::Sender<Option<Arc<Told>>>,
     counters: Arc<EventCounters>,
+    /// Held while something is told of what it limits, so that what is told last is what happened last.
+    limiter: Arc<Mutex<Limiter<Message>>>,
+    /// Notified when something is withheld.
+    withheld: Arc<Notify>,
+}
+
+/// An event without its time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Message {
+    source: &'static str,
+    event: &'static str,
+    properties: Option<BTreeMap<&'static str, String>>,
+}
+
+impl From<&Event<'_>> for Message {
+    fn from(event: &Event<'_>) -> Self {
+        let (source, name) = event.name();
+        Self { source, event: name, properties: event.properties() }
+    }
 }
 
 /// How many events there have been, and how many a watcher has missed.
@@ -64,14 +84,9 @@ impl EventCounters {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// How many a guest has caused too often to be told.
+    /// How many a guest has caused too often to be told at once.
     pub fn withheld(&self) -> u64 {
         self.withheld.load(Ordering::Relaxed)
-    }
-
-    /// Counts one more.
-    pub fn add_withheld(&self) {
-        self.withheld.fetch_add(1, Ordering::Relaxed);
     }
 
     fn add_lost(&self, count: u64) {
@@ -97,20 +112,77 @@ pub enum Seen {
 impl Events {
     /// Nobody watches yet; the clock starts.
     pub fn start() -> Self {
+        Self::start_within(Bounds::USUAL)
+    }
+
+    fn start_within(bounds: Bounds) -> Self {
         Self {
             start: Instant::now(),
             queue: broadcast::Sender::new(QUEUED),
             counters: Arc::new(EventCounters::default()),
+            limiter: Arc::new(Mutex::new(Limiter::new(bounds))),
+            withheld: Arc::new(Notify::new()),
         }
     }
 
-    /// Tells an event. Never waits.
+    /// Tells what a client has asked for, or what happens once. Never waits.
     pub fn tell(&self, event: Event<'_>) {
-        let (source, name) = event.name();
-        tracing::debug!(source, event = name, "Event");
-        *self.counters.told.lock().entry((source, name)).or_default() += 1;
-        let properties = event.properties();
-        let told = Told { timestamp: self.start.elapsed(), source, event: name, properties };
+        let mut limiter = self.limiter.lock();
+        // Who hears of the VM next hears first how it is, and who hears of the end hears all that there is.
+        let before = match event {
+            Event::VmmShutdown => limiter.release_all(),
+            _ => limiter.release_of(&event.concerns()).into_iter().collect(),
+        };
+        before.into_iter().for_each(|message| self.send(message));
+        self.send(Message::from(&event));
+    }
+
+    /// Tells what a guest may cause as often as it likes: now, or later, or not at all if something takes its place. Never waits.
+    pub fn tell_of_guest(&self, event: Event<'_>) {
+        let message = Message::from(&event);
+        let mut limiter = self.limiter.lock();
+        match limiter.hear(event.concerns(), &message, Instant::now()) {
+            Verdict::Tell => self.send(message),
+            Verdict::Known => {}
+            Verdict::Withhold => {
+                self.counters.withheld.fetch_add(1, Ordering::Relaxed);
+                self.withheld.notify_one();
+            }
+        }
+    }
+
+    /// A client has asked for another size of a zone: what comes of it is told, also if it was so before.
+    pub fn expect_of_zone(&self, zone: &str) {
+        self.limiter.lock().ask(Source::Zone(zone.to_owned()), Instant::now());
+    }
+
+    /// A machine has ended. What there was to say of its devices and its memory is over, and what may be told of the next one's
+    /// is no more for it.
+    pub fn end_machine(&self) {
+        self.limiter.lock().end_machine();
+    }
+
+    /// Tells what was withheld as soon as it may be. For ever.
+    pub async fn tell_what_was_withheld(self) {
+        loop {
+            let due = self.limiter.lock().due();
+            match due {
+                None => self.withheld.notified().await,
+                Some(due) => {
+                    // Something of another source that is withheld from now on may be due before.
+                    let _ = tokio::time::timeout_at(due.into(), self.withheld.notified()).await;
+                }
+            }
+            let mut limiter = self.limiter.lock();
+            limiter.release(Instant::now()).into_iter().for_each(|message| self.send(message));
+        }
+    }
+
+    fn send(&self, message: Message) {
+        let Message { source, event, properties } = message;
+        tracing::debug!(source, event, "Event");
+        *self.counters.told.lock().entry((source, event)).or_default() += 1;
+        let told = Told { timestamp: self.start.elapsed(), source, event, properties };
         // Nobody may watch.
         let _ = self.queue.send(Some(Arc::new(told)));
     }
@@ -192,6 +264,80 @@ mod tests {
             assert_eq!(left, QUEUED - 1);
             assert_eq!(events.counters().lost(), 8);
             assert_eq!(events.counters().told()[&("vm", "resizing")], QUEUED as u64 + 7);
+        });
+    }
+
+    /// All that is told until the end.
+    async fn names(events: &Events, mut watcher: Watcher) -> Vec<&'static str> {
+        events.end();
+        let mut names = Vec::new();
+        while let Some(Seen::Event(told)) = watcher.next().await {
+            names.push(told.event);
+        }
+        names
+    }
+
+    #[test]
+    fn what_was_withheld_last_is_told_when_there_is_something_left_for_it() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(async {
+            let events = Events::start_within(Bounds { burst: 1, span: Duration::from_millis(20) });
+            let mut watcher = events.watch();
+            let later = tokio::spawn(events.clone().tell_what_was_withheld());
+            for plugged_bytes in 0..100 {
+                events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
+            }
+            // Some of those between as well, on a machine that takes its time.
+            loop {
+                let Some(Seen::Event(told)) = watcher.next().await else { panic!("nothing is told") };
+                if told.properties.as_ref().unwrap()["plugged_bytes"] == "99" {
+                    break;
+                }
+            }
+            assert!(events.counters().withheld() > 0);
+            later.abort();
+        });
+    }
+
+    #[test]
+    fn what_was_withheld_of_the_vm_is_told_before_what_comes_next_and_all_before_the_end() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let events = Events::start_within(Bounds { burst: 1, span: Duration::from_secs(3600) });
+            let watcher = events.watch();
+            for _ in 0..10 {
+                events.tell_of_guest(Event::VmRebooting);
+                events.tell_of_guest(Event::VmRebooted);
+            }
+            for _ in 0..10 {
+                events.tell_of_guest(Event::DeviceActivated { id: "_net1" });
+                events.tell_of_guest(Event::DeviceReset { id: "_net1" });
+            }
+            events.tell(Event::DeviceAdded { id: "_net2", bdf: "0000:00:05.0" });
+            events.tell(Event::VmPausing);
+            events.tell(Event::VmPaused);
+            events.tell(Event::VmmShutdown);
+            let expected = "rebooting activated rebooted device-added pausing paused reset shutdown";
+            assert_eq!(names(&events, watcher).await.join(" "), expected);
+        });
+    }
+
+    #[test]
+    fn what_a_client_asks_for_is_told_also_of_a_zone_that_goes_up_and_down() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let events = Events::start_within(Bounds { burst: 4, span: Duration::from_secs(3600) });
+            let reached =
+                |plugged_bytes| events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
+            let told = || events.counters().told()[&("foreshore", "memory-reached")];
+            (0..1000).for_each(|nth| reached(nth % 2));
+            assert_eq!(told(), 4);
+            // As it was told last.
+            events.expect_of_zone("pm");
+            reached(1);
+            assert_eq!(told(), 5);
+            reached(0);
+            assert_eq!((told(), events.counters().withheld() > 400), (5, true));
         });
     }
 }

@@ -19,7 +19,7 @@ pub(super) fn expose(out: &mut Exposer<'_>, events: &EventCounters) -> fmt::Resu
     let lost = Family("events_lost", "Events that somebody who watches was too slow for.", None);
     out.counters(lost, [(Vec::new(), events.lost())])?;
     let withheld =
-        Family("events_withheld", "Events of memory that a guest caused too often to be told.", None);
+        Family("events_withheld", "Events that a guest caused too often to be told at once.", None);
     out.counters(withheld, [(Vec::new(), events.withheld())])
 }
 

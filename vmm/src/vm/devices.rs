@@ -1,10 +1,8 @@
 //! Attaches devices that need no more than a configuration and an event loop.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use balloon::proto::VSOCK_PORT;
-use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tracing::info;
 
@@ -16,7 +14,7 @@ use super::taps::Taps;
 use super::zones;
 use crate::config::{ConsoleMode, DiskConfig, ImageType, NetConfig, VmConfig, VsockConfig};
 use crate::event_loop::EventLoopHandle;
-use crate::events::{Event, Events, Verdict, ZoneDigest, ZoneNews};
+use crate::events::{Event, Events};
 use crate::governor::task::Agents;
 use crate::host_console::{ConsoleFiles, HostConsole, Port};
 use crate::log::sparsely;
@@ -104,7 +102,7 @@ pub(super) fn attach_watchdog(
     }
     let (told, events) = (resources.events().clone(), events.clone());
     let on_silence = Arc::new(move || {
-        told.tell(Event::WatchdogExpired);
+        told.tell_of_guest(Event::WatchdogExpired);
         events.send(MachineEvent::GuestReset);
     });
     let watchdog = Watchdog::new(on_silence, event_loop.clone());
@@ -240,24 +238,19 @@ pub(super) struct MemorySignals {
 }
 
 impl MemorySignals {
-    /// Of one zone, which is not told of more often than is good for who writes it down.
+    /// Of one zone.
     fn observer(&self) -> MemObserver {
         let (plugged, events) = (Arc::clone(&self.plugged), self.events.clone());
-        let digest = Mutex::new(ZoneDigest::new(Instant::now()));
         Arc::new(move |zone: &str, event| {
-            if let Some(news) = news_of(zone, event) {
-                match digest.lock().hear(news, Instant::now()) {
-                    Verdict::Tell => events.tell(event_of(zone, news)),
-                    Verdict::Known => {}
-                    Verdict::Withhold => events.counters().add_withheld(),
-                }
+            if let Some(event) = event_of(zone, event) {
+                events.tell_of_guest(event);
             }
             plugged.notify_one();
         })
     }
 }
 
-fn news_of(zone: &str, event: MemEvent) -> Option<ZoneNews> {
+fn event_of(zone: &str, event: MemEvent) -> Option<Event<'_>> {
     match event {
         MemEvent::HostFailure { reason, plugged_bytes, requested_bytes } => {
             let reason = reason.as_str();
@@ -269,21 +262,12 @@ fn news_of(zone: &str, event: MemEvent) -> Option<ZoneNews> {
                 requested_bytes,
                 "The host cannot plug what it was asked for"
             );
-            Some(ZoneNews::Refused { reason, requested_bytes })
+            Some(Event::MemoryRefused { zone, reason, requested_bytes })
         }
         MemEvent::TargetReached { requested_bytes: plugged_bytes } => {
-            Some(ZoneNews::Reached { plugged_bytes })
+            Some(Event::MemoryReached { zone, plugged_bytes })
         }
         _ => None,
-    }
-}
-
-fn event_of(zone: &str, news: ZoneNews) -> Event<'_> {
-    match news {
-        ZoneNews::Reached { plugged_bytes } => Event::MemoryReached { zone, plugged_bytes },
-        ZoneNews::Refused { reason, requested_bytes } => {
-            Event::MemoryRefused { zone, reason, requested_bytes }
-        }
     }
 }
 
@@ -314,29 +298,26 @@ pub(super) fn attach_memory(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::events::Seen;
 
     #[test]
     fn a_driver_that_repeats_itself_is_told_of_once_and_one_that_goes_up_and_down_not_for_ever() {
         let (plugged, events) = (Arc::default(), Events::start());
-        let mut watcher = events.watch();
-        let observer = MemorySignals { plugged: Arc::clone(&plugged), events: events.clone() }.observer();
-        for nth in 0..20_000u64 {
-            let requested_bytes = if nth < 10_000 { 0 } else { nth % 2 };
-            observer("pm", MemEvent::TargetReached { requested_bytes });
-        }
-        events.end();
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        let told = runtime.block_on(async {
-            let mut told = 0u64;
-            while let Some(seen) = watcher.next().await {
-                assert!(matches!(&seen, Seen::Event(told) if told.event == "memory-reached"), "{seen:?}");
-                told += 1;
-            }
-            told
-        });
+        let reached = |machine: &MemObserver, requested_bytes| {
+            machine("pm", MemEvent::TargetReached { requested_bytes });
+            events.counters().told()[&("foreshore", "memory-reached")]
+        };
+        let observer = || MemorySignals { plugged: Arc::clone(&plugged), events: events.clone() }.observer();
+        let first = observer();
+        assert!((0..10_000).all(|_| reached(&first, 0) == 1));
+        let told = (0..10_000).fold(0, |_, nth| reached(&first, nth % 2));
         assert!((2..100).contains(&told), "{told}");
-        // Of the second half one of the two is news, whichever was told last.
+        // Of these one of the two is news, whichever was told last.
         assert!(events.counters().withheld() > 4900, "{}", events.counters().withheld());
+        // Nor has a machine more for it that comes after others.
+        for nth in 0..1000 {
+            events.end_machine();
+            reached(&observer(), nth);
+        }
+        assert!(reached(&first, 0) <= told + 1);
     }
 }

@@ -293,6 +293,7 @@ impl KvmMachine {
             // The bounds leave only the size that it has.
             return Ok(());
         }
+        self.told.expect_of_zone(&spec.id);
         self.governor.core().lock().resize(&spec.id, hotplugged, self.governor.clock().now())
     }
 

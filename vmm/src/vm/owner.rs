@@ -448,6 +448,7 @@ impl<F: MachineFactory> Owner<F> {
         drop(vm);
         self.factory.release();
         if ran {
+            self.told.end_machine();
             self.told.tell(Event::VmShutdown);
         }
         self.told.tell(Event::VmDeleted);
@@ -474,6 +475,7 @@ impl<F: MachineFactory> Owner<F> {
 
     fn shut_down(&mut self) -> Result<(), VmError> {
         self.vm()?.shut_down()?;
+        self.told.end_machine();
         self.told.tell(Event::VmShutdown);
         Ok(())
     }
@@ -535,16 +537,18 @@ impl<F: MachineFactory> Owner<F> {
         Ok(())
     }
 
-    /// Ends the machine and builds it anew: what was plugged has gone back, the guest boots on DRAM.
-    fn reboot(&mut self) -> Result<(), VmError> {
+    /// Ends the machine and builds it anew: what was plugged has gone back, the guest boots on DRAM. A client that asks for it is
+    /// told of it, a guest as often as it may be.
+    fn reboot(&mut self, tell: fn(&Events, Event<'_>)) -> Result<(), VmError> {
         let vm = self.vm()?;
         let next = state::next(vm.state, Verb::Reboot)?;
-        self.told.tell(Event::VmRebooting);
+        tell(&self.told, Event::VmRebooting);
         self.vm()?.machine = None;
+        self.told.end_machine();
         let result = self.start();
         self.vm()?.state = if result.is_ok() { next } else { VmState::Created };
         if result.is_ok() {
-            self.told.tell(Event::VmRebooted);
+            tell(&self.told, Event::VmRebooted);
         }
         result
     }
@@ -603,7 +607,7 @@ impl<F: MachineFactory> Owner<F> {
     }
 
     fn restart(&mut self) -> Flow {
-        match self.busily(Self::reboot) {
+        match self.busily(|owner| owner.reboot(Events::tell_of_guest)) {
             Ok(()) => Flow::Continue,
             Err(err) => Flow::End(Err(RunError::Boot(err))),
         }
@@ -639,7 +643,7 @@ impl<F: MachineFactory> Owner<F> {
             VmRequest::Pause(reply) => self.pause(reply),
             VmRequest::Resume(reply) => answer(reply, self.resume()),
             VmRequest::Shutdown(reply) => answer(reply, self.busily(Self::shut_down)),
-            VmRequest::Reboot(reply) => answer(reply, self.busily(Self::reboot)),
+            VmRequest::Reboot(reply) => answer(reply, self.busily(|owner| owner.reboot(Events::tell))),
             VmRequest::PowerButton(reply) => self.of_vm(reply, Vm::press_power_button),
             VmRequest::Nmi(reply) => self.of_vm(reply, Vm::send_nmi),
             VmRequest::ShutdownVmm(reply) => {

@@ -85,6 +85,7 @@ fn serve(
             None => None,
         };
         tokio::spawn(end_on_signals(handle)?);
+        tokio::spawn(events.clone().tell_what_was_withheld());
         let factory = KvmFactory::new(Resources::new(metrics, events.clone()));
         let result =
             Owner::new(factory, launch.at_guest_shutdown, events.clone()).run(launch.config, requests).await;

@@ -2,44 +2,10 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
 
 use crate::event_loop::EventLoopHandle;
 use crate::events::{Event, Events};
 use crate::virtio::{ActivateError, Activation, VirtioDevice};
-
-/// What is told of one device at once. A driver that is loaded and unloaded is two.
-const MOST_AT_ONCE: u32 = 16;
-/// Until one more is told. A guest may reset its devices as often as it likes, and what is told may end up in a file.
-const INTERVAL: Duration = Duration::from_secs(10);
-
-/// How much may be told.
-#[derive(Debug)]
-struct Allowance {
-    left: u32,
-    /// Until when the intervals that have passed were counted.
-    counted: Instant,
-}
-
-impl Allowance {
-    fn new(now: Instant) -> Self {
-        Self { left: MOST_AT_ONCE, counted: now }
-    }
-
-    /// Whether one more may be told.
-    fn take(&mut self, now: Instant) -> bool {
-        while self.left < MOST_AT_ONCE && now.duration_since(self.counted) >= INTERVAL {
-            self.left += 1;
-            self.counted += INTERVAL;
-        }
-        if self.left == MOST_AT_ONCE {
-            self.counted = now;
-        }
-        let may = self.left > 0;
-        self.left = self.left.saturating_sub(1);
-        may
-    }
-}
 
 /// Where the devices of a machine tell. Silent once the machine ends: what it resets then, no driver has let go.
 #[derive(Clone)]
@@ -59,26 +25,20 @@ impl Teller {
 
     /// `device`, called `id`, which tells.
     pub(super) fn wrap(&self, id: &str, device: Box<dyn VirtioDevice>) -> Box<dyn VirtioDevice> {
-        let allowance = Allowance::new(Instant::now());
-        Box::new(Told { id: id.to_owned(), teller: self.clone(), allowance, device })
+        Box::new(Told { id: id.to_owned(), teller: self.clone(), device })
     }
 
-    fn is_silent(&self) -> bool {
-        self.is_silent.load(Ordering::Relaxed)
+    fn tell(&self, event: Event<'_>) {
+        if !self.is_silent.load(Ordering::Relaxed) {
+            self.events.tell_of_guest(event);
+        }
     }
 }
 
 struct Told {
     id: String,
     teller: Teller,
-    allowance: Allowance,
     device: Box<dyn VirtioDevice>,
-}
-
-impl Told {
-    fn may_tell(&mut self) -> bool {
-        !self.teller.is_silent() && self.allowance.take(Instant::now())
-    }
 }
 
 impl VirtioDevice for Told {
@@ -112,17 +72,13 @@ impl VirtioDevice for Told {
 
     fn activate(&mut self, activation: Activation) -> Result<(), ActivateError> {
         self.device.activate(activation)?;
-        if self.may_tell() {
-            self.teller.events.tell(Event::DeviceActivated { id: &self.id });
-        }
+        self.teller.tell(Event::DeviceActivated { id: &self.id });
         Ok(())
     }
 
     fn reset(&mut self) {
         self.device.reset();
-        if self.may_tell() {
-            self.teller.events.tell(Event::DeviceReset { id: &self.id });
-        }
+        self.teller.tell(Event::DeviceReset { id: &self.id });
     }
 
     fn loops(&self) -> Vec<EventLoopHandle> {
@@ -144,19 +100,6 @@ mod tests {
     use crate::event_loop::EventLoop;
     use crate::virtio::rng::{EntropySource, Rng};
     use crate::virtio::testing::TestDriver;
-
-    #[test]
-    fn a_guest_that_goes_on_and_on_is_told_of_ever_less() {
-        let start = Instant::now();
-        let mut allowance = Allowance::new(start);
-        let mut told = |at| (0..1000).filter(|_| allowance.take(at)).count() as u32;
-        assert_eq!(told(start), MOST_AT_ONCE);
-        assert_eq!(told(start + INTERVAL / 2), 0);
-        assert_eq!(told(start + INTERVAL), 1);
-        assert_eq!(told(start + 3 * INTERVAL), 2);
-        assert_eq!(told(start + 1000 * INTERVAL), MOST_AT_ONCE);
-        assert_eq!(told(start + 1000 * INTERVAL), 0);
-    }
 
     #[test]
     fn what_a_driver_does_is_told_and_the_end_of_the_machine_is_not() {

@@ -37,3 +37,27 @@ fn what_happens_is_told_in_its_order() {
         assert_eq!(vm.told().await, ["booting", "booted", "shutdown", "deleted"]);
     });
 }
+
+/// A guest may restart as often as it likes; what is told may end up in a file. A client's restarts are told each time.
+#[test]
+fn a_guest_that_restarts_in_a_loop_is_told_of_ever_less_but_of_how_it_is() {
+    run(async {
+        let vm = start(None).await;
+        for machine in 0..500 {
+            vm.send(machine, MachineEvent::GuestReset);
+            assert_eq!(vm.state().await, VmState::Running);
+        }
+        for _ in 0..100 {
+            vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        }
+        vm.handle.ask(VmRequest::Delete).await.unwrap();
+        let withheld = vm.events.counters().withheld();
+        let told = vm.told().await;
+        let count = |name| told.iter().filter(|event| **event == name).count();
+        assert!((101..150).contains(&count("rebooting")), "{told:?}");
+        assert!(withheld > 900, "{withheld}");
+        // Between the guest's last restart and the first that a client asked for: that it was over.
+        assert_eq!(&told[told.len() - 203..][..3], ["rebooted", "rebooting", "rebooted"], "{told:?}");
+        assert_eq!(&told[told.len() - 3..], ["rebooted", "shutdown", "deleted"]);
+    });
+}

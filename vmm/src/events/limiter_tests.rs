@@ -1,0 +1,263 @@
+//! The limiter, by itself and beside limiters that are wrong.
+
+use proptest::prelude::*;
+
+use super::*;
+
+const SECOND: Duration = Duration::from_secs(1);
+const BOUNDS: Bounds = Bounds { burst: 4, span: Duration::from_secs(60) };
+
+fn zone() -> Source {
+    Source::Zone("pm".to_owned())
+}
+
+fn device(id: u32) -> Source {
+    Source::Device(id.to_string())
+}
+
+/// Has a hundred things happen at once, 0 to 99.
+fn hear_hundred(limiter: &mut Limiter<u64>, source: &Source, now: Instant) {
+    for event in 0..100 {
+        limiter.hear(source.clone(), &event, now);
+    }
+}
+
+#[test]
+fn of_a_zone_what_differs_is_told_at_once_and_what_was_told_last_is_not() {
+    let (now, mut limiter) = (Instant::now(), Limiter::new(Bounds::USUAL));
+    for (event, verdict) in [
+        (0, Verdict::Tell),
+        (0, Verdict::Known),
+        (2, Verdict::Tell),
+        (1, Verdict::Tell),
+        (1, Verdict::Known),
+        (2, Verdict::Tell),
+    ] {
+        assert_eq!(limiter.hear(zone(), &event, now), verdict, "{event}");
+    }
+    // A device that does the same again has done it again.
+    assert!((0..3).all(|_| limiter.hear(device(1), &0, now) == Verdict::Tell));
+}
+
+#[test]
+fn after_too_much_there_is_one_in_a_span_and_in_time_a_burst_again() {
+    let (start, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
+    let mut told = |at| (0..100).filter(|nth| limiter.hear(device(1), nth, at) == Verdict::Tell).count();
+    assert_eq!(told(start), 4);
+    assert_eq!(told(start + BOUNDS.span - SECOND), 0);
+    assert_eq!(told(start + BOUNDS.span), 1);
+    // What is heard meanwhile costs nothing of the span that has begun.
+    assert_eq!(told(start + BOUNDS.span * 2 - SECOND), 0);
+    assert_eq!(told(start + BOUNDS.span * 2 + SECOND), 1);
+    assert_eq!(told(start + BOUNDS.span * 3), 1);
+    assert_eq!(told(start + BOUNDS.span * 100), 4);
+}
+
+#[test]
+fn no_source_uses_up_what_another_has() {
+    let (now, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
+    for source in [Source::Vm, zone(), device(1), device(2)] {
+        let told = (0..100).filter(|nth| limiter.hear(source.clone(), nth, now) == Verdict::Tell);
+        assert_eq!(told.count(), 4, "{source:?}");
+    }
+}
+
+#[test]
+fn what_was_withheld_last_is_told_when_its_span_is_over() {
+    let (start, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
+    assert_eq!(limiter.due(), None);
+    hear_hundred(&mut limiter, &zone(), start);
+    assert_eq!((limiter.due(), limiter.release(start)), (Some(start + BOUNDS.span), vec![]));
+    // It will be told: that it is so again is no news.
+    assert_eq!(limiter.hear(zone(), &99, start), Verdict::Known);
+    assert_eq!(limiter.release(start + BOUNDS.span), [99]);
+    assert_eq!((limiter.due(), limiter.release(start + BOUNDS.span * 9)), (None, vec![]));
+    assert_eq!(limiter.hear(zone(), &99, start + BOUNDS.span * 9), Verdict::Known);
+}
+
+#[test]
+fn what_is_over_before_it_could_be_told_is_not() {
+    let (now, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
+    assert!((0..4).all(|nth| limiter.hear(zone(), &nth, now) == Verdict::Tell));
+    assert_eq!(limiter.hear(zone(), &7, now), Verdict::Withhold);
+    assert_eq!(limiter.hear(zone(), &3, now), Verdict::Known, "it is as it was when something was told last");
+    assert_eq!((limiter.due(), limiter.release_all()), (None, vec![]));
+}
+
+#[test]
+fn what_comes_of_a_request_is_news_and_may_be_told() {
+    let (now, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
+    assert_eq!(limiter.hear(zone(), &1, now), Verdict::Tell);
+    limiter.ask(zone(), now);
+    assert_eq!(limiter.hear(zone(), &1, now), Verdict::Tell);
+    hear_hundred(&mut limiter, &zone(), now);
+    limiter.ask(zone(), now);
+    assert_eq!(limiter.hear(zone(), &98, now), Verdict::Tell, "what was withheld has been replaced");
+    assert_eq!((limiter.hear(zone(), &1, now), limiter.due()), (Verdict::Withhold, Some(now + BOUNDS.span)));
+    // That is for what comes, and not for what was withheld before.
+    limiter.ask(zone(), now);
+    assert_eq!((limiter.due(), limiter.release(now)), (Some(now + BOUNDS.span), vec![]));
+    assert_eq!(limiter.hear(zone(), &1, now), Verdict::Tell, "withheld or not");
+    assert_eq!((limiter.due(), limiter.hear(zone(), &1, now)), (None, Verdict::Known));
+}
+
+#[test]
+fn what_ends_with_a_machine_is_not_told_after_it_but_that_the_vm_goes_on_is() {
+    let (now, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
+    for source in [Source::Vm, zone(), device(1)] {
+        hear_hundred(&mut limiter, &source, now);
+    }
+    limiter.end_machine();
+    assert_eq!((limiter.release_of(&zone()), limiter.release_of(&device(1))), (None, None));
+    assert_eq!(limiter.release_of(&Source::Vm), Some(99));
+    // The next one's memory may be as the last one's was.
+    let later = now + BOUNDS.span;
+    assert_eq!(limiter.hear(zone(), &3, later), Verdict::Tell);
+}
+
+#[test]
+fn devices_that_have_gone_are_forgotten() {
+    let (start, mut limiter) = (Instant::now(), Limiter::new(BOUNDS));
+    for nth in 0..1000 {
+        limiter.hear(device(nth), &0, start + BOUNDS.span * nth);
+        assert!(limiter.accounts.len() < 4, "{:?}", limiter.accounts);
+    }
+}
+
+/// What decides, rightly or not.
+trait Rule {
+    fn hear(&mut self, source: Source, event: u64, now: Instant) -> Verdict;
+    fn release(&mut self, now: Instant) -> Vec<u64>;
+    fn end_machine(&mut self);
+}
+
+impl Rule for Limiter<u64> {
+    fn hear(&mut self, source: Source, event: u64, now: Instant) -> Verdict {
+        self.hear(source, &event, now)
+    }
+    fn release(&mut self, now: Instant) -> Vec<u64> {
+        self.release(now)
+    }
+    fn end_machine(&mut self) {
+        self.end_machine();
+    }
+}
+
+/// Broken: it starts anew with each machine.
+struct OfOneMachine(Limiter<u64>);
+
+impl Rule for OfOneMachine {
+    fn hear(&mut self, source: Source, event: u64, now: Instant) -> Verdict {
+        self.0.hear(source, &event, now)
+    }
+    fn release(&mut self, now: Instant) -> Vec<u64> {
+        self.0.release(now)
+    }
+    fn end_machine(&mut self) {
+        self.0 = Limiter::new(BOUNDS);
+    }
+}
+
+/// Broken: what it has withheld is never told.
+struct ForgetsTheLast(Limiter<u64>);
+
+impl Rule for ForgetsTheLast {
+    fn hear(&mut self, source: Source, event: u64, now: Instant) -> Verdict {
+        self.0.hear(source, &event, now)
+    }
+    fn release(&mut self, _: Instant) -> Vec<u64> {
+        Vec::new()
+    }
+    fn end_machine(&mut self) {
+        self.0.end_machine();
+    }
+}
+
+/// Broken: all that is no repetition is told.
+struct OnlyRepetitions(Option<u64>);
+
+impl Rule for OnlyRepetitions {
+    fn hear(&mut self, _: Source, event: u64, _: Instant) -> Verdict {
+        if self.0.replace(event) == Some(event) { Verdict::Known } else { Verdict::Tell }
+    }
+    fn release(&mut self, _: Instant) -> Vec<u64> {
+        Vec::new()
+    }
+    fn end_machine(&mut self) {}
+}
+
+/// What happens, some seconds after what happened before.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    /// Something of the source.
+    Event(u64),
+    /// The guest restarts.
+    EndMachine,
+}
+
+/// Does so, and says what is wrong: there is never more than a burst and one for each span that has begun, and who watches
+/// knows in the end what happened last, as long as the machine has not ended.
+fn check(rule: &mut dyn Rule, source: &Source, steps: &[(u32, Step)]) -> Result<(), String> {
+    let start = Instant::now();
+    let (mut told, mut seen, mut happened, mut now) = (0, None, None, start);
+    for &(seconds, step) in steps {
+        now += SECOND * seconds;
+        for event in rule.release(now) {
+            (told, seen) = (told + 1, Some(event));
+        }
+        match step {
+            Step::Event(event) => {
+                happened = Some(event);
+                if rule.hear(source.clone(), event, now) == Verdict::Tell {
+                    (told, seen) = (told + 1, Some(event));
+                }
+            }
+            Step::EndMachine => {
+                rule.end_machine();
+                if *source != Source::Vm {
+                    (seen, happened) = (None, None);
+                }
+            }
+        }
+        let most = BOUNDS.burst + ((now - start).as_secs() / BOUNDS.span.as_secs()) as u32;
+        if told > most {
+            return Err(format!("{told} of {most} after {:?}", now - start));
+        }
+    }
+    seen = rule.release(now + BOUNDS.span).into_iter().next_back().or(seen);
+    if happened.is_some() && seen != happened {
+        return Err(format!("{happened:?} has happened, and {seen:?} is known"));
+    }
+    Ok(())
+}
+
+fn any_steps() -> impl Strategy<Value = Vec<(u32, Step)>> {
+    let step = prop_oneof![9 => (0u64..4).prop_map(Step::Event), 1 => Just(Step::EndMachine)];
+    prop::collection::vec((0u32..50, step), 1..200)
+}
+
+proptest! {
+    #[test]
+    fn no_guest_is_told_of_too_often_and_how_it_is_is_known_in_the_end(steps in any_steps()) {
+        for source in [Source::Vm, device(1), zone()] {
+            prop_assert_eq!(check(&mut Limiter::new(BOUNDS), &source, &steps), Ok(()));
+        }
+    }
+}
+
+#[test]
+fn limiters_that_are_wrong_are_found_out() {
+    let resets: Vec<_> = (0..100).flat_map(|nth| [(1, Step::Event(nth)), (0, Step::EndMachine)]).collect();
+    let flaps: Vec<_> = (0..101).map(|nth| (1, Step::Event(nth % 2))).collect();
+    for source in [Source::Vm, device(1), zone()] {
+        for steps in [&resets, &flaps] {
+            assert_eq!(check(&mut Limiter::new(BOUNDS), &source, steps), Ok(()));
+        }
+        let wrong = check(&mut OfOneMachine(Limiter::new(BOUNDS)), &source, &resets).unwrap_err();
+        assert!(wrong.starts_with("5 of 4"), "{wrong}");
+        let wrong = check(&mut OnlyRepetitions(None), &source, &flaps).unwrap_err();
+        assert!(wrong.starts_with("5 of 4"), "{wrong}");
+    }
+    let wrong = check(&mut ForgetsTheLast(Limiter::new(BOUNDS)), &zone(), &flaps[..5]).unwrap_err();
+    assert_eq!(wrong, "Some(0) has happened, and Some(1) is known");
+}
