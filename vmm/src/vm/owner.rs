@@ -402,7 +402,7 @@ impl<F: MachineFactory> Owner<F> {
     pub async fn run(mut self, config: Option<VmConfig>, mut requests: Requests) -> Result<(), RunError> {
         self.busy = requests.busy();
         if let Some(config) = config {
-            self.create(config).and_then(|()| self.boot()).map_err(RunError::Boot)?;
+            self.create(config).and_then(|()| self.busily(Self::boot)).map_err(RunError::Boot)?;
         }
         loop {
             // What has happened comes before what is asked: an answer never shows a state that is over.
@@ -420,7 +420,8 @@ impl<F: MachineFactory> Owner<F> {
         }
     }
 
-    /// Does what takes a machine's time to be built or to end. Whoever asks meanwhile how the VM is need not wait for it.
+    /// Does what may take its time: a machine is built or ends, or memory, a file or a device that goes is waited for. Whoever asks
+    /// meanwhile how the VM is need not wait for it.
     fn busily<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
         self.busy.send_replace(self.vm.as_ref().map(Vm::info));
         let result = work(self);
@@ -563,11 +564,11 @@ impl<F: MachineFactory> Owner<F> {
                 info!("The guest has switched itself off");
                 match self.at_guest_shutdown {
                     AtGuestShutdown::End => {
-                        self.delete();
+                        self.busily(Self::delete);
                         Flow::End(Ok(()))
                     }
                     AtGuestShutdown::Stay => {
-                        self.shut_down().expect("a VM with a machine can be shut down");
+                        self.busily(Self::shut_down).expect("a VM with a machine can be shut down");
                         Flow::Continue
                     }
                 }
@@ -621,13 +622,18 @@ impl<F: MachineFactory> Owner<F> {
                 answer(reply, Ok(()));
             }
             VmRequest::Info(reply) => self.of_vm(reply, |vm| Ok(vm.info())),
-            // A DIMM of memory that is found at once takes as long as the host takes to find it.
             VmRequest::Resize(resize, reply) => {
                 answer(reply, self.busily(|owner| owner.resize(|vm| vm.resize(&resize))))
             }
-            VmRequest::ResizeZone(resize, reply) => answer(reply, self.resize(|vm| vm.resize_zone(&resize))),
-            VmRequest::ResizeDisk(resize, reply) => self.of_vm(reply, |vm| vm.resize_disk(&resize)),
-            VmRequest::AddDevice(device, reply) => answer(reply, self.add_device(*device)),
+            VmRequest::ResizeZone(resize, reply) => {
+                answer(reply, self.busily(|owner| owner.resize(|vm| vm.resize_zone(&resize))));
+            }
+            VmRequest::ResizeDisk(resize, reply) => {
+                answer(reply, self.busily(|owner| owner.vm()?.resize_disk(&resize)));
+            }
+            VmRequest::AddDevice(device, reply) => {
+                answer(reply, self.busily(|owner| owner.add_device(*device)));
+            }
             VmRequest::RemoveDevice(id, reply) => answer(reply, self.remove_device(&id)),
             VmRequest::Memory(reply) => match self.vm().and_then(Vm::running) {
                 Ok(machine) => machine.zones(reply),

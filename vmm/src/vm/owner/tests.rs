@@ -6,7 +6,7 @@ mod sizes;
 mod told;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 
 use parking_lot::Mutex;
 
@@ -20,10 +20,32 @@ use crate::vm::request::VmHandle;
 /// What happened to the machines that were built, in order.
 type Log = Arc<Mutex<Vec<&'static str>>>;
 
-/// What keeps a machine from standing still, until its sender is gone.
-type Moves = Arc<Mutex<Option<std::sync::mpsc::Receiver<()>>>>;
+/// What takes its time, until its sender is gone.
+#[derive(Clone, Default)]
+struct Delays(Arc<Mutex<BTreeMap<&'static str, mpsc::Receiver<()>>>>);
 
-struct FakeMachine(Log, Moves);
+impl Delays {
+    /// Has `what` take its time once, until what is returned is dropped.
+    fn add(&self, what: &'static str) -> mpsc::Sender<()> {
+        let (sender, delay) = mpsc::channel();
+        self.0.lock().insert(what, delay);
+        sender
+    }
+
+    /// Whether `what` has not begun.
+    fn has(&self, what: &str) -> bool {
+        self.0.lock().contains_key(what)
+    }
+
+    /// The time that `what` takes.
+    fn wait(&self, what: &str) {
+        let delay = self.0.lock().remove(what);
+        // Its sender is gone.
+        let _ = delay.map(|delay| delay.recv());
+    }
+}
+
+struct FakeMachine(Log, Delays);
 
 impl Machine for FakeMachine {
     fn resume(&mut self) {
@@ -31,11 +53,8 @@ impl Machine for FakeMachine {
     }
     fn pause(&mut self) -> Standstill {
         self.0.lock().push("pause");
-        let moves = self.1.lock().take();
-        Box::new(move || {
-            // Its sender is gone.
-            let _ = moves.map(|moves| moves.recv());
-        })
+        let delays = self.1.clone();
+        Box::new(move || delays.wait("stand still"))
     }
     fn press_power_button(&mut self) {
         self.0.lock().push("power button");
@@ -61,6 +80,7 @@ impl Machine for FakeMachine {
     }
     fn resize_dram(&mut self, _: u64) -> Result<(), VmError> {
         self.0.lock().push("resize");
+        self.1.wait("resize");
         Ok(())
     }
     fn balloon(&self) -> Option<BalloonInfo> {
@@ -72,10 +92,12 @@ impl Machine for FakeMachine {
     }
     fn resize_zone(&mut self, _: &ResizeZoneRequest) -> Result<(), VmError> {
         self.0.lock().push("resize zone");
+        self.1.wait("resize zone");
         Ok(())
     }
     fn resize_disk(&mut self, _: &ResizeDiskRequest) -> Result<(), VmError> {
         self.0.lock().push("resize disk");
+        self.1.wait("resize disk");
         Ok(())
     }
     fn devices(&self) -> Vec<PciDeviceInfo> {
@@ -83,6 +105,7 @@ impl Machine for FakeMachine {
     }
     fn add_device(&mut self, id: &str, device: &DeviceConfig) -> Result<PciDeviceInfo, VmError> {
         self.0.lock().push("add device");
+        self.1.wait("add device");
         match device {
             DeviceConfig::Disk(disk) if disk.path.ends_with("missing") => {
                 Err(VmError::Failed("no such file".to_owned()))
@@ -117,6 +140,7 @@ impl Machine for FakeMachine {
 
 impl Drop for FakeMachine {
     fn drop(&mut self) {
+        self.1.wait("drop");
         self.0.lock().push("drop");
     }
 }
@@ -128,26 +152,20 @@ pub(crate) struct FakeFactory {
     /// What each machine was built with.
     pressure: Arc<Mutex<Vec<PressureConfig>>>,
     fail_from: Option<usize>,
-    moves: Moves,
-    /// What keeps a machine from being built, until its sender is gone.
-    delay: Moves,
+    delays: Delays,
 }
 
 impl MachineFactory for FakeFactory {
     fn build(&mut self, config: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError> {
         self.pressure.lock().push(config.pressure.clone());
-        if let Some(delay) = self.delay.lock().take() {
-            self.log.lock().push("delay");
-            // Its sender is gone.
-            let _ = delay.recv();
-        }
+        self.delays.wait("build");
         let mut senders = self.senders.lock();
         if self.fail_from.is_some_and(|count| senders.len() >= count) {
             return Err(VmError::Failed("no memory".to_owned()));
         }
         senders.push(events);
         self.log.lock().push("build");
-        Ok(Box::new(FakeMachine(Arc::clone(&self.log), Arc::clone(&self.moves))))
+        Ok(Box::new(FakeMachine(Arc::clone(&self.log), self.delays.clone())))
     }
 
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError> {
@@ -175,7 +193,7 @@ struct Fixture {
     log: Log,
     senders: Arc<Mutex<Vec<EventSender>>>,
     pressure: Arc<Mutex<Vec<PressureConfig>>>,
-    moves: Moves,
+    delays: Delays,
     end: tokio::task::JoinHandle<Result<(), RunError>>,
 }
 
@@ -192,13 +210,13 @@ async fn start(fail_from: Option<usize>) -> Fixture {
 fn serve(fail_from: Option<usize>, config: Option<VmConfig>, at_guest_shutdown: AtGuestShutdown) -> Fixture {
     let factory = FakeFactory { fail_from, ..Default::default() };
     let (log, senders) = (Arc::clone(&factory.log), Arc::clone(&factory.senders));
-    let (pressure, moves) = (Arc::clone(&factory.pressure), Arc::clone(&factory.moves));
+    let (pressure, delays) = (Arc::clone(&factory.pressure), factory.delays.clone());
     let (handle, requests) = VmHandle::channel();
     let events = Events::start();
     let told = events.watch();
     let owner = Owner::new(factory, at_guest_shutdown, events.clone());
     let end = tokio::task::spawn_local(owner.run(config, requests));
-    Fixture { events, told, handle, log, senders, pressure, moves, end }
+    Fixture { events, told, handle, log, senders, pressure, delays, end }
 }
 
 impl Fixture {

@@ -1,46 +1,108 @@
 //! What is answered while something takes its time.
 
 use super::*;
+use crate::config::DiskConfig;
 
-/// The owner is on a thread of its own here, as it is for the API's.
-#[test]
-fn info_is_answered_while_a_machine_is_built_as_it_was_before() {
-    let (building, delay) = std::sync::mpsc::channel();
-    let factory = FakeFactory { delay: Arc::new(Mutex::new(Some(delay))), ..Default::default() };
-    let log = Arc::clone(&factory.log);
-    let (handle, requests) = VmHandle::channel();
-    let owner = std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        runtime.block_on(Owner::new(factory, AtGuestShutdown::End, Events::start()).run(None, requests))
-    });
-    run(async {
-        handle.ask(|reply| VmRequest::Create(Box::new(test_config()), reply)).await.unwrap();
-        let boot = {
-            let handle = handle.clone();
-            tokio::task::spawn_local(async move { handle.ask(VmRequest::Boot).await })
-        };
-        while log.lock().is_empty() {
+/// An owner on a thread of its own, as it is beside the API's.
+struct Elsewhere {
+    handle: VmHandle,
+    delays: Delays,
+    senders: Arc<Mutex<Vec<EventSender>>>,
+    thread: std::thread::JoinHandle<Result<(), RunError>>,
+}
+
+impl Elsewhere {
+    fn start(factory: FakeFactory, config: Option<VmConfig>, at_guest_shutdown: AtGuestShutdown) -> Self {
+        let (delays, senders) = (factory.delays.clone(), Arc::clone(&factory.senders));
+        let (handle, requests) = VmHandle::channel();
+        let thread = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            runtime.block_on(Owner::new(factory, at_guest_shutdown, Events::start()).run(config, requests))
+        });
+        Self { handle, delays, senders, thread }
+    }
+
+    /// That `what` takes its time when `begin` has it done, and the VM is said to be in this state meanwhile.
+    async fn check(&self, what: &'static str, meanwhile: VmState, begin: impl FnOnce(&Self)) {
+        let delay = self.delays.add(what);
+        begin(self);
+        while self.delays.has(what) {
             tokio::task::yield_now().await;
         }
         for _ in 0..3 {
-            assert_eq!(handle.info().await.unwrap().state, VmState::Created);
+            assert_eq!(self.handle.info().await.unwrap().state, meanwhile, "{what}");
         }
-        assert!(!boot.is_finished());
-        drop(building);
-        boot.await.unwrap().unwrap();
-        assert_eq!(handle.info().await.unwrap().state, VmState::Running);
-        handle.ask(VmRequest::ShutdownVmm).await.unwrap();
-        assert!(matches!(handle.info().await, Err(VmError::Ending)));
+        drop(delay);
+        // When this is answered it is done, or the VMM has ended.
+        let _ = self.handle.ask(VmRequest::Info).await;
+    }
+
+    /// Asks, and does not wait for the answer.
+    fn ask<T: Send + 'static>(&self, request: impl FnOnce(Reply<T>) -> VmRequest + 'static) {
+        let handle = self.handle.clone();
+        drop(tokio::task::spawn_local(async move { handle.ask(request).await.map(drop) }));
+    }
+
+    fn end(self) {
+        drop(self.handle);
+        self.thread.join().unwrap().unwrap();
+    }
+}
+
+#[test]
+fn info_is_answered_as_it_was_before_whatever_takes_its_time() {
+    let vm = Elsewhere::start(FakeFactory::default(), None, AtGuestShutdown::Stay);
+    run(async {
+        vm.handle.ask(|reply| VmRequest::Create(Box::new(test_config()), reply)).await.unwrap();
+        vm.check("build", VmState::Created, |vm| vm.ask(VmRequest::Boot)).await;
+        let resize = ResizeRequest { desired_ram: Some(1 << 30), ..Default::default() };
+        vm.check("resize", VmState::Running, |vm| vm.ask(|reply| VmRequest::Resize(resize, reply))).await;
+        let zone = ResizeZoneRequest { id: "dram".to_owned(), desired_ram: 1 << 30 };
+        vm.check("resize zone", VmState::Running, |vm| vm.ask(|reply| VmRequest::ResizeZone(zone, reply)))
+            .await;
+        let size = ResizeDiskRequest { id: "_disk1".to_owned(), desired_size: 1 << 30 };
+        vm.check("resize disk", VmState::Running, |vm| vm.ask(|reply| VmRequest::ResizeDisk(size, reply)))
+            .await;
+        let disk = Box::new(DeviceConfig::Disk(DiskConfig::parse("path=/d").unwrap()));
+        vm.check("add device", VmState::Running, |vm| vm.ask(|reply| VmRequest::AddDevice(disk, reply)))
+            .await;
+        vm.check("drop", VmState::Running, |vm| vm.ask(VmRequest::Reboot)).await;
+        // What the guest has done by itself.
+        let event = |event| move |vm: &Elsewhere| vm.senders.lock().last().unwrap().send(event);
+        vm.check("build", VmState::Running, event(MachineEvent::GuestReset)).await;
+        vm.check("drop", VmState::Running, event(MachineEvent::GuestShutdown)).await;
+        vm.check("build", VmState::Created, |vm| vm.ask(VmRequest::Boot)).await;
+        assert_eq!(vm.handle.info().await.unwrap().state, VmState::Running);
+        vm.handle.ask(VmRequest::ShutdownVmm).await.unwrap();
+        assert!(matches!(vm.handle.info().await, Err(VmError::Ending)));
     });
-    owner.join().unwrap().unwrap();
+    vm.end();
+}
+
+/// One that is there from the start, and whose end is the VMM's.
+#[test]
+fn info_is_answered_while_the_first_machine_is_built_and_while_the_last_one_ends() {
+    let factory = FakeFactory::default();
+    let building = factory.delays.add("build");
+    let vm = Elsewhere::start(factory, Some(test_config()), AtGuestShutdown::End);
+    run(async {
+        while vm.delays.has("build") {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(vm.handle.info().await.unwrap().state, VmState::Created);
+        drop(building);
+        while vm.handle.info().await.unwrap().state != VmState::Running {}
+        let end = MachineEvent::GuestShutdown;
+        vm.check("drop", VmState::Running, |vm| vm.senders.lock()[0].send(end)).await;
+    });
+    vm.end();
 }
 
 #[test]
 fn a_pause_is_answered_when_everything_stands_still_and_others_do_not_wait() {
     run(async {
         let vm = start(None).await;
-        let (moves, stands_still) = std::sync::mpsc::channel();
-        *vm.moves.lock() = Some(stands_still);
+        let moves = vm.delays.add("stand still");
         let handle = vm.handle.clone();
         let pause = tokio::task::spawn_local(async move { handle.ask(VmRequest::Pause).await });
         // The owner takes one request after the other: when this one is answered, it has done what it does for a pause.
