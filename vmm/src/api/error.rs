@@ -69,7 +69,9 @@ impl ApiError {
             Self::WrongMethod { .. } | Self::Vm(VmError::WrongState { .. } | VmError::AlreadyCreated) => {
                 StatusCode::METHOD_NOT_ALLOWED
             }
-            Self::Vm(VmError::VcpusLeaving { .. }) => StatusCode::TOO_MANY_REQUESTS,
+            Self::Vm(VmError::VcpusLeaving { .. } | VmError::DeviceLeaving { .. }) => {
+                StatusCode::TOO_MANY_REQUESTS
+            }
             Self::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
             Self::Vm(VmError::CannotResume { .. } | VmError::IdTaken { .. })
             | Self::Config(ConfigError::IdTaken { .. })

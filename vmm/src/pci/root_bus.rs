@@ -1,5 +1,6 @@
 //! The root bus: slots, ways into configuration space, and BARs that follow what the guest writes.
 
+use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
@@ -158,6 +159,13 @@ impl RootBus {
             let value = u16::from_le_bytes(value) | COMMAND_MEMORY;
             self.write_config(command, &value.to_le_bytes());
         }
+    }
+
+    /// Whether that very `device` is in `slot`.
+    pub fn has(&self, slot: u8, device: &dyn PciDevice) -> bool {
+        let slots = self.slots.lock();
+        let found = slots.slots.get(usize::from(slot)).and_then(Option::as_ref);
+        found.is_some_and(|slot| ptr::addr_eq(&raw const *slot.device, device))
     }
 
     /// How many slots have a function, the host bridge among them.

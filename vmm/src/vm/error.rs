@@ -10,7 +10,11 @@ use crate::bus::BusError;
 use crate::cpu::CpuError;
 use crate::event_loop::EventLoopError;
 use crate::pci::PciError;
+use crate::virtio::block::backend::image::ImageError;
+use crate::virtio::net::tap::TapError;
 use crate::virtio::transport::pci::TransportError;
+use crate::virtio::vsock::VsockError;
+use crate::volume::file::PmemFileError;
 use crate::volume::interface::InterfaceError;
 
 /// Why a VM cannot be built: one variant for each part, whose own error says the rest.
@@ -71,5 +75,22 @@ impl BuildError {
     {
         let device = device.into();
         move |source| Self::Device { device, source: source.into() }
+    }
+
+    /// Whether it is that somebody else has what a device needs.
+    pub fn is_in_use(&self) -> bool {
+        let Self::Device { source, .. } = self else { return false };
+        let is_tap = matches!(
+            source.downcast_ref(),
+            Some(TapError::Attach { source, .. }) if source.raw_os_error() == Some(libc::EBUSY)
+        );
+        let is_image =
+            matches!(source.downcast_ref(), Some(ImageError::InUse { .. } | ImageError::DeviceInUse { .. }));
+        let is_pmem = matches!(
+            source.downcast_ref(),
+            Some(PmemFileError::InUse { .. } | PmemFileError::DeviceInUse { .. })
+        );
+        let is_socket = matches!(source.downcast_ref(), Some(VsockError::SocketInUse { .. }));
+        is_tap || is_image || is_pmem || is_socket
     }
 }

@@ -16,10 +16,14 @@
 //!    the next one may have the same files.
 //!
 //! A guest that does not answer keeps its device until it does, or ends.
+//!
+//! **One right behind the other.** Who removes a device and adds one on the same interface or file finds it in use until step 5 is
+//! done. Since the guest has let go that is a moment, and it is waited for; before that the answer says who has it.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use tracing::{error, info, warn};
 
@@ -33,6 +37,9 @@ use crate::config::{DeviceConfig, NetConfig, PmemConfig};
 use crate::events::{Event, Events};
 use crate::metrics::{DiskMetrics, HotplugMetrics};
 
+/// How long who adds a device waits for the ends of those of its kind: a disk may wait for its host without end.
+const END_LIMIT: Duration = Duration::from_secs(2);
+
 /// Where a slot's device is, as PCI counts.
 pub(super) fn bdf(slot: u8) -> String {
     format!("0000:00:{slot:02x}.0")
@@ -40,14 +47,23 @@ pub(super) fn bdf(slot: u8) -> String {
 
 /// Devices that are gone for the guest, each being stopped by a thread of its own.
 #[derive(Default)]
-pub(super) struct Leaving(Vec<JoinHandle<()>>);
+pub(super) struct Leaving(Vec<Ending>);
+
+struct Ending {
+    kind: &'static str,
+    thread: JoinHandle<()>,
+    /// Its other end is gone when the device is.
+    is_over: mpsc::Receiver<()>,
+}
 
 impl Leaving {
     /// Ends `device` elsewhere, and then tells of it.
-    fn end(&mut self, device: Attached, told: Events) {
-        self.0.retain(|thread| !thread.is_finished());
+    fn end(&mut self, kind: &'static str, device: Attached, told: Events) {
+        self.0.retain(|ending| !ending.thread.is_finished());
         let id = device.id.clone();
+        let (over, is_over) = mpsc::channel();
         let end = move || {
+            let _over: mpsc::Sender<()> = over;
             let Attached { id, slot, device, .. } = device;
             device.stop();
             drop(device);
@@ -56,7 +72,7 @@ impl Leaving {
             told.tell(Event::DeviceRemoved { id: &id, bdf: &bdf });
         };
         match std::thread::Builder::new().name("_removed".to_owned()).spawn(end) {
-            Ok(thread) => self.0.push(thread),
+            Ok(thread) => self.0.push(Ending { kind, thread, is_over }),
             // Its end was dropped with the thread, and the device with it: that has ended it here.
             Err(err) => warn!(%err, id, "A device that was removed is waited for"),
         }
@@ -64,11 +80,24 @@ impl Leaving {
 
     /// Waits until all are.
     pub(super) fn wait(&mut self) {
-        for thread in self.0.drain(..) {
-            if thread.join().is_err() {
+        for ending in self.0.drain(..) {
+            if ending.thread.join().is_err() {
                 error!("The end of a device has panicked");
             }
         }
+    }
+
+    /// Waits until all of this kind are, or for `limit`.
+    fn wait_for(&self, kind: &str, limit: Duration) {
+        let until = Instant::now() + limit;
+        for ending in self.0.iter().filter(|ending| ending.kind == kind) {
+            // Nothing is ever sent.
+            let _ = ending.is_over.recv_timeout(until.saturating_duration_since(Instant::now()));
+        }
+    }
+
+    fn has(&self, kind: &str) -> bool {
+        self.0.iter().any(|ending| ending.kind == kind && !ending.thread.is_finished())
     }
 }
 
@@ -80,9 +109,10 @@ impl KvmMachine {
             return Err(VmError::IdTaken { id: id.to_owned() });
         }
         let kind = device.kind();
+        self.leaving.wait_for(kind, END_LIMIT);
         let slot = self.attach(device).map_err(|err| {
             self.hotplug.count(kind, "add", "error");
-            VmError::Failed(super::chain(&err))
+            self.why_not(kind, &err)
         })?;
         self.hotplug.count(kind, "add", "ok");
         self.page.slots(|slots| slots.put(slot));
@@ -91,6 +121,18 @@ impl KvmMachine {
         info!(id, bdf, "A {kind} is added");
         self.told.tell(Event::DeviceAdded { id, bdf: &bdf });
         Ok(PciDeviceInfo { id: id.to_owned(), bdf })
+    }
+
+    /// Something that is in use may be free soon, if a device of the kind is on its way out.
+    fn why_not(&self, kind: &str, err: &BuildError) -> VmError {
+        let reason = super::chain(err);
+        let attached = self.fabric.virtio.iter().filter(|attached| attached.removable == Some(kind));
+        let leaving: Vec<_> =
+            attached.filter(|attached| attached.is_leaving).map(|attached| attached.id.as_str()).collect();
+        match err.is_in_use() && (!leaving.is_empty() || self.leaving.has(kind)) {
+            true => VmError::DeviceLeaving { reason, leaving: leaving.join(", ") },
+            false => VmError::Failed(reason),
+        }
     }
 
     /// Steps 2 to 4. Returns the slot.
@@ -185,8 +227,11 @@ impl KvmMachine {
 
     /// Steps 4 and 5.
     pub(super) fn let_go(&mut self, slot: u8) {
-        // Another device may be in the slot by now.
-        let gone = self.fabric.virtio.extract_if(.., |attached| attached.slot == slot && attached.is_leaving);
+        // Another device may be in the slot by now, and may have been asked to go as well.
+        let pci = Arc::clone(&self.fabric.pci);
+        let gone = self.fabric.virtio.extract_if(.., |attached| {
+            attached.slot == slot && attached.is_leaving && !pci.has(slot, &*attached.device)
+        });
         for attached in gone.collect::<Vec<_>>() {
             let (id, kind) = (&attached.id, attached.removable.unwrap_or("device"));
             self.hotplug.count(kind, "remove", "ok");
@@ -205,7 +250,7 @@ impl KvmMachine {
                 _ => self.metrics.change_machine(|sources| sources.vsock = None),
             }
             self.fabric.work.remove(&attached.loops);
-            self.leaving.end(attached, self.told.clone());
+            self.leaving.end(kind, attached, self.told.clone());
         }
         self.hotplug.devices.store(self.fabric.virtio.len() as u64, Ordering::Relaxed);
     }
@@ -343,10 +388,39 @@ mod tests {
         // The slot is empty before the owner hears of it.
         drop(rig.machine.fabric.pci.remove(1));
         assert_eq!(rig.add("b").unwrap().bdf, "0000:00:01.0");
+        // It is to go as well, and has not gone.
+        rig.machine.ask_to_let_go("b").unwrap();
         rig.machine.let_go(1);
         rig.machine.let_go(1);
         assert_eq!(rig.machine.disks.iter().map(|disk| disk.id()).collect::<Vec<_>>(), ["b"]);
-        assert_eq!(rig.counts(), (1, 1, 0));
+        assert_eq!(rig.counts(), (1, 1, 1));
+        rig.eject(1);
+        assert_eq!(rig.counts(), (0, 0, 0));
+    }
+
+    #[test]
+    fn a_file_that_the_guest_has_let_go_is_had_at_once_and_one_that_it_has_not_is_said_to_be() {
+        let mut rig = Rig::new();
+        let image = rig.disk("image");
+        let mut other_id = image.clone();
+        let DeviceConfig::Disk(disk) = &mut other_id else { unreachable!("a disk") };
+        disk.id = Some("other".to_owned());
+        for _ in 0..5 {
+            rig.machine.add("image", &image).unwrap();
+            // Nobody has been asked: it is not free soon.
+            assert!(matches!(rig.machine.add("other", &other_id), Err(VmError::Failed(_))));
+            rig.machine.ask_to_let_go("image").unwrap();
+            let error = rig.machine.add("other", &other_id).unwrap_err();
+            let is_named = matches!(&error, VmError::DeviceLeaving { leaving, .. } if leaving == "image");
+            assert!(is_named && error.to_string().contains("is in use"), "{error}");
+            rig.eject(1);
+            rig.machine.add("other", &other_id).unwrap();
+            rig.machine.ask_to_let_go("other").unwrap();
+            // What is wrong by itself is not theirs to mend.
+            let missing = DeviceConfig::Disk(DiskConfig::parse("path=/nowhere/disk,id=a").unwrap());
+            assert!(matches!(rig.machine.add("a", &missing), Err(VmError::Failed(_))));
+            rig.eject(1);
+        }
     }
 
     #[test]

@@ -435,6 +435,18 @@ pub enum VmError {
         /// Which.
         leaving: String,
     },
+    /// What the device needs is in use, maybe by one that is on its way out.
+    #[error(
+        "{reason}. A device that may have it is on its way out, and the guest has to let it go first: \
+         {}. Try again later",
+        if leaving.is_empty() { "it is being stopped" } else { leaving }
+    )]
+    DeviceLeaving {
+        /// Why it cannot be had.
+        reason: String,
+        /// Which of the kind the guest has been asked to let go; none, if all of them are being stopped.
+        leaving: String,
+    },
     /// There is no VM.
     #[error("The VM is not created")]
     NotCreated,

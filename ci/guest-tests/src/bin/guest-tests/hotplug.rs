@@ -20,6 +20,7 @@ guest_tests::tests![
     a_guest_that_does_not_answer_keeps_its_disk: 240 (extended),
     a_reboot_keeps_what_was_added_and_forgets_what_was_removed: 300,
     what_cannot_be_added_or_removed_is_refused: 240,
+    a_disk_that_is_removed_comes_back_as_another_as_soon_as_it_can: 240,
     a_file_comes_as_pmem_is_used_and_goes: 240,
     a_file_comes_as_pmem_is_used_and_goes_on_6_1: 240 (extended),
     a_hundred_files_leave_nothing_behind: 900 (extended),
@@ -395,6 +396,31 @@ fn a_reboot_keeps_what_was_added_and_forgets_what_was_removed() -> Result<()> {
     add_disk(&guest, &this_tests_dir().join("goes"), "goes")?;
     add_disk(&guest, &this_tests_dir().join("slow"), "slow")?;
     wait_for_disk(&guest, "slow")?;
+    guest.no_kernel_complaints()
+}
+
+/// Who removes a disk and adds its image again right behind is told to wait, and by nothing else: the file is free when the
+/// guest has let go.
+fn a_disk_that_is_removed_comes_back_as_another_as_soon_as_it_can() -> Result<()> {
+    const ROUNDS: usize = 10;
+    let path = image("disk")?;
+    let guest = builder().boot()?;
+    add_disk(&guest, &path, "round0")?;
+    wait_for_disk(&guest, "round0")?;
+    let mut told_to_wait = 0;
+    for round in 1..=ROUNDS {
+        ensure!(remove(&guest, &format!("round{}", round - 1))? == 204, "It is not removed");
+        let id = format!("round{round}");
+        let disk = json!({ "path": path, "id": id });
+        guest.wait_until("the image is free", LIMIT, || {
+            let answer = guest.try_api("PUT", "vm.add-disk", Some(disk.clone()))?;
+            ensure!([200, 429].contains(&answer.status), "{}: {}", answer.status, answer.body);
+            told_to_wait += usize::from(answer.status == 429);
+            Ok(answer.status == 200)
+        })?;
+        wait_for_disk(&guest, &id)?;
+    }
+    ensure!(told_to_wait > 0, "The guest has always let go before the next call");
     guest.no_kernel_complaints()
 }
 
