@@ -305,7 +305,7 @@ impl Memory {
         for part in self.parts.iter().filter(|part| part.prefault) {
             let zone = || self.zones[part.zone].id.clone();
             let len = part.range.len;
-            populate(&part.reservation, len).map_err(|source| MemoryError::Prefault {
+            populate(&part.reservation, 0, len).map_err(|source| MemoryError::Prefault {
                 zone: zone(),
                 len,
                 source,

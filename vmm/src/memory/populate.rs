@@ -5,26 +5,41 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use super::backing::Reservation;
-use super::layout::GIB;
+use super::layout::MIB;
 
 /// More threads find no more: what is left is the memory's own speed.
 const MAX_THREADS: usize = 16;
-/// What one thread takes at a time: a whole number of huge pages of any size.
-const STEP_BYTES: u64 = GIB;
+/// What one thread takes at a time, and what is not worth a second one: as much as Linux plugs at once. Of a huge page that is
+/// larger the first thread finds all, and the others wait for it.
+const STEP_BYTES: u64 = 128 * MIB;
 
-/// Finds pages for the first `len` bytes of `reservation`, all of which is mapped. What is in them stays.
-pub(super) fn populate(reservation: &Reservation, len: u64) -> io::Result<()> {
-    let steps = len.div_ceil(STEP_BYTES);
+/// Finds pages for `len` bytes of `reservation` from `offset`, all of which is mapped. What is in them stays. On an error some may
+/// have been found.
+pub(super) fn populate(reservation: &Reservation, offset: u64, len: u64) -> io::Result<()> {
     let cpus = thread::available_parallelism().map_or(1, usize::from);
-    let threads = cpus.min(MAX_THREADS).min(usize::try_from(steps).unwrap_or(usize::MAX));
+    populate_in_steps(reservation, offset, len, STEP_BYTES, cpus.min(MAX_THREADS))
+}
+
+fn populate_in_steps(
+    reservation: &Reservation,
+    offset: u64,
+    len: u64,
+    step_bytes: u64,
+    most_threads: usize,
+) -> io::Result<()> {
+    let steps = len.div_ceil(step_bytes);
+    let threads = most_threads.min(usize::try_from(steps).unwrap_or(usize::MAX));
     let next = AtomicU64::new(0);
     let work = || {
         loop {
-            let start = next.fetch_add(1, Ordering::Relaxed).saturating_mul(STEP_BYTES);
+            let start = next.fetch_add(1, Ordering::Relaxed).saturating_mul(step_bytes);
             if start >= len {
                 return Ok(());
             }
-            reservation.populate(start, STEP_BYTES.min(len - start))?;
+            reservation.populate(offset + start, step_bytes.min(len - start)).inspect_err(|_| {
+                // What the others would find is of no use any more.
+                next.store(steps, Ordering::Relaxed);
+            })?;
         }
     };
     thread::scope(|scope| {
@@ -33,4 +48,36 @@ pub(super) fn populate(reservation: &Reservation, len: u64) -> io::Result<()> {
         let others = threads.into_iter().map(|thread| thread.join().expect("no panic in populate"));
         others.fold(first, io::Result::and)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE_BYTES: usize = 4096;
+
+    #[test]
+    fn all_of_a_range_is_found_and_nothing_beside_it() {
+        for (len, threads) in [(16 * MIB, 4), (15 * MIB, 4), (MIB, 4), (16 * MIB, 1)] {
+            let reservation = Reservation::new(32 * MIB, 2 * MIB).unwrap();
+            reservation.map_anonymous(0, 32 * MIB).unwrap();
+            reservation.advise_small_pages(0, 32 * MIB);
+            populate_in_steps(&reservation, 4 * MIB, len, 2 * MIB, threads).unwrap();
+            let pages = reservation.pages(0, 32 * MIB).unwrap();
+            let found = 4 * MIB as usize / PAGE_BYTES..(4 * MIB + len) as usize / PAGE_BYTES;
+            let is_right = |(nth, page): (usize, &u8)| (page & 1 == 1) == found.contains(&nth);
+            assert!(pages.iter().enumerate().all(is_right), "{threads} threads");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_found_is_an_error_whoever_looked_for_it() {
+        for mapped in [0, 2, 14] {
+            let reservation = Reservation::new(32 * MIB, 2 * MIB).unwrap();
+            if mapped > 0 {
+                reservation.map_anonymous(0, mapped * MIB).unwrap();
+            }
+            populate_in_steps(&reservation, 0, 16 * MIB, 2 * MIB, 4).unwrap_err();
+        }
+    }
 }

@@ -15,6 +15,7 @@ use tracing::warn;
 use super::zone_file::ZoneFile;
 use super::{Access, BackingError, Reservation};
 use crate::config::Size;
+use crate::memory::populate::populate;
 use crate::memory::zone::{HostMemory, HostPages};
 
 /// Why memory cannot be had as it is asked for.
@@ -186,7 +187,7 @@ impl DramSource {
         if !self.prefault {
             return Ok(());
         }
-        reservation.populate(offset, len).inspect_err(|_| {
+        populate(reservation, offset, len).inspect_err(|_| {
             if let Err(err) = reservation.unmap(offset, len) {
                 warn!(%err, "Memory that could not be found stays mapped");
             }
