@@ -163,6 +163,11 @@ impl Shared {
         }
     }
 
+    /// Whether there is an NMI to deliver. It is delivered once.
+    fn take_nmi(&self) -> bool {
+        self.nmi.swap(false, Ordering::SeqCst)
+    }
+
     /// The thread ends.
     fn end(&self) {
         self.immediate_exit.lock().take();
@@ -397,7 +402,7 @@ impl Runner {
     /// Delivers an NMI, if there is one; what follows if that fails. A processor that has not been started ignores it, and KVM
     /// would spin about it.
     fn deliver_nmi(&mut self) -> Option<Next> {
-        if !self.shared.nmi.swap(false, Ordering::SeqCst) {
+        if !self.shared.take_nmi() {
             return None;
         }
         let waits = [KVM_MP_STATE_UNINITIALIZED, KVM_MP_STATE_INIT_RECEIVED];
@@ -570,6 +575,44 @@ mod tests {
         thread.join().unwrap();
         shared.want(Wanted::Pause);
         shared.wait_until_out();
+    }
+
+    /// That there is one; what KVM makes of it a guest has to say.
+    #[test]
+    fn an_nmi_for_a_vcpu_that_waits_is_delivered_once_when_it_goes_on() {
+        let shared = Arc::new(Shared::new(Arc::new(Brake::default())));
+        let vcpu = Vcpu { shared: Arc::clone(&shared), thread: None };
+        let (entered, entries) = mpsc::sync_channel(0);
+        let runner = Arc::clone(&shared);
+        let thread = thread::spawn(move || {
+            while runner.wait_until_wanted() && entered.send(runner.take_nmi()).is_ok() {}
+            runner.end();
+        });
+        let next = || entries.recv_timeout(LIMIT).unwrap();
+        let pause = || {
+            drop(vcpu.pause());
+            while !shared.is_out.load(Ordering::Relaxed) {
+                let _ = entries.try_recv();
+            }
+        };
+        vcpu.send_nmi();
+        vcpu.send_nmi();
+        vcpu.resume();
+        assert_eq!([next(), next()], [true, false]);
+        pause();
+        vcpu.send_nmi();
+        assert!(entries.try_recv().is_err(), "it stays out");
+        vcpu.resume();
+        assert_eq!([next(), next()], [true, false]);
+        // One that begins afresh knows nothing of it.
+        pause();
+        vcpu.send_nmi();
+        vcpu.begin_afresh();
+        vcpu.resume();
+        assert!(!next());
+        drop(vcpu);
+        drop(entries);
+        thread.join().unwrap();
     }
 
     #[test]

@@ -17,7 +17,7 @@ pub enum Verb {
     Shutdown,
     /// End it and start it again.
     Reboot,
-    /// Change its memory. Its governor may be changed also while it is paused.
+    /// Change it, or tell its guest something. A guest that stands still sees it when it goes on.
     Change,
 }
 
@@ -38,8 +38,8 @@ impl Verb {
         match self {
             Self::Boot => "created and not booted",
             Self::Resume => "paused",
-            Self::Pause | Self::Change => "running",
-            Self::Shutdown | Self::Reboot => "running or paused",
+            Self::Pause => "running",
+            Self::Shutdown | Self::Reboot | Self::Change => "running or paused",
         }
     }
 }
@@ -50,7 +50,7 @@ pub fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
     match (verb, state) {
         (Verb::Boot, Created) | (Verb::Resume, Paused) => Ok(Running),
         (Verb::Pause, Running) => Ok(Paused),
-        (Verb::Change, Running) => Ok(Running),
+        (Verb::Change, Running | Paused) => Ok(state),
         (Verb::Shutdown, Running | Paused) => Ok(Created),
         (Verb::Reboot, Running | Paused) => Ok(Running),
         _ => Err(VmError::WrongState { verb: verb.name(), state, needs: verb.needs() }),
@@ -90,7 +90,7 @@ mod tests {
             (Verb::Resume, [None, None, Some(Running)]),
             (Verb::Shutdown, [None, Some(Created), Some(Created)]),
             (Verb::Reboot, [None, Some(Running), Some(Running)]),
-            (Verb::Change, [None, Some(Running), None]),
+            (Verb::Change, [None, Some(Running), Some(Paused)]),
         ];
         for (verb, expected) in table {
             for (state, expected) in [Created, Running, Paused].into_iter().zip(expected) {

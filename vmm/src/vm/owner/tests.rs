@@ -479,13 +479,18 @@ fn a_vmm_without_a_vm_serves_until_there_is_one() {
 }
 
 #[test]
-fn buttons_and_interrupts_are_for_a_guest_that_runs() {
+fn buttons_and_interrupts_are_for_a_machine_that_stands_still_as_well() {
     run(async {
         let vm = start(None).await;
         vm.handle.ask(VmRequest::PowerButton).await.unwrap();
         vm.handle.ask(VmRequest::Nmi).await.unwrap();
         assert_eq!(vm.log(), ["build", "resume", "power button", "nmi"]);
         vm.handle.ask(VmRequest::Pause).await.unwrap();
+        vm.handle.ask(VmRequest::PowerButton).await.unwrap();
+        vm.handle.ask(VmRequest::Nmi).await.unwrap();
+        assert_eq!(vm.log()[4..], ["pause", "power button", "nmi"]);
+        assert_eq!(vm.state().await, VmState::Paused);
+        vm.handle.ask(VmRequest::Shutdown).await.unwrap();
         for refused in [vm.handle.ask(VmRequest::PowerButton).await, vm.handle.ask(VmRequest::Nmi).await] {
             assert!(matches!(refused, Err(VmError::WrongState { .. })));
         }

@@ -11,6 +11,7 @@ guest_tests::tests![
     a_vm_is_created_booted_deleted_and_created_again_by_the_api,
     a_deleted_vm_has_given_its_pool_and_sockets_back,
     an_nmi_reaches_every_vcpu,
+    what_is_asked_of_a_paused_vm_its_guest_sees_when_it_goes_on,
     events_tell_of_a_vms_life_and_of_resizes_that_are_reached,
 ];
 
@@ -117,6 +118,32 @@ fn an_nmi_reaches_every_vcpu() -> Result<()> {
     }
     guest.run("true")?;
     Ok(())
+}
+
+fn what_is_asked_of_a_paused_vm_its_guest_sees_when_it_goes_on() -> Result<()> {
+    let guest = Guest::builder()
+        .cpus(1)
+        .max_cpus(2)
+        .memory("size=384M,hotplug_method=virtio-mem,hotplug_size=128M")
+        .pressure("off")
+        .boot()?;
+    guest.api("PUT", "vm.pause", None)?;
+    guest.api("PUT", "vm.nmi", None)?;
+    guest.api("PUT", "vm.resize", Some(json!({"desired_ram": 512 << 20, "desired_vcpus": 2})))?;
+    let info = guest.api("GET", "vm.info", None)?;
+    ensure!(info["state"] == "Paused" && info["memory_actual_size"] == 384 << 20, "{info}");
+    guest.api("PUT", "vm.resume", None)?;
+    let said = "dmesg | grep -q 'NMI received for unknown reason .* on CPU 0'";
+    guest.wait_until_run("the vCPU has got its NMI", START_LIMIT, said)?;
+    guest.wait_until_run(
+        "the vCPU has come",
+        BOOT_LIMIT,
+        "test $(cat /sys/devices/system/cpu/present) = 0-1",
+    )?;
+    guest.wait_until("the resize is reached", BOOT_LIMIT, || {
+        Ok(guest.api("GET", "vm.info", None)?["memory_actual_size"] == 512 << 20)
+    })?;
+    guest.power_off()
 }
 
 fn events_tell_of_a_vms_life_and_of_resizes_that_are_reached() -> Result<()> {

@@ -98,3 +98,23 @@ fn the_configuration_has_the_vcpus_that_the_guest_was_asked_to_have() {
         assert_eq!(vm.log().join(", "), expected);
     });
 }
+
+#[test]
+fn a_vm_that_is_paused_is_resized_and_stays_paused() {
+    run(async {
+        let mut config = test_config();
+        config.cpus.max_vcpus = 4;
+        let vm = serve(None, Some(config), AtGuestShutdown::End);
+        vm.handle.ask(VmRequest::Pause).await.unwrap();
+        let resize =
+            ResizeRequest { desired_ram: Some(1 << 30), desired_vcpus: Some(2), desired_balloon: Some(0) };
+        vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await.unwrap();
+        let zone = ResizeZoneRequest { id: "dram".to_owned(), desired_ram: 1 << 30 };
+        vm.handle.ask(|reply| VmRequest::ResizeZone(zone, reply)).await.unwrap();
+        let disk = ResizeDiskRequest { id: "_disk1".to_owned(), desired_size: 1 << 30 };
+        vm.handle.ask(|reply| VmRequest::ResizeDisk(disk, reply)).await.unwrap();
+        assert_eq!(vm.state().await, VmState::Paused);
+        let expected = "build, resume, pause, resize vcpus, resize, resize balloon, resize zone, resize disk";
+        assert_eq!(vm.log().join(", "), expected);
+    });
+}
