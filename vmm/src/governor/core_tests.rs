@@ -442,6 +442,20 @@ fn zones_of_one_node_share_what_the_guest_says_of_it() {
     assert_eq!(online(&fixture), [Some(48 * MIB), Some(16 * MIB)]);
 }
 
+#[test]
+fn memory_that_nobody_governs_is_online_as_the_guest_says() {
+    let mut fixture = fixture("off", false, true);
+    fixture.dram.request(128 * MIB);
+    fixture.greet();
+    assert_eq!(fixture.core.online_beside_boot(0, 384 * MIB), None);
+    fixture.report(200);
+    for (node, boot_mib, online_mib) in [(0, 384, 128), (0, 257, 128), (0, 385, 0), (0, 4096, 0), (7, 384, 0)]
+    {
+        let online = fixture.core.online_beside_boot(node, boot_mib * MIB);
+        assert_eq!(online, Some(online_mib * MIB), "{boot_mib} MiB of node {node}");
+    }
+}
+
 /// A device that notes when it is asked.
 struct Noting(Mutex<crate::governor::DeviceSizes>, Arc<Mutex<Vec<&'static str>>>);
 

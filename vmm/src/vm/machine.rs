@@ -305,7 +305,11 @@ impl KvmMachine {
         let now = self.governor.clock().now();
         let (online_bytes, status) = {
             let core = self.governor.core().lock();
-            (core.online_bytes(&spec.id), core.resize_status(&spec.id, now))
+            let online_bytes = match dimms {
+                Some(_) => core.online_beside_boot(spec.guest_node, spec.boot_bytes),
+                None => core.online_bytes(&spec.id),
+            };
+            (online_bytes, core.resize_status(&spec.id, now))
         };
         ZoneInfo {
             id: spec.id.clone(),
@@ -315,7 +319,8 @@ impl KvmMachine {
             hotplug_bytes: spec.hotplug_bytes,
             requested_bytes: sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.requested_bytes),
             plugged_bytes: sizes.as_ref().map_or(dimm_bytes, |sizes| sizes.plugged_bytes),
-            online_bytes,
+            online_bytes: online_bytes
+                .map(|bytes| if dimms.is_some() { bytes.min(dimm_bytes) } else { bytes }),
             resident_bytes: 0,
             status: status.unwrap_or(ResizeStatus::Reached),
         }

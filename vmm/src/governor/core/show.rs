@@ -189,6 +189,14 @@ impl Core {
         None
     }
 
+    /// What the agent says is online of a node beside `boot_bytes` of boot memory, of which Linux counts the last block as whole.
+    /// For memory that the governor does not size, alone in its node.
+    pub fn online_beside_boot(&self, node: u32, boot_bytes: u64) -> Option<u64> {
+        let (online, _) = self.node_blocks(node)?;
+        let (_, report) = self.last_report.as_ref()?;
+        Some(online.saturating_sub(boot_bytes.next_multiple_of(report.blocks().block_bytes)))
+    }
+
     /// Online and offline bytes of a node in the last report that knew of blocks.
     fn node_blocks(&self, node: u32) -> Option<(u64, u64)> {
         let (_, report) = self.last_report.as_ref()?;

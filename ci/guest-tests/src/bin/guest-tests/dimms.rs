@@ -58,6 +58,11 @@ fn grows(kernel: Kernel) -> Result<()> {
     ensure!(info(&guest, "/memory_actual_size")? == 1536 * MIB, "DIMMs are not counted");
     let dram = zone(&guest, "dram")?;
     ensure!(dram.plugged_bytes == 1152 * MIB && dram.state == "reached", "{} bytes", dram.plugged_bytes);
+    // Its agent says what it has of them.
+    guest.wait_until("the DIMMs are online", ONLINE_LIMIT, || {
+        let memory = guest.api("GET", "vm.memory", None)?;
+        Ok(memory.pointer("/zones/0/online_bytes").and_then(Value::as_u64) == Some(1152 * MIB))
+    })?;
     let metrics = guest.metrics()?;
     ensure!(metrics.value("foreshore_memory_plugged_bytes", &[("zone", "dram")])? == 1152.0 * MIB as f64);
     let added = metrics.value("foreshore_hotplug_total", &[("kind", "dimm"), ("result", "ok")])?;
