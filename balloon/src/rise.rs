@@ -12,9 +12,11 @@ pub const STAYS_MS: u64 = 1_000;
 /// vouch for what comes later. What has stayed once, goes without being asked back, and comes again, is nothing new.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rise {
-    /// The most that has stayed of what is requested; `None`: nothing has been seen yet.
-    stayed_bytes: Option<u64>,
-    /// What is plugged beyond that, and since when there has been so much at least: least and oldest first.
+    /// The most that has stayed of what is requested: no more than that is no news. `None`: nothing has been seen yet.
+    known_bytes: Option<u64>,
+    /// What has stayed of what is plugged, and has not gone since. Less than what is known once some of that has gone unasked.
+    certain_bytes: u64,
+    /// What is plugged beyond what is certain, and since when there has been so much at least: least and oldest first.
     levels: Vec<Level>,
 }
 
@@ -30,7 +32,8 @@ impl Rise {
     pub fn observe(&mut self, asked_bytes: u64, plugged_bytes: u64, now: TimeMs) -> Option<TimeMs> {
         // What is asked back and goes may come again later, and is new then.
         let most_bytes = asked_bytes.max(plugged_bytes);
-        let mut stayed_bytes = self.stayed_bytes.unwrap_or(plugged_bytes).min(most_bytes);
+        let known_bytes = self.known_bytes.unwrap_or(plugged_bytes).min(most_bytes);
+        let certain_bytes = self.known_bytes.map_or(plugged_bytes, |_| self.certain_bytes).min(plugged_bytes);
         if let Some(gone) = self.levels.iter().position(|level| level.bytes > plugged_bytes) {
             // So much of the first of what has gone is left.
             self.levels.truncate(gone + 1);
@@ -38,34 +41,35 @@ impl Rise {
             self.levels.dedup_by_key(|level| level.bytes);
         }
         let stay = self.levels.partition_point(|level| now.since(level.since) >= STAYS_MS);
-        let has_stayed = self.levels.drain(..stay).rfind(|level| level.bytes > stayed_bytes);
-        if let Some(level) = has_stayed {
-            stayed_bytes = level.bytes;
-        }
-        self.stayed_bytes = Some(stayed_bytes);
-        self.levels.retain(|level| level.bytes > stayed_bytes);
-        if plugged_bytes > self.levels.last().map_or(stayed_bytes, |level| level.bytes) {
+        let stayed = self.levels.drain(..stay).next_back();
+        self.certain_bytes = stayed.map_or(certain_bytes, |level| level.bytes.max(certain_bytes));
+        let news = stayed.filter(|level| level.bytes > known_bytes);
+        self.known_bytes = Some(news.map_or(known_bytes, |level| level.bytes));
+        self.levels.retain(|level| level.bytes > self.certain_bytes);
+        if plugged_bytes > self.levels.last().map_or(self.certain_bytes, |level| level.bytes) {
             // No more of them than there are milliseconds.
             self.levels.pop_if(|level| level.since == now);
             self.levels.push(Level { since: now, bytes: plugged_bytes });
         }
-        has_stayed.map(|level| level.since)
+        news.map(|level| level.since)
     }
 
-    /// Since when there has been as much as now, if it is not known yet whether that stays.
+    /// Since when there has been as much as now, if that is news, and it is not known yet whether it stays.
     pub fn pending_since(&self) -> Option<TimeMs> {
-        self.levels.last().map(|level| level.since)
+        let known_bytes = self.known_bytes?;
+        self.levels.last().filter(|level| level.bytes > known_bytes).map(|level| level.since)
     }
 
-    /// What is there for certain.
+    /// What is there for certain. What had stayed, went and has just come again is not.
     pub fn stayed_bytes(&self, plugged_bytes: u64) -> u64 {
-        self.stayed_bytes.map_or(plugged_bytes, |stayed_bytes| stayed_bytes.min(plugged_bytes))
+        self.known_bytes.map_or(plugged_bytes, |_| self.certain_bytes.min(plugged_bytes))
     }
 
     /// What is plugged now is no news any more, whether it stays or not.
     pub fn settle(&mut self) {
         if let Some(level) = self.levels.pop() {
-            self.stayed_bytes = Some(level.bytes);
+            self.certain_bytes = level.bytes;
+            self.known_bytes = self.known_bytes.max(Some(level.bytes));
         }
         self.levels.clear();
     }
@@ -127,6 +131,20 @@ mod tests {
             Some(&Some(2_320)),
             "more than before"
         );
+    }
+
+    #[test]
+    fn what_has_gone_unasked_is_certain_only_once_it_stays_again() {
+        let mut rise = Rise::default();
+        // A guest that says at length on its console what it lacks keeps the block meanwhile.
+        for (at, bytes) in [(0, 0), (100, 128), (1_200, 128), (1_300, 0)] {
+            rise.observe(256, bytes, TimeMs(at));
+        }
+        assert_eq!(rise.observe(256, 128, TimeMs(5_000)), None);
+        assert_eq!((rise.stayed_bytes(128), rise.pending_since()), (0, None), "it is neither there nor news");
+        assert_eq!(rise.observe(256, 128, TimeMs(6_000)), None);
+        assert_eq!((rise.stayed_bytes(128), rise.pending_since()), (128, None));
+        assert_eq!(rise.stayed_bytes(64), 64, "never more than there is");
     }
 
     #[test]
