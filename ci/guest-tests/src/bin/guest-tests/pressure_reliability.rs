@@ -158,12 +158,11 @@ fn a_guest_without_dram_for_descriptors_is_asked_again() -> Result<()> {
     const MOST_GROWS: usize = 3;
     const FAIL_LIMIT: Duration = Duration::from_secs(240);
     let pool = Pool::create("1G")?;
-    // No movable DRAM: what is full here is what page descriptors come out of.
+    // Programs have a movable part of DRAM, which the VMM asks for: what is full is the rest, which page descriptors come out of.
     let guest = Guest::builder()
         .cpus(2)
         .memory("size=384M")
         .pm_memory(&format!("pool={},size=512M", pool.name()))
-        .cmdline("movablecore=0")
         .pressure("off")
         .boot()?;
     wait_for_agent(&guest, "live")?;

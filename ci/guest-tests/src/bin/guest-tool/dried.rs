@@ -1,7 +1,8 @@
 //! Takes what memory the guest's kernel has left for itself.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, PipeReader, PipeWriter, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::thread;
 use std::time::Duration;
@@ -11,23 +12,25 @@ use anyhow::{Context, Result, ensure};
 const PAGE: usize = 4096;
 /// At a time: less than what is left.
 const STEP: usize = 64 << 10;
+/// What a pipe holds: the most that Linux gives without being told otherwise (fs.pipe-max-size).
+const PIPE: usize = 1 << 20;
 /// What is freed is gone again as soon.
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 /// After so long without anything to take, all is taken.
 const CALM_LOOKS: u32 = 25;
 
 /// Takes all memory that the kernel could have for itself above its watermarks, but for so many KiB, and what becomes free
-/// later as well: locked, so that none of it is swapped or moved away, and as somebody whom the OOM killer spares. Says `dried`
-/// once there is no more, and keeps it until killed.
+/// later as well, as somebody whom the OOM killer spares. Says `dried` once there is no more, and keeps it until killed.
 ///
-/// For guests without a movable zone of DRAM: user memory comes from there first.
+/// It takes what pipes hold, which is the kernel's own memory: neither swapped nor moved, and never from a movable zone
+/// (fs/pipe.c). What programs need comes from that zone first, so that a guest that has one goes on all the same.
 pub fn dry(left_kib: u64) -> Result<()> {
     crate::oom::be_spared()?;
     // SAFETY: no pointers.
     let locked = unsafe { libc::mlockall(libc::MCL_CURRENT) };
     ensure!(locked == 0, "Cannot lock memory: {}", io::Error::last_os_error());
     let mut kernel = KernelMemory::open()?;
-    let mut taken = Taken::reserve(total_bytes()?)?;
+    let mut taken = Taken::new(total_bytes()?)?;
     let left_pages = left_kib * 1024 / PAGE as u64;
     let (mut calm_looks, mut is_said) = (0, false);
     loop {
@@ -54,36 +57,50 @@ fn total_bytes() -> Result<usize> {
     Ok(usize::try_from(info.totalram * u64::from(info.mem_unit))?)
 }
 
-/// Addresses, of which the first part has memory.
+/// Pipes, of which all but the last are full.
 struct Taken {
-    start: *mut libc::c_void,
-    reserved: usize,
+    full: Vec<PipeReader>,
+    last: (PipeReader, PipeWriter),
     len: usize,
 }
 
 impl Taken {
-    fn reserve(bytes: usize) -> Result<Self> {
-        let (protection, flags) = (
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-        );
-        // SAFETY: a new mapping, which nothing else knows.
-        let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, -1, 0) };
-        ensure!(start != libc::MAP_FAILED, "Cannot reserve addresses: {}", io::Error::last_os_error());
-        // SAFETY: the range is the mapping's. A huge page would be more than what is to be left.
-        let small = unsafe { libc::madvise(start, bytes, libc::MADV_NOHUGEPAGE) };
-        ensure!(small == 0, "Cannot do without huge pages: {}", io::Error::last_os_error());
-        Ok(Self { start, reserved: bytes, len: 0 })
+    /// Room for no more pipes than so many bytes fill: nothing is to be allocated for the list later.
+    fn new(most_bytes: usize) -> Result<Self> {
+        let most = most_bytes / PIPE + 1;
+        allow_files(most + 64)?;
+        Ok(Self { full: Vec::with_capacity(most), last: pipe()?, len: 0 })
     }
 
     fn take_step(&mut self) -> Result<()> {
-        ensure!(self.len + STEP <= self.reserved, "There is more memory than there was");
-        // SAFETY: the range is the mapping's.
-        let locked = unsafe { libc::mlock(self.start.byte_add(self.len), STEP) };
-        ensure!(locked == 0, "Cannot lock memory: {}", io::Error::last_os_error());
+        // Written to, and not zeroes that a page of the program has: pipes copy.
+        static BYTES: [u8; STEP] = [1; STEP];
+        if self.len == PIPE {
+            ensure!(self.full.len() < self.full.capacity(), "There is more memory than there was");
+            let (full, _) = std::mem::replace(&mut self.last, pipe()?);
+            self.full.push(full);
+            self.len = 0;
+        }
+        self.last.1.write_all(&BYTES).context("Cannot fill a pipe")?;
         self.len += STEP;
         Ok(())
     }
+}
+
+fn pipe() -> Result<(PipeReader, PipeWriter)> {
+    let (reader, writer) = io::pipe().context("Cannot make a pipe")?;
+    // SAFETY: no pointers, and the descriptor is open.
+    let size = unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETPIPE_SZ, PIPE as libc::c_int) };
+    ensure!(size == PIPE as libc::c_int, "A pipe has {size} bytes: {}", io::Error::last_os_error());
+    Ok((reader, writer))
+}
+
+fn allow_files(count: usize) -> Result<()> {
+    let limit = libc::rlimit { rlim_cur: count as libc::rlim_t, rlim_max: count.max(4096) as libc::rlim_t };
+    // SAFETY: the structure lives through the call.
+    let done = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+    ensure!(done == 0, "Cannot have {count} files: {}", io::Error::last_os_error());
+    Ok(())
 }
 
 /// What /proc/zoneinfo says of the zones that the kernel itself can use.
@@ -164,6 +181,17 @@ Node 1, zone  Movable
         protection: (0, 0, 0, 0, 0)
 ";
         assert_eq!(usable_pages(zoneinfo).unwrap(), (3000 - 600) + (400 - 40));
+    }
+
+    #[test]
+    fn what_is_taken_is_in_pipes() {
+        let mut taken = Taken::new(2 * PIPE).unwrap();
+        (0..3 * PIPE / STEP / 2).for_each(|_| taken.take_step().unwrap());
+        assert_eq!((taken.full.len(), taken.len), (1, PIPE / 2));
+        let mut held: libc::c_int = 0;
+        // SAFETY: the pipe is open, and FIONREAD writes an int.
+        let told = unsafe { libc::ioctl(taken.full[0].as_raw_fd(), libc::FIONREAD, &raw mut held) };
+        assert_eq!((told, held), (0, PIPE as libc::c_int));
     }
 
     #[test]
