@@ -7,15 +7,19 @@ use crate::TimeMs;
 
 /// What has been plugged has come once it has stayed for so long.
 pub const STAYS_MS: u64 = 1_000;
+/// No guest looks for memory for so long before it gives up.
+const MOST_STAYS_MS: u64 = 16_000;
 
 /// Follows what is plugged of one zone. Whatever is plugged counts from when there was so much of it: what came earlier does not
 /// vouch for what comes later. What has stayed once, goes without being asked back, and comes again, is nothing new.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rise {
     /// The most that has stayed of what is requested: no more than that is no news. `None`: nothing has been seen yet.
     known_bytes: Option<u64>,
     /// What has stayed of what is plugged, and has not gone since. Less than what is known once some of that has gone unasked.
     certain_bytes: u64,
+    /// How long it takes to be certain: longer, once what was certain has gone unasked, than that had stayed.
+    stays_ms: u64,
     /// What is plugged beyond what is certain, and since when there has been so much at least: least and oldest first.
     levels: Vec<Level>,
 }
@@ -26,6 +30,12 @@ struct Level {
     bytes: u64,
 }
 
+impl Default for Rise {
+    fn default() -> Self {
+        Self { known_bytes: None, certain_bytes: 0, stays_ms: STAYS_MS, levels: Vec::new() }
+    }
+}
+
 impl Rise {
     /// Takes what is plugged now; `asked_bytes` is the least that has been requested since the last time. If more has stayed for
     /// long enough than ever did, says since when it has been there. What is plugged at first is nothing new.
@@ -33,15 +43,22 @@ impl Rise {
         // What is asked back and goes may come again later, and is new then.
         let most_bytes = asked_bytes.max(plugged_bytes);
         let known_bytes = self.known_bytes.unwrap_or(plugged_bytes).min(most_bytes);
-        let certain_bytes = self.known_bytes.map_or(plugged_bytes, |_| self.certain_bytes).min(plugged_bytes);
+        let was_certain = self.known_bytes.map_or(plugged_bytes, |_| self.certain_bytes);
+        let certain_bytes = was_certain.min(plugged_bytes);
+        if certain_bytes < was_certain.min(asked_bytes) {
+            self.stays_ms = self.stays_ms.saturating_mul(2).min(MOST_STAYS_MS);
+        }
         if let Some(gone) = self.levels.iter().position(|level| level.bytes > plugged_bytes) {
             // So much of the first of what has gone is left.
             self.levels.truncate(gone + 1);
             self.levels[gone].bytes = plugged_bytes;
             self.levels.dedup_by_key(|level| level.bytes);
         }
-        let stay = self.levels.partition_point(|level| now.since(level.since) >= STAYS_MS);
+        let stay = self.levels.partition_point(|level| now.since(level.since) >= self.stays_ms);
         let stayed = self.levels.drain(..stay).next_back();
+        if stayed.is_some() {
+            self.stays_ms = STAYS_MS;
+        }
         self.certain_bytes = stayed.map_or(certain_bytes, |level| level.bytes.max(certain_bytes));
         let news = stayed.filter(|level| level.bytes > known_bytes);
         self.known_bytes = Some(news.map_or(known_bytes, |level| level.bytes));
@@ -127,9 +144,9 @@ mod tests {
         assert_eq!(said[2], Some(100));
         assert_eq!(said[3..], [None; 5]);
         assert_eq!(
-            stayed(&[&drops[..], &[(3_320, 4)]].concat()).last(),
-            Some(&Some(2_320)),
-            "more than before"
+            stayed(&[&drops[..], &[(3_320, 4), (4_319, 4), (4_320, 4)]].concat())[8..],
+            [None, None, Some(2_320)],
+            "more than before, for longer than what has gone"
         );
     }
 
@@ -142,9 +159,18 @@ mod tests {
         }
         assert_eq!(rise.observe(256, 128, TimeMs(5_000)), None);
         assert_eq!((rise.stayed_bytes(128), rise.pending_since()), (0, None), "it is neither there nor news");
-        assert_eq!(rise.observe(256, 128, TimeMs(6_000)), None);
-        assert_eq!((rise.stayed_bytes(128), rise.pending_since()), (128, None));
+        // It stays for as long as the first time, and goes again.
+        assert_eq!(rise.observe(256, 128, TimeMs(6_100)), None);
+        assert_eq!((rise.stayed_bytes(128), rise.pending_since()), (0, None));
+        assert_eq!(rise.observe(256, 128, TimeMs(7_000)), None);
+        assert_eq!((rise.stayed_bytes(128), rise.pending_since()), (128, None), "twice as long");
         assert_eq!(rise.stayed_bytes(64), 64, "never more than there is");
+        rise.observe(256, 192, TimeMs(8_000));
+        assert_eq!(
+            rise.observe(256, 192, TimeMs(9_000)),
+            Some(TimeMs(8_000)),
+            "what has stayed longer vouches"
+        );
     }
 
     #[test]
