@@ -6,9 +6,11 @@ mod line;
 mod output;
 mod raw_mode;
 mod readiness;
+mod window;
 
 use std::io;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use thiserror::Error;
 
@@ -16,6 +18,9 @@ pub use files::{ConsoleFiles, FileStart};
 pub use input::{ConsoleInput, Read};
 pub use line::{Lines, Port};
 pub use output::{ConsoleOutput, Lost};
+#[cfg(test)]
+pub use window::resize;
+pub use window::{Window, WindowSize};
 
 use crate::api::SocketError;
 use crate::config::{ConsoleConfig, ConsoleMode};
@@ -71,6 +76,8 @@ pub struct HostConsole {
     pub output: ConsoleOutput,
     /// What is said to the guest.
     pub input: Option<ConsoleInput>,
+    /// How large the terminal is, if it is one.
+    pub window: Option<Arc<Window>>,
 }
 
 impl HostConsole {
@@ -82,20 +89,26 @@ impl HostConsole {
     ) -> Result<Option<Self>, ConsoleError> {
         let console = match config.mode {
             ConsoleMode::Off => return Ok(None),
-            ConsoleMode::Null => Self { output: ConsoleOutput::null(), input: None },
+            ConsoleMode::Null => Self::without_terminal(ConsoleOutput::null(), None),
             ConsoleMode::Tty => Self {
                 output: ConsoleOutput::stdout().map_err(ConsoleError::Terminal)?,
                 input: ConsoleInput::stdin().map_err(ConsoleError::Terminal)?,
+                window: Window::of_the_vmm().map_err(ConsoleError::Terminal)?.map(Arc::new),
             },
             ConsoleMode::Pty | ConsoleMode::Socket => files.lines().open(port, config)?,
             ConsoleMode::File => {
                 let path = config.file.as_ref().ok_or(ConsoleError::NoFile)?;
                 let file =
                     files.open(path).map_err(|source| ConsoleError::File { path: path.clone(), source })?;
-                Self { output: file.into(), input: None }
+                Self::without_terminal(file.into(), None)
             }
         };
         Ok(Some(console))
+    }
+
+    /// A console whose other end has no size.
+    pub(crate) fn without_terminal(output: ConsoleOutput, input: Option<ConsoleInput>) -> Self {
+        Self { output, input, window: None }
     }
 
     /// A console with a test on its other end: its keyboard and its screen.
@@ -105,7 +118,7 @@ impl HostConsole {
         let (screen, output) = io::pipe().unwrap();
         let file = |fd| std::fs::File::from(fd);
         let input = Some(file(std::os::fd::OwnedFd::from(input)).into());
-        (Self { output: file(output.into()).into(), input }, keyboard, screen)
+        (Self::without_terminal(file(output.into()).into(), input), keyboard, screen)
     }
 }
 
@@ -133,6 +146,6 @@ mod tests {
         };
         assert!(open(ConsoleMode::Off).is_none());
         let null = open(ConsoleMode::Null).unwrap();
-        assert!(null.output.is_null() && null.input.is_none());
+        assert!(null.output.is_null() && null.input.is_none() && null.window.is_none());
     }
 }

@@ -37,6 +37,7 @@ pub enum Buffer {
 /// Interrupts of each queue, to be waited for.
 pub struct TestInterrupt {
     queues: Vec<EventFd>,
+    config: EventFd,
     resets_needed: AtomicUsize,
 }
 
@@ -48,7 +49,7 @@ impl VirtioInterrupt for TestInterrupt {
         self.signal_queue(queue)
     }
     fn signal_config(&self) -> io::Result<()> {
-        Ok(())
+        self.config.write(1)
     }
     fn needs_reset(&self) -> io::Result<()> {
         self.resets_needed.fetch_add(1, Ordering::Relaxed);
@@ -88,6 +89,7 @@ impl TestDriver {
             view: None,
             interrupt: Arc::new(TestInterrupt {
                 queues: event(EFD_NONBLOCK),
+                config: EventFd::new(EFD_NONBLOCK).unwrap(),
                 resets_needed: AtomicUsize::new(0),
             }),
             kicks: event(EFD_NONBLOCK),
@@ -220,13 +222,18 @@ impl TestDriver {
             if let Some(used) = self.used(queue) {
                 return used;
             }
-            let interrupt = &self.interrupt.queues[queue];
-            let mut poll = libc::pollfd { fd: interrupt.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-            // SAFETY: `poll` is one valid entry.
-            let ready = unsafe { libc::poll(&mut poll, 1, WAIT_MS_MAX) };
-            assert_eq!(ready, 1, "no interrupt of queue {queue} in {WAIT_MS_MAX} ms");
-            interrupt.read().unwrap();
+            wait(&self.interrupt.queues[queue], &format!("queue {queue}"));
         }
+    }
+
+    /// Waits until the device has said that its configuration has changed.
+    pub fn wait_config(&self) {
+        wait(&self.interrupt.config, "the configuration");
+    }
+
+    /// Whether it has said so since it was waited for.
+    pub fn config_changed(&self) -> bool {
+        self.interrupt.config.read().is_ok()
     }
 
     fn load<T: ByteValued>(&self, address: u64) -> T {
@@ -248,4 +255,12 @@ impl TestDriver {
     pub fn write(&self, address: u64, data: &[u8]) {
         self.memory.write_slice(data, GuestAddress(address)).unwrap();
     }
+}
+
+fn wait(interrupt: &EventFd, of: &str) {
+    let mut poll = libc::pollfd { fd: interrupt.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: `poll` is one valid entry.
+    let ready = unsafe { libc::poll(&mut poll, 1, WAIT_MS_MAX) };
+    assert_eq!(ready, 1, "no interrupt of {of} in {WAIT_MS_MAX} ms");
+    interrupt.read().unwrap();
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Error, Result, ensure};
 
-use super::{BOOT_LIMIT, Guest, Paths, VmmProcess, console, program};
+use super::{BOOT_LIMIT, Guest, Paths, VmmProcess, console, process, program};
 use crate::lie;
 use crate::runner::this_tests_dir;
 
@@ -114,6 +114,7 @@ pub struct GuestBuilder {
     without: Vec<&'static str>,
     boot_limit: Duration,
     flushes_lie: bool,
+    terminal: Option<PathBuf>,
 }
 
 impl GuestBuilder {
@@ -134,6 +135,7 @@ impl GuestBuilder {
             without: Vec::new(),
             boot_limit: BOOT_LIMIT,
             flushes_lie: false,
+            terminal: None,
         }
     }
 
@@ -238,6 +240,13 @@ impl GuestBuilder {
         self
     }
 
+    /// The VMM is on this terminal, as if a shell had started it there: it is its standard input and output, and its controlling
+    /// terminal.
+    pub fn terminal(mut self, terminal: &Path) -> Self {
+        self.terminal = Some(terminal.to_owned());
+        self
+    }
+
     /// Starts the VMM and waits until the guest serves commands.
     pub fn boot(&self) -> Result<Guest> {
         let guest = self.start()?;
@@ -258,6 +267,9 @@ impl GuestBuilder {
         command.args(self.vmm_arguments(&paths, &metrics));
         if self.flushes_lie {
             lie::about_flushes(&mut command);
+        }
+        if let Some(terminal) = &self.terminal {
+            process::at_terminal(&mut command, terminal)?;
         }
         let process = VmmProcess::start(&mut command, &paths.vmm_log())?;
         let metrics_address = metrics.split(',').next().unwrap_or_default().to_owned();

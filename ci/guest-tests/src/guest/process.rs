@@ -1,7 +1,9 @@
 //! The VMM's process.
 
+use std::ffi::CString;
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -18,6 +20,24 @@ use crate::wait::{wait_for, wait_until};
 pub fn program(name: &str) -> PathBuf {
     let variable = format!("FORESHORE_TEST_{}", name.to_uppercase().replace('-', "_"));
     std::env::var_os(variable).map_or_else(|| PathBuf::from(name), PathBuf::from)
+}
+
+/// Has `command` begin a session on `terminal`: its standard input and output, and its controlling terminal.
+pub(super) fn at_terminal(command: &mut Command, terminal: &Path) -> Result<()> {
+    let terminal = CString::new(terminal.as_os_str().as_bytes())?;
+    let begin_session = move || {
+        // SAFETY: the calls are async-signal-safe, and the path is a string that lives over them. The leader of a session that
+        // opens a terminal gets it as its own.
+        let is_there = unsafe {
+            libc::setsid();
+            let fd = libc::open(terminal.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
+            fd >= 0 && libc::dup2(fd, 0) == 0 && libc::dup2(fd, 1) == 1
+        };
+        if is_there { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    // SAFETY: it makes system calls that are async-signal-safe, and allocates nothing.
+    unsafe { command.pre_exec(begin_session) };
+    Ok(())
 }
 
 /// A VMM that was started. Killed when dropped.

@@ -12,6 +12,7 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use tracing::{debug, warn};
 use vmm_sys_util::timerfd::TimerFd;
 
+use super::super::Window;
 use super::super::readiness::ready;
 use super::pty::{Pty, is_hung_up};
 use super::ring::Ring;
@@ -62,6 +63,8 @@ pub(super) struct Bridge {
     end: End,
     listening: Interest,
     again: TimerFd,
+    /// Looked at whenever something happens here: who makes it another size types, or is shown something, soon.
+    window: Option<Arc<Window>>,
 }
 
 /// Whoever is there.
@@ -90,12 +93,17 @@ impl Peer {
 }
 
 impl Bridge {
-    pub(super) fn new(end: End, ring: Arc<Ring>, typing: PipeWriter) -> io::Result<Self> {
+    pub(super) fn new(
+        end: End,
+        window: Option<Arc<Window>>,
+        ring: Arc<Ring>,
+        typing: PipeWriter,
+    ) -> io::Result<Self> {
         fcntl_setfl(&typing, fcntl_getfl(&typing)? | OFlags::NONBLOCK)?;
         let room = Interest::new("room for input of a console's line", ROOM, EventSet::OUT);
         let listening = Interest::new("who comes to a console's line", ARRIVAL, EventSet::IN);
         let (said, typed, again) = (Vec::new(), Vec::new(), TimerFd::new()?);
-        Ok(Self { peer: None, ring, said, typing, typed, room, end, listening, again })
+        Ok(Self { peer: None, ring, said, typing, typed, room, end, listening, again, window })
     }
 
     fn listen(&mut self, on: bool, ops: &mut EventOps) {
@@ -282,6 +290,9 @@ impl MutEventSubscriber for Bridge {
                 self.listen(true, ops);
             }
             _ => self.serve_input(ops),
+        }
+        if let Some(window) = &self.window {
+            window.look();
         }
     }
 }

@@ -25,7 +25,7 @@ use parking_lot::Mutex;
 use self::bridge::{Bridge, End};
 use self::pty::Pty;
 use self::ring::Ring;
-use super::{ConsoleError, ConsoleInput, ConsoleOutput, HostConsole};
+use super::{ConsoleError, ConsoleInput, ConsoleOutput, HostConsole, Window};
 use crate::api::Socket;
 use crate::config::{ConsoleConfig, ConsoleMode};
 use crate::event_loop::{EventLoop, EventLoopHandle};
@@ -66,6 +66,8 @@ struct Line {
     path: Option<PathBuf>,
     ring: Arc<Ring>,
     keyboard: PipeReader,
+    /// Of a pseudo terminal, for the device that shows it.
+    window: Option<Arc<Window>>,
     event_loop: EventLoopHandle,
     bridge: SubscriberId,
 }
@@ -96,20 +98,22 @@ impl Lines {
 
 impl Line {
     fn open(port: Port, config: &ConsoleConfig, event_loop: EventLoopHandle) -> Result<Self, ConsoleError> {
-        let (end, path) = if config.mode == ConsoleMode::Pty {
+        let (end, path, window) = if config.mode == ConsoleMode::Pty {
             let pty = Pty::open().map_err(ConsoleError::Pty)?;
             let path = pty.path().to_owned();
-            (End::Pty(pty), Some(path))
+            let window = (port == Port::Console).then(|| pty.window()).transpose();
+            (End::Pty(pty), Some(path), window.map_err(ConsoleError::Pty)?.map(Arc::new))
         } else {
             let socket = config.socket.as_ref().ok_or(ConsoleError::NoSocket)?;
             let (listener, file) = Socket::for_console(port.flag(), socket)?;
-            (End::Socket { listener, _file: file }, None)
+            (End::Socket { listener, _file: file }, None, None)
         };
         let pipe = || -> io::Result<_> { Ok((io::pipe()?, Arc::new(Ring::new()?))) };
         let ((keyboard, typing), ring) = pipe().map_err(ConsoleError::Line)?;
-        let bridge = Bridge::new(end, Arc::clone(&ring), typing).map_err(ConsoleError::Line)?;
+        let bridge =
+            Bridge::new(end, window.clone(), Arc::clone(&ring), typing).map_err(ConsoleError::Line)?;
         let bridge = event_loop.add(Box::new(bridge)).map_err(ConsoleError::Worker)?;
-        Ok(Self { config: config.clone(), path, ring, keyboard, event_loop, bridge })
+        Ok(Self { config: config.clone(), path, ring, keyboard, window, event_loop, bridge })
     }
 
     fn is_of(&self, config: &ConsoleConfig) -> bool {
@@ -119,7 +123,8 @@ impl Line {
     fn machines_end(&self) -> io::Result<HostConsole> {
         let keyboard = File::from(OwnedFd::from(self.keyboard.try_clone()?));
         let input = Some(ConsoleInput::from(keyboard));
-        Ok(HostConsole { output: ConsoleOutput::line(Arc::clone(&self.ring)), input })
+        let output = ConsoleOutput::line(Arc::clone(&self.ring));
+        Ok(HostConsole { output, input, window: self.window.clone() })
     }
 }
 

@@ -12,6 +12,8 @@ use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
 use tracing::debug;
 use vmm_sys_util::timerfd::TimerFd;
 
+use super::super::Window;
+
 /// How often is looked who is there, where the kernel has no watch to spare for it.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
@@ -23,10 +25,10 @@ pub(super) struct Pty {
     arrivals: Arrivals,
 }
 
-/// Readable when somebody may have opened the terminal. Linux wakes nobody who waits for the master then.
+/// Readable when somebody may have opened the terminal, or closed it, as `stty -F` does when it has set a size. Linux wakes nobody who waits for the master then.
 #[derive(Debug)]
 enum Arrivals {
-    /// The kernel says that the file was opened.
+    /// The kernel says that the file was opened or closed.
     Watch(File),
     /// Users have few of those; time is always there.
     Timer(TimerFd),
@@ -57,6 +59,11 @@ impl Pty {
     /// The master's side, not blocking: to read or to write.
     pub(super) fn side(&self) -> io::Result<File> {
         self.master.try_clone()
+    }
+
+    /// Its size, which whoever is there says. Somebody has to look.
+    pub(super) fn window(&self) -> io::Result<Window> {
+        Window::of_pty(&self.master)
     }
 
     /// To be waited for; then call [`Self::look`].
@@ -108,7 +115,7 @@ impl Arrivals {
 
 fn watch(path: &Path) -> io::Result<OwnedFd> {
     let watch = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC)?;
-    inotify::add_watch(&watch, path, inotify::WatchFlags::OPEN)?;
+    inotify::add_watch(&watch, path, inotify::WatchFlags::OPEN | inotify::WatchFlags::CLOSE)?;
     Ok(watch)
 }
 

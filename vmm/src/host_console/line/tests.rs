@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use event_manager::SubscriberOps as _;
 
 use super::super::readiness::ready;
-use super::super::{ConsoleFiles, FileStart, Read};
+use super::super::{ConsoleFiles, FileStart, Read, WindowSize, resize};
 use super::ring::LEN_MAX;
 use super::*;
 
@@ -115,7 +115,7 @@ fn a_terminal_that_nobody_is_at_costs_nothing() {
     let pty = Pty::open().unwrap();
     let path = pty.path().to_owned();
     let (_keyboard, typing) = io::pipe().unwrap();
-    let bridge = Bridge::new(End::Pty(pty), Arc::clone(&ring), typing).unwrap();
+    let bridge = Bridge::new(End::Pty(pty), None, Arc::clone(&ring), typing).unwrap();
     let mut manager = event_manager::EventManager::new().unwrap();
     manager.add_subscriber(bridge);
     let mut run_until_idle = || {
@@ -132,6 +132,33 @@ fn a_terminal_that_nobody_is_at_costs_nothing() {
         ring.push(b"to nobody");
         run_until_idle();
     }
+}
+
+#[test]
+fn another_size_of_a_pseudo_terminal_is_told_when_somebody_types_or_closes_it() {
+    let lines = Lines::default();
+    let mut files = ConsoleFiles::new(FileStart::Empty, lines.clone());
+    let mut console = HostConsole::open(Port::Console, &pty(), &mut files).unwrap().unwrap();
+    let window = console.window.clone().unwrap();
+    let is_told = || {
+        let since = Instant::now();
+        while window.changed().read().is_err() {
+            assert!(since.elapsed() < LIMIT, "nobody was told");
+        }
+    };
+    let mut somebody = sit_down_at(&lines.path(Port::Console).unwrap());
+    resize(&somebody, 100, 30);
+    somebody.write_all(b"x").unwrap();
+    typed(&mut console, b"x");
+    is_told();
+    assert_eq!(window.size(), WindowSize { columns: 100, rows: 30 });
+    // As `stty -F` does it, while somebody else is there.
+    let other = sit_down_at(&lines.path(Port::Console).unwrap());
+    resize(&other, 80, 24);
+    drop(other);
+    is_told();
+    // A serial port has no way to say it.
+    assert!(machine(&lines, &pty()).window.is_none());
 }
 
 #[test]

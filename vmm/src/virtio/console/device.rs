@@ -1,18 +1,21 @@
-//! The device: two queues, and a configuration of which no feature makes use.
+//! The device: two queues, and a configuration that says how large the terminal is.
 
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 
 use super::event::{RECEIVE, TRANSMIT, Worker};
 use super::metrics::ConsoleMetrics;
 use crate::event_loop::EventLoopHandle;
-use crate::host_console::HostConsole;
+use crate::host_console::{HostConsole, Window};
 use crate::virtio::worker::WorkerSlot;
-use crate::virtio::{ActivateError, Activation, VirtioDevice};
+use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
 
 /// Device type (virtio 1.3, 5).
 const TYPE_CONSOLE: u16 = 3;
+/// `cols` and `rows` of the configuration are valid (5.3.3).
+const F_SIZE: u64 = 1 << 0;
 /// receiveq, transmitq (5.3.2).
 const QUEUE_SIZES: [u16; 2] = [64, 64];
 
@@ -20,6 +23,7 @@ const QUEUE_SIZES: [u16; 2] = [64, 64];
 pub struct Console {
     /// The worker's while there is one; kept here, so that the next one continues with it.
     host: Arc<Mutex<HostConsole>>,
+    window: Option<Arc<Window>>,
     metrics: Arc<ConsoleMetrics>,
     worker: WorkerSlot,
 }
@@ -28,7 +32,8 @@ impl Console {
     /// A console that has `host` on its other end.
     pub fn new(host: HostConsole, event_loop: EventLoopHandle) -> Self {
         let worker = WorkerSlot::new(event_loop);
-        Self { host: Arc::new(Mutex::new(host)), metrics: Arc::default(), worker }
+        let window = host.window.clone();
+        Self { host: Arc::new(Mutex::new(host)), window, metrics: Arc::default(), worker }
     }
 
     /// The device's counters.
@@ -46,8 +51,20 @@ impl VirtioDevice for Console {
         "__console"
     }
 
+    /// Offered where there is a terminal: one that nobody has given a size is 0 by 0, which a Linux guest takes for one without.
+    fn features(&self) -> u64 {
+        1 << VIRTIO_F_VERSION_1 | self.window.as_ref().map_or(0, |_| F_SIZE)
+    }
+
     fn queue_sizes(&self) -> &[u16] {
         &QUEUE_SIZES
+    }
+
+    /// `cols` and `rows` (5.3.4). What is behind them belongs to features that are not offered.
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
+        let size = self.window.as_ref().map(|window| window.size()).unwrap_or_default();
+        let [columns, rows] = [size.columns, size.rows].map(u16::to_le_bytes);
+        read_config_bytes([columns, rows].as_flattened(), offset, data);
     }
 
     fn activate(&mut self, mut activation: Activation) -> Result<(), ActivateError> {
@@ -57,6 +74,7 @@ impl VirtioDevice for Console {
             activation.interrupt,
             queues,
             Arc::clone(&self.host),
+            self.window.clone().filter(|_| activation.features & F_SIZE != 0),
             Arc::clone(&self.metrics),
         );
         self.worker.start(Box::new(worker))
@@ -76,7 +94,7 @@ mod tests {
 
     use super::*;
     use crate::event_loop::EventLoop;
-    use crate::host_console::ConsoleOutput;
+    use crate::host_console::{ConsoleOutput, resize};
     use crate::memory::lost::LossFlag;
     use crate::virtio::testing::{BUFFERS, Buffer, MEMORY_LEN, TestDriver};
 
@@ -267,11 +285,64 @@ mod tests {
         assert!(!rig.driver.interrupted(RECEIVE) && !rig.driver.interrupted(TRANSMIT));
     }
 
+    fn size(console: &Console) -> [u16; 2] {
+        let mut config = [0xff; 12];
+        console.read_config(0, &mut config);
+        assert_eq!(config[4..], [0; 8]);
+        [0, 2].map(|at| u16::from_le_bytes([config[at], config[at + 1]]))
+    }
+
+    #[test]
+    fn the_driver_is_told_how_large_the_terminal_is_at_first_and_whenever_that_changes() {
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let (window, terminal) = Window::of_test();
+        let host = HostConsole { window: Some(Arc::new(window)), ..HostConsole::pipes().0 };
+        let mut console = Console::new(host, event_loop.handle());
+        assert_ne!(console.features() & F_SIZE, 0);
+        assert_eq!(size(&console), [0, 0]);
+        resize(&terminal, 132, 43);
+        let mut driver = TestDriver::new(2);
+        for _ in 0..2 {
+            console.activate(driver.activation(console.features())).unwrap();
+            driver.wait_config();
+            assert_eq!(size(&console), [132, 43]);
+            console.reset();
+        }
+        console.activate(driver.activation(console.features())).unwrap();
+        driver.wait_config();
+        resize(&terminal, 80, 24);
+        console.window.as_ref().unwrap().changed().write(1).unwrap();
+        driver.wait_config();
+        assert_eq!(size(&console), [80, 24]);
+    }
+
+    #[test]
+    fn a_driver_that_does_not_want_to_know_is_not_told_and_what_is_no_terminal_has_no_size() {
+        let (window, _terminal) = Window::of_test();
+        for window in [Some(Arc::new(window)), None] {
+            let event_loop = EventLoop::spawn("test").unwrap();
+            let is_terminal = window.is_some();
+            let host = HostConsole { window: window.clone(), ..HostConsole::pipes().0 };
+            let mut console = Console::new(host, event_loop.handle());
+            assert_eq!(console.features() & F_SIZE != 0, is_terminal);
+            let mut driver = TestDriver::new(2);
+            console.activate(driver.activation(console.features() & !F_SIZE)).unwrap();
+            if let Some(window) = window {
+                window.changed().write(1).unwrap();
+            }
+            // When something comes after it, it is over.
+            driver.add(TRANSMIT, &[Buffer::Out(BUFFERS, 1)]);
+            driver.kick(TRANSMIT);
+            driver.wait_used(TRANSMIT);
+            assert!(!driver.config_changed());
+        }
+    }
+
     #[test]
     fn without_its_queues_it_does_not_start() {
         for missing in [0, 1] {
             let event_loop = EventLoop::spawn("test").unwrap();
-            let host = HostConsole { output: ConsoleOutput::null(), input: None };
+            let host = HostConsole::without_terminal(ConsoleOutput::null(), None);
             let mut console = Console::new(host, event_loop.handle());
             let mut activation = TestDriver::new(2).activation(console.features());
             activation.queues[usize::from(missing)] = None;

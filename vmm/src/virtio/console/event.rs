@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use parking_lot::Mutex;
-use tracing::debug;
+use tracing::{debug, warn};
 use virtio_queue::{DescriptorChain, QueueT, Reader, Writer};
 use vm_memory::GuestAddressSpace;
 
 use super::metrics::ConsoleMetrics;
 use crate::event_loop::Interest;
-use crate::host_console::{ConsoleInput, HostConsole, Lost, Read};
+use crate::host_console::{ConsoleInput, HostConsole, Lost, Read, Window};
 use crate::interrupt::VirtioInterrupt;
 use crate::log::sparsely;
 use crate::memory::view::{GuestView, MappedMemory};
@@ -25,6 +25,7 @@ const RECEIVE_KICK: u32 = 0;
 const TRANSMIT_KICK: u32 = 1;
 const INPUT: u32 = 2;
 const OUTPUT: u32 = 3;
+const RESIZED: u32 = 4;
 
 /// The most that is taken from one chain, and gathered for one write. Drivers send a page at a time; descriptors
 /// may claim gigabytes.
@@ -44,6 +45,8 @@ pub(super) struct Worker {
     input: Interest,
     /// Room for output is waited for while there is output without it.
     room: Interest,
+    /// The terminal, if the driver wants to know how large it is.
+    window: Option<Arc<Window>>,
     metrics: Arc<ConsoleMetrics>,
 }
 
@@ -53,11 +56,12 @@ impl Worker {
         interrupt: Arc<dyn VirtioInterrupt>,
         [receive, transmit]: [ActiveQueue; 2],
         host: Arc<Mutex<HostConsole>>,
+        window: Option<Arc<Window>>,
         metrics: Arc<ConsoleMetrics>,
     ) -> Self {
         let input = Interest::new("input of the console", INPUT, EventSet::IN);
         let room = Interest::new("output of the console", OUTPUT, EventSet::OUT);
-        Self { view, interrupt, receive, transmit, host, input, room, metrics }
+        Self { view, interrupt, receive, transmit, host, input, room, window, metrics }
     }
 
     fn serve_output(&mut self, ops: &mut EventOps) {
@@ -182,6 +186,16 @@ impl Worker {
         outcome
     }
 
+    /// The terminal may have another size: the driver is told, and reads the configuration (5.3.4).
+    fn tell_size(&self) {
+        let Some(window) = &self.window else { return };
+        // Several changes count as one.
+        let _ = window.changed().read();
+        if let Err(err) = self.interrupt.signal_config() {
+            sparsely!(warn, %err, "The console cannot say how large its terminal is");
+        }
+    }
+
     fn signal(&self, queue: u16) {
         if let Err(err) = self.interrupt.signal_queue(queue) {
             sparsely!(warn, %err, queue, "The console cannot interrupt");
@@ -279,6 +293,13 @@ impl MutEventSubscriber for Worker {
     fn init(&mut self, ops: &mut EventOps) {
         self.receive.watch(RECEIVE_KICK, ops);
         self.transmit.watch(TRANSMIT_KICK, ops);
+        if let Some(window) = &self.window
+            && let Err(err) = ops.add(Events::with_data(window.changed(), RESIZED, EventSet::IN))
+        {
+            warn!(?err, "Cannot wait for another size of a console's terminal");
+        }
+        // Linux reads the first size, too, when it is told that there is another one (virtcons_probe, config_work_handler).
+        self.tell_size();
         self.serve_output(ops);
         self.serve_input(ops);
     }
@@ -294,6 +315,7 @@ impl MutEventSubscriber for Worker {
                 self.serve_input(ops);
             }
             OUTPUT => self.catch_up(ops),
+            RESIZED => self.tell_size(),
             _ => self.serve_input(ops),
         }
     }

@@ -1,8 +1,8 @@
 //! Consoles that somebody comes to: pseudo terminals and sockets, with a shell of the guest on them.
 
 use std::fs::File;
-use std::io::{Read, Write};
-use std::os::fd::{AsFd, AsRawFd};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -17,6 +17,8 @@ guest_tests::tests![
     a_shell_on_a_serial_socket_takes_the_newest_client,
     a_console_that_nobody_reads_stops_no_guest,
     both_consoles_may_be_the_terminal,
+    a_guest_follows_the_size_of_its_consoles_pseudo_terminal,
+    a_guest_follows_the_size_of_the_vmms_terminal,
 ];
 
 /// Until a shell has answered, or a guest has booted.
@@ -188,4 +190,64 @@ fn both_consoles_may_be_the_terminal() -> Result<()> {
     })?;
     ensure!(guest.vmm_log()?.contains("both tty"), "No warning that they share a keyboard");
     Ok(())
+}
+
+/// Makes a terminal another size, as whoever looks at it does.
+fn resize(terminal: &impl AsFd, columns: u16, rows: u16) -> Result<()> {
+    let size = libc::winsize { ws_col: columns, ws_row: rows, ws_xpixel: 0, ws_ypixel: 0 };
+    // SAFETY: the kernel reads one `winsize`.
+    let result = unsafe { libc::ioctl(terminal.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &raw const size) };
+    ensure!(result == 0, "Cannot resize a terminal: {}", io::Error::last_os_error());
+    Ok(())
+}
+
+/// Waits until the guest's hvc0 has a size.
+fn wait_for_size(guest: &Guest, columns: u16, rows: u16) -> Result<()> {
+    let expected = format!("{rows} {columns}");
+    guest.wait_until(&format!("its terminal is {columns} by {rows}"), ANSWER_LIMIT, || {
+        Ok(guest.run("stty size </dev/hvc0")?.trim() == expected)
+    })
+}
+
+fn a_guest_follows_the_size_of_its_consoles_pseudo_terminal() -> Result<()> {
+    for kernel in [Kernel::V6_12, Kernel::V6_1] {
+        let guest = with_shell("hvc0").kernel(kernel).argument("--console", "pty").boot()?;
+        let path = path_of(&guest, "console")?;
+        let mut visitor = sit_down(&path)?;
+        resize(&visitor.line, 132, 43)?;
+        // Whoever has made a window larger types, or is shown something.
+        visitor.ask_the_shell(40, 2)?;
+        wait_for_size(&guest, 132, 43)?;
+        visitor.say("echo size-$(stty size | tr ' ' x)-\n")?;
+        visitor.hear("size-43x132-")?;
+        // `stty -F`, and nobody types.
+        resize(&sit_down(&path)?.line, 90, 25)?;
+        wait_for_size(&guest, 90, 25)?;
+        // The next life begins with it.
+        guest.reboot_from_inside()?;
+        wait_for_size(&guest, 90, 25)?;
+        guest.no_kernel_complaints()?;
+    }
+    Ok(())
+}
+
+fn a_guest_follows_the_size_of_the_vmms_terminal() -> Result<()> {
+    let (mut master, mut slave) = (-1, -1);
+    let null = std::ptr::null_mut();
+    // SAFETY: the two numbers are written, the other arguments may be null.
+    let result = unsafe { libc::openpty(&raw mut master, &raw mut slave, null, null.cast(), null.cast()) };
+    ensure!(result == 0, "No pseudo terminal: {}", io::Error::last_os_error());
+    // SAFETY: both were just made, and nobody else knows of them.
+    let [master, slave] = [master, slave].map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
+    let path = std::fs::read_link(format!("/proc/self/fd/{}", slave.as_raw_fd()))?;
+    resize(&master, 100, 30)?;
+    let mut visitor = Visitor::new(File::from(master.try_clone()?));
+    let guest = with_shell("hvc0").argument("--console", "tty").terminal(&path).boot()?;
+    visitor.ask_the_shell(40, 2)?;
+    wait_for_size(&guest, 100, 30)?;
+    for (columns, rows) in [(132, 43), (90, 25)] {
+        resize(&master, columns, rows)?;
+        wait_for_size(&guest, columns, rows)?;
+    }
+    guest.no_kernel_complaints()
 }

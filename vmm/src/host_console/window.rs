@@ -1,0 +1,155 @@
+//! How large the terminal behind a console is.
+
+use std::fs::File;
+use std::io::{self, IsTerminal};
+use std::os::fd::{AsFd, OwnedFd};
+
+use parking_lot::Mutex;
+use rustix::termios::tcgetwinsize;
+use signal_hook_registry::{SigId, register, unregister};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+/// In characters; zeros where nobody has said.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WindowSize {
+    /// The width.
+    pub columns: u16,
+    /// The height.
+    pub rows: u16,
+}
+
+/// A terminal's size, and when it changes.
+#[derive(Debug)]
+pub struct Window {
+    terminal: OwnedFd,
+    seen: Mutex<WindowSize>,
+    changed: EventFd,
+    /// Of the VMM's own terminal, which says by a signal that it changes.
+    signal: Option<SigId>,
+}
+
+impl Window {
+    /// The terminal that the VMM is on, if it is on one: standard output's, or else, as in `foreshore | tee log`, standard
+    /// input's.
+    pub(super) fn of_the_vmm() -> io::Result<Option<Self>> {
+        let terminal = if io::stdout().is_terminal() {
+            io::stdout().as_fd().try_clone_to_owned()?
+        } else if io::stdin().is_terminal() {
+            io::stdin().as_fd().try_clone_to_owned()?
+        } else {
+            return Ok(None);
+        };
+        Self::with_signal(terminal).map(Some)
+    }
+
+    fn with_signal(terminal: OwnedFd) -> io::Result<Self> {
+        let mut window = Self::new(terminal)?;
+        let changed = window.changed.try_clone()?;
+        // SAFETY: all that the handler does is write(2), which signal-safety(7) allows.
+        let signal = unsafe { register(libc::SIGWINCH, move || drop(changed.write(1))) };
+        window.signal = Some(signal?);
+        Ok(window)
+    }
+
+    /// A pseudo terminal, by its master's side. Linux tells nobody there when the size changes: somebody has to
+    /// [look](Self::look).
+    pub(super) fn of_pty(master: &File) -> io::Result<Self> {
+        Self::new(master.as_fd().try_clone_to_owned()?)
+    }
+
+    fn new(terminal: OwnedFd) -> io::Result<Self> {
+        let changed = EventFd::new(EFD_NONBLOCK)?;
+        let window = Self { terminal, seen: Mutex::default(), changed, signal: None };
+        *window.seen.lock() = window.size();
+        Ok(window)
+    }
+
+    /// The size now.
+    pub fn size(&self) -> WindowSize {
+        // A terminal that is gone has none.
+        tcgetwinsize(&self.terminal).map_or_else(
+            |_| WindowSize::default(),
+            |size| WindowSize { columns: size.ws_col, rows: size.ws_row },
+        )
+    }
+
+    /// Tells of a size that is not the one at the last look.
+    pub(super) fn look(&self) {
+        let mut seen = self.seen.lock();
+        let now = self.size();
+        if std::mem::replace(&mut *seen, now) != now {
+            // Fails only when the counter is full, and then it tells anyway.
+            let _ = self.changed.write(1);
+        }
+    }
+
+    /// Readable when the size may have changed.
+    pub fn changed(&self) -> &EventFd {
+        &self.changed
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        if let Some(signal) = self.signal {
+            unregister(signal);
+        }
+    }
+}
+
+#[cfg(test)]
+impl Window {
+    /// A terminal of a test's, and its other side.
+    pub fn of_test() -> (Self, OwnedFd) {
+        use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
+        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+        grantpt(&master).unwrap();
+        unlockpt(&master).unwrap();
+        let peer = ioctl_tiocgptpeer(&master, OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+        (Self::of_pty(&master.into()).unwrap(), peer)
+    }
+}
+
+/// Makes a terminal another size, as its user does.
+#[cfg(test)]
+pub fn resize(terminal: &impl AsFd, columns: u16, rows: u16) {
+    let size = rustix::termios::Winsize { ws_col: columns, ws_row: rows, ws_xpixel: 0, ws_ypixel: 0 };
+    rustix::termios::tcsetwinsize(terminal, size).unwrap();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_looks_tells_once_of_another_size() {
+        let (window, peer) = Window::of_test();
+        assert_eq!(window.size(), WindowSize::default());
+        window.look();
+        assert!(window.changed().read().is_err(), "nothing is no news");
+        resize(&peer, 132, 43);
+        assert_eq!(window.size(), WindowSize { columns: 132, rows: 43 });
+        window.look();
+        window.look();
+        assert_eq!(window.changed().read().unwrap(), 1);
+        resize(&peer, 132, 43);
+        window.look();
+        assert!(window.changed().read().is_err());
+    }
+
+    #[test]
+    fn the_vmms_terminal_tells_by_a_signal_as_long_as_somebody_listens() {
+        let (_master, peer) = Window::of_test();
+        let window = Window::with_signal(peer).unwrap();
+        let changed = window.changed().try_clone().unwrap();
+        let raise = || {
+            // SAFETY: the call touches no memory. Its handler runs before it returns.
+            assert_eq!(unsafe { libc::raise(libc::SIGWINCH) }, 0);
+        };
+        raise();
+        assert!(changed.read().is_ok());
+        drop(window);
+        raise();
+        assert!(changed.read().is_err());
+    }
+}
