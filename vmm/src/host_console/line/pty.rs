@@ -4,34 +4,28 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl, inotify};
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, ptsname, unlockpt};
 use rustix::termios::{OptionalActions, tcgetattr, tcsetattr};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
+};
 use tracing::debug;
-use vmm_sys_util::timerfd::TimerFd;
 
 use super::super::Window;
 
 /// How often is looked who is there, where the kernel has no watch to spare for it.
-const LOOK_INTERVAL: Duration = Duration::from_millis(500);
+const LOOK_INTERVAL: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
 
 /// A pseudo terminal: its master's side, and where the other one is.
 #[derive(Debug)]
 pub(super) struct Pty {
     master: File,
     path: PathBuf,
-    arrivals: Arrivals,
-}
-
-/// Readable when somebody may have opened the terminal, or closed it, as `stty -F` does when it has set a size. Linux wakes nobody who waits for the master then.
-#[derive(Debug)]
-enum Arrivals {
-    /// The kernel says that the file was opened or closed.
-    Watch(File),
-    /// Users have few of those; time is always there.
-    Timer(TimerFd),
+    /// Readable when somebody may have opened the terminal, or closed it, as `stty -F` does when it has set a size. Linux
+    /// wakes nobody who waits for the master then. Reading it does not block.
+    arrivals: File,
 }
 
 impl Pty {
@@ -41,14 +35,15 @@ impl Pty {
         grantpt(&master)?;
         unlockpt(&master)?;
         let path = PathBuf::from(String::from_utf8_lossy(ptsname(&master, Vec::new())?.as_bytes()).as_ref());
-        // From when this is closed the master says that nobody is there. Settings stay.
+        // From when this is closed the master says that nobody is there, which is no news to the watch. Settings stay.
         let peer =
             ioctl_tiocgptpeer(&master, OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
         let mut settings = tcgetattr(&peer)?;
         settings.make_raw();
         tcsetattr(&peer, OptionalActions::Now, &settings)?;
+        drop(peer);
         fcntl_setfl(&master, fcntl_getfl(&master)? | OFlags::NONBLOCK)?;
-        let arrivals = Arrivals::at(&path)?;
+        let arrivals = arrivals_at(&path)?;
         Ok(Self { master: master.into(), path, arrivals })
     }
 
@@ -68,55 +63,49 @@ impl Pty {
 
     /// To be waited for; then call [`Self::look`].
     pub(super) fn arrivals(&self) -> RawFd {
-        match &self.arrivals {
-            Arrivals::Watch(watch) => watch.as_raw_fd(),
-            Arrivals::Timer(timer) => timer.as_raw_fd(),
-        }
+        self.arrivals.as_raw_fd()
     }
 
     /// Whether somebody has it open now. What has come before is no news any more.
     pub(super) fn look(&mut self) -> io::Result<bool> {
-        self.arrivals.clear()?;
+        self.forget_arrivals()?;
         Ok(!is_hung_up(&self.master)?)
+    }
+
+    fn forget_arrivals(&mut self) -> io::Result<()> {
+        let mut events = [0; 4096];
+        loop {
+            match self.arrivals.read(&mut events) {
+                Ok(0) => return Ok(()),
+                Ok(_) => {}
+                Err(err) if err.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
+                Err(err) => return Err(err),
+            }
+        }
     }
 }
 
-impl Arrivals {
-    fn at(path: &Path) -> io::Result<Self> {
-        match watch(path) {
-            Ok(watch) => Ok(Self::Watch(watch.into())),
-            Err(err) => {
-                debug!(%err, "No watch for a pseudo terminal: it is looked at from time to time");
-                let mut timer = TimerFd::new()?;
-                timer.reset(LOOK_INTERVAL, Some(LOOK_INTERVAL))?;
-                Ok(Self::Timer(timer))
-            }
-        }
-    }
-
-    fn clear(&mut self) -> io::Result<()> {
-        match self {
-            Self::Watch(watch) => {
-                let mut events = [0; 4096];
-                loop {
-                    match watch.read(&mut events) {
-                        Ok(0) => return Ok(()),
-                        Ok(_) => {}
-                        Err(err) if err.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                        Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
-                        Err(err) => return Err(err),
-                    }
-                }
-            }
-            Self::Timer(timer) => Ok(timer.wait().map(drop)?),
-        }
-    }
+/// By a watch of the kernel's, of which users have few, or by time, which is always there.
+fn arrivals_at(path: &Path) -> io::Result<File> {
+    let arrivals = watch(path).or_else(|err| {
+        debug!(%err, "No watch for a pseudo terminal: it is looked at from time to time");
+        ticks()
+    });
+    arrivals.map(File::from)
 }
 
 fn watch(path: &Path) -> io::Result<OwnedFd> {
     let watch = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC)?;
     inotify::add_watch(&watch, path, inotify::WatchFlags::OPEN | inotify::WatchFlags::CLOSE)?;
     Ok(watch)
+}
+
+fn ticks() -> io::Result<OwnedFd> {
+    let timer = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC)?;
+    let ticking = Itimerspec { it_interval: LOOK_INTERVAL, it_value: LOOK_INTERVAL };
+    timerfd_settime(&timer, TimerfdTimerFlags::empty(), &ticking)?;
+    Ok(timer)
 }
 
 /// Whether whoever was at the other end of a terminal or a socket has closed it.
@@ -133,6 +122,7 @@ pub(super) fn is_hung_up(file: &impl AsFd) -> io::Result<bool> {
 mod tests {
     use std::io::Write;
     use std::os::unix::fs::OpenOptionsExt as _;
+    use std::time::Duration;
 
     use super::super::super::readiness::ready;
     use super::*;
@@ -144,12 +134,11 @@ mod tests {
     #[test]
     fn it_knows_whether_somebody_is_there_and_when_somebody_comes() {
         let mut pty = Pty::open().unwrap();
-        assert!(matches!(pty.arrivals, Arrivals::Watch(_)), "this system has no watches to spare");
+        drop(watch(pty.path()).expect("this system has no watches to spare"));
         for _ in 0..2 {
             assert!(!pty.look().unwrap());
             let somebody = open(&pty);
-            let Arrivals::Watch(watch) = &pty.arrivals else { unreachable!() };
-            assert!(ready(watch.as_fd(), libc::POLLIN, Duration::from_secs(20)).unwrap());
+            assert!(ready(pty.arrivals.as_fd(), libc::POLLIN, Duration::from_secs(20)).unwrap());
             assert!(pty.look().unwrap());
             drop(somebody);
         }
@@ -158,11 +147,15 @@ mod tests {
     #[test]
     fn without_a_watch_it_is_looked_at_from_time_to_time() {
         let mut pty = Pty::open().unwrap();
-        pty.arrivals = Arrivals::at(Path::new("/nowhere")).unwrap();
-        assert!(matches!(pty.arrivals, Arrivals::Timer(_)));
+        pty.arrivals = arrivals_at(Path::new("/nowhere")).unwrap();
+        // Whoever looks before the time has come does not wait for it.
+        assert!(fcntl_getfl(&pty.arrivals).unwrap().contains(OFlags::NONBLOCK));
         assert!(!pty.look().unwrap());
         let _somebody = open(&pty);
-        assert!(pty.look().unwrap());
+        for _ in 0..2 {
+            assert!(ready(pty.arrivals.as_fd(), libc::POLLIN, Duration::from_secs(20)).unwrap());
+            assert!(pty.look().unwrap());
+        }
     }
 
     #[test]
