@@ -25,6 +25,7 @@ pub mod open_files;
 pub mod pci;
 pub mod pool;
 pub mod serial;
+pub mod unix_socket;
 pub mod virtio;
 pub mod vm;
 pub mod volume;

@@ -19,8 +19,9 @@ use tokio::time::timeout;
 use tracing::{debug, warn};
 
 use super::fd_stream::{self, Descriptors};
-use super::socket::{Listener, Socket, SocketFile};
+use super::socket::{Listener, Socket};
 use super::write_timeout::WriteTimeout;
+use crate::unix_socket::SocketFile;
 
 /// The most that one connection buffers of what is not yet taken apart; a head must fit in.
 const BUFFER_BYTES: usize = 16 << 10;

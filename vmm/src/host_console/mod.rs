@@ -22,9 +22,9 @@ pub use output::{ConsoleOutput, Lost};
 pub use window::resize;
 pub use window::{Window, WindowSize};
 
-use crate::api::SocketError;
 use crate::config::{ConsoleConfig, ConsoleMode};
 use crate::event_loop::EventLoopError;
+use crate::unix_socket::UnixSocketError;
 
 /// Why a console cannot be opened.
 #[derive(Debug, Error)]
@@ -55,7 +55,7 @@ pub enum ConsoleError {
     NoSocket,
     /// The socket cannot be listened on.
     #[error(transparent)]
-    Socket(#[from] SocketError),
+    Socket(#[from] UnixSocketError),
     /// There is no pseudo terminal.
     #[error("Cannot open a pseudo terminal")]
     Pty(#[source] io::Error),

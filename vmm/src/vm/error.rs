@@ -4,7 +4,6 @@ use thiserror::Error;
 
 use super::kvm::KvmError;
 use crate::acpi::AcpiError;
-use crate::api::SocketError;
 use crate::boot::BootError;
 use crate::bus::BusError;
 use crate::cpu::CpuError;
@@ -44,9 +43,6 @@ pub enum BuildError {
     /// A device that cannot be shown.
     #[error(transparent)]
     Transport(#[from] TransportError),
-    /// A socket that cannot be listened on.
-    #[error(transparent)]
-    Socket(#[from] SocketError),
     /// A volume that would not be safe.
     #[error(transparent)]
     Interface(#[from] InterfaceError),

@@ -16,9 +16,9 @@ use super::super::Window;
 use super::super::readiness::ready;
 use super::pty::{Pty, is_hung_up};
 use super::ring::Ring;
-use crate::api::SocketFile;
 use crate::event_loop::Interest;
 use crate::log::sparsely;
+use crate::unix_socket::SocketFile;
 
 const FILLED: u32 = 0;
 const ARRIVAL: u32 = 1;

@@ -1,0 +1,212 @@
+//! Unix sockets that the VMM listens on, each at a path that is one owner's.
+//!
+//! What a VMM that was killed left behind is replaced, what somebody has is not, and what is ours is taken away at the end.
+
+mod path_lock;
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use thiserror::Error;
+
+use self::path_lock::PathLock;
+
+/// Why a path cannot be listened on.
+#[derive(Debug, Error)]
+pub enum UnixSocketError {
+    /// Somebody else listens there, or is about to.
+    #[error("{flag}: {path:?} is in use: another process {what}")]
+    InUse {
+        /// The flag.
+        flag: &'static str,
+        /// The path.
+        path: PathBuf,
+        /// What it does.
+        what: &'static str,
+    },
+    /// There is a file, which is somebody's.
+    #[error("{flag}: {path:?} exists, and is not a socket")]
+    Exists {
+        /// The flag.
+        flag: &'static str,
+        /// The path.
+        path: PathBuf,
+    },
+    /// A path cannot be bound to.
+    #[error("{flag}: cannot listen on {path:?}")]
+    BindPath {
+        /// The flag.
+        flag: &'static str,
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Listens on `path`, which `flag` names; not blocking. The file goes with what is returned: keep it for longer than the listener,
+/// so that nobody finds a path on which nobody answers.
+pub fn listen(flag: &'static str, path: &Path) -> Result<(UnixListener, SocketFile), UnixSocketError> {
+    let fail = |source| UnixSocketError::BindPath { flag, path: path.to_owned(), source };
+    let in_use = |what| UnixSocketError::InUse { flag, path: path.to_owned(), what };
+    let lock = PathLock::take(path).map_err(fail)?.ok_or_else(|| in_use("has its lock"))?;
+    match what_is_at(path).map_err(fail)? {
+        Place::Free => {}
+        Place::Used => return Err(in_use("answers on it")),
+        Place::SomethingElse => return Err(UnixSocketError::Exists { flag, path: path.to_owned() }),
+        Place::LeftBehind => {
+            tracing::info!(?path, "A socket that was left behind is replaced");
+            fs::remove_file(path).map_err(fail)?;
+        }
+    }
+    let listener = UnixListener::bind(path).map_err(fail)?;
+    let file = SocketFile::at(path, lock).map_err(fail)?;
+    listener.set_nonblocking(true).map_err(fail)?;
+    Ok((listener, file))
+}
+
+/// What a path is.
+#[derive(Debug, PartialEq, Eq)]
+enum Place {
+    /// Nothing is there.
+    Free,
+    /// A socket that somebody has.
+    Used,
+    /// A socket that nobody has any more.
+    LeftBehind,
+    /// A file, a folder or a link.
+    SomethingElse,
+}
+
+fn what_is_at(path: &Path) -> io::Result<Place> {
+    match fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.file_type().is_socket() => {}
+        Ok(_) => return Ok(Place::SomethingElse),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Place::Free),
+        Err(error) => return Err(error),
+    }
+    // Who listens and accepts nothing would be waited for.
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    for kind in [SocketType::STREAM, SocketType::SEQPACKET, SocketType::DGRAM] {
+        let socket = socket_with(AddressFamily::UNIX, kind, flags, None)?;
+        match connect(&socket, &SocketAddrUnix::new(path)?) {
+            // Of a socket that is not of this kind (unix(7)).
+            Err(Errno::PROTOTYPE) => {}
+            Err(Errno::CONNREFUSED) => return Ok(Place::LeftBehind),
+            Ok(()) | Err(Errno::AGAIN) => return Ok(Place::Used),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(Place::Used)
+}
+
+/// A socket's file, removed when this is dropped, unless somebody has put another one in its place.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+    /// Until the file is gone.
+    _lock: PathLock,
+}
+
+impl SocketFile {
+    fn at(path: &Path, lock: PathLock) -> io::Result<Self> {
+        let metadata = fs::symlink_metadata(path)?;
+        Ok(Self { path: path.to_owned(), device: metadata.dev(), inode: metadata.ino(), _lock: lock })
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let ours = fs::symlink_metadata(&self.path)
+            .is_ok_and(|now| (now.dev(), now.ino()) == (self.device, self.inode));
+        if ours && let Err(error) = fs::remove_file(&self.path) {
+            tracing::warn!(path = ?self.path, %error, "A socket is left behind");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_that_is_used_is_told_from_one_that_was_left() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let first = listen("--api-socket", &path).unwrap();
+        let text = listen("--api-socket", &path).unwrap_err().to_string();
+        assert!(
+            text.starts_with("--api-socket: ") && text.ends_with("in use: another process has its lock"),
+            "{text}"
+        );
+        drop(first);
+        assert!(!path.exists(), "the socket goes with its owner");
+        // What a VMM that was killed leaves behind, one that held a lock and one that knew none.
+        for lock in [true, false] {
+            drop(UnixListener::bind(&path).unwrap());
+            if lock {
+                fs::write(dir.path().join("api.lock"), "").unwrap();
+            }
+            let socket = listen("--api-socket", &path).unwrap();
+            UnixStream::connect(&path).unwrap();
+            drop(socket);
+            assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        }
+    }
+
+    #[test]
+    fn what_somebody_has_is_neither_replaced_nor_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let error = || listen("--api-socket", &path).unwrap_err().to_string();
+        // 1. Files of other kinds.
+        fs::write(&path, "mine").unwrap();
+        assert!(error().ends_with("exists, and is not a socket"), "{}", error());
+        assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
+        fs::remove_file(&path).unwrap();
+        let elsewhere = dir.path().join("elsewhere");
+        drop(UnixListener::bind(&elsewhere).unwrap());
+        std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
+        assert!(error().ends_with("is not a socket") && elsewhere.exists());
+        fs::remove_file(&path).unwrap();
+        // 2. Sockets: one that accepts nothing, one whose queue is full, one of another kind.
+        let listener = UnixListener::bind(&path).unwrap();
+        assert!(error().ends_with("is in use: another process answers on it"), "{}", error());
+        // SAFETY: a system call on an open descriptor.
+        assert_eq!(unsafe { libc::listen(std::os::fd::AsRawFd::as_raw_fd(&listener), 0) }, 0);
+        let _fills_it = [what_is_at(&path).unwrap(), what_is_at(&path).unwrap()];
+        assert!(error().ends_with("answers on it"), "{}", error());
+        drop(listener);
+        fs::remove_file(&path).unwrap();
+        let datagrams = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+        assert!(error().ends_with("answers on it"), "{}", error());
+        drop(datagrams);
+        fs::remove_file(&path).unwrap();
+        // 3. A path that somebody is about to listen on.
+        let lock = PathLock::take(&path).unwrap();
+        assert!(error().ends_with("another process has its lock"), "{}", error());
+        drop(lock);
+        assert!(listen("--api-socket", &path).is_ok());
+    }
+
+    #[test]
+    fn a_file_that_took_the_sockets_place_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api");
+        let socket = listen("--api-socket", &path).unwrap();
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, "mine").unwrap();
+        drop(socket);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
+    }
+}
