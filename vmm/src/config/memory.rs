@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
-use super::memory_zone::{HostPages, MemoryZoneConfig, check_hotplug};
+use super::host_memory::HostMemoryConfig;
+use super::memory_zone::{MemoryZoneConfig, check_hotplug};
 use super::option_parser::Syntax;
 use super::size::{self, Size, UNIT_BYTES};
 
@@ -41,24 +42,9 @@ pub enum HotplugMethod {
 pub struct MemoryConfig {
     /// Boot memory; 0 with zones.
     pub size: u64,
-    /// The host may keep pages of the same content once.
-    #[serde(default)]
-    pub mergeable: bool,
-    /// Other processes can map it.
-    #[serde(default)]
-    pub shared: bool,
-    /// It is of huge pages that the host has set aside.
-    #[serde(default)]
-    pub hugepages: bool,
-    /// How large they are; the host's usual ones if that is not said.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hugepage_size: Option<u64>,
-    /// The host finds all its pages before the guest runs.
-    #[serde(default)]
-    pub prefault: bool,
-    /// The host counts all of it as taken at once.
-    #[serde(default)]
-    pub reserve: bool,
+    /// Of what on the host it is.
+    #[serde(flatten)]
+    pub host: HostMemoryConfig,
     /// The host is asked for transparent huge pages.
     #[serde(default = "default_thp")]
     pub thp: bool,
@@ -84,12 +70,7 @@ impl Default for MemoryConfig {
     fn default() -> Self {
         Self {
             size: 512 << 20,
-            mergeable: false,
-            shared: false,
-            hugepages: false,
-            hugepage_size: None,
-            prefault: false,
-            reserve: false,
+            host: HostMemoryConfig::default(),
             thp: default_thp(),
             hotplug_method: HotplugMethod::Acpi,
             hotplug_size: None,
@@ -109,16 +90,10 @@ impl MemoryConfig {
             _ => None,
         })?;
         let default = Self::default();
-        let switch = |key, default| options.switch(key).map(|value| value.unwrap_or(default));
         Ok(Self {
             size: options.size("size")?.unwrap_or(default.size),
-            mergeable: switch("mergeable", false)?,
-            shared: switch("shared", false)?,
-            hugepages: switch("hugepages", false)?,
-            hugepage_size: options.size("hugepage_size")?,
-            prefault: switch("prefault", false)?,
-            reserve: switch("reserve", false)?,
-            thp: switch("thp", default.thp)?,
+            host: HostMemoryConfig::read(&options)?,
+            thp: options.switch("thp")?.unwrap_or(default.thp),
             hotplug_method: method.unwrap_or_default(),
             hotplug_size: options.size("hotplug_size")?,
             hotplugged_size: options.size("hotplugged_size")?,
@@ -143,18 +118,9 @@ impl MemoryConfig {
             HotplugMethod::VirtioMem => check_hotplug(flag, self.hotplug_size, self.hotplugged_size)?,
             HotplugMethod::Acpi => self.check_dimms()?,
         }
-        self.pages().validate(flag)?;
+        let sizes = [("size", self.size), ("hotplug_size", self.hotplug_size.unwrap_or(0))];
+        self.host.validate(flag, sizes)?;
         self.check_blocks()
-    }
-
-    fn pages(&self) -> HostPages {
-        HostPages {
-            shared: self.shared,
-            mergeable: self.mergeable,
-            hugepages: self.hugepages,
-            hugepage_size: self.hugepage_size,
-            sizes: [("size", self.size), ("hotplug_size", self.hotplug_size.unwrap_or(0))],
-        }
     }
 
     /// ACPI adds memory to `--memory` alone, and as it is asked for.
@@ -189,7 +155,7 @@ impl MemoryConfig {
             ("size", self.size),
             ("hotplug_size", self.hotplug_size.unwrap_or(0)),
             ("hotplugged_size", self.hotplugged_size.unwrap_or(0)),
-            ("hugepage_size", self.hugepage_size.unwrap_or(0)),
+            ("hugepage_size", self.host.hugepage_size.unwrap_or(0)),
         ];
         if let Some((key, bytes)) = sizes.iter().find(|(_, bytes)| *bytes != 0) {
             let reason = format!(
@@ -198,14 +164,7 @@ impl MemoryConfig {
             );
             return Err(ConfigError::Conflict { flag, reason });
         }
-        let switches = [
-            ("shared", self.shared),
-            ("mergeable", self.mergeable),
-            ("hugepages", self.hugepages),
-            ("prefault", self.prefault),
-            ("reserve", self.reserve),
-        ];
-        if let Some((key, _)) = switches.iter().find(|(_, is_on)| *is_on) {
+        if let Some(key) = self.host.first_on() {
             let reason = format!("{key}=on is of no zone with --memory-zone: it is a key of each zone");
             return Err(ConfigError::Conflict { flag, reason });
         }
@@ -214,8 +173,8 @@ impl MemoryConfig {
 
     /// Blocks of virtio-mem come and go one by one, and a page must not be of several.
     fn check_blocks(&self) -> Result<(), ConfigError> {
-        let zones = self.zones.iter().map(|zone| (zone.hotplug_size, zone.hugepage_size));
-        let mut parts = zones.chain([(self.hotplug_size, self.hugepage_size)]);
+        let zones = self.zones.iter().map(|zone| (zone.hotplug_size, zone.host.hugepage_size));
+        let mut parts = zones.chain([(self.hotplug_size, self.host.hugepage_size)]);
         let too_large = |page_bytes: &u64| *page_bytes > UNIT_BYTES;
         match parts.find_map(|(hotplug, page)| hotplug.and(page).filter(too_large)) {
             Some(page_bytes) if self.hotplug_method == HotplugMethod::VirtioMem => {
@@ -249,7 +208,7 @@ mod tests {
         assert_eq!(memory.hotplug_method, HotplugMethod::VirtioMem);
         assert_eq!((memory.hotplug_size, memory.hotplugged_size), (Some(128 << 20), Some(0)));
         assert!(memory.validate().is_ok());
-        assert!(memory.prefault && !memory.thp && !memory.shared);
+        assert!(memory.host.prefault && !memory.thp && !memory.host.shared);
         assert_eq!(MemoryConfig::parse("hotplug_method=acpi"), Ok(MemoryConfig::default()));
     }
 
@@ -321,6 +280,7 @@ mod tests {
         assert!(error("size=2M,mergeable=on,shared=on").starts_with("--memory: mergeable=on goes with"));
         assert!(error("size=2M,hotplug_method=balloon").contains("acpi or virtio-mem"));
     }
+
     /// What the containerd shims of Kata send, in Go and in Rust: with nulls, and sizes that are whole MiB and no more.
     #[test]
     fn what_kata_asks_for_is_taken_and_shown_as_cloud_hypervisor_does() {
@@ -343,7 +303,7 @@ mod tests {
             vm["memory"] = serde_json::from_str(body).unwrap();
             let serde_json::Value::Object(vm) = vm else { panic!("an object") };
             let memory = crate::config::VmConfig::from_json(vm).unwrap().memory;
-            assert!(memory.shared && memory.resizes_by_acpi());
+            assert!(memory.host.shared && memory.resizes_by_acpi());
             assert_eq!((memory.size, memory.hotplug_size), (2049 << 20, Some(1649266655232)));
             let shown = serde_json::to_value(&memory).unwrap();
             for (key, value) in

@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
+use super::host_memory::HostMemoryConfig;
 use super::name;
 use super::option_parser::Syntax;
-use super::size::{self, Size, UNIT_BYTES};
+use super::size::{self, Size};
 
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--memory-zone",
@@ -29,9 +30,6 @@ pub(super) const SYNTAX: Syntax = Syntax {
     refused: &[],
 };
 
-/// A file system on which one page would be larger than this is not known.
-const MAX_PAGE_BYTES: u64 = 1 << 40;
-
 /// `--memory-zone id=,size=,file=,shared=,...`: a zone of DRAM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryZoneConfig {
@@ -42,15 +40,9 @@ pub struct MemoryZoneConfig {
     /// What its boot memory is of: a file, or a directory in which one without a name is made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<PathBuf>,
-    /// Other processes can map it.
-    #[serde(default)]
-    pub shared: bool,
-    /// It is of huge pages that the host has set aside.
-    #[serde(default)]
-    pub hugepages: bool,
-    /// How large they are; the host's usual ones if that is not said.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hugepage_size: Option<u64>,
+    /// Of what on the host it is.
+    #[serde(flatten)]
+    pub host: HostMemoryConfig,
     /// The host's node from which all its memory comes; wherever the host likes otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_numa_node: Option<u32>,
@@ -60,35 +52,20 @@ pub struct MemoryZoneConfig {
     /// How much of that is requested at boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hotplugged_size: Option<u64>,
-    /// The host may keep pages of the same content once.
-    #[serde(default)]
-    pub mergeable: bool,
-    /// The host finds all its pages before the guest runs.
-    #[serde(default)]
-    pub prefault: bool,
-    /// The host counts all of it as taken at once.
-    #[serde(default)]
-    pub reserve: bool,
 }
 
 impl MemoryZoneConfig {
     /// Reads the flag's value.
     pub fn parse(text: &str) -> Result<Self, ConfigError> {
         let options = SYNTAX.parse(text)?;
-        let switch = |key| options.switch(key).map(|value| value.unwrap_or(false));
         Ok(Self {
             id: options.required("id", options.text("id").map(str::to_owned))?,
             size: options.required("size", options.size("size")?)?,
             file: options.path("file")?,
-            shared: switch("shared")?,
-            hugepages: switch("hugepages")?,
-            hugepage_size: options.size("hugepage_size")?,
+            host: HostMemoryConfig::read(&options)?,
             host_numa_node: options.number("host_numa_node")?,
             hotplug_size: options.size("hotplug_size")?,
             hotplugged_size: options.size("hotplugged_size")?,
-            mergeable: switch("mergeable")?,
-            prefault: switch("prefault")?,
-            reserve: switch("reserve")?,
         })
     }
 
@@ -98,63 +75,15 @@ impl MemoryZoneConfig {
         name::check(flag, "id", &self.id)?;
         size::check_pages(flag, "size", self.size)?;
         check_hotplug(flag, self.hotplug_size, self.hotplugged_size)?;
-        if let (Some(file), true) = (&self.file, self.hugepages) {
+        if let (Some(file), true) = (&self.file, self.host.hugepages) {
             let file = file.display();
             let reason = format!(
                 "file={file} and hugepages=on: a file has the pages of its file system; one on hugetlbfs has huge ones"
             );
             return Err(ConfigError::Conflict { flag, reason });
         }
-        HostPages::of_zone(self).validate(flag)
-    }
-}
-
-/// What `--memory` and `--memory-zone` say alike of the host's pages.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct HostPages {
-    pub shared: bool,
-    pub mergeable: bool,
-    pub hugepages: bool,
-    pub hugepage_size: Option<u64>,
-    /// Sizes that are a whole number of pages, by their keys.
-    pub sizes: [(&'static str, u64); 2],
-}
-
-impl HostPages {
-    pub(super) fn of_zone(zone: &MemoryZoneConfig) -> Self {
-        Self {
-            shared: zone.shared,
-            mergeable: zone.mergeable,
-            hugepages: zone.hugepages,
-            hugepage_size: zone.hugepage_size,
-            sizes: [("size", zone.size), ("hotplug_size", zone.hotplug_size.unwrap_or(0))],
-        }
-    }
-
-    /// Pages that there can be, and sizes in whole ones.
-    pub(super) fn validate(&self, flag: &'static str) -> Result<(), ConfigError> {
-        let conflict = |reason: &str| Err(ConfigError::Conflict { flag, reason: reason.to_owned() });
-        if self.mergeable && (self.shared || self.hugepages) {
-            return conflict(
-                "mergeable=on goes with neither shared=on nor hugepages=on: Linux merges pages of private memory alone, and small ones",
-            );
-        }
-        let Some(page_bytes) = self.hugepage_size else { return Ok(()) };
-        if !self.hugepages {
-            return conflict("hugepage_size needs hugepages=on");
-        }
-        if !page_bytes.is_power_of_two() || !(UNIT_BYTES / 2..=MAX_PAGE_BYTES).contains(&page_bytes) {
-            let value = Size(page_bytes).to_string();
-            let expected = "a size that huge pages have: 2M or 1G".to_owned();
-            return Err(ConfigError::BadValue { flag, key: "hugepage_size".to_owned(), value, expected });
-        }
-        match self.sizes.iter().find(|(_, bytes)| !bytes.is_multiple_of(page_bytes)) {
-            Some(&(key, bytes)) => {
-                let (value, unit) = (Size(bytes), Size(page_bytes));
-                Err(ConfigError::NotMultiple { flag, key, value, unit })
-            }
-            None => Ok(()),
-        }
+        let sizes = [("size", self.size), ("hotplug_size", self.hotplug_size.unwrap_or(0))];
+        self.host.validate(flag, sizes)
     }
 }
 
@@ -197,15 +126,17 @@ mod tests {
             id: "mem0".to_owned(),
             size: 1 << 30,
             file: None,
-            shared: true,
-            hugepages: true,
-            hugepage_size: Some(2 << 20),
+            host: HostMemoryConfig {
+                shared: true,
+                mergeable: false,
+                hugepages: true,
+                hugepage_size: Some(2 << 20),
+                prefault: true,
+                reserve: true,
+            },
             host_numa_node: Some(1),
             hotplug_size: Some(2 << 30),
             hotplugged_size: Some(512 << 20),
-            mergeable: false,
-            prefault: true,
-            reserve: true,
         };
         assert_eq!(zone, expected);
         assert!(zone.validate().is_ok());

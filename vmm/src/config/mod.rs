@@ -13,6 +13,7 @@ mod devices;
 mod disk;
 mod error;
 mod foreign;
+mod host_memory;
 mod json;
 mod memory;
 mod memory_zone;
@@ -45,6 +46,7 @@ pub use self::cpus::{CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, Cpus
 pub use self::devices::DeviceConfig;
 pub use self::disk::{DiskConfig, ImageType};
 pub use self::error::ConfigError;
+pub use self::host_memory::HostMemoryConfig;
 pub use self::json::JsonError;
 #[cfg(test)]
 pub(crate) use self::json::fields;
@@ -168,7 +170,8 @@ impl VmConfig {
 
     /// What a balloon gives back are pages of 4 KiB, and a huge page does not go in parts.
     fn check_balloon_pages(&self) -> Result<(), ConfigError> {
-        let has_huge_pages = self.memory.hugepages || self.memory.zones.iter().any(|zone| zone.hugepages);
+        let has_huge_pages =
+            self.memory.host.hugepages || self.memory.zones.iter().any(|zone| zone.host.hugepages);
         if self.balloon.is_none() || !has_huge_pages {
             return Ok(());
         }
@@ -261,7 +264,8 @@ impl VmConfig {
                 self.pressure.policy
             ));
         }
-        if self.memory.reserve && self.memory.shared && !self.memory.prefault {
+        let memory = &self.memory.host;
+        if memory.reserve && memory.shared && !memory.prefault {
             warnings.push(
                 "--memory: reserve=on counts private memory; what is shared is counted as it is used"
                     .to_owned(),
@@ -451,7 +455,7 @@ mod tests {
             |c| c.balloon = Some(BalloonConfig::parse("size=1T").unwrap()),
             |c| {
                 c.balloon = Some(BalloonConfig::parse("size=0").unwrap());
-                c.memory.hugepages = true;
+                c.memory.host.hugepages = true;
             },
             |c| c.payload.kernel = None,
             |c| c.cpus.boot_vcpus = 0,

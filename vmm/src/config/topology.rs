@@ -170,14 +170,9 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
     let whole = || MemoryZoneConfig {
         id: DRAM_ZONE.to_owned(),
         size: memory.size,
-        shared: memory.shared,
-        hugepages: memory.hugepages,
-        hugepage_size: memory.hugepage_size,
+        host: memory.host.clone(),
         hotplug_size: memory.hotplug_size,
         hotplugged_size: memory.hotplugged_size,
-        mergeable: memory.mergeable,
-        prefault: memory.prefault,
-        reserve: memory.reserve,
         ..MemoryZoneConfig::default()
     };
     let zones = if memory.zones.is_empty() { vec![whole()] } else { memory.zones.clone() };
@@ -225,7 +220,8 @@ fn dram_zones(config: &VmConfig) -> Result<Vec<ZoneSpec>, ConfigError> {
 
 /// What the host is asked for.
 fn host_memory(zone: &MemoryZoneConfig, thp: bool) -> HostMemory {
-    let pages = match (zone.hugepages, zone.hugepage_size) {
+    let host = &zone.host;
+    let pages = match (host.hugepages, host.hugepage_size) {
         (true, Some(page_bytes)) => HostPages::Huge(page_bytes),
         (true, None) => HostPages::HugeAsUsual,
         (false, _) if thp => HostPages::Transparent,
@@ -233,10 +229,10 @@ fn host_memory(zone: &MemoryZoneConfig, thp: bool) -> HostMemory {
     };
     HostMemory {
         pages,
-        shared: zone.shared,
-        prefault: zone.prefault,
-        reserve: zone.reserve,
-        mergeable: zone.mergeable,
+        shared: host.shared,
+        prefault: host.prefault,
+        reserve: host.reserve,
+        mergeable: host.mergeable,
         file: zone.file.clone(),
     }
 }
