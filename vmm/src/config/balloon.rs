@@ -4,18 +4,15 @@ use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
 use super::name;
-use super::option_parser::{OFF, Refused, Syntax};
+use super::option_parser::Syntax;
+use super::refused;
 use super::size::{PAGE_BYTES, Size, UNIT_BYTES};
 
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--balloon",
     keys: &["size", "deflate_on_oom", "free_page_reporting", "statistics", "floor", "id"],
     words: &[],
-    refused: &[
-        Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
-        Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
-        Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
-    ],
+    refused: &[refused::PCI, refused::SLOT],
 };
 
 /// The least that a guest keeps if nothing else is said; a quarter of its boot memory if that is more.

@@ -5,14 +5,14 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
-use super::option_parser::{OFF, Refused, Syntax};
+use super::option_parser::{Refused, Syntax};
+use super::refused;
 use super::socket;
 
-const REFUSED: &[Refused] = &[
-    Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
-    Refused { key: "id", neutral: &["__console"], why: "it has one already" },
-    Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
-    Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
+const REFUSED: &[&[Refused]] = &[
+    refused::PCI,
+    refused::SLOT,
+    &[Refused { key: "id", neutral: &["__console"], why: "it has one already" }],
 ];
 const WORDS: &[&str] = &["off", "null", "tty", "pty"];
 const KEYS: &[&str] = &["file", "socket"];

@@ -7,14 +7,16 @@ use serde::{Deserialize, Serialize};
 use super::error::ConfigError;
 use super::option_parser::{OFF, Options, Refused, Syntax};
 
+const REFUSED: &[Refused] = &[
+    Refused { key: "kvm_hyperv", neutral: OFF, why: "guests are Linux" },
+    Refused { key: "profile", neutral: &["host", "Host"], why: "the guest has the host's CPU features" },
+];
+
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--cpus",
     keys: &["boot", "max", "topology", "max_phys_bits", "affinity", "features", "nested", "core_scheduling"],
     words: &[],
-    refused: &[
-        Refused { key: "kvm_hyperv", neutral: OFF, why: "guests are Linux" },
-        Refused { key: "profile", neutral: &["host", "Host"], why: "the guest has the host's CPU features" },
-    ],
+    refused: &[REFUSED],
 };
 
 /// The most vCPUs that APIC ids of 8 bits can name: 255 is broadcast.

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::error::ConfigError;
 use super::name;
 use super::option_parser::{OFF, Refused, Syntax};
+use super::refused;
 use crate::memory::layout::PCI_SLOTS;
 use crate::virtio::block::serial::serial_number;
 
@@ -14,6 +15,21 @@ use crate::virtio::block::serial::serial_number;
 const QUEUE_SIZES: (u16, u16) = (4, 1024);
 /// virtio-blk has room for so many bytes (virtio 1.3, 5.2.6).
 const MAX_SERIAL_BYTES: usize = 20;
+
+const REFUSED: &[Refused] = &[
+    Refused { key: "backing_files", neutral: OFF, why: "raw images have none" },
+    Refused {
+        key: "queue_affinity",
+        neutral: &["[]"],
+        why: "pin the threads by their names, such as _disk0_q0",
+    },
+    // A range that is the whole image is the same.
+    Refused {
+        key: "lock_granularity",
+        neutral: &["full", "byte-range", "ByteRange"],
+        why: "the whole image is locked",
+    },
+];
 
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--disk",
@@ -30,33 +46,7 @@ pub(super) const SYNTAX: Syntax = Syntax {
         "pci_device_id",
     ],
     words: &[],
-    refused: &[
-        Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
-        Refused { key: "vhost_user", neutral: OFF, why: "vhost-user is not implemented" },
-        Refused { key: "socket", neutral: &[], why: "vhost-user is not implemented" },
-        Refused { key: "vhost_socket", neutral: &[], why: "vhost-user is not implemented" },
-        Refused { key: "backing_files", neutral: OFF, why: "raw images have none" },
-        Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
-        Refused { key: "rate_limit_group", neutral: &[], why: "there are no rate limits" },
-        Refused { key: "rate_limiter_config", neutral: &[], why: "there are no rate limits" },
-        Refused { key: "bw_size", neutral: &["0"], why: "there are no rate limits" },
-        Refused { key: "bw_one_time_burst", neutral: &["0"], why: "there are no rate limits" },
-        Refused { key: "bw_refill_time", neutral: &["0"], why: "there are no rate limits" },
-        Refused { key: "ops_size", neutral: &["0"], why: "there are no rate limits" },
-        Refused { key: "ops_one_time_burst", neutral: &["0"], why: "there are no rate limits" },
-        Refused { key: "ops_refill_time", neutral: &["0"], why: "there are no rate limits" },
-        Refused {
-            key: "queue_affinity",
-            neutral: &["[]"],
-            why: "pin the threads by their names, such as _disk0_q0",
-        },
-        // A range that is the whole image is the same.
-        Refused {
-            key: "lock_granularity",
-            neutral: &["full", "byte-range", "ByteRange"],
-            why: "the whole image is locked",
-        },
-    ],
+    refused: &[refused::PCI, refused::VHOST_USER, refused::RATE_LIMITS, REFUSED],
 };
 
 /// What an image file is.

@@ -93,7 +93,7 @@ fn objects(section: Option<&Value>) -> impl Iterator<Item = &Map<String, Value>>
 }
 
 pub(super) fn check_section(syntax: &Syntax, section: &Map<String, Value>) -> Result<(), ConfigError> {
-    for refused in syntax.refused {
+    for refused in syntax.refused() {
         if let Some(value) = section.get(refused.key)
             && !asks_for_nothing(value, refused.neutral)
         {
@@ -124,7 +124,7 @@ fn asks_for_nothing(value: &Value, neutral: &[&str]) -> bool {
 #[cfg(test)]
 pub(crate) fn fields() -> Vec<(&'static str, Vec<&'static str>)> {
     let names = |syntax: &Syntax| {
-        let refused = syntax.refused.iter().map(|refused| refused.key);
+        let refused = syntax.refused().map(|refused| refused.key);
         // Some are called otherwise in JSON.
         let json = ["boot_vcpus", "max_vcpus", "mode", "zones", "affinity", "num_queues", "fds"];
         syntax.keys.iter().copied().chain(refused).chain(json).collect()

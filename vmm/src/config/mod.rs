@@ -28,6 +28,7 @@ mod pm_memory;
 mod pm_volume;
 mod pmem;
 mod pressure;
+mod refused;
 mod rng;
 mod size;
 mod socket;

@@ -11,10 +11,18 @@ use thiserror::Error;
 
 use super::error::ConfigError;
 use super::name;
-use super::option_parser::{OFF, Options, Refused, Syntax};
+use super::option_parser::{Options, Refused, Syntax};
+use super::refused;
 
-const VHOST_USER: &str = "vhost-user is not implemented";
-const RATE_LIMITS: &str = "there are no rate limits";
+const REFUSED: &[Refused] = &[
+    Refused { key: "vhost_mode", neutral: &["client", "Client"], why: refused::NO_VHOST_USER },
+    // Numbers in a request say nothing of this process's files; clients write out what they were shown.
+    Refused {
+        key: "fds",
+        neutral: &[],
+        why: "file descriptors do not travel in JSON; send them beside vm.add-net, or give --net fd=",
+    },
+];
 
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--net",
@@ -34,29 +42,7 @@ pub(super) const SYNTAX: Syntax = Syntax {
         "offload_csum",
     ],
     words: &[],
-    refused: &[
-        Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
-        Refused { key: "vhost_user", neutral: OFF, why: VHOST_USER },
-        Refused { key: "socket", neutral: &[], why: VHOST_USER },
-        Refused { key: "vhost_socket", neutral: &[], why: VHOST_USER },
-        Refused { key: "vhost_mode", neutral: &["client", "Client"], why: VHOST_USER },
-        // Numbers in a request say nothing of this process's files; clients write out what they were shown.
-        Refused {
-            key: "fds",
-            neutral: &[],
-            why: "file descriptors do not travel in JSON; send them beside vm.add-net, or give --net fd=",
-        },
-        Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
-        Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
-        Refused { key: "rate_limit_group", neutral: &[], why: RATE_LIMITS },
-        Refused { key: "rate_limiter_config", neutral: &[], why: RATE_LIMITS },
-        Refused { key: "bw_size", neutral: &["0"], why: RATE_LIMITS },
-        Refused { key: "bw_one_time_burst", neutral: &["0"], why: RATE_LIMITS },
-        Refused { key: "bw_refill_time", neutral: &["0"], why: RATE_LIMITS },
-        Refused { key: "ops_size", neutral: &["0"], why: RATE_LIMITS },
-        Refused { key: "ops_one_time_burst", neutral: &["0"], why: RATE_LIMITS },
-        Refused { key: "ops_refill_time", neutral: &["0"], why: RATE_LIMITS },
-    ],
+    refused: &[refused::PCI, refused::SLOT, refused::VHOST_USER, refused::RATE_LIMITS, REFUSED],
 };
 
 /// Descriptors of a queue. Linux's driver stops a queue that has no room for the most fragments of a frame and two more,

@@ -7,15 +7,17 @@ use super::option_parser::{Refused, Syntax};
 
 pub(super) const FLAG: &str = "--numa";
 
+const REFUSED: &[Refused] = &[
+    Refused { key: "sgx_epc_sections", neutral: &[], why: "SGX is not implemented" },
+    Refused { key: "pci_segments", neutral: &["0", "[0]"], why: "there is one PCI segment, 0" },
+    Refused { key: "device_id", neutral: &[], why: "there is no device passthrough" },
+];
+
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: FLAG,
     keys: &["guest_numa_id", "cpus", "distances", "memory_zones"],
     words: &[],
-    refused: &[
-        Refused { key: "sgx_epc_sections", neutral: &[], why: "SGX is not implemented" },
-        Refused { key: "pci_segments", neutral: &["0", "[0]"], why: "there is one PCI segment, 0" },
-        Refused { key: "device_id", neutral: &[], why: "there is no device passthrough" },
-    ],
+    refused: &[REFUSED],
 };
 
 /// Nodes are counted from 0 without a gap in SLIT, whose size grows with the square of their number.

@@ -33,8 +33,8 @@ pub struct Syntax {
     pub keys: &'static [&'static str],
     /// Keys that stand alone.
     pub words: &'static [&'static str],
-    /// Keys of Cloud Hypervisor that are refused.
-    pub refused: &'static [Refused],
+    /// Keys of Cloud Hypervisor that are refused, those that other flags refuse as well by themselves.
+    pub refused: &'static [&'static [Refused]],
 }
 
 /// A flag's value, taken apart.
@@ -55,8 +55,13 @@ impl Syntax {
         Ok(options)
     }
 
+    /// Keys of Cloud Hypervisor that are refused.
+    pub fn refused(&self) -> impl Iterator<Item = &'static Refused> {
+        self.refused.iter().copied().flatten()
+    }
+
     fn take(&self, options: &mut Options, key: &str, value: Option<&str>) -> Result<(), ConfigError> {
-        if let Some(refused) = self.refused.iter().find(|refused| refused.key == key) {
+        if let Some(refused) = self.refused().find(|refused| refused.key == key) {
             if value.is_some_and(|value| refused.neutral.contains(&value)) {
                 return Ok(());
             }
@@ -210,7 +215,7 @@ mod tests {
         flag: "--thing",
         keys: &["size", "count", "path", "shared", "list"],
         words: &["tty"],
-        refused: &[Refused { key: "hugepages", neutral: OFF, why: "there are none" }],
+        refused: &[&[Refused { key: "hugepages", neutral: OFF, why: "there are none" }]],
     };
 
     fn error(text: &str) -> String {

@@ -8,16 +8,18 @@ use super::error::ConfigError;
 use super::option_parser::{OFF, Refused, Syntax};
 
 /// What the API's section may have beside the fields below; on the command line each is a flag of its own.
+const REFUSED: &[Refused] = &[
+    Refused { key: "fw_cfg_config", neutral: &[], why: "there is no firmware configuration device" },
+    Refused { key: "igvm", neutral: &[], why: "confidential guests are not supported" },
+    Refused { key: "host_data", neutral: &[], why: "confidential guests are not supported" },
+    Refused { key: "svsm", neutral: OFF, why: "confidential guests are not supported" },
+];
+
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "payload",
     keys: &["firmware", "kernel", "initramfs", "cmdline"],
     words: &[],
-    refused: &[
-        Refused { key: "fw_cfg_config", neutral: &[], why: "there is no firmware configuration device" },
-        Refused { key: "igvm", neutral: &[], why: "confidential guests are not supported" },
-        Refused { key: "host_data", neutral: &[], why: "confidential guests are not supported" },
-        Refused { key: "svsm", neutral: OFF, why: "confidential guests are not supported" },
-    ],
+    refused: &[REFUSED],
 };
 
 /// The longest command line that Linux takes on x86 (COMMAND_LINE_SIZE), its end mark included.

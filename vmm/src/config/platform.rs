@@ -5,37 +5,36 @@ use serde::{Deserialize, Serialize};
 use super::error::ConfigError;
 use super::option_parser::{OFF, Refused, Syntax};
 
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: "--platform",
-    keys: &["num_pci_segments"],
-    words: &[],
-    refused: &[
-        Refused { key: "iommu_segments", neutral: &["[]"], why: IOMMU },
-        Refused { key: "iommu_address_width", neutral: &[], why: IOMMU },
-        Refused { key: "iommu_address_width_bits", neutral: &[], why: IOMMU },
-        Refused { key: "iommufd", neutral: OFF, why: PASSTHROUGH },
-        Refused { key: "iommufd_fd", neutral: &[], why: PASSTHROUGH },
-        // Without passthrough it is all the same.
-        Refused { key: "vfio_p2p_dma", neutral: &["on", "off", "true", "false"], why: PASSTHROUGH },
-        Refused { key: "serial_number", neutral: &[], why: SMBIOS },
-        Refused { key: "uuid", neutral: &[], why: SMBIOS },
-        Refused { key: "oem_strings", neutral: &["[]"], why: SMBIOS },
-        Refused { key: "chassis_asset_tag", neutral: &[], why: SMBIOS },
-        Refused { key: "system_manufacturer", neutral: &[], why: SMBIOS },
-        Refused { key: "system_product_name", neutral: &[], why: SMBIOS },
-        Refused { key: "system_version", neutral: &[], why: SMBIOS },
-        Refused { key: "system_serial_number", neutral: &[], why: SMBIOS },
-        Refused { key: "system_uuid", neutral: &[], why: SMBIOS },
-        Refused { key: "system_sku_number", neutral: &[], why: SMBIOS },
-        Refused { key: "system_family", neutral: &[], why: SMBIOS },
-        Refused { key: "tdx", neutral: OFF, why: CONFIDENTIAL },
-        Refused { key: "sev_snp", neutral: OFF, why: CONFIDENTIAL },
-    ],
-};
 const IOMMU: &str = "there is no virtual IOMMU";
 const PASSTHROUGH: &str = "there is no device passthrough";
 const SMBIOS: &str = "there are no SMBIOS tables";
 const CONFIDENTIAL: &str = "confidential guests are not supported";
+
+const REFUSED: &[Refused] = &[
+    Refused { key: "iommu_segments", neutral: &["[]"], why: IOMMU },
+    Refused { key: "iommu_address_width", neutral: &[], why: IOMMU },
+    Refused { key: "iommu_address_width_bits", neutral: &[], why: IOMMU },
+    Refused { key: "iommufd", neutral: OFF, why: PASSTHROUGH },
+    Refused { key: "iommufd_fd", neutral: &[], why: PASSTHROUGH },
+    // Without passthrough it is all the same.
+    Refused { key: "vfio_p2p_dma", neutral: &["on", "off", "true", "false"], why: PASSTHROUGH },
+    Refused { key: "serial_number", neutral: &[], why: SMBIOS },
+    Refused { key: "uuid", neutral: &[], why: SMBIOS },
+    Refused { key: "oem_strings", neutral: &["[]"], why: SMBIOS },
+    Refused { key: "chassis_asset_tag", neutral: &[], why: SMBIOS },
+    Refused { key: "system_manufacturer", neutral: &[], why: SMBIOS },
+    Refused { key: "system_product_name", neutral: &[], why: SMBIOS },
+    Refused { key: "system_version", neutral: &[], why: SMBIOS },
+    Refused { key: "system_serial_number", neutral: &[], why: SMBIOS },
+    Refused { key: "system_uuid", neutral: &[], why: SMBIOS },
+    Refused { key: "system_sku_number", neutral: &[], why: SMBIOS },
+    Refused { key: "system_family", neutral: &[], why: SMBIOS },
+    Refused { key: "tdx", neutral: OFF, why: CONFIDENTIAL },
+    Refused { key: "sev_snp", neutral: OFF, why: CONFIDENTIAL },
+];
+
+pub(super) const SYNTAX: Syntax =
+    Syntax { flag: "--platform", keys: &["num_pci_segments"], words: &[], refused: &[REFUSED] };
 
 /// So many Cloud Hypervisor takes.
 const MAX_SEGMENTS: u16 = 96;

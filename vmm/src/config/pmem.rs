@@ -5,18 +5,15 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
-use super::option_parser::{OFF, Refused, Syntax};
+use super::option_parser::Syntax;
+use super::refused;
 use super::{name, size};
 
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--pmem",
     keys: &["file", "size", "discard_writes", "id"],
     words: &[],
-    refused: &[
-        Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
-        Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
-        Refused { key: "pci_device_id", neutral: &[], why: "devices are numbered in their order" },
-    ],
+    refused: &[refused::PCI, refused::SLOT],
 };
 
 /// `--pmem file=,size=,discard_writes=,id=`.

@@ -5,19 +5,14 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
-use super::option_parser::{OFF, Refused, Syntax};
+use super::option_parser::{Refused, Syntax};
+use super::refused;
 
-pub(super) const SYNTAX: Syntax = Syntax {
-    flag: "--rng",
-    keys: &["src"],
-    words: &[],
-    refused: &[
-        Refused { key: "id", neutral: &[], why: "it is neither removed nor counted, and needs no name" },
-        Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
-        Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
-        Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
-    ],
-};
+const REFUSED: &[Refused] =
+    &[Refused { key: "id", neutral: &[], why: "it is neither removed nor counted, and needs no name" }];
+
+pub(super) const SYNTAX: Syntax =
+    Syntax { flag: "--rng", keys: &["src"], words: &[], refused: &[refused::PCI, refused::SLOT, REFUSED] };
 
 /// `--rng src=`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

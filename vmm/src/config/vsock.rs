@@ -5,18 +5,15 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
-use super::option_parser::{OFF, Refused, Syntax};
+use super::option_parser::Syntax;
+use super::refused;
 use super::{name, socket};
 
 pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--vsock",
     keys: &["cid", "socket", "id"],
     words: &[],
-    refused: &[
-        Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
-        Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
-        Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" },
-    ],
+    refused: &[refused::PCI, refused::SLOT],
 };
 
 /// The first context id that a guest may have (virtio 1.3, 5.10.4: 0, 1 and 2 are reserved).

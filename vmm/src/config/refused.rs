@@ -1,0 +1,36 @@
+//! Keys that several flags refuse for the same reason.
+
+use super::option_parser::{OFF, Refused};
+
+/// Of what sits on the PCI bus.
+pub(super) const PCI: &[Refused] = &[
+    Refused { key: "iommu", neutral: OFF, why: "there is no virtual IOMMU" },
+    Refused { key: "pci_segment", neutral: &["0"], why: "there is one PCI segment" },
+];
+
+/// Of what may not choose its place there.
+pub(super) const SLOT: &[Refused] =
+    &[Refused { key: "pci_device_id", neutral: &[], why: "slots are given out in turn" }];
+
+pub(super) const NO_VHOST_USER: &str = "vhost-user is not implemented";
+
+/// Of what another process could serve.
+pub(super) const VHOST_USER: &[Refused] = &[
+    Refused { key: "vhost_user", neutral: OFF, why: NO_VHOST_USER },
+    Refused { key: "socket", neutral: &[], why: NO_VHOST_USER },
+    Refused { key: "vhost_socket", neutral: &[], why: NO_VHOST_USER },
+];
+
+const NO_RATE_LIMITS: &str = "there are no rate limits";
+
+/// Of what could be slowed down.
+pub(super) const RATE_LIMITS: &[Refused] = &[
+    Refused { key: "rate_limit_group", neutral: &[], why: NO_RATE_LIMITS },
+    Refused { key: "rate_limiter_config", neutral: &[], why: NO_RATE_LIMITS },
+    Refused { key: "bw_size", neutral: &["0"], why: NO_RATE_LIMITS },
+    Refused { key: "bw_one_time_burst", neutral: &["0"], why: NO_RATE_LIMITS },
+    Refused { key: "bw_refill_time", neutral: &["0"], why: NO_RATE_LIMITS },
+    Refused { key: "ops_size", neutral: &["0"], why: NO_RATE_LIMITS },
+    Refused { key: "ops_one_time_burst", neutral: &["0"], why: NO_RATE_LIMITS },
+    Refused { key: "ops_refill_time", neutral: &["0"], why: NO_RATE_LIMITS },
+];
