@@ -100,6 +100,36 @@ impl ActiveQueue {
         })
     }
 
+    /// Serves chains that the driver has made available, at most `batch` before others on the event loop have their turn.
+    /// `serve` says how many bytes it has written to one; `None` leaves that one where it is, and ends the pass. Returns whether the
+    /// driver wants to be told.
+    pub(super) fn serve<'m>(
+        &mut self,
+        memory: &'m MappedMemory,
+        interrupt: &dyn VirtioInterrupt,
+        batch: usize,
+        mut serve: impl FnMut(DescriptorChain<&'m MappedMemory>) -> Option<u32>,
+    ) -> bool {
+        let mut used = false;
+        for count in 0.. {
+            if count == batch {
+                self.come_back();
+                break;
+            }
+            let Some(chain) = self.pop(memory, interrupt) else { break };
+            let head = chain.head_index();
+            let Some(len) = serve(chain) else {
+                self.queue.go_to_previous_position();
+                break;
+            };
+            if !self.give_back(memory, head, len) {
+                break;
+            }
+            used = true;
+        }
+        used && self.queue.needs_notification(memory).unwrap_or(true)
+    }
+
     /// Whether the driver has made nonsense of its ring.
     pub(super) fn is_broken(&self) -> bool {
         self.is_broken

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use tracing::debug;
-use virtio_queue::{QueueOwnedT, QueueT, Writer};
+use virtio_queue::Writer;
 use vm_memory::GuestAddressSpace;
 
 use super::metrics::RngMetrics;
@@ -57,36 +57,22 @@ impl Worker {
     fn serve(&mut self, ops: &mut EventOps) {
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
-        let mut used = false;
-        for count in 0.. {
-            if count == BATCH {
-                self.queue.come_back();
-                break;
-            }
-            let Some(chain) = self.queue.pop(memory, &*self.interrupt) else { break };
-            let head = chain.head_index();
+        let supply = &mut self.supply;
+        let tell = self.queue.serve(memory, &*self.interrupt, BATCH, |chain| {
             let filled = match Writer::new(memory, chain) {
-                Ok(mut writer) => self.supply.fill(&mut writer, ops),
+                Ok(mut writer) => supply.fill(&mut writer, ops),
                 Err(err) => Err(io::Error::new(io::ErrorKind::InvalidInput, err)),
             };
-            let len = match filled {
-                Ok(len) => len,
-                Err(err) if err.kind() == io::ErrorKind::WouldBlock => {
-                    self.queue.queue.go_to_previous_position();
-                    break;
-                }
+            match filled {
+                Ok(len) => Some(len),
+                Err(err) if err.kind() == io::ErrorKind::WouldBlock => None,
                 Err(err) => {
-                    self.supply.metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
+                    supply.metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
                     debug!(%err, "A request for entropy has no buffer");
-                    0
+                    Some(0)
                 }
-            };
-            if !self.queue.give_back(memory, head, len) {
-                break;
             }
-            used = true;
-        }
-        let tell = used && self.queue.queue.needs_notification(memory).unwrap_or(true);
+        });
         drop(guard);
         if tell && let Err(err) = self.interrupt.signal_queue(QUEUE) {
             sparsely!(warn, %err, "The entropy device cannot interrupt");

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use tracing::warn;
-use virtio_queue::{DescriptorChain, QueueT, Writer};
+use virtio_queue::{DescriptorChain, Writer};
 use vm_memory::GuestAddressSpace;
 use vmm_sys_util::timerfd::TimerFd;
 
@@ -50,26 +50,17 @@ impl Worker {
     }
 
     fn serve(&mut self) {
-        let (mut pinged, mut used) = (false, false);
+        let mut pinged = false;
         let guard = self.view.memory();
         let memory: &MappedMemory = &guard;
-        for count in 0.. {
-            if count == BATCH {
-                self.queue.come_back();
-                break;
-            }
-            let Some(chain) = self.queue.pop(memory, &*self.interrupt) else { break };
-            let head = chain.head_index();
+        let metrics = &self.metrics;
+        let tell = self.queue.serve(memory, &*self.interrupt, BATCH, |chain| {
             let is_ping = answer(memory, chain);
-            let counter = if is_ping { &self.metrics.pings } else { &self.metrics.bad_requests };
+            let counter = if is_ping { &metrics.pings } else { &metrics.bad_requests };
             counter.fetch_add(1, Ordering::Relaxed);
             pinged |= is_ping;
-            if !self.queue.give_back(memory, head, if is_ping { HEARD.len() as u32 } else { 0 }) {
-                break;
-            }
-            used = true;
-        }
-        let tell = used && self.queue.queue.needs_notification(memory).unwrap_or(true);
+            Some(if is_ping { HEARD.len() as u32 } else { 0 })
+        });
         drop(guard);
         // Before the driver hears that it was heard.
         if pinged && self.countdown.ping() {
