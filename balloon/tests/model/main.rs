@@ -3,6 +3,7 @@
 //! it, and the same checks must notice.
 
 mod broken;
+mod caught;
 mod checks;
 mod lives;
 mod want;
@@ -20,9 +21,9 @@ use balloon::proto::{
 use balloon::rise::STAYS_MS;
 use balloon::{BLOCK_BYTES, HostView, MIB, Tier, TimeMs, ZoneId, ZoneSizes};
 use proptest::prelude::*;
-use proptest::test_runner::{RngSeed, TestError, TestRunner};
+use proptest::test_runner::RngSeed;
 
-use self::broken::{Broken, LIVES};
+use self::broken::Broken;
 
 const PAGES_PER_MIB: u64 = 256;
 /// What the guest's two nodes with DRAM manage of what they booted with.
@@ -732,87 +733,4 @@ proptest! {
         world.live(&life)?;
         world.comes_to_rest(used_mib)?;
     }
-}
-
-/// Looks for a life in which a broken loop is noticed, the same lives every time.
-fn is_caught(
-    broken: Broken,
-    check: impl Fn(usize, &[(Happening, u64)]) -> Result<(), TestCaseError>,
-) -> bool {
-    let config =
-        ProptestConfig { cases: 600, failure_persistence: None, max_shrink_iters: 0, ..Default::default() };
-    let mut runner = TestRunner::new_with_rng(
-        config,
-        proptest::test_runner::TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
-    );
-    match runner.run(&life(), |(index, life)| check(index, &life)) {
-        Ok(()) => false,
-        Err(TestError::Fail(..)) => true,
-        Err(TestError::Abort(reason)) => panic!("{broken:?}: {reason}"),
-    }
-}
-
-#[test]
-fn every_broken_loop_is_caught() {
-    for broken in LIVES {
-        let caught = is_caught(broken, |index, life| World::new(policy(index), Some(broken)).live(life));
-        assert!(caught, "{broken:?} goes unnoticed");
-    }
-}
-
-/// What is wrong in the life of a guest that no longer uses what it had, which is left over.
-fn wrong_where_much_is_left_over(broken: Option<Broken>) -> Option<String> {
-    let mut world = World::new(policy(0), broken);
-    let lived = world.comes_to_rest(1_400).and_then(|()| world.comes_to_rest(600));
-    lived.err().map(|error| error.to_string())
-}
-
-#[test]
-fn a_policy_that_takes_or_gives_without_a_reason_where_much_is_left_over_is_caught() {
-    assert_eq!(wrong_where_much_is_left_over(None), None);
-    for (broken, what) in [
-        (Broken::GivesAll, "less than it wants"),
-        (Broken::FillsNothing, "given back without pressure: Filling"),
-    ] {
-        let wrong = wrong_where_much_is_left_over(Some(broken));
-        assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains(what)), "{broken:?}: {wrong:?}");
-    }
-}
-
-/// What is wrong in the life of a guest that is short and whose last zone of DRAM goes again as often as it is plugged.
-fn wrong_where_what_is_plugged_bounces(broken: Option<Broken>) -> Option<String> {
-    let mut world = World::new(policy(0), broken);
-    let short = Happening::Report {
-        free_permille: [0; ZONES],
-        cached_permille: 0,
-        stall_ms: 0,
-        counted: Counted::default(),
-        swap_used_mib: 0,
-        idle: None,
-        late: false,
-    };
-    let round = [
-        (short, 300),
-        (Happening::Follow { zone: 0, permille: 1000 }, 1),
-        (Happening::Follow { zone: 1, permille: 1000 }, 1),
-        (Happening::Follow { zone: BALLOON, permille: 1000 }, 1),
-        (Happening::Flap { zone: 3, ms: 10 }, 700),
-        (Happening::Tick, 20),
-    ];
-    let lived = (0..30).try_for_each(|_| world.live(&round));
-    lived.err().map(|error| error.to_string())
-}
-
-#[test]
-fn a_loop_that_takes_for_progress_what_bounces_is_caught() {
-    assert_eq!(wrong_where_what_is_plugged_bounces(None), None);
-    let wrong = wrong_where_what_is_plugged_bounces(Some(Broken::FlapIsProgress));
-    assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("is waited for")), "{wrong:?}");
-}
-
-#[test]
-fn a_loop_that_never_rests_is_caught() {
-    let broken = Broken::Restless;
-    let caught = is_caught(broken, |index, _| World::new(policy(index), Some(broken)).comes_to_rest(700));
-    assert!(caught, "it goes unnoticed");
 }
