@@ -166,18 +166,12 @@ pub fn rows() -> Vec<(String, Verdict)> {
     flags.into_iter().map(|(flag, verdict)| (flag.to_owned(), verdict)).chain(keys).collect()
 }
 
-/// To be mended by who works on them.
-const NOT_YET: &[&str] = &["--cpus core_scheduling", "--cpus profile"];
-
 /// Clients write out what is the default anyway.
 #[test]
 fn defaults_of_keys_are_taken() {
     for (name, text) in of_kind("key") {
         let (flag, key) = name.split_once(' ').unwrap();
         let Some(default) = text.and_then(|text| samples(text).default) else { continue };
-        if NOT_YET.contains(&name) {
-            continue;
-        }
         if let refused @ (Verdict::Refused(_) | Verdict::NotThere(_)) = try_key(flag, key, default) {
             panic!("{flag} {key}={default}: {refused:?}");
         }
