@@ -1,4 +1,4 @@
-//! One client against a VMM: `client-tests CLIENT API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK DISK PMEM`.
+//! One client against a VMM: `client-tests CLIENT API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK DISK PMEM EVENTS TAP...`.
 //!
 //! Where the client needs the guest to be up, it says `until up`, and goes on when it is told so by a line.
 
@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, bail, ensure};
 use client_tests::vm::Vm;
 use client_tests::{every_call, replay};
+use guest_tests::tap;
 
 fn until_up() -> Result<()> {
     println!("until up");
@@ -20,9 +21,11 @@ fn until_up() -> Result<()> {
 fn run() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let client = args.next().context("Which client?")?;
-    let paths: Vec<PathBuf> = args.map(PathBuf::from).collect();
-    let [api_socket, kernel, initramfs, console, vsock, first, second, pmem] = &paths[..] else {
-        bail!("API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK DISK PMEM are wanted, and not {paths:?}");
+    let paths: Vec<PathBuf> = args.by_ref().take(9).map(PathBuf::from).collect();
+    let [api_socket, kernel, initramfs, console, vsock, first, second, pmem, events] = &paths[..] else {
+        bail!(
+            "API-SOCKET KERNEL INITRAMFS CONSOLE VSOCK DISK DISK PMEM EVENTS are wanted, and not {paths:?}"
+        );
     };
     let vm = Vm {
         api_socket: api_socket.clone(),
@@ -32,6 +35,9 @@ fn run() -> Result<()> {
         vsock: vsock.clone(),
         disks: [first.clone(), second.clone()],
         pmem: pmem.clone(),
+        events: events.clone(),
+        taps: args.collect(),
+        open_tap: |name| tap::open(name, 1),
     };
     if client == "every-call" {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

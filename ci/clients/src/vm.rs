@@ -1,9 +1,11 @@
 //! The VM that clients make.
 
+use std::fs::File;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use serde_json::{Value, json};
 
 /// What a client is told of the VM that it shall make.
 #[derive(Clone, Debug)]
@@ -22,6 +24,21 @@ pub struct Vm {
     pub disks: [PathBuf; 2],
     /// A file of 128 MiB, to be added as persistent memory.
     pub pmem: PathBuf,
+    /// A FIFO of events. Only libvirt, whose VMM waits until it is read, reads one.
+    pub events: PathBuf,
+    /// Tap interfaces: the VM of a client that hands them in has a NIC for each.
+    pub taps: Vec<String>,
+    /// Opens the only queue of one of them.
+    pub open_tap: fn(&str) -> Result<Vec<File>>,
+}
+
+/// A NIC whose tap interface the client opens.
+#[derive(Debug)]
+pub struct Nic {
+    /// What the guest knows it by.
+    pub mac: String,
+    /// What is handed in.
+    pub queues: Vec<File>,
 }
 
 impl Vm {
@@ -31,6 +48,27 @@ impl Vm {
     /// A path as JSON and the crate's models want it.
     pub fn text(path: &std::path::Path) -> String {
         path.display().to_string()
+    }
+
+    /// What nearly every client says of it, and these sections.
+    pub fn config(&self, sections: Value) -> Value {
+        let mut config = json!({
+            "payload": {"kernel": self.kernel, "initramfs": self.initramfs, "cmdline": Self::CMDLINE},
+            "serial": {"mode": "File", "file": self.console}, "console": {"mode": "Off"},
+            "vsock": {"cid": 3, "socket": self.vsock},
+        });
+        if let (Value::Object(all), Value::Object(more)) = (&mut config, sections) {
+            all.extend(more);
+        }
+        config
+    }
+
+    /// Its NICs, opened one after another.
+    pub fn nics(&self) -> impl Iterator<Item = Result<Nic>> {
+        self.taps.iter().enumerate().map(|(nth, tap)| {
+            let mac = format!("02:f5:00:00:c1:{nth:02x}");
+            Ok(Nic { mac, queues: (self.open_tap)(tap)? })
+        })
     }
 }
 

@@ -1,10 +1,12 @@
 //! HTTP as clients of Cloud Hypervisor write and read it themselves.
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use guest_tests::tap;
 use serde_json::Value;
 
 use crate::vm::PATIENCE;
@@ -40,6 +42,18 @@ impl Connection {
     /// Writes one piece of a request.
     pub fn write(&mut self, bytes: &str) -> Result<()> {
         Ok(self.0.write_all(bytes.as_bytes())?)
+    }
+
+    /// The same in one message with descriptors beside it, which are closed when it is sent.
+    pub fn write_with(&mut self, bytes: &str, files: Vec<File>) -> Result<()> {
+        tap::send_with(&self.0, bytes.as_bytes(), &files)
+    }
+
+    /// All that one `recv` brings.
+    pub fn receive(&mut self) -> Result<String> {
+        let mut buffer = [0; 1023];
+        let len = self.0.read(&mut buffer)?;
+        Ok(String::from_utf8(buffer[..len].to_vec())?)
     }
 
     /// Reads an answer by the rules of Cloud Hypervisor's own client, which Kata Containers' runtime-rs shares: all that stands
@@ -95,6 +109,14 @@ pub struct Style {
     /// Whether it says `Content-Length: 0` where a PUT has no body.
     pub says_empty: bool,
 }
+
+/// Clients in Go that write their requests themselves.
+pub const GO: Style = Style {
+    base: "",
+    headers: "Host: localhost\r\nUser-Agent: Go-http-client/1.1\r\nAccept-Encoding: gzip\r\n",
+    with_body: "Content-Type: application/json\r\n",
+    says_empty: true,
+};
 
 impl Style {
     /// A request in one piece.

@@ -20,12 +20,7 @@ pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
         curl.expect(200, &STYLE.get("vmm.ping"))?;
     }
     curl.expect(404, &STYLE.get("vm.info"))?;
-    let config = json!({
-        "payload": {"kernel": vm.kernel, "initramfs": vm.initramfs, "cmdline": Vm::CMDLINE},
-        "serial": {"mode": "File", "file": vm.console}, "console": {"mode": "Off"},
-        "vsock": {"cid": 3, "socket": vm.vsock},
-    });
-    curl.expect(204, &STYLE.put("vm.create", &config.to_string()))?;
+    curl.expect(204, &STYLE.put("vm.create", &vm.config(json!({})).to_string()))?;
     curl.expect(204, &STYLE.put("vm.boot", ""))?;
     until_up()?;
     // The connection was kept while the guest came up.

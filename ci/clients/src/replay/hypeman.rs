@@ -6,40 +6,31 @@ use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 
 use crate::vm::{LOOK, PATIENCE, UntilUp, Vm};
-use crate::wire::{Connection, Style};
+use crate::wire::{Connection, GO};
 
-const STYLE: Style = Style {
-    base: "",
-    headers: "Host: localhost\r\nUser-Agent: Go-http-client/1.1\r\nAccept-Encoding: gzip\r\n",
-    with_body: "Content-Type: application/json\r\n",
-    says_empty: true,
-};
 /// So many times in a row the size must be the same.
 const SAME: usize = 3;
 
 fn actual_size(connection: &mut Connection) -> Result<Value> {
-    Ok(connection.expect(200, &STYLE.get("vm.info"))?.json()?["memory_actual_size"].clone())
+    Ok(connection.expect(200, &GO.get("vm.info"))?.json()?["memory_actual_size"].clone())
 }
 
 pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     let mut connection = Connection::open(&vm.api_socket)?;
-    connection.expect(200, &STYLE.get("vmm.ping"))?;
-    let config = json!({
-        "payload": {"kernel": vm.kernel, "initramfs": vm.initramfs, "cmdline": Vm::CMDLINE},
+    connection.expect(200, &GO.get("vmm.ping"))?;
+    let config = vm.config(json!({
         "cpus": {"boot_vcpus": 1, "max_vcpus": 1},
         "memory": {"size": 512u64 << 20, "hotplug_size": 256u64 << 20, "hotplug_method": "VirtioMem"},
         "disks": [{"path": vm.disks[0], "readonly": true}, {"path": vm.disks[1]}],
-        "serial": {"mode": "File", "file": vm.console}, "console": {"mode": "Off"},
-        "vsock": {"cid": 3, "socket": vm.vsock},
         "balloon": {"size": 0, "deflate_on_oom": true, "free_page_reporting": true},
-    });
-    connection.expect(204, &STYLE.put("vm.create", &config.to_string()))?;
-    connection.expect(204, &STYLE.put("vm.boot", ""))?;
+    }));
+    connection.expect(204, &GO.put("vm.create", &config.to_string()))?;
+    connection.expect(204, &GO.put("vm.boot", ""))?;
     until_up()?;
 
     let wanted = 640u64 << 20;
     let resize = json!({ "desired_ram": wanted });
-    connection.expect(204, &STYLE.put("vm.resize", &resize.to_string()))?;
+    connection.expect(204, &GO.put("vm.resize", &resize.to_string()))?;
     let start = Instant::now();
     let (mut last, mut same) = (Value::Null, 0);
     while same < SAME || last != wanted {
@@ -49,9 +40,9 @@ pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
         same = if now == last { same + 1 } else { 0 };
         last = now;
     }
-    connection.expect(204, &STYLE.put("vm.pause", ""))?;
-    connection.expect(204, &STYLE.put("vm.resume", ""))?;
-    connection.expect(204, &STYLE.put("vm.shutdown", ""))?;
-    connection.expect(204, &STYLE.put("vmm.shutdown", ""))?;
+    connection.expect(204, &GO.put("vm.pause", ""))?;
+    connection.expect(204, &GO.put("vm.resume", ""))?;
+    connection.expect(204, &GO.put("vm.shutdown", ""))?;
+    connection.expect(204, &GO.put("vmm.shutdown", ""))?;
     Ok(())
 }

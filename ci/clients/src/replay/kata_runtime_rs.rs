@@ -1,15 +1,29 @@
 //! Kata Containers' runtime-rs (hypervisor/src/ch): Cloud Hypervisor's own api_client, one connection for all, a request in several
 //! pieces, and JSON with every `null` written out.
 
+use std::fs::File;
+
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
-use crate::vm::{UntilUp, Vm};
+use crate::vm::{Nic, UntilUp, Vm};
 use crate::wire::{Answer, Connection};
 
 /// api_client writes head, length, end and body apart.
 fn call(stream: &mut Connection, method: &str, call: &str, body: Option<&Value>) -> Result<Answer> {
-    stream.write(&format!("{method} /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n"))?;
+    call_with(stream, method, call, body, Vec::new())
+}
+
+/// Descriptors go with the head.
+fn call_with(
+    stream: &mut Connection,
+    method: &str,
+    call: &str,
+    body: Option<&Value>,
+    files: Vec<File>,
+) -> Result<Answer> {
+    let head = format!("{method} /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n");
+    stream.write_with(&head, files)?;
     let body = body.map(serde_json::to_string_pretty).transpose()?;
     if let Some(body) = &body {
         stream.write(&format!("Content-Length: {}\r\n", body.len()))?;
@@ -48,9 +62,17 @@ fn config(vm: &Vm) -> Value {
     })
 }
 
+/// It forgets the tap's name and its own for the NIC, and says whatever else it would without descriptors.
+fn net(mac: &str) -> Value {
+    json!({"ip": "192.168.249.1", "mask": "255.255.255.0", "mac": mac, "iommu": false, "num_queues": 2,
+           "queue_size": 256, "vhost_user": false, "vhost_mode": "Client"})
+}
+
 /// What it reads of `vm.info`, all of which must be there.
-fn check(info: &Value) -> Result<()> {
-    for path in [
+fn check(info: &Value, nics: usize) -> Result<()> {
+    let of_a_nic = ["ip", "mask", "mac", "num_queues", "queue_size"];
+    let of_nics = (0..nics).flat_map(|nth| of_a_nic.map(|field| format!("/config/net/{nth}/{field}")));
+    let of_all = [
         "/state",
         "/config/cpus/boot_vcpus",
         "/config/cpus/max_vcpus",
@@ -63,8 +85,9 @@ fn check(info: &Value) -> Result<()> {
         "/config/disks/0/num_queues",
         "/config/disks/0/queue_size",
         "/config/vsock/cid",
-    ] {
-        ensure!(info.pointer(path).is_some(), "vm.info lacks {path}: {info}");
+    ];
+    for path in of_all.map(str::to_owned).into_iter().chain(of_nics) {
+        ensure!(info.pointer(&path).is_some(), "vm.info lacks {path}: {info}");
     }
     Ok(())
 }
@@ -73,11 +96,15 @@ pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     let mut stream = Connection::open(&vm.api_socket)?;
     call(&mut stream, "GET", "vmm.ping", None)?;
     call(&mut stream, "PUT", "vm.create", Some(&config(vm)))?;
+    for nic in vm.nics() {
+        let Nic { mac, queues } = nic?;
+        call_with(&mut stream, "PUT", "vm.add-net", Some(&net(&mac)), queues)?;
+    }
     call(&mut stream, "PUT", "vm.boot", None)?;
     until_up()?;
     let info = call(&mut stream, "GET", "vm.info", None)?.json()?;
     ensure!(info["state"] == "Running", "{info}");
-    check(&info)?;
+    check(&info, vm.taps.len())?;
     let disk = json!({"path": vm.disks[1], "readonly": false, "direct": false, "iommu": false, "num_queues": 1,
                       "queue_size": 1024, "vhost_user": false, "vhost_socket": null, "rate_limiter_config": null,
                       "id": null, "rate_limit_group": null, "pci_segment": 0});

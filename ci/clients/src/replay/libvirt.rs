@@ -1,12 +1,17 @@
-//! libvirt's driver for Cloud Hypervisor (src/ch/ch_monitor.c): libcurl for calls.
+//! libvirt's driver for Cloud Hypervisor (src/ch): libcurl for calls, on one handle and so on one connection; another, raw one for
+//! NICs; a FIFO of events, which its VMM waits for; a pseudo terminal as the serial console.
 
+use std::fs::File;
+use std::io::{self, Read};
 use std::path::Path;
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
 
-use anyhow::{Result, ensure};
-use serde_json::json;
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
 
-use crate::vm::{UntilUp, Vm};
-use crate::wire::{Answer, Connection, Style};
+use crate::vm::{Nic, PATIENCE, UntilUp, Vm};
+use crate::wire::{Connection, Style};
 
 /// As libcurl writes them; a PUT without a body is an upload of nothing.
 const STYLE: Style = Style {
@@ -15,35 +20,172 @@ const STYLE: Style = Style {
     with_body: "Content-Type: application/json\r\n",
     says_empty: true,
 };
+/// What it asks, it asks as if it had a body.
+const ASKING: Style = Style {
+    headers: "Host: localhost\r\nAccept: application/json\r\nContent-Type: application/json\r\n",
+    ..STYLE
+};
+/// Bytes that it reads of the FIFO at most.
+const EVENT_BUFFER_BYTES: usize = 4096 - 1;
 
-/// It takes two statuses for consent, and opens a connection for each call.
-fn put(socket: &Path, call: &str, body: &str) -> Result<Answer> {
-    let answer = Connection::open(socket)?.call(&STYLE.put(call, body))?;
-    ensure!([200, 204].contains(&answer.status), "{call}: {answer:?}");
-    Ok(answer)
+/// Its handle.
+struct Curl(Connection);
+
+impl Curl {
+    /// It takes two statuses for consent.
+    fn put(&mut self, call: &str, body: &str) -> Result<()> {
+        let answer = self.0.call(&STYLE.put(call, body))?;
+        ensure!([200, 204].contains(&answer.status), "{call}: {answer:?}");
+        Ok(())
+    }
+
+    fn info(&mut self) -> Result<Value> {
+        self.0.expect(200, &ASKING.get("vm.info"))?.json()
+    }
+}
+
+/// Each NIC in one message, and of what is answered whatever one `recv` brings. (It gives up after 500 ms. How long an answer
+/// takes is not for a test to say.)
+fn add_nics(vm: &Vm) -> Result<()> {
+    let mut stream = Connection::open(&vm.api_socket)?;
+    for (nth, nic) in vm.nics().enumerate() {
+        let Nic { mac, queues } = nic?;
+        // One pair of queues is two queues.
+        let body =
+            json!({"id": format!("net_{nth}"), "mac": mac, "num_queues": 2 * queues.len()}).to_string();
+        let head = "PUT /api/v1/vm.add-net HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
+        stream.write_with(&format!("{head}Content-Length: {}\r\n\r\n{body}", body.len()), queues)?;
+        let answer = stream.receive()?;
+        // sscanf("HTTP/1.%*d %d").
+        let status = answer.strip_prefix("HTTP/1.").and_then(|rest| rest.split(' ').nth(1));
+        ensure!(status.is_some_and(|status| ["200", "204"].contains(&status)), "vm.add-net: {answer:?}");
+    }
+    Ok(())
+}
+
+/// Names of events, `source:event`.
+struct Events(Receiver<Result<String>>);
+
+impl Events {
+    /// Opens the FIFO, for which the VMM has waited, and reads it until the VMM ends.
+    fn open(path: &Path) -> Result<Self> {
+        let mut fifo = File::open(path).with_context(|| format!("Cannot open {path:?}"))?;
+        let (sender, names) = mpsc::channel();
+        thread::spawn(move || {
+            let mut documents = Documents::default();
+            let mut buffer = [0; EVENT_BUFFER_BYTES];
+            while let Ok(len @ 1..) = fifo.read(&mut buffer) {
+                for document in documents.take(&buffer[..len]) {
+                    let _ = sender.send(name(&document));
+                }
+            }
+        });
+        Ok(Self(names))
+    }
+
+    /// Waits for one, and returns those before it.
+    fn until(&self, wanted: &str) -> Result<Vec<String>> {
+        let mut before = Vec::new();
+        loop {
+            let waited = self.0.recv_timeout(PATIENCE);
+            match waited.with_context(|| format!("There is no {wanted} after {before:?}"))?? {
+                name if name == wanted => return Ok(before),
+                name => before.push(name),
+            }
+        }
+    }
+}
+
+fn name(document: &[u8]) -> Result<String> {
+    let text = String::from_utf8_lossy(document);
+    let event: Value = serde_json::from_slice(document).with_context(|| format!("No event: {text}"))?;
+    match (event["source"].as_str(), event["event"].as_str()) {
+        (Some(source), Some(name)) => Ok(format!("{source}:{name}")),
+        _ => bail!("No event: {text}"),
+    }
+}
+
+/// What lies between braces, wherever they are: in texts as well.
+#[derive(Default)]
+struct Documents {
+    begun: Vec<u8>,
+    open: usize,
+}
+
+impl Documents {
+    fn take(&mut self, bytes: &[u8]) -> Vec<Vec<u8>> {
+        let mut whole = Vec::new();
+        for &byte in bytes {
+            self.open += usize::from(byte == b'{');
+            if self.open > 0 {
+                self.begun.push(byte);
+            }
+            if byte == b'}' && self.open > 0 {
+                self.open -= 1;
+                if self.open == 0 {
+                    whole.push(std::mem::take(&mut self.begun));
+                }
+            }
+        }
+        whole
+    }
+}
+
+/// Where the terminal is it reads after a boot and after each `vm:rebooted`; somebody who follows it (`virsh console`) reads on.
+fn follow(info: &Value, followed: &mut Option<String>, log: &Path) -> Result<()> {
+    ensure!(info["state"] == "Running" && info["config"].is_object(), "{info}");
+    let said = &info["config"]["serial"];
+    ensure!(said["mode"] == "Pty", "The serial console is {said}");
+    // An owner without machines has none.
+    let path = said["file"].as_str().map(str::to_owned);
+    if path.is_some() && path != *followed {
+        let mut terminal = File::open(path.as_deref().unwrap_or_default())?;
+        let mut log = File::options().create(true).append(true).open(log)?;
+        // It ends with the VMM.
+        thread::spawn(move || io::copy(&mut terminal, &mut log));
+        *followed = path;
+    }
+    Ok(())
 }
 
 pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
-    let socket = &vm.api_socket;
-    let config = json!({
-        "serial": {"mode": "File", "file": vm.console},
+    let events = Events::open(&vm.events)?;
+    let mut curl = Curl(Connection::open(&vm.api_socket)?);
+    let config = vm.config(json!({
+        "serial": {"mode": "Pty"},
         "cpus": {"boot_vcpus": 1, "max_vcpus": 2},
         "memory": {"size": 512u64 << 20},
-        "payload": {"kernel": vm.kernel, "cmdline": Vm::CMDLINE, "initramfs": vm.initramfs},
         "disks": [{"path": vm.disks[0]}, {"path": vm.disks[1], "readonly": true}],
-        // Not libvirt's: by this we talk to the guest.
-        "vsock": {"cid": 3, "socket": vm.vsock}, "console": {"mode": "Off"},
-    });
-    put(socket, "vm.create", &config.to_string())?;
-    put(socket, "vm.boot", "")?;
-    let info = Connection::open(socket)?.expect(200, &STYLE.get("vm.info"))?.json()?;
-    ensure!(info["state"] == "Running" && info["config"].is_object(), "{info}");
+    }));
+    curl.put("vm.create", &config.to_string())?;
+    add_nics(vm)?;
+    curl.put("vm.boot", "")?;
+    let mut followed = None;
+    follow(&curl.info()?, &mut followed, &vm.console)?;
     until_up()?;
+    events.until("vm:booted")?;
     for call in ["vm.pause", "vm.resume", "vm.reboot"] {
-        put(socket, call, "")?;
+        curl.put(call, "")?;
     }
+    events.until("vm:rebooted")?;
+    follow(&curl.info()?, &mut followed, &vm.console)?;
     until_up()?;
-    put(socket, "vm.shutdown", "")?;
-    put(socket, "vmm.shutdown", "")?;
+    curl.put("vm.shutdown", "")?;
+    events.until("vm:shutdown")?;
+    curl.put("vmm.shutdown", "")?;
+    events.until("vmm:shutdown")?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_are_found_by_their_braces_however_they_come() {
+        let mut documents = Documents::default();
+        assert_eq!(documents.take(b"x {\"a\": {}"), Vec::<Vec<u8>>::new());
+        assert_eq!(documents.take(b"}\n\n{}}{"), [b"{\"a\": {}}".to_vec(), b"{}".to_vec()]);
+        assert_eq!(documents.take(b"}"), [b"{}".to_vec()]);
+    }
 }

@@ -4,46 +4,36 @@ use anyhow::{Result, ensure};
 use serde_json::json;
 
 use crate::vm::{UntilUp, Vm};
-use crate::wire::{Connection, Style};
-
-const STYLE: Style = Style {
-    base: "",
-    headers: "Host: localhost\r\nUser-Agent: Go-http-client/1.1\r\nAccept-Encoding: gzip\r\n",
-    with_body: "Content-Type: application/json\r\n",
-    says_empty: true,
-};
+use crate::wire::{Connection, GO};
 
 pub fn run(vm: &Vm, until_up: UntilUp) -> Result<()> {
     // Each call has a client, and so a connection, of its own.
     let call = |request: &str| Connection::open(&vm.api_socket)?.call(request);
-    let info = call(&STYLE.get("vm.info"))?;
+    let info = call(&GO.get("vm.info"))?;
     ensure!(info.status >= 400, "{info:?} without a VM");
-    let config = json!({
-        "payload": {"kernel": vm.kernel, "initramfs": vm.initramfs, "cmdline": Vm::CMDLINE},
+    let config = vm.config(json!({
         "cpus": {"boot_vcpus": 1, "max_vcpus": 1},
         "memory": {"size": 512u64 << 20},
         "disks": [{"id": "container-disk", "path": vm.disks[0], "readonly": false, "direct": false}],
-        "serial": {"mode": "File", "file": vm.console}, "console": {"mode": "Off"},
         "rng": {"src": "/dev/urandom"},
-        "vsock": {"cid": 3, "socket": vm.vsock},
-    });
+    }));
     for (name, body) in [("vm.create", config.to_string()), ("vm.boot", String::new())] {
-        let answer = call(&STYLE.put(name, &body))?;
+        let answer = call(&GO.put(name, &body))?;
         ensure!(answer.status == 204, "{name}: {answer:?}");
     }
     until_up()?;
-    let info = call(&STYLE.get("vm.info"))?.json()?;
+    let info = call(&GO.get("vm.info"))?.json()?;
     ensure!(info["state"] == "Running", "{info}");
     for name in ["vm.pause", "vm.resume", "vm.reboot"] {
-        let answer = call(&STYLE.put(name, ""))?;
+        let answer = call(&GO.put(name, ""))?;
         ensure!(answer.status == 204, "{name}: {answer:?}");
     }
     until_up()?;
     for name in ["vm.shutdown", "vm.delete"] {
-        let answer = call(&STYLE.put(name, ""))?;
+        let answer = call(&GO.put(name, ""))?;
         ensure!(answer.status == 204, "{name}: {answer:?}");
     }
-    let info = call(&STYLE.get("vm.info"))?;
+    let info = call(&GO.get("vm.info"))?;
     ensure!(info.status >= 400, "{info:?} after the VM");
     Ok(())
 }

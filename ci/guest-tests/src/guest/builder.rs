@@ -1,7 +1,10 @@
 //! What a guest is started with.
 
 use std::fmt;
+use std::io;
 use std::net::{Ipv4Addr, TcpListener};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::str::FromStr;
@@ -115,6 +118,7 @@ pub struct GuestBuilder {
     boot_limit: Duration,
     flushes_lie: bool,
     terminal: Option<PathBuf>,
+    api_by_descriptor: bool,
 }
 
 impl GuestBuilder {
@@ -136,6 +140,7 @@ impl GuestBuilder {
             boot_limit: BOOT_LIMIT,
             flushes_lie: false,
             terminal: None,
+            api_by_descriptor: false,
         }
     }
 
@@ -216,6 +221,18 @@ impl GuestBuilder {
         self
     }
 
+    /// Words as they are: a flag with several values, say.
+    pub fn words<'a>(mut self, words: impl IntoIterator<Item = &'a str>) -> Self {
+        self.arguments.extend(words.into_iter().map(str::to_owned));
+        self
+    }
+
+    /// Makes the API's socket itself, and hands it in: `--api-socket fd=N`.
+    pub fn api_by_descriptor(mut self) -> Self {
+        self.api_by_descriptor = true;
+        self
+    }
+
     /// `-v`: its log says what it does, and not only what is wrong.
     pub fn verbose(mut self) -> Self {
         self.arguments.push("-v".to_owned());
@@ -264,7 +281,10 @@ impl GuestBuilder {
             .with_context(|| format!("Cannot make {}", paths.dir.display()))?;
         let metrics = self.metrics.clone().map_or_else(free_address, Ok)?;
         let mut command = Command::new(&self.program);
-        command.args(self.vmm_arguments(&paths, &metrics));
+        let listener = self.api_by_descriptor.then(|| inheritable_listener(&paths.api())).transpose()?;
+        let api = listener.as_ref().map(|listener| format!("fd={}", listener.as_raw_fd()));
+        let with_api = self.clone().words(api.iter().flat_map(|api| ["--api-socket", api]));
+        command.args(with_api.vmm_arguments(&paths, &metrics));
         if self.flushes_lie {
             lie::about_flushes(&mut command);
         }
@@ -312,6 +332,16 @@ impl GuestBuilder {
             .chain(self.arguments.iter().cloned())
             .collect()
     }
+}
+
+/// A socket that whoever is started has as well, by the same number.
+fn inheritable_listener(path: &Path) -> Result<UnixListener> {
+    let listener =
+        UnixListener::bind(path).with_context(|| format!("Cannot listen on {}", path.display()))?;
+    // SAFETY: it takes away a flag of a descriptor that is ours.
+    let result = unsafe { libc::fcntl(listener.as_raw_fd(), libc::F_SETFD, 0) };
+    ensure!(result == 0, "F_SETFD: {}", io::Error::last_os_error());
+    Ok(listener)
 }
 
 /// An address on which nothing listened a moment ago.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use guest_tests::runner::this_tests_dir;
-use guest_tests::{BOOT_LIMIT, Guest, Image, Kernel, Pool};
+use guest_tests::{BOOT_LIMIT, Guest, GuestBuilder, Image, Kernel, Pool};
 use serde_json::{Value, json};
 
 guest_tests::tests![
@@ -18,8 +18,8 @@ guest_tests::tests![
 /// Until a VMM that has nothing to build serves its API.
 const START_LIMIT: Duration = Duration::from_secs(20);
 
-/// A VMM that was told of no VM.
-pub fn empty_vmm() -> Result<Guest> {
+/// A VMM that is told of no VM.
+pub fn without_a_vm() -> GuestBuilder {
     let flags = [
         "--kernel",
         "--initramfs",
@@ -31,8 +31,12 @@ pub fn empty_vmm() -> Result<Guest> {
         "--rng",
         "--vsock",
     ];
-    let builder = flags.into_iter().fold(Guest::builder(), |builder, flag| builder.without(flag));
-    let vmm = builder.start()?;
+    flags.into_iter().fold(Guest::builder(), |builder, flag| builder.without(flag))
+}
+
+/// One that serves its API.
+pub fn empty_vmm() -> Result<Guest> {
+    let vmm = without_a_vm().start()?;
     vmm.wait_until("the VMM answers", START_LIMIT, || Ok(vmm.api("GET", "vmm.ping", None).is_ok()))?;
     Ok(vmm)
 }

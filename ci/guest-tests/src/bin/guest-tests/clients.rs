@@ -6,12 +6,12 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use guest_tests::runner::{skip, this_tests_dir};
 use guest_tests::{BOOT_LIMIT, Guest, Image, Kernel, program};
 
-use crate::api::empty_vmm;
-use crate::net::{NO_TUN, has_tun};
+use crate::api::{empty_vmm, without_a_vm};
+use crate::net::{NO_TUN, Net, has_tun};
 
 guest_tests::tests![
     every_call: 300,
@@ -26,58 +26,98 @@ guest_tests::tests![
 
 /// Until a VMM that was told to end has ended.
 const END_LIMIT: Duration = Duration::from_secs(30);
+/// The FIFO that libvirt makes.
+const EVENTS: &str = "event-monitor-fifo";
 
 fn image(name: &str, mib: u64) -> Result<PathBuf> {
     fs::create_dir_all(this_tests_dir())?;
     let path = this_tests_dir().join(name);
-    File::create(&path)?.set_len(mib << 20)?;
+    // A VM may have it already.
+    File::options().write(true).create(true).truncate(false).open(&path)?.set_len(mib << 20)?;
     Ok(path)
 }
 
-/// Runs a client to its end beside a VMM without a VM, and says when the guest is up.
-fn run(client: &str) -> Result<Guest> {
-    let vmm = empty_vmm()?;
-    let kernel = Kernel::V6_12;
-    let paths = [
-        vmm.api_socket(),
-        kernel.path(),
-        Image::Basic.path(kernel),
-        vmm.console_file(),
-        vmm.vsock_socket(),
-        image("disk0", 64)?,
-        image("disk1", 64)?,
-        image("pmem", 128)?,
-    ];
-    let mut command = Command::new(program("client-tests"));
-    command.arg(client).args(paths).stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut child = command.spawn().context("client-tests cannot be started")?;
-    let mut told = child.stdin.take().expect("a pipe");
-    for line in BufReader::new(child.stdout.take().expect("a pipe")).lines() {
-        match line?.as_str() {
-            "until up" => {
-                vmm.wait_for_shell(BOOT_LIMIT)?;
-                writeln!(told)?;
-            }
-            said => println!("{client}: {said}"),
-        }
+/// A client beside a VMM.
+struct Client {
+    name: &'static str,
+    /// A NIC of the guest for each; the client opens them.
+    nets: Vec<Net>,
+}
+
+impl Client {
+    fn new(name: &'static str) -> Self {
+        Self { name, nets: Vec::new() }
     }
-    let status = child.wait()?;
-    ensure!(status.success(), "{client} ended with {status}: it says above why");
-    Ok(vmm)
+
+    fn with_nets(name: &'static str, numbers: &[u8]) -> Result<Option<Self>> {
+        let nets = numbers.iter().map(|&nth| Net::new(nth)).collect::<Result<Option<Vec<_>>>>()?;
+        Ok(nets.map(|nets| Self { name, nets }))
+    }
+
+    /// Runs it to its end, and says when the guest is up.
+    fn run(&self, vmm: &Guest) -> Result<()> {
+        let kernel = Kernel::V6_12;
+        let paths = [
+            vmm.api_socket(),
+            kernel.path(),
+            Image::Basic.path(kernel),
+            vmm.console_file(),
+            vmm.vsock_socket(),
+            image("disk0", 64)?,
+            image("disk1", 64)?,
+            image("pmem", 128)?,
+            this_tests_dir().join(EVENTS),
+        ];
+        let mut command = Command::new(program("client-tests"));
+        command.arg(self.name).args(paths).args(self.nets.iter().map(|net| &net.tap));
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let mut told = child.stdin.take().expect("a pipe");
+        let mut boots = 0;
+        for line in BufReader::new(child.stdout.take().expect("a pipe")).lines() {
+            match line?.as_str() {
+                "until up" => {
+                    vmm.wait_for_shell(BOOT_LIMIT)?;
+                    self.use_nets(vmm, boots)?;
+                    boots += 1;
+                    writeln!(told)?;
+                }
+                said => println!("{}: {said}", self.name),
+            }
+        }
+        let status = child.wait()?;
+        ensure!(status.success(), "{} ended with {status}: it says above why", self.name);
+        Ok(())
+    }
+
+    /// What was handed in carries packets, after the first boot and the next ones.
+    fn use_nets(&self, vmm: &Guest, boots: usize) -> Result<()> {
+        for (nth, net) in self.nets.iter().enumerate() {
+            if boots == 0 {
+                net.set_up_host()?;
+            }
+            net.set_up_guest(vmm, &format!("eth{nth}"))?;
+        }
+        Ok(())
+    }
+
+    /// The same beside a VMM without a VM, which the client ends.
+    fn run_to_the_end(&self) -> Result<()> {
+        let vmm = empty_vmm()?;
+        self.run(&vmm)?;
+        ends(vmm)
+    }
+
+    /// The same, where the client leaves a VMM without a VM.
+    fn run_and_leave(&self) -> Result<()> {
+        let vmm = empty_vmm()?;
+        self.run(&vmm)?;
+        ensure!(vmm.try_api("GET", "vm.info", None)?.status == 404, "{} leaves a VM", self.name);
+        vmm.api("PUT", "vmm.shutdown", None)?;
+        ends(vmm)
+    }
 }
 
-/// The same, where the client ends the VMM.
-fn run_to_the_end(client: &str) -> Result<()> {
-    let status = run(client)?.wait_for_exit(END_LIMIT)?;
-    ensure!(status.success(), "The VMM ended with {status}");
-    Ok(())
-}
-
-/// The same, where the client leaves a VMM without a VM.
-fn run_and_leave(client: &str) -> Result<()> {
-    let vmm = run(client)?;
-    ensure!(vmm.try_api("GET", "vm.info", None)?.status == 404, "{client} leaves a VM");
-    vmm.api("PUT", "vmm.shutdown", None)?;
+fn ends(vmm: Guest) -> Result<()> {
     let status = vmm.wait_for_exit(END_LIMIT)?;
     ensure!(status.success(), "The VMM ended with {status}");
     Ok(())
@@ -88,33 +128,57 @@ fn every_call() -> Result<()> {
     if !has_tun() {
         return skip(NO_TUN);
     }
-    run_to_the_end("every-call")
+    Client::new("every-call").run_to_the_end()
 }
 
 fn curl_keeps_its_connection() -> Result<()> {
-    run_and_leave("curl")
+    Client::new("curl").run_and_leave()
 }
 
+/// It says all by flags, two values to one of them.
 fn flintlock_reads_the_counters() -> Result<()> {
-    run_and_leave("flintlock")
+    let disk =
+        |name: &str, more: &str| Ok::<_, anyhow::Error>(format!("path={}{more}", image(name, 64)?.display()));
+    let (root, metadata) = (disk("disk0", "")?, disk("disk1", ",readonly=on")?);
+    let log = this_tests_dir().join("flintlock.log");
+    let vmm = Guest::builder()
+        .words(["--log-file", &log.display().to_string(), "-v", "--cpus", "boot=1", "--memory", "size=512M"])
+        .words(["--disk", &root, &metadata])
+        .start()?;
+    Client::new("flintlock").run(&vmm)?;
+    ensure!(vmm.api("GET", "vm.info", None)?["state"] == "Created", "The VM is not shut down");
+    vmm.api("PUT", "vmm.shutdown", None)?;
+    ends(vmm)
 }
 
 fn hypeman_waits_until_memory_has_settled() -> Result<()> {
-    run_to_the_end("hypeman")
+    Client::new("hypeman").run_to_the_end()
 }
 
 fn katas_runtime_in_go_adds_a_disk_and_memory() -> Result<()> {
-    run_to_the_end("kata-go")
+    let Some(client) = Client::with_nets("kata-go", &[20, 21])? else { return skip(NO_TUN) };
+    client.run_to_the_end()
 }
 
 fn katas_runtime_in_rust_writes_out_every_null() -> Result<()> {
-    run_to_the_end("kata-runtime-rs")
+    let Some(client) = Client::with_nets("kata-runtime-rs", &[22, 23])? else { return skip(NO_TUN) };
+    client.run_to_the_end()
 }
 
+/// It makes the socket, starts the VMM, and opens the FIFO for which that one waits.
 fn libvirt_reboots() -> Result<()> {
-    run_to_the_end("libvirt")
+    let Some(client) = Client::with_nets("libvirt", &[24, 25])? else { return skip(NO_TUN) };
+    fs::create_dir_all(this_tests_dir())?;
+    let events = this_tests_dir().join(EVENTS);
+    ensure!(Command::new("mkfifo").arg(&events).status()?.success(), "No FIFO");
+    let monitor = format!("path={}", events.display());
+    let vmm = without_a_vm().api_by_descriptor().argument("--event-monitor", &monitor).start()?;
+    client.run(&vmm)?;
+    let said = vmm.console_log()?;
+    ensure!(said.matches("foreshore-guest: ready").count() == 2, "By the terminal came:\n{said}");
+    ends(vmm)
 }
 
 fn virtink_reboots() -> Result<()> {
-    run_and_leave("virtink")
+    Client::new("virtink").run_and_leave()
 }

@@ -39,18 +39,29 @@ const TRANSFER_BYTES: usize = 64 << 20;
 const LINE: &[u8] = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
 
 /// The other end of a guest.
-struct Net {
-    tap: String,
+pub struct Net {
+    pub tap: String,
     host: Ipv4Addr,
     guest: Ipv4Addr,
 }
+    /// The host's address for an interface that there is.
+    pub fn set_up_host(&self) -> Result<()> {
+        let Self { tap, host: address, .. } = self;
+        host(&format!("ip addr add {address}/24 dev {tap} && ip link set {tap} up"))
+    }
+
+    /// The guest's, and the two hear each other.
+    pub fn set_up_guest(&self, guest: &Guest, interface: &str) -> Result<()> {
+        bring_up_as(guest, interface, self.guest)?;
+        ping_host(guest, self)
+    }
+
 
 impl Net {
     /// A tap of the test's own, which lives as long as somebody has its queues.
     fn open(&self, queues: usize) -> Result<Vec<File>> {
         let files = tap::open(&self.tap, queues)?;
-        let Self { tap, host: address, .. } = self;
-        host(&format!("ip addr add {address}/24 dev {tap} && ip link set {tap} up"))?;
+        self.set_up_host()?;
         Ok(files)
     }
 
@@ -59,7 +70,7 @@ impl Net {
     }
 
     /// Each test has a network of its own: they run side by side.
-    fn new(nth: u8) -> Result<Option<Self>> {
+    pub fn new(nth: u8) -> Result<Option<Self>> {
         if !has_tun() {
             return Ok(None);
         }
@@ -95,9 +106,12 @@ pub const NO_TUN: &str = "no /dev/net/tun here";
 
 /// The guest's stock driver has found the interface, which gets an address.
 fn bring_up(guest: &Guest, address: Ipv4Addr) -> Result<()> {
-    guest.wait_until_run("eth0 is there", IO_LIMIT, "test -e /sys/class/net/eth0")?;
-    guest.run(&format!("ip addr add {address}/24 dev eth0 && ip link set eth0 up"))?;
-    Ok(())
+    bring_up_as(guest, "eth0", address)
+}
+
+fn bring_up_as(guest: &Guest, name: &str, address: Ipv4Addr) -> Result<()> {
+    guest.wait_until_run("the interface is there", IO_LIMIT, &format!("test -e /sys/class/net/{name}"))?;
+    guest.run(&format!("ip addr add {address}/24 dev {name} && ip link set {name} up")).map(drop)
 }
 
 /// What the guest sends is what the host gets.
