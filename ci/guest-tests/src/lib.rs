@@ -22,6 +22,7 @@ pub mod btt_media;
 pub mod content;
 pub mod disk;
 pub mod guest;
+pub mod holdings;
 pub mod host_memory;
 pub mod http;
 pub mod lent;
@@ -42,6 +43,7 @@ pub mod wait;
 
 pub use disk::{Disk, FileSystem, LoopDevice};
 pub use guest::{BOOT_LIMIT, Guest, GuestBuilder, Image, Kernel, Output, program};
+pub use holdings::Holdings;
 pub use metrics::Metrics;
 pub use pool::Pool;
 pub use runner::skip;

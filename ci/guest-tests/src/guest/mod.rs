@@ -18,6 +18,7 @@ pub use console::complaints;
 pub use process::{VmmProcess, program};
 pub use shell::{Endpoint, Output, Script};
 
+use crate::holdings::Holdings;
 use crate::http::{self, Response};
 use crate::metrics::Metrics;
 use crate::wait::{wait_for, wait_until};
@@ -30,6 +31,9 @@ const RUN_LIMIT: Duration = Duration::from_secs(60);
 
 /// Until the connection to a guest that ends is closed.
 const END_LIMIT: Duration = Duration::from_secs(20);
+
+/// Until threads and connections that end have ended.
+const LEFT_LIMIT: Duration = Duration::from_secs(20);
 
 /// A running guest. Dropping it kills its VMM.
 #[derive(Debug)]
@@ -188,6 +192,20 @@ impl Guest {
     /// Memory of the VMM's process that is resident, guest memory included.
     pub fn rss_bytes(&self) -> Result<u64> {
         self.process.smaps_rollup_bytes("Rss")
+    }
+
+    /// What the VMM has of its host.
+    pub fn holdings(&self) -> Result<Holdings> {
+        Holdings::of(self.pid())
+    }
+
+    /// Waits until the VMM has no more than it had before.
+    pub fn wait_until_nothing_is_left(&self, before: &Holdings) -> Result<()> {
+        let waited = self.wait_until("the VMM has what it had before", LEFT_LIMIT, || {
+            Ok(self.holdings()?.are_those_of(before))
+        });
+        waited.with_context(|| format!("{:?}, and before {before:?}", self.holdings()))?;
+        self.holdings()?.check_memory(before)
     }
 
     /// Kills the VMM as a power cut would, and waits until the kernel has buried it.

@@ -23,6 +23,7 @@ mod host_pages;
 mod hostile;
 mod hotplug;
 mod interfaces;
+mod hotplug_loop;
 mod lost;
 mod memory;
 mod net;
@@ -57,6 +58,7 @@ fn main() {
         clients::TESTS,
         hotplug::TESTS,
         cpus::TESTS,
+        hotplug_loop::TESTS,
         badinput::TESTS,
         console::TESTS,
         firmware::TESTS,

@@ -16,7 +16,7 @@ use guest_tests::runner::skip;
 use guest_tests::{BOOT_LIMIT, Guest, Kernel, tap};
 use serde_json::{Value, json};
 
-use crate::{api, hotplug};
+use crate::api;
 
 guest_tests::tests![
     a_guest_and_its_host_talk_over_a_tap: 300,
@@ -29,12 +29,10 @@ guest_tests::tests![
     given_queues_are_there_from_the_first_boot_to_their_removal: 420,
     an_interface_comes_carries_traffic_and_goes: 300,
     an_interface_comes_carries_traffic_and_goes_on_6_1: 300,
-    a_hundred_interfaces_leave_nothing_behind: 1800 (extended),
-    a_hundred_interfaces_leave_nothing_behind_on_6_1: 1800 (extended),
 ];
 
 const IO_LIMIT: Duration = Duration::from_secs(120);
-const TRANSFER_BYTES: usize = 64 << 20;
+pub const TRANSFER_BYTES: usize = 64 << 20;
 /// What `yes` makes a stream of.
 const LINE: &[u8] = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
 
@@ -44,6 +42,8 @@ pub struct Net {
     host: Ipv4Addr,
     guest: Ipv4Addr,
 }
+
+impl Net {
     /// The host's address for an interface that there is.
     pub fn set_up_host(&self) -> Result<()> {
         let Self { tap, host: address, .. } = self;
@@ -56,8 +56,6 @@ pub struct Net {
         ping_host(guest, self)
     }
 
-
-impl Net {
     /// A tap of the test's own, which lives as long as somebody has its queues.
     fn open(&self, queues: usize) -> Result<Vec<File>> {
         let files = tap::open(&self.tap, queues)?;
@@ -87,7 +85,7 @@ impl Net {
         Guest::builder().memory("size=384M").pressure("off").argument("--net", &self.option(more))
     }
 
-    fn bring_up(&self, guest: &Guest) -> Result<()> {
+    pub fn bring_up(&self, guest: &Guest) -> Result<()> {
         bring_up(guest, self.guest)
     }
 }
@@ -115,7 +113,7 @@ fn bring_up_as(guest: &Guest, name: &str, address: Ipv4Addr) -> Result<()> {
 }
 
 /// What the guest sends is what the host gets.
-fn from_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
+pub fn from_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     let listener = TcpListener::bind((net.host, 0)).context("Cannot listen on the tap's address")?;
     let port = listener.local_addr()?.port();
     let reader = thread::spawn(move || -> Result<usize> {
@@ -449,7 +447,7 @@ fn builder() -> GuestBuilder {
 }
 
 /// A NIC by name, or by a queue that is given.
-fn add_net(guest: &Guest, net: &Net, id: &str, by_fd: bool) -> Result<Value> {
+pub fn add_net(guest: &Guest, net: &Net, id: &str, by_fd: bool) -> Result<Value> {
     // Nobody has the one before any more.
     guest.wait_until("the interface is free", IO_LIMIT, || Ok(!net.is_there()))?;
     if by_fd {
@@ -494,26 +492,4 @@ fn an_interface_comes_carries_traffic_and_goes() -> Result<()> {
 
 fn an_interface_comes_carries_traffic_and_goes_on_6_1() -> Result<()> {
     comes_and_goes(Kernel::V6_1, 11)
-}
-
-fn a_hundred(kernel: Kernel, nth: u8) -> Result<()> {
-    let Some(net) = Net::new(nth)? else { return skip(NO_TUN) };
-    let guest = builder().kernel(kernel).boot()?;
-    let mut by_fd = false;
-    hotplug::a_hundred_leave_nothing_behind(&guest, "net", |id| {
-        by_fd = !by_fd;
-        let added = add_net(&guest, &net, id, by_fd)?;
-        net.bring_up(&guest)?;
-        guest.run_within(IO_LIMIT, &format!("ping -c 2 -W 20 {}", net.host))?;
-        from_guest(&guest, &net, TRANSFER_BYTES / 256)?;
-        Ok(added)
-    })
-}
-
-fn a_hundred_interfaces_leave_nothing_behind() -> Result<()> {
-    a_hundred(Kernel::V6_12, 12)
-}
-
-fn a_hundred_interfaces_leave_nothing_behind_on_6_1() -> Result<()> {
-    a_hundred(Kernel::V6_1, 13)
 }

@@ -1,0 +1,143 @@
+//! Every kind of device comes and goes a hundred times in one guest, is used each time, and leaves nothing behind.
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::runner::skip;
+use guest_tests::{Guest, Holdings, Kernel};
+use serde_json::{Value, json};
+
+use crate::hotplug::{
+    LIMIT, add_disk, add_pmem, builder, image, remove, slot_of, wait_for_disk, wait_for_pmem, wait_until_gone,
+};
+use crate::net::{NO_TUN, Net, TRANSFER_BYTES, add_net, from_guest};
+
+guest_tests::tests![
+    a_hundred_of_each_device: 3600 (extended),
+    a_hundred_of_each_device_on_6_1: 3600 (extended),
+    a_hundred_of_each_device_with_four_vcpus: 3600 (extended),
+    a_hundred_of_each_device_with_four_vcpus_on_6_1: 3600 (extended),
+];
+
+const ROUNDS: usize = 100;
+/// The first ones leave what is made once.
+const WARM_UP: usize = 10;
+
+/// What the VMM had after the first rounds, and where the device was.
+#[derive(Default)]
+struct Before(Option<(Holdings, u32)>);
+
+impl Before {
+    fn look(&mut self, nth: usize, guest: &Guest, added: &Value) -> Result<()> {
+        let slot = slot_of(added)?;
+        match self.0 {
+            None if nth + 1 == WARM_UP => self.0 = Some((guest.holdings()?, slot)),
+            Some((_, first)) => ensure!(slot == first, "It is in another slot: {added}"),
+            None => {}
+        }
+        Ok(())
+    }
+
+    fn nothing_is_left(self, kind: &str, guest: &Guest) -> Result<()> {
+        let (before, _) = self.0.context("No rounds")?;
+        guest.wait_until_nothing_is_left(&before)?;
+        let removed = [("kind", kind), ("action", "remove"), ("result", "ok")];
+        let removed = guest.metrics()?.value("foreshore_hotplug_total", &removed)?;
+        ensure!(removed == ROUNDS as f64, "{removed} were removed");
+        println!("{ROUNDS} of {kind}: {:?}, and at first {before:?}", guest.holdings()?);
+        Ok(())
+    }
+}
+
+/// Each is added and used by `add`, and removed.
+fn come_and_go(guest: &Guest, kind: &str, mut add: impl FnMut(&str) -> Result<Value>) -> Result<()> {
+    let mut before = Before::default();
+    for nth in 0..ROUNDS {
+        let id = format!("{kind}-{nth}");
+        let added = add(&id).with_context(|| id.clone())?;
+        ensure!(remove(guest, &id)? == 204, "{id} is not removed");
+        wait_until_gone(guest, &id, &added["bdf"])?;
+        before.look(nth, guest, &added)?;
+    }
+    before.nothing_is_left(kind, guest)
+}
+
+fn disks(guest: &Guest) -> Result<()> {
+    let path = image("disk")?;
+    come_and_go(guest, "disk", |id| {
+        let added = add_disk(guest, &path, id)?;
+        let node = wait_for_disk(guest, id)?;
+        guest.run(&format!("dd if=/dev/urandom of=/dev/{node} bs=64k count=4 oflag=direct 2>/dev/null"))?;
+        Ok(added)
+    })
+}
+
+fn files(guest: &Guest) -> Result<()> {
+    let path = image("pmem")?;
+    come_and_go(guest, "pmem", |id| {
+        let added = add_pmem(guest, &path, id)?;
+        let node = wait_for_pmem(guest)?;
+        guest.run(&format!("dd if=/dev/urandom of=/dev/{node} bs=64k count=4 conv=fsync 2>/dev/null"))?;
+        Ok(added)
+    })
+}
+
+/// By name and by a queue that is given, in turn.
+fn interfaces(guest: &Guest, net: &Net) -> Result<()> {
+    let mut by_fd = false;
+    come_and_go(guest, "net", |id| {
+        by_fd = !by_fd;
+        let added = add_net(guest, net, id, by_fd)?;
+        net.bring_up(guest)?;
+        from_guest(guest, net, TRANSFER_BYTES / 256)?;
+        Ok(added)
+    })
+}
+
+/// The tests' own shell is behind it, which cannot say when the device has gone.
+fn vsocks(guest: &Guest) -> Result<()> {
+    let vsock = guest.api("GET", "vm.info", None)?["config"]["vsock"].clone();
+    let mut before = Before::default();
+    for nth in 0..ROUNDS {
+        ensure!(remove(guest, "_vsock0")? == 204, "It is not removed");
+        guest.wait_until("the VMM has let go", LIMIT, || {
+            Ok(guest.metrics()?.value("foreshore_hotplug_pending", &[])? == 0.0
+                && !guest.vsock_socket().exists())
+        })?;
+        let added = guest.api("PUT", "vm.add-vsock", Some(vsock.clone()))?;
+        guest.wait_for_shell(LIMIT)?;
+        before.look(nth, guest, &added)?;
+    }
+    before.nothing_is_left("vsock", guest)
+}
+
+fn a_hundred_of_each(kernel: Kernel, cpus: u32, nth: u8) -> Result<()> {
+    let Some(net) = Net::new(nth)? else { return skip(NO_TUN) };
+    let guest = builder().kernel(kernel).cpus(cpus).boot()?;
+    let original = json!(guest.api("GET", "vm.info", None)?["config"]);
+    disks(&guest)?;
+    files(&guest)?;
+    interfaces(&guest, &net)?;
+    vsocks(&guest)?;
+    let config = guest.api("GET", "vm.info", None)?["config"].clone();
+    for section in ["disks", "net", "pmem", "vsock"] {
+        let empty = |config: &Value| config[section].as_array().is_none_or(Vec::is_empty);
+        let same = config[section] == original[section] || (empty(&config) && section != "vsock");
+        ensure!(same, "{section}: {config}, and before {original}");
+    }
+    guest.no_kernel_complaints()
+}
+
+fn a_hundred_of_each_device() -> Result<()> {
+    a_hundred_of_each(Kernel::V6_12, 1, 12)
+}
+
+fn a_hundred_of_each_device_on_6_1() -> Result<()> {
+    a_hundred_of_each(Kernel::V6_1, 1, 13)
+}
+
+fn a_hundred_of_each_device_with_four_vcpus() -> Result<()> {
+    a_hundred_of_each(Kernel::V6_12, 4, 14)
+}
+
+fn a_hundred_of_each_device_with_four_vcpus_on_6_1() -> Result<()> {
+    a_hundred_of_each(Kernel::V6_1, 4, 15)
+}
