@@ -4,6 +4,7 @@
 
 mod agent;
 mod api;
+mod bad_bodies;
 mod badinput;
 mod balloon;
 mod boot;
@@ -22,8 +23,8 @@ mod harness;
 mod host_pages;
 mod hostile;
 mod hotplug;
-mod interfaces;
 mod hotplug_loop;
+mod interfaces;
 mod lost;
 mod memory;
 mod net;
@@ -57,8 +58,9 @@ fn main() {
         api::TESTS,
         clients::TESTS,
         hotplug::TESTS,
-        cpus::TESTS,
         hotplug_loop::TESTS,
+        cpus::TESTS,
+        bad_bodies::TESTS,
         badinput::TESTS,
         console::TESTS,
         firmware::TESTS,
