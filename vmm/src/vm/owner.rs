@@ -20,7 +20,7 @@ use super::request::{
 };
 use super::state::{self, RestartGuard, Verb};
 use super::taps;
-use crate::config::{DeviceConfig, VmConfig};
+use crate::config::{DRAM_ZONE, DeviceConfig, VmConfig};
 use crate::cpu::run::VcpuEvent;
 use crate::events::{Event, Events};
 use crate::volume::kernel_gate::GuestKernel;
@@ -289,10 +289,14 @@ impl Vm {
         }
     }
 
-    /// Memory that comes by ACPI stays: the next boot has it as boot memory, or does without what was to go.
+    /// Memory that comes by ACPI stays: the next boot has it as boot memory, or does without what was to go. Of a zone that shrinks
+    /// as well the next boot is asked for the same.
     fn resize_ram(&mut self, size_bytes: u64) -> Result<(), VmError> {
         if !self.config.memory.resizes_by_acpi() {
-            return self.running()?.resize_dram(size_bytes);
+            self.running()?.resize_dram(size_bytes)?;
+            let memory = &mut self.config.memory;
+            memory.hotplugged_size = hotplugged(size_bytes, memory.size);
+            return Ok(());
         }
         let mut config = self.config.clone();
         config.memory.size = size_bytes;
@@ -325,7 +329,15 @@ impl Vm {
             return self.reconfigure(|config| resize.apply(config));
         }
         state::next(self.state, Verb::Change)?;
-        self.running()?.resize_zone(resize)
+        self.running()?.resize_zone(resize)?;
+        // PM is nobody's after a reboot: its pool is for whoever comes first.
+        let memory = &mut self.config.memory;
+        if let Some(zone) = memory.zones.iter_mut().find(|zone| zone.id == resize.id) {
+            zone.hotplugged_size = hotplugged(resize.desired_ram, zone.size);
+        } else if memory.zones.is_empty() && resize.id == DRAM_ZONE {
+            memory.hotplugged_size = hotplugged(resize.desired_ram, memory.size);
+        }
+        Ok(())
     }
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
@@ -665,6 +677,11 @@ impl<F: MachineFactory> Owner<F> {
     fn of_vm<T>(&mut self, reply: Reply<T>, ask: impl FnOnce(&mut Vm) -> Result<T, VmError>) {
         answer(reply, self.vm().and_then(ask));
     }
+}
+
+/// What a zone is to have beyond its boot part, in a configuration.
+fn hotplugged(size_bytes: u64, boot_bytes: u64) -> Option<u64> {
+    size_bytes.checked_sub(boot_bytes).filter(|bytes| *bytes > 0)
 }
 
 fn answer<T>(reply: Reply<T>, result: Result<T, VmError>) {

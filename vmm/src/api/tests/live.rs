@@ -177,3 +177,41 @@ fn kata_adds_interfaces_to_a_vm_that_runs_as_well() {
         assert_eq!(info(path)["config"]["net"].as_array().unwrap().len(), 2);
     });
 }
+
+/// Cloud Hypervisor's `config.memory.hotplugged_size`: a reboot is asked for it again.
+#[test]
+fn a_resize_is_in_the_configuration_of_the_next_boot() {
+    const MIB: u64 = 1 << 20;
+    with_vmm(|path| {
+        let mut client = Raw::connect(path);
+        let mut put = |call: &str, body: Value| {
+            let body = if body.is_null() { String::new() } else { body.to_string() };
+            assert_eq!(client.call("PUT", call, &body), (204, String::new()), "{call} {body}");
+        };
+        let method = json!({"size": 512 * MIB, "hotplug_method": "VirtioMem", "hotplug_size": 256 * MIB});
+        put("vm.create", json!({"payload": {"kernel": "/vmlinux"}, "memory": method}));
+        put("vm.boot", Value::Null);
+        let asked = || info(path)["config"]["memory"]["hotplugged_size"].clone();
+        put("vm.resize", json!({"desired_ram": 640 * MIB}));
+        assert_eq!(asked(), 128 * MIB);
+        put("vm.reboot", Value::Null);
+        assert_eq!(asked(), 128 * MIB);
+        put("vm.resize-zone", json!({"id": "dram", "desired_ram": 514 * MIB}));
+        assert_eq!(asked(), 2 * MIB);
+        put("vm.resize", json!({"desired_ram": 512 * MIB}));
+        assert_eq!(asked(), Value::Null);
+        put("vm.delete", Value::Null);
+
+        let zones = json!([{"id": "a", "size": 512 * MIB}, {"id": "b", "size": 512 * MIB, "hotplug_size": 256 * MIB}]);
+        let zoned = json!({"size": 0, "hotplug_method": "VirtioMem", "zones": zones});
+        put("vm.create", json!({"payload": {"kernel": "/vmlinux"}, "memory": zoned}));
+        put("vm.boot", Value::Null);
+        put("vm.resize-zone", json!({"id": "b", "desired_ram": 768 * MIB}));
+        let memory = info(path)["config"]["memory"].clone();
+        assert_eq!(memory["zones"][1]["hotplugged_size"], 256 * MIB);
+        assert!(
+            memory["zones"][0]["hotplugged_size"].is_null() && memory["hotplugged_size"].is_null(),
+            "{memory}"
+        );
+    });
+}

@@ -7,12 +7,14 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::{Guest, GuestBuilder, Kernel, Pool};
 use serde_json::{Value, json};
 
+use crate::memory::reboot;
 use crate::zones::{MIB, mem_total_mib, zone};
 
 guest_tests::tests![
     memory_comes_by_acpi_on_6_12: 240,
     memory_comes_by_acpi_on_6_1: 240,
-    a_reboot_has_dimms_as_boot_memory: 180,
+    reboots_have_dimms_as_boot_memory: 240,
+    twenty_reboots_have_dimms_as_boot_memory: 1500 (extended),
     less_memory_is_there_after_the_next_boot: 180,
     what_is_no_dimm_is_refused,
     dimms_stay_where_pm_comes_and_goes: 240,
@@ -84,22 +86,40 @@ fn memory_comes_by_acpi_on_6_1() -> Result<()> {
     grows(Kernel::V6_1)
 }
 
-fn a_reboot_has_dimms_as_boot_memory() -> Result<()> {
+/// Each round adds a DIMM, which is boot memory after a reboot, and takes it away, which is so after the next.
+fn are_boot_memory(rounds: usize) -> Result<()> {
     let guest = growing().boot()?;
-    let before = mem_total_mib(&guest)?;
-    resize_to(&guest, 768)?;
-    wait_until_online(&guest, before + 384)?;
-    guest.reboot_from_inside()?;
-    let dram = zone(&guest, "dram")?;
-    ensure!(dram.plugged_bytes == 0, "{} bytes are plugged after the reboot", dram.plugged_bytes);
-    ensure!(info(&guest, "/memory_actual_size")? == 768 * MIB, "not what was asked for");
-    // Boot memory: the kernel keeps some of it for itself before it counts.
-    let booted = mem_total_mib(&guest)?;
-    ensure!(booted > before + 350, "MemTotal was {before} MiB, and is {booted} after the reboot");
-    // And there is room for more.
-    resize_to(&guest, 896)?;
-    wait_until_online(&guest, booted + 128)?;
+    let held = guest.holdings()?;
+    for round in 0..rounds {
+        let before = mem_total_mib(&guest)?;
+        resize_to(&guest, 768)?;
+        wait_until_online(&guest, before + 384)?;
+        reboot(&guest, round)?;
+        let dram = zone(&guest, "dram")?;
+        ensure!(dram.plugged_bytes == 0, "{} bytes are plugged after the reboot", dram.plugged_bytes);
+        ensure!(info(&guest, "/memory_actual_size")? == 768 * MIB, "not what was asked for");
+        // Boot memory: the kernel keeps some of it for itself before it counts.
+        let booted = mem_total_mib(&guest)?;
+        ensure!(booted > before + 350, "MemTotal was {before} MiB, and is {booted} after the reboot");
+        // And there is room for more.
+        resize_to(&guest, 896)?;
+        wait_until_online(&guest, booted + 128)?;
+        resize_to(&guest, 384)?;
+        reboot(&guest, round + 1)?;
+        let after = mem_total_mib(&guest)?;
+        ensure!(after == before, "MemTotal was {before} MiB, and is {after} without DIMMs");
+    }
+    println!("After {rounds} rounds {:?}, and at first {held:?}", guest.holdings()?);
+    guest.wait_until_nothing_is_left(&held)?;
     guest.no_kernel_complaints()
+}
+
+fn reboots_have_dimms_as_boot_memory() -> Result<()> {
+    are_boot_memory(1)
+}
+
+fn twenty_reboots_have_dimms_as_boot_memory() -> Result<()> {
+    are_boot_memory(10)
 }
 
 fn less_memory_is_there_after_the_next_boot() -> Result<()> {
