@@ -20,6 +20,7 @@ guest_tests::tests![
     a_guest_takes_no_vcpu_that_was_not_to_go: 240,
     a_topology_is_seen_as_it_was_asked_for: 300,
     a_topology_is_seen_as_it_was_asked_for_on_6_1: 300,
+    every_topology_is_seen_on_both_kernels: 900 (extended),
     what_comes_has_its_place_in_the_topology: 240,
     a_guest_sees_what_it_may_and_runs_where_it_may: 240,
     a_paused_minute_locks_nothing_up: 400 (extended),
@@ -240,10 +241,16 @@ fn numbers(list: &str) -> usize {
     list.trim().split(',').map(count).sum()
 }
 
-fn seen_as(kernel: Kernel) -> Result<()> {
-    for (topology, expected) in
-        [("1:4:1:1", [1, 4, 1]), ("2:2:1:1", [2, 2, 1]), ("2:1:1:2", [2, 1, 2]), ("1:1:1:4", [1, 1, 4])]
-    {
+/// What is asked for, and threads in a core, cores in a package, and packages of it.
+type Topology = (&'static str, [usize; 3]);
+
+const CORES: Topology = ("1:4:1:1", [1, 4, 1]);
+const THREADS: Topology = ("2:2:1:1", [2, 2, 1]);
+const BOTH: Topology = ("2:1:1:2", [2, 1, 2]);
+const PACKAGES: Topology = ("1:1:1:4", [1, 1, 4]);
+
+fn seen_as(kernel: Kernel, topologies: &[Topology]) -> Result<()> {
+    for &(topology, expected) in topologies {
         let guest = shaped(4, &format!("boot=4,max=4,topology={topology}")).kernel(kernel).boot()?;
         let (seen, [threads, cores, packages]) = (shape(&guest)?, expected);
         // Linux before its parser of 6.9 knows an AMD core's threads by TOPOEXT alone (arch/x86/kernel/cpu/amd.c, amd_get_topology),
@@ -271,11 +278,18 @@ fn shaped(cpus: u32, flag: &str) -> GuestBuilder {
 }
 
 fn a_topology_is_seen_as_it_was_asked_for() -> Result<()> {
-    seen_as(Kernel::V6_12)
+    seen_as(Kernel::V6_12, &[THREADS, PACKAGES])
 }
 
 fn a_topology_is_seen_as_it_was_asked_for_on_6_1() -> Result<()> {
-    seen_as(Kernel::V6_1)
+    seen_as(Kernel::V6_1, &[CORES, BOTH])
+}
+
+fn every_topology_is_seen_on_both_kernels() -> Result<()> {
+    for kernel in [Kernel::V6_12, Kernel::V6_1] {
+        seen_as(kernel, &[CORES, THREADS, BOTH, PACKAGES])?;
+    }
+    Ok(())
 }
 
 fn what_comes_has_its_place_in_the_topology() -> Result<()> {
