@@ -294,8 +294,7 @@ impl Vm {
     fn resize_ram(&mut self, size_bytes: u64) -> Result<(), VmError> {
         if !self.config.memory.resizes_by_acpi() {
             self.running()?.resize_dram(size_bytes)?;
-            let memory = &mut self.config.memory;
-            memory.hotplugged_size = hotplugged(size_bytes, memory.size);
+            self.remember_size(DRAM_ZONE, size_bytes);
             return Ok(());
         }
         let mut config = self.config.clone();
@@ -330,14 +329,19 @@ impl Vm {
         }
         state::next(self.state, Verb::Change)?;
         self.running()?.resize_zone(resize)?;
-        // PM is nobody's after a reboot: its pool is for whoever comes first.
-        let memory = &mut self.config.memory;
-        if let Some(zone) = memory.zones.iter_mut().find(|zone| zone.id == resize.id) {
-            zone.hotplugged_size = hotplugged(resize.desired_ram, zone.size);
-        } else if memory.zones.is_empty() && resize.id == DRAM_ZONE {
-            memory.hotplugged_size = hotplugged(resize.desired_ram, memory.size);
-        }
+        self.remember_size(&resize.id, resize.desired_ram);
         Ok(())
+    }
+
+    /// The configuration follows what a zone of DRAM was resized to. PM is nobody's after a reboot: its pool is for whoever comes
+    /// first.
+    fn remember_size(&mut self, zone_id: &str, size_bytes: u64) {
+        let memory = &mut self.config.memory;
+        if let Some(zone) = memory.zones.iter_mut().find(|zone| zone.id == zone_id) {
+            zone.hotplugged_size = hotplugged(size_bytes, zone.size);
+        } else if memory.zones.is_empty() && zone_id == DRAM_ZONE {
+            memory.hotplugged_size = hotplugged(size_bytes, memory.size);
+        }
     }
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {

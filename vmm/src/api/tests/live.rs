@@ -213,5 +213,15 @@ fn a_resize_is_in_the_configuration_of_the_next_boot() {
             memory["zones"][0]["hotplugged_size"].is_null() && memory["hotplugged_size"].is_null(),
             "{memory}"
         );
+        put("vm.delete", Value::Null);
+
+        let alone = json!({"size": 0, "hotplug_method": "VirtioMem",
+            "zones": [{"id": "dram", "size": 512 * MIB, "hotplug_size": 256 * MIB}]});
+        put("vm.create", json!({"payload": {"kernel": "/vmlinux"}, "memory": alone}));
+        put("vm.boot", Value::Null);
+        put("vm.resize", json!({"desired_ram": 640 * MIB}));
+        let memory = info(path)["config"]["memory"].clone();
+        assert_eq!(memory["zones"][0]["hotplugged_size"], 128 * MIB);
+        assert!(memory["hotplugged_size"].is_null(), "{memory}");
     });
 }

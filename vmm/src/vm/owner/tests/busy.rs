@@ -8,6 +8,8 @@ struct Elsewhere {
     handle: VmHandle,
     delays: Delays,
     senders: Arc<Mutex<Vec<EventSender>>>,
+    /// What was asked for and not done, and why.
+    refused: Arc<Mutex<Option<VmError>>>,
     thread: std::thread::JoinHandle<Result<(), RunError>>,
 }
 
@@ -19,7 +21,7 @@ impl Elsewhere {
             let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
             runtime.block_on(Owner::new(factory, at_guest_shutdown, Events::start()).run(config, requests))
         });
-        Self { handle, delays, senders, thread }
+        Self { handle, delays, senders, refused: Arc::default(), thread }
     }
 
     /// That `what` takes its time when `begin` has it done, and the VM is said to be in this state meanwhile.
@@ -27,6 +29,8 @@ impl Elsewhere {
         let delay = self.delays.add(what);
         begin(self);
         while self.delays.has(what) {
+            let refused = self.refused.lock().take();
+            assert!(refused.is_none(), "{what}: {refused:?}");
             tokio::task::yield_now().await;
         }
         for _ in 0..3 {
@@ -39,8 +43,8 @@ impl Elsewhere {
 
     /// Asks, and does not wait for the answer.
     fn ask<T: Send + 'static>(&self, request: impl FnOnce(Reply<T>) -> VmRequest + 'static) {
-        let handle = self.handle.clone();
-        drop(tokio::task::spawn_local(async move { handle.ask(request).await.map(drop) }));
+        let (handle, refused) = (self.handle.clone(), Arc::clone(&self.refused));
+        drop(tokio::task::spawn_local(async move { *refused.lock() = handle.ask(request).await.err() }));
     }
 
     fn end(self) {
@@ -53,7 +57,10 @@ impl Elsewhere {
 fn info_is_answered_as_it_was_before_whatever_takes_its_time() {
     let vm = Elsewhere::start(FakeFactory::default(), None, AtGuestShutdown::Stay);
     run(async {
-        vm.handle.ask(|reply| VmRequest::Create(Box::new(test_config()), reply)).await.unwrap();
+        let mut config = test_config();
+        // The configuration follows the resize, and is to be a valid one then.
+        config.memory.hotplug_size = Some(1 << 30);
+        vm.handle.ask(|reply| VmRequest::Create(Box::new(config), reply)).await.unwrap();
         vm.check("build", VmState::Created, |vm| vm.ask(VmRequest::Boot)).await;
         let resize = ResizeRequest { desired_ram: Some(1 << 30), ..Default::default() };
         vm.check("resize", VmState::Running, |vm| vm.ask(|reply| VmRequest::Resize(resize, reply))).await;
