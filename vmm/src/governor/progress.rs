@@ -225,9 +225,9 @@ mod tests {
         let plugged = [(10, 0), (10, 10), (10, 8), (10, 10), (10, 8), (10, 10), (12, 10), (12, 8), (12, 12)];
         let mut now = 0;
         let reached = plugged.map(|(requested, plugged)| {
-            now += 2 * STAYS_MS;
+            now += 8 * STAYS_MS;
             let at_once = progress.observe(sizes(requested, plugged, true), TimeMs(now));
-            let then = progress.observe(sizes(requested, plugged, true), TimeMs(now + STAYS_MS));
+            let then = progress.observe(sizes(requested, plugged, true), TimeMs(now + 4 * STAYS_MS));
             (at_once || then).then_some(requested)
         });
         assert_eq!(reached.into_iter().flatten().collect::<Vec<_>>(), [10, 12]);
