@@ -1,5 +1,6 @@
 //! JSON bodies of requests.
 
+use std::convert::Infallible;
 use std::time::Duration;
 
 use axum::body::{Bytes, HttpBody};
@@ -37,6 +38,22 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for JsonBody<T> {
             })?
             .map_err(|error| ApiError::Body { status: error.status(), reason: error.body_text() })?;
         parse(&bytes).map(Self)
+    }
+}
+
+/// A body that says nothing to its call. It is taken off the connection all the same, so that the client's next request can follow
+/// on it: what is left of one ends the connection.
+pub(super) struct PassedOver;
+
+impl<S: Send + Sync> FromRequest<S> for PassedOver {
+    type Rejection = Infallible;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Infallible> {
+        // What is too large, or does not come, does end it.
+        if request.body().size_hint().lower() <= MAX_BODY_BYTES as u64 {
+            let _ = timeout(BODY_TIMEOUT, Bytes::from_request(request, state)).await;
+        }
+        Ok(Self)
     }
 }
 

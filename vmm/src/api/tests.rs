@@ -505,6 +505,11 @@ fn calls_that_are_not_supported_are_refused_by_name_whatever_their_body() {
             }
             assert_eq!(fixture.call("GET", call, "").await.0, 405);
         }
+        // Nor does a long one end the connection.
+        let mut client = fixture.connect().await;
+        for body in ["[".repeat(60_000), "{}".to_owned(), "[".repeat(60_000)] {
+            assert_eq!(client.call("PUT", "vm.add-fs", &body).await.0, 501);
+        }
         assert!(fixture.asked.try_recv().is_err());
     });
 }

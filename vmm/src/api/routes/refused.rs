@@ -4,6 +4,7 @@
 use axum::Router;
 use axum::routing::put;
 
+use crate::api::body::PassedOver;
 use crate::api::error::ApiError;
 
 /// Call and reason.
@@ -23,7 +24,7 @@ pub const REFUSED: [(&str, &str); 10] = [
 /// `router` with all of them.
 pub(super) fn with_refused<S: Clone + Send + Sync + 'static>(router: Router<S>) -> Router<S> {
     REFUSED.iter().fold(router, |router, &(call, why)| {
-        let refuse = async move || ApiError::Unsupported { call, why };
+        let refuse = async move |_: PassedOver| ApiError::Unsupported { call, why };
         router.route(&format!("/api/v1/{call}"), put(refuse))
     })
 }
