@@ -11,7 +11,7 @@ use guest_tests::{Guest, http};
 use serde_json::{Value, json};
 
 guest_tests::tests![
-    a_guest_does_not_notice_what_the_api_is_sent: 300,
+    a_guest_does_not_notice_what_the_api_is_sent: 300 (extended),
     a_guest_does_not_notice_a_hundred_thousand_requests: 2400 (extended),
 ];
 
