@@ -118,7 +118,11 @@ impl Owner {
                 answer(reply, self.go(("vm.reboot", Event::VmRebooted), &[Running, Paused], Running));
             }
             VmRequest::PowerButton(reply) | VmRequest::Nmi(reply) => {
-                answer(reply, self.go(("a change", Event::VmResumed), &[Running], Running));
+                let told = self.said().and_then(|said| match said.state {
+                    Running | Paused => Ok(()),
+                    state => Err(VmError::WrongState { verb: "a change", state, needs: "running" }),
+                });
+                answer(reply, told);
             }
             VmRequest::Resize(resize, reply) => answer(reply, self.resize(&resize)),
             VmRequest::ResizeZone(resize, reply) => {
