@@ -4,7 +4,6 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::path::PathBuf;
 use std::process::Command;
-use std::thread;
 
 use client_tests::vm::Vm;
 use client_tests::{every_call, replay};
@@ -192,13 +191,10 @@ fn against<T: Send + 'static>(
         let owner = tokio::spawn(own(requests, owner));
         let socket = Socket::for_api(&ApiSocket::Path(vm.api_socket.clone())).unwrap();
         let server = Server::start(socket, router(handle, events), Limits::API).unwrap();
-        let client = thread::spawn(move || client(&vm));
-        while !client.is_finished() {
-            tokio::time::sleep(client_tests::vm::LOOK).await;
-        }
+        let done = tokio::task::spawn_blocking(move || client(&vm)).await;
         server.stop().await;
         owner.abort();
-        client.join().expect("the client")
+        done.expect("the client")
     })
 }
 
