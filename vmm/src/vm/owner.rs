@@ -127,6 +127,16 @@ pub enum MachineEvent {
     },
 }
 
+impl MachineEvent {
+    /// Whether it is an end of the guest that leads to a restart, or to no machine, and not to the VMM's failure.
+    const fn ends_the_guest(&self) -> bool {
+        matches!(
+            self,
+            Self::GuestShutdown | Self::GuestReset | Self::Vcpu(VcpuEvent::TripleFault { .. })
+        )
+    }
+}
+
 /// Sends events of one machine; those of a machine that has been replaced are dropped.
 #[derive(Clone, Debug)]
 pub struct EventSender {
@@ -183,6 +193,8 @@ struct Vm {
     restarts: RestartGuard,
     /// Why the machine was paused by itself: it must not go on.
     failure: Option<String>,
+    /// How the guest has ended itself while it was to stand still: that follows when it goes on.
+    kept: Option<MachineEvent>,
 }
 
 impl Vm {
@@ -195,6 +207,7 @@ impl Vm {
             started: Instant::now(),
             restarts: RestartGuard::default(),
             failure: None,
+            kept: None,
         }
     }
 
@@ -236,6 +249,7 @@ impl Vm {
         let next = state::next(self.state, Verb::Shutdown)?;
         self.machine = None;
         self.failure = None;
+        self.kept = None;
         self.state = next;
         Ok(())
     }
@@ -487,6 +501,10 @@ impl<F: MachineFactory> Owner<F> {
         told.tell(Event::VmResuming);
         vm.resume()?;
         told.tell(Event::VmResumed);
+        if let Some(event) = vm.kept.take() {
+            // It is handled before anything else is served. The owner has the other end of the queue.
+            let _ = self.sender.send((self.generation, event));
+        }
         Ok(())
     }
 
@@ -545,7 +563,7 @@ impl<F: MachineFactory> Owner<F> {
         self.generation += 1;
         let events = EventSender { generation: self.generation, events: self.sender.clone() };
         let vm = self.vm.as_mut().ok_or(VmError::NotCreated)?;
-        vm.failure = None;
+        (vm.failure, vm.kept) = (None, None);
         vm.config.name_devices();
         let mut machine = self.factory.build(&vm.config, events)?;
         machine.resume();
@@ -575,6 +593,13 @@ impl<F: MachineFactory> Owner<F> {
         let Some(vm) = self.vm.as_mut().filter(|vm| is_now && vm.machine.is_some()) else {
             return Flow::Continue;
         };
+        // An exit that is under way, or the watchdog, may come behind a pause. Whoever asked for that is told that the guest stands
+        // still, and so it does.
+        if vm.state == VmState::Paused && event.ends_the_guest() {
+            info!(?event, "The guest has ended itself in a pause, which follows when it goes on");
+            vm.kept.get_or_insert(event);
+            return Flow::Continue;
+        }
         match event {
             MachineEvent::GuestShutdown => {
                 info!("The guest has switched itself off");

@@ -2,6 +2,7 @@
 
 mod busy;
 mod devices;
+mod pauses;
 mod sizes;
 mod told;
 
