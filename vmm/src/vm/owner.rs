@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use thiserror::Error;
 use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
 use tracing::{error, info, warn};
 
 use super::counters::Counters;
@@ -130,10 +131,7 @@ pub enum MachineEvent {
 impl MachineEvent {
     /// Whether it is an end of the guest that leads to a restart, or to no machine, and not to the VMM's failure.
     const fn ends_the_guest(&self) -> bool {
-        matches!(
-            self,
-            Self::GuestShutdown | Self::GuestReset | Self::Vcpu(VcpuEvent::TripleFault { .. })
-        )
+        matches!(self, Self::GuestShutdown | Self::GuestReset | Self::Vcpu(VcpuEvent::TripleFault { .. }))
     }
 }
 
@@ -416,6 +414,10 @@ pub struct Owner<F> {
     generation: u64,
     events: mpsc::UnboundedReceiver<(u64, MachineEvent)>,
     sender: mpsc::UnboundedSender<(u64, MachineEvent)>,
+    /// How often pauses have ended, or what could be paused has: a pause that stands still late sees that it is over.
+    pauses_over: u64,
+    /// Those that do not stand still yet, as of which end, and whom to tell.
+    pauses: JoinSet<(u64, Reply<()>)>,
     /// What the VM is like, while nothing is served.
     busy: watch::Sender<Option<VmInfo>>,
 }
@@ -424,8 +426,9 @@ impl<F: MachineFactory> Owner<F> {
     /// An owner without a VM, who tells what happens.
     pub fn new(factory: F, at_guest_shutdown: AtGuestShutdown, told: Events) -> Self {
         let (sender, events) = mpsc::unbounded_channel();
-        let busy = watch::channel(None).0;
-        Self { factory, vm: None, at_guest_shutdown, told, generation: 0, events, sender, busy }
+        let (busy, pauses) = (watch::channel(None).0, JoinSet::new());
+        let (vm, generation, pauses_over) = (None, 0, 0);
+        Self { factory, vm, at_guest_shutdown, told, generation, events, sender, pauses_over, pauses, busy }
     }
 
     /// Boots the VM, if there is to be one from the start, then serves until the VMM shall end.
@@ -439,6 +442,11 @@ impl<F: MachineFactory> Owner<F> {
             let flow = tokio::select! {
                 biased;
                 Some(event) = self.events.recv() => self.handle_event(event),
+                Some(ended) = self.pauses.join_next() => {
+                    // A panic has taken the reply with it, which tells whoever waits for it.
+                    let _ = ended.map(|(since, reply)| self.stands_still(since, reply));
+                    Flow::Continue
+                }
                 request = requests.recv() => match request {
                     Some(request) => self.serve(request),
                     None => Flow::End(Ok(())),
@@ -476,6 +484,7 @@ impl<F: MachineFactory> Owner<F> {
     fn delete(&mut self) {
         let Some(vm) = self.vm.take() else { return };
         let ran = vm.machine.is_some();
+        self.pauses_over += 1;
         drop(vm);
         self.factory.release();
         if ran {
@@ -496,9 +505,10 @@ impl<F: MachineFactory> Owner<F> {
 
     fn resume(&mut self) -> Result<(), VmError> {
         let told = self.told.clone();
-        let vm = self.vm()?;
-        vm.may_resume()?;
+        self.vm()?.may_resume()?;
+        self.pauses_over += 1;
         told.tell(Event::VmResuming);
+        let vm = self.vm()?;
         vm.resume()?;
         told.tell(Event::VmResumed);
         if let Some(event) = vm.kept.take() {
@@ -510,6 +520,7 @@ impl<F: MachineFactory> Owner<F> {
 
     fn shut_down(&mut self) -> Result<(), VmError> {
         self.vm()?.shut_down()?;
+        self.pauses_over += 1;
         self.told.end_machine();
         self.told.tell(Event::VmShutdown);
         Ok(())
@@ -542,21 +553,35 @@ impl<F: MachineFactory> Owner<F> {
         Ok(())
     }
 
-    /// Answers once everything stands still.
+    /// Answers once everything stands still ([`Owner::stands_still`]).
     fn pause(&mut self, reply: Reply<()>) {
-        let told = self.told.clone();
         match self.vm().and_then(Vm::pause) {
-            // Elsewhere: a device may wait for a disk, and nobody else shall.
             Ok(standstill) => {
-                told.tell(Event::VmPausing);
-                drop(tokio::task::spawn_blocking(move || {
+                self.told.tell(Event::VmPausing);
+                let since = self.pauses_over;
+                // Elsewhere: a device may wait for a disk, and nobody else shall.
+                self.pauses.spawn_blocking(move || {
                     standstill();
-                    told.tell(Event::VmPaused);
-                    answer(reply, Ok(()));
-                }));
+                    (since, reply)
+                });
             }
             Err(err) => answer(reply, Err(err)),
         }
+    }
+
+    /// The end of a pause, unless somebody has had the VM go on or end since: then nobody is told that it is paused. The owner says so
+    /// itself, and not who waited: nothing comes between the look and the answer.
+    fn stands_still(&mut self, since: u64, reply: Reply<()>) {
+        if since == self.pauses_over {
+            self.told.tell(Event::VmPaused);
+            return answer(reply, Ok(()));
+        }
+        let over = |vm: &mut Vm| VmError::WrongState {
+            verb: "vm.pause",
+            state: vm.state,
+            needs: "left alone until it stands still",
+        };
+        answer(reply, self.vm().and_then(|vm| Err(over(vm))));
     }
 
     fn start(&mut self) -> Result<(), VmError> {
@@ -577,6 +602,7 @@ impl<F: MachineFactory> Owner<F> {
     fn reboot(&mut self, tell: fn(&Events, Event<'_>)) -> Result<(), VmError> {
         let vm = self.vm()?;
         let next = state::next(vm.state, Verb::Reboot)?;
+        self.pauses_over += 1;
         tell(&self.told, Event::VmRebooting);
         self.vm()?.machine = None;
         self.told.end_machine();

@@ -48,3 +48,63 @@ fn an_end_that_was_kept_is_its_machines_alone() {
         assert_eq!(vm.senders.lock().len(), 3);
     });
 }
+
+/// That a pause, which stands still only after `undo`, is refused then, and why; and what is told of the VM.
+async fn undone(undo: impl AsyncFnOnce(&VmHandle)) -> (VmError, Vec<&'static str>) {
+    let vm = start(None).await;
+    let moves = vm.delays.add("stand still");
+    let handle = vm.handle.clone();
+    let pause = tokio::task::spawn_local(async move { handle.ask(VmRequest::Pause).await });
+    // It is this one that takes its time, and not one that follows.
+    while vm.delays.has("stand still") {
+        tokio::task::yield_now().await;
+    }
+    undo(&vm.handle).await;
+    assert!(!pause.is_finished());
+    drop(moves);
+    let refused = pause.await.unwrap().unwrap_err();
+    (refused, vm.told().await.split_off(2))
+}
+
+#[test]
+fn a_pause_that_is_over_before_everything_stands_still_is_no_pause() {
+    run(async {
+        let (refused, told) = undone(async |vm| vm.ask(VmRequest::Resume).await.unwrap()).await;
+        let expected = "The VM is Running, and vm.pause needs it left alone until it stands still";
+        assert_eq!(refused.to_string(), expected);
+        assert_eq!(told, ["pausing", "resuming", "resumed"]);
+        let (refused, told) = undone(async |vm| vm.ask(VmRequest::Shutdown).await.unwrap()).await;
+        assert!(matches!(refused, VmError::WrongState { state: VmState::Created, .. }), "{refused}");
+        assert_eq!(told, ["pausing", "shutdown"]);
+        let (refused, told) = undone(async |vm| vm.ask(VmRequest::Reboot).await.unwrap()).await;
+        assert!(matches!(refused, VmError::WrongState { state: VmState::Running, .. }), "{refused}");
+        assert_eq!(told, ["pausing", "rebooting", "rebooted"]);
+        let (refused, told) = undone(async |vm| vm.ask(VmRequest::Delete).await.unwrap()).await;
+        assert!(matches!(refused, VmError::NotCreated), "{refused}");
+        assert_eq!(told, ["pausing", "shutdown", "deleted"]);
+    });
+}
+
+/// Each of two is its own: what ends the first is not the second's.
+#[test]
+fn a_pause_that_follows_one_that_is_over_is_told() {
+    run(async {
+        let (refused, told) = undone(async |vm| {
+            vm.ask(VmRequest::Resume).await.unwrap();
+            vm.ask(VmRequest::Pause).await.unwrap();
+        })
+        .await;
+        assert!(matches!(refused, VmError::WrongState { state: VmState::Paused, .. }), "{refused}");
+        assert_eq!(told, ["pausing", "resuming", "resumed", "pausing", "paused"]);
+        // Another VM has pauses of its own.
+        let (refused, told) = undone(async |vm| {
+            vm.ask(VmRequest::Delete).await.unwrap();
+            vm.ask(|reply| VmRequest::Create(test_config().into(), reply)).await.unwrap();
+            vm.ask(VmRequest::Boot).await.unwrap();
+            vm.ask(VmRequest::Pause).await.unwrap();
+        })
+        .await;
+        assert!(matches!(refused, VmError::WrongState { state: VmState::Paused, .. }), "{refused}");
+        assert_eq!(told.last_chunk(), Some(&["pausing", "paused"]));
+    });
+}
