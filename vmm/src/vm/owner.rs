@@ -7,6 +7,8 @@
 //!  vCPUs, devices ► MachineEvent┘
 //! ```
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use thiserror::Error;
@@ -140,18 +142,33 @@ impl MachineEvent {
 pub struct EventSender {
     generation: u64,
     events: mpsc::UnboundedSender<(u64, MachineEvent)>,
+    /// The guest has switched itself off, or asked for a reset.
+    has_ended: Arc<AtomicBool>,
 }
 
 impl EventSender {
+    fn new(generation: u64, events: mpsc::UnboundedSender<(u64, MachineEvent)>) -> Self {
+        Self { generation, events, has_ended: Arc::default() }
+    }
+
     /// Whose events nobody hears.
     #[cfg(test)]
     pub(crate) fn to_nobody() -> Self {
-        Self { generation: 0, events: mpsc::unbounded_channel().0 }
+        Self::new(0, mpsc::unbounded_channel().0)
     }
 
-    /// Sends `event` to the owner. From any thread; never blocks. The queue is bounded by what sends: each
-    /// vCPU and device reports an end once.
+    /// Sends `event` to the owner. From any thread; never blocks.
+    ///
+    /// What waits for an owner that is busy is bounded, whatever the guest does meanwhile:
+    /// - its machine goes with its first power-off or reset, by a register or by the watchdog, and any other is of no use;
+    /// - a vCPU that reports something waits to be resumed or ended by the owner;
+    /// - what is ejected was asked for by the owner, each once (`PciSlots`, `Plug`);
+    /// - what must pause the VM has pulled the brake, so that a vCPU sends no more than its exit does.
     pub fn send(&self, event: MachineEvent) {
+        let is_end = matches!(event, MachineEvent::GuestShutdown | MachineEvent::GuestReset);
+        if is_end && self.has_ended.swap(true, Ordering::Relaxed) {
+            return;
+        }
         // Without an owner nobody is interested any more.
         let _ = self.events.send((self.generation, event));
     }
@@ -586,7 +603,7 @@ impl<F: MachineFactory> Owner<F> {
 
     fn start(&mut self) -> Result<(), VmError> {
         self.generation += 1;
-        let events = EventSender { generation: self.generation, events: self.sender.clone() };
+        let events = EventSender::new(self.generation, self.sender.clone());
         let vm = self.vm.as_mut().ok_or(VmError::NotCreated)?;
         (vm.failure, vm.kept) = (None, None);
         vm.config.name_devices();

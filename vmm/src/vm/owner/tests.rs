@@ -275,6 +275,26 @@ fn events_of_a_machine_that_has_been_replaced_are_dropped() {
     });
 }
 
+/// As a guest can that writes a port in a loop while a machine is built or memory found.
+#[test]
+fn a_guest_that_ends_itself_without_end_is_heard_once() {
+    let (sender, mut events) = tokio::sync::mpsc::unbounded_channel();
+    for generation in 0..2 {
+        let machine = EventSender::new(generation, sender.clone());
+        for _ in 0..1000 {
+            // A port has a sender of its own, and so has the watchdog.
+            machine.clone().send(MachineEvent::GuestReset);
+            machine.clone().send(MachineEvent::GuestShutdown);
+        }
+        assert_eq!(events.try_recv(), Ok((generation, MachineEvent::GuestReset)));
+        assert!(events.is_empty());
+        // What is asked of the guest it does once for each.
+        (0..3).for_each(|slot| machine.send(MachineEvent::Ejected { slot }));
+        assert_eq!(events.len(), 3);
+        while events.try_recv().is_ok() {}
+    }
+}
+
 #[test]
 fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
     run(async {
