@@ -45,6 +45,9 @@ enum Group {
     Stream,
 }
 
+/// How often a group is measured of one VMM, at most.
+const TRIES: usize = 3;
+
 /// What every VMM has, by one name.
 const PEERS: [Group; 5] = [Group::Boot, Group::Plug, Group::Disk, Group::Net, Group::Api];
 
@@ -137,18 +140,38 @@ fn in_turn(vmms: &[Vmm], round: usize) -> Vec<&Vmm> {
 }
 
 fn run(group: Group, vmms: &[&Vmm], samples: &mut Samples) -> Result<()> {
+    let mut each = |measure| {
+        vmms.iter().for_each(|vmm| of_one(vmm, samples, measure));
+        Ok(())
+    };
     match group {
-        Group::Boot => vmms.iter().try_for_each(|vmm| boot::measure(vmm, samples)),
-        Group::Plug => vmms.iter().try_for_each(|vmm| plug::measure(vmm, samples)),
-        Group::Disk => vmms.iter().try_for_each(|vmm| disk::measure(vmm, samples)),
-        Group::Net => vmms.iter().try_for_each(|vmm| net::measure(vmm, samples)),
-        Group::Api => vmms.iter().try_for_each(|vmm| api::measure(vmm, samples)),
+        Group::Boot => each(boot::measure),
+        Group::Plug => each(plug::measure),
+        Group::Disk => each(disk::measure),
+        Group::Net => each(net::measure),
+        Group::Api => each(api::measure),
         Group::Volume => volume::measure(vmms, samples),
         Group::Tree => tree::measure(vmms, samples),
         Group::Pressure => pressure::measure(samples),
         Group::Agent => agent::measure(samples),
         Group::Stream => stream::measure(samples),
     }
+}
+
+/// What one VMM takes for a group, or nothing of it. An emulated host breaks a guest now and then, of whichever VMM: what was
+/// measured of others is not to be lost with it.
+fn of_one(vmm: &Vmm, samples: &mut Samples, measure: fn(&Vmm, &mut Samples) -> Result<()>) {
+    for _ in 0..TRIES {
+        let mut with_these = samples.clone();
+        match measure(vmm, &mut with_these) {
+            Ok(()) => {
+                *samples = with_these;
+                return;
+            }
+            Err(error) => eprintln!("bench:   that of {} is no figure: {error:#}", vmm.name()),
+        }
+    }
+    eprintln!("bench:   {} goes without: it has failed {TRIES} times", vmm.name());
 }
 
 /// A file of this run that must not be there before its VMM makes it.

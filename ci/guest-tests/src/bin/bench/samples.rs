@@ -327,7 +327,7 @@ impl Row {
 }
 
 /// Values by row and VMM, in the order they were measured.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Samples(BTreeMap<(Row, String), Vec<f64>>);
 
 impl Samples {
