@@ -313,7 +313,7 @@ impl Vm {
             self.resize_ram(size_bytes)?;
         }
         match resize.desired_balloon {
-            Some(size_bytes) => self.running()?.resize_balloon(size_bytes),
+            Some(size_bytes) => self.resize_balloon(size_bytes),
             None => Ok(()),
         }
     }
@@ -324,6 +324,15 @@ impl Vm {
         if !self.config.memory.resizes_by_acpi() {
             self.running()?.resize_dram(size_bytes)?;
             self.remember_size(DRAM_ZONE, size_bytes);
+    /// The next boot's balloon is asked for the same, as in Cloud Hypervisor.
+    fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), VmError> {
+        self.running()?.resize_balloon(size_bytes)?;
+        if let Some(balloon) = &mut self.config.balloon {
+            balloon.size = size_bytes;
+        }
+        Ok(())
+    }
+
             return Ok(());
         }
         let mut config = self.config.clone();

@@ -1,7 +1,7 @@
 //! Memory and vCPUs of another size, and what the next boot has of it.
 
 use super::*;
-use crate::config::MemoryConfig;
+use crate::config::{BalloonConfig, MemoryConfig};
 
 #[test]
 fn a_vm_that_is_shut_down_is_resized_in_its_configuration_and_booted_again() {
@@ -96,6 +96,20 @@ fn the_configuration_has_the_vcpus_that_the_guest_was_asked_to_have() {
         assert_eq!(count().await, 4);
         let expected = "build, resume, resize vcpus, resize vcpus, vcpu ejected, drop, build, resume";
         assert_eq!(vm.log().join(", "), expected);
+    });
+}
+
+#[test]
+fn the_next_boot_has_the_balloon_that_was_asked_for() {
+    run(async {
+        let mut config = test_config();
+        config.balloon = Some(BalloonConfig::parse("size=0").unwrap());
+        let vm = serve(None, Some(config), AtGuestShutdown::End);
+        let resize = ResizeRequest { desired_balloon: Some(64 << 20), ..ResizeRequest::default() };
+        vm.handle.ask(|reply| VmRequest::Resize(resize, reply)).await.unwrap();
+        vm.handle.ask(VmRequest::Reboot).await.unwrap();
+        let config = vm.handle.ask(VmRequest::Info).await.unwrap().config;
+        assert_eq!(config.balloon.unwrap().size, 64 << 20);
     });
 }
 
