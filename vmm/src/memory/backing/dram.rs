@@ -4,6 +4,8 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+use tracing::warn;
+
 use super::reservation::PAGE_BYTES;
 use super::segments::{Ledger, Source};
 use super::source::DramSource;
@@ -45,12 +47,20 @@ impl Backing for DramBacking {
         // What comes is zeros, whatever was there before.
         self.give_back().map_err(|source| BackingError::Map { offset, len, source })?;
         let (reservation, source) = (&self.reservation, &self.source);
-        self.ledger.map(1, |segments| {
+        let plugged = self.ledger.map(1, |segments| {
             source.map(reservation, offset, len).map_err(|err| source.refusal(offset, len, err))?;
             let of = source.in_file(offset).map_or(Source::Anonymous, |offset| Source::File { offset });
             segments.set(offset, len, of);
             Ok(())
-        })
+        });
+        // Pages that were found until one could not be are the file's.
+        if plugged.is_err() && self.source.in_file(offset).is_some() {
+            self.detached.push(offset..offset + len);
+            if let Err(err) = self.give_back() {
+                warn!(%err, "Memory that could not be plugged stays with the VMM for now");
+            }
+        }
+        plugged
     }
 
     fn detach(&mut self, offset: u64, len: u64) -> Result<(), BackingError> {
@@ -233,6 +243,21 @@ mod tests {
         let before = file_bytes();
         reservation.discard(42 * MIB, 4 * MIB).unwrap();
         assert_eq!((before - file_bytes(), byte_at(&reservation, 42 * MIB)), (4 * MIB, 0));
+    }
+
+    #[test]
+    fn what_was_found_of_memory_that_cannot_be_had_goes_back() {
+        use std::os::unix::fs::MetadataExt;
+        let reservation = Arc::new(Reservation::new(LEN, 2 * MIB).unwrap());
+        let host = HostMemory { shared: true, prefault: true, ..HostMemory::default() };
+        let source = DramSource::of_hotplug(&host, LEN, 2 * MIB).unwrap();
+        let mut backing = DramBacking::new(reservation, Arc::new(MappingBudget::new(100)), source);
+        let file = Arc::clone(backing.source.file().unwrap());
+        // There is nothing behind its end: the kernel finds the pages before it, and fails there.
+        file.set_len(4 * MIB).unwrap();
+        backing.plug(0, 8 * MIB).unwrap_err();
+        assert_eq!(file.metadata().unwrap().blocks(), 0);
+        backing.plug(0, 4 * MIB).unwrap();
     }
 
     #[test]

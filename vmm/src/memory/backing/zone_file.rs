@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use thiserror::Error;
+use tracing::warn;
 
 use super::Access;
 use super::source::punch_hole;
@@ -108,6 +109,9 @@ impl ZoneFile {
         }
         // Released with the last mapping's file, at the end of the machine.
         file.try_lock().map_err(|err| ZoneFileError::InUse(err.into()))?;
+        if let Some(at) = first_data(file).map_err(ZoneFileError::Open)?.filter(|at| *at < size_bytes) {
+            warn!(%at, "--memory-zone file=: what is in the file is discarded: a guest's memory begins as zeros");
+        }
         punch_hole(file, 0, size_bytes).map_err(ZoneFileError::Empty)
     }
 
