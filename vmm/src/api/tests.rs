@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use axum::Router;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::io::AsyncBufReadExt;
@@ -11,7 +12,7 @@ use tokio::net::UnixStream;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use super::routes::REFUSED;
+use super::routes::{REFUSED, router_within};
 use super::{ClientError, Limits, Server, Socket, router};
 use crate::config::{ApiSocket, ConfigError, DeviceConfig, test_config};
 use crate::events::{Event, Events};
@@ -176,6 +177,14 @@ fn run<F: Future<Output = ()>>(test: impl FnOnce(Fixture) -> F) {
 }
 
 fn run_within<F: Future<Output = ()>>(limits: Limits, test: impl FnOnce(Fixture) -> F) {
+    run_serving(limits, router, test);
+}
+
+fn run_serving<F: Future<Output = ()>>(
+    limits: Limits,
+    router: impl FnOnce(VmHandle, Events) -> Router,
+    test: impl FnOnce(Fixture) -> F,
+) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let dir = tempfile::tempdir().unwrap();
@@ -491,6 +500,24 @@ fn events_are_followed_until_the_vmm_ends() {
         assert_eq!(events[0]["properties"], Value::Null);
         assert_eq!(events[1]["properties"], json!({"reason": "flush failed"}));
         assert_eq!(events.len(), 2);
+    });
+}
+
+#[test]
+fn who_follows_events_and_goes_is_not_kept_though_nothing_happens() {
+    let limits = Limits { connections: 1, ..Limits::API };
+    let router = |vm, events| router_within(vm, events, Duration::from_millis(20));
+    run_serving(limits, router, async |fixture| {
+        let mut follower = fixture.connect().await;
+        follower.send(request("GET", "/api/v1/vmm.events", "")).await;
+        let mut line = String::new();
+        while !line.starts_with('{') {
+            line.clear();
+            assert_ne!(follower.0.read_line(&mut line).await.unwrap(), 0);
+        }
+        assert_eq!(line, "{\"quiet_s\":0}\n");
+        drop(follower);
+        assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
     });
 }
 

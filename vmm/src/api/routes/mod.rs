@@ -10,6 +10,8 @@ mod vmm;
 
 pub(super) use self::refused::REFUSED;
 
+use std::time::Duration;
+
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
 use axum::http::{Method, Uri};
@@ -23,12 +25,15 @@ use super::error::ApiError;
 use crate::events::Events;
 use crate::vm::request::VmHandle;
 
+/// How long who follows events hears nothing.
+const QUIET: Duration = Duration::from_secs(60);
+
 /// Every call that is answered, by its name, with what answers it.
-fn calls(events: Events) -> Vec<(&'static str, MethodRouter<VmHandle>)> {
+fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmHandle>)> {
     vec![
         ("vmm.ping", get(vmm::ping)),
         ("vmm.shutdown", put(vmm::shutdown)),
-        ("vmm.events", get(async move || vmm::events(&events))),
+        ("vmm.events", get(async move || vmm::events(&events, quiet))),
         ("vm.create", put(vm::create)),
         ("vm.delete", put(vm::delete)),
         ("vm.info", get(vm::info)),
@@ -58,13 +63,18 @@ fn calls(events: Events) -> Vec<(&'static str, MethodRouter<VmHandle>)> {
 
 /// The names of all calls there are, those among them that are refused.
 pub fn call_names() -> Vec<&'static str> {
-    let answered = calls(Events::start()).into_iter().map(|(call, _)| call);
+    let answered = calls(Events::start(), QUIET).into_iter().map(|(call, _)| call);
     answered.chain(REFUSED.iter().map(|(call, _)| *call)).collect()
 }
 
 /// Every call of the API, answered by the owner behind `vm`, and what is told by `events`.
 pub fn router(vm: VmHandle, events: Events) -> Router {
-    let calls = calls(events)
+    router_within(vm, events, QUIET)
+}
+
+/// The same with another silence.
+pub(super) fn router_within(vm: VmHandle, events: Events, quiet: Duration) -> Router {
+    let calls = calls(events, quiet)
         .into_iter()
         .fold(Router::new(), |router, (call, methods)| router.route(&format!("/api/v1/{call}"), methods));
     refused::with_refused(calls)

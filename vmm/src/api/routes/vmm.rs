@@ -1,6 +1,7 @@
 //! Calls about the VMM itself.
 
 use std::convert::Infallible;
+use std::time::Duration;
 
 use axum::Json;
 use axum::body::Body;
@@ -10,6 +11,7 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use futures_util::stream;
 use serde_json::json;
+use tokio::time::timeout;
 
 use crate::api::error::ApiError;
 use crate::api::wire::PingAnswer;
@@ -20,10 +22,14 @@ pub(super) async fn ping() -> Json<PingAnswer> {
     Json(PingAnswer::of_this_process())
 }
 
-/// Every event from now on, one line of JSON each, until the client goes or the VMM ends.
-pub(super) fn events(events: &Events) -> Response {
-    let lines = stream::unfold(events.watch(), async |mut watcher| {
-        let line = line_of(watcher.next().await?);
+/// Every event from now on, one line of JSON each, until the client goes or the VMM ends. After each `quiet` without one comes a line
+/// that says so: a client that has gone is found by writing to it, and would have its place among the connections for ever.
+pub(super) fn events(events: &Events, quiet: Duration) -> Response {
+    let lines = stream::unfold(events.watch(), move |mut watcher| async move {
+        let line = match timeout(quiet, watcher.next()).await {
+            Ok(seen) => line_of(seen?),
+            Err(_) => json!({"quiet_s": quiet.as_secs()}).to_string() + "\n",
+        };
         Some((Ok::<_, Infallible>(line), watcher))
     });
     ([(CONTENT_TYPE, "application/x-ndjson")], Body::from_stream(lines)).into_response()
