@@ -224,9 +224,9 @@ pub fn parse_command_line(args: impl IntoIterator<Item = OsString>) -> Result<Co
         Some(_) if !flags.says_something_of_a_vm() => None,
         _ => Some(vm_config(flags)?),
     };
+    check_descriptors(config.as_ref(), api_socket.as_ref(), event_monitor.as_ref())?;
     if let Some(config) = &config {
         config.validate()?;
-        check_event_monitor(config, event_monitor.as_ref())?;
         warnings.extend(config.warnings());
     }
     let launch =
@@ -347,12 +347,28 @@ fn check_seccomp(mode: Option<&str>, warnings: &mut Vec<String>) -> Result<(), C
     }
 }
 
-/// A descriptor is one flag's: whoever has it closes it.
-fn check_event_monitor(config: &VmConfig, monitor: Option<&EventMonitor>) -> Result<(), ConfigError> {
-    let Some(EventMonitor::Fd(fd)) = monitor else { return Ok(()) };
-    if config.net.iter().flat_map(|net| &net.fds).any(|given| given.number() == *fd) {
-        let reason = format!("fd {fd} is a network interface's (--net)");
-        return Err(ConfigError::Conflict { flag: "--event-monitor", reason });
+/// Each descriptor that was handed over is one thing's: whose it is closes it.
+fn check_descriptors(
+    config: Option<&VmConfig>,
+    api_socket: Option<&ApiSocket>,
+    event_monitor: Option<&EventMonitor>,
+) -> Result<(), ConfigError> {
+    let interfaces = config.into_iter().flat_map(|config| &config.net).flat_map(|net| &net.fds);
+    let mut taken: Vec<_> =
+        interfaces.map(|given| (given.number(), "a network interface's (--net)")).collect();
+    let api_socket = api_socket.and_then(|socket| match socket {
+        ApiSocket::Fd(fd) => Some((*fd, "--api-socket", "the API's (--api-socket)")),
+        ApiSocket::Path(_) => None,
+    });
+    let event_monitor = event_monitor.and_then(|monitor| match monitor {
+        EventMonitor::Fd(fd) => Some((*fd, "--event-monitor", "the events' (--event-monitor)")),
+        EventMonitor::Path(_) => None,
+    });
+    for (fd, flag, whose) in api_socket.into_iter().chain(event_monitor) {
+        if let Some((_, other)) = taken.iter().find(|(number, _)| *number == fd) {
+            return Err(ConfigError::Conflict { flag, reason: format!("fd {fd} is {other}") });
+        }
+        taken.push((fd, whose));
     }
     Ok(())
 }
@@ -574,6 +590,8 @@ mod tests {
         assert!(error(&["--metrics", "here"]).starts_with("--metrics:"));
         assert!(error(&["--api-socket", "fd=0"]).starts_with("--api-socket:"));
         assert!(error(&["--event-monitor", "fd=1"]).starts_with("--event-monitor: fd="));
+        let twice = error(&["--api-socket", "fd=7", "--event-monitor", "fd=7"]);
+        assert_eq!(twice, "--event-monitor: fd 7 is the API's (--api-socket)");
         assert!(error(&["--event-monitor", "/events"]).contains("neither path=PATH nor fd=N"));
         assert!(error(&["--seccomp", "maybe"]).starts_with("--seccomp:"));
         assert!(error(&["--pressure", "policy=magic"]).starts_with("--pressure:"));
