@@ -95,7 +95,7 @@ pub fn pin(thread: libc::pthread_t, host_cpus: &[usize]) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use std::os::unix::thread::JoinHandleExt;
-    use std::sync::mpsc;
+    use std::sync::{Barrier, mpsc};
     use std::thread;
 
     use super::*;
@@ -129,14 +129,44 @@ mod tests {
         assert_eq!(allowed(), here, "another thread is not concerned");
     }
 
-    #[test]
-    fn a_host_without_core_scheduling_runs_vcpus_all_the_same() {
-        for scheduling in [CoreScheduling::Off, CoreScheduling::Vcpu, CoreScheduling::Vm] {
-            let cores = Cores::new(scheduling);
-            for index in 0..2 {
-                let cores = cores.clone();
-                thread::spawn(move || cores.claim(index)).join().unwrap();
-            }
+    /// The calling thread's cookie; an error where the kernel has none.
+    fn cookie() -> io::Result<u64> {
+        const PR_SCHED_CORE_GET: libc::c_ulong = 0;
+        let mut cookie = 0_u64;
+        // SAFETY: the kernel writes the cookie, and 0 is the calling thread.
+        match unsafe { libc::prctl(PR_SCHED_CORE, PR_SCHED_CORE_GET, 0, SCOPE_THREAD, &raw mut cookie) } {
+            0 => Ok(cookie),
+            _ => Err(io::Error::last_os_error()),
         }
+    }
+
+    /// Where the kernel has no cookies, this is that vCPUs run all the same.
+    #[test]
+    fn vcpus_have_the_cookies_that_were_asked_for() {
+        let cookies = |scheduling| {
+            let cores = Cores::new(scheduling);
+            // As those of vCPUs, the threads are all there at once.
+            let claimed = Barrier::new(2);
+            let claim = |index| {
+                cores.claim(index);
+                claimed.wait();
+                let cookie = cookie();
+                claimed.wait();
+                cookie
+            };
+            thread::scope(|scope| {
+                let threads = [0, 1].map(|index| {
+                    let claim = &claim;
+                    scope.spawn(move || claim(index))
+                });
+                threads.map(|thread| thread.join().unwrap().ok())
+            })
+        };
+        let [none, own, shared] =
+            [CoreScheduling::Off, CoreScheduling::Vcpu, CoreScheduling::Vm].map(cookies);
+        assert!(matches!(none, [None | Some(0), None | Some(0)]), "{none:?}");
+        let [Some(first), Some(second)] = own else { return };
+        assert!(first != 0 && second != 0 && first != second, "{own:?}");
+        assert!(shared[0].is_some_and(|cookie| cookie != 0) && shared[0] == shared[1], "{shared:?}");
     }
 }
