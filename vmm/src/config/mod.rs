@@ -122,9 +122,9 @@ pub struct VmConfig {
     /// Files and devices as persistent memory.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pmem: Vec<PmemConfig>,
-    /// What the governor does.
-    #[serde(default)]
-    pub pressure: PressureConfig,
+    /// What the governor does, if anybody has said so; [`VmConfig::governing`] is what it does in any case.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pressure: Option<PressureConfig>,
 }
 
 /// Clients that know of one zone of PM send it without a list around it.
@@ -160,7 +160,7 @@ impl VmConfig {
         Topology::of(self)?;
         self.pm_volumes.iter().try_for_each(PmVolumeConfig::validate)?;
         pmem::validate_all(&self.pmem)?;
-        self.pressure.validate()?;
+        self.pressure.as_ref().map_or(Ok(()), PressureConfig::validate)?;
         self.disks.iter().try_for_each(|disk| disk.validate(self.cpus.max_vcpus))?;
         net::validate_all(&self.net, self.cpus.max_vcpus)?;
         self.check_ids()?;
@@ -225,6 +225,17 @@ impl VmConfig {
         Ok(())
     }
 
+    /// What the governor does: what was said, and otherwise `psi` for a VM with memory on PM, which is there to come and go by
+    /// itself, and nothing for any other. Clients of Cloud Hypervisor know of no governor: Kata gives each VM a balloon for its
+    /// reporting of free pages, asks for memory by `vm.resize`, and waits until `memory_actual_size` is what it asked for.
+    pub fn governing(&self) -> PressureConfig {
+        let usual = || match &*self.pm_memory {
+            [] => PressureConfig { policy: "off".to_owned(), ..PressureConfig::default() },
+            _ => PressureConfig::default(),
+        };
+        self.pressure.clone().unwrap_or_else(usual)
+    }
+
     /// What will work, but hardly as it was meant.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = self.payload.warnings();
@@ -247,22 +258,20 @@ impl VmConfig {
                 Size(LINUX_MEMORY_BLOCK_BYTES)
             ));
         }
+        let policy = self.governing().policy;
         let can_grow = !hotplug.is_empty() || self.balloon.is_some();
         let is_heard =
             self.vsock.is_some() || self.balloon.as_ref().is_some_and(|balloon| balloon.statistics);
-        if can_grow && !is_heard && !matches!(&*self.pressure.policy, "fixed" | "off") {
+        if can_grow && !is_heard && !matches!(&*policy, "fixed" | "off") {
             warnings.push(format!(
-                "--pressure: policy={} hears from the guest's agent only over --vsock, which is not given: \
-                 memory will not resize itself",
-                self.pressure.policy
+                "--pressure: policy={policy} hears from the guest's agent only over --vsock, which is not given: \
+                 memory will not resize itself"
             ));
         }
-        let usual = PressureConfig::default().policy;
-        if grows_by_acpi && !can_grow && ![&*usual, "off"].contains(&&*self.pressure.policy) {
+        if grows_by_acpi && !can_grow && policy != "off" {
             warnings.push(format!(
-                "--pressure: policy={} resizes nothing: memory that comes by ACPI stays, and comes by vm.resize alone; \
-                 hotplug_method=virtio-mem lets a policy resize it",
-                self.pressure.policy
+                "--pressure: policy={policy} resizes nothing: memory that comes by ACPI stays, and comes by vm.resize alone; \
+                 hotplug_method=virtio-mem lets a policy resize it"
             ));
         }
         let memory = &self.memory.host;
@@ -319,7 +328,7 @@ pub(crate) fn test_config() -> VmConfig {
         pm_memory: Vec::new(),
         pm_volumes: Vec::new(),
         pmem: Vec::new(),
-        pressure: PressureConfig { policy: "off".to_owned(), ..Default::default() },
+        pressure: Some(PressureConfig { policy: "off".to_owned(), ..PressureConfig::default() }),
     }
 }
 
@@ -473,7 +482,7 @@ mod tests {
             |c| c.disks = vec![DiskConfig::parse("path=/d,num_queues=2").unwrap()],
             |c| c.net = vec![NetConfig::parse("num_queues=4").unwrap()],
             |c| c.pmem = vec![PmemConfig::parse("file=/a,size=1").unwrap()],
-            |c| c.pressure.policy = "none".to_owned(),
+            |c| c.pressure = Some(governed_by("none")),
         ];
         for (nth, break_it) in broken.iter().enumerate() {
             let mut config = least();
@@ -493,7 +502,37 @@ mod tests {
         assert_eq!(config.warnings(), Vec::<String>::new());
         config.vsock = None;
         assert!(config.warnings()[0].contains("--vsock"));
-        config.pressure.policy = "off".to_owned();
+        config.pressure = Some(governed_by("off"));
         assert_eq!(config.warnings(), Vec::<String>::new());
+    }
+
+    fn governed_by(policy: &str) -> PressureConfig {
+        PressureConfig { policy: policy.to_owned(), ..PressureConfig::default() }
+    }
+
+    /// What Kata's runtime in Go sends is among them, and it wants the sizes that it asks for.
+    #[test]
+    fn only_a_vm_with_memory_on_pm_is_governed_unasked() {
+        let of_a_client = [
+            serde_json::json!({}),
+            serde_json::json!({"balloon": {"size": 0, "free_page_reporting": true}}),
+            serde_json::json!({"memory": {"size": 536_870_912, "hotplug_method": "VirtioMem", "hotplug_size": 536_870_912}}),
+        ];
+        let pm = serde_json::json!({"pm_memory": [{"pool": "/p", "size": 268_435_456}]});
+        let parsed = |mut body: serde_json::Value| {
+            body["payload"] = serde_json::json!({"kernel": "/vmlinux"});
+            serde_json::from_value::<VmConfig>(body).unwrap()
+        };
+        for body in of_a_client {
+            let mut config = parsed(body);
+            assert_eq!(config.governing().policy, "off", "{config:?}");
+            assert_eq!(config.warnings(), Vec::<String>::new());
+            config.pressure = Some(PressureConfig::default());
+            assert_eq!(config.governing().policy, "psi", "who asks for a policy has it");
+        }
+        let mut config = parsed(pm);
+        assert_eq!(config.governing().policy, "psi");
+        config.pressure = Some(governed_by("off"));
+        assert_eq!(config.governing().policy, "off");
     }
 }

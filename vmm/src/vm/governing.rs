@@ -149,14 +149,10 @@ pub(super) fn start(
         None => Arc::new(|| 0),
     };
     let clock = Clock::start();
-    let mut core = Core::new(
-        &config.pressure,
-        zones,
-        config.memory.boot_bytes() - balloon_bytes,
-        pool_free,
-        clock.now(),
-    )
-    .map_err(BuildError::Pressure)?;
+    let pressure = config.governing();
+    let mut core =
+        Core::new(&pressure, zones, config.memory.boot_bytes() - balloon_bytes, pool_free, clock.now())
+            .map_err(BuildError::Pressure)?;
     if let Some(balloon) = balloon {
         core = core.with_statistics(Agentless::new(Arc::new(balloon.clone()), config.vsock.is_some()));
         let target_bytes = BalloonHandle::sizes(balloon).target_bytes;
@@ -167,8 +163,8 @@ pub(super) fn start(
         }
     }
     let core = core.with_distances(distances(&topology));
-    let core = match &config.pressure.record {
-        Some(path) => record(core, path, config, resources, &clock)?,
+    let core = match &pressure.record {
+        Some(path) => record(core, path, pressure.record_size, resources, &clock)?,
         None => core,
     };
     let guest_btt = Arc::clone(guest_btt);
@@ -183,14 +179,14 @@ pub(super) fn start(
 fn record(
     core: Core,
     path: &Path,
-    config: &VmConfig,
+    max_bytes: Option<u64>,
     resources: &Resources,
     clock: &Clock,
 ) -> Result<Core, BuildError> {
     let nth = resources.machines();
     match record::open(path, nth) {
         Ok((path, file)) => {
-            let max_bytes = config.pressure.record_size.unwrap_or(RECORD_BYTES);
+            let max_bytes = max_bytes.unwrap_or(RECORD_BYTES);
             let target = Target { path, file, max_bytes };
             core.record(target, resources.metrics().vm(), clock.now())
                 .map_err(BuildError::device("--pressure record="))

@@ -296,7 +296,13 @@ impl Vm {
     /// The configuration follows: the machine that a reboot builds goes on with what was set.
     fn change_pressure(&mut self, change: &PressureChange) -> Result<(), VmError> {
         self.running()?.change_pressure(change)?;
-        change.apply(&mut self.config.pressure);
+        let before = self.config.governing();
+        let mut pressure = before.clone();
+        change.apply(&mut pressure);
+        // A change of nothing leaves unsaid what was not said.
+        if pressure != before {
+            self.config.pressure = Some(pressure);
+        }
         Ok(())
     }
 
@@ -318,12 +324,6 @@ impl Vm {
         }
     }
 
-    /// Memory that comes by ACPI stays: the next boot has it as boot memory, or does without what was to go. Of a zone that shrinks
-    /// as well the next boot is asked for the same.
-    fn resize_ram(&mut self, size_bytes: u64) -> Result<(), VmError> {
-        if !self.config.memory.resizes_by_acpi() {
-            self.running()?.resize_dram(size_bytes)?;
-            self.remember_size(DRAM_ZONE, size_bytes);
     /// The next boot's balloon is asked for the same, as in Cloud Hypervisor.
     fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), VmError> {
         self.running()?.resize_balloon(size_bytes)?;
@@ -333,6 +333,12 @@ impl Vm {
         Ok(())
     }
 
+    /// Memory that comes by ACPI stays: the next boot has it as boot memory, or does without what was to go. Of a zone that shrinks
+    /// as well the next boot is asked for the same.
+    fn resize_ram(&mut self, size_bytes: u64) -> Result<(), VmError> {
+        if !self.config.memory.resizes_by_acpi() {
+            self.running()?.resize_dram(size_bytes)?;
+            self.remember_size(DRAM_ZONE, size_bytes);
             return Ok(());
         }
         let mut config = self.config.clone();

@@ -158,7 +158,7 @@ pub(crate) struct FakeFactory {
 
 impl MachineFactory for FakeFactory {
     fn build(&mut self, config: &VmConfig, events: EventSender) -> Result<Box<dyn Machine>, VmError> {
-        self.pressure.lock().push(config.pressure.clone());
+        self.pressure.lock().push(config.governing());
         self.delays.wait("build");
         let mut senders = self.senders.lock();
         if self.fail_from.is_some_and(|count| senders.len() >= count) {
@@ -313,18 +313,19 @@ fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
             dry_run: true,
             ..PressureConfig::default()
         };
-        assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure, set);
+        let shown = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure.unwrap();
+        assert_eq!(shown().await, set);
         vm.send(0, MachineEvent::GuestReset);
         assert_eq!(vm.state().await, VmState::Running);
         // So is a pause, and its end.
         let pause = |pause| PressureChange { pause: Some(pause), ..PressureChange::default() };
         change(pause(true)).await.unwrap();
-        assert!(vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure.paused);
+        assert!(shown().await.paused);
         vm.handle.ask(VmRequest::Reboot).await.unwrap();
         let zone =
             PressureChange { resume: Some(true), zone: Some("pm".to_owned()), ..PressureChange::default() };
         change(zone).await.unwrap();
-        assert!(vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure.paused);
+        assert!(shown().await.paused);
         change(PressureChange { resume: Some(true), ..PressureChange::default() }).await.unwrap();
         // So are parameters, until another policy takes its own with it.
         let named = |json| serde_json::from_value::<PressureChange>(json).unwrap();
@@ -346,10 +347,26 @@ fn what_was_set_of_the_governor_outlives_reboots_and_shutdowns() {
         let none = PressureConfig { rules, dry_run: true, ..PressureConfig::default() };
         let amf = PressureConfig { policy: "amf".to_owned(), params: params.into(), ..none.clone() };
         let off = PressureConfig { policy: "off".to_owned(), ..none };
-        let configured = test_config().pressure;
+        let configured = test_config().governing();
         assert_ne!(configured, set);
         let paused = PressureConfig { paused: true, ..set.clone() };
         assert_eq!(*vm.pressure.lock(), [configured, set, paused, amf, off]);
+    });
+}
+
+#[test]
+fn a_change_of_nothing_says_nothing_of_the_governor() {
+    run(async {
+        let config = VmConfig { pressure: None, ..test_config() };
+        let vm = serve(None, Some(config), AtGuestShutdown::End);
+        let change = async |change| vm.handle.ask(|reply| VmRequest::ChangePressure(change, reply)).await;
+        let said = async || vm.handle.ask(VmRequest::Info).await.unwrap().config.pressure;
+        change(PressureChange::default()).await.unwrap();
+        assert_eq!(said().await, None);
+        // Without memory on PM it is off, and what is off can be paused.
+        change(PressureChange { pause: Some(true), ..PressureChange::default() }).await.unwrap();
+        let paused = PressureConfig { policy: "off".to_owned(), paused: true, ..PressureConfig::default() };
+        assert_eq!(said().await, Some(paused));
     });
 }
 
