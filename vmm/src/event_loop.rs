@@ -2,8 +2,8 @@
 
 use std::io;
 use std::os::fd::AsRawFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread::{Builder, JoinHandle};
 
 use event_manager::{
@@ -58,6 +58,15 @@ pub struct EventLoopHandle {
     gate: Arc<Gate>,
 }
 
+/// What works for a loop's subscriber and is no thread of this process, as a driver of the host's kernel. It stands still while
+/// the loop does; both calls come on the loop's thread.
+pub trait Helper: Send + Sync {
+    /// When this returns it does nothing any more.
+    fn stand_still(&self);
+    /// It may go on.
+    fn go_on(&self);
+}
+
 /// Where a loop's thread stands still, between two events, while it is held.
 #[derive(Default)]
 pub struct Gate {
@@ -66,9 +75,23 @@ pub struct Gate {
     changed: Condvar,
     is_closed: AtomicBool,
     is_busy: AtomicBool,
+    /// Subscribers are taken back, and nothing else is to happen.
+    is_dismissed: AtomicBool,
+    helpers: Mutex<Vec<Weak<dyn Helper>>>,
 }
 
 impl Gate {
+    /// From now on `helper` stands still with the loop, for as long as there is one.
+    pub fn add_helper(&self, helper: Weak<dyn Helper>) {
+        let mut helpers = self.helpers.lock();
+        helpers.retain(|known| known.strong_count() > 0);
+        helpers.push(helper);
+    }
+
+    fn helpers(&self) -> Vec<Arc<dyn Helper>> {
+        self.helpers.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
     /// Whether the loop is to stand still: what is begun now keeps it from that.
     pub fn is_closed(&self) -> bool {
         self.is_closed.load(Ordering::Acquire)
@@ -92,13 +115,33 @@ impl Gate {
         self.changed.notify_all();
     }
 
+    fn dismiss(&self) {
+        let _is_held = self.is_held.lock();
+        self.is_dismissed.store(true, Ordering::Release);
+        self.is_closed.store(false, Ordering::Release);
+        self.changed.notify_all();
+    }
+
+    fn is_over(&self, stop: &AtomicBool) -> bool {
+        stop.load(Ordering::Acquire) || self.is_dismissed.load(Ordering::Acquire)
+    }
+
     /// Stands still while the gate is closed, unless the loop is busy or shall end.
     fn pass(&self, stop: &AtomicBool) {
         let mut is_held = self.is_held.lock();
+        let mut standing = Vec::new();
         while self.is_closed() && !self.is_busy.load(Ordering::Relaxed) && !stop.load(Ordering::Acquire) {
+            if !*is_held {
+                standing = self.helpers();
+                standing.iter().for_each(|helper| helper.stand_still());
+            }
             *is_held = true;
             self.changed.notify_all();
             self.changed.wait(&mut is_held);
+        }
+        // What is about to be given up begins nothing any more.
+        if !self.is_over(stop) {
+            standing.iter().for_each(|helper| helper.go_on());
         }
         *is_held = false;
     }
@@ -181,6 +224,11 @@ impl EventLoopHandle {
         self.gate.set_closed(false);
     }
 
+    /// Lets it go on for good, so that its subscribers can be taken back. Its helpers do not: what stands still stays so.
+    pub fn dismiss(&self) {
+        self.gate.dismiss();
+    }
+
     /// Whether both are of one loop.
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.gate, &other.gate)
@@ -255,6 +303,7 @@ impl Interest {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
+    use std::thread;
 
     use event_manager::SubscriberOps;
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -362,6 +411,58 @@ mod tests {
         drop(event_loop);
         handle.hold();
         handle.wait_until_held();
+    }
+
+    struct Watched(Mutex<Vec<&'static str>>);
+
+    impl Helper for Watched {
+        fn stand_still(&self) {
+            self.0.lock().push("stands");
+        }
+        fn go_on(&self) {
+            self.0.lock().push("goes on");
+        }
+    }
+
+    #[test]
+    fn a_helper_stands_still_as_long_as_its_loop() {
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let (handle, helper) = (event_loop.handle(), Arc::new(Watched(Mutex::default())));
+        let weak: Weak<Watched> = Arc::downgrade(&helper);
+        handle.gate().add_helper(weak);
+        for _ in 0..2 {
+            handle.hold();
+            handle.hold();
+            handle.wait_until_held();
+            assert_eq!(*helper.0.lock(), ["stands"]);
+            handle.release();
+            while is_held(&handle) {
+                thread::yield_now();
+            }
+            assert_eq!(std::mem::take(&mut *helper.0.lock()), ["stands", "goes on"]);
+        }
+        // One that has gone is nobody's.
+        drop(helper);
+        handle.hold();
+        handle.wait_until_held();
+        handle.hold();
+        drop(event_loop);
+    }
+
+    #[test]
+    fn a_helper_of_a_loop_that_is_dismissed_stays_where_it_is() {
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let (handle, helper) = (event_loop.handle(), Arc::new(Watched(Mutex::default())));
+        let weak: Weak<Watched> = Arc::downgrade(&helper);
+        handle.gate().add_helper(weak);
+        let (seen, _) = mpsc::channel();
+        let id = handle.add(Box::new(Counter { fd: EventFd::new(EFD_NONBLOCK).unwrap(), seen })).unwrap();
+        handle.hold();
+        handle.wait_until_held();
+        handle.dismiss();
+        // The loop's thread answers that, and so has gone on.
+        handle.remove(id).unwrap();
+        assert_eq!(*helper.0.lock(), ["stands"]);
     }
 
     #[test]

@@ -84,7 +84,7 @@ impl Drop for KvmMachine {
     fn drop(&mut self) {
         drop(self.pause());
         self.fabric.teller.fall_silent();
-        self.fabric.work.release();
+        self.fabric.work.dismiss();
         self.vcpus.end();
         for attached in &self.fabric.virtio {
             attached.device.stop();

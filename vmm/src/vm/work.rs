@@ -32,7 +32,14 @@ impl DeviceWork {
     pub(super) fn remove(&self, loops: &[EventLoopHandle]) {
         let mut state = self.state.lock();
         state.loops.retain(|known| !loops.iter().any(|gone| gone.is_same(known)));
-        loops.iter().for_each(EventLoopHandle::release);
+        loops.iter().for_each(EventLoopHandle::dismiss);
+    }
+
+    /// All of them, for a machine that ends.
+    pub(super) fn dismiss(&self) {
+        let mut state = self.state.lock();
+        state.releases += 1;
+        state.loops.iter().for_each(EventLoopHandle::dismiss);
     }
 
     /// How many threads there are.
