@@ -36,6 +36,16 @@ pub trait VirtioInterrupt: Send + Sync {
     /// finds the interrupt pending when it enters the guest again.
     fn signal_queue_now(&self, queue: u16) -> io::Result<()>;
 
+    /// Has `call` interrupt for `queue` without anybody's help, whenever the guest lets it: somebody who is no thread of
+    /// this process raises it. Where it does not, `call` stays raised, and its owner answers that by
+    /// [`Self::signal_queue`].
+    fn bind_queue(&self, _queue: u16, _call: &EventFd) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Undoes [`Self::bind_queue`].
+    fn unbind_queue(&self, _queue: u16) {}
+
     /// Configuration change notification.
     fn signal_config(&self) -> io::Result<()>;
 

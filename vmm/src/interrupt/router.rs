@@ -79,7 +79,24 @@ impl MsiRouter {
 
     /// An irqfd that delivers `message`.
     pub fn connect(self: &Arc<Self>, message: MsiMessage) -> Result<MsiLine, RouteError> {
-        let mut line = MsiLine::allocate(self)?;
+        self.connect_irqfd(|| EventFd::new(EFD_NONBLOCK), message)
+    }
+
+    /// The same with an event that somebody else raises as well: a copy of it.
+    pub fn connect_event(
+        self: &Arc<Self>,
+        event: &EventFd,
+        message: MsiMessage,
+    ) -> Result<MsiLine, RouteError> {
+        self.connect_irqfd(|| event.try_clone(), message)
+    }
+
+    fn connect_irqfd(
+        self: &Arc<Self>,
+        irqfd: impl FnOnce() -> io::Result<EventFd>,
+        message: MsiMessage,
+    ) -> Result<MsiLine, RouteError> {
+        let mut line = MsiLine::allocate(self, irqfd)?;
         let gsi = line.gsi;
         // The route first: an irqfd looks its route up when it is registered.
         self.route(gsi, message)?;
@@ -115,7 +132,10 @@ pub struct MsiLine {
 }
 
 impl MsiLine {
-    fn allocate(router: &Arc<MsiRouter>) -> Result<Self, RouteError> {
+    fn allocate(
+        router: &Arc<MsiRouter>,
+        irqfd: impl FnOnce() -> io::Result<EventFd>,
+    ) -> Result<Self, RouteError> {
         let mut routes = router.routes.lock();
         let gsi = match routes.free.pop() {
             Some(gsi) => gsi,
@@ -125,7 +145,7 @@ impl MsiLine {
             }
             None => return Err(RouteError::Full),
         };
-        let irqfd = EventFd::new(EFD_NONBLOCK).map_err(|source| {
+        let irqfd = irqfd().map_err(|source| {
             routes.free.push(gsi);
             RouteError::EventFd { gsi, source }
         })?;
@@ -137,12 +157,17 @@ impl MsiLine {
     /// Raises the interrupt. If the guest has changed the message since the last time, the route follows: a change
     /// alone costs nothing, and guests change messages far more often than they use them.
     pub fn signal(&mut self, message: MsiMessage) -> Result<(), RouteError> {
-        let gsi = self.gsi;
+        self.follow(message)?;
+        self.irqfd.write(1).map_err(|source| RouteError::EventFd { gsi: self.gsi, source })
+    }
+
+    /// Delivers this message from now on, for whoever else raises the event.
+    pub fn follow(&mut self, message: MsiMessage) -> Result<(), RouteError> {
         if message != self.message {
-            self.router.route(gsi, message)?;
+            self.router.route(self.gsi, message)?;
             self.message = message;
         }
-        self.irqfd.write(1).map_err(|source| RouteError::EventFd { gsi, source })
+        Ok(())
     }
 }
 

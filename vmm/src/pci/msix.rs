@@ -137,6 +137,12 @@ impl MsixTable {
         Some(self.message(vector))
     }
 
+    /// What to send for `vector`, if it may be sent now.
+    pub fn deliverable(&self, vector: u16) -> Option<MsiMessage> {
+        let exists = self.enabled && usize::from(vector) < self.entries.len();
+        (exists && !self.is_masked(vector)).then(|| self.message(vector))
+    }
+
     /// Takes the vectors that are pending and no longer masked, with what to send for them.
     pub fn take_ready(&mut self) -> Vec<(u16, MsiMessage)> {
         if !self.enabled || self.function_masked || self.pending.iter().all(|word| *word == 0) {

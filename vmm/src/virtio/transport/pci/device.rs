@@ -201,7 +201,10 @@ impl VirtioPciDevice {
     fn write_structure(&self, inner: &mut Inner, offset: u64, data: &[u8]) {
         let (structure, offset) = Structure::find(offset);
         match structure {
-            Structure::Common => inner.registers.write(offset, data, &mut inner.backend),
+            Structure::Common => {
+                inner.registers.write(offset, data, &mut inner.backend);
+                self.interrupt.vectors_changed();
+            }
             Structure::Device => inner.backend.device.write_config(offset, data),
             Structure::Notify => {
                 let queue = offset / u64::from(layout::NOTIFY_MULTIPLIER);

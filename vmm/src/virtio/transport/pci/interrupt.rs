@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, Ordering};
 
 use parking_lot::Mutex;
+use vmm_sys_util::eventfd::EventFd;
 
 use crate::interrupt::router::MsiLine;
 use crate::interrupt::{MsiRouter, VirtioInterrupt};
@@ -78,6 +79,15 @@ struct Msix {
     table: MsixTable,
     /// Irqfds of the vectors that were ever raised.
     lines: Vec<Option<MsiLine>>,
+    /// Queues whose interrupts somebody else raises.
+    bound: Vec<Bound>,
+}
+
+/// An event that raises a queue's vector while the guest lets it.
+struct Bound {
+    queue: u16,
+    call: EventFd,
+    line: Option<MsiLine>,
 }
 
 /// The interrupts of one function. Workers hold it; it never touches the device's lock.
@@ -94,7 +104,7 @@ impl PciInterrupt {
     /// All vectors masked.
     pub fn new(vectors: Arc<VectorMap>, router: Arc<MsiRouter>) -> Self {
         let lines = (0..vectors.vectors()).map(|_| None).collect();
-        let msix = Mutex::new(Msix { table: MsixTable::new(vectors.vectors()), lines });
+        let msix = Mutex::new(Msix { table: MsixTable::new(vectors.vectors()), lines, bound: Vec::new() });
         let (isr, config_changes, needs_reset) = Default::default();
         Self { vectors, isr, config_changes, needs_reset, msix, router }
     }
@@ -139,9 +149,35 @@ impl PciInterrupt {
         self.msix.lock().table.read_pending(offset, data);
     }
 
+    /// The driver may have mapped queues to other vectors.
+    pub fn vectors_changed(&self) {
+        self.follow(&mut self.msix.lock());
+    }
+
+    /// Makes KVM agree with the table on the events of others. KVM takes an event that it knows from us: what was raised
+    /// before it did is delivered when it is told of it, and what comes after that is ours.
+    fn follow(&self, Msix { table, bound, .. }: &mut Msix) {
+        for Bound { queue, call, line } in bound {
+            let Some(message) = table.deliverable(self.vectors.queue(*queue)) else {
+                *line = None;
+                continue;
+            };
+            let followed = match line {
+                Some(line) => line.follow(message),
+                None => self.router.connect_event(call, message).map(|new| *line = Some(new)),
+            };
+            if let Err(err) = followed {
+                // Then its owner delivers it, and works as well.
+                *line = None;
+                sparsely!(warn, %err, queue, "A queue's event goes without an irqfd");
+            }
+        }
+    }
+
     fn change(&self, change: impl FnOnce(&mut MsixTable)) {
         let mut msix = self.msix.lock();
         change(&mut msix.table);
+        self.follow(&mut msix);
         for (vector, message) in msix.table.take_ready() {
             if let Err(err) = self.deliver(&mut msix.lines, vector, message, Delivery::Irqfd) {
                 sparsely!(warn, %err, vector, "Cannot deliver a pending interrupt");
@@ -192,6 +228,19 @@ impl VirtioInterrupt for PciInterrupt {
 
     fn signal_queue_now(&self, queue: u16) -> io::Result<()> {
         self.signal(self.vectors.queue(queue), ISR_QUEUE, Delivery::Now)
+    }
+
+    fn bind_queue(&self, queue: u16, call: &EventFd) -> io::Result<()> {
+        let call = call.try_clone()?;
+        let mut msix = self.msix.lock();
+        msix.bound.retain(|bound| bound.queue != queue);
+        msix.bound.push(Bound { queue, call, line: None });
+        self.follow(&mut msix);
+        Ok(())
+    }
+
+    fn unbind_queue(&self, queue: u16) {
+        self.msix.lock().bound.retain(|bound| bound.queue != queue);
     }
 
     fn signal_config(&self) -> io::Result<()> {
@@ -258,6 +307,37 @@ mod tests {
         assert_eq!(pending, [2]);
         rig.interrupt.write_table(28, &[0; 4]);
         assert_eq!(rig.controller.count_of(24), 1);
+    }
+
+    #[test]
+    fn an_event_of_somebody_elses_interrupts_while_the_guest_lets_it() {
+        let rig = Rig::new();
+        let call = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
+        rig.interrupt.bind_queue(0, &call).unwrap();
+        assert_eq!(rig.controller.take_calls(), [], "without MSI-X its owner takes it");
+        rig.interrupt.set_control(ENABLE);
+        assert_eq!(rig.controller.take_calls(), [Call::Routes(vec![(24, MESSAGE)]), Call::Register(24)]);
+        call.write(1).unwrap();
+        assert_eq!(rig.controller.count_of(24), 1, "it is the same event");
+        // 1. Masked, 2. back with another message, 3. on no vector, 4. on one, 5. given up.
+        rig.interrupt.write_table(28, &[1, 0, 0, 0]);
+        assert_eq!(rig.controller.take_calls(), [Call::Unregister(24)]);
+        rig.interrupt.write_table(24, &7u32.to_le_bytes());
+        rig.interrupt.write_table(28, &[0; 4]);
+        let other = MsiMessage { data: 7, ..MESSAGE };
+        assert_eq!(rig.controller.take_calls(), [Call::Routes(vec![(24, other)]), Call::Register(24)]);
+        rig.interrupt.write_table(24, &MESSAGE.data.to_le_bytes());
+        assert_eq!(rig.controller.take_calls(), [Call::Routes(vec![(24, MESSAGE)])], "at once");
+        rig.interrupt.vectors.set_queue(0, NO_VECTOR);
+        rig.interrupt.vectors_changed();
+        assert_eq!(rig.controller.take_calls(), [Call::Unregister(24)]);
+        rig.interrupt.vectors.set_queue(0, 1);
+        rig.interrupt.vectors_changed();
+        rig.interrupt.vectors_changed();
+        assert_eq!(rig.controller.take_calls(), [Call::Routes(vec![(24, MESSAGE)]), Call::Register(24)]);
+        rig.interrupt.unbind_queue(0);
+        rig.interrupt.set_control(ENABLE);
+        assert_eq!(rig.controller.take_calls(), [Call::Unregister(24)]);
     }
 
     #[test]
