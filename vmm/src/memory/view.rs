@@ -7,7 +7,7 @@
 
 use std::io;
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use parking_lot::{ArcRwLockReadGuard, RawRwLock, RwLock, RwLockWriteGuard};
 use thiserror::Error;
@@ -81,6 +81,22 @@ impl PluggableRange {
     }
 }
 
+/// What guest memory lies in, and what keeps it there.
+#[derive(Clone, Debug)]
+pub struct Regions {
+    /// Where which addresses are. Of what is plugged it knows nothing: it is for who counts on the host's page tables, where
+    /// what is not plugged cannot be reached.
+    pub memory: GuestMemoryMmap,
+    /// What they point into.
+    pub reservations: Vec<Arc<Reservation>>,
+}
+
+/// Who reaches guest memory past the view, by the addresses of this process, as the host's kernel does.
+pub trait RegionWatcher: Send + Sync {
+    /// There are other regions than before. When this returns none but these is reached any more.
+    fn regions_changed(&self, regions: &Regions);
+}
+
 /// Guest memory as it is at one moment: what a guard of [`GuestView`] gives access to.
 ///
 /// It is a [`GuestMemory`], so that queues, descriptor readers and `Bytes` work on it; an access to unplugged
@@ -94,9 +110,29 @@ pub struct MappedMemory {
     /// What the regions point into.
     reservations: Vec<Arc<Reservation>>,
     loss: LossFlag,
+    watchers: Vec<Weak<dyn RegionWatcher>>,
 }
 
 impl MappedMemory {
+    /// What it lies in.
+    pub fn regions(&self) -> Regions {
+        Regions { memory: self.regions.clone(), reservations: self.reservations.clone() }
+    }
+
+    /// From now on `watcher` is told of other regions, for as long as there is one.
+    pub fn watch_regions(&mut self, watcher: Weak<dyn RegionWatcher>) {
+        self.watchers.retain(|known| known.strong_count() > 0);
+        self.watchers.push(watcher);
+    }
+
+    fn tell_watchers(&self) {
+        let watchers: Vec<_> = self.watchers.iter().filter_map(Weak::upgrade).collect();
+        if !watchers.is_empty() {
+            let regions = self.regions();
+            watchers.iter().for_each(|watcher| watcher.regions_changed(&regions));
+        }
+    }
+
     fn allows(&self, addr: GuestAddress, count: usize, access: Permissions) -> bool {
         let start = addr.raw_value();
         let Some(end) = start.checked_add(count as u64) else { return false };
@@ -113,6 +149,7 @@ impl MappedMemory {
     ) -> Result<(), GuestRegionCollectionError> {
         self.regions = self.regions.insert_region(region)?;
         self.keep(reservation);
+        self.tell_watchers();
         Ok(())
     }
 
@@ -125,6 +162,7 @@ impl MappedMemory {
         (self.regions, _) = removed.expect("a region that was added");
         self.reservations.retain(|kept| !Arc::ptr_eq(kept, reservation));
         self.read_only.retain(|&(from, _)| from != start.raw_value());
+        self.tell_watchers();
     }
 
     /// Keeps what the regions given to [`GuestView::new`] point into as long as there is a view of them.
@@ -253,6 +291,7 @@ impl GuestView {
             read_only: Vec::new(),
             reservations: Vec::new(),
             loss: LossFlag::default(),
+            watchers: Vec::new(),
         };
         Self { memory: Arc::new(RwLock::new(memory)) }
     }
@@ -316,6 +355,33 @@ mod tests {
         assert_eq!(view.memory().read_obj::<u64>(at).unwrap(), 7);
         view.exclusive().set_plugged(at, BLOCK, false);
         assert!(view.memory().read_obj::<u64>(at).is_err());
+    }
+
+    #[test]
+    fn who_reaches_past_the_view_is_told_of_other_regions() {
+        struct Watcher(parking_lot::Mutex<Vec<(usize, usize)>>);
+        impl RegionWatcher for Watcher {
+            fn regions_changed(&self, regions: &Regions) {
+                self.0.lock().push((regions.memory.num_regions(), regions.reservations.len()));
+            }
+        }
+        let view = view();
+        let reservation = Arc::new(Reservation::new(BLOCK, BLOCK).unwrap());
+        let at = GuestAddress(16 * BLOCK);
+        let region = || {
+            let other = GuestMemoryMmap::<()>::from_ranges(&[(at, BLOCK as usize)]).unwrap();
+            other.remove_region(at, BLOCK).unwrap().1
+        };
+        let watcher = Arc::new(Watcher(parking_lot::Mutex::default()));
+        let weak: Weak<Watcher> = Arc::downgrade(&watcher);
+        view.exclusive().watch_regions(weak);
+        view.exclusive().add_region(region(), Arc::clone(&reservation)).unwrap();
+        assert_eq!(std::mem::take(&mut *watcher.0.lock()), [(3, 1)]);
+        view.exclusive().remove_region(at, BLOCK, &reservation);
+        assert_eq!(*watcher.0.lock(), [(2, 0)]);
+        // One that has gone is not asked for.
+        drop(watcher);
+        view.exclusive().add_region(region(), reservation).unwrap();
     }
 
     #[test]
