@@ -1,4 +1,5 @@
-//! `--net tap=,ip=,mask=,mac=,host_mac=,mtu=,fd=,num_queues=,queue_size=,id=,offload_tso=,offload_ufo=,offload_csum=`.
+//! `--net tap=,ip=,mask=,mac=,host_mac=,mtu=,fd=,num_queues=,queue_size=,id=,offload_tso=,offload_ufo=,offload_csum=,
+//! vhost=`.
 
 use std::fmt;
 use std::net::Ipv4Addr;
@@ -40,6 +41,7 @@ pub(super) const SYNTAX: Syntax = Syntax {
         "offload_tso",
         "offload_ufo",
         "offload_csum",
+        "vhost",
     ],
     words: &[],
     refused: &[refused::PCI, refused::SLOT, refused::VHOST_USER, refused::RATE_LIMITS, REFUSED],
@@ -52,6 +54,34 @@ const QUEUE_SIZES: (u16, u16) = (32, 1 << 15);
 const MIN_MTU: u16 = 1280;
 /// Bytes of an interface's name, without the zero at its end.
 const MAX_TAP_BYTES: usize = 15;
+
+/// Whether the host's kernel moves frames, without this process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum VhostMode {
+    /// This process does.
+    #[default]
+    Off,
+    /// The kernel does, or there is no device.
+    On,
+    /// The kernel, if it can.
+    Auto,
+}
+
+impl VhostMode {
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "off" => Some(Self::Off),
+            "on" => Some(Self::On),
+            "auto" => Some(Self::Auto),
+            _ => None,
+        }
+    }
+
+    fn is_off(&self) -> bool {
+        *self == Self::Off
+    }
+}
 
 /// An Ethernet address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -164,7 +194,8 @@ impl Serialize for GivenFd {
     }
 }
 
-/// `--net tap=,ip=,mask=,mac=,host_mac=,mtu=,fd=,num_queues=,queue_size=,id=,offload_tso=,offload_ufo=,offload_csum=`.
+/// `--net tap=,ip=,mask=,mac=,host_mac=,mtu=,fd=,num_queues=,queue_size=,id=,offload_tso=,offload_ufo=,offload_csum=,
+/// vhost=`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetConfig {
     /// The host's interface; `vmtap0` and so on otherwise.
@@ -206,6 +237,9 @@ pub struct NetConfig {
     /// Checksums may be left to the other side; without it neither of the two above is offered.
     #[serde(default = "NetConfig::default_offload")]
     pub offload_csum: bool,
+    /// Who moves frames: a key of ours.
+    #[serde(default, skip_serializing_if = "VhostMode::is_off")]
+    pub vhost: VhostMode,
 }
 
 impl NetConfig {
@@ -244,6 +278,7 @@ impl NetConfig {
             offload_tso: offload("offload_tso")?,
             offload_ufo: offload("offload_ufo")?,
             offload_csum: offload("offload_csum")?,
+            vhost: options.read("vhost", "off, on or auto", VhostMode::parse)?.unwrap_or_default(),
         })
     }
 
@@ -381,7 +416,7 @@ mod tests {
         let net = NetConfig::parse(
             "tap=tap0,ip=10.0.0.1,mask=255.255.255.0,mac=02:00:00:00:00:0a,host_mac=02:00:00:00:00:0B,mtu=9000,\
              num_queues=4,queue_size=1024,id=lan,offload_tso=off,offload_ufo=off,offload_csum=off,iommu=off,\
-             vhost_user=false,vhost_mode=client",
+             vhost_user=false,vhost_mode=client,vhost=auto",
         )
         .unwrap();
         let expected = NetConfig {
@@ -398,6 +433,7 @@ mod tests {
             offload_tso: false,
             offload_ufo: false,
             offload_csum: false,
+            vhost: VhostMode::Auto,
         };
         assert_eq!(net, expected);
         assert!(net.validate(4).is_ok());
@@ -414,6 +450,20 @@ mod tests {
         assert!(net.offload_tso && net.offload_ufo && net.offload_csum && net.validate(1).is_ok());
         let json: NetConfig = serde_json::from_str("{}").unwrap();
         assert_eq!((json, net.mac), (net.clone(), None));
+    }
+
+    #[test]
+    fn the_kernel_moves_frames_where_it_is_asked_to() {
+        for (word, mode) in [("off", VhostMode::Off), ("on", VhostMode::On), ("auto", VhostMode::Auto)] {
+            let net = NetConfig::parse(&format!("vhost={word}")).unwrap();
+            assert_eq!(net.vhost, mode);
+            let json: NetConfig = serde_json::from_value(serde_json::json!({"vhost": word})).unwrap();
+            assert_eq!(json, net);
+        }
+        // Clients of Cloud Hypervisor's do not know it.
+        assert_eq!(serde_json::to_value(NetConfig::parse("").unwrap()).unwrap().get("vhost"), None);
+        assert!(error("vhost=true").contains("off, on or auto"));
+        assert!(serde_json::from_str::<NetConfig>(r#"{"vhost": true}"#).is_err());
     }
 
     #[test]

@@ -34,13 +34,16 @@ pub(super) fn of_disk(metrics: &BlockMetrics) -> DeviceCounters {
 
 /// Those of a network interface, as its guest sees them.
 pub(super) fn of_net(metrics: &NetMetrics) -> DeviceCounters {
-    let counters = [
-        ("rx_bytes", metrics.bytes(Direction::ToGuest)),
-        ("rx_frames", metrics.frames(Direction::ToGuest)),
-        ("tx_bytes", metrics.bytes(Direction::FromGuest)),
-        ("tx_frames", metrics.frames(Direction::FromGuest)),
-    ];
-    signed(counters)
+    let names =
+        [(Direction::ToGuest, ["rx_bytes", "rx_frames"]), (Direction::FromGuest, ["tx_bytes", "tx_frames"])];
+    let mut counters = DeviceCounters::new();
+    for (direction, [bytes, frames]) in names {
+        // Of one that the kernel serves in another network namespace nobody here knows.
+        if let Some(traffic) = metrics.traffic(direction) {
+            counters.extend(signed([(bytes, traffic.bytes), (frames, traffic.frames)]));
+        }
+    }
+    counters
 }
 
 /// None is above what a signed number holds.

@@ -11,7 +11,7 @@ use super::fabric::Fabric;
 use super::owner::{EventSender, MachineEvent};
 use super::resources::Resources;
 use super::taps::Taps;
-use super::zones;
+use super::{vhost, zones};
 use crate::config::{ConsoleMode, DiskConfig, ImageType, NetConfig, VmConfig, VsockConfig};
 use crate::event_loop::EventLoopHandle;
 use crate::events::{Event, Events};
@@ -28,6 +28,7 @@ use crate::virtio::block::{Block, BlockHandle, DiskShape};
 use crate::virtio::console::{Console, ConsoleMetrics};
 use crate::virtio::mem::{MemDevice, MemEvent, MemHandle, MemObserver};
 use crate::virtio::net::tap::{HostInterface, Tap};
+use crate::virtio::net::vhost::probe;
 use crate::virtio::net::{Net, NetShape};
 use crate::virtio::rng::{EntropySource, Rng, RngMetrics};
 use crate::virtio::vsock::{GuestPorts, VsockDevice, VsockMetrics, VsockPorts};
@@ -195,8 +196,11 @@ pub(super) fn attach_net(
         tso: config.offload_tso,
         ufo: config.offload_ufo,
     };
-    let device = Net::new(shape, Arc::clone(tap) as Arc<dyn HostInterface>)
-        .map_err(BuildError::device(format!("--net id={id}")))?;
+    let flag = || format!("--net id={id}");
+    let by_kernel = vhost::is_used(config.vhost, &id, probe).map_err(BuildError::device(flag()))?;
+    let host = Arc::clone(tap) as Arc<dyn HostInterface>;
+    let device = if by_kernel { Net::moved_by_kernel(shape, host) } else { Net::new(shape, host) };
+    let device = device.map_err(BuildError::device(flag()))?;
     let metrics = NetDeviceMetrics { net: id.clone(), counters: device.metrics() };
     fabric.attach_removable(&id, "net", Box::new(device), memory)?;
     Ok(metrics)

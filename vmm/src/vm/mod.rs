@@ -25,6 +25,7 @@ pub mod state;
 mod taps;
 mod told;
 mod vcpus;
+mod vhost;
 mod volumes;
 mod work;
 mod zones;

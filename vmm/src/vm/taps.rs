@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::error::BuildError;
 use crate::config::{GivenFd, MacAddress, NetConfig, VmConfig};
-use crate::virtio::net::tap::{Tap, TapError, TapOptions, check_given};
+use crate::virtio::net::tap::{HostInterface, Tap, TapError, TapOptions, check_given};
 
 /// The interfaces of `--net`: those of the VM's configuration, in its order. Shared with the machine, to which they are added
 /// and from which they are removed.

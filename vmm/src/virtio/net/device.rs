@@ -1,4 +1,4 @@
-//! The device: its configuration, and a thread with a worker for each pair of queues.
+//! The device: its configuration, and a thread with a worker for each pair of queues, or one for all that the kernel serves.
 
 use std::sync::Arc;
 
@@ -11,6 +11,7 @@ use super::header::Offloads;
 use super::metrics::NetMetrics;
 use super::state::{Interface, NetShape};
 use super::tap::HostInterface;
+use super::vhost;
 use crate::event_loop::{EventLoop, EventLoopError, EventLoopHandle};
 use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
@@ -29,6 +30,8 @@ pub enum NetError {
 /// A virtio-net device.
 pub struct Net {
     net: Arc<Interface>,
+    /// How pairs of queues are handed to the kernel, if they are.
+    kernel: Option<vhost::Connect>,
     queue_sizes: Vec<u16>,
     /// By pair, and the control queue's behind them. They end before the threads that they are on.
     workers: Vec<WorkerSlot>,
@@ -38,15 +41,33 @@ pub struct Net {
 impl Net {
     /// A device of this shape with `host` on its other end, and its threads.
     pub fn new(shape: NetShape, host: Arc<dyn HostInterface>) -> Result<Self, NetError> {
+        Self::with(shape, host, None)
+    }
+
+    /// One whose frames the host's kernel moves ([`vhost::probe`]).
+    pub fn moved_by_kernel(shape: NetShape, host: Arc<dyn HostInterface>) -> Result<Self, NetError> {
+        Self::with(shape, host, Some(vhost::connect()))
+    }
+
+    pub(super) fn with(
+        shape: NetShape,
+        host: Arc<dyn HostInterface>,
+        kernel: Option<vhost::Connect>,
+    ) -> Result<Self, NetError> {
         let mut queue_sizes = vec![shape.queue_size; 2 * usize::from(shape.pairs)];
         queue_sizes.push(control::QUEUE_SIZE);
         // As Cloud Hypervisor calls them, for tools that pin threads by their names.
         let thread = |pair| EventLoop::spawn(&format!("{}_qp{pair}", shape.id));
-        let threads: Vec<_> = (0..shape.pairs).map(thread).collect::<Result<_, _>>()?;
-        let handles = threads.iter().chain(threads.first()).map(EventLoop::handle);
+        let busy = if kernel.is_some() { 1 } else { shape.pairs };
+        let threads: Vec<_> = (0..busy).map(thread).collect::<Result<_, _>>()?;
+        let of_pair = |pair: u16| &threads[usize::from(pair) % threads.len()];
+        let handles = (0..shape.pairs).map(of_pair).chain(threads.first()).map(EventLoop::handle);
         let workers = handles.map(WorkerSlot::new).collect();
-        let net = Arc::new(Interface::new(shape, host)?);
-        Ok(Self { net, queue_sizes, workers, threads })
+        let net = Arc::new(Interface::new(shape, Arc::clone(&host))?);
+        if kernel.is_some() {
+            net.metrics().leave_to(&host);
+        }
+        Ok(Self { net, kernel, queue_sizes, workers, threads })
     }
 
     /// What it counts.
@@ -69,7 +90,14 @@ impl Net {
                 continue;
             };
             let (net, guest) = (Arc::clone(&self.net), (view.clone(), Arc::clone(&interrupt)));
-            slot.start(Box::new(Worker::new(net, pair, guest, [receive, transmit], features)?))?;
+            let queues = [receive, transmit];
+            slot.start(match self.kernel {
+                None => Box::new(Worker::new(net, pair, guest, queues, features)?),
+                Some(ref connect) => {
+                    let how = (connect, &self.threads[0].handle());
+                    Box::new(vhost::Worker::new(net, pair, guest, queues, features, how)?)
+                }
+            })?;
         }
         if let Some(queue) = control {
             let worker = Control::new(Arc::clone(&self.net), (view, interrupt), queue, features);

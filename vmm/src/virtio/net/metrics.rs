@@ -1,6 +1,10 @@
 //! What a network interface counts.
 
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+
+use super::tap::HostInterface;
 
 /// Where a frame goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,9 +59,33 @@ impl DropReason {
     }
 }
 
+/// Frames, and their bytes without the header of virtio.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// How many.
+    pub frames: u64,
+    /// How long they were together.
+    pub bytes: u64,
+}
+
+impl Traffic {
+    fn since(self, start: Self) -> Self {
+        let frames = self.frames.saturating_sub(start.frames);
+        Self { frames, bytes: self.bytes.saturating_sub(start.bytes) }
+    }
+}
+
+/// Where frames are counted that the kernel moves.
+struct Elsewhere {
+    host: Weak<dyn HostInterface>,
+    /// What had been counted before the device was there.
+    start: Option<[Traffic; 2]>,
+}
+
 /// Counters of one interface; they only grow.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct NetMetrics {
+    elsewhere: OnceLock<Elsewhere>,
     frames: [AtomicU64; 2],
     bytes: [AtomicU64; 2],
     dropped: [[AtomicU64; DropReason::ALL.len()]; 2],
@@ -70,7 +98,34 @@ pub struct NetMetrics {
     pub passes: AtomicU64,
 }
 
+impl fmt::Debug for NetMetrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let traffic = Direction::ALL.map(|direction| self.traffic(direction));
+        f.debug_struct("NetMetrics").field("traffic", &traffic).finish_non_exhaustive()
+    }
+}
+
 impl NetMetrics {
+    /// The kernel moves frames, and nobody counts them but `host`.
+    pub fn leave_to(&self, host: &Arc<dyn HostInterface>) {
+        let elsewhere = Elsewhere { host: Arc::downgrade(host), start: host.traffic() };
+        assert!(self.elsewhere.set(elsewhere).is_ok(), "it is left to one interface");
+    }
+
+    /// Whether the host's kernel moves frames.
+    pub fn is_left_to_kernel(&self) -> bool {
+        self.elsewhere.get().is_some()
+    }
+
+    /// What has passed, if that is known.
+    pub fn traffic(&self, direction: Direction) -> Option<Traffic> {
+        let Some(Elsewhere { host, start }) = self.elsewhere.get() else {
+            return Some(Traffic { frames: self.frames(direction), bytes: self.bytes(direction) });
+        };
+        let (now, start) = (host.upgrade()?.traffic()?, start.as_ref()?);
+        Some(now[direction as usize].since(start[direction as usize]))
+    }
+
     /// Counts a frame that has arrived.
     pub fn passed(&self, direction: Direction, bytes: usize) {
         self.frames[direction as usize].fetch_add(1, Ordering::Relaxed);
@@ -82,7 +137,7 @@ impl NetMetrics {
         self.dropped[direction as usize][reason as usize].fetch_add(frames, Ordering::Relaxed);
     }
 
-    /// Frames that have arrived.
+    /// Frames that have arrived by this process.
     pub fn frames(&self, direction: Direction) -> u64 {
         self.frames[direction as usize].load(Ordering::Relaxed)
     }
@@ -95,5 +150,34 @@ impl NetMetrics {
     /// Frames that were dropped.
     pub fn drops(&self, direction: Direction, reason: DropReason) -> u64 {
         self.dropped[direction as usize][reason as usize].load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tap::fake::FakeTap;
+    use super::*;
+
+    #[test]
+    fn what_the_kernel_moves_the_interface_counts() {
+        let metrics = NetMetrics::default();
+        metrics.passed(Direction::ToGuest, 100);
+        assert_eq!(metrics.traffic(Direction::ToGuest), Some(Traffic { frames: 1, bytes: 100 }));
+        let metrics = NetMetrics::default();
+        let tap = FakeTap::new(1).0;
+        let count = |frames| Some([Traffic { frames, bytes: 60 * frames }, Traffic { frames: 7, bytes: 7 }]);
+        *tap.traffic.lock() = count(5);
+        let host: Arc<dyn HostInterface> = Arc::new(tap.clone());
+        metrics.leave_to(&host);
+        *tap.traffic.lock() = count(8);
+        assert_eq!(metrics.traffic(Direction::FromGuest), Some(Traffic { frames: 3, bytes: 180 }));
+        assert_eq!(metrics.traffic(Direction::ToGuest), Some(Traffic::default()));
+        // One in somebody else's network namespace does not say, nor one that has gone.
+        *tap.traffic.lock() = None;
+        assert_eq!(metrics.traffic(Direction::FromGuest), None);
+        *tap.traffic.lock() = count(8);
+        drop(host);
+        assert_eq!(metrics.traffic(Direction::FromGuest), None);
+        assert!(metrics.is_left_to_kernel());
     }
 }

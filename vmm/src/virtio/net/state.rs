@@ -1,8 +1,8 @@
 //! What an interface's front and its workers share.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
@@ -46,6 +46,12 @@ pub struct NetShape {
     pub ufo: bool,
 }
 
+/// Who serves a pair of queues without a thread of ours between it and the host's interface.
+pub trait PairUser: Send + Sync {
+    /// Frames come to the pair, or do not any more. When this returns, its queue of the interface is in use, or is not.
+    fn use_pair(&self, is_active: bool);
+}
+
 /// An interface.
 pub struct Interface {
     shape: NetShape,
@@ -55,6 +61,8 @@ pub struct Interface {
     active_pairs: AtomicU16,
     /// By pair: raised when that has changed.
     wakes: Vec<EventFd>,
+    /// With their pairs.
+    users: Mutex<Vec<(u16, Weak<dyn PairUser>)>>,
     is_up: AtomicBool,
     /// Set while the driver is there.
     interrupt: Mutex<Option<Arc<dyn VirtioInterrupt>>>,
@@ -65,9 +73,9 @@ impl Interface {
     pub fn new(shape: NetShape, host: Arc<dyn HostInterface>) -> io::Result<Self> {
         let wake = |_| EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
         let wakes = (0..shape.pairs).map(wake).collect::<Result<_, _>>()?;
-        let (metrics, interrupt) = (Arc::default(), Mutex::default());
+        let (metrics, users, interrupt) = (Arc::default(), Mutex::default(), Mutex::default());
         let (active_pairs, is_up) = (AtomicU16::new(0), AtomicBool::new(true));
-        Ok(Self { shape, host, metrics, active_pairs, wakes, is_up, interrupt })
+        Ok(Self { shape, host, metrics, active_pairs, wakes, users, is_up, interrupt })
     }
 
     /// How the guest sees it.
@@ -155,14 +163,33 @@ impl Interface {
     /// any more when it is detached: the kernel says of a detached one what it says of an interface that is gone.
     pub fn set_pairs(&self, pairs: u16) -> io::Result<()> {
         let before = self.active_pairs.fetch_min(pairs, Ordering::AcqRel);
+        // The kernel's vhost-net loses buffers of the driver's with what it sends by a queue that is detached.
+        self.tell_users();
         let result = self.host.set_pairs(pairs);
         let now = if result.is_ok() { pairs } else { before.min(pairs) };
         self.active_pairs.store(now, Ordering::Release);
+        self.tell_users();
         for wake in &self.wakes {
             // Fails only when the counter is full, and then it wakes anyway.
             let _ = wake.write(1);
         }
         result
+    }
+
+    /// From now on `user` is told whether frames come to `pair`, for as long as there is one. It is told here, too.
+    pub fn add_user(&self, pair: u16, user: &Arc<dyn PairUser>) {
+        let mut users = self.users.lock();
+        users.retain(|(_, known)| known.strong_count() > 0);
+        users.push((pair, Arc::downgrade(user)));
+        user.use_pair(self.is_active(pair));
+    }
+
+    fn tell_users(&self) {
+        for (pair, user) in &*self.users.lock() {
+            if let Some(user) = user.upgrade() {
+                user.use_pair(self.is_active(*pair));
+            }
+        }
     }
 
     /// What is raised when [`Interface::is_active`] may have changed.
@@ -223,6 +250,27 @@ mod tests {
         assert_eq!(net.config(), [2, 0, 0, 0, 0, 1, 1, 0, 4, 0, 0xdc, 5]);
         net.lose_link();
         assert_eq!(net.config()[6], 0);
+    }
+
+    #[test]
+    fn a_queue_is_let_go_before_it_is_detached_and_taken_after_it_is_attached() {
+        struct User(FakeTap, Mutex<Vec<(bool, u16)>>);
+        impl PairUser for User {
+            fn use_pair(&self, is_active: bool) {
+                self.1.lock().push((is_active, *self.0.pairs.lock()));
+            }
+        }
+        let tap = FakeTap::new(4).0;
+        let net = Interface::new(shape(), Arc::new(tap.clone())).unwrap();
+        net.set_pairs(4).unwrap();
+        let user = Arc::new(User(tap, Mutex::default()));
+        net.add_user(3, &(Arc::clone(&user) as _));
+        let told = || std::mem::take(&mut *user.1.lock());
+        assert_eq!(told(), [(true, 4)]);
+        net.set_pairs(2).unwrap();
+        assert_eq!(told(), [(false, 4), (false, 2)]);
+        net.set_pairs(4).unwrap();
+        assert_eq!(told(), [(false, 2), (true, 4)]);
     }
 
     #[test]

@@ -1,11 +1,12 @@
 //! Tap interfaces of the host (Linux Documentation/networking/tuntap.rst).
 
 use std::ffi::CString;
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, UdpSocket};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 
 use libc::{
     IFF_DETACH_QUEUE, IFF_MULTI_QUEUE, IFF_NO_PI, IFF_TAP, IFF_VNET_HDR, c_int, c_short, c_ulong, ifreq,
@@ -14,6 +15,7 @@ use parking_lot::Mutex;
 use thiserror::Error;
 
 use super::header::{HEADER_LEN, Offloads};
+use super::metrics::Traffic;
 
 const DEVICE: &str = "/dev/net/tun";
 /// The kernel puts a number in.
@@ -29,6 +31,12 @@ pub trait HostInterface: Send + Sync {
     fn set_offloads(&self, offloads: Offloads) -> io::Result<()>;
     /// Has frames come to the first so many queues alone.
     fn set_pairs(&self, pairs: u16) -> io::Result<()>;
+    /// One of its queues, for the kernel to read and write.
+    fn file(&self, pair: u16) -> io::Result<File>;
+    /// Whether there still is one: somebody may have removed it.
+    fn is_there(&self) -> bool;
+    /// What has passed since it was made, from the guest and to it, if that can be known.
+    fn traffic(&self) -> Option<[Traffic; 2]>;
 }
 
 /// One queue of it. Neither call waits.
@@ -121,6 +129,8 @@ pub struct Tap {
     name: String,
     queues: Vec<File>,
     mtu: Option<u16>,
+    /// It is in this network namespace, where its name is its own.
+    is_ours: bool,
     /// Queues that frames come to.
     attached: Mutex<u16>,
 }
@@ -154,12 +164,12 @@ impl Tap {
     pub fn from_fds(given: &[RawFd], mtu: Option<u16>) -> Result<Self, TapError> {
         let (name, fds) = check_given(given)?;
         let tap = Self::new(name, fds.into_iter().map(File::from).collect())?;
-        Ok(Self { mtu, ..tap })
+        Ok(Self { mtu, is_ours: false, ..tap })
     }
 
     fn new(name: String, queues: Vec<File>) -> Result<Self, TapError> {
         let attached = Mutex::new(u16::try_from(queues.len()).expect("no more queues than a device has"));
-        let tap = Self { name, queues, mtu: None, attached };
+        let tap = Self { name, queues, mtu: None, is_ours: true, attached };
         let set = |what| tap.failed(what);
         for queue in &tap.queues {
             set_nonblocking(queue).map_err(set("the mode"))?;
@@ -214,9 +224,10 @@ impl Tap {
         Ok(())
     }
 
-    /// Whether there still is one: somebody may have removed it.
-    pub fn is_there(&self) -> bool {
-        call(&self.queues[0], libc::TUNGETIFF, &mut named("")).is_ok()
+    /// A number that the kernel keeps of it.
+    fn statistic(&self, name: &str) -> Option<u64> {
+        let path = Path::new("/sys/class/net").join(&self.name).join("statistics").join(name);
+        fs::read_to_string(path).ok()?.trim().parse().ok()
     }
 
     /// Its name.
@@ -231,6 +242,24 @@ impl Tap {
 }
 
 impl HostInterface for Tap {
+    fn file(&self, pair: u16) -> io::Result<File> {
+        self.queues[usize::from(pair)].try_clone()
+    }
+
+    fn is_there(&self) -> bool {
+        call(&self.queues[0], libc::TUNGETIFF, &mut named("")).is_ok()
+    }
+
+    fn traffic(&self) -> Option<[Traffic; 2]> {
+        // What one sends the other receives.
+        let count =
+            |frames, bytes| Some(Traffic { frames: self.statistic(frames)?, bytes: self.statistic(bytes)? });
+        if !self.is_ours {
+            return None;
+        }
+        Some([count("rx_packets", "rx_bytes")?, count("tx_packets", "tx_bytes")?])
+    }
+
     fn queue(&self, pair: u16) -> io::Result<Box<dyn HostQueue>> {
         let queue = &self.queues[usize::from(pair)];
         Ok(Box::new(TapQueue { input: queue.try_clone()?, output: queue.try_clone()? }))
@@ -431,6 +460,7 @@ fn check(result: c_int) -> io::Result<()> {
 pub mod fake {
     use std::os::unix::net::UnixDatagram;
     use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
 
@@ -442,6 +472,10 @@ pub mod fake {
         pub offloads: Arc<Mutex<Offloads>>,
         /// Likewise.
         pub pairs: Arc<Mutex<u16>>,
+        /// What it says has passed.
+        pub traffic: Arc<Mutex<Option<[Traffic; 2]>>>,
+        /// Somebody has removed it.
+        pub is_gone: Arc<AtomicBool>,
     }
 
     impl FakeTap {
@@ -454,8 +488,13 @@ pub mod fake {
                     (ours, theirs)
                 })
                 .unzip();
-            let tap =
-                Self { queues: Arc::new(ours), offloads: Arc::default(), pairs: Arc::new(Mutex::new(pairs)) };
+            let tap = Self {
+                queues: Arc::new(ours),
+                offloads: Arc::default(),
+                pairs: Arc::new(Mutex::new(pairs)),
+                traffic: Arc::default(),
+                is_gone: Arc::default(),
+            };
             (tap, theirs)
         }
     }
@@ -469,6 +508,15 @@ pub mod fake {
         fn queue(&self, pair: u16) -> io::Result<Box<dyn HostQueue>> {
             let queue = &self.queues[usize::from(pair)];
             Ok(Box::new(FakeQueue { input: queue.try_clone()?, output: queue.try_clone()? }))
+        }
+        fn file(&self, pair: u16) -> io::Result<File> {
+            Ok(OwnedFd::from(self.queues[usize::from(pair)].try_clone()?).into())
+        }
+        fn is_there(&self) -> bool {
+            !self.is_gone.load(Ordering::Relaxed)
+        }
+        fn traffic(&self) -> Option<[Traffic; 2]> {
+            *self.traffic.lock()
         }
         fn set_offloads(&self, offloads: Offloads) -> io::Result<()> {
             *self.offloads.lock() = offloads;

@@ -1,0 +1,290 @@
+//! What keeps a pair of queues in the kernel in step with the device: attached while the driver uses it and the VM runs, with the
+//! memory that the VM has, and nothing else.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tracing::debug;
+use virtio_queue::Queue;
+use vmm_sys_util::eventfd::EventFd;
+
+use super::VhostError;
+use crate::event_loop::Helper;
+use crate::log::sparsely;
+use crate::memory::view::{RegionWatcher, Regions};
+use crate::virtio::net::state::PairUser;
+
+/// A pair of queues that somebody else serves. Dropped, it serves nothing any more.
+pub(in super::super) trait Rings: Send {
+    /// Begins, or goes on where it was.
+    fn attach(&mut self) -> Result<(), VhostError>;
+    /// Stops: when this returns, no guest memory is touched.
+    fn detach(&mut self) -> Result<(), VhostError>;
+    /// Follows addresses into these regions alone from now on.
+    fn set_regions(&mut self, regions: &Regions) -> Result<(), VhostError>;
+}
+
+/// What a pair is made of: the queue that receives, and the one that sends.
+pub(in super::super) struct Setup<'a> {
+    /// Guest memory.
+    pub(in super::super) regions: &'a Regions,
+    /// What was negotiated.
+    pub(in super::super) features: u64,
+    /// As the driver has set them up.
+    pub(in super::super) queues: [&'a Queue; 2],
+    /// Raised by the driver.
+    pub(in super::super) kicks: [&'a EventFd; 2],
+    /// Raised for the driver.
+    pub(in super::super) calls: [&'a EventFd; 2],
+    /// Raised for us.
+    pub(in super::super) errors: [&'a EventFd; 2],
+    /// A queue of the host's interface.
+    pub(in super::super) tap: File,
+}
+
+/// Makes a pair.
+pub(in super::super) type Connect =
+    Arc<dyn Fn(Setup<'_>) -> Result<Box<dyn Rings>, VhostError> + Send + Sync>;
+
+struct State {
+    /// `None` when they are given up.
+    rings: Option<Box<dyn Rings>>,
+    /// The driver uses the pair.
+    is_wanted: bool,
+    /// The VM is paused.
+    is_standing: bool,
+    is_attached: bool,
+}
+
+/// A pair of queues. What fails ends it; its worker is told by an event.
+pub(super) struct Engine {
+    state: Mutex<State>,
+    kicks: [EventFd; 2],
+    /// Raised when it has failed.
+    failure: EventFd,
+}
+
+impl Engine {
+    pub(super) fn new(rings: Box<dyn Rings>, kicks: [EventFd; 2], failure: EventFd) -> Arc<Self> {
+        let state = State { rings: Some(rings), is_wanted: false, is_standing: false, is_attached: false };
+        Arc::new(Self { state: Mutex::new(state), kicks, failure })
+    }
+
+    /// Ends it.
+    pub(super) fn give_up(&self) {
+        // Under the lock: who takes a region away meanwhile waits until it is not reached any more.
+        let mut state = self.state.lock();
+        if let Some(mut rings) = state.rings.take()
+            && let Err(err) = rings.detach()
+        {
+            // Closed, it is detached as well.
+            debug!(%err, "vhost-net does not stop when it is asked to");
+        }
+    }
+
+    /// Whether it has been ended.
+    pub(super) fn is_given_up(&self) -> bool {
+        self.state.lock().rings.is_none()
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        let mut state = self.state.lock();
+        change(&mut state);
+        let should = state.is_wanted && !state.is_standing;
+        let was = std::mem::replace(&mut state.is_attached, should);
+        let Some(rings) = &mut state.rings else { return };
+        let result = match (was, should) {
+            (false, true) => rings.attach(),
+            (true, false) => rings.detach(),
+            _ => return,
+        };
+        self.check(&mut state, result);
+        if should && state.rings.is_some() {
+            // What the driver said meanwhile nobody has heard.
+            for kick in &self.kicks {
+                // Fails only when the counter is full, and then it has been heard.
+                let _ = kick.write(1);
+            }
+        }
+    }
+
+    /// Ends what has failed: closed, it touches nothing, whatever state it was in.
+    fn check(&self, state: &mut State, result: Result<(), VhostError>) {
+        if let Err(err) = result {
+            let error = &err as &dyn std::error::Error;
+            sparsely!(warn, error, "vhost-net fails: a pair of queues ends");
+            state.rings = None;
+            // Fails only when the counter is full, and then it is known.
+            let _ = self.failure.write(1);
+        }
+    }
+}
+
+impl PairUser for Engine {
+    fn use_pair(&self, is_active: bool) {
+        self.change(|state| state.is_wanted = is_active);
+    }
+}
+
+impl Helper for Engine {
+    fn stand_still(&self) {
+        self.change(|state| state.is_standing = true);
+    }
+
+    fn go_on(&self) {
+        self.change(|state| state.is_standing = false);
+    }
+}
+
+impl RegionWatcher for Engine {
+    fn regions_changed(&self, regions: &Regions) {
+        let mut state = self.state.lock();
+        let Some(rings) = &mut state.rings else { return };
+        let result = rings.set_regions(regions);
+        self.check(&mut state, result);
+    }
+}
+
+#[cfg(test)]
+pub(in super::super) mod fake {
+    use super::*;
+
+    /// What was asked of a pair.
+    #[derive(Default)]
+    pub(in super::super::super) struct Record {
+        pub(in super::super::super) calls: Vec<String>,
+        pub(in super::super::super) refuse: bool,
+    }
+
+    /// A pair that only records.
+    pub(in super::super::super) struct FakeRings(pub(in super::super::super) Arc<Mutex<Record>>);
+
+    impl FakeRings {
+        fn record(&self, call: String) -> Result<(), VhostError> {
+            let mut record = self.0.lock();
+            record.calls.push(call);
+            match record.refuse {
+                true => Err(VhostError::Io(std::io::ErrorKind::Other.into())),
+                false => Ok(()),
+            }
+        }
+    }
+
+    impl Rings for FakeRings {
+        fn attach(&mut self) -> Result<(), VhostError> {
+            self.record("attach".to_owned())
+        }
+        fn detach(&mut self) -> Result<(), VhostError> {
+            self.record("detach".to_owned())
+        }
+        fn set_regions(&mut self, regions: &Regions) -> Result<(), VhostError> {
+            use vm_memory::GuestMemoryBackend;
+            self.record(format!("{} regions", regions.memory.num_regions()))
+        }
+    }
+
+    impl Drop for FakeRings {
+        fn drop(&mut self) {
+            self.0.lock().calls.push("closed".to_owned());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::{GuestAddress, GuestMemoryMmap};
+    use vmm_sys_util::eventfd::EFD_NONBLOCK;
+
+    use super::fake::{FakeRings, Record};
+    use super::*;
+
+    struct Rig {
+        engine: Arc<Engine>,
+        record: Arc<Mutex<Record>>,
+        kicks: [EventFd; 2],
+        failure: EventFd,
+    }
+
+    impl Rig {
+        fn new() -> Self {
+            let event = || EventFd::new(EFD_NONBLOCK).unwrap();
+            let (kicks, failure, record) = ([event(), event()], event(), Arc::<Mutex<Record>>::default());
+            let copies = kicks.each_ref().map(|kick| kick.try_clone().unwrap());
+            let rings = Box::new(FakeRings(Arc::clone(&record)));
+            let engine = Engine::new(rings, copies, failure.try_clone().unwrap());
+            Self { engine, record, kicks, failure }
+        }
+
+        fn calls(&self) -> Vec<String> {
+            std::mem::take(&mut self.record.lock().calls)
+        }
+
+        fn is_kicked(&self) -> bool {
+            self.kicks.iter().all(|kick| kick.read().is_ok())
+        }
+    }
+
+    #[test]
+    fn it_is_attached_while_it_is_wanted_and_the_vm_runs() {
+        let rig = Rig::new();
+        rig.engine.use_pair(false);
+        rig.engine.stand_still();
+        rig.engine.use_pair(true);
+        assert_eq!(rig.calls(), Vec::<String>::new());
+        rig.engine.go_on();
+        assert_eq!(rig.calls(), ["attach"]);
+        assert!(rig.is_kicked(), "what was said meanwhile is looked at");
+        rig.engine.use_pair(true);
+        assert_eq!(rig.calls(), Vec::<String>::new());
+        rig.engine.stand_still();
+        assert_eq!(rig.calls(), ["detach"]);
+        assert!(!rig.is_kicked());
+        rig.engine.use_pair(false);
+        rig.engine.go_on();
+        assert_eq!(rig.calls(), Vec::<String>::new());
+        rig.engine.use_pair(true);
+        rig.engine.give_up();
+        assert_eq!(rig.calls(), ["attach", "detach", "closed"]);
+        rig.engine.use_pair(false);
+        assert!(rig.engine.is_given_up() && rig.calls().is_empty() && rig.failure.read().is_err());
+    }
+
+    #[test]
+    fn it_follows_memory_also_while_it_stands_still() {
+        let rig = Rig::new();
+        let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 4096)]).unwrap();
+        let regions = Regions { memory, reservations: Vec::new() };
+        rig.engine.regions_changed(&regions);
+        rig.engine.stand_still();
+        rig.engine.regions_changed(&regions);
+        assert_eq!(rig.calls(), ["1 regions", "1 regions"]);
+    }
+
+    #[test]
+    fn what_fails_is_closed_and_told() {
+        let fails: [fn(&Rig); 3] = [
+            |rig| rig.engine.use_pair(true),
+            |rig| {
+                rig.record.lock().refuse = false;
+                rig.engine.use_pair(true);
+                rig.record.lock().refuse = true;
+                rig.engine.stand_still();
+            },
+            |rig| {
+                let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 4096)]).unwrap();
+                rig.engine.regions_changed(&Regions { memory, reservations: Vec::new() });
+            },
+        ];
+        for fail in fails {
+            let rig = Rig::new();
+            rig.record.lock().refuse = true;
+            fail(&rig);
+            assert_eq!(rig.calls().last().unwrap(), "closed");
+            assert!(rig.failure.read().is_ok() && rig.engine.is_given_up());
+            rig.engine.go_on();
+            rig.engine.use_pair(true);
+            assert_eq!(rig.calls(), Vec::<String>::new());
+        }
+    }
+}

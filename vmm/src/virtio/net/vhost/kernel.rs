@@ -1,0 +1,139 @@
+//! One pair of queues in the kernel: a file of /dev/vhost-net.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use vhost::net::VhostNet;
+use vhost::vhost_kern::net::Net;
+use vhost::{VhostBackend, VringConfigData};
+use virtio_queue::{Queue, QueueT};
+use vm_memory::GuestMemoryMmap;
+
+use super::engine::{Rings, Setup};
+use super::table::Table;
+use super::{RING_FEATURES, VhostError};
+use crate::memory::backing::Reservation;
+use crate::memory::view::Regions;
+
+/// Its two queues, as the kernel numbers them.
+const QUEUES: [usize; 2] = [0, 1];
+
+fn call(what: &'static str) -> impl Fn(vhost::Error) -> VhostError {
+    move |source| VhostError::Call { what, source }
+}
+
+fn open(memory: Arc<GuestMemoryMmap>) -> Result<Net<Arc<GuestMemoryMmap>>, VhostError> {
+    Net::new(memory).map_err(|err| match err {
+        vhost::Error::VhostOpen(source) => VhostError::Open(source),
+        source => VhostError::Call { what: "anything", source },
+    })
+}
+
+/// What the kernel's vhost-net can do.
+pub(super) fn features() -> Result<u64, VhostError> {
+    open(Arc::new(GuestMemoryMmap::new()))?.get_features().map_err(call("to be asked"))
+}
+
+/// A pair of queues that the kernel has.
+struct KernelRings {
+    /// First: it is closed before what it points into goes.
+    net: Net<Arc<GuestMemoryMmap>>,
+    tap: File,
+    /// Where rings begin here: the kernel goes on using that, whatever the table says.
+    ring_starts: Vec<u64>,
+    /// What the table and the rings point into. None of it is unmapped, and so nothing else of this process's comes to lie
+    /// there, while the kernel may follow an address into it.
+    reservations: Vec<Arc<Reservation>>,
+}
+
+/// Hands a pair of queues over. Nothing moves yet.
+pub(super) fn connect(setup: Setup<'_>) -> Result<Box<dyn Rings>, VhostError> {
+    let Setup { regions, features, queues, kicks, calls, errors, tap } = setup;
+    let table = Table::new(&regions.memory)?;
+    let net = open(Arc::new(regions.memory.clone()))?;
+    net.set_owner().map_err(call("an owner"))?;
+    net.set_features(features & RING_FEATURES).map_err(call("the features"))?;
+    net.set_mem_table(&table.regions()).map_err(call("the table of memory"))?;
+    let mut ring_starts = Vec::new();
+    for index in QUEUES {
+        ring_starts.extend(set_ring(&net, &table, index, queues[index])?);
+        net.set_vring_kick(index, kicks[index]).map_err(call("an event of notifications"))?;
+        net.set_vring_call(index, calls[index]).map_err(call("an event of interrupts"))?;
+        net.set_vring_err(index, errors[index]).map_err(call("an event of errors"))?;
+    }
+    Ok(Box::new(KernelRings { net, tap, ring_starts, reservations: regions.reservations.clone() }))
+}
+
+/// Tells the kernel where a ring is, which the driver has said. Returns where its parts begin in this process.
+fn set_ring(
+    net: &Net<Arc<GuestMemoryMmap>>,
+    table: &Table,
+    index: usize,
+    queue: &Queue,
+) -> Result<[u64; 3], VhostError> {
+    let size = u64::from(queue.size());
+    let (descriptors, available, used) = (queue.desc_table(), queue.avail_ring(), queue.used_ring());
+    // With the event's index at the end of both rings (virtio 1.3, 2.7.6 and 2.7.8).
+    let starts = [
+        table.find("descriptor table", descriptors, 16 * size)?,
+        table.find("available ring", available, 6 + 2 * size)?,
+        table.find("used ring", used, 6 + 8 * size)?,
+    ];
+    let config = VringConfigData {
+        queue_max_size: queue.max_size(),
+        queue_size: queue.size(),
+        flags: 0,
+        desc_table_addr: descriptors,
+        used_ring_addr: used,
+        avail_ring_addr: available,
+        log_addr: None,
+    };
+    net.set_vring_num(index, queue.size()).map_err(call("a queue's size"))?;
+    net.set_vring_base(index, queue.next_avail()).map_err(call("a queue's first index"))?;
+    net.set_vring_addr(index, &config).map_err(call("a queue's addresses"))?;
+    Ok(starts)
+}
+
+impl Rings for KernelRings {
+    fn attach(&mut self) -> Result<(), VhostError> {
+        QUEUES.into_iter().try_for_each(|index| {
+            self.net.set_backend(index, Some(&self.tap)).map_err(call("a queue of the interface"))
+        })
+    }
+
+    /// The kernel waits for what it has under way (vhost_net_set_backend: the queue's mutex, and a flush of its thread), and frames
+    /// that it had taken out of the interface go back there. How far it has come in the available ring it keeps; in the used ring it
+    /// looks that up when it goes on (vhost_vq_init_access).
+    fn detach(&mut self) -> Result<(), VhostError> {
+        QUEUES
+            .into_iter()
+            .try_for_each(|index| self.net.set_backend(index, None).map_err(call("a queue back")))
+    }
+
+    fn set_regions(&mut self, regions: &Regions) -> Result<(), VhostError> {
+        let table = Table::new(&regions.memory)?;
+        self.net.set_mem_table(&table.regions()).map_err(call("the table of memory"))?;
+        // Rings are followed by the addresses that were given.
+        let holds_a_ring = |old: &Arc<Reservation>| {
+            self.ring_starts.iter().any(|start| (old.addr()..old.addr() + old.len_bytes()).contains(start))
+        };
+        let is_new = |old: &Arc<Reservation>| regions.reservations.iter().any(|new| Arc::ptr_eq(old, new));
+        self.reservations.retain(|old| holds_a_ring(old) && !is_new(old));
+        self.reservations.extend_from_slice(&regions.reservations);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_the_device_there_is_an_error_that_names_it() {
+        // A host that has it says what it can do.
+        match features() {
+            Ok(features) => assert_eq!(features & RING_FEATURES, RING_FEATURES),
+            Err(err) => assert!(err.to_string().contains("/dev/vhost-net"), "{err}"),
+        }
+    }
+}

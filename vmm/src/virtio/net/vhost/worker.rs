@@ -1,0 +1,207 @@
+//! What is left to do here for a pair of queues that the kernel serves: interrupts while the guest masks them, and errors.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
+use tracing::debug;
+use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
+
+use super::VhostError;
+use super::engine::{Connect, Engine, Setup};
+use crate::event_loop::{EventLoopHandle, Gate, Helper};
+use crate::interrupt::VirtioInterrupt;
+use crate::log::sparsely;
+use crate::memory::view::{GuestView, RegionWatcher};
+use crate::virtio::ActiveQueue;
+use crate::virtio::net::state::{Interface, PairUser};
+
+const CALLS: [u32; 2] = [0, 1];
+const ERRORS: [u32; 2] = [2, 3];
+const FAILURE: u32 = 4;
+
+/// On the device's thread as long as its driver is there.
+pub(in super::super) struct Worker {
+    net: Arc<Interface>,
+    pair: u16,
+    view: GuestView,
+    interrupt: Arc<dyn VirtioInterrupt>,
+    queues: [ActiveQueue; 2],
+    features: u64,
+    connect: Connect,
+    gate: Arc<Gate>,
+    tap: File,
+    /// Once the kernel has been given the queues, if it has taken them.
+    engine: Option<Arc<Engine>>,
+    calls: [EventFd; 2],
+    errors: [EventFd; 2],
+    failure: EventFd,
+}
+
+impl Worker {
+    pub(in super::super) fn new(
+        net: Arc<Interface>,
+        pair: u16,
+        (view, interrupt): (GuestView, Arc<dyn VirtioInterrupt>),
+        queues: [ActiveQueue; 2],
+        features: u64,
+        (connect, event_loop): (&Connect, &EventLoopHandle),
+    ) -> io::Result<Self> {
+        let event = || EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC);
+        let tap = net.host().file(pair)?;
+        Ok(Self {
+            net,
+            pair,
+            view,
+            interrupt,
+            queues,
+            features,
+            connect: Arc::clone(connect),
+            gate: event_loop.gate(),
+            tap,
+            engine: None,
+            calls: [event()?, event()?],
+            errors: [event()?, event()?],
+            failure: event()?,
+        })
+    }
+
+    /// Hands the queues over. It is this thread that does so: since Linux 6.4 the kernel's is one of this process, begins where
+    /// its maker may run, and a vCPU may be pinned.
+    fn hand_over(&self) -> Result<Arc<Engine>, VhostError> {
+        let [receive, transmit] = &self.queues;
+        let (tap, kicks) = (self.tap.try_clone()?, [receive.kick.try_clone()?, transmit.kick.try_clone()?]);
+        let failure = self.failure.try_clone()?;
+        // Nothing is added or removed between the table and whoever keeps it up to date.
+        let mut memory = self.view.exclusive();
+        let rings = (self.connect)(Setup {
+            regions: &memory.regions(),
+            features: self.features,
+            queues: [&receive.queue, &transmit.queue],
+            kicks: kicks.each_ref(),
+            calls: self.calls.each_ref(),
+            errors: self.errors.each_ref(),
+            tap,
+        })?;
+        let engine = Engine::new(rings, kicks, failure);
+        let watcher: Arc<dyn RegionWatcher> = Arc::clone(&engine) as _;
+        memory.watch_regions(Arc::downgrade(&watcher));
+        drop(memory);
+        let helper: Arc<dyn Helper> = Arc::clone(&engine) as _;
+        self.gate.add_helper(Arc::downgrade(&helper));
+        Ok(engine)
+    }
+
+    fn queue(&self, nth: usize) -> u16 {
+        2 * self.pair + nth as u16
+    }
+
+    fn bind(&self) -> io::Result<()> {
+        (0..2).try_for_each(|nth| self.interrupt.bind_queue(self.queue(nth), &self.calls[nth]))
+    }
+
+    /// Delivers what the guest has masked, or what KVM does not know.
+    fn interrupt(&self, nth: usize) {
+        if self.calls[nth].read().is_ok()
+            && let Err(err) = self.interrupt.signal_queue(self.queue(nth))
+        {
+            sparsely!(warn, net = self.net.shape().id, %err, "A network interface cannot interrupt");
+        }
+    }
+
+    /// The kernel has met something in a ring, or with the interface, that it does not go on after.
+    fn meet_error(&self, nth: usize) {
+        // Fails only when somebody else has seen it.
+        let _ = self.errors[nth].read();
+        let Some(engine) = self.engine.as_ref().filter(|engine| !engine.is_given_up()) else { return };
+        if !self.net.is_active(self.pair) {
+            // It was put aside meanwhile. What is wrong with a ring is met again when it is used again.
+            return;
+        }
+        debug!(net = self.net.shape().id, queue = self.queue(nth), "vhost-net does not go on");
+        engine.give_up();
+        self.end_pair();
+    }
+
+    /// The pair does not go on. Without the interface there is nothing wrong with it.
+    fn end_pair(&self) {
+        match self.net.host().is_there() {
+            true => self.break_queue(),
+            false => self.net.lose_link(),
+        }
+    }
+
+    fn break_queue(&self) {
+        self.net.metrics().broken_queues.fetch_add(1, Ordering::Relaxed);
+        sparsely!(
+            warn,
+            net = self.net.shape().id,
+            pair = self.pair,
+            "A pair of queues ends: its device needs a reset"
+        );
+        if let Err(err) = self.interrupt.needs_reset() {
+            sparsely!(warn, %err, "A driver cannot be told that its device needs a reset");
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if let Some(engine) = &self.engine {
+            engine.give_up();
+        }
+        (0..2).for_each(|nth| self.interrupt.unbind_queue(self.queue(nth)));
+    }
+}
+
+impl MutEventSubscriber for Worker {
+    fn init(&mut self, ops: &mut EventOps) {
+        let events = [
+            (&self.calls[0], CALLS[0]),
+            (&self.calls[1], CALLS[1]),
+            (&self.errors[0], ERRORS[0]),
+            (&self.errors[1], ERRORS[1]),
+            (&self.failure, FAILURE),
+        ];
+        for (event, data) in events {
+            if let Err(err) = ops.add(Events::with_data(event, data, EventSet::IN)) {
+                sparsely!(error, ?err, net = self.net.shape().id, "Cannot wait for vhost-net");
+            }
+        }
+        if let Err(err) = self.bind() {
+            // Then they come here, and work as well.
+            sparsely!(warn, %err, net = self.net.shape().id, "Interrupts of vhost-net take a way round");
+        }
+        match self.hand_over() {
+            Ok(engine) => {
+                let user: Arc<dyn PairUser> = Arc::clone(&engine) as _;
+                self.engine = Some(engine);
+                self.net.add_user(self.pair, &user);
+            }
+            Err(err) => {
+                let error = &err as &dyn std::error::Error;
+                sparsely!(
+                    error,
+                    net = self.net.shape().id,
+                    error,
+                    "vhost-net does not take a pair of queues"
+                );
+                self.end_pair();
+            }
+        }
+    }
+
+    fn process(&mut self, events: Events, _: &mut EventOps) {
+        match events.data() {
+            FAILURE => {
+                // Fails only when somebody else has seen it.
+                let _ = self.failure.read();
+                self.end_pair();
+            }
+            data if CALLS.contains(&data) => self.interrupt(data as usize),
+            data => self.meet_error((data - ERRORS[0]) as usize),
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! Whether the host's kernel moves an interface's frames.
+
+use tracing::info;
+
+use crate::config::VhostMode;
+use crate::virtio::net::vhost::VhostError;
+
+/// Whether it does for the interface `net`; `probe` finds out if it can.
+pub(super) fn is_used(
+    mode: VhostMode,
+    net: &str,
+    probe: impl FnOnce() -> Result<(), VhostError>,
+) -> Result<bool, VhostError> {
+    match mode {
+        VhostMode::Off => Ok(false),
+        VhostMode::On => probe().map(|()| true),
+        VhostMode::Auto => {
+            let result = probe();
+            if let Err(err) = &result {
+                info!(net, error = err as &dyn std::error::Error, "Frames are moved without vhost-net");
+            }
+            Ok(result.is_ok())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    fn no_device() -> Result<(), VhostError> {
+        Err(VhostError::Open(io::ErrorKind::NotFound.into()))
+    }
+
+    #[test]
+    fn what_is_asked_for_is_used_if_it_can_be() {
+        assert!(!is_used(VhostMode::Off, "n", || panic!("nobody asked for it")).unwrap());
+        assert!(is_used(VhostMode::On, "n", || Ok(())).unwrap());
+        assert!(is_used(VhostMode::Auto, "n", || Ok(())).unwrap());
+        assert!(!is_used(VhostMode::Auto, "n", no_device).unwrap());
+        let error = is_used(VhostMode::On, "n", no_device).unwrap_err();
+        assert_eq!(error.to_string(), "Cannot open /dev/vhost-net: is the module vhost_net loaded?");
+    }
+}
