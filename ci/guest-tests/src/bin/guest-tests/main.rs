@@ -38,6 +38,7 @@ mod pressure_reliability;
 mod raw;
 mod too_small;
 mod torn;
+mod vhost_net;
 mod volume;
 mod volume_damaged;
 mod volume_disk;
@@ -69,6 +70,7 @@ fn main() {
         dimms::TESTS,
         host_pages::TESTS,
         net::TESTS,
+        vhost_net::TESTS,
         nodes::TESTS,
         nvdimms::TESTS,
         pressure::TESTS,

@@ -31,7 +31,7 @@ guest_tests::tests![
     an_interface_comes_carries_traffic_and_goes_on_6_1: 300,
 ];
 
-const IO_LIMIT: Duration = Duration::from_secs(120);
+pub const IO_LIMIT: Duration = Duration::from_secs(120);
 pub const TRANSFER_BYTES: usize = 64 << 20;
 /// What `yes` makes a stream of.
 const LINE: &[u8] = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
@@ -39,8 +39,8 @@ const LINE: &[u8] = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
 /// The other end of a guest.
 pub struct Net {
     pub tap: String,
-    host: Ipv4Addr,
-    guest: Ipv4Addr,
+    pub host: Ipv4Addr,
+    pub guest: Ipv4Addr,
 }
 
 impl Net {
@@ -63,7 +63,7 @@ impl Net {
         Ok(files)
     }
 
-    fn is_there(&self) -> bool {
+    pub fn is_there(&self) -> bool {
         Path::new("/sys/class/net").join(&self.tap).exists()
     }
 
@@ -76,12 +76,12 @@ impl Net {
         Ok(Some(Self { tap: format!("fstap{nth}"), host: address(1), guest: address(2) }))
     }
 
-    fn option(&self, more: &str) -> String {
+    pub fn option(&self, more: &str) -> String {
         let Self { tap, host, .. } = self;
         format!("tap={tap},ip={host},mask=255.255.255.0,mac=02:f5:00:00:00:01{more}")
     }
 
-    fn builder(&self, more: &str) -> GuestBuilder {
+    pub fn builder(&self, more: &str) -> GuestBuilder {
         Guest::builder().memory("size=384M").pressure("off").argument("--net", &self.option(more))
     }
 
@@ -156,7 +156,7 @@ fn listen(guest: &Guest, bytes: usize) -> Result<Script> {
 }
 
 /// What the host sends is what the guest gets.
-fn to_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
+pub fn to_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     let line = std::str::from_utf8(LINE)?.trim();
     let check =
         format!("nc -l -p 5001 </dev/null >/tmp/got && yes {line} | head -c {bytes} | cmp - /tmp/got");
@@ -177,7 +177,7 @@ fn to_guest(guest: &Guest, net: &Net, bytes: usize) -> Result<()> {
     Ok(())
 }
 
-fn ping_host(guest: &Guest, net: &Net) -> Result<()> {
+pub fn ping_host(guest: &Guest, net: &Net) -> Result<()> {
     guest.run_within(IO_LIMIT, &format!("ping -c 5 -W 20 {}", net.host))?;
     guest.run_within(IO_LIMIT, &format!("ping -c 3 -W 20 -s 20000 {}", net.host))?;
     Ok(())
@@ -284,7 +284,7 @@ fn several_queues_are_used_and_put_aside() -> Result<()> {
 }
 
 /// Runs a program of the host.
-fn host(command: &str) -> Result<()> {
+pub fn host(command: &str) -> Result<()> {
     let status = Command::new("sh").args(["-c", command]).status()?;
     if !status.success() {
         bail!("{command:?} ended with {status}");
@@ -442,7 +442,7 @@ fn given_queues_are_there_from_the_first_boot_to_their_removal() -> Result<()> {
     vmm.wait_until("its queues are closed", IO_LIMIT, || Ok(!first.is_there()))
 }
 
-fn builder() -> GuestBuilder {
+pub fn builder() -> GuestBuilder {
     Guest::builder().memory("size=384M").pressure("off")
 }
 

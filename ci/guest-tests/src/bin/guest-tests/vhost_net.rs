@@ -1,0 +1,281 @@
+//! `--net vhost=on`: frames that the host's kernel moves, on Debian's stock driver.
+
+use std::fs;
+use std::net::UdpSocket;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Command;
+use std::thread;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::guest::program;
+use guest_tests::runner::{skip, this_tests_dir};
+use guest_tests::{Guest, Kernel};
+use serde_json::json;
+
+use crate::hotplug;
+use crate::net::{IO_LIMIT, NO_TUN, Net, TRANSFER_BYTES, builder, from_guest, host, ping_host, to_guest};
+use crate::zones::{MIB, zone};
+
+guest_tests::tests![
+    the_kernel_moves_frames_over_a_pause_and_a_reboot: 420,
+    the_kernel_moves_frames_over_a_pause_and_a_reboot_on_6_1: 420 (extended),
+    two_pairs_of_the_kernels_follow_their_interrupts: 300,
+    an_interface_of_the_kernels_comes_and_goes: 420,
+    memory_comes_and_goes_under_the_kernels_frames: 480,
+    an_interface_that_the_kernel_loses_is_a_link_that_is_down: 300,
+    without_the_device_on_is_refused_and_auto_does_without: 180,
+];
+
+const NO_VHOST: &str = "no /dev/vhost-net here";
+
+/// A network of a test's own, on a host that can move its frames.
+fn network(nth: u8) -> Result<std::result::Result<Net, &'static str>> {
+    // It may be built in.
+    let _ = Command::new("modprobe").arg("vhost_net").status();
+    if !Path::new("/dev/vhost-net").exists() {
+        return Ok(Err(NO_VHOST));
+    }
+    Ok(Net::new(nth)?.ok_or(NO_TUN))
+}
+
+/// Who moves the frames of the interface `net`, as the metrics say.
+fn is_moved_by(backend: &str, guest: &Guest, net: &str) -> Result<()> {
+    let labels = [("net", net), ("backend", backend)];
+    let value = guest.metrics()?.value("foreshore_net_backend", &labels)?;
+    ensure!(value == 1.0, "The frames of {net} are not moved by {backend}");
+    Ok(())
+}
+
+fn is_moved_by_kernel(guest: &Guest, net: &str) -> Result<()> {
+    is_moved_by("vhost", guest, net)
+}
+
+fn is_counted(guest: &Guest, net: &str, least_bytes: usize) -> Result<()> {
+    let (counters, metrics) = (guest.api("GET", "vm.counters", None)?, guest.metrics()?);
+    for (name, direction) in [("rx_bytes", "to-guest"), ("tx_bytes", "from-guest")] {
+        ensure!(counters[net][name].as_u64() > Some(least_bytes as u64), "{name}: {counters}");
+        let labels = [("net", net), ("direction", direction)];
+        let bytes = metrics.value("foreshore_net_bytes_total", &labels)?;
+        ensure!(bytes > least_bytes as f64, "{bytes} bytes {direction}");
+    }
+    ensure!(metrics.value("foreshore_net_broken_queues_total", &[("net", net)])? == 0.0, "A queue broke");
+    Ok(())
+}
+
+/// What the kernel has taken out of the interface for the guest.
+fn taken(net: &Net) -> Result<u64> {
+    let path = format!("/sys/class/net/{}/statistics/tx_packets", net.tap);
+    fs::read_to_string(path)?.trim().parse().context("A number of frames")
+}
+
+/// A pause in the middle of a transfer: nothing reaches the guest until it is over, and nothing is lost then.
+fn pauses(guest: &Guest, net: &Net) -> Result<()> {
+    thread::scope(|scope| -> Result<()> {
+        let before = taken(net)?;
+        let transfer = scope.spawn(|| to_guest(guest, net, TRANSFER_BYTES));
+        guest.wait_until("the transfer is under way", IO_LIMIT, || Ok(taken(net)? > before + 100))?;
+        guest.api("PUT", "vm.pause", None)?;
+        let paused = taken(net)?;
+        let socket = UdpSocket::bind((net.host, 0))?;
+        for _ in 0..100 {
+            socket.send_to(b"for later", (net.guest, 9))?;
+        }
+        ensure!(taken(net)? == paused, "Frames reach a guest that is paused");
+        guest.api("PUT", "vm.resume", None)?;
+        transfer.join().expect("a transfer does not panic")
+    })
+}
+
+fn moves(kernel: Kernel, nth: u8) -> Result<()> {
+    let net = match network(nth)? {
+        Ok(net) => net,
+        Err(reason) => return skip(reason),
+    };
+    let guest = net.builder(",vhost=on").kernel(kernel).boot()?;
+    net.bring_up(&guest)?;
+    is_moved_by_kernel(&guest, "_net0")?;
+    ping_host(&guest, &net)?;
+    from_guest(&guest, &net, TRANSFER_BYTES)?;
+    pauses(&guest, &net)?;
+    is_counted(&guest, "_net0", TRANSFER_BYTES)?;
+    let info = guest.api("GET", "vm.info", None)?;
+    ensure!(info["config"]["net"][0]["vhost"] == "on", "{info}");
+    // A driver that lets go and comes back finds the device as new.
+    guest.run("echo virtio$(basename $(readlink /sys/class/net/eth0/device) | tr -dc 0-9) >/tmp/name")?;
+    guest.run("cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/unbind && ! test -e /sys/class/net/eth0")?;
+    guest.run("cat /tmp/name >/sys/bus/virtio/drivers/virtio_net/bind")?;
+    net.bring_up(&guest)?;
+    ping_host(&guest, &net)?;
+    guest.no_kernel_complaints()?;
+    // So does the next life of the guest.
+    guest.reboot_from_inside()?;
+    net.bring_up(&guest)?;
+    ping_host(&guest, &net)?;
+    from_guest(&guest, &net, TRANSFER_BYTES / 16)?;
+    is_moved_by_kernel(&guest, "_net0")?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()
+}
+
+fn the_kernel_moves_frames_over_a_pause_and_a_reboot() -> Result<()> {
+    moves(Kernel::V6_12, 30)
+}
+
+fn the_kernel_moves_frames_over_a_pause_and_a_reboot_on_6_1() -> Result<()> {
+    moves(Kernel::V6_1, 31)
+}
+
+fn two_pairs_of_the_kernels_follow_their_interrupts() -> Result<()> {
+    let net = match network(32)? {
+        Ok(net) => net,
+        Err(reason) => return skip(reason),
+    };
+    let guest = net.builder(",num_queues=4,vhost=auto").cpus(2).boot()?;
+    net.bring_up(&guest)?;
+    is_moved_by_kernel(&guest, "_net0")?;
+    ensure!(guest.run("ls -d /sys/class/net/eth0/queues/rx-* | wc -l")?.trim() == "2", "Not two queues");
+    // Interrupts go from one vCPU to the other: each time the guest masks a vector, and gives it another message.
+    let move_to = |cpus: &str| {
+        let set = format!(
+            "for irq in $(awk -F: '/virtio.-(in|out)put/ {{ print $1 + 0 }}' /proc/interrupts); do \
+             echo {cpus} >/proc/irq/$irq/smp_affinity; done"
+        );
+        guest.run(&set).map(drop)
+    };
+    for cpus in ["1", "2", "3"] {
+        move_to(cpus)?;
+        ping_host(&guest, &net)?;
+        thread::scope(|scope| -> Result<()> {
+            let each = [0, 1].map(|_| scope.spawn(|| from_guest(&guest, &net, TRANSFER_BYTES / 16)));
+            each.into_iter().try_for_each(|one| one.join().expect("a transfer does not panic"))
+        })?;
+        to_guest(&guest, &net, TRANSFER_BYTES / 16)?;
+    }
+    is_counted(&guest, "_net0", TRANSFER_BYTES / 16)?;
+    guest.no_kernel_complaints()
+}
+
+fn an_interface_of_the_kernels_comes_and_goes() -> Result<()> {
+    let net = match network(33)? {
+        Ok(net) => net,
+        Err(reason) => return skip(reason),
+    };
+    let guest = builder().boot()?;
+    for _ in 0..3 {
+        let body =
+            json!({"id": "lan", "tap": net.tap, "ip": net.host, "mask": "255.255.255.0", "vhost": "on"});
+        guest.api("PUT", "vm.add-net", Some(body))?;
+        net.bring_up(&guest)?;
+        is_moved_by_kernel(&guest, "lan")?;
+        ping_host(&guest, &net)?;
+        from_guest(&guest, &net, TRANSFER_BYTES / 16)?;
+        to_guest(&guest, &net, TRANSFER_BYTES / 16)?;
+        is_counted(&guest, "lan", TRANSFER_BYTES / 16)?;
+        guest.api("PUT", "vm.remove-device", Some(json!({"id": "lan"})))?;
+        guest.wait_until_run("the guest has let go", IO_LIMIT, "! test -e /sys/class/net/eth0")?;
+        guest.wait_until("the tap has gone", IO_LIMIT, || Ok(!net.is_there()))?;
+        let open = fs::read_dir(format!("/proc/{}/fd", guest.pid()))?
+            .filter_map(|fd| fs::read_link(fd.ok()?.path()).ok())
+            .filter(|path| path == Path::new("/dev/vhost-net"))
+            .count();
+        ensure!(open == 0, "{open} files of /dev/vhost-net are open");
+    }
+    guest.no_kernel_complaints()
+}
+
+fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
+    let net = match network(34)? {
+        Ok(net) => net,
+        Err(reason) => return skip(reason),
+    };
+    let guest =
+        net.builder(",vhost=on").memory("size=384M,hotplug_method=virtio-mem,hotplug_size=512M").boot()?;
+    net.bring_up(&guest)?;
+    let resize = |mib: u64| {
+        guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": (384 + mib) * MIB })))?;
+        guest.wait_until(&format!("{mib} MiB are plugged"), IO_LIMIT, || {
+            Ok(zone(&guest, "dram")?.plugged_bytes == mib * MIB)
+        })
+    };
+    for _ in 0..2 {
+        thread::scope(|scope| -> Result<()> {
+            let transfer = scope.spawn(|| to_guest(&guest, &net, TRANSFER_BYTES));
+            resize(512)?;
+            resize(0)?;
+            transfer.join().expect("a transfer does not panic")
+        })?;
+        from_guest(&guest, &net, TRANSFER_BYTES / 4)?;
+    }
+    // A file is a region of its own, which the kernel is told of, and which it lets go.
+    let file = hotplug::image("pmem")?;
+    for _ in 0..2 {
+        thread::scope(|scope| -> Result<()> {
+            let transfer = scope.spawn(|| to_guest(&guest, &net, TRANSFER_BYTES / 4));
+            let added = hotplug::add_pmem(&guest, &file, "quay")?;
+            hotplug::wait_for_pmem(&guest)?;
+            ensure!(hotplug::remove(&guest, "quay")? == 204, "It is not removed");
+            hotplug::wait_until_gone(&guest, "quay", &added["bdf"])?;
+            transfer.join().expect("a transfer does not panic")
+        })?;
+        guest.wait_until("it is not mapped any more", IO_LIMIT, || {
+            let maps = fs::read_to_string(format!("/proc/{}/maps", guest.pid()))?;
+            Ok(!maps.contains(&file.display().to_string()))
+        })?;
+        from_guest(&guest, &net, TRANSFER_BYTES / 16)?;
+    }
+    is_counted(&guest, "_net0", TRANSFER_BYTES / 2)?;
+    guest.no_kernel_complaints()
+}
+
+fn an_interface_that_the_kernel_loses_is_a_link_that_is_down() -> Result<()> {
+    let net = match network(35)? {
+        Ok(net) => net,
+        Err(reason) => return skip(reason),
+    };
+    let guest = net.builder(",vhost=on").boot()?;
+    net.bring_up(&guest)?;
+    ping_host(&guest, &net)?;
+    host(&format!("ip link del {}", net.tap))?;
+    // It is seen when something is sent.
+    let look = format!("ping -c 1 -W 1 {}; test $(cat /sys/class/net/eth0/carrier) = 0", net.host);
+    guest.wait_until_run("the link is down", IO_LIMIT, &look)?;
+    guest.no_kernel_complaints()?;
+    // The next boot makes it anew.
+    guest.reboot_from_inside()?;
+    net.bring_up(&guest)?;
+    ping_host(&guest, &net)?;
+    guest.power_off()
+}
+
+fn without_the_device_on_is_refused_and_auto_does_without() -> Result<()> {
+    let net = match network(36)? {
+        Ok(net) => net,
+        Err(reason) => return skip(reason),
+    };
+    // For the VMM alone, in a mount namespace of its own: other tests run beside. No driver has that number.
+    let [gone, script] = ["gone", "without-vhost-net"].map(|name| this_tests_dir().join(name));
+    host(&format!("mknod {} c 10 254", gone.display()))?;
+    let hide = format!("mount --bind {} /dev/vhost-net", gone.display());
+    let foreshore = program("foreshore");
+    let body = format!(
+        "#!/bin/sh\nexec unshare -m sh -c '{hide} && exec {} \"$@\"' sh \"$@\"\n",
+        foreshore.display()
+    );
+    fs::write(&script, body)?;
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755))?;
+    let on = net.builder(",vhost=on").program(&script).name("refused").expect_refusal()?;
+    for word in ["--net", "_net0", "/dev/vhost-net", "vhost_net"] {
+        ensure!(on.message.contains(word), "Nothing of {word:?} in: {}", on.message);
+    }
+    let guest = net.builder(",vhost=auto").program(&script).verbose().boot()?;
+    net.bring_up(&guest)?;
+    ping_host(&guest, &net)?;
+    is_moved_by("vmm", &guest, "_net0")?;
+    let log = guest.vmm_log()?;
+    ensure!(
+        log.contains("without vhost-net") && log.contains("/dev/vhost-net"),
+        "It does not say why: {log}"
+    );
+    guest.power_off()
+}
