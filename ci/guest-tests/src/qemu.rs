@@ -29,7 +29,8 @@ pub struct QemuBuilder {
     hotplug_mib: u64,
     nvdimm: Option<(PathBuf, u64)>,
     disk: Option<PathBuf>,
-    tap: Option<String>,
+    /// And whether the host's kernel moves its frames.
+    tap: Option<(String, bool)>,
     nth: u8,
     cmdline: String,
 }
@@ -97,9 +98,10 @@ impl QemuBuilder {
         self
     }
 
-    /// A tap of the host as a virtio-net interface; one that is not there is made, without an address.
-    pub fn tap(mut self, name: &str) -> Self {
-        self.tap = Some(name.to_owned());
+    /// A tap of the host as a virtio-net interface; one that is not there is made, without an address. With `vhost` the
+    /// host's kernel moves its frames.
+    pub fn tap(mut self, name: &str, vhost: bool) -> Self {
+        self.tap = Some((name.to_owned(), vhost));
         self
     }
 
@@ -186,10 +188,11 @@ impl QemuBuilder {
                 "virtio-blk-pci,drive=d0".to_owned(),
             ]);
         }
-        if let Some(tap) = &self.tap {
+        if let Some((tap, vhost)) = &self.tap {
+            let vhost = if *vhost { "on" } else { "off" };
             arguments.extend([
                 "-netdev".to_owned(),
-                format!("tap,id=n0,ifname={tap},script=no,downscript=no"),
+                format!("tap,id=n0,ifname={tap},script=no,downscript=no,vhost={vhost}"),
                 "-device".to_owned(),
                 // Nothing is booted from it.
                 format!("virtio-net-pci,netdev=n0,romfile=,mac=52:54:00:12:34:{:02x}", self.nth),

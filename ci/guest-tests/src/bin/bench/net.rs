@@ -24,27 +24,31 @@ const BRIDGE: &str = "benchbr";
 
 /// Each row is the median of some runs of one guest, or of one pair of guests.
 pub fn measure(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
-    for module in ["tun", "bridge"] {
+    for module in ["tun", "bridge", "vhost_net"] {
         // It may be built in.
         let _ = Command::new("modprobe").arg(module).status();
     }
-    with_host(vmm, samples)?;
+    with_host(vmm, samples, [Row::NetToGuest, Row::NetFromGuest, Row::NetRoundTrip], false)?;
+    if vmm.has_vhost_net() && Path::new("/dev/vhost-net").exists() {
+        with_host(vmm, samples, [Row::VhostToGuest, Row::VhostFromGuest, Row::VhostRoundTrip], true)?;
+    }
     between_guests(vmm, samples)
 }
 
 /// From the host to a guest and back.
-fn with_host(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
+fn with_host(vmm: &Vmm, samples: &mut Samples, rows: [Row; 3], vhost: bool) -> Result<()> {
     host_memory::even_out()?;
-    let vm = start(vmm, 0, Some(HOST))?;
+    let vm = start(vmm, 0, Some(HOST), vhost)?;
     // The VMMs set it up, but for QEMU, which leaves that to scripts.
     host(&format!("ifconfig {} {HOST} netmask 255.255.255.0 up", TAPS[0]))?;
     bring_up(&vm, ADDRESSES[0])?;
     serve(&vm)?;
     let server = SocketAddrV4::new(ADDRESSES[0], PORT);
     wait_for("the guest listens", LIMIT, || Ok(TcpStream::connect(server).ok()))?;
-    add(samples, Row::NetToGuest, vmm, || timed_net::send(server, TRANSFER_BYTES))?;
-    add(samples, Row::NetFromGuest, vmm, || timed_net::receive(server, TRANSFER_BYTES))?;
-    add(samples, Row::NetRoundTrip, vmm, || timed_net::round_trip(server, ROUND_TRIPS))?;
+    let [to_guest, from_guest, round_trip] = rows;
+    add(samples, to_guest, vmm, || timed_net::send(server, TRANSFER_BYTES))?;
+    add(samples, from_guest, vmm, || timed_net::receive(server, TRANSFER_BYTES))?;
+    add(samples, round_trip, vmm, || timed_net::round_trip(server, ROUND_TRIPS))?;
     stop([vm])
 }
 
@@ -52,7 +56,7 @@ fn with_host(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
 fn between_guests(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
     host_memory::even_out()?;
     let _bridge = Bridge::make()?;
-    let [from, to] = [start(vmm, 0, None)?, start(vmm, 1, None)?];
+    let [from, to] = [start(vmm, 0, None, false)?, start(vmm, 1, None, false)?];
     for tap in TAPS {
         host(&format!("ip link set {tap} up && brctl addif {BRIDGE} {tap}"))?;
     }
@@ -72,8 +76,8 @@ fn between_guests(vmm: &Vmm, samples: &mut Samples) -> Result<()> {
 }
 
 /// A guest with a tap, which serves commands.
-fn start(vmm: &Vmm, nth: u8, host: Option<Ipv4Addr>) -> Result<Vm> {
-    let net = Net { tap: TAPS[usize::from(nth)].to_owned(), host, nth };
+fn start(vmm: &Vmm, nth: u8, host: Option<Ipv4Addr>, vhost: bool) -> Result<Vm> {
+    let net = Net { tap: TAPS[usize::from(nth)].to_owned(), host, nth, vhost };
     let vm = vmm.start(&Extras { net: Some(net), ..Extras::default() })?;
     vm.wait_for_shell()?;
     Ok(vm)

@@ -23,6 +23,9 @@ pub enum Row {
     NetToGuest,
     NetFromGuest,
     NetRoundTrip,
+    VhostToGuest,
+    VhostFromGuest,
+    VhostRoundTrip,
     NetBetween,
     NetBetweenRoundTrip,
     ApiMedian,
@@ -82,7 +85,7 @@ pub enum Unit {
 }
 
 impl Row {
-    pub const ALL: [Self; 52] = [
+    pub const ALL: [Self; 55] = [
         Self::Boot,
         Self::VmmMemory,
         Self::Plug,
@@ -95,6 +98,9 @@ impl Row {
         Self::NetToGuest,
         Self::NetFromGuest,
         Self::NetRoundTrip,
+        Self::VhostToGuest,
+        Self::VhostFromGuest,
+        Self::VhostRoundTrip,
         Self::NetBetween,
         Self::NetBetweenRoundTrip,
         Self::ApiMedian,
@@ -152,6 +158,9 @@ impl Row {
             Self::NetToGuest => "net_host_to_guest_64_mib_seconds",
             Self::NetFromGuest => "net_guest_to_host_64_mib_seconds",
             Self::NetRoundTrip => "net_round_trip_microseconds",
+            Self::VhostToGuest => "vhost_net_host_to_guest_64_mib_seconds",
+            Self::VhostFromGuest => "vhost_net_guest_to_host_64_mib_seconds",
+            Self::VhostRoundTrip => "vhost_net_round_trip_microseconds",
             Self::NetBetween => "net_guest_to_guest_64_mib_seconds",
             Self::NetBetweenRoundTrip => "net_guest_to_guest_round_trip_microseconds",
             Self::ApiMedian => "api_state_median_microseconds",
@@ -210,6 +219,9 @@ impl Row {
             Self::NetToGuest => "TCP over a tap: 64 MiB to the guest",
             Self::NetFromGuest => "TCP over a tap: 64 MiB from the guest",
             Self::NetRoundTrip => "TCP over a tap: a byte to the guest and back",
+            Self::VhostToGuest => "TCP over a tap, by vhost-net: 64 MiB to the guest",
+            Self::VhostFromGuest => "TCP over a tap, by vhost-net: 64 MiB from the guest",
+            Self::VhostRoundTrip => "TCP over a tap, by vhost-net: a byte to the guest and back",
             Self::NetBetween => "TCP over two taps and a bridge: 64 MiB from guest to guest",
             Self::NetBetweenRoundTrip => "TCP over two taps and a bridge: a byte to the other guest and back",
             Self::ApiMedian => "vm.info (QEMU: query-status), median of a run",
@@ -263,6 +275,8 @@ impl Row {
             | Self::UnplugUsed
             | Self::NetToGuest
             | Self::NetFromGuest
+            | Self::VhostToGuest
+            | Self::VhostFromGuest
             | Self::NetBetween
             | Self::NvdimmUntar
             | Self::NvdimmTar

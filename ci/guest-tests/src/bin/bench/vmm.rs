@@ -54,6 +54,8 @@ pub struct Net {
     pub host: Option<Ipv4Addr>,
     /// Which one of several guests at a time has it.
     pub nth: u8,
+    /// The host's kernel moves its frames.
+    pub vhost: bool,
 }
 
 /// What a guest has beside its boot memory.
@@ -100,6 +102,11 @@ impl Vmm {
         }
     }
 
+    /// Whether the host's kernel can move the frames of its guests.
+    pub fn has_vhost_net(&self) -> bool {
+        matches!(self, Self::Foreshore | Self::Qemu)
+    }
+
     /// Starts the guest and waits for nothing.
     pub fn start(&self, extras: &Extras) -> Result<Vm> {
         match self {
@@ -125,9 +132,10 @@ fn cli(extras: &Extras, program: &Path) -> GuestBuilder {
     let builder = Guest::builder().program(program).kernel(kernel).image(image);
     let builder = builder.memory(&memory).cmdline(CMDLINE).without("--rng");
     let builder = match &extras.net {
-        Some(Net { tap, host, nth }) => {
+        Some(Net { tap, host, nth, vhost }) => {
             let address = host.map_or(String::new(), |host| format!(",ip={host},mask=255.255.255.0"));
-            builder.argument("--net", &format!("tap={tap},mac=02:f5:00:00:00:{nth:02x}{address}"))
+            let vhost = if *vhost { ",vhost=on" } else { "" };
+            builder.argument("--net", &format!("tap={tap},mac=02:f5:00:00:00:{nth:02x}{address}{vhost}"))
         }
         None => builder,
     };
@@ -146,7 +154,7 @@ fn qemu(extras: &Extras) -> QemuBuilder {
         .memory_mib(BOOT_MIB, extras.hotplug_mib)
         .cmdline(&format!("console=ttyS0 loglevel=5 {CMDLINE}"));
     let builder = match &extras.net {
-        Some(Net { tap, nth, .. }) => builder.tap(tap).nth(*nth),
+        Some(Net { tap, nth, vhost, .. }) => builder.tap(tap, *vhost).nth(*nth),
         None => builder,
     };
     match &extras.disk {
