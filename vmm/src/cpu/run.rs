@@ -10,7 +10,7 @@ use std::io;
 use std::os::unix::thread::JoinHandleExt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Once, mpsc};
 use std::thread::{Builder, JoinHandle};
 
 use kvm_bindings::{KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_UNINITIALIZED};
@@ -234,38 +234,50 @@ pub(super) fn install_handler() -> Result<(), CpuError> {
     result
 }
 
-impl Vcpu {
-    /// Makes the thread of `fd`, paused: [`Vcpu::resume`] lets it run.
-    ///
-    /// `fresh` is what it begins as again after [`Vcpu::begin_afresh`], if it may.
-    pub fn spawn(
-        fd: VcpuFd,
-        index: u8,
-        fresh: Option<Fresh>,
-        placement: Placement,
-        surroundings: Surroundings,
-    ) -> Result<Self, CpuError> {
+/// The thread of a vCPU that is not there yet. Dropping it ends the thread.
+///
+/// It comes first: what fails of it has KVM make nothing, and KVM never takes a vCPU back.
+pub struct VcpuThread {
+    index: u8,
+    thread: JoinHandle<()>,
+    runner: mpsc::Sender<Runner>,
+}
+
+impl VcpuThread {
+    /// Starts the thread where it is to run.
+    pub fn start(index: u8, placement: Placement) -> Result<Self, CpuError> {
         install_handler()?;
-        let Surroundings { ports, mmio, events, brake, memory_is_lost } = surroundings;
-        let shared = Arc::new(Shared::new(brake));
         let Placement { host_cpus, cores } = placement;
-        let shared_too = Arc::clone(&shared);
-        let runner = Runner { fd, index, fresh, ports, mmio, events, memory_is_lost, shared: shared_too };
+        let (runner, given) = mpsc::channel::<Runner>();
         // The name is what libvirt looks for when it pins vCPUs.
         let thread = Builder::new()
             .name(format!("vcpu{index}"))
             .spawn(move || {
                 cores.claim(index);
-                runner.run();
+                // There is none if it could not be made.
+                given.into_iter().for_each(Runner::run);
             })
             .map_err(|source| CpuError::Thread { index, source })?;
         let pinned = placement::pin(thread.as_pthread_t(), &host_cpus);
-        // If it is not, dropping this ends the thread.
-        let vcpu = Self { shared, thread: Some(thread) };
         pinned.map_err(|source| CpuError::Pin { index, host_cpus, source })?;
-        Ok(vcpu)
+        Ok(Self { index, thread, runner })
     }
 
+    /// Gives the thread its vCPU, paused: [`Vcpu::resume`] lets it run.
+    ///
+    /// `fresh` is what it begins as again after [`Vcpu::begin_afresh`], if it may.
+    pub fn run(self, fd: VcpuFd, fresh: Option<Fresh>, surroundings: Surroundings) -> Vcpu {
+        let Self { index, thread, runner } = self;
+        let Surroundings { ports, mmio, events, brake, memory_is_lost } = surroundings;
+        let shared = Arc::new(Shared::new(brake));
+        let shared_too = Arc::clone(&shared);
+        let vcpu = Runner { fd, index, fresh, ports, mmio, events, memory_is_lost, shared: shared_too };
+        assert!(runner.send(vcpu).is_ok(), "the thread waits for it");
+        Vcpu { shared, thread: Some(thread) }
+    }
+}
+
+impl Vcpu {
     fn set(&self, wanted: Wanted) {
         self.shared.want(wanted);
         if wanted != Wanted::Run {
@@ -492,13 +504,22 @@ fn next_after(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
     use std::thread;
     use std::time::Duration;
 
     use super::*;
 
     const LIMIT: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_thread_without_a_vcpu_ends() {
+        let start = |host_cpus| VcpuThread::start(3, Placement { host_cpus, cores: Cores::Anybody });
+        let VcpuThread { thread, runner, .. } = start(Vec::new()).unwrap();
+        assert_eq!(thread.thread().name(), Some("vcpu3"));
+        drop(runner);
+        thread.join().unwrap();
+        assert!(matches!(start(vec![1023]), Err(CpuError::Pin { index: 3, .. })));
+    }
 
     /// The loop of a vCPU without a vCPU: tells of each entry its number and whether the brake was pulled, and pulls
     /// it in the exit after entry `pull_in`, as a device does.

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvm_ioctls::VcpuFd;
 use tokio::sync::{Notify, mpsc};
 use tracing::{debug, warn};
 
@@ -16,21 +17,21 @@ use super::machine::KvmMachine;
 use super::owner::{EventSender, MachineEvent};
 use super::resident::Resident;
 use super::resources::Resources;
-use super::vcpus::Vcpus;
+use super::vcpus::{Maker, Vcpus};
 use super::{devices, governing, lost, pmem, volumes, zones};
 use crate::acpi::ged::GenericEventDevice;
 use crate::acpi::hotplug::HotplugPage;
 use crate::acpi::hotplug_cpus::CpuRegisters;
 use crate::acpi::pm::{PmEvent, PmPort};
 use crate::acpi::{self, AcpiInput};
-use crate::boot::{self, BootInfo, BootRequest, Pluggable};
+use crate::boot::{self, BootInfo, BootRequest, Pluggable, PvhEntry};
 use crate::cmos::{CMOS_LEN, CMOS_PORT, Cmos, wall_clock};
-use crate::config::{ConsoleMode, Topology, VmConfig};
+use crate::config::{ConsoleMode, CpusConfig, Topology, VcpuPlace, VmConfig};
 use crate::cpu::CpuError;
 use crate::cpu::cpuid::{self, Traits};
 use crate::cpu::placement::Cores;
 use crate::cpu::plug::Plug;
-use crate::cpu::run::{Placement, Surroundings, Vcpu};
+use crate::cpu::run::{Placement, Surroundings, Vcpu, VcpuThread};
 use crate::cpu::state::{self, Fresh};
 use crate::event_loop::EventLoop;
 use crate::host_console::ConsoleFiles;
@@ -308,32 +309,68 @@ fn build_vcpus(
         brake: Arc::clone(&fabric.brake),
         memory_is_lost: Arc::new(move || lost.explains_a_fault()),
     };
-    let (places, entry) = (topology.places().to_vec(), boot.entry);
-    let (cpus, cores) = (config.cpus.clone(), Cores::new(config.cpus.core_scheduling));
-    let make = move |index: u8| {
-        let error = |what| move |source| CpuError::Kvm { what, index, source };
-        let place = places[usize::from(index)];
-        // KVM takes the number that it is given for the APIC id, and 0 for the one that boots.
-        let fd = hypervisor.vm.create_vcpu(u64::from(place.apic_id)).map_err(error("create"))?;
+    let maker = VcpuMaker {
+        hypervisor,
+        cpus: config.cpus.clone(),
+        cores: Cores::new(config.cpus.core_scheduling),
+        places: topology.places().to_vec(),
+        entry: boot.entry,
+        surroundings,
+    };
+    Ok(Vcpus::new(Box::new(maker), registers)?)
+}
+
+/// Makes the vCPUs of one VM.
+struct VcpuMaker {
+    hypervisor: Hypervisor,
+    cpus: CpusConfig,
+    cores: Cores,
+    /// By index.
+    places: Vec<VcpuPlace>,
+    entry: PvhEntry,
+    surroundings: Surroundings,
+}
+
+impl VcpuMaker {
+    /// Where it runs, and what it is before the guest starts it.
+    fn prepare(&self, index: u8, fd: &VcpuFd) -> Result<(VcpuThread, Option<Fresh>), CpuError> {
+        let placement =
+            Placement { host_cpus: self.cpus.host_cpus(index).to_vec(), cores: self.cores.clone() };
+        let thread = VcpuThread::start(index, placement)?;
         let traits = Traits {
-            tsc_deadline: hypervisor.tsc_deadline,
+            tsc_deadline: self.hypervisor.tsc_deadline,
             tsc_khz: fd.get_tsc_khz().ok(),
-            nested: cpus.nested,
-            max_phys_bits: cpus.max_phys_bits,
-            amx: cpus.features.amx,
+            nested: self.cpus.nested,
+            max_phys_bits: self.cpus.max_phys_bits,
+            amx: self.cpus.features.amx,
         };
-        let leaves = cpuid::place(&hypervisor.cpuid, place, traits);
-        fd.set_cpuid2(&leaves).map_err(error("set the CPUID of"))?;
-        state::initialise(&fd, index)?;
+        let leaves = cpuid::place(&self.hypervisor.cpuid, self.places[usize::from(index)], traits);
+        let error = |source| CpuError::Kvm { what: "set the CPUID of", index, source };
+        fd.set_cpuid2(&leaves).map_err(error)?;
+        state::initialise(fd, index)?;
         // The one that boots never goes.
         let fresh = if index == 0 {
-            state::enter_pvh(&fd, index, &entry)?;
+            state::enter_pvh(fd, index, &self.entry)?;
             None
         } else {
-            Some(Fresh::of(&fd, index)?)
+            Some(Fresh::of(fd, index)?)
         };
-        let placement = Placement { host_cpus: cpus.host_cpus(index).to_vec(), cores: cores.clone() };
-        Vcpu::spawn(fd, index, fresh, placement, surroundings.clone())
-    };
-    Ok(Vcpus::new(Box::new(make), registers)?)
+        Ok((thread, fresh))
+    }
+}
+
+impl Maker<Vcpu> for VcpuMaker {
+    fn create(&self, index: u8) -> Result<VcpuFd, CpuError> {
+        // KVM takes the number that it is given for the APIC id, and 0 for the one that boots.
+        let apic_id = self.places[usize::from(index)].apic_id;
+        let error = |source| CpuError::Kvm { what: "create", index, source };
+        self.hypervisor.vm.create_vcpu(u64::from(apic_id)).map_err(error)
+    }
+
+    fn finish(&self, index: u8, fd: VcpuFd) -> Result<Vcpu, (VcpuFd, CpuError)> {
+        match self.prepare(index, &fd) {
+            Ok((thread, fresh)) => Ok(thread.run(fd, fresh, self.surroundings.clone())),
+            Err(err) => Err((fd, err)),
+        }
+    }
 }

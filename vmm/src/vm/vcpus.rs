@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use kvm_ioctls::VcpuFd;
 use tracing::{info, warn};
 
 use super::machine::KvmMachine;
@@ -24,6 +25,9 @@ const KIND: &str = "vcpu";
 
 /// A thread that runs a vCPU.
 pub(super) trait Processor {
+    /// What KVM has of it.
+    type Created;
+
     fn resume(&self);
     fn pause(&self) -> Pausing;
     fn send_nmi(&self);
@@ -31,6 +35,8 @@ pub(super) trait Processor {
 }
 
 impl Processor for Vcpu {
+    type Created = VcpuFd;
+
     fn resume(&self) {
         Self::resume(self);
     }
@@ -48,8 +54,14 @@ impl Processor for Vcpu {
     }
 }
 
-/// Makes the vCPU of that index, paused.
-pub(super) type Maker<P> = Box<dyn Fn(u8) -> Result<P, CpuError> + Send>;
+/// Makes vCPUs, paused.
+pub(super) trait Maker<P: Processor>: Send {
+    /// KVM's part, once for each index: it refuses a second one as long as the VM is there, whether the first is open or not.
+    fn create(&self, index: u8) -> Result<P::Created, CpuError>;
+
+    /// All the rest. What KVM has made comes back if that fails: it can be tried again with the same.
+    fn finish(&self, index: u8, created: P::Created) -> Result<P, (P::Created, CpuError)>;
+}
 
 struct Made<P> {
     processor: P,
@@ -58,9 +70,11 @@ struct Made<P> {
 }
 
 /// All of them.
-pub(super) struct Vcpus<P = Vcpu> {
+pub(super) struct Vcpus<P: Processor = Vcpu> {
     made: BTreeMap<u8, Made<P>>,
-    make: Maker<P>,
+    /// Those that KVM has made and that could not be finished.
+    unfinished: BTreeMap<u8, P::Created>,
+    maker: Box<dyn Maker<P>>,
     registers: Arc<CpuRegisters>,
     metrics: Arc<VcpuMetrics>,
     /// Those that the guest has are to run.
@@ -69,9 +83,10 @@ pub(super) struct Vcpus<P = Vcpu> {
 
 impl<P: Processor> Vcpus<P> {
     /// Those that the guest boots with, paused.
-    pub(super) fn new(make: Maker<P>, registers: Arc<CpuRegisters>) -> Result<Self, CpuError> {
+    pub(super) fn new(maker: Box<dyn Maker<P>>, registers: Arc<CpuRegisters>) -> Result<Self, CpuError> {
         let metrics = Arc::new(VcpuMetrics::default());
-        let mut vcpus = Self { made: BTreeMap::new(), make, registers, metrics, run: false };
+        let (made, unfinished) = (BTreeMap::new(), BTreeMap::new());
+        let mut vcpus = Self { made, unfinished, maker, registers, metrics, run: false };
         for index in 0..vcpus.registers.plug(|plug| plug.present()) {
             vcpus.make(index)?;
             vcpus.unpark(index);
@@ -86,9 +101,19 @@ impl<P: Processor> Vcpus<P> {
 
     /// Makes one that has never been, for later.
     fn make(&mut self, index: u8) -> Result<(), CpuError> {
-        if !self.made.contains_key(&index) {
-            let processor = (self.make)(index)?;
-            self.made.insert(index, Made { processor, is_parked: true });
+        if self.made.contains_key(&index) {
+            return Ok(());
+        }
+        let created = match self.unfinished.remove(&index) {
+            Some(created) => created,
+            None => self.maker.create(index)?,
+        };
+        match self.maker.finish(index, created) {
+            Ok(processor) => drop(self.made.insert(index, Made { processor, is_parked: true })),
+            Err((created, err)) => {
+                self.unfinished.insert(index, created);
+                return Err(err);
+            }
         }
         Ok(())
     }
@@ -213,6 +238,7 @@ impl KvmMachine {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
     use std::mem;
 
     use parking_lot::Mutex;
@@ -222,11 +248,22 @@ mod tests {
     use crate::bus::BusDevice;
     use crate::cpu::plug::Plug;
 
+    struct NoVcpus;
+
+    impl Maker<Vcpu> for NoVcpus {
+        fn create(&self, _: u8) -> Result<VcpuFd, CpuError> {
+            unreachable!("a machine without vCPUs")
+        }
+
+        fn finish(&self, _: u8, _: VcpuFd) -> Result<Vcpu, (VcpuFd, CpuError)> {
+            unreachable!("a machine without vCPUs")
+        }
+    }
+
     impl Vcpus {
         /// Of a machine that has none.
         pub(in crate::vm) fn none() -> Self {
-            let make = |_| unreachable!("a machine without vCPUs");
-            Self::new(Box::new(make), Arc::new(CpuRegisters::new(Plug::new(0, 0), |_| ()))).unwrap()
+            Self::new(Box::new(NoVcpus), Arc::new(CpuRegisters::new(Plug::new(0, 0), |_| ()))).unwrap()
         }
     }
 
@@ -245,6 +282,8 @@ mod tests {
     }
 
     impl Processor for Fake {
+        type Created = u8;
+
         fn resume(&self) {
             self.tell("resume");
         }
@@ -263,10 +302,42 @@ mod tests {
         }
     }
 
+    struct FakeMaker {
+        told: Told,
+        /// As KVM has it: each index once.
+        created: Mutex<BTreeSet<u8>>,
+        broken: Arc<Mutex<Option<u8>>>,
+    }
+
+    impl FakeMaker {
+        fn refuse(what: &'static str, index: u8, errno: i32) -> CpuError {
+            CpuError::Kvm { what, index, source: kvm_ioctls::Error::new(errno) }
+        }
+    }
+
+    impl Maker<Fake> for FakeMaker {
+        fn create(&self, index: u8) -> Result<u8, CpuError> {
+            match self.created.lock().insert(index) {
+                true => Ok(index),
+                false => Err(Self::refuse("create", index, libc::EEXIST)),
+            }
+        }
+
+        fn finish(&self, index: u8, created: u8) -> Result<Fake, (u8, CpuError)> {
+            assert_eq!(index, created);
+            if *self.broken.lock() == Some(index) {
+                return Err((created, Self::refuse("set the CPUID of", index, libc::ENOMEM)));
+            }
+            let fake = Fake { index, told: Arc::clone(&self.told) };
+            fake.tell("make");
+            Ok(fake)
+        }
+    }
+
     struct Rig {
         vcpus: Vcpus<Fake>,
         told: Told,
-        /// The index that cannot be made.
+        /// The index that cannot be finished.
         broken: Arc<Mutex<Option<u8>>>,
     }
 
@@ -274,17 +345,9 @@ mod tests {
         fn new(boot: u8, max: u8) -> Self {
             let (told, broken) = (Told::default(), Arc::new(Mutex::new(None)));
             let (tell, refuses) = (Arc::clone(&told), Arc::clone(&broken));
-            let make = move |index| {
-                if *refuses.lock() == Some(index) {
-                    let source = kvm_ioctls::Error::new(libc::ENOMEM);
-                    return Err(CpuError::Kvm { what: "create", index, source });
-                }
-                let fake = Fake { index, told: Arc::clone(&tell) };
-                fake.tell("make");
-                Ok(fake)
-            };
+            let maker = FakeMaker { told: tell, created: Mutex::default(), broken: refuses };
             let registers = Arc::new(CpuRegisters::new(Plug::new(boot, max), |_| ()));
-            Self { vcpus: Vcpus::new(Box::new(make), registers).unwrap(), told, broken }
+            Self { vcpus: Vcpus::new(Box::new(maker), registers).unwrap(), told, broken }
         }
 
         /// What they were told since the last look.
@@ -349,8 +412,12 @@ mod tests {
         let mut rig = Rig::new(1, 4);
         rig.vcpus.resume();
         *rig.broken.lock() = Some(3);
-        assert!(rig.vcpus.give(1..4).is_err());
-        assert_eq!(rig.vcpus.registers.plug(|plug| (plug.present(), plug.next_added())), (1, None));
+        // However often it is tried.
+        for _ in 0..3 {
+            let error = rig.vcpus.give(1..4).unwrap_err();
+            assert!(matches!(error, CpuError::Kvm { source, .. } if source.errno() == libc::ENOMEM));
+            assert_eq!(rig.vcpus.registers.plug(|plug| (plug.present(), plug.next_added())), (1, None));
+        }
         rig.told();
         *rig.broken.lock() = None;
         rig.vcpus.give(1..4).unwrap();
