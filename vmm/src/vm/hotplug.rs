@@ -109,6 +109,12 @@ impl KvmMachine {
             return Err(VmError::IdTaken { id: id.to_owned() });
         }
         let kind = device.kind();
+        let leaving = self.being_asked(kind);
+        if matches!(device, DeviceConfig::Vsock(_)) && !leaving.is_empty() {
+            // The configuration does without the other already, and the guest has it yet.
+            self.hotplug.count(kind, "add", "error");
+            return Err(VmError::DeviceLeaving { reason: "a VM has one vsock device".to_owned(), leaving });
+        }
         self.leaving.wait_for(kind, END_LIMIT);
         let slot = self.attach(device).map_err(|err| {
             self.hotplug.count(kind, "add", "error");
@@ -123,14 +129,19 @@ impl KvmMachine {
         Ok(PciDeviceInfo { id: id.to_owned(), bdf })
     }
 
-    /// Something that is in use may be free soon, if a device of the kind is on its way out.
-    fn why_not(&self, kind: &str, err: &BuildError) -> VmError {
-        let reason = super::chain(err);
+    /// Devices of a kind that the guest was asked to let go, and has not; empty if there are none.
+    fn being_asked(&self, kind: &str) -> String {
         let attached = self.fabric.virtio.iter().filter(|attached| attached.removable == Some(kind));
         let leaving: Vec<_> =
             attached.filter(|attached| attached.is_leaving).map(|attached| attached.id.as_str()).collect();
+        leaving.join(", ")
+    }
+
+    /// Something that is in use may be free soon, if a device of the kind is on its way out.
+    fn why_not(&self, kind: &str, err: &BuildError) -> VmError {
+        let (reason, leaving) = (super::chain(err), self.being_asked(kind));
         match err.is_in_use() && (!leaving.is_empty() || self.leaving.has(kind)) {
-            true => VmError::DeviceLeaving { reason, leaving: leaving.join(", ") },
+            true => VmError::DeviceLeaving { reason, leaving },
             false => VmError::Failed(reason),
         }
     }
@@ -247,6 +258,7 @@ impl KvmMachine {
                     self.metrics.change_machine(|sources| sources.net.retain(|net| net.net != *id));
                 }
                 "pmem" => self.detach_pmem(id),
+                // There is one at most, and its counters are these: `add` waits for this one to go.
                 _ => self.metrics.change_machine(|sources| sources.vsock = None),
             }
             self.fabric.work.remove(&attached.loops);
@@ -378,6 +390,27 @@ mod tests {
             rig.machine.leaving.wait();
             assert!(!socket.exists());
         }
+    }
+
+    #[test]
+    fn a_guest_has_one_vsock_device_also_while_it_lets_one_go() {
+        let mut rig = Rig::new();
+        let vsock = |name: &str| {
+            let socket = rig.folder.path().join(name);
+            let config = VsockConfig::parse(&format!("cid=3,socket={},id={name}", socket.display())).unwrap();
+            DeviceConfig::Vsock(config)
+        };
+        let (first, second) = (vsock("first"), vsock("second"));
+        rig.machine.add("first", &first).unwrap();
+        rig.machine.ask_to_let_go("first").unwrap();
+        let error = rig.machine.add("second", &second).unwrap_err();
+        let is_named = matches!(&error, VmError::DeviceLeaving { leaving, .. } if leaving == "first");
+        assert!(is_named && error.to_string().starts_with("a VM has one vsock device."), "{error}");
+        assert_eq!(rig.machine.fabric.pci.used() - 1, 1, "the guest has not seen it");
+        rig.eject(1);
+        rig.machine.add("second", &second).unwrap();
+        let metrics = rig.machine.metrics.encode(Vec::new()).unwrap();
+        assert!(metrics.contains("foreshore_vsock_"), "{metrics}");
     }
 
     #[test]
