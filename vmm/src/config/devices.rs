@@ -10,9 +10,10 @@ use super::error::ConfigError;
 use super::json::{self, JsonError};
 use super::option_parser::Syntax;
 use super::{
-    DiskConfig, GivenFd, MacAddress, NetConfig, PmemConfig, VmConfig, VsockConfig, balloon, disk,
+    DRAM_ZONE, DiskConfig, GivenFd, MacAddress, NetConfig, PmemConfig, VmConfig, VsockConfig, balloon, disk,
     memory_zone, net, pm_memory, pmem, vsock,
 };
+use crate::memory::zone::device_id;
 
 /// A device that may be added to a VM and removed from it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -83,6 +84,9 @@ impl DeviceConfig {
     }
 }
 
+/// Devices that there is one of at most.
+const FIXED: [&str; 3] = ["__console", "__rng", "__watchdog"];
+
 /// One device as the API takes it, by the rules of a whole configuration.
 fn read<T: DeserializeOwned>(syntax: &Syntax, mut json: Map<String, Value>) -> Result<T, JsonError> {
     json::strip_nulls(&mut json);
@@ -132,14 +136,29 @@ impl VmConfig {
             )
     }
 
-    fn ids(&self) -> Vec<String> {
-        self.named().map(|(_, id)| id.to_owned()).collect()
+    /// What devices are called that are not named by whoever wants them: those of memory by their zones.
+    fn ids_of_our_own(&self) -> impl Iterator<Item = String> {
+        let one = self.memory.zones.is_empty().then_some(DRAM_ZONE);
+        let dram = one.into_iter().chain(self.memory.zones.iter().map(|zone| &*zone.id)).map(device_id);
+        let pm = self.pm_memory.iter().enumerate().map(|(nth, pm)| device_id(&pm.id_or_default(nth)));
+        dram.chain(pm).chain(FIXED.map(str::to_owned))
     }
 
-    /// An id is one thing's, whatever that is.
+    /// What everything is called but volumes.
+    pub fn ids_beside_volumes(&self) -> Vec<String> {
+        self.named().map(|(_, id)| id.to_owned()).chain(self.ids_of_our_own()).collect()
+    }
+
+    /// The same, and volumes that are devices.
+    fn ids(&self) -> Vec<String> {
+        let volumes = self.chosen_volumes().filter_map(|(volume, chosen)| chosen.device_id(&volume.name));
+        self.ids_beside_volumes().into_iter().chain(volumes).collect()
+    }
+
+    /// An id is one thing's, whatever that is. Of volumes it is seen when their interface is.
     pub(super) fn check_ids(&self) -> Result<(), ConfigError> {
-        let mut earlier = BTreeSet::new();
-        match self.named().find(|(_, id)| !earlier.insert(*id)) {
+        let mut earlier: BTreeSet<_> = self.ids_of_our_own().collect();
+        match self.named().find(|(_, id)| !earlier.insert((*id).to_owned())) {
             Some((flag, id)) => Err(ConfigError::IdTaken { flag, id: id.to_owned() }),
             None => Ok(()),
         }
@@ -202,7 +221,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::config::{BalloonConfig, MemoryZoneConfig, test_config};
+    use crate::config::{BalloonConfig, MemoryZoneConfig, PmMemoryConfig, PmVolumeConfig, test_config};
 
     fn disk(text: &str) -> DeviceConfig {
         DeviceConfig::Disk(DiskConfig::parse(text).unwrap())
@@ -264,6 +283,40 @@ mod tests {
         config.net.clear();
         config.disks[0].id = Some("__rng".to_owned());
         assert!(config.validate().unwrap_err().to_string().contains("__"));
+        config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=2M").unwrap()];
+        for id in ["mem-dram", "mem-pm"] {
+            config.disks[0].id = Some(id.to_owned());
+            assert_eq!(config.validate(), Err(ConfigError::IdTaken { flag: "--disk", id: id.to_owned() }));
+        }
+        config.disks[0].id = Some("watchdog".to_owned());
+        assert_eq!(config.validate(), Ok(()));
+    }
+
+    #[test]
+    fn a_volume_that_is_a_device_has_its_id() {
+        let mut config = test_config();
+        let volume = |text: &str| PmVolumeConfig::parse(&format!("pool={text}")).unwrap();
+        config.pm_volumes = vec![
+            volume("/p,name=blk,interface=virtio-blk"),
+            volume("/p,name=raw,format=raw"),
+            volume("/p,name=dimm"),
+        ];
+        assert_eq!(config.validate(), Ok(()));
+        let before = config.clone();
+        for id in ["blk", "pmem-raw"] {
+            let error = add(&mut config, disk(&format!("path=/d,id={id}"))).unwrap_err();
+            assert_eq!(error, format!("--disk: the id {id} is taken"));
+            // A configuration in which it is so from the start is none.
+            config.net = vec![NetConfig::parse(&format!("id={id}")).unwrap()];
+            assert!(config.validate().unwrap_err().to_string().contains(&format!("has the id {id}")));
+            config = before.clone();
+        }
+        for id in ["raw", "dimm", "pmem-blk"] {
+            assert_eq!(add(&mut config, disk(&format!("path=/d,id={id}"))), Ok(id.to_owned()));
+        }
+        // Nor are those that there is one of a volume's.
+        config.pm_volumes.push(volume("/p,name=__rng,interface=virtio-blk"));
+        assert!(config.validate().unwrap_err().to_string().contains("has the id __rng"));
     }
 
     #[test]

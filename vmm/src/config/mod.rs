@@ -38,7 +38,7 @@ mod vsock;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::virtio::block::serial::serial_number;
-use crate::volume::interface::{Payload, choose};
+use crate::volume::interface::{Chosen, Payload, check_ids, choose};
 
 pub use self::balloon::BalloonConfig;
 pub use self::cli::{COMPATIBLE_WITH, CliError, Command, Launch, LogConfig, parse_command_line};
@@ -222,7 +222,13 @@ impl VmConfig {
             // Of the payload nothing is known yet; whether `auto` finds something for it is seen when it is loaded.
             choose(volume, self.cpus.max_vcpus, Payload::Linux)?;
         }
-        Ok(())
+        Ok(check_ids(self.chosen_volumes(), self.ids_beside_volumes())?)
+    }
+
+    /// Volumes with what is chosen for them if the payload is Linux.
+    fn chosen_volumes(&self) -> impl Iterator<Item = (&PmVolumeConfig, Chosen)> {
+        let choose = |volume| Some((volume, choose(volume, self.cpus.max_vcpus, Payload::Linux).ok()?));
+        self.pm_volumes.iter().filter_map(choose)
     }
 
     /// What the governor does: what was said, and otherwise `psi` for a VM with memory on PM, which is there to come and go by

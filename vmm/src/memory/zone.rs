@@ -72,6 +72,11 @@ pub struct HostMemory {
     pub file: Option<PathBuf>,
 }
 
+/// What the API calls the virtio-mem device of a zone.
+pub fn device_id(zone_id: &str) -> String {
+    format!("mem-{zone_id}")
+}
+
 /// What a zone shall be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ZoneSpec {

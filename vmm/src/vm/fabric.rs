@@ -130,6 +130,8 @@ impl Fabric {
         device: Box<dyn VirtioDevice>,
         memory: &Memory,
     ) -> Result<u8, BuildError> {
+        // Who removes a device would get another one. Configurations with two are refused, and so is what is added.
+        assert!(self.virtio.iter().all(|attached| attached.id != id), "two devices are called {id}");
         let view = memory.view().clone();
         let events = Arc::clone(&self.io_events);
         let loops = device.loops();

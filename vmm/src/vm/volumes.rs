@@ -120,8 +120,7 @@ fn choose_all(
     };
     let chosen: Vec<_> = config.pm_volumes.iter().map(choose).collect::<Result<_, _>>()?;
     check_count(&chosen)?;
-    let disks = (0..).zip(&config.disks).map(|(nth, disk)| disk.id_or_default(nth));
-    check_ids(config.pm_volumes.iter().zip(chosen.iter().copied()), disks)?;
+    check_ids(config.pm_volumes.iter().zip(chosen.iter().copied()), config.ids_beside_volumes())?;
     Ok(chosen)
 }
 
@@ -265,7 +264,7 @@ fn attach_virtio_pmem(
         true => Arc::new(ReadOnly),
         false => Arc::clone(&mapped.watched) as Arc<dyn Persist>,
     };
-    let name = format!("pmem-{}", mapped.config.name);
+    let name = Chosen::VirtioPmem.device_id(&mapped.config.name).expect("it is on the PCI bus");
     let device = match mapped.config.format {
         VolumeFormat::Btt => Pmem::new(name, guest.start, guest.len, backing),
         VolumeFormat::Raw => Pmem::raw(name, guest.start, guest.len, backing)?,

@@ -44,6 +44,15 @@ impl Chosen {
             Self::VirtioBlk => "virtio-blk",
         }
     }
+
+    /// What the API calls the device of a volume; an NVDIMM is none on the PCI bus.
+    pub fn device_id(self, volume: &str) -> Option<String> {
+        match self {
+            Self::Nvdimm => None,
+            Self::VirtioPmem => Some(format!("pmem-{volume}")),
+            Self::VirtioBlk => Some(volume.to_owned()),
+        }
+    }
 }
 
 /// What the payload is, as far as it matters here.
@@ -80,14 +89,16 @@ pub enum InterfaceError {
         /// The volume.
         name: String,
     },
-    /// The guest could not tell two disks apart, nor the API.
+    /// The API could not tell two devices apart, nor the guest two disks, of which it is the serial number.
     #[error(
-        "--pm-volume name={name}: another disk of this VM has the same id, and so the same serial number in the guest; \
-         rename the volume (pmvol volume rename), or give the --disk another id="
+        "--pm-volume name={name}: another device of this VM has the id {id}; rename the volume (pmvol volume rename), or \
+         give the other another id="
     )]
     SameId {
         /// The volume.
         name: String,
+        /// What its device would be called.
+        id: String,
     },
     /// More than there are flush hint pages and health registers for.
     #[error(
@@ -154,16 +165,18 @@ pub fn check_count(chosen: &[Chosen]) -> Result<(), InterfaceError> {
     if count > MAX_NVDIMMS { Err(InterfaceError::TooManyNvdimms { count }) } else { Ok(()) }
 }
 
-/// Refuses volumes that would be disks of the same id: it is their name, and names are a pool's own. `disks` are the
-/// ids of the others.
+/// Refuses volumes whose devices would have the same id: it comes from their name, and names are a pool's own. `others` are the
+/// ids of all other devices.
 pub fn check_ids<'a>(
     volumes: impl Iterator<Item = (&'a PmVolumeConfig, Chosen)>,
-    disks: impl Iterator<Item = String>,
+    others: impl IntoIterator<Item = String>,
 ) -> Result<(), InterfaceError> {
-    let mut ids: BTreeSet<String> = disks.collect();
-    for (volume, _) in volumes.filter(|(_, chosen)| *chosen == Chosen::VirtioBlk) {
-        if !ids.insert(volume.name.clone()) {
-            return Err(InterfaceError::SameId { name: volume.name.clone() });
+    let mut ids: BTreeSet<String> = others.into_iter().collect();
+    for (volume, chosen) in volumes {
+        if let Some(id) = chosen.device_id(&volume.name)
+            && !ids.insert(id.clone())
+        {
+            return Err(InterfaceError::SameId { name: volume.name.clone(), id });
         }
     }
     Ok(())
@@ -252,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_of_one_id_are_refused() {
+    fn devices_of_one_id_are_refused() {
         let disk = |pool: &str, name: &str| {
             PmVolumeConfig::parse(&format!("pool={pool},name={name},interface=virtio-blk")).unwrap()
         };
@@ -265,6 +278,13 @@ mod tests {
         assert_eq!(check([Chosen::VirtioBlk, Chosen::Nvdimm], &[]), Ok(()));
         check([Chosen::VirtioBlk, Chosen::Nvdimm], &["root", "data"]).unwrap_err();
         assert_eq!(check([Chosen::Nvdimm; 2], &["data"]), Ok(()));
+        assert_eq!(check([Chosen::VirtioPmem, Chosen::VirtioBlk], &[]), Ok(()));
+        for (chosen, other) in
+            [([Chosen::VirtioPmem; 2], ""), ([Chosen::VirtioPmem, Chosen::Nvdimm], "pmem-data")]
+        {
+            let text = check(chosen, &[other]).unwrap_err().to_string();
+            assert!(text.contains("has the id pmem-data"), "{text}");
+        }
     }
 
     #[test]

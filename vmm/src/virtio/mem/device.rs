@@ -13,6 +13,7 @@ use super::plug::Executor;
 use super::state::MemState;
 use crate::event_loop::EventLoopHandle;
 use crate::memory::view::GuestView;
+use crate::memory::zone::device_id;
 use crate::memory::{BLOCK_BYTES, HotplugPart};
 use crate::virtio::worker::WorkerSlot;
 use crate::virtio::{ActivateError, Activation, VirtioDevice, read_config_bytes};
@@ -47,7 +48,7 @@ impl MemDevice {
     ) -> (Self, MemHandle) {
         let HotplugPart { spec, range, backing, slots } = part;
         let node_id = u16::try_from(spec.guest_node).expect("a node that configuration has validated");
-        let name = format!("mem-{}", spec.id);
+        let name = device_id(&spec.id);
         let shared = Arc::new(Shared {
             state: Mutex::new(MemState::new(
                 range.start,

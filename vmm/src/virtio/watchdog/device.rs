@@ -40,7 +40,7 @@ impl VirtioDevice for Watchdog {
     }
 
     fn name(&self) -> &str {
-        "watchdog"
+        "__watchdog"
     }
 
     fn queue_sizes(&self) -> &[u16] {
@@ -122,6 +122,8 @@ mod tests {
     fn without_its_queue_it_does_not_start() {
         let event_loop = EventLoop::spawn("test").unwrap();
         let mut watchdog = Watchdog::new(Arc::new(|| {}), event_loop.handle());
+        // As Cloud Hypervisor calls it, and no device that somebody adds.
+        assert_eq!(watchdog.name(), "__watchdog");
         let mut activation = TestDriver::new(1).activation(watchdog.features());
         activation.queues[0] = None;
         let error = watchdog.activate(activation).unwrap_err();
