@@ -527,7 +527,11 @@ impl<F: MachineFactory> Owner<F> {
     }
 
     fn boot(&mut self) -> Result<(), VmError> {
-        let next = state::next(self.vm()?.state, Verb::Boot)?;
+        let state = self.vm()?.state;
+        let next = state::next(state, Verb::Boot)?;
+        if state == VmState::Paused {
+            return self.resume();
+        }
         self.told.tell(Event::VmBooting);
         self.start()?;
         self.vm()?.state = next;

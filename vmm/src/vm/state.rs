@@ -7,7 +7,7 @@ use super::request::{VmError, VmState};
 /// What is asked of a VM as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
-    /// Start it.
+    /// Start it. One that is paused goes on, as in Cloud Hypervisor until 52.
     Boot,
     /// Stop its vCPUs, keep everything.
     Pause,
@@ -36,7 +36,7 @@ impl Verb {
     /// The states in which this may be asked, in words for the error.
     const fn needs(self) -> &'static str {
         match self {
-            Self::Boot => "created and not booted",
+            Self::Boot => "not booted, or paused",
             Self::Resume => "paused",
             Self::Pause => "running",
             Self::Shutdown | Self::Reboot | Self::Change => "running or paused",
@@ -48,7 +48,7 @@ impl Verb {
 pub fn next(state: VmState, verb: Verb) -> Result<VmState, VmError> {
     use VmState::{Created, Paused, Running};
     match (verb, state) {
-        (Verb::Boot, Created) | (Verb::Resume, Paused) => Ok(Running),
+        (Verb::Boot, Created | Paused) | (Verb::Resume, Paused) => Ok(Running),
         (Verb::Pause, Running) => Ok(Paused),
         (Verb::Change, Running | Paused) => Ok(state),
         (Verb::Shutdown, Running | Paused) => Ok(Created),
@@ -85,7 +85,7 @@ mod tests {
     fn the_table_of_transitions() {
         use VmState::{Created, Paused, Running};
         let table = [
-            (Verb::Boot, [Some(Running), None, None]),
+            (Verb::Boot, [Some(Running), None, Some(Running)]),
             (Verb::Pause, [None, Some(Paused), None]),
             (Verb::Resume, [None, None, Some(Running)]),
             (Verb::Shutdown, [None, Some(Created), Some(Created)]),

@@ -108,3 +108,19 @@ fn a_pause_that_follows_one_that_is_over_is_told() {
         assert_eq!(told.last_chunk(), Some(&["pausing", "paused"]));
     });
 }
+
+#[test]
+fn a_boot_of_a_vm_that_is_paused_is_a_resume() {
+    run(async {
+        let vm = start(None).await;
+        assert!(matches!(vm.handle.ask(VmRequest::Boot).await, Err(VmError::WrongState { .. })));
+        vm.handle.ask(VmRequest::Pause).await.unwrap();
+        vm.handle.ask(VmRequest::Boot).await.unwrap();
+        assert_eq!(vm.state().await, VmState::Running);
+        assert_eq!(vm.log(), ["build", "resume", "pause", "resume"]);
+        // Also of one that must not go on.
+        vm.send(0, MachineEvent::MustPause { reason: "flush failed".to_owned() });
+        assert!(matches!(vm.handle.ask(VmRequest::Boot).await, Err(VmError::CannotResume { .. })));
+        assert_eq!(vm.told().await.join(" "), "booting booted pausing paused resuming resumed failed");
+    });
+}
