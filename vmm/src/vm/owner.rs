@@ -633,8 +633,8 @@ impl<F: MachineFactory> Owner<F> {
         Ok(())
     }
 
-    /// Ends the machine and builds it anew: what was plugged has gone back, the guest boots on DRAM. A client that asks for it is
-    /// told of it, a guest as often as it may be.
+    /// Ends the machine and builds it anew, with what its configuration has by now: DRAM is asked for as it was, PM has gone back to
+    /// its pool. A client that asks for it is told of it, a guest as often as it may be.
     fn reboot(&mut self, tell: fn(&Events, Event<'_>)) -> Result<(), VmError> {
         let vm = self.vm()?;
         let next = state::next(vm.state, Verb::Reboot)?;

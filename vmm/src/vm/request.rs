@@ -29,8 +29,8 @@ pub enum VmState {
 /// `vm.info`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct VmInfo {
-    /// The configuration, with what `vm.pressure` has changed since, and the vCPUs, and the memory where it grows by ACPI, that the
-    /// next boot has; other resizes do not change it.
+    /// The configuration, with what was changed since: by `vm.pressure`, by devices that came and went, and by resizes of vCPUs, DRAM
+    /// and balloon, so that the next boot has it.
     pub config: VmConfig,
     /// Where it is in its life.
     pub state: VmState,
