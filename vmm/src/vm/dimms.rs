@@ -6,39 +6,57 @@ use super::machine::KvmMachine;
 use super::request::VmError;
 use crate::acpi::ged::Event;
 use crate::config::Size;
+use crate::memory::dimms::DimmError;
 
 /// What counts DIMMs that have come, or not.
 const KIND: &str = "dimm";
 
 impl KvmMachine {
-    /// Adds what is missing to `size_bytes` as one DIMM, and tells the guest. Memory that has come by ACPI does not go: for less
-    /// than there is nothing happens before the next boot.
-    pub(super) fn grow_by_dimms(&mut self, size_bytes: u64) -> Result<(), VmError> {
+    /// What is missing to `size_bytes`, if it can come as one DIMM.
+    pub(super) fn missing_bytes(&self, size_bytes: u64) -> Result<u64, VmError> {
         // What is asked for is what the next boot begins with. A guest that reboots into a layout that cannot be would end its VM.
         self.memory.could_boot_with(0, size_bytes).map_err(|err| {
             VmError::BadRequest(format!("desired_ram {size_bytes}: the VM could not boot again: {err}"))
         })?;
-        let zone = &self.memory.zones()[0];
-        let (boot_bytes, node) = (zone.boot_bytes, zone.guest_node);
-        let there = boot_bytes + self.dimms.as_ref().map_or(0, |dimms| dimms.plan().used_bytes());
-        let more = size_bytes.saturating_sub(there);
-        if more == 0 {
+        let more = size_bytes.saturating_sub(self.dram_bytes());
+        match &self.dimms {
+            _ if more == 0 => Ok(0),
+            Some(dimms) => match dimms.plan().place(more) {
+                Ok(_) => Ok(more),
+                Err(err) => Err(self.refuse(size_bytes, &err)),
+            },
+            None => Err(VmError::BadRequest(format!(
+                "desired_ram {size_bytes}: the VM has {} bytes of boot memory and no hotplug_size",
+                self.dram_bytes()
+            ))),
+        }
+    }
+
+    /// What was there at boot or has come.
+    fn dram_bytes(&self) -> u64 {
+        self.memory.zones()[0].boot_bytes + self.dimms.as_ref().map_or(0, |dimms| dimms.plan().used_bytes())
+    }
+
+    fn refuse(&self, size_bytes: u64, err: &DimmError) -> VmError {
+        self.hotplug.count(KIND, "add", "error");
+        let text = format!("desired_ram {size_bytes}: {}", super::chain(err));
+        if err.is_the_hosts() { VmError::Failed(text) } else { VmError::BadRequest(text) }
+    }
+
+    /// Adds what is missing to `size_bytes` as one DIMM, and tells the guest. Memory that has come by ACPI does not go: for less
+    /// than there is nothing happens before the next boot.
+    pub(super) fn grow_by_dimms(&mut self, size_bytes: u64) -> Result<(), VmError> {
+        let (there, more) = (self.dram_bytes(), self.missing_bytes(size_bytes)?);
+        let Some(dimms) = self.dimms.as_mut().filter(|_| more > 0) else {
             if size_bytes < there {
                 let (wanted, there) = (Size(size_bytes), Size(there));
                 warn!(%wanted, %there, "Memory that was there at boot or came by ACPI does not go: the next boot has less");
             }
             return Ok(());
-        }
-        let Some(dimms) = &mut self.dimms else {
-            return Err(VmError::BadRequest(format!(
-                "desired_ram {size_bytes}: the VM has {boot_bytes} bytes of boot memory and no hotplug_size"
-            )));
         };
-        let dimm = dimms.add(more).map_err(|err| {
-            self.hotplug.count(KIND, "add", "error");
-            let text = format!("desired_ram {size_bytes}: {}", super::chain(&err));
-            if err.is_the_hosts() { VmError::Failed(text) } else { VmError::BadRequest(text) }
-        })?;
+        let added = dimms.add(more);
+        let dimm = added.map_err(|err| self.refuse(size_bytes, &err))?;
+        let node = self.memory.zones()[0].guest_node;
         self.hotplug.count(KIND, "add", "ok");
         self.page.dimms(|registers| registers.put(dimm, node));
         // A guest without an interrupt finds it when it looks next: it is there.
@@ -62,7 +80,7 @@ mod tests {
     use crate::memory::{MemoryOptions, build};
     use crate::vm::machine::tests::machine;
     use crate::vm::owner::Machine;
-    use crate::vm::request::ResizeZoneRequest;
+    use crate::vm::request::{ResizeRequest, ResizeZoneRequest};
 
     const MIB: u64 = 1 << 20;
 
@@ -120,12 +138,16 @@ mod tests {
     #[test]
     fn what_cannot_come_is_refused_and_the_guest_not_told() {
         let (mut machine, table) = growing(1024 * MIB);
+        let resize = |mib| ResizeRequest { desired_ram: Some(mib * MIB), ..ResizeRequest::default() };
+        machine.check_resize(&resize(65 + 128)).unwrap();
         for (mib, text) in [
             (66, "desired_ram 69206016: 1 MiB more is not a multiple of 128 MiB"),
             (65 + 1024 + 128, "1152 MiB more, of which hotplug_size leaves 1 GiB"),
         ] {
+            let before = machine.check_resize(&resize(mib)).unwrap_err();
             let error = machine.resize_dram(mib * MIB).unwrap_err();
             assert!(matches!(&error, VmError::BadRequest(reason) if reason.contains(text)), "{error}");
+            assert_eq!(before.to_string(), error.to_string());
         }
         let zone = ResizeZoneRequest { id: "dram".to_owned(), desired_ram: 193 * MIB };
         assert!(matches!(machine.resize_zone(&zone), Err(VmError::BadRequest(_))));

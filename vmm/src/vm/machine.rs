@@ -13,8 +13,8 @@ use super::hotplug::{Leaving, bdf};
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
 use super::pmem::AttachedPmem;
 use super::request::{
-    BalloonInfo, PciDeviceInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeStatus,
-    ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
+    BalloonInfo, PciDeviceInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeRequest,
+    ResizeStatus, ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
 };
 use super::resident::Resident;
 use super::resources::{PmemFiles, Resources};
@@ -174,14 +174,14 @@ impl Machine for KvmMachine {
         self.guest_btt.kernel()
     }
 
+    fn check_resize(&self, resize: &ResizeRequest) -> Result<(), VmError> {
+        resize.desired_vcpus.map_or(Ok(()), |desired| self.vcpus_step(desired).map(drop))?;
+        resize.desired_ram.map_or(Ok(()), |size_bytes| self.check_dram(size_bytes))?;
+        resize.desired_balloon.map_or(Ok(()), |size_bytes| self.without_balloon(size_bytes).map(drop))
+    }
+
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError> {
-        let dram: Vec<&str> = self.zone_ids(|spec| spec.tier == Tier::Dram);
-        if dram != [DRAM_ZONE] {
-            return Err(VmError::BadRequest(format!(
-                "desired_ram: the VM's memory is in zones; vm.resize-zone resizes each: {}",
-                dram.join(", ")
-            )));
-        }
+        self.check_dram(size_bytes)?;
         if self.memory.zones()[0].growth == Growth::Dimms {
             return self.grow_by_dimms(size_bytes);
         }
@@ -203,21 +203,9 @@ impl Machine for KvmMachine {
     }
 
     fn resize_balloon(&mut self, size_bytes: u64) -> Result<(), VmError> {
-        let refuse =
-            |reason: String| Err(VmError::BadRequest(format!("desired_balloon {size_bytes}: {reason}")));
-        let Some(balloon) = &self.balloon else {
-            return if size_bytes == 0 { Ok(()) } else { refuse("the VM has no balloon".to_owned()) };
-        };
-        let sizes = balloon.sizes();
-        if size_bytes > sizes.max_bytes {
-            let most_bytes = sizes.max_bytes;
-            return refuse(format!("the guest keeps its floor, which leaves at most {most_bytes} bytes"));
-        }
-        if !size_bytes.is_multiple_of(sizes.block_bytes) {
-            return refuse(format!("it is not a multiple of {} bytes", sizes.block_bytes));
-        }
+        let Some(left_bytes) = self.without_balloon(size_bytes)? else { return Ok(()) };
         let now = self.governor.clock().now();
-        self.governor.core().lock().resize(BALLOON_ZONE, sizes.max_bytes - size_bytes, now)
+        self.governor.core().lock().resize(BALLOON_ZONE, left_bytes, now)
     }
 
     fn resize_disk(&mut self, resize: &ResizeDiskRequest) -> Result<(), VmError> {
@@ -273,8 +261,42 @@ impl KvmMachine {
         self.memory.zones().iter().filter(|spec| of(spec)).map(|spec| spec.id.as_str()).collect()
     }
 
-    /// Sets the size of a zone, boot part included, which is called `what` where it cannot be.
-    fn resize(&self, nth: usize, what: &str, size_bytes: u64) -> Result<(), VmError> {
+    /// Refuses a size of the DRAM that cannot be.
+    fn check_dram(&self, size_bytes: u64) -> Result<(), VmError> {
+        let dram: Vec<&str> = self.zone_ids(|spec| spec.tier == Tier::Dram);
+        if dram != [DRAM_ZONE] {
+            return Err(VmError::BadRequest(format!(
+                "desired_ram: the VM's memory is in zones; vm.resize-zone resizes each: {}",
+                dram.join(", ")
+            )));
+        }
+        match self.memory.zones()[0].growth {
+            Growth::Dimms => self.missing_bytes(size_bytes).map(drop),
+            Growth::VirtioMem => self.hotplugged_bytes(0, "the VM", size_bytes).map(drop),
+        }
+    }
+
+    /// What a balloon of that size leaves of the most that may be in it; `None` if there is none, and none is asked for.
+    fn without_balloon(&self, size_bytes: u64) -> Result<Option<u64>, VmError> {
+        let refuse =
+            |reason: String| Err(VmError::BadRequest(format!("desired_balloon {size_bytes}: {reason}")));
+        let Some(balloon) = &self.balloon else {
+            return if size_bytes == 0 { Ok(None) } else { refuse("the VM has no balloon".to_owned()) };
+        };
+        let sizes = balloon.sizes();
+        let Some(left_bytes) = sizes.max_bytes.checked_sub(size_bytes) else {
+            let most_bytes = sizes.max_bytes;
+            return refuse(format!("the guest keeps its floor, which leaves at most {most_bytes} bytes"));
+        };
+        if !size_bytes.is_multiple_of(sizes.block_bytes) {
+            return refuse(format!("it is not a multiple of {} bytes", sizes.block_bytes));
+        }
+        Ok(Some(left_bytes))
+    }
+
+    /// The hotplug part of a zone of that size, boot part included, which is called `what` where it cannot be. `None` if it has no such
+    /// part: then the bounds leave only the size that it has.
+    fn hotplugged_bytes(&self, nth: usize, what: &str, size_bytes: u64) -> Result<Option<u64>, VmError> {
         let spec = &self.memory.zones()[nth];
         let (boot_bytes, most_bytes) = (spec.boot_bytes, spec.boot_bytes + spec.hotplug_bytes);
         let Some(hotplugged) = size_bytes.checked_sub(boot_bytes).filter(|_| size_bytes <= most_bytes) else {
@@ -289,10 +311,13 @@ impl KvmMachine {
                 Size(UNIT_BYTES)
             )));
         }
-        if spec.hotplug_bytes == 0 {
-            // The bounds leave only the size that it has.
-            return Ok(());
-        }
+        Ok((spec.hotplug_bytes > 0).then_some(hotplugged))
+    }
+
+    /// Sets the size of a zone, likewise.
+    fn resize(&self, nth: usize, what: &str, size_bytes: u64) -> Result<(), VmError> {
+        let Some(hotplugged) = self.hotplugged_bytes(nth, what, size_bytes)? else { return Ok(()) };
+        let spec = &self.memory.zones()[nth];
         self.told.expect_of_zone(&spec.id);
         self.governor.core().lock().resize(&spec.id, hotplugged, self.governor.clock().now())
     }

@@ -50,6 +50,8 @@ pub trait Machine {
     fn volumes(&self) -> Vec<VolumeInfo>;
     /// The guest's kernel, once an agent has said it.
     fn guest_kernel(&self) -> Option<GuestKernel>;
+    /// Whether all of a resize can be done, as far as it can be told without doing it: the host may have no room.
+    fn check_resize(&self, resize: &ResizeRequest) -> Result<(), VmError>;
     /// Sets the DRAM in bytes, boot part included, and pins the zone until the governor is resumed.
     fn resize_dram(&mut self, size_bytes: u64) -> Result<(), VmError>;
     /// Fills in what of the configuration only the machine knows, such as where a pseudo terminal is.
@@ -312,6 +314,10 @@ impl Vm {
             return self.reconfigure(|config| resize.apply(config));
         }
         state::next(self.state, Verb::Change)?;
+        // Before anything is done: of one that is refused for a part of it nothing has changed.
+        resize.desired_vcpus.map_or(Ok(()), |vcpus| self.with_vcpus(vcpus).map(drop))?;
+        resize.desired_ram.map_or(Ok(()), |size_bytes| self.with_ram(size_bytes).map(drop))?;
+        self.running()?.check_resize(resize)?;
         if let Some(vcpus) = resize.desired_vcpus {
             self.resize_vcpus(vcpus)?;
         }
@@ -333,24 +339,30 @@ impl Vm {
         Ok(())
     }
 
-    /// Memory that comes by ACPI stays: the next boot has it as boot memory, or does without what was to go. Of a zone that shrinks
-    /// as well the next boot is asked for the same.
-    fn resize_ram(&mut self, size_bytes: u64) -> Result<(), VmError> {
+    /// What the next boot has if memory comes by ACPI: that stays, and is boot memory then, or the boot does without what was to go. Of
+    /// a zone that shrinks as well (`None`) it is asked for the same.
+    fn with_ram(&self, size_bytes: u64) -> Result<Option<VmConfig>, VmError> {
         if !self.config.memory.resizes_by_acpi() {
-            self.running()?.resize_dram(size_bytes)?;
-            self.remember_size(DRAM_ZONE, size_bytes);
-            return Ok(());
+            return Ok(None);
         }
         let mut config = self.config.clone();
         config.memory.size = size_bytes;
         config.validate().map_err(|error| VmError::BadRequest(error.to_string()))?;
+        Ok(Some(config))
+    }
+
+    fn resize_ram(&mut self, size_bytes: u64) -> Result<(), VmError> {
+        let config = self.with_ram(size_bytes)?;
         self.running()?.resize_dram(size_bytes)?;
-        self.config = config;
+        match config {
+            Some(config) => self.config = config,
+            None => self.remember_size(DRAM_ZONE, size_bytes),
+        }
         Ok(())
     }
 
-    /// The configuration follows at once, whenever the guest does: it boots with as many the next time.
-    fn resize_vcpus(&mut self, desired: u8) -> Result<(), VmError> {
+    /// What the next boot has with so many vCPUs.
+    fn with_vcpus(&self, desired: u8) -> Result<VmConfig, VmError> {
         let most = self.config.cpus.max_vcpus;
         if !(1..=most).contains(&desired) {
             let reason = format!("desired_vcpus {desired}: the VM can have 1 to {most} vCPUs");
@@ -361,6 +373,12 @@ impl Vm {
         config
             .validate()
             .map_err(|error| VmError::BadRequest(format!("desired_vcpus {desired}: {error}")))?;
+        Ok(config)
+    }
+
+    /// The configuration follows at once, whenever the guest does: it boots with as many the next time.
+    fn resize_vcpus(&mut self, desired: u8) -> Result<(), VmError> {
+        let config = self.with_vcpus(desired)?;
         self.running()?.resize_vcpus(desired)?;
         self.config = config;
         Ok(())

@@ -185,15 +185,20 @@ impl<P: Processor> Vcpus<P> {
 }
 
 impl KvmMachine {
-    /// Has the guest have `desired` vCPUs: those that come are there at once, those that go are asked for.
-    pub(super) fn change_vcpus(&mut self, desired: u8) -> Result<(), VmError> {
-        let registers = Arc::clone(&self.vcpus.registers);
-        let step = registers.plug(|plug| plug.step(desired)).map_err(|Pending(leaving)| {
+    /// What it takes to have `desired` vCPUs.
+    pub(super) fn vcpus_step(&self, desired: u8) -> Result<Step, VmError> {
+        self.vcpus.registers.plug(|plug| plug.step(desired)).map_err(|Pending(leaving)| {
             self.hotplug.count(KIND, "resize", "pending");
             VmError::VcpusLeaving {
                 leaving: leaving.iter().map(u8::to_string).collect::<Vec<_>>().join(", "),
             }
-        })?;
+        })
+    }
+
+    /// Has the guest have `desired` vCPUs: those that come are there at once, those that go are asked for.
+    pub(super) fn change_vcpus(&mut self, desired: u8) -> Result<(), VmError> {
+        let registers = Arc::clone(&self.vcpus.registers);
+        let step = self.vcpus_step(desired)?;
         match step {
             Step::Nothing => {
                 if registers.plug(|plug| plug.ask_again()) {

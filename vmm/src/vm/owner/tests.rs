@@ -79,6 +79,13 @@ impl Machine for FakeMachine {
     fn guest_kernel(&self) -> Option<GuestKernel> {
         None
     }
+    fn check_resize(&self, resize: &ResizeRequest) -> Result<(), VmError> {
+        let is_odd = |size: Option<u64>| size.is_some_and(|size_bytes| size_bytes % 2 == 1);
+        match is_odd(resize.desired_ram) || is_odd(resize.desired_balloon) {
+            true => Err(VmError::BadRequest("odd".to_owned())),
+            false => Ok(()),
+        }
+    }
     fn resize_dram(&mut self, _: u64) -> Result<(), VmError> {
         self.0.lock().push("resize");
         self.1.wait("resize");

@@ -132,3 +132,34 @@ fn a_vm_that_is_paused_is_resized_and_stays_paused() {
         assert_eq!(vm.log().join(", "), expected);
     });
 }
+
+#[test]
+fn a_resize_is_done_as_a_whole_or_not_at_all() {
+    run(async {
+        let mut config = test_config();
+        config.cpus.max_vcpus = 4;
+        for acpi in [false, true] {
+            let mut config = config.clone();
+            if acpi {
+                config.memory = MemoryConfig::parse("size=512M,hotplug_size=1G").unwrap();
+            }
+            let vm = serve(None, Some(config), AtGuestShutdown::End);
+            let before = vm.handle.ask(VmRequest::Info).await.unwrap().config;
+            let right = ResizeRequest {
+                desired_vcpus: Some(2),
+                desired_ram: Some(1 << 30),
+                desired_balloon: Some(0),
+            };
+            for wrong in [
+                ResizeRequest { desired_vcpus: Some(5), ..right.clone() },
+                ResizeRequest { desired_ram: Some(5001), ..right.clone() },
+                ResizeRequest { desired_balloon: Some(1), ..right },
+            ] {
+                let refused = vm.handle.ask(|reply| VmRequest::Resize(wrong, reply)).await;
+                assert!(matches!(refused, Err(VmError::BadRequest(_))));
+            }
+            assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config, before);
+            assert_eq!(vm.log(), ["build", "resume"]);
+        }
+    });
+}
