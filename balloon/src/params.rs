@@ -3,7 +3,8 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
+use serde::de::Visitor;
+use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
 use crate::BLOCK_BYTES;
@@ -112,13 +113,38 @@ pub struct Param {
 }
 
 /// A value as somebody gave it: a number in the parameter's own unit (bytes, milliseconds, thousandths), or a text.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged, expecting = "a whole number, or a text such as \"512M\" or \"2s\"")]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
 pub enum Setting {
     /// In the parameter's own unit.
     Number(u64),
     /// With a unit of its own, `512M`.
     Text(String),
+}
+
+impl<'de> Deserialize<'de> for Setting {
+    /// As `#[serde(untagged)]` would, but that an error says what was there as well.
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct NumberOrText;
+
+        impl Visitor<'_> for NumberOrText {
+            type Value = Setting;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(r#"a whole number, or a text such as "512M" or "2s""#)
+            }
+
+            fn visit_u64<E>(self, number: u64) -> Result<Setting, E> {
+                Ok(Setting::Number(number))
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Setting, E> {
+                Ok(Setting::from(text))
+            }
+        }
+
+        from.deserialize_any(NumberOrText)
+    }
 }
 
 impl From<&str> for Setting {

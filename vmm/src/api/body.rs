@@ -10,6 +10,7 @@ use serde::de::DeserializeOwned;
 use tokio::time::timeout;
 
 use super::error::ApiError;
+use crate::config::read_json;
 
 /// The largest body that any call takes is a VM's configuration.
 pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
@@ -60,7 +61,7 @@ impl<S: Send + Sync> FromRequest<S> for PassedOver {
 /// Takes an object apart. serde also reads a list as a struct, field by field, which no call means.
 fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     match bytes.trim_ascii_start().first() {
-        Some(b'{') => serde_json::from_slice(bytes).map_err(|error| ApiError::Json(error.to_string())),
+        Some(b'{') => read_json(bytes).map_err(|error| ApiError::Json(error.to_string())),
         Some(_) => Err(ApiError::Json("it is not a JSON object".to_owned())),
         None => Err(ApiError::Json("it is empty".to_owned())),
     }
@@ -80,8 +81,14 @@ mod tests {
         let text = |bytes| parse::<ResizeBody>(bytes).unwrap_err().to_string();
         assert!(text(b"").ends_with("it is empty"));
         assert!(text(b"[1, 2, 3]").ends_with("it is not a JSON object"));
-        assert!(text(br#"{"desired_ram": "2G"}"#).contains("invalid type"));
-        assert!(text(br#"{"desired_ram": -1}"#).contains("invalid value"));
+        let told = |bytes, told| {
+            assert!(text(bytes).ends_with(&format!(": desired_ram is {told}")), "{}", text(bytes))
+        };
+        told(
+            br#"{"desired_ram": "2G"}"#,
+            r#""2G", and must be a whole number from 0 to 18446744073709551615"#,
+        );
+        told(br#"{"desired_ram": -1}"#, "-1, and must be a whole number from 0 to 18446744073709551615");
         assert!(text(br#"{"desired_ram": 1"#).contains("EOF"));
     }
 

@@ -52,7 +52,7 @@ pub enum ApiError {
 impl From<JsonError> for ApiError {
     fn from(error: JsonError) -> Self {
         match error {
-            JsonError::Json(error) => Self::Json(error.to_string()),
+            JsonError::Field(error) => Self::Json(error.to_string()),
             JsonError::Config(error) => Self::Config(error),
         }
     }

@@ -7,6 +7,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use super::error::ConfigError;
+use super::field;
 use super::json::{self, JsonError};
 use super::option_parser::Syntax;
 use super::{
@@ -91,7 +92,7 @@ const FIXED: [&str; 3] = ["__console", "__rng", "__watchdog"];
 fn read<T: DeserializeOwned>(syntax: &Syntax, mut json: Map<String, Value>) -> Result<T, JsonError> {
     json::strip_nulls(&mut json);
     json::check_section(syntax, &json)?;
-    Ok(serde_json::from_value(Value::Object(json))?)
+    Ok(field::read(Value::Object(json))?)
 }
 
 /// The first of `_disk0`, `_disk1` and so on that nothing is called.
@@ -367,7 +368,7 @@ mod tests {
         assert!(
             error(json!({"path": "/d", "iommu": true})).starts_with("--disk: iommu=true is not supported")
         );
-        assert!(error(json!({})).contains("path"));
-        assert!(error(json!({"path": 7})).contains("invalid type"));
+        assert_eq!(error(json!({})), "path is missing");
+        assert_eq!(error(json!({"path": 7})), "path is 7, and must be a path");
     }
 }

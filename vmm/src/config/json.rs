@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use thiserror::Error;
 
 use super::error::ConfigError;
+use super::field::{self, FieldError};
 use super::option_parser::Syntax;
 use super::{
     VmConfig, balloon, console, cpus, disk, foreign, memory, memory_zone, net, numa, payload, platform, pmem,
@@ -33,9 +34,9 @@ const SECTIONS: [(&str, &Syntax); 12] = [
 /// Why a configuration in JSON is refused.
 #[derive(Debug, Error)]
 pub enum JsonError {
-    /// It is not one.
+    /// A field of it is missing, or is not what it has to be.
     #[error(transparent)]
-    Json(#[from] serde_json::Error),
+    Field(#[from] FieldError),
     /// It has something that is not supported, or is no valid configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -46,7 +47,7 @@ impl VmConfig {
     pub fn from_json(mut json: Map<String, Value>) -> Result<Self, JsonError> {
         strip_nulls(&mut json);
         check(&json)?;
-        let config: Self = serde_json::from_value(Value::Object(json))?;
+        let config: Self = field::read(Value::Object(json))?;
         config.validate()?;
         Ok(config)
     }
@@ -222,12 +223,55 @@ mod tests {
 
     #[test]
     fn what_is_no_configuration_is_told() {
-        assert!(error(json!({})).contains("payload"));
-        assert!(error(with(json!({"cpus": {"boot_vcpus": -1, "max_vcpus": 1}}))).contains("invalid value"));
-        assert!(
-            error(with(json!({"cpus": {"boot_vcpus": 300, "max_vcpus": 300}}))).contains("invalid value")
-        );
-        assert!(error(with(json!({"memory": {"size": "512M"}}))).contains("invalid type"));
+        let number = |most: u64| format!("must be a whole number from 0 to {most}");
+        for (more, told) in [
+            (
+                json!({"cpus": {"boot_vcpus": -1, "max_vcpus": 1}}),
+                format!("cpus.boot_vcpus is -1, and {}", number(255)),
+            ),
+            (
+                json!({"cpus": {"boot_vcpus": 300, "max_vcpus": 1}}),
+                format!("cpus.boot_vcpus is 300, and {}", number(255)),
+            ),
+            (json!({"cpus": {"max_vcpus": 1}}), "cpus.boot_vcpus is missing".to_owned()),
+            (
+                json!({"memory": {"size": "512M"}}),
+                format!(r#"memory.size is "512M", and {}"#, number(u64::MAX)),
+            ),
+            (
+                json!({"memory": {"size": 4096, "shared": "on"}}),
+                r#"memory: shared is "on", and must be true or false"#.to_owned(),
+            ),
+            (
+                json!({"memory": {"size": 0, "zones": [{"id": "a", "size": 4096, "prefault": 1}]}}),
+                "memory.zones[0]: prefault is 1, and must be true or false".to_owned(),
+            ),
+            (
+                json!({"disks": [{"path": "/a"}, {"path": 7}]}),
+                "disks[1].path is 7, and must be a path".to_owned(),
+            ),
+            (
+                json!({"serial": {"mode": "Loud"}}),
+                r#"serial.mode is "Loud", and must be one of Off, Null, Tty, Pty, File, Socket"#.to_owned(),
+            ),
+            (
+                json!({"pm_memory": 7}),
+                "pm_memory is 7, and must be an object, or a list of objects".to_owned(),
+            ),
+            (json!({"pm_memory": {"size": 2 << 20}}), "pm_memory.pool is missing".to_owned()),
+            (
+                json!({"pm_memory": [{"pool": "/p", "size": 2 << 20, "near": "a"}]}),
+                format!(r#"pm_memory[0].near is "a", and {}"#, number(u32::MAX.into())),
+            ),
+            (
+                json!({"pm_volumes": [{"pool": "/p", "name": "a", "size": "all"}]}),
+                r#"pm_volumes[0].size is "all", and must be a whole number of bytes, or "remaining""#
+                    .to_owned(),
+            ),
+        ] {
+            assert_eq!(error(with(more)), told);
+        }
+        assert_eq!(error(json!({})), "payload is missing");
         assert_eq!(
             error(with(json!({"memory": {"size": 3}}))),
             "--memory: size is 3 bytes, which is not a multiple of 4 KiB"

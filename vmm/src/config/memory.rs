@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
+use super::field;
 use super::host_memory::HostMemoryConfig;
 use super::memory_zone::{MemoryZoneConfig, check_hotplug};
 use super::option_parser::Syntax;
@@ -43,7 +44,7 @@ pub struct MemoryConfig {
     /// Boot memory; 0 with zones.
     pub size: u64,
     /// Of what on the host it is.
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "field::flattened")]
     pub host: HostMemoryConfig,
     /// The host is asked for transparent huge pages.
     #[serde(default = "default_thp")]

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::error::ConfigError;
+use super::field;
 use super::host_memory::HostMemoryConfig;
 use super::name;
 use super::option_parser::Syntax;
@@ -41,7 +42,7 @@ pub struct MemoryZoneConfig {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<PathBuf>,
     /// Of what on the host it is.
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "field::flattened")]
     pub host: HostMemoryConfig,
     /// The host's node from which all its memory comes; wherever the host likes otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]

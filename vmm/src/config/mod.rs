@@ -12,6 +12,7 @@ mod cpus;
 mod devices;
 mod disk;
 mod error;
+mod field;
 mod foreign;
 mod host_memory;
 mod json;
@@ -35,6 +36,10 @@ mod socket;
 mod topology;
 mod vsock;
 
+use std::fmt;
+
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
+use serde::de::{MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::virtio::block::serial::serial_number;
@@ -47,6 +52,7 @@ pub use self::cpus::{CoreScheduling, CpuAffinity, CpuFeatures, CpuTopology, Cpus
 pub use self::devices::DeviceConfig;
 pub use self::disk::{DiskConfig, ImageType};
 pub use self::error::ConfigError;
+pub use self::field::{FieldError, read_bytes as read_json};
 pub use self::host_memory::HostMemoryConfig;
 pub use self::json::JsonError;
 #[cfg(test)]
@@ -129,18 +135,30 @@ pub struct VmConfig {
 
 /// Clients that know of one zone of PM send it without a list around it.
 fn one_or_many<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<PmMemoryConfig>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum OneOrMany {
-        Many(Vec<PmMemoryConfig>),
-        One(PmMemoryConfig),
-        None,
+    // As `#[serde(untagged)]` would, but that an error is of the field that is wrong.
+    struct OneOrMany;
+
+    impl<'de> Visitor<'de> for OneOrMany {
+        type Value = Vec<PmMemoryConfig>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("an object, or a list of objects")
+        }
+
+        fn visit_unit<E>(self) -> Result<Self::Value, E> {
+            Ok(Vec::new())
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, one: A) -> Result<Self::Value, A::Error> {
+            PmMemoryConfig::deserialize(MapAccessDeserializer::new(one)).map(|zone| vec![zone])
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, many: A) -> Result<Self::Value, A::Error> {
+            Vec::deserialize(SeqAccessDeserializer::new(many))
+        }
     }
-    Ok(match OneOrMany::deserialize(from)? {
-        OneOrMany::Many(zones) => zones,
-        OneOrMany::One(zone) => vec![zone],
-        OneOrMany::None => Vec::new(),
-    })
+
+    from.deserialize_any(OneOrMany)
 }
 
 impl VmConfig {
@@ -387,7 +405,7 @@ mod tests {
         assert_eq!(zones(json).unwrap(), std::slice::from_ref(&zone));
         assert_eq!(zones(&format!("[{json}, {json}]")).unwrap(), [zone.clone(), zone]);
         assert_eq!(zones("null").unwrap(), []);
-        assert!(zones("7").is_err());
+        assert!(zones("7").unwrap_err().to_string().contains("expected an object, or a list of objects"));
     }
 
     #[test]

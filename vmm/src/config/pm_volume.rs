@@ -4,7 +4,8 @@ use std::fmt;
 use std::path::PathBuf;
 
 use pmem_volume::pool::VolumeName;
-use serde::{Deserialize, Serialize};
+use serde::de::{self, Unexpected, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::error::ConfigError;
 use super::option_parser::Syntax;
@@ -53,8 +54,7 @@ impl fmt::Display for VolumeFormat {
 }
 
 /// How large a volume shall be. In JSON bytes, or `"remaining"`, as the flag has it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(into = "Option<SizeJson>", from = "Option<SizeJson>")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum VolumeSize {
     /// What it is.
     #[default]
@@ -65,18 +65,8 @@ pub enum VolumeSize {
     Remaining,
 }
 
-#[derive(Serialize, Deserialize)]
-#[serde(untagged)]
-enum SizeJson {
-    Bytes(u64),
-    Word(SizeWord),
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum SizeWord {
-    Remaining,
-}
+/// As the flag and JSON call it.
+const REMAINING: &str = "remaining";
 
 impl VolumeSize {
     fn is_existing(&self) -> bool {
@@ -84,23 +74,44 @@ impl VolumeSize {
     }
 }
 
-impl From<VolumeSize> for Option<SizeJson> {
-    fn from(size: VolumeSize) -> Self {
-        match size {
-            VolumeSize::Existing => None,
-            VolumeSize::Bytes(bytes) => Some(SizeJson::Bytes(bytes)),
-            VolumeSize::Remaining => Some(SizeJson::Word(SizeWord::Remaining)),
+impl Serialize for VolumeSize {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Existing => to.serialize_none(),
+            Self::Bytes(bytes) => to.serialize_u64(*bytes),
+            Self::Remaining => to.serialize_str(REMAINING),
         }
     }
 }
 
-impl From<Option<SizeJson>> for VolumeSize {
-    fn from(size: Option<SizeJson>) -> Self {
-        match size {
-            None => Self::Existing,
-            Some(SizeJson::Bytes(bytes)) => Self::Bytes(bytes),
-            Some(SizeJson::Word(SizeWord::Remaining)) => Self::Remaining,
+impl<'de> Deserialize<'de> for VolumeSize {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct BytesOrWord;
+
+        impl Visitor<'_> for BytesOrWord {
+            type Value = VolumeSize;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "a whole number of bytes, or {REMAINING:?}")
+            }
+
+            fn visit_unit<E>(self) -> Result<VolumeSize, E> {
+                Ok(VolumeSize::Existing)
+            }
+
+            fn visit_u64<E>(self, bytes: u64) -> Result<VolumeSize, E> {
+                Ok(VolumeSize::Bytes(bytes))
+            }
+
+            fn visit_str<E: de::Error>(self, word: &str) -> Result<VolumeSize, E> {
+                match word {
+                    REMAINING => Ok(VolumeSize::Remaining),
+                    _ => Err(E::invalid_value(Unexpected::Str(word), &self)),
+                }
+            }
         }
+
+        from.deserialize_any(BytesOrWord)
     }
 }
 
@@ -137,7 +148,7 @@ impl PmVolumeConfig {
         let options = SYNTAX.parse(text)?;
         let size = match options.text("size") {
             None => VolumeSize::Existing,
-            Some("remaining") => VolumeSize::Remaining,
+            Some(REMAINING) => VolumeSize::Remaining,
             Some(_) => VolumeSize::Bytes(options.required("size", options.size("size")?)?),
         };
         let interface =
@@ -207,7 +218,11 @@ mod tests {
         }
         for wrong in [r#""2M""#, "-1", "1.5", "[]"] {
             let json = format!(r#"{{"pool": "/p", "name": "a", "size": {wrong}}}"#);
-            assert!(serde_json::from_str::<PmVolumeConfig>(&json).is_err(), "{wrong}");
+            let error = serde_json::from_str::<PmVolumeConfig>(&json).unwrap_err().to_string();
+            assert!(
+                error.contains(r#"expected a whole number of bytes, or "remaining""#),
+                "{wrong}: {error}"
+            );
         }
     }
 

@@ -63,9 +63,7 @@ pub fn of_cli_error(error: &CliError) -> Option<Verdict> {
 pub fn of_json_error(error: &JsonError) -> Option<Verdict> {
     match error {
         JsonError::Config(error) => of_error(error),
-        JsonError::Json(error) => {
-            let text = error.to_string();
-            text.starts_with("unknown variant").then_some(Verdict::Refused(text))
-        }
+        // A value that was no fair try.
+        JsonError::Field(_) => None,
     }
 }

@@ -35,9 +35,9 @@ fn what_cannot_be_added_or_removed_is_told_why() {
             ("vm.add-disk", "{}", 400, "path"),
             ("vm.add-disk", "", 400, "empty"),
             ("vm.add-disk", "[]", 400, "not a JSON object"),
-            ("vm.add-pmem", r#"{"file": 7}"#, 400, "invalid type"),
+            ("vm.add-pmem", r#"{"file": 7}"#, 400, "file is 7, and must be a path"),
             ("vm.add-vsock", r#"{"cid": 3}"#, 400, "socket"),
-            ("vm.add-vsock", r#"{"cid": -1, "socket": "/s"}"#, 400, "invalid value"),
+            ("vm.add-vsock", r#"{"cid": -1, "socket": "/s"}"#, 400, "cid is -1, and must be a"),
             ("vm.remove-device", r#"{"id": "x"}"#, 404, "no device \\\"x\\\""),
             ("vm.remove-device", "{}", 400, "id"),
         ] {
