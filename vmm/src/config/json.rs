@@ -2,7 +2,7 @@
 //!
 //! Field names are Cloud Hypervisor's. What a client says that foreshore has nothing for is refused with the reason,
 //! as the same flag is, unless it asks for what is the case anyway: clients write out defaults. Names that neither knows
-//! are passed over, as Cloud Hypervisor does.
+//! are passed over, as Cloud Hypervisor does, but in sections that are ours alone.
 
 use serde_json::{Map, Value};
 use thiserror::Error;
@@ -11,8 +11,8 @@ use super::error::ConfigError;
 use super::field::{self, FieldError};
 use super::option_parser::Syntax;
 use super::{
-    VmConfig, balloon, console, cpus, disk, foreign, memory, memory_zone, net, numa, payload, platform, pmem,
-    rng, vsock,
+    VmConfig, balloon, console, cpus, disk, foreign, memory, memory_zone, net, numa, payload, platform,
+    pm_memory, pm_volume, pmem, pressure, rng, vsock,
 };
 
 /// Sections, with what the flag of the same meaning takes.
@@ -29,6 +29,14 @@ const SECTIONS: [(&str, &Syntax); 12] = [
     ("vsock", &vsock::SYNTAX),
     ("pmem", &pmem::SYNTAX),
     ("platform", &platform::SYNTAX),
+];
+
+/// Sections that Cloud Hypervisor does not have: their flags and keys. No client knows more of them than we do, so that a key
+/// which nobody knows is a mistake.
+const OURS: [(&str, &str, &[&str]); 3] = [
+    ("pm_memory", pm_memory::SYNTAX.flag, pm_memory::SYNTAX.keys),
+    ("pm_volumes", pm_volume::SYNTAX.flag, pm_volume::SYNTAX.keys),
+    ("pressure", pressure::FLAG, &pressure::FIELDS),
 ];
 
 /// Why a configuration in JSON is refused.
@@ -78,6 +86,9 @@ fn check(config: &Map<String, Value>) -> Result<(), ConfigError> {
     for (name, syntax) in SECTIONS {
         objects(config.get(name)).try_for_each(|section| check_section(syntax, section))?;
     }
+    for (name, flag, keys) in OURS {
+        objects(config.get(name)).try_for_each(|section| check_keys(flag, keys, section))?;
+    }
     let zones = objects(config.get("memory").and_then(|memory| memory.get("zones")));
     zones.into_iter().try_for_each(|zone| check_section(&memory_zone::SYNTAX, zone))?;
     objects(config.get("numa")).try_for_each(|node| check_section(&numa::SYNTAX, node))
@@ -109,6 +120,13 @@ pub(super) fn check_section(syntax: &Syntax, section: &Map<String, Value>) -> Re
     Ok(())
 }
 
+fn check_keys(flag: &'static str, keys: &[&str], section: &Map<String, Value>) -> Result<(), ConfigError> {
+    match section.keys().find(|key| !keys.contains(&&***key)) {
+        Some(key) => Err(ConfigError::UnknownKey { flag, key: key.clone(), known: keys.join(", ") }),
+        None => Ok(()),
+    }
+}
+
 /// Whether a value is one of the `neutral` ones, or has nothing in it; without neutral ones, whether it is a switch that is off.
 fn asks_for_nothing(value: &Value, neutral: &[&str]) -> bool {
     match value {
@@ -130,16 +148,19 @@ pub(crate) fn fields() -> Vec<(&'static str, Vec<&'static str>)> {
         let json = ["boot_vcpus", "max_vcpus", "mode", "zones", "affinity", "num_queues", "fds"];
         syntax.keys.iter().copied().chain(refused).chain(json).collect()
     };
-    SECTIONS.iter().map(|(section, syntax)| (*section, names(syntax))).collect()
+    let theirs = SECTIONS.iter().map(|(section, syntax)| (*section, names(syntax)));
+    theirs.chain(OURS.iter().map(|(section, _, keys)| (*section, keys.to_vec()))).collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use proptest::prelude::*;
     use serde_json::json;
 
     use super::*;
-    use crate::config::{ConsoleMode, HotplugMethod};
+    use crate::config::{ConsoleMode, HotplugMethod, PmMemoryConfig, PmVolumeConfig, PressureConfig};
 
     fn read(json: Value) -> Result<VmConfig, JsonError> {
         let Value::Object(fields) = json else { panic!("{json} is no object") };
@@ -218,6 +239,47 @@ mod tests {
         ] {
             let message = error(with(more.clone()));
             assert!(message.starts_with(text), "{more}: {message}");
+        }
+    }
+
+    #[test]
+    fn keys_that_nobody_knows_are_refused_in_our_own_sections_alone() {
+        let zone = json!({"pool": "/p", "size": 2 << 20, "hugepages": true});
+        let keys =
+            "pool, size, id, guest_numa_node, near, read_latency, write_latency, bandwidth, scrub_bandwidth";
+        let told = format!(r#"--pm-memory: unknown key "hugepages"; the keys are {keys}"#);
+        assert_eq!(error(with(json!({ "pm_memory": zone }))), told);
+        assert_eq!(error(with(json!({ "pm_memory": [zone] }))), told);
+        let volume = |key: &str| json!({"pm_volumes": [{"pool": "/p", "name": "a"}, {"pool": "/p", "name": "b", key: true}]});
+        assert!(
+            error(with(volume("read_only")))
+                .starts_with(r#"--pm-volume: unknown key "read_only"; the keys are pool"#)
+        );
+        assert!(read(with(volume("readonly"))).is_ok());
+        assert_eq!(
+            error(with(json!({"pressure": {"policy": "psi", "idle": "10s"}}))),
+            r#"--pressure: unknown key "idle"; the keys are policy, size, params, rules, dry_run, paused, record, record_size"#
+        );
+        // Clients of a later Cloud Hypervisor go on working.
+        let later =
+            json!({"balloon": {"size": 0, "later": 1}, "disks": [{"path": "/d", "later": {}}], "later": [1]});
+        assert!(read(with(later)).is_ok());
+    }
+
+    #[test]
+    fn keys_of_our_own_sections_are_their_fields() {
+        let all =
+            "id=a,guest_numa_node=1,near=0,read_latency=1,write_latency=1,bandwidth=1G,scrub_bandwidth=0";
+        let zone = PmMemoryConfig::parse(&format!("pool=/p,size=2M,{all}")).unwrap();
+        let all = "format=btt,interface=auto,create=on,readonly=off,force=off";
+        let volume = PmVolumeConfig::parse(&format!("pool=/p,name=a,size=2M,{all}")).unwrap();
+        let all = "policy=fixed,size=0,idle=1s,cool_down=1s,record=/r,record_size=1M";
+        let pressure = PressureConfig::parse(all).unwrap();
+        let shown = json!({"pm_memory": zone, "pm_volumes": volume, "pressure": pressure});
+        for (section, _, keys) in OURS {
+            let fields: BTreeSet<_> =
+                shown[section].as_object().unwrap().keys().map(String::as_str).collect();
+            assert_eq!(keys.iter().copied().collect::<BTreeSet<_>>(), fields, "{section}");
         }
     }
 

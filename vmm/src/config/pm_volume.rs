@@ -11,7 +11,7 @@ use super::error::ConfigError;
 use super::option_parser::Syntax;
 use super::size;
 
-const SYNTAX: Syntax = Syntax {
+pub(super) const SYNTAX: Syntax = Syntax {
     flag: "--pm-volume",
     keys: &["pool", "name", "size", "format", "interface", "create", "readonly", "force"],
     words: &[],

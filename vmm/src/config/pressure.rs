@@ -13,10 +13,14 @@ use super::error::ConfigError;
 use super::option_parser::Syntax;
 use super::size::Size;
 
-const FLAG: &str = "--pressure";
+pub(super) const FLAG: &str = "--pressure";
 
 /// Those that are no parameters.
 const OWN_KEYS: [&str; 5] = ["policy", "size", "dry_run", "record", "record_size"];
+
+/// What the section is made of in JSON, where parameters have places of their own.
+pub(super) const FIELDS: [&str; 8] =
+    ["policy", "size", "params", "rules", "dry_run", "paused", "record", "record_size"];
 
 /// Every key, parameters of every policy included: whether one belongs to the policy is checked when that is known.
 static KEYS: LazyLock<Vec<&'static str>> = LazyLock::new(|| {

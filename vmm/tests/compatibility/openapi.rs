@@ -131,6 +131,27 @@ fn schemas_are_those_of_what_is_read_and_answered() {
     check::<PressureChange>("PressureChange");
 }
 
+/// Generated clients find a mistyped key before the server refuses it.
+#[test]
+fn what_takes_no_other_keys_says_so() {
+    let document = document();
+    let with_another = |schema: &str| {
+        let described = &document["components"]["schemas"][schema];
+        assert_eq!(described["additionalProperties"], json!(false), "{schema}");
+        let mut object = sample(&document, described);
+        object["another"] = json!(1);
+        object
+    };
+    for (schema, section) in
+        [("PmMemoryConfig", "pm_memory"), ("PmVolumeConfig", "pm_volumes"), ("PressureConfig", "pressure")]
+    {
+        let config = json!({"payload": {"kernel": "/k"}, section: with_another(schema)});
+        let error = VmConfig::from_json(config.as_object().unwrap().clone()).unwrap_err().to_string();
+        assert!(error.contains(r#": unknown key "another"; the keys are "#), "{schema}: {error}");
+    }
+    assert!(serde_json::from_value::<PressureChange>(with_another("PressureChange")).is_err());
+}
+
 /// Of what is Cloud Hypervisor's, the description has what we add, and all of it.
 #[test]
 fn what_is_added_is_described() {

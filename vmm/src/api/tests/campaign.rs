@@ -61,6 +61,9 @@ fn bodies(section: &str, names: &[&str], needed: &Value) -> Vec<Value> {
         };
         values().into_iter().map(with)
     }));
+        "pm_memory" => json!({"pool": "/p", "size": 2 << 20}),
+        "pm_volumes" => json!({"pool": "/p", "name": "v"}),
+        "pressure" => json!({"policy": "psi"}),
     // And a field may be missing, or be one that nobody knows.
     all.push(json!({"no such field": 1}));
     all.extend(needed.as_object().unwrap().keys().map(|missing| {
@@ -68,7 +71,7 @@ fn bodies(section: &str, names: &[&str], needed: &Value) -> Vec<Value> {
         object.as_object_mut().unwrap().remove(missing);
         object
     }));
-    let is_list = ["disks", "net", "pmem"].contains(&section);
+    let is_list = ["disks", "net", "pmem", "pm_volumes"].contains(&section);
     all.into_iter().map(|body| if is_list { json!([body]) } else { body }).collect()
 }
 
