@@ -7,6 +7,7 @@
 //!  vCPUs, devices ► MachineEvent┘
 //! ```
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -19,7 +20,8 @@ use tracing::{error, info, warn};
 use super::counters::Counters;
 use super::request::{
     BalloonInfo, PciDeviceInfo, PressureChange, PressureInfo, Reply, Requests, ResizeDiskRequest,
-    ResizeRequest, ResizeZoneRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo, device_tree,
+    ResizeRequest, ResizeZoneRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo, check_vcpus,
+    device_tree,
 };
 use super::state::{self, RestartGuard, Verb};
 use super::taps;
@@ -311,7 +313,7 @@ impl Vm {
     /// Of a VM without a machine it is the configuration that is resized: the next boot has it.
     fn resize(&mut self, resize: &ResizeRequest) -> Result<(), VmError> {
         if self.machine.is_none() {
-            return self.reconfigure(|config| resize.apply(config));
+            return self.reconfigure(resize, |config| resize.apply(config));
         }
         state::next(self.state, Verb::Change)?;
         // Before anything is done: of one that is refused for a part of it nothing has changed.
@@ -347,7 +349,9 @@ impl Vm {
         }
         let mut config = self.config.clone();
         config.memory.size = size_bytes;
-        config.validate().map_err(|error| VmError::BadRequest(error.to_string()))?;
+        config
+            .validate()
+            .map_err(|error| VmError::BadRequest(format!("desired_ram {size_bytes}: {error}")))?;
         Ok(Some(config))
     }
 
@@ -363,11 +367,7 @@ impl Vm {
 
     /// What the next boot has with so many vCPUs.
     fn with_vcpus(&self, desired: u8) -> Result<VmConfig, VmError> {
-        let most = self.config.cpus.max_vcpus;
-        if !(1..=most).contains(&desired) {
-            let reason = format!("desired_vcpus {desired}: the VM can have 1 to {most} vCPUs");
-            return Err(VmError::BadRequest(reason));
-        }
+        check_vcpus(desired, &self.config)?;
         let mut config = self.config.clone();
         config.cpus.boot_vcpus = desired;
         config
@@ -387,7 +387,7 @@ impl Vm {
     /// The same of one zone.
     fn resize_zone(&mut self, resize: &ResizeZoneRequest) -> Result<(), VmError> {
         if self.machine.is_none() {
-            return self.reconfigure(|config| resize.apply(config));
+            return self.reconfigure(resize, |config| resize.apply(config));
         }
         state::next(self.state, Verb::Change)?;
         self.running()?.resize_zone(resize)?;
@@ -442,14 +442,15 @@ impl Vm {
         }
     }
 
-    /// Changes the configuration as a whole or, if it would not be a valid one, not at all.
+    /// Changes the configuration as a whole or, if it would not be a valid one, not at all. `asked` is what the client has said.
     fn reconfigure(
         &mut self,
+        asked: impl fmt::Display,
         change: impl FnOnce(&mut VmConfig) -> Result<(), VmError>,
     ) -> Result<(), VmError> {
         let mut config = self.config.clone();
         change(&mut config)?;
-        config.validate().map_err(|error| VmError::BadRequest(error.to_string()))?;
+        config.validate().map_err(|error| VmError::BadRequest(format!("{asked}: {error}")))?;
         self.config = config;
         Ok(())
     }

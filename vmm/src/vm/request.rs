@@ -4,6 +4,7 @@
 //! the VM.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -107,10 +108,35 @@ pub struct ResizeRequest {
     pub desired_balloon: Option<u64>,
 }
 
+/// Refuses a number of vCPUs that the VM can never have.
+pub(super) fn check_vcpus(desired: u8, config: &VmConfig) -> Result<(), VmError> {
+    let most = config.cpus.max_vcpus;
+    if (1..=most).contains(&desired) {
+        return Ok(());
+    }
+    let (flag, key, value, most) = ("vm.resize", "desired_vcpus", desired.into(), most.into());
+    Err(ConfigError::OutOfRange { flag, key, value, least: 1, most }.into())
+}
+
+/// As it is named in errors: what the client has asked for, which need not be called as flags are.
+impl fmt::Display for ResizeRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { desired_vcpus, desired_ram, desired_balloon } = *self;
+        let wishes = [
+            ("desired_vcpus", desired_vcpus.map(u64::from)),
+            ("desired_ram", desired_ram),
+            ("desired_balloon", desired_balloon),
+        ];
+        let wishes = wishes.into_iter().filter_map(|(name, wish)| Some(format!("{name} {}", wish?)));
+        f.write_str(&wishes.collect::<Vec<_>>().join(", "))
+    }
+}
+
 impl ResizeRequest {
     /// Makes the change in the configuration of a VM that does not run: what it will boot with.
     pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
         if let Some(vcpus) = self.desired_vcpus {
+            check_vcpus(vcpus, config)?;
             config.cpus.boot_vcpus = vcpus;
         }
         if let Some(size_bytes) = self.desired_ram {
@@ -135,6 +161,12 @@ pub struct ResizeZoneRequest {
     pub id: String,
     /// Its size in bytes, boot part included.
     pub desired_ram: u64,
+}
+
+impl fmt::Display for ResizeZoneRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "desired_ram {} of zone {}", self.desired_ram, self.id)
+    }
 }
 
 impl ResizeZoneRequest {

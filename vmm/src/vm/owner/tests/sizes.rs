@@ -28,17 +28,20 @@ fn a_vm_that_does_not_run_is_resized_in_its_configuration() {
         resize(more).await.unwrap();
         let info = vm.handle.ask(VmRequest::Info).await.unwrap();
         assert_eq!((info.config.memory.size, info.memory_actual_size), (1 << 30, 1 << 30));
-        // All of it or nothing.
-        for wrong in [
-            ResizeRequest { desired_vcpus: Some(3), ..ResizeRequest::default() },
-            ResizeRequest {
-                desired_ram: Some(2 << 30),
-                desired_balloon: Some(1 << 30),
-                ..ResizeRequest::default()
-            },
-            ResizeRequest { desired_ram: Some(0), ..ResizeRequest::default() },
+        // All of it or nothing, and in the words of who asks.
+        for ((desired_vcpus, desired_ram, desired_balloon), told) in [
+            ((Some(3), None, None), "vm.resize: desired_vcpus is 3, and must be 1"),
+            ((Some(0), Some(1 << 30), None), "vm.resize: desired_vcpus is 0, and must be 1"),
+            ((None, Some(2 << 30), Some(1 << 30)), "desired_balloon 1073741824: the VM has no balloon"),
+            (
+                (Some(1), Some(0), None),
+                "desired_vcpus 1, desired_ram 0: --memory: size is 0, and must be at least 4 KiB",
+            ),
         ] {
-            assert!(matches!(resize(wrong).await, Err(VmError::BadRequest(_))));
+            let wrong = ResizeRequest { desired_ram, desired_vcpus, desired_balloon };
+            let error = resize(wrong).await.unwrap_err();
+            assert!(matches!(error, VmError::BadRequest(_) | VmError::Config(_)));
+            assert_eq!(error.to_string(), told);
         }
         let zone = ResizeZoneRequest { id: "pm".to_owned(), desired_ram: 0 };
         let refused = vm.handle.ask(|reply| VmRequest::ResizeZone(zone, reply)).await;
@@ -85,7 +88,7 @@ fn the_configuration_has_the_vcpus_that_the_guest_was_asked_to_have() {
         assert_eq!(count().await, 4);
         for wrong in [0, 5, 255] {
             let refused = resize(wrong).await.unwrap_err().to_string();
-            assert_eq!(refused, format!("desired_vcpus {wrong}: the VM can have 1 to 4 vCPUs"));
+            assert_eq!(refused, format!("vm.resize: desired_vcpus is {wrong}, and must be 1 to 4"));
         }
         assert!(matches!(resize(3).await, Err(VmError::VcpusLeaving { .. })));
         assert_eq!(count().await, 4);
@@ -156,7 +159,7 @@ fn a_resize_is_done_as_a_whole_or_not_at_all() {
                 ResizeRequest { desired_balloon: Some(1), ..right },
             ] {
                 let refused = vm.handle.ask(|reply| VmRequest::Resize(wrong, reply)).await;
-                assert!(matches!(refused, Err(VmError::BadRequest(_))));
+                assert!(matches!(refused, Err(VmError::BadRequest(_) | VmError::Config(_))));
             }
             assert_eq!(vm.handle.ask(VmRequest::Info).await.unwrap().config, before);
             assert_eq!(vm.log(), ["build", "resume"]);
