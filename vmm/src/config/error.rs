@@ -1,5 +1,7 @@
 //! What can be wrong with a configuration.
 
+use std::fmt;
+
 use balloon::ParamError;
 use thiserror::Error;
 
@@ -136,7 +138,7 @@ pub enum ConfigError {
         unit: Size,
     },
     /// A number out of its range.
-    #[error("{flag}: {key} is {value}, and must be {least} to {most}")]
+    #[error("{flag}: {key} is {value}, and must be {}", bounds(*.least, *.most))]
     OutOfRange {
         /// The flag.
         flag: &'static str,
@@ -177,4 +179,9 @@ pub enum ConfigError {
         /// What it collides with, and what to do.
         reason: String,
     },
+}
+
+/// From the one bound to the other; the one number that is left where they are the same.
+pub(super) fn bounds<T: PartialEq + fmt::Display>(least: T, most: T) -> String {
+    if least == most { least.to_string() } else { format!("{least} to {most}") }
 }

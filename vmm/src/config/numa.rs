@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::error::ConfigError;
+use super::error::{ConfigError, bounds};
 use super::option_parser::{Refused, Syntax};
 
 pub(super) const FLAG: &str = "--numa";
@@ -80,9 +80,9 @@ impl NumaConfig {
             if !(least..=most).contains(distance) {
                 let because = if is_self { ": a node's distance to itself is 10" } else { "" };
                 let reason = format!(
-                    "the distance of node {} to node {destination} is {distance}, and must be {least} to \
-                     {most}{because}",
-                    self.guest_numa_id
+                    "the distance of node {} to node {destination} is {distance}, and must be {}{because}",
+                    self.guest_numa_id,
+                    bounds(least, most)
                 );
                 return Err(ConfigError::Conflict { flag: FLAG, reason });
             }
@@ -187,7 +187,7 @@ mod tests {
             );
         }
         let to_itself =
-            "the distance of node 0 to node 0 is 20, and must be 10 to 10: a node's distance to itself is 10";
+            "the distance of node 0 to node 0 is 20, and must be 10: a node's distance to itself is 10";
         assert!(error("guest_numa_id=0,distances=0@20").contains(to_itself));
         assert!(NumaConfig::parse("guest_numa_id=0,distances=0@10:1@11:2@254").unwrap().validate().is_ok());
     }

@@ -35,12 +35,16 @@ pub enum CpuError {
         source: io::Error,
     },
     /// The thread of a vCPU cannot run where it is to.
-    #[error("Cannot let vCPU {index} run on the host's CPUs {host_cpus:?} alone (--cpus affinity=)")]
+    #[error(
+        "Cannot let vCPU {index} run on CPUs {host_cpus:?} of the host alone (--cpus affinity=); the host's CPUs: {known}"
+    )]
     Pin {
         /// Which vCPU.
         index: u8,
         /// Where it was to run.
         host_cpus: Vec<usize>,
+        /// What there is, as the kernel lists it.
+        known: String,
         /// What the operating system says.
         #[source]
         source: io::Error,

@@ -1,5 +1,6 @@
 //! Where the thread of a vCPU runs, and with whom it shares a core of the host.
 
+use std::fs;
 use std::io;
 use std::mem;
 use std::sync::Arc;
@@ -7,6 +8,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tracing::{debug, warn};
 
+use super::CpuError;
 use crate::config::CoreScheduling;
 
 /// prctl(2): Linux 5.14. Libraries of C do not name all of it.
@@ -15,6 +17,8 @@ const PR_SCHED_CORE_CREATE: libc::c_ulong = 1;
 const PR_SCHED_CORE_SHARE_FROM: libc::c_ulong = 3;
 /// `PIDTYPE_PID`: a thread, not its process.
 const SCOPE_THREAD: libc::c_ulong = 0;
+/// CPUs that run threads, as a list of ranges: `0-1,3`.
+const ONLINE: &str = "/sys/devices/system/cpu/online";
 
 /// With whom vCPUs of a VM share a core: the kernel lets only threads with the same cookie run on one core at a time.
 #[derive(Clone, Debug)]
@@ -73,8 +77,8 @@ fn core_scheduling(command: libc::c_ulong, thread: libc::pid_t) -> io::Result<()
     }
 }
 
-/// Lets a thread run on these CPUs of the host alone, each below `CPU_SETSIZE`; on any, if there are none.
-pub fn pin(thread: libc::pthread_t, host_cpus: &[usize]) -> io::Result<()> {
+/// Lets the thread of vCPU `index` run on these CPUs of the host alone, each below `CPU_SETSIZE`; on any, if there are none.
+pub fn pin(thread: libc::pthread_t, index: u8, host_cpus: &[usize]) -> Result<(), CpuError> {
     if host_cpus.is_empty() {
         return Ok(());
     }
@@ -88,7 +92,12 @@ pub fn pin(thread: libc::pthread_t, host_cpus: &[usize]) -> io::Result<()> {
     // SAFETY: the thread is one that has not been joined (the caller holds its handle), and the set is read.
     match unsafe { libc::pthread_setaffinity_np(thread, mem::size_of_val(&set), &raw const set) } {
         0 => Ok(()),
-        errno => Err(io::Error::from_raw_os_error(errno)),
+        errno => {
+            // What the kernel says is that an argument is invalid.
+            let known = fs::read_to_string(ONLINE).unwrap_or_else(|_| "unknown".to_owned());
+            let (host_cpus, known) = (host_cpus.to_vec(), known.trim().to_owned());
+            Err(CpuError::Pin { index, host_cpus, known, source: io::Error::from_raw_os_error(errno) })
+        }
     }
 }
 
@@ -121,9 +130,14 @@ mod tests {
         let here = allowed();
         let last = *here.last().unwrap();
         // No CPU, or none that there is.
-        pin(thread.as_pthread_t(), &[]).unwrap();
-        assert!(pin(thread.as_pthread_t(), &[1023]).is_err() || here.contains(&1023));
-        pin(thread.as_pthread_t(), &[last]).unwrap();
+        pin(thread.as_pthread_t(), 3, &[]).unwrap();
+        if !here.contains(&1023) {
+            let error = pin(thread.as_pthread_t(), 3, &[1023]).unwrap_err().to_string();
+            let online = fs::read_to_string(ONLINE).unwrap();
+            let told = "Cannot let vCPU 3 run on CPUs [1023] of the host alone (--cpus affinity=); the host's CPUs: ";
+            assert_eq!(error, format!("{told}{}", online.trim()));
+        }
+        pin(thread.as_pthread_t(), 3, &[last]).unwrap();
         go.send(()).unwrap();
         assert_eq!(thread.join().unwrap(), [last]);
         assert_eq!(allowed(), here, "another thread is not concerned");

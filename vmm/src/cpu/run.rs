@@ -258,8 +258,7 @@ impl VcpuThread {
                 given.into_iter().for_each(Runner::run);
             })
             .map_err(|source| CpuError::Thread { index, source })?;
-        let pinned = placement::pin(thread.as_pthread_t(), &host_cpus);
-        pinned.map_err(|source| CpuError::Pin { index, host_cpus, source })?;
+        placement::pin(thread.as_pthread_t(), index, &host_cpus)?;
         Ok(Self { index, thread, runner })
     }
 

@@ -15,7 +15,7 @@ const WORD_BITS: usize = u64::BITS as usize;
 #[derive(Debug, Error)]
 pub enum HostNodeError {
     /// The host has another few.
-    #[error("host_numa_node={node}: the host has no such node with memory; it has {known}")]
+    #[error("host_numa_node={node}: the host has no NUMA node {node} with memory; its nodes: {known}")]
     NoSuchNode {
         /// What was asked for.
         node: u32,
@@ -97,9 +97,8 @@ pub(crate) mod tests {
         }
         for (node, list) in [(1, "0"), (3, "0-2,4"), (77, "0-1"), (0, ""), (4000, "0-5000")] {
             let error = HostNode::find_in(node, list).unwrap_err().to_string();
-            let expected =
-                format!("host_numa_node={node}: the host has no such node with memory; it has {list}");
-            assert_eq!(error, expected);
+            let told = format!("the host has no NUMA node {node} with memory; its nodes: {list}");
+            assert_eq!(error, format!("host_numa_node={node}: {told}"));
         }
         assert_eq!(HostNode::find(0).unwrap(), HostNode(0));
         assert!(HostNode::find(77).unwrap_err().to_string().contains("host_numa_node=77"));

@@ -355,7 +355,7 @@ fn images_that_cannot_be_served_are_refused() -> Result<()> {
         (format!("path={}", path.display()), "qcow2"),
         ("path=/nowhere/image".to_owned(), "cannot be looked at"),
         ("path=/dev/null".to_owned(), "neither a file nor a block device"),
-        (format!("path={},num_queues=2", path.display()), "num_queues is 2, and must be 1 to 1"),
+        (format!("path={},num_queues=2", path.display()), "num_queues is 2, and must be 1"),
         (format!("path={},vhost_user=on", path.display()), "vhost-user is not implemented"),
     ] {
         let refusal = guest_with(&options).expect_refusal()?;
