@@ -58,6 +58,21 @@ struct Message {
     properties: Option<BTreeMap<&'static str, String>>,
 }
 
+/// An event that is in the queue and not in the log yet. Who writes the log may have to wait for whoever reads it, and a vCPU's
+/// thread with an event of its own must not wait for that: it is logged when the limiter has been let go.
+#[derive(Clone, Copy, Debug)]
+#[must_use]
+struct Sent {
+    source: &'static str,
+    event: &'static str,
+}
+
+impl Sent {
+    fn log(self) {
+        tracing::debug!(source = self.source, event = self.event, "Event");
+    }
+}
+
 impl From<&Event<'_>> for Message {
     fn from(event: &Event<'_>) -> Self {
         let (source, name) = event.name();
@@ -133,8 +148,10 @@ impl Events {
             Event::VmmShutdown => limiter.release_all(),
             _ => limiter.release_of(&event.concerns()).into_iter().collect(),
         };
-        before.into_iter().for_each(|message| self.send(message));
-        self.send(Message::from(&event));
+        let messages = before.into_iter().chain([Message::from(&event)]);
+        let sent: Vec<_> = messages.map(|message| self.send(message)).collect();
+        drop(limiter);
+        sent.into_iter().for_each(Sent::log);
     }
 
     /// Tells what a guest may cause as often as it likes: now, or later, or not at all if something takes its place. Never waits.
@@ -142,7 +159,11 @@ impl Events {
         let message = Message::from(&event);
         let mut limiter = self.limiter.lock();
         match limiter.hear(event.concerns(), &message, Instant::now()) {
-            Verdict::Tell => self.send(message),
+            Verdict::Tell => {
+                let sent = self.send(message);
+                drop(limiter);
+                sent.log();
+            }
             Verdict::Known => {}
             Verdict::Withhold => {
                 self.counters.withheld.fetch_add(1, Ordering::Relaxed);
@@ -174,17 +195,20 @@ impl Events {
                 }
             }
             let mut limiter = self.limiter.lock();
-            limiter.release(Instant::now()).into_iter().for_each(|message| self.send(message));
+            let messages = limiter.release(Instant::now()).into_iter();
+            let sent: Vec<_> = messages.map(|message| self.send(message)).collect();
+            drop(limiter);
+            sent.into_iter().for_each(Sent::log);
         }
     }
 
-    fn send(&self, message: Message) {
+    fn send(&self, message: Message) -> Sent {
         let Message { source, event, properties } = message;
-        tracing::debug!(source, event, "Event");
         *self.counters.told.lock().entry((source, event)).or_default() += 1;
         let told = Told { timestamp: self.start.elapsed(), source, event, properties };
         // Nobody may watch.
         let _ = self.queue.send(Some(Arc::new(told)));
+        Sent { source, event }
     }
 
     /// Everybody has seen everything that will be told.
@@ -230,6 +254,8 @@ impl Watcher {
 
 #[cfg(test)]
 mod tests {
+    use std::io;
+
     use super::*;
 
     #[test]
@@ -320,6 +346,42 @@ mod tests {
             let expected = "rebooting activated rebooted device-added pausing paused reset shutdown";
             assert_eq!(names(&events, watcher).await.join(" "), expected);
         });
+    }
+
+    /// A log that looks, whenever a line is written, whether another thread could tell something meanwhile.
+    struct Log {
+        events: Events,
+        lines: Arc<AtomicU64>,
+    }
+
+    impl io::Write for Log {
+        fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+            assert!(!self.events.limiter.is_locked(), "{}", String::from_utf8_lossy(line));
+            self.lines.fetch_add(1, Ordering::Relaxed);
+            Ok(line.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn nobody_who_tells_something_waits_for_the_log() {
+        let events = Events::start_within(Bounds { burst: 1, span: Duration::from_secs(3600) });
+        let (told, lines) = (events.clone(), Arc::<AtomicU64>::default());
+        let counted = Arc::clone(&lines);
+        let log = move || Log { events: told.clone(), lines: Arc::clone(&counted) };
+        let log = tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG).with_writer(log).finish();
+        tracing::subscriber::with_default(log, || {
+            events.tell(Event::VmBooted);
+            for plugged_bytes in 0..3 {
+                events.tell_of_guest(Event::MemoryReached { zone: "pm", plugged_bytes });
+            }
+            // With what was withheld before it.
+            events.tell(Event::VmmShutdown);
+        });
+        assert_eq!(lines.load(Ordering::Relaxed), 4);
     }
 
     #[test]
