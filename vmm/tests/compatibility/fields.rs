@@ -101,8 +101,16 @@ fn base(place: &Place) -> Map<String, Value> {
     config.as_object().expect("an object").clone()
 }
 
-fn shown(config: Map<String, Value>) -> Result<Value, JsonError> {
-    Ok(serde_json::to_value(VmConfig::from_json(config)?).expect("a configuration is JSON"))
+/// As it is shown, and what is warned of.
+fn shown(config: Map<String, Value>) -> Result<(Value, Vec<String>), JsonError> {
+    let config = VmConfig::from_json(config)?;
+    Ok((serde_json::to_value(&config).expect("a configuration is JSON"), config.warnings()))
+}
+
+/// How the flag of a field begins: that of `/disks/0` is `--disk`.
+fn flag_of(place: &Place, field: &str) -> String {
+    let section = place.path.split('/').nth(1).unwrap_or(field);
+    format!("--{}", section.trim_end_matches('s'))
 }
 
 fn object_of<'a>(config: &'a mut Value, place: &Place) -> &'a mut Map<String, Value> {
@@ -124,13 +132,15 @@ fn attempt(place: &Place, name: &str, field: &str, value: &Value) -> Verdict {
     object_of(&mut plain, place).remove(field);
     let without = shown(plain.as_object().expect("an object").clone());
     match shown(tried.as_object().expect("an object").clone()) {
-        Ok(tried) if without.is_ok_and(|plain| plain == tried) => {
+        Ok((tried, _)) if without.is_ok_and(|(plain, _)| plain == tried) => {
             // What is known is not just anything.
             let is_known = shown(nonsense.as_object().expect("an object").clone()).is_err();
-            let (known, unknown) = ("it is so anyway".to_owned(), "it is passed over".to_owned());
-            if is_known { Verdict::Neutral(known) } else { Verdict::NotThere(unknown) }
+            let unknown = || Verdict::NotThere("it is passed over".to_owned());
+            if is_known { Verdict::without_effect() } else { unknown() }
         }
-        Ok(_) => Verdict::Implemented,
+        Ok((_, warnings)) => {
+            Verdict::of_warnings(&warnings, &flag_of(place, field)).unwrap_or(Verdict::Implemented)
+        }
         Err(error) => {
             of_json_error(&error).unwrap_or_else(|| panic!("{name}: {tried} is no fair try: {error}"))
         }

@@ -36,6 +36,8 @@ const BASES: &[(&str, &str)] = &[
     ("--net", "tap=t"),
     ("--net fd", ""),
     ("--numa", "guest_numa_id=0,cpus=0,memory_zones=a"),
+    // What is there at all makes a difference; what is tried may make none.
+    ("--platform", "num_pci_segments=1"),
     ("--pmem", "file=/p"),
     ("--serial", "off"),
     ("--vsock", "cid=3,socket=/s"),
@@ -91,13 +93,11 @@ fn compare(flag: &str, without: Result<Option<Launch>, CliError>, with: &[&str])
             return of_cli_error(&error).unwrap_or_else(|| panic!("{with:?} is no fair try: {error}"));
         }
     };
-    let is_flags = |warning: &&String| warning.starts_with(flag);
-    if let Some(warning) = tried.warnings.iter().find(is_flags) {
-        let (_, text) = warning.split_once(": ").expect("a warning about a flag");
-        return Verdict::Neutral(text.to_owned());
+    if let Some(neutral) = Verdict::of_warnings(&tried.warnings, flag) {
+        return neutral;
     }
     match without {
-        Ok(Some(plain)) if plain == tried => Verdict::Neutral("it changes nothing".to_owned()),
+        Ok(Some(plain)) if plain == tried => Verdict::without_effect(),
         // Without what is tried there would be nothing to start.
         Ok(_) | Err(_) => Verdict::Implemented,
     }

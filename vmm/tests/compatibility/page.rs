@@ -3,6 +3,8 @@
 use std::fmt::Write;
 use std::{env, fs};
 
+use foreshore::config::COMPATIBLE_WITH;
+
 use crate::calls::{self, Api};
 use crate::names::of_kind;
 use crate::verdict::Verdict;
@@ -93,6 +95,13 @@ fn tables() -> String {
     table(&mut page, "Flags and their keys", flags::rows());
     table(&mut page, "Fields", fields);
     page
+}
+
+#[test]
+fn the_page_names_the_version_that_clients_are_told() {
+    let page = fs::read_to_string(PATH).expect("docs/compatibility.md");
+    let (by_hand, _) = page.split_once(MARK).expect("the mark above the tables");
+    assert!(by_hand.contains(COMPATIBLE_WITH) && by_hand.contains("description 0.3.0"), "{COMPATIBLE_WITH}");
 }
 
 #[test]

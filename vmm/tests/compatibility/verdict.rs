@@ -16,6 +16,18 @@ pub enum Verdict {
 }
 
 impl Verdict {
+    /// It is so anyway.
+    pub fn without_effect() -> Self {
+        Self::Neutral("it changes nothing".to_owned())
+    }
+
+    /// What a warning about what was tried says: that it has not got what it asked for.
+    pub fn of_warnings(warnings: &[String], flag: &str) -> Option<Self> {
+        let warning = warnings.iter().find(|warning| warning.starts_with(flag))?;
+        let (_, text) = warning.split_once(": ").expect("a warning about a flag");
+        Some(Self::Neutral(text.to_owned()))
+    }
+
     /// As it stands on the page.
     pub fn columns(&self) -> (&'static str, &str) {
         match self {
