@@ -26,6 +26,7 @@ mod campaign;
 mod devices;
 mod document;
 mod live;
+mod values;
 
 /// Longer than any answer takes; reached only by a failing test.
 const PATIENCE: Duration = Duration::from_secs(20);

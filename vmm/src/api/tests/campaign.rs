@@ -4,34 +4,12 @@
 use std::io::Write;
 
 use super::live::{Raw, with_vmm};
+use super::values::values;
 use super::*;
 use crate::config::fields;
 
 /// Requests of [`so_many_requests_are_answered`]; more with `FORESHORE_API_REQUESTS`.
 const REQUESTS: usize = 2000;
-
-/// What a field may be. Each is wrong for most fields, and right for some.
-fn values() -> Vec<Value> {
-    vec![
-        Value::Null,
-        json!(true),
-        json!(0),
-        json!(-1),
-        json!(7),
-        json!(u64::MAX),
-        serde_json::from_str("18446744073709551616").unwrap(),
-        json!(1e300),
-        json!(0.5),
-        json!(""),
-        json!("a,b=\"[\u{0}\n"),
-        json!("x".repeat(4000)),
-        json!([]),
-        json!([[null]]),
-        json!([-1, "x", {}]),
-        json!({}),
-        json!({"a": {"b": [1]}}),
-    ]
-}
 
 /// A VM that can be created, with `fields` over its own.
 fn vm(fields: Value) -> String {
@@ -61,9 +39,6 @@ fn bodies(section: &str, names: &[&str], needed: &Value) -> Vec<Value> {
         };
         values().into_iter().map(with)
     }));
-        "pm_memory" => json!({"pool": "/p", "size": 2 << 20}),
-        "pm_volumes" => json!({"pool": "/p", "name": "v"}),
-        "pressure" => json!({"policy": "psi"}),
     // And a field may be missing, or be one that nobody knows.
     all.push(json!({"no such field": 1}));
     all.extend(needed.as_object().unwrap().keys().map(|missing| {
@@ -86,6 +61,9 @@ fn needed(section: &str) -> Value {
         "vsock" => json!({"cid": 3, "socket": "/s"}),
         "serial" | "console" => json!({"mode": "Null"}),
         "rng" => json!({"src": "/dev/urandom"}),
+        "pm_memory" => json!({"pool": "/p", "size": 2 << 20}),
+        "pm_volumes" => json!({"pool": "/p", "name": "v"}),
+        "pressure" => json!({"policy": "psi"}),
         _ => json!({}),
     }
 }

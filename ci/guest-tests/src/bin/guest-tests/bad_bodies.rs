@@ -11,6 +11,12 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::{Guest, http};
 use serde_json::{Value, json};
 
+use values::values;
+
+/// What the unit tests of the API send, too.
+#[path = "../../../../../vmm/src/api/tests/values.rs"]
+mod values;
+
 guest_tests::tests![
     a_guest_does_not_notice_what_the_api_is_sent: 300,
     a_guest_does_not_notice_a_hundred_thousand_requests: 2400 (extended),
@@ -39,27 +45,6 @@ const REFUSED: &[u16] = &[400, 404, 405, 409];
 const REFUSED_BY_THE_HOST: &[u16] = &[400, 404, 405, 409, 500];
 /// What says nothing changes nothing.
 const REFUSED_OR_EMPTY: &[u16] = &[204, 400, 404, 405, 409];
-
-fn values() -> Vec<Value> {
-    vec![
-        json!(null),
-        json!(true),
-        json!(0),
-        json!(-1),
-        json!(7),
-        json!(u64::MAX),
-        json!(1e300),
-        json!(0.5),
-        json!(""),
-        json!("a,b=\"[\u{0}\n"),
-        json!("x".repeat(4000)),
-        json!([]),
-        json!([[null]]),
-        json!([-1, "x", {}]),
-        json!({}),
-        json!({"a": {"b": [1]}}),
-    ]
-}
 
 fn fields_of(schema: &str) -> Vec<&'static str> {
     let fields = NAMES.lines().filter_map(|line| line.strip_prefix("field ")?.split(' ').next());

@@ -1,0 +1,27 @@
+//! What a field may be: each is wrong for most fields, and right for some. The guest test `bad_bodies` has this file as well.
+
+use serde_json::{Value, json};
+
+/// All of them.
+pub fn values() -> Vec<Value> {
+    vec![
+        Value::Null,
+        json!(true),
+        json!(0),
+        json!(-1),
+        json!(7),
+        json!(u64::MAX),
+        // One more, which serde_json has no whole number for.
+        serde_json::from_str("18446744073709551616").expect("a number"),
+        json!(1e300),
+        json!(0.5),
+        json!(""),
+        json!("a,b=\"[\u{0}\n"),
+        json!("x".repeat(4000)),
+        json!([]),
+        json!([[null]]),
+        json!([-1, "x", {}]),
+        json!({}),
+        json!({"a": {"b": [1]}}),
+    ]
+}
