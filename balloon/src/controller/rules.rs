@@ -6,7 +6,7 @@ use crate::{MIB, ParamError};
 params! {
     /// Parameters of the rules above every policy. docs/policy.md says what each is for.
     pub struct Rules {
-        /// All zones together are never asked for less hotplugged memory than this.
+        /// All zones together, what a balloon can take of boot memory among them, are never asked for less memory than this.
         floor_bytes: "floor", Blocks, 0 => 1 << 46, 0;
         /// Nor for more than this.
         ceiling_bytes: "ceiling", Blocks, 0 => 1 << 46, 1 << 46;

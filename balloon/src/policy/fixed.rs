@@ -8,7 +8,7 @@ use crate::plan::Reason;
 params! {
     /// Parameters of `fixed`.
     pub struct Params {
-        /// The hotplugged memory to keep, all zones together.
+        /// The memory to keep, all zones together, what a balloon can take of boot memory among them.
         size_bytes: "size", Blocks, 0 => 1 << 46, 0;
     }
 }

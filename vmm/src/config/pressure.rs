@@ -304,6 +304,13 @@ mod tests {
             assert!(all.starts_with(&format!("{own}{its}{rules}")), "{text}: {all}");
         }
         assert!(known("tide=high").starts_with(&format!("{own}burst=, ")));
+        // One name has a hyphen, in the flag as in JSON; who writes it like the others is shown it.
+        let error = PressureConfig::parse("watermark_scale=2").unwrap_err().to_string();
+        assert!(error.contains(" watermark-scale=, "), "{error}");
+        let json = |name: &str| serde_json::json!({"policy": "psi", "params": {name: 2}});
+        let read = |name| serde_json::from_value::<PressureConfig>(json(name)).unwrap().validate();
+        assert_eq!(read("watermark-scale"), Ok(()));
+        assert!(read("watermark_scale").unwrap_err().to_string().contains(" watermark-scale, "));
     }
 
     #[test]

@@ -72,7 +72,8 @@ mod tests {
     use parking_lot::Mutex;
     use serde_json::json;
 
-    use crate::governor::fake::{BLOCK, fixture};
+    use crate::governor::ZoneDevice;
+    use crate::governor::fake::{BLOCK, MIB, fixture};
 
     #[derive(Clone, Default)]
     struct Log(Arc<Mutex<String>>);
@@ -127,5 +128,29 @@ mod tests {
             assert_eq!(said(json!({"resume": true})), [line("paused", "on", "off")]);
             assert_eq!(said(json!({"policy": "off"})), [line("policy", "amf", "off")]);
         });
+    }
+
+    /// A guest that runs short once, and follows.
+    #[test]
+    fn lines_that_the_document_explains_are_logged() {
+        const DOCUMENT: &str = include_str!("../../../../docs/policy.md");
+        let mut f = fixture("psi", false, true);
+        let log = Log::default();
+        let writer = log.clone();
+        let subscriber =
+            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+        tracing::subscriber::with_default(subscriber, || {
+            f.greet();
+            f.report(20);
+            let plugged_bytes = f.dram.sizes().plugged_bytes + f.pm.sizes().plugged_bytes;
+            f.core.tick(TimeMs(60));
+            f.report(20 + plugged_bytes / MIB);
+            f.core.tick(TimeMs(1_300));
+        });
+        let text = log.0.lock();
+        let said: Vec<_> = text.lines().map(|line| line.split_once(": ").unwrap().1).collect();
+        assert!(said.len() > 1, "{said:?}");
+        let missing: Vec<_> = said.iter().filter(|line| !DOCUMENT.contains(**line)).collect();
+        assert!(missing.is_empty(), "docs/policy.md lacks {missing:#?}");
     }
 }
