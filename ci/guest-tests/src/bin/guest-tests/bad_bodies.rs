@@ -194,6 +194,7 @@ fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
     let before = guest.api("GET", "vm.info", None)?;
     let mut heart =
         guest.start_script(SILENCE_LIMIT, "while ! test -e /tmp/end; do echo beat; sleep 1; done")?;
+    let held = guest.holdings()?;
     let connect = || UnixStream::connect(guest.api_socket()).context("Cannot connect");
     // Half a request each, and silence, for as long as it takes.
     let silent = (0..SILENT).map(|_| {
@@ -202,7 +203,6 @@ fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
         Ok(stream)
     });
     let silent: Vec<_> = silent.collect::<Result<_>>()?;
-    let held = guest.holdings()?;
     let client = |first: usize| -> Result<()> {
         let mut stream = connect()?;
         for nth in (first..requests).step_by(2) {
@@ -222,8 +222,8 @@ fn sent_so_often(requests: usize, on_their_own: usize) -> Result<()> {
         clients.into_iter().try_for_each(|client| client.join().expect("a client does not panic"))
     })?;
     println!("{requests} requests, of {} bad ones", bad.len());
-    guest.wait_until_nothing_is_left(&held)?;
     drop(silent);
+    guest.wait_until_nothing_is_left(&held)?;
     nothing_has_changed(&before, &guest)?;
     guest.run("touch /tmp/end")?;
     ensure!(heart.finish()?.code == 0, "The heart has stopped");
