@@ -1,9 +1,10 @@
 //! Takes what memory the guest's kernel has left for itself.
 
-use std::fs::File;
-use std::io::{self, PipeReader, PipeWriter, Write};
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
@@ -18,18 +19,36 @@ const PIPE: usize = 1 << 20;
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 /// After so long without anything to take, all is taken.
 const CALM_LOOKS: u32 = 25;
+/// vm.min_free_kbytes: of it, programs that run in real time may have half (mm/page_alloc.c, gfp_to_alloc_flags).
+const RESERVE_KIB: &str = "16384";
+/// How many empty slabs of each kind the kernel keeps: more than it ever has.
+const EMPTY_SLABS: &str = "1000";
+/// The thread that starts the kernel's others.
+const KTHREADD: libc::pid_t = 2;
+/// How the driver says that there was no memory for page descriptors (drivers/virtio/virtio_mem.c).
+const NO_DESCRIPTORS: &str = "adding memory failed: -12";
+/// How the kernel says that it kills somebody.
+const KILLED: &str = "Killed process";
 
 /// Takes all memory that the kernel could have for itself above its watermarks, but for so many KiB, and what becomes free
-/// later as well, as somebody whom the OOM killer spares. Says `dried` once there is no more, and keeps it until killed.
+/// later as well, as somebody whom the OOM killer spares. Says `dried` once there is no more, and keeps it until killed. From
+/// then on it says what befalls the guest: `failed` each time that there is no memory for page descriptors, `killed` and who.
 ///
 /// It takes what pipes hold, which is the kernel's own memory: neither swapped nor moved, and never from a movable zone
 /// (fs/pipe.c). What programs need comes from that zone first, so that a guest that has one goes on all the same.
+///
+/// Who adds memory takes pages for its descriptors until there are none, and gives up then; whoever else wants one at that moment
+/// has somebody killed for it, and what the dead had is memory for descriptors. So the others are given a reserve below the
+/// watermark, which the kernel's worker that adds memory cannot touch.
 pub fn dry(left_kib: u64) -> Result<()> {
     crate::oom::be_spared()?;
     // SAFETY: no pointers.
     let locked = unsafe { libc::mlockall(libc::MCL_CURRENT) };
     ensure!(locked == 0, "Cannot lock memory: {}", io::Error::last_os_error());
+    give_others_the_reserve()?;
+    leave_nothing_to_find()?;
     let mut kernel = KernelMemory::open()?;
+    let mut log = KernelLog::open()?;
     let mut taken = Taken::new(total_bytes()?)?;
     let left_pages = left_kib * 1024 / PAGE as u64;
     let (mut calm_looks, mut is_said) = (0, false);
@@ -41,11 +60,118 @@ pub fn dry(left_kib: u64) -> Result<()> {
         }
         calm_looks += 1;
         if calm_looks == CALM_LOOKS && !is_said {
+            // Not before: it would have kept a CPU for itself meanwhile.
+            run_in_real_time(0)?;
             println!("dried");
             is_said = true;
         }
+        if is_said {
+            log.say_news()?;
+        }
         thread::sleep(LOOK_INTERVAL);
     }
+}
+
+/// Has the kernel keep nothing back that it would find when it needs it, and keep a reserve.
+fn leave_nothing_to_find() -> Result<()> {
+    let set = |setting: &str, value: &str| {
+        fs::write(setting, value).with_context(|| format!("Cannot write {value} to {setting}"))
+    };
+    // What it says of a lack of memory is a hundred lines, and a serial line takes seconds for them: a block whose descriptors
+    // are lacking would be there for so long.
+    set("/proc/sys/kernel/printk", "1")?;
+    set("/proc/sys/vm/min_free_kbytes", RESERVE_KIB)?;
+    // Each CPU has free pages of its own, which count as taken: as few as can be.
+    set("/proc/sys/vm/percpu_pagelist_high_fraction", "1000000")?;
+    set("/proc/sys/vm/drop_caches", "3")?;
+    // What is freed from now on stays with those who will need it again, and does not become pages.
+    for slab in fs::read_dir("/sys/kernel/slab").context("Cannot read /sys/kernel/slab")? {
+        let setting = slab?.path().join("min_partial");
+        fs::write(&setting, EMPTY_SLABS).with_context(|| format!("Cannot write {}", setting.display()))?;
+    }
+    Ok(())
+}
+
+/// Has all other programs run in real time, and what starts the kernel's threads: these may go below the watermark. What
+/// they start does so as well.
+fn give_others_the_reserve() -> Result<()> {
+    let ours = std::process::id() as libc::pid_t;
+    for process in fs::read_dir("/proc").context("Cannot read /proc")? {
+        let process = process?.path();
+        let Some(id) = number_in(&process).filter(|id| *id != ours) else { continue };
+        // The kernel's threads have none. One that ends meanwhile is nobody's concern.
+        let is_program = fs::read(process.join("cmdline")).is_ok_and(|line| !line.is_empty());
+        if is_program || id == KTHREADD {
+            let Ok(threads) = fs::read_dir(process.join("task")) else { continue };
+            for thread in threads.flatten() {
+                let Some(thread) = number_in(&thread.path()) else { continue };
+                run_in_real_time(thread)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn number_in(path: &Path) -> Option<libc::pid_t> {
+    path.file_name()?.to_str()?.parse().ok()
+}
+
+/// A thread, or with 0 the one that asks.
+fn run_in_real_time(thread: libc::pid_t) -> Result<()> {
+    let least = libc::sched_param { sched_priority: 1 };
+    // SAFETY: the structure lives through the call.
+    if unsafe { libc::sched_setscheduler(thread, libc::SCHED_FIFO, &raw const least) } == 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    ensure!(error.raw_os_error() == Some(libc::ESRCH), "Thread {thread} cannot run in real time: {error}");
+    Ok(())
+}
+
+/// What the kernel says from now on. Its console is slow, and says nothing any more.
+struct KernelLog {
+    kmsg: File,
+    record: Vec<u8>,
+}
+
+impl KernelLog {
+    fn open() -> Result<Self> {
+        let mut kmsg = File::options()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open("/dev/kmsg")
+            .context("Cannot open /dev/kmsg")?;
+        kmsg.seek(SeekFrom::End(0)).context("Cannot go to the end of /dev/kmsg")?;
+        // Written to: it is there before all else is taken. No record is longer (kernel/printk/internal.h).
+        Ok(Self { kmsg, record: vec![1; 8 << 10] })
+    }
+
+    /// Says those of its lines that tell how the guest fares.
+    fn say_news(&mut self) -> Result<()> {
+        loop {
+            match self.kmsg.read(&mut self.record) {
+                Ok(len) => {
+                    if let Some(news) = news_in(&String::from_utf8_lossy(&self.record[..len])) {
+                        println!("{news}");
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                // What was not read in time has been overwritten: the next read goes on behind it.
+                Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
+                Err(error) => return Err(error).context("Cannot read /dev/kmsg"),
+            }
+        }
+    }
+}
+
+/// What a record of /dev/kmsg says of memory: `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT` (Documentation/ABI/testing/dev-kmsg).
+fn news_in(record: &str) -> Option<String> {
+    let (_, text) = record.split_once(';')?;
+    let text = text.lines().next()?;
+    if text.contains(NO_DESCRIPTORS) {
+        return Some("failed".to_owned());
+    }
+    text.contains(KILLED).then(|| format!("killed: {text}"))
 }
 
 fn total_bytes() -> Result<usize> {
@@ -181,6 +307,19 @@ Node 1, zone  Movable
         protection: (0, 0, 0, 0, 0)
 ";
         assert_eq!(usable_pages(zoneinfo).unwrap(), (3000 - 600) + (400 - 40));
+    }
+
+    #[test]
+    fn the_kernels_log_says_who_failed_and_who_was_killed() {
+        let failed = "4,1021,93471220,-;virtio_mem virtio4: adding memory failed: -12\n SUBSYSTEM=virtio\n";
+        assert_eq!(news_in(failed).unwrap(), "failed");
+        let killed = "3,1100,93471220,-;Out of memory: Killed process 71 (sleep) total-vm:4096kB\n";
+        assert_eq!(
+            news_in(killed).unwrap(),
+            "killed: Out of memory: Killed process 71 (sleep) total-vm:4096kB"
+        );
+        assert_eq!(news_in("6,3,1,-;virtio_mem virtio4: plugged size: 0x0\n"), None);
+        assert_eq!(news_in("4,1021,93471220,-;virtio_mem virtio4: adding memory failed: -17\n"), None);
     }
 
     #[test]

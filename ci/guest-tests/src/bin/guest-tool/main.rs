@@ -39,7 +39,8 @@ usage:
   guest-tool pin MIB                             fill that much memory and give it back, but for a page of every 2 MiB that
                                                  cannot be moved
   guest-tool dry KIB                             take what the guest's kernel has left for itself, but for so much, and what
-                                                 becomes free later; `dried` once there is no more
+                                                 becomes free later; `dried` once there is no more, then `failed` each
+                                                 time that there is none for page descriptors
   guest-tool write-files DIR BYTES               write files with fsync until killed; a line per file: name hash
   guest-tool check-files DIR LIST                compare files with such lines
   guest-tool fill-files DIR SEED                 write files until there is no room, and print how many fit
