@@ -317,11 +317,12 @@ impl Vm {
         }
         state::next(self.state, Verb::Change)?;
         // Before anything is done: of one that is refused for a part of it nothing has changed.
-        resize.desired_vcpus.map_or(Ok(()), |vcpus| self.with_vcpus(vcpus).map(drop))?;
-        resize.desired_ram.map_or(Ok(()), |size_bytes| self.with_ram(size_bytes).map(drop))?;
+        self.check_next_boot(resize)?;
         self.running()?.check_resize(resize)?;
         if let Some(vcpus) = resize.desired_vcpus {
-            self.resize_vcpus(vcpus)?;
+            self.running()?.resize_vcpus(vcpus)?;
+            // At once, whenever the guest follows: it boots with as many the next time.
+            self.config.cpus.boot_vcpus = vcpus;
         }
         if let Some(size_bytes) = resize.desired_ram {
             self.resize_ram(size_bytes)?;
@@ -330,6 +331,23 @@ impl Vm {
             Some(size_bytes) => self.resize_balloon(size_bytes),
             None => Ok(()),
         }
+    }
+
+    /// Refuses what the next boot could not be with. The parts are looked at together: a balloon that the guest has room for now may
+    /// be too large for what it boots with, and one that is too large may be made smaller by the same call.
+    fn check_next_boot(&self, resize: &ResizeRequest) -> Result<(), VmError> {
+        let mut config = self.config.clone();
+        if let Some(vcpus) = resize.desired_vcpus {
+            check_vcpus(vcpus, &config)?;
+            config.cpus.boot_vcpus = vcpus;
+        }
+        if let Some(size_bytes) = resize.desired_ram.filter(|_| config.memory.resizes_by_acpi()) {
+            config.memory.size = size_bytes;
+        }
+        if let (Some(size_bytes), Some(balloon)) = (resize.desired_balloon, &mut config.balloon) {
+            balloon.size = size_bytes;
+        }
+        config.validate().map_err(|error| VmError::BadRequest(format!("{resize}: {error}")))
     }
 
     /// The next boot's balloon is asked for the same, as in Cloud Hypervisor.
@@ -341,46 +359,15 @@ impl Vm {
         Ok(())
     }
 
-    /// What the next boot has if memory comes by ACPI: that stays, and is boot memory then, or the boot does without what was to go. Of
-    /// a zone that shrinks as well (`None`) it is asked for the same.
-    fn with_ram(&self, size_bytes: u64) -> Result<Option<VmConfig>, VmError> {
-        if !self.config.memory.resizes_by_acpi() {
-            return Ok(None);
-        }
-        let mut config = self.config.clone();
-        config.memory.size = size_bytes;
-        config
-            .validate()
-            .map_err(|error| VmError::BadRequest(format!("desired_ram {size_bytes}: {error}")))?;
-        Ok(Some(config))
-    }
-
+    /// Memory that comes by ACPI stays: the next boot has it as boot memory, or does without what was to go. Of a zone that shrinks as
+    /// well the next boot is asked for the same.
     fn resize_ram(&mut self, size_bytes: u64) -> Result<(), VmError> {
-        let config = self.with_ram(size_bytes)?;
         self.running()?.resize_dram(size_bytes)?;
-        match config {
-            Some(config) => self.config = config,
-            None => self.remember_size(DRAM_ZONE, size_bytes),
+        if self.config.memory.resizes_by_acpi() {
+            self.config.memory.size = size_bytes;
+        } else {
+            self.remember_size(DRAM_ZONE, size_bytes);
         }
-        Ok(())
-    }
-
-    /// What the next boot has with so many vCPUs.
-    fn with_vcpus(&self, desired: u8) -> Result<VmConfig, VmError> {
-        check_vcpus(desired, &self.config)?;
-        let mut config = self.config.clone();
-        config.cpus.boot_vcpus = desired;
-        config
-            .validate()
-            .map_err(|error| VmError::BadRequest(format!("desired_vcpus {desired}: {error}")))?;
-        Ok(config)
-    }
-
-    /// The configuration follows at once, whenever the guest does: it boots with as many the next time.
-    fn resize_vcpus(&mut self, desired: u8) -> Result<(), VmError> {
-        let config = self.with_vcpus(desired)?;
-        self.running()?.resize_vcpus(desired)?;
-        self.config = config;
         Ok(())
     }
 
