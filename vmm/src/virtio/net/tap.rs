@@ -6,7 +6,6 @@ use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, UdpSocket};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
 
 use libc::{
     IFF_DETACH_QUEUE, IFF_MULTI_QUEUE, IFF_NO_PI, IFF_TAP, IFF_VNET_HDR, c_int, c_short, c_ulong, ifreq,
@@ -224,12 +223,6 @@ impl Tap {
         Ok(())
     }
 
-    /// A number that the kernel keeps of it.
-    fn statistic(&self, name: &str) -> Option<u64> {
-        let path = Path::new("/sys/class/net").join(&self.name).join("statistics").join(name);
-        fs::read_to_string(path).ok()?.trim().parse().ok()
-    }
-
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name
@@ -239,6 +232,19 @@ impl Tap {
     pub fn mtu(&self) -> Option<u16> {
         self.mtu
     }
+}
+
+/// What the interface `name` has received and sent, which the guest has sent and received, by /proc/net/dev (proc(5)): eight
+/// counters of each direction, bytes and packets first.
+fn counters(interfaces: &str, name: &str) -> Option<[Traffic; 2]> {
+    let of = |line: &'_ str| {
+        let (of, values) = line.split_once(':')?;
+        (of.trim() == name)
+            .then(|| values.split_whitespace().map(str::parse::<u64>).collect::<Result<Vec<_>, _>>())
+    };
+    let values = interfaces.lines().find_map(of)?.ok()?;
+    let traffic = |at: usize| Some(Traffic { bytes: *values.get(at)?, frames: *values.get(at + 1)? });
+    Some([traffic(0)?, traffic(8)?])
 }
 
 impl HostInterface for Tap {
@@ -251,13 +257,11 @@ impl HostInterface for Tap {
     }
 
     fn traffic(&self) -> Option<[Traffic; 2]> {
-        // What one sends the other receives.
-        let count =
-            |frames, bytes| Some(Traffic { frames: self.statistic(frames)?, bytes: self.statistic(bytes)? });
         if !self.is_ours {
             return None;
         }
-        Some([count("rx_packets", "rx_bytes")?, count("tx_packets", "tx_bytes")?])
+        // Of the network namespace that the thread is in; /sys/class/net is of the one in which it was mounted.
+        counters(&fs::read_to_string("/proc/thread-self/net/dev").ok()?, &self.name)
     }
 
     fn queue(&self, pair: u16) -> io::Result<Box<dyn HostQueue>> {
@@ -554,6 +558,25 @@ mod tests {
         let fd = file.as_raw_fd();
         assert!(matches!(Tap::from_fds(&[fd], None), Err(TapError::NoTap { fd: found, .. }) if found == fd));
         assert!(matches!(check_given(&[i32::MAX]), Err(TapError::NoTap { fd: i32::MAX, .. })));
+    }
+
+    #[test]
+    fn what_the_kernel_counts_of_an_interface_is_found() {
+        let interfaces = "\
+Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
+    lo: 100 2 0 0 0 0 0 0 300 4 0 0 0 0 0 0
+vmtap1:7 8 0 0 0 0 0 0 9 10 0 0 0 0 0 0
+vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
+ short: 1 1
+";
+        let traffic = |bytes, frames| Traffic { frames, bytes };
+        assert_eq!(counters(interfaces, "vmtap1"), Some([traffic(7, 8), traffic(9, 10)]));
+        assert_eq!(counters(interfaces, "lo"), Some([traffic(100, 2), traffic(300, 4)]));
+        for none in ["vmtap", "short", "Inter-|", ""] {
+            assert_eq!(counters(interfaces, none), None, "{none}");
+        }
+        assert!(counters(&fs::read_to_string("/proc/thread-self/net/dev").unwrap(), "lo").is_some());
     }
 
     #[test]
