@@ -342,7 +342,7 @@ fn with_the_reason(verdict: Verdict, left: Duration) -> Verdict {
 }
 
 /// Whether this is the emulated host: ci/nested/host says so.
-fn emulated() -> bool {
+pub fn emulated() -> bool {
     std::env::var_os("FORESHORE_HOST").is_some_and(|way| way == "nested")
 }
 
