@@ -142,7 +142,7 @@ struct Flags {
     /// file=PATH,size=S,discard_writes=on|off,id=NAME: files and devices as persistent memory, /dev/pmem0 and on; size in a directory, in which a file is made
     #[arg(long, value_name = "OPTIONS", num_args = 1.., action = ArgAction::Append, help_heading = "Memory and storage")]
     pmem: Vec<String>,
-    /// policy=psi|amf|dapper|pmb|memorage|fixed|off,size=S,dry_run=on|off,record=FILE,record_size=S,PARAMETER=VALUE: what resizes memory (parameters: docs/policy.md) [default: policy=psi with --pm-memory, otherwise off]
+    /// policy=psi|amf|dapper|pmb|memorage|fixed|off,size=S,dry_run=on|off,record=FILE,record_size=S,PARAMETER=VALUE: what resizes memory (parameters: docs/policy.md) [default: policy=psi; without this flag, psi with --pm-memory and otherwise off]
     #[arg(long, value_name = "OPTIONS", help_heading = "Memory and storage")]
     pressure: Option<String>,
 

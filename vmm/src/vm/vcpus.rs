@@ -56,7 +56,8 @@ impl Processor for Vcpu {
 
 /// Makes vCPUs, paused.
 pub(super) trait Maker<P: Processor>: Send {
-    /// KVM's part, once for each index: it refuses a second one as long as the VM is there, whether the first is open or not.
+    /// KVM's part, once for each index: it refuses a second one as long as the VM is there, whether the first is open or not. So one
+    /// that KVM has made, and whose `kvm_run` could not be mapped, cannot be had any more.
     fn create(&self, index: u8) -> Result<P::Created, CpuError>;
 
     /// All the rest. What KVM has made comes back if that fails: it can be tried again with the same.
