@@ -113,20 +113,53 @@ impl Rings for KernelRings {
     fn set_regions(&mut self, regions: &Regions) -> Result<(), VhostError> {
         let table = Table::new(&regions.memory)?;
         self.net.set_mem_table(&table.regions()).map_err(call("the table of memory"))?;
-        // Rings are followed by the addresses that were given.
-        let holds_a_ring = |old: &Arc<Reservation>| {
-            self.ring_starts.iter().any(|start| (old.addr()..old.addr() + old.len_bytes()).contains(start))
-        };
-        let is_new = |old: &Arc<Reservation>| regions.reservations.iter().any(|new| Arc::ptr_eq(old, new));
-        self.reservations.retain(|old| holds_a_ring(old) && !is_new(old));
-        self.reservations.extend_from_slice(&regions.reservations);
+        self.reservations = reserved(&self.reservations, &regions.reservations, &self.ring_starts);
         Ok(())
     }
+}
+
+/// The address space that nothing else may come to lie in while the kernel has a table of `new`: that of the table, and of `old`
+/// what a ring begins in, for rings are followed by the addresses that were given.
+fn reserved(
+    old: &[Arc<Reservation>],
+    new: &[Arc<Reservation>],
+    ring_starts: &[u64],
+) -> Vec<Arc<Reservation>> {
+    let holds_a_ring = |old: &&Arc<Reservation>| {
+        ring_starts.iter().any(|start| (old.addr()..old.addr() + old.len_bytes()).contains(start))
+    };
+    let is_new = |old: &Arc<Reservation>| new.iter().any(|new| Arc::ptr_eq(old, new));
+    let kept = old.iter().filter(holds_a_ring).filter(|old| !is_new(old));
+    new.iter().chain(kept).cloned().collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_ring_lies_in_stays_reserved_when_its_region_goes() {
+        let [ram, file, zone] = [(); 3].map(|()| Arc::new(Reservation::new(4 << 20, 2 << 20).unwrap()));
+        let names = |kept: &[Arc<Reservation>]| {
+            let all = [("ram", &ram), ("file", &file), ("zone", &zone)];
+            let of = |one| all.iter().find(|(_, known)| Arc::ptr_eq(known, one)).unwrap().0;
+            let mut names: Vec<_> = kept.iter().map(of).collect();
+            names.sort_by_key(|name| all.iter().position(|(known, _)| known == name));
+            names
+        };
+        let old = [ram.clone(), file.clone()];
+        let last = file.addr() + file.len_bytes() - 1;
+        for (new, rings, expected) in [
+            (vec![ram.clone()], vec![ram.addr()], vec!["ram"]),
+            (vec![ram.clone()], vec![ram.addr(), file.addr()], vec!["ram", "file"]),
+            (vec![ram.clone()], vec![last], vec!["ram", "file"]),
+            (vec![ram.clone()], vec![file.addr() + file.len_bytes()], vec!["ram"]),
+            (vec![ram.clone(), file.clone(), zone.clone()], vec![file.addr()], vec!["ram", "file", "zone"]),
+            (vec![], vec![], vec![]),
+        ] {
+            assert_eq!(names(&reserved(&old, &new, &rings)), expected);
+        }
+    }
 
     #[test]
     fn without_the_device_there_is_an_error_that_names_it() {
