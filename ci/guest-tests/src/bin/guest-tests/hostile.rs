@@ -1,5 +1,8 @@
 //! A guest that means harm gets an error, or a device that wants a reset. Never the VMM.
 
+use std::net::{Ipv4Addr, UdpSocket};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -7,6 +10,8 @@ use guest_tests::guest::{GuestBuilder, Script};
 use guest_tests::{Guest, Pool, skip};
 use serde_json::json;
 
+use crate::net::{self, Net};
+use crate::vhost_net;
 use crate::zones::{MIB, zone};
 
 guest_tests::tests![
@@ -17,6 +22,8 @@ guest_tests::tests![
     garbage_from_the_pmem_driver_is_survived,
     garbage_from_the_blk_driver_is_survived,
     garbage_from_the_net_driver_is_survived,
+    garbage_from_the_net_driver_is_survived_by_the_kernel,
+    frames_in_unplugged_memory_are_survived_by_the_kernel: 240,
     a_touch_of_unplugged_memory_finds_nothing,
 ];
 
@@ -33,6 +40,10 @@ const GARBAGE_CHAINS: u64 = 1000;
 /// Where it is, the attack ends.
 const STOP: &str = "/run/attack-is-over";
 const ATTACK_LIMIT: Duration = Duration::from_secs(90);
+/// More than a tap keeps for a reader that does not come (its `txqueuelen`).
+const TAP_FRAMES: u64 = 1500;
+/// A pace, so that the host's one CPU is not all for what the attack is fed with.
+const BETWEEN_FRAMES: Duration = Duration::from_millis(2);
 
 fn target() -> GuestBuilder {
     Guest::builder()
@@ -54,25 +65,125 @@ fn hotplug_range(guest: &Guest) -> Result<(u64, u64)> {
 
 fn buffers_in_unplugged_memory_are_survived_while_it_comes_and_goes() -> Result<()> {
     let guest = target().boot()?;
-    let (first, end) = hotplug_range(&guest)?;
-    // What is plugged stays offline, so that the device's random bytes hit nothing the guest uses.
-    guest.run("echo offline >/sys/devices/system/memory/auto_online_blocks")?;
-    let attack = guest.start_script(
-        ATTACK_LIMIT,
-        &format!("exec guest-tool hostile-range {RNG} {first:#x} {end:#x} {STOP}"),
-    )?;
-    let mut resizes = 0;
-    for mib in [896, 384].into_iter().cycle().take(16) {
-        guest.api("PUT", "vm.resize", Some(json!({ "desired_ram": mib * MIB })))?;
-        guest.wait_until("it is plugged or unplugged", ATTACK_LIMIT, || {
-            Ok(zone(&guest, "dram")?.plugged_bytes == (mib - 384) * MIB)
-        })?;
-        resizes += 1;
-    }
+    let attack = attack_hotplug_range(&guest, "hostile-range", RNG)?;
+    come_and_go(&guest, "dram", |_| Ok(()))?;
     guest.run(&format!("touch {STOP}"))?;
     let Report { sent, answered, .. } = ended_well(attack)?;
-    ensure!(sent > 100 && answered == sent, "{answered} of {sent} buffers in {resizes} resizes");
+    ensure!(sent > 100 && answered == sent, "{answered} of {sent} buffers");
     still_well(&guest)
+}
+
+fn attack_hotplug_range(guest: &Guest, how: &str, device: &str) -> Result<Script> {
+    let (first, end) = hotplug_range(guest)?;
+    // What is plugged stays offline, so that the device's random bytes hit nothing the guest uses.
+    guest.run("echo offline >/sys/devices/system/memory/auto_online_blocks")?;
+    guest.start_script(ATTACK_LIMIT, &format!("exec guest-tool {how} {device} {first:#x} {end:#x} {STOP}"))
+}
+
+/// As large as what the targets have to plug.
+const PLUGGED_BYTES: u64 = 512 * MIB;
+
+/// All of the zone is plugged and unplugged eight times; CHECK is told what is plugged, each time that this is reached.
+fn come_and_go(guest: &Guest, id: &str, check: impl Fn(u64) -> Result<()>) -> Result<()> {
+    for plugged_bytes in [PLUGGED_BYTES, 0].into_iter().cycle().take(16) {
+        let (call, body) = match id {
+            "dram" => ("vm.resize", json!({ "desired_ram": 384 * MIB + plugged_bytes })),
+            _ => ("vm.resize-zone", json!({ "id": id, "desired_ram": plugged_bytes })),
+        };
+        guest.api("PUT", call, Some(body))?;
+        guest.wait_until("it is plugged or unplugged", ATTACK_LIMIT, || {
+            Ok(zone(guest, id)?.plugged_bytes == plugged_bytes)
+        })?;
+        check(plugged_bytes)?;
+    }
+    Ok(())
+}
+
+/// Frames that a tap's interface was given, and what the host's kernel counts of it.
+#[derive(Clone, Copy)]
+struct Moved {
+    given: u64,
+    to_guest: u64,
+    dropped: u64,
+    from_guest: u64,
+}
+
+impl Moved {
+    fn now(net: &Net, given: &AtomicU64) -> Result<Self> {
+        let count = |what: &str| -> Result<u64> {
+            let path = format!("/sys/class/net/{}/statistics/{what}", net.tap);
+            std::fs::read_to_string(path)?.trim().parse().context("A number of frames")
+        };
+        // First: what is on its way counts as given.
+        let (to_guest, dropped) = (count("tx_packets")?, count("tx_dropped")?);
+        let given = given.load(Ordering::SeqCst);
+        Ok(Self { given, to_guest, dropped, from_guest: count("rx_packets")? })
+    }
+
+    /// Taken out of the tap for nothing, or in it.
+    fn missing_since(&self, before: &Self) -> u64 {
+        let told = (self.to_guest + self.dropped) - (before.to_guest + before.dropped);
+        (self.given - before.given).saturating_sub(told)
+    }
+}
+
+/// The kernel copies by addresses of the VMM's, and asks nobody (docs/decisions/0018).
+fn frames_in_unplugged_memory_are_survived_by_the_kernel() -> Result<()> {
+    let net = match vhost_net::network(37)? {
+        Ok(net) => net,
+        Err(reason) => return skip(reason),
+    };
+    // PM has nothing of what the guest boots from: what is resident is what was plugged.
+    let pool = Pool::create("640M")?;
+    let memory = format!("pool={},size=512M", pool.name());
+    let guest = target().memory("size=384M").pm_memory(&memory);
+    let guest = guest.argument("--net", &net.option(",vhost=on")).boot()?;
+    let attack = attack_hotplug_range(&guest, "hostile-frames", NET)?;
+    let (resizes_are_over, given) = (AtomicBool::new(false), AtomicU64::new(0));
+    thread::scope(|scope| -> Result<()> {
+        let frames = scope.spawn(|| give_frames(&net, &given, &resizes_are_over));
+        let came_and_went = come_and_go(&guest, "pm", |plugged_bytes| {
+            let before = Moved::now(&net, &given)?;
+            // 1. The kernel is at it: with memory it puts frames there, and sends what is there,
+            if plugged_bytes > 0 {
+                return guest.wait_until("frames come and go", ATTACK_LIMIT, || {
+                    let now = Moved::now(&net, &given)?;
+                    Ok(now.to_guest > before.to_guest + 20 && now.from_guest > before.from_guest + 20)
+                });
+            }
+            // 2. and without it takes them out of the tap for nothing. No page of the host's is there afterwards.
+            guest.wait_until("frames are lost", ATTACK_LIMIT, || {
+                Ok(Moved::now(&net, &given)?.missing_since(&before) > TAP_FRAMES)
+            })?;
+            let resident_bytes = zone(&guest, "pm")?.resident_bytes;
+            ensure!(resident_bytes == 0, "{resident_bytes} bytes of unplugged memory are there");
+            Ok(())
+        });
+        resizes_are_over.store(true, Ordering::SeqCst);
+        frames.join().expect("it does not panic")?;
+        came_and_went
+    })?;
+    guest.run(&format!("touch {STOP}"))?;
+    let Report { answered, .. } = ended_well(attack)?;
+    ensure!(answered > 100, "{answered} buffers have come back");
+    vhost_net::is_moved_by_kernel(&guest, "_net0")?;
+    still_well(&guest)
+}
+
+/// Gives the tap frames for the guest until it is over.
+fn give_frames(net: &Net, given: &AtomicU64, is_over: &AtomicBool) -> Result<()> {
+    let socket = UdpSocket::bind((net.host, 0))?;
+    // To all: nobody in the guest says that an address is its own.
+    socket.set_broadcast(true)?;
+    let everybody = Ipv4Addr::from_bits(net.host.to_bits() | 0xff);
+    while !is_over.load(Ordering::SeqCst) {
+        for _ in 0..16 {
+            given.fetch_add(1, Ordering::SeqCst);
+            socket.send_to(&[0x5a; 1400], (everybody, 9))?;
+        }
+        thread::sleep(BETWEEN_FRAMES);
+    }
+    Ok(())
 }
 
 /// What an attack reports.
@@ -157,13 +268,26 @@ fn garbage_from_the_blk_driver_is_survived() -> Result<()> {
 }
 
 fn garbage_from_the_net_driver_is_survived() -> Result<()> {
-    if !crate::net::has_tun() {
-        return skip(crate::net::NO_TUN);
+    if !net::has_tun() {
+        return skip(net::NO_TUN);
     }
     let guest = target().argument("--net", "tap=fstap8").boot()?;
     garbage_is_survived(&guest, NET)?;
     let refused = guest.metrics()?.value("foreshore_net_bad_requests_total", &[("net", "_net0")])?;
     ensure!(refused > 0.0, "No request was refused");
+    Ok(())
+}
+
+fn garbage_from_the_net_driver_is_survived_by_the_kernel() -> Result<()> {
+    let net = match vhost_net::network(38)? {
+        Ok(net) => net,
+        Err(reason) => return skip(reason),
+    };
+    let guest = target().argument("--net", &net.option(",vhost=on")).boot()?;
+    garbage_is_survived(&guest, NET)?;
+    // What it took for a ring that is broken raised the event that the kernel was given for that.
+    let broken = guest.metrics()?.value("foreshore_net_broken_queues_total", &[("net", "_net0")])?;
+    ensure!(broken > 0.0, "No queue was given up");
     Ok(())
 }
 

@@ -32,7 +32,7 @@ const DATAGRAMS: u64 = 100;
 const NO_VHOST: &str = "no /dev/vhost-net here";
 
 /// A network of a test's own, on a host that can move its frames.
-fn network(nth: u8) -> Result<std::result::Result<Net, &'static str>> {
+pub fn network(nth: u8) -> Result<std::result::Result<Net, &'static str>> {
     // It may be built in.
     let _ = Command::new("modprobe").arg("vhost_net").status();
     if !Path::new("/dev/vhost-net").exists() {
@@ -51,7 +51,7 @@ fn is_moved_by(backend: &str, guest: &Guest, net: &str) -> Result<()> {
     Ok(())
 }
 
-fn is_moved_by_kernel(guest: &Guest, net: &str) -> Result<()> {
+pub fn is_moved_by_kernel(guest: &Guest, net: &str) -> Result<()> {
     is_moved_by("vhost", guest, net)
 }
 

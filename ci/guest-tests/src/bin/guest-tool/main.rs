@@ -82,6 +82,7 @@ usage:
   guest-tool vsock-send PORT                     send the standard input to the host's port
   guest-tool hostile-range ID FIRST END FILE     give the virtio device with that PCI id buffers in a range of memory,
                                                  until the file is there
+  guest-tool hostile-frames ID FIRST END FILE    frames to and from there, of a network device, until there is such a FILE
   guest-tool hostile-garbage ID COUNT            give it so many chains that are wrong in every way";
 
 fn main() {
@@ -157,6 +158,10 @@ fn run(arguments: &[&str]) -> Result<()> {
         ["vsock-send", port] => vsock::send(u32::try_from(number(port)?)?),
         ["hostile-range", id, first, end, file] => {
             let malice = hostile::Malice::Range { first: number(first)?, end: number(end)? };
+            hostile::attack(number(id)?, malice, &hostile::Until::Exists(file.into()))
+        }
+        ["hostile-frames", id, first, end, file] => {
+            let malice = hostile::Malice::Frames { first: number(first)?, end: number(end)? };
             hostile::attack(number(id)?, malice, &hostile::Until::Exists(file.into()))
         }
         ["hostile-garbage", id, count] => {

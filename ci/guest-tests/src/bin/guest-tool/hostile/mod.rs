@@ -15,6 +15,9 @@ use queue::{Descriptor, NEXT, QUEUE_SIZE, Queue, WRITE};
 // by way of the guest's clock.
 /// Garbage need not be answered: after some milliseconds the next comes anyway.
 const GARBAGE_LOOKS: u32 = 20_000;
+/// A frame need not come, and one that is sent from nowhere may be tried again for ever.
+const FRAME_LOOKS: u32 = 20_000;
+const LONGEST_BYTES: u64 = 256 << 10;
 /// What is well-formed must be, wherever its buffers lie; this is longer than any answer takes.
 const ANSWER_LOOKS: u32 = 100_000_000;
 /// Looking for a file takes longer than a request.
@@ -25,6 +28,14 @@ const REQUESTS_PER_LOOK: u64 = 16;
 pub enum Malice {
     /// Well-formed chains whose buffers lie anywhere in a range of guest memory.
     Range {
+        /// The range's first byte.
+        first: u64,
+        /// The byte after its last.
+        end: u64,
+    },
+    /// Frames of a network device there: its first queue's buffers are for what comes, its second one's for what is sent
+    /// (virtio 1.3, 5.1.2). A buffer that the device does not give back changes its place meanwhile.
+    Frames {
         /// The range's first byte.
         first: u64,
         /// The byte after its last.
@@ -53,7 +64,7 @@ impl Until {
 
 /// Attacks every queue of the device with that PCI device id.
 pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
-    if let Malice::Range { first, end } = malice {
+    if let Malice::Range { first, end } | Malice::Frames { first, end } = malice {
         ensure!(first < end, "the range {first:#x} to {end:#x} is empty");
     }
     queue::keep_locked_pages_in_place()?;
@@ -72,6 +83,17 @@ pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
                     queue.offer(&[in_range(&mut random, first, end)], 0, 1);
                     ANSWER_LOOKS
                 }
+                Malice::Frames { first, end } => {
+                    let flags = match queue.index {
+                        0 => WRITE,
+                        1 => 0,
+                        _ => continue,
+                    };
+                    // One at a time, or the ring would overtake itself.
+                    let step = u16::from(queue.has_all_back());
+                    queue.offer(&[inside(&mut random, first, end, flags)], 0, step);
+                    FRAME_LOOKS
+                }
                 Malice::Garbage => {
                     let chain: Vec<Descriptor> = (0..QUEUE_SIZE).map(|_| garbage(&mut random)).collect();
                     let (head, step) = (random.next_u64() as u16 % (2 * QUEUE_SIZE), random.next_u64());
@@ -87,7 +109,7 @@ pub fn attack(device_id: u64, malice: Malice, until: &Until) -> Result<()> {
             let answer = queue.wait_until_used(looks);
             answered += u64::from(answer);
             ensure!(
-                answer || malice == Malice::Garbage,
+                answer || !matches!(malice, Malice::Range { .. }),
                 "Request {sent} has no answer; the device's status is {:#x}",
                 device.status()
             );
@@ -118,10 +140,18 @@ fn start(device: &mut Device) -> Result<Vec<Queue>> {
     Ok(queues)
 }
 
+/// It begins in the range, and may go beyond.
 fn in_range(random: &mut Bytes, first: u64, end: u64) -> Descriptor {
     let address = first + random.next_u64() % (end - first);
-    let len = 1 + (random.next_u64() % (256 << 10)) as u32;
+    let len = 1 + (random.next_u64() % LONGEST_BYTES) as u32;
     Descriptor { address, len, flags: WRITE, next: 0 }
+}
+
+/// No byte of it lies elsewhere: the host's kernel gives a ring up for that.
+fn inside(random: &mut Bytes, first: u64, end: u64, flags: u16) -> Descriptor {
+    let len = 1 + random.next_u64() % LONGEST_BYTES.min(end - first);
+    let address = first + random.next_u64() % (end - first - len + 1);
+    Descriptor { address, len: len as u32, flags, next: 0 }
 }
 
 fn garbage(random: &mut Bytes) -> Descriptor {

@@ -99,6 +99,11 @@ impl Queue {
         })
     }
 
+    /// Whether the device has given back all that was offered, where each offer moved the index by one at most.
+    pub fn has_all_back(&self) -> bool {
+        self.used() == self.offered
+    }
+
     fn used(&self) -> u16 {
         // SAFETY: the used ring's index lies in the page, aligned; the device writes it, therefore volatile.
         unsafe { self.page.add(USED_AT).cast::<u16>().add(1).read_volatile() }
