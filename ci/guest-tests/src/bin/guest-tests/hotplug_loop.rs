@@ -87,7 +87,7 @@ fn interfaces(guest: &Guest, net: &Net) -> Result<()> {
         by_fd = !by_fd;
         let added = add_net(guest, net, id, by_fd)?;
         net.bring_up(guest)?;
-        from_guest(guest, net, TRANSFER_BYTES / 256)?;
+        from_guest(guest, net, TRANSFER_BYTES / 64)?;
         Ok(added)
     })
 }

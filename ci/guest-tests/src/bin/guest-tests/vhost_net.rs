@@ -85,7 +85,7 @@ fn pauses(guest: &Guest, net: &Net) -> Result<()> {
     thread::scope(|scope| -> Result<()> {
         let unwanted_before = unwanted(guest)?;
         let before = taken(net)?;
-        let transfer = scope.spawn(|| to_guest(guest, net, TRANSFER_BYTES));
+        let transfer = scope.spawn(|| to_guest(guest, net, 4 * TRANSFER_BYTES));
         guest.wait_until("the transfer is under way", IO_LIMIT, || Ok(taken(net)? > before + 100))?;
         guest.api("PUT", "vm.pause", None)?;
         let paused = taken(net)?;
@@ -216,7 +216,7 @@ fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
     };
     for _ in 0..2 {
         thread::scope(|scope| -> Result<()> {
-            let transfer = scope.spawn(|| to_guest(&guest, &net, TRANSFER_BYTES));
+            let transfer = scope.spawn(|| to_guest(&guest, &net, 4 * TRANSFER_BYTES));
             resize(512)?;
             resize(0)?;
             transfer.join().expect("a transfer does not panic")
@@ -227,7 +227,7 @@ fn memory_comes_and_goes_under_the_kernels_frames() -> Result<()> {
     let file = hotplug::image("pmem")?;
     for _ in 0..2 {
         thread::scope(|scope| -> Result<()> {
-            let transfer = scope.spawn(|| to_guest(&guest, &net, TRANSFER_BYTES / 4));
+            let transfer = scope.spawn(|| to_guest(&guest, &net, TRANSFER_BYTES));
             let added = hotplug::add_pmem(&guest, &file, "quay")?;
             hotplug::wait_for_pmem(&guest)?;
             ensure!(hotplug::remove(&guest, "quay")? == 204, "It is not removed");
