@@ -8,6 +8,7 @@
 mod balloon;
 mod cli;
 mod console;
+mod counts;
 mod cpus;
 mod devices;
 mod disk;
@@ -164,6 +165,7 @@ fn one_or_many<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<PmMemoryConfig>
 impl VmConfig {
     /// Checks every section, and the sections against each other.
     pub fn validate(&self) -> Result<(), ConfigError> {
+        self.check_counts()?;
         self.payload.validate()?;
         self.cpus.validate()?;
         self.memory.validate()?;

@@ -1,0 +1,91 @@
+//! How many of everything a configuration may have. Looked at first: other checks hold each against all others, which takes no time
+//! for as many as a machine has room for, and hours for as many as fit in a request's body.
+
+use super::error::ConfigError;
+use super::{VmConfig, disk, memory_zone, net, numa, pm_memory, pm_volume, pmem};
+use crate::memory::layout::PCI_SLOTS;
+
+/// Of what has no slot on the PCI bus. A VM has less room for all of it; how much there is, is seen when it is built.
+const MOST: usize = 256;
+/// The host bridge has one.
+const MOST_SLOTS: usize = PCI_SLOTS as usize - 1;
+
+/// Refuses more than there may be.
+fn check(flag: &'static str, key: &'static str, count: usize, most: usize) -> Result<(), ConfigError> {
+    if count <= most {
+        return Ok(());
+    }
+    Err(ConfigError::OutOfRange { flag, key, value: count as u64, least: 0, most: most as u64 })
+}
+
+impl VmConfig {
+    /// Refuses lists that are longer than any machine has room for.
+    pub(super) fn check_counts(&self) -> Result<(), ConfigError> {
+        let number = "their number";
+        for (flag, count) in [
+            (pm_volume::SYNTAX.flag, self.pm_volumes.len()),
+            (pm_memory::SYNTAX.flag, self.pm_memory.len()),
+            (memory_zone::SYNTAX.flag, self.memory.zones.len()),
+            (numa::FLAG, self.numa.len()),
+        ] {
+            check(flag, number, count, MOST)?;
+        }
+        let on_the_bus = [
+            (disk::SYNTAX.flag, self.disks.len()),
+            (net::SYNTAX.flag, self.net.len()),
+            (pmem::SYNTAX.flag, self.pmem.len()),
+        ];
+        for (flag, count) in on_the_bus {
+            check(flag, number, count, MOST_SLOTS)?;
+        }
+        let all =
+            on_the_bus.iter().map(|(_, count)| count).sum::<usize>() + usize::from(self.vsock.is_some());
+        let (flag, _) = on_the_bus.into_iter().max_by_key(|(_, count)| *count).expect("there are three");
+        check(flag, "the number of devices on the PCI bus", all, MOST_SLOTS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{DiskConfig, NetConfig, NumaConfig, PmVolumeConfig, VsockConfig, test_config};
+
+    fn refused(config: &VmConfig) -> String {
+        config.validate().unwrap_err().to_string()
+    }
+
+    fn disks(count: usize) -> Vec<DiskConfig> {
+        (0..count).map(|nth| DiskConfig::parse(&format!("path=/d{nth}")).unwrap()).collect()
+    }
+
+    #[test]
+    fn no_more_devices_are_taken_than_the_bus_has_slots() {
+        let mut config = test_config();
+        config.disks = disks(MOST_SLOTS);
+        assert_eq!(config.validate(), Ok(()));
+        config.vsock = Some(VsockConfig::parse("cid=3,socket=/s").unwrap());
+        let all = "--disk: the number of devices on the PCI bus is 32, and must be 0 to 31";
+        assert_eq!(refused(&config), all);
+        config.vsock = None;
+        config.net = vec![NetConfig::parse("id=n").unwrap()];
+        assert_eq!(refused(&config), all);
+        config.net.clear();
+        config.disks = disks(MOST_SLOTS + 1);
+        assert_eq!(refused(&config), "--disk: their number is 32, and must be 0 to 31");
+    }
+
+    /// Held against each other, so many interfaces would take hours.
+    #[test]
+    fn a_list_as_long_as_a_body_may_be_is_refused_at_once() {
+        let mut config = test_config();
+        config.net = vec![NetConfig::parse("").unwrap(); 300_000];
+        assert_eq!(refused(&config), "--net: their number is 300000, and must be 0 to 31");
+        config.net.clear();
+        let volume = PmVolumeConfig::parse("pool=/p,name=v,force=on").unwrap();
+        config.pm_volumes = vec![volume; 300_000];
+        assert_eq!(refused(&config), "--pm-volume: their number is 300000, and must be 0 to 256");
+        config.pm_volumes.clear();
+        config.numa = vec![NumaConfig::parse("guest_numa_id=0").unwrap(); MOST + 1];
+        assert_eq!(refused(&config), "--numa: their number is 257, and must be 0 to 256");
+    }
+}
