@@ -12,23 +12,25 @@ use tokio::time::timeout;
 use super::error::ApiError;
 use crate::config::read_json;
 
-/// The largest body that any call takes is a VM's configuration.
+/// The largest body of a call about something that there is.
 pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
+/// A VM's configuration may be longer: where each of 254 vCPUs has a list of the host's CPUs it is some hundred KiB.
+pub(super) const MAX_CONFIG_BYTES: usize = 512 << 10;
 
 /// How long a client may take from the head of a request to the end of its body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A request's body, taken apart. Clients of Cloud Hypervisor do not all say that they send JSON: it is not
+/// A request's body of at most `MOST` bytes, taken apart. Clients of Cloud Hypervisor do not all say that they send JSON: it is not
 /// asked for.
-pub(super) struct JsonBody<T>(pub T);
+pub(super) struct JsonBody<T, const MOST: usize = MAX_BODY_BYTES>(pub T);
 
-impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for JsonBody<T> {
+impl<S: Send + Sync, T: DeserializeOwned, const MOST: usize> FromRequest<S> for JsonBody<T, MOST> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
         // A body that says it is too large is not waited for.
-        if request.body().size_hint().lower() > MAX_BODY_BYTES as u64 {
-            let reason = format!("it is longer than {MAX_BODY_BYTES} bytes");
+        if request.body().size_hint().lower() > MOST as u64 {
+            let reason = format!("it is longer than {MOST} bytes");
             return Err(ApiError::Body { status: StatusCode::PAYLOAD_TOO_LARGE, reason });
         }
         let read = timeout(BODY_TIMEOUT, Bytes::from_request(request, state)).await;

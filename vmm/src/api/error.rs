@@ -30,6 +30,12 @@ pub enum ApiError {
         /// The path.
         path: String,
     },
+    /// Events are followed by as many as may.
+    #[error("Events have {most} followers, and may have no more")]
+    TooManyFollowers {
+        /// The bound.
+        most: usize,
+    },
     /// The body did not arrive whole.
     #[error("The request's body cannot be read: {reason}")]
     Body {
@@ -69,7 +75,8 @@ impl ApiError {
             Self::WrongMethod { .. } | Self::Vm(VmError::WrongState { .. } | VmError::AlreadyCreated) => {
                 StatusCode::METHOD_NOT_ALLOWED
             }
-            Self::Vm(VmError::VcpusLeaving { .. } | VmError::DeviceLeaving { .. }) => {
+            Self::TooManyFollowers { .. }
+            | Self::Vm(VmError::VcpusLeaving { .. } | VmError::DeviceLeaving { .. }) => {
                 StatusCode::TOO_MANY_REQUESTS
             }
             Self::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,

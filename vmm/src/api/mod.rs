@@ -9,6 +9,7 @@ mod client;
 mod error;
 mod fd_stream;
 mod routes;
+mod seat;
 mod server;
 mod socket;
 #[cfg(test)]

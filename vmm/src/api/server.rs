@@ -1,14 +1,15 @@
 //! HTTP/1.1 on a socket: a task per connection, on the runtime that starts it.
 
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
 use axum::serve::Listener as AcceptIo;
-use hyper::Request;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
+use hyper::{Request, Response};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -19,6 +20,7 @@ use tokio::time::timeout;
 use tracing::{debug, warn};
 
 use super::fd_stream::{self, Descriptors};
+use super::seat::{Answer, Heard, Seat, Seats};
 use super::socket::{Listener, Socket};
 use super::write_timeout::WriteTimeout;
 use crate::unix_socket::SocketFile;
@@ -27,14 +29,19 @@ use crate::unix_socket::SocketFile;
 const BUFFER_BYTES: usize = 16 << 10;
 /// How long answers that are under way may take when the server stops.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long a client may take for a request's head. What it sends it has.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 /// A client reads what it has asked for; one that is stopped for longer asks again.
 const UNREAD_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What clients may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Connections at once; more wait to be accepted.
+    /// Connections at once. For one more the one goes that has waited longest for its client; if none waits, it waits to be
+    /// accepted.
     pub connections: usize,
+    /// How long a client may take from the first byte of a request to the end of its head.
+    pub head: Duration,
     /// How long a connection may be without a whole request head; for ever when `None`. HTTP cannot tell a
     /// client that is slow from one that keeps its connection for later.
     pub idle: Option<Duration>,
@@ -44,10 +51,9 @@ pub struct Limits {
 
 impl Limits {
     /// The API's: clients like Kata Containers keep one connection for a VM's whole life.
-    pub const API: Self = Self { connections: 256, idle: None, unread: UNREAD_TIMEOUT };
+    pub const API: Self = Self { connections: 256, head: HEAD_TIMEOUT, idle: None, unread: UNREAD_TIMEOUT };
     /// Metrics', whose address may be reachable for strangers.
-    pub const METRICS: Self =
-        Self { connections: 16, idle: Some(Duration::from_secs(60)), unread: UNREAD_TIMEOUT };
+    pub const METRICS: Self = Self { connections: 16, idle: Some(Duration::from_secs(60)), ..Self::API };
 }
 
 /// A server that runs until it is stopped or dropped.
@@ -112,15 +118,20 @@ async fn accept_loop<L>(mut listener: L, router: Router, limits: Limits, mut sto
 where
     L: AcceptIo<Io: Accepted>,
 {
-    let mut connections = JoinSet::new();
+    let (mut connections, seats) = (JoinSet::new(), Seats::default());
     loop {
+        let has_room = connections.len() < limits.connections;
         tokio::select! {
             biased;
             _ = stopped.changed() => break,
             Some(_) = connections.join_next() => {}
-            (stream, _) = listener.accept(), if connections.len() < limits.connections => {
-                connections.spawn(serve_connection(stream, router.clone(), limits, stopped.clone()));
+            (stream, _) = listener.accept(), if has_room || seats.can_make_room() => {
+                if !has_room {
+                    seats.make_room();
+                }
+                connections.spawn(serve_connection(stream, router.clone(), limits, seats.take(), stopped.clone()));
             }
+            () = seats.somebody_waits(), if !has_room => {}
         }
     }
     drop(listener);
@@ -134,6 +145,7 @@ async fn serve_connection<A: Accepted>(
     accepted: A,
     router: Router,
     limits: Limits,
+    seat: Arc<Seat>,
     mut stopped: watch::Receiver<()>,
 ) {
     let waiting = Descriptors::default();
@@ -143,21 +155,30 @@ async fn serve_connection<A: Accepted>(
     http.title_case_headers(true);
     // A client may end its side once it has asked, as `nc -N` does, and is answered all the same.
     http.half_close(true);
-    let stream = WriteTimeout::new(accepted.stream(waiting.clone()), limits.unread);
+    let heard = Heard::new(accepted.stream(waiting.clone()), Arc::clone(&seat));
+    let stream = WriteTimeout::new(heard, limits.unread);
     let calls = TowerToHyperService::new(router);
+    let served = Arc::clone(&seat);
     let service = service_fn(move |mut request: Request<Incoming>| {
+        served.called();
         request.extensions_mut().insert(waiting.clone());
-        let (answer, waiting) = (calls.call(request), waiting.clone());
+        let (answer, waiting, seat) = (calls.call(request), waiting.clone(), Arc::clone(&served));
         async move {
             let answer = answer.await;
             // What the call has not taken is nobody's.
             drop(waiting.take());
-            answer
+            answer.map(|answer: Response<_>| answer.map(|body| Answer::new(body, seat)))
         }
     });
     let connection = http.serve_connection(TokioIo::new(stream), service);
     tokio::pin!(connection);
     let result = tokio::select! {
+        // First: who has to go is not served once more.
+        biased;
+        () = seat.has_to_go(limits.head) => {
+            debug!("A connection with half a request is dropped, or one that nobody uses to make room for another");
+            return;
+        }
         result = connection.as_mut() => result,
         _ = stopped.changed() => {
             connection.as_mut().graceful_shutdown();

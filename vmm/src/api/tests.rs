@@ -23,6 +23,7 @@ use crate::vm::request::{
 use crate::volume::kernel_gate::Verdict;
 
 mod campaign;
+mod connections;
 mod devices;
 mod document;
 mod live;
@@ -699,42 +700,6 @@ fn a_client_that_has_nothing_more_to_say_is_answered() {
         client.0.get_mut().shutdown().await.unwrap();
         assert_eq!(client.receive().await.map(|(status, _)| status), Some(200));
         assert_eq!(client.receive().await, None);
-    });
-}
-
-/// With room for one connection, the next one is answered only when the first has ended.
-#[test]
-fn who_asks_and_never_reads_is_not_kept() {
-    const REQUESTS: usize = 2_000;
-    let limits = Limits { connections: 1, unread: Duration::from_millis(50), ..Limits::API };
-    for half_closed in [false, true] {
-        run_within(limits, async |fixture| {
-            let mut silent = fixture.connect().await;
-            // The answers are more than the socket's buffers hold.
-            silent.send(request("GET", "/api/v1/vm.info", "").repeat(REQUESTS)).await;
-            if half_closed {
-                silent.0.get_mut().shutdown().await.unwrap();
-            }
-            assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200, "half closed: {half_closed}");
-            let mut answers = Vec::new();
-            // An end or, where requests are left that were not read, a reset.
-            let _ = silent.0.read_to_end(&mut answers).await;
-            let whole = answers.windows(12).filter(|bytes| bytes == b"HTTP/1.1 200").count();
-            assert!((1..REQUESTS).contains(&whole), "{whole} of the answers were there");
-        });
-    }
-}
-
-#[test]
-fn half_a_request_and_silence_holds_nobody_up() {
-    run(async |fixture| {
-        let (mut head, mut body) = (fixture.connect().await, fixture.connect().await);
-        head.send("GET /api/v1/vmm.pi").await;
-        body.send("PUT /api/v1/vm.resize HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{\"desi").await;
-        assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
-        // The head's other half is still welcome.
-        head.send("ng HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        assert_eq!(head.receive().await.unwrap().0, 200);
     });
 }
 

@@ -9,7 +9,10 @@ mod vm;
 mod vmm;
 
 pub(super) use self::refused::REFUSED;
+#[cfg(test)]
+pub(super) use self::vmm::MOST_FOLLOWERS;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
@@ -19,8 +22,9 @@ use axum::middleware::map_response;
 use axum::response::Response;
 use axum::routing::{MethodRouter, get, put};
 use hyper::ext::ReasonPhrase;
+use tokio::sync::Semaphore;
 
-use super::body::MAX_BODY_BYTES;
+use super::body::{MAX_BODY_BYTES, MAX_CONFIG_BYTES};
 use super::error::ApiError;
 use crate::events::Events;
 use crate::vm::request::VmHandle;
@@ -30,11 +34,12 @@ const QUIET: Duration = Duration::from_secs(60);
 
 /// Every call that is answered, by its name, with what answers it.
 fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmHandle>)> {
+    let followers = Arc::new(Semaphore::new(vmm::MOST_FOLLOWERS));
     vec![
         ("vmm.ping", get(vmm::ping)),
         ("vmm.shutdown", put(vmm::shutdown)),
-        ("vmm.events", get(async move || vmm::events(&events, quiet))),
-        ("vm.create", put(vm::create)),
+        ("vmm.events", get(async move || vmm::events(&events, &followers, quiet))),
+        ("vm.create", put(vm::create).layer(DefaultBodyLimit::max(MAX_CONFIG_BYTES))),
         ("vm.delete", put(vm::delete)),
         ("vm.info", get(vm::info)),
         ("vm.counters", get(vm::counters)),

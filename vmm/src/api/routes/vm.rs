@@ -5,7 +5,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use serde_json::{Map, Value};
 
-use crate::api::body::JsonBody;
+use crate::api::body::{JsonBody, MAX_CONFIG_BYTES};
 use crate::api::error::ApiError;
 use crate::api::wire::VolumesAnswer;
 use crate::config::VmConfig;
@@ -15,7 +15,7 @@ use crate::vm::request::{VmHandle, VmInfo, VmRequest};
 /// Validates what it is given; whether files are there is found out by `vm.boot`.
 pub(super) async fn create(
     State(vm): State<VmHandle>,
-    JsonBody(json): JsonBody<Map<String, Value>>,
+    JsonBody(json): JsonBody<Map<String, Value>, MAX_CONFIG_BYTES>,
 ) -> Result<StatusCode, ApiError> {
     let config = VmConfig::from_json(json)?;
     let warnings = config.warnings();

@@ -6,6 +6,7 @@ use std::io::Write;
 use super::live::{Raw, with_vmm};
 use super::values::values;
 use super::*;
+use crate::api::body::{MAX_BODY_BYTES, MAX_CONFIG_BYTES};
 use crate::config::fields;
 
 /// Requests of [`so_many_requests_are_answered`]; more with `FORESHORE_API_REQUESTS`.
@@ -210,6 +211,34 @@ fn who_sends_half_a_request_and_nothing_more_keeps_nobody_waiting() {
         drop(silent);
         check("delete", &client.call("PUT", "vm.delete", ""), &[204]);
         check("info", &client.call("GET", "vm.info", ""), &[404]);
+    });
+}
+
+#[test]
+fn a_body_full_of_devices_is_refused_and_a_long_one_that_is_meant_is_taken() {
+    with_vmm(|path| {
+        let mut client = Raw::connect(path);
+        let parts = [
+            ("disks", r#"{"path":"/d"}"#),
+            ("net", "{}"),
+            ("pmem", r#"{"file":"/p"}"#),
+            ("pm_volumes", r#"{"pool":"/p","name":"v"}"#),
+            ("pm_memory", r#"{"pool":"/p","size":2097152}"#),
+            ("numa", r#"{"guest_numa_id":0}"#),
+        ];
+        for (section, one) in parts {
+            let list = vec![one; (MAX_CONFIG_BYTES - 100) / (one.len() + 1)].join(",");
+            let body = format!(r#"{{"payload":{{"kernel":"/k"}},"{section}":[{list}]}}"#);
+            check(section, &client.call("PUT", "vm.create", &body), &[400]);
+        }
+        let host_cpus: Vec<usize> = (0..128).collect();
+        let affinity: Vec<Value> =
+            (0..254).map(|vcpu| json!({"vcpu": vcpu, "host_cpus": host_cpus})).collect();
+        let cpus = json!({"boot_vcpus": 1, "max_vcpus": 254, "affinity": affinity});
+        let body = vm(json!({ "cpus": cpus }));
+        assert!(body.len() > MAX_BODY_BYTES);
+        check("affinity", &client.call("PUT", "vm.create", &body), &[204]);
+        check("info", &client.call("GET", "vm.info", ""), &[200]);
     });
 }
 

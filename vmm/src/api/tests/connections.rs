@@ -1,0 +1,125 @@
+//! Who may have a connection, and for how long.
+
+use tokio::io::Interest;
+
+use super::*;
+use crate::api::routes::MOST_FOLLOWERS;
+
+#[test]
+fn who_asks_and_never_reads_is_not_kept() {
+    const REQUESTS: usize = 2_000;
+    let limits = Limits { unread: Duration::from_millis(50), ..Limits::API };
+    for half_closed in [false, true] {
+        run_within(limits, async |fixture| {
+            let mut silent = fixture.connect().await;
+            // The answers are more than the socket's buffers hold.
+            silent.send(request("GET", "/api/v1/vm.info", "").repeat(REQUESTS)).await;
+            if half_closed {
+                silent.0.get_mut().shutdown().await.unwrap();
+            }
+            while !silent.0.get_ref().ready(Interest::WRITABLE).await.unwrap().is_write_closed() {
+                tokio::task::yield_now().await;
+            }
+            let mut answers = Vec::new();
+            // An end or, where requests are left that were not read, a reset.
+            let _ = silent.0.read_to_end(&mut answers).await;
+            let whole = answers.windows(12).filter(|bytes| bytes == b"HTTP/1.1 200").count();
+            assert!((1..REQUESTS).contains(&whole), "{whole} of the answers were there");
+        });
+    }
+}
+
+#[test]
+fn where_all_connections_are_taken_who_has_waited_longest_makes_room() {
+    let limits = Limits { connections: 2, ..Limits::API };
+    run_within(limits, async |fixture| {
+        let (mut idle, mut half) = (fixture.connect().await, fixture.connect().await);
+        assert_eq!(idle.call("GET", "vmm.ping", "").await.0, 200);
+        half.send("GET /api/v1/vmm.pi").await;
+        assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
+        assert_eq!(idle.receive().await, None);
+        half.send("ng HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        assert_eq!(half.receive().await.unwrap().0, 200);
+    });
+}
+
+#[test]
+fn who_follows_events_makes_no_room_and_who_comes_waits_for_one_that_is_done() {
+    let limits = Limits { connections: 2, ..Limits::API };
+    let router = |vm, events| router_within(vm, events, Duration::from_millis(20));
+    run_serving(limits, router, async |fixture| {
+        let mut followers = [fixture.connect().await, fixture.connect().await];
+        for follower in &mut followers {
+            follower.send(request("GET", "/api/v1/vmm.events", "")).await;
+            let mut line = String::new();
+            while !line.starts_with('{') {
+                line.clear();
+                assert_ne!(follower.0.read_line(&mut line).await.unwrap(), 0);
+            }
+        }
+        let mut next = fixture.connect().await;
+        next.send(request("GET", "/api/v1/vmm.ping", "")).await;
+        let mut line = String::new();
+        // Both are served on, also after so many that wait have been looked for.
+        for _ in 0..5 {
+            for follower in &mut followers {
+                assert_ne!(follower.0.read_line(&mut line).await.unwrap(), 0);
+            }
+        }
+        fixture.events.end();
+        assert_eq!(next.receive().await.unwrap().0, 200);
+    });
+}
+
+#[test]
+fn so_many_follow_events_and_one_more_is_told_so() {
+    let router = |vm, events| router_within(vm, events, Duration::from_millis(20));
+    run_serving(Limits::API, router, async |fixture| {
+        let follow = async || {
+            let mut client = fixture.connect().await;
+            client.send(request("GET", "/api/v1/vmm.events", "")).await;
+            let mut line = String::new();
+            client.0.read_line(&mut line).await.unwrap();
+            (client, line)
+        };
+        let mut followers = Vec::new();
+        for _ in 0..MOST_FOLLOWERS {
+            let (client, line) = follow().await;
+            assert!(line.starts_with("HTTP/1.1 200 "), "{line}");
+            followers.push(client);
+        }
+        let (status, body) = fixture.call("GET", "vmm.events", "").await;
+        assert_eq!((status, &*messages(&body)[0]), (429, "Events have 64 followers, and may have no more"));
+        assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
+        // That one has gone is seen when it is written to.
+        followers.pop();
+        while !follow().await.1.starts_with("HTTP/1.1 200 ") {}
+    });
+}
+
+#[test]
+fn who_begins_a_request_and_does_not_go_on_is_cut_off_and_who_says_nothing_is_not() {
+    let limits = Limits { head: Duration::from_millis(20), ..Limits::API };
+    run_within(limits, async |fixture| {
+        let (mut silent, mut half) = (fixture.connect().await, fixture.connect().await);
+        half.send("GET /api/v1/vmm.pi").await;
+        assert_eq!(half.receive().await, None);
+        assert_eq!(silent.call("GET", "vmm.ping", "").await.0, 200);
+        // The next one on a connection, too.
+        silent.send("GET /api/v1/vmm.pi").await;
+        assert_eq!(silent.receive().await, None);
+    });
+}
+
+#[test]
+fn half_a_request_and_silence_holds_nobody_up() {
+    run(async |fixture| {
+        let (mut head, mut body) = (fixture.connect().await, fixture.connect().await);
+        head.send("GET /api/v1/vmm.pi").await;
+        body.send("PUT /api/v1/vm.resize HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{\"desi").await;
+        assert_eq!(fixture.call("GET", "vmm.ping", "").await.0, 200);
+        // The head's other half is still welcome.
+        head.send("ng HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        assert_eq!(head.receive().await.unwrap().0, 200);
+    });
+}
