@@ -21,7 +21,7 @@ use super::counters::Counters;
 use super::request::{
     BalloonInfo, PciDeviceInfo, PressureChange, PressureInfo, Reply, Requests, ResizeDiskRequest,
     ResizeRequest, ResizeZoneRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo, check_vcpus,
-    device_tree,
+    device_tree, hotplugged,
 };
 use super::state::{self, RestartGuard, Verb};
 use super::taps;
@@ -774,11 +774,6 @@ impl<F: MachineFactory> Owner<F> {
     fn of_vm<T>(&mut self, reply: Reply<T>, ask: impl FnOnce(&mut Vm) -> Result<T, VmError>) {
         answer(reply, self.vm().and_then(ask));
     }
-}
-
-/// What a zone is to have beyond its boot part, in a configuration.
-fn hotplugged(size_bytes: u64, boot_bytes: u64) -> Option<u64> {
-    size_bytes.checked_sub(boot_bytes).filter(|bytes| *bytes > 0)
 }
 
 fn answer<T>(reply: Reply<T>, result: Result<T, VmError>) {

@@ -132,6 +132,25 @@ impl fmt::Display for ResizeRequest {
     }
 }
 
+/// What a zone is to have beyond its boot part, in a configuration.
+pub(super) fn hotplugged(size_bytes: u64, boot_bytes: u64) -> Option<u64> {
+    size_bytes.checked_sub(boot_bytes).filter(|bytes| *bytes > 0)
+}
+
+/// Gives a zone of a VM that does not run as much DRAM as was asked for, boot part included. It is the boot part that changes, as in
+/// Cloud Hypervisor; but where a part of it is hotplugged, because that was asked for while the VM ran, that part does, as far as it
+/// goes: else the next boot would have both.
+fn set_size(boot_bytes: &mut u64, hotplug: Option<u64>, hotplugged_size: &mut Option<u64>, size_bytes: u64) {
+    let most = boot_bytes.saturating_add(hotplug.unwrap_or(0));
+    let has_part = hotplugged_size.is_some_and(|bytes| bytes > 0);
+    if has_part && (*boot_bytes..=most).contains(&size_bytes) {
+        *hotplugged_size = hotplugged(size_bytes, *boot_bytes);
+    } else {
+        *boot_bytes = size_bytes;
+        *hotplugged_size = None;
+    }
+}
+
 impl ResizeRequest {
     /// Makes the change in the configuration of a VM that does not run: what it will boot with.
     pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
@@ -140,7 +159,8 @@ impl ResizeRequest {
             config.cpus.boot_vcpus = vcpus;
         }
         if let Some(size_bytes) = self.desired_ram {
-            config.memory.size = size_bytes;
+            let memory = &mut config.memory;
+            set_size(&mut memory.size, memory.hotplug_size, &mut memory.hotplugged_size, size_bytes);
         }
         match (self.desired_balloon, &mut config.balloon) {
             (None, _) | (Some(0), None) => {}
@@ -174,7 +194,9 @@ impl ResizeZoneRequest {
     pub fn apply(&self, config: &mut VmConfig) -> Result<(), VmError> {
         let zones = &mut config.memory.zones;
         match zones.iter_mut().find(|zone| zone.id == self.id) {
-            Some(zone) => zone.size = self.desired_ram,
+            Some(zone) => {
+                set_size(&mut zone.size, zone.hotplug_size, &mut zone.hotplugged_size, self.desired_ram);
+            }
             None => {
                 let known = zones.iter().map(|zone| &*zone.id).collect::<Vec<_>>().join(", ");
                 return Err(VmError::BadRequest(format!(

@@ -200,6 +200,22 @@ fn a_resize_is_in_the_configuration_of_the_next_boot() {
         assert_eq!(asked(), 2 * MIB);
         put("vm.resize", json!({"desired_ram": 512 * MIB}));
         assert_eq!(asked(), Value::Null);
+
+        // Of one that does not run it is the same sum, and to say it twice does no harm.
+        put("vm.resize", json!({"desired_ram": 640 * MIB}));
+        put("vm.shutdown", Value::Null);
+        for (desired, boot, hotplugged) in [
+            (640, 512, json!(128 * MIB)),
+            (768, 512, json!(256 * MIB)),
+            (770, 770, Value::Null),
+            (512, 512, Value::Null),
+        ] {
+            put("vm.resize", json!({"desired_ram": desired * MIB}));
+            assert_eq!(
+                (info(path)["config"]["memory"]["size"].clone(), asked()),
+                (json!(boot * MIB), hotplugged)
+            );
+        }
         put("vm.delete", Value::Null);
 
         let zones = json!([{"id": "a", "size": 512 * MIB}, {"id": "b", "size": 512 * MIB, "hotplug_size": 256 * MIB}]);
@@ -213,6 +229,10 @@ fn a_resize_is_in_the_configuration_of_the_next_boot() {
             memory["zones"][0]["hotplugged_size"].is_null() && memory["hotplugged_size"].is_null(),
             "{memory}"
         );
+        put("vm.shutdown", Value::Null);
+        put("vm.resize-zone", json!({"id": "b", "desired_ram": 640 * MIB}));
+        let zone = info(path)["config"]["memory"]["zones"][1].clone();
+        assert_eq!((&zone["size"], &zone["hotplugged_size"]), (&json!(512 * MIB), &json!(128 * MIB)));
         put("vm.delete", Value::Null);
 
         let alone = json!({"size": 0, "hotplug_method": "VirtioMem",
