@@ -385,8 +385,12 @@ impl MachineFactory for KvmFactory {
         self.resources.keep(config);
     }
 
-    fn release(&mut self) {
+    fn forget(&mut self) {
         self.resources.metrics().set_machine(MachineSources::default());
+    }
+
+    fn release(&mut self) {
+        self.forget();
         self.resources = self.resources.anew();
     }
 }

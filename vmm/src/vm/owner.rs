@@ -94,6 +94,8 @@ pub trait MachineFactory {
     fn check(&self, device: &DeviceConfig) -> Result<(), VmError>;
     /// Closes what was kept for the next machine and this configuration has not any more; there is no machine.
     fn keep(&mut self, config: &VmConfig);
+    /// Shows nothing more of the last machine, which has ended; its VM is there.
+    fn forget(&mut self);
     /// Closes what outlives machines: there is no VM any more.
     fn release(&mut self);
 }
@@ -563,9 +565,15 @@ impl<F: MachineFactory> Owner<F> {
     fn shut_down(&mut self) -> Result<(), VmError> {
         self.vm()?.shut_down()?;
         self.pauses_over += 1;
+        self.has_shut_down();
+        Ok(())
+    }
+
+    /// What follows the end of a machine whose VM is kept.
+    fn has_shut_down(&mut self) {
+        self.factory.forget();
         self.told.end_machine();
         self.told.tell(Event::VmShutdown);
-        Ok(())
     }
 
     fn resize(&mut self, resize: impl FnOnce(&mut Vm) -> Result<(), VmError>) -> Result<(), VmError> {
@@ -650,8 +658,9 @@ impl<F: MachineFactory> Owner<F> {
         self.told.end_machine();
         let result = self.start();
         self.vm()?.state = if result.is_ok() { next } else { VmState::Created };
-        if result.is_ok() {
-            tell(&self.told, Event::VmRebooted);
+        match result {
+            Ok(()) => tell(&self.told, Event::VmRebooted),
+            Err(_) => self.has_shut_down(),
         }
         result
     }

@@ -189,6 +189,10 @@ impl MachineFactory for FakeFactory {
         self.log.lock().push("keep");
     }
 
+    fn forget(&mut self) {
+        self.log.lock().push("forget");
+    }
+
     fn release(&mut self) {
         self.log.lock().push("release");
     }
@@ -267,6 +271,24 @@ fn a_reboot_ends_the_old_machine_before_the_new_one_is_built() {
         vm.send(0, MachineEvent::GuestReset);
         assert_eq!(vm.state().await, VmState::Running);
         assert_eq!(vm.log(), ["build", "resume", "drop", "build", "resume"]);
+    });
+}
+
+/// By the API: the VMM goes on.
+#[test]
+fn a_reboot_that_fails_has_shut_the_vm_down() {
+    run(async {
+        let vm = start(Some(1)).await;
+        let mut watcher = vm.events.watch();
+        assert!(vm.handle.ask(VmRequest::Reboot).await.is_err());
+        assert_eq!(vm.state().await, VmState::Created);
+        assert_eq!(vm.log(), ["build", "resume", "drop", "forget"]);
+        let mut told = Vec::new();
+        while told.last().is_none_or(|event| event != "shutdown") {
+            let Some(Seen::Event(event)) = watcher.next().await else { panic!("{told:?}") };
+            told.push(serde_json::to_value(&*event).unwrap()["event"].as_str().unwrap().to_owned());
+        }
+        assert_eq!(told, ["rebooting", "shutdown"]);
     });
 }
 
@@ -562,6 +584,6 @@ fn with_no_shutdown_the_vmm_outlives_its_guest() {
         assert_eq!(vm.state().await, VmState::Created);
         vm.handle.ask(VmRequest::Boot).await.unwrap();
         assert_eq!(vm.state().await, VmState::Running);
-        assert_eq!(vm.log(), ["build", "resume", "drop", "build", "resume"]);
+        assert_eq!(vm.log(), ["build", "resume", "drop", "forget", "build", "resume"]);
     });
 }
