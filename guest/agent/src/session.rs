@@ -171,6 +171,7 @@ impl<'a> Session<'a> {
         let free_bytes = sys::free_bytes().unwrap_or(0);
         if !self.pace.is_suspicious(free_bytes, now_ms) {
             self.pace.looked(now_ms);
+            self.pace.saw_free(free_bytes);
             return Ok(());
         }
         let there_bytes = match self.pace.measure() {
@@ -182,6 +183,7 @@ impl<'a> Session<'a> {
             return self.send_report(Cause::Rest);
         }
         self.pace.read(free_bytes, now_ms);
+        self.pace.saw_there(free_bytes, there_bytes);
         Ok(())
     }
 

@@ -8,6 +8,9 @@
 //! "There" is what is available, or what is free: as the VMM says ([`Settings::watermark_of`]), because it decides by one
 //! of the two.
 //!
+//! A look that finds memory falling is followed by another one soon: the sooner news is seen, the more is left when there is
+//! more. (A simulated guest does without these, and is told of up to 35 ms later.)
+//!
 //! Between the two rates the interval follows what is at stake ([`interval_ms`]): how far it is to the watermark, and how
 //! soon it is reached if memory goes on falling as it does.
 
@@ -18,6 +21,13 @@ const FASTEST_FILL_BYTES_PER_MS: u64 = (512 << 20) / 1000;
 
 /// Look at least this often: how soon a shortage is noticed in a guest that had plenty.
 const MAX_LOOK_MS: u64 = 100;
+
+/// Look again this soon where memory falls. Each of these has found an eighth of what may go gone since the one before, so there are
+/// no more than eight of them before there is news.
+const FALLING_LOOK_MS: u64 = 15;
+
+/// A fall by this part of what may go before there is news, from one look to the next, is worth one soon.
+const FALLING_PART: u64 = 8;
 
 /// Where free memory stays to the page what it was, what page cache hides is read again after so long: reclaim frees 32 pages
 /// at a time, and is hardly ever as exact as that.
@@ -53,6 +63,10 @@ pub struct Pace {
     /// When what is there was read last, and what was free then.
     read_ms: u64,
     read_free_bytes: u64,
+    /// What was free, and there, when each was seen last; and whether what was seen last has fallen to that.
+    seen_free_bytes: u64,
+    seen_there_bytes: u64,
+    is_falling: bool,
     alert_until_ms: u64,
     /// Where memory stays, and since when.
     steady_bytes: u64,
@@ -106,6 +120,9 @@ impl Pace {
             looked_ms: 0,
             read_ms: 0,
             read_free_bytes: 0,
+            seen_free_bytes: 0,
+            seen_there_bytes: 0,
+            is_falling: false,
             alert_until_ms: 0,
             steady_bytes: 0,
             steady_since_ms: 0,
@@ -139,6 +156,8 @@ impl Pace {
         self.reported = *memory;
         self.reported_ms = now_ms;
         self.read(memory.free_bytes, now_ms);
+        (self.seen_free_bytes, self.seen_there_bytes) = (memory.free_bytes, there_bytes);
+        self.is_falling = false;
         if there_bytes.abs_diff(self.steady_bytes) > self.whole_bytes(self.steady_bytes) / STEADY_PART {
             self.steady_bytes = there_bytes;
             self.steady_since_ms = now_ms;
@@ -168,6 +187,22 @@ impl Pace {
     pub fn read(&mut self, free_bytes: u64, now_ms: u64) {
         self.looked_ms = now_ms;
         (self.read_free_bytes, self.read_ms) = (free_bytes, now_ms);
+    }
+
+    /// That look has seen so much free.
+    pub fn saw_free(&mut self, free_bytes: u64) {
+        self.is_falling = self.is_fall(self.seen_free_bytes, free_bytes);
+        self.seen_free_bytes = free_bytes;
+    }
+
+    /// It has read what is there. Free memory that page cache takes, and gives back, is no fall.
+    pub fn saw_there(&mut self, free_bytes: u64, there_bytes: u64) {
+        self.is_falling = self.is_fall(self.seen_there_bytes, there_bytes);
+        (self.seen_free_bytes, self.seen_there_bytes) = (free_bytes, there_bytes);
+    }
+
+    fn is_fall(&self, before_bytes: u64, now_bytes: u64) -> bool {
+        before_bytes.saturating_sub(now_bytes) > self.margin_bytes() / FALLING_PART
     }
 
     /// Something has been seen: report fast for a while.
@@ -203,7 +238,9 @@ impl Pace {
     pub fn look_due_ms(&self) -> u64 {
         let fast_ms = u64::from(self.settings.watermark_interval_ms);
         let until_news_ms = self.margin_bytes() / FASTEST_FILL_BYTES_PER_MS;
-        self.looked_ms.saturating_add(until_news_ms.clamp(fast_ms, MAX_LOOK_MS.max(fast_ms)))
+        let look_ms = until_news_ms.clamp(fast_ms, MAX_LOOK_MS.max(fast_ms));
+        let soon_ms = if self.is_falling { FALLING_LOOK_MS } else { look_ms };
+        self.looked_ms.saturating_add(look_ms.min(soon_ms))
     }
 
     /// Whether so little free memory makes it worth reading what is there by the VMM's measure, which costs many times what a
@@ -487,6 +524,52 @@ mod tests {
         assert_eq!(pace.look_due_ms(), 1_568, "it was a look as well");
         assert!(!pace.is_suspicious(20 * MIB, 1_999) && pace.is_suspicious(20 * MIB, 2_000));
         assert!(pace.is_suspicious(19 * MIB, 1_550));
+    }
+
+    #[test]
+    fn where_memory_falls_it_looks_again_soon_until_the_fall_is_over_or_there_is_news() {
+        // 35 MiB may go, an eighth of which is 4.4 MiB.
+        let mut pace = pace(280, 280);
+        let usual_ms = pace.look_due_ms() - 1_000;
+        let look = |pace: &mut Pace, free_mib, now_ms| {
+            pace.looked(now_ms);
+            pace.saw_free(free_mib * MIB);
+            pace.look_due_ms() - now_ms
+        };
+        assert_eq!(look(&mut pace, 276, 1_068), usual_ms, "a little less is no fall");
+        assert_eq!(look(&mut pace, 271, 1_136), FALLING_LOOK_MS);
+        assert_eq!(look(&mut pace, 266, 1_151), FALLING_LOOK_MS);
+        assert_eq!(look(&mut pace, 264, 1_166), usual_ms, "it is over");
+        assert_eq!(look(&mut pace, 255, 1_234), FALLING_LOOK_MS);
+        pace.reported(&memory(245 * MIB, 245 * MIB), 1_249);
+        assert!(pace.look_due_ms() >= 1_249 + 50, "a report begins anew");
+    }
+
+    #[test]
+    fn free_memory_that_page_cache_takes_is_no_fall() {
+        let mut pace = pace(100, 280);
+        pace.read(20 * MIB, 1_050);
+        pace.saw_there(20 * MIB, 279 * MIB);
+        assert_eq!(pace.look_due_ms(), 1_118);
+        pace.read(20 * MIB, 1_118);
+        pace.saw_there(20 * MIB, 270 * MIB);
+        assert_eq!(pace.look_due_ms(), 1_118 + FALLING_LOOK_MS);
+    }
+
+    #[test]
+    fn however_memory_falls_there_are_a_few_looks_soon_before_there_is_news() {
+        for fall_mib in 1..=35 {
+            let mut pace = pace(280, 280);
+            let (mut free_bytes, mut soon) = (280 * MIB, 0);
+            while !pace.is_news(free_bytes - fall_mib * MIB) {
+                free_bytes -= fall_mib * MIB;
+                let now_ms = pace.look_due_ms();
+                pace.looked(now_ms);
+                pace.saw_free(free_bytes);
+                soon += u64::from(pace.look_due_ms() - now_ms == FALLING_LOOK_MS);
+            }
+            assert!(soon <= FALLING_PART, "{soon} looks soon where {fall_mib} MiB go from each to the next");
+        }
     }
 
     #[test]
