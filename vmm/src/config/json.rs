@@ -11,8 +11,8 @@ use super::error::ConfigError;
 use super::field::{self, FieldError};
 use super::option_parser::Syntax;
 use super::{
-    VmConfig, balloon, console, cpus, disk, foreign, memory, memory_zone, net, numa, payload, platform,
-    pm_memory, pm_volume, pmem, pressure, rng, vsock,
+    NetConfig, VmConfig, balloon, console, cpus, disk, foreign, memory, memory_zone, net, numa, payload,
+    platform, pm_memory, pm_volume, pmem, pressure, rng, vsock,
 };
 
 /// Sections, with what the flag of the same meaning takes.
@@ -52,12 +52,23 @@ pub enum JsonError {
 
 impl VmConfig {
     /// Reads and validates a configuration.
-    pub fn from_json(mut json: Map<String, Value>) -> Result<Self, JsonError> {
+    pub fn from_json(json: Map<String, Value>) -> Result<Self, JsonError> {
+        Self::from_json_warned(json).map(|(config, _)| config)
+    }
+
+    /// The same, with what is to be known about it, also of what it has no more.
+    pub fn from_json_warned(mut json: Map<String, Value>) -> Result<(Self, Vec<String>), JsonError> {
         strip_nulls(&mut json);
+        let nets = json.get_mut("net").and_then(Value::as_array_mut).into_iter().flatten();
+        let passed_over: Vec<_> =
+            nets.filter_map(Value::as_object_mut).filter_map(NetConfig::pass_over_fds).collect();
         check(&json)?;
         let config: Self = field::read(Value::Object(json))?;
         config.validate()?;
-        Ok(config)
+        let mut warnings = config.warnings();
+        // Once, however many interfaces have some.
+        warnings.extend(passed_over.first().map(|&warning| warning.to_owned()));
+        Ok((config, warnings))
     }
 }
 
@@ -208,12 +219,26 @@ mod tests {
         assert_eq!(read(shown).unwrap(), config);
     }
 
+    /// What `vm.info` shows of one that was given open, for instance.
+    #[test]
+    fn descriptors_of_an_interface_are_passed_over_with_a_warning() {
+        let read = |nets: Value| {
+            let Value::Object(json) = with(json!({ "net": nets })) else { panic!() };
+            VmConfig::from_json_warned(json).unwrap()
+        };
+        let (config, warnings) = read(json!([{"id": "a", "fds": [-1]}, {"id": "b", "fds": [7]}]));
+        assert!(config.net.iter().all(|net| net.fds.is_empty()));
+        assert!(matches!(&warnings[..], [one] if one.starts_with("--net: fds in JSON")), "{warnings:?}");
+        let (plain, none) = read(json!([{"id": "a"}, {"id": "b", "fds": []}]));
+        assert_eq!((plain, none), (config, Vec::new()));
+    }
+
     #[test]
     fn what_is_not_supported_is_refused_with_the_reason_of_its_flag() {
         for (more, text) in [
             (json!({"fs": [{"tag": "a", "socket": "/s"}]}), "--fs is not supported by foreshore: "),
             (json!({"net": [{"vhost_user": true}]}), "--net: vhost_user=true is not supported"),
-            (json!({"net": [{"fds": [3]}]}), "--net: fds=[3] is not supported"),
+            (json!({"net": [{"fds": ["3"]}]}), "--net: fds=[\"3\"] is not supported"),
             (json!({"pvpanic": true}), "--pvpanic is not supported by foreshore: "),
             (json!({"platform": {"num_pci_segments": 2, "uuid": "x"}}), "--platform: uuid="),
             (

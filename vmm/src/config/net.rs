@@ -8,6 +8,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize, Serializer};
+use serde_json::{Map, Value};
 use thiserror::Error;
 
 use super::error::ConfigError;
@@ -17,7 +18,7 @@ use super::refused;
 
 const REFUSED: &[Refused] = &[
     Refused { key: "vhost_mode", neutral: &["client", "Client"], why: refused::NO_VHOST_USER },
-    // Numbers in a request say nothing of this process's files; clients write out what they were shown.
+    // In JSON a list of numbers has been passed over before this is looked at.
     Refused {
         key: "fds",
         neutral: &[],
@@ -54,6 +55,10 @@ const QUEUE_SIZES: (u16, u16) = (32, 1 << 15);
 const MIN_MTU: u16 = 1280;
 /// Bytes of an interface's name, without the zero at its end.
 const MAX_TAP_BYTES: usize = 15;
+
+/// Descriptors in JSON have not come with it.
+const FDS_PASSED_OVER: &str = "--net: fds in JSON are numbers that name nothing here, and are passed over: the interface is made or found by tap; \
+     descriptors come beside vm.add-net, as SCM_RIGHTS";
 
 /// Whether the host's kernel moves frames, without this process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -282,6 +287,19 @@ impl NetConfig {
         })
     }
 
+    /// Takes the numbers of descriptors out of an interface in JSON; a warning, if there were any. They say nothing of this process's
+    /// files: `vm.info` shows -1 in their place, and clients write out what they were shown. Cloud Hypervisor passes them over as
+    /// well. What is no list of numbers stays, and is refused.
+    pub fn pass_over_fds(net: &mut Map<String, Value>) -> Option<&'static str> {
+        let is_number = |value: &Value| value.as_i64().is_some_and(|number| RawFd::try_from(number).is_ok());
+        let numbers = net.get("fds")?.as_array()?;
+        if numbers.is_empty() || !numbers.iter().all(is_number) {
+            return None;
+        }
+        net.remove("fds");
+        Some(FDS_PASSED_OVER)
+    }
+
     /// Queues that `vcpus` can use, and an interface that can be made or found.
     pub fn validate(&self, vcpus: u8) -> Result<(), ConfigError> {
         let flag = SYNTAX.flag;
@@ -486,6 +504,28 @@ mod tests {
         );
         assert_eq!(serde_json::from_value::<NetConfig>(json).unwrap().fds, []);
         assert_eq!(serde_json::to_value(NetConfig::parse("tap=a").unwrap()).unwrap().get("fds"), None);
+    }
+
+    #[test]
+    fn numbers_of_descriptors_in_json_are_passed_over_and_nothing_else_is() {
+        let pass_over = |fds: Value| {
+            let Value::Object(mut net) = serde_json::json!({"id": "n", "fds": fds}) else { panic!() };
+            let warned = NetConfig::pass_over_fds(&mut net).is_some();
+            (warned, net.contains_key("fds"), net["id"] == "n")
+        };
+        for numbers in [serde_json::json!([-1]), serde_json::json!([3, -1, 2_147_483_647])] {
+            assert_eq!(pass_over(numbers), (true, false, true));
+        }
+        for others in [
+            Value::Null,
+            serde_json::json!([]),
+            serde_json::json!(3),
+            serde_json::json!(["3"]),
+            serde_json::json!([3, 0.5]),
+            serde_json::json!([2_147_483_648_u64]),
+        ] {
+            assert_eq!(pass_over(others), (false, true, true));
+        }
     }
 
     #[test]

@@ -103,8 +103,8 @@ fn base(place: &Place) -> Map<String, Value> {
 
 /// As it is shown, and what is warned of.
 fn shown(config: Map<String, Value>) -> Result<(Value, Vec<String>), JsonError> {
-    let config = VmConfig::from_json(config)?;
-    Ok((serde_json::to_value(&config).expect("a configuration is JSON"), config.warnings()))
+    let (config, warnings) = VmConfig::from_json_warned(config)?;
+    Ok((serde_json::to_value(&config).expect("a configuration is JSON"), warnings))
 }
 
 /// How the flag of a field begins: that of `/disks/0` is `--disk`.

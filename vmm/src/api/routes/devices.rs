@@ -10,7 +10,7 @@ use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
 use crate::api::fd_stream::Descriptors;
 use crate::api::wire::RemoveDeviceBody;
-use crate::config::DeviceConfig;
+use crate::config::{DeviceConfig, NetConfig};
 use crate::vm::request::{VmHandle, VmRequest};
 
 /// Answers where the device is, or nothing if the VM does not run: then it will have it when it boots.
@@ -26,13 +26,18 @@ pub(super) async fn add_disk(
     add(vm, DeviceConfig::disk(json)?).await
 }
 
-/// The interface's queues may come as file descriptors beside the request.
+/// The interface's queues may come as file descriptors beside the request; numbers in it are passed over.
 pub(super) async fn add_net(
     State(vm): State<VmHandle>,
     Extension(descriptors): Extension<Descriptors>,
-    JsonBody(json): JsonBody<Map<String, Value>>,
+    JsonBody(mut json): JsonBody<Map<String, Value>>,
 ) -> Result<Response, ApiError> {
-    add(vm, DeviceConfig::net(json, descriptors.take())?).await
+    let passed_over = NetConfig::pass_over_fds(&mut json);
+    let answer = add(vm, DeviceConfig::net(json, descriptors.take())?).await?;
+    if let Some(warning) = passed_over {
+        tracing::warn!("{warning}");
+    }
+    Ok(answer)
 }
 
 pub(super) async fn add_pmem(

@@ -17,8 +17,7 @@ pub(super) async fn create(
     State(vm): State<VmHandle>,
     JsonBody(json): JsonBody<Map<String, Value>, MAX_CONFIG_BYTES>,
 ) -> Result<StatusCode, ApiError> {
-    let config = VmConfig::from_json(json)?;
-    let warnings = config.warnings();
+    let (config, warnings) = VmConfig::from_json_warned(json)?;
     vm.ask(|reply| VmRequest::Create(Box::new(config), reply)).await?;
     for warning in warnings {
         tracing::warn!("{warning}");

@@ -128,10 +128,11 @@ fn libvirt_adds_its_interfaces_before_the_vm_boots() {
         assert_eq!(net("ip")[1], "192.168.1.2");
         assert_eq!(by_curl("vm.boot", ""), (204, String::new()));
         assert_eq!(info(path)["state"], "Running");
-        // What is shown cannot be had again without them.
+        // What is shown can be given again; without the descriptors it describes interfaces that are made.
         assert_eq!(by_curl("vm.delete", ""), (204, String::new()));
-        let (status, body) = by_curl("vm.create", &shown["config"].to_string());
-        assert!(status == 400 && body.contains("fds=[-1] is not supported"), "{body}");
+        assert_eq!(by_curl("vm.create", &shown["config"].to_string()), (204, String::new()));
+        let nets = info(path)["config"]["net"].clone();
+        assert!(nets[1]["id"] == "net_1" && nets[1]["fds"].is_null(), "{nets}");
         // They are closed by now.
         for mut reader in readers {
             assert_eq!(reader.read(&mut [0]).unwrap(), 0);
@@ -168,13 +169,19 @@ fn kata_adds_interfaces_to_a_vm_that_runs_as_well() {
             (r#"{"id":"x","num_queues":10}"#, &[&fd][..], 400, "num_queues is 10"),
             (r#"{"id":"x","tap":"tap0"}"#, &[&fd][..], 400, "fd is one that is open"),
             (r#"{"id":"__x"}"#, &[&fd][..], 400, "__"),
-            (r#"{"id":"x","fds":[3]}"#, &[][..], 400, "do not travel in JSON"),
+            (r#"{"id":"x","fds":"3"}"#, &[][..], 400, "do not travel in JSON"),
             (r#"{"id":"x","mac":"02"}"#, &[&fd][..], 400, "six bytes"),
         ] {
             let (found, answer) = add(body, fds);
             assert!(found == status && answer.contains(text), "{body}: {found} {answer}");
         }
         assert_eq!(info(path)["config"]["net"].as_array().unwrap().len(), 2);
+        // Numbers are passed over, whether descriptors come or not.
+        for (id, fds) in [("a", &[][..]), ("b", &[&fd][..])] {
+            assert_eq!(add(&format!(r#"{{"id":"{id}","fds":[3,-1]}}"#), fds).0, 200);
+        }
+        let nets = info(path)["config"]["net"].clone();
+        assert_eq!((&nets[2]["fds"], &nets[3]["fds"]), (&Value::Null, &json!([-1])));
     });
 }
 

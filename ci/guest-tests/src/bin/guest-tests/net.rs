@@ -387,7 +387,7 @@ fn what_is_no_tap_is_refused() -> Result<()> {
         for (body, files, text) in [
             (json!({}), file()?, "is no tap interface"),
             (json!({}), plain("fstap7")?, "without IFF_VNET_HDR"),
-            (json!({"fds": [3]}), Vec::new(), "do not travel in JSON"),
+            (json!({"fds": "3"}), Vec::new(), "do not travel in JSON"),
         ] {
             let answer = add_with(&mut connect(&vmm)?, &body, &files)?;
             ensure!(answer.status == 400 && answer.body.contains(text), "{body}: {answer:?}");
