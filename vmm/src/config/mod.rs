@@ -60,7 +60,7 @@ pub use self::json::JsonError;
 pub(crate) use self::json::fields;
 pub use self::memory::{HotplugMethod, MemoryConfig};
 pub use self::memory_zone::MemoryZoneConfig;
-pub use self::net::{BadMacAddress, GivenFd, MacAddress, NetConfig, VhostMode};
+pub use self::net::{BadMacAddress, GivenFd, HostAddress, MacAddress, NetConfig, VhostMode};
 pub use self::numa::{MAX_NODE, NumaConfig, NumaDistance};
 pub use self::packages::{Level, Shape, VcpuPlace};
 pub use self::payload::{MAX_CMDLINE_BYTES, PayloadConfig};

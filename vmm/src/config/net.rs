@@ -2,7 +2,7 @@
 //! vhost=`.
 
 use std::fmt;
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -53,6 +53,8 @@ pub(super) const SYNTAX: Syntax = Syntax {
 const QUEUE_SIZES: (u16, u16) = (32, 1 << 15);
 /// What IPv6 needs, as in Cloud Hypervisor.
 const MIN_MTU: u16 = 1280;
+/// Bits of an IPv6 address.
+const IPV6_BITS: u32 = 128;
 /// Bytes of an interface's name, without the zero at its end.
 const MAX_TAP_BYTES: usize = 15;
 
@@ -86,6 +88,35 @@ impl VhostMode {
     fn is_off(&self) -> bool {
         *self == Self::Off
     }
+}
+
+/// The host's address on an interface, and the network it is in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostAddress {
+    /// With the network's mask.
+    V4(Ipv4Addr, Ipv4Addr),
+    /// With the length of the network's prefix.
+    V6(Ipv6Addr, u8),
+}
+
+impl HostAddress {
+    /// What `ip` and `mask` come to; or why they come to nothing.
+    fn new(ip: IpAddr, mask: IpAddr) -> Result<Self, String> {
+        match (ip, mask) {
+            (IpAddr::V4(ip), IpAddr::V4(mask)) => Ok(Self::V4(ip, mask)),
+            (IpAddr::V6(ip), IpAddr::V6(mask)) => prefix_len(mask)
+                .map(|prefix_len| Self::V6(ip, prefix_len))
+                .ok_or_else(|| format!("mask is {mask}, which is no prefix: ones, and then zeros")),
+            _ => Err(format!("ip is {ip} and mask {mask}, and both must be IPv4, or both IPv6")),
+        }
+    }
+}
+
+/// How many ones a mask begins with, if nothing but zeros follows.
+fn prefix_len(mask: Ipv6Addr) -> Option<u8> {
+    let bits = mask.to_bits();
+    let ones = bits.leading_ones();
+    (ones + bits.trailing_zeros() >= IPV6_BITS).then(|| u8::try_from(ones).expect("at most 128"))
 }
 
 /// An Ethernet address.
@@ -208,10 +239,10 @@ pub struct NetConfig {
     pub tap: Option<String>,
     /// The host's address on it, if the interface is made here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ip: Option<Ipv4Addr>,
-    /// And the network's mask.
+    pub ip: Option<IpAddr>,
+    /// And the network's mask, of the same family; an IPv6 one is a prefix.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mask: Option<Ipv4Addr>,
+    pub mask: Option<IpAddr>,
     /// The guest's Ethernet address; one is drawn for a VM that is created without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<MacAddress>,
@@ -332,6 +363,11 @@ impl NetConfig {
         if self.ip.is_some() != self.mask.is_some() {
             return conflict("ip and mask are given together, or not at all".to_owned());
         }
+        if let Some((ip, mask)) = self.ip.zip(self.mask)
+            && let Err(reason) = HostAddress::new(ip, mask)
+        {
+            return conflict(reason);
+        }
         self.check_tap()?;
         self.check_descriptors()
     }
@@ -381,14 +417,20 @@ impl NetConfig {
         !self.fds.is_empty() && (self.ip.is_some() || self.host_mac.is_some())
     }
 
+    /// The host's address on the interface, of a configuration that is valid.
+    pub fn host_address(&self) -> Option<HostAddress> {
+        let (ip, mask) = self.ip.zip(self.mask)?;
+        Some(HostAddress::new(ip, mask).expect("validated"))
+    }
+
     /// Pairs of a queue that receives and one that sends.
     pub fn pairs(&self) -> u16 {
         self.num_queues / 2
     }
 }
 
-fn address(options: &Options, key: &'static str) -> Result<Option<Ipv4Addr>, ConfigError> {
-    options.read(key, "an IPv4 address", |text| text.parse().ok())
+fn address(options: &Options, key: &'static str) -> Result<Option<IpAddr>, ConfigError> {
+    options.read(key, "an IPv4 or IPv6 address", |text| text.parse().ok())
 }
 
 fn mac(options: &Options, key: &'static str) -> Result<Option<MacAddress>, ConfigError> {
@@ -439,8 +481,8 @@ mod tests {
         .unwrap();
         let expected = NetConfig {
             tap: Some("tap0".to_owned()),
-            ip: Some([10, 0, 0, 1].into()),
-            mask: Some([255, 255, 255, 0].into()),
+            ip: Some(IpAddr::from([10, 0, 0, 1])),
+            mask: Some(IpAddr::from([255, 255, 255, 0])),
             mac: Some(MacAddress([2, 0, 0, 0, 0, 10])),
             host_mac: Some(MacAddress([2, 0, 0, 0, 0, 11])),
             mtu: Some(9000),
@@ -468,6 +510,36 @@ mod tests {
         assert!(net.offload_tso && net.offload_ufo && net.offload_csum && net.validate(1).is_ok());
         let json: NetConfig = serde_json::from_str("{}").unwrap();
         assert_eq!((json, net.mac), (net.clone(), None));
+    }
+
+    #[test]
+    fn the_hosts_address_may_be_of_either_family() {
+        let read = |text: &str| {
+            let net = NetConfig::parse(text).unwrap();
+            assert!(net.validate(1).is_ok(), "{text}");
+            let json = serde_json::to_string(&net).unwrap();
+            assert_eq!(serde_json::from_str::<NetConfig>(&json).unwrap(), net, "{json}");
+            net.host_address()
+        };
+        let v4 = HostAddress::V4(Ipv4Addr::new(10, 0, 0, 1), Ipv4Addr::new(255, 0, 0, 0));
+        assert_eq!(read("ip=10.0.0.1,mask=255.0.0.0"), Some(v4));
+        let v6 = HostAddress::V6("fd00::1".parse().unwrap(), 64);
+        assert_eq!(read("ip=fd00::1,mask=ffff:ffff:ffff:ffff::"), Some(v6));
+        assert_eq!(read("tap=a"), None);
+        // As clients of Cloud Hypervisor's write it.
+        let json = serde_json::json!({"ip": "fd00::1", "mask": "ffff:ffff:ffff:ffff:0:0:0:0"});
+        assert_eq!(serde_json::from_value::<NetConfig>(json).unwrap().host_address(), Some(v6));
+    }
+
+    #[test]
+    fn every_prefix_has_a_length_and_no_other_mask_has() {
+        for len in 0..=128u8 {
+            let bits = u128::MAX.checked_shl(u32::from(128 - len)).unwrap_or(0);
+            assert_eq!(prefix_len(Ipv6Addr::from_bits(bits)), Some(len));
+        }
+        for mask in ["::1", "ff00:ff00::", "0:ffff::", "ffff:ffff:ffff:ffff::1", "7fff::"] {
+            assert_eq!(prefix_len(mask.parse().unwrap()), None, "{mask}");
+        }
     }
 
     #[test]
@@ -551,7 +623,13 @@ mod tests {
         assert!(error("host_mac=00:00:00:00:00:00").contains("no single station's"));
         assert!(error("mac=1:2:3:4:5:6").contains("six bytes in hexadecimal"));
         assert!(error("ip=10.0.0.1").contains("together"));
-        assert!(error("ip=fe80::1,mask=255.0.0.0").contains("not an IPv4 address"));
+        assert!(error("ip=10.0.0,mask=255.0.0.0").contains("not an IPv4 or IPv6 address"));
+        assert!(error("ip=fe80::1,mask=64").contains("not an IPv4 or IPv6 address"));
+        assert!(error("ip=fe80::1").contains("together"));
+        let mixed = "ip is fe80::1 and mask 255.0.0.0, and both must be IPv4, or both IPv6";
+        assert!(error("ip=fe80::1,mask=255.0.0.0").contains(mixed));
+        assert!(error("ip=10.0.0.1,mask=ffff::").contains("both IPv6"));
+        assert!(error("ip=fe80::1,mask=ffff:0:ffff::").contains("mask is ffff:0:ffff::, which is no prefix"));
         assert!(error("fd=2").contains("standard"));
         assert!(error("fd=[3,3],num_queues=4").contains("twice"));
         assert!(error("fd=[3,4]").contains("num_queues asks for 1"));

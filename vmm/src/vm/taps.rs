@@ -79,7 +79,7 @@ fn open_tap(config: &NetConfig) -> Result<Tap, TapError> {
     Tap::open(&TapOptions {
         name: config.tap.clone(),
         pairs: config.pairs(),
-        address: config.ip.zip(config.mask),
+        address: config.host_address(),
         host_mac: config.host_mac.map(MacAddress::bytes),
         mtu: config.mtu,
     })

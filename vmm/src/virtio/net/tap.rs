@@ -3,18 +3,20 @@
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::net::{Ipv4Addr, UdpSocket};
+use std::net::{Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 
 use libc::{
     IFF_DETACH_QUEUE, IFF_MULTI_QUEUE, IFF_NO_PI, IFF_TAP, IFF_VNET_HDR, c_int, c_short, c_ulong, ifreq,
+    in6_ifreq,
 };
 use parking_lot::Mutex;
 use thiserror::Error;
 
 use super::header::{HEADER_LEN, Offloads};
 use super::metrics::Traffic;
+use crate::config::HostAddress;
 
 const DEVICE: &str = "/dev/net/tun";
 /// The kernel puts a number in.
@@ -114,8 +116,8 @@ pub struct TapOptions {
     pub name: Option<String>,
     /// Queues that send and receive.
     pub pairs: u16,
-    /// The host's address and mask, of an interface that is made.
-    pub address: Option<(Ipv4Addr, Ipv4Addr)>,
+    /// The host's address, of an interface that is made.
+    pub address: Option<HostAddress>,
     /// The host's Ethernet address.
     pub host_mac: Option<[u8; 6]>,
     /// The longest frame's payload.
@@ -198,11 +200,19 @@ impl Tap {
                 interface.ifr_ifru.ifru_hwaddr = ethernet(mac);
             })?;
         }
-        if let Some((address, mask)) = options.address.filter(|_| !was_there) {
-            set("the address", libc::SIOCSIFADDR, &|interface| interface.ifr_ifru.ifru_addr = ipv4(address))?;
-            set("the mask", libc::SIOCSIFNETMASK, &|interface| {
-                interface.ifr_ifru.ifru_netmask = ipv4(mask);
-            })?;
+        match options.address.filter(|_| !was_there) {
+            Some(HostAddress::V4(address, mask)) => {
+                set("the address", libc::SIOCSIFADDR, &|interface| {
+                    interface.ifr_ifru.ifru_addr = ipv4(address);
+                })?;
+                set("the mask", libc::SIOCSIFNETMASK, &|interface| {
+                    interface.ifr_ifru.ifru_netmask = ipv4(mask);
+                })?;
+            }
+            Some(HostAddress::V6(address, prefix_len)) => {
+                add_ipv6(&self.name, address, prefix_len).map_err(self.failed("the IPv6 address"))?;
+            }
+            None => {}
         }
         if let Some(mtu) = options.mtu {
             set("the MTU", libc::SIOCSIFMTU, &|interface| interface.ifr_ifru.ifru_mtu = mtu.into())?;
@@ -450,6 +460,23 @@ fn ipv4(ip: Ipv4Addr) -> libc::sockaddr {
     address
 }
 
+/// Gives the interface `name` one more address. Unlike IPv4's, these calls have its number, and a socket of their own kind
+/// (ipv6(7), linux/ipv6.h `struct in6_ifreq`).
+fn add_ipv6(name: &str, address: Ipv6Addr, prefix_len: u8) -> io::Result<()> {
+    // A host without IPv6 has no such socket, and says so here.
+    let socket = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0))?;
+    let mut interface = named(name);
+    call(&socket, libc::SIOCGIFINDEX, &mut interface)?;
+    let request = in6_ifreq {
+        ifr6_addr: libc::in6_addr { s6_addr: address.octets() },
+        ifr6_prefixlen: prefix_len.into(),
+        // SAFETY: the kernel has filled this member of the union.
+        ifr6_ifindex: unsafe { interface.ifr_ifru.ifru_ifindex },
+    };
+    // SAFETY: on a socket of IPv6 the request reads one `in6_ifreq`.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFADDR, &raw const request) })
+}
+
 fn call(file: &impl AsRawFd, request: c_ulong, interface: &mut ifreq) -> io::Result<()> {
     // SAFETY: all requests that are made here read and write one `ifreq`.
     check(unsafe { libc::ioctl(file.as_raw_fd(), request, std::ptr::from_mut(interface)) })
@@ -598,5 +625,49 @@ vmtap10: 1 1 0 0 0 0 0 0 1 1 0 0 0 0 0 0
         let address = ipv4([10, 1, 2, 3].into());
         assert_eq!((i32::from(address.sa_family), &address.sa_data[..6]), (2, &[0, 0, 10, 1, 2, 3][..]));
         assert_eq!(ethernet([2, 0, 0, 0, 0, 9]).sa_data[..6], [2, 0, 0, 0, 0, 9]);
+    }
+
+    /// In a network namespace of the thread's own, which needs a privilege; without it, or without IPv6, nothing is tried. Of such a
+    /// namespace lo is all there is, and takes addresses as a tap does.
+    #[test]
+    fn an_ipv6_address_is_there_when_it_has_been_given() {
+        let thread = std::thread::spawn(|| {
+            // SAFETY: it changes the namespace of this thread alone, which ends with it.
+            if let Err(error) = check(unsafe { libc::unshare(libc::CLONE_NEWNET) }) {
+                return eprintln!("skipped: no network namespace: {error}");
+            }
+            if !fs::exists("/proc/thread-self/net/if_inet6").unwrap() {
+                return eprintln!("skipped: no IPv6");
+            }
+            add_ipv6("lo", "fd00::1234".parse().unwrap(), 72).unwrap();
+            let addresses = fs::read_to_string("/proc/thread-self/net/if_inet6").unwrap();
+            // Address, number and prefix of the interface, in hexadecimal.
+            let expected = "fd000000000000000000000000001234 01 48 ";
+            assert!(addresses.lines().any(|line| line.starts_with(expected)), "{addresses}");
+            let again = add_ipv6("lo", "fd00::1234".parse().unwrap(), 72).unwrap_err();
+            assert_eq!(again.raw_os_error(), Some(libc::EEXIST));
+            let nobody = add_ipv6("none", Ipv6Addr::LOCALHOST, 128).unwrap_err();
+            assert_eq!(nobody.raw_os_error(), Some(libc::ENODEV));
+            let too_long = add_ipv6("lo", "fd00::2".parse().unwrap(), 129).unwrap_err();
+            assert_eq!(too_long.raw_os_error(), Some(libc::EINVAL));
+            let made = TapOptions {
+                name: Some("made".to_owned()),
+                pairs: 1,
+                address: Some(HostAddress::V6("fd00::5678".parse().unwrap(), 64)),
+                ..TapOptions::default()
+            };
+            let _tap = match Tap::open(&made) {
+                Err(error @ TapError::Open(_)) => return eprintln!("skipped: no tap interface: {error}"),
+                tap => tap.unwrap(),
+            };
+            let addresses = fs::read_to_string("/proc/thread-self/net/if_inet6").unwrap();
+            let is_made = |line: &str| {
+                line.starts_with("fd000000000000000000000000005678 ")
+                    && line.contains(" 40 ")
+                    && line.ends_with(" made")
+            };
+            assert!(addresses.lines().any(is_made), "{addresses}");
+        });
+        thread.join().unwrap();
     }
 }
