@@ -1,24 +1,39 @@
-//! Calls, tried on a server whose owner does nothing.
+//! Calls, tried on a server whose owner grants everything.
 
+use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use foreshore::api::{Client, ClientError, Limits, Server, Socket, router};
+use foreshore::api::{Limits, Server, Socket, router};
 use foreshore::config::ApiSocket;
 use foreshore::events::Events;
-use foreshore::vm::request::{PciDeviceInfo, Requests, VmHandle, VmInfo, VmRequest};
+use foreshore::vm::request::{PciDeviceInfo, PressureInfo, Requests, VmHandle, VmInfo, VmRequest};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
 
 use crate::names::{of_kind, samples};
 use crate::verdict::Verdict;
 
 /// A server, and what its owner was asked, in words.
 pub struct Api {
-    pub client: Client,
+    path: PathBuf,
     asked: Arc<Mutex<Vec<String>>>,
+    /// Whether the VM runs.
+    runs: Arc<AtomicBool>,
     _server: Server,
     _dir: TempDir,
+}
+
+/// What comes of a call.
+pub struct Tried {
+    /// How far it is there.
+    pub verdict: Verdict,
+    /// With what it was answered, of a VM that runs and of one that does not.
+    pub statuses: BTreeSet<u16>,
 }
 
 /// A VM that has all there is to tell.
@@ -31,20 +46,52 @@ fn info() -> VmInfo {
     .expect("vm.info's fields")
 }
 
-/// Answers what the answers' fields are looked up in. All others are left without an answer, which is one as well: there is a call.
-async fn own(mut requests: Requests, asked: Arc<Mutex<Vec<String>>>) {
+/// Answers as the VM's owner does when all is well.
+async fn own(mut requests: Requests, asked: Arc<Mutex<Vec<String>>>, runs: Arc<AtomicBool>) {
     while let Some(request) = requests.recv().await {
         asked.lock().push(format!("{request:?}"));
         match request {
             VmRequest::Info(reply) => drop(reply.send(Ok(info()))),
             VmRequest::AddDevice(_, reply) => {
                 let added = PciDeviceInfo { id: "_disk0".to_owned(), bdf: "0000:00:01.0".to_owned() };
-                drop(reply.send(Ok(Some(added))));
+                drop(reply.send(Ok(runs.load(Ordering::Relaxed).then_some(added))));
             }
-            _ => {}
+            VmRequest::Memory(reply) => drop(reply.send(Ok(Vec::new()))),
+            VmRequest::Counters(reply) => drop(reply.send(Ok([].into()))),
+            VmRequest::Volumes(reply) => drop(reply.send(Ok(Vec::new()))),
+            VmRequest::Pressure(_, reply) => drop(reply.send(Ok(PressureInfo::default()))),
+            VmRequest::Create(_, reply)
+            | VmRequest::Delete(reply)
+            | VmRequest::Resize(_, reply)
+            | VmRequest::ResizeZone(_, reply)
+            | VmRequest::ResizeDisk(_, reply)
+            | VmRequest::RemoveDevice(_, reply)
+            | VmRequest::ChangePressure(_, reply)
+            | VmRequest::Boot(reply)
+            | VmRequest::Pause(reply)
+            | VmRequest::Resume(reply)
+            | VmRequest::Shutdown(reply)
+            | VmRequest::Reboot(reply)
+            | VmRequest::PowerButton(reply)
+            | VmRequest::Nmi(reply)
+            | VmRequest::ShutdownVmm(reply) => drop(reply.send(Ok(()))),
         }
     }
 }
+
+/// Bodies that calls take; all others have none.
+const VALID: &[(&str, &str)] = &[
+    ("vm.add-disk", r#"{"path": "/d"}"#),
+    ("vm.add-net", r#"{"tap": "t"}"#),
+    ("vm.add-pmem", r#"{"file": "/p"}"#),
+    ("vm.add-vsock", r#"{"cid": 3, "socket": "/s"}"#),
+    ("vm.create", r#"{"payload": {"kernel": "/k"}}"#),
+    ("vm.pressure", r#"{"pause": true}"#),
+    ("vm.remove-device", r#"{"id": "a"}"#),
+    ("vm.resize", r#"{"desired_vcpus": 1}"#),
+    ("vm.resize-disk", r#"{"id": "a", "desired_size": 512}"#),
+    ("vm.resize-zone", r#"{"id": "a", "desired_ram": 2097152}"#),
+];
 
 impl Api {
     /// Runs `test` on the runtime that the VMM has: one thread.
@@ -54,44 +101,68 @@ impl Api {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("api");
             let (vm, requests) = VmHandle::channel();
-            let asked = Arc::<Mutex<Vec<String>>>::default();
-            tokio::spawn(own(requests, asked.clone()));
+            let (asked, runs) = (Arc::default(), Arc::default());
+            tokio::spawn(own(requests, Arc::clone(&asked), Arc::clone(&runs)));
             let socket = Socket::for_api(&ApiSocket::Path(path.clone())).unwrap();
             let server = Server::start(socket, router(vm, Events::start()), Limits::API).unwrap();
-            test(Self { client: Client::new(&path), asked, _server: server, _dir: dir }).await
+            test(Self { path, asked, runs, _server: server, _dir: dir }).await
         })
     }
 
-    pub async fn call(&self, method: &str, call: &str, body: &str) -> Result<Vec<u8>, ClientError> {
-        let answer = match method {
-            "GET" => self.client.get(call).await,
-            "PUT" => self.client.put(call, Some(body.to_owned())).await,
-            _ => panic!("{call}: the API has no {method}"),
-        };
-        answer.map(|body| body.to_vec())
+    /// One request on a connection of its own: the status, and the body if its length was said. Events have none, and never end.
+    async fn exchange(&self, method: &str, call: &str, body: &str) -> (u16, String) {
+        let mut stream = BufReader::new(UnixStream::connect(&self.path).await.unwrap());
+        let len = body.len();
+        let head =
+            format!("{method} /api/v1/{call} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len}\r\n\r\n");
+        stream.write_all((head + body).as_bytes()).await.unwrap();
+        let (mut status, mut len, mut line) = (None, 0, String::new());
+        while line != "\r\n" {
+            line.clear();
+            assert_ne!(stream.read_line(&mut line).await.unwrap(), 0, "{method} {call}: half an answer");
+            status = status.or_else(|| line.split(' ').nth(1)?.parse().ok());
+            if let Some((name, value)) = line.split_once(':')
+                && name.eq_ignore_ascii_case("content-length")
+            {
+                len = value.trim().parse().unwrap();
+            }
+        }
+        let mut answer = vec![0; len];
+        stream.read_exact(&mut answer).await.unwrap();
+        (status.expect("a status"), String::from_utf8(answer).unwrap())
     }
 
-    /// Whether there is such a call, and if not, why.
-    pub async fn verdict(&self, method: &str, call: &str) -> Verdict {
-        match self.call(method, call, "{}").await {
-            Err(ClientError::Refused { status, reason }) => match status.as_u16() {
-                501 => Verdict::Refused(reason.split_once(": ").expect("a reason").1.to_owned()),
-                404 if reason.starts_with("There is no call") => {
-                    Verdict::NotThere("an unknown call".to_owned())
+    /// What a request comes to that nothing is wrong with. It is answered alike, or there is no such call.
+    pub async fn attempt(&self, method: &str, call: &str) -> Tried {
+        let body = VALID.iter().find(|(of, _)| *of == call && method == "PUT").map_or("", |(_, body)| body);
+        let (mut verdict, mut statuses) = (Verdict::Implemented, BTreeSet::new());
+        for runs in [true, false] {
+            self.runs.store(runs, Ordering::Relaxed);
+            let (status, answer) = self.exchange(method, call, body).await;
+            statuses.insert(status);
+            match status {
+                200..300 => {}
+                501 => {
+                    let reasons: Vec<String> = serde_json::from_str(&answer).unwrap();
+                    let (_, reason) = reasons[0].split_once(": ").expect("a reason");
+                    verdict = Verdict::Refused(reason.to_owned());
                 }
-                405 if reason.contains("does not take") => {
-                    Verdict::NotThere("not with this method".to_owned())
+                404 if answer.contains("There is no call") => {
+                    verdict = Verdict::NotThere("an unknown call".to_owned());
                 }
-                _ => Verdict::Implemented,
-            },
-            Ok(_) => Verdict::Implemented,
-            Err(error) => panic!("{call}: {error}"),
+                405 if answer.contains("does not take") => {
+                    verdict = Verdict::NotThere("not with this method".to_owned());
+                }
+                _ => panic!("{method} {call} {body} is granted, and answered {status}: {answer}"),
+            }
         }
+        Tried { verdict, statuses }
     }
 
     async fn answer(&self, method: &str, call: &str, body: &str) -> Value {
-        let answer = self.call(method, call, body).await.unwrap_or_else(|error| panic!("{call}: {error}"));
-        serde_json::from_slice(&answer).unwrap()
+        self.runs.store(true, Ordering::Relaxed);
+        let (status, answer) = self.exchange(method, call, body).await;
+        serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{call}: {status} {error}"))
     }
 
     /// Whether the owner hears of a field of a body.
@@ -100,7 +171,7 @@ impl Api {
         let value: Value = serde_json::from_str(text).unwrap();
         body[field] = value.clone();
         self.asked.lock().clear();
-        let answer = self.call("PUT", call, &body.to_string()).await;
+        let answer = self.exchange("PUT", call, &body.to_string()).await;
         match self.asked.lock().last() {
             Some(asked) if asked.contains(&value.to_string()) => Verdict::Implemented,
             Some(_) => Verdict::NotThere("it is passed over".to_owned()),
@@ -140,12 +211,18 @@ pub async fn of_field(api: &Api, name: &str, text: &'static str) -> Option<Verdi
     Some(if is_told { Verdict::Implemented } else { not_told() })
 }
 
-/// Every call.
+/// Every call, each held against the statuses that Cloud Hypervisor's description has for what succeeds.
 pub async fn rows(api: &Api) -> Vec<(String, Verdict)> {
     let mut rows = Vec::new();
-    for (name, _) in of_kind("call") {
+    for (name, statuses) in of_kind("call") {
         let (method, call) = name.split_once(' ').expect("a method and a call");
-        rows.push((name.to_owned(), api.verdict(method, call).await));
+        let described = statuses.unwrap_or_else(|| panic!("{name} needs the statuses of its description"));
+        let tried = api.attempt(method, call).await;
+        if tried.verdict == Verdict::Implemented {
+            let described = described.split(' ').map(|status| status.parse().expect("a status")).collect();
+            assert_eq!(tried.statuses, described, "{name}");
+        }
+        rows.push((name.to_owned(), tried.verdict));
     }
     rows
 }

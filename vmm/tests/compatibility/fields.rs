@@ -169,6 +169,62 @@ pub fn of_config(name: &str, text: &'static str) -> Option<Verdict> {
     Some(verdict(place, name, field, text))
 }
 
+/// Which pages of docs/ say what a schema's fields do.
+const PAGES: &[(&str, &[&str])] = &[
+    ("BalloonConfig", &["balloon"]),
+    ("ConsoleConfig", &["consoles"]),
+    ("CpuAffinity", &["cpus"]),
+    ("CpuFeatures", &["cpus"]),
+    ("CpuTopology", &["cpus"]),
+    ("CpusConfig", &["cpus"]),
+    ("DiskConfig", &["disks"]),
+    ("MemoryConfig", &["memory"]),
+    ("MemoryZoneConfig", &["memory"]),
+    ("NetConfig", &["net"]),
+    ("NumaConfig", &["memory"]),
+    ("NumaDistance", &["memory"]),
+    ("PayloadConfig", &["boot"]),
+    ("PlatformConfig", &["boot"]),
+    ("PmemConfig", &["pmem"]),
+    ("RngConfig", &["boot"]),
+    ("SerialConfig", &["consoles"]),
+    (
+        "VmConfig",
+        &["balloon", "boot", "consoles", "cpus", "disks", "memory", "net", "pmem", "vsock", "watchdog"],
+    ),
+    ("VsockConfig", &["vsock"]),
+];
+
+/// Whether a page has `word` in code: between backticks, or in a block.
+fn has_in_code(page: &str, word: &str) -> bool {
+    let has = |code: &str| code.split(|c: char| !c.is_alphanumeric() && c != '_').any(|part| part == word);
+    page.lines().any(|line| match line.strip_prefix("    ") {
+        Some(code) => has(code),
+        None => line.split('`').skip(1).step_by(2).any(has),
+    })
+}
+
+/// That a field is taken says nothing of what it does.
+#[test]
+fn what_each_field_does_that_is_implemented_stands_on_its_page() {
+    let mut missing = Vec::new();
+    for (name, text) in of_kind("field") {
+        let Some(Verdict::Implemented) = of_config(name, text.expect("values to try it with")) else {
+            continue;
+        };
+        let (schema, field) = name.split_once('.').unwrap();
+        let (_, pages) = PAGES.iter().find(|(of, _)| *of == schema).unwrap_or_else(|| panic!("{name}"));
+        let is_there = pages.iter().any(|page| {
+            let path = format!("{}/../docs/{page}.md", env!("CARGO_MANIFEST_DIR"));
+            has_in_code(&std::fs::read_to_string(&path).expect(&path), field)
+        });
+        if !is_there {
+            missing.push(name);
+        }
+    }
+    assert_eq!(missing, Vec::<&str>::new());
+}
+
 /// What is passed over is not done, and nobody is told: every field of Cloud Hypervisor's is done or refused.
 #[test]
 fn no_field_is_passed_over() {
