@@ -675,6 +675,15 @@ fn unknown_calls_and_wrong_methods_are_told_apart() {
 }
 
 #[test]
+fn a_body_that_a_call_does_not_take_is_passed_over() {
+    run(async |fixture| {
+        for body in ["{}", r#"{"desired_ram": 7}"#, "nonsense"] {
+            assert_eq!(fixture.call("PUT", "vm.pause", body).await, (204, String::new()), "{body}");
+        }
+    });
+}
+
+#[test]
 fn requests_on_one_connection_are_answered_in_order() {
     run(async |fixture| {
         let mut client = fixture.connect().await;
