@@ -61,7 +61,7 @@ enum Verb {
     AddVsock(Device),
     /// Boot a VM that has been created, or shut down
     Boot,
-    /// Show what disks have counted, as JSON
+    /// Show what disks and network interfaces have counted, as JSON
     Counters,
     /// Create a VM from a configuration in JSON, as info shows it
     Create {
