@@ -373,6 +373,10 @@ fn status(status: &ResizeStatus) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use clap::CommandFactory;
+
     use super::*;
 
     fn verb(args: &[&str]) -> Verb {
@@ -418,23 +422,84 @@ dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  stuck: busy 
         }
     }
 
+    /// All subcommands of ch-remote (54.0.0-dev, commit ae44c2971), each with what it takes, and the call it makes.
+    const CH_REMOTE: [(&str, &[&str], &str); 31] = [
+        ("add-device", &["path=/sys/bus/pci/devices/0000:00:01.0"], "vm.add-device"),
+        ("add-disk", &["path=/d"], "vm.add-disk"),
+        ("add-fs", &["tag=a,socket=/s"], "vm.add-fs"),
+        ("add-generic-vhost-user", &["virtio_id=26,socket=/s"], "vm.add-generic-vhost-user"),
+        ("add-net", &["fd=[3,4]"], "vm.add-net"),
+        ("add-pmem", &["file=/p"], "vm.add-pmem"),
+        ("add-user-device", &["socket=/s"], "vm.add-user-device"),
+        ("add-vdpa", &["path=/dev/vhost-vdpa-0"], "vm.add-vdpa"),
+        ("add-vsock", &["cid=3,socket=/s"], "vm.add-vsock"),
+        ("boot", &[], "vm.boot"),
+        ("coredump", &["file:///core"], "vm.coredump"),
+        ("counters", &[], "vm.counters"),
+        ("create", &["/config.json"], "vm.create"),
+        ("delete", &[], "vm.delete"),
+        ("info", &[], "vm.info"),
+        ("nmi", &[], "vm.nmi"),
+        ("pause", &[], "vm.pause"),
+        ("ping", &[], "vmm.ping"),
+        ("power-button", &[], "vm.power-button"),
+        ("reboot", &[], "vm.reboot"),
+        ("receive-migration", &["receiver_url=unix:/m"], "vm.receive-migration"),
+        ("remove-device", &["d"], "vm.remove-device"),
+        ("resize", &["--cpus", "2", "--memory", "1G", "--balloon", "0"], "vm.resize"),
+        ("resize-disk", &["--disk", "d", "--size", "1G"], "vm.resize-disk"),
+        ("resize-zone", &["--id", "z", "--size", "1G"], "vm.resize-zone"),
+        ("restore", &["source_url=file:///s"], "vm.restore"),
+        ("resume", &[], "vm.resume"),
+        ("send-migration", &["unix:/m", "--local"], "vm.send-migration"),
+        ("shutdown", &[], "vm.shutdown"),
+        ("shutdown-vmm", &[], "vmm.shutdown"),
+        ("snapshot", &["file:///s"], "vm.snapshot"),
+    ];
+    /// Those of them that the VMM refuses, and why.
+    const CH_REMOTE_REFUSED: [(&str, &str); 10] = [
+        ("add-device", "there is no device passthrough"),
+        ("add-fs", "virtio-fs is not implemented"),
+        ("add-generic-vhost-user", "vhost-user is not implemented"),
+        ("add-user-device", "there is no device passthrough"),
+        ("add-vdpa", "vDPA is not implemented"),
+        ("coredump", "there is no core dump of a guest"),
+        ("receive-migration", "migration is not implemented"),
+        ("restore", "snapshots are not implemented"),
+        ("send-migration", "migration is not implemented"),
+        ("snapshot", "snapshots are not implemented"),
+    ];
+    /// Those that it does not have.
+    const OURS: [&str; 4] = ["events", "memory", "pressure", "volumes"];
+
     #[test]
-    fn verbs_are_ch_remotes() {
-        assert!(matches!(verb(&["add-disk", "path=/d"]), Verb::AddDisk(_)));
-        assert!(matches!(verb(&["add-net", "fd=[3,4]"]), Verb::AddNet(_)));
+    fn verbs_are_all_of_ch_remotes_and_ours() {
+        let flags = Flags::command();
+        let verbs: BTreeSet<_> = flags.get_subcommands().map(|verb| verb.get_name()).collect();
+        let expected = CH_REMOTE.iter().map(|(verb, ..)| *verb).chain(OURS).collect();
+        assert_eq!(verbs, expected);
+        let page = include_str!("../../../../docs/compatibility.md");
+        for (name, args, call) in CH_REMOTE {
+            let parsed = verb(&[&[name], args].concat());
+            let told = CH_REMOTE_REFUSED.iter().find(|(refused, _)| *refused == name);
+            match (parsed, told) {
+                (Verb::Refused(refused), Some((_, why))) => {
+                    assert_eq!(refused.call(), call);
+                    assert!(page.contains(&format!("| `PUT {call}` | refused | {why} |")), "{name}: {why}");
+                }
+                (Verb::Refused(_), None) => panic!("{name} is refused, and nobody says why"),
+                (_, Some(_)) => panic!("{name} is not refused any more"),
+                (_, None) => assert!(page.contains(&format!(" {call}` | implemented |")), "{name}"),
+            }
+        }
+    }
+
+    #[test]
+    fn verbs_have_what_they_take() {
         assert!(matches!(verb(&["remove-device", "d"]), Verb::RemoveDevice { id } if id == "d"));
         assert!(matches!(verb(&["events", "--follow"]), Verb::Events { follow: true }));
-        for (args, call) in [
-            (&["snapshot", "file:///s"][..], "vm.snapshot"),
-            (&["restore", "source_url=file:///s"], "vm.restore"),
-            (&["add-fs", "tag=a,socket=/s"], "vm.add-fs"),
-            (&["send-migration", "unix:/m", "--local"], "vm.send-migration"),
-        ] {
-            let Verb::Refused(refused) = verb(args) else { panic!("{args:?}") };
-            assert_eq!(refused.call(), call);
-        }
-        let error = run(["foreshore-remote", "--version"].map(OsString::from).to_vec()).unwrap();
-        assert!(error.contains("ch-remote v"), "{error}");
+        let version = run(["foreshore-remote", "--version"].map(OsString::from).to_vec()).unwrap();
+        assert!(version.contains("ch-remote v"), "{version}");
     }
 
     #[test]
