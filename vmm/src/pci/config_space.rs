@@ -149,6 +149,11 @@ impl ConfigSpace {
         self.bar_len.iter().enumerate().filter_map(range).collect()
     }
 
+    /// Whether the function may read and write memory, which an MSI does, too (6.2.2).
+    pub fn is_bus_master(&self) -> bool {
+        u16::from_le_bytes(self.get(COMMAND)) & COMMAND_BUS_MASTER != 0
+    }
+
     /// Bytes at `at`, which must lie in the 256 bytes.
     pub fn get<const N: usize>(&self, at: usize) -> [u8; N] {
         self.bytes[at..at + N].try_into().expect("as many as were asked for")

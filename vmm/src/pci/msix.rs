@@ -68,6 +68,7 @@ pub struct MsixTable {
     pending: Vec<u64>,
     enabled: bool,
     function_masked: bool,
+    bus_master: bool,
 }
 
 impl MsixTable {
@@ -79,6 +80,7 @@ impl MsixTable {
             pending: vec![0; usize::from(vectors).div_ceil(64)],
             enabled: false,
             function_masked: false,
+            bus_master: false,
         }
     }
 
@@ -91,6 +93,12 @@ impl MsixTable {
     pub fn set_control(&mut self, control: u16) {
         self.enabled = control & CONTROL_ENABLE != 0;
         self.function_masked = control & CONTROL_FUNCTION_MASK != 0;
+    }
+
+    /// Takes whether the function is a bus master: a message is a write to memory (6.8.3). Afterwards, deliver
+    /// [`Self::take_ready`].
+    pub fn set_bus_master(&mut self, bus_master: bool) {
+        self.bus_master = bus_master;
     }
 
     /// Reads the table.
@@ -145,7 +153,7 @@ impl MsixTable {
 
     /// Takes the vectors that are pending and no longer masked, with what to send for them.
     pub fn take_ready(&mut self) -> Vec<(u16, MsiMessage)> {
-        if !self.enabled || self.function_masked || self.pending.iter().all(|word| *word == 0) {
+        if !self.enabled || self.pending.iter().all(|word| *word == 0) {
             return Vec::new();
         }
         let mut ready = Vec::new();
@@ -160,7 +168,9 @@ impl MsixTable {
     }
 
     fn is_masked(&self, vector: u16) -> bool {
-        self.function_masked || self.entries[usize::from(vector)].control & VECTOR_MASKED != 0
+        !self.bus_master
+            || self.function_masked
+            || self.entries[usize::from(vector)].control & VECTOR_MASKED != 0
     }
 
     fn message(&self, vector: u16) -> MsiMessage {
@@ -180,6 +190,7 @@ mod tests {
     /// Three vectors; vector 1 has a message; all are masked.
     fn table() -> MsixTable {
         let mut table = MsixTable::new(3);
+        table.set_bus_master(true);
         table.write_table(16, &MESSAGE.address.to_le_bytes());
         table.write_table(24, &MESSAGE.data.to_le_bytes());
         table
@@ -230,6 +241,18 @@ mod tests {
     }
 
     #[test]
+    fn nothing_is_sent_by_a_function_that_is_no_bus_master() {
+        let mut table = table();
+        mask(&mut table, 1, false);
+        table.set_control(CONTROL_ENABLE);
+        table.set_bus_master(false);
+        assert_eq!((table.raise(1), table.deliverable(1)), (None, None));
+        assert_eq!(table.take_ready(), []);
+        table.set_bus_master(true);
+        assert_eq!(table.take_ready(), [(1, MESSAGE)]);
+    }
+
+    #[test]
     fn nothing_is_sent_or_remembered_while_msix_is_off() {
         let mut table = table();
         mask(&mut table, 1, false);
@@ -247,7 +270,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_access_is_survived_and_no_interrupt_is_lost(
-            operations in prop::collection::vec((0..4u8, 0..80u64, prop::collection::vec(any::<u8>(), 0..9)), 0..60),
+            operations in prop::collection::vec((0..5u8, 0..80u64, prop::collection::vec(any::<u8>(), 0..9)), 0..60),
         ) {
             let mut table = MsixTable::new(3);
             // The oracle: a raise that was not answered with a message is owed, while MSI-X is on.
@@ -257,6 +280,7 @@ mod tests {
                     0 => table.write_table(offset, &data),
                     1 => table.read_table(offset, &mut data),
                     2 => table.set_control(u16::from(data.first().copied().unwrap_or(0x80)) << 8),
+                    3 => table.set_bus_master(offset % 4 != 0),
                     _ => {
                         let vector = offset as u16;
                         let sent = table.raise(vector).is_some();
@@ -270,6 +294,7 @@ mod tests {
                 }
             }
             table.set_control(CONTROL_ENABLE);
+            table.set_bus_master(true);
             (0..3).for_each(|vector| mask(&mut table, vector, false));
             let ready: Vec<u16> = table.take_ready().into_iter().map(|(vector, _)| vector).collect();
             let expected: Vec<u16> = (0..3).filter(|vector| owed[usize::from(*vector)]).collect();

@@ -2,11 +2,13 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, TcpListener, TcpStream, UdpSocket};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
-use std::thread;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -29,6 +31,7 @@ guest_tests::tests![
     given_queues_are_there_from_the_first_boot_to_their_removal: 420,
     an_interface_comes_carries_traffic_and_goes: 300,
     an_interface_comes_carries_traffic_and_goes_on_6_1: 300,
+    a_nic_without_the_bus_is_silent_until_its_driver_comes_back: 300,
 ];
 
 pub const IO_LIMIT: Duration = Duration::from_secs(120);
@@ -501,4 +504,80 @@ fn an_interface_comes_carries_traffic_and_goes() -> Result<()> {
 
 fn an_interface_comes_carries_traffic_and_goes_on_6_1() -> Result<()> {
     comes_and_goes(Kernel::V6_1, 11)
+}
+
+/// Somebody who sends to a guest without end, and is not answered.
+struct Sender {
+    is_over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Sender {
+    fn start(net: &Net) -> Result<Self> {
+        let (socket, is_over) = (UdpSocket::bind((net.host, 0))?, Arc::new(AtomicBool::new(false)));
+        // The guest's address is known without asking: one that is silent would not say it.
+        host(&format!("ip neigh replace {} lladdr 02:f5:00:00:00:01 dev {}", net.guest, net.tap))?;
+        let (guest, stops) = (net.guest, Arc::clone(&is_over));
+        let thread = thread::spawn(move || {
+            while !stops.load(Ordering::Relaxed) {
+                // The guest says that nobody listens there, and the tap may be full.
+                let _ = socket.send_to(&[0x5a; 1024], (guest, 5002));
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        Ok(Self { is_over, thread: Some(thread) })
+    }
+}
+
+impl Drop for Sender {
+    fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
+        self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// What the host has taken out of the interface for the guest.
+pub fn taken(net: &Net) -> Result<u64> {
+    let path = format!("/sys/class/net/{}/statistics/tx_packets", net.tap);
+    std::fs::read_to_string(path)?.trim().parse().context("A number of frames")
+}
+
+/// Takes the bus away from a NIC under traffic, as Linux does before it starts a kernel by kexec (`pci_clear_master`), and gives
+/// it to a driver that comes anew.
+pub fn loses_the_bus(net: &Net, more: &str) -> Result<()> {
+    let guest = net.builder(more).boot()?;
+    net.bring_up(&guest)?;
+    ping_host(&guest, net)?;
+    guest.run("basename $(dirname $(readlink -f /sys/class/net/eth0/device)) >/tmp/function")?;
+    let _sender = Sender::start(net)?;
+    let frames_arrive = |what: &str| {
+        let before = taken(net)?;
+        guest.wait_until(what, IO_LIMIT, || Ok(taken(net)? > before + 100))
+    };
+    frames_arrive("frames arrive")?;
+    // Memory and no bus: bit 1 of the command register, without bit 2. When the write is over, so is the device.
+    guest.run(
+        "printf '\\002' | dd of=/sys/bus/pci/devices/$(cat /tmp/function)/config bs=1 seek=4 conv=notrunc",
+    )?;
+    let at_the_end = taken(net)?;
+    let ping = guest.try_run(IO_LIMIT, &format!("ping -c 5 -W 1 {}", net.host))?;
+    ensure!(ping.code != 0, "The host answers: {}", ping.stdout);
+    let later = taken(net)?;
+    ensure!(later == at_the_end, "{} frames after the end", later - at_the_end);
+    let driver = "/sys/bus/pci/drivers/virtio-pci";
+    guest.run_within(
+        IO_LIMIT,
+        &format!("cat /tmp/function >{driver}/unbind && ! test -e /sys/class/net/eth0"),
+    )?;
+    guest.run(&format!("cat /tmp/function >{driver}/bind"))?;
+    net.bring_up(&guest)?;
+    ping_host(&guest, net)?;
+    frames_arrive("frames arrive again")?;
+    guest.no_kernel_complaints()?;
+    guest.power_off()
+}
+
+fn a_nic_without_the_bus_is_silent_until_its_driver_comes_back() -> Result<()> {
+    let Some(net) = Net::new(12)? else { return skip(NO_TUN) };
+    loses_the_bus(&net, "")
 }

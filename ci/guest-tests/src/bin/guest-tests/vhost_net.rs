@@ -14,7 +14,10 @@ use guest_tests::{Guest, Kernel};
 use serde_json::json;
 
 use crate::hotplug;
-use crate::net::{IO_LIMIT, NO_TUN, Net, TRANSFER_BYTES, builder, from_guest, host, ping_host, to_guest};
+use crate::net::{
+    IO_LIMIT, NO_TUN, Net, TRANSFER_BYTES, builder, from_guest, host, loses_the_bus, ping_host, taken,
+    to_guest,
+};
 use crate::zones::{MIB, zone};
 
 guest_tests::tests![
@@ -24,6 +27,7 @@ guest_tests::tests![
     an_interface_of_the_kernels_comes_and_goes: 420,
     memory_comes_and_goes_under_the_kernels_frames: 480,
     an_interface_that_the_kernel_loses_is_a_link_that_is_down: 300,
+    a_nic_without_the_bus_is_silent_for_the_kernel_as_well: 300,
     without_the_device_on_is_refused_and_auto_does_without: 180,
 ];
 
@@ -65,12 +69,6 @@ fn is_counted(guest: &Guest, net: &str, least_bytes: usize) -> Result<()> {
     }
     ensure!(metrics.value("foreshore_net_broken_queues_total", &[("net", net)])? == 0.0, "A queue broke");
     Ok(())
-}
-
-/// What the kernel has taken out of the interface for the guest.
-fn taken(net: &Net) -> Result<u64> {
-    let path = format!("/sys/class/net/{}/statistics/tx_packets", net.tap);
-    fs::read_to_string(path)?.trim().parse().context("A number of frames")
 }
 
 /// Datagrams that the guest was sent, and that nobody in it waited for.
@@ -262,6 +260,14 @@ fn an_interface_that_the_kernel_loses_is_a_link_that_is_down() -> Result<()> {
     net.bring_up(&guest)?;
     ping_host(&guest, &net)?;
     guest.power_off()
+}
+
+fn a_nic_without_the_bus_is_silent_for_the_kernel_as_well() -> Result<()> {
+    let net = match network(39)? {
+        Ok(net) => net,
+        Err(reason) => return skip(reason),
+    };
+    loses_the_bus(&net, ",vhost=on")
 }
 
 fn without_the_device_on_is_refused_and_auto_does_without() -> Result<()> {

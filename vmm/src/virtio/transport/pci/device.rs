@@ -151,7 +151,12 @@ impl PciDevice for VirtioPciDevice {
 
     fn write_config(&self, offset: u16, data: &[u8]) {
         let inner = &mut *self.inner.lock();
+        let was_bus_master = inner.config.is_bus_master();
         inner.config.write(offset, data);
+        let bus_master = inner.config.is_bus_master();
+        if bus_master != was_bus_master {
+            self.bus_master_changed(inner, bus_master);
+        }
         let control = inner.capabilities.msix + msix::CONTROL_OFFSET;
         if offset < control + 2 && usize::from(offset) + data.len() > usize::from(control) {
             self.interrupt.set_control(u16::from_le_bytes(inner.config.get(control.into())));
@@ -181,6 +186,19 @@ impl PciDevice for VirtioPciDevice {
 }
 
 impl VirtioPciDevice {
+    /// Before it starts a kernel by kexec, Linux takes the bus away from every function (`pci_device_shutdown`), and many kernels
+    /// do no more: what goes on writing then writes to memory that is another kernel's. A driver that keeps the device gives it
+    /// the bus before DRIVER_OK, and takes it after a reset.
+    ///
+    /// A driver that never gives it the bus gets a device all the same: rust-hypervisor-firmware is one. It gets no interrupts.
+    fn bus_master_changed(&self, inner: &mut Inner, bus_master: bool) {
+        if !bus_master {
+            // First, so that nothing is pending of what the device was about.
+            inner.registers.lose_bus(&mut inner.backend);
+        }
+        self.interrupt.set_bus_master(bus_master);
+    }
+
     fn read_structure(&self, inner: &mut Inner, offset: u64, data: &mut [u8]) {
         let (structure, offset) = Structure::find(offset);
         match structure {

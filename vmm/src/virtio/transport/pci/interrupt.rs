@@ -134,6 +134,11 @@ impl PciInterrupt {
         self.change(|table| table.set_control(control));
     }
 
+    /// Takes whether the function may write to memory.
+    pub fn set_bus_master(&self, bus_master: bool) {
+        self.change(|table| table.set_bus_master(bus_master));
+    }
+
     /// Reads the MSI-X table.
     pub fn read_table(&self, offset: u64, data: &mut [u8]) {
         self.msix.lock().table.read_table(offset, data);
@@ -274,6 +279,7 @@ mod tests {
             let vectors = Arc::new(VectorMap::new(2));
             vectors.set_queue(0, 1);
             let interrupt = PciInterrupt::new(vectors, MsiRouter::new(controller.clone()));
+            interrupt.set_bus_master(true);
             interrupt.write_table(16, &MESSAGE.address.to_le_bytes());
             interrupt.write_table(24, &MESSAGE.data.to_le_bytes());
             interrupt.write_table(28, &[0; 4]);

@@ -40,7 +40,7 @@ pub trait Device {
     fn needs_reset(&mut self);
     /// Whether the device has met something, since it was activated, that it cannot go on after.
     fn is_broken(&self) -> bool;
-    /// The driver wants to start anew: nothing of the device runs any more when this returns.
+    /// The driver wants to start anew, or has taken the bus away: nothing of the device runs any more when this returns.
     fn reset(&mut self);
     /// The value of config_generation: it differs from the one before if the configuration has changed since.
     fn config_generation(&mut self) -> u8;
@@ -261,6 +261,15 @@ impl CommonRegisters {
         let sizes: Vec<u16> = self.queues.iter().map(|queue| queue.size_max).collect();
         self.vectors.reset();
         *self = Self::new(self.features_offered, &sizes, Arc::clone(&self.vectors));
+    }
+
+    /// The device may not reach memory any more. What it had under way is lost, so it does not go on where it was once it may
+    /// again, but needs a reset. The driver is not told, as nobody is without DRIVER_OK (2.1.2).
+    pub fn lose_bus(&mut self, device: &mut dyn Device) {
+        if self.status & DRIVER_OK != 0 {
+            device.reset();
+            self.status = self.status & !DRIVER_OK | NEEDS_RESET;
+        }
     }
 
     /// The device status as the driver sees it.
@@ -502,6 +511,23 @@ mod tests {
         assert_eq!((rig.device.activations.len(), rig.device.needs_reset), (1, 1));
         assert_eq!(rig.status(0), 0);
         rig.device.refuse = false;
+        rig.negotiate(OFFERED);
+        assert_eq!(rig.status(15), 15);
+    }
+
+    #[test]
+    fn a_device_that_loses_the_bus_stops_until_its_reset() {
+        let mut rig = Rig::new();
+        rig.negotiate(OFFERED);
+        rig.registers.lose_bus(&mut rig.device);
+        assert_eq!((rig.status(11), rig.device.resets), (11, 0), "it does not run yet");
+        assert_eq!(rig.status(15), 15);
+        rig.registers.lose_bus(&mut rig.device);
+        assert_eq!((rig.read(0x14, 1), rig.device.active, rig.device.needs_reset), (11 | 64, false, 0));
+        assert_eq!(rig.status(15), 11 | 64);
+        assert_eq!(rig.status(15 | 64), 11 | 64);
+        assert_eq!(rig.device.activations.len(), 1);
+        assert_eq!(rig.status(0), 0);
         rig.negotiate(OFFERED);
         assert_eq!(rig.status(15), 15);
     }

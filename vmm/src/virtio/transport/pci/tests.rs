@@ -248,9 +248,9 @@ fn notifications_go_by_ioeventfd_while_the_device_runs_and_follow_the_bar() {
     assert_eq!(registered(), [rig.bar + 0x3000], "queue 1 is synchronous");
     rig.write_config(0x10, &0xd000_0000u32.to_le_bytes());
     assert_eq!(registered(), [0xd000_3000]);
-    rig.write_config(4, &0u16.to_le_bytes());
+    rig.write_config(4, &4u16.to_le_bytes());
     assert!(registered().is_empty());
-    rig.write_config(4, &2u16.to_le_bytes());
+    rig.write_config(4, &6u16.to_le_bytes());
     assert_eq!(registered(), [0xd000_3000]);
     assert!(rig.memory.write(0xd000_0014, &[0]));
     assert!(registered().is_empty());
@@ -309,6 +309,56 @@ fn a_device_that_cannot_go_on_says_so_by_interrupt_until_its_reset() {
     assert_eq!(rig.read(0x14, 1), 0);
     rig.start();
     assert_eq!(rig.read(0x14, 1), 15);
+}
+
+/// As Linux leaves it to a kernel that it starts by kexec.
+#[test]
+fn a_device_whose_bus_is_taken_away_stops_until_its_driver_resets_it() {
+    // By a word, by the byte that has the bit, and by more than the register.
+    for without in [&[2, 0][..], &[2], &[2, 0, 0, 0]] {
+        let rig = Rig::new();
+        rig.start();
+        let activated = |rig: &Rig| Arc::clone(&rig.log.lock().active.as_ref().unwrap().interrupt);
+        let interrupt = activated(&rig);
+        interrupt.signal_queue(0).unwrap();
+        rig.controller.take_calls();
+        rig.write_config(5, &[4]);
+        assert_eq!(rig.read(0x14, 1), 15, "the other byte of the register");
+        rig.write_config(4, without);
+        let stopped = |log: &Log| (log.active.is_none(), log.resets) == (true, 1);
+        assert!(stopped(&rig.log.lock()));
+        assert!(rig.io_events.registered.lock().is_empty());
+        assert_eq!(rig.read(0x14, 1), 11 | 64);
+        // What the old kernel left running reaches nobody, and nothing reaches it.
+        rig.write(0x3000, 2, 0);
+        rig.write(0x3004, 2, 1);
+        assert!(rig.log.lock().synchronous.is_empty());
+        interrupt.signal_queue_now(0).unwrap();
+        interrupt.signal_config().unwrap();
+        assert_eq!(rig.controller.take_calls(), []);
+        // Neither does it go on by itself.
+        rig.write_config(4, &6u16.to_le_bytes());
+        rig.write(0x14, 1, 15);
+        assert_eq!(rig.read(0x14, 1), 11 | 64);
+        rig.write(0x14, 1, 0);
+        assert_eq!(rig.read(0x14, 1), 0);
+        assert!(stopped(&rig.log.lock()));
+        rig.start();
+        assert_eq!(rig.read(0x14, 1), 15);
+        rig.controller.take_calls();
+        activated(&rig).signal_queue_now(0).unwrap();
+        assert_eq!(rig.controller.take_calls(), [Call::Signal(QUEUE_MESSAGE)]);
+    }
+}
+
+#[test]
+fn a_driver_that_never_gives_the_bus_polls() {
+    let rig = Rig::new();
+    rig.write_config(4, &2u16.to_le_bytes());
+    rig.start();
+    assert_eq!(rig.read(0x14, 1), 15);
+    rig.write(0x3004, 2, 1);
+    assert_eq!((rig.log.lock().synchronous.clone(), rig.controller.take_calls()), (vec![1], vec![]));
 }
 
 #[test]
@@ -395,6 +445,7 @@ enum Access {
     ReadBar(u32, usize),
     WriteBar(u32, Vec<u8>),
     Signal(u16),
+    BusMaster(bool),
     Start,
 }
 
@@ -420,6 +471,7 @@ fn accesses() -> impl Strategy<Value = Vec<Access>> {
         (interesting.clone(), 1..9usize).prop_map(|(offset, len)| Access::ReadBar(offset, len)),
         (interesting, data()).prop_map(|(offset, data)| Access::WriteBar(offset, data)),
         (0..4u16).prop_map(Access::Signal),
+        any::<bool>().prop_map(Access::BusMaster),
         Just(Access::Start),
     ];
     prop::collection::vec(access, 0..100)
@@ -480,6 +532,7 @@ proptest! {
                         interrupt.signal_config().unwrap();
                     }
                 }
+                Access::BusMaster(bus_master) => rig.write_config(4, &[2 | u8::from(bus_master) << 2]),
                 Access::Start => rig.start(),
             }
             // What runs is what the status says, and only what runs has ioeventfds.
