@@ -5,12 +5,17 @@
 //! | 0 | 4 bytes, read | pending events, one bit each; reading clears them |
 //!
 //! The DSDT's `_EVT` method reads it and notifies the devices concerned.
+//!
+//! The interrupt is level-triggered, and its line high as long as events are pending. A guest that boots leaves the pin of the
+//! I/O APIC masked until its driver is there, and of what comes meanwhile KVM keeps a level, and no edge.
 
 use std::fmt;
 use std::io;
-use std::sync::atomic::{AtomicU32, Ordering};
+
+use parking_lot::Mutex;
 
 use crate::bus::BusDevice;
+use crate::log::sparsely;
 
 /// What can happen. The value is the bit in the register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,21 +33,35 @@ pub enum Event {
 
 /// The device.
 pub struct GenericEventDevice {
-    pending: AtomicU32,
-    raise: Box<dyn Fn() -> io::Result<()> + Send + Sync>,
+    /// The line follows it under its lock.
+    pending: Mutex<u32>,
+    line: Box<dyn Fn(bool) -> io::Result<()> + Send + Sync>,
 }
 
 impl GenericEventDevice {
-    /// `raise` pulses the interrupt [`GED_GSI`](crate::memory::layout::GED_GSI): it is edge-triggered.
-    pub fn new(raise: impl Fn() -> io::Result<()> + Send + Sync + 'static) -> Self {
-        Self { pending: AtomicU32::new(0), raise: Box::new(raise) }
+    /// `line` makes the interrupt line [`GED_GSI`](crate::memory::layout::GED_GSI) high or low.
+    pub fn new(line: impl Fn(bool) -> io::Result<()> + Send + Sync + 'static) -> Self {
+        Self { pending: Mutex::new(0), line: Box::new(line) }
     }
 
     /// Tells the guest about `event`. Several before the guest looks are one.
     pub fn notify(&self, event: Event) -> io::Result<()> {
-        // The bit comes before the edge: the guest's handler may run as soon as there is one.
-        self.pending.fetch_or(event as u32, Ordering::AcqRel);
-        (self.raise)()
+        let mut pending = self.pending.lock();
+        *pending |= event as u32;
+        (self.line)(true)
+    }
+
+    /// The guest takes what is pending.
+    fn take(&self) -> u32 {
+        let mut pending = self.pending.lock();
+        let taken = std::mem::take(&mut *pending);
+        if taken != 0
+            && let Err(err) = (self.line)(false)
+        {
+            // Then the guest looks once more, and finds nothing.
+            sparsely!(warn, %err, "The interrupt of the generic event device stays up");
+        }
+        taken
     }
 }
 
@@ -56,7 +75,7 @@ impl BusDevice for GenericEventDevice {
     fn read(&self, offset: u64, data: &mut [u8]) {
         match <&mut [u8; 4]>::try_from(&mut *data) {
             Ok(register) if offset == 0 => {
-                *register = self.pending.swap(0, Ordering::AcqRel).to_le_bytes();
+                *register = self.take().to_le_bytes();
             }
             // An access that is not the register's must not lose events.
             _ => data.fill(0),
@@ -69,40 +88,77 @@ impl BusDevice for GenericEventDevice {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread;
 
     use super::*;
 
-    #[test]
-    fn events_raise_the_line_and_are_cleared_by_reading() {
-        let edges = Arc::new(AtomicUsize::new(0));
+    fn device() -> (GenericEventDevice, Arc<AtomicBool>) {
+        let line = Arc::new(AtomicBool::new(false));
         let ged = GenericEventDevice::new({
-            let edges = Arc::clone(&edges);
-            move || {
-                edges.fetch_add(1, Ordering::Relaxed);
+            let line = Arc::clone(&line);
+            move |high| {
+                line.store(high, Ordering::Relaxed);
                 Ok(())
             }
         });
+        (ged, line)
+    }
+
+    /// What a guest finds there whose driver comes long after the event.
+    #[test]
+    fn the_line_is_high_until_the_guest_has_read_what_there_is() {
+        let (ged, line) = device();
+        let high = || line.load(Ordering::Relaxed);
         let read = |offset| {
             let mut register = [0xff; 4];
             ged.read(offset, &mut register);
             u32::from_le_bytes(register)
         };
         assert_eq!(read(0), 0);
+        assert!(!high());
         ged.notify(Event::PowerButton).unwrap();
         ged.notify(Event::PowerButton).unwrap();
-        assert_eq!(edges.load(Ordering::Relaxed), 2);
+        ged.notify(Event::Pci).unwrap();
+        assert!(high());
         // Not the register: nothing is lost.
         let mut byte = [0xff];
         ged.read(0, &mut byte);
         assert_eq!((byte, read(4)), ([0], 0));
         ged.write(0, &[1, 0, 0, 0]);
-        assert_eq!((read(0), read(0)), (1, 0));
+        assert!(high());
+        assert_eq!((read(0), high()), (3, false));
+        assert_eq!((read(0), high()), (0, false));
+        ged.notify(Event::Cpus).unwrap();
+        assert!(high());
+        assert_eq!((read(0), high()), (4, false));
+    }
+
+    #[test]
+    fn an_event_that_comes_while_the_guest_reads_leaves_the_line_high_or_was_read() {
+        let (ged, line) = device();
+        let read = || {
+            let mut register = [0; 4];
+            ged.read(0, &mut register);
+            u32::from_le_bytes(register)
+        };
+        for _ in 0..200 {
+            ged.notify(Event::Pci).unwrap();
+            let taken = thread::scope(|scope| {
+                let notifier = scope.spawn(|| ged.notify(Event::Cpus).unwrap());
+                let taken = read();
+                notifier.join().unwrap();
+                taken
+            });
+            let left = line.load(Ordering::Relaxed);
+            assert_eq!(left, taken & Event::Cpus as u32 == 0);
+            assert_eq!(taken | read(), Event::Pci as u32 | Event::Cpus as u32);
+        }
     }
 
     #[test]
     fn a_failed_interrupt_is_told_and_the_event_stays() {
-        let ged = GenericEventDevice::new(|| Err(io::ErrorKind::BrokenPipe.into()));
+        let ged = GenericEventDevice::new(|_| Err(io::ErrorKind::BrokenPipe.into()));
         assert!(ged.notify(Event::PowerButton).is_err());
         let mut register = [0; 4];
         ged.read(0, &mut register);

@@ -34,6 +34,10 @@ impl MsiController for VmFd {
         Ok(VmFd::unregister_irqfd(self, irqfd, gsi)?)
     }
 
+    fn set_line(&self, gsi: u32, high: bool) -> io::Result<()> {
+        Ok(self.set_irq_line(gsi, high)?)
+    }
+
     fn signal_msi(&self, message: MsiMessage) -> io::Result<()> {
         let (address_lo, address_hi) = halves(message.address);
         let msi = kvm_msi { address_lo, address_hi, data: message.data, ..Default::default() };

@@ -22,6 +22,8 @@ pub trait MsiController: Send + Sync {
     fn register_irqfd(&self, irqfd: &EventFd, gsi: u32) -> io::Result<()>;
     /// Undoes [`Self::register_irqfd`].
     fn unregister_irqfd(&self, irqfd: &EventFd, gsi: u32) -> io::Result<()>;
+    /// Makes the line of the I/O APIC's interrupt `gsi` high or low, until the next call.
+    fn set_line(&self, gsi: u32, high: bool) -> io::Result<()>;
     /// Delivers `message` before this returns.
     fn signal_msi(&self, message: MsiMessage) -> io::Result<()>;
 }

@@ -19,6 +19,8 @@ pub enum Call {
     Register(u32),
     /// No longer.
     Unregister(u32),
+    /// The line of this GSI is high, or low.
+    Line(u32, bool),
     /// A direct message.
     Signal(MsiMessage),
 }
@@ -79,6 +81,10 @@ impl MsiController for FakeController {
     fn unregister_irqfd(&self, _: &EventFd, gsi: u32) -> io::Result<()> {
         self.0.lock().irqfds.remove(&gsi);
         self.record(Call::Unregister(gsi))
+    }
+
+    fn set_line(&self, gsi: u32, high: bool) -> io::Result<()> {
+        self.record(Call::Line(gsi, high))
     }
 
     fn signal_msi(&self, message: MsiMessage) -> io::Result<()> {

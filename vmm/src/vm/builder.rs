@@ -264,8 +264,7 @@ fn add_platform(
     });
     fabric.ports.insert(u64::from(ACPI_PM_PORT), u64::from(ACPI_PM_LEN), Arc::new(pm))?;
     fabric.ports.insert(NMI_STATUS_PORT, NMI_STATUS_LEN, Arc::new(NmiStatus))?;
-    let line = fabric.line(GED_GSI)?;
-    let ged = Arc::new(GenericEventDevice::new(move || line.write(1)));
+    let ged = Arc::new(GenericEventDevice::new(fabric.level(GED_GSI)));
     fabric.mmio.insert(GED_START, GED_LEN, Arc::clone(&ged) as _)?;
     let (pci, sender) = (Arc::clone(&fabric.pci), events.clone());
     let page = HotplugPage::new(move |slot| {

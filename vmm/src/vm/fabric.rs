@@ -1,5 +1,6 @@
 //! What devices are attached to, and which are.
 
+use std::io;
 use std::sync::Arc;
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -141,6 +142,12 @@ impl Fabric {
         self.work.add(&loops);
         self.virtio.push(Attached { id, slot, device, loops, removable, is_leaving: false });
         Ok(slot)
+    }
+
+    /// What makes the line of the interrupt `gsi` of the I/O APIC high or low. It stays so also while the guest masks the pin.
+    pub(super) fn level(&self, gsi: u32) -> impl Fn(bool) -> io::Result<()> + Send + Sync + use<> {
+        let interrupts = Arc::clone(&self.interrupts);
+        move |high| interrupts.set_line(gsi, high)
     }
 
     /// An event that raises the interrupt `gsi` of the I/O APIC.

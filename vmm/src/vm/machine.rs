@@ -452,7 +452,7 @@ pub(super) mod tests {
             events: EventSender::to_nobody(),
             agents: tokio::sync::mpsc::channel(1).0,
             loops,
-            ged: Arc::new(GenericEventDevice::new(|| Ok(()))),
+            ged: Arc::new(GenericEventDevice::new(|_| Ok(()))),
             page: Arc::new(HotplugPage::new(|_| ())),
             hotplug: Arc::default(),
             metrics: Arc::new(Metrics::new("vm", told.counters())),

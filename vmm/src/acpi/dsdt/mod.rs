@@ -151,7 +151,8 @@ fn event_device(sink: &mut Vec<u8>, has_dimms: bool) {
             &Name::new(path("_UID"), &ZERO),
             &Name::new(
                 path("_CRS"),
-                &ResourceTemplate::new(vec![&Interrupt::new(true, true, false, false, GED_GSI)]),
+                // Level-triggered, active-high: what happened before the guest's driver came is there when it comes.
+                &ResourceTemplate::new(vec![&Interrupt::new(true, false, false, false, GED_GSI)]),
             ),
             &OpRegion::new(path("EREG"), OpRegionSpace::SystemMemory, &GED_START, &REGISTER_BYTES),
             &Field::new(
@@ -202,6 +203,19 @@ mod tests {
         assert!(!contains(&small, b"MHPC"), "neither the device nor its method is called");
         input.dimms = true;
         assert!(contains(&dsdt(&input), b"MHPCMSCN") && contains(&dsdt(&input), b"M03F"));
+    }
+
+    #[test]
+    fn events_are_level_triggered_and_received_characters_are_edges() {
+        let dsdt = dsdt(&AcpiInput { max_vcpus: 1, serial: true, ..AcpiInput::default() });
+        // Extended interrupt: 0x89, length 6, flags, one number. Bit 0 is the consumer, bit 1 an edge, bit 2 active-low.
+        let flags = |gsi: u32| {
+            let [low, ..] = gsi.to_le_bytes();
+            let of =
+                |window: &&[u8]| matches!(**window, [0x89, 6, 0, _, 1, number, 0, 0, 0] if number == low);
+            dsdt.windows(9).find(of).map(|window| window[3])
+        };
+        assert_eq!((flags(GED_GSI), flags(SERIAL_GSI)), (Some(0b001), Some(0b011)));
     }
 
     #[test]

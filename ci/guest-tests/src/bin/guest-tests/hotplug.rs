@@ -21,6 +21,7 @@ guest_tests::tests![
     a_file_comes_as_pmem_is_used_and_goes: 240,
     a_file_comes_as_pmem_is_used_and_goes_on_6_1: 240 (extended),
     a_vsock_device_goes_and_comes: 240,
+    disks_that_come_while_the_guest_boots_are_found: 240,
 ];
 
 pub const LIMIT: Duration = Duration::from_secs(60);
@@ -373,5 +374,26 @@ fn what_cannot_be_added_or_removed_is_refused() -> Result<()> {
         LIMIT,
         &format!("test $(ls /sys/block | grep -c ^vd) = {count}"),
     )?;
+    guest.no_kernel_complaints()
+}
+
+/// Some before it has looked at its bus, some before it hears of what comes, some later.
+fn disks_that_come_while_the_guest_boots_are_found() -> Result<()> {
+    const DISKS: u32 = 16;
+    let guest = builder().start()?;
+    guest.wait_until("it runs", LIMIT, || {
+        Ok(guest.api("GET", "vm.info", None).is_ok_and(|info| info["state"] == "Running"))
+    })?;
+    for nth in 0..DISKS {
+        let path = image(&format!("disk{nth}"))?;
+        guest.api("PUT", "vm.add-disk", Some(json!({"path": path, "id": format!("disk{nth}")})))?;
+    }
+    guest.wait_for_shell(BOOT_LIMIT)?;
+    let all = format!("test $(ls -d /sys/block/vd* | wc -l) = {DISKS}");
+    guest.wait_until_run("the guest has all disks", LIMIT, &all)?;
+    // Each was told once: what comes next is heard as well.
+    guest.api("PUT", "vm.remove-device", Some(json!({"id": "disk0"})))?;
+    let others = format!("test $(ls -d /sys/block/vd* | wc -l) = {}", DISKS - 1);
+    guest.wait_until_run("the guest has let one go", LIMIT, &others)?;
     guest.no_kernel_complaints()
 }

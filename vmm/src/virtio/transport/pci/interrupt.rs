@@ -379,6 +379,9 @@ mod tests {
             fn unregister_irqfd(&self, _: &vmm_sys_util::eventfd::EventFd, _: u32) -> io::Result<()> {
                 unreachable!("there is no route")
             }
+            fn set_line(&self, _: u32, _: bool) -> io::Result<()> {
+                unreachable!("a virtio device has no line")
+            }
             fn signal_msi(&self, message: MsiMessage) -> io::Result<()> {
                 self.0.signal_msi(message)
             }
