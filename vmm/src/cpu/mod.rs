@@ -62,4 +62,10 @@ pub enum CpuError {
         /// How many were given.
         given: usize,
     },
+    /// One that the guest has let go is still about what it did last, and cannot be given back.
+    #[error("vCPU {index} has not ended what it did when the guest let it go: try again later")]
+    Busy {
+        /// Which vCPU.
+        index: u8,
+    },
 }

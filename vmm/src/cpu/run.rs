@@ -12,6 +12,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once, mpsc};
 use std::thread::{Builder, JoinHandle};
+use std::time::Instant;
 
 use kvm_bindings::{KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_UNINITIALIZED};
 use kvm_ioctls::{VcpuExit, VcpuFd};
@@ -105,7 +106,7 @@ struct Shared {
     has_waited: AtomicBool,
     /// An NMI is to be delivered before the guest goes on.
     nmi: AtomicBool,
-    /// It is to be as if it had never run before the guest goes on.
+    /// It is to be as if it had never run, and is not yet. Changes while `wanted` is locked.
     afresh: AtomicBool,
     /// The `immediate_exit` byte of the shared page; `None` once the thread is done with it.
     immediate_exit: Mutex<Option<ImmediateExit>>,
@@ -132,11 +133,12 @@ impl Shared {
         }
     }
 
-    /// Waits while the vCPU is paused or the brake is pulled; false when it shall end.
+    /// Waits while the vCPU is paused or the brake is pulled; false when it shall end. One that is paused does not wait if it is to
+    /// begin afresh.
     fn wait_until_wanted(&self) -> bool {
         let mut wanted = self.wanted.lock();
         // The brake is released once the vCPU is paused: `changed` comes with what follows.
-        while wanted_waits(*wanted, self.brake.is_pulled()) {
+        while wanted_waits(*wanted, self.brake.is_pulled()) && !self.may_begin_afresh() {
             self.is_out.store(true, Ordering::Relaxed);
             self.has_waited.store(true, Ordering::Relaxed);
             self.changed.notify_all();
@@ -147,7 +149,31 @@ impl Shared {
             // Under the lock: whoever wants something else next sets the byte after this.
             self.set_immediate_exit(0);
         }
-        *wanted == Wanted::Run
+        *wanted != Wanted::Stop
+    }
+
+    /// Whether it is to begin afresh, and can: that enters KVM, which the brake keeps from memory that is lost.
+    fn may_begin_afresh(&self) -> bool {
+        self.afresh.load(Ordering::SeqCst) && !self.brake.is_pulled()
+    }
+
+    fn set_afresh(&self, afresh: bool) {
+        let _wanted = self.wanted.lock();
+        self.afresh.store(afresh, Ordering::SeqCst);
+        self.changed.notify_all();
+    }
+
+    /// Waits until it has begun afresh, if it was to; false if it has not by `deadline`.
+    fn wait_until_fresh(&self, deadline: Instant) -> bool {
+        let mut wanted = self.wanted.lock();
+        // The brake may have been released since the thread looked.
+        self.changed.notify_all();
+        while self.afresh.load(Ordering::SeqCst) {
+            if self.changed.wait_until(&mut wanted, deadline).timed_out() {
+                return !self.afresh.load(Ordering::SeqCst);
+            }
+        }
+        true
     }
 
     fn want(&self, wanted: Wanted) {
@@ -173,6 +199,7 @@ impl Shared {
         self.immediate_exit.lock().take();
         let _wanted = self.wanted.lock();
         self.is_out.store(true, Ordering::Relaxed);
+        self.afresh.store(false, Ordering::SeqCst);
         self.changed.notify_all();
     }
 
@@ -304,11 +331,16 @@ impl Vcpu {
         self.interrupt();
     }
 
-    /// One that was paused, and that nobody has resumed since, waits for the guest to start it when it goes on, as if it had
-    /// never run.
+    /// One that was paused, and that nobody has resumed since, is made to wait for the guest to start it when it goes on, as if it
+    /// had never run: as soon as it is out of its last exit.
     pub fn begin_afresh(&self) {
         self.shared.nmi.store(false, Ordering::SeqCst);
-        self.shared.afresh.store(true, Ordering::SeqCst);
+        self.shared.set_afresh(true);
+    }
+
+    /// Waits until that is done, or until `deadline`; whether it is.
+    pub fn wait_until_fresh(&self, deadline: Instant) -> bool {
+        self.shared.wait_until_fresh(deadline)
     }
 
     /// Lets the vCPU run.
@@ -380,8 +412,9 @@ impl Runner {
         // Dropped before `self`, and so before the page is unmapped, also when this thread panics.
         let _clear = ClearOnDrop(&shared);
         while self.shared.wait_until_wanted() {
-            if self.shared.afresh.swap(false, Ordering::SeqCst) {
+            if self.shared.afresh.load(Ordering::SeqCst) {
                 self.begin_afresh();
+                self.shared.set_afresh(false);
                 // Whoever wants it to pause is heard before it enters the guest.
                 continue;
             }
@@ -605,7 +638,13 @@ mod tests {
         let (entered, entries) = mpsc::sync_channel(0);
         let runner = Arc::clone(&shared);
         let thread = thread::spawn(move || {
-            while runner.wait_until_wanted() && entered.send(runner.take_nmi()).is_ok() {}
+            while runner.wait_until_wanted() {
+                if runner.afresh.load(Ordering::SeqCst) {
+                    runner.set_afresh(false);
+                } else if entered.send(runner.take_nmi()).is_err() {
+                    break;
+                }
+            }
             runner.end();
         });
         let next = || entries.recv_timeout(LIMIT).unwrap();
@@ -633,6 +672,54 @@ mod tests {
         drop(vcpu);
         drop(entries);
         thread.join().unwrap();
+    }
+
+    /// Also one that nobody lets run: the guest is told of it while the VM is paused.
+    #[test]
+    fn a_paused_vcpu_begins_afresh_when_its_exit_is_over() {
+        let shared = Arc::new(Shared::new(Arc::new(Brake::default())));
+        let vcpu = Vcpu { shared: Arc::clone(&shared), thread: None };
+        let ((entered, entries), (leave, leaves)) = (mpsc::sync_channel(0), mpsc::sync_channel(0));
+        let runner = Arc::clone(&shared);
+        let thread = thread::spawn(move || {
+            while runner.wait_until_wanted() {
+                let afresh = runner.afresh.load(Ordering::SeqCst);
+                entered.send(afresh).unwrap();
+                leaves.recv().unwrap();
+                if afresh {
+                    runner.set_afresh(false);
+                }
+            }
+            runner.end();
+        });
+        let soon = || Instant::now() + LIMIT;
+        assert!(vcpu.wait_until_fresh(Instant::now()), "it was not to");
+        vcpu.resume();
+        assert_eq!(entries.recv_timeout(LIMIT), Ok(false));
+        drop(vcpu.pause());
+        vcpu.begin_afresh();
+        assert!(!vcpu.wait_until_fresh(Instant::now()), "it is in its exit");
+        leave.send(()).unwrap();
+        assert_eq!(entries.recv_timeout(LIMIT), Ok(true));
+        assert!(!vcpu.wait_until_fresh(Instant::now()), "it has only begun to");
+        leave.send(()).unwrap();
+        assert!(vcpu.wait_until_fresh(soon()));
+        assert!(entries.try_recv().is_err(), "it stays out");
+        // Not while memory is lost, and when the brake is released.
+        shared.brake.pull();
+        vcpu.begin_afresh();
+        assert!(!vcpu.wait_until_fresh(Instant::now()) && entries.try_recv().is_err());
+        shared.brake.release();
+        thread::scope(|scope| {
+            let waiter = scope.spawn(|| vcpu.wait_until_fresh(soon()));
+            assert_eq!(entries.recv_timeout(LIMIT), Ok(true));
+            leave.send(()).unwrap();
+            assert!(waiter.join().unwrap());
+        });
+        drop(vcpu);
+        thread.join().unwrap();
+        // Nobody waits for one that has ended.
+        assert!(shared.wait_until_fresh(soon()));
     }
 
     #[test]

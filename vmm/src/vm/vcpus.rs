@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use kvm_ioctls::VcpuFd;
 use tracing::{info, warn};
@@ -23,6 +24,9 @@ use crate::metrics::VcpuMetrics;
 /// What is in metrics of vCPUs that come and go.
 const KIND: &str = "vcpu";
 
+/// How long who gives the guest vCPUs back waits for their last exits: one may wait for a disk, and that for its host.
+const EXIT_LIMIT: Duration = Duration::from_secs(2);
+
 /// A thread that runs a vCPU.
 pub(super) trait Processor {
     /// What KVM has of it.
@@ -32,6 +36,7 @@ pub(super) trait Processor {
     fn pause(&self) -> Pausing;
     fn send_nmi(&self);
     fn begin_afresh(&self);
+    fn wait_until_fresh(&self, deadline: Instant) -> bool;
 }
 
 impl Processor for Vcpu {
@@ -52,6 +57,10 @@ impl Processor for Vcpu {
     fn begin_afresh(&self) {
         Self::begin_afresh(self);
     }
+
+    fn wait_until_fresh(&self, deadline: Instant) -> bool {
+        Self::wait_until_fresh(self, deadline)
+    }
 }
 
 /// Makes vCPUs, paused.
@@ -68,6 +77,8 @@ struct Made<P> {
     processor: P,
     /// The guest has it not, or not any more.
     is_parked: bool,
+    /// The guest has had it.
+    is_used: bool,
 }
 
 /// All of them.
@@ -110,7 +121,9 @@ impl<P: Processor> Vcpus<P> {
             None => self.maker.create(index)?,
         };
         match self.maker.finish(index, created) {
-            Ok(processor) => drop(self.made.insert(index, Made { processor, is_parked: true })),
+            Ok(processor) => {
+                drop(self.made.insert(index, Made { processor, is_parked: true, is_used: false }))
+            }
             Err((created, err)) => {
                 self.unfinished.insert(index, created);
                 return Err(err);
@@ -121,7 +134,7 @@ impl<P: Processor> Vcpus<P> {
 
     fn unpark(&mut self, index: u8) {
         let made = self.made.get_mut(&index).expect("one that has been made");
-        made.is_parked = false;
+        (made.is_parked, made.is_used) = (false, true);
         if self.run {
             made.processor.resume();
         }
@@ -160,9 +173,18 @@ impl<P: Processor> Vcpus<P> {
     }
 
     /// Gives the guest `come`: all of them, or none.
+    ///
+    /// 1. They are made, and those that the guest has had are made anew: that drops the INIT and the SIPI that they have latched.
+    /// 2. They may run, which is to wait for the guest to start them.
+    /// 3. The guest hears of them, and sends INIT and SIPI: not before 1. is over, or it would start one in vain.
     fn give(&mut self, come: std::ops::Range<u8>) -> Result<(), CpuError> {
         come.clone().try_for_each(|index| self.make(index))?;
-        // They wait for the guest to start them, which it does when it has heard of them.
+        let used = || self.made.range(come.clone()).filter(|(_, made)| made.is_used);
+        used().for_each(|(_, made)| made.processor.begin_afresh());
+        let deadline = Instant::now() + EXIT_LIMIT;
+        if let Some((&index, _)) = used().find(|(_, made)| !made.processor.wait_until_fresh(deadline)) {
+            return Err(CpuError::Busy { index });
+        }
         come.clone().for_each(|index| self.unpark(index));
         self.registers.plug(|plug| plug.put(come));
         self.count();
@@ -173,9 +195,8 @@ impl<P: Processor> Vcpus<P> {
     fn park(&mut self, index: u8) -> Option<u8> {
         let made = self.made.get_mut(&index).expect("one that the guest had");
         made.is_parked = true;
-        // Nobody waits for it: it may be in an exit that takes its time. It begins afresh whenever it comes out of that.
+        // Nobody waits for it: it may be in an exit that takes its time.
         drop(made.processor.pause());
-        made.processor.begin_afresh();
         let left = self.registers.plug(|plug| {
             plug.parked(index);
             plug.pending().is_empty().then(|| plug.present())
@@ -275,10 +296,13 @@ mod tests {
 
     /// What vCPUs were told: index and verb.
     type Told = Arc<Mutex<Vec<(u8, &'static str)>>>;
+    /// One of them, for whom something is amiss.
+    type Index = Arc<Mutex<Option<u8>>>;
 
     struct Fake {
         index: u8,
         told: Told,
+        busy: Index,
     }
 
     impl Fake {
@@ -306,13 +330,19 @@ mod tests {
         fn begin_afresh(&self) {
             self.tell("afresh");
         }
+
+        fn wait_until_fresh(&self, _: Instant) -> bool {
+            self.tell("wait");
+            *self.busy.lock() != Some(self.index)
+        }
     }
 
     struct FakeMaker {
         told: Told,
         /// As KVM has it: each index once.
         created: Mutex<BTreeSet<u8>>,
-        broken: Arc<Mutex<Option<u8>>>,
+        broken: Index,
+        busy: Index,
     }
 
     impl FakeMaker {
@@ -334,7 +364,7 @@ mod tests {
             if *self.broken.lock() == Some(index) {
                 return Err((created, Self::refuse("set the CPUID of", index, libc::ENOMEM)));
             }
-            let fake = Fake { index, told: Arc::clone(&self.told) };
+            let fake = Fake { index, told: Arc::clone(&self.told), busy: Arc::clone(&self.busy) };
             fake.tell("make");
             Ok(fake)
         }
@@ -343,17 +373,23 @@ mod tests {
     struct Rig {
         vcpus: Vcpus<Fake>,
         told: Told,
-        /// The index that cannot be finished.
-        broken: Arc<Mutex<Option<u8>>>,
+        /// The one that cannot be finished.
+        broken: Index,
+        /// The one that does not come out of its exit.
+        busy: Index,
     }
 
     impl Rig {
         fn new(boot: u8, max: u8) -> Self {
-            let (told, broken) = (Told::default(), Arc::new(Mutex::new(None)));
-            let (tell, refuses) = (Arc::clone(&told), Arc::clone(&broken));
-            let maker = FakeMaker { told: tell, created: Mutex::default(), broken: refuses };
+            let (told, broken, busy) = (Told::default(), Index::default(), Index::default());
+            let maker = FakeMaker {
+                told: Arc::clone(&told),
+                created: Mutex::default(),
+                broken: Arc::clone(&broken),
+                busy: Arc::clone(&busy),
+            };
             let registers = Arc::new(CpuRegisters::new(Plug::new(boot, max), |_| ()));
-            Self { vcpus: Vcpus::new(Box::new(maker), registers).unwrap(), told, broken }
+            Self { vcpus: Vcpus::new(Box::new(maker), registers).unwrap(), told, broken, busy }
         }
 
         /// What they were told since the last look.
@@ -385,11 +421,35 @@ mod tests {
         assert_eq!(rig.told(), [(1, "make"), (2, "make"), (1, "resume"), (2, "resume")]);
         assert_eq!(rig.counts(), [3, 0, 0]);
         assert_eq!(rig.take(2), Some(2));
-        assert_eq!(rig.told(), [(2, "pause"), (2, "afresh")]);
+        assert_eq!(rig.told(), [(2, "pause")]);
         assert_eq!(rig.counts(), [2, 0, 1]);
         rig.vcpus.give(2..3).unwrap();
-        assert_eq!(rig.told(), [(2, "resume")]);
+        assert_eq!(rig.told(), [(2, "afresh"), (2, "wait"), (2, "resume")]);
         assert_eq!(rig.counts(), [3, 0, 0]);
+    }
+
+    #[test]
+    fn one_that_comes_back_is_fresh_before_the_guest_hears_of_it() {
+        let mut rig = Rig::new(4, 4);
+        rig.vcpus.resume();
+        rig.take(3);
+        rig.take(2);
+        *rig.busy.lock() = Some(3);
+        rig.told();
+        for _ in 0..2 {
+            assert!(matches!(rig.vcpus.give(2..4), Err(CpuError::Busy { index: 3 })));
+            // Neither does the other one come.
+            assert_eq!(rig.vcpus.registers.plug(|plug| (plug.present(), plug.next_added())), (2, None));
+            assert_eq!(rig.told(), [(2, "afresh"), (3, "afresh"), (2, "wait"), (3, "wait")]);
+            assert_eq!(rig.counts(), [2, 0, 2]);
+        }
+        // Also while the VM is paused, when nobody runs.
+        rig.vcpus.pause();
+        *rig.busy.lock() = None;
+        rig.told();
+        rig.vcpus.give(2..4).unwrap();
+        assert_eq!(rig.told(), [(2, "afresh"), (3, "afresh"), (2, "wait"), (3, "wait")]);
+        assert_eq!(rig.vcpus.registers.plug(|plug| plug.present()), 4);
     }
 
     #[test]
