@@ -40,9 +40,11 @@ pub struct PciSlots {
 }
 
 impl PciSlots {
-    /// Something has been put into `slot`.
+    /// Something has been put into `slot`. What was asked about the slot was about another device.
     pub fn put(&mut self, slot: u8) {
         self.up |= bit(slot);
+        self.down &= !bit(slot);
+        self.leaving &= !bit(slot);
     }
 
     /// What is in `slot` is to go. Whoever asks again has the guest told again.
@@ -214,6 +216,15 @@ mod tests {
     }
 
     #[test]
+    fn what_comes_into_a_slot_was_not_asked_to_go() {
+        let mut slots = PciSlots::default();
+        slots.ask(5);
+        slots.put(5);
+        assert_eq!((slots.is_leaving(5), slots.read(PCI_DOWN), slots.read(PCI_UP)), (false, 0, 1 << 5));
+        assert!(slots.write(PCI_EJECT, 1 << 5).is_empty());
+    }
+
+    #[test]
     fn the_page_takes_whole_registers_and_empties_a_slot_within_the_write() {
         let gone = Arc::new(Mutex::new(Vec::new()));
         let page = HotplugPage::new({
@@ -263,7 +274,7 @@ mod tests {
             for (kind, offset, value) in steps {
                 let slot = (value % 32) as u8;
                 match kind {
-                    0 => slots.put(slot),
+                    0 => { slots.put(slot); asked &= !(1 << slot); }
                     1 => { slots.ask(slot); asked |= 1 << slot; }
                     2 => drop(slots.read(offset)),
                     _ => for freed in slots.write(offset, value) {

@@ -231,6 +231,10 @@ impl KvmMachine {
             self.hotplug.pending.fetch_add(1, Ordering::Relaxed);
         }
         let slot = attached.slot;
+        if !self.fabric.pci.has(slot, &*attached.device) {
+            // Step 3 is done, and 4 is on its way: another device may be there by now.
+            return Ok(());
+        }
         self.page.slots(|slots| slots.ask(slot));
         self.tell_slots();
         Ok(())
@@ -421,6 +425,10 @@ mod tests {
         // The slot is empty before the owner hears of it.
         drop(rig.machine.fabric.pci.remove(1));
         assert_eq!(rig.add("b").unwrap().bdf, "0000:00:01.0");
+        // Whoever asks once more does not mean who is there now.
+        rig.machine.ask_to_let_go("a").unwrap();
+        assert_eq!((rig.register(PCI_DOWN), rig.counts()), (0, (1, 2, 1)));
+        assert!(!rig.machine.page.slots(|slots| slots.is_leaving(1)));
         // It is to go as well, and has not gone.
         rig.machine.ask_to_let_go("b").unwrap();
         rig.machine.let_go(1);
