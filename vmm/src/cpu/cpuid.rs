@@ -13,6 +13,8 @@ use crate::config::{Shape, VcpuPlace};
 
 /// Leaf 1, ECX: VMX.
 const VMX: u32 = 1 << 5;
+/// Leaf 1, ECX: what performance counters can do is in an MSR.
+const PDCM: u32 = 1 << 15;
 /// Leaf 1, ECX: the local APIC timer takes deadlines in TSC ticks.
 const TSC_DEADLINE: u32 = 1 << 24;
 /// Leaf 1, ECX: there is a hypervisor.
@@ -26,6 +28,8 @@ const AMX_FP16: u32 = 1 << 21;
 const AMX_COMPLEX: u32 = 1 << 8;
 /// Leaf 0x8000_0001, ECX: SVM.
 const SVM: u32 = 1 << 2;
+/// Leaf 0x8000_0001, ECX: performance counters of the core, the north bridge and the last cache.
+const PERFORMANCE_COUNTERS: u32 = 1 << 23 | 1 << 24 | 1 << 28;
 
 /// The leaves of the extended topology (Intel SDM 2A, CPUID). The second has dies, the first has not.
 const TOPOLOGY: u32 = 0xb;
@@ -153,8 +157,6 @@ fn place_entry(entry: &mut kvm_cpuid_entry2, place: VcpuPlace) {
         }
         // AMD: the same without the cores.
         0x8000_001d => entry.eax = (entry.eax & !(0xfff << 14)) | sharing(entry.eax, shape) << 14,
-        // Performance counters are not offered: KVM's emulation of them differs from host to host.
-        0xa => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
         // AMD: threads of the package less one (7 to 0), bits of the APIC id that tell them apart (15 to 12).
         0x8000_0008 => entry.ecx = (entry.ecx & !0xf0ff) | (logical - 1) | package_shift << 12,
         // AMD: extended APIC id; core in the package, and threads in the core less one (15 to 8); node, and nodes in the package less
@@ -181,13 +183,16 @@ fn restrict_entry(entry: &mut kvm_cpuid_entry2, traits: Traits) {
             if !traits.nested {
                 entry.ecx &= !VMX;
             }
+            entry.ecx &= !PDCM;
         }
         0x7 if !traits.amx && entry.index == 0 => entry.edx &= !AMX,
         0x7 if !traits.amx && entry.index == 1 => {
             entry.eax &= !AMX_FP16;
             entry.edx &= !AMX_COMPLEX;
         }
-        0x8000_0001 if !traits.nested => entry.ecx &= !SVM,
+        // Performance counters are not offered: KVM's emulation of them differs from host to host. Intel's leaf, and AMD's.
+        0xa | 0x8000_0022 => (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0),
+        0x8000_0001 => entry.ecx &= !(PERFORMANCE_COUNTERS | if traits.nested { 0 } else { SVM }),
         // AMD: what SVM can do.
         0x8000_000a if !traits.nested => {
             (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0);

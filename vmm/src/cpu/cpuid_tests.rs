@@ -194,10 +194,21 @@ fn a_guest_that_is_not_to_run_guests_sees_neither_vmx_nor_svm() {
     let seen = |nested| rows(&leaves(&supported, one_package(0, 1), Traits { nested, ..TRAITS }));
     let (with, without) = (seen(true), seen(false));
     assert_eq!((with[0][4] & VMX, without[0][4] & VMX), (VMX, 0));
-    assert_eq!((with[0][4] & !VMX, without[0][4]), (without[0][4], !VMX));
-    assert_eq!((with[1][4], without[1][4]), (!0, !SVM));
+    assert_eq!((with[0][4] & !VMX, without[0][4]), (without[0][4], !VMX & !PDCM));
+    assert_eq!((with[1][4] & SVM, without[1][4] & SVM), (SVM, 0));
+    assert_eq!(with[1][4] & !SVM, without[1][4]);
     assert_eq!((with[2][2..].to_vec(), without[2][2..].to_vec()), (vec![1, 2, 3, 4], vec![0; 4]));
     assert_eq!(with[3], without[3]);
+}
+
+#[test]
+fn no_guest_sees_performance_counters() {
+    let supported = [leaf(0x1, 0), leaf(0xa, 0), leaf(0x8000_0001, 0), leaf(0x8000_0022, 0)];
+    let seen = rows(&leaves(&supported, one_package(0, 1), TRAITS));
+    assert_eq!(seen[0][4], !(1 << 15));
+    assert_eq!(seen[1], [0xa, 0, 0, 0, 0, 0]);
+    assert_eq!(seen[2], [0x8000_0001, 0, !0, !0, !(1 << 23 | 1 << 24 | 1 << 28), !0]);
+    assert_eq!(seen[3], [0x8000_0022, 0, 0, 0, 0, 0]);
 }
 
 #[test]

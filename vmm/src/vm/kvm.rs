@@ -5,7 +5,10 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvm_bindings::{CpuId, KVM_API_VERSION, KVM_MAX_CPUID_ENTRIES};
+use kvm_bindings::{
+    CpuId, KVM_API_VERSION, KVM_CAP_PMU_CAPABILITY, KVM_MAX_CPUID_ENTRIES, KVM_PMU_CAP_DISABLE,
+    kvm_enable_cap,
+};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use thiserror::Error;
 use tracing::debug;
@@ -102,6 +105,19 @@ fn permit_amx() -> io::Result<()> {
     }
 }
 
+/// Has KVM emulate no performance counters, where it can: Linux 5.18 and later. CPUID does not offer any, but an AMD processor has
+/// four that it need not offer. Comes before the first vCPU. Returns whether there are none now.
+fn disable_performance_counters(vm: &VmFd) -> io::Result<bool> {
+    let offered = vm.check_extension_raw(KVM_CAP_PMU_CAPABILITY.into());
+    if offered < 0 || offered as u32 & KVM_PMU_CAP_DISABLE == 0 {
+        return Ok(false);
+    }
+    let mut cap = kvm_enable_cap { cap: KVM_CAP_PMU_CAPABILITY, ..Default::default() };
+    cap.args[0] = KVM_PMU_CAP_DISABLE.into();
+    vm.enable_cap(&cap)?;
+    Ok(true)
+}
+
 impl Hypervisor {
     /// Opens KVM and makes an empty VM with its in-kernel interrupt controllers. With `amx` its vCPUs may use that: what KVM supports
     /// depends on whether the process may let guests use it, once and for all.
@@ -136,6 +152,10 @@ impl Hypervisor {
         // Best effort: without it removing a slot costs page tables, nothing else.
         if let Err(err) = disable_zap_all(&vm) {
             debug!(%err, "KVM keeps dropping all page tables with a slot");
+        }
+        // Likewise: a guest that tries for counters that it was not offered may find some.
+        if let Err(err) = disable_performance_counters(&vm) {
+            debug!(%err, "KVM keeps emulating performance counters");
         }
         // Order: the identity map and the TSS must be placed before the first vCPU (Intel only, harmless on AMD),
         // and the interrupt controllers must exist before the first vCPU gets its local APIC.
