@@ -139,6 +139,8 @@ pub struct HotplugPart {
     pub spec: ZoneSpec,
     /// Where the part lies in the guest.
     pub range: GuestRange,
+    /// In which blocks the guest adds memory.
+    pub linux_block_bytes: u64,
     /// What is behind it.
     pub backing: Box<dyn Backing>,
     /// How KVM learns of it.
@@ -261,7 +263,8 @@ pub fn build(
             }
         };
         let slots = HotplugSlots::new(Arc::clone(&slots), range, reservation, HOTPLUG_SLOT_BYTES);
-        hotplug.push(HotplugPart { spec: spec.clone(), range, backing, slots });
+        let linux_block_bytes = map.linux_block_bytes();
+        hotplug.push(HotplugPart { spec: spec.clone(), range, linux_block_bytes, backing, slots });
     }
     Ok(Memory { map, zones, host_ranges, parts, boot: boot_regions, view, slots, budget, hotplug, dimms })
 }

@@ -6,7 +6,7 @@ use thiserror::Error;
 use vm_memory::GuestAddress;
 
 use super::backing::{Access, Backing, BackingError, DramBacking, Reservation};
-use super::layout::{GIB, GuestRange, LINUX_MEMORY_BLOCK_BYTES};
+use super::layout::{GuestRange, LINUX_LARGEST_BLOCK_BYTES, linux_block_bytes};
 use super::slots::{SlotError, Slots};
 use super::view::GuestView;
 use super::zone::ZoneSpec;
@@ -14,11 +14,6 @@ use crate::config::Size;
 
 /// As many as the guest has devices for. They are all there in the tables, without memory.
 pub const MAX_DIMMS: usize = 64;
-
-/// Guests that boot with as much have larger blocks of memory.
-const LARGE_BLOCKS_FROM: u64 = 64 * GIB;
-/// The largest of those.
-const MAX_BLOCK_BYTES: u64 = 2 * GIB;
 
 /// Why a DIMM does not come.
 #[derive(Debug, Error)]
@@ -81,8 +76,8 @@ impl DimmPlan {
     /// For a guest that boots with memory up to `boot_end`, on a host whose pages have `page_bytes` at the most. `range` is rounded
     /// up; of it `most_bytes` may be used.
     pub fn new(range: GuestRange, most_bytes: u64, boot_end: u64, page_bytes: u64) -> Self {
-        assert!(most_bytes <= range.len && range.start.is_multiple_of(MAX_BLOCK_BYTES));
-        let block_bytes = block_bytes(boot_end).max(page_bytes);
+        assert!(most_bytes <= range.len && range.start.is_multiple_of(LINUX_LARGEST_BLOCK_BYTES));
+        let block_bytes = linux_block_bytes(boot_end).max(page_bytes);
         Self { range, most_bytes, block_bytes, dimms: Vec::new() }
     }
 
@@ -116,15 +111,6 @@ impl DimmPlan {
     fn put(&mut self, dimm: GuestRange) {
         self.dimms.push(dimm);
     }
-}
-
-/// In which blocks a guest takes memory that boots with memory up to `boot_end` (Linux arch/x86/mm/init_64.c,
-/// `probe_memory_block_size`).
-fn block_bytes(boot_end: u64) -> u64 {
-    if boot_end < LARGE_BLOCKS_FROM {
-        return LINUX_MEMORY_BLOCK_BYTES;
-    }
-    (1u64 << boot_end.trailing_zeros()).clamp(LINUX_MEMORY_BLOCK_BYTES, MAX_BLOCK_BYTES)
 }
 
 /// The DIMMs of a zone.
@@ -180,7 +166,7 @@ impl Dimms {
 
 #[cfg(test)]
 mod tests {
-    use super::super::layout::MIB;
+    use super::super::layout::{GIB, LINUX_MEMORY_BLOCK_BYTES, MIB};
     use super::*;
 
     fn plan(most_bytes: u64) -> DimmPlan {
@@ -218,20 +204,5 @@ mod tests {
             plan.put(dimm);
         }
         assert!(plan.place(128 * MIB).unwrap_err().to_string().starts_with("all 64 DIMMs are there"));
-    }
-
-    #[test]
-    fn blocks_are_as_large_as_linux_makes_them() {
-        for (boot_end, expected) in [
-            (512 * MIB, 128 * MIB),
-            (64 * GIB - MIB, 128 * MIB),
-            (64 * GIB, 2 * GIB),
-            (65 * GIB, GIB),
-            (65 * GIB + 256 * MIB, 256 * MIB),
-            (65 * GIB + MIB, 128 * MIB),
-            (1 << 40, 2 * GIB),
-        ] {
-            assert_eq!(block_bytes(boot_end), expected, "{boot_end:#x}");
-        }
     }
 }

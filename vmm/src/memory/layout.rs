@@ -11,7 +11,7 @@
 //! | 0xe910_1000, 4 KiB | NVDIMM health registers |
 //! | 0xe910_2000, 4 KiB | hotplug registers |
 //! | 0xfec0_0000, 0xfee0_0000 | I/O APIC, local APIC |
-//! | 4 GiB and up | boot memory, high part; then hotplug parts, volumes, each aligned to 1 GiB |
+//! | 4 GiB and up | boot memory, high part; then hotplug parts, volumes, each aligned to 1 GiB or to Linux's memory block |
 
 use thiserror::Error;
 use vm_memory::GuestAddress;
@@ -96,15 +96,18 @@ const _: () = assert!(MAX_NVDIMMS as u64 * NVDIMM_HEALTH_REGISTER_LEN <= NVDIMM_
 /// The first interrupt that may be given to PCI INTx or MSI routes: 0 to 23 are the I/O APIC's pins.
 pub const FIRST_MSI_GSI: u32 = 24;
 
-/// Linux adds memory in blocks of this size and leaves the rest of a region that is no multiple of it unused, so
-/// hotplug parts are rounded up to it.
+/// The smallest blocks in which Linux adds memory, those of all guests but large ones: see [`linux_block_bytes`].
 pub const LINUX_MEMORY_BLOCK_BYTES: u64 = 128 * MIB;
+/// The largest blocks in which Linux adds memory.
+pub const LINUX_LARGEST_BLOCK_BYTES: u64 = 2 * GIB;
+/// Guests whose boot memory ends here or beyond have larger blocks.
+const LINUX_LARGE_BLOCKS_FROM: u64 = 64 * GIB;
 
 /// Alignment of everything behind the boot memory: the largest page that host and guest may map it with.
 pub const HOTPLUG_ALIGN: u64 = GIB;
 
-/// Alignment of DIMMs' range: Linux's largest block of memory, in which a guest of 64 GiB and more takes them.
-pub const DIMM_ALIGN: u64 = 2 * GIB;
+/// Alignment of DIMMs' range, whatever blocks the guest takes them in.
+pub const DIMM_ALIGN: u64 = LINUX_LARGEST_BLOCK_BYTES;
 
 /// The smallest boot memory: less than this holds no kernel.
 pub const MIN_BOOT_BYTES: u64 = 16 * MIB;
@@ -171,12 +174,23 @@ impl GuestRange {
     }
 }
 
+/// In which blocks a guest adds memory whose boot memory ends at `boot_end` (Linux arch/x86/mm/init_64.c,
+/// `probe_memory_block_size`: a processor that says it has no hypervisor would have the largest, ours says it has).
+///
+/// Linux leaves alone what of a hotplug part is no whole block of it, so they begin at a multiple and are as long.
+pub fn linux_block_bytes(boot_end: u64) -> u64 {
+    if boot_end < LINUX_LARGE_BLOCKS_FROM {
+        return LINUX_MEMORY_BLOCK_BYTES;
+    }
+    (1u64 << boot_end.trailing_zeros()).clamp(LINUX_MEMORY_BLOCK_BYTES, LINUX_LARGEST_BLOCK_BYTES)
+}
+
 /// Where the parts of one zone lie.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ZonePlacement {
     /// The boot part: none, one, or two ranges where it goes around the hole below 4 GiB.
     pub boot: Vec<GuestRange>,
-    /// The hotplug part: what may be plugged, rounded up to [`LINUX_MEMORY_BLOCK_BYTES`].
+    /// The hotplug part: what may be plugged, rounded up to [`linux_block_bytes`].
     pub hotplug: Option<GuestRange>,
 }
 
@@ -227,12 +241,12 @@ impl MemoryMap {
             }
             map.zones.push(ZonePlacement { boot, hotplug: None });
         }
+        let block_bytes = map.linux_block_bytes();
         for (index, zone) in zones.iter().enumerate().filter(|(_, zone)| zone.hotplug_bytes > 0) {
             let what = || format!("The hotplug part of zone {:?}", zone.id);
-            let len =
-                zone.hotplug_bytes.checked_next_multiple_of(LINUX_MEMORY_BLOCK_BYTES).unwrap_or(u64::MAX);
+            let len = zone.hotplug_bytes.checked_next_multiple_of(block_bytes).unwrap_or(u64::MAX);
             let align = match zone.growth {
-                Growth::VirtioMem => HOTPLUG_ALIGN,
+                Growth::VirtioMem => HOTPLUG_ALIGN.max(block_bytes),
                 Growth::Dimms => DIMM_ALIGN,
             };
             map.zones[index].hotplug = Some(map.take(len, align, what)?);
@@ -291,6 +305,11 @@ impl MemoryMap {
     /// The first address behind the last boot memory: the end of what SRAT calls not hot-pluggable.
     pub fn boot_end(&self) -> u64 {
         self.boot_ranges().map(|range| range.end()).max().unwrap_or(0)
+    }
+
+    /// In which blocks the guest adds memory.
+    pub fn linux_block_bytes(&self) -> u64 {
+        linux_block_bytes(self.boot_end())
     }
 
     /// The ranges of boot memory, in the order of the zones.
@@ -420,6 +439,44 @@ mod tests {
     }
 
     #[test]
+    fn blocks_are_as_large_as_linux_makes_them() {
+        for (boot_end, expected) in [
+            (512 * MIB, 128 * MIB),
+            (63 * GIB, 128 * MIB),
+            (64 * GIB - MIB, 128 * MIB),
+            (64 * GIB, 2 * GIB),
+            (65 * GIB, GIB),
+            (65 * GIB + 256 * MIB, 256 * MIB),
+            (65 * GIB + MIB, 128 * MIB),
+            (127 * GIB, GIB),
+            (1 << 40, 2 * GIB),
+        ] {
+            assert_eq!(linux_block_bytes(boot_end), expected, "{boot_end:#x}");
+        }
+    }
+
+    #[test]
+    fn hotplug_parts_are_whole_blocks_of_linux_also_where_these_are_large() {
+        // Boot memory ends a GiB, the hole, behind its size.
+        for (boot_end, dram_start, dram_len, pm_start) in [
+            (5 * GIB, 5 * GIB, 640 * MIB, 6 * GIB),
+            (63 * GIB, 63 * GIB, 640 * MIB, 64 * GIB),
+            (64 * GIB, 64 * GIB, 2 * GIB, 66 * GIB),
+            (65 * GIB, 65 * GIB, GIB, 66 * GIB),
+            (66 * GIB, 66 * GIB, 2 * GIB, 68 * GIB),
+            (127 * GIB, 127 * GIB, GIB, 128 * GIB),
+        ] {
+            let zones =
+                [zone("dram", Tier::Dram, boot_end - GIB, 600 * MIB), zone("pm", Tier::Pm, 0, 4 * GIB)];
+            let map = MemoryMap::new(&zones, 40).unwrap();
+            assert_eq!(map.boot_end(), boot_end);
+            let hotplug: Vec<_> = map.zones().iter().map(|zone| zone.hotplug.unwrap()).collect();
+            let expected = [(dram_start, dram_len), (pm_start, 4 * GIB)];
+            assert_eq!(hotplug, expected.map(|(start, len)| GuestRange { start, len }), "{boot_end:#x}");
+        }
+    }
+
+    #[test]
     fn another_size_must_leave_room_for_what_lies_behind() {
         let zones = |boot_bytes| [zone("dram", Tier::Dram, boot_bytes, 32 * GIB)];
         let mut map = MemoryMap::new(&zones(GIB), 36).unwrap();
@@ -476,8 +533,10 @@ mod tests {
             for (zone, spec) in map.zones().iter().zip(&zones) {
                 prop_assert_eq!(zone.boot.iter().map(|range| range.len).sum::<u64>(), spec.boot_bytes);
                 let hotplug = zone.hotplug.map_or(0, |range| range.len);
-                prop_assert!(hotplug >= spec.hotplug_bytes && hotplug - spec.hotplug_bytes < 128 * MIB);
-                prop_assert!(hotplug.is_multiple_of(128 * MIB));
+                let block = map.linux_block_bytes();
+                prop_assert!(hotplug >= spec.hotplug_bytes && hotplug - spec.hotplug_bytes < block);
+                prop_assert!(hotplug.is_multiple_of(block));
+                prop_assert!(zone.hotplug.is_none_or(|range| range.start.is_multiple_of(block)));
             }
             let mut all: Vec<_> = map.boot_ranges().chain(behind).collect();
             all.push(GuestRange { start: LOW_RAM_END, len: HIGH_RAM_START - LOW_RAM_END });

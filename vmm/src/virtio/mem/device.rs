@@ -46,7 +46,7 @@ impl MemDevice {
         event_loop: EventLoopHandle,
         observer: MemObserver,
     ) -> (Self, MemHandle) {
-        let HotplugPart { spec, range, backing, slots } = part;
+        let HotplugPart { spec, range, linux_block_bytes, backing, slots } = part;
         let node_id = u16::try_from(spec.guest_node).expect("a node that configuration has validated");
         let name = device_id(&spec.id);
         let shared = Arc::new(Shared {
@@ -55,6 +55,7 @@ impl MemDevice {
                 range.len,
                 spec.hotplug_bytes,
                 BLOCK_BYTES,
+                linux_block_bytes,
                 node_id,
             )),
             zone: spec,

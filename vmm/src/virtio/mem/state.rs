@@ -8,9 +8,12 @@ use super::request::{BlockRun, BlockState};
 /// Length of the configuration (virtio 1.3, 5.15.4).
 pub(super) const CONFIG_BYTES: usize = 56;
 
-/// How far the usable region goes beyond the requested size: room for the driver to step around blocks that it
-/// cannot use, two memory blocks of Linux.
-const USABLE_SLACK_BYTES: u64 = 256 << 20;
+/// How far the usable region goes beyond the requested size, in memory blocks of Linux: one for the driver to step
+/// around what it cannot use, and one because it rounds the region's end down to a whole block, while what is
+/// requested may end with a part of one. Without, a request for less than a block would plug nothing, and nothing
+/// would make the driver try again (Linux drivers/virtio/virtio_mem.c, `virtio_mem_refresh_config`,
+/// `virtio_mem_sbm_prepare_next_mb`).
+const USABLE_SLACK_BLOCKS: u64 = 2;
 
 /// Why a request is answered otherwise than by doing it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +41,8 @@ pub(super) struct MemState {
     /// The most that may be requested; the region may be larger.
     max_bytes: u64,
     block_bytes: u64,
+    /// Beyond what is requested.
+    slack_bytes: u64,
     node_id: u16,
     usable_bytes: u64,
     plugged_bytes: u64,
@@ -49,8 +54,16 @@ pub(super) struct MemState {
 }
 
 impl MemState {
-    /// A region of which nothing is plugged or requested, and up to `max_bytes` may be.
-    pub(super) fn new(addr: u64, region_bytes: u64, max_bytes: u64, block_bytes: u64, node_id: u16) -> Self {
+    /// A region of which nothing is plugged or requested, and up to `max_bytes` may be, in a guest that adds memory
+    /// in blocks of `linux_block_bytes`.
+    pub(super) fn new(
+        addr: u64,
+        region_bytes: u64,
+        max_bytes: u64,
+        block_bytes: u64,
+        linux_block_bytes: u64,
+        node_id: u16,
+    ) -> Self {
         assert!(block_bytes.is_power_of_two() && max_bytes <= region_bytes);
         assert!(addr.is_multiple_of(block_bytes) && region_bytes.is_multiple_of(block_bytes));
         let words = (region_bytes / block_bytes).div_ceil(64) as usize;
@@ -59,6 +72,7 @@ impl MemState {
             region_bytes,
             max_bytes,
             block_bytes,
+            slack_bytes: USABLE_SLACK_BLOCKS * linux_block_bytes,
             node_id,
             usable_bytes: 0,
             plugged_bytes: 0,
@@ -213,7 +227,7 @@ impl MemState {
         if requested_bytes == 0 {
             return 0;
         }
-        requested_bytes.saturating_add(USABLE_SLACK_BYTES).min(self.region_bytes)
+        requested_bytes.saturating_add(self.slack_bytes).min(self.region_bytes)
     }
 
     fn blocks(&self, offset: u64, len: u64) -> std::ops::Range<u64> {
@@ -236,10 +250,12 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::memory::layout::linux_block_bytes;
 
     const BLOCK: u64 = 2 << 20;
     const ADDR: u64 = 4 << 30;
     const BLOCKS: u64 = 300;
+    const LINUX_BLOCK: u64 = 64 * BLOCK;
 
     fn run(block: u64, count: u16) -> BlockRun {
         BlockRun { addr: ADDR + block * BLOCK, count }
@@ -247,7 +263,7 @@ mod tests {
 
     #[test]
     fn the_configuration_is_laid_out_as_the_spec_says() {
-        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, 3);
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 3);
         state.set_requested(8 * BLOCK);
         state.commit(0, BLOCK, true);
         let config = state.config();
@@ -263,7 +279,7 @@ mod tests {
 
     #[test]
     fn requests_off_the_region_are_errors() {
-        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, 0);
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
         assert_eq!(state.check_plug(run(0, 1)), Err(Refusal::Error));
         state.set_requested(BLOCKS * BLOCK);
         for wrong in [
@@ -283,7 +299,7 @@ mod tests {
 
     #[test]
     fn the_usable_region_shrinks_only_when_all_is_unplugged() {
-        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, 0);
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
         state.set_requested(BLOCKS * BLOCK);
         state.set_requested(0);
         assert_eq!(state.usable_bytes, BLOCKS * BLOCK);
@@ -292,8 +308,28 @@ mod tests {
     }
 
     #[test]
+    fn a_small_request_leaves_the_driver_a_block_and_one_to_step_around() {
+        const GIB: u64 = 1 << 30;
+        for boot_end in [GIB, 63 * GIB, 64 * GIB, 65 * GIB, 127 * GIB] {
+            let block = linux_block_bytes(boot_end);
+            let (addr, len) = (boot_end.next_multiple_of(block), 16 * GIB);
+            for requested in [BLOCK, LINUX_BLOCK, 768 << 20, GIB, 2 * GIB + BLOCK] {
+                let mut state = MemState::new(addr, len, len, BLOCK, block, 0);
+                state.set_requested(requested);
+                // What the driver makes of it: the last block that lies in the usable region as a whole.
+                let whole_blocks = (addr + state.usable_bytes) / block - addr / block;
+                assert!(whole_blocks > requested.div_ceil(block), "{boot_end:#x}, {requested:#x}");
+            }
+            // As much as there is: the region's end is a block's.
+            let mut state = MemState::new(addr, len, len - BLOCK, BLOCK, block, 0);
+            state.set_requested(len - BLOCK);
+            assert_eq!(state.usable_bytes, len);
+        }
+    }
+
+    #[test]
     fn a_lowered_request_is_whole_blocks_and_never_a_raise() {
-        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, 0);
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
         state.set_requested(8 * BLOCK);
         assert!(!state.lower_requested(8 * BLOCK, FailureReason::Map));
         assert_eq!(state.shortfall(), None);
@@ -303,7 +339,7 @@ mod tests {
 
     #[test]
     fn a_lowered_request_is_not_reached_and_what_was_wanted_is_kept_until_the_next() {
-        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, 0);
+        let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
         state.set_requested(8 * BLOCK);
         state.lower_requested(5 * BLOCK, FailureReason::PoolFull);
         state.lower_requested(2 * BLOCK, FailureReason::Slot);
@@ -358,7 +394,7 @@ mod tests {
     proptest! {
         #[test]
         fn the_state_is_what_a_set_of_blocks_says(ops in prop::collection::vec(op(), 1..60)) {
-            let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, 0);
+            let mut state = MemState::new(ADDR, BLOCKS * BLOCK, BLOCKS * BLOCK, BLOCK, LINUX_BLOCK, 0);
             let mut oracle = Oracle::default();
             for op in ops {
                 match op {
