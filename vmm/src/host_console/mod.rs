@@ -1,5 +1,6 @@
 //! The host's side of a guest's console: a file, the terminal, a pseudo terminal, a socket, or nothing.
 
+mod disk_file;
 mod files;
 mod input;
 mod line;
@@ -98,9 +99,9 @@ impl HostConsole {
             ConsoleMode::Pty | ConsoleMode::Socket => files.lines().open(port, config)?,
             ConsoleMode::File => {
                 let path = config.file.as_ref().ok_or(ConsoleError::NoFile)?;
-                let file =
-                    files.open(path).map_err(|source| ConsoleError::File { path: path.clone(), source })?;
-                Self::without_terminal(file.into(), None)
+                let output = files.open(path).and_then(ConsoleOutput::to);
+                let output = output.map_err(|source| ConsoleError::File { path: path.clone(), source })?;
+                Self::without_terminal(output, None)
             }
         };
         Ok(Some(console))
@@ -118,7 +119,7 @@ impl HostConsole {
         let (screen, output) = io::pipe().unwrap();
         let file = |fd| std::fs::File::from(fd);
         let input = Some(file(std::os::fd::OwnedFd::from(input)).into());
-        (Self::without_terminal(file(output.into()).into(), input), keyboard, screen)
+        (Self::without_terminal(ConsoleOutput::to(file(output.into())).unwrap(), input), keyboard, screen)
     }
 }
 

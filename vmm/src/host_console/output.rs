@@ -7,6 +7,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::disk_file::DiskFile;
 use super::line::ring::Ring;
 use super::readiness::ready;
 
@@ -21,12 +22,11 @@ const PIPE_STEP_LEN: usize = 4096;
 /// A pseudo terminal with room has room for 256 bytes, the unit in which Linux extends its buffer.
 const TERMINAL_STEP_LEN: usize = 128;
 
-/// A file, standard output, whoever comes, or nothing. Nothing that is sent to it waits, except for a disk.
+/// A file, standard output, whoever comes, or nothing. Nothing that is sent to it waits, except for a disk that is slower
+/// than the guest, and moves.
 #[derive(Debug)]
 pub struct ConsoleOutput {
-    target: Option<Target>,
-    /// For who comes, instead.
-    line: Option<Arc<Ring>>,
+    end: End,
     /// Sent, and not yet written.
     backlog: VecDeque<u8>,
 }
@@ -40,6 +40,18 @@ pub struct Lost {
     pub error: Option<io::Error>,
 }
 
+/// Who is at the other end.
+#[derive(Debug)]
+enum End {
+    Nobody,
+    /// Whoever comes.
+    Line(Arc<Ring>),
+    /// Whoever reads it later.
+    DiskFile(DiskFile),
+    /// Whoever reads now.
+    Reader(Target),
+}
+
 #[derive(Debug)]
 struct Target {
     file: File,
@@ -48,8 +60,6 @@ struct Target {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// Always ready.
-    Regular,
     Terminal,
     /// Or a socket, or whatever else.
     Pipe,
@@ -59,7 +69,6 @@ impl Kind {
     /// How much of `data`, which is not empty, a file that is ready takes without waiting.
     fn step_len(self, data: &[u8]) -> usize {
         match self {
-            Self::Regular => data.len(),
             Self::Pipe => data.len().min(PIPE_STEP_LEN),
             Self::Terminal => {
                 // Linux writes these one by one, and looks for new room before each (n_tty_write): the first may
@@ -73,17 +82,12 @@ impl Kind {
 
 impl Target {
     fn new(file: File) -> Self {
-        let is_regular = file.metadata().is_ok_and(|metadata| metadata.is_file());
-        let kind = match is_regular {
-            true => Kind::Regular,
-            false if file.is_terminal() => Kind::Terminal,
-            false => Kind::Pipe,
-        };
+        let kind = if file.is_terminal() { Kind::Terminal } else { Kind::Pipe };
         Self { file, kind }
     }
 
     fn is_ready(&self, patience: Duration) -> io::Result<bool> {
-        Ok(self.kind == Kind::Regular || ready(self.file.as_fd(), libc::POLLOUT, patience)?)
+        ready(self.file.as_fd(), libc::POLLOUT, patience)
     }
 
     /// Writes as much of `backlog` as goes without waiting.
@@ -107,32 +111,45 @@ impl Target {
 impl ConsoleOutput {
     /// Throws everything away.
     pub fn null() -> Self {
-        Self { target: None, line: None, backlog: VecDeque::new() }
+        Self::new(End::Nobody)
     }
 
     /// For who comes: what is sent is kept until then, the newest of it.
     pub(super) fn line(ring: Arc<Ring>) -> Self {
-        Self { target: None, line: Some(ring), backlog: VecDeque::new() }
+        Self::new(End::Line(ring))
+    }
+
+    /// For whoever has the other end of `file`, or reads it later.
+    pub fn to(file: File) -> io::Result<Self> {
+        // Such a file is always ready (poll(2)), whatever its disk is about to do.
+        Ok(Self::new(match file.metadata()?.is_file() {
+            true => End::DiskFile(DiskFile::start(file)?),
+            false => End::Reader(Target::new(file)),
+        }))
     }
 
     /// Standard output, without the buffer of the standard library.
     pub fn stdout() -> io::Result<Self> {
-        Ok(File::from(io::stdout().as_fd().try_clone_to_owned()?).into())
+        Self::to(File::from(io::stdout().as_fd().try_clone_to_owned()?))
     }
 
     /// Whether nobody listens.
     pub fn is_null(&self) -> bool {
-        self.target.is_none() && self.line.is_none()
+        matches!(self.end, End::Nobody)
+    }
+
+    fn new(end: End) -> Self {
+        Self { end, backlog: VecDeque::new() }
     }
 
     /// Writes what waits and `data`, as far as that goes without waiting, and keeps the rest if it is not too much.
     /// Says what was lost.
     pub fn send(&mut self, data: &[u8]) -> Lost {
-        if let Some(ring) = &self.line {
-            return Lost { len: ring.push(data), error: None };
-        }
-        if self.is_null() {
-            return Lost::default();
+        match &self.end {
+            End::Nobody => return Lost::default(),
+            End::Line(ring) => return Lost { len: ring.push(data), error: None },
+            End::DiskFile(file) => return file.send(data),
+            End::Reader(_) => {}
         }
         let before = self.flush();
         let was_behind = self.is_behind();
@@ -144,7 +161,7 @@ impl ConsoleOutput {
 
     /// Writes what waits, as far as that goes without waiting. Says what was lost.
     pub fn flush(&mut self) -> Lost {
-        let Some(target) = &mut self.target else { return Lost::default() };
+        let End::Reader(target) = &mut self.end else { return Lost::default() };
         let result = target.take(&mut self.backlog);
         match result {
             Ok(()) => Lost::default(),
@@ -163,13 +180,10 @@ impl ConsoleOutput {
 
     /// To be waited for while something waits to be written.
     pub fn file(&self) -> Option<&File> {
-        self.target.as_ref().map(|target| &target.file)
-    }
-}
-
-impl From<File> for ConsoleOutput {
-    fn from(file: File) -> Self {
-        Self { target: Some(Target::new(file)), line: None, backlog: VecDeque::new() }
+        match &self.end {
+            End::Reader(target) => Some(&target.file),
+            _ => None,
+        }
     }
 }
 
@@ -179,7 +193,10 @@ impl Drop for ConsoleOutput {
         let deadline = Instant::now() + LINGER;
         while self.is_behind() {
             let patience = deadline.saturating_duration_since(Instant::now());
-            let ready = self.target.as_ref().is_some_and(|target| target.is_ready(patience).unwrap_or(false));
+            let ready = match &self.end {
+                End::Reader(target) => target.is_ready(patience).unwrap_or(false),
+                _ => false,
+            };
             if !ready && patience.is_zero() {
                 return;
             }
@@ -190,7 +207,7 @@ impl Drop for ConsoleOutput {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{PipeReader, Read};
+    use std::io::{PipeReader, Read, Seek, SeekFrom};
     use std::os::fd::{AsRawFd, OwnedFd};
     use std::sync::mpsc;
 
@@ -201,7 +218,7 @@ mod tests {
 
     fn pipe() -> (PipeReader, ConsoleOutput) {
         let (reader, writer) = io::pipe().unwrap();
-        (reader, File::from(OwnedFd::from(writer)).into())
+        (reader, ConsoleOutput::to(File::from(OwnedFd::from(writer))).unwrap())
     }
 
     fn text(len: usize) -> Vec<u8> {
@@ -242,7 +259,7 @@ mod tests {
             use std::os::fd::FromRawFd;
             OwnedFd::from_raw_fd(fd)
         });
-        let mut output = ConsoleOutput::from(File::from(slave));
+        let mut output = ConsoleOutput::to(File::from(slave)).unwrap();
         // Newlines become two bytes, which is what may be too much for a terminal with little room.
         let mut lost = 0;
         while lost == 0 {
@@ -266,6 +283,20 @@ mod tests {
         assert_eq!(lost.len, waiting + 4);
         assert_eq!(lost.error.unwrap().kind(), io::ErrorKind::BrokenPipe);
         assert!(!output.is_behind());
+    }
+
+    #[test]
+    fn a_file_has_all_and_in_order_once_its_output_has_ended() {
+        let mut file = tempfile::tempfile().unwrap();
+        let mut output = ConsoleOutput::to(file.try_clone().unwrap()).unwrap();
+        let text = text(3 << 20);
+        let lost: usize = text.chunks(10_000).map(|part| output.send(part).len).sum();
+        assert!(!output.is_null() && !output.is_behind() && output.file().is_none());
+        drop(output);
+        let mut got = Vec::new();
+        file.seek(SeekFrom::Start(0)).unwrap();
+        file.read_to_end(&mut got).unwrap();
+        assert!(lost == 0 && got == text);
     }
 
     #[test]

@@ -112,7 +112,7 @@ mod tests {
 
     fn pipe() -> (PipeReader, LineWriter) {
         let (reader, writer) = io::pipe().unwrap();
-        let output = File::from(OwnedFd::from(writer)).into();
+        let output = ConsoleOutput::to(File::from(OwnedFd::from(writer))).unwrap();
         (reader, LineWriter::new(output, Arc::default()).unwrap())
     }
 

@@ -1,0 +1,239 @@
+//! A file on a disk: written by a thread of its own, since a disk may keep whoever writes waiting for as long as it likes.
+
+use std::collections::VecDeque;
+use std::io::{self, Write};
+use std::sync::Arc;
+use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+use tracing::warn;
+
+use super::Lost;
+
+/// What waits for the disk: more than a guest says while it boots.
+const LEN_MAX: usize = 1 << 20;
+/// The most that is written at once.
+const STEP_LEN_MAX: usize = 64 << 10;
+/// How long a guest that has said so much may wait for the disk before it is taken for stalled. Linux makes whoever writes
+/// too fast wait for a fifth of a second at a time (MAX_PAUSE in mm/page-writeback.c).
+const PATIENCE: Duration = Duration::from_secs(1);
+/// How long the end of a VM waits for a disk that does nothing meanwhile.
+const LINGER: Duration = Duration::from_secs(10);
+
+/// A file and its thread. Dropping it waits until all that was sent is written.
+#[derive(Debug)]
+pub(super) struct DiskFile {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    /// Something was sent, or nothing will be any more.
+    sent: Condvar,
+    /// The thread has taken something, or has come to its end.
+    taken: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    bytes: VecDeque<u8>,
+    /// Somebody has waited in vain, and the disk has not moved since.
+    is_stalled: bool,
+    /// Lost, and nobody was told.
+    untold: Lost,
+    /// Nothing more will be sent.
+    is_closed: bool,
+    /// All is written that ever will be.
+    is_done: bool,
+}
+
+impl DiskFile {
+    /// Begins to write what is sent to `file`.
+    pub(super) fn start(file: impl Write + Send + 'static) -> io::Result<Self> {
+        let shared = Arc::new(Shared::default());
+        let thread = Builder::new().name("_console_file".to_owned()).spawn({
+            let shared = Arc::clone(&shared);
+            move || shared.write_to(file)
+        })?;
+        Ok(Self { shared, thread: Some(thread) })
+    }
+
+    /// Has `data` written behind all that was sent before. Says what was lost since the last call.
+    ///
+    /// Somebody wants a file to be whole: who sends faster than the disk writes waits for it, as long as it writes. One that
+    /// does not move keeps a guest, and the devices beside its console, for a second once; then what finds no room is lost.
+    pub(super) fn send(&self, data: &[u8]) -> Lost {
+        let Shared { queue, sent, taken } = &*self.shared;
+        let (mut queue, mut rest) = (queue.lock(), data);
+        loop {
+            let (next, more) = rest.split_at(rest.len().min(LEN_MAX - queue.bytes.len()));
+            queue.bytes.extend(next);
+            rest = more;
+            sent.notify_one();
+            if rest.is_empty() || queue.is_stalled {
+                break;
+            }
+            let in_vain = taken.wait_for(&mut queue, PATIENCE).timed_out();
+            // It may have moved at the last moment.
+            queue.is_stalled = in_vain && queue.bytes.len() == LEN_MAX;
+        }
+        let untold = std::mem::take(&mut queue.untold);
+        Lost { len: untold.len + rest.len(), error: untold.error }
+    }
+}
+
+impl Drop for DiskFile {
+    /// The last words of a guest shall be in its file, but a disk that hangs must not keep its VM alive.
+    fn drop(&mut self) {
+        let mut queue = self.shared.queue.lock();
+        queue.is_closed = true;
+        self.shared.sent.notify_one();
+        while !queue.is_done {
+            if self.shared.taken.wait_for(&mut queue, LINGER).timed_out() && !queue.is_done {
+                warn!(
+                    bytes = queue.bytes.len(),
+                    "A console's file takes no more: what the guest said last is lost"
+                );
+                return;
+            }
+        }
+        drop(queue);
+        if let Some(thread) = self.thread.take() {
+            // It has nothing left to do.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn write_to(&self, mut file: impl Write) {
+        while let Some(data) = self.take() {
+            let mut rest = &data[..];
+            let error = loop {
+                match file.write(rest) {
+                    Ok(0) => break Some(io::ErrorKind::WriteZero.into()),
+                    Ok(written) => rest = &rest[written..],
+                    Err(err) if err.kind() == io::ErrorKind::Interrupted => {}
+                    Err(err) => break Some(err),
+                }
+                if rest.is_empty() {
+                    break None;
+                }
+            };
+            if error.is_some() {
+                let untold = &mut self.queue.lock().untold;
+                *untold = Lost { len: untold.len + rest.len(), error };
+            }
+        }
+    }
+
+    /// Waits for something to write. `None`: there will be nothing.
+    fn take(&self) -> Option<Vec<u8>> {
+        let mut queue = self.queue.lock();
+        while queue.bytes.is_empty() && !queue.is_closed {
+            self.sent.wait(&mut queue);
+        }
+        let len = queue.bytes.len().min(STEP_LEN_MAX);
+        let data: Vec<u8> = queue.bytes.drain(..len).collect();
+        (queue.is_stalled, queue.is_done) = (false, data.is_empty());
+        self.taken.notify_one();
+        Some(data).filter(|data| !data.is_empty())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use super::*;
+
+    /// A disk that writes as often as it is let, and says what.
+    struct Disk {
+        lets: Receiver<io::Result<()>>,
+        written: Sender<Vec<u8>>,
+    }
+
+    impl Write for Disk {
+        fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+            // Without anybody to hold it, it goes.
+            self.lets.recv().unwrap_or(Ok(()))?;
+            // The test may have seen enough.
+            let _ = self.written.send(data.to_vec());
+            Ok(data.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn disk() -> (Sender<io::Result<()>>, Receiver<Vec<u8>>, DiskFile) {
+        let (hold, lets) = channel();
+        let (written, seen) = channel();
+        (hold, seen, DiskFile::start(Disk { lets, written }).unwrap())
+    }
+
+    fn text(len: usize) -> Vec<u8> {
+        (0..len).map(|n| (n % 251) as u8).collect()
+    }
+
+    #[test]
+    fn a_disk_that_hangs_stops_nobody_for_good_and_what_there_is_no_room_for_is_counted() {
+        let (hold, seen, file) = disk();
+        assert_eq!(file.send(b"x").len, 0);
+        // The first byte may still be in the queue, or on its way already.
+        let sent = text(LEN_MAX + STEP_LEN_MAX + 2);
+        let lost = file.send(&sent).len;
+        assert!((1..=STEP_LEN_MAX + 3).contains(&lost), "{lost}");
+        assert_eq!(file.send(b"lost").len, 4);
+        drop(hold);
+        drop(file);
+        let written = seen.iter().collect::<Vec<_>>().concat();
+        assert_eq!(written[0], b'x');
+        assert!(written[1..] == sent[..sent.len() - lost], "the rest is there in order");
+    }
+
+    #[test]
+    fn who_is_faster_than_the_disk_waits_and_loses_nothing() {
+        let (hold, seen, file) = disk();
+        let sent = text(3 * LEN_MAX);
+        let sending = std::thread::spawn({
+            let sent = sent.clone();
+            move || sent.chunks(100_000).map(|part| file.send(part).len).sum::<usize>()
+        });
+        let mut written = Vec::new();
+        while written.len() < sent.len() {
+            // The test may end before the disk has heard this.
+            let _ = hold.send(Ok(()));
+            written.extend(seen.recv().unwrap());
+        }
+        assert_eq!(sending.join().unwrap(), 0);
+        assert!(written == sent);
+    }
+
+    #[test]
+    fn what_the_disk_refuses_is_told_with_the_next_and_the_rest_goes_on() {
+        let (hold, seen, file) = disk();
+        file.send(b"one");
+        hold.send(Err(io::ErrorKind::StorageFull.into())).unwrap();
+        hold.send(Ok(())).unwrap();
+        // Whether it has been refused already is seen by asking.
+        let lost = (0..).map(|_| file.send(b"")).find(|lost| lost.len > 0).unwrap();
+        assert_eq!((lost.len, lost.error.unwrap().kind()), (3, io::ErrorKind::StorageFull));
+        assert_eq!(file.send(b"two").len, 0);
+        assert_eq!(seen.recv().unwrap(), b"two");
+    }
+
+    #[test]
+    fn the_end_does_not_come_before_the_last_words_are_written() {
+        let (hold, seen, file) = disk();
+        file.send(b"Power down");
+        let ending = std::thread::spawn(move || drop(file));
+        hold.send(Ok(())).unwrap();
+        ending.join().unwrap();
+        assert_eq!(seen.try_recv().unwrap(), b"Power down");
+    }
+}
