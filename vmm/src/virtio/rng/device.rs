@@ -64,6 +64,8 @@ mod tests {
     use std::io::{self, Write};
     use std::os::fd::{AsRawFd, OwnedFd, RawFd};
     use std::sync::atomic::Ordering;
+    use std::sync::mpsc;
+    use std::time::{Duration, Instant};
 
     use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
     use vm_memory::GuestAddress;
@@ -168,6 +170,40 @@ mod tests {
         writer.write_all(b"more").unwrap();
         assert_eq!(driver.wait_used(0), (second, 4));
         assert_eq!(driver.read(BUFFERS, 12), b"entropy!more");
+    }
+
+    #[test]
+    fn memory_can_be_unplugged_while_a_source_keeps_the_device_waiting() {
+        // One whose reads wait, as a file's on a slow disk do.
+        let (reader, writer) = io::pipe().unwrap();
+        let event_loop = EventLoop::spawn("test").unwrap();
+        let source = EntropySource::File(File::from(OwnedFd::from(reader)));
+        let mut rng = Rng::new(source, event_loop.handle());
+        // Before the device: a test that fails ends the wait.
+        let mut writer = writer;
+        let mut driver = TestDriver::new(1);
+        let activation = driver.activation(rng.features());
+        let view = activation.view.clone();
+        rng.activate(activation).unwrap();
+        let first = driver.add(0, &[Buffer::In(BUFFERS, 8)]);
+        let second = driver.add(0, &[Buffer::In(BUFFERS + 8, 8)]);
+        writer.write_all(b"one").unwrap();
+        driver.kick(0);
+        // Once the first is answered, it goes on to the second without anything in between.
+        let begin = Instant::now();
+        let answered = std::iter::from_fn(|| Some(driver.used(0))).find(|used| {
+            assert!(begin.elapsed() < Duration::from_secs(60), "no answer");
+            used.is_some()
+        });
+        assert_eq!(answered.flatten(), Some((first, 3)));
+        let (unplugged, done) = mpsc::channel();
+        std::thread::spawn(move || {
+            drop(view.exclusive());
+            unplugged.send(()).unwrap();
+        });
+        done.recv_timeout(Duration::from_secs(60)).expect("memory that nobody holds");
+        writer.write_all(b"two").unwrap();
+        assert_eq!(driver.wait_used(0), (second, 3));
     }
 
     #[test]

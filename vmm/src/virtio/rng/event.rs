@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use tracing::debug;
-use virtio_queue::Writer;
+use virtio_queue::{DescriptorChain, QueueOwnedT, QueueT, Writer};
 use vm_memory::GuestAddressSpace;
 
 use super::metrics::RngMetrics;
@@ -54,45 +54,86 @@ impl Worker {
         Self { view, interrupt, queue, supply: Supply { source, waiting, metrics } }
     }
 
+    /// Answers requests. The source is read between two guards: a file may keep whoever reads it waiting, and unplugging
+    /// memory waits for guards.
     fn serve(&mut self, ops: &mut EventOps) {
-        let guard = self.view.memory();
-        let memory: &MappedMemory = &guard;
-        let supply = &mut self.supply;
-        let tell = self.queue.serve(memory, &*self.interrupt, BATCH, |chain| {
-            let filled = match Writer::new(memory, chain) {
-                Ok(mut writer) => supply.fill(&mut writer, ops),
-                Err(err) => Err(io::Error::new(io::ErrorKind::InvalidInput, err)),
-            };
-            match filled {
-                Ok(len) => Some(len),
-                Err(err) if err.kind() == io::ErrorKind::WouldBlock => None,
-                Err(err) => {
-                    supply.metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
-                    debug!(%err, "A request for entropy has no buffer");
-                    Some(0)
-                }
+        let mut used = false;
+        for count in 0.. {
+            if count == BATCH {
+                self.queue.come_back();
+                break;
             }
-        });
-        drop(guard);
+            let Some(wanted) = self.wanted() else { break };
+            let mut data = [0; REQUEST_LEN_MAX];
+            let got = match self.supply.fill(&mut data[..wanted], ops) {
+                Ok(len) => len,
+                Err(err) if err.kind() == io::ErrorKind::WouldBlock => break,
+                Err(err) => {
+                    sparsely!(warn, %err, "There is no entropy for the guest");
+                    0
+                }
+            };
+            if !self.answer(&data[..got]) {
+                break;
+            }
+            used = true;
+        }
+        let tell = used && self.queue.queue.needs_notification(&*self.view.memory()).unwrap_or(true);
         if tell && let Err(err) = self.interrupt.signal_queue(QUEUE) {
             sparsely!(warn, %err, "The entropy device cannot interrupt");
         }
     }
+
+    /// How much the next request gets; it stays in the queue until there is as much. `None`: there is no request.
+    fn wanted(&mut self) -> Option<usize> {
+        let guard = self.view.memory();
+        let memory: &MappedMemory = &guard;
+        let chain = self.queue.pop(memory, &*self.interrupt)?;
+        let len = Writer::new(memory, chain).map_or(0, |writer| writer.available_bytes());
+        self.queue.queue.go_to_previous_position();
+        Some(len.min(REQUEST_LEN_MAX))
+    }
+
+    /// Gives the next request as much of `data` as it has room for: its descriptors may be others by now. False if the pass
+    /// is over.
+    fn answer(&mut self, data: &[u8]) -> bool {
+        let guard = self.view.memory();
+        let memory: &MappedMemory = &guard;
+        let Some(chain) = self.queue.pop(memory, &*self.interrupt) else { return false };
+        let head = chain.head_index();
+        let metrics = &self.supply.metrics;
+        let written = match write(memory, chain, data) {
+            Ok(len) => {
+                metrics.requests.fetch_add(1, Ordering::Relaxed);
+                metrics.bytes.fetch_add(len.into(), Ordering::Relaxed);
+                len
+            }
+            Err(err) => {
+                metrics.bad_requests.fetch_add(1, Ordering::Relaxed);
+                debug!(%err, "A request for entropy has no buffer");
+                0
+            }
+        };
+        self.queue.give_back(memory, head, written)
+    }
+}
+
+fn write(memory: &MappedMemory, chain: DescriptorChain<&MappedMemory>, data: &[u8]) -> io::Result<u32> {
+    let invalid = |err| io::Error::new(io::ErrorKind::InvalidInput, err);
+    let mut writer = Writer::new(memory, chain).map_err(invalid)?;
+    let data = &data[..data.len().min(writer.available_bytes())];
+    if data.is_empty() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    writer.write_all(data)?;
+    Ok(data.len() as u32)
 }
 
 impl Supply {
-    /// Fills as much of a request as it gets. `WouldBlock`: the source has nothing yet, and is waited for.
-    fn fill(&mut self, writer: &mut Writer, ops: &mut EventOps) -> io::Result<u32> {
-        let mut data = [0; REQUEST_LEN_MAX];
-        let data = &mut data[..writer.available_bytes().min(REQUEST_LEN_MAX)];
-        if data.is_empty() {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        let len = self.read(data, ops)?;
-        writer.write_all(&data[..len])?;
-        self.metrics.requests.fetch_add(1, Ordering::Relaxed);
-        self.metrics.bytes.fetch_add(len as u64, Ordering::Relaxed);
-        Ok(len as u32)
+    /// Fills as much of `data` as it gets. `WouldBlock`: the source has nothing yet, and is waited for.
+    fn fill(&mut self, data: &mut [u8], ops: &mut EventOps) -> io::Result<usize> {
+        // A file that has nothing for nobody has not ended.
+        if data.is_empty() { Ok(0) } else { self.read(data, ops) }
     }
 
     fn read(&mut self, data: &mut [u8], ops: &mut EventOps) -> io::Result<usize> {
