@@ -2,15 +2,18 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::thread;
-use std::time::Instant;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+use std::{io, thread};
 
 use tempfile::TempDir;
 
+use super::super::muxer::{Token, Watch};
 use super::super::packet::{Credit, Ended, GuestPort, HostPort, Link, Op};
 use super::super::test_driver::{CID, Driver, MIB, QUEUE_SIZE, UNPLUGGED, new_view};
 use super::*;
 use crate::event_loop::EventLoop;
+use crate::memory::view::GuestView;
 use crate::virtio::vsock::GuestPorts;
 
 const FEATURES: u64 = 1 << VIRTIO_F_VERSION_1;
@@ -224,6 +227,47 @@ fn the_guest_reaches_a_port_in_this_process() {
     let mut received = [0; 6];
     agent.read_exact(&mut received).unwrap();
     assert_eq!(&received, b"report");
+}
+
+#[test]
+fn memory_can_be_unplugged_while_the_guest_is_being_connected() {
+    /// Watches a connection that is being made, once somebody else has had the memory.
+    struct Unplugger(GuestView);
+
+    impl Watch for Unplugger {
+        fn watch(&mut self, _: &UnixStream, _: Token) -> io::Result<()> {
+            let (unplugged, done) = mpsc::channel();
+            let view = self.0.clone();
+            thread::spawn(move || {
+                drop(view.exclusive());
+                unplugged.send(()).unwrap();
+            });
+            done.recv_timeout(Duration::from_secs(60)).expect("memory that nobody holds");
+            Ok(())
+        }
+        fn unwatch(&mut self, _: &UnixStream) {}
+    }
+
+    let dir = tempfile::tempdir().unwrap();
+    let host = Arc::new(HostSide::bind(&dir.path().join("vsock"), VsockPorts::new()).unwrap());
+    let _listener = UnixListener::bind(dir.path().join("vsock_80")).unwrap();
+    let metrics = Arc::<VsockMetrics>::default();
+    let muxer = Muxer::new(CID, host, Arc::clone(&metrics), GREETING_TIMEOUT, 16);
+    let mut driver = Driver::new(new_view());
+    driver.offer_all_rx_buffers();
+    let mut activation = driver.activation(FEATURES);
+    let queues = (activation.take_queue(0).unwrap(), activation.take_queue(1).unwrap());
+    let (view, interrupt) = (activation.view, activation.interrupt);
+    let mut worker = Worker::new(view.clone(), interrupt, queues, None, muxer, metrics).unwrap();
+    let links = [4000, 4001].map(|guest| Link { host: HostPort(80), guest: GuestPort(guest) });
+    for link in links {
+        driver.send(link, Op::Request, &[]);
+    }
+    worker.pass(&mut Unplugger(view), Instant::now());
+    // One pass answers both.
+    for link in links {
+        driver.expect(link, Op::Response);
+    }
 }
 
 #[test]

@@ -94,16 +94,10 @@ impl Worker {
         })
     }
 
-    /// Moves all that can be moved, with one guard of guest memory.
+    /// Moves all that can be moved.
     pub(super) fn pass(&mut self, watch: &mut dyn Watch, now: Instant) {
         if !self.broken {
-            let memory = self.view.memory();
-            // Packets of the guest first: they bring credit, and answers to them can go at once.
-            let moved = self.move_tx(&memory, watch, now).and_then(|more_tx| {
-                let more_rx = self.move_rx(&memory, watch, now)?;
-                Ok(more_tx || more_rx)
-            });
-            match moved {
+            match self.move_all(watch, now) {
                 // The rest in another pass: the event is the worker's own note to itself.
                 Ok(true) => self.tx.come_back(),
                 Ok(false) => {}
@@ -120,15 +114,35 @@ impl Worker {
         self.arm_timer(now);
     }
 
-    /// Takes packets of the guest; true if the budget did not suffice.
+    /// True if the budget did not suffice.
+    fn move_all(&mut self, watch: &mut dyn Watch, now: Instant) -> Result<bool, BrokenQueue> {
+        let mut budget = PASS_BUDGET;
+        loop {
+            {
+                let memory = self.view.memory();
+                // Packets of the guest first: they bring credit, and answers to them can go at once.
+                self.move_tx(&memory, &mut budget, watch, now)?;
+                if !self.muxer.is_asked_to_connect() {
+                    let more_rx = self.move_rx(&memory, watch, now)?;
+                    return Ok(budget == 0 || more_rx);
+                }
+            }
+            self.muxer.connect(watch);
+        }
+    }
+
+    /// Takes packets of the guest, as far as `budget` goes or up to one for which no guard may be held.
     fn move_tx(
         &mut self,
         memory: &MappedMemory,
+        budget: &mut usize,
         watch: &mut dyn Watch,
         now: Instant,
-    ) -> Result<bool, BrokenQueue> {
+    ) -> Result<(), BrokenQueue> {
+        if *budget == 0 {
+            return Ok(());
+        }
         let broken = |source| BrokenQueue { index: TX_QUEUE, source };
-        let mut budget = PASS_BUDGET;
         let mut used = false;
         'drain: loop {
             self.tx.queue.disable_notification(memory).map_err(broken)?;
@@ -144,8 +158,8 @@ impl Worker {
                 }
                 self.tx.queue.add_used(memory, head, 0).map_err(broken)?;
                 used = true;
-                budget -= 1;
-                if budget == 0 {
+                *budget -= 1;
+                if *budget == 0 || self.muxer.is_asked_to_connect() {
                     break 'drain;
                 }
             }
@@ -156,7 +170,7 @@ impl Worker {
         if used && self.tx.queue.needs_notification(memory).map_err(broken)? {
             self.signal(TX_QUEUE);
         }
-        Ok(budget == 0)
+        Ok(())
     }
 
     /// Gives packets to the guest; true if the budget did not suffice.

@@ -202,7 +202,8 @@ impl HostSide {
         }
     }
 
-    /// Connects to whoever serves the host's port of `link`, for the guest's. Never blocks.
+    /// Connects to whoever serves the host's port of `link`, for the guest's. Never waits for who listens there; the disk
+    /// that the socket's path is on may keep it waiting.
     pub fn connect(&self, link: Link) -> Result<UnixStream, ConnectError> {
         let port = link.host;
         if let Some(Listener { sender, guests }) = self.ports.listeners.get(&port) {

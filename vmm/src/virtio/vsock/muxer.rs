@@ -187,6 +187,8 @@ pub struct Muxer {
     /// Sockets with something for the guest, each at most once, served in turn.
     ready: VecDeque<Token>,
     resets: VecDeque<Link>,
+    /// The guest wants to connect.
+    asking: Option<GuestPacket>,
     next_token: u32,
     next_client_port: u32,
     greeting_timeout: Duration,
@@ -212,6 +214,7 @@ impl Muxer {
             links: HashMap::new(),
             ready: VecDeque::new(),
             resets: VecDeque::new(),
+            asking: None,
             next_token: Token::FIRST,
             next_client_port: CLIENT_PORTS.start,
             greeting_timeout,
@@ -315,7 +318,8 @@ impl Muxer {
         self.links.insert(link, token);
     }
 
-    /// Takes a packet of the guest, with the `payload_bytes` that its buffers hold behind the header.
+    /// Takes a packet of the guest, with the `payload_bytes` that its buffers hold behind the header. If
+    /// [`Muxer::is_asked_to_connect`] then, [`Muxer::connect`] comes before anything else.
     pub fn on_guest_packet(
         &mut self,
         header: &RawHeader,
@@ -324,6 +328,7 @@ impl Muxer {
         watch: &mut dyn Watch,
         now: Instant,
     ) {
+        assert!(self.asking.is_none(), "a guest's wish to connect comes before its next packet");
         self.metrics.packets_from_guest_total.increment();
         if !header.is_to_host_from(self.guest_cid) {
             self.metrics.dropped_total.increment();
@@ -346,14 +351,21 @@ impl Muxer {
         };
         match (self.links.get(&packet.link).copied(), packet.op) {
             (Some(token), _) => self.on_linked_packet(token, packet, payload, payload_bytes, watch, now),
-            (None, Op::Request) => self.connect(packet, watch),
+            (None, Op::Request) => self.asking = Some(packet),
             (None, Op::Reset) => {}
             (None, _) => self.owe_reset(packet.link),
         }
     }
 
-    /// The guest wants to connect to a port of the host.
-    fn connect(&mut self, packet: GuestPacket, watch: &mut dyn Watch) {
+    /// Whether the last packet was the guest's wish to connect to a port of the host.
+    pub fn is_asked_to_connect(&self) -> bool {
+        self.asking.is_some()
+    }
+
+    /// Connects where the guest wants to, if it does. Looking up the path of a socket may wait for a disk, and the packet's
+    /// memory must not.
+    pub fn connect(&mut self, watch: &mut dyn Watch) {
+        let Some(packet) = self.asking.take() else { return };
         let link = packet.link;
         if self.sockets.len() >= self.max_sockets {
             debug!(%link, "Too many vsock connections: the guest is turned away");

@@ -103,6 +103,7 @@ impl Fixture {
     fn guest_sends_raw(&mut self, header: &RawHeader, mut payload: &[u8]) {
         let len = payload.len();
         self.muxer.on_guest_packet(header, &mut payload, len, &mut self.watch, self.now);
+        self.muxer.connect(&mut self.watch);
     }
 
     fn guest_sends(&mut self, link: Link, op: Op, payload: &[u8]) {
