@@ -22,4 +22,4 @@ pub use self::error::ApiError;
 pub use self::routes::{call_names, router};
 pub use self::server::{Limits, Server};
 pub use self::socket::{Socket, SocketError};
-pub use self::wire::{MemoryAnswer, PingAnswer, ResizeBody, ResizeZoneBody, VolumesAnswer};
+pub use self::wire::{MemoryAnswer, PingAnswer, PoolsAnswer, ResizeBody, ResizeZoneBody, VolumesAnswer};

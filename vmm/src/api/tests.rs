@@ -17,8 +17,9 @@ use super::{ClientError, Limits, Server, Socket, router};
 use crate::config::{ApiSocket, ConfigError, DeviceConfig, test_config};
 use crate::events::{Event, Events};
 use crate::vm::request::{
-    AgentState, PciDeviceInfo, PressureInfo, Requests, ResizeDiskRequest, ResizeRequest, ResizeStatus,
-    VmError, VmHandle, VmInfo, VmRequest, VmState, VolumeInfo, VolumeStatus, ZoneInfo,
+    AgentState, PciDeviceInfo, PoolInfo, PoolStatus, PressureInfo, Requests, ResizeDiskRequest,
+    ResizeRequest, ResizeStatus, VmError, VmHandle, VmInfo, VmRequest, VmState, VolumeInfo, VolumeStatus,
+    ZoneInfo,
 };
 use crate::volume::kernel_gate::Verdict;
 
@@ -80,6 +81,7 @@ async fn own(mut requests: Requests, asked: mpsc::UnboundedSender<String>) {
                 reply.send(Ok([("_disk0".to_owned(), disk)].into())).unwrap();
             }
             VmRequest::Volumes(reply) => reply.send(Ok(vec![volume()])).unwrap(),
+            VmRequest::Pools(reply) => reply.send(Ok(vec![pool()])).unwrap(),
             VmRequest::Pause(reply) => reply.send(Ok(())).unwrap(),
             VmRequest::Resume(reply) => {
                 let reason = "flush of data failed".to_owned();
@@ -161,6 +163,25 @@ fn volume() -> VolumeInfo {
         extents: 1,
         guest_btt: Some(Verdict::Suspect("preempts fully".to_owned())),
         status: VolumeStatus::Failed("no room".to_owned()),
+    }
+}
+
+fn pool() -> PoolInfo {
+    PoolInfo {
+        path: "/pm/pool".to_owned(),
+        uuid: "3d3b7c0e-8a6c-4d1b-9a57-0c1f2e9b6a44".to_owned(),
+        durability: "page-cache".to_owned(),
+        total_bytes: 1 << 30,
+        free_bytes: 668 << 20,
+        memory_bytes: 256 << 20,
+        volume_bytes: 96 << 20,
+        scrubbing_bytes: 0,
+        retired_bytes: 0,
+        metadata_bytes: 4 << 20,
+        strg_bytes: 256 << 20,
+        lendable_bytes: 508 << 20,
+        volumes: 1,
+        status: PoolStatus::ReadOnly("no room".to_owned()),
     }
 }
 
@@ -355,6 +376,18 @@ fn volumes_tell_their_interface_and_why_one_has_failed() {
         assert_eq!((&volume["interface"], &volume["durability"]), (&json!("nvdimm"), &json!("page-cache")));
         assert_eq!(volume["status"], json!({"state": "failed", "reason": "no room"}));
         assert_eq!(volume["guest_btt"], json!({"verdict": "suspect", "reason": "preempts fully"}));
+    });
+}
+
+#[test]
+fn pools_tell_whose_their_bytes_are_and_why_one_is_read_only() {
+    run(async |fixture| {
+        let (status, body) = fixture.call("GET", "pool.info", "").await;
+        let answer: Value = serde_json::from_str(&body).unwrap();
+        let pool = &answer["pools"][0];
+        assert_eq!((status, &pool["path"]), (200, &json!("/pm/pool")));
+        assert_eq!((&pool["memory_bytes"], &pool["volumes"]), (&json!(256 << 20), &json!(1)));
+        assert_eq!(pool["status"], json!({"state": "read-only", "reason": "no room"}));
     });
 }
 

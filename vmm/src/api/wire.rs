@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::config::{ConfigError, check_pages};
-use crate::vm::request::{ResizeRequest, ResizeZoneRequest, VolumeInfo, ZoneInfo};
+use crate::vm::request::{PoolInfo, ResizeRequest, ResizeZoneRequest, VolumeInfo, ZoneInfo};
 
 /// The answer to `vmm.ping`.
 #[derive(Debug, Serialize, Deserialize)]
@@ -94,4 +94,11 @@ pub struct MemoryAnswer {
 pub struct VolumesAnswer {
     /// Every volume, in the order of the configuration.
     pub volumes: Vec<VolumeInfo>,
+}
+
+/// The answer to `pool.info`.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct PoolsAnswer {
+    /// Every pool that the VM has open, in the order of their paths.
+    pub pools: Vec<PoolInfo>,
 }

@@ -119,6 +119,14 @@ impl PmPool for FakePool {
         false
     }
 
+    fn failure(&self) -> Option<String> {
+        None
+    }
+
+    fn uuid(&self) -> String {
+        "00000000-0000-4000-8000-000000000000".to_owned()
+    }
+
     fn set_scrub_bandwidth(&self, _: Option<NonZeroU64>) {}
 
     fn durability(&self) -> Durability {

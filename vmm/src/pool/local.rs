@@ -116,12 +116,14 @@ impl PmPool for LocalPool {
         PoolInfo {
             total_bytes: info.total_bytes,
             strg_bytes: info.strg_bytes,
-            metadata_bytes: info.metadata_bytes + info.retired_bytes,
+            metadata_bytes: info.metadata_bytes,
+            retired_bytes: info.retired_bytes,
             free_storage_bytes: kept_bytes,
             free_migrate_bytes: info.free_bytes - kept_bytes,
             memory_bytes: info.memory_bytes,
             scrubbing_bytes: info.scrubbing_bytes,
             volume_bytes: info.volume_bytes,
+            volumes: info.volumes,
             lendable_bytes: info.lendable_bytes,
             scrubbed_bytes: self.pool.scrubbed_bytes(),
             failed: info.latched.is_some(),
@@ -131,6 +133,14 @@ impl PmPool for LocalPool {
     fn has_failed(&self) -> bool {
         // It was opened for writing.
         !self.pool.is_writable()
+    }
+
+    fn failure(&self) -> Option<String> {
+        self.pool.info().latched
+    }
+
+    fn uuid(&self) -> String {
+        self.pool.uuid().to_string()
     }
 
     fn set_scrub_bandwidth(&self, bytes_per_s: Option<NonZeroU64>) {
@@ -285,6 +295,7 @@ mod tests {
 
     fn states(info: PoolInfo) -> u64 {
         info.metadata_bytes
+            + info.retired_bytes
             + info.free_storage_bytes
             + info.free_migrate_bytes
             + info.memory_bytes

@@ -45,7 +45,7 @@ pub enum PoolError {
     #[error(
         "size is {}, and must be at most {}: the pool has {}, of which {} are its own data and {} are kept for \
          volumes",
-        Size(*wanted_bytes), Size(info.most_memory_bytes()), Size(info.total_bytes), Size(info.metadata_bytes),
+        Size(*wanted_bytes), Size(info.most_memory_bytes()), Size(info.total_bytes), Size(info.unusable_bytes()),
         Size(info.strg_bytes)
     )]
     TooSmall {
@@ -108,8 +108,10 @@ pub struct PoolInfo {
     pub total_bytes: u64,
     /// Kept for volumes: never lent as memory, whether volumes have it already or not.
     pub strg_bytes: u64,
-    /// The pool's own data, and what is damaged.
+    /// The pool's own data.
     pub metadata_bytes: u64,
+    /// Bad media, out of use.
+    pub retired_bytes: u64,
     /// Free, and kept for volumes: never lent as memory.
     pub free_storage_bytes: u64,
     /// Free to be storage or memory, and clean.
@@ -120,6 +122,8 @@ pub struct PoolInfo {
     pub scrubbing_bytes: u64,
     /// Owned by volumes.
     pub volume_bytes: u64,
+    /// How many volumes there are.
+    pub volumes: u32,
     /// Beside the states: what would be lent if it were asked for, at once or after what waits has been erased.
     pub lendable_bytes: u64,
     /// Erased since the pool was opened.
@@ -131,7 +135,12 @@ pub struct PoolInfo {
 impl PoolInfo {
     /// The most that could ever be lent as memory: all of it, if no volume had more than is kept for volumes.
     pub fn most_memory_bytes(&self) -> u64 {
-        self.total_bytes.saturating_sub(self.metadata_bytes).saturating_sub(self.strg_bytes)
+        self.total_bytes.saturating_sub(self.unusable_bytes()).saturating_sub(self.strg_bytes)
+    }
+
+    /// What nobody can ever be given.
+    fn unusable_bytes(&self) -> u64 {
+        self.metadata_bytes + self.retired_bytes
     }
 }
 
@@ -196,6 +205,12 @@ pub trait PmPool: Debug + Send + Sync {
 
     /// Whether a write has failed, after which it takes no more. Asks nobody who may be at work.
     fn has_failed(&self) -> bool;
+
+    /// Why it has: what failed first.
+    fn failure(&self) -> Option<String>;
+
+    /// Its identity, whatever its path is: a UUID.
+    fn uuid(&self) -> String;
 
     /// What a completed flush survives.
     fn durability(&self) -> Durability;

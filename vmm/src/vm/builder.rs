@@ -182,6 +182,7 @@ pub fn build(
         taps: resources.taps().clone(),
         resident: Resident::new(move || resident_bytes(&host_ranges)),
         volumes: volumes.volumes,
+        pools: resources.pools(),
         guest_btt: volumes.guest_btt,
         memory,
     })

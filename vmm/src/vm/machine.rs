@@ -12,9 +12,10 @@ use super::fabric::{Attached, Fabric};
 use super::hotplug::{Leaving, bdf};
 use super::owner::{EventSender, Machine, MachineFactory, Standstill};
 use super::pmem::AttachedPmem;
+use super::pools::OpenPool;
 use super::request::{
-    BalloonInfo, PciDeviceInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest, ResizeRequest,
-    ResizeStatus, ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
+    BalloonInfo, PciDeviceInfo, PoolInfo, PressureChange, PressureInfo, Reply, ResizeDiskRequest,
+    ResizeRequest, ResizeStatus, ResizeZoneRequest, VmError, VolumeInfo, ZoneInfo,
 };
 use super::resident::Resident;
 use super::resources::{PmemFiles, Resources};
@@ -71,6 +72,7 @@ pub struct KvmMachine {
     pub(super) lines: Lines,
     pub(super) resident: Arc<Resident>,
     pub(super) volumes: Vec<AttachedVolume>,
+    pub(super) pools: Vec<OpenPool>,
     pub(super) guest_btt: Arc<GuestBtt>,
     /// Last: nothing may touch it any more.
     pub(super) memory: Memory,
@@ -160,6 +162,10 @@ impl Machine for KvmMachine {
     fn volumes(&self) -> Vec<VolumeInfo> {
         let verdict = |volume: &AttachedVolume| self.guest_btt.verdict(volume.pool_path(), volume.name());
         self.volumes.iter().map(|volume| volume.info(verdict(volume))).collect()
+    }
+
+    fn pools(&self) -> Vec<PoolInfo> {
+        self.pools.iter().map(OpenPool::info).collect()
     }
 
     fn complete(&self, config: &mut VmConfig) {
@@ -468,6 +474,7 @@ pub(super) mod tests {
             lines: Lines::default(),
             resident: Resident::new(|| Ok(Vec::new())),
             volumes: Vec::new(),
+            pools: Vec::new(),
             guest_btt: Arc::new(GuestBtt::new(Vec::new(), 1)),
             memory,
         }

@@ -17,6 +17,7 @@ mod lost;
 mod machine;
 pub mod owner;
 mod pmem;
+mod pools;
 pub mod request;
 mod resident;
 mod resources;

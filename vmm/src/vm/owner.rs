@@ -19,7 +19,7 @@ use tracing::{error, info, warn};
 
 use super::counters::Counters;
 use super::request::{
-    BalloonInfo, PciDeviceInfo, PressureChange, PressureInfo, Reply, Requests, ResizeDiskRequest,
+    BalloonInfo, PciDeviceInfo, PoolInfo, PressureChange, PressureInfo, Reply, Requests, ResizeDiskRequest,
     ResizeRequest, ResizeZoneRequest, VmError, VmInfo, VmRequest, VmState, VolumeInfo, ZoneInfo, check_vcpus,
     device_tree, hotplugged,
 };
@@ -50,6 +50,8 @@ pub trait Machine {
     fn zones(&self, reply: Reply<Vec<ZoneInfo>>);
     /// Every volume.
     fn volumes(&self) -> Vec<VolumeInfo>;
+    /// Every pool that it has open.
+    fn pools(&self) -> Vec<PoolInfo>;
     /// The guest's kernel, once an agent has said it.
     fn guest_kernel(&self) -> Option<GuestKernel>;
     /// Whether all of a resize can be done, as far as it can be told without doing it: the host may have no room.
@@ -759,6 +761,7 @@ impl<F: MachineFactory> Owner<F> {
             },
             VmRequest::Counters(reply) => self.of_vm(reply, |vm| Ok(vm.running()?.counters())),
             VmRequest::Volumes(reply) => self.of_vm(reply, |vm| Ok(vm.running()?.volumes())),
+            VmRequest::Pools(reply) => self.of_vm(reply, |vm| Ok(vm.running()?.pools())),
             VmRequest::Pressure(decisions, reply) => {
                 self.of_vm(reply, |vm| Ok(vm.running()?.pressure(decisions)));
             }

@@ -277,6 +277,49 @@ pub enum VolumeStatus {
     Failed(String),
 }
 
+/// `pool.info`: one pool that is open. Its bytes are named as `pmvol info --json` names them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PoolInfo {
+    /// Where it is.
+    pub path: String,
+    /// Its identity, which moves with it.
+    pub uuid: String,
+    /// What a completed flush survives: `dax-sync`, `page-cache`, `volatile`.
+    pub durability: String,
+    /// All of it: the sum of the next six.
+    pub total_bytes: u64,
+    /// Erased, and nobody's.
+    pub free_bytes: u64,
+    /// Lent as memory.
+    pub memory_bytes: u64,
+    /// What volumes have.
+    pub volume_bytes: u64,
+    /// Waiting to be erased.
+    pub scrubbing_bytes: u64,
+    /// Bad media, out of use.
+    pub retired_bytes: u64,
+    /// The pool's own data.
+    pub metadata_bytes: u64,
+    /// Kept for volumes, whether they have it already or not.
+    pub strg_bytes: u64,
+    /// What would be lent as memory if it were asked for, erased or not.
+    pub lendable_bytes: u64,
+    /// How many volumes are in it, whether the VM has them or not.
+    pub volumes: u32,
+    /// Whether it takes writes.
+    pub status: PoolStatus,
+}
+
+/// Whether a pool takes writes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "state", content = "reason")]
+pub enum PoolStatus {
+    /// It does.
+    Ok,
+    /// It does not before it is opened again, and why: what failed first.
+    ReadOnly(String),
+}
+
 /// Where a device was added.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PciDeviceInfo {
@@ -555,6 +598,8 @@ pub enum VmRequest {
     Counters(Reply<Counters>),
     /// `vm.volumes`.
     Volumes(Reply<Vec<VolumeInfo>>),
+    /// `pool.info`.
+    Pools(Reply<Vec<PoolInfo>>),
     /// `vm.pressure`, read, with so many decisions.
     Pressure(usize, Reply<PressureInfo>),
     /// `vm.pressure`, changed.

@@ -12,6 +12,7 @@ use pmem_volume::pool::DEFAULT_SCRUB_BYTES_PER_S;
 use tracing::warn;
 
 use super::error::BuildError;
+use super::pools::OpenPool;
 use super::taps::Taps;
 use crate::config::{PmMemoryConfig, PmemConfig, VmConfig};
 use crate::events::Events;
@@ -114,6 +115,11 @@ impl Resources {
     /// If it has not: the same configuration is used for both.
     pub fn pool(&self, path: &Path) -> &Arc<dyn PmPool> {
         self.pools.get(path).expect("a pool that was opened")
+    }
+
+    /// All pools, in the order of their paths.
+    pub(super) fn pools(&self) -> Vec<OpenPool> {
+        self.pools.iter().map(|(path, pool)| OpenPool::new(path, pool)).collect()
     }
 
     /// All pools, for metrics.

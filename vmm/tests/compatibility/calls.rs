@@ -59,6 +59,7 @@ async fn own(mut requests: Requests, asked: Arc<Mutex<Vec<String>>>, runs: Arc<A
             VmRequest::Memory(reply) => drop(reply.send(Ok(Vec::new()))),
             VmRequest::Counters(reply) => drop(reply.send(Ok([].into()))),
             VmRequest::Volumes(reply) => drop(reply.send(Ok(Vec::new()))),
+            VmRequest::Pools(reply) => drop(reply.send(Ok(Vec::new()))),
             VmRequest::Pressure(_, reply) => drop(reply.send(Ok(PressureInfo::default()))),
             VmRequest::Create(_, reply)
             | VmRequest::Delete(reply)

@@ -3,12 +3,13 @@
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 
-use foreshore::api::{MemoryAnswer, VolumesAnswer, call_names};
+use foreshore::api::{MemoryAnswer, PoolsAnswer, VolumesAnswer, call_names};
 use foreshore::config::{PmMemoryConfig, PmVolumeConfig, PressureConfig, VmConfig};
 use foreshore::events::Event;
 use foreshore::vm::decision::{DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, ReportDigest};
 use foreshore::vm::request::{
-    BalloonInfo, GovernedZoneInfo, PressureChange, PressureInfo, RecordingInfo, VmInfo, VolumeInfo, ZoneInfo,
+    BalloonInfo, GovernedZoneInfo, PoolInfo, PressureChange, PressureInfo, RecordingInfo, VmInfo, VolumeInfo,
+    ZoneInfo,
 };
 use foreshore::volume::kernel_gate::GuestKernel;
 use serde::Serialize;
@@ -124,6 +125,8 @@ fn schemas_are_those_of_what_is_read_and_answered() {
     check::<ZoneInfo>("ZoneInfo");
     check::<VolumesAnswer>("VolumesAnswer");
     check::<VolumeInfo>("VolumeInfo");
+    check::<PoolsAnswer>("PoolsAnswer");
+    check::<PoolInfo>("PoolInfo");
     check::<PressureInfo>("PressureInfo");
     check::<GovernedZoneInfo>("GovernedZone");
     check::<DecisionInfo>("Decision");

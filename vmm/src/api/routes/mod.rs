@@ -3,6 +3,7 @@
 mod devices;
 mod disk;
 mod memory;
+mod pool;
 mod pressure;
 mod refused;
 mod vm;
@@ -62,6 +63,7 @@ fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmH
         ("vm.resize-disk", put(disk::resize)),
         ("vm.memory", get(memory::zones)),
         ("vm.volumes", get(vm::volumes)),
+        ("pool.info", get(pool::info)),
         ("vm.pressure", get(pressure::show).put(pressure::change)),
     ]
 }

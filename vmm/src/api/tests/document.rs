@@ -4,6 +4,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::*;
+use crate::api::PoolsAnswer;
 use crate::vm::decision::{
     DecisionInfo, DecisionInput, DecisionSizes, DecisionTarget, Outcome, ReportDigest,
 };
@@ -123,12 +124,27 @@ fn examples_are_what_is_answered() {
     assert_whole::<Memory>(memory);
     let [volumes] = &examples(section("vm.volumes"))[..] else { panic!("not one example") };
     assert_whole::<Volumes>(volumes);
+    let [pools] = &examples(section("pool.info"))[..] else { panic!("not one example") };
+    assert_whole::<PoolsAnswer>(pools);
     let made = examples(section("vm.pressure")).into_iter().filter(|example| example.starts_with('{'));
     let [made, recording] = &made.collect::<Vec<_>>()[..] else { panic!("not two examples") };
     assert_whole::<RecordingInfo>(recording);
     // What is left out of this one it says.
     let made: Value = serde_json::from_str(&made.replace(", ...", "")).unwrap();
     assert!(is_part(&made, &serde_json::to_value(decision()).unwrap()), "{made}");
+}
+
+#[test]
+fn states_of_the_example_of_a_pool_add_up() {
+    let [pools] = &examples(section("pool.info"))[..] else { panic!("not one example") };
+    let pools: PoolsAnswer = serde_json::from_str(pools).unwrap();
+    for pool in pools.pools {
+        let used_bytes = pool.memory_bytes + pool.volume_bytes + pool.scrubbing_bytes;
+        let states = pool.free_bytes + used_bytes + pool.retired_bytes + pool.metadata_bytes;
+        assert_eq!(states, pool.total_bytes);
+        let kept_bytes = pool.strg_bytes - pool.volume_bytes;
+        assert_eq!(pool.lendable_bytes, pool.free_bytes + pool.scrubbing_bytes - kept_bytes);
+    }
 }
 
 #[test]
@@ -230,6 +246,7 @@ fn states_have_the_names_of_the_document() {
         &[ResizeStatus::Reached, ResizeStatus::Pending, ResizeStatus::NoDriver, ResizeStatus::Stuck(why())],
     );
     assert_named("vm.volumes", &[VolumeStatus::Ok, VolumeStatus::Failed(why())]);
+    assert_named("pool.info", &[PoolStatus::Ok, PoolStatus::ReadOnly(why())]);
     assert_named(
         "vm.pressure",
         &[RecordingState::Recording, RecordingState::Full, RecordingState::Failed(why())],
@@ -257,13 +274,14 @@ fn states_have_the_names_of_the_document() {
 fn every_call_of_the_document_is_there() {
     let calls: Vec<_> = DOCUMENT
         .lines()
-        .filter_map(|line| line.strip_prefix("| `")?.split_once("` | `vm"))
-        .map(|(method, rest)| (method, format!("vm{}", rest.split_once('`').unwrap().0)))
+        .filter_map(|line| line.strip_prefix("| `")?.split_once("` | `"))
+        .filter(|(method, _)| ["GET", "PUT"].contains(method))
+        .map(|(method, rest)| (method, rest.split_once('`').unwrap().0))
         .collect();
     assert!(calls.len() >= 11, "{calls:?}");
     run(async |fixture| {
         // The VMM's end is last.
-        let (end, others): (Vec<_>, _) = calls.into_iter().partition(|(_, call)| call == "vmm.shutdown");
+        let (end, others): (Vec<_>, _) = calls.into_iter().partition(|(_, call)| *call == "vmm.shutdown");
         for (method, call) in others.iter().chain(&end) {
             let (status, body) = fixture.call(method, call, "").await;
             assert!(

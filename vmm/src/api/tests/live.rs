@@ -186,6 +186,35 @@ fn kata_adds_interfaces_to_a_vm_that_runs_as_well() {
     });
 }
 
+/// What is asked of the machine, and is known of none but one that is there.
+const OF_A_MACHINE: [&str; 5] = ["vm.counters", "vm.memory", "vm.volumes", "pool.info", "vm.pressure"];
+
+#[test]
+fn what_a_machine_knows_is_answered_while_there_is_one() {
+    with_vmm(|path| {
+        let mut client = Raw::connect(path);
+        let all_answer = |expected: u16| {
+            for call in OF_A_MACHINE {
+                let (status, answer) = Raw::connect(path).call("GET", call, "");
+                assert_eq!(status, expected, "{call}: {answer}");
+            }
+        };
+        all_answer(404);
+        let steps = [
+            ("vm.create", r#"{"payload":{"kernel":"/vmlinux"}}"#, 405),
+            ("vm.boot", "", 200),
+            ("vm.pause", "", 200),
+            ("vm.resume", "", 200),
+            ("vm.shutdown", "", 405),
+            ("vm.delete", "", 404),
+        ];
+        for (call, body, expected) in steps {
+            assert_eq!(client.call("PUT", call, body), (204, String::new()), "{call}");
+            all_answer(expected);
+        }
+    });
+}
+
 /// What docs/openapi.json says of success, each in a state in which there is some.
 #[test]
 fn every_call_succeeds_as_it_is_described() {
@@ -221,7 +250,7 @@ fn every_call_succeeds_as_it_is_described() {
             say("GET", "vm.info", "");
             say("PUT", "vm.resize", r#"{"desired_vcpus":2}"#);
         }
-        for call in ["vm.counters", "vm.memory", "vm.volumes", "vm.pressure"] {
+        for call in OF_A_MACHINE {
             say("GET", call, "");
         }
         say("PUT", "vm.pressure", r#"{"pause":true}"#);

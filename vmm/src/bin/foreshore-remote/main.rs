@@ -13,9 +13,9 @@ use std::sync::LazyLock;
 use anyhow::{Context, bail};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
-use foreshore::api::{Client, MemoryAnswer, ResizeBody, ResizeZoneBody};
+use foreshore::api::{Client, MemoryAnswer, PoolsAnswer, ResizeBody, ResizeZoneBody};
 use foreshore::config::{COMPATIBLE_WITH, parse_size};
-use foreshore::vm::request::{ResizeDiskRequest, ResizeStatus, ZoneInfo};
+use foreshore::vm::request::{PoolInfo, PoolStatus, ResizeDiskRequest, ResizeStatus, ZoneInfo};
 use serde_json::Value;
 
 use self::devices::Device;
@@ -91,6 +91,12 @@ enum Verb {
     Pause,
     /// See whether the VMM answers
     Ping,
+    /// Show every pool that the VM has open: what its bytes are used for, whether it takes writes
+    Pool {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// Press the guest's power button
     PowerButton,
     /// Show what the governor does, or change it
@@ -268,6 +274,15 @@ async fn execute(vmm: &Client, verb: Verb) -> anyhow::Result<String> {
                 serde_json::from_slice(&answer).context("The answer is not a list of zones")?;
             Ok(zones_table(&memory.zones))
         }
+        Verb::Pool { json } => {
+            let answer = vmm.get("pool.info").await?;
+            if json {
+                return text_of(&answer);
+            }
+            let pools: PoolsAnswer =
+                serde_json::from_slice(&answer).context("The answer is not a list of pools")?;
+            Ok(pools_table(&pools.pools))
+        }
         Verb::Pressure(pressure) => pressure.execute(vmm).await,
         Verb::Resize(Resize { cpus: None, memory: None, balloon: None }) => {
             bail!("resize needs at least one of --cpus, --memory and --balloon")
@@ -371,6 +386,40 @@ fn status(status: &ResizeStatus) -> String {
     }
 }
 
+/// Pools in columns, sizes in MiB. What is retired or the pool's own is what is missing in a row.
+fn pools_table(pools: &[PoolInfo]) -> String {
+    let header = [
+        "POOL",
+        "DURABILITY",
+        "TOTAL",
+        "FREE",
+        "MEMORY",
+        "VOLUMES",
+        "SCRUBBING",
+        "STRG",
+        "LENDABLE",
+        "STATUS",
+    ];
+    let rows = pools.iter().map(|pool| {
+        [
+            pool.path.clone(),
+            pool.durability.clone(),
+            mib(pool.total_bytes),
+            mib(pool.free_bytes),
+            mib(pool.memory_bytes),
+            format!("{} in {}", mib(pool.volume_bytes), pool.volumes),
+            mib(pool.scrubbing_bytes),
+            mib(pool.strg_bytes),
+            mib(pool.lendable_bytes),
+            match &pool.status {
+                PoolStatus::Ok => "ok".to_owned(),
+                PoolStatus::ReadOnly(reason) => format!("read-only: {reason}"),
+            },
+        ]
+    });
+    table(header, 2, rows)
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
@@ -405,6 +454,34 @@ ZONE  NODE     BOOT  HOTPLUG  REQUESTED  PLUGGED  ONLINE  RESIDENT  STATUS
 dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  stuck: busy pages
 ";
         assert_eq!(zones_table(&[zone()]), expected);
+    }
+
+    #[test]
+    fn pools_are_shown_in_columns() {
+        let pool = |status| PoolInfo {
+            path: "/pm/pool".to_owned(),
+            uuid: "3d3b7c0e-8a6c-4d1b-9a57-0c1f2e9b6a44".to_owned(),
+            durability: "page-cache".to_owned(),
+            total_bytes: 1 << 30,
+            free_bytes: 666 << 20,
+            memory_bytes: 256 << 20,
+            volume_bytes: 96 << 20,
+            scrubbing_bytes: 2 << 20,
+            retired_bytes: 0,
+            metadata_bytes: 4 << 20,
+            strg_bytes: 256 << 20,
+            lendable_bytes: 508 << 20,
+            volumes: 2,
+            status,
+        };
+        let expected = "\
+POOL      DURABILITY     TOTAL     FREE   MEMORY      VOLUMES  SCRUBBING     STRG  LENDABLE  STATUS
+/pm/pool  page-cache  1024 MiB  666 MiB  256 MiB  96 MiB in 2      2 MiB  256 MiB   508 MiB  ok
+/pm/pool  page-cache  1024 MiB  666 MiB  256 MiB  96 MiB in 2      2 MiB  256 MiB   508 MiB  read-only: no room
+";
+        let pools = [PoolStatus::Ok, PoolStatus::ReadOnly("no room".to_owned())].map(pool);
+        assert_eq!(pools_table(&pools), expected);
+        assert!(matches!(verb(&["pool", "--json"]), Verb::Pool { json: true }));
     }
 
     #[test]
@@ -470,7 +547,7 @@ dram     0  384 MiB  128 MiB    128 MiB   64 MiB       -     5 MiB  stuck: busy 
         ("snapshot", "snapshots are not implemented"),
     ];
     /// Those that it does not have.
-    const OURS: [&str; 4] = ["events", "memory", "pressure", "volumes"];
+    const OURS: [&str; 5] = ["events", "memory", "pool", "pressure", "volumes"];
 
     #[test]
     fn verbs_are_all_of_ch_remotes_and_ours() {

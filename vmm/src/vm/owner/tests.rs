@@ -76,6 +76,9 @@ impl Machine for FakeMachine {
     fn volumes(&self) -> Vec<VolumeInfo> {
         Vec::new()
     }
+    fn pools(&self) -> Vec<PoolInfo> {
+        Vec::new()
+    }
     fn guest_kernel(&self) -> Option<GuestKernel> {
         None
     }

@@ -66,9 +66,13 @@ fn status(vmm: &Guest, method: &str, call: &str) -> Result<u16> {
 
 fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
     let vmm = empty_vmm()?;
-    for (method, call) in
-        [("GET", "vm.info"), ("PUT", "vm.boot"), ("PUT", "vm.shutdown"), ("GET", "vm.memory")]
-    {
+    for (method, call) in [
+        ("GET", "vm.info"),
+        ("PUT", "vm.boot"),
+        ("PUT", "vm.shutdown"),
+        ("GET", "vm.memory"),
+        ("GET", "pool.info"),
+    ] {
         ensure!(status(&vmm, method, call)? == 404, "{call} without a VM");
     }
     vmm.metrics()?;
@@ -76,6 +80,7 @@ fn a_vm_is_created_booted_deleted_and_created_again_by_the_api() -> Result<()> {
     let created = vmm.api("GET", "vm.info", None)?;
     ensure!(created["state"] == "Created", "{created}");
     ensure!(status(&vmm, "PUT", "vm.pause")? == 405, "a VM that does not run is paused");
+    ensure!(status(&vmm, "GET", "pool.info")? == 405, "pools of a VM that does not run are shown");
     ensure!(vmm.try_api("PUT", "vm.create", Some(config(&vmm)))?.status == 405, "it is created twice");
     // What boots is what the configuration was made to be.
     vmm.api("PUT", "vm.resize", Some(json!({"desired_ram": 640 << 20})))?;

@@ -8,7 +8,7 @@ use guest_tests::{Guest, GuestBuilder, Kernel, Pool};
 use serde_json::{Value, json};
 
 use crate::memory::{WARM_UP, reboot};
-use crate::zones::{MIB, mem_total_mib, zone};
+use crate::zones::{MIB, mem_total_mib, pool_tells_what_is_plugged, zone};
 
 guest_tests::tests![
     memory_comes_by_acpi_on_6_12: 240,
@@ -178,10 +178,12 @@ fn dimms_stay_where_pm_comes_and_goes() -> Result<()> {
     resize_pm(256)?;
     wait_until_online(&guest, before + 128 + 256)?;
     ensure!(info(&guest, "/memory_actual_size")? == (512 + 256) * MIB, "not all is counted");
+    pool_tells_what_is_plugged(&guest, &pool)?;
     // The guest brings both online alike, so that PM can go again.
     resize_pm(0)?;
     wait_until_online(&guest, before + 128)?;
     ensure!(zone(&guest, "dram")?.plugged_bytes == 128 * MIB, "The DIMM has gone with PM");
+    pool_tells_what_is_plugged(&guest, &pool)?;
     guest.no_kernel_complaints()
 }
 

@@ -1,9 +1,14 @@
 //! What the tests of memory share.
 
-use anyhow::{Context, Result};
-use guest_tests::Guest;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use guest_tests::{Guest, Pool};
+use serde_json::Value;
 
 pub const MIB: u64 = 1 << 20;
+/// Holes in what was lent, emulated.
+const REST_LIMIT: Duration = Duration::from_secs(60);
 
 /// A zone as `vm.memory` shows it.
 pub struct Zone {
@@ -31,6 +36,51 @@ pub fn zone(guest: &Guest, id: &str) -> Result<Zone> {
             .with_context(|| format!("Zone {id} has no state: {zone}"))?
             .to_owned(),
     })
+}
+
+/// What `pool.info` says of a guest's only pool.
+fn pool_info(guest: &Guest) -> Result<Value> {
+    let answer = guest.api("GET", "pool.info", None)?;
+    let pools = answer["pools"].as_array().with_context(|| format!("pool.info has no pools: {answer}"))?;
+    ensure!(pools.len() == 1, "Not one pool: {answer}");
+    Ok(pools[0].clone())
+}
+
+/// Once the only pool of a guest is at rest, it has lent what is plugged of the only zone of PM, and `pool.info`, the metrics and
+/// `pmvol info` tell the same of it.
+pub fn pool_tells_what_is_plugged(guest: &Guest, pool: &Pool) -> Result<()> {
+    guest.wait_until(
+        "the pool has lent what is plugged, and nothing waits to be erased",
+        REST_LIMIT,
+        || {
+            let info = pool_info(guest)?;
+            Ok(info["memory_bytes"] == zone(guest, "pm")?.plugged_bytes && info["scrubbing_bytes"] == 0)
+        },
+    )?;
+    let (info, metrics, by_pmvol) = (pool_info(guest)?, guest.metrics()?, pool.info()?);
+    let number = |name: &str| info[name].as_u64().with_context(|| format!("pool.info has no {name}: {info}"));
+    ensure!(info["path"] == pool.name() && info["status"]["state"] == "ok", "{info}");
+    let path = pool.name();
+    let state = |state: &str| metrics.value("foreshore_pool_bytes", &[("pool", &path), ("state", state)]);
+    let lendable_bytes = metrics.value("foreshore_pool_lendable_bytes", &[("pool", &path)])?;
+    for (name, metered_bytes) in [
+        ("free_bytes", state("free")? + state("free-storage")?),
+        ("memory_bytes", state("memory")?),
+        ("volume_bytes", state("volume")?),
+        ("scrubbing_bytes", state("scrubbing")?),
+        ("lendable_bytes", lendable_bytes),
+    ] {
+        ensure!(number(name)? as f64 == metered_bytes, "{name}: {metered_bytes} are metered, of {info}");
+    }
+    let told = info.as_object().context("A pool is an object")?;
+    for (name, told) in told.iter().filter(|(name, _)| *name != "status") {
+        ensure!(by_pmvol[name] == *told, "{name}: {info}, and pmvol says {by_pmvol}");
+    }
+    let states =
+        ["free_bytes", "memory_bytes", "volume_bytes", "scrubbing_bytes", "retired_bytes", "metadata_bytes"];
+    let sum = states.iter().try_fold(0, |sum, name| Ok::<_, anyhow::Error>(sum + number(name)?))?;
+    ensure!(sum == number("total_bytes")?, "{sum} bytes have a state: {info}");
+    Ok(())
 }
 
 /// MemTotal as the guest's kernel counts it.

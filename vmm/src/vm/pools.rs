@@ -1,0 +1,133 @@
+//! Pools that a machine has open: what `pool.info` tells of each.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::request::{PoolInfo, PoolStatus};
+use crate::pool::PmPool;
+
+/// A pool that memory or a volume of the machine is of.
+pub(super) struct OpenPool {
+    path: PathBuf,
+    pool: Arc<dyn PmPool>,
+}
+
+impl OpenPool {
+    /// The pool at `path`.
+    pub(super) fn new(path: &Path, pool: &Arc<dyn PmPool>) -> Self {
+        Self { path: path.to_owned(), pool: Arc::clone(pool) }
+    }
+
+    /// What `pool.info` tells. Nobody waits for it: not for the media, nor for who changes the pool.
+    pub(super) fn info(&self) -> PoolInfo {
+        let info = self.pool.info();
+        PoolInfo {
+            path: self.path.display().to_string(),
+            uuid: self.pool.uuid(),
+            durability: self.pool.durability().name().to_owned(),
+            total_bytes: info.total_bytes,
+            // Which of them are kept for volumes follows from `strg_bytes`.
+            free_bytes: info.free_storage_bytes + info.free_migrate_bytes,
+            memory_bytes: info.memory_bytes,
+            volume_bytes: info.volume_bytes,
+            scrubbing_bytes: info.scrubbing_bytes,
+            retired_bytes: info.retired_bytes,
+            metadata_bytes: info.metadata_bytes,
+            strg_bytes: info.strg_bytes,
+            lendable_bytes: info.lendable_bytes,
+            volumes: info.volumes,
+            status: self.pool.failure().map_or(PoolStatus::Ok, PoolStatus::ReadOnly),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use pmem_volume::Pool;
+    use serde_json::Value;
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::config::{VolumeFormat, VolumeSize};
+    use crate::pool::{LocalPool, VolumeRequest};
+
+    const MIB: u64 = 1 << 20;
+
+    /// A pool of 64 MiB, 16 MiB of them for volumes, on tmpfs where there is one.
+    fn open() -> (Arc<LocalPool>, OpenPool, TempDir) {
+        let folder = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        let path = folder.path().join("pool");
+        drop(Pool::create(&path, 64 * MIB, 16 * MIB).unwrap());
+        let local = LocalPool::open(&path, None).unwrap();
+        let pool: Arc<dyn PmPool> = local.clone();
+        let open = OpenPool::new(&path, &pool);
+        (local, open, folder)
+    }
+
+    fn states(info: &PoolInfo) -> u64 {
+        info.free_bytes
+            + info.memory_bytes
+            + info.volume_bytes
+            + info.scrubbing_bytes
+            + info.retired_bytes
+            + info.metadata_bytes
+    }
+
+    #[test]
+    fn bytes_follow_what_is_lent_and_add_up_to_the_pool() {
+        let (pool, open, folder) = open();
+        let before = open.info();
+        assert_eq!(before.path, folder.path().join("pool").display().to_string());
+        assert_eq!((before.memory_bytes, before.volumes, &before.status), (0, 0, &PoolStatus::Ok));
+        let (size, format) = (VolumeSize::Bytes(24 * MIB), VolumeFormat::Btt);
+        drop(pool.open_volume(VolumeRequest { name: "data", size, format, create: true }).unwrap());
+        let extents = pool.alloc_memory(16 * MIB).unwrap();
+        let lent = open.info();
+        assert_eq!((lent.memory_bytes, lent.volume_bytes, lent.volumes), (16 * MIB, 24 * MIB, 1));
+        assert_eq!(lent.free_bytes, before.free_bytes - 40 * MIB);
+        pool.free_memory(&extents).unwrap();
+        let back = open.info();
+        assert_eq!(
+            (back.memory_bytes, back.scrubbing_bytes + back.free_bytes),
+            (0, lent.free_bytes + 16 * MIB)
+        );
+        for info in [before, lent, back] {
+            assert_eq!((states(&info), info.total_bytes, info.strg_bytes), (64 * MIB, 64 * MIB, 16 * MIB));
+        }
+    }
+
+    /// So that nobody has to learn two sets of names.
+    #[test]
+    fn what_pmvol_info_says_as_well_has_its_name_and_its_number() {
+        let (pool, open, _folder) = open();
+        pool.alloc_memory(16 * MIB).unwrap();
+        let object = |value: Value| value.as_object().unwrap().clone();
+        let ours = object(serde_json::to_value(open.info()).unwrap());
+        let theirs = object(serde_json::to_value(pool.pool().info()).unwrap());
+        for (name, number) in &ours {
+            match name.as_str() {
+                // pmvol adds the one; the other is its `latched`.
+                "path" | "status" => assert!(!theirs.contains_key(name)),
+                _ => assert_eq!(theirs.get(name), Some(number), "{name}"),
+            }
+        }
+        // What is damaged nobody can say of a pool that a VM may have: it would not have been opened.
+        let missing: Vec<_> = theirs.keys().filter(|name| !ours.contains_key(*name)).collect();
+        assert_eq!(missing, ["damaged_bytes", "format_version", "latched", "thin"]);
+        assert_eq!(theirs["damaged_bytes"], 0);
+    }
+
+    #[test]
+    fn a_pool_is_read_only_for_the_reason_that_came_first() {
+        let (pool, open, folder) = open();
+        // What is written next, the table of chunks, is not there.
+        File::options().write(true).open(folder.path().join("pool")).unwrap().set_len(0).unwrap();
+        pool.alloc_memory(2 * MIB).unwrap_err();
+        let PoolStatus::ReadOnly(reason) = open.info().status else { panic!("it takes writes") };
+        assert!(!reason.is_empty() && pool.has_failed());
+        pool.alloc_memory(2 * MIB).unwrap_err();
+        assert_eq!(open.info().status, PoolStatus::ReadOnly(reason));
+    }
+}
