@@ -8,6 +8,7 @@ use thiserror::Error;
 use super::wire::{Raw, RawDirection, RawDistance, RawHeader, RawHostZone, RawPlan, RawZone};
 use super::{Entry, Header, HostZone, MAX_LINE_BYTES, RecordedPlan, TRACE_VERSION};
 use crate::plan::Direction;
+use crate::units::PAGE_BYTES;
 use crate::{Distances, TimeMs, ZoneId, ZoneSizes};
 
 /// What four levels of page tables map of physical memory on x86-64, as in a report.
@@ -171,7 +172,7 @@ impl<R: BufRead> Reader<R> {
         }
         self.line = line;
         let entry = parse(&self.buffer)
-            .and_then(|raw| check_entry(raw, &self.header.zones, self.last))
+            .and_then(|raw| check_entry(raw, &self.header, self.last))
             .map_err(|fault| TraceError::Line { line, fault })?;
         self.last = entry.at();
         Ok(Some(entry))
@@ -274,17 +275,18 @@ fn check_header(raw: RawHeader) -> Result<Header, Fault> {
     // A balloon may have all of it.
     in_range("boot_bytes", raw.boot_bytes, 0, MAX_BYTES)?;
     in_range("the number of zones", raw.zones.len() as u64, 0, MAX_ZONES as u64)?;
+    let balloon = raw.balloon.map(ZoneId);
     let mut zones: Vec<ZoneSizes> = Vec::with_capacity(raw.zones.len());
     for zone in raw.zones {
         if zones.iter().any(|other| other.id.0 == zone.id) {
             return Err(Fault::Twice(zone.id));
         }
-        zones.push(check_zone(zone)?);
+        zones.push(check_zone(zone, balloon)?);
     }
-    if let Some(id) = raw.balloon
-        && zones.iter().all(|zone| zone.id.0 != id)
+    if let Some(id) = balloon
+        && zones.iter().all(|zone| zone.id != id)
     {
-        return Err(Fault::NoZone(id));
+        return Err(Fault::NoZone(id.0));
     }
     in_range("the number of distances", raw.distances.len() as u64, 0, MAX_DISTANCES as u64)?;
     let mut distances = Distances::default();
@@ -294,11 +296,10 @@ fn check_header(raw: RawHeader) -> Result<Header, Fault> {
         in_range("distance", distance.into(), Distances::LOCAL.into(), u8::MAX.into())?;
         distances.set(from, to, distance);
     }
-    let balloon = raw.balloon.map(ZoneId);
     Ok(Header { vm: raw.vm, boot_bytes: raw.boot_bytes, zones, balloon, distances })
 }
 
-fn check_zone(raw: RawZone) -> Result<ZoneSizes, Fault> {
+fn check_zone(raw: RawZone, balloon: Option<ZoneId>) -> Result<ZoneSizes, Fault> {
     in_range("guest_numa_node", raw.guest_numa_node.into(), 0, MAX_NODE)?;
     in_range("block_bytes", raw.block_bytes, 4096, MAX_BYTES)?;
     in_range("max_bytes", raw.max_bytes, 0, MAX_BYTES)?;
@@ -315,22 +316,28 @@ fn check_zone(raw: RawZone) -> Result<ZoneSizes, Fault> {
         // Traces do not tell of drivers.
         ready: true,
     };
-    check_size("requested_bytes", raw.requested_bytes, &sizes)?;
-    check_size("plugged_bytes", raw.plugged_bytes, &sizes)?;
+    check_requested(raw.requested_bytes, &sizes)?;
+    check_plugged(raw.plugged_bytes, &sizes, balloon)?;
     Ok(sizes)
 }
 
-/// A size that a zone may have.
-fn check_size(name: &'static str, value: u64, zone: &ZoneSizes) -> Result<(), Fault> {
-    in_range(name, value, 0, zone.max_bytes)?;
-    let whole = match name {
-        "plugged_bytes" => "plugged_bytes modulo block_bytes",
-        _ => "requested_bytes modulo block_bytes",
-    };
-    in_range(whole, value % zone.block_bytes, 0, 0)
+/// What may be asked of a zone: whole blocks, of a balloon too.
+fn check_requested(value: u64, zone: &ZoneSizes) -> Result<(), Fault> {
+    in_range("requested_bytes", value, 0, zone.max_bytes)?;
+    in_range("requested_bytes modulo block_bytes", value % zone.block_bytes, 0, 0)
 }
 
-fn check_entry(raw: Raw, zones: &[ZoneSizes], last: TimeMs) -> Result<Entry, Fault> {
+/// What a zone may have plugged. A balloon's guest counts in pages, and its driver moves up to 256 of them at a time.
+fn check_plugged(value: u64, zone: &ZoneSizes, balloon: Option<ZoneId>) -> Result<(), Fault> {
+    in_range("plugged_bytes", value, 0, zone.max_bytes)?;
+    match balloon == Some(zone.id) {
+        true => in_range("plugged_bytes modulo 4096", value % PAGE_BYTES, 0, 0),
+        false => in_range("plugged_bytes modulo block_bytes", value % zone.block_bytes, 0, 0),
+    }
+}
+
+fn check_entry(raw: Raw, header: &Header, last: TimeMs) -> Result<Entry, Fault> {
+    let zones = &header.zones;
     match raw {
         Raw::Trace(_) => Err(Fault::Order("only the first line is of type trace")),
         Raw::Report { at_ms, report } => {
@@ -340,7 +347,7 @@ fn check_entry(raw: Raw, zones: &[ZoneSizes], last: TimeMs) -> Result<Entry, Fau
         }
         Raw::Host { at_ms, zones: raw, pool_free_bytes } => {
             let at = check_time(at_ms, last)?;
-            Ok(Entry::Host { at, zones: check_host(&raw, zones)?, pool_free_bytes })
+            Ok(Entry::Host { at, zones: check_host(&raw, header)?, pool_free_bytes })
         }
         Raw::Plan(raw) => {
             let at = check_time(raw.at_ms, last)?;
@@ -366,11 +373,11 @@ fn same_zones(found: impl Iterator<Item = u32> + Clone, zones: &[ZoneSizes]) -> 
     Err(Fault::Zones { found: found.take(MAX_ZONES).collect(), expected: expected.collect() })
 }
 
-fn check_host(raw: &[RawHostZone], zones: &[ZoneSizes]) -> Result<Vec<HostZone>, Fault> {
-    same_zones(raw.iter().map(|zone| zone.id), zones)?;
-    let checked = raw.iter().zip(zones).map(|(raw, zone)| {
-        check_size("requested_bytes", raw.requested_bytes, zone)?;
-        check_size("plugged_bytes", raw.plugged_bytes, zone)?;
+fn check_host(raw: &[RawHostZone], header: &Header) -> Result<Vec<HostZone>, Fault> {
+    same_zones(raw.iter().map(|zone| zone.id), &header.zones)?;
+    let checked = raw.iter().zip(&header.zones).map(|(raw, zone)| {
+        check_requested(raw.requested_bytes, zone)?;
+        check_plugged(raw.plugged_bytes, zone, header.balloon)?;
         Ok(HostZone { id: zone.id, requested_bytes: raw.requested_bytes, plugged_bytes: raw.plugged_bytes })
     });
     checked.collect()
@@ -387,7 +394,7 @@ fn check_plan(raw: RawPlan, zones: &[ZoneSizes]) -> Result<RecordedPlan, Fault> 
         same_zones(raw.zones.iter().map(|target| target.id), zones)?;
     }
     for (target, zone) in raw.zones.iter().zip(zones) {
-        check_size("requested_bytes", target.requested_bytes, zone)?;
+        check_requested(target.requested_bytes, zone)?;
     }
     Ok(RecordedPlan {
         direction: match raw.direction {

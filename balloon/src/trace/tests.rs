@@ -279,6 +279,30 @@ fn a_balloon_and_distances_are_in_the_header() {
 }
 
 #[test]
+fn a_balloon_counts_in_pages_where_other_zones_count_in_blocks() {
+    let mut host = host();
+    host.zones[0].plugged_bytes = 64 * MIB + 4096;
+    let header = |balloon| Header { zones: host.zones.clone(), balloon, ..header() };
+    let mut writer = Writer::new(Vec::new(), &header(Some(ZoneId(0)))).expect("a Vec takes all");
+    // Linux takes up to 256 pages at a time.
+    host.zones[0].plugged_bytes -= 255 * 4096;
+    assert!(writer.host(TimeMs(1000), &host).unwrap());
+    let text = writer.into_inner();
+    let trace = read(&text).expect("what is written is read");
+    let [Entry::Host { zones, .. }] = &trace.entries[..] else { panic!("{:?}", trace.entries) };
+    assert_eq!(zones[0].plugged_bytes, 64 * MIB - 254 * 4096);
+    let text = String::from_utf8(text).expect("JSON");
+    for (from, to, message) in [
+        ("66068480", "66068481", "plugged_bytes modulo 4096 is 1, must be 0 to 0"),
+        (r#""balloon":0"#, r#""balloon":1"#, "plugged_bytes modulo block_bytes is 4096, must be 0 to 0"),
+        (r#""requested_bytes":0"#, r#""requested_bytes":4096"#, "requested_bytes modulo block_bytes is 4096"),
+    ] {
+        let error = read(text.replace(from, to)).expect_err(to).to_string();
+        assert!(error.contains(message), "{error}");
+    }
+}
+
+#[test]
 fn header_and_entries_keep_their_places() {
     let lines: Vec<_> = GOLDEN.lines().collect();
     let error = read(lines[1..].join("\n") + "\n").expect_err("no header").to_string();

@@ -4,14 +4,17 @@ use std::time::Duration;
 
 use balloon::Tier;
 use balloon::params::Setting;
+use balloon::sim::{GuestConfig, replay};
 use balloon::statistics::Tag;
+use balloon::trace::Entry;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::*;
 use crate::config::PressureConfig;
 use crate::governor::core::{BALLOON_ZONE, Core};
-use crate::governor::fake::FakeDevice;
+use crate::governor::fake::{FakeDevice, Shown};
+use crate::governor::record::Target;
 use crate::governor::{DeviceSizes, GovernedZone, ZoneDevice};
 
 const MIB: u64 = 1 << 20;
@@ -430,6 +433,33 @@ fn a_guest_that_saves_itself_is_not_asked_to_give_it_again() {
         assert!(rig.guest.ballooned() <= ballooned - 64 * MIB);
     }
     assert!(rig.guest.ballooned() < ballooned - 64 * MIB, "it was short, and is given more");
+}
+
+#[test]
+fn a_recording_of_a_guest_with_a_balloon_is_read_and_replayed() {
+    let shown = Shown::default();
+    let mut rig = rig(false, false);
+    let target = Target { path: "/trace".into(), file: shown.clone(), max_bytes: 1 << 30 };
+    rig.core = rig.core.record(target, "db", rig.now).unwrap();
+    for pages in [0, 255, 1, 511] {
+        rig.wait(5);
+        // Linux is seen amid an inflation.
+        let mut state = rig.guest.state.lock();
+        state.ballooned = state.ballooned.saturating_sub(pages * 4096);
+    }
+    rig.wait(5);
+    drop(rig);
+    let trace = shown.trace();
+    assert_eq!(trace.header.balloon, Some(balloon::ZoneId(0)));
+    let is_odd = |entry: &Entry| {
+        let Entry::Host { zones, .. } = entry else { return false };
+        !zones[0].plugged_bytes.is_multiple_of(2 * MIB)
+    };
+    assert!(trace.entries.iter().any(is_odd));
+    // Another policy begins with what the guest booted with, so it is nothing to it where a block was not whole.
+    let mut reader = shown.reader();
+    let (setup, _) = replay(&mut reader, &GuestConfig::default(), 0, 0).unwrap();
+    assert_eq!(setup.host.zones[0].plugged_bytes, 0);
 }
 
 #[test]

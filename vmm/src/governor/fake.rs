@@ -1,9 +1,11 @@
 //! Devices that do as they are told, or do not, and a governor that has two of them. For tests.
 
+use std::io::{self, Cursor, Write};
 use std::sync::Arc;
 use std::time::Duration;
 
 use balloon::proto::Refusal;
+use balloon::trace::{Reader, Trace};
 use balloon::{Tier, TimeMs};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -54,6 +56,29 @@ impl ZoneDevice for FakeDevice {
     }
     fn remind(&self) {
         *self.reminders.lock() += 1;
+    }
+}
+
+/// What has been written of a recording, to be looked at from outside.
+#[derive(Clone, Default)]
+pub struct Shown(pub Arc<Mutex<Vec<u8>>>);
+
+impl Write for Shown {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().write(bytes)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Shown {
+    pub fn reader(&self) -> Reader<Cursor<Vec<u8>>> {
+        Reader::new(Cursor::new(self.0.lock().clone())).unwrap()
+    }
+
+    pub fn trace(&self) -> Trace {
+        Trace::read(Cursor::new(self.0.lock().clone())).unwrap()
     }
 }
 

@@ -1,36 +1,18 @@
 //! Recordings to files that do as they should, and to others.
 
-use std::io::Cursor;
 use std::sync::mpsc::{Sender, channel};
 
-use balloon::trace::{Entry, Trace};
+use balloon::trace::Entry;
 
 use super::*;
-use crate::governor::fake::{Fixture, MIB, fixture};
+use crate::governor::fake::{Fixture, MIB, Shown, fixture};
 use crate::vm::decision::DECISIONS_SHOWN;
 
 fn target<W>(file: W, max_bytes: u64) -> Target<W> {
     Target { path: PathBuf::from("/trace"), file, max_bytes }
 }
 
-/// What has been written, to be looked at from outside.
-#[derive(Clone, Default)]
-struct Shown(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Shown {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().write(bytes)
-    }
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
 impl Shown {
-    fn trace(&self) -> Trace {
-        Trace::read(Cursor::new(self.0.lock().clone())).unwrap()
-    }
-
     /// What is said to be missing in the lines that are there.
     fn lost_lines(&self) -> Vec<u64> {
         let text = String::from_utf8(self.0.lock().clone()).unwrap();
