@@ -144,7 +144,7 @@ impl Distances {
 pub struct HostView {
     /// The hotplug part of every zone that has one.
     pub zones: Vec<ZoneSizes>,
-    /// Memory that the guest booted with; it is never unplugged.
+    /// Memory that the guest booted with, or that has come since and never goes (DIMMs); it is never unplugged.
     pub boot_bytes: u64,
     /// What the pool can still give to `pm` zones.
     pub pool_free_bytes: u64,

@@ -8,8 +8,8 @@ use crate::{HostView, Tier};
 /// Splits the one zone of such reports into DRAM and PM, by what the host knows and by how Linux fills memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Placing {
-    /// What the guest had beside its hotplugged memory while no PM was plugged.
-    bare_bytes: Option<u64>,
+    /// What the guest's kernel keeps of boot memory: what was missing of it in totals while no PM was plugged.
+    missing_bytes: Option<u64>,
 }
 
 impl Placing {
@@ -17,10 +17,12 @@ impl Placing {
     pub fn learn(&mut self, report: &Report, host: &HostView) {
         if plugged_bytes(host, Tier::Pm) == 0 {
             let bare_bytes = report.memory().total_bytes.saturating_sub(plugged_bytes(host, Tier::Dram));
-            // What is plugged may not be online yet: then it looks like less. A report from before an unplug that is
-            // taken after it tells of more, and nothing would ever correct that. What no guest has is not learned.
-            if bare_bytes <= host.boot_bytes {
-                self.bare_bytes = self.bare_bytes.max(Some(bare_bytes));
+            // What is plugged, or has come by ACPI, may not be online yet: then more looks missing. A report from before an
+            // unplug that is taken after it tells of more than there is, and nothing would ever correct that. What no guest
+            // has is not learned.
+            if let Some(missing_bytes) = host.boot_bytes.checked_sub(bare_bytes) {
+                let least_bytes = self.missing_bytes.map_or(missing_bytes, |least| least.min(missing_bytes));
+                self.missing_bytes = Some(least_bytes);
             }
         }
     }
@@ -35,8 +37,8 @@ impl Placing {
     pub fn place(&mut self, report: Report, host: &HostView) -> Report {
         self.learn(&report, host);
         let plugged_pm_bytes = plugged_bytes(host, Tier::Pm);
-        let dram_bytes =
-            self.bare_bytes.unwrap_or(host.boot_bytes).saturating_add(plugged_bytes(host, Tier::Dram));
+        let bare_bytes = host.boot_bytes.saturating_sub(self.missing_bytes.unwrap_or(0));
+        let dram_bytes = bare_bytes.saturating_add(plugged_bytes(host, Tier::Dram));
         let pm_pages =
             report.memory().total_bytes.saturating_sub(dram_bytes).min(plugged_pm_bytes) / PAGE_BYTES;
         let [whole] = report.zones() else { return report };
@@ -200,6 +202,21 @@ mod tests {
                     placing.place(report(dram_mib + 2048, 2200), &host_with_balloon(ballooned_mib, 2048));
                 assert_eq!(zones(&placed), [(0, dram_mib, 152), (1, 2048, 2048)], "{ballooned_mib} MiB");
             }
+        }
+    }
+
+    #[test]
+    fn memory_that_comes_by_acpi_is_dram_whether_pm_is_plugged_then_or_not() {
+        let with_dimm = |pm_mib| HostView { boot_bytes: BOOT + 256 * MIB, ..host([0, pm_mib, 0]) };
+        for seen_with_dimm in [false, true] {
+            let mut placing = seen_bare();
+            if seen_with_dimm {
+                // It is not online at once.
+                placing.learn(&report(480, 400), &with_dimm(0));
+                placing.learn(&report(480 + 256, 400), &with_dimm(0));
+            }
+            let placed = placing.place(report(480 + 256 + 1024, 1200), &with_dimm(1024));
+            assert_eq!(zones(&placed), [(0, 736, 176), (1, 1024, 1024)]);
         }
     }
 

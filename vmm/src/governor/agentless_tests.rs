@@ -1,5 +1,6 @@
 //! A governor of a guest that has a balloon, and an agent only now and then.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use balloon::Tier;
@@ -15,7 +16,7 @@ use crate::config::PressureConfig;
 use crate::governor::core::{BALLOON_ZONE, Core};
 use crate::governor::fake::{FakeDevice, Shown};
 use crate::governor::record::Target;
-use crate::governor::{DeviceSizes, GovernedZone, ZoneDevice};
+use crate::governor::{Beside, DeviceSizes, GovernedZone, ZoneDevice};
 
 const MIB: u64 = 1 << 20;
 const BOOT: u64 = 4096 * MIB;
@@ -359,6 +360,30 @@ fn statistics_that_lie_are_refused_and_counted_and_the_loop_goes_on() {
     assert_eq!(rig.reports(), taken);
     rig.wait(3);
     assert!(rig.reports() > taken);
+}
+
+#[test]
+fn what_has_come_by_acpi_is_believed_and_nothing_beyond_it() {
+    let dimm_bytes = Arc::new(AtomicU64::new(0));
+    let mut rig = rig(false, false);
+    rig.core = rig.core.with_beside(Beside { dimm_bytes: Arc::clone(&dimm_bytes) });
+    rig.wait(3);
+    let taken = rig.reports();
+    // A DIMM as large as the VM came with, of which the kernel keeps nothing.
+    let grown = rig.guest.truth().with(Tag::Total, BOOT + 4096 * MIB);
+    let say = |rig: &mut Rig, statistics| {
+        rig.guest.say(statistics);
+        rig.now = rig.now + 1;
+        rig.core.tick(rig.now);
+    };
+    say(&mut rig, grown);
+    assert_eq!((rig.reports(), rig.details()["refused"].clone()), (taken, json!({"out_of_range": 1})));
+    dimm_bytes.store(4096 * MIB, Ordering::Relaxed);
+    say(&mut rig, grown);
+    assert_eq!(rig.reports(), taken + 1);
+    assert_eq!(rig.details()["memory"]["total_bytes"], json!(BOOT + 4096 * MIB));
+    say(&mut rig, grown.with(Tag::Total, BOOT + 4097 * MIB));
+    assert_eq!((rig.reports(), rig.details()["refused"].clone()), (taken + 1, json!({"out_of_range": 2})));
 }
 
 #[test]

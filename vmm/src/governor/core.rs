@@ -29,7 +29,7 @@ use super::audit::{Audit, Grounds};
 use super::episode::{Ended, Episode};
 use super::progress::{Progress, Reminder};
 use super::record::{Recorder, Target};
-use super::{DeviceSizes, GovernedZone, PoolFree};
+use super::{Beside, DeviceSizes, GovernedZone, PoolFree};
 use crate::config::{FIXED_SIZE, ParamSettings, PressureConfig, rules_as_well};
 use crate::log::sparsely;
 use crate::metrics::LatencyHistogram;
@@ -89,6 +89,7 @@ pub struct Core {
     intake: Intake,
     zones: Vec<Zone>,
     boot_bytes: u64,
+    beside: Beside,
     pool_free: PoolFree,
     last_report: Option<(TimeMs, Report)>,
     agent: Agent,
@@ -176,6 +177,7 @@ impl Core {
             intake: Intake::new(now),
             zones,
             boot_bytes,
+            beside: Beside::default(),
             pool_free,
             last_report: None,
             agent: Agent::default(),
@@ -197,6 +199,12 @@ impl Core {
     /// How far the guest's nodes are from each other.
     pub fn with_distances(mut self, distances: Distances) -> Self {
         self.distances = distances;
+        self
+    }
+
+    /// What the guest may have of memory that is not sized here.
+    pub fn with_beside(mut self, beside: Beside) -> Self {
+        self.beside = beside;
         self
     }
 
@@ -336,9 +344,14 @@ impl Core {
         regions.fold(0, u64::saturating_add)
     }
 
-    /// That and boot memory: no guest has more.
+    /// What the guest has in any case: memory that it booted with, or that has come by ACPI.
+    fn kept_bytes(&self) -> u64 {
+        self.boot_bytes.saturating_add(self.beside.dimm_bytes())
+    }
+
+    /// That and all zones: no guest has more.
     fn most_memory_bytes(&self) -> u64 {
-        self.boot_bytes.saturating_add(self.region_bytes())
+        self.kept_bytes().saturating_add(self.region_bytes())
     }
 
     /// Whether the next tick is wanted sooner than usual.
@@ -423,7 +436,7 @@ impl Core {
         });
         HostView {
             zones: zones.collect(),
-            boot_bytes: self.boot_bytes,
+            boot_bytes: self.kept_bytes(),
             pool_free_bytes: (self.pool_free)(),
             distances: self.distances.clone(),
             balloon: self

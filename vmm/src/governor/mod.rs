@@ -22,6 +22,7 @@ pub mod record;
 pub mod task;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use balloon::Tier;
 
@@ -78,6 +79,19 @@ pub struct GovernedZone {
     pub boot_bytes: u64,
     /// Its device.
     pub device: Arc<dyn ZoneDevice>,
+}
+
+/// Memory that nobody sizes and that comes while the guest runs. Others count it, and a guest that uses it reports it.
+#[derive(Clone, Debug, Default)]
+pub struct Beside {
+    /// What has come by ACPI. It never goes, and is to a guest as what it booted with.
+    pub dimm_bytes: Arc<AtomicU64>,
+}
+
+impl Beside {
+    fn dimm_bytes(&self) -> u64 {
+        self.dimm_bytes.load(Ordering::Relaxed)
+    }
 }
 
 /// Tells how much a pool can still lend.

@@ -478,6 +478,8 @@ fn region(range: GuestRange, reservation: &Reservation) -> Result<Arc<GuestRegio
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::Ordering;
+
     use vm_memory::{Bytes, GuestAddressSpace, GuestMemoryBackend};
 
     use super::super::backing::policy_at;
@@ -717,5 +719,6 @@ mod tests {
         assert_eq!(dimms.add(256 * MIB).unwrap().start, 4 * GIB + 128 * MIB);
         assert!(at(4 * GIB + 384 * MIB - 8) && at(4 * GIB + 128 * MIB));
         assert_eq!(dimms.plan().used_bytes(), 384 * MIB);
+        assert_eq!(dimms.came_bytes().load(Ordering::Relaxed), 384 * MIB);
     }
 }

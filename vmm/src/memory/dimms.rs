@@ -1,6 +1,7 @@
 //! Memory that comes by ACPI: DIMMs in one range behind boot memory, side by side, which never go.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use thiserror::Error;
 use vm_memory::GuestAddress;
@@ -121,6 +122,8 @@ pub struct Dimms {
     reservation: Arc<Reservation>,
     slots: Arc<Slots>,
     view: GuestView,
+    /// What has come, for who does not have this.
+    came_bytes: Arc<AtomicU64>,
 }
 
 impl Dimms {
@@ -133,7 +136,7 @@ impl Dimms {
         slots: Arc<Slots>,
         view: GuestView,
     ) -> Self {
-        Self { spec, plan, backing, reservation, slots, view }
+        Self { spec, plan, backing, reservation, slots, view, came_bytes: Arc::default() }
     }
 
     /// Their zone.
@@ -144,6 +147,11 @@ impl Dimms {
     /// Where they are.
     pub fn plan(&self) -> &DimmPlan {
         &self.plan
+    }
+
+    /// The memory of all of them, as more of them come: a DIMM counts before anybody tells the guest of it.
+    pub fn came_bytes(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.came_bytes)
     }
 
     /// Makes one of `len` bytes: mapped, in KVM and in reach of devices. Nobody has told the guest yet.
@@ -160,6 +168,7 @@ impl Dimms {
         }
         self.view.exclusive().set_plugged(GuestAddress(dimm.start), len, true);
         self.plan.put(dimm);
+        self.came_bytes.store(self.plan.used_bytes(), Ordering::Relaxed);
         Ok(dimm)
     }
 }

@@ -11,6 +11,7 @@ use tracing::{debug, warn};
 use super::clock::GuestClock;
 use super::error::BuildError;
 use super::fabric::Fabric;
+use super::governing::Governed;
 use super::hotplug::{self, Leaving};
 use super::kvm::Hypervisor;
 use super::machine::KvmMachine;
@@ -34,8 +35,10 @@ use crate::cpu::plug::Plug;
 use crate::cpu::run::{Placement, Surroundings, Vcpu, VcpuThread};
 use crate::cpu::state::{self, Fresh};
 use crate::event_loop::EventLoop;
+use crate::governor::Beside;
 use crate::host_console::ConsoleFiles;
 use crate::memory::backing::resident::resident_bytes;
+use crate::memory::dimms::Dimms;
 use crate::memory::layout::{
     ACPI_PM_LEN, ACPI_PM_PORT, GED_GSI, GED_LEN, GED_START, HOTPLUG_LEN, HOTPLUG_START,
 };
@@ -120,12 +123,11 @@ pub fn build(
     let clock = Arc::new(GuestClock::new(Arc::clone(&hypervisor.vm)));
     let vcpus = build_vcpus(config, &topology, hypervisor, &fabric, &boot, cpu_registers, events)?;
     // 7. The governor last: it acts on what is there.
+    let beside = Beside { dimm_bytes: dimms.as_ref().map_or_else(Arc::default, Dimms::came_bytes) };
     let governor = governing::start(
         config,
         resources,
-        &zones,
-        balloon.as_ref(),
-        plugged,
+        Governed { handles: &zones, balloon: balloon.as_ref(), beside, plugged },
         connections,
         &volumes.guest_btt,
     )?;

@@ -14,7 +14,7 @@ use crate::governor::agentless::{Agentless, BalloonSource, Sample};
 use crate::governor::core::{BALLOON_ZONE, Core};
 use crate::governor::record::{self, Target};
 use crate::governor::task::{Clock, Connections, Governor};
-use crate::governor::{DeviceSizes, GovernedZone, PoolFree, Shortfall, ZoneDevice};
+use crate::governor::{Beside, DeviceSizes, GovernedZone, PoolFree, Shortfall, ZoneDevice};
 use crate::memory::BLOCK_BYTES;
 use crate::memory::zone::Tier;
 use crate::pool::PoolInfo;
@@ -111,16 +111,26 @@ fn offered_bytes(pool: &PoolInfo) -> u64 {
     if pool.failed { 0 } else { pool.lendable_bytes }
 }
 
+/// The memory of a machine, to its governor.
+pub(super) struct Governed<'a> {
+    /// Its virtio-mem devices.
+    pub(super) handles: &'a [MemHandle],
+    pub(super) balloon: Option<&'a BalloonHandle>,
+    /// What comes and is not sized.
+    pub(super) beside: Beside,
+    /// Tells that what is plugged has changed.
+    pub(super) plugged: Arc<Notify>,
+}
+
 /// Starts the governor of a machine that is about to run.
 pub(super) fn start(
     config: &VmConfig,
     resources: &Resources,
-    handles: &[MemHandle],
-    balloon: Option<&BalloonHandle>,
-    plugged: Arc<Notify>,
+    governed: Governed<'_>,
     agents: Connections,
     guest_btt: &Arc<GuestBtt>,
 ) -> Result<Governor, BuildError> {
+    let Governed { handles, balloon, beside, plugged } = governed;
     let balloon_bytes = balloon.map_or(0, |balloon| BalloonHandle::sizes(balloon).max_bytes);
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
     let zones_of = |node| topology.zones().iter().filter(move |zone| zone.guest_node == node);
@@ -162,7 +172,7 @@ pub(super) fn start(
                 .map_err(BuildError::Pressure)?;
         }
     }
-    let core = core.with_distances(distances(&topology));
+    let core = core.with_distances(distances(&topology)).with_beside(beside);
     let core = match &pressure.record {
         Some(path) => record(core, path, pressure.record_size, resources, &clock)?,
         None => core,
