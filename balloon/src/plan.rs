@@ -144,7 +144,7 @@ pub struct Plan {
     pub direction: Direction,
     /// Why. For a hold this may be what stood in the way.
     pub reason: Reason,
-    /// What kept a grow or shrink smaller than the policy wanted.
+    /// What kept a grow or shrink smaller than the policy wanted, or the bound that makes it larger.
     pub limited_by: Option<Reason>,
     /// The hotplugged memory that the policy wanted in all.
     pub wanted_bytes: u64,

@@ -48,6 +48,8 @@ pub struct Controller {
     cool_down_ms: u64,
     lost: Lost,
     lacking: Lacking,
+    /// A dry run has said what rule 3 would do about what is requested.
+    told_bounds: bool,
 }
 
 /// What the host could not provide, and nobody else has been asked for.
@@ -83,6 +85,8 @@ struct Followed {
     pinned: bool,
     /// Sized by hand since the last step: what has grown may be that.
     by_hand: bool,
+    /// A dry run has said what rule 5 would do about what is requested of it.
+    told: bool,
 }
 
 /// What is kept of the last report.
@@ -139,6 +143,7 @@ impl Controller {
             shrunk_at: None,
             lost: Lost::default(),
             lacking: Lacking::default(),
+            told_bounds: false,
         })
     }
 
@@ -150,7 +155,7 @@ impl Controller {
             zone.by_hand = false;
         }
         if let Event::Report(report) = event {
-            self.take_report(report, host, now);
+            self.take_report(report, &self.without_failed(host, now), now);
         }
         let mut plan = self.plan(event, host, now);
         plan.dry_run = self.rules.dry_run;
@@ -220,6 +225,7 @@ impl Controller {
             false => self.cool_down_ms.clamp(rules.cool_down_ms, rules.max_cool_down_ms),
         };
         self.rules = rules;
+        self.told_bounds = false;
         Ok(())
     }
 
@@ -266,7 +272,7 @@ impl Controller {
             for zone in &host.zones {
                 let known = known.iter().find(|known| known.id == zone.id).cloned();
                 let progress = Progress::new(zone, now);
-                let new = Followed { id: zone.id, progress, pinned: false, by_hand: false };
+                let new = Followed { id: zone.id, progress, pinned: false, by_hand: false, told: false };
                 self.zones.push(known.unwrap_or(new));
             }
         }
@@ -333,6 +339,21 @@ impl Controller {
         seen
     }
 
+    /// Rule 8: what a dry run decides upon. Of what the guest does not follow, rule 5 would leave what is there, if it were
+    /// carried out; as it is not, it is taken for done, or nothing else would ever be said.
+    fn without_failed<'a>(&self, host: &'a HostView, now: TimeMs) -> Cow<'a, HostView> {
+        let mut left = Cow::Borrowed(host);
+        if !self.rules.dry_run {
+            return left;
+        }
+        for (index, (zone, followed)) in host.zones.iter().zip(&self.zones).enumerate() {
+            if !followed.pinned && followed.progress.has_failed(zone, &self.rules, now) {
+                left.to_mut().zones[index].requested_bytes = progress::left_bytes(zone, 0);
+            }
+        }
+        left
+    }
+
     /// Rule 5: whether zones without a driver are asked last, and not waited for: where another zone can be asked. Where none
     /// can, they are asked as if somebody were there, for the driver that may come.
     fn passes_over_driverless(&self, host: &HostView, now: TimeMs) -> bool {
@@ -373,8 +394,11 @@ impl Controller {
         if let Some(plan) = self.fall_back(host, now) {
             return plan;
         }
-        if let Some(plan) = self.come_within_bounds(host, now) {
-            return plan;
+        let host = &*self.without_failed(host, now);
+        match self.come_within_bounds(host, now) {
+            Some(plan) if self.is_to_be_told(&plan) => return plan,
+            Some(_) => {}
+            None => self.told_bounds = false,
         }
         // While the loop is paused, or does something else first, it is kept. A dry run asks nobody, and would ask for ever.
         let lacks_bytes = self.lacking.bytes_at(now);
@@ -397,30 +421,44 @@ impl Controller {
         }
     }
 
-    /// Rule 5: a guest that does not follow is asked for less.
+    /// Rule 8: a dry run says once what rule 3 would do, and then what the policy does.
+    fn is_to_be_told(&mut self, plan: &Plan) -> bool {
+        let was_told = self.told_bounds;
+        // What stands in the way of a bound stands in a policy's, too.
+        let changes = plan.direction != Direction::Hold;
+        self.told_bounds = self.rules.dry_run && (was_told || changes);
+        !self.rules.dry_run || (changes && !was_told)
+    }
+
+    /// Rule 5: a guest that does not follow is asked for less. A dry run says so once.
     fn fall_back(&mut self, host: &HostView, now: TimeMs) -> Option<Plan> {
         let has_failed = |(zone, followed): (&ZoneSizes, &Followed)| {
             !followed.pinned && followed.progress.has_failed(zone, &self.rules, now)
         };
         // None of them, mostly.
         if !host.zones.iter().zip(&self.zones).any(has_failed) {
+            self.zones.iter_mut().for_each(|zone| zone.told = false);
             return None;
         }
-        let before = self.zones.clone();
+        let mut before = self.zones.clone();
+        for (zone, followed) in host.zones.iter().zip(&mut before) {
+            followed.told = self.rules.dry_run && has_failed((zone, followed));
+        }
         let mut asked = host.clone();
         let mut is_news = false;
         for (zone, followed) in asked.zones.iter_mut().zip(&mut self.zones).filter(|(_, zone)| !zone.pinned) {
             let was_kept = followed.progress.is_kept();
+            let was_told = std::mem::take(&mut followed.told);
             if let Some(less) = followed.progress.fall_back(zone, &self.rules, now) {
                 zone.requested_bytes = less;
-                is_news |= !was_kept;
+                is_news |= !was_kept && !was_told;
             }
         }
         self.keep_floor(&mut asked, host, now);
-        if self.rules.dry_run {
-            self.zones = before;
+        match self.rules.dry_run {
+            true => self.zones = before,
+            false => is_news |= !requested(&asked).eq(requested(host)),
         }
-        is_news |= !requested(&asked).eq(requested(host));
         is_news.then(|| self.build(Direction::Hold, Reason::NoProgress, None, requested(&asked), host))
     }
 
@@ -508,8 +546,16 @@ impl Controller {
 
     fn plan_decision(&self, last: LastReport, host: &HostView, now: TimeMs) -> Plan {
         let requested = host.requested_bytes();
+        let (floor, ceiling) = (self.rules.floor_bytes, self.rules.ceiling_bytes);
         let reason = last.decision.reason;
         match last.decision.want_bytes {
+            // Only of what a dry run leaves outside of the bounds does a policy want what stays there.
+            Some(want) if want > requested && want < floor => {
+                bound(self.grow(floor - requested, reason, last, host, now), want, Reason::BelowFloor)
+            }
+            Some(want) if want < requested && want > ceiling => {
+                bound(self.shrink(requested - ceiling, reason, last, host, now), want, Reason::AboveCeiling)
+            }
             Some(want) if want > requested => self.grow(want - requested, reason, last, host, now),
             Some(want) if want < requested => self.shrink(requested - want, reason, last, host, now),
             // What is on its way counts as there: the guest will have enough, and has not got it yet.
@@ -635,6 +681,12 @@ impl Controller {
         };
         self.grown_at = Some(now);
     }
+}
+
+/// A plan that goes to a bound of all zones together, beyond what the policy wants.
+fn bound(plan: Plan, wanted_bytes: u64, by: Reason) -> Plan {
+    let limited_by = (plan.direction != Direction::Hold).then(|| plan.limited_by.unwrap_or(by));
+    Plan { wanted_bytes, limited_by, ..plan }
 }
 
 /// What is requested of each zone.

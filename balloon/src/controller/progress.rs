@@ -136,12 +136,7 @@ impl Progress {
         self.rise.settle();
         self.moved = now;
         self.kept = false;
-        let less = match growing {
-            true => round_down(zone.plugged_bytes + half, zone.block_bytes),
-            false => round_up(zone.plugged_bytes, zone.block_bytes),
-        };
-        let most = round_down(zone.max_bytes, zone.block_bytes);
-        Some(less.max(round_up(zone.floor_bytes, zone.block_bytes)).min(most))
+        Some(left_bytes(zone, half))
     }
 
     /// Whether the guest has not followed for too long.
@@ -176,6 +171,16 @@ impl Progress {
     pub fn shrink_cap_bytes(&self, now: TimeMs) -> u64 {
         self.shrink.allowed(now).unwrap_or(u64::MAX)
     }
+}
+
+/// What is requested of a zone after a request that was not followed: what is there, and so much of a grow.
+pub(super) fn left_bytes(zone: &ZoneSizes, more_bytes: u64) -> u64 {
+    let left = match zone.requested_bytes > zone.plugged_bytes {
+        true => round_down(zone.plugged_bytes + more_bytes, zone.block_bytes),
+        false => round_up(zone.plugged_bytes, zone.block_bytes),
+    };
+    let most = round_down(zone.max_bytes, zone.block_bytes);
+    left.max(round_up(zone.floor_bytes, zone.block_bytes)).min(most)
 }
 
 impl Attempt {

@@ -53,6 +53,8 @@ pub(super) enum Broken {
     FallsBelowFloor,
     /// What bounces as soon as it is plugged is taken for progress.
     FlapIsProgress,
+    /// A dry run goes on saying that the guest does not follow.
+    SaysOneThing,
     /// What is left over goes, and what the guest is to have at hand with it.
     GivesAll,
     /// It never rests.
@@ -231,6 +233,13 @@ impl Broken {
                     && (0..ZONES).any(|zone| world.is_due(zone)) =>
             {
                 plan.reason = Reason::InProgress;
+                for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
+                    target.requested_bytes = zone.requested_bytes;
+                }
+            }
+            Broken::SaysOneThing if plan.dry_run && (0..ZONES).any(|zone| world.is_due(zone)) => {
+                (plan.direction, plan.reason) = (Direction::Hold, Reason::NoProgress);
+                plan.wanted_bytes = world.host.requested_bytes();
                 for (zone, target) in world.host.zones.iter().zip(&mut plan.targets) {
                     target.requested_bytes = zone.requested_bytes;
                 }

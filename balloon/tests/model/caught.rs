@@ -78,6 +78,30 @@ fn a_loop_that_takes_for_progress_what_bounces_is_caught() {
     assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("is waited for")), "{wrong:?}");
 }
 
+/// What is wrong in the life of a guest that is short and follows nothing, from when nothing is carried out any more.
+fn wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(broken: Option<Broken>) -> Option<String> {
+    let mut world = World::new(policy(0), broken);
+    let short = Happening::Report {
+        free_permille: [0; ZONES],
+        cached_permille: 0,
+        stall_ms: 0,
+        counted: Counted::default(),
+        swap_used_mib: 0,
+        idle: None,
+        late: false,
+    };
+    let lived = world.live(&[(short.clone(), 300), (Happening::DryRun { on: true }, 1)]);
+    let lived = lived.and_then(|()| (0..30).try_for_each(|_| world.live(&[(short.clone(), 1_000)])));
+    lived.err().map(|error| error.to_string())
+}
+
+#[test]
+fn a_dry_run_that_goes_on_saying_one_thing_is_caught() {
+    assert_eq!(wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(None), None);
+    let wrong = wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(Some(Broken::SaysOneThing));
+    assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("it goes on saying")), "{wrong:?}");
+}
+
 #[test]
 fn a_loop_that_never_rests_is_caught() {
     let broken = Broken::Restless;

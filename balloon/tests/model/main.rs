@@ -225,6 +225,11 @@ struct World {
     flapped: Option<(usize, u64, TimeMs)>,
     /// What was asked of each zone and the guest does not follow.
     waits: [Wait; ZONES],
+    /// How often a dry run has said what rules 3 and 5 would do about what is as it is.
+    told: usize,
+    /// Something was plugged for a while: whether that was progress depends on who looked when, and with it what a dry run takes
+    /// for withdrawn.
+    doubtful: bool,
     broken: Option<Broken>,
 }
 
@@ -284,6 +289,8 @@ impl World {
             is_lacking: false,
             flapped: None,
             waits: [Wait::default(); ZONES],
+            told: 0,
+            doubtful: false,
             broken,
         }
     }
@@ -349,6 +356,7 @@ impl World {
                 self.see_sizes();
                 self.follow(zone, 1000);
                 self.flapped = Some((zone, before, self.now + ms));
+                self.doubtful = true;
                 if ms < STAYS_MS {
                     self.waits[zone].plugged_bytes = self.host.zones[zone].plugged_bytes;
                 }
@@ -371,7 +379,7 @@ impl World {
                 if on { self.controller.pause() } else { self.controller.unpause() }
             }
             Happening::DryRun { on } => {
-                self.dry_run = on;
+                (self.dry_run, self.told) = (on, 0);
                 self.controller.set_dry_run(on);
             }
             Happening::Squeeze { zones, above } => {
@@ -449,6 +457,7 @@ impl World {
     }
 
     fn set_bounds(&mut self, floor_bytes: u64, ceiling_bytes: u64) {
+        self.told = 0;
         let rules = Rules { floor_bytes, ceiling_bytes, dry_run: self.dry_run, ..Rules::default() };
         self.controller.set_rules(rules).expect("in range");
     }
@@ -487,6 +496,7 @@ impl World {
         for (zone, wait) in self.host.zones.iter().zip(&mut self.waits) {
             let sizes = (zone.requested_bytes, zone.plugged_bytes);
             if sizes != (wait.requested_bytes, wait.plugged_bytes) {
+                self.told = 0;
                 let (requested_bytes, plugged_bytes) = sizes;
                 *wait = Wait {
                     requested_bytes,
@@ -508,6 +518,34 @@ impl World {
             && !is_flapping
             && outstanding >= BLOCK_BYTES
             && waited_ms >= self.controller.rules().progress_ms
+    }
+
+    /// What a plan is made for: a dry run takes for done what rule 5 would do, and does not.
+    fn base(&self) -> HostView {
+        let mut base = self.host.clone();
+        let decides = self.dry_run && !self.paused && *self.controller.policy() != Policy::Off;
+        for (index, zone) in base.zones.iter_mut().enumerate().filter(|_| decides) {
+            let is_flapping = self.flapped.is_some_and(|(flapped, ..)| flapped == index);
+            let is_shrink = zone.outstanding_shrink_bytes() > 0;
+            let waited_ms = self.now.since(self.waits[index].anew);
+            if !self.pinned[index]
+                && !is_flapping
+                && (is_shrink || zone.outstanding_grow_bytes() >= BLOCK_BYTES)
+                && waited_ms >= self.controller.rules().progress_ms
+            {
+                let there = zone.plugged_bytes / BLOCK_BYTES * BLOCK_BYTES;
+                let whole = if is_shrink { zone.plugged_bytes.next_multiple_of(BLOCK_BYTES) } else { there };
+                zone.requested_bytes = whole.max(zone.floor_bytes);
+            }
+        }
+        base
+    }
+
+    /// Whether a plan is what rules 3 and 5 do about what is requested, whatever the policy wants.
+    fn is_by_rule(&self, plan: &Plan) -> bool {
+        let is_withdrawn = (plan.direction, plan.reason) == (Direction::Hold, Reason::NoProgress)
+            && plan.wanted_bytes == self.host.requested_bytes();
+        is_withdrawn || [Reason::BelowFloor, Reason::AboveCeiling].contains(&plan.reason)
     }
 
     fn follow(&mut self, zone: usize, permille: u64) {
@@ -580,6 +618,7 @@ impl World {
     fn carry_out(&mut self, plan: &Plan) {
         self.tried_unheard |= self.is_unheard() && !is_held_unheard(plan);
         if plan.dry_run {
+            self.told += usize::from(self.is_by_rule(plan));
             return;
         }
         match plan.direction {

@@ -72,7 +72,7 @@ impl World {
             Policy::Memorage(params) => (free_bytes, self.high_bytes(false) * params.watermark_scale),
             Policy::Fixed(_) | Policy::Off => return Ok(()),
         };
-        let taken_bytes = self.host.requested_bytes() - plan.requested_bytes();
+        let taken_bytes = self.base().requested_bytes() - plan.requested_bytes();
         let left_bytes = has_bytes.saturating_sub(taken_bytes);
         prop_assert!(
             left_bytes >= wants_bytes,

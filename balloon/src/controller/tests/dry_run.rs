@@ -25,7 +25,6 @@ fn rule_8_a_dry_run_leaves_no_trace_of_what_it_did_not_do() {
     for _ in 0..60 {
         rig.tick(1_000);
     }
-    assert_eq!(rig.tick(0).reason, Reason::NoProgress, "what it would do");
     rig.controller.set_dry_run(false);
     assert_eq!(rig.tick(0).reason, Reason::NoProgress);
     assert_eq!(rig.requested_mib().0, 32, "as if it were the first time");
@@ -41,6 +40,77 @@ fn rule_8_a_dry_run_leaves_no_trace_of_what_it_did_not_do() {
     let before = rig.host.requested_bytes();
     assert_eq!(rig.tick(0).direction, Direction::Grow);
     assert_eq!(rig.host.requested_bytes() - before, 64 * MIB, "the first of the steps");
+}
+
+/// It used to say `no_progress` for ever: who tries a policy on a guest in trouble would never have seen it decide.
+#[test]
+fn rule_8_a_dry_run_says_once_that_a_guest_does_not_follow_and_then_what_the_policy_decides() {
+    let mut rig = Rig::fixed(64);
+    rig.tick(0);
+    rig.controller.set_dry_run(true);
+    rig.controller.set_policy(Policy::default()).expect("in range");
+    for round in 0..2 {
+        assert_eq!(rig.tick(5_000).reason, Reason::NoProgress, "what it would do");
+        for _ in 0..10 {
+            let plan = rig.report(1_000, 20);
+            assert_eq!((plan.direction, plan.reason), (Direction::Grow, Reason::LowAvailable));
+            assert_eq!(plan.wanted_bytes, plan.requested_bytes(), "beside what does not come");
+            assert_eq!(rig.tick(10).reason, Reason::Quiet);
+        }
+        // As much as it is, another request is another one.
+        rig.host.zones[DRAM].requested_bytes = (round + 1) * 2 * MIB;
+        rig.tick(10);
+    }
+    // Nor is a shrink waited for that is not followed.
+    rig.host.zones[DRAM].plugged_bytes = 128 * MIB;
+    rig.host.zones[PM].requested_bytes = 512 * MIB;
+    rig.host.zones[PM].plugged_bytes = 512 * MIB;
+    rig.want(100);
+    assert_eq!(rig.tick(10).reason, Reason::InProgress);
+    assert_eq!(rig.tick(5_000).reason, Reason::NoProgress);
+    for _ in 0..3 {
+        let plan = rig.tick(1_000);
+        assert_eq!((plan.direction, plan.reason), (Direction::Shrink, Reason::FixedSize));
+        assert_eq!((plan.targets[DRAM].requested_bytes, plan.wanted_bytes), (128 * MIB, 100 * MIB));
+    }
+    assert_eq!(rig.requested_mib(), (4, 512), "nothing is asked of the guest");
+}
+
+#[test]
+fn rule_8_a_dry_run_says_once_what_bounds_would_do_and_then_what_the_policy_decides() {
+    let mut rig = Rig::new(Policy::default());
+    let rules = Rules { floor_bytes: 1024 * MIB, dry_run: true, ..Rules::default() };
+    rig.controller.set_rules(rules.clone()).expect("in range");
+    let plan = rig.report(1_000, 280);
+    assert_eq!((plan.reason, plan.requested_bytes()), (Reason::BelowFloor, 1024 * MIB));
+    for _ in 0..3 {
+        assert_eq!(rig.report(1_000, 280).reason, Reason::Enough);
+        assert_eq!(rig.tick(10).reason, Reason::Quiet);
+    }
+    let plan = rig.report(1_000, 20);
+    assert_eq!((plan.reason, plan.limited_by), (Reason::LowAvailable, Some(Reason::BelowFloor)));
+    assert_eq!(plan.requested_bytes(), 1024 * MIB);
+    assert!(plan.wanted_bytes < 1024 * MIB, "what the policy wants: {plan:?}");
+
+    // Other bounds are said anew.
+    let rules = Rules { floor_bytes: 0, ceiling_bytes: 512 * MIB, ..rules };
+    rig.controller.set_rules(rules).expect("in range");
+    rig.host.zones[PM].requested_bytes = 1024 * MIB;
+    rig.follow();
+    rig.raw.memory.total_bytes += 1024 * MIB;
+    assert_eq!(rig.report(10, 500).reason, Reason::Enough, "too soon to be taken back");
+    assert_eq!(rig.report(10_000, 500).reason, Reason::AboveCeiling);
+    for _ in 0..3 {
+        assert_eq!(rig.tick(500).reason, Reason::Quiet);
+    }
+    rig.want(800);
+    let plan = rig.tick(1_000);
+    assert_eq!((plan.direction, plan.reason), (Direction::Shrink, Reason::FixedSize));
+    assert_eq!((plan.wanted_bytes, plan.requested_bytes()), (800 * MIB, 896 * MIB), "a step");
+    rig.controller.set_policy(Policy::default()).expect("in range");
+    let plan = rig.report(1_000, 20);
+    assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::AtCeiling), "as it would be");
+    assert!(plan.wanted_bytes > 1024 * MIB, "what the policy wants: {plan:?}");
 }
 
 /// Of a removal that `dapper` decides on while nothing is carried out, nothing is left when that is over: the table is asked
