@@ -126,8 +126,9 @@ impl Spread {
                 Share { index, distance, is_balloon, ..Share::new(zone, progress, pinned, limits, now) }
             })
             .collect();
-        // DRAM first; within a tier what is near, and what is equally near in the host's order.
-        shares.sort_by_key(|share| (share.tier, share.distance, share.index));
+        // DRAM first, and of it a balloon, whose pages Linux takes from any node; within a tier what is near, and what is
+        // equally near in the host's order.
+        shares.sort_by_key(|share| (share.tier, !share.is_balloon, share.distance, share.index));
         let owed = |is_owed: &dyn Fn(&ZoneSizes) -> bool| {
             let zones = awaited.zones.iter().filter(|zone| is_owed(zone));
             zones.fold(0u64, |sum, zone| sum.saturating_add(zone.outstanding_grow_bytes()))
@@ -442,12 +443,15 @@ mod tests {
 
     #[test]
     fn a_balloon_is_the_first_to_grow_and_the_last_to_shrink() {
-        let mut grown = spread(&with_balloon([60, 0, 0, 0, 0]), None);
-        assert_eq!(grown.grow(6 * MIB), (6 * MIB, None));
-        assert_eq!(grown.into_requests(), [64, 2, 0, 0, 0].map(|mib| mib * MIB));
-        let mut shrunk = spread(&with_balloon([64, 4, 4, 0, 0]), None);
-        assert_eq!(shrunk.shrink(10 * MIB), (10 * MIB, None));
-        assert_eq!(shrunk.into_requests(), [62, 0, 0, 0, 0].map(|mib| mib * MIB));
+        // Whichever node it is for: the balloon counts as node 0's, and is every node's.
+        for (near, next) in [(None, [2, 0]), (Some(0), [2, 0]), (Some(1), [0, 2])] {
+            let mut grown = spread(&with_balloon([60, 0, 0, 0, 0]), near);
+            assert_eq!(grown.grow(6 * MIB), (6 * MIB, None));
+            assert_eq!(grown.into_requests(), [64, next[0], next[1], 0, 0].map(|mib| mib * MIB), "{near:?}");
+            let mut shrunk = spread(&with_balloon([64, 4, 4, 0, 0]), near);
+            assert_eq!(shrunk.shrink(10 * MIB), (10 * MIB, None));
+            assert_eq!(shrunk.into_requests(), [62, 0, 0, 0, 0].map(|mib| mib * MIB), "{near:?}");
+        }
     }
 
     #[test]
