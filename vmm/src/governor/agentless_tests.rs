@@ -366,7 +366,7 @@ fn statistics_that_lie_are_refused_and_counted_and_the_loop_goes_on() {
 fn what_has_come_by_acpi_is_believed_and_nothing_beyond_it() {
     let dimm_bytes = Arc::new(AtomicU64::new(0));
     let mut rig = rig(false, false);
-    rig.core = rig.core.with_beside(Beside { dimm_bytes: Arc::clone(&dimm_bytes) });
+    rig.core = rig.core.with_beside(Beside { dimm_bytes: Arc::clone(&dimm_bytes), ..Beside::default() });
     rig.wait(3);
     let taken = rig.reports();
     // A DIMM as large as the VM came with, of which the kernel keeps nothing.

@@ -18,7 +18,7 @@ use balloon::controller::{Controller, Event, Rules};
 use balloon::params::{Setting, Unit};
 use balloon::plan::{Direction, Plan};
 use balloon::policy::Policy;
-use balloon::proto::{AgentMessage, Hello, Refusal, Report, Settings};
+use balloon::proto::{AgentMessage, Bound, Hello, Refusal, Report, Settings};
 use balloon::{Distances, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
 use thiserror::Error;
 use tracing::{info, warn};
@@ -285,7 +285,7 @@ impl Core {
         with_sleep: TimeMs,
         took: impl FnOnce() -> Duration,
     ) {
-        match line.and_then(|line| self.intake.accept_line(line, with_sleep)) {
+        match line.and_then(|line| self.accept(line, with_sleep)) {
             Ok(AgentMessage::Hello(hello)) => {
                 sparsely!(
                     info,
@@ -349,9 +349,23 @@ impl Core {
         self.boot_bytes.saturating_add(self.beside.dimm_bytes())
     }
 
-    /// That and all zones: no guest has more.
+    /// That, all zones, and what else a guest can make memory of: no guest has more.
     fn most_memory_bytes(&self) -> u64 {
-        self.kept_bytes().saturating_add(self.region_bytes())
+        let sizes = [self.kept_bytes(), self.region_bytes(), self.beside.mapped_bytes()];
+        sizes.into_iter().fold(0, u64::saturating_add)
+    }
+
+    /// A line of the agent that can be true of this VM. The bounds of the protocol are those of any machine.
+    fn accept(&mut self, line: &[u8], with_sleep: TimeMs) -> Result<AgentMessage, Refusal> {
+        let message = self.intake.accept_line(line, with_sleep)?;
+        if let AgentMessage::Report(report) = &message {
+            let (value, most_bytes) = (report.memory().total_bytes, self.most_memory_bytes());
+            if value > most_bytes {
+                let bound = Bound::AtMost(most_bytes);
+                return Err(Refusal::OutOfRange { field: "total_bytes", value, bound });
+            }
+        }
+        Ok(message)
     }
 
     /// Whether the next tick is wanted sooner than usual.

@@ -86,11 +86,17 @@ pub struct GovernedZone {
 pub struct Beside {
     /// What has come by ACPI. It never goes, and is to a guest as what it booted with.
     pub dimm_bytes: Arc<AtomicU64>,
+    /// Volumes and files that are mapped into the guest, which may take any of them for memory (devdax, with the kmem driver).
+    pub mapped_bytes: Arc<AtomicU64>,
 }
 
 impl Beside {
     fn dimm_bytes(&self) -> u64 {
         self.dimm_bytes.load(Ordering::Relaxed)
+    }
+
+    fn mapped_bytes(&self) -> u64 {
+        self.mapped_bytes.load(Ordering::Relaxed)
     }
 }
 

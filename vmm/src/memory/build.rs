@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use thiserror::Error;
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionCollectionError, GuestRegionMmap, MmapRegion};
@@ -173,6 +174,8 @@ pub struct Memory {
     budget: Arc<MappingBudget>,
     hotplug: Vec<HotplugPart>,
     dimms: Option<Dimms>,
+    /// What is mapped of files beside zones.
+    file_bytes: Arc<AtomicU64>,
 }
 
 /// Makes the memory that `zones` ask for: boot memory mapped and in KVM, hotplug parts reserved and empty.
@@ -266,7 +269,9 @@ pub fn build(
         let linux_block_bytes = map.linux_block_bytes();
         hotplug.push(HotplugPart { spec: spec.clone(), range, linux_block_bytes, backing, slots });
     }
-    Ok(Memory { map, zones, host_ranges, parts, boot: boot_regions, view, slots, budget, hotplug, dimms })
+    let file_bytes = Arc::default();
+    let boot = boot_regions;
+    Ok(Memory { map, zones, host_ranges, parts, boot, view, slots, budget, hotplug, dimms, file_bytes })
 }
 
 impl Memory {
@@ -357,6 +362,11 @@ impl Memory {
         &self.host_ranges
     }
 
+    /// What is mapped by [`Self::add_file_range`], as it comes and goes.
+    pub fn file_bytes(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.file_bytes)
+    }
+
     /// Maps extents of `file` side by side into a new range of guest memory, for a volume. The range is shown to
     /// the guest, and devices reach it through the view: a guest may do I/O from and to mapped PM.
     pub fn add_file_range(
@@ -368,8 +378,9 @@ impl Memory {
         let len = extents.iter().map(|extent| extent.len).sum();
         let range = self.map.allocate(len, HOTPLUG_ALIGN)?;
         let result = self.show_file(range, file, extents, access);
-        if result.is_err() {
-            self.map.give_back(range);
+        match &result {
+            Ok(_) => _ = self.file_bytes.fetch_add(range.len, Ordering::Relaxed),
+            Err(_) => self.map.give_back(range),
         }
         result
     }
@@ -412,6 +423,7 @@ impl Memory {
         let MappedRange { guest, reservation, .. } = range;
         self.view.exclusive().remove_region(GuestAddress(guest.start), guest.len, reservation);
         self.map.give_back(*guest);
+        self.file_bytes.fetch_sub(guest.len, Ordering::Relaxed);
         Ok(())
     }
 }
@@ -478,8 +490,6 @@ fn region(range: GuestRange, reservation: &Reservation) -> Result<Arc<GuestRegio
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::Ordering;
-
     use vm_memory::{Bytes, GuestAddressSpace, GuestMemoryBackend};
 
     use super::super::backing::policy_at;

@@ -123,7 +123,10 @@ pub fn build(
     let clock = Arc::new(GuestClock::new(Arc::clone(&hypervisor.vm)));
     let vcpus = build_vcpus(config, &topology, hypervisor, &fabric, &boot, cpu_registers, events)?;
     // 7. The governor last: it acts on what is there.
-    let beside = Beside { dimm_bytes: dimms.as_ref().map_or_else(Arc::default, Dimms::came_bytes) };
+    let beside = Beside {
+        dimm_bytes: dimms.as_ref().map_or_else(Arc::default, Dimms::came_bytes),
+        mapped_bytes: memory.file_bytes(),
+    };
     let governor = governing::start(
         config,
         resources,

@@ -1,5 +1,7 @@
 //! What agents say and do: lines of every kind, floods, lies, silence.
 
+use std::sync::atomic::Ordering;
+
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use serde_json::json;
@@ -24,6 +26,41 @@ fn lines_that_are_no_reports_are_counted_by_reason_and_change_nothing() {
     assert_eq!(refused["too_long"], 1);
     assert_eq!(refused["wrong_version"], 1);
     assert_eq!(f.core.counters.reports, 0);
+}
+
+#[test]
+fn an_agent_that_tells_of_more_memory_than_the_vm_can_have_is_refused() {
+    let mut f = fixture("psi", false, true);
+    let beside = Beside::default();
+    f.core = f.core.with_beside(beside.clone());
+    f.greet();
+    let most = (384 + 128 + 1024) * MIB;
+    let say = |f: &mut Fixture, total_bytes: u64| {
+        f.seq += 1;
+        let mut line = report(f.seq, 300, [0, 0]);
+        line["memory"]["total_bytes"] = json!(total_bytes);
+        f.line(&line);
+        (f.core.counters.reports, f.core.counters.refused.get("out_of_range").copied().unwrap_or(0))
+    };
+    assert_eq!(say(&mut f, most + 4096), (0, 1));
+    assert_eq!(say(&mut f, 1 << 46), (0, 2));
+    assert_eq!(say(&mut f, most), (1, 2), "all that is plugged, and nothing that the kernel keeps");
+    // A guest makes memory of a volume, and some has come by ACPI.
+    beside.mapped_bytes.store(512 * MIB, Ordering::Relaxed);
+    beside.dimm_bytes.store(128 * MIB, Ordering::Relaxed);
+    assert_eq!(say(&mut f, most + 640 * MIB), (2, 2));
+    assert_eq!(say(&mut f, most + 640 * MIB + 4096), (2, 3));
+}
+
+#[test]
+fn no_more_is_shown_as_online_than_is_plugged() {
+    let mut f = fixture("off", false, true);
+    f.greet();
+    f.core.resize("pm", 64 * MIB, TimeMs(0)).unwrap();
+    let mut line = report(1, 300, [128 * MIB, 1024 * MIB]);
+    line["memory"]["total_bytes"] = json!(384 * MIB);
+    f.line(&line);
+    assert_eq!((f.core.online_bytes("dram"), f.core.online_bytes("pm")), (Some(0), Some(64 * MIB)));
 }
 
 #[test]
@@ -241,7 +278,8 @@ proptest! {
         f.greet();
         for (ms, total, available, pages, us, ahead) in lies {
             f.seq += u64::from(ahead || f.seq == 0);
-            let total = total.max(1 << 27);
+            // What the VM can have: more is refused, whatever else is said.
+            let total = (total % (1536 * MIB + 1)).max(1 << 27);
             let (available, pages, us) = (available % total, pages % (total / 4096), us % (f.seq * 50_000));
             let line = json!({
                 "type": "report", "version": 1, "seq": f.seq, "monotonic_ms": f.seq * 50 + u64::from(ms) % 4000,

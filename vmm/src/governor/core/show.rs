@@ -168,7 +168,7 @@ impl Core {
     }
 
     /// What the agent says is online of the hotplug part of zone `id`. Of zones in one node it says what they have together:
-    /// then the first ones' memory counts first.
+    /// then the first ones' memory counts first. None has more online than it has plugged, whatever is said.
     pub fn online_bytes(&self, id: &str) -> Option<u64> {
         let Zone { zone, .. } = self.zones.iter().find(|zone| zone.zone.id == id)?;
         let (online, _) = self.node_blocks(zone.guest_numa_node)?;
@@ -177,10 +177,8 @@ impl Core {
         let is_neighbour = |other: &&Zone| {
             other.zone.guest_numa_node == zone.guest_numa_node && other.zone.id != BALLOON_ZONE
         };
-        let mut neighbours = self.zones.iter().filter(is_neighbour).peekable();
-        while let Some(Zone { zone: neighbour, .. }) = neighbours.next() {
-            let is_last = neighbours.peek().is_none();
-            let its = if is_last { left } else { left.min(neighbour.device.sizes().plugged_bytes) };
+        for Zone { zone: neighbour, .. } in self.zones.iter().filter(is_neighbour) {
+            let its = left.min(neighbour.device.sizes().plugged_bytes);
             if neighbour.id == id {
                 return Some(its);
             }
