@@ -180,6 +180,11 @@ impl Controller {
         }
     }
 
+    /// Whether a zone was sized by hand, and is left alone.
+    pub fn is_pinned(&self, id: ZoneId) -> bool {
+        self.zones.iter().any(|zone| zone.id == id && zone.pinned)
+    }
+
     /// Takes up a zone that was sized by hand, or every one of them, and a loop that was paused.
     pub fn resume(&mut self, id: Option<ZoneId>) {
         for zone in self.zones.iter_mut().filter(|zone| id.is_none_or(|id| zone.id == id)) {

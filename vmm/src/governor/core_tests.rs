@@ -99,6 +99,19 @@ fn a_guest_that_does_not_follow_is_reminded_and_the_status_says_why() {
 }
 
 #[test]
+fn a_dry_run_reminds_the_guest_of_nothing_but_what_a_hand_has_asked_for() {
+    let mut f = fixture("psi", false, false);
+    f.greet();
+    f.report(20);
+    let reminders = |f: &Fixture| (*f.dram.reminders.lock(), *f.pm.reminders.lock());
+    f.core.change(&PressureChange { dry_run: Some(true), ..Default::default() }).unwrap();
+    assert!(f.dram.sizes().requested_bytes > 0);
+    f.core.resize("pm", 64 * MIB, TimeMs(1_000)).unwrap();
+    f.core.tick(TimeMs(60_000));
+    assert_eq!(reminders(&f), (0, 1));
+}
+
+#[test]
 fn a_driver_that_loads_late_is_asked_with_the_next_report() {
     let mut f = fixture("psi", false, false);
     for device in [&f.dram, &f.pm] {
