@@ -247,6 +247,28 @@ pub enum OnlinePolicy {
     Unknown,
 }
 
+impl OnlinePolicy {
+    /// All of them.
+    pub const ALL: [OnlinePolicy; 5] = [
+        OnlinePolicy::Offline,
+        OnlinePolicy::Online,
+        OnlinePolicy::OnlineKernel,
+        OnlinePolicy::OnlineMovable,
+        OnlinePolicy::Unknown,
+    ];
+
+    /// Its name, in reports and in metrics.
+    pub fn label(self) -> &'static str {
+        match self {
+            OnlinePolicy::Offline => "offline",
+            OnlinePolicy::Online => "online",
+            OnlinePolicy::OnlineKernel => "online_kernel",
+            OnlinePolicy::OnlineMovable => "online_movable",
+            OnlinePolicy::Unknown => "unknown",
+        }
+    }
+}
+
 /// What the VMM sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
@@ -476,6 +498,13 @@ mod tests {
         assert_eq!(report.zones[0].kind, ZoneKind::Other);
         assert_eq!(report.blocks.online_policy, OnlinePolicy::Unknown);
         assert_eq!((report.zones[0].largest_free_blocks, report.idle.len()), (None, 0), "nor missed");
+    }
+
+    #[test]
+    fn an_online_policy_has_one_name_everywhere() {
+        for policy in OnlinePolicy::ALL {
+            assert_eq!(serde_json::to_value(policy).unwrap(), policy.label());
+        }
     }
 
     #[test]

@@ -18,7 +18,7 @@ use balloon::controller::{Controller, Event, Rules};
 use balloon::params::{Setting, Unit};
 use balloon::plan::{Direction, Plan};
 use balloon::policy::Policy;
-use balloon::proto::{AgentMessage, Bound, Hello, Refusal, Report, Settings};
+use balloon::proto::{AgentMessage, Bound, Hello, OnlinePolicy, Refusal, Report, Settings};
 use balloon::{Distances, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
 use thiserror::Error;
 use tracing::{info, warn};
@@ -106,6 +106,8 @@ pub struct Core {
     agentless: Option<Agentless>,
     recorder: Option<Recorder>,
     distances: Distances,
+    /// What the guest last said that becomes of memory that is plugged; what it does not know is no news.
+    onlining: OnlinePolicy,
 }
 
 /// What is to be written down of a decision.
@@ -193,6 +195,7 @@ impl Core {
             agentless: None,
             recorder: None,
             distances: Distances::default(),
+            onlining: OnlinePolicy::Unknown,
         })
     }
 
@@ -504,6 +507,7 @@ impl Core {
             self.last_online_ms = Some(took_ms);
         }
         self.say_reached();
+        self.watch_onlining();
         if let Some(recorder) = &mut self.recorder {
             if let Some((_, report)) = self.last_report.as_ref().filter(|_| *has_reported) {
                 recorder.report(report, host, now);
@@ -511,6 +515,35 @@ impl Core {
             recorder.host(host, now);
         }
         self.note(plan, host, now);
+    }
+
+    /// Says once, whenever that changes, that the guest does not online memory so that it can leave again: less is lent then.
+    fn watch_onlining(&mut self) {
+        let Some((_, report)) = &self.last_report else { return };
+        let (before, now) = (self.onlining, report.blocks().online_policy);
+        if now == before || now == OnlinePolicy::Unknown {
+            return;
+        }
+        self.onlining = now;
+        // A balloon's memory is online in any case.
+        let has_hotplug = self.zones.iter().any(|zone| zone.zone.id != BALLOON_ZONE);
+        match now {
+            _ if !has_hotplug => {}
+            OnlinePolicy::OnlineMovable if before == OnlinePolicy::Unknown => {}
+            OnlinePolicy::OnlineMovable => {
+                sparsely!(
+                    info,
+                    online_policy = now.label(),
+                    "The guest onlines plugged memory movable again"
+                );
+            }
+            _ => sparsely!(
+                warn,
+                online_policy = now.label(),
+                lent_permille = self.controller.rules().unmovable_permille,
+                "The guest does not online plugged memory movable: it may not come back, and only this part of each zone is lent"
+            ),
+        }
     }
 
     fn say_reached(&mut self) {

@@ -5,7 +5,7 @@ use std::fmt;
 use std::time::Duration;
 
 use balloon::plan::{Direction, Reason};
-use balloon::proto::{Refusal, Report, Zone};
+use balloon::proto::{OnlinePolicy, Refusal, Report, Zone};
 use prometheus_client::registry::Unit;
 
 use super::expose::{Exposer, Family, Labels, one};
@@ -226,6 +226,14 @@ fn expose_guest(out: &mut Exposer<'_>, report: &Report) -> fmt::Result {
         "guest_swap",
         "The guest's swap.",
         [(one("state", "total"), memory.swap_total_bytes), (one("state", "free"), memory.swap_free_bytes)],
+    )?;
+    let onlining = report.blocks().online_policy;
+    let policies = OnlinePolicy::ALL
+        .into_iter()
+        .map(|policy| (one("policy", policy.label()), yes_or_no(policy == onlining)));
+    out.gauges(
+        Family("guest_online_policy", "1 for what the guest does with memory that is plugged.", None),
+        policies,
     )?;
     out.counters(
         Family("guest_swapped_pages", "Pages that the guest has swapped.", None),

@@ -373,6 +373,8 @@ fn a_scrape_shows_what_the_sources_say() {
         format!(r#"foreshore_hotplug_pending{{{vm}}} 1.0"#),
         format!(r#"foreshore_hotplug_total{{{vm},kind="disk",action="remove",result="asked"}} 1"#),
         format!(r#"foreshore_guest_swapped_pages_total{{{vm},direction="out"}} 4"#),
+        format!(r#"foreshore_guest_online_policy{{{vm},policy="unknown"}} 1.0"#),
+        format!(r#"foreshore_guest_online_policy{{{vm},policy="online_movable"}} 0.0"#),
     ] {
         assert!(text.lines().any(|shown| shown == line), "{line}\nis not in\n{text}");
     }

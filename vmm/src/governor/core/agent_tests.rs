@@ -9,7 +9,7 @@ use serde_json::json;
 use super::*;
 use crate::governor::ZoneDevice;
 use crate::governor::agent::{LineBudget, serve};
-use crate::governor::fake::{Fixture, MIB, fixture, hello, report};
+use crate::governor::fake::{Fixture, MIB, Shown, fixture, hello, report};
 use crate::governor::task::Clock;
 use crate::vm::decision::{DECISIONS_KEPT, DECISIONS_SHOWN};
 
@@ -61,6 +61,34 @@ fn no_more_is_shown_as_online_than_is_plugged() {
     line["memory"]["total_bytes"] = json!(384 * MIB);
     f.line(&line);
     assert_eq!((f.core.online_bytes("dram"), f.core.online_bytes("pm")), (Some(0), Some(64 * MIB)));
+}
+
+#[test]
+fn that_plugged_memory_is_not_onlined_movable_is_said_once() {
+    let mut f = fixture("psi", false, true);
+    f.greet();
+    let log = Shown::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+    tracing::subscriber::with_default(subscriber, || {
+        let mut said = |policy: &str| {
+            for _ in 0..3 {
+                f.seq += 1;
+                let mut line = report(f.seq, 300, [0, 0]);
+                line["blocks"]["online_policy"] = json!(policy);
+                f.line(&line);
+            }
+            let text = String::from_utf8(std::mem::take(&mut *log.0.lock())).unwrap();
+            let lines = text.lines().filter(|line| line.contains("movable"));
+            lines.map(|line| line.split_whitespace().nth(1).unwrap().to_owned()).collect::<Vec<_>>()
+        };
+        assert_eq!(said("online_movable"), [""; 0], "as it should be");
+        assert_eq!(said("online"), ["WARN"]);
+        assert_eq!(said("unknown"), [""; 0], "no news");
+        assert_eq!(said("online"), [""; 0]);
+        assert_eq!(said("online_movable"), ["INFO"]);
+        assert_eq!(said("offline"), ["WARN"]);
+    });
 }
 
 #[test]
