@@ -79,6 +79,7 @@ fn pm_performance(pm: &PmMemoryConfig) -> Performance {
     Performance {
         read_latency_ns: pm.read_latency,
         write_latency_ns: pm.write_latency,
+        // Who says 6600M is to read 6600 in the guest, whose table counts in MB/s: it is a figure to compare zones by.
         bandwidth_mb_per_s: pm.bandwidth / MIB,
     }
 }
