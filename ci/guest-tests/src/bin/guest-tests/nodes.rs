@@ -11,6 +11,7 @@ use crate::zones::{MIB, zone};
 guest_tests::tests![
     two_sockets_with_pm_each_are_seen_as_asked_for_on_6_12: 180,
     two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1: 180,
+    what_a_node_is_short_of_comes_from_near_it: 240,
 ];
 
 const PLUG_LIMIT: Duration = Duration::from_secs(60);
@@ -34,6 +35,21 @@ fn two_sockets(pool: &Pool, kernel: Kernel) -> Result<Guest> {
         .pm_memory(&near)
         .pm_memory(&far)
         .pressure("off")
+        .boot()
+}
+
+/// The same without DRAM to come, so that a policy's first answer is PM, and a policy for which each node counts.
+fn two_sockets_short_of_dram(pool: &Pool) -> Result<Guest> {
+    Guest::builder()
+        .cpus(2)
+        .memory("size=0,hotplug_method=virtio-mem")
+        .argument("--memory-zone", "id=a,size=512M")
+        .argument("--memory-zone", "id=b,size=256M")
+        .argument("--numa", "guest_numa_id=0,cpus=0,memory_zones=a,distances=1@21")
+        .argument("--numa", "guest_numa_id=1,cpus=[1],memory_zones=b")
+        .pm_memory(&format!("pool={},size=256M,near=0", pool.name()))
+        .pm_memory(&format!("pool={},size=256M,near=1,id=pm1", pool.name()))
+        .pressure("dapper,watermark-scale=4")
         .boot()
 }
 
@@ -138,4 +154,38 @@ fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_12() -> Result<()> {
 /// 6.1 shows the figures, and makes tiers of what drivers say alone: virtio-mem says nothing.
 fn two_sockets_with_pm_each_are_seen_as_asked_for_on_6_1() -> Result<()> {
     are_seen(Kernel::V6_1, &["0-3"])
+}
+
+/// A load on node 1's CPU takes node 1's memory first, and node 0 has twice as much: node 1 is short, and the PM near it is
+/// the first to come.
+fn what_a_node_is_short_of_comes_from_near_it() -> Result<()> {
+    /// More than node 1 has of its own, and less than both have.
+    const LOAD_MIB: u64 = 320;
+    let pool = Pool::create("1G")?;
+    let guest = two_sockets_short_of_dram(&pool)?;
+    let agent = || Ok(guest.api("GET", "vm.pressure", None)?["agent"] == "live");
+    guest.wait_until("the agent is live", PLUG_LIMIT, agent)?;
+    ensure!(zone(&guest, "pm1")?.requested_bytes == 0, "PM is asked for before anybody needs it");
+    let _load = guest.start_script(PLUG_LIMIT, &format!("exec taskset 2 guest-tool hog {LOAD_MIB}"))?;
+    guest.wait_until("the PM near node 1 is plugged", PLUG_LIMIT, || {
+        Ok(zone(&guest, "pm1")?.plugged_bytes > 0)
+    })?;
+    let info = guest.api("GET", "vm.pressure?decisions=1000", None)?;
+    let decisions = info["decisions"].as_array().context("No decisions")?;
+    let grows = decisions.iter().filter(|decision| decision["direction"] == "grow");
+    let first = grows.min_by_key(|decision| decision["seq"].as_u64()).context("No grow")?;
+    ensure!(first["near"] == 1, "The first grow is for another node: {first}");
+    let asked = |id: &str| {
+        let targets = first["targets"].as_array().context("No targets")?;
+        let target = targets.iter().find(|target| target["zone"] == id);
+        target
+            .and_then(|target| target["requested_bytes"].as_u64())
+            .with_context(|| format!("No {id}: {first}"))
+    };
+    let (near, far) = (asked("pm1")?, asked("pm")?);
+    ensure!(near > 0 && (far == 0 || near == 256 * MIB), "Near are {near} bytes, and farther away {far}");
+    guest.wait_until("the guest has it in the node near node 1", PLUG_LIMIT, || {
+        Ok(node_mib(&guest, 3)? > 0)
+    })?;
+    guest.no_kernel_complaints()
 }

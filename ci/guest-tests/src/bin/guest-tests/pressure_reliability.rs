@@ -58,10 +58,58 @@ fn refused(guest: &Guest, reason: &str) -> Result<f64> {
     Ok(guest.metrics()?.sum("foreshore_pressure_refused_reports_total", &[("reason", reason)]))
 }
 
+/// What all zones can have.
+const ALL: u64 = 640 * MIB;
+
+fn requested_bytes(guest: &Guest) -> Result<u64> {
+    Ok(zone(guest, "dram")?.requested_bytes + zone(guest, "pm")?.requested_bytes)
+}
+
+fn reports(guest: &Guest) -> Result<f64> {
+    guest.metrics()?.value("foreshore_pressure_reports_total", &[])
+}
+
+/// What an agent says first.
+const HELLO: &str = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
+
+/// A report of a guest that has so much memory and nothing left of it. `seq` counts from 1; the guest has run for so long.
+fn lie(seq: u32, uptime_ms: u64, total_bytes: u64) -> String {
+    let memory = json!({ "total_bytes": total_bytes, "free_bytes": 0, "available_bytes": 0 });
+    let zone = json!({ "node": 0, "kind": "dma32", "free_pages": 60_000, "min_pages": 0, "low_pages": 0,
+        "high_pages": 0, "managed_pages": 90_000 });
+    json!({ "type": "report", "version": 1, "seq": seq, "monotonic_ms": uptime_ms, "memory": memory, "zones": [zone] })
+        .to_string()
+}
+
+fn uptime_ms(guest: &Guest) -> Result<u64> {
+    let uptime_s: f64 = guest.run("cut -d ' ' -f 1 /proc/uptime")?.trim().parse()?;
+    Ok((uptime_s * 1000.0) as u64)
+}
+
+fn decisions_total(guest: &Guest) -> Result<u64> {
+    pressure(guest)?["decisions_total"].as_u64().context("No decisions_total")
+}
+
+/// What the guest has, for lies of which all else could be true: what is plugged and not online would be on its way.
+fn total_bytes(guest: &Guest) -> Result<u64> {
+    let kib: u64 = guest.run("awk '/^MemTotal:/ { print $2 }' /proc/meminfo")?.trim().parse()?;
+    Ok(kib * 1024)
+}
+
+/// Whether more was asked of the guest after that decision because of what it reported.
+fn has_grown_since(guest: &Guest, since: u64) -> Result<bool> {
+    has_decided(guest, |decision| {
+        decision["seq"].as_u64() > Some(since)
+            && decision["direction"] == "grow"
+            && decision["reason"] != "reports_lost"
+    })
+}
+
 fn decisions_come_whatever_the_agent_does() -> Result<()> {
     const FLOOD: u32 = 600;
     let pool = Pool::create("1G")?;
-    let guest = small_guest(&pool).pressure("psi").boot()?;
+    // With a swap to avoid.
+    let guest = small_guest(&pool).cmdline("foreshore.zram=256M").pressure("psi").boot()?;
     wait_for_agent(&guest, "live")?;
     for zone in pressure(&guest)?["zones"].as_array().context("No zones")? {
         ensure!(zone["driver_ready"] == true, "The driver is not up: {zone}");
@@ -73,32 +121,45 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
         |decision: &Value| decision["direction"] == "grow" && decision["outcome"]["state"] == "reached";
     guest.wait_until("a grow is reached", LIMIT, || has_decided(&guest, grown))?;
     ensure!(vmstat(&guest, "oom_kill")? == 0, "Something was killed");
+    let swapped = vmstat(&guest, "pswpout")?;
+    ensure!(swapped == 0, "{swapped} pages were swapped out");
     drop((busy, hog));
     // 2. The agent is stopped, and killed.
     guest.run("killall -STOP foreshore-agent")?;
     wait_for_agent(&guest, "silent")?;
     guest.run("killall -KILL foreshore-agent")?;
     wait_for_agent(&guest, "gone")?;
-    // 3. Somebody floods in its place. It is taken in its time, and nobody waits meanwhile.
-    let before = refused(&guest, "not_json")?;
-    guest.run(&format!("yes no-report | head -n {FLOOD} | guest-tool vsock-send 9746"))?;
-    guest.wait_until("the flood is counted", LIMIT, || {
-        Ok(refused(&guest, "not_json")? - before == f64::from(FLOOD))
-    })?;
-    // 4. Somebody lies: there is never anything left. That takes what the zones hold, and no more.
-    let uptime_s: f64 = guest.run("cut -d ' ' -f 1 /proc/uptime")?.trim().parse()?;
-    let lie = |seq: u32| {
-        let memory = json!({ "total_bytes": 384 * MIB, "free_bytes": 0, "available_bytes": 0 });
-        let zone = json!({ "node": 0, "kind": "dma32", "free_pages": 60_000, "min_pages": 0, "low_pages": 0,
-            "high_pages": 0, "managed_pages": 90_000 });
-        json!({ "type": "report", "version": 1, "seq": seq, "monotonic_ms": (uptime_s * 1000.0) as u64,
-            "memory": memory, "zones": [zone] })
-        .to_string()
-    };
-    let hello = r#"{"type":"hello","version":1,"agent_version":"0","kernel_release":"6.12","preemption":"voluntary","page_size_bytes":4096}"#;
-    let lies: Vec<_> = std::iter::once(hello.to_owned()).chain((1..=5).map(lie)).collect();
+    // 3. Somebody floods in its place. One agent is heard at a time, so none can report beside it; but amid the flood is a report of
+    // a guest that is short, and it is decided upon while the flood goes on, which it does until it is ended.
+    let (refused_before, decided) = (refused(&guest, "not_json")?, decisions_total(&guest)?);
+    ensure!(requested_bytes(&guest)? < ALL, "Nothing is left to be asked for");
+    let short = lie(1, uptime_ms(&guest)?, total_bytes(&guest)?);
+    let flood = format!(
+        "{{ echo '{HELLO}'; yes no-report | head -n {FLOOD}; echo '{short}'; yes no-report; }} | guest-tool vsock-send 9746"
+    );
+    let flood = guest.start_script(LIMIT, &flood)?;
+    guest.wait_until("it is decided amid the flood", LIMIT, || has_grown_since(&guest, decided))?;
+    let amid = refused(&guest, "not_json")?;
+    ensure!(amid - refused_before >= f64::from(FLOOD), "Lines before the report are not counted");
+    guest.wait_until("the flood goes on", LIMIT, || Ok(refused(&guest, "not_json")? > amid))?;
+    drop(flood);
+    wait_for_agent(&guest, "gone")?;
+    // 4. Somebody lies: there is never anything left. That takes what the zones hold, and no more. More memory than there can be
+    // is not believed, and counted.
+    let requested = requested_bytes(&guest)?;
+    let (taken, out_of_range) = (reports(&guest)?, refused(&guest, "out_of_range")?);
+    let (uptime_ms, total_bytes) = (uptime_ms(&guest)?, total_bytes(&guest)?);
+    let lies = (1..=5).map(|seq| lie(seq, uptime_ms, total_bytes));
+    let lies = lies.chain([lie(6, uptime_ms, 384 * MIB + ALL + 4096)]);
+    let lies: Vec<_> = std::iter::once(HELLO.to_owned()).chain(lies).collect();
     guest.run(&format!("printf '%s\\n' '{}' | guest-tool vsock-send 9746", lines(&lies)))?;
-    guest.wait_until("the lies are gone", LIMIT, || Ok(pressure(&guest)?["agent"] == "gone"))?;
+    guest.wait_until("the lies are gone", LIMIT, || {
+        Ok(pressure(&guest)?["agent"] == "gone" && refused(&guest, "out_of_range")? > out_of_range)
+    })?;
+    let (taken, out_of_range) = (reports(&guest)? - taken, refused(&guest, "out_of_range")? - out_of_range);
+    ensure!((taken, out_of_range) == (5.0, 1.0), "{taken} lies are taken, and {out_of_range} are not");
+    let has_grown = requested_bytes(&guest)? > requested || requested == ALL;
+    ensure!(has_grown, "A guest that says that it is short is given nothing");
     let (dram, pm) = (zone(&guest, "dram")?, zone(&guest, "pm")?);
     ensure!(dram.requested_bytes <= 128 * MIB && pm.requested_bytes <= 512 * MIB, "More than there is");
     // 5. The agent is back.
