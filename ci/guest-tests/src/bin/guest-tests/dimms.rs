@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use guest_tests::{Guest, GuestBuilder, Kernel, Pool};
 use serde_json::{Value, json};
 
-use crate::memory::{WARM_UP, reboot};
+use crate::memory::{WARM_UP, holdings, reboot};
 use crate::zones::{MIB, mem_total_mib, pool_tells_what_is_plugged, zone};
 
 guest_tests::tests![
@@ -92,7 +92,7 @@ fn are_boot_memory(rounds: usize) -> Result<()> {
     let mut held = None;
     for round in 0..rounds {
         if round == WARM_UP {
-            held = Some(guest.holdings()?);
+            held = Some(holdings(&guest)?);
         }
         let before = mem_total_mib(&guest)?;
         resize_to(&guest, 768)?;

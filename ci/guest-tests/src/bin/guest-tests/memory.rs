@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use guest_tests::{BOOT_LIMIT, Guest, Kernel};
+use guest_tests::{BOOT_LIMIT, Guest, Holdings, Kernel};
 use serde_json::json;
 
 use crate::zones::{MIB, mem_total_mib, zone};
@@ -135,6 +135,14 @@ pub fn reboot(guest: &Guest, round: usize) -> Result<()> {
     guest.wait_for_shell(BOOT_LIMIT)
 }
 
+/// What the VMM has once the agent has come, whose connection has both of its ends there.
+pub fn holdings(guest: &Guest) -> Result<Holdings> {
+    guest.wait_until("the agent is there", BOOT_LIMIT, || {
+        Ok(guest.api("GET", "vm.pressure?decisions=1", None)?["agent"] == "live")
+    })?;
+    guest.holdings()
+}
+
 fn is_asked_for_again(rounds: usize) -> Result<()> {
     let guest = resizable().boot()?;
     let (pid, before) = (guest.pid(), mem_total_mib(&guest)?);
@@ -145,7 +153,7 @@ fn is_asked_for_again(rounds: usize) -> Result<()> {
         reboot(&guest, round)?;
         wait_until_plugged(&guest, 256)?;
         if round == WARM_UP {
-            held = Some(guest.holdings()?);
+            held = Some(holdings(&guest)?);
         }
         let total = mem_total_mib(&guest)?;
         ensure!(total == before + 256, "Reboot {round}: MemTotal is {total} MiB, and was {before} without");
