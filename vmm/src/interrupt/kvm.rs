@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 use std::io;
 
 use kvm_bindings::{
-    KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER,
-    KVM_IRQCHIP_PIC_SLAVE, KvmIrqRouting, kvm_irq_routing_entry, kvm_irq_routing_irqchip,
-    kvm_irq_routing_msi, kvm_msi,
+    KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KvmIrqRouting, kvm_irq_routing_entry,
+    kvm_irq_routing_irqchip, kvm_irq_routing_msi, kvm_msi,
 };
 use kvm_ioctls::VmFd;
 use vmm_sys_util::eventfd::EventFd;
@@ -14,9 +13,6 @@ use vmm_sys_util::eventfd::EventFd;
 use super::MsiController;
 use crate::memory::layout::FIRST_MSI_GSI;
 use crate::pci::msix::MsiMessage;
-
-/// Interrupts of one of the two legacy controllers.
-const PIC_PINS: u32 = 8;
 
 impl MsiController for VmFd {
     fn set_msi_routes(&self, messages: &BTreeMap<u32, MsiMessage>) -> io::Result<()> {
@@ -47,18 +43,11 @@ impl MsiController for VmFd {
     }
 }
 
-/// The routes of KVM's in-kernel controllers as KVM makes them itself: a new table replaces the old one whole.
+/// Each pin of the I/O APIC by its number. KVM would have the first 16 reach the 8259s it emulates as well, which no guest is told
+/// of (MADT without PCAT_COMPAT) and so none masks: whatever comes before the guest has masked LINT0, by which they interrupt, is a
+/// vector that belongs to an exception.
 fn fixed_routes() -> Vec<kvm_irq_routing_entry> {
-    let mut routes = Vec::new();
-    for gsi in 0..FIRST_MSI_GSI {
-        match gsi / PIC_PINS {
-            0 => routes.push(chip_route(gsi, KVM_IRQCHIP_PIC_MASTER, gsi)),
-            1 => routes.push(chip_route(gsi, KVM_IRQCHIP_PIC_SLAVE, gsi - PIC_PINS)),
-            _ => (),
-        }
-        routes.push(chip_route(gsi, KVM_IRQCHIP_IOAPIC, gsi));
-    }
-    routes
+    (0..FIRST_MSI_GSI).map(|gsi| chip_route(gsi, KVM_IRQCHIP_IOAPIC, gsi)).collect()
 }
 
 fn chip_route(gsi: u32, irqchip: u32, pin: u32) -> kvm_irq_routing_entry {
@@ -83,18 +72,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_fixed_routes_reach_every_pin() {
-        let routes = fixed_routes();
-        let pins = |chip| {
-            let of_chip = routes.iter().filter(move |route| {
+    fn every_pin_of_the_io_apic_has_a_route_and_the_8259s_have_none() {
+        let chips: Vec<_> = fixed_routes()
+            .iter()
+            .map(|route| {
                 // SAFETY: all of these entries are of the irqchip kind.
-                unsafe { route.u.irqchip }.irqchip == chip
-            });
-            // SAFETY: as above.
-            of_chip.map(|route| (route.gsi, unsafe { route.u.irqchip }.pin)).collect::<Vec<_>>()
-        };
-        assert_eq!(pins(KVM_IRQCHIP_IOAPIC), (0..24).map(|pin| (pin, pin)).collect::<Vec<_>>());
-        assert_eq!(pins(KVM_IRQCHIP_PIC_MASTER), (0..8).map(|pin| (pin, pin)).collect::<Vec<_>>());
-        assert_eq!(pins(KVM_IRQCHIP_PIC_SLAVE), (0..8).map(|pin| (pin + 8, pin)).collect::<Vec<_>>());
+                let chip = unsafe { route.u.irqchip };
+                (route.gsi, chip.irqchip, chip.pin)
+            })
+            .collect();
+        assert_eq!(chips, (0..24).map(|pin| (pin, KVM_IRQCHIP_IOAPIC, pin)).collect::<Vec<_>>());
     }
 }

@@ -1,5 +1,6 @@
 //! The hypervisor: opening it, and refusing one that cannot run a stock guest.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::PathBuf;
@@ -14,6 +15,7 @@ use thiserror::Error;
 use tracing::debug;
 
 use crate::cpu::cpuid;
+use crate::interrupt::MsiController;
 use crate::memory::layout::{KVM_IDENTITY_MAP_START, KVM_TSS_START};
 use crate::memory::slots::disable_zap_all;
 
@@ -49,6 +51,9 @@ pub enum KvmError {
         /// What is missing.
         capability: &'static str,
     },
+    /// Interrupts cannot be routed.
+    #[error("Cannot route interrupts")]
+    Routes(#[source] io::Error),
     /// AMX was asked for.
     #[error("--cpus: features=amx: this host has no AMX for guests")]
     NoAmx(#[source] Option<io::Error>),
@@ -162,6 +167,8 @@ impl Hypervisor {
         vm.set_identity_map_address(KVM_IDENTITY_MAP_START).map_err(call("place the identity map"))?;
         vm.set_tss_address(KVM_TSS_START as usize).map_err(call("place the TSS"))?;
         vm.create_irq_chip().map_err(call("create the interrupt controllers"))?;
+        // What interrupts before the guest has set up MSIs is routed as afterwards.
+        vm.set_msi_routes(&BTreeMap::new()).map_err(KvmError::Routes)?;
         Ok(Self { vm: Arc::new(vm), cpuid, tsc_deadline, slot_limit })
     }
 }
