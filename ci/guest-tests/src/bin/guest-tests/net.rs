@@ -516,7 +516,7 @@ impl Sender {
     fn start(net: &Net) -> Result<Self> {
         let (socket, is_over) = (UdpSocket::bind((net.host, 0))?, Arc::new(AtomicBool::new(false)));
         // The guest's address is known without asking: one that is silent would not say it.
-        host(&format!("ip neigh replace {} lladdr 02:f5:00:00:00:01 dev {}", net.guest, net.tap))?;
+        host(&format!("arp -i {} -s {} 02:f5:00:00:00:01", net.tap, net.guest))?;
         let (guest, stops) = (net.guest, Arc::clone(&is_over));
         let thread = thread::spawn(move || {
             while !stops.load(Ordering::Relaxed) {
