@@ -77,7 +77,7 @@ pub use self::size::{MAX_BYTES, PAGE_BYTES, Size, UNIT_BYTES, check_pages, parse
 pub use self::socket::{ApiSocket, EventMonitor, MAX_SOCKET_PATH_BYTES, MetricsAddress};
 pub use self::topology::{DRAM_ZONE, Node, Topology};
 pub use self::vsock::{MAX_CID, MIN_CID, VsockConfig};
-use crate::memory::layout::LINUX_MEMORY_BLOCK_BYTES;
+use crate::memory::layout::{boot_end, linux_block_bytes};
 
 /// Everything about one VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -273,15 +273,13 @@ impl VmConfig {
         });
         let pm = self.pm_memory.iter().map(|pm| ("--pm-memory: size".to_owned(), pm.size));
         let hotplug: Vec<(String, u64)> = dram.into_iter().chain(zones).chain(pm).collect();
-        for (name, bytes) in &hotplug {
-            if bytes.is_multiple_of(LINUX_MEMORY_BLOCK_BYTES) {
-                continue;
-            }
+        let block_bytes = linux_block_bytes(boot_end(self.memory.boot_bytes()));
+        for (name, bytes) in hotplug.iter().filter(|(_, bytes)| !bytes.is_multiple_of(block_bytes)) {
             warnings.push(format!(
                 "{name} is {}, which is rounded up to {}: Linux adds memory in blocks of {}",
                 Size(*bytes),
-                Size(bytes.next_multiple_of(LINUX_MEMORY_BLOCK_BYTES)),
-                Size(LINUX_MEMORY_BLOCK_BYTES)
+                Size(bytes.checked_next_multiple_of(block_bytes).unwrap_or(u64::MAX)),
+                Size(block_bytes)
             ));
         }
         let policy = self.governing().policy;
@@ -526,6 +524,10 @@ mod tests {
         assert_eq!(config.warnings(), [expected]);
         config.pm_memory = vec![PmMemoryConfig::parse("pool=/p,size=128M").unwrap()];
         assert_eq!(config.warnings(), Vec::<String>::new());
+        // Its boot memory ends at 64 GiB.
+        config.memory.size = 63 << 30;
+        assert!(config.warnings()[0].ends_with("rounded up to 2 GiB: Linux adds memory in blocks of 2 GiB"));
+        config.memory.size = 512 << 20;
         config.vsock = None;
         assert!(config.warnings()[0].contains("--vsock"));
         config.pressure = Some(governed_by("off"));

@@ -174,6 +174,14 @@ impl GuestRange {
     }
 }
 
+/// Where boot memory of so many bytes ends: what does not fit below the hole lies behind it.
+pub fn boot_end(boot_bytes: u64) -> u64 {
+    match boot_bytes.checked_sub(LOW_RAM_END) {
+        Some(high_bytes) if high_bytes > 0 => HIGH_RAM_START.saturating_add(high_bytes),
+        _ => boot_bytes,
+    }
+}
+
 /// In which blocks a guest adds memory whose boot memory ends at `boot_end` (Linux arch/x86/mm/init_64.c,
 /// `probe_memory_block_size`: a processor that says it has no hypervisor would have the largest, ours says it has).
 ///
@@ -469,7 +477,7 @@ mod tests {
             let zones =
                 [zone("dram", Tier::Dram, boot_end - GIB, 600 * MIB), zone("pm", Tier::Pm, 0, 4 * GIB)];
             let map = MemoryMap::new(&zones, 40).unwrap();
-            assert_eq!(map.boot_end(), boot_end);
+            assert_eq!((map.boot_end(), super::boot_end(boot_end - GIB)), (boot_end, boot_end));
             let hotplug: Vec<_> = map.zones().iter().map(|zone| zone.hotplug.unwrap()).collect();
             let expected = [(dram_start, dram_len), (pm_start, 4 * GIB)];
             assert_eq!(hotplug, expected.map(|(start, len)| GuestRange { start, len }), "{boot_end:#x}");
