@@ -142,6 +142,8 @@ fn decisions_come_whatever_the_agent_does() -> Result<()> {
     let amid = refused(&guest, "not_json")?;
     ensure!(amid - refused_before >= f64::from(FLOOD), "Lines before the report are not counted");
     guest.wait_until("the flood goes on", LIMIT, || Ok(refused(&guest, "not_json")? > amid))?;
+    // Who sends it ends with it.
+    guest.run("killall yes")?;
     drop(flood);
     wait_for_agent(&guest, "gone")?;
     // 4. Somebody lies: there is never anything left. That takes what the zones hold, and no more. More memory than there can be
