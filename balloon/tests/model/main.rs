@@ -61,6 +61,8 @@ fn policy(index: usize) -> Policy {
 struct Wait {
     requested_bytes: u64,
     plugged_bytes: u64,
+    /// When the former changed last.
+    asked: TimeMs,
     /// When either of them changed last, but for what was plugged and went again at once.
     since: TimeMs,
     /// The same, or when the loop gave it up.
@@ -395,7 +397,9 @@ impl World {
                 sizes.plugged_bytes = (sizes.plugged_bytes + pages * 4096).min(sizes.max_bytes);
                 if sizes.plugged_bytes > sizes.requested_bytes {
                     sizes.requested_bytes = sizes.plugged_bytes.next_multiple_of(BLOCK_BYTES);
-                    if !self.pinned[BALLOON] && !self.by_hand[BALLOON] {
+                    // To a loop that has not looked since the host was short of more than that it is none.
+                    let is_more = sizes.requested_bytes > self.waits[BALLOON].requested_bytes;
+                    if is_more && !self.pinned[BALLOON] && !self.by_hand[BALLOON] {
                         self.last_grow = Some(self.now);
                     }
                 }
@@ -480,10 +484,12 @@ impl World {
         self.controller.status().last_decision.is_some_and(|decision| decision.pressure)
     }
 
-    /// Whether a zone's request, if it is a hand's, has not moved for too long: nobody waits for it.
+    /// Whether a zone's request, if it is a hand's, may not have moved for too long: nobody waits for it. What was plugged for as
+    /// long as makes it progress and went again between two looks was none to the loop.
     fn is_stuck(&self, zone: usize) -> bool {
-        let progress_ms = self.controller.rules().progress_ms;
-        self.pinned[zone] && self.now.since(self.waits[zone].since) >= progress_ms
+        let (wait, progress_ms) = (self.waits[zone], self.controller.rules().progress_ms);
+        let since = if self.doubtful { wait.asked } else { wait.since };
+        self.pinned[zone] && self.now.since(since) >= progress_ms
     }
 
     /// Whether nothing has been heard of the guest for too long.
@@ -498,9 +504,11 @@ impl World {
             if sizes != (wait.requested_bytes, wait.plugged_bytes) {
                 self.told = 0;
                 let (requested_bytes, plugged_bytes) = sizes;
+                let is_asked = requested_bytes != wait.requested_bytes;
                 *wait = Wait {
                     requested_bytes,
                     plugged_bytes,
+                    asked: if is_asked { self.now } else { wait.asked },
                     since: self.now,
                     anew: self.now,
                     has_flapped: false,
