@@ -164,7 +164,7 @@ impl World {
             return Ok(());
         }
         let idle_bytes: u64 = report.idle().iter().map(|idle| idle.idle_bytes).sum();
-        let taken = self.base().requested_bytes() - plan.requested_bytes();
+        let taken = self.taken_bytes(plan);
         let bound = idle_bytes.max(report.memory().free_bytes);
         prop_assert!(taken <= bound, "{} of {} that nobody touches", taken, bound);
         Ok(())

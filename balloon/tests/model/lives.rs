@@ -142,3 +142,22 @@ fn after_a_late_report_nobody_knows_what_is_idle() {
     ];
     lived(0, &life);
 }
+
+/// Above the ceiling a dry run says what would go for that, and the policy's reason: the model took all of it for what `pmb`
+/// takes.
+#[test]
+fn a_dry_run_of_a_guest_above_its_ceiling_takes_more_than_the_policy_wants() {
+    let life = [
+        (full(), 1),
+        (follow(2), 1),
+        (squeeze(0), 1),
+        (resume(), 1),
+        (Happening::Policy { index: 7 }, 1),
+        (Happening::DryRun { on: true }, 4_694),
+        (follow(0), 123),
+        (full(), 179),
+        (full(), 1),
+        (free([32, 0, 0, 294], 0), 1),
+    ];
+    lived(2, &life);
+}
