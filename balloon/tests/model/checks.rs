@@ -72,9 +72,12 @@ impl World {
 
     /// What a guest does not follow it is not asked for as before: what bounces as soon as it is plugged is no progress.
     fn check_waits(&self, plan: &Plan) -> Result<(), TestCaseError> {
-        let decides = !self.paused && !self.dry_run && *self.controller.policy() != Policy::Off;
         // For the floor's sake it may be.
-        if !decides || plan.reason == Reason::NoProgress || self.controller.rules().floor_bytes > 0 {
+        if !self.decides()
+            || self.dry_run
+            || plan.reason == Reason::NoProgress
+            || self.controller.rules().floor_bytes > 0
+        {
             return Ok(());
         }
         for zone in 0..ZONES {

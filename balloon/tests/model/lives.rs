@@ -161,3 +161,19 @@ fn a_dry_run_of_a_guest_above_its_ceiling_takes_more_than_the_policy_wants() {
     ];
     lived(2, &life);
 }
+
+/// The model took what a paused loop waits for as given up.
+#[test]
+fn a_loop_that_is_paused_gives_nothing_up() {
+    let life = [
+        (Happening::Squeeze { zones: [false; ZONES], above: false }, 1),
+        (full(), 1),
+        (Happening::Pause { on: true }, 1),
+        (Happening::Tick, 4_999),
+        (resume(), 1),
+        (Happening::DryRun { on: true }, 1),
+        (full(), 1),
+        (full(), 1),
+    ];
+    lived(0, &life);
+}

@@ -528,11 +528,16 @@ impl World {
             && waited_ms >= self.controller.rules().progress_ms
     }
 
+    /// Whether the loop decides anything, be it carried out or not.
+    fn decides(&self) -> bool {
+        !self.paused && *self.controller.policy() != Policy::Off
+    }
+
     /// What a plan is made for: a dry run takes for done what rule 5 would do, and does not.
     fn base(&self) -> HostView {
         let mut base = self.host.clone();
-        let decides = self.dry_run && !self.paused && *self.controller.policy() != Policy::Off;
-        for (index, zone) in base.zones.iter_mut().enumerate().filter(|_| decides) {
+        let is_left = self.dry_run && self.decides();
+        for (index, zone) in base.zones.iter_mut().enumerate().filter(|_| is_left) {
             let is_flapping = self.flapped.is_some_and(|(flapped, ..)| flapped == index);
             let is_shrink = zone.outstanding_shrink_bytes() > 0;
             let waited_ms = self.now.since(self.waits[index].anew);
@@ -647,8 +652,10 @@ impl World {
                 self.host.short.retain(|id| *id != zone.id);
             }
         }
-        if plan.reason == Reason::NoProgress || self.controller.rules().floor_bytes > 0 {
-            // It begins to wait anew, also for what it goes on to ask for; for the floor's sake it does not say so each time.
+        // It begins to wait anew, also for what it goes on to ask for; for the floor's sake it does not say so each time. A loop
+        // that decides nothing gives nothing up.
+        let has_floor = self.controller.rules().floor_bytes > 0;
+        if self.decides() && (plan.reason == Reason::NoProgress || has_floor) {
             for zone in 0..ZONES {
                 if self.is_due(zone) {
                     self.waits[zone].anew = self.now;
