@@ -21,7 +21,7 @@ impl World {
         self.check_unheard(plan)?;
         self.check_waits(plan)?;
         self.check_dry_run(plan)?;
-        if self.dry_run && self.doubtful {
+        if self.dry_run && self.doubtful.contains(&true) {
             return Ok(());
         }
         self.check_bounds(plan)?;

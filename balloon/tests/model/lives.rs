@@ -177,3 +177,32 @@ fn a_loop_that_is_paused_gives_nothing_up() {
     ];
     lived(0, &life);
 }
+
+/// What was plugged for long enough and went between two looks was no progress to the loop, which gave up what the floor then
+/// kept asking for: the model began to wait when it was plugged.
+#[test]
+fn what_the_floor_keeps_asking_for_was_given_up_when_the_loop_says_so() {
+    let bounds = |zone: Option<usize>, above| Happening::Squeeze {
+        zones: std::array::from_fn(|index| zone == Some(index)),
+        above,
+    };
+    let life = [
+        (Happening::Fix { mib: 402 }, 1),
+        (free([0, 0, 0, 57], 0), 1),
+        (full(), 5_000),
+        (Happening::Flap { zone: 3, ms: 1 }, 1),
+        (bounds(Some(3), false), 1),
+        (follow(2), 4_673),
+        (full(), 180),
+        (Happening::Tick, 1_000),
+        (follow(2), 2_574),
+        (Happening::Flap { zone: 1, ms: 1_000 }, 69),
+        (full(), 2_172),
+        (full(), 185),
+        (Happening::Short { zone: 0, permille: 0 }, 1),
+        (bounds(None, true), 1_628),
+        (full(), 14),
+        (full(), 1_000),
+    ];
+    lived(0, &life);
+}

@@ -229,9 +229,9 @@ struct World {
     waits: [Wait; ZONES],
     /// How often a dry run has said what rules 3 and 5 would do about what is as it is.
     told: usize,
-    /// Something was plugged for a while: whether that was progress depends on who looked when, and with it what a dry run takes
-    /// for withdrawn.
-    doubtful: bool,
+    /// Something of a zone was plugged for a while: whether that was progress depends on who looked when, and with it when the
+    /// loop gives up what is asked of it, and what a dry run takes for withdrawn.
+    doubtful: [bool; ZONES],
     broken: Option<Broken>,
 }
 
@@ -292,7 +292,7 @@ impl World {
             flapped: None,
             waits: [Wait::default(); ZONES],
             told: 0,
-            doubtful: false,
+            doubtful: [false; ZONES],
             broken,
         }
     }
@@ -358,7 +358,7 @@ impl World {
                 self.see_sizes();
                 self.follow(zone, 1000);
                 self.flapped = Some((zone, before, self.now + ms));
-                self.doubtful = true;
+                self.doubtful[zone] = true;
                 if ms < STAYS_MS {
                     self.waits[zone].plugged_bytes = self.host.zones[zone].plugged_bytes;
                 }
@@ -488,7 +488,7 @@ impl World {
     /// long as makes it progress and went again between two looks was none to the loop.
     fn is_stuck(&self, zone: usize) -> bool {
         let (wait, progress_ms) = (self.waits[zone], self.controller.rules().progress_ms);
-        let since = if self.doubtful { wait.asked } else { wait.since };
+        let since = if self.doubtful[zone] { wait.asked } else { wait.since };
         self.pinned[zone] && self.now.since(since) >= progress_ms
     }
 
@@ -519,13 +519,21 @@ impl World {
 
     /// Whether the loop has waited too long for what it has asked of a zone.
     fn is_due(&self, zone: usize) -> bool {
+        self.is_due_since(zone, self.waits[zone].anew)
+    }
+
+    /// Whether it may think so: to a loop that did not see it stay, what was plugged for a while was no progress.
+    fn may_be_due(&self, zone: usize) -> bool {
+        self.is_due(zone) || (self.doubtful[zone] && self.is_due_since(zone, self.waits[zone].asked))
+    }
+
+    fn is_due_since(&self, zone: usize, since: TimeMs) -> bool {
         let is_flapping = self.flapped.is_some_and(|(flapped, ..)| flapped == zone);
         let outstanding = self.host.zones[zone].outstanding_grow_bytes();
-        let waited_ms = self.now.since(self.waits[zone].anew);
         !self.pinned[zone]
             && !is_flapping
             && outstanding >= BLOCK_BYTES
-            && waited_ms >= self.controller.rules().progress_ms
+            && self.now.since(since) >= self.controller.rules().progress_ms
     }
 
     /// Whether the loop decides anything, be it carried out or not.
@@ -652,12 +660,13 @@ impl World {
                 self.host.short.retain(|id| *id != zone.id);
             }
         }
-        // It begins to wait anew, also for what it goes on to ask for; for the floor's sake it does not say so each time. A loop
-        // that decides nothing gives nothing up.
+        // It begins to wait anew, also for what it goes on to ask for; for the floor's sake it does not say so each time, and that
+        // is the only case in which a request that it has given up stays as it is. A loop that decides nothing gives nothing up.
         let has_floor = self.controller.rules().floor_bytes > 0;
         if self.decides() && (plan.reason == Reason::NoProgress || has_floor) {
             for zone in 0..ZONES {
-                if self.is_due(zone) {
+                let is_given_up = if has_floor { self.may_be_due(zone) } else { self.is_due(zone) };
+                if is_given_up {
                     self.waits[zone].anew = self.now;
                 }
             }
