@@ -18,6 +18,8 @@ guest_tests::tests![
     a_power_off_ends_the_vmm_with_0,
     a_reboot_from_inside_boots_again_in_the_same_process,
     a_shutdown_by_the_api_ends_the_vmm_with_0,
+    the_power_button_ends_a_guest_on_6_12,
+    the_power_button_ends_a_guest_on_6_1,
 ];
 
 fn boots(kernel: Kernel) -> Result<()> {
@@ -97,4 +99,30 @@ fn a_shutdown_by_the_api_ends_the_vmm_with_0() -> Result<()> {
     let status = guest.wait_for_exit(Duration::from_secs(30))?;
     ensure!(status.success(), "The VMM ended with {status}");
     Ok(())
+}
+
+/// The guest's own programs end it: that is all the button asks for. Once while the guest runs, and once on a guest that stands still,
+/// which hears of it as it goes on.
+fn the_power_button_ends_a_guest(kernel: Kernel) -> Result<()> {
+    for paused in [false, true] {
+        let guest = Guest::builder().kernel(kernel).boot()?;
+        if paused {
+            guest.api("PUT", "vm.pause", None)?;
+        }
+        guest.api("PUT", "vm.power-button", None)?;
+        if paused {
+            guest.api("PUT", "vm.resume", None)?;
+        }
+        let status = guest.wait_for_exit(Duration::from_secs(30))?;
+        ensure!(status.success(), "The VMM ended with {status}");
+    }
+    Ok(())
+}
+
+fn the_power_button_ends_a_guest_on_6_12() -> Result<()> {
+    the_power_button_ends_a_guest(Kernel::V6_12)
+}
+
+fn the_power_button_ends_a_guest_on_6_1() -> Result<()> {
+    the_power_button_ends_a_guest(Kernel::V6_1)
 }
