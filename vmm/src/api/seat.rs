@@ -6,7 +6,6 @@
 //! to go on with.
 
 use std::future::pending;
-use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
@@ -15,7 +14,6 @@ use std::time::Duration;
 use axum::body::{Body, Bytes};
 use hyper::body::{Frame, SizeHint};
 use parking_lot::Mutex;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
@@ -105,7 +103,7 @@ impl Seat {
     }
 
     /// Bytes have come.
-    fn heard(&self) {
+    pub(super) fn heard(&self) {
         self.turn(|waits| match waits {
             Waits::ForRequest(_) => Waits::ForRest(Instant::now()),
             other => other,
@@ -142,64 +140,6 @@ impl Seat {
                 () = self.changed.notified() => {}
             }
         }
-    }
-}
-
-/// A stream whose seat knows when bytes come.
-#[derive(Debug)]
-pub(super) struct Heard<S> {
-    stream: S,
-    seat: Arc<Seat>,
-}
-
-impl<S> Heard<S> {
-    pub(super) fn new(stream: S, seat: Arc<Seat>) -> Self {
-        Self { stream, seat }
-    }
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for Heard<S> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let before = bytes.filled().len();
-        let read = Pin::new(&mut self.stream).poll_read(context, bytes);
-        if bytes.filled().len() > before {
-            self.seat.heard();
-        }
-        read
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for Heard<S> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, bytes)
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        parts: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(context, parts)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
     }
 }
 

@@ -20,7 +20,7 @@ use tokio::time::timeout;
 use tracing::{debug, warn};
 
 use super::fd_stream::{self, Descriptors};
-use super::seat::{Answer, Heard, Seat, Seats};
+use super::seat::{Answer, Seat, Seats};
 use super::socket::{Listener, Socket};
 use super::write_timeout::WriteTimeout;
 use crate::unix_socket::SocketFile;
@@ -155,8 +155,7 @@ async fn serve_connection<A: Accepted>(
     http.title_case_headers(true);
     // A client may end its side once it has asked, as `nc -N` does, and is answered all the same.
     http.half_close(true);
-    let heard = Heard::new(accepted.stream(waiting.clone()), Arc::clone(&seat));
-    let stream = WriteTimeout::new(heard, limits.unread);
+    let stream = WriteTimeout::new(accepted.stream(waiting.clone()), limits.unread, Arc::clone(&seat));
     let calls = TowerToHyperService::new(router);
     let served = Arc::clone(&seat);
     let service = service_fn(move |mut request: Request<Incoming>| {

@@ -717,35 +717,6 @@ fn a_body_that_a_call_does_not_take_is_passed_over() {
 }
 
 #[test]
-fn requests_on_one_connection_are_answered_in_order() {
-    run(async |fixture| {
-        let mut client = fixture.connect().await;
-        let three = [
-            request("GET", "/api/v1/vmm.ping", ""),
-            request("PUT", "/api/v1/vm.resize", r#"{"desired_ram": 2097152}"#),
-            request("GET", "/api/v1/vm.none", ""),
-        ];
-        client.send(three.concat()).await;
-        for expected in [200, 204, 404] {
-            assert_eq!(client.receive().await.unwrap().0, expected);
-        }
-        assert_eq!(client.call("GET", "vmm.ping", "").await.0, 200);
-    });
-}
-
-#[test]
-fn a_client_that_has_nothing_more_to_say_is_answered() {
-    run(async |fixture| {
-        let mut client = fixture.connect().await;
-        // The owner has to be asked: the end of the stream is there before the answer.
-        client.send(request("GET", "/api/v1/vm.info", "")).await;
-        client.0.get_mut().shutdown().await.unwrap();
-        assert_eq!(client.receive().await.map(|(status, _)| status), Some(200));
-        assert_eq!(client.receive().await, None);
-    });
-}
-
-#[test]
 fn a_body_over_the_limit_is_refused() {
     run(async |mut fixture| {
         let huge = format!(r#"{{"desired_ram": 2097152, "x": "{}"}}"#, "x".repeat(64 << 10));

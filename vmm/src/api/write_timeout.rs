@@ -1,26 +1,30 @@
-//! A stream whose writes have a bound in time.
+//! A stream whose writes have a bound in time, and whose seat knows when bytes come.
 
 use std::future::Future;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 
+use super::seat::Seat;
+
 /// A stream that fails once a write has got nowhere for a while. hyper waits for ever: with a client that has ended its
 /// side, and may still read, nothing else tells that it is gone.
 pub(super) struct WriteTimeout<S> {
     stream: S,
     limit: Duration,
+    seat: Arc<Seat>,
     /// Runs since the first write that found no room.
     stuck: Option<Pin<Box<Sleep>>>,
 }
 
 impl<S> WriteTimeout<S> {
-    pub(super) fn new(stream: S, limit: Duration) -> Self {
-        Self { stream, limit, stuck: None }
+    pub(super) fn new(stream: S, limit: Duration, seat: Arc<Seat>) -> Self {
+        Self { stream, limit, seat, stuck: None }
     }
 
     fn bound<T>(&mut self, context: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
@@ -72,6 +76,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for WriteTimeout<S> {
         context: &mut Context<'_>,
         bytes: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(context, bytes)
+        let before = bytes.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(context, bytes);
+        if bytes.filled().len() > before {
+            self.seat.heard();
+        }
+        read
     }
 }
