@@ -12,7 +12,7 @@ use super::json::{self, JsonError};
 use super::option_parser::Syntax;
 use super::{
     DRAM_ZONE, DiskConfig, GivenFd, MacAddress, NetConfig, PmemConfig, VmConfig, VsockConfig, balloon, disk,
-    memory_zone, net, pm_memory, pmem, vsock,
+    memory_zone, net, pm_memory, pmem, unknown, vsock,
 };
 use crate::memory::zone::device_id;
 
@@ -29,31 +29,38 @@ pub enum DeviceConfig {
     Vsock(VsockConfig),
 }
 
+/// A device that was read, with what is to be known about it.
+type Warned = (DeviceConfig, Vec<String>);
+
 impl DeviceConfig {
     /// Reads a disk.
-    pub fn disk(json: Map<String, Value>) -> Result<Self, JsonError> {
-        read(&disk::SYNTAX, json).map(Self::Disk)
+    pub fn disk(json: Map<String, Value>) -> Result<Warned, JsonError> {
+        read(("disk", &disk::SYNTAX), json, Self::Disk)
     }
 
-    /// Reads a network interface, to which `fds` came, which are its queues.
-    pub fn net(mut json: Map<String, Value>, fds: Vec<OwnedFd>) -> Result<Self, JsonError> {
+    /// Reads a network interface, to which `fds` came, which are its queues. Numbers in JSON say nothing of what has come.
+    pub fn net(mut json: Map<String, Value>, fds: Vec<OwnedFd>) -> Result<Warned, JsonError> {
+        let passed_over = NetConfig::pass_over_fds(&mut json);
         if !fds.is_empty() {
-            // Numbers say nothing of what has come.
             json.remove("fds");
         }
-        let mut net: NetConfig = read(&net::SYNTAX, json)?;
-        net.fds = fds.into_iter().map(GivenFd::from).collect();
-        Ok(Self::Net(net))
+        let with_queues = |mut net: NetConfig| {
+            net.fds = fds.into_iter().map(GivenFd::from).collect();
+            Self::Net(net)
+        };
+        let (net, mut warnings) = read(("net", &net::SYNTAX), json, with_queues)?;
+        warnings.extend(passed_over.map(str::to_owned));
+        Ok((net, warnings))
     }
 
     /// Reads a file or device that is persistent memory.
-    pub fn pmem(json: Map<String, Value>) -> Result<Self, JsonError> {
-        read(&pmem::SYNTAX, json).map(Self::Pmem)
+    pub fn pmem(json: Map<String, Value>) -> Result<Warned, JsonError> {
+        read(("pmem", &pmem::SYNTAX), json, Self::Pmem)
     }
 
     /// Reads a vsock device.
-    pub fn vsock(json: Map<String, Value>) -> Result<Self, JsonError> {
-        read(&vsock::SYNTAX, json).map(Self::Vsock)
+    pub fn vsock(json: Map<String, Value>) -> Result<Warned, JsonError> {
+        read(("vsock", &vsock::SYNTAX), json, Self::Vsock)
     }
 
     /// What it is, in one word.
@@ -89,10 +96,15 @@ impl DeviceConfig {
 const FIXED: [&str; 3] = ["__console", "__rng", "__watchdog"];
 
 /// One device as the API takes it, by the rules of a whole configuration.
-fn read<T: DeserializeOwned>(syntax: &Syntax, mut json: Map<String, Value>) -> Result<T, JsonError> {
+fn read<T: DeserializeOwned>(
+    (section, syntax): (&str, &Syntax),
+    mut json: Map<String, Value>,
+    device: impl FnOnce(T) -> DeviceConfig,
+) -> Result<Warned, JsonError> {
     json::strip_nulls(&mut json);
     json::check_section(syntax, &json)?;
-    Ok(field::read(Value::Object(json))?)
+    let unknown = unknown::warning_of_device(section, syntax, &json);
+    Ok((device(field::read(Value::Object(json))?), unknown.into_iter().collect()))
 }
 
 /// The first of `_disk0`, `_disk1` and so on that nothing is called.
@@ -325,16 +337,17 @@ mod tests {
         let fd = || OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
         let net = |json: Value, fds| DeviceConfig::net(json.as_object().unwrap().clone(), fds);
         let read = net(json!({"id": "n", "ip": "10.0.0.1", "mask": "255.0.0.0", "fds": [3, 4]}), vec![fd()]);
-        let DeviceConfig::Net(given) = read.unwrap() else { panic!() };
+        let (DeviceConfig::Net(given), warnings) = read.unwrap() else { panic!() };
         assert!(given.fds.len() == 1 && given.fds[0].is_kept());
-        let error = net(json!({"fds": [-1]}), Vec::new()).unwrap_err().to_string();
+        assert!(warnings.len() == 1 && warnings[0].starts_with("--net: fds in JSON"), "{warnings:?}");
+        let error = net(json!({"fds": ["3"]}), Vec::new()).unwrap_err().to_string();
         assert!(
-            error.starts_with("--net: fds=[-1] is not supported") && error.contains("vm.add-net"),
+            error.starts_with("--net: fds=[\"3\"] is not supported") && error.contains("vm.add-net"),
             "{error}"
         );
         let mut config = test_config();
         assert_eq!(add(&mut config, DeviceConfig::Net(given.clone())), Ok("n".to_owned()));
-        let two = net(json!({}), vec![fd(), fd()]).unwrap();
+        let (two, _) = net(json!({}), vec![fd(), fd()]).unwrap();
         assert!(
             add(&mut config, two).unwrap_err().contains("fd has 2 descriptors, and num_queues asks for 1")
         );
@@ -363,7 +376,9 @@ mod tests {
         let read = |json: Value| DeviceConfig::disk(json.as_object().unwrap().clone());
         let json =
             json!({"path": "/d", "readonly": true, "image_type": "Raw", "vhost_user": false, "serial": null});
-        assert_eq!(read(json).unwrap(), disk("path=/d,readonly=on,image_type=raw"));
+        assert_eq!(read(json).unwrap(), (disk("path=/d,readonly=on,image_type=raw"), Vec::new()));
+        let (_, warnings) = read(json!({"path": "/d", "read_only": true})).unwrap();
+        assert_eq!(warnings, ["What nobody knows is passed over: disk.read_only"]);
         let error = |json| read(json).unwrap_err().to_string();
         assert!(
             error(json!({"path": "/d", "iommu": true})).starts_with("--disk: iommu=true is not supported")

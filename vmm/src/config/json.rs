@@ -12,11 +12,11 @@ use super::field::{self, FieldError};
 use super::option_parser::Syntax;
 use super::{
     NetConfig, VmConfig, balloon, console, cpus, disk, foreign, memory, memory_zone, net, numa, payload,
-    platform, pm_memory, pm_volume, pmem, pressure, rng, vsock,
+    platform, pm_memory, pm_volume, pmem, pressure, rng, unknown, vsock,
 };
 
 /// Sections, with what the flag of the same meaning takes.
-const SECTIONS: [(&str, &Syntax); 12] = [
+pub(super) const SECTIONS: [(&str, &Syntax); 12] = [
     ("payload", &payload::SYNTAX),
     ("cpus", &cpus::SYNTAX),
     ("memory", &memory::SYNTAX),
@@ -33,7 +33,7 @@ const SECTIONS: [(&str, &Syntax); 12] = [
 
 /// Sections that Cloud Hypervisor does not have: their flags and keys. No client knows more of them than we do, so that a key
 /// which nobody knows is a mistake.
-const OURS: [(&str, &str, &[&str]); 3] = [
+pub(super) const OURS: [(&str, &str, &[&str]); 3] = [
     ("pm_memory", pm_memory::SYNTAX.flag, pm_memory::SYNTAX.keys),
     ("pm_volumes", pm_volume::SYNTAX.flag, pm_volume::SYNTAX.keys),
     ("pressure", pressure::FLAG, &pressure::FIELDS),
@@ -63,9 +63,11 @@ impl VmConfig {
         let passed_over: Vec<_> =
             nets.filter_map(Value::as_object_mut).filter_map(NetConfig::pass_over_fds).collect();
         check(&json)?;
+        let unknown = unknown::warning(&json);
         let config: Self = field::read(Value::Object(json))?;
         config.validate()?;
         let mut warnings = config.warnings();
+        warnings.extend(unknown);
         // Once, however many interfaces have some.
         warnings.extend(passed_over.first().map(|&warning| warning.to_owned()));
         Ok((config, warnings))
@@ -153,13 +155,7 @@ fn asks_for_nothing(value: &Value, neutral: &[&str]) -> bool {
 /// Every section with the names of its fields, those among them that are refused.
 #[cfg(test)]
 pub(crate) fn fields() -> Vec<(&'static str, Vec<&'static str>)> {
-    let names = |syntax: &Syntax| {
-        let refused = syntax.refused().map(|refused| refused.key);
-        // Some are called otherwise in JSON.
-        let json = ["boot_vcpus", "max_vcpus", "mode", "zones", "affinity", "num_queues", "fds"];
-        syntax.keys.iter().copied().chain(refused).chain(json).collect()
-    };
-    let theirs = SECTIONS.iter().map(|(section, syntax)| (*section, names(syntax)));
+    let theirs = SECTIONS.iter().map(|(section, syntax)| (*section, unknown::keys(section, syntax)));
     theirs.chain(OURS.iter().map(|(section, _, keys)| (*section, keys.to_vec()))).collect()
 }
 

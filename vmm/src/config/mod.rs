@@ -35,6 +35,7 @@ mod rng;
 mod size;
 mod socket;
 mod topology;
+mod unknown;
 mod vsock;
 
 use std::fmt;

@@ -321,7 +321,7 @@ impl NetConfig {
     /// Takes the numbers of descriptors out of an interface in JSON; a warning, if there were any. They say nothing of this process's
     /// files: `vm.info` shows -1 in their place, and clients write out what they were shown. Cloud Hypervisor passes them over as
     /// well. What is no list of numbers stays, and is refused.
-    pub fn pass_over_fds(net: &mut Map<String, Value>) -> Option<&'static str> {
+    pub(super) fn pass_over_fds(net: &mut Map<String, Value>) -> Option<&'static str> {
         let is_number = |value: &Value| value.as_i64().is_some_and(|number| RawFd::try_from(number).is_ok());
         let numbers = net.get("fds")?.as_array()?;
         if numbers.is_empty() || !numbers.iter().all(is_number) {

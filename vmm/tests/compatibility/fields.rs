@@ -234,6 +234,23 @@ fn no_field_is_passed_over() {
     assert_eq!(passed_over.collect::<Vec<_>>(), Vec::<&str>::new());
 }
 
+/// Nobody is warned of what Cloud Hypervisor has: whoever reads that a key is unknown has mistyped it.
+#[test]
+fn no_field_is_taken_for_a_mistyped_one() {
+    for (name, text) in of_kind("field") {
+        let (schema, field) = name.split_once('.').unwrap();
+        let Some(place) = PLACES.iter().find(|place| place.schema == schema) else { continue };
+        let samples = samples(text.unwrap());
+        for value in [Some(samples.other), samples.default].into_iter().flatten() {
+            let mut tried = Value::Object(base(place));
+            object_of(&mut tried, place).insert(field.to_owned(), parse(name, value));
+            let warnings =
+                shown(tried.as_object().unwrap().clone()).map_or(Vec::new(), |(_, warnings)| warnings);
+            assert!(!warnings.iter().any(|warning| warning.contains("nobody knows")), "{name}: {warnings:?}");
+        }
+    }
+}
+
 /// Clients write out what is the default anyway.
 #[test]
 fn defaults_of_fields_are_taken() {

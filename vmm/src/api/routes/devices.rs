@@ -10,12 +10,15 @@ use crate::api::body::JsonBody;
 use crate::api::error::ApiError;
 use crate::api::fd_stream::Descriptors;
 use crate::api::wire::RemoveDeviceBody;
-use crate::config::{DeviceConfig, NetConfig};
+use crate::config::DeviceConfig;
 use crate::vm::request::{VmHandle, VmRequest};
 
 /// Answers where the device is, or nothing if the VM does not run: then it will have it when it boots.
-async fn add(vm: VmHandle, device: DeviceConfig) -> Result<Response, ApiError> {
+async fn add(vm: VmHandle, (device, warnings): (DeviceConfig, Vec<String>)) -> Result<Response, ApiError> {
     let added = vm.ask(|reply| VmRequest::AddDevice(Box::new(device), reply)).await?;
+    for warning in warnings {
+        tracing::warn!("{warning}");
+    }
     Ok(added.map_or_else(|| StatusCode::NO_CONTENT.into_response(), |info| Json(info).into_response()))
 }
 
@@ -30,14 +33,9 @@ pub(super) async fn add_disk(
 pub(super) async fn add_net(
     State(vm): State<VmHandle>,
     Extension(descriptors): Extension<Descriptors>,
-    JsonBody(mut json): JsonBody<Map<String, Value>>,
+    JsonBody(json): JsonBody<Map<String, Value>>,
 ) -> Result<Response, ApiError> {
-    let passed_over = NetConfig::pass_over_fds(&mut json);
-    let answer = add(vm, DeviceConfig::net(json, descriptors.take())?).await?;
-    if let Some(warning) = passed_over {
-        tracing::warn!("{warning}");
-    }
-    Ok(answer)
+    add(vm, DeviceConfig::net(json, descriptors.take())?).await
 }
 
 pub(super) async fn add_pmem(
