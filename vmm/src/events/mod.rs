@@ -68,7 +68,13 @@ struct Sent {
 }
 
 impl Sent {
+    /// What a client has asked for, or happens once.
     fn log(self) {
+        tracing::info!(source = self.source, event = self.event, "Event");
+    }
+
+    /// What a guest may cause as often as it likes.
+    fn log_of_guest(self) {
         tracing::debug!(source = self.source, event = self.event, "Event");
     }
 }
@@ -148,10 +154,11 @@ impl Events {
             Event::VmmShutdown => limiter.release_all(),
             _ => limiter.release_of(&event.concerns()).into_iter().collect(),
         };
-        let messages = before.into_iter().chain([Message::from(&event)]);
-        let sent: Vec<_> = messages.map(|message| self.send(message)).collect();
+        let before: Vec<_> = before.into_iter().map(|message| self.send(message)).collect();
+        let sent = self.send(Message::from(&event));
         drop(limiter);
-        sent.into_iter().for_each(Sent::log);
+        before.into_iter().for_each(Sent::log_of_guest);
+        sent.log();
     }
 
     /// Tells what a guest may cause as often as it likes: now, or later, or not at all if something takes its place. Never waits.
@@ -162,7 +169,7 @@ impl Events {
             Verdict::Tell => {
                 let sent = self.send(message);
                 drop(limiter);
-                sent.log();
+                sent.log_of_guest();
             }
             Verdict::Known => {}
             Verdict::Withhold => {
@@ -198,7 +205,7 @@ impl Events {
             let messages = limiter.release(Instant::now()).into_iter();
             let sent: Vec<_> = messages.map(|message| self.send(message)).collect();
             drop(limiter);
-            sent.into_iter().for_each(Sent::log);
+            sent.into_iter().for_each(Sent::log_of_guest);
         }
     }
 

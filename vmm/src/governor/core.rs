@@ -63,6 +63,18 @@ struct Agent {
     heard: Option<TimeMs>,
     /// What was said of it last.
     said: Option<AgentState>,
+    /// Whether it was said that it has not come back.
+    missed: bool,
+}
+
+impl Agent {
+    /// Whether it has been gone for so long that it is news, which it is once. It goes whenever its guest ends, too.
+    fn is_missed(&mut self, now: TimeMs, lost_ms: u64) -> bool {
+        let is_late = self.heard.is_some_and(|at| now.since(at) >= lost_ms);
+        let is_news = !self.connected && is_late && !self.missed;
+        self.missed |= is_news;
+        is_news
+    }
 }
 
 /// A zone and what was seen of it.
@@ -238,7 +250,7 @@ impl Core {
     /// An agent has connected.
     pub fn agent_connected(&mut self, now: TimeMs) {
         self.intake.connected();
-        self.agent = Agent { connected: true, heard: Some(now), said: Some(AgentState::Live) };
+        self.agent = Agent { connected: true, heard: Some(now), said: Some(AgentState::Live), missed: false };
         self.counters.connections += 1;
         sparsely!(info, "The guest's agent is connected");
     }
@@ -247,7 +259,7 @@ impl Core {
     pub fn agent_gone(&mut self) {
         self.agent.connected = false;
         self.agent.said = Some(AgentState::Gone);
-        sparsely!(warn, "The guest's agent is gone");
+        sparsely!(info, "The guest's agent is gone");
     }
 
     /// How the agent is. Who is connected and says nothing that can be believed is silent.
@@ -262,8 +274,11 @@ impl Core {
         }
     }
 
-    /// Says once that an agent has fallen silent, and once that it speaks again.
+    /// Says once that an agent has fallen silent or does not come back, and once that it speaks again.
     fn watch_agent(&mut self, now: TimeMs) {
+        if self.agent.is_missed(now, self.controller.rules().lost_ms) {
+            sparsely!(warn, "The guest's agent is gone, and none has come since");
+        }
         let state = self.agent_state(now);
         if self.agent.said.is_some_and(|said| said != state) {
             match state {

@@ -518,6 +518,8 @@ impl<F: MachineFactory> Owner<F> {
             return Err(VmError::AlreadyCreated);
         }
         self.vm = Some(Vm::new(config));
+        // Cloud Hypervisor has no event for it.
+        info!("The VM is created");
         Ok(())
     }
 

@@ -156,6 +156,25 @@ fn an_agent_is_never_there_then_live_then_silent_then_live_then_gone() {
     assert_eq!((state(&f, 60_000), state(&f, 63_000)), (AgentState::Live, AgentState::Silent));
 }
 
+/// Agents go with their guests, which is nothing to warn of.
+#[test]
+fn an_agent_that_is_gone_is_missed_once_when_none_comes() {
+    let mut f = fixture("psi", false, true);
+    assert!(!f.core.agent.is_missed(TimeMs(60_000), 3_000), "There was none");
+    f.greet();
+    f.report(200);
+    let at = f.seq * 50;
+    assert!(!f.core.agent.is_missed(TimeMs(at + 60_000), 3_000), "It is connected");
+    f.core.agent_gone();
+    assert!(!f.core.agent.is_missed(TimeMs(at + 2_999), 3_000));
+    // What asks is each tick.
+    f.core.tick(TimeMs(at + 3_000));
+    assert!(f.core.agent.missed && !f.core.agent.is_missed(TimeMs(at + 9_000), 3_000));
+    f.core.agent_connected(TimeMs(at + 10_000));
+    f.core.agent_gone();
+    assert!(f.core.agent.is_missed(TimeMs(at + 13_000), 3_000), "It is another one");
+}
+
 /// Rule 6 of docs/policy.md, through the whole governor.
 #[test]
 fn an_agent_that_falls_silent_while_the_guest_is_short_fails_open_and_no_further() {
