@@ -1,4 +1,7 @@
 # What the scripts under ci/ share. Sourced, never run: the sourcing script has set -euo pipefail.
+#
+# They end with `main "$@"; exit` on one line: bash reads a script while it runs it, and goes on somewhere in one that was edited
+# meanwhile, for an hour perhaps.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 CI_DIR=$ROOT/target/ci
