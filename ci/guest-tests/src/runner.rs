@@ -28,20 +28,33 @@ pub struct Test {
     pub run: fn() -> Result<()>,
     /// How long it may take.
     pub limit: Duration,
-    /// Left out unless it, or everything, is asked for.
-    pub extended: bool,
+    /// Whether it runs if nothing is asked for.
+    pub class: Class,
+}
+
+/// How often a test is to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Class {
+    /// While somebody works.
+    Usual,
+    /// On each change that lands: it takes long for what it adds.
+    Long,
+    /// Now and then: others see the same, in less.
+    Extended,
 }
 
 /// What a test may take unless it says otherwise. Emulated: ten times what it takes when all is well.
 pub const DEFAULT_LIMIT: Duration = Duration::from_secs(120);
 
 /// Lists the tests of a module: `tests![boots, reboots]`, with a limit in seconds where the default is too short:
-/// `tests![boots, survives_a_kill: 300]`. One that the daily run can do without, because others see the same, is
-/// marked: `tests![survives_everything: 900 (extended)]`.
+/// `tests![boots, survives_a_kill: 300]`. One that takes 15 s and more, emulated, or sees on one kernel what another sees
+/// on the other, is left to CI where something shorter sees the like: `tests![survives_four_kills: 300 (long)]`. One that CI can do without, because others see the same, is marked as well:
+/// `tests![survives_everything: 900 (extended)]`.
 #[macro_export]
 macro_rules! tests {
-    (@extended) => { false };
-    (@extended extended) => { true };
+    (@class) => { $crate::runner::Class::Usual };
+    (@class long) => { $crate::runner::Class::Long };
+    (@class extended) => { $crate::runner::Class::Extended };
     ($($name:ident $(: $seconds:literal)? $(($class:ident))?),+ $(,)?) => {
         /// The tests of this topic.
         pub const TESTS: &[$crate::runner::Test] = &[$(
@@ -53,7 +66,7 @@ macro_rules! tests {
                     $(let limit = { let _ = limit; std::time::Duration::from_secs($seconds) };)?
                     limit
                 },
-                extended: $crate::tests!(@extended $($class)?),
+                class: $crate::tests!(@class $($class)?),
             },
         )+];
     };
@@ -103,12 +116,12 @@ impl fmt::Display for StoredWrong {
 /// What to run and how.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Only tests whose name contains one of these; all but the extended ones if empty.
+    /// Only tests whose name contains one of these, of whatever class.
     pub filters: Vec<String>,
     /// Filters are whole names.
     pub exact: bool,
-    /// The extended ones as well.
-    pub all: bool,
+    /// Without filters: those of this class and of the ones before it.
+    pub most: Class,
     /// How many at once.
     pub jobs: usize,
     /// Say what there is, run nothing.
@@ -120,13 +133,20 @@ pub struct Options {
 impl Options {
     /// Parses a command line without the program's name.
     pub fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
-        let mut options =
-            Self { filters: Vec::new(), exact: false, all: false, jobs: 1, list: false, within: None };
+        let mut options = Self {
+            filters: Vec::new(),
+            exact: false,
+            most: Class::Usual,
+            jobs: 1,
+            list: false,
+            within: None,
+        };
         while let Some(argument) = arguments.next() {
             match argument.as_str() {
                 "--list" => options.list = true,
                 "--exact" => options.exact = true,
-                "--all" => options.all = true,
+                "--long" => options.most = options.most.max(Class::Long),
+                "--all" => options.most = Class::Extended,
                 "--jobs" => options.jobs = positive("--jobs", arguments.next())?,
                 "--within" => {
                     let seconds: u32 = positive("--within", arguments.next())?;
@@ -134,8 +154,8 @@ impl Options {
                 }
                 flag if flag.starts_with('-') => {
                     bail!(
-                        "unknown flag {flag}: there are --list, --all, --exact, --jobs N, --within SECONDS and \
-                         filters"
+                        "unknown flag {flag}: there are --list, --long, --all, --exact, --jobs N, --within SECONDS \
+                         and filters"
                     )
                 }
                 filter => options.filters.push(filter.to_owned()),
@@ -162,7 +182,7 @@ impl Options {
 
     fn wants(&self, test: &Test) -> bool {
         if self.filters.is_empty() {
-            return self.all || !test.extended;
+            return test.class <= self.most;
         }
         self.filters.iter().any(|filter| self.matches(test, filter))
     }
@@ -487,8 +507,12 @@ mod tests {
 
     #[test]
     fn filters_choose_by_part_of_the_name() {
-        let test =
-            Test { name: "guest_tests::boot::starts", run: nothing, limit: DEFAULT_LIMIT, extended: false };
+        let test = Test {
+            name: "guest_tests::boot::starts",
+            run: nothing,
+            limit: DEFAULT_LIMIT,
+            class: Class::Usual,
+        };
         assert!(parse(&[]).unwrap().wants(&test));
         assert!(parse(&["volume", "boot::"]).unwrap().wants(&test));
         assert!(!parse(&["volume"]).unwrap().wants(&test));
@@ -497,23 +521,46 @@ mod tests {
     }
 
     #[test]
-    fn extended_tests_run_when_they_are_asked_for() {
+    fn long_and_extended_tests_run_when_they_are_asked_for() {
         const TESTS: &[Test] = &[
-            Test { name: "guest_tests::boot::short", run: nothing, limit: DEFAULT_LIMIT, extended: false },
-            Test { name: "guest_tests::boot::long", run: nothing, limit: DEFAULT_LIMIT, extended: true },
+            Test {
+                name: "guest_tests::boot::short",
+                run: nothing,
+                limit: DEFAULT_LIMIT,
+                class: Class::Usual,
+            },
+            Test { name: "guest_tests::boot::long", run: nothing, limit: DEFAULT_LIMIT, class: Class::Long },
+            Test {
+                name: "guest_tests::boot::longer",
+                run: nothing,
+                limit: DEFAULT_LIMIT,
+                class: Class::Extended,
+            },
         ];
         let count = |arguments: &[&str]| {
             let options = parse(arguments).unwrap();
             TESTS.iter().filter(|test| options.wants(test)).count()
         };
-        assert_eq!((count(&[]), count(&["--all"]), count(&["boot::"]), count(&["long"])), (1, 2, 2, 1));
+        assert_eq!((count(&[]), count(&["--long"]), count(&["--all"])), (1, 2, 3));
+        assert_eq!((count(&["--all", "--long"]), count(&["--long", "--all"])), (3, 3));
+        assert_eq!((count(&["boot::"]), count(&["longer"]), count(&["--long", "short"])), (3, 1, 1));
     }
 
     #[test]
     fn every_filter_must_match_a_test() {
         const TESTS: &[Test] = &[
-            Test { name: "guest_tests::boot::starts", run: nothing, limit: DEFAULT_LIMIT, extended: false },
-            Test { name: "guest_tests::boot::long", run: nothing, limit: DEFAULT_LIMIT, extended: true },
+            Test {
+                name: "guest_tests::boot::starts",
+                run: nothing,
+                limit: DEFAULT_LIMIT,
+                class: Class::Usual,
+            },
+            Test {
+                name: "guest_tests::boot::long",
+                run: nothing,
+                limit: DEFAULT_LIMIT,
+                class: Class::Extended,
+            },
         ];
         let chosen = |arguments: &[&str]| {
             let chosen = parse(arguments).unwrap().choose(TESTS).map_err(|error| error.to_string())?;
@@ -539,8 +586,12 @@ mod tests {
 
     #[test]
     fn a_test_without_time_left_fails() {
-        let test =
-            Test { name: "guest_tests::boot::starts", run: nothing, limit: DEFAULT_LIMIT, extended: false };
+        let test = Test {
+            name: "guest_tests::boot::starts",
+            run: nothing,
+            limit: DEFAULT_LIMIT,
+            class: Class::Usual,
+        };
         let verdict = run_and_report(&test, Some(Instant::now()));
         assert!(matches!(verdict, Verdict::Failed(why) if why.starts_with("Not run")));
     }
@@ -563,7 +614,7 @@ mod tests {
             Err(anyhow::anyhow!("no such device")).context("Round 3")
         }
         let test =
-            |run| Test { name: "guest_tests::torn::kills", run, limit: DEFAULT_LIMIT, extended: false };
+            |run| Test { name: "guest_tests::torn::kills", run, limit: DEFAULT_LIMIT, class: Class::Usual };
         assert_eq!(run_here(&test(stored_wrong)), StoredWrong::CODE);
         assert_eq!(run_here(&test(else_wrong)), 1);
     }

@@ -14,10 +14,10 @@ use serde_json::{Value, json};
 use crate::zones::MIB;
 
 guest_tests::tests![
-    the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away: 240,
-    an_agent_on_6_1_is_small_and_does_without_what_that_lacks: 240,
-    tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none: 240,
-    huge_pages_come_from_pm_as_well: 240,
+    the_agent_is_small_at_rest_and_comes_back_to_a_vmm_that_was_away: 240 (long),
+    an_agent_on_6_1_is_small_and_does_without_what_that_lacks: 240 (long),
+    tasks_that_wait_for_memory_are_reported_and_the_agent_waits_for_none: 240 (long),
+    huge_pages_come_from_pm_as_well: 240 (long),
     huge_pages_come_from_pm_as_well_on_6_1: 240,
     memory_that_nobody_touches_is_reported_and_what_is_touched_is_not: 600 (extended),
 ];

@@ -18,9 +18,9 @@ guest_tests::tests![
     curl_keeps_its_connection,
     flintlock_reads_the_counters (extended),
     hypeman_waits_until_memory_has_settled,
-    katas_runtime_in_go_adds_a_disk_and_memory: 240,
+    katas_runtime_in_go_adds_a_disk_and_memory: 240 (long),
     katas_runtime_in_rust_writes_out_every_null: 240,
-    libvirt_reboots: 240,
+    libvirt_reboots: 240 (long),
     virtink_reboots: 240 (extended),
 ];
 

@@ -19,10 +19,10 @@ guest_tests::tests![
     fsdax_reaches_the_pool: 300,
     fsdax_reaches_the_pool_on_6_1: 300 (extended),
     fsdax_by_xfs_reaches_the_pool: 300 (extended),
-    fsdax_files_survive_a_power_cut: 300,
-    devdax_reaches_the_pool: 300,
+    fsdax_files_survive_a_power_cut: 300 (long),
+    devdax_reaches_the_pool: 300 (long),
     devdax_reaches_the_pool_on_6_1: 300 (extended),
-    map_sync_on_a_raw_nvdimm_lies_on_a_page_cache: 300,
+    map_sync_on_a_raw_nvdimm_lies_on_a_page_cache: 300 (long),
 ];
 
 /// A file system with DAX, with nothing that would be flushed by itself while a test looks.

@@ -20,16 +20,16 @@ use crate::volume::with_volume;
 
 guest_tests::tests![
     a_file_system_on_a_disk_is_made_used_and_checked: 240,
-    a_file_system_on_a_disk_holds_on_6_1: 240,
+    a_file_system_on_a_disk_holds_on_6_1: 240 (long),
     a_disk_shows_its_shape_and_several_queues,
     what_a_guest_discards_takes_no_room,
-    zeros_are_the_disks_work_and_not_the_guests: 240,
+    zeros_are_the_disks_work_and_not_the_guests: 240 (long),
     direct_is_past_the_hosts_page_cache,
     a_disk_grows_under_its_guest,
     a_read_only_disk_takes_no_writes,
-    a_guest_lives_on_a_disk: 240,
+    a_guest_lives_on_a_disk: 240 (long),
     images_that_cannot_be_served_are_refused,
-    what_others_have_is_no_disk,
+    what_others_have_is_no_disk (long),
     a_failed_flush_ends_all_writing_to_an_image,
     a_failed_write_to_a_volume_is_an_error_by_virtio_blk,
 ];

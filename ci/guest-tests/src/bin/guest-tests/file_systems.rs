@@ -7,7 +7,7 @@ use guest_tests::{Guest, Image, Kernel, Pool};
 use crate::volume::IO_LIMIT;
 
 guest_tests::tests![
-    each_holds_on_some_interface: 400,
+    each_holds_on_some_interface: 400 (long),
     all_hold_on_an_nvdimm: 900 (extended),
     all_hold_on_virtio_blk: 900 (extended),
     all_hold_on_virtio_pmem: 1200 (extended),

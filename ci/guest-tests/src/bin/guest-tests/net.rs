@@ -21,17 +21,17 @@ use serde_json::{Value, json};
 use crate::api;
 
 guest_tests::tests![
-    a_guest_and_its_host_talk_over_a_tap: 300,
+    a_guest_and_its_host_talk_over_a_tap: 300 (long),
     a_guest_and_its_host_talk_over_a_tap_on_6_1: 300 (extended),
     frames_pass_without_offloads_and_with_small_rings: 300 (extended),
-    several_queues_are_used_and_put_aside: 300,
+    several_queues_are_used_and_put_aside: 300 (long),
     two_guests_talk_over_a_bridge_before_and_after_a_reboot: 420 (extended),
-    a_tap_that_goes_away_is_a_link_that_is_down: 180,
+    a_tap_that_goes_away_is_a_link_that_is_down: 180 (long),
     what_is_no_tap_is_refused: 180,
-    given_queues_are_there_from_the_first_boot_to_their_removal: 420,
+    given_queues_are_there_from_the_first_boot_to_their_removal: 420 (long),
     an_interface_comes_carries_traffic_and_goes: 300,
-    an_interface_comes_carries_traffic_and_goes_on_6_1: 300,
-    a_nic_without_the_bus_is_silent_until_its_driver_comes_back: 300,
+    an_interface_comes_carries_traffic_and_goes_on_6_1: 300 (long),
+    a_nic_without_the_bus_is_silent_until_its_driver_comes_back: 300 (long),
 ];
 
 pub const IO_LIMIT: Duration = Duration::from_secs(120);

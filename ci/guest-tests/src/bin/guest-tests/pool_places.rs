@@ -35,7 +35,7 @@ guest_tests::tests![
     on_persistent_memory_as_a_block_device_it_is_page_cache,
     on_devdax_it_is_dax_sync,
     a_full_file_system_fails_creation_and_growth_and_changes_nothing,
-    a_guest_has_memory_and_a_volume_on_a_block_device: 300,
+    a_guest_has_memory_and_a_volume_on_a_block_device: 300 (long),
     a_guest_has_memory_and_a_volume_on_devdax: 300,
 ];
 

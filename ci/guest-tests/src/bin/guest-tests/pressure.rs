@@ -10,11 +10,11 @@ use crate::zones::{MIB, vmstat, zone};
 
 guest_tests::tests![
     pressure_grows_dram_first_and_pm_goes_back_first: 400,
-    without_the_governor_the_same_load_swaps_or_is_killed: 240,
-    a_ramp_is_served_before_kswapd_works: 240,
+    without_the_governor_the_same_load_swaps_or_is_killed: 240 (long),
+    a_ramp_is_served_before_kswapd_works: 240 (long),
     without_the_governor_kswapd_works_for_that_ramp: 240 (extended),
-    only_who_takes_all_pm_as_well_is_killed: 300,
-    beside_pm_the_kernel_has_dram_of_its_own: 400,
+    only_who_takes_all_pm_as_well_is_killed: 300 (long),
+    beside_pm_the_kernel_has_dram_of_its_own: 400 (long),
     beside_pm_the_kernel_of_6_1_has_dram_of_its_own: 400 (extended),
     without_dram_of_its_own_the_kernel_swaps_or_kills: 400 (extended),
     a_silent_agent_is_noticed: 240,

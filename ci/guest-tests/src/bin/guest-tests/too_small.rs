@@ -12,7 +12,7 @@ use crate::zones::vmstat;
 
 guest_tests::tests![
     a_guest_with_half_of_its_dram_runs_as_with_all_of_it: 240,
-    what_is_killed_for_memory_is_the_load: 400,
+    what_is_killed_for_memory_is_the_load: 400 (long),
 ];
 
 const WORKLOAD: Workload = Workload { name: "touch", mib: 320 };

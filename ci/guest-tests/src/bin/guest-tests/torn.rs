@@ -12,10 +12,10 @@ use guest_tests::{Disk, Kernel, Pool, torn};
 
 guest_tests::tests![
     kills_with_an_nvdimm_tear_nothing: 600,
-    kills_with_an_nvdimm_that_is_flushed_tear_nothing: 600,
-    kills_with_virtio_pmem_tear_nothing: 600,
-    kills_with_virtio_blk_tear_nothing: 600,
-    kills_with_a_raw_device_tear_sectors: 400,
+    kills_with_an_nvdimm_that_is_flushed_tear_nothing: 600 (long),
+    kills_with_virtio_pmem_tear_nothing: 600 (long),
+    kills_with_virtio_blk_tear_nothing: 600 (long),
+    kills_with_a_raw_device_tear_sectors: 400 (long),
     power_cuts_lose_nothing_that_an_nvdimm_has_flushed: 300 (extended),
     power_cuts_lose_nothing_that_virtio_pmem_has_flushed: 300 (extended),
     power_cuts_lose_what_a_lie_has_flushed: 300 (extended),

@@ -13,12 +13,12 @@ guest_tests::tests![
     nvdimm_holds_with_two_cpus: 300,
     nvdimm_holds_with_four_cpus: 400,
     nvdimm_holds_on_6_1: 300,
-    virtio_pmem_holds_with_one_cpu: 300,
+    virtio_pmem_holds_with_one_cpu: 300 (long),
     virtio_pmem_forced_on_two_cpus_breaks_the_guest: 300,
     acknowledged_files_survive_a_kill: 300,
-    a_readonly_volume_takes_no_writes,
+    a_readonly_volume_takes_no_writes (long),
     a_pool_in_use_is_refused_and_told_who_has_it,
-    volumes_stay_across_a_reboot: 300,
+    volumes_stay_across_a_reboot: 300 (long),
 ];
 
 /// For what a guest does with its volume, emulated.

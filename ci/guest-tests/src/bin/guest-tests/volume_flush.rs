@@ -15,7 +15,7 @@ use crate::volume::{
 
 guest_tests::tests![
     flush_hints_come_out_where_a_page_cache_needs_them: 300,
-    acknowledged_files_survive_a_power_cut: 300,
+    acknowledged_files_survive_a_power_cut: 300 (long),
     a_failed_flush_pauses_a_guest_with_an_nvdimm: 300,
     a_vm_that_was_paused_for_a_failed_flush_starts_anew: 300,
     a_failed_flush_is_an_error_by_virtio_pmem: 300,

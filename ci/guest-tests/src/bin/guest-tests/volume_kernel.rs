@@ -10,7 +10,7 @@ use crate::volume::{guest_with, with_volume};
 
 guest_tests::tests![
     the_agent_tells_kernel_and_preemption_on_6_12: 180,
-    the_agent_tells_kernel_and_preemption_on_6_1: 180,
+    the_agent_tells_kernel_and_preemption_on_6_1: 180 (long),
     an_affected_kernel_is_warned_of_once,
 ];
 
