@@ -416,12 +416,13 @@ impl Core {
         self.watch_agent(now);
         self.take_statistics(now);
         let host = self.observe(now);
+        let patience_ms = self.controller.rules().progress_ms;
         for (zone, id) in self.zones.iter_mut().zip((0..).map(ZoneId)) {
             // A dry run asks nothing of the guest; what a hand asks for is not the loop's.
             if self.controller.rules().dry_run && !self.controller.is_pinned(id) {
                 continue;
             }
-            if let Some(reminder) = zone.progress.remind(now) {
+            if let Some(reminder) = zone.progress.remind(patience_ms, now) {
                 if reminder == Reminder::First {
                     sparsely!(
                         warn,

@@ -1,4 +1,6 @@
 //! How a resize of one zone goes: pure.
+//!
+//! Without progress for as long as the rule `progress` says, its `patience_ms`, a resize is stuck, and the guest is reminded.
 
 use balloon::TimeMs;
 use balloon::rise::Rise;
@@ -6,11 +8,8 @@ use balloon::rise::Rise;
 use super::{DeviceSizes, Shortfall};
 use crate::vm::request::ResizeStatus;
 
-/// Without progress for this long, a resize is stuck, and the guest is reminded.
-pub const PATIENCE_MS: u64 = 5_000;
-
-/// One that does not stir is reminded ever more rarely, and at the end so often: as often as a loop that withdraws what is not
-/// followed asks anew.
+/// A guest that does not stir is reminded ever more rarely, and at the end so often: as often as a loop that withdraws what is
+/// not followed asks anew.
 const MOST_PATIENCE_MS: u64 = 60_000;
 
 /// A driver that comes again sooner than this is not waited for anew: a guest can reset a device as often as it likes.
@@ -25,8 +24,8 @@ pub struct Progress {
     /// When a size changed last and that was not taken back, or the guest was asked for something new.
     changed_at: TimeMs,
     reminded_at: TimeMs,
-    /// How long it is then left alone.
-    pause_ms: u64,
+    /// How often it was since something changed.
+    reminders: u32,
     /// When the driver came, and was waited for anew.
     came_at: Option<TimeMs>,
     /// What was requested last has not been reached yet.
@@ -46,9 +45,8 @@ impl Progress {
     /// A zone as it is first seen.
     pub fn new(sizes: DeviceSizes, now: TimeMs) -> Self {
         let is_awaited = !is_reached(&sizes);
-        let (changed_at, reminded_at, pause_ms) = (now, now, PATIENCE_MS);
         let rise = rise_from(&sizes, now);
-        Self { sizes, rise, changed_at, reminded_at, pause_ms, came_at: None, is_awaited }
+        Self { sizes, rise, changed_at: now, reminded_at: now, reminders: 0, came_at: None, is_awaited }
     }
 
     /// Whether the guest's driver has come since the zone was looked at: then it is waited for anew, once in
@@ -97,39 +95,40 @@ impl Progress {
     }
 
     fn has_changed(&mut self, now: TimeMs) {
-        (self.changed_at, self.pause_ms) = (now, PATIENCE_MS);
+        (self.changed_at, self.reminders) = (now, 0);
     }
 
-    /// Since when nothing has changed, if what came last stays, and how long the guest is then left alone.
-    fn rests(&self) -> (TimeMs, u64) {
+    /// Since when nothing has changed, if what came last stays, and how often the guest was reminded since.
+    fn rests(&self) -> (TimeMs, u32) {
         match self.rise.pending_since() {
-            Some(since) if since > self.changed_at => (since, PATIENCE_MS),
-            _ => (self.changed_at, self.pause_ms),
+            Some(since) if since > self.changed_at => (since, 0),
+            _ => (self.changed_at, self.reminders),
         }
     }
 
     /// Whether the guest is to be reminded now: after a span of patience without progress, and then ever more rarely.
-    pub fn remind(&mut self, now: TimeMs) -> Option<Reminder> {
-        let (changed_at, pause_ms) = self.rests();
-        let is_due = self.is_late(now)
+    pub fn remind(&mut self, patience_ms: u64, now: TimeMs) -> Option<Reminder> {
+        let (changed_at, reminders) = self.rests();
+        let doubled_ms = patience_ms.saturating_mul(1 << reminders.min(31));
+        let pause_ms = doubled_ms.min(MOST_PATIENCE_MS.max(patience_ms));
+        let is_due = self.is_late(patience_ms, now)
             && now.since(self.reminded_at.max(changed_at)) >= pause_ms
             && self.sizes.driver_ready;
         if !is_due {
             return None;
         }
-        let is_first = pause_ms == PATIENCE_MS;
         self.reminded_at = now;
-        self.pause_ms = pause_ms.saturating_mul(2).min(MOST_PATIENCE_MS);
-        Some(if is_first { Reminder::First } else { Reminder::Again })
+        self.reminders = reminders.saturating_add(1);
+        Some(if reminders == 0 { Reminder::First } else { Reminder::Again })
     }
 
     /// Whether it makes no progress.
-    pub fn is_late(&self, now: TimeMs) -> bool {
-        self.sizes.plugged_bytes != self.sizes.requested_bytes && now.since(self.rests().0) >= PATIENCE_MS
+    pub fn is_late(&self, patience_ms: u64, now: TimeMs) -> bool {
+        self.sizes.plugged_bytes != self.sizes.requested_bytes && now.since(self.rests().0) >= patience_ms
     }
 
     /// How the resize goes; `offline_bytes` is what the agent last said of the zone's node.
-    pub fn status(&self, offline_bytes: u64, now: TimeMs) -> ResizeStatus {
+    pub fn status(&self, offline_bytes: u64, patience_ms: u64, now: TimeMs) -> ResizeStatus {
         let DeviceSizes { requested_bytes, plugged_bytes, driver_ready, shortfall, .. } = self.sizes;
         let lacks = |Shortfall { reason, wanted_bytes }| {
             let text = format!(
@@ -140,7 +139,7 @@ impl Progress {
         if plugged_bytes == requested_bytes {
             return shortfall.map_or(ResizeStatus::Reached, lacks);
         }
-        if !self.is_late(now) {
+        if !self.is_late(patience_ms, now) {
             return ResizeStatus::Pending;
         }
         if !driver_ready {
@@ -176,6 +175,9 @@ mod tests {
 
     use super::*;
 
+    /// What the rule says by default.
+    const PATIENCE_MS: u64 = 5_000;
+
     fn sizes(requested_bytes: u64, plugged_bytes: u64, driver_ready: bool) -> DeviceSizes {
         DeviceSizes {
             block_bytes: 2,
@@ -193,30 +195,32 @@ mod tests {
         let lowered = |plugged| DeviceSizes { shortfall, ..sizes(6, plugged, true) };
         let mut progress = Progress::new(sizes(10, 4, true), TimeMs(0));
         assert!(!progress.observe(lowered(4), TimeMs(100)));
-        assert_eq!(progress.status(0, TimeMs(100)), ResizeStatus::Pending);
+        assert_eq!(progress.status(0, PATIENCE_MS, TimeMs(100)), ResizeStatus::Pending);
         assert!(!progress.observe(lowered(6), TimeMs(200)));
-        let ResizeStatus::Stuck(reason) = progress.status(0, TimeMs(200)) else { panic!("{progress:?}") };
+        let ResizeStatus::Stuck(reason) = progress.status(0, PATIENCE_MS, TimeMs(200)) else {
+            panic!("{progress:?}")
+        };
         assert!(reason.starts_with("pool-full: ") && reason.contains("10 bytes"), "{reason}");
         // The driver needs no reminder: there is nothing left for it to do.
-        assert_eq!(progress.remind(TimeMs(60_000)), None);
+        assert_eq!(progress.remind(PATIENCE_MS, TimeMs(60_000)), None);
         // Asked for again, with the host's trouble over.
         assert!(!progress.observe(sizes(10, 6, true), TimeMs(60_000)));
         assert!(!progress.observe(sizes(10, 10, true), TimeMs(60_100)));
         assert!(progress.observe(sizes(10, 10, true), TimeMs(61_100)));
-        assert_eq!(progress.status(0, TimeMs(60_100)), ResizeStatus::Reached);
+        assert_eq!(progress.status(0, PATIENCE_MS, TimeMs(60_100)), ResizeStatus::Reached);
     }
 
     #[test]
     fn a_resize_is_pending_as_long_as_it_moves() {
         let mut progress = Progress::new(sizes(0, 0, true), TimeMs(0));
-        assert_eq!(progress.status(0, TimeMs(0)), ResizeStatus::Reached);
+        assert_eq!(progress.status(0, PATIENCE_MS, TimeMs(0)), ResizeStatus::Reached);
         assert!(!progress.observe(sizes(10, 0, true), TimeMs(100_000)));
-        assert_eq!(progress.status(0, TimeMs(104_999)), ResizeStatus::Pending);
+        assert_eq!(progress.status(0, PATIENCE_MS, TimeMs(104_999)), ResizeStatus::Pending);
         assert!(!progress.observe(sizes(10, 2, true), TimeMs(104_999)));
-        assert_eq!(progress.status(0, TimeMs(109_998)), ResizeStatus::Pending);
+        assert_eq!(progress.status(0, PATIENCE_MS, TimeMs(109_998)), ResizeStatus::Pending);
         assert!(!progress.observe(sizes(10, 10, true), TimeMs(109_998)));
         assert!(progress.observe(sizes(10, 10, true), TimeMs(110_998)), "it has stayed");
-        assert_eq!(progress.status(0, TimeMs(200_000)), ResizeStatus::Reached);
+        assert_eq!(progress.status(0, PATIENCE_MS, TimeMs(200_000)), ResizeStatus::Reached);
     }
 
     #[test]
@@ -235,7 +239,9 @@ mod tests {
 
     #[test]
     fn without_progress_it_is_stuck_and_says_why() {
-        let stuck = |sizes, offline| Progress::new(sizes, TimeMs(0)).status(offline, TimeMs(PATIENCE_MS));
+        let stuck = |sizes, offline| {
+            Progress::new(sizes, TimeMs(0)).status(offline, PATIENCE_MS, TimeMs(PATIENCE_MS))
+        };
         assert_eq!(stuck(sizes(10, 0, false), 0), ResizeStatus::NoDriver);
         let reason = |status| match status {
             ResizeStatus::Stuck(reason) => reason,
@@ -257,7 +263,7 @@ mod tests {
             }
             progress.observe(flapping, TimeMs(now));
             let waited_ms = now - came.last().copied().unwrap_or(0);
-            assert_eq!(progress.is_late(TimeMs(now)), waited_ms >= PATIENCE_MS, "{now}");
+            assert_eq!(progress.is_late(PATIENCE_MS, TimeMs(now)), waited_ms >= PATIENCE_MS, "{now}");
         }
         assert_eq!(came, [1_000, 61_000, 121_000]);
     }
@@ -268,7 +274,7 @@ mod tests {
         progress.observe(sizes(10, 0, true), TimeMs(0));
         let mut reminders = Vec::new();
         for now in (0..=80_000).step_by(10) {
-            if let Some(reminder) = progress.remind(TimeMs(now)) {
+            if let Some(reminder) = progress.remind(PATIENCE_MS, TimeMs(now)) {
                 reminders.push((now, reminder));
                 // It tries, and has no memory for page descriptors.
                 assert!(!progress.observe(sizes(10, 10, true), TimeMs(now)));
@@ -278,11 +284,33 @@ mod tests {
         }
         let again = [15_000, 35_000, 75_000].map(|now| (now, Reminder::Again));
         assert_eq!(reminders, [&[(5_000, Reminder::First)], &again[..]].concat());
-        let ResizeStatus::Stuck(_) = progress.status(0, TimeMs(80_000)) else { panic!("{progress:?}") };
+        let ResizeStatus::Stuck(_) = progress.status(0, PATIENCE_MS, TimeMs(80_000)) else {
+            panic!("{progress:?}")
+        };
         // What stays is one.
         assert!(!progress.observe(sizes(10, 8, true), TimeMs(80_000)));
-        assert!(!progress.is_late(TimeMs(84_990)));
-        assert_eq!(progress.remind(TimeMs(85_000)), Some(Reminder::First));
+        assert!(!progress.is_late(PATIENCE_MS, TimeMs(84_990)));
+        assert_eq!(progress.remind(PATIENCE_MS, TimeMs(85_000)), Some(Reminder::First));
+    }
+
+    #[test]
+    fn patience_is_what_the_rule_says_it_is() {
+        let reminded = |patience_ms: u64| {
+            let mut progress = Progress::new(sizes(10, 0, true), TimeMs(0));
+            let times = (0..=200_000).step_by(100).map(TimeMs);
+            times
+                .filter(|now| progress.remind(patience_ms, *now).is_some())
+                .map(|now| now.0)
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(reminded(30_000), [30_000, 90_000, 150_000]);
+        assert_eq!(reminded(90_000), [90_000, 180_000], "Nobody is reminded before it is late");
+        assert_eq!(reminded(1_000)[..4], [1_000, 3_000, 7_000, 15_000]);
+        let progress = Progress::new(sizes(10, 0, true), TimeMs(0));
+        assert_eq!(progress.status(0, 30_000, TimeMs(29_999)), ResizeStatus::Pending);
+        assert!(matches!(progress.status(0, 30_000, TimeMs(30_000)), ResizeStatus::Stuck(_)));
+        // It may change while a resize is under way.
+        assert!(progress.is_late(PATIENCE_MS, TimeMs(29_999)) && !progress.is_late(30_000, TimeMs(29_999)));
     }
 
     #[test]
@@ -293,8 +321,12 @@ mod tests {
         for (plugged, now) in [(20, 1_000), (20, 1_010), (10, 1_020)] {
             assert!(!progress.observe(sizes(20, plugged, true), TimeMs(now)), "reached at {now}");
         }
-        assert_eq!(progress.remind(TimeMs(5_009)), None);
-        assert_eq!(progress.remind(TimeMs(5_010)), Some(Reminder::First), "5 s since the first part came");
+        assert_eq!(progress.remind(PATIENCE_MS, TimeMs(5_009)), None);
+        assert_eq!(
+            progress.remind(PATIENCE_MS, TimeMs(5_010)),
+            Some(Reminder::First),
+            "5 s since the first part came"
+        );
         // And what comes now has to stay for a second of its own.
         assert!(!progress.observe(sizes(20, 18, true), TimeMs(6_000)));
         assert!(!progress.observe(sizes(20, 20, true), TimeMs(6_990)));
@@ -310,7 +342,7 @@ mod tests {
             assert!(!progress.observe(sizes(10, plugged, true), TimeMs(now)), "reached at {now}");
         }
         progress.observe(sizes(10, 0, true), TimeMs(5_000));
-        assert!(progress.is_late(TimeMs(5_000)));
+        assert!(progress.is_late(PATIENCE_MS, TimeMs(5_000)));
     }
 
     #[test]
@@ -319,14 +351,14 @@ mod tests {
         for now in (0..8_000).step_by(200) {
             progress.observe(sizes(10, if now % 2_000 < 1_400 { 8 } else { 6 }, true), TimeMs(now));
             assert_eq!(
-                progress.is_late(TimeMs(now)),
+                progress.is_late(PATIENCE_MS, TimeMs(now)),
                 now >= 5_000,
                 "{now}: it came at the beginning, and stayed"
             );
         }
         // More than ever is progress.
         assert!(!progress.observe(sizes(10, 9, true), TimeMs(8_000)));
-        assert!(!progress.is_late(TimeMs(12_900)));
+        assert!(!progress.is_late(PATIENCE_MS, TimeMs(12_900)));
     }
 
     #[test]
@@ -335,8 +367,8 @@ mod tests {
         progress.observe(sizes(10, 10, true), TimeMs(100));
         assert!(progress.observe(sizes(10, 10, true), TimeMs(1_100)));
         assert!(!progress.observe(sizes(10, 4, true), TimeMs(60_000)));
-        assert_eq!(progress.status(0, TimeMs(64_999)), ResizeStatus::Pending);
-        assert!(progress.is_late(TimeMs(65_000)));
+        assert_eq!(progress.status(0, PATIENCE_MS, TimeMs(64_999)), ResizeStatus::Pending);
+        assert!(progress.is_late(PATIENCE_MS, TimeMs(65_000)));
         assert!(!progress.observe(sizes(10, 10, true), TimeMs(65_000)), "it was reached before");
     }
 
@@ -355,7 +387,7 @@ mod tests {
         progress.observe(sizes(10, 10, true), TimeMs(100));
         progress.observe(sizes(4, 10, true), TimeMs(200));
         assert!(!progress.observe(sizes(4, 6, true), TimeMs(5_000)));
-        assert!(!progress.is_late(TimeMs(9_999)));
+        assert!(!progress.is_late(PATIENCE_MS, TimeMs(9_999)));
         assert!(progress.observe(sizes(4, 4, true), TimeMs(9_999)), "a shrink is reached at once");
     }
 
@@ -364,10 +396,10 @@ mod tests {
         let mut progress = Progress::new(sizes(10, 0, true), TimeMs(0));
         let mut reminders = Vec::new();
         for now in (0..=200_000).step_by(1000) {
-            reminders.extend(progress.remind(TimeMs(now)).map(|reminder| (now, reminder)));
+            reminders.extend(progress.remind(PATIENCE_MS, TimeMs(now)).map(|reminder| (now, reminder)));
         }
         let again = [15_000, 35_000, 75_000, 135_000, 195_000].map(|now| (now, Reminder::Again));
         assert_eq!(reminders, [&[(5_000, Reminder::First)], &again[..]].concat());
-        assert_eq!(Progress::new(sizes(10, 0, false), TimeMs(0)).remind(TimeMs(60_000)), None);
+        assert_eq!(Progress::new(sizes(10, 0, false), TimeMs(0)).remind(PATIENCE_MS, TimeMs(60_000)), None);
     }
 }

@@ -112,12 +112,13 @@ impl View {
 impl Core {
     /// What `vm.pressure` answers, [`View::info`], with so many of the last decisions.
     pub fn view(&self, decisions: usize, now: TimeMs) -> View {
+        let patience_ms = self.controller.rules().progress_ms;
         let progress = self.zones.iter().map(|zone| &zone.progress);
         let zones =
             self.governed_zones().zip(progress).zip(0..).map(|(((_, info), progress), id)| ViewedZone {
                 id: ZoneId(id),
                 plugged_bytes: self.zones[id as usize].zone.device.sizes().plugged_bytes,
-                late: progress.is_late(now),
+                late: progress.is_late(patience_ms, now),
                 info,
             });
         let source = |agentless: &Agentless| if agentless.is_active() { "statistics" } else { "agent" };
@@ -164,7 +165,7 @@ impl Core {
     pub fn resize_status(&self, id: &str, now: TimeMs) -> Option<ResizeStatus> {
         let Zone { zone, progress, .. } = self.zones.iter().find(|zone| zone.zone.id == id)?;
         let offline = self.node_blocks(zone.guest_numa_node).map_or(0, |(_, offline)| offline);
-        Some(progress.status(offline, now))
+        Some(progress.status(offline, self.controller.rules().progress_ms, now))
     }
 
     /// What the agent says is online of the hotplug part of zone `id`. Of zones in one node it says what they have together:
