@@ -31,6 +31,9 @@ const MAX_COUNT: u64 = 1 << 60;
 const STALL_SLACK_US: u64 = 60_000_000;
 /// Per-CPU counts are folded into free pages late (mm/vmstat.c), so a zone may seem to have more free than it has.
 const FREE_SLACK_PAGES: u64 = 65_536;
+/// What a zone's `high` watermark may be although it has nothing: `min` is up to 128 pages where no kernel memory comes from, and
+/// `low` and `high` lie above it.
+const LEAST_MARK_PAGES: u64 = 1024;
 
 fn at_most(field: &'static str, value: u64, bound: u64) -> Result<(), Refusal> {
     if value > bound {
@@ -151,6 +154,22 @@ impl Report {
     /// The report as it travels, for whoever writes it down.
     pub fn as_raw(&self) -> &RawReport {
         &self.0
+    }
+
+    /// Whether it can be true of a machine that has no more memory than that: its total, and what its zones manage, have free and
+    /// are to keep free, each taken together.
+    ///
+    /// A zone by itself is held against the bounds of any machine only, and each of many zones could be as large as the machine.
+    pub fn check_within(&self, most_bytes: u64) -> Result<(), Refusal> {
+        at_most("total_bytes", self.0.memory.total_bytes, most_bytes)?;
+        let most_pages = most_bytes / PAGE_BYTES_MIN;
+        // A zone without any memory has a watermark, as small as it may be (mm/page_alloc.c).
+        let least_marks = self.0.zones.len() as u64 * LEAST_MARK_PAGES;
+        // No sum overflows: there are 256 zones at most, each far below the bound of its pages.
+        let sum = |pages: fn(&Zone) -> u64| self.0.zones.iter().map(pages).sum();
+        at_most("sum of managed_pages", sum(|zone| zone.managed_pages), most_pages)?;
+        at_most("sum of free_pages", sum(|zone| zone.free_pages), most_pages + FREE_SLACK_PAGES)?;
+        at_most("sum of high_pages", sum(|zone| zone.high_pages), most_pages + least_marks)
     }
 
     /// Counts up with every report of one connection.

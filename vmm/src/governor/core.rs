@@ -18,7 +18,7 @@ use balloon::controller::{Controller, Event, Rules};
 use balloon::params::{Setting, Unit};
 use balloon::plan::{Direction, Plan};
 use balloon::policy::Policy;
-use balloon::proto::{AgentMessage, Bound, Hello, OnlinePolicy, Refusal, Report, Settings};
+use balloon::proto::{AgentMessage, Hello, OnlinePolicy, Refusal, Report, Settings};
 use balloon::{Distances, HostView, Intake, TimeMs, ZoneId, ZoneSizes};
 use thiserror::Error;
 use tracing::{info, warn};
@@ -377,11 +377,7 @@ impl Core {
     fn accept(&mut self, line: &[u8], with_sleep: TimeMs) -> Result<AgentMessage, Refusal> {
         let message = self.intake.accept_line(line, with_sleep)?;
         if let AgentMessage::Report(report) = &message {
-            let (value, most_bytes) = (report.memory().total_bytes, self.most_memory_bytes());
-            if value > most_bytes {
-                let bound = Bound::AtMost(most_bytes);
-                return Err(Refusal::OutOfRange { field: "total_bytes", value, bound });
-            }
+            report.check_within(self.most_memory_bytes())?;
         }
         Ok(message)
     }

@@ -52,6 +52,34 @@ fn an_agent_that_tells_of_more_memory_than_the_vm_can_have_is_refused() {
     assert_eq!(say(&mut f, most + 640 * MIB + 4096), (2, 3));
 }
 
+/// Each of several zones may be as large as any machine's, by the protocol alone.
+#[test]
+fn an_agent_whose_zones_have_more_than_the_vm_can_have_together_is_refused() {
+    let mut f = fixture("psi", false, true);
+    f.greet();
+    let most_pages = (384 + 128 + 1024) * MIB / 4096;
+    let say = |f: &mut Fixture, free_pages: u64, high_pages: u64, managed_pages: u64| {
+        f.seq += 1;
+        let mut line = report(f.seq, 300, [0, 0]);
+        let zone = |node: u32| {
+            json!({ "node": node, "kind": "normal", "free_pages": free_pages, "min_pages": 0, "low_pages": 0,
+                "high_pages": high_pages, "managed_pages": managed_pages })
+        };
+        line["zones"] = json!([zone(0), zone(1)]);
+        f.line(&line);
+        (f.core.counters.reports, f.core.counters.refused.get("out_of_range").copied().unwrap_or(0))
+    };
+    let (half, slack) = (most_pages / 2, 65_536 / 2);
+    assert_eq!(say(&mut f, 0, 0, half), (1, 0));
+    assert_eq!(say(&mut f, 0, 0, half + 1), (1, 1), "managed");
+    assert_eq!(say(&mut f, half + slack, 0, half), (2, 1), "counts are folded in late");
+    assert_eq!(say(&mut f, half + slack + 1, 0, half), (2, 2), "free");
+    assert_eq!(say(&mut f, 0, half + 1024, half), (3, 2), "a zone without memory has watermarks");
+    assert_eq!(say(&mut f, 0, half + 1025, half), (3, 3), "to be kept free");
+    // The loop goes on with the next one that can be true.
+    assert_eq!(say(&mut f, 0, 0, half), (4, 3));
+}
+
 #[test]
 fn no_more_is_shown_as_online_than_is_plugged() {
     let mut f = fixture("off", false, true);
