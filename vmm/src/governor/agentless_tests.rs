@@ -326,14 +326,14 @@ fn an_agent_that_connects_and_dies_is_waited_for_once() {
     for _ in 0..4 {
         rig.wait(3);
         rig.agent_comes();
-        rig.core.agent_gone();
+        rig.core.agent_gone(rig.now);
     }
     assert!(rig.reports() > before, "12 s without a report");
     let before = rig.reports();
     for _ in 0..4 {
         rig.wait(3);
         rig.agent_comes();
-        rig.core.agent_gone();
+        rig.core.agent_gone(rig.now);
     }
     assert!(rig.reports() >= before + 10, "and it goes on so");
     assert_eq!(rig.details()["source"], json!("statistics"));

@@ -61,6 +61,8 @@ struct Agent {
     connected: bool,
     /// When it connected, or reported last.
     heard: Option<TimeMs>,
+    /// When its connection ended.
+    gone: Option<TimeMs>,
     /// What was said of it last.
     said: Option<AgentState>,
     /// Whether it was said that it has not come back.
@@ -70,8 +72,8 @@ struct Agent {
 impl Agent {
     /// Whether it has been gone for so long that it is news, which it is once. It goes whenever its guest ends, too.
     fn is_missed(&mut self, now: TimeMs, lost_ms: u64) -> bool {
-        let is_late = self.heard.is_some_and(|at| now.since(at) >= lost_ms);
-        let is_news = !self.connected && is_late && !self.missed;
+        let is_late = self.gone.is_some_and(|at| now.since(at) >= lost_ms);
+        let is_news = is_late && !self.missed;
         self.missed |= is_news;
         is_news
     }
@@ -250,14 +252,21 @@ impl Core {
     /// An agent has connected.
     pub fn agent_connected(&mut self, now: TimeMs) {
         self.intake.connected();
-        self.agent = Agent { connected: true, heard: Some(now), said: Some(AgentState::Live), missed: false };
+        self.agent = Agent {
+            connected: true,
+            heard: Some(now),
+            gone: None,
+            said: Some(AgentState::Live),
+            missed: false,
+        };
         self.counters.connections += 1;
         sparsely!(info, "The guest's agent is connected");
     }
 
     /// Its connection has ended.
-    pub fn agent_gone(&mut self) {
+    pub fn agent_gone(&mut self, now: TimeMs) {
         self.agent.connected = false;
+        self.agent.gone = Some(now);
         self.agent.said = Some(AgentState::Gone);
         sparsely!(info, "The guest's agent is gone");
     }

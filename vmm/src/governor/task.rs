@@ -255,7 +255,7 @@ async fn listen(core: &Mutex<Core>, clock: &Clock, agents: Option<Connections>) 
                 if let Err(err) = result {
                     debug!(%err, "The agent's connection has broken");
                 }
-                core.lock().agent_gone();
+                core.lock().agent_gone(clock.now());
                 agents.recv().await
             }
             // An agent that was restarted may be back before the old connection's end is seen.

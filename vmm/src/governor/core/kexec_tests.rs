@@ -21,7 +21,7 @@ fn a_kernel_that_kexec_has_started_is_served_as_the_first_one_was() {
     };
     // 1. The old kernel is gone.
     all(&f, |sizes| sizes.driver_ready = false);
-    f.core.agent_gone();
+    f.core.agent_gone(TimeMs(5_000));
     for ms in (5_500..9_000).step_by(500) {
         f.core.tick(TimeMs(ms));
     }
