@@ -16,10 +16,12 @@ use thiserror::Error;
 use tokio::io::Interest;
 use tokio::net::UnixStream;
 
+use crate::config::NetConfig;
+
 /// The longest answer that is read: many times what any call answers.
 const MAX_ANSWER_BYTES: usize = 16 << 20;
 /// No call takes more.
-const MAX_DESCRIPTORS: usize = 32;
+const MAX_DESCRIPTORS: usize = NetConfig::MAX_PAIRS as usize;
 
 /// Why a call fails.
 #[derive(Debug, Error)]

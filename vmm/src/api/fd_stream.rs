@@ -17,10 +17,12 @@ use tokio::io::{AsyncRead, Interest, Join, ReadBuf, join};
 use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 
+use crate::config::NetConfig;
+
 /// The kernel sends no more with one message (SCM_MAX_FD, include/net/scm.h).
 const MAX_PER_MESSAGE: usize = 253;
 /// No call takes more: a queue pair each of a network device.
-const MAX_WAITING: usize = 32;
+const MAX_WAITING: usize = NetConfig::MAX_PAIRS as usize;
 
 /// Descriptors that have come on a connection and wait for the call that takes them.
 #[derive(Clone, Debug, Default)]
@@ -230,6 +232,10 @@ mod tests {
                 send(&stream, "/take ", &[file]);
                 assert_eq!(receive(&mut stream), None);
             });
+            // As many as a device has pairs of queues are taken.
+            let (mut stream, file) = (BlockingStream::connect(path).unwrap(), file("e"));
+            send(&stream, &request("take", "{}"), &[&file; MAX_WAITING]);
+            assert_eq!(receive(&mut stream).unwrap().split(',').count(), 127);
             // Who hangs up in the middle leaves nothing behind.
             assert_closed(|file| send(&BlockingStream::connect(path).unwrap(), "PUT /ta", &[file; 30]));
         });

@@ -15,6 +15,7 @@ use super::error::ConfigError;
 use super::name;
 use super::option_parser::{Options, Refused, Syntax};
 use super::refused;
+use crate::virtio::transport::pci::layout::QUEUES_MAX;
 
 const REFUSED: &[Refused] = &[
     Refused { key: "vhost_mode", neutral: &["client", "Client"], why: refused::NO_VHOST_USER },
@@ -318,6 +319,9 @@ impl NetConfig {
         })
     }
 
+    /// As many pairs of queues as a device has room for beside its control queue. Each may have a descriptor of its own.
+    pub const MAX_PAIRS: u16 = (QUEUES_MAX - 1) / 2;
+
     /// Takes the numbers of descriptors out of an interface in JSON; a warning, if there were any. They say nothing of this process's
     /// files: `vm.info` shows -1 in their place, and clients write out what they were shown. Cloud Hypervisor passes them over as
     /// well. What is no list of numbers stays, and is refused.
@@ -345,7 +349,7 @@ impl NetConfig {
             }),
         };
         let conflict = |reason: String| Err(ConfigError::Conflict { flag, reason });
-        in_range("num_queues", self.num_queues, 2, 2 * u16::from(vcpus))?;
+        in_range("num_queues", self.num_queues, 2, 2 * u16::from(vcpus).min(Self::MAX_PAIRS))?;
         if !self.num_queues.is_multiple_of(2) {
             return conflict(format!("num_queues is {}, and there are two for each pair", self.num_queues));
         }
