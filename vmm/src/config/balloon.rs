@@ -15,6 +15,9 @@ pub(super) const SYNTAX: Syntax = Syntax {
     refused: &[refused::PCI, refused::SLOT],
 };
 
+/// What Cloud Hypervisor calls the one that there is.
+const ID: &str = "__balloon";
+
 /// The least that a guest keeps if nothing else is said; a quarter of its boot memory if that is more.
 const MIN_FLOOR_BYTES: u64 = 64 << 20;
 
@@ -62,9 +65,9 @@ impl BalloonConfig {
         })
     }
 
-    /// Its name, as Cloud Hypervisor gives it.
+    /// Its name.
     pub fn id_or_default(&self) -> &str {
-        self.id.as_deref().unwrap_or("_balloon0")
+        self.id.as_deref().unwrap_or(ID)
     }
 
     /// The most that may be in it, of a VM that boots with `boot_bytes`.
@@ -94,7 +97,8 @@ impl BalloonConfig {
                 because: ", which leaves the guest floor= of its boot memory",
             });
         }
-        self.id.as_ref().map_or(Ok(()), |id| name::check(flag, "id", id))
+        // What it is called anyway may be written out.
+        self.id.as_ref().filter(|id| *id != ID).map_or(Ok(()), |id| name::check(flag, "id", id))
     }
 }
 
@@ -130,7 +134,7 @@ mod tests {
     fn what_is_not_said_is_as_in_cloud_hypervisor() {
         let balloon = BalloonConfig::parse("size=0").unwrap();
         assert!(!balloon.deflate_on_oom && !balloon.free_page_reporting && balloon.statistics);
-        assert_eq!(balloon.id_or_default(), "_balloon0");
+        assert_eq!(balloon.id_or_default(), "__balloon");
         let json = r#"{"size": 1048576, "deflate_on_oom": true}"#;
         let balloon: BalloonConfig = serde_json::from_str(json).unwrap();
         assert!(balloon.deflate_on_oom && balloon.statistics && balloon.floor.is_none());

@@ -16,6 +16,8 @@ const QUEUE_SIZES: (u16, u16) = (4, 1024);
 /// virtio-blk has room for so many bytes (virtio 1.3, 5.2.6).
 const MAX_SERIAL_BYTES: usize = 20;
 
+const HOW_IT_WORKS: &str = "io_uring is used where the host's kernel allows it";
+
 const REFUSED: &[Refused] = &[
     Refused { key: "backing_files", neutral: OFF, why: "raw images have none" },
     Refused {
@@ -23,6 +25,10 @@ const REFUSED: &[Refused] = &[
         neutral: &["[]"],
         why: "pin the threads by their names, such as _disk0_q0",
     },
+    Refused { key: "disable_io_uring", neutral: OFF, why: HOW_IT_WORKS },
+    Refused { key: "_disable_io_uring", neutral: OFF, why: HOW_IT_WORKS },
+    Refused { key: "_disable_aio", neutral: OFF, why: HOW_IT_WORKS },
+    Refused { key: "disable_aio", neutral: OFF, why: HOW_IT_WORKS },
     // A range that is the whole image is the same.
     Refused {
         key: "lock_granularity",

@@ -1,6 +1,8 @@
 //! Flags of Cloud Hypervisor that foreshore does not have, so that each is refused with a reason rather than as
 //! a typing error.
 
+use serde_json::Value;
+
 /// Flag and reason.
 const FLAGS: &[(&str, &str)] = &[
     ("--dbus-object-path", "there is no D-Bus interface; see --api-socket"),
@@ -34,6 +36,7 @@ const SECTIONS: &[(&str, &str)] = &[
     ("debug_console", "--debug-console"),
     ("devices", "--device"),
     ("fs", "--fs"),
+    ("gdb", "--gdb"),
     ("generic_vhost_user", "--generic-vhost-user"),
     ("iommu", "--device"),
     ("ivshmem", "--ivshmem"),
@@ -53,6 +56,13 @@ const SECTIONS: &[(&str, &str)] = &[
 /// Why `flag` is refused, if it is one of Cloud Hypervisor's.
 pub(super) fn reason(flag: &str) -> Option<&'static str> {
     FLAGS.iter().find(|(name, _)| *name == flag).map(|(_, reason)| *reason)
+}
+
+/// Whether a section says in its own way that there is nothing. Cloud Hypervisor writes its debug console out in every
+/// configuration that it shows, with a port, and off.
+pub(super) fn is_off(name: &str, section: &Value) -> bool {
+    let mode = (name == "debug_console").then(|| section.get("mode")?.as_str()).flatten();
+    mode.is_some_and(|mode| mode.eq_ignore_ascii_case("off"))
 }
 
 /// The flag that fills the section `name` of a configuration, and why it is refused, if foreshore has none like it.

@@ -92,6 +92,7 @@ fn check(config: &Map<String, Value>) -> Result<(), ConfigError> {
     for (name, value) in config {
         if let Some((flag, why)) = foreign::section(name)
             && !asks_for_nothing(value, &[])
+            && !foreign::is_off(name, value)
         {
             return Err(ConfigError::ForeignSection { flag, why });
         }

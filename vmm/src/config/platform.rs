@@ -12,8 +12,8 @@ const CONFIDENTIAL: &str = "confidential guests are not supported";
 
 const REFUSED: &[Refused] = &[
     Refused { key: "iommu_segments", neutral: &["[]"], why: IOMMU },
-    Refused { key: "iommu_address_width", neutral: &[], why: IOMMU },
-    Refused { key: "iommu_address_width_bits", neutral: &[], why: IOMMU },
+    Refused { key: "iommu_address_width", neutral: &["64"], why: IOMMU },
+    Refused { key: "iommu_address_width_bits", neutral: &["64"], why: IOMMU },
     Refused { key: "iommufd", neutral: OFF, why: PASSTHROUGH },
     Refused { key: "iommufd_fd", neutral: &[], why: PASSTHROUGH },
     // Without passthrough it is all the same.

@@ -8,8 +8,11 @@ use super::error::ConfigError;
 use super::option_parser::{Refused, Syntax};
 use super::refused;
 
-const REFUSED: &[Refused] =
-    &[Refused { key: "id", neutral: &[], why: "it is neither removed nor counted, and needs no name" }];
+const REFUSED: &[Refused] = &[Refused {
+    key: "id",
+    neutral: &["__rng"],
+    why: "it is neither removed nor counted, and needs no name",
+}];
 
 pub(super) const SYNTAX: Syntax =
     Syntax { flag: "--rng", keys: &["src"], words: &[], refused: &[refused::PCI, refused::SLOT, REFUSED] };

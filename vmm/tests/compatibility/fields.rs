@@ -234,6 +234,52 @@ fn no_field_is_passed_over() {
     assert_eq!(passed_over.collect::<Vec<_>>(), Vec::<&str>::new());
 }
 
+/// A VM as Cloud Hypervisor 54 shows it in `vm.info`, where it writes out everything that is no option: to give that to another VMM
+/// is how a VM is copied. `disable_io_uring`, `disable_aio` and `gdb` are not in its description.
+fn as_it_is_shown() -> Value {
+    json!({
+        "cpus": {"boot_vcpus": 1, "max_vcpus": 2, "kvm_hyperv": false, "max_phys_bits": 46, "features": {"amx": false},
+                 "nested": true, "core_scheduling": "Vm", "profile": "Host"},
+        "memory": {"size": HALF_GIB, "mergeable": false, "hotplug_method": "Acpi", "shared": false, "hugepages": false,
+                   "prefault": false, "reserve": false, "thp": true},
+        "payload": {"kernel": "/k", "cmdline": "quiet"},
+        "rate_limit_groups": null,
+        "disks": [{"path": "/d", "readonly": false, "direct": false, "num_queues": 1, "queue_size": 128,
+                   "vhost_user": false, "disable_io_uring": false, "disable_aio": false, "backing_files": false,
+                   "sparse": true, "image_type": "Raw", "lock_granularity": "ByteRange", "id": "_disk0",
+                   "pci_segment": 0}],
+        "net": [{"num_queues": 2, "queue_size": 256, "vhost_user": false, "vhost_mode": "Client", "offload_tso": true,
+                 "offload_ufo": true, "offload_csum": true, "mac": "02:00:00:00:00:02", "fds": [-1], "id": "_net1",
+                 "pci_segment": 0}],
+        "rng": {"src": "/dev/urandom", "id": "__rng", "pci_segment": 0},
+        "balloon": {"size": 0, "deflate_on_oom": false, "free_page_reporting": false,
+                    "id": "__balloon", "pci_segment": 0},
+        "generic_vhost_user": null, "fs": null,
+        "pmem": [{"file": "/p", "discard_writes": false, "id": "_pmem2", "pci_segment": 0}],
+        "serial": {"mode": "Null"},
+        "console": {"mode": "Off", "id": "__console", "pci_segment": 0},
+        "debug_console": {"mode": "Off", "iobase": 233},
+        "devices": null, "user_devices": null, "vdpa": null,
+        "vsock": {"cid": 3, "socket": "/s", "id": "_vsock3", "pci_segment": 0},
+        "pvpanic": false, "iommu": false, "numa": null, "watchdog": false, "rtc": null, "gdb": false,
+        "pci_segments": null,
+        "platform": {"num_pci_segments": 1, "iommu_address_width_bits": 64, "iommufd": false, "vfio_p2p_dma": true},
+        "tpm": null, "landlock_enable": false, "landlock_rules": null
+    })
+}
+
+#[test]
+fn a_vm_as_cloud_hypervisor_shows_it_is_taken() {
+    let (shown, warnings) = shown(as_it_is_shown().as_object().unwrap().clone()).unwrap();
+    assert_eq!(shown["disks"][0]["id"], "_disk0");
+    // Descriptors that were handed over are another process's.
+    assert!(matches!(&warnings[..], [one] if one.starts_with("--net: fds in JSON")), "{warnings:?}");
+    let on = json!({"debug_console": {"mode": "Tty", "iobase": 233}});
+    let mut other = as_it_is_shown();
+    merge(&mut other, on);
+    assert!(VmConfig::from_json(other.as_object().unwrap().clone()).is_err());
+}
+
 /// Nobody is warned of what Cloud Hypervisor has: whoever reads that a key is unknown has mistyped it.
 #[test]
 fn no_field_is_taken_for_a_mistyped_one() {
