@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use tokio::time::timeout;
 
 use super::error::ApiError;
-use crate::config::read_json;
+use crate::config::{Unknown, read_json};
 
 /// The largest body of a call about something that there is.
 pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
@@ -28,6 +28,7 @@ impl<S: Send + Sync, T: DeserializeOwned, const MOST: usize> FromRequest<S> for 
     type Rejection = ApiError;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
+        let call = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
         // A body that says it is too large is not waited for.
         if request.body().size_hint().lower() > MOST as u64 {
             let reason = format!("it is longer than {MOST} bytes");
@@ -40,7 +41,12 @@ impl<S: Send + Sync, T: DeserializeOwned, const MOST: usize> FromRequest<S> for 
                 reason: format!("it did not end within {} s", BODY_TIMEOUT.as_secs()),
             })?
             .map_err(|error| ApiError::Body { status: error.status(), reason: error.body_text() })?;
-        parse(&bytes).map(Self)
+        let mut unknown = Unknown::default();
+        let value = parse(&bytes, &mut unknown)?;
+        if let Some(warning) = unknown.told() {
+            tracing::warn!(call, "{warning}");
+        }
+        Ok(Self(value))
     }
 }
 
@@ -61,9 +67,11 @@ impl<S: Send + Sync> FromRequest<S> for PassedOver {
 }
 
 /// Takes an object apart. serde also reads a list as a struct, field by field, which no call means.
-fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+fn parse<T: DeserializeOwned>(bytes: &[u8], unknown: &mut Unknown) -> Result<T, ApiError> {
     match bytes.trim_ascii_start().first() {
-        Some(b'{') => read_json(bytes).map_err(|error| ApiError::Json(error.to_string())),
+        Some(b'{') => {
+            read_json(bytes, |name| unknown.add("", &name)).map_err(|error| ApiError::Json(error.to_string()))
+        }
         Some(_) => Err(ApiError::Json("it is not a JSON object".to_owned())),
         None => Err(ApiError::Json("it is empty".to_owned())),
     }
@@ -75,6 +83,19 @@ mod tests {
 
     use super::*;
     use crate::api::wire::ResizeBody;
+
+    fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+        super::parse(bytes, &mut Unknown::default())
+    }
+
+    #[test]
+    fn what_nobody_knows_is_told() {
+        let mut unknown = Unknown::default();
+        let body: ResizeBody =
+            super::parse(br#"{"desired_memory": {"x": 1}, "desired_ram": 4096}"#, &mut unknown).unwrap();
+        assert_eq!(body.desired_ram, Some(4096));
+        assert_eq!(unknown.told().as_deref(), Some("What nobody knows is passed over: desired_memory"));
+    }
 
     #[test]
     fn only_objects_are_taken() {

@@ -16,11 +16,16 @@ pub(super) fn read<'de, T: Deserialize<'de>, D: Deserializer<'de>>(from: D) -> R
     read.map_err(|error| FieldError(told(&name_of(error.path()), &error.inner().to_string())))
 }
 
-/// Reads JSON. Of what is none it is told where, of all else which field it is.
-pub fn read_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, FieldError> {
+/// Reads JSON. Of what is none it is told where, of all else which field it is. `unknown` hears of every field that nobody knows.
+pub fn read_bytes<T: DeserializeOwned>(
+    bytes: &[u8],
+    mut unknown: impl FnMut(String),
+) -> Result<T, FieldError> {
     let no_json = |error: serde_json::Error| FieldError(error.to_string());
     let mut json = serde_json::Deserializer::from_slice(bytes);
-    let value = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+    let mut pass_over = |path: serde_ignored::Path<'_>| unknown(path.to_string());
+    let noting = serde_ignored::Deserializer::new(&mut json, &mut pass_over);
+    let value = serde_path_to_error::deserialize(noting).map_err(|error| {
         let field = name_of(error.path());
         let error = error.into_inner();
         if error.classify() != Category::Data {
@@ -174,7 +179,7 @@ mod tests {
     fn error(json: serde_json::Value) -> String {
         let text = json.to_string();
         let error = read::<Outer, _>(json).unwrap_err();
-        assert_eq!(read_bytes::<Outer>(text.as_bytes()).unwrap_err(), error);
+        assert_eq!(read_bytes::<Outer>(text.as_bytes(), |_| {}).unwrap_err(), error);
         error.to_string()
     }
 
@@ -225,17 +230,17 @@ mod tests {
 
     #[test]
     fn unknown_keys_are_told_with_those_that_there_are() {
-        let error = |text: &str| read_bytes::<Strict>(text.as_bytes()).unwrap_err().to_string();
+        let error = |text: &str| read_bytes::<Strict>(text.as_bytes(), |_| {}).unwrap_err().to_string();
         assert_eq!(error(r#"{"won": 1}"#), r#"unknown key "won"; the keys are one, other"#);
         assert_eq!(error(r#"{"one": 1, "one": 2}"#), "one is given twice");
     }
 
     #[test]
     fn of_what_is_no_json_the_place_is_told() {
-        let error = |text: &str| read_bytes::<Strict>(text.as_bytes()).unwrap_err().to_string();
+        let error = |text: &str| read_bytes::<Strict>(text.as_bytes(), |_| {}).unwrap_err().to_string();
         assert_eq!(error(r#"{"one": }"#), "expected value at line 1 column 9");
         assert_eq!(error(r#"{"one": 1"#), "EOF while parsing an object at line 1 column 9");
         assert_eq!(error("{}{}"), "trailing characters at line 1 column 3");
-        assert!(read_bytes::<Strict>(br#"{"one": 1}"#).is_ok());
+        assert!(read_bytes::<Strict>(br#"{"one": 1}"#, |_| {}).is_ok());
     }
 }

@@ -77,6 +77,7 @@ pub use self::rng::RngConfig;
 pub use self::size::{MAX_BYTES, PAGE_BYTES, Size, UNIT_BYTES, check_pages, parse as parse_size};
 pub use self::socket::{ApiSocket, EventMonitor, MAX_SOCKET_PATH_BYTES, MetricsAddress};
 pub use self::topology::{DRAM_ZONE, Node, Topology};
+pub use self::unknown::Unknown;
 pub use self::vsock::{MAX_CID, MIN_CID, VsockConfig};
 use crate::memory::layout::{boot_end, linux_block_bytes};
 

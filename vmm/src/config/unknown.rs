@@ -74,14 +74,16 @@ pub(super) fn warning_of_device(
     unknown.told()
 }
 
-#[derive(Default)]
-struct Unknown {
+/// Names of what nobody knows, as they are found.
+#[derive(Debug, Default)]
+pub struct Unknown {
     names: Vec<String>,
     count: usize,
 }
 
 impl Unknown {
-    fn add(&mut self, of: &str, key: &str) {
+    /// Another one, in what is called `of`, or in the whole.
+    pub fn add(&mut self, of: &str, key: &str) {
         self.count += 1;
         if self.names.len() < MOST_NAMES {
             let dot = if of.is_empty() { "" } else { "." };
@@ -110,7 +112,8 @@ impl Unknown {
         object.keys().filter(|key| !known.contains(&key.as_str())).for_each(|key| self.add(name, key));
     }
 
-    fn told(self) -> Option<String> {
+    /// All of them in one line, if there are any.
+    pub fn told(self) -> Option<String> {
         let more = match self.count - self.names.len() {
             0 => String::new(),
             more => format!(" and {more} more"),

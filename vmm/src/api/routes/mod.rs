@@ -17,15 +17,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::DefaultBodyLimit;
+use axum::body::Body;
+use axum::extract::{DefaultBodyLimit, FromRequest, Request};
 use axum::http::{Method, Uri};
-use axum::middleware::map_response;
+use axum::middleware::{Next, from_fn, map_response};
 use axum::response::Response;
 use axum::routing::{MethodRouter, get, put};
 use hyper::ext::ReasonPhrase;
 use tokio::sync::Semaphore;
 
-use super::body::{MAX_BODY_BYTES, MAX_CONFIG_BYTES};
+use super::body::{MAX_BODY_BYTES, MAX_CONFIG_BYTES, PassedOver};
 use super::error::ApiError;
 use crate::events::Events;
 use crate::vm::request::VmHandle;
@@ -37,22 +38,22 @@ const QUIET: Duration = Duration::from_secs(60);
 fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmHandle>)> {
     let followers = Arc::new(Semaphore::new(vmm::MOST_FOLLOWERS));
     vec![
-        ("vmm.ping", get(vmm::ping)),
-        ("vmm.shutdown", put(vmm::shutdown)),
+        ("vmm.ping", bare(get(vmm::ping))),
+        ("vmm.shutdown", bare(put(vmm::shutdown))),
         ("vmm.events", get(async move || vmm::events(&events, &followers, quiet))),
         ("vm.create", put(vm::create).layer(DefaultBodyLimit::max(MAX_CONFIG_BYTES))),
-        ("vm.delete", put(vm::delete)),
-        ("vm.info", get(vm::info)),
-        ("vm.counters", get(vm::counters)),
-        ("vm.boot", put(vm::boot)),
-        ("vm.pause", put(vm::pause)),
-        ("vm.resume", put(vm::resume)),
-        ("vm.shutdown", put(vm::shutdown)),
-        ("vm.reboot", put(vm::reboot)),
-        ("vm.power-button", put(vm::power_button)),
-        ("vm.nmi", put(vm::nmi)),
+        ("vm.delete", bare(put(vm::delete))),
+        ("vm.info", bare(get(vm::info))),
+        ("vm.counters", bare(get(vm::counters))),
+        ("vm.boot", bare(put(vm::boot))),
+        ("vm.pause", bare(put(vm::pause))),
+        ("vm.resume", bare(put(vm::resume))),
+        ("vm.shutdown", bare(put(vm::shutdown))),
+        ("vm.reboot", bare(put(vm::reboot))),
+        ("vm.power-button", bare(put(vm::power_button))),
+        ("vm.nmi", bare(put(vm::nmi))),
         // As descriptions before 0.3.0 call it, and clients that were made from them.
-        ("vmm.nmi", put(vm::nmi)),
+        ("vmm.nmi", bare(put(vm::nmi))),
         ("vm.resize", put(memory::resize)),
         ("vm.resize-zone", put(memory::resize_zone)),
         ("vm.add-disk", put(devices::add_disk)),
@@ -61,11 +62,21 @@ fn calls(events: Events, quiet: Duration) -> Vec<(&'static str, MethodRouter<VmH
         ("vm.add-vsock", put(devices::add_vsock)),
         ("vm.remove-device", put(devices::remove)),
         ("vm.resize-disk", put(disk::resize)),
-        ("vm.memory", get(memory::zones)),
-        ("vm.volumes", get(vm::volumes)),
-        ("pool.info", get(pool::info)),
+        ("vm.memory", bare(get(memory::zones))),
+        ("vm.volumes", bare(get(vm::volumes))),
+        ("pool.info", bare(get(pool::info))),
         ("vm.pressure", get(pressure::show).put(pressure::change)),
     ]
+}
+
+/// A call that takes no body, whatever comes with it.
+fn bare(methods: MethodRouter<VmHandle>) -> MethodRouter<VmHandle> {
+    methods.layer(from_fn(async |request: Request, next: Next| {
+        let (head, body) = request.into_parts();
+        let whole = Request::from_parts(head.clone(), body);
+        let Ok(PassedOver) = PassedOver::from_request(whole, &()).await;
+        next.run(Request::from_parts(head, Body::empty())).await
+    }))
 }
 
 /// The names of all calls there are, those among them that are refused.
