@@ -16,12 +16,12 @@ use crate::net::{NO_TUN, Net, has_tun};
 guest_tests::tests![
     every_call: 300,
     curl_keeps_its_connection,
-    flintlock_reads_the_counters (extended),
+    flintlock_reads_the_counters (long),
     hypeman_waits_until_memory_has_settled,
     katas_runtime_in_go_adds_a_disk_and_memory: 240 (long),
     katas_runtime_in_rust_writes_out_every_null: 240,
     libvirt_reboots: 240 (long),
-    virtink_reboots: 240 (extended),
+    virtink_reboots: 240 (long),
 ];
 
 /// Until a VMM that was told to end has ended.
