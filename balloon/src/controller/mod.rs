@@ -16,7 +16,7 @@ use self::progress::Progress;
 use self::spread::{Limits, Spread};
 use crate::plan::{Direction, Plan, Reason, ZoneTarget};
 use crate::policy::{Decision, Input, Policy, PolicyState, fixed, off};
-use crate::units::{PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES, round_up};
+use crate::units::{PAGE_BYTES, SECTION_BYTES, SECTION_DESCRIPTOR_BYTES, round_up, scale};
 use crate::{HostView, ParamError, Tier, TimeMs, ZoneId, ZoneSizes};
 
 /// Rule 6: a guest that was short so recently may be so still, when its reports stop.
@@ -597,7 +597,8 @@ impl Controller {
         if cooling {
             return hold(Reason::CoolDown);
         }
-        let step = self.rules.shrink_step_bytes.max(host.plugged_bytes() / 8);
+        let share_bytes = scale(host.plugged_bytes(), self.rules.shrink_share_permille, 1000);
+        let step = self.rules.shrink_step_bytes.max(share_bytes);
         let over = host.requested_bytes().saturating_sub(self.rules.floor_bytes);
         let mut spread = self.spread(last, last.decision.from, host, now);
         let (taken, limit) = spread.shrink(bytes.min(step).min(over));

@@ -14,8 +14,10 @@ params! {
         cool_down_ms: "cool_down", Ms, 100 => 86_400_000, 5_000;
         /// The longest that the cool-down becomes when shrinks turn out to have been wrong.
         max_cool_down_ms: "max_cool_down", Ms, 100 => 86_400_000, 60_000;
-        /// At most this is taken back in one step, or an eighth of what is plugged if that is more.
+        /// At most this is taken back in one step, or `shrink_share` of what is plugged if that is more.
         shrink_step_bytes: "shrink_step", Bytes, 2 * MIB => 1 << 46, 128 * MIB;
+        /// The share of what is plugged that may be taken back in one step however little `shrink_step` is.
+        shrink_share_permille: "shrink_share", Permille, 0 => 1000, 125;
         /// The least time between two steps.
         shrink_interval_ms: "shrink_interval", Ms, 0 => 86_400_000, 1_000;
         /// A request on which nothing happens for this long has made no progress.

@@ -257,7 +257,8 @@ impl Vm {
             }
             Direction::Shrink => {
                 assert!(after < before && after >= rules.floor_bytes, "{after} after {before}: {plan:?}");
-                let step = rules.shrink_step_bytes.max(host.plugged_bytes() / 8);
+                let share = host.plugged_bytes() * rules.shrink_share_permille / 1000;
+                let step = rules.shrink_step_bytes.max(share);
                 assert!(before - after <= step, "{after} after {before}, more than {step}: {plan:?}");
             }
             // A request that is withdrawn comes back to what the guest has, and what the VM's floor loses by that is asked for

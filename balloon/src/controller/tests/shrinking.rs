@@ -33,8 +33,8 @@ fn rule_2_the_next_step_waits_for_the_last_one() {
     assert_eq!((plan.direction, plan.reason), (Direction::Hold, Reason::InProgress));
 }
 
-#[test]
-fn rule_2_a_large_guest_shrinks_in_larger_steps() {
+/// A guest of which 64 GiB are plugged, and none are wanted any more.
+fn large() -> Rig {
     let mut rig = Rig::fixed(64 << 10);
     rig.host.zones[PM].max_bytes = 128 << 30;
     rig.host.pool_free_bytes = 128 << 30;
@@ -42,8 +42,30 @@ fn rule_2_a_large_guest_shrinks_in_larger_steps() {
     rig.tick(0);
     rig.follow();
     rig.want(0);
+    rig
+}
+
+#[test]
+fn rule_2_a_large_guest_shrinks_in_larger_steps() {
+    let mut rig = large();
     rig.tick(6_000);
     assert_eq!(rig.requested_mib().1, (56 << 10) - 128);
+}
+
+#[test]
+fn rule_2_the_share_of_a_large_guest_that_goes_in_one_step_is_chosen_while_it_runs() {
+    let mut rig = large();
+    let mut taken_mib_with = |shrink_share_permille| {
+        let rules = Rules { shrink_share_permille, ..Rules::default() };
+        rig.controller.set_rules(rules).expect("in range");
+        let before = rig.requested_mib().1;
+        rig.tick(6_000);
+        rig.follow();
+        before - rig.requested_mib().1
+    };
+    assert_eq!([taken_mib_with(0), taken_mib_with(0)], [128, 128], "`shrink_step` alone");
+    assert_eq!(taken_mib_with(125), ((64 << 10) - 256) / 8);
+    assert_eq!(taken_mib_with(1), 128, "less than `shrink_step`");
 }
 
 #[test]
