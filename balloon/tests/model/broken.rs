@@ -17,6 +17,10 @@ pub(super) enum Broken {
     Ceiling,
     /// A shrink does not wait for the cool-down.
     EarlyShrink,
+    /// It waits no longer than for the first one, though what went before had to come back.
+    NeverDoubles,
+    /// Steps of an eighth of what is plugged, whatever share the rules have.
+    OwnShare,
     /// What has just gone comes back though nobody is short.
     GrowBack,
     /// It comes back for a fill though nothing was filled.
@@ -61,13 +65,15 @@ pub(super) enum Broken {
     Restless,
 }
 
-pub(super) const LIVES: [Broken; 25] = [
+pub(super) const LIVES: [Broken; 27] = [
     Broken::ZoneFloor,
     Broken::ZoneCeiling,
     Broken::HalfBlock,
     Broken::Floor,
     Broken::Ceiling,
     Broken::EarlyShrink,
+    Broken::NeverDoubles,
+    Broken::OwnShare,
     Broken::GrowBack,
     Broken::FailsShut,
     Broken::HoldsShut,
@@ -121,6 +127,16 @@ impl Broken {
                 if let (Some(zone), Some(reason)) = (zone, own.1.first()) {
                     plan.targets[zone].requested_bytes -= BLOCK_BYTES;
                     (plan.direction, plan.reason) = (Direction::Shrink, *reason);
+                }
+            }
+            Broken::OwnShare if plan.direction == Direction::Shrink => {
+                let taken = world.host.requested_bytes() - plan.requested_bytes();
+                let mut more = (world.host.plugged_bytes() / 8).saturating_sub(taken);
+                for zone in (0..2).filter(unpinned) {
+                    let bytes = &mut plan.targets[zone].requested_bytes;
+                    let less =
+                        (*bytes - world.host.zones[zone].floor_bytes).min(more) / BLOCK_BYTES * BLOCK_BYTES;
+                    (*bytes, more) = (*bytes - less, more - less);
                 }
             }
             Broken::GrowBack

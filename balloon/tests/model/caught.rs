@@ -8,12 +8,12 @@ use super::*;
 /// Looks for a life in which a broken loop is noticed, the same lives every time.
 fn is_caught(
     broken: Broken,
-    check: impl Fn(usize, &[(Happening, u64)]) -> Result<(), TestCaseError>,
+    check: impl Fn(usize, Rules, &[(Happening, u64)]) -> Result<(), TestCaseError>,
 ) -> bool {
     let config =
         ProptestConfig { cases: 600, failure_persistence: None, max_shrink_iters: 0, ..Default::default() };
     let mut runner = TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
-    match runner.run(&life(), |(index, life)| check(index, &life)) {
+    match runner.run(&life(), |(index, rules, life)| check(index, rules, &life)) {
         Ok(()) => false,
         Err(TestError::Fail(..)) => true,
         Err(TestError::Abort(reason)) => panic!("{broken:?}: {reason}"),
@@ -23,7 +23,9 @@ fn is_caught(
 #[test]
 fn every_broken_loop_is_caught() {
     for broken in LIVES {
-        let caught = is_caught(broken, |index, life| World::new(policy(index), Some(broken)).live(life));
+        let caught = is_caught(broken, |index, rules, life| {
+            World::under(rules, policy(index), Some(broken)).live(life)
+        });
         assert!(caught, "{broken:?} goes unnoticed");
     }
 }
@@ -45,6 +47,27 @@ fn a_policy_that_takes_or_gives_without_a_reason_where_much_is_left_over_is_caug
         let wrong = wrong_where_much_is_left_over(Some(broken));
         assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains(what)), "{broken:?}: {wrong:?}");
     }
+}
+
+/// What is wrong in the life of a guest that is given back what a shrink took, and is to give it again.
+fn wrong_where_a_shrink_is_undone(broken: Option<Broken>) -> Option<String> {
+    let mut world = World::new(policy(10), broken);
+    let sized = |mib| {
+        let followed = (0..ZONES).map(|zone| (Happening::Follow { zone, permille: 1000 }, 1));
+        [(Happening::Fix { mib }, 6_000), (Happening::Tick, 1)]
+            .into_iter()
+            .chain(followed)
+            .collect::<Vec<_>>()
+    };
+    let lived = [300, 200, 300, 200].into_iter().try_for_each(|mib| world.live(&sized(mib)));
+    lived.err().map(|error| error.to_string())
+}
+
+#[test]
+fn a_loop_that_does_not_wait_longer_once_a_shrink_was_undone_is_caught() {
+    assert_eq!(wrong_where_a_shrink_is_undone(None), None);
+    let wrong = wrong_where_a_shrink_is_undone(Some(Broken::NeverDoubles));
+    assert!(wrong.as_ref().is_some_and(|wrong| wrong.contains("too soon after a grow")), "{wrong:?}");
 }
 
 /// What is wrong in the life of a guest that is short and whose last zone of DRAM goes again as often as it is plugged.
@@ -105,6 +128,6 @@ fn a_dry_run_that_goes_on_saying_one_thing_is_caught() {
 #[test]
 fn a_loop_that_never_rests_is_caught() {
     let broken = Broken::Restless;
-    let caught = is_caught(broken, |index, _| World::new(policy(index), Some(broken)).comes_to_rest(700));
+    let caught = is_caught(broken, |index, _, _| World::new(policy(index), Some(broken)).comes_to_rest(700));
     assert!(caught, "it goes unnoticed");
 }

@@ -126,7 +126,8 @@ impl World {
         let is_taken = plan.direction == Direction::Shrink;
         prop_assert!(!is_taken || by_order, "{:?} of a guest that is not heard", plan.reason);
         let was_short = self.heard.is_some_and(|(_, was_short)| was_short);
-        let is_owed = was_short && self.is_unheard() && !self.tried_unheard;
+        let may_try = self.controller.rules().lost_steps > 0;
+        let is_owed = may_try && was_short && self.is_unheard() && !self.tried_unheard;
         prop_assert!(!(is_owed && is_held_unheard(plan)), "a guest that was short is left alone");
         Ok(())
     }
@@ -149,9 +150,9 @@ impl World {
             _ => return Ok(()),
         };
         let until_ms = self.arrived.as_ref().map_or(0, |(_, report)| report.monotonic_ms());
-        // It looks back two seconds and a half.
-        let seen =
-            self.counted_ms[kind].iter().any(|ms| (until_ms.saturating_sub(2_500)..=until_ms).contains(ms));
+        let seen = self.counted_ms[kind]
+            .iter()
+            .any(|ms| (until_ms.saturating_sub(LOOKS_BACK_MS)..=until_ms).contains(ms));
         prop_assert!(seen, "{:?} was not seen: {:?}", plan.reason, self.counted_ms[kind]);
         Ok(())
     }
@@ -192,8 +193,7 @@ impl World {
             }
         }
         prop_assert!(new_pm <= host.pool_free_bytes.max(owed), "more PM than the pool has");
-        let undone =
-            self.last_shrink.is_some_and(|at| self.now.since(at) < self.controller.rules().cool_down_ms);
+        let undone = self.last_shrink.is_some_and(|at| self.now.since(at) < self.cool_down_ms);
         let by_order = [Reason::ReportsLost, Reason::BelowFloor, Reason::FixedSize, Reason::HostShort]
             .contains(&plan.reason);
         let justified = by_order || self.misled || self.wants(plan.reason);
@@ -208,12 +208,16 @@ impl World {
         self.check_left(plan)?;
         let host = self.base();
         prop_assert!(plan.requested_bytes() < host.requested_bytes());
-        prop_assert!(plan.requested_bytes() >= self.controller.rules().floor_bytes, "below the floor");
+        let rules = self.controller.rules();
+        prop_assert!(plan.requested_bytes() >= rules.floor_bytes, "below the floor");
         let taken = host.requested_bytes() - plan.requested_bytes();
-        prop_assert!(taken <= (128 * MIB).max(host.plugged_bytes() / 8), "a step of {}", taken);
+        let share_bytes = host.plugged_bytes() * rules.shrink_share_permille / 1000;
+        prop_assert!(taken <= rules.shrink_step_bytes.max(share_bytes), "a step of {}", taken);
         prop_assert!(self.has_followed(), "the last step has not been followed");
-        let cooled = self.last_grow.is_none_or(|at| self.now.since(at) >= Rules::default().cool_down_ms);
+        let cooled = self.last_grow.is_none_or(|at| self.now.since(at) >= self.cool_down_ms);
         prop_assert!(cooled, "taken back too soon after a grow");
+        let is_next = self.last_shrink.is_none_or(|at| self.now.since(at) >= rules.shrink_interval_ms);
+        prop_assert!(is_next, "a step too soon after the last");
         let dram_taken =
             host.zones.iter().zip(&plan.targets).any(|(zone, target)| {
                 zone.tier == Tier::Dram && target.requested_bytes < zone.requested_bytes

@@ -6,6 +6,7 @@ mod broken;
 mod caught;
 mod checks;
 mod lives;
+mod rules;
 mod want;
 
 use std::collections::VecDeque;
@@ -33,6 +34,8 @@ const ZONES: usize = 4;
 /// Node 0's DRAM is a balloon, of which the guest has any number of pages.
 const BALLOON: usize = 2;
 const BALLOON_ID: u32 = 3;
+/// So far back `psi` looks for what a report says.
+const LOOKS_BACK_MS: u64 = 2_500;
 /// Such a policy with such parameters decides.
 const POLICIES: [(&str, &[(&str, &str)]); 12] = [
     ("psi", &[]),
@@ -84,7 +87,7 @@ enum Happening {
         idle: Idle,
         late: bool,
     },
-    /// The first of the late reports arrives.
+    /// The first of the late reports arrives, if none that is newer has come before it.
     Arrival,
     /// Nothing is heard.
     Tick,
@@ -182,10 +185,10 @@ fn happening() -> impl Strategy<Value = Happening> {
     ]
 }
 
-/// A life: the policy that it begins with, and what happens after how many milliseconds.
-fn life() -> impl Strategy<Value = (usize, Vec<(Happening, u64)>)> {
+/// A life: the policy and the rules that it begins with, and what happens after how many milliseconds.
+fn life() -> impl Strategy<Value = (usize, Rules, Vec<(Happening, u64)>)> {
     let ms = prop_oneof![3 => 1u64..200, 2 => 200u64..7000];
-    (0..POLICIES.len(), prop::collection::vec((happening(), ms), 1..120))
+    (0..POLICIES.len(), rules::rules(), prop::collection::vec((happening(), ms), 1..120))
 }
 
 /// A VM of two nodes with DRAM, and two with PM.
@@ -204,9 +207,12 @@ struct World {
     pinned: [bool; ZONES],
     /// Sized by hand since the last step, or not known to the loop yet.
     by_hand: [bool; ZONES],
+    /// Newer than any that has arrived.
     late: VecDeque<Report>,
-    /// A late report has come: what a policy took it for is its own affair.
+    /// A late report has come, and a policy may still look back at it: what it took it for is its own affair.
     misled: bool,
+    /// Since when none that comes has been late.
+    in_time_since: Option<TimeMs>,
     /// The report that the last step was about, and when it came.
     arrived: Option<(TimeMs, Report)>,
     /// When the guest was last heard, and that it was short by that.
@@ -215,6 +221,8 @@ struct World {
     tried_unheard: bool,
     /// When the guest counted swapping, refaults and stalls, on its clock.
     counted_ms: [Vec<u64>; 3],
+    /// How long nothing may be taken back after a grow.
+    cool_down_ms: u64,
     last_grow: Option<TimeMs>,
     last_shrink: Option<TimeMs>,
     /// What the last shrink left to come, by the report that it was for.
@@ -237,6 +245,10 @@ struct World {
 
 impl World {
     fn new(policy: Policy, broken: Option<Broken>) -> Self {
+        Self::under(Rules::default(), policy, broken)
+    }
+
+    fn under(rules: Rules, policy: Policy, broken: Option<Broken>) -> Self {
         let zone = |id, tier, node, floor, max| ZoneSizes {
             id: ZoneId(id),
             tier,
@@ -266,7 +278,8 @@ impl World {
         }
         World {
             host,
-            controller: Controller::new(policy, Rules::default()).expect("defaults"),
+            cool_down_ms: rules.cool_down_ms,
+            controller: Controller::new(policy, rules).expect("in range"),
             now: TimeMs(1_000),
             seq: 0,
             stall: Stall::default(),
@@ -280,6 +293,7 @@ impl World {
             by_hand: [true; ZONES],
             late: VecDeque::new(),
             misled: false,
+            in_time_since: None,
             arrived: None,
             heard: None,
             tried_unheard: false,
@@ -301,14 +315,19 @@ impl World {
         match self.broken {
             Some(Broken::Unpaused) => self.controller.unpause(),
             Some(Broken::NoDryRun) => self.controller.set_dry_run(false),
+            Some(Broken::NeverDoubles) => self.forget_cool_down(),
             _ => {}
         }
         self.end_flap();
+        self.see_growth();
         self.see_sizes();
         self.arrived = match event {
             Event::Report(report) => Some((self.now, report.clone())),
             Event::Tick => None,
         };
+        if let Event::Report(report) = event {
+            self.see_lateness(report);
+        }
         self.had_bytes = self.had_bytes.map(|had_bytes| had_bytes.max(self.had_bytes_now()));
         let mut plan = self.controller.step(event, &self.host, self.now);
         if self.arrived.is_some() {
@@ -341,11 +360,12 @@ impl World {
                     self.late.push_back(report);
                     return None;
                 }
+                // What was sent before it and comes after it is refused.
+                self.late.clear();
                 return Some(self.step(Event::Report(&report)));
             }
             Happening::Arrival => {
                 let report = self.late.pop_front()?;
-                self.misled = true;
                 return Some(self.step(Event::Report(&report)));
             }
             Happening::Tick => return Some(self.step(Event::Tick)),
@@ -355,6 +375,7 @@ impl World {
                 if self.host.zones[zone].outstanding_grow_bytes() == 0 || self.flapped.is_some() {
                     return None;
                 }
+                self.see_growth();
                 self.see_sizes();
                 self.follow(zone, 1000);
                 self.flapped = Some((zone, before, self.now + ms));
@@ -397,11 +418,6 @@ impl World {
                 sizes.plugged_bytes = (sizes.plugged_bytes + pages * 4096).min(sizes.max_bytes);
                 if sizes.plugged_bytes > sizes.requested_bytes {
                     sizes.requested_bytes = sizes.plugged_bytes.next_multiple_of(BLOCK_BYTES);
-                    // To a loop that has not looked since the host was short of more than that it is none.
-                    let is_more = sizes.requested_bytes > self.waits[BALLOON].requested_bytes;
-                    if is_more && !self.pinned[BALLOON] && !self.by_hand[BALLOON] {
-                        self.last_grow = Some(self.now);
-                    }
                 }
             }
             Happening::Policy { index } => {
@@ -427,6 +443,7 @@ impl World {
         self.end_flap();
         self.controller.pin(self.host.zones[zone].id, &self.host, self.now);
         // The loop looks at all zones then.
+        self.see_growth();
         self.see_sizes();
         let sizes = &mut self.host.zones[zone];
         sizes.requested_bytes = bytes.clamp(sizes.floor_bytes, sizes.max_bytes) / BLOCK_BYTES * BLOCK_BYTES;
@@ -461,9 +478,26 @@ impl World {
     }
 
     fn set_bounds(&mut self, floor_bytes: u64, ceiling_bytes: u64) {
+        self.set_rules(Rules { floor_bytes, ceiling_bytes, ..self.controller.rules().clone() });
+    }
+
+    fn set_rules(&mut self, rules: Rules) {
         self.told = 0;
-        let rules = Rules { floor_bytes, ceiling_bytes, dry_run: self.dry_run, ..Rules::default() };
-        self.controller.set_rules(rules).expect("in range");
+        // What was learned stays within the new bounds.
+        let is_doubled = self.cool_down_ms != self.controller.rules().cool_down_ms;
+        let most_ms = if is_doubled { rules.max_cool_down_ms } else { rules.cool_down_ms };
+        self.cool_down_ms = self.cool_down_ms.clamp(rules.cool_down_ms, most_ms);
+        self.controller.set_rules(Rules { dry_run: self.dry_run, ..rules }).expect("in range");
+    }
+
+    /// Has the loop forget that shrinks came too early, by bounds that leave no room for it.
+    fn forget_cool_down(&mut self) {
+        let rules = self.controller.rules().clone();
+        if self.controller.status().cool_down_ms > rules.cool_down_ms {
+            let most = Rules { max_cool_down_ms: rules.cool_down_ms, ..rules.clone() };
+            self.controller.set_rules(most).expect("in range");
+            self.controller.set_rules(rules).expect("in range");
+        }
     }
 
     fn count(&mut self, stall_ms: u64, counted: Counted) {
@@ -477,6 +511,39 @@ impl World {
         for (times, count) in self.counted_ms.iter_mut().zip([swapped, refaulted, stall_ms]) {
             times.extend((count > 0).then_some(self.now.0));
         }
+    }
+
+    /// A policy is misled by what is behind, until it no longer looks back at it.
+    fn see_lateness(&mut self, report: &Report) {
+        if report.monotonic_ms() < self.now.0 {
+            (self.misled, self.in_time_since) = (true, None);
+        } else {
+            let since = *self.in_time_since.get_or_insert(self.now);
+            self.misled &= self.now.since(since) <= LOOKS_BACK_MS;
+        }
+    }
+
+    /// A zone that has grown of itself since the loop looked is a grow.
+    fn see_growth(&mut self) {
+        let has_grown = (0..ZONES).any(|zone| {
+            let is_left = self.pinned[zone] || self.by_hand[zone];
+            !is_left && self.host.zones[zone].requested_bytes > self.waits[zone].requested_bytes
+        });
+        if has_grown {
+            self.has_grown();
+        }
+    }
+
+    /// What a shrink took and comes back soon was taken too early: nothing goes for twice as long.
+    fn has_grown(&mut self) {
+        let rules = self.controller.rules();
+        let is_soon = self.last_shrink.is_some_and(|at| self.now.since(at) < rules.max_cool_down_ms);
+        if !is_soon {
+            self.cool_down_ms = rules.cool_down_ms;
+        } else if self.last_shrink > self.last_grow {
+            self.cool_down_ms = (2 * self.cool_down_ms).min(rules.max_cool_down_ms);
+        }
+        self.last_grow = Some(self.now);
     }
 
     /// Whether the policy says that the last report showed want. What it showed is in `want.rs`.
@@ -644,7 +711,7 @@ impl World {
         }
         match plan.direction {
             Direction::Grow => {
-                self.last_grow = Some(self.now);
+                self.has_grown();
                 self.is_lacking &= plan.reason != Reason::HostShort;
             }
             Direction::Shrink => {
@@ -689,6 +756,9 @@ impl World {
     fn comes_to_rest(&mut self, used_mib: u64) -> Result<(), TestCaseError> {
         self.happen(&Happening::Resume { zone: None });
         self.happen(&Happening::DryRun { on: false });
+        // Others may have it come to rest after days.
+        let Rules { floor_bytes, ceiling_bytes, .. } = *self.controller.rules();
+        self.set_rules(Rules { floor_bytes, ceiling_bytes, ..Rules::default() });
         self.movable = true;
         let mut changed = Vec::new();
         for second in 0..1_500 {
@@ -746,16 +816,17 @@ proptest! {
     #![proptest_config(config(400))]
 
     #[test]
-    fn whatever_happens_the_rules_hold((index, life) in life()) {
-        World::new(policy(index), None).live(&life)?;
+    fn whatever_happens_the_rules_hold((index, rules, life) in life()) {
+        World::under(rules, policy(index), None).live(&life)?;
     }
 
     #[test]
     fn in_a_guest_that_follows_dram_is_full_before_pm_grows(
         index in 0..POLICIES.len(),
+        rules in rules::rules(),
         steps in prop::collection::vec((report(), 50u64..3000), 1..120),
     ) {
-        let mut world = World::new(policy(index), None);
+        let mut world = World::under(rules, policy(index), None);
         for (report, ms) in steps {
             world.now = world.now + ms;
             let Some(plan) = world.happen(&report) else { continue };
@@ -770,9 +841,9 @@ proptest! {
     }
 
     #[test]
-    fn the_same_happenings_give_the_same_plans((index, life) in life()) {
+    fn the_same_happenings_give_the_same_plans((index, rules, life) in life()) {
         let run = || {
-            let mut world = World::new(policy(index), None);
+            let mut world = World::under(rules.clone(), policy(index), None);
             let mut plans = Vec::new();
             for (happening, ms) in &life {
                 world.now = world.now + *ms;
@@ -791,8 +862,8 @@ proptest! {
     #![proptest_config(config(60))]
 
     #[test]
-    fn a_guest_that_uses_as_much_as_ever_comes_to_rest((index, life) in life(), used_mib in 0u64..1_800) {
-        let mut world = World::new(policy(index), None);
+    fn a_guest_that_uses_as_much_as_ever_comes_to_rest((index, rules, life) in life(), used_mib in 0u64..1_800) {
+        let mut world = World::under(rules, policy(index), None);
         world.live(&life)?;
         world.comes_to_rest(used_mib)?;
     }

@@ -19,7 +19,7 @@ impl World {
                 let until_ms = report.monotonic_ms();
                 let swapped = self.counted_ms[0]
                     .iter()
-                    .any(|ms| (until_ms.saturating_sub(2_500)..=until_ms).contains(ms));
+                    .any(|ms| (until_ms.saturating_sub(LOOKS_BACK_MS)..=until_ms).contains(ms));
                 match reason {
                     Reason::LowAvailable => taken && coming_bytes < bridge_bytes,
                     // What is swapped out counts.

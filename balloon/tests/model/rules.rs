@@ -1,0 +1,34 @@
+//! Rules other than the defaults, for a life from its beginning.
+
+use balloon::params::{Param, Parameters};
+
+use super::*;
+
+/// Mostly the defaults: what is rare with them would be rarer still.
+pub(super) fn rules() -> impl Strategy<Value = Rules> {
+    prop_oneof![3 => Just(Rules::default()), 1 => drawn()]
+}
+
+fn drawn() -> impl Strategy<Value = Rules> {
+    Rules::TABLE.iter().map(value).collect::<Vec<_>>().prop_map(|values| {
+        let mut rules = Rules::default();
+        for (index, value) in values.into_iter().enumerate() {
+            *rules.slot(index) = value;
+        }
+        rules.max_cool_down_ms = rules.max_cool_down_ms.max(rules.cool_down_ms);
+        rules.max_retry_ms = rules.max_retry_ms.max(rules.progress_ms);
+        rules
+    })
+}
+
+/// From a sixteenth of the default to 32 times as much, or a bound.
+fn value(param: &Param) -> BoxedStrategy<u64> {
+    let Param { low, high, default, .. } = *param;
+    // These change within a life, which draws them itself.
+    if ["floor", "ceiling"].contains(&param.name) {
+        return Just(default).boxed();
+    }
+    let near = (0u32..=8, 1_000u64..2_000)
+        .prop_map(move |(shift, permille)| (((default * permille / 1000) << shift) >> 4).clamp(low, high));
+    prop_oneof![4 => Just(default), 4 => near, 1 => Just(low), 1 => Just(high)].boxed()
+}
