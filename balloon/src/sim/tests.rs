@@ -1,5 +1,7 @@
 //! What holds of every run, and the shape of what the papers report.
 
+mod compared;
+
 use proptest::prelude::*;
 
 use super::*;
