@@ -1,9 +1,10 @@
-//! How fast guests are lived through: a day of one VM under `psi`, each report of it, and a day of 10,000 VMs.
+//! How fast guests are lived through: a day of one VM under `psi`, each report of it, a day of each workload under each
+//! policy, and a day of 10,000 VMs.
 
 use std::time::{Duration, Instant};
 
 use balloon::controller::Rules;
-use balloon::policy::Policy;
+use balloon::policy::{Policy, fixed};
 use balloon::sim::{Governed, GuestConfig, Random, Skip, VmSetup, Workload, run_fleet, run_host};
 use balloon::{HostView, MIB, Tier, ZoneSizes};
 use criterion::{Criterion, Throughput, criterion_group};
@@ -13,11 +14,14 @@ const HOSTS: usize = 1_000;
 const VMS_PER_HOST: usize = 10;
 
 fn setup(vm: usize) -> VmSetup {
+    setup_of(Workload::Diurnal, vm)
+}
+
+fn setup_of(workload: Workload, vm: usize) -> VmSetup {
     let dram_bytes = 1024 * MIB;
     let zone = ZoneSizes::empty;
     let mut host = HostView { boot_bytes: dram_bytes, ..HostView::default() };
     host.zones = vec![zone(0, Tier::Dram, 256 * MIB), zone(1, Tier::Pm, 4096 * MIB)];
-    let workload = Workload::Diurnal;
     let demand = workload.demand(&workload.defaults(), dram_bytes, DAY_MS, &mut Random::new(1, vm as u64));
     VmSetup { guest: GuestConfig { boot_bytes: dram_bytes, ..GuestConfig::default() }, host, demand }
 }
@@ -36,6 +40,32 @@ fn days(criterion: &mut Criterion) {
         group.bench_function(name, |bencher| bencher.iter(run));
     }
     group.finish();
+}
+
+/// Of each workload under each policy, in milliseconds: the fastest of three runs, as what else the machine does only adds. Criterion
+/// would take minutes for as many figures, and none of a second needs more.
+fn table() {
+    print!("{:12}", "ms for a day");
+    Policy::NAMES.iter().for_each(|name| print!("{name:>10}"));
+    println!();
+    for workload in Workload::ALL {
+        print!("{:12}", workload.name());
+        for name in Policy::NAMES {
+            let policy = match Policy::from_name(name).expect("listed") {
+                Policy::Fixed(_) => Policy::Fixed(fixed::Params { size_bytes: (256 + 4096) * MIB }),
+                policy => policy,
+            };
+            let governed = Governed { policy, ..governed(Skip::AtRest) };
+            let run = || {
+                let begun = Instant::now();
+                run_host(vec![setup_of(workload, 0)], 4096 * MIB, &governed, &mut ()).expect("in range");
+                begun.elapsed()
+            };
+            let least = (0..3).map(|_| run()).min().expect("three");
+            print!("{:>10.1}", least.as_secs_f64() * 1e3);
+        }
+        println!();
+    }
 }
 
 /// As `foreshore-sim --workload diurnal --duration 24h --hosts 1000 --vms 10 --policy psi` does it, on all processors.
@@ -75,6 +105,7 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let has_filter = arguments.iter().any(|argument| !argument.starts_with('-'));
     if arguments.iter().any(|argument| argument == "--bench") && !has_filter {
+        table();
         fleet();
     }
 }
