@@ -148,7 +148,10 @@ mod tests {
             f.core.tick(TimeMs(1_300));
         });
         let text = log.0.lock();
-        let said: Vec<_> = text.lines().map(|line| line.split_once(": ").unwrap().1).collect();
+        // What may come as often as a guest likes is logged ever more rarely, counted over all tests: whether this one is told of it
+        // depends on how many were before it.
+        let said = text.lines().map(|line| line.split_once(": ").unwrap().1);
+        let said: Vec<_> = said.filter(|line| !line.contains(" times=")).collect();
         assert!(said.len() > 1, "{said:?}");
         let missing: Vec<_> = said.iter().filter(|line| !DOCUMENT.contains(**line)).collect();
         assert!(missing.is_empty(), "docs/policy.md lacks {missing:#?}");
