@@ -3,6 +3,7 @@
 use proptest::test_runner::{RngAlgorithm, TestError, TestRng, TestRunner};
 
 use super::broken::LIVES;
+use super::happening::short;
 use super::*;
 
 /// Looks for a life in which a broken loop is noticed, the same lives every time.
@@ -73,17 +74,8 @@ fn a_loop_that_does_not_wait_longer_once_a_shrink_was_undone_is_caught() {
 /// What is wrong in the life of a guest that is short and whose last zone of DRAM goes again as often as it is plugged.
 fn wrong_where_what_is_plugged_bounces(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(0), broken);
-    let short = Happening::Report {
-        free_permille: [0; ZONES],
-        cached_permille: 0,
-        stall_ms: 0,
-        counted: Counted::default(),
-        swap_used_mib: 0,
-        idle: None,
-        late: false,
-    };
     let round = [
-        (short, 300),
+        (short(), 300),
         (Happening::Follow { zone: 0, permille: 1000 }, 1),
         (Happening::Follow { zone: 1, permille: 1000 }, 1),
         (Happening::Follow { zone: BALLOON, permille: 1000 }, 1),
@@ -104,17 +96,8 @@ fn a_loop_that_takes_for_progress_what_bounces_is_caught() {
 /// What is wrong in the life of a guest that is short and follows nothing, from when nothing is carried out any more.
 fn wrong_where_a_dry_run_finds_a_guest_that_does_not_follow(broken: Option<Broken>) -> Option<String> {
     let mut world = World::new(policy(0), broken);
-    let short = Happening::Report {
-        free_permille: [0; ZONES],
-        cached_permille: 0,
-        stall_ms: 0,
-        counted: Counted::default(),
-        swap_used_mib: 0,
-        idle: None,
-        late: false,
-    };
-    let lived = world.live(&[(short.clone(), 300), (Happening::DryRun { on: true }, 1)]);
-    let lived = lived.and_then(|()| (0..30).try_for_each(|_| world.live(&[(short.clone(), 1_000)])));
+    let lived = world.live(&[(short(), 300), (Happening::DryRun { on: true }, 1)]);
+    let lived = lived.and_then(|()| (0..30).try_for_each(|_| world.live(&[(short(), 1_000)])));
     lived.err().map(|error| error.to_string())
 }
 
