@@ -153,6 +153,15 @@ fn a_client_that_has_nothing_more_to_say_is_answered() {
     });
 }
 
+#[test]
+fn a_body_that_a_call_does_not_take_is_passed_over() {
+    run(async |fixture| {
+        for body in ["{}", r#"{"desired_ram": 7}"#, "nonsense"] {
+            assert_eq!(fixture.call("PUT", "vm.pause", body).await, (204, String::new()), "{body}");
+        }
+    });
+}
+
 /// What is left of a body would end the connection.
 #[test]
 fn a_body_that_no_call_takes_may_come_late() {
