@@ -6,7 +6,7 @@ use foreshore_proto::{Counters, Report, ZoneKind};
 use thiserror::Error;
 
 use super::demand::{Demand, Segment};
-use super::guest::GuestConfig;
+use super::guest::{GuestConfig, reserve_bytes};
 use super::host::VmSetup;
 use crate::policy::Input;
 use crate::policy::base::Base;
@@ -198,15 +198,12 @@ pub fn replay(
 ) -> Result<(VmSetup, u64), ReplayError> {
     let header = trace.header().clone();
     let mut moments = Moments::new(MOST_MOMENTS);
-    // The agent keeps a sixteenth of DRAM from user pages where that has a hotplug part, movablecore= a quarter elsewhere.
-    let has_dram = header.zones.iter().any(|zone| zone.tier == Tier::Dram && zone.max_bytes > 0);
-    let reserve_part = if has_dram { 16 } else { 4 };
     let (mut reports, mut first, mut pool_free_bytes) = (0, None, None);
     let (mut files, mut unwanted) = (Files::default(), Unwanted::new(&header));
     let mut see = |at: TimeMs, report: &Report, unwanted: &mut Unwanted| {
         reports += 1;
         let start = *first.get_or_insert(at);
-        let (at_ms, used) = (at.since(start), Used::of(report, reserve_part));
+        let (at_ms, used) = (at.since(start), Used::of(report, &header));
         files.see(at_ms, used.cached_bytes, report.counters());
         let Files { file_bytes, streamed_bytes, .. } = files;
         // What is in the page cache when the trace begins is read in its first moments.
@@ -285,7 +282,7 @@ struct Used {
 }
 
 impl Used {
-    fn of(report: &Report, reserve_part: u64) -> Self {
+    fn of(report: &Report, header: &Header) -> Self {
         let memory = report.memory();
         let swapped = memory.swap_total_bytes - memory.swap_free_bytes;
         let (mut high_pages, mut low_pages, mut lowmem_pages, mut descriptors) = (0, 0, 0, 0);
@@ -299,7 +296,8 @@ impl Used {
         }
         // MemAvailable leaves out the watermarks and what is kept of boot memory; of page cache it leaves out half, or the low
         // watermarks if that is less (mm/show_mem.c, si_mem_available()). Memory that processes share is not in it.
-        let left_out = high_pages * 4096 + lowmem_pages * 4096 / reserve_part;
+        let most_bytes = header.zones.iter().map(|zone| (zone.tier, zone.max_bytes));
+        let left_out = high_pages * 4096 + reserve_bytes(lowmem_pages * 4096, most_bytes);
         let low_bytes = low_pages * 4096;
         let beside_free = memory.available_bytes.saturating_add(left_out).saturating_sub(memory.free_bytes);
         let cached_bytes = memory.cached_bytes.min(beside_free.saturating_add(beside_free.min(low_bytes)));

@@ -440,8 +440,9 @@ fn a_recorded_guest_that_shrank_did_not_want_what_went() {
     let segments = again.demand.segments();
     let rises = segments.windows(2).map(|pair| pair[1].anon_bytes.saturating_sub(pair[0].anon_bytes) / MIB);
     assert!(rises.max() <= Some(3), "MiB from one report to the next");
-    // What a process has left is given back slowly, and what the kernel keeps falls with the size.
-    assert!(segments.iter().all(|segment| (40..=100).contains(&(segment.anon_bytes / MIB))), "{segments:?}");
+    // A process returns memory slowly after it has freed it. The guest was recorded with a smaller reserve for its kernel than
+    // the replay assumes, so it seems to want a few MiB less than it did.
+    assert!(segments.iter().all(|segment| (28..=100).contains(&(segment.anon_bytes / MIB))), "{segments:?}");
 }
 
 #[test]

@@ -9,6 +9,7 @@ use foreshore_proto::{Cause, PROTOCOL_VERSION, RawReport};
 use crate::args::{Address, Online};
 use crate::blocks::{BlockReader, BlockWatch, STACK_BYTES, Signs};
 use crate::idle::{IdleWatch, Roots};
+use crate::kernel_blocks::KernelBlocks;
 use crate::proc::{Proc, ProcError};
 use crate::reserve::Reserve;
 use crate::session::{Session, SessionError};
@@ -37,6 +38,9 @@ pub struct Agent {
     /// Becomes readable when the agent is to end.
     pub(crate) termination: Option<OwnedFd>,
     reserve: Option<Reserve>,
+    /// Memory that the VMM can add, as it said last.
+    pub(crate) hotplug_bytes: u64,
+    kernel_blocks: Option<KernelBlocks>,
     tuning: Option<Tuning>,
     idle: Option<IdleWatch>,
     pub(crate) report: RawReport,
@@ -58,6 +62,8 @@ impl Agent {
             triggers: None,
             termination: None,
             reserve: None,
+            hotplug_bytes: 0,
+            kernel_blocks: None,
             tuning: None,
             idle: None,
             report,
@@ -88,6 +94,12 @@ impl Agent {
     /// on record under `run`.
     pub fn keep_reserve(&mut self, sysctl_root: &Path, run: &Path) -> io::Result<()> {
         self.reserve = Some(Reserve::open(sysctl_root, run)?);
+        Ok(())
+    }
+
+    /// Gives blocks of plugged DRAM to the kernel from now on, when it runs short of memory.
+    pub fn watch_kernel_memory(&mut self, memory_root: &Path, iomem: &Path) -> io::Result<()> {
+        self.kernel_blocks = Some(KernelBlocks::start(memory_root, iomem)?);
         Ok(())
     }
 
@@ -130,9 +142,16 @@ impl Agent {
         if let Some(idle) = &mut self.idle {
             idle.poll(&self.report.zones, self.observed_ms, &mut self.report.idle);
         }
-        if let Some(Err(error)) = self.reserve.as_mut().map(|reserve| reserve.adapt(&self.report.zones)) {
+        if let Some(Err(error)) =
+            self.reserve.as_mut().map(|reserve| reserve.adapt(&self.report.zones, self.hotplug_bytes))
+        {
             eprintln!("foreshore-agent: Cannot set vm.lowmem_reserve_ratio: {error}");
             self.reserve = None;
+        }
+        if let Some(kernel_blocks) = &mut self.kernel_blocks {
+            let RawReport { zones, blocks, .. } = &self.report;
+            // A block that was turned is to be reported soon.
+            self.take_charge |= kernel_blocks.poll(zones, blocks, self.observed_ms);
         }
         let total_bytes = self.report.memory.total_bytes;
         let tuned = self.tuning.as_mut().map(|tuning| tuning.adapt(&self.report.zones, total_bytes));
@@ -246,7 +265,7 @@ mod tests {
         // As if these were the guest's. This machine's, which it looks at while it waits, may differ.
         let zone = |kind, managed_pages| Zone { kind, managed_pages, ..Zone::default() };
         let zones = [zone(ZoneKind::Dma32, 90_000), zone(ZoneKind::Movable, 32_768)];
-        agent.reserve.as_mut().expect("kept").adapt(&zones).expect("writes");
+        agent.reserve.as_mut().expect("kept").adapt(&zones, 0).expect("writes");
         assert_ne!(fs::read_to_string(&setting).expect("read"), "256 256 32 0 0");
         let (termination, mut told) = io::pipe().expect("pipe");
         told.write_all(&[15]).expect("write");

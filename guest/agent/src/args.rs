@@ -18,6 +18,9 @@ Options:
                    again; auto, as the kernel sees fit; none, as it does without
                    the agent [default: movable]
   --reserve on|off Keep some DRAM for the kernel's own needs [default: on]
+  --kernel-blocks on|off
+                   Give blocks of plugged DRAM to the kernel when it runs short; they
+                   stay with it until the next boot [default: on]
   --tune on|off    Adapt settings of the kernel to memory of two kinds
                    [default: on]
   --idle on|off    Report what memory is idle [default: on]
@@ -63,6 +66,8 @@ pub struct Options {
     pub online: Online,
     /// Whether DRAM is kept for the kernel.
     pub reserve: bool,
+    /// Blocks of plugged DRAM are given to the kernel when it runs short.
+    pub kernel_blocks: bool,
     /// Whether settings of the kernel are adapted to memory of two kinds.
     pub tune: bool,
     /// Whether idle memory is looked for.
@@ -115,6 +120,7 @@ pub enum ArgsError {
 pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Command, ArgsError> {
     let (mut cid, mut port, mut unix, mut once) = (HOST_CID, VSOCK_PORT, None, false);
     let (mut online, mut reserve, mut tune, mut idle) = (Online::Movable, true, true, true);
+    let mut kernel_blocks = true;
     let mut args = args.into_iter();
     while let Some(arg) = args.next() {
         let (name, inline) = match arg.split_once('=') {
@@ -128,6 +134,7 @@ pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Command, ArgsErro
             "--unix" => unix = Some(PathBuf::from(value("--unix")?)),
             "--online" => online = policy(value("--online")?)?,
             "--reserve" => reserve = switch("--reserve", value("--reserve")?)?,
+            "--kernel-blocks" => kernel_blocks = switch("--kernel-blocks", value("--kernel-blocks")?)?,
             "--tune" => tune = switch("--tune", value("--tune")?)?,
             "--idle" => idle = switch("--idle", value("--idle")?)?,
             "--once" if inline.is_none() => once = true,
@@ -140,7 +147,7 @@ pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Command, ArgsErro
         return Ok(Command::Once);
     }
     let address = unix.map_or(Address::Vsock { cid, port }, Address::Unix);
-    Ok(Command::Run(Options { address, online, reserve, tune, idle }))
+    Ok(Command::Run(Options { address, online, reserve, kernel_blocks, tune, idle }))
 }
 
 fn number(option: &'static str, value: String) -> Result<u32, ArgsError> {
@@ -187,6 +194,7 @@ mod tests {
             address: Address::Vsock { cid: 2, port: 9746 },
             online: Online::Movable,
             reserve: true,
+            kernel_blocks: true,
             tune: true,
             idle: true,
         };
@@ -198,6 +206,7 @@ mod tests {
         assert_eq!(options("--online none --reserve off").online, Online::None);
         assert!(!options("--idle=off").idle && options("--idle off --idle on").idle);
         assert!(!options("--tune=off").tune && options("--tune on").tune);
+        assert!(!options("--kernel-blocks=off").kernel_blocks);
         assert!(!options("--reserve=off").reserve && options("--reserve on").reserve);
         assert_eq!(parsed("--once"), Ok(Command::Once));
         assert_eq!(parsed("--version"), Ok(Command::Version));

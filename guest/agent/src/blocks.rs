@@ -246,7 +246,7 @@ impl Block {
 }
 
 /// The number in a name such as `memory12`.
-fn numbered(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> {
+pub fn numbered(name: &std::ffi::OsStr, prefix: &str) -> Option<u32> {
     name.to_str()?.strip_prefix(prefix)?.parse().ok()
 }
 

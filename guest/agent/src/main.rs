@@ -5,6 +5,7 @@ mod args;
 mod blocks;
 mod idle;
 mod kernel;
+mod kernel_blocks;
 mod parse;
 mod proc;
 mod record;
@@ -22,13 +23,14 @@ use anyhow::Context;
 use foreshore_proto::{Cause, encode_report};
 
 use crate::agent::Agent;
-use crate::args::{Command, Options};
+use crate::args::{Command, Online, Options};
 use crate::reserve::Reserve;
 use crate::tune::Tuning;
 
 const ROOT: &str = "/";
 const PROC: &str = "/proc";
 const MEMORY: &str = "/sys/devices/system/memory";
+const IOMEM: &str = "/proc/iomem";
 const SYS: &str = "/sys";
 const SYSCTL_VM: &str = "/proc/sys/vm";
 /// What the next agent has to know. It goes with the guest's kernel.
@@ -65,6 +67,9 @@ fn run(options: &Options) -> anyhow::Result<()> {
     } else {
         let left = Reserve::restore_after_another(Path::new(SYSCTL_VM), Path::new(RUN));
         try_to("give the guest its vm.lowmem_reserve_ratio back", left);
+    }
+    if options.kernel_blocks && options.online == Online::Movable {
+        try_to("watch the kernel's memory", agent.watch_kernel_memory(Path::new(MEMORY), Path::new(IOMEM)));
     }
     if options.tune {
         agent.tune(Path::new(ROOT), Path::new(RUN));

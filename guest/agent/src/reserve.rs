@@ -14,16 +14,11 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use foreshore_proto::{Zone, ZoneKind};
+use foreshore_proto::{Zone, ZoneKind, kernel_reserve_bytes};
 
 use crate::record;
 
 const PAGE_BYTES: u64 = 4096;
-
-/// The part of a node's memory that is kept: page descriptors of PM four times as large as DRAM take a sixteenth.
-const RESERVE_PART: u64 = 16;
-const MIN_RESERVE_PAGES: u64 = (8 << 20) / PAGE_BYTES;
-const MAX_RESERVE_PAGES: u64 = (512 << 20) / PAGE_BYTES;
 
 /// The zones in the order of the sysctl's numbers, as far as they can serve the kernel.
 const KERNEL_ZONES: [ZoneKind; 3] = [ZoneKind::Dma, ZoneKind::Dma32, ZoneKind::Normal];
@@ -40,8 +35,8 @@ pub struct Reserve {
     current: Vec<u64>,
     /// What agents have written, as on record.
     ours: Vec<Vec<u64>>,
-    /// What the present setting was made for.
-    managed: Vec<u64>,
+    /// Managed pages of the zones that the present setting was made for, and the memory that can be added to them.
+    made_for: (Vec<u64>, u64),
 }
 
 impl Reserve {
@@ -62,17 +57,21 @@ impl Reserve {
         };
         let is_ours = ours.contains(&current);
         let (initial, ours) = if is_ours { (initial, ours) } else { (current.clone(), Vec::new()) };
-        Ok(Reserve { path, record, initial, current, ours, managed: Vec::new() })
+        Ok(Reserve { path, record, initial, current, ours, made_for: Default::default() })
     }
 
-    /// Adapts the setting to the guest's zones. Does nothing while they stay as they are.
-    pub fn adapt(&mut self, zones: &[Zone]) -> io::Result<()> {
-        if zones.iter().map(|zone| zone.managed_pages).eq(self.managed.iter().copied()) {
+    /// Adapts the setting to the guest's zones and to the memory that can be added to them. Does nothing while both stay as
+    /// they are.
+    pub fn adapt(&mut self, zones: &[Zone], hotplug_bytes: u64) -> io::Result<()> {
+        let (managed, before_bytes) = &mut self.made_for;
+        let managed_now = zones.iter().map(|zone| zone.managed_pages);
+        if managed_now.clone().eq(managed.iter().copied()) && *before_bytes == hotplug_bytes {
             return Ok(());
         }
-        self.managed.clear();
-        self.managed.extend(zones.iter().map(|zone| zone.managed_pages));
-        let wanted = ratios(zones, &self.initial);
+        managed.clear();
+        managed.extend(managed_now);
+        *before_bytes = hotplug_bytes;
+        let wanted = ratios(zones, hotplug_bytes, &self.initial);
         if wanted != self.current {
             // Without a record the guest is served all the same; only who is killed leaves no trace.
             if let Err(error) = self.put_on_record(&wanted) {
@@ -122,23 +121,34 @@ fn text_of(ratios: &[u64]) -> String {
     ratios.iter().map(u64::to_string).collect::<Vec<_>>().join(" ")
 }
 
-/// The ratios that keep the reserve in the highest kernel zone of every node that also has movable memory. A zone
-/// keeps the pages above it divided by its ratio; one ratio serves all nodes, so the largest need decides. Never less
-/// is kept than with the `initial` ratios.
+/// Ratios that keep the reserve in the highest kernel zone of every node that also has movable memory. A zone keeps the
+/// pages above it divided by its ratio. One ratio serves all nodes, so the largest need decides. Never less is kept than
+/// with the `initial` ratios, and never more than half of a node's kernel zones.
 ///
-/// Watermarks do not count. Linux adds what is kept to the one that it looks at (mm/page_alloc.c, zone_watermark_fast:
-/// `mark + z->lowmem_reserve[highest_zoneidx]`): user pages stop that much above `low`, and the kernel has all of it before
-/// it comes to `low` and wakes kswapd.
-fn ratios(zones: &[Zone], initial: &[u64]) -> Vec<u64> {
+/// Linux allocates the descriptors of another node's memory from the nodes that have kernel zones, so each of these keeps
+/// its share of them.
+///
+/// Watermarks do not count. Linux adds the reserve to the watermark that it looks at (mm/page_alloc.c,
+/// zone_watermark_fast: `mark + z->lowmem_reserve[highest_zoneidx]`): user pages stop that much above `low`, and the kernel
+/// has all of it before it comes to `low` and wakes kswapd.
+fn ratios(zones: &[Zone], hotplug_bytes: u64, initial: &[u64]) -> Vec<u64> {
+    let kernel_zone = |zone: &Zone| KERNEL_ZONES.iter().position(|kind| *kind == zone.kind);
+    let pages_of = |is_counted: &dyn Fn(&Zone) -> bool| {
+        let zones = zones.iter().filter(|zone| is_counted(zone));
+        zones.fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages))
+    };
+    let all_kernel_pages = pages_of(&|zone| kernel_zone(zone).is_some()).max(1);
     let mut ratios = initial.to_vec();
     for movable in zones.iter().filter(|zone| zone.kind == ZoneKind::Movable) {
-        let same_node = || zones.iter().filter(|zone| zone.node == movable.node);
-        let top =
-            same_node().filter_map(|zone| KERNEL_ZONES.iter().position(|kind| *kind == zone.kind)).max();
-        let Some(top) = top else { continue };
+        let same_node = zones.iter().filter(|zone| zone.node == movable.node);
+        let Some(top) = same_node.filter_map(kernel_zone).max() else { continue };
         let Some(ratio) = ratios.get_mut(top) else { continue };
-        let total_pages = same_node().fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages));
-        let reserve_pages = (total_pages / RESERVE_PART).clamp(MIN_RESERVE_PAGES, MAX_RESERVE_PAGES);
+        let total_pages = pages_of(&|zone| zone.node == movable.node);
+        let kernel_pages = pages_of(&|zone| zone.node == movable.node && kernel_zone(zone).is_some());
+        let share = u128::from(hotplug_bytes) * u128::from(kernel_pages) / u128::from(all_kernel_pages);
+        let share = u64::try_from(share).unwrap_or(u64::MAX);
+        let reserve_bytes = kernel_reserve_bytes(total_pages.saturating_mul(PAGE_BYTES), share);
+        let reserve_pages = (reserve_bytes / PAGE_BYTES).min(kernel_pages / 2).max(1);
         *ratio = (*ratio).min((movable.managed_pages / reserve_pages).max(1));
     }
     ratios
@@ -163,7 +173,27 @@ mod tests {
             zone(1, ZoneKind::Movable, 1024),
         ];
         // 480 MiB / 16 = 30 MiB; 128 / 30 = 4, which keeps 32 MiB of DMA32.
-        assert_eq!(ratios(&zones, &DEFAULTS), [256, 4, 32, 0, 0]);
+        assert_eq!(ratios(&zones, 0, &DEFAULTS), [256, 4, 32, 0, 0]);
+    }
+
+    #[test]
+    fn descriptors_of_memory_that_can_be_added_are_kept_as_well() {
+        // 512 MiB, of which 144 are movable, and 7 GiB to come: 32 MiB and 112 MiB.
+        let zones = [zone(0, ZoneKind::Dma32, 311), zone(0, ZoneKind::Movable, 144)];
+        assert_eq!(ratios(&zones, 0, &DEFAULTS)[1], 5);
+        assert_eq!(ratios(&zones, 7 << 30, &DEFAULTS)[1], 1);
+        // Never more than half of the kernel's zones: 155 MiB of these.
+        let zones = [zone(0, ZoneKind::Dma32, 311), zone(0, ZoneKind::Movable, 1024)];
+        assert_eq!(ratios(&zones, 1 << 40, &DEFAULTS)[1], 1024 / 155);
+        // Two nodes: each keeps its share.
+        let zones = [
+            zone(0, ZoneKind::Dma32, 1000),
+            zone(0, ZoneKind::Movable, 1000),
+            zone(1, ZoneKind::Normal, 3000),
+            zone(1, ZoneKind::Movable, 1000),
+        ];
+        let shares = [125 + 4, 250 + 12];
+        assert_eq!(ratios(&zones, 1 << 30, &DEFAULTS)[1..3], shares.map(|mib| 1000 / mib));
     }
 
     #[test]
@@ -171,13 +201,13 @@ mod tests {
         let guest = Guest::new();
         let mut reserve = guest.reserve();
         let mut zones = [zone(0, ZoneKind::Dma32, 115), zone(0, ZoneKind::Movable, 50)];
-        reserve.adapt(&zones).expect("writes");
+        reserve.adapt(&zones, 0).expect("writes");
         assert_eq!(guest.setting(), "256 4 32 0 0", "a sixteenth, 10 MiB: 12.5 MiB are kept");
         zones[0].high_pages = (8 << 20) / PAGE_BYTES;
         zones[0].low_pages = (6 << 20) / PAGE_BYTES;
-        reserve.adapt(&zones).expect("nothing to do");
+        reserve.adapt(&zones, 0).expect("nothing to do");
         assert_eq!(guest.setting(), "256 4 32 0 0");
-        assert_eq!(ratios(&zones, &DEFAULTS)[1], 4, "an agent that starts now wants the same");
+        assert_eq!(ratios(&zones, 0, &DEFAULTS)[1], 4, "an agent that starts now wants the same");
     }
 
     #[test]
@@ -187,16 +217,16 @@ mod tests {
             zone(0, ZoneKind::Normal, 62_000),
             zone(0, ZoneKind::Movable, 65_536),
         ];
-        assert_eq!(ratios(&zones, &DEFAULTS), DEFAULTS, "2 GiB by the default already");
+        assert_eq!(ratios(&zones, 0, &DEFAULTS), DEFAULTS, "2 GiB by the default already");
     }
 
     #[test]
     fn without_movable_memory_beside_the_kernels_nothing_is_kept() {
         let zones = [zone(0, ZoneKind::Dma32, 337), zone(1, ZoneKind::Movable, 1024)];
-        assert_eq!(ratios(&zones, &DEFAULTS), DEFAULTS);
-        assert_eq!(ratios(&[], &DEFAULTS), DEFAULTS);
+        assert_eq!(ratios(&zones, 0, &DEFAULTS), DEFAULTS);
+        assert_eq!(ratios(&[], 0, &DEFAULTS), DEFAULTS);
         let tiny = [zone(0, ZoneKind::Dma32, 337), zone(0, ZoneKind::Movable, 2)];
-        assert_eq!(ratios(&tiny, &DEFAULTS)[1], 1);
+        assert_eq!(ratios(&tiny, 0, &DEFAULTS)[1], 1);
     }
 
     /// A guest's sysctl, and a place for the record.
@@ -223,7 +253,7 @@ mod tests {
 
         /// An agent starts, sees these zones, and is killed.
         fn agent(&self, zones: &[Zone]) {
-            self.reserve().adapt(zones).expect("writes");
+            self.reserve().adapt(zones, 0).expect("writes");
         }
     }
 
@@ -247,15 +277,15 @@ mod tests {
     fn the_setting_is_written_when_the_zones_change_and_only_then() {
         let guest = Guest::new();
         let mut reserve = guest.reserve();
-        reserve.adapt(&[BOOT]).expect("nothing to do");
+        reserve.adapt(&[BOOT], 0).expect("nothing to do");
         assert_eq!(guest.setting(), "256\t256\t32\t0\t0\n");
         let [plugged, _] = plugged();
-        reserve.adapt(&plugged).expect("writes");
+        reserve.adapt(&plugged, 0).expect("writes");
         assert_eq!(guest.setting(), "256 4 32 0 0");
         guest.set("mine");
-        reserve.adapt(&plugged).expect("nothing to do");
+        reserve.adapt(&plugged, 0).expect("nothing to do");
         assert_eq!(guest.setting(), "mine");
-        reserve.adapt(&[BOOT]).expect("writes");
+        reserve.adapt(&[BOOT], 0).expect("writes");
         assert_eq!(guest.setting(), "256 256 32 0 0", "back to what it was");
     }
 
@@ -263,12 +293,12 @@ mod tests {
     fn an_agent_that_ends_gives_the_guest_its_setting_back() {
         let guest = Guest::new();
         let mut reserve = guest.reserve();
-        reserve.adapt(&plugged()[0]).expect("writes");
+        reserve.adapt(&plugged()[0], 0).expect("writes");
         reserve.restore().expect("restores");
         assert_eq!(guest.setting(), "256 256 32 0 0");
         // Somebody else's is not ours to take back, and nothing is written where nothing was.
         let mut reserve = guest.reserve();
-        reserve.adapt(&plugged()[0]).expect("writes");
+        reserve.adapt(&plugged()[0], 0).expect("writes");
         guest.set("64 64 64 0 0");
         reserve.restore().expect("leaves it");
         assert_eq!(guest.setting(), "64 64 64 0 0");
@@ -319,9 +349,9 @@ mod tests {
         fs::remove_dir_all(guest.0.path().join("run")).expect("rmdir");
         fs::write(guest.0.path().join("run"), "no directory").expect("write");
         let mut reserve = guest.reserve();
-        reserve.adapt(&plugged()[0]).expect("writes");
+        reserve.adapt(&plugged()[0], 0).expect("writes");
         assert_eq!(guest.setting(), "256 4 32 0 0");
-        reserve.adapt(&[BOOT]).expect("writes");
+        reserve.adapt(&[BOOT], 0).expect("writes");
         assert_eq!(guest.setting(), "256 256 32 0 0");
     }
 

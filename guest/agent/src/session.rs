@@ -221,7 +221,10 @@ impl<'a> Session<'a> {
                 NextLine::Refused(refusal) => Err(refusal),
             };
             match message {
-                Ok(VmmMessage::Settings(settings)) => self.pace.set(settings),
+                Ok(VmmMessage::Settings(settings)) => {
+                    self.pace.set(settings);
+                    self.agent.hotplug_bytes = settings.hotplug_bytes;
+                }
                 Ok(VmmMessage::OnlineBlocks { .. }) => self.agent.take_charge = true,
                 Err(refusal) => eprintln!("foreshore-agent: The VMM sent what is refused: {refusal}"),
             }

@@ -60,6 +60,39 @@ pub fn raise_priority() -> io::Result<()> {
     check(unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -10) }).map(drop)
 }
 
+/// Calls `act`, whose system calls fail with EINTR once `limit_ms` have passed. For calls that wait for the kernel.
+pub fn within_ms<T>(limit_ms: u64, act: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    extern "C" fn ignore(_: libc::c_int) {}
+    // SAFETY: plain data, of which zero is a valid value.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    // Without SA_RESTART: the call is to end.
+    action.sa_sigaction = ignore as extern "C" fn(libc::c_int) as libc::sighandler_t;
+    // SAFETY: both structures outlive the call; the handler does nothing.
+    check(unsafe { libc::sigaction(libc::SIGALRM, &raw const action, std::ptr::null_mut()) })?;
+    // SAFETY: as above.
+    let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
+    event.sigev_notify = libc::SIGEV_THREAD_ID;
+    event.sigev_signo = libc::SIGALRM;
+    // SAFETY: no arguments.
+    event.sigev_notify_thread_id = unsafe { libc::gettid() };
+    let mut timer: libc::timer_t = std::ptr::null_mut();
+    // SAFETY: both structures outlive the call.
+    check(unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) })?;
+    let limit = libc::timespec {
+        tv_sec: (limit_ms / 1000).cast_signed(),
+        tv_nsec: (limit_ms % 1000 * 1_000_000).cast_signed(),
+    };
+    // Again after that: one that comes before the call begins would end nothing.
+    let again = libc::timespec { tv_sec: 1, tv_nsec: 0 };
+    let times = libc::itimerspec { it_interval: again, it_value: limit };
+    // SAFETY: the timer was made above; `times` outlives the call.
+    let set = check(unsafe { libc::timer_settime(timer, 0, &raw const times, std::ptr::null_mut()) });
+    let result = set.and_then(|_| act());
+    // SAFETY: the timer was made above and is not used any more.
+    unsafe { libc::timer_delete(timer) };
+    result
+}
+
 /// A descriptor that becomes readable when the process is to end, which it does not do by itself from now on. Of threads
 /// started later; so it is called before any is.
 pub fn watch_termination() -> io::Result<OwnedFd> {

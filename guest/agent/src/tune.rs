@@ -18,10 +18,13 @@ use crate::record;
 ///    (mm/khugepaged.c, alloc_charge_folio): it swaps DRAM while PM is free.
 /// 3. A page block that changes hands wakes kswapd to restore the zone to a boosted watermark (mm/page_alloc.c,
 ///    boost_watermark). In a node that is full it cannot do so without swapping (mm/vmscan.c, balance_pgdat).
-const SETTINGS: [Setting; 3] = [
+/// 4. Reclaim of DRAM swaps or drops pages unless it may move them to a slower node (mm/vmscan.c, can_demote). Kernels from
+///    6.7 on take that from the HMAT (drivers/acpi/numa/hmat.c); others have no target, and do as before.
+const SETTINGS: [Setting; 4] = [
     Setting { path: DEFRAG, usual: "madvise", beside_pm: "always" },
     Setting { path: COLLAPSE_DEFRAG, usual: "1", beside_pm: "0" },
     Setting { path: "proc/sys/vm/watermark_boost_factor", usual: "15000", beside_pm: "0" },
+    Setting { path: "sys/kernel/mm/numa/demotion_enabled", usual: "false", beside_pm: "true" },
 ];
 
 const ENABLED: &str = "sys/kernel/mm/transparent_hugepage/enabled";
@@ -321,6 +324,7 @@ mod tests {
             guest.put(ZERO_PAGE, "1\n");
             guest.put(SETTINGS[1].path, "1\n");
             guest.put(SETTINGS[2].path, "15000\n");
+            guest.put(SETTINGS[3].path, "false\n");
             guest.put("proc/sys/kernel/osrelease", "6.12.1-cloud\n");
             files.iter().for_each(|(path, text)| guest.put(path, text));
             guest
@@ -349,7 +353,7 @@ mod tests {
             chosen(&text).to_owned()
         }
 
-        fn settings(&self) -> [String; 3] {
+        fn settings(&self) -> [String; 4] {
             SETTINGS.map(|setting| self.get(setting.path))
         }
 
@@ -373,23 +377,23 @@ mod tests {
         let guest = Guest::new(&[]);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0, 0]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000"]);
+        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"]);
         tuning.adapt(&zones(&[0, 0, 1]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["always", "0", "0"]);
+        assert_eq!(guest.settings(), ["always", "0", "0", "true"]);
         tuning.adapt(&zones(&[0]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000"], "it has gone");
+        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"], "it has gone");
         tuning.adapt(&zones(&[0, 2]), GIB).expect("adapts");
         tuning.restore().expect("restores");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000"], "the agent ends");
+        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"], "the agent ends");
     }
 
     #[test]
     fn a_second_node_with_cpus_is_dram() {
         let guest = Guest::new(&[("sys/devices/system/node/has_cpu", "0-1,3\n")]);
         guest.tuning().adapt(&zones(&[0, 1, 3]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000"]);
+        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"]);
         guest.tuning().adapt(&zones(&[0, 1, 2]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["always", "0", "0"]);
+        assert_eq!(guest.settings(), ["always", "0", "0", "true"]);
     }
 
     #[test]
@@ -397,10 +401,10 @@ mod tests {
         let guest = Guest::new(&[(DEFRAG, "always [defer] defer+madvise madvise never\n")]);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0, 1]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["defer", "0", "0"], "before");
+        assert_eq!(guest.settings(), ["defer", "0", "0", "true"], "before");
         guest.put(SETTINGS[2].path, "20000\n");
         tuning.adapt(&zones(&[0]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["defer", "1", "20000"], "meanwhile");
+        assert_eq!(guest.settings(), ["defer", "1", "20000", "false"], "meanwhile");
     }
 
     #[test]
@@ -512,7 +516,7 @@ mod tests {
     #[test]
     fn an_agent_after_one_that_was_killed_knows_what_is_whose() {
         // Of each setting: the kernel's, somebody else's, somebody else's that looks like ours, and none.
-        let foreign = [("defer", "always"), ("7", "0"), ("20000", "0")];
+        let foreign = [("defer", "always"), ("7", "0"), ("20000", "0"), ("0", "true")];
         for which in 0..SETTINGS.len() {
             let (other, like_ours) = foreign[which];
             for theirs in [Some(other), Some(like_ours), None] {
@@ -552,7 +556,7 @@ mod tests {
                     tuning.put_on_record();
                 }
                 Tuning::restore_after_another(guest.0.path(), &guest.run()).expect("restores");
-                assert_eq!(guest.settings(), ["madvise", "1", "15000"], "{killed_after}");
+                assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"], "{killed_after}");
                 assert!(!guest.run().join(NAME).exists());
             }
         }
@@ -568,7 +572,7 @@ mod tests {
         guest.put(SETTINGS[2].path, "0\n");
         tuning.adapt(&zones(&[0, 1]), GIB).expect("adapts");
         guest.tuning().restore().expect("restores");
-        assert_eq!(guest.settings(), ["madvise", "1", "0"]);
+        assert_eq!(guest.settings(), ["madvise", "1", "0", "false"]);
     }
 
     #[test]
@@ -581,14 +585,14 @@ mod tests {
             all_ours();
             guest.put(&format!("run/agent/{NAME}"), text);
             guest.tuning().restore().expect("nothing to do");
-            assert_eq!(guest.settings(), ["always", "0", "0"], "{text:?}");
+            assert_eq!(guest.settings(), ["always", "0", "0", "true"], "{text:?}");
         }
         let guest = Guest::new(&[("run", "no directory")]);
         let mut tuning = guest.tuning();
         tuning.adapt(&zones(&[0, 1]), GIB).expect("adapts");
-        assert_eq!(guest.settings(), ["always", "0", "0"]);
+        assert_eq!(guest.settings(), ["always", "0", "0", "true"]);
         tuning.restore().expect("restores");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000"]);
+        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"]);
     }
 
     #[test]
@@ -611,7 +615,7 @@ mod tests {
         let guest = Guest::new(&[]);
         fs::remove_file(guest.0.path().join("sys/devices/system/node/has_cpu")).expect("removes");
         guest.tuning().adapt(&zones(&[0]), GIB).expect("has none");
-        assert_eq!(guest.settings(), ["madvise", "1", "15000"]);
+        assert_eq!(guest.settings(), ["madvise", "1", "15000", "false"]);
     }
 
     #[test]

@@ -15,12 +15,14 @@
 mod line;
 mod pace;
 mod refusal;
+mod reserve;
 mod verify;
 mod wire;
 
 pub use line::{LineReader, NextLine};
 pub use pace::Pace;
 pub use refusal::{Bound, Refusal};
+pub use reserve::{descriptor_bytes, kernel_reserve_bytes};
 pub use verify::{AgentMessage, Hello, Report};
 pub use wire::{
     Blocks, Cause, Counters, Measure, Memory, NodeBlocks, NodeIdle, OnlinePolicy, RawAgentMessage, RawHello,

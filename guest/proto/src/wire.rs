@@ -319,6 +319,9 @@ pub struct Settings {
     pub rest_interval_ms: u32,
     /// The interval below it.
     pub watermark_interval_ms: u32,
+    /// Memory that virtio-mem can add to what the guest booted with. Older VMMs leave it out.
+    #[serde(default)]
+    pub hotplug_bytes: u64,
 }
 
 impl Settings {
@@ -335,6 +338,7 @@ impl Settings {
             watermark_of: Measure::Available,
             rest_interval_ms: 1000,
             watermark_interval_ms: 50,
+            hotplug_bytes: 0,
         }
     }
 

@@ -1,8 +1,11 @@
 //! The kernel command line: the user's, and what a VM of this kind needs.
 
+use std::borrow::Cow;
+
 use thiserror::Error;
 
-use crate::memory::zone::{Growth, Tier, ZoneSpec};
+use super::KernelShare;
+use crate::memory::zone::{Growth, ZoneSpec};
 
 /// x86's COMMAND_LINE_SIZE less the terminating zero; Linux cuts a longer line off without a word.
 const MAX_BYTES: usize = 2047;
@@ -15,13 +18,13 @@ const DEFAULTS: [(&str, &str); 2] = [("memhp_default_state", "online_movable"), 
 /// The same for memory that comes and never goes: it is the kernel's as well.
 const DIMM_DEFAULTS: [(&str, &str); 2] = [("memhp_default_state", "online"), ("swiotlb", "noforce")];
 
-/// What a guest is told beside that, all of whose DRAM is there at boot. PM serves programs alone, and they fill DRAM first. DRAM
-/// of its own for them is what the rest can be kept by for the kernel (mm/page_alloc.c, lowmem_reserve counts the movable
-/// zone of the same node); docs/decisions/0017.
-const MOVABLE_DRAM: (&str, &str) = ("movablecore", "25%");
-/// What also says where DRAM is movable.
+/// ZONE_MOVABLE in boot memory.
+const MOVABLE_DRAM: &str = "movablecore";
+/// Reserves of the zones below it. Linux takes sysctls from the command line (fs/proc/proc_sysctl.c, process_sysctl_arg).
+const RESERVE_RATIO: &str = "sysctl.vm.lowmem_reserve_ratio";
+/// Parameter that also divides DRAM.
 const KERNEL_DRAM: &str = "kernelcore";
-/// The same, a word without a value: what the firmware calls hot-pluggable.
+/// The same, a word without a value: the firmware divides DRAM.
 const MOVABLE_NODE: &str = "movable_node";
 
 /// The memory that a guest can be given after it has booted.
@@ -31,24 +34,17 @@ pub enum Pluggable {
     Nothing,
     /// DRAM that stays, as DIMMs.
     Dimms,
-    /// PM, and no DRAM.
-    PmAlone,
-    /// DRAM, and perhaps PM. With PM, DIMMs count as DRAM that goes: the guest is told one thing for all.
-    Dram,
+    /// Blocks that are unplugged again. DIMMs beside them are onlined like blocks: one parameter serves both.
+    Blocks,
 }
 
 impl Pluggable {
     /// What the guest's zones can be given.
     pub fn of(zones: &[ZoneSpec]) -> Self {
-        let grows = |tier, growth| {
-            zones.iter().any(|zone| zone.tier == tier && zone.growth == growth && zone.hotplug_bytes > 0)
-        };
-        let has_dimms = grows(Tier::Dram, Growth::Dimms);
-        match (grows(Tier::Dram, Growth::VirtioMem), grows(Tier::Pm, Growth::VirtioMem)) {
-            (true, _) => Self::Dram,
-            (false, true) if has_dimms => Self::Dram,
-            (false, true) => Self::PmAlone,
-            (false, false) if has_dimms => Self::Dimms,
+        let grows = |growth| zones.iter().any(|zone| zone.growth == growth && zone.hotplug_bytes > 0);
+        match (grows(Growth::VirtioMem), grows(Growth::Dimms)) {
+            (true, _) => Self::Blocks,
+            (false, true) => Self::Dimms,
             (false, false) => Self::Nothing,
         }
     }
@@ -73,8 +69,12 @@ pub enum CommandLineError {
     },
 }
 
-/// The guest's command line: `user`'s, with what goes with the memory that can be plugged.
-pub fn compose(user: &str, pluggable: Pluggable) -> Result<String, CommandLineError> {
+/// Command line of the guest: the user's, and defaults for the memory that can be plugged.
+pub fn compose(
+    user: &str,
+    pluggable: Pluggable,
+    share: Option<KernelShare>,
+) -> Result<String, CommandLineError> {
     // A tab is white space to the kernel; any other control character is a mistake that would cut the line.
     let control = |c: char| c.is_control() && c != '\t';
     if let Some((at, character)) = user.char_indices().find(|&(_, c)| control(c)) {
@@ -82,8 +82,11 @@ pub fn compose(user: &str, pluggable: Pluggable) -> Result<String, CommandLineEr
     }
     let (kernel, init) = split_at_init_arguments(user.trim());
     let mut parts = vec![kernel.trim_end().to_owned()];
-    let unset = defaults(kernel, pluggable).filter(|(name, _)| !sets(kernel, name));
-    parts.extend(unset.map(|(name, value)| format!("{name}={value}")));
+    let unset = defaults(kernel, pluggable, share).into_iter().filter(|(name, _)| !sets(kernel, name));
+    parts.extend(unset.map(|(name, value)| match value.contains(' ') {
+        true => format!("{name}=\"{value}\""),
+        false => format!("{name}={value}"),
+    }));
     parts.push(init.to_owned());
     parts.retain(|part| !part.is_empty());
     let line = parts.join(" ");
@@ -93,16 +96,25 @@ pub fn compose(user: &str, pluggable: Pluggable) -> Result<String, CommandLineEr
     Ok(line)
 }
 
-/// What is said of the memory that can be plugged, where the user does not.
-fn defaults(kernel: &str, pluggable: Pluggable) -> impl Iterator<Item = (&'static str, &'static str)> {
+/// Defaults for the memory that can be plugged.
+fn defaults(
+    kernel: &str,
+    pluggable: Pluggable,
+    share: Option<KernelShare>,
+) -> Vec<(&'static str, Cow<'static, str>)> {
     let of_all: &[_] = match pluggable {
         Pluggable::Nothing => &[],
         Pluggable::Dimms => &DIMM_DEFAULTS,
-        Pluggable::PmAlone | Pluggable::Dram => &DEFAULTS,
+        Pluggable::Blocks => &DEFAULTS,
     };
-    let is_said = || sets(kernel, KERNEL_DRAM) || has(kernel, MOVABLE_NODE);
-    let of_dram = (pluggable == Pluggable::PmAlone && !is_said()).then_some(MOVABLE_DRAM);
-    of_all.iter().copied().chain(of_dram)
+    let mut defaults: Vec<_> = of_all.iter().map(|(name, value)| (*name, Cow::from(*value))).collect();
+    // The reserve fits the division of DRAM, so it is not added to one that the user has chosen.
+    let is_divided = sets(kernel, MOVABLE_DRAM) || sets(kernel, KERNEL_DRAM) || has(kernel, MOVABLE_NODE);
+    if let Some(share) = share.filter(|_| !is_divided) {
+        defaults.push((MOVABLE_DRAM, share.movablecore().into()));
+        defaults.push((RESERVE_RATIO, share.lowmem_reserve_ratio().into()));
+    }
+    defaults
 }
 
 /// Kernel parameters end at the word `--`; what follows it is init's.
@@ -138,86 +150,89 @@ fn has(kernel: &str, name: &str) -> bool {
     words(kernel).any(|(_, word)| is_called(word.trim_end_matches('"'), name))
 }
 
-/// Linux takes `-` for `_` in names, and a word may be in quotation marks as a whole.
+/// Linux takes `-` for `_` in names and `/` for `.` in those of sysctls, and a word may be in quotation marks as a whole.
 fn is_called(key: &str, name: &str) -> bool {
-    key.strip_prefix('"').unwrap_or(key).replace('-', "_") == name
+    key.strip_prefix('"').unwrap_or(key).replace('-', "_").replace('/', ".") == name
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::boot::kernel_share::tests::zone;
+    use crate::memory::zone::Tier;
 
     const OURS: &str = "memhp_default_state=online_movable swiotlb=noforce";
 
     #[test]
     fn a_guest_with_pluggable_memory_is_told_how_to_treat_it() {
-        assert_eq!(compose("console=ttyS0", Pluggable::Dram).unwrap(), format!("console=ttyS0 {OURS}"));
-        assert_eq!(compose("", Pluggable::Dram).unwrap(), OURS);
+        assert_eq!(
+            compose("console=ttyS0", Pluggable::Blocks, None).unwrap(),
+            format!("console=ttyS0 {OURS}")
+        );
+        assert_eq!(compose("", Pluggable::Blocks, None).unwrap(), OURS);
         // Not the parameter, only words that look like it.
         for user in ["xmemhp_default_state=offline", "init=/swiotlb", "swiotlb"] {
-            assert_eq!(compose(user, Pluggable::Dram).unwrap(), format!("{user} {OURS}"));
+            assert_eq!(compose(user, Pluggable::Blocks, None).unwrap(), format!("{user} {OURS}"));
         }
     }
 
     #[test]
     fn memory_that_stays_is_the_kernels_as_well() {
-        assert_eq!(compose("", Pluggable::Dimms).unwrap(), "memhp_default_state=online swiotlb=noforce");
+        assert_eq!(
+            compose("", Pluggable::Dimms, None).unwrap(),
+            "memhp_default_state=online swiotlb=noforce"
+        );
     }
 
     #[test]
     fn what_the_user_sets_stays() {
-        let line = compose("memhp_default_state=offline quiet", Pluggable::Dram).unwrap();
+        let line = compose("memhp_default_state=offline quiet", Pluggable::Blocks, None).unwrap();
         assert_eq!(line, "memhp_default_state=offline quiet swiotlb=noforce");
-        let line = compose("memhp-default-state=online_kernel swiotlb=4096", Pluggable::Dram).unwrap();
+        let line =
+            compose("memhp-default-state=online_kernel swiotlb=4096", Pluggable::Blocks, None).unwrap();
         assert_eq!(line, "memhp-default-state=online_kernel swiotlb=4096");
     }
 
     #[test]
     fn what_can_be_plugged_is_what_the_zones_can_be_given() {
-        let zone = |tier, hotplug_bytes| ZoneSpec {
-            id: String::new(),
-            tier,
-            guest_node: 0,
-            host: crate::memory::zone::HostMemory::default(),
-            growth: Growth::VirtioMem,
-            host_node: None,
-            boot_bytes: 1,
-            hotplug_bytes,
-            hotplugged_bytes: 0,
-        };
-        let [dram, more_dram, pm] = [zone(Tier::Dram, 0), zone(Tier::Dram, 1), zone(Tier::Pm, 1)];
-        assert_eq!(Pluggable::of(&[]), Pluggable::Nothing);
-        assert_eq!(Pluggable::of(std::slice::from_ref(&dram)), Pluggable::Nothing);
-        assert_eq!(Pluggable::of(&[dram.clone(), pm.clone()]), Pluggable::PmAlone);
-        assert_eq!(Pluggable::of(std::slice::from_ref(&more_dram)), Pluggable::Dram);
+        let [dram, more_dram, pm] = [zone(Tier::Dram, 1, 0), zone(Tier::Dram, 1, 1), zone(Tier::Pm, 0, 1)];
         let dimms = ZoneSpec { growth: Growth::Dimms, ..more_dram.clone() };
-        assert_eq!(Pluggable::of(std::slice::from_ref(&dimms)), Pluggable::Dimms);
-        assert_eq!(Pluggable::of(&[dimms, pm.clone()]), Pluggable::Dram, "PM is to go again");
-        assert_eq!(Pluggable::of(&[dram, pm, more_dram]), Pluggable::Dram, "of one node of several");
+        for (zones, pluggable) in [
+            (&[][..], Pluggable::Nothing),
+            (&[dram.clone()], Pluggable::Nothing),
+            (&[dram.clone(), pm.clone()], Pluggable::Blocks),
+            (&[more_dram.clone()], Pluggable::Blocks),
+            (&[dimms.clone()], Pluggable::Dimms),
+            // PM is unplugged again.
+            (&[dimms, pm.clone()], Pluggable::Blocks),
+            // One node of several.
+            (&[dram, pm, more_dram], Pluggable::Blocks),
+        ] {
+            assert_eq!(Pluggable::of(zones), pluggable, "{zones:?}");
+        }
     }
 
     #[test]
-    fn where_no_dram_can_be_plugged_part_of_it_is_for_programs_alone() {
-        let alone = |user: &str| compose(user, Pluggable::PmAlone).unwrap();
-        assert_eq!(alone("quiet -- single"), format!("quiet {OURS} movablecore=25% -- single"));
-        assert_eq!(compose("", Pluggable::Dram).unwrap(), OURS);
+    fn boot_memory_beside_pm_is_divided_unless_the_user_has_divided_it() {
+        const SHARE: &str = r#"movablecore=56M sysctl.vm.lowmem_reserve_ratio="256 1 32 0 0""#;
+        let zones = [zone(Tier::Dram, 512, 0), zone(Tier::Pm, 0, 1536)];
+        let share = KernelShare::of(&zones).expect("there is PM");
+        let alone = |user: &str| compose(user, Pluggable::Blocks, Some(share)).unwrap();
+        assert_eq!(alone("quiet -- single"), format!("quiet {OURS} {SHARE} -- single"));
+        assert_eq!(compose("", Pluggable::Blocks, None).unwrap(), OURS);
         for user in ["movablecore=0", "kernelcore=384M", "movable_node", "movable-node", "\"kernelcore=50%\""]
         {
             assert_eq!(alone(user), format!("{user} {OURS}"), "it is the user's to say");
         }
         // Not the parameter, only words that look like it.
         for user in ["movablecore", "xmovablecore=1", "init=/kernelcore=1", "movable_nodes", "kernelcore"] {
-            assert_eq!(alone(user), format!("{user} {OURS} movablecore=25%"));
+            assert_eq!(alone(user), format!("{user} {OURS} {SHARE}"));
         }
         for text in ["kernelcore=1", "movable_node", "a -- b", "--"] {
             let user = format!("foreshore.run=\"echo {text} x\" quiet");
-            assert_eq!(
-                alone(&user),
-                format!("{user} {OURS} movablecore=25%"),
-                "in the midst of another word"
-            );
+            assert_eq!(alone(&user), format!("{user} {OURS} {SHARE}"), "in the midst of another word");
         }
-        assert_eq!(alone("-- movablecore=1"), format!("{OURS} movablecore=25% -- movablecore=1"));
+        assert_eq!(alone("-- movablecore=1"), format!("{OURS} {SHARE} -- movablecore=1"));
     }
 
     #[test]
@@ -232,35 +247,38 @@ mod tests {
     #[test]
     fn nothing_is_added_where_nothing_can_be_plugged() {
         assert_eq!(
-            compose(" console=hvc0 root=/dev/vda ", Pluggable::Nothing).unwrap(),
+            compose(" console=hvc0 root=/dev/vda ", Pluggable::Nothing, None).unwrap(),
             "console=hvc0 root=/dev/vda"
         );
-        assert_eq!(compose("quiet -- single", Pluggable::Nothing).unwrap(), "quiet -- single");
-        assert_eq!(compose("", Pluggable::Nothing).unwrap(), "");
+        assert_eq!(compose("quiet -- single", Pluggable::Nothing, None).unwrap(), "quiet -- single");
+        assert_eq!(compose("", Pluggable::Nothing, None).unwrap(), "");
     }
 
     #[test]
     fn what_belongs_to_init_stays_behind_the_dashes() {
-        assert_eq!(compose("quiet -- single", Pluggable::Dram).unwrap(), format!("quiet {OURS} -- single"));
-        assert_eq!(compose("-- single", Pluggable::Dram).unwrap(), format!("{OURS} -- single"));
-        assert_eq!(compose("quiet --", Pluggable::Dram).unwrap(), format!("quiet {OURS} --"));
-        let to_init = compose("quiet -- swiotlb=1", Pluggable::Dram).unwrap();
+        assert_eq!(
+            compose("quiet -- single", Pluggable::Blocks, None).unwrap(),
+            format!("quiet {OURS} -- single")
+        );
+        assert_eq!(compose("-- single", Pluggable::Blocks, None).unwrap(), format!("{OURS} -- single"));
+        assert_eq!(compose("quiet --", Pluggable::Blocks, None).unwrap(), format!("quiet {OURS} --"));
+        let to_init = compose("quiet -- swiotlb=1", Pluggable::Blocks, None).unwrap();
         assert_eq!(to_init, format!("quiet {OURS} -- swiotlb=1"));
     }
 
     #[test]
     fn the_limit_counts_what_is_added() {
         let user = "x".repeat(MAX_BYTES);
-        assert_eq!(compose(&user, Pluggable::Nothing).unwrap().len(), MAX_BYTES);
+        assert_eq!(compose(&user, Pluggable::Nothing, None).unwrap().len(), MAX_BYTES);
         let actual_bytes = MAX_BYTES + 1 + OURS.len();
-        assert_eq!(compose(&user, Pluggable::Dram), Err(CommandLineError::TooLong { actual_bytes }));
+        assert_eq!(compose(&user, Pluggable::Blocks, None), Err(CommandLineError::TooLong { actual_bytes }));
     }
 
     #[test]
     fn control_characters_are_refused() {
-        let refused = compose("quiet\0console=ttyS0", Pluggable::Nothing);
+        let refused = compose("quiet\0console=ttyS0", Pluggable::Nothing, None);
         assert_eq!(refused, Err(CommandLineError::ControlCharacter { character: '\0', at: 5 }));
-        assert!(compose("a\nb", Pluggable::Dram).is_err());
-        assert!(compose("a\tb", Pluggable::Dram).is_ok());
+        assert!(compose("a\nb", Pluggable::Blocks, None).is_err());
+        assert!(compose("a\tb", Pluggable::Blocks, None).is_ok());
     }
 }

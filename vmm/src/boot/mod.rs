@@ -20,6 +20,7 @@ mod elf;
 mod initramfs;
 mod inplace;
 mod kernel;
+mod kernel_share;
 mod pvh;
 mod reset_vector;
 mod scratch;
@@ -35,6 +36,7 @@ pub use decompress::{Compression, DecompressError};
 pub use elf::ElfError;
 pub use initramfs::Initramfs;
 pub use kernel::LoadedKernel;
+pub use kernel_share::{KernelShare, check_ratio};
 pub use pvh::{MemoryRange, PvhEntry, RangeKind, Segment, memory_map};
 
 /// What to boot, and the machine it is booted on.
@@ -53,6 +55,8 @@ pub struct BootRequest<'a> {
     pub boot_memory_bytes: u64,
     /// The memory that can be plugged later: the guest is told what to make of it.
     pub pluggable: Pluggable,
+    /// Division of boot memory between the kernel and programs.
+    pub kernel_share: Option<KernelShare>,
 }
 
 /// What was loaded, and how it starts.
@@ -183,7 +187,7 @@ pub unsafe fn load<M: GuestMemoryBackend>(memory: &M, request: &BootRequest) -> 
     // What a firmware boots has a command line of its own.
     let cmdline = match request.is_firmware {
         true => String::new(),
-        false => cmdline::compose(request.cmdline, request.pluggable)?,
+        false => cmdline::compose(request.cmdline, request.pluggable, request.kernel_share)?,
     };
     let kernel = match request.is_firmware {
         true => kernel::load_firmware(memory, request.kernel, request.boot_memory_bytes)?,

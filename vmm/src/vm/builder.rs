@@ -25,7 +25,7 @@ use crate::acpi::hotplug::HotplugPage;
 use crate::acpi::hotplug_cpus::CpuRegisters;
 use crate::acpi::pm::{PmEvent, PmPort};
 use crate::acpi::{self, AcpiInput};
-use crate::boot::{self, BootInfo, BootRequest, Pluggable, PvhEntry};
+use crate::boot::{self, BootInfo, BootRequest, KernelShare, Pluggable, PvhEntry};
 use crate::cmos::{CMOS_LEN, CMOS_PORT, Cmos, wall_clock};
 use crate::config::{ConsoleMode, CpusConfig, Topology, VcpuPlace, VmConfig};
 use crate::cpu::CpuError;
@@ -62,6 +62,9 @@ pub fn build(
     // 1. What may be missing or in use elsewhere, before anything is made. Pools last: opening one marks what
     //    an earlier life left lent, and starts to erase it.
     let topology = Topology::of(config).map_err(BuildError::device("the guest's nodes"))?;
+    if let Err(err) = boot::check_ratio(topology.zones()) {
+        warn!("{err}");
+    }
     let hypervisor = Hypervisor::open(config.cpus.features.amx)?;
     resources.taps().open(config)?;
     resources.pmem().open(config)?;
@@ -95,7 +98,7 @@ pub fn build(
     let plugged = Arc::new(Notify::new());
     let signals =
         devices::MemorySignals { plugged: Arc::clone(&plugged), events: resources.events().clone() };
-    let zones = devices::attach_memory(config, &mut fabric, &mut memory, &memory_loop.handle(), &signals)?;
+    let zones = devices::attach_memory(&mut fabric, &mut memory, &memory_loop.handle(), &signals)?;
     let dimms = memory.take_dimms();
     let balloon = devices::attach_balloon(config, &mut fabric, &memory, &device_loop.handle(), &plugged)?;
     let disks = devices::attach_disks(config, &mut fabric, &memory)?;
@@ -244,6 +247,7 @@ fn load_kernel(config: &VmConfig, topology: &Topology, memory: &Memory) -> Resul
         cmdline: config.payload.cmdline.as_deref().unwrap_or(""),
         boot_memory_bytes: config.memory.boot_bytes(),
         pluggable: Pluggable::of(topology.zones()),
+        kernel_share: KernelShare::of(topology.zones()),
     };
     let started = Instant::now();
     // SAFETY: there are no vCPUs and no devices yet (`build`, steps 3, 4 and 6), and boot memory is anonymous, mapped shared,

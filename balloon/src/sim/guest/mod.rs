@@ -7,7 +7,7 @@ mod paging;
 #[cfg(test)]
 mod tests;
 
-use foreshore_proto::Measure;
+use foreshore_proto::{Measure, kernel_reserve_bytes};
 
 use self::paging::Budget;
 use super::demand::Segment;
@@ -185,6 +185,19 @@ pub struct Guest {
     totals: Totals,
 }
 
+/// Boot memory that the kernel of a guest keeps free from user pages, as the VMM's command line and the agent have it.
+/// `most_bytes` has the sizes that zones of each tier can have.
+pub(super) fn reserve_bytes(lowmem_bytes: u64, most_bytes: impl Iterator<Item = (Tier, u64)>) -> u64 {
+    let (mut dram_bytes, mut hotplug_bytes) = (lowmem_bytes, 0u64);
+    for (tier, bytes) in most_bytes {
+        hotplug_bytes = hotplug_bytes.saturating_add(bytes);
+        if tier == Tier::Dram {
+            dram_bytes = dram_bytes.saturating_add(bytes);
+        }
+    }
+    kernel_reserve_bytes(dram_bytes, hotplug_bytes).min(lowmem_bytes / 2)
+}
+
 impl Guest {
     /// A guest that has booted and has what is wanted of it at first, as far as that fits, with zones as the host has
     /// them.
@@ -197,14 +210,12 @@ impl Guest {
             peak_bytes: zone.plugged_bytes,
             marks: Marks::movable(zone.plugged_bytes),
         };
-        let has_dram = zones.iter().any(|zone| zone.tier == Tier::Dram && zone.max_bytes > 0);
         let mut guest = Guest {
             now: TimeMs(0),
             plugs: zones.iter().map(plug).collect(),
             zones: zones.to_vec(),
             lowmem_marks: Marks::lowmem(lowmem_bytes),
-            // vm.lowmem_reserve_ratio works where the node has a movable zone; movablecore= does the same elsewhere.
-            reserve_bytes: if has_dram { lowmem_bytes / 16 } else { lowmem_bytes / 4 },
+            reserve_bytes: reserve_bytes(lowmem_bytes, zones.iter().map(|zone| (zone.tier, zone.max_bytes))),
             lowmem_bytes,
             config,
             resident_bytes: 0,
@@ -305,10 +316,15 @@ impl Guest {
         self.zones.iter().any(|zone| zone.requested_bytes > zone.plugged_bytes)
     }
 
-    /// What user pages can have in all. What descriptors take beyond the reserve, they take from them.
+    /// Memory that user pages can have in all.
     fn capacity_bytes(&self) -> u64 {
         let next = if self.is_plugging() { SECTION_DESCRIPTOR_BYTES } else { 0 };
-        self.total_bytes().saturating_sub(self.reserve_bytes.max(self.descriptor_bytes() + next))
+        self.total_bytes().saturating_sub(self.kept_bytes().max(self.descriptor_bytes() + next))
+    }
+
+    /// Boot memory that user pages leave alone. Page descriptors come out of the reserve.
+    fn kept_bytes(&self) -> u64 {
+        self.reserve_bytes.max(self.descriptor_bytes()).min(self.lowmem_bytes)
     }
 
     fn user_bytes(&self) -> u64 {
@@ -366,7 +382,7 @@ impl Guest {
             *free = fill(zone);
         }
         let descriptors = self.descriptor_bytes();
-        let taken = users.min(self.lowmem_bytes.saturating_sub(self.reserve_bytes.max(descriptors)));
+        let taken = users.min(self.lowmem_bytes - self.kept_bytes());
         users -= taken;
         let lowmem_free = self.lowmem_bytes.saturating_sub(taken + descriptors);
         for (zone, free) in self.zones.iter().zip(&mut *free).filter(|(zone, _)| zone.tier == Tier::Pm) {
@@ -388,8 +404,7 @@ impl Guest {
         if users == 0 {
             return 0;
         }
-        let dram = (self.lowmem_bytes + self.plugged_of(Tier::Dram))
-            .saturating_sub(self.reserve_bytes.max(self.descriptor_bytes()));
+        let dram = (self.lowmem_bytes + self.plugged_of(Tier::Dram)).saturating_sub(self.kept_bytes());
         users.saturating_sub(dram) * 1000 / users
     }
 
@@ -588,7 +603,7 @@ impl Guest {
     fn lowmem_free_bytes(&self) -> u64 {
         let descriptors = self.descriptor_bytes();
         let users = self.user_bytes().saturating_sub(self.plugged_of(Tier::Dram));
-        let users = users.min(self.lowmem_bytes.saturating_sub(self.reserve_bytes.max(descriptors)));
+        let users = users.min(self.lowmem_bytes - self.kept_bytes());
         self.lowmem_bytes.saturating_sub(users + descriptors)
     }
 
@@ -632,7 +647,7 @@ impl Guest {
 
     /// What the guest would have to have for all that is wanted to be there.
     pub fn needed_bytes(&self, segment: &Segment) -> u64 {
-        let overhead = self.reserve_bytes.max(self.descriptor_bytes()) + self.marks_bytes(|marks| marks.high);
+        let overhead = self.kept_bytes() + self.marks_bytes(|marks| marks.high);
         segment.anon_bytes_at(self.now) + segment.file_bytes + overhead
     }
 }

@@ -1,0 +1,358 @@
+//! Turns blocks of plugged DRAM into kernel memory when the kernel runs short of it.
+//!
+//! Plugged memory is online movable, so it holds neither slabs nor page tables nor page descriptors. A guest that boots with
+//! little DRAM and grows by much runs out of kernel memory while gigabytes are free. A block that is taken offline and onlined
+//! again with `online_kernel` serves the kernel from then on; Linux migrates its pages to other blocks first
+//! (mm/memory_hotplug.c, offline_pages). It stays with the kernel until the next boot.
+//!
+//! A thread of its own does it, because a migration may take long and a write to a block waits for it.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread;
+
+use foreshore_proto::{Blocks, Zone, ZoneKind, kernel_reserve_bytes};
+
+use crate::blocks::{STACK_BYTES, numbered};
+use crate::sys;
+
+const PAGE_BYTES: u64 = 4096;
+/// Resource name of memory that virtio_mem added (drivers/virtio/virtio_mem.c, virtio_mem_probe).
+const VIRTIO_MEM: &str = "System RAM (virtio_mem)";
+/// Part of the usual reserve below which the kernel is short. The whole reserve would be too much: programs that fill DRAM
+/// before anything is plugged leave the kernel about that.
+const SHORT_PART: u64 = 2;
+/// A block whose pages do not move in this time is left alone. Linux would try for ever.
+const OFFLINE_LIMIT_MS: u64 = 10_000;
+/// Pause after a success, in which reports show what it has brought; and first and longest pause after a failure.
+const PAUSE_MS: u64 = 500;
+const FIRST_BACK_OFF_MS: u64 = 5_000;
+const MAX_BACK_OFF_MS: u64 = 300_000;
+
+/// Free pages above the high watermark.
+fn room_bytes<'a>(zones: impl Iterator<Item = &'a Zone>) -> u64 {
+    let pages =
+        zones.fold(0u64, |sum, zone| sum.saturating_add(zone.free_pages.saturating_sub(zone.high_pages)));
+    pages.saturating_mul(PAGE_BYTES)
+}
+
+fn managed_bytes<'a>(zones: impl Iterator<Item = &'a Zone>) -> u64 {
+    zones.fold(0u64, |sum, zone| sum.saturating_add(zone.managed_pages)).saturating_mul(PAGE_BYTES)
+}
+
+fn serves_kernel(zone: &Zone) -> bool {
+    matches!(zone.kind, ZoneKind::Dma32 | ZoneKind::Normal)
+}
+
+/// Node that is to give a block to the kernel, if the kernel is short of memory.
+///
+/// The pages of the block need room in other movable memory. The node keeps movable memory of half the reserve: without any,
+/// `vm.lowmem_reserve_ratio` keeps nothing, and programs fill what the kernel got.
+fn short_node(zones: &[Zone], blocks: &Blocks) -> Option<u32> {
+    let of_node = |node: u32| zones.iter().filter(move |zone| zone.node == node);
+    let is_dram = |node: u32| of_node(node).any(serves_kernel);
+    let dram_bytes = managed_bytes(zones.iter().filter(|zone| is_dram(zone.node)));
+    let short_bytes = kernel_reserve_bytes(dram_bytes, 0) / SHORT_PART;
+    let movable = zones.iter().filter(|zone| zone.kind == ZoneKind::Movable);
+    let movable_free_bytes =
+        movable.fold(0u64, |sum, zone| sum.saturating_add(zone.free_pages)).saturating_mul(PAGE_BYTES);
+    if blocks.block_bytes == 0
+        || room_bytes(zones.iter().filter(|zone| serves_kernel(zone))) >= short_bytes
+        || movable_free_bytes < blocks.block_bytes
+    {
+        return None;
+    }
+    let keeps_enough = |node: u32| {
+        let movable = of_node(node).filter(|zone| zone.kind == ZoneKind::Movable);
+        managed_bytes(movable) >= blocks.block_bytes.saturating_add(short_bytes)
+    };
+    let nodes = blocks.nodes.iter().filter(|node| node.movable_online_bytes >= blocks.block_bytes);
+    let nodes = nodes.map(|node| node.node).filter(|node| is_dram(*node) && keeps_enough(*node));
+    nodes.min_by_key(|node| room_bytes(of_node(*node).filter(|zone| serves_kernel(zone))))
+}
+
+/// When the next block may be turned.
+#[derive(Debug, Default)]
+struct Pace {
+    not_before_ms: u64,
+    back_off_ms: u64,
+}
+
+impl Pace {
+    fn succeeded(&mut self, now_ms: u64) {
+        *self = Pace { not_before_ms: now_ms.saturating_add(PAUSE_MS), back_off_ms: 0 };
+    }
+
+    fn failed(&mut self, now_ms: u64) {
+        self.back_off_ms = (self.back_off_ms * 2).clamp(FIRST_BACK_OFF_MS, MAX_BACK_OFF_MS);
+        self.not_before_ms = now_ms.saturating_add(self.back_off_ms);
+    }
+}
+
+/// Turns blocks in a thread of its own.
+#[derive(Debug)]
+pub struct KernelBlocks {
+    requests: SyncSender<u32>,
+    results: Receiver<io::Result<u32>>,
+    is_busy: bool,
+    pace: Pace,
+}
+
+impl KernelBlocks {
+    /// Starts the thread. `memory_root` is /sys/devices/system/memory outside of tests, `iomem` is /proc/iomem.
+    pub fn start(memory_root: &Path, iomem: &Path) -> io::Result<Self> {
+        let turner = Turner { memory_root: memory_root.to_owned(), iomem: iomem.to_owned() };
+        let (requests, inbox) = sync_channel(1);
+        let (outbox, results) = sync_channel(1);
+        let work = move || {
+            while let Ok(node) = inbox.recv() {
+                if outbox.send(turner.turn_one(node)).is_err() {
+                    break;
+                }
+            }
+        };
+        thread::Builder::new().name("kernel-blocks".into()).stack_size(STACK_BYTES).spawn(work)?;
+        Ok(KernelBlocks { requests, results, is_busy: false, pace: Pace::default() })
+    }
+
+    /// Has a block turned if the kernel is short of memory. Returns true if one was turned since the last call. Never waits.
+    pub fn poll(&mut self, zones: &[Zone], blocks: &Blocks, now_ms: u64) -> bool {
+        let result = self.results.try_recv().ok();
+        self.is_busy &= result.is_none();
+        match &result {
+            Some(Ok(number)) => {
+                eprintln!("foreshore-agent: Memory block {number} serves the kernel until the next boot");
+                self.pace.succeeded(now_ms);
+            }
+            Some(Err(error)) => {
+                eprintln!("foreshore-agent: Cannot give a memory block to the kernel: {error}");
+                self.pace.failed(now_ms);
+            }
+            None => {}
+        }
+        if !self.is_busy
+            && now_ms >= self.pace.not_before_ms
+            && let Some(node) = short_node(zones, blocks)
+        {
+            self.is_busy = self.requests.try_send(node).is_ok();
+        }
+        matches!(result, Some(Ok(_)))
+    }
+}
+
+/// Part of [`KernelBlocks`] that waits for the kernel.
+#[derive(Debug)]
+struct Turner {
+    memory_root: PathBuf,
+    iomem: PathBuf,
+}
+
+impl Turner {
+    /// Turns one block of `node` and returns its number. Boot memory stays as it is: it has pages that never move.
+    fn turn_one(&self, node: u32) -> io::Result<u32> {
+        let block_bytes = fs::read_to_string(self.memory_root.join("block_size_bytes"))?;
+        let block_bytes =
+            u64::from_str_radix(block_bytes.trim(), 16).map_err(|_| io::ErrorKind::InvalidData)?.max(1);
+        let ranges = virtio_mem_ranges(&fs::read_to_string(&self.iomem)?);
+        let mut blocks: Vec<(u32, PathBuf)> = fs::read_dir(&self.memory_root)?
+            .flatten()
+            .filter_map(|entry| Some((numbered(&entry.file_name(), "memory")?, entry.path())))
+            .filter(|(number, path)| {
+                let start = u64::from(*number).saturating_mul(block_bytes);
+                let end = start.saturating_add(block_bytes);
+                let is_plugged = ranges.iter().any(|range| range.start <= start && end <= range.end);
+                is_plugged && path.join(format!("node{node}")).exists() && is_movable(path)
+            })
+            .collect();
+        // virtio_mem unplugs the highest blocks first, so they are left to it.
+        blocks.sort_unstable();
+        let mut last = io::Error::new(io::ErrorKind::NotFound, format!("node {node} has no movable block"));
+        for (number, path) in blocks {
+            match turn(&path.join("state")) {
+                Ok(()) => return Ok(number),
+                // Pages of this block are pinned; another block may have none.
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+}
+
+fn is_movable(block: &Path) -> bool {
+    let state = fs::read_to_string(block.join("state")).unwrap_or_default();
+    // Linux crashes when the zones of a block that is just being added are read (drivers/base/memory.c, valid_zones_show).
+    state.trim() == "online" && {
+        let zones = fs::read_to_string(block.join("valid_zones")).unwrap_or_default();
+        zones.split_whitespace().next() == Some("Movable")
+    }
+}
+
+fn turn(state: &Path) -> io::Result<()> {
+    let mut file = fs::File::options().write(true).open(state)?;
+    // One call: `write_all` would begin anew after EINTR.
+    sys::within_ms(OFFLINE_LIMIT_MS, || file.write(b"offline"))?;
+    fs::write(state, "online_kernel").inspect_err(|_| {
+        // Better movable memory than none.
+        let _ = fs::write(state, "online_movable");
+    })
+}
+
+/// Physical addresses of memory that virtio_mem added, from the text of /proc/iomem.
+fn virtio_mem_ranges(iomem: &str) -> Vec<std::ops::Range<u64>> {
+    let range = |line: &str| {
+        let (range, _) = line.split_once(" : ").filter(|(_, name)| name.trim() == VIRTIO_MEM)?;
+        let (start, last) = range.trim().split_once('-')?;
+        let (start, last) = (u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(last, 16).ok()?);
+        Some(start..last.saturating_add(1))
+    };
+    let mut ranges: Vec<std::ops::Range<u64>> = Vec::new();
+    for range in iomem.lines().filter_map(range) {
+        match ranges.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => ranges.push(range),
+        }
+    }
+    ranges
+}
+
+#[cfg(test)]
+mod tests {
+    use foreshore_proto::NodeBlocks;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+    const BLOCK: u64 = 128 * MIB;
+
+    fn zone(node: u32, kind: ZoneKind, managed_mib: u64, free_mib: u64) -> Zone {
+        let pages = |mib: u64| mib * MIB / PAGE_BYTES;
+        Zone { node, kind, managed_pages: pages(managed_mib), free_pages: pages(free_mib), ..Zone::default() }
+    }
+
+    /// 384 MiB at boot, of which 36 are movable, two blocks of DRAM and 512 MiB of PM.
+    fn zones(kernel_free_mib: u64, pm_free_mib: u64) -> [Zone; 3] {
+        [
+            zone(0, ZoneKind::Dma32, 300, kernel_free_mib),
+            zone(0, ZoneKind::Movable, 36 + 256, 0),
+            zone(1, ZoneKind::Movable, 512, pm_free_mib),
+        ]
+    }
+
+    fn blocks(movable_dram_blocks: u64) -> Blocks {
+        let node = |node, online, movable| NodeBlocks {
+            node,
+            online_bytes: online * BLOCK,
+            offline_bytes: 0,
+            movable_online_bytes: movable * BLOCK,
+        };
+        let nodes = vec![node(0, 5, movable_dram_blocks), node(1, 4, 4)];
+        Blocks { block_bytes: BLOCK, nodes, ..Blocks::default() }
+    }
+
+    #[test]
+    fn a_kernel_that_is_short_gets_a_block_of_its_node() {
+        // Half of a sixteenth of 592 MiB.
+        assert_eq!(short_node(&zones(18, 300), &blocks(2)), Some(0));
+        assert_eq!(short_node(&zones(19, 300), &blocks(2)), None);
+        assert_eq!(short_node(&zones(0, 127), &blocks(2)), None, "the pages of the block have nowhere to go");
+        assert_eq!(short_node(&zones(0, 300), &blocks(0)), None, "PM stays movable");
+        assert_eq!(short_node(&zones(0, 300), &Blocks::default()), None, "a kernel without hotplug");
+        assert_eq!(short_node(&[], &blocks(2)), None);
+    }
+
+    #[test]
+    fn a_node_keeps_movable_memory_that_its_reserve_is_measured_by() {
+        let mut zones = zones(0, 300);
+        zones[1].managed_pages = (128 + 18) * MIB / PAGE_BYTES;
+        assert_eq!(short_node(&zones, &blocks(1)), Some(0));
+        zones[1].managed_pages = 128 * MIB / PAGE_BYTES;
+        assert_eq!(short_node(&zones, &blocks(1)), None);
+    }
+
+    #[test]
+    fn the_node_with_the_least_kernel_memory_gives_the_block() {
+        let zones = [
+            zone(0, ZoneKind::Dma32, 1000, 20),
+            zone(0, ZoneKind::Movable, 1000, 500),
+            zone(1, ZoneKind::Normal, 1000, 5),
+            zone(1, ZoneKind::Movable, 1000, 500),
+        ];
+        let mut blocks = blocks(4);
+        assert_eq!(short_node(&zones, &blocks), Some(1));
+        blocks.nodes[1].movable_online_bytes = 0;
+        assert_eq!(short_node(&zones, &blocks), Some(0));
+    }
+
+    #[test]
+    fn failures_are_retried_ever_more_rarely() {
+        let mut pace = Pace::default();
+        let mut pauses = Vec::new();
+        for _ in 0..9 {
+            pace.failed(0);
+            pauses.push(pace.not_before_ms / 1000);
+        }
+        assert_eq!(pauses, [5, 10, 20, 40, 80, 160, 300, 300, 300]);
+        pace.succeeded(1_000);
+        assert_eq!(pace.not_before_ms, 1_500);
+        pace.failed(0);
+        assert_eq!(pace.not_before_ms, 5_000);
+    }
+
+    #[test]
+    fn memory_of_virtio_mem_is_found_in_iomem() {
+        let text = "00001000-0009ffff : System RAM\n\
+                    100000000-107ffffff : System RAM (virtio_mem)\n\
+                    108000000-10fffffff : System RAM (virtio_mem)\n\
+                    140000000-27fffffff : virtio2\n  \
+                    140000000-147ffffff : System RAM (virtio_mem)\n";
+        assert_eq!(virtio_mem_ranges(text), [0x1_0000_0000..0x1_1000_0000, 0x1_4000_0000..0x1_4800_0000]);
+        assert_eq!(virtio_mem_ranges("junk\n-1 : System RAM (virtio_mem)\n"), []);
+    }
+
+    /// A sysfs with blocks 0 (boot), 32 and 33 (plugged DRAM) and 40 (PM).
+    fn sysfs() -> tempfile::TempDir {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let put = |name: &str, text: &str| fs::write(dir.path().join(name), text).expect("write");
+        put("block_size_bytes", "8000000\n");
+        put(
+            "iomem",
+            "100000000-10fffffff : System RAM (virtio_mem)\n140000000-147ffffff : System RAM (virtio_mem)\n",
+        );
+        for (number, node) in [(0, 0), (32, 0), (33, 0), (40, 1)] {
+            fs::create_dir_all(dir.path().join(format!("memory{number}/node{node}"))).expect("mkdir");
+            put(&format!("memory{number}/state"), "online\n");
+            put(&format!("memory{number}/valid_zones"), "Movable\n");
+        }
+        dir
+    }
+
+    #[test]
+    fn the_lowest_plugged_block_of_the_node_is_turned() {
+        let dir = sysfs();
+        let turner = Turner { memory_root: dir.path().to_owned(), iomem: dir.path().join("iomem") };
+        let state =
+            |number: u32| fs::read_to_string(dir.path().join(format!("memory{number}/state"))).expect("read");
+        assert_eq!(turner.turn_one(0).expect("turns"), 32);
+        assert_eq!(state(32), "online_kernel");
+        assert_eq!([0, 33, 40].map(state), ["online\n"; 3]);
+        // It is the kernel's now, as `valid_zones` of a real one says.
+        fs::write(dir.path().join("memory32/valid_zones"), "Normal\n").expect("write");
+        assert_eq!(turner.turn_one(0).expect("turns"), 33);
+        fs::write(dir.path().join("memory33/valid_zones"), "Normal\n").expect("write");
+        assert_eq!(turner.turn_one(0).expect_err("none is left").kind(), io::ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn the_thread_turns_one_block_at_a_time() {
+        let dir = sysfs();
+        let mut kernel_blocks = KernelBlocks::start(dir.path(), &dir.path().join("iomem")).expect("starts");
+        let turned =
+            (0..).map(|_| kernel_blocks.poll(&zones(0, 300), &blocks(2), 1_000)).position(|turned| turned);
+        assert!(turned.is_some_and(|polls| polls > 0));
+        assert!(!kernel_blocks.is_busy, "reports show first what it has brought");
+        kernel_blocks.poll(&zones(0, 300), &blocks(2), 1_500);
+        assert!(kernel_blocks.is_busy);
+    }
+}

@@ -1,0 +1,167 @@
+//! How the boot memory of a guest with PM is divided between its kernel and its programs.
+//!
+//! PM is online movable and serves programs alone. Programs fill DRAM first, so without a bound they leave the kernel no
+//! DRAM for page tables, slabs and the page descriptors of PM. Linux can keep a reserve free in a zone from allocations
+//! that a higher zone of the same node could serve (mm/page_alloc.c, setup_per_zone_lowmem_reserve). So boot memory gets a
+//! ZONE_MOVABLE as large as the reserve; docs/decisions/0022.
+
+use balloon::proto::{descriptor_bytes, kernel_reserve_bytes};
+
+use crate::memory::zone::{Growth, Tier, ZoneSpec};
+
+const MIB: u64 = 1 << 20;
+/// Boot memory up to here is ZONE_DMA32 as a whole; the hole of devices is above it (memory/layout.rs).
+const DMA32_BYTES: u64 = 3 << 30;
+/// Linux rounds ZONE_MOVABLE to blocks of the page allocator (mm/mm_init.c, find_zone_movable_pfns_for_nodes).
+const MOVABLE_UNIT_BYTES: u64 = 4 * MIB;
+/// Text, data and boot allocations of the kernel: a fixed part, and a part of boot memory.
+const KERNEL_BYTES: u64 = 64 * MIB;
+const KERNEL_PART: u64 = 32;
+/// Least part of boot memory that is worth a ZONE_MOVABLE.
+const LEAST_MOVABLE_PART: u64 = 16;
+
+/// Division of boot memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KernelShare {
+    boot_bytes: u64,
+    /// DRAM that virtio-mem can add.
+    dram_bytes: u64,
+    reserve_bytes: u64,
+    movable_bytes: u64,
+}
+
+/// More memory can be added than boot memory has room to describe.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{} MiB can be added to {} MiB of boot memory; their page descriptors take {} MiB of DRAM, and boot memory has room \
+     for those of about {} MiB: the guest will get no more unless DRAM is added first",
+    .hotplug_bytes / MIB, .boot_bytes / MIB, descriptor_bytes(*.hotplug_bytes) / MIB, .most_bytes / MIB
+)]
+pub struct RatioTooHigh {
+    /// Memory that can be added.
+    pub hotplug_bytes: u64,
+    /// Boot memory.
+    pub boot_bytes: u64,
+    /// Memory that boot memory has room to describe.
+    pub most_bytes: u64,
+}
+
+impl KernelShare {
+    /// Division of the boot memory of a VM with these zones. `None` if it has no PM to plug.
+    pub fn of(zones: &[ZoneSpec]) -> Option<Self> {
+        let sum = |is_counted: &dyn Fn(&ZoneSpec) -> bool, bytes: fn(&ZoneSpec) -> u64| {
+            zones
+                .iter()
+                .filter(|zone| is_counted(zone))
+                .fold(0u64, |sum, zone| sum.saturating_add(bytes(zone)))
+        };
+        let is_plugged = |zone: &ZoneSpec| zone.growth == Growth::VirtioMem;
+        let pm_bytes = sum(&|zone| is_plugged(zone) && zone.tier == Tier::Pm, |zone| zone.hotplug_bytes);
+        if pm_bytes == 0 {
+            return None;
+        }
+        let dram_bytes = sum(&|zone| is_plugged(zone) && zone.tier == Tier::Dram, |zone| zone.hotplug_bytes);
+        let boot_bytes = sum(&|zone| zone.tier == Tier::Dram, |zone| zone.boot_bytes);
+        let reserve_bytes = kernel_reserve_bytes(boot_bytes, pm_bytes.saturating_add(dram_bytes));
+        // What the kernel has left of its zones after it has booted must hold the reserve.
+        let room_bytes = boot_bytes.saturating_sub(kernel_bytes(boot_bytes).saturating_add(reserve_bytes));
+        let movable_bytes = reserve_bytes.min(room_bytes).max(boot_bytes / LEAST_MOVABLE_PART);
+        let movable_bytes = movable_bytes.next_multiple_of(MOVABLE_UNIT_BYTES);
+        Some(Self { boot_bytes, dram_bytes, reserve_bytes, movable_bytes })
+    }
+
+    /// Value of `movablecore=`.
+    pub fn movablecore(&self) -> String {
+        format!("{}M", self.movable_bytes / MIB)
+    }
+
+    /// Value of `vm.lowmem_reserve_ratio`. It stays in force in a guest without an agent; an agent adapts it. The ratio counts
+    /// DRAM that can be added, because that is movable as well and comes before PM.
+    pub fn lowmem_reserve_ratio(&self) -> String {
+        let ratio = ((self.movable_bytes.saturating_add(self.dram_bytes)) / self.reserve_bytes.max(1)).max(1);
+        // The defaults of mm/page_alloc.c for the other zones.
+        match self.boot_bytes <= DMA32_BYTES {
+            true => format!("256 {ratio} 32 0 0"),
+            false => format!("256 256 {} 0 0", ratio.min(32)),
+        }
+    }
+}
+
+/// Checks that boot memory has room for the page descriptors of what can be added. DRAM that is added brings room of its own
+/// in a guest with an agent, which gives blocks of it to the kernel.
+pub fn check_ratio(zones: &[ZoneSpec]) -> Result<(), RatioTooHigh> {
+    let boot_bytes = zones.iter().fold(0u64, |sum, zone| sum.saturating_add(zone.boot_bytes));
+    let virtio_mem = zones.iter().filter(|zone| zone.growth == Growth::VirtioMem);
+    let hotplug_bytes = virtio_mem.fold(0u64, |sum, zone| sum.saturating_add(zone.hotplug_bytes));
+    let room_bytes = boot_bytes.saturating_sub(kernel_bytes(boot_bytes) + boot_bytes / LEAST_MOVABLE_PART);
+    let base_bytes = kernel_reserve_bytes(boot_bytes, 0);
+    let most_bytes = room_bytes.saturating_sub(base_bytes).saturating_mul(64);
+    match hotplug_bytes > most_bytes {
+        true => Err(RatioTooHigh { hotplug_bytes, boot_bytes, most_bytes }),
+        false => Ok(()),
+    }
+}
+
+fn kernel_bytes(boot_bytes: u64) -> u64 {
+    KERNEL_BYTES + boot_bytes / KERNEL_PART
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::memory::zone::HostMemory;
+
+    pub fn zone(tier: Tier, boot_mib: u64, hotplug_mib: u64) -> ZoneSpec {
+        ZoneSpec {
+            id: String::new(),
+            tier,
+            guest_node: 0,
+            host: HostMemory::default(),
+            growth: Growth::VirtioMem,
+            host_node: None,
+            boot_bytes: boot_mib * MIB,
+            hotplug_bytes: hotplug_mib * MIB,
+            hotplugged_bytes: 0,
+        }
+    }
+
+    /// Boot memory, DRAM and PM to come, in MiB; `movablecore` and the ratios.
+    fn share(boot_mib: u64, dram_mib: u64, pm_mib: u64) -> (String, String) {
+        let zones = [zone(Tier::Dram, boot_mib, dram_mib), zone(Tier::Pm, 0, pm_mib)];
+        let share = KernelShare::of(&zones).expect("there is PM");
+        (share.movablecore(), share.lowmem_reserve_ratio())
+    }
+
+    #[test]
+    fn the_kernel_keeps_dram_for_the_descriptors_of_all_pm() {
+        let expect = |movable: &str, ratios: &str| (movable.to_owned(), ratios.to_owned());
+        // A sixteenth of 512 MiB, and 16 MiB for each GiB.
+        assert_eq!(share(512, 0, 1536), expect("56M", "256 1 32 0 0"));
+        assert_eq!(share(512, 0, 7168), expect("144M", "256 1 32 0 0"));
+        assert_eq!(share(256, 0, 3584), expect("72M", "256 1 32 0 0"));
+        // Added DRAM is movable: with 256 MiB of it a seventh is as large as the reserve.
+        assert_eq!(share(384, 256, 512), expect("36M", "256 8 32 0 0"));
+        // ZONE_NORMAL is the highest zone of the kernel.
+        assert_eq!(share(8192, 0, 65_536), expect("1536M", "256 256 1 0 0"));
+        // The kernel itself has to fit.
+        assert_eq!(share(512, 0, 16_384), expect("144M", "256 1 32 0 0"));
+    }
+
+    #[test]
+    fn a_vm_without_pm_keeps_its_boot_memory_whole() {
+        assert_eq!(KernelShare::of(&[zone(Tier::Dram, 512, 1024)]), None);
+        assert_eq!(KernelShare::of(&[zone(Tier::Dram, 512, 0), zone(Tier::Pm, 0, 0)]), None);
+    }
+
+    #[test]
+    fn a_ratio_that_boot_memory_cannot_describe_is_named() {
+        let check =
+            |boot_mib, pm_mib| check_ratio(&[zone(Tier::Dram, boot_mib, 0), zone(Tier::Pm, 0, pm_mib)]);
+        check(512, 7168).expect("14:1");
+        check(256, 3584).expect("14:1");
+        let error = check(512, 32_768).expect_err("64:1");
+        assert_eq!(error.most_bytes / MIB, (512 - 64 - 16 - 32 - 32) * 64);
+        assert!(error.to_string().contains("take 512 MiB"), "{error}");
+        check(64, 1024).expect_err("the kernel alone fills it");
+    }
+}
